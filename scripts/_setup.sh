@@ -1,0 +1,87 @@
+# Sourced by scripts/quickstart, scripts/test and .ci/run: from a bare clone to an environment in which
+# bitnet_ops is installed (editable) with a CPU torch. It must not know what is run afterwards.
+#
+#   PYTHON              interpreter to use (default: python3)
+#   BITNET_VENV         where the environment goes (default: .venv in the clone)
+#   BITNET_TORCH_INDEX  package index to take torch from. Set it to the CPU wheel index named on
+#                       pytorch.org when your default index offers a CUDA build (several GB).
+set -euo pipefail
+ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+VENV="${BITNET_VENV:-$ROOT/.venv}"
+TORCH="torch==2.13.0"
+BUILD_TOOLS=("scikit-build-core>=1.1" "pybind11>=3.0" "cmake>=3.25" ninja) # as in pyproject.toml
+export PIP_DISABLE_PIP_VERSION_CHECK=1
+
+say() { printf '[%4ds] %s\n' "$SECONDS" "$*" >&2; }
+
+# missing WHAT APT_PACKAGE DNF_PACKAGE: one line, then stop.
+missing() {
+  local how="install $2 (Debian, Ubuntu) or $3 (Fedora) with your package manager"
+  if command -v apt-get >/dev/null; then how="run: apt-get install $2 (with sudo unless root)"; fi
+  if command -v dnf >/dev/null; then how="run: dnf install $3 (with sudo unless root)"; fi
+  echo "error: $1; $how" >&2
+  exit 1
+}
+
+check_system() {
+  local python="${PYTHON:-python3}" cxx="${CXX:-g++}"
+  command -v "$python" >/dev/null || missing "no Python found ($python)" python3 python3
+  "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
+    missing "expected Python 3.10 or newer, got $("$python" --version 2>&1)" python3 python3
+  "$python" -c 'import ensurepip, venv' 2>/dev/null ||
+    missing "Python has no venv module" python3-venv python3
+  "$python" -c 'import os, sysconfig as s, sys
+sys.exit(not os.path.exists(os.path.join(s.get_path("include"), "Python.h")))' ||
+    missing "no Python headers (Python.h)" python3-dev python3-devel
+  command -v "$cxx" >/dev/null || missing "no C++ compiler found ($cxx)" g++ gcc-c++
+  echo '#include <concepts>' | "$cxx" -std=c++20 -fsyntax-only -x c++ - 2>/dev/null ||
+    missing "the C++ compiler ($cxx) cannot compile C++20" g++ gcc-c++
+}
+
+# Everything that an edit of makes a new build necessary; Python files are read from the tree.
+build_hash() {
+  (cd "$ROOT" && {
+    echo "$ROOT"
+    "$VENV/bin/python" --version
+    "$VENV/bin/python" -c 'import importlib.metadata as m; print(m.version("torch"))'
+    find pyproject.toml CMakeLists.txt cmake build_backend csrc -type f -not -name '*.pyc' -print0 |
+      LC_ALL=C sort -z | xargs -0 sha256sum
+  }) | sha256sum | cut -d' ' -f1
+}
+
+# `python -m pip`, because the first line of bin/pip breaks when the clone is moved.
+pip_install() { "$VENV/bin/python" -m pip install -q "$@"; }
+
+# setup_project [EXTRAS]: EXTRAS is "", "[test]" or "[test,dev]". Does nothing when nothing changed.
+setup_project() {
+  local extras="${1:-}" stamp="$VENV/.bitnet-stamp" hash old_hash="" old_extras=""
+  if ! "$VENV/bin/python" -c 'import pip' 2>/dev/null; then
+    check_system
+    say "making the environment $VENV"
+    "${PYTHON:-python3}" -m venv "$VENV"
+  fi
+  if ! "$VENV/bin/python" -c 'import importlib.util as u, sys; sys.exit(not u.find_spec("torch"))'; then
+    say "installing the build tools and $TORCH"
+    pip_install "${BUILD_TOOLS[@]}"
+    pip_install ${BITNET_TORCH_INDEX:+--index-url "$BITNET_TORCH_INDEX"} "$TORCH"
+  fi
+  hash="$(build_hash)"
+  if [ -f "$stamp" ]; then read -r old_hash old_extras <"$stamp" || true; fi
+  if [ "${#extras}" -lt "${#old_extras}" ]; then extras="$old_extras"; fi # keep what is installed
+  if [ "$hash" = "$old_hash" ] && [ "$extras" = "$old_extras" ]; then return 0; fi
+  check_system
+  say "building and installing bitnet-ops$extras"
+  rm -f "$stamp"
+  PATH="$VENV/bin:$PATH" pip_install -e "$ROOT$extras" --no-build-isolation
+  echo "$hash $extras" >"$stamp"
+}
+
+# ctest_in DIRECTORY CMAKE_OPTION...: configure, build and run csrc/tests in build/DIRECTORY, without
+# torch or Python. Needs cmake and ninja on PATH.
+ctest_in() {
+  local build="$ROOT/build/$1"
+  shift
+  cmake -S "$ROOT" -B "$build" -G Ninja -DBITNET_KERNELS_ONLY=ON -DBITNET_BUILD_TESTS=ON "$@" >/dev/null
+  cmake --build "$build" --parallel | tail -n 1
+  ctest --test-dir "$build" --output-on-failure --no-tests=error
+}

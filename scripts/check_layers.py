@@ -1,0 +1,167 @@
+#!/usr/bin/env python3
+"""Proves who may know whom: imports of python/bitnet_ops, includes of csrc. Standard library only.
+
+Each rule is a row of a table below; CONTRIBUTING.md draws the same picture. It must not know what the
+modules do, and it imports none of them. Exit status 1 and one line per violation.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# Layer -> the layers of bitnet_ops it may import. A layer is the first part of a module's name below
+# bitnet_ops; a module may always import its own layer. "*" = all but `reference` and the integrations.
+PYTHON_LAYERS: dict[str, set[str]] = {
+    "__init__": {"*"},
+    "__main__": {"cli"},
+    "_runtime": set(),
+    "_fakes": set(),
+    "reference": set(),
+    "quantize": set(),
+    "config": set(),
+    "sampling": set(),
+    "tokenizer": set(),
+    "formats": {"_runtime"},
+    "ops": {"_fakes", "_runtime"},
+    "packing": {"ops"},
+    "kv_cache": {"config", "ops"},
+    "attention": {"kv_cache", "ops"},
+    "linear": {"ops", "packing"},
+    "models": {"attention", "config", "kv_cache", "linear", "ops", "packing", "sparsity"},
+    "engine": {"config", "formats", "kv_cache", "models", "packing", "sampling", "tokenizer"},
+    "convert": {"config", "engine", "formats", "models", "ops", "packing", "quantize", "tokenizer"},
+    "integrations": {"config", "convert", "linear", "ops", "packing", "quantize"},
+    "doctor": {"_runtime", "ops"},
+    "bench": {"*"},
+    "server": {"*"},
+    "cli": {"*"},
+}
+NEVER_BY_STAR = {"reference", "integrations"}
+
+# Packages that only some modules may import, by the prefix of the module below bitnet_ops.
+GUARDED_PACKAGES: dict[str, tuple[str, ...]] = {
+    "transformers": ("integrations.transformers", "convert.verify"),
+    "sglang": ("integrations.sglang",),
+    "vllm": ("integrations.vllm",),
+    "pybind11": (),
+}
+
+# Directory or file prefix below csrc -> (allowed own headers, allowed system headers). First match.
+INTRINSICS = r"immintrin\.h|arm_neon\.h|cstdint|cstddef"
+NO_TORCH_NO_PYTHON = r"(?!torch/|ATen/|c10/|pybind11/|Python\.h).*"
+CPP_LAYERS: list[tuple[str, str, str]] = [
+    ("kernels/", r"kernels/.*|format/layout\.h|runtime/features\.h", INTRINSICS),
+    ("runtime/", r"runtime/.*|kernels/(kernel_table|isa_tables)\.h", NO_TORCH_NO_PYTHON),
+    ("format/", r"format/.*", NO_TORCH_NO_PYTHON),
+    ("tests/", r"tests/.*|runtime/.*|format/.*|kernels/.*\.h", NO_TORCH_NO_PYTHON),
+    (
+        "bindings",
+        r"bindings.*|runtime/.*|format/.*|kernels/kernel_table\.h",
+        r"(?!torch/|ATen/|c10/).*",
+    ),
+    (
+        "ops",
+        r"ops/.*|runtime/.*|format/layout\.h|kernels/kernel_table\.h",
+        r"torch/(csrc/stable|csrc/inductor/aoti_torch/c|headeronly)/.*|"
+        r"(?!torch/|ATen/|c10/|pybind11/|Python\.h|omp\.h).*",
+    ),
+]
+
+
+def imported_modules(tree: ast.AST, package: str) -> list[tuple[int, str]]:
+    """(line, absolute dotted name) of every import in `tree`, function-level ones included.
+
+    `package` is the package of the module, against which relative imports are resolved. For
+    ``from a import b`` both ``a`` and ``a.b`` are returned, since b may be a module.
+    """
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found += [(node.lineno, alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parents = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join([*parents, base] if base else parents)
+            found += [(node.lineno, f"{base}.{alias.name}") for alias in node.names]
+    return found
+
+
+def own_layer(name: str, layers: set[str]) -> str | None:
+    """The layer that the dotted name `bitnet_ops.x.y` belongs to; None when it is not one of ours."""
+    parts = name.split(".")
+    if parts[0] != "bitnet_ops":
+        return None
+    return parts[1] if len(parts) > 1 and parts[1] in layers else "__init__"
+
+
+def may_import(layer: str, target: str) -> bool:
+    allowed = PYTHON_LAYERS[layer]
+    if target == layer or target in allowed:
+        return True
+    return "*" in allowed and target not in NEVER_BY_STAR
+
+
+def check_python_file(path: Path, package_root: Path) -> list[str]:
+    """Violations in one file of the package whose directory is `package_root` (.../bitnet_ops)."""
+    relative = path.relative_to(package_root).with_suffix("")
+    module = ".".join(relative.parts)
+    layer = relative.parts[0]
+    if layer not in PYTHON_LAYERS:
+        return [f"{path}: layer '{layer}' has no row in PYTHON_LAYERS of scripts/check_layers.py"]
+    package = ".".join(["bitnet_ops", *relative.parts[:-1]])
+    problems = []
+    for line, name in imported_modules(ast.parse(path.read_text(encoding="utf-8")), package):
+        target = own_layer(name, set(PYTHON_LAYERS))
+        if target is not None and not may_import(layer, target):
+            problems.append(f"{path}:{line}: '{layer}' must not import '{target}' ({name})")
+        allowed = GUARDED_PACKAGES.get(name.split(".")[0])
+        if allowed is not None and not module.startswith(allowed):
+            problems.append(f"{path}:{line}: only {allowed} may import {name.split('.')[0]}")
+    return problems
+
+
+def check_cpp_file(path: Path, source_root: Path) -> list[str]:
+    """Violations in one file below `source_root` (.../csrc)."""
+    relative = path.relative_to(source_root).as_posix()
+    rule = next((row for row in CPP_LAYERS if relative.startswith(row[0])), None)
+    if rule is None:
+        return [f"{path}: no row for it in CPP_LAYERS of scripts/check_layers.py"]
+    problems = []
+    pattern = re.compile(r'^\s*#\s*include\s*([<"])([^">]+)[">]', re.MULTILINE)
+    text = path.read_text(encoding="utf-8")
+    for match in pattern.finditer(text):
+        system, header = match[1] == "<", match[2]
+        is_own = (source_root / header).is_file() or not system
+        if not re.fullmatch(rule[1] if is_own else rf"{rule[1]}|{rule[2]}", header):
+            line = text.count("\n", 0, match.start()) + 1
+            problems.append(f"{path}:{line}: '{rule[0]}' must not include {header}")
+    return problems
+
+
+def check(root: Path) -> list[str]:
+    """Every violation below `root`, and a complaint when there is nothing to check."""
+    package_root, source_root = root / "python" / "bitnet_ops", root / "csrc"
+    python_files = sorted(package_root.rglob("*.py")) + sorted(package_root.rglob("*.pyi"))
+    cpp_files = [p for p in sorted(source_root.rglob("*")) if p.suffix in {".cpp", ".h", ".inl"}]
+    if not python_files or not cpp_files:
+        return [f"{root}: expected python/bitnet_ops/*.py and csrc/**, found none"]
+    problems = [line for path in python_files for line in check_python_file(path, package_root)]
+    return problems + [line for path in cpp_files for line in check_cpp_file(path, source_root)]
+
+
+def main() -> int:
+    problems = check(ROOT)
+    for line in problems:
+        print(line, file=sys.stderr)
+    print(f"check_layers: {len(problems)} violation(s)")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
