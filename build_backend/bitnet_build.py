@@ -1,8 +1,8 @@
 """PEP 517 backend: scikit-build-core plus one decision, which torch to compile against.
 
 Build isolation hides the user's torch, and a plain ``requires = ["torch"]`` would download another
-one. ``_ops.so`` uses only torch's stable C interface, so any torch >= 2.10 will do; this module finds
-one without importing it, in this order:
+one. ``_ops.so`` uses only torch's stable C interface, so any torch >= 2.10 will do; this module
+finds one without importing it, in this order:
 
 1. the environment variable BITNET_TORCH_ROOT (the directory of the ``torch`` package);
 2. torch visible to this process (``--no-build-isolation``, or installed by step 4);
