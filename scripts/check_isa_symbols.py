@@ -107,11 +107,14 @@ def isa_objects(build: Path) -> dict[str, Path]:
 
 def installed_binaries() -> list[Path]:
     """`_ops.so` and `_runtime` of the bitnet_ops that this interpreter would import."""
-    specs = [importlib.util.find_spec(f"bitnet_ops.{name}") for name in ("_ops", "_runtime")]
-    missing = [spec for spec in specs if spec is None or spec.origin is None]
-    if missing:
+    try:
+        specs = [importlib.util.find_spec(f"bitnet_ops.{name}") for name in ("_ops", "_runtime")]
+    except ModuleNotFoundError:
+        specs = []
+    binaries = [Path(spec.origin) for spec in specs if spec and spec.origin]
+    if len(binaries) != 2:
         raise SystemExit("check_isa_symbols: bitnet_ops is not installed here; run scripts/test")
-    return [Path(spec.origin) for spec in specs if spec and spec.origin]
+    return binaries
 
 
 def check(build: Path) -> list[str]:

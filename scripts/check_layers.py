@@ -33,21 +33,25 @@ PYTHON_LAYERS: dict[str, set[str]] = {
     "attention": {"kv_cache", "ops"},
     "linear": {"ops", "packing"},
     "models": {"attention", "config", "kv_cache", "linear", "ops", "packing", "sparsity"},
+    "language_model": {"config", "engine", "formats", "kv_cache", "models", "packing", "sampling"}
+    | {"tokenizer"},
     "engine": {"config", "formats", "kv_cache", "models", "packing", "sampling", "tokenizer"},
     # the second row is for `--verify`, which runs the converted model
     "convert": {"config", "formats", "models", "ops", "packing", "quantize"}
-    | {"engine", "kv_cache", "tokenizer"},
+    | {"engine", "kv_cache", "language_model", "tokenizer"},
     "integrations": {"config", "convert", "linear", "ops", "packing", "quantize"},
     "doctor": {"_runtime", "ops"},
     "bench": {"*"},
     "server": {"*"},
     "cli": {"*"},
+    "cli_chat": {"*"},
+    "cli_generate": {"*"},
 }
 NEVER_BY_STAR = {"reference", "integrations"}
 
 # Packages that only some modules may import, by the prefix of the module below bitnet_ops.
 GUARDED_PACKAGES: dict[str, tuple[str, ...]] = {
-    "transformers": ("integrations.transformers", "convert.hf_oracle"),
+    "transformers": ("integrations.transformers", "convert.verify"),
     "sglang": ("integrations.sglang",),
     "vllm": ("integrations.vllm",),
     "pybind11": (),
