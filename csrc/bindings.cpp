@@ -1,0 +1,94 @@
+// The Python module bitnet_ops._runtime: dispatch state, CPU features, build facts, file reader.
+// Must not include a torch header; the op library shares the dispatch state through
+// libbitnet_kernels.so.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <map>
+#include <string>
+#include <vector>
+
+#include "runtime/dispatch.h"
+#include "runtime/features.h"
+
+namespace py = pybind11;
+
+void bind_format(py::module_& m);  // bindings_format.cpp
+
+namespace {
+
+std::vector<std::string> names(const std::vector<const bitnet::KernelTable*>& tables) {
+  std::vector<std::string> list;
+  for (const auto* table : tables) list.emplace_back(table->name);
+  return list;
+}
+
+std::vector<std::string> feature_list(uint64_t bits) {
+  std::vector<std::string> list;
+  for (const auto* f = bitnet::feature_names(); f->name != nullptr; ++f) {
+    if (bits & f->bit) list.emplace_back(f->name);
+  }
+  return list;
+}
+
+std::map<std::string, bool> cpu_features() {
+  std::map<std::string, bool> features;
+  for (const auto* f = bitnet::feature_names(); f->name != nullptr; ++f) {
+    features[f->name] = (bitnet::cpu_features() & f->bit) != 0;
+  }
+  return features;
+}
+
+py::list kernel_table() {
+  py::list rows;
+  const bitnet::KernelTable* current = &bitnet::kernels();
+  for (const auto* table : bitnet::all_tables()) {
+    py::dict row;
+    row["isa"] = table->name;
+    row["description"] = table->description;
+    row["required"] = feature_list(table->required);
+    row["missing"] = feature_list(table->required & ~bitnet::cpu_features());
+    row["available"] = (table->required & bitnet::cpu_features()) == table->required;
+    row["selected"] = table == current;
+    rows.append(row);
+  }
+  return rows;
+}
+
+py::dict build_info() {
+  py::dict info;
+  info["compiler"] = __VERSION__;
+  info["cplusplus"] = static_cast<long>(__cplusplus);
+#if defined(BITNET_TORCH_VERSION)
+  info["torch_built_against"] = BITNET_TORCH_VERSION;
+#endif
+#if defined(BITNET_VERSION)
+  info["version"] = BITNET_VERSION;
+#endif
+  info["torch_abi_floor"] = "2.10";
+  info["architecture"] =
+#if defined(__x86_64__)
+      "x86_64";
+#elif defined(__aarch64__)
+      "aarch64";
+#else
+      "other";
+#endif
+  return info;
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_runtime, m) {
+  m.doc() = "Dispatch state, CPU features and file reader of bitnet_ops; knows no torch.";
+  m.def("isa", [] { return std::string(bitnet::kernels().name); }, "Name of the ISA in use.");
+  m.def("force_isa", &bitnet::force_isa, py::arg("name"),
+        "Use an available ISA by name; an empty name means automatic choice.");
+  m.def("available_isas", [] { return names(bitnet::available_tables()); },
+        "ISAs this CPU can execute, best first.");
+  m.def("all_isas", [] { return names(bitnet::all_tables()); }, "ISAs in this build, best first.");
+  m.def("cpu_features", &cpu_features, "Features that the CPU has and the operating system enabled.");
+  m.def("kernel_table", &kernel_table, "One row per ISA: required and missing features, selected.");
+  m.def("build_info", &build_info, "Compiler, torch and ABI floor of this build.");
+  bind_format(m);
+}

@@ -1,0 +1,26 @@
+// Packed layouts of ternary weights: constants and sizes, mirrored line by line in FORMAT.md.
+// Knows bytes only: no torch, no SIMD, no allocation.
+#pragma once
+
+#include <cstdint>
+
+namespace bitnet::layout {
+
+// Canonical layout (SGLBITNT rows, GGUF I2_S layout a).  A row of K weights is a sequence of blocks
+// of 128 weights in 32 bytes.  Byte j of a block holds, from the high bits down, the codes of weights
+// j, j + 32, j + 64 and j + 96.  Code = weight + 1, so 0, 1, 2; code 3 is invalid.  Where K is not a
+// multiple of 128 the codes past K are 1 (weight 0).
+inline constexpr int64_t kBlockWeights = 128;
+inline constexpr int64_t kBlockBytes = 32;
+inline constexpr int64_t kFields = 4;                              // codes in a byte
+inline constexpr int64_t kFieldWeights = kBlockWeights / kFields;  // distance between them
+inline constexpr uint8_t kZeroByte = 0x55;                         // four codes of weight 0
+
+constexpr int64_t blocks_for(int64_t k) { return (k + kBlockWeights - 1) / kBlockWeights; }
+constexpr int64_t row_bytes_for(int64_t k) { return blocks_for(k) * kBlockBytes; }
+constexpr int64_t padded_k(int64_t k) { return blocks_for(k) * kBlockWeights; }
+
+// Bit position of the code of weight `w` (0..127) inside byte w % 32 of its block.
+constexpr int shift_of(int64_t w) { return static_cast<int>(6 - 2 * (w / kFieldWeights)); }
+
+}  // namespace bitnet::layout

@@ -1,0 +1,15 @@
+// The avx2 kernel table.  Compiled with its own flags (CMakeLists.txt); exports one symbol, table().
+#define BITNET_ISA avx2
+#include "kernels/isa_tables.h"
+#include "kernels/simd_avx2.h"
+#include "format/layout.h"
+#include "runtime/features.h"
+
+namespace bitnet::BITNET_ISA {
+namespace {
+constexpr const char* kDescription = "AVX2, FMA, F16C; ternary dot by vpmaddubsw";
+constexpr uint64_t kRequired = kAvx2 | kFma | kF16c;
+}  // namespace
+}  // namespace bitnet::BITNET_ISA
+
+#include "kernels/generic/table.inl"

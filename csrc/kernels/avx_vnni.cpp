@@ -1,0 +1,15 @@
+// The avx_vnni kernel table.  Compiled with its own flags (CMakeLists.txt); exports one symbol, table().
+#define BITNET_ISA avx_vnni
+#include "kernels/isa_tables.h"
+#include "kernels/simd_avx_vnni.h"
+#include "format/layout.h"
+#include "runtime/features.h"
+
+namespace bitnet::BITNET_ISA {
+namespace {
+constexpr const char* kDescription = "AVX2 with AVX-VNNI; ternary dot by vpdpbusd, 256 bit";
+constexpr uint64_t kRequired = kAvx2 | kFma | kF16c | kAvxVnni;
+}  // namespace
+}  // namespace bitnet::BITNET_ISA
+
+#include "kernels/generic/table.inl"

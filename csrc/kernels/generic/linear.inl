@@ -1,0 +1,165 @@
+// The ternary product over the integer words.  Included inside an ISA's anonymous namespace; never
+// mentions an ISA.  See ternary_gemm in kernel_table.h for the contract.
+
+// Tokens whose activations should stay in L2 while a range of weight rows streams past them.
+constexpr int64_t kTokenBlock = 32;
+
+// Adds one unit (or the last half unit) of R rows x T tokens into the partial sums.
+template <int F, bool kTail, int R, int T>
+inline void accumulate_field(const Raw (&raw)[R], const int8_t* x, int64_t x_stride,
+                             Partial (&partial)[R][T]) {
+  Codes c[R];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) c[r] = codes<F>(raw[r]);
+#pragma GCC unroll 8
+  for (int t = 0; t < T; ++t) {
+    const int8_t* p = x + t * x_stride;
+    const Activations a = kTail ? load_x_tail<F>(p) : load_x<F>(p);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) partial[r][t] = dot(partial[r][t], c[r], a);
+  }
+}
+
+template <bool kTail, int R, int T>
+inline void accumulate_unit(const uint8_t* w, int64_t row_bytes, const int8_t* x, int64_t x_stride,
+                            Partial (&partial)[R][T]) {
+  Raw raw[R];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) {
+    raw[r] = kTail ? load_raw_tail(w + r * row_bytes) : load_raw(w + r * row_bytes);
+  }
+  accumulate_field<0, kTail>(raw, x, x_stride, partial);
+  accumulate_field<1, kTail>(raw, x, x_stride, partial);
+  accumulate_field<2, kTail>(raw, x, x_stride, partial);
+  accumulate_field<3, kTail>(raw, x, x_stride, partial);
+}
+
+// R rows x T tokens over the whole of K.  Prefetches the next R rows: that is where the stream goes on.
+template <int R, int T>
+inline void tile(const uint8_t* w, int64_t row_bytes, const int8_t* x, int64_t x_stride,
+                 Acc (&acc)[R][T]) {
+  constexpr int64_t kUnitBytes = kUnitBlocks * layout::kBlockBytes;
+  constexpr int64_t kUnitWeights = kUnitBlocks * layout::kBlockWeights;
+  const int64_t units = row_bytes / kUnitBytes;
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 8
+    for (int t = 0; t < T; ++t) acc[r][t] = acc_zero();
+  }
+  int64_t u = 0;
+  bool tail = units * kUnitBytes != row_bytes;
+  while (u < units || tail) {
+    const int64_t stop = units - u > kFlushUnits ? u + kFlushUnits : units;
+    Partial partial[R][T];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 8
+      for (int t = 0; t < T; ++t) partial[r][t] = partial_zero();
+    }
+    for (; u < stop; ++u) {
+      const uint8_t* p = w + u * kUnitBytes;
+      if (T == 1) {
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) prefetch(p + (R + r) * row_bytes);
+      }
+      accumulate_unit<false>(p, row_bytes, x + u * kUnitWeights, x_stride, partial);
+    }
+    if (u == units && tail) {
+      accumulate_unit<true>(w + u * kUnitBytes, row_bytes, x + u * kUnitWeights, x_stride, partial);
+      tail = false;
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 8
+      for (int t = 0; t < T; ++t) acc[r][t] = widen(acc[r][t], partial[r][t]);
+    }
+  }
+}
+
+template <int R, int T>
+void tile_to_out(const uint8_t* w, int64_t row_bytes, const int8_t* x, int64_t x_stride,
+                 const int32_t* x_sum, int32_t* out, int64_t out_stride) {
+  Acc acc[R][T];
+  tile<R, T>(w, row_bytes, x, x_stride, acc);
+#pragma GCC unroll 8
+  for (int t = 0; t < T; ++t) {
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) out[t * out_stride + r] = reduce(acc[r][t]) - x_sum[t];
+  }
+}
+
+// All rows of a range at T tokens.
+template <int R, int T>
+void rows_at_tokens(const uint8_t* w, int64_t row_bytes, int64_t rows, const int8_t* x,
+                    int64_t x_stride, const int32_t* x_sum, int32_t* out, int64_t out_stride) {
+  int64_t n = 0;
+  for (; n + R <= rows; n += R) {
+    tile_to_out<R, T>(w + n * row_bytes, row_bytes, x, x_stride, x_sum, out + n, out_stride);
+  }
+  for (; n < rows; ++n) {
+    tile_to_out<1, T>(w + n * row_bytes, row_bytes, x, x_stride, x_sum, out + n, out_stride);
+  }
+}
+
+// Rows outermost, so that a tile of weights meets every token of the block while it is in L1.
+void token_block(const uint8_t* w, int64_t row_bytes, int64_t rows, const int8_t* x, int64_t x_stride,
+                 const int32_t* x_sum, int64_t tokens, int32_t* out, int64_t out_stride) {
+  for (int64_t n = 0; n < rows; n += kTileRows) {
+    const int64_t group = rows - n < kTileRows ? rows - n : kTileRows;
+    const uint8_t* wn = w + n * row_bytes;
+    int64_t t = 0;
+    for (; t + kTileTokens <= tokens; t += kTileTokens) {
+      rows_at_tokens<kTileRows, kTileTokens>(wn, row_bytes, group, x + t * x_stride, x_stride,
+                                             x_sum + t, out + t * out_stride + n, out_stride);
+    }
+    for (; t < tokens; ++t) {
+      rows_at_tokens<kTileRows, 1>(wn, row_bytes, group, x + t * x_stride, x_stride, x_sum + t,
+                                   out + t * out_stride + n, out_stride);
+    }
+  }
+}
+
+void ternary_gemm(const uint8_t* weight, int64_t row_bytes, int64_t row_begin, int64_t row_end,
+                  const int8_t* x, int64_t x_stride, const int32_t* x_sum, int64_t tokens, int32_t* out,
+                  int64_t out_stride) {
+  const uint8_t* w = weight + row_begin * row_bytes;
+  const int64_t rows = row_end - row_begin;
+  if (tokens == 1) {
+    rows_at_tokens<kGemvRows, 1>(w, row_bytes, rows, x, x_stride, x_sum, out, out_stride);
+    return;
+  }
+  for (int64_t t = 0; t < tokens; t += kTokenBlock) {
+    const int64_t count = tokens - t < kTokenBlock ? tokens - t : kTokenBlock;
+    token_block(w, row_bytes, rows, x + t * x_stride, x_stride, x_sum + t, count, out + t * out_stride,
+                out_stride);
+  }
+}
+
+int32_t sum_i8(const int8_t* x, int64_t n) { return sum_i8_vector(x, n); }
+
+uint64_t probe_read(const uint8_t* data, int64_t n_bytes) { return xor_bytes(data, n_bytes); }
+
+// Ten independent accumulators hide the latency of `dot`; the operands stay in registers.
+int64_t probe_int8_peak(int64_t iterations, int32_t* sink) {
+  constexpr int kChains = 10;
+  uint8_t bytes[64] = {};
+  int8_t activations[512] = {};
+  for (int i = 0; i < 64; ++i) bytes[i] = static_cast<uint8_t>(i * 37);
+  for (int i = 0; i < 512; ++i) activations[i] = static_cast<int8_t>((i * 5) % 3 - 1);
+  const Codes c = codes<0>(load_raw(bytes));
+  const Activations a = load_x<0>(activations);
+  Partial p[kChains];
+#pragma GCC unroll 10
+  for (int j = 0; j < kChains; ++j) p[j] = partial_zero();
+  for (int64_t i = 0; i < iterations; ++i) {
+#pragma GCC unroll 10
+    for (int j = 0; j < kChains; ++j) {
+      p[j] = dot(p[j], c, a);
+      opaque(p[j]);
+    }
+  }
+  Acc acc = acc_zero();
+  for (int j = 0; j < kChains; ++j) acc = widen(acc, p[j]);
+  *sink = reduce(acc);
+  return iterations * kChains * kUnitBlocks * layout::kFieldWeights;
+}

@@ -1,0 +1,148 @@
+// Row operations over the float words: quantise, scale, convert, norms, activations, RoPE.  Included
+// inside an ISA's anonymous namespace; never mentions an ISA.  Contracts: kernel_table.h.
+
+F32x16 load_typed(DType type, const void* src, int64_t i, int64_t count) {
+  if (type == DType::kBF16) return load_bf16_n(static_cast<const uint16_t*>(src) + i, count);
+  if (type == DType::kF16) return load_f16_n(static_cast<const uint16_t*>(src) + i, count);
+  return load_n(static_cast<const float*>(src) + i, count);
+}
+
+void load_row(DType type, const void* src, int64_t n, float* dst) {
+  for (int64_t i = 0; i < n; i += 16) store_n(dst + i, load_typed(type, src, i, n - i), n - i);
+}
+
+void store_row(DType type, const float* src, int64_t n, void* dst) {
+  for (int64_t i = 0; i < n; i += 16) {
+    const F32x16 v = load_n(src + i, n - i);
+    if (type == DType::kBF16) {
+      store_bf16_n(static_cast<uint16_t*>(dst) + i, v, n - i);
+    } else if (type == DType::kF16) {
+      store_f16_n(static_cast<uint16_t*>(dst) + i, v, n - i);
+    } else {
+      store_n(static_cast<float*>(dst) + i, v, n - i);
+    }
+  }
+}
+
+// v as it would come back from memory of that type.
+F32x16 rounded(DType type, F32x16 v) {
+  uint16_t half[16];
+  if (type == DType::kBF16) {
+    store_bf16_n(half, v, 16);
+    return load_bf16_n(half, 16);
+  }
+  if (type == DType::kF16) {
+    store_f16_n(half, v, 16);
+    return load_f16_n(half, 16);
+  }
+  return v;
+}
+
+void round_row(DType type, float* x, int64_t n) {
+  if (type == DType::kF32) return;
+  for (int64_t i = 0; i < n; i += 16) store_n(x + i, rounded(type, load_n(x + i, n - i)), n - i);
+}
+
+// ---- int8 activations -----------------------------------------------------------------------------
+
+uint32_t absmax_bits(const float* x, int64_t n) {
+  F32x16 best = zero();
+  for (int64_t i = 0; i < n; i += 16) best = max_abs_bits(best, load_n(x + i, n - i));
+  return reduce_abs_bits(best);
+}
+
+float quantize_row(const float* x, int64_t n, int64_t n_padded, int8_t* q, int32_t* sum) {
+  constexpr uint32_t kInfinityBits = 0x7f800000u;
+  const uint32_t bits = absmax_bits(x, n);
+  *sum = 0;
+  if (bits >= kInfinityBits) {
+    for (int64_t i = 0; i < n_padded; ++i) q[i] = 0;
+    return __builtin_nanf("");
+  }
+  const float absmax = __builtin_bit_cast(float, bits);
+  const float inv_scale = 127.0f / (absmax > 1e-5f ? absmax : 1e-5f);
+  const F32x16 s = set1(inv_scale);
+  for (int64_t i = 0; i < n; i += 16) to_i8_n(q + i, mul(load_n(x + i, n - i), s), n - i);
+  for (int64_t i = n; i < n_padded; ++i) q[i] = 0;
+  *sum = sum_i8_vector(q, n);
+  return 1.0f / inv_scale;
+}
+
+void scale_row(const int32_t* acc, int64_t n, const float* w_scale, int64_t w_scale_step, float x_scale,
+               const float* bias, float* y) {
+  const F32x16 xs = set1(x_scale);
+  F32x16 factor = mul(set1(w_scale[0]), xs);
+  for (int64_t i = 0; i < n; i += 16) {
+    if (w_scale_step != 0) factor = mul(load_n(w_scale + i, n - i), xs);
+    F32x16 v = mul(from_i32_n(acc + i, n - i), factor);
+    if (bias != nullptr) v = add(v, load_n(bias + i, n - i));
+    store_n(y + i, v, n - i);
+  }
+}
+
+// ---- norms and activations --------------------------------------------------------------------------
+
+void rms_norm_row(const float* x, const float* weight, int64_t n, float eps, DType type, float* y) {
+  F32x16 squares = zero();
+  for (int64_t i = 0; i < n; i += 16) {
+    const F32x16 v = load_n(x + i, n - i);
+    squares = fma(v, v, squares);
+  }
+  const float mean = reduce_add(squares) / static_cast<float>(n);
+  const F32x16 rstd = set1(1.0f / __builtin_sqrtf(mean + eps));
+  for (int64_t i = 0; i < n; i += 16) {
+    const F32x16 v = rounded(type, mul(load_n(x + i, n - i), rstd));
+    store_n(y + i, mul(v, load_n(weight + i, n - i)), n - i);
+  }
+}
+
+void add_row(const float* a, const float* b, int64_t n, float* y) {
+  for (int64_t i = 0; i < n; i += 16) {
+    store_n(y + i, add(load_n(a + i, n - i), load_n(b + i, n - i)), n - i);
+  }
+}
+
+void relu2_mul_row(const float* gate, const float* up, int64_t n, float* y) {
+  for (int64_t i = 0; i < n; i += 16) {
+    const F32x16 g = max(zero(), load_n(gate + i, n - i));  // this order keeps a NaN
+    store_n(y + i, mul(mul(g, g), load_n(up + i, n - i)), n - i);
+  }
+}
+
+// e^x to about 1 ulp: x = n ln 2 + r with |r| <= ln 2 / 2, a degree-7 Taylor polynomial in r, times 2^n.
+// Clamped to [-87, 88], where 2^n stays a normal number; a NaN passes through.
+F32x16 exp_f32(F32x16 x) {
+  const F32x16 v = min(set1(88.0f), max(set1(-87.0f), x));
+  const F32x16 magic = set1(12582912.0f);  // adding and subtracting it rounds to an integer, half to even
+  const F32x16 n = sub(add(mul(v, set1(1.44269504088896341f)), magic), magic);
+  F32x16 r = fma(n, set1(-0.693359375f), v);  // ln 2 in two parts; the first has few bits: exact
+  r = fma(n, set1(2.12194440e-4f), r);
+  F32x16 p = set1(1.0f / 5040.0f);
+  p = fma(p, r, set1(1.0f / 720.0f));
+  p = fma(p, r, set1(1.0f / 120.0f));
+  p = fma(p, r, set1(1.0f / 24.0f));
+  p = fma(p, r, set1(1.0f / 6.0f));
+  p = fma(p, r, set1(0.5f));
+  p = fma(p, r, set1(1.0f));
+  p = fma(p, r, set1(1.0f));
+  return mul(p, pow2(n));
+}
+
+void silu_mul_row(const float* gate, const float* up, int64_t n, float* y) {
+  for (int64_t i = 0; i < n; i += 16) {
+    const F32x16 g = load_n(gate + i, n - i);
+    const F32x16 denominator = add(set1(1.0f), exp_f32(sub(zero(), g)));
+    store_n(y + i, mul(div(g, denominator), load_n(up + i, n - i)), n - i);
+  }
+}
+
+void rope_head(const float* x, const float* cos_sin, int64_t dim, float* y) {
+  const int64_t half = dim / 2;
+  for (int64_t i = 0; i < half; i += 16) {
+    const int64_t count = half - i;
+    const F32x16 a = load_n(x + i, count), b = load_n(x + half + i, count);
+    const F32x16 c = load_n(cos_sin + i, count), s = load_n(cos_sin + half + i, count);
+    store_n(y + i, sub(mul(a, c), mul(b, s)), count);
+    store_n(y + half + i, add(mul(b, c), mul(a, s)), count);
+  }
+}

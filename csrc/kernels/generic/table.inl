@@ -1,0 +1,54 @@
+// The last lines of every ISA file: instantiates the generic algorithms over the vocabulary already
+// included and fills the table.  Expects BITNET_ISA, kDescription and kRequired.
+
+namespace bitnet::BITNET_ISA {
+namespace {
+
+// Keeps the compiler from merging or dropping work on `v`: benchmarks only.
+template <class T>
+inline void opaque(T& v) {
+#if defined(BITNET_EMULATE) || defined(BITNET_SCALAR_WORDS)
+  __asm__ volatile("" : "+m"(v));
+#elif defined(__aarch64__)
+  __asm__ volatile("" : "+w"(v));
+#else
+  __asm__ volatile("" : "+v"(v));
+#endif
+}
+
+#include "kernels/generic/linear.inl"
+#include "kernels/generic/rows.inl"
+#include "kernels/generic/attention.inl"
+
+#define BITNET_STRING_(x) #x
+#define BITNET_STRING(x) BITNET_STRING_(x)
+
+// A row left out here is a null pointer at run time, so every field is named: -Wmissing-field-initializers
+// and the table test keep it so.
+constexpr KernelTable kTable = {
+    .name = BITNET_STRING(BITNET_ISA),
+    .description = kDescription,
+    .required = kRequired,
+    .ternary_gemm = ternary_gemm,
+    .sum_i8 = sum_i8,
+    .quantize_row = quantize_row,
+    .scale_row = scale_row,
+    .load_row = load_row,
+    .store_row = store_row,
+    .round_row = round_row,
+    .rms_norm_row = rms_norm_row,
+    .add_row = add_row,
+    .relu2_mul_row = relu2_mul_row,
+    .silu_mul_row = silu_mul_row,
+    .rope_head = rope_head,
+    .attend_head = attend_head,
+    .dot_rows = dot_rows,
+    .probe_read = probe_read,
+    .probe_int8_peak = probe_int8_peak,
+};
+
+}  // namespace
+
+__attribute__((visibility("default"))) const KernelTable* table() { return &kTable; }
+
+}  // namespace bitnet::BITNET_ISA

@@ -1,0 +1,30 @@
+// The one exported symbol of each ISA object file: a getter of its table.
+// Must not know which CPU runs: runtime/dispatch.cpp decides what may be called.
+#pragma once
+
+#include "kernels/kernel_table.h"
+
+namespace bitnet {
+
+namespace scalar {
+const KernelTable* table();
+}
+#if defined(__x86_64__) || defined(_M_X64)
+namespace avx2 {
+const KernelTable* table();
+}
+namespace avx_vnni {
+const KernelTable* table();
+}
+namespace avx512_vnni {
+const KernelTable* table();
+}
+// amx_int8 takes its place here.
+#endif
+#if defined(__aarch64__)
+namespace neon_dotprod {
+const KernelTable* table();
+}
+#endif
+
+}  // namespace bitnet

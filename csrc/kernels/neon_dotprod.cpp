@@ -1,0 +1,15 @@
+// The neon_dotprod kernel table.  Compiled with its own flags (CMakeLists.txt); exports one symbol, table().
+#define BITNET_ISA neon_dotprod
+#include "kernels/isa_tables.h"
+#include "kernels/simd_neon_dotprod.h"
+#include "format/layout.h"
+#include "runtime/features.h"
+
+namespace bitnet::BITNET_ISA {
+namespace {
+constexpr const char* kDescription = "ARMv8.2 NEON with dotprod; ternary dot by sdot";
+constexpr uint64_t kRequired = kNeon | kNeonDotprod;
+}  // namespace
+}  // namespace bitnet::BITNET_ISA
+
+#include "kernels/generic/table.inl"

@@ -1,0 +1,16 @@
+// The scalar kernel table.  Compiled with its own flags (CMakeLists.txt); exports one symbol, table().
+#define BITNET_SCALAR_WORDS 1
+#define BITNET_ISA scalar
+#include "kernels/isa_tables.h"
+#include "kernels/simd_scalar.h"
+#include "format/layout.h"
+#include "runtime/features.h"
+
+namespace bitnet::BITNET_ISA {
+namespace {
+constexpr const char* kDescription = "plain C++, any CPU";
+constexpr uint64_t kRequired = 0;
+}  // namespace
+}  // namespace bitnet::BITNET_ISA
+
+#include "kernels/generic/table.inl"

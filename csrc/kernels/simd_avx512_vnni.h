@@ -1,0 +1,169 @@
+// Vocabulary of the avx512_vnni ISA: 16 float lanes in one zmm, units of two weight blocks (64 bytes).
+// Meanings: simd_scalar.h.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstddef>
+#include <cstdint>
+
+namespace bitnet::BITNET_ISA {
+namespace {
+
+struct F32x16 {
+  __m512 v;
+};
+
+inline __mmask16 first_lanes(int64_t count) {
+  return count >= 16 ? static_cast<__mmask16>(0xffff) : static_cast<__mmask16>((1u << count) - 1u);
+}
+inline F32x16 set1(float x) { return {_mm512_set1_ps(x)}; }
+inline F32x16 zero() { return {_mm512_setzero_ps()}; }
+inline F32x16 load_n(const float* p, int64_t count) {
+  return {_mm512_maskz_loadu_ps(first_lanes(count), p)};
+}
+inline void store_n(float* p, F32x16 x, int64_t count) {
+  _mm512_mask_storeu_ps(p, first_lanes(count), x.v);
+}
+inline F32x16 add(F32x16 a, F32x16 b) { return {_mm512_add_ps(a.v, b.v)}; }
+inline F32x16 sub(F32x16 a, F32x16 b) { return {_mm512_sub_ps(a.v, b.v)}; }
+inline F32x16 mul(F32x16 a, F32x16 b) { return {_mm512_mul_ps(a.v, b.v)}; }
+inline F32x16 div(F32x16 a, F32x16 b) { return {_mm512_div_ps(a.v, b.v)}; }
+inline F32x16 fma(F32x16 a, F32x16 b, F32x16 c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+inline F32x16 max(F32x16 a, F32x16 b) { return {_mm512_max_ps(a.v, b.v)}; }
+inline F32x16 min(F32x16 a, F32x16 b) { return {_mm512_min_ps(a.v, b.v)}; }
+inline F32x16 pow2(F32x16 n) {
+  const __m512i e = _mm512_add_epi32(_mm512_cvttps_epi32(n.v), _mm512_set1_epi32(127));
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(e, 23))};
+}
+inline F32x16 max_abs_bits(F32x16 acc, F32x16 x) {
+  const __m512i b = _mm512_and_si512(_mm512_castps_si512(x.v), _mm512_set1_epi32(0x7fffffff));
+  return {_mm512_castsi512_ps(_mm512_max_epi32(_mm512_castps_si512(acc.v), b))};
+}
+inline __m256 low_half(__m512 x) { return _mm512_castps512_ps256(x); }
+inline __m256 high_half(__m512 x) {
+  return _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(x), 1));
+}
+inline uint32_t reduce_abs_bits(F32x16 acc) {
+  const __m256i m = _mm256_max_epi32(_mm256_castps_si256(low_half(acc.v)),
+                                     _mm256_castps_si256(high_half(acc.v)));
+  __m128i r = _mm_max_epi32(_mm256_castsi256_si128(m), _mm256_extracti128_si256(m, 1));
+  r = _mm_max_epi32(r, _mm_shuffle_epi32(r, 0x4e));
+  r = _mm_max_epi32(r, _mm_shuffle_epi32(r, 0xb1));
+  return static_cast<uint32_t>(_mm_cvtsi128_si32(r));
+}
+inline float reduce_add(F32x16 x) {
+  const __m256 eight = _mm256_add_ps(low_half(x.v), high_half(x.v));
+  __m128 r = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  r = _mm_add_ps(r, _mm_movehl_ps(r, r));
+  r = _mm_add_ss(r, _mm_movehdup_ps(r));
+  return _mm_cvtss_f32(r);
+}
+inline float reduce_max(F32x16 x) {
+  const __m256 eight = _mm256_max_ps(low_half(x.v), high_half(x.v));
+  __m128 r = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  r = _mm_max_ps(r, _mm_movehl_ps(r, r));
+  r = _mm_max_ss(r, _mm_movehdup_ps(r));
+  return _mm_cvtss_f32(r);
+}
+
+inline F32x16 from_i32_n(const int32_t* p, int64_t count) {
+  return {_mm512_cvtepi32_ps(_mm512_maskz_loadu_epi32(first_lanes(count), p))};
+}
+inline void to_i8_n(int8_t* p, F32x16 x, int64_t count) {
+  const __m128i bytes = _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(x.v));
+  _mm_mask_storeu_epi8(p, first_lanes(count), bytes);
+}
+inline F32x16 load_bf16_n(const uint16_t* p, int64_t count) {
+  const __m256i h = _mm256_maskz_loadu_epi16(first_lanes(count), p);
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16))};
+}
+inline F32x16 load_f16_n(const uint16_t* p, int64_t count) {
+  return {_mm512_cvtph_ps(_mm256_maskz_loadu_epi16(first_lanes(count), p))};
+}
+inline void store_bf16_n(uint16_t* p, F32x16 x, int64_t count) {
+  const __m512i b = _mm512_castps_si512(x.v);
+  const __m512i lsb = _mm512_and_si512(_mm512_srli_epi32(b, 16), _mm512_set1_epi32(1));
+  const __m512i bias = _mm512_add_epi32(lsb, _mm512_set1_epi32(0x7fff));
+  const __m512i rounded = _mm512_srli_epi32(_mm512_add_epi32(b, bias), 16);
+  const __mmask16 nan = _mm512_cmp_ps_mask(x.v, x.v, _CMP_UNORD_Q);
+  const __m512i r = _mm512_mask_blend_epi32(nan, rounded, _mm512_set1_epi32(0x7fc0));
+  _mm256_mask_storeu_epi16(p, first_lanes(count), _mm512_cvtepi32_epi16(r));
+}
+inline void store_f16_n(uint16_t* p, F32x16 x, int64_t count) {
+  const __m256i h = _mm512_cvtps_ph(x.v, _MM_FROUND_TO_NEAREST_INT);
+  _mm256_mask_storeu_epi16(p, first_lanes(count), h);
+}
+
+// ---- integer words --------------------------------------------------------------------------------
+
+constexpr int64_t kUnitBlocks = 2;
+constexpr int64_t kFlushUnits = int64_t{1} << 30;
+constexpr int kGemvRows = 4;
+constexpr int kTileRows = 4;
+constexpr int kTileTokens = 4;
+
+using Raw = __m512i;
+using Codes = __m512i;
+using Activations = __m512i;
+using Partial = __m512i;
+using Acc = __m512i;
+
+inline __m256i load_half(const void* p) {
+  return _mm256_loadu_si256(static_cast<const __m256i*>(p));
+}
+inline Raw load_raw(const uint8_t* p) { return _mm512_loadu_si512(p); }
+inline Raw load_raw_tail(const uint8_t* p) { return _mm512_zextsi256_si512(load_half(p)); }
+template <int F>
+inline Codes codes(Raw raw) {
+  return _mm512_and_si512(F == 3 ? raw : _mm512_srli_epi16(raw, 6 - 2 * F), _mm512_set1_epi8(3));
+}
+// The activations of one field lie 128 apart for the two blocks of a unit.
+template <int F>
+inline Activations load_x(const int8_t* p) {
+  return _mm512_inserti64x4(_mm512_castsi256_si512(load_half(p + 32 * F)),
+                            load_half(p + 128 + 32 * F), 1);
+}
+template <int F>
+inline Activations load_x_tail(const int8_t* p) {
+  return _mm512_zextsi256_si512(load_half(p + 32 * F));
+}
+inline Partial partial_zero() { return _mm512_setzero_si512(); }
+inline Acc acc_zero() { return _mm512_setzero_si512(); }
+inline Partial dot(Partial p, Codes c, Activations x) { return _mm512_dpbusd_epi32(p, c, x); }
+inline Acc widen(Acc acc, Partial p) { return _mm512_add_epi32(acc, p); }
+inline int32_t reduce(Acc acc) {
+  const __m256i eight = _mm256_add_epi32(_mm512_castsi512_si256(acc), _mm512_extracti64x4_epi64(acc, 1));
+  __m128i r = _mm_add_epi32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
+  r = _mm_add_epi32(r, _mm_shuffle_epi32(r, 0x4e));
+  r = _mm_add_epi32(r, _mm_shuffle_epi32(r, 0xb1));
+  return _mm_cvtsi128_si32(r);
+}
+inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+
+inline int32_t sum_i8_vector(const int8_t* p, int64_t n) {
+  const __m512i ones = _mm512_set1_epi8(1);
+  __m512i acc = _mm512_setzero_si512();
+  int64_t i = 0;
+  for (; i + 64 <= n; i += 64) acc = _mm512_dpbusd_epi32(acc, ones, _mm512_loadu_si512(p + i));
+  int32_t sum = reduce(acc);
+  for (; i < n; ++i) sum += p[i];
+  return sum;
+}
+inline uint64_t xor_bytes(const uint8_t* p, int64_t n_bytes) {
+  __m512i a = _mm512_setzero_si512(), b = a;
+  for (int64_t i = 0; i + 128 <= n_bytes; i += 128) {
+    _mm_prefetch(reinterpret_cast<const char*>(p + i + 4096), _MM_HINT_T0);
+    _mm_prefetch(reinterpret_cast<const char*>(p + i + 4160), _MM_HINT_T0);
+    a = _mm512_xor_si512(a, _mm512_loadu_si512(p + i));
+    b = _mm512_xor_si512(b, _mm512_loadu_si512(p + i + 64));
+  }
+  const __m512i all = _mm512_xor_si512(a, b);
+  const __m256i half =
+      _mm256_xor_si256(_mm512_castsi512_si256(all), _mm512_extracti64x4_epi64(all, 1));
+  const __m128i r = _mm_xor_si128(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
+  return static_cast<uint64_t>(_mm_extract_epi64(r, 0) ^ _mm_extract_epi64(r, 1));
+}
+
+}  // namespace
+}  // namespace bitnet::BITNET_ISA

@@ -1,0 +1,26 @@
+// Vocabulary of the avx_vnni ISA: the shared ymm words, and a dot product by VEX vpdpbusd in int32.
+// Meanings: simd_scalar.h.
+#pragma once
+
+#include "kernels/simd_avx2_float.h"
+#include "kernels/simd_ymm_int.h"
+
+namespace bitnet::BITNET_ISA {
+namespace {
+
+constexpr int64_t kFlushUnits = int64_t{1} << 30;  // int32 sums: the bound is the caller's
+
+using Partial = __m256i;  // 8 x int32
+
+inline Partial partial_zero() { return _mm256_setzero_si256(); }
+inline Partial dot(Partial p, Codes c, Activations x) {
+#if defined(BITNET_EMULATE)
+  return _mm256_dpbusd_epi32(p, c, x);
+#else
+  return _mm256_dpbusd_avx_epi32(p, c, x);
+#endif
+}
+inline Acc widen(Acc acc, Partial p) { return _mm256_add_epi32(acc, p); }
+
+}  // namespace
+}  // namespace bitnet::BITNET_ISA

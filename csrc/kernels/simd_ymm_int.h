@@ -1,0 +1,80 @@
+// Integer words that AVX2 and AVX-VNNI share: 32-byte units, field extraction, sums.
+// Must not hold `dot`, `Partial` or `widen`: the two ISAs differ there.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstddef>
+#include <cstdint>
+
+namespace bitnet::BITNET_ISA {
+namespace {
+
+constexpr int64_t kUnitBlocks = 1;
+constexpr int kGemvRows = 4;
+constexpr int kTileRows = 2;  // 2 x 4 accumulators leave half of the 16 registers for operands
+constexpr int kTileTokens = 4;
+
+using Raw = __m256i;
+using Codes = __m256i;
+using Activations = __m256i;
+using Acc = __m256i;
+
+inline __m256i load_bytes(const void* p) {
+  return _mm256_loadu_si256(static_cast<const __m256i*>(p));
+}
+inline Raw load_raw(const uint8_t* p) { return load_bytes(p); }
+inline Raw load_raw_tail(const uint8_t* p) { return load_bytes(p); }
+template <int F>
+inline Codes codes(Raw raw) {
+  // The 16-bit shift drags bits of the neighbouring byte in; the mask removes them.
+  const __m256i three = _mm256_set1_epi8(3);
+  return _mm256_and_si256(F == 3 ? raw : _mm256_srli_epi16(raw, 6 - 2 * F), three);
+}
+template <int F>
+inline Activations load_x(const int8_t* p) {
+  return load_bytes(p + 32 * F);
+}
+template <int F>
+inline Activations load_x_tail(const int8_t* p) {
+  return load_bytes(p + 32 * F);
+}
+inline Acc acc_zero() { return _mm256_setzero_si256(); }
+inline int32_t reduce(Acc acc) {
+  __m128i r = _mm_add_epi32(_mm256_castsi256_si128(acc), _mm256_extracti128_si256(acc, 1));
+  r = _mm_add_epi32(r, _mm_shuffle_epi32(r, 0x4e));
+  r = _mm_add_epi32(r, _mm_shuffle_epi32(r, 0xb1));
+  return _mm_cvtsi128_si32(r);
+}
+inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+
+inline int32_t sum_i8_vector(const int8_t* p, int64_t n) {
+  const __m256i ones = _mm256_set1_epi8(1);
+  __m256i acc = _mm256_setzero_si256();
+  int64_t i = 0;
+  for (; i + 32 <= n; i += 32) {
+    // Pair sums of unsigned ones x signed bytes stay within int16; madd widens them to int32.
+    const __m256i pairs = _mm256_maddubs_epi16(ones, load_bytes(p + i));
+    acc = _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+  }
+  int32_t sum = reduce(acc);
+  for (; i < n; ++i) sum += p[i];
+  return sum;
+}
+inline uint64_t xor_bytes(const uint8_t* p, int64_t n_bytes) {
+  __m256i a = _mm256_setzero_si256(), b = a, c = a, d = a;
+  for (int64_t i = 0; i + 128 <= n_bytes; i += 128) {
+    _mm_prefetch(reinterpret_cast<const char*>(p + i + 4096), _MM_HINT_T0);
+    _mm_prefetch(reinterpret_cast<const char*>(p + i + 4160), _MM_HINT_T0);
+    a = _mm256_xor_si256(a, load_bytes(p + i));
+    b = _mm256_xor_si256(b, load_bytes(p + i + 32));
+    c = _mm256_xor_si256(c, load_bytes(p + i + 64));
+    d = _mm256_xor_si256(d, load_bytes(p + i + 96));
+  }
+  const __m256i all = _mm256_xor_si256(_mm256_xor_si256(a, b), _mm256_xor_si256(c, d));
+  const __m128i r = _mm_xor_si128(_mm256_castsi256_si128(all), _mm256_extracti128_si256(all, 1));
+  return static_cast<uint64_t>(_mm_extract_epi64(r, 0) ^ _mm_extract_epi64(r, 1));
+}
+
+}  // namespace
+}  // namespace bitnet::BITNET_ISA

@@ -1,0 +1,87 @@
+// THE CATALOGUE: every operator of torch.ops.bitnet, its schema under one comment, and its CPU
+// implementation.  Fakes and docstrings are in python/bitnet_ops/ops.py, in the same order.
+//
+// F stands for float32, bfloat16 or float16.  R = 32 * ceil(K / 128), the bytes of a packed row
+// (format/layout.h).  Scales multiply.  Nothing aliases; what is mutated carries an alias mark.
+#include "ops/ops.h"
+
+STABLE_TORCH_LIBRARY(bitnet, m) {
+  // codes int8 [N, K] in {-1, 0, 1} -> uint8 [N, R]
+  m.def("pack(Tensor codes) -> Tensor");
+  // weight uint8 [N, R] -> int8 [N, in_features]
+  m.def("unpack(Tensor weight, int in_features) -> Tensor");
+  // weight F [N, K] -> codes int8 [N, K], scale float32 [1] (absmean)
+  m.def("quantize_weights(Tensor weight) -> (Tensor codes, Tensor scale)");
+  // x F [..., K] -> q int8 [..., K], scale float32 [...] (per token, absmax)
+  m.def("quantize_activations(Tensor x) -> (Tensor q, Tensor scale)");
+  // weight uint8 [N, R], x int8 [K], x_scale float32 [1], weight_scale float32 [1] or [N]
+  //   -> [N], int32 without scales, float32 with both
+  m.def("gemv(Tensor weight, Tensor x, Tensor? x_scale=None, Tensor? weight_scale=None) -> Tensor");
+  // weight uint8 [N, R], x int8 [M, K], x_scale float32 [M], weight_scale float32 [1] or [N]
+  //   -> [M, N], int32 without scales, float32 with both
+  m.def("gemm(Tensor weight, Tensor x, Tensor? x_scale=None, Tensor? weight_scale=None) -> Tensor");
+  // x F [..., K], weight uint8 [N, R], weight_scale float32 [1] or [N], bias F [N] -> F [..., N]
+  m.def("linear(Tensor x, Tensor weight, Tensor weight_scale, Tensor? bias=None) -> Tensor");
+  // x F [..., K], weight F [K] -> F [..., K]
+  m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor");
+  // x, residual F [..., K], weight F [K] -> y, residual_out F [..., K]
+  m.def("add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor y, Tensor residual_out)");
+  // gate, up float32 or bfloat16 [..., K] -> [..., K]
+  m.def("relu2_mul(Tensor gate, Tensor up) -> Tensor");
+  // x F [..., 2 d] (gate, then up) -> F [..., d]
+  m.def("silu_and_mul(Tensor x) -> Tensor");
+  // positions int64 [...] -> float32 [..., head_dim]: cosines, then sines
+  m.def("rope_table(Tensor positions, int head_dim, float theta) -> Tensor");
+  // x F [..., H, D], cos_sin float32 [..., D] -> F [..., H, D]
+  m.def("rope(Tensor x, Tensor cos_sin) -> Tensor");
+  // x F [..., K], norm_weight F [K], {q,k,v}_weight uint8 [N, R], {q,k,v}_scale float32 [1] or [N]
+  //   -> q, k, v F [..., N of each]
+  m.def(
+      "qkv_forward(Tensor x, Tensor norm_weight, Tensor q_weight, Tensor q_scale, Tensor k_weight, "
+      "Tensor k_scale, Tensor v_weight, Tensor v_scale, float eps) -> (Tensor q, Tensor k, Tensor v)");
+  // x F [..., K], norm_weight F [K], gate_ and up_weight uint8 [I, R], sub_norm_weight F [I],
+  //   down_weight uint8 [N, R of I], scales float32 [1] or per row, activation "relu2" or "silu"
+  //   -> F [..., N], without the residual
+  m.def(
+      "mlp_forward(Tensor x, Tensor norm_weight, Tensor gate_weight, Tensor gate_scale, "
+      "Tensor up_weight, Tensor up_scale, Tensor? sub_norm_weight, Tensor down_weight, "
+      "Tensor down_scale, float eps, str activation) -> Tensor");
+  // query F [B, T, H, D], caches float32 or bfloat16 [B, KV, L, D], start_positions int64 [B]
+  //   -> F [B, T, H, D]; token t of sequence b sees positions 0 .. start_positions[b] + t
+  m.def(
+      "attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor start_positions, "
+      "float scale) -> Tensor");
+  // writes key, value F [B, T, KV, D] at positions start_positions[b] + t of the caches (mutated)
+  m.def(
+      "kv_cache_update(Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor key, Tensor value, "
+      "Tensor start_positions) -> ()");
+  // x F [..., K], weight F [V, K] -> float32 [..., V]
+  m.def("lm_head(Tensor x, Tensor weight) -> Tensor");
+  // Diagnostics for benchmarks: buffer uint8 -> int64 [1] checksum; -> int64 [1] multiply-adds done
+  m.def("_probe_read(Tensor buffer) -> Tensor");
+  m.def("_probe_int8_peak(Tensor seed, int iterations) -> Tensor");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(bitnet, CPU, m) {
+  using namespace bitnet;  // NOLINT: one list, read against the one above
+  m.impl("pack", TORCH_BOX(&ops::pack));
+  m.impl("unpack", TORCH_BOX(&ops::unpack));
+  m.impl("quantize_weights", TORCH_BOX(&ops::quantize_weights));
+  m.impl("quantize_activations", TORCH_BOX(&ops::quantize_activations));
+  m.impl("gemv", TORCH_BOX(&ops::gemv));
+  m.impl("gemm", TORCH_BOX(&ops::gemm));
+  m.impl("linear", TORCH_BOX(&ops::linear));
+  m.impl("rms_norm", TORCH_BOX(&ops::rms_norm));
+  m.impl("add_rms_norm", TORCH_BOX(&ops::add_rms_norm));
+  m.impl("relu2_mul", TORCH_BOX(&ops::relu2_mul));
+  m.impl("silu_and_mul", TORCH_BOX(&ops::silu_and_mul));
+  m.impl("rope_table", TORCH_BOX(&ops::rope_table));
+  m.impl("rope", TORCH_BOX(&ops::rope));
+  m.impl("qkv_forward", TORCH_BOX(&ops::qkv_forward));
+  m.impl("mlp_forward", TORCH_BOX(&ops::mlp_forward));
+  m.impl("attention", TORCH_BOX(&ops::attention));
+  m.impl("kv_cache_update", TORCH_BOX(&ops::kv_cache_update));
+  m.impl("lm_head", TORCH_BOX(&ops::lm_head));
+  m.impl("_probe_read", TORCH_BOX(&ops::probe_read));
+  m.impl("_probe_int8_peak", TORCH_BOX(&ops::probe_int8_peak));
+}

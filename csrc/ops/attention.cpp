@@ -1,0 +1,162 @@
+// attention, kv_cache_update, lm_head.
+#include <atomic>
+#include <cmath>
+
+#include "ops/checks.h"
+#include "ops/ops.h"
+
+namespace bitnet::ops {
+namespace {
+
+struct Cache {
+  DType type;
+  int64_t batch, kv_heads, length, dim;
+  int64_t row_bytes() const { return dim * element_size(type); }
+  // First byte of head `h` of sequence `b`.
+  int64_t head_at(int64_t b, int64_t h) const { return (b * kv_heads + h) * length * row_bytes(); }
+};
+
+Cache check_caches(const Check& check, const Tensor& key_cache, const Tensor& value_cache) {
+  check.float_dtype(key_cache, "key_cache");
+  check.require(key_cache.scalar_type() != ScalarType::Half, "key_cache", "of dtype float32 or bfloat16",
+                "float16");
+  check.dim(key_cache, "key_cache", 4);
+  check.contiguous(key_cache, "key_cache");
+  check.dtype(value_cache, "value_cache", key_cache.scalar_type());
+  check.same_shape(value_cache, "value_cache", key_cache, "key_cache");
+  check.contiguous(value_cache, "value_cache");
+  check.require(key_cache.numel() == 0 || key_cache.const_data_ptr() != value_cache.const_data_ptr(),
+                "value_cache", "in its own memory", "the memory of key_cache");
+  return {dtype_of(key_cache), key_cache.size(0), key_cache.size(1), key_cache.size(2), key_cache.size(3)};
+}
+
+// int64 [batch]; every sequence's tokens must lie inside the cache.
+const int64_t* check_positions(const Check& check, const Tensor& positions, const Cache& cache,
+                               int64_t tokens) {
+  check.dtype(positions, "start_positions", ScalarType::Long);
+  check.shape(positions, "start_positions", {cache.batch});
+  check.contiguous(positions, "start_positions");
+  const auto* p = static_cast<const int64_t*>(positions.const_data_ptr());
+  for (int64_t b = 0; b < cache.batch; ++b) {
+    check.require(p[b] >= 0 && p[b] <= cache.length - tokens, "start_positions",
+                  "in [0, " + std::to_string(cache.length - tokens) + "] for " + std::to_string(tokens) +
+                      " token(s) in a cache of length " + std::to_string(cache.length),
+                  std::to_string(p[b]) + " for sequence " + std::to_string(b));
+  }
+  return p;
+}
+
+void write_rows(const Tensor& from, Tensor& to, const Cache& cache, const int64_t* start) {
+  const KernelTable& table = kernels();
+  const DType type = dtype_of(from);
+  const int64_t tokens = from.size(1), heads = cache.kv_heads, dim = cache.dim;
+  const void* source = from.const_data_ptr();
+  void* target = to.mutable_data_ptr();
+  const int64_t rows = cache.batch * tokens * heads;
+  const int64_t shares = shares_for(rows, rows * dim, kMinElements);
+  Scratch<float> scratch(shares * dim);
+  run_shares(shares, [&](int64_t s) {
+    float* row = scratch.get() + s * dim;
+    for (int64_t i = share_begin(rows, shares, s); i < share_begin(rows, shares, s + 1); ++i) {
+      const int64_t h = i % heads, t = i / heads % tokens, b = i / heads / tokens;
+      table.load_row(type, offset_bytes(source, i * dim * element_size(type)), dim, row);
+      const int64_t at = cache.head_at(b, h) + (start[b] + t) * cache.row_bytes();
+      table.store_row(cache.type, row, dim, offset_bytes(target, at));
+    }
+  });
+}
+
+}  // namespace
+
+void kv_cache_update(Tensor key_cache, Tensor value_cache, const Tensor& key_in, const Tensor& value_in,
+                     const Tensor& start_positions) {
+  const Check check("kv_cache_update");
+  const Cache cache = check_caches(check, key_cache, value_cache);
+  check.float_dtype(key_in, "key");
+  check.dim(key_in, "key", 4);
+  check.shape(key_in, "key", {cache.batch, key_in.size(1), cache.kv_heads, cache.dim});
+  check.dtype(value_in, "value", key_in.scalar_type());
+  check.same_shape(value_in, "value", key_in, "key");
+  const int64_t* start = check_positions(check, start_positions, cache, key_in.size(1));
+  write_rows(as_contiguous(key_in), key_cache, cache, start);
+  write_rows(as_contiguous(value_in), value_cache, cache, start);
+}
+
+Tensor attention(const Tensor& query_in, const Tensor& key_cache, const Tensor& value_cache,
+                 const Tensor& start_positions, double scale) {
+  const Check check("attention");
+  const Cache cache = check_caches(check, key_cache, value_cache);
+  check.float_dtype(query_in, "query");
+  check.dim(query_in, "query", 4);
+  const int64_t tokens = query_in.size(1), heads = query_in.size(2), dim = cache.dim;
+  check.shape(query_in, "query", {cache.batch, tokens, heads, dim});
+  check.require(cache.kv_heads >= 1 && heads % cache.kv_heads == 0, "query",
+                "with a multiple of the cache's " + std::to_string(cache.kv_heads) + " heads",
+                std::to_string(heads));
+  check.require(std::isfinite(scale), "scale", "finite", std::to_string(scale));
+  const int64_t* start = check_positions(check, start_positions, cache, tokens);
+  const Tensor query = as_contiguous(query_in);
+  Tensor out = empty(shape_of(query), query.scalar_type());
+  const DType type = dtype_of(query);
+  const KernelTable& table = kernels();
+  int64_t longest = 0;
+  for (int64_t b = 0; b < cache.batch; ++b) longest = std::max(longest, start[b] + tokens);
+  const int64_t tasks = cache.batch * tokens * heads, per_head = heads / cache.kv_heads;
+  if (tasks == 0) return out;
+  const int64_t shares = shares_for(tasks, tasks * longest * dim, kMinElements);
+  Scratch<float> scratch(shares * (longest + 2 * dim));
+  const void* keys = key_cache.const_data_ptr();
+  const void* values = value_cache.const_data_ptr();
+  const void* q = query.const_data_ptr();
+  void* y = out.mutable_data_ptr();
+  run_shares(shares, [&](int64_t s) {
+    float* scores = scratch.get() + s * (longest + 2 * dim);
+    float* q_row = scores + longest;
+    // Tasks are dealt out one by one: a later token sees more positions and costs more.
+    for (int64_t i = s; i < tasks; i += shares) {
+      const int64_t h = i % heads, t = i / heads % tokens, b = i / heads / tokens;
+      const int64_t at = i * dim * element_size(type), head = cache.head_at(b, h / per_head);
+      table.load_row(type, offset_bytes(q, at), dim, q_row);
+      table.attend_head(q_row, cache.type, offset_bytes(keys, head), offset_bytes(values, head),
+                        cache.row_bytes(), start[b] + t + 1, dim, static_cast<float>(scale), scores,
+                        q_row + dim);
+      table.store_row(type, q_row + dim, dim, offset_bytes(y, at));
+    }
+  });
+  return out;
+}
+
+Tensor lm_head(const Tensor& x_in, const Tensor& weight) {
+  const Check check("lm_head");
+  check.float_dtype(x_in, "x");
+  check.min_dim(x_in, "x", 1);
+  check.float_dtype(weight, "weight");
+  check.dim(weight, "weight", 2);
+  check.contiguous(weight, "weight");
+  Shape shape = shape_of(x_in);
+  const int64_t k = shape.back(), vocab = weight.size(0);
+  check.shape(weight, "weight", {vocab, k});
+  const Tensor x = as_contiguous(x_in);
+  const int64_t tokens = product(shape, 0, shape.size() - 1);
+  Scratch<float> hidden(tokens * k);
+  kernels().load_row(dtype_of(x), x.const_data_ptr(), tokens * k, hidden.get());
+  shape.back() = vocab;
+  Tensor logits = empty(shape, ScalarType::Float);
+  auto* out = static_cast<float*>(logits.mutable_data_ptr());
+  const void* w = weight.const_data_ptr();
+  const DType type = dtype_of(weight);
+  const KernelTable& table = kernels();
+  constexpr int64_t kChunk = 32;  // rows that stay in cache while every token meets them
+  const int64_t chunks = (vocab + kChunk - 1) / kChunk;
+  parallel_ranges(tokens == 0 ? 0 : chunks, kChunk * k * tokens, kMinElements, [&](int64_t begin, int64_t end) {
+    for (int64_t c = begin; c < end; ++c) {
+      const int64_t first = c * kChunk, last = std::min(first + kChunk, vocab);
+      for (int64_t m = 0; m < tokens; ++m) {
+        table.dot_rows(hidden.get() + m * k, type, w, k, first, last, out + m * vocab + first);
+      }
+    }
+  });
+  return logits;
+}
+
+}  // namespace bitnet::ops

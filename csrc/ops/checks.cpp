@@ -1,0 +1,135 @@
+// See checks.h.
+#include "ops/checks.h"
+
+#include <stdexcept>
+
+#include "format/layout.h"
+
+namespace bitnet::ops {
+
+std::string dtype_name(ScalarType type) {
+  switch (type) {
+    case ScalarType::Byte:
+      return "uint8";
+    case ScalarType::Char:
+      return "int8";
+    case ScalarType::Short:
+      return "int16";
+    case ScalarType::Int:
+      return "int32";
+    case ScalarType::Long:
+      return "int64";
+    case ScalarType::Half:
+      return "float16";
+    case ScalarType::Float:
+      return "float32";
+    case ScalarType::Double:
+      return "float64";
+    case ScalarType::Bool:
+      return "bool";
+    case ScalarType::BFloat16:
+      return "bfloat16";
+    case ScalarType::ComplexFloat:
+      return "complex64";
+    case ScalarType::ComplexDouble:
+      return "complex128";
+    default:
+      return "dtype number " + std::to_string(static_cast<int>(type));
+  }
+}
+
+std::string shape_text(const Shape& shape) {
+  std::string text = "[";
+  for (size_t i = 0; i < shape.size(); ++i) {
+    text += (i == 0 ? "" : ", ") + std::to_string(shape[i]);
+  }
+  return text + "]";
+}
+
+void Check::fail(const std::string& argument, const std::string& constraint, const std::string& got) const {
+  throw std::runtime_error(std::string(op_) + ": expected " + argument + " " + constraint + ", got " + got);
+}
+
+void Check::dtype(const Tensor& t, const char* argument, ScalarType type) const {
+  require(t.is_cpu(), argument, "on the CPU", "another device");
+  require(t.scalar_type() == type, argument, "of dtype " + dtype_name(type), dtype_name(t.scalar_type()));
+}
+
+void Check::float_dtype(const Tensor& t, const char* argument) const {
+  require(t.is_cpu(), argument, "on the CPU", "another device");
+  const ScalarType type = t.scalar_type();
+  const bool ok =
+      type == ScalarType::Float || type == ScalarType::BFloat16 || type == ScalarType::Half;
+  require(ok, argument, "of dtype float32, bfloat16 or float16", dtype_name(type));
+}
+
+void Check::dim(const Tensor& t, const char* argument, int64_t dim) const {
+  require(t.dim() == dim, argument, "with " + std::to_string(dim) + " dimensions",
+          "shape " + shape_text(shape_of(t)));
+}
+
+void Check::min_dim(const Tensor& t, const char* argument, int64_t dim) const {
+  require(t.dim() >= dim, argument, "with at least " + std::to_string(dim) + " dimension(s)",
+          "shape " + shape_text(shape_of(t)));
+}
+
+void Check::shape(const Tensor& t, const char* argument, const Shape& expected) const {
+  const Shape got = shape_of(t);
+  require(got == expected, argument, "of shape " + shape_text(expected), shape_text(got));
+}
+
+void Check::same_shape(const Tensor& t, const char* argument, const Tensor& like,
+                       const char* like_name) const {
+  const Shape got = shape_of(t), expected = shape_of(like);
+  require(got == expected, argument, "of the shape of " + std::string(like_name) + " " + shape_text(expected),
+          shape_text(got));
+}
+
+void Check::contiguous(const Tensor& t, const char* argument) const {
+  require(t.is_contiguous(), argument, "contiguous (call .contiguous() once, when loading)",
+          "a strided view of shape " + shape_text(shape_of(t)));
+}
+
+void Check::packed(const Tensor& t, const char* argument) const {
+  dtype(t, argument, ScalarType::Byte);
+  dim(t, argument, 2);
+  contiguous(t, argument);
+  require(t.size(1) % layout::kBlockBytes == 0 && t.size(1) > 0, argument,
+          "with rows of whole 32-byte blocks (packed by torch.ops.bitnet.pack)",
+          "rows of " + std::to_string(t.size(1)) + " bytes");
+}
+
+void Check::packed_for(const Tensor& t, const char* argument, int64_t k) const {
+  packed(t, argument);
+  constexpr int64_t kMaxK = int64_t{1} << 22;  // far inside the int32 bound of kernel_table.h
+  require(k >= 1 && k <= kMaxK, argument, "for 1 to 4194304 input features", std::to_string(k));
+  require(t.size(1) == layout::row_bytes_for(k), argument,
+          "packed for the " + std::to_string(k) + " input features of the activations (" +
+              std::to_string(layout::row_bytes_for(k)) + " bytes a row)",
+          std::to_string(t.size(1)) + " bytes a row");
+}
+
+void Check::weight_scale(const Tensor& t, const char* argument, int64_t n) const {
+  dtype(t, argument, ScalarType::Float);
+  const int64_t count = t.numel();
+  require(count == 1 || count == n, argument,
+          "with 1 element or one per output row (" + std::to_string(n) + ")",
+          std::to_string(count) + " elements");
+  contiguous(t, argument);
+}
+
+void Check::vector(const Tensor& t, const char* argument, int64_t n) const {
+  float_dtype(t, argument);
+  shape(t, argument, {n});
+}
+
+Tensor as_contiguous(const Tensor& t) { return t.is_contiguous() ? t : torch::stable::contiguous(t); }
+
+Scratch<float> float_vector(const Tensor& t) {
+  const Tensor dense = as_contiguous(t);
+  Scratch<float> values(dense.numel());
+  kernels().load_row(dtype_of(dense), dense.const_data_ptr(), dense.numel(), values.get());
+  return values;
+}
+
+}  // namespace bitnet::ops

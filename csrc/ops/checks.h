@@ -1,0 +1,54 @@
+// One helper per repeated check, one message style:
+//   <op>: expected <argument> <constraint>, got <value>
+// Messages carry no source paths; they reach Python as RuntimeError.
+#pragma once
+
+#include <optional>
+#include <string>
+
+#include "ops/door.h"
+
+namespace bitnet::ops {
+
+// Names the op whose arguments are being checked.
+class Check {
+ public:
+  explicit Check(const char* op) : op_(op) {}
+
+  [[noreturn]] void fail(const std::string& argument, const std::string& constraint,
+                         const std::string& got) const;
+  void require(bool ok, const char* argument, const std::string& constraint,
+               const std::string& got) const {
+    if (!ok) fail(argument, constraint, got);
+  }
+
+  void dtype(const Tensor& t, const char* argument, ScalarType type) const;
+  void float_dtype(const Tensor& t, const char* argument) const;  // float32, bfloat16, float16
+  void dim(const Tensor& t, const char* argument, int64_t dim) const;
+  void min_dim(const Tensor& t, const char* argument, int64_t dim) const;
+  void shape(const Tensor& t, const char* argument, const Shape& expected) const;
+  void same_shape(const Tensor& t, const char* argument, const Tensor& like, const char* like_name) const;
+  void contiguous(const Tensor& t, const char* argument) const;
+
+  // uint8 [N, row bytes], contiguous, on the CPU; rows must be whole blocks of 32 bytes.
+  void packed(const Tensor& t, const char* argument) const;
+  // packed, and made for `k` input features.
+  void packed_for(const Tensor& t, const char* argument, int64_t k) const;
+  // float32 with 1 or n elements, contiguous.
+  void weight_scale(const Tensor& t, const char* argument, int64_t n) const;
+  // F [n], any strides.
+  void vector(const Tensor& t, const char* argument, int64_t n) const;
+
+ private:
+  const char* op_;
+};
+
+std::string dtype_name(ScalarType type);
+std::string shape_text(const Shape& shape);
+
+// t, or a contiguous copy of it.
+Tensor as_contiguous(const Tensor& t);
+// A 1-D float tensor as float32 values, whatever its type and strides.
+Scratch<float> float_vector(const Tensor& t);
+
+}  // namespace bitnet::ops

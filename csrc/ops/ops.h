@@ -1,0 +1,51 @@
+// Declarations of the CPU implementations behind the catalogue; csrc/ops.cpp documents each.
+#pragma once
+
+#include <optional>
+#include <string>
+#include <tuple>
+
+#include "ops/door.h"
+
+namespace bitnet::ops {
+
+Tensor pack(const Tensor& codes);
+Tensor unpack(const Tensor& weight, int64_t in_features);
+std::tuple<Tensor, Tensor> quantize_weights(const Tensor& weight);
+
+std::tuple<Tensor, Tensor> quantize_activations(const Tensor& x);
+
+Tensor gemv(const Tensor& weight, const Tensor& x, std::optional<Tensor> x_scale,
+            std::optional<Tensor> weight_scale);
+Tensor gemm(const Tensor& weight, const Tensor& x, std::optional<Tensor> x_scale,
+            std::optional<Tensor> weight_scale);
+Tensor linear(const Tensor& x, const Tensor& weight, const Tensor& weight_scale,
+              std::optional<Tensor> bias);
+
+Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps);
+std::tuple<Tensor, Tensor> add_rms_norm(const Tensor& x, const Tensor& residual, const Tensor& weight,
+                                        double eps);
+Tensor relu2_mul(const Tensor& gate, const Tensor& up);
+Tensor silu_and_mul(const Tensor& x);
+Tensor rope_table(const Tensor& positions, int64_t head_dim, double theta);
+Tensor rope(const Tensor& x, const Tensor& cos_sin);
+
+std::tuple<Tensor, Tensor, Tensor> qkv_forward(const Tensor& x, const Tensor& norm_weight,
+                                               const Tensor& q_weight, const Tensor& q_scale,
+                                               const Tensor& k_weight, const Tensor& k_scale,
+                                               const Tensor& v_weight, const Tensor& v_scale, double eps);
+Tensor mlp_forward(const Tensor& x, const Tensor& norm_weight, const Tensor& gate_weight,
+                   const Tensor& gate_scale, const Tensor& up_weight, const Tensor& up_scale,
+                   std::optional<Tensor> sub_norm_weight, const Tensor& down_weight,
+                   const Tensor& down_scale, double eps, std::string activation);
+
+Tensor attention(const Tensor& query, const Tensor& key_cache, const Tensor& value_cache,
+                 const Tensor& start_positions, double scale);
+void kv_cache_update(Tensor key_cache, Tensor value_cache, const Tensor& key, const Tensor& value,
+                     const Tensor& start_positions);
+Tensor lm_head(const Tensor& x, const Tensor& weight);
+
+Tensor probe_read(const Tensor& buffer);
+Tensor probe_int8_peak(const Tensor& seed, int64_t iterations);
+
+}  // namespace bitnet::ops

@@ -1,0 +1,48 @@
+// The machine's own limits, run on the same threads as the kernels: for benchmarks only.
+#include <atomic>
+
+#include "ops/checks.h"
+#include "ops/ops.h"
+
+namespace bitnet::ops {
+namespace {
+
+Tensor int64_result(int64_t value) {
+  Tensor out = empty({1}, ScalarType::Long);
+  *static_cast<int64_t*>(out.mutable_data_ptr()) = value;
+  return out;
+}
+
+}  // namespace
+
+Tensor probe_read(const Tensor& buffer) {
+  const Check check("_probe_read");
+  check.dtype(buffer, "buffer", ScalarType::Byte);
+  check.contiguous(buffer, "buffer");
+  const KernelTable& table = kernels();
+  const auto* data = static_cast<const uint8_t*>(buffer.const_data_ptr());
+  std::atomic<uint64_t> checksum{0};
+  constexpr int64_t kLine = 4096;
+  parallel_ranges(buffer.numel() / kLine, kLine, kMinElements, [&](int64_t begin, int64_t end) {
+    checksum ^= table.probe_read(data + begin * kLine, (end - begin) * kLine);
+  });
+  return int64_result(static_cast<int64_t>(checksum.load()));
+}
+
+Tensor probe_int8_peak(const Tensor& seed, int64_t iterations) {
+  const Check check("_probe_int8_peak");
+  check.dtype(seed, "seed", ScalarType::Byte);
+  check.require(iterations >= 1, "iterations", "positive", std::to_string(iterations));
+  const KernelTable& table = kernels();
+  const int64_t shares = shares_for(1 << 20, int64_t{1} << 40, 1);
+  std::atomic<int64_t> macs{0};
+  std::atomic<int32_t> sink{0};
+  run_shares(shares, [&](int64_t) {
+    int32_t local = 0;
+    macs += table.probe_int8_peak(iterations, &local);
+    sink ^= local;
+  });
+  return int64_result(macs.load());
+}
+
+}  // namespace bitnet::ops

@@ -1,0 +1,84 @@
+// See dispatch.h.  To add an ISA, add its row to kBestFirst (and its source to CMakeLists.txt).
+#include "runtime/dispatch.h"
+
+#include <atomic>
+#include <cstdlib>
+#include <stdexcept>
+
+#include "kernels/isa_tables.h"
+#include "runtime/features.h"
+
+namespace bitnet {
+namespace {
+
+using Getter = const KernelTable* (*)();
+
+constexpr Getter kBestFirst[] = {
+#if defined(__x86_64__)
+    // amx_int8::table goes first once it exists.
+    avx512_vnni::table,
+    avx_vnni::table,
+    avx2::table,
+#elif defined(__aarch64__)
+    neon_dotprod::table,
+#endif
+    scalar::table,
+};
+
+std::atomic<const KernelTable*> g_current{nullptr};
+
+bool runs_here(const KernelTable& table) {
+  return (table.required & cpu_features()) == table.required;
+}
+
+std::string join_available() {
+  std::string text;
+  for (const KernelTable* table : available_tables()) {
+    if (!text.empty()) text += ", ";
+    text += table->name;
+  }
+  return text;
+}
+
+const KernelTable* choose(const std::string& name, const char* origin) {
+  for (const Getter get : kBestFirst) {
+    const KernelTable* table = get();
+    if (!runs_here(*table)) continue;
+    if (name.empty() || name == table->name) return table;
+  }
+  throw std::runtime_error(std::string(origin) + ": expected one of the ISAs available on this CPU (" +
+                           join_available() + "), or nothing for automatic choice; got '" + name + "'");
+}
+
+}  // namespace
+
+std::vector<const KernelTable*> all_tables() {
+  std::vector<const KernelTable*> tables;
+  for (const Getter get : kBestFirst) tables.push_back(get());
+  return tables;
+}
+
+std::vector<const KernelTable*> available_tables() {
+  std::vector<const KernelTable*> tables;
+  for (const KernelTable* table : all_tables()) {
+    if (runs_here(*table)) tables.push_back(table);
+  }
+  return tables;
+}
+
+const KernelTable& kernels() {
+  const KernelTable* table = g_current.load(std::memory_order_acquire);
+  if (table == nullptr) {
+    // Two threads may both choose here; they choose alike.
+    const char* wanted = std::getenv("BITNET_OPS_ISA");
+    table = choose(wanted == nullptr ? "" : wanted, "BITNET_OPS_ISA");
+    g_current.store(table, std::memory_order_release);
+  }
+  return *table;
+}
+
+void force_isa(const std::string& name) {
+  g_current.store(choose(name, "force_isa"), std::memory_order_release);
+}
+
+}  // namespace bitnet

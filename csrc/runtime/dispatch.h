@@ -1,0 +1,24 @@
+// Chooses the kernel table: a best-first list, feature-set containment, an override.
+// Must not know torch or Python; the one dispatch state of the process lives behind these calls.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "kernels/kernel_table.h"
+
+namespace bitnet {
+
+// The table in use.  First call: BITNET_OPS_ISA if set and not empty, else the first table of the list
+// whose feature set the CPU has.  Throws std::runtime_error when the named ISA is unknown or not
+// available here; the message lists what is.
+const KernelTable& kernels();
+
+// Forces an available ISA ("" = automatic).  Throws like kernels().  Not to be called while ops run.
+void force_isa(const std::string& name);
+
+// Best first.  all_tables: compiled into this build; available_tables: those this CPU can execute.
+std::vector<const KernelTable*> all_tables();
+std::vector<const KernelTable*> available_tables();
+
+}  // namespace bitnet
