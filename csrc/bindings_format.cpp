@@ -1,0 +1,124 @@
+// Python face of the SGLBITNT reader: bitnet_ops._runtime.SglbitntFile, SglbitntTensor,
+// FormatError. bitnet_ops.formats.sglbitnt builds the public Reader on it. Must not know: torch,
+// the rules of the format, what the config means.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include "format/mapped_file.h"
+
+namespace py = pybind11;
+namespace format = bitnet::format;
+
+void bind_format(py::module_& m);  // called by bindings.cpp
+
+namespace {
+
+const char* dtype_name(format::DType dtype) {
+  constexpr const char* kNames[] = {"uint8", "float32", "float16", "bfloat16"};
+  return kNames[static_cast<std::size_t>(dtype)];
+}
+
+// What Python sees of a tensor; the name is a copy, since the view dies with the mapping.
+struct PyTensor {
+  std::string name;
+  const char* dtype;
+  py::tuple shape;
+  py::object scale;  // float, or None for a dense tensor
+  std::uint64_t offset;
+  std::uint64_t nbytes;
+};
+
+PyTensor to_python(const format::TensorRecord& record) {
+  py::tuple shape(record.ndim);
+  for (std::uint32_t i = 0; i < record.ndim; ++i) shape[i] = record.dims[i];
+  py::object scale = py::none();
+  if (record.packed()) scale = py::float_(record.scale);
+  return {std::string(record.name), dtype_name(record.dtype), shape, scale,
+          record.offset_bytes,      record.size_bytes};
+}
+
+py::list tensors_of(const format::SglbitntFile& file) {
+  py::list out;
+  for (const format::TensorRecord& record : file.tensors()) out.append(to_python(record));
+  return out;
+}
+
+// FormatError(message) with .code and .offset. The path inside the message may be any bytes.
+void raise_in_python(const format::FormatError& error, const py::object& type) {
+  const std::string text = error.what();
+  const auto message = py::reinterpret_steal<py::object>(
+      PyUnicode_DecodeUTF8(text.data(), static_cast<py::ssize_t>(text.size()), "backslashreplace"));
+  const py::object exception = type(message);
+  exception.attr("code") = format::error_code_name(error.code());
+  exception.attr("offset") = error.offset_bytes();
+  PyErr_SetObject(type.ptr(), exception.ptr());
+}
+
+void bind_error(py::module_& m) {
+  PYBIND11_CONSTINIT static py::gil_safe_call_once_and_store<py::object> storage;
+  storage.call_once_and_store_result([&] {
+    return py::object(py::exception<format::FormatError>(m, "FormatError", PyExc_ValueError));
+  });
+  py::register_local_exception_translator([](std::exception_ptr pending) {
+    try {
+      if (pending) std::rethrow_exception(pending);
+    } catch (const format::FormatError& error) {
+      raise_in_python(error, storage.get_stored());
+    }
+  });
+}
+
+void bind_tensor(py::module_& m) {
+  py::class_<PyTensor>(m, "SglbitntTensor")
+      .def_readonly("name", &PyTensor::name)
+      .def_readonly("dtype", &PyTensor::dtype)
+      .def_readonly("shape", &PyTensor::shape)
+      .def_readonly("scale", &PyTensor::scale)
+      .def_readonly("offset", &PyTensor::offset)
+      .def_readonly("nbytes", &PyTensor::nbytes);
+}
+
+// Read-only: Python code that wants to write must copy. Whoever holds the buffer holds the file.
+py::buffer_info buffer_of(const format::SglbitntFile& file) {
+  const auto bytes = file.bytes();
+  return py::buffer_info(const_cast<std::uint8_t*>(bytes.data()), 1,
+                         py::format_descriptor<std::uint8_t>::format(), 1, {bytes.size()}, {1},
+                         /*readonly=*/true);
+}
+
+py::tuple code_counts(const format::SglbitntFile& file, std::size_t index) {
+  format::CodeCounts counts;
+  {
+    py::gil_scoped_release release;
+    counts = file.count_codes(index);
+  }
+  return py::make_tuple(counts.minus, counts.zero, counts.plus);
+}
+
+py::list error_codes() {
+  py::list out;
+  for (std::size_t i = 0; i < static_cast<std::size_t>(format::ErrorCode::kCount); ++i) {
+    out.append(format::error_code_name(static_cast<format::ErrorCode>(i)));
+  }
+  return out;
+}
+
+}  // namespace
+
+void bind_format(py::module_& m) {
+  bind_error(m);
+  bind_tensor(m);
+  using Unlocked = py::call_guard<py::gil_scoped_release>;
+  py::class_<format::SglbitntFile>(m, "SglbitntFile", py::buffer_protocol())
+      .def(py::init<const std::string&, bool>(), py::arg("path"), py::arg("check_codes") = true,
+           Unlocked())
+      .def_property_readonly(
+          "config_json",
+          [](const format::SglbitntFile& file) { return std::string(file.config()); })
+      .def_property_readonly("tensors", &tensors_of)
+      .def("check_in_features", &format::SglbitntFile::check_in_features, py::arg("index"),
+           py::arg("in_features"), Unlocked())
+      .def("code_counts", &code_counts, py::arg("index"))
+      .def_buffer(&buffer_of);
+  m.def("format_error_codes", &error_codes);
+}

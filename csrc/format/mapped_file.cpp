@@ -1,0 +1,90 @@
+// Opening and mapping a model file; see mapped_file.h.
+// Must not know: torch, Python, the rules of the format.
+#include "format/mapped_file.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+
+#include "format/errors.h"
+
+namespace bitnet::format {
+namespace {
+
+[[noreturn]] void fail_io(const std::string& path, const std::string& expected_got,
+                          const std::string& remedy) {
+  throw FormatError(ErrorCode::kIo, 0, path + ": expected " + expected_got + remedy);
+}
+
+// Closes on every way out; a mapping outlives its descriptor.
+struct Descriptor {
+  int fd;
+  ~Descriptor() {
+    if (fd >= 0) ::close(fd);
+  }
+};
+
+// Runs `body`, putting the path in front of what the format rules have to say.
+template <class Body>
+auto naming_path(const std::string& path, Body body) {
+  try {
+    return body();
+  } catch (const FormatError& error) {
+    throw FormatError(error.code(), error.offset_bytes(), path + ": " + error.what());
+  }
+}
+
+}  // namespace
+
+MappedFile::MappedFile(const std::string& path) {
+  if (path.find('\0') != std::string::npos) {
+    fail_io(path.substr(0, path.find('\0')), "a path without zero bytes, got one",
+            "; check the path");
+  }
+  // O_NONBLOCK: a named pipe must be refused, not waited for.
+  const Descriptor file{::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK)};
+  if (file.fd < 0) {
+    fail_io(path, std::string("a readable file, got error ") + std::strerror(errno),
+            "; check the path and its permissions");
+  }
+  struct stat info{};
+  if (::fstat(file.fd, &info) != 0 || !S_ISREG(info.st_mode)) {
+    fail_io(path, "a regular file, got a directory, pipe or device", "; name the .bin file itself");
+  }
+  size_bytes_ = static_cast<std::uint64_t>(info.st_size);
+  if (size_bytes_ == 0) return;  // mmap refuses length 0; the parser reports it as truncated
+  void* map =
+      ::mmap(nullptr, size_bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE, file.fd, 0);
+  if (map == MAP_FAILED) {
+    fail_io(path, str(size_bytes_) + " bytes of address space, got error " + std::strerror(errno),
+            "; free memory or raise the limit (ulimit -v)");
+  }
+  data_ = static_cast<const std::uint8_t*>(map);
+}
+
+MappedFile::~MappedFile() {
+  if (data_ != nullptr) ::munmap(const_cast<std::uint8_t*>(data_), size_bytes_);
+}
+
+SglbitntFile::SglbitntFile(const std::string& path, bool check_codes)
+    : path_(path), mapping_(path), parsed_(naming_path(path, [&] { return parse(bytes()); })) {
+  if (!check_codes) return;
+  naming_path(path_, [&] {
+    for (const TensorRecord& tensor : tensors()) check_data(bytes(), tensor);
+  });
+}
+
+void SglbitntFile::check_in_features(std::size_t index, std::uint64_t in_features) const {
+  naming_path(path_,
+              [&] { format::check_in_features(bytes(), parsed_.tensors.at(index), in_features); });
+}
+
+CodeCounts SglbitntFile::count_codes(std::size_t index) const {
+  return format::count_codes(bytes(), parsed_.tensors.at(index));
+}
+
+}  // namespace bitnet::format

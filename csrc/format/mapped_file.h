@@ -1,0 +1,52 @@
+// A model file in memory: the mapping, and an SGLBITNT file read through it.
+// Must not know: torch, Python, the rules of the format (sglbitnt.h has them).
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "format/sglbitnt.h"
+
+#pragma GCC visibility push(default)
+
+namespace bitnet::format {
+
+// A regular file mapped copy-on-write: nothing written through the mapping reaches the file, and a
+// stray write costs a private page instead of a crash. Whoever shortens the file in place while it
+// is mapped breaks its readers (SIGBUS), as with any mmap; renaming a new file over it is safe.
+class MappedFile {
+ public:
+  explicit MappedFile(const std::string& path);  // FormatError(kIo)
+  ~MappedFile();
+  MappedFile(const MappedFile&) = delete;
+  MappedFile& operator=(const MappedFile&) = delete;
+  std::span<const std::uint8_t> bytes() const { return {data_, size_bytes_}; }
+
+ private:
+  const std::uint8_t* data_ = nullptr;
+  std::uint64_t size_bytes_ = 0;
+};
+
+// Every error is a FormatError whose text starts with the path.
+class SglbitntFile {
+ public:
+  SglbitntFile(const std::string& path, bool check_codes);  // check_codes: scan all data as well
+  std::span<const std::uint8_t> bytes() const { return mapping_.bytes(); }
+  std::string_view config() const { return parsed_.config; }
+  const std::vector<TensorRecord>& tensors() const { return parsed_.tensors; }
+  void check_in_features(std::size_t index, std::uint64_t in_features) const;
+  CodeCounts count_codes(std::size_t index) const;
+
+ private:
+  std::string path_;
+  MappedFile mapping_;
+  ParsedFile parsed_;
+};
+
+}  // namespace bitnet::format
+
+#pragma GCC visibility pop

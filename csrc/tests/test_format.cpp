@@ -1,0 +1,424 @@
+// The SGLBITNT reader against hostile bytes: truncation at every byte and every bit flipped with
+// the file flush against a guard page, then structure-aware mutation with a fixed seed. Meant to be
+// built with -fsanitize=address,undefined as well. Usage: test_format [mutations] [seed]. What the
+// reader accepts is walked again by code of this file; what it allocates is counted. Must not know:
+// torch, Python.
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <new>
+#include <random>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "format/mapped_file.h"
+#include "format/sglbitnt.h"
+
+namespace format = bitnet::format;
+
+// --- every allocation of the process is counted
+// ---------------------------------------------------
+
+namespace {
+std::size_t allocated_bytes = 0;  // since the last reset; frees are not subtracted
+}
+
+void* operator new(std::size_t size) {
+  allocated_bytes += size;
+  if (void* p = std::malloc(size)) return p;
+  throw std::bad_alloc();
+}
+void operator delete(void* p) noexcept { std::free(p); }
+void operator delete(void* p, std::size_t) noexcept { std::free(p); }
+
+namespace {
+
+using Buffer = std::vector<std::uint8_t>;
+using Bytes = std::span<const std::uint8_t>;
+using Random = std::mt19937_64;
+
+[[noreturn]] void die(const std::string& what) {
+  std::fprintf(stderr, "test_format: FAILED: %s\n", what.c_str());
+  std::exit(1);
+}
+
+void require(bool condition, const char* what) {
+  if (!condition) die(what);
+}
+
+// --- a file and where its numbers are
+// -------------------------------------------------------------
+
+struct Field {
+  std::size_t offset;
+  std::size_t size;  // 4 or 8
+};
+
+struct Seed {
+  Buffer bytes;
+  std::vector<Field> fields;
+  std::vector<std::size_t> record_starts;
+
+  void raw(const void* data, std::size_t size) {
+    const auto* p = static_cast<const std::uint8_t*>(data);
+    bytes.insert(bytes.end(), p, p + size);
+  }
+  template <class T>
+  void number(T value) {
+    fields.push_back({bytes.size(), sizeof(T)});
+    raw(&value, sizeof(T));
+  }
+  void text(const std::string& s) {
+    number(static_cast<std::uint32_t>(s.size()));
+    raw(s.data(), s.size());
+  }
+  void header(const std::string& config, std::uint32_t count) {
+    raw("SGLBITNT", 8);
+    number(std::uint32_t{1});
+    text(config);
+    number(count);
+  }
+  void tensor(const std::string& name, std::uint32_t dtype, std::vector<std::uint32_t> dims) {
+    record_starts.push_back(bytes.size());
+    text(name);
+    number(dtype);
+    number(static_cast<std::uint32_t>(dims.size()));
+    std::uint64_t size_bytes = dtype == 0 ? 1 : dtype == 1 ? 4 : 2;
+    for (const std::uint32_t dim : dims) {
+      number(dim);
+      size_bytes *= dim;
+    }
+    number(std::uint32_t{dtype == 0});
+    if (dtype == 0) number(0.5F);
+    number(size_bytes);
+    // codes 0 and 1; the dense fills are finite, and one bit away from NaN
+    bytes.insert(bytes.end(), size_bytes, dtype == 0 ? 0x15 : dtype == 2 ? 0x7b : 0x7f);
+  }
+};
+
+std::vector<Seed> make_seeds() {
+  std::vector<Seed> seeds(4);
+  seeds[0].header("{}", 0);
+  seeds[1].header("{\"hidden_size\":100}", 1);
+  seeds[1].tensor("w", 0, {2, 32});
+  seeds[2].header("{\"a\":\"\xc3\xa9\"}", 4);
+  seeds[2].tensor("packed.\xc3\xa9", 0, {3, 64});
+  seeds[2].tensor("f32", 1, {5});
+  seeds[2].tensor("f16", 2, {1, 2, 3});
+  seeds[2].tensor("bf16", 3, {1, 1, 1, 1, 1, 1, 1, 7});
+  seeds[3].header("{}", 40);
+  for (int i = 0; i < 40; ++i) seeds[3].tensor(std::string(1, static_cast<char>('!' + i)), 2, {1});
+  return seeds;
+}
+
+// --- the reader on one buffer
+// ---------------------------------------------------------------------
+
+// What an honest reader may need for `size` bytes: records and their order, and one error message.
+std::size_t allowance(std::size_t size) {
+  return size / format::kMinTensorBytes * (sizeof(format::TensorRecord) + 4) + 8192;
+}
+
+// An accepted file must tile its bytes exactly; recomputed here with 128-bit sizes.
+void require_consistent(Bytes file, const format::ParsedFile& parsed) {
+  std::uint64_t at = 8 + 4 + 4 + parsed.config.size() + 4;
+  std::set<std::string> names;
+  for (const format::TensorRecord& t : parsed.tensors) {
+    unsigned __int128 size = t.dtype == format::DType::kU8    ? 1
+                             : t.dtype == format::DType::kF32 ? 4
+                                                              : 2;
+    for (std::uint32_t i = 0; i < t.ndim; ++i) size *= t.dims[i];
+    at += 4 + t.name.size() + 4 + 4 + 4 * t.ndim + 4 + (t.packed() ? 4 : 0) + 8;
+    require(t.offset_bytes == at, "data follow the record's header");
+    require(t.size_bytes == size, "size is the product of the dimensions");
+    require(!t.packed() || (t.scale > 0.0F && t.scale < 1e39), "scale is positive and finite");
+    require(names.insert(std::string(t.name)).second, "names are unique");
+    at += t.size_bytes;
+  }
+  require(at == file.size(), "the file ends with the last tensor");
+}
+
+// True if the file is accepted; FormatError is the only exception there may be.
+bool accepted(Bytes file, std::uint64_t in_features, std::array<std::uint64_t, 32>& seen) {
+  try {
+    const format::ParsedFile parsed = format::parse(file);
+    require(allocated_bytes <= allowance(file.size()),
+            "parsing allocates no more than the file earns");
+    require_consistent(file, parsed);
+    for (const format::TensorRecord& tensor : parsed.tensors) {
+      format::check_data(file, tensor);
+      const format::CodeCounts counts = format::count_codes(file, tensor);
+      const std::uint64_t codes = counts.minus + counts.zero + counts.plus;
+      require(codes == (tensor.packed() ? 4 * tensor.size_bytes : 0), "every code is counted");
+      if (tensor.packed()) format::check_in_features(file, tensor, in_features);
+    }
+    return true;
+  } catch (const format::FormatError& error) {
+    require(std::strstr(error.what(), "expected ") != nullptr, "an error says what was expected");
+    require(std::strstr(error.what(), "got ") != nullptr, "an error says what was found");
+    ++seen[static_cast<std::size_t>(error.code())];
+    return false;
+  }
+}
+
+bool run(Bytes file, std::uint64_t in_features, std::array<std::uint64_t, 32>& seen) {
+  allocated_bytes = 0;
+  return accepted(file, in_features, seen);
+}
+
+// --- guard pages
+// ----------------------------------------------------------------------------------
+
+// A buffer that ends where an unreadable page begins: reading one byte too many is a SIGSEGV.
+class Guarded {
+ public:
+  explicit Guarded(std::size_t capacity)
+      : page_(static_cast<std::size_t>(sysconf(_SC_PAGESIZE))),
+        room_((capacity + page_ - 1) / page_ * page_) {
+    void* map =
+        mmap(nullptr, room_ + page_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    require(map != MAP_FAILED, "mmap");
+    base_ = static_cast<std::uint8_t*>(map);
+    require(mprotect(base_ + room_, page_, PROT_NONE) == 0, "mprotect");
+  }
+  ~Guarded() { munmap(base_, room_ + page_); }
+  Guarded(const Guarded&) = delete;
+  Guarded& operator=(const Guarded&) = delete;
+
+  Bytes put(Bytes bytes) {
+    std::uint8_t* at = base_ + room_ - bytes.size();
+    if (!bytes.empty()) std::memcpy(at, bytes.data(), bytes.size());
+    return {at, bytes.size()};
+  }
+
+ private:
+  std::size_t page_;
+  std::size_t room_;
+  std::uint8_t* base_ = nullptr;
+};
+
+std::uint64_t test_truncation(const std::vector<Seed>& seeds, std::array<std::uint64_t, 32>& seen) {
+  std::uint64_t runs = 0;
+  for (const Seed& seed : seeds) {
+    Guarded guarded(seed.bytes.size());
+    for (std::size_t size = 0; size < seed.bytes.size(); ++size, ++runs) {
+      const Bytes cut = guarded.put(Bytes(seed.bytes).first(size));
+      require(!run(cut, 1, seen), "a file cut at any byte is refused");
+    }
+  }
+  return runs;
+}
+
+std::uint64_t test_bit_flips(const std::vector<Seed>& seeds, std::array<std::uint64_t, 32>& seen) {
+  std::uint64_t runs = 0;
+  for (const Seed& seed : seeds) {
+    Guarded guarded(seed.bytes.size());
+    Buffer bytes = seed.bytes;
+    for (std::size_t bit = 0; bit < 8 * bytes.size(); ++bit, ++runs) {
+      bytes[bit / 8] ^= static_cast<std::uint8_t>(1U << (bit % 8));
+      run(guarded.put(bytes), 200, seen);
+      bytes[bit / 8] ^= static_cast<std::uint8_t>(1U << (bit % 8));
+    }
+  }
+  return runs;
+}
+
+// --- structure-aware mutation
+// ---------------------------------------------------------------------
+
+std::size_t below(Random& random, std::size_t n) { return n == 0 ? 0 : random() % n; }
+
+std::uint64_t interesting(Random& random, std::size_t file_size) {
+  const std::array<std::uint64_t, 24> values = {0,
+                                                1,
+                                                2,
+                                                3,
+                                                4,
+                                                8,
+                                                9,
+                                                31,
+                                                32,
+                                                33,
+                                                64,
+                                                127,
+                                                128,
+                                                1024,
+                                                1025,
+                                                65536,
+                                                65537,
+                                                1U << 20,
+                                                0x7fffffff,
+                                                0x80000000,
+                                                0xffffffff,
+                                                std::uint64_t{1} << 32,
+                                                std::uint64_t{1} << 63,
+                                                ~std::uint64_t{0}};
+  switch (random() % 4) {
+    case 0:
+      return file_size + random() % 9 - 4;
+    case 1:
+      return random();
+    default:
+      return values[below(random, values.size())] + (random() % 4 == 0 ? random() % 3 - 1 : 0);
+  }
+}
+
+void set_field(Buffer& bytes, const Seed& seed, Random& random) {
+  const Field field = seed.fields[below(random, seed.fields.size())];
+  if (field.offset + field.size > bytes.size()) return;
+  std::uint64_t value = interesting(random, bytes.size());
+  if (random() % 3 == 0) {  // near the true value
+    value = 0;
+    std::memcpy(&value, bytes.data() + field.offset, field.size);
+    value += random() % 9 - 4;
+  }
+  std::memcpy(bytes.data() + field.offset, &value, field.size);
+}
+
+void flip_bit(Buffer& bytes, Random& random) {
+  if (!bytes.empty())
+    bytes[below(random, bytes.size())] ^= static_cast<std::uint8_t>(1U << random() % 8);
+}
+
+void resize(Buffer& bytes, Random& random) {
+  if (random() % 2 == 0) {
+    bytes.resize(below(random, bytes.size() + 1));
+  } else {
+    bytes.insert(bytes.end(), 1 + below(random, 64), static_cast<std::uint8_t>(random()));
+  }
+}
+
+void erase_or_repeat(Buffer& bytes, Random& random) {
+  const std::size_t from = below(random, bytes.size());
+  const std::size_t size = below(random, std::min<std::size_t>(bytes.size() - from, 64));
+  const Buffer piece(bytes.begin() + from, bytes.begin() + from + size);
+  if (random() % 2 == 0) {
+    bytes.erase(bytes.begin() + from, bytes.begin() + from + size);
+  } else {
+    bytes.insert(bytes.begin() + below(random, bytes.size() + 1), piece.begin(), piece.end());
+  }
+}
+
+// A whole record twice, or a record of another seed, with the count made to agree half of the time.
+void splice_record(Buffer& bytes, const Seed& seed, const Seed& donor, Random& random) {
+  if (donor.record_starts.empty() || bytes.size() < seed.bytes.size()) return;
+  const std::size_t i = below(random, donor.record_starts.size());
+  const bool last = i + 1 == donor.record_starts.size();
+  const std::size_t end = last ? donor.bytes.size() : donor.record_starts[i + 1];
+  bytes.insert(bytes.end(), donor.bytes.begin() + donor.record_starts[i],
+               donor.bytes.begin() + end);
+  if (random() % 2 != 0) return;
+  const std::size_t count_at = seed.fields[2].offset;  // version, config length, count
+  std::uint32_t count = 0;
+  std::memcpy(&count, bytes.data() + count_at, sizeof(count));
+  ++count;
+  std::memcpy(bytes.data() + count_at, &count, sizeof(count));
+}
+
+void mutate(Buffer& bytes, const Seed& seed, const Seed& donor, Random& random) {
+  switch (random() % 8) {
+    case 0:
+      return flip_bit(bytes, random);
+    case 1:
+      return resize(bytes, random);
+    case 2:
+      return erase_or_repeat(bytes, random);
+    case 3:
+      return splice_record(bytes, seed, donor, random);
+    default:
+      return set_field(bytes, seed, random);
+  }
+}
+
+std::uint64_t fuzz(const std::vector<Seed>& seeds, std::uint64_t mutations, Random& random,
+                   std::array<std::uint64_t, 32>& seen) {
+  std::uint64_t still_valid = 0;
+  for (std::uint64_t i = 0; i < mutations; ++i) {
+    const Seed& seed = seeds[below(random, seeds.size())];
+    const Seed& donor = seeds[below(random, seeds.size())];
+    Buffer mutant = seed.bytes;
+    for (std::size_t n = 1 + random() % 3; n > 0; --n) mutate(mutant, seed, donor, random);
+    const Buffer exact(mutant.begin(), mutant.end());  // no spare capacity: ASan sees the end
+    still_valid += run(exact, 1 + random() % 300, seen);
+  }
+  return still_valid;
+}
+
+// --- files on disk
+// --------------------------------------------------------------------------------
+
+format::ErrorCode code_of(const std::string& path) {
+  try {
+    const format::SglbitntFile file(path, true);
+  } catch (const format::FormatError& error) {
+    require(std::strstr(error.what(), "expected ") != nullptr, "an error names the expectation");
+    return error.code();
+  }
+  return format::ErrorCode::kCount;
+}
+
+void test_files(const Seed& seed) {
+  char path[] = "/tmp/bitnet_test_format_XXXXXX";
+  const int fd = mkstemp(path);
+  require(fd >= 0, "mkstemp");
+  require(code_of(path) == format::ErrorCode::kTruncated, "an empty file is truncated");
+  const auto size = static_cast<ssize_t>(seed.bytes.size());
+  require(write(fd, seed.bytes.data(), seed.bytes.size()) == size, "write");
+  close(fd);
+  {
+    const format::SglbitntFile file(path, true);
+    require(file.tensors().size() == 4, "the file has its tensors");
+    require(std::equal(seed.bytes.begin(), seed.bytes.end(), file.bytes().begin()), "mapped bytes");
+    file.check_in_features(0, 256);
+    require(file.count_codes(0).minus + file.count_codes(0).zero == 3 * 256, "counted codes");
+  }
+  require(code_of(std::string(path) + '\0' + "x") == format::ErrorCode::kIo,
+          "a zero byte in a path");
+  unlink(path);
+  require(code_of(path) == format::ErrorCode::kIo, "a missing file");
+  require(code_of("/") == format::ErrorCode::kIo, "a directory");
+}
+
+void report(std::uint64_t cut, std::uint64_t flipped, std::uint64_t mutations, std::uint64_t valid,
+            const std::array<std::uint64_t, 32>& seen) {
+  std::printf("test_format: %llu truncations, %llu bit flips, %llu mutations (%llu still valid)\n",
+              static_cast<unsigned long long>(cut), static_cast<unsigned long long>(flipped),
+              static_cast<unsigned long long>(mutations), static_cast<unsigned long long>(valid));
+  for (std::size_t i = 0; i < static_cast<std::size_t>(format::ErrorCode::kCount); ++i) {
+    std::printf("  %-16s %llu\n", format::error_code_name(static_cast<format::ErrorCode>(i)),
+                static_cast<unsigned long long>(seen[i]));
+  }
+}
+
+// A fuzzer that never reaches a rule proves nothing about it.
+void require_all_reached(const std::array<std::uint64_t, 32>& seen) {
+  for (std::size_t i = 1; i < static_cast<std::size_t>(format::ErrorCode::kCount); ++i) {
+    if (seen[i] == 0)
+      die(std::string("never reached: ") + format::error_code_name(format::ErrorCode(i)));
+  }
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const std::uint64_t mutations = argc > 1 ? std::strtoull(argv[1], nullptr, 10) : 200000;
+  Random random(argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 20250815);
+  const std::vector<Seed> seeds = make_seeds();
+  std::array<std::uint64_t, 32> seen{};
+  for (const Seed& seed : seeds)
+    require(run(seed.bytes, seed.fields.size() > 20 ? 256 : 128, seen), "seeds are valid");
+  test_files(seeds[2]);
+  const std::uint64_t cut = test_truncation(seeds, seen);
+  const std::uint64_t flipped = test_bit_flips(seeds, seen);
+  const std::uint64_t valid = fuzz(seeds, mutations, random, seen);
+  report(cut, flipped, mutations, valid, seen);
+  if (mutations >= 200000) require_all_reached(seen);
+  return 0;
+}

@@ -1,0 +1,145 @@
+"""SGLBITNT version 1, the model file of FORMAT.md: a memory-mapped Reader and a streaming Writer.
+
+The bytes are checked in C++ (csrc/format), the config in Python. It must not know models, nor what
+a config says outside its block "bitnet_ops".
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bitnet_ops import _runtime
+from bitnet_ops.formats._sglbitnt_rules import DTYPES, MAX_DIM, SglbitntError, parse_config
+from bitnet_ops.formats._sglbitnt_writer import Writer
+
+__all__ = ["MODEL_FILE", "Reader", "SglbitntError", "TensorInfo", "Writer", "model_file"]
+
+MODEL_FILE = "model.bin"  # its name inside a converted model's directory
+_DTYPE_BY_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """One tensor of a file. Packed (uint8): `shape` is [N, 32*ceil(K/128)], `scale` multiplies.
+
+    Dense (float32, float16, bfloat16): `shape` is its own, `scale` is None.
+    `offset` and `nbytes` say where the data lies in the file, in bytes.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    scale: float | None
+    offset: int
+    nbytes: int
+
+    @property
+    def packed(self) -> bool:
+        return self.dtype == torch.uint8
+
+
+def model_file(path: str | os.PathLike[str]) -> Path:
+    """The .bin file that `path` means: itself, or `model.bin` in the directory `path`."""
+    path = Path(path)
+    return path / MODEL_FILE if path.is_dir() else path
+
+
+@contextlib.contextmanager
+def _typed_errors() -> Iterator[None]:
+    """Errors of the C++ reader as SglbitntError."""
+    try:
+        yield
+    except _runtime.FormatError as error:
+        raise SglbitntError(error.code, str(error)) from None
+
+
+class Reader:
+    """A file, checked and mapped; tensors of the packed kind are views of the mapping.
+
+    `check_codes`: besides the structure scan all data for code 3 and for NaN or infinity (memory
+    speed). Raises SglbitntError for a file that breaks a rule of FORMAT.md or cannot be read.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], check_codes: bool = True) -> None:
+        self.path = Path(path)
+        with _typed_errors():
+            self._file = _runtime.SglbitntFile(os.fsencode(self.path), check_codes)
+        self.config: dict[str, Any] = parse_config(self._file.config_json, str(self.path))
+        infos = [
+            TensorInfo(t.name, _DTYPE_BY_NAME[t.dtype], t.shape, t.scale, t.offset, t.nbytes)
+            for t in self._file.tensors
+        ]
+        self.tensors: dict[str, TensorInfo] = {info.name: info for info in infos}
+        self._index = {info.name: i for i, info in enumerate(infos)}
+        with warnings.catch_warnings():
+            # torch warns that the buffer is read-only; the mapping is copy-on-write, so a write
+            # through a tensor can neither crash nor reach the file
+            warnings.simplefilter("ignore")
+            self._bytes = torch.frombuffer(self._file, dtype=torch.uint8)
+
+    def tensor(self, name: str) -> Tensor:
+        """The tensor `name` in its dtype and shape.
+
+        Packed: uint8 [N, R], zero-copy (it keeps the file mapped, its address is not aligned).
+        Dense: a copy. Raises SglbitntError("missing_tensor").
+        """
+        info = self._info(name)
+        data = self._bytes[info.offset : info.offset + info.nbytes]
+        if not info.packed:
+            data = data.clone().view(info.dtype)  # data is unaligned in the file
+        return data.view(info.shape)
+
+    def memory(self, name: str) -> memoryview:
+        """The data of `name` as bytes, read-only and zero-copy."""
+        info = self._info(name)
+        return memoryview(self._file)[info.offset : info.offset + info.nbytes]
+
+    def check_in_features(self, name: str, in_features: int) -> None:
+        """Check the packed tensor `name` against its true K: row bytes, and padding codes all 1.
+
+        Raises SglbitntError("in_features") or ("padding_code").
+        """
+        self._info(name)
+        if not 0 < in_features <= MAX_DIM:
+            raise SglbitntError(
+                "in_features",
+                f"{self.path}: expected in_features from 1 to {MAX_DIM}, got {in_features}; "
+                "take K from the config",
+            )
+        with _typed_errors():
+            self._file.check_in_features(self._index[name], in_features)
+
+    def code_counts(self, name: str) -> tuple[int, int, int]:
+        """How many weights of the packed tensor `name` are -1, 0, +1; padding counts as 0."""
+        self._info(name)
+        return self._file.code_counts(self._index[name])
+
+    def _info(self, name: str) -> TensorInfo:
+        if name not in self.tensors:
+            raise SglbitntError(
+                "missing_tensor",
+                f"{self.path}: expected one of the file's {len(self.tensors)} tensors, "
+                f"got {name!r}; `bitnet-ops inspect` lists them",
+            )
+        return self.tensors[name]
+
+    def close(self) -> None:
+        """Forget the tensors; the file is unmapped once the last view of it is gone."""
+        self.tensors, self._index = {}, {}
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+        del self._file
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
