@@ -14,6 +14,7 @@
 namespace py = pybind11;
 
 void bind_format(py::module_& m);  // bindings_format.cpp
+void bind_probe(py::module_& m);   // bindings_probe.cpp
 
 namespace {
 
@@ -91,4 +92,5 @@ PYBIND11_MODULE(_runtime, m) {
   m.def("kernel_table", &kernel_table, "One row per ISA: required and missing features, selected.");
   m.def("build_info", &build_info, "Compiler, torch and ABI floor of this build.");
   bind_format(m);
+  bind_probe(m);
 }

@@ -6,7 +6,7 @@ constexpr int64_t kTokenBlock = 32;
 
 // Adds one unit (or the last half unit) of R rows x T tokens into the partial sums.
 template <int F, bool kTail, int R, int T>
-inline void accumulate_field(const Raw (&raw)[R], const int8_t* x, int64_t x_stride,
+[[gnu::always_inline]] inline void accumulate_field(const Raw (&raw)[R], const int8_t* x, int64_t x_stride,
                              Partial (&partial)[R][T]) {
   Codes c[R];
 #pragma GCC unroll 8
@@ -16,12 +16,15 @@ inline void accumulate_field(const Raw (&raw)[R], const int8_t* x, int64_t x_str
     const int8_t* p = x + t * x_stride;
     const Activations a = kTail ? load_x_tail<F>(p) : load_x<F>(p);
 #pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) partial[r][t] = dot(partial[r][t], c[r], a);
+    for (int r = 0; r < R; ++r) {
+      partial[r][t] = dot(partial[r][t], c[r], a);
+      pin(partial[r][t]);
+    }
   }
 }
 
 template <bool kTail, int R, int T>
-inline void accumulate_unit(const uint8_t* w, int64_t row_bytes, const int8_t* x, int64_t x_stride,
+[[gnu::always_inline]] inline void accumulate_unit(const uint8_t* w, int64_t row_bytes, const int8_t* x, int64_t x_stride,
                             Partial (&partial)[R][T]) {
   Raw raw[R];
 #pragma GCC unroll 8
@@ -34,12 +37,43 @@ inline void accumulate_unit(const uint8_t* w, int64_t row_bytes, const int8_t* x
   accumulate_field<3, kTail>(raw, x, x_stride, partial);
 }
 
-// R rows x T tokens over the whole of K.  Prefetches the next R rows: that is where the stream goes on.
-template <int R, int T>
-inline void tile(const uint8_t* w, int64_t row_bytes, const int8_t* x, int64_t x_stride,
-                 Acc (&acc)[R][T]) {
+// acc += the products of units [u, stop), plus the half unit behind them if kTail.
+template <bool kTail, int R, int T>
+[[gnu::always_inline]] inline void accumulate_units(const uint8_t* w, int64_t row_bytes, const int8_t* x,
+                                                    int64_t x_stride, int64_t u, int64_t stop,
+                                                    Acc (&acc)[R][T]) {
   constexpr int64_t kUnitBytes = kUnitBlocks * layout::kBlockBytes;
   constexpr int64_t kUnitWeights = kUnitBlocks * layout::kBlockWeights;
+  Partial partial[R][T];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 8
+    for (int t = 0; t < T; ++t) partial[r][t] = partial_zero();
+  }
+  for (; u < stop; ++u) {
+    const uint8_t* p = w + u * kUnitBytes;
+    if constexpr (T == 1) {
+      // The next R rows are where this thread's stream goes on.
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) prefetch(p + (R + r) * row_bytes);
+    }
+    accumulate_unit<false>(p, row_bytes, x + u * kUnitWeights, x_stride, partial);
+  }
+  if constexpr (kTail) {
+    accumulate_unit<true>(w + u * kUnitBytes, row_bytes, x + u * kUnitWeights, x_stride, partial);
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 8
+    for (int t = 0; t < T; ++t) acc[r][t] = widen(acc[r][t], partial[r][t]);
+  }
+}
+
+// R rows x T tokens over the whole of K.
+template <int R, int T>
+[[gnu::always_inline]] inline void tile(const uint8_t* w, int64_t row_bytes, const int8_t* x,
+                                        int64_t x_stride, Acc (&acc)[R][T]) {
+  constexpr int64_t kUnitBytes = kUnitBlocks * layout::kBlockBytes;
   const int64_t units = row_bytes / kUnitBytes;
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r) {
@@ -47,31 +81,13 @@ inline void tile(const uint8_t* w, int64_t row_bytes, const int8_t* x, int64_t x
     for (int t = 0; t < T; ++t) acc[r][t] = acc_zero();
   }
   int64_t u = 0;
-  bool tail = units * kUnitBytes != row_bytes;
-  while (u < units || tail) {
-    const int64_t stop = units - u > kFlushUnits ? u + kFlushUnits : units;
-    Partial partial[R][T];
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 8
-      for (int t = 0; t < T; ++t) partial[r][t] = partial_zero();
-    }
-    for (; u < stop; ++u) {
-      const uint8_t* p = w + u * kUnitBytes;
-      if (T == 1) {
-#pragma GCC unroll 8
-        for (int r = 0; r < R; ++r) prefetch(p + (R + r) * row_bytes);
-      }
-      accumulate_unit<false>(p, row_bytes, x + u * kUnitWeights, x_stride, partial);
-    }
-    if (u == units && tail) {
-      accumulate_unit<true>(w + u * kUnitBytes, row_bytes, x + u * kUnitWeights, x_stride, partial);
-      tail = false;
-    }
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 8
-      for (int t = 0; t < T; ++t) acc[r][t] = widen(acc[r][t], partial[r][t]);
+  for (; units - u > kFlushUnits; u += kFlushUnits) {
+    accumulate_units<false>(w, row_bytes, x, x_stride, u, u + kFlushUnits, acc);
+  }
+  accumulate_units<false>(w, row_bytes, x, x_stride, u, units, acc);
+  if constexpr (kUnitBlocks > 1) {
+    if (units * kUnitBytes != row_bytes) {
+      accumulate_units<true>(w, row_bytes, x, x_stride, units, units, acc);
     }
   }
 }
@@ -155,7 +171,7 @@ int64_t probe_int8_peak(int64_t iterations, int32_t* sink) {
 #pragma GCC unroll 10
     for (int j = 0; j < kChains; ++j) {
       p[j] = dot(p[j], c, a);
-      opaque(p[j]);
+      pin(p[j]);
     }
   }
   Acc acc = acc_zero();

@@ -4,11 +4,14 @@
 namespace bitnet::BITNET_ISA {
 namespace {
 
-// Keeps the compiler from merging or dropping work on `v`: benchmarks only.
+// Fixes v in its register at this point.  Without it g++ 12 reassociates the integer sums of a tile
+// across its fields, and so many intermediate sums live at once that it spills the accumulators.
 template <class T>
-inline void opaque(T& v) {
-#if defined(BITNET_EMULATE) || defined(BITNET_SCALAR_WORDS)
-  __asm__ volatile("" : "+m"(v));
+[[gnu::always_inline]] inline void pin(T& v) {
+#if defined(BITNET_EMULATE)
+  (void)v;
+#elif defined(BITNET_SCALAR_WORDS)
+  __asm__ volatile("" : "+r"(v));
 #elif defined(__aarch64__)
   __asm__ volatile("" : "+w"(v));
 #else

@@ -1,0 +1,242 @@
+// Vocabulary of the neon_dotprod ISA: 16 float lanes as four registers, ternary dot by sdot.
+// Meanings: simd_scalar.h.  Two habits of Arm differ from the words and are spelt out: fmax/fmin
+// prefer the number to the NaN, so max and min are a compare and a select; and a multiply-add names
+// its addend first.  Needs FPCR at its default (round to nearest even, no flushing of denormals).
+#pragma once
+
+#include <arm_neon.h>
+
+#include <cstddef>
+#include <cstdint>
+
+namespace bitnet::BITNET_ISA {
+namespace {
+
+// ---- float words ------------------------------------------------------------------------------
+
+struct F32x16 {
+  float32x4_t v[4];
+};
+
+template <class Op>
+inline F32x16 map(Op op) {
+  return {{op(0), op(1), op(2), op(3)}};
+}
+
+inline F32x16 set1(float x) {
+  return map([&](int) { return vdupq_n_f32(x); });
+}
+inline F32x16 zero() { return set1(0.0f); }
+inline F32x16 load_n(const float* p, int64_t count) {
+  float buffer[16];
+  if (count < 16) {
+    for (int i = 0; i < 16; ++i) buffer[i] = i < count ? p[i] : 0.0f;
+    p = buffer;
+  }
+  return map([&](int i) { return vld1q_f32(p + 4 * i); });
+}
+inline void store_n(float* p, F32x16 x, int64_t count) {
+  float buffer[16];
+  float* to = count < 16 ? buffer : p;
+  for (int i = 0; i < 4; ++i) vst1q_f32(to + 4 * i, x.v[i]);
+  for (int64_t i = 0; count < 16 && i < count; ++i) p[i] = buffer[i];
+}
+inline F32x16 add(F32x16 a, F32x16 b) {
+  return map([&](int i) { return vaddq_f32(a.v[i], b.v[i]); });
+}
+inline F32x16 sub(F32x16 a, F32x16 b) {
+  return map([&](int i) { return vsubq_f32(a.v[i], b.v[i]); });
+}
+inline F32x16 mul(F32x16 a, F32x16 b) {
+  return map([&](int i) { return vmulq_f32(a.v[i], b.v[i]); });
+}
+inline F32x16 div(F32x16 a, F32x16 b) {
+  return map([&](int i) { return vdivq_f32(a.v[i], b.v[i]); });
+}
+inline F32x16 fma(F32x16 a, F32x16 b, F32x16 c) {
+  return map([&](int i) { return vfmaq_f32(c.v[i], a.v[i], b.v[i]); });
+}
+inline float32x4_t max_quarter(float32x4_t a, float32x4_t b) {
+  return vbslq_f32(vcgtq_f32(a, b), a, b);
+}
+inline F32x16 max(F32x16 a, F32x16 b) {
+  return map([&](int i) { return max_quarter(a.v[i], b.v[i]); });
+}
+inline F32x16 min(F32x16 a, F32x16 b) {
+  return map([&](int i) { return vbslq_f32(vcltq_f32(a.v[i], b.v[i]), a.v[i], b.v[i]); });
+}
+inline F32x16 pow2(F32x16 n) {
+  return map([&](int i) {  // a NaN converts to 0
+    const int32x4_t e = vaddq_s32(vcvtq_s32_f32(n.v[i]), vdupq_n_s32(127));
+    return vreinterpretq_f32_s32(vshlq_n_s32(e, 23));
+  });
+}
+inline F32x16 max_abs_bits(F32x16 acc, F32x16 x) {
+  return map([&](int i) {
+    const uint32x4_t b = vandq_u32(vreinterpretq_u32_f32(x.v[i]), vdupq_n_u32(0x7fffffffu));
+    return vreinterpretq_f32_u32(vmaxq_u32(vreinterpretq_u32_f32(acc.v[i]), b));
+  });
+}
+inline uint32_t reduce_abs_bits(F32x16 acc) {
+  uint32x4_t m[4];
+  for (int i = 0; i < 4; ++i) m[i] = vreinterpretq_u32_f32(acc.v[i]);
+  return vmaxvq_u32(vmaxq_u32(vmaxq_u32(m[0], m[1]), vmaxq_u32(m[2], m[3])));
+}
+// The tree: lanes 8 apart (registers 0 and 2, 1 and 3), then 4, 2, 1.
+inline float reduce_add(F32x16 x) {
+  const float32x4_t four = vaddq_f32(vaddq_f32(x.v[0], x.v[2]), vaddq_f32(x.v[1], x.v[3]));
+  const float32x2_t two = vadd_f32(vget_low_f32(four), vget_high_f32(four));
+  return vget_lane_f32(two, 0) + vget_lane_f32(two, 1);
+}
+inline float reduce_max(F32x16 x) {
+  const float32x4_t four =
+      max_quarter(max_quarter(x.v[0], x.v[2]), max_quarter(x.v[1], x.v[3]));
+  const float32x2_t lo = vget_low_f32(four), hi = vget_high_f32(four);
+  const float32x2_t two = vbsl_f32(vcgt_f32(lo, hi), lo, hi);
+  const float a = vget_lane_f32(two, 0), b = vget_lane_f32(two, 1);
+  return a > b ? a : b;
+}
+
+// ---- conversions ------------------------------------------------------------------------------
+
+inline F32x16 from_i32_n(const int32_t* p, int64_t count) {
+  int32_t buffer[16];
+  if (count < 16) {
+    for (int i = 0; i < 16; ++i) buffer[i] = i < count ? p[i] : 0;
+    p = buffer;
+  }
+  return map([&](int i) { return vcvtq_f32_s32(vld1q_s32(p + 4 * i)); });
+}
+inline void to_i8_n(int8_t* p, F32x16 x, int64_t count) {
+  // fcvtns rounds half to even; the narrowings saturate, first to int16, then to int8.
+  int16x4_t h[4];
+  for (int i = 0; i < 4; ++i) h[i] = vqmovn_s32(vcvtnq_s32_f32(x.v[i]));
+  const int8x16_t bytes =
+      vcombine_s8(vqmovn_s16(vcombine_s16(h[0], h[1])), vqmovn_s16(vcombine_s16(h[2], h[3])));
+  if (count >= 16) {
+    vst1q_s8(p, bytes);
+    return;
+  }
+  int8_t buffer[16];
+  vst1q_s8(buffer, bytes);
+  for (int64_t i = 0; i < count; ++i) p[i] = buffer[i];
+}
+
+struct U16x16 {
+  uint16x4_t h[4];
+};
+
+inline U16x16 load_u16_n(const uint16_t* p, int64_t count) {
+  uint16_t buffer[16];
+  if (count < 16) {
+    for (int i = 0; i < 16; ++i) buffer[i] = i < count ? p[i] : 0;
+    p = buffer;
+  }
+  return {{vld1_u16(p), vld1_u16(p + 4), vld1_u16(p + 8), vld1_u16(p + 12)}};
+}
+inline void store_u16_n(uint16_t* p, U16x16 x, int64_t count) {
+  uint16_t buffer[16];
+  uint16_t* to = count < 16 ? buffer : p;
+  for (int i = 0; i < 4; ++i) vst1_u16(to + 4 * i, x.h[i]);
+  for (int64_t i = 0; count < 16 && i < count; ++i) p[i] = buffer[i];
+}
+inline F32x16 load_bf16_n(const uint16_t* p, int64_t count) {
+  const U16x16 x = load_u16_n(p, count);
+  return map([&](int i) { return vreinterpretq_f32_u32(vshll_n_u16(x.h[i], 16)); });
+}
+inline F32x16 load_f16_n(const uint16_t* p, int64_t count) {
+  const U16x16 x = load_u16_n(p, count);
+  return map([&](int i) { return vcvt_f32_f16(vreinterpret_f16_u16(x.h[i])); });
+}
+inline uint16x4_t f32_to_bf16(float32x4_t x) {
+  const uint32x4_t b = vreinterpretq_u32_f32(x);
+  const uint32x4_t lsb = vandq_u32(vshrq_n_u32(b, 16), vdupq_n_u32(1));
+  const uint32x4_t rounded = vaddq_u32(b, vaddq_u32(lsb, vdupq_n_u32(0x7fff)));
+  return vbsl_u16(vmovn_u32(vceqq_f32(x, x)), vshrn_n_u32(rounded, 16), vdup_n_u16(0x7fc0));
+}
+inline void store_bf16_n(uint16_t* p, F32x16 x, int64_t count) {
+  store_u16_n(p, {{f32_to_bf16(x.v[0]), f32_to_bf16(x.v[1]), f32_to_bf16(x.v[2]), f32_to_bf16(x.v[3])}},
+              count);
+}
+inline uint16x4_t f32_to_f16(float32x4_t x) { return vreinterpret_u16_f16(vcvt_f16_f32(x)); }
+inline void store_f16_n(uint16_t* p, F32x16 x, int64_t count) {
+  store_u16_n(p, {{f32_to_f16(x.v[0]), f32_to_f16(x.v[1]), f32_to_f16(x.v[2]), f32_to_f16(x.v[3])}},
+              count);
+}
+
+// ---- integer words ------------------------------------------------------------------------------
+
+constexpr int64_t kUnitBlocks = 1;
+constexpr int64_t kFlushUnits = int64_t{1} << 30;  // sdot sums in int32: the bound is the caller's
+constexpr int kGemvRows = 4;
+constexpr int kTileRows = 2;  // 2 x 4 accumulators, 4 raw, 4 code, 2 activation registers of 32
+constexpr int kTileTokens = 4;
+
+struct Raw {
+  uint8x16_t lo, hi;
+};
+struct Codes {
+  int8x16_t lo, hi;  // 0..3: the sign of the type does not matter
+};
+struct Activations {
+  int8x16_t lo, hi;
+};
+using Partial = int32x4_t;
+using Acc = int32x4_t;
+
+inline Raw load_raw(const uint8_t* p) { return {vld1q_u8(p), vld1q_u8(p + 16)}; }
+inline Raw load_raw_tail(const uint8_t* p) { return load_raw(p); }
+template <int F>
+inline int8x16_t field(uint8x16_t raw) {
+  if constexpr (F == 0) {
+    return vreinterpretq_s8_u8(vshrq_n_u8(raw, 6));
+  } else if constexpr (F == 3) {
+    return vreinterpretq_s8_u8(vandq_u8(raw, vdupq_n_u8(3)));
+  } else {
+    return vreinterpretq_s8_u8(vandq_u8(vshrq_n_u8(raw, 6 - 2 * F), vdupq_n_u8(3)));
+  }
+}
+template <int F>
+inline Codes codes(Raw raw) {
+  return {field<F>(raw.lo), field<F>(raw.hi)};
+}
+template <int F>
+inline Activations load_x(const int8_t* p) {
+  return {vld1q_s8(p + 32 * F), vld1q_s8(p + 32 * F + 16)};
+}
+template <int F>
+inline Activations load_x_tail(const int8_t* p) {
+  return load_x<F>(p);
+}
+inline Partial partial_zero() { return vdupq_n_s32(0); }
+inline Acc acc_zero() { return vdupq_n_s32(0); }
+inline Partial dot(Partial p, Codes c, Activations x) {
+  return vdotq_s32(vdotq_s32(p, c.lo, x.lo), c.hi, x.hi);
+}
+inline Acc widen(Acc acc, Partial p) { return vaddq_s32(acc, p); }
+inline int32_t reduce(Acc acc) { return vaddvq_s32(acc); }
+inline void prefetch(const void* p) { __builtin_prefetch(p); }
+
+inline int32_t sum_i8_vector(const int8_t* p, int64_t n) {
+  int32x4_t acc = vdupq_n_s32(0);
+  int64_t i = 0;
+  for (; i + 16 <= n; i += 16) acc = vdotq_s32(acc, vld1q_s8(p + i), vdupq_n_s8(1));
+  int32_t sum = vaddvq_s32(acc);
+  for (; i < n; ++i) sum += p[i];
+  return sum;
+}
+inline uint64_t xor_bytes(const uint8_t* p, int64_t n_bytes) {
+  uint8x16_t a = vdupq_n_u8(0), b = a, c = a, d = a;
+  for (int64_t i = 0; i + 64 <= n_bytes; i += 64) {
+    __builtin_prefetch(p + i + 1024);
+    a = veorq_u8(a, vld1q_u8(p + i));
+    b = veorq_u8(b, vld1q_u8(p + i + 16));
+    c = veorq_u8(c, vld1q_u8(p + i + 32));
+    d = veorq_u8(d, vld1q_u8(p + i + 48));
+  }
+  const uint64x2_t r = vreinterpretq_u64_u8(veorq_u8(veorq_u8(a, b), veorq_u8(c, d)));
+  return vgetq_lane_u64(r, 0) ^ vgetq_lane_u64(r, 1);
+}
+
+}  // namespace
+}  // namespace bitnet::BITNET_ISA
