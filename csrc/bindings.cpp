@@ -85,10 +85,12 @@ PYBIND11_MODULE(_runtime, m) {
   m.def("isa", [] { return std::string(bitnet::kernels().name); }, "Name of the ISA in use.");
   m.def("force_isa", &bitnet::force_isa, py::arg("name"),
         "Use an available ISA by name; an empty name means automatic choice.");
-  m.def("available_isas", [] { return names(bitnet::available_tables()); },
-        "ISAs this CPU can execute, best first.");
+  m.def(
+      "available_isas", [] { return names(bitnet::available_tables()); },
+      "ISAs this CPU can execute, best first.");
   m.def("all_isas", [] { return names(bitnet::all_tables()); }, "ISAs in this build, best first.");
-  m.def("cpu_features", &cpu_features, "Features that the CPU has and the operating system enabled.");
+  m.def("cpu_features", &cpu_features,
+        "Features that the CPU has and the operating system enabled.");
   m.def("kernel_table", &kernel_table, "One row per ISA: required and missing features, selected.");
   m.def("build_info", &build_info, "Compiler, torch and ABI floor of this build.");
   bind_format(m);

@@ -25,7 +25,9 @@ STABLE_TORCH_LIBRARY(bitnet, m) {
   // x F [..., K], weight F [K] -> F [..., K]
   m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor");
   // x, residual F [..., K], weight F [K] -> y, residual_out F [..., K]
-  m.def("add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor y, Tensor residual_out)");
+  m.def(
+      "add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor y, Tensor "
+      "residual_out)");
   // gate, up float32 or bfloat16 [..., K] -> [..., K]
   m.def("relu2_mul(Tensor gate, Tensor up) -> Tensor");
   // x F [..., 2 d] (gate, then up) -> F [..., d]
@@ -38,7 +40,8 @@ STABLE_TORCH_LIBRARY(bitnet, m) {
   //   -> q, k, v F [..., N of each]
   m.def(
       "qkv_forward(Tensor x, Tensor norm_weight, Tensor q_weight, Tensor q_scale, Tensor k_weight, "
-      "Tensor k_scale, Tensor v_weight, Tensor v_scale, float eps) -> (Tensor q, Tensor k, Tensor v)");
+      "Tensor k_scale, Tensor v_weight, Tensor v_scale, float eps) -> (Tensor q, Tensor k, Tensor "
+      "v)");
   // x F [..., K], norm_weight F [K], gate_ and up_weight uint8 [I, R], sub_norm_weight F [I],
   //   down_weight uint8 [N, R of I], scales float32 [1] or per row, activation "relu2" or "silu"
   //   -> F [..., N], without the residual

@@ -7,9 +7,9 @@
 namespace bitnet::layout {
 
 // Canonical layout (SGLBITNT rows, GGUF I2_S layout a).  A row of K weights is a sequence of blocks
-// of 128 weights in 32 bytes.  Byte j of a block holds, from the high bits down, the codes of weights
-// j, j + 32, j + 64 and j + 96.  Code = weight + 1, so 0, 1, 2; code 3 is invalid.  Where K is not a
-// multiple of 128 the codes past K are 1 (weight 0).
+// of 128 weights in 32 bytes.  Byte j of a block holds, from the high bits down, the codes of
+// weights j, j + 32, j + 64 and j + 96.  Code = weight + 1, so 0, 1, 2; code 3 is invalid.  Where K
+// is not a multiple of 128 the codes past K are 1 (weight 0).
 inline constexpr int64_t kBlockWeights = 128;
 inline constexpr int64_t kBlockBytes = 32;
 inline constexpr int64_t kFields = 4;                              // codes in a byte

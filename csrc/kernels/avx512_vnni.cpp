@@ -1,14 +1,16 @@
-// The avx512_vnni kernel table.  Compiled with its own flags (CMakeLists.txt); exports one symbol, table().
+// The avx512_vnni kernel table.  Compiled with its own flags (CMakeLists.txt); exports one symbol,
+// table().
 #define BITNET_ISA avx512_vnni
+#include "format/layout.h"
 #include "kernels/isa_tables.h"
 #include "kernels/simd_avx512_vnni.h"
-#include "format/layout.h"
 #include "runtime/features.h"
 
 namespace bitnet::BITNET_ISA {
 namespace {
 constexpr const char* kDescription = "AVX-512 with VNNI; ternary dot by vpdpbusd, 512 bit";
-constexpr uint64_t kRequired = kAvx2 | kFma | kF16c | kAvx512F | kAvx512Bw | kAvx512Vl | kAvx512Dq | kAvx512Vnni;
+constexpr uint64_t kRequired =
+    kAvx2 | kFma | kF16c | kAvx512F | kAvx512Bw | kAvx512Vl | kAvx512Dq | kAvx512Vnni;
 }  // namespace
 }  // namespace bitnet::BITNET_ISA
 

@@ -1,8 +1,9 @@
-// The avx_vnni kernel table.  Compiled with its own flags (CMakeLists.txt); exports one symbol, table().
+// The avx_vnni kernel table.  Compiled with its own flags (CMakeLists.txt); exports one symbol,
+// table().
 #define BITNET_ISA avx_vnni
+#include "format/layout.h"
 #include "kernels/isa_tables.h"
 #include "kernels/simd_avx_vnni.h"
-#include "format/layout.h"
 #include "runtime/features.h"
 
 namespace bitnet::BITNET_ISA {

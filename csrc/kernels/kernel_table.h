@@ -1,12 +1,12 @@
-// THE CONTRACT between the door (csrc/ops) and the kernels: one struct of function pointers per ISA.
-// Must not know torch, threads or allocation: kernels take raw pointers and a range of rows, the
-// caller splits the work and owns every buffer.
+// THE CONTRACT between the door (csrc/ops) and the kernels: one struct of function pointers per
+// ISA. Must not know torch, threads or allocation: kernels take raw pointers and a range of rows,
+// the caller splits the work and owns every buffer.
 //
 // Common preconditions: pointers are non-null where a length is positive; no alignment is required;
-// outputs never overlap inputs unless a row says "in place"; lengths are in elements, `_bytes` in bytes.
-// Integer results are equal on every ISA.  Float results are bit-identical on every ISA: sums run in 16
-// lanes (lane = index mod 16, ascending, fused multiply-add, tails padded with zeros), the lanes are
-// added as a tree (8+8, 4+4, 2+2, 1+1), and exp is one shared polynomial.
+// outputs never overlap inputs unless a row says "in place"; lengths are in elements, `_bytes` in
+// bytes. Integer results are equal on every ISA.  Float results are bit-identical on every ISA:
+// sums run in 16 lanes (lane = index mod 16, ascending, fused multiply-add, tails padded with
+// zeros), the lanes are added as a tree (8+8, 4+4, 2+2, 1+1), and exp is one shared polynomial.
 #pragma once
 
 #include <cstddef>
@@ -27,19 +27,20 @@ struct KernelTable {
   // ---- integer core -------------------------------------------------------------------------
   // out[m * out_stride + n] = sum_k (code[n][k] - 1) * x[m][k] for n in [row_begin, row_end).
   // weight: canonical layout, row n at weight + n * row_bytes.  x: int8, row m at x + m * x_stride,
-  // readable for 4 * row_bytes elements with zeros past K.  x_sum[m] = sum_k x[m][k].  Row row_begin
-  // is written at out[0], so a caller passes out for its own range.
-  // Bound: |sum of code * x| <= 3 * 128 * K < 2^31 for K <= 5.5e6 whatever the bytes are.
+  // readable for 4 * row_bytes elements with zeros past K.  x_sum[m] = sum_k x[m][k].  Row
+  // row_begin is written at out[0], so a caller passes out for its own range. Bound: |sum of code *
+  // x| <= 3 * 128 * K < 2^31 for K <= 5.5e6 whatever the bytes are.
   void (*ternary_gemm)(const uint8_t* weight, int64_t row_bytes, int64_t row_begin, int64_t row_end,
                        const int8_t* x, int64_t x_stride, const int32_t* x_sum, int64_t tokens,
                        int32_t* out, int64_t out_stride);
   // Sum of n int8 values; n <= 2^24 keeps it inside int32.
   int32_t (*sum_i8)(const int8_t* x, int64_t n);
-  // q[i] = clamp(round_half_even(x[i] * s), -128, 127) with s = 127 / max(absmax, 1e-5); zeros from n
-  // to n_padded; *sum = sum of q.  Returns the dequantisation factor 1 / s.  A row holding NaN or an
-  // infinity gives q = 0, *sum = 0 and returns NaN.
+  // q[i] = clamp(round_half_even(x[i] * s), -128, 127) with s = 127 / max(absmax, 1e-5); zeros from
+  // n to n_padded; *sum = sum of q.  Returns the dequantisation factor 1 / s.  A row holding NaN or
+  // an infinity gives q = 0, *sum = 0 and returns NaN.
   float (*quantize_row)(const float* x, int64_t n, int64_t n_padded, int8_t* q, int32_t* sum);
-  // y[i] = float(acc[i]) * (w_scale[i * w_scale_step] * x_scale) (+ bias[i] unless null); step 0 or 1.
+  // y[i] = float(acc[i]) * (w_scale[i * w_scale_step] * x_scale) (+ bias[i] unless null); step 0
+  // or 1.
   void (*scale_row)(const int32_t* acc, int64_t n, const float* w_scale, int64_t w_scale_step,
                     float x_scale, const float* bias, float* y);
 
@@ -50,11 +51,13 @@ struct KernelTable {
 
   // ---- norms and activations ----------------------------------------------------------------
   // y = x * (1 / sqrt(mean(x^2) + eps)), rounded to `type`, times weight.  y may be x.
-  void (*rms_norm_row)(const float* x, const float* weight, int64_t n, float eps, DType type, float* y);
-  void (*add_row)(const float* a, const float* b, int64_t n, float* y);        // y may be a or b
+  void (*rms_norm_row)(const float* x, const float* weight, int64_t n, float eps, DType type,
+                       float* y);
+  void (*add_row)(const float* a, const float* b, int64_t n, float* y);  // y may be a or b
   void (*relu2_mul_row)(const float* gate, const float* up, int64_t n, float* y);  // y may be gate
   void (*silu_mul_row)(const float* gate, const float* up, int64_t n, float* y);   // y may be gate
-  // Half-split rotation of one head: x [dim], cos_sin [dim] (cos, then sin); dim even.  y may not be x.
+  // Half-split rotation of one head: x [dim], cos_sin [dim] (cos, then sin); dim even.  y may not
+  // be x.
   void (*rope_head)(const float* x, const float* cos_sin, int64_t dim, float* y);
 
   // ---- attention and head -------------------------------------------------------------------
@@ -63,12 +66,14 @@ struct KernelTable {
   void (*attend_head)(const float* query, DType type, const void* keys, const void* values,
                       int64_t stride_bytes, int64_t length, int64_t dim, float scale, float* scores,
                       float* out);
-  // out[n - row_begin] = dot(x, weight row n) for n in [row_begin, row_end); weight [*, k] contiguous.
+  // out[n - row_begin] = dot(x, weight row n) for n in [row_begin, row_end); weight [*, k]
+  // contiguous.
   void (*dot_rows)(const float* x, DType type, const void* weight, int64_t k, int64_t row_begin,
                    int64_t row_end, float* out);
 
   // ---- limits, for benchmarks -----------------------------------------------------------------
-  uint64_t (*probe_read)(const uint8_t* data, int64_t n_bytes);  // read-only pass; returns a checksum
+  uint64_t (*probe_read)(const uint8_t* data,
+                         int64_t n_bytes);  // read-only pass; returns a checksum
   int64_t (*probe_int8_peak)(int64_t iterations, int32_t* sink);  // returns multiply-adds executed
 };
 

@@ -1,9 +1,10 @@
-// The scalar kernel table.  Compiled with its own flags (CMakeLists.txt); exports one symbol, table().
+// The scalar kernel table.  Compiled with its own flags (CMakeLists.txt); exports one symbol,
+// table().
 #define BITNET_SCALAR_WORDS 1
 #define BITNET_ISA scalar
+#include "format/layout.h"
 #include "kernels/isa_tables.h"
 #include "kernels/simd_scalar.h"
-#include "format/layout.h"
 #include "runtime/features.h"
 
 namespace bitnet::BITNET_ISA {

@@ -1,6 +1,7 @@
 // Vocabulary of the scalar ISA: plain C++ for any CPU, and the reading copy of every word.
 // The words' meaning is defined here; each other simd_*.h must agree bit for bit.
-// Must not include anything that is shared with other translation units beyond the two headers below.
+// Must not include anything that is shared with other translation units beyond the two headers
+// below.
 #pragma once
 
 #include <cstddef>
@@ -120,7 +121,8 @@ inline float f16_to_f32(uint16_t h) {
   const uint32_t sign = static_cast<uint32_t>(h & 0x8000u) << 16;
   const uint32_t exponent = (h >> 10) & 0x1fu;
   const uint32_t fraction = h & 0x3ffu;
-  if (exponent == 31) return float_of(sign | 0x7f800000u | (fraction ? 0x400000u | (fraction << 13) : 0));
+  if (exponent == 31)
+    return float_of(sign | 0x7f800000u | (fraction ? 0x400000u | (fraction << 13) : 0));
   if (exponent != 0) return float_of(sign | ((exponent + 112) << 23) | (fraction << 13));
   const float magnitude = static_cast<float>(fraction) * 5.9604644775390625e-08f;  // 2^-24
   return float_of(sign | bits_of(magnitude));
@@ -131,7 +133,7 @@ inline uint16_t f32_to_f16(float x) {
   const uint32_t a = b & 0x7fffffffu;
   if (a > 0x7f800000u) return sign | 0x7e00u | static_cast<uint16_t>((a >> 13) & 0x3ffu);
   if (a >= 0x477ff000u) return sign | 0x7c00u;  // 65520 and more round to infinity
-  if (a < 0x38800000u) {                        // below 2^-14: subnormal; the add rounds half to even
+  if (a < 0x38800000u) {  // below 2^-14: subnormal; the add rounds half to even
     const float shifted = float_of(a) + 0.5f;
     return static_cast<uint16_t>(sign | (bits_of(shifted) - 0x3f000000u));
   }
@@ -153,9 +155,10 @@ inline void store_f16_n(uint16_t* p, F32x16 v, int64_t count) {
 
 // ---- integer words ------------------------------------------------------------------------------
 // A unit is kUnitBlocks weight blocks of a row.  Raw holds its bytes; codes<F> takes field F out
-// (0 = bits 7-6, meeting activations 0..31 of each block); load_x<F> loads the activations that meet
-// it.  dot adds their products into a Partial, which is safe for kFlushUnits units; widen folds a
-// Partial into an Acc.  load_raw_tail / load_x_tail do the same for a last unit of one block.
+// (0 = bits 7-6, meeting activations 0..31 of each block); load_x<F> loads the activations that
+// meet it.  dot adds their products into a Partial, which is safe for kFlushUnits units; widen
+// folds a Partial into an Acc.  load_raw_tail / load_x_tail do the same for a last unit of one
+// block.
 
 constexpr int64_t kUnitBlocks = 1;
 constexpr int64_t kFlushUnits = 1 << 30;  // int32 partial sums: no flush needed

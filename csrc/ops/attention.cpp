@@ -16,18 +16,29 @@ struct Cache {
   int64_t head_at(int64_t b, int64_t h) const { return (b * kv_heads + h) * length * row_bytes(); }
 };
 
+// Two contiguous tensors that share a byte.
+bool overlap(const Tensor& a, const Tensor& b) {
+  const auto* pa = static_cast<const char*>(a.const_data_ptr());
+  const auto* pb = static_cast<const char*>(b.const_data_ptr());
+  const auto bytes = [](const Tensor& t) {
+    return t.numel() * static_cast<int64_t>(t.element_size());
+  };
+  return a.numel() > 0 && b.numel() > 0 && pa < pb + bytes(b) && pb < pa + bytes(a);
+}
+
 Cache check_caches(const Check& check, const Tensor& key_cache, const Tensor& value_cache) {
   check.float_dtype(key_cache, "key_cache");
-  check.require(key_cache.scalar_type() != ScalarType::Half, "key_cache", "of dtype float32 or bfloat16",
-                "float16");
+  check.require(key_cache.scalar_type() != ScalarType::Half, "key_cache",
+                "of dtype float32 or bfloat16", "float16");
   check.dim(key_cache, "key_cache", 4);
   check.contiguous(key_cache, "key_cache");
   check.dtype(value_cache, "value_cache", key_cache.scalar_type());
   check.same_shape(value_cache, "value_cache", key_cache, "key_cache");
   check.contiguous(value_cache, "value_cache");
-  check.require(key_cache.numel() == 0 || key_cache.const_data_ptr() != value_cache.const_data_ptr(),
-                "value_cache", "in its own memory", "the memory of key_cache");
-  return {dtype_of(key_cache), key_cache.size(0), key_cache.size(1), key_cache.size(2), key_cache.size(3)};
+  check.require(!overlap(key_cache, value_cache), "value_cache", "in its own memory",
+                "memory shared with key_cache");
+  return {dtype_of(key_cache), key_cache.size(0), key_cache.size(1), key_cache.size(2),
+          key_cache.size(3)};
 }
 
 // int64 [batch]; every sequence's tokens must lie inside the cache.
@@ -39,8 +50,9 @@ const int64_t* check_positions(const Check& check, const Tensor& positions, cons
   const auto* p = static_cast<const int64_t*>(positions.const_data_ptr());
   for (int64_t b = 0; b < cache.batch; ++b) {
     check.require(p[b] >= 0 && p[b] <= cache.length - tokens, "start_positions",
-                  "in [0, " + std::to_string(cache.length - tokens) + "] for " + std::to_string(tokens) +
-                      " token(s) in a cache of length " + std::to_string(cache.length),
+                  "in [0, " + std::to_string(cache.length - tokens) + "] for " +
+                      std::to_string(tokens) + " token(s) in a cache of length " +
+                      std::to_string(cache.length),
                   std::to_string(p[b]) + " for sequence " + std::to_string(b));
   }
   return p;
@@ -68,8 +80,8 @@ void write_rows(const Tensor& from, Tensor& to, const Cache& cache, const int64_
 
 }  // namespace
 
-void kv_cache_update(Tensor key_cache, Tensor value_cache, const Tensor& key_in, const Tensor& value_in,
-                     const Tensor& start_positions) {
+void kv_cache_update(Tensor key_cache, Tensor value_cache, const Tensor& key_in,
+                     const Tensor& value_in, const Tensor& start_positions) {
   const Check check("kv_cache_update");
   const Cache cache = check_caches(check, key_cache, value_cache);
   check.float_dtype(key_in, "key");
@@ -78,8 +90,15 @@ void kv_cache_update(Tensor key_cache, Tensor value_cache, const Tensor& key_in,
   check.dtype(value_in, "value", key_in.scalar_type());
   check.same_shape(value_in, "value", key_in, "key");
   const int64_t* start = check_positions(check, start_positions, cache, key_in.size(1));
-  write_rows(as_contiguous(key_in), key_cache, cache, start);
-  write_rows(as_contiguous(value_in), value_cache, cache, start);
+  const Tensor key = as_contiguous(key_in),
+               value = as_contiguous(value_in);  // both before any write
+  for (const Tensor* source : {&key, &value}) {
+    const bool apart = !overlap(*source, key_cache) && !overlap(*source, value_cache);
+    check.require(apart, source == &key ? "key" : "value", "in its own memory",
+                  "memory shared with a cache");
+  }
+  write_rows(key, key_cache, cache, start);
+  write_rows(value, value_cache, cache, start);
 }
 
 Tensor attention(const Tensor& query_in, const Tensor& key_cache, const Tensor& value_cache,
@@ -148,14 +167,15 @@ Tensor lm_head(const Tensor& x_in, const Tensor& weight) {
   const KernelTable& table = kernels();
   constexpr int64_t kChunk = 32;  // rows that stay in cache while every token meets them
   const int64_t chunks = (vocab + kChunk - 1) / kChunk;
-  parallel_ranges(tokens == 0 ? 0 : chunks, kChunk * k * tokens, kMinElements, [&](int64_t begin, int64_t end) {
-    for (int64_t c = begin; c < end; ++c) {
-      const int64_t first = c * kChunk, last = std::min(first + kChunk, vocab);
-      for (int64_t m = 0; m < tokens; ++m) {
-        table.dot_rows(hidden.get() + m * k, type, w, k, first, last, out + m * vocab + first);
-      }
-    }
-  });
+  parallel_ranges(
+      tokens == 0 ? 0 : chunks, kChunk * k * tokens, kMinElements, [&](int64_t begin, int64_t end) {
+        for (int64_t c = begin; c < end; ++c) {
+          const int64_t first = c * kChunk, last = std::min(first + kChunk, vocab);
+          for (int64_t m = 0; m < tokens; ++m) {
+            table.dot_rows(hidden.get() + m * k, type, w, k, first, last, out + m * vocab + first);
+          }
+        }
+      });
   return logits;
 }
 

@@ -46,13 +46,16 @@ std::string shape_text(const Shape& shape) {
   return text + "]";
 }
 
-void Check::fail(const std::string& argument, const std::string& constraint, const std::string& got) const {
-  throw std::runtime_error(std::string(op_) + ": expected " + argument + " " + constraint + ", got " + got);
+void Check::fail(const std::string& argument, const std::string& constraint,
+                 const std::string& got) const {
+  throw std::runtime_error(std::string(op_) + ": expected " + argument + " " + constraint +
+                           ", got " + got);
 }
 
 void Check::dtype(const Tensor& t, const char* argument, ScalarType type) const {
   require(t.is_cpu(), argument, "on the CPU", "another device");
-  require(t.scalar_type() == type, argument, "of dtype " + dtype_name(type), dtype_name(t.scalar_type()));
+  require(t.scalar_type() == type, argument, "of dtype " + dtype_name(type),
+          dtype_name(t.scalar_type()));
 }
 
 void Check::float_dtype(const Tensor& t, const char* argument) const {
@@ -81,7 +84,8 @@ void Check::shape(const Tensor& t, const char* argument, const Shape& expected) 
 void Check::same_shape(const Tensor& t, const char* argument, const Tensor& like,
                        const char* like_name) const {
   const Shape got = shape_of(t), expected = shape_of(like);
-  require(got == expected, argument, "of the shape of " + std::string(like_name) + " " + shape_text(expected),
+  require(got == expected, argument,
+          "of the shape of " + std::string(like_name) + " " + shape_text(expected),
           shape_text(got));
 }
 
@@ -123,7 +127,9 @@ void Check::vector(const Tensor& t, const char* argument, int64_t n) const {
   shape(t, argument, {n});
 }
 
-Tensor as_contiguous(const Tensor& t) { return t.is_contiguous() ? t : torch::stable::contiguous(t); }
+Tensor as_contiguous(const Tensor& t) {
+  return t.is_contiguous() ? t : torch::stable::contiguous(t);
+}
 
 Scratch<float> float_vector(const Tensor& t) {
   const Tensor dense = as_contiguous(t);

@@ -27,7 +27,8 @@ class Check {
   void dim(const Tensor& t, const char* argument, int64_t dim) const;
   void min_dim(const Tensor& t, const char* argument, int64_t dim) const;
   void shape(const Tensor& t, const char* argument, const Shape& expected) const;
-  void same_shape(const Tensor& t, const char* argument, const Tensor& like, const char* like_name) const;
+  void same_shape(const Tensor& t, const char* argument, const Tensor& like,
+                  const char* like_name) const;
   void contiguous(const Tensor& t, const char* argument) const;
 
   // uint8 [N, row bytes], contiguous, on the CPU; rows must be whole blocks of 32 bytes.

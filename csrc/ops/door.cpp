@@ -41,9 +41,10 @@ Tensor empty(const Shape& shape, ScalarType type) {
     step *= std::max<int64_t>(shape[i], 1);
   }
   AtenTensorHandle handle = nullptr;
-  require_ok(aoti_torch_empty_strided(static_cast<int64_t>(shape.size()), shape.data(), strides.data(),
-                                      aoti_dtype(type), aoti_torch_device_type_cpu(), 0, &handle),
-             "allocate an output tensor");
+  require_ok(
+      aoti_torch_empty_strided(static_cast<int64_t>(shape.size()), shape.data(), strides.data(),
+                               aoti_dtype(type), aoti_torch_device_type_cpu(), 0, &handle),
+      "allocate an output tensor");
   return Tensor(handle);
 }
 

@@ -60,10 +60,11 @@ constexpr int64_t share_begin(int64_t items, int64_t shares, int64_t s) {
   return items / shares * s + std::min(s, items % shares);
 }
 
-void run_shares_raw(int64_t shares, void (*body)(int64_t begin, int64_t end, void* context), void* context);
+void run_shares_raw(int64_t shares, void (*body)(int64_t begin, int64_t end, void* context),
+                    void* context);
 
-// Runs f(share) for every share on torch's own pool (torch_parallel_for, so torch.set_num_threads is
-// honoured and there is one OpenMP runtime).  f must not throw, allocate or call torch.
+// Runs f(share) for every share on torch's own pool (torch_parallel_for, so torch.set_num_threads
+// is honoured and there is one OpenMP runtime).  f must not throw, allocate or call torch.
 template <class F>
 void run_shares(int64_t shares, const F& f) {
   if (shares == 1) return f(0);
@@ -89,7 +90,9 @@ void parallel_ranges(int64_t items, int64_t cost_per_item, int64_t min_work, con
 inline constexpr int64_t kMinElements = 1 << 14;  // element-wise float work
 inline constexpr int64_t kMinMacs = 1 << 18;      // ternary multiply-adds
 
-inline const void* offset_bytes(const void* p, int64_t n) { return static_cast<const char*>(p) + n; }
+inline const void* offset_bytes(const void* p, int64_t n) {
+  return static_cast<const char*>(p) + n;
+}
 inline void* offset_bytes(void* p, int64_t n) { return static_cast<char*>(p) + n; }
 
 }  // namespace bitnet::ops

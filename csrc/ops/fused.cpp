@@ -32,7 +32,8 @@ void norm_and_quantize(const Tensor& x, const Norm& norm, QuantizedRows& rows) {
   Scratch<float> scratch(shares * k);
   run_shares(shares, [&](int64_t s) {
     float* row = scratch.get() + s * k;
-    for (int64_t m = share_begin(rows.tokens, shares, s); m < share_begin(rows.tokens, shares, s + 1); ++m) {
+    for (int64_t m = share_begin(rows.tokens, shares, s);
+         m < share_begin(rows.tokens, shares, s + 1); ++m) {
       table.load_row(type, offset_bytes(source, m * k * element_size(type)), k, row);
       apply_norm(table, norm, k, row);
       quantize_token(row, m, rows);
@@ -44,7 +45,8 @@ void check_input(const Check& check, const Tensor& x, const Tensor& norm_weight,
   check.float_dtype(x, "x");
   check.min_dim(x, "x", 1);
   check.vector(norm_weight, "norm_weight", x.size(x.dim() - 1));
-  check.require(eps >= 0.0 && std::isfinite(eps), "eps", "finite and not negative", std::to_string(eps));
+  check.require(eps >= 0.0 && std::isfinite(eps), "eps", "finite and not negative",
+                std::to_string(eps));
 }
 
 void check_projection(const Check& check, const Tensor& weight, const Tensor& scale, int64_t k,
@@ -59,14 +61,16 @@ Shape with_last(Shape shape, int64_t last) {
 }
 
 // Activation, sub-norm and quantisation of every token.  gate_up: [tokens, 2, width] float32.
-void activate_and_quantize(const float* gate_up, bool relu2, const Norm& sub_norm, QuantizedRows& rows) {
+void activate_and_quantize(const float* gate_up, bool relu2, const Norm& sub_norm,
+                           QuantizedRows& rows) {
   const KernelTable& table = kernels();
   const int64_t n = rows.k;
   const int64_t shares = shares_for(rows.tokens, rows.tokens * n, kMinElements);
   Scratch<float> scratch(shares * n);
   run_shares(shares, [&](int64_t s) {
     float* row = scratch.get() + s * n;
-    for (int64_t m = share_begin(rows.tokens, shares, s); m < share_begin(rows.tokens, shares, s + 1); ++m) {
+    for (int64_t m = share_begin(rows.tokens, shares, s);
+         m < share_begin(rows.tokens, shares, s + 1); ++m) {
       const float* gate = gate_up + m * n;
       const float* up = gate_up + (rows.tokens + m) * n;
       (relu2 ? table.relu2_mul_row : table.silu_mul_row)(gate, up, n, row);
@@ -82,7 +86,8 @@ void activate_and_quantize(const float* gate_up, bool relu2, const Norm& sub_nor
 std::tuple<Tensor, Tensor, Tensor> qkv_forward(const Tensor& x_in, const Tensor& norm_weight,
                                                const Tensor& q_weight, const Tensor& q_scale,
                                                const Tensor& k_weight, const Tensor& k_scale,
-                                               const Tensor& v_weight, const Tensor& v_scale, double eps) {
+                                               const Tensor& v_weight, const Tensor& v_scale,
+                                               double eps) {
   const Check check("qkv_forward");
   check_input(check, x_in, norm_weight, eps);
   const Shape shape = shape_of(x_in);
@@ -114,12 +119,14 @@ Tensor mlp_forward(const Tensor& x_in, const Tensor& norm_weight, const Tensor& 
   check_projection(check, gate_weight, gate_scale, shape.back(), "gate_weight", "gate_scale");
   check_projection(check, up_weight, up_scale, shape.back(), "up_weight", "up_scale");
   const int64_t inner = gate_weight.size(0);
-  check.require(up_weight.size(0) == inner, "up_weight", "with the rows of gate_weight (" + std::to_string(inner) + ")",
+  check.require(up_weight.size(0) == inner, "up_weight",
+                "with the rows of gate_weight (" + std::to_string(inner) + ")",
                 std::to_string(up_weight.size(0)));
   check_projection(check, down_weight, down_scale, inner, "down_weight", "down_scale");
   if (sub_norm_weight.has_value()) check.vector(*sub_norm_weight, "sub_norm_weight", inner);
   const bool relu2 = activation == "relu2";
-  check.require(relu2 || activation == "silu", "activation", "'relu2' or 'silu'", "'" + activation + "'");
+  check.require(relu2 || activation == "silu", "activation", "'relu2' or 'silu'",
+                "'" + activation + "'");
 
   const Tensor x = as_contiguous(x_in);
   const DType type = dtype_of(x);
@@ -127,7 +134,8 @@ Tensor mlp_forward(const Tensor& x_in, const Tensor& norm_weight, const Tensor& 
   const DType inner_type = type == DType::kF16 ? DType::kF32 : type;
   const int64_t tokens = product(shape, 0, shape.size() - 1);
   const Scratch<float> gain = float_vector(norm_weight);
-  const Scratch<float> sub_gain = sub_norm_weight.has_value() ? float_vector(*sub_norm_weight) : Scratch<float>(0);
+  const Scratch<float> sub_gain =
+      sub_norm_weight.has_value() ? float_vector(*sub_norm_weight) : Scratch<float>(0);
   QuantizedRows rows(tokens, shape.back());
   norm_and_quantize(x, {gain.get(), static_cast<float>(eps), type}, rows);
 
@@ -140,7 +148,8 @@ Tensor mlp_forward(const Tensor& x_in, const Tensor& norm_weight, const Tensor& 
 
   QuantizedRows inner_rows(tokens, inner);
   const float* sub = sub_norm_weight.has_value() ? sub_gain.get() : nullptr;
-  activate_and_quantize(gate_up.get(), relu2, {sub, static_cast<float>(eps), inner_type}, inner_rows);
+  activate_and_quantize(gate_up.get(), relu2, {sub, static_cast<float>(eps), inner_type},
+                        inner_rows);
   Tensor out = empty(with_last(shape, down_weight.size(0)), x.scalar_type());
   const Projection down = make_projection(down_weight, down_scale, type, out.mutable_data_ptr());
   project(inner_rows, &down, 1);

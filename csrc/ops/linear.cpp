@@ -7,7 +7,6 @@
 namespace bitnet::ops {
 namespace {
 
-
 // gemv and gemm: either no scale (int32 sums) or both.
 bool wants_float(const Check& check, const std::optional<Tensor>& x_scale,
                  const std::optional<Tensor>& weight_scale, int64_t tokens, int64_t n) {
@@ -17,15 +16,17 @@ bool wants_float(const Check& check, const std::optional<Tensor>& x_scale,
   if (!x_scale.has_value()) return false;
   check.dtype(*x_scale, "x_scale", ScalarType::Float);
   check.contiguous(*x_scale, "x_scale");
-  check.require(x_scale->numel() == tokens, "x_scale", "with one element per token (" + std::to_string(tokens) + ")",
+  check.require(x_scale->numel() == tokens, "x_scale",
+                "with one element per token (" + std::to_string(tokens) + ")",
                 std::to_string(x_scale->numel()) + " elements");
   check.weight_scale(*weight_scale, "weight_scale", n);
   return true;
 }
 
 Tensor ternary_matmul(const Check& check, const Tensor& weight, const Tensor& x_in,
-                      const std::optional<Tensor>& x_scale, const std::optional<Tensor>& weight_scale,
-                      int64_t tokens, const Shape& out_shape) {
+                      const std::optional<Tensor>& x_scale,
+                      const std::optional<Tensor>& weight_scale, int64_t tokens,
+                      const Shape& out_shape) {
   const int64_t k = x_in.size(x_in.dim() - 1), n = weight.size(0);
   const bool scaled = wants_float(check, x_scale, weight_scale, tokens, n);
   const Tensor x = as_contiguous(x_in);
@@ -39,7 +40,8 @@ Tensor ternary_matmul(const Check& check, const Tensor& weight, const Tensor& x_
   }
   const auto* scales = static_cast<const float*>(x_scale->const_data_ptr());
   std::copy(scales, scales + tokens, rows.scales.get());
-  const Projection projection = make_projection(weight, *weight_scale, DType::kF32, out.mutable_data_ptr());
+  const Projection projection =
+      make_projection(weight, *weight_scale, DType::kF32, out.mutable_data_ptr());
   project(rows, &projection, 1);
   return out;
 }
@@ -90,7 +92,8 @@ Tensor gemm(const Tensor& weight, const Tensor& x, std::optional<Tensor> x_scale
   check.dtype(x, "x", ScalarType::Char);
   check.dim(x, "x", 2);
   check.packed_for(weight, "weight", x.size(1));
-  return ternary_matmul(check, weight, x, x_scale, weight_scale, x.size(0), {x.size(0), weight.size(0)});
+  return ternary_matmul(check, weight, x, x_scale, weight_scale, x.size(0),
+                        {x.size(0), weight.size(0)});
 }
 
 Tensor linear(const Tensor& x_in, const Tensor& weight, const Tensor& weight_scale,

@@ -30,7 +30,8 @@ Task find_task(int64_t index, const Projection* projections, int64_t tokens) {
   }
   const int64_t row = index / token_chunks * kRowChunk;
   const int64_t token = index % token_chunks * kTokenChunk;
-  return {p, row, std::min(row + kRowChunk, p->n_rows), token, std::min(token + kTokenChunk, tokens)};
+  return {p, row, std::min(row + kRowChunk, p->n_rows), token,
+          std::min(token + kTokenChunk, tokens)};
 }
 
 void run_task(const KernelTable& table, const QuantizedRows& rows, const Task& task) {
@@ -123,8 +124,8 @@ void project(const QuantizedRows& rows, const Projection* projections, int64_t c
   });
 }
 
-void project_i32(const QuantizedRows& rows, const uint8_t* weight, int64_t n_rows, int64_t row_bytes,
-                 int32_t* out) {
+void project_i32(const QuantizedRows& rows, const uint8_t* weight, int64_t n_rows,
+                 int64_t row_bytes, int32_t* out) {
   const KernelTable& table = kernels();
   if (rows.tokens == 0) return;
   const int64_t groups = chunks(n_rows, 16);

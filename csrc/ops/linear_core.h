@@ -1,4 +1,5 @@
-// The ternary linear in parts that several ops share: quantised tokens, projections, one region for all.
+// The ternary linear in parts that several ops share: quantised tokens, projections, one region for
+// all.
 #pragma once
 
 #include <optional>
@@ -7,7 +8,8 @@
 
 namespace bitnet::ops {
 
-// int8 tokens in rows padded with zeros to whole blocks, with their sums and dequantisation factors.
+// int8 tokens in rows padded with zeros to whole blocks, with their sums and dequantisation
+// factors.
 struct QuantizedRows {
   QuantizedRows(int64_t tokens, int64_t k);
   int64_t tokens, k, stride;
@@ -24,7 +26,8 @@ void quantize_tokens(const void* x, DType type, QuantizedRows& rows);
 // Takes int8 tokens as they are (contiguous [tokens, k]) and sums them.
 void adopt_tokens(const int8_t* x, QuantizedRows& rows);
 
-// y[m, n] = float(sum) * (scale[n] * x_scale[m]) + bias[n], stored as `type` at out[m * n_rows + n].
+// y[m, n] = float(sum) * (scale[n] * x_scale[m]) + bias[n], stored as `type` at out[m * n_rows +
+// n].
 struct Projection {
   const uint8_t* weight;
   int64_t n_rows, row_bytes;
@@ -41,7 +44,7 @@ Projection make_projection(const Tensor& weight, const Tensor& scale, DType type
 void project(const QuantizedRows& rows, const Projection* projections, int64_t count);
 
 // Exact int32 sums: out [tokens, n_rows].
-void project_i32(const QuantizedRows& rows, const uint8_t* weight, int64_t n_rows, int64_t row_bytes,
-                 int32_t* out);
+void project_i32(const QuantizedRows& rows, const uint8_t* weight, int64_t n_rows,
+                 int64_t row_bytes, int32_t* out);
 
 }  // namespace bitnet::ops

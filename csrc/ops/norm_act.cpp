@@ -1,4 +1,5 @@
-// rms_norm, add_rms_norm, relu2_mul, silu_and_mul, rope_table, rope: one row at a time, rows shared out.
+// rms_norm, add_rms_norm, relu2_mul, silu_and_mul, rope_table, rope: one row at a time, rows shared
+// out.
 #include <cmath>
 
 #include "ops/checks.h"
@@ -22,13 +23,17 @@ void for_rows(int64_t rows, int64_t width, int64_t floats, const F& body) {
 
 struct RowView {
   explicit RowView(const Tensor& t)
-      : type(dtype_of(t)), width(t.size(t.dim() - 1)), data(const_cast<void*>(t.const_data_ptr())) {}
+      : type(dtype_of(t)),
+        width(t.size(t.dim() - 1)),
+        data(const_cast<void*>(t.const_data_ptr())) {}
   DType type;
   int64_t width;
   void* data;
   void* at(int64_t row) const { return offset_bytes(data, row * width * element_size(type)); }
   void load(int64_t row, float* dst) const { kernels().load_row(type, at(row), width, dst); }
-  void store(int64_t row, const float* src) const { kernels().store_row(type, src, width, at(row)); }
+  void store(int64_t row, const float* src) const {
+    kernels().store_row(type, src, width, at(row));
+  }
 };
 
 int64_t rows_of(const Tensor& t) {
@@ -39,9 +44,11 @@ int64_t rows_of(const Tensor& t) {
 void check_norm(const Check& check, const Tensor& x, const Tensor& weight, double eps) {
   check.float_dtype(x, "x");
   check.min_dim(x, "x", 1);
-  check.require(x.size(x.dim() - 1) >= 1, "x", "with at least one feature in the last dimension", "0");
+  check.require(x.size(x.dim() - 1) >= 1, "x", "with at least one feature in the last dimension",
+                "0");
   check.vector(weight, "weight", x.size(x.dim() - 1));
-  check.require(eps >= 0.0 && std::isfinite(eps), "eps", "finite and not negative", std::to_string(eps));
+  check.require(eps >= 0.0 && std::isfinite(eps), "eps", "finite and not negative",
+                std::to_string(eps));
 }
 
 }  // namespace
@@ -61,8 +68,8 @@ Tensor rms_norm(const Tensor& x_in, const Tensor& weight, double eps) {
   return y;
 }
 
-std::tuple<Tensor, Tensor> add_rms_norm(const Tensor& x_in, const Tensor& residual_in, const Tensor& weight,
-                                        double eps) {
+std::tuple<Tensor, Tensor> add_rms_norm(const Tensor& x_in, const Tensor& residual_in,
+                                        const Tensor& weight, double eps) {
   const Check check("add_rms_norm");
   check_norm(check, x_in, weight, eps);
   check.dtype(residual_in, "residual", x_in.scalar_type());
@@ -89,7 +96,8 @@ Tensor relu2_mul(const Tensor& gate_in, const Tensor& up_in) {
   const Check check("relu2_mul");
   check.float_dtype(gate_in, "gate");
   check.require(gate_in.scalar_type() != ScalarType::Half, "gate",
-                "of dtype float32 or bfloat16 (relu(gate)^2 * up passes 65504 in healthy models)", "float16");
+                "of dtype float32 or bfloat16 (relu(gate)^2 * up passes 65504 in healthy models)",
+                "float16");
   check.min_dim(gate_in, "gate", 1);
   check.dtype(up_in, "up", gate_in.scalar_type());
   check.same_shape(up_in, "up", gate_in, "gate");
@@ -128,8 +136,10 @@ Tensor silu_and_mul(const Tensor& x_in) {
 Tensor rope_table(const Tensor& positions_in, int64_t head_dim, double theta) {
   const Check check("rope_table");
   check.dtype(positions_in, "positions", ScalarType::Long);
-  check.require(head_dim >= 2 && head_dim % 2 == 0, "head_dim", "even and positive", std::to_string(head_dim));
-  check.require(theta > 0.0 && std::isfinite(theta), "theta", "finite and positive", std::to_string(theta));
+  check.require(head_dim >= 2 && head_dim % 2 == 0, "head_dim", "even and positive",
+                std::to_string(head_dim));
+  check.require(theta > 0.0 && std::isfinite(theta), "theta", "finite and positive",
+                std::to_string(theta));
   const Tensor positions = as_contiguous(positions_in);
   Shape shape = shape_of(positions);
   shape.push_back(head_dim);

@@ -23,8 +23,8 @@ Tensor linear(const Tensor& x, const Tensor& weight, const Tensor& weight_scale,
               std::optional<Tensor> bias);
 
 Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps);
-std::tuple<Tensor, Tensor> add_rms_norm(const Tensor& x, const Tensor& residual, const Tensor& weight,
-                                        double eps);
+std::tuple<Tensor, Tensor> add_rms_norm(const Tensor& x, const Tensor& residual,
+                                        const Tensor& weight, double eps);
 Tensor relu2_mul(const Tensor& gate, const Tensor& up);
 Tensor silu_and_mul(const Tensor& x);
 Tensor rope_table(const Tensor& positions, int64_t head_dim, double theta);
@@ -33,7 +33,8 @@ Tensor rope(const Tensor& x, const Tensor& cos_sin);
 std::tuple<Tensor, Tensor, Tensor> qkv_forward(const Tensor& x, const Tensor& norm_weight,
                                                const Tensor& q_weight, const Tensor& q_scale,
                                                const Tensor& k_weight, const Tensor& k_scale,
-                                               const Tensor& v_weight, const Tensor& v_scale, double eps);
+                                               const Tensor& v_weight, const Tensor& v_scale,
+                                               double eps);
 Tensor mlp_forward(const Tensor& x, const Tensor& norm_weight, const Tensor& gate_weight,
                    const Tensor& gate_scale, const Tensor& up_weight, const Tensor& up_scale,
                    std::optional<Tensor> sub_norm_weight, const Tensor& down_weight,

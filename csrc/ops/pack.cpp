@@ -17,7 +17,8 @@ bool pack_row(const int8_t* codes, int64_t k, uint8_t* packed) {
   for (int64_t i = 0; i < k; ++i) {
     valid &= codes[i] >= -1 && codes[i] <= 1;
     const int64_t in_block = i % layout::kBlockWeights;
-    uint8_t& byte = packed[i / layout::kBlockWeights * layout::kBlockBytes + in_block % layout::kBlockBytes];
+    uint8_t& byte =
+        packed[i / layout::kBlockWeights * layout::kBlockBytes + in_block % layout::kBlockBytes];
     const int shift = layout::shift_of(in_block);
     byte = static_cast<uint8_t>((byte & ~(3 << shift)) | (((codes[i] + 1) & 3) << shift));
   }
@@ -102,7 +103,8 @@ Tensor unpack(const Tensor& weight, int64_t in_features) {
   std::atomic<int64_t> bad_row{-1};
   parallel_ranges(n, in_features, kMinElements, [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; ++r) {
-      if (!unpack_row(source + r * row_bytes, in_features, target + r * in_features)) bad_row.store(r);
+      if (!unpack_row(source + r * row_bytes, in_features, target + r * in_features))
+        bad_row.store(r);
     }
   });
   check.require(bad_row.load() < 0, "weight", "with codes 0, 1, 2 only and padding codes 1",

@@ -46,8 +46,9 @@ const KernelTable* choose(const std::string& name, const char* origin) {
     if (!runs_here(*table)) continue;
     if (name.empty() || name == table->name) return table;
   }
-  throw std::runtime_error(std::string(origin) + ": expected one of the ISAs available on this CPU (" +
-                           join_available() + "), or nothing for automatic choice; got '" + name + "'");
+  throw std::runtime_error(std::string(origin) +
+                           ": expected one of the ISAs available on this CPU (" + join_available() +
+                           "), or nothing for automatic choice; got '" + name + "'");
 }
 
 }  // namespace

@@ -9,12 +9,13 @@
 
 namespace bitnet {
 
-// The table in use.  First call: BITNET_OPS_ISA if set and not empty, else the first table of the list
-// whose feature set the CPU has.  Throws std::runtime_error when the named ISA is unknown or not
-// available here; the message lists what is.
+// The table in use.  First call: BITNET_OPS_ISA if set and not empty, else the first table of the
+// list whose feature set the CPU has.  Throws std::runtime_error when the named ISA is unknown or
+// not available here; the message lists what is.
 const KernelTable& kernels();
 
-// Forces an available ISA ("" = automatic).  Throws like kernels().  Not to be called while ops run.
+// Forces an available ISA ("" = automatic).  Throws like kernels().  Not to be called while ops
+// run.
 void force_isa(const std::string& name);
 
 // Best first.  all_tables: compiled into this build; available_tables: those this CPU can execute.

@@ -14,15 +14,24 @@ namespace bitnet {
 namespace {
 
 constexpr FeatureName kNames[] = {
-    {kAvx2, "avx2"},           {kFma, "fma"},
-    {kF16c, "f16c"},           {kAvxVnni, "avx_vnni"},
-    {kAvx512F, "avx512f"},     {kAvx512Bw, "avx512bw"},
-    {kAvx512Vl, "avx512vl"},   {kAvx512Dq, "avx512dq"},
-    {kAvx512Vnni, "avx512_vnni"}, {kAvx512Vbmi, "avx512_vbmi"},
-    {kAvx512Bf16, "avx512_bf16"}, {kAmxTile, "amx_tile"},
-    {kAmxInt8, "amx_int8"},    {kAmxBf16, "amx_bf16"},
-    {kNeon, "neon"},           {kNeonDotprod, "neon_dotprod"},
-    {kNeonI8mm, "neon_i8mm"},  {0, nullptr},
+    {kAvx2, "avx2"},
+    {kFma, "fma"},
+    {kF16c, "f16c"},
+    {kAvxVnni, "avx_vnni"},
+    {kAvx512F, "avx512f"},
+    {kAvx512Bw, "avx512bw"},
+    {kAvx512Vl, "avx512vl"},
+    {kAvx512Dq, "avx512dq"},
+    {kAvx512Vnni, "avx512_vnni"},
+    {kAvx512Vbmi, "avx512_vbmi"},
+    {kAvx512Bf16, "avx512_bf16"},
+    {kAmxTile, "amx_tile"},
+    {kAmxInt8, "amx_int8"},
+    {kAmxBf16, "amx_bf16"},
+    {kNeon, "neon"},
+    {kNeonDotprod, "neon_dotprod"},
+    {kNeonI8mm, "neon_i8mm"},
+    {0, nullptr},
 };
 
 #if defined(__x86_64__)

@@ -63,8 +63,7 @@ void weighted_values(const float* scores, DType type, const void* values, int64_
 void attend_head(const float* query, DType type, const void* keys, const void* values,
                  int64_t stride_bytes, int64_t length, int64_t dim, float scale, float* scores,
                  float* out) {
-  const float sum =
-      softmax_numerators(query, type, keys, stride_bytes, length, dim, scale, scores);
+  const float sum = softmax_numerators(query, type, keys, stride_bytes, length, dim, scale, scores);
   int64_t i = 0;
   for (; i + 64 <= dim; i += 64) {
     weighted_values<4>(scores, type, values, stride_bytes, length, i, dim - i, sum, out);
@@ -74,7 +73,8 @@ void attend_head(const float* query, DType type, const void* keys, const void* v
   }
 }
 
-// Four rows share each load of x; every row keeps its own 16 lanes, so the grouping changes nothing.
+// Four rows share each load of x; every row keeps its own 16 lanes, so the grouping changes
+// nothing.
 template <int R>
 void dot_row_group(const float* x, DType type, const void* weight, int64_t stride_bytes, int64_t k,
                    float* out) {

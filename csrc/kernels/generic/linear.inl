@@ -6,8 +6,8 @@ constexpr int64_t kTokenBlock = 32;
 
 // Adds one unit (or the last half unit) of R rows x T tokens into the partial sums.
 template <int F, bool kTail, int R, int T>
-[[gnu::always_inline]] inline void accumulate_field(const Raw (&raw)[R], const int8_t* x, int64_t x_stride,
-                             Partial (&partial)[R][T]) {
+[[gnu::always_inline]] inline void accumulate_field(const Raw (&raw)[R], const int8_t* x,
+                                                    int64_t x_stride, Partial (&partial)[R][T]) {
   Codes c[R];
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r) c[r] = codes<F>(raw[r]);
@@ -24,8 +24,9 @@ template <int F, bool kTail, int R, int T>
 }
 
 template <bool kTail, int R, int T>
-[[gnu::always_inline]] inline void accumulate_unit(const uint8_t* w, int64_t row_bytes, const int8_t* x, int64_t x_stride,
-                            Partial (&partial)[R][T]) {
+[[gnu::always_inline]] inline void accumulate_unit(const uint8_t* w, int64_t row_bytes,
+                                                   const int8_t* x, int64_t x_stride,
+                                                   Partial (&partial)[R][T]) {
   Raw raw[R];
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r) {
@@ -39,9 +40,9 @@ template <bool kTail, int R, int T>
 
 // acc += the products of units [u, stop), plus the half unit behind them if kTail.
 template <bool kTail, int R, int T>
-[[gnu::always_inline]] inline void accumulate_units(const uint8_t* w, int64_t row_bytes, const int8_t* x,
-                                                    int64_t x_stride, int64_t u, int64_t stop,
-                                                    Acc (&acc)[R][T]) {
+[[gnu::always_inline]] inline void accumulate_units(const uint8_t* w, int64_t row_bytes,
+                                                    const int8_t* x, int64_t x_stride, int64_t u,
+                                                    int64_t stop, Acc (&acc)[R][T]) {
   constexpr int64_t kUnitBytes = kUnitBlocks * layout::kBlockBytes;
   constexpr int64_t kUnitWeights = kUnitBlocks * layout::kBlockWeights;
   Partial partial[R][T];
@@ -118,8 +119,9 @@ void rows_at_tokens(const uint8_t* w, int64_t row_bytes, int64_t rows, const int
 }
 
 // Rows outermost, so that a tile of weights meets every token of the block while it is in L1.
-void token_block(const uint8_t* w, int64_t row_bytes, int64_t rows, const int8_t* x, int64_t x_stride,
-                 const int32_t* x_sum, int64_t tokens, int32_t* out, int64_t out_stride) {
+void token_block(const uint8_t* w, int64_t row_bytes, int64_t rows, const int8_t* x,
+                 int64_t x_stride, const int32_t* x_sum, int64_t tokens, int32_t* out,
+                 int64_t out_stride) {
   for (int64_t n = 0; n < rows; n += kTileRows) {
     const int64_t group = rows - n < kTileRows ? rows - n : kTileRows;
     const uint8_t* wn = w + n * row_bytes;
@@ -136,8 +138,8 @@ void token_block(const uint8_t* w, int64_t row_bytes, int64_t rows, const int8_t
 }
 
 void ternary_gemm(const uint8_t* weight, int64_t row_bytes, int64_t row_begin, int64_t row_end,
-                  const int8_t* x, int64_t x_stride, const int32_t* x_sum, int64_t tokens, int32_t* out,
-                  int64_t out_stride) {
+                  const int8_t* x, int64_t x_stride, const int32_t* x_sum, int64_t tokens,
+                  int32_t* out, int64_t out_stride) {
   const uint8_t* w = weight + row_begin * row_bytes;
   const int64_t rows = row_end - row_begin;
   if (tokens == 1) {
@@ -146,8 +148,8 @@ void ternary_gemm(const uint8_t* weight, int64_t row_bytes, int64_t row_begin, i
   }
   for (int64_t t = 0; t < tokens; t += kTokenBlock) {
     const int64_t count = tokens - t < kTokenBlock ? tokens - t : kTokenBlock;
-    token_block(w, row_bytes, rows, x + t * x_stride, x_stride, x_sum + t, count, out + t * out_stride,
-                out_stride);
+    token_block(w, row_bytes, rows, x + t * x_stride, x_stride, x_sum + t, count,
+                out + t * out_stride, out_stride);
   }
 }
 

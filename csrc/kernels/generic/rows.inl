@@ -1,4 +1,4 @@
-// Row operations over the float words: quantise, scale, convert, norms, activations, RoPE.  Included
+// Row operations over the float words: quantise, scale, convert, norms, activations, RoPE. Included
 // inside an ISA's anonymous namespace; never mentions an ISA.  Contracts: kernel_table.h.
 
 F32x16 load_typed(DType type, const void* src, int64_t i, int64_t count) {
@@ -43,7 +43,8 @@ void round_row(DType type, float* x, int64_t n) {
   for (int64_t i = 0; i < n; i += 16) store_n(x + i, rounded(type, load_n(x + i, n - i)), n - i);
 }
 
-// ---- int8 activations -----------------------------------------------------------------------------
+// ---- int8 activations
+// -----------------------------------------------------------------------------
 
 uint32_t absmax_bits(const float* x, int64_t n) {
   F32x16 best = zero();
@@ -68,8 +69,8 @@ float quantize_row(const float* x, int64_t n, int64_t n_padded, int8_t* q, int32
   return 1.0f / inv_scale;
 }
 
-void scale_row(const int32_t* acc, int64_t n, const float* w_scale, int64_t w_scale_step, float x_scale,
-               const float* bias, float* y) {
+void scale_row(const int32_t* acc, int64_t n, const float* w_scale, int64_t w_scale_step,
+               float x_scale, const float* bias, float* y) {
   const F32x16 xs = set1(x_scale);
   F32x16 factor = mul(set1(w_scale[0]), xs);
   for (int64_t i = 0; i < n; i += 16) {
@@ -80,7 +81,8 @@ void scale_row(const int32_t* acc, int64_t n, const float* w_scale, int64_t w_sc
   }
 }
 
-// ---- norms and activations --------------------------------------------------------------------------
+// ---- norms and activations
+// --------------------------------------------------------------------------
 
 void rms_norm_row(const float* x, const float* weight, int64_t n, float eps, DType type, float* y) {
   F32x16 squares = zero();
@@ -109,11 +111,12 @@ void relu2_mul_row(const float* gate, const float* up, int64_t n, float* y) {
   }
 }
 
-// e^x to about 1 ulp: x = n ln 2 + r with |r| <= ln 2 / 2, a degree-7 Taylor polynomial in r, times 2^n.
-// Clamped to [-87, 88], where 2^n stays a normal number; a NaN passes through.
+// e^x to about 1 ulp: x = n ln 2 + r with |r| <= ln 2 / 2, a degree-7 Taylor polynomial in r, times
+// 2^n. Clamped to [-87, 88], where 2^n stays a normal number; a NaN passes through.
 F32x16 exp_f32(F32x16 x) {
   const F32x16 v = min(set1(88.0f), max(set1(-87.0f), x));
-  const F32x16 magic = set1(12582912.0f);  // adding and subtracting it rounds to an integer, half to even
+  const F32x16 magic =
+      set1(12582912.0f);  // adding and subtracting it rounds to an integer, half to even
   const F32x16 n = sub(add(mul(v, set1(1.44269504088896341f)), magic), magic);
   F32x16 r = fma(n, set1(-0.693359375f), v);  // ln 2 in two parts; the first has few bits: exact
   r = fma(n, set1(2.12194440e-4f), r);

@@ -19,15 +19,15 @@ template <class T>
 #endif
 }
 
+#include "kernels/generic/attention.inl"
 #include "kernels/generic/linear.inl"
 #include "kernels/generic/rows.inl"
-#include "kernels/generic/attention.inl"
 
 #define BITNET_STRING_(x) #x
 #define BITNET_STRING(x) BITNET_STRING_(x)
 
-// A row left out here is a null pointer at run time, so every field is named: -Wmissing-field-initializers
-// and the table test keep it so.
+// A row left out here is a null pointer at run time, so every field is named:
+// -Wmissing-field-initializers and the table test keep it so.
 constexpr KernelTable kTable = {
     .name = BITNET_STRING(BITNET_ISA),
     .description = kDescription,
