@@ -1,0 +1,112 @@
+// Latency between two cores, for benchmarks: bitnet_ops._runtime.ping_pong_ns.  On a virtual
+// machine it tells whether the cores share a cache, which decides bandwidth and the cost of a
+// parallel region.  Must not know torch or the kernels.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#if defined(__linux__)
+#include <sched.h>
+#endif
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <vector>
+
+namespace py = pybind11;
+
+void bind_probe(py::module_& m);  // called by bindings.cpp
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr int64_t kClockEverySpins = 1 << 12;
+
+bool pin_to(int cpu) {
+#if defined(__linux__)
+  if (cpu < 0 || cpu >= CPU_SETSIZE) return false;
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  CPU_SET(cpu, &set);
+  return sched_setaffinity(0, sizeof set, &set) == 0;  // 0 = the calling thread alone
+#else
+  return cpu >= 0;
+#endif
+}
+
+// One cache line that two threads hand to each other.  A thread gives up at the deadline, so that a
+// partner which gets no processor costs a bounded time.
+struct Line {
+  alignas(64) std::atomic<int64_t> turn{0};
+  alignas(64) std::atomic<bool> pinned{true};
+  std::atomic<bool> gave_up{false};
+  Clock::time_point deadline;
+
+  bool wait_for(int64_t value) {
+    for (int64_t spins = 1; turn.load(std::memory_order_acquire) != value; ++spins) {
+      if (spins % kClockEverySpins == 0 && Clock::now() > deadline) gave_up = true;
+      if (gave_up.load(std::memory_order_relaxed)) return false;
+    }
+    return true;
+  }
+  void pass_to(int64_t value) { turn.store(value, std::memory_order_release); }
+};
+
+// Batch b is round trips b * n .. (b + 1) * n: the caller's thread plays even turns, the other odd.
+std::vector<double> play(Line& line, int cpu, int64_t batches, int64_t round_trips) {
+  std::vector<double> nanoseconds;
+  if (!pin_to(cpu)) line.pinned = false;
+  for (int64_t b = 0; b < batches; ++b) {
+    const auto start = Clock::now();
+    for (int64_t i = b * round_trips; i < (b + 1) * round_trips; ++i) {
+      line.pass_to(2 * i + 1);
+      if (!line.wait_for(2 * i + 2)) return nanoseconds;
+    }
+    const std::chrono::duration<double, std::nano> elapsed = Clock::now() - start;
+    nanoseconds.push_back(elapsed.count() / static_cast<double>(round_trips));
+  }
+  return nanoseconds;
+}
+
+void answer(Line& line, int cpu, int64_t total) {
+  if (!pin_to(cpu)) line.pinned = false;
+  for (int64_t i = 0; i < total; ++i) {
+    if (!line.wait_for(2 * i + 1)) return;
+    line.pass_to(2 * i + 2);
+  }
+}
+
+std::vector<double> ping_pong_ns(int cpu_a, int cpu_b, int64_t batches, int64_t round_trips,
+                                 double timeout_s) {
+  if (cpu_a == cpu_b || batches < 1 || round_trips < 1 || !(timeout_s > 0 && timeout_s <= 60)) {
+    throw std::invalid_argument(
+        "ping_pong_ns: expected two different CPUs, positive counts and a timeout of at most 60 s");
+  }
+  Line line;
+  line.deadline = Clock::now() + std::chrono::microseconds(static_cast<int64_t>(timeout_s * 1e6));
+  std::vector<double> nanoseconds;
+  // Threads of its own: the pinning ends with them and never reaches the caller.
+  {
+    std::jthread second([&] { answer(line, cpu_b, batches * round_trips); });
+    std::jthread first([&] { nanoseconds = play(line, cpu_a, batches, round_trips); });
+  }
+  if (!line.pinned) {
+    throw std::invalid_argument(
+        "ping_pong_ns: expected CPUs of this process's affinity mask, got " +
+        std::to_string(cpu_a) + " and " + std::to_string(cpu_b));
+  }
+  return nanoseconds;
+}
+
+}  // namespace
+
+void bind_probe(py::module_& m) {
+  m.def("ping_pong_ns", &ping_pong_ns, py::arg("cpu_a"), py::arg("cpu_b"), py::arg("batches") = 25,
+        py::arg("round_trips") = 100, py::arg("timeout_s") = 0.25,
+        py::call_guard<py::gil_scoped_release>(),
+        "Mean round trip of a cache line between two CPUs; one value a batch finished in time.");
+}
