@@ -1,0 +1,97 @@
+"""bitnet_ops: ternary (BitNet b1.58) LLM inference on CPUs as PyTorch operators.
+
+Importing this package loads the op library, so that `torch.ops.bitnet.*` exists, and binds the
+typed wrappers in `bitnet_ops.ops`. Everything else (models, engine, converter) is imported at first
+use: `import bitnet_ops` costs a few milliseconds on top of `import torch`.
+It must not know models, files or engines; those modules know it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from bitnet_ops.kv_cache import KVCache as KVCache
+    from bitnet_ops.language_model import LanguageModel as LanguageModel
+    from bitnet_ops.language_model import load as load
+    from bitnet_ops.linear import BitLinear as BitLinear
+    from bitnet_ops.packing import PackedWeight as PackedWeight
+
+# The first release whose stable C ABI has everything the op library calls (torch_parallel_for).
+MINIMUM_TORCH = (2, 10)
+
+# Public name -> module that defines it; resolved by __getattr__ at first use.
+_LAZY = {
+    "BitLinear": "bitnet_ops.linear",
+    "KVCache": "bitnet_ops.kv_cache",
+    "LanguageModel": "bitnet_ops.language_model",
+    "PackedWeight": "bitnet_ops.packing",
+    "load": "bitnet_ops.language_model",
+}
+
+__all__ = [*_LAZY, "__version__", "ops"]
+
+
+def _torch_version() -> tuple[int, int]:
+    major, minor = torch.__version__.split(".")[:2]
+    return int(major), int(minor)
+
+
+def _build_text() -> str:
+    """How and for what the binaries were built, as far as the torch-free `_runtime` can tell."""
+    try:
+        info = importlib.import_module("bitnet_ops._runtime").build_info()
+    except (ImportError, OSError) as error:
+        return f"the module _runtime could not be loaded either: {error}"
+    return "built with " + ", ".join(f"{key} {value}" for key, value in info.items())
+
+
+def _load_op_library() -> None:
+    """Load `_ops.so` into torch; an ImportError names the cause and the remedy."""
+    floor = ".".join(map(str, MINIMUM_TORCH))
+    if _torch_version() < MINIMUM_TORCH:
+        raise ImportError(
+            f"bitnet_ops: expected torch >= {floor}, got torch {torch.__version__} "
+            f"from {torch.__file__}; upgrade torch ({_build_text()})"
+        )
+    # Not `Path(__file__).parent`: in an editable install the binaries live in site-packages while
+    # the Python files stay in the source tree. `_ops` has no PyInit, so it is never imported.
+    spec = importlib.util.find_spec("bitnet_ops._ops")
+    if spec is None or spec.origin is None:
+        raise ImportError(
+            "bitnet_ops: expected the compiled op library bitnet_ops/_ops.so beside the package, "
+            f"got nothing in {', '.join(__path__)}; the package was not built for this Python: "
+            "run `pip install .` (or `pip install -e . --no-build-isolation`) in the project"
+        )
+    try:
+        torch.ops.load_library(spec.origin)
+    except OSError as error:
+        raise ImportError(
+            f"bitnet_ops: expected the op library {spec.origin} to load into torch "
+            f"{torch.__version__}, got: {error}; it needs torch >= {floor} ({_build_text()}); "
+            "rebuild with `pip install .`"
+        ) from error
+
+
+_load_op_library()
+
+from bitnet_ops import ops  # noqa: E402  (binds torch.ops.bitnet.*, which exists only now)
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return importlib.metadata.version("bitnet-ops")
+    if name in _LAZY:
+        value = getattr(importlib.import_module(_LAZY[name]), name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module 'bitnet_ops' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

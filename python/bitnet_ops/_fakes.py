@@ -1,0 +1,189 @@
+"""Fake kernels of torch.ops.bitnet.*: the shape, dtype and layout of every op's outputs.
+
+They make the ops usable under torch.compile and torch.export. They see no data and check nothing
+but what shapes their output: the C++ kernels check everything. Importing the module registers them,
+in the order of the catalogue (csrc/ops.cpp). Every output is a fresh contiguous tensor.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def _fake(name: str) -> Callable[[_Function], _Function]:
+    """Register the decorated function as the fake kernel of bitnet::<name>."""
+
+    def register(function: _Function) -> _Function:
+        @functools.wraps(function)
+        def checked(*args: Any) -> Any:
+            _require_one_device(name, args)
+            return function(*args)
+
+        torch.library.register_fake(f"bitnet::{name}", checked)
+        return function
+
+    return register
+
+
+def _require_one_device(name: str, args: tuple[Any, ...]) -> None:
+    """A meta tensor among CPU tensors is dispatched here, where it would pass for a result."""
+    tensors = [arg for arg in args if isinstance(arg, Tensor)]
+    for tensor in tensors[1:]:
+        if tensor.device != tensors[0].device:
+            raise RuntimeError(
+                f"{name}: expected every tensor on one device, got {tensors[0].device} and "
+                f"{tensor.device}; move them to the CPU"
+            )
+
+
+def _features(x: Tensor, weight: Tensor) -> list[int]:
+    """The shape [..., N] of a projection of x [..., K] by a packed weight [N, R]."""
+    return [*x.shape[:-1], weight.shape[0]]
+
+
+@_fake("pack")
+def _pack(codes: Tensor) -> Tensor:
+    n, k = codes.shape
+    return codes.new_empty((n, (k + 127) // 128 * 32), dtype=torch.uint8)
+
+
+@_fake("unpack")
+def _unpack(weight: Tensor, in_features: int) -> Tensor:
+    return weight.new_empty((weight.shape[0], in_features), dtype=torch.int8)
+
+
+@_fake("quantize_weights")
+def _quantize_weights(weight: Tensor) -> tuple[Tensor, Tensor]:
+    codes = weight.new_empty(weight.shape, dtype=torch.int8)
+    return codes, weight.new_empty((1,), dtype=torch.float32)
+
+
+@_fake("quantize_activations")
+def _quantize_activations(x: Tensor) -> tuple[Tensor, Tensor]:
+    q = x.new_empty(x.shape, dtype=torch.int8)
+    return q, x.new_empty(x.shape[:-1], dtype=torch.float32)
+
+
+def _product_dtype(x_scale: Tensor | None) -> torch.dtype:
+    return torch.int32 if x_scale is None else torch.float32
+
+
+@_fake("gemv")
+def _gemv(
+    weight: Tensor, x: Tensor, x_scale: Tensor | None = None, weight_scale: Tensor | None = None
+) -> Tensor:
+    return x.new_empty((weight.shape[0],), dtype=_product_dtype(x_scale))
+
+
+@_fake("gemm")
+def _gemm(
+    weight: Tensor, x: Tensor, x_scale: Tensor | None = None, weight_scale: Tensor | None = None
+) -> Tensor:
+    return x.new_empty((x.shape[0], weight.shape[0]), dtype=_product_dtype(x_scale))
+
+
+@_fake("linear")
+def _linear(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None = None) -> Tensor:
+    return x.new_empty(_features(x, weight))
+
+
+@_fake("rms_norm")
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+@_fake("add_rms_norm")
+def _add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), x.new_empty(x.shape)
+
+
+@_fake("relu2_mul")
+def _relu2_mul(gate: Tensor, up: Tensor) -> Tensor:
+    return gate.new_empty(gate.shape)
+
+
+@_fake("silu_and_mul")
+def _silu_and_mul(x: Tensor) -> Tensor:
+    return x.new_empty([*x.shape[:-1], x.shape[-1] // 2])
+
+
+@_fake("rope_table")
+def _rope_table(positions: Tensor, head_dim: int, theta: float) -> Tensor:
+    return positions.new_empty([*positions.shape, head_dim], dtype=torch.float32)
+
+
+@_fake("rope")
+def _rope(x: Tensor, cos_sin: Tensor) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+@_fake("qkv_forward")
+def _qkv_forward(
+    x: Tensor,
+    norm_weight: Tensor,
+    q_weight: Tensor,
+    q_scale: Tensor,
+    k_weight: Tensor,
+    k_scale: Tensor,
+    v_weight: Tensor,
+    v_scale: Tensor,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return (
+        x.new_empty(_features(x, q_weight)),
+        x.new_empty(_features(x, k_weight)),
+        x.new_empty(_features(x, v_weight)),
+    )
+
+
+@_fake("mlp_forward")
+def _mlp_forward(
+    x: Tensor,
+    norm_weight: Tensor,
+    gate_weight: Tensor,
+    gate_scale: Tensor,
+    up_weight: Tensor,
+    up_scale: Tensor,
+    sub_norm_weight: Tensor | None,
+    down_weight: Tensor,
+    down_scale: Tensor,
+    eps: float,
+    activation: str,
+) -> Tensor:
+    return x.new_empty(_features(x, down_weight))
+
+
+@_fake("attention")
+def _attention(
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, start_positions: Tensor, scale: float
+) -> Tensor:
+    return query.new_empty(query.shape)
+
+
+@_fake("kv_cache_update")
+def _kv_cache_update(
+    key_cache: Tensor, value_cache: Tensor, key: Tensor, value: Tensor, start_positions: Tensor
+) -> None:
+    return None
+
+
+@_fake("lm_head")
+def _lm_head(x: Tensor, weight: Tensor) -> Tensor:
+    return x.new_empty(_features(x, weight), dtype=torch.float32)
+
+
+@_fake("_probe_read")
+def _probe_read(buffer: Tensor) -> Tensor:
+    return buffer.new_empty((1,), dtype=torch.int64)
+
+
+@_fake("_probe_int8_peak")
+def _probe_int8_peak(seed: Tensor, iterations: int) -> Tensor:
+    return seed.new_empty((1,), dtype=torch.int64)

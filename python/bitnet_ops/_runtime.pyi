@@ -1,0 +1,81 @@
+"""Types of the compiled module `_runtime` (csrc/bindings*.cpp).
+
+It knows no torch: dispatch state, CPU features, build facts, the SGLBITNT file reader, a probe.
+"""
+
+from typing import TypedDict
+
+from typing_extensions import Buffer
+
+class KernelRow(TypedDict):
+    isa: str
+    description: str
+    required: list[str]
+    missing: list[str]
+    available: bool
+    selected: bool
+
+def isa() -> str:
+    """Name of the ISA in use; chosen at the first call (BITNET_OPS_ISA, else the best)."""
+
+def force_isa(name: str) -> None:
+    """Use an available ISA; "" means automatic choice. RuntimeError lists the available ones."""
+
+def available_isas() -> list[str]:
+    """ISAs this CPU can execute, best first."""
+
+def all_isas() -> list[str]:
+    """ISAs in this build, best first."""
+
+def cpu_features() -> dict[str, bool]:
+    """Features that the CPU has and the operating system has enabled."""
+
+def kernel_table() -> list[KernelRow]:
+    """One row per ISA of this build, best first."""
+
+def build_info() -> dict[str, str | int]:
+    """Compiler, torch and ABI floor of this build."""
+
+def ping_pong_ns(
+    cpu_a: int, cpu_b: int, batches: int = 25, round_trips: int = 100, timeout_s: float = 0.25
+) -> list[float]:
+    """Mean round trip of a cache line between two CPUs, in ns; one value a batch done in time.
+
+    Empty when the two threads never ran at the same time (a busy machine). Benchmarks alone use it.
+    """
+
+class FormatError(ValueError):
+    """A violation of FORMAT.md: `code` names the rule, `offset` is the byte it was found at."""
+
+    code: str
+    offset: int
+
+class SglbitntTensor:
+    """One tensor record; `scale` is None for a dense tensor."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def scale(self) -> float | None: ...
+    @property
+    def offset(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+
+class SglbitntFile(Buffer):
+    """A memory-mapped SGLBITNT file, fully checked; its buffer is the whole file, read-only."""
+
+    def __init__(self, path: str | bytes, check_codes: bool = True) -> None: ...
+    @property
+    def config_json(self) -> str: ...
+    @property
+    def tensors(self) -> list[SglbitntTensor]: ...
+    def check_in_features(self, index: int, in_features: int) -> None: ...
+    def code_counts(self, index: int) -> tuple[int, int, int]: ...
+
+def format_error_codes() -> list[str]:
+    """Every value that FormatError.code may take."""

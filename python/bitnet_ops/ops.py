@@ -1,0 +1,476 @@
+"""Typed wrappers of torch.ops.bitnet.*, in the order of the catalogue (csrc/ops.cpp).
+
+These docstrings are the reference of the ops. N = output features, K = input features, M = tokens,
+F = float32, bfloat16 or float16. A scale always MULTIPLIES. All tensors live on the CPU. Every
+result is the same bit for bit on every ISA, for every number of threads and for a row alone or in
+a batch; float sums run in 16 lanes (lane = index mod 16, fused multiply-add) that are added as a
+tree. A bad argument raises RuntimeError: `<op>: expected <argument> <constraint>, got <value>`.
+The ops have no gradient, so with grad mode on an input that requires grad is refused.
+This module knows no files and no models.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from bitnet_ops import _fakes as _fakes  # registers the fake kernels
+
+_ops = torch.ops.bitnet
+
+# Bound once: looking an overload up on each call costs a quarter of a microsecond.
+_PACK = _ops.pack.default
+_UNPACK = _ops.unpack.default
+_QUANTIZE_WEIGHTS = _ops.quantize_weights.default
+_QUANTIZE_ACTIVATIONS = _ops.quantize_activations.default
+_GEMV = _ops.gemv.default
+_GEMM = _ops.gemm.default
+_LINEAR = _ops.linear.default
+_RMS_NORM = _ops.rms_norm.default
+_ADD_RMS_NORM = _ops.add_rms_norm.default
+_RELU2_MUL = _ops.relu2_mul.default
+_SILU_AND_MUL = _ops.silu_and_mul.default
+_ROPE_TABLE = _ops.rope_table.default
+_ROPE = _ops.rope.default
+_QKV_FORWARD = _ops.qkv_forward.default
+_MLP_FORWARD = _ops.mlp_forward.default
+_ATTENTION = _ops.attention.default
+_KV_CACHE_UPDATE = _ops.kv_cache_update.default
+_LM_HEAD = _ops.lm_head.default
+_PROBE_READ = _ops._probe_read.default
+_PROBE_INT8_PEAK = _ops._probe_int8_peak.default
+
+
+def _refuse_grad(op: str, **tensors: Tensor | None) -> None:
+    """Without this, backward would silently give wrong or no gradients."""
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.requires_grad:
+            raise RuntimeError(
+                f"{op}: expected {name} without gradient (the op is inference only), got "
+                "requires_grad=True while grad mode is on; call it under torch.inference_mode() "
+                f"or torch.no_grad(), or pass {name}.detach()"
+            )
+
+
+def pack(codes: Tensor) -> Tensor:
+    """Pack ternary weights into the canonical 2-bit layout (an SGLBITNT row, I2_S layout a).
+
+    Each row is cut into blocks of 128 weights, a block into 32 bytes; byte j of a block holds
+    `w[j] << 6 | w[j+32] << 4 | w[j+64] << 2 | w[j+96]` with w + 1 as the 2-bit code. Where K is
+    not a multiple of 128 the last block is padded with weight 0 (code 1).
+
+    Args:
+        codes: int8 [N, K], every value -1, 0 or 1.
+    Returns:
+        uint8 [N, 32 * ceil(K / 128)].
+    Raises:
+        RuntimeError: another dtype or rank, K = 0, a value outside {-1, 0, 1}.
+    Source: FORMAT.md, "packed layouts"; microsoft/BitNet src/ggml-bitnet-mad.cpp (I2_S).
+    """
+    return cast(Tensor, _PACK(codes))
+
+
+def unpack(weight: Tensor, in_features: int) -> Tensor:
+    """Unpack the canonical layout: the inverse of `pack`.
+
+    Args:
+        weight: uint8 [N, 32 * ceil(K / 128)], contiguous.
+        in_features: K, which the packed form does not record.
+    Returns:
+        int8 [N, K] of -1, 0, 1.
+    Raises:
+        RuntimeError: a width that does not fit K, a code 3, a padding code other than 1.
+    Source: as `pack`.
+    """
+    return cast(Tensor, _UNPACK(weight, in_features))
+
+
+def quantize_weights(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Ternarise master weights by their mean magnitude (absmean), one scale per matrix.
+
+    `scale = max(mean(|W|), 1e-5)`, the mean accumulated in float64;
+    `codes = clamp(round_half_even(W * (1 / scale)), -1, 1)` in float32.
+
+    Args:
+        weight: F [N, K], finite.
+    Returns:
+        (codes int8 [N, K], scale float32 [1]); codes * scale approximates weight.
+    Raises:
+        RuntimeError: another dtype or rank, an empty matrix, a NaN or an infinity.
+    Source: "The Era of 1-bit LLMs" (arXiv 2402.17764); transformers WeightQuant.
+    """
+    if torch.is_grad_enabled():
+        _refuse_grad("quantize_weights", weight=weight)
+    return cast("tuple[Tensor, Tensor]", _QUANTIZE_WEIGHTS(weight))
+
+
+def quantize_activations(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantise activations to int8 with one scale per token (absmax over the last dimension).
+
+    In float32: `s = 127 / max(absmax(x), 1e-5)`, `q = clamp(round_half_even(x * s), -128, 127)`,
+    `scale = 1 / s`. A row with a NaN or an infinity gives q = 0 and scale = NaN, so that the
+    poison reaches its own results and no others.
+
+    Args:
+        x: F [..., K], any strides.
+    Returns:
+        (q int8 [..., K], scale float32 [...]); q * scale approximates x.
+    Raises:
+        RuntimeError: another dtype, no dimension, K = 0.
+    Source: arXiv 2402.17764; transformers ActQuant.
+    """
+    if torch.is_grad_enabled():
+        _refuse_grad("quantize_activations", x=x)
+    return cast("tuple[Tensor, Tensor]", _QUANTIZE_ACTIVATIONS(x))
+
+
+def gemv(
+    weight: Tensor, x: Tensor, x_scale: Tensor | None = None, weight_scale: Tensor | None = None
+) -> Tensor:
+    """Ternary matrix times one int8 vector (M = 1): `y[n] = sum_k w[n, k] * x[k]`.
+
+    The sum is exact in int32. With both scales `y = float32(sum) * (weight_scale * x_scale)`.
+
+    Args:
+        weight: packed uint8 [N, 32 * ceil(K / 128)], contiguous.
+        x: int8 [K].
+        x_scale: float32 [] or [1], the token's scale; given together with weight_scale or not.
+        weight_scale: float32 [1], or [N] for one scale per row (fused projections).
+    Returns:
+        int32 [N] without scales, float32 [N] with them.
+    Raises:
+        RuntimeError: a wrong dtype, shape or stride, exactly one scale.
+    Source: arXiv 2402.17764, section 2 (W1.58A8).
+    """
+    return cast(Tensor, _GEMV(weight, x, x_scale, weight_scale))
+
+
+def gemm(
+    weight: Tensor, x: Tensor, x_scale: Tensor | None = None, weight_scale: Tensor | None = None
+) -> Tensor:
+    """Ternary matrix times M int8 vectors: `y[m, n] = sum_k w[n, k] * x[m, k]`.
+
+    Row m equals `gemv` of that row, bit for bit.
+
+    Args:
+        weight: packed uint8 [N, 32 * ceil(K / 128)], contiguous.
+        x: int8 [M, K], M >= 0.
+        x_scale: float32 [M], one scale per token; given together with weight_scale or not.
+        weight_scale: float32 [1] or [N].
+    Returns:
+        int32 [M, N] without scales, float32 [M, N] with them.
+    Raises:
+        RuntimeError: a wrong dtype, shape or stride, exactly one scale.
+    Source: as `gemv`.
+    """
+    return cast(Tensor, _GEMM(weight, x, x_scale, weight_scale))
+
+
+def linear(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None = None) -> Tensor:
+    """A BitNet linear: `quantize_activations`, `gemm` with both scales, plus bias, rounded once.
+
+    `y = round_F(float32(sum_k w * q) * (weight_scale * scale) + bias)`.
+
+    Args:
+        x: F [..., K], any strides and any number of leading dimensions.
+        weight: packed uint8 [N, 32 * ceil(K / 128)], contiguous.
+        weight_scale: float32 [1] or [N].
+        bias: F [N], added in float32, or None.
+    Returns:
+        x.dtype [..., N]. A row of x with a NaN or an infinity gives a row of NaN.
+    Raises:
+        RuntimeError: a wrong dtype, shape or stride.
+    Source: arXiv 2402.17764; transformers BitLinear / AutoBitLinear.
+    """
+    if torch.is_grad_enabled():
+        _refuse_grad("linear", x=x, weight_scale=weight_scale, bias=bias)
+    return cast(Tensor, _LINEAR(x, weight, weight_scale, bias))
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Root-mean-square norm: `round(x * (1 / sqrt(mean(x^2) + eps))) * weight`.
+
+    The normalised value is computed in float32, rounded to x.dtype, THEN multiplied by the gain.
+
+    Args:
+        x: F [..., K].
+        weight: F [K], the gain.
+        eps: added to the mean square.
+    Returns:
+        x.dtype [..., K].
+    Raises:
+        RuntimeError: a wrong dtype or shape, K = 0, a negative or non-finite eps.
+    Source: Zhang and Sennrich 2019 (arXiv 1910.07467); transformers BitNetRMSNorm.
+    """
+    if torch.is_grad_enabled():
+        _refuse_grad("rms_norm", x=x, weight=weight)
+    return cast(Tensor, _RMS_NORM(x, weight, eps))
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Add the residual stream, then normalise the sum.
+
+    `residual_out = round(x + residual)`, `y = rms_norm(residual_out, weight, eps)`.
+
+    Args:
+        x, residual: F [..., K], of one dtype and shape.
+        weight: F [K], the gain.
+        eps: as `rms_norm`.
+    Returns:
+        (y, residual_out), both x.dtype [..., K], both fresh tensors.
+    Raises:
+        RuntimeError: as `rms_norm`; x and residual that differ in dtype or shape.
+    Source: as `rms_norm`.
+    """
+    if torch.is_grad_enabled():
+        _refuse_grad("add_rms_norm", x=x, residual=residual, weight=weight)
+    return cast("tuple[Tensor, Tensor]", _ADD_RMS_NORM(x, residual, weight, eps))
+
+
+def relu2_mul(gate: Tensor, up: Tensor) -> Tensor:
+    """Squared ReLU of the gate times up: `max(gate, 0)^2 * up`, in float32, rounded once.
+
+    Args:
+        gate, up: float32 or bfloat16 [..., K], of one dtype and shape.
+    Returns:
+        gate.dtype [..., K].
+    Raises:
+        RuntimeError: shapes or dtypes that differ; float16, because a healthy model reaches 1e7
+            here and float16 ends at 65504.
+    Source: So et al. 2021 "Primer" (arXiv 2109.08668); transformers BitNetMLP.
+    """
+    if torch.is_grad_enabled():
+        _refuse_grad("relu2_mul", gate=gate, up=up)
+    return cast(Tensor, _RELU2_MUL(gate, up))
+
+
+def silu_and_mul(x: Tensor) -> Tensor:
+    """SwiGLU product of a fused projection: `silu(x[..., :d]) * x[..., d:]`, in float32.
+
+    `silu(a) = a / (1 + exp(-a))`.
+
+    Args:
+        x: F [..., 2d].
+    Returns:
+        x.dtype [..., d].
+    Raises:
+        RuntimeError: a wrong dtype, no dimension, an odd last one.
+    Source: Shazeer 2020 (arXiv 2002.05202).
+    """
+    if torch.is_grad_enabled():
+        _refuse_grad("silu_and_mul", x=x)
+    return cast(Tensor, _SILU_AND_MUL(x))
+
+
+def rope_table(positions: Tensor, head_dim: int, theta: float) -> Tensor:
+    """Cosines and sines of rotary embeddings: angle `positions * theta^(-2i / head_dim)`.
+
+    Args:
+        positions: int64 [...], absolute token positions.
+        head_dim: D, even.
+        theta: base of the frequencies (config field rope_theta), > 0.
+    Returns:
+        float32 [..., D]: D/2 cosines, then D/2 sines. The angle is rounded to float32, as
+        transformers does.
+    Raises:
+        RuntimeError: another dtype, an odd head_dim, a theta that is not positive and finite.
+    Source: Su et al. 2021 (arXiv 2104.09864); transformers BitNetRotaryEmbedding.
+    """
+    return cast(Tensor, _ROPE_TABLE(positions, head_dim, theta))
+
+
+def rope(x: Tensor, cos_sin: Tensor) -> Tensor:
+    """Rotate heads by position, half-split ("NeoX"): `x * cos + (-x[D/2:], x[:D/2]) * sin`.
+
+    In float32 without fused multiply-add, rounded once.
+
+    Args:
+        x: F [..., H, D], queries or keys.
+        cos_sin: float32 [..., D] from `rope_table`, one row per token.
+    Returns:
+        x.dtype [..., H, D].
+    Raises:
+        RuntimeError: a wrong dtype, odd D, leading dimensions that differ.
+    Source: arXiv 2104.09864; transformers apply_rotary_pos_emb.
+    """
+    if torch.is_grad_enabled():
+        _refuse_grad("rope", x=x, cos_sin=cos_sin)
+    return cast(Tensor, _ROPE(x, cos_sin))
+
+
+def qkv_forward(
+    x: Tensor,
+    norm_weight: Tensor,
+    q_weight: Tensor,
+    q_scale: Tensor,
+    k_weight: Tensor,
+    k_scale: Tensor,
+    v_weight: Tensor,
+    v_scale: Tensor,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Norm, quantisation and the three attention projections in one op.
+
+    `h = rms_norm(x, norm_weight, eps)`, then `linear(h, w, scale)` for q, k and v: equal to that
+    composition bit for bit. Every projection keeps its own scale.
+
+    Args:
+        x: F [..., K].
+        norm_weight: F [K].
+        q_weight, k_weight, v_weight: packed uint8 [N_i, 32 * ceil(K / 128)].
+        q_scale, k_scale, v_scale: float32 [1] or [N_i].
+        eps: as `rms_norm`.
+    Returns:
+        (q, k, v), x.dtype [..., N_i].
+    Raises:
+        RuntimeError: as `rms_norm` and `linear`.
+    Source: transformers BitNetAttention.
+    """
+    if torch.is_grad_enabled():
+        _refuse_grad("qkv_forward", x=x, norm_weight=norm_weight, q_scale=q_scale)
+        _refuse_grad("qkv_forward", k_scale=k_scale, v_scale=v_scale)
+    return cast(
+        "tuple[Tensor, Tensor, Tensor]",
+        _QKV_FORWARD(x, norm_weight, q_weight, q_scale, k_weight, k_scale, v_weight, v_scale, eps),
+    )
+
+
+def mlp_forward(
+    x: Tensor,
+    norm_weight: Tensor,
+    gate_weight: Tensor,
+    gate_scale: Tensor,
+    up_weight: Tensor,
+    up_scale: Tensor,
+    sub_norm_weight: Tensor | None,
+    down_weight: Tensor,
+    down_scale: Tensor,
+    eps: float,
+    activation: str,
+) -> Tensor:
+    """Norm, gate and up, activation, sub-norm and down projection in one op; no residual inside.
+
+    `h = rms_norm(x)`, `z = act(linear(h, gate), linear(h, up))`, `y = linear(rms_norm(z), down)`,
+    where act is `relu2_mul` or `silu_and_mul`; without sub_norm_weight the second norm is left
+    out. Equal to that composition bit for bit for float32 and bfloat16. For float16 everything
+    between the first norm and y stays float32, because squared ReLU overflows float16.
+
+    Args:
+        x: F [..., K].
+        norm_weight: F [K].
+        gate_weight, up_weight: packed uint8 [I, 32 * ceil(K / 128)].
+        sub_norm_weight: F [I] or None.
+        down_weight: packed uint8 [N, 32 * ceil(I / 128)].
+        gate_scale, up_scale, down_scale: float32 [1] or one per row.
+        eps: as `rms_norm`, for both norms.
+        activation: "relu2" or "silu".
+    Returns:
+        x.dtype [..., N].
+    Raises:
+        RuntimeError: as `rms_norm` and `linear`; another activation.
+    Source: transformers BitNetMLP, LlamaMLP.
+    """
+    if torch.is_grad_enabled():
+        _refuse_grad("mlp_forward", x=x, norm_weight=norm_weight, gate_scale=gate_scale)
+        _refuse_grad("mlp_forward", up_scale=up_scale, down_scale=down_scale)
+        _refuse_grad("mlp_forward", sub_norm_weight=sub_norm_weight)
+    return cast(
+        Tensor,
+        _MLP_FORWARD(
+            x,
+            norm_weight,
+            gate_weight,
+            gate_scale,
+            up_weight,
+            up_scale,
+            sub_norm_weight,
+            down_weight,
+            down_scale,
+            eps,
+            activation,
+        ),
+    )
+
+
+def attention(
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, start_positions: Tensor, scale: float
+) -> Tensor:
+    """Causal grouped-query attention over a KV cache, prefill and decode alike.
+
+    `softmax(scale * q k^T) v` in float32; token t of sequence b sees the cache positions
+    0 .. start_positions[b] + t; query head h reads key/value head h // (H / KV).
+
+    Args:
+        query: F [B, T, H, D], already rotated.
+        key_cache, value_cache: float32 or bfloat16 [B, KV, L, D], contiguous, holding the keys
+            and values of these T tokens too (`kv_cache_update` first).
+        start_positions: int64 [B], how many tokens of each sequence came before.
+        scale: multiplies the scores, usually 1 / sqrt(D).
+    Returns:
+        query.dtype [B, T, H, D].
+    Raises:
+        RuntimeError: a wrong dtype or shape, H not a multiple of KV, a position beyond L.
+    Source: Vaswani et al. 2017; GQA, arXiv 2305.13245.
+    """
+    if torch.is_grad_enabled():
+        _refuse_grad("attention", query=query, key_cache=key_cache, value_cache=value_cache)
+    return cast(Tensor, _ATTENTION(query, key_cache, value_cache, start_positions, scale))
+
+
+def kv_cache_update(
+    key_cache: Tensor, value_cache: Tensor, key: Tensor, value: Tensor, start_positions: Tensor
+) -> None:
+    """Write the keys and values of T new tokens into the caches, in place.
+
+    `key_cache[b, h, start_positions[b] + t] = key[b, t, h]`, likewise value, rounded to the
+    cache's dtype. A position out of range is an error before anything is written.
+
+    Args:
+        key_cache, value_cache: float32 or bfloat16 [B, KV, L, D], contiguous; both are mutated.
+        key, value: F [B, T, KV, D], of one dtype.
+        start_positions: int64 [B].
+    Raises:
+        RuntimeError: a wrong dtype or shape, a position outside the cache, overlapping tensors.
+    Source: the usual KV cache of decoder inference.
+    """
+    if torch.is_grad_enabled():
+        _refuse_grad("kv_cache_update", key_cache=key_cache, value_cache=value_cache)
+        _refuse_grad("kv_cache_update", key=key, value=value)
+    _KV_CACHE_UPDATE(key_cache, value_cache, key, value, start_positions)
+
+
+def lm_head(x: Tensor, weight: Tensor) -> Tensor:
+    """Logits of an unquantised output head: `x @ weight.T` with float32 sums.
+
+    Args:
+        x: F [..., K].
+        weight: F [V, K], contiguous; the embedding matrix where the head is tied.
+    Returns:
+        float32 [..., V].
+    Raises:
+        RuntimeError: a wrong dtype or shape.
+    Source: transformers BitNetForCausalLM.
+    """
+    if torch.is_grad_enabled():
+        _refuse_grad("lm_head", x=x, weight=weight)
+    return cast(Tensor, _LM_HEAD(x, weight))
+
+
+def _probe_read(buffer: Tensor) -> Tensor:
+    """Read a uint8 buffer once, as fast as the kernels can: the bandwidth limit of benchmarks.
+
+    Whole pages of 4096 bytes are read. Returns int64 [1], a checksum that depends on every byte
+    read, so that no compiler may leave one out.
+    """
+    return cast(Tensor, _PROBE_READ(buffer))
+
+
+def _probe_int8_peak(seed: Tensor, iterations: int) -> Tensor:
+    """Run the ISA's int8 dot product out of registers: the compute limit of benchmarks.
+
+    seed is a uint8 tensor that only carries the device. Returns int64 [1], the multiply-adds
+    executed by all threads.
+    """
+    return cast(Tensor, _PROBE_INT8_PEAK(seed, iterations))

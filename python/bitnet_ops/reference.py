@@ -1,0 +1,219 @@
+"""Every op of the catalogue in plain torch, slow and obvious: the oracle of tests and benchmarks.
+
+Same names and arguments as bitnet_ops.ops. Sums run in int64 or float64; what the contract rounds
+to float32 is rounded to float32 at the same place, so that integer and elementwise ops must agree
+exactly and reductions within a bound that the tests derive. Imported by tests and benchmarks only;
+it must not know the op library, and it checks only what it needs itself.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_BLOCK = 128  # weights in a block of the packed layout
+_FIELD = 32  # bytes in a block; each holds the weights j, j + 32, j + 64, j + 96
+
+
+def pack(codes: Tensor) -> Tensor:
+    """int8 [N, K] of -1, 0, 1 -> uint8 [N, 32 * ceil(K / 128)]."""
+    n, k = codes.shape
+    blocks = -(-k // _BLOCK)
+    padded = torch.zeros(n, blocks * _BLOCK, dtype=torch.int64)
+    padded[:, :k] = codes
+    if not bool(((padded >= -1) & (padded <= 1)).all()):
+        raise ValueError("pack: a value outside {-1, 0, 1}")
+    fields = (padded + 1).reshape(n, blocks, 4, _FIELD)
+    weights_of_fields = torch.tensor([64, 16, 4, 1]).reshape(1, 1, 4, 1)
+    return (fields * weights_of_fields).sum(dim=2).reshape(n, blocks * _FIELD).to(torch.uint8)
+
+
+def unpack(weight: Tensor, in_features: int) -> Tensor:
+    """uint8 [N, 32 * ceil(K / 128)] -> int8 [N, K]."""
+    n, row_bytes = weight.shape
+    blocks = weight.reshape(n, row_bytes // _FIELD, 1, _FIELD).to(torch.int64)
+    shifts = torch.tensor([6, 4, 2, 0]).reshape(1, 1, 4, 1)
+    codes = ((blocks >> shifts) & 3).reshape(n, row_bytes * 4)
+    if bool((codes == 3).any()) or bool((codes[:, in_features:] != 1).any()):
+        raise ValueError("unpack: a code 3, or a padding code other than 1")
+    return (codes[:, :in_features] - 1).to(torch.int8)
+
+
+def quantize_weights(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """F [N, K] -> (codes int8 [N, K], scale float32 [1])."""
+    mean = weight.to(torch.float64).abs().mean()
+    scale = torch.clamp(mean, min=1e-5).to(torch.float32).reshape(1)
+    inv_scale = 1.0 / scale
+    codes = torch.clamp(torch.round(weight.to(torch.float32) * inv_scale), -1, 1)
+    return codes.to(torch.int8), scale
+
+
+def quantize_activations(x: Tensor) -> tuple[Tensor, Tensor]:
+    """F [..., K] -> (q int8 [..., K], scale float32 [...]); a poisoned row -> 0 and NaN."""
+    x = x.to(torch.float32)
+    absmax = x.abs().amax(dim=-1)
+    s = torch.tensor(127.0) / torch.clamp(absmax, min=1e-5)
+    q = torch.clamp(torch.round(x * s[..., None]), -128, 127)
+    finite = torch.isfinite(x).all(dim=-1)
+    q = torch.where(finite[..., None], q, torch.zeros_like(q))
+    return q.to(torch.int8), torch.where(finite, 1.0 / s, torch.full_like(s, torch.nan))
+
+
+def gemv(
+    weight: Tensor, x: Tensor, x_scale: Tensor | None = None, weight_scale: Tensor | None = None
+) -> Tensor:
+    """packed [N, R] times int8 [K] -> int32 [N], or float32 [N] with both scales."""
+    x_scale = None if x_scale is None else x_scale.reshape(1)
+    return gemm(weight, x[None], x_scale, weight_scale)[0]
+
+
+def gemm(
+    weight: Tensor, x: Tensor, x_scale: Tensor | None = None, weight_scale: Tensor | None = None
+) -> Tensor:
+    """packed [N, R] times int8 [M, K] -> int32 [M, N], or float32 [M, N] with both scales."""
+    codes = unpack(weight, x.shape[-1])
+    sums = (x.to(torch.int64) @ codes.to(torch.int64).T).to(torch.int32)
+    if x_scale is None or weight_scale is None:
+        return sums
+    return sums.to(torch.float32) * (weight_scale.reshape(1, -1) * x_scale.reshape(-1, 1))
+
+
+def linear(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None = None) -> Tensor:
+    """F [..., K] -> x.dtype [..., N]."""
+    q, scale = quantize_activations(x)
+    y = gemm(weight, q.reshape(-1, x.shape[-1]), scale.reshape(-1), weight_scale)
+    if bias is not None:
+        y = y + bias.to(torch.float32)
+    return y.to(x.dtype).reshape(*x.shape[:-1], weight.shape[0])
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """F [..., K] -> x.dtype [..., K]; the normalised value is rounded before the gain."""
+    exact = x.to(torch.float64)
+    inv_rms = 1.0 / torch.sqrt((exact * exact).mean(dim=-1, keepdim=True) + eps)
+    normalised = (exact * inv_rms).to(torch.float32).to(x.dtype)
+    return (normalised.to(torch.float32) * weight.to(torch.float32)).to(x.dtype)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """F [..., K] twice -> (y, residual_out)."""
+    residual_out = (x.to(torch.float32) + residual.to(torch.float32)).to(x.dtype)
+    return rms_norm(residual_out, weight, eps), residual_out
+
+
+def relu2_mul(gate: Tensor, up: Tensor) -> Tensor:
+    """max(gate, 0)^2 * up in float32."""
+    positive = torch.relu(gate.to(torch.float32))
+    return (positive * positive * up.to(torch.float32)).to(gate.dtype)
+
+
+def silu_and_mul(x: Tensor) -> Tensor:
+    """[..., 2d] -> [..., d]: silu(first half) * second half."""
+    gate, up = x.to(torch.float64).chunk(2, dim=-1)
+    return (gate / (1.0 + torch.exp(-gate)) * up).to(torch.float32).to(x.dtype)
+
+
+def rope_table(positions: Tensor, head_dim: int, theta: float) -> Tensor:
+    """int64 [...] -> float32 [..., head_dim]: cosines, then sines."""
+    exponent = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
+    angle = positions.to(torch.float64)[..., None] / theta**exponent
+    return torch.cat([angle.cos(), angle.sin()], dim=-1).to(torch.float32)
+
+
+def rope(x: Tensor, cos_sin: Tensor) -> Tensor:
+    """F [..., H, D] rotated by float32 [..., D]; half-split; products and sum in float32."""
+    first, second = x.to(torch.float32).chunk(2, dim=-1)
+    cos, sin = cos_sin[..., None, :].chunk(2, dim=-1)
+    rotated = [first * cos - second * sin, second * cos + first * sin]
+    return torch.cat(rotated, dim=-1).to(x.dtype)
+
+
+def qkv_forward(
+    x: Tensor,
+    norm_weight: Tensor,
+    q_weight: Tensor,
+    q_scale: Tensor,
+    k_weight: Tensor,
+    k_scale: Tensor,
+    v_weight: Tensor,
+    v_scale: Tensor,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """rms_norm, then three linears."""
+    hidden = rms_norm(x, norm_weight, eps)
+    return (
+        linear(hidden, q_weight, q_scale),
+        linear(hidden, k_weight, k_scale),
+        linear(hidden, v_weight, v_scale),
+    )
+
+
+def mlp_forward(
+    x: Tensor,
+    norm_weight: Tensor,
+    gate_weight: Tensor,
+    gate_scale: Tensor,
+    up_weight: Tensor,
+    up_scale: Tensor,
+    sub_norm_weight: Tensor | None,
+    down_weight: Tensor,
+    down_scale: Tensor,
+    eps: float,
+    activation: str,
+) -> Tensor:
+    """rms_norm, gate and up, activation, sub-norm, down; float32 after the norm if x is float16."""
+    hidden = rms_norm(x, norm_weight, eps)
+    if x.dtype == torch.float16:
+        hidden = hidden.to(torch.float32)
+    gate = linear(hidden, gate_weight, gate_scale)
+    up = linear(hidden, up_weight, up_scale)
+    product = {
+        "relu2": lambda: relu2_mul(gate, up),
+        "silu": lambda: silu_and_mul(torch.cat([gate, up], dim=-1)),
+    }[activation]()
+    if sub_norm_weight is not None:
+        product = rms_norm(product, sub_norm_weight, eps)
+    return linear(product, down_weight, down_scale).to(x.dtype)
+
+
+def attention(
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, start_positions: Tensor, scale: float
+) -> Tensor:
+    """F [B, T, H, D] over caches [B, KV, L, D] -> query.dtype [B, T, H, D]."""
+    out = torch.empty_like(query, dtype=torch.float64, memory_format=torch.contiguous_format)
+    heads_per_kv = query.shape[2] // key_cache.shape[1]
+    for b, start in enumerate(start_positions.tolist()):
+        for t in range(query.shape[1]):
+            for h in range(query.shape[2]):
+                visible = slice(0, start + t + 1)
+                keys = key_cache[b, h // heads_per_kv, visible].to(torch.float64)
+                values = value_cache[b, h // heads_per_kv, visible].to(torch.float64)
+                scores = keys @ query[b, t, h].to(torch.float64) * scale
+                out[b, t, h] = torch.softmax(scores, dim=0) @ values
+    return out.to(torch.float32).to(query.dtype)
+
+
+def kv_cache_update(
+    key_cache: Tensor, value_cache: Tensor, key: Tensor, value: Tensor, start_positions: Tensor
+) -> None:
+    """Write key, value [B, T, KV, D] into the caches [B, KV, L, D] at start .. start + T - 1."""
+    for b, start in enumerate(start_positions.tolist()):
+        for t in range(key.shape[1]):
+            key_cache[b, :, start + t] = key[b, t].to(key_cache.dtype)
+            value_cache[b, :, start + t] = value[b, t].to(value_cache.dtype)
+
+
+def lm_head(x: Tensor, weight: Tensor) -> Tensor:
+    """F [..., K] times F [V, K] -> float32 [..., V]."""
+    return (x.to(torch.float64) @ weight.to(torch.float64).T).to(torch.float32)
+
+
+def _probe_read(buffer: Tensor) -> Tensor:
+    """A checksum of the whole pages; its value is the kernel's own affair."""
+    pages = buffer.flatten()[: buffer.numel() // 4096 * 4096]
+    return pages.to(torch.int64).sum().reshape(1)
+
+
+def _probe_int8_peak(seed: Tensor, iterations: int) -> Tensor:
+    """The number of multiply-adds depends on the ISA and the threads; 0 stands for 'unknown'."""
+    return torch.zeros(1, dtype=torch.int64)

@@ -1,0 +1,161 @@
+"""How far an op may lie from the float64 reference: bounds derived from K and epsilon, per element.
+
+u = 2^-24 is the float32 unit roundoff. A sum in 16 lanes plus a tree of four levels passes at most
+ceil(K / 16) + 4 roundings (`sum_error`); everything else is counted rounding by rounding. Results
+of ops without a float reduction must be equal. Must not know how the kernels are written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+U = 2.0**-24
+# Below this magnitude float32 loses relative precision; far below every value the tests use.
+TINY = 2.0**-126
+# exp in float32 by range reduction and a polynomial: 2 ulp is the usual promise of such a function.
+EXP_ERROR = 4 * U
+
+EXACT = frozenset(
+    """pack unpack quantize_weights quantize_activations gemv gemm linear relu2_mul rope
+    kv_cache_update""".split()
+)
+
+
+def sum_error(k: int) -> float:
+    """Relative to the sum of magnitudes: the error of a float32 sum of k products."""
+    return (-(-k // 16) + 4) * U
+
+
+def storing_error(dtype: torch.dtype) -> float:
+    """Relative difference of two values that were one rounding apart before being stored."""
+    return 0.0 if dtype == torch.float32 else torch.finfo(dtype).eps
+
+
+def rms_norm_error(k: int) -> float:
+    # Half the sum's error survives the square root; then / K, + eps, sqrt, 1 / x, * x, * gain.
+    return sum_error(k) / 2 + 6 * U
+
+
+def _rms_norm(args: tuple[Any, ...], expected: Tensor) -> Tensor:
+    x, dtype = args[0], expected.dtype
+    # A 16-bit result is rounded twice, before and after the gain.
+    relative = rms_norm_error(x.shape[-1]) + 2 * storing_error(dtype)
+    return expected.double().abs() * relative + _smallest(dtype)
+
+
+def _add_rms_norm(args: tuple[Any, ...], expected: Tensor) -> Tensor:
+    return _rms_norm(args, expected)
+
+
+def _silu_and_mul(args: tuple[Any, ...], expected: Tensor) -> Tensor:
+    gate, up = args[0].double().abs().chunk(2, dim=-1)
+    # exp, + 1, /, * up; where exp(-gate) overflows float32 the exact result is below TINY * gate.
+    relative = EXP_ERROR + 3 * U + storing_error(expected.dtype)
+    return expected.double().abs() * relative + TINY * gate * up + _smallest(expected.dtype)
+
+
+def _rope_table(args: tuple[Any, ...], expected: Tensor) -> Tensor:
+    positions, head_dim, theta = args
+    exponent = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
+    angle = positions.double()[..., None] / theta**exponent
+    # The frequency (a power, a division) and the angle are rounded to float32; cos and sin have
+    # slope 1 at most and are rounded themselves.
+    error = angle.abs() * 4 * U + 2 * U
+    return torch.cat([error, error], dim=-1)
+
+
+def attention_bound(args: tuple[Any, ...], expected: Tensor) -> Tensor:
+    if expected.numel() == 0:
+        return torch.zeros(expected.shape, dtype=torch.float64)
+    query, key_cache, value_cache, starts, scale = args
+    tokens, heads, head_dim = query.shape[1:]
+    group = heads // key_cache.shape[1]
+    keys = key_cache.double().repeat_interleave(group, dim=1)
+    values = value_cache.double().repeat_interleave(group, dim=1)
+    magnitude = torch.einsum("bthd,bhld->bthl", query.double().abs(), keys.abs()) * abs(scale)
+    visible = starts[:, None] + torch.arange(tokens) + 1
+    length = int(visible.max())
+    # Error of a score: the dot product, then * scale and - max; exp turns it into a relative error
+    # of a weight, numerator and denominator both.
+    score = magnitude[..., :length].amax(dim=-1) * (sum_error(head_dim) + 3 * U)
+    relative = 2 * (score + EXP_ERROR) + 2 * sum_error(length) + 4 * U
+    largest = values[:, :, :length].abs().amax(dim=2)
+    bound = relative[..., None] * largest[:, None]
+    stored = storing_error(expected.dtype) * expected.double().abs()
+    return bound + stored + _smallest(expected.dtype)
+
+
+def _lm_head(args: tuple[Any, ...], expected: Tensor) -> Tensor:
+    x, weight = args
+    magnitude = x.double().abs() @ weight.double().abs().T
+    return magnitude * (sum_error(x.shape[-1]) + U)
+
+
+def _fused(args: tuple[Any, ...], expected: Tensor) -> Tensor:
+    """A fused op whose int8 codes are those of the reference, which fixed samples make certain.
+
+    Then the integer sums agree and only the scales differ, by the error of the norms before them.
+    """
+    norms = sum(2 * rms_norm_error(arg.shape[-1]) for arg in args if _is_gain(arg))
+    # Squared ReLU triples a relative error of gate and up; each linear adds three roundings.
+    relative = 4 * (norms + EXP_ERROR + 12 * U) + storing_error(expected.dtype)
+    return expected.double().abs() * relative + _smallest(expected.dtype)
+
+
+def _is_gain(arg: Any) -> bool:
+    return isinstance(arg, Tensor) and arg.is_floating_point() and arg.dim() == 1 and len(arg) > 1
+
+
+def _smallest(dtype: torch.dtype) -> float:
+    info = torch.finfo(dtype)
+    return info.smallest_normal * info.eps + TINY
+
+
+_BOUNDS: dict[str, Callable[[tuple[Any, ...], Tensor], Tensor]] = {
+    "rms_norm": _rms_norm,
+    "add_rms_norm": _add_rms_norm,
+    "silu_and_mul": _silu_and_mul,
+    "rope_table": _rope_table,
+    "attention": attention_bound,
+    "lm_head": _lm_head,
+    "qkv_forward": _fused,
+    "mlp_forward": _fused,
+}
+
+
+def assert_within(actual: Tensor, expected: Tensor, bound: Tensor, message: str = "") -> None:
+    """Every element within its own bound; dtype and shape equal."""
+    assert actual.dtype == expected.dtype and actual.shape == expected.shape, message
+    excess = (actual.double() - expected.double()).abs() - bound
+    worst = excess.max().item() if excess.numel() else 0.0
+    assert worst <= 0, f"{message}: an element is {worst:.3e} beyond its bound"
+
+
+def assert_equal(actual: Tensor, expected: Tensor, message: str = "") -> None:
+    """Bit equality but for the payload of NaNs."""
+    assert actual.dtype == expected.dtype, f"{message}: {actual.dtype}, not {expected.dtype}"
+    assert actual.shape == expected.shape, f"{message}: {actual.shape}, not {expected.shape}"
+    if actual.is_floating_point():
+        same = (actual == expected) | (actual.isnan() & expected.isnan())
+        same &= actual.signbit() == expected.signbit()
+        same |= actual.isnan() & expected.isnan()
+    else:
+        same = actual == expected
+    if not bool(same.all()):
+        index = tuple((~same).nonzero()[0].tolist())
+        raise AssertionError(
+            f"{message}: {int((~same).sum())} of {same.numel()} elements differ, first at {index}: "
+            f"{actual[index].item()!r}, not {expected[index].item()!r}"
+        )
+
+
+def assert_agrees(op: str, args: tuple[Any, ...], actual: Tensor, expected: Tensor) -> None:
+    """Compare one result of `op` on `args` with the reference, exactly or within its bound."""
+    if op in EXACT or not expected.is_floating_point():
+        assert_equal(actual, expected, op)
+    else:
+        assert_within(actual, expected, _BOUNDS[op](args, expected), op)

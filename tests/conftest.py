@@ -1,0 +1,42 @@
+"""Fixtures shared by all tests: ISAs, thread counts, deterministic random numbers.
+
+Must not know any op: samples live in op_samples.py, forcing an ISA in isa_control.py.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+# transformers decorates its BitNet functions with torch.compile when it is imported; as oracles
+# they must run as written. Set before anything imports it; test_compile.py takes it back.
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+
+import hypothesis
+import pytest
+import torch
+
+from isa_control import ISAS, THREAD_COUNTS, forced_isa, torch_threads
+
+hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None, database=None)
+hypothesis.settings.load_profile("repeatable")
+
+
+@pytest.fixture(params=ISAS)
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The name of an ISA, in force during the test; one test run for every ISA of this machine."""
+    with forced_isa(request.param):
+        yield request.param
+
+
+@pytest.fixture(params=THREAD_COUNTS)
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    """A number of threads, in force during the test: 1 to 4, whatever the machine has."""
+    with torch_threads(request.param):
+        yield request.param
+
+
+@pytest.fixture
+def rng() -> torch.Generator:
+    """A generator with a fixed seed: a failure repeats."""
+    return torch.Generator().manual_seed(20261121)

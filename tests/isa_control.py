@@ -1,0 +1,50 @@
+"""Forcing ISAs and thread counts in tests, and putting them back.
+
+Knows only the torch-free `_runtime` and torch's thread count; no op, no sample.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+from bitnet_ops import _runtime
+
+ISAS: list[str] = _runtime.available_isas()
+THREAD_COUNTS = (1, 2, 3, 4)
+
+
+@contextlib.contextmanager
+def forced_isa(name: str) -> Iterator[None]:
+    """Run the body on the kernels of ISA `name`."""
+    before = _runtime.isa()
+    _runtime.force_isa(name)
+    try:
+        assert _runtime.isa() == name
+        yield
+    finally:
+        _runtime.force_isa(before)
+
+
+@contextlib.contextmanager
+def torch_threads(count: int) -> Iterator[None]:
+    """Run the body with torch.set_num_threads(count)."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def every_configuration() -> Iterator[str]:
+    """Loop over every available ISA and every thread count, each in force for one iteration.
+
+    Yields a label for messages. A generator that is not exhausted still restores both.
+    """
+    for isa in ISAS:
+        for threads in THREAD_COUNTS:
+            with forced_isa(isa), torch_threads(threads):
+                yield f"isa={isa} threads={threads}"

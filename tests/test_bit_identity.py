@@ -1,0 +1,222 @@
+"""The same bits on every ISA, for every number of threads, alone or in a batch, beside NaN or not.
+
+Compares runs of the ops with each other only; whether they are right is for other tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from bitnet_ops import ops
+from bounds import assert_equal
+from isa_control import every_configuration, forced_isa, torch_threads
+from op_samples import (
+    COMPARABLE_SAMPLES,
+    FLOATS,
+    Sample,
+    activations,
+    attention_arguments,
+    cache_arguments,
+    gain,
+    int8_values,
+    mlp_arguments,
+    positive,
+    random_packed,
+    results,
+)
+
+
+def _large(op: str, build: Callable[[torch.Generator], tuple[Any, ...]]) -> Sample:
+    return Sample(op, "large", build)
+
+
+# Large enough that every thread has a share, with sizes that divide by nothing.
+LARGE = [
+    _large("pack", lambda g: (torch.randint(-1, 2, (301, 517), generator=g, dtype=torch.int8),)),
+    _large("unpack", lambda g: (random_packed(g, 301, 517), 517)),
+    _large("quantize_weights", lambda g: (torch.randn(301, 517, generator=g),)),
+    _large("quantize_activations", lambda g: (activations(g, 61, 1031),)),
+    _large("gemv", lambda g: (random_packed(g, 1021, 517), int8_values(g, 517))),
+    _large("gemm", lambda g: (
+        random_packed(g, 517, 301), int8_values(g, 37, 301), positive(g, 37), positive(g, 517),
+    )),
+    _large("linear", lambda g: (
+        activations(g, 37, 301), random_packed(g, 517, 301), positive(g, 1),
+        torch.randn(517, generator=g),
+    )),
+    _large("rms_norm", lambda g: (activations(g, 61, 1031), gain(g, 1031), 1e-5)),
+    _large("add_rms_norm", lambda g: (
+        activations(g, 61, 1031), activations(g, 61, 1031), gain(g, 1031), 1e-5,
+    )),
+    _large("relu2_mul", lambda g: (activations(g, 61, 1031), activations(g, 61, 1031))),
+    _large("silu_and_mul", lambda g: (torch.randn(61, 2062, generator=g) * 20,)),
+    _large("rope_table", lambda g: (torch.arange(600), 126, 5e5)),
+    _large("rope", lambda g: (activations(g, 61, 9, 126), torch.randn(61, 126, generator=g))),
+    _large("qkv_forward", lambda g: (
+        activations(g, 13, 301), gain(g, 301), random_packed(g, 260, 301), positive(g, 1),
+        random_packed(g, 70, 301), positive(g, 1), random_packed(g, 66, 301), positive(g, 1), 1e-5,
+    )),
+    _large("mlp_forward", lambda g: mlp_arguments(g, activations(g, 13, 301), "relu2", True, 517)),
+    _large("mlp_forward", lambda g: mlp_arguments(g, activations(g, 1, 301), "silu", True, 517)),
+    _large("attention", lambda g: attention_arguments(
+        g, batch=3, tokens=19, heads=6, kv_heads=2, length=131, head_dim=40,
+    )),
+    _large("attention", lambda g: attention_arguments(
+        g, batch=1, tokens=1, heads=10, kv_heads=5, length=700, head_dim=64,
+        cache_dtype=torch.bfloat16,
+    )),
+    _large("kv_cache_update", lambda g: cache_arguments(
+        g, batch=3, tokens=40, kv_heads=4, length=64, head_dim=40, cache_dtype=torch.bfloat16,
+    )),
+    _large("lm_head", lambda g: (activations(g, 5, 301), torch.randn(1021, 301, generator=g))),
+]  # fmt: skip
+
+
+def _run(sample: Sample) -> list[Tensor]:
+    args = sample.args()
+    return results(getattr(ops, sample.op)(*args), args, sample.op)
+
+
+@pytest.mark.parametrize("sample", COMPARABLE_SAMPLES + LARGE, ids=lambda sample: sample.id)
+def test_every_isa_and_thread_count_gives_the_same_bits(sample: Sample) -> None:
+    with forced_isa("scalar"), torch_threads(1):
+        expected = _run(sample)
+    for configuration in every_configuration():
+        for ours, theirs in zip(_run(sample), expected, strict=True):
+            assert_equal(ours, theirs, f"{sample.id} {configuration}")
+
+
+def test_large_samples_cover_every_op() -> None:
+    assert {sample.op for sample in LARGE} == {sample.op for sample in COMPARABLE_SAMPLES}
+
+
+def _row_ops(rng: torch.Generator, dtype: torch.dtype) -> dict[str, Callable[[Tensor], Any]]:
+    """Ops as functions of x [M, 64] alone, every other argument fixed."""
+    weight, head = random_packed(rng, 21, 64), torch.randn(33, 64, generator=rng)
+    scale, norm = positive(rng, 1), gain(rng, 64, dtype)
+    qkv = [part for n in (8, 4, 6) for part in (random_packed(rng, n, 64), positive(rng, 1))]
+    mlp = mlp_arguments(rng, torch.zeros(1, 64, dtype=dtype), "relu2")[1:]
+    silu_mlp = mlp_arguments(rng, torch.zeros(1, 64, dtype=dtype), "silu", False)[1:]
+    row_ops = {
+        "quantize_activations": ops.quantize_activations,
+        "linear": lambda x: ops.linear(x, weight, scale),
+        "rms_norm": lambda x: ops.rms_norm(x, norm, 1e-5),
+        "add_rms_norm": lambda x: ops.add_rms_norm(x, x.flip(-1), norm, 1e-5),
+        "relu2_mul": lambda x: ops.relu2_mul(x, x.flip(-1)),
+        "silu_and_mul": ops.silu_and_mul,
+        "rope": lambda x: ops.rope(x.reshape(-1, 4, 16), torch.ones(len(x), 16) * 0.6),
+        "qkv_forward": lambda x: ops.qkv_forward(x, norm, *qkv, 1e-5),
+        "mlp_forward": lambda x: ops.mlp_forward(x, *mlp),
+        "mlp_forward_silu": lambda x: ops.mlp_forward(x, *silu_mlp),
+        "lm_head": lambda x: ops.lm_head(x, head),
+    }
+    if dtype == torch.float16:
+        del row_ops["relu2_mul"]  # refused by contract (test_op_errors.py)
+    return row_ops
+
+
+ROW_OPS = sorted(_row_ops(torch.Generator().manual_seed(0), torch.float32))
+ROW_OPS_AND_DTYPES = [
+    (name, dtype)
+    for dtype in FLOATS
+    for name in sorted(_row_ops(torch.Generator().manual_seed(0), dtype))
+]
+
+
+def _tensors(returned: Any) -> list[Tensor]:
+    return [returned] if isinstance(returned, Tensor) else list(returned)
+
+
+def _row_op(name: str, dtype: torch.dtype) -> Callable[[Tensor], Any]:
+    return _row_ops(torch.Generator().manual_seed(7), dtype)[name]
+
+
+@pytest.mark.parametrize(("name", "dtype"), ROW_OPS_AND_DTYPES)
+def test_a_row_alone_equals_the_row_in_a_batch(
+    name: str, dtype: torch.dtype, rng: torch.Generator
+) -> None:
+    op = _row_op(name, dtype)
+    x = activations(rng, 19, 64, dtype=dtype)
+    x[3] *= 1000  # an outlier token must not touch its neighbours' scales
+    whole = _tensors(op(x))
+    for row in range(len(x)):
+        for alone, batch in zip(_tensors(op(x[row : row + 1])), whole, strict=True):
+            assert_equal(alone[0], batch[row], f"{name} row {row}")
+
+
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("name", ROW_OPS)
+def test_a_poisoned_row_stays_in_its_row(name: str, poison: float, rng: torch.Generator) -> None:
+    op = _row_op(name, torch.float32)
+    clean = activations(rng, 9, 64)
+    x = clean.clone()
+    x[4, 40] = poison
+    for configuration in every_configuration():
+        for healthy, poisoned in zip(_tensors(op(clean)), _tensors(op(x)), strict=True):
+            others = [0, 1, 2, 3, 5, 6, 7, 8]
+            assert_equal(poisoned[others], healthy[others], f"{name} {configuration}")
+
+
+@pytest.mark.parametrize("name", ["linear", "qkv_forward", "mlp_forward", "mlp_forward_silu"])
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
+def test_a_poisoned_row_is_nan_throughout_never_a_number(
+    name: str, poison: float, isa: str
+) -> None:
+    x = activations(torch.Generator().manual_seed(1), 3, 64)
+    x[1, 63] = poison
+    for result in _tensors(_row_op(name, torch.float32)(x)):
+        assert result.isnan().any(-1).tolist() == [False, True, False]
+        assert bool(result[1].isnan().all())
+
+
+def test_attention_prefill_equals_decode_token_by_token(rng: torch.Generator) -> None:
+    args = attention_arguments(rng, batch=3, tokens=17, heads=6, kv_heads=3, length=40, head_dim=24)
+    query, keys, values, starts, scale = args
+    whole = ops.attention(*args)
+    for t in range(17):
+        one = ops.attention(query[:, t : t + 1], keys, values, starts + t, scale)
+        assert_equal(one[:, 0], whole[:, t], f"token {t}")
+    for b in range(3):
+        alone = ops.attention(
+            query[b : b + 1], keys[b : b + 1], values[b : b + 1], starts[b : b + 1], scale
+        )
+        assert_equal(alone[0], whole[b], f"sequence {b}")
+
+
+def test_attention_does_not_read_past_its_position(rng: torch.Generator) -> None:
+    query, keys, values, _, scale = attention_arguments(rng, batch=1, tokens=4, length=20)
+    starts = torch.tensor([6])
+    for configuration in every_configuration():
+        clean = ops.attention(query, keys, values, starts, scale)
+        for poison in (torch.nan, torch.inf):
+            dirty_keys, dirty_values = keys.clone(), values.clone()
+            dirty_keys[:, :, 10:] = poison
+            dirty_values[:, :, 10:] = poison
+            assert_equal(
+                ops.attention(query, dirty_keys, dirty_values, starts, scale), clean, configuration
+            )
+        dirty_values = values.clone()
+        dirty_values[:, :, 8] = torch.nan  # seen by tokens 2 and 3 only
+        dirty = ops.attention(query, keys, dirty_values, starts, scale)
+        assert_equal(dirty[:, :2], clean[:, :2], configuration)
+        assert bool(dirty[:, 2:].isnan().all())
+
+
+def test_memory_layout_of_an_argument_does_not_matter(rng: torch.Generator) -> None:
+    weight, scale = random_packed(rng, 33, 160), positive(rng, 1)
+    x = activations(rng, 12, 160)
+    expected = ops.linear(x, weight, scale)
+    wide = torch.full((12, 480), torch.nan)
+    for start, step in ((0, 1), (1, 1), (3, 2), (0, 3)):
+        wide[:, start : start + 160 * step : step] = x
+        view = wide[:, start : start + 160 * step : step]
+        assert_equal(ops.linear(view, weight, scale), expected, f"start {start} step {step}")
+    assert_equal(ops.linear(x.T.contiguous().T, weight, scale), expected)
+    assert_equal(ops.linear(x[:1].expand(4, -1), weight, scale), expected[:1].expand(4, -1))
+    backwards = torch.flip(x, [0])
+    assert_equal(ops.linear(backwards, weight, scale), expected.flip(0))
