@@ -6,11 +6,15 @@ know files, nor what a config says outside its block "bitnet_ops".
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import torch
+
+from bitnet_ops import _runtime
 
 MAGIC = b"SGLBITNT"
 VERSION = 1
@@ -40,6 +44,15 @@ class SglbitntError(ValueError):
 
     def __str__(self) -> str:
         return f"{self.message} [{self.code}]"
+
+
+@contextlib.contextmanager
+def typed_errors() -> Iterator[None]:
+    """Errors of the C++ reader as SglbitntError."""
+    try:
+        yield
+    except _runtime.FormatError as error:
+        raise SglbitntError(error.code, str(error)) from None
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -92,12 +105,12 @@ def _check_config(config: Any, where: str) -> None:
     if PRIVATE_BLOCK not in config:
         return
     block = config[PRIVATE_BLOCK]
-    version = block.get("format_version") if isinstance(block, dict) else block
+    version = block.get("format_version") if isinstance(block, dict) else None
     if type(version) is not int or version != PRIVATE_VERSION:
         raise SglbitntError(
             "private_block",
             f'{where}: header: expected "bitnet_ops" in the config with format_version '
-            f"{PRIVATE_VERSION}, got {version!r:.80}; convert the model again, or use the release "
+            f"{PRIVATE_VERSION}, got {block!r:.80}; convert the model again, or use the release "
             "that wrote the file",
         )
 

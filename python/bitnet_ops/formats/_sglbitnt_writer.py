@@ -31,6 +31,7 @@ from bitnet_ops.formats._sglbitnt_rules import (
     VERSION,
     SglbitntError,
     config_bytes,
+    typed_errors,
 )
 from bitnet_ops.formats.atomic import atomic_file
 
@@ -215,7 +216,8 @@ class Writer:
                 "add every tensor before leaving the block" + (missing if announced else ""),
             )
         # The reader has the last word: catches a record cut short by an error the caller swallowed.
-        _runtime.SglbitntFile(os.fsencode(temporary), check_codes=False)
+        with typed_errors():
+            _runtime.SglbitntFile(os.fsencode(temporary), check_codes=False)
 
     def __enter__(self) -> Writer:
         self._context = self._session()

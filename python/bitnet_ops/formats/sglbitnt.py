@@ -6,10 +6,8 @@ a config says outside its block "bitnet_ops".
 
 from __future__ import annotations
 
-import contextlib
 import os
 import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,13 @@ import torch
 from torch import Tensor
 
 from bitnet_ops import _runtime
-from bitnet_ops.formats._sglbitnt_rules import DTYPES, MAX_DIM, SglbitntError, parse_config
+from bitnet_ops.formats._sglbitnt_rules import (
+    DTYPES,
+    MAX_DIM,
+    SglbitntError,
+    parse_config,
+    typed_errors,
+)
 from bitnet_ops.formats._sglbitnt_writer import Writer
 
 __all__ = ["MODEL_FILE", "Reader", "SglbitntError", "TensorInfo", "Writer", "model_file"]
@@ -53,15 +57,6 @@ def model_file(path: str | os.PathLike[str]) -> Path:
     return path / MODEL_FILE if path.is_dir() else path
 
 
-@contextlib.contextmanager
-def _typed_errors() -> Iterator[None]:
-    """Errors of the C++ reader as SglbitntError."""
-    try:
-        yield
-    except _runtime.FormatError as error:
-        raise SglbitntError(error.code, str(error)) from None
-
-
 class Reader:
     """A file, checked and mapped; tensors of the packed kind are views of the mapping.
 
@@ -71,7 +66,7 @@ class Reader:
 
     def __init__(self, path: str | os.PathLike[str], check_codes: bool = True) -> None:
         self.path = Path(path)
-        with _typed_errors():
+        with typed_errors():
             self._file = _runtime.SglbitntFile(os.fsencode(self.path), check_codes)
         self.config: dict[str, Any] = parse_config(self._file.config_json, str(self.path))
         infos = [
@@ -115,7 +110,7 @@ class Reader:
                 f"{self.path}: expected in_features from 1 to {MAX_DIM}, got {in_features}; "
                 "take K from the config",
             )
-        with _typed_errors():
+        with typed_errors():
             self._file.check_in_features(self._index[name], in_features)
 
     def code_counts(self, name: str) -> tuple[int, int, int]:

@@ -1,0 +1,116 @@
+"""What opening a hostile file costs: memory bounded whatever its headers claim.
+
+Runs `_runtime` alone in a process of its own, so that torch's memory does not hide the figures.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import sglbitnt_bytes as raw
+from bitnet_ops import _runtime
+from sglbitnt_malformed import LARGEST, MALFORMED
+
+MIB = 1 << 20
+
+# Loads the module from its file (the package would load torch), caps the address space at 64 MiB
+# above what is mapped now, opens each file and reports the outcome and the growth of the peak RSS.
+CHILD = """
+import importlib.util, json, os, resource, sys
+spec = importlib.util.spec_from_file_location("bitnet_ops._runtime", sys.argv[1])
+runtime = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(runtime)
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+pages = int(open("/proc/self/statm").read().split()[0])
+limit = pages * os.sysconf("SC_PAGESIZE") + int(sys.argv[2])
+resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+out = []
+for path in sys.argv[4:]:
+    before = peak()
+    try:
+        tensors = runtime.SglbitntFile(path, bool(int(sys.argv[3]))).tensors
+        outcome = f"{len(tensors)} tensors"
+        del tensors
+    except runtime.FormatError as error:
+        outcome = error.code
+    out.append([outcome, peak() - before])
+print(json.dumps(out))
+"""
+
+
+def open_in_child(paths: list[Path], room: int, check_codes: bool = True) -> list[tuple[str, int]]:
+    """(outcome, growth of the peak in bytes) of each file, opened one after the other."""
+    command = [sys.executable, "-c", CHILD, _runtime.__file__, str(room), str(int(check_codes))]
+    done = subprocess.run(
+        [*command, *map(str, paths)], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return [(outcome, growth) for outcome, growth in json.loads(done.stdout)]
+
+
+CLAIMING = (
+    "cve_",
+    "count_",
+    "name_length",
+    "config_length",
+    "byte_length",
+    "ndim",
+    "dim",
+    "packed_",
+)
+CLAIMS = [name for name in MALFORMED if name.startswith(CLAIMING)]
+
+
+def test_claims_of_exabytes_allocate_nothing(tmp_path: Path) -> None:
+    paths = []
+    for name in CLAIMS:
+        paths.append(tmp_path / name)
+        paths[-1].write_bytes(MALFORMED[name][0])
+    assert len(paths) >= 30
+    largest = max(path.stat().st_size for path in paths)
+    results = open_in_child(paths, room=64 * MIB)
+    for name, (outcome, growth) in zip(CLAIMS, results, strict=True):
+        assert outcome == MALFORMED[name][1], name
+        # 65536 records at the limit of the format, the mapped file itself, the allocator's slack
+        assert growth <= largest + 16 * MIB, (name, growth)
+    # all but the one file that really has 65537 tensors: a page or two
+    assert sorted(growth for _, growth in results)[-2] <= 2 * MIB
+
+
+def test_the_largest_number_of_tensors_stays_below_the_stated_bound(tmp_path: Path) -> None:
+    path = tmp_path / "m.bin"
+    path.write_bytes(raw.file(*(raw.tensor(b"%x" % i, 2, (1,)) for i in range(65536))))
+    command = [path]
+    parse_only = open_in_child(command, room=128 * MIB, check_codes=False)
+    assert parse_only[0][0] == "65536 tensors"
+    # the file in memory, below 10 MB of C++ records, and the list of 65536 Python objects
+    assert parse_only[0][1] <= path.stat().st_size + 10 * MIB + 48 * MIB
+
+
+@pytest.mark.parametrize("gigabytes", [1, 8])
+def test_opening_reads_headers_only(tmp_path: Path, gigabytes: int) -> None:
+    """A sparse file of real gigabytes, its structure right: memory does not grow with it."""
+    path = tmp_path / "m.bin"
+    rows = gigabytes << 15
+    head = raw.file(raw.tensor(b"w", 0, (rows, 32768), b"", nbytes=rows * 32768))
+    path.write_bytes(head)
+    with open(path, "r+b") as file:
+        file.truncate(len(head) + rows * 32768)
+    room = path.stat().st_size + 64 * MIB
+    outcome, growth = open_in_child([path], room, check_codes=False)[0]
+    assert outcome == "1 tensors"
+    assert growth <= 2 * MIB
+    file_too_large_to_map = open_in_child([path], room=64 * MIB, check_codes=False)
+    assert file_too_large_to_map[0][0] == "io"
+
+
+def test_the_claims_are_larger_than_any_memory() -> None:
+    assert LARGEST * (2**31 - 32) > 2**61
