@@ -44,8 +44,6 @@ PYTHON_LAYERS: dict[str, set[str]] = {
     "bench": {"*"},
     "server": {"*"},
     "cli": {"*"},
-    "cli_chat": {"*"},
-    "cli_generate": {"*"},
 }
 NEVER_BY_STAR = {"reference", "integrations"}
 
