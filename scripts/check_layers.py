@@ -40,7 +40,8 @@ PYTHON_LAYERS: dict[str, set[str]] = {
     "convert": {"config", "formats", "models", "ops", "packing", "quantize"}
     | {"engine", "kv_cache", "language_model", "tokenizer"},
     "integrations": {"config", "convert", "linear", "ops", "packing", "quantize"},
-    "doctor": {"_runtime", "ops"},
+    "machine": set(),
+    "doctor": {"_runtime", "machine", "ops"},
     "bench": {"*"},
     "server": {"*"},
     "cli": {"*"},
