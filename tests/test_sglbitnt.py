@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import random
 import re
 import socket
 import struct
@@ -226,6 +227,46 @@ def test_flips_of_magic_version_lengths_and_counts_are_all_refused(tmp_path: Pat
         data = bytearray(SMALL)
         data[bit // 8] ^= 1 << (bit % 8)
         assert refusal(put(tmp_path, bytes(data))).code
+
+
+def mutant(generator: random.Random) -> bytes:
+    """SMALL with one to three edits: a number overwritten, a bit flipped, bytes cut or repeated."""
+    data = bytearray(SMALL)
+    for _ in range(generator.randint(1, 3)):
+        at, size = generator.randrange(len(data) + 1), generator.randint(1, 40)
+        match generator.randrange(5):
+            case 0:
+                data[at : at + 4] = raw.u32(
+                    generator.choice([0, 1, 2, 3, 32, 64, 2**31, 2**32 - 1])
+                )
+            case 1:
+                data[at : at + 1] = bytes([generator.randrange(256)])
+            case 2:
+                del data[at : at + size]
+            case 3:
+                data[at:at] = data[at : at + size]
+            case 4:
+                data[at : at + 1] = bytes(
+                    b ^ 1 << generator.randrange(8) for b in data[at : at + 1]
+                )
+    return bytes(data)
+
+
+def test_verdicts_agree_with_the_independent_reader(tmp_path: Path) -> None:
+    """3000 mutants here; SGLBITNT_MUTANTS=1000000 makes a campaign of it."""
+    generator = random.Random(20261121)
+    accepted = mutants = int(os.environ.get("SGLBITNT_MUTANTS", "3000"))
+    for _ in range(mutants):
+        data = mutant(generator)
+        path = put(tmp_path, data)
+        try:
+            assert_same(Reader(path), data)
+        except SglbitntError as error:
+            accepted -= 1
+            assert_documented(error, path)
+            with pytest.raises(raw.Refused):
+                raw.read(data)
+    assert mutants / 100 < accepted < mutants / 2  # both verdicts are exercised
 
 
 # --- the true K -----------------------------------------------------------------------------------

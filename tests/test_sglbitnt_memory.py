@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 import sglbitnt_bytes as raw
-from bitnet_ops import _runtime
+from bitnet_ops import _runtime, load
+from bitnet_ops.models import TensorError
 from sglbitnt_malformed import LARGEST, MALFORMED
 
 MIB = 1 << 20
@@ -110,6 +111,24 @@ def test_opening_reads_headers_only(tmp_path: Path, gigabytes: int) -> None:
     assert growth <= 2 * MIB
     file_too_large_to_map = open_in_child([path], room=64 * MIB, check_codes=False)
     assert file_too_large_to_map[0][0] == "io"
+
+
+def test_a_config_that_claims_two_billion_layers(tmp_path: Path) -> None:
+    """No list of their names is made: the file has one tensor."""
+    config = {
+        "model_type": "bitnet",
+        "vocab_size": 10,
+        "hidden_size": 128,
+        "intermediate_size": 128,
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+        "hidden_act": "relu2",
+        "num_hidden_layers": LARGEST,
+    }
+    path = tmp_path / "model.bin"
+    path.write_bytes(raw.file(raw.tensor(b"w"), config=config))
+    with pytest.raises(TensorError, match=f"tensors of {LARGEST} layers, got 1 tensors"):
+        load(path)
 
 
 def test_the_claims_are_larger_than_any_memory() -> None:

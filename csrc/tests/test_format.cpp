@@ -145,6 +145,33 @@ void require_consistent(Bytes file, const format::ParsedFile& parsed) {
   require(at == file.size(), "the file ends with the last tensor");
 }
 
+// Weight i of a row by FORMAT.md's own words.
+unsigned code_at(Bytes row, std::uint64_t i) {
+  return row[i / 128 * 32 + i % 32] >> (6 - 2 * (i % 128 / 32)) & 3U;
+}
+
+// Accepted data once more, one value at a time.
+void require_good_data(Bytes file, const format::TensorRecord& t, std::uint64_t in_features) {
+  const Bytes data = file.subspan(t.offset_bytes, t.size_bytes);
+  if (t.packed()) {
+    for (std::uint64_t row = 0; row < t.dims[0]; ++row) {
+      for (std::uint64_t i = 0; i < 4 * std::uint64_t{t.dims[1]}; ++i) {
+        const unsigned code = code_at(data.subspan(row * t.dims[1], t.dims[1]), i);
+        require(i < in_features ? code != 3 : code == 1, "codes and padding are right");
+      }
+    }
+    return;
+  }
+  const bool f32 = t.dtype == format::DType::kF32;
+  const unsigned shift = f32 ? 23 : t.dtype == format::DType::kF16 ? 10 : 7;
+  const unsigned ones = t.dtype == format::DType::kF16 ? 31 : 255;
+  for (std::size_t i = 0; i < data.size(); i += f32 ? 4 : 2) {
+    std::uint32_t bits = 0;
+    std::memcpy(&bits, data.data() + i, f32 ? 4 : 2);
+    require((bits >> shift & ones) != ones, "values are finite");
+  }
+}
+
 // True if the file is accepted; FormatError is the only exception there may be.
 bool accepted(Bytes file, std::uint64_t in_features, std::array<std::uint64_t, 32>& seen) {
   try {
@@ -158,6 +185,7 @@ bool accepted(Bytes file, std::uint64_t in_features, std::array<std::uint64_t, 3
       const std::uint64_t codes = counts.minus + counts.zero + counts.plus;
       require(codes == (tensor.packed() ? 4 * tensor.size_bytes : 0), "every code is counted");
       if (tensor.packed()) format::check_in_features(file, tensor, in_features);
+      require_good_data(file, tensor, in_features);
     }
     return true;
   } catch (const format::FormatError& error) {
