@@ -53,12 +53,14 @@ void Check::fail(const std::string& argument, const std::string& constraint,
 }
 
 void Check::dtype(const Tensor& t, const char* argument, ScalarType type) const {
+  require(t.defined(), argument, "to be a tensor", "None");  // torch passes None for Tensor
   require(t.is_cpu(), argument, "on the CPU", "another device");
   require(t.scalar_type() == type, argument, "of dtype " + dtype_name(type),
           dtype_name(t.scalar_type()));
 }
 
 void Check::float_dtype(const Tensor& t, const char* argument) const {
+  require(t.defined(), argument, "to be a tensor", "None");  // torch passes None for Tensor
   require(t.is_cpu(), argument, "on the CPU", "another device");
   const ScalarType type = t.scalar_type();
   const bool ok =

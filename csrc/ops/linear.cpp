@@ -102,8 +102,9 @@ Tensor linear(const Tensor& x_in, const Tensor& weight, const Tensor& weight_sca
   check.float_dtype(x_in, "x");
   check.min_dim(x_in, "x", 1);
   Shape shape = shape_of(x_in);
-  const int64_t k = shape.back(), n = weight.dim() == 2 ? weight.size(0) : 0;
+  const int64_t k = shape.back();
   check.packed_for(weight, "weight", k);
+  const int64_t n = weight.size(0);
   check.weight_scale(weight_scale, "weight_scale", n);
   if (bias.has_value()) check.vector(*bias, "bias", n);
   const int64_t tokens = product(shape, 0, shape.size() - 1);
