@@ -1,0 +1,385 @@
+"""ModelConfig: a Hugging Face config.json as the few numbers that fix the maths of a model.
+
+Strict: a field that this package does not implement is refused with its name, its value and a
+remedy; a field that merely describes the file or the training is passed over; a field it has never
+heard of is recorded in `notes`, never dropped in silence. Sources: transformers 5
+`configuration_bitnet.py` and `configuration_llama.py` (fields and defaults). It must not know
+torch, tensors or files: a dict goes in, numbers come out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+PRIVATE_BLOCK = "bitnet_ops"
+
+
+class UnsupportedModelError(ValueError):
+    """A model that this package cannot run; the message names field, value and remedy."""
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The architecture of one model; names as Hugging Face spells them, sizes in elements.
+
+    `sub_norms`: RMSNorm on the attention output and on the MLP's product (the BitNet architecture).
+    `eos_token_ids`: every id that ends a text; may be empty. `notes`: remarks for the user.
+    """
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    hidden_act: str
+    rms_norm_eps: float
+    rope_theta: float
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    sub_norms: bool
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    notes: tuple[str, ...] = field(default=(), compare=False)
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> ModelConfig:
+        """Read a config.json that has been parsed to a dict.
+
+        Returns the config. Raises UnsupportedModelError for an architecture or option outside what
+        is implemented, and for a missing, mistyped or inconsistent field.
+        """
+        if not isinstance(config, Mapping):
+            raise UnsupportedModelError(
+                f"config: expected a JSON object, got {type(config).__name__}; "
+                "pass the parsed config.json of a causal language model"
+            )
+        defaults = _architecture(config)
+        _refuse_other_maths(config)
+        _check_quantization(config)
+        result = cls(**_fields(config, defaults), notes=_notes(config))
+        _check_consistency(result)
+        return result
+
+
+# Architectures ------------------------------------------------------------------------------
+
+# What the Hugging Face class assumes where config.json is silent, and whether it has sub-norms.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "bitnet": {
+        "hidden_act": "relu2",
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "sub_norms": True,
+    },
+    "llama": {
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "sub_norms": False,
+    },
+}
+# The second spelling is that of block-diffusion BitNets, read here as ordinary causal models.
+_ARCHITECTURES = {
+    "bitnet": ("BitNetForCausalLM", "BitnetForCausalLM"),
+    "llama": ("LlamaForCausalLM",),
+}
+_ACTIVATIONS = ("relu2", "silu")
+
+
+def _refuse(name: str, value: object, expected: str, remedy: str) -> UnsupportedModelError:
+    return UnsupportedModelError(f"config: expected {name} {expected}, got {value!r}; {remedy}")
+
+
+def _architecture(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The defaults of config's architecture; refuses an architecture without an implementation."""
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str) or model_type not in _DEFAULTS:
+        raise _refuse(
+            "model_type",
+            model_type,
+            "one of " + ", ".join(sorted(_DEFAULTS)),
+            "other architectures are not implemented",
+        )
+    names = config.get("architectures")
+    known = _ARCHITECTURES[model_type]
+    if names is not None and (
+        not isinstance(names, list) or len(names) != 1 or names[0] not in known
+    ):
+        remedy = "other architectures are not implemented"
+        if names == ["BitnetForCausalLM"]:
+            remedy = (
+                "this is the 1bitLLM architecture, whose norms inner_attn_ln and ffn_layernorm "
+                "are not implemented"
+            )
+        raise _refuse("architectures", names, f"[{known[0]!r}] for {model_type}", remedy)
+    return _DEFAULTS[model_type]
+
+
+# Options that change the maths -----------------------------------------------------------------
+
+# field -> (values that leave the maths as implemented, what the field would switch on).
+_MATHS: dict[str, tuple[tuple[Any, ...], str]] = {
+    "attention_bias": ((False,), "biases in the attention projections"),
+    "mlp_bias": ((False,), "biases in the MLP projections"),
+    "use_bias": ((False,), "biases in the projections"),
+    "qkv_bias": ((False,), "biases in the attention projections"),
+    "use_qk_norm": ((False,), "norms on queries and keys"),
+    "qk_norm": ((False,), "norms on queries and keys"),
+    "qk_layernorm": ((False,), "norms on queries and keys"),
+    "use_rms_norm": ((False,), "an RMSNorm inside every linear layer"),
+    "sliding_window": ((), "sliding-window attention"),
+    "use_sliding_window": ((False,), "sliding-window attention"),
+    "attention_chunk_size": ((), "chunked attention"),
+    "no_rope_layers": (([],), "layers without rotary embedding"),
+    "partial_rotary_factor": ((1, 1.0), "rotary embedding of a part of each head"),
+    "rotary_pct": ((1, 1.0), "rotary embedding of a part of each head"),
+    "position_embedding_type": (("rope", "rotary", "absolute"), "another position embedding"),
+    "attn_logit_softcapping": ((), "soft-capped attention scores"),
+    "final_logit_softcapping": ((), "soft-capped logits"),
+    "logit_scale": ((1, 1.0), "scaled logits"),
+    "logits_scaling": ((1, 1.0), "scaled logits"),
+    "embedding_multiplier": ((1, 1.0), "scaled embeddings"),
+    "scale_emb": ((1, 1.0), "scaled embeddings"),
+    "residual_multiplier": ((1, 1.0), "a scaled residual stream"),
+    "scale_depth": ((1, 1.0), "a scaled residual stream"),
+    "attention_multiplier": ((), "another attention scale"),
+    "query_pre_attn_scalar": ((), "another attention scale"),
+    "num_experts": ((0, 1), "a mixture of experts"),
+    "num_local_experts": ((0, 1), "a mixture of experts"),
+    "n_routed_experts": ((0, 1), "a mixture of experts"),
+    "is_encoder_decoder": ((False,), "an encoder"),
+    "add_cross_attention": ((False,), "cross-attention"),
+    "weight_bits": ((), "the 1bitLLM architecture, with norms under other names"),
+    "input_bits": ((), "the 1bitLLM architecture, with norms under other names"),
+    "group_size": ((), "one scale per group of weights"),
+}
+
+
+def _refuse_other_maths(config: Mapping[str, Any]) -> None:
+    for name, (allowed, meaning) in _MATHS.items():
+        value = config.get(name)
+        if value is not None and value not in allowed:
+            expected = f"to be absent or {allowed[0]!r}" if allowed else "to be absent"
+            raise _refuse(name, value, expected, f"it asks for {meaning}, which is not implemented")
+    kinds = config.get("layer_types")
+    if kinds is not None and (not isinstance(kinds, list) or set(kinds) - {"full_attention"}):
+        raise _refuse(
+            "layer_types",
+            kinds,
+            "to hold only 'full_attention'",
+            "other kinds of attention layers are not implemented",
+        )
+
+
+_QUANTIZATION: dict[str, tuple[Any, ...]] = {
+    "quant_method": ("bitnet",),
+    "linear_class": (None, "bitlinear", "autobitlinear"),
+    "quantization_mode": (None, "offline", "online"),
+    "use_rms_norm": (None, False),
+}
+
+
+def _check_quantization(config: Mapping[str, Any]) -> None:
+    """Refuse what quantization_config may ask for beyond ternary weights with one scale each."""
+    block = config.get("quantization_config")
+    if block is None:
+        return
+    if not isinstance(block, Mapping):
+        raise _refuse("quantization_config", block, "to be an object", "repair config.json")
+    for name, allowed in _QUANTIZATION.items():
+        value = block.get(name)
+        if value not in allowed:
+            shown = " or ".join(map(repr, (a for a in allowed if a is not None)))
+            raise _refuse(
+                f"quantization_config.{name}",
+                value,
+                shown,
+                "other quantisations are not implemented: convert a BitNet b1.58 checkpoint",
+            )
+
+
+# Fields --------------------------------------------------------------------------------------
+
+
+def _integer(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
+    value = config.get(name)
+    if value is None and default is not None:
+        return default
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**31:
+        raise _refuse(name, value, "to be a positive integer", "repair config.json")
+    return value
+
+
+def _positive(config: Mapping[str, Any], name: str, default: float) -> float:
+    value = config.get(name, default)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise _refuse(name, value, "to be a number", "repair config.json")
+    if not (math.isfinite(value) and value > 0):
+        raise _refuse(name, value, "to be finite and above 0", "repair config.json")
+    return float(value)
+
+
+def _flag(config: Mapping[str, Any], name: str, default: bool) -> bool:
+    value = config.get(name, default)
+    if not isinstance(value, bool):
+        raise _refuse(name, value, "to be true or false", "repair config.json")
+    return value
+
+
+def _rope_theta(config: Mapping[str, Any], default: float) -> float:
+    """theta from `rope_theta`, `rope_parameters.rope_theta` or `rope_scaling.rope_theta`."""
+    found: dict[str, float] = {}
+    if config.get("rope_theta") is not None:
+        found["rope_theta"] = _positive(config, "rope_theta", default)
+    for name in ("rope_parameters", "rope_scaling"):
+        block = config.get(name)
+        if block is None:
+            continue
+        if not isinstance(block, Mapping):
+            raise _refuse(name, block, "to be an object", "repair config.json")
+        kind = block.get("rope_type", block.get("type", "default"))
+        if kind != "default":
+            raise _refuse(
+                f"{name}.rope_type", kind, "'default'", "scaled rotary embedding is not implemented"
+            )
+        if block.get("partial_rotary_factor", 1) != 1:
+            raise _refuse(
+                f"{name}.partial_rotary_factor",
+                block["partial_rotary_factor"],
+                "1",
+                "rotary embedding of a part of each head is not implemented",
+            )
+        if block.get("rope_theta") is not None:
+            found[f"{name}.rope_theta"] = _positive(block, "rope_theta", default)
+    if len(set(found.values())) > 1:
+        raise _refuse("rope_theta", found, "to be the same in every spelling", "keep one of them")
+    return next(iter(found.values()), default)
+
+
+def _token_ids(config: Mapping[str, Any], name: str) -> tuple[int, ...]:
+    value = config.get(name)
+    values = [] if value is None else value if isinstance(value, list) else [value]
+    for v in values:
+        if not isinstance(v, int) or isinstance(v, bool) or v < 0:
+            raise _refuse(name, value, "to be a token id or a list of them", "repair config.json")
+    return tuple(dict.fromkeys(values))
+
+
+def _head_dim(config: Mapping[str, Any], hidden: int, heads: int) -> int:
+    if config.get("head_dim") is not None:
+        return _integer(config, "head_dim")
+    if hidden % heads:
+        raise _refuse(
+            "hidden_size",
+            hidden,
+            f"to be a multiple of num_attention_heads {heads}",
+            "or state head_dim in config.json",
+        )
+    return hidden // heads
+
+
+def _fields(config: Mapping[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+    heads = _integer(config, "num_attention_heads")
+    hidden = _integer(config, "hidden_size")
+    act = config.get("hidden_act", defaults["hidden_act"])
+    if act not in _ACTIVATIONS:
+        raise _refuse(
+            "hidden_act", act, "one of " + ", ".join(_ACTIVATIONS), "others are not implemented"
+        )
+    bos = _token_ids(config, "bos_token_id")
+    return {
+        "model_type": config["model_type"],
+        "vocab_size": _integer(config, "vocab_size"),
+        "hidden_size": hidden,
+        "intermediate_size": _integer(config, "intermediate_size"),
+        "num_hidden_layers": _integer(config, "num_hidden_layers"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": _integer(config, "num_key_value_heads", heads),
+        "head_dim": _head_dim(config, hidden, heads),
+        "hidden_act": act,
+        "rms_norm_eps": _positive(config, "rms_norm_eps", defaults["rms_norm_eps"]),
+        "rope_theta": _rope_theta(config, defaults["rope_theta"]),
+        "max_position_embeddings": _integer(config, "max_position_embeddings", 2048),
+        "tie_word_embeddings": _flag(config, "tie_word_embeddings", False),
+        "sub_norms": defaults["sub_norms"],
+        "bos_token_id": bos[0] if bos else None,
+        "eos_token_ids": _token_ids(config, "eos_token_id"),
+    }
+
+
+def _check_consistency(c: ModelConfig) -> None:
+    """Relations between fields that no single field shows."""
+    if c.num_attention_heads % c.num_key_value_heads:
+        raise _refuse(
+            "num_attention_heads",
+            c.num_attention_heads,
+            f"to be a multiple of num_key_value_heads {c.num_key_value_heads}",
+            "repair config.json",
+        )
+    if c.head_dim % 2:
+        raise _refuse("head_dim", c.head_dim, "to be even", "rotary embedding turns pairs")
+    if c.sub_norms and c.num_attention_heads * c.head_dim != c.hidden_size:
+        raise _refuse(
+            "head_dim",
+            c.head_dim,
+            f"to be hidden_size / num_attention_heads = {c.hidden_size} / {c.num_attention_heads}",
+            "attn_sub_norm has hidden_size gains in the bitnet architecture",
+        )
+    ids = [*c.eos_token_ids, *([] if c.bos_token_id is None else [c.bos_token_id])]
+    if any(i >= c.vocab_size for i in ids):
+        raise _refuse(
+            "bos_token_id and eos_token_id",
+            ids,
+            f"below vocab_size {c.vocab_size}",
+            "repair config.json",
+        )
+
+
+# Everything else ------------------------------------------------------------------------------
+
+# Describes the file, its training or a run of another library; never the forward pass.
+_HARMLESS = frozenset(
+    """_name_or_path _attn_implementation attention_dropout attn_dropout attn_implementation
+    bad_words_ids begin_suppress_tokens bos_token_id chunk_size_feed_forward classifier_dropout
+    cross_attention_hidden_size decoder_start_token_id diversity_penalty do_sample dtype
+    early_stopping embd_pdrop encoder_no_repeat_ngram_size eos_token_id
+    exponential_decay_length_penalty finetuning_task forced_bos_token_id forced_eos_token_id
+    hidden_dropout_prob id2label initializer_range is_decoder label2id length_penalty max_length
+    min_length model_max_length no_repeat_ngram_size num_beam_groups num_beams num_return_sequences
+    output_attentions output_hidden_states output_scores pad_token_id prefix pretraining_tp
+    problem_type pruned_heads remove_invalid_values repetition_penalty resid_pdrop return_dict
+    return_dict_in_generate sep_token_id suppress_tokens task_specific_params temperature
+    tf_legacy_loss tie_encoder_decoder tokenizer_class top_k top_p torch_dtype torchscript
+    transformers_version typical_p unk_token_id unsloth_fixed unsloth_version use_bfloat16 use_cache
+    """.split()
+)
+_READ = frozenset(
+    """model_type architectures vocab_size hidden_size intermediate_size num_hidden_layers
+    num_attention_heads num_key_value_heads head_dim hidden_act rms_norm_eps rope_theta
+    rope_parameters rope_scaling max_position_embeddings tie_word_embeddings layer_types
+    quantization_config
+    """.split()
+) | {PRIVATE_BLOCK}
+_REMARKS = {
+    "auto_map": "code shipped with a checkpoint is never run",
+    "bd_size": "a block-diffusion model: it is run as an ordinary causal model, left to right, "
+    "which is not how it was trained",
+    "mask_token_id": "only block-diffusion decoding uses it, which is not implemented",
+}
+
+
+def _notes(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """One remark for every key that is neither read nor known to be harmless."""
+    notes = []
+    for name, value in config.items():
+        if name in _READ or name in _HARMLESS or name in _MATHS or value is None:
+            continue
+        remark = _REMARKS.get(name, "unknown here; ignored")
+        notes.append(f"config key {name} = {str(value)[:60]}: {remark}")
+    return tuple(notes)

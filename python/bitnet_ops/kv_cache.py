@@ -1,0 +1,148 @@
+"""KVCache: keys and values of every layer, with the length of every sequence.
+
+The lengths ARE the positions: the next token of sequence b stands at position lengths[b]. Keys are
+stored after the rotary embedding. A slot at or above its sequence's length is never read.
+It must not know models, sampling or text.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from bitnet_ops import ops
+from bitnet_ops.config import ModelConfig
+
+KV_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class CacheCapacityError(ValueError):
+    """More positions were asked for than the cache, or the model's context, has."""
+
+
+class KVCache:
+    """Keys and values, per layer a tensor [B, KV, L, D] of `dtype`, and `lengths` int64 [B].
+
+    Args:
+        config: the model's config (layers, kv heads, head_dim, max_position_embeddings).
+        batch: number of sequences B, at least 1.
+        max_len: capacity L in positions, at most config.max_position_embeddings.
+        dtype: torch.float32 or torch.bfloat16.
+    Raises CacheCapacityError or ValueError on anything else. Memory is taken from the system only
+    as positions are written (zero pages).
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        batch: int,
+        max_len: int,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        if dtype not in KV_DTYPES.values():
+            raise ValueError(f"KVCache: expected dtype float32 or bfloat16, got {dtype}")
+        if batch < 1:
+            raise ValueError(f"KVCache: expected batch above 0, got {batch}")
+        if not 1 <= max_len <= config.max_position_embeddings:
+            raise CacheCapacityError(
+                f"KVCache: expected max_len from 1 to max_position_embeddings "
+                f"{config.max_position_embeddings}, got {max_len}; the model has no more positions"
+            )
+        shape = (batch, config.num_key_value_heads, max_len, config.head_dim)
+        layers = config.num_hidden_layers
+        self.keys = [torch.zeros(shape, dtype=dtype) for _ in range(layers)]
+        self.values = [torch.zeros(shape, dtype=dtype) for _ in range(layers)]
+        self.lengths = torch.zeros(batch, dtype=torch.int64)
+        self.max_len = max_len
+
+    @property
+    def batch(self) -> int:
+        """The number of sequences B."""
+        return self.lengths.shape[0]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.keys[0].dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of address space of all keys and values, written or not."""
+        return sum(t.nbytes for t in (*self.keys, *self.values))
+
+    def positions(self, new_tokens: int) -> Tensor:
+        """Absolute positions int64 [B, new_tokens] of the tokens that come next.
+
+        Raises CacheCapacityError, before anything is written, if one sequence has no room for them.
+        """
+        longest = int(self.lengths.max())
+        if longest + new_tokens > self.max_len:
+            raise CacheCapacityError(
+                f"KVCache: expected at most {self.max_len - longest} new tokens, got {new_tokens}; "
+                f"{longest} of {self.max_len} positions are taken: make the cache or the prompt "
+                "shorter by that much, or start a new sequence"
+            )
+        start = self.lengths.unsqueeze(1)
+        return start if new_tokens == 1 else start + torch.arange(new_tokens)
+
+    def update(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """Write key and value F [B, T, KV, D] of one layer after each sequence's length.
+
+        The lengths do not move, for every layer writes at the same place; `advance` moves them.
+        """
+        ops.kv_cache_update(self.keys[layer], self.values[layer], key, value, self.lengths)
+
+    def advance(self, new_tokens: int) -> None:
+        """Count `new_tokens` positions, which every layer has written, in every sequence."""
+        # Not in place: callers may hold the positions, which for one token are a view of the
+        # lengths.
+        self.lengths = self.lengths + new_tokens
+
+    def clear(self) -> None:
+        """Forget everything; the memory stays."""
+        self.lengths = torch.zeros_like(self.lengths)
+
+    def truncate(self, length: int) -> None:
+        """Forget the positions from `length` on in every sequence that has them."""
+        if length < 0:
+            raise ValueError(f"KVCache: expected length at least 0, got {length}")
+        self.lengths = self.lengths.clamp(max=length)
+
+    def row(self, index: int) -> KVCache:
+        """Sequence `index` as a cache of batch 1 over the same memory; its lengths are its own.
+
+        Give the result's length back with `set_length` after using it.
+        """
+        view = self._view(
+            [k[index : index + 1] for k in self.keys], [v[index : index + 1] for v in self.values]
+        )
+        view.lengths = self.lengths[index : index + 1].clone()
+        return view
+
+    def set_length(self, index: int, length: int) -> None:
+        """Say that sequence `index` holds `length` positions."""
+        if not 0 <= length <= self.max_len:
+            raise CacheCapacityError(
+                f"KVCache: expected length from 0 to {self.max_len}, got {length}"
+            )
+        self.lengths = self.lengths.clone()
+        self.lengths[index] = length
+
+    def keep(self, rows: list[int]) -> KVCache:
+        """A cache of the sequences `rows` (ascending) over the same memory; self is used up.
+
+        Kept sequences move to the front, copying only the positions they have.
+        """
+        lengths = self.lengths.tolist()
+        for target, source in enumerate(rows):
+            if target != source:  # source > target, for rows ascend: nothing needed is overwritten
+                for t in (*self.keys, *self.values):
+                    t[target, :, : lengths[source]] = t[source, :, : lengths[source]]
+        n = len(rows)
+        view = self._view([k[:n] for k in self.keys], [v[:n] for v in self.values])
+        view.lengths = self.lengths[rows]
+        return view
+
+    def _view(self, keys: list[Tensor], values: list[Tensor]) -> KVCache:
+        view = KVCache.__new__(KVCache)
+        view.keys, view.values, view.max_len = keys, values, self.max_len
+        return view

@@ -1,0 +1,321 @@
+"""LanguageModel: a converted model with its tokenizer, and text in, text out; `load` opens one.
+
+    import bitnet_ops
+    lm = bitnet_ops.load()                       # the embedded demo model; or load("my-model/")
+    print(lm.generate("In the beginning", max_new_tokens=40))
+
+It binds formats, models, tokenizer and engine; the maths is in models/, the loop in engine.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bitnet_ops.config import ModelConfig
+from bitnet_ops.engine import Engine, Generation, Limits, Run, Session, Timing
+from bitnet_ops.formats import sglbitnt
+from bitnet_ops.models import Decoder, TensorError, build, check_names, expected_tensors
+from bitnet_ops.packing import PackedWeight
+from bitnet_ops.sampling import SamplingParams
+from bitnet_ops.tokenizer import StreamDecoder, Tokenizer, TokenizerError
+
+DEMO_DIR = Path(__file__).parent / "data" / "demo"
+GENERATION_CONFIG = "generation_config.json"
+
+
+class LoadError(ValueError):
+    """A path that holds no converted model; the message says what was looked for and found."""
+
+
+def load(
+    path: str | os.PathLike[str] | None = None,
+    *,
+    dtype: torch.dtype = torch.float32,
+    kv_dtype: torch.dtype = torch.float32,
+) -> LanguageModel:
+    """Open a converted model.
+
+    Args:
+        path: a directory with model.bin, or a .bin file; its tokenizer files lie beside it. None is
+            the demo model that travels in the package.
+        dtype: of the activations inside the layers, float32 or bfloat16.
+        kv_dtype: of the KV caches, float32 or bfloat16.
+    Returns the LanguageModel; packed weights are views of the memory-mapped file.
+    Raises LoadError, formats.sglbitnt.SglbitntError, config.UnsupportedModelError,
+    models.TensorError or tokenizer.TokenizerError: one line that names what is wrong.
+    """
+    file = _model_file(Path(path) if path is not None else DEMO_DIR)
+    reader = sglbitnt.Reader(file)
+    config = ModelConfig.from_hf(reader.config)
+    model = build(config, _tensors(reader, config), dtype)
+    folder = file.parent
+    tokenizer = Tokenizer.from_dir(folder) if (folder / "tokenizer.json").is_file() else None
+    return LanguageModel(model, tokenizer, _stop_ids(folder, config), kv_dtype=kv_dtype, path=file)
+
+
+def _model_file(path: Path) -> Path:
+    file = sglbitnt.model_file(path)
+    if file.is_file():
+        return file
+    if not path.exists():
+        raise LoadError(f"load: expected a model at {path}, got no such file or directory")
+    if any(path.glob("*.safetensors")):
+        raise LoadError(
+            f"load: expected a converted model with {file.name} in {path}, got a Hugging Face "
+            f"checkpoint; convert it first: bitnet-ops convert {path} DST"
+        )
+    raise LoadError(f"load: expected {file.name} in the directory {path}, got none")
+
+
+def _tensors(reader: sglbitnt.Reader, config: ModelConfig) -> dict[str, Any]:
+    """Every tensor of the file; ternary ones as PackedWeight with the config's K."""
+    check_names(config, reader.tensors)
+    tensors: dict[str, Any] = {}
+    for name, spec in expected_tensors(config).items():
+        info, tensor = reader.tensors[name], reader.tensor(name)
+        if spec.kind != "ternary" or not info.packed or info.scale is None:
+            tensors[name] = tensor  # `build` refuses what does not fit
+            continue
+        n, k = spec.shape
+        if info.shape[0] != n:
+            raise TensorError(f"model: expected {name} with {n} rows, got {info.shape[0]}")
+        reader.check_in_features(name, k)
+        tensors[name] = PackedWeight(tensor, torch.tensor([info.scale]), n, k)
+    return tensors
+
+
+def _stop_ids(folder: Path, config: ModelConfig) -> frozenset[int]:
+    """eos ids: those of generation_config.json if any (as transformers), else the config's."""
+    path = folder / GENERATION_CONFIG
+    if not path.is_file():
+        return frozenset(config.eos_token_ids)
+    try:
+        value = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+    except (ValueError, AttributeError):
+        raise LoadError(
+            f"load: expected {path} to hold a JSON object; repair or remove it"
+        ) from None
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    for i in ids:
+        if not isinstance(i, int) or isinstance(i, bool) or not 0 <= i < config.vocab_size:
+            raise LoadError(
+                f"load: expected eos_token_id in {path} to be ids below vocab_size "
+                f"{config.vocab_size}, got {value!r}"
+            )
+    return frozenset(ids or config.eos_token_ids)
+
+
+@dataclass(frozen=True)
+class _Request:
+    """The options of one call, checked."""
+
+    params: SamplingParams
+    limits: Limits
+    stop: tuple[str, ...] = field(default=())
+
+
+class LanguageModel:
+    """A model, its tokenizer (or None) and an engine.
+
+    Attributes: `config`, `model`, `tokenizer`, `engine`, `stop_ids` (end of text), `path`.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        tokenizer: Tokenizer | None = None,
+        stop_ids: frozenset[int] | None = None,
+        *,
+        kv_dtype: torch.dtype = torch.float32,
+        path: Path | None = None,
+    ) -> None:
+        self.model, self.path = model, path
+        self._tokenizer = tokenizer
+        self.engine = Engine(model, kv_dtype=kv_dtype)
+        self.stop_ids = frozenset(model.config.eos_token_ids) if stop_ids is None else stop_ids
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.model.config
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer. Raises TokenizerError if the model came without one."""
+        if self._tokenizer is None:
+            raise TokenizerError(
+                f"tokenizer: expected tokenizer.json beside {self.path}, got none; copy it from "
+                "the original checkpoint, or use token ids: `model` and `engine` need no tokenizer"
+            )
+        return self._tokenizer
+
+    def encode(self, prompt: str | Sequence[int]) -> list[int]:
+        """Token ids of a prompt; ids pass through."""
+        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+
+    def generate(self, prompt: str | Sequence[int], **options: Any) -> str:
+        """Continue `prompt` (text or token ids) and return the continuation alone.
+
+        Options, all neutral by default: max_new_tokens=128, temperature=0 (greedy), top_k=0,
+        top_p=1, min_p=0, repetition_penalty=1, seed=None (see sampling.SamplingParams); stop=(),
+        texts that end the answer and are left out of it; ignore_eos=False.
+        """
+        return "".join(self.stream(prompt, **options))
+
+    def stream(self, prompt: str | Sequence[int], **options: Any) -> TextStream:
+        """As `generate`, but an iterator over pieces of text as they come; see TextStream."""
+        request = self._request(**options)
+        run = self.engine.start([self.encode(prompt)], request.params, request.limits)
+        return TextStream(run, self.tokenizer, request.stop)
+
+    def generate_batch(self, prompts: Sequence[str | Sequence[int]], **options: Any) -> list[str]:
+        """As `generate` for several prompts at once; each answer is what it would be alone."""
+        request = self._request(**options)
+        streams = self._stream_batch([self.encode(p) for p in prompts], request)
+        return ["".join(s) for s in streams]
+
+    def chat(self, **options: Any) -> Conversation:
+        """A conversation through the model's chat template; options as for `generate`.
+
+        Raises tokenizer.ChatTemplateError at the first message if the model has no template.
+        """
+        return Conversation(self, self._request(**options))
+
+    def _request(
+        self,
+        *,
+        max_new_tokens: int = 128,
+        stop: str | Sequence[str] = (),
+        ignore_eos: bool = False,
+        **sampling: Any,
+    ) -> _Request:
+        try:
+            params = SamplingParams(**sampling)
+        except TypeError:
+            known = "max_new_tokens, stop, ignore_eos, " + ", ".join(vars(SamplingParams()))
+            raise TypeError(
+                f"generate: expected options among {known}, got {list(sampling)}"
+            ) from None
+        stops = (stop,) if isinstance(stop, str) else tuple(stop)
+        if not all(isinstance(s, str) and s for s in stops):
+            raise ValueError(f"generate: expected stop to be non-empty texts, got {stop!r}")
+        ids = frozenset() if ignore_eos else self.stop_ids
+        return _Request(params, Limits(max_new_tokens, ids), stops)
+
+    def _stream_batch(self, prompts: list[list[int]], request: _Request) -> list[list[str]]:
+        run = self.engine.start(prompts, request.params, request.limits)
+        texts = [_StopText(self.tokenizer, request.stop) for _ in prompts]
+        pieces: list[list[str]] = [[] for _ in prompts]
+        for row, token in run:
+            pieces[row].append(texts[row].push(token))
+            if texts[row].stopped:
+                run.cancel(row, "stop")
+        for text, out in zip(texts, pieces, strict=True):
+            out.append(text.finish())
+        return pieces
+
+
+class TextStream:
+    """Pieces of text as a run produces them, whole characters only.
+
+    Attributes, up to date at any time: `generation` (token ids, finish reason, seed) and `timing`.
+    """
+
+    def __init__(self, run: Run, tokenizer: Tokenizer, stop: tuple[str, ...] = ()) -> None:
+        self._run, self._text = run, _StopText(tokenizer, stop)
+        self._iterator = self._pieces()
+
+    @property
+    def generation(self) -> Generation:
+        return self._run.generations[0]
+
+    @property
+    def timing(self) -> Timing:
+        return self._run.timing
+
+    def __iter__(self) -> Iterator[str]:
+        return self._iterator
+
+    def _pieces(self) -> Iterator[str]:
+        for row, token in self._run:
+            if piece := self._text.push(token):
+                yield piece
+            if self._text.stopped:
+                self._run.cancel(row, "stop")
+        if piece := self._text.finish():
+            yield piece
+
+
+class _StopText:
+    """Text of one row up to the first stop text, which never shows, not even in part."""
+
+    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...]) -> None:
+        self._decoder, self._stop = StreamDecoder(tokenizer), stop
+        self._held = ""
+        self.stopped = False
+
+    def push(self, token: int) -> str:
+        return self._release(self._decoder.push(token), end=False)
+
+    def finish(self) -> str:
+        return "" if self.stopped else self._release(self._decoder.finish(), end=True)
+
+    def _release(self, piece: str, end: bool) -> str:
+        text = self._held + piece
+        found = [at for s in self._stop if (at := text.find(s)) >= 0]
+        if found:
+            self.stopped = True
+            return text[: min(found)]
+        keep = 0 if end else max((_overlap(text, s) for s in self._stop), default=0)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that is a beginning of `stop`."""
+    longest = min(len(text), len(stop) - 1)
+    return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
+
+
+class Conversation:
+    """Messages and the cache that holds them: only what is new is run.
+
+    `messages` is the history, a list of {"role", "content"}; it may be edited between turns.
+    """
+
+    def __init__(self, lm: LanguageModel, request: _Request) -> None:
+        self._lm, self._request = lm, request
+        self._session: Session = lm.engine.session()
+        self.messages: list[Mapping[str, str]] = []
+        self.last: TextStream | None = None  # the newest answer, for its timing
+
+    def say(self, content: str) -> Iterator[str]:
+        """Add a user's message and stream the answer, which joins the history when it ends.
+
+        An answer that is broken off joins as far as it came; a message that cannot be run is
+        taken back.
+        """
+        self.messages.append({"role": "user", "content": content})
+        try:
+            ids = self._lm.tokenizer.encode_chat(self.messages)
+            run = self._session.start(ids, self._request.params, self._request.limits)
+        except ValueError:
+            self.messages.pop()
+            raise
+        self.last = TextStream(run, self._lm.tokenizer, self._request.stop)
+        return self._answer(self.last)
+
+    def _answer(self, stream: TextStream) -> Iterator[str]:
+        pieces: list[str] = []
+        try:
+            for piece in stream:
+                pieces.append(piece)
+                yield piece
+        finally:
+            self.messages.append({"role": "assistant", "content": "".join(pieces)})

@@ -1,0 +1,98 @@
+"""The registry of models: model_type -> class, written out, so that no file can name a class.
+
+Also the strict check of a set of tensors against a config. It must not know file formats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from bitnet_ops.config import ModelConfig, UnsupportedModelError
+from bitnet_ops.models.bitnet import BitNetForCausalLM
+from bitnet_ops.models.decoder import Decoder, TensorSpec, expected_tensors
+from bitnet_ops.models.llama import LlamaForCausalLM
+from bitnet_ops.packing import PackedWeight
+
+REGISTRY: dict[str, type[Decoder]] = {
+    "bitnet": BitNetForCausalLM,
+    "llama": LlamaForCausalLM,
+}
+
+__all__ = [
+    "REGISTRY",
+    "Decoder",
+    "TensorError",
+    "TensorSpec",
+    "build",
+    "check_names",
+    "expected_tensors",
+]
+
+
+class TensorError(ValueError):
+    """The tensors given are not those of the config; the message names the first that differs."""
+
+
+def check_names(config: ModelConfig, names: Iterable[str]) -> None:
+    """Raise TensorError unless `names` are exactly those of `expected_tensors(config)`."""
+    given = set(names)
+    layers = config.num_hidden_layers
+    if layers > len(given):  # names of layers that a file only claims would fill memory
+        raise TensorError(f"model: expected tensors of {layers} layers, got {len(given)} tensors")
+    expected = set(expected_tensors(config))
+    for word, difference in (("missing", expected - given), ("unknown", given - expected)):
+        if difference:
+            more = f" and {len(difference) - 1} more" if len(difference) > 1 else ""
+            raise TensorError(
+                f"model: expected the {len(expected)} tensors of this config, got {len(given)}; "
+                f"{word}: {min(difference)}{more}"
+            )
+
+
+def build(
+    config: ModelConfig,
+    tensors: Mapping[str, Tensor | PackedWeight],
+    dtype: torch.dtype = torch.float32,
+) -> Decoder:
+    """The model of `config` over `tensors`, every one of which is checked first.
+
+    Raises TensorError for a missing, unknown, misshapen, mistyped or non-finite tensor, and
+    UnsupportedModelError for a model_type without a class.
+    """
+    if config.model_type not in REGISTRY:
+        raise UnsupportedModelError(
+            f"config: expected model_type one of {', '.join(sorted(REGISTRY))}, "
+            f"got {config.model_type!r}; other architectures are not implemented"
+        )
+    check_names(config, tensors)
+    for name, spec in expected_tensors(config).items():
+        _check_tensor(name, spec, tensors[name])
+    return REGISTRY[config.model_type](config, tensors, dtype)
+
+
+def _check_tensor(name: str, spec: TensorSpec, tensor: Tensor | PackedWeight) -> None:
+    kind: str
+    shape: tuple[int, ...]
+    if isinstance(tensor, PackedWeight):
+        kind, shape = "ternary", (tensor.out_features, tensor.in_features)
+    else:
+        kind, shape = "dense", tuple(tensor.shape)
+    if kind != spec.kind:
+        raise TensorError(f"model: expected {name} {spec.kind}, got {kind}")
+    if shape != spec.shape:
+        raise TensorError(f"model: expected {name} {list(spec.shape)}, got {list(shape)}")
+    if isinstance(tensor, Tensor):
+        _check_dense(name, tensor)
+
+
+def _check_dense(name: str, tensor: Tensor) -> None:
+    if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise TensorError(
+            f"model: expected {name} float32, bfloat16 or float16, got {tensor.dtype}"
+        )
+    low, high = torch.aminmax(tensor)  # one pass, no temporary; NaN spreads into both
+    if not (torch.isfinite(low) and torch.isfinite(high)):
+        raise TensorError(f"model: expected {name} finite, got a NaN or an infinity")

@@ -1,0 +1,256 @@
+"""The one decoder behind every supported architecture: pre-norm layers of ternary projections.
+
+Config-driven: activation relu2 or silu, sub-norms or none, grouped queries, any head_dim, head tied
+or not. The residual stream is float32; positions come from the cache. Every op is bit-identical per
+token, so a token's logits do not depend on its batch, on the chunk it came in, on ISA or threads.
+It must not know files, text or sampling: it gets tensors and token ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bitnet_ops import ops
+from bitnet_ops.attention import dense_attention
+from bitnet_ops.config import ModelConfig
+from bitnet_ops.kv_cache import KVCache
+from bitnet_ops.linear import BitLinear
+from bitnet_ops.packing import PackedWeight
+
+Tensors = Mapping[str, Tensor | PackedWeight]
+ACTIVATION_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """What a model needs under a name: kind "ternary" or "dense", and the logical shape."""
+
+    kind: str
+    shape: tuple[int, ...]
+
+
+def expected_tensors(config: ModelConfig) -> dict[str, TensorSpec]:
+    """Every tensor of the model, in file order, under its Hugging Face name."""
+    c = config
+    specs = {"model.embed_tokens.weight": TensorSpec("dense", (c.vocab_size, c.hidden_size))}
+    for layer in range(c.num_hidden_layers):
+        for name, spec in _layer_tensors(c).items():
+            specs[f"model.layers.{layer}.{name}.weight"] = spec
+    specs["model.norm.weight"] = TensorSpec("dense", (c.hidden_size,))
+    if not c.tie_word_embeddings:
+        specs["lm_head.weight"] = TensorSpec("dense", (c.vocab_size, c.hidden_size))
+    return specs
+
+
+def _layer_tensors(c: ModelConfig) -> dict[str, TensorSpec]:
+    query, key = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
+    hidden, inner = c.hidden_size, c.intermediate_size
+    specs = {
+        "input_layernorm": TensorSpec("dense", (hidden,)),
+        "self_attn.q_proj": TensorSpec("ternary", (query, hidden)),
+        "self_attn.k_proj": TensorSpec("ternary", (key, hidden)),
+        "self_attn.v_proj": TensorSpec("ternary", (key, hidden)),
+        "self_attn.attn_sub_norm": TensorSpec("dense", (query,)),
+        "self_attn.o_proj": TensorSpec("ternary", (hidden, query)),
+        "post_attention_layernorm": TensorSpec("dense", (hidden,)),
+        "mlp.gate_proj": TensorSpec("ternary", (inner, hidden)),
+        "mlp.up_proj": TensorSpec("ternary", (inner, hidden)),
+        "mlp.ffn_sub_norm": TensorSpec("dense", (inner,)),
+        "mlp.down_proj": TensorSpec("ternary", (hidden, inner)),
+    }
+    if not c.sub_norms:
+        del specs["self_attn.attn_sub_norm"], specs["mlp.ffn_sub_norm"]
+    return specs
+
+
+class _Weight(nn.Module):
+    """A module that is nothing but one dense tensor, so that names are those of Hugging Face."""
+
+    weight: Tensor
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("weight", weight)
+
+
+def _leaf(tensor: Tensor | PackedWeight) -> nn.Module:
+    if isinstance(tensor, PackedWeight):
+        return BitLinear.from_packed(tensor)
+    return _Weight(tensor.float())  # a gain: [hidden], exact in float32
+
+
+def _matrix(tensors: Tensors, name: str) -> _Weight:
+    """An embedding or a head, shared in the dtype it has."""
+    tensor = tensors[name]
+    if isinstance(tensor, PackedWeight):
+        raise TypeError(f"model: expected {name} dense, got a PackedWeight")
+    return _Weight(tensor)
+
+
+class DecoderLayer(nn.Module):
+    """One layer: x + attention(norm(x)), then x + mlp(norm(x)); x float32 [B, T, hidden]."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        tensors: Tensors,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        self.config, self.dtype = config, dtype
+        self.self_attn, self.mlp = nn.Module(), nn.Module()
+        for name in _layer_tensors(config):
+            parent, _, child = name.rpartition(".")
+            self.get_submodule(parent).add_module(child, _leaf(tensors[f"{name}.weight"]))
+        self.scale = config.head_dim**-0.5
+        self._bind()
+        self.register_load_state_dict_post_hook(_rebind)
+
+    def _bind(self) -> None:
+        # Attribute look-up through nested modules costs 10 us a layer and token; once is enough.
+        def gain(name: str) -> Tensor:
+            return self.get_buffer(f"{name}.weight")
+
+        def linear(name: str) -> tuple[Tensor, Tensor]:
+            return self.get_buffer(f"{name}.weight"), self.get_buffer(f"{name}.weight_scale")
+
+        q, k, v = (linear(f"self_attn.{p}_proj") for p in "qkv")
+        sub_norms = self.config.sub_norms
+        self._qkv = (gain("input_layernorm"), *q, *k, *v)
+        self._sub_norm = gain("self_attn.attn_sub_norm") if sub_norms else None
+        self._out = linear("self_attn.o_proj")
+        gate, up = linear("mlp.gate_proj"), linear("mlp.up_proj")
+        self._gate_up = (gain("post_attention_layernorm"), *gate, *up)
+        self._ffn_norm = gain("mlp.ffn_sub_norm") if sub_norms else None
+        self._down = linear("mlp.down_proj")
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> DecoderLayer:
+        super()._apply(fn, recurse)  # may replace the buffers
+        self._bind()
+        return self
+
+    def forward(
+        self, x: Tensor, cos_sin: Tensor, keys: Tensor, values: Tensor, start: Tensor
+    ) -> Tensor:
+        c, eps, dtype = self.config, self.config.rms_norm_eps, self.dtype
+        b, t, _ = x.shape
+        q, k, v = ops.qkv_forward(x.to(dtype), *self._qkv, eps)
+        heads, d = c.num_key_value_heads, c.head_dim
+        a = dense_attention(
+            q.view(b, t, -1, d),
+            k.view(b, t, heads, d),
+            v.view(b, t, heads, d),
+            cos_sin,
+            keys,
+            values,
+            start,
+            self.scale,
+        ).view(b, t, -1)
+        if self._sub_norm is not None:
+            a = ops.rms_norm(a, self._sub_norm, eps)
+        x = x + ops.linear(a, *self._out)
+        return x + ops.mlp_forward(
+            x.to(dtype), *self._gate_up, self._ffn_norm, *self._down, eps, c.hidden_act
+        )
+
+
+def _rebind(layer: Any, _keys: Any) -> None:
+    layer._bind()
+
+
+class _Body(nn.Module):
+    """What Hugging Face calls `model`: embedding, layers, last norm."""
+
+    def __init__(self, config: ModelConfig, tensors: Tensors, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.embed_tokens = _matrix(tensors, "model.embed_tokens.weight")
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, _below(tensors, f"model.layers.{i}."), dtype)
+            for i in range(config.num_hidden_layers)
+        )
+        self.norm = _matrix(tensors, "model.norm.weight").float()
+
+
+class Decoder(nn.Module):
+    """Token ids and a cache in, logits out.
+
+    Args:
+        config: the architecture.
+        tensors: exactly the tensors of `expected_tensors(config)`: PackedWeight for "ternary", a
+            float tensor for "dense". They are shared, not copied (gains become float32).
+        dtype: of what the layers compute on, float32 or bfloat16; the residual stays float32.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        tensors: Tensors,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__()
+        if dtype not in ACTIVATION_DTYPES.values():
+            raise ValueError(
+                f"{type(self).__name__}: expected dtype float32 or bfloat16, got {dtype}"
+                + ("; relu2 overflows float16" if dtype == torch.float16 else "")
+            )
+        self.config = config
+        self.model = _Body(config, tensors, dtype)
+        if not config.tie_word_embeddings:
+            self.lm_head = _matrix(tensors, "lm_head.weight")
+        self.eval()
+
+    def forward(self, input_ids: Tensor, cache: KVCache, logits_to_keep: int = 0) -> Tensor:
+        """Append input_ids int64 [B, T] to the cache's B sequences; logits f32 [B, T, V].
+
+        `logits_to_keep` > 0 gives the logits of that many last tokens only. The cache's lengths
+        grow by T once everything is computed; after an error they are what they were. Raises
+        ValueError on another shape, dtype, batch or id, CacheCapacityError without room.
+        """
+        self._check_inputs(input_ids, cache)
+        positions = cache.positions(input_ids.shape[1])
+        cos_sin = ops.rope_table(positions, self.config.head_dim, self.config.rope_theta)
+        x = self._embed(input_ids)
+        start = cache.lengths
+        for layer, keys, values in zip(self.model.layers, cache.keys, cache.values, strict=True):
+            x = layer(x, cos_sin, keys, values, start)
+        cache.advance(input_ids.shape[1])
+        kept = x[:, -logits_to_keep:]  # 0 keeps everything
+        x = ops.rms_norm(kept, self.model.norm.weight, self.config.rms_norm_eps)
+        head = self.model.embed_tokens if self.config.tie_word_embeddings else self.lm_head
+        return ops.lm_head(x, head.weight)
+
+    def _check_inputs(self, input_ids: Tensor, cache: KVCache) -> None:
+        if input_ids.dtype != torch.int64 or input_ids.dim() != 2 or not input_ids.shape[1]:
+            raise ValueError(
+                "model: expected input_ids int64 [B, T] with T above 0, got "
+                f"{input_ids.dtype} {list(input_ids.shape)}"
+            )
+        if input_ids.shape[0] != cache.batch:
+            raise ValueError(
+                f"model: expected input_ids with the cache's {cache.batch} sequences, "
+                f"got {input_ids.shape[0]}"
+            )
+        if len(cache.keys) != self.config.num_hidden_layers:
+            raise ValueError(
+                f"model: expected a cache of {self.config.num_hidden_layers} layers, "
+                f"got {len(cache.keys)}; make it from this model's config"
+            )
+
+    def _embed(self, input_ids: Tensor) -> Tensor:
+        try:
+            return F.embedding(input_ids, self.model.embed_tokens.weight).float()
+        except IndexError:
+            raise ValueError(
+                f"model: expected token ids from 0 to {self.config.vocab_size - 1}, got "
+                f"{int(input_ids.min())} to {int(input_ids.max())}"
+            ) from None
+
+
+def _below(tensors: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    return {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}

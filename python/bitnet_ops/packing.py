@@ -1,0 +1,113 @@
+"""Packed ternary weights: the canonical layout, and the Hugging Face packing beside it.
+
+Canonical (in memory, in .bin files, I2_S layout a): uint8 [N, R], R = 32 * ceil(K / 128); FORMAT.md
+has the bits. Hugging Face: uint8 [ceil(N / 4), K], each bit pair one CONTIGUOUS QUARTER of the
+outputs. Codes everywhere: -1, 0, +1 -> 0, 1, 2; code 3 is refused. It must not know where weights
+come from (files, checkpoints) or who multiplies by them.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bitnet_ops import ops
+
+BLOCK = 128  # weights per block of 32 bytes, as csrc/format/layout.h has it
+
+
+def packed_row_bytes(in_features: int) -> int:
+    """Bytes R of a packed row of `in_features` weights: 32 per started block of 128."""
+    return 32 * -(-in_features // BLOCK)
+
+
+@dataclass(frozen=True)
+class PackedWeight:
+    """A ternary matrix that knows its own shape: `weight` uint8 [N, R] and `scale` f32 [1].
+
+    Entry (n, k) has the value code(n, k) * scale. Raises ValueError where the parts disagree.
+    """
+
+    weight: Tensor
+    scale: Tensor
+    out_features: int
+    in_features: int
+
+    def __post_init__(self) -> None:
+        shape = (self.out_features, packed_row_bytes(self.in_features))
+        if self.weight.dtype != torch.uint8 or tuple(self.weight.shape) != shape:
+            raise ValueError(
+                f"PackedWeight: expected weight uint8 {list(shape)} for {self.out_features} x "
+                f"{self.in_features}, got {self.weight.dtype} {list(self.weight.shape)}"
+            )
+        if self.scale.dtype != torch.float32 or self.scale.numel() != 1:
+            raise ValueError(
+                f"PackedWeight: expected scale float32 with one element, got {self.scale.dtype} "
+                f"{list(self.scale.shape)}"
+            )
+        if not math.isfinite(float(self.scale)):
+            raise ValueError(f"PackedWeight: expected a finite scale, got {float(self.scale)}")
+
+
+def pack_ternary(codes: Tensor, scale: Tensor | float = 1.0) -> PackedWeight:
+    """Pack codes int8 [N, K] in {-1, 0, 1}, with the multiplicative `scale`, to a PackedWeight.
+
+    Raises RuntimeError if a code lies outside {-1, 0, 1}.
+    """
+    packed = ops.pack(codes)
+    scale_tensor = torch.as_tensor(scale, dtype=torch.float32).reshape(-1)
+    return PackedWeight(packed, scale_tensor, codes.shape[0], codes.shape[1])
+
+
+def unpack_ternary(packed: PackedWeight) -> Tensor:
+    """The codes int8 [N, K] of a PackedWeight. Raises RuntimeError on a code 3."""
+    return ops.unpack(packed.weight, packed.in_features)
+
+
+def pack_hf(codes: Tensor) -> Tensor:
+    """Pack codes int8 [N, K] the Hugging Face way: uint8 [ceil(N / 4), K]; `codes` is left alone.
+
+    Row i * R + r stands in bits 2i+1..2i of byte row r, R = ceil(N / 4).
+    Source: transformers `integrations/bitnet.py`, pack_weights.
+    """
+    if codes.dtype != torch.int8 or codes.dim() != 2:
+        raise ValueError(
+            f"pack_hf: expected codes int8 [N, K], got {codes.dtype} {list(codes.shape)}"
+        )
+    if codes.numel() and (int(codes.min()) < -1 or int(codes.max()) > 1):
+        raise ValueError(
+            "pack_hf: expected codes in {-1, 0, 1}, got values from "
+            f"{int(codes.min())} to {int(codes.max())}"
+        )
+    rows = -(-codes.shape[0] // 4)
+    packed = torch.zeros((rows, codes.shape[1]), dtype=torch.uint8)
+    for i in range(4):
+        quarter = (codes[i * rows : (i + 1) * rows] + 1).to(torch.uint8)
+        packed[: quarter.shape[0]] |= quarter << (2 * i)
+    return packed
+
+
+def unpack_hf(packed: Tensor, out_features: int) -> Tensor:
+    """The codes int8 [out_features, K] of a Hugging Face tensor uint8 [ceil(out_features / 4), K].
+
+    Each 2-bit lane is one contiguous quarter of the outputs; reading it interleaved gives a wrong
+    model that looks healthy. Raises ValueError on another shape or dtype, and on a code 3.
+    """
+    rows = -(-out_features // 4)
+    if packed.dtype != torch.uint8 or packed.dim() != 2 or packed.shape[0] != rows:
+        raise ValueError(
+            f"unpack_hf: expected packed uint8 [{rows}, K] for {out_features} outputs, got "
+            f"{packed.dtype} {list(packed.shape)}"
+        )
+    lanes = [(packed >> (2 * i)) & 3 for i in range(4)]
+    codes = torch.cat(lanes)[:out_features]
+    if codes.numel() and int(codes.max()) == 3:
+        row, column = (codes == 3).nonzero()[0].tolist()
+        raise ValueError(
+            f"unpack_hf: expected codes 0, 1, 2, got code 3 at row {row}, column {column}; "
+            "this is not a ternary tensor packed by transformers"
+        )
+    return codes.to(torch.int8) - 1
