@@ -19,6 +19,19 @@ template <class T>
 #endif
 }
 
+// Makes the compiler take v for changed, so that it computes again what depends on v alone.
+// Needless where `dot` is one instruction that adds into its accumulator, as on Arm.
+template <class T>
+[[gnu::always_inline]] inline void renew(T& v) {
+#if defined(BITNET_EMULATE) || defined(__aarch64__)
+  (void)v;
+#elif defined(BITNET_SCALAR_WORDS)
+  __asm__ volatile("" : "+m"(v));
+#else
+  pin(v);
+#endif
+}
+
 #include "kernels/generic/linear.inl"
 #include "kernels/generic/rows.inl"
 // Uses load_typed and exp_f32 of rows.inl: the comment keeps the formatter from sorting it up.
