@@ -24,7 +24,8 @@ missing() {
 }
 
 check_system() {
-  local python="${PYTHON:-python3}" cxx="${CXX:-g++}"
+  local python="${PYTHON:-python3}" cxx
+  read -ra cxx <<<"${CXX:-g++}" # may be two words, as in "ccache g++"
   command -v "$python" >/dev/null || missing "no Python found ($python)" python3 python3
   "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
     missing "expected Python 3.10 or newer, got $("$python" --version 2>&1)" python3 python3
@@ -33,9 +34,9 @@ check_system() {
   "$python" -c 'import os, sysconfig as s, sys
 sys.exit(not os.path.exists(os.path.join(s.get_path("include"), "Python.h")))' ||
     missing "no Python headers (Python.h)" python3-dev python3-devel
-  command -v "$cxx" >/dev/null || missing "no C++ compiler found ($cxx)" g++ gcc-c++
-  echo '#include <concepts>' | "$cxx" -std=c++20 -fsyntax-only -x c++ - 2>/dev/null ||
-    missing "the C++ compiler ($cxx) cannot compile C++20" g++ gcc-c++
+  command -v "${cxx[0]}" >/dev/null || missing "no C++ compiler found (${cxx[0]})" g++ gcc-c++
+  echo '#include <concepts>' | "${cxx[@]}" -std=c++20 -fsyntax-only -x c++ - 2>/dev/null ||
+    missing "the C++ compiler (${cxx[*]}) cannot compile C++20" g++ gcc-c++
 }
 
 # Everything that an edit of makes a new build necessary; Python files are read from the tree.

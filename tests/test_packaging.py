@@ -328,3 +328,50 @@ def test_wrong_torch_root_is_one_clear_line(torchless: Environment, tmp_path: Pa
     )
     assert done.returncode != 0
     assert "BITNET_TORCH_ROOT: expected the directory of an installed torch" in done.stderr
+
+
+# --- scripts/quickstart and scripts/test on an incomplete system ---------------------------------
+
+
+@pytest.mark.parametrize("script", ["quickstart", "test"])
+@pytest.mark.parametrize(
+    ("variable", "fails_when_asked_for", "complaint", "package"),
+    [
+        ("PYTHON", "sys.version_info", "expected Python 3.10 or newer", "python3"),
+        ("PYTHON", "ensurepip", "Python has no venv module", "python3-venv"),
+        ("PYTHON", "Python.h", "no Python headers (Python.h)", "python3-dev"),
+        ("CXX", "std=c++20", "cannot compile C++20", "g++"),
+    ],
+)
+def test_setup_names_the_missing_system_package(
+    tmp_path: Path,
+    script: str,
+    variable: str,
+    fails_when_asked_for: str,
+    complaint: str,
+    package: str,
+) -> None:
+    real = sys.executable if variable == "PYTHON" else "g++"
+    stand_in = tmp_path / "stand-in"
+    stand_in.write_text(
+        f'#!/bin/sh\ncase "$*" in *{fails_when_asked_for}*) exit 1;; esac\nexec {real} "$@"\n'
+    )
+    stand_in.chmod(0o755)
+    environment = tmp_path / "venv"
+    env = {**os.environ, "BITNET_VENV": str(environment), variable: str(stand_in)}
+    done = subprocess.run(
+        [str(ROOT / "scripts" / script)], env=env, cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode != 0
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: ") and complaint in line and package in line
+    assert not environment.exists()
+
+
+def test_setup_names_the_missing_compiler(tmp_path: Path) -> None:
+    env = {**os.environ, "BITNET_VENV": str(tmp_path / "venv"), "CXX": "no-such-compiler"}
+    done = subprocess.run(
+        [str(ROOT / "scripts" / "quickstart")], env=env, capture_output=True, text=True
+    )
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: no C++ compiler found (no-such-compiler); ")
