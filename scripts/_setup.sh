@@ -82,7 +82,8 @@ setup_project() {
 ctest_in() {
   local build="$ROOT/build/$1"
   shift
-  cmake -S "$ROOT" -B "$build" -G Ninja -DBITNET_KERNELS_ONLY=ON -DBITNET_BUILD_TESTS=ON "$@" >/dev/null
+  cmake -S "$ROOT" -B "$build" -G Ninja -DBITNET_KERNELS_ONLY=ON -DBITNET_BUILD_TESTS=ON \
+    -DBITNET_WERROR="${BITNET_WERROR:-OFF}" "$@" >/dev/null
   cmake --build "$build" --parallel | tail -n 1
   ctest --test-dir "$build" --output-on-failure --no-tests=error
 }
