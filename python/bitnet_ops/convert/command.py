@@ -1,0 +1,77 @@
+"""`bitnet-ops convert SRC DST`: arguments, progress bar and output of the converter.
+
+It must not know formats; everything it does is one call of `convert`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from bitnet_ops.convert.hf import Progress, convert
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the subcommand's arguments to `parser`."""
+    parser.description = (
+        "Convert a Hugging Face checkpoint folder (BitNet b1.58, or ternary Llama) to a folder "
+        "with model.bin, the tokenizer and report.json."
+    )
+    parser.add_argument("source", metavar="SRC", help="folder with config.json and safetensors")
+    parser.add_argument("destination", metavar="DST", help="folder to create")
+    parser.add_argument(
+        "--verify",
+        action="store_true",
+        help="compare weights and full logits with the source (transformers, or a plain forward)",
+    )
+    parser.add_argument("--force", action="store_true", help="replace an earlier result at DST")
+    parser.add_argument(
+        "--assume-online",
+        action="store_true",
+        help="ternarise a checkpoint that has no quantization_config, on your word",
+    )
+    parser.add_argument("--json", action="store_true", help="print the report as JSON on stdout")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the subcommand; returns 0. A refusal is a ConvertError, which the command line prints."""
+    with _progress_bar(enabled=sys.stderr.isatty() and not args.json) as progress:
+        report = convert(
+            args.source,
+            args.destination,
+            verify=args.verify,
+            force=args.force,
+            assume_online=args.assume_online,
+            progress=progress,
+        )
+    if args.json:
+        print(json.dumps(report.to_dict(), indent=1, ensure_ascii=False))
+    else:
+        print("\n".join([f"wrote {args.destination}", *report.lines()]))
+    return 0
+
+
+@contextmanager
+def _progress_bar(*, enabled: bool) -> Iterator[Progress | None]:
+    if not enabled:
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}"),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("reading headers", total=None)
+
+        def advance(done: int, total: int, name: str) -> None:
+            bar.update(task, completed=done, total=total, description=name)
+
+        yield advance

@@ -1,0 +1,192 @@
+"""`convert`: a Hugging Face checkpoint -> a folder with model.bin, tokenizer and report.json.
+
+The order of work: read headers and config, decide everything (plan.py), then stream tensor by
+tensor into the writer, then verify if asked, then rename. Memory is bounded by a few times the
+largest tensor.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bitnet_ops import ops
+from bitnet_ops.config import PRIVATE_BLOCK
+from bitnet_ops.convert.decide import unknown_options
+from bitnet_ops.convert.destination import MODEL_FILE, TRAVELLERS, building, check_destination
+from bitnet_ops.convert.errors import ConvertError, refuse
+from bitnet_ops.convert.plan import EMBEDDING, HEAD, Plan, make_plan, scale_name
+from bitnet_ops.convert.report import ConvertReport, TernaryTotals, file_sha256
+from bitnet_ops.convert.source import Source
+from bitnet_ops.convert.ternary import check_finite, from_masters, from_packed, suspicious_scale
+from bitnet_ops.formats.sglbitnt import SglbitntError, Writer
+
+Progress = Callable[[int, int, str], None]
+
+
+def convert(
+    src_dir: str | Path,
+    dst: str | Path,
+    *,
+    verify: bool = False,
+    force: bool = False,
+    assume_online: bool = False,
+    progress: Progress | None = None,
+) -> ConvertReport:
+    """Convert the checkpoint folder `src_dir` into the new folder `dst`.
+
+    Args:
+        src_dir: Hugging Face folder: config.json, model.safetensors or its shards, tokenizer files.
+        dst: folder to create. Holds model.bin, the tokenizer files of the source and report.json.
+        verify: compare full logits and every ternary weight of the result with the source, through
+            transformers if that is installed, else through a plain fp32 forward; a result that
+            does not agree is refused and not kept.
+        force: replace `dst` if it is an earlier result.
+        assume_online: treat a checkpoint without quantization_config as ternarised masters.
+        progress: called as progress(done, total, tensor_name) before each tensor.
+
+    Returns the report, which also lies in `dst`.
+    Raises ConvertError; its `code` names the reason. Nothing is left at `dst` then.
+    """
+    started = time.perf_counter()
+    source, target = Source(src_dir), Path(dst)
+    plan = make_plan(source.config, source.tensors, assume_online=assume_online)
+    check_destination(source.folder, target, force=force)
+    try:
+        with building(target) as folder:
+            report = _build(source, plan, folder, progress)
+            if verify:
+                _verify(source, plan, folder, report)
+            report.seconds = round(time.perf_counter() - started, 3)
+            report.write(folder)
+    except (OSError, SglbitntError) as error:
+        refuse("write-failed", f"to write {target}", str(error), "nothing was kept")
+    return report
+
+
+def _build(source: Source, plan: Plan, folder: Path, progress: Progress | None) -> ConvertReport:
+    totals, remarks = TernaryTotals(), _remarks(source, plan)
+    _check_tied_head(source, plan)
+    config = _config(source, plan)
+    with Writer(folder / MODEL_FILE, config, len(plan.specs), names=plan.specs) as writer:
+        for done, name in enumerate(plan.specs):
+            if progress is not None:
+                progress(done, len(plan.specs), name)
+            remarks += _write_tensor(source, plan, name, writer, totals)
+    files = _copy_travellers(source.folder, folder)
+    output = folder / MODEL_FILE
+    dense = [spec for spec in plan.specs.values() if spec.kind == "dense"]
+    return ConvertReport(
+        source=source.folder.resolve().name,
+        model_type=plan.config.model_type,
+        linear_class=plan.scheme.linear_class,
+        quantization_mode=plan.scheme.quantization_mode,
+        assumed_online=plan.scheme.assumed,
+        tensors=len(plan.specs),
+        dense_parameters=sum(torch.Size(spec.shape).numel() for spec in dense),
+        ternary=totals,
+        source_bytes=source.weight_bytes,
+        output_bytes=output.stat().st_size,
+        seconds=0.0,
+        sha256=file_sha256(output),
+        files=[MODEL_FILE, *files],
+        remarks=remarks,
+    )
+
+
+def _write_tensor(
+    source: Source, plan: Plan, name: str, writer: Writer, totals: TernaryTotals
+) -> list[str]:
+    """Write one tensor; returns the remarks it gives rise to."""
+    spec, tensor = plan.specs[name], source.tensor(name)
+    if spec.kind == "dense":
+        check_finite(name, tensor)
+        writer.add_dense(name, tensor)
+        return []
+    remarks: list[str | None] = []
+    if plan.scheme.mode == "packed":
+        weight_scale = source.tensor(scale_name(name))
+        codes, scale = from_packed(name, tensor, weight_scale, spec.shape[0], plan.scheme)
+    else:
+        codes, scale, remark = from_masters(name, tensor, plan.scheme)
+        remarks.append(remark)
+    totals.add(codes, scale)
+    writer.add_packed(name, ops.pack(codes), scale, in_features=spec.shape[1])
+    remarks.append(suspicious_scale(name, scale))
+    return [remark for remark in remarks if remark is not None]
+
+
+def _config(source: Source, plan: Plan) -> dict[str, Any]:
+    """The source's config.json with the private block that says how it was read."""
+    model = plan.config
+    block = {
+        "format_version": 1,
+        "source_linear_class": plan.scheme.linear_class,
+        "source_mode": plan.scheme.quantization_mode,
+        "converter_version": importlib.metadata.version("bitnet-ops"),
+        "activation": model.hidden_act,
+        "sub_norms": model.sub_norms,
+        "head_dim": model.head_dim,
+        "rope_theta": model.rope_theta,
+        "rms_norm_eps": model.rms_norm_eps,
+        "tie_word_embeddings": model.tie_word_embeddings,
+    }
+    return {**source.config, PRIVATE_BLOCK: block}
+
+
+def _check_tied_head(source: Source, plan: Plan) -> None:
+    """A tied checkpoint may repeat the embedding as lm_head.weight, but not with other values."""
+    if plan.tied_head and not torch.equal(source.tensor(HEAD), source.tensor(EMBEDDING)):
+        refuse(
+            "tie-mismatch",
+            f"{HEAD} equal to {EMBEDDING}, since tie_word_embeddings is true",
+            "different values",
+            "if the head is its own matrix, set tie_word_embeddings to false",
+        )
+
+
+def _remarks(source: Source, plan: Plan) -> list[str]:
+    remarks = list(plan.config.notes)
+    if source.code_files():
+        files = ", ".join(source.code_files())
+        remarks.append(f"code shipped with the checkpoint was not run: {files}")
+    remarks += [
+        f"quantization_config key {key}: unknown here; ignored"
+        for key in unknown_options(source.config)
+    ]
+    if plan.tied_head:
+        remarks.append(f"{HEAD} repeats the embedding and was not written")
+    if plan.ignored:
+        remarks.append(
+            f"{len(plan.ignored)} rotary inv_freq buffers follow from rope_theta; ignored"
+        )
+    if plan.scheme.assumed:
+        remarks.append("no quantization_config: ternarised by absmean on the caller's word")
+    return remarks
+
+
+def _copy_travellers(source: Path, folder: Path) -> list[str]:
+    present = [name for name in TRAVELLERS if (source / name).is_file()]
+    for name in present:
+        shutil.copyfile(source / name, folder / name)
+    return present
+
+
+def _verify(source: Source, plan: Plan, folder: Path, report: ConvertReport) -> None:
+    from bitnet_ops.convert.verify import verify_conversion
+
+    result = verify_conversion(source, plan, folder)
+    report.verification = result.to_dict()
+    if result.failures:
+        raise ConvertError(
+            "verification-failed",
+            "convert [verification-failed]: expected the result to agree with its source, found "
+            + "; ".join(result.failures)
+            + "; the result was not kept, please report this checkpoint",
+        )

@@ -1,0 +1,115 @@
+"""The record of one conversion, written as report.json beside the model.
+
+Plain numbers and strings only: it says what was read, what was decided, what was written and, with
+--verify, how close the result is to its source. It must not know how any of that is done.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib.metadata
+import json
+import platform
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+FILE_NAME = "report.json"
+
+
+@dataclass
+class TernaryTotals:
+    """Sums over the packed projections; scales multiply."""
+
+    projections: int = 0
+    weights: int = 0
+    zeros: int = 0
+    smallest_scale: float = float("inf")
+    largest_scale: float = 0.0
+
+    def add(self, codes: torch.Tensor, scale: float) -> None:
+        """Count one projection: codes int8 [N, K] and its multiplying scale."""
+        self.projections += 1
+        self.weights += codes.numel()
+        self.zeros += codes.numel() - int(torch.count_nonzero(codes))
+        self.smallest_scale = min(self.smallest_scale, scale)
+        self.largest_scale = max(self.largest_scale, scale)
+
+
+@dataclass
+class ConvertReport:
+    """What one conversion did; `verification` is None unless it was asked for."""
+
+    source: str  # the name of its folder: a report travels, paths do not
+    model_type: str
+    linear_class: str
+    quantization_mode: str
+    assumed_online: bool
+    tensors: int
+    dense_parameters: int
+    ternary: TernaryTotals
+    source_bytes: int
+    output_bytes: int
+    seconds: float
+    sha256: str
+    files: list[str]
+    remarks: list[str]
+    versions: dict[str, str] = field(default_factory=lambda: versions())
+    verification: dict[str, Any] | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as JSON-ready values, with the share of zeros computed."""
+        result = dataclasses.asdict(self)
+        weights = self.ternary.weights
+        result["ternary"]["zero_share"] = self.ternary.zeros / weights if weights else 0.0
+        return result
+
+    def write(self, folder: Path) -> None:
+        """Write report.json into `folder`."""
+        text = json.dumps(self.to_dict(), indent=1, ensure_ascii=False, allow_nan=False)
+        (folder / FILE_NAME).write_text(text + "\n", encoding="utf-8")
+
+    def lines(self) -> list[str]:
+        """The report for people, one fact a line."""
+        t = self.ternary
+        result = [
+            f"{self.model_type}, {self.linear_class} {self.quantization_mode}"
+            + (" (assumed)" if self.assumed_online else ""),
+            f"{self.tensors} tensors: {t.projections} ternary ({t.weights:,} weights, "
+            f"{100 * t.zeros / max(t.weights, 1):.1f} % zeros, scales {t.smallest_scale:.4g} to "
+            f"{t.largest_scale:.4g}), {self.dense_parameters:,} parameters dense",
+            f"{self.source_bytes:,} bytes -> {self.output_bytes:,} bytes in {self.seconds:.1f} s",
+        ]
+        if self.verification is not None:
+            result.append(_proof_line(self.verification))
+        return result + [f"note: {remark}" for remark in self.remarks]
+
+
+def _proof_line(proof: dict[str, Any]) -> str:
+    figures = proof["logits"]
+    return (
+        f"verified against {proof['oracle']}: {proof['weights_different']} of {proof['weights']:,} "
+        f"weights differ; {figures['tokens']} tokens: largest logit difference "
+        f"{figures['max_abs_logit_difference']:.3g} ({figures['relative_logit_difference']:.2g} of "
+        f"the largest), top-1 {100 * figures['top1_agreement']:.1f} %, loss "
+        f"{figures['loss_ours']:.4f} against {figures['loss_reference']:.4f}"
+    )
+
+
+def versions() -> dict[str, str]:
+    """Versions of everything that took part."""
+    names = ("bitnet-ops", "torch", "safetensors")
+    found = {name: importlib.metadata.version(name) for name in names}
+    return {**found, "python": platform.python_version()}
+
+
+def file_sha256(path: Path) -> str:
+    """Hexadecimal SHA-256 of a file, read in pieces."""
+    digest = hashlib.sha256()
+    with path.open("rb") as stream:
+        while chunk := stream.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()

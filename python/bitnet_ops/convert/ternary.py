@@ -1,0 +1,106 @@
+"""One projection of a checkpoint -> canonical packed weight and its multiplying scale.
+
+The data half of the converter: reads a tensor, checks every value, ternarises or re-packs. It must
+not know files or configs beyond the Scheme and the logical shape it is given.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from bitnet_ops import ops
+from bitnet_ops.convert.decide import Scheme
+from bitnet_ops.convert.errors import refuse
+from bitnet_ops.packing import unpack_hf
+from bitnet_ops.quantize import multiplying_scale
+
+_CHUNK_ELEMS = 1 << 22  # bounds the temporaries of the checks, whatever a tensor's size
+# Published scales lie near 0.01-0.05 (masters of Llama type) or near 1.5 (2B-4T). A multiplier far
+# above that is what a reciprocal taken for a multiplier would look like.
+_SUSPICIOUS_SCALE = 10.0
+
+
+def first_non_finite(tensor: torch.Tensor) -> int | None:
+    """The flat index of the first NaN or infinity, or None."""
+    flat = tensor.reshape(-1)
+    for start in range(0, flat.numel(), _CHUNK_ELEMS):
+        bad = ~torch.isfinite(flat[start : start + _CHUNK_ELEMS])
+        if bad.any():
+            return start + int(bad.nonzero()[0])
+    return None
+
+
+def check_finite(name: str, tensor: torch.Tensor) -> None:
+    """Refuse a tensor with a NaN or an infinity."""
+    where = first_non_finite(tensor)
+    if where is not None:
+        value = tensor.reshape(-1)[where].item()
+        refuse("non-finite", f"finite values in {name}", f"{value} at element {where}")
+
+
+def from_packed(
+    name: str, packed: torch.Tensor, weight_scale: torch.Tensor, out_features: int, scheme: Scheme
+) -> tuple[torch.Tensor, float]:
+    """uint8 [N/4, K] in contiguous quarters -> (codes int8 [N, K], multiplying scale)."""
+    # Code 3 is the pair of bits 11: a bit and its upper neighbour both set.
+    bad = (packed & (packed >> 1) & 0x55) != 0
+    if bad.any():
+        row, column = bad.nonzero()[0].tolist()
+        refuse(
+            "code-3",
+            f"codes 0, 1, 2 in {name}",
+            f"code 3 in byte [{row}, {column}] = 0x{int(packed[row, column]):02x}",
+            "the file is damaged or not packed by transformers",
+        )
+    value = float(weight_scale.float().reshape(()))
+    if not (0.0 < value < float("inf")):
+        refuse("bad-scale", f"a finite {name}_scale above zero", str(value))
+    try:
+        scale = float(multiplying_scale(weight_scale, scheme.linear_class))
+    except ValueError as error:  # a subnormal reciprocal overflows when it is inverted
+        refuse("bad-scale", f"{name}_scale that can be inverted", f"{value}: {error}")
+    return unpack_hf(packed, out_features), scale
+
+
+def from_masters(
+    name: str, masters: torch.Tensor, scheme: Scheme
+) -> tuple[torch.Tensor, float, str | None]:
+    """Floating [N, K] -> (codes int8 [N, K], absmean scale, a remark or None)."""
+    check_finite(name, masters)
+    codes, scale = ops.quantize_weights(masters)
+    remark = None
+    if not codes.any():
+        remark = f"{name} is ternarised to zeros alone"
+    elif _already_ternary(masters, codes):
+        if scheme.assumed:
+            refuse(
+                "already-ternary",
+                f"real-valued masters in {name}",
+                "only one magnitude beside zero: these weights are ternary already",
+                "taking their mean again would change their scale",
+            )
+        remark = f"{name} holds one magnitude beside zero; its absmean differs from that magnitude"
+    return codes, float(scale), remark
+
+
+def _already_ternary(masters: torch.Tensor, codes: torch.Tensor) -> bool:
+    """Whether all non-zero masters have one magnitude, and some are zero (cheap test first)."""
+    first = int((codes != 0).reshape(-1).to(torch.uint8).argmax())
+    magnitude = masters.reshape(-1)[first].abs()
+    for row in masters:
+        size = row.abs()
+        if not torch.equal(
+            (size == 0) | (size == magnitude), torch.ones_like(size, dtype=torch.bool)
+        ):
+            return False
+    return bool((codes == 0).any())
+
+
+def suspicious_scale(name: str, scale: float) -> str | None:
+    """A remark where a multiplying scale is far above those of published models."""
+    if scale <= _SUSPICIOUS_SCALE:
+        return None
+    return (
+        f"{name} has the unusual scale {scale:.4g}; if the model talks nonsense, linear_class in "
+        "config.json may have the wrong sense (bitlinear divides, autobitlinear multiplies)"
+    )

@@ -1,0 +1,485 @@
+"""What the converter refuses: one row a reason, each with its stable code and the words that help.
+
+Every row starts from a checkpoint that converts and spoils one thing; nothing may be left at the
+destination, and the message is one line. test_every_code_is_tested keeps the table complete.
+"""
+
+import json
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+
+import hf_writer
+from bitnet_ops.convert import ConvertError, convert
+from hf_writer import FAMILIES
+
+CONVERT_SOURCES = Path(__file__).parent.parent / "python" / "bitnet_ops" / "convert"
+Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
+DOWN = "model.layers.1.mlp.down_proj.weight"
+NORM = "model.layers.1.mlp.ffn_sub_norm.weight"
+
+
+@dataclass
+class Draft:
+    """A checkpoint about to be written: change what you like, then `write`."""
+
+    folder: Path
+    family: hf_writer.Family
+    shards: int = 1
+    config: dict = field(init=False)
+    tensors: dict = field(init=False)
+
+    def __post_init__(self):
+        self.config = hf_writer.config_dict(self.family)
+        self.tensors = hf_writer.state_dict(self.family, hf_writer.make_network(self.family))
+
+    @property
+    def quantization(self):
+        return self.config["quantization_config"]
+
+    def rename(self, old, new):
+        self.tensors[new] = self.tensors.pop(old)
+
+    def write(self):
+        self.folder.mkdir()
+        (self.folder / "config.json").write_text(json.dumps(self.config))
+        hf_writer.write_tensors(self.folder, self.tensors, self.shards)
+
+
+# Rows: (id, code, family, words of the message, change of the draft) -----------------------------
+
+
+def config(**values):
+    return lambda draft: draft.config.update(values)
+
+
+def quantization(**values):
+    return lambda draft: draft.quantization.update(values)
+
+
+def tensor(name, make):
+    """Replace (or add) one tensor by make(old or None)."""
+
+    def change(draft):
+        draft.tensors[name] = make(draft.tensors.get(name))
+
+    return change
+
+
+def drop(*names):
+    def change(draft):
+        for name in names:
+            del draft.tensors[name]
+
+    return change
+
+
+def rename(old, new):
+    return lambda draft: draft.rename(old, new)
+
+
+def poke(name, index, value):
+    """Set one element of a tensor."""
+
+    def set_element(old):
+        new = old.clone()
+        new.view(-1)[index] = value
+        return new
+
+    return tensor(name, set_element)
+
+
+def without_quantization(draft):
+    del draft.config["quantization_config"]
+
+
+def floating(shape):
+    return lambda old: torch.zeros(shape, dtype=torch.bfloat16)
+
+
+def qwen3(draft):
+    draft.config.update(model_type="qwen3", architectures=["Qwen3ForCausalLM"])
+
+
+def onebitllm(draft):
+    draft.rename(
+        "model.layers.0.self_attn.attn_sub_norm.weight",
+        "model.layers.0.self_attn.inner_attn_ln.weight",
+    )
+
+
+def one_layer_is_plain(draft):
+    draft.quantization["modules_to_not_convert"] = ["lm_head", "model.layers.1.mlp.down_proj"]
+
+
+def ternary_head(draft):
+    draft.tensors["lm_head.weight"] = torch.zeros(75, 256, dtype=torch.uint8)
+
+
+ROWS = [
+    # what the config asks for
+    ("qwen3", "unsupported-architecture", "llama-online", "qwen3.*per-linear norms", qwen3),
+    ("gemma", "unsupported-architecture", "llama-online", "gemma3_text.*\\(1 \\+ w\\)",
+     config(model_type="gemma3_text")),
+    ("unknown-model-type", "unsupported-model", "llama-online", "model_type.*mamba",
+     config(model_type="mamba")),
+    ("no-model-type", "unsupported-model", "llama-online", "model_type.*None",
+     lambda d: d.config.pop("model_type")),
+    ("attention-bias", "unsupported-model", "llama-bitlinear", "attention_bias.*True.*biases",
+     config(attention_bias=True)),
+    ("mlp-bias", "unsupported-model", "llama-bitlinear", "mlp_bias.*True", config(mlp_bias=True)),
+    ("rope-llama3", "unsupported-model", "llama3-8b-like", "rope_scaling.*llama3",
+     config(rope_scaling={"rope_type": "llama3", "factor": 8.0})),
+    ("rope-yarn", "unsupported-model", "llama3-8b-like", "rope_scaling.*yarn",
+     config(rope_scaling={"type": "yarn", "factor": 4.0})),
+    ("rope-parameters-dynamic", "unsupported-model", "llama3-8b-like", "rope_parameters.*dynamic",
+     config(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 5e5})),
+    ("two-thetas", "unsupported-model", "bitnet-offline", "rope_theta.*every spelling",
+     config(rope_parameters={"rope_type": "default", "rope_theta": 1e4})),
+    ("gelu", "unsupported-model", "bitnet-offline", "hidden_act.*gelu", config(hidden_act="gelu")),
+    ("sliding-window", "unsupported-model", "llama-bitlinear", "sliding_window.*4096",
+     config(sliding_window=4096)),
+    ("experts", "unsupported-model", "llama-bitlinear", "num_local_experts.*8",
+     config(num_local_experts=8)),
+    ("1bitllm-config", "unsupported-model", "llama-online", "weight_bits.*1bitLLM",
+     config(weight_bits=1, input_bits=8)),
+    ("head-dim", "unsupported-model", "bitnet-offline", "head_dim.*32", config(head_dim=32)),
+    ("eps-string", "unsupported-model", "bitnet-offline", "rms_norm_eps.*'1e-5'",
+     config(rms_norm_eps="1e-5")),
+    ("vocab-missing", "unsupported-model", "bitnet-offline", "vocab_size.*None",
+     lambda d: d.config.pop("vocab_size")),
+    ("billions-of-layers", "missing-tensor", "bitnet-offline", "2000000000 layers",
+     config(num_hidden_layers=2_000_000_000)),
+    # what quantization_config asks for
+    ("no-quantization-config", "no-quantization-config", "llama-online",
+     "nothing in the checkpoint says.*--assume-online", without_quantization),
+    ("no-quantization-config-packed", "no-quantization-config", "llama-bitlinear",
+     "quantization_config", without_quantization),
+    ("quantization-config-list", "quantization-config", "bitnet-offline", "an object",
+     lambda d: d.config.update(quantization_config=["bitnet"])),
+    ("gptq", "quant-method", "llama-bitlinear", "'gptq'", quantization(quant_method="gptq")),
+    ("linear-class", "linear-class", "bitnet-offline", "'fancylinear'",
+     quantization(linear_class="fancylinear")),
+    ("quantization-mode", "quantization-mode", "bitnet-offline", "'sometimes'",
+     quantization(quantization_mode="sometimes")),
+    ("bitlinear-online", "bitlinear-online", "bitnet-bitlinear", "packed weights only",
+     quantization(quantization_mode="online")),
+    ("use-rms-norm", "use-rms-norm", "llama-bitlinear", "per-linear norms",
+     quantization(use_rms_norm=True)),
+    ("group-size", "group-scales", "llama-bitlinear", "group_size 128",
+     quantization(group_size=128)),
+    ("head-not-excluded", "quantised-head", "llama-bitlinear", "asks for a ternary head",
+     quantization(modules_to_not_convert=[])),
+    ("projection-excluded", "modules-to-not-convert", "bitnet-offline",
+     "layers.1.mlp.down_proj left out", one_layer_is_plain),
+    ("exclusions-no-list", "modules-to-not-convert", "bitnet-offline", "list of names",
+     quantization(modules_to_not_convert="lm_head")),
+    ("exclusions-no-regex", "modules-to-not-convert", "bitnet-offline", "regular expressions",
+     quantization(modules_to_not_convert=["(lm_head"])),
+    # config and file disagree
+    ("masters-under-offline", "masters-under-offline", "bitnet-offline",
+     'floating BF16.*"autobitlinear" and "online"', tensor(Q_PROJ, floating((256, 256)))),
+    ("masters-under-bitlinear", "masters-under-offline", "llama-bitlinear", "packed as U8",
+     tensor(Q_PROJ, floating((256, 256)))),
+    ("packed-under-online", "packed-under-online", "bitnet-online", "already packed",
+     tensor(Q_PROJ, lambda old: torch.zeros(64, 256, dtype=torch.uint8))),
+    ("scale-under-online", "packed-under-online", "bitnet-online", "without weight_scale",
+     tensor(Q_PROJ + "_scale", lambda old: torch.ones(1))),
+    ("untied-without-head", "tie-mismatch", "bitnet-offline", "lm_head.weight, since",
+     config(tie_word_embeddings=False)),
+    ("tied-with-another-head", "tie-mismatch", "bitnet-offline", "different values",
+     tensor("lm_head.weight", lambda old: torch.zeros(300, 256, dtype=torch.bfloat16))),
+    ("ternary-head", "quantised-head", "llama-bitlinear", "lm_head.weight as U8", ternary_head),
+    ("ternary-head-scale", "quantised-head", "llama-bitlinear", "lm_head.weight_scale",
+     tensor("lm_head.weight_scale", lambda old: torch.ones(1))),
+    # names
+    ("missing-norm", "missing-tensor", "bitnet-offline", "ffn_sub_norm", drop(NORM)),
+    ("missing-many", "missing-tensor", "bitnet-offline", "and 7 more",
+     lambda d: [d.tensors.pop(n) for n in list(d.tensors)
+                if n.startswith("model.layers.1") and n.endswith(".weight")]),
+    ("missing-embedding", "missing-tensor", "bitnet-offline", "embed_tokens",
+     drop("model.embed_tokens.weight")),
+    ("sub-norms-in-llama", "unknown-tensor", "llama-bitlinear", "attn_sub_norm.*config.json",
+     tensor("model.layers.0.self_attn.attn_sub_norm.weight", lambda old: torch.ones(256))),
+    ("extra-layer", "unknown-tensor", "bitnet-offline", "layers.2.mlp",
+     tensor("model.layers.2.mlp.up_proj.weight", lambda old: torch.ones(4, 4))),
+    ("stray-scale", "unknown-tensor", "bitnet-offline", "belong to no projection",
+     tensor("model.norm.weight_scale", lambda old: torch.ones(1))),
+    ("bias-tensor", "bias", "llama-bitlinear", "q_proj.bias.*have none",
+     tensor("model.layers.0.self_attn.q_proj.bias", lambda old: torch.ones(256))),
+    ("1bitllm-names", "1bitllm-norms", "bitnet-online", "inner_attn_ln", onebitllm),
+    ("qk-norm", "qk-norm", "llama-bitlinear", "norms on queries and keys",
+     tensor("model.layers.0.self_attn.q_norm.weight", lambda old: torch.ones(64))),
+    ("per-linear-norm", "per-linear-norms", "llama-online", "a norm inside every linear",
+     tensor("model.layers.0.self_attn.q_proj.norm.weight", lambda old: torch.ones(256))),
+    ("subln", "per-linear-norms", "llama-online", "o_proj.0",
+     tensor("model.layers.0.self_attn.o_proj.0.weight", lambda old: torch.ones(256))),
+    ("gptq-tensors", "other-quantisation", "llama-bitlinear", "GPTQ or AWQ",
+     tensor("model.layers.0.mlp.up_proj.qweight", lambda old: torch.ones(4, 4))),
+    ("group-scale-tensors", "group-scales", "llama-bitlinear", "scales per group",
+     tensor("model.layers.0.mlp.up_proj.scales", lambda old: torch.ones(4, 4))),
+    ("expert-tensors", "experts", "llama-online", "mixture of experts",
+     tensor("model.layers.0.block_sparse_moe.gate.weight", lambda old: torch.ones(4, 4))),
+    # shapes and dtypes
+    ("norm-shape", "shape", "bitnet-offline", "ffn_sub_norm.*\\[512\\], found BF16 \\[511\\]",
+     tensor(NORM, lambda old: old[:511].clone())),
+    ("embedding-shape", "shape", "bitnet-offline", "embed_tokens.*\\[300, 256\\]",
+     tensor("model.embed_tokens.weight", lambda old: old[:299].clone())),
+    ("masters-shape", "shape", "bitnet-online", "q_proj.*\\[256, 256\\]",
+     tensor(Q_PROJ, lambda old: old[:, :128].clone())),
+    ("packed-shape", "shape", "bitnet-offline", "q_proj.*U8 of shape \\[256 / 4, 256\\]",
+     tensor(Q_PROJ, lambda old: old[:63].clone())),
+    ("unpacked-uint8", "shape", "bitnet-offline", "four output rows share a byte",
+     tensor(Q_PROJ, lambda old: torch.ones(256, 256, dtype=torch.uint8))),
+    ("packed-int8", "dtype", "bitnet-offline", "q_proj.weight as U8, found I8",
+     tensor(Q_PROJ, lambda old: old.view(torch.int8))),
+    ("norm-float64", "dtype", "bitnet-offline", "F32, BF16 or F16, found F64",
+     tensor(NORM, lambda old: old.double())),
+    ("masters-float8", "dtype", "bitnet-online", "found F8_E4M3",
+     tensor(Q_PROJ, lambda old: old.float().to(torch.float8_e4m3fn))),
+    ("scale-int", "dtype", "bitnet-offline", "weight_scale as F32",
+     tensor(Q_PROJ + "_scale", lambda old: torch.ones(1, dtype=torch.int32))),
+    ("scale-per-row", "group-scales", "bitnet-offline", "scales per row or per group",
+     tensor(Q_PROJ + "_scale", lambda old: torch.ones(256, 1))),
+    ("scale-missing", "missing-scale", "bitnet-offline", "q_proj.weight_scale",
+     drop(Q_PROJ + "_scale")),
+    # values
+    ("code-3", "code-3", "bitnet-offline", "byte \\[0, 5\\] = 0x30", poke(Q_PROJ, 5, 0b00110000)),
+    ("code-3-last", "code-3", "llama-bitlinear", "byte \\[63, 511\\]", poke(DOWN, -1, 0xC0)),
+    ("scale-zero", "bad-scale", "bitnet-offline", "above zero, found 0.0",
+     poke(Q_PROJ + "_scale", 0, 0.0)),
+    ("scale-negative", "bad-scale", "bitnet-bitlinear", "found -2.0",
+     poke(Q_PROJ + "_scale", 0, -2.0)),
+    ("scale-nan", "bad-scale", "llama-bitlinear", "found nan",
+     poke(Q_PROJ + "_scale", 0, float("nan"))),
+    ("scale-infinite", "bad-scale", "bitnet-offline", "found inf",
+     poke(Q_PROJ + "_scale", 0, float("inf"))),
+    ("scale-not-invertible", "bad-scale", "falcon-e-like", "can be inverted",
+     tensor(Q_PROJ + "_scale", lambda old: torch.tensor([1e-40]))),
+    ("gain-nan", "non-finite", "bitnet-offline", "ffn_sub_norm.*nan at element 7",
+     poke(NORM, 7, float("nan"))),
+    ("embedding-infinite", "non-finite", "llama-online", "embed_tokens.*inf at element 0",
+     poke("model.embed_tokens.weight", 0, float("inf"))),
+    ("masters-nan", "non-finite", "bitnet-online", "q_proj.*nan at element 65535",
+     poke(Q_PROJ, -1, float("nan"))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "code, family, words, change", [r[1:] for r in ROWS], ids=[r[0] for r in ROWS]
+)
+def test_refusal(code, family, words, change, tmp_path):
+    draft = Draft(tmp_path / "source", FAMILIES[family])
+    change(draft)
+    draft.write()
+    check_refused(tmp_path, code, words)
+
+
+def check_refused(tmp_path, code, words, **options):
+    before = sorted(p.name for p in tmp_path.iterdir())
+    with pytest.raises(ConvertError) as caught:
+        convert(tmp_path / "source", tmp_path / "out", **options)
+    message = str(caught.value)
+    assert caught.value.code == code, message
+    assert message.startswith(f"convert [{code}]: ") and "expected" in message
+    assert re.search(words, message), message
+    assert "\n" not in message and len(message) < 500
+    assert sorted(p.name for p in tmp_path.iterdir()) == before, "nothing may be left behind"
+
+
+def test_assume_online_refuses_packed_weights(tmp_path):
+    draft = Draft(tmp_path / "source", FAMILIES["llama-bitlinear"])
+    without_quantization(draft)
+    draft.write()
+    check_refused(tmp_path, "packed-under-online", "weight_scale", assume_online=True)
+
+
+def test_assume_online_refuses_ternary_weights(tmp_path):
+    """Dense weights that are ternary already (an unpacked model): their mean is not their scale."""
+    draft = Draft(tmp_path / "source", FAMILIES["llama-online"])
+    without_quantization(draft)
+    draft.tensors[Q_PROJ] = torch.sign(draft.tensors[Q_PROJ]) * 0.25
+    draft.tensors[Q_PROJ][:, ::3] = 0
+    draft.write()
+    check_refused(tmp_path, "already-ternary", "only one magnitude", assume_online=True)
+
+
+# Files -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def source(tmp_path):
+    return hf_writer.write_checkpoint(
+        tmp_path / "source", FAMILIES["bitnet-offline"], tokenizer=False
+    )
+
+
+@pytest.fixture
+def sharded(tmp_path):
+    family = FAMILIES["bitnet-offline"]
+    return hf_writer.write_checkpoint(tmp_path / "source", family, shards=3, tokenizer=False)
+
+
+INDEX = "model.safetensors.index.json"
+
+
+def edit_index(folder, change):
+    index = json.loads((folder / INDEX).read_text())
+    change(index["weight_map"])
+    (folder / INDEX).write_text(json.dumps(index))
+
+
+def test_no_source(tmp_path):
+    check_refused(tmp_path, "source-missing", "a folder with config.json")
+
+
+def test_no_config(source, tmp_path):
+    (source / "config.json").unlink()
+    check_refused(tmp_path, "config-missing", "is this a model folder")
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("{", "valid JSON"),
+        ("[]", "a JSON object"),
+        ('{"a": 1, "a": 2}', "a key twice"),
+        ('{"rms_norm_eps": NaN}', "NaN"),
+        ("[" * 100_000, "valid JSON"),
+        (b"\xff{}", "valid JSON"),
+    ],
+)
+def test_malformed_config(text, words, source, tmp_path):
+    (source / "config.json").write_bytes(text if isinstance(text, bytes) else text.encode())
+    check_refused(tmp_path, "config-json", words)
+
+
+def test_no_weights(source, tmp_path):
+    (source / "model.safetensors").unlink()
+    check_refused(tmp_path, "weights-missing", "no weights")
+
+
+def test_gguf_only(source, tmp_path):
+    (source / "model.safetensors").rename(source / "model.gguf")
+    check_refused(tmp_path, "weights-missing", "model.gguf")
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth", "model.pt"])
+def test_pickles_are_never_opened(name, source, tmp_path):
+    (source / "model.safetensors").unlink()
+    (source / name).write_bytes(b"\x80\x04cos\nsystem\n(S'touch pwned'\ntR.")
+    check_refused(tmp_path, "pickle", f"{name}.*never opened")
+    assert not Path("pwned").exists()
+
+
+def test_two_sets_of_weights(sharded, tmp_path):
+    (sharded / "model.safetensors").write_bytes(b"")
+    check_refused(tmp_path, "ambiguous-weights", "both")
+
+
+@pytest.mark.parametrize("size", [0, 7, 100, -1])
+def test_truncated_safetensors(size, source, tmp_path):
+    data = (source / "model.safetensors").read_bytes()
+    (source / "model.safetensors").write_bytes(data[:size])
+    check_refused(tmp_path, "safetensors-corrupt", "download it again")
+
+
+def test_huge_safetensors_header(source, tmp_path):
+    (source / "model.safetensors").write_bytes((2**62).to_bytes(8, "little") + b"{}")
+    check_refused(tmp_path, "safetensors-corrupt", "valid safetensors")
+
+
+@pytest.mark.parametrize("text", ["{}", '{"weight_map": {}}', '{"weight_map": []}', "nonsense"])
+def test_malformed_index(text, sharded, tmp_path):
+    (sharded / INDEX).write_text(text)
+    check_refused(tmp_path, "index-json", "")
+
+
+@pytest.mark.parametrize(
+    "path", ["../other.safetensors", "/etc/passwd", "a/b.safetensors", 7, "x.bin"]
+)
+def test_index_that_points_elsewhere(path, sharded, tmp_path):
+    edit_index(sharded, lambda weight_map: weight_map.update({Q_PROJ: path}))
+    check_refused(tmp_path, "index-path", "plain .*safetensors names")
+
+
+def test_missing_shard(sharded, tmp_path):
+    (sharded / "model-00002-of-00003.safetensors").unlink()
+    check_refused(tmp_path, "shard-missing", "without model-00002-of-00003.safetensors")
+
+
+def test_index_names_a_tensor_that_is_not_there(sharded, tmp_path):
+    first = "model-00001-of-00003.safetensors"
+    edit_index(sharded, lambda weight_map: weight_map.update({"model.extra": first}))
+    check_refused(tmp_path, "index-mismatch", "model.extra")
+
+
+def test_index_forgets_a_tensor(sharded, tmp_path):
+    edit_index(sharded, lambda weight_map: weight_map.pop(Q_PROJ))
+    check_refused(tmp_path, "index-mismatch", "q_proj")
+
+
+def test_tensor_in_two_shards(sharded, tmp_path):
+    third = sharded / "model-00003-of-00003.safetensors"
+    third.write_bytes((sharded / "model-00001-of-00003.safetensors").read_bytes())
+    check_refused(tmp_path, "duplicate-tensor", "00001.* and .*00003")
+
+
+# Destinations ------------------------------------------------------------------------------------
+
+
+def test_destination_exists(source, tmp_path):
+    (tmp_path / "out").mkdir()
+    check_refused(tmp_path, "destination-exists", "--force replaces it")
+
+
+def test_force_does_not_delete_other_files(source, tmp_path):
+    convert(source, tmp_path / "out")
+    (tmp_path / "out" / "thesis.txt").write_text("ten years")
+    check_refused(tmp_path, "destination-foreign", "thesis.txt", force=True)
+    assert (tmp_path / "out" / "thesis.txt").read_text() == "ten years"
+
+
+def test_force_does_not_replace_a_file(source, tmp_path):
+    (tmp_path / "out").write_text("a file")
+    check_refused(tmp_path, "destination-foreign", "which is none", force=True)
+
+
+def test_force_does_not_follow_a_link(source, tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "out").symlink_to(tmp_path / "elsewhere")
+    check_refused(tmp_path, "destination-foreign", "which is none", force=True)
+
+
+@pytest.mark.parametrize("inside", ["out", "."])
+def test_destination_in_source(inside, source, tmp_path):
+    with pytest.raises(ConvertError) as caught:
+        convert(source, source / inside, force=True)
+    assert caught.value.code == "destination-in-source"
+    assert (source / "model.safetensors").is_file()
+
+
+def test_destination_without_parent(source, tmp_path):
+    with pytest.raises(ConvertError, match="an existing folder") as caught:
+        convert(source, tmp_path / "no" / "out")
+    assert caught.value.code == "destination-parent"
+
+
+# The table is complete ---------------------------------------------------------------------------
+
+
+def test_every_code_is_tested():
+    """Each code that the converter can refuse with occurs in the tests."""
+    raised = set()
+    for path in CONVERT_SOURCES.glob("*.py"):
+        text = path.read_text()
+        raised |= set(re.findall(r'refuse\(\s*"([a-z0-9-]+)"', text))
+        raised |= set(re.findall(r'ConvertError\(\s*"([a-z0-9-]+)"', text))
+        raised |= set(re.findall(r'^    \("[^"]+", "([a-z0-9-]+)", ', text, re.MULTILINE))
+    assert len(raised) > 40
+    tests = "".join(p.read_text() for p in Path(__file__).parent.glob("test_convert*.py"))
+    untested = sorted(code for code in raised if f'"{code}"' not in tests)
+    assert untested == []
