@@ -212,10 +212,10 @@ def test_refusals_are_one_line(
     data, code = MALFORMED[name]
     path = tmp_path / "m.bin"
     path.write_bytes(data)
-    assert run(str(path)) == 1
+    assert run(str(path)) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1
-    assert err.startswith(f"bitnet-ops: {path}: ") and err.endswith(f"[{code}]\n")
+    assert err.startswith(f"bitnet-ops: error: {path}: ") and err.endswith(f"[{code}]\n")
 
 
 def test_missing_file(tmp_path: Path) -> None:

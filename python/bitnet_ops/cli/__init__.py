@@ -51,7 +51,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     args, extra = parser.parse_known_args(argv)
     # argparse takes positionals in one go; `generate MODEL --option x PROMPT` leaves PROMPT over.
     rest = getattr(args, "positionals", None)
-    if rest is not None and not any(e.startswith("-") for e in extra):
+    if rest is not None and not any(e.startswith("-") and e != "-" for e in extra):
         rest += extra
     elif extra:
         parser.error(f"unrecognized arguments: {' '.join(extra)}")

@@ -49,6 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.plain and args.system is not None:
+        raise ValueError("chat: expected --system only with a chat template, got --plain as well")
     lm = open_model(args.model, args)
     if args.model is None:
         print(
@@ -104,10 +106,6 @@ class _Plain:
     """Each line is a text of its own, to be continued."""
 
     def __init__(self, lm: LanguageModel, args: argparse.Namespace) -> None:
-        if args.system is not None:
-            raise ValueError(
-                "chat: expected --system only with a chat template, got --plain as well"
-            )
         self._lm, self._args = lm, args
 
     def reset(self) -> None:

@@ -135,14 +135,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _print_stream(prompt: str, stream: TextStream) -> int:
-    status = 0
-    print(prompt, end="", flush=True)
+    status, shown = 0, False
     try:
         for piece in stream:
-            print(piece, end="", flush=True)
+            print(piece if shown else prompt + piece, end="", flush=True)
+            shown = True  # the prompt waits for the first token, so that an error stands alone
     except KeyboardInterrupt:
         status = 130
-    print(flush=True)
+    print("" if shown else prompt, flush=True)
     print(figures(stream), file=sys.stderr)
     return status
 

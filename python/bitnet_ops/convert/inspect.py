@@ -35,8 +35,8 @@ def run(args: argparse.Namespace) -> int:
     try:
         report = inspect(args.file)
     except SglbitntError as error:
-        print(f"bitnet-ops: {error}", file=sys.stderr)
-        return 1
+        print(f"bitnet-ops: error: {error}", file=sys.stderr)
+        return 2
     if args.json:
         print(json.dumps(report, indent=1, ensure_ascii=False))
     elif sys.stdout.isatty():
