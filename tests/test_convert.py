@@ -5,8 +5,10 @@ the canonical packing is unpacked here by the layout's definition. Refusals are 
 test_convert_refusals.py, full logits against transformers in test_oracle_hf.py.
 """
 
+import dataclasses
 import json
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -210,6 +212,52 @@ def test_report_says_what_was_done(tmp_path):
     assert any("modeling_bitnet.py" in remark for remark in report["remarks"])
 
 
+def _edited(tmp_path, family, config=None, tensors=None):
+    """The family's checkpoint with changed config keys and added or replaced tensors."""
+    source = write(tmp_path, family)
+    settings = {**hf_writer.config_dict(family), **(config or {})}
+    (source / "config.json").write_text(json.dumps(settings))
+    state = hf_writer.state_dict(family, hf_writer.make_network(family))
+    hf_writer.write_tensors(source, {**state, **(tensors or {})})
+    return source
+
+
+Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
+REMARKS = [
+    ("auto_map", "bitnet-offline", {"auto_map": {"AutoConfig": "x.Y"}}, {}, "auto_map.*never run"),
+    ("unknown-key", "bitnet-offline", {"sparkle": 7}, {}, "sparkle = 7: unknown"),
+    ("inv-freq", "llama-bitlinear", {},
+     {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(32)}, "1 rotary inv_freq"),
+    ("wrong-sense", "bitnet-bitlinear", {}, {f"{Q_PROJ}_scale": torch.tensor([0.02])},
+     "unusual scale 50.*linear_class"),
+    ("zeros", "bitnet-online", {}, {Q_PROJ: torch.zeros(256, 256)}, "zeros alone"),
+    ("ternary-masters", "bitnet-online", {}, {Q_PROJ: torch.eye(256)}, "one magnitude beside zero"),
+    ("diffusion", "bitnet-online",
+     {"architectures": ["BitnetForCausalLM"], "bd_size": 32, "mask_token_id": 299}, {},
+     "block-diffusion model"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "family, config, tensors, words", [r[1:] for r in REMARKS], ids=[r[0] for r in REMARKS]
+)
+def test_what_is_odd_is_said(family, config, tensors, words, tmp_path):
+    """Accepted, but worth a remark in the report."""
+    report = convert(_edited(tmp_path, FAMILIES[family], config, tensors), tmp_path / "out")
+    assert any(re.search(words, remark) for remark in report.remarks), report.remarks
+
+
+def test_unknown_quantisation_options_are_said(tmp_path):
+    family = FAMILIES["bitnet-offline"]
+    block = {**hf_writer.config_dict(family)["quantization_config"], "flavour": "mint"}
+    source = _edited(tmp_path, family, {"quantization_config": block})
+    assert any("flavour: unknown" in remark for remark in convert(source, tmp_path / "out").remarks)
+
+
+def test_ordinary_checkpoints_give_no_remarks(family, tmp_path):
+    assert convert(write(tmp_path, family), tmp_path / "out").remarks == []
+
+
 def test_repeated_tied_head_is_dropped(tmp_path):
     family = FAMILIES["bitnet-offline"]
     source = write(tmp_path, family)
@@ -238,6 +286,42 @@ def test_assume_online_equals_the_declared_one(tmp_path):
     ):
         assert list(a.tensors) == list(b.tensors)
         assert all(bytes(a.memory(name)) == bytes(b.memory(name)) for name in a.tensors)
+
+
+def test_r7_masters_are_ternarised_by_their_mean(tmp_path):
+    """R7: absmean rounding gives Gaussian masters 31 % zeros; a sign or an absmax would not."""
+    family = FAMILIES["bitnet-online"]
+    network = hf_writer.make_network(family)
+    source = write(tmp_path, family, network=network)
+    report = convert(source, tmp_path / "out")
+    assert report.to_dict()["ternary"]["zero_share"] == pytest.approx(0.31, abs=0.01)
+    means = [np.abs(v["masters"]).mean() for v in network.values() if isinstance(v, dict)]
+    assert report.ternary.smallest_scale == pytest.approx(min(means), rel=2e-7)
+    assert report.ternary.largest_scale == pytest.approx(max(means), rel=2e-7)
+
+
+def test_k10_masters_made_offline_elsewhere_convert_alike(tmp_path):
+    """K10: masters ternarised and packed by another script, then read as offline weights."""
+    online = FAMILIES["bitnet-online-untied-fp32"]
+    network = hf_writer.make_network(online)
+    convert(write(tmp_path, online, network=network), tmp_path / "online")
+    packed = {}
+    for name, value in network.items():
+        packed[name] = value
+        if isinstance(value, dict):
+            codes, scale = forward_fp64.ternary(value, reciprocal=False)
+            packed[name] = {"codes": codes.numpy().astype(np.int8), "stored_scale": scale}
+    offline = dataclasses.replace(online, mode="offline")
+    hf_writer.write_checkpoint(tmp_path / "packed", offline, network=packed)
+    convert(tmp_path / "packed", tmp_path / "offline")
+    with Reader(tmp_path / "online" / "model.bin") as a:
+        with Reader(tmp_path / "offline" / "model.bin") as b:
+            assert list(a.tensors) == list(b.tensors)
+            for name, info in a.tensors.items():
+                assert bytes(a.memory(name)) == bytes(b.memory(name)), name
+                other = b.tensors[name].scale
+                if info.packed:
+                    assert info.scale == pytest.approx(other, rel=2e-7)
 
 
 def test_demo_model_converts_and_verifies(tmp_path):

@@ -477,9 +477,11 @@ def test_every_code_is_tested():
     for path in CONVERT_SOURCES.glob("*.py"):
         text = path.read_text()
         raised |= set(re.findall(r'refuse\(\s*"([a-z0-9-]+)"', text))
+        for call in re.findall(r"_read_object\((.*)\)", text):
+            raised |= set(re.findall(r'"([a-z]+-[a-z]+)"', call))
         raised |= set(re.findall(r'ConvertError\(\s*"([a-z0-9-]+)"', text))
         raised |= set(re.findall(r'^    \("[^"]+", "([a-z0-9-]+)", ', text, re.MULTILINE))
-    assert len(raised) > 40
+    assert len(raised) >= 48
     tests = "".join(p.read_text() for p in Path(__file__).parent.glob("test_convert*.py"))
     untested = sorted(code for code in raised if f'"{code}"' not in tests)
     assert untested == []
