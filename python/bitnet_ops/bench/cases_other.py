@@ -1,0 +1,163 @@
+"""Cases of everything that is no ternary product: quantisation, norm, activation, head, attention.
+
+It must not know how anything is timed. Results are checked bit for bit against plain C++ on one
+thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bitnet_ops import ops
+from bitnet_ops.bench.cases import Case, cycle, equal_to_scalar, require_slots, rival_cycle
+from bitnet_ops.bench.limits import read_limit
+from bitnet_ops.bench.shapes import ModelShape
+from bitnet_ops.bench.workspace import Workspace
+
+EPS = 1e-5
+_HEAD_CHECK_ROWS = 2048
+_WINDOW_BYTES = 1 << 24  # of the read pass beside operands that are larger than this
+
+
+def _rows_case(
+    ws: Workspace,
+    name: str,
+    m: int,
+    k: int,
+    moved: int,
+    op: Callable[..., Tensor | tuple[Tensor, ...]],
+    rival: Callable[..., object],
+    *operands: Tensor,
+) -> Case:
+    """An op on rows of activations, which are hot in a model: `moved` bytes in and out."""
+    return Case(
+        name=name,
+        shape={"M": m, "K": k},
+        dtype="bfloat16",
+        memory="hot",
+        bytes=moved,
+        macs=0,
+        integer=False,
+        run=cycle(op, [operands], hot=True),
+        read=read_limit(ws.ternary, moved, hot=True),
+        check=lambda: equal_to_scalar(lambda: op(*operands)),
+        rivals={"torch_bf16": cycle(rival, [operands], hot=True)},
+    )
+
+
+def _eager_quantize(x: Tensor) -> tuple[Tensor, Tensor]:
+    values = x.float()
+    scale = 127.0 / values.abs().amax(dim=-1, keepdim=True).clamp(min=1e-5)
+    return (values * scale).round().clamp(-128, 127).to(torch.int8), 1.0 / scale
+
+
+def row_cases(ws: Workspace, model: ModelShape, m: int) -> list[Case]:
+    """quantize_activations, rms_norm and the activation at the model's widths."""
+    hidden, inner = model.hidden_size, model.intermediate_size
+    x, gate, up = (
+        torch.randn(m, k, generator=ws.generator).bfloat16() for k in (hidden, inner, inner)
+    )
+    gain = torch.ones(hidden, dtype=torch.bfloat16)
+    return [
+        _rows_case(
+            ws,
+            "quantize_activations",
+            m,
+            hidden,
+            3 * m * hidden + 4 * m,
+            ops.quantize_activations,
+            _eager_quantize,
+            x,
+        ),
+        _rows_case(
+            ws,
+            "rms_norm",
+            m,
+            hidden,
+            4 * m * hidden + 2 * hidden,
+            lambda a, w: ops.rms_norm(a, w, EPS),
+            lambda a, w: F.rms_norm(a, (hidden,), w, EPS),
+            x,
+            gain,
+        ),
+        _rows_case(
+            ws,
+            "relu2_mul",
+            m,
+            inner,
+            6 * m * inner,
+            ops.relu2_mul,
+            lambda g, u: F.relu(g).square() * u,
+            gate,
+            up,
+        ),
+    ]
+
+
+def head_case(ws: Workspace, model: ModelShape) -> Case:
+    """lm_head for one token over bfloat16 weights, cold."""
+    vocab, hidden = model.vocab_size, model.hidden_size
+    size = 2 * vocab * hidden
+    heads = [(s.view(torch.bfloat16).view(vocab, hidden),) for s in ws.dense.slots(size)]
+    x = torch.randn(1, hidden, generator=ws.generator).bfloat16()
+
+    def check() -> bool:
+        weight = heads[0][0]
+        part = weight[:_HEAD_CHECK_ROWS]
+        whole = ops.lm_head(x, weight)[:, : len(part)]
+        return torch.equal(whole, ops.lm_head(x, part)) and equal_to_scalar(
+            lambda: ops.lm_head(x, part)
+        )
+
+    return Case(
+        name="lm_head",
+        shape={"M": 1, "N": vocab, "K": hidden},
+        dtype="bfloat16",
+        memory="cold",
+        bytes=size,
+        macs=vocab * hidden,
+        integer=False,
+        run=cycle(lambda w: ops.lm_head(x, w), heads, hot=False),
+        read=read_limit(ws.ternary, min(size, _WINDOW_BYTES), hot=False),
+        check=check,
+        rivals={"torch_bf16": rival_cycle(lambda w: F.linear(x, w), heads, hot=False)},
+    )
+
+
+def attention_case(ws: Workspace, model: ModelShape, context: int) -> Case:
+    """attention of one new token over a bfloat16 cache of `context` tokens, cold."""
+    heads, kv_heads, dim = model.num_attention_heads, model.num_key_value_heads, model.head_dim
+    half = 2 * kv_heads * context * dim
+    slots = ws.dense.slots(2 * half)
+    require_slots(slots, f"a cache of {context} tokens", hot=False)
+    caches = [
+        tuple(p.view(torch.bfloat16).view(1, kv_heads, context, dim) for p in slot.split(half))
+        for slot in slots
+    ]
+    query = torch.randn(1, 1, heads, dim, generator=ws.generator).bfloat16()
+    start, scale = torch.tensor([context - 1]), dim**-0.5
+    query_bhtd = query.transpose(1, 2)
+
+    def decode(keys: Tensor, values: Tensor) -> Tensor:
+        return ops.attention(query, keys, values, start, scale)
+
+    def rival(keys: Tensor, values: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(query_bhtd, keys, values, enable_gqa=True)
+
+    return Case(
+        name="attention",
+        shape={"M": 1, "context": context, "heads": heads, "kv_heads": kv_heads, "head_dim": dim},
+        dtype="bfloat16",
+        memory="cold",
+        bytes=2 * half,
+        macs=2 * heads * context * dim,
+        integer=False,
+        run=cycle(decode, caches, hot=False),
+        read=read_limit(ws.ternary, min(2 * half, _WINDOW_BYTES), hot=False),
+        check=lambda: equal_to_scalar(lambda: decode(*caches[0])),
+        rivals={"torch_bf16": rival_cycle(rival, caches, hot=False)},
+    )

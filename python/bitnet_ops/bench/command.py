@@ -1,0 +1,127 @@
+"""`bitnet-ops bench ops`: arguments, progress and exit status of the benchmarks.
+
+It must not know how anything is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from bitnet_ops.bench import report, run_ops
+from bitnet_ops.bench.shapes import MODELS, parse_counts, parse_shapes
+
+
+class _Defaults(NamedTuple):
+    m: str
+    cold_mib: int
+    seconds: float
+
+
+_QUICK = _Defaults("1,4,32", 256, 0.15)
+_FULL = _Defaults("1,2,4,8,16,32,128", 512, 1.0)
+_MOST_TOKENS = 4096
+_MOST_THREADS = 1024
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the subcommand's arguments to `parser`."""
+    parser.description = "Measure against limits of this machine, taken in the same process."
+    kinds = parser.add_subparsers(dest="kind", metavar="KIND", required=True)
+    ops = kinds.add_parser("ops", help="every op on model shapes", description=_OPS_DESCRIPTION)
+    ops.add_argument("--quick", action="store_true", help="below a minute on two cores; less exact")
+    ops.add_argument("--json", metavar="FILE", help="also write everything to FILE")
+    ops.add_argument("--threads", help="thread counts such as 1,2 (default: 1 and all)")
+    ops.add_argument(
+        "--shapes",
+        default="2b-4t",
+        help=f"names ({', '.join(MODELS)}) and NxK, separated by commas (default: 2b-4t)",
+    )
+    ops.add_argument("--m", help=f"tokens of the products (default: {_FULL.m}; quick: {_QUICK.m})")
+    ops.add_argument(
+        "--cold-mib",
+        type=int,
+        help=f"memory that cold operands cycle through (default: {_FULL.cold_mib}; "
+        f"quick: {_QUICK.cold_mib})",
+    )
+    ops.add_argument(
+        "--seconds",
+        type=float,
+        help=f"time for one row (default: {_FULL.seconds}; quick: {_QUICK.seconds})",
+    )
+
+
+_OPS_DESCRIPTION = (
+    "Time the ops hot (operands in a cache) and cold (operands in memory), alternating with a "
+    "read-only pass and with the int8 multiply-add peak; ratio 1.00 is the limit. torch's own "
+    "bfloat16 product runs beside them. Every result is checked first. Exit status 1 when one is "
+    "wrong."
+)
+
+
+def settings_of(args: argparse.Namespace) -> run_ops.Settings:
+    """The settings that the arguments ask for; ValueError names a wrong one."""
+    defaults = _QUICK if args.quick else _FULL
+    parse_shapes(args.shapes)  # complain before anything is measured
+    cold_mib = defaults.cold_mib if args.cold_mib is None else int(args.cold_mib)
+    seconds = defaults.seconds if args.seconds is None else float(args.seconds)
+    if not 16 <= cold_mib <= 1 << 16:
+        raise ValueError(f"--cold-mib: expected 16 to {1 << 16}, got {cold_mib}")
+    if not 0 < seconds <= 60:
+        raise ValueError(f"--seconds: expected more than 0 and at most 60, got {seconds}")
+    all_threads = torch.get_num_threads()
+    threads = args.threads or (f"1,{all_threads}" if all_threads > 1 else "1")
+    return run_ops.Settings(
+        shapes=args.shapes,
+        tokens=tuple(parse_counts("--m", args.m or defaults.m, _MOST_TOKENS)),
+        threads=tuple(parse_counts("--threads", threads, _MOST_THREADS)),
+        quick=args.quick,
+        cold_mib=cold_mib,
+        seconds=seconds,
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the benchmark; 0, or 1 when a result was wrong."""
+    settings = settings_of(args)
+    if args.json:
+        _require_directory(args.json)
+    with _progress_line(enabled=sys.stderr.isatty()) as progress:
+        result = run_ops.run(settings, progress)
+    report.print_report(result)
+    if args.json:
+        report.write_json(result, args.json)
+    return 0 if result["ok"] else 1
+
+
+def _require_directory(path: str) -> None:
+    """Refuse a report that could not be written, before minutes are spent on it."""
+    directory = Path(path).absolute().parent
+    if not directory.is_dir() or not os.access(directory, os.W_OK):
+        raise ValueError(f"--json: expected a file in a directory to write to, got {path}")
+
+
+@contextmanager
+def _progress_line(*, enabled: bool) -> Iterator[run_ops.Progress]:
+    if not enabled:
+        yield lambda _: None
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status("starting") as status:
+        # rich redraws from a thread of its own; a slow rate keeps it out of the measurements
+        yield lambda text: status.update(text, speed=0.1)
+
+
+def main() -> int:
+    """`python benchmarks/bench_ops.py ...`, the same as `bitnet-ops bench ops ...`."""
+    parser = argparse.ArgumentParser(prog="bench")
+    add_arguments(parser)
+    return run(parser.parse_args(["ops", *sys.argv[1:]]))

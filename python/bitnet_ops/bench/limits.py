@@ -1,0 +1,99 @@
+"""The two limits of every row: reading memory, and multiplying int8 out of registers.
+
+Both run on the same threads as the kernels, through torch.ops.bitnet, so that a call of a probe
+costs what a call of a kernel costs. It must not know what is measured against them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from bitnet_ops import _runtime, machine, ops
+from bitnet_ops.bench.harness import Budget, Run, interleave
+from bitnet_ops.bench.workspace import Arena, round_up
+
+_PEAK_SECONDS = 2e-4  # long against entering a parallel region, short against a time slice
+_BULK_WINDOW = 1 << 24
+
+
+@dataclass(frozen=True)
+class ReadLimit:
+    """A read-only pass over slots.
+
+    Cold: call i reads slot i + half of them, far from the kernel's. Hot: always the first slot,
+    the kernel's own memory, since other memory would drive that out of the cache.
+    """
+
+    slots: list[Tensor]
+    warm: bool
+
+    @property
+    def probed_bytes(self) -> int:
+        return self.slots[0].numel()
+
+    def run(self) -> Run:
+        slots, count = self.slots, len(self.slots)
+        shift = count // 2
+        return Run(lambda i: ops._probe_read(slots[(i + shift) % count]), self.warm)
+
+
+def read_limit(arena: Arena, slot_bytes: int, *, hot: bool) -> ReadLimit:
+    """The pass that stands beside a kernel reading `slot_bytes`.
+
+    The probe reads whole pages, so a slot is rounded up and its time scaled down by bytes. Hot: one
+    slot over and over, the size of the kernel's operands, in the same cache as they are.
+    """
+    slots = arena.slots(round_up(slot_bytes))
+    return ReadLimit(slots[:1] if hot else slots, warm=hot)
+
+
+class PeakLimit:
+    """The int8 multiply-add loop of the ISA in use, about 0.2 ms a call on the threads in force."""
+
+    def __init__(self) -> None:
+        self._seed = torch.arange(64, dtype=torch.uint8)
+        self._iterations = self._calibrate()
+        self.macs = int(ops._probe_int8_peak(self._seed, self._iterations).item())
+
+    def _calibrate(self) -> int:
+        """Iterations of a call. On one thread: each thread does them all, and none has to wait."""
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            iterations = 1000
+            while (seconds := self._shortest(iterations)) < _PEAK_SECONDS / 4:
+                iterations *= 2
+        finally:
+            torch.set_num_threads(threads)
+        return max(1, int(iterations * _PEAK_SECONDS / seconds))
+
+    def _shortest(self, iterations: int) -> float:
+        run = Run(lambda _: ops._probe_int8_peak(self._seed, iterations))
+        return min(interleave([run], Budget(0.0, min_rounds=5))[0])
+
+    def run(self) -> Run:
+        seed, iterations = self._seed, self._iterations
+        return Run(lambda _: ops._probe_int8_peak(seed, iterations))
+
+
+def bulk_read_run(arena: Arena) -> tuple[Run, int]:
+    """Reading the whole arena in windows, and the bytes of a window: bandwidth without a kernel."""
+    windows = arena.slots(_BULK_WINDOW)
+    return Run(lambda i: ops._probe_read(windows[i % len(windows)])), _BULK_WINDOW
+
+
+def ping_pong_ns(timeout_s: float = 0.05) -> float | None:
+    """Round trip of a cache line between the first and the last CPU of the affinity mask, in ns.
+
+    On a virtual machine it tells whether the two cores share a cache now. None with one CPU, or
+    when the two threads did not run at the same time within `timeout_s`: others keep them busy.
+    """
+    cpus = machine.affinity()
+    if len(cpus) < 2:
+        return None
+    batches = _runtime.ping_pong_ns(cpus[0], cpus[-1], timeout_s=timeout_s)
+    return round(median(batches), 1) if batches else None

@@ -1,0 +1,163 @@
+"""One measurement: a case at one thread count beside its limits and rivals, as a report's row.
+
+It must not know which cases exist or how rows are shown.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from bitnet_ops import machine
+from bitnet_ops.bench.cases import Case
+from bitnet_ops.bench.harness import Budget, interleave
+from bitnet_ops.bench.limits import PeakLimit, bulk_read_run, ping_pong_ns
+from bitnet_ops.bench.stats import Summary, paired_ratios, summarize
+from bitnet_ops.bench.workspace import Arena
+
+# A row above its limit by more than this has a wrong limit or a wrong clock.
+PLAUSIBLE = 1.1
+# When the median sample takes this many times the p10, other processes had the CPUs mostly.
+DISTURBED = 2.0
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Bulk:
+    """The limits of one thread count without a kernel between: what the machine gives now."""
+
+    threads: int
+    read_gb_s: float
+    int8_peak_gmac_s: float
+    peak: PeakLimit
+
+    def to_dict(self) -> dict[str, float]:
+        return {
+            "threads": self.threads,
+            "read_gb_s": _digits(self.read_gb_s),
+            "int8_peak_gmac_s": _digits(self.int8_peak_gmac_s),
+        }
+
+
+def measure_bulk(arena: Arena, threads: int, budget: Budget) -> Bulk:
+    """Read bandwidth over the whole arena and the int8 peak, alternating, at `threads` threads."""
+    torch.set_num_threads(threads)
+    peak = PeakLimit()
+    read, window = bulk_read_run(arena)
+    read_s, peak_s = (summarize(samples) for samples in interleave([read, peak.run()], budget))
+    return Bulk(threads, window / read_s.median / 1e9, peak.macs / peak_s.median / 1e9, peak)
+
+
+@dataclass(frozen=True)
+class LimitSamples:
+    """One limit beside a case: the time that it allows for the case's work, in every round."""
+
+    name: str
+    unit: str
+    rate: float  # median, in `unit`
+    allowed_s: list[float]
+
+
+def limit_samples(
+    name: str, unit: str, work: int, probed: int, seconds: list[float]
+) -> LimitSamples:
+    """The limit that did `probed` units of work in `seconds`, applied to `work` units."""
+    rate = probed / summarize(seconds).median / 1e9
+    return LimitSamples(name, unit, rate, [s * work / probed for s in seconds])
+
+
+def binding(limits: list[LimitSamples]) -> LimitSamples:
+    """The limit that allows the least speed: the roofline at this case's intensity."""
+    return max(limits, key=lambda limit: summarize(limit.allowed_s).median)
+
+
+def measure(case: Case, bulk: Bulk, budget: Budget, rival_budget: Budget) -> Row:
+    """The row of `case` at bulk.threads threads."""
+    torch.set_num_threads(bulk.threads)
+    correct = case.check()
+    has_peak = case.integer and case.macs > 0
+    runs = [case.run, case.read.run(), *([bulk.peak.run()] if has_peak else [])]
+    kernel_s, read_s, *peak_s = interleave(runs, budget)
+    limits = [limit_samples("read", "GB/s", case.bytes, case.read.probed_bytes, read_s)]
+    if has_peak:
+        limits.append(limit_samples("int8_peak", "GMAC/s", case.macs, bulk.peak.macs, peak_s[0]))
+    limit = binding(limits)
+    ratio = summarize(paired_ratios(limit.allowed_s, kernel_s))
+    time = summarize(kernel_s)
+    bandwidth = max(limits[0].rate, bulk.read_gb_s)
+    return {
+        "name": case.name,
+        "shape": case.shape,
+        "dtype": case.dtype,
+        "threads": bulk.threads,
+        "memory": case.memory,
+        "fits_in": fits_in(case.bytes, machine.cache_bytes()) if case.memory == "hot" else "memory",
+        "bytes": case.bytes,
+        "macs": case.macs,
+        "samples": time.count,
+        "time_us": _summary(time.scaled(1e6)),
+        "gb_s": _digits(case.bytes / time.median / 1e9),
+        "gmac_s": _digits(case.macs / time.median / 1e9),
+        "limit": limit.name,
+        "limit_value": _digits(limit.rate),
+        "limit_unit": limit.unit,
+        "ratio": _summary(ratio),
+        "limits": {one.name: _limit(one, kernel_s) for one in limits},
+        "rivals": {name: _rival(case, name, rival_budget) for name in case.rivals},
+        "ping_pong_ns": ping_pong_ns(),
+        "flags": [
+            *([] if correct else ["wrong_result"]),
+            *timing_flags(case, [time, summarize(limit.allowed_s)], ratio, bandwidth),
+        ],
+    }
+
+
+def timing_flags(case: Case, times: list[Summary], ratio: Summary, read_gb_s: float) -> list[str]:
+    """What makes a row doubtful: interruptions, a rate that the machine cannot give.
+
+    times: of the kernel and of its limit, in seconds; read_gb_s: the best read rate seen.
+    """
+    found = []
+    if any(time.median > DISTURBED * time.p10 for time in times):
+        found.append("disturbed")
+    if ratio.median > PLAUSIBLE:
+        found.append("above_limit")
+    if case.memory == "cold" and case.bytes / times[0].median / 1e9 > PLAUSIBLE * read_gb_s:
+        found.append("above_bandwidth")
+    return found
+
+
+def _rival(case: Case, name: str, budget: Budget) -> Row:
+    """Time of the rival and how often it fits the kernel's: paired with the kernel once more."""
+    kernel_s, rival_s = interleave([case.run, case.rivals[name]], budget)
+    return {
+        "time_us": _summary(summarize(rival_s).scaled(1e6)),
+        "speedup": _summary(summarize(paired_ratios(rival_s, kernel_s))),
+        "samples": len(rival_s),
+    }
+
+
+def fits_in(size: int, caches: dict[str, int]) -> str:
+    """The first cache that holds `size` bytes, as one CPU sees it; "memory" when none does."""
+    return next((name for name, room in sorted(caches.items()) if size <= room), "memory")
+
+
+def _limit(limit: LimitSamples, kernel_s: list[float]) -> Row:
+    return {
+        "value": _digits(limit.rate),
+        "unit": limit.unit,
+        "allowed_us": _summary(summarize(limit.allowed_s).scaled(1e6)),
+        "ratio": _summary(summarize(paired_ratios(limit.allowed_s, kernel_s))),
+    }
+
+
+def _summary(summary: Summary) -> dict[str, float]:
+    return {name: _digits(getattr(summary, name)) for name in ("median", "p10", "p90")}
+
+
+def _digits(value: float) -> float:
+    """Five significant digits: more would be noise in a file that people read."""
+    return float(f"{value:.5g}")

@@ -1,0 +1,83 @@
+"""The shapes that benchmarks run: those of known models, or N x K given by hand.
+
+It must not know tensors. Dimensions carry the Hugging Face names of the model's config.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+MOST_FEATURES = 131072  # K up to which the float32 check of a product is exact
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Dimensions of one decoder layer and of the head."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    activation: str
+
+    @property
+    def q_features(self) -> int:
+        return self.num_attention_heads * self.head_dim
+
+    @property
+    def kv_features(self) -> int:
+        return self.num_key_value_heads * self.head_dim
+
+    def linears(self, *, quick: bool) -> list[tuple[int, int]]:
+        """(N, K) of the ternary matrices, each once; gate and up as one matrix unless quick."""
+        hidden, inner = self.hidden_size, self.intermediate_size
+        shapes = [(self.kv_features, hidden), (self.q_features, hidden), (inner, hidden)]
+        shapes += [] if quick else [(2 * inner, hidden)]
+        shapes += [(hidden, self.q_features), (hidden, inner)]
+        return list(dict.fromkeys(shapes))
+
+
+MODELS = {
+    # microsoft/bitnet-b1.58-2B-4T, config.json
+    "2b-4t": ModelShape(2560, 6912, 20, 5, 128, 128256, "relu2"),
+    # the model in bitnet_ops/data/demo
+    "demo": ModelShape(256, 768, 4, 2, 64, 4096, "relu2"),
+}
+
+
+@dataclass(frozen=True)
+class ShapeSet:
+    """What `--shapes` asks for: whole models by name, and single matrices (N, K)."""
+
+    models: dict[str, ModelShape]
+    matrices: list[tuple[int, int]]
+
+
+def parse_shapes(text: str) -> ShapeSet:
+    """Read `--shapes`: model names and NxK, separated by commas."""
+    models, matrices = {}, []
+    for word in text.split(","):
+        match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", word)
+        if word in MODELS:
+            models[word] = MODELS[word]
+        elif match and int(match[2]) <= MOST_FEATURES:
+            matrices.append((int(match[1]), int(match[2])))
+        else:
+            raise ValueError(
+                f"--shapes: expected names among {', '.join(MODELS)} or NxK such as 2560x6912 with "
+                f"K up to {MOST_FEATURES}, got '{word}'"
+            )
+    return ShapeSet(models, matrices)
+
+
+def parse_counts(option: str, text: str, most: int) -> list[int]:
+    """Read a list of positive integers such as "1,4,32"; each at most `most`."""
+    counts = []
+    for word in text.split(","):
+        if not word.isdigit() or not 1 <= int(word) <= most:
+            raise ValueError(f"{option}: expected integers from 1 to {most}, got '{word}'")
+        counts.append(int(word))
+    return list(dict.fromkeys(counts))

@@ -1,0 +1,156 @@
+"""Facts about the CPU, the memory and this process, read from /proc, /sys and the environment.
+
+For `doctor` and the benchmarks. Every function answers None (or an empty list) where the operating
+system does not tell. `root` stands for "/" and is another directory in tests. It must not know
+torch, kernels, or what anybody concludes from the facts.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from pathlib import Path
+
+_ROOT = Path("/")
+# hashed names as bundled by wheels (libgomp-a34b3233.so.1) included, libomptarget excluded
+_OPENMP = re.compile(r"lib(gomp|omp|iomp5)\b")
+_THREAD_VARIABLES = (
+    *("OMP_NUM_THREADS", "OMP_THREAD_LIMIT", "OMP_DYNAMIC", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT"),
+    *("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY", "MKL_NUM_THREADS"),
+)
+# a limit of this size or more is how cgroup v1 spells "no limit"
+_NO_LIMIT_BYTES = 1 << 60
+
+
+def _text(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return None
+
+
+def _cpuinfo(root: Path, *names: str) -> str | None:
+    """The first value of the first field of /proc/cpuinfo that is there; kernels name them so."""
+    text = _text(root / "proc/cpuinfo") or ""
+    for name in names:
+        match = re.search(rf"^{re.escape(name)}\s*:\s*(.*)$", text, re.MULTILINE)
+        if match:
+            return match[1].strip()
+    return None
+
+
+def cpu_model(root: Path = _ROOT) -> str:
+    """The CPU's own name, with family and model where the name alone says little."""
+    name = _cpuinfo(root, "model name", "Hardware", "CPU part") or platform.processor()
+    family, model = _cpuinfo(root, "cpu family"), _cpuinfo(root, "model")
+    numbers = f" (family {family}, model {model})" if family and model else ""
+    return f"{name or platform.machine()}{numbers}"
+
+
+def cpu_flags(root: Path = _ROOT) -> set[str]:
+    """What the kernel lists as CPU flags; `hypervisor` among them means a virtual machine."""
+    return set((_cpuinfo(root, "flags", "Features") or "").split())
+
+
+def cache_bytes(root: Path = _ROOT) -> dict[str, int]:
+    """Size of each data cache that CPU 0 sees: {"L1": ..., "L2": ..., "L3": ...}."""
+    sizes = {}
+    for index in sorted((root / "sys/devices/system/cpu/cpu0/cache").glob("index*")):
+        level, kind, size = (_text(index / name) for name in ("level", "type", "size"))
+        match = re.fullmatch(r"(\d+)([KM]?)", size or "")
+        if level and match and kind in {"Data", "Unified"}:
+            sizes[f"L{level}"] = int(match[1]) * {"": 1, "K": 1 << 10, "M": 1 << 20}[match[2]]
+    return sizes
+
+
+def affinity() -> list[int]:
+    """The CPUs this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
+def _cgroup_directories(root: Path, controller: str) -> list[Path]:
+    """The cgroup directories of this process for a controller, its own first, then its parents."""
+    base, found = root / "sys/fs/cgroup", []
+    for line in (_text(root / "proc/self/cgroup") or "").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":  # version 2
+            top = base
+        elif controller in controllers.split(","):
+            top = base / controller
+        else:
+            continue
+        own = top / path.lstrip("/")
+        # inside a container the path may name a directory of the host; the top is then our own
+        found += [p for p in (own, *own.parents) if p == top or top in p.parents]
+    return found
+
+
+def cpu_quota(root: Path = _ROOT) -> float | None:
+    """CPUs' worth of time that the control group grants (docker --cpus), None without a limit."""
+    quotas = []
+    for directory in _cgroup_directories(root, "cpu"):
+        v2 = (_text(directory / "cpu.max") or "").split()
+        v1 = [_text(directory / f"cpu.cfs_{name}_us") for name in ("quota", "period")]
+        quota, period = v2 if len(v2) == 2 else v1
+        if quota and period and quota not in {"max", "-1"}:
+            quotas.append(int(quota) / int(period))
+    return min(quotas, default=None)
+
+
+def cpus_available(root: Path = _ROOT) -> int:
+    """How many threads can run at the same time: the affinity mask, cut by the quota."""
+    quota = cpu_quota(root)
+    return max(1, min(len(affinity()), int(quota) if quota is not None else len(affinity())))
+
+
+def memory_bytes(root: Path = _ROOT) -> dict[str, int | None]:
+    """{"total", "available", "limit"}; limit is the control group's, None when there is none."""
+    text = _text(root / "proc/meminfo") or ""
+    found = dict(re.findall(r"^(MemTotal|MemAvailable):\s*(\d+) kB", text, re.MULTILINE))
+    limits = []
+    for directory in _cgroup_directories(root, "memory"):
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            value = _text(directory / name)
+            if value and value.isdigit() and int(value) < _NO_LIMIT_BYTES:
+                limits.append(int(value))
+    kib = {name: int(value) << 10 for name, value in found.items()}
+    return {
+        "total": kib.get("MemTotal"),
+        "available": kib.get("MemAvailable"),
+        "limit": min(limits, default=None),
+    }
+
+
+def transparent_huge_pages(root: Path = _ROOT) -> str | None:
+    """The kernel's setting: "always", "madvise" or "never"."""
+    text = _text(root / "sys/kernel/mm/transparent_hugepage/enabled")
+    match = re.search(r"\[(\w+)\]", text or "")
+    return match[1] if match else None
+
+
+def page_bytes() -> int:
+    """Size of an ordinary page."""
+    return os.sysconf("SC_PAGE_SIZE")
+
+
+def load_average() -> list[float] | None:
+    """Runnable processes over the last 1, 5 and 15 minutes."""
+    try:
+        return [round(value, 2) for value in os.getloadavg()]
+    except OSError:
+        return None
+
+
+def openmp_runtimes(root: Path = _ROOT) -> list[str]:
+    """Paths of the OpenMP runtimes mapped into this process; more than one is trouble."""
+    maps = _text(root / "proc/self/maps") or ""
+    paths = {line.split(maxsplit=5)[5] for line in maps.splitlines() if "/" in line}
+    return sorted(path for path in paths if _OPENMP.match(Path(path).name))
+
+
+def thread_environment() -> dict[str, str]:
+    """The environment variables that govern OpenMP threads, as far as they are set."""
+    return {name: os.environ[name] for name in _THREAD_VARIABLES if name in os.environ}
