@@ -1,0 +1,24 @@
+"""`BitNetLinearMethod` with SGLang's base class: nothing more than what SGLang alone knows.
+
+Loaded by `register()` only, since it imports sglang. `_core` loads, `method` computes.
+"""
+
+from __future__ import annotations
+
+from sglang.srt.layers.quantization.base_config import LinearMethodBase
+
+from bitnet_ops.integrations import method
+
+
+class BitNetLinearMethod(method.BitNetLinearMethod, LinearMethodBase):
+    """SGLang's linear method for ternary weights; see `bitnet_ops.integrations.method`."""
+
+    def weights_may_be_absent(self) -> bool:
+        """True under `--load-format dummy`, where no tensor arrives before the post-load hook."""
+        try:
+            from sglang.srt.runtime_context import get_model
+
+            load_format = get_model().load_format
+        except (ImportError, AttributeError, ValueError):  # not inside an engine
+            return False
+        return str(getattr(load_format, "value", load_format)) == "dummy"

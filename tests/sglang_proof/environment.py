@@ -1,0 +1,124 @@
+"""The proof's own environment: torch for the CPU, SGLang without CUDA packages, this project.
+
+Quick when repeated: a stamp remembers what was installed from which sources. pip's own
+configuration decides where packages come from. Standard library only; it knows no rung.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+TORCH, SGLANG = "torch==2.13.0", "sglang==0.5.20"
+# Everything that the built package depends on.
+SOURCES = ("pyproject.toml", "CMakeLists.txt", "cmake", "build_backend", "csrc", "python")
+
+
+class ProofError(RuntimeError):
+    """A step that failed, with what to look at."""
+
+
+class Environment:
+    """A virtual environment at `folder`; logs and build files go to `work`."""
+
+    def __init__(self, folder: Path, work: Path):
+        self.folder, self.work = folder, work
+        self.python = folder / "bin" / "python"
+        self.constraint = work / "constraint.txt"
+        work.mkdir(parents=True, exist_ok=True)
+        self.constraint.write_text(f"{TORCH}\n")
+
+    def ensure(self, say) -> None:
+        """Make the environment and install this project, as far as that is not done yet."""
+        packages = f"{TORCH} {SGLANG} {sys.version} {(HERE / 'requirements.txt').read_text()}"
+        if not self._is_stamped("packages", packages):
+            self._make(say)
+            self._stamp("packages", packages)
+        project = digest_of_sources()
+        if not self._is_stamped("project", project):
+            say("building and installing this project, with torch present")
+            build = f"build-dir={self.work / 'cmake'}"
+            self._pip("project", "--config-settings", build, "-c", self.constraint, str(ROOT))
+            self._stamp("project", project)
+
+    def _make(self, say) -> None:
+        if (self.folder / "pyvenv.cfg").exists():
+            shutil.rmtree(self.folder)  # half made, or for other versions
+        say(f"making the environment {self.folder}: {TORCH}")
+        run_logged([sys.executable, "-m", "venv", self.folder], self.work / "venv.log")
+        index = os.environ.get("BITNET_TORCH_INDEX")
+        # Of 2.7 GB of packages a fraction is ever imported: Python compiles that when it is.
+        lazily = "--no-compile"
+        self._pip("torch", lazily, *(["--index-url", index] if index else []), TORCH)
+        say(f"installing {SGLANG} without dependencies, then what a CPU needs of them")
+        self._pip("sglang", lazily, "--no-deps", SGLANG)
+        requirements = HERE / "requirements.txt"
+        self._pip("requirements", lazily, "-c", self.constraint, "-r", requirements)
+
+    def _pip(self, log: str, *arguments) -> None:
+        command = [self.python, "-m", "pip", "install", "--disable-pip-version-check", *arguments]
+        run_logged(command, self.work / f"pip-{log}.log")
+
+    def _stamp_file(self, name: str) -> Path:
+        return self.folder / f".bitnet-proof-{name}"
+
+    def _is_stamped(self, name: str, text: str) -> bool:
+        file = self._stamp_file(name)
+        return file.exists() and file.read_text() == hashed(text)
+
+    def _stamp(self, name: str, text: str) -> None:
+        self._stamp_file(name).write_text(hashed(text))
+
+
+def hashed(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def digest_of_sources() -> str:
+    """A digest of every file that the built package depends on."""
+    total = hashlib.sha256()
+    for source in SOURCES:
+        path = ROOT / source
+        files = sorted(path.rglob("*")) if path.is_dir() else [path]
+        for file in files:
+            if file.is_file() and "__pycache__" not in file.parts:
+                total.update(f"{file.relative_to(ROOT)}\0".encode())
+                total.update(file.read_bytes())
+    return total.hexdigest()
+
+
+def run_logged(command, log: Path, timeout: float = 1200, env=None) -> float:
+    """Run a command with its output in `log`; returns its seconds. Raises ProofError with the end.
+
+    The command leads its own process group, so that a timeout ends its children too.
+    """
+    start = time.monotonic()
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [str(part) for part in command],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=env,
+            start_new_session=True,
+        )
+        try:
+            status = process.wait(timeout)
+        except BaseException as error:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            if not isinstance(error, subprocess.TimeoutExpired):
+                raise
+            status = f"no end after {timeout:.0f} s"
+    if status != 0:
+        lines = log.read_text(errors="replace").splitlines()[-40:]
+        text = "\n  ".join(lines)
+        raise ProofError(f"{Path(command[1]).name} failed ({status}); the end of {log}:\n  {text}")
+    return time.monotonic() - start
