@@ -63,10 +63,16 @@ class SyntheticMachine:
     """A clock that only calls advance, and a log of them."""
 
     def __init__(self) -> None:
-        self.now, self.log = 0, []
+        self.now, self.waiting, self.log = 0, 0, []
 
     def clock(self) -> int:
         return self.now
+
+    def waited(self) -> int:
+        return self.waiting
+
+    def interleave(self, runs: list[Run], budget: Budget) -> harness.Rounds:
+        return harness.interleave(runs, budget, self.clock, self.waited)
 
     def run(self, name: str, ns: Callable[[int], int], *, warm: bool = False) -> Run:
         def call(i: int) -> None:
@@ -81,7 +87,7 @@ def test_interleave_alternates_and_measures_each_run() -> None:
     kernel = synthetic.run("kernel", lambda i: 100_000 + i)
     limit = synthetic.run("limit", lambda i: 50_000)
     budget = Budget(seconds=1.0, min_rounds=1, max_rounds=4)
-    kernel_s, limit_s = harness.interleave([kernel, limit], budget, synthetic.clock)
+    kernel_s, limit_s = synthetic.interleave([kernel, limit], budget).samples
     # two calls each to calibrate, then kernel, limit, kernel, limit, ...
     assert synthetic.log[4:] == [(n, i) for i in range(2, 6) for n in ("kernel", "limit")]
     assert kernel_s == pytest.approx([(100_000 + i) * 1e-9 for i in range(2, 6)])
@@ -91,7 +97,7 @@ def test_interleave_alternates_and_measures_each_run() -> None:
 def test_short_calls_are_timed_in_groups() -> None:
     synthetic = SyntheticMachine()
     run = synthetic.run("short", lambda i: 1000)
-    (seconds,) = harness.interleave([run], Budget(1.0, 1, 3), synthetic.clock)
+    (seconds,) = synthetic.interleave([run], Budget(1.0, 1, 3)).samples
     assert seconds == pytest.approx([1e-6] * 3)
     assert len(synthetic.log) == 2 + 3 * 20  # samples of 20 us
     assert [i for _, i in synthetic.log] == list(range(62))  # each call has its own number
@@ -108,18 +114,48 @@ def test_warm_call_is_not_timed() -> None:
 
     cold, hot = synthetic.run("cold", cost), synthetic.run("hot", cost, warm=True)
     budget = Budget(1.0, max_rounds=5)
-    assert harness.interleave([cold], budget, synthetic.clock)[0] == pytest.approx([300e-6] * 5)
+    assert synthetic.interleave([cold], budget).samples[0] == pytest.approx([300e-6] * 5)
     seen.clear()
-    assert harness.interleave([hot], budget, synthetic.clock)[0] == pytest.approx([30e-6] * 5)
+    assert synthetic.interleave([hot], budget).samples[0] == pytest.approx([30e-6] * 5)
 
 
 def test_budget_bounds_rounds() -> None:
     synthetic = SyntheticMachine()
     slow = synthetic.run("slow", lambda i: 1_000_000_000)
-    assert len(harness.interleave([slow], Budget(0.5, 3), synthetic.clock)[0]) == 3
+    assert len(synthetic.interleave([slow], Budget(0.5, 3)).quiet) == 3
     quick = synthetic.run("quick", lambda i: 1_000_000)
-    assert len(harness.interleave([quick], Budget(0.5), synthetic.clock)[0]) == 500
-    assert len(harness.interleave([quick], Budget(0.5, 1, 7), synthetic.clock)[0]) == 7
+    assert len(synthetic.interleave([quick], Budget(0.5)).quiet) == 500
+    assert len(synthetic.interleave([quick], Budget(0.5, 1, 7)).quiet) == 7
+
+
+def neighbour(synthetic: SyntheticMachine, busy: Callable[[int], bool]) -> Run:
+    """A run of 1 ms; in calls that `busy` names, a neighbour's time slice of 4 ms comes first."""
+
+    def cost(i: int) -> int:
+        slice_ns = 4_000_000 if busy(i) else 0
+        synthetic.waiting += slice_ns
+        return 1_000_000 + slice_ns
+
+    return synthetic.run("shared", cost)
+
+
+def test_rounds_with_a_neighbour_are_left_out() -> None:
+    synthetic = SyntheticMachine()
+    rounds = synthetic.interleave([neighbour(synthetic, lambda i: i % 3 > 0)], Budget(0.3))
+    assert rounds.usable()[0] == pytest.approx([1e-3] * len(rounds.usable()[0]))
+    assert len(rounds.usable()[0]) == sum(rounds.quiet) > 20 and not rounds.disturbed
+    assert stats.summarize(rounds.samples[0]).median == pytest.approx(5e-3)
+
+
+def test_a_neighbour_in_every_round_is_reported_after_three_times_the_budget() -> None:
+    synthetic = SyntheticMachine()
+    rounds = synthetic.interleave([neighbour(synthetic, lambda i: True)], Budget(0.3))
+    assert rounds.disturbed and not any(rounds.quiet)
+    assert rounds.usable() == rounds.samples and len(rounds.quiet) == 180
+    synthetic = SyntheticMachine()
+    # quiet rounds come late: the time is extended until there are enough
+    rounds = synthetic.interleave([neighbour(synthetic, lambda i: i < 100)], Budget(0.3))
+    assert not rounds.disturbed and sum(rounds.quiet) == 5
 
 
 # --- rows from synthetic timings -----------------------------------------------------------------
@@ -146,18 +182,21 @@ def synthetic_case(**changes: Any) -> cases.Case:
 class SyntheticPeak:
     """Stands for PeakLimit: a million multiply-adds a call."""
 
-    macs = 1_000_000
-
-    def run(self) -> Run:
-        return Run(lambda _: None)
+    def run(self, macs: int) -> tuple[Run, int]:
+        return Run(lambda _: None), 1_000_000
 
 
 def measure_synthetic(
-    monkeypatch: pytest.MonkeyPatch, case: cases.Case, *samples: Sequence[float]
+    monkeypatch: pytest.MonkeyPatch, case: cases.Case, *samples: Sequence[float], quiet: bool = True
 ) -> rows.Row:
     """rows.measure with these samples of kernel, read pass, peak loop; kernel, rival."""
     answers = iter([list(samples[:3]), list(samples[3:])])
-    monkeypatch.setattr(rows, "interleave", lambda runs, budget: next(answers)[: len(runs)])
+
+    def interleave(runs: Sequence[Run], budget: Budget) -> harness.Rounds:
+        chosen = next(answers)[: len(runs)]
+        return harness.Rounds([list(s) for s in chosen], [quiet] * len(chosen[0]))
+
+    monkeypatch.setattr(rows, "interleave", interleave)
     bulk = rows.Bulk(torch.get_num_threads(), 20.0, 100.0, SyntheticPeak())  # type: ignore[arg-type]
     return rows.measure(case, bulk, Budget(1), Budget(1))
 
@@ -206,8 +245,8 @@ def test_rows_flag_what_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
     fine = [62.5e-6] * 3, [100e-6] * 3, [1e-6] * 3, [1.0], [1.0]
     row = measure_synthetic(monkeypatch, synthetic_case(check=lambda: False), *fine)
     assert row["flags"] == ["wrong_result"]
-    waiting = [62.5e-6, 4e-3, 4e-3], [100e-6, 4e-3, 4e-3], [1e-6] * 3, [1.0], [1.0]
-    assert "disturbed" in measure_synthetic(monkeypatch, synthetic_case(), *waiting)["flags"]
+    row = measure_synthetic(monkeypatch, synthetic_case(), *fine, quiet=False)
+    assert row["flags"] == ["disturbed"] and row["rivals"]["torch_bf16"]["disturbed"]
 
 
 def test_cache_that_holds_a_matrix() -> None:

@@ -96,8 +96,13 @@ def test_peak_counts_the_work_of_every_thread() -> None:
         one = ops._probe_int8_peak(seed, 100).item()
         torch.set_num_threads(3)
         assert ops._probe_int8_peak(seed, 100).item() == 3 * one
-        assert limits.PeakLimit().macs % (3 * one // 100) == 0
+        peak = limits.PeakLimit()
         assert torch.get_num_threads() == 3
+        least = peak.run()[1]
+        assert least > 0 and least % (3 * one // 100) == 0
+        # as long as the work beside it, within bounds
+        assert peak.run(1)[1] == least and peak.run(10**18)[1] == 100 * least
+        assert 0 <= 7 * least + 1 - peak.run(7 * least + 1)[1] < 3 * one // 100
     finally:
         torch.set_num_threads(before)
 

@@ -111,6 +111,8 @@ ROW_FIELDS: dict[str, type | tuple[type, ...]] = {
     "bytes": int,
     "macs": int,
     "samples": int,
+    "rounds": int,
+    "quiet_rounds": int,
     "time_us": dict,
     "gb_s": NUMBER,
     "gmac_s": NUMBER,
@@ -140,11 +142,12 @@ def assert_row(row: dict[str, Any]) -> None:
     assert {
         name: isinstance(row[name], kind) for name, kind in ROW_FIELDS.items()
     } == dict.fromkeys(row, True)
-    assert row["memory"] in {"cold", "hot"} and row["samples"] >= 5
+    assert row["memory"] in {"cold", "hot"} and row["rounds"] >= 5
     assert row["limit"] in row["limits"] and row["limit_value"] > 0
     assert row["limit_unit"] == {"read": "GB/s", "int8_peak": "GMAC/s"}[row["limit"]]
     for summary in (row["time_us"], row["ratio"]):
         assert_percentiles(summary)
+    assert row["samples"] in {row["rounds"], row["quiet_rounds"]}
     for rival in row["rivals"].values():
         assert_percentiles(rival["time_us"])
         assert_percentiles(rival["speedup"])
@@ -208,7 +211,10 @@ def tiny_report(flags: list[str]) -> report.Report:
         "limit": "read",
         "limit_value": 20.0,
         "ratio": summary,
-        "rivals": {"torch_int8": {"time_us": {"median": 5.0}}},
+        "rivals": {
+            "torch_bf16": {"time_us": summary, "speedup": {"median": 3.5}, "disturbed": True},
+            "torch_int8": {"time_us": {"median": 5.0}},
+        },
         "flags": flags,
     }
     env = dict.fromkeys(ENVIRONMENT_FIELDS, "?") | {
@@ -234,7 +240,7 @@ def test_terminal_gets_the_same_table_through_rich(capsys: pytest.CaptureFixture
     for text in ("attention", "0.80", "WARNING: careful"):
         assert text in terminal.getvalue() and text in plain.getvalue()
     assert "ctx 512, 20/5 heads" in plain.getvalue() and "12.3-1234" in plain.getvalue()
-    assert "torch int8 5.00 us" in plain.getvalue()
+    assert "torch int8 5.00 us" in plain.getvalue() and "3.50?" in plain.getvalue()
 
 
 def test_wrong_result_is_the_exit_status(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

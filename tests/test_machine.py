@@ -6,6 +6,9 @@ Must not know doctor or benchmarks, which only repeat these facts.
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -149,3 +152,19 @@ def test_this_machine_has_answers() -> None:
     assert machine.page_bytes() >= 4096
     memory = machine.memory_bytes()
     assert memory["total"] and memory["available"] and memory["total"] > memory["available"]
+
+
+@pytest.mark.skipif(
+    not Path("/proc/self/schedstat").exists(), reason="this kernel keeps no account of waiting"
+)
+def test_waiting_for_a_cpu_is_counted() -> None:
+    before = machine.run_delay_ns()
+    # more busy processes than CPUs: some of this process's threads have to wait
+    worker = [sys.executable, "-c", "import time; t = time.time() + 1\nwhile time.time() < t: pass"]
+    others = [subprocess.Popen(worker) for _ in range(2 * len(machine.affinity()))]
+    end = time.monotonic() + 10
+    while machine.run_delay_ns() == before and time.monotonic() < end:
+        pass
+    for other in others:
+        other.wait()
+    assert machine.run_delay_ns() > before

@@ -144,6 +144,21 @@ def load_average() -> list[float] | None:
         return None
 
 
+def run_delay_ns() -> int:
+    """Nanoseconds that the threads of this process stood ready and waited for a CPU, ever since.
+
+    Rises when other processes take the CPUs. 0 where the kernel keeps no such account.
+    """
+    total = 0
+    try:
+        for task in os.listdir("/proc/self/task"):
+            with open(f"/proc/self/task/{task}/schedstat", "rb", buffering=0) as file:
+                total += int(file.read(64).split()[1])
+    except (OSError, IndexError):  # no accounting, or a thread ended meanwhile
+        return 0
+    return total
+
+
 def openmp_runtimes(root: Path = _ROOT) -> list[str]:
     """Paths of the OpenMP runtimes mapped into this process; more than one is trouble."""
     maps = _text(root / "proc/self/maps") or ""

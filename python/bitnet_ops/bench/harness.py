@@ -1,22 +1,28 @@
 """Timing: several runs alternate in one process until a time budget is spent.
 
-It must not know ops, tensors or limits: a run is a function of its call number. The clock is an
-argument, so that the tests feed it synthetic times.
+It must not know ops, tensors or limits: a run is a function of its call number. The clock and the
+account of waiting are arguments, so that the tests feed it synthetic times.
 """
 
 from __future__ import annotations
 
 import gc
+import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+from bitnet_ops import machine
 
 # A sample shorter than this is made of several calls: the clock itself takes some 50 ns.
 _SAMPLE_NS = 20_000
 _MOST_CALLS = 64
 # A call longer than this reloads every cache many times over; going warm into it changes nothing.
 _NEVER_WARM_NS = 50_000_000
+
+# A round is quiet when its threads waited for a CPU for less than this share of its time.
+_QUIET_SHARE = 0.05
 
 Clock = Callable[[], int]
 
@@ -37,7 +43,10 @@ class Run:
 
 @dataclass(frozen=True)
 class Budget:
-    """How long to alternate: rounds until `seconds` are over, within the two bounds."""
+    """How long to alternate: rounds until `seconds` are over, within the two bounds.
+
+    Up to three times as long while other processes leave fewer than `min_rounds` quiet rounds.
+    """
 
     seconds: float
     min_rounds: int = 5
@@ -71,26 +80,63 @@ class _Sampler:
         return self._take(self._calls) / self._calls * 1e-9
 
 
+@dataclass
+class Rounds:
+    """Seconds per call: samples[j][r] is run j in round r; quiet[r]: nobody else had the CPUs."""
+
+    samples: list[list[float]]
+    quiet: list[bool]
+
+    @property
+    def disturbed(self) -> bool:
+        """Whether too few rounds were quiet to use those alone."""
+        return sum(self.quiet) < min(3, len(self.quiet))
+
+    def usable(self) -> list[list[float]]:
+        """The samples of quiet rounds, or of all rounds where too few were quiet."""
+        if self.disturbed:
+            return self.samples
+        return [list(itertools.compress(values, self.quiet)) for values in self.samples]
+
+
 def interleave(
-    runs: Sequence[Run], budget: Budget, clock: Clock = time.perf_counter_ns
-) -> list[list[float]]:
-    """Seconds per call: samples[j][r] is run j in round r.
+    runs: Sequence[Run],
+    budget: Budget,
+    clock: Clock = time.perf_counter_ns,
+    waited: Clock = machine.run_delay_ns,
+) -> Rounds:
+    """Alternate between `runs`.
 
     In every round each run gives one sample, in order, so that samples of one round see the same
-    state of the machine and may be paired. The garbage collector is off meanwhile.
+    state of the machine and may be paired. The garbage collector is off meanwhile. `waited` is a
+    running account of nanoseconds spent waiting for a CPU.
     """
     samplers = [_Sampler(run, clock) for run in runs]
-    samples: list[list[float]] = [[] for _ in runs]
+    rounds = Rounds([[] for _ in runs], [])
     collecting = gc.isenabled()
     gc.disable()
     try:
-        end = clock() + int(budget.seconds * 1e9)
-        rounds = 0
-        while rounds < budget.min_rounds or (rounds < budget.max_rounds and clock() < end):
-            for sampler, values in zip(samplers, samples, strict=True):
-                values.append(sampler.sample())
-            rounds += 1
+        start = clock()
+        while _goes_on(rounds, budget, (clock() - start) * 1e-9):
+            _one_round(samplers, rounds, clock, waited)
     finally:
         if collecting:
             gc.enable()
-    return samples
+    return rounds
+
+
+def _goes_on(rounds: Rounds, budget: Budget, elapsed: float) -> bool:
+    done = len(rounds.quiet)
+    if done < budget.min_rounds:
+        return True
+    if done >= budget.max_rounds:
+        return False
+    few = sum(rounds.quiet) < budget.min_rounds
+    return elapsed < budget.seconds or (few and elapsed < 3 * budget.seconds)
+
+
+def _one_round(samplers: Sequence[_Sampler], rounds: Rounds, clock: Clock, waited: Clock) -> None:
+    start, waited_before = clock(), waited()
+    for sampler, values in zip(samplers, rounds.samples, strict=True):
+        values.append(sampler.sample())
+    rounds.quiet.append(waited() - waited_before <= _QUIET_SHARE * (clock() - start))

@@ -17,6 +17,7 @@ from bitnet_ops.bench.harness import Budget, Run, interleave
 from bitnet_ops.bench.workspace import Arena, round_up
 
 _PEAK_SECONDS = 2e-4  # long against entering a parallel region, short against a time slice
+_MOST_TIMES = 100  # at most 20 ms
 _BULK_WINDOW = 1 << 24
 
 
@@ -52,15 +53,19 @@ def read_limit(arena: Arena, slot_bytes: int, *, hot: bool) -> ReadLimit:
 
 
 class PeakLimit:
-    """The int8 multiply-add loop of the ISA in use, about 0.2 ms a call on the threads in force."""
+    """The int8 multiply-add loop of the ISA in use, on the threads in force.
+
+    A call is as long as the work it is compared with, so that other processes interrupt both alike,
+    but at least 0.2 ms: the clock of some CPUs changes when the loop begins.
+    """
 
     def __init__(self) -> None:
         self._seed = torch.arange(64, dtype=torch.uint8)
-        self._iterations = self._calibrate()
-        self.macs = int(ops._probe_int8_peak(self._seed, self._iterations).item())
+        self._least = self._calibrate()
+        self._macs_of_one = int(ops._probe_int8_peak(self._seed, 1).item())
 
     def _calibrate(self) -> int:
-        """Iterations of a call. On one thread: each thread does them all, and none has to wait."""
+        """Iterations of 0.2 ms. On one thread: each thread does them all, and none has to wait."""
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         try:
@@ -73,11 +78,13 @@ class PeakLimit:
 
     def _shortest(self, iterations: int) -> float:
         run = Run(lambda _: ops._probe_int8_peak(self._seed, iterations))
-        return min(interleave([run], Budget(0.0, min_rounds=5))[0])
+        return min(interleave([run], Budget(0.0, min_rounds=5)).samples[0])
 
-    def run(self) -> Run:
-        seed, iterations = self._seed, self._iterations
-        return Run(lambda _: ops._probe_int8_peak(seed, iterations))
+    def run(self, macs: int = 0) -> tuple[Run, int]:
+        """A run of about `macs` multiply-adds, and how many they are exactly."""
+        seed = self._seed
+        iterations = min(max(self._least, macs // self._macs_of_one), _MOST_TIMES * self._least)
+        return Run(lambda _: ops._probe_int8_peak(seed, iterations)), iterations * self._macs_of_one
 
 
 def bulk_read_run(arena: Arena) -> tuple[Run, int]:

@@ -97,7 +97,7 @@ def cells(row: dict[str, Any]) -> list[str]:
         f"{row['limit']} {_number(row['limit_value'])}",
         f"{row['ratio']['median']:.2f}",
         _number(rival["time_us"]["median"]) if rival else "-",
-        f"{_number(rival['speedup']['median'])}" if rival else "-",
+        _number(rival["speedup"]["median"]) + "?" * rival["disturbed"] if rival else "-",
         ", ".join(notes),
     ]
 
@@ -133,6 +133,8 @@ def footer_lines(report: Report) -> list[str]:
     lines = [
         "ratio = time that the limit allows / time, paired per round, both measured for this row.",
         "x = how many times longer torch takes for the same work in bfloat16.",
+        "disturbed, or ? = others had the CPUs in nearly every round; elsewhere such rounds are left "
+        "out.",
         f"{len(report['rows'])} rows in {report['seconds']:g} s.",
     ]
     return lines + [f"WARNING: {warning}" for warning in report["warnings"]]

@@ -19,8 +19,6 @@ from bitnet_ops.bench.workspace import Arena
 
 # A row above its limit by more than this has a wrong limit or a wrong clock.
 PLAUSIBLE = 1.1
-# When the median sample takes this many times the p10, other processes had the CPUs mostly.
-DISTURBED = 2.0
 
 Row = dict[str, Any]
 
@@ -47,8 +45,9 @@ def measure_bulk(arena: Arena, threads: int, budget: Budget) -> Bulk:
     torch.set_num_threads(threads)
     peak = PeakLimit()
     read, window = bulk_read_run(arena)
-    read_s, peak_s = (summarize(samples) for samples in interleave([read, peak.run()], budget))
-    return Bulk(threads, window / read_s.median / 1e9, peak.macs / peak_s.median / 1e9, peak)
+    loop, macs = peak.run()
+    read_s, peak_s = (summarize(s) for s in interleave([read, loop], budget).usable())
+    return Bulk(threads, window / read_s.median / 1e9, macs / peak_s.median / 1e9, peak)
 
 
 @dataclass(frozen=True)
@@ -79,11 +78,13 @@ def measure(case: Case, bulk: Bulk, budget: Budget, rival_budget: Budget) -> Row
     torch.set_num_threads(bulk.threads)
     correct = case.check()
     has_peak = case.integer and case.macs > 0
-    runs = [case.run, case.read.run(), *([bulk.peak.run()] if has_peak else [])]
-    kernel_s, read_s, *peak_s = interleave(runs, budget)
+    loop, probed_macs = bulk.peak.run(case.macs)
+    runs = [case.run, case.read.run(), *([loop] if has_peak else [])]
+    rounds = interleave(runs, budget)
+    kernel_s, read_s, *peak_s = rounds.usable()
     limits = [limit_samples("read", "GB/s", case.bytes, case.read.probed_bytes, read_s)]
     if has_peak:
-        limits.append(limit_samples("int8_peak", "GMAC/s", case.macs, bulk.peak.macs, peak_s[0]))
+        limits.append(limit_samples("int8_peak", "GMAC/s", case.macs, probed_macs, peak_s[0]))
     limit = binding(limits)
     ratio = summarize(paired_ratios(limit.allowed_s, kernel_s))
     time = summarize(kernel_s)
@@ -98,6 +99,8 @@ def measure(case: Case, bulk: Bulk, budget: Budget, rival_budget: Budget) -> Row
         "bytes": case.bytes,
         "macs": case.macs,
         "samples": time.count,
+        "rounds": len(rounds.quiet),
+        "quiet_rounds": sum(rounds.quiet),
         "time_us": _summary(time.scaled(1e6)),
         "gb_s": _digits(case.bytes / time.median / 1e9),
         "gmac_s": _digits(case.macs / time.median / 1e9),
@@ -110,33 +113,29 @@ def measure(case: Case, bulk: Bulk, budget: Budget, rival_budget: Budget) -> Row
         "ping_pong_ns": ping_pong_ns(),
         "flags": [
             *([] if correct else ["wrong_result"]),
-            *timing_flags(case, [time, summarize(limit.allowed_s)], ratio, bandwidth),
+            *(["disturbed"] if rounds.disturbed else []),
+            *rate_flags(case, time, ratio, bandwidth),
         ],
     }
 
 
-def timing_flags(case: Case, times: list[Summary], ratio: Summary, read_gb_s: float) -> list[str]:
-    """What makes a row doubtful: interruptions, a rate that the machine cannot give.
-
-    times: of the kernel and of its limit, in seconds; read_gb_s: the best read rate seen.
-    """
-    found = []
-    if any(time.median > DISTURBED * time.p10 for time in times):
-        found.append("disturbed")
-    if ratio.median > PLAUSIBLE:
-        found.append("above_limit")
-    if case.memory == "cold" and case.bytes / times[0].median / 1e9 > PLAUSIBLE * read_gb_s:
+def rate_flags(case: Case, time: Summary, ratio: Summary, read_gb_s: float) -> list[str]:
+    """Rates that the machine cannot give; `read_gb_s` is the best read rate seen."""
+    found = ["above_limit"] if ratio.median > PLAUSIBLE else []
+    if case.memory == "cold" and case.bytes / time.median / 1e9 > PLAUSIBLE * read_gb_s:
         found.append("above_bandwidth")
     return found
 
 
 def _rival(case: Case, name: str, budget: Budget) -> Row:
     """Time of the rival and how often it fits the kernel's: paired with the kernel once more."""
-    kernel_s, rival_s = interleave([case.run, case.rivals[name]], budget)
+    rounds = interleave([case.run, case.rivals[name]], budget)
+    kernel_s, rival_s = rounds.usable()
     return {
         "time_us": _summary(summarize(rival_s).scaled(1e6)),
         "speedup": _summary(summarize(paired_ratios(rival_s, kernel_s))),
         "samples": len(rival_s),
+        "disturbed": rounds.disturbed,
     }
 
 
