@@ -35,7 +35,7 @@ PYTHON_LAYERS: dict[str, set[str]] = {
     "models": {"attention", "config", "kv_cache", "linear", "ops", "packing", "sparsity"},
     "language_model": {"config", "engine", "formats", "kv_cache", "models", "packing", "sampling"}
     | {"tokenizer"},
-    "engine": {"config", "formats", "kv_cache", "models", "packing", "sampling", "tokenizer"},
+    "engine": {"config", "kv_cache", "models", "sampling"},
     # the second row is for `--verify`, which runs the converted model
     "convert": {"config", "formats", "models", "ops", "packing", "quantize"}
     | {"engine", "kv_cache", "language_model", "tokenizer"},

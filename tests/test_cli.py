@@ -193,7 +193,8 @@ USAGE_ERRORS: dict[str, tuple[list[str], str]] = {
     "an unknown option": (["generate", "x", "--beams", "4"], "unrecognized arguments: --beams"),
     "no prompt": (["generate"], "[MODEL] PROMPT"),
     "words for numbers": (["generate", "x", "-n", "many"], "an integer at least 0, got 'many'"),
-    "no threads": (["generate", "x", "--threads", "0"], "an integer at least 1, got '0'"),
+    "no threads": (["generate", "x", "--threads", "0"], "an integer from 1 to 1024, got '0'"),
+    "too many threads": (["generate", "x", "--threads", "99999999999"], "from 1 to 1024"),
     "an unknown cache": (["generate", "x", "--kv-dtype", "int4"], "invalid choice: 'int4'"),
 }
 

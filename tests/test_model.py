@@ -223,6 +223,20 @@ def test_rows_of_different_lengths_decode_together(model: Decoder) -> None:
     assert cache.lengths.tolist() == [4, 18, 10]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.inference_mode()
+def test_slots_above_a_length_are_never_read(model: Decoder, dtype: torch.dtype) -> None:
+    """NaN and infinities in every unwritten slot of the cache change no bit."""
+    ids = random_ids(8, 2, 40)
+    clean, poisoned = (KVCache(model.config, 2, 48, dtype) for _ in range(2))
+    for tensors in (poisoned.keys, poisoned.values):
+        for tensor in tensors:
+            tensor.fill_(float("nan"))
+            tensor[:, :, 1::2] = float("inf")
+    for piece in ids.split([1, 22, 1, 16], dim=1):
+        assert torch.equal(model(piece, poisoned), model(piece, clean))
+
+
 def test_every_isa_and_thread_count_gives_the_same_logits(model: Decoder) -> None:
     ids = random_ids(9, 2, 19)
     with forced_isa("scalar"):

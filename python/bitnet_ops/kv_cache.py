@@ -28,8 +28,8 @@ class KVCache:
         batch: number of sequences B, at least 1.
         max_len: capacity L in positions, at most config.max_position_embeddings.
         dtype: torch.float32 or torch.bfloat16.
-    Raises CacheCapacityError or ValueError on anything else. Memory is taken from the system only
-    as positions are written (zero pages).
+    Raises CacheCapacityError or ValueError on anything else. The memory is not initialised: the
+    system gives it as positions are written, and slots above a length are never read.
     """
 
     def __init__(
@@ -50,8 +50,9 @@ class KVCache:
             )
         shape = (batch, config.num_key_value_heads, max_len, config.head_dim)
         layers = config.num_hidden_layers
-        self.keys = [torch.zeros(shape, dtype=dtype) for _ in range(layers)]
-        self.values = [torch.zeros(shape, dtype=dtype) for _ in range(layers)]
+        # Not zeros: those would touch every page now, of a context that may never be that long.
+        self.keys = [torch.empty(shape, dtype=dtype) for _ in range(layers)]
+        self.values = [torch.empty(shape, dtype=dtype) for _ in range(layers)]
         self.lengths = torch.zeros(batch, dtype=torch.int64)
         self.max_len = max_len
 

@@ -11,12 +11,10 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from bitnet_ops.language_model import LanguageModel, TextStream
-
-_Number = TypeVar("_Number", int, float)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("model")
     group.add_argument(
-        "--threads", type=_number(int, 1), metavar="N", help="default: torch's choice"
+        "--threads", type=_integer(1, 1024), metavar="N", help="default: torch's choice"
     )
     kinds = ("float32", "bfloat16")
     group.add_argument("--kv-dtype", choices=kinds, default="float32", help="default float32")
@@ -49,30 +47,31 @@ def add_sampling_arguments(parser: argparse.ArgumentParser, max_new_tokens: int)
     add(
         "-n",
         "--max-new-tokens",
-        type=_number(int, 0),
+        type=_integer(0),
         default=max_new_tokens,
         metavar="N",
         help=f"default {max_new_tokens}",
     )
     add("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default)")
-    add("--top-k", type=_number(int, 0), default=0, metavar="K", help="0 keeps all (default)")
+    add("--top-k", type=_integer(0), default=0, metavar="K", help="0 keeps all (default)")
     add("--top-p", type=float, default=1.0, metavar="P", help="1 keeps all (default)")
     add("--min-p", type=float, default=0.0, metavar="P", help="0 keeps all (default)")
     add("--repetition-penalty", type=float, default=1.0, metavar="R", help="1 is none (default)")
-    add("--seed", type=_number(int, 0), metavar="S", help="makes sampling repeatable")
+    add("--seed", type=_integer(0), metavar="S", help="makes sampling repeatable")
     add("--stop", action="append", default=[], metavar="TEXT", help="end before TEXT; repeatable")
 
 
-def _number(kind: type[_Number], minimum: _Number) -> Callable[[str], _Number]:
-    def convert(text: str) -> _Number:
+def _integer(minimum: int, maximum: int | None = None) -> Callable[[str], int]:
+    """An argparse type: an integer from `minimum` to `maximum`, if there is one."""
+    limits = f"at least {minimum}" if maximum is None else f"from {minimum} to {maximum}"
+
+    def convert(text: str) -> int:
         try:
-            value = kind(text)
+            value = int(text)
         except ValueError:
-            value = None
-        if value is None or value < minimum:
-            raise argparse.ArgumentTypeError(
-                f"expected an integer at least {minimum}, got {text!r}"
-            )
+            value = minimum - 1
+        if value < minimum or (maximum is not None and value > maximum):
+            raise argparse.ArgumentTypeError(f"expected an integer {limits}, got {text!r}")
         return value
 
     return convert
@@ -107,9 +106,10 @@ def figures(stream: TextStream) -> str:
 
     t = stream.timing
     reused = f" ({t.reused_tokens} cached)" if t.reused_tokens else ""
+    speed = f", {t.decode_tokens_per_s:.1f} tokens/s" if t.decoded_tokens else ""
     return (
         f"prompt {t.prompt_tokens} tokens{reused} | first token {1000 * t.first_token_s:.1f} ms | "
-        f"{t.new_tokens} tokens, {t.decode_tokens_per_s:.1f} tokens/s | {_runtime.isa()}, "
+        f"{t.new_tokens} tokens{speed} | {_runtime.isa()}, "
         f"{torch.get_num_threads()} threads"
     )
 

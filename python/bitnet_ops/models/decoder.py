@@ -135,12 +135,15 @@ class DecoderLayer(nn.Module):
         self._bind()
         return self
 
+    def _rounded(self, x: Tensor) -> Tensor:
+        return x if self.dtype is torch.float32 else x.to(self.dtype)
+
     def forward(
         self, x: Tensor, cos_sin: Tensor, keys: Tensor, values: Tensor, start: Tensor
     ) -> Tensor:
-        c, eps, dtype = self.config, self.config.rms_norm_eps, self.dtype
+        c, eps = self.config, self.config.rms_norm_eps
         b, t, _ = x.shape
-        q, k, v = ops.qkv_forward(x.to(dtype), *self._qkv, eps)
+        q, k, v = ops.qkv_forward(self._rounded(x), *self._qkv, eps)
         heads, d = c.num_key_value_heads, c.head_dim
         a = dense_attention(
             q.view(b, t, -1, d),
@@ -156,7 +159,7 @@ class DecoderLayer(nn.Module):
             a = ops.rms_norm(a, self._sub_norm, eps)
         x = x + ops.linear(a, *self._out)
         return x + ops.mlp_forward(
-            x.to(dtype), *self._gate_up, self._ffn_norm, *self._down, eps, c.hidden_act
+            self._rounded(x), *self._gate_up, self._ffn_norm, *self._down, eps, c.hidden_act
         )
 
 
