@@ -54,7 +54,7 @@ def describe(ws: Workspace, threads: list[int]) -> dict[str, Any]:
     }
 
 
-def warnings(environment: dict[str, Any], limits: list[dict[str, float]]) -> list[str]:
+def warnings(environment: dict[str, Any], limits: list[dict[str, Any]]) -> list[str]:
     """What a reader of the figures has to know before believing them."""
     found = []
     for fewer, more in zip(limits, limits[1:], strict=False):

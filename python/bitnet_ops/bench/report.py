@@ -124,6 +124,7 @@ def header_lines(report: Report) -> list[str]:
         lines.append(
             f"limits, {limit['threads']} thread(s): read {_number(limit['read_gb_s'])} GB/s, "
             f"int8 multiply-adds {_number(limit['int8_peak_gmac_s'])} GMAC/s"
+            f"{' (disturbed)' if limit['disturbed'] else ''}"
         )
     return lines
 

@@ -31,12 +31,14 @@ class Bulk:
     read_gb_s: float
     int8_peak_gmac_s: float
     peak: PeakLimit
+    disturbed: bool = False
 
-    def to_dict(self) -> dict[str, float]:
+    def to_dict(self) -> dict[str, Any]:
         return {
             "threads": self.threads,
             "read_gb_s": _digits(self.read_gb_s),
             "int8_peak_gmac_s": _digits(self.int8_peak_gmac_s),
+            "disturbed": self.disturbed,
         }
 
 
@@ -46,8 +48,9 @@ def measure_bulk(arena: Arena, threads: int, budget: Budget) -> Bulk:
     peak = PeakLimit()
     read, window = bulk_read_run(arena)
     loop, macs = peak.run()
-    read_s, peak_s = (summarize(s) for s in interleave([read, loop], budget).usable())
-    return Bulk(threads, window / read_s.median / 1e9, macs / peak_s.median / 1e9, peak)
+    rounds = interleave([read, loop], budget)
+    read_s, peak_s = (summarize(samples).median for samples in rounds.usable())
+    return Bulk(threads, window / read_s / 1e9, macs / peak_s / 1e9, peak, rounds.disturbed)
 
 
 @dataclass(frozen=True)
