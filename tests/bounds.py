@@ -7,6 +7,7 @@ of ops without a float reduction must be equal. Must not know how the kernels ar
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -62,9 +63,10 @@ def _rope_table(args: tuple[Any, ...], expected: Tensor) -> Tensor:
     positions, head_dim, theta = args
     exponent = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
     angle = positions.double()[..., None] / theta**exponent
-    # The frequency (a power, a division) and the angle are rounded to float32; cos and sin have
-    # slope 1 at most and are rounded themselves.
-    error = angle.abs() * 4 * U + 2 * U
+    # The exponent is rounded to float32 first (where head_dim is no power of two), and theta^e has
+    # the relative derivative ln theta; then the power, its reciprocal and the angle are rounded.
+    # cos and sin have slope 1 at most and are rounded themselves.
+    error = angle.abs() * (exponent * abs(math.log(theta)) + 4) * U + 2 * U
     return torch.cat([error, error], dim=-1)
 
 

@@ -6,6 +6,7 @@ Compares runs of the ops with each other only; whether they are right is for oth
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -15,66 +16,19 @@ from torch import Tensor
 from bitnet_ops import ops
 from bounds import assert_equal
 from isa_control import every_configuration, forced_isa, torch_threads
+from large_samples import LARGE
 from op_samples import (
     COMPARABLE_SAMPLES,
     FLOATS,
     Sample,
     activations,
     attention_arguments,
-    cache_arguments,
     gain,
-    int8_values,
     mlp_arguments,
     positive,
     random_packed,
     results,
 )
-
-
-def _large(op: str, build: Callable[[torch.Generator], tuple[Any, ...]]) -> Sample:
-    return Sample(op, "large", build)
-
-
-# Large enough that every thread has a share, with sizes that divide by nothing.
-LARGE = [
-    _large("pack", lambda g: (torch.randint(-1, 2, (301, 517), generator=g, dtype=torch.int8),)),
-    _large("unpack", lambda g: (random_packed(g, 301, 517), 517)),
-    _large("quantize_weights", lambda g: (torch.randn(301, 517, generator=g),)),
-    _large("quantize_activations", lambda g: (activations(g, 61, 1031),)),
-    _large("gemv", lambda g: (random_packed(g, 1021, 517), int8_values(g, 517))),
-    _large("gemm", lambda g: (
-        random_packed(g, 517, 301), int8_values(g, 37, 301), positive(g, 37), positive(g, 517),
-    )),
-    _large("linear", lambda g: (
-        activations(g, 37, 301), random_packed(g, 517, 301), positive(g, 1),
-        torch.randn(517, generator=g),
-    )),
-    _large("rms_norm", lambda g: (activations(g, 61, 1031), gain(g, 1031), 1e-5)),
-    _large("add_rms_norm", lambda g: (
-        activations(g, 61, 1031), activations(g, 61, 1031), gain(g, 1031), 1e-5,
-    )),
-    _large("relu2_mul", lambda g: (activations(g, 61, 1031), activations(g, 61, 1031))),
-    _large("silu_and_mul", lambda g: (torch.randn(61, 2062, generator=g) * 20,)),
-    _large("rope_table", lambda g: (torch.arange(600), 126, 5e5)),
-    _large("rope", lambda g: (activations(g, 61, 9, 126), torch.randn(61, 126, generator=g))),
-    _large("qkv_forward", lambda g: (
-        activations(g, 13, 301), gain(g, 301), random_packed(g, 260, 301), positive(g, 1),
-        random_packed(g, 70, 301), positive(g, 1), random_packed(g, 66, 301), positive(g, 1), 1e-5,
-    )),
-    _large("mlp_forward", lambda g: mlp_arguments(g, activations(g, 13, 301), "relu2", True, 517)),
-    _large("mlp_forward", lambda g: mlp_arguments(g, activations(g, 1, 301), "silu", True, 517)),
-    _large("attention", lambda g: attention_arguments(
-        g, batch=3, tokens=19, heads=6, kv_heads=2, length=131, head_dim=40,
-    )),
-    _large("attention", lambda g: attention_arguments(
-        g, batch=1, tokens=1, heads=10, kv_heads=5, length=700, head_dim=64,
-        cache_dtype=torch.bfloat16,
-    )),
-    _large("kv_cache_update", lambda g: cache_arguments(
-        g, batch=3, tokens=40, kv_heads=4, length=64, head_dim=40, cache_dtype=torch.bfloat16,
-    )),
-    _large("lm_head", lambda g: (activations(g, 5, 301), torch.randn(1021, 301, generator=g))),
-]  # fmt: skip
 
 
 def _run(sample: Sample) -> list[Tensor]:
@@ -220,3 +174,12 @@ def test_memory_layout_of_an_argument_does_not_matter(rng: torch.Generator) -> N
     assert_equal(ops.linear(x[:1].expand(4, -1), weight, scale), expected[:1].expand(4, -1))
     backwards = torch.flip(x, [0])
     assert_equal(ops.linear(backwards, weight, scale), expected.flip(0))
+
+
+def test_python_threads_calling_at_once_get_the_same_bits(rng: torch.Generator) -> None:
+    weight, scale = random_packed(rng, 300, 640), positive(rng, 1)
+    x = activations(rng, 9, 640)
+    expected = ops.linear(x, weight, scale)
+    with ThreadPoolExecutor(4) as pool:
+        for result in pool.map(lambda _: ops.linear(x, weight, scale), range(40)):
+            assert_equal(result, expected)

@@ -46,6 +46,20 @@ def test_rms_norm_sums_in_lane_order(k: int, isa: str, rng: torch.Generator) -> 
     assert_equal(ops.rms_norm(x, weight, 1e-5), torch.from_numpy(expected), f"K={k}")
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rms_norm_rounds_to_16_bits_before_the_gain(
+    dtype: torch.dtype, isa: str, rng: torch.Generator
+) -> None:
+    x, weight = activations(rng, 6, 333, dtype=dtype), gain(rng, 333, torch.float32)
+    ones = torch.ones(333)
+    normalised = _emulated_norm(x.float(), ones, 1e-5)
+    before = (normalised.to(dtype).float() * weight).to(dtype)
+    after = (normalised * weight).to(dtype)
+    assert not torch.equal(before, after)  # else the order could not be seen
+    assert_equal(ops.rms_norm(x, weight, 1e-5), before, str(dtype))
+    assert_equal(ops.add_rms_norm(x, torch.zeros_like(x), weight, 1e-5)[0], before, str(dtype))
+
+
 def _emulated_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return torch.from_numpy(lane_order.rms_norm(x.numpy(), weight.numpy(), eps))
 

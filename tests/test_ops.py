@@ -15,6 +15,7 @@ import torch
 from bitnet_ops import ops, reference
 from bounds import assert_agrees
 from isa_control import torch_threads
+from large_samples import LARGE
 from op_samples import (
     ALL_SAMPLES,
     CACHE_DTYPES,
@@ -121,7 +122,7 @@ def test_opcheck_with_an_input_that_requires_grad(op: str) -> None:
     torch.library.opcheck(getattr(torch.ops.bitnet, op).default, args, test_utils=utils)
 
 
-@pytest.mark.parametrize("sample", COMPARABLE_SAMPLES, ids=lambda sample: sample.id)
+@pytest.mark.parametrize("sample", COMPARABLE_SAMPLES + LARGE, ids=lambda sample: sample.id)
 def test_result_agrees_with_the_reference(sample: Sample, isa: str) -> None:
     args, expected_args = sample.args(), sample.args()
     actual = results(getattr(ops, sample.op)(*args), args, sample.op)

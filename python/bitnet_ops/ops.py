@@ -46,7 +46,8 @@ _PROBE_INT8_PEAK = _ops._probe_int8_peak.default
 def _refuse_grad(op: str, **tensors: Tensor | None) -> None:
     """Without this, backward would silently give wrong or no gradients."""
     for name, tensor in tensors.items():
-        if tensor is not None and tensor.requires_grad:
+        # Something that is no tensor at all is for torch's own schema check to refuse.
+        if isinstance(tensor, Tensor) and tensor.requires_grad:
             raise RuntimeError(
                 f"{op}: expected {name} without gradient (the op is inference only), got "
                 "requires_grad=True while grad mode is on; call it under torch.inference_mode() "
@@ -109,8 +110,8 @@ def quantize_weights(weight: Tensor) -> tuple[Tensor, Tensor]:
 def quantize_activations(x: Tensor) -> tuple[Tensor, Tensor]:
     """Quantise activations to int8 with one scale per token (absmax over the last dimension).
 
-    In float32: `s = 127 / max(absmax(x), 1e-5)`, `q = clamp(round_half_even(x * s), -128, 127)`,
-    `scale = 1 / s`. A row with a NaN or an infinity gives q = 0 and scale = NaN, so that the
+    In float32: `s = 127 * (1 / max(absmax(x), 1e-5))` (two roundings, as torch evaluates 127 / t),
+    `q = clamp(round_half_even(x * s), -128, 127)`, `scale = 1 / s`. A row with a NaN or an infinity gives q = 0 and scale = NaN, so that the
     poison reaches its own results and no others.
 
     Args:
