@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 
 from bitnet_ops.config import ModelConfig, UnsupportedModelError
 
@@ -109,7 +110,6 @@ def test_rope_theta_in_every_spelling(name: str) -> None:
 @pytest.mark.parametrize("base", [BITNET_2B, FALCON3], ids=["bitnet", "llama"])
 def test_defaults_are_those_of_transformers(base: dict[str, Any]) -> None:
     """Where config.json is silent, transformers' class decides what the numbers are."""
-    transformers = pytest.importorskip("transformers")
     silent = ("rope_theta", "rms_norm_eps", "hidden_act", "tie_word_embeddings")
     c = read(base, max_position_embeddings=..., **dict.fromkeys(silent, ...))
     config_class = {"bitnet": "BitNetConfig", "llama": "LlamaConfig"}[base["model_type"]]
@@ -123,7 +123,6 @@ def test_defaults_are_those_of_transformers(base: dict[str, Any]) -> None:
 
 def test_reads_what_transformers_saves(tmp_path: Path) -> None:
     """A config saved by transformers 5 (rope_parameters, dtype) reads as the original does."""
-    transformers = pytest.importorskip("transformers")
     for base, name in ((BITNET_2B, "BitNetConfig"), (FALCON3, "LlamaConfig")):
         plain = {k: v for k, v in base.items() if k not in ("rope_scaling", "quantization_config")}
         getattr(transformers, name)(**plain).save_pretrained(tmp_path)

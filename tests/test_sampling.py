@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers.generation import logits_process as processors
 
 from bitnet_ops.sampling import Sampler, SamplingError, SamplingParams, filtered
 
@@ -87,7 +88,6 @@ def test_min_p_is_relative_to_the_best(min_p: float, expected: set[int]) -> None
     ids=str,
 )
 def test_filters_agree_with_transformers(options: dict[str, Any]) -> None:
-    processors = pytest.importorskip("transformers.generation.logits_process")
     options = {"temperature": 1.0, **options}
     for seed in range(5):
         logits = random_logits(seed)
@@ -105,7 +105,6 @@ def test_filters_agree_with_transformers(options: dict[str, Any]) -> None:
 
 
 def test_repetition_penalty_agrees_with_transformers() -> None:
-    processors = pytest.importorskip("transformers.generation.logits_process")
     seen = [3, 7, 7, 100]
     logits = random_logits(2)
     theirs = processors.RepetitionPenaltyLogitsProcessor(1.7)(torch.tensor([seen]), logits[None])[0]

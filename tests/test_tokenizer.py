@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
@@ -194,7 +195,6 @@ def with_template(template: Any, **config: Any) -> Tokenizer:
 @pytest.mark.parametrize("prompt", [False, True])
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_templates_render_as_in_transformers(name: str, prompt: bool, tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
     config = json.loads((DEMO / "tokenizer_config.json").read_text())
     config["chat_template"] = TEMPLATES[name]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
