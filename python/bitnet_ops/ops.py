@@ -111,8 +111,8 @@ def quantize_activations(x: Tensor) -> tuple[Tensor, Tensor]:
     """Quantise activations to int8 with one scale per token (absmax over the last dimension).
 
     In float32: `s = 127 * (1 / max(absmax(x), 1e-5))` (two roundings, as torch evaluates 127 / t),
-    `q = clamp(round_half_even(x * s), -128, 127)`, `scale = 1 / s`. A row with a NaN or an infinity gives q = 0 and scale = NaN, so that the
-    poison reaches its own results and no others.
+    `q = clamp(round_half_even(x * s), -128, 127)`, `scale = 1 / s`. A row with a NaN or an infinity
+    gives q = 0 and scale = NaN, so that the poison reaches its own results and no others.
 
     Args:
         x: F [..., K], any strides.
