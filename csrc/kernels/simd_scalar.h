@@ -60,7 +60,7 @@ inline F32x16 max(F32x16 a, F32x16 b) {
 inline F32x16 min(F32x16 a, F32x16 b) {
   return map([&](int i) { return a.lane[i] < b.lane[i] ? a.lane[i] : b.lane[i]; });
 }
-// 2^n for integral n in [-126, 127].
+// 2^n for integral n in [-126, 128]; 2^128 is infinity.
 inline F32x16 pow2(F32x16 n) {
   return map([&](int i) {
     const float x = n.lane[i];

@@ -52,7 +52,7 @@ def quantize_activations(x: Tensor) -> tuple[Tensor, Tensor]:
     """F [..., K] -> (q int8 [..., K], scale float32 [...]); a poisoned row -> 0 and NaN."""
     x = x.to(torch.float32)
     absmax = x.abs().amax(dim=-1)
-    s = torch.tensor(127.0) / torch.clamp(absmax, min=1e-5)
+    s = 127.0 * torch.reciprocal(torch.clamp(absmax, min=1e-5))  # as torch evaluates 127 / t
     q = torch.clamp(torch.round(x * s[..., None]), -128, 127)
     finite = torch.isfinite(x).all(dim=-1)
     q = torch.where(finite[..., None], q, torch.zeros_like(q))

@@ -61,7 +61,8 @@ float quantize_row(const float* x, int64_t n, int64_t n_padded, int8_t* q, int32
     return __builtin_nanf("");
   }
   const float absmax = __builtin_bit_cast(float, bits);
-  const float inv_scale = 127.0f / (absmax > 1e-5f ? absmax : 1e-5f);
+  // Two roundings, as torch computes 127 / t for a tensor t: codes equal Hugging Face's bit for bit.
+  const float inv_scale = 127.0f * (1.0f / (absmax > 1e-5f ? absmax : 1e-5f));
   const F32x16 s = set1(inv_scale);
   for (int64_t i = 0; i < n; i += 16) to_i8_n(q + i, mul(load_n(x + i, n - i), s), n - i);
   for (int64_t i = n; i < n_padded; ++i) q[i] = 0;
@@ -72,7 +73,8 @@ float quantize_row(const float* x, int64_t n, int64_t n_padded, int8_t* q, int32
 void scale_row(const int32_t* acc, int64_t n, const float* w_scale, int64_t w_scale_step,
                float x_scale, const float* bias, float* y) {
   const F32x16 xs = set1(x_scale);
-  F32x16 factor = mul(set1(w_scale[0]), xs);
+  F32x16 factor = zero();
+  if (w_scale_step == 0) factor = mul(set1(w_scale[0]), xs);  // no scale to read if n is 0
   for (int64_t i = 0; i < n; i += 16) {
     if (w_scale_step != 0) factor = mul(load_n(w_scale + i, n - i), xs);
     F32x16 v = mul(from_i32_n(acc + i, n - i), factor);
@@ -111,10 +113,11 @@ void relu2_mul_row(const float* gate, const float* up, int64_t n, float* y) {
   }
 }
 
-// e^x to about 1 ulp: x = n ln 2 + r with |r| <= ln 2 / 2, a degree-7 Taylor polynomial in r, times
-// 2^n. Clamped to [-87, 88], where 2^n stays a normal number; a NaN passes through.
+// e^x within 1 ulp: x = n ln 2 + r with |r| <= ln 2 / 2, a degree-7 Taylor polynomial in r, times 2^n.
+// Clamped to [-87, 89]: at the low end 2^n stays a normal number, from 88.4 on it is 2^128, infinity,
+// so that silu of any large negative number is zero.  A NaN passes through.
 F32x16 exp_f32(F32x16 x) {
-  const F32x16 v = min(set1(88.0f), max(set1(-87.0f), x));
+  const F32x16 v = min(set1(89.0f), max(set1(-87.0f), x));
   const F32x16 magic =
       set1(12582912.0f);  // adding and subtracting it rounds to an integer, half to even
   const F32x16 n = sub(add(mul(v, set1(1.44269504088896341f)), magic), magic);
