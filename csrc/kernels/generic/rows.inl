@@ -1,10 +1,22 @@
 // Row operations over the float words: quantise, scale, convert, norms, activations, RoPE. Included
 // inside an ISA's anonymous namespace; never mentions an ISA.  Contracts: kernel_table.h.
 
+// Up to 16 elements of a known type, from element i on.  A constant count of 16 is one plain load.
+template <DType kType>
+[[gnu::always_inline]] inline F32x16 load_as(const void* src, int64_t i, int64_t count) {
+  if constexpr (kType == DType::kBF16) {
+    return load_bf16_n(static_cast<const uint16_t*>(src) + i, count);
+  } else if constexpr (kType == DType::kF16) {
+    return load_f16_n(static_cast<const uint16_t*>(src) + i, count);
+  } else {
+    return load_n(static_cast<const float*>(src) + i, count);
+  }
+}
+
 F32x16 load_typed(DType type, const void* src, int64_t i, int64_t count) {
-  if (type == DType::kBF16) return load_bf16_n(static_cast<const uint16_t*>(src) + i, count);
-  if (type == DType::kF16) return load_f16_n(static_cast<const uint16_t*>(src) + i, count);
-  return load_n(static_cast<const float*>(src) + i, count);
+  if (type == DType::kBF16) return load_as<DType::kBF16>(src, i, count);
+  if (type == DType::kF16) return load_as<DType::kF16>(src, i, count);
+  return load_as<DType::kF32>(src, i, count);
 }
 
 void load_row(DType type, const void* src, int64_t n, float* dst) {
@@ -61,7 +73,8 @@ float quantize_row(const float* x, int64_t n, int64_t n_padded, int8_t* q, int32
     return __builtin_nanf("");
   }
   const float absmax = __builtin_bit_cast(float, bits);
-  // Two roundings, as torch computes 127 / t for a tensor t: codes equal Hugging Face's bit for bit.
+  // Two roundings, as torch computes 127 / t for a tensor t: codes equal Hugging Face's bit for
+  // bit.
   const float inv_scale = 127.0f * (1.0f / (absmax > 1e-5f ? absmax : 1e-5f));
   const F32x16 s = set1(inv_scale);
   for (int64_t i = 0; i < n; i += 16) to_i8_n(q + i, mul(load_n(x + i, n - i), s), n - i);
@@ -113,9 +126,9 @@ void relu2_mul_row(const float* gate, const float* up, int64_t n, float* y) {
   }
 }
 
-// e^x within 1 ulp: x = n ln 2 + r with |r| <= ln 2 / 2, a degree-7 Taylor polynomial in r, times 2^n.
-// Clamped to [-87, 89]: at the low end 2^n stays a normal number, from 88.4 on it is 2^128, infinity,
-// so that silu of any large negative number is zero.  A NaN passes through.
+// e^x within 1 ulp: x = n ln 2 + r with |r| <= ln 2 / 2, a degree-7 Taylor polynomial in r, times
+// 2^n. Clamped to [-87, 89]: at the low end 2^n stays a normal number, from 88.4 on it is 2^128,
+// infinity, so that silu of any large negative number is zero.  A NaN passes through.
 F32x16 exp_f32(F32x16 x) {
   const F32x16 v = min(set1(89.0f), max(set1(-87.0f), x));
   const F32x16 magic =
