@@ -379,6 +379,26 @@ def check_dummy_weights():
     assert torch.isfinite(layer(inputs(K))[0]).all()
 
 
+def check_model_file_loads_strictly():
+    """Our BitNetForCausalLM refuses a tensor without a place and a parameter without a tensor."""
+    from sglang.srt.models.registry import ModelRegistry
+
+    from bitnet_ops.integrations.sglang.models import bitnet
+
+    model_class, _ = ModelRegistry.resolve_model_cls(["BitNetForCausalLM"])
+    assert model_class is bitnet.BitNetForCausalLM, model_class
+    model = model_class.__new__(model_class)  # load_weights without the engine that __init__ needs
+    torch.nn.Module.__init__(model)
+    model.config, model._loaded = types.SimpleNamespace(tie_word_embeddings=True), set()
+    model.norm = bitnet.Norm(4, 1e-5)
+    gains = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    refused("absent", "got none for ['norm.weight']", lambda: model.load_weights([]))
+    for name in ("layers.0.self_attn.q_proj.bias", "layers.0.bogus.weight"):
+        refused("unknown", f"got '{name}'", lambda name=name: model.load_weights([(name, gains)]))
+    model.load_weights([("norm.weight", gains), ("lm_head.weight", gains)])
+    equal("gains", model.norm.weight.data, gains)
+
+
 CHECKS = [value for name, value in list(globals().items()) if name.startswith("check_")]
 
 

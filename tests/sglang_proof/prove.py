@@ -54,7 +54,7 @@ class Ladder:
         self.env, self.work = environment, environment.work
         self.report: dict = {"failed": []}
 
-    def script(self, name: str, log: str, *arguments, stubs: bool = True, timeout: float = 600):
+    def script(self, name: str, log: str, *arguments, stubs: bool = True, timeout: float = 900):
         command = [self.env.python, HERE / name, *arguments]
         return run_logged(command, self.work / f"{log}.log", timeout, child_environment(stubs))
 
@@ -95,7 +95,7 @@ class Ladder:
         result = self.work / "l2.json"
         result.unlink(missing_ok=True)
         try:
-            seconds = self.script("l2_layers.py", "l2", result, timeout=300)
+            seconds = self.script("l2_layers.py", "l2", result)
         finally:
             if result.exists():
                 self.report["L2"] = json.loads(result.read_text())
@@ -133,7 +133,7 @@ class Ladder:
         result, folder = self.work / f"l4-{name}.json", self.work / f"plugin-{name}"
         result.unlink(missing_ok=True)
         arguments = (checkpoints[source], oracle, result, folder, model_impl, dtype)
-        seconds = self.script("l4_engine.py", f"l4-{name}", *arguments, timeout=400)
+        seconds = self.script("l4_engine.py", f"l4-{name}", *arguments)
         report = self.report[f"L4 {name}"] = json.loads(result.read_text())
         layers = json.loads((DEMO / "config.json").read_text())["num_hidden_layers"]
         judge_tokens(name, report)

@@ -113,6 +113,9 @@ class BitNetLinearMethod:
         tensor that is too short and fills up with zeros, without an error.
         Raises CheckpointError for float16, uneven splits, pre-sharded checkpoints, and a bias
         where transformers would multiply it by the weight scale.
+
+        A layer split over its inputs (row-parallel) quantises each rank's columns with their own
+        absmax, so its reduced result is close, not equal, to that of one rank.
         """
         del skip_block_quant_check, extra_weight_attrs
         check_activation_dtype(params_dtype, self.name)
