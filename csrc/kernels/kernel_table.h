@@ -35,9 +35,9 @@ struct KernelTable {
                        int32_t* out, int64_t out_stride);
   // Sum of n int8 values; n <= 2^24 keeps it inside int32.
   int32_t (*sum_i8)(const int8_t* x, int64_t n);
-  // q[i] = clamp(round_half_even(x[i] * s), -128, 127) with s = 127 * (1 / max(absmax, 1e-5)); zeros
-  // from n to n_padded; *sum = sum of q.  Returns the dequantisation factor 1 / s.  A row holding
-  // NaN or an infinity gives q = 0, *sum = 0 and returns NaN.
+  // q[i] = clamp(round_half_even(x[i] * s), -128, 127) with s = 127 * (1 / max(absmax, 1e-5));
+  // zeros from n to n_padded; *sum = sum of q.  Returns the dequantisation factor 1 / s.  A row
+  // holding NaN or an infinity gives q = 0, *sum = 0 and returns NaN.
   float (*quantize_row)(const float* x, int64_t n, int64_t n_padded, int8_t* q, int32_t* sum);
   // y[i] = float(acc[i]) * (w_scale[i * w_scale_step] * x_scale) (+ bias[i] unless null); step 0
   // or 1.

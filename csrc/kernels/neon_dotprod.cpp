@@ -1,8 +1,9 @@
-// The neon_dotprod kernel table.  Compiled with its own flags (CMakeLists.txt); exports one symbol, table().
+// The neon_dotprod kernel table.  Compiled with its own flags (CMakeLists.txt); exports one symbol,
+// table().
 #define BITNET_ISA neon_dotprod
+#include "format/layout.h"
 #include "kernels/isa_tables.h"
 #include "kernels/simd_neon_dotprod.h"
-#include "format/layout.h"
 #include "runtime/features.h"
 
 namespace bitnet::BITNET_ISA {

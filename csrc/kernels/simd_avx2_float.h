@@ -1,5 +1,5 @@
-// Float vocabulary for AVX2 + FMA + F16C: 16 lanes as two ymm registers.  Shared by the two ymm ISAs.
-// Meanings: simd_scalar.h.  Must hold no integer-dot words; those differ per ISA.
+// Float vocabulary for AVX2 + FMA + F16C: 16 lanes as two ymm registers.  Shared by the two ymm
+// ISAs. Meanings: simd_scalar.h.  Must hold no integer-dot words; those differ per ISA.
 #pragma once
 
 #include <immintrin.h>
@@ -135,11 +135,13 @@ inline __m256 bf16_half_to_f32(__m128i h) {
 }
 inline F32x16 load_bf16_n(const uint16_t* p, int64_t count) {
   const __m256i h = load_u16_n(p, count);
-  return {bf16_half_to_f32(_mm256_castsi256_si128(h)), bf16_half_to_f32(_mm256_extracti128_si256(h, 1))};
+  return {bf16_half_to_f32(_mm256_castsi256_si128(h)),
+          bf16_half_to_f32(_mm256_extracti128_si256(h, 1))};
 }
 inline F32x16 load_f16_n(const uint16_t* p, int64_t count) {
   const __m256i h = load_u16_n(p, count);
-  return {_mm256_cvtph_ps(_mm256_castsi256_si128(h)), _mm256_cvtph_ps(_mm256_extracti128_si256(h, 1))};
+  return {_mm256_cvtph_ps(_mm256_castsi256_si128(h)),
+          _mm256_cvtph_ps(_mm256_extracti128_si256(h, 1))};
 }
 inline __m128i f32_half_to_bf16(__m256 x) {
   const __m256i b = _mm256_castps_si256(x);

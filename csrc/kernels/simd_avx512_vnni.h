@@ -1,5 +1,5 @@
-// Vocabulary of the avx512_vnni ISA: 16 float lanes in one zmm, units of two weight blocks (64 bytes).
-// Meanings: simd_scalar.h.
+// Vocabulary of the avx512_vnni ISA: 16 float lanes in one zmm, units of two weight blocks (64
+// bytes). Meanings: simd_scalar.h.
 #pragma once
 
 #include <immintrin.h>
@@ -45,8 +45,8 @@ inline __m256 high_half(__m512 x) {
   return _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(x), 1));
 }
 inline uint32_t reduce_abs_bits(F32x16 acc) {
-  const __m256i m = _mm256_max_epi32(_mm256_castps_si256(low_half(acc.v)),
-                                     _mm256_castps_si256(high_half(acc.v)));
+  const __m256i m =
+      _mm256_max_epi32(_mm256_castps_si256(low_half(acc.v)), _mm256_castps_si256(high_half(acc.v)));
   __m128i r = _mm_max_epi32(_mm256_castsi256_si128(m), _mm256_extracti128_si256(m, 1));
   r = _mm_max_epi32(r, _mm_shuffle_epi32(r, 0x4e));
   r = _mm_max_epi32(r, _mm_shuffle_epi32(r, 0xb1));
@@ -95,7 +95,7 @@ inline void store_f16_n(uint16_t* p, F32x16 x, int64_t count) {
   _mm256_mask_storeu_epi16(p, first_lanes(count), h);
 }
 
-// ---- integer words --------------------------------------------------------------------------------
+// ---- integer words -----------------------------------------------------------------------------
 
 constexpr int64_t kUnitBlocks = 2;
 constexpr int64_t kFlushUnits = int64_t{1} << 30;
@@ -133,7 +133,8 @@ inline Acc acc_zero() { return _mm512_setzero_si512(); }
 inline Partial dot(Partial p, Codes c, Activations x) { return _mm512_dpbusd_epi32(p, c, x); }
 inline Acc widen(Acc acc, Partial p) { return _mm512_add_epi32(acc, p); }
 inline int32_t reduce(Acc acc) {
-  const __m256i eight = _mm256_add_epi32(_mm512_castsi512_si256(acc), _mm512_extracti64x4_epi64(acc, 1));
+  const __m256i eight =
+      _mm256_add_epi32(_mm512_castsi512_si256(acc), _mm512_extracti64x4_epi64(acc, 1));
   __m128i r = _mm_add_epi32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
   r = _mm_add_epi32(r, _mm_shuffle_epi32(r, 0x4e));
   r = _mm_add_epi32(r, _mm_shuffle_epi32(r, 0xb1));

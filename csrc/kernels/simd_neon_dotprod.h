@@ -89,8 +89,7 @@ inline float reduce_add(F32x16 x) {
   return vget_lane_f32(two, 0) + vget_lane_f32(two, 1);
 }
 inline float reduce_max(F32x16 x) {
-  const float32x4_t four =
-      max_quarter(max_quarter(x.v[0], x.v[2]), max_quarter(x.v[1], x.v[3]));
+  const float32x4_t four = max_quarter(max_quarter(x.v[0], x.v[2]), max_quarter(x.v[1], x.v[3]));
   const float32x2_t lo = vget_low_f32(four), hi = vget_high_f32(four);
   const float32x2_t two = vbsl_f32(vcgt_f32(lo, hi), lo, hi);
   const float a = vget_lane_f32(two, 0), b = vget_lane_f32(two, 1);
@@ -155,8 +154,9 @@ inline uint16x4_t f32_to_bf16(float32x4_t x) {
   return vbsl_u16(vmovn_u32(vceqq_f32(x, x)), vshrn_n_u32(rounded, 16), vdup_n_u16(0x7fc0));
 }
 inline void store_bf16_n(uint16_t* p, F32x16 x, int64_t count) {
-  store_u16_n(p, {{f32_to_bf16(x.v[0]), f32_to_bf16(x.v[1]), f32_to_bf16(x.v[2]), f32_to_bf16(x.v[3])}},
-              count);
+  store_u16_n(
+      p, {{f32_to_bf16(x.v[0]), f32_to_bf16(x.v[1]), f32_to_bf16(x.v[2]), f32_to_bf16(x.v[3])}},
+      count);
 }
 inline uint16x4_t f32_to_f16(float32x4_t x) { return vreinterpret_u16_f16(vcvt_f16_f32(x)); }
 inline void store_f16_n(uint16_t* p, F32x16 x, int64_t count) {

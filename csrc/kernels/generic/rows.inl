@@ -55,8 +55,7 @@ void round_row(DType type, float* x, int64_t n) {
   for (int64_t i = 0; i < n; i += 16) store_n(x + i, rounded(type, load_n(x + i, n - i)), n - i);
 }
 
-// ---- int8 activations
-// -----------------------------------------------------------------------------
+// ---- int8 activations --------------------------------------------------------------------------
 
 uint32_t absmax_bits(const float* x, int64_t n) {
   F32x16 best = zero();
@@ -96,8 +95,7 @@ void scale_row(const int32_t* acc, int64_t n, const float* w_scale, int64_t w_sc
   }
 }
 
-// ---- norms and activations
-// --------------------------------------------------------------------------
+// ---- norms and activations ---------------------------------------------------------------------
 
 void rms_norm_row(const float* x, const float* weight, int64_t n, float eps, DType type, float* y) {
   F32x16 squares = zero();

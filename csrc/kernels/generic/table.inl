@@ -45,7 +45,11 @@ template <class T>
 constexpr KernelTable kTable = {
     .name = BITNET_STRING(BITNET_ISA),
     .description = kDescription,
+#if defined(BITNET_REQUIRE_NOTHING)  // emulated: runs anywhere
+    .required = 0 * kRequired,
+#else
     .required = kRequired,
+#endif
     .ternary_gemm = ternary_gemm,
     .sum_i8 = sum_i8,
     .quantize_row = quantize_row,

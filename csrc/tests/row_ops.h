@@ -1,0 +1,183 @@
+// Every row of the kernel table that works on floats, as data: buffers in, buffers out, one call.
+// The tests of equality and of guard pages enumerate this list.  A row of the table that is missing
+// here fails test_kernels_rows.  Must not know ISAs or expected values.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "kernels/kernel_table.h"
+
+namespace bitnet::test {
+
+// How a buffer's bytes are filled and compared.
+enum class Kind { kF32, kI32, kI8, kU16 };
+inline int64_t size_of(Kind kind) { return kind == Kind::kU16 ? 2 : kind == Kind::kI8 ? 1 : 4; }
+
+struct Shape {
+  Kind kind;
+  int64_t count;
+};
+
+// One call.  `in` and `out` point at buffers of the shapes that shapes(n) gives.
+struct Call {
+  const KernelTable& table;
+  int64_t n;
+  const std::vector<const void*>& in;
+  const std::vector<void*>& out;
+
+  const float* f(std::size_t i) const { return static_cast<const float*>(in[i]); }
+  float* y(std::size_t i = 0) const { return static_cast<float*>(out[i]); }
+};
+
+struct RowOp {
+  std::string name;
+  const char* row;  // field of KernelTable
+  std::function<std::vector<Shape>(int64_t n)> inputs, outputs;
+  std::function<void(const Call&)> run;
+  int64_t smallest_n = 0;
+  // Output 0 starts as a copy of this input: operations in place.  -1: none.
+  int in_place_of = -1;
+};
+
+inline Kind stored_as(DType type) { return type == DType::kF32 ? Kind::kF32 : Kind::kU16; }
+inline const char* name_of(DType type) {
+  return type == DType::kF32 ? "f32" : type == DType::kBF16 ? "bf16" : "f16";
+}
+inline constexpr DType kTypes[] = {DType::kF32, DType::kBF16, DType::kF16};
+
+// `floats` float rows in, one out.
+inline std::function<std::vector<Shape>(int64_t)> float_rows(int floats) {
+  return [floats](int64_t n) {
+    return std::vector<Shape>(static_cast<std::size_t>(floats), Shape{Kind::kF32, n});
+  };
+}
+
+inline void add_integer_ops(std::vector<RowOp>& ops) {
+  for (const bool pad : {false, true}) {
+    const auto padded = [pad](int64_t n) { return pad ? (n + 127) / 128 * 128 : n; };
+    ops.push_back(
+        {pad ? "quantize_row padded" : "quantize_row", "quantize_row", float_rows(1),
+         [padded](int64_t n) {
+           return std::vector<Shape>{{Kind::kI8, padded(n)}, {Kind::kI32, 1}, {Kind::kF32, 1}};
+         },
+         [padded](const Call& c) {
+           *c.y(2) = c.table.quantize_row(c.f(0), c.n, padded(c.n), static_cast<int8_t*>(c.out[0]),
+                                          static_cast<int32_t*>(c.out[1]));
+         }});
+  }
+  for (const int step : {0, 1}) {
+    for (const bool bias : {false, true}) {
+      ops.push_back({std::string("scale_row step ") + std::to_string(step) + (bias ? " bias" : ""),
+                     "scale_row",
+                     [step, bias](int64_t n) {
+                       return std::vector<Shape>{{Kind::kI32, n},
+                                                 {Kind::kF32, step == 0 ? 1 : n},
+                                                 {Kind::kF32, bias ? n : 0}};
+                     },
+                     float_rows(1),
+                     [step, bias](const Call& c) {
+                       c.table.scale_row(static_cast<const int32_t*>(c.in[0]), c.n, c.f(1), step,
+                                         0.0123f, bias ? c.f(2) : nullptr, c.y());
+                     }});
+    }
+  }
+}
+
+inline void add_type_ops(std::vector<RowOp>& ops) {
+  for (const DType type : kTypes) {
+    const auto typed = [type](int64_t n) { return std::vector<Shape>{{stored_as(type), n}}; };
+    const std::string suffix = std::string(" ") + name_of(type);
+    ops.push_back({"load_row" + suffix, "load_row", typed, float_rows(1),
+                   [type](const Call& c) { c.table.load_row(type, c.in[0], c.n, c.y()); }});
+    ops.push_back({"store_row" + suffix, "store_row", float_rows(1), typed,
+                   [type](const Call& c) { c.table.store_row(type, c.f(0), c.n, c.out[0]); }});
+    ops.push_back({"round_row" + suffix, "round_row", float_rows(1), float_rows(1),
+                   [type](const Call& c) { c.table.round_row(type, c.y(), c.n); }, 0, 0});
+    ops.push_back(
+        {"rms_norm_row" + suffix, "rms_norm_row", float_rows(2), float_rows(1),
+         [type](const Call& c) { c.table.rms_norm_row(c.f(0), c.f(1), c.n, 1e-5f, type, c.y()); }});
+    ops.push_back(
+        {"rms_norm_row in place" + suffix, "rms_norm_row", float_rows(2), float_rows(1),
+         [type](const Call& c) { c.table.rms_norm_row(c.y(), c.f(1), c.n, 1e-5f, type, c.y()); }, 0,
+         0});
+  }
+}
+
+inline void add_elementwise_ops(std::vector<RowOp>& ops) {
+  using Row = void (*)(const float*, const float*, int64_t, float*);
+  const auto add = [&ops](const char* name, Row KernelTable::* row) {
+    const std::string text = name;
+    ops.push_back({text, name, float_rows(2), float_rows(1),
+                   [row](const Call& c) { (c.table.*row)(c.f(0), c.f(1), c.n, c.y()); }});
+    ops.push_back({text + " in place", name, float_rows(2), float_rows(1),
+                   [row](const Call& c) { (c.table.*row)(c.y(), c.f(1), c.n, c.y()); }, 0, 0});
+  };
+  add("add_row", &KernelTable::add_row);
+  add("relu2_mul_row", &KernelTable::relu2_mul_row);
+  add("silu_mul_row", &KernelTable::silu_mul_row);
+  ops.push_back({"add_row in place of b", "add_row", float_rows(2), float_rows(1),
+                 [](const Call& c) { c.table.add_row(c.f(0), c.y(), c.n, c.y()); }, 0, 1});
+  const auto pair = [](int64_t n) { return std::vector<Shape>{{Kind::kF32, 2 * n}}; };
+  ops.push_back(
+      {"rope_head", "rope_head",
+       [](int64_t n) { return std::vector<Shape>{{Kind::kF32, 2 * n}, {Kind::kF32, 2 * n}}; }, pair,
+       [](const Call& c) { c.table.rope_head(c.f(0), c.f(1), 2 * c.n, c.y()); }});
+}
+
+// n is the number of positions, or the dimension of the head.  The last row of keys and values ends
+// with its last element, however wide the stride.
+inline void add_attention_ops(std::vector<RowOp>& ops) {
+  for (const DType type : {DType::kF32, DType::kBF16}) {
+    for (const bool long_context : {true, false}) {
+      for (const int64_t slack : {0, 6}) {
+        const auto dim = [=](int64_t n) { return long_context ? int64_t{20} : n; };
+        const auto length = [=](int64_t n) { return long_context ? n : int64_t{5}; };
+        const auto inputs = [=](int64_t n) {
+          const int64_t cache = (length(n) - 1) * (dim(n) + slack) + dim(n);
+          return std::vector<Shape>{
+              {Kind::kF32, dim(n)}, {stored_as(type), cache}, {stored_as(type), cache}};
+        };
+        const auto outputs = [=](int64_t n) {
+          return std::vector<Shape>{{Kind::kF32, dim(n)}, {Kind::kF32, length(n)}};
+        };
+        ops.push_back({std::string("attend_head ") + name_of(type) +
+                           (long_context ? " positions" : " dim") + (slack ? " strided" : ""),
+                       "attend_head", inputs, outputs,
+                       [=](const Call& c) {
+                         c.table.attend_head(c.f(0), type, c.in[1], c.in[2],
+                                             (dim(c.n) + slack) * element_size(type), length(c.n),
+                                             dim(c.n), 0.25f, c.y(1), c.y(0));
+                       },
+                       1});
+      }
+    }
+  }
+}
+
+// n is k; rows 1..5 of a matrix of 6.
+inline void add_dot_ops(std::vector<RowOp>& ops) {
+  for (const DType type : kTypes) {
+    ops.push_back(
+        {std::string("dot_rows ") + name_of(type), "dot_rows",
+         [type](int64_t n) {
+           return std::vector<Shape>{{Kind::kF32, n}, {stored_as(type), 6 * n}};
+         },
+         [](int64_t) { return std::vector<Shape>{{Kind::kF32, 5}}; },
+         [type](const Call& c) { c.table.dot_rows(c.f(0), type, c.in[1], c.n, 1, 6, c.y()); }});
+  }
+}
+
+inline std::vector<RowOp> all_row_ops() {
+  std::vector<RowOp> ops;
+  add_integer_ops(ops);
+  add_type_ops(ops);
+  add_elementwise_ops(ops);
+  add_attention_ops(ops);
+  add_dot_ops(ops);
+  return ops;
+}
+
+}  // namespace bitnet::test

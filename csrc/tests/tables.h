@@ -1,0 +1,76 @@
+// The kernel tables under test: those this CPU can execute and, where the build has them, the
+// emulated ones (csrc/tests/emulated).  Must not know what a kernel computes.
+//
+// Environment: BITNET_TEST_EXPECT, when set, is the comma-separated list of ISAs that must be
+// available here, best first: a script that picks the CPU says so and a missing ISA is a failure.
+// BITNET_TEST_EMULATOR=1 says that machine code itself is emulated and sweeps take larger strides.
+#pragma once
+
+#include <cstdio>
+#include <cstdlib>
+#include <string>
+#include <vector>
+
+#include "kernels/kernel_table.h"
+#include "runtime/dispatch.h"
+#include "tests/check.h"
+
+namespace bitnet {
+
+#if defined(BITNET_EMULATED_TABLES)
+namespace avx2_emulated {
+const KernelTable* table();
+}
+namespace avx_vnni_emulated {
+const KernelTable* table();
+}
+namespace avx512_vnni_emulated {
+const KernelTable* table();
+}
+#endif
+
+namespace test {
+
+inline bool under_emulator() { return std::getenv("BITNET_TEST_EMULATOR") != nullptr; }
+
+inline bool is_emulated(const KernelTable& table) {
+  return std::string(table.name).ends_with("_emulated");
+}
+
+// Sweeps divide their density by this: emulation costs a factor of 10 to 100.
+inline int64_t thinning(const KernelTable& table) {
+  return under_emulator() || is_emulated(table) ? 16 : 1;
+}
+
+inline std::vector<const KernelTable*> tables_under_test() {
+  std::vector<const KernelTable*> tables = available_tables();
+#if defined(BITNET_EMULATED_TABLES)
+  if (under_emulator()) return tables;  // one emulation inside another would prove nothing new
+  for (const auto get :
+       {avx2_emulated::table, avx_vnni_emulated::table, avx512_vnni_emulated::table}) {
+    tables.push_back(get());
+  }
+#endif
+  return tables;
+}
+
+// The table that every other one must equal: the last of the list, plain C++.
+inline const KernelTable& scalar_table() { return *all_tables().back(); }
+
+// First lines of a test's output: what runs, and whether it is what was promised.
+inline void announce(const char* test) {
+  name_case_on_signals();
+  std::string names;
+  for (const KernelTable* table : available_tables()) {
+    names += (names.empty() ? "" : ",") + std::string(table->name);
+  }
+  const char* expected = std::getenv("BITNET_TEST_EXPECT");
+  CHECK(expected == nullptr || names == expected, "expected the ISAs %s, got %s", expected,
+        names.c_str());
+  std::printf("%s: available %s; under test", test, names.c_str());
+  for (const KernelTable* table : tables_under_test()) std::printf(" %s", table->name);
+  std::printf("%s\n", under_emulator() ? "; thinned for an emulator" : "");
+}
+
+}  // namespace test
+}  // namespace bitnet

@@ -1,0 +1,173 @@
+// The kernel tables as a set, and their choice: no empty row, feature sets that hold, every
+// available ISA selectable, every other one refused with the list, and the environment variable
+// read once.  What the kernels compute is for the other test_kernels_*.cpp.
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <set>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "runtime/features.h"
+#include "tests/check.h"
+#include "tests/random.h"
+#include "tests/tables.h"
+
+namespace bitnet::test {
+namespace {
+
+void tables_are_complete() {
+  std::set<std::string> names;
+  uint64_t known = 0;
+  for (const FeatureName* f = feature_names(); f->name != nullptr; ++f) known |= f->bit;
+  for (const KernelTable* table : tables_under_test()) {
+    begin_case("table %s", table->name);
+    CHECK(names.insert(table->name).second, "two tables have one name");
+    CHECK(std::strlen(table->description) > 0, "no description");
+    CHECK((table->required & ~known) == 0, "requires a feature without a name");
+    // Every field behind the three above is a pointer to a function, also the ones of tomorrow.
+    constexpr std::size_t kFirst = offsetof(KernelTable, ternary_gemm);
+    static_assert((sizeof(KernelTable) - kFirst) % sizeof(void*) == 0);
+    const void* rows[(sizeof(KernelTable) - kFirst) / sizeof(void*)];
+    std::memcpy(rows, reinterpret_cast<const char*>(table) + kFirst, sizeof rows);
+    for (const void* const& row : rows) {
+      CHECK(row != nullptr, "row %d is empty", static_cast<int>(&row - rows));
+    }
+  }
+}
+
+void availability_follows_features() {
+  begin_case("available tables");
+  const auto all = all_tables(), available = available_tables();
+  CHECK(std::string(all.back()->name) == "scalar" && all.back()->required == 0,
+        "scalar is not last");
+  CHECK(available.back() == all.back(), "scalar is not available");
+  for (const KernelTable* table : all) {
+    const bool listed = std::count(available.begin(), available.end(), table) == 1;
+    const bool runs = (table->required & ~cpu_features()) == 0;
+    CHECK(listed == runs, "%s: listed %d, features %d", table->name, listed, runs);
+  }
+#if defined(__x86_64__)
+  // The compiler's own reading of CPUID and XCR0 knows nothing of ours.
+  __builtin_cpu_init();
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  const bool avx512 = avx2 && __builtin_cpu_supports("avx512vnni") &&
+                      __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+  const auto has = [&](const std::string& name) {
+    return std::any_of(available.begin(), available.end(),
+                       [&](auto* t) { return t->name == name; });
+  };
+  CHECK(has("avx2") == avx2, "avx2: ours %d, the compiler's %d", has("avx2"), avx2);
+  CHECK(has("avx512_vnni") == avx512, "avx512_vnni: ours %d, the compiler's %d", has("avx512_vnni"),
+        avx512);
+#endif
+}
+
+// The message of what `action` throws, "" if nothing.
+template <class Action>
+std::string error_of(Action action) {
+  try {
+    action();
+  } catch (const std::runtime_error& error) {
+    return error.what();
+  }
+  return "";
+}
+
+void check_refusal(const std::string& message, const std::string& origin, const std::string& name) {
+  CHECK(message.starts_with(origin + ": expected one of"), "message: %s", message.c_str());
+  CHECK(message.find("got '" + name + "'") != std::string::npos, "message: %s", message.c_str());
+  for (const KernelTable* table : available_tables()) {
+    CHECK(message.find(table->name) != std::string::npos, "message: %s", message.c_str());
+  }
+}
+
+void any_available_isa_can_be_forced() {
+  const auto available = available_tables();
+  force_isa("");
+  CHECK(&kernels() == available.front(), "automatic choice is %s", kernels().name);
+  for (const KernelTable* table : all_tables()) {
+    begin_case("force_isa %s", table->name);
+    if (std::count(available.begin(), available.end(), table) == 1) {
+      force_isa(table->name);
+      CHECK(&kernels() == table, "got %s", kernels().name);
+      continue;
+    }
+    const KernelTable* before = &kernels();
+    check_refusal(error_of([&] { force_isa(table->name); }), "force_isa", table->name);
+    CHECK(&kernels() == before, "a refused choice changed the table");
+  }
+  for (const std::string name : {"nonsense", "AVX2", " scalar", "scalar,avx2"}) {
+    begin_case("force_isa '%s'", name.c_str());
+    check_refusal(error_of([&] { force_isa(name); }), "force_isa", name);
+  }
+  force_isa("");
+  CHECK(&kernels() == available.front(), "automatic choice is %s", kernels().name);
+}
+
+// In a child process, since the variable is read once.  Must run before the first call of
+// kernels().
+void environment_is_read_at_first_use() {
+  for (const std::string value : {"scalar", "", "nonsense"}) {
+    begin_case("BITNET_OPS_ISA='%s'", value.c_str());
+    std::fflush(nullptr);
+    const pid_t child = fork();
+    if (child == 0) {
+      setenv("BITNET_OPS_ISA", value.c_str(), 1);
+      const std::string message = error_of([] { kernels(); });
+      if (value == "nonsense") {
+        check_refusal(message, "BITNET_OPS_ISA", value);
+      } else {
+        const char* want = value.empty() ? available_tables().front()->name : value.c_str();
+        CHECK(message.empty() && kernels().name == std::string(want), "%s", message.c_str());
+        setenv("BITNET_OPS_ISA", "nonsense", 1);
+        CHECK(error_of([] { kernels(); }).empty(), "read a second time");
+      }
+      std::_Exit(tally.failures == 0 ? 0 : 1);
+    }
+    int status = -1;
+    CHECK(child > 0 && waitpid(child, &status, 0) == child, "fork");
+    CHECK(status == 0, "child: status %d", status);
+  }
+}
+
+// The probes of the benchmarks: the checksum is the xor of all 8-byte words, the peak loop counts.
+void probes_count() {
+  Random random(9);
+  std::vector<uint8_t> data(128 * 37);
+  for (uint8_t& byte : data) byte = static_cast<uint8_t>(random.next());
+  for (const KernelTable* table : tables_under_test()) {
+    begin_case("%s probes", table->name);
+    for (std::size_t n = 0; n <= data.size(); n += 128) {
+      uint64_t want = 0, word = 0;
+      for (std::size_t i = 0; i < n; i += 8) {
+        std::memcpy(&word, &data[i], 8);
+        want ^= word;
+      }
+      const uint64_t got = table->probe_read(data.data(), static_cast<int64_t>(n));
+      CHECK(got == want, "probe_read of %zu bytes: %llx", n, static_cast<unsigned long long>(got));
+    }
+    int32_t sink = 0;
+    const int64_t one = table->probe_int8_peak(1, &sink),
+                  many = table->probe_int8_peak(1000, &sink);
+    CHECK(one > 0 && many == 1000 * one, "probe_int8_peak: %lld, %lld", static_cast<long long>(one),
+          static_cast<long long>(many));
+  }
+}
+
+}  // namespace
+}  // namespace bitnet::test
+
+int main() {
+  using namespace bitnet::test;
+  announce("test_kernels");
+  environment_is_read_at_first_use();
+  tables_are_complete();
+  availability_follows_features();
+  any_available_isa_can_be_forced();
+  probes_count();
+  return finish("test_kernels");
+}

@@ -1,0 +1,360 @@
+// Float rows of every kernel table against float64, within bounds derived from the documented order
+// of operations.  u = 2^-24 is half an ulp of 1; gamma(n) = n u / (1 - n u) bounds n roundings in a
+// row (Higham, Accuracy and Stability of Numerical Algorithms, 2002, section 3.1).  A sum of n
+// products in 16 lanes rounds ceil(n / 16) times in its lane, once for each fused multiply-add, and
+// 4 times in the tree.
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "tests/check.h"
+#include "tests/random.h"
+#include "tests/tables.h"
+
+namespace bitnet::test {
+namespace {
+
+constexpr double kU = 0x1p-24;
+constexpr double kTiny = 0x1p-126;  // below it floats are spaced evenly: absolute errors
+constexpr double kExpUlp = 1.0;     // asserted for exp; measured 0.9 (see the printed line)
+constexpr double kExpError = 2 * kU * kExpUlp;
+constexpr double kExpFloor = 1.7e-38;  // exp of anything below -87 gives e^-87 = 1.646e-38
+
+double gamma(double n) { return n * kU / (1 - n * kU); }
+double roundings_of_sum(int64_t n) { return static_cast<double>((n + 15) / 16 + 4); }
+
+double ulp(double x) {
+  int exponent;
+  std::frexp(x, &exponent);
+  return std::ldexp(1.0, std::max(exponent, -125) - 24);
+}
+
+double largest_share = 0;  // of a bound that an error took, since the last print_share
+
+void check_near(float got, double want, double bound, int64_t i) {
+  const double error = std::fabs(static_cast<double>(got) - want);
+  CHECK(error <= bound, "[%lld] %.9g, not %.9g +- %.3g", static_cast<long long>(i),
+        static_cast<double>(got), want, bound);
+  if (bound > 0) largest_share = std::max(largest_share, error / bound);
+}
+
+void print_share(const KernelTable& table, const char* row) {
+  std::printf("%s: %s takes at most %.2f of its bound\n", table.name, row, largest_share);
+  largest_share = 0;
+}
+
+// ---- exp ----------------------------------------------------------------------------------------
+
+// attend_head leaves exp(score - largest score) in its scratch.  One dimension, a query of 1 and a
+// first key of 0 make that exp(key) for every key <= 0.
+std::vector<float> exp_of(const KernelTable& table, const std::vector<float>& keys) {
+  std::vector<float> scores(keys.size()), values(keys.size(), 1.0f);
+  const float query = 1.0f;
+  float out;
+  table.attend_head(&query, DType::kF32, keys.data(), values.data(), 4,
+                    static_cast<int64_t>(keys.size()), 1, 1.0f, scores.data(), &out);
+  return scores;
+}
+
+// Long double where it is wider than double (x86), double elsewhere: both far beyond a float's half
+// ulp.
+double exact_exp(float x) { return static_cast<double>(std::exp(static_cast<long double>(x))); }
+
+// Every `stride`-th float in [-87, 0], and each float within 2^-12 of a multiple of ln 2 / 2, where
+// the range reduction changes over and |r| is largest.
+std::vector<float> exp_samples(uint32_t stride) {
+  std::vector<float> samples = {0.0f};
+  const auto last = std::bit_cast<uint32_t>(-87.0f);
+  for (uint32_t b = std::bit_cast<uint32_t>(-0.0f); b <= last; b += stride) {
+    samples.push_back(std::bit_cast<float>(b));
+  }
+  for (int half = 1; half < 251; half += 2) {
+    auto x = static_cast<float>(-half * 0.34657359027997264);
+    for (int i = 0; i < 64; ++i) x = std::nextafter(x, 0.0f);
+    for (int i = 0; i < 128; ++i) samples.push_back(x = std::nextafter(x, -INFINITY));
+  }
+  return samples;
+}
+
+void exp_accuracy(const KernelTable& table) {
+  begin_case("%s exp", table.name);
+  const std::vector<float> x = exp_samples(static_cast<uint32_t>(499 * thinning(table)));
+  const std::vector<float> y = exp_of(table, x);
+  double worst = 0;
+  float worst_x = 0;
+  for (std::size_t i = 0; i < x.size(); ++i) {
+    const double want = exact_exp(x[i]), error = std::fabs(y[i] - want) / ulp(want);
+    CHECK(error <= kExpUlp, "exp(%a) = %a is off by %g ulp", x[i], y[i], error);
+    if (error > worst) worst = error, worst_x = x[i];
+  }
+  std::printf("%s: exp on %zu floats of [-87, 0]: largest error %.4f ulp, at %a\n", table.name,
+              x.size(), worst, worst_x);
+  CHECK(y[0] == 1.0f, "exp(0) = %a", y[0]);
+  // Below the range: a floor that adds at most e^-87 to a sum whose largest term is 1.
+  for (const float below : {-87.5f, -100.0f, -1e4f, -3e38f, -INFINITY}) {
+    const float e = exp_of(table, {0.0f, below})[1];
+    CHECK(e >= 0 && e <= kExpFloor, "exp(%g) = %g", below, e);
+  }
+}
+
+// ---- elementwise --------------------------------------------------------------------------------
+
+void elementwise(const KernelTable& table, Flavour flavour) {
+  begin_case("%s elementwise, %s", table.name, name_of(flavour));
+  constexpr int64_t kN = 4099;
+  Random random(11);
+  const std::vector<float> a = random_floats(random, flavour, kN),
+                           b = random_floats(random, flavour, kN);
+  std::vector<float> sum(kN), relu2(kN);
+  table.add_row(a.data(), b.data(), kN, sum.data());
+  table.relu2_mul_row(a.data(), b.data(), kN, relu2.data());
+  for (std::size_t i = 0; i < kN; ++i) {
+    const double x = a[i], y = b[i];
+    CHECK(sum[i] == static_cast<float>(x + y), "%a + %a = %a", a[i], b[i], sum[i]);
+    const double positive = std::max(x, 0.0);
+    const auto square = static_cast<float>(positive * positive);
+    CHECK(relu2[i] == static_cast<float>(square * y), "relu(%a)^2 * %a = %a", a[i], b[i], relu2[i]);
+  }
+}
+
+// g / (1 + e^-g) * up: the error of exp weighs at most fully, then an addition, a division and a
+// product. From e^88.376 on (n = 128 in exp_f32) exp gives infinity and silu zero: off by at
+// most 88.4 e^-88.376.
+void silu(const KernelTable& table) {
+  begin_case("%s silu_mul_row", table.name);
+  std::vector<float> gate = {-INFINITY, -3e38f, -1e30f, -1e10f, -89.0f,
+                             -88.0f,    87.0f,  1e30f,  3e38f};
+  Random random(12);
+  const auto count = 400000 / thinning(table);
+  for (int64_t i = 0; i < count; ++i) gate.push_back(random.unit() * (i % 2 == 0 ? 4.0f : 95.0f));
+  std::vector<float> up = random_floats(random, Flavour::kUnit, static_cast<int64_t>(gate.size()));
+  std::vector<float> y(gate.size());
+  table.silu_mul_row(gate.data(), up.data(), static_cast<int64_t>(gate.size()), y.data());
+  for (std::size_t i = 1; i < gate.size(); ++i) {
+    const double g = gate[i], want = g / (1 + std::exp(-g)) * up[i];
+    const double bound = std::fabs(want) * (kExpError + gamma(3)) * (1 + 1e-6);
+    check_near(y[i], want, bound + 88.4 * 4.2e-39 * std::fabs(up[i]) + 0x1p-149,
+               static_cast<int64_t>(i));
+  }
+  CHECK(std::isnan(y[0]), "silu(-inf) is -inf / inf, got %g", y[0]);
+}
+
+void rope(const KernelTable& table) {
+  for (const int64_t dim : {2, 30, 64, 128, 130}) {
+    begin_case("%s rope_head dim=%d", table.name, static_cast<int>(dim));
+    Random random(static_cast<uint64_t>(dim));
+    const std::vector<float> x = random_floats(random, Flavour::kWide, dim);
+    const std::vector<float> table_row = random_floats(random, Flavour::kUnit, dim);
+    std::vector<float> y(x.size());
+    table.rope_head(x.data(), table_row.data(), dim, y.data());
+    const auto half = static_cast<std::size_t>(dim / 2);
+    for (std::size_t i = 0; i < half; ++i) {
+      // Two products and a sum, each rounded once and none of them fused.
+      const double a = x[i], b = x[half + i], c = table_row[i], s = table_row[half + i];
+      const auto f = [](double v) { return static_cast<double>(static_cast<float>(v)); };
+      CHECK(y[i] == static_cast<float>(f(a * c) - f(b * s)), "[%zu] %a", i, y[i]);
+      CHECK(y[half + i] == static_cast<float>(f(b * c) + f(a * s)), "[%zu] %a", i, y[half + i]);
+    }
+  }
+}
+
+// float(acc), w * x, their product, the bias: each rounded once.
+void scale(const KernelTable& table) {
+  for (const int64_t step : {0, 1}) {
+    begin_case("%s scale_row step %d", table.name, static_cast<int>(step));
+    constexpr int64_t kN = 1003;
+    Random random(13);
+    std::vector<int32_t> acc(kN);
+    for (int32_t& v : acc) v = static_cast<int32_t>(random.next());
+    const std::vector<float> w = random_floats(random, Flavour::kUnit, kN);
+    const std::vector<float> bias = random_floats(random, Flavour::kHuge, kN);
+    const float x_scale = 0.0317f;
+    std::vector<float> plain(kN), biased(kN);
+    table.scale_row(acc.data(), kN, w.data(), step, x_scale, nullptr, plain.data());
+    table.scale_row(acc.data(), kN, w.data(), step, x_scale, bias.data(), biased.data());
+    for (std::size_t i = 0; i < kN; ++i) {
+      const double ws = w[step == 0 ? 0 : i];
+      const auto factor = static_cast<float>(ws * static_cast<double>(x_scale));
+      const auto sum = static_cast<float>(acc[i]);
+      const auto want = static_cast<float>(static_cast<double>(sum) * factor);
+      CHECK(plain[i] == want, "[%zu] %a, not %a", i, plain[i], want);
+      const auto with_bias = static_cast<float>(static_cast<double>(want) + bias[i]);
+      CHECK(biased[i] == with_bias, "[%zu] %a, not %a", i, biased[i], with_bias);
+    }
+  }
+}
+
+// ---- reductions ---------------------------------------------------------------------------------
+
+constexpr int64_t kLengths[] = {1, 2, 15, 16, 17, 31, 33, 64, 70, 128, 200, 640, 2560, 6912, 14336};
+
+// Relative error of 1 / sqrt(mean + eps): half of that of the mean (a sum of squares, a division,
+// the addition of eps), then the root and the reciprocal; two products follow.
+void rms_norm(const KernelTable& table, Flavour flavour) {
+  for (const int64_t n : kLengths) {
+    begin_case("%s rms_norm_row n=%d %s", table.name, static_cast<int>(n), name_of(flavour));
+    Random random(static_cast<uint64_t>(n));
+    const std::vector<float> x = random_floats(random, flavour, n);
+    const std::vector<float> w = random_floats(random, Flavour::kUnit, n);
+    const float eps = 1e-5f;
+    double squares = 0;
+    for (const float v : x) squares += static_cast<double>(v) * v;
+    const double rstd = 1 / std::sqrt(squares / static_cast<double>(n) + eps);
+    const double relative = gamma(roundings_of_sum(n) + 2) / 2 + gamma(4);
+    for (const DType type : {DType::kF32, DType::kBF16}) {
+      std::vector<float> y(x.size());
+      table.rms_norm_row(x.data(), w.data(), n, eps, type, y.data());
+      // Rounding to `type`: 8 significant bits for bf16, and an even spacing below 2^-126.
+      const bool bf16 = type == DType::kBF16;
+      const double stored = bf16 ? 0x1p-8 : 0, floor = bf16 ? 0x1p-134 : 0x1p-150;
+      for (std::size_t i = 0; i < x.size(); ++i) {
+        const double want = x[i] * rstd * w[i];
+        check_near(
+            y[i], want,
+            std::fabs(want) * (relative + stored) * 1.001 + floor * std::fabs(w[i]) + 0x1p-150,
+            static_cast<int64_t>(i));
+      }
+    }
+  }
+}
+
+// The values of a matrix in `type`, and their bytes.
+struct Matrix {
+  std::vector<uint16_t> half;
+  std::vector<float> value;
+  const void* data(DType type) const {
+    return type == DType::kF32 ? static_cast<const void*>(value.data()) : half.data();
+  }
+};
+Matrix random_matrix(Random& random, DType type, int64_t count, float size) {
+  Matrix m;
+  for (int64_t i = 0; i < count; ++i) m.value.push_back(random.unit() * size);
+  m.half.resize(m.value.size());
+  scalar_table().store_row(type == DType::kF32 ? DType::kBF16 : type, m.value.data(), count,
+                           m.half.data());
+  scalar_table().round_row(type, m.value.data(), count);
+  return m;
+}
+
+void dot_rows(const KernelTable& table, DType type) {
+  for (const int64_t k : kLengths) {
+    begin_case("%s dot_rows k=%d type=%d", table.name, static_cast<int>(k), static_cast<int>(type));
+    Random random(static_cast<uint64_t>(k));
+    const std::vector<float> x = random_floats(random, Flavour::kUnit, k);
+    const Matrix m = random_matrix(random, type, 7 * k, 1.0f);
+    float out[7];
+    table.dot_rows(x.data(), type, m.data(type), k, 0, 7, out);
+    for (int64_t row = 0; row < 7; ++row) {
+      double sum = 0, magnitude = 0;
+      for (int64_t i = 0; i < k; ++i) {
+        const double p = static_cast<double>(x[static_cast<std::size_t>(i)]) *
+                         m.value[static_cast<std::size_t>(row * k + i)];
+        sum += p;
+        magnitude += std::fabs(p);
+      }
+      check_near(out[row], sum, gamma(roundings_of_sum(k)) * magnitude, row);
+    }
+  }
+}
+
+// Softmax in float64 of one head, and how far the kernel may be from it.
+struct Attention {
+  std::vector<double> out, bound;
+};
+
+// A score is off by its sum's roundings and the product with `scale`, its distance to the maximum
+// by one more; a common shift of all scores cancels.  exp turns that into a relative error of the
+// numerators, and the weights' sum has it too.  Then `length` multiply-adds, the sum of the
+// numerators, one division.
+Attention exact_attention(const std::vector<float>& q, const Matrix& keys, const Matrix& values,
+                          int64_t length, int64_t dim, float scale) {
+  const auto key = [&](const Matrix& m, int64_t j, int64_t i) {
+    return static_cast<double>(m.value[static_cast<std::size_t>(j * dim + i)]);
+  };
+  std::vector<double> score, numerator;
+  double best = -INFINITY, score_error = 0;
+  for (int64_t j = 0; j < length; ++j) {
+    double sum = 0, magnitude = 0;
+    for (int64_t i = 0; i < dim; ++i) {
+      const double p = q[static_cast<std::size_t>(i)] * key(keys, j, i);
+      sum += p;
+      magnitude += std::fabs(p);
+    }
+    score.push_back(sum * scale);
+    best = std::max(best, score.back());
+    score_error = std::max(score_error, gamma(roundings_of_sum(dim) + 1) * magnitude * scale);
+  }
+  double total = 0, deepest = 0;
+  for (const double s : score) {
+    numerator.push_back(std::exp(s - best));
+    total += numerator.back();
+    deepest = std::max(deepest, best - s);
+  }
+  const double eta = std::expm1(score_error + kU * (deepest + 2 * score_error)) + kExpError;
+  const double l = static_cast<double>(length);
+  const double relative = 2 * eta + gamma(l) + gamma(roundings_of_sum(length)) + 2 * kU;
+  Attention result;
+  for (int64_t i = 0; i < dim; ++i) {
+    double sum = 0, magnitude = 0, largest = 0;
+    for (int64_t j = 0; j < length; ++j) {
+      const double v = key(values, j, i);
+      sum += numerator[static_cast<std::size_t>(j)] * v;
+      magnitude += numerator[static_cast<std::size_t>(j)] * std::fabs(v);
+      largest = std::max(largest, std::fabs(v));
+    }
+    result.out.push_back(sum / total);
+    result.bound.push_back(relative * 1.01 * magnitude / total + 2 * l * kExpFloor * largest);
+  }
+  return result;
+}
+
+void attention(const KernelTable& table, DType type) {
+  for (const int64_t dim : {1, 16, 30, 64, 80, 128}) {
+    for (const int64_t length : {1, 2, 15, 16, 17, 70, 500}) {
+      for (const float spread : {0.5f, 4.0f, 40.0f}) {  // flat to one-hot, past the range of exp
+        begin_case("%s attend_head type=%d dim=%d length=%d spread=%g", table.name,
+                   static_cast<int>(type), static_cast<int>(dim), static_cast<int>(length), spread);
+        Random random(static_cast<uint64_t>(dim * 1000 + length));
+        const std::vector<float> q = random_floats(random, Flavour::kUnit, dim);
+        const Matrix keys = random_matrix(random, type, length * dim, spread);
+        const Matrix values = random_matrix(random, type, length * dim, 1.0f);
+        const float scale = 0.9f;
+        std::vector<float> out(q.size()), scores(static_cast<std::size_t>(length));
+        table.attend_head(q.data(), type, keys.data(type), values.data(type),
+                          dim * element_size(type), length, dim, scale, scores.data(), out.data());
+        const Attention want = exact_attention(q, keys, values, length, dim, scale);
+        for (std::size_t i = 0; i < out.size(); ++i) {
+          check_near(out[i], want.out[i], want.bound[i], static_cast<int64_t>(i));
+        }
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace bitnet::test
+
+int main() {
+  using namespace bitnet::test;
+  announce("test_kernels_accuracy");
+  for (const bitnet::KernelTable* table : tables_under_test()) {
+    exp_accuracy(*table);
+    rope(*table);
+    scale(*table);
+    for (const Flavour flavour : {Flavour::kUnit, Flavour::kWide, Flavour::kTiny, Flavour::kTies}) {
+      elementwise(*table, flavour);
+      rms_norm(*table, flavour);
+    }
+    print_share(*table, "rms_norm_row");
+    silu(*table);
+    print_share(*table, "silu_mul_row");
+    dot_rows(*table, bitnet::DType::kF32);
+    dot_rows(*table, bitnet::DType::kBF16);
+    dot_rows(*table, bitnet::DType::kF16);
+    print_share(*table, "dot_rows");
+    attention(*table, bitnet::DType::kF32);
+    attention(*table, bitnet::DType::kBF16);
+    print_share(*table, "attend_head");
+  }
+  return finish("test_kernels_accuracy");
+}

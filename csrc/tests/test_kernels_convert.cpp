@@ -1,0 +1,238 @@
+// Conversions of every kernel table, to the bit: all 65536 bf16 and f16 patterns read, floats
+// stored at and beside every tie, int8 quantisation with ties at every length.  The reference knows
+// the formats by the value of each code and rounds by searching the nearest one; it shares no bit
+// trick with the kernels.
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "tests/check.h"
+#include "tests/random.h"
+#include "tests/tables.h"
+
+namespace bitnet::test {
+namespace {
+
+// A 16-bit format: `fraction` bits below the exponent, `bias` of the exponent.
+struct Format {
+  DType type;
+  const char* name;
+  int fraction, bias;
+
+  int codes() const { return ((1 << (15 - fraction)) - 1) << fraction; }  // finite, positive
+  // The value of a positive code; codes() stands for the first value out of range.
+  double value(int code) const {
+    const int exponent = code >> fraction, below = code & ((1 << fraction) - 1);
+    if (exponent == 0) return std::ldexp(below, 1 - bias - fraction);
+    return std::ldexp(below + (1 << fraction), exponent - bias - fraction);
+  }
+  // Nearest code; a tie goes to the even one.  From half way to the first value out of range:
+  // infinity, whose code is that value's.
+  uint16_t nearest(float x) const {
+    const double magnitude = std::fabs(static_cast<double>(x));
+    int low = 0, high = codes();
+    while (high - low > 1) {
+      const int middle = (low + high) / 2;
+      (value(middle) <= magnitude ? low : high) = middle;
+    }
+    const double below = magnitude - value(low), above = value(high) - magnitude;
+    const int code = below < above ? low : above < below ? high : low % 2 == 0 ? low : high;
+    return static_cast<uint16_t>(code | (std::signbit(x) ? 0x8000 : 0));
+  }
+};
+
+constexpr Format kFormats[] = {{DType::kBF16, "bf16", 7, 127}, {DType::kF16, "f16", 10, 15}};
+
+uint32_t bits(float x) { return std::bit_cast<uint32_t>(x); }
+
+// ---- reading ------------------------------------------------------------------------------------
+
+uint32_t expected_float(const Format& format, uint16_t code) {
+  const int positive = code & 0x7fff;
+  const uint32_t sign = code & 0x8000u ? 0x80000000u : 0;
+  if (positive < format.codes()) return sign | bits(static_cast<float>(format.value(positive)));
+  if (positive == format.codes()) return sign | 0x7f800000u;
+  // NaN: the payload moves up; f16 hardware makes it quiet, bf16 is a shift and keeps it as it is.
+  const auto payload = static_cast<uint32_t>(positive - format.codes());
+  const uint32_t quiet = format.type == DType::kF16 ? 0x400000u : 0;
+  return sign | 0x7f800000u | quiet | (payload << (23 - format.fraction));
+}
+
+void reads_every_pattern(const KernelTable& table, const Format& format) {
+  begin_case("%s load_row %s, all patterns", table.name, format.name);
+  std::vector<uint16_t> codes(65536);
+  for (std::size_t i = 0; i < codes.size(); ++i) codes[i] = static_cast<uint16_t>(i);
+  std::vector<float> got(65536);
+  table.load_row(format.type, codes.data(), 65536, got.data());
+  for (const uint16_t code : codes) {
+    const uint32_t want = expected_float(format, code);
+    CHECK(bits(got[code]) == want, "0x%04x: 0x%08x, not 0x%08x", code, bits(got[code]), want);
+  }
+}
+
+// ---- storing ------------------------------------------------------------------------------------
+
+// Every value of the format, every tie, and the floats on both sides of each; then random floats of
+// all exponents.
+std::vector<float> storing_samples(const Format& format) {
+  std::vector<float> samples = {0.0f, INFINITY, 3.4028235e38f, 1e-45f};
+  for (int code = 0; code < format.codes(); ++code) {
+    const double low = format.value(code), high = format.value(code + 1);
+    for (const double center : {low, (low + high) / 2}) {
+      const auto x = static_cast<float>(center);
+      if (std::isinf(x)) continue;  // the last tie of bf16 is no float
+      samples.insert(samples.end(), {x, std::nextafter(x, 0.0f), std::nextafter(x, INFINITY)});
+    }
+  }
+  Random random(3);
+  for (int i = 0; i < 200000; ++i) {
+    const float x = std::bit_cast<float>(static_cast<uint32_t>(random.next()) & 0x7fffffffu);
+    if (!std::isnan(x)) samples.push_back(x);
+  }
+  const std::size_t positive = samples.size();
+  for (std::size_t i = 0; i < positive; ++i) samples.push_back(-samples[i]);
+  return samples;
+}
+
+void stores_nearest(const KernelTable& table, const Format& format,
+                    const std::vector<float>& samples, const std::vector<uint16_t>& want) {
+  begin_case("%s store_row %s", table.name, format.name);
+  const auto n = static_cast<int64_t>(samples.size());
+  std::vector<uint16_t> got(samples.size());
+  table.store_row(format.type, samples.data(), n, got.data());
+  std::vector<float> rounded = samples, reread(samples.size());
+  table.round_row(format.type, rounded.data(), n);
+  table.load_row(format.type, got.data(), n, reread.data());
+  for (std::size_t i = 0; i < samples.size(); ++i) {
+    CHECK(got[i] == want[i], "%a: 0x%04x, not 0x%04x", samples[i], got[i], want[i]);
+    CHECK(bits(rounded[i]) == bits(reread[i]), "round_row(%a) gives %a", samples[i], rounded[i]);
+  }
+}
+
+void stores_nan(const KernelTable& table) {
+  begin_case("%s store_row of NaN", table.name);
+  Random random(4);
+  std::vector<float> nans;
+  for (int i = 0; i < 5000; ++i) {
+    const auto r = static_cast<uint32_t>(random.next());
+    const float x = std::bit_cast<float>(r | 0x7f800000u);
+    if (std::isnan(x)) nans.push_back(x);
+  }
+  const auto n = static_cast<int64_t>(nans.size());
+  std::vector<uint16_t> bf16(nans.size()), f16(nans.size());
+  table.store_row(DType::kBF16, nans.data(), n, bf16.data());
+  table.store_row(DType::kF16, nans.data(), n, f16.data());
+  for (std::size_t i = 0; i < nans.size(); ++i) {
+    CHECK(bf16[i] == 0x7fc0, "0x%08x: 0x%04x", bits(nans[i]), bf16[i]);
+    // As F16C and fcvtn do: sign and upper payload stay, the NaN is made quiet.
+    const uint32_t b = bits(nans[i]);
+    const auto want = static_cast<uint16_t>((b >> 16 & 0x8000u) | 0x7e00u | (b >> 13 & 0x1ffu));
+    CHECK(f16[i] == want, "0x%08x: 0x%04x, not 0x%04x", b, f16[i], want);
+  }
+}
+
+// ---- int8 quantisation --------------------------------------------------------------------------
+
+double round_half_even(double x) {
+  const double low = std::floor(x), rest = x - low;
+  if (rest != 0.5) return rest < 0.5 ? low : low + 1;
+  return std::fmod(low, 2) == 0 ? low : low + 1;
+}
+
+// The definition in doubles: each quotient and product of two floats is exact enough there to be
+// rounded right when it becomes a float.  Returns the scale.
+float check_quantize(const KernelTable& table, const std::vector<float>& x) {
+  const auto n = static_cast<int64_t>(x.size());
+  std::vector<int8_t> q(x.size() + 3, 99);
+  int32_t sum = -1;
+  const float scale = table.quantize_row(x.data(), n, n + 2, q.data(), &sum);
+  double absmax = 0;
+  bool finite = true;
+  for (const float v : x) {
+    absmax = std::max(absmax, std::fabs(static_cast<double>(v)));
+    finite = finite && std::isfinite(v);
+  }
+  const auto reciprocal = static_cast<float>(1.0 / std::max(absmax, static_cast<double>(1e-5f)));
+  const auto s = static_cast<float>(127.0 * static_cast<double>(reciprocal));  // rounded twice
+  int64_t total = 0;
+  for (std::size_t i = 0; i < x.size(); ++i) {
+    const auto product = static_cast<float>(static_cast<double>(x[i]) * s);
+    const double want = finite ? std::clamp(round_half_even(product), -128.0, 127.0) : 0;
+    total += static_cast<int64_t>(want);
+    CHECK(q[i] == want, "x[%d] = %a: %d, not %g", static_cast<int>(i), x[i], q[i], want);
+  }
+  CHECK(sum == total, "sum %d, not %lld", sum, static_cast<long long>(total));
+  CHECK(q[x.size()] == 0 && q[x.size() + 1] == 0 && q[x.size() + 2] == 99, "padding");
+  const auto inverse = static_cast<float>(1.0 / static_cast<double>(s));
+  CHECK(finite ? scale == inverse : std::isnan(scale), "scale %a, not %a", scale, inverse);
+  return scale;
+}
+
+// absmax 127, so the factor is 1 and x + 0.5 is a tie; the same at factors 2^-40 and 2^20.
+void quantizes_ties(const KernelTable& table) {
+  for (std::size_t n = 1; n <= 70; ++n) {
+    for (const int exponent : {0, -20, 40}) {
+      begin_case("%s quantize_row ties n=%d 2^%d", table.name, static_cast<int>(n), exponent);
+      for (int shift = 0; shift < 7; ++shift) {
+        std::vector<float> x(n);
+        for (std::size_t i = 0; i < n; ++i) {
+          const int whole = (static_cast<int>(i) * 5 + shift * 36) % 253 - 126;
+          x[i] = std::ldexp(static_cast<float>(whole) + 0.5f, exponent);
+        }
+        x[(n - 1) * static_cast<std::size_t>(shift) / 6] = std::ldexp(127.0f, exponent);
+        if (exponent == -20)
+          x[0] = std::ldexp(127.0f, exponent);  // > 1e-5: the factor is not clamped
+        const float factor = check_quantize(table, x);
+        CHECK(factor == std::ldexp(1.0f, exponent), "these are no ties: scale %a", factor);
+      }
+    }
+  }
+}
+
+void quantizes_anything(const KernelTable& table) {
+  Random random(6);
+  for (int64_t n = 0; n <= 300; n += n < 70 ? 1 : 23) {
+    for (const Flavour flavour : kFlavours) {
+      begin_case("%s quantize_row n=%d %s", table.name, static_cast<int>(n), name_of(flavour));
+      check_quantize(table, random_floats(random, flavour, n));
+    }
+    // One NaN or infinity anywhere makes the row void, also where lanes are padded.
+    for (int64_t at = 0; at < n; at += 3) {
+      for (const float special : {NAN, -NAN, INFINITY, -INFINITY}) {
+        begin_case("%s quantize_row n=%d, %g at %d", table.name, static_cast<int>(n), special,
+                   static_cast<int>(at));
+        std::vector<float> x = random_floats(random, Flavour::kUnit, n);
+        x[static_cast<std::size_t>(at)] = special;
+        check_quantize(table, x);
+      }
+    }
+  }
+  for (const float absmax : {1e-5f, std::nextafter(1e-5f, 0.0f), std::nextafter(1e-5f, 1.0f), 0.0f,
+                             1e-45f, 3.4028235e38f, 1.1754944e-38f}) {
+    begin_case("%s quantize_row absmax=%g", table.name, absmax);
+    check_quantize(table, {absmax, -absmax, absmax / 2, -absmax / 3});
+  }
+}
+
+}  // namespace
+}  // namespace bitnet::test
+
+int main() {
+  using namespace bitnet::test;
+  announce("test_kernels_convert");
+  for (const Format& format : kFormats) {
+    const std::vector<float> samples = storing_samples(format);
+    std::vector<uint16_t> want;
+    for (const float x : samples) want.push_back(format.nearest(x));
+    for (const bitnet::KernelTable* table : tables_under_test()) {
+      reads_every_pattern(*table, format);
+      stores_nearest(*table, format, samples, want);
+    }
+  }
+  for (const bitnet::KernelTable* table : tables_under_test()) {
+    stores_nan(*table);
+    quantizes_ties(*table);
+    quantizes_anything(*table);
+  }
+  return finish("test_kernels_convert");
+}

@@ -1,0 +1,181 @@
+// Every float row of every kernel table: bit for bit what the scalar table gives, on all lengths
+// and on denormals, huge values, ties, NaN and infinities, with each buffer against a guard page.
+// A NaN equals any NaN: which of two operands' payload survives is the compiler's choice on x86.
+#include <algorithm>
+#include <memory>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "tests/check.h"
+#include "tests/guarded.h"
+#include "tests/random.h"
+#include "tests/row_ops.h"
+#include "tests/tables.h"
+
+namespace bitnet::test {
+namespace {
+
+using Bytes = std::vector<uint8_t>;
+
+int64_t bytes_of(Shape shape) { return shape.count * size_of(shape.kind); }
+
+template <class T>
+T element(const uint8_t* bytes, int64_t i) {
+  T value;
+  std::memcpy(&value, bytes + i * static_cast<int64_t>(sizeof(T)), sizeof(T));
+  return value;
+}
+
+Bytes random_bytes(Random& random, Shape shape, Flavour flavour) {
+  Bytes bytes(static_cast<std::size_t>(bytes_of(shape)));
+  for (int64_t i = 0; i < shape.count; ++i) {
+    uint64_t bits = random.next();
+    if (shape.kind == Kind::kF32) bits = std::bit_cast<uint32_t>(random_float(random, flavour));
+    // 16 bits: a bf16 of that flavour; as f16 these bits are as good as any.
+    if (shape.kind == Kind::kU16)
+      bits = std::bit_cast<uint32_t>(random_float(random, flavour)) >> 16;
+    std::memcpy(&bytes[static_cast<std::size_t>(i * size_of(shape.kind))], &bits,
+                static_cast<std::size_t>(size_of(shape.kind)));
+  }
+  return bytes;
+}
+
+// Index of the first element in which the two differ, or -1.
+int64_t first_difference(Shape shape, const uint8_t* a, const uint8_t* b) {
+  if (bytes_of(shape) == 0 || std::memcmp(a, b, static_cast<std::size_t>(bytes_of(shape))) == 0) {
+    return -1;
+  }
+  for (int64_t i = 0; i < shape.count; ++i) {
+    const int64_t size = size_of(shape.kind);
+    if (std::memcmp(a + i * size, b + i * size, static_cast<std::size_t>(size)) == 0) continue;
+    if (shape.kind != Kind::kF32) return i;
+    const float x = element<float>(a, i), y = element<float>(b, i);
+    if (x == x || y == y) return i;
+  }
+  return -1;
+}
+
+std::string hex(Shape shape, const uint8_t* bytes, int64_t i) {
+  char text[32];
+  const uint32_t bits = shape.kind == Kind::kI8    ? element<uint8_t>(bytes, i)
+                        : shape.kind == Kind::kU16 ? element<uint16_t>(bytes, i)
+                                                   : element<uint32_t>(bytes, i);
+  std::snprintf(text, sizeof text, "0x%x", bits);
+  return text;
+}
+
+class RowTest {
+ public:
+  RowTest() {
+    for (int i = 0; i < 6; ++i) arenas_.push_back(std::make_unique<Arena>(1 << 20));
+  }
+
+  // One op, length and flavour: the scalar table on plain memory, then each table between guards.
+  void run(const RowOp& op, const std::vector<const KernelTable*>& tables, int64_t n,
+           Flavour flavour) {
+    Random random(static_cast<uint64_t>(n) * 64 + static_cast<uint64_t>(flavour));
+    std::vector<Bytes> inputs;
+    for (const Shape shape : op.inputs(n)) inputs.push_back(random_bytes(random, shape, flavour));
+    begin_case("scalar, no guards, %s n=%lld %s", op.name.c_str(), static_cast<long long>(n),
+               name_of(flavour));
+    const std::vector<Bytes> want = plain(op, n, inputs);
+    for (const KernelTable* table : tables) {
+      const Placement where = kPlacements[tally.cases % kPlacementCount];
+      begin_case("%s %s n=%lld %s", table->name, op.name.c_str(), static_cast<long long>(n),
+                 name_of(flavour));
+      guarded(op, *table, n, inputs, want, where);
+    }
+  }
+
+ private:
+  static std::vector<Bytes> plain(const RowOp& op, int64_t n, const std::vector<Bytes>& inputs) {
+    std::vector<const void*> in;
+    std::vector<Bytes> results;
+    std::vector<void*> out;
+    for (const Bytes& bytes : inputs) in.push_back(bytes.data());
+    for (const Shape shape : op.outputs(n)) {
+      results.emplace_back(static_cast<std::size_t>(bytes_of(shape)));
+    }
+    if (op.in_place_of >= 0) results[0] = inputs[static_cast<std::size_t>(op.in_place_of)];
+    for (Bytes& bytes : results) out.push_back(bytes.data());
+    op.run({scalar_table(), n, in, out});
+    return results;
+  }
+
+  void guarded(const RowOp& op, const KernelTable& table, int64_t n,
+               const std::vector<Bytes>& inputs, const std::vector<Bytes>& want, Placement where) {
+    const std::vector<Shape> in_shapes = op.inputs(n), out_shapes = op.outputs(n);
+    std::vector<const void*> in;
+    std::vector<void*> out;
+    std::size_t arena = 0;
+    for (std::size_t i = 0; i < inputs.size(); ++i) {
+      in.push_back(place(*arenas_[arena++], in_shapes[i], inputs[i], where));
+    }
+    for (std::size_t i = 0; i < want.size(); ++i) {
+      const bool copy = i == 0 && op.in_place_of >= 0;
+      const Bytes& start = copy ? inputs[static_cast<std::size_t>(op.in_place_of)] : want[i];
+      out.push_back(place(*arenas_[arena++], out_shapes[i], start, where));
+      // What is already there must not pass for a result.
+      if (!copy && !start.empty()) std::memset(out.back(), 0xee, start.size());
+    }
+    op.run({table, n, in, out});
+    for (std::size_t i = 0; i < want.size(); ++i) {
+      const auto* got = static_cast<const uint8_t*>(out[i]);
+      const int64_t at = first_difference(out_shapes[i], got, want[i].data());
+      CHECK(at < 0, "output %d element %lld: %s, scalar %s", static_cast<int>(i),
+            static_cast<long long>(at), hex(out_shapes[i], got, at).c_str(),
+            hex(out_shapes[i], want[i].data(), at).c_str());
+    }
+    for (std::size_t i = 0; i < arena; ++i) CHECK(arenas_[i]->intact(), "wrote outside of buffer");
+  }
+
+  // A buffer's address is aligned for its element type, as the contract's pointers are.
+  static void* place(Arena& arena, Shape shape, const Bytes& bytes, Placement where) {
+    switch (size_of(shape.kind)) {
+      case 1:
+        return arena.place_copy(bytes.data(), shape.count, where);
+      case 2:
+        return arena.place_copy(reinterpret_cast<const uint16_t*>(bytes.data()), shape.count,
+                                where);
+      default:
+        return arena.place_copy(reinterpret_cast<const uint32_t*>(bytes.data()), shape.count,
+                                where);
+    }
+  }
+
+  std::vector<std::unique_ptr<Arena>> arenas_;
+};
+
+// Rows of the table that are not float rows; test_kernels_gemm and test_kernels have them.
+void check_that_list_is_complete(const std::vector<RowOp>& ops) {
+  begin_case("list of row ops");
+  std::set<std::string> rows = {"ternary_gemm", "sum_i8", "probe_read", "probe_int8_peak"};
+  for (const RowOp& op : ops) rows.insert(op.row);
+  const std::size_t pointers =
+      (sizeof(KernelTable) - offsetof(KernelTable, ternary_gemm)) / sizeof(void*);
+  CHECK(rows.size() == pointers, "%zu rows are tested, the table has %zu", rows.size(), pointers);
+}
+
+}  // namespace
+}  // namespace bitnet::test
+
+int main() {
+  using namespace bitnet::test;
+  announce("test_kernels_rows");
+  const std::vector<RowOp> ops = all_row_ops();
+  check_that_list_is_complete(ops);
+  std::vector<int64_t> lengths;
+  for (int64_t n = 0; n <= 70; ++n) lengths.push_back(n);
+  for (const int64_t n : {127, 128, 129, 255, 256, 257, 640, 1000, 2560, 4096, 6912})
+    lengths.push_back(n);
+  RowTest test;
+  for (const RowOp& op : ops) {
+    for (const int64_t n : lengths) {
+      for (const Flavour flavour : kFlavours) {
+        if (n >= op.smallest_n) test.run(op, tables_under_test(), n, flavour);
+      }
+    }
+  }
+  return finish("test_kernels_rows");
+}
