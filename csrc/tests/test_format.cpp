@@ -23,8 +23,7 @@
 
 namespace format = bitnet::format;
 
-// --- every allocation of the process is counted
-// ---------------------------------------------------
+// --- every allocation of the process is counted -------------------------------------------------
 
 namespace {
 std::size_t allocated_bytes = 0;  // since the last reset; frees are not subtracted
@@ -53,8 +52,7 @@ void require(bool condition, const char* what) {
   if (!condition) die(what);
 }
 
-// --- a file and where its numbers are
-// -------------------------------------------------------------
+// --- a file and where its numbers are -----------------------------------------------------------
 
 struct Field {
   std::size_t offset;
@@ -118,8 +116,7 @@ std::vector<Seed> make_seeds() {
   return seeds;
 }
 
-// --- the reader on one buffer
-// ---------------------------------------------------------------------
+// --- the reader on one buffer -------------------------------------------------------------------
 
 // What an honest reader may need for `size` bytes: records and their order, and one error message.
 std::size_t allowance(std::size_t size) {
@@ -201,8 +198,7 @@ bool run(Bytes file, std::uint64_t in_features, std::array<std::uint64_t, 32>& s
   return accepted(file, in_features, seen);
 }
 
-// --- guard pages
-// ----------------------------------------------------------------------------------
+// --- guard pages --------------------------------------------------------------------------------
 
 // A buffer that ends where an unreadable page begins: reading one byte too many is a SIGSEGV.
 class Guarded {
@@ -258,8 +254,7 @@ std::uint64_t test_bit_flips(const std::vector<Seed>& seeds, std::array<std::uin
   return runs;
 }
 
-// --- structure-aware mutation
-// ---------------------------------------------------------------------
+// --- structure-aware mutation -------------------------------------------------------------------
 
 std::size_t below(Random& random, std::size_t n) { return n == 0 ? 0 : random() % n; }
 
@@ -383,8 +378,7 @@ std::uint64_t fuzz(const std::vector<Seed>& seeds, std::uint64_t mutations, Rand
   return still_valid;
 }
 
-// --- files on disk
-// --------------------------------------------------------------------------------
+// --- files on disk ------------------------------------------------------------------------------
 
 format::ErrorCode code_of(const std::string& path) {
   try {
