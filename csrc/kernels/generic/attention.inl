@@ -53,13 +53,14 @@ void dot_many(const float* x, const void* rows, int64_t stride_bytes, int64_t n,
 
 // scores = exp(scores - max); returns their sum.
 float softmax_numerators(int64_t length, float* scores) {
-  // Padding lanes must not win: they repeat the first score.
+  // Padding lanes must not win: they repeat what is in the maximum already.
   F32x16 best = set1(scores[0]);
   int64_t j = 0;
   for (; j + 16 <= length; j += 16) best = max(best, load_n(scores + j, 16));
   if (j < length) {
     float filled[16];
-    for (int i = 0; i < 16; ++i) filled[i] = j + i < length ? scores[j + i] : scores[0];
+    store_n(filled, best, 16);
+    for (int i = 0; j + i < length; ++i) filled[i] = scores[j + i];
     best = max(best, load_n(filled, 16));
   }
   const F32x16 shift = set1(reduce_max(best));
