@@ -84,6 +84,7 @@ ctest_in() {
   shift
   cmake -S "$ROOT" -B "$build" -G Ninja -DBITNET_KERNELS_ONLY=ON -DBITNET_BUILD_TESTS=ON \
     -DBITNET_WERROR="${BITNET_WERROR:-OFF}" "$@" >/dev/null
-  cmake --build "$build" --parallel | tail -n 1
+  local log
+  log="$(cmake --build "$build" --parallel 2>&1)" || { echo "$log" >&2; return 1; }
   ctest --test-dir "$build" --output-on-failure --no-tests=error
 }
