@@ -28,15 +28,15 @@ bool overlap(const Tensor& a, const Tensor& b) {
 
 Cache check_caches(const Check& check, const Tensor& key_cache, const Tensor& value_cache) {
   check.float_dtype(key_cache, "key_cache");
-  check.require(key_cache.scalar_type() != ScalarType::Half, "key_cache",
-                "of dtype float32 or bfloat16", "float16");
+  if (key_cache.scalar_type() == ScalarType::Half)
+    check.fail("key_cache", "of dtype float32 or bfloat16", "float16");
   check.dim(key_cache, "key_cache", 4);
   check.contiguous(key_cache, "key_cache");
   check.dtype(value_cache, "value_cache", key_cache.scalar_type());
   check.same_shape(value_cache, "value_cache", key_cache, "key_cache");
   check.contiguous(value_cache, "value_cache");
-  check.require(!overlap(key_cache, value_cache), "value_cache", "in its own memory",
-                "memory shared with key_cache");
+  if (overlap(key_cache, value_cache))
+    check.fail("value_cache", "in its own memory", "memory shared with key_cache");
   return {dtype_of(key_cache), key_cache.size(0), key_cache.size(1), key_cache.size(2),
           key_cache.size(3)};
 }
@@ -49,11 +49,12 @@ const int64_t* check_positions(const Check& check, const Tensor& positions, cons
   check.contiguous(positions, "start_positions");
   const auto* p = static_cast<const int64_t*>(positions.const_data_ptr());
   for (int64_t b = 0; b < cache.batch; ++b) {
-    check.require(p[b] >= 0 && p[b] <= cache.length - tokens, "start_positions",
-                  "in [0, " + std::to_string(cache.length - tokens) + "] for " +
-                      std::to_string(tokens) + " token(s) in a cache of length " +
-                      std::to_string(cache.length),
-                  std::to_string(p[b]) + " for sequence " + std::to_string(b));
+    if (!(p[b] >= 0 && p[b] <= cache.length - tokens))
+      check.fail("start_positions",
+                 "in [0, " + std::to_string(cache.length - tokens) + "] for " +
+                     std::to_string(tokens) + " token(s) in a cache of length " +
+                     std::to_string(cache.length),
+                 std::to_string(p[b]) + " for sequence " + std::to_string(b));
   }
   return p;
 }
@@ -94,8 +95,9 @@ void kv_cache_update(Tensor key_cache, Tensor value_cache, const Tensor& key_in,
                value = as_contiguous(value_in);  // both before any write
   for (const Tensor* source : {&key, &value}) {
     const bool apart = !overlap(*source, key_cache) && !overlap(*source, value_cache);
-    check.require(apart, source == &key ? "key" : "value", "in its own memory",
-                  "memory shared with a cache");
+    if (!apart)
+      check.fail(source == &key ? "key" : "value", "in its own memory",
+                 "memory shared with a cache");
   }
   write_rows(key, key_cache, cache, start);
   write_rows(value, value_cache, cache, start);
@@ -109,10 +111,11 @@ Tensor attention(const Tensor& query_in, const Tensor& key_cache, const Tensor& 
   check.dim(query_in, "query", 4);
   const int64_t tokens = query_in.size(1), heads = query_in.size(2), dim = cache.dim;
   check.shape(query_in, "query", {cache.batch, tokens, heads, dim});
-  check.require(cache.kv_heads >= 1 && heads % cache.kv_heads == 0, "query",
-                "with a multiple of the cache's " + std::to_string(cache.kv_heads) + " heads",
-                std::to_string(heads));
-  check.require(std::isfinite(scale), "scale", "finite", std::to_string(scale));
+  if (!(cache.kv_heads >= 1 && heads % cache.kv_heads == 0))
+    check.fail("query",
+               "with a multiple of the cache's " + std::to_string(cache.kv_heads) + " heads",
+               std::to_string(heads));
+  if (!std::isfinite(scale)) check.fail("scale", "finite", std::to_string(scale));
   const int64_t* start = check_positions(check, start_positions, cache, tokens);
   const Tensor query = as_contiguous(query_in);
   Tensor out = empty(shape_of(query), query.scalar_type());

@@ -53,74 +53,78 @@ void Check::fail(const std::string& argument, const std::string& constraint,
 }
 
 void Check::dtype(const Tensor& t, const char* argument, ScalarType type) const {
-  require(t.defined(), argument, "to be a tensor", "None");  // torch passes None for Tensor
-  require(t.is_cpu(), argument, "on the CPU", "another device");
-  require(t.scalar_type() == type, argument, "of dtype " + dtype_name(type),
-          dtype_name(t.scalar_type()));
+  if (!t.defined()) fail(argument, "to be a tensor", "None");  // torch passes None for Tensor
+  if (!t.is_cpu()) fail(argument, "on the CPU", "another device");
+  if (t.scalar_type() != type)
+    fail(argument, "of dtype " + dtype_name(type), dtype_name(t.scalar_type()));
 }
 
 void Check::float_dtype(const Tensor& t, const char* argument) const {
-  require(t.defined(), argument, "to be a tensor", "None");  // torch passes None for Tensor
-  require(t.is_cpu(), argument, "on the CPU", "another device");
+  if (!t.defined()) fail(argument, "to be a tensor", "None");  // torch passes None for Tensor
+  if (!t.is_cpu()) fail(argument, "on the CPU", "another device");
   const ScalarType type = t.scalar_type();
   const bool ok =
       type == ScalarType::Float || type == ScalarType::BFloat16 || type == ScalarType::Half;
-  require(ok, argument, "of dtype float32, bfloat16 or float16", dtype_name(type));
+  if (!ok) fail(argument, "of dtype float32, bfloat16 or float16", dtype_name(type));
 }
 
 void Check::dim(const Tensor& t, const char* argument, int64_t dim) const {
-  require(t.dim() == dim, argument, "with " + std::to_string(dim) + " dimensions",
-          "shape " + shape_text(shape_of(t)));
+  if (t.dim() != dim)
+    fail(argument, "with " + std::to_string(dim) + " dimensions",
+         "shape " + shape_text(shape_of(t)));
 }
 
 void Check::min_dim(const Tensor& t, const char* argument, int64_t dim) const {
-  require(t.dim() >= dim, argument, "with at least " + std::to_string(dim) + " dimension(s)",
-          "shape " + shape_text(shape_of(t)));
+  if (t.dim() < dim)
+    fail(argument, "with at least " + std::to_string(dim) + " dimension(s)",
+         "shape " + shape_text(shape_of(t)));
 }
 
 void Check::shape(const Tensor& t, const char* argument, const Shape& expected) const {
   const Shape got = shape_of(t);
-  require(got == expected, argument, "of shape " + shape_text(expected), shape_text(got));
+  if (got != expected) fail(argument, "of shape " + shape_text(expected), shape_text(got));
 }
 
 void Check::same_shape(const Tensor& t, const char* argument, const Tensor& like,
                        const char* like_name) const {
   const Shape got = shape_of(t), expected = shape_of(like);
-  require(got == expected, argument,
-          "of the shape of " + std::string(like_name) + " " + shape_text(expected),
-          shape_text(got));
+  if (got != expected)
+    fail(argument, "of the shape of " + std::string(like_name) + " " + shape_text(expected),
+         shape_text(got));
 }
 
 void Check::contiguous(const Tensor& t, const char* argument) const {
-  require(t.is_contiguous(), argument, "contiguous (call .contiguous() once, when loading)",
-          "a strided view of shape " + shape_text(shape_of(t)));
+  if (!t.is_contiguous())
+    fail(argument, "contiguous (call .contiguous() once, when loading)",
+         "a strided view of shape " + shape_text(shape_of(t)));
 }
 
 void Check::packed(const Tensor& t, const char* argument) const {
   dtype(t, argument, ScalarType::Byte);
   dim(t, argument, 2);
   contiguous(t, argument);
-  require(t.size(1) % layout::kBlockBytes == 0 && t.size(1) > 0, argument,
-          "with rows of whole 32-byte blocks (packed by torch.ops.bitnet.pack)",
-          "rows of " + std::to_string(t.size(1)) + " bytes");
+  if (!(t.size(1) % layout::kBlockBytes == 0 && t.size(1) > 0))
+    fail(argument, "with rows of whole 32-byte blocks (packed by torch.ops.bitnet.pack)",
+         "rows of " + std::to_string(t.size(1)) + " bytes");
 }
 
 void Check::packed_for(const Tensor& t, const char* argument, int64_t k) const {
   packed(t, argument);
   constexpr int64_t kMaxK = int64_t{1} << 22;  // far inside the int32 bound of kernel_table.h
-  require(k >= 1 && k <= kMaxK, argument, "for 1 to 4194304 input features", std::to_string(k));
-  require(t.size(1) == layout::row_bytes_for(k), argument,
-          "packed for the " + std::to_string(k) + " input features of the activations (" +
-              std::to_string(layout::row_bytes_for(k)) + " bytes a row)",
-          std::to_string(t.size(1)) + " bytes a row");
+  if (!(k >= 1 && k <= kMaxK)) fail(argument, "for 1 to 4194304 input features", std::to_string(k));
+  if (t.size(1) != layout::row_bytes_for(k))
+    fail(argument,
+         "packed for the " + std::to_string(k) + " input features of the activations (" +
+             std::to_string(layout::row_bytes_for(k)) + " bytes a row)",
+         std::to_string(t.size(1)) + " bytes a row");
 }
 
 void Check::weight_scale(const Tensor& t, const char* argument, int64_t n) const {
   dtype(t, argument, ScalarType::Float);
   const int64_t count = t.numel();
-  require(count == 1 || count == n, argument,
-          "with 1 element or one per output row (" + std::to_string(n) + ")",
-          std::to_string(count) + " elements");
+  if (!(count == 1 || count == n))
+    fail(argument, "with 1 element or one per output row (" + std::to_string(n) + ")",
+         std::to_string(count) + " elements");
   contiguous(t, argument);
 }
 

@@ -1,5 +1,6 @@
 // One helper per repeated check, one message style:
 //   <op>: expected <argument> <constraint>, got <value>
+// Ask first, `if (!ok) check.fail(...)`: the text of a message is built only when it is needed.
 // Messages carry no source paths; they reach Python as RuntimeError.
 #pragma once
 
@@ -17,11 +18,6 @@ class Check {
 
   [[noreturn]] void fail(const std::string& argument, const std::string& constraint,
                          const std::string& got) const;
-  void require(bool ok, const char* argument, const std::string& constraint,
-               const std::string& got) const {
-    if (!ok) fail(argument, constraint, got);
-  }
-
   void dtype(const Tensor& t, const char* argument, ScalarType type) const;
   void float_dtype(const Tensor& t, const char* argument) const;  // float32, bfloat16, float16
   void dim(const Tensor& t, const char* argument, int64_t dim) const;

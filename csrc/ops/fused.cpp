@@ -45,8 +45,8 @@ void check_input(const Check& check, const Tensor& x, const Tensor& norm_weight,
   check.float_dtype(x, "x");
   check.min_dim(x, "x", 1);
   check.vector(norm_weight, "norm_weight", x.size(x.dim() - 1));
-  check.require(eps >= 0.0 && std::isfinite(eps), "eps", "finite and not negative",
-                std::to_string(eps));
+  if (!(eps >= 0.0 && std::isfinite(eps)))
+    check.fail("eps", "finite and not negative", std::to_string(eps));
 }
 
 void check_projection(const Check& check, const Tensor& weight, const Tensor& scale, int64_t k,
@@ -119,14 +119,14 @@ Tensor mlp_forward(const Tensor& x_in, const Tensor& norm_weight, const Tensor& 
   check_projection(check, gate_weight, gate_scale, shape.back(), "gate_weight", "gate_scale");
   check_projection(check, up_weight, up_scale, shape.back(), "up_weight", "up_scale");
   const int64_t inner = gate_weight.size(0);
-  check.require(up_weight.size(0) == inner, "up_weight",
-                "with the rows of gate_weight (" + std::to_string(inner) + ")",
-                std::to_string(up_weight.size(0)));
+  if (up_weight.size(0) != inner)
+    check.fail("up_weight", "with the rows of gate_weight (" + std::to_string(inner) + ")",
+               std::to_string(up_weight.size(0)));
   check_projection(check, down_weight, down_scale, inner, "down_weight", "down_scale");
   if (sub_norm_weight.has_value()) check.vector(*sub_norm_weight, "sub_norm_weight", inner);
   const bool relu2 = activation == "relu2";
-  check.require(relu2 || activation == "silu", "activation", "'relu2' or 'silu'",
-                "'" + activation + "'");
+  if (!(relu2 || activation == "silu"))
+    check.fail("activation", "'relu2' or 'silu'", "'" + activation + "'");
 
   const Tensor x = as_contiguous(x_in);
   const DType type = dtype_of(x);

@@ -10,15 +10,16 @@ namespace {
 // gemv and gemm: either no scale (int32 sums) or both.
 bool wants_float(const Check& check, const std::optional<Tensor>& x_scale,
                  const std::optional<Tensor>& weight_scale, int64_t tokens, int64_t n) {
-  check.require(x_scale.has_value() == weight_scale.has_value(), "x_scale and weight_scale",
-                "either both (float32 result) or neither (exact int32 sums)",
-                x_scale.has_value() ? "only x_scale" : "only weight_scale");
+  if (x_scale.has_value() != weight_scale.has_value())
+    check.fail("x_scale and weight_scale",
+               "either both (float32 result) or neither (exact int32 sums)",
+               x_scale.has_value() ? "only x_scale" : "only weight_scale");
   if (!x_scale.has_value()) return false;
   check.dtype(*x_scale, "x_scale", ScalarType::Float);
   check.contiguous(*x_scale, "x_scale");
-  check.require(x_scale->numel() == tokens, "x_scale",
-                "with one element per token (" + std::to_string(tokens) + ")",
-                std::to_string(x_scale->numel()) + " elements");
+  if (x_scale->numel() != tokens)
+    check.fail("x_scale", "with one element per token (" + std::to_string(tokens) + ")",
+               std::to_string(x_scale->numel()) + " elements");
   check.weight_scale(*weight_scale, "weight_scale", n);
   return true;
 }
@@ -54,7 +55,7 @@ std::tuple<Tensor, Tensor> quantize_activations(const Tensor& x_in) {
   check.min_dim(x_in, "x", 1);
   const Shape shape = shape_of(x_in);
   const int64_t k = shape.back();
-  check.require(k >= 1, "x", "with at least one feature in the last dimension", "0");
+  if (k < 1) check.fail("x", "with at least one feature in the last dimension", "0");
   const int64_t tokens = product(shape, 0, shape.size() - 1);
   const Tensor x = as_contiguous(x_in);
   const DType type = dtype_of(x);

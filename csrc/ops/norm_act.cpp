@@ -44,11 +44,11 @@ int64_t rows_of(const Tensor& t) {
 void check_norm(const Check& check, const Tensor& x, const Tensor& weight, double eps) {
   check.float_dtype(x, "x");
   check.min_dim(x, "x", 1);
-  check.require(x.size(x.dim() - 1) >= 1, "x", "with at least one feature in the last dimension",
-                "0");
+  if (x.size(x.dim() - 1) < 1)
+    check.fail("x", "with at least one feature in the last dimension", "0");
   check.vector(weight, "weight", x.size(x.dim() - 1));
-  check.require(eps >= 0.0 && std::isfinite(eps), "eps", "finite and not negative",
-                std::to_string(eps));
+  if (!(eps >= 0.0 && std::isfinite(eps)))
+    check.fail("eps", "finite and not negative", std::to_string(eps));
 }
 
 }  // namespace
@@ -95,9 +95,10 @@ std::tuple<Tensor, Tensor> add_rms_norm(const Tensor& x_in, const Tensor& residu
 Tensor relu2_mul(const Tensor& gate_in, const Tensor& up_in) {
   const Check check("relu2_mul");
   check.float_dtype(gate_in, "gate");
-  check.require(gate_in.scalar_type() != ScalarType::Half, "gate",
-                "of dtype float32 or bfloat16 (relu(gate)^2 * up passes 65504 in healthy models)",
-                "float16");
+  if (gate_in.scalar_type() == ScalarType::Half)
+    check.fail("gate",
+               "of dtype float32 or bfloat16 (relu(gate)^2 * up passes 65504 in healthy models)",
+               "float16");
   check.min_dim(gate_in, "gate", 1);
   check.dtype(up_in, "up", gate_in.scalar_type());
   check.same_shape(up_in, "up", gate_in, "gate");
@@ -118,8 +119,8 @@ Tensor silu_and_mul(const Tensor& x_in) {
   check.float_dtype(x_in, "x");
   check.min_dim(x_in, "x", 1);
   Shape shape = shape_of(x_in);
-  check.require(shape.back() % 2 == 0, "x", "with an even last dimension (gate, then up)",
-                std::to_string(shape.back()));
+  if (shape.back() % 2 != 0)
+    check.fail("x", "with an even last dimension (gate, then up)", std::to_string(shape.back()));
   const Tensor x = as_contiguous(x_in);
   const int64_t d = shape.back() / 2;
   shape.back() = d;
@@ -136,10 +137,10 @@ Tensor silu_and_mul(const Tensor& x_in) {
 Tensor rope_table(const Tensor& positions_in, int64_t head_dim, double theta) {
   const Check check("rope_table");
   check.dtype(positions_in, "positions", ScalarType::Long);
-  check.require(head_dim >= 2 && head_dim % 2 == 0, "head_dim", "even and positive",
-                std::to_string(head_dim));
-  check.require(theta > 0.0 && std::isfinite(theta), "theta", "finite and positive",
-                std::to_string(theta));
+  if (!(head_dim >= 2 && head_dim % 2 == 0))
+    check.fail("head_dim", "even and positive", std::to_string(head_dim));
+  if (!(theta > 0.0 && std::isfinite(theta)))
+    check.fail("theta", "finite and positive", std::to_string(theta));
   const Tensor positions = as_contiguous(positions_in);
   Shape shape = shape_of(positions);
   shape.push_back(head_dim);
@@ -172,7 +173,8 @@ Tensor rope(const Tensor& x_in, const Tensor& cos_sin_in) {
   check.dtype(cos_sin_in, "cos_sin", ScalarType::Float);
   const Shape shape = shape_of(x_in);
   const int64_t dim = shape.back(), heads = shape[shape.size() - 2];
-  check.require(dim % 2 == 0 && dim >= 2, "x", "with an even head dimension", std::to_string(dim));
+  if (!(dim % 2 == 0 && dim >= 2))
+    check.fail("x", "with an even head dimension", std::to_string(dim));
   Shape expected(shape.begin(), shape.end() - 2);
   expected.push_back(dim);
   check.shape(cos_sin_in, "cos_sin", expected);

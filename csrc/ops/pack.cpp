@@ -76,7 +76,7 @@ Tensor pack(const Tensor& codes_in) {
   const Check check("pack");
   check.dtype(codes_in, "codes", ScalarType::Char);
   check.dim(codes_in, "codes", 2);
-  check.require(codes_in.size(1) >= 1, "codes", "with at least one input feature (columns)", "0");
+  if (codes_in.size(1) < 1) check.fail("codes", "with at least one input feature (columns)", "0");
   const Tensor codes = as_contiguous(codes_in);
   const int64_t n = codes.size(0), k = codes.size(1), row_bytes = layout::row_bytes_for(k);
   Tensor packed = empty({n, row_bytes}, ScalarType::Byte);
@@ -88,8 +88,9 @@ Tensor pack(const Tensor& codes_in) {
       if (!pack_row(source + r * k, k, target + r * row_bytes)) bad_row.store(r);
     }
   });
-  check.require(bad_row.load() < 0, "codes", "to hold only -1, 0 and 1",
-                "another value in row " + std::to_string(bad_row.load()));
+  if (!(bad_row.load() < 0))
+    check.fail("codes", "to hold only -1, 0 and 1",
+               "another value in row " + std::to_string(bad_row.load()));
   return packed;
 }
 
@@ -107,8 +108,9 @@ Tensor unpack(const Tensor& weight, int64_t in_features) {
         bad_row.store(r);
     }
   });
-  check.require(bad_row.load() < 0, "weight", "with codes 0, 1, 2 only and padding codes 1",
-                "a code 3 or a wrong padding code in row " + std::to_string(bad_row.load()));
+  if (!(bad_row.load() < 0))
+    check.fail("weight", "with codes 0, 1, 2 only and padding codes 1",
+               "a code 3 or a wrong padding code in row " + std::to_string(bad_row.load()));
   return codes;
 }
 
@@ -116,8 +118,8 @@ std::tuple<Tensor, Tensor> quantize_weights(const Tensor& weight_in) {
   const Check check("quantize_weights");
   check.float_dtype(weight_in, "weight");
   check.dim(weight_in, "weight", 2);
-  check.require(weight_in.numel() > 0, "weight", "with at least one element",
-                "shape " + shape_text(shape_of(weight_in)));
+  if (!(weight_in.numel() > 0))
+    check.fail("weight", "with at least one element", "shape " + shape_text(shape_of(weight_in)));
   const Tensor weight = as_contiguous(weight_in);
   const MasterRows rows{weight};
   const int64_t n = weight.size(0), k = rows.k;
@@ -133,7 +135,7 @@ std::tuple<Tensor, Tensor> quantize_weights(const Tensor& weight_in) {
   });
   double total = 0.0;
   for (int64_t r = 0; r < n; ++r) total += row_sums.get()[r];
-  check.require(std::isfinite(total), "weight", "with finite values", "NaN or infinity");
+  if (!std::isfinite(total)) check.fail("weight", "with finite values", "NaN or infinity");
   const float scale = std::fmax(static_cast<float>(total / static_cast<double>(n * k)), 1e-5f);
   const float inv_scale = 1.0f / scale;
   Tensor codes = empty({n, k}, ScalarType::Char);

@@ -32,7 +32,7 @@ Tensor probe_read(const Tensor& buffer) {
 Tensor probe_int8_peak(const Tensor& seed, int64_t iterations) {
   const Check check("_probe_int8_peak");
   check.dtype(seed, "seed", ScalarType::Byte);
-  check.require(iterations >= 1, "iterations", "positive", std::to_string(iterations));
+  if (iterations < 1) check.fail("iterations", "positive", std::to_string(iterations));
   const KernelTable& table = kernels();
   const int64_t shares = shares_for(1 << 20, int64_t{1} << 40, 1);
   std::atomic<int64_t> macs{0};
