@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # Layer -> the layers of bitnet_ops it may import. A layer is the first part of a module's name
 # below bitnet_ops; a module may always import its own layer. "*" = all but those of NEVER_BY_STAR.
 PYTHON_LAYERS: dict[str, set[str]] = {
-    "__init__": {"*"},
+    "__init__": {"*", "integrations"},  # exports BitNetLinearMethod, at first use
     "__main__": {"cli"},
     "_runtime": set(),
     "_fakes": set(),

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
+    from bitnet_ops.integrations import BitNetLinearMethod as BitNetLinearMethod
     from bitnet_ops.kv_cache import KVCache as KVCache
     from bitnet_ops.language_model import LanguageModel as LanguageModel
     from bitnet_ops.language_model import load as load
@@ -28,6 +29,7 @@ MINIMUM_TORCH = (2, 10)
 # Public name -> module that defines it; resolved by __getattr__ at first use.
 _LAZY = {
     "BitLinear": "bitnet_ops.linear",
+    "BitNetLinearMethod": "bitnet_ops.integrations",
     "KVCache": "bitnet_ops.kv_cache",
     "LanguageModel": "bitnet_ops.language_model",
     "PackedWeight": "bitnet_ops.packing",
