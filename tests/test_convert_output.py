@@ -163,7 +163,7 @@ def test_memory_is_bounded_by_the_largest_tensor(mode, tmp_path):
         capture_output=True,
         text=True,
         check=True,
-        # freed blocks go back at once, so that the peak is what the converter holds, not what malloc keeps
+        # freed blocks go back at once: the peak is what the converter holds, not what malloc keeps
         env={**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"},
     )
     peak = int(result.stdout)
