@@ -61,7 +61,7 @@ STABLE_TORCH_LIBRARY(bitnet, m) {
   // x F [..., K], weight F [V, K] -> float32 [..., V]
   m.def("lm_head(Tensor x, Tensor weight) -> Tensor");
   // Diagnostics for benchmarks: buffer uint8 -> int64 [1] checksum; -> int64 [1] multiply-adds done
-  m.def("_probe_read(Tensor buffer) -> Tensor");
+  m.def("_probe_read(Tensor buffer, int streams=1, int distance=0) -> Tensor");
   m.def("_probe_int8_peak(Tensor seed, int iterations) -> Tensor");
 }
 

@@ -74,7 +74,9 @@ def good_calls() -> dict[str, Arguments]:
         "attention": dict(zip(attention_names, attention_arguments(g), strict=True)),
         "kv_cache_update": dict(zip(cache_names, cache_arguments(g), strict=True)),
         "lm_head": {"x": x, "weight": torch.randn(11, K, generator=g)},
-        "_probe_read": {"buffer": torch.zeros(5000, dtype=torch.uint8)},
+        "_probe_read": {
+            "buffer": torch.zeros(5000, dtype=torch.uint8), "streams": 1, "distance": 0,
+        },
         "_probe_int8_peak": {"seed": torch.zeros(1, dtype=torch.uint8), "iterations": 1},
     }  # fmt: skip
 
@@ -308,6 +310,8 @@ CASES: list[tuple[str, dict[str, Change], str, str]] = [
     ("lm_head", {"weight": noncontiguous("weight")}, "weight", "contiguous"),
     ("_probe_read", {"buffer": to("buffer", I32)}, "buffer", "of dtype uint8, got int32"),
     ("_probe_read", {"buffer": lambda a: a["buffer"][::2]}, "buffer", "contiguous"),
+    ("_probe_read", {"streams": value(3)}, "streams", "1, 2 or 4, got 3"),
+    ("_probe_read", {"distance": value(-1)}, "distance", "from 0 to 65536 bytes, got -1"),
     ("_probe_int8_peak", {"iterations": value(0)}, "iterations", "positive, got 0"),
     ("_probe_int8_peak", {"seed": to("seed", I32)}, "seed", "of dtype uint8, got int32"),
 ]  # fmt: skip

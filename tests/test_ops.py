@@ -147,12 +147,13 @@ def test_arguments_are_left_alone_and_never_returned(sample: Sample) -> None:
             assert not (shared and output.numel() and tensor.numel())
 
 
-def test_probe_read_reads_every_byte_of_whole_pages(isa: str) -> None:
+@pytest.mark.parametrize("form", [(1, 0), (1, 4096), (2, 0), (4, 0), (4, 2048)])
+def test_probe_read_reads_every_byte_of_whole_pages(isa: str, form: tuple[int, int]) -> None:
     buffer = torch.zeros(25 * 4096 + 77, dtype=torch.uint8)
-    before = ops._probe_read(buffer).item()
+    before = ops._probe_read(buffer, *form).item()
     for index in (0, 31, 32, 63, 64, 50_001, 25 * 4096 - 1):
         buffer[index] = 1
-        assert ops._probe_read(buffer).item() != before, index
+        assert ops._probe_read(buffer, *form).item() != before, index
         buffer[index] = 0
 
 

@@ -18,6 +18,17 @@ inline Partial partial_zero() { return _mm256_setzero_si256(); }
 inline Partial dot(Partial p, Codes c, Activations x) {
   return _mm256_add_epi16(p, _mm256_maddubs_epi16(c, x));
 }
+// The two halves of `dot`, for the peak loop.  The sum is spelt out because g++ 12 writes it into
+// the product's register and then needs a move per sum.
+constexpr bool kDotInTwoSteps = true;
+inline Partial dot_product(Codes c, Activations x) { return _mm256_maddubs_epi16(c, x); }
+inline void add_product(Partial& p, Partial product) {
+#if defined(BITNET_EMULATE)
+  p = _mm256_add_epi16(p, product);
+#else
+  __asm__("vpaddw %1, %0, %0" : "+x"(p) : "x"(product));
+#endif
+}
 inline Acc widen(Acc acc, Partial p) {
   return _mm256_add_epi32(acc, _mm256_madd_epi16(p, _mm256_set1_epi16(1)));
 }

@@ -130,6 +130,7 @@ inline Activations load_x_tail(const int8_t* p) {
 }
 inline Partial partial_zero() { return _mm512_setzero_si512(); }
 inline Acc acc_zero() { return _mm512_setzero_si512(); }
+constexpr bool kDotInTwoSteps = false;
 inline Partial dot(Partial p, Codes c, Activations x) { return _mm512_dpbusd_epi32(p, c, x); }
 inline Acc widen(Acc acc, Partial p) { return _mm512_add_epi32(acc, p); }
 inline int32_t reduce(Acc acc) {
@@ -151,14 +152,12 @@ inline int32_t sum_i8_vector(const int8_t* p, int64_t n) {
   for (; i < n; ++i) sum += p[i];
   return sum;
 }
-inline uint64_t xor_bytes(const uint8_t* p, int64_t n_bytes) {
-  __m512i a = _mm512_setzero_si512(), b = a;
-  for (int64_t i = 0; i + 128 <= n_bytes; i += 128) {
-    _mm_prefetch(reinterpret_cast<const char*>(p + i + 4096), _MM_HINT_T0);
-    _mm_prefetch(reinterpret_cast<const char*>(p + i + 4160), _MM_HINT_T0);
-    a = _mm512_xor_si512(a, _mm512_loadu_si512(p + i));
-    b = _mm512_xor_si512(b, _mm512_loadu_si512(p + i + 64));
-  }
+using LineXor = __m512i;
+inline LineXor line_zero() { return _mm512_setzero_si512(); }
+inline LineXor xor_line(LineXor x, const uint8_t* p) {
+  return _mm512_xor_si512(x, _mm512_loadu_si512(p));
+}
+inline uint64_t reduce_lines(LineXor a, LineXor b) {
   const __m512i all = _mm512_xor_si512(a, b);
   const __m256i half =
       _mm256_xor_si256(_mm512_castsi512_si256(all), _mm512_extracti64x4_epi64(all, 1));

@@ -13,6 +13,7 @@ constexpr int64_t kFlushUnits = int64_t{1} << 30;  // int32 sums: the bound is t
 using Partial = __m256i;  // 8 x int32
 
 inline Partial partial_zero() { return _mm256_setzero_si256(); }
+constexpr bool kDotInTwoSteps = false;
 inline Partial dot(Partial p, Codes c, Activations x) {
 #if defined(BITNET_EMULATE)
   return _mm256_dpbusd_epi32(p, c, x);

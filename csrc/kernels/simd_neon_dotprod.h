@@ -210,6 +210,7 @@ inline Activations load_x_tail(const int8_t* p) {
 }
 inline Partial partial_zero() { return vdupq_n_s32(0); }
 inline Acc acc_zero() { return vdupq_n_s32(0); }
+constexpr bool kDotInTwoSteps = false;
 inline Partial dot(Partial p, Codes c, Activations x) {
   return vdotq_s32(vdotq_s32(p, c.lo, x.lo), c.hi, x.hi);
 }
@@ -225,16 +226,24 @@ inline int32_t sum_i8_vector(const int8_t* p, int64_t n) {
   for (; i < n; ++i) sum += p[i];
   return sum;
 }
-inline uint64_t xor_bytes(const uint8_t* p, int64_t n_bytes) {
-  uint8x16_t a = vdupq_n_u8(0), b = a, c = a, d = a;
-  for (int64_t i = 0; i + 64 <= n_bytes; i += 64) {
-    __builtin_prefetch(p + i + 1024);
-    a = veorq_u8(a, vld1q_u8(p + i));
-    b = veorq_u8(b, vld1q_u8(p + i + 16));
-    c = veorq_u8(c, vld1q_u8(p + i + 32));
-    d = veorq_u8(d, vld1q_u8(p + i + 48));
-  }
-  const uint64x2_t r = vreinterpretq_u64_u8(veorq_u8(veorq_u8(a, b), veorq_u8(c, d)));
+struct LineXor {
+  uint8x16_t quarter[4];
+};
+inline LineXor line_zero() {
+  const uint8x16_t z = vdupq_n_u8(0);
+  return LineXor{{z, z, z, z}};
+}
+inline LineXor xor_line(LineXor x, const uint8_t* p) {
+  return LineXor{{veorq_u8(x.quarter[0], vld1q_u8(p)), veorq_u8(x.quarter[1], vld1q_u8(p + 16)),
+                  veorq_u8(x.quarter[2], vld1q_u8(p + 32)),
+                  veorq_u8(x.quarter[3], vld1q_u8(p + 48))}};
+}
+inline uint64_t reduce_lines(LineXor a, LineXor b) {
+  uint8x16_t all =
+      veorq_u8(veorq_u8(a.quarter[0], a.quarter[1]), veorq_u8(a.quarter[2], a.quarter[3]));
+  all = veorq_u8(
+      all, veorq_u8(veorq_u8(b.quarter[0], b.quarter[1]), veorq_u8(b.quarter[2], b.quarter[3])));
+  const uint64x2_t r = vreinterpretq_u64_u8(all);
   return vgetq_lane_u64(r, 0) ^ vgetq_lane_u64(r, 1);
 }
 

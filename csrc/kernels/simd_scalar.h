@@ -202,6 +202,8 @@ inline Activations load_x_tail(const int8_t* p) {
 }
 inline Partial partial_zero() { return 0; }
 inline Acc acc_zero() { return 0; }
+// Whether `dot` is two instructions, which an ISA then names: dot_product and add_product.
+constexpr bool kDotInTwoSteps = false;
 inline Partial dot(Partial p, const Codes& c, const Activations& a) {
   for (int i = 0; i < 32; ++i) p += static_cast<int32_t>(c.code[i]) * a.x[i];
   return p;
@@ -215,13 +217,22 @@ inline int32_t sum_i8_vector(const int8_t* p, int64_t n) {
   for (int64_t i = 0; i < n; ++i) sum += p[i];
   return sum;
 }
-inline uint64_t xor_bytes(const uint8_t* p, int64_t n_bytes) {
-  uint64_t x = 0;
-  for (int64_t i = 0; i + 8 <= n_bytes; i += 8) {
+// Reading for the sake of reading: the xor of 64-byte lines, reduced to the xor of their words.
+struct LineXor {
+  uint64_t word[8];
+};
+inline LineXor line_zero() { return LineXor{}; }
+inline LineXor xor_line(LineXor x, const uint8_t* p) {
+  for (int i = 0; i < 8; ++i) {
     uint64_t v;
-    __builtin_memcpy(&v, p + i, 8);
-    x ^= v;
+    __builtin_memcpy(&v, p + 8 * i, 8);
+    x.word[i] ^= v;
   }
+  return x;
+}
+inline uint64_t reduce_lines(LineXor a, LineXor b) {
+  uint64_t x = 0;
+  for (int i = 0; i < 8; ++i) x ^= a.word[i] ^ b.word[i];
   return x;
 }
 

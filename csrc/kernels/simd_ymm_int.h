@@ -61,17 +61,17 @@ inline int32_t sum_i8_vector(const int8_t* p, int64_t n) {
   for (; i < n; ++i) sum += p[i];
   return sum;
 }
-inline uint64_t xor_bytes(const uint8_t* p, int64_t n_bytes) {
-  __m256i a = _mm256_setzero_si256(), b = a, c = a, d = a;
-  for (int64_t i = 0; i + 128 <= n_bytes; i += 128) {
-    _mm_prefetch(reinterpret_cast<const char*>(p + i + 4096), _MM_HINT_T0);
-    _mm_prefetch(reinterpret_cast<const char*>(p + i + 4160), _MM_HINT_T0);
-    a = _mm256_xor_si256(a, load_bytes(p + i));
-    b = _mm256_xor_si256(b, load_bytes(p + i + 32));
-    c = _mm256_xor_si256(c, load_bytes(p + i + 64));
-    d = _mm256_xor_si256(d, load_bytes(p + i + 96));
-  }
-  const __m256i all = _mm256_xor_si256(_mm256_xor_si256(a, b), _mm256_xor_si256(c, d));
+struct LineXor {
+  __m256i half[2];
+};
+inline LineXor line_zero() { return LineXor{{_mm256_setzero_si256(), _mm256_setzero_si256()}}; }
+inline LineXor xor_line(LineXor x, const uint8_t* p) {
+  return LineXor{{_mm256_xor_si256(x.half[0], load_bytes(p)),
+                  _mm256_xor_si256(x.half[1], load_bytes(p + 32))}};
+}
+inline uint64_t reduce_lines(LineXor a, LineXor b) {
+  const __m256i all = _mm256_xor_si256(_mm256_xor_si256(a.half[0], a.half[1]),
+                                       _mm256_xor_si256(b.half[0], b.half[1]));
   const __m128i r = _mm_xor_si128(_mm256_castsi256_si128(all), _mm256_extracti128_si256(all, 1));
   return static_cast<uint64_t>(_mm_extract_epi64(r, 0) ^ _mm_extract_epi64(r, 1));
 }

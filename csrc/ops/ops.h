@@ -46,7 +46,7 @@ void kv_cache_update(Tensor key_cache, Tensor value_cache, const Tensor& key, co
                      const Tensor& start_positions);
 Tensor lm_head(const Tensor& x, const Tensor& weight);
 
-Tensor probe_read(const Tensor& buffer);
+Tensor probe_read(const Tensor& buffer, int64_t streams, int64_t distance);
 Tensor probe_int8_peak(const Tensor& seed, int64_t iterations);
 
 }  // namespace bitnet::ops

@@ -13,18 +13,26 @@ Tensor int64_result(int64_t value) {
   return out;
 }
 
+constexpr int64_t kMostDistance = 1 << 16;
+
 }  // namespace
 
-Tensor probe_read(const Tensor& buffer) {
+Tensor probe_read(const Tensor& buffer, int64_t streams, int64_t distance) {
   const Check check("_probe_read");
   check.dtype(buffer, "buffer", ScalarType::Byte);
   check.contiguous(buffer, "buffer");
+  if (streams != 1 && streams != 2 && streams != 4) {
+    check.fail("streams", "1, 2 or 4", std::to_string(streams));
+  }
+  if (distance < 0 || distance > kMostDistance) {
+    check.fail("distance", "from 0 to 65536 bytes", std::to_string(distance));
+  }
   const KernelTable& table = kernels();
   const auto* data = static_cast<const uint8_t*>(buffer.const_data_ptr());
   std::atomic<uint64_t> checksum{0};
   constexpr int64_t kLine = 4096;
   parallel_ranges(buffer.numel() / kLine, kLine, kMinElements, [&](int64_t begin, int64_t end) {
-    checksum ^= table.probe_read(data + begin * kLine, (end - begin) * kLine);
+    checksum ^= table.probe_read(data + begin * kLine, (end - begin) * kLine, streams, distance);
   });
   return int64_result(static_cast<int64_t>(checksum.load()));
 }

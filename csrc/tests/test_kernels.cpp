@@ -147,8 +147,14 @@ void probes_count() {
         std::memcpy(&word, &data[i], 8);
         want ^= word;
       }
-      const uint64_t got = table->probe_read(data.data(), static_cast<int64_t>(n));
-      CHECK(got == want, "probe_read of %zu bytes: %llx", n, static_cast<unsigned long long>(got));
+      for (const int64_t streams : {1, 2, 4}) {
+        for (const int64_t distance : {0, 2048}) {
+          const uint64_t got =
+              table->probe_read(data.data(), static_cast<int64_t>(n), streams, distance);
+          CHECK(got == want, "probe_read of %zu bytes, %lld streams: %llx", n,
+                static_cast<long long>(streams), static_cast<unsigned long long>(got));
+        }
+      }
     }
     int32_t sink = 0;
     const int64_t one = table->probe_int8_peak(1, &sink),

@@ -180,7 +180,7 @@ def _lm_head(x: Tensor, weight: Tensor) -> Tensor:
 
 
 @_fake("_probe_read")
-def _probe_read(buffer: Tensor) -> Tensor:
+def _probe_read(buffer: Tensor, streams: int = 1, distance: int = 0) -> Tensor:
     return buffer.new_empty((1,), dtype=torch.int64)
 
 

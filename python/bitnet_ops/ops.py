@@ -459,13 +459,15 @@ def lm_head(x: Tensor, weight: Tensor) -> Tensor:
     return cast(Tensor, _LM_HEAD(x, weight))
 
 
-def _probe_read(buffer: Tensor) -> Tensor:
-    """Read a uint8 buffer once, as fast as the kernels can: the bandwidth limit of benchmarks.
+def _probe_read(buffer: Tensor, streams: int = 1, distance: int = 0) -> Tensor:
+    """Read a uint8 buffer once: the bandwidth limit of benchmarks.
 
-    Whole pages of 4096 bytes are read. Returns int64 [1], a checksum that depends on every byte
-    read, so that no compiler may leave one out.
+    Whole pages of 4096 bytes are read, by every thread as 1, 2 or 4 sequential streams, each
+    prefetched by software `distance` bytes ahead (0: not at all). Which form is the fastest differs
+    between CPUs. Returns int64 [1], a checksum that depends on every byte read, so that no compiler
+    may leave one out.
     """
-    return cast(Tensor, _PROBE_READ(buffer))
+    return cast(Tensor, _PROBE_READ(buffer, streams, distance))
 
 
 def _probe_int8_peak(seed: Tensor, iterations: int) -> Tensor:

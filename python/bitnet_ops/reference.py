@@ -208,7 +208,7 @@ def lm_head(x: Tensor, weight: Tensor) -> Tensor:
     return (x.to(torch.float64) @ weight.to(torch.float64).T).to(torch.float32)
 
 
-def _probe_read(buffer: Tensor) -> Tensor:
+def _probe_read(buffer: Tensor, streams: int = 1, distance: int = 0) -> Tensor:
     """A checksum of the whole pages; its value is the kernel's own affair."""
     pages = buffer.flatten()[: buffer.numel() // 4096 * 4096]
     return pages.to(torch.int64).sum().reshape(1)

@@ -154,33 +154,3 @@ void ternary_gemm(const uint8_t* weight, int64_t row_bytes, int64_t row_begin, i
 }
 
 int32_t sum_i8(const int8_t* x, int64_t n) { return sum_i8_vector(x, n); }
-
-uint64_t probe_read(const uint8_t* data, int64_t n_bytes) { return xor_bytes(data, n_bytes); }
-
-// Ten independent accumulators hide the latency of `dot`; the operands stay in registers.  Where
-// `dot` is a product and a sum, the product would be the same everywhere, hence renew.
-int64_t probe_int8_peak(int64_t iterations, int32_t* sink) {
-  constexpr int kChains = 10;
-  uint8_t bytes[64] = {};
-  int8_t activations[512] = {};
-  for (int i = 0; i < 64; ++i) bytes[i] = static_cast<uint8_t>(i * 37);
-  for (int i = 0; i < 512; ++i) activations[i] = static_cast<int8_t>((i * 5) % 3 - 1);
-  const Codes c = codes<0>(load_raw(bytes));
-  Activations a = load_x<0>(activations);
-  Partial p[kChains];
-#pragma GCC unroll 10
-  for (int j = 0; j < kChains; ++j) p[j] = partial_zero();
-  for (int64_t i = 0; i < iterations; ++i) {
-#pragma GCC unroll 10
-    for (int j = 0; j < kChains; ++j) {
-      renew(a);
-      p[j] = dot(p[j], c, a);
-      pin(p[j]);
-    }
-  }
-  Acc acc = acc_zero();
-#pragma GCC unroll 10  // an index that is not constant would put the accumulators on the stack
-  for (int j = 0; j < kChains; ++j) acc = widen(acc, p[j]);
-  *sink = reduce(acc);
-  return iterations * kChains * kUnitBlocks * layout::kFieldWeights;
-}

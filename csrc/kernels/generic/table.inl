@@ -33,6 +33,7 @@ template <class T>
 }
 
 #include "kernels/generic/linear.inl"
+#include "kernels/generic/probes.inl"
 #include "kernels/generic/rows.inl"
 // Uses load_typed and exp_f32 of rows.inl: the comment keeps the formatter from sorting it up.
 #include "kernels/generic/attention.inl"
