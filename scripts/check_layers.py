@@ -39,6 +39,7 @@ PYTHON_LAYERS: dict[str, set[str]] = {
     # the second row is for `--verify`, which runs the converted model
     "convert": {"config", "formats", "models", "ops", "packing", "quantize"}
     | {"engine", "kv_cache", "language_model", "tokenizer"},
+    "dummy": {"config", "formats", "models", "packing"},
     "integrations": {"config", "convert", "linear", "ops", "packing", "quantize"},
     "machine": set(),
     "doctor": {"_runtime", "machine", "ops"},

@@ -20,6 +20,7 @@ COMMANDS = {
     "convert": ("bitnet_ops.convert.command", "convert a Hugging Face checkpoint to model.bin"),
     "inspect": ("bitnet_ops.convert.inspect", "list the tensors of a .bin file"),
     "doctor": ("bitnet_ops.doctor", "CPU features, kernels, threads, torch: what is used and why"),
+    "dummy": ("bitnet_ops.dummy", "write a synthetic model of a real one's size"),
     "bench": ("bitnet_ops.bench.command", "measure the kernels against this machine's limits"),
 }
 
