@@ -58,8 +58,21 @@ STABLE_TORCH_LIBRARY(bitnet, m) {
   m.def(
       "kv_cache_update(Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor key, Tensor value, "
       "Tensor start_positions) -> ()");
-  // x F [..., K], weight F [V, K] -> float32 [..., V]
-  m.def("lm_head(Tensor x, Tensor weight) -> Tensor");
+  // weight F [V, K], format "int8" -> int8 [V, K], float32 [V]; format "int4", group_size G (64 or
+  //   128) -> uint8 [ceil(V / 16), ceil(K / G) * G / 8, 64], bfloat16 [ceil(V / 16), ceil(K / G),
+  //   16]
+  m.def(
+      "quantize_head(Tensor weight, str format, int group_size=128) -> (Tensor packed, Tensor "
+      "scale)");
+  // x F [..., K], weight F [V, K], or weight and scale as quantize_head returns them; out_features
+  // V
+  //   where the weight is padded -> float32 [..., V]
+  m.def("lm_head(Tensor x, Tensor weight, Tensor? scale=None, int? out_features=None) -> Tensor");
+  // ids int64 [...], weight and scale as for lm_head, in_features K where the weight is padded
+  //   -> float32 [..., K]
+  m.def(
+      "embedding(Tensor ids, Tensor weight, Tensor? scale=None, int? out_features=None, int? "
+      "in_features=None) -> Tensor");
   // Diagnostics for benchmarks: buffer uint8 -> int64 [1] checksum; -> int64 [1] multiply-adds done
   m.def("_probe_read(Tensor buffer, int streams=1, int distance=0) -> Tensor");
   m.def("_probe_int8_peak(Tensor seed, int iterations) -> Tensor");
@@ -84,7 +97,9 @@ STABLE_TORCH_LIBRARY_IMPL(bitnet, CPU, m) {
   m.impl("mlp_forward", TORCH_BOX(&ops::mlp_forward));
   m.impl("attention", TORCH_BOX(&ops::attention));
   m.impl("kv_cache_update", TORCH_BOX(&ops::kv_cache_update));
+  m.impl("quantize_head", TORCH_BOX(&ops::quantize_head));
   m.impl("lm_head", TORCH_BOX(&ops::lm_head));
+  m.impl("embedding", TORCH_BOX(&ops::embedding));
   m.impl("_probe_read", TORCH_BOX(&ops::probe_read));
   m.impl("_probe_int8_peak", TORCH_BOX(&ops::probe_int8_peak));
 }

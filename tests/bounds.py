@@ -22,7 +22,7 @@ EXP_ERROR = 4 * U
 
 EXACT = frozenset(
     """pack unpack quantize_weights quantize_activations gemv gemm linear relu2_mul rope
-    kv_cache_update""".split()
+    kv_cache_update quantize_head embedding""".split()
 )
 
 
@@ -92,7 +92,9 @@ def attention_bound(args: tuple[Any, ...], expected: Tensor) -> Tensor:
 
 
 def _lm_head(args: tuple[Any, ...], expected: Tensor) -> Tensor:
-    x, weight = args
+    x, weight, scale = (*args, None)[:3]
+    if scale is not None:  # integer sums, and float steps in an order the contract fixes
+        return torch.zeros(expected.shape, dtype=torch.float64)
     magnitude = x.double().abs() @ weight.double().abs().T
     return magnitude * (sum_error(x.shape[-1]) + U)
 

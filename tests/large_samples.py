@@ -16,9 +16,11 @@ from op_samples import (
     attention_arguments,
     cache_arguments,
     gain,
+    head_arguments,
     int8_values,
     mlp_arguments,
     positive,
+    quantized_head,
     random_packed,
 )
 
@@ -64,5 +66,12 @@ LARGE = [
     _large("kv_cache_update", lambda g: cache_arguments(
         g, batch=3, tokens=40, kv_heads=4, length=64, head_dim=40, cache_dtype=torch.bfloat16,
     )),
+    _large("quantize_head", lambda g: (torch.randn(301, 517, generator=g), "int8")),
+    _large("quantize_head", lambda g: (torch.randn(301, 517, generator=g), "int4", 64)),
     _large("lm_head", lambda g: (activations(g, 5, 301), torch.randn(1021, 301, generator=g))),
+    _large("lm_head", lambda g: head_arguments(g, activations(g, 7, 4301), 1021, "int8", 128)),
+    _large("lm_head", lambda g: head_arguments(g, activations(g, 7, 1301), 1021, "int4", 128)),
+    _large("embedding", lambda g: (
+        torch.randint(0, 301, (61,), generator=g), *quantized_head(g, 301, 517, "int4", 64), 301, 517,
+    )),
 ]  # fmt: skip

@@ -372,6 +372,31 @@ def _kv_cache_update() -> Built:
     )(*cache_arguments(g))  # fmt: skip
 
 
+HEAD_FORMATS = (("int8", 128), ("int4", 64), ("int4", 128))
+
+
+def quantized_head(
+    rng: torch.Generator, v: int, k: int, form: str, group: int
+) -> tuple[Tensor, Tensor]:
+    """Random codes and scales in the layout of FORMAT.md; padding holds code 0 (8 in storage)."""
+    if form == "int8":
+        return int8_values(rng, v, k), positive(rng, v) * 0.01
+    tiles, groups = -(-v // 16), -(-k // group)
+    codes = torch.full((tiles * 16, groups * group), 8, dtype=torch.int32)
+    codes[:v, :k] = torch.randint(0, 16, (v, k), generator=rng, dtype=torch.int32)
+    packed = torch.zeros(tiles, groups * group // 8, 64, dtype=torch.int32)
+    for row in range(tiles * 16):
+        for j in range(4):
+            byte = codes[row, j::8] + 16 * codes[row, 4 + j :: 8]
+            packed[row // 16, :, 4 * (row % 16) + j] = byte
+    scale = (positive(rng, tiles, groups, 16) * 0.01).to(torch.bfloat16)
+    return packed.to(torch.uint8), scale
+
+
+def head_arguments(g: torch.Generator, x: Tensor, v: int, form: str, group: int) -> Arguments:
+    return (x, *quantized_head(g, v, x.shape[-1], form, group), v)
+
+
 def _lm_head() -> Built:
     for x in FLOATS:
         for weight in FLOATS:
@@ -382,6 +407,51 @@ def _lm_head() -> Built:
     yield "leading_dims", lambda g: (activations(g, 2, 3, 16), torch.randn(5, 16, generator=g))
     yield "no_tokens", lambda g: (activations(g, 0, 16), torch.randn(5, 16, generator=g))
     yield "strided", lambda g: (strided(activations(g, 2, 16)), torch.randn(5, 16, generator=g))
+
+
+    for x in FLOATS:
+        for form, group in HEAD_FORMATS:
+            yield f"{_name(x)}_{form}_{group}", lambda g, x=x, f=form, n=group: head_arguments(
+                g, activations(g, 3, 300, dtype=x), 37, f, n
+            )
+    for form, group in HEAD_FORMATS:
+        yield f"no_tokens_{form}_{group}", lambda g, f=form, n=group: head_arguments(
+            g, activations(g, 0, 16), 16, f, n
+        )
+        yield f"leading_dims_{form}_{group}", lambda g, f=form, n=group: head_arguments(
+            g, strided(activations(g, 2, 3, 33)), 5, f, n
+        )
+    yield "no_out_features", lambda g: (
+        activations(g, 2, 64), *quantized_head(g, 32, 64, "int4", 64),
+    )  # fmt: skip
+
+
+def _embedding() -> Built:
+    for weight in FLOATS:
+        yield _name(weight), lambda g, w=weight: (
+            torch.tensor([[3, 0], [18, 3]]), torch.randn(19, 70, generator=g).to(w),
+        )  # fmt: skip
+    for form, group in HEAD_FORMATS:
+        yield f"{form}_{group}", lambda g, f=form, n=group: (
+            torch.tensor([36, 0, 17, 36]), *quantized_head(g, 37, 300, f, n), 37, 300,
+        )  # fmt: skip
+    yield "scalar", lambda g: (torch.tensor(2), torch.randn(5, 7, generator=g))
+    yield "no_ids", lambda g: (
+        torch.zeros(2, 0, dtype=torch.int64), *quantized_head(g, 16, 64, "int4", 64),
+    )  # fmt: skip
+    yield "strided", lambda g: (torch.arange(6)[::2], *quantized_head(g, 7, 9, "int8", 128))
+
+
+def _quantize_head() -> Built:
+    for dtype in FLOATS:
+        for form, group in HEAD_FORMATS:
+            yield f"{_name(dtype)}_{form}_{group}", lambda g, d=dtype, f=form, n=group: (
+                (torch.randn(37, 300, generator=g) * 0.1).to(d), f, n,
+            )  # fmt: skip
+    yield "default_group", lambda g: (torch.randn(3, 1, generator=g), "int4")
+    yield "no_rows", lambda g: (torch.zeros(0, 9), "int8")
+    yield "zeros", lambda g: (torch.zeros(2, 130), "int4", 64)
+    yield "transposed", lambda g: (transposed(torch.randn(6, 130, generator=g)), "int8")
 
 
 def _probe_read() -> Built:
@@ -413,7 +483,9 @@ _BUILDERS: dict[str, Callable[[], Built]] = {
     "mlp_forward": _mlp_forward,
     "attention": _attention,
     "kv_cache_update": _kv_cache_update,
+    "quantize_head": _quantize_head,
     "lm_head": _lm_head,
+    "embedding": _embedding,
     "_probe_read": _probe_read,
     "_probe_int8_peak": _probe_int8_peak,
 }

@@ -21,9 +21,11 @@ from op_samples import (
     attention_arguments,
     cache_arguments,
     gain,
+    head_arguments,
     int8_values,
     mlp_arguments,
     positive,
+    quantized_head,
     random_codes,
     random_packed,
     strided,
@@ -46,6 +48,8 @@ def good_calls() -> dict[str, Arguments]:
     )  # fmt: skip
     attention_names = ("query", "key_cache", "value_cache", "start_positions", "scale")
     cache_names = ("key_cache", "value_cache", "key", "value", "start_positions")
+    head_names = ("x", "weight", "scale", "out_features")
+    int4 = quantized_head(g, 11, K, "int4", 64)
     return {
         "pack": {"codes": random_codes(g, N, K)},
         "unpack": {"weight": weight, "in_features": K},
@@ -73,7 +77,20 @@ def good_calls() -> dict[str, Arguments]:
         "mlp_forward": dict(zip(mlp_names, mlp_arguments(g, x, "relu2"), strict=True)),
         "attention": dict(zip(attention_names, attention_arguments(g), strict=True)),
         "kv_cache_update": dict(zip(cache_names, cache_arguments(g), strict=True)),
+        "quantize_head": {
+            "weight": torch.randn(11, K, generator=g), "format": "int4", "group_size": 64,
+        },
         "lm_head": {"x": x, "weight": torch.randn(11, K, generator=g)},
+        "lm_head int8": dict(zip(head_names, head_arguments(g, x, 11, "int8", 128), strict=True)),
+        "lm_head int4": dict(zip(head_names, head_arguments(g, x, 11, "int4", 64), strict=True)),
+        "embedding": {
+            "ids": torch.tensor([0, 10]), "weight": torch.randn(11, K, generator=g),
+            "out_features": 11, "in_features": K,
+        },
+        "embedding int4": {
+            "ids": torch.tensor([0, 10]), "weight": int4[0], "scale": int4[1],
+            "out_features": 11, "in_features": K,
+        },
         "_probe_read": {
             "buffer": torch.zeros(5000, dtype=torch.uint8), "streams": 1, "distance": 0,
         },
@@ -114,6 +131,11 @@ def overlapping_caches(a: Arguments) -> Tensor:
 def key_inside_cache(a: Arguments) -> Tensor:
     """New keys that are a contiguous piece of the very cache they are to be written into."""
     return a["key_cache"].flatten()[8 : 8 + a["key"].numel()].view_as(a["key"])
+
+
+def called(op: str) -> Callable[..., Any]:
+    """The op of a row; what stands behind a blank tells variants of its arguments apart."""
+    return getattr(ops, op.split()[0])
 
 
 F64, I32, BOOL, F16, BF16 = torch.float64, torch.int32, torch.bool, torch.float16, torch.bfloat16
@@ -305,9 +327,63 @@ CASES: list[tuple[str, dict[str, Change], str, str]] = [
     ("lm_head", {"x": to("x", F64)}, "x", FLOATS_TEXT + "float64"),
     ("lm_head", {"x": lambda a: a["x"][0, 0]}, "x", "at least 1 dimension"),
     ("lm_head", {"weight": narrow("weight")}, "weight", "of shape [11, 160], got [11, 159]"),
-    ("lm_head", {"weight": to("weight", torch.uint8)}, "weight", FLOATS_TEXT + "uint8"),
+    ("lm_head", {"weight": to("weight", F64)}, "weight", FLOATS_TEXT + "float64"),
+    ("lm_head", {"weight": to("weight", torch.uint8)}, "weight", "with 3 dimensions"),
+    ("lm_head", {"weight": to("weight", torch.int8)}, "scale", "with a quantised weight"),
     ("lm_head", {"weight": lambda a: a["weight"][0]}, "weight", "with 2 dimensions"),
     ("lm_head", {"weight": noncontiguous("weight")}, "weight", "contiguous"),
+    ("lm_head", {"scale": value(torch.ones(11))}, "scale", "left out for a float weight"),
+    ("lm_head", {"out_features": value(12)}, "out_features", "equal to the weight's rows 11"),
+    ("lm_head int8", {"weight": narrow("weight")}, "weight", "of shape [11, 160], got [11, 159]"),
+    ("lm_head int8", {"weight": add_dim("weight")}, "weight", "with 2 dimensions"),
+    ("lm_head int8", {"weight": noncontiguous("weight")}, "weight", "contiguous"),
+    ("lm_head int8", {"scale": value(None)}, "scale", "with a quantised weight"),
+    ("lm_head int8", {"scale": to("scale", BF16)}, "scale", "of dtype float32, got bfloat16"),
+    ("lm_head int8", {"scale": narrow("scale")}, "scale", "of shape [11], got [10]"),
+    ("lm_head int8", {"scale": noncontiguous("scale")}, "scale", "contiguous"),
+    ("lm_head int8", {"out_features": value(10)}, "out_features", "rows 11, got 10"),
+    (
+        "lm_head int8",
+        {"x": value(torch.ones(1, 65537)), "weight": value(torch.ones(11, 65537).char())},
+        "weight", "with 1 to 65536 features for a quantised head, got 65537",
+    ),
+    ("lm_head int4", {"weight": narrow("weight")}, "weight", "[1, 24, 64], got [1, 24, 63]"),
+    ("lm_head int4", {"weight": narrow("weight", 1)}, "scale", "of the weight's 23 lines"),
+    ("lm_head int4", {"weight": noncontiguous("weight")}, "weight", "contiguous"),
+    ("lm_head int4", {"x": value(torch.ones(2, 128))}, "weight", "2 groups of 64 features for 128"),
+    ("lm_head int4", {"x": value(torch.ones(2, 193))}, "weight", "4 groups of 64 features for 193"),
+    ("lm_head int4", {"scale": value(None)}, "scale", "with a quantised weight"),
+    ("lm_head int4", {"scale": to("scale", F16)}, "scale", "of dtype bfloat16, got float16"),
+    ("lm_head int4", {"scale": narrow("scale")}, "scale", "of shape [1, 3, 16], got [1, 3, 15]"),
+    ("lm_head int4", {"scale": narrow("scale", 1)}, "scale", "lines, got 2 groups"),
+    ("lm_head int4", {"scale": lambda a: a["scale"][0]}, "scale", "with 3 dimensions"),
+    ("lm_head int4", {"out_features": value(17)}, "out_features", "to fill 1 tiles of 16 rows"),
+    ("lm_head int4", {"out_features": value(-1)}, "out_features", "tiles of 16 rows, got -1"),
+    ("quantize_head", {"weight": to("weight", F64)}, "weight", FLOATS_TEXT + "float64"),
+    ("quantize_head", {"weight": lambda a: a["weight"][0]}, "weight", "with 2 dimensions"),
+    ("quantize_head", {"weight": lambda a: a["weight"][:, :0]}, "weight", "features"),
+    ("quantize_head", {"weight": value(torch.ones(1, 65537))}, "weight", "got 65537"),
+    ("quantize_head", {"weight": lambda a: a["weight"] / 0.0}, "weight", "finite, got a NaN"),
+    (
+        "quantize_head", {"weight": lambda a: a["weight"] / 0.0, "format": value("int8")},
+        "weight", "finite, got a NaN or an infinity in row",
+    ),
+    ("quantize_head", {"format": value("int2")}, "format", '"int8" or "int4", got "int2"'),
+    ("quantize_head", {"group_size": value(32)}, "group_size", "64 or 128, got 32"),
+    ("embedding", {"ids": to("ids", I32)}, "ids", "of dtype int64, got int32"),
+    ("embedding", {"ids": value(torch.tensor([0, 11]))}, "ids", "from 0 to 10, got 11"),
+    ("embedding", {"ids": value(torch.tensor([-1]))}, "ids", "from 0 to 10, got -1"),
+    ("embedding", {"weight": to("weight", F64)}, "weight", FLOATS_TEXT + "float64"),
+    ("embedding", {"weight": noncontiguous("weight")}, "weight", "contiguous"),
+    ("embedding", {"in_features": value(161)}, "weight", "[11, 161], got [11, 160]"),
+    ("embedding", {"in_features": value(-1)}, "in_features", "at least 0, got -1"),
+    ("embedding", {"out_features": value(10)}, "out_features", "rows 11, got 10"),
+    ("embedding", {"scale": value(torch.ones(11))}, "scale", "left out for a float weight"),
+    ("embedding int4", {"ids": value(torch.tensor([11]))}, "ids", "from 0 to 10, got 11"),
+    ("embedding int4", {"in_features": value(0)}, "weight", "with 1 to 65536 features"),
+    ("embedding int4", {"in_features": value(128)}, "weight", "for 128 features, got 3"),
+    ("embedding int4", {"scale": noncontiguous("scale")}, "scale", "contiguous"),
+    ("embedding int4", {"weight": value(torch.ones(1, 24, 64))}, "weight", "with 2 dimensions"),
     ("_probe_read", {"buffer": to("buffer", I32)}, "buffer", "of dtype uint8, got int32"),
     ("_probe_read", {"buffer": lambda a: a["buffer"][::2]}, "buffer", "contiguous"),
     ("_probe_read", {"streams": value(3)}, "streams", "1, 2 or 4, got 3"),
@@ -324,7 +400,7 @@ def _id(case: tuple[str, dict[str, Change], str, str]) -> str:
 
 @pytest.mark.parametrize("op", sorted(good_calls()))
 def test_the_good_calls_work(op: str) -> None:
-    getattr(ops, op)(**good_calls()[op])
+    called(op)(**good_calls()[op])
 
 
 def test_every_public_op_and_argument_is_in_the_table() -> None:
@@ -343,9 +419,9 @@ def test_a_bad_call_is_refused_by_name(case: tuple[str, dict[str, Change], str, 
     for name, change in changes.items():
         arguments[name] = change(arguments)
     with pytest.raises(RuntimeError) as error:
-        getattr(ops, op)(**arguments)
+        called(op)(**arguments)
     message = str(error.value)
-    assert re.match(rf"{op}: expected {re.escape(argument)} .+, got .+", message), message
+    assert re.match(rf"{op.split()[0]}: expected {re.escape(argument)} .+, got .+", message), message
     assert words in message
     assert "csrc" not in message and ".cpp" not in message and "\n" not in message
 
@@ -363,13 +439,13 @@ GRAD_CASES = [
 @pytest.mark.parametrize(("op", "name"), GRAD_CASES, ids=lambda part: part)
 def test_an_input_that_requires_grad_is_refused_with_advice(op: str, name: str) -> None:
     arguments = good_calls()[op]
-    expected = getattr(ops, op)(**good_calls()[op])
+    expected = called(op)(**good_calls()[op])
     arguments[name] = arguments[name].requires_grad_()
-    pattern = rf"^{op}: expected {name} without gradient .*inference_mode.*{name}\.detach\(\)$"
+    pattern = rf"^{op.split()[0]}: expected {name} without gradient .*inference_mode.*{name}\.detach\(\)$"
     with pytest.raises(RuntimeError, match=pattern):
-        getattr(ops, op)(**arguments)
+        called(op)(**arguments)
     with torch.inference_mode():
-        allowed = getattr(ops, op)(**arguments)
+        allowed = called(op)(**arguments)
     if isinstance(expected, Tensor):
         assert_equal(allowed, expected)
 
@@ -380,14 +456,15 @@ def test_a_meta_tensor_among_cpu_tensors_is_refused(op: str) -> None:
     tensors = [name for name, argument in arguments.items() if isinstance(argument, Tensor)]
     if len(tensors) == 1:
         arguments[tensors[0]] = arguments[tensors[0]].to("meta")
-        result = getattr(ops, op)(**arguments)  # torch's own rule: meta in, meta out, no data
+        result = called(op)(**arguments)  # torch's own rule: meta in, meta out, no data
         first = result if isinstance(result, Tensor) else result[0]
         assert first.device.type == "meta"
         return
     for name in tensors:
         changed = {**arguments, name: arguments[name].to("meta")}
-        with pytest.raises(RuntimeError, match=f"^{op}: expected every tensor on one device, got"):
-            getattr(ops, op)(**changed)
+        pattern = f"^{op.split()[0]}: expected every tensor on one device, got"
+        with pytest.raises(RuntimeError, match=pattern):
+            called(op)(**changed)
 
 
 @pytest.mark.parametrize("op", sorted(good_calls()))
@@ -395,14 +472,15 @@ def test_none_for_a_tensor_is_refused_by_name(op: str) -> None:
     """torch lets None pass for a Tensor; the first look at it must not be a crash or a riddle."""
     arguments = good_calls()[op]
     tensors = [name for name, argument in arguments.items() if isinstance(argument, Tensor)]
-    schema = getattr(torch.ops.bitnet, op).default._schema
+    name_of_op = op.split()[0]
+    schema = getattr(torch.ops.bitnet, name_of_op).default._schema
     optional = {a.name for a in schema.arguments if isinstance(a.type, torch.OptionalType)}
     for name in sorted(set(tensors) - optional):
         # Without any tensor torch's dispatcher itself refuses the call.
         alone = len(tensors) == 1
-        pattern = f"bitnet::{op}" if alone else f"^{op}: expected {name} to be a tensor, got None$"
-        with pytest.raises(RuntimeError, match=pattern):
-            getattr(ops, op)(**{**arguments, name: None})
+        refusal = f"^{name_of_op}: expected {name} to be a tensor, got None$"
+        with pytest.raises(RuntimeError, match=f"bitnet::{name_of_op}" if alone else refusal):
+            called(op)(**{**arguments, name: None})
 
 
 def test_a_refused_cache_update_has_written_nothing() -> None:

@@ -32,7 +32,8 @@ from op_samples import (
 CATALOGUE = [
     "pack", "unpack", "quantize_weights", "quantize_activations", "gemv", "gemm", "linear",
     "rms_norm", "add_rms_norm", "relu2_mul", "silu_and_mul", "rope_table", "rope", "qkv_forward",
-    "mlp_forward", "attention", "kv_cache_update", "lm_head", "_probe_read", "_probe_int8_peak",
+    "mlp_forward", "attention", "kv_cache_update", "quantize_head", "lm_head", "embedding",
+    "_probe_read", "_probe_int8_peak",
 ]  # fmt: skip
 
 

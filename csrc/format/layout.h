@@ -23,4 +23,23 @@ constexpr int64_t padded_k(int64_t k) { return blocks_for(k) * kBlockWeights; }
 // Bit position of the code of weight `w` (0..127) inside byte w % 32 of its block.
 constexpr int shift_of(int64_t w) { return static_cast<int>(6 - 2 * (w / kFieldWeights)); }
 
+// Head formats in memory (never in files); FORMAT.md, "Head formats in memory".
+// int8: int8 [V, K] row-major and one float32 scale a row.
+// int4: tiles of 16 rows; groups of 64 or 128 features, the last one padded; a group of a tile is
+// group / 8 lines of 64 bytes.  Line s: bytes 4 r .. 4 r + 3 belong to row r of the tile; byte 4 r
+// + j holds the code of feature 8 s + j in its low half and of 8 s + 4 + j in its high half.  Code
+// = weight + 8; padding, rows and features, has code 8.  Scales: bfloat16 [tiles, groups, 16].
+inline constexpr int64_t kHeadTileRows = 16;
+inline constexpr int64_t kHeadLineFeatures = 8;
+inline constexpr int64_t kHeadLineBytes = 64;
+// Features of a quantised head: 255 * 128 * kHeadMaxK < 2^31 keeps every partial sum in int32.
+inline constexpr int64_t kHeadMaxK = 65536;
+// A token's buffers are padded with zeros to a multiple of this (the larger group).
+inline constexpr int64_t kHeadPadding = 128;
+
+constexpr int64_t head_padded_k(int64_t k) {
+  return (k + kHeadPadding - 1) / kHeadPadding * kHeadPadding;
+}
+constexpr int64_t head_tiles(int64_t rows) { return (rows + kHeadTileRows - 1) / kHeadTileRows; }
+
 }  // namespace bitnet::layout

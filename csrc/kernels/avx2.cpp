@@ -4,6 +4,7 @@
 #include "format/layout.h"
 #include "kernels/isa_tables.h"
 #include "kernels/simd_avx2.h"
+#include "kernels/simd_avx2_head.h"
 #include "runtime/features.h"
 
 namespace bitnet::BITNET_ISA {

@@ -4,6 +4,7 @@
 #include "format/layout.h"
 #include "kernels/isa_tables.h"
 #include "kernels/simd_avx_vnni.h"
+#include "kernels/simd_avx_vnni_head.h"
 #include "runtime/features.h"
 
 namespace bitnet::BITNET_ISA {

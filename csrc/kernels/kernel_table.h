@@ -19,6 +19,17 @@ enum class DType : int32_t { kF32 = 0, kBF16 = 1, kF16 = 2 };
 
 constexpr int64_t element_size(DType type) { return type == DType::kF32 ? 4 : 2; }
 
+// One token as the quantised heads take it: x[k] = scale * wide[k], wide = 256 * high + low.  What
+// an ISA does not use is still there: the memory is the caller's and looks the same everywhere.
+struct HeadToken {
+  const int16_t* wide;
+  const int8_t* high;
+  const int8_t* low;
+  const int32_t* sums;  // of wide, per 64 features
+  int64_t sum;          // of all of them
+  float scale;
+};
+
 struct KernelTable {
   const char* name;         // what BITNET_OPS_ISA and force_isa() take
   const char* description;  // one line for people
@@ -60,16 +71,43 @@ struct KernelTable {
   // be x.
   void (*rope_head)(const float* x, const float* cos_sin, int64_t dim, float* y);
 
-  // ---- attention and head -------------------------------------------------------------------
+  // ---- attention ----------------------------------------------------------------------------
   // out[dim] = softmax(scale * query . keys) values over `length` >= 1 positions; row j of keys and
   // values at base + j * stride_bytes, of type `type` (kF32 or kBF16).  scores: scratch [length].
   void (*attend_head)(const float* query, DType type, const void* keys, const void* values,
                       int64_t stride_bytes, int64_t length, int64_t dim, float scale, float* scores,
                       float* out);
-  // out[n - row_begin] = dot(x, weight row n) for n in [row_begin, row_end); weight [*, k]
-  // contiguous.
-  void (*dot_rows)(const float* x, DType type, const void* weight, int64_t k, int64_t row_begin,
-                   int64_t row_end, float* out);
+
+  // ---- output head --------------------------------------------------------------------------
+  // Logits of rows [row_begin, row_end) for every token: out[m * out_stride + n - row_begin].  Each
+  // weight is read from memory once, whatever the number of tokens.
+  // dense: dot(x, row) in the lane order; x [tokens, k] float32, weight [*, k] contiguous.
+  void (*head_dense)(const float* x, int64_t tokens, DType type, const void* weight, int64_t k,
+                     int64_t row_begin, int64_t row_end, float* out, int64_t out_stride);
+  // int8 and int4 sum integers exactly and round where they say so, never in between.
+  // int8: float(sum_k w[n][k] * wide[k]) * (scale[n] * x.scale); weight [*, k], k <=
+  // layout::kHeadMaxK.
+  void (*head_int8)(const int8_t* weight, const float* scale, int64_t k, int64_t row_begin,
+                    int64_t row_end, const HeadToken* x, int64_t tokens, float* out,
+                    int64_t out_stride);
+  // int4: layout "head int4" of format/layout.h; acc = fma(float(sum of a group), its scale, acc),
+  // groups ascending, from 0; then acc * x.scale.  row_begin: a multiple of 16.
+  void (*head_int4)(const uint8_t* weight, const uint16_t* scale, int64_t groups, int64_t group,
+                    int64_t row_begin, int64_t row_end, const HeadToken* x, int64_t tokens,
+                    float* out, int64_t out_stride);
+  // Quantises one token to 16 bits: wide[i] = round_half_even(x[i] * (32512 / a)) with a =
+  // max(absmax, 1e-30), zeros from n to n_padded (a multiple of 128); wide = 256 * high + low, all
+  // in int8; sums[j] = sum of wide[64 j .. 64 j + 63].  Returns a / 32512; a token holding NaN or
+  // an infinity gives zeros and returns NaN.
+  float (*head_quantize_token)(const float* x, int64_t n, int64_t n_padded, int16_t* wide,
+                               int8_t* high, int8_t* low, int32_t* sums);
+  // One row of head weights: q[i] = round_half_even(w[i] * (127 / a)), a = max(absmax, 1e-30).
+  // Returns a / 127, or NaN if the row holds NaN or an infinity (q = 0).
+  float (*head_quantize_int8)(const float* w, int64_t n, int8_t* q);
+  // One row in ceil(n / group) groups; codes 0..15 stand for -8..7, padding has code 8.  See
+  // head.inl for the choice of the scale, a bfloat16.  Returns 0, or NaN as above (codes 8).
+  float (*head_quantize_int4)(const float* w, int64_t n, int64_t group, uint8_t* codes,
+                              uint16_t* scale);
 
   // ---- limits, for benchmarks -----------------------------------------------------------------
   // Reads n_bytes / 128 * 128 bytes as `streams` (1, 2 or 4) sequential streams, prefetching each

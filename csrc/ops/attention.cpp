@@ -1,4 +1,4 @@
-// attention, kv_cache_update, lm_head.
+// attention, kv_cache_update.
 #include <atomic>
 #include <cmath>
 
@@ -146,40 +146,6 @@ Tensor attention(const Tensor& query_in, const Tensor& key_cache, const Tensor& 
     }
   });
   return out;
-}
-
-Tensor lm_head(const Tensor& x_in, const Tensor& weight) {
-  const Check check("lm_head");
-  check.float_dtype(x_in, "x");
-  check.min_dim(x_in, "x", 1);
-  check.float_dtype(weight, "weight");
-  check.dim(weight, "weight", 2);
-  check.contiguous(weight, "weight");
-  Shape shape = shape_of(x_in);
-  const int64_t k = shape.back(), vocab = weight.size(0);
-  check.shape(weight, "weight", {vocab, k});
-  const Tensor x = as_contiguous(x_in);
-  const int64_t tokens = product(shape, 0, shape.size() - 1);
-  Scratch<float> hidden(tokens * k);
-  kernels().load_row(dtype_of(x), x.const_data_ptr(), tokens * k, hidden.get());
-  shape.back() = vocab;
-  Tensor logits = empty(shape, ScalarType::Float);
-  auto* out = static_cast<float*>(logits.mutable_data_ptr());
-  const void* w = weight.const_data_ptr();
-  const DType type = dtype_of(weight);
-  const KernelTable& table = kernels();
-  constexpr int64_t kChunk = 32;  // rows that stay in cache while every token meets them
-  const int64_t chunks = (vocab + kChunk - 1) / kChunk;
-  parallel_ranges(
-      tokens == 0 ? 0 : chunks, kChunk * k * tokens, kMinElements, [&](int64_t begin, int64_t end) {
-        for (int64_t c = begin; c < end; ++c) {
-          const int64_t first = c * kChunk, last = std::min(first + kChunk, vocab);
-          for (int64_t m = 0; m < tokens; ++m) {
-            table.dot_rows(hidden.get() + m * k, type, w, k, first, last, out + m * vocab + first);
-          }
-        }
-      });
-  return logits;
 }
 
 }  // namespace bitnet::ops

@@ -44,7 +44,13 @@ Tensor attention(const Tensor& query, const Tensor& key_cache, const Tensor& val
                  const Tensor& start_positions, double scale);
 void kv_cache_update(Tensor key_cache, Tensor value_cache, const Tensor& key, const Tensor& value,
                      const Tensor& start_positions);
-Tensor lm_head(const Tensor& x, const Tensor& weight);
+
+std::tuple<Tensor, Tensor> quantize_head(const Tensor& weight, std::string format,
+                                         int64_t group_size);
+Tensor lm_head(const Tensor& x, const Tensor& weight, std::optional<Tensor> scale,
+               std::optional<int64_t> out_features);
+Tensor embedding(const Tensor& ids, const Tensor& weight, std::optional<Tensor> scale,
+                 std::optional<int64_t> out_features, std::optional<int64_t> in_features);
 
 Tensor probe_read(const Tensor& buffer, int64_t streams, int64_t distance);
 Tensor probe_int8_peak(const Tensor& seed, int64_t iterations);

@@ -157,16 +157,51 @@ inline void add_attention_ops(std::vector<RowOp>& ops) {
   }
 }
 
-// n is k; rows 1..5 of a matrix of 6.
-inline void add_dot_ops(std::vector<RowOp>& ops) {
+// n is k; rows 1..5 of a matrix of 6, for 3 tokens.
+inline void add_head_ops(std::vector<RowOp>& ops) {
   for (const DType type : kTypes) {
+    ops.push_back({std::string("head_dense ") + name_of(type), "head_dense",
+                   [type](int64_t n) {
+                     return std::vector<Shape>{{Kind::kF32, 3 * n}, {stored_as(type), 6 * n}};
+                   },
+                   [](int64_t) { return std::vector<Shape>{{Kind::kF32, 15}}; },
+                   [type](const Call& c) {
+                     c.table.head_dense(c.f(0), 3, type, c.in[1], c.n, 1, 6, c.y(), 5);
+                   }});
+  }
+  const auto padded = [](int64_t n) { return (n + 127) / 128 * 128; };
+  ops.push_back({"head_quantize_token", "head_quantize_token", float_rows(1),
+                 [padded](int64_t n) {
+                   return std::vector<Shape>{{Kind::kU16, padded(n)},
+                                             {Kind::kI8, padded(n)},
+                                             {Kind::kI8, padded(n)},
+                                             {Kind::kI32, padded(n) / 64},
+                                             {Kind::kF32, 1}};
+                 },
+                 [padded](const Call& c) {
+                   *c.y(4) = c.table.head_quantize_token(
+                       c.f(0), c.n, padded(c.n), static_cast<int16_t*>(c.out[0]),
+                       static_cast<int8_t*>(c.out[1]), static_cast<int8_t*>(c.out[2]),
+                       static_cast<int32_t*>(c.out[3]));
+                 }});
+  ops.push_back({"head_quantize_int8", "head_quantize_int8", float_rows(1),
+                 [](int64_t n) { return std::vector<Shape>{{Kind::kI8, n}, {Kind::kF32, 1}}; },
+                 [](const Call& c) {
+                   *c.y(1) =
+                       c.table.head_quantize_int8(c.f(0), c.n, static_cast<int8_t*>(c.out[0]));
+                 }});
+  for (const int64_t group : {64, 128}) {
+    const auto groups = [group](int64_t n) { return (n + group - 1) / group; };
     ops.push_back(
-        {std::string("dot_rows ") + name_of(type), "dot_rows",
-         [type](int64_t n) {
-           return std::vector<Shape>{{Kind::kF32, n}, {stored_as(type), 6 * n}};
+        {"head_quantize_int4 " + std::to_string(group), "head_quantize_int4", float_rows(1),
+         [=](int64_t n) {
+           return std::vector<Shape>{
+               {Kind::kI8, groups(n) * group}, {Kind::kU16, groups(n)}, {Kind::kF32, 1}};
          },
-         [](int64_t) { return std::vector<Shape>{{Kind::kF32, 5}}; },
-         [type](const Call& c) { c.table.dot_rows(c.f(0), type, c.in[1], c.n, 1, 6, c.y()); }});
+         [group](const Call& c) {
+           *c.y(2) = c.table.head_quantize_int4(c.f(0), c.n, group, static_cast<uint8_t*>(c.out[0]),
+                                                static_cast<uint16_t*>(c.out[1]));
+         }});
   }
 }
 
@@ -176,7 +211,7 @@ inline std::vector<RowOp> all_row_ops() {
   add_type_ops(ops);
   add_elementwise_ops(ops);
   add_attention_ops(ops);
-  add_dot_ops(ops);
+  add_head_ops(ops);
   return ops;
 }
 

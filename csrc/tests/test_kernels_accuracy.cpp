@@ -236,14 +236,14 @@ Matrix random_matrix(Random& random, DType type, int64_t count, float size) {
   return m;
 }
 
-void dot_rows(const KernelTable& table, DType type) {
+void head_dense(const KernelTable& table, DType type) {
   for (const int64_t k : kLengths) {
-    begin_case("%s dot_rows k=%d type=%d", table.name, static_cast<int>(k), static_cast<int>(type));
+    begin_case("%s head_dense k=%d type=%d", table.name, static_cast<int>(k), static_cast<int>(type));
     Random random(static_cast<uint64_t>(k));
     const std::vector<float> x = random_floats(random, Flavour::kUnit, k);
     const Matrix m = random_matrix(random, type, 7 * k, 1.0f);
     float out[7];
-    table.dot_rows(x.data(), type, m.data(type), k, 0, 7, out);
+    table.head_dense(x.data(), 1, type, m.data(type), k, 0, 7, out, 7);
     for (int64_t row = 0; row < 7; ++row) {
       double sum = 0, magnitude = 0;
       for (int64_t i = 0; i < k; ++i) {
@@ -348,10 +348,10 @@ int main() {
     print_share(*table, "rms_norm_row");
     silu(*table);
     print_share(*table, "silu_mul_row");
-    dot_rows(*table, bitnet::DType::kF32);
-    dot_rows(*table, bitnet::DType::kBF16);
-    dot_rows(*table, bitnet::DType::kF16);
-    print_share(*table, "dot_rows");
+    head_dense(*table, bitnet::DType::kF32);
+    head_dense(*table, bitnet::DType::kBF16);
+    head_dense(*table, bitnet::DType::kF16);
+    print_share(*table, "head_dense");
     attention(*table, bitnet::DType::kF32);
     attention(*table, bitnet::DType::kBF16);
     print_share(*table, "attend_head");

@@ -174,9 +174,45 @@ def _kv_cache_update(
     return None
 
 
+@_fake("quantize_head")
+def _quantize_head(weight: Tensor, format: str, group_size: int = 128) -> tuple[Tensor, Tensor]:
+    n, k = weight.shape
+    if format == "int8":
+        return (
+            weight.new_empty((n, k), dtype=torch.int8),
+            weight.new_empty((n,), dtype=torch.float32),
+        )
+    tiles, groups = (n + 15) // 16, (k + group_size - 1) // group_size
+    return (
+        weight.new_empty((tiles, groups * group_size // 8, 64), dtype=torch.uint8),
+        weight.new_empty((tiles, groups, 16), dtype=torch.bfloat16),
+    )
+
+
+def _head_rows(weight: Tensor, out_features: int | None) -> int:
+    if out_features is not None:
+        return out_features
+    return weight.shape[0] * 16 if weight.dtype == torch.uint8 else weight.shape[0]
+
+
 @_fake("lm_head")
-def _lm_head(x: Tensor, weight: Tensor) -> Tensor:
-    return x.new_empty(_features(x, weight), dtype=torch.float32)
+def _lm_head(
+    x: Tensor, weight: Tensor, scale: Tensor | None = None, out_features: int | None = None
+) -> Tensor:
+    return x.new_empty([*x.shape[:-1], _head_rows(weight, out_features)], dtype=torch.float32)
+
+
+@_fake("embedding")
+def _embedding(
+    ids: Tensor,
+    weight: Tensor,
+    scale: Tensor | None = None,
+    out_features: int | None = None,
+    in_features: int | None = None,
+) -> Tensor:
+    if in_features is None:
+        in_features = weight.shape[1] * 8 if weight.dtype == torch.uint8 else weight.shape[1]
+    return ids.new_empty([*ids.shape, in_features], dtype=torch.float32)
 
 
 @_fake("_probe_read")

@@ -203,9 +203,93 @@ def kv_cache_update(
             value_cache[b, :, start + t] = value[b, t].to(value_cache.dtype)
 
 
-def lm_head(x: Tensor, weight: Tensor) -> Tensor:
-    """F [..., K] times F [V, K] -> float32 [..., V]."""
-    return (x.to(torch.float64) @ weight.to(torch.float64).T).to(torch.float32)
+def quantize_head(weight: Tensor, format: str, group_size: int = 128) -> tuple[Tensor, Tensor]:
+    """F [V, K] -> int8 [V, K] and float32 [V], or the tiles of int4 codes and bfloat16 scales."""
+    w = weight.to(torch.float32)
+    if format == "int8":
+        absmax = w.abs().amax(dim=-1).clamp(min=1e-30)
+        q = torch.clamp(torch.round(w * (torch.tensor(127.0) / absmax)[:, None]), -128, 127)
+        return q.to(torch.int8), absmax / 127.0
+    tiles, groups = -(-w.shape[0] // 16), -(-w.shape[1] // group_size)
+    padded = torch.zeros(tiles * 16, groups * group_size)
+    padded[: w.shape[0], : w.shape[1]] = w
+    parts = padded.reshape(-1, groups, group_size)
+    scale = (parts.abs().amax(dim=-1).clamp(min=1e-30) / 7.0).to(torch.bfloat16)
+    scale[w.shape[0] :] = 0.0
+    inverse = 1.0 / scale.to(torch.float32)
+    q = torch.clamp(torch.round(parts * inverse[..., None]), -8, 7)
+    q[w.shape[0] :] = 0.0
+    # Line s of a tile: row r's bytes 4r + j hold features 8s + j (low half) and 8s + 4 + j (high).
+    codes = (q + 8).to(torch.uint8).reshape(tiles, 16, -1, 2, 4)
+    lines = (codes[:, :, :, 0] | codes[:, :, :, 1] << 4).transpose(1, 2)
+    return lines.reshape(tiles, -1, 64), scale.reshape(tiles, 16, groups).transpose(1, 2)
+
+
+def _head_codes(weight: Tensor, scale: Tensor) -> Tensor:
+    """The codes -8..7 of an int4 head as int64 [padded V, groups, group size]."""
+    tiles, lines, _ = weight.shape
+    pieces = weight.reshape(tiles, lines, 16, 1, 4).transpose(1, 2)
+    codes = torch.cat([pieces & 15, pieces >> 4], dim=3)
+    return codes.to(torch.int64).reshape(tiles * 16, scale.shape[1], -1) - 8
+
+
+def _head_activations(x: Tensor) -> tuple[Tensor, Tensor]:
+    """F [M, K] -> 16-bit integers as int64 [M, K] and float32 scales [M, 1]."""
+    x = x.to(torch.float32)
+    absmax = x.abs().amax(dim=-1, keepdim=True).clamp(min=1e-30)
+    finite = torch.isfinite(x).all(dim=-1, keepdim=True)
+    wide = torch.where(finite, torch.round(x * (torch.tensor(32512.0) / absmax)), torch.zeros_like(x))
+    return wide.to(torch.int64), torch.where(finite, absmax / 32512.0, torch.nan)
+
+
+def _int4_logits(wide: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    """int64 [M, K] times the codes of an int4 head -> float32 [M, padded V], without x's scale."""
+    codes = _head_codes(weight, scale)
+    padded = torch.zeros(len(wide), codes.shape[1] * codes.shape[2], dtype=torch.int64)
+    padded[:, : wide.shape[1]] = wide
+    groups = padded.reshape(len(wide), *codes.shape[1:])
+    scales = scale.transpose(1, 2).reshape(len(codes), -1).to(torch.float64)
+    total = torch.zeros(len(wide), len(codes))
+    for g in range(codes.shape[1]):
+        sums = (groups[:, g] @ codes[:, g].T).to(torch.float32).to(torch.float64)
+        # The product has 32 bits, so float64 holds it and the sum is an fma's but for a second
+        # rounding that matters about once in 2^29 sums.
+        total = (sums * scales[:, g] + total.to(torch.float64)).to(torch.float32)
+    return total
+
+
+def lm_head(
+    x: Tensor, weight: Tensor, scale: Tensor | None = None, out_features: int | None = None
+) -> Tensor:
+    """F [..., K] times a head in any format -> float32 [..., V]."""
+    if scale is None:
+        return (x.to(torch.float64) @ weight.to(torch.float64).T).to(torch.float32)
+    wide, x_scale = _head_activations(x.reshape(-1, x.shape[-1]))
+    if weight.dtype == torch.int8:
+        sums = (wide @ weight.to(torch.int64).T).to(torch.float64).to(torch.float32)
+        y = sums * (scale[None, :] * x_scale)
+    else:
+        y = _int4_logits(wide, weight, scale) * x_scale
+    y = y[:, :out_features]
+    return y.reshape(*x.shape[:-1], y.shape[-1])
+
+
+def embedding(
+    ids: Tensor,
+    weight: Tensor,
+    scale: Tensor | None = None,
+    out_features: int | None = None,
+    in_features: int | None = None,
+) -> Tensor:
+    """Rows of a head in any format, int64 [...] -> float32 [..., K]."""
+    if scale is None:
+        rows = weight.to(torch.float32)
+    elif weight.dtype == torch.int8:
+        rows = weight.to(torch.float32) * scale[:, None]
+    else:
+        scales = scale.transpose(1, 2).reshape(-1, scale.shape[1], 1).to(torch.float32)
+        rows = (_head_codes(weight, scale).to(torch.float32) * scales).flatten(1)
+    return rows[:out_features, :in_features][ids]
 
 
 def _probe_read(buffer: Tensor, streams: int = 1, distance: int = 0) -> Tensor:

@@ -1,5 +1,5 @@
-// Attention of one query head, and dot products with the rows of a floating-point matrix, over the
-// float words.  Included inside an ISA's anonymous namespace; never mentions an ISA.
+// Attention of one query head over the float words.  Included inside an ISA's anonymous namespace;
+// never mentions an ISA.
 
 // The element type is a template parameter, so that no loop asks for it.
 
@@ -116,13 +116,4 @@ void attend_head(const float* query, DType type, const void* keys, const void* v
                  float* out) {
   const auto attend = type == DType::kBF16 ? attend_as<DType::kBF16> : attend_as<DType::kF32>;
   attend(query, keys, values, stride_bytes, length, dim, scale, scores, out);
-}
-
-void dot_rows(const float* x, DType type, const void* weight, int64_t k, int64_t row_begin,
-              int64_t row_end, float* out) {
-  const auto dot = type == DType::kBF16  ? dot_many<DType::kBF16>
-                   : type == DType::kF16 ? dot_many<DType::kF16>
-                                         : dot_many<DType::kF32>;
-  const int64_t stride_bytes = k * element_size(type);
-  dot(x, row_at(weight, stride_bytes, row_begin), stride_bytes, k, row_end - row_begin, out);
 }

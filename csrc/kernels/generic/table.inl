@@ -37,6 +37,8 @@ template <class T>
 #include "kernels/generic/rows.inl"
 // Uses load_typed and exp_f32 of rows.inl: the comment keeps the formatter from sorting it up.
 #include "kernels/generic/attention.inl"
+// Uses load_as of rows.inl and row_at of attention.inl.
+#include "kernels/generic/head.inl"
 
 #define BITNET_STRING_(x) #x
 #define BITNET_STRING(x) BITNET_STRING_(x)
@@ -64,7 +66,12 @@ constexpr KernelTable kTable = {
     .silu_mul_row = silu_mul_row,
     .rope_head = rope_head,
     .attend_head = attend_head,
-    .dot_rows = dot_rows,
+    .head_dense = head_dense,
+    .head_int8 = head_int8,
+    .head_int4 = head_int4,
+    .head_quantize_token = head_quantize_token,
+    .head_quantize_int8 = head_quantize_int8,
+    .head_quantize_int4 = head_quantize_int4,
     .probe_read = probe_read,
     .probe_int8_peak = probe_int8_peak,
 };

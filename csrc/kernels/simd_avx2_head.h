@@ -1,0 +1,99 @@
+// Head words of the avx2 ISA: int8 by vpmaddwd with 16-bit activations, int4 by vpmaddubsw with
+// their high and low bytes.  Meanings: simd_scalar_head.h.
+#pragma once
+
+#include "kernels/simd_avx2.h"
+#include "kernels/simd_ymm_head.h"
+
+namespace bitnet::BITNET_ISA {
+namespace {
+
+constexpr int64_t kHeadPrefetch = 4096;
+constexpr int kHeadPairRows = 2;  // rows of a dense tile at two tokens
+
+// ---- int8 ---------------------------------------------------------------------------------------
+
+// Overflow bound: a lane grows by 4 products a step, each at most 128 * 32512 in magnitude; 128
+// steps: 512 * 128 * 32512 = 2130706432 < 2^31.
+constexpr int64_t kHead8Step = 32;
+constexpr int64_t kHead8FlushSteps = 128;
+constexpr int kHead8Unroll = 2;
+constexpr int kHead8Rows = 2;
+constexpr int kHead8Tokens = 4;
+constexpr int64_t kHead8Offset = 0;
+
+struct Head8Weights {
+  __m256i lo, hi;  // as int16
+};
+using Head8Acc = __m256i;
+
+inline Head8Acc head8_zero() { return _mm256_setzero_si256(); }
+inline Head8Weights head8_weights(const int8_t* p) {
+  const auto* v = reinterpret_cast<const __m128i*>(p);
+  return {_mm256_cvtepi8_epi16(_mm_loadu_si128(v)), _mm256_cvtepi8_epi16(_mm_loadu_si128(v + 1))};
+}
+inline Head8Acc head8_dot(Head8Acc acc, Head8Weights w, const HeadToken& x, int64_t i) {
+  const __m256i a = _mm256_madd_epi16(w.lo, load_bytes(x.wide + i));
+  const __m256i b = _mm256_madd_epi16(w.hi, load_bytes(x.wide + i + 16));
+  return _mm256_add_epi32(acc, _mm256_add_epi32(a, b));
+}
+inline Head8Acc head8_add(Head8Acc a, Head8Acc b) { return _mm256_add_epi32(a, b); }
+inline int64_t head8_sum(Head8Acc acc) { return sum_i32_wide(acc); }
+
+// ---- int4 ---------------------------------------------------------------------------------------
+
+constexpr int kHead4Tokens = 2;
+
+struct Head4Pairs {
+  __m256i high, low;  // int16 sums of two neighbouring features, per half of the 16-bit value
+};
+
+// Adds the products of 32 bytes of a line (8 rows x 8 features).  Overflow bound: one vpmaddubsw
+// gives at most 2 * 15 * 128 = 3840 in magnitude, four lines add eight of them: 30720 < 2^15.
+[[gnu::always_inline]] inline void head4_line(const uint8_t* p, const __m256i (&x)[4],
+                                              Head4Pairs& sums) {
+  const __m256i raw = load_bytes(p);
+  const __m256i lo = low_codes(raw), hi = high_codes(raw);
+  sums.high = _mm256_add_epi16(sums.high, _mm256_maddubs_epi16(lo, x[0]));
+  sums.high = _mm256_add_epi16(sums.high, _mm256_maddubs_epi16(hi, x[1]));
+  sums.low = _mm256_add_epi16(sums.low, _mm256_maddubs_epi16(lo, x[2]));
+  sums.low = _mm256_add_epi16(sums.low, _mm256_maddubs_epi16(hi, x[3]));
+}
+// 256 * high + low of the four features of a dword, in the two multiplications that widen them.
+[[gnu::always_inline]] inline __m256i head4_widen(__m256i acc, Head4Pairs sums) {
+  const __m256i high = _mm256_madd_epi16(sums.high, _mm256_set1_epi16(256));
+  const __m256i low = _mm256_madd_epi16(sums.low, _mm256_set1_epi16(1));
+  return _mm256_add_epi32(acc, _mm256_add_epi32(high, low));
+}
+[[gnu::always_inline]] inline void head4_x(const HeadToken& x, int64_t k, __m256i (&v)[4]) {
+  v[0] = broadcast4(x.high + k);
+  v[1] = broadcast4(x.high + k + 4);
+  v[2] = broadcast4(x.low + k);
+  v[3] = broadcast4(x.low + k + 4);
+}
+
+template <int T>
+[[gnu::always_inline]] inline void head4_group(const uint8_t* p, int64_t lines, const HeadToken* x,
+                                               int64_t k0, Head4Sums (&sums)[T]) {
+  for (int t = 0; t < T; ++t) sums[t] = {_mm256_setzero_si256(), _mm256_setzero_si256()};
+  for (int64_t s = 0; s < lines; s += 4) {
+    const uint8_t* line = p + layout::kHeadLineBytes * s;
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; ++j) prefetch(line + 64 * j + kHeadPrefetch);
+#pragma GCC unroll 4
+    for (int t = 0; t < T; ++t) {
+      Head4Pairs lo = {_mm256_setzero_si256(), _mm256_setzero_si256()}, hi = lo;
+#pragma GCC unroll 4
+      for (int j = 0; j < 4; ++j) {
+        __m256i v[4];
+        head4_x(x[t], k0 + layout::kHeadLineFeatures * (s + j), v);
+        head4_line(line + 64 * j, v, lo);
+        head4_line(line + 64 * j + 32, v, hi);
+      }
+      sums[t] = {head4_widen(sums[t].lo, lo), head4_widen(sums[t].hi, hi)};
+    }
+  }
+}
+
+}  // namespace
+}  // namespace bitnet::BITNET_ISA

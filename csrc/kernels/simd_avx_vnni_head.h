@@ -1,0 +1,86 @@
+// Head words of the avx_vnni ISA: both formats by VEX vpdpbusd, with the high and the low bytes of
+// the activations; int8 weights become unsigned by an offset of 128.  Meanings: simd_scalar_head.h.
+#pragma once
+
+#include "kernels/simd_avx_vnni.h"
+#include "kernels/simd_ymm_head.h"
+
+namespace bitnet::BITNET_ISA {
+namespace {
+
+constexpr int64_t kHeadPrefetch = 4096;
+constexpr int kHeadPairRows = 2;  // rows of a dense tile at two tokens
+
+// ---- int8 ---------------------------------------------------------------------------------------
+
+// Overflow bound: layout::kHeadMaxK.
+constexpr int64_t kHead8Step = 32;
+constexpr int64_t kHead8FlushSteps = int64_t{1} << 20;
+constexpr int kHead8Unroll = 4;
+constexpr int kHead8Rows = 2;  // 2 x 2 x 2 accumulators of 16 registers
+constexpr int kHead8Tokens = 2;
+constexpr int64_t kHead8Offset = 128;
+
+using Head8Weights = __m256i;
+struct Head8Acc {
+  __m256i high, low;
+};
+
+inline Head8Acc head8_zero() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+inline Head8Weights head8_weights(const int8_t* p) {
+  return _mm256_xor_si256(load_bytes(p), _mm256_set1_epi8(-128));
+}
+inline Head8Acc head8_dot(Head8Acc acc, Head8Weights w, const HeadToken& x, int64_t i) {
+  return {dot(acc.high, w, load_bytes(x.high + i)), dot(acc.low, w, load_bytes(x.low + i))};
+}
+inline Head8Acc head8_add(Head8Acc a, Head8Acc b) {
+  return {_mm256_add_epi32(a.high, b.high), _mm256_add_epi32(a.low, b.low)};
+}
+inline int64_t head8_sum(Head8Acc acc) {
+  return 256 * sum_i32_wide(acc.high) + sum_i32_wide(acc.low);
+}
+
+// ---- int4 ---------------------------------------------------------------------------------------
+
+constexpr int kHead4Tokens = 2;
+
+// Two chains of vpdpbusd for each of high and low: one alone would wait for its latency.
+struct Head4Chains {
+  __m256i high[2], low[2];
+};
+[[gnu::always_inline]] inline void head4_line(const uint8_t* p, const __m256i (&x)[4],
+                                              Head4Chains& c) {
+  const __m256i raw = load_bytes(p);
+  const __m256i lo = low_codes(raw), hi = high_codes(raw);
+  c.high[0] = dot(c.high[0], lo, x[0]);
+  c.high[1] = dot(c.high[1], hi, x[1]);
+  c.low[0] = dot(c.low[0], lo, x[2]);
+  c.low[1] = dot(c.low[1], hi, x[3]);
+}
+[[gnu::always_inline]] inline __m256i head4_total(const Head4Chains& c) {
+  return _mm256_add_epi32(_mm256_slli_epi32(_mm256_add_epi32(c.high[0], c.high[1]), 8),
+                          _mm256_add_epi32(c.low[0], c.low[1]));
+}
+
+template <int T>
+[[gnu::always_inline]] inline void head4_group(const uint8_t* p, int64_t lines, const HeadToken* x,
+                                               int64_t k0, Head4Sums (&sums)[T]) {
+#pragma GCC unroll 4
+  for (int t = 0; t < T; ++t) {
+    const __m256i none = _mm256_setzero_si256();
+    Head4Chains lo = {{none, none}, {none, none}}, hi = lo;
+    for (int64_t s = 0; s < lines; ++s) {
+      const uint8_t* line = p + layout::kHeadLineBytes * s;
+      const int64_t k = k0 + layout::kHeadLineFeatures * s;
+      if (t == 0) prefetch(line + kHeadPrefetch);
+      const __m256i v[4] = {broadcast4(x[t].high + k), broadcast4(x[t].high + k + 4),
+                            broadcast4(x[t].low + k), broadcast4(x[t].low + k + 4)};
+      head4_line(line, v, lo);
+      head4_line(line + 32, v, hi);
+    }
+    sums[t] = {head4_total(lo), head4_total(hi)};
+  }
+}
+
+}  // namespace
+}  // namespace bitnet::BITNET_ISA
