@@ -72,6 +72,7 @@ LARGE = [
     _large("lm_head", lambda g: head_arguments(g, activations(g, 7, 4301), 1021, "int8", 128)),
     _large("lm_head", lambda g: head_arguments(g, activations(g, 7, 1301), 1021, "int4", 128)),
     _large("embedding", lambda g: (
-        torch.randint(0, 301, (61,), generator=g), *quantized_head(g, 301, 517, "int4", 64), 301, 517,
+        torch.randint(0, 301, (61,), generator=g),
+        *quantized_head(g, 301, 517, "int4", 64), 301, 517,
     )),
 ]  # fmt: skip

@@ -408,18 +408,24 @@ def _lm_head() -> Built:
     yield "no_tokens", lambda g: (activations(g, 0, 16), torch.randn(5, 16, generator=g))
     yield "strided", lambda g: (strided(activations(g, 2, 16)), torch.randn(5, 16, generator=g))
 
-
     for x in FLOATS:
         for form, group in HEAD_FORMATS:
-            yield f"{_name(x)}_{form}_{group}", lambda g, x=x, f=form, n=group: head_arguments(
-                g, activations(g, 3, 300, dtype=x), 37, f, n
+            yield (
+                f"{_name(x)}_{form}_{group}",
+                lambda g, x=x, f=form, n=group: head_arguments(
+                    g, activations(g, 3, 300, dtype=x), 37, f, n
+                ),
             )
     for form, group in HEAD_FORMATS:
-        yield f"no_tokens_{form}_{group}", lambda g, f=form, n=group: head_arguments(
-            g, activations(g, 0, 16), 16, f, n
+        yield (
+            f"no_tokens_{form}_{group}",
+            lambda g, f=form, n=group: head_arguments(g, activations(g, 0, 16), 16, f, n),
         )
-        yield f"leading_dims_{form}_{group}", lambda g, f=form, n=group: head_arguments(
-            g, strided(activations(g, 2, 3, 33)), 5, f, n
+        yield (
+            f"leading_dims_{form}_{group}",
+            lambda g, f=form, n=group: head_arguments(
+                g, strided(activations(g, 2, 3, 33)), 5, f, n
+            ),
         )
     yield "no_out_features", lambda g: (
         activations(g, 2, 64), *quantized_head(g, 32, 64, "int4", 64),

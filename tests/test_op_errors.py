@@ -382,6 +382,7 @@ CASES: list[tuple[str, dict[str, Change], str, str]] = [
     ("embedding int4", {"ids": value(torch.tensor([11]))}, "ids", "from 0 to 10, got 11"),
     ("embedding int4", {"in_features": value(0)}, "weight", "with 1 to 65536 features"),
     ("embedding int4", {"in_features": value(128)}, "weight", "for 128 features, got 3"),
+    ("embedding int4", {"out_features": value(16 + 1)}, "out_features", "to fill 1 tiles"),
     ("embedding int4", {"scale": noncontiguous("scale")}, "scale", "contiguous"),
     ("embedding int4", {"weight": value(torch.ones(1, 24, 64))}, "weight", "with 2 dimensions"),
     ("_probe_read", {"buffer": to("buffer", I32)}, "buffer", "of dtype uint8, got int32"),
@@ -421,7 +422,9 @@ def test_a_bad_call_is_refused_by_name(case: tuple[str, dict[str, Change], str, 
     with pytest.raises(RuntimeError) as error:
         called(op)(**arguments)
     message = str(error.value)
-    assert re.match(rf"{op.split()[0]}: expected {re.escape(argument)} .+, got .+", message), message
+    assert re.match(rf"{op.split()[0]}: expected {re.escape(argument)} .+, got .+", message), (
+        message
+    )
     assert words in message
     assert "csrc" not in message and ".cpp" not in message and "\n" not in message
 
@@ -441,7 +444,9 @@ def test_an_input_that_requires_grad_is_refused_with_advice(op: str, name: str) 
     arguments = good_calls()[op]
     expected = called(op)(**good_calls()[op])
     arguments[name] = arguments[name].requires_grad_()
-    pattern = rf"^{op.split()[0]}: expected {name} without gradient .*inference_mode.*{name}\.detach\(\)$"
+    pattern = (
+        rf"^{op.split()[0]}: expected {name} without gradient .*inference_mode.*{name}\.detach\(\)$"
+    )
     with pytest.raises(RuntimeError, match=pattern):
         called(op)(**arguments)
     with torch.inference_mode():

@@ -474,10 +474,10 @@ def lm_head(
     """Logits of an output head: `x @ weight.T`, the weight dense, int8 or int4.
 
     A dense head sums in float32. For int8 and int4 a token becomes 16-bit integers `w = round(x *
-    32512 / absmax)` with `x_scale = absmax / 32512`, and integer sums are exact. int8: `float32(sum)
-    * (scale * x_scale)`. int4: from 0, `acc = fma(float32(sum of a group), its scale, acc)`, groups
-    ascending; then `acc * x_scale`. A token with a NaN or an infinity has NaN as every logit of an
-    int8 or int4 head.
+    32512 / absmax)` with `x_scale = absmax / 32512`, and integer sums are exact. int8:
+    `float32(sum) * (scale * x_scale)`. int4: from 0, `acc = fma(float32(sum of a group), its scale,
+    acc)`, groups ascending; then `acc * x_scale`. A token with a NaN or an infinity has NaN as
+    every logit of an int8 or int4 head.
 
     Args:
         x: F [..., K].

@@ -238,7 +238,9 @@ def _head_activations(x: Tensor) -> tuple[Tensor, Tensor]:
     x = x.to(torch.float32)
     absmax = x.abs().amax(dim=-1, keepdim=True).clamp(min=1e-30)
     finite = torch.isfinite(x).all(dim=-1, keepdim=True)
-    wide = torch.where(finite, torch.round(x * (torch.tensor(32512.0) / absmax)), torch.zeros_like(x))
+    wide = torch.where(
+        finite, torch.round(x * (torch.tensor(32512.0) / absmax)), torch.zeros_like(x)
+    )
     return wide.to(torch.int64), torch.where(finite, absmax / 32512.0, torch.nan)
 
 
