@@ -10,6 +10,7 @@
 
 #include "runtime/dispatch.h"
 #include "runtime/features.h"
+#include "runtime/tuning.h"
 
 namespace py = pybind11;
 
@@ -92,6 +93,18 @@ PYBIND11_MODULE(_runtime, m) {
   m.def("cpu_features", &cpu_features,
         "Features that the CPU has and the operating system enabled.");
   m.def("kernel_table", &kernel_table, "One row per ISA: required and missing features, selected.");
+  m.def(
+      "tile_lanes", [] { return bitnet::kernels().tile_lanes; },
+      "32-bit lanes of the private weight layouts of the ISA in use.");
+  m.def(
+      "tuning",
+      [] {
+        py::dict row;
+        row["cpu"] = bitnet::tuning().cpu;
+        row["prefetch_bytes"] = bitnet::tuning().prefetch_bytes;
+        return row;
+      },
+      "What is tuned to the make of the CPU.");
   m.def("build_info", &build_info, "Compiler, torch and ABI floor of this build.");
   bind_format(m);
   bind_probe(m);

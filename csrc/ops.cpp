@@ -3,6 +3,9 @@
 //
 // F stands for float32, bfloat16 or float16.  R = 32 * ceil(K / 128), the bytes of a packed row
 // (format/layout.h).  Scales multiply.  Nothing aliases; what is mutated carries an alias mark.
+// W stands for a ternary matrix of N x K: canonical uint8 [N, R], or one of the private layouts of
+// the kernels that run, 2 bit uint8 [tiles, lines, 4 L] or 1.6 bit uint8 [tiles, lines, L, 4],
+// which need N in out_features (their tiles are padded); with canonical rows it may be left out.
 #include "ops/ops.h"
 
 STABLE_TORCH_LIBRARY(bitnet, m) {
@@ -10,18 +13,28 @@ STABLE_TORCH_LIBRARY(bitnet, m) {
   m.def("pack(Tensor codes) -> Tensor");
   // weight uint8 [N, R] -> int8 [N, in_features]
   m.def("unpack(Tensor weight, int in_features) -> Tensor");
+  // canonical weight uint8 [N, R], format "2bit" or "1.6bit" -> W in that private layout
+  m.def("prepack(Tensor weight, int in_features, str format) -> Tensor");
+  // W in a private layout -> canonical uint8 [N, R]
+  m.def("unprepack(Tensor weight, int out_features, int in_features) -> Tensor");
   // weight F [N, K] -> codes int8 [N, K], scale float32 [1] (absmean)
   m.def("quantize_weights(Tensor weight) -> (Tensor codes, Tensor scale)");
   // x F [..., K] -> q int8 [..., K], scale float32 [...] (per token, absmax)
   m.def("quantize_activations(Tensor x) -> (Tensor q, Tensor scale)");
-  // weight uint8 [N, R], x int8 [K], x_scale float32 [1], weight_scale float32 [1] or [N]
+  // weight W, x int8 [K], x_scale float32 [1], weight_scale float32 [1] or [N]
   //   -> [N], int32 without scales, float32 with both
-  m.def("gemv(Tensor weight, Tensor x, Tensor? x_scale=None, Tensor? weight_scale=None) -> Tensor");
-  // weight uint8 [N, R], x int8 [M, K], x_scale float32 [M], weight_scale float32 [1] or [N]
+  m.def(
+      "gemv(Tensor weight, Tensor x, Tensor? x_scale=None, Tensor? weight_scale=None, "
+      "int? out_features=None) -> Tensor");
+  // weight W, x int8 [M, K], x_scale float32 [M], weight_scale float32 [1] or [N]
   //   -> [M, N], int32 without scales, float32 with both
-  m.def("gemm(Tensor weight, Tensor x, Tensor? x_scale=None, Tensor? weight_scale=None) -> Tensor");
-  // x F [..., K], weight uint8 [N, R], weight_scale float32 [1] or [N], bias F [N] -> F [..., N]
-  m.def("linear(Tensor x, Tensor weight, Tensor weight_scale, Tensor? bias=None) -> Tensor");
+  m.def(
+      "gemm(Tensor weight, Tensor x, Tensor? x_scale=None, Tensor? weight_scale=None, "
+      "int? out_features=None) -> Tensor");
+  // x F [..., K], weight W, weight_scale float32 [1] or [N], bias F [N] -> F [..., N]
+  m.def(
+      "linear(Tensor x, Tensor weight, Tensor weight_scale, Tensor? bias=None, "
+      "int? out_features=None) -> Tensor");
   // x F [..., K], weight F [K] -> F [..., K]
   m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor");
   // x, residual F [..., K], weight F [K] -> y, residual_out F [..., K]
@@ -36,19 +49,20 @@ STABLE_TORCH_LIBRARY(bitnet, m) {
   m.def("rope_table(Tensor positions, int head_dim, float theta) -> Tensor");
   // x F [..., H, D], cos_sin float32 [..., D] -> F [..., H, D]
   m.def("rope(Tensor x, Tensor cos_sin) -> Tensor");
-  // x F [..., K], norm_weight F [K], {q,k,v}_weight uint8 [N, R], {q,k,v}_scale float32 [1] or [N]
-  //   -> q, k, v F [..., N of each]
+  // x F [..., K], norm_weight F [K], {q,k,v}_weight W, {q,k,v}_scale float32 [1] or [N],
+  //   out_features [N of q, of k, of v] or empty -> q, k, v F [..., N of each]
   m.def(
       "qkv_forward(Tensor x, Tensor norm_weight, Tensor q_weight, Tensor q_scale, Tensor k_weight, "
-      "Tensor k_scale, Tensor v_weight, Tensor v_scale, float eps) -> (Tensor q, Tensor k, Tensor "
-      "v)");
-  // x F [..., K], norm_weight F [K], gate_ and up_weight uint8 [I, R], sub_norm_weight F [I],
-  //   down_weight uint8 [N, R of I], scales float32 [1] or per row, activation "relu2" or "silu"
-  //   -> F [..., N], without the residual
+      "Tensor k_scale, Tensor v_weight, Tensor v_scale, float eps, int[] out_features=[]) -> "
+      "(Tensor q, Tensor k, "
+      "Tensor v)");
+  // x F [..., K], norm_weight F [K], gate_ and up_weight W of I x K, sub_norm_weight F [I],
+  //   down_weight W of N x I, scales float32 [1] or per row, activation "relu2" or "silu",
+  //   out_features [I, N] or empty -> F [..., N], without the residual
   m.def(
       "mlp_forward(Tensor x, Tensor norm_weight, Tensor gate_weight, Tensor gate_scale, "
       "Tensor up_weight, Tensor up_scale, Tensor? sub_norm_weight, Tensor down_weight, "
-      "Tensor down_scale, float eps, str activation) -> Tensor");
+      "Tensor down_scale, float eps, str activation, int[] out_features=[]) -> Tensor");
   // query F [B, T, H, D], caches float32 or bfloat16 [B, KV, L, D], start_positions int64 [B]
   //   -> F [B, T, H, D]; token t of sequence b sees positions 0 .. start_positions[b] + t
   m.def(
@@ -82,6 +96,8 @@ STABLE_TORCH_LIBRARY_IMPL(bitnet, CPU, m) {
   using namespace bitnet;  // NOLINT: one list, read against the one above
   m.impl("pack", TORCH_BOX(&ops::pack));
   m.impl("unpack", TORCH_BOX(&ops::unpack));
+  m.impl("prepack", TORCH_BOX(&ops::prepack));
+  m.impl("unprepack", TORCH_BOX(&ops::unprepack));
   m.impl("quantize_weights", TORCH_BOX(&ops::quantize_weights));
   m.impl("quantize_activations", TORCH_BOX(&ops::quantize_activations));
   m.impl("gemv", TORCH_BOX(&ops::gemv));

@@ -20,6 +20,7 @@ from op_samples import (
     int8_values,
     mlp_arguments,
     positive,
+    private,
     quantized_head,
     random_packed,
 )
@@ -32,11 +33,18 @@ def _large(op: str, build: Callable[[torch.Generator], tuple[Any, ...]]) -> Samp
 LARGE = [
     _large("pack", lambda g: (torch.randint(-1, 2, (301, 517), generator=g, dtype=torch.int8),)),
     _large("unpack", lambda g: (random_packed(g, 301, 517), 517)),
+    _large("unprepack", lambda g: (
+        private(random_packed(g, 301, 517), 517, "1.6bit"), 301, 517,
+    )),
     _large("quantize_weights", lambda g: (torch.randn(301, 517, generator=g),)),
     _large("quantize_activations", lambda g: (activations(g, 61, 1031),)),
     _large("gemv", lambda g: (random_packed(g, 1021, 517), int8_values(g, 517))),
     _large("gemm", lambda g: (
         random_packed(g, 517, 301), int8_values(g, 37, 301), positive(g, 37), positive(g, 517),
+    )),
+    _large("gemm", lambda g: (
+        private(random_packed(g, 517, 301), 301, "2bit"), int8_values(g, 130, 301),
+        positive(g, 130), positive(g, 517), 517,
     )),
     _large("linear", lambda g: (
         activations(g, 37, 301), random_packed(g, 517, 301), positive(g, 1),

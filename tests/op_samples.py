@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bitnet_ops import reference
+
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 CACHE_DTYPES = (torch.float32, torch.bfloat16)
 
@@ -55,6 +57,14 @@ def pack_codes(codes: Tensor) -> Tensor:
 
 def random_packed(rng: torch.Generator, n: int, k: int) -> Tensor:
     return pack_codes(random_codes(rng, n, k))
+
+
+def private(weight: Tensor, k: int, format: str) -> Tensor:
+    """A canonical weight in a private layout of the ISA in force when the sample is made."""
+    return reference.prepack(weight, k, format)
+
+
+FORMATS = ("2bit", "1.6bit")
 
 
 def activations(rng: torch.Generator, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -107,6 +117,21 @@ def _unpack() -> Built:
         yield f"{n}x{k}", lambda g, n=n, k=k: (random_packed(g, n, k), k)
 
 
+def _prepack() -> Built:
+    for fmt in FORMATS:
+        for n, k in ((1, 1), (5, 64), (33, 300), (81, 129)):
+            yield f"{fmt}_{n}x{k}", lambda g, n=n, k=k, f=fmt: (random_packed(g, n, k), k, f)
+    yield "no_rows", lambda g: (random_packed(g, 0, 64), 64, "2bit")
+
+
+def _unprepack() -> Built:
+    for fmt in FORMATS:
+        for n, k in ((1, 1), (5, 64), (33, 300), (81, 129)):
+            yield f"{fmt}_{n}x{k}", lambda g, n=n, k=k, f=fmt: (
+                private(random_packed(g, n, k), k, f), n, k,
+            )  # fmt: skip
+
+
 def _quantize_weights() -> Built:
     for dtype in FLOATS:
         yield _name(dtype), lambda g, d=dtype: (torch.randn(7, 37, generator=g).to(d),)
@@ -141,6 +166,10 @@ def _gemv() -> Built:
         random_packed(g, 9, 200), int8_values(g, 200), positive(g), positive(g, 9),
     )  # fmt: skip
     yield "strided", lambda g: (random_packed(g, 9, 200), strided(int8_values(g, 200)))
+    for fmt in FORMATS:
+        yield f"private_{fmt}", lambda g, f=fmt: (
+            private(random_packed(g, 83, 200), 200, f), int8_values(g, 200), None, None, 83,
+        )  # fmt: skip
 
 
 def _gemm() -> Built:
@@ -155,6 +184,12 @@ def _gemm() -> Built:
         random_packed(g, 9, 200), int8_values(g, 5, 200), positive(g, 5), positive(g, 9),
     )  # fmt: skip
     yield "transposed", lambda g: (random_packed(g, 9, 200), transposed(int8_values(g, 5, 200)))
+    for fmt in FORMATS:
+        for m in (2, 3, 7, 70):
+            yield f"private_{fmt}_{m}", lambda g, f=fmt, m=m: (
+                private(random_packed(g, 83, 200), 200, f), int8_values(g, m, 200),
+                positive(g, m), positive(g, 83), 83,
+            )  # fmt: skip
 
 
 def _linear() -> Built:
@@ -176,6 +211,11 @@ def _linear() -> Built:
     yield "transposed", lambda g: (
         transposed(activations(g, 4, 140)), random_packed(g, 6, 140), positive(g, 1),
     )  # fmt: skip
+    for fmt in FORMATS:
+        yield f"private_{fmt}", lambda g, f=fmt: (
+            activations(g, 3, 300), private(random_packed(g, 17, 300), 300, f), positive(g, 1),
+            torch.randn(17, generator=g), 17,
+        )  # fmt: skip
 
 
 def _rms_norm() -> Built:
@@ -257,6 +297,14 @@ def _qkv(g: torch.Generator, x: Tensor, k: int, gain_dtype: torch.dtype) -> Argu
     return (x, gain(g, k, gain_dtype), *shards, 1e-5)
 
 
+def _private_qkv(g: torch.Generator, k: int, fmt: str) -> Arguments:
+    args = list(_qkv(g, activations(g, 3, k), k, torch.float32))
+    rows = [args[index].shape[0] for index in (2, 4, 6)]
+    for index in (2, 4, 6):
+        args[index] = private(args[index], k, fmt)
+    return (*args, rows)
+
+
 def _qkv_forward() -> Built:
     for dtype in FLOATS:
         yield _name(dtype), lambda g, d=dtype: _qkv(g, activations(g, 3, 140, dtype=d), 140, d)
@@ -267,6 +315,8 @@ def _qkv_forward() -> Built:
     )
     yield "no_tokens", lambda g: _qkv(g, activations(g, 0, 64), 64, torch.float32)
     yield "strided", lambda g: _qkv(g, strided(activations(g, 2, 64)), 64, torch.float32)
+    for fmt in FORMATS:
+        yield f"private_{fmt}", lambda g, f=fmt: _private_qkv(g, 140, f)
 
 
 def mlp_arguments(
@@ -283,6 +333,13 @@ def mlp_arguments(
     )  # fmt: skip
 
 
+def private_mlp_arguments(g: torch.Generator, k: int, inner: int, fmt: str) -> Arguments:
+    args = list(mlp_arguments(g, activations(g, 3, k), "relu2", intermediate=inner))
+    for index, width in ((2, k), (4, k), (7, inner)):
+        args[index] = private(args[index], width, fmt)
+    return (*args, [inner, k])
+
+
 def _mlp_forward() -> Built:
     for dtype in FLOATS:
         for activation in ("relu2", "silu"):
@@ -297,6 +354,8 @@ def _mlp_forward() -> Built:
     yield "leading_dims", lambda g: mlp_arguments(g, activations(g, 2, 2, 64), "relu2", False)
     yield "no_tokens", lambda g: mlp_arguments(g, activations(g, 0, 64), "relu2")
     yield "strided", lambda g: mlp_arguments(g, strided(activations(g, 2, 64)), "relu2")
+    for fmt in FORMATS:
+        yield f"private_{fmt}", lambda g, f=fmt: private_mlp_arguments(g, 140, 150, f)
 
 
 def attention_arguments(
@@ -474,6 +533,8 @@ def _probe_int8_peak() -> Built:
 _BUILDERS: dict[str, Callable[[], Built]] = {
     "pack": _pack,
     "unpack": _unpack,
+    "prepack": _prepack,
+    "unprepack": _unprepack,
     "quantize_weights": _quantize_weights,
     "quantize_activations": _quantize_activations,
     "gemv": _gemv,
@@ -503,7 +564,12 @@ SAMPLES: dict[str, list[Sample]] = {
 MUTATED = {"kv_cache_update": (0, 1)}
 ALL_SAMPLES = [sample for samples in SAMPLES.values() for sample in samples]
 # Results of the probes depend on the machine by purpose; what is compared leaves them out.
-COMPARABLE_SAMPLES = [sample for sample in ALL_SAMPLES if not sample.op.startswith("_probe")]
+# A private layout depends on the ISA by purpose; unprepack shows that it holds the same weights.
+COMPARABLE_SAMPLES = [
+    sample
+    for sample in ALL_SAMPLES
+    if not sample.op.startswith("_probe") and sample.op != "prepack"
+]
 
 
 def results(returned: Any, args: Arguments, op: str) -> list[Tensor]:

@@ -30,7 +30,8 @@ from op_samples import (
 )
 
 CATALOGUE = [
-    "pack", "unpack", "quantize_weights", "quantize_activations", "gemv", "gemm", "linear",
+    "pack", "unpack", "prepack", "unprepack", "quantize_weights", "quantize_activations",
+    "gemv", "gemm", "linear",
     "rms_norm", "add_rms_norm", "relu2_mul", "silu_and_mul", "rope_table", "rope", "qkv_forward",
     "mlp_forward", "attention", "kv_cache_update", "quantize_head", "lm_head", "embedding",
     "_probe_read", "_probe_int8_peak",
@@ -59,6 +60,8 @@ def test_every_op_has_wrapper_reference_and_samples_of_the_same_signature(op: st
     schema = REGISTERED[op]
     names = [argument.name for argument in schema.arguments]
     defaults = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
+    # A default list cannot be changed by accident where it is written as a tuple.
+    defaults = {n: tuple(d) if isinstance(d, list) else d for n, d in defaults.items()}
     for module in (ops, reference):
         parameters = inspect.signature(getattr(module, op)).parameters
         assert list(parameters) == names, module.__name__
@@ -118,7 +121,7 @@ def test_opcheck_with_an_input_that_requires_grad(op: str) -> None:
     for tensor in floating:
         tensor.requires_grad_()
     if not floating:
-        assert op in {"pack", "unpack", "gemv", "gemm", "rope_table"}
+        assert op in {"pack", "unpack", "prepack", "unprepack", "gemv", "gemm", "rope_table"}
     utils = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(getattr(torch.ops.bitnet, op).default, args, test_utils=utils)
 

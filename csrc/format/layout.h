@@ -42,4 +42,28 @@ constexpr int64_t head_padded_k(int64_t k) {
 }
 constexpr int64_t head_tiles(int64_t rows) { return (rows + kHeadTileRows - 1) / kHeadTileRows; }
 
+// Private layouts, made when a model is loaded and never written to a model file.  L lanes of 32
+// bits are what the kernel's registers hold: 4 (NEON), 8 (AVX2, AVX-VNNI, scalar), 16 (AVX-512,
+// AMX).  A line is 4 * L bytes: byte j of lane l stands for k = 4 * line + j.
+//   2 bit    a tile is 4 * L rows; bits 2f+1..2f of the byte are the code of row L * f + l, f < 4
+//   1.6 bit  a tile is 5 * L rows; byte = ceil(256 * v / 243), v = sum over g < 5 of
+//            code(row L * g + l) * 3^(4-g): a fraction in base 3, whose digits come off the top by
+//            multiplying with 3
+// A tile is `tile_lines(k)` consecutive lines, one sequential stream; K is padded to a multiple of
+// 64 and N to whole tiles with code 1 (weight 0).
+inline constexpr int64_t kTileStepK = 4;                // consecutive k in a lane
+inline constexpr int64_t kTilePadK = 64;                // an AMX tile of k
+inline constexpr int64_t kTileMaxK = int64_t{1} << 15;  // bound of the sums, kernel_table.h
+inline constexpr int64_t kTwoBitFields = 4;
+inline constexpr int64_t kTritFields = 5;
+
+// The byte of v = 81 * c0 + 27 * c1 + 9 * c2 + 3 * c3 + c4.
+constexpr int trit_byte(int v) { return (256 * v + 242) / 243; }
+
+constexpr int64_t tile_padded_k(int64_t k) { return (k + kTilePadK - 1) / kTilePadK * kTilePadK; }
+constexpr int64_t tile_lines(int64_t k) { return tile_padded_k(k) / kTileStepK; }
+constexpr int64_t tiles_for(int64_t n, int64_t lanes, int64_t fields) {
+  return (n + lanes * fields - 1) / (lanes * fields);
+}
+
 }  // namespace bitnet::layout

@@ -30,6 +30,20 @@ struct HeadToken {
   float scale;
 };
 
+// A product of private tiles (format/layout.h) with int8 tokens.
+struct TileJob {
+  const uint8_t* tiles;  // the first tile; the others follow
+  int64_t lines;         // of a tile, a multiple of 16; K padded is 4 * lines
+  int64_t tile_count;
+  const int8_t* x;  // token m at x + m * x_stride, readable for 4 * lines, zeros from K
+  int64_t x_stride;
+  const int32_t* x_sum;  // x_sum[m] = sum of token m
+  int64_t tokens;
+  int32_t* out;            // row i of the job and token m at out[m * out_stride + i]
+  int64_t out_stride;      // at least the rows of all tiles
+  int64_t prefetch_bytes;  // how far ahead of the weight stream to prefetch; depends on the CPU
+};
+
 struct KernelTable {
   const char* name;         // what BITNET_OPS_ISA and force_isa() take
   const char* description;  // one line for people
@@ -44,6 +58,12 @@ struct KernelTable {
   void (*ternary_gemm)(const uint8_t* weight, int64_t row_bytes, int64_t row_begin, int64_t row_end,
                        const int8_t* x, int64_t x_stride, const int32_t* x_sum, int64_t tokens,
                        int32_t* out, int64_t out_stride);
+  // The same product over private tiles of `tile_lanes` lanes: all rows of tile_count tiles, exact.
+  // The sums of raw and scaled bytes inside stay below 255 * 128 * K <= 2^30 * 1.0 for K <= 32768,
+  // and 256 * 2 * 128 * K <= 2^31, where the trit sums are divided by 256.
+  int64_t tile_lanes;
+  void (*tile_gemm)(const TileJob& job);       // 2 bit
+  void (*trit_tile_gemm)(const TileJob& job);  // 1.6 bit
   // Sum of n int8 values; n <= 2^24 keeps it inside int32.
   int32_t (*sum_i8)(const int8_t* x, int64_t n);
   // q[i] = clamp(round_half_even(x[i] * s), -128, 127) with s = 127 * (1 / max(absmax, 1e-5));

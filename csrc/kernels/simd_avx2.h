@@ -33,5 +33,72 @@ inline Acc widen(Acc acc, Partial p) {
   return _mm256_add_epi32(acc, _mm256_madd_epi16(p, _mm256_set1_epi16(1)));
 }
 
+// ---- private tiles ----------------------------------------------------------------------------
+
+constexpr int kPanelFrom = 4;  // tokens from which decoding to memory pays
+
+// 16 x int16: |pair| <= 2 * 128 * code, so codes up to 8 are safe for 16 lines (32768 is reached
+// only as -32768), codes up to 2 for 64 and codes up to 3 for 42.
+inline TilePart tile_dot(TilePart p, TileCodes c, TileX x) {
+  return _mm256_add_epi16(p, _mm256_maddubs_epi16(c, x));
+}
+inline TileSum part_sum(TilePart p) { return _mm256_madd_epi16(p, _mm256_set1_epi16(1)); }
+
+// One shift for four fields: fields 1 and 3 keep a factor of 4.
+struct TwoBit {
+  static constexpr int kFields = 4, kDots = 4, kUnroll = 2, kGroup = 3, kZeroCode = 1;
+  static constexpr int64_t kFlush = 16;
+  struct Split {
+    TileLine low, high;
+  };
+  static Split split(TileLine v) { return {v, shift_bytes<4>(v)}; }
+  template <int F>
+  static TileCodes codes(const Split& s) {
+    return and_bytes(F < 2 ? s.low : s.high, F % 2 == 0 ? 3 : 12);
+  }
+  static void finish(TileSum (&s)[4]) {
+    s[1] = shift_sum<2>(s[1]);
+    s[3] = shift_sum<2>(s[3]);
+  }
+};
+
+struct TwoBitPlain {
+  static constexpr int kFields = 4, kZeroCode = 1;
+  static constexpr int64_t kPanelLines = 64;
+  using Split = TileLine;
+  static Split split(TileLine v) { return v; }
+  template <int F>
+  static TileCodes codes(const Split& s) {
+    return and_bytes(shift_bytes<2 * F>(s), 3);
+  }
+};
+
+// q is a fraction in base 3: its next digit is the integer part of 3 q / 256, which with 1 added
+// are the top two bits of 3 q / 4 + 63, two roundings to nearest included (tests walk all 243).
+struct TritDigits {
+  static constexpr int kFields = 5, kDots = 5, kUnroll = 1, kGroup = 3, kZeroCode = 2;
+  static constexpr int64_t kFlush = 32, kPanelLines = 32;
+  struct Split {
+    TileLine q[5];
+  };
+  // q, 3 q, 9 q, ... modulo 256
+  static Split split(TileLine q) {
+    Split s;
+#pragma GCC unroll 8
+    for (int i = 0; i < 5; ++i) {
+      s.q[i] = q;
+      q = add_bytes(q, add_bytes(q, q));
+    }
+    return s;
+  }
+  template <int F>
+  static TileCodes codes(const Split& s) {
+    const TileLine top = avg_bytes(s.q[F], avg_bytes(s.q[F], set1_byte(253)));
+    return and_bytes(shift_bytes<6>(top), 3);
+  }
+  static void finish(TileSum (&)[5]) {}
+};
+using Trits = TritDigits;
+
 }  // namespace
 }  // namespace bitnet::BITNET_ISA

@@ -165,5 +165,59 @@ inline uint64_t reduce_lines(LineXor a, LineXor b) {
   return static_cast<uint64_t>(_mm_extract_epi64(r, 0) ^ _mm_extract_epi64(r, 1));
 }
 
+// ---- private tiles: 16 lanes; decoders in simd_tile_vnni.h --------------------------------------
+
+constexpr int64_t kTileLanes = 16;
+constexpr int kTileParts = 24;                      // 2 bit x 6 tokens, of 32 registers
+constexpr int kTwoBitUnroll = 4, kTwoBitGroup = 5;  // 16 parts hide the latency of the dot
+constexpr int kTritUnroll = 2, kTritGroup = 4;
+
+using TileLine = __m512i;
+using TileCodes = __m512i;
+using TileX = __m512i;
+using TilePart = __m512i;
+using TileSum = __m512i;
+
+inline TileLine load_line(const uint8_t* p) {
+  TileLine v = _mm512_loadu_si512(p);
+#if !defined(BITNET_EMULATE)
+  __asm__("" : "+v"(v));  // else g++ 12 loads it again for every mask
+#endif
+  return v;
+}
+inline void store_line(uint8_t* p, TileCodes c) { _mm512_storeu_si512(p, c); }
+inline TileX broadcast_x(const int8_t* p) {
+  int32_t four;
+  __builtin_memcpy(&four, p, 4);
+  return _mm512_set1_epi32(four);
+}
+inline TilePart tile_part_zero() { return _mm512_setzero_si512(); }
+inline TilePart tile_dot(TilePart p, TileCodes c, TileX x) {
+#if defined(BITNET_EMULATE)
+  return _mm512_dpbusd_epi32(p, c, x);
+#else
+  // g++ 12 copies and spills the accumulators of the intrinsic
+  __asm__("vpdpbusd %2, %1, %0" : "+v"(p) : "v"(c), "v"(x));
+  return p;
+#endif
+}
+inline TileSum load_sum(const int32_t* p) { return _mm512_loadu_si512(p); }
+inline void store_sum(int32_t* p, TileSum s) { _mm512_storeu_si512(p, s); }
+inline TileSum set1_sum(int32_t x) { return _mm512_set1_epi32(x); }
+inline TileSum add_sum(TileSum a, TileSum b) { return _mm512_add_epi32(a, b); }
+inline TileSum sub_sum(TileSum a, TileSum b) { return _mm512_sub_epi32(a, b); }
+template <int N>
+inline TileSum shift_sum(TileSum s) {
+  return _mm512_srai_epi32(s, N);
+}
+inline TileCodes and_bytes(TileLine v, int mask) {
+  return _mm512_and_si512(v, _mm512_set1_epi8(static_cast<char>(mask)));
+}
+inline TileLine add_bytes(TileLine a, TileLine b) { return _mm512_add_epi8(a, b); }
+inline TileLine avg_bytes(TileLine a, TileLine b) { return _mm512_avg_epu8(a, b); }
+inline TileLine set1_byte(int b) { return _mm512_set1_epi8(static_cast<char>(b)); }
+
 }  // namespace
 }  // namespace bitnet::BITNET_ISA
+
+#include "kernels/simd_tile_vnni.h"

@@ -23,5 +23,13 @@ inline Partial dot(Partial p, Codes c, Activations x) {
 }
 inline Acc widen(Acc acc, Partial p) { return _mm256_add_epi32(acc, p); }
 
+// ---- private tiles: simd_tile_vnni.h ------------------------------------------------------------
+
+constexpr int kTwoBitUnroll = 2, kTwoBitGroup = 6;  // 8 parts hide the latency of the dot
+constexpr int kTritUnroll = 1, kTritGroup = 4;
+inline TilePart tile_dot(TilePart p, TileCodes c, TileX x) { return dot(p, c, x); }
+
 }  // namespace
 }  // namespace bitnet::BITNET_ISA
+
+#include "kernels/simd_tile_vnni.h"

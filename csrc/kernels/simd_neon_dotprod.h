@@ -218,6 +218,84 @@ inline Acc widen(Acc acc, Partial p) { return vaddq_s32(acc, p); }
 inline int32_t reduce(Acc acc) { return vaddvq_s32(acc); }
 inline void prefetch(const void* p) { __builtin_prefetch(p); }
 
+// ---- words of the private tiles: 4 lanes --------------------------------------------------------
+
+constexpr int64_t kTileLanes = 4;
+constexpr int kTileParts = 24;
+constexpr int kPanelFrom = 0;  // never decode to memory
+
+using TileLine = uint8x16_t;
+using TileCodes = uint8x16_t;
+using TileX = int8x16_t;
+using TilePart = int32x4_t;
+using TileSum = int32x4_t;
+
+inline TileLine load_line(const uint8_t* p) { return vld1q_u8(p); }
+inline void store_line(uint8_t* p, TileCodes c) { vst1q_u8(p, c); }
+inline TileX broadcast_x(const int8_t* p) {
+  int32_t four;
+  __builtin_memcpy(&four, p, 4);
+  return vreinterpretq_s8_s32(vdupq_n_s32(four));
+}
+inline TilePart tile_part_zero() { return vdupq_n_s32(0); }
+inline TilePart tile_dot(TilePart p, TileCodes c, TileX x) {
+  return vdotq_s32(p, vreinterpretq_s8_u8(c), x);
+}
+inline TileSum part_sum(TilePart p) { return p; }
+inline TileSum load_sum(const int32_t* p) { return vld1q_s32(p); }
+inline void store_sum(int32_t* p, TileSum s) { vst1q_s32(p, s); }
+inline TileSum set1_sum(int32_t x) { return vdupq_n_s32(x); }
+inline TileSum add_sum(TileSum a, TileSum b) { return vaddq_s32(a, b); }
+inline TileSum sub_sum(TileSum a, TileSum b) { return vsubq_s32(a, b); }
+
+// The dot takes signed bytes: fields 1 and 2 keep their factor, field 3 is shifted down.
+struct TwoBit {
+  static constexpr int kFields = 4, kDots = 4, kUnroll = 2, kGroup = 5, kZeroCode = 1;
+  static constexpr int64_t kFlush = int64_t{1} << 30;
+  using Split = TileLine;
+  static Split split(TileLine v) { return v; }
+  template <int F>
+  static TileCodes codes(Split v) {
+    return F == 3 ? vshrq_n_u8(v, 6) : vandq_u8(v, vdupq_n_u8(3 << (2 * F % 6)));
+  }
+  static void finish(TileSum (&s)[4]) {
+    s[1] = vshrq_n_s32(s[1], 2);
+    s[2] = vshrq_n_s32(s[2], 4);
+  }
+};
+using TwoBitPlain = TwoBit;
+
+// q - 128 for q, a fraction in base 3, and 3 (q - 128) = 3 q - 128 modulo 256: so the offset stays,
+// and in (3 q_i - q_{i+1}) / 256, the digit that falls out, it takes exactly 1 off every digit.
+struct Trits {
+  static constexpr int kFields = 5, kDots = 6, kUnroll = 2, kGroup = 4, kZeroCode = 0;
+  static constexpr int64_t kFlush = int64_t{1} << 30;
+  struct Split {
+    TileLine q[6];
+  };
+  static Split split(TileLine q) {
+    Split s;
+    q = veorq_u8(q, vdupq_n_u8(128));
+#pragma GCC unroll 8
+    for (int i = 0; i < 6; ++i) {
+      s.q[i] = q;
+      q = vaddq_u8(q, vaddq_u8(q, q));
+    }
+    return s;
+  }
+  template <int F>
+  static TileCodes codes(const Split& s) {
+    return s.q[F];
+  }
+  static void finish(TileSum (&s)[6]) {
+#pragma GCC unroll 8
+    for (int i = 0; i < 5; ++i) {
+      s[i] = vshrq_n_s32(vsubq_s32(vaddq_s32(s[i], vaddq_s32(s[i], s[i])), s[i + 1]), 8);
+    }
+  }
+};
+using TritDigits = Trits;
+
 inline int32_t sum_i8_vector(const int8_t* p, int64_t n) {
   int32x4_t acc = vdupq_n_s32(0);
   int64_t i = 0;

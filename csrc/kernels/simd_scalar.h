@@ -212,6 +212,91 @@ inline Acc widen(Acc acc, Partial p) { return acc + p; }
 inline int32_t reduce(Acc acc) { return acc; }
 inline void prefetch(const void*) {}
 
+// ---- words of the private tiles ---------------------------------------------------------------
+// A tile line is kTileLanes lanes of 4 bytes.  A decoder (TwoBit, Trits, ...; generic/tiles.inl)
+// takes code vectors out of it; broadcast_x gives every lane the same 4 activations; tile_dot adds
+// the 4 products of every lane; a TilePart holds them for a decoder's kFlush lines and part_sum
+// makes int32 sums of it.
+
+constexpr int64_t kTileLanes = 8;
+constexpr int kTileParts = 8;
+constexpr int kPanelFrom = 0;  // never decode to memory
+
+struct TileLine {
+  uint8_t byte[32];
+};
+using TileCodes = TileLine;
+struct TileX {
+  int8_t x[4];
+};
+struct TileSum {
+  int32_t lane[8];
+};
+using TilePart = TileSum;
+
+inline TileLine load_line(const uint8_t* p) {
+  TileLine v;
+  for (int i = 0; i < 32; ++i) v.byte[i] = p[i];
+  return v;
+}
+inline void store_line(uint8_t* p, const TileCodes& c) {
+  for (int i = 0; i < 32; ++i) p[i] = c.byte[i];
+}
+inline TileX broadcast_x(const int8_t* p) { return {{p[0], p[1], p[2], p[3]}}; }
+inline TileSum set1_sum(int32_t x) { return {{x, x, x, x, x, x, x, x}}; }
+inline TilePart tile_part_zero() { return set1_sum(0); }
+inline TilePart tile_dot(TilePart p, const TileCodes& c, const TileX& a) {
+  for (int i = 0; i < 32; ++i) p.lane[i / 4] += int32_t{c.byte[i]} * a.x[i % 4];
+  return p;
+}
+inline TileSum part_sum(const TilePart& p) { return p; }
+inline TileSum load_sum(const int32_t* p) {
+  TileSum s;
+  for (int i = 0; i < 8; ++i) s.lane[i] = p[i];
+  return s;
+}
+inline void store_sum(int32_t* p, const TileSum& s) {
+  for (int i = 0; i < 8; ++i) p[i] = s.lane[i];
+}
+inline TileSum add_sum(TileSum a, const TileSum& b) {
+  for (int i = 0; i < 8; ++i) a.lane[i] += b.lane[i];
+  return a;
+}
+inline TileSum sub_sum(TileSum a, const TileSum& b) {
+  for (int i = 0; i < 8; ++i) a.lane[i] -= b.lane[i];
+  return a;
+}
+
+struct TwoBit {
+  static constexpr int kFields = 4, kDots = 4, kUnroll = 1, kGroup = 2, kZeroCode = 1;
+  static constexpr int64_t kFlush = int64_t{1} << 30;
+  using Split = TileLine;
+  static Split split(const TileLine& v) { return v; }
+  template <int F>
+  static TileCodes codes(Split v) {
+    for (uint8_t& b : v.byte) b = (b >> (2 * F)) & 3;
+    return v;
+  }
+  static void finish(TileSum (&)[4]) {}
+};
+using TwoBitPlain = TwoBit;
+
+// Digits of a fraction in base 3 come off the top by multiplying with 3.
+struct Trits {
+  static constexpr int kFields = 5, kDots = 5, kUnroll = 1, kGroup = 1, kZeroCode = 1;
+  static constexpr int64_t kFlush = int64_t{1} << 30;
+  using Split = TileLine;
+  static Split split(const TileLine& v) { return v; }
+  template <int F>
+  static TileCodes codes(Split v) {
+    constexpr int kPower[] = {1, 3, 9, 27, 81};
+    for (uint8_t& b : v.byte) b = static_cast<uint8_t>((b * kPower[F] & 0xff) * 3 >> 8);
+    return v;
+  }
+  static void finish(TileSum (&)[5]) {}
+};
+using TritDigits = Trits;
+
 inline int32_t sum_i8_vector(const int8_t* p, int64_t n) {
   int32_t sum = 0;
   for (int64_t i = 0; i < n; ++i) sum += p[i];

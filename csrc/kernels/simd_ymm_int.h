@@ -48,6 +48,50 @@ inline int32_t reduce(Acc acc) {
 }
 inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
 
+// ---- words of the private tiles: 8 lanes -------------------------------------------------------
+
+constexpr int64_t kTileLanes = 8;
+constexpr int kTileParts = 12;  // accumulators that leave registers for operands
+
+using TileLine = __m256i;
+using TileCodes = __m256i;
+using TileX = __m256i;
+using TilePart = __m256i;
+using TileSum = __m256i;
+
+inline TileLine load_line(const uint8_t* p) { return load_bytes(p); }
+inline void store_line(uint8_t* p, TileCodes c) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), c);
+}
+inline TileX broadcast_x(const int8_t* p) {
+  int32_t four;
+  __builtin_memcpy(&four, p, 4);
+  return _mm256_set1_epi32(four);
+}
+inline TilePart tile_part_zero() { return _mm256_setzero_si256(); }
+inline TileSum load_sum(const int32_t* p) { return load_bytes(p); }
+inline void store_sum(int32_t* p, TileSum s) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), s);
+}
+inline TileSum set1_sum(int32_t x) { return _mm256_set1_epi32(x); }
+inline TileSum add_sum(TileSum a, TileSum b) { return _mm256_add_epi32(a, b); }
+inline TileSum sub_sum(TileSum a, TileSum b) { return _mm256_sub_epi32(a, b); }
+template <int N>
+inline TileSum shift_sum(TileSum s) {
+  return _mm256_srai_epi32(s, N);
+}
+inline TileCodes and_bytes(TileLine v, int mask) {
+  return _mm256_and_si256(v, _mm256_set1_epi8(static_cast<char>(mask)));
+}
+// Bit N and up of every 16 bits; a mask must follow.
+template <int N>
+inline TileLine shift_bytes(TileLine v) {
+  return N == 0 ? v : _mm256_srli_epi16(v, N);
+}
+inline TileLine add_bytes(TileLine a, TileLine b) { return _mm256_add_epi8(a, b); }
+inline TileLine avg_bytes(TileLine a, TileLine b) { return _mm256_avg_epu8(a, b); }
+inline TileLine set1_byte(int b) { return _mm256_set1_epi8(static_cast<char>(b)); }
+
 inline int32_t sum_i8_vector(const int8_t* p, int64_t n) {
   const __m256i ones = _mm256_set1_epi8(1);
   __m256i acc = _mm256_setzero_si256();

@@ -49,10 +49,12 @@ void check_input(const Check& check, const Tensor& x, const Tensor& norm_weight,
     check.fail("eps", "finite and not negative", std::to_string(eps));
 }
 
-void check_projection(const Check& check, const Tensor& weight, const Tensor& scale, int64_t k,
-                      const char* weight_name, const char* scale_name) {
-  check.packed_for(weight, weight_name, k);
-  check.weight_scale(scale, scale_name, weight.size(0));
+// out_features: empty, or one per weight; private layouts need it.
+void check_out_features(const Check& check, const std::vector<int64_t>& out_features,
+                        size_t count) {
+  if (out_features.empty() || out_features.size() == count) return;
+  check.fail("out_features", "empty or with " + std::to_string(count) + " elements",
+             std::to_string(out_features.size()));
 }
 
 Shape with_last(Shape shape, int64_t last) {
@@ -87,24 +89,28 @@ std::tuple<Tensor, Tensor, Tensor> qkv_forward(const Tensor& x_in, const Tensor&
                                                const Tensor& q_weight, const Tensor& q_scale,
                                                const Tensor& k_weight, const Tensor& k_scale,
                                                const Tensor& v_weight, const Tensor& v_scale,
-                                               double eps) {
+                                               double eps, std::vector<int64_t> out_features) {
   const Check check("qkv_forward");
   check_input(check, x_in, norm_weight, eps);
+  check_out_features(check, out_features, 3);
   const Shape shape = shape_of(x_in);
-  check_projection(check, q_weight, q_scale, shape.back(), "q_weight", "q_scale");
-  check_projection(check, k_weight, k_scale, shape.back(), "k_weight", "k_scale");
-  check_projection(check, v_weight, v_scale, shape.back(), "v_weight", "v_scale");
+  const Weight wq = weight_view_at(check, q_weight, "q_weight", shape.back(), out_features, 0);
+  const Weight wk = weight_view_at(check, k_weight, "k_weight", shape.back(), out_features, 1);
+  const Weight wv = weight_view_at(check, v_weight, "v_weight", shape.back(), out_features, 2);
+  check.weight_scale(q_scale, "q_scale", wq.n_rows);
+  check.weight_scale(k_scale, "k_scale", wk.n_rows);
+  check.weight_scale(v_scale, "v_scale", wv.n_rows);
   const Tensor x = as_contiguous(x_in);
   const DType type = dtype_of(x);
   const Scratch<float> gain = float_vector(norm_weight);
   QuantizedRows rows(product(shape, 0, shape.size() - 1), shape.back());
   norm_and_quantize(x, {gain.get(), static_cast<float>(eps), type}, rows);
-  Tensor q = empty(with_last(shape, q_weight.size(0)), x.scalar_type());
-  Tensor k = empty(with_last(shape, k_weight.size(0)), x.scalar_type());
-  Tensor v = empty(with_last(shape, v_weight.size(0)), x.scalar_type());
-  const Projection projections[] = {make_projection(q_weight, q_scale, type, q.mutable_data_ptr()),
-                                    make_projection(k_weight, k_scale, type, k.mutable_data_ptr()),
-                                    make_projection(v_weight, v_scale, type, v.mutable_data_ptr())};
+  Tensor q = empty(with_last(shape, wq.n_rows), x.scalar_type());
+  Tensor k = empty(with_last(shape, wk.n_rows), x.scalar_type());
+  Tensor v = empty(with_last(shape, wv.n_rows), x.scalar_type());
+  const Projection projections[] = {make_projection(wq, q_scale, type, q.mutable_data_ptr()),
+                                    make_projection(wk, k_scale, type, k.mutable_data_ptr()),
+                                    make_projection(wv, v_scale, type, v.mutable_data_ptr())};
   project(rows, projections, 3);
   return {q, k, v};
 }
@@ -112,17 +118,23 @@ std::tuple<Tensor, Tensor, Tensor> qkv_forward(const Tensor& x_in, const Tensor&
 Tensor mlp_forward(const Tensor& x_in, const Tensor& norm_weight, const Tensor& gate_weight,
                    const Tensor& gate_scale, const Tensor& up_weight, const Tensor& up_scale,
                    std::optional<Tensor> sub_norm_weight, const Tensor& down_weight,
-                   const Tensor& down_scale, double eps, std::string activation) {
+                   const Tensor& down_scale, double eps, std::string activation,
+                   std::vector<int64_t> out_features) {
   const Check check("mlp_forward");
   check_input(check, x_in, norm_weight, eps);
+  check_out_features(check, out_features, 2);
   const Shape shape = shape_of(x_in);
-  check_projection(check, gate_weight, gate_scale, shape.back(), "gate_weight", "gate_scale");
-  check_projection(check, up_weight, up_scale, shape.back(), "up_weight", "up_scale");
-  const int64_t inner = gate_weight.size(0);
-  if (up_weight.size(0) != inner)
+  const Weight gate =
+      weight_view_at(check, gate_weight, "gate_weight", shape.back(), out_features, 0);
+  const Weight up = weight_view_at(check, up_weight, "up_weight", shape.back(), out_features, 0);
+  check.weight_scale(gate_scale, "gate_scale", gate.n_rows);
+  check.weight_scale(up_scale, "up_scale", up.n_rows);
+  const int64_t inner = gate.n_rows;
+  if (up.n_rows != inner)
     check.fail("up_weight", "with the rows of gate_weight (" + std::to_string(inner) + ")",
-               std::to_string(up_weight.size(0)));
-  check_projection(check, down_weight, down_scale, inner, "down_weight", "down_scale");
+               std::to_string(up.n_rows));
+  const Weight down = weight_view_at(check, down_weight, "down_weight", inner, out_features, 1);
+  check.weight_scale(down_scale, "down_scale", down.n_rows);
   if (sub_norm_weight.has_value()) check.vector(*sub_norm_weight, "sub_norm_weight", inner);
   const bool relu2 = activation == "relu2";
   if (!(relu2 || activation == "silu"))
@@ -141,8 +153,8 @@ Tensor mlp_forward(const Tensor& x_in, const Tensor& norm_weight, const Tensor& 
 
   Scratch<float> gate_up(2 * tokens * inner);
   const Projection both[] = {
-      make_projection(gate_weight, gate_scale, DType::kF32, gate_up.get()),
-      make_projection(up_weight, up_scale, DType::kF32, gate_up.get() + tokens * inner)};
+      make_projection(gate, gate_scale, DType::kF32, gate_up.get()),
+      make_projection(up, up_scale, DType::kF32, gate_up.get() + tokens * inner)};
   project(rows, both, 2);
   kernels().round_row(inner_type, gate_up.get(), 2 * tokens * inner);
 
@@ -150,9 +162,9 @@ Tensor mlp_forward(const Tensor& x_in, const Tensor& norm_weight, const Tensor& 
   const float* sub = sub_norm_weight.has_value() ? sub_gain.get() : nullptr;
   activate_and_quantize(gate_up.get(), relu2, {sub, static_cast<float>(eps), inner_type},
                         inner_rows);
-  Tensor out = empty(with_last(shape, down_weight.size(0)), x.scalar_type());
-  const Projection down = make_projection(down_weight, down_scale, type, out.mutable_data_ptr());
-  project(inner_rows, &down, 1);
+  Tensor out = empty(with_last(shape, down.n_rows), x.scalar_type());
+  const Projection last = make_projection(down, down_scale, type, out.mutable_data_ptr());
+  project(inner_rows, &last, 1);
   return out;
 }
 

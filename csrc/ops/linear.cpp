@@ -24,19 +24,17 @@ bool wants_float(const Check& check, const std::optional<Tensor>& x_scale,
   return true;
 }
 
-Tensor ternary_matmul(const Check& check, const Tensor& weight, const Tensor& x_in,
+Tensor ternary_matmul(const Check& check, const Weight& weight, const Tensor& x_in,
                       const std::optional<Tensor>& x_scale,
                       const std::optional<Tensor>& weight_scale, int64_t tokens,
                       const Shape& out_shape) {
-  const int64_t k = x_in.size(x_in.dim() - 1), n = weight.size(0);
-  const bool scaled = wants_float(check, x_scale, weight_scale, tokens, n);
+  const bool scaled = wants_float(check, x_scale, weight_scale, tokens, weight.n_rows);
   const Tensor x = as_contiguous(x_in);
-  QuantizedRows rows(tokens, k);
+  QuantizedRows rows(tokens, weight.k);
   adopt_tokens(static_cast<const int8_t*>(x.const_data_ptr()), rows);
   Tensor out = empty(out_shape, scaled ? ScalarType::Float : ScalarType::Int);
   if (!scaled) {
-    project_i32(rows, static_cast<const uint8_t*>(weight.const_data_ptr()), n, weight.size(1),
-                static_cast<int32_t*>(out.mutable_data_ptr()));
+    project_i32(rows, weight, static_cast<int32_t*>(out.mutable_data_ptr()));
     return out;
   }
   const auto* scales = static_cast<const float*>(x_scale->const_data_ptr());
@@ -79,33 +77,32 @@ std::tuple<Tensor, Tensor> quantize_activations(const Tensor& x_in) {
 }
 
 Tensor gemv(const Tensor& weight, const Tensor& x, std::optional<Tensor> x_scale,
-            std::optional<Tensor> weight_scale) {
+            std::optional<Tensor> weight_scale, std::optional<int64_t> out_features) {
   const Check check("gemv");
   check.dtype(x, "x", ScalarType::Char);
   check.dim(x, "x", 1);
-  check.packed_for(weight, "weight", x.size(0));
-  return ternary_matmul(check, weight, x, x_scale, weight_scale, 1, {weight.size(0)});
+  const Weight w = weight_view(check, weight, "weight", x.size(0), out_features);
+  return ternary_matmul(check, w, x, x_scale, weight_scale, 1, {w.n_rows});
 }
 
 Tensor gemm(const Tensor& weight, const Tensor& x, std::optional<Tensor> x_scale,
-            std::optional<Tensor> weight_scale) {
+            std::optional<Tensor> weight_scale, std::optional<int64_t> out_features) {
   const Check check("gemm");
   check.dtype(x, "x", ScalarType::Char);
   check.dim(x, "x", 2);
-  check.packed_for(weight, "weight", x.size(1));
-  return ternary_matmul(check, weight, x, x_scale, weight_scale, x.size(0),
-                        {x.size(0), weight.size(0)});
+  const Weight w = weight_view(check, weight, "weight", x.size(1), out_features);
+  return ternary_matmul(check, w, x, x_scale, weight_scale, x.size(0), {x.size(0), w.n_rows});
 }
 
 Tensor linear(const Tensor& x_in, const Tensor& weight, const Tensor& weight_scale,
-              std::optional<Tensor> bias) {
+              std::optional<Tensor> bias, std::optional<int64_t> out_features) {
   const Check check("linear");
   check.float_dtype(x_in, "x");
   check.min_dim(x_in, "x", 1);
   Shape shape = shape_of(x_in);
   const int64_t k = shape.back();
-  check.packed_for(weight, "weight", k);
-  const int64_t n = weight.size(0);
+  const Weight w = weight_view(check, weight, "weight", k, out_features);
+  const int64_t n = w.n_rows;
   check.weight_scale(weight_scale, "weight_scale", n);
   if (bias.has_value()) check.vector(*bias, "bias", n);
   const int64_t tokens = product(shape, 0, shape.size() - 1);
@@ -115,7 +112,7 @@ Tensor linear(const Tensor& x_in, const Tensor& weight, const Tensor& weight_sca
   quantize_tokens(x.const_data_ptr(), type, rows);
   shape.back() = n;
   Tensor out = empty(shape, x.scalar_type());
-  Projection projection = make_projection(weight, weight_scale, type, out.mutable_data_ptr());
+  Projection projection = make_projection(w, weight_scale, type, out.mutable_data_ptr());
   const Scratch<float> bias_values = bias.has_value() ? float_vector(*bias) : Scratch<float>(0);
   if (bias.has_value()) projection.bias = bias_values.get();
   project(rows, &projection, 1);

@@ -8,48 +8,89 @@
 namespace bitnet::ops {
 namespace {
 
-// A task is kRowChunk weight rows x kTokenChunk tokens: its int32 sums stay in L1.
-constexpr int64_t kRowChunk = 64;
+// A task is a few units of weight rows x kTokenChunk tokens: its int32 sums stay in L1.
 constexpr int64_t kTokenChunk = 64;
+constexpr int64_t kTaskRows = 80;  // at most
 
 int64_t chunks(int64_t n, int64_t chunk) { return (n + chunk - 1) / chunk; }
 
-// Which projection, rows and tokens a task index stands for.  Rows run outermost, so that a share
+int64_t units_per_task(const Weight& w) { return std::max<int64_t>(1, 64 / w.unit_rows); }
+int64_t row_tasks(const Weight& w) { return chunks(w.units, units_per_task(w)); }
+
+// Which projection, units and tokens a task index stands for.  Rows run outermost, so that a share
 // with consecutive tasks reads consecutive weights.
 struct Task {
   const Projection* projection;
-  int64_t row_begin, row_end, token_begin, token_end;
+  int64_t unit_begin, unit_end, token_begin, token_end;
 };
 
 Task find_task(int64_t index, const Projection* projections, int64_t tokens) {
   const int64_t token_chunks = chunks(tokens, kTokenChunk);
   const Projection* p = projections;
-  while (index >= chunks(p->n_rows, kRowChunk) * token_chunks) {
-    index -= chunks(p->n_rows, kRowChunk) * token_chunks;
+  while (index >= row_tasks(p->weight) * token_chunks) {
+    index -= row_tasks(p->weight) * token_chunks;
     ++p;
   }
-  const int64_t row = index / token_chunks * kRowChunk;
+  const int64_t per_task = units_per_task(p->weight);
+  const int64_t unit = index / token_chunks * per_task;
   const int64_t token = index % token_chunks * kTokenChunk;
-  return {p, row, std::min(row + kRowChunk, p->n_rows), token,
+  return {p, unit, std::min(unit + per_task, p->weight.units), token,
           std::min(token + kTokenChunk, tokens)};
 }
 
 void run_task(const KernelTable& table, const QuantizedRows& rows, const Task& task) {
-  int32_t sums[kTokenChunk * kRowChunk];
-  float values[kRowChunk];
+  static_assert(kTaskRows >= kMaxUnitRows);
+  int32_t sums[kTokenChunk * kTaskRows];
+  float values[kTaskRows];
   const Projection& p = *task.projection;
-  const int64_t n = task.row_end - task.row_begin;
-  table.ternary_gemm(p.weight, p.row_bytes, task.row_begin, task.row_end,
-                     rows.codes.get() + task.token_begin * rows.stride, rows.stride,
-                     rows.sums.get() + task.token_begin, task.token_end - task.token_begin, sums,
-                     kRowChunk);
+  const int64_t row = task.unit_begin * p.weight.unit_rows;
+  const int64_t n = std::min(task.unit_end * p.weight.unit_rows, p.weight.n_rows) - row;
+  multiply_units(table, p.weight, task.unit_begin, task.unit_end,
+                 rows.codes.get() + task.token_begin * rows.stride, rows.stride,
+                 rows.sums.get() + task.token_begin, task.token_end - task.token_begin, sums,
+                 kTaskRows);
   for (int64_t m = task.token_begin; m < task.token_end; ++m) {
-    table.scale_row(sums + (m - task.token_begin) * kRowChunk, n,
-                    p.scale + p.scale_step * task.row_begin, p.scale_step, rows.scales.get()[m],
-                    p.bias == nullptr ? nullptr : p.bias + task.row_begin, values);
-    const int64_t at = (m * p.n_rows + task.row_begin) * element_size(p.type);
+    table.scale_row(sums + (m - task.token_begin) * kTaskRows, n, p.scale + p.scale_step * row,
+                    p.scale_step, rows.scales.get()[m], p.bias == nullptr ? nullptr : p.bias + row,
+                    values);
+    const int64_t at = (m * p.weight.n_rows + row) * element_size(p.type);
     table.store_row(p.type, values, n, offset_bytes(p.out, at));
   }
+}
+
+void run_task_i32(const KernelTable& table, const QuantizedRows& rows, const Task& task) {
+  int32_t sums[kTokenChunk * kTaskRows];
+  const Weight& w = task.projection->weight;
+  const int64_t row = task.unit_begin * w.unit_rows;
+  const int64_t n = std::min(task.unit_end * w.unit_rows, w.n_rows) - row;
+  multiply_units(table, w, task.unit_begin, task.unit_end,
+                 rows.codes.get() + task.token_begin * rows.stride, rows.stride,
+                 rows.sums.get() + task.token_begin, task.token_end - task.token_begin, sums,
+                 kTaskRows);
+  for (int64_t m = task.token_begin; m < task.token_end; ++m) {
+    std::memcpy(static_cast<int32_t*>(task.projection->out) + m * w.n_rows + row,
+                sums + (m - task.token_begin) * kTaskRows,
+                static_cast<size_t>(n) * sizeof(int32_t));
+  }
+}
+
+template <class Run>
+void run_tasks(const QuantizedRows& rows, const Projection* projections, int64_t count, Run run) {
+  if (rows.tokens == 0) return;
+  const KernelTable& table = kernels();
+  int64_t tasks = 0, macs = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    tasks += row_tasks(projections[i].weight) * chunks(rows.tokens, kTokenChunk);
+    macs += projections[i].weight.n_rows * rows.k * rows.tokens;
+  }
+  if (tasks == 0) return;
+  const int64_t shares = shares_for(tasks, macs, kMinMacs);
+  run_shares(shares, [&](int64_t s) {
+    const int64_t end = share_begin(tasks, shares, s + 1);
+    for (int64_t i = share_begin(tasks, shares, s); i < end; ++i) {
+      run(table, rows, find_task(i, projections, rows.tokens));
+    }
+  });
 }
 
 }  // namespace
@@ -95,10 +136,8 @@ void adopt_tokens(const int8_t* x, QuantizedRows& rows) {
   }
 }
 
-Projection make_projection(const Tensor& weight, const Tensor& scale, DType type, void* out) {
-  return {static_cast<const uint8_t*>(weight.const_data_ptr()),
-          weight.size(0),
-          weight.size(1),
+Projection make_projection(const Weight& weight, const Tensor& scale, DType type, void* out) {
+  return {weight,
           static_cast<const float*>(scale.const_data_ptr()),
           scale.numel() == 1 ? 0 : 1,
           nullptr,
@@ -107,32 +146,12 @@ Projection make_projection(const Tensor& weight, const Tensor& scale, DType type
 }
 
 void project(const QuantizedRows& rows, const Projection* projections, int64_t count) {
-  if (rows.tokens == 0) return;
-  const KernelTable& table = kernels();
-  int64_t tasks = 0, macs = 0;
-  for (int64_t i = 0; i < count; ++i) {
-    tasks += chunks(projections[i].n_rows, kRowChunk) * chunks(rows.tokens, kTokenChunk);
-    macs += projections[i].n_rows * rows.k * rows.tokens;
-  }
-  if (tasks == 0) return;
-  const int64_t shares = shares_for(tasks, macs, kMinMacs);
-  run_shares(shares, [&](int64_t s) {
-    const int64_t end = share_begin(tasks, shares, s + 1);
-    for (int64_t i = share_begin(tasks, shares, s); i < end; ++i) {
-      run_task(table, rows, find_task(i, projections, rows.tokens));
-    }
-  });
+  run_tasks(rows, projections, count, run_task);
 }
 
-void project_i32(const QuantizedRows& rows, const uint8_t* weight, int64_t n_rows,
-                 int64_t row_bytes, int32_t* out) {
-  const KernelTable& table = kernels();
-  if (rows.tokens == 0) return;
-  const int64_t groups = chunks(n_rows, 16);
-  parallel_ranges(groups, 16 * rows.k * rows.tokens, kMinMacs, [&](int64_t begin, int64_t end) {
-    table.ternary_gemm(weight, row_bytes, begin * 16, std::min(end * 16, n_rows), rows.codes.get(),
-                       rows.stride, rows.sums.get(), rows.tokens, out + begin * 16, n_rows);
-  });
+void project_i32(const QuantizedRows& rows, const Weight& weight, int32_t* out) {
+  const Projection projection{weight, nullptr, 0, nullptr, DType::kF32, out};
+  run_tasks(rows, &projection, 1, run_task_i32);
 }
 
 }  // namespace bitnet::ops

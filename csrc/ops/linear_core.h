@@ -2,9 +2,7 @@
 // all.
 #pragma once
 
-#include <optional>
-
-#include "ops/door.h"
+#include "ops/weights.h"
 
 namespace bitnet::ops {
 
@@ -27,10 +25,9 @@ void quantize_tokens(const void* x, DType type, QuantizedRows& rows);
 void adopt_tokens(const int8_t* x, QuantizedRows& rows);
 
 // y[m, n] = float(sum) * (scale[n] * x_scale[m]) + bias[n], stored as `type` at out[m * n_rows +
-// n].
+// n], n_rows those of the weight.
 struct Projection {
-  const uint8_t* weight;
-  int64_t n_rows, row_bytes;
+  Weight weight;
   const float* scale;
   int64_t scale_step;  // 0: one scale, 1: one per row
   const float* bias;   // may be null
@@ -38,13 +35,12 @@ struct Projection {
   void* out;
 };
 
-Projection make_projection(const Tensor& weight, const Tensor& scale, DType type, void* out);
+Projection make_projection(const Weight& weight, const Tensor& scale, DType type, void* out);
 
 // All projections of the same tokens, in one parallel region.
 void project(const QuantizedRows& rows, const Projection* projections, int64_t count);
 
 // Exact int32 sums: out [tokens, n_rows].
-void project_i32(const QuantizedRows& rows, const uint8_t* weight, int64_t n_rows,
-                 int64_t row_bytes, int32_t* out);
+void project_i32(const QuantizedRows& rows, const Weight& weight, int32_t* out);
 
 }  // namespace bitnet::ops

@@ -4,6 +4,7 @@
 #include <optional>
 #include <string>
 #include <tuple>
+#include <vector>
 
 #include "ops/door.h"
 
@@ -11,16 +12,18 @@ namespace bitnet::ops {
 
 Tensor pack(const Tensor& codes);
 Tensor unpack(const Tensor& weight, int64_t in_features);
+Tensor prepack(const Tensor& weight, int64_t in_features, std::string format);
+Tensor unprepack(const Tensor& weight, int64_t out_features, int64_t in_features);
 std::tuple<Tensor, Tensor> quantize_weights(const Tensor& weight);
 
 std::tuple<Tensor, Tensor> quantize_activations(const Tensor& x);
 
 Tensor gemv(const Tensor& weight, const Tensor& x, std::optional<Tensor> x_scale,
-            std::optional<Tensor> weight_scale);
+            std::optional<Tensor> weight_scale, std::optional<int64_t> out_features);
 Tensor gemm(const Tensor& weight, const Tensor& x, std::optional<Tensor> x_scale,
-            std::optional<Tensor> weight_scale);
+            std::optional<Tensor> weight_scale, std::optional<int64_t> out_features);
 Tensor linear(const Tensor& x, const Tensor& weight, const Tensor& weight_scale,
-              std::optional<Tensor> bias);
+              std::optional<Tensor> bias, std::optional<int64_t> out_features);
 
 Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps);
 std::tuple<Tensor, Tensor> add_rms_norm(const Tensor& x, const Tensor& residual,
@@ -34,11 +37,12 @@ std::tuple<Tensor, Tensor, Tensor> qkv_forward(const Tensor& x, const Tensor& no
                                                const Tensor& q_weight, const Tensor& q_scale,
                                                const Tensor& k_weight, const Tensor& k_scale,
                                                const Tensor& v_weight, const Tensor& v_scale,
-                                               double eps);
+                                               double eps, std::vector<int64_t> out_features);
 Tensor mlp_forward(const Tensor& x, const Tensor& norm_weight, const Tensor& gate_weight,
                    const Tensor& gate_scale, const Tensor& up_weight, const Tensor& up_scale,
                    std::optional<Tensor> sub_norm_weight, const Tensor& down_weight,
-                   const Tensor& down_scale, double eps, std::string activation);
+                   const Tensor& down_scale, double eps, std::string activation,
+                   std::vector<int64_t> out_features);
 
 Tensor attention(const Tensor& query, const Tensor& key_cache, const Tensor& value_cache,
                  const Tensor& start_positions, double scale);

@@ -8,11 +8,13 @@ in the order of the catalogue (csrc/ops.cpp). Every output is a fresh contiguous
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+from bitnet_ops import _runtime
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -43,9 +45,18 @@ def _require_one_device(name: str, args: tuple[Any, ...]) -> None:
             )
 
 
-def _features(x: Tensor, weight: Tensor) -> list[int]:
-    """The shape [..., N] of a projection of x [..., K] by a packed weight [N, R]."""
-    return [*x.shape[:-1], weight.shape[0]]
+def _rows(weight: Tensor, out_features: int | None) -> int:
+    """N of a canonical weight [N, R], or of a private layout, which is padded."""
+    return weight.shape[0] if out_features is None else out_features
+
+
+def _features(x: Tensor, weight: Tensor, out_features: int | None = None) -> list[int]:
+    """The shape [..., N] of a projection of x [..., K]."""
+    return [*x.shape[:-1], _rows(weight, out_features)]
+
+
+def _at(out_features: Sequence[int], index: int) -> int | None:
+    return out_features[index] if out_features else None
 
 
 @_fake("pack")
@@ -57,6 +68,20 @@ def _pack(codes: Tensor) -> Tensor:
 @_fake("unpack")
 def _unpack(weight: Tensor, in_features: int) -> Tensor:
     return weight.new_empty((weight.shape[0], in_features), dtype=torch.int8)
+
+
+@_fake("prepack")
+def _prepack(weight: Tensor, in_features: int, format: str) -> Tensor:
+    lanes, lines = _runtime.tile_lanes(), (in_features + 63) // 64 * 16
+    fields = 5 if format == "1.6bit" else 4
+    tiles = (weight.shape[0] + fields * lanes - 1) // (fields * lanes)
+    shape = (tiles, lines, lanes, 4) if fields == 5 else (tiles, lines, 4 * lanes)
+    return weight.new_empty(shape)
+
+
+@_fake("unprepack")
+def _unprepack(weight: Tensor, out_features: int, in_features: int) -> Tensor:
+    return weight.new_empty((out_features, (in_features + 127) // 128 * 32))
 
 
 @_fake("quantize_weights")
@@ -77,21 +102,35 @@ def _product_dtype(x_scale: Tensor | None) -> torch.dtype:
 
 @_fake("gemv")
 def _gemv(
-    weight: Tensor, x: Tensor, x_scale: Tensor | None = None, weight_scale: Tensor | None = None
+    weight: Tensor,
+    x: Tensor,
+    x_scale: Tensor | None = None,
+    weight_scale: Tensor | None = None,
+    out_features: int | None = None,
 ) -> Tensor:
-    return x.new_empty((weight.shape[0],), dtype=_product_dtype(x_scale))
+    return x.new_empty((_rows(weight, out_features),), dtype=_product_dtype(x_scale))
 
 
 @_fake("gemm")
 def _gemm(
-    weight: Tensor, x: Tensor, x_scale: Tensor | None = None, weight_scale: Tensor | None = None
+    weight: Tensor,
+    x: Tensor,
+    x_scale: Tensor | None = None,
+    weight_scale: Tensor | None = None,
+    out_features: int | None = None,
 ) -> Tensor:
-    return x.new_empty((x.shape[0], weight.shape[0]), dtype=_product_dtype(x_scale))
+    return x.new_empty((x.shape[0], _rows(weight, out_features)), dtype=_product_dtype(x_scale))
 
 
 @_fake("linear")
-def _linear(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None = None) -> Tensor:
-    return x.new_empty(_features(x, weight))
+def _linear(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    out_features: int | None = None,
+) -> Tensor:
+    return x.new_empty(_features(x, weight, out_features))
 
 
 @_fake("rms_norm")
@@ -135,11 +174,12 @@ def _qkv_forward(
     v_weight: Tensor,
     v_scale: Tensor,
     eps: float,
+    out_features: Sequence[int] = (),
 ) -> tuple[Tensor, Tensor, Tensor]:
     return (
-        x.new_empty(_features(x, q_weight)),
-        x.new_empty(_features(x, k_weight)),
-        x.new_empty(_features(x, v_weight)),
+        x.new_empty(_features(x, q_weight, _at(out_features, 0))),
+        x.new_empty(_features(x, k_weight, _at(out_features, 1))),
+        x.new_empty(_features(x, v_weight, _at(out_features, 2))),
     )
 
 
@@ -156,8 +196,9 @@ def _mlp_forward(
     down_scale: Tensor,
     eps: float,
     activation: str,
+    out_features: Sequence[int] = (),
 ) -> Tensor:
-    return x.new_empty(_features(x, down_weight))
+    return x.new_empty(_features(x, down_weight, _at(out_features, 1)))
 
 
 @_fake("attention")

@@ -33,6 +33,12 @@ def cpu_features() -> dict[str, bool]:
 def kernel_table() -> list[KernelRow]:
     """One row per ISA of this build, best first."""
 
+def tile_lanes() -> int:
+    """32-bit lanes of the private weight layouts of the ISA in use: 4, 8 or 16."""
+
+def tuning() -> dict[str, str | int]:
+    """ "cpu": the row of the tuning table in use; "prefetch_bytes": BITNET_OPS_PREFETCH or its."""
+
 def build_info() -> dict[str, str | int]:
     """Compiler, torch and ABI floor of this build."""
 

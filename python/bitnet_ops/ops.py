@@ -11,6 +11,7 @@ This module knows no files and no models.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import cast
 
 import torch
@@ -23,6 +24,8 @@ _ops = torch.ops.bitnet
 # Bound once: looking an overload up on each call costs a quarter of a microsecond.
 _PACK = _ops.pack.default
 _UNPACK = _ops.unpack.default
+_PREPACK = _ops.prepack.default
+_UNPREPACK = _ops.unprepack.default
 _QUANTIZE_WEIGHTS = _ops.quantize_weights.default
 _QUANTIZE_ACTIVATIONS = _ops.quantize_activations.default
 _GEMV = _ops.gemv.default
@@ -90,6 +93,44 @@ def unpack(weight: Tensor, in_features: int) -> Tensor:
     return cast(Tensor, _UNPACK(weight, in_features))
 
 
+def prepack(weight: Tensor, in_features: int, format: str) -> Tensor:
+    """Bring canonical weights into a private layout of the kernels that run now.
+
+    A private layout is what this CPU reads fastest. It is made when a model is loaded and never
+    stored in a model file; it depends on the instruction set in use (`_runtime.tile_lanes()` lanes
+    L) and fits no other: prepack again after forcing another one. gemv, gemm, linear, qkv_forward
+    and mlp_forward take it with `out_features`; their results do not change.
+
+    Args:
+        weight: uint8 [N, 32 * ceil(K / 128)], contiguous, codes 0, 1, 2.
+        in_features: K, at most 32768.
+        format: "2bit", 4 weights a byte, or "1.6bit", 5 weights a byte (more arithmetic for fewer
+            bytes: for CPUs whose memory is slow against their cores).
+    Returns:
+        uint8 [ceil(N / 4L), lines, 4L] for "2bit", [ceil(N / 5L), lines, L, 4] for "1.6bit", with
+        lines = 16 * ceil(K / 64).
+    Raises:
+        RuntimeError: as `unpack`; another format; K above 32768.
+    Source: FORMAT.md, "Private layouts".
+    """
+    return cast(Tensor, _PREPACK(weight, in_features, format))
+
+
+def unprepack(weight: Tensor, out_features: int, in_features: int) -> Tensor:
+    """Bring a private layout back to the canonical one: the inverse of `prepack`.
+
+    Args:
+        weight: as `prepack` returns it, for the kernels that run now.
+        out_features, in_features: N and K, which the padded form does not record.
+    Returns:
+        uint8 [N, 32 * ceil(K / 128)].
+    Raises:
+        RuntimeError: a shape that does not fit N, K or the instruction set; a code 3.
+    Source: as `prepack`.
+    """
+    return cast(Tensor, _UNPREPACK(weight, out_features, in_features))
+
+
 def quantize_weights(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Ternarise master weights by their mean magnitude (absmean), one scale per matrix.
 
@@ -130,35 +171,44 @@ def quantize_activations(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def gemv(
-    weight: Tensor, x: Tensor, x_scale: Tensor | None = None, weight_scale: Tensor | None = None
+    weight: Tensor,
+    x: Tensor,
+    x_scale: Tensor | None = None,
+    weight_scale: Tensor | None = None,
+    out_features: int | None = None,
 ) -> Tensor:
     """Ternary matrix times one int8 vector (M = 1): `y[n] = sum_k w[n, k] * x[k]`.
 
     The sum is exact in int32. With both scales `y = float32(sum) * (weight_scale * x_scale)`.
 
     Args:
-        weight: packed uint8 [N, 32 * ceil(K / 128)], contiguous.
+        weight: packed uint8 [N, 32 * ceil(K / 128)], contiguous, or a private layout (`prepack`).
         x: int8 [K].
         x_scale: float32 [] or [1], the token's scale; given together with weight_scale or not.
         weight_scale: float32 [1], or [N] for one scale per row (fused projections).
+        out_features: N; needed with a private layout, whose rows are padded.
     Returns:
         int32 [N] without scales, float32 [N] with them.
     Raises:
         RuntimeError: a wrong dtype, shape or stride, exactly one scale.
     Source: arXiv 2402.17764, section 2 (W1.58A8).
     """
-    return cast(Tensor, _GEMV(weight, x, x_scale, weight_scale))
+    return cast(Tensor, _GEMV(weight, x, x_scale, weight_scale, out_features))
 
 
 def gemm(
-    weight: Tensor, x: Tensor, x_scale: Tensor | None = None, weight_scale: Tensor | None = None
+    weight: Tensor,
+    x: Tensor,
+    x_scale: Tensor | None = None,
+    weight_scale: Tensor | None = None,
+    out_features: int | None = None,
 ) -> Tensor:
     """Ternary matrix times M int8 vectors: `y[m, n] = sum_k w[n, k] * x[m, k]`.
 
     Row m equals `gemv` of that row, bit for bit.
 
     Args:
-        weight: packed uint8 [N, 32 * ceil(K / 128)], contiguous.
+        weight, out_features: as `gemv`.
         x: int8 [M, K], M >= 0.
         x_scale: float32 [M], one scale per token; given together with weight_scale or not.
         weight_scale: float32 [1] or [N].
@@ -168,17 +218,23 @@ def gemm(
         RuntimeError: a wrong dtype, shape or stride, exactly one scale.
     Source: as `gemv`.
     """
-    return cast(Tensor, _GEMM(weight, x, x_scale, weight_scale))
+    return cast(Tensor, _GEMM(weight, x, x_scale, weight_scale, out_features))
 
 
-def linear(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    out_features: int | None = None,
+) -> Tensor:
     """A BitNet linear: `quantize_activations`, `gemm` with both scales, plus bias, rounded once.
 
     `y = round_F(float32(sum_k w * q) * (weight_scale * scale) + bias)`.
 
     Args:
         x: F [..., K], any strides and any number of leading dimensions.
-        weight: packed uint8 [N, 32 * ceil(K / 128)], contiguous.
+        weight, out_features: as `gemv`.
         weight_scale: float32 [1] or [N].
         bias: F [N], added in float32, or None.
     Returns:
@@ -189,7 +245,7 @@ def linear(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None 
     """
     if torch.is_grad_enabled():
         _refuse_grad("linear", x=x, weight_scale=weight_scale, bias=bias)
-    return cast(Tensor, _LINEAR(x, weight, weight_scale, bias))
+    return cast(Tensor, _LINEAR(x, weight, weight_scale, bias, out_features))
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -313,6 +369,7 @@ def qkv_forward(
     v_weight: Tensor,
     v_scale: Tensor,
     eps: float,
+    out_features: Sequence[int] = (),
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Norm, quantisation and the three attention projections in one op.
 
@@ -322,9 +379,10 @@ def qkv_forward(
     Args:
         x: F [..., K].
         norm_weight: F [K].
-        q_weight, k_weight, v_weight: packed uint8 [N_i, 32 * ceil(K / 128)].
+        q_weight, k_weight, v_weight: packed uint8 [N_i, 32 * ceil(K / 128)], or private layouts.
         q_scale, k_scale, v_scale: float32 [1] or [N_i].
         eps: as `rms_norm`.
+        out_features: the three N_i; needed with private layouts, else it may be empty.
     Returns:
         (q, k, v), x.dtype [..., N_i].
     Raises:
@@ -336,7 +394,18 @@ def qkv_forward(
         _refuse_grad("qkv_forward", k_scale=k_scale, v_scale=v_scale)
     return cast(
         "tuple[Tensor, Tensor, Tensor]",
-        _QKV_FORWARD(x, norm_weight, q_weight, q_scale, k_weight, k_scale, v_weight, v_scale, eps),
+        _QKV_FORWARD(
+            x,
+            norm_weight,
+            q_weight,
+            q_scale,
+            k_weight,
+            k_scale,
+            v_weight,
+            v_scale,
+            eps,
+            out_features,
+        ),
     )
 
 
@@ -352,6 +421,7 @@ def mlp_forward(
     down_scale: Tensor,
     eps: float,
     activation: str,
+    out_features: Sequence[int] = (),
 ) -> Tensor:
     """Norm, gate and up, activation, sub-norm and down projection in one op; no residual inside.
 
@@ -363,12 +433,13 @@ def mlp_forward(
     Args:
         x: F [..., K].
         norm_weight: F [K].
-        gate_weight, up_weight: packed uint8 [I, 32 * ceil(K / 128)].
+        gate_weight, up_weight: packed uint8 [I, 32 * ceil(K / 128)], or private layouts.
         sub_norm_weight: F [I] or None.
-        down_weight: packed uint8 [N, 32 * ceil(I / 128)].
+        down_weight: packed uint8 [N, 32 * ceil(I / 128)], or a private layout.
         gate_scale, up_scale, down_scale: float32 [1] or one per row.
         eps: as `rms_norm`, for both norms.
         activation: "relu2" or "silu".
+        out_features: (I, N); needed with private layouts, else it may be empty.
     Returns:
         x.dtype [..., N].
     Raises:
@@ -393,6 +464,7 @@ def mlp_forward(
             down_scale,
             eps,
             activation,
+            out_features,
         ),
     )
 

@@ -3,13 +3,18 @@
 Same names and arguments as bitnet_ops.ops. Sums run in int64 or float64; what the contract rounds
 to float32 is rounded to float32 at the same place, so that integer and elementwise ops must agree
 exactly and reductions within a bound that the tests derive. Imported by tests and benchmarks only;
-it must not know the op library, and it checks only what it needs itself.
+it must not know the op library (of _runtime it asks how many lanes the private layouts have), and
+it checks only what it needs itself.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
+
+from bitnet_ops import _runtime
 
 _BLOCK = 128  # weights in a block of the packed layout
 _FIELD = 32  # bytes in a block; each holds the weights j, j + 32, j + 64, j + 96
@@ -39,6 +44,46 @@ def unpack(weight: Tensor, in_features: int) -> Tensor:
     return (codes[:, :in_features] - 1).to(torch.int8)
 
 
+def prepack(weight: Tensor, in_features: int, format: str) -> Tensor:
+    """Canonical uint8 [N, R] -> tiles of the lanes in use: [tiles, lines, 4 L] or [.., L, 4]."""
+    lanes, fields = _runtime.tile_lanes(), {"2bit": 4, "1.6bit": 5}[format]
+    n, steps = weight.shape[0], 16 * -(-in_features // 64)
+    tiles = -(-n // (fields * lanes))
+    codes = torch.ones(tiles * fields * lanes, 4 * steps, dtype=torch.int64)
+    codes[:n, :in_features] = unpack(weight, in_features).to(torch.int64) + 1
+    by_field = codes.reshape(tiles, fields, lanes, steps, 4)
+    if format == "2bit":
+        powers = torch.tensor([1, 4, 16, 64]).reshape(1, 4, 1, 1, 1)
+        values = (by_field * powers).sum(dim=1)
+    else:
+        powers = torch.tensor([81, 27, 9, 3, 1]).reshape(1, 5, 1, 1, 1)
+        values = -((by_field * powers).sum(dim=1) * -256 // 243)  # ceil(256 v / 243)
+    tiled = values.permute(0, 2, 1, 3).to(torch.uint8)  # [tiles, lines, L, 4]
+    return (tiled.flatten(2) if format == "2bit" else tiled).contiguous()
+
+
+def unprepack(weight: Tensor, out_features: int, in_features: int) -> Tensor:
+    """The inverse of prepack: canonical uint8 [out_features, R]."""
+    tiles, steps = weight.shape[:2]
+    values = weight.reshape(tiles, steps, -1, 4).to(torch.int64)
+    if weight.dim() == 3:
+        fields = [(values >> (2 * f)) & 3 for f in range(4)]
+    else:
+        value = values * 243 // 256  # the floor of what ceil(256 v / 243) came from
+        fields = [value // 3 ** (4 - g) % 3 for g in range(5)]
+    # [tiles, lines, L, 4] each -> rows (tile, field, lane), columns (line, byte)
+    codes = torch.stack(fields, dim=1).permute(0, 1, 3, 2, 4).reshape(-1, 4 * steps)
+    return pack((codes[:out_features, :in_features] - 1).to(torch.int8))
+
+
+def _codes_of(weight: Tensor, in_features: int, out_features: int | None) -> Tensor:
+    """int8 [N, K] of a canonical or private weight."""
+    if weight.dim() > 2:
+        assert out_features is not None
+        weight = unprepack(weight, out_features, in_features)
+    return unpack(weight, in_features)
+
+
 def quantize_weights(weight: Tensor) -> tuple[Tensor, Tensor]:
     """F [N, K] -> (codes int8 [N, K], scale float32 [1])."""
     mean = weight.to(torch.float64).abs().mean()
@@ -60,31 +105,45 @@ def quantize_activations(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def gemv(
-    weight: Tensor, x: Tensor, x_scale: Tensor | None = None, weight_scale: Tensor | None = None
+    weight: Tensor,
+    x: Tensor,
+    x_scale: Tensor | None = None,
+    weight_scale: Tensor | None = None,
+    out_features: int | None = None,
 ) -> Tensor:
     """packed [N, R] times int8 [K] -> int32 [N], or float32 [N] with both scales."""
     x_scale = None if x_scale is None else x_scale.reshape(1)
-    return gemm(weight, x[None], x_scale, weight_scale)[0]
+    return gemm(weight, x[None], x_scale, weight_scale, out_features)[0]
 
 
 def gemm(
-    weight: Tensor, x: Tensor, x_scale: Tensor | None = None, weight_scale: Tensor | None = None
+    weight: Tensor,
+    x: Tensor,
+    x_scale: Tensor | None = None,
+    weight_scale: Tensor | None = None,
+    out_features: int | None = None,
 ) -> Tensor:
     """packed [N, R] times int8 [M, K] -> int32 [M, N], or float32 [M, N] with both scales."""
-    codes = unpack(weight, x.shape[-1])
+    codes = _codes_of(weight, x.shape[-1], out_features)
     sums = (x.to(torch.int64) @ codes.to(torch.int64).T).to(torch.int32)
     if x_scale is None or weight_scale is None:
         return sums
     return sums.to(torch.float32) * (weight_scale.reshape(1, -1) * x_scale.reshape(-1, 1))
 
 
-def linear(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    out_features: int | None = None,
+) -> Tensor:
     """F [..., K] -> x.dtype [..., N]."""
     q, scale = quantize_activations(x)
-    y = gemm(weight, q.reshape(-1, x.shape[-1]), scale.reshape(-1), weight_scale)
+    y = gemm(weight, q.reshape(-1, x.shape[-1]), scale.reshape(-1), weight_scale, out_features)
     if bias is not None:
         y = y + bias.to(torch.float32)
-    return y.to(x.dtype).reshape(*x.shape[:-1], weight.shape[0])
+    return y.to(x.dtype).reshape(*x.shape[:-1], y.shape[-1])
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -138,13 +197,14 @@ def qkv_forward(
     v_weight: Tensor,
     v_scale: Tensor,
     eps: float,
+    out_features: Sequence[int] = (),
 ) -> tuple[Tensor, Tensor, Tensor]:
     """rms_norm, then three linears."""
     hidden = rms_norm(x, norm_weight, eps)
     return (
-        linear(hidden, q_weight, q_scale),
-        linear(hidden, k_weight, k_scale),
-        linear(hidden, v_weight, v_scale),
+        linear(hidden, q_weight, q_scale, None, out_features[0] if out_features else None),
+        linear(hidden, k_weight, k_scale, None, out_features[1] if out_features else None),
+        linear(hidden, v_weight, v_scale, None, out_features[2] if out_features else None),
     )
 
 
@@ -160,20 +220,22 @@ def mlp_forward(
     down_scale: Tensor,
     eps: float,
     activation: str,
+    out_features: Sequence[int] = (),
 ) -> Tensor:
     """rms_norm, gate and up, activation, sub-norm, down; float32 after the norm if x is float16."""
     hidden = rms_norm(x, norm_weight, eps)
     if x.dtype == torch.float16:
         hidden = hidden.to(torch.float32)
-    gate = linear(hidden, gate_weight, gate_scale)
-    up = linear(hidden, up_weight, up_scale)
+    inner, outer = out_features or (None, None)
+    gate = linear(hidden, gate_weight, gate_scale, None, inner)
+    up = linear(hidden, up_weight, up_scale, None, inner)
     product = {
         "relu2": lambda: relu2_mul(gate, up),
         "silu": lambda: silu_and_mul(torch.cat([gate, up], dim=-1)),
     }[activation]()
     if sub_norm_weight is not None:
         product = rms_norm(product, sub_norm_weight, eps)
-    return linear(product, down_weight, down_scale).to(x.dtype)
+    return linear(product, down_weight, down_scale, None, outer).to(x.dtype)
 
 
 def attention(

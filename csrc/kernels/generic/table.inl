@@ -11,7 +11,7 @@ template <class T>
 #if defined(BITNET_EMULATE)
   (void)v;
 #elif defined(BITNET_SCALAR_WORDS)
-  __asm__ volatile("" : "+r"(v));
+  if constexpr (sizeof(v) <= 8) __asm__ volatile("" : "+r"(v));
 #elif defined(__aarch64__)
   __asm__ volatile("" : "+w"(v));
 #else
@@ -35,6 +35,7 @@ template <class T>
 #include "kernels/generic/linear.inl"
 #include "kernels/generic/probes.inl"
 #include "kernels/generic/rows.inl"
+#include "kernels/generic/tiles.inl"
 // Uses load_typed and exp_f32 of rows.inl: the comment keeps the formatter from sorting it up.
 #include "kernels/generic/attention.inl"
 // Uses load_as of rows.inl and row_at of attention.inl.
@@ -54,6 +55,9 @@ constexpr KernelTable kTable = {
     .required = kRequired,
 #endif
     .ternary_gemm = ternary_gemm,
+    .tile_lanes = kTileLanes,
+    .tile_gemm = tile_gemm,
+    .trit_tile_gemm = trit_tile_gemm,
     .sum_i8 = sum_i8,
     .quantize_row = quantize_row,
     .scale_row = scale_row,

@@ -1,0 +1,18 @@
+// What depends on the make of the CPU and not on its features: one small table, read once.
+// Must not know kernels; a wrong row costs time, never correctness.
+#pragma once
+
+#include <cstdint>
+
+namespace bitnet {
+
+struct Tuning {
+  const char* cpu;         // what the row is for, shown by `bitnet-ops doctor`
+  int64_t prefetch_bytes;  // distance ahead of a weight stream
+};
+
+// The row of this CPU; BITNET_OPS_PREFETCH=bytes (0 to 65536) overrides the distance.  Throws
+// std::runtime_error on another value.
+const Tuning& tuning();
+
+}  // namespace bitnet
