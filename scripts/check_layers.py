@@ -20,8 +20,8 @@ PYTHON_LAYERS: dict[str, set[str]] = {
     "__init__": {"*", "integrations"},  # exports BitNetLinearMethod, at first use
     "__main__": {"cli"},
     "_runtime": set(),
-    "_fakes": set(),
-    "reference": set(),
+    "_fakes": {"_runtime"},
+    "reference": {"_runtime"},
     "quantize": set(),
     "config": set(),
     "sampling": set(),
