@@ -11,6 +11,9 @@ from collections.abc import Iterator
 # transformers decorates its BitNet functions with torch.compile when it is imported; as oracles
 # they must run as written. Set before anything imports it; test_compile.py takes it back.
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+# Waiting threads sleep instead of spinning: on a machine with more work than cores, such as one
+# that runs several test processes, spinning costs ten times the work. Read when torch is loaded.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import hypothesis
 import pytest
