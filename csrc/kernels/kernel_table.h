@@ -44,6 +44,32 @@ struct TileJob {
   int64_t prefetch_bytes;  // how far ahead of the weight stream to prefetch; depends on the CPU
 };
 
+// Positions that attention takes at once.  Part of the definition of its result: see attend_chunk.
+constexpr int64_t kAttentionChunk = 64;
+
+// The state of a query row: acc [dim rounded up to 16], then max, sum, and 14 zeros.
+constexpr int64_t attention_padded(int64_t dim) { return (dim + 15) / 16 * 16; }
+constexpr int64_t attention_state_floats(int64_t dim) { return attention_padded(dim) + 16; }
+// What attend_chunk needs for `rows` query rows.
+constexpr int64_t attention_scratch_floats(int64_t rows, int64_t dim) {
+  return (rows < 4 ? rows : 4) * (attention_padded(dim) + kAttentionChunk);
+}
+
+// Query rows that share a KV head, and one chunk of its positions.
+struct AttentionChunk {
+  const float* query;      // [rows, dim]
+  int64_t rows, dim;       // both at least 1
+  int64_t rows_per_token;  // row r belongs to token r / rows_per_token
+  DType type;              // of keys and values: kF32 or kBF16
+  const void* keys;        // the chunk's first position; the next ones stride_bytes apart
+  const void* values;
+  int64_t stride_bytes;
+  int64_t positions;      // in the chunk, 1 .. kAttentionChunk; all readable
+  int64_t first_visible;  // at least 1: token t sees the first min(positions, first_visible + t)
+  float scale;
+  const void* next;  // what this thread reads after the chunk, a hint for prefetching; may be null
+};
+
 struct KernelTable {
   const char* name;         // what BITNET_OPS_ISA and force_isa() take
   const char* description;  // one line for people
@@ -92,11 +118,22 @@ struct KernelTable {
   void (*rope_head)(const float* x, const float* cos_sin, int64_t dim, float* y);
 
   // ---- attention ----------------------------------------------------------------------------
-  // out[dim] = softmax(scale * query . keys) values over `length` >= 1 positions; row j of keys and
-  // values at base + j * stride_bytes, of type `type` (kF32 or kBF16).  scores: scratch [length].
-  void (*attend_head)(const float* query, DType type, const void* keys, const void* values,
-                      int64_t stride_bytes, int64_t length, int64_t dim, float scale, float* scores,
-                      float* out);
+  // Attention runs in chunks of positions, [c * kAttentionChunk, (c + 1) * kAttentionChunk),
+  // whatever the split into tokens, threads or calls; so a token's result never depends on that
+  // split. Arithmetic for one query row and one chunk: s_j = scale * dot(query, key_j); max = the
+  // largest s_j; w_j = exp(s_j - max); sum = the sum of w_j in 16 lanes (lane = j mod 16); acc[i] =
+  // the sum of w_j * value_j[i], j ascending, one fused multiply-add each.  Chunks are merged in
+  // ascending order: top = max of both; a = exp(before - top), b = exp(now - top); sum =
+  // fma(now.sum, b, sum * a); acc[i] = fma(now.acc[i], b, acc[i] * a).  out = acc / sum. A chunk
+  // that holds nothing but -inf weighs nothing; a NaN makes the result NaN.
+  //
+  // attend_chunk writes the states of all rows (layout above) for one chunk.  scratch:
+  // attention_scratch_floats(chunk.rows, chunk.dim).
+  void (*attend_chunk)(const AttentionChunk& chunk, float* scratch, float* states);
+  // states = states merged with the states of the chunk after them, both [rows] of head size dim.
+  void (*merge_attention)(int64_t rows, int64_t dim, const float* later, float* states);
+  // out[dim] = acc / sum of one state.
+  void (*finish_attention)(int64_t dim, const float* state, float* out);
 
   // ---- output head --------------------------------------------------------------------------
   // Logits of rows [row_begin, row_end) for every token: out[m * out_stride + n - row_begin].  Each

@@ -161,5 +161,71 @@ inline void store_f16_n(uint16_t* p, F32x16 v, int64_t count) {
               _mm256_cvtps_ph(v.hi, _MM_FROUND_TO_NEAREST_INT), count);
 }
 
+// ---- attention words ----------------------------------------------------------------------------
+
+using Part = __m256;
+constexpr int kParts = 2;
+
+template <int P>
+inline Part part(F32x16 v) {
+  return P == 0 ? v.lo : v.hi;
+}
+inline Part part_zero() { return _mm256_setzero_ps(); }
+inline Part load_part(const float* p) { return _mm256_loadu_ps(p); }
+inline Part part_fma(Part a, Part b, Part c) { return _mm256_fmadd_ps(a, b, c); }
+
+// bfloat16: the even lanes, then the odd ones.  One load and two simple operations for 16 elements;
+// widening in memory order would need the shuffle ports, which the multiply-adds are short of.
+inline F32x16 load_mixed(const float* p) { return load_n(p, 16); }
+inline F32x16 load_mixed(const uint16_t* p) {
+  const __m256i h = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  const __m256i odd = _mm256_and_si256(h, _mm256_set1_epi32(static_cast<int>(0xffff0000u)));
+  return {_mm256_castsi256_ps(_mm256_slli_epi32(h, 16)), _mm256_castsi256_ps(odd)};
+}
+template <class E>
+inline F32x16 mix(F32x16 v) {
+  if constexpr (sizeof(E) == 4) return v;
+  const __m256 a = _mm256_permute2f128_ps(v.lo, v.hi, 0x20);
+  const __m256 b = _mm256_permute2f128_ps(v.lo, v.hi, 0x31);
+  return {_mm256_shuffle_ps(a, b, 0x88), _mm256_shuffle_ps(a, b, 0xdd)};
+}
+template <class E>
+inline F32x16 unmix(F32x16 v) {
+  if constexpr (sizeof(E) == 4) return v;
+  const __m256 a = _mm256_unpacklo_ps(v.lo, v.hi), b = _mm256_unpackhi_ps(v.lo, v.hi);
+  return {_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31)};
+}
+// One level of the tree for two sums: {low half of a + high half of a, the same of b}.
+inline __m256 fold_halves(__m256 a, __m256 b) {
+  return _mm256_add_ps(_mm256_blend_ps(a, b, 0xf0), _mm256_permute2f128_ps(a, b, 0x21));
+}
+// The next level, in each half: {a0 + a2, a1 + a3, b0 + b2, b1 + b3}.
+inline __m256 fold_pairs(__m256 a, __m256 b) {
+  return _mm256_add_ps(_mm256_blend_ps(a, b, 0xcc), _mm256_shuffle_ps(a, b, 0x4e));
+}
+// And {a0 + a1, a2 + a3, b0 + b1, b2 + b3}.
+inline __m256 fold_neighbours(__m256 a, __m256 b) {
+  return _mm256_add_ps(_mm256_shuffle_ps(a, b, 0x88), _mm256_shuffle_ps(a, b, 0xdd));
+}
+// Three levels for eight registers at once; the result's order is 0 2 4 6 1 3 5 7.
+inline __m256 fold_eight(const __m256 (&v)[8]) {
+  const __m256 a = fold_pairs(fold_halves(v[0], v[1]), fold_halves(v[2], v[3]));
+  const __m256 b = fold_pairs(fold_halves(v[4], v[5]), fold_halves(v[6], v[7]));
+  return fold_neighbours(a, b);
+}
+template <class E>
+inline void reduce_eight(const Part (&sums)[kParts][8], float* out) {
+  __m256 r;
+  if constexpr (sizeof(E) == 4) {  // lanes 8 apart lie in two registers: they come first
+    __m256 eight[8];
+    for (int i = 0; i < 8; ++i) eight[i] = _mm256_add_ps(sums[0][i], sums[1][i]);
+    r = fold_eight(eight);
+  } else {  // neighbouring lanes lie in two registers: they come last
+    r = _mm256_add_ps(fold_eight(sums[0]), fold_eight(sums[1]));
+  }
+  const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+  _mm256_storeu_ps(out, _mm256_permutevar8x32_ps(r, order));
+}
+
 }  // namespace
 }  // namespace bitnet::BITNET_ISA

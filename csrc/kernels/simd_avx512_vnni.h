@@ -95,6 +95,48 @@ inline void store_f16_n(uint16_t* p, F32x16 x, int64_t count) {
   _mm256_mask_storeu_epi16(p, first_lanes(count), h);
 }
 
+// ---- attention words ----------------------------------------------------------------------------
+
+using Part = __m512;
+constexpr int kParts = 1;
+
+template <int P>
+inline Part part(F32x16 v) {
+  return v.v;
+}
+inline Part part_zero() { return _mm512_setzero_ps(); }
+inline Part load_part(const float* p) { return _mm512_loadu_ps(p); }
+inline Part part_fma(Part a, Part b, Part c) { return _mm512_fmadd_ps(a, b, c); }
+
+inline F32x16 load_mixed(const float* p) { return load_n(p, 16); }
+inline F32x16 load_mixed(const uint16_t* p) { return load_bf16_n(p, 16); }
+template <class E>
+inline F32x16 mix(F32x16 v) {
+  return v;
+}
+template <class E>
+inline F32x16 unmix(F32x16 v) {
+  return v;
+}
+// Lanes 8 apart of a and b: {two quarters of a, two quarters of b}.
+inline __m512 fold_halves(__m512 a, __m512 b) {
+  return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
+}
+// Then 4 apart: four quarters, one for each of the four sums in a and b.
+inline __m512 fold_quarters(__m512 a, __m512 b) {
+  return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+}
+template <class E>
+inline void reduce_eight(const Part (&sums)[kParts][8], float* out) {
+  const __m512(&v)[8] = sums[0];
+  const __m512 a = fold_quarters(fold_halves(v[0], v[1]), fold_halves(v[2], v[3]));
+  const __m512 b = fold_quarters(fold_halves(v[4], v[5]), fold_halves(v[6], v[7]));
+  const __m512 c = _mm512_add_ps(_mm512_shuffle_ps(a, b, 0x44), _mm512_shuffle_ps(a, b, 0xee));
+  const __m512 d = _mm512_add_ps(c, _mm512_shuffle_ps(c, c, 0xb1));  // a in lane 0, b in lane 2
+  const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 2, 6, 10, 14, 0, 4, 8, 12, 2, 6, 10, 14);
+  _mm256_storeu_ps(out, low_half(_mm512_permutexvar_ps(order, d)));
+}
+
 // ---- integer words -----------------------------------------------------------------------------
 
 constexpr int64_t kUnitBlocks = 2;

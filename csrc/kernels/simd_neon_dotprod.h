@@ -164,6 +164,46 @@ inline void store_f16_n(uint16_t* p, F32x16 x, int64_t count) {
               count);
 }
 
+// ---- attention words ----------------------------------------------------------------------------
+
+using Part = float32x4_t;
+constexpr int kParts = 4;
+
+template <int P>
+inline Part part(F32x16 v) {
+  return v.v[P];
+}
+inline Part part_zero() { return vdupq_n_f32(0.0f); }
+inline Part load_part(const float* p) { return vld1q_f32(p); }
+inline Part part_fma(Part a, Part b, Part c) { return vfmaq_f32(c, a, b); }
+
+inline F32x16 load_mixed(const float* p) { return load_n(p, 16); }
+inline F32x16 load_mixed(const uint16_t* p) { return load_bf16_n(p, 16); }
+template <class E>
+inline F32x16 mix(F32x16 v) {
+  return v;
+}
+template <class E>
+inline F32x16 unmix(F32x16 v) {
+  return v;
+}
+// Lanes 2 apart: {a0 + a2, a1 + a3, b0 + b2, b1 + b3}.
+inline float32x4_t fold_pairs(float32x4_t a, float32x4_t b) {
+  return vaddq_f32(vcombine_f32(vget_low_f32(a), vget_low_f32(b)),
+                   vcombine_f32(vget_high_f32(a), vget_high_f32(b)));
+}
+template <class E>
+inline void reduce_eight(const Part (&sums)[kParts][8], float* out) {
+  float32x4_t four[8];
+  for (int i = 0; i < 8; ++i) {
+    four[i] = vaddq_f32(vaddq_f32(sums[0][i], sums[2][i]), vaddq_f32(sums[1][i], sums[3][i]));
+  }
+  for (int i = 0; i < 8; i += 4) {
+    vst1q_f32(out + i,
+              vpaddq_f32(fold_pairs(four[i], four[i + 1]), fold_pairs(four[i + 2], four[i + 3])));
+  }
+}
+
 // ---- integer words ------------------------------------------------------------------------------
 
 constexpr int64_t kUnitBlocks = 1;

@@ -153,6 +153,38 @@ inline void store_f16_n(uint16_t* p, F32x16 v, int64_t count) {
   for (int i = 0; i < 16 && i < count; ++i) p[i] = f32_to_f16(v.lane[i]);
 }
 
+// ---- attention words ----------------------------------------------------------------------------
+// Many dot products at once, over elements E of a cache: float, or uint16_t for bfloat16.  Part is
+// what one register holds of 16 lanes, kParts of them make a step.  A step may come in another
+// order than memory's where that loads cheaper: mix brings a row into that order, unmix back.
+
+using Part = F32x16;
+constexpr int kParts = 1;
+
+template <int P>
+inline Part part(F32x16 v) {
+  return v;
+}
+inline Part part_zero() { return zero(); }
+inline Part load_part(const float* p) { return load_n(p, 16); }  // 16 / kParts elements
+inline Part part_fma(Part a, Part b, Part c) { return fma(a, b, c); }
+
+inline F32x16 load_mixed(const float* p) { return load_n(p, 16); }
+inline F32x16 load_mixed(const uint16_t* p) { return load_bf16_n(p, 16); }
+template <class E>
+inline F32x16 mix(F32x16 v) {
+  return v;
+}
+template <class E>
+inline F32x16 unmix(F32x16 v) {
+  return v;
+}
+// out[i] = reduce_add of the 16 lanes, in their unmixed order, whose parts are sums[0..kParts)[i].
+template <class E>
+inline void reduce_eight(const Part (&sums)[kParts][8], float* out) {
+  for (int i = 0; i < 8; ++i) out[i] = reduce_add(sums[0][i]);
+}
+
 // ---- integer words ------------------------------------------------------------------------------
 // A unit is kUnitBlocks weight blocks of a row.  Raw holds its bytes; codes<F> takes field F out
 // (0 = bits 7-6, meeting activations 0..31 of each block); load_x<F> loads the activations that

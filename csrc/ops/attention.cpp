@@ -2,6 +2,7 @@
 #include <atomic>
 #include <cmath>
 
+#include "ops/attention_core.h"
 #include "ops/checks.h"
 #include "ops/ops.h"
 
@@ -57,6 +58,13 @@ const int64_t* check_positions(const Check& check, const Tensor& positions, cons
                  std::to_string(p[b]) + " for sequence " + std::to_string(b));
   }
   return p;
+}
+
+// Multiply-adds of one half of attention, about.
+int64_t attention_work(const Cache& cache, const int64_t* start, int64_t tokens, int64_t heads) {
+  int64_t positions = 0;
+  for (int64_t b = 0; b < cache.batch; ++b) positions += start[b] + tokens;
+  return positions * tokens * heads * cache.dim;
 }
 
 void write_rows(const Tensor& from, Tensor& to, const Cache& cache, const int64_t* start) {
@@ -119,30 +127,28 @@ Tensor attention(const Tensor& query_in, const Tensor& key_cache, const Tensor& 
   const int64_t* start = check_positions(check, start_positions, cache, tokens);
   const Tensor query = as_contiguous(query_in);
   Tensor out = empty(shape_of(query), query.scalar_type());
-  const DType type = dtype_of(query);
+  if (query.numel() == 0) return out;
   const KernelTable& table = kernels();
-  int64_t longest = 0;
-  for (int64_t b = 0; b < cache.batch; ++b) longest = std::max(longest, start[b] + tokens);
-  const int64_t tasks = cache.batch * tokens * heads, per_head = heads / cache.kv_heads;
-  if (tasks == 0) return out;
-  const int64_t shares = shares_for(tasks, tasks * longest * dim, kMinElements);
-  Scratch<float> scratch(shares * (longest + 2 * dim));
-  const void* keys = key_cache.const_data_ptr();
-  const void* values = value_cache.const_data_ptr();
-  const void* q = query.const_data_ptr();
-  void* y = out.mutable_data_ptr();
+  const int64_t most = shares_for(cache.kv_heads * cache.batch * tokens * cache.length,
+                                  attention_work(cache, start, tokens, heads), kMinElements);
+  const AttentionPlan plan({cache.batch, tokens, heads, cache.kv_heads, cache.length, dim,
+                            dtype_of(query), cache.type, static_cast<float>(scale)},
+                           start, most);
+  const AttentionBuffers buffers = {query.const_data_ptr(), key_cache.const_data_ptr(),
+                                    value_cache.const_data_ptr(), out.mutable_data_ptr()};
+  const int64_t shares = std::min(most, plan.tasks()), own = plan.thread_floats();
+  Scratch<float> shared(plan.shared_floats()), threads(shares * own);
+  plan.prepare(shared.get());
+  std::atomic<int64_t> next{0};
   run_shares(shares, [&](int64_t s) {
-    float* scores = scratch.get() + s * (longest + 2 * dim);
-    float* q_row = scores + longest;
-    // Tasks are dealt out one by one: a later token sees more positions and costs more.
-    for (int64_t i = s; i < tasks; i += shares) {
-      const int64_t h = i % heads, t = i / heads % tokens, b = i / heads / tokens;
-      const int64_t at = i * dim * element_size(type), head = cache.head_at(b, h / per_head);
-      table.load_row(type, offset_bytes(q, at), dim, q_row);
-      table.attend_head(q_row, cache.type, offset_bytes(keys, head), offset_bytes(values, head),
-                        cache.row_bytes(), start[b] + t + 1, dim, static_cast<float>(scale), scores,
-                        q_row + dim);
-      table.store_row(type, q_row + dim, dim, offset_bytes(y, at));
+    float* mine = threads.get() + s * own;
+    if (plan.split()) {  // equal tasks: a sequential stream for each thread
+      const int64_t end = share_begin(plan.tasks(), shares, s + 1);
+      for (int64_t i = share_begin(plan.tasks(), shares, s); i < end; ++i)
+        plan.run(table, buffers, i, shared.get(), mine);
+    } else {  // later tokens see more positions: the dear ones first
+      for (int64_t i = next++; i < plan.tasks(); i = next++)
+        plan.run(table, buffers, plan.tasks() - 1 - i, shared.get(), mine);
     }
   });
   return out;

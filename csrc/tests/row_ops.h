@@ -12,8 +12,8 @@
 
 namespace bitnet::test {
 
-// How a buffer's bytes are filled and compared.
-enum class Kind { kF32, kI32, kI8, kU16 };
+// How a buffer's bytes are filled and compared; scratch (floats) may hold anything afterwards.
+enum class Kind { kF32, kI32, kI8, kU16, kScratch };
 inline int64_t size_of(Kind kind) { return kind == Kind::kU16 ? 2 : kind == Kind::kI8 ? 1 : 4; }
 
 struct Shape {
@@ -127,34 +127,69 @@ inline void add_elementwise_ops(std::vector<RowOp>& ops) {
        [](const Call& c) { c.table.rope_head(c.f(0), c.f(1), 2 * c.n, c.y()); }});
 }
 
+// Query rows of a chunk of attention: more than one tile of them, tokens that see less than all.
+struct QueryRows {
+  int64_t rows, per_token, unseen;  // the first token does not see the last `unseen` positions
+};
+inline constexpr QueryRows kQueryRows[] = {{1, 1, 0}, {2, 2, 0}, {3, 3, 0},  {4, 4, 0},
+                                           {5, 1, 3}, {8, 4, 1}, {9, 3, 20}, {21, 3, 5}};
+
 // n is the number of positions, or the dimension of the head.  The last row of keys and values ends
 // with its last element, however wide the stride.
+inline void add_chunk_op(std::vector<RowOp>& ops, DType type, QueryRows q, bool long_context,
+                         int64_t slack) {
+  const auto dim = [=](int64_t n) { return long_context ? int64_t{20} : n; };
+  const auto length = [=](int64_t n) {
+    return long_context ? 1 + (n - 1) % kAttentionChunk : int64_t{5};
+  };
+  const auto inputs = [=](int64_t n) {
+    const int64_t cache = (length(n) - 1) * (dim(n) + slack) + dim(n);
+    return std::vector<Shape>{
+        {Kind::kF32, q.rows * dim(n)}, {stored_as(type), cache}, {stored_as(type), cache}};
+  };
+  const auto outputs = [=](int64_t n) {
+    return std::vector<Shape>{{Kind::kF32, q.rows * attention_state_floats(dim(n))},
+                              {Kind::kScratch, attention_scratch_floats(q.rows, dim(n))}};
+  };
+  const auto run = [=](const Call& c) {
+    const int64_t visible = length(c.n) - q.unseen;
+    const AttentionChunk chunk = {.query = c.f(0),
+                                  .rows = q.rows,
+                                  .dim = dim(c.n),
+                                  .rows_per_token = q.per_token,
+                                  .type = type,
+                                  .keys = c.in[1],
+                                  .values = c.in[2],
+                                  .stride_bytes = (dim(c.n) + slack) * element_size(type),
+                                  .positions = length(c.n),
+                                  .first_visible = visible < 1 ? 1 : visible,
+                                  .scale = 0.25f,
+                                  .next = nullptr};
+    c.table.attend_chunk(chunk, c.y(1), c.y(0));
+  };
+  ops.push_back({std::string("attend_chunk ") + name_of(type) + " rows " + std::to_string(q.rows) +
+                     (long_context ? " positions" : " dim") + (slack ? " strided" : ""),
+                 "attend_chunk", inputs, outputs, run, 1});
+}
+
 inline void add_attention_ops(std::vector<RowOp>& ops) {
   for (const DType type : {DType::kF32, DType::kBF16}) {
-    for (const bool long_context : {true, false}) {
-      for (const int64_t slack : {0, 6}) {
-        const auto dim = [=](int64_t n) { return long_context ? int64_t{20} : n; };
-        const auto length = [=](int64_t n) { return long_context ? n : int64_t{5}; };
-        const auto inputs = [=](int64_t n) {
-          const int64_t cache = (length(n) - 1) * (dim(n) + slack) + dim(n);
-          return std::vector<Shape>{
-              {Kind::kF32, dim(n)}, {stored_as(type), cache}, {stored_as(type), cache}};
-        };
-        const auto outputs = [=](int64_t n) {
-          return std::vector<Shape>{{Kind::kF32, dim(n)}, {Kind::kF32, length(n)}};
-        };
-        ops.push_back({std::string("attend_head ") + name_of(type) +
-                           (long_context ? " positions" : " dim") + (slack ? " strided" : ""),
-                       "attend_head", inputs, outputs,
-                       [=](const Call& c) {
-                         c.table.attend_head(c.f(0), type, c.in[1], c.in[2],
-                                             (dim(c.n) + slack) * element_size(type), length(c.n),
-                                             dim(c.n), 0.25f, c.y(1), c.y(0));
-                       },
-                       1});
-      }
+    for (const QueryRows q : kQueryRows) {
+      for (const bool long_context : {true, false}) add_chunk_op(ops, type, q, long_context, 0);
     }
+    add_chunk_op(ops, type, {4, 2, 1}, true, 6);
+    add_chunk_op(ops, type, {4, 2, 1}, false, 6);
   }
+  const auto states = [](int64_t rows, int64_t n) {
+    return Shape{Kind::kF32, rows * attention_state_floats(n)};
+  };
+  ops.push_back({"merge_attention", "merge_attention",
+                 [=](int64_t n) { return std::vector<Shape>{states(3, n), states(3, n)}; },
+                 [=](int64_t n) { return std::vector<Shape>{states(3, n)}; },
+                 [](const Call& c) { c.table.merge_attention(3, c.n, c.f(1), c.y()); }, 1, 0});
+  ops.push_back({"finish_attention", "finish_attention",
+                 [=](int64_t n) { return std::vector<Shape>{states(1, n)}; }, float_rows(1),
+                 [](const Call& c) { c.table.finish_attention(c.n, c.f(0), c.y()); }, 1});
 }
 
 // n is k; rows 1..5 of a matrix of 6, for 3 tokens.

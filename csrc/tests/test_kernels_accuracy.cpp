@@ -45,15 +45,30 @@ void print_share(const KernelTable& table, const char* row) {
 
 // ---- exp ----------------------------------------------------------------------------------------
 
-// attend_head leaves exp(score - largest score) in its scratch.  One dimension, a query of 1 and a
-// first key of 0 make that exp(key) for every key <= 0.
-std::vector<float> exp_of(const KernelTable& table, const std::vector<float>& keys) {
-  std::vector<float> scores(keys.size()), values(keys.size(), 1.0f);
-  const float query = 1.0f;
-  float out;
-  table.attend_head(&query, DType::kF32, keys.data(), values.data(), 4,
-                    static_cast<int64_t>(keys.size()), 1, 1.0f, scores.data(), &out);
-  return scores;
+// A query of 1 scores keys 0 and x <= 0 with 0 (the maximum) and x; values 0 and 1 then make the
+// accumulator exp(x).
+std::vector<float> exp_of(const KernelTable& table, const std::vector<float>& samples) {
+  const float query = 1.0f, values[] = {0.0f, 1.0f};
+  float state[attention_state_floats(1)], scratch[attention_scratch_floats(1, 1)];
+  std::vector<float> result;
+  for (const float x : samples) {
+    const float keys[] = {0.0f, x};
+    const AttentionChunk chunk = {.query = &query,
+                                  .rows = 1,
+                                  .dim = 1,
+                                  .rows_per_token = 1,
+                                  .type = DType::kF32,
+                                  .keys = keys,
+                                  .values = values,
+                                  .stride_bytes = 4,
+                                  .positions = 2,
+                                  .first_visible = 2,
+                                  .scale = 1.0f,
+                                  .next = nullptr};
+    table.attend_chunk(chunk, scratch, state);
+    result.push_back(state[0]);
+  }
+  return result;
 }
 
 // Long double where it is wider than double (x86), double elsewhere: both far beyond a float's half
@@ -290,7 +305,10 @@ Attention exact_attention(const std::vector<float>& q, const Matrix& keys, const
     total += numerator.back();
     deepest = std::max(deepest, best - s);
   }
-  const double eta = std::expm1(score_error + kU * (deepest + 2 * score_error)) + kExpError;
+  // A merge multiplies both sides with an exp of a difference of maxima; those add up to `deepest`.
+  const double merges = std::ceil(static_cast<double>(length) / kAttentionChunk) - 1;
+  const double eta = std::expm1(score_error + 2 * kU * (deepest + 2 * score_error)) +
+                     (1 + merges) * (kExpError + 2 * kU);
   const double l = static_cast<double>(length);
   const double relative = 2 * eta + gamma(l) + gamma(roundings_of_sum(length)) + 2 * kU;
   Attention result;
@@ -303,25 +321,54 @@ Attention exact_attention(const std::vector<float>& q, const Matrix& keys, const
       largest = std::max(largest, std::fabs(v));
     }
     result.out.push_back(sum / total);
-    result.bound.push_back(relative * 1.01 * magnitude / total + 2 * l * kExpFloor * largest);
+    result.bound.push_back(relative * 1.01 * magnitude / total + 4 * l * kExpFloor * largest);
   }
   return result;
+}
+
+// Chunk after chunk, as a caller runs them.
+std::vector<float> attend(const KernelTable& table, DType type, const std::vector<float>& q,
+                          const Matrix& keys, const Matrix& values, int64_t length, float scale) {
+  const auto dim = static_cast<int64_t>(q.size()), row_bytes = dim * element_size(type);
+  const auto floats = static_cast<std::size_t>(attention_state_floats(dim));
+  std::vector<float> state(floats), later(floats), out(q.size());
+  std::vector<float> scratch(static_cast<std::size_t>(attention_scratch_floats(1, dim)));
+  for (int64_t begin = 0; begin < length; begin += kAttentionChunk) {
+    const auto at = [&](const Matrix& m) {
+      return static_cast<const char*>(m.data(type)) + begin * row_bytes;
+    };
+    const int64_t positions = std::min(kAttentionChunk, length - begin);
+    const AttentionChunk chunk = {.query = q.data(),
+                                  .rows = 1,
+                                  .dim = dim,
+                                  .rows_per_token = 1,
+                                  .type = type,
+                                  .keys = at(keys),
+                                  .values = at(values),
+                                  .stride_bytes = row_bytes,
+                                  .positions = positions,
+                                  .first_visible = positions,
+                                  .scale = scale,
+                                  .next = nullptr};
+    table.attend_chunk(chunk, scratch.data(), begin == 0 ? state.data() : later.data());
+    if (begin > 0) table.merge_attention(1, dim, later.data(), state.data());
+  }
+  table.finish_attention(dim, state.data(), out.data());
+  return out;
 }
 
 void attention(const KernelTable& table, DType type) {
   for (const int64_t dim : {1, 16, 30, 64, 80, 128}) {
     for (const int64_t length : {1, 2, 15, 16, 17, 70, 500}) {
       for (const float spread : {0.5f, 4.0f, 40.0f}) {  // flat to one-hot, past the range of exp
-        begin_case("%s attend_head type=%d dim=%d length=%d spread=%g", table.name,
+        begin_case("%s attention type=%d dim=%d length=%d spread=%g", table.name,
                    static_cast<int>(type), static_cast<int>(dim), static_cast<int>(length), spread);
         Random random(static_cast<uint64_t>(dim * 1000 + length));
         const std::vector<float> q = random_floats(random, Flavour::kUnit, dim);
         const Matrix keys = random_matrix(random, type, length * dim, spread);
         const Matrix values = random_matrix(random, type, length * dim, 1.0f);
         const float scale = 0.9f;
-        std::vector<float> out(q.size()), scores(static_cast<std::size_t>(length));
-        table.attend_head(q.data(), type, keys.data(type), values.data(type),
-                          dim * element_size(type), length, dim, scale, scores.data(), out.data());
+        const std::vector<float> out = attend(table, type, q, keys, values, length, scale);
         const Attention want = exact_attention(q, keys, values, length, dim, scale);
         for (std::size_t i = 0; i < out.size(); ++i) {
           check_near(out[i], want.out[i], want.bound[i], static_cast<int64_t>(i));
@@ -354,7 +401,7 @@ int main() {
     print_share(*table, "head_dense");
     attention(*table, bitnet::DType::kF32);
     attention(*table, bitnet::DType::kBF16);
-    print_share(*table, "attend_head");
+    print_share(*table, "attention");
   }
   return finish("test_kernels_accuracy");
 }

@@ -1,119 +1,281 @@
-// Attention of one query head over the float words.  Included inside an ISA's anonymous namespace;
-// never mentions an ISA.
+// Attention of a few query rows that share a KV head against one chunk of positions, over the float
+// words: every load of a key or value meets all rows of a group.  Included inside an ISA's
+// anonymous namespace; never mentions an ISA.  Contracts and arithmetic: kernel_table.h.
 
-// The element type is a template parameter, so that no loop asks for it.
+// How far ahead of its use memory is asked for.  The hardware's own prefetcher stops at 4 KiB
+// pages.
+constexpr int64_t kPrefetchBytes = 4096;
+
+template <class E>
+constexpr DType kTypeOf = sizeof(E) == 2 ? DType::kBF16 : DType::kF32;
 
 inline const void* row_at(const void* base, int64_t stride_bytes, int64_t row) {
   return static_cast<const char*>(base) + row * stride_bytes;
 }
 
-// R dot products of x with consecutive rows, which share each load of x: every row keeps its own 16
-// lanes, ascending, then the tree, so the grouping changes nothing.
-template <DType kType, int R>
-[[gnu::always_inline]] inline void dot_group(const float* x, const void* rows, int64_t stride_bytes,
-                                             int64_t n, float* out) {
-  F32x16 acc[R];
-#pragma GCC unroll 4
-  for (int r = 0; r < R; ++r) acc[r] = zero();
-  int64_t i = 0;
-  for (; i + 16 <= n; i += 16) {
-    const F32x16 v = load_n(x + i, 16);
-#pragma GCC unroll 4
-    for (int r = 0; r < R; ++r) {
-      acc[r] = fma(v, load_as<kType>(row_at(rows, stride_bytes, r), i, 16), acc[r]);
-    }
-  }
-  if (i < n) {
-    const F32x16 v = load_n(x + i, n - i);
-#pragma GCC unroll 4
-    for (int r = 0; r < R; ++r) {
-      acc[r] = fma(v, load_as<kType>(row_at(rows, stride_bytes, r), i, n - i), acc[r]);
-    }
-  }
-#pragma GCC unroll 4
-  for (int r = 0; r < R; ++r) out[r] = reduce_add(acc[r]);
+template <class E>
+inline const E* row_of(const void* base, int64_t stride_bytes, int64_t row) {
+  return static_cast<const E*>(row_at(base, stride_bytes, row));
 }
 
-// out[j] = dot(x, row j) for j in [0, count).
-template <DType kType>
-void dot_many(const float* x, const void* rows, int64_t stride_bytes, int64_t n, int64_t count,
-              float* out) {
-  int64_t j = 0;
-  for (; j + 4 <= count; j += 4) {
-    // The rows form one stream; the hardware prefetcher stops at every 4 KiB page, this does not.
-    for (int64_t ahead = 0; ahead < 4 * stride_bytes; ahead += 64) {
-      prefetch(static_cast<const char*>(row_at(rows, stride_bytes, j + 4)) + ahead);
+// `bytes` from `offset` on of a run of memory that continues elsewhere (or nowhere, if null).
+[[gnu::always_inline]] inline void prefetch_run(const void* run, int64_t length, const void* next,
+                                                int64_t offset, int64_t bytes) {
+  const char* from = static_cast<const char*>(run) + offset;
+  if (offset >= length) {
+    if (next == nullptr) return;
+    from = static_cast<const char*>(next) + (offset - length);
+  }
+  for (int64_t i = 0; i < bytes; i += 64) prefetch(from + i);
+}
+
+// 16 elements in mixed order, the ones past `count` zero.
+template <class E>
+[[gnu::always_inline]] inline F32x16 load_mixed_n(const E* p, int64_t count) {
+  if (count >= 16) return load_mixed(p);
+  return mix<E>(load_as<kTypeOf<E>>(p, 0, count));
+}
+
+// Part P of R x J dot products of queries (mixed, padded to whole steps) and keys.
+template <class E, int R, int J, int P>
+[[gnu::always_inline]] inline void dot_parts(const float* query, int64_t padded, const void* keys,
+                                             int64_t stride_bytes, int64_t dim, Part (&sums)[8]) {
+  Part acc[R * J], key[J];
+#pragma GCC unroll 8
+  for (int i = 0; i < R * J; ++i) acc[i] = part_zero();
+  for (int64_t i = 0; i + 16 <= dim; i += 16) {
+#pragma GCC unroll 8
+    for (int j = 0; j < J; ++j) {
+      key[j] = part<P>(load_mixed(row_of<E>(keys, stride_bytes, j) + i));
     }
-    dot_group<kType, 4>(x, row_at(rows, stride_bytes, j), stride_bytes, n, out + j);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+      const Part q = load_part(query + r * padded + i + P * (16 / kParts));
+#pragma GCC unroll 8
+      for (int j = 0; j < J; ++j) acc[r * J + j] = part_fma(q, key[j], acc[r * J + j]);
+    }
+  }
+  if (dim % 16 != 0) {
+    const int64_t i = dim / 16 * 16;
+    for (int j = 0; j < J; ++j) {
+      key[j] = part<P>(load_mixed_n(row_of<E>(keys, stride_bytes, j) + i, dim - i));
+    }
+    for (int r = 0; r < R; ++r) {
+      const Part q = load_part(query + r * padded + i + P * (16 / kParts));
+      for (int j = 0; j < J; ++j) acc[r * J + j] = part_fma(q, key[j], acc[r * J + j]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; ++i) sums[i] = i < R * J ? acc[i] : part_zero();
+}
+
+// scores[r * kAttentionChunk + j] = dot(query r, key j) for R queries and J keys, R * J <= 8.
+template <class E, int R, int J>
+[[gnu::always_inline]] inline void score_tile(const float* query, int64_t padded, const void* keys,
+                                              int64_t stride_bytes, int64_t dim, float* scores) {
+  Part sums[kParts][8];
+  dot_parts<E, R, J, 0>(query, padded, keys, stride_bytes, dim, sums[0]);
+  if constexpr (kParts > 1) {
+    dot_parts<E, R, J, 1>(query, padded, keys, stride_bytes, dim, sums[1]);
+  }
+  if constexpr (kParts > 2) {
+    dot_parts<E, R, J, 2>(query, padded, keys, stride_bytes, dim, sums[2]);
+    dot_parts<E, R, J, 3>(query, padded, keys, stride_bytes, dim, sums[3]);
+  }
+  float dots[8];
+  reduce_eight<E>(sums, dots);
+  for (int r = 0; r < R; ++r) {
+    __builtin_memcpy(scores + r * kAttentionChunk, dots + r * J, J * sizeof(float));
+  }
+}
+
+// Scores of R queries and `count` keys; prefetches keys, then values.
+template <class E, int R>
+void score_rows(const AttentionChunk& c, const float* query, int64_t padded, int64_t count,
+                bool first_group, float* scores) {
+  constexpr int J = 8 / R;
+  const int64_t run = c.positions * c.stride_bytes;
+  int64_t j = 0;
+  for (; j + J <= count; j += J) {
+    if (first_group) {
+      prefetch_run(c.keys, run, c.values, j * c.stride_bytes + kPrefetchBytes, J * c.stride_bytes);
+    }
+    score_tile<E, R, J>(query, padded, row_of<E>(c.keys, c.stride_bytes, j), c.stride_bytes, c.dim,
+                        scores + j);
   }
   for (; j < count; ++j) {
-    dot_group<kType, 1>(x, row_at(rows, stride_bytes, j), stride_bytes, n, out + j);
+    score_tile<E, R, 1>(query, padded, row_of<E>(c.keys, c.stride_bytes, j), c.stride_bytes, c.dim,
+                        scores + j);
   }
 }
 
-// scores = exp(scores - max); returns their sum.
-float softmax_numerators(int64_t length, float* scores) {
-  // Padding lanes must not win: they repeat what is in the maximum already.
-  F32x16 best = set1(scores[0]);
-  int64_t j = 0;
-  for (; j + 16 <= length; j += 16) best = max(best, load_n(scores + j, 16));
-  if (j < length) {
-    float filled[16];
-    store_n(filled, best, 16);
-    for (int i = 0; j + i < length; ++i) filled[i] = scores[j + i];
-    best = max(best, load_n(filled, 16));
+// scores [count] -> exp(scale * scores - max), zeros up to the next multiple of 16.  state gets the
+// maximum and the sum.
+void softmax_scores(float* scores, int64_t count, float scale, float* state) {
+  const float infinity = __builtin_inff();
+  const int64_t whole = (count + 15) / 16 * 16;
+  for (int64_t j = count; j < whole; ++j) scores[j] = -infinity;
+  F32x16 best = set1(-infinity);
+  for (int64_t j = 0; j < whole; j += 16) {
+    F32x16 s = load_n(scores + j, 16);
+    if (j + 16 <= count) {
+      s = mul(set1(scale), s);
+    } else {  // a scale of zero or below must not touch the padding
+      for (int64_t i = j; i < count; ++i) scores[i] *= scale;
+      s = load_n(scores + j, 16);
+    }
+    store_n(scores + j, s, 16);
+    best = max(best, s);
   }
-  const F32x16 shift = set1(reduce_max(best));
+  const float top = reduce_max(best);
+  // Nothing but -inf (or NaN): a chunk without weight, not a NaN of inf - inf.
+  const bool weightless = top == -infinity;
+  const F32x16 shift = set1(weightless ? 0.0f : top);
+  for (int64_t j = 0; j < whole; j += 16) {
+    store_n(scores + j, exp_f32(sub(load_n(scores + j, 16), shift)), 16);
+  }
+  for (int64_t j = 0; weightless && j < count; ++j)
+    scores[j] = scores[j] == scores[j] ? 0 : scores[j];
+  for (int64_t j = count; j < whole; ++j) scores[j] = 0.0f;
   F32x16 sum = zero();
-  for (j = 0; j < length; j += 16) {
-    store_n(scores + j, exp_f32(sub(load_n(scores + j, length - j), shift)), length - j);
-    sum = add(sum, load_n(scores + j, length - j));
-  }
-  return reduce_add(sum);
+  for (int64_t j = 0; j < whole; j += 16) sum = add(sum, load_n(scores + j, 16));
+  store_n(state, zero(), 16);
+  state[0] = top;
+  state[1] = reduce_add(sum);
 }
 
-// out[i .. i + 16 * B) = sum_j scores[j] * values[j][i ..] / sum, j ascending in every lane.  All
-// of the lanes exist unless B is 1, where `count` says how many do.
-template <DType kType, int B>
-void weighted_values(const float* scores, const void* values, int64_t stride_bytes, int64_t length,
-                     int64_t i, int64_t count, float sum, float* out) {
-  F32x16 acc[B];
-#pragma GCC unroll 4
-  for (int b = 0; b < B; ++b) acc[b] = zero();
-  for (int64_t j = 0; j < length; ++j) {
-    const F32x16 p = set1(scores[j]);
-    const void* row = row_at(values, stride_bytes, j);
-#pragma GCC unroll 4
-    for (int b = 0; b < B; ++b) {
-      acc[b] = fma(p, load_as<kType>(row, i + 16 * b, B == 1 ? count : 16), acc[b]);
+// acc[r][b] += sum_j weights[r][j] * values[j][16 b ..], j in [begin, end) ascending, for R rows
+// and B steps; acc in mixed order.  `count` elements of every step: fewer than 16 only in the last
+// one.
+template <class E, int R, int B>
+[[gnu::always_inline]] inline void weigh_tile(const float* weights, const void* values,
+                                              int64_t stride_bytes, int64_t count, int64_t begin,
+                                              int64_t end, float* acc, int64_t acc_stride) {
+  F32x16 sum[R * B];
+#pragma GCC unroll 8
+  for (int k = 0; k < R * B; ++k) sum[k] = load_n(acc + k / B * acc_stride + 16 * (k % B), 16);
+  for (int64_t j = begin; j < end; ++j) {
+    const E* row = row_of<E>(values, stride_bytes, j);
+    F32x16 v[B];
+#pragma GCC unroll 8
+    for (int b = 0; b < B; ++b) v[b] = load_mixed_n(row + 16 * b, count);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+      const F32x16 w = set1(weights[r * kAttentionChunk + j]);
+#pragma GCC unroll 8
+      for (int b = 0; b < B; ++b) sum[r * B + b] = fma(w, v[b], sum[r * B + b]);
     }
   }
-#pragma GCC unroll 4
-  for (int b = 0; b < B; ++b) {
-    store_n(out + i + 16 * b, div(acc[b], set1(sum)), B == 1 ? count : 16);
+#pragma GCC unroll 8
+  for (int k = 0; k < R * B; ++k) store_n(acc + k / B * acc_stride + 16 * (k % B), sum[k], 16);
+}
+
+// The same over all of dim, some positions at a time so that a whole row of values is used while it
+// is in cache; prefetches values, then what this thread reads next.
+template <class E, int R>
+void weigh_rows(const AttentionChunk& c, const float* weights, int64_t begin, int64_t end,
+                bool first_group, float* acc, int64_t acc_stride) {
+  constexpr int B = R == 1 ? 4 : R == 2 ? 2 : 1;
+  constexpr int64_t kPositions = 16;
+  const int64_t run = c.positions * c.stride_bytes;
+  const E* values = static_cast<const E*>(c.values);
+  for (int64_t j = begin; j < end; j += kPositions) {
+    const int64_t stop = j + kPositions < end ? j + kPositions : end;
+    int64_t i = 0;
+    const auto ask = [&](int64_t steps) {  // the share of these steps in the rows to come
+      if (!first_group) return;
+      const int64_t bytes = kPositions * 16 * steps * static_cast<int64_t>(sizeof(E));
+      prefetch_run(c.values, run, c.next,
+                   j * c.stride_bytes + kPrefetchBytes + i * kPositions * sizeof(E), bytes);
+    };
+    for (; B > 1 && i + 16 * B <= c.dim; i += 16 * B) {
+      ask(B);
+      weigh_tile<E, R, B>(weights, values + i, c.stride_bytes, 16, j, stop, acc + i, acc_stride);
+    }
+    for (; i + 16 <= c.dim; i += 16) {
+      ask(1);
+      weigh_tile<E, R, 1>(weights, values + i, c.stride_bytes, 16, j, stop, acc + i, acc_stride);
+    }
+    if (i < c.dim) {
+      weigh_tile<E, R, 1>(weights, values + i, c.stride_bytes, c.dim - i, j, stop, acc + i,
+                          acc_stride);
+    }
   }
 }
 
-template <DType kType>
-void attend_as(const float* query, const void* keys, const void* values, int64_t stride_bytes,
-               int64_t length, int64_t dim, float scale, float* scores, float* out) {
-  dot_many<kType>(query, keys, stride_bytes, dim, length, scores);
-  for (int64_t j = 0; j < length; j += 16) {
-    store_n(scores + j, mul(set1(scale), load_n(scores + j, length - j)), length - j);
+// R rows from `row` on.
+template <class E, int R>
+void attend_rows(const AttentionChunk& c, int64_t row, float* scratch, float* states) {
+  const int64_t padded = attention_padded(c.dim), stride = attention_state_floats(c.dim);
+  float* query = scratch + R * kAttentionChunk;
+  float* state = states + row * stride;
+  int64_t seen[R];
+  for (int r = 0; r < R; ++r) {
+    const int64_t visible = c.first_visible + (row + r) / c.rows_per_token;
+    seen[r] = visible < c.positions ? visible : c.positions;
+    for (int64_t i = 0; i < padded; i += 16) {
+      const F32x16 q = load_n(c.query + (row + r) * c.dim + i, c.dim - i);
+      store_n(query + r * padded + i, mix<E>(q), 16);
+      store_n(state + r * stride + i, zero(), 16);
+    }
   }
-  const float sum = softmax_numerators(length, scores);
-  int64_t i = 0;
-  for (; i + 64 <= dim; i += 64) {
-    weighted_values<kType, 4>(scores, values, stride_bytes, length, i, dim - i, sum, out);
+  score_rows<E, R>(c, query, padded, seen[R - 1], row == 0, scratch);
+  for (int r = 0; r < R; ++r) {
+    softmax_scores(scratch + r * kAttentionChunk, seen[r], c.scale, state + r * stride + padded);
   }
-  for (; i < dim; i += 16) {
-    weighted_values<kType, 1>(scores, values, stride_bytes, length, i, dim - i, sum, out);
+  weigh_rows<E, R>(c, scratch, 0, seen[0], row == 0, state, stride);
+  for (int r = 0; r < R; ++r) {  // positions that the first row does not see
+    weigh_rows<E, 1>(c, scratch + r * kAttentionChunk, seen[0], seen[r], false, state + r * stride,
+                     stride);
+    for (int64_t i = 0; i < padded; i += 16) {
+      float* acc = state + r * stride + i;
+      store_n(acc, unmix<E>(load_n(acc, 16)), 16);
+    }
   }
 }
 
-void attend_head(const float* query, DType type, const void* keys, const void* values,
-                 int64_t stride_bytes, int64_t length, int64_t dim, float scale, float* scores,
-                 float* out) {
-  const auto attend = type == DType::kBF16 ? attend_as<DType::kBF16> : attend_as<DType::kF32>;
-  attend(query, keys, values, stride_bytes, length, dim, scale, scores, out);
+template <class E>
+void attend_as(const AttentionChunk& c, float* scratch, float* states) {
+  int64_t row = 0;
+  while (row < c.rows) {
+    const int64_t left = c.rows - row;
+    const int64_t take = left >= 6 || left == 4 ? 4 : left == 5 ? 3 : left;
+    if (take == 4) attend_rows<E, 4>(c, row, scratch, states);
+    if (take == 3) attend_rows<E, 3>(c, row, scratch, states);
+    if (take == 2) attend_rows<E, 2>(c, row, scratch, states);
+    if (take == 1) attend_rows<E, 1>(c, row, scratch, states);
+    row += take;
+  }
+}
+
+void attend_chunk(const AttentionChunk& chunk, float* scratch, float* states) {
+  if (chunk.type == DType::kBF16) {
+    attend_as<uint16_t>(chunk, scratch, states);
+  } else {
+    attend_as<float>(chunk, scratch, states);
+  }
+}
+
+void merge_attention(int64_t rows, int64_t dim, const float* later, float* states) {
+  const int64_t padded = attention_padded(dim), stride = attention_state_floats(dim);
+  for (int64_t r = 0; r < rows; ++r, later += stride, states += stride) {
+    const float before = states[padded], now = later[padded];
+    const float top = before > now ? before : now;
+    const float shift = top == -__builtin_inff() ? 0.0f : top;
+    const F32x16 keep = exp_f32(set1(before - shift)), take = exp_f32(set1(now - shift));
+    const F32x16 sum = mul(set1(states[padded + 1]), keep);
+    states[padded] = top;
+    store_n(states + padded + 1, fma(set1(later[padded + 1]), take, sum), 1);
+    for (int64_t i = 0; i < padded; i += 16) {
+      const F32x16 kept = mul(load_n(states + i, 16), keep);
+      store_n(states + i, fma(load_n(later + i, 16), take, kept), 16);
+    }
+  }
+}
+
+void finish_attention(int64_t dim, const float* state, float* out) {
+  const F32x16 sum = set1(state[attention_padded(dim) + 1]);
+  for (int64_t i = 0; i < dim; i += 16) {
+    store_n(out + i, div(load_n(state + i, 16), sum), dim - i);
+  }
 }

@@ -36,7 +36,7 @@ template <class T>
 #include "kernels/generic/probes.inl"
 #include "kernels/generic/rows.inl"
 #include "kernels/generic/tiles.inl"
-// Uses load_typed and exp_f32 of rows.inl: the comment keeps the formatter from sorting it up.
+// Uses load_as and exp_f32 of rows.inl: the comment keeps the formatter from sorting it up.
 #include "kernels/generic/attention.inl"
 // Uses load_as of rows.inl and row_at of attention.inl.
 #include "kernels/generic/head.inl"
@@ -69,7 +69,9 @@ constexpr KernelTable kTable = {
     .relu2_mul_row = relu2_mul_row,
     .silu_mul_row = silu_mul_row,
     .rope_head = rope_head,
-    .attend_head = attend_head,
+    .attend_chunk = attend_chunk,
+    .merge_attention = merge_attention,
+    .finish_attention = finish_attention,
     .head_dense = head_dense,
     .head_int8 = head_int8,
     .head_int4 = head_int4,

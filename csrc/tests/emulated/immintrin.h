@@ -215,3 +215,8 @@ BITNET_EMULATED simde__m256i cvtps_ph(simde__m512 a) {
 // The VEX form of vpdpbusd does what the EVEX form does.
 #undef _mm256_dpbusd_avx_epi32
 #define _mm256_dpbusd_avx_epi32 _mm256_dpbusd_epi32
+// Moves whole quarters, so the element type does not matter.
+#undef _mm512_shuffle_f32x4
+#define _mm512_shuffle_f32x4(a, b, imm) \
+  simde_mm512_castsi512_ps(             \
+      simde_mm512_shuffle_i32x4(simde_mm512_castps_si512(a), simde_mm512_castps_si512(b), imm))

@@ -1,0 +1,225 @@
+// See attention_core.h.
+#include "ops/attention_core.h"
+
+#include <algorithm>
+#include <atomic>
+
+namespace bitnet::ops {
+namespace {
+
+constexpr int64_t kBlockRows = 64;       // query rows that meet a chunk while it is in cache
+constexpr int64_t kFewestRows = 16;      // smaller blocks waste the loads of keys and values
+constexpr int64_t kGroupsPerThread = 8;  // enough for an even split without cutting positions
+constexpr int64_t kMostSplitFloats = int64_t{1} << 22;  // states of a split plan: 16 MiB
+
+const void* at(const void* p, int64_t bytes) { return static_cast<const char*>(p) + bytes; }
+void* at(void* p, int64_t bytes) { return static_cast<char*>(p) + bytes; }
+
+int64_t chunks_of(int64_t positions) { return (positions + kAttentionChunk - 1) / kAttentionChunk; }
+
+// A counter per group, before the states; whole cache lines.
+int64_t counter_floats(int64_t groups) { return (groups + 15) / 16 * 16; }
+
+}  // namespace
+
+AttentionPlan::AttentionPlan(const AttentionShape& shape, const int64_t* start, int64_t threads)
+    : shape_(shape), start_(start), rows_per_token_(shape.heads / shape.kv_heads) {
+  const int64_t pairs = shape.batch * shape.kv_heads, enough = kGroupsPerThread * threads;
+  block_tokens_ =
+      std::clamp<int64_t>(kBlockRows / rows_per_token_, 1, std::max<int64_t>(shape.tokens, 1));
+  const auto blocks = [&] { return (shape.tokens + block_tokens_ - 1) / block_tokens_; };
+  while (pairs * blocks() < enough && block_tokens_ > 1 && block_rows() / 2 >= kFewestRows) {
+    block_tokens_ = (block_tokens_ + 1) / 2;
+  }
+  blocks_ = blocks();
+  groups_ = tasks_ = pairs * blocks_;
+  int64_t pieces = 0;
+  for (int64_t b = 0; b < shape.batch; ++b) {
+    for (int64_t i = 0; i < blocks_; ++i) pieces += shape.kv_heads * chunks_of_block(b, i);
+  }
+  split_ = groups_ < enough && pieces * states_floats() <= kMostSplitFloats;
+  if (split_) tasks_ = pieces;
+}
+
+int64_t AttentionPlan::shared_floats() const {
+  return split_ ? counter_floats(groups_) + tasks_ * states_floats() : 0;
+}
+
+// The rows of a group as float32, a row of output, the kernel's scratch, and the states of a group
+// so far and of a chunk.
+int64_t AttentionPlan::thread_floats() const {
+  const int64_t query = attention_padded(block_rows() * shape_.dim);
+  return query + attention_padded(shape_.dim) + attention_scratch_floats(block_rows(), shape_.dim) +
+         (split_ ? 0 : 2 * states_floats());
+}
+
+int64_t AttentionPlan::chunks_of_block(int64_t sequence, int64_t block) const {
+  const int64_t end = std::min((block + 1) * block_tokens_, shape_.tokens);
+  return chunks_of(start_[sequence] + end);
+}
+
+AttentionPlan::Group AttentionPlan::group_at(int64_t sequence, int64_t kv_head,
+                                             int64_t block) const {
+  const int64_t token = block * block_tokens_;
+  return {sequence,
+          kv_head,
+          token,
+          std::min(block_tokens_, shape_.tokens - token),
+          chunks_of_block(sequence, block),
+          0};
+}
+
+int64_t AttentionPlan::group_index(const Group& group) const {
+  return (group.sequence * shape_.kv_heads + group.kv_head) * blocks_ + group.token / block_tokens_;
+}
+
+// Order of a split plan's tasks: sequence, KV head, block, chunk.
+AttentionPlan::Group AttentionPlan::group_of_task(int64_t task) const {
+  int64_t first = 0;
+  for (int64_t b = 0; b < shape_.batch; ++b) {
+    int64_t per_head = 0;
+    for (int64_t i = 0; i < blocks_; ++i) per_head += chunks_of_block(b, i);
+    if (task >= first + per_head * shape_.kv_heads) {
+      first += per_head * shape_.kv_heads;
+      continue;
+    }
+    const int64_t kv_head = (task - first) / per_head;
+    first += kv_head * per_head;
+    int64_t block = 0;
+    while (task >= first + chunks_of_block(b, block)) first += chunks_of_block(b, block++);
+    Group group = group_at(b, kv_head, block);
+    group.first_task = first;
+    return group;
+  }
+  return {};  // not reached: task < tasks_
+}
+
+const void* AttentionPlan::cache_at(const void* cache, int64_t sequence, int64_t kv_head,
+                                    int64_t position) const {
+  const int64_t row = (sequence * shape_.kv_heads + kv_head) * shape_.length + position;
+  return at(cache, row * shape_.dim * element_size(shape_.cache_type));
+}
+
+void AttentionPlan::load_query(const KernelTable& table, const AttentionBuffers& buffers,
+                               const Group& group, float* query) const {
+  const int64_t n = rows_per_token_ * shape_.dim;  // the heads of a group lie side by side
+  for (int64_t t = 0; t < group.tokens; ++t) {
+    const int64_t token = group.sequence * shape_.tokens + group.token + t;
+    const int64_t first = (token * shape_.kv_heads + group.kv_head) * n;
+    table.load_row(shape_.query_type, at(buffers.query, first * element_size(shape_.query_type)), n,
+                   query + t * n);
+  }
+}
+
+void AttentionPlan::store_out(const KernelTable& table, const AttentionBuffers& buffers,
+                              const Group& group, const float* states, float* row) const {
+  const int64_t stride = attention_state_floats(shape_.dim);
+  for (int64_t r = 0; r < group.tokens * rows_per_token_; ++r) {
+    const int64_t t = group.token + r / rows_per_token_;
+    const int64_t head = group.kv_head * rows_per_token_ + r % rows_per_token_;
+    const int64_t to = ((group.sequence * shape_.tokens + t) * shape_.heads + head) * shape_.dim;
+    table.finish_attention(shape_.dim, states + r * stride, row);
+    table.store_row(shape_.query_type, row, shape_.dim,
+                    at(buffers.out, to * element_size(shape_.query_type)));
+  }
+}
+
+// States of the rows that see any of the chunk; returns how many of the first rows do not.
+int64_t AttentionPlan::attend(const KernelTable& table, const AttentionBuffers& buffers,
+                              const Group& group, int64_t chunk, const void* next,
+                              const float* query, float* scratch, float* states) const {
+  const int64_t begin = chunk * kAttentionChunk, first = start_[group.sequence] + group.token + 1;
+  const int64_t blind = std::max<int64_t>(0, begin + 1 - first);  // tokens before the chunk
+  const int64_t skipped = blind * rows_per_token_;
+  const AttentionChunk piece = {
+      .query = query + skipped * shape_.dim,
+      .rows = group.tokens * rows_per_token_ - skipped,
+      .dim = shape_.dim,
+      .rows_per_token = rows_per_token_,
+      .type = shape_.cache_type,
+      .keys = cache_at(buffers.keys, group.sequence, group.kv_head, begin),
+      .values = cache_at(buffers.values, group.sequence, group.kv_head, begin),
+      .stride_bytes = shape_.dim * element_size(shape_.cache_type),
+      .positions = std::min(kAttentionChunk, first + group.tokens - 1 - begin),
+      .first_visible = first + blind - begin,
+      .scale = shape_.scale,
+      .next = next,
+  };
+  table.attend_chunk(piece, scratch, states + skipped * attention_state_floats(shape_.dim));
+  return skipped;
+}
+
+void AttentionPlan::prepare(float* shared) const {
+  if (!split_) return;
+  auto* left = reinterpret_cast<int32_t*>(shared);
+  for (int64_t b = 0; b < shape_.batch; ++b) {
+    for (int64_t h = 0; h < shape_.kv_heads; ++h) {
+      for (int64_t i = 0; i < blocks_; ++i) *left++ = static_cast<int32_t>(chunks_of_block(b, i));
+    }
+  }
+}
+
+void AttentionPlan::run(const KernelTable& table, const AttentionBuffers& buffers, int64_t task,
+                        float* shared, float* own) const {
+  if (split_) {
+    run_chunk(table, buffers, task, shared, own);
+  } else {
+    run_group(table, buffers, task, own);
+  }
+}
+
+void AttentionPlan::run_chunk(const KernelTable& table, const AttentionBuffers& buffers,
+                              int64_t task, float* shared, float* own) const {
+  const Group group = group_of_task(task);
+  const int64_t chunk = task - group.first_task, stride = attention_state_floats(shape_.dim);
+  const void* next = nullptr;
+  if (chunk + 1 < group.chunks) {
+    next = cache_at(buffers.keys, group.sequence, group.kv_head, (chunk + 1) * kAttentionChunk);
+  } else if (task + 1 < tasks_) {
+    const Group after = group_of_task(task + 1);
+    next = cache_at(buffers.keys, after.sequence, after.kv_head, 0);
+  }
+  float* states = shared + counter_floats(groups_) + group.first_task * states_floats();
+  float* row = own + attention_padded(block_rows() * shape_.dim);
+  load_query(table, buffers, group, own);
+  attend(table, buffers, group, chunk, next, own, row + attention_padded(shape_.dim),
+         states + chunk * states_floats());
+  // acq_rel: the last one sees what the others wrote.
+  std::atomic_ref<int32_t> left(reinterpret_cast<int32_t*>(shared)[group_index(group)]);
+  if (left.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
+  left.store(static_cast<int32_t>(group.chunks), std::memory_order_relaxed);
+  const int64_t rows = group.tokens * rows_per_token_;
+  const int64_t first = start_[group.sequence] + group.token + 1;
+  for (int64_t c = 1; c < group.chunks; ++c) {
+    const int64_t skipped = std::max<int64_t>(0, c * kAttentionChunk + 1 - first) * rows_per_token_;
+    table.merge_attention(rows - skipped, shape_.dim,
+                          states + c * states_floats() + skipped * stride,
+                          states + skipped * stride);
+  }
+  store_out(table, buffers, group, states, row);
+}
+
+void AttentionPlan::run_group(const KernelTable& table, const AttentionBuffers& buffers,
+                              int64_t task, float* own) const {
+  const int64_t pair = task / blocks_;
+  const Group group = group_at(pair / shape_.kv_heads, pair % shape_.kv_heads, task % blocks_);
+  const int64_t stride = attention_state_floats(shape_.dim);
+  float* row = own + attention_padded(block_rows() * shape_.dim);
+  float* states = row + attention_padded(shape_.dim);
+  float* later = states + states_floats();
+  float* scratch = later + states_floats();
+  load_query(table, buffers, group, own);
+  for (int64_t c = 0; c < group.chunks; ++c) {
+    const void* next = c + 1 == group.chunks ? nullptr
+                                             : cache_at(buffers.keys, group.sequence, group.kv_head,
+                                                        (c + 1) * kAttentionChunk);
+    const int64_t skipped =
+        attend(table, buffers, group, c, next, own, scratch, c == 0 ? states : later);
+    if (c == 0) continue;
+    table.merge_attention(group.tokens * rows_per_token_ - skipped, shape_.dim,
+                          later + skipped * stride, states + skipped * stride);
+  }
+  store_out(table, buffers, group, states, row);
+}
+
+}  // namespace bitnet::ops
