@@ -51,7 +51,7 @@ NEVER_BY_STAR = {"reference", "integrations"}
 
 # Packages that only some modules may import, by the prefix of the module below bitnet_ops.
 GUARDED_PACKAGES: dict[str, tuple[str, ...]] = {
-    "transformers": ("integrations.transformers", "convert.verify"),
+    "transformers": ("integrations.transformers", "convert.verify", "bench.rivals"),
     "sglang": ("integrations.sglang",),
     "vllm": ("integrations.vllm",),
     "pybind11": (),

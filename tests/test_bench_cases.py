@@ -21,6 +21,7 @@ from bitnet_ops.bench import (
     limits,
     run_ops,
     shapes,
+    weights,
     workspace,
 )
 
@@ -130,7 +131,8 @@ def test_ping_pong_refuses_bad_cpus() -> None:
 
 
 def model_case_list(ws: workspace.Workspace) -> list[cases.Case]:
-    settings = run_ops.Settings(shapes="demo,70x300", tokens=(1, 3), quick=True)
+    formats = tuple(weights.available())
+    settings = run_ops.Settings(shapes="demo,70x300", tokens=(1, 3), quick=True, formats=formats)
     return list(run_ops.all_cases(ws, settings))
 
 
@@ -182,10 +184,16 @@ def test_scalar_reference_restores_isa_and_threads(isa: str, threads: int) -> No
 
 def test_products_are_exact_at_the_extremes() -> None:
     # all weights +1, all activations 127, K of the largest model: the sum that float32 must hold
-    weight = torch.full((5, cases_linear.row_bytes(11008)), 0b10101010, dtype=torch.uint8)
+    weight = torch.full((5, weights.row_bytes(11008)), 0b10101010, dtype=torch.uint8)
     x = torch.full((2, 11008), 127, dtype=torch.int8)
     assert (cases_linear.exact_product(weight, x) == 127 * 11008).all()
     assert torch.equal(ops.gemm(weight, x), cases_linear.exact_product(weight, x))
+
+
+@pytest.mark.parametrize(("m", "count"), [(1, 1), (64, 64), (65, 64), (2048, 64)])
+def test_check_of_many_tokens_takes_both_ends(m: int, count: int) -> None:
+    some = cases_linear.some_tokens(m).tolist()
+    assert len(set(some)) == len(some) == count and {0, m - 1} <= set(some)
 
 
 def test_head_check_covers_a_slice(ws: workspace.Workspace) -> None:
@@ -193,3 +201,15 @@ def test_head_check_covers_a_slice(ws: workspace.Workspace) -> None:
     with torch.inference_mode():
         case = cases_other.head_case(ws, model)
         assert case.check() and case.bytes == 2 * 5000 * 64
+
+
+@pytest.mark.parametrize(("head", "size"), [("int8", 5000 * 68), ("int4", 313 * (1024 + 32))])
+def test_quantised_head_is_as_large_as_the_op_makes_it(
+    head: str, size: int, ws: workspace.Workspace
+) -> None:
+    model = shapes.ModelShape(64, 128, 2, 1, 32, 5000, "relu2")
+    packed, scale = ops.quantize_head(torch.randn(5000, 64), head)
+    with torch.inference_mode():
+        case = cases_other.head_case(ws, model, head)
+        assert case.check() and case.format == head
+    assert case.bytes == packed.nbytes + scale.nbytes == size

@@ -20,6 +20,7 @@ from bitnet_ops import _runtime, machine
 from bitnet_ops.bench import (
     command,
     environment,
+    limits,
     report,
     run_ops,
     shapes,
@@ -58,6 +59,8 @@ def test_demo_shape_is_that_of_the_demo_model() -> None:
         (["--threads", "two"], "--threads: expected integers from 1 to 1024, got 'two'"),
         (["--cold-mib", "1"], "--cold-mib: expected 16 to 65536, got 1"),
         (["--seconds", "0"], "--seconds: expected more than 0 and at most 60, got 0.0"),
+        (["--weight-format", "3bit"], "--weight-format: expected names among canonical"),
+        (["--check", "--shapes", "64x300"], "--check: expected the name of a model in --shapes"),
         (["--json", "/nowhere/x.json"], "--json: expected a file in a directory to write to"),
     ],
 )
@@ -107,6 +110,7 @@ ROW_FIELDS: dict[str, type | tuple[type, ...]] = {
     "dtype": str,
     "threads": int,
     "memory": str,
+    "format": str,
     "fits_in": str,
     "bytes": int,
     "macs": int,
@@ -124,6 +128,9 @@ ROW_FIELDS: dict[str, type | tuple[type, ...]] = {
     "rivals": dict,
     "ping_pong_ns": (int, float, type(None)),
     "flags": list,
+}
+LIMIT_FIELDS = {
+    *("threads", "read_gb_s", "read_form", "read_forms_gb_s", "int8_peak_gmac_s", "disturbed"),
 }
 ENVIRONMENT_FIELDS = {
     *("time_utc", "cpu", "virtual", "cpus_available", "cache_bytes", "isa", "threads", "build"),
@@ -172,18 +179,21 @@ def small_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any],
 @pytest.mark.slow
 def test_small_run_has_every_row_with_its_limit(small_run: tuple[dict[str, Any], str]) -> None:
     result, _ = small_run
-    assert (result["schema"], result["schema_version"]) == ("bitnet_ops.bench.ops", 1)
+    assert (result["schema"], result["schema_version"]) == ("bitnet_ops.bench.ops", 2)
     assert result["ok"] is True
     assert set(result["environment"]) == ENVIRONMENT_FIELDS
     assert result["environment"]["isa"] == _runtime.isa()
     assert [limit["threads"] for limit in result["limits"]] == [1, 2]
     for limit in result["limits"]:
-        assert set(limit) == {"threads", "read_gb_s", "int8_peak_gmac_s", "disturbed"}
+        assert set(limit) == LIMIT_FIELDS
+        forms = limit["read_forms_gb_s"]
+        assert len(forms) == len(limits.FORMS) and max(forms.values()) == limit["read_gb_s"]
+        assert forms[limit["read_form"]] == limit["read_gb_s"]
         assert limit["read_gb_s"] > 0 and limit["int8_peak_gmac_s"] > 0
     for row in result["rows"]:
         assert_row(row)
-    # matrices: 5 shapes x (cold, hot at M = 1; cold at M = 2); fused: 3 ops x 3; the rest 8
-    assert len(result["rows"]) == 2 * (5 * 3 + 3 * 3 + 8)
+    # matrices: 5 shapes x (cold, hot at M = 1; cold at M = 2); fused: 3 ops x 3; the rest 10
+    assert len(result["rows"]) == 2 * (5 * 3 + 3 * 3 + 10)
     assert result["settings"]["tokens"] == [1, 2]
 
 
@@ -206,6 +216,7 @@ def tiny_report(flags: list[str]) -> report.Report:
         "shape": {"M": 1, "context": 512, "heads": 20, "kv_heads": 5, "head_dim": 128},
         "threads": 1,
         "memory": "cold",
+        "format": "2bit",
         "fits_in": "memory",
         "time_us": {"median": 123.4, "p10": 12.34, "p90": 1234.5},
         "gb_s": 1.0,
@@ -215,7 +226,8 @@ def tiny_report(flags: list[str]) -> report.Report:
         "ratio": summary,
         "rivals": {
             "torch_bf16": {"time_us": summary, "speedup": {"median": 3.5}, "disturbed": True},
-            "torch_int8": {"time_us": {"median": 5.0}},
+            "torch_int8_onednn": {"time_us": {"median": 5.0}},
+            "torch_int8_fbgemm": {"time_us": {"median": 7.0}},
         },
         "flags": flags,
     }
@@ -242,7 +254,7 @@ def test_terminal_gets_the_same_table_through_rich(capsys: pytest.CaptureFixture
     for text in ("attention", "0.80", "WARNING: careful"):
         assert text in terminal.getvalue() and text in plain.getvalue()
     assert "ctx 512, 20/5 heads" in plain.getvalue() and "12.3-1234" in plain.getvalue()
-    assert "torch int8 5.00 us" in plain.getvalue() and "3.50?" in plain.getvalue()
+    assert "torch int8 onednn 5.00 us" in plain.getvalue() and "3.50?" in plain.getvalue()
 
 
 def test_wrong_result_is_the_exit_status(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

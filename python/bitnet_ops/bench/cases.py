@@ -30,6 +30,7 @@ class Case:
     macs: multiply-adds of one call; `integer`: they are int8 and have the int8 peak as a limit.
     check: True when the op's result is right; it runs on the ISA and threads in force.
     rivals: name -> the same work by torch alone.
+    format: of the weights that are read, where the op has more than one.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Case:
     read: ReadLimit
     check: Callable[[], bool]
     rivals: dict[str, Run] = field(default_factory=dict)
+    format: str = "-"
 
 
 def cycle(function: Callable[..., object], operands: Sequence[Any], *, hot: bool) -> Run:

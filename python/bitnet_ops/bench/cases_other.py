@@ -98,19 +98,47 @@ def row_cases(ws: Workspace, model: ModelShape, m: int) -> list[Case]:
     ]
 
 
-def head_case(ws: Workspace, model: ModelShape) -> Case:
-    """lm_head for one token over bfloat16 weights, cold."""
+HEAD_FORMATS = ("bfloat16", "int8", "int4")
+_GROUP, _TILE_ROWS = 128, 16  # of an int4 head: features of a scale, rows of a tile
+
+
+def _heads(
+    ws: Workspace, model: ModelShape, head_format: str
+) -> tuple[list[tuple[Tensor, Tensor | None]], int]:
+    """Heads (weight, scale) in cold memory, and the bytes of a weight; any byte is a valid one."""
     vocab, hidden = model.vocab_size, model.hidden_size
-    size = 2 * vocab * hidden
-    heads = [(s.view(torch.bfloat16).view(vocab, hidden),) for s in ws.dense.slots(size)]
+    tiles, groups = -(-vocab // _TILE_ROWS), -(-hidden // _GROUP)
+    shape: tuple[int, ...]
+    if head_format == "bfloat16":
+        dtype, shape, size = torch.bfloat16, (vocab, hidden), 2 * vocab * hidden
+        scale = None
+    elif head_format == "int8":
+        dtype, shape, size = torch.int8, (vocab, hidden), vocab * hidden
+        scale = torch.full((vocab,), 0.01)
+    else:
+        layout = (tiles, groups * _GROUP // 8, 64)
+        dtype, shape, size = torch.uint8, layout, tiles * groups * _GROUP * 8
+        scale = torch.full((tiles, groups, _TILE_ROWS), 0.01, dtype=torch.bfloat16)
+    found = [(slot.view(dtype).view(shape), scale) for slot in ws.dense.slots(size)]
+    return found, size + (scale.nbytes if scale is not None else 0)
+
+
+def head_case(ws: Workspace, model: ModelShape, head_format: str = "bfloat16") -> Case:
+    """lm_head for one token, cold."""
+    vocab, hidden = model.vocab_size, model.hidden_size
+    heads, size = _heads(ws, model, head_format)
+    dense = _heads(ws, model, "bfloat16")[0]
     x = torch.randn(1, hidden, generator=ws.generator).bfloat16()
+    rows = None if head_format == "bfloat16" else vocab
 
     def check() -> bool:
-        weight = heads[0][0]
-        part = weight[:_HEAD_CHECK_ROWS]
-        whole = ops.lm_head(x, weight)[:, : len(part)]
-        return torch.equal(whole, ops.lm_head(x, part)) and equal_to_scalar(
-            lambda: ops.lm_head(x, part)
+        weight, scale = heads[0]
+        few = _HEAD_CHECK_ROWS // (_TILE_ROWS if head_format == "int4" else 1)
+        part = (weight[:few], None if scale is None else scale[:few])
+        some = ops.lm_head(x, *part)
+        whole = ops.lm_head(x, weight, scale, rows)[:, : some.shape[-1]]
+        return torch.equal(whole, some[:, : whole.shape[-1]]) and equal_to_scalar(
+            lambda: ops.lm_head(x, *part)
         )
 
     return Case(
@@ -121,10 +149,11 @@ def head_case(ws: Workspace, model: ModelShape) -> Case:
         bytes=size,
         macs=vocab * hidden,
         integer=False,
-        run=cycle(lambda w: ops.lm_head(x, w), heads, hot=False),
+        run=cycle(lambda w, s: ops.lm_head(x, w, s, rows), heads, hot=False),
         read=read_limit(ws.ternary, min(size, _WINDOW_BYTES), hot=False),
         check=check,
-        rivals={"torch_bf16": rival_cycle(lambda w: F.linear(x, w), heads, hot=False)},
+        rivals={"torch_bf16": rival_cycle(lambda w, _: F.linear(x, w), dense, hot=False)},
+        format=head_format,
     )
 
 

@@ -1,4 +1,4 @@
-"""`bitnet-ops bench ops`: arguments, progress and exit status of the benchmarks.
+"""`bitnet-ops bench`: arguments, progress and exit status of the benchmarks.
 
 It must not know how anything is measured.
 """
@@ -15,8 +15,17 @@ from typing import NamedTuple
 
 import torch
 
-from bitnet_ops.bench import report, run_ops
-from bitnet_ops.bench.shapes import MODELS, parse_counts, parse_shapes
+from bitnet_ops.bench import (
+    check,
+    command_model,
+    plots,
+    report,
+    report_model,
+    run_model,
+    run_ops,
+    weights,
+)
+from bitnet_ops.bench.shapes import MODELS, parse_counts, parse_shapes, parse_words
 
 
 class _Defaults(NamedTuple):
@@ -26,7 +35,7 @@ class _Defaults(NamedTuple):
 
 
 _QUICK = _Defaults("1,4,32", 256, 0.15)
-_FULL = _Defaults("1,2,4,8,16,32,128", 512, 1.0)
+_FULL = _Defaults("1,2,4,8,16,32,64,128,512,2048", 512, 0.4)
 _MOST_TOKENS = 4096
 _MOST_THREADS = 1024
 
@@ -35,9 +44,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the subcommand's arguments to `parser`."""
     parser.description = "Measure against limits of this machine, taken in the same process."
     kinds = parser.add_subparsers(dest="kind", metavar="KIND", required=True)
+    model = kinds.add_parser(
+        "model", help="prefill and decode of a whole model", description=command_model.DESCRIPTION
+    )
+    command_model.add_arguments(model)
     ops = kinds.add_parser("ops", help="every op on model shapes", description=_OPS_DESCRIPTION)
     ops.add_argument("--quick", action="store_true", help="below a minute on two cores; less exact")
+    ops.add_argument(
+        "--check",
+        action="store_true",
+        help="measure the goals for speed instead: must, ambitious, measured, verdict; exit status "
+        "1 names every must that is missed",
+    )
     ops.add_argument("--json", metavar="FILE", help="also write everything to FILE")
+    ops.add_argument("--plots", metavar="DIR", help="also draw PNG plots into DIR (matplotlib)")
     ops.add_argument("--threads", help="thread counts such as 1,2 (default: 1 and all)")
     ops.add_argument(
         "--shapes",
@@ -45,6 +65,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"names ({', '.join(MODELS)}) and NxK, separated by commas (default: 2b-4t)",
     )
     ops.add_argument("--m", help=f"tokens of the products (default: {_FULL.m}; quick: {_QUICK.m})")
+    ops.add_argument(
+        "--weight-format",
+        default="auto",
+        help=f"of {', '.join(weights.FORMATS)}, separated by commas (default: the one that models "
+        "are loaded in)",
+    )
     ops.add_argument(
         "--cold-mib",
         type=int,
@@ -82,30 +108,70 @@ def settings_of(args: argparse.Namespace) -> run_ops.Settings:
         shapes=args.shapes,
         tokens=tuple(parse_counts("--m", args.m or defaults.m, _MOST_TOKENS)),
         threads=tuple(parse_counts("--threads", threads, _MOST_THREADS)),
+        formats=tuple(_formats(args.weight_format)),
         quick=args.quick,
         cold_mib=cold_mib,
         seconds=seconds,
     )
 
 
+def _formats(text: str) -> list[str]:
+    present = weights.available()
+    if text == "auto":
+        return ["2bit" if "2bit" in present else weights.CANONICAL]
+    return parse_words("--weight-format", text, present)
+
+
 def run(args: argparse.Namespace) -> int:
-    """Run the benchmark; 0, or 1 when a result was wrong."""
+    """Run the benchmark; 0, or 1 when a result was wrong or a must of --check was missed."""
+    return _run_model(args) if args.kind == "model" else _run_ops(args)
+
+
+def _run_ops(args: argparse.Namespace) -> int:
     settings = settings_of(args)
     if args.json:
-        _require_directory(args.json)
+        _require_directory("--json", args.json)
+    if args.plots:
+        plots.require(args.plots)
     with _progress_line(enabled=sys.stderr.isatty()) as progress:
-        result = run_ops.run(settings, progress)
-    report.print_report(result)
+        result = (check if args.check else run_ops).run(settings, progress=progress)
+    if args.check:
+        print("\n".join([*report.header_lines(result), "", *result["lines"]]))
+    else:
+        report.print_report(result)
     if args.json:
         report.write_json(result, args.json)
+    if args.plots and not args.check:
+        _say_written(plots.draw_ops(result, Path(args.plots)))
     return 0 if result["ok"] else 1
 
 
-def _require_directory(path: str) -> None:
+def _run_model(args: argparse.Namespace) -> int:
+    settings = command_model.settings_of(args)
+    if args.json:
+        _require_directory("--json", args.json)
+    if args.plots:
+        plots.require(args.plots)
+    with _progress_line(enabled=sys.stderr.isatty()) as progress:
+        result = run_model.run(settings, progress)
+    print("\n".join(report_model.lines(result)))
+    if args.json:
+        report.write_json(result, args.json)
+    if args.plots:
+        _say_written(plots.draw_model(result, Path(args.plots)))
+    return 0
+
+
+def _say_written(paths: list[Path]) -> None:
+    for path in paths:
+        print(f"wrote {path}")
+
+
+def _require_directory(option: str, path: str) -> None:
     """Refuse a report that could not be written, before minutes are spent on it."""
     directory = Path(path).absolute().parent
     if not directory.is_dir() or not os.access(directory, os.W_OK):
-        raise ValueError(f"--json: expected a file in a directory to write to, got {path}")
+        raise ValueError(f"{option}: expected a file in a directory to write to, got {path}")
 
 
 @contextmanager

@@ -6,6 +6,7 @@ costs what a call of a kernel costs. It must not know what is measured against t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -19,6 +20,26 @@ from bitnet_ops.bench.workspace import Arena, round_up
 _PEAK_SECONDS = 2e-4  # long against entering a parallel region, short against a time slice
 _MOST_TIMES = 100  # at most 20 ms
 _BULK_WINDOW = 1 << 24
+
+
+@dataclass(frozen=True)
+class ReadForm:
+    """How every thread reads: so many sequential streams, prefetched so many bytes ahead (0: not).
+
+    One CPU is fastest with a prefetch far ahead, another with several streams and none; only the
+    best form is a limit.
+    """
+
+    streams: int = 1
+    distance: int = 0
+
+    def __str__(self) -> str:
+        prefetch = f", prefetch {self.distance} B ahead" if self.distance else ""
+        return f"{self.streams} stream{'s' * (self.streams > 1)}{prefetch}"
+
+
+PLAIN = ReadForm()
+FORMS = (PLAIN, ReadForm(1, 2048), ReadForm(1, 6144), ReadForm(2), ReadForm(4))
 
 
 @dataclass(frozen=True)
@@ -36,10 +57,13 @@ class ReadLimit:
     def probed_bytes(self) -> int:
         return self.slots[0].numel()
 
-    def run(self) -> Run:
+    def run(self, form: ReadForm = PLAIN) -> Run:
         slots, count = self.slots, len(self.slots)
-        shift = count // 2
-        return Run(lambda i: ops._probe_read(slots[(i + shift) % count]), self.warm)
+        shift, streams = count // 2, form.streams
+        distance = form.distance
+        return Run(
+            lambda i: ops._probe_read(slots[(i + shift) % count], streams, distance), self.warm
+        )
 
 
 def read_limit(arena: Arena, slot_bytes: int, *, hot: bool) -> ReadLimit:
@@ -87,10 +111,20 @@ class PeakLimit:
         return Run(lambda _: ops._probe_int8_peak(seed, iterations)), iterations * self._macs_of_one
 
 
-def bulk_read_run(arena: Arena) -> tuple[Run, int]:
-    """Reading the whole arena in windows, and the bytes of a window: bandwidth without a kernel."""
+def bulk_read_runs(arena: Arena, forms: Sequence[ReadForm] = FORMS) -> tuple[list[Run], int]:
+    """Reading the whole arena in windows, in every form, and the bytes of a window."""
     windows = arena.slots(_BULK_WINDOW)
-    return Run(lambda i: ops._probe_read(windows[i % len(windows)])), _BULK_WINDOW
+
+    def run(which: int, form: ReadForm) -> Run:
+        # every form begins elsewhere, so that none finds in the cache what another has just read
+        first = which * len(windows) // len(forms)
+        return Run(
+            lambda i: ops._probe_read(
+                windows[(i + first) % len(windows)], form.streams, form.distance
+            )
+        )
+
+    return [run(which, form) for which, form in enumerate(forms)], _BULK_WINDOW
 
 
 def ping_pong_ns(timeout_s: float = 0.05) -> float | None:

@@ -13,7 +13,7 @@ from typing import Any, TextIO
 from bitnet_ops.formats.atomic import atomic_file
 
 SCHEMA = "bitnet_ops.bench.ops"
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2  # 2: weight formats, forms of reading
 
 Report = dict[str, Any]
 
@@ -23,6 +23,7 @@ COLUMNS = (
     ("shape", False),
     ("T", True),
     ("memory", False),
+    ("weights", False),
     ("us", True),
     ("p10-p90", True),
     ("GB/s", True),
@@ -70,7 +71,7 @@ def shape_text(shape: dict[str, int]) -> str:
     return f"ctx {shape['context']}, {shape['heads']}/{shape['kv_heads']} heads"
 
 
-def _number(value: float) -> str:
+def number(value: float) -> str:
     """Three significant digits, never an exponent."""
     if value == 0:
         return "-"
@@ -80,24 +81,26 @@ def _number(value: float) -> str:
 def cells(row: dict[str, Any]) -> list[str]:
     """One row of the table, in the order of COLUMNS."""
     time, rival = row["time_us"], row["rivals"].get("torch_bf16")
-    int8 = row["rivals"].get("torch_int8")
     notes = list(row["flags"])
+    int8 = {name: r for name, r in row["rivals"].items() if name.startswith("torch_int8")}
     if int8:
-        notes.append(f"torch int8 {_number(int8['time_us']['median'])} us")
+        name = min(int8, key=lambda n: int8[n]["time_us"]["median"])
+        notes.append(f"{name.replace('_', ' ')} {number(int8[name]['time_us']['median'])} us")
     memory = row["memory"] if row["memory"] == "cold" else f"hot {row['fits_in']}"
     return [
         row["name"],
         shape_text(row["shape"]),
         str(row["threads"]),
         memory,
-        _number(time["median"]),
-        f"{_number(time['p10'])}-{_number(time['p90'])}",
-        _number(row["gb_s"]),
-        _number(row["gmac_s"]),
-        f"{row['limit']} {_number(row['limit_value'])}",
+        row["format"],
+        number(time["median"]),
+        f"{number(time['p10'])}-{number(time['p90'])}",
+        number(row["gb_s"]),
+        number(row["gmac_s"]),
+        f"{row['limit']} {number(row['limit_value'])}",
         f"{row['ratio']['median']:.2f}",
-        _number(rival["time_us"]["median"]) if rival else "-",
-        _number(rival["speedup"]["median"]) + "?" * rival["disturbed"] if rival else "-",
+        number(rival["time_us"]["median"]) if rival else "-",
+        number(rival["speedup"]["median"]) + "?" * rival["disturbed"] if rival else "-",
         ", ".join(notes),
     ]
 
@@ -122,8 +125,9 @@ def header_lines(report: Report) -> list[str]:
     ]
     for limit in report["limits"]:
         lines.append(
-            f"limits, {limit['threads']} thread(s): read {_number(limit['read_gb_s'])} GB/s, "
-            f"int8 multiply-adds {_number(limit['int8_peak_gmac_s'])} GMAC/s"
+            f"limits, {limit['threads']} thread(s): read {number(limit['read_gb_s'])} GB/s "
+            f"({limit['read_form']}), "
+            f"int8 multiply-adds {number(limit['int8_peak_gmac_s'])} GMAC/s"
             f"{' (disturbed)' if limit['disturbed'] else ''}"
         )
     return lines

@@ -5,7 +5,7 @@ It must not know which cases exist or how rows are shown.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,7 +13,14 @@ import torch
 from bitnet_ops import machine
 from bitnet_ops.bench.cases import Case
 from bitnet_ops.bench.harness import Budget, interleave
-from bitnet_ops.bench.limits import PeakLimit, bulk_read_run, ping_pong_ns
+from bitnet_ops.bench.limits import (
+    FORMS,
+    PLAIN,
+    PeakLimit,
+    ReadForm,
+    bulk_read_runs,
+    ping_pong_ns,
+)
 from bitnet_ops.bench.stats import Summary, paired_ratios, summarize
 from bitnet_ops.bench.workspace import Arena
 
@@ -25,32 +32,42 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Bulk:
-    """The limits of one thread count without a kernel between: what the machine gives now."""
+    """The limits of one thread count without a kernel between: what the machine gives now.
+
+    read_gb_s: of the best form of reading, which is the limit beside cold rows; `forms` has all.
+    """
 
     threads: int
     read_gb_s: float
     int8_peak_gmac_s: float
     peak: PeakLimit
     disturbed: bool = False
+    form: ReadForm = PLAIN
+    forms: dict[ReadForm, float] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         return {
             "threads": self.threads,
-            "read_gb_s": _digits(self.read_gb_s),
-            "int8_peak_gmac_s": _digits(self.int8_peak_gmac_s),
+            "read_gb_s": digits(self.read_gb_s),
+            "read_form": str(self.form),
+            "read_forms_gb_s": {str(form): digits(rate) for form, rate in self.forms.items()},
+            "int8_peak_gmac_s": digits(self.int8_peak_gmac_s),
             "disturbed": self.disturbed,
         }
 
 
 def measure_bulk(arena: Arena, threads: int, budget: Budget) -> Bulk:
-    """Read bandwidth over the whole arena and the int8 peak, alternating, at `threads` threads."""
+    """Read bandwidth over the whole arena in every form, and the int8 peak, all alternating."""
     torch.set_num_threads(threads)
     peak = PeakLimit()
-    read, window = bulk_read_run(arena)
+    reads, window = bulk_read_runs(arena)
     loop, macs = peak.run()
-    rounds = interleave([read, loop], budget)
-    read_s, peak_s = (summarize(samples).median for samples in rounds.usable())
-    return Bulk(threads, window / read_s / 1e9, macs / peak_s / 1e9, peak, rounds.disturbed)
+    rounds = interleave([*reads, loop], budget)
+    *read_s, peak_s = (summarize(samples).median for samples in rounds.usable())
+    forms = {form: window / s / 1e9 for form, s in zip(FORMS, read_s, strict=True)}
+    best = max(forms, key=forms.__getitem__)
+    rate = macs / peak_s / 1e9
+    return Bulk(threads, forms[best], rate, peak, rounds.disturbed, best, forms)
 
 
 @dataclass(frozen=True)
@@ -82,7 +99,8 @@ def measure(case: Case, bulk: Bulk, budget: Budget, rival_budget: Budget) -> Row
     correct = case.check()
     has_peak = case.integer and case.macs > 0
     loop, probed_macs = bulk.peak.run(case.macs)
-    runs = [case.run, case.read.run(), *([loop] if has_peak else [])]
+    form = PLAIN if case.read.warm else bulk.form
+    runs = [case.run, case.read.run(form), *([loop] if has_peak else [])]
     rounds = interleave(runs, budget)
     kernel_s, read_s, *peak_s = rounds.usable()
     limits = [limit_samples("read", "GB/s", case.bytes, case.read.probed_bytes, read_s)]
@@ -98,19 +116,20 @@ def measure(case: Case, bulk: Bulk, budget: Budget, rival_budget: Budget) -> Row
         "dtype": case.dtype,
         "threads": bulk.threads,
         "memory": case.memory,
+        "format": case.format,
         "fits_in": fits_in(case.bytes, machine.cache_bytes()) if case.memory == "hot" else "memory",
         "bytes": case.bytes,
         "macs": case.macs,
         "samples": time.count,
         "rounds": len(rounds.quiet),
         "quiet_rounds": sum(rounds.quiet),
-        "time_us": _summary(time.scaled(1e6)),
-        "gb_s": _digits(case.bytes / time.median / 1e9),
-        "gmac_s": _digits(case.macs / time.median / 1e9),
+        "time_us": summary_dict(time.scaled(1e6)),
+        "gb_s": digits(case.bytes / time.median / 1e9),
+        "gmac_s": digits(case.macs / time.median / 1e9),
         "limit": limit.name,
-        "limit_value": _digits(limit.rate),
+        "limit_value": digits(limit.rate),
         "limit_unit": limit.unit,
-        "ratio": _summary(ratio),
+        "ratio": summary_dict(ratio),
         "limits": {one.name: _limit(one, kernel_s) for one in limits},
         "rivals": {name: _rival(case, name, rival_budget) for name in case.rivals},
         "ping_pong_ns": ping_pong_ns(),
@@ -135,8 +154,8 @@ def _rival(case: Case, name: str, budget: Budget) -> Row:
     rounds = interleave([case.run, case.rivals[name]], budget)
     kernel_s, rival_s = rounds.usable()
     return {
-        "time_us": _summary(summarize(rival_s).scaled(1e6)),
-        "speedup": _summary(summarize(paired_ratios(rival_s, kernel_s))),
+        "time_us": summary_dict(summarize(rival_s).scaled(1e6)),
+        "speedup": summary_dict(summarize(paired_ratios(rival_s, kernel_s))),
         "samples": len(rival_s),
         "disturbed": rounds.disturbed,
     }
@@ -149,17 +168,17 @@ def fits_in(size: int, caches: dict[str, int]) -> str:
 
 def _limit(limit: LimitSamples, kernel_s: list[float]) -> Row:
     return {
-        "value": _digits(limit.rate),
+        "value": digits(limit.rate),
         "unit": limit.unit,
-        "allowed_us": _summary(summarize(limit.allowed_s).scaled(1e6)),
-        "ratio": _summary(summarize(paired_ratios(limit.allowed_s, kernel_s))),
+        "allowed_us": summary_dict(summarize(limit.allowed_s).scaled(1e6)),
+        "ratio": summary_dict(summarize(paired_ratios(limit.allowed_s, kernel_s))),
     }
 
 
-def _summary(summary: Summary) -> dict[str, float]:
-    return {name: _digits(getattr(summary, name)) for name in ("median", "p10", "p90")}
+def summary_dict(summary: Summary) -> dict[str, float]:
+    return {name: digits(getattr(summary, name)) for name in ("median", "p10", "p90")}
 
 
-def _digits(value: float) -> float:
+def digits(value: float) -> float:
     """Five significant digits: more would be noise in a file that people read."""
     return float(f"{value:.5g}")

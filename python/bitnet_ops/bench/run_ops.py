@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 
@@ -30,12 +31,18 @@ class Settings:
     tokens: tuple[int, ...] = (1, 4, 32)
     threads: tuple[int, ...] = (1,)
     quick: bool = False
+    formats: tuple[str, ...] = ("canonical",)
     cold_mib: int = 512
     seconds: float = 0.5
 
 
 def memories(m: int, *, quick: bool) -> list[bool]:
-    """Cold (False) and hot (True). Quick: one of them for M > 1, hot where there are many."""
+    """Cold (False) and hot (True). Quick: one of them for M > 1, hot where there are many.
+
+    From 128 tokens on only hot: reading the weights is a small part of the time.
+    """
+    if m >= 128:
+        return [True]
     if not quick or m == 1:
         return [False, True]
     return [m >= 16]
@@ -48,14 +55,17 @@ def model_cases(ws: Workspace, model: ModelShape, settings: Settings) -> Iterato
     hidden, heads = model.hidden_size, model.q_features
     for m in few_or_many:
         for hot in memories(m, quick=True):
-            yield cases_linear.linear_case(ws, hidden, heads, m, hot=hot)
-            yield cases_linear.qkv_case(ws, model, m, hot=hot)
-            yield cases_linear.mlp_case(ws, model, m, hot=hot)
+            for weights in settings.formats:
+                chosen: Any = {"hot": hot, "weight_format": weights}
+                yield cases_linear.linear_case(ws, hidden, heads, m, **chosen)
+                yield cases_linear.qkv_case(ws, model, m, **chosen)
+                yield cases_linear.mlp_case(ws, model, m, **chosen)
     for m in few_or_many:
         yield from cases_other.row_cases(ws, model, m)
     for context in (512,) if settings.quick else (128, 512, 2048, 8192):
         yield cases_other.attention_case(ws, model, context)
-    yield cases_other.head_case(ws, model)
+    for head_format in cases_other.HEAD_FORMATS:
+        yield cases_other.head_case(ws, model, head_format)
 
 
 def all_cases(ws: Workspace, settings: Settings) -> Iterator[Case]:
@@ -65,7 +75,8 @@ def all_cases(ws: Workspace, settings: Settings) -> Iterator[Case]:
     for n, k in dict.fromkeys([*matrices, *shapes.matrices]):
         for m in settings.tokens:
             for hot in memories(m, quick=settings.quick):
-                yield cases_linear.matmul_case(ws, n, k, m, hot=hot)
+                for weights in settings.formats:
+                    yield cases_linear.matmul_case(ws, n, k, m, hot=hot, weight_format=weights)
     for model in shapes.models.values():
         yield from model_cases(ws, model, settings)
 

@@ -6,6 +6,7 @@ It must not know tensors. Dimensions carry the Hugging Face names of the model's
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 MOST_FEATURES = 131072  # K up to which the float32 check of a product is exact
@@ -81,3 +82,12 @@ def parse_counts(option: str, text: str, most: int) -> list[int]:
             raise ValueError(f"{option}: expected integers from 1 to {most}, got '{word}'")
         counts.append(int(word))
     return list(dict.fromkeys(counts))
+
+
+def parse_words(option: str, text: str, known: Sequence[str]) -> list[str]:
+    """Read a list of words separated by commas, each one of `known`."""
+    words = text.split(",")
+    for word in words:
+        if word not in known:
+            raise ValueError(f"{option}: expected names among {', '.join(known)}, got '{word}'")
+    return list(dict.fromkeys(words))

@@ -1,0 +1,283 @@
+"""How each goal is measured: one function per metric of goals.py, on the cases of the op benchmark.
+
+Figures are the worst over the shapes that a goal speaks of, and say which that was. It must not
+know bars or verdicts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from bitnet_ops import _runtime, machine
+from bitnet_ops.bench import cases_linear, cases_other, weights
+from bitnet_ops.bench.cases import Case
+from bitnet_ops.bench.goals import Goal
+from bitnet_ops.bench.harness import Budget, interleave
+from bitnet_ops.bench.limits import PLAIN
+from bitnet_ops.bench.rows import Bulk, Row, measure, measure_bulk
+from bitnet_ops.bench.shapes import ModelShape
+from bitnet_ops.bench.stats import paired_ratios, summarize
+from bitnet_ops.bench.verdicts import Measured
+from bitnet_ops.bench.workspace import Workspace
+
+# Matrices below this many weights spend too much of their time entering and leaving a region.
+LARGE = 6_500_000
+
+
+@dataclass
+class Context:
+    """What the measurements share; `seconds` is the time for one figure of one shape."""
+
+    ws: Workspace
+    model: ModelShape
+    seconds: float
+    bulks: dict[tuple[str, int], Bulk] = field(default_factory=dict)
+    wrong: list[str] = field(default_factory=list)
+
+    def bulk(self, threads: int) -> Bulk:
+        """The limits with the kernels in use, measured once."""
+        key = (_runtime.isa(), threads)
+        if key not in self.bulks:
+            self.bulks[key] = measure_bulk(self.ws.ternary, threads, Budget(self.seconds))
+        return self.bulks[key]
+
+    @property
+    def weight_format(self) -> str:
+        return "2bit" if "2bit" in weights.available() else weights.CANONICAL
+
+    def large(self) -> list[tuple[int, int]]:
+        """The model's matrices that are large enough, or its largest one."""
+        shapes = self.model.linears(quick=False)
+        return [s for s in shapes if s[0] * s[1] >= LARGE] or [max(shapes, key=_size)]
+
+    def row(self, case: Case, threads: int, *, plain: bool = False, rivals: bool = False) -> Row:
+        """One measurement; a wrong result is remembered."""
+        bulk = self.bulk(threads)
+        if plain:
+            bulk = dataclasses.replace(bulk, form=PLAIN)
+        if not rivals:
+            case = dataclasses.replace(case, rivals={})
+        row = measure(case, bulk, Budget(self.seconds), Budget(self.seconds / 2, min_rounds=3))
+        if "wrong_result" in row["flags"]:
+            self.wrong.append(f"{case.name} {case.shape} {case.format}")
+        return row
+
+
+def _size(shape: tuple[int, int]) -> int:
+    return shape[0] * shape[1]
+
+
+def _name(shape: tuple[int, int]) -> str:
+    return f"{shape[0]}x{shape[1]}"
+
+
+def worst(figures: Iterable[tuple[float, str, bool]], *, largest: bool = False) -> Measured:
+    """The smallest (or largest) of (value, note, disturbed)."""
+    found = list(figures)
+    value, note, _ = (max if largest else min)(found, key=lambda figure: figure[0])
+    return Measured(value, note, any(disturbed for _, _, disturbed in found))
+
+
+def _share(row: Row, limit: str, note: str) -> tuple[float, str, bool]:
+    return row["limits"][limit]["ratio"]["median"], note, "disturbed" in row["flags"]
+
+
+def _missing_format(name: str) -> Measured | None:
+    if name in weights.available():
+        return None
+    return Measured(None, f"no {name} weights in this build", built=False)
+
+
+def gemv_cold(c: Context, threads: int, weights: str, limit: str = "best") -> Measured:
+    """Share of reading of gemv on memory that no cache holds."""
+    lack = _missing_format(weights)
+    if lack:
+        return lack
+
+    def share(shape: tuple[int, int]) -> tuple[float, str, bool]:
+        case = cases_linear.matmul_case(c.ws, *shape, 1, hot=False, weight_format=weights)
+        return _share(c.row(case, threads, plain=limit == "plain"), "read", _name(shape))
+
+    return worst(share(shape) for shape in c.large())
+
+
+def base3_gain(c: Context, threads: int) -> Measured:
+    """How many times faster gemv is on 1.6bit than on 2bit weights, cold, alternating."""
+    lack = _missing_format("1.6bit")
+    if lack:
+        return lack
+
+    def gain(shape: tuple[int, int]) -> tuple[float, str, bool]:
+        torch.set_num_threads(threads)
+        pair = [
+            cases_linear.matmul_case(c.ws, *shape, 1, hot=False, weight_format=f).run
+            for f in ("2bit", "1.6bit")
+        ]
+        rounds = interleave(pair, Budget(c.seconds))
+        ratio = summarize(paired_ratios(*rounds.usable())).median
+        return ratio, _name(shape), rounds.disturbed
+
+    return worst(gain(shape) for shape in c.large())
+
+
+def gemv_hot(c: Context, threads: int, cache: str) -> Measured:
+    """Share of the int8 peak of gemv on the largest matrix that stays in a cache."""
+    room = machine.cache_bytes().get(cache, 0) * 0.85
+    shapes = c.model.linears(quick=False)
+    fitting = [s for s in shapes if s[0] * s[1] / 4 <= room] or [min(shapes, key=_size)]
+    shape = max(fitting, key=_size)
+    case = cases_linear.matmul_case(c.ws, *shape, 1, hot=True, weight_format=c.weight_format)
+    return worst([_share(c.row(case, threads), "int8_peak", f"{_name(shape)}, {case.format}")])
+
+
+def _products(
+    c: Context, threads: int, tokens: tuple[int, ...], limit: str, *, hot: bool, plain: bool = False
+) -> Measured:
+    def share(shape: tuple[int, int], m: int) -> tuple[float, str, bool]:
+        chosen: Any = {"hot": hot, "weight_format": c.weight_format}
+        case = cases_linear.matmul_case(c.ws, *shape, m, **chosen)
+        note = f"M = {m}, {_name(shape)}, {case.format}"
+        return _share(c.row(case, threads, plain=plain), limit, note)
+
+    return worst(share(shape, m) for shape in c.large() for m in tokens)
+
+
+def gemm_hot(c: Context, threads: int, tokens: tuple[int, ...]) -> Measured:
+    """Share of the int8 peak of gemm on weights in a cache."""
+    return _products(c, threads, tokens, "int8_peak", hot=True)
+
+
+def gemm_cold_peak(c: Context, threads: int, tokens: tuple[int, ...]) -> Measured:
+    """Share of the int8 peak of gemm on weights in memory."""
+    return _products(c, threads, tokens, "int8_peak", hot=False)
+
+
+def gemm_cold_read(c: Context, threads: int, tokens: tuple[int, ...]) -> Measured:
+    """Share of plain reading of gemm on weights in memory."""
+    return _products(c, threads, tokens, "read", hot=False, plain=True)
+
+
+def against_int8(c: Context, threads: int, tokens: tuple[int, ...]) -> Measured:
+    """How many times faster gemm is than torch's best int8 linear, alternating, hot."""
+    shape = max(c.large(), key=lambda s: (s[0] <= c.model.intermediate_size, _size(s)))
+
+    def speedup(m: int) -> tuple[float, str, bool]:
+        chosen: Any = {"hot": True, "weight_format": c.weight_format}
+        case = cases_linear.matmul_case(c.ws, *shape, m, **chosen)
+        int8 = {n: run for n, run in case.rivals.items() if n.startswith("torch_int8")}
+        row = c.row(dataclasses.replace(case, rivals=int8), threads, rivals=True)
+        found = {n: r["speedup"]["median"] for n, r in row["rivals"].items()}
+        best = min(found, key=found.__getitem__)
+        disturbed = any(r["disturbed"] for r in row["rivals"].values())
+        return (
+            found[best],
+            f"M = {m}, {_name(shape)}, {best.removeprefix('torch_int8_')}",
+            disturbed,
+        )
+
+    return worst(speedup(m) for m in tokens)
+
+
+def cold_cost(c: Context, threads: int, tokens: int) -> Measured:
+    """Time of `tokens` tokens in times of one token, weights in memory, alternating."""
+
+    def cost(shape: tuple[int, int]) -> tuple[float, str, bool]:
+        torch.set_num_threads(threads)
+        many, one = (
+            cases_linear.matmul_case(c.ws, *shape, m, hot=False, weight_format=c.weight_format).run
+            for m in (tokens, 1)
+        )
+        rounds = interleave([many, one], Budget(c.seconds))
+        ratio = summarize(paired_ratios(*rounds.usable())).median
+        return ratio, _name(shape), rounds.disturbed
+
+    return worst((cost(shape) for shape in c.large()), largest=True)
+
+
+def cliff(c: Context, threads: int, most: int) -> Measured:
+    """The largest time(M) / time(M') of M < M' <= most, every M alternating with every other."""
+    torch.set_num_threads(threads)
+    shape = min(c.large(), key=_size)
+    runs = [
+        cases_linear.matmul_case(c.ws, *shape, m, hot=True, weight_format=c.weight_format).run
+        for m in range(1, most + 1)
+    ]
+    rounds = interleave(runs, Budget(4 * c.seconds, min_rounds=9))
+    return steepest([summarize(samples).median for samples in rounds.usable()], rounds.disturbed)
+
+
+def steepest(times: list[float], disturbed: bool = False) -> Measured:
+    """The largest times[M-1] / times[M'-1] of any M < M', and which."""
+    value, note = 0.0, ""
+    for m, time in enumerate(times[:-1], 1):
+        later = min(range(m, len(times)), key=times.__getitem__)
+        if time / times[later] > value:
+            value, note = time / times[later], f"M = {m} and {later + 1}"
+    return Measured(value, note, disturbed)
+
+
+def head(c: Context, threads: int, head: str) -> Measured:
+    """Share of reading of lm_head on a quantised head."""
+    row = c.row(cases_other.head_case(c.ws, c.model, head), threads)
+    return worst([_share(row, "read", "")])
+
+
+def attention(c: Context, threads: int, cache: str, contexts: tuple[int, ...]) -> Measured:
+    """Share of reading of decode attention."""
+    if cache != "bfloat16":
+        return Measured(None, f"no {cache} cache in this build", built=False)
+
+    def share(context: int) -> tuple[float, str, bool]:
+        case = cases_other.attention_case(c.ws, c.model, context)
+        return _share(c.row(case, threads), "read", f"context {context}")
+
+    return worst(share(context) for context in contexts)
+
+
+def against_sdpa(c: Context, threads: int, contexts: tuple[int, ...]) -> Measured:
+    """How many times faster decode attention is than torch's, alternating."""
+
+    def speedup(context: int) -> tuple[float, str, bool]:
+        row = c.row(cases_other.attention_case(c.ws, c.model, context), threads, rivals=True)
+        rival = row["rivals"]["torch_bf16"]
+        return rival["speedup"]["median"], f"context {context}", rival["disturbed"]
+
+    return worst(speedup(context) for context in contexts)
+
+
+def not_measured(c: Context, threads: int) -> Measured:
+    """A loop that no op exposes; the C++ prototype measured it."""
+    return Measured(None, "no op runs this loop alone")
+
+
+METRICS: dict[str, Callable[..., Measured]] = {
+    f.__name__: f
+    for f in (
+        *(gemv_cold, base3_gain, gemv_hot, gemm_hot, gemm_cold_peak, gemm_cold_read),
+        *(against_int8, cold_cost, cliff, head, attention, against_sdpa, not_measured),
+    )
+}
+
+
+@contextmanager
+def kernels_of(goal: Goal) -> Iterator[None]:
+    """The kernels that the goal speaks of, for the time of its measurement."""
+    before = _runtime.isa()
+    if goal.isa:
+        _runtime.force_isa(goal.isa)
+    try:
+        yield
+    finally:
+        _runtime.force_isa(before)
+
+
+def measure_goal(c: Context, goal: Goal, threads: int) -> Measured:
+    """The figure of one goal at one thread count."""
+    with kernels_of(goal), torch.inference_mode():
+        return METRICS[goal.metric](c, threads, **goal.keywords())

@@ -1,0 +1,81 @@
+"""How the goals that speak of a whole model are measured: step, overhead, regions, prefill.
+
+They need a model in memory, so they run after the others, one model at a time. It must not know
+bars or verdicts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from bitnet_ops.bench import run_model, weights
+from bitnet_ops.bench.rows import Bulk
+from bitnet_ops.bench.run_model import Bench
+from bitnet_ops.bench.subject import Subject
+from bitnet_ops.bench.verdicts import Measured
+from bitnet_ops.bench.workspace import Workspace
+
+
+@dataclass
+class StepContext:
+    """Cold memory, the name of the model, and the model that was made last."""
+
+    ws: Workspace
+    settings: run_model.Settings
+    bulk: Callable[[int], Bulk]
+    op_call_s: float
+    bench: Bench | None = None
+
+    def bench_of(self, weight_format: str, head_format: str) -> Bench:
+        """The model in these formats; one at a time is kept."""
+        made = self.bench.subject if self.bench else None
+        if made is None or (made.weight_format, made.head_format) != (weight_format, head_format):
+            self.bench = None  # first, so that both are never there at once
+            subject = Subject(self.settings.dummy, weight_format, head_format)
+            self.bench = Bench(self.ws, subject, self.settings, self.op_call_s)
+        assert self.bench is not None
+        return self.bench
+
+    def usual(self) -> Bench:
+        """The model as it is loaded without being asked for anything."""
+        present = weights.available()
+        return self.bench_of("2bit" if "2bit" in present else weights.CANONICAL, "int8")
+
+
+def step(c: StepContext, threads: int, weights: str, head: str) -> Measured:
+    """Share of reading of a decode step at context 0, over 64 tokens."""
+    row = run_model.decode_row(c.bench_of(weights, head), c.bulk(threads), 1, 0)
+    note = f"{row['tokens_per_s']:.1f} of {row['limit_tokens_per_s']:.1f} tokens/s"
+    return Measured(row["share"]["median"], note, row["disturbed"])
+
+
+def overhead(c: StepContext, threads: int) -> Measured:
+    """The share of a step that its kernels, called one by one, do not account for."""
+    row = run_model.parts_row(c.usual(), c.bulk(threads), 0)
+    note = f"{row['rest_ms']:.2f} of {row['step_ms']:.2f} ms"
+    return Measured(row["overhead"], note, row["disturbed"])
+
+
+def regions(c: StepContext, threads: int) -> Measured:
+    """Parallel regions of a decode step, divided by the layers."""
+    bench = c.usual()
+    torch.set_num_threads(max(threads, 2))  # one thread opens none
+    count = run_model.regions_per_step(bench.subject)
+    if count is None:
+        return Measured(None, "regions are not counted in this build", built=False)
+    layers = bench.subject.config.num_hidden_layers
+    return Measured(count / layers, f"{count} a step, {layers} layers")
+
+
+def prefill(c: StepContext, threads: int, tokens: int) -> Measured:
+    """Share of the int8 peak of a prompt's ternary products, everything else counted as loss."""
+    row = run_model.prefill_row(c.usual(), c.bulk(threads), tokens, 1 if tokens > 128 else 3)
+    return Measured(row["share"], f"{row['tokens_per_s']:.0f} tokens/s")
+
+
+METRICS: dict[str, Callable[..., Measured]] = {
+    f.__name__: f for f in (step, overhead, regions, prefill)
+}

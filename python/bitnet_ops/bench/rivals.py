@@ -1,0 +1,172 @@
+"""Other engines on a model of the same dimensions, for the same run: Hugging Face transformers.
+
+Engines that bring a thread pool of their own run in a process of their own (rival_worker.py); all
+are asked for the same number of threads. Weights are random: no engine's speed depends on them. It
+must not know our models, nor how figures are compared.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from bitnet_ops import dummy
+from bitnet_ops.bench.harness import Run
+
+# name -> (module that has to be there, what it is)
+RIVALS = {
+    "hf-bf16": ("transformers", "Hugging Face transformers, bfloat16"),
+    "hf-fp32": ("transformers", "Hugging Face transformers, float32"),
+    "litespark": ("litespark_inference", "litespark-inference, 2-bit weights, int8 head"),
+    "llama-cpp": ("llama_cpp", "llama-cpp-python, TQ2_0 weights, Q8_0 head"),
+}
+
+
+class Rival(Protocol):
+    """Another engine with its model loaded."""
+
+    name: str
+
+    def decode_run(self, threads: int) -> Run: ...
+
+    def prefill_run(self, tokens: int, threads: int) -> Run: ...
+
+    def close(self) -> None: ...
+
+
+def missing(names: Sequence[str]) -> list[str]:
+    """Those of `names` whose module is not installed here."""
+    return [n for n in names if importlib.util.find_spec(RIVALS[n][0]) is None]
+
+
+def installed_rivals(names: Sequence[str], model: str) -> Iterator[Rival]:
+    """The rivals of `names` that are installed, one at a time: two may not fit in memory."""
+    for name in names:
+        if importlib.util.find_spec(RIVALS[name][0]) is None:
+            continue
+        if name.startswith("hf-"):
+            dtype = torch.bfloat16 if name == "hf-bf16" else torch.float32
+            yield HuggingFace(name, model, dtype)
+        else:
+            yield Worker(name, model)
+
+
+class HuggingFace:
+    """BitNetForCausalLM of transformers on dense weights, in this process on torch's threads."""
+
+    def __init__(self, name: str, dummy_name: str, dtype: torch.dtype) -> None:
+        from transformers.cache_utils import DynamicCache
+        from transformers.models.bitnet import BitNetConfig, BitNetForCausalLM
+        from transformers.utils import logging
+
+        logging.set_verbosity_error()
+        self.name, self._cache = name, DynamicCache
+        c = dummy.config(dummy_name)
+        fields = [
+            *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
+            *("num_attention_heads", "num_key_value_heads", "hidden_act", "rms_norm_eps"),
+            *("max_position_embeddings", "tie_word_embeddings"),
+        ]
+        config = BitNetConfig(**{f: getattr(c, f) for f in fields})
+        with torch.device("meta"):
+            model: Any = BitNetForCausalLM(config)
+        self.model = model.to(dtype).to_empty(device="cpu").eval()
+        self.model.model.rotary_emb = type(self.model.model.rotary_emb)(config)
+        _fill(self.model)
+
+    def decode_run(self, threads: int) -> Run:
+        cache, ids = self._cache(), torch.zeros(1, 1, dtype=torch.int64)
+
+        def step(_: int) -> None:
+            nonlocal ids
+            logits = self.model(ids, past_key_values=cache, use_cache=True).logits
+            ids = logits[:, -1].argmax(-1, keepdim=True)
+
+        return Run(step)
+
+    def prefill_run(self, tokens: int, threads: int) -> Run:
+        ids = torch.arange(tokens).unsqueeze(0) % self.model.config.vocab_size
+        return Run(
+            lambda _: self.model(
+                ids, past_key_values=self._cache(), use_cache=True, logits_to_keep=1
+            )
+        )
+
+    def close(self) -> None:
+        del self.model
+
+
+def _fill(model: torch.nn.Module) -> None:
+    """Values of a sensible size in every parameter, quickly: one random vector, repeated."""
+    some = torch.randn(4093) * 0.02
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.data.fill_(1.0)
+            continue
+        flat = parameter.data.view(-1)
+        for start in range(0, flat.numel(), 1 << 24):
+            piece = flat[start : start + (1 << 24)]
+            piece.copy_(some.repeat(-(-piece.numel() // some.numel()))[: piece.numel()])
+
+
+class Worker:
+    """An engine in a process of its own: a line "decode" or "prefill N" in, seconds out."""
+
+    def __init__(self, name: str, model: str) -> None:
+        self.name, self._model = name, model
+        self._process: subprocess.Popen[str] | None = None
+        self._threads = 0
+
+    def decode_run(self, threads: int) -> Run:
+        return Run(lambda _: self._ask("decode", threads))
+
+    def prefill_run(self, tokens: int, threads: int) -> Run:
+        return Run(lambda _: self._ask(f"prefill {tokens}", threads))
+
+    def _ask(self, what: str, threads: int) -> None:
+        process = self._started(threads)
+        assert process.stdin and process.stdout
+        process.stdin.write(what + "\n")
+        process.stdin.flush()
+        self._answer(process)
+
+    def _started(self, threads: int) -> subprocess.Popen[str]:
+        if self._process is None or threads != self._threads:
+            self.close()
+            self._threads = threads
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "bitnet_ops.bench.rival_worker", self.name, self._model]
+                + [str(threads)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+                env={**os.environ, "OMP_NUM_THREADS": str(threads)},
+            )
+            self._answer(self._process)  # "ready"
+        return self._process
+
+    def _answer(self, process: subprocess.Popen[str]) -> Any:
+        assert process.stdout
+        for line in process.stdout:
+            if line.startswith("{"):
+                answer = json.loads(line)
+                if "error" in answer:
+                    raise RuntimeError(f"{self.name}: {answer['error']}")
+                return answer
+        raise RuntimeError(f"{self.name}: expected an answer, got the end of its process")
+
+    def close(self) -> None:
+        if self._process is not None:
+            assert self._process.stdin and self._process.stdout
+            self._process.stdin.close()
+            self._process.wait(30)
+            self._process.stdout.close()
+            self._process = None

@@ -1,0 +1,125 @@
+"""The model that `bench model` times: a synthetic one, its bytes, and its steps as runs.
+
+It must not know how anything is timed or shown, nor other engines.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bitnet_ops import dummy
+from bitnet_ops.bench.harness import Run
+from bitnet_ops.engine import Engine
+from bitnet_ops.kv_cache import KVCache
+
+_PROJECTIONS = {
+    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "o": ("self_attn.o_proj",),
+    "gate/up": ("mlp.gate_proj", "mlp.up_proj"),
+    "down": ("mlp.down_proj",),
+}
+PARTS = ("qkv", "attention", "o", "gate/up", "down", "head")
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """What one step of one sequence has to read at context 0, and more for every cached token."""
+
+    body: int
+    head: int
+    per_position: int
+
+    def step(self, batch: int, context: int) -> int:
+        """Of a step of `batch` sequences: weights once, every sequence's cache."""
+        return self.body + self.head + batch * context * self.per_position
+
+
+class Subject:
+    """A dummy model in a weight and a head format, with bfloat16 activations and cache."""
+
+    def __init__(self, name: str, weight_format: str, head_format: str) -> None:
+        self.name, self.weight_format, self.head_format = name, weight_format, head_format
+        self.model = _build(name, weight_format, head_format)
+        self.config = self.model.config
+        self.engine = Engine(self.model, kv_dtype=torch.bfloat16)
+        self._generator = torch.Generator().manual_seed(1)
+
+    @property
+    def label(self) -> str:
+        return f"{self.weight_format} + {self.head_format} head"
+
+    def bytes(self) -> Bytes:
+        """From the tensors that the model holds, so that padding and scales count."""
+        tied = self.config.tie_word_embeddings
+        head = "model.embed_tokens." if tied else "lm_head."
+        sizes = {"body": 0, "head": 0}
+        for name, tensor in self.model.named_buffers():
+            if name.startswith(head):
+                sizes["head"] += tensor.nbytes
+            elif "_proj." in name:
+                sizes["body"] += tensor.nbytes
+        c = self.config
+        per_position = 2 * 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim
+        return Bytes(sizes["body"], sizes["head"], per_position)
+
+    def macs_per_token(self) -> int:
+        """Integer multiply-adds of the ternary products for one token."""
+        return sum(m.in_features * m.out_features for _, ms in self.projections() for m in ms)
+
+    def projections(self) -> Iterator[tuple[str, list[Any]]]:
+        """(part, its linear modules) of every layer in order."""
+        for layer in self.model.model.layers:
+            for part, names in _PROJECTIONS.items():
+                yield part, [layer.get_submodule(name) for name in names]
+
+    def cache(self, batch: int, context: int, room: int) -> KVCache:
+        """A cache in which every sequence has `context` random positions."""
+        cache = KVCache(self.config, batch, context + room, torch.bfloat16)
+        for tensor in (*cache.keys, *cache.values) if context else ():
+            # 64 random positions repeated: the values matter to nobody, the addresses do
+            some = torch.randn(64, self.config.head_dim, generator=self._generator).bfloat16()
+            tensor.copy_(some.repeat(-(-tensor.shape[2] // 64), 1)[: tensor.shape[2]])
+        self.set_lengths(cache, context)
+        return cache
+
+    def set_lengths(self, cache: KVCache, length: int) -> None:
+        for row in range(cache.batch):
+            cache.set_length(row, length)
+
+    def decode_run(self, batch: int, context: int, tokens: int) -> Run:
+        """Greedy decoding: call i is the step behind context + i mod `tokens` positions."""
+        cache = self.cache(batch, context, tokens)
+        ids = torch.zeros(batch, 1, dtype=torch.int64)
+
+        def step(i: int) -> None:
+            nonlocal ids
+            if i % tokens == 0:
+                self.set_lengths(cache, context)
+            ids = self.model(ids, cache, 1)[:, -1].argmax(-1, keepdim=True)
+
+        return Run(step)
+
+    def prefill_run(self, tokens: int) -> Run:
+        """A prompt of `tokens` random tokens into an empty cache, as the engine does it."""
+        prompt = torch.randint(
+            0, self.config.vocab_size, (tokens,), generator=self._generator
+        ).tolist()
+        cache = self.cache(1, 0, tokens)
+
+        def prefill(_: int) -> Tensor:
+            cache.clear()
+            return self.engine.prefill(prompt, cache)
+
+        return Run(prefill)
+
+
+def _build(name: str, weight_format: str, head_format: str) -> Any:
+    wanted: dict[str, Any] = {"weight_format": weight_format, "head_format": head_format}
+    known = inspect.signature(dummy.decoder).parameters
+    return dummy.decoder(name, torch.bfloat16, **{k: v for k, v in wanted.items() if k in known})
