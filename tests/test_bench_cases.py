@@ -131,7 +131,7 @@ def test_ping_pong_refuses_bad_cpus() -> None:
 
 
 def model_case_list(ws: workspace.Workspace) -> list[cases.Case]:
-    formats = tuple(weights.available())
+    formats = weights.FORMATS
     settings = run_ops.Settings(shapes="demo,70x300", tokens=(1, 3), quick=True, formats=formats)
     return list(run_ops.all_cases(ws, settings))
 

@@ -116,10 +116,9 @@ def settings_of(args: argparse.Namespace) -> run_ops.Settings:
 
 
 def _formats(text: str) -> list[str]:
-    present = weights.available()
     if text == "auto":
-        return ["2bit" if "2bit" in present else weights.CANONICAL]
-    return parse_words("--weight-format", text, present)
+        return [weights.USUAL]
+    return parse_words("--weight-format", text, weights.FORMATS)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -66,15 +66,13 @@ def _counts(option: str, text: str, most: int, least: int = 1) -> tuple[int, ...
 
 
 def _pairs(text: str) -> tuple[tuple[str, str], ...]:
-    present = weights.available()
-    usual = "2bit" if "2bit" in present else weights.CANONICAL
     pairs = []
     for word in text.split(","):
         weight_format, plus, head = word.partition("+")
         if not plus:
             raise ValueError(f"--formats: expected pairs such as 2bit+int8, got '{word}'")
-        weight_format = usual if weight_format == "auto" else weight_format
-        parse_words("--formats", weight_format, present)
+        weight_format = weights.USUAL if weight_format == "auto" else weight_format
+        parse_words("--formats", weight_format, weights.FORMATS)
         parse_words("--formats", head, cases_other.HEAD_FORMATS)
         pairs.append((weight_format, head))
     return tuple(dict.fromkeys(pairs))

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from bitnet_ops import _runtime, machine
-from bitnet_ops.bench import cases_linear, cases_other, weights
+from bitnet_ops.bench import cases_linear, cases_other
 from bitnet_ops.bench.cases import Case
 from bitnet_ops.bench.goals import Goal
 from bitnet_ops.bench.harness import Budget, interleave
@@ -24,6 +24,7 @@ from bitnet_ops.bench.rows import Bulk, Row, measure, measure_bulk
 from bitnet_ops.bench.shapes import ModelShape
 from bitnet_ops.bench.stats import paired_ratios, summarize
 from bitnet_ops.bench.verdicts import Measured
+from bitnet_ops.bench.weights import USUAL
 from bitnet_ops.bench.workspace import Workspace
 
 # Matrices below this many weights spend too much of their time entering and leaving a region.
@@ -46,10 +47,6 @@ class Context:
         if key not in self.bulks:
             self.bulks[key] = measure_bulk(self.ws.ternary, threads, Budget(self.seconds))
         return self.bulks[key]
-
-    @property
-    def weight_format(self) -> str:
-        return "2bit" if "2bit" in weights.available() else weights.CANONICAL
 
     def large(self) -> list[tuple[int, int]]:
         """The model's matrices that are large enough, or its largest one."""
@@ -88,17 +85,8 @@ def _share(row: Row, limit: str, note: str) -> tuple[float, str, bool]:
     return row["limits"][limit]["ratio"]["median"], note, "disturbed" in row["flags"]
 
 
-def _missing_format(name: str) -> Measured | None:
-    if name in weights.available():
-        return None
-    return Measured(None, f"no {name} weights in this build", built=False)
-
-
 def gemv_cold(c: Context, threads: int, weights: str, limit: str = "best") -> Measured:
     """Share of reading of gemv on memory that no cache holds."""
-    lack = _missing_format(weights)
-    if lack:
-        return lack
 
     def share(shape: tuple[int, int]) -> tuple[float, str, bool]:
         case = cases_linear.matmul_case(c.ws, *shape, 1, hot=False, weight_format=weights)
@@ -109,9 +97,6 @@ def gemv_cold(c: Context, threads: int, weights: str, limit: str = "best") -> Me
 
 def base3_gain(c: Context, threads: int) -> Measured:
     """How many times faster gemv is on 1.6bit than on 2bit weights, cold, alternating."""
-    lack = _missing_format("1.6bit")
-    if lack:
-        return lack
 
     def gain(shape: tuple[int, int]) -> tuple[float, str, bool]:
         torch.set_num_threads(threads)
@@ -132,7 +117,7 @@ def gemv_hot(c: Context, threads: int, cache: str) -> Measured:
     shapes = c.model.linears(quick=False)
     fitting = [s for s in shapes if s[0] * s[1] / 4 <= room] or [min(shapes, key=_size)]
     shape = max(fitting, key=_size)
-    case = cases_linear.matmul_case(c.ws, *shape, 1, hot=True, weight_format=c.weight_format)
+    case = cases_linear.matmul_case(c.ws, *shape, 1, hot=True, weight_format=USUAL)
     return worst([_share(c.row(case, threads), "int8_peak", f"{_name(shape)}, {case.format}")])
 
 
@@ -140,7 +125,7 @@ def _products(
     c: Context, threads: int, tokens: tuple[int, ...], limit: str, *, hot: bool, plain: bool = False
 ) -> Measured:
     def share(shape: tuple[int, int], m: int) -> tuple[float, str, bool]:
-        chosen: Any = {"hot": hot, "weight_format": c.weight_format}
+        chosen: Any = {"hot": hot, "weight_format": USUAL}
         case = cases_linear.matmul_case(c.ws, *shape, m, **chosen)
         note = f"M = {m}, {_name(shape)}, {case.format}"
         return _share(c.row(case, threads, plain=plain), limit, note)
@@ -168,7 +153,7 @@ def against_int8(c: Context, threads: int, tokens: tuple[int, ...]) -> Measured:
     shape = max(c.large(), key=lambda s: (s[0] <= c.model.intermediate_size, _size(s)))
 
     def speedup(m: int) -> tuple[float, str, bool]:
-        chosen: Any = {"hot": True, "weight_format": c.weight_format}
+        chosen: Any = {"hot": True, "weight_format": USUAL}
         case = cases_linear.matmul_case(c.ws, *shape, m, **chosen)
         int8 = {n: run for n, run in case.rivals.items() if n.startswith("torch_int8")}
         row = c.row(dataclasses.replace(case, rivals=int8), threads, rivals=True)
@@ -190,7 +175,7 @@ def cold_cost(c: Context, threads: int, tokens: int) -> Measured:
     def cost(shape: tuple[int, int]) -> tuple[float, str, bool]:
         torch.set_num_threads(threads)
         many, one = (
-            cases_linear.matmul_case(c.ws, *shape, m, hot=False, weight_format=c.weight_format).run
+            cases_linear.matmul_case(c.ws, *shape, m, hot=False, weight_format=USUAL).run
             for m in (tokens, 1)
         )
         rounds = interleave([many, one], Budget(c.seconds))
@@ -205,7 +190,7 @@ def cliff(c: Context, threads: int, most: int) -> Measured:
     torch.set_num_threads(threads)
     shape = min(c.large(), key=_size)
     runs = [
-        cases_linear.matmul_case(c.ws, *shape, m, hot=True, weight_format=c.weight_format).run
+        cases_linear.matmul_case(c.ws, *shape, m, hot=True, weight_format=USUAL).run
         for m in range(1, most + 1)
     ]
     rounds = interleave(runs, Budget(4 * c.seconds, min_rounds=9))

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 
 import torch
 
-from bitnet_ops.bench import run_model, weights
+from bitnet_ops.bench import run_model
 from bitnet_ops.bench.rows import Bulk
 from bitnet_ops.bench.run_model import Bench
 from bitnet_ops.bench.subject import Subject
 from bitnet_ops.bench.verdicts import Measured
+from bitnet_ops.bench.weights import USUAL
 from bitnet_ops.bench.workspace import Workspace
 
 
@@ -41,8 +42,7 @@ class StepContext:
 
     def usual(self) -> Bench:
         """The model as it is loaded without being asked for anything."""
-        present = weights.available()
-        return self.bench_of("2bit" if "2bit" in present else weights.CANONICAL, "int8")
+        return self.bench_of(USUAL, "int8")
 
 
 def step(c: StepContext, threads: int, weights: str, head: str) -> Measured:

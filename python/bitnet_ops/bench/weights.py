@@ -21,12 +21,7 @@ from bitnet_ops.bench.workspace import Workspace
 CANONICAL = "canonical"
 PRIVATE = ("2bit", "1.6bit")
 FORMATS = (CANONICAL, *PRIVATE)
-_OPS: Any = ops
-
-
-def available() -> list[str]:
-    """The formats that this build multiplies by."""
-    return list(FORMATS) if hasattr(ops, "prepack") else [CANONICAL]
+USUAL = "2bit"  # what models are loaded in
 
 
 def row_bytes(k: int) -> int:
@@ -51,7 +46,7 @@ class Matrix:
         """uint8 [N, R] in the canonical layout."""
         if self.format == CANONICAL:
             return self.data
-        return _OPS.unprepack(self.data, self.n, self.k)
+        return ops.unprepack(self.data, self.n, self.k)
 
 
 def private_shape(n: int, k: int, weight_format: str) -> tuple[int, ...]:
@@ -59,7 +54,7 @@ def private_shape(n: int, k: int, weight_format: str) -> tuple[int, ...]:
     if weight_format == CANONICAL:
         return (n, row_bytes(k))
     weight = torch.full((n, row_bytes(k)), 0b01010101, dtype=torch.uint8)
-    return tuple(_OPS.prepack(weight, k, weight_format).shape)
+    return tuple(ops.prepack(weight, k, weight_format).shape)
 
 
 def pack_random(
@@ -69,7 +64,7 @@ def pack_random(
     codes = torch.randint(-1, 2, (n, k), dtype=torch.int8, generator=generator)
     packed = ops.pack(codes)
     if weight_format != CANONICAL:
-        packed = _OPS.prepack(packed, k, weight_format)
+        packed = ops.prepack(packed, k, weight_format)
     return Matrix(packed, n, k, weight_format)
 
 
