@@ -150,8 +150,8 @@ def test_every_case_checks_its_result(ws: workspace.Workspace, threads: int) -> 
 def spoiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function` with 1 added to its first result, on every ISA but scalar."""
 
-    def wrong(*args: Any) -> Any:
-        result = function(*args)
+    def wrong(*args: Any, **names: Any) -> Any:
+        result = function(*args, **names)
         if _runtime.isa() == "scalar":
             return result
         return result + 1 if isinstance(result, Tensor) else (result[0] + 1, *result[1:])
