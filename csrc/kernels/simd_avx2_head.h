@@ -52,12 +52,15 @@ struct Head4Pairs {
 // gives at most 2 * 15 * 128 = 3840 in magnitude, four lines add eight of them: 30720 < 2^15.
 [[gnu::always_inline]] inline void head4_line(const uint8_t* p, const __m256i (&x)[4],
                                               Head4Pairs& sums) {
-  const __m256i raw = load_bytes(p);
+  __m256i raw = load_bytes(p);
+  keep(raw);
   const __m256i lo = low_codes(raw), hi = high_codes(raw);
   sums.high = _mm256_add_epi16(sums.high, _mm256_maddubs_epi16(lo, x[0]));
-  sums.high = _mm256_add_epi16(sums.high, _mm256_maddubs_epi16(hi, x[1]));
   sums.low = _mm256_add_epi16(sums.low, _mm256_maddubs_epi16(lo, x[2]));
+  sums.high = _mm256_add_epi16(sums.high, _mm256_maddubs_epi16(hi, x[1]));
   sums.low = _mm256_add_epi16(sums.low, _mm256_maddubs_epi16(hi, x[3]));
+  keep(sums.high);
+  keep(sums.low);
 }
 // 256 * high + low of the four features of a dword, in the two multiplications that widen them.
 [[gnu::always_inline]] inline __m256i head4_widen(__m256i acc, Head4Pairs sums) {

@@ -256,7 +256,8 @@ inline Partial dot(Partial p, Codes c, Activations x) {
 }
 inline Acc widen(Acc acc, Partial p) { return vaddq_s32(acc, p); }
 inline int32_t reduce(Acc acc) { return vaddvq_s32(acc); }
-inline void prefetch(const void* p) { __builtin_prefetch(p); }
+// Without always_inline g++ 12 takes a call for one without effect and leaves it out.
+[[gnu::always_inline]] inline void prefetch(const void* p) { __builtin_prefetch(p); }
 
 // ---- words of the private tiles: 4 lanes --------------------------------------------------------
 

@@ -19,6 +19,14 @@ inline void store_i16(int16_t* p, F32x16 v) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permute4x64_epi64(wide, 0xd8));
 }
 
+// Fixes v in its register at this point.  Without it g++ 12 holds so many sums of a line at once
+// that it spills them.
+[[gnu::always_inline]] inline void keep([[maybe_unused]] __m256i& v) {
+#if !defined(BITNET_EMULATE)
+  __asm__("" : "+x"(v));
+#endif
+}
+
 // Eight 32-bit sums, each of which may use all of its bits.
 inline int64_t sum_i32_wide(__m256i v) {
   const __m256i four = _mm256_add_epi64(_mm256_cvtepi32_epi64(_mm256_castsi256_si128(v)),

@@ -46,7 +46,10 @@ inline int32_t reduce(Acc acc) {
   r = _mm_add_epi32(r, _mm_shuffle_epi32(r, 0xb1));
   return _mm_cvtsi128_si32(r);
 }
-inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+// Without always_inline g++ 12 takes a call for one without effect and leaves it out.
+[[gnu::always_inline]] inline void prefetch(const void* p) {
+  _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0);
+}
 
 // ---- words of the private tiles: 8 lanes -------------------------------------------------------
 
