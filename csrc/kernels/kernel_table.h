@@ -137,21 +137,23 @@ struct KernelTable {
 
   // ---- output head --------------------------------------------------------------------------
   // Logits of rows [row_begin, row_end) for every token: out[m * out_stride + n - row_begin].  Each
-  // weight is read from memory once, whatever the number of tokens.
-  // dense: dot(x, row) in the lane order; x [tokens, k] float32, weight [*, k] contiguous.
+  // weight is read from memory once, whatever the number of tokens; prefetch_bytes: how far ahead
+  // of their stream to prefetch, which depends on the CPU. dense: dot(x, row) in the lane order; x
+  // [tokens, k] float32, weight [*, k] contiguous.
   void (*head_dense)(const float* x, int64_t tokens, DType type, const void* weight, int64_t k,
-                     int64_t row_begin, int64_t row_end, float* out, int64_t out_stride);
+                     int64_t row_begin, int64_t row_end, int64_t prefetch_bytes, float* out,
+                     int64_t out_stride);
   // int8 and int4 sum integers exactly and round where they say so, never in between.
   // int8: float(sum_k w[n][k] * wide[k]) * (scale[n] * x.scale); weight [*, k], k <=
   // layout::kHeadMaxK.
   void (*head_int8)(const int8_t* weight, const float* scale, int64_t k, int64_t row_begin,
-                    int64_t row_end, const HeadToken* x, int64_t tokens, float* out,
-                    int64_t out_stride);
+                    int64_t row_end, const HeadToken* x, int64_t tokens, int64_t prefetch_bytes,
+                    float* out, int64_t out_stride);
   // int4: layout "head int4" of format/layout.h; acc = fma(float(sum of a group), its scale, acc),
   // groups ascending, from 0; then acc * x.scale.  row_begin: a multiple of 16.
   void (*head_int4)(const uint8_t* weight, const uint16_t* scale, int64_t groups, int64_t group,
                     int64_t row_begin, int64_t row_end, const HeadToken* x, int64_t tokens,
-                    float* out, int64_t out_stride);
+                    int64_t prefetch_bytes, float* out, int64_t out_stride);
   // Quantises one token to 16 bits: wide[i] = round_half_even(x[i] * (32512 / a)) with a =
   // max(absmax, 1e-30), zeros from n to n_padded (a multiple of 128); wide = 256 * high + low, all
   // in int8; sums[j] = sum of wide[64 j .. 64 j + 63].  Returns a / 32512; a token holding NaN or

@@ -10,13 +10,21 @@
 namespace bitnet::BITNET_ISA {
 namespace {
 
-constexpr int64_t kHeadPrefetch = 6144;
+constexpr int kHeadStreams = 1;
+constexpr int kHead4Streams = 1;
 constexpr int kHeadPairRows = 4;  // rows of a dense tile at two tokens
 
 inline void store_i16(int16_t* p, F32x16 v) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
                       _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(v.v)));
 }
+inline int64_t head_distance(int64_t tuned) { return tuned; }
+
+// ---- bfloat16 -----------------------------------------------------------------------------------
+
+inline F32x16 head_bf16_x(const float* p, int64_t count) { return load_n(p, count); }
+inline F32x16 head_bf16_weights(const uint16_t* p, int64_t count) { return load_bf16_n(p, count); }
+inline F32x16 head_bf16_ordered(F32x16 acc) { return acc; }
 
 // ---- int8 ---------------------------------------------------------------------------------------
 
@@ -53,47 +61,44 @@ inline int64_t head8_sum(Head8Acc acc) {
 
 constexpr int kHead4Tokens = 4;
 
-using Head4Sums = __m512i;
+// Two chains of vpdpbusd for each of high and low: one alone would wait for its latency.
+struct Head4Acc {
+  __m512i high[2], low[2];
+};
 
-inline F32x16 head4_float(Head4Sums sums, int32_t offset) {
-  return {_mm512_cvtepi32_ps(_mm512_sub_epi32(sums, _mm512_set1_epi32(offset)))};
+inline Head4Acc head4_zero() {
+  const __m512i none = _mm512_setzero_si512();
+  return {{none, none}, {none, none}};
 }
 inline __m512i broadcast4(const int8_t* p) {
   int32_t v;
   __builtin_memcpy(&v, p, 4);
   return _mm512_set1_epi32(v);
 }
-
-// Two chains of vpdpbusd for each of high and low: one alone would wait for its latency.
 template <int T>
-[[gnu::always_inline]] inline void head4_group(const uint8_t* p, int64_t lines, const HeadToken* x,
-                                               int64_t k0, Head4Sums (&sums)[T]) {
+[[gnu::always_inline]] inline void head4_block(const uint8_t* p, const HeadToken* x, int64_t k,
+                                               Head4Acc (&acc)[T]) {
   const __m512i mask = _mm512_set1_epi8(15);
-  __m512i high[T][2], low[T][2];
 #pragma GCC unroll 4
-  for (int t = 0; t < T; ++t) {
-    high[t][0] = high[t][1] = low[t][0] = low[t][1] = _mm512_setzero_si512();
-  }
-  for (int64_t s = 0; s < lines; ++s) {
-    const uint8_t* line = p + layout::kHeadLineBytes * s;
-    const int64_t k = k0 + layout::kHeadLineFeatures * s;
-    prefetch(line + kHeadPrefetch);
-    const __m512i raw = _mm512_loadu_si512(line);
+  for (int j = 0; j < 4; ++j) {
+    const __m512i raw = _mm512_loadu_si512(p + layout::kHeadLineBytes * j);
     const __m512i lo = _mm512_and_si512(raw, mask);
     const __m512i hi = _mm512_and_si512(_mm512_srli_epi16(raw, 4), mask);
 #pragma GCC unroll 4
     for (int t = 0; t < T; ++t) {
-      high[t][0] = _mm512_dpbusd_epi32(high[t][0], lo, broadcast4(x[t].high + k));
-      high[t][1] = _mm512_dpbusd_epi32(high[t][1], hi, broadcast4(x[t].high + k + 4));
-      low[t][0] = _mm512_dpbusd_epi32(low[t][0], lo, broadcast4(x[t].low + k));
-      low[t][1] = _mm512_dpbusd_epi32(low[t][1], hi, broadcast4(x[t].low + k + 4));
+      const int8_t* high = x[t].high + k + layout::kHeadLineFeatures * j;
+      const int8_t* low = x[t].low + k + layout::kHeadLineFeatures * j;
+      acc[t].high[0] = _mm512_dpbusd_epi32(acc[t].high[0], lo, broadcast4(high));
+      acc[t].high[1] = _mm512_dpbusd_epi32(acc[t].high[1], hi, broadcast4(high + 4));
+      acc[t].low[0] = _mm512_dpbusd_epi32(acc[t].low[0], lo, broadcast4(low));
+      acc[t].low[1] = _mm512_dpbusd_epi32(acc[t].low[1], hi, broadcast4(low + 4));
     }
   }
-#pragma GCC unroll 4
-  for (int t = 0; t < T; ++t) {
-    const __m512i h = _mm512_slli_epi32(_mm512_add_epi32(high[t][0], high[t][1]), 8);
-    sums[t] = _mm512_add_epi32(h, _mm512_add_epi32(low[t][0], low[t][1]));
-  }
+}
+inline F32x16 head4_float(const Head4Acc& acc, int32_t offset) {
+  const __m512i high = _mm512_slli_epi32(_mm512_add_epi32(acc.high[0], acc.high[1]), 8);
+  const __m512i sum = _mm512_add_epi32(high, _mm512_add_epi32(acc.low[0], acc.low[1]));
+  return {_mm512_cvtepi32_ps(_mm512_sub_epi32(sum, _mm512_set1_epi32(offset)))};
 }
 
 }  // namespace

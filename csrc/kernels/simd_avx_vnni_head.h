@@ -8,8 +8,10 @@
 namespace bitnet::BITNET_ISA {
 namespace {
 
-constexpr int64_t kHeadPrefetch = 4096;
+constexpr int kHeadStreams = 1;
+constexpr int kHead4Streams = 1;
 constexpr int kHeadPairRows = 2;  // rows of a dense tile at two tokens
+inline int64_t head_distance(int64_t tuned) { return tuned; }
 
 // ---- int8 ---------------------------------------------------------------------------------------
 
@@ -48,6 +50,15 @@ constexpr int kHead4Tokens = 2;
 struct Head4Chains {
   __m256i high[2], low[2];
 };
+struct Head4Acc {
+  Head4Chains lo, hi;  // rows 0..7 and 8..15 of the tile
+};
+
+inline Head4Acc head4_zero() {
+  const __m256i none = _mm256_setzero_si256();
+  const Head4Chains chains = {{none, none}, {none, none}};
+  return {chains, chains};
+}
 [[gnu::always_inline]] inline void head4_line(const uint8_t* p, const __m256i (&x)[4],
                                               Head4Chains& c) {
   const __m256i raw = load_bytes(p);
@@ -63,23 +74,23 @@ struct Head4Chains {
 }
 
 template <int T>
-[[gnu::always_inline]] inline void head4_group(const uint8_t* p, int64_t lines, const HeadToken* x,
-                                               int64_t k0, Head4Sums (&sums)[T]) {
+[[gnu::always_inline]] inline void head4_block(const uint8_t* p, const HeadToken* x, int64_t k,
+                                               Head4Acc (&acc)[T]) {
 #pragma GCC unroll 4
   for (int t = 0; t < T; ++t) {
-    const __m256i none = _mm256_setzero_si256();
-    Head4Chains lo = {{none, none}, {none, none}}, hi = lo;
-    for (int64_t s = 0; s < lines; ++s) {
-      const uint8_t* line = p + layout::kHeadLineBytes * s;
-      const int64_t k = k0 + layout::kHeadLineFeatures * s;
-      if (t == 0) prefetch(line + kHeadPrefetch);
-      const __m256i v[4] = {broadcast4(x[t].high + k), broadcast4(x[t].high + k + 4),
-                            broadcast4(x[t].low + k), broadcast4(x[t].low + k + 4)};
-      head4_line(line, v, lo);
-      head4_line(line + 32, v, hi);
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; ++j) {
+      const int8_t* high = x[t].high + k + layout::kHeadLineFeatures * j;
+      const int8_t* low = x[t].low + k + layout::kHeadLineFeatures * j;
+      const __m256i v[4] = {broadcast4(high), broadcast4(high + 4), broadcast4(low),
+                            broadcast4(low + 4)};
+      head4_line(p + layout::kHeadLineBytes * j, v, acc[t].lo);
+      head4_line(p + layout::kHeadLineBytes * j + 32, v, acc[t].hi);
     }
-    sums[t] = {head4_total(lo), head4_total(hi)};
   }
+}
+inline F32x16 head4_float(const Head4Acc& acc, int32_t offset) {
+  return head4_less(head4_total(acc.lo), head4_total(acc.hi), offset);
 }
 
 }  // namespace

@@ -9,12 +9,20 @@
 namespace bitnet::BITNET_ISA {
 namespace {
 
-constexpr int64_t kHeadPrefetch = 2048;
+constexpr int kHeadStreams = 1;
+constexpr int kHead4Streams = 1;
 constexpr int kHeadPairRows = 2;  // rows of a dense tile at two tokens
 
 inline void store_i16(int16_t* p, F32x16 v) {
   for (int i = 0; i < 4; ++i) vst1_s16(p + 4 * i, vqmovn_s32(vcvtnq_s32_f32(v.v[i])));
 }
+inline int64_t head_distance(int64_t tuned) { return tuned; }
+
+// ---- bfloat16 -----------------------------------------------------------------------------------
+
+inline F32x16 head_bf16_x(const float* p, int64_t count) { return load_n(p, count); }
+inline F32x16 head_bf16_weights(const uint16_t* p, int64_t count) { return load_bf16_n(p, count); }
+inline F32x16 head_bf16_ordered(F32x16 acc) { return acc; }
 
 // ---- int8 ---------------------------------------------------------------------------------------
 
@@ -53,50 +61,46 @@ inline int64_t head8_sum(Head8Acc acc) {
 
 constexpr int kHead4Tokens = 2;
 
-struct Head4Sums {
-  int32x4_t v[4];  // four rows each
+struct Head4Acc {
+  int32x4_t high[4], low[4];  // four rows each
 };
 
-inline F32x16 head4_float(const Head4Sums& sums, int32_t offset) {
-  const int32x4_t o = vdupq_n_s32(offset);
-  return map([&](int i) { return vcvtq_f32_s32(vsubq_s32(sums.v[i], o)); });
+inline Head4Acc head4_zero() {
+  const int32x4_t none = vdupq_n_s32(0);
+  return {{none, none, none, none}, {none, none, none, none}};
 }
 inline int8x16_t broadcast4(const int8_t* p) {
   int32_t v;
   __builtin_memcpy(&v, p, 4);
   return vreinterpretq_s8_s32(vdupq_n_s32(v));
 }
-
 template <int T>
-[[gnu::always_inline]] inline void head4_group(const uint8_t* p, int64_t lines, const HeadToken* x,
-                                               int64_t k0, Head4Sums (&sums)[T]) {
-  int32x4_t high[T][4], low[T][4];
-  for (int t = 0; t < T; ++t) {
-    for (int i = 0; i < 4; ++i) high[t][i] = low[t][i] = vdupq_n_s32(0);
-  }
-  for (int64_t s = 0; s < lines; ++s) {
-    const uint8_t* line = p + layout::kHeadLineBytes * s;
-    const int64_t k = k0 + layout::kHeadLineFeatures * s;
-    prefetch(line + kHeadPrefetch);
+[[gnu::always_inline]] inline void head4_block(const uint8_t* p, const HeadToken* x, int64_t k,
+                                               Head4Acc (&acc)[T]) {
+#pragma GCC unroll 4
+  for (int j = 0; j < 4; ++j) {
 #pragma GCC unroll 4
     for (int i = 0; i < 4; ++i) {
-      const uint8x16_t raw = vld1q_u8(line + 16 * i);
+      const uint8x16_t raw = vld1q_u8(p + layout::kHeadLineBytes * j + 16 * i);
       const int8x16_t lo = vreinterpretq_s8_u8(vandq_u8(raw, vdupq_n_u8(15)));
       const int8x16_t hi = vreinterpretq_s8_u8(vshrq_n_u8(raw, 4));
 #pragma GCC unroll 4
       for (int t = 0; t < T; ++t) {
-        high[t][i] = vdotq_s32(high[t][i], lo, broadcast4(x[t].high + k));
-        high[t][i] = vdotq_s32(high[t][i], hi, broadcast4(x[t].high + k + 4));
-        low[t][i] = vdotq_s32(low[t][i], lo, broadcast4(x[t].low + k));
-        low[t][i] = vdotq_s32(low[t][i], hi, broadcast4(x[t].low + k + 4));
+        const int8_t* high = x[t].high + k + layout::kHeadLineFeatures * j;
+        const int8_t* low = x[t].low + k + layout::kHeadLineFeatures * j;
+        acc[t].high[i] = vdotq_s32(acc[t].high[i], lo, broadcast4(high));
+        acc[t].high[i] = vdotq_s32(acc[t].high[i], hi, broadcast4(high + 4));
+        acc[t].low[i] = vdotq_s32(acc[t].low[i], lo, broadcast4(low));
+        acc[t].low[i] = vdotq_s32(acc[t].low[i], hi, broadcast4(low + 4));
       }
     }
   }
-  for (int t = 0; t < T; ++t) {
-    for (int i = 0; i < 4; ++i) {
-      sums[t].v[i] = vaddq_s32(vshlq_n_s32(high[t][i], 8), low[t][i]);
-    }
-  }
+}
+inline F32x16 head4_float(const Head4Acc& acc, int32_t offset) {
+  return map([&](int i) {
+    const int32x4_t sum = vaddq_s32(vshlq_n_s32(acc.high[i], 8), acc.low[i]);
+    return vcvtq_f32_s32(vsubq_s32(sum, vdupq_n_s32(offset)));
+  });
 }
 
 }  // namespace

@@ -27,6 +27,13 @@ inline void store_i16(int16_t* p, F32x16 v) {
 #endif
 }
 
+[[gnu::always_inline]] inline void keep([[maybe_unused]] __m256i& a, [[maybe_unused]] __m256i& b,
+                                        [[maybe_unused]] __m256i& c, [[maybe_unused]] __m256i& d) {
+#if !defined(BITNET_EMULATE)
+  __asm__("" : "+x"(a), "+x"(b), "+x"(c), "+x"(d));
+#endif
+}
+
 // Eight 32-bit sums, each of which may use all of its bits.
 inline int64_t sum_i32_wide(__m256i v) {
   const __m256i four = _mm256_add_epi64(_mm256_cvtepi32_epi64(_mm256_castsi256_si128(v)),
@@ -36,15 +43,30 @@ inline int64_t sum_i32_wide(__m256i v) {
   return _mm_extract_epi64(two, 0) + _mm_extract_epi64(two, 1);
 }
 
-struct Head4Sums {
-  __m256i lo, hi;  // rows 0..7 and 8..15 of the tile
-};
-inline F32x16 head4_float(Head4Sums sums, int32_t offset) {
-  const __m256i o = _mm256_set1_epi32(offset);
-  return {_mm256_cvtepi32_ps(_mm256_sub_epi32(sums.lo, o)),
-          _mm256_cvtepi32_ps(_mm256_sub_epi32(sums.hi, o))};
-}
+// ---- bfloat16 -----------------------------------------------------------------------------------
+// Unpacking behind zeros makes floats of eight bfloat16 in one instruction, in the order 0-3, 8-11
+// and 4-7, 12-15, where widening in order takes two or three.
 
+inline F32x16 head_bf16_swapped(F32x16 v) {
+  return {_mm256_permute2f128_ps(v.lo, v.hi, 0x20), _mm256_permute2f128_ps(v.lo, v.hi, 0x31)};
+}
+inline F32x16 head_bf16_x(const float* p, int64_t count) {
+  return head_bf16_swapped(load_n(p, count));
+}
+inline F32x16 head_bf16_weights(const uint16_t* p, int64_t count) {
+  const __m256i h = load_u16_n(p, count), none = _mm256_setzero_si256();
+  return {_mm256_castsi256_ps(_mm256_unpacklo_epi16(none, h)),
+          _mm256_castsi256_ps(_mm256_unpackhi_epi16(none, h))};
+}
+inline F32x16 head_bf16_ordered(F32x16 acc) { return head_bf16_swapped(acc); }
+
+// ---- int4 ---------------------------------------------------------------------------------------
+
+// Sums of rows 0..7 and 8..15 of a tile, less an offset.
+inline F32x16 head4_less(__m256i lo, __m256i hi, int32_t offset) {
+  const __m256i o = _mm256_set1_epi32(offset);
+  return {_mm256_cvtepi32_ps(_mm256_sub_epi32(lo, o)), _mm256_cvtepi32_ps(_mm256_sub_epi32(hi, o))};
+}
 // Four bytes of activations for every row.
 inline __m256i broadcast4(const int8_t* p) {
   int32_t v;

@@ -6,6 +6,7 @@
 #include "ops/checks.h"
 #include "ops/head_core.h"
 #include "ops/ops.h"
+#include "runtime/tuning.h"
 
 namespace bitnet::ops {
 namespace {
@@ -34,7 +35,8 @@ HeadView dense_view(const Check& check, const Tensor& weight, const std::optiona
           nullptr,
           weight.size(0),
           weight.size(1),
-          0};
+          0,
+          tuning().prefetch_bytes};
 }
 
 const Tensor& required_scale(const Check& check, const std::optional<Tensor>& scale) {
@@ -60,7 +62,8 @@ HeadView int8_view(const Check& check, const Tensor& weight, const std::optional
           scales.const_data_ptr(),
           weight.size(0),
           weight.size(1),
-          0};
+          0,
+          tuning().prefetch_bytes};
 }
 
 // The group size follows from the shapes: lines = groups * group / 8.
@@ -95,7 +98,8 @@ HeadView int4_view(const Check& check, const Tensor& weight, const std::optional
           scales.const_data_ptr(),
           rows,
           k,
-          group};
+          group,
+          tuning().prefetch_bytes};
 }
 
 // k < 0: as many features as the weight has.

@@ -93,15 +93,16 @@ void head_rows(const KernelTable& table, const HeadView& head, int64_t row_begin
   switch (head.format) {
     case HeadFormat::kDense:
       return table.head_dense(input.dense, tokens, head.type, head.weight, head.k, row_begin,
-                              row_end, out, out_stride);
+                              row_end, head.prefetch_bytes, out, out_stride);
     case HeadFormat::kInt8:
       return table.head_int8(static_cast<const int8_t*>(head.weight),
                              static_cast<const float*>(head.scale), head.k, row_begin, row_end,
-                             input.tokens, tokens, out, out_stride);
+                             input.tokens, tokens, head.prefetch_bytes, out, out_stride);
     case HeadFormat::kInt4:
       return table.head_int4(static_cast<const uint8_t*>(head.weight),
                              static_cast<const uint16_t*>(head.scale), head.groups(), head.group,
-                             row_begin, row_end, input.tokens, tokens, out, out_stride);
+                             row_begin, row_end, input.tokens, tokens, head.prefetch_bytes, out,
+                             out_stride);
   }
 }
 

@@ -15,11 +15,12 @@ enum class HeadFormat : int32_t { kDense, kInt8, kInt4 };
 // Borrowed memory.  Layouts: format/layout.h.
 struct HeadView {
   HeadFormat format;
-  DType type;          // of a dense head's weights
-  const void* weight;  // dense [rows, k], int8 [rows, k], uint8 [tiles, lines, 64]
-  const void* scale;   // null, float32 [rows], bfloat16 bits [tiles, groups, 16]
-  int64_t rows, k;     // V and K
-  int64_t group;       // int4: 64 or 128 features
+  DType type;              // of a dense head's weights
+  const void* weight;      // dense [rows, k], int8 [rows, k], uint8 [tiles, lines, 64]
+  const void* scale;       // null, float32 [rows], bfloat16 bits [tiles, groups, 16]
+  int64_t rows, k;         // V and K
+  int64_t group;           // int4: 64 or 128 features
+  int64_t prefetch_bytes;  // tuning().prefetch_bytes
 
   // The smallest run of rows that a thread may take, and the bytes a row costs to read.
   int64_t unit_rows() const { return format == HeadFormat::kInt4 ? layout::kHeadTileRows : 1; }

@@ -201,7 +201,7 @@ inline void add_head_ops(std::vector<RowOp>& ops) {
                    },
                    [](int64_t) { return std::vector<Shape>{{Kind::kF32, 15}}; },
                    [type](const Call& c) {
-                     c.table.head_dense(c.f(0), 3, type, c.in[1], c.n, 1, 6, c.y(), 5);
+                     c.table.head_dense(c.f(0), 3, type, c.in[1], c.n, 1, 6, 1024, c.y(), 5);
                    }});
   }
   const auto padded = [](int64_t n) { return (n + 127) / 128 * 128; };

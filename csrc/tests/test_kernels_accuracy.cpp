@@ -258,7 +258,7 @@ void head_dense(const KernelTable& table, DType type) {
     const std::vector<float> x = random_floats(random, Flavour::kUnit, k);
     const Matrix m = random_matrix(random, type, 7 * k, 1.0f);
     float out[7];
-    table.head_dense(x.data(), 1, type, m.data(type), k, 0, 7, out, 7);
+    table.head_dense(x.data(), 1, type, m.data(type), k, 0, 7, 0, out, 7);
     for (int64_t row = 0; row < 7; ++row) {
       double sum = 0, magnitude = 0;
       for (int64_t i = 0; i < k; ++i) {

@@ -77,7 +77,7 @@ class HeadTest {
     const int8_t* w = arenas_[0]->place_copy(codes.data(), row_end * tokens.k, where());
     const float* s = arenas_[1]->place_copy(scales.data(), row_end, where());
     float* out = result(row_end - row_begin, count);
-    table.head_int8(w, s, tokens.k, row_begin, row_end, x.data(), count, out, stride_);
+    table.head_int8(w, s, tokens.k, row_begin, row_end, x.data(), count, 1024, out, stride_);
     for (int64_t t = 0; t < count; ++t) {
       for (int64_t n = row_begin; n < row_end; ++n) {
         const int64_t sum = dot(&codes[at(n * tokens.k)], tokens, t, 0, tokens.k);
@@ -105,7 +105,7 @@ class HeadTest {
     const uint16_t* s =
         arenas_[1]->place_copy(scales.data(), static_cast<int64_t>(scales.size()), where());
     float* out = result(row_end - row_begin, count);
-    table.head_int4(w, s, groups, group, row_begin, row_end, x.data(), count, out, stride_);
+    table.head_int4(w, s, groups, group, row_begin, row_end, x.data(), count, 1024, out, stride_);
     for (int64_t t = 0; t < count; ++t) {
       for (int64_t n = row_begin; n < row_end; ++n) {
         float acc = 0;

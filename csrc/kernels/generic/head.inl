@@ -4,107 +4,141 @@
 // Rows that stay in cache while every token of a batch meets them.
 constexpr int64_t kHeadRowChunk = 32;
 
+// R rows or tiles at once are taken from R equal parts of a range, so that each is a sequential
+// stream of its own: some CPUs read several of them faster than one (kHeadStreams).
+
 // ---- dense --------------------------------------------------------------------------------------
 
-// R rows x T tokens; a dot product keeps its own 16 lanes, ascending, then the tree, so the
-// grouping changes nothing.  The rows of a group are one stretch of memory and are fetched as such.
+// The words of a type: bfloat16 may have its lanes in an order of the ISA's own until they are
+// added up.
+template <DType kType>
+[[gnu::always_inline]] inline F32x16 dense_x(const float* p, int64_t count) {
+  return kType == DType::kBF16 ? head_bf16_x(p, count) : load_n(p, count);
+}
+template <DType kType>
+[[gnu::always_inline]] inline F32x16 dense_weights(const void* row, int64_t i, int64_t count) {
+  if constexpr (kType == DType::kBF16) {
+    return head_bf16_weights(static_cast<const uint16_t*>(row) + i, count);
+  } else {
+    return load_as<kType>(row, i, count);
+  }
+}
+template <DType kType>
+[[gnu::always_inline]] inline float dense_sum(F32x16 acc) {
+  return reduce_add(kType == DType::kBF16 ? head_bf16_ordered(acc) : acc);
+}
+
+// Sixteen features, or the last `count`, of R rows x T tokens.
+template <DType kType, int R, int T>
+[[gnu::always_inline]] inline void dense_step(const float* x, int64_t k, const void* rows,
+                                              int64_t step_bytes, int64_t i, int64_t count,
+                                              F32x16 (&acc)[R][T]) {
+  F32x16 v[T];
+#pragma GCC unroll 4
+  for (int t = 0; t < T; ++t) v[t] = dense_x<kType>(x + t * k + i, count);
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r) {
+    const F32x16 w = dense_weights<kType>(row_at(rows, step_bytes, r), i, count);
+#pragma GCC unroll 4
+    for (int t = 0; t < T; ++t) acc[r][t] = fma(v[t], w, acc[r][t]);
+  }
+}
+
+// R rows, step_bytes apart, x T tokens; a dot product keeps its own 16 lanes, ascending, then the
+// tree, so the grouping changes nothing.
 template <DType kType, int R, int T>
 [[gnu::always_inline]] inline void dense_tile(const float* x, int64_t k, const void* rows,
-                                              float* out, int64_t out_stride) {
-  const int64_t stride_bytes = k * element_size(kType);
-  constexpr int64_t kLines = R * 16 * element_size(kType) / 64;
+                                              int64_t step_bytes, int64_t distance,
+                                              float (&y)[R][T]) {
   F32x16 acc[R][T];
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 4
     for (int t = 0; t < T; ++t) acc[r][t] = zero();
   }
-  const auto step = [&](int64_t i, int64_t count) __attribute__((always_inline)) {
-    F32x16 v[T];
-#pragma GCC unroll 4
-    for (int t = 0; t < T; ++t) v[t] = load_n(x + t * k + i, count);
-#pragma GCC unroll 4
-    for (int r = 0; r < R; ++r) {
-      const F32x16 w = load_as<kType>(row_at(rows, stride_bytes, r), i, count);
-#pragma GCC unroll 4
-      for (int t = 0; t < T; ++t) acc[r][t] = fma(v[t], w, acc[r][t]);
-    }
-  };
   int64_t i = 0;
   for (; i + 16 <= k; i += 16) {
-    const char* ahead =
-        static_cast<const char*>(rows) + i * R * element_size(kType) + kHeadPrefetch;
 #pragma GCC unroll 4
-    for (int64_t j = 0; j < kLines; ++j) prefetch(ahead + 64 * j);
-    step(i, 16);
+    for (int r = 0; r < R; ++r) {
+      prefetch(static_cast<const char*>(row_at(rows, step_bytes, r)) + i * element_size(kType) +
+               distance);
+    }
+    dense_step<kType>(x, k, rows, step_bytes, i, 16, acc);
   }
-  if (i < k) step(i, k - i);
+  if (i < k) dense_step<kType>(x, k, rows, step_bytes, i, k - i, acc);
 #pragma GCC unroll 4
-  for (int t = 0; t < T; ++t) {
+  for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 4
-    for (int r = 0; r < R; ++r) out[t * out_stride + r] = reduce_add(acc[r][t]);
+    for (int t = 0; t < T; ++t) y[r][t] = dense_sum<kType>(acc[r][t]);
   }
 }
 
-// T tokens against `count` rows.
+// T tokens against `count` rows, in R streams.
 template <DType kType, int R, int T>
-void dense_rows(const float* x, int64_t k, const void* rows, int64_t count, float* out,
-                int64_t out_stride) {
-  const int64_t stride_bytes = k * element_size(kType);
-  int64_t n = 0;
-  for (; n + R <= count; n += R) {
-    dense_tile<kType, R, T>(x, k, row_at(rows, stride_bytes, n), out + n, out_stride);
+void dense_rows(const float* x, int64_t k, const void* rows, int64_t count, int64_t distance,
+                float* out, int64_t out_stride) {
+  const int64_t row_bytes = k * element_size(kType), part = count / R;
+  for (int64_t n = 0; n < part; ++n) {
+    float y[R][T];
+    dense_tile<kType, R, T>(x, k, row_at(rows, row_bytes, n), part * row_bytes, distance, y);
+    for (int t = 0; t < T; ++t) {
+      for (int r = 0; r < R; ++r) out[t * out_stride + n + r * part] = y[r][t];
+    }
   }
-  for (; n < count; ++n) {
-    dense_tile<kType, 1, T>(x, k, row_at(rows, stride_bytes, n), out + n, out_stride);
+  for (int64_t n = R * part; n < count; ++n) {
+    float y[1][T];
+    dense_tile<kType, 1, T>(x, k, row_at(rows, row_bytes, n), 0, distance, y);
+    for (int t = 0; t < T; ++t) out[t * out_stride + n] = y[0][t];
   }
 }
 
 template <DType kType>
 void dense_as(const float* x, int64_t tokens, const void* rows, int64_t k, int64_t count,
-              float* out, int64_t out_stride) {
-  const int64_t chunk = tokens == 1 ? count : kHeadRowChunk;
+              int64_t distance, float* out, int64_t out_stride) {
+  const int64_t chunk = tokens <= 2 ? count : kHeadRowChunk;
   for (int64_t n = 0; n < count; n += chunk) {
     const int64_t part = count - n < chunk ? count - n : chunk;
     const void* w = row_at(rows, k * element_size(kType), n);
     int64_t t = 0;
     for (; t + 2 <= tokens; t += 2) {
-      dense_rows<kType, kHeadPairRows, 2>(x + t * k, k, w, part, out + t * out_stride + n,
+      dense_rows<kType, kHeadPairRows, 2>(x + t * k, k, w, part, distance, out + t * out_stride + n,
                                           out_stride);
     }
     if (t < tokens) {
-      dense_rows<kType, 4, 1>(x + t * k, k, w, part, out + t * out_stride + n, out_stride);
+      dense_rows<kType, 4, 1>(x + t * k, k, w, part, distance, out + t * out_stride + n,
+                              out_stride);
     }
   }
 }
 
 void head_dense(const float* x, int64_t tokens, DType type, const void* weight, int64_t k,
-                int64_t row_begin, int64_t row_end, float* out, int64_t out_stride) {
+                int64_t row_begin, int64_t row_end, int64_t prefetch_bytes, float* out,
+                int64_t out_stride) {
   const auto rows = type == DType::kBF16  ? dense_as<DType::kBF16>
                     : type == DType::kF16 ? dense_as<DType::kF16>
                                           : dense_as<DType::kF32>;
-  rows(x, tokens, row_at(weight, k * element_size(type), row_begin), k, row_end - row_begin, out,
-       out_stride);
+  rows(x, tokens, row_at(weight, k * element_size(type), row_begin), k, row_end - row_begin,
+       head_distance(prefetch_bytes), out, out_stride);
 }
 
 // ---- int8 ---------------------------------------------------------------------------------------
 
-// acc += the products of weights [i, stop) of R rows, a multiple of U steps.
+// acc += the products of weights [i, stop) of R rows, `step` bytes apart; a multiple of U steps.
 template <int R, int T, int U>
-[[gnu::always_inline]] inline int64_t head8_steps(const int8_t* w, int64_t k, const HeadToken* x,
-                                                  int64_t i, int64_t stop,
+[[gnu::always_inline]] inline int64_t head8_steps(const int8_t* w, int64_t step, const HeadToken* x,
+                                                  int64_t distance, int64_t i, int64_t stop,
                                                   Head8Acc (&acc)[R][T][U]) {
   for (; i + U * kHead8Step <= stop; i += U * kHead8Step) {
 #pragma GCC unroll 8
     for (int64_t line = 0; line < U * kHead8Step; line += 64) {
 #pragma GCC unroll 4
-      for (int r = 0; r < R; ++r) prefetch(w + r * k + i + line + kHeadPrefetch);
+      for (int r = 0; r < R; ++r) prefetch(w + r * step + i + line + distance);
     }
 #pragma GCC unroll 8
     for (int u = 0; u < U; ++u) {
 #pragma GCC unroll 4
       for (int r = 0; r < R; ++r) {
-        const Head8Weights v = head8_weights(w + r * k + i + u * kHead8Step);
+        const Head8Weights v = head8_weights(w + r * step + i + u * kHead8Step);
 #pragma GCC unroll 4
         for (int t = 0; t < T; ++t) {
           acc[r][t][u] = head8_dot(acc[r][t][u], v, x[t], i + u * kHead8Step);
@@ -144,19 +178,20 @@ template <int R, int T, int U>
 
 // The last weights of a row, fewer than a step: nothing behind the row is read.
 template <int R, int T>
-[[gnu::noinline]] void head8_tail(const int8_t* w, int64_t k, const HeadToken* x, int64_t i,
-                                  int64_t (&sums)[R][T]) {
+[[gnu::noinline]] void head8_tail(const int8_t* w, int64_t step, int64_t k, const HeadToken* x,
+                                  int64_t i, int64_t (&sums)[R][T]) {
   for (int r = 0; r < R; ++r) {
     int8_t last[kHead8Step] = {};
-    for (int64_t j = i; j < k; ++j) last[j - i] = w[r * k + j];
+    for (int64_t j = i; j < k; ++j) last[j - i] = w[r * step + j];
     const Head8Weights v = head8_weights(last);
     for (int t = 0; t < T; ++t) sums[r][t] += head8_sum(head8_dot(head8_zero(), v, x[t], i));
   }
 }
 
-// R rows x T tokens, U accumulators each.
+// R rows, `step` bytes apart, x T tokens, U accumulators each.
 template <int R, int T, int U>
-[[gnu::always_inline]] inline void head8_tile(const int8_t* w, int64_t k, const HeadToken* x,
+[[gnu::always_inline]] inline void head8_tile(const int8_t* w, int64_t step, int64_t k,
+                                              const HeadToken* x, int64_t distance,
                                               int64_t (&sums)[R][T]) {
   constexpr int64_t kFlush = kHead8FlushSteps * kHead8Step;
   const int64_t whole = k / kHead8Step * kHead8Step;
@@ -170,107 +205,165 @@ template <int R, int T, int U>
     const int64_t stop = whole - i < kFlush ? whole : i + kFlush;
     Head8Acc acc[R][T][U];
     head8_clear(acc);
-    i = head8_steps(w, k, x, i, stop, acc);
+    i = head8_steps(w, step, x, distance, i, stop, acc);
     head8_fold(acc, sums);
     if (U > 1 && i < stop) {
       Head8Acc rest[R][T][1];
       head8_clear(rest);
-      i = head8_steps(w, k, x, i, stop, rest);
+      i = head8_steps(w, step, x, distance, i, stop, rest);
       head8_fold(rest, sums);
     }
   }
-  if (i < k) head8_tail(w, k, x, i, sums);
+  if (i < k) head8_tail(w, step, k, x, i, sums);
 }
 
-// T tokens against `count` rows.
+// T tokens against `count` rows, in R streams.
 template <int R, int T, int U>
 void head8_rows(const int8_t* w, const float* scale, int64_t k, int64_t count, const HeadToken* x,
-                float* out, int64_t out_stride) {
+                int64_t distance, float* out, int64_t out_stride) {
+  const int64_t part = count / R;
   const auto tile = [&]<int kRows>(int64_t n) __attribute__((always_inline)) {
     int64_t sums[kRows][T];
-    head8_tile<kRows, T, U>(w + n * k, k, x, sums);
+    head8_tile<kRows, T, U>(w + n * k, part * k, k, x, distance, sums);
 #pragma GCC unroll 4
     for (int t = 0; t < T; ++t) {
 #pragma GCC unroll 4
       for (int r = 0; r < kRows; ++r) {
-        const int64_t sum = sums[r][t] - kHead8Offset * x[t].sum;
-        out[t * out_stride + n + r] = static_cast<float>(sum) * (scale[n + r] * x[t].scale);
+        const int64_t at = n + r * part, sum = sums[r][t] - kHead8Offset * x[t].sum;
+        out[t * out_stride + at] = static_cast<float>(sum) * (scale[at] * x[t].scale);
       }
     }
   };
-  int64_t n = 0;
-  for (; n + R <= count; n += R) tile.template operator()<R>(n);
+  for (int64_t n = 0; n < part; ++n) tile.template operator()<R>(n);
   if constexpr (R > 1) {
-    for (; n < count; ++n) tile.template operator()<1>(n);
+    for (int64_t n = R * part; n < count; ++n) tile.template operator()<1>(n);
   }
 }
 
 void head_int8(const int8_t* weight, const float* scale, int64_t k, int64_t row_begin,
-               int64_t row_end, const HeadToken* x, int64_t tokens, float* out,
-               int64_t out_stride) {
+               int64_t row_end, const HeadToken* x, int64_t tokens, int64_t prefetch_bytes,
+               float* out, int64_t out_stride) {
   const int64_t count = row_end - row_begin;
+  const int64_t distance = head_distance(prefetch_bytes);
   const int8_t* w = weight + row_begin * k;
   const float* s = scale + row_begin;
-  const int64_t chunk = tokens == 1 ? count : kHeadRowChunk;
+  const int64_t chunk = tokens == 1 || tokens == kHead8Tokens ? count : kHeadRowChunk;
   for (int64_t n = 0; n < count; n += chunk) {
     const int64_t part = count - n < chunk ? count - n : chunk;
     int64_t t = 0;
     for (; t + kHead8Tokens <= tokens; t += kHead8Tokens) {
-      head8_rows<kHead8Rows, kHead8Tokens, 1>(w + n * k, s + n, k, part, x + t,
+      head8_rows<kHead8Rows, kHead8Tokens, 1>(w + n * k, s + n, k, part, x + t, distance,
                                               out + t * out_stride + n, out_stride);
     }
     for (; t < tokens; ++t) {
-      head8_rows<1, 1, kHead8Unroll>(w + n * k, s + n, k, part, x + t, out + t * out_stride + n,
-                                     out_stride);
+      head8_rows<kHeadStreams, 1, kHead8Unroll>(w + n * k, s + n, k, part, x + t, distance,
+                                                out + t * out_stride + n, out_stride);
     }
   }
 }
 
 // ---- int4 ---------------------------------------------------------------------------------------
 
-// One tile of 16 rows, of which `count` are wanted, x T tokens.
-template <int T>
-[[gnu::always_inline]] inline void head4_tile(const uint8_t* w, const uint16_t* scale,
-                                              int64_t groups, int64_t group, const HeadToken* x,
-                                              int64_t count, float* out, int64_t out_stride) {
-  const int64_t lines = group / layout::kHeadLineFeatures;
-  F32x16 acc[T];
+// One group of S tiles, `step` bytes apart, x T tokens from feature k on.
+template <int S, int T>
+[[gnu::always_inline]] inline void head4_group(const uint8_t* w, int64_t step, int64_t lines,
+                                               const HeadToken* x, int64_t k, int64_t distance,
+                                               Head4Acc (&acc)[S][T]) {
 #pragma GCC unroll 4
-  for (int t = 0; t < T; ++t) acc[t] = zero();
-  for (int64_t g = 0; g < groups; ++g) {
-    Head4Sums sums[T];
-    head4_group<T>(w + g * lines * layout::kHeadLineBytes, lines, x, g * group, sums);
-    const F32x16 s = load_bf16_n(scale + g * layout::kHeadTileRows, 16);
+  for (int s = 0; s < S; ++s) {
 #pragma GCC unroll 4
-    for (int t = 0; t < T; ++t) {
-      const int32_t* part = x[t].sums + g * (group / 64);
-      const int32_t sum = group == 64 ? part[0] : part[0] + part[1];
-      acc[t] = fma(head4_float(sums[t], 8 * sum), s, acc[t]);
+    for (int t = 0; t < T; ++t) acc[s][t] = head4_zero();
+  }
+  for (int64_t line = 0; line < lines; line += 4) {
+#pragma GCC unroll 4
+    for (int s = 0; s < S; ++s) {
+      const uint8_t* p = w + s * step + line * layout::kHeadLineBytes;
+#pragma GCC unroll 4
+      for (int j = 0; j < 4; ++j) prefetch(p + j * layout::kHeadLineBytes + distance);
+      head4_block(p, x, k + line * layout::kHeadLineFeatures, acc[s]);
     }
   }
+}
+
+// What head_int4 is given, and the sizes of a tile in it.
+struct Head4 {
+  const uint8_t* weight;
+  const uint16_t* scale;
+  int64_t groups, group, distance;
+  int64_t lines() const { return group / layout::kHeadLineFeatures; }
+  int64_t tile_bytes() const { return groups * lines() * layout::kHeadLineBytes; }
+  int64_t tile_scales() const { return groups * layout::kHeadTileRows; }
+};
+
+// Tiles tile, tile + step, ... (S of them) x T tokens.
+template <int S, int T>
+[[gnu::always_inline]] inline void head4_tiles(const Head4& head, int64_t tile, int64_t step,
+                                               const HeadToken* x, F32x16 (&acc)[S][T]) {
+  const uint8_t* w = head.weight + tile * head.tile_bytes();
+  const uint16_t* scale = head.scale + tile * head.tile_scales();
 #pragma GCC unroll 4
-  for (int t = 0; t < T; ++t) {
-    store_n(out + t * out_stride, mul(acc[t], set1(x[t].scale)), count);
+  for (int s = 0; s < S; ++s) {
+#pragma GCC unroll 4
+    for (int t = 0; t < T; ++t) acc[s][t] = zero();
+  }
+  for (int64_t g = 0; g < head.groups; ++g) {
+    Head4Acc sums[S][T];
+    head4_group(w + g * head.lines() * layout::kHeadLineBytes, step * head.tile_bytes(),
+                head.lines(), x, g * head.group, head.distance, sums);
+#pragma GCC unroll 4
+    for (int s = 0; s < S; ++s) {
+      const uint16_t* from = scale + s * step * head.tile_scales();
+      const F32x16 factor = load_bf16_n(from + g * layout::kHeadTileRows, 16);
+#pragma GCC unroll 4
+      for (int t = 0; t < T; ++t) {
+        const int32_t* part = x[t].sums + g * (head.group / 64);
+        const int32_t sum = head.group == 64 ? part[0] : part[0] + part[1];
+        acc[s][t] = fma(head4_float(sums[s][t], 8 * sum), factor, acc[s][t]);
+      }
+    }
+  }
+}
+
+// T tokens against the tiles of [row_begin, row_end), in S streams.
+template <int S, int T>
+void head4_rows(const Head4& head, int64_t row_begin, int64_t row_end, const HeadToken* x,
+                float* out, int64_t out_stride) {
+  constexpr int64_t kRows = layout::kHeadTileRows;
+  const int64_t first = row_begin / kRows, tiles = (row_end - row_begin + kRows - 1) / kRows;
+  const int64_t part = tiles / S;
+  const auto run = [&]<int kTiles>(int64_t n) __attribute__((always_inline)) {
+    F32x16 acc[kTiles][T];
+    head4_tiles(head, first + n, part, x, acc);
+    for (int s = 0; s < kTiles; ++s) {
+      const int64_t at = (n + s * part) * kRows;
+      for (int t = 0; t < T; ++t) {
+        store_n(out + t * out_stride + at, mul(acc[s][t], set1(x[t].scale)),
+                row_end - row_begin - at);
+      }
+    }
+  };
+  for (int64_t n = 0; n < part; ++n) run.template operator()<S>(n);
+  if constexpr (S > 1) {
+    for (int64_t n = S * part; n < tiles; ++n) run.template operator()<1>(n);
   }
 }
 
 void head_int4(const uint8_t* weight, const uint16_t* scale, int64_t groups, int64_t group,
-               int64_t row_begin, int64_t row_end, const HeadToken* x, int64_t tokens, float* out,
-               int64_t out_stride) {
-  const int64_t tile_bytes = groups * group / layout::kHeadLineFeatures * layout::kHeadLineBytes;
-  const int64_t tile_scales = groups * layout::kHeadTileRows;
-  for (int64_t n = row_begin; n < row_end; n += layout::kHeadTileRows) {
-    const int64_t tile = n / layout::kHeadTileRows;
-    const uint8_t* w = weight + tile * tile_bytes;
-    const uint16_t* s = scale + tile * tile_scales;
-    const int64_t count = row_end - n;
+               int64_t row_begin, int64_t row_end, const HeadToken* x, int64_t tokens,
+               int64_t prefetch_bytes, float* out, int64_t out_stride) {
+  const Head4 head{weight, scale, groups, group, head_distance(prefetch_bytes)};
+  if (tokens == 1) {
+    return head4_rows<kHead4Streams, 1>(head, row_begin, row_end, x, out, out_stride);
+  }
+  for (int64_t n = row_begin; n < row_end; n += kHeadRowChunk) {
+    const int64_t end = row_end - n < kHeadRowChunk ? row_end : n + kHeadRowChunk;
     float* y = out + n - row_begin;
     int64_t t = 0;
     for (; t + kHead4Tokens <= tokens; t += kHead4Tokens) {
-      head4_tile<kHead4Tokens>(w, s, groups, group, x + t, count, y + t * out_stride, out_stride);
+      head4_rows<1, kHead4Tokens>(head, n, end, x + t, y + t * out_stride, out_stride);
     }
     for (; t < tokens; ++t) {
-      head4_tile<1>(w, s, groups, group, x + t, count, y + t * out_stride, out_stride);
+      head4_rows<1, 1>(head, n, end, x + t, y + t * out_stride, out_stride);
     }
   }
 }
