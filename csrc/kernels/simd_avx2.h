@@ -40,7 +40,13 @@ constexpr int kPanelFrom = 4;  // tokens from which decoding to memory pays
 // 16 x int16: |pair| <= 2 * 128 * code, so codes up to 8 are safe for 16 lines (32768 is reached
 // only as -32768), codes up to 2 for 64 and codes up to 3 for 42.
 inline TilePart tile_dot(TilePart p, TileCodes c, TileX x) {
-  return _mm256_add_epi16(p, _mm256_maddubs_epi16(c, x));
+  const __m256i pairs = _mm256_maddubs_epi16(c, x);
+#if defined(BITNET_EMULATE)
+  return _mm256_add_epi16(p, pairs);
+#else
+  __asm__("vpaddw %1, %0, %0" : "+x"(p) : "x"(pairs));  // in place: no copies, no reassociation
+  return p;
+#endif
 }
 inline TileSum part_sum(TilePart p) { return _mm256_madd_epi16(p, _mm256_set1_epi16(1)); }
 

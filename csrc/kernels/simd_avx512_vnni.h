@@ -213,7 +213,7 @@ inline uint64_t reduce_lines(LineXor a, LineXor b) {
 // ---- private tiles: 16 lanes; decoders in simd_tile_vnni.h --------------------------------------
 
 constexpr int64_t kTileLanes = 16;
-constexpr int kTileParts = 24;                      // 2 bit x 6 tokens, of 32 registers
+constexpr int kTileParts = 24, kPanelParts = 24;    // 2 bit x 6 tokens, of 32 registers
 constexpr int kTwoBitUnroll = 4, kTwoBitGroup = 5;  // 16 parts hide the latency of the dot
 constexpr int kTritUnroll = 2, kTritGroup = 4;
 

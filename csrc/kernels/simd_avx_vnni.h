@@ -25,9 +25,17 @@ inline Acc widen(Acc acc, Partial p) { return _mm256_add_epi32(acc, p); }
 
 // ---- private tiles: simd_tile_vnni.h ------------------------------------------------------------
 
-constexpr int kTwoBitUnroll = 2, kTwoBitGroup = 6;  // 8 parts hide the latency of the dot
-constexpr int kTritUnroll = 1, kTritGroup = 4;
-inline TilePart tile_dot(TilePart p, TileCodes c, TileX x) { return dot(p, c, x); }
+constexpr int kTwoBitUnroll = 2, kTwoBitGroup = 5;  // 8 parts hide the latency of the dot
+constexpr int kTritUnroll = 1, kTritGroup = 3;
+inline TilePart tile_dot(TilePart p, TileCodes c, TileX x) {
+#if defined(BITNET_EMULATE)
+  return _mm256_dpbusd_epi32(p, c, x);
+#else
+  // g++ 12 copies and spills the accumulators of the intrinsic
+  __asm__("%{vex%} vpdpbusd %2, %1, %0" : "+x"(p) : "x"(c), "x"(x));
+  return p;
+#endif
+}
 
 }  // namespace
 }  // namespace bitnet::BITNET_ISA

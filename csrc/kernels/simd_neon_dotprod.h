@@ -262,7 +262,7 @@ inline int32_t reduce(Acc acc) { return vaddvq_s32(acc); }
 // ---- words of the private tiles: 4 lanes --------------------------------------------------------
 
 constexpr int64_t kTileLanes = 4;
-constexpr int kTileParts = 24;
+constexpr int kTileParts = 24, kPanelParts = 24;
 constexpr int kPanelFrom = 0;  // never decode to memory
 
 using TileLine = uint8x16_t;

@@ -251,7 +251,7 @@ inline void prefetch(const void*) {}
 // makes int32 sums of it.
 
 constexpr int64_t kTileLanes = 8;
-constexpr int kTileParts = 8;
+constexpr int kTileParts = 8, kPanelParts = 8;
 constexpr int kPanelFrom = 0;  // never decode to memory
 
 struct TileLine {

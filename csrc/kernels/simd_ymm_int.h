@@ -54,7 +54,8 @@ inline int32_t reduce(Acc acc) {
 // ---- words of the private tiles: 8 lanes -------------------------------------------------------
 
 constexpr int64_t kTileLanes = 8;
-constexpr int kTileParts = 12;  // accumulators that leave registers for operands
+constexpr int kTileParts = 10;   // accumulators that leave registers for decoding a line
+constexpr int kPanelParts = 12;  // the same where the line is decoded already
 
 using TileLine = __m256i;
 using TileCodes = __m256i;

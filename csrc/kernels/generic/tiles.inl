@@ -16,13 +16,21 @@ struct TileSums {
   alignas(64) int32_t at[kMaxGroup][D::kDots][kTileLanes];
 };
 
+// f.template operator()<0>() ... <N - 1>().  Indices that are constants from the start keep arrays
+// of vectors in registers; g++ 12 leaves them in memory where nested loops are unrolled later.
+template <int N, int I = 0, class F>
+[[gnu::always_inline]] inline void repeat(const F& f) {
+  if constexpr (I < N) {
+    f.template operator()<I>();
+    repeat<N, I + 1>(f);
+  }
+}
+
+#define BITNET_INLINE_LAMBDA __attribute__((always_inline))
+
 template <int FN, int T>
 [[gnu::always_inline]] inline void clear_parts(TilePart (&part)[FN][T]) {
-#pragma GCC unroll 8
-  for (int f = 0; f < FN; ++f) {
-#pragma GCC unroll 8
-    for (int t = 0; t < T; ++t) part[f][t] = tile_part_zero();
-  }
+  repeat<FN * T>([&]<int I>() BITNET_INLINE_LAMBDA { part[I / T][I % T] = tile_part_zero(); });
 }
 
 // part[f - F0][t] += dot f of the split line with token t, for f from F on.
@@ -31,11 +39,8 @@ template <class D, int F, int F0, int FN, int T>
                                               TilePart (&part)[FN][T]) {
   if constexpr (F < F0 + FN) {
     const TileCodes c = D::template codes<F>(split);
-#pragma GCC unroll 8
-    for (int t = 0; t < T; ++t) {
-      part[F - F0][t] = tile_dot(part[F - F0][t], c, x[t]);
-      pin(part[F - F0][t]);
-    }
+    repeat<T>([&]<int t>()
+                  BITNET_INLINE_LAMBDA { part[F - F0][t] = tile_dot(part[F - F0][t], c, x[t]); });
     add_fields<D, F + 1, F0, FN, T>(split, x, part);
   }
 }
@@ -44,8 +49,7 @@ template <class D, int F0, int FN, int T>
 [[gnu::always_inline]] inline void add_line(const typename D::Split& split, const int8_t* x,
                                             int64_t x_stride, TilePart (&part)[FN][T]) {
   TileX a[T];
-#pragma GCC unroll 8
-  for (int t = 0; t < T; ++t) a[t] = broadcast_x(x + t * x_stride);
+  repeat<T>([&]<int t>() BITNET_INLINE_LAMBDA { a[t] = broadcast_x(x + t * x_stride); });
   add_fields<D, F0, F0, FN, T>(split, a, part);
 }
 
@@ -56,6 +60,7 @@ template <class D, int F0, int FN, int T, int U, bool kPrefetch>
 [[gnu::always_inline]] inline void add_lines(const uint8_t* w, int64_t count, const int8_t* x,
                                              int64_t x_stride, int64_t ahead,
                                              TilePart (&part)[U][FN][T]) {
+#pragma GCC unroll 1
   for (int64_t s = 0; s < count; s += U) {
     if constexpr (kPrefetch) {
       // one request per cache line of 64 bytes
@@ -64,11 +69,10 @@ template <class D, int F0, int FN, int T, int U, bool kPrefetch>
         for (int64_t b = 0; b < U * kLineBytes; b += 64) prefetch(w + s * kLineBytes + ahead + b);
       }
     }
-#pragma GCC unroll 4
-    for (int u = 0; u < U; ++u) {
+    repeat<U>([&]<int u>() BITNET_INLINE_LAMBDA {
       const auto split = D::split(load_line(w + (s + u) * kLineBytes));
       add_line<D, F0, FN, T>(split, x + (s + u) * layout::kTileStepK, x_stride, part[u]);
-    }
+    });
   }
 }
 
@@ -77,27 +81,23 @@ template <class D, int F0, int FN, int T, int U, bool kPrefetch>
                                              const int8_t* x, int64_t x_stride, int64_t ahead,
                                              TileSums<D>& sums) {
   TilePart part[U][FN][T];
-#pragma GCC unroll 4
-  for (int u = 0; u < U; ++u) clear_parts(part[u]);
+  repeat<U>([&]<int u>() BITNET_INLINE_LAMBDA { clear_parts(part[u]); });
   add_lines<D, F0, FN, T, U, kPrefetch>(w, count, x, x_stride, ahead, part);
-#pragma GCC unroll 8
-  for (int t = 0; t < T; ++t) {
-#pragma GCC unroll 8
-    for (int f = 0; f < FN; ++f) {
-      TileSum sum = part_sum(part[0][f][t]);
-#pragma GCC unroll 4
-      for (int u = 1; u < U; ++u) sum = add_sum(sum, part_sum(part[u][f][t]));
-      int32_t* to = sums.at[t][F0 + f];
-      store_sum(to, first ? sum : add_sum(sum, load_sum(to)));
-    }
-  }
+  repeat<FN * T>([&]<int I>() BITNET_INLINE_LAMBDA {
+    constexpr int f = I / T, t = I % T;
+    TileSum sum = part_sum(part[0][f][t]);
+    repeat<U - 1>([&]<int u>()
+                      BITNET_INLINE_LAMBDA { sum = add_sum(sum, part_sum(part[u + 1][f][t])); });
+    int32_t* to = sums.at[t][F0 + f];
+    store_sum(to, first ? sum : add_sum(sum, load_sum(to)));
+  });
 }
 
 // Decoding on the fly: all dots in one pass where the parts fit the registers, else two passes over
 // a block that is then in L1.
 template <class D, int T>
-void group_direct(const uint8_t* w, int64_t lines, const int8_t* x, int64_t x_stride, int64_t ahead,
-                  TileSums<D>& sums) {
+[[gnu::noinline]] void group_direct(const uint8_t* w, int64_t lines, const int8_t* x,
+                                    int64_t x_stride, int64_t ahead, TileSums<D>& sums) {
   constexpr int U = T == 1 ? D::kUnroll : 1;
   constexpr bool kOnePass = D::kDots * T <= kTileParts;
   constexpr int kHalf = kOnePass ? D::kDots : (D::kDots + 1) / 2;
@@ -191,40 +191,42 @@ void fill_panel(const uint8_t* w, int64_t count, int64_t ahead, Panel<D>& panel)
   }
 }
 
+// part[f][t] += c[f] times token t, for t from `first` on.
+template <int first, int FN, int T>
+[[gnu::always_inline]] inline void add_token(const TileCodes (&c)[FN], const int8_t* x,
+                                             int64_t x_stride, TilePart (&part)[FN][T]) {
+  if constexpr (first < T) {
+    const TileX a = broadcast_x(x + first * x_stride);
+    repeat<FN>([&]<int f>()
+                   BITNET_INLINE_LAMBDA { part[f][first] = tile_dot(part[f][first], c[f], a); });
+    add_token<first + 1>(c, x, x_stride, part);
+  }
+}
+
+// tile_dot keeps its part in place by itself.  Not inlined: in one large function g++ 12 gives up
+// on keeping parts in registers.
 template <class D, int F0, int FN, int T>
-void add_panel(const Panel<D>& panel, int64_t count, bool first, const int8_t* x, int64_t x_stride,
-               int32_t (*sums)[D::kFields][kTileLanes]) {
+[[gnu::noinline]] void add_panel(const Panel<D>& panel, int64_t count, bool first, const int8_t* x,
+                                 int64_t x_stride, int32_t (*sums)[D::kFields][kTileLanes]) {
   TilePart part[FN][T];
   clear_parts(part);
   for (int64_t s = 0; s < count; ++s) {
     TileCodes c[FN];
-#pragma GCC unroll 8
-    for (int f = 0; f < FN; ++f) c[f] = load_line(panel.codes[F0 + f][s]);
-#pragma GCC unroll 8
-    for (int t = 0; t < T; ++t) {
-      const TileX a = broadcast_x(x + t * x_stride + s * layout::kTileStepK);
-#pragma GCC unroll 8
-      for (int f = 0; f < FN; ++f) {
-        part[f][t] = tile_dot(part[f][t], c[f], a);
-        pin(part[f][t]);
-      }
-    }
+    repeat<FN>([&]<int f>() BITNET_INLINE_LAMBDA { c[f] = load_line(panel.codes[F0 + f][s]); });
+    add_token<0>(c, x + s * layout::kTileStepK, x_stride, part);
   }
-#pragma GCC unroll 8
-  for (int t = 0; t < T; ++t) {
-#pragma GCC unroll 8
-    for (int f = 0; f < FN; ++f) {
-      const TileSum sum = part_sum(part[f][t]);
-      store_sum(sums[t][F0 + f], first ? sum : add_sum(sum, load_sum(sums[t][F0 + f])));
-    }
-  }
+  repeat<FN * T>([&]<int I>() BITNET_INLINE_LAMBDA {
+    int32_t* to = sums[I % T][F0 + I / T];
+    const TileSum sum = part_sum(part[I / T][I % T]);
+    store_sum(to, first ? sum : add_sum(sum, load_sum(to)));
+  });
 }
 
 // D: a decoder whose codes carry no factor, so that its dots are its fields.
 template <class D>
 void tile_panel(const TileJob& job, int64_t tile, int64_t token, int64_t tokens, Panel<D>& panel) {
   constexpr int kHalf = (D::kFields + 1) / 2;
-  constexpr int kGroup = kTileParts / kHalf < kMaxGroup ? kTileParts / kHalf : kMaxGroup;
+  constexpr int kGroup = kPanelParts / kHalf < kMaxGroup ? kPanelParts / kHalf : kMaxGroup;
   const uint8_t* w = job.tiles + tile * job.lines * kLineBytes;
   const int8_t* x = job.x + token * job.x_stride;
   for (int64_t s = 0; s < job.lines; s += D::kPanelLines) {
