@@ -19,7 +19,9 @@ const KernelTable* table();
 namespace avx512_vnni {
 const KernelTable* table();
 }
-// amx_int8 takes its place here.
+namespace amx_int8 {
+const KernelTable* table();
+}
 #endif
 #if defined(__aarch64__)
 namespace neon_dotprod {

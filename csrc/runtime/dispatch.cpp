@@ -15,7 +15,7 @@ using Getter = const KernelTable* (*)();
 
 constexpr Getter kBestFirst[] = {
 #if defined(__x86_64__)
-    // amx_int8::table goes first once it exists.
+    amx_int8::table,
     avx512_vnni::table,
     avx_vnni::table,
     avx2::table,

@@ -27,6 +27,9 @@ const KernelTable* table();
 namespace avx512_vnni_emulated {
 const KernelTable* table();
 }
+namespace amx_int8_emulated {
+const KernelTable* table();
+}
 #endif
 
 namespace test {
@@ -46,8 +49,8 @@ inline std::vector<const KernelTable*> tables_under_test() {
   std::vector<const KernelTable*> tables = available_tables();
 #if defined(BITNET_EMULATED_TABLES)
   if (under_emulator()) return tables;  // one emulation inside another would prove nothing new
-  for (const auto get :
-       {avx2_emulated::table, avx_vnni_emulated::table, avx512_vnni_emulated::table}) {
+  for (const auto get : {avx2_emulated::table, avx_vnni_emulated::table,
+                         avx512_vnni_emulated::table, amx_int8_emulated::table}) {
     tables.push_back(get());
   }
 #endif

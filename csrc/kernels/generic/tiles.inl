@@ -272,5 +272,10 @@ void any_tile_gemm(const TileJob& job) {
   for_groups<kGroup>(job.tokens, [&]<int T>(int64_t token) { tiles_direct<DN, T>(job, token); });
 }
 
-void tile_gemm(const TileJob& job) { any_tile_gemm<TwoBit, TwoBit, TwoBitPlain>(job); }
+void tile_gemm(const TileJob& job) {
+#if defined(BITNET_MATRIX_UNIT)  // the vocabulary knows an instruction for whole tiles
+  if (job.tokens >= kMatrixFrom) return matrix_tile_gemm(job);
+#endif
+  any_tile_gemm<TwoBit, TwoBit, TwoBitPlain>(job);
+}
 void trit_tile_gemm(const TileJob& job) { any_tile_gemm<Trits, TritDigits, TritDigits>(job); }

@@ -1,0 +1,19 @@
+// The amx_int8 kernel table.  Compiled with its own flags (CMakeLists.txt); exports one symbol,
+// table().
+#define BITNET_ISA amx_int8
+#include "format/layout.h"
+#include "kernels/isa_tables.h"
+#include "kernels/simd_amx_int8.h"
+#include "kernels/simd_avx512_vnni_head.h"
+#include "runtime/features.h"
+
+namespace bitnet::BITNET_ISA {
+namespace {
+constexpr const char* kDescription =
+    "AMX int8 tiles from 5 tokens on, over AVX-512 with VNNI for fewer";
+constexpr uint64_t kRequired = kAvx2 | kFma | kF16c | kAvx512F | kAvx512Bw | kAvx512Vl | kAvx512Dq |
+                               kAvx512Vnni | kAmxTile | kAmxInt8;
+}  // namespace
+}  // namespace bitnet::BITNET_ISA
+
+#include "kernels/generic/table.inl"

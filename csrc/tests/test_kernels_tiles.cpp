@@ -1,0 +1,198 @@
+// The private tile layouts of every kernel table against plain int64 sums: all token counts around
+// the groups, K from 1 to 32768 with the inputs that overflow first, all 243 bytes of the 1.6 bit
+// layout, every buffer against a guard page.  The tiles are written here from the words of
+// FORMAT.md; the reference multiplies the codes they were made of.
+#include <algorithm>
+#include <vector>
+
+#include "tests/check.h"
+#include "tests/guarded.h"
+#include "tests/random.h"
+#include "tests/tables.h"
+
+namespace bitnet::test {
+namespace {
+
+constexpr int64_t kLargestK = 32768, kMostTokens = 70;
+
+std::size_t at(int64_t i) { return static_cast<std::size_t>(i); }
+
+// The byte whose digits in base 3, taken off the top by multiplying with 3, are c[0] .. c[4]:
+// found by trying all, so that no formula is shared with the packer.
+uint8_t trit_byte(const int (&c)[5]) {
+  for (int q = 0; q < 256; ++q) {
+    int rest = q, f = 0;
+    while (f < 5 && rest * 3 / 256 == c[f]) rest = rest * 3 % 256, ++f;
+    if (f == 5) return static_cast<uint8_t>(q);
+  }
+  std::fprintf(stderr, "no byte for %d%d%d%d%d\n", c[0], c[1], c[2], c[3], c[4]);
+  std::exit(1);
+}
+
+struct Problem {
+  int64_t k, lines, lanes, fields, tiles, tokens;
+  std::vector<uint8_t> packed;
+  std::vector<int8_t> x;        // [tokens, 4 lines], zeros from k
+  std::vector<int32_t> sums;    // [tokens]
+  std::vector<int64_t> answer;  // [tokens, rows]
+  int64_t rows() const { return tiles * lanes * fields; }
+};
+
+// code(row, k) in 0..2 and x(token, k) make the data; behind k the code is 1.
+template <class Code, class X>
+Problem make_problem(const KernelTable& table, int64_t fields, int64_t k, int64_t tiles,
+                     int64_t tokens, Code code, X x) {
+  Problem p{k, (k + 63) / 64 * 16, table.tile_lanes, fields, tiles, tokens, {}, {}, {}, {}};
+  const auto value = [&](int64_t row, int64_t i) { return i < k ? int{code(row, i)} : 1; };
+  for (int64_t tile = 0; tile < tiles; ++tile) {
+    for (int64_t byte = 0; byte < p.lines * p.lanes * 4; ++byte) {
+      const int64_t lane = byte / 4 % p.lanes, i = byte / (4 * p.lanes) * 4 + byte % 4;
+      int c[5] = {};
+      for (int64_t f = 0; f < fields; ++f) {
+        c[f] = value((tile * fields + f) * p.lanes + lane, i);
+      }
+      p.packed.push_back(fields == 5
+                             ? trit_byte(c)
+                             : static_cast<uint8_t>(c[0] + 4 * c[1] + 16 * c[2] + 64 * c[3]));
+    }
+  }
+  for (int64_t t = 0; t < tokens; ++t) {
+    int64_t sum = 0;
+    for (int64_t i = 0; i < 4 * p.lines; ++i) {
+      p.x.push_back(i < k ? x(t, i) : int8_t{0});
+      sum += p.x.back();
+    }
+    p.sums.push_back(static_cast<int32_t>(sum));
+    for (int64_t n = 0; n < p.rows(); ++n) {
+      int64_t dot = 0;
+      for (int64_t i = 0; i < k; ++i)
+        dot += (value(n, i) - 1) * int64_t{p.x[at(t * 4 * p.lines + i)]};
+      p.answer.push_back(dot);
+    }
+  }
+  return p;
+}
+
+class TileTest {
+ public:
+  // Tiles from `begin` x the first `tokens` tokens of p, strides wider by `slack`.
+  void run(const KernelTable& table, const Problem& p, int64_t begin, int64_t tokens,
+           int64_t slack) {
+    begin_case("%s %s K=%lld tiles %lld..%lld tokens=%lld slack=%lld", table.name,
+               p.fields == 5 ? "trit_tile_gemm" : "tile_gemm", static_cast<long long>(p.k),
+               static_cast<long long>(begin), static_cast<long long>(p.tiles),
+               static_cast<long long>(tokens), static_cast<long long>(slack));
+    const Placement where = kPlacements[tally.cases % kPlacementCount];
+    const int64_t tile_bytes = p.lines * p.lanes * 4, kp = 4 * p.lines;
+    const int64_t rows = p.rows() - begin * p.lanes * p.fields;
+    const int64_t x_stride = kp + slack, out_stride = rows + slack;
+    const uint8_t* w = weight_.place_copy(p.packed.data() + begin * tile_bytes,
+                                          (p.tiles - begin) * tile_bytes, where);
+    int8_t* x = x_.place<int8_t>((tokens - 1) * x_stride + kp, where);
+    for (int64_t t = 0; t < tokens; ++t) std::copy_n(&p.x[at(t * kp)], kp, x + t * x_stride);
+    const int32_t* sums = sums_.place_copy(p.sums.data(), tokens, where);
+    int32_t* out = out_.place<int32_t>((tokens - 1) * out_stride + rows, where);
+    const TileJob job{w,   p.lines,    p.tiles - begin,  x, x_stride, sums, tokens,
+                      out, out_stride, tokens % 2 * 6144};
+    (p.fields == 5 ? table.trit_tile_gemm : table.tile_gemm)(job);
+    for (int64_t t = 0; t < tokens; ++t) {
+      for (int64_t n = 0; n < rows; ++n) {
+        const int64_t want = p.answer[at((t + 1) * p.rows() - rows + n)];
+        CHECK(out[t * out_stride + n] == want, "token %d row %d: %d, not %lld", static_cast<int>(t),
+              static_cast<int>(n), out[t * out_stride + n], static_cast<long long>(want));
+      }
+    }
+    CHECK(out_.intact(), "wrote outside of out");
+  }
+
+ private:
+  Arena weight_{3 * kLargestK * 16}, x_{kMostTokens * (kLargestK + 64)}, sums_{4096},
+      out_{kMostTokens * 1024};
+};
+
+Problem random_problem(const KernelTable& table, int64_t fields, int64_t k, int64_t tiles,
+                       int64_t tokens) {
+  Random random(static_cast<uint64_t>(k * 8 + fields));
+  return make_problem(
+      table, fields, k, tiles, tokens,
+      // the same answer for the same question: the reference asks again
+      [&, seed = random.next()](int64_t n, int64_t i) {
+        return static_cast<int>(Random(seed + static_cast<uint64_t>(n * 100003 + i)).below(3));
+      },
+      [&](int64_t, int64_t) { return static_cast<int8_t>(random.below(256) - 128); });
+}
+
+void all_counts(TileTest& test, const KernelTable& table, int64_t fields) {
+  for (const int64_t k : {1, 63, 64, 65, 128, 300, 576}) {
+    const Problem p = random_problem(table, fields, k, 3, kMostTokens);
+    const int64_t step = thinning(table) > 1 ? 9 : 1;
+    for (int64_t tokens = 1; tokens <= kMostTokens; tokens += tokens < 12 ? 1 : step) {
+      test.run(table, p, 0, tokens, tokens % 3);
+    }
+    test.run(table, p, 2, 1, 0);
+    test.run(table, p, 1, 5, 2);
+  }
+}
+
+void all_lengths(TileTest& test, const KernelTable& table, int64_t fields) {
+  for (const int64_t k : {640, 1000, 2560, 6912, 8640, 32768}) {
+    const bool thin = thinning(table) > 1;
+    const Problem p = random_problem(table, fields, k, 1, thin ? 5 : 9);
+    for (int64_t tokens = 1; tokens <= p.tokens; tokens += thin ? 2 : 1) {
+      test.run(table, p, 0, tokens, 0);
+    }
+  }
+}
+
+// The sums that overflow first: the largest and smallest everything, and signs that swing with the
+// blocks in which partial sums are kept.
+void worst_cases(TileTest& test, const KernelTable& table, int64_t fields) {
+  for (const int64_t k : {int64_t{2048}, kLargestK}) {
+    for (const int code : {0, 1, 2}) {
+      for (const int activation : {127, -128}) {
+        const Problem p = make_problem(
+            table, fields, k, 1, 6, [&](int64_t, int64_t) { return code; },
+            [&](int64_t, int64_t) { return static_cast<int8_t>(activation); });
+        CHECK(p.answer[0] == k * (int64_t{code} - 1) * activation, "the reference is wrong");
+        for (const int64_t tokens : {1, 3, 6}) test.run(table, p, 0, tokens, 0);
+      }
+    }
+    const Problem swing = make_problem(
+        table, fields, k, 1, 6, [](int64_t, int64_t i) { return i / 256 % 2 == 0 ? 2 : 0; },
+        [](int64_t, int64_t i) { return static_cast<int8_t>(i / 64 % 3 == 0 ? 127 : -128); });
+    for (const int64_t tokens : {1, 6}) test.run(table, swing, 0, tokens, 0);
+  }
+}
+
+// Every value that five weights can have, in every lane and byte, against single activations.
+void all_trits(TileTest& test, const KernelTable& table) {
+  constexpr int64_t kPowers[] = {81, 27, 9, 3, 1};
+  const int64_t lanes = table.tile_lanes;
+  for (const int64_t tokens : {1, 2, 4}) {
+    const Problem p = make_problem(
+        table, 5, 256, 1, tokens,
+        [&](int64_t n, int64_t i) {
+          return static_cast<int>((i + n % lanes * 31) % 243 / kPowers[n / lanes] % 3);
+        },
+        [](int64_t t, int64_t i) { return static_cast<int8_t>((i * 7 + t * 3) % 5 == 0 ? 1 : 0); });
+    test.run(table, p, 0, tokens, 0);
+  }
+}
+
+}  // namespace
+}  // namespace bitnet::test
+
+int main() {
+  using namespace bitnet::test;
+  announce("test_kernels_tiles");
+  TileTest test;
+  for (const bitnet::KernelTable* table : tables_under_test()) {
+    for (const int64_t fields : {4, 5}) {
+      all_counts(test, *table, fields);
+      all_lengths(test, *table, fields);
+      worst_cases(test, *table, fields);
+    }
+    all_trits(test, *table);
+  }
+  return finish("test_kernels_tiles");
+}
