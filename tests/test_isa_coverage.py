@@ -25,6 +25,10 @@ _FLAGS = {
     "avx512_vnni": {
         "avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni",
     },
+    "amx_int8": {
+        "avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni",
+        "amx_tile", "amx_int8",
+    },
     "neon_dotprod": {"asimd", "asimddp"},
 }  # fmt: skip
 
