@@ -1,0 +1,98 @@
+#!/usr/bin/env python3
+"""Proves by objdump that the ternary kernels keep their accumulators in registers.
+
+An innermost loop with two or more dot products (vpdpbusd, vpmaddubsw) may store no vector to the
+stack, save for the few listed: a spilled accumulator halves the speed and no test of results
+would see it. It depends on the compiler, so it is checked where the project is tested (CI), and it
+must not know what a kernel computes. Builds the kernel objects in build/kernels when needed.
+Standard library only; exit status 1 and one line per violation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from check_isa_symbols import ROOT, build_objects, isa_objects, run
+
+DOT = re.compile(r"(\{vex\} )?(vpdpbusd|vpmaddubsw)\b")
+TERNARY = re.compile(r"tile|group_direct|add_panel")
+STACK_STORE = re.compile(r"vmov\S+\s+%[yz]mm\d+,[^%]*\(%r[sb]p")
+# Stack stores that are accepted in one loop of a function whose name holds the text, and why.
+ACCEPTED = {
+    "TritDigits": 1,  # five digits and their remainders in 16 registers
+    "group_direct<TwoBit, 5>": 1,  # AVX-VNNI: ten sums and five tokens in 16 registers
+    "tile_to_out<4, 4>": 2,  # the canonical 4 x 4 tile of AVX512 (docs/log.md)
+}
+Instruction = tuple[int, str]
+
+
+def functions(path: Path) -> Iterator[tuple[str, list[Instruction]]]:
+    """(name, instructions) of every function in the object, names without namespaces."""
+    name, body = "", []
+    for line in run("objdump", "-dC", "--no-show-raw-insn", path).splitlines():
+        if start := re.match(r"[0-9a-f]+ <(.*)>:$", line):
+            yield name, body
+            name, body = re.sub(r"bitnet::\w+::\(anonymous namespace\)::", "", start[1]), []
+        elif row := re.match(r"\s+([0-9a-f]+):\s+(.*)", line):
+            body.append((int(row[1], 16), row[2]))
+    yield name, body
+
+
+def innermost_loops(body: list[Instruction]) -> Iterator[list[str]]:
+    """The instructions of every backward jump's range that holds no other such range."""
+    at = {address: i for i, (address, _) in enumerate(body)}
+    jumps = [
+        (at[target], i)
+        for i, (address, text) in enumerate(body)
+        if (jump := re.match(r"j\w+\s+([0-9a-f]+)", text))
+        and (target := int(jump[1], 16)) <= address
+        and target in at
+    ]
+    for first, last in jumps:
+        if not any((first, last) != (f, t) and first <= f and t <= last for f, t in jumps):
+            yield [text for _, text in body[first : last + 1]]
+
+
+def violations(path: Path, isa: str) -> list[str]:
+    problems, loops = [], 0
+    for name, body in functions(path):
+        if not TERNARY.search(name):
+            continue
+        allowed = max([n for text, n in ACCEPTED.items() if text in name], default=0)
+        for loop in innermost_loops(body):
+            if sum(bool(DOT.match(text)) for text in loop) < 2:
+                continue
+            loops += 1
+            stores = sum(bool(STACK_STORE.match(text)) for text in loop)
+            if stores > allowed:
+                problems.append(
+                    f"{isa}: {name}: expected at most {allowed} vector stores to the stack in a "
+                    f"loop of dot products, got {stores}; see generic/tiles.inl on registers"
+                )
+    if not loops:
+        problems.append(f"{isa}: expected loops of dot products in {path}, found none")
+    return problems
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--build", type=Path, default=ROOT / "build" / "kernels")
+    build = parser.parse_args().build
+    build_objects(build)
+    problems = [
+        problem
+        for isa, path in isa_objects(build).items()
+        if isa not in ("scalar", "neon_dotprod")
+        for problem in violations(path, isa)
+    ]
+    print("\n".join(problems), file=sys.stderr)
+    print(f"check_spills: {len(problems)} violation(s)")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
