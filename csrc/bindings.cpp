@@ -10,6 +10,7 @@
 
 #include "runtime/dispatch.h"
 #include "runtime/features.h"
+#include "runtime/pages.h"
 #include "runtime/tuning.h"
 
 namespace py = pybind11;
@@ -106,6 +107,13 @@ PYBIND11_MODULE(_runtime, m) {
       },
       "What is tuned to the make of the CPU.");
   m.def("build_info", &build_info, "Compiler, torch and ABI floor of this build.");
+  m.def(
+      "advise_huge_pages",
+      [](uintptr_t data_ptr, int64_t nbytes) {
+        return bitnet::advise_huge_pages(reinterpret_cast<const void*>(data_ptr), nbytes);
+      },
+      py::arg("data_ptr"), py::arg("nbytes"),
+      "Ask for huge pages behind memory (a hint); the bytes accepted, 0 where there are none.");
   bind_format(m);
   bind_probe(m);
 }

@@ -118,6 +118,8 @@ void bind_format(py::module_& m) {
       .def_property_readonly("tensors", &tensors_of)
       .def("check_in_features", &format::SglbitntFile::check_in_features, py::arg("index"),
            py::arg("in_features"), Unlocked())
+      .def("check_data", &format::SglbitntFile::check_data, py::arg("index"), Unlocked())
+      .def("release", &format::SglbitntFile::release, py::arg("index"), Unlocked())
       .def("code_counts", &code_counts, py::arg("index"))
       .def_buffer(&buffer_of);
   m.def("format_error_codes", &error_codes);

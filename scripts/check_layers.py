@@ -26,20 +26,23 @@ PYTHON_LAYERS: dict[str, set[str]] = {
     "config": set(),
     "sampling": set(),
     "tokenizer": set(),
-    "formats": {"_runtime"},
+    "formats": {"_runtime", "arena"},
     "ops": {"_fakes", "_runtime"},
     "packing": {"ops"},
+    "arena": {"_runtime"},
     "kv_cache": {"config", "ops"},
     "attention": {"kv_cache", "ops"},
     "linear": {"ops", "packing"},
     "models": {"attention", "config", "kv_cache", "linear", "ops", "packing", "sparsity"},
-    "language_model": {"config", "engine", "formats", "kv_cache", "models", "packing", "sampling"}
-    | {"tokenizer"},
+    "prepared": {"_runtime", "arena", "formats", "packing"},
+    "loading": {"arena", "config", "formats", "models", "packing", "prepared"},
+    "language_model": {"config", "engine", "formats", "kv_cache", "loading", "models", "prepared"}
+    | {"sampling", "tokenizer"},
     "engine": {"config", "kv_cache", "models", "sampling"},
     # the second row is for `--verify`, which runs the converted model
     "convert": {"config", "formats", "models", "ops", "packing", "quantize"}
     | {"engine", "kv_cache", "language_model", "tokenizer"},
-    "dummy": {"config", "formats", "models", "packing"},
+    "dummy": {"config", "formats", "loading", "models", "packing"},
     "integrations": {"config", "convert", "linear", "ops", "packing", "quantize"},
     "machine": set(),
     "doctor": {"_runtime", "machine", "ops"},

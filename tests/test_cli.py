@@ -101,6 +101,7 @@ def test_generate_json(threads: str) -> None:
         "isa": ISAS[0],
         "threads": int(threads),
         "kv_dtype": "float32",
+        "weight_format": "2bit",
     }
 
 

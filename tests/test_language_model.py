@@ -73,7 +73,7 @@ def test_five_lines() -> None:
     assert text == " him, Thou art my servant, and"
 
 
-def test_packed_weights_are_views_of_one_mapping(demo: LanguageModel) -> None:
+def test_packed_weights_are_views_of_one_stretch_of_memory(demo: LanguageModel) -> None:
     layers = demo.model.model.layers
     weights = [layer.get_buffer("mlp.up_proj.weight") for layer in layers]
     assert len({w.untyped_storage().data_ptr() for w in weights}) == 1

@@ -70,12 +70,30 @@ MappedFile::~MappedFile() {
   if (data_ != nullptr) ::munmap(const_cast<std::uint8_t*>(data_), size_bytes_);
 }
 
+void MappedFile::release(std::uint64_t offset_bytes, std::uint64_t size_bytes) const {
+  // Whole pages only: those at the ends may hold what others still need.
+  const auto page = static_cast<std::uint64_t>(::sysconf(_SC_PAGESIZE));
+  const std::uint64_t begin = (offset_bytes + page - 1) / page * page;
+  const std::uint64_t end = (offset_bytes + size_bytes) / page * page;
+  if (begin >= end) return;
+  ::madvise(const_cast<std::uint8_t*>(data_) + begin, end - begin, MADV_DONTNEED);  // a hint
+}
+
 SglbitntFile::SglbitntFile(const std::string& path, bool check_codes)
     : path_(path), mapping_(path), parsed_(naming_path(path, [&] { return parse(bytes()); })) {
   if (!check_codes) return;
   naming_path(path_, [&] {
-    for (const TensorRecord& tensor : tensors()) check_data(bytes(), tensor);
+    for (const TensorRecord& tensor : tensors()) format::check_data(bytes(), tensor);
   });
+}
+
+void SglbitntFile::check_data(std::size_t index) const {
+  naming_path(path_, [&] { format::check_data(bytes(), parsed_.tensors.at(index)); });
+}
+
+void SglbitntFile::release(std::size_t index) const {
+  const TensorRecord& tensor = parsed_.tensors.at(index);
+  mapping_.release(tensor.offset_bytes, tensor.size_bytes);
 }
 
 void SglbitntFile::check_in_features(std::size_t index, std::uint64_t in_features) const {

@@ -25,6 +25,9 @@ class MappedFile {
   MappedFile(const MappedFile&) = delete;
   MappedFile& operator=(const MappedFile&) = delete;
   std::span<const std::uint8_t> bytes() const { return {data_, size_bytes_}; }
+  // Gives back the memory behind a range that has been read; it is read again at the next access.
+  // What was written through the mapping there is lost.
+  void release(std::uint64_t offset_bytes, std::uint64_t size_bytes) const;
 
  private:
   const std::uint8_t* data_ = nullptr;
@@ -38,7 +41,9 @@ class SglbitntFile {
   std::span<const std::uint8_t> bytes() const { return mapping_.bytes(); }
   std::string_view config() const { return parsed_.config; }
   const std::vector<TensorRecord>& tensors() const { return parsed_.tensors; }
+  void check_data(std::size_t index) const;  // one tensor's part of what check_codes does
   void check_in_features(std::size_t index, std::uint64_t in_features) const;
+  void release(std::size_t index) const;  // of MappedFile, for one tensor's data
   CodeCounts count_codes(std::size_t index) const;
 
  private:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from bitnet_ops.config import ModelConfig
 from bitnet_ops.formats import sglbitnt
+from bitnet_ops.loading import prepack_all
 from bitnet_ops.models import Decoder, TensorSpec, build, expected_tensors
 from bitnet_ops.packing import BLOCK, PackedWeight, packed_row_bytes
 
@@ -114,9 +115,19 @@ def _config_json(name: str) -> dict[str, Any]:
     return CONFIGS[name]
 
 
-def decoder(name: str, dtype: torch.dtype = torch.float32, *, seed: int = 0) -> Decoder:
-    """The model `name`, built in memory (2b-4t: 1.2 GB); arguments as `models.build`."""
-    return build(config(name), tensors(name, seed), dtype)
+def decoder(
+    name: str,
+    dtype: torch.dtype = torch.float32,
+    *,
+    weight_format: str = "auto",
+    seed: int = 0,
+) -> Decoder:
+    """The model `name`, built in memory (2b-4t: 1.2 GB).
+
+    `dtype` as `models.build`, `weight_format` as `language_model.load` take them.
+    """
+    made = prepack_all(tensors(name, seed), weight_format)
+    return build(config(name), made, dtype, check_values=False)
 
 
 def write(name: str, directory: str | os.PathLike[str], *, seed: int = 0) -> Path:

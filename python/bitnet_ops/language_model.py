@@ -18,11 +18,12 @@ from typing import Any
 
 import torch
 
+from bitnet_ops import prepared
 from bitnet_ops.config import ModelConfig
 from bitnet_ops.engine import Engine, Generation, Limits, Run, Session, Timing
 from bitnet_ops.formats import sglbitnt
-from bitnet_ops.models import Decoder, TensorError, build, check_names, expected_tensors
-from bitnet_ops.packing import PackedWeight
+from bitnet_ops.loading import load_tensors
+from bitnet_ops.models import Decoder, build
 from bitnet_ops.sampling import SamplingParams
 from bitnet_ops.tokenizer import StreamDecoder, Tokenizer, TokenizerError
 
@@ -39,6 +40,8 @@ def load(
     *,
     dtype: torch.dtype = torch.float32,
     kv_dtype: torch.dtype = torch.float32,
+    weight_format: str = "auto",
+    cache: bool | str | os.PathLike[str] | None = None,
 ) -> LanguageModel:
     """Open a converted model.
 
@@ -47,14 +50,22 @@ def load(
             the demo model that travels in the package.
         dtype: of the activations inside the layers, float32 or bfloat16.
         kv_dtype: of the KV caches, float32 or bfloat16.
-    Returns the LanguageModel; packed weights are views of the memory-mapped file.
+        weight_format: how ternary weights lie in memory: "2bit", "1.6bit", "canonical" (the file's
+            own rows, mapped) or "auto", the fastest known, which is "2bit". Results are the same.
+            "2bit" and "1.6bit" fit the kernels in use now: after forcing another instruction set,
+            load again.
+        cache: keep the prepared form of the model in a file, which makes later loads faster: True
+            (in bitnet_ops in the user's cache directory, or where BITNET_OPS_CACHE says), a
+            directory, False, or None: if BITNET_OPS_CACHE is set. Files there are safe to delete.
+    Returns the LanguageModel.
     Raises LoadError, formats.sglbitnt.SglbitntError, config.UnsupportedModelError,
     models.TensorError or tokenizer.TokenizerError: one line that names what is wrong.
     """
     file = _model_file(Path(path) if path is not None else DEMO_DIR)
-    reader = sglbitnt.Reader(file)
+    reader = sglbitnt.Reader(file, check_codes=False)  # load_tensors checks what it reads
     config = ModelConfig.from_hf(reader.config)
-    model = build(config, _tensors(reader, config), dtype)
+    tensors = load_tensors(reader, config, weight_format, prepared.directory(cache))
+    model = build(config, tensors, dtype, check_values=False)
     folder = file.parent
     tokenizer = Tokenizer.from_dir(folder) if (folder / "tokenizer.json").is_file() else None
     return LanguageModel(model, tokenizer, _stop_ids(folder, config), kv_dtype=kv_dtype, path=file)
@@ -72,23 +83,6 @@ def _model_file(path: Path) -> Path:
             f"checkpoint; convert it first: bitnet-ops convert {path} DST"
         )
     raise LoadError(f"load: expected {file.name} in the directory {path}, got none")
-
-
-def _tensors(reader: sglbitnt.Reader, config: ModelConfig) -> dict[str, Any]:
-    """Every tensor of the file; ternary ones as PackedWeight with the config's K."""
-    check_names(config, reader.tensors)
-    tensors: dict[str, Any] = {}
-    for name, spec in expected_tensors(config).items():
-        info, tensor = reader.tensors[name], reader.tensor(name)
-        if spec.kind != "ternary" or not info.packed or info.scale is None:
-            tensors[name] = tensor  # `build` refuses what does not fit
-            continue
-        n, k = spec.shape
-        if info.shape[0] != n:
-            raise TensorError(f"model: expected {name} with {n} rows, got {info.shape[0]}")
-        reader.check_in_features(name, k)
-        tensors[name] = PackedWeight(tensor, torch.tensor([info.scale]), n, k)
-    return tensors
 
 
 def _stop_ids(folder: Path, config: ModelConfig) -> frozenset[int]:

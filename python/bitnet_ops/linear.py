@@ -1,7 +1,8 @@
 """BitLinear: a ternary linear layer as an nn.Module, for models and for use on its own.
 
 Forward is one op: quantise each token to int8, integer product, scales, bias. Inference only.
-It must not know models, files or packing conventions other than the canonical layout.
+The weight may lie in a private layout; a state_dict holds canonical rows whatever the layout.
+It must not know models or files.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from bitnet_ops import ops
-from bitnet_ops.packing import PackedWeight, pack_ternary, packed_row_bytes
+from bitnet_ops.packing import PackedWeight, pack_ternary, packed_row_bytes, prepack, unprepack
 
 _ALL_ZERO_CODES = 0b01010101  # four times code 1, the weight 0
 
@@ -20,9 +21,11 @@ _ALL_ZERO_CODES = 0b01010101  # four times code 1, the weight 0
 class BitLinear(nn.Module):
     """y = int8(x) @ (codes * weight_scale)^T + bias; x F [..., K] -> [..., N] in x's dtype.
 
-    Buffers: `weight` uint8 [N, 32 * ceil(K / 128)], `weight_scale` f32 [1] (multiplies), `bias` F
-    [N] or None. A layer that nobody has loaded has the scale NaN, so that its outputs cannot pass
-    for results. Source: "The Era of 1-bit LLMs", arXiv 2402.17764.
+    Buffers: `weight` uint8, [N, 32 * ceil(K / 128)] unless `weight_format` names a private layout,
+    `weight_scale` f32 [1] (multiplies), `bias` F [N] or None. `state_dict` gives canonical rows (a
+    copy for a private layout) and `load_state_dict` takes them, so that a checkpoint fits every CPU
+    and every format. A layer that nobody has loaded has the scale NaN, so that its outputs cannot
+    pass for results. Source: "The Era of 1-bit LLMs", arXiv 2402.17764.
     """
 
     weight: Tensor
@@ -37,6 +40,7 @@ class BitLinear(nn.Module):
                 f"{in_features} and {out_features}"
             )
         self.in_features, self.out_features = in_features, out_features
+        self.weight_format = "canonical"
         shape = (out_features, packed_row_bytes(in_features))
         self.register_buffer("weight", torch.full(shape, _ALL_ZERO_CODES, dtype=torch.uint8))
         self.register_buffer("weight_scale", torch.full((1,), float("nan")))
@@ -48,6 +52,7 @@ class BitLinear(nn.Module):
         layer = cls.__new__(cls)
         nn.Module.__init__(layer)
         layer.in_features, layer.out_features = packed.in_features, packed.out_features
+        layer.weight_format = packed.format
         layer.register_buffer("weight", packed.weight)
         layer.register_buffer("weight_scale", packed.scale.reshape(1))
         if bias is not None and tuple(bias.shape) != (packed.out_features,):
@@ -63,21 +68,51 @@ class BitLinear(nn.Module):
         codes, scale = ops.quantize_weights(weight.detach())
         return cls.from_packed(pack_ternary(codes, scale), None if bias is None else bias.detach())
 
+    def prepack(self, weight_format: str = "auto") -> BitLinear:
+        """Bring the weight into the layout `weight_format` for the kernels in use; returns self.
+
+        "auto", "2bit", "1.6bit" or "canonical", as `packing.prepack` has them.
+        """
+        packed = prepack(self._packed(), weight_format)
+        self.weight, self.weight_format = packed.weight, packed.format
+        return self
+
     def forward(self, x: Tensor) -> Tensor:
-        return ops.linear(x, self.weight, self.weight_scale, self.bias)
+        return ops.linear(x, self.weight, self.weight_scale, self.bias, self.out_features)
+
+    def _packed(self) -> PackedWeight:
+        scale = torch.ones(1)  # the layer's own may be the NaN of an empty layer
+        shape = self.out_features, self.in_features
+        return PackedWeight(self.weight, scale, *shape, self.weight_format)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.weight_format != "canonical":
+            destination[prefix + "weight"] = unprepack(self._packed()).weight
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        key = prefix + "weight"
+        given = state_dict.get(key)
         # copy_ would convert a float weight to uint8 without a word.
-        given = state_dict.get(prefix + "weight")
         if given is not None and given.dtype != torch.uint8:
             raise RuntimeError(
-                f"BitLinear: expected {prefix}weight packed as uint8, got {given.dtype}; "
+                f"BitLinear: expected {key} packed as uint8, got {given.dtype}; "
                 "use BitLinear.from_float for a master weight"
             )
-        super()._load_from_state_dict(state_dict, prefix, *args)
+        if given is None or self.weight_format == "canonical":
+            super()._load_from_state_dict(state_dict, prefix, *args)
+            return
+        shape = self.out_features, packed_row_bytes(self.in_features)
+        if tuple(given.shape) != shape:
+            raise RuntimeError(
+                f"BitLinear: expected {key} as canonical rows {list(shape)}, got "
+                f"{list(given.shape)}; a state_dict holds no private layout"
+            )
+        private = ops.prepack(given.contiguous(), self.in_features, self.weight_format)
+        super()._load_from_state_dict({**state_dict, key: private}, prefix, *args)
 
     def extra_repr(self) -> str:
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, "
-            f"bias={self.bias is not None}"
+            f"bias={self.bias is not None}, weight_format={self.weight_format}"
         )

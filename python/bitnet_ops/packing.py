@@ -1,13 +1,14 @@
-"""Packed ternary weights: the canonical layout, and the Hugging Face packing beside it.
+"""Packed ternary weights: canonical rows, private layouts, and the Hugging Face packing.
 
 Canonical (in memory, in .bin files, I2_S layout a): uint8 [N, R], R = 32 * ceil(K / 128); FORMAT.md
 has the bits. Hugging Face: uint8 [ceil(N / 4), K], each bit pair one CONTIGUOUS QUARTER of the
-outputs. Codes everywhere: -1, 0, +1 -> 0, 1, 2; code 3 is refused. It must not know where weights
-come from (files, checkpoints) or who multiplies by them.
+outputs. Codes everywhere: -1, 0, +1 -> 0, 1, 2; code 3 is refused. Private layouts are made by an
+op. It must not know where weights come from (files, checkpoints) or who multiplies by them.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 
@@ -24,20 +25,30 @@ def packed_row_bytes(in_features: int) -> int:
     return 32 * -(-in_features // BLOCK)
 
 
+# Of the layouts in memory: "canonical" is that of the files, the others are private to the kernels
+# that run (FORMAT.md) and made from it when a model is loaded.
+FORMATS = ("canonical", "2bit", "1.6bit")
+WEIGHT_FORMATS = ("auto", *FORMATS)  # what a user may ask for
+_MAX_PRIVATE_FEATURES = 1 << 15  # kTileMaxK of csrc/format/layout.h
+_TILE_FIELDS = {"2bit": 4, "1.6bit": 5}  # rows of a tile, by the lanes of the kernels
+
+
 @dataclass(frozen=True)
 class PackedWeight:
-    """A ternary matrix that knows its own shape: `weight` uint8 [N, R] and `scale` f32 [1].
+    """A ternary matrix that knows its own shape: `weight` uint8 and `scale` f32 [1].
 
-    Entry (n, k) has the value code(n, k) * scale. Raises ValueError where the parts disagree.
+    Entry (n, k) has the value code(n, k) * scale. `weight` is [N, R] in the format "canonical", and
+    as `ops.prepack` returns it in "2bit" and "1.6bit". Raises ValueError where the parts disagree.
     """
 
     weight: Tensor
     scale: Tensor
     out_features: int
     in_features: int
+    format: str = "canonical"
 
     def __post_init__(self) -> None:
-        shape = (self.out_features, packed_row_bytes(self.in_features))
+        shape = self._expected_shape()
         if self.weight.dtype != torch.uint8 or tuple(self.weight.shape) != shape:
             raise ValueError(
                 f"PackedWeight: expected weight uint8 {list(shape)} for {self.out_features} x "
@@ -50,6 +61,69 @@ class PackedWeight:
             )
         if not math.isfinite(float(self.scale)):
             raise ValueError(f"PackedWeight: expected a finite scale, got {float(self.scale)}")
+
+    def _expected_shape(self) -> tuple[int, ...]:
+        if self.format not in FORMATS:
+            raise ValueError(
+                f"PackedWeight: expected format among {', '.join(FORMATS)}, got {self.format!r}"
+            )
+        if self.format == "canonical":
+            return self.out_features, packed_row_bytes(self.in_features)
+        # the kernels it was made for decide the lanes, and only the tensor says which those were
+        lanes = self.weight.shape[2] if self.weight.dim() > 2 else 4
+        lanes = max(1, lanes // 4 if self.format == "2bit" else lanes)
+        tiles = -(-self.out_features // (_TILE_FIELDS[self.format] * lanes))
+        lines = 16 * -(-self.in_features // 64)
+        return (tiles, lines, 4 * lanes) if self.format == "2bit" else (tiles, lines, lanes, 4)
+
+
+def choose_format(weight_format: str, in_features: int) -> str:
+    """The layout that `weight_format`, one of WEIGHT_FORMATS, means for a matrix of K columns.
+
+    "auto" is "2bit", and "canonical" for the K that no private layout takes. Raises ValueError.
+    """
+    if weight_format not in WEIGHT_FORMATS:
+        raise ValueError(
+            f"weight_format: expected one of {', '.join(WEIGHT_FORMATS)}, got {weight_format!r}"
+        )
+    if weight_format != "auto":
+        return weight_format
+    return "2bit" if in_features <= _MAX_PRIVATE_FEATURES else "canonical"
+
+
+def prepack(packed: PackedWeight, weight_format: str = "auto") -> PackedWeight:
+    """The same matrix in the layout that `weight_format` means; shared where it has it already.
+
+    A private layout fits the kernels in use when it is made and no others: after `force_isa`
+    (BITNET_OPS_ISA) to kernels of other lanes, the ops refuse it; pack again. Raises RuntimeError
+    on a code 3, on a private layout asked for K above 32768, and as `choose_format`.
+    """
+    format = choose_format(weight_format, packed.in_features)
+    if format == packed.format:
+        return packed
+    rows = unprepack(packed)
+    if format == "canonical":
+        return rows
+    weight = ops.prepack(rows.weight, rows.in_features, format)
+    return dataclasses.replace(rows, weight=weight, format=format)
+
+
+def unprepack(packed: PackedWeight) -> PackedWeight:
+    """The same matrix in the canonical layout; shared where it has it already."""
+    if packed.format == "canonical":
+        return packed
+    rows = ops.unprepack(packed.weight, packed.out_features, packed.in_features)
+    return dataclasses.replace(packed, weight=rows, format="canonical")
+
+
+def prepacked_shape(out_features: int, in_features: int, format: str) -> tuple[int, ...]:
+    """The shape that an N x K matrix has in `format`, one of FORMATS, for the kernels in use."""
+    rows = torch.empty(
+        out_features, packed_row_bytes(in_features), dtype=torch.uint8, device="meta"
+    )
+    if format != "canonical":
+        rows = ops.prepack(rows, in_features, format)
+    return tuple(rows.shape)
 
 
 def pack_ternary(codes: Tensor, scale: Tensor | float = 1.0) -> PackedWeight:
@@ -64,7 +138,7 @@ def pack_ternary(codes: Tensor, scale: Tensor | float = 1.0) -> PackedWeight:
 
 def unpack_ternary(packed: PackedWeight) -> Tensor:
     """The codes int8 [N, K] of a PackedWeight. Raises RuntimeError on a code 3."""
-    return ops.unpack(packed.weight, packed.in_features)
+    return ops.unpack(unprepack(packed).weight, packed.in_features)
 
 
 def pack_hf(codes: Tensor) -> Tensor:

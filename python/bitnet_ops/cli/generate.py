@@ -39,6 +39,18 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     )
     kinds = ("float32", "bfloat16")
     group.add_argument("--kv-dtype", choices=kinds, default="float32", help="default float32")
+    group.add_argument(
+        "--weight-format",
+        choices=("auto", "2bit", "1.6bit", "canonical"),
+        default="auto",
+        help="layout of ternary weights in memory; the text is the same (default auto: 2bit)",
+    )
+    group.add_argument(
+        "--cache",
+        action="store_true",
+        help="keep the prepared model in a file for later runs (in BITNET_OPS_CACHE if set, which "
+        "also switches this on; safe to delete)",
+    )
 
 
 def add_sampling_arguments(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
@@ -92,7 +104,12 @@ def open_model(path: str | None, args: argparse.Namespace) -> LanguageModel:
 
     if args.threads is not None:
         torch.set_num_threads(args.threads)
-    lm = load(path, kv_dtype=KV_DTYPES[args.kv_dtype])
+    lm = load(
+        path,
+        kv_dtype=KV_DTYPES[args.kv_dtype],
+        weight_format=args.weight_format,
+        cache=args.cache or None,
+    )
     for note in lm.config.notes:
         print(f"note: {note}", file=sys.stderr)
     return lm
@@ -177,4 +194,5 @@ def _report(
         "isa": _runtime.isa(),
         "threads": torch.get_num_threads(),
         "kv_dtype": args.kv_dtype,
+        "weight_format": lm.model.weight_format,
     }

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from bitnet_ops import _runtime
+from bitnet_ops.arena import Arena
 from bitnet_ops.formats._sglbitnt_rules import (
     DTYPES,
     MAX_DIM,
@@ -89,9 +90,11 @@ class Reader:
         """
         info = self._info(name)
         data = self._bytes[info.offset : info.offset + info.nbytes]
-        if not info.packed:
-            data = data.clone().view(info.dtype)  # data is unaligned in the file
-        return data.view(info.shape)
+        if info.packed:
+            return data.view(info.shape)
+        copy = Arena(info.nbytes).take(info.shape, info.dtype)  # data is unaligned in the file
+        copy.view(-1).view(torch.uint8).copy_(data)
+        return copy
 
     def memory(self, name: str) -> memoryview:
         """The data of `name` as bytes, read-only and zero-copy."""
@@ -112,6 +115,23 @@ class Reader:
             )
         with typed_errors():
             self._file.check_in_features(self._index[name], in_features)
+
+    def check_data(self, name: str) -> None:
+        """Scan the data of `name` as `check_codes` does for all of them.
+
+        Raises SglbitntError("invalid_code") or ("non_finite").
+        """
+        self._info(name)
+        with typed_errors():
+            self._file.check_data(self._index[name])
+
+    def release(self, name: str) -> None:
+        """Give back the memory behind the data of `name`, which has been read and is not needed.
+
+        Views of it stay valid and read the file again; what was written through them is lost.
+        """
+        self._info(name)
+        self._file.release(self._index[name])
 
     def code_counts(self, name: str) -> tuple[int, int, int]:
         """How many weights of the packed tensor `name` are -1, 0, +1; padding counts as 0."""

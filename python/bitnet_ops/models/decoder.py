@@ -129,6 +129,9 @@ class DecoderLayer(nn.Module):
         self._gate_up = (gain("post_attention_layernorm"), *gate, *up)
         self._ffn_norm = gain("mlp.ffn_sub_norm") if sub_norms else None
         self._down = linear("mlp.down_proj")
+        c = self.config
+        query, key = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
+        self._qkv_rows, self._mlp_rows = (query, key, key), (c.intermediate_size, c.hidden_size)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> DecoderLayer:
         super()._apply(fn, recurse)  # may replace the buffers
@@ -143,7 +146,7 @@ class DecoderLayer(nn.Module):
     ) -> Tensor:
         c, eps = self.config, self.config.rms_norm_eps
         b, t, _ = x.shape
-        q, k, v = ops.qkv_forward(self._rounded(x), *self._qkv, eps)
+        q, k, v = ops.qkv_forward(self._rounded(x), *self._qkv, eps, self._qkv_rows)
         heads, d = c.num_key_value_heads, c.head_dim
         a = dense_attention(
             q.view(b, t, -1, d),
@@ -157,9 +160,15 @@ class DecoderLayer(nn.Module):
         ).view(b, t, -1)
         if self._sub_norm is not None:
             a = ops.rms_norm(a, self._sub_norm, eps)
-        x = x + ops.linear(a, *self._out)
+        x = x + ops.linear(a, *self._out, None, c.hidden_size)
         return x + ops.mlp_forward(
-            self._rounded(x), *self._gate_up, self._ffn_norm, *self._down, eps, c.hidden_act
+            self._rounded(x),
+            *self._gate_up,
+            self._ffn_norm,
+            *self._down,
+            eps,
+            c.hidden_act,
+            self._mlp_rows,
         )
 
 
@@ -207,6 +216,12 @@ class Decoder(nn.Module):
         if not config.tie_word_embeddings:
             self.lm_head = _matrix(tensors, "lm_head.weight")
         self.eval()
+
+    @property
+    def weight_format(self) -> str:
+        """The layout of the ternary matrices: "2bit", "1.6bit", "canonical", or "mixed"."""
+        found = {m.weight_format for m in self.modules() if isinstance(m, BitLinear)}
+        return found.pop() if len(found) == 1 else "mixed"
 
     def forward(self, input_ids: Tensor, cache: KVCache, logits_to_keep: int = 0) -> Tensor:
         """Append input_ids int64 [B, T] to the cache's B sequences; logits f32 [B, T, V].

@@ -1,0 +1,221 @@
+"""The cache of prepared models: files that hold every tensor as the kernels want it.
+
+A file belongs to one source file (by content, size and time of change, not by path), one set of
+layouts and one number of lanes; its name is the hash of all that. It may be deleted at any time. A
+file that is damaged, cut off or of another kind is ignored with a warning and made again. It is
+read, not mapped: huge pages serve every later token, and a mapped file has none. It must not know
+what the tensors are for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import struct
+import warnings
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bitnet_ops import _runtime
+from bitnet_ops.arena import ALIGNMENT, Arena, aligned
+from bitnet_ops.formats import sglbitnt
+from bitnet_ops.formats.atomic import atomic_file
+from bitnet_ops.packing import PackedWeight
+
+ENVIRONMENT = "BITNET_OPS_CACHE"
+VERSION = 1  # of this file's format and of the private layouts; raise it when either changes
+_MAGIC = b"BITNETPM"
+_HEADER = struct.Struct("<8sIQ32s")  # magic, version, bytes of JSON, digest
+_CHUNK = 4 << 20  # bytes read and summed at a time: they fit the caches of the CPU
+_SAMPLES, _SAMPLE_BYTES = 64, 4096
+
+Tensors = dict[str, Tensor | PackedWeight]
+
+
+class _Unusable(Exception):
+    """Why a cache file cannot be used."""
+
+
+def directory(choice: bool | str | os.PathLike[str] | None) -> Path | None:
+    """Where prepared models lie, None for no cache.
+
+    `choice`: a directory; True, the one of the environment variable BITNET_OPS_CACHE or else
+    bitnet_ops in the user's cache directory; False, none; None, that of BITNET_OPS_CACHE if set.
+    """
+    given = os.environ.get(ENVIRONMENT)
+    if choice is False or (choice is None and not given):
+        return None
+    if choice is not None and choice is not True:
+        return Path(choice)
+    if given:
+        return Path(given)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "bitnet_ops"
+
+
+def file_name(reader: sglbitnt.Reader, formats: Sequence[str]) -> str:
+    """The name of the prepared form of `reader`'s file in the layouts `formats`.
+
+    A hash of the file's size, time of change, headers and samples of its data (not of all: reading
+    them would cost what the cache saves), and of what the layouts depend on.
+    """
+    status = reader.path.stat()
+    digest = hashlib.sha256()
+    about = [VERSION, _runtime.tile_lanes(), *formats, status.st_size, status.st_mtime_ns]
+    digest.update(json.dumps([about, reader.config]).encode())
+    digest.update(repr(list(reader.tensors.values())).encode())
+    with open(reader.path, "rb") as file:
+        for i in range(_SAMPLES + 1):
+            file.seek(max(0, status.st_size - _SAMPLE_BYTES) * i // _SAMPLES)
+            digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()[:32] + ".prepared"
+
+
+# Writing --------------------------------------------------------------------------------------
+
+
+def write(file: Path, tensors: Mapping[str, Tensor | PackedWeight]) -> None:
+    """Write `tensors` to `file`, which appears whole or not at all.
+
+    A directory or disk that refuses costs a warning, not the model.
+    """
+    entries, size = _layout(tensors)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with atomic_file(file) as out:
+            _write_file(out, file.stem, entries, size, tensors)
+    except OSError as error:
+        warnings.warn(
+            f"cache: expected room for a prepared model in {file.parent}, got error {error}; "
+            f"going on without (set {ENVIRONMENT} to another directory)",
+            stacklevel=2,
+        )
+
+
+def _write_file(
+    out: BinaryIO,
+    key: str,
+    entries: list[dict[str, Any]],
+    size: int,
+    tensors: Mapping[str, Tensor | PackedWeight],
+) -> None:
+    text = json.dumps({"key": key, "tensors": entries}).encode()
+    start = aligned(_HEADER.size + len(text))
+    out.write(_HEADER.pack(_MAGIC, VERSION, len(text), bytes(32)) + text)
+    for entry in entries:
+        out.seek(start + entry["offset"])
+        out.write(_bytes_of(_data(tensors[entry["name"]])).data)
+    out.truncate(start + size)
+    out.flush()
+    with open(out.name, "rb") as written:  # also proves that it can be read
+        _, digest = _read_data(written.fileno(), start, size, text)
+    out.seek(0)
+    out.write(_HEADER.pack(_MAGIC, VERSION, len(text), digest))
+
+
+def _layout(tensors: Mapping[str, Tensor | PackedWeight]) -> tuple[list[dict[str, Any]], int]:
+    """One entry per tensor, ternary ones first: those are read for every token, in that order."""
+    entries, end = [], 0
+    for name in sorted(tensors, key=lambda n: not isinstance(tensors[n], PackedWeight)):
+        value = tensors[name]
+        data = _data(value)
+        entry = {
+            "name": name,
+            "dtype": str(data.dtype).removeprefix("torch."),
+            "shape": list(data.shape),
+            "offset": end,
+            "nbytes": data.nbytes,
+        }
+        if isinstance(value, PackedWeight):
+            entry["packed"] = [
+                float(value.scale), value.out_features, value.in_features, value.format,
+            ]  # fmt: skip
+        entries.append(entry)
+        end += aligned(data.nbytes)
+    return entries, end
+
+
+def _data(value: Tensor | PackedWeight) -> Tensor:
+    return value.weight if isinstance(value, PackedWeight) else value
+
+
+def _bytes_of(tensor: Tensor) -> np.ndarray[Any, Any]:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
+
+
+# Reading --------------------------------------------------------------------------------------
+
+
+def read(file: Path) -> Tensors | None:
+    """The tensors that `write` put into `file`, views of one Arena; None if it cannot be used.
+
+    No file at all is the ordinary case; one that is there and unusable costs a warning.
+    """
+    try:
+        with open(file, "rb") as source:
+            return _read_file(source, file.stem)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, _Unusable) as error:
+        warnings.warn(
+            f"cache: expected a prepared model in {file}, got {error}; it is made again",
+            stacklevel=2,
+        )
+        return None
+
+
+def _read_file(source: BinaryIO, key: str) -> Tensors:
+    head = source.read(_HEADER.size)
+    if len(head) < _HEADER.size:
+        raise _Unusable("an incomplete header")
+    magic, version, length, digest = _HEADER.unpack(head)
+    size = os.fstat(source.fileno()).st_size
+    if magic != _MAGIC or version != VERSION or length > size:
+        raise _Unusable("a file of another kind or version")
+    text = source.read(length)
+    start = aligned(_HEADER.size + length)
+    if size < start or (size - start) % ALIGNMENT:
+        raise _Unusable("an incomplete file")
+    arena, found = _read_data(source.fileno(), start, size - start, text)
+    if found != digest:
+        raise _Unusable("other data than were written")
+    content = json.loads(text)  # which the digest covers
+    if content["key"] != key:
+        raise _Unusable("the prepared form of another model")
+    return {entry["name"]: _tensor(entry, arena.memory) for entry in content["tensors"]}
+
+
+def _tensor(entry: Mapping[str, Any], memory: Tensor) -> Tensor | PackedWeight:
+    data = memory[entry["offset"] : entry["offset"] + entry["nbytes"]]
+    tensor = data.view(getattr(torch, entry["dtype"])).view(entry["shape"])
+    if "packed" not in entry:
+        return tensor
+    scale, out_features, in_features, format = entry["packed"]
+    return PackedWeight(tensor, torch.tensor([scale]), out_features, in_features, format)
+
+
+def _read_data(descriptor: int, start: int, size: int, text: bytes) -> tuple[Arena, bytes]:
+    """The data from `start` on, and the digest of them and of the JSON `text`."""
+    arena = Arena(size)
+    target = memoryview(arena.memory.numpy().data)
+
+    def read_chunk(at: int) -> int:
+        chunk = target[at : at + _CHUNK]
+        done = 0
+        while done < len(chunk):
+            count = os.preadv(descriptor, [chunk[done:]], start + at + done)
+            if count == 0:
+                raise _Unusable("an incomplete file")
+            done += count
+        return int(np.frombuffer(chunk, dtype=np.int64).sum())  # ALIGNMENT is a multiple of 8
+
+    with ThreadPoolExecutor(min(4, torch.get_num_threads())) as pool:
+        sums = list(pool.map(read_chunk, range(0, size, _CHUNK)))
+    summary = np.array([size, *sums], dtype=np.int64).tobytes()
+    return arena, hashlib.sha256(text + summary).digest()
