@@ -111,7 +111,17 @@ def test_more_is_better_unless_the_goal_says_at_most() -> None:
     assert [status(v, **at_most) for v in (0.9, 1.05, 1.1, 1.11)] == [
         *("ambitious", "met", "met", "MISSED")
     ]
-    assert status(5.0, ambitious=None) == "met"
+    assert status(1.0, ambitious=None) == "met"
+
+
+def test_a_figure_above_its_limit_shows_nothing() -> None:
+    assert status(1.1) == "ambitious" and status(1.2) == "ABOVE LIMIT"
+    assert status(1.2, unit="of plain reading") == "ambitious"
+    assert status(12.0, unit="x") == "ambitious"
+    assert status(12.0, at_most=True, must=1.1, ambitious=1.0) == "MISSED"
+    (verdict,) = verdicts.judge([goal()], HERE, [2], {("some-goal", 2): Measured(303.0)})
+    assert verdict.missed
+    assert verdicts.missed_lines([verdict])[0].endswith("got 303")
 
 
 def test_goals_of_absent_kernels_are_no_goals() -> None:

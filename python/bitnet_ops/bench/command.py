@@ -18,6 +18,7 @@ import torch
 from bitnet_ops.bench import (
     check,
     command_model,
+    command_page,
     plots,
     report,
     report_model,
@@ -48,6 +49,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "model", help="prefill and decode of a whole model", description=command_model.DESCRIPTION
     )
     command_model.add_arguments(model)
+    page = kinds.add_parser(
+        "page", help="everything, as a page of documentation", description=command_page.DESCRIPTION
+    )
+    command_page.add_arguments(page)
     ops = kinds.add_parser("ops", help="every op on model shapes", description=_OPS_DESCRIPTION)
     ops.add_argument("--quick", action="store_true", help="below a minute on two cores; less exact")
     ops.add_argument(
@@ -123,6 +128,9 @@ def _formats(text: str) -> list[str]:
 
 def run(args: argparse.Namespace) -> int:
     """Run the benchmark; 0, or 1 when a result was wrong or a must of --check was missed."""
+    if args.kind == "page":
+        with _progress_line(enabled=sys.stderr.isatty()) as progress:
+            return command_page.run(args, progress)
     return _run_model(args) if args.kind == "model" else _run_ops(args)
 
 

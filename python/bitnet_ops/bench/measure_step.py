@@ -29,12 +29,13 @@ class StepContext:
     bulk: Callable[[int], Bulk]
     op_call_s: float
     bench: Bench | None = None
+    asked: tuple[str, str] = ("", "")
 
     def bench_of(self, weight_format: str, head_format: str) -> Bench:
         """The model in these formats; one at a time is kept."""
-        made = self.bench.subject if self.bench else None
-        if made is None or (made.weight_format, made.head_format) != (weight_format, head_format):
+        if self.asked != (weight_format, head_format):
             self.bench = None  # first, so that both are never there at once
+            self.asked = weight_format, head_format
             subject = Subject(self.settings.dummy, weight_format, head_format)
             self.bench = Bench(self.ws, subject, self.settings, self.op_call_s)
         assert self.bench is not None
@@ -47,7 +48,10 @@ class StepContext:
 
 def step(c: StepContext, threads: int, weights: str, head: str) -> Measured:
     """Share of reading of a decode step at context 0, over 64 tokens."""
-    row = run_model.decode_row(c.bench_of(weights, head), c.bulk(threads), 1, 0)
+    bench = c.bench_of(weights, head)
+    if (bench.subject.weight_format, bench.subject.head_format) != (weights, head):
+        return Measured(None, f"models come with {bench.subject.label}", built=False)
+    row = run_model.decode_row(bench, c.bulk(threads), 1, 0)
     note = f"{row['tokens_per_s']:.1f} of {row['limit_tokens_per_s']:.1f} tokens/s"
     return Measured(row["share"]["median"], note, row["disturbed"])
 

@@ -77,10 +77,8 @@ def _attention_calls(subject: Subject, cache: KVCache) -> list[Call]:
 
 
 def _head_call(subject: Subject, batch: int) -> Call:
-    model = subject.model
-    head = model.model.embed_tokens if subject.config.tie_word_embeddings else model.lm_head
     x = torch.randn(batch, subject.config.hidden_size)
-    buffers = dict(head.named_buffers())
+    buffers = dict(subject.head().named_buffers())
     weight, scale = buffers["weight"], buffers.get("scale")
     if scale is None:
         return lambda: ops.lm_head(x, weight)

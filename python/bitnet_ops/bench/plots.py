@@ -201,10 +201,12 @@ def draw_ops(report: Report, directory: Path) -> list[Path]:
     return _draw(report, directory, {"roofline": draw_roofline, "sweep": draw_sweep})
 
 
-def draw_model(report: Report, directory: Path) -> list[Path]:
-    """Every plot of a report of `bench model`."""
+def draw_model(report: Report, directory: Path, prefix: str = "") -> list[Path]:
+    """Every plot of a report of `bench model`; `prefix` begins the names of the files."""
+    drawn: dict[str, Callable[[Report, Path], Path]]
     drawn = {"context": draw_context, "threads": draw_threads, "parts": draw_parts}
-    return _draw(report, directory, {**drawn, "batch": draw_batch})
+    drawn["batch"] = draw_batch
+    return _draw(report, directory, {prefix + name: draw for name, draw in drawn.items()})
 
 
 def _draw(

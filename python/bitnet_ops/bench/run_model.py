@@ -30,6 +30,7 @@ SCHEMA = "bitnet_ops.bench.model"
 SCHEMA_VERSION = 1
 DECODED = 64  # tokens behind a context, as in the tg64 of other engines
 _READ_BYTES = 1 << 26
+_PILOT = 16  # tokens of a prompt that no engine takes long over: it predicts the longer ones
 
 
 @dataclass(frozen=True)
@@ -209,7 +210,8 @@ def rival_rows(bench: Bench, bulk: Bulk, rival: Rival) -> list[Row]:
         }
     )
     predicted = 0.0
-    for tokens in bench.settings.prompts:
+    prompts = sorted({_PILOT, *bench.settings.prompts})
+    for tokens in prompts:
         if predicted > bench.settings.rival_seconds:
             note = f"left out: about {predicted:.0f} s"
             rows.append(common | {"what": "prefill", "tokens": tokens, "note": note})
@@ -219,7 +221,7 @@ def rival_rows(bench: Bench, bulk: Bulk, rival: Rival) -> list[Row]:
         rate = digits(tokens / seconds)
         measured = {"tokens_per_s": rate, "speedup": summary_dict(summarize([seconds / mine]))}
         rows.append(common | {"what": "prefill", "tokens": tokens} | measured)
-        later = [t for t in bench.settings.prompts if t > tokens]
+        later = [t for t in prompts if t > tokens]
         predicted = seconds * later[0] / tokens if later else 0.0
     return rows
 
@@ -258,8 +260,8 @@ def run(settings: Settings, progress: Progress = lambda _: None) -> dict[str, An
                 size = subject.bytes()
                 subjects.append(
                     {
-                        "weights": weights,
-                        "head": head,
+                        "weights": subject.weight_format,
+                        "head": subject.head_format,
                         "body": size.body,
                         "head_bytes": size.head,
                         "per_position": size.per_position,
@@ -271,7 +273,8 @@ def run(settings: Settings, progress: Progress = lambda _: None) -> dict[str, An
                 if number == 0:
                     for rival in installed_rivals(settings.rivals, settings.dummy):
                         progress(f"timing {rival.name}")
-                        rows += [r for b in bulks for r in rival_rows(bench, b, rival)]
+                        most = max(bulks, key=lambda bulk: bulk.threads)
+                        rows += rival_rows(bench, most, rival)
                         rival.close()
                 del bench, subject
     finally:

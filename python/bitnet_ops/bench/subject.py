@@ -15,6 +15,7 @@ from torch import Tensor
 
 from bitnet_ops import dummy
 from bitnet_ops.bench.harness import Run
+from bitnet_ops.bench.weights import CANONICAL, row_bytes
 from bitnet_ops.engine import Engine
 from bitnet_ops.kv_cache import KVCache
 
@@ -44,15 +45,32 @@ class Subject:
     """A dummy model in a weight and a head format, with bfloat16 activations and cache."""
 
     def __init__(self, name: str, weight_format: str, head_format: str) -> None:
-        self.name, self.weight_format, self.head_format = name, weight_format, head_format
+        self.name = name
         self.model = _build(name, weight_format, head_format)
         self.config = self.model.config
+        # what the model holds, not what was asked for: a figure under a wrong name is a lie
+        self.weight_format, self.head_format = self._weight_format(), self._head_format()
         self.engine = Engine(self.model, kv_dtype=torch.bfloat16)
         self._generator = torch.Generator().manual_seed(1)
 
     @property
     def label(self) -> str:
         return f"{self.weight_format} + {self.head_format} head"
+
+    def _weight_format(self) -> str:
+        _, (first, *_) = next(self.projections())
+        shape = tuple(first.weight.shape)
+        canonical = (first.out_features, row_bytes(first.in_features))
+        return CANONICAL if shape == canonical else {3: "2bit", 4: "1.6bit"}[len(shape)]
+
+    def head(self) -> Any:
+        """The module whose buffers are the output head."""
+        tied = self.config.tie_word_embeddings
+        return self.model.model.embed_tokens if tied else self.model.lm_head
+
+    def _head_format(self) -> str:
+        dtype = dict(self.head().named_buffers())["weight"].dtype
+        return {torch.int8: "int8", torch.uint8: "int4"}.get(dtype, str(dtype)[6:])
 
     def bytes(self) -> Bytes:
         """From the tensors that the model holds, so that padding and scales count."""

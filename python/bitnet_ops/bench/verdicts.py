@@ -1,7 +1,7 @@
 """Goals against measurements: which are met, which are missed, and the table that says so.
 
 Pure: no tensor, no clock. A "must" that binds on this machine and was not reached is missed, and
-so is one for which there is nothing to measure; nothing else is.
+so is one for which there is nothing to measure, or a figure that cannot be; nothing else is.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from bitnet_ops.bench.goals import Goal
 AMBITIOUS, MET, MISSED = "ambitious", "met", "MISSED"
 ABSENT, NOT_BUILT, UNMEASURED = "not on this CPU", "NOT BUILT", "not measured"
 OTHER_GOAL = "other goal on this CPU"
+# The limit was disturbed, or the figure is wrong; either way nothing was shown.
+ABOVE_LIMIT = "ABOVE LIMIT"
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ class Verdict:
 
     @property
     def missed(self) -> bool:
-        return self.binding and self.status in {MISSED, NOT_BUILT}
+        return self.binding and self.status in {MISSED, NOT_BUILT, ABOVE_LIMIT}
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -93,6 +95,8 @@ def status_of(goal: Goal, machine: Machine, measured: Measured | None) -> str:
         return lack
     if measured is None or measured.value is None:
         return UNMEASURED if measured is None or measured.built else NOT_BUILT
+    if measured.value > goal.most:
+        return ABOVE_LIMIT
     if reached(goal, goal.ambitious, measured.value):
         return AMBITIOUS
     return MET if reached(goal, goal.must, measured.value) else MISSED
