@@ -79,11 +79,12 @@ struct KernelTable {
   // out[m * out_stride + n] = sum_k (code[n][k] - 1) * x[m][k] for n in [row_begin, row_end).
   // weight: canonical layout, row n at weight + n * row_bytes.  x: int8, row m at x + m * x_stride,
   // readable for 4 * row_bytes elements with zeros past K.  x_sum[m] = sum_k x[m][k].  Row
-  // row_begin is written at out[0], so a caller passes out for its own range. Bound: |sum of code *
-  // x| <= 3 * 128 * K < 2^31 for K <= 5.5e6 whatever the bytes are.
+  // row_begin is written at out[0] (prefetch_bytes as in TileJob), so a caller passes out for its
+  // own range. Bound: |sum of code * x| <= 3 * 128 * K < 2^31 for K <= 5.5e6 whatever the bytes
+  // are.
   void (*ternary_gemm)(const uint8_t* weight, int64_t row_bytes, int64_t row_begin, int64_t row_end,
                        const int8_t* x, int64_t x_stride, const int32_t* x_sum, int64_t tokens,
-                       int32_t* out, int64_t out_stride);
+                       int32_t* out, int64_t out_stride, int64_t prefetch_bytes);
   // The same product over private tiles of `tile_lanes` lanes: all rows of tile_count tiles, exact.
   // The sums of raw and scaled bytes inside stay below 255 * 128 * K <= 2^30 * 1.0 for K <= 32768,
   // and 256 * 2 * 128 * K <= 2^31, where the trit sums are divided by 256.

@@ -91,7 +91,7 @@ void multiply_units(const KernelTable& table, const Weight& weight, int64_t unit
   const int64_t row_bytes = layout::row_bytes_for(weight.k);
   table.ternary_gemm(weight.data, row_bytes, unit_begin * weight.unit_rows,
                      std::min(unit_end * weight.unit_rows, weight.n_rows), x, x_stride, x_sum,
-                     tokens, out, out_stride);
+                     tokens, out, out_stride, tuning().prefetch_bytes);
 }
 
 }  // namespace bitnet::ops

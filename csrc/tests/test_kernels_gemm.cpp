@@ -91,8 +91,8 @@ class GemmTest {
     for (int64_t t = 0; t < tokens; ++t) std::copy_n(&p.x[at(t * p.kp)], p.kp, x + t * x_stride);
     const int32_t* sums = sums_.place_copy(p.sums.data(), tokens, where);
     int32_t* out = out_.place<int32_t>((tokens - 1) * out_stride + rows, where);
-    table.ternary_gemm(w, row_bytes, row_begin, row_end, x, x_stride, sums, tokens, out,
-                       out_stride);
+    table.ternary_gemm(w, row_bytes, row_begin, row_end, x, x_stride, sums, tokens, out, out_stride,
+                       6144);
     for (int64_t t = 0; t < tokens; ++t) {
       for (int64_t n = 0; n < rows; ++n) {
         const int64_t want = p.answer[at(t * p.rows + row_begin + n)];

@@ -42,7 +42,7 @@ template <bool kTail, int R, int T>
 template <bool kTail, int R, int T>
 [[gnu::always_inline]] inline void accumulate_units(const uint8_t* w, int64_t row_bytes,
                                                     const int8_t* x, int64_t x_stride, int64_t u,
-                                                    int64_t stop, Acc (&acc)[R][T]) {
+                                                    int64_t stop, int64_t ahead, Acc (&acc)[R][T]) {
   constexpr int64_t kUnitBytes = kUnitBlocks * layout::kBlockBytes;
   constexpr int64_t kUnitWeights = kUnitBlocks * layout::kBlockWeights;
   Partial partial[R][T];
@@ -54,9 +54,9 @@ template <bool kTail, int R, int T>
   for (; u < stop; ++u) {
     const uint8_t* p = w + u * kUnitBytes;
     if constexpr (T == 1) {
-      // The next R rows are where this thread's stream goes on.
+      // R rows advance together, but in memory they are one stream: R units a step.
 #pragma GCC unroll 8
-      for (int r = 0; r < R; ++r) prefetch(p + (R + r) * row_bytes);
+      for (int64_t b = 0; b < R * kUnitBytes; b += 64) prefetch(w + ahead + u * R * kUnitBytes + b);
     }
     accumulate_unit<false>(p, row_bytes, x + u * kUnitWeights, x_stride, partial);
   }
@@ -73,7 +73,7 @@ template <bool kTail, int R, int T>
 // R rows x T tokens over the whole of K.
 template <int R, int T>
 [[gnu::always_inline]] inline void tile(const uint8_t* w, int64_t row_bytes, const int8_t* x,
-                                        int64_t x_stride, Acc (&acc)[R][T]) {
+                                        int64_t x_stride, int64_t ahead, Acc (&acc)[R][T]) {
   constexpr int64_t kUnitBytes = kUnitBlocks * layout::kBlockBytes;
   const int64_t units = row_bytes / kUnitBytes;
 #pragma GCC unroll 8
@@ -83,21 +83,21 @@ template <int R, int T>
   }
   int64_t u = 0;
   for (; units - u > kFlushUnits; u += kFlushUnits) {
-    accumulate_units<false>(w, row_bytes, x, x_stride, u, u + kFlushUnits, acc);
+    accumulate_units<false>(w, row_bytes, x, x_stride, u, u + kFlushUnits, ahead, acc);
   }
-  accumulate_units<false>(w, row_bytes, x, x_stride, u, units, acc);
+  accumulate_units<false>(w, row_bytes, x, x_stride, u, units, ahead, acc);
   if constexpr (kUnitBlocks > 1) {
     if (units * kUnitBytes != row_bytes) {
-      accumulate_units<true>(w, row_bytes, x, x_stride, units, units, acc);
+      accumulate_units<true>(w, row_bytes, x, x_stride, units, units, ahead, acc);
     }
   }
 }
 
 template <int R, int T>
 void tile_to_out(const uint8_t* w, int64_t row_bytes, const int8_t* x, int64_t x_stride,
-                 const int32_t* x_sum, int32_t* out, int64_t out_stride) {
+                 const int32_t* x_sum, int64_t ahead, int32_t* out, int64_t out_stride) {
   Acc acc[R][T];
-  tile<R, T>(w, row_bytes, x, x_stride, acc);
+  tile<R, T>(w, row_bytes, x, x_stride, ahead, acc);
 #pragma GCC unroll 8
   for (int t = 0; t < T; ++t) {
 #pragma GCC unroll 8
@@ -108,13 +108,14 @@ void tile_to_out(const uint8_t* w, int64_t row_bytes, const int8_t* x, int64_t x
 // All rows of a range at T tokens.
 template <int R, int T>
 void rows_at_tokens(const uint8_t* w, int64_t row_bytes, int64_t rows, const int8_t* x,
-                    int64_t x_stride, const int32_t* x_sum, int32_t* out, int64_t out_stride) {
+                    int64_t x_stride, const int32_t* x_sum, int64_t ahead, int32_t* out,
+                    int64_t out_stride) {
   int64_t n = 0;
   for (; n + R <= rows; n += R) {
-    tile_to_out<R, T>(w + n * row_bytes, row_bytes, x, x_stride, x_sum, out + n, out_stride);
+    tile_to_out<R, T>(w + n * row_bytes, row_bytes, x, x_stride, x_sum, ahead, out + n, out_stride);
   }
   for (; n < rows; ++n) {
-    tile_to_out<1, T>(w + n * row_bytes, row_bytes, x, x_stride, x_sum, out + n, out_stride);
+    tile_to_out<1, T>(w + n * row_bytes, row_bytes, x, x_stride, x_sum, ahead, out + n, out_stride);
   }
 }
 
@@ -128,10 +129,10 @@ void token_block(const uint8_t* w, int64_t row_bytes, int64_t rows, const int8_t
     int64_t t = 0;
     for (; t + kTileTokens <= tokens; t += kTileTokens) {
       rows_at_tokens<kTileRows, kTileTokens>(wn, row_bytes, group, x + t * x_stride, x_stride,
-                                             x_sum + t, out + t * out_stride + n, out_stride);
+                                             x_sum + t, 0, out + t * out_stride + n, out_stride);
     }
     for (; t < tokens; ++t) {
-      rows_at_tokens<kTileRows, 1>(wn, row_bytes, group, x + t * x_stride, x_stride, x_sum + t,
+      rows_at_tokens<kTileRows, 1>(wn, row_bytes, group, x + t * x_stride, x_stride, x_sum + t, 0,
                                    out + t * out_stride + n, out_stride);
     }
   }
@@ -139,11 +140,12 @@ void token_block(const uint8_t* w, int64_t row_bytes, int64_t rows, const int8_t
 
 void ternary_gemm(const uint8_t* weight, int64_t row_bytes, int64_t row_begin, int64_t row_end,
                   const int8_t* x, int64_t x_stride, const int32_t* x_sum, int64_t tokens,
-                  int32_t* out, int64_t out_stride) {
+                  int32_t* out, int64_t out_stride, int64_t prefetch_bytes) {
   const uint8_t* w = weight + row_begin * row_bytes;
   const int64_t rows = row_end - row_begin;
   if (tokens == 1) {
-    rows_at_tokens<kGemvRows, 1>(w, row_bytes, rows, x, x_stride, x_sum, out, out_stride);
+    rows_at_tokens<kGemvRows, 1>(w, row_bytes, rows, x, x_stride, x_sum, prefetch_bytes, out,
+                                 out_stride);
     return;
   }
   for (int64_t t = 0; t < tokens; t += kTokenBlock) {
