@@ -93,7 +93,7 @@ def test_plots_are_pictures(small_run: tuple[dict[str, Any], str, Path]) -> None
 
 
 def test_bytes_of_a_step_are_those_of_the_tensors() -> None:
-    tiny = subject.Subject("tiny", weights.CANONICAL, "bfloat16")
+    tiny = subject.Subject("tiny", weights.CANONICAL, "bf16")
     c = dummy.config("tiny")
     size = tiny.bytes()
     assert size.per_position == 2 * 2 * 3 * 2 * 32
@@ -106,7 +106,7 @@ def test_bytes_of_a_step_are_those_of_the_tensors() -> None:
 
 
 def test_decode_runs_start_again_behind_their_context() -> None:
-    tiny = subject.Subject("tiny", weights.CANONICAL, "bfloat16")
+    tiny = subject.Subject("tiny", weights.CANONICAL, "bf16")
     with torch.inference_mode():
         run = tiny.decode_run(2, 5, tokens=3)
         for i in range(7):  # more than the cache has room for without going back
@@ -117,7 +117,7 @@ def test_decode_runs_start_again_behind_their_context() -> None:
 
 
 def test_parts_call_every_kernel_of_a_step_once() -> None:
-    tiny = subject.Subject("tiny", weights.CANONICAL, "bfloat16")
+    tiny = subject.Subject("tiny", weights.CANONICAL, "bf16")
     with torch.inference_mode():
         found = parts.part_runs(tiny, 1, 4)
         for run, _ in found.values():
@@ -133,7 +133,7 @@ def test_parts_call_every_kernel_of_a_step_once() -> None:
         (["--dummy", "7b"], "--dummy: expected names among 2b-4t"),
         (["--formats", "2bit"], "--formats: expected pairs such as 2bit+int8, got '2bit'"),
         (["--formats", "3bit+int8"], "--formats: expected names among canonical"),
-        (["--formats", "auto+int3"], "--formats: expected names among bfloat16, int8, int4"),
+        (["--formats", "auto+int3"], "--formats: expected names among bf16, int8, int4"),
         (["--prompts", "0"], "--prompts: expected integers from 1 to 8192, got '0'"),
         (["--contexts", "-1"], "--contexts: expected integers from 1 to 16000, got '-1'"),
         (["--rivals", "vllm"], "--rivals: expected names among hf-bf16"),

@@ -98,7 +98,7 @@ def row_cases(ws: Workspace, model: ModelShape, m: int) -> list[Case]:
     ]
 
 
-HEAD_FORMATS = ("bfloat16", "int8", "int4")
+HEAD_FORMATS = ("bf16", "int8", "int4")
 _GROUP, _TILE_ROWS = 128, 16  # of an int4 head: features of a scale, rows of a tile
 
 
@@ -109,7 +109,7 @@ def _heads(
     vocab, hidden = model.vocab_size, model.hidden_size
     tiles, groups = -(-vocab // _TILE_ROWS), -(-hidden // _GROUP)
     shape: tuple[int, ...]
-    if head_format == "bfloat16":
+    if head_format == "bf16":
         dtype, shape, size = torch.bfloat16, (vocab, hidden), 2 * vocab * hidden
         scale = None
     elif head_format == "int8":
@@ -123,13 +123,13 @@ def _heads(
     return found, size + (scale.nbytes if scale is not None else 0)
 
 
-def head_case(ws: Workspace, model: ModelShape, head_format: str = "bfloat16") -> Case:
+def head_case(ws: Workspace, model: ModelShape, head_format: str = "bf16") -> Case:
     """lm_head for one token, cold."""
     vocab, hidden = model.vocab_size, model.hidden_size
     heads, size = _heads(ws, model, head_format)
-    dense = _heads(ws, model, "bfloat16")[0]
+    dense = _heads(ws, model, "bf16")[0]
     x = torch.randn(1, hidden, generator=ws.generator).bfloat16()
-    rows = None if head_format == "bfloat16" else vocab
+    rows = None if head_format == "bf16" else vocab
 
     def check() -> bool:
         weight, scale = heads[0]

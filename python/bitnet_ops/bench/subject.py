@@ -70,7 +70,8 @@ class Subject:
 
     def _head_format(self) -> str:
         dtype = dict(self.head().named_buffers())["weight"].dtype
-        return {torch.int8: "int8", torch.uint8: "int4"}.get(dtype, str(dtype)[6:])
+        names = {torch.int8: "int8", torch.uint8: "int4", torch.bfloat16: "bf16"}
+        return names.get(dtype, str(dtype).removeprefix("torch."))
 
     def bytes(self) -> Bytes:
         """From the tensors that the model holds, so that padding and scales count."""
