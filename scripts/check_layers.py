@@ -30,19 +30,20 @@ PYTHON_LAYERS: dict[str, set[str]] = {
     "ops": {"_fakes", "_runtime"},
     "packing": {"ops"},
     "arena": {"_runtime"},
+    "head": {"ops"},
     "kv_cache": {"config", "ops"},
     "attention": {"kv_cache", "ops"},
     "linear": {"ops", "packing"},
-    "models": {"attention", "config", "kv_cache", "linear", "ops", "packing", "sparsity"},
+    "models": {"attention", "config", "head", "kv_cache", "linear", "ops", "packing", "sparsity"},
     "prepared": {"_runtime", "arena", "formats", "packing"},
     "loading": {"arena", "config", "formats", "models", "packing", "prepared"},
-    "language_model": {"config", "engine", "formats", "kv_cache", "loading", "models", "prepared"}
-    | {"sampling", "tokenizer"},
+    "language_model": {"config", "engine", "formats", "head", "kv_cache", "loading", "models"}
+    | {"prepared", "sampling", "tokenizer"},
     "engine": {"config", "kv_cache", "models", "sampling"},
     # the second row is for `--verify`, which runs the converted model
     "convert": {"config", "formats", "models", "ops", "packing", "quantize"}
     | {"engine", "kv_cache", "language_model", "tokenizer"},
-    "dummy": {"config", "formats", "loading", "models", "packing"},
+    "dummy": {"config", "formats", "head", "loading", "models", "packing"},
     "integrations": {"config", "convert", "linear", "ops", "packing", "quantize"},
     "machine": set(),
     "doctor": {"_runtime", "machine", "ops"},

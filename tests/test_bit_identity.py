@@ -53,6 +53,7 @@ def _row_ops(rng: torch.Generator, dtype: torch.dtype) -> dict[str, Callable[[Te
     """Ops as functions of x [M, 64] alone, every other argument fixed."""
     weight, head = random_packed(rng, 21, 64), torch.randn(33, 64, generator=rng)
     scale, norm = positive(rng, 1), gain(rng, 64, dtype)
+    int8, int4 = ops.quantize_head(head, "int8"), ops.quantize_head(head, "int4", 64)
     qkv = [part for n in (8, 4, 6) for part in (random_packed(rng, n, 64), positive(rng, 1))]
     mlp = mlp_arguments(rng, torch.zeros(1, 64, dtype=dtype), "relu2")[1:]
     silu_mlp = mlp_arguments(rng, torch.zeros(1, 64, dtype=dtype), "silu", False)[1:]
@@ -68,6 +69,8 @@ def _row_ops(rng: torch.Generator, dtype: torch.dtype) -> dict[str, Callable[[Te
         "mlp_forward": lambda x: ops.mlp_forward(x, *mlp),
         "mlp_forward_silu": lambda x: ops.mlp_forward(x, *silu_mlp),
         "lm_head": lambda x: ops.lm_head(x, head),
+        "lm_head_int8": lambda x: ops.lm_head(x, *int8),
+        "lm_head_int4": lambda x: ops.lm_head(x, *int4, 33),
     }
     if dtype == torch.float16:
         del row_ops["relu2_mul"]  # refused by contract (test_op_errors.py)

@@ -102,6 +102,7 @@ def test_generate_json(threads: str) -> None:
         "threads": int(threads),
         "kv_dtype": "float32",
         "weight_format": "2bit",
+        "head_format": "int8",
     }
 
 

@@ -80,10 +80,27 @@ def test_packed_weights_are_views_of_one_stretch_of_memory(demo: LanguageModel) 
     assert len({w.data_ptr() for w in weights}) == len(weights)
 
 
-def test_the_embedding_is_held_once_in_its_own_dtype(demo: LanguageModel) -> None:
-    state = demo.model.state_dict()
-    assert state["model.embed_tokens.weight"].dtype == torch.bfloat16
-    assert "lm_head.weight" not in state
+@pytest.mark.parametrize(
+    ("head_format", "dtypes"),
+    [
+        ("stored", (torch.bfloat16, None)),
+        ("bf16", (torch.bfloat16, None)),
+        ("float32", (torch.float32, None)),
+        ("int8", (torch.int8, torch.float32)),
+        ("int4", (torch.uint8, torch.bfloat16)),
+    ],
+)
+def test_the_embedding_is_held_once_in_the_format_asked_for(head_format: str, dtypes: Any) -> None:
+    state = load(head_format=head_format).model.state_dict()
+    weight, scale = state["model.embed_tokens.weight"], state.get("model.embed_tokens.scale")
+    assert (weight.dtype, None if scale is None else scale.dtype) == dtypes
+    assert not any(name.startswith("lm_head") for name in state)
+
+
+def test_the_head_is_int8_unless_asked_otherwise(demo: LanguageModel) -> None:
+    assert demo.model.head.head_format == "int8"
+    with pytest.raises(ValueError, match=r"head_format: expected one of int8, .*got 'int2'"):
+        load(head_format="int2")
 
 
 # Strict loading -------------------------------------------------------------------------------
@@ -182,7 +199,7 @@ def test_k8_dense_tensors_are_read_in_their_dtype(tmp_path: Path, dtype: torch.d
     """K8: whatever their dtype, dense tensors were copied as float32. Same values, same logits."""
     given = {k: v if isinstance(v, PackedWeight) else v.to(dtype) for k, v in changed().items()}
     exact = {k: v if isinstance(v, PackedWeight) else v.float() for k, v in given.items()}
-    loaded = load(write_model(tmp_path, given)).model
+    loaded = load(write_model(tmp_path, given), head_format="stored").model
     assert loaded.state_dict()["lm_head.weight"].dtype == dtype
     ids = random_ids(1, 1, 9)
     with torch.inference_mode():
@@ -196,7 +213,8 @@ def test_a_file_computes_what_the_tensors_do(tmp_path: Path) -> None:
     for name, family in SMALL.items():
         network = make_network(family)
         folder = write_model(tmp_path / name, tensors_of(family, network), config_dict(family))
-        loaded, direct = load(folder / "model.bin").model, tiny_model(family, network)
+        loaded = load(folder / "model.bin", head_format="stored").model
+        direct = tiny_model(family, network)
         ids = random_ids(2, 2, 7)
         with torch.inference_mode():
             logits = [m(ids, KVCache(m.config, 2, 7)) for m in (loaded, direct)]

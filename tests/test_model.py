@@ -44,14 +44,14 @@ def one_thread(request: pytest.FixtureRequest) -> Any:
 
 @pytest.fixture(scope="module")
 def demo() -> LanguageModel:
-    return bitnet_ops.load()
+    return bitnet_ops.load(head_format="stored")
 
 
 @pytest.fixture(scope="module", params=[*NAMES, "demo"])
 def model(request: pytest.FixtureRequest) -> Decoder:
     """Every tiny family, and the demo."""
     if request.param == "demo":
-        return bitnet_ops.load().model
+        return bitnet_ops.load(head_format="stored").model
     return tiny_model(SMALL[request.param])
 
 
@@ -260,7 +260,7 @@ def test_bf16_cache_is_close(demo: LanguageModel) -> None:
 
 
 def test_bf16_activations_are_close(demo: LanguageModel) -> None:
-    bf16 = bitnet_ops.load(dtype=torch.bfloat16).model
+    bf16 = bitnet_ops.load(dtype=torch.bfloat16, head_format="stored").model
     ids = torch.tensor([CASES["In the beginning"]["prompt_ids"]])
     exact, rounded = run(demo.model, ids), run(bf16, ids)
     assert rounded.dtype == torch.float32 and not torch.equal(exact, rounded)

@@ -59,7 +59,7 @@ class Case:
         source = hf_writer.write_checkpoint(folder / "source", family, network=self.network)
         convert(source, folder / "out")
         self.hf = compare_hf.load_hf(source)
-        self.ours = load(folder / "out").model
+        self.ours = load(folder / "out", head_format="stored").model
         self.file = folder / "out" / "model.bin"
 
     def logits(self, ids):
@@ -166,7 +166,7 @@ def test_r1_a_wrong_reading_gives_clearly_other_logits(name, mistake, tmp_path):
     hf_writer.write_checkpoint(source, family, network=misread(right.network, mistake))
     convert(source, tmp_path / "out")
     ids = random_ids(family, 64, seed=10)
-    wrong = compare_hf.our_logits(load(tmp_path / "out").model, ids)
+    wrong = compare_hf.our_logits(load(tmp_path / "out", head_format="stored").model, ids)
     theirs, ours = right.logits(ids)
     assert relative(ours, theirs) < 0.1
     assert relative(wrong, theirs) > 0.4
@@ -184,7 +184,7 @@ class Demo:
         self.file = folder / "out" / "model.bin"
         self.expected = json.loads((DEMO / "expected.json").read_text())
         self.hf = compare_hf.load_hf(DEMO)
-        self.ours = load(folder / "out").model
+        self.ours = load(folder / "out", head_format="stored").model
         self.sequences = compare_hf.chapters(DEMO, (DEMO / "val.txt").read_text())
 
 

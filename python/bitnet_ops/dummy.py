@@ -22,6 +22,7 @@ from torch import Tensor
 
 from bitnet_ops.config import ModelConfig
 from bitnet_ops.formats import sglbitnt
+from bitnet_ops.head import DEFAULT_HEAD_FORMAT
 from bitnet_ops.loading import prepack_all
 from bitnet_ops.models import Decoder, TensorSpec, build, expected_tensors
 from bitnet_ops.packing import BLOCK, PackedWeight, packed_row_bytes
@@ -120,6 +121,7 @@ def decoder(
     dtype: torch.dtype = torch.float32,
     *,
     weight_format: str = "auto",
+    head_format: str = DEFAULT_HEAD_FORMAT,
     seed: int = 0,
 ) -> Decoder:
     """The model `name`, built in memory (2b-4t: 1.2 GB).
@@ -127,7 +129,7 @@ def decoder(
     `dtype` as `models.build`, `weight_format` as `language_model.load` take them.
     """
     made = prepack_all(tensors(name, seed), weight_format)
-    return build(config(name), made, dtype, check_values=False)
+    return build(config(name), made, dtype, check_values=False, head_format=head_format)
 
 
 def write(name: str, directory: str | os.PathLike[str], *, seed: int = 0) -> Path:

@@ -22,6 +22,7 @@ from bitnet_ops import prepared
 from bitnet_ops.config import ModelConfig
 from bitnet_ops.engine import Engine, Generation, Limits, Run, Session, Timing
 from bitnet_ops.formats import sglbitnt
+from bitnet_ops.head import DEFAULT_HEAD_FORMAT
 from bitnet_ops.loading import load_tensors
 from bitnet_ops.models import Decoder, build
 from bitnet_ops.sampling import SamplingParams
@@ -41,6 +42,7 @@ def load(
     dtype: torch.dtype = torch.float32,
     kv_dtype: torch.dtype = torch.float32,
     weight_format: str = "auto",
+    head_format: str = DEFAULT_HEAD_FORMAT,
     cache: bool | str | os.PathLike[str] | None = None,
 ) -> LanguageModel:
     """Open a converted model.
@@ -54,6 +56,8 @@ def load(
             own rows, mapped) or "auto", the fastest known, which is "2bit". Results are the same.
             "2bit" and "1.6bit" fit the kernels in use now: after forcing another instruction set,
             load again.
+        head_format: of the output head, and of the embedding where it is tied: "int8", "int4",
+            "bf16", "float32", or "stored", the file's own tensor, mapped.
         cache: keep the prepared form of the model in a file, which makes later loads faster: True
             (in bitnet_ops in the user's cache directory, or where BITNET_OPS_CACHE says), a
             directory, False, or None: if BITNET_OPS_CACHE is set. Files there are safe to delete.
@@ -65,7 +69,7 @@ def load(
     reader = sglbitnt.Reader(file, check_codes=False)  # load_tensors checks what it reads
     config = ModelConfig.from_hf(reader.config)
     tensors = load_tensors(reader, config, weight_format, prepared.directory(cache))
-    model = build(config, tensors, dtype, check_values=False)
+    model = build(config, tensors, dtype, check_values=False, head_format=head_format)
     folder = file.parent
     tokenizer = Tokenizer.from_dir(folder) if (folder / "tokenizer.json").is_file() else None
     return LanguageModel(model, tokenizer, _stop_ids(folder, config), kv_dtype=kv_dtype, path=file)

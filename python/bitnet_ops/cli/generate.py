@@ -51,6 +51,12 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         help="keep the prepared model in a file for later runs (in BITNET_OPS_CACHE if set, which "
         "also switches this on; safe to delete)",
     )
+    group.add_argument(
+        "--head-format",
+        choices=("int8", "int4", "bf16", "float32", "stored"),
+        default="int8",
+        help="of the output head and a tied embedding (default int8; stored: as in the file)",
+    )
 
 
 def add_sampling_arguments(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
@@ -108,6 +114,7 @@ def open_model(path: str | None, args: argparse.Namespace) -> LanguageModel:
         path,
         kv_dtype=KV_DTYPES[args.kv_dtype],
         weight_format=args.weight_format,
+        head_format=args.head_format,
         cache=args.cache or None,
     )
     for note in lm.config.notes:
@@ -195,4 +202,5 @@ def _report(
         "threads": torch.get_num_threads(),
         "kv_dtype": args.kv_dtype,
         "weight_format": lm.model.weight_format,
+        "head_format": lm.model.head.head_format,
     }

@@ -149,7 +149,7 @@ def our_logits(folder: Path, sequences: list[list[int]]) -> list[Tensor]:
     from bitnet_ops.kv_cache import KVCache
     from bitnet_ops.language_model import load
 
-    model = load(folder, dtype=torch.float32, kv_dtype=torch.float32).model
+    model = load(folder, head_format="stored").model
     result = []
     for ids in sequences:
         cache = KVCache(model.config, 1, len(ids), torch.float32)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from bitnet_ops.config import ModelConfig, UnsupportedModelError
+from bitnet_ops.head import HeadWeight, check_head_format
 from bitnet_ops.models.bitnet import BitNetForCausalLM
 from bitnet_ops.models.decoder import Decoder, TensorSpec, expected_tensors
 from bitnet_ops.models.llama import LlamaForCausalLM
@@ -54,15 +55,17 @@ def check_names(config: ModelConfig, names: Iterable[str]) -> None:
 
 def build(
     config: ModelConfig,
-    tensors: Mapping[str, Tensor | PackedWeight],
+    tensors: Mapping[str, Tensor | PackedWeight | HeadWeight],
     dtype: torch.dtype = torch.float32,
     *,
     check_values: bool = True,
+    head_format: str = "stored",
 ) -> Decoder:
     """The model of `config` over `tensors`, every one of which is checked first.
 
     `check_values`: look for NaN and infinity too; False where the source of the tensors has done so
-    (it takes as long as reading them). Raises TensorError for a missing, unknown, misshapen,
+    (it takes as long as reading them). `head_format`: of the output head and an embedding tied to
+    it, one of head.HEAD_FORMATS. Raises TensorError for a missing, unknown, misshapen,
     mistyped or non-finite tensor, and UnsupportedModelError for a model_type without a class.
     """
     if config.model_type not in REGISTRY:
@@ -73,16 +76,19 @@ def build(
     check_names(config, tensors)
     for name, spec in expected_tensors(config).items():
         _check_tensor(name, spec, tensors[name], check_values)
-    return REGISTRY[config.model_type](config, tensors, dtype)
+    check_head_format(head_format)
+    return REGISTRY[config.model_type](config, tensors, dtype, head_format)
 
 
 def _check_tensor(
-    name: str, spec: TensorSpec, tensor: Tensor | PackedWeight, check_values: bool
+    name: str, spec: TensorSpec, tensor: Tensor | PackedWeight | HeadWeight, check_values: bool
 ) -> None:
     kind: str
     shape: tuple[int, ...]
     if isinstance(tensor, PackedWeight):
         kind, shape = "ternary", (tensor.out_features, tensor.in_features)
+    elif isinstance(tensor, HeadWeight):
+        kind, shape = "dense", (tensor.out_features, tensor.in_features)
     else:
         kind, shape = "dense", tuple(tensor.shape)
     if kind != spec.kind:

@@ -13,17 +13,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bitnet_ops import ops
 from bitnet_ops.attention import dense_attention
 from bitnet_ops.config import ModelConfig
+from bitnet_ops.head import HeadWeight
 from bitnet_ops.kv_cache import KVCache
 from bitnet_ops.linear import BitLinear
 from bitnet_ops.packing import PackedWeight
 
-Tensors = Mapping[str, Tensor | PackedWeight]
+Tensors = Mapping[str, Tensor | PackedWeight | HeadWeight]
 ACTIVATION_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -79,18 +79,26 @@ class _Weight(nn.Module):
         self.register_buffer("weight", weight)
 
 
-def _leaf(tensor: Tensor | PackedWeight) -> nn.Module:
+def _leaf(tensor: Tensor | PackedWeight | HeadWeight) -> nn.Module:
     if isinstance(tensor, PackedWeight):
         return BitLinear.from_packed(tensor)
-    return _Weight(tensor.float())  # a gain: [hidden], exact in float32
+    return _gain(tensor)
 
 
-def _matrix(tensors: Tensors, name: str) -> _Weight:
-    """An embedding or a head, shared in the dtype it has."""
+def _gain(tensor: Tensor | PackedWeight | HeadWeight) -> _Weight:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"model: expected a dense gain, got a {type(tensor).__name__}")
+    return _Weight(tensor.float())  # [hidden], exact in float32
+
+
+def _matrix(tensors: Tensors, name: str, head_format: str) -> HeadWeight:
+    """An embedding or a head; one that is packed already stays what it is."""
     tensor = tensors[name]
+    if isinstance(tensor, HeadWeight):
+        return tensor
     if isinstance(tensor, PackedWeight):
         raise TypeError(f"model: expected {name} dense, got a PackedWeight")
-    return _Weight(tensor)
+    return HeadWeight.from_dense(tensor, head_format)
 
 
 class DecoderLayer(nn.Module):
@@ -179,14 +187,18 @@ def _rebind(layer: Any, _keys: Any) -> None:
 class _Body(nn.Module):
     """What Hugging Face calls `model`: embedding, layers, last norm."""
 
-    def __init__(self, config: ModelConfig, tensors: Tensors, dtype: torch.dtype) -> None:
+    def __init__(
+        self, config: ModelConfig, tensors: Tensors, dtype: torch.dtype, head_format: str
+    ) -> None:
         super().__init__()
-        self.embed_tokens = _matrix(tensors, "model.embed_tokens.weight")
+        # An embedding that is no head is read a row a token: there is nothing to gain by packing.
+        embedding_format = head_format if config.tie_word_embeddings else "stored"
+        self.embed_tokens = _matrix(tensors, "model.embed_tokens.weight", embedding_format)
         self.layers = nn.ModuleList(
             DecoderLayer(config, _below(tensors, f"model.layers.{i}."), dtype)
             for i in range(config.num_hidden_layers)
         )
-        self.norm = _matrix(tensors, "model.norm.weight").float()
+        self.norm = _gain(tensors["model.norm.weight"])
 
 
 class Decoder(nn.Module):
@@ -197,6 +209,8 @@ class Decoder(nn.Module):
         tensors: exactly the tensors of `expected_tensors(config)`: PackedWeight for "ternary", a
             float tensor for "dense". They are shared, not copied (gains become float32).
         dtype: of what the layers compute on, float32 or bfloat16; the residual stays float32.
+        head_format: of the output head, and of the embedding tied to it: one of head.HEAD_FORMATS.
+            "stored" shares the tensor as it is.
     """
 
     def __init__(
@@ -204,6 +218,7 @@ class Decoder(nn.Module):
         config: ModelConfig,
         tensors: Tensors,
         dtype: torch.dtype = torch.float32,
+        head_format: str = "stored",
     ) -> None:
         super().__init__()
         if dtype not in ACTIVATION_DTYPES.values():
@@ -212,9 +227,9 @@ class Decoder(nn.Module):
                 + ("; relu2 overflows float16" if dtype == torch.float16 else "")
             )
         self.config = config
-        self.model = _Body(config, tensors, dtype)
+        self.model = _Body(config, tensors, dtype, head_format)
         if not config.tie_word_embeddings:
-            self.lm_head = _matrix(tensors, "lm_head.weight")
+            self.lm_head = _matrix(tensors, "lm_head.weight", head_format)
         self.eval()
 
     @property
@@ -240,8 +255,12 @@ class Decoder(nn.Module):
         cache.advance(input_ids.shape[1])
         kept = x[:, -logits_to_keep:]  # 0 keeps everything
         x = ops.rms_norm(kept, self.model.norm.weight, self.config.rms_norm_eps)
-        head = self.model.embed_tokens if self.config.tie_word_embeddings else self.lm_head
-        return ops.lm_head(x, head.weight)
+        return self.head(x)
+
+    @property
+    def head(self) -> HeadWeight:
+        """The output head; of a tied model its embedding too."""
+        return self.model.embed_tokens if self.config.tie_word_embeddings else self.lm_head
 
     def _check_inputs(self, input_ids: Tensor, cache: KVCache) -> None:
         if input_ids.dtype != torch.int64 or input_ids.dim() != 2 or not input_ids.shape[1]:
@@ -262,11 +281,14 @@ class Decoder(nn.Module):
 
     def _embed(self, input_ids: Tensor) -> Tensor:
         try:
-            return F.embedding(input_ids, self.model.embed_tokens.weight).float()
-        except IndexError:
+            return self.model.embed_tokens.embed(input_ids)
+        except RuntimeError:
+            low, high = int(input_ids.min()), int(input_ids.max())
+            if low >= 0 and high < self.config.vocab_size:
+                raise
             raise ValueError(
                 f"model: expected token ids from 0 to {self.config.vocab_size - 1}, got "
-                f"{int(input_ids.min())} to {int(input_ids.max())}"
+                f"{low} to {high}"
             ) from None
 
 
