@@ -35,8 +35,8 @@ PYTHON_LAYERS: dict[str, set[str]] = {
     "attention": {"kv_cache", "ops"},
     "linear": {"ops", "packing"},
     "models": {"attention", "config", "head", "kv_cache", "linear", "ops", "packing", "sparsity"},
-    "prepared": {"_runtime", "arena", "formats", "packing"},
-    "loading": {"arena", "config", "formats", "models", "packing", "prepared"},
+    "prepared": {"_runtime", "arena", "formats", "head", "packing"},
+    "loading": {"arena", "config", "formats", "head", "models", "ops", "packing", "prepared"},
     "language_model": {"config", "engine", "formats", "head", "kv_cache", "loading", "models"}
     | {"prepared", "sampling", "tokenizer"},
     "engine": {"config", "kv_cache", "models", "sampling"},

@@ -65,20 +65,26 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-@pytest.mark.parametrize("weight_format", ["auto", "2bit", "1.6bit"])
+@pytest.mark.parametrize(
+    "formats",
+    [("auto", "int8"), ("2bit", "stored"), ("1.6bit", "int4"), ("2bit", "bf16")],
+    ids="/".join,
+)
 def test_the_second_load_reads_the_cache_alone(
-    weight_format: str, model_dir: Path, cache: Path, reads: list[str]
+    formats: tuple[str, str], model_dir: Path, cache: Path, reads: list[str]
 ) -> None:
-    plain = load(model_dir, weight_format=weight_format)
-    first = load_without_warning(model_dir, weight_format=weight_format, cache=cache)
+    options = dict(zip(("weight_format", "head_format"), formats, strict=True))
+    plain = load(model_dir, **options)  # type: ignore[arg-type]
+    first = load_without_warning(model_dir, **options, cache=cache)
     assert len(files(cache)) == 1 and reads
     reads.clear()
-    second = load_without_warning(model_dir, weight_format=weight_format, cache=cache)
+    second = load_without_warning(model_dir, **options, cache=cache)
     assert not reads
     assert tokens(plain) == tokens(first) == tokens(second)
     state = plain.model.state_dict()
     for lm in (first, second):
         assert lm.model.weight_format == plain.model.weight_format
+        assert lm.model.head.head_format == plain.model.head.head_format
         got = lm.model.state_dict()
         assert got.keys() == state.keys()
         assert all(torch.equal(got[name], value) for name, value in state.items())
@@ -99,8 +105,9 @@ def test_a_file_for_every_format_and_source(model_dir: Path, cache: Path) -> Non
     for weight_format, count in (("2bit", 1), ("1.6bit", 2), ("auto", 2), ("canonical", 2)):
         load_without_warning(model_dir, weight_format=weight_format, cache=cache)
         assert len(files(cache)) == count, weight_format
+    load_without_warning(model_dir, head_format="int4", cache=cache)
     load_without_warning(DEMO_DIR, cache=cache)
-    assert len(files(cache)) == 3
+    assert len(files(cache)) == 4
 
 
 def test_a_model_may_move_and_keeps_its_cache(

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from bitnet_ops import dummy, ops
+from bitnet_ops import dummy, loading, ops
 from bitnet_ops.arena import ALIGNMENT, Arena
 from bitnet_ops.cli import main
 from bitnet_ops.engine import Engine, Limits
-from bitnet_ops.formats.sglbitnt import MODEL_FILE, SglbitntError
+from bitnet_ops.formats.sglbitnt import MODEL_FILE, SglbitntError, Writer
 from bitnet_ops.kv_cache import KVCache
 from bitnet_ops.language_model import DEMO_DIR, load
 from bitnet_ops.linear import BitLinear
@@ -33,8 +33,9 @@ from bitnet_ops.packing import (
     prepacked_shape,
     unprepack,
 )
+from hf_writer import config_dict, make_network
 from isa_control import ISAS, every_configuration, forced_isa, torch_threads
-from tiny_models import SMALL, random_ids, tiny_model
+from tiny_models import SMALL, config_of, random_ids, tensors_of, tiny_model
 
 PRIVATE = ("2bit", "1.6bit")
 PROMPT = "And God said unto"
@@ -72,6 +73,30 @@ def test_the_demo_has_the_same_logits_in_every_format_isa_and_thread_count() -> 
             logits = logits_of(load(weight_format=weight_format).model, ids)
             expected = logits if expected is None else expected
             assert torch.equal(logits, expected), f"{label} {weight_format}"
+
+
+@pytest.mark.parametrize("head_format", ["int8", "int4", "bf16", "float32", "stored"])
+@pytest.mark.parametrize("name", ["bitnet-offline", "bitnet-offline-untied"])
+def test_the_loader_quantises_as_the_model_does(
+    name: str, head_format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file's head, quantised by pieces of rows, gives the bits of the whole matrix."""
+    monkeypatch.setattr(loading, "_HEAD_ROWS", 48)
+    family = SMALL[name]
+    tensors = tensors_of(family, make_network(family))
+    config = {**config_dict(family), "bitnet_ops": {"format_version": 1}}
+    with Writer(tmp_path / MODEL_FILE, config, len(tensors)) as writer:
+        for key, tensor in tensors.items():
+            if isinstance(tensor, PackedWeight):
+                writer.add_packed(key, tensor.weight, float(tensor.scale))
+            else:
+                writer.add_dense(key, tensor)
+    direct = build(config_of(family), tensors, head_format=head_format)
+    ids = random_ids(6, 2, 5)
+    for weight_format in WEIGHT_FORMATS:
+        loaded = load(tmp_path, weight_format=weight_format, head_format=head_format).model
+        assert loaded.head.head_format == direct.head.head_format
+        assert torch.equal(logits_of(loaded, ids), logits_of(direct, ids)), weight_format
 
 
 @pytest.mark.parametrize("family", SMALL)
@@ -295,13 +320,13 @@ def test_damaged_data_are_named_in_every_format(weight_format: str, tmp_path: Pa
     assert caught.value.code == "invalid_code"
 
 
-def test_values_that_are_not_finite_are_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["model.norm.weight", "model.embed_tokens.weight"])
+def test_values_that_are_not_finite_are_named(name: str, tmp_path: Path) -> None:
     data = bytearray((DEMO_DIR / MODEL_FILE).read_bytes())
-    name = b"model.norm.weight"
-    at = data.index(name) + len(name) + 24
+    at = data.index(name.encode()) + len(name) + 40
     data[at : at + 4] = b"\xff\x7f\xff\x7f"
     (tmp_path / MODEL_FILE).write_bytes(data)
-    with pytest.raises(SglbitntError, match="model.norm.weight.*NaN or infinity"):
+    with pytest.raises(SglbitntError, match=f"{name}.*NaN or infinity"):
         load(tmp_path)
 
 

@@ -57,7 +57,7 @@ def load(
             "2bit" and "1.6bit" fit the kernels in use now: after forcing another instruction set,
             load again.
         head_format: of the output head, and of the embedding where it is tied: "int8", "int4",
-            "bf16", "float32", or "stored", the file's own tensor, mapped.
+            "bf16", "float32", or "stored", as the file has it.
         cache: keep the prepared form of the model in a file, which makes later loads faster: True
             (in bitnet_ops in the user's cache directory, or where BITNET_OPS_CACHE says), a
             directory, False, or None: if BITNET_OPS_CACHE is set. Files there are safe to delete.
@@ -68,8 +68,8 @@ def load(
     file = _model_file(Path(path) if path is not None else DEMO_DIR)
     reader = sglbitnt.Reader(file, check_codes=False)  # load_tensors checks what it reads
     config = ModelConfig.from_hf(reader.config)
-    tensors = load_tensors(reader, config, weight_format, prepared.directory(cache))
-    model = build(config, tensors, dtype, check_values=False, head_format=head_format)
+    tensors = load_tensors(reader, config, weight_format, head_format, prepared.directory(cache))
+    model = build(config, tensors, dtype, check_values=False)
     folder = file.parent
     tokenizer = Tokenizer.from_dir(folder) if (folder / "tokenizer.json").is_file() else None
     return LanguageModel(model, tokenizer, _stop_ids(folder, config), kv_dtype=kv_dtype, path=file)

@@ -15,23 +15,26 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from bitnet_ops import prepared
+from bitnet_ops import ops, prepared
 from bitnet_ops.arena import Arena, aligned
 from bitnet_ops.config import ModelConfig
 from bitnet_ops.formats import sglbitnt
+from bitnet_ops.head import HeadWeight, check_head_format
 from bitnet_ops.models import TensorError, TensorSpec, check_names, expected_tensors
 from bitnet_ops.packing import PackedWeight, choose_format, prepack, prepacked_shape
 
-Tensors = dict[str, Tensor | PackedWeight]
+Tensors = dict[str, Tensor | PackedWeight | HeadWeight]
+_HEAD_ROWS = 4096  # quantised at a time: 20 MB of a 2B model; a multiple of the tiles of int4
 
 
 def load_tensors(
     reader: sglbitnt.Reader,
     config: ModelConfig,
     weight_format: str = "auto",
+    head_format: str = "stored",
     cache: Path | None = None,
 ) -> Tensors:
-    """Every tensor of `config`, values checked; ternary ones in the layout `weight_format`.
+    """Every tensor of `config`, values checked, in the layout `weight_format`, `head_format`.
 
     `reader`: opened with check_codes=False, for everything is checked here as it is read. `cache`:
     the directory of prepared forms, or None. Canonical weights stay views of the mapped file, and
@@ -39,22 +42,26 @@ def load_tensors(
     Raises SglbitntError, TensorError, and ValueError for an unknown format.
     """
     check_names(config, reader.tensors)
+    check_head_format(head_format)
     formats = {
         name: choose_format(weight_format, spec.shape[1])
         for name, spec in expected_tensors(config).items()
         if spec.kind == "ternary"
     }
     if cache is None or all(format == "canonical" for format in formats.values()):
-        return _read(reader, config, formats)
-    file = cache / prepared.file_name(reader, sorted(set(formats.values())))
+        return _read(reader, config, formats, head_format)
+    layouts = [*sorted(set(formats.values())), head_format]
+    file = cache / prepared.file_name(reader, layouts)
     tensors = prepared.read(file)
     if tensors is None:
-        tensors = _read(reader, config, formats)
+        tensors = _read(reader, config, formats, head_format)
         prepared.write(file, tensors)
     return tensors
 
 
-def prepack_all(tensors: Mapping[str, Tensor | PackedWeight], weight_format: str) -> Tensors:
+def prepack_all(
+    tensors: Mapping[str, Tensor | PackedWeight | HeadWeight], weight_format: str
+) -> Tensors:
     """The same tensors, ternary ones in the layout `weight_format`, in order in one Arena."""
     formats = {
         name: choose_format(weight_format, value.in_features)
@@ -74,7 +81,10 @@ def prepack_all(tensors: Mapping[str, Tensor | PackedWeight], weight_format: str
     }
 
 
-def _read(reader: sglbitnt.Reader, config: ModelConfig, formats: Mapping[str, str]) -> Tensors:
+def _read(
+    reader: sglbitnt.Reader, config: ModelConfig, formats: Mapping[str, str], head_format: str
+) -> Tensors:
+    head = "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
     specs = expected_tensors(config)
     shapes = [(specs[name].shape, format) for name, format in formats.items()]
     arena = Arena(_private_bytes((shape[0], shape[1], format) for shape, format in shapes))
@@ -83,9 +93,15 @@ def _read(reader: sglbitnt.Reader, config: ModelConfig, formats: Mapping[str, st
         if spec.kind == "ternary" and reader.tensors[name].packed:
             tensors[name] = _ternary(reader, name, spec, formats[name], arena)
             continue
+        if name == f"{head}.weight" and head_format in ("int8", "int4"):
+            tensors[name] = _quantised_head(reader, name, spec, head_format)
+            continue
         reader.check_data(name)
-        tensors[name] = reader.tensor(name)  # `build` refuses what does not fit
+        tensor = reader.tensor(name)
         reader.release(name)
+        cast = name == f"{head}.weight" and head_format != "stored" and tensor.shape == spec.shape
+        # `build` refuses what does not fit
+        tensors[name] = HeadWeight.from_dense(tensor, head_format) if cast else tensor
     return tensors
 
 
@@ -117,6 +133,32 @@ def _ternary(
         raise
     reader.release(name)
     return packed
+
+
+def _quantised_head(
+    reader: sglbitnt.Reader, name: str, spec: TensorSpec, head_format: str
+) -> HeadWeight | Tensor:
+    """The head by pieces of rows, so that the file's matrix is never in memory as a whole."""
+    info = reader.tensors[name]
+    if info.packed or info.shape != spec.shape:
+        return reader.tensor(name)  # `build` refuses it
+    rows, features = spec.shape
+    whole = ops.quantize_head(torch.empty(spec.shape, device="meta"), head_format)
+    arena = Arena(sum(aligned(part.nbytes) for part in whole))
+    weight, scale = (arena.take(part.shape, part.dtype) for part in whole)
+    at = 0
+    for begin in range(0, rows, _HEAD_ROWS):
+        piece = reader.rows(name, begin, min(begin + _HEAD_ROWS, rows))
+        try:
+            codes, scales = ops.quantize_head(piece, head_format)
+        except RuntimeError:
+            reader.check_data(name)  # says which element is wrong, where that is the reason
+            raise
+        weight[at : at + len(codes)] = codes
+        scale[at : at + len(codes)] = scales
+        at += len(codes)
+        reader.release(name)
+    return HeadWeight(weight, scale, rows, features)
 
 
 def _prepack(packed: PackedWeight, format: str, arena: Arena) -> PackedWeight:

@@ -27,6 +27,7 @@ from bitnet_ops import _runtime
 from bitnet_ops.arena import ALIGNMENT, Arena, aligned
 from bitnet_ops.formats import sglbitnt
 from bitnet_ops.formats.atomic import atomic_file
+from bitnet_ops.head import HeadWeight
 from bitnet_ops.packing import PackedWeight
 
 ENVIRONMENT = "BITNET_OPS_CACHE"
@@ -36,7 +37,7 @@ _HEADER = struct.Struct("<8sIQ32s")  # magic, version, bytes of JSON, digest
 _CHUNK = 4 << 20  # bytes read and summed at a time: they fit the caches of the CPU
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
 
-Tensors = dict[str, Tensor | PackedWeight]
+Value = Tensor | PackedWeight | HeadWeight
 
 
 class _Unusable(Exception):
@@ -80,16 +81,15 @@ def file_name(reader: sglbitnt.Reader, formats: Sequence[str]) -> str:
 # Writing --------------------------------------------------------------------------------------
 
 
-def write(file: Path, tensors: Mapping[str, Tensor | PackedWeight]) -> None:
+def write(file: Path, tensors: Mapping[str, Value]) -> None:
     """Write `tensors` to `file`, which appears whole or not at all.
 
     A directory or disk that refuses costs a warning, not the model.
     """
-    entries, size = _layout(tensors)
     try:
         file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with atomic_file(file) as out:
-            _write_file(out, file.stem, entries, size, tensors)
+            _write_file(out, file.stem, tensors)
     except OSError as error:
         warnings.warn(
             f"cache: expected room for a prepared model in {file.parent}, got error {error}; "
@@ -98,19 +98,24 @@ def write(file: Path, tensors: Mapping[str, Tensor | PackedWeight]) -> None:
         )
 
 
-def _write_file(
-    out: BinaryIO,
-    key: str,
-    entries: list[dict[str, Any]],
-    size: int,
-    tensors: Mapping[str, Tensor | PackedWeight],
-) -> None:
+def _write_file(out: BinaryIO, key: str, tensors: Mapping[str, Value]) -> None:
+    entries, pieces, size = [], [], 0
+    # What is read for every token comes first, in the order in which it is read; sorting is stable.
+    for name in sorted(tensors, key=lambda n: not isinstance(tensors[n], PackedWeight)):
+        kind, parts, about = _taken_apart(tensors[name])
+        places = []
+        for part in parts:
+            dtype = str(part.dtype).removeprefix("torch.")
+            places.append([dtype, list(part.shape), size, part.nbytes])
+            pieces.append((size, part))
+            size += aligned(part.nbytes)
+        entries.append({"name": name, "kind": kind, "parts": places, "about": about})
     text = json.dumps({"key": key, "tensors": entries}).encode()
     start = aligned(_HEADER.size + len(text))
     out.write(_HEADER.pack(_MAGIC, VERSION, len(text), bytes(32)) + text)
-    for entry in entries:
-        out.seek(start + entry["offset"])
-        out.write(_bytes_of(_data(tensors[entry["name"]])).data)
+    for at, part in pieces:
+        out.seek(start + at)
+        out.write(_bytes_of(part).data)
     out.truncate(start + size)
     out.flush()
     with open(out.name, "rb") as written:  # also proves that it can be read
@@ -119,30 +124,24 @@ def _write_file(
     out.write(_HEADER.pack(_MAGIC, VERSION, len(text), digest))
 
 
-def _layout(tensors: Mapping[str, Tensor | PackedWeight]) -> tuple[list[dict[str, Any]], int]:
-    """One entry per tensor, ternary ones first: those are read for every token, in that order."""
-    entries, end = [], 0
-    for name in sorted(tensors, key=lambda n: not isinstance(tensors[n], PackedWeight)):
-        value = tensors[name]
-        data = _data(value)
-        entry = {
-            "name": name,
-            "dtype": str(data.dtype).removeprefix("torch."),
-            "shape": list(data.shape),
-            "offset": end,
-            "nbytes": data.nbytes,
-        }
-        if isinstance(value, PackedWeight):
-            entry["packed"] = [
-                float(value.scale), value.out_features, value.in_features, value.format,
-            ]  # fmt: skip
-        entries.append(entry)
-        end += aligned(data.nbytes)
-    return entries, end
+def _taken_apart(value: Value) -> tuple[str, list[Tensor], list[Any]]:
+    """A kind, the tensors and the numbers that `_put_together` makes the value of."""
+    if isinstance(value, PackedWeight):
+        shape = [value.out_features, value.in_features]
+        return "ternary", [value.weight], [float(value.scale), *shape, value.format]
+    if isinstance(value, HeadWeight):
+        parts = [value.weight] if value.scale is None else [value.weight, value.scale]
+        return "head", parts, [value.out_features, value.in_features]
+    return "dense", [value], []
 
 
-def _data(value: Tensor | PackedWeight) -> Tensor:
-    return value.weight if isinstance(value, PackedWeight) else value
+def _put_together(kind: str, parts: Sequence[Tensor], about: Sequence[Any]) -> Value:
+    if kind == "ternary":
+        scale, out_features, in_features, format = about
+        return PackedWeight(parts[0], torch.tensor([scale]), out_features, in_features, format)
+    if kind == "head":
+        return HeadWeight(parts[0], parts[1] if len(parts) > 1 else None, *about)
+    return parts[0]
 
 
 def _bytes_of(tensor: Tensor) -> np.ndarray[Any, Any]:
@@ -152,7 +151,7 @@ def _bytes_of(tensor: Tensor) -> np.ndarray[Any, Any]:
 # Reading --------------------------------------------------------------------------------------
 
 
-def read(file: Path) -> Tensors | None:
+def read(file: Path) -> dict[str, Value] | None:
     """The tensors that `write` put into `file`, views of one Arena; None if it cannot be used.
 
     No file at all is the ordinary case; one that is there and unusable costs a warning.
@@ -170,7 +169,7 @@ def read(file: Path) -> Tensors | None:
         return None
 
 
-def _read_file(source: BinaryIO, key: str) -> Tensors:
+def _read_file(source: BinaryIO, key: str) -> dict[str, Value]:
     head = source.read(_HEADER.size)
     if len(head) < _HEADER.size:
         raise _Unusable("an incomplete header")
@@ -188,16 +187,15 @@ def _read_file(source: BinaryIO, key: str) -> Tensors:
     content = json.loads(text)  # which the digest covers
     if content["key"] != key:
         raise _Unusable("the prepared form of another model")
-    return {entry["name"]: _tensor(entry, arena.memory) for entry in content["tensors"]}
+    return {entry["name"]: _value(entry, arena.memory) for entry in content["tensors"]}
 
 
-def _tensor(entry: Mapping[str, Any], memory: Tensor) -> Tensor | PackedWeight:
-    data = memory[entry["offset"] : entry["offset"] + entry["nbytes"]]
-    tensor = data.view(getattr(torch, entry["dtype"])).view(entry["shape"])
-    if "packed" not in entry:
-        return tensor
-    scale, out_features, in_features, format = entry["packed"]
-    return PackedWeight(tensor, torch.tensor([scale]), out_features, in_features, format)
+def _value(entry: Mapping[str, Any], memory: Tensor) -> Value:
+    parts = [
+        memory[at : at + nbytes].view(getattr(torch, dtype)).view(shape)
+        for dtype, shape, at, nbytes in entry["parts"]
+    ]
+    return _put_together(entry["kind"], parts, entry["about"])
 
 
 def _read_data(descriptor: int, start: int, size: int, text: bytes) -> tuple[Arena, bytes]:

@@ -96,6 +96,21 @@ class Reader:
         copy.view(-1).view(torch.uint8).copy_(data)
         return copy
 
+    def rows(self, name: str, begin: int, end: int) -> Tensor:
+        """A copy of rows [begin, end) of the dense tensor `name`.
+
+        Raises SglbitntError("missing_tensor"), ValueError for a packed tensor or another range.
+        """
+        info = self._info(name)
+        if info.packed or not 0 <= begin <= end <= info.shape[0]:
+            raise ValueError(
+                f"rows: expected a dense tensor and a range within {info.shape[0]} rows, got "
+                f"{name} {info.dtype}, {begin} to {end}"
+            )
+        row = info.nbytes // info.shape[0]
+        data = self._bytes[info.offset + begin * row : info.offset + end * row].clone()
+        return data.view(info.dtype).view(end - begin, *info.shape[1:])
+
     def memory(self, name: str) -> memoryview:
         """The data of `name` as bytes, read-only and zero-copy."""
         info = self._info(name)
