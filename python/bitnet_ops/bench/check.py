@@ -53,7 +53,7 @@ def run(
         ws, parse_shapes(settings.shapes).models[name], settings.seconds
     )
     model = run_model.Settings(dummy=DUMMIES[name], quick=settings.quick)
-    steps = measure_step.StepContext(ws, model, context.bulk, env["op_call_us"] * 1e-6)
+    steps = measure_step.StepContext(ws, model, context.bulk)
     figures: dict[tuple[str, int], Measured] = {}
     try:
         for goal in goals:

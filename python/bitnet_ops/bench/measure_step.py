@@ -27,7 +27,6 @@ class StepContext:
     ws: Workspace
     settings: run_model.Settings
     bulk: Callable[[int], Bulk]
-    op_call_s: float
     bench: Bench | None = None
     asked: tuple[str, str] = ("", "")
 
@@ -37,7 +36,7 @@ class StepContext:
             self.bench = None  # first, so that both are never there at once
             self.asked = weight_format, head_format
             subject = Subject(self.settings.dummy, weight_format, head_format)
-            self.bench = Bench(self.ws, subject, self.settings, self.op_call_s)
+            self.bench = Bench(self.ws, subject, self.settings)
         assert self.bench is not None
         return self.bench
 

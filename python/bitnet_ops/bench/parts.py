@@ -1,8 +1,8 @@
 """Where the time of a decode step goes: its kernels called one by one, in the order of the model.
 
 A part's time is that of its kernels over all layers, each reading its own weights from memory, less
-what an empty call of an op costs. What is left of the step is not kernels: norms, quantisation,
-rotation, dispatch, waiting. It must not know budgets or reports.
+what an empty call of an op with a parallel region costs. What is left of the step is not kernels:
+norms, quantisation, rotation, dispatch, waiting. It must not know budgets or reports.
 """
 
 from __future__ import annotations

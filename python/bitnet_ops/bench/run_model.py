@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from bitnet_ops import _runtime
+from bitnet_ops import _runtime, ops
 from bitnet_ops.bench import environment
 from bitnet_ops.bench.harness import Budget, Run, interleave
 from bitnet_ops.bench.limits import ping_pong_ns
@@ -61,7 +61,6 @@ class Bench:
     ws: Workspace
     subject: Subject
     settings: Settings
-    op_call_s: float = 0.0
 
     def budget(self) -> Budget:
         """Of a decode figure: at least the 64 tokens of tg64, once; quick: 8."""
@@ -71,8 +70,6 @@ class Bench:
 
 def read_run(bench: Bench, bulk: Bulk) -> tuple[Run, int]:
     """A run that reads far more than a cache, in the machine's best form, and its bytes."""
-    from bitnet_ops import ops
-
     size = min(_READ_BYTES, bench.ws.ternary.bytes.numel() // 2)
     windows, form = bench.ws.ternary.slots(size), bulk.form
     count = len(windows)
@@ -156,18 +153,26 @@ def _seconds(run: Run) -> float:
     return time.perf_counter() - start
 
 
+def empty_call() -> Run:
+    """A call of an op that enters and leaves a parallel region and does next to nothing in it."""
+    seed = torch.zeros(1, dtype=torch.uint8)
+    return Run(lambda _: ops._probe_int8_peak(seed, 1))
+
+
 def parts_row(bench: Bench, bulk: Bulk, context: int) -> Row:
     """The time of a step by layer part, all alternating with the step itself."""
     torch.set_num_threads(bulk.threads)
     subject = bench.subject
     parts = part_runs(subject, 1, context)
     read, read_bytes = read_run(bench, bulk)
-    runs = [subject.decode_run(1, context, DECODED), read, *(parts[p][0] for p in PARTS)]
+    runs = [subject.decode_run(1, context, DECODED), read, empty_call()]
+    runs += [parts[p][0] for p in PARTS]
     least = 3 if bench.settings.quick else 15
     rounds = interleave(runs, Budget(0.2 if bench.settings.quick else 2.0, least))
-    step_s, read_s, *part_s = rounds.usable()
+    step_s, read_s, empty_s, *part_s = rounds.usable()
+    empty = summarize(empty_s).median
     medians = {p: summarize(s).median for p, s in zip(PARTS, part_s, strict=True)}
-    net = {p: max(0.0, s - parts[p][1] * bench.op_call_s) for p, s in medians.items()}
+    net = {p: max(0.0, s - parts[p][1] * empty) for p, s in medians.items()}
     step = summarize(step_s).median
     limit = summarize(read_s).median * subject.bytes().step(1, context) / read_bytes
     return {
@@ -181,6 +186,7 @@ def parts_row(bench: Bench, bulk: Bulk, context: int) -> Row:
         "parts_ms": {p: digits(s * 1e3) for p, s in net.items()},
         "rest_ms": digits((step - sum(net.values())) * 1e3),
         "overhead": digits((step - sum(net.values())) / step),
+        "empty_call_us": digits(empty * 1e6),
         "op_calls": {p: parts[p][1] for p in PARTS},
         "disturbed": rounds.disturbed,
     }
@@ -256,7 +262,7 @@ def run(settings: Settings, progress: Progress = lambda _: None) -> dict[str, An
             for number, (weights, head) in enumerate(settings.formats):
                 progress(f"making {settings.dummy}, {weights} + {head} head")
                 subject = Subject(settings.dummy, weights, head)
-                bench = Bench(ws, subject, settings, env["op_call_us"] * 1e-6)
+                bench = Bench(ws, subject, settings)
                 size = subject.bytes()
                 subjects.append(
                     {
