@@ -50,9 +50,11 @@ constexpr int64_t kAttentionChunk = 64;
 // The state of a query row: acc [dim rounded up to 16], then max, sum, and 14 zeros.
 constexpr int64_t attention_padded(int64_t dim) { return (dim + 15) / 16 * 16; }
 constexpr int64_t attention_state_floats(int64_t dim) { return attention_padded(dim) + 16; }
-// What attend_chunk needs for `rows` query rows.
+// What attend_chunk needs for `rows` query rows: keys, values, queries and scores in a layout of
+// its own, whichever of them an ISA uses.
 constexpr int64_t attention_scratch_floats(int64_t rows, int64_t dim) {
-  return (rows < 4 ? rows : 4) * (attention_padded(dim) + kAttentionChunk);
+  return 2 * kAttentionChunk * attention_padded(dim) +
+         (rows + 4) * (attention_padded(dim) + kAttentionChunk + 1);
 }
 
 // Query rows that share a KV head, and one chunk of its positions.

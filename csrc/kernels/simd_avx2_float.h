@@ -227,5 +227,31 @@ inline void reduce_eight(const Part (&sums)[kParts][8], float* out) {
   _mm256_storeu_ps(out, _mm256_permutevar8x32_ps(r, order));
 }
 
+constexpr int kBlockRows = 6;  // 12 of 16 registers hold sums
+
+inline void transpose_8(const float* tile, float* to, int64_t stride) {
+  __m256 a[8], b[8];
+  for (int i = 0; i < 8; i += 2) {
+    const __m256 x = _mm256_loadu_ps(tile + 16 * i), y = _mm256_loadu_ps(tile + 16 * (i + 1));
+    a[i] = _mm256_unpacklo_ps(x, y);
+    a[i + 1] = _mm256_unpackhi_ps(x, y);
+  }
+  for (int i = 0; i < 8; i += 4) {
+    b[i] = _mm256_shuffle_ps(a[i], a[i + 2], 0x44);
+    b[i + 1] = _mm256_shuffle_ps(a[i], a[i + 2], 0xee);
+    b[i + 2] = _mm256_shuffle_ps(a[i + 1], a[i + 3], 0x44);
+    b[i + 3] = _mm256_shuffle_ps(a[i + 1], a[i + 3], 0xee);
+  }
+  for (int i = 0; i < 4; ++i) {
+    _mm256_storeu_ps(to + i * stride, _mm256_permute2f128_ps(b[i], b[i + 4], 0x20));
+    _mm256_storeu_ps(to + (i + 4) * stride, _mm256_permute2f128_ps(b[i], b[i + 4], 0x31));
+  }
+}
+inline void transpose_16(const float* tile, float* to, int64_t stride) {
+  for (int r = 0; r < 16; r += 8) {
+    for (int c = 0; c < 16; c += 8) transpose_8(tile + 16 * r + c, to + c * stride + r, stride);
+  }
+}
+
 }  // namespace
 }  // namespace bitnet::BITNET_ISA

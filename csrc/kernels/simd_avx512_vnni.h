@@ -137,6 +137,33 @@ inline void reduce_eight(const Part (&sums)[kParts][8], float* out) {
   _mm256_storeu_ps(out, low_half(_mm512_permutexvar_ps(order, d)));
 }
 
+constexpr int kBlockRows = 12;
+
+// Quarter by quarter: 4 x 4 blocks of single lanes, then whole quarters.
+inline void transpose_16(const float* tile, float* to, int64_t stride) {
+  __m512 column[4][4];  // [k][c]: lane c of each quarter, for rows 4 k .. 4 k + 3
+  for (int k = 0; k < 4; ++k) {
+    __m512 row[4];
+    for (int r = 0; r < 4; ++r) row[r] = _mm512_loadu_ps(tile + 16 * (4 * k + r));
+    const __m512 a = _mm512_unpacklo_ps(row[0], row[1]), b = _mm512_unpackhi_ps(row[0], row[1]);
+    const __m512 c = _mm512_unpacklo_ps(row[2], row[3]), d = _mm512_unpackhi_ps(row[2], row[3]);
+    column[k][0] = _mm512_shuffle_ps(a, c, 0x44);
+    column[k][1] = _mm512_shuffle_ps(a, c, 0xee);
+    column[k][2] = _mm512_shuffle_ps(b, d, 0x44);
+    column[k][3] = _mm512_shuffle_ps(b, d, 0xee);
+  }
+  for (int c = 0; c < 4; ++c) {
+    const __m512 a = _mm512_shuffle_f32x4(column[0][c], column[1][c], 0x44);
+    const __m512 b = _mm512_shuffle_f32x4(column[2][c], column[3][c], 0x44);
+    const __m512 d = _mm512_shuffle_f32x4(column[0][c], column[1][c], 0xee);
+    const __m512 e = _mm512_shuffle_f32x4(column[2][c], column[3][c], 0xee);
+    _mm512_storeu_ps(to + c * stride, _mm512_shuffle_f32x4(a, b, 0x88));
+    _mm512_storeu_ps(to + (c + 4) * stride, _mm512_shuffle_f32x4(a, b, 0xdd));
+    _mm512_storeu_ps(to + (c + 8) * stride, _mm512_shuffle_f32x4(d, e, 0x88));
+    _mm512_storeu_ps(to + (c + 12) * stride, _mm512_shuffle_f32x4(d, e, 0xdd));
+  }
+}
+
 // ---- integer words -----------------------------------------------------------------------------
 
 constexpr int64_t kUnitBlocks = 2;

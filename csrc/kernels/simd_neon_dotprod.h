@@ -204,6 +204,25 @@ inline void reduce_eight(const Part (&sums)[kParts][8], float* out) {
   }
 }
 
+constexpr int kBlockRows = 6;  // 24 of 32 registers hold sums
+
+inline void transpose_16(const float* tile, float* to, int64_t stride) {
+  for (int r = 0; r < 16; r += 4) {
+    for (int c = 0; c < 16; c += 4) {
+      const float32x4x2_t a =
+          vtrnq_f32(vld1q_f32(tile + 16 * r + c), vld1q_f32(tile + 16 * r + c + 16));
+      const float32x4x2_t b =
+          vtrnq_f32(vld1q_f32(tile + 16 * r + c + 32), vld1q_f32(tile + 16 * r + c + 48));
+      for (int i = 0; i < 2; ++i) {
+        vst1q_f32(to + (c + i) * stride + r,
+                  vcombine_f32(vget_low_f32(a.val[i]), vget_low_f32(b.val[i])));
+        vst1q_f32(to + (c + i + 2) * stride + r,
+                  vcombine_f32(vget_high_f32(a.val[i]), vget_high_f32(b.val[i])));
+      }
+    }
+  }
+}
+
 // ---- integer words ------------------------------------------------------------------------------
 
 constexpr int64_t kUnitBlocks = 1;

@@ -185,6 +185,16 @@ inline void reduce_eight(const Part (&sums)[kParts][8], float* out) {
   for (int i = 0; i < 8; ++i) out[i] = reduce_add(sums[0][i]);
 }
 
+// Rows of queries that meet a step of keys or values at once, where there are many of them.
+constexpr int kBlockRows = 4;
+
+// to[c * stride + r] = tile[16 * r + c], for r and c in [0, 16).
+inline void transpose_16(const float* tile, float* to, int64_t stride) {
+  for (int c = 0; c < 16; ++c) {
+    for (int r = 0; r < 16; ++r) to[c * stride + r] = tile[16 * r + c];
+  }
+}
+
 // ---- integer words ------------------------------------------------------------------------------
 // A unit is kUnitBlocks weight blocks of a row.  Raw holds its bytes; codes<F> takes field F out
 // (0 = bits 7-6, meeting activations 0..31 of each block); load_x<F> loads the activations that

@@ -7,8 +7,8 @@
 namespace bitnet::ops {
 namespace {
 
-constexpr int64_t kBlockRows = 64;       // query rows that meet a chunk while it is in cache
-constexpr int64_t kFewestRows = 16;      // smaller blocks waste the loads of keys and values
+constexpr int64_t kBlockRows = 96;       // query rows that meet a chunk while it is in cache
+constexpr int64_t kFewestRows = 24;      // smaller blocks waste the loads of keys and values
 constexpr int64_t kGroupsPerThread = 8;  // enough for an even split without cutting positions
 constexpr int64_t kMostSplitFloats = int64_t{1} << 22;  // states of a split plan: 16 MiB
 

@@ -131,8 +131,8 @@ inline void add_elementwise_ops(std::vector<RowOp>& ops) {
 struct QueryRows {
   int64_t rows, per_token, unseen;  // the first token does not see the last `unseen` positions
 };
-inline constexpr QueryRows kQueryRows[] = {{1, 1, 0}, {2, 2, 0}, {3, 3, 0},  {4, 4, 0},
-                                           {5, 1, 3}, {8, 4, 1}, {9, 3, 20}, {21, 3, 5}};
+inline constexpr QueryRows kQueryRows[] = {{1, 1, 0}, {2, 2, 0},  {3, 3, 0},  {4, 4, 0},
+                                           {5, 1, 3}, {9, 3, 20}, {12, 4, 1}, {29, 3, 5}};
 
 // n is the number of positions, or the dimension of the head.  The last row of keys and values ends
 // with its last element, however wide the stride.

@@ -109,24 +109,20 @@ void score_rows(const AttentionChunk& c, const float* query, int64_t padded, int
   }
 }
 
-// scores [count] -> exp(scale * scores - max), zeros up to the next multiple of 16.  state gets the
-// maximum and the sum.
-void softmax_scores(float* scores, int64_t count, float scale, float* state) {
+// How many positions of the chunk a row sees.
+inline int64_t positions_seen(const AttentionChunk& c, int64_t row) {
+  const int64_t visible = c.first_visible + row / c.rows_per_token;
+  return visible < c.positions ? visible : c.positions;
+}
+
+// scores [count] -> exp(scores - max), zeros up to the next multiple of 16.  state gets the maximum
+// and the sum.
+void softmax_scores(float* scores, int64_t count, float* state) {
   const float infinity = __builtin_inff();
   const int64_t whole = (count + 15) / 16 * 16;
   for (int64_t j = count; j < whole; ++j) scores[j] = -infinity;
   F32x16 best = set1(-infinity);
-  for (int64_t j = 0; j < whole; j += 16) {
-    F32x16 s = load_n(scores + j, 16);
-    if (j + 16 <= count) {
-      s = mul(set1(scale), s);
-    } else {  // a scale of zero or below must not touch the padding
-      for (int64_t i = j; i < count; ++i) scores[i] *= scale;
-      s = load_n(scores + j, 16);
-    }
-    store_n(scores + j, s, 16);
-    best = max(best, s);
-  }
+  for (int64_t j = 0; j < whole; j += 16) best = max(best, load_n(scores + j, 16));
   const float top = reduce_max(best);
   // Nothing but -inf (or NaN): a chunk without weight, not a NaN of inf - inf.
   const bool weightless = top == -infinity;
@@ -211,8 +207,7 @@ void attend_rows(const AttentionChunk& c, int64_t row, float* scratch, float* st
   float* state = states + row * stride;
   int64_t seen[R];
   for (int r = 0; r < R; ++r) {
-    const int64_t visible = c.first_visible + (row + r) / c.rows_per_token;
-    seen[r] = visible < c.positions ? visible : c.positions;
+    seen[r] = positions_seen(c, row + r);
     for (int64_t i = 0; i < padded; i += 16) {
       const F32x16 q = load_n(c.query + (row + r) * c.dim + i, c.dim - i);
       store_n(query + r * padded + i, mix<E>(q), 16);
@@ -221,7 +216,11 @@ void attend_rows(const AttentionChunk& c, int64_t row, float* scratch, float* st
   }
   score_rows<E, R>(c, query, padded, seen[R - 1], row == 0, scratch);
   for (int r = 0; r < R; ++r) {
-    softmax_scores(scratch + r * kAttentionChunk, seen[r], c.scale, state + r * stride + padded);
+    float* scores = scratch + r * kAttentionChunk;
+    for (int64_t j = 0; j < seen[r]; j += 16) {
+      store_n(scores + j, mul(set1(c.scale), load_n(scores + j, 16)), 16);
+    }
+    softmax_scores(scores, seen[r], state + r * stride + padded);
   }
   weigh_rows<E, R>(c, scratch, 0, seen[0], row == 0, state, stride);
   for (int r = 0; r < R; ++r) {  // positions that the first row does not see
@@ -234,9 +233,9 @@ void attend_rows(const AttentionChunk& c, int64_t row, float* scratch, float* st
   }
 }
 
+// Rows from `row` on, a few at a time.
 template <class E>
-void attend_as(const AttentionChunk& c, float* scratch, float* states) {
-  int64_t row = 0;
+void attend_few(const AttentionChunk& c, int64_t row, float* scratch, float* states) {
   while (row < c.rows) {
     const int64_t left = c.rows - row;
     const int64_t take = left >= 6 || left == 4 ? 4 : left == 5 ? 3 : left;
@@ -245,37 +244,5 @@ void attend_as(const AttentionChunk& c, float* scratch, float* states) {
     if (take == 2) attend_rows<E, 2>(c, row, scratch, states);
     if (take == 1) attend_rows<E, 1>(c, row, scratch, states);
     row += take;
-  }
-}
-
-void attend_chunk(const AttentionChunk& chunk, float* scratch, float* states) {
-  if (chunk.type == DType::kBF16) {
-    attend_as<uint16_t>(chunk, scratch, states);
-  } else {
-    attend_as<float>(chunk, scratch, states);
-  }
-}
-
-void merge_attention(int64_t rows, int64_t dim, const float* later, float* states) {
-  const int64_t padded = attention_padded(dim), stride = attention_state_floats(dim);
-  for (int64_t r = 0; r < rows; ++r, later += stride, states += stride) {
-    const float before = states[padded], now = later[padded];
-    const float top = before > now ? before : now;
-    const float shift = top == -__builtin_inff() ? 0.0f : top;
-    const F32x16 keep = exp_f32(set1(before - shift)), take = exp_f32(set1(now - shift));
-    const F32x16 sum = mul(set1(states[padded + 1]), keep);
-    states[padded] = top;
-    store_n(states + padded + 1, fma(set1(later[padded + 1]), take, sum), 1);
-    for (int64_t i = 0; i < padded; i += 16) {
-      const F32x16 kept = mul(load_n(states + i, 16), keep);
-      store_n(states + i, fma(load_n(later + i, 16), take, kept), 16);
-    }
-  }
-}
-
-void finish_attention(int64_t dim, const float* state, float* out) {
-  const F32x16 sum = set1(state[attention_padded(dim) + 1]);
-  for (int64_t i = 0; i < dim; i += 16) {
-    store_n(out + i, div(load_n(state + i, 16), sum), dim - i);
   }
 }

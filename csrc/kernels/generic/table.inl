@@ -38,6 +38,8 @@ template <class T>
 #include "kernels/generic/tiles.inl"
 // Uses load_as and exp_f32 of rows.inl: the comment keeps the formatter from sorting it up.
 #include "kernels/generic/attention.inl"
+// Uses attention.inl.
+#include "kernels/generic/attention_block.inl"
 // Uses load_as of rows.inl and row_at of attention.inl.
 #include "kernels/generic/head.inl"
 

@@ -1,0 +1,190 @@
+// Attention of many query rows against one chunk of positions: keys and values are widened and laid
+// out once, then every row meets them.  The arithmetic is attention.inl's, lane for lane: here a
+// register holds one lane of 16 keys, there 16 lanes of one key.  Included inside an ISA's
+// anonymous namespace; never mentions an ISA.
+
+// Fewer rows than this do not repay laying out the keys and values.
+constexpr int64_t kBlockFewest = 2 * kBlockRows > 12 ? 2 * kBlockRows : 12;
+
+// Parts of the scratch memory.
+struct BlockScratch {
+  float* keys;    // [panel of 16 positions][lane][step][16 positions]
+  float* values;  // [step][position][16]
+  float* query;   // [rows, padded], if dim is no multiple of 16
+  float* scores;  // [rows, kAttentionChunk]
+  int32_t* seen;  // [rows], how many positions each sees
+};
+
+BlockScratch split_scratch(const AttentionChunk& c, float* scratch) {
+  const int64_t padded = attention_padded(c.dim);
+  float* values = scratch + kAttentionChunk * padded;
+  float* query = values + kAttentionChunk * padded;
+  float* scores = query + (padded == c.dim ? 0 : c.rows * padded);
+  auto* seen = reinterpret_cast<int32_t*>(scores + c.rows * kAttentionChunk);
+  return {scratch, values, query, scores, seen};
+}
+
+template <class E>
+void lay_out_keys(const AttentionChunk& c, float* keys) {
+  const int64_t padded = attention_padded(c.dim), steps = padded / 16;
+  for (int64_t j = 0; j < c.positions; j += 16) {
+    for (int64_t s = 0; s < steps; ++s) {
+      float tile[256];
+      for (int64_t r = 0; r < 16; ++r) {
+        F32x16 v = zero();
+        if (j + r < c.positions) {
+          const E* key = row_of<E>(c.keys, c.stride_bytes, j + r);
+          v = load_as<kTypeOf<E>>(key, 16 * s, c.dim - 16 * s);
+        }
+        store_n(tile + 16 * r, v, 16);
+      }
+      transpose_16(tile, keys + j * padded + 16 * s, padded);
+    }
+  }
+}
+
+template <class E>
+void lay_out_values(const AttentionChunk& c, float* values) {
+  for (int64_t j = 0; j < c.positions; ++j) {
+    const E* value = row_of<E>(c.values, c.stride_bytes, j);
+    for (int64_t i = 0; i < c.dim; i += 16) {
+      store_n(values + i * kAttentionChunk + 16 * j, load_as<kTypeOf<E>>(value, i, c.dim - i), 16);
+    }
+  }
+}
+
+// Scores of kBlockRows queries and a panel of 16 positions.  The lanes come in bit-reversed order,
+// so that sums meet in the order of the tree: 0 and 8, 4 and 12, the two pairs, and so on.
+void score_panel(const float* query, int64_t query_stride, const float* panel, int64_t padded,
+                 F32x16 scale, float* scores) {
+  constexpr int R = kBlockRows;
+  constexpr int kLanes[16] = {0, 8, 4, 12, 2, 10, 6, 14, 1, 9, 5, 13, 3, 11, 7, 15};
+  float sums[4][R * 16];  // of a lane, of 2, 4 and 8 lanes, waiting for their other half
+  for (int n = 0; n < 16; ++n) {
+    const float* keys = panel + kLanes[n] * padded;
+    const float* q = query + kLanes[n];
+    F32x16 acc[R];
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) acc[r] = zero();
+#pragma GCC unroll 4
+    for (int64_t i = 0; i < padded; i += 16) {
+      const F32x16 k = load_n(keys + i, 16);
+#pragma GCC unroll 16
+      for (int r = 0; r < R; ++r) acc[r] = fma(set1(q[r * query_stride + i]), k, acc[r]);
+    }
+    int level = 0;
+    for (int t = n; t % 2 != 0; t /= 2, ++level) {
+#pragma GCC unroll 16
+      for (int r = 0; r < R; ++r) acc[r] = add(load_n(sums[level] + 16 * r, 16), acc[r]);
+    }
+    if (level < 4) {
+#pragma GCC unroll 16
+      for (int r = 0; r < R; ++r) store_n(sums[level] + 16 * r, acc[r], 16);
+    } else {
+#pragma GCC unroll 16
+      for (int r = 0; r < R; ++r) {
+        store_n(scores + r * kAttentionChunk, mul(scale, acc[r]), 16);
+      }
+    }
+  }
+}
+
+// acc[r] = sum_j weights[r][j] * values[j], j in [0, count), for R rows and one step of values.
+template <int R>
+[[gnu::always_inline]] inline void weigh_step(const float* weights, const float* values,
+                                              int64_t begin, int64_t end, float* acc,
+                                              int64_t acc_stride) {
+  F32x16 sum[R];
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r) sum[r] = begin == 0 ? zero() : load_n(acc + r * acc_stride, 16);
+#pragma GCC unroll 4
+  for (int64_t j = begin; j < end; ++j) {
+    const F32x16 v = load_n(values + 16 * j, 16);
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) sum[r] = fma(set1(weights[r * kAttentionChunk + j]), v, sum[r]);
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r) store_n(acc + r * acc_stride, sum[r], 16);
+}
+
+// States of the first `rows` rows, a multiple of kBlockRows.
+template <class E>
+void attend_block(const AttentionChunk& c, int64_t rows, float* scratch, float* states) {
+  constexpr int R = kBlockRows;
+  const BlockScratch s = split_scratch(c, scratch);
+  const int64_t padded = attention_padded(c.dim), stride = attention_state_floats(c.dim);
+  const float* query = c.query;
+  if (padded != c.dim) {
+    for (int64_t r = 0; r < rows; ++r) {
+      for (int64_t i = 0; i < padded; i += 16) {
+        store_n(s.query + r * padded + i, load_n(c.query + r * c.dim + i, c.dim - i), 16);
+      }
+    }
+    query = s.query;
+  }
+  for (int64_t r = 0; r < rows; ++r) s.seen[r] = static_cast<int32_t>(positions_seen(c, r));
+  lay_out_keys<E>(c, s.keys);
+  lay_out_values<E>(c, s.values);
+  for (int64_t j = 0; j < c.positions; j += 16) {
+    for (int64_t r = 0; r < rows; r += R) {
+      if (j >= s.seen[r + R - 1]) continue;
+      score_panel(query + r * padded, padded, s.keys + j * padded, padded, set1(c.scale),
+                  s.scores + r * kAttentionChunk + j);
+    }
+  }
+  for (int64_t r = 0; r < rows; ++r) {
+    softmax_scores(s.scores + r * kAttentionChunk, s.seen[r], states + r * stride + padded);
+  }
+  for (int64_t i = 0; i < padded; i += 16) {
+    const float* values = s.values + i * kAttentionChunk;
+    for (int64_t r = 0; r < rows; r += R) {
+      const int64_t common = s.seen[r];
+      weigh_step<R>(s.scores + r * kAttentionChunk, values, 0, common, states + r * stride + i,
+                    stride);
+      for (int64_t k = r + 1; k < r + R; ++k) {
+        if (s.seen[k] == common) continue;
+        weigh_step<1>(s.scores + k * kAttentionChunk, values, common, s.seen[k],
+                      states + k * stride + i, stride);
+      }
+    }
+  }
+}
+
+template <class E>
+void attend_as(const AttentionChunk& c, float* scratch, float* states) {
+  const int64_t rows = c.rows < kBlockFewest ? 0 : c.rows / kBlockRows * kBlockRows;
+  if (rows > 0) attend_block<E>(c, rows, scratch, states);
+  attend_few<E>(c, rows, scratch, states);
+}
+
+void attend_chunk(const AttentionChunk& chunk, float* scratch, float* states) {
+  if (chunk.type == DType::kBF16) {
+    attend_as<uint16_t>(chunk, scratch, states);
+  } else {
+    attend_as<float>(chunk, scratch, states);
+  }
+}
+
+void merge_attention(int64_t rows, int64_t dim, const float* later, float* states) {
+  const int64_t padded = attention_padded(dim), stride = attention_state_floats(dim);
+  for (int64_t r = 0; r < rows; ++r, later += stride, states += stride) {
+    const float before = states[padded], now = later[padded];
+    const float top = before > now ? before : now;
+    const float shift = top == -__builtin_inff() ? 0.0f : top;
+    const F32x16 keep = exp_f32(set1(before - shift)), take = exp_f32(set1(now - shift));
+    const F32x16 sum = mul(set1(states[padded + 1]), keep);
+    states[padded] = top;
+    store_n(states + padded + 1, fma(set1(later[padded + 1]), take, sum), 1);
+    for (int64_t i = 0; i < padded; i += 16) {
+      const F32x16 kept = mul(load_n(states + i, 16), keep);
+      store_n(states + i, fma(load_n(later + i, 16), take, kept), 16);
+    }
+  }
+}
+
+void finish_attention(int64_t dim, const float* state, float* out) {
+  const F32x16 sum = set1(state[attention_padded(dim) + 1]);
+  for (int64_t i = 0; i < dim; i += 16) {
+    store_n(out + i, div(load_n(state + i, 16), sum), dim - i);
+  }
+}

@@ -1,0 +1,185 @@
+"""Attention over long contexts: a plain float64 softmax as the oracle, and the same bits however
+the work is split: into chunks of positions, blocks of tokens, calls, threads, ISAs, batches.
+
+Small shapes and dtypes are test_op_oracles.py's matter, refusals test_op_errors.py's.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from bitnet_ops import ops
+from bounds import EXP_ERROR, U, assert_equal, storing_error, sum_error
+from isa_control import every_configuration, forced_isa, torch_threads
+from op_samples import Arguments, attention_arguments
+
+CHUNK = 64  # positions, as kernel_table.h defines the arithmetic
+# Around 16 lanes, around one, two and four chunks, and far beyond.
+CONTEXTS = (1, 15, 16, 17, 63, 64, 65, 127, 129, 255, 256, 257, 1000, 8192)
+HEAD_DIMS = (64, 80, 96, 100, 128, 256)
+CACHES = (torch.float32, torch.bfloat16)
+
+
+def exact(args: Arguments) -> tuple[Tensor, Tensor]:
+    """float64 softmax(scale * q k^T) v, and how far float32 arithmetic may lie from it."""
+    query, keys, values, starts, scale = args
+    batch, tokens, heads, dim = query.shape
+    group = heads // keys.shape[1]
+    result = torch.empty(query.shape, dtype=torch.float64)
+    bound = torch.empty(query.shape, dtype=torch.float64)
+    for b in range(batch):
+        for t in range(tokens):
+            length = int(starts[b]) + t + 1
+            k = keys[b, :, :length].double().repeat_interleave(group, dim=0)
+            v = values[b, :, :length].double().repeat_interleave(group, dim=0)
+            q = query[b, t].double()
+            scores = torch.einsum("hd,hld->hl", q, k) * scale
+            weights = torch.softmax(scores, dim=-1)
+            result[b, t] = torch.einsum("hl,hld->hd", weights, v)
+            # Relative error of a weight: its score, the difference to the maximum, exp; then a
+            # merge for each further chunk, an exp of a difference of maxima and two roundings.
+            magnitude = torch.einsum("hd,hld->hl", q.abs(), k.abs()).amax(-1) * abs(scale)
+            spread = scores.amax(-1) - scores.amin(-1)
+            merges = -(-length // CHUNK) - 1
+            weight = 2 * magnitude * (sum_error(dim) + U) + 2 * U * spread
+            weight = weight + (1 + merges) * (EXP_ERROR + 2 * U)
+            # Numerator: `length` roundings in one lane; denominator: a sum in lanes; the quotient.
+            relative = 2 * weight + length * U + sum_error(length) + 2 * U
+            heavy = torch.einsum("hl,hld->hd", weights, v.abs())
+            # Weights below e^-87 are e^-87.
+            floor = length * 2.0**-125 * v.abs().amax(1)
+            bound[b, t] = 1.01 * relative[:, None] * heavy + floor
+    return result, bound + storing_error(query.dtype) * result.abs()
+
+
+def check(args: Arguments, message: str = "") -> None:
+    want, bound = exact(args)
+    error = (ops.attention(*args).double() - want).abs()
+    assert bool((error <= bound).all()), (
+        f"{message}: {float((error / bound).max()):.2f} of the bound"
+    )
+
+
+def at_position(args: Arguments, start: int) -> Arguments:
+    return (*args[:3], torch.full_like(args[3], start), args[4])
+
+
+@pytest.mark.parametrize("cache", CACHES, ids=str)
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_decode_at_every_context(
+    context: int, cache: torch.dtype, isa: str, rng: torch.Generator
+) -> None:
+    args = attention_arguments(
+        rng, batch=1, tokens=1, heads=4, kv_heads=1, length=context, head_dim=128, cache_dtype=cache
+    )
+    check(at_position(args, context - 1))
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 7, 8])
+def test_every_group_and_head_dim(
+    group: int, head_dim: int, isa: str, rng: torch.Generator
+) -> None:
+    for cache in CACHES:
+        for tokens, start in ((1, 99), (20, 51)):
+            args = attention_arguments(
+                rng, batch=1, tokens=tokens, heads=2 * group, kv_heads=2, length=100,
+                head_dim=head_dim, cache_dtype=cache,
+            )  # fmt: skip
+            check(at_position(args, start), f"{cache} {tokens} tokens")
+
+
+@pytest.mark.parametrize("start", [0, 50, 64])
+@pytest.mark.parametrize("tokens", [2, 17, 64, 65, 130, 300])
+def test_prefill(tokens: int, start: int, isa: str, rng: torch.Generator) -> None:
+    args = attention_arguments(
+        rng, batch=1, tokens=tokens, heads=4, kv_heads=1, length=364, head_dim=64,
+        cache_dtype=torch.bfloat16,
+    )  # fmt: skip
+    check(at_position(args, start))
+
+
+def test_scores_far_apart(isa: str, rng: torch.Generator) -> None:
+    query, *rest = attention_arguments(rng, batch=1, tokens=3, length=300, head_dim=32)
+    check(at_position((query * 60, *rest), 290))
+
+
+def long_arguments(rng: torch.Generator, tokens: int, **changes: object) -> Arguments:
+    shape = {"batch": 2, "heads": 10, "kv_heads": 2, "length": 420, "head_dim": 40, **changes}
+    args = attention_arguments(rng, tokens=tokens, cache_dtype=torch.bfloat16, **shape)
+    return (*args[:3], torch.tensor([420 - tokens, 150 - tokens // 2][: args[0].shape[0]]), args[4])
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 40, 120])
+def test_every_isa_and_thread_count_gives_the_same_bits(tokens: int, rng: torch.Generator) -> None:
+    args = long_arguments(rng, tokens)
+    with forced_isa("scalar"), torch_threads(1):
+        expected = ops.attention(*args)
+    for configuration in every_configuration():
+        assert_equal(ops.attention(*args), expected, configuration)
+
+
+def test_neither_calls_nor_batches_matter(isa: str, rng: torch.Generator) -> None:
+    """Prefill at once, in uneven chunks, token by token, and each sequence alone."""
+    query, keys, values, starts, scale = args = long_arguments(rng, 120)
+    whole = ops.attention(*args)
+    for sizes in ((1,) * 120, (7, 64, 1, 48), (119, 1)):
+        parts, first = [], 0
+        for size in sizes:
+            piece = query[:, first : first + size]
+            parts.append(ops.attention(piece, keys, values, starts + first, scale))
+            first += size
+        assert_equal(torch.cat(parts, dim=1), whole, str(sizes[:3]))
+    for b in range(2):
+        alone = ops.attention(*(arg[b : b + 1] for arg in args[:4]), scale)
+        assert_equal(alone[0], whole[b], f"sequence {b}")
+
+
+def test_room_in_the_cache_does_not_matter(isa: str, rng: torch.Generator) -> None:
+    query, keys, values, starts, scale = long_arguments(rng, 3)
+    padding = torch.full((2, 2, 77, 40), torch.nan, dtype=torch.bfloat16)
+    expected = ops.attention(query, keys, values, starts, scale)
+    roomy = (torch.cat([cache, padding], dim=2) for cache in (keys, values))
+    assert_equal(ops.attention(query, *roomy, starts, scale), expected)
+
+
+@pytest.mark.parametrize("tokens", [1, 30])
+def test_positions_that_score_minus_infinity_weigh_nothing(
+    tokens: int, isa: str, rng: torch.Generator
+) -> None:
+    """Whole chunks of them too, the first or in the middle; all of them: NaN, as 0 / 0."""
+    query, keys, values, starts, scale = at_position(
+        attention_arguments(rng, batch=1, tokens=tokens, length=300, head_dim=32), 260
+    )
+    query = query.abs() + 0.1
+    for hidden in (slice(0, 64), slice(64, 200), slice(10, 20)):
+        dark = keys.clone()
+        dark[:, :, hidden] = -torch.inf
+        out = ops.attention(query, dark, values, starts, scale)
+        want = torch.nn.functional.scaled_dot_product_attention(
+            query.double().transpose(1, 2),
+            dark.double()[:, :, : 260 + tokens].repeat_interleave(2, dim=1),
+            values.double()[:, :, : 260 + tokens].repeat_interleave(2, dim=1),
+            attn_mask=torch.ones(tokens, 260 + tokens, dtype=torch.bool).tril(260),
+            scale=scale,
+        ).transpose(1, 2)
+        assert bool(out.isfinite().all())
+        assert float((out - want).abs().max()) < 1e-4
+    all_dark = torch.full_like(keys, -torch.inf)
+    assert bool(ops.attention(query, all_dark, values, starts, scale).isnan().all())
+
+
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
+def test_a_poisoned_position_reaches_the_tokens_that_see_it(
+    poison: float, isa: str, rng: torch.Generator
+) -> None:
+    query, keys, values, starts, scale = at_position(
+        attention_arguments(rng, batch=1, tokens=40, length=200, head_dim=32), 100
+    )
+    clean = ops.attention(query, keys, values, starts, scale)
+    keys[:, :, 129] = poison  # token 29; inf meets both signs of a query, so it is NaN as well
+    dirty = ops.attention(query, keys, values, starts, scale)
+    assert_equal(dirty[:, :29], clean[:, :29])
+    assert bool(dirty[:, 29:].isnan().all())
