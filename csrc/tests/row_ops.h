@@ -138,7 +138,7 @@ inline constexpr QueryRows kQueryRows[] = {{1, 1, 0}, {2, 2, 0},  {3, 3, 0},  {4
 // with its last element, however wide the stride.
 inline void add_chunk_op(std::vector<RowOp>& ops, DType type, QueryRows q, bool long_context,
                          int64_t slack) {
-  const auto dim = [=](int64_t n) { return long_context ? int64_t{20} : n; };
+  const auto dim = [=](int64_t n) { return long_context ? int64_t{20} : 1 + (n - 1) % 640; };
   const auto length = [=](int64_t n) {
     return long_context ? 1 + (n - 1) % kAttentionChunk : int64_t{5};
   };
