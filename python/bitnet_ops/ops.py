@@ -476,6 +476,8 @@ def attention(
 
     `softmax(scale * q k^T) v` in float32; token t of sequence b sees the cache positions
     0 .. start_positions[b] + t; query head h reads key/value head h // (H / KV).
+    Positions are taken in chunks of 64, whose softmaxes are merged in ascending order, so a token's
+    result does not depend on how prefill was split. Positions that score -inf weigh nothing.
 
     Args:
         query: F [B, T, H, D], already rotated.
