@@ -11,6 +11,7 @@
 #include "runtime/dispatch.h"
 #include "runtime/features.h"
 #include "runtime/pages.h"
+#include "runtime/regions.h"
 #include "runtime/tuning.h"
 
 namespace py = pybind11;
@@ -107,6 +108,10 @@ PYBIND11_MODULE(_runtime, m) {
       },
       "What is tuned to the make of the CPU.");
   m.def("build_info", &build_info, "Compiler, torch and ABI floor of this build.");
+  m.def("region_count", &bitnet::region_count, "Parallel regions opened by ops so far.");
+  m.def("mark_forked", &bitnet::mark_forked,
+        "In the child of a fork: ops run on one thread if the parent had used a region; returns "
+        "whether.");
   m.def(
       "advise_huge_pages",
       [](uintptr_t data_ptr, int64_t nbytes) {

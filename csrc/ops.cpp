@@ -78,7 +78,7 @@ STABLE_TORCH_LIBRARY(bitnet, m) {
   m.def(
       "quantize_head(Tensor weight, str format, int group_size=128) -> (Tensor packed, Tensor "
       "scale)");
-  // x F [..., K], weight F [V, K], or weight and scale as quantize_head returns them; out_features
+  // x F [..., K], weight F [V, K], or weight and scale as quantize_head returns them, out_features
   // V
   //   where the weight is padded -> float32 [..., V]
   m.def("lm_head(Tensor x, Tensor weight, Tensor? scale=None, int? out_features=None) -> Tensor");
@@ -87,6 +87,16 @@ STABLE_TORCH_LIBRARY(bitnet, m) {
   m.def(
       "embedding(Tensor ids, Tensor weight, Tensor? scale=None, int? out_features=None, int? "
       "in_features=None) -> Tensor");
+  // A whole model on T new tokens of B sequences: x float32 [B, T, K] embedded tokens; q, k, v, o,
+  //   gate, up, down weights of every layer, scales float32 [layers, 7], gains float32 [all norms
+  //   in order of use], head_weight and head_scale as lm_head takes them, caches float32 or
+  //   bfloat16 [layers, B, KV, L, D] (mutated), start_positions int64 [B], dtype that activations
+  //   are rounded to, inner rows of gate and up, vocab V -> logits float32 [B, T, V]
+  m.def(
+      "decode_step(Tensor x, Tensor[] weights, Tensor scales, Tensor gains, Tensor head_weight, "
+      "Tensor? head_scale, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor start_positions, "
+      "ScalarType dtype, int heads, int inner, int vocab, bool sub_norms, str activation, "
+      "float eps, float rope_theta, float scale) -> Tensor");
   // Diagnostics for benchmarks: buffer uint8 -> int64 [1] checksum; -> int64 [1] multiply-adds done
   m.def("_probe_read(Tensor buffer, int streams=1, int distance=0) -> Tensor");
   m.def("_probe_int8_peak(Tensor seed, int iterations) -> Tensor");
@@ -116,6 +126,7 @@ STABLE_TORCH_LIBRARY_IMPL(bitnet, CPU, m) {
   m.impl("quantize_head", TORCH_BOX(&ops::quantize_head));
   m.impl("lm_head", TORCH_BOX(&ops::lm_head));
   m.impl("embedding", TORCH_BOX(&ops::embedding));
+  m.impl("decode_step", TORCH_BOX(&ops::decode_step));
   m.impl("_probe_read", TORCH_BOX(&ops::probe_read));
   m.impl("_probe_int8_peak", TORCH_BOX(&ops::probe_int8_peak));
 }

@@ -110,6 +110,32 @@ def _fused(args: tuple[Any, ...], expected: Tensor) -> Tensor:
     return expected.double().abs() * relative + _smallest(expected.dtype)
 
 
+def _decode_step(args: tuple[Any, ...], expected: Tensor) -> Tensor:
+    """As _fused; only scales of the int8 codes, which are the reference's, carry errors on.
+
+    The largest element of x * gain, which sets the scale, is within a factor 3 of the largest of x
+    (gains are 0.5 to 1.5), and squared ReLU triples an error: what a sublayer adds is off by at
+    most 9 times its input's error, and the sum by 10 times, two sublayers a layer. Where the caches
+    are compared, their values came through one layer less.
+    """
+    x, _, _, gains, head, head_scale = args[:6]
+    layers, hidden = args[6].shape[0], x.shape[-1]
+    steps = 4 * rms_norm_error(hidden + args[11]) + 2 * sum_error(args[6].shape[3]) + 40 * U
+    relative = steps * 10.0 ** (2 * layers)
+    if expected.dim() == 5:  # a cache; a rotation mixes two elements
+        size = expected.double().abs()
+        largest = size.amax(dim=-1, keepdim=True) if expected.numel() else size
+        return 2 * relative * largest + storing_error(expected.dtype) * size
+    length = float(gains.abs().max()) * hidden**0.5  # of a normalised row, at most
+    if head_scale is None:
+        return (relative * length * head.double().norm(dim=-1)).expand(expected.shape)
+    # A quantised head: no code is above 127 (8), nor a row's length above that of such codes; its
+    # own 16-bit codes of the activations, finer than the error, may differ by one.
+    code = 127.0 if head.dtype == torch.int8 else 8.0
+    longest = float(head_scale.double().max()) * code * hidden**0.5
+    return torch.full(expected.shape, (relative + 2.0**-15) * length * longest * 2)
+
+
 def _is_gain(arg: Any) -> bool:
     return isinstance(arg, Tensor) and arg.is_floating_point() and arg.dim() == 1 and len(arg) > 1
 
@@ -128,6 +154,7 @@ _BOUNDS: dict[str, Callable[[tuple[Any, ...], Tensor], Tensor]] = {
     "lm_head": _lm_head,
     "qkv_forward": _fused,
     "mlp_forward": _fused,
+    "decode_step": _decode_step,
 }
 
 

@@ -15,6 +15,7 @@ from op_samples import (
     activations,
     attention_arguments,
     cache_arguments,
+    decode_step_arguments,
     gain,
     head_arguments,
     int8_values,
@@ -76,6 +77,14 @@ LARGE = [
     )),
     _large("quantize_head", lambda g: (torch.randn(301, 517, generator=g), "int8")),
     _large("quantize_head", lambda g: (torch.randn(301, 517, generator=g), "int4", 64)),
+    _large("decode_step", lambda g: decode_step_arguments(
+        g, layers=2, batch=1, hidden=301, heads=6, kv_heads=2, head_dim=40, inner=517, vocab=1021,
+        length=300,
+    )),
+    _large("decode_step", lambda g: decode_step_arguments(
+        g, layers=2, batch=3, tokens=2, hidden=301, heads=6, kv_heads=2, head_dim=40, inner=517,
+        vocab=1021, length=130, dtype=torch.bfloat16, cache_dtype=torch.bfloat16,
+    )),
     _large("lm_head", lambda g: (activations(g, 5, 301), torch.randn(1021, 301, generator=g))),
     _large("lm_head", lambda g: head_arguments(g, activations(g, 7, 4301), 1021, "int8", 128)),
     _large("lm_head", lambda g: head_arguments(g, activations(g, 7, 1301), 1021, "int4", 128)),

@@ -519,6 +519,86 @@ def _quantize_head() -> Built:
     yield "transposed", lambda g: (transposed(torch.randn(6, 130, generator=g)), "int8")
 
 
+def decode_step_arguments(
+    g: torch.Generator,
+    *,
+    layers: int = 1,
+    batch: int = 2,
+    tokens: int = 1,
+    hidden: int = 70,
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 16,
+    inner: int = 150,
+    vocab: int = 37,
+    length: int = 12,
+    dtype: torch.dtype = torch.float32,
+    cache_dtype: torch.dtype = torch.float32,
+    head: tuple[str, int] | torch.dtype = torch.float32,
+    weight_format: str = "canonical",
+    sub_norms: bool = True,
+    activation: str = "relu2",
+) -> Arguments:
+    query, kv = heads * head_dim, kv_heads * head_dim
+    shapes = [(query, hidden), (kv, hidden), (kv, hidden), (hidden, query)]
+    shapes += [(inner, hidden), (inner, hidden), (hidden, inner)]
+    gains = layers * (2 * hidden + (query + inner if sub_norms else 0)) + hidden
+    cache = (layers, batch, kv_heads, length, head_dim)
+    weights = [(random_packed(g, n, k), k) for _ in range(layers) for n, k in shapes]
+    if weight_format != "canonical":
+        weights = [(private(w, k, weight_format), k) for w, k in weights]
+    if isinstance(head, tuple):
+        head_parts: Arguments = quantized_head(g, vocab, hidden, *head)
+    else:
+        head_parts = (torch.randn(vocab, hidden, generator=g).to(head), None)
+    return (
+        activations(g, batch, tokens, hidden),
+        [weight for weight, _ in weights],
+        positive(g, layers, 7) / 8, gain(g, gains),
+        *head_parts,
+        torch.randn(*cache, generator=g).to(cache_dtype),
+        (torch.randn(*cache, generator=g) + 0.5).to(cache_dtype),
+        torch.randint(0, length - tokens + 1, (batch,), generator=g),
+        dtype, heads, inner, vocab, sub_norms, activation, 1e-5, 10000.0, head_dim**-0.5,
+    )  # fmt: skip
+
+
+def _with_gaps(arguments: Arguments) -> Arguments:
+    """Caches that are the first sequences of a longer batch, as KVCache.keep leaves them."""
+    caches = []
+    for cache in arguments[6:8]:
+        wide = torch.zeros(cache.shape[0], cache.shape[1] + 2, *cache.shape[2:], dtype=cache.dtype)
+        wide[:, : cache.shape[1]] = cache
+        caches.append(wide[:, : cache.shape[1]])
+    return (*arguments[:6], *caches, *arguments[8:])
+
+
+def _decode_step() -> Built:
+    for dtype in CACHE_DTYPES:
+        for cache in CACHE_DTYPES:
+            yield (
+                f"{_name(dtype)}_over_{_name(cache)}",
+                lambda g, d=dtype, c=cache: decode_step_arguments(g, dtype=d, cache_dtype=c),
+            )
+    yield "layers", lambda g: decode_step_arguments(g, layers=2, head=torch.bfloat16)
+    for form, group in HEAD_FORMATS:
+        yield (
+            f"head_{form}_{group}",
+            lambda g, f=form, n=group: decode_step_arguments(g, head=(f, n), tokens=2),
+        )
+    for form in FORMATS:
+        yield form, lambda g, f=form: decode_step_arguments(g, weight_format=f)
+    yield "silu", lambda g: decode_step_arguments(g, sub_norms=False, activation="silu")
+    yield "several_tokens", lambda g: decode_step_arguments(g, tokens=3, batch=1)
+    yield "many_sequences", lambda g: decode_step_arguments(g, batch=5, heads=3, kv_heads=3)
+    yield "no_layers", lambda g: decode_step_arguments(g, layers=0)
+    yield "no_batch", lambda g: decode_step_arguments(g, batch=0)
+    yield "gaps", lambda g: _with_gaps(decode_step_arguments(g, layers=2))
+    yield "strided", lambda g: (
+        lambda x, *rest: (strided(x), *rest)
+    )(*decode_step_arguments(g))  # fmt: skip
+
+
 def _probe_read() -> Built:
     for n in (1, 4096, 10000):
         yield str(n), lambda g, n=n: (
@@ -553,6 +633,7 @@ _BUILDERS: dict[str, Callable[[], Built]] = {
     "quantize_head": _quantize_head,
     "lm_head": _lm_head,
     "embedding": _embedding,
+    "decode_step": _decode_step,
     "_probe_read": _probe_read,
     "_probe_int8_peak": _probe_int8_peak,
 }
@@ -561,7 +642,7 @@ SAMPLES: dict[str, list[Sample]] = {
     op: [Sample(op, name, build) for name, build in builder()] for op, builder in _BUILDERS.items()
 }
 # What an op mutates, by argument index; every other op leaves its arguments alone.
-MUTATED = {"kv_cache_update": (0, 1)}
+MUTATED = {"kv_cache_update": (0, 1), "decode_step": (6, 7)}
 ALL_SAMPLES = [sample for samples in SAMPLES.values() for sample in samples]
 # Results of the probes depend on the machine by purpose; what is compared leaves them out.
 # A private layout depends on the ISA by purpose; unprepack shows that it holds the same weights.

@@ -48,8 +48,8 @@ std::string shape_text(const Shape& shape) {
 
 void Check::fail(const std::string& argument, const std::string& constraint,
                  const std::string& got) const {
-  throw std::runtime_error(std::string(op_) + ": expected " + argument + " " + constraint +
-                           ", got " + got);
+  throw std::runtime_error(std::string(op_) + ": expected " + prefix_ + argument + " " +
+                           constraint + ", got " + got);
 }
 
 void Check::dtype(const Tensor& t, const char* argument, ScalarType type) const {

@@ -11,10 +11,11 @@
 
 namespace bitnet::ops {
 
-// Names the op whose arguments are being checked.
+// Names the op whose arguments are being checked; `prefix` goes before the name of every argument,
+// for checks that several ops share.
 class Check {
  public:
-  explicit Check(const char* op) : op_(op) {}
+  explicit Check(const char* op, const char* prefix = "") : op_(op), prefix_(prefix) {}
 
   [[noreturn]] void fail(const std::string& argument, const std::string& constraint,
                          const std::string& got) const;
@@ -38,6 +39,7 @@ class Check {
 
  private:
   const char* op_;
+  const char* prefix_;
 };
 
 std::string dtype_name(ScalarType type);

@@ -3,6 +3,8 @@
 
 #include <stdexcept>
 
+#include "runtime/regions.h"
+
 namespace bitnet::ops {
 namespace {
 
@@ -78,12 +80,17 @@ ScalarType scalar_type_of(DType type) {
 int64_t shares_for(int64_t items, int64_t work, int64_t min_work) {
   const int64_t worthwhile = work / min_work;
   if (items <= 1 || worthwhile <= 1) return 1;  // no call into torch for small work
+  return std::max<int64_t>(1, std::min({items, worthwhile, thread_count()}));
+}
+
+int64_t thread_count() {
   uint32_t threads = 1;
   require_ok(torch_get_num_threads(&threads), "tell its number of threads");
-  return std::max<int64_t>(1, std::min({items, worthwhile, static_cast<int64_t>(threads)}));
+  return usable_threads(static_cast<int64_t>(threads));
 }
 
 void run_shares_raw(int64_t shares, void (*body)(int64_t, int64_t, void*), void* context) {
+  count_region();
   require_ok(torch_parallel_for(0, shares, 1, body, context), "run a parallel region");
 }
 

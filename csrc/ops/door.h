@@ -51,6 +51,10 @@ class Scratch {
   T* data_;
 };
 
+// The threads that a region opened now would have: torch's, 1 in a fork of a process that used
+// them.
+int64_t thread_count();
+
 // How many shares to cut `work` units into: at most one per thread of torch's pool, each at least
 // `min_work` units, at least one, and no more than `items`.
 int64_t shares_for(int64_t items, int64_t work, int64_t min_work);

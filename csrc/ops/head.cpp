@@ -4,7 +4,7 @@
 #include <atomic>
 
 #include "ops/checks.h"
-#include "ops/head_core.h"
+#include "ops/head_view.h"
 #include "ops/ops.h"
 #include "runtime/tuning.h"
 
@@ -102,7 +102,8 @@ HeadView int4_view(const Check& check, const Tensor& weight, const std::optional
           tuning().prefetch_bytes};
 }
 
-// k < 0: as many features as the weight has.
+}  // namespace
+
 HeadView head_view(const Check& check, const Tensor& weight, const std::optional<Tensor>& scale,
                    int64_t k, std::optional<int64_t> out_features) {
   if (!weight.defined()) check.fail("weight", "to be a tensor", "None");
@@ -115,6 +116,8 @@ HeadView head_view(const Check& check, const Tensor& weight, const std::optional
                text(*out_features));
   return view;
 }
+
+namespace {
 
 void prepare_tokens(const KernelTable& table, const HeadView& head, const Tensor& x, int64_t tokens,
                     const HeadInput& input) {

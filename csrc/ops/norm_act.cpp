@@ -4,6 +4,7 @@
 
 #include "ops/checks.h"
 #include "ops/ops.h"
+#include "ops/rope_core.h"
 
 namespace bitnet::ops {
 namespace {
@@ -149,18 +150,10 @@ Tensor rope_table(const Tensor& positions_in, int64_t head_dim, double theta) {
   auto* out = static_cast<float*>(table.mutable_data_ptr());
   const int64_t half = head_dim / 2, count = positions.numel();
   Scratch<float> inv_freq(half);
-  for (int64_t i = 0; i < half; ++i) {
-    // The angle is a float32 product of float32 factors, as in the Hugging Face models.
-    const float exponent = static_cast<float>(2 * i) / static_cast<float>(head_dim);
-    inv_freq.get()[i] = 1.0f / static_cast<float>(std::pow(theta, static_cast<double>(exponent)));
-  }
+  rope_frequencies(head_dim, theta, inv_freq.get());
   parallel_ranges(count, head_dim * 16, kMinElements, [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t) {
-      for (int64_t i = 0; i < half; ++i) {
-        const double angle = static_cast<float>(p[t]) * inv_freq.get()[i];
-        out[t * head_dim + i] = static_cast<float>(std::cos(angle));
-        out[t * head_dim + half + i] = static_cast<float>(std::sin(angle));
-      }
+      rope_angles(p[t], inv_freq.get(), half, out + t * head_dim);
     }
   });
   return table;

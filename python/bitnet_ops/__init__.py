@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import importlib.util
+import os
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -80,7 +81,18 @@ def _load_op_library() -> None:
         ) from error
 
 
+def _after_fork_in_child() -> None:
+    """A fork copies no threads: a parallel region would wait for the parent's for ever.
+
+    So where the parent had used them, ops and torch itself run on the calling thread; the first op
+    that would have wanted more says so.
+    """
+    if importlib.import_module("bitnet_ops._runtime").mark_forked():
+        torch.set_num_threads(1)
+
+
 _load_op_library()
+os.register_at_fork(after_in_child=_after_fork_in_child)
 
 from bitnet_ops import ops  # noqa: E402  (binds torch.ops.bitnet.*, which exists only now)
 

@@ -256,6 +256,30 @@ def _embedding(
     return ids.new_empty([*ids.shape, in_features], dtype=torch.float32)
 
 
+@_fake("decode_step")
+def _decode_step(
+    x: Tensor,
+    weights: list[Tensor],
+    scales: Tensor,
+    gains: Tensor,
+    head_weight: Tensor,
+    head_scale: Tensor | None,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    start_positions: Tensor,
+    dtype: torch.dtype,
+    heads: int,
+    inner: int,
+    vocab: int,
+    sub_norms: bool,
+    activation: str,
+    eps: float,
+    rope_theta: float,
+    scale: float,
+) -> Tensor:
+    return x.new_empty([*x.shape[:-1], vocab], dtype=torch.float32)
+
+
 @_fake("_probe_read")
 def _probe_read(buffer: Tensor, streams: int = 1, distance: int = 0) -> Tensor:
     return buffer.new_empty((1,), dtype=torch.int64)

@@ -42,6 +42,12 @@ def tuning() -> dict[str, str | int]:
 def build_info() -> dict[str, str | int]:
     """Compiler, torch and ABI floor of this build."""
 
+def region_count() -> int:
+    """Parallel regions opened by ops since the library was loaded."""
+
+def mark_forked() -> bool:
+    """For the child of a fork: ops run on one thread from now on if the parent opened a region."""
+
 def advise_huge_pages(data_ptr: int, nbytes: int) -> int:
     """Ask for huge pages behind memory (a hint); the bytes accepted, 0 where there are none."""
 

@@ -23,6 +23,9 @@ class CacheCapacityError(ValueError):
 class KVCache:
     """Keys and values, per layer a tensor [B, KV, L, D] of `dtype`, and `lengths` int64 [B].
 
+    `keys` and `values` list the layers; they are views of `key_cache` and `value_cache`
+    [layers, B, KV, L, D].
+
     Args:
         config: the model's config (layers, kv heads, head_dim, max_position_embeddings).
         batch: number of sequences B, at least 1.
@@ -48,13 +51,16 @@ class KVCache:
                 f"KVCache: expected max_len from 1 to max_position_embeddings "
                 f"{config.max_position_embeddings}, got {max_len}; the model has no more positions"
             )
-        shape = (batch, config.num_key_value_heads, max_len, config.head_dim)
-        layers = config.num_hidden_layers
+        heads, layers = config.num_key_value_heads, config.num_hidden_layers
+        shape = (layers, batch, heads, max_len, config.head_dim)
         # Not zeros: those would touch every page now, of a context that may never be that long.
-        self.keys = [torch.empty(shape, dtype=dtype) for _ in range(layers)]
-        self.values = [torch.empty(shape, dtype=dtype) for _ in range(layers)]
+        self._set_memory(torch.empty(shape, dtype=dtype), torch.empty(shape, dtype=dtype))
         self.lengths = torch.zeros(batch, dtype=torch.int64)
         self.max_len = max_len
+
+    def _set_memory(self, key_cache: Tensor, value_cache: Tensor) -> None:
+        self.key_cache, self.value_cache = key_cache, value_cache
+        self.keys, self.values = list(key_cache.unbind()), list(value_cache.unbind())
 
     @property
     def batch(self) -> int:
@@ -63,12 +69,12 @@ class KVCache:
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.keys[0].dtype
+        return self.key_cache.dtype
 
     @property
     def nbytes(self) -> int:
         """Bytes of address space of all keys and values, written or not."""
-        return sum(t.nbytes for t in (*self.keys, *self.values))
+        return self.key_cache.nbytes + self.value_cache.nbytes
 
     def positions(self, new_tokens: int) -> Tensor:
         """Absolute positions int64 [B, new_tokens] of the tokens that come next.
@@ -113,9 +119,7 @@ class KVCache:
 
         Give the result's length back with `set_length` after using it.
         """
-        view = self._view(
-            [k[index : index + 1] for k in self.keys], [v[index : index + 1] for v in self.values]
-        )
+        view = self._view(slice(index, index + 1))
         view.lengths = self.lengths[index : index + 1].clone()
         return view
 
@@ -139,11 +143,12 @@ class KVCache:
                 for t in (*self.keys, *self.values):
                     t[target, :, : lengths[source]] = t[source, :, : lengths[source]]
         n = len(rows)
-        view = self._view([k[:n] for k in self.keys], [v[:n] for v in self.values])
+        view = self._view(slice(n))
         view.lengths = self.lengths[rows]
         return view
 
-    def _view(self, keys: list[Tensor], values: list[Tensor]) -> KVCache:
+    def _view(self, rows: slice) -> KVCache:
         view = KVCache.__new__(KVCache)
-        view.keys, view.values, view.max_len = keys, values, self.max_len
+        view._set_memory(self.key_cache[:, rows], self.value_cache[:, rows])
+        view.max_len = self.max_len
         return view

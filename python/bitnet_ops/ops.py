@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 
 from bitnet_ops import _fakes as _fakes  # registers the fake kernels
+from bitnet_ops._grad import refuse_grad as _refuse_grad
+from bitnet_ops._model_ops import decode_step as decode_step
 
 _ops = torch.ops.bitnet
 
@@ -46,18 +48,6 @@ _LM_HEAD = _ops.lm_head.default
 _EMBEDDING = _ops.embedding.default
 _PROBE_READ = _ops._probe_read.default
 _PROBE_INT8_PEAK = _ops._probe_int8_peak.default
-
-
-def _refuse_grad(op: str, **tensors: Tensor | None) -> None:
-    """Without this, backward would silently give wrong or no gradients."""
-    for name, tensor in tensors.items():
-        # Something that is no tensor at all is for torch's own schema check to refuse.
-        if isinstance(tensor, Tensor) and tensor.requires_grad:
-            raise RuntimeError(
-                f"{op}: expected {name} without gradient (the op is inference only), got "
-                "requires_grad=True while grad mode is on; call it under torch.inference_mode() "
-                f"or torch.no_grad(), or pass {name}.detach()"
-            )
 
 
 def pack(codes: Tensor) -> Tensor:

@@ -356,6 +356,53 @@ def embedding(
     return rows[:out_features, :in_features][ids]
 
 
+def decode_step(
+    x: Tensor,
+    weights: list[Tensor],
+    scales: Tensor,
+    gains: Tensor,
+    head_weight: Tensor,
+    head_scale: Tensor | None,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    start_positions: Tensor,
+    dtype: torch.dtype,
+    heads: int,
+    inner: int,
+    vocab: int,
+    sub_norms: bool,
+    activation: str,
+    eps: float,
+    rope_theta: float,
+    scale: float,
+) -> Tensor:
+    """float32 [B, T, K] through every layer and the head -> float32 [B, T, vocab]."""
+    batch, tokens, hidden = x.shape
+    kv_heads, dim = key_cache.shape[2], key_cache.shape[4]
+    sizes = [hidden, heads * dim, hidden, inner] if sub_norms else [hidden, hidden]
+    *norms, last = gains.split([*sizes * len(scales), hidden])
+    positions = start_positions[:, None] + torch.arange(tokens)
+    cos_sin = rope_table(positions, dim, rope_theta)
+    for layer, layer_scales in enumerate(scales):
+        q, k, v, o, gate, up, down = weights[7 * layer : 7 * layer + 7]
+        sq, sk, sv, so, sg, su, sd = layer_scales.split(1)
+        own = norms[len(sizes) * layer : len(sizes) * (layer + 1)]
+        before, sub, after, inner_norm = own if sub_norms else (own[0], None, own[1], None)
+        rows = (heads * dim, kv_heads * dim, kv_heads * dim)
+        query, key, value = (
+            t.reshape(batch, tokens, t.shape[-1] // dim, dim)
+            for t in qkv_forward(x.to(dtype), before, q, sq, k, sk, v, sv, eps, rows)
+        )
+        caches = key_cache[layer], value_cache[layer]
+        kv_cache_update(*caches, rope(key, cos_sin), value, start_positions)
+        a = attention(rope(query, cos_sin), *caches, start_positions, scale).flatten(2)
+        a = a if sub is None else rms_norm(a, sub, eps)
+        x = x + linear(a, o, so, None, hidden)
+        mlp = (after, gate, sg, up, su, inner_norm, down, sd, eps, activation, (inner, hidden))
+        x = x + mlp_forward(x.to(dtype), *mlp)
+    return lm_head(rms_norm(x, last, eps), head_weight, head_scale, vocab)
+
+
 def _probe_read(buffer: Tensor, streams: int = 1, distance: int = 0) -> Tensor:
     """A checksum of the whole pages; its value is the kernel's own affair."""
     pages = buffer.flatten()[: buffer.numel() // 4096 * 4096]

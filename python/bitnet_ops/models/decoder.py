@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from bitnet_ops.config import ModelConfig
 from bitnet_ops.head import HeadWeight
 from bitnet_ops.kv_cache import KVCache
 from bitnet_ops.linear import BitLinear
+from bitnet_ops.models.step import Step
 from bitnet_ops.packing import PackedWeight
 
 Tensors = Mapping[str, Tensor | PackedWeight | HeadWeight]
@@ -117,6 +118,7 @@ class DecoderLayer(nn.Module):
             parent, _, child = name.rpartition(".")
             self.get_submodule(parent).add_module(child, _leaf(tensors[f"{name}.weight"]))
         self.scale = config.head_dim**-0.5
+        self.bound = 0
         self._bind()
         self.register_load_state_dict_post_hook(_rebind)
 
@@ -140,6 +142,7 @@ class DecoderLayer(nn.Module):
         c = self.config
         query, key = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
         self._qkv_rows, self._mlp_rows = (query, key, key), (c.intermediate_size, c.hidden_size)
+        self.bound += 1  # what others have gathered from the buffers is out of date
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> DecoderLayer:
         super()._apply(fn, recurse)  # may replace the buffers
@@ -211,6 +214,8 @@ class Decoder(nn.Module):
         dtype: of what the layers compute on, float32 or bfloat16; the residual stays float32.
         head_format: of the output head, and of the embedding tied to it: one of head.HEAD_FORMATS.
             "stored" shares the tensor as it is.
+        fused_step: run single tokens through the one op decode_step instead of an op for every
+            part of a layer; the results are the same bit for bit.
     """
 
     def __init__(
@@ -219,6 +224,8 @@ class Decoder(nn.Module):
         tensors: Tensors,
         dtype: torch.dtype = torch.float32,
         head_format: str = "stored",
+        *,
+        fused_step: bool = True,
     ) -> None:
         super().__init__()
         if dtype not in ACTIVATION_DTYPES.values():
@@ -226,10 +233,12 @@ class Decoder(nn.Module):
                 f"{type(self).__name__}: expected dtype float32 or bfloat16, got {dtype}"
                 + ("; relu2 overflows float16" if dtype == torch.float16 else "")
             )
-        self.config = config
+        self.config, self.dtype, self.fused_step = config, dtype, fused_step
         self.model = _Body(config, tensors, dtype, head_format)
         if not config.tie_word_embeddings:
             self.lm_head = _matrix(tensors, "lm_head.weight", head_format)
+        self._step: Step | None = None
+        self._step_bound: list[int] = []
         self.eval()
 
     @property
@@ -247,6 +256,10 @@ class Decoder(nn.Module):
         """
         self._check_inputs(input_ids, cache)
         positions = cache.positions(input_ids.shape[1])
+        if input_ids.shape[1] == 1 and (step := self._whole_step()) is not None:
+            logits = step(self._embed(input_ids), cache, self.head.weight, self.head.scale)
+            cache.advance(1)
+            return logits
         cos_sin = ops.rope_table(positions, self.config.head_dim, self.config.rope_theta)
         x = self._embed(input_ids)
         start = cache.lengths
@@ -261,6 +274,20 @@ class Decoder(nn.Module):
     def head(self) -> HeadWeight:
         """The output head; of a tied model its embedding too."""
         return self.model.embed_tokens if self.config.tie_word_embeddings else self.lm_head
+
+    def _whole_step(self) -> Step | None:
+        """The step over the buffers as they are now; None where ops have to be composed."""
+        if not self.fused_step:
+            return None
+        layers = cast("list[DecoderLayer]", list(self.model.layers))
+        if self._step_bound != [layer.bound for layer in layers]:
+            self._step = None
+            if Step.expresses(self.config, layers):
+                self._step = Step(self.config, layers, self.model.norm, self.dtype)
+            for layer in layers:  # their buffers are views now
+                layer._bind()
+            self._step_bound = [layer.bound for layer in layers]
+        return self._step
 
     def _check_inputs(self, input_ids: Tensor, cache: KVCache) -> None:
         if input_ids.dtype != torch.int64 or input_ids.dim() != 2 or not input_ids.shape[1]:

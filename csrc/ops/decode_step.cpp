@@ -1,0 +1,359 @@
+// decode_step: checks, memory, one parallel region.  What happens inside it is step_program.h.
+#include <cmath>
+
+#include "format/layout.h"
+#include "ops/head_view.h"
+#include "ops/ops.h"
+#include "ops/rope_core.h"
+#include "ops/step_program.h"
+#include "ops/workspace.h"
+#include "runtime/team.h"
+
+namespace bitnet::ops {
+namespace {
+
+// What one Python thread keeps between its steps.
+struct Kept {
+  std::vector<StepLayer> layers;
+  std::vector<int64_t> last_positions;
+  Workspace memory;
+  Team team;
+};
+
+// Everything of the call that is not a weight, checked.
+struct Sizes {
+  int64_t batch, per_sequence, hidden, n_layers, kv_heads, capacity, dim;
+  int64_t tokens() const { return batch * per_sequence; }
+};
+
+// [layers, batch, kv_heads, capacity, dim], every layer contiguous: what is sliced off a longer
+// batch leaves gaps between layers.
+void check_cache(const Check& check, const Tensor& t, const char* argument) {
+  check.float_dtype(t, argument);
+  if (t.scalar_type() == ScalarType::Half)
+    check.fail(argument, "of dtype float32 or bfloat16", "float16");
+  check.dim(t, argument, 5);
+  int64_t step = 1;
+  bool dense = true;
+  for (int64_t d = 4; d >= 1; --d) {
+    dense = dense && (t.size(d) == 1 || t.stride(d) == step);
+    step *= t.size(d);
+  }
+  if (t.numel() > 0 && !(dense && (t.size(0) == 1 || t.stride(0) >= step)))
+    check.fail(argument, "contiguous within every layer", "other strides");
+}
+
+// First and last byte that a strided tensor may touch.
+std::pair<const char*, const char*> span_of(const Tensor& t) {
+  const auto* begin = static_cast<const char*>(t.const_data_ptr());
+  int64_t last = 0;
+  for (int64_t d = 0; d < t.dim(); ++d) last += (t.size(d) - 1) * t.stride(d);
+  return {begin, begin + (last + 1) * static_cast<int64_t>(t.element_size())};
+}
+
+void check_caches(const Check& check, const Tensor& key_cache, const Tensor& value_cache) {
+  check_cache(check, key_cache, "key_cache");
+  check_cache(check, value_cache, "value_cache");
+  check.dtype(value_cache, "value_cache", key_cache.scalar_type());
+  check.same_shape(value_cache, "value_cache", key_cache, "key_cache");
+  if (key_cache.numel() == 0) return;
+  const auto [key_begin, key_end] = span_of(key_cache);
+  const auto [value_begin, value_end] = span_of(value_cache);
+  if (key_begin < value_end && value_begin < key_end)
+    check.fail("value_cache", "in its own memory", "memory shared with key_cache");
+}
+
+// int64 [batch]; every sequence's tokens must lie inside the cache.
+const int64_t* check_positions(const Check& check, const Tensor& positions, int64_t batch,
+                               int64_t capacity, int64_t tokens) {
+  check.dtype(positions, "start_positions", ScalarType::Long);
+  check.shape(positions, "start_positions", {batch});
+  check.contiguous(positions, "start_positions");
+  const auto* p = static_cast<const int64_t*>(positions.const_data_ptr());
+  for (int64_t b = 0; b < batch; ++b) {
+    if (!(p[b] >= 0 && p[b] <= capacity - tokens))
+      check.fail("start_positions",
+                 "in [0, " + std::to_string(capacity - tokens) + "] for " + std::to_string(tokens) +
+                     " token(s) in a cache of length " + std::to_string(capacity),
+                 std::to_string(p[b]) + " for sequence " + std::to_string(b));
+  }
+  return p;
+}
+
+Sizes check_sizes(const Check& check, const Tensor& x, const Tensor& key_cache,
+                  const Tensor& value_cache, const std::vector<Tensor>& weights) {
+  check.dtype(x, "x", ScalarType::Float);
+  check.dim(x, "x", 3);
+  check_caches(check, key_cache, value_cache);
+  const Sizes s{x.size(0),         x.size(1),         x.size(2),        key_cache.size(0),
+                key_cache.size(2), key_cache.size(3), key_cache.size(4)};
+  if (s.hidden < 1) check.fail("x", "with at least one feature in the last dimension", "0");
+  if (key_cache.size(1) != s.batch)
+    check.fail("key_cache", "with the " + std::to_string(s.batch) + " sequences of x",
+               std::to_string(key_cache.size(1)));
+  if (!(s.dim >= 2 && s.dim % 2 == 0))
+    check.fail("key_cache", "with an even head dimension", std::to_string(s.dim));
+  const auto given = static_cast<int64_t>(weights.size());
+  if (given != s.n_layers * kLayerWeights)
+    check.fail("weights",
+               "to be q, k, v, o, gate, up and down of each of the cache's " +
+                   std::to_string(s.n_layers) + " layers",
+               std::to_string(given) + " tensors");
+  return s;
+}
+
+void check_numbers(const Check& check, const StepModel& m, double scale, double theta,
+                   ScalarType dtype) {
+  if (dtype != ScalarType::Float && dtype != ScalarType::BFloat16)
+    check.fail("dtype", "float32 or bfloat16", dtype_name(dtype));
+  if (!(m.heads >= 1 && m.kv_heads >= 1 && m.heads % m.kv_heads == 0))
+    check.fail("heads", "a multiple of the cache's " + std::to_string(m.kv_heads) + " heads",
+               std::to_string(m.heads));
+  if (m.inner < 1) check.fail("inner", "positive", std::to_string(m.inner));
+  if (!(m.eps >= 0.0f && std::isfinite(m.eps)))
+    check.fail("eps", "finite and not negative", std::to_string(m.eps));
+  if (!(theta > 0.0 && std::isfinite(theta)))
+    check.fail("rope_theta", "finite and positive", std::to_string(theta));
+  if (!std::isfinite(scale)) check.fail("scale", "finite", std::to_string(scale));
+}
+
+void check_vocab(const Check& check, const Tensor& head_weight, int64_t vocab) {
+  if (!head_weight.defined() || head_weight.dim() < 1) return;  // head_view has words for that
+  const bool tiles = head_weight.dim() == 3;
+  const int64_t rows = head_weight.size(0);
+  if (tiles ? (vocab + layout::kHeadTileRows - 1) / layout::kHeadTileRows != rows : vocab != rows)
+    check.fail("vocab",
+               "to be the " + std::to_string(rows) +
+                   (tiles ? " tiles of 16 rows of head_weight" : " rows of head_weight"),
+               std::to_string(vocab));
+}
+
+StepModel model_of(const Check& check, const Sizes& sizes, const std::string& activation) {
+  StepModel m{};
+  m.table = &kernels();
+  m.tokens = sizes.tokens();
+  m.per_sequence = sizes.per_sequence;
+  m.hidden = sizes.hidden;
+  m.kv_heads = sizes.kv_heads;
+  m.dim = sizes.dim;
+  m.capacity = sizes.capacity;
+  m.n_layers = sizes.n_layers;
+  m.relu2 = activation == "relu2";
+  if (!(m.relu2 || activation == "silu"))
+    check.fail("activation", "'relu2' or 'silu'", "'" + activation + "'");
+  return m;
+}
+
+// Rows and input features of a layer's weight.
+struct Shape2 {
+  int64_t rows, k;
+};
+Shape2 shape_of_weight(const StepModel& m, int which) {
+  switch (which) {
+    case kQ:
+      return {m.query(), m.hidden};
+    case kK:
+    case kV:
+      return {m.kv(), m.hidden};
+    case kO:
+      return {m.hidden, m.query()};
+    case kDown:
+      return {m.hidden, m.inner};
+    default:
+      return {m.inner, m.hidden};
+  }
+}
+
+void bind_weights(const Check& check, const StepModel& m, const std::vector<Tensor>& weights,
+                  std::vector<StepLayer>& layers) {
+  static constexpr const char* kNames[] = {"weights (q)",   "weights (k)",    "weights (v)",
+                                           "weights (o)",   "weights (gate)", "weights (up)",
+                                           "weights (down)"};
+  layers.resize(static_cast<size_t>(m.n_layers));
+  for (size_t i = 0; i < weights.size(); ++i) {
+    const int which = static_cast<int>(i % kLayerWeights);
+    const Shape2 expected = shape_of_weight(m, which);
+    Weight& w = layers[i / kLayerWeights].weights[which];
+    check.dtype(weights[i], kNames[which], ScalarType::Byte);  // before a look at its shape
+    const bool canonical = weights[i].dim() == 2;
+    w = weight_view(check, weights[i], kNames[which], expected.k,
+                    canonical ? std::nullopt : std::optional<int64_t>(expected.rows));
+    if (w.n_rows != expected.rows)
+      check.fail(kNames[which], "with " + std::to_string(expected.rows) + " rows",
+                 std::to_string(w.n_rows));
+  }
+}
+
+// The small parameters: scales [layers, 7]; gains in one row, in the order in which they are used.
+void bind_gains(const Check& check, StepModel& m, const Tensor& scales, const Tensor& gains,
+                bool sub_norms, std::vector<StepLayer>& layers) {
+  check.dtype(scales, "scales", ScalarType::Float);
+  check.shape(scales, "scales", {m.n_layers, kLayerWeights});
+  check.contiguous(scales, "scales");
+  const int64_t sub = sub_norms ? m.query() + m.inner : 0;
+  check.dtype(gains, "gains", ScalarType::Float);
+  check.shape(gains, "gains", {m.n_layers * (2 * m.hidden + sub) + m.hidden});
+  check.contiguous(gains, "gains");
+  const auto* scale = static_cast<const float*>(scales.const_data_ptr());
+  const auto* gain = static_cast<const float*>(gains.const_data_ptr());
+  const auto next = [&gain](int64_t n) { return (gain += n) - n; };
+  for (StepLayer& layer : layers) {
+    layer.scales = scale;
+    scale += kLayerWeights;
+    layer.attention_gain = next(m.hidden);
+    layer.out_gain = sub_norms ? next(m.query()) : nullptr;
+    layer.mlp_gain = next(m.hidden);
+    layer.down_gain = sub_norms ? next(m.inner) : nullptr;
+  }
+  m.final_gain = gain;
+}
+
+void bind_caches(Tensor& key_cache, Tensor& value_cache, std::vector<StepLayer>& layers) {
+  char* keys = static_cast<char*>(key_cache.mutable_data_ptr());
+  char* values = static_cast<char*>(value_cache.mutable_data_ptr());
+  const auto element = static_cast<int64_t>(key_cache.element_size());
+  for (size_t i = 0; i < layers.size(); ++i) {
+    const auto layer = static_cast<int64_t>(i);
+    layers[i].keys = keys + layer * key_cache.stride(0) * element;
+    layers[i].values = values + layer * value_cache.stride(0) * element;
+  }
+}
+
+// Memory of attention at the longest context that the cache can hold, so that a growing context
+// never allocates.
+struct AttentionLimits {
+  int64_t shared, own;
+};
+AttentionLimits attention_limits(const AttentionShape& shape, const AttentionPlan& now,
+                                 int64_t shares, std::vector<int64_t>& last) {
+  last.assign(static_cast<size_t>(shape.batch), shape.length - shape.tokens);
+  const AttentionPlan longest(shape, last.data(), shares);
+  return {std::max(now.shared_floats(), longest.shared_floats()),
+          std::max(now.thread_floats(), longest.thread_floats())};
+}
+
+StepSlot carve_slot(Carver& carver, const StepModel& m, const AttentionLimits& limits) {
+  const int64_t longest = std::max({m.hidden, m.query(), m.inner});
+  StepSlot slot{};
+  slot.row = carver.take<float>(std::max(longest, m.dim));
+  slot.values = carver.take<float>(StepProgram::kMaxChunkRows);
+  slot.sums = carver.take<int32_t>(m.tokens * StepProgram::chunk_rows(m.tokens));
+  slot.attention = carver.take<float>(limits.own);
+  slot.codes = carver.take<int8_t>(m.tokens * layout::padded_k(longest));
+  slot.code_sums = carver.take<int32_t>(m.tokens);
+  slot.code_scales = carver.take<float>(m.tokens);
+  if (char* memory = carver.take<char>(head_input_bytes(m.head, m.tokens)); memory != nullptr) {
+    slot.head = bind_head_input(m.head, m.tokens, memory);
+  }
+  return slot;
+}
+
+StepBuffers carve(Carver& carver, const StepModel& m, const AttentionLimits& limits,
+                  int64_t shares) {
+  StepBuffers b{};
+  b.x = carver.take<float>(m.tokens * m.hidden);
+  b.cos_sin = carver.take<float>((m.tokens + 1) * m.dim);  // the last row: frequencies
+  b.q = carver.take<float>(m.tokens * m.query());
+  b.k = carver.take<float>(m.tokens * m.kv());
+  b.v = carver.take<float>(m.tokens * m.kv());
+  b.rotated = carver.take<float>(m.tokens * m.query());
+  b.attended = carver.take<float>(m.tokens * m.query());
+  b.gate = carver.take<float>(m.tokens * m.inner);
+  b.up = carver.take<float>(m.tokens * m.inner);
+  b.attention = carver.take<float>(limits.shared);
+  b.shared = carve_slot(carver, m, limits);
+  b.slots = carver.take<StepSlot>(shares);
+  for (int64_t s = 0; s < shares; ++s) {
+    const StepSlot slot = carve_slot(carver, m, limits);
+    if (b.slots != nullptr) b.slots[s] = slot;
+  }
+  return b;
+}
+
+// Threads worth a region: each stage should be worth a barrier.
+int64_t shares_of_step(const StepModel& m, int64_t longest) {
+  const int64_t attention = m.tokens * m.heads * longest * m.dim;
+  int64_t weights = 0;
+  for (int i = 0; i < kLayerWeights; ++i) {
+    weights += shape_of_weight(m, i).rows * shape_of_weight(m, i).k;
+  }
+  const int64_t per_stage = (m.tokens * weights + attention) / 4;
+  return std::min(shares_for(Team::kMaxShares, per_stage, kMinMacs), Team::kMaxShares);
+}
+
+void fill_inputs(const StepModel& m, const Tensor& x, double theta, StepBuffers& b) {
+  const auto* rows = static_cast<const float*>(x.const_data_ptr());
+  std::copy(rows, rows + m.tokens * m.hidden, b.x);
+  float* frequencies = b.cos_sin + m.tokens * m.dim;
+  rope_frequencies(m.dim, theta, frequencies);
+  for (int64_t token = 0; token < m.tokens; ++token) {
+    const int64_t position = m.starts[token / m.per_sequence] + token % m.per_sequence;
+    rope_angles(position, frequencies, m.dim / 2, b.cos_sin + token * m.dim);
+  }
+}
+
+void run_program(Team& team, const StepProgram& program, int64_t shares) {
+  struct Context {
+    Team& team;
+    const StepProgram& program;
+  } context{team, program};
+  team.start(shares, program);
+  if (shares == 1) return team.work(0, 1, program);
+  run_shares_raw(
+      shares,
+      [](int64_t begin, int64_t end, void* raw) {
+        auto* c = static_cast<Context*>(raw);
+        c->team.work(begin, end, c->program);
+      },
+      &context);
+}
+
+}  // namespace
+
+Tensor decode_step(const Tensor& x_in, std::vector<Tensor> weights, const Tensor& scales,
+                   const Tensor& gains, const Tensor& head_weight, std::optional<Tensor> head_scale,
+                   Tensor key_cache, Tensor value_cache, const Tensor& start_positions,
+                   ScalarType dtype, int64_t heads, int64_t inner, int64_t vocab, bool sub_norms,
+                   std::string activation, double eps, double rope_theta, double scale) {
+  const Check check("decode_step");
+  const Sizes sizes = check_sizes(check, x_in, key_cache, value_cache, weights);
+  StepModel m = model_of(check, sizes, activation);
+  m.heads = heads;
+  m.inner = inner;
+  m.type = dtype == ScalarType::BFloat16 ? DType::kBF16 : DType::kF32;
+  m.cache_type = dtype_of(key_cache);
+  m.eps = static_cast<float>(eps);
+  check_numbers(check, m, scale, rope_theta, dtype);
+  m.starts =
+      check_positions(check, start_positions, sizes.batch, sizes.capacity, sizes.per_sequence);
+  check_vocab(check, head_weight, vocab);
+  m.head = head_view(Check("decode_step", "head_"), head_weight, head_scale, m.hidden, vocab);
+
+  thread_local Kept kept;
+  bind_weights(check, m, weights, kept.layers);
+  bind_gains(check, m, scales, gains, sub_norms, kept.layers);
+  const Tensor x = as_contiguous(x_in);
+  Tensor logits = empty({sizes.batch, sizes.per_sequence, m.head.rows}, ScalarType::Float);
+  if (m.tokens == 0) return logits;
+  bind_caches(key_cache, value_cache, kept.layers);
+  m.layers = kept.layers.data();
+  const int64_t longest = *std::max_element(m.starts, m.starts + sizes.batch) + sizes.per_sequence;
+  const int64_t shares = shares_of_step(m, longest);
+  const AttentionShape shape{sizes.batch, sizes.per_sequence, heads,
+                             m.kv_heads,  sizes.capacity,     m.dim,
+                             DType::kF32, m.cache_type,       static_cast<float>(scale)};
+  const AttentionPlan attention(shape, m.starts, shares);
+  m.attention = &attention;
+  const AttentionLimits limits = attention_limits(shape, attention, shares, kept.last_positions);
+  Carver count(nullptr);
+  carve(count, m, limits, shares);
+  Carver carver(kept.memory.reserve(count.used()));
+  StepBuffers buffers = carve(carver, m, limits, shares);
+  buffers.logits = static_cast<float*>(logits.mutable_data_ptr());
+  attention.prepare(buffers.attention);
+  fill_inputs(m, x, rope_theta, buffers);
+  run_program(kept.team, StepProgram(m, buffers, shares), shares);
+  return logits;
+}
+
+}  // namespace bitnet::ops

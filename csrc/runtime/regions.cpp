@@ -1,0 +1,36 @@
+// See regions.h.
+#include "runtime/regions.h"
+
+#include <atomic>
+#include <cstdio>
+
+namespace bitnet {
+namespace {
+
+std::atomic<int64_t> g_regions{0};
+std::atomic<bool> g_serial{false}, g_warned{false};
+
+}  // namespace
+
+int64_t region_count() { return g_regions.load(std::memory_order_relaxed); }
+
+void count_region() { g_regions.fetch_add(1, std::memory_order_relaxed); }
+
+bool mark_forked() {
+  if (region_count() > 0) g_serial = true;
+  return g_serial;
+}
+
+int64_t usable_threads(int64_t threads) {
+  if (!g_serial.load(std::memory_order_relaxed)) return threads;
+  if (!g_warned.exchange(true)) {
+    std::fputs(
+        "bitnet_ops: this process was forked from one that had used its threads, which a fork does "
+        "not copy; ops run on one thread here. Load the model after the fork, or start processes "
+        "with the 'spawn' method.\n",
+        stderr);
+  }
+  return 1;
+}
+
+}  // namespace bitnet

@@ -1,0 +1,99 @@
+"""The wrapper of torch.ops.bitnet.decode_step; bitnet_ops.ops exports it beside the other ops.
+
+Conventions and errors are those of bitnet_ops.ops. It must not know models.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from bitnet_ops._grad import refuse_grad as _refuse_grad
+
+_DECODE_STEP = torch.ops.bitnet.decode_step.default
+
+
+def decode_step(
+    x: Tensor,
+    weights: list[Tensor],
+    scales: Tensor,
+    gains: Tensor,
+    head_weight: Tensor,
+    head_scale: Tensor | None,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    start_positions: Tensor,
+    dtype: torch.dtype,
+    heads: int,
+    inner: int,
+    vocab: int,
+    sub_norms: bool,
+    activation: str,
+    eps: float,
+    rope_theta: float,
+    scale: float,
+) -> Tensor:
+    """All layers, the last norm and the head on new tokens: one call, one parallel region.
+
+    Per layer, with h rounded to `dtype`: `q, k, v = qkv_forward(h)`, `rope` of q and k,
+    `kv_cache_update`, `attention`, (`rms_norm`,) `linear`, added to x; then `mlp_forward`, added
+    to x; at the end `lm_head(rms_norm(x))`. Equal to that composition bit for bit. Meant for few
+    tokens (decoding, checking a draft): every weight is read once.
+
+    Args:
+        x: float32 [B, T, K], the embedded tokens; the residual stream stays float32.
+        weights: packed q, k, v, o, gate, up, down of the first layer, then of the next; every
+            layout that `linear` takes.
+        scales: float32 [layers, 7], the factors of these weights, contiguous.
+        gains: float32, one contiguous row of all norm weights in the order of use: for each layer
+            [K] before q, k, v, ([heads * D] before o,) [K] before gate and up, ([inner] before
+            down;) at the end [K] before the head. In brackets: with sub_norms.
+        head_weight, head_scale: as `lm_head` takes them.
+        key_cache, value_cache: float32 or bfloat16 [layers, B, KV, L, D], contiguous within a
+            layer; both are mutated.
+        start_positions: int64 [B], how many tokens of each sequence came before.
+        dtype: float32 or bfloat16, what activations are rounded to between operations.
+        heads: query heads H; D is the caches' head dimension.
+        inner: output features of gate and up.
+        vocab: output features of the head.
+        sub_norms: whether the norms in brackets exist.
+        activation: "relu2" or "silu".
+        eps: of every norm.
+        rope_theta: base of the rotary embedding.
+        scale: multiplies the attention scores, usually 1 / sqrt(D).
+    Returns:
+        float32 [B, T, vocab], the logits.
+    Raises:
+        RuntimeError: a wrong dtype or shape, an odd D, H not a multiple of KV, a position outside
+            the caches; nothing has been written then.
+    Source: transformers BitNetForCausalLM, LlamaForCausalLM.
+    """
+    if torch.is_grad_enabled():
+        _refuse_grad("decode_step", x=x, scales=scales, gains=gains, head_weight=head_weight)
+        _refuse_grad("decode_step", head_scale=head_scale)
+        _refuse_grad("decode_step", key_cache=key_cache, value_cache=value_cache)
+    return cast(
+        Tensor,
+        _DECODE_STEP(
+            x,
+            weights,
+            scales,
+            gains,
+            head_weight,
+            head_scale,
+            key_cache,
+            value_cache,
+            start_positions,
+            dtype,
+            heads,
+            inner,
+            vocab,
+            sub_norms,
+            activation,
+            eps,
+            rope_theta,
+            scale,
+        ),
+    )

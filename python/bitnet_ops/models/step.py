@@ -1,0 +1,105 @@
+"""A decoder's weights as the arguments of `ops.decode_step`, which runs a whole step in one call.
+
+Scales and gains are gathered into one tensor each, of which the modules' own buffers become views:
+there is one copy of every number, and a buffer changed in place changes what the step reads.
+It must not know ids, caches' owners or sampling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from bitnet_ops import ops
+from bitnet_ops.config import ModelConfig
+
+if TYPE_CHECKING:
+    from bitnet_ops.kv_cache import KVCache
+
+PROJECTIONS = (
+    *(f"self_attn.{p}_proj" for p in "qkvo"),
+    *(f"mlp.{p}_proj" for p in ("gate", "up", "down")),
+)
+
+
+class Step:
+    """What `ops.decode_step` needs of one model, gathered once.
+
+    Args:
+        config: the architecture.
+        layers: the decoder's layers, with the submodules of a Hugging Face checkpoint.
+        norm: the last norm; `weight` f32 [hidden].
+        dtype: of the activations.
+    """
+
+    def __init__(
+        self, config: ModelConfig, layers: Sequence[nn.Module], norm: nn.Module, dtype: torch.dtype
+    ) -> None:
+        c = self._config = config
+        gain_modules = [layer.get_submodule(name) for layer in layers for name in _gain_names(c)]
+        projections = [layer.get_submodule(name) for layer in layers for name in PROJECTIONS]
+        self.gains = _gather([*gain_modules, norm], "weight")
+        self.scales = _gather(projections, "weight_scale").view(len(layers), len(PROJECTIONS))
+        self.weights = [projection.get_buffer("weight") for projection in projections]
+        self._dtype, self._scale = dtype, c.head_dim**-0.5
+
+    @staticmethod
+    def expresses(config: ModelConfig, layers: Sequence[nn.Module]) -> bool:
+        """Whether decode_step can run these layers; composed ops can run all of them."""
+        scales = (layer.get_buffer(f"{p}.weight_scale") for layer in layers for p in PROJECTIONS)
+        return config.head_dim % 2 == 0 and all(
+            scale.dtype == torch.float32 and scale.numel() == 1 for scale in scales
+        )
+
+    def __call__(
+        self, x: Tensor, cache: KVCache, head: Tensor, head_scale: Tensor | None
+    ) -> Tensor:
+        """Embedded tokens f32 [B, T, hidden] -> logits f32 [B, T, V]; the cache is written."""
+        c = self._config
+        return ops.decode_step(
+            x,
+            self.weights,
+            self.scales,
+            self.gains,
+            head,
+            head_scale,
+            cache.key_cache,
+            cache.value_cache,
+            cache.lengths,
+            self._dtype,
+            c.num_attention_heads,
+            c.intermediate_size,
+            c.vocab_size,
+            c.sub_norms,
+            c.hidden_act,
+            c.rms_norm_eps,
+            c.rope_theta,
+            self._scale,
+        )
+
+
+def _gain_names(c: ModelConfig) -> tuple[str, ...]:
+    """The norms of a layer in the order in which decode_step uses them."""
+    if not c.sub_norms:
+        return "input_layernorm", "post_attention_layernorm"
+    return (
+        "input_layernorm",
+        "self_attn.attn_sub_norm",
+        "post_attention_layernorm",
+        "mlp.ffn_sub_norm",
+    )
+
+
+@torch.inference_mode(False)  # or the buffers could not be changed in place outside of it
+def _gather(modules: Sequence[nn.Module], name: str) -> Tensor:
+    """One tensor of the modules' buffers `name`, each of which becomes a view of its part."""
+    flat = torch.cat([module.get_buffer(name).flatten() for module in modules])
+    at = 0
+    for module in modules:
+        old = module.get_buffer(name)
+        setattr(module, name, flat[at : at + old.numel()].view_as(old))
+        at += old.numel()
+    return flat
