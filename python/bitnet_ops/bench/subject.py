@@ -5,7 +5,6 @@ It must not know how anything is timed or shown, nor other engines.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -46,7 +45,9 @@ class Subject:
 
     def __init__(self, name: str, weight_format: str, head_format: str) -> None:
         self.name = name
-        self.model = _build(name, weight_format, head_format)
+        self.model: Any = dummy.decoder(
+            name, torch.bfloat16, weight_format=weight_format, head_format=head_format
+        )
         self.config = self.model.config
         # what the model holds, not what was asked for: a figure under a wrong name is a lie
         self.weight_format, self.head_format = self._weight_format(), self._head_format()
@@ -136,9 +137,3 @@ class Subject:
             return self.engine.prefill(prompt, cache)
 
         return Run(prefill)
-
-
-def _build(name: str, weight_format: str, head_format: str) -> Any:
-    wanted: dict[str, Any] = {"weight_format": weight_format, "head_format": head_format}
-    known = inspect.signature(dummy.decoder).parameters
-    return dummy.decoder(name, torch.bfloat16, **{k: v for k, v in wanted.items() if k in known})
