@@ -15,10 +15,7 @@ using Getter = const KernelTable* (*)();
 
 constexpr Getter kBestFirst[] = {
 #if defined(__x86_64__)
-    amx_int8::table,
-    avx512_vnni::table,
-    avx_vnni::table,
-    avx2::table,
+    amx_int8::table, avx512_vnni::table, avx_vnni::table, avx2::table,
 #elif defined(__aarch64__)
     neon_dotprod::table,
 #endif

@@ -1,6 +1,6 @@
-// What the process knows about its parallel regions: how many it opened, and whether it is a fork of
-// a process that had opened some, whose worker threads did not come along.
-// Must not know who runs the regions.
+// What the process knows about its parallel regions: how many it opened, and whether it is a fork
+// of a process that had opened some, whose worker threads did not come along. Must not know who
+// runs the regions.
 #pragma once
 
 #include <cstdint>

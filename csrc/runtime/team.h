@@ -1,6 +1,6 @@
-// One parallel region that runs a whole program of stages: dynamic shares of work and a barrier that
-// waits for work, not for threads.  Threads are the caller's (torch's pool, std::thread in tests).
-// Must not know torch, kernels or what a unit of work is.
+// One parallel region that runs a whole program of stages: dynamic shares of work and a barrier
+// that waits for work, not for threads.  Threads are the caller's (torch's pool, std::thread in
+// tests). Must not know torch, kernels or what a unit of work is.
 //
 // A stage is `units` equal pieces of work, dealt out contiguously to the shares, so that each share
 // reads one sequential stream.  A thread takes chunks from the front of its own shares, then helps

@@ -253,7 +253,8 @@ Matrix random_matrix(Random& random, DType type, int64_t count, float size) {
 
 void head_dense(const KernelTable& table, DType type) {
   for (const int64_t k : kLengths) {
-    begin_case("%s head_dense k=%d type=%d", table.name, static_cast<int>(k), static_cast<int>(type));
+    begin_case("%s head_dense k=%d type=%d", table.name, static_cast<int>(k),
+               static_cast<int>(type));
     Random random(static_cast<uint64_t>(k));
     const std::vector<float> x = random_floats(random, Flavour::kUnit, k);
     const Matrix m = random_matrix(random, type, 7 * k, 1.0f);

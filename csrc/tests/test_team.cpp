@@ -1,6 +1,6 @@
-// The team of one region, on plain threads: every unit of every stage runs exactly once and sees all
-// of the stage before, however the shares reach the threads; a waiting thread gives its core away.
-// Built with BITNET_SANITIZE=thread it proves the ordering; must not know kernels.
+// The team of one region, on plain threads: every unit of every stage runs exactly once and sees
+// all of the stage before, however the shares reach the threads; a waiting thread gives its core
+// away. Built with BITNET_SANITIZE=thread it proves the ordering; must not know kernels.
 #include "runtime/team.h"
 
 #include <ctime>
