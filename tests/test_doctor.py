@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from bitnet_ops import _runtime, cli, doctor, machine
+from bitnet_ops.language_model import load
 
 GIB = 1 << 30
 
@@ -47,6 +48,7 @@ def test_json_has_every_field(facts: dict[str, Any]) -> None:
         "amx": {"on_cpu", "permission"},
         "threads": {"torch", "logical_cpus", "affinity", "cgroup_quota", "available"}
         | {"environment"},
+        "weights": {"format", "tile_lanes", "tuned_to", "prefetch_bytes", "cache"},
         "torch": {"version", "location", "abi_floor"},
         "memory": {"total", "available", "limit"},
         "pages": {"page_bytes", "transparent_huge_pages"},
@@ -170,3 +172,14 @@ def test_each_problem_is_found_with_a_remedy(
 def test_binding_switched_off_is_no_problem(healthy: dict[str, Any]) -> None:
     healthy["threads"]["environment"] = {"OMP_PROC_BIND": "FALSE"}
     assert doctor.find_problems(healthy) == []
+
+
+def test_the_layout_of_weights_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BITNET_OPS_CACHE", "somewhere")
+    facts = doctor.collect()
+    weights = facts["weights"]
+    assert weights["format"] == load().model.weight_format
+    assert weights["tile_lanes"] in (4, 8, 16) and weights["prefetch_bytes"] >= 0
+    text = "\n".join(doctor.render(facts))
+    assert f"weights   2bit, {weights['tile_lanes']} lanes; tuned to" in text
+    assert "cache of prepared models somewhere" in text

@@ -55,6 +55,7 @@ def collect() -> Facts:
     facts["cpu"] = _cpu()
     facts["isa"] = _isa()
     facts["amx"] = _amx(facts["cpu"]["features"])
+    facts["weights"] = _weights()
     facts["threads"] = _threads()
     facts["openmp_runtimes"] = machine.openmp_runtimes()
     facts["torch"] = {
@@ -101,7 +102,7 @@ def _isa() -> Facts:
 
 def _reason(row: dict[str, Any], best: str, forced: str | None) -> str:
     if not row["available"]:
-        return f"this CPU or its operating system lacks {', '.join(row['missing'])}"
+        return f"CPU or system lacks {', '.join(row['missing'])}"
     if row["selected"]:
         by_hand = forced == row["isa"]
         return "chosen by BITNET_OPS_ISA" if by_hand else "the best that this CPU can execute"
@@ -112,6 +113,18 @@ def _amx(features: dict[str, bool]) -> Facts:
     on_cpu = "amx_tile" in machine.cpu_flags()
     permission = "granted" if features.get("amx_tile") else "refused"
     return {"on_cpu": on_cpu, "permission": permission if on_cpu else None}
+
+
+def _weights() -> Facts:
+    """The layout that weight_format="auto" means, and what reading it is tuned to."""
+    tuning = _runtime.tuning()
+    return {
+        "format": "2bit",
+        "tile_lanes": _runtime.tile_lanes(),
+        "tuned_to": tuning["cpu"],
+        "prefetch_bytes": tuning["prefetch_bytes"],
+        "cache": os.environ.get("BITNET_OPS_CACHE") or None,
+    }
 
 
 def _threads() -> Facts:
@@ -199,7 +212,7 @@ def _memory_problems(memory: Facts, pages: Facts) -> list[tuple[str, str, str]]:
 def render(facts: Facts) -> list[str]:
     """The report as lines of plain text, one screen."""
     lines = [*_package_lines(facts), *_cpu_lines(facts), *_isa_lines(facts["isa"])]
-    lines += [*_thread_lines(facts), *_memory_lines(facts), ""]
+    lines += [*_weights_lines(facts["weights"]), *_thread_lines(facts), *_memory_lines(facts), ""]
     for problem in facts["problems"]:
         lines += [f"{problem['severity'].upper()}: {problem['problem']}"]
         lines += [f"  remedy: {problem['remedy']}"]
@@ -244,6 +257,19 @@ def _isa_lines(isa: Facts) -> list[str]:
         mark = "*" if row["selected"] else "+" if row["available"] else "-"
         lines.append(_line("", f"{mark} {row['isa']:<13}{row['reason']}"))
     return lines
+
+
+def _weights_lines(weights: Facts) -> list[str]:
+    distance = weights["prefetch_bytes"]
+    ahead = f"prefetch {distance} bytes ahead" if distance else "no software prefetch"
+    return [
+        _line(
+            "weights",
+            f"{weights['format']}, {weights['tile_lanes']} lanes; tuned to "
+            f"{weights['tuned_to']}: {ahead}",
+        ),
+        _line("", f"cache of prepared models {weights['cache'] or 'off (no BITNET_OPS_CACHE)'}"),
+    ]
 
 
 def _thread_lines(facts: Facts) -> list[str]:
