@@ -178,7 +178,7 @@ def test_the_layout_of_weights_is_shown(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("BITNET_OPS_CACHE", "somewhere")
     facts = doctor.collect()
     weights = facts["weights"]
-    assert weights["format"] == load().model.weight_format
+    assert weights["format"] == load(cache=False).model.weight_format
     assert weights["tile_lanes"] in (4, 8, 16) and weights["prefetch_bytes"] >= 0
     text = "\n".join(doctor.render(facts))
     assert f"weights   2bit, {weights['tile_lanes']} lanes; tuned to" in text
