@@ -2,7 +2,7 @@
 // Must not know what is kept in it.
 #pragma once
 
-#include <optional>
+#include <memory>
 
 #include "ops/door.h"
 
@@ -31,15 +31,16 @@ class Workspace {
  public:
   char* reserve(int64_t bytes) {
     if (bytes > size_) {
+      size_ = 0;       // what a failed allocation leaves
       block_.reset();  // first, so that both are never there at once
-      block_.emplace(bytes);
+      block_ = std::make_unique<Scratch<char>>(bytes);
       size_ = bytes;
     }
     return block_->get();
   }
 
  private:
-  std::optional<Scratch<char>> block_;
+  std::unique_ptr<Scratch<char>> block_;
   int64_t size_ = 0;
 };
 
