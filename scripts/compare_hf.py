@@ -261,7 +261,7 @@ def main():
     with tempfile.TemporaryDirectory() as temporary:
         converted = Path(temporary) / "model"
         convert(args.checkpoint, converted)
-        theirs, ours = load_hf(args.checkpoint), load(converted).model
+        theirs, ours = load_hf(args.checkpoint), load(converted, head_format="stored").model
         kinds = dict(Counter(type(m).__name__ for m in bit_linears(theirs).values()))
         print(f"transformers {transformers.__version__}, torch {torch.__version__}, fp32, {kinds}")
         sequences = chapters(args.checkpoint, Path(args.text).read_text())

@@ -88,8 +88,8 @@ struct KernelTable {
                        const int8_t* x, int64_t x_stride, const int32_t* x_sum, int64_t tokens,
                        int32_t* out, int64_t out_stride, int64_t prefetch_bytes);
   // The same product over private tiles of `tile_lanes` lanes: all rows of tile_count tiles, exact.
-  // The sums of raw and scaled bytes inside stay below 255 * 128 * K <= 2^30 * 1.0 for K <= 32768,
-  // and 256 * 2 * 128 * K <= 2^31, where the trit sums are divided by 256.
+  // Bounds for K <= 32768: sums of raw and scaled bytes stay below 255 * 128 * K < 2^30; trit sums,
+  // before they are divided by 256, within 256 * 2 * 128 * K <= 2^31.
   int64_t tile_lanes;
   void (*tile_gemm)(const TileJob& job);       // 2 bit
   void (*trit_tile_gemm)(const TileJob& job);  // 1.6 bit

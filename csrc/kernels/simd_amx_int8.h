@@ -1,6 +1,7 @@
 // Vocabulary of the amx_int8 ISA: the avx512_vnni words, and whole tiles of tokens x rows by the
 // matrix unit.  Sixteen lines of a private 2 bit tile (64 k) masked with one field are an AMX tile
 // of 64 k x 16 rows as they lie; the last field is the raw lines, whose sum is that of all four.
+// Must not know threads: the tile configuration is taken and given back in every call.
 #pragma once
 
 #include "kernels/simd_avx512_vnni.h"

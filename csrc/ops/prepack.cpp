@@ -1,6 +1,7 @@
 // prepack and unprepack: between the canonical rows and the private tile layouts of the kernels
 // that run (format/layout.h).  Plain loops over bytes that the compiler vectorises for the
 // baseline.
+// Must not know activations or an ISA: of the kernels it asks their number of lanes alone.
 #include <atomic>
 #include <cstring>
 

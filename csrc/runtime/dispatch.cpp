@@ -15,7 +15,10 @@ using Getter = const KernelTable* (*)();
 
 constexpr Getter kBestFirst[] = {
 #if defined(__x86_64__)
-    amx_int8::table, avx512_vnni::table, avx_vnni::table, avx2::table,
+    amx_int8::table,     // AVX-512 and tiles
+    avx512_vnni::table,  // 512 bit
+    avx_vnni::table,     // 256 bit
+    avx2::table,         // 256 bit, 16-bit sums
 #elif defined(__aarch64__)
     neon_dotprod::table,
 #endif
