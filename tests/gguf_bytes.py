@@ -1,0 +1,95 @@
+"""An independent writer of GGUF files for tests: bytes by struct, types by number, nothing checked.
+
+Written from the GGUF specification; must not import bitnet_ops, since it also makes the damaged
+files, and files of types that our writer and the official package do not write.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import numpy as np
+
+NUMBERS = {"u8": 0, "i8": 1, "u32": 4, "i32": 5, "f32": 6, "bool": 7, "str": 8, "u64": 10}
+LETTERS = {"u8": "B", "i8": "b", "u32": "I", "i32": "i", "f32": "f", "bool": "?", "u64": "Q"}
+
+
+def string(text: str | bytes) -> bytes:
+    data = text.encode() if isinstance(text, str) else text
+    return struct.pack("<Q", len(data)) + data
+
+
+def value(kind: str, content: Any) -> bytes:
+    return string(content) if kind == "str" else struct.pack("<" + LETTERS[kind], content)
+
+
+def key(name: str | bytes, kind: str, content: Any) -> bytes:
+    if kind.startswith("["):
+        inner = kind[1:-1]
+        head = struct.pack("<IIQ", 9, NUMBERS[inner], len(content))
+        return string(name) + head + b"".join(value(inner, item) for item in content)
+    return string(name) + struct.pack("<I", NUMBERS[kind]) + value(kind, content)
+
+
+def record(name: str, shape: tuple[int, ...], number: int, offset: int) -> bytes:
+    dims = struct.pack(f"<I{len(shape)}Q", len(shape), *reversed(shape))
+    return string(name) + dims + struct.pack("<IQ", number, offset)
+
+
+def pad(data: bytes, alignment: int) -> bytes:
+    return data + b"\0" * (-len(data) % alignment)
+
+
+def gguf(
+    keys: list[bytes],
+    tensors: list[tuple[str, tuple[int, ...], int, bytes]],
+    *,
+    version: int = 3,
+    alignment: int = 32,
+    tensor_count: int | None = None,
+    key_count: int | None = None,
+    magic: bytes = b"GGUF",
+    pad_last: bool = True,
+) -> bytes:
+    """A file; `tensors` are (name, shape row-major, type number, bytes)."""
+    records, data = b"", b""
+    for name, shape, number, content in tensors:
+        records += record(name, shape, number, len(data))
+        data += pad(content, alignment) if pad_last or name != tensors[-1][0] else content
+    counts = (
+        len(tensors) if tensor_count is None else tensor_count,
+        len(keys) if key_count is None else key_count,
+    )
+    head = magic + struct.pack("<IQQ", version, *counts) + b"".join(keys) + records
+    return pad(head, alignment) + data
+
+
+def i2s(codes: np.ndarray, scale: float, layout: str = "a", rubbish: bytes = b"\0" * 28) -> bytes:
+    """int8 codes [N, K] as I2_S, one element after the other: slow and plain."""
+    n, k = codes.shape
+    out = bytearray(n * k // 4)
+    if layout == "c":
+        for row in range(n):
+            for col in range(k):
+                out[row // 4 * k + col] |= (int(codes[row, col]) + 1) << (6 - 2 * (row % 4))
+    else:
+        block = {"a": 128, "b": 64}[layout]
+        quarter = block // 4
+        for i, code in enumerate(codes.reshape(-1).tolist()):
+            inside = i % block
+            byte = i // block * quarter + inside % quarter
+            out[byte] |= (code + 1) << (6 - 2 * (inside // quarter))
+    return bytes(out) + struct.pack("<f", scale) + rubbish
+
+
+def q2_0(codes: np.ndarray, scales: np.ndarray, block: int = 64) -> bytes:
+    """int8 codes [N, K] and float scales [N, K / block] as Q2_0, block by block."""
+    out = b""
+    for row, row_scales in zip(codes, scales, strict=True):
+        for j, scale in enumerate(row_scales):
+            fields = [int(c) + 1 for c in row[j * block : (j + 1) * block]]
+            quads = [fields[i : i + 4] for i in range(0, block, 4)]
+            body = bytes(a | b << 2 | c << 4 | d << 6 for a, b, c, d in quads)
+            out += struct.pack("<e", scale) + body
+    return out
