@@ -45,6 +45,9 @@ PYTHON_LAYERS: dict[str, set[str]] = {
     # the second row is for `--verify`, which runs the converted model
     "convert": {"config", "formats", "models", "ops", "packing", "quantize"}
     | {"engine", "kv_cache", "language_model", "tokenizer"},
+    # makes transformers models and hands what was trained to the converter
+    "training": {"config", "convert", "formats", "language_model", "linear", "models", "ops"}
+    | {"packing", "quantize"},
     "dummy": {"config", "formats", "head", "loading", "models", "packing"},
     "integrations": {"config", "convert", "linear", "ops", "packing", "quantize"},
     "machine": set(),
@@ -57,7 +60,12 @@ NEVER_BY_STAR = {"reference", "integrations"}
 
 # Packages that only some modules may import, by the prefix of the module below bitnet_ops.
 GUARDED_PACKAGES: dict[str, tuple[str, ...]] = {
-    "transformers": ("integrations.transformers", "convert.verify", "bench.rivals"),
+    "transformers": (
+        "integrations.transformers",
+        "convert.verify",
+        "bench.rivals",
+        "training.model",
+    ),
     "sglang": ("integrations.sglang",),
     "vllm": ("integrations.vllm",),
     "pybind11": (),

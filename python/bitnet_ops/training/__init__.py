@@ -1,0 +1,29 @@
+"""Training with quantisation in the loop, on any device torch knows, and export to what we run.
+
+    model = training.load_for_training("checkpoint/")      # a transformers model on masters
+    ...                                                     # any torch training loop
+    training.export(model, "deployed/", form="bin", tokenizer="checkpoint/")
+
+`TrainableBitLinear` is the layer people train; `bitnet_ops.BitLinear` is the packed layer that runs
+afterwards. docs/training.md has the whole story. Nothing here uses the inference ops in a forward.
+"""
+
+from bitnet_ops.training.export import export
+from bitnet_ops.training.linear import (
+    TrainableBitLinear,
+    masters_from_codes,
+    quantize_activations_ste,
+    ternarize_ste,
+)
+from bitnet_ops.training.model import TrainingError, load_for_training, replace_linears
+
+__all__ = [
+    "TrainableBitLinear",
+    "TrainingError",
+    "export",
+    "load_for_training",
+    "masters_from_codes",
+    "quantize_activations_ste",
+    "replace_linears",
+    "ternarize_ste",
+]
