@@ -5,6 +5,7 @@
 #include <pybind11/stl.h>
 
 #include "format/mapped_file.h"
+#include "format/xxh64.h"
 
 namespace py = pybind11;
 namespace format = bitnet::format;
@@ -23,18 +24,42 @@ struct PyTensor {
   std::string name;
   const char* dtype;
   py::tuple shape;
-  py::object scale;  // float, or None for a dense tensor
+  py::object scale;        // float if it is the tensor's only one, else None
+  py::object in_features;  // int where the file has it, else None
+  const char* scale_kind;  // "none", "tensor", "row" or "group"
+  const char* scale_dtype;
+  std::uint32_t group_size;
   std::uint64_t offset;
   std::uint64_t nbytes;
+  std::uint64_t scales_offset;
+  std::uint64_t scales_nbytes;
+  std::uint64_t checksum;
 };
+
+const char* scale_kind_name(format::ScaleKind kind) {
+  constexpr const char* kNames[] = {"none", "tensor", "row", "group"};
+  return kNames[static_cast<std::size_t>(kind)];
+}
 
 PyTensor to_python(const format::TensorRecord& record) {
   py::tuple shape(record.ndim);
   for (std::uint32_t i = 0; i < record.ndim; ++i) shape[i] = record.dims[i];
-  py::object scale = py::none();
-  if (record.packed()) scale = py::float_(record.scale);
-  return {std::string(record.name), dtype_name(record.dtype), shape, scale,
-          record.offset_bytes,      record.size_bytes};
+  PyTensor out{std::string(record.name),
+               dtype_name(record.dtype),
+               shape,
+               py::none(),
+               py::none(),
+               scale_kind_name(record.scale_kind),
+               dtype_name(record.scale_dtype),
+               record.group_size,
+               record.offset_bytes,
+               record.size_bytes,
+               record.scales_offset,
+               record.scales_bytes,
+               record.checksum};
+  if (record.scale_kind == format::ScaleKind::kTensor) out.scale = py::float_(record.scale);
+  if (record.in_features != 0) out.in_features = py::int_(record.in_features);
+  return out;
 }
 
 py::list tensors_of(const format::SglbitntFile& file) {
@@ -74,8 +99,15 @@ void bind_tensor(py::module_& m) {
       .def_readonly("dtype", &PyTensor::dtype)
       .def_readonly("shape", &PyTensor::shape)
       .def_readonly("scale", &PyTensor::scale)
+      .def_readonly("in_features", &PyTensor::in_features)
+      .def_readonly("scale_kind", &PyTensor::scale_kind)
+      .def_readonly("scale_dtype", &PyTensor::scale_dtype)
+      .def_readonly("group_size", &PyTensor::group_size)
       .def_readonly("offset", &PyTensor::offset)
-      .def_readonly("nbytes", &PyTensor::nbytes);
+      .def_readonly("nbytes", &PyTensor::nbytes)
+      .def_readonly("scales_offset", &PyTensor::scales_offset)
+      .def_readonly("scales_nbytes", &PyTensor::scales_nbytes)
+      .def_readonly("checksum", &PyTensor::checksum);
 }
 
 // Read-only: Python code that wants to write must copy. Whoever holds the buffer holds the file.
@@ -93,6 +125,16 @@ py::tuple code_counts(const format::SglbitntFile& file, std::size_t index) {
     counts = file.count_codes(index);
   }
   return py::make_tuple(counts.minus, counts.zero, counts.plus);
+}
+
+std::uint64_t xxh64(const py::buffer& data) {
+  const py::buffer_info info = data.request();
+  if (info.ndim != 1 || info.itemsize != 1 || (info.size > 1 && info.strides[0] != 1))
+    throw py::value_error("xxh64: expected contiguous bytes in one dimension");
+  const std::span<const std::uint8_t> bytes(static_cast<const std::uint8_t*>(info.ptr),
+                                            static_cast<std::size_t>(info.size));
+  py::gil_scoped_release release;
+  return format::xxh64(bytes);
 }
 
 py::list error_codes() {
@@ -118,9 +160,12 @@ void bind_format(py::module_& m) {
       .def_property_readonly("tensors", &tensors_of)
       .def("check_in_features", &format::SglbitntFile::check_in_features, py::arg("index"),
            py::arg("in_features"), Unlocked())
+      .def_property_readonly("version", &format::SglbitntFile::version)
+      .def("check_sum", &format::SglbitntFile::check_sum, py::arg("index"), Unlocked())
       .def("check_data", &format::SglbitntFile::check_data, py::arg("index"), Unlocked())
       .def("release", &format::SglbitntFile::release, py::arg("index"), Unlocked())
       .def("code_counts", &code_counts, py::arg("index"))
       .def_buffer(&buffer_of);
   m.def("format_error_codes", &error_codes);
+  m.def("xxh64", &xxh64, py::arg("data"));
 }

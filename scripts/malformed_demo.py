@@ -2,7 +2,7 @@
 """Print what the model reader says to every malformed file of the tests' table.
 
 Usage: scripts/malformed_demo.py [substring of the case's name]. Exits 1 if a file is not refused
-with its code. It must not know what is wrong with the files: tests/sglbitnt_malformed.py does.
+with its code. It must not know what is wrong with the files: tests/sglbitnt*_malformed.py do.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 from bitnet_ops.formats.sglbitnt import Reader, SglbitntError  # noqa: E402
+from sglbitnt2_malformed import MALFORMED2  # noqa: E402
 from sglbitnt_malformed import MALFORMED  # noqa: E402
 
 
@@ -28,7 +29,8 @@ def verdict(data: bytes, path: Path) -> SglbitntError | None:
 
 
 def main(wanted: str = "") -> int:
-    refused, cases = 0, {name: row for name, row in MALFORMED.items() if wanted in name}
+    table = MALFORMED | MALFORMED2
+    refused, cases = 0, {name: row for name, row in table.items() if wanted in name}
     with tempfile.TemporaryDirectory() as folder:
         for name, (data, code) in cases.items():
             path = Path(folder) / "model.bin"

@@ -30,7 +30,7 @@ HEADER = {
     "magic_of_a_later_format": (file(PACKED, magic=b"SGLBITN2"), "magic"),
     "magic_shifted_by_one_byte": (b"\n" + file(PACKED), "magic"),
     "version_0": (file(PACKED, version=0), "version"),
-    "version_2": (file(PACKED, version=2), "version"),
+    "version_3": (file(PACKED, version=3), "version"),
     "version_big_endian": (file(PACKED, version=1 << 24), "version"),
     "version_minus_one": (file(PACKED, version=-1), "version"),
     "config_empty": (file(PACKED, config=b""), "config_length"),

@@ -51,7 +51,7 @@ def write_model(
     with Writer(folder / "model.bin", config, len(tensors)) as writer:
         for name, tensor in tensors.items():
             if isinstance(tensor, PackedWeight):
-                writer.add_packed(name, tensor.weight, float(tensor.scale))
+                writer.add_packed(name, tensor.weight, tensor.scale, tensor.in_features)
             else:
                 writer.add_dense(name, tensor)
     return folder
@@ -61,8 +61,11 @@ def write_model(
 
 
 def test_reconverting_the_demo_gives_the_bytes_that_are_shipped(tmp_path: Path) -> None:
-    """If this fails after a change of converter or version, convert again and commit the result."""
-    convert(DEMO_SOURCE, tmp_path / "demo")
+    """If this fails after a change of converter or version, convert again and commit the result.
+
+    The demo is a file of version 1, so that reading those is proved by every use of it.
+    """
+    convert(DEMO_SOURCE, tmp_path / "demo", format_version=1)
     for name in ("model.bin", "tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         assert (tmp_path / "demo" / name).read_bytes() == (DEMO_DIR / name).read_bytes(), name
 

@@ -82,7 +82,7 @@ def test_read_of_write_is_the_identity(
 ) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "m.bin"
-        with Writer(path, config, len(tensors), names=tensors) as writer:
+        with Writer(path, config, len(tensors), names=tensors, version=1) as writer:
             for name, (tensor, scale) in tensors.items():
                 if scale is None:
                     writer.add_dense(name, tensor)

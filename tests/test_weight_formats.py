@@ -88,7 +88,7 @@ def test_the_loader_quantises_as_the_model_does(
     with Writer(tmp_path / MODEL_FILE, config, len(tensors)) as writer:
         for key, tensor in tensors.items():
             if isinstance(tensor, PackedWeight):
-                writer.add_packed(key, tensor.weight, float(tensor.scale))
+                writer.add_packed(key, tensor.weight, tensor.scale, tensor.in_features)
             else:
                 writer.add_dense(key, tensor)
     direct = build(config_of(family), tensors, head_format=head_format)

@@ -91,6 +91,10 @@ void SglbitntFile::check_data(std::size_t index) const {
   naming_path(path_, [&] { format::check_data(bytes(), parsed_.tensors.at(index)); });
 }
 
+void SglbitntFile::check_sum(std::size_t index) const {
+  naming_path(path_, [&] { format::check_sum(bytes(), parsed_.tensors.at(index)); });
+}
+
 void SglbitntFile::release(std::size_t index) const {
   const TensorRecord& tensor = parsed_.tensors.at(index);
   mapping_.release(tensor.offset_bytes, tensor.size_bytes);

@@ -41,6 +41,8 @@ class SglbitntFile {
   std::span<const std::uint8_t> bytes() const { return mapping_.bytes(); }
   std::string_view config() const { return parsed_.config; }
   const std::vector<TensorRecord>& tensors() const { return parsed_.tensors; }
+  std::uint32_t version() const { return parsed_.version; }
+  void check_sum(std::size_t index) const;
   void check_data(std::size_t index) const;  // one tensor's part of what check_codes does
   void check_in_features(std::size_t index, std::uint64_t in_features) const;
   void release(std::size_t index) const;  // of MappedFile, for one tensor's data

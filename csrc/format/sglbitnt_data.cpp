@@ -6,9 +6,8 @@
 #include <bit>
 #include <cstring>
 
-#include "format/errors.h"
+#include "format/fields.h"
 #include "format/layout.h"
-#include "format/sglbitnt.h"
 
 namespace bitnet::format {
 namespace {
@@ -105,12 +104,16 @@ void check_padding(Bytes data, const TensorRecord& tensor, const BlockMask& mask
 }  // namespace
 
 void check_data(std::span<const std::uint8_t> file, const TensorRecord& tensor) {
+  check_sum(file, tensor);
   const Bytes data = data_of(file, tensor);
   if (tensor.packed()) {
     check_codes(data, tensor);
   } else {
     check_finite(data, tensor);
   }
+  if (tensor.version < 2) return;
+  if (tensor.packed()) check_in_features(file, tensor, tensor.in_features);
+  check_scales_and_gaps(file, tensor);
 }
 
 void check_in_features(std::span<const std::uint8_t> file, const TensorRecord& tensor,
@@ -119,6 +122,10 @@ void check_in_features(std::span<const std::uint8_t> file, const TensorRecord& t
   if (!tensor.packed()) {
     fail(ErrorCode::kInFeatures, tensor.offset_bytes, where_of(tensor),
          "a packed tensor with K " + str(in_features) + ", got a dense tensor", remedy);
+  }
+  if (tensor.version >= 2 && in_features != tensor.in_features) {
+    fail(ErrorCode::kInFeatures, tensor.offset_bytes, where_of(tensor),
+         "K " + str(in_features) + " as the config says, got " + str(tensor.in_features), remedy);
   }
   const std::uint64_t most = layout::kFields * std::uint64_t{tensor.dims[1]};
   if (in_features > most || most - in_features >= layout::kBlockWeights) {

@@ -147,7 +147,7 @@ def write(name: str, directory: str | os.PathLike[str], *, seed: int = 0) -> Pat
         for tensor_name, spec in specs.items():
             tensor = _tensor(tensor_name, spec, pool)
             if isinstance(tensor, PackedWeight):
-                writer.add_packed(tensor_name, tensor.weight, float(tensor.scale))
+                writer.add_packed(tensor_name, tensor.weight, tensor.scale, tensor.in_features)
             else:
                 writer.add_dense(tensor_name, tensor)
     return file

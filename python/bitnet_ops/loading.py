@@ -37,8 +37,9 @@ def load_tensors(
     """Every tensor of `config`, values checked, in the layout `weight_format`, `head_format`.
 
     `reader`: opened with check_codes=False, for everything is checked here as it is read. `cache`:
-    the directory of prepared forms, or None. Canonical weights stay views of the mapped file, and
-    nothing is cached then; everything else is memory of its own, and the file's pages are released.
+    the directory of prepared forms, or None. Canonical weights, and in version 2 whatever is used
+    as it is stored, stay views of the mapped file, and nothing is cached if all weights are
+    canonical; the rest is memory of its own, and the file's pages are released.
     Raises SglbitntError, TensorError, and ValueError for an unknown format.
     """
     check_names(config, reader.tensors)
@@ -98,7 +99,8 @@ def _read(
             continue
         reader.check_data(name)
         tensor = reader.tensor(name)
-        reader.release(name)
+        if reader.version == 1:  # it is a copy
+            reader.release(name)
         cast = name == f"{head}.weight" and head_format != "stored" and tensor.shape == spec.shape
         # `build` refuses what does not fit
         tensors[name] = HeadWeight.from_dense(tensor, head_format) if cast else tensor
@@ -122,9 +124,13 @@ def _ternary(
     if info.shape[0] != n:
         raise TensorError(f"model: expected {name} with {n} rows, got {info.shape[0]}")
     reader.check_in_features(name, k)
-    rows = PackedWeight(reader.tensor(name), torch.tensor([info.scale]), n, k)
-    if format == "canonical":
+    scales = reader.scales(name)
+    if format == "canonical" or len(scales) > 1:  # many scales are values to be checked, too
         reader.check_data(name)
+    else:
+        reader.check_sum(name)
+    rows = PackedWeight(reader.tensor(name), scales, n, k, group_size=info.group_size)
+    if format == "canonical":
         return rows
     try:
         packed = _prepack(rows, format, arena)
@@ -146,6 +152,8 @@ def _quantised_head(
     whole = ops.quantize_head(torch.empty(spec.shape, device="meta"), head_format)
     arena = Arena(sum(aligned(part.nbytes) for part in whole))
     weight, scale = (arena.take(part.shape, part.dtype) for part in whole)
+    reader.check_sum(name)
+    reader.release(name)
     at = 0
     for begin in range(0, rows, _HEAD_ROWS):
         piece = reader.rows(name, begin, min(begin + _HEAD_ROWS, rows))

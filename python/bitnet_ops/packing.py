@@ -9,7 +9,6 @@ op. It must not know where weights come from (files, checkpoints) or who multipl
 from __future__ import annotations
 
 import dataclasses
-import math
 from dataclasses import dataclass
 
 import torch
@@ -35,10 +34,12 @@ _TILE_FIELDS = {"2bit": 4, "1.6bit": 5}  # rows of a tile, by the lanes of the k
 
 @dataclass(frozen=True)
 class PackedWeight:
-    """A ternary matrix that knows its own shape: `weight` uint8 and `scale` f32 [1].
+    """A ternary matrix that knows its own shape: `weight` uint8 and `scale` f32.
 
-    Entry (n, k) has the value code(n, k) * scale. `weight` is [N, R] in the format "canonical", and
-    as `ops.prepack` returns it in "2bit" and "1.6bit". Raises ValueError where the parts disagree.
+    Entry (n, k) has the value code(n, k) * scale, and `scale` is [1], [N] (one a row), or, with
+    `group_size` 128, [N, ceil(K / 128)] (one for 128 weights of a row). `weight` is [N, R] in the
+    format "canonical", and as `ops.prepack` returns it in "2bit" and "1.6bit". Raises ValueError
+    where the parts disagree.
     """
 
     weight: Tensor
@@ -46,6 +47,7 @@ class PackedWeight:
     out_features: int
     in_features: int
     format: str = "canonical"
+    group_size: int = 0
 
     def __post_init__(self) -> None:
         shape = self._expected_shape()
@@ -54,13 +56,28 @@ class PackedWeight:
                 f"PackedWeight: expected weight uint8 {list(shape)} for {self.out_features} x "
                 f"{self.in_features}, got {self.weight.dtype} {list(self.weight.shape)}"
             )
-        if self.scale.dtype != torch.float32 or self.scale.numel() != 1:
+        self._check_scale()
+
+    def _check_scale(self) -> None:
+        if self.group_size not in (0, BLOCK):
             raise ValueError(
-                f"PackedWeight: expected scale float32 with one element, got {self.scale.dtype} "
-                f"{list(self.scale.shape)}"
+                f"PackedWeight: expected group_size 0 or {BLOCK}, got {self.group_size}"
             )
-        if not math.isfinite(float(self.scale)):
-            raise ValueError(f"PackedWeight: expected a finite scale, got {float(self.scale)}")
+        shape, rows = list(self.scale.shape), self.out_features
+        if self.group_size:
+            fits = shape == [rows, -(-self.in_features // BLOCK)]
+        else:
+            fits = self.scale.numel() == 1 or shape == [rows]
+        if self.scale.dtype != torch.float32 or not fits:
+            groups = f"[{rows}, {-(-self.in_features // BLOCK)}]"
+            expected = groups if self.group_size else f"[1] or [{rows}]"
+            raise ValueError(
+                f"PackedWeight: expected scale float32 {expected}, got {self.scale.dtype} {shape}"
+            )
+        if not torch.isfinite(self.scale).all():
+            raise ValueError(
+                f"PackedWeight: expected finite scales, got {self.scale.tolist()!r:.80}"
+            )
 
     def _expected_shape(self) -> tuple[int, ...]:
         if self.format not in FORMATS:
@@ -126,14 +143,17 @@ def prepacked_shape(out_features: int, in_features: int, format: str) -> tuple[i
     return tuple(rows.shape)
 
 
-def pack_ternary(codes: Tensor, scale: Tensor | float = 1.0) -> PackedWeight:
+def pack_ternary(codes: Tensor, scale: Tensor | float = 1.0, group_size: int = 0) -> PackedWeight:
     """Pack codes int8 [N, K] in {-1, 0, 1}, with the multiplicative `scale`, to a PackedWeight.
 
+    `scale`: a number, or f32 [1], [N], or with `group_size` 128 [N, ceil(K / 128)].
     Raises RuntimeError if a code lies outside {-1, 0, 1}.
     """
     packed = ops.pack(codes)
-    scale_tensor = torch.as_tensor(scale, dtype=torch.float32).reshape(-1)
-    return PackedWeight(packed, scale_tensor, codes.shape[0], codes.shape[1])
+    scales = torch.as_tensor(scale, dtype=torch.float32)
+    if group_size == 0:
+        scales = scales.reshape(-1)
+    return PackedWeight(packed, scales, codes.shape[0], codes.shape[1], group_size=group_size)
 
 
 def unpack_ternary(packed: PackedWeight) -> Tensor:

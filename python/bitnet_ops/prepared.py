@@ -31,7 +31,7 @@ from bitnet_ops.head import HeadWeight
 from bitnet_ops.packing import PackedWeight
 
 ENVIRONMENT = "BITNET_OPS_CACHE"
-VERSION = 1  # of this file's format and of the private layouts; raise it when either changes
+VERSION = 2  # of this file's format and of the private layouts; raise it when either changes
 _MAGIC = b"BITNETPM"
 _HEADER = struct.Struct("<8sIQ32s")  # magic, version, bytes of JSON, digest
 _CHUNK = 4 << 20  # bytes read and summed at a time: they fit the caches of the CPU
@@ -127,8 +127,10 @@ def _write_file(out: BinaryIO, key: str, tensors: Mapping[str, Value]) -> None:
 def _taken_apart(value: Value) -> tuple[str, list[Tensor], list[Any]]:
     """A kind, the tensors and the numbers that `_put_together` makes the value of."""
     if isinstance(value, PackedWeight):
-        shape = [value.out_features, value.in_features]
-        return "ternary", [value.weight], [float(value.scale), *shape, value.format]
+        about = [value.out_features, value.in_features, value.format, value.group_size]
+        if value.scale.numel() == 1:  # a number between weights would break their one stream
+            return "ternary", [value.weight], [*about, float(value.scale)]
+        return "ternary", [value.weight, value.scale], about
     if isinstance(value, HeadWeight):
         parts = [value.weight] if value.scale is None else [value.weight, value.scale]
         return "head", parts, [value.out_features, value.in_features]
@@ -137,8 +139,10 @@ def _taken_apart(value: Value) -> tuple[str, list[Tensor], list[Any]]:
 
 def _put_together(kind: str, parts: Sequence[Tensor], about: Sequence[Any]) -> Value:
     if kind == "ternary":
-        scale, out_features, in_features, format = about
-        return PackedWeight(parts[0], torch.tensor([scale]), out_features, in_features, format)
+        scale = parts[1] if len(parts) > 1 else torch.tensor([about[4]])
+        if about[3]:
+            scale = scale.view(about[0], -1)
+        return PackedWeight(parts[0], scale, *about[:4])
     if kind == "head":
         return HeadWeight(parts[0], parts[1] if len(parts) > 1 else None, *about)
     return parts[0]

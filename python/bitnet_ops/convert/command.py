@@ -33,6 +33,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="ternarise a checkpoint that has no quantization_config, on your word",
     )
+    parser.add_argument(
+        "--format",
+        choices=("v2", "v1"),
+        default="v2",
+        help="version of model.bin (FORMAT.md); v1 for readers that know no other",
+    )
     parser.add_argument("--json", action="store_true", help="print the report as JSON on stdout")
 
 
@@ -45,6 +51,7 @@ def run(args: argparse.Namespace) -> int:
             verify=args.verify,
             force=args.force,
             assume_online=args.assume_online,
+            format_version=int(args.format.removeprefix("v")),
             progress=progress,
         )
     if args.json:

@@ -37,6 +37,7 @@ def convert(
     verify: bool = False,
     force: bool = False,
     assume_online: bool = False,
+    format_version: int = 2,
     progress: Progress | None = None,
 ) -> ConvertReport:
     """Convert the checkpoint folder `src_dir` into the new folder `dst`.
@@ -49,6 +50,7 @@ def convert(
             does not agree is refused and not kept.
         force: replace `dst` if it is an earlier result.
         assume_online: treat a checkpoint without quantization_config as ternarised masters.
+        format_version: of model.bin, 2, or 1 for readers that know no other (FORMAT.md).
         progress: called as progress(done, total, tensor_name) before each tensor.
 
     Returns the report, which also lies in `dst`.
@@ -60,7 +62,7 @@ def convert(
     check_destination(source.folder, target, force=force)
     try:
         with building(target) as folder:
-            report = _build(source, plan, folder, progress)
+            report = _build(source, plan, folder, format_version, progress)
             if verify:
                 _verify(source, plan, folder, report)
             report.seconds = round(time.perf_counter() - started, 3)
@@ -70,11 +72,14 @@ def convert(
     return report
 
 
-def _build(source: Source, plan: Plan, folder: Path, progress: Progress | None) -> ConvertReport:
+def _build(
+    source: Source, plan: Plan, folder: Path, version: int, progress: Progress | None
+) -> ConvertReport:
     totals, remarks = TernaryTotals(), _remarks(source, plan)
     _check_tied_head(source, plan)
     config = _config(source, plan)
-    with Writer(folder / MODEL_FILE, config, len(plan.specs), names=plan.specs) as writer:
+    names = plan.specs
+    with Writer(folder / MODEL_FILE, config, len(names), names, version=version) as writer:
         for done, name in enumerate(plan.specs):
             if progress is not None:
                 progress(done, len(plan.specs), name)

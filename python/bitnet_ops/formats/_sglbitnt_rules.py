@@ -1,4 +1,4 @@
-"""What the reader and the writer of SGLBITNT version 1 share: limits, the error type, the config.
+"""What the reader and the writer of SGLBITNT share: limits, the error type, the config.
 
 The rules are FORMAT.md's; those about bytes are enforced in csrc/format when reading. It must not
 know files, nor what a config says outside its block "bitnet_ops".
@@ -17,7 +17,7 @@ import torch
 from bitnet_ops import _runtime
 
 MAGIC = b"SGLBITNT"
-VERSION = 1
+VERSIONS = (1, 2)
 MAX_CONFIG_BYTES = 1 << 20
 MAX_TENSORS = 1 << 16
 MAX_NAME_BYTES = 1024

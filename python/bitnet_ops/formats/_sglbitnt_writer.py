@@ -1,4 +1,4 @@
-"""The streaming writer of SGLBITNT version 1 (FORMAT.md); public as `sglbitnt.Writer`.
+"""The streaming writer of SGLBITNT, versions 1 and 2 (FORMAT.md); public as `sglbitnt.Writer`.
 
 Everything is checked before the first byte of a tensor is written. It must not know models, nor
 what a config says outside its block "bitnet_ops".
@@ -8,27 +8,26 @@ from __future__ import annotations
 
 import contextlib
 import os
-import struct
 import unicodedata
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from bitnet_ops import _runtime
+from bitnet_ops.formats._sglbitnt_layouts import LAYOUTS, Record, Version1, Version2
 from bitnet_ops.formats._sglbitnt_rules import (
     DTYPES,
-    MAGIC,
     MAX_DIM,
     MAX_DIMS,
     MAX_NAME_BYTES,
     MAX_TENSORS,
     ROW_BLOCK_BYTES,
     ROW_BLOCK_WEIGHTS,
-    VERSION,
+    VERSIONS,
     SglbitntError,
     config_bytes,
     typed_errors,
@@ -36,17 +35,18 @@ from bitnet_ops.formats._sglbitnt_rules import (
 from bitnet_ops.formats.atomic import atomic_file
 
 _SCAN_ELEMS = 1 << 22  # data is scanned in pieces, so that temporaries stay small
+_WEIGHTS_PER_BYTE = 4
 _SMALLEST_NORMAL = 2.0**-126  # of float32
 
 
 class Writer:
     """Writes a model file tensor by tensor; only a complete and valid one gets the name `path`.
 
-    `config`: the config.json dict. `tensor_count`: how many tensors will be added, since the format
-    has the number in front; `names`, if given, says which. A context manager: leaving it normally
-    renames the temporary file, leaving it by any exception removes it. Needs no memory beyond the
-    tensor being written. Raises SglbitntError for what breaks a rule of FORMAT.md (nothing of that
-    tensor is written then) and, with code "io", for what the file system refuses.
+    `config`: the config.json dict. `tensor_count`: how many tensors will be added; `names`, if
+    given, says which. `version`: 2, or 1 for readers that know no other. A context manager: leaving
+    it normally renames the temporary file, leaving it by any exception removes it. Needs no memory
+    beyond the tensor being written. Raises SglbitntError for what breaks a rule of FORMAT.md
+    (nothing of that tensor is written then) and, with code "io", for what the file system refuses.
     """
 
     def __init__(
@@ -55,13 +55,18 @@ class Writer:
         config: dict[str, Any],
         tensor_count: int,
         names: Iterable[str] | None = None,
+        *,
+        version: int = 2,
     ) -> None:
         self.path = Path(path)
+        self.version = version
+        if version not in VERSIONS:
+            self._fail("version", "header", f"version 1 or 2, got {version}")
         self._config = config_bytes(config, str(self.path))
         self._count = tensor_count
         self._promised = None if names is None else set(names)
         self._written: set[str] = set()
-        self._file: BinaryIO | None = None
+        self._layout: Version1 | Version2 | None = None
         if not 0 <= tensor_count <= MAX_TENSORS:
             limit = f"a tensor count of at most {MAX_TENSORS}, got {tensor_count}"
             self._fail("tensor_count", "header", limit)
@@ -69,22 +74,31 @@ class Writer:
             self._fail("writer_count", "header", f"{tensor_count} names, got {len(self._promised)}")
 
     def add_packed(
-        self, name: str, weight: Tensor, scale: float, in_features: int | None = None
+        self,
+        name: str,
+        weight: Tensor,
+        scale: float | Tensor,
+        in_features: int | None = None,
+        group_size: int = 0,
     ) -> None:
-        """Add a ternary weight: packed rows, uint8 [N, 32*ceil(K/128)], and the multiplying scale.
+        """Add a ternary weight: packed rows, uint8 [N, 32*ceil(K/128)], and multiplying scales.
 
-        `in_features`: the true K; given, row bytes and padding codes are checked against it.
+        `scale`: a number, or a tensor of one element, f32 or f16 [N], or, with `group_size` 128,
+        [N, ceil(K/128)]; version 1 holds one number. `in_features`: the true K, against which row
+        bytes and padding codes are checked; None means that rows are full, K = 4 * row bytes.
         """
         self._check_tensor(name, weight, packed=True)
-        stored_scale = self._stored_scale(name, float(scale))
-        if in_features is not None:
+        scales = self._stored_scales(name, weight, scale, group_size)
+        if in_features is None:
+            in_features = weight.shape[1] * _WEIGHTS_PER_BYTE
+        else:
             self._check_padding(name, weight, in_features)
-        self._write(name, weight, struct.pack("<If", 1, stored_scale))
+        self._write(Record(name, weight, scales, in_features, group_size))
 
     def add_dense(self, name: str, tensor: Tensor) -> None:
         """Add a float32, float16 or bfloat16 tensor of 1 to 8 dimensions, in its dtype."""
         self._check_tensor(name, tensor, packed=False)
-        self._write(name, tensor, struct.pack("<I", 0))
+        self._write(Record(name, tensor))
 
     # --- checks -----------------------------------------------------------------------------------
 
@@ -97,7 +111,7 @@ class Writer:
         return f"tensor {len(self._written)} {name!r}"
 
     def _check_tensor(self, name: str, tensor: Tensor, packed: bool) -> None:
-        if self._file is None:
+        if self._layout is None:
             limit = "an open Writer, got one outside its block"
             self._fail("writer_closed", self._where(name), limit, "use `with Writer(...)`")
         self._check_name(name)
@@ -148,10 +162,33 @@ class Writer:
             elif not torch.isfinite(piece).all():
                 self._fail("non_finite", self._where(name), "finite values, got NaN or infinity")
 
-    def _stored_scale(self, name: str, scale: float) -> float:
-        """`scale` as float32 holds it."""
-        stored = torch.tensor(scale, dtype=torch.float64).float().item()
-        if not _SMALLEST_NORMAL <= stored < float("inf"):
+    def _stored_scales(
+        self, name: str, weight: Tensor, scale: float | Tensor, group_size: int
+    ) -> Tensor:
+        """`scale` as the file holds it: f32 [1], or f32 or f16 [N] or [N, groups]."""
+        if not isinstance(scale, Tensor) or (scale.numel() == 1 and group_size == 0):
+            return self._one_scale(name, float(scale))
+        rows, blocks = weight.shape[0], weight.shape[1] // ROW_BLOCK_BYTES
+        where = self._where(name)
+        if self.version == 1:
+            self._fail("scale_kind", where, f"one scale, got {list(scale.shape)}", "use version 2")
+        if group_size not in (0, ROW_BLOCK_WEIGHTS):
+            limit = f"a group size of {ROW_BLOCK_WEIGHTS}, or 0 for scales per row"
+            self._fail("group_size", where, f"{limit}, got {group_size}")
+        shape = [rows, blocks] if group_size else [rows]
+        if list(scale.shape) != shape:
+            self._fail("scale_kind", where, f"scales {shape}, got {list(scale.shape)}")
+        if scale.dtype not in (torch.float32, torch.float16):
+            self._fail("scale_dtype", where, f"scales in float32 or float16, got {scale.dtype}")
+        subnormal = (scale.dtype == torch.float32) & (scale != 0) & (scale < _SMALLEST_NORMAL)
+        if not torch.isfinite(scale).all() or torch.signbit(scale).any() or subnormal.any():
+            limit = "scales that are finite, not negative and not subnormal in float32"
+            self._fail("scale_value", where, f"{limit}, got {scale.min()} to {scale.max()}")
+        return scale.detach()
+
+    def _one_scale(self, name: str, scale: float) -> Tensor:
+        stored = torch.tensor([scale], dtype=torch.float64).float()
+        if not _SMALLEST_NORMAL <= stored.item() < float("inf"):
             limit = f"a scale that is finite, normal and above 0 in float32, got {scale}"
             self._fail("scale_value", self._where(name), limit)
         return stored
@@ -179,31 +216,23 @@ class Writer:
                 "check the directory, its permissions and the free space",
             ) from error
 
-    def _write(self, name: str, tensor: Tensor, scale_field: bytes) -> None:
-        assert self._file is not None
-        data = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
-        encoded = name.encode()
-        record = struct.pack("<I", len(encoded)) + encoded
-        record += struct.pack("<II", DTYPES[tensor.dtype], tensor.dim())
-        record += struct.pack(f"<{tensor.dim()}I", *tensor.shape)
-        record += scale_field + struct.pack("<Q", data.nbytes)
+    def _write(self, record: Record) -> None:
+        assert self._layout is not None
         with self._io_errors():
-            self._file.write(record)
-            self._file.write(data.data)
-        self._written.add(name)
+            self._layout.add(record)
+        self._written.add(record.name)
 
     @contextlib.contextmanager
     def _session(self) -> Iterator[None]:
-        header = MAGIC + struct.pack("<II", VERSION, len(self._config)) + self._config
         with atomic_file(self.path) as file:
-            file.write(header + struct.pack("<I", self._count))
-            self._file = file
+            self._layout = LAYOUTS[self.version](file, self._config, self._count)
             try:
                 yield
+                self._layout.finish()
                 file.flush()
                 self._check_complete(file.name)
             finally:
-                self._file = None
+                self._layout = None
 
     def _check_complete(self, temporary: str) -> None:
         if len(self._written) != self._count:

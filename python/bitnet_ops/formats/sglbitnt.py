@@ -1,4 +1,4 @@
-"""SGLBITNT version 1, the model file of FORMAT.md: a memory-mapped Reader and a streaming Writer.
+"""SGLBITNT, the model file of FORMAT.md: a memory-mapped Reader and a streaming Writer.
 
 The bytes are checked in C++ (csrc/format), the config in Python. It must not know models, nor what
 a config says outside its block "bitnet_ops".
@@ -34,10 +34,13 @@ _DTYPE_BY_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """One tensor of a file. Packed (uint8): `shape` is [N, 32*ceil(K/128)], `scale` multiplies.
+    """One tensor of a file. Packed (uint8): `shape` is [N, 32*ceil(K/128)]; scales multiply.
 
-    Dense (float32, float16, bfloat16): `shape` is its own, `scale` is None.
-    `offset` and `nbytes` say where the data lies in the file, in bytes.
+    Dense (float32, float16, bfloat16): `shape` is its own. `offset` and `nbytes` say where the data
+    lies in the file, in bytes. `scale`: the scale of a packed tensor that has one, else None;
+    `scale_kind`: "none" (dense), "tensor", "row" or "group", of `group_size` weights along K.
+    `in_features`: the true K of a packed tensor, None in version 1, which does not have it.
+    `checksum`: XXH64 of the data, 0 in version 1.
     """
 
     name: str
@@ -46,6 +49,13 @@ class TensorInfo:
     scale: float | None
     offset: int
     nbytes: int
+    in_features: int | None = None
+    scale_kind: str = "none"
+    scale_dtype: torch.dtype = torch.float32
+    group_size: int = 0
+    scales_offset: int = 0
+    scales_nbytes: int = 0
+    checksum: int = 0
 
     @property
     def packed(self) -> bool:
@@ -59,7 +69,7 @@ def model_file(path: str | os.PathLike[str]) -> Path:
 
 
 class Reader:
-    """A file, checked and mapped; tensors of the packed kind are views of the mapping.
+    """A file, checked and mapped; packed tensors, and in version 2 all, are views of the mapping.
 
     `check_codes`: besides the structure scan all data for code 3 and for NaN or infinity (memory
     speed). Raises SglbitntError for a file that breaks a rule of FORMAT.md or cannot be read.
@@ -69,9 +79,24 @@ class Reader:
         self.path = Path(path)
         with typed_errors():
             self._file = _runtime.SglbitntFile(os.fsencode(self.path), check_codes)
+        self.version: int = self._file.version
         self.config: dict[str, Any] = parse_config(self._file.config_json, str(self.path))
         infos = [
-            TensorInfo(t.name, _DTYPE_BY_NAME[t.dtype], t.shape, t.scale, t.offset, t.nbytes)
+            TensorInfo(
+                t.name,
+                _DTYPE_BY_NAME[t.dtype],
+                t.shape,
+                t.scale,
+                t.offset,
+                t.nbytes,
+                t.in_features,
+                t.scale_kind,
+                _DTYPE_BY_NAME[t.scale_dtype],
+                t.group_size,
+                t.scales_offset,
+                t.scales_nbytes,
+                t.checksum,
+            )
             for t in self._file.tensors
         ]
         self.tensors: dict[str, TensorInfo] = {info.name: info for info in infos}
@@ -85,16 +110,30 @@ class Reader:
     def tensor(self, name: str) -> Tensor:
         """The tensor `name` in its dtype and shape.
 
-        Packed: uint8 [N, R], zero-copy (it keeps the file mapped, its address is not aligned).
-        Dense: a copy. Raises SglbitntError("missing_tensor").
+        Version 2: zero-copy (it keeps the file mapped), aligned to 64 bytes. Version 1: zero-copy
+        and unaligned if packed, else a copy. Raises SglbitntError("missing_tensor").
         """
         info = self._info(name)
         data = self._bytes[info.offset : info.offset + info.nbytes]
-        if info.packed:
-            return data.view(info.shape)
+        if info.packed or self.version > 1:
+            return data.view(info.dtype).view(info.shape)
         copy = Arena(info.nbytes).take(info.shape, info.dtype)  # data is unaligned in the file
         copy.view(-1).view(torch.uint8).copy_(data)
         return copy
+
+    def scales(self, name: str) -> Tensor:
+        """The multiplying scales of the packed tensor `name`: f32 [1], [N] or [N, groups].
+
+        Raises SglbitntError("missing_tensor"), ValueError for a dense tensor.
+        """
+        info = self._info(name)
+        if info.scale is not None:
+            return torch.tensor([info.scale])
+        if not info.packed:
+            raise ValueError(f"scales: expected a packed tensor, got {name} {info.dtype}")
+        stored = self._bytes[info.scales_offset : info.scales_offset + info.scales_nbytes]
+        values = stored.view(info.scale_dtype).float()
+        return values if info.scale_kind == "row" else values.view(info.shape[0], -1)
 
     def rows(self, name: str, begin: int, end: int) -> Tensor:
         """A copy of rows [begin, end) of the dense tensor `name`.
@@ -139,6 +178,15 @@ class Reader:
         self._info(name)
         with typed_errors():
             self._file.check_data(self._index[name])
+
+    def check_sum(self, name: str) -> None:
+        """Compare the data and scales of `name` with their checksums; version 1 has none.
+
+        Raises SglbitntError("data_checksum").
+        """
+        self._info(name)
+        with typed_errors():
+            self._file.check_sum(self._index[name])
 
     def release(self, name: str) -> None:
         """Give back the memory behind the data of `name`, which has been read and is not needed.
