@@ -103,9 +103,9 @@ def test_packed_weight_checks_its_parts(rng: torch.Generator) -> None:
         PackedWeight(good.weight, good.scale, 4, 129)
     with pytest.raises(ValueError, match="weight uint8"):
         PackedWeight(good.weight.to(torch.int8), good.scale, 4, 128)
-    with pytest.raises(ValueError, match="scale float32 with one element"):
+    with pytest.raises(ValueError, match=r"scale float32 \[1\] or \[4\]"):
         PackedWeight(good.weight, torch.ones(2), 4, 128)
-    with pytest.raises(ValueError, match="finite scale, got nan"):
+    with pytest.raises(ValueError, match="finite scales, got"):
         PackedWeight(good.weight, torch.tensor([float("nan")]), 4, 128)
 
 
