@@ -27,8 +27,11 @@ TRAVELLERS = (
 _OURS = {MODEL_FILE, REPORT_FILE, *TRAVELLERS}
 
 
-def check_destination(source: Path, target: Path, *, force: bool) -> None:
-    """Refuse a target that exists (unless forced and one of ours) or that lies in the source."""
+def check_destination(source: Path, target: Path, *, force: bool, option: str = "--force") -> None:
+    """Refuse a target that exists (unless forced and one of ours) or that lies in the source.
+
+    `option` is the name that the caller's command line has for `force`.
+    """
     if target.resolve().is_relative_to(source.resolve()):
         refuse("destination-in-source", f"a destination outside {source}", str(target))
     if not target.parent.is_dir():
@@ -36,7 +39,7 @@ def check_destination(source: Path, target: Path, *, force: bool) -> None:
     if not os.path.lexists(target):
         return
     if not force:
-        refuse("destination-exists", "a new destination", f"{target}", "--force replaces it")
+        refuse("destination-exists", "a new destination", f"{target}", f"{option} replaces it")
     if target.is_symlink() or not target.is_dir():
         refuse(
             "destination-foreign", "a folder to replace", f"{target}, which is none", "remove it"

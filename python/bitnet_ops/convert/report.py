@@ -59,6 +59,7 @@ class ConvertReport:
     remarks: list[str]
     versions: dict[str, str] = field(default_factory=lambda: versions())
     verification: dict[str, Any] | None = None
+    masters: dict[str, Any] | None = None  # what `quantize` found in them
 
     def to_dict(self) -> dict[str, Any]:
         """The report as JSON-ready values, with the share of zeros computed."""

@@ -1,0 +1,213 @@
+"""`quantize`: master weights -> ternary, after a look at whether they were trained to be.
+
+The look is masters.py's; the .bin is `convert`'s; here are the decision and the packed Hugging Face
+folder (autobitlinear offline), written tensor by tensor. It must not know the command line.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bitnet_ops.convert.destination import TRAVELLERS, building, check_destination
+from bitnet_ops.convert.errors import refuse
+from bitnet_ops.convert.hf import Progress, convert
+from bitnet_ops.convert.masters import (
+    MastersStatistics,
+    TextMeasurement,
+    UnroundedOracle,
+    measure_tensor,
+    measure_text,
+)
+from bitnet_ops.convert.plain_forward import PlainOracle
+from bitnet_ops.convert.plan import Plan, make_plan, scale_name
+from bitnet_ops.convert.report import ConvertReport
+from bitnet_ops.convert.source import Source
+from bitnet_ops.convert.ternary import check_finite, from_masters
+from bitnet_ops.convert.texts import text_sequences
+from bitnet_ops.formats.safetensors_stream import write_safetensors
+from bitnet_ops.packing import pack_hf
+
+FORMS = ("bin", "packed")
+
+
+@dataclass
+class QuantizeReport:
+    """What was found in the masters and what was written."""
+
+    statistics: MastersStatistics
+    text: TextMeasurement | None
+    forced: bool
+    declared: bool  # config.json says that these are masters for b1.58
+    conversion: ConvertReport | None = None  # of form "bin"
+
+    @property
+    def trained(self) -> bool:
+        """What the measurement says where there is one, otherwise config or statistic."""
+        if self.text is not None:
+            return self.text.trained
+        return self.declared or self.statistics.trained
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        text = None if self.text is None else vars(self.text)
+        return {
+            "trained": self.trained,
+            "forced": self.forced,
+            "declared": self.declared,
+            "statistics": self.statistics.to_dict(),
+            "text": text,
+            "conversion": None if self.conversion is None else self.conversion.to_dict(),
+        }
+
+    def lines(self) -> list[str]:
+        """For people, one fact a line."""
+        result = [self.statistics.line()]
+        if self.text is not None:
+            result.append(self.text.line())
+        if not self.trained:
+            result.append("forced: nothing shows that these masters were trained to be ternary")
+        return result + ([] if self.conversion is None else self.conversion.lines())
+
+
+def quantize(
+    src_dir: str | Path,
+    dst: str | Path,
+    *,
+    form: str = "bin",
+    text: str | Path | None = None,
+    force: bool = False,
+    verify: bool = False,
+    replace: bool = False,
+    progress: Progress | None = None,
+) -> QuantizeReport:
+    """Ternarise the masters in the folder `src_dir` into the new folder `dst`.
+
+    Args:
+        src_dir: Hugging Face folder of a causal model with bf16, fp16 or fp32 weights; it needs no
+            quantization_config.
+        dst: folder to create.
+        form: "bin" (model.bin, as `convert`), or "packed" (a Hugging Face folder as
+            microsoft/bitnet-b1.58-2B-4T: autobitlinear offline).
+        text: a UTF-8 file; the losses on it, masters rounded and unrounded, decide then.
+        force: go on although nothing shows that the masters were trained to be ternary.
+        verify, replace, progress: as `convert` has `verify`, `force`, `progress`; with "bin".
+    Raises ConvertError: "not-trained" for masters that show no training for b1.58, "packed-source",
+        and as `convert`. Nothing is left at `dst` then.
+    """
+    if form not in FORMS:
+        raise ValueError(f"quantize: expected form one of {', '.join(FORMS)}, got {form!r}")
+    source, target = Source(src_dir), Path(dst)
+    declared = source.config.get("quantization_config") is not None
+    plan = make_plan(source.config, source.tensors, assume_online=not declared)
+    if plan.scheme.mode != "masters":
+        refuse(
+            "packed-source",
+            "master weights",
+            f"{plan.scheme.linear_class} {plan.scheme.quantization_mode}, ternary already",
+            "`bitnet-ops convert` is for these",
+        )
+    allowed = replace and form == "bin"
+    check_destination(source.folder, target, force=allowed, option="--replace")
+    report = QuantizeReport(_statistics(source, plan, progress), None, force, declared)
+    if text is not None:
+        sequences = text_sequences(source.folder, plan.config, Path(text))
+        oracles = PlainOracle(source, plan), UnroundedOracle(source, plan)
+        report.text = measure_text(*oracles, sequences)
+    if not report.trained and not force:
+        _refuse_untrained(report)
+    if form == "bin":
+        report.conversion = convert(
+            src_dir,
+            target,
+            verify=verify,
+            force=replace,
+            assume_online=not declared,
+            progress=progress,
+        )
+        report.conversion.masters = {k: v for k, v in report.to_dict().items() if k != "conversion"}
+        report.conversion.write(target)
+    else:
+        with building(target) as folder:
+            _write_packed(source, plan, folder, progress)
+    return report
+
+
+def _refuse_untrained(report: QuantizeReport) -> None:
+    if report.text is not None:
+        refuse(
+            "not-trained",
+            "a model that is no worse with its weights rounded to ternary",
+            report.text.line(),
+            "rounding a model that was not trained for it destroys it; --force goes on",
+        )
+    refuse(
+        "not-trained",
+        "masters trained for b1.58, whose weights pile up at the rounding threshold",
+        report.statistics.line(),
+        "--text FILE measures the loss instead, --force goes on",
+    )
+
+
+def _statistics(source: Source, plan: Plan, progress: Progress | None) -> MastersStatistics:
+    names = [name for name, spec in plan.specs.items() if spec.kind == "ternary"]
+    result = MastersStatistics()
+    for done, name in enumerate(names):
+        if progress is not None:
+            progress(done, len(names), f"statistics of {name}")
+        masters = source.tensor(name)
+        check_finite(name, masters)
+        result.tensors.append(measure_tensor(name, masters))
+    return result
+
+
+# The packed Hugging Face folder -------------------------------------------------------------------
+
+
+def _write_packed(source: Source, plan: Plan, folder: Path, progress: Progress | None) -> None:
+    forms: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+    for name, spec in plan.specs.items():
+        if spec.kind == "dense":
+            forms[name] = (_DTYPES[source.tensors[name].dtype], spec.shape)
+            continue
+        rows, columns = spec.shape
+        if rows % 4:
+            found = f"{rows} in {name}"
+            refuse("rows", "outputs in fours, four of which share a byte", found, "use --form bin")
+        forms[name] = (torch.uint8, (rows // 4, columns))
+        forms[scale_name(name)] = (torch.float32, (1,))
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        for done, (name, spec) in enumerate(plan.specs.items()):
+            if progress is not None:
+                progress(done, len(plan.specs), name)
+            tensor = source.tensor(name)
+            if spec.kind == "dense":
+                check_finite(name, tensor)
+                yield name, tensor
+                continue
+            codes, scale, _ = from_masters(name, tensor, plan.scheme)
+            yield name, pack_hf(codes)
+            yield scale_name(name), torch.tensor([scale])
+
+    write_safetensors(folder / "model.safetensors", forms, tensors())
+    quantization = {
+        "quant_method": "bitnet",
+        "linear_class": "autobitlinear",
+        "quantization_mode": "offline",
+        "modules_to_not_convert": None,
+    }
+    text = json.dumps({**source.config, "quantization_config": quantization}, indent=2)
+    (folder / "config.json").write_text(text + "\n", encoding="utf-8")
+    for name in TRAVELLERS:
+        if (source.folder / name).is_file():
+            (folder / name).write_bytes((source.folder / name).read_bytes())
+
+
+_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}

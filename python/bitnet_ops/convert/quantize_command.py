@@ -1,0 +1,60 @@
+"""`bitnet-ops quantize SRC DST`: arguments and output of `quantize`.
+
+It must not know statistics or formats; everything it does is one call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+
+from bitnet_ops.convert.command import _progress_bar
+from bitnet_ops.convert.quantize import FORMS, quantize
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the subcommand's arguments to `parser`."""
+    parser.description = (
+        "Ternarise the bf16, fp16 or fp32 masters of a Hugging Face causal model that was trained "
+        "for BitNet b1.58. Masters that show no such training are refused, with the statistics."
+    )
+    parser.add_argument("source", metavar="SRC", help="folder with config.json and safetensors")
+    parser.add_argument("destination", metavar="DST", help="folder to create")
+    parser.add_argument(
+        "--form",
+        choices=FORMS,
+        default="bin",
+        help="bin: model.bin (default); packed: a Hugging Face folder, autobitlinear offline",
+    )
+    parser.add_argument(
+        "--text", metavar="FILE", help="decide by the loss on this text, rounded and unrounded"
+    )
+    parser.add_argument(
+        "--force",
+        action="store_true",
+        help="go on although nothing shows training for b1.58: the result will talk nonsense",
+    )
+    parser.add_argument("--verify", action="store_true", help="as of convert (form bin)")
+    parser.add_argument("--replace", action="store_true", help="replace an earlier result")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON on stdout")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the subcommand; returns 0. A refusal is a ConvertError, which the command line prints."""
+    with _progress_bar(enabled=sys.stderr.isatty() and not args.json) as progress:
+        report = quantize(
+            args.source,
+            args.destination,
+            form=args.form,
+            text=args.text,
+            force=args.force,
+            verify=args.verify,
+            replace=args.replace,
+            progress=progress,
+        )
+    if args.json:
+        print(json.dumps(report.to_dict(), indent=1, ensure_ascii=False))
+    else:
+        print("\n".join([f"wrote {args.destination}", *report.lines()]))
+    return 0
