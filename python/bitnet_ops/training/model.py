@@ -166,9 +166,14 @@ def _from_file(file: Path) -> tuple[dict[str, Any], Iterator[tuple[str, Tensor]]
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
         for name, spec in specs.items():
-            tensor, scale = reader.tensor(name), reader.tensors[name].scale
-            if scale is not None:
-                tensor = masters_from_codes(ops.unpack(tensor, spec.shape[1]), scale)
+            tensor, info = reader.tensor(name), reader.tensors[name]
+            if info.packed and info.scale is None:
+                raise TrainingError(
+                    f"load_for_training: expected one scale in {name}, got one per "
+                    f"{info.scale_kind}; a TrainableBitLinear has one for its matrix"
+                )
+            if info.scale is not None:
+                tensor = masters_from_codes(ops.unpack(tensor, spec.shape[1]), info.scale)
             yield name, tensor
 
     return reader.config, tensors()
