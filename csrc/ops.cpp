@@ -35,6 +35,10 @@ STABLE_TORCH_LIBRARY(bitnet, m) {
   m.def(
       "linear(Tensor x, Tensor weight, Tensor weight_scale, Tensor? bias=None, "
       "int? out_features=None) -> Tensor");
+  // x F [..., K], weight W, weight_scale float32 [N, ceil(K / 128)], bias F [N] -> F [..., N]
+  m.def(
+      "group_linear(Tensor x, Tensor weight, Tensor weight_scale, Tensor? bias=None, "
+      "int? out_features=None) -> Tensor");
   // x F [..., K], weight F [K] -> F [..., K]
   m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor");
   // x, residual F [..., K], weight F [K] -> y, residual_out F [..., K]
@@ -113,6 +117,7 @@ STABLE_TORCH_LIBRARY_IMPL(bitnet, CPU, m) {
   m.impl("gemv", TORCH_BOX(&ops::gemv));
   m.impl("gemm", TORCH_BOX(&ops::gemm));
   m.impl("linear", TORCH_BOX(&ops::linear));
+  m.impl("group_linear", TORCH_BOX(&ops::group_linear));
   m.impl("rms_norm", TORCH_BOX(&ops::rms_norm));
   m.impl("add_rms_norm", TORCH_BOX(&ops::add_rms_norm));
   m.impl("relu2_mul", TORCH_BOX(&ops::relu2_mul));

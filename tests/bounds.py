@@ -21,8 +21,8 @@ TINY = 2.0**-126
 EXP_ERROR = 4 * U
 
 EXACT = frozenset(
-    """pack unpack quantize_weights quantize_activations gemv gemm linear relu2_mul rope
-    kv_cache_update quantize_head embedding""".split()
+    """pack unpack quantize_weights quantize_activations gemv gemm linear group_linear relu2_mul
+    rope kv_cache_update quantize_head embedding""".split()
 )
 
 

@@ -51,6 +51,10 @@ LARGE = [
         activations(g, 37, 301), random_packed(g, 517, 301), positive(g, 1),
         torch.randn(517, generator=g),
     )),
+    _large("group_linear", lambda g: (
+        activations(g, 37, 301), random_packed(g, 517, 301), positive(g, 517, 3),
+        torch.randn(517, generator=g),
+    )),
     _large("rms_norm", lambda g: (activations(g, 61, 1031), gain(g, 1031), 1e-5)),
     _large("add_rms_norm", lambda g: (
         activations(g, 61, 1031), activations(g, 61, 1031), gain(g, 1031), 1e-5,

@@ -218,6 +218,33 @@ def _linear() -> Built:
         )  # fmt: skip
 
 
+def _group_linear() -> Built:
+    for dtype in FLOATS:
+        yield _name(dtype), lambda g, d=dtype: (
+            activations(g, 3, 300, dtype=d), random_packed(g, 17, 300), positive(g, 17, 3),
+        )  # fmt: skip
+        yield f"{_name(dtype)}_bias", lambda g, d=dtype: (
+            activations(g, 2, 33, dtype=d), random_packed(g, 5, 33), positive(g, 5, 1),
+            torch.randn(5, generator=g).to(d),
+        )  # fmt: skip
+    yield "vector", lambda g: (activations(g, 256), random_packed(g, 6, 256), positive(g, 6, 2))
+    yield "leading_dims", lambda g: (
+        activations(g, 2, 1, 3, 64), random_packed(g, 6, 64), positive(g, 6, 1),
+    )  # fmt: skip
+    yield "no_tokens", lambda g: (
+        activations(g, 2, 0, 130), random_packed(g, 6, 130), positive(g, 6, 2),
+    )  # fmt: skip
+    yield "zero_groups", lambda g: (
+        activations(g, 3, 300), random_packed(g, 17, 300), positive(g, 17, 3).round(),
+    )  # fmt: skip
+    for fmt in FORMATS:
+        for k in (64, 129, 200, 300):  # a last group of one line's worth, of half, of all lines
+            yield f"private_{fmt}_{k}", lambda g, f=fmt, k=k: (
+                activations(g, 3, k), private(random_packed(g, 85, k), k, f),
+                positive(g, 85, -(-k // 128)), torch.randn(85, generator=g), 85,
+            )  # fmt: skip
+
+
 def _rms_norm() -> Built:
     for dtype in FLOATS:
         yield _name(dtype), lambda g, d=dtype: (
@@ -620,6 +647,7 @@ _BUILDERS: dict[str, Callable[[], Built]] = {
     "gemv": _gemv,
     "gemm": _gemm,
     "linear": _linear,
+    "group_linear": _group_linear,
     "rms_norm": _rms_norm,
     "add_rms_norm": _add_rms_norm,
     "relu2_mul": _relu2_mul,

@@ -52,7 +52,7 @@ def test_large_samples_cover_every_op() -> None:
 def _row_ops(rng: torch.Generator, dtype: torch.dtype) -> dict[str, Callable[[Tensor], Any]]:
     """Ops as functions of x [M, 64] alone, every other argument fixed."""
     weight, head = random_packed(rng, 21, 64), torch.randn(33, 64, generator=rng)
-    scale, norm = positive(rng, 1), gain(rng, 64, dtype)
+    scale, rows, norm = positive(rng, 1), positive(rng, 21), gain(rng, 64, dtype)
     int8, int4 = ops.quantize_head(head, "int8"), ops.quantize_head(head, "int4", 64)
     qkv = [part for n in (8, 4, 6) for part in (random_packed(rng, n, 64), positive(rng, 1))]
     mlp = mlp_arguments(rng, torch.zeros(1, 64, dtype=dtype), "relu2")[1:]
@@ -60,6 +60,7 @@ def _row_ops(rng: torch.Generator, dtype: torch.dtype) -> dict[str, Callable[[Te
     row_ops = {
         "quantize_activations": ops.quantize_activations,
         "linear": lambda x: ops.linear(x, weight, scale),
+        "group_linear": lambda x: ops.group_linear(x, weight, rows[:, None]),
         "rms_norm": lambda x: ops.rms_norm(x, norm, 1e-5),
         "add_rms_norm": lambda x: ops.add_rms_norm(x, x.flip(-1), norm, 1e-5),
         "relu2_mul": lambda x: ops.relu2_mul(x, x.flip(-1)),
@@ -119,7 +120,9 @@ def test_a_poisoned_row_stays_in_its_row(name: str, poison: float, rng: torch.Ge
             assert_equal(poisoned[others], healthy[others], f"{name} {configuration}")
 
 
-@pytest.mark.parametrize("name", ["linear", "qkv_forward", "mlp_forward", "mlp_forward_silu"])
+@pytest.mark.parametrize(
+    "name", ["linear", "group_linear", "qkv_forward", "mlp_forward", "mlp_forward_silu"]
+)
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
 def test_a_poisoned_row_is_nan_throughout_never_a_number(
     name: str, poison: float, isa: str

@@ -129,6 +129,44 @@ def test_forward_is_the_definition(rng: torch.Generator, shape: tuple[int, ...])
     torch.testing.assert_close(layer(x).double(), expected, rtol=2e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("weight_format", ["canonical", "2bit", "1.6bit"])
+@pytest.mark.parametrize("k", [64, 128, 200, 384])
+def test_group_scales_are_the_definition(rng: torch.Generator, k: int, weight_format: str) -> None:
+    codes, groups = random_codes(rng, 37, k), -(-k // 128)
+    scales = torch.rand(37, groups, generator=rng) + 0.1
+    layer = BitLinear.from_packed(pack_ternary(codes, scales, 128)).prepack(weight_format)
+    x, bias = torch.randn(3, k, generator=rng), torch.randn(37, generator=rng)
+    weight = codes.double() * scales.double().repeat_interleave(128, dim=1)[:, :k]
+    s = 127 / x.double().abs().amax(-1, keepdim=True).clamp_min(1e-5)
+    expected = (x.double() * s).round().clamp(-128, 127) / s @ weight.T
+    # a rounding of a product and of an addition a group, of magnitudes that groups may cancel
+    sizes = (x.double().abs() @ weight.abs().T) * (2 * groups + 3) * 2.0**-24 + 1e-6
+    assert bool(((layer(x).double() - expected).abs() <= sizes).all())
+    layer.bias = bias
+    assert bool(((layer(x).double() - expected - bias).abs() <= sizes + 1e-6).all())
+
+
+def test_group_scales_survive_a_state_dict(rng: torch.Generator) -> None:
+    packed = pack_ternary(random_codes(rng, 5, 300), torch.rand(5, 3, generator=rng), 128)
+    source, target = BitLinear.from_packed(packed), BitLinear(300, 5, group_size=128)
+    x = torch.randn(2, 300, generator=rng)
+    assert bool(target(x).isnan().all())
+    target.load_state_dict(source.prepack("2bit").state_dict())
+    assert torch.equal(target(x), source(x)) and "group_size=128" in repr(target)
+    with pytest.raises(ValueError, match="group_size 0 or 128, got 64"):
+        BitLinear(300, 5, group_size=64)
+    with pytest.raises(ValueError, match=r"scale float32 \[5, 3\], got torch.float32 \[5, 2\]"):
+        pack_ternary(random_codes(rng, 5, 300), torch.ones(5, 2), 128)
+
+
+def test_scales_per_row(rng: torch.Generator) -> None:
+    codes, scales = random_codes(rng, 6, 100), torch.rand(6, generator=rng) + 0.1
+    x = torch.randn(2, 100, generator=rng)
+    plain = BitLinear.from_packed(pack_ternary(codes, 1.0))(x)
+    layer = BitLinear.from_packed(pack_ternary(codes, scales))
+    torch.testing.assert_close(layer(x), plain * scales, rtol=1e-6, atol=1e-6)
+
+
 def test_bias_is_added(rng: torch.Generator) -> None:
     packed = pack_ternary(random_codes(rng, 4, 64), 0.5)
     bias, x = torch.randn(4, generator=rng), torch.randn(3, 64, generator=rng)

@@ -31,7 +31,7 @@ from op_samples import (
 
 CATALOGUE = [
     "pack", "unpack", "prepack", "unprepack", "quantize_weights", "quantize_activations",
-    "gemv", "gemm", "linear",
+    "gemv", "gemm", "linear", "group_linear",
     "rms_norm", "add_rms_norm", "relu2_mul", "silu_and_mul", "rope_table", "rope", "qkv_forward",
     "mlp_forward", "attention", "kv_cache_update", "quantize_head", "lm_head", "embedding",
     "decode_step", "_probe_read", "_probe_int8_peak",

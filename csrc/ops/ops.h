@@ -24,6 +24,8 @@ Tensor gemm(const Tensor& weight, const Tensor& x, std::optional<Tensor> x_scale
             std::optional<Tensor> weight_scale, std::optional<int64_t> out_features);
 Tensor linear(const Tensor& x, const Tensor& weight, const Tensor& weight_scale,
               std::optional<Tensor> bias, std::optional<int64_t> out_features);
+Tensor group_linear(const Tensor& x, const Tensor& weight, const Tensor& weight_scale,
+                    std::optional<Tensor> bias, std::optional<int64_t> out_features);
 
 Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps);
 std::tuple<Tensor, Tensor> add_rms_norm(const Tensor& x, const Tensor& residual,

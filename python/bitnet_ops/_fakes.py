@@ -133,6 +133,17 @@ def _linear(
     return x.new_empty(_features(x, weight, out_features))
 
 
+@_fake("group_linear")
+def _group_linear(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    out_features: int | None = None,
+) -> Tensor:
+    return x.new_empty(_features(x, weight, out_features))
+
+
 @_fake("rms_norm")
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x.new_empty(x.shape)

@@ -13,7 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from bitnet_ops import ops
-from bitnet_ops.packing import PackedWeight, pack_ternary, packed_row_bytes, prepack, unprepack
+from bitnet_ops.packing import (
+    BLOCK,
+    PackedWeight,
+    pack_ternary,
+    packed_row_bytes,
+    prepack,
+    unprepack,
+)
 
 _ALL_ZERO_CODES = 0b01010101  # four times code 1, the weight 0
 
@@ -22,7 +29,8 @@ class BitLinear(nn.Module):
     """y = int8(x) @ (codes * weight_scale)^T + bias; x F [..., K] -> [..., N] in x's dtype.
 
     Buffers: `weight` uint8, [N, 32 * ceil(K / 128)] unless `weight_format` names a private layout,
-    `weight_scale` f32 [1] (multiplies), `bias` F [N] or None. `state_dict` gives canonical rows (a
+    `weight_scale` f32 (multiplies), [1], [N], or [N, ceil(K / 128)] where `group_size` is 128,
+    `bias` F [N] or None. `state_dict` gives canonical rows (a
     copy for a private layout) and `load_state_dict` takes them, so that a checkpoint fits every CPU
     and every format. A layer that nobody has loaded has the scale NaN, so that its outputs cannot
     pass for results. Source: "The Era of 1-bit LLMs", arXiv 2402.17764.
@@ -32,7 +40,9 @@ class BitLinear(nn.Module):
     weight_scale: Tensor
     bias: Tensor | None
 
-    def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool = False, group_size: int = 0
+    ) -> None:
         super().__init__()
         if in_features < 1 or out_features < 1:
             raise ValueError(
@@ -40,10 +50,13 @@ class BitLinear(nn.Module):
                 f"{in_features} and {out_features}"
             )
         self.in_features, self.out_features = in_features, out_features
-        self.weight_format = "canonical"
+        if group_size not in (0, BLOCK):
+            raise ValueError(f"BitLinear: expected group_size 0 or {BLOCK}, got {group_size}")
+        self.weight_format, self.group_size = "canonical", group_size
         shape = (out_features, packed_row_bytes(in_features))
         self.register_buffer("weight", torch.full(shape, _ALL_ZERO_CODES, dtype=torch.uint8))
-        self.register_buffer("weight_scale", torch.full((1,), float("nan")))
+        scales = (out_features, -(-in_features // BLOCK)) if group_size else (1,)
+        self.register_buffer("weight_scale", torch.full(scales, float("nan")))
         self.register_buffer("bias", torch.zeros(out_features) if bias else None)
 
     @classmethod
@@ -52,9 +65,11 @@ class BitLinear(nn.Module):
         layer = cls.__new__(cls)
         nn.Module.__init__(layer)
         layer.in_features, layer.out_features = packed.in_features, packed.out_features
-        layer.weight_format = packed.format
+        layer.weight_format, layer.group_size = packed.format, packed.group_size
         layer.register_buffer("weight", packed.weight)
-        layer.register_buffer("weight_scale", packed.scale.reshape(1))
+        layer.register_buffer(
+            "weight_scale", packed.scale if packed.group_size else packed.scale.reshape(-1)
+        )
         if bias is not None and tuple(bias.shape) != (packed.out_features,):
             raise ValueError(
                 f"BitLinear: expected bias [{packed.out_features}], got {list(bias.shape)}"
@@ -78,7 +93,8 @@ class BitLinear(nn.Module):
         return self
 
     def forward(self, x: Tensor) -> Tensor:
-        return ops.linear(x, self.weight, self.weight_scale, self.bias, self.out_features)
+        op = ops.group_linear if self.group_size else ops.linear
+        return op(x, self.weight, self.weight_scale, self.bias, self.out_features)
 
     def _packed(self) -> PackedWeight:
         scale = torch.ones(1)  # the layer's own may be the NaN of an empty layer
@@ -115,4 +131,5 @@ class BitLinear(nn.Module):
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, "
             f"bias={self.bias is not None}, weight_format={self.weight_format}"
+            + (f", group_size={self.group_size}" if self.group_size else "")
         )

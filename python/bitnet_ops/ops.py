@@ -33,8 +33,10 @@ _QUANTIZE_ACTIVATIONS = _ops.quantize_activations.default
 _GEMV = _ops.gemv.default
 _GEMM = _ops.gemm.default
 _LINEAR = _ops.linear.default
+_GROUP_LINEAR = _ops.group_linear.default
 _RMS_NORM = _ops.rms_norm.default
-_ADD_RMS_NORM = _ops.add_rms_norm.default
+_ADD_GROUP_LINEAR = _ops.group_linear.default
+_RMS_NORM = _ops.add_rms_norm.default
 _RELU2_MUL = _ops.relu2_mul.default
 _SILU_AND_MUL = _ops.silu_and_mul.default
 _ROPE_TABLE = _ops.rope_table.default
@@ -236,6 +238,36 @@ def linear(
     if torch.is_grad_enabled():
         _refuse_grad("linear", x=x, weight_scale=weight_scale, bias=bias)
     return cast(Tensor, _LINEAR(x, weight, weight_scale, bias, out_features))
+
+
+def group_linear(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    out_features: int | None = None,
+) -> Tensor:
+    """A ternary linear with one scale for every 128 weights of a row (a group along K).
+
+    `y = round_F(sum_g(float32(sum over group g of w * q) * weight_scale[:, g]) * scale + bias)`:
+    the sum of a group is an exact integer, the groups are multiplied and added in float32 in
+    ascending order, each operation rounded.
+
+    Args:
+        x: F [..., K], any strides and any number of leading dimensions.
+        weight, out_features: as `gemv`.
+        weight_scale: float32 [N, ceil(K / 128)], contiguous.
+        bias: F [N], added in float32, or None.
+    Returns:
+        x.dtype [..., N]. A row of x with a NaN or an infinity gives a row of NaN.
+    Raises:
+        RuntimeError: a wrong dtype, shape or stride.
+    Source: Q2_0 of GGUF and its models (PrismML Ternary-Bonsai), which have 16-bit activations;
+        the 8-bit ones here are those of arXiv 2402.17764.
+    """
+    if torch.is_grad_enabled():
+        _refuse_grad("group_linear", x=x, weight_scale=weight_scale, bias=bias)
+    return cast(Tensor, _GROUP_LINEAR(x, weight, weight_scale, bias, out_features))
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

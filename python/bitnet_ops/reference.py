@@ -146,6 +146,29 @@ def linear(
     return y.to(x.dtype).reshape(*x.shape[:-1], y.shape[-1])
 
 
+def group_linear(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    out_features: int | None = None,
+) -> Tensor:
+    """F [..., K], scales float32 [N, ceil(K / 128)] -> x.dtype [..., N]; groups ascending."""
+    q, scale = quantize_activations(x)
+    k = x.shape[-1]
+    codes = _codes_of(weight, k, out_features).to(torch.int64)
+    q = q.reshape(-1, k).to(torch.int64)
+    y = torch.zeros(len(q), len(codes))
+    for group, begin in enumerate(range(0, k, _BLOCK)):
+        sums = q[:, begin : begin + _BLOCK] @ codes[:, begin : begin + _BLOCK].T
+        product = sums.to(torch.float32) * weight_scale[:, group]
+        y = product if group == 0 else y + product
+    y = y * scale.reshape(-1, 1)
+    if bias is not None:
+        y = y + bias.to(torch.float32)
+    return y.to(x.dtype).reshape(*x.shape[:-1], len(codes))
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """F [..., K] -> x.dtype [..., K]; the normalised value is rounded before the gain."""
     exact = x.to(torch.float64)
