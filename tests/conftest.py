@@ -6,6 +6,7 @@ Must not know any op: samples live in op_samples.py, forcing an ISA in isa_contr
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 
 # transformers decorates its BitNet functions with torch.compile when it is imported; as oracles
@@ -14,6 +15,11 @@ os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 # Waiting threads sleep instead of spinning: on a machine with more work than cores, such as one
 # that runs several test processes, spinning costs ten times the work. Read when torch is loaded.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+# A shell starts background jobs with Ctrl-C ignored, and they pass that on to what they start: the
+# tests that press it would wait for nothing.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import hypothesis
 import pytest

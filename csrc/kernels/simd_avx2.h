@@ -35,7 +35,8 @@ inline Acc widen(Acc acc, Partial p) {
 
 // ---- private tiles ----------------------------------------------------------------------------
 
-constexpr int kPanelFrom = 4;  // tokens from which decoding to memory pays
+constexpr int kPanelFrom = 10;   // tokens from which decoding to memory pays
+constexpr int kTileStreams = 2;  // tiles side by side for one token
 
 // 16 x int16: |pair| <= 2 * 128 * code, so codes up to 8 are safe for 16 lines (32768 is reached
 // only as -32768), codes up to 2 for 64 and codes up to 3 for 42.
@@ -52,7 +53,7 @@ inline TileSum part_sum(TilePart p) { return _mm256_madd_epi16(p, _mm256_set1_ep
 
 // One shift for four fields: fields 1 and 3 keep a factor of 4.
 struct TwoBit {
-  static constexpr int kFields = 4, kDots = 4, kUnroll = 2, kGroup = 3, kZeroCode = 1;
+  static constexpr int kFields = 4, kDots = 4, kUnroll = 1, kGroup = 5, kZeroCode = 1;
   static constexpr int64_t kFlush = 16;
   struct Split {
     TileLine low, high;

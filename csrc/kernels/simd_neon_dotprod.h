@@ -283,6 +283,7 @@ inline int32_t reduce(Acc acc) { return vaddvq_s32(acc); }
 constexpr int64_t kTileLanes = 4;
 constexpr int kTileParts = 24, kPanelParts = 24;
 constexpr int kPanelFrom = 0;  // never decode to memory
+constexpr int kTileStreams = 0;  // one tile after the other, sums in registers
 
 using TileLine = uint8x16_t;
 using TileCodes = uint8x16_t;

@@ -263,6 +263,7 @@ inline void prefetch(const void*) {}
 constexpr int64_t kTileLanes = 8;
 constexpr int kTileParts = 8, kPanelParts = 8;
 constexpr int kPanelFrom = 0;  // never decode to memory
+constexpr int kTileStreams = 0;  // one tile after the other, sums in registers
 
 struct TileLine {
   uint8_t byte[32];

@@ -10,6 +10,7 @@
 constexpr int kMaxGroup = 6;  // tokens that share the decoding of a line
 constexpr int64_t kPanelTokens = 64;
 constexpr int64_t kLineBytes = kTileLanes * layout::kTileStepK;
+constexpr int64_t kTileBlock = 16;  // a tile has a multiple of so many lines
 
 template <class D>
 struct TileSums {
@@ -104,7 +105,8 @@ template <class D, int T>
   constexpr int64_t kBlock = kOnePass ? D::kFlush : (D::kFlush < 128 ? D::kFlush : 128);
   int64_t s = 0;
   do {  // lines > 0
-    const int64_t count = lines - s < kBlock ? lines - s : kBlock;
+    const int64_t left = lines - s < kBlock ? lines - s : kBlock;
+    const int64_t count = kBlock == kTileBlock ? kTileBlock : left;
     const uint8_t* ws = w + s * kLineBytes;
     const int8_t* xs = x + s * layout::kTileStepK;
     add_block<D, 0, kHalf, T, U, true>(ws, count, s == 0, xs, x_stride, ahead, sums);
@@ -113,6 +115,49 @@ template <class D, int T>
     }
     s += kBlock;
   } while (s < lines);
+}
+
+// One token x S tiles side by side, two lines of each in turn: as many streams of reading, which
+// some CPUs serve faster than one.  Sums stay in registers where they fit.
+template <class D, int S>
+[[gnu::noinline]] void token_streams(const uint8_t* w, int64_t lines, const int8_t* x,
+                                     int64_t ahead, TileSums<D>* sums) {
+  constexpr int kParts = S * D::kDots;
+  constexpr bool kInRegisters = 2 * kParts <= kTileParts;
+  const int64_t tile_bytes = lines * kLineBytes;
+  TileSum total[kParts];
+  repeat<kParts>([&]<int i>() BITNET_INLINE_LAMBDA { total[i] = set1_sum(0); });
+  for (int64_t b = 0; b < lines; b += kTileBlock) {
+    TilePart part[S][D::kDots][1];
+    repeat<S>([&]<int s>() BITNET_INLINE_LAMBDA { clear_parts(part[s]); });
+    const uint8_t* wb = w + b * kLineBytes;
+    const int8_t* xb = x + b * layout::kTileStepK;
+#pragma GCC unroll 1
+    for (int64_t l = 0; l < kTileBlock; l += 2) {
+      repeat<S>([&]<int s>() BITNET_INLINE_LAMBDA {
+        const uint8_t* ws = wb + s * tile_bytes + l * kLineBytes;
+        for (int64_t at = 0; at < 2 * kLineBytes; at += 64) prefetch(ws + ahead + at);
+        repeat<2>([&]<int k>() BITNET_INLINE_LAMBDA {
+          const auto split = D::split(load_line(ws + k * kLineBytes));
+          add_line<D, 0, D::kDots, 1>(split, xb + (l + k) * layout::kTileStepK, 0, part[s]);
+        });
+      });
+    }
+    repeat<kParts>([&]<int i>() BITNET_INLINE_LAMBDA {
+      const TileSum sum = part_sum(part[i / D::kDots][i % D::kDots][0]);
+      if constexpr (kInRegisters) {
+        total[i] = add_sum(total[i], sum);
+      } else {
+        int32_t* to = sums[i / D::kDots].at[0][i % D::kDots];
+        store_sum(to, b == 0 ? sum : add_sum(sum, load_sum(to)));
+      }
+    });
+  }
+  if constexpr (kInRegisters) {
+    repeat<kParts>([&]<int i>() BITNET_INLINE_LAMBDA {
+      store_sum(sums[i / D::kDots].at[0][i % D::kDots], total[i]);
+    });
+  }
 }
 
 template <class D, int T>
@@ -141,6 +186,26 @@ void tiles_direct(const TileJob& job, int64_t token) {
     finish_group<D, T>(sums, job.x_sum + token,
                        job.out + token * job.out_stride + i * D::kFields * kTileLanes,
                        job.out_stride);
+  }
+}
+
+// One token x every tile, S tiles at a time.
+template <class D, int S>
+void tiles_in_streams(const TileJob& job) {
+  TileSums<D> sums[S];
+  const int64_t tile_bytes = job.lines * kLineBytes;
+  const int64_t ahead = job.prefetch_bytes / S;  // as much in flight as from one stream
+  int64_t i = 0;
+  const auto finish = [&](const TileSums<D>& tile) {
+    finish_group<D, 1>(tile, job.x_sum, job.out + i++ * D::kFields * kTileLanes, job.out_stride);
+  };
+  while (i + S <= job.tile_count) {
+    token_streams<D, S>(job.tiles + i * tile_bytes, job.lines, job.x, ahead, sums);
+    for (int s = 0; s < S; ++s) finish(sums[s]);
+  }
+  while (i < job.tile_count) {
+    token_streams<D, 1>(job.tiles + i * tile_bytes, job.lines, job.x, job.prefetch_bytes, sums);
+    finish(sums[0]);
   }
 }
 
@@ -264,7 +329,10 @@ void tiles_panel(const TileJob& job) {
 // D1 decodes for one token, DN on the fly for several, DP to memory from kPanelFrom tokens on.
 template <class D1, class DN, class DP>
 void any_tile_gemm(const TileJob& job) {
-  if (job.tokens == 1) return tiles_direct<D1, 1>(job, 0);
+  if (job.tokens == 1) {
+    if constexpr (kTileStreams > 0) return tiles_in_streams<D1, kTileStreams>(job);
+    return tiles_direct<D1, 1>(job, 0);
+  }
   if constexpr (kPanelFrom > 0) {
     if (job.tokens >= kPanelFrom) return tiles_panel<DP>(job);
   }
