@@ -17,7 +17,8 @@ from collections.abc import Sequence
 COMMANDS = {
     "generate": ("bitnet_ops.cli.generate", "continue a text"),
     "chat": ("bitnet_ops.cli.chat", "converse with a model"),
-    "convert": ("bitnet_ops.convert.command", "convert a Hugging Face checkpoint to model.bin"),
+    "convert": ("bitnet_ops.convert.command", "convert a Hugging Face or GGUF model"),
+    "export": ("bitnet_ops.convert.export", "write a converted model as a GGUF file"),
     "quantize": ("bitnet_ops.convert.quantize_command", "ternarise masters trained for b1.58"),
     "inspect": ("bitnet_ops.convert.inspect", "list the tensors of a .bin file"),
     "doctor": ("bitnet_ops.doctor", "CPU features, kernels, threads, torch: what is used and why"),

@@ -11,16 +11,23 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from bitnet_ops.convert.errors import refuse
+from bitnet_ops.convert.gguf_import import convert_gguf
 from bitnet_ops.convert.hf import Progress, convert
+from bitnet_ops.convert.report import ConvertReport
+from bitnet_ops.formats.gguf import is_gguf
+from bitnet_ops.formats.gguf_layouts import I2S_LAYOUTS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the subcommand's arguments to `parser`."""
     parser.description = (
-        "Convert a Hugging Face checkpoint folder (BitNet b1.58, or ternary Llama) to a folder "
-        "with model.bin, the tokenizer and report.json."
+        "Convert a Hugging Face checkpoint folder (BitNet b1.58, ternary Llama) or a GGUF file to "
+        "a folder with model.bin, the tokenizer and report.json."
     )
-    parser.add_argument("source", metavar="SRC", help="folder with config.json and safetensors")
+    parser.add_argument(
+        "source", metavar="SRC", help="folder with config.json and safetensors, or a .gguf file"
+    )
     parser.add_argument("destination", metavar="DST", help="folder to create")
     parser.add_argument(
         "--verify",
@@ -39,21 +46,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="v2",
         help="version of model.bin (FORMAT.md); v1 for readers that know no other",
     )
+    parser.add_argument(
+        "--i2s-layout",
+        choices=I2S_LAYOUTS,
+        help="of a GGUF file's I2_S tensors: a (x86, the default), b (ARM), c (newer x86 files)",
+    )
+    parser.add_argument(
+        "--tokenizer",
+        metavar="DIR",
+        help='take the tokenizer files from DIR instead of a GGUF file\'s metadata, or "none"',
+    )
     parser.add_argument("--json", action="store_true", help="print the report as JSON on stdout")
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the subcommand; returns 0. A refusal is a ConvertError, which the command line prints."""
-    with _progress_bar(enabled=sys.stderr.isatty() and not args.json) as progress:
-        report = convert(
-            args.source,
-            args.destination,
-            verify=args.verify,
-            force=args.force,
-            assume_online=args.assume_online,
-            format_version=int(args.format.removeprefix("v")),
-            progress=progress,
-        )
+    with progress_bar(enabled=sys.stderr.isatty() and not args.json) as progress:
+        report = _convert(args, progress)
     if args.json:
         print(json.dumps(report.to_dict(), indent=1, ensure_ascii=False))
     else:
@@ -61,8 +70,27 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _convert(args: argparse.Namespace, progress: Progress | None) -> ConvertReport:
+    common = dict(
+        force=args.force,
+        assume_online=args.assume_online,
+        format_version=int(args.format.removeprefix("v")),
+        progress=progress,
+    )
+    if not is_gguf(args.source):
+        if args.i2s_layout or args.tokenizer:
+            refuse("gguf-option", "a GGUF file with --i2s-layout and --tokenizer", args.source)
+        return convert(args.source, args.destination, verify=args.verify, **common)
+    if args.verify:
+        refuse("gguf-verify", "no --verify for a GGUF file", "--verify", "convert without it")
+    layout = args.i2s_layout or "a"
+    return convert_gguf(
+        args.source, args.destination, i2s_layout=layout, tokenizer=args.tokenizer, **common
+    )
+
+
 @contextmanager
-def _progress_bar(*, enabled: bool) -> Iterator[Progress | None]:
+def progress_bar(*, enabled: bool) -> Iterator[Progress | None]:
     if not enabled:
         yield None
         return

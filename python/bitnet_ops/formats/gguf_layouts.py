@@ -7,6 +7,7 @@ them in words. numpy only. It must not know files, names of tensors or models.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +17,7 @@ Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
 
 I2S_LAYOUTS = ("a", "b", "c")
+I2S_BLOCKS = {"a": 128, "b": 64, "c": 1}  # weights whose codes share bytes
 TERNARY_TYPES = ("I2_S", "TQ1_0", "TQ2_0", "Q2_0", "Q2_0_128")
 _ZEROS = 0x55  # four codes 1
 _CHUNK = 1 << 22  # weights decoded at a time, which bounds the temporaries
@@ -53,7 +55,7 @@ class Decoded:
 
 def check_shape(type_name: str, n: int, k: int, layout: str = "a") -> None:
     """Raise LayoutError unless an N x K matrix can be stored as `type_name`."""
-    step = {"I2_S": {"a": 128, "b": 64, "c": 1}[layout], "Q2_0": 64, "Q2_0_128": 128}
+    step = {"I2_S": I2S_BLOCKS[layout], "Q2_0": 64, "Q2_0_128": 128}
     multiple = step.get(type_name, 256)
     name = f"I2_S layout {layout}" if type_name == "I2_S" else type_name
     if k % multiple:
@@ -68,9 +70,9 @@ def decode(type_name: str, data: Bytes, n: int, k: int, layout: str = "a") -> De
     Raises LayoutError for a code 3, a scale that is not finite and positive (0 for a block of
     zeros), or a shape that the type cannot hold.
     """
-    check_shape(type_name, n, k, layout)
     if type_name == "I2_S":
         return _decode_i2s(data, n, k, layout)
+    check_shape(type_name, n, k)
     blocks = {"TQ1_0": (256, 54), "TQ2_0": (256, 66), "Q2_0": (64, 18), "Q2_0_128": (128, 34)}
     size, nbytes = blocks[type_name]
     stored = data.reshape(n, k // size, nbytes)
@@ -171,32 +173,34 @@ def _check_codes(rows: Bytes) -> None:
 
 
 def _decode_i2s(data: Bytes, n: int, k: int, layout: str) -> Decoded:
+    block = I2S_BLOCKS[layout]
+    if layout == "c":
+        check_shape("I2_S", n, k, layout)
+    elif n * k % block:  # rows may begin inside a block, as 1bitLLM's 8640 columns do
+        raise LayoutError("row_length", f"expected N * K a multiple of {block}, got {n} * {k}")
     count = n * k // 4
     scale = data[count : count + 4].copy().view("<f4").astype(np.float32).reshape(1, 1)
     if not (np.isfinite(scale[0, 0]) and scale[0, 0] > 0):
         got = scale[0, 0]
         raise LayoutError("scale", f"expected a finite scale above 0 behind the codes, got {got}")
     stored = data[:count]
-    if layout == "a":
+    if layout == "a" and k % block == 0:
         rows = stored.reshape(n, k // 4)
     else:
         rows = np.empty((n, packed_bytes(k)), dtype=np.uint8)
-        step = 4 if layout == "c" else 1
+        step = 4 if layout == "c" else block // math.gcd(k, block)  # rows in whole bytes
         for part in _parts(-(-n // step), k * step):
-            rows[part.start * step : part.stop * step] = _i2s_part(stored, part, k, layout)
+            begin, end = part.start * step, min(part.stop * step, n)
+            rows[begin:end] = _i2s_part(stored[begin * k // 4 : end * k // 4], k, layout)
     _check_codes(rows)
     return Decoded(rows, scale)
 
 
-def _i2s_part(stored: Bytes, part: slice, k: int, layout: str) -> Bytes:
-    """Rows `part` (layout b), or groups of four rows `part` (layout c)."""
-    shifts = np.array([6, 4, 2, 0], dtype=np.uint8)
-    if layout == "b":
-        blocks = stored.reshape(-1, k // 64, 1, 16)[part]
-        codes = (blocks >> shifts.reshape(4, 1)) & np.uint8(3)
-    else:
-        groups = stored.reshape(-1, 1, k)[part]
-        codes = (groups >> shifts.reshape(4, 1)) & np.uint8(3)
+def _i2s_part(stored: Bytes, k: int, layout: str) -> Bytes:
+    """Canonical rows of some rows of K weights."""
+    quarter = k if layout == "c" else I2S_BLOCKS[layout] // 4
+    shifts = np.array([6, 4, 2, 0], dtype=np.uint8).reshape(4, 1)
+    codes = (stored.reshape(-1, 1, quarter) >> shifts) & np.uint8(3)
     return pack_rows(codes.reshape(-1, k))
 
 

@@ -1,0 +1,48 @@
+"""`bitnet-ops export MODEL OUT.gguf`: arguments and output of the exporter.
+
+It must not know formats; everything it does is one call of `export_gguf`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+
+from bitnet_ops.convert.command import progress_bar
+from bitnet_ops.convert.gguf_export import TYPES, export_gguf
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the subcommand's arguments to `parser`."""
+    parser.description = "Write a converted model as a GGUF file for bitnet.cpp or llama.cpp."
+    parser.add_argument("model", metavar="MODEL", help="converted folder, or model.bin")
+    parser.add_argument("file", metavar="OUT.gguf", help="file to write")
+    parser.add_argument(
+        "--type",
+        choices=TYPES,
+        default="i2_s",
+        help="of the ternary matrices: i2_s for bitnet.cpp (exact; the default), tq1_0 or tq2_0 "
+        "for llama.cpp (float16 scales, K %% 256 == 0)",
+    )
+    parser.add_argument("--no-tokenizer", action="store_true", help="leave the vocabulary out")
+    parser.add_argument("--force", action="store_true", help="replace OUT.gguf if it exists")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON on stdout")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the subcommand; returns 0. A refusal is a ConvertError, which the command line prints."""
+    with progress_bar(enabled=sys.stderr.isatty() and not args.json) as progress:
+        report = export_gguf(
+            args.model,
+            args.file,
+            type=args.type,
+            tokenizer=not args.no_tokenizer,
+            force=args.force,
+            progress=progress,
+        )
+    if args.json:
+        print(json.dumps(report.to_dict(), indent=1, ensure_ascii=False))
+    else:
+        print("\n".join(report.lines()))
+    return 0

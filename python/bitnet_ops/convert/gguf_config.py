@@ -1,0 +1,273 @@
+"""What a GGUF file's metadata says of the model: architecture, config.json, names of the tensors.
+
+The decision table of architectures stands here, and every key that would change the maths is either
+read or refused. Sources: llama.cpp `llama-arch.cpp` and `convert_hf_to_gguf.py`, Microsoft's fork
+for bitnet-b1.58 and bitnet-25. Knows names and numbers; must not read the data of a tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from bitnet_ops.convert.errors import refuse
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """How llama.cpp or bitnet.cpp names and stores a model, and what that is to transformers.
+
+    `permuted`: the rows of q and k are in the order of interleaved rotary embedding. `extra`: names
+    of norms beyond those that all have, GGUF -> Hugging Face. `config`: what is fixed.
+    """
+
+    name: str
+    config: Mapping[str, Any]
+    permuted: bool = False
+    extra: Mapping[str, str] = ()  # type: ignore[assignment]
+
+
+_SUB_NORMS = {"attn_sub_norm": "self_attn.attn_sub_norm", "ffn_sub_norm": "mlp.ffn_sub_norm"}
+_BITNET = {"model_type": "bitnet", "architectures": ["BitNetForCausalLM"], "hidden_act": "relu2"}
+# llama.cpp's own "bitnet" is 1bitLLM's network: a Llama with SiLU and sub-norms, half-split rope
+_1BITLLM = {"model_type": "llama", "architectures": ["BitnetForCausalLM"], "hidden_act": "silu"}
+_LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_act": "silu"}
+_QWEN3 = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "hidden_act": "silu"}
+ARCHITECTURES = {
+    a.name: a
+    for a in (
+        Architecture("bitnet-b1.58", _BITNET, extra=_SUB_NORMS),
+        Architecture("bitnet-25", _BITNET, extra=_SUB_NORMS),
+        Architecture("bitnet", {**_1BITLLM, "weight_bits": 1, "input_bits": 8}, extra=_SUB_NORMS),
+        Architecture("llama", _LLAMA, permuted=True, extra={}),
+        Architecture(
+            "qwen3",
+            _QWEN3,
+            extra={"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"},
+        ),
+    )
+}
+
+_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+PERMUTED = ("self_attn.q_proj.weight", "self_attn.k_proj.weight")
+
+# Keys of an architecture that change the maths: the values that leave it as implemented.
+_MATHS: dict[str, tuple[Any, ...]] = {
+    "use_parallel_residual": (False,),
+    "attention.sliding_window": (0,),
+    "attention.causal": (True,),
+    "attention.scale": (0.0,),
+    "attention.clamp_kqv": (0.0,),
+    "attention.max_alibi_bias": (0.0,),
+    "attn_logit_softcapping": (0.0,),
+    "final_logit_softcapping": (0.0,),
+    "logit_scale": (0.0, 1.0),
+    "embedding_scale": (0.0, 1.0),
+    "residual_scale": (0.0, 1.0),
+    "expert_count": (0,),
+    "expert_used_count": (0,),
+    "pooling_type": (0,),
+    "rope.scaling.type": ("none",),
+    "rope.scaling.factor": (1.0,),
+    "rope.scale_linear": (1.0,),
+    "rope.scaling.attn_factor": (1.0,),
+}
+_READ = {
+    "context_length", "embedding_length", "block_count", "feed_forward_length", "vocab_size",
+    "attention.head_count", "attention.head_count_kv", "attention.key_length",
+    "attention.value_length", "attention.layer_norm_rms_epsilon", "rope.dimension_count",
+    "rope.freq_base",
+}  # fmt: skip
+_HARMLESS = {"rope.scaling.original_context_length", "rope.scaling.finetuned"}
+
+
+def architecture_of(metadata: Mapping[str, Any]) -> Architecture:
+    """The architecture of a file; ConvertError for one that is not implemented."""
+    name = metadata.get("general.architecture")
+    if not isinstance(name, str) or name not in ARCHITECTURES:
+        refuse(
+            "gguf-architecture",
+            f"general.architecture among {', '.join(ARCHITECTURES)}",
+            repr(name)[:60],
+            "other architectures are not implemented",
+        )
+    if (parts := metadata.get("split.count", 0)) not in (0, 1):
+        refuse(
+            "gguf-split",
+            "a model in one file",
+            f"one of {parts} parts",
+            "join them with llama-gguf-split --merge",
+        )
+    return ARCHITECTURES[name]
+
+
+def hf_config(
+    metadata: Mapping[str, Any], architecture: Architecture, vocab_size: int, tied: bool
+) -> tuple[dict[str, Any], list[str]]:
+    """(config.json as a dict, remarks); `vocab_size` is the number of rows of the embedding."""
+    keys = _Keys(metadata, architecture.name)
+    remarks = keys.refuse_other_maths()
+    stated = keys.integer("vocab_size", vocab_size)
+    if stated != vocab_size:
+        found = f"{vocab_size} rows of token_embd.weight"
+        refuse("gguf-metadata", f"{keys.name('vocab_size')} {stated} rows", found)
+    hidden, heads = keys.integer("embedding_length"), keys.per_layer("attention.head_count")
+    config = {
+        **architecture.config,
+        "vocab_size": vocab_size,
+        "hidden_size": hidden,
+        "intermediate_size": keys.per_layer("feed_forward_length"),
+        "num_hidden_layers": keys.integer("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": keys.per_layer("attention.head_count_kv", heads),
+        "head_dim": keys.head_dim(hidden, heads),
+        "rms_norm_eps": keys.decimal("attention.layer_norm_rms_epsilon"),
+        "max_position_embeddings": keys.integer("context_length"),
+        "tie_word_embeddings": tied,
+    }
+    if "rope.freq_base" not in keys:
+        remarks.append("rope.freq_base is absent: 10000, as llama.cpp takes it")
+    config["rope_theta"] = keys.decimal("rope.freq_base", 10000.0)
+    config |= special_ids(metadata, vocab_size)
+    return config, remarks
+
+
+def special_ids(metadata: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:
+    """bos_token_id and eos_token_id of config.json; a turn's end (eot) ends a text too."""
+
+    def token(name: str) -> int | None:
+        value = metadata.get(f"tokenizer.ggml.{name}_token_id")
+        if value is not None and (type(value) is not int or not 0 <= value < vocab_size):
+            refuse("gguf-metadata", f"{name}_token_id below {vocab_size}", repr(value)[:40])
+        return value
+
+    ends = [e for e in (token("eos"), token("eot"), token("eom")) if e is not None]
+    ends = list(dict.fromkeys(ends))
+    return {"bos_token_id": token("bos"), "eos_token_id": ends[0] if len(ends) == 1 else ends}
+
+
+def hf_name(name: str, architecture: Architecture) -> str | None:
+    """The Hugging Face name of a tensor, None for one that the architecture does not have."""
+    stem, _, kind = name.rpartition(".")
+    if kind not in ("weight", "bias", "scale"):
+        return None
+    if stem in _TOP:
+        return f"{_TOP[stem]}.{kind}"
+    parts = stem.split(".")
+    if len(parts) != 3 or parts[0] != "blk" or not parts[1].isascii() or not parts[1].isdigit():
+        return None
+    inner = {**_LAYER, **architecture.extra}.get(parts[2])
+    return None if inner is None else f"model.layers.{int(parts[1])}.{inner}.{kind}"
+
+
+def gguf_name(name: str, architecture: Architecture) -> str:
+    """The GGUF name of a Hugging Face tensor of `architecture`; KeyError for an unknown one."""
+    stem, _, kind = name.rpartition(".")
+    top = {hf: ours for ours, hf in _TOP.items()}
+    if stem in top:
+        return f"{top[stem]}.{kind}"
+    _, _, layer, inner = stem.split(".", 3)
+    names = {hf: ours for ours, hf in {**_LAYER, **architecture.extra}.items()}
+    return f"blk.{layer}.{names[inner]}.{kind}"
+
+
+def head_rows(rows: int, head_dim: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """For every Hugging Face row of q or k, the row of the permuted GGUF matrix that holds it.
+
+    Within a head of size d, GGUF row 2p + s is Hugging Face row s * d/2 + p.
+    """
+    inside = np.arange(head_dim)
+    half = head_dim // 2
+    source = 2 * (inside % half) + inside // half
+    return (np.arange(0, rows, head_dim)[:, None] + source).reshape(-1)
+
+
+class _Keys:
+    """The keys of one architecture, each checked as it is read."""
+
+    def __init__(self, metadata: Mapping[str, Any], architecture: str) -> None:
+        self._metadata, self._prefix = metadata, architecture
+
+    def name(self, key: str) -> str:
+        return f"{self._prefix}.{key}"
+
+    def __contains__(self, key: str) -> bool:
+        return self.name(key) in self._metadata
+
+    def _get(self, key: str, default: Any) -> Any:
+        value = self._metadata.get(self.name(key), default)
+        if value is None:
+            refuse("gguf-metadata", f"{self.name(key)} in the metadata", "no such key")
+        return value
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        value = self._get(key, default)
+        if type(value) is not int or not 0 < value < 2**31:
+            refuse("gguf-metadata", f"{self.name(key)} as a positive integer", repr(value)[:60])
+        return value
+
+    def per_layer(self, key: str, default: int | None = None) -> int:
+        """An integer, or an array that repeats one for every layer."""
+        value = self._get(key, default)
+        if isinstance(value, np.ndarray):
+            if len(set(value.tolist())) != 1:
+                expected = f"one {self.name(key)} for all layers"
+                refuse("gguf-metadata", expected, f"{value.tolist()[:8]} ...")
+            value = int(value[0])
+        if type(value) is not int or not 0 < value < 2**31:
+            refuse("gguf-metadata", f"{self.name(key)} as a positive integer", repr(value)[:60])
+        return value
+
+    def decimal(self, key: str, default: float | None = None) -> float:
+        value = self._get(key, default)
+        if type(value) not in (int, float) or not 0 < value < float("inf"):
+            refuse("gguf-metadata", f"{self.name(key)} as a number above 0", repr(value)[:60])
+        return shortest(float(value))
+
+    def head_dim(self, hidden: int, heads: int) -> int:
+        """The size of a head, which three keys may state; they must agree."""
+        keys = ("attention.key_length", "attention.value_length", "rope.dimension_count")
+        stated = {self.name(key): self.integer(key) for key in keys if key in self}
+        if not stated and hidden % heads == 0:
+            return hidden // heads
+        if len(set(stated.values())) != 1:
+            expected = f"one size of a head in {', '.join(map(self.name, keys))}"
+            refuse("gguf-metadata", expected, repr(stated))
+        return next(iter(stated.values()))
+
+    def refuse_other_maths(self) -> list[str]:
+        """Refuse keys that ask for other maths; returns a remark for every unknown key."""
+        scaled = self._metadata.get(self.name("rope.scaling.type")) == "linear"  # by 1: not at all
+        remarks = []
+        for full, value in self._metadata.items():
+            key = full.removeprefix(f"{self._prefix}.")
+            if key == full or key in _READ or key in _HARMLESS:
+                continue
+            if key not in _MATHS:
+                remarks.append(f"metadata key {full} = {str(value)[:60]}: unknown here; ignored")
+            elif isinstance(value, np.ndarray) or value not in _MATHS[key]:
+                if key == "rope.scaling.type" and scaled:
+                    continue
+                expected = f"{full} to be absent or {_MATHS[key][0]!r}"
+                refuse("gguf-maths", expected, repr(value)[:60], "it asks for maths that is not "
+                       "implemented")  # fmt: skip
+        return remarks
+
+
+def shortest(value: float) -> float:
+    """The float that a person wrote when float32 made it `value`: 1e-5 for 9.99999974e-06."""
+    return float(str(np.float32(value))) if np.float32(value) == value else value

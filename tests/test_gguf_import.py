@@ -1,0 +1,357 @@
+"""GGUF -> .bin: files of an independent writer, against the network and a plain fp64 forward.
+
+Must not know bytes (test_gguf_layouts.py) nor tokenizers (test_gguf_tokenizer.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import bitnet_ops
+from bitnet_ops import ops
+from bitnet_ops.cli import main
+from bitnet_ops.convert import ConvertError, convert_gguf
+from bitnet_ops.formats.sglbitnt import Reader
+from bitnet_ops.kv_cache import KVCache
+from forward_fp64 import forward
+from gguf_bytes import gguf, key, q2_0
+from gguf_models import (
+    byte_tokenizer,
+    metadata,
+    model_file,
+    permute,
+    scale_of,
+    tensor_name,
+    tensors,
+)
+from hf_writer import FAMILIES, Family, make_network
+
+BITNET = dataclasses.replace(FAMILIES["bitnet-offline"], name="gguf-bitnet")
+UNTIED = dataclasses.replace(FAMILIES["bitnet-offline-untied"], name="gguf-untied")
+LLAMA = dataclasses.replace(
+    FAMILIES["llama-bitlinear"], name="gguf-llama", hidden=256, inter=512, theta=1000042.0
+)
+WIDE = dataclasses.replace(LLAMA, name="gguf-wide", heads=4, kv_heads=2, head_dim=128)
+
+
+def converted(tmp_path: Path, data: bytes, **options: Any) -> Path:
+    file = tmp_path / "model.gguf"
+    file.write_bytes(data)
+    convert_gguf(file, tmp_path / "out", **options)
+    return tmp_path / "out"
+
+
+def compare(folder: Path, family: Family, network: dict[str, Any], half: bool = False) -> None:
+    """Codes and scales exactly; `half`: the scale has gone through float16."""
+    with Reader(folder / "model.bin") as reader:
+        for name, value in network.items():
+            tensor = reader.tensor(f"{name}.weight")
+            if not isinstance(value, dict):
+                assert torch.equal(tensor.double(), torch.from_numpy(value)), name
+                continue
+            codes = ops.unpack(tensor, value["codes"].shape[1]).numpy()
+            assert np.array_equal(codes, value["codes"]), name
+            scale = np.float32(scale_of(family, value))
+            expected = np.float32(np.float16(scale)) if half else scale
+            assert reader.tensors[f"{name}.weight"].scale == expected
+
+
+@pytest.mark.parametrize(
+    ("family", "architecture"),
+    [(BITNET, "bitnet-b1.58"), (UNTIED, "bitnet-25"), (LLAMA, "llama"), (WIDE, "llama")],
+    ids=lambda value: getattr(value, "name", value),
+)
+@pytest.mark.parametrize("kind", ["I2_S", "TQ1_0", "TQ2_0", "Q2_0", "F16", "BF16", "F32"])
+def test_weights_and_scales_survive(
+    tmp_path: Path, family: Family, architecture: str, kind: str
+) -> None:
+    network = make_network(family)
+    if kind == "BF16":
+        for value in network.values():  # a scale that bf16 holds, or the values are not ternary
+            if isinstance(value, dict):
+                value["stored_scale"] = 0.5
+    data = model_file(family, network, architecture, kind, embedding="BF16")
+    folder = converted(tmp_path, data)
+    compare(folder, family, network, half=kind not in ("I2_S", "F32", "BF16"))
+    config = json.loads(json.dumps(Reader(folder / "model.bin").config))
+    assert config["tie_word_embeddings"] is family.tied
+    assert config["head_dim"] == family.head_dim
+    assert config["rms_norm_eps"] == family.eps
+    assert config["rope_theta"] == family.theta
+    assert (config["bos_token_id"], config["eos_token_id"]) == (0, 1)
+
+
+@pytest.mark.parametrize("layout", ["a", "b", "c"])
+def test_i2s_layouts(tmp_path: Path, layout: str) -> None:
+    network = make_network(BITNET)
+    data = model_file(BITNET, network, "bitnet-b1.58", "I2_S", layout=layout, embedding="BF16")
+    compare(converted(tmp_path, data, i2s_layout=layout), BITNET, network)
+
+
+def run(folder: Path, ids: list[int]) -> torch.Tensor:
+    model = bitnet_ops.load(folder, head_format="stored").model
+    return model(torch.tensor([ids]), KVCache(model.config, 1, len(ids), torch.float32))[0]
+
+
+@pytest.mark.parametrize(
+    ("family", "architecture"), [(BITNET, "bitnet-b1.58"), (LLAMA, "llama"), (WIDE, "llama")],
+    ids=lambda value: getattr(value, "name", value),
+)  # fmt: skip
+def test_logits_are_those_of_a_plain_forward(
+    tmp_path: Path, family: Family, architecture: str
+) -> None:
+    network = make_network(family)
+    folder = converted(tmp_path, model_file(family, network, architecture, "I2_S",
+                                            embedding="BF16"))  # fmt: skip
+    # of many prompts the one whose activations keep furthest from ties of their rounding to int8
+    prompts = torch.randint(0, 300, (24, 12), generator=torch.Generator().manual_seed(0)).tolist()
+    plain, margin, ids = max(
+        ((*forward(family, network, ids), ids) for ids in prompts), key=lambda found: found[1]
+    )
+    assert margin > 1e-5
+    difference = float((run(folder, ids).double() - plain).abs().max() / plain.abs().max())
+    assert difference < 1e-5, difference
+
+
+def test_forgetting_the_permutation_would_show(tmp_path: Path) -> None:
+    """The negative control: q and k left in GGUF's order give other logits."""
+    network = make_network(LLAMA)
+    right = converted(tmp_path, model_file(LLAMA, network, "llama", "I2_S"))
+    for name, value in network.items():
+        if name.endswith(("q_proj", "k_proj")):
+            heads = LLAMA.heads if name.endswith("q_proj") else LLAMA.kv_heads
+            value["codes"] = permute(value["codes"], heads)
+    (tmp_path / "w").mkdir()
+    wrong = converted(tmp_path / "w", model_file(LLAMA, network, "llama", "I2_S"))
+    ids = [0, 5, 77, 200, 5, 31, 8, 299]
+    a, b = run(right, ids), run(wrong, ids)
+    assert float((a - b).abs().max() / a.abs().max()) > 0.05
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q6_K", "Q4_K", "Q4_0", "TQ2_0"])
+def test_quantised_embeddings_are_dequantised(tmp_path: Path, kind: str) -> None:
+    import gguf as official
+
+    network = make_network(UNTIED)
+    parts = tensors(UNTIED, network, "bitnet-b1.58", "I2_S")
+    number = official.GGMLQuantizationType[kind]
+    random = np.random.default_rng(0)
+    block, nbytes = official.GGML_QUANT_SIZES[number]
+    raw = random.integers(0, 60, (UNTIED.vocab, UNTIED.hidden // block * nbytes), dtype=np.uint8)
+    parts = [
+        (n, s, int(number), raw.tobytes()) if n == "output.weight" else (n, s, k, d)
+        for n, s, k, d in parts
+    ]
+    data = gguf([*metadata(UNTIED, "bitnet-b1.58"), *byte_tokenizer(300)], parts)
+    folder = converted(tmp_path, data)
+    with Reader(folder / "model.bin") as reader:
+        expected = official.quants.dequantize(raw, number)
+        assert np.array_equal(reader.tensor("lm_head.weight").float().numpy(), expected)
+
+
+def test_separate_scale_tensors_multiply(tmp_path: Path) -> None:
+    """Newer upstream files hold codes * 1 and a tensor `.scale` beside every projection."""
+    network = make_network(BITNET)
+    plain = {
+        n: {**v, "stored_scale": 1.0} if isinstance(v, dict) else v for n, v in network.items()
+    }
+    parts = tensors(BITNET, plain, "bitnet-b1.58", "TQ2_0", embedding="BF16")
+    extra = []
+    for name, value in network.items():
+        if isinstance(value, dict):
+            inner = next(n for n, *_ in tensors(BITNET, {name: value}, "x", "I2_S"))
+            scale = np.float32(scale_of(BITNET, value)).tobytes()
+            extra.append((inner.replace(".weight", ".scale"), (1,), 0, scale))
+    keys = [*metadata(BITNET, "bitnet-b1.58"), *byte_tokenizer(300)]
+    compare(converted(tmp_path, gguf(keys, [*parts, *extra])), BITNET, network)
+
+
+@pytest.mark.parametrize("block", [64, 128])
+@pytest.mark.parametrize("architecture", ["bitnet-b1.58", "llama"])
+def test_group_scales(tmp_path: Path, block: int, architecture: str) -> None:
+    """Q2_0 with a scale for 128 weights, as Prism's models have: rows and scales move together."""
+    family = BITNET if architecture == "bitnet-b1.58" else LLAMA
+    network, random = make_network(family), np.random.default_rng(0)
+    scales, parts = {}, []
+    for part in tensors(family, network, architecture, "I2_S"):
+        name, shape, number, content = part
+        if number == 36:
+            source = next(n for n, v in network.items() if tensor_name(n) == name)
+            codes = network[source]["codes"]
+            groups = random.uniform(0.5, 2, (shape[0], shape[1] // 128)).astype(np.float16)
+            scales[source] = groups
+            if architecture == "llama" and source.endswith(("q_proj", "k_proj")):
+                heads = family.heads if source.endswith("q_proj") else family.kv_heads
+                codes, groups = permute(codes, heads), permute(groups, heads)
+            content = q2_0(codes, groups.repeat(128 // block, axis=1), block)
+            part = (name, shape, 42, content)
+        parts.append(part)
+    folder = converted(
+        tmp_path, gguf([*metadata(family, architecture), *byte_tokenizer(300)], parts)
+    )
+    with Reader(folder / "model.bin") as reader:
+        for name, groups in scales.items():
+            assert reader.tensors[f"{name}.weight"].group_size == 128
+            stored = reader.scales(f"{name}.weight").numpy()
+            assert np.array_equal(stored, groups.astype(np.float32)), name
+            codes = ops.unpack(reader.tensor(f"{name}.weight"), network[name]["codes"].shape[1])
+            assert np.array_equal(codes.numpy(), network[name]["codes"])
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "m.gguf"
+    file.write_bytes(model_file(BITNET, make_network(BITNET), "bitnet-b1.58", "I2_S"))
+    assert main(["convert", str(file), str(tmp_path / "out"), "--i2s-layout", "a"]) == 0
+    text = capsys.readouterr().out
+    assert "14 ternary" in text and "--i2s-layout" in text
+    assert main(["generate", str(tmp_path / "out"), "Hello", "--max-new-tokens", "3"]) == 0
+
+
+# --- refusals -------------------------------------------------------------------------------------
+
+
+@functools.cache
+def base_parts() -> list[Any]:
+    return tensors(BITNET, make_network(BITNET), ARCH, "I2_S")
+
+
+Change = Callable[[list[bytes], list[Any]], None]
+
+
+def _replace_key(name: str, kind: str, value: Any) -> Change:
+    def change(keys: list[bytes], parts: list[Any]) -> None:
+        start = key(name, "str", "")[: 8 + len(name)]
+        keys[:] = [k for k in keys if not k.startswith(start)] + [key(name, kind, value)]
+
+    return change
+
+
+def _without_key(name: str) -> Change:
+    def change(keys: list[bytes], parts: list[Any]) -> None:
+        start = key(name, "str", "")[: 8 + len(name)]
+        keys[:] = [k for k in keys if not k.startswith(start)]
+
+    return change
+
+
+def _tensor(name: str, shape: tuple[int, ...], number: int, data: bytes) -> Change:
+    def change(keys: list[bytes], parts: list[Any]) -> None:
+        parts[:] = [p for p in parts if p[0] != name] + [(name, shape, number, data)]
+
+    return change
+
+
+def _without_tensor(name: str) -> Change:
+    def change(keys: list[bytes], parts: list[Any]) -> None:
+        parts[:] = [p for p in parts if p[0] != name]
+
+    return change
+
+
+Q = "blk.0.attn_q.weight"
+RANDOM = np.random.default_rng(0).normal(size=(256, 256)).astype("<f4")
+ARCH = "bitnet-b1.58"
+
+
+def _i2s_with(at: int, value: int) -> Change:
+    def change(keys: list[bytes], parts: list[Any]) -> None:
+        for i, (name, shape, number, data) in enumerate(parts):
+            if name == Q:
+                parts[i] = (name, shape, number, data[:at] + bytes([value]) + data[at + 1 :])
+
+    return change
+
+
+def _q2_0_groups(keys: list[bytes], parts: list[Any]) -> None:
+    codes = np.ones((256, 256), dtype=np.int8)
+    scales = np.linspace(0.5, 1.5, 256 * 4).reshape(256, 4)
+    _tensor(Q, (256, 256), 42, q2_0(codes, scales))(keys, parts)
+
+
+REFUSALS: list[tuple[str, str, Change]] = [
+    ("gguf-architecture", "'gemma3'", _replace_key("general.architecture", "str", "gemma3")),
+    ("gguf-architecture", "None", _without_key("general.architecture")),
+    ("gguf-split", "one of 2 parts", _replace_key("split.count", "u32", 2)),
+    ("gguf-metadata", "block_count", _without_key(f"{ARCH}.block_count")),
+    ("gguf-metadata", "'2'", _replace_key(f"{ARCH}.block_count", "str", "2")),
+    ("gguf-metadata", "head_count", _replace_key(f"{ARCH}.attention.head_count", "[i32]", [4, 2])),
+    ("gguf-metadata", "size of a head", _replace_key(f"{ARCH}.rope.dimension_count", "u32", 32)),
+    ("gguf-metadata", "rows", _replace_key(f"{ARCH}.vocab_size", "u32", 299)),
+    ("gguf-metadata", "eos_token_id",
+     _replace_key("tokenizer.ggml.eos_token_id", "u32", 300)),
+    ("gguf-maths", "sliding_window", _replace_key(f"{ARCH}.attention.sliding_window", "u32", 64)),
+    ("gguf-maths", "expert_count", _replace_key(f"{ARCH}.expert_count", "u32", 8)),
+    ("gguf-maths", "'yarn'", _replace_key(f"{ARCH}.rope.scaling.type", "str", "yarn")),
+    ("gguf-maths", "factors other than 1",
+     _tensor("rope_freqs.weight", (32,), 0, np.full(32, 8, "<f4").tobytes())),
+    ("missing-tensor", "blk.1.ffn_up", _without_tensor("blk.1.ffn_up.weight")),
+    ("missing-tensor", "token_embd", _without_tensor("token_embd.weight")),
+    ("missing-tensor", "99 layers", _replace_key(f"{ARCH}.block_count", "u32", 99)),
+    ("unknown-tensor", "blk.0.attn_qkv.weight",
+     _tensor("blk.0.attn_qkv.weight", (8,), 0, bytes(32))),
+    ("unknown-tensor", "blk.5.attn_norm.weight",
+     _tensor("blk.5.attn_norm.weight", (256,), 0, bytes(1024))),
+    ("bias", "blk.0.attn_q.bias", _tensor("blk.0.attn_q.bias", (256,), 0, bytes(1024))),
+    ("shape", "[128, 256]", _tensor(Q, (128, 256), 36, bytes(128 * 64 + 32))),
+    ("gguf-not-ternary", "Q8_0", _tensor(Q, (256, 256), 8, bytes(256 * 8 * 34))),
+    ("gguf-not-ternary", "--assume-online", _tensor(Q, (256, 256), 0, RANDOM.tobytes())),
+    ("non-finite", "nan", _tensor("output_norm.weight", (256,), 0,
+                                  np.full(256, np.nan, "<f4").tobytes())),
+    ("code-3", "code 3", _i2s_with(100, 0xFF)),
+    ("bad-scale", "scale above 0", _i2s_with(256 * 64 + 3, 0xFF)),
+    ("group-scales", "another one for every 64", _q2_0_groups),
+    ("gguf-tiled", "TL1", _tensor(Q, (256, 256), 38, bytes(256 * 64 + 32))),
+    ("tokenizer-pre", "'falcon'", _replace_key("tokenizer.ggml.pre", "str", "falcon")),
+    ("tokenizer-model", "'t5'", _replace_key("tokenizer.ggml.model", "str", "t5")),
+    ("tokenizer-tokens", "'a' twice", _replace_key("tokenizer.ggml.tokens", "[str]", ["a"] * 300)),
+    ("tokenizer-merges", "pairs", _replace_key("tokenizer.ggml.merges", "[str]", ["abc"])),
+    ("tokenizer-merges", "'a' with 'q'", _replace_key("tokenizer.ggml.merges", "[str]", ["a q"])),
+    ("tokenizer-ids", "bos_token_id, since", _without_key("tokenizer.ggml.bos_token_id")),
+    ("tokenizer-tokens", "token_type", _replace_key("tokenizer.ggml.token_type", "[i32]", [1])),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("code", "text", "change"), REFUSALS, ids=[f"{i}-{c}" for i, (c, *_) in enumerate(REFUSALS)]
+)
+def test_refusals(tmp_path: Path, code: str, text: str, change: Change) -> None:
+    keys, parts = [*metadata(BITNET, ARCH), *byte_tokenizer(300)], list(base_parts())
+    change(keys, parts)
+    with pytest.raises(ConvertError) as caught:
+        converted(tmp_path, gguf(keys, parts))
+    message = str(caught.value)
+    assert caught.value.code == code, message
+    assert text in message and "expected" in message and "\n" not in message
+    assert not (tmp_path / "out").exists()
+
+
+def test_masters_on_the_callers_word(tmp_path: Path) -> None:
+    keys, parts = [*metadata(BITNET, ARCH), *byte_tokenizer(300)], list(base_parts())
+    _tensor(Q, (256, 256), 0, RANDOM.tobytes())(keys, parts)
+    folder = converted(tmp_path, gguf(keys, parts), assume_online=True)
+    with Reader(folder / "model.bin") as reader:
+        scale = reader.tensors["model.layers.0.self_attn.q_proj.weight"].scale
+        assert scale == pytest.approx(np.abs(RANDOM.astype(float)).mean(), rel=1e-6)
+
+
+def test_tokenizer_from_elsewhere_or_none(tmp_path: Path) -> None:
+    data = model_file(BITNET, make_network(BITNET), ARCH, "I2_S",
+                      keys=[key("tokenizer.ggml.model", "str", "t5")])  # fmt: skip
+    folder = converted(tmp_path, data, tokenizer="none")
+    assert not (folder / "tokenizer.json").exists()
+    other = tmp_path / "other"
+    other.mkdir()
+    with pytest.raises(ConvertError, match="no such file"):
+        converted(tmp_path, data, tokenizer=other, force=True)
+    (other / "tokenizer.json").write_text("{}")
+    folder = converted(tmp_path, data, tokenizer=other, force=True)
+    assert (folder / "tokenizer.json").read_text() == "{}"
