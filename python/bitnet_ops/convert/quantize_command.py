@@ -9,7 +9,7 @@ import argparse
 import json
 import sys
 
-from bitnet_ops.convert.command import _progress_bar
+from bitnet_ops.convert.command import progress_bar
 from bitnet_ops.convert.quantize import FORMS, quantize
 
 
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the subcommand; returns 0. A refusal is a ConvertError, which the command line prints."""
-    with _progress_bar(enabled=sys.stderr.isatty() and not args.json) as progress:
+    with progress_bar(enabled=sys.stderr.isatty() and not args.json) as progress:
         report = quantize(
             args.source,
             args.destination,
