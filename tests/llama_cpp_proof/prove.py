@@ -4,14 +4,16 @@ A small Llama is trained ternary on a few pages, converted, exported as TQ2_0 an
 llama.cpp: the same token ids of texts, the same greedy continuations, the same best token at nearly
 every position of the text. Its arithmetic differs from ours (activations are rounded in blocks of
 256, scales are float16), so logits agree to some percent, and a token may differ where the best two
-are nearly equal: such a difference is reported, and fails when the lead was large. It must not know
-how files are written.
+are nearly equal: such a difference is reported, and fails when the lead was large. Tokenizers of
+each kind that can be exported are compared with llama.cpp's as well. It must not know how files are
+written.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -22,12 +24,14 @@ from tokenizers import Tokenizer
 import bitnet_ops
 from bitnet_ops import training
 from bitnet_ops.convert.gguf_export import export_gguf
+from bitnet_ops.convert.gguf_vocabulary import PROBES
 from bitnet_ops.kv_cache import KVCache
 from bitnet_ops.language_model import DEMO_DIR
 
 MISSING = 3
 MAX_LEAD_LOST = 0.05  # of the largest logit: more than rounding of activations can turn over
 MIN_TOP1 = 0.98
+LENGTH = 64  # tokens of a training sequence
 VAL = Path(__file__).resolve().parent.parent / "data" / "demo-model" / "val.txt"
 TEXTS = ["Hello world", "  two  spaces\n\nlines\t", "don't 1234 I'll", "Grüße 日本 🙂", "a<s>b</s>"]
 
@@ -48,8 +52,8 @@ def train(folder: Path, steps: int) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=steps)
     for step in range(steps):
-        starts = torch.randint(0, len(ids) - 96, (8,))
-        batch = torch.stack([ids[start : start + 96] for start in starts])
+        starts = torch.randint(0, len(ids) - LENGTH, (4,))
+        batch = torch.stack([ids[start : start + LENGTH] for start in starts])
         loss = model(batch, labels=batch).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -63,7 +67,7 @@ def train(folder: Path, steps: int) -> None:
 
 def text_ids() -> list[int]:
     tokenizer = Tokenizer.from_file(str(DEMO_DIR / "tokenizer.json"))
-    ids = tokenizer.encode(VAL.read_text(encoding="utf-8")[:6000], add_special_tokens=False).ids
+    ids = tokenizer.encode(VAL.read_text(encoding="utf-8")[:3000], add_special_tokens=False).ids
     return list(ids)
 
 
@@ -135,6 +139,37 @@ def compare(ours: Ours, theirs: Theirs, prompts: list[list[int]], count: int) ->
     return failures
 
 
+def compare_tokenizers(model: Path, folder: Path) -> list[str]:
+    """The tokenizers that test_gguf_tokenizer.py makes, in the vocabulary of a file of ours."""
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+    import llama_cpp
+
+    import test_gguf_tokenizer as tests
+
+    made = {name: tests.trained(name) for name in tests.ORIGINALS}
+    made["sentencepiece"] = tests.rebuilt(
+        {**tests.SENTENCEPIECE, "tokenizer.ggml.add_bos_token": False}
+    )
+    failures = []
+    for name, tokenizer in made.items():
+        shutil.copytree(model, folder / name)
+        tokenizer.save(str(folder / name / "tokenizer.json"))
+        file = folder / f"{name}.gguf"
+        export_gguf(folder / name, file)
+        llama = llama_cpp.Llama(str(file), vocab_only=True, verbose=False)
+        texts = [*tests.TEXTS, *PROBES, *tests.CORPUS.split("\n\n")[:40]]
+        texts = [text for text in texts if text and "\0" not in text]
+        other = [
+            text
+            for text in texts
+            if tokenizer.encode(text, add_special_tokens=False).ids
+            != list(llama.tokenize(text.encode(), add_bos=False, special=True))
+        ]
+        print(f"tokenizer {name}: the ids of {len(texts) - len(other)} of {len(texts)} texts equal")
+        failures += [f"tokenizer {name}: other ids for {text[:60]!r}" for text in other]
+    return failures
+
+
 def relative_lead(logits: torch.Tensor) -> float:
     best = logits.topk(2).values
     return float((best[0] - best[1]) / logits.abs().max())
@@ -142,8 +177,8 @@ def relative_lead(logits: torch.Tensor) -> float:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", type=Path, help="a converted Llama instead of a trained one")
-    parser.add_argument("--steps", type=int, default=300, help="of training")
+    parser.add_argument("--model", type=Path, help="a converted Llama to use, or to leave here")
+    parser.add_argument("--steps", type=int, default=200, help="of training")
     parser.add_argument("--tokens", type=int, default=32, help="of every continuation")
     args = parser.parse_args()
     if importlib.util.find_spec("llama_cpp") is None:
@@ -155,15 +190,16 @@ def main() -> int:
     failures = []
     with tempfile.TemporaryDirectory() as name:
         folder = args.model or Path(name) / "model"
-        if args.model is None:
+        if not folder.exists():
             train(folder, args.steps)
         ours, ids = Ours(folder), text_ids()
-        prompts = [[0, *ids[at : at + 12]] for at in range(0, 800, 80)]
+        prompts = [[0, *ids[at : at + 12]] for at in range(0, 500, 50)]
         for kind in ("tq2_0", "tq1_0"):
             report = export_gguf(folder, Path(name) / f"{kind}.gguf", type=kind)
             print(f"{kind}: {report.output_bytes} bytes, scales {report.largest_rounding:.2g} off")
             theirs = Theirs(Path(name) / f"{kind}.gguf")
             failures += compare(ours, theirs, prompts, args.tokens)
+        failures += compare_tokenizers(folder, Path(name))
     print("\n".join([f"FAILED: {f}" for f in failures]) or "proved")
     return 1 if failures else 0
 
