@@ -216,6 +216,43 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(["generate", str(tmp_path / "out"), "Hello", "--max-new-tokens", "3"]) == 0
 
 
+# --- verify ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("family", "architecture", "kind", "layout"),
+    [
+        (BITNET, "bitnet-b1.58", "I2_S", "a"),
+        (UNTIED, "bitnet-25", "I2_S", "b"),
+        (LLAMA, "llama", "I2_S", "c"),
+        (WIDE, "llama", "TQ1_0", "a"),
+        (LLAMA, "llama", "TQ2_0", "a"),
+        (BITNET, "bitnet-b1.58", "Q2_0", "a"),
+        (LLAMA, "llama", "F16", "a"),
+    ],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_verify(tmp_path: Path, family: Family, architecture: str, kind: str, layout: str) -> None:
+    file = tmp_path / "m.gguf"
+    file.write_bytes(model_file(family, make_network(family), architecture, kind, layout=layout))
+    report = convert_gguf(file, tmp_path / "out", verify=True, i2s_layout=layout)
+    proof = report.verification
+    assert proof["weights_different"] == 0 and proof["passed"]
+    assert proof["projections"] == 14 and proof["logits"]["top1_agreement"] > 0.95
+
+
+def test_verify_refuses_and_keeps_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from bitnet_ops.convert import gguf_tensors
+
+    monkeypatch.setattr(gguf_tensors, "head_rows", lambda rows, head_dim: np.arange(rows))
+    file = tmp_path / "m.gguf"
+    file.write_bytes(model_file(LLAMA, make_network(LLAMA), "llama", "I2_S"))
+    with pytest.raises(ConvertError, match="q_proj.weight differ") as caught:
+        convert_gguf(file, tmp_path / "out", verify=True)
+    assert caught.value.code == "verification-failed"
+    assert not (tmp_path / "out").exists()
+
+
 # --- refusals -------------------------------------------------------------------------------------
 
 

@@ -155,7 +155,7 @@ def compare_tokenizers(model: Path, folder: Path) -> list[str]:
         shutil.copytree(model, folder / name)
         tokenizer.save(str(folder / name / "tokenizer.json"))
         file = folder / f"{name}.gguf"
-        export_gguf(folder / name, file)
+        export_gguf(folder / name, file, type="tq2_0")
         llama = llama_cpp.Llama(str(file), vocab_only=True, verbose=False)
         texts = [*tests.TEXTS, *PROBES, *tests.CORPUS.split("\n\n")[:40]]
         texts = [text for text in texts if text and "\0" not in text]

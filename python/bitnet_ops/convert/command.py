@@ -81,11 +81,14 @@ def _convert(args: argparse.Namespace, progress: Progress | None) -> ConvertRepo
         if args.i2s_layout or args.tokenizer:
             refuse("gguf-option", "a GGUF file with --i2s-layout and --tokenizer", args.source)
         return convert(args.source, args.destination, verify=args.verify, **common)
-    if args.verify:
-        refuse("gguf-verify", "no --verify for a GGUF file", "--verify", "convert without it")
     layout = args.i2s_layout or "a"
     return convert_gguf(
-        args.source, args.destination, i2s_layout=layout, tokenizer=args.tokenizer, **common
+        args.source,
+        args.destination,
+        i2s_layout=layout,
+        tokenizer=args.tokenizer,
+        verify=args.verify,
+        **common,
     )
 
 

@@ -92,7 +92,7 @@ def export_gguf(
     if os.path.lexists(target) and not force:
         refuse("destination-exists", "a new file", f"{target}", "--force replaces it")
     try:
-        with Reader(source) as reader:
+        with Reader(source, check_codes=False) as reader:  # each tensor is checked as it is read
             export = _Export(reader, TYPES[type])
             keys: Keys = {}
             remarks = ["no vocabulary was written"]
@@ -195,6 +195,8 @@ class _Export:
         return _DENSE[self._reader.tensors[name].dtype]
 
     def _data(self, name: str, spec: TensorSpec) -> Any:
+        self._reader.check_sum(name)
+        self._reader.check_data(name)
         tensor = self._reader.tensor(name)
         if spec.kind == "dense":
             tensor = tensor.float() if len(spec.shape) == 1 else tensor

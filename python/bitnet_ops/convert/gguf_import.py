@@ -48,11 +48,12 @@ class GgufPlan:
     """Everything decided before data is read: config, the tensors to write, where they stand."""
 
     architecture: Architecture
-    config: dict[str, Any]
-    model: ModelConfig
+    hf_config: dict[str, Any]
+    config: ModelConfig
     specs: dict[str, TensorSpec]
     infos: dict[str, TensorInfo]  # by Hugging Face name; of `.scale` tensors too
     exact_scales: dict[str, float]  # by GGUF name
+    assumed_online: bool = False
     remarks: list[str] = field(default_factory=list)
 
 
@@ -63,6 +64,7 @@ def convert_gguf(
     i2s_layout: str = "a",
     tokenizer: str | Path | None = None,
     assume_online: bool = False,
+    verify: bool = False,
     force: bool = False,
     format_version: int = 2,
     progress: Progress | None = None,
@@ -73,6 +75,8 @@ def convert_gguf(
         i2s_layout: "a", "b" or "c", the order of bytes of I2_S tensors; the file does not say.
         tokenizer: a folder whose tokenizer files to take instead of the file's metadata, or "none".
         assume_online: dense projections that are not ternary are masters; ternarise by absmean.
+        verify: compare every weight and full logits with the file, decoded a second time; a result
+            that does not agree is refused and not kept.
         force, format_version, progress: as for `convert`.
 
     Returns the report, which also lies in `dst`. Raises ConvertError; nothing is left at `dst`.
@@ -84,13 +88,16 @@ def convert_gguf(
     try:
         with Reader(source) as reader:
             plan = make_gguf_plan(reader)
+            plan.assumed_online = assume_online
             check_destination(source, target, force=force)
             options = dict(i2s_layout=i2s_layout, assume_online=assume_online)
             with building(target) as folder:
                 with _writer(reader, plan, folder, i2s_layout, format_version) as writer:
                     totals = _write(reader, plan, writer, progress, options)
                 files = _tokenizer(reader, plan, folder, tokenizer)
-                report = _report(source, reader, plan, folder, totals, files, assume_online)
+                report = _report(source, reader, plan, folder, totals, files)
+                if verify:
+                    _verify(reader, plan, folder, i2s_layout, report)
                 report.seconds = round(time.perf_counter() - started, 3)
                 report.write(folder)
     except GgufError as error:
@@ -163,7 +170,7 @@ def _check_names(
         refuse("missing-tensor", f"all {len(specs)} tensors", f"no {listed(missing)}")
 
 
-def _scale_name(weight: str) -> str:
+def scale_name(weight: str) -> str:
     """Of the tensor that newer converters put beside a projection; it multiplies."""
     return f"{weight.removesuffix('.weight')}.scale"
 
@@ -218,7 +225,7 @@ def _write(
 
 def _read_ternary(reader: Reader, plan: GgufPlan, name: str, options: dict[str, Any]) -> Ternary:
     info = plan.infos[name]
-    scale_info = plan.infos.get(_scale_name(name))
+    scale_info = plan.infos.get(scale_name(name))
     factor = 1.0
     if scale_info is not None:
         if scale_info.shape != (1,) or scale_info.type.name not in DENSE:
@@ -231,7 +238,7 @@ def _read_ternary(reader: Reader, plan: GgufPlan, name: str, options: dict[str, 
         info,
         factor=factor,
         exact_scale=plan.exact_scales.get(info.name),
-        head_dim=plan.model.head_dim if permuted else None,
+        head_dim=plan.config.head_dim if permuted else None,
         **options,
     )
 
@@ -246,7 +253,7 @@ def _private_config(reader: Reader, plan: GgufPlan, i2s_layout: str) -> dict[str
         "source_architecture": plan.architecture.name,
         "converter_version": importlib.metadata.version("bitnet-ops"),
     }
-    return {**plan.config, PRIVATE_BLOCK: block}
+    return {**plan.hf_config, PRIVATE_BLOCK: block}
 
 
 def _kinds(plan: GgufPlan) -> str:
@@ -260,7 +267,7 @@ def _tokenizer(
 ) -> list[str]:
     """Write the tokenizer files; returns their names."""
     if choice is None:
-        made, remarks = tokenizer_files(reader.metadata, plan.model)
+        made, remarks = tokenizer_files(reader.metadata, plan.config)
         plan.remarks += remarks
     elif str(choice) == "none":
         made = {}
@@ -281,7 +288,6 @@ def _report(
     folder: Path,
     totals: TernaryTotals,
     files: list[str],
-    assumed: bool,
 ) -> ConvertReport:
     output = folder / MODEL_FILE
     kinds = {info.type.name for info in plan.infos.values()}
@@ -294,10 +300,10 @@ def _report(
     dense_specs = [spec for spec in plan.specs.values() if spec.kind == "dense"]
     return ConvertReport(
         source=source.resolve().name,
-        model_type=plan.model.model_type,
+        model_type=plan.config.model_type,
         linear_class=f"gguf {plan.architecture.name}",
         quantization_mode=_kinds(plan),
-        assumed_online=assumed,
+        assumed_online=plan.assumed_online,
         tensors=len(plan.specs),
         dense_parameters=sum(torch.Size(spec.shape).numel() for spec in dense_specs),
         ternary=dataclasses.replace(totals),
@@ -308,3 +314,19 @@ def _report(
         files=[MODEL_FILE, *files],
         remarks=remarks,
     )
+
+
+def _verify(
+    reader: Reader, plan: GgufPlan, folder: Path, layout: str, report: ConvertReport
+) -> None:
+    from bitnet_ops.convert.gguf_verify import verify_gguf
+
+    result = verify_gguf(reader, plan, folder, layout)
+    report.verification = result.to_dict()
+    if result.failures:
+        refuse(
+            "verification-failed",
+            "the result to agree with its source",
+            "; ".join(result.failures[:4]),
+            "the result was not kept, please report this file",
+        )
