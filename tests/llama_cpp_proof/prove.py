@@ -16,6 +16,7 @@ import importlib.util
 import shutil
 import sys
 import tempfile
+import unicodedata
 from pathlib import Path
 
 import torch
@@ -159,6 +160,8 @@ def compare_tokenizers(model: Path, folder: Path) -> list[str]:
         llama = llama_cpp.Llama(str(file), vocab_only=True, verbose=False)
         texts = [*tests.TEXTS, *PROBES, *tests.CORPUS.split("\n\n")[:40]]
         texts = [text for text in texts if text and "\0" not in text]
+        if name == "qwen2":  # llama.cpp leaves NFC out, so both are given composed characters
+            texts = [unicodedata.normalize("NFC", text) for text in texts]
         other = [
             text
             for text in texts
