@@ -216,6 +216,17 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(["generate", str(tmp_path / "out"), "Hello", "--max-new-tokens", "3"]) == 0
 
 
+def test_what_is_ignored_is_said(tmp_path: Path) -> None:
+    keys, parts = [*metadata(BITNET, ARCH), *byte_tokenizer(300)], list(base_parts())
+    keys.append(key(f"{ARCH}.new_thing", "u32", 7))
+    parts.append(("rope_freqs.weight", (32,), 0, np.ones(32, "<f4").tobytes()))
+    (tmp_path / "m.gguf").write_bytes(gguf(keys, parts))
+    remarks = "\n".join(convert_gguf(tmp_path / "m.gguf", tmp_path / "out").remarks)
+    assert f"{ARCH}.new_thing = 7" in remarks
+    assert "rope_freqs.weight holds ones alone" in remarks
+    assert "--i2s-layout" in remarks
+
+
 # --- verify ---------------------------------------------------------------------------------------
 
 

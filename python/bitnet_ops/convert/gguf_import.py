@@ -130,7 +130,7 @@ def make_gguf_plan(reader: Reader) -> GgufPlan:
             refuse("shape", f"{infos[name].name} of shape {list(spec.shape)}", found)
     exact = _exact_scales(reader.metadata)
     remarks += [*more, *model.notes]
-    return GgufPlan(architecture, config, model, specs, infos, exact, remarks)
+    return GgufPlan(architecture, config, model, specs, infos, exact, remarks=remarks)
 
 
 def _named(reader: Reader, architecture: Architecture) -> tuple[dict[str, TensorInfo], list[str]]:
