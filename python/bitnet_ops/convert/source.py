@@ -50,8 +50,15 @@ class Source:
         _check_index(self.folder, self.tensors)
 
     def tensor(self, name: str) -> torch.Tensor:
-        """The tensor `name`, in the dtype and shape of the file."""
-        return self._files[self.tensors[name].file].get_tensor(name)
+        """The tensor `name`, in the dtype and shape of the file.
+
+        It is a view of a mapping of its own: pages that were read stay in memory as long as their
+        mapping does, which for one kept open would be the whole checkpoint.
+        """
+        file = self.tensors[name].file
+        if file.endswith(".safetensors"):
+            return _open(self.folder / file).get_tensor(name)
+        return self._files[file].get_tensor(name)
 
     @property
     def weight_bytes(self) -> int:

@@ -22,12 +22,19 @@ _SUSPICIOUS_SCALE = 10.0
 
 def first_non_finite(tensor: torch.Tensor) -> int | None:
     """The flat index of the first NaN or infinity, or None."""
+    if tensor.numel() == 0 or _all_finite(tensor):
+        return None
     flat = tensor.reshape(-1)
     for start in range(0, flat.numel(), _CHUNK_ELEMS):
         bad = ~torch.isfinite(flat[start : start + _CHUNK_ELEMS])
         if bad.any():
             return start + int(bad.nonzero()[0])
     return None
+
+
+def _all_finite(tensor: torch.Tensor) -> bool:
+    low, high = torch.aminmax(tensor)  # one pass without temporaries; NaN spreads into both
+    return bool(torch.isfinite(low) and torch.isfinite(high))
 
 
 def check_finite(name: str, tensor: torch.Tensor) -> None:
@@ -69,7 +76,7 @@ def from_masters(
     check_finite(name, masters)
     codes, scale = ops.quantize_weights(masters)
     remark = None
-    if not codes.any():
+    if not torch.count_nonzero(codes):
         remark = f"{name} is ternarised to zeros alone"
     elif _already_ternary(masters, codes):
         if scheme.assumed:
@@ -85,8 +92,8 @@ def from_masters(
 
 def _already_ternary(masters: torch.Tensor, codes: torch.Tensor) -> bool:
     """Whether all non-zero masters have one magnitude, and some are zero (cheap test first)."""
-    first = int((codes != 0).reshape(-1).to(torch.uint8).argmax())
-    magnitude = masters.reshape(-1)[first].abs()
+    row = next(row for row in range(len(codes)) if torch.count_nonzero(codes[row]))
+    magnitude = masters[row, int(codes[row].abs().argmax())].abs()
     for row in masters:
         size = row.abs()
         if not torch.equal(

@@ -155,12 +155,14 @@ class Writer:
             self._fail("packed_shape", where, limit)
 
     def _check_values(self, name: str, tensor: Tensor) -> None:
-        for piece in tensor.detach().contiguous().view(-1).split(_SCAN_ELEMS):
-            if tensor.dtype == torch.uint8:
-                if (piece & (piece >> 1) & 0x55).any():
-                    self._fail("invalid_code", self._where(name), "codes 0, 1 and 2, got code 3")
-            elif not torch.isfinite(piece).all():
+        if tensor.dtype != torch.uint8:
+            low, high = torch.aminmax(tensor)  # one pass, no temporary; NaN spreads into both
+            if not (torch.isfinite(low) and torch.isfinite(high)):
                 self._fail("non_finite", self._where(name), "finite values, got NaN or infinity")
+            return
+        for piece in tensor.detach().contiguous().view(-1).split(_SCAN_ELEMS):
+            if (piece & (piece >> 1) & 0x55).any():
+                self._fail("invalid_code", self._where(name), "codes 0, 1 and 2, got code 3")
 
     def _stored_scales(
         self, name: str, weight: Tensor, scale: float | Tensor, group_size: int
