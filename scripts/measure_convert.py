@@ -29,15 +29,33 @@ from bitnet_ops import ops
 from bitnet_ops.packing import unpack_hf
 
 MIB = 1 << 20
-_LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_act": "silu",
-          "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
-          "num_attention_heads": 32, "num_key_value_heads": 8, "tie_word_embeddings": False}  # fmt: skip
-_BITNET = {"model_type": "bitnet", "architectures": ["BitNetForCausalLM"], "hidden_act": "relu2",
-           "hidden_size": 2560, "intermediate_size": 6912, "num_hidden_layers": 30,
-           "num_attention_heads": 20, "num_key_value_heads": 5, "tie_word_embeddings": True}  # fmt: skip
-_COMMON = {"vocab_size": 128256, "rope_theta": 500000.0, "rms_norm_eps": 1e-5,
-           "max_position_embeddings": 4096, "bos_token_id": 128000, "eos_token_id": 128001}  # fmt: skip
-MODELS: dict[str, dict[str, Any]] = {"llama3-8b": _LLAMA | _COMMON, "2b-4t": _BITNET | _COMMON}
+# (hidden, inner, layers, heads, KV heads, tied head)
+SHAPES = {
+    "2b-4t": (2560, 6912, 30, 20, 5, True),
+    "llama3-8b": (4096, 14336, 32, 32, 8, False),
+}
+
+
+def config_of(model: str) -> dict[str, Any]:
+    hidden, inner, layers, heads, kv_heads, tied = SHAPES[model]
+    bitnet = model == "2b-4t"
+    return {
+        "model_type": "bitnet" if bitnet else "llama",
+        "architectures": ["BitNetForCausalLM" if bitnet else "LlamaForCausalLM"],
+        "hidden_act": "relu2" if bitnet else "silu",
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "tie_word_embeddings": tied,
+        "vocab_size": 128256,
+        "rope_theta": 500000.0,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 4096,
+        "bos_token_id": 128000,
+        "eos_token_id": 128001,
+    }
 
 
 def layer_shapes(c: dict[str, Any]) -> dict[str, tuple[int, int]]:
@@ -159,12 +177,12 @@ def _seconds(work: Any) -> float:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model", choices=sorted(MODELS))
+    parser.add_argument("model", choices=sorted(SHAPES))
     parser.add_argument("mode", choices=("offline", "online"))
     parser.add_argument("--layers", type=int, help="fewer layers than the model has")
     parser.add_argument("--folder", type=Path, help="where to work (default: the temporary one)")
     args = parser.parse_args()
-    config = dict(MODELS[args.model])
+    config = config_of(args.model)
     config["num_hidden_layers"] = args.layers or config["num_hidden_layers"]
     folder = Path(tempfile.mkdtemp(prefix="measure-convert-", dir=args.folder))
     try:

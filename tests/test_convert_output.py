@@ -5,6 +5,7 @@ What a right conversion holds is test_convert.py's business.
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -79,6 +80,55 @@ def test_interruption_leaves_nothing(error, tmp_path):
         convert(write(tmp_path, FAMILIES["bitnet-offline"]), tmp_path / "out", progress=interrupt)
     if expected is ConvertError:
         assert caught.value.code == "write-failed" and "No space left" in str(caught.value)
+    assert leftovers(tmp_path) == []
+
+
+_SLOW = """
+import sys, time
+from bitnet_ops.cli import main
+from bitnet_ops.convert import hf
+add = hf.Writer.add_packed
+def slow(*args, **options):
+    add(*args, **options)
+    print("tensor", flush=True)
+    time.sleep(60)
+hf.Writer.add_packed = slow
+sys.exit(main(["convert", *sys.argv[1:]]))
+"""
+
+
+def test_control_c_in_the_command_leaves_nothing(tmp_path):
+    source = write(tmp_path, FAMILIES["bitnet-offline"])
+    command = [sys.executable, "-c", _SLOW, str(source), str(tmp_path / "out")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout.readline() == b"tensor\n"
+        assert len(leftovers(tmp_path)) == 1, "the folder it is built in"
+        process.send_signal(signal.SIGINT)
+        _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130 and stderr == b"bitnet-ops: interrupted\n"
+    assert leftovers(tmp_path) == []
+
+
+_FULL = """
+import resource, sys
+from bitnet_ops.cli import main
+limit = int(sys.argv[1])
+resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+sys.exit(main(["convert", *sys.argv[2:]]))
+"""
+
+
+@pytest.mark.parametrize("limit", [0, 4000, 60_000])
+@pytest.mark.parametrize("version", ["v1", "v2"])
+def test_a_full_disk_leaves_nothing_and_says_so(tmp_path, limit, version):
+    """The kernel refuses to let a file grow, as a full disk would: in the header, in a tensor."""
+    source = write(tmp_path, FAMILIES["bitnet-offline"])
+    arguments = [str(limit), str(source), str(tmp_path / "out"), "--format", version]
+    command = [sys.executable, "-c", _FULL, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.count("\n") == 1 and "[write-failed]" in done.stderr
+    assert "File too large" in done.stderr and "nothing was kept" in done.stderr
     assert leftovers(tmp_path) == []
 
 

@@ -1,7 +1,7 @@
-"""`bitnet-ops inspect FILE`: what a model file holds, tensor by tensor, with totals.
+"""`bitnet-ops inspect PATH`: what a model file or folder holds, tensor by tensor, with totals.
 
-Reads and checks the whole file; runs no model. It must not know how the file was made, nor its
-bytes: the Reader hands out what is in it.
+Reads and checks all of it; runs no model. `A --diff B` compares two. It must not know kinds of
+files, nor their bytes: inspect_sources.py hands out what is in them.
 """
 
 from __future__ import annotations
@@ -15,26 +15,39 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from bitnet_ops.config import PRIVATE_BLOCK, ModelConfig, UnsupportedModelError
-from bitnet_ops.formats.sglbitnt import Reader, SglbitntError, TensorInfo, model_file
-from bitnet_ops.models import TensorError, check_names, expected_tensors
+from bitnet_ops.config import PRIVATE_BLOCK
+from bitnet_ops.convert import inspect_diff
+from bitnet_ops.convert.errors import ConvertError
+from bitnet_ops.convert.inspect_sources import Source, open_source
+from bitnet_ops.formats.gguf import GgufError
+from bitnet_ops.formats.sglbitnt import SglbitntError
 
+_WIDEST = 200  # characters of a value of the private block
 _COLUMNS = ("tensor", "format", "shape", "scale", "-1 / 0 / +1 %", "sha256")
-_WEIGHTS_PER_BYTE = 4
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the subcommand's arguments to `parser`."""
-    parser.description = "List the tensors of a model file, with totals; checks all of its data."
-    parser.add_argument("file", metavar="FILE", help="model.bin, or the folder that holds it")
+    parser.description = (
+        "List the tensors of a model file (.bin, .gguf) or folder (converted, or a Hugging Face "
+        "checkpoint), with totals; checks all of its data. With --diff, compare two."
+    )
+    parser.add_argument("file", metavar="PATH", help="model.bin, a .gguf file, or a folder")
+    parser.add_argument(
+        "--diff",
+        metavar="OTHER",
+        help="compare PATH with OTHER instead; exit status 0 if they are equal, 1 if not",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the subcommand; 0 on success, 1 with one line on stderr for a file that is refused."""
+    """Run the subcommand; 0 on success, 1 for models that differ, 2 for a file that is refused."""
     try:
+        if args.diff is not None:
+            return _print_diff(args)
         report = inspect(args.file)
-    except SglbitntError as error:
+    except (SglbitntError, GgufError, ConvertError) as error:
         print(f"bitnet-ops: error: {error}", file=sys.stderr)
         return 2
     if args.json:
@@ -46,75 +59,62 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _print_diff(args: argparse.Namespace) -> int:
+    found = inspect_diff.diff(args.file, args.diff)
+    as_json = json.dumps(found, indent=1, ensure_ascii=False) if args.json else None
+    print(as_json or "\n".join(inspect_diff.lines(found)))
+    return 0 if found["equal"] else 1
+
+
 def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Everything about the file at `path` (or `path`/model.bin) as plain numbers and strings.
+    """Everything about the model at `path` as plain numbers and strings.
 
-    Keys: file, bytes, model_type, bitnet_ops (the config's private block or None), tensors (a list:
-    name, format, shape, scale, minus, zero, plus, nbytes, sha256), totals, remarks. Shapes are
-    logical, [N, K]; where the config does not give K it is 4 times the row bytes, and a remark says
-    so. Raises SglbitntError for a file that breaks a rule of FORMAT.md.
+    Keys: file, kind, bytes, model_type, bitnet_ops (the config's private block or None), tensors (a
+    list: name, format, shape, scale, scales, minus, zero, plus, nbytes, sha256), totals, remarks.
+    Shapes are logical, [N, K]; where nothing gives K it is 4 times the row bytes, and a remark says
+    so. `scale` is a tensor's only one; where there are more, `scales` has their shape, smallest and
+    largest. Raises SglbitntError, GgufError or ConvertError for a file that is damaged.
     """
-    file = model_file(path)
-    with Reader(file) as reader:
-        in_features, remarks = _in_features(reader)
-        rows = [_row(reader, info, in_features.get(name)) for name, info in reader.tensors.items()]
-        return {
-            "file": str(file),
-            "bytes": file.stat().st_size,
-            "model_type": reader.config.get("model_type"),
-            "bitnet_ops": reader.config.get(PRIVATE_BLOCK),
-            "tensors": rows,
-            "totals": _totals(rows),
-            "remarks": remarks,
-        }
-
-
-def _in_features(reader: Reader) -> tuple[dict[str, int], list[str]]:
-    """True K of the packed tensors as far as the config gives it, and what speaks against it."""
-    packed = [name for name, info in reader.tensors.items() if info.packed]
-    try:
-        config = ModelConfig.from_hf(reader.config)
-        if config.num_hidden_layers > len(reader.tensors):  # do not list a billion names
-            raise TensorError(
-                f"got {config.num_hidden_layers} layers, {len(reader.tensors)} tensors"
-            )
-        expected = expected_tensors(config)
-        check_names(config, reader.tensors)
-    except (UnsupportedModelError, TensorError) as error:
-        return {}, [f"K is 4 * row bytes, padding included: {error}"] if packed else [str(error)]
-    known, remarks = {}, []
-    for name in packed:
-        k = expected[name].shape[-1]
-        try:
-            reader.check_in_features(name, k)
-            known[name] = k
-        except SglbitntError as error:
-            remarks.append(f"K is 4 * row bytes, padding included: {error}")
-    return known, remarks
-
-
-def _row(reader: Reader, info: TensorInfo, in_features: int | None) -> dict[str, Any]:
-    shape = list(info.shape)
-    counts: tuple[int | None, int | None, int | None] = (None, None, None)
-    if info.packed:
-        padded = _WEIGHTS_PER_BYTE * shape[1]
-        shape[1] = padded if in_features is None else in_features
-        minus, zero, plus = reader.code_counts(info.name)
-        counts = (minus, zero - shape[0] * (padded - shape[1]), plus)
+    source = open_source(path)
+    rows = [_row(source, name) for name in source.entries]
     return {
-        "name": info.name,
-        "format": "ternary" if info.packed else str(info.dtype).removeprefix("torch."),
-        "shape": shape,
-        "scale": info.scale,
+        "file": str(source.path),
+        "kind": source.kind,
+        "bytes": source.nbytes,
+        "model_type": source.config.get("model_type"),
+        "bitnet_ops": source.config.get(PRIVATE_BLOCK),
+        "tensors": rows,
+        "totals": _totals(rows),
+        "remarks": source.remarks,
+    }
+
+
+def _row(source: Source, name: str) -> dict[str, Any]:
+    entry, scales = source.entries[name], source.scales(name)
+    single = scales is not None and scales.numel() == 1
+    several = None
+    if scales is not None and not single:
+        several = {
+            "shape": list(scales.shape),
+            "min": float(scales.min()),
+            "max": float(scales.max()),
+        }
+    counts = source.counts(name) or (None, None, None)
+    return {
+        "name": name,
+        "format": entry.format,
+        "shape": list(entry.shape),
+        "scale": float(scales) if scales is not None and single else None,
+        "scales": several,
         **dict(zip(("minus", "zero", "plus"), counts, strict=True)),
-        "nbytes": info.nbytes,
-        "sha256": hashlib.sha256(reader.memory(info.name)).hexdigest(),
+        "nbytes": entry.nbytes,
+        "sha256": hashlib.sha256(source.memory(name)).hexdigest(),
     }
 
 
 def _totals(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    packed = [row for row in rows if row["format"] == "ternary"]
-    dense = [row for row in rows if row["format"] != "ternary"]
+    packed = [row for row in rows if row["zero"] is not None]
+    dense = [row for row in rows if row["zero"] is None]
     weights = sum(math.prod(row["shape"]) for row in packed)
     parameters = sum(math.prod(row["shape"]) for row in dense)
     packed_bytes = sum(row["nbytes"] for row in packed)
@@ -142,8 +142,9 @@ def _ratio(part: int, whole: int) -> float | None:
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:
     scale = shares = ""
-    if row["format"] == "ternary":
-        scale = f"{row['scale']:.6g}"
+    if row["zero"] is not None:
+        several = row["scales"]
+        scale = f"{several['min']:.4g}..{several['max']:.4g}" if several else f"{row['scale']:.6g}"
         total = math.prod(row["shape"])
         shares = " / ".join(f"{100 * row[key] / total:.1f}" for key in ("minus", "zero", "plus"))
     shape = " x ".join(map(str, row["shape"]))
@@ -153,8 +154,8 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
 def _summary(report: dict[str, Any]) -> list[str]:
     t = report["totals"]
     lines = [
-        f"{report['file']}: {report['bytes']} bytes, model_type {report['model_type']!r}, "
-        f"{t['tensors']} tensors",
+        f"{report['file']}: {report['kind']}, {report['bytes']} bytes, "
+        f"model_type {report['model_type']!r}, {t['tensors']} tensors",
         f"dense   {t['dense_tensors']:>5} tensors {t['dense_parameters']:>13} parameters "
         f"{t['dense_bytes']:>13} bytes",
     ]
@@ -166,7 +167,14 @@ def _summary(report: dict[str, Any]) -> list[str]:
         )
     if t["tensors"]:
         lines.append(f"all     {t['bits_per_parameter']:.3f} bits per parameter")
+    block = report["bitnet_ops"] or {}
+    lines += [f"{key}: {_short(value)}" for key, value in block.items() if key != "format_version"]
     return lines + [f"remark: {remark}" for remark in report["remarks"]]
+
+
+def _short(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= _WIDEST else f"{text[:_WIDEST]}..."
 
 
 def _plain(report: dict[str, Any]) -> str:
