@@ -205,7 +205,7 @@ def test_an_empty_file_of_no_tensors(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "0 tensors" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", ["gguf", "code_3_first_byte", "f32_nan_first", "config_not_json"])
+@pytest.mark.parametrize("name", ["zeros", "code_3_first_byte", "f32_nan_first", "config_not_json"])
 def test_refusals_are_one_line(
     tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
