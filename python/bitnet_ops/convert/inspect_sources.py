@@ -224,7 +224,7 @@ class GgufSource:
         self._plan: GgufPlan | None = None
         try:
             self._plan = make_gguf_plan(self.reader)
-            self.config: Mapping[str, Any] = self._plan.config
+            self.config: Mapping[str, Any] = self._plan.hf_config
             infos, self.remarks = self._plan.infos, list(self._plan.remarks)
         except ConvertError as error:
             self.config, infos = {}, dict(self.reader.tensors)
@@ -251,7 +251,7 @@ class GgufSource:
             info,
             i2s_layout=self._layout,
             exact_scale=plan.exact_scales.get(info.name) if plan else None,
-            head_dim=plan.model.head_dim if plan and heads else None,
+            head_dim=plan.config.head_dim if plan and heads else None,
         )
         return Values(codes=ops.unpack(found.rows, info.shape[1]), scales=found.scale)
 
