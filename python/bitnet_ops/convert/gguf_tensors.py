@@ -88,7 +88,7 @@ def _from_layout(reader: Reader, info: TensorInfo, layout: str, exact: float | N
     except layouts.LayoutError as error:
         code = {"code_3": "code-3", "scale": "bad-scale", "row_length": "gguf-row-length"}
         refuse(code[error.code], f"{info.name} as {info.type.name}", str(error), _hint(info))
-    rows = torch.from_numpy(np.array(decoded.rows))  # a copy: the mapping is read-only
+    rows = torch.from_numpy(decoded.rows)  # of layout a the mapping itself
     scale = decoded.one_scale()
     if scale is None and decoded.scales.any():
         groups = _group_scales(info, decoded)
@@ -159,10 +159,10 @@ def _is_ternary(tensor: Tensor, magnitude: float) -> bool:
 
 
 def dense(reader: Reader, info: TensorInfo) -> Tensor:
-    """The tensor in its dtype; other types than F32, F16, BF16 come as float32."""
+    """The tensor in its dtype, zero-copy; other types than F32, F16, BF16 come as float32."""
     data: Any = reader.data(info.name)
     if info.type.name in DENSE:
-        tensor = torch.from_numpy(data.copy()).view(DENSE[info.type.name]).view(info.shape)
+        tensor = torch.from_numpy(data).view(DENSE[info.type.name]).view(info.shape)
     else:
         tensor = _dequantised(info, data)
     check_finite(info.name, tensor)

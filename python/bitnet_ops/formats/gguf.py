@@ -79,7 +79,7 @@ class Reader:
                 self.size = os.fstat(file.fileno()).st_size
                 if self.size < 24:
                     self._fail("truncated", "header", f"24 bytes at least, got {self.size}")
-                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         except OSError as error:
             raise GgufError("io", f"{self.path}: expected a readable file, got {error}") from None
         try:
@@ -89,12 +89,15 @@ class Reader:
             raise
 
     def data(self, name: str) -> NDArray[np.uint8]:
-        """The bytes of tensor `name`: read-only, zero-copy, valid until the Reader is closed."""
+        """The bytes of tensor `name`, zero-copy; what is written to them never reaches the file."""
         info = self.tensors[name]
         return np.frombuffer(self._map, np.uint8, info.nbytes, info.offset)
 
     def release(self, name: str) -> None:
-        """Give back the memory behind the data of `name`, which stays readable."""
+        """Give back the memory behind the data of `name`, which stays readable.
+
+        What was written to arrays of it is lost.
+        """
         info = self.tensors[name]
         if hasattr(mmap, "MADV_DONTNEED"):
             begin = info.offset // mmap.PAGESIZE * mmap.PAGESIZE
