@@ -196,12 +196,16 @@ def unpack_hf(packed: Tensor, out_features: int) -> Tensor:
             f"unpack_hf: expected packed uint8 [{rows}, K] for {out_features} outputs, got "
             f"{packed.dtype} {list(packed.shape)}"
         )
-    lanes = [(packed >> (2 * i)) & 3 for i in range(4)]
-    codes = torch.cat(lanes)[:out_features]
-    if codes.numel() and int(codes.max()) == 3:
+    # Written in place, lane by lane: temporaries of the whole matrix would cost more than the work.
+    codes = torch.empty((out_features, packed.shape[1]), dtype=torch.uint8)
+    for i in range(4):
+        lane = codes[i * rows : (i + 1) * rows]
+        torch.bitwise_right_shift(packed[: len(lane)], 2 * i, out=lane)
+        lane.bitwise_and_(3)
+    if bool(((packed & (packed >> 1)) & 0x55).any()) and bool((codes == 3).any()):
         row, column = (codes == 3).nonzero()[0].tolist()
         raise ValueError(
             f"unpack_hf: expected codes 0, 1, 2, got code 3 at row {row}, column {column}; "
             "this is not a ternary tensor packed by transformers"
         )
-    return codes.to(torch.int8) - 1
+    return codes.view(torch.int8).sub_(1)
