@@ -20,6 +20,7 @@ COMMANDS = {
     "convert": ("bitnet_ops.convert.command", "convert a Hugging Face or GGUF model"),
     "export": ("bitnet_ops.convert.export", "write a converted model as a GGUF file"),
     "quantize": ("bitnet_ops.convert.quantize_command", "ternarise masters trained for b1.58"),
+    "verify": ("bitnet_ops.convert.verify_command", "compare a model with its source"),
     "inspect": ("bitnet_ops.convert.inspect", "list the tensors of a model, or compare two"),
     "doctor": ("bitnet_ops.doctor", "CPU features, kernels, threads, torch: what is used and why"),
     "dummy": ("bitnet_ops.dummy", "write a synthetic model of a real one's size"),

@@ -34,6 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="compare weights and full logits with the source (transformers, or a plain forward)",
     )
+    parser.add_argument("--text", metavar="FILE", help="compare on this text (with --verify)")
     parser.add_argument("--force", action="store_true", help="replace an earlier result at DST")
     parser.add_argument(
         "--assume-online",
@@ -61,6 +62,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the subcommand; returns 0. A refusal is a ConvertError, which the command line prints."""
+    if args.text is not None and not args.verify:
+        raise ValueError("convert: expected --text only with --verify, got it alone; add --verify")
     with progress_bar(enabled=sys.stderr.isatty() and not args.json) as progress:
         report = _convert(args, progress)
     if args.json:
@@ -80,7 +83,8 @@ def _convert(args: argparse.Namespace, progress: Progress | None) -> ConvertRepo
     if not is_gguf(args.source):
         if args.i2s_layout or args.tokenizer:
             refuse("gguf-option", "a GGUF file with --i2s-layout and --tokenizer", args.source)
-        return convert(args.source, args.destination, verify=args.verify, **common)
+        proof = dict(verify=args.verify, text=args.text)
+        return convert(args.source, args.destination, **proof, **common)
     layout = args.i2s_layout or "a"
     return convert_gguf(
         args.source,
@@ -88,6 +92,7 @@ def _convert(args: argparse.Namespace, progress: Progress | None) -> ConvertRepo
         i2s_layout=layout,
         tokenizer=args.tokenizer,
         verify=args.verify,
+        text=args.text,
         **common,
     )
 

@@ -8,6 +8,7 @@ or files.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -66,6 +67,8 @@ class LogitComparison:
             "largest_lead_at_disagreement": self.largest_lead_lost,
             "loss_reference": self.loss_reference_sum / max(self.predicted, 1),
             "loss_ours": self.loss_ours_sum / max(self.predicted, 1),
+            "perplexity_reference": _perplexity(self.loss_reference_sum, self.predicted),
+            "perplexity_ours": _perplexity(self.loss_ours_sum, self.predicted),
         }
 
     @property
@@ -99,6 +102,11 @@ class LogitComparison:
                 f"(at most {MAX_LOSS_DIFFERENCE})"
             )
         return failures
+
+
+def _perplexity(loss_sum: float, predicted: int) -> float:
+    """exp of the mean loss, kept finite for JSON."""
+    return math.exp(min(loss_sum / max(predicted, 1), 700.0))
 
 
 def _loss(logits: Tensor, targets: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from bitnet_ops.convert.errors import listed, refuse
 
 MODEL_FILE = "model.bin"
 REPORT_FILE = "report.json"
+SUMMARY_FILE = "report.txt"
 # Files of the source that travel with the model; everything a result folder can hold.
 TRAVELLERS = (
     "tokenizer.json",
@@ -24,7 +25,7 @@ TRAVELLERS = (
     "generation_config.json",
     "chat_template.jinja",
 )
-_OURS = {MODEL_FILE, REPORT_FILE, *TRAVELLERS}
+_OURS = {MODEL_FILE, REPORT_FILE, SUMMARY_FILE, *TRAVELLERS}
 
 
 def check_destination(source: Path, target: Path, *, force: bool, option: str = "--force") -> None:

@@ -65,6 +65,7 @@ def convert_gguf(
     tokenizer: str | Path | None = None,
     assume_online: bool = False,
     verify: bool = False,
+    text: str | Path | None = None,
     force: bool = False,
     format_version: int = 2,
     progress: Progress | None = None,
@@ -77,7 +78,7 @@ def convert_gguf(
         assume_online: dense projections that are not ternary are masters; ternarise by absmean.
         verify: compare every weight and full logits with the file, decoded a second time; a result
             that does not agree is refused and not kept.
-        force, format_version, progress: as for `convert`.
+        text, force, format_version, progress: as for `convert`.
 
     Returns the report, which also lies in `dst`. Raises ConvertError; nothing is left at `dst`.
     """
@@ -97,7 +98,7 @@ def convert_gguf(
                 files = _tokenizer(reader, plan, folder, tokenizer)
                 report = _report(source, reader, plan, folder, totals, files)
                 if verify:
-                    _verify(reader, plan, folder, i2s_layout, report)
+                    _verify(reader, plan, folder, i2s_layout, report, text)
                 report.seconds = round(time.perf_counter() - started, 3)
                 report.write(folder)
     except GgufError as error:
@@ -317,11 +318,17 @@ def _report(
 
 
 def _verify(
-    reader: Reader, plan: GgufPlan, folder: Path, layout: str, report: ConvertReport
+    reader: Reader,
+    plan: GgufPlan,
+    folder: Path,
+    layout: str,
+    report: ConvertReport,
+    text: str | Path | None,
 ) -> None:
     from bitnet_ops.convert.gguf_verify import verify_gguf
+    from bitnet_ops.convert.proof import record_proof
 
-    result = verify_gguf(reader, plan, folder, layout)
+    result = verify_gguf(reader, plan, folder, layout, None if text is None else Path(text))
     report.verification = result.to_dict()
     if result.failures:
         refuse(
@@ -330,3 +337,4 @@ def _verify(
             "; ".join(result.failures[:4]),
             "the result was not kept, please report this file",
         )
+    record_proof({reader.path.name: file_sha256(reader.path)}, folder, report)

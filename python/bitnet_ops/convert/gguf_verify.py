@@ -19,6 +19,7 @@ from bitnet_ops.convert.destination import MODEL_FILE
 from bitnet_ops.convert.errors import refuse
 from bitnet_ops.convert.gguf_config import PERMUTED
 from bitnet_ops.convert.plain_forward import PlainOracle
+from bitnet_ops.convert.texts import text_sequences
 from bitnet_ops.convert.verify import Verification, our_logits, sample_sequences
 from bitnet_ops.formats import sglbitnt
 from bitnet_ops.formats.gguf import Reader
@@ -30,11 +31,16 @@ _DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _CHUNK = 1 << 20
 
 
-def verify_gguf(reader: Reader, plan: GgufPlan, folder: Path, i2s_layout: str) -> Verification:
+def verify_gguf(
+    reader: Reader, plan: GgufPlan, folder: Path, i2s_layout: str, text: Path | None = None
+) -> Verification:
     """Compare the finished `folder` with the file; the result's `failures` says what is wrong."""
     oracle = GgufOracle(reader, plan, i2s_layout)
-    sequences, text = sample_sequences(folder, plan)  # type: ignore[arg-type]
-    result = Verification(oracle.name, "a GGUF file is not its to read", text)
+    if text is None:
+        sequences, label = sample_sequences(folder, plan)  # type: ignore[arg-type]
+    else:
+        sequences, label = text_sequences(folder, plan.config, text), f"text {text.name}"
+    result = Verification(oracle.name, "a GGUF file is not its to read", label)
     _compare_weights(plan, folder, oracle, result)
     reference, ours = oracle.logits(sequences), our_logits(folder, sequences)
     for ids, expected, found in zip(sequences, reference, ours, strict=True):

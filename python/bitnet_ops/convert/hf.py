@@ -38,6 +38,7 @@ def convert(
     force: bool = False,
     assume_online: bool = False,
     format_version: int = 2,
+    text: str | Path | None = None,
     progress: Progress | None = None,
 ) -> ConvertReport:
     """Convert the checkpoint folder `src_dir` into the new folder `dst`.
@@ -51,6 +52,7 @@ def convert(
         force: replace `dst` if it is an earlier result.
         assume_online: treat a checkpoint without quantization_config as ternarised masters.
         format_version: of model.bin, 2, or 1 for readers that know no other (FORMAT.md).
+        text: a UTF-8 file on which `verify` compares, instead of a short text of our own.
         progress: called as progress(done, total, tensor_name) before each tensor.
 
     Returns the report, which also lies in `dst`.
@@ -64,7 +66,7 @@ def convert(
         with building(target) as folder:
             report = _build(source, plan, folder, format_version, progress)
             if verify:
-                _verify(source, plan, folder, report)
+                _verify(source, plan, folder, report, None if text is None else Path(text))
             report.seconds = round(time.perf_counter() - started, 3)
             report.write(folder)
     except (OSError, SglbitntError) as error:
@@ -183,10 +185,13 @@ def _copy_travellers(source: Path, folder: Path) -> list[str]:
     return present
 
 
-def _verify(source: Source, plan: Plan, folder: Path, report: ConvertReport) -> None:
+def _verify(
+    source: Source, plan: Plan, folder: Path, report: ConvertReport, text: Path | None
+) -> None:
+    from bitnet_ops.convert.proof import record_proof, source_hashes
     from bitnet_ops.convert.verify import verify_conversion
 
-    result = verify_conversion(source, plan, folder)
+    result = verify_conversion(source, plan, folder, text=text)
     report.verification = result.to_dict()
     if result.failures:
         raise ConvertError(
@@ -195,3 +200,4 @@ def _verify(source: Source, plan: Plan, folder: Path, report: ConvertReport) -> 
             + "; ".join(result.failures)
             + "; the result was not kept, please report this checkpoint",
         )
+    record_proof(source_hashes(source), folder, report)

@@ -22,6 +22,7 @@ from bitnet_ops.convert.inspect_sources import Source, open_source
 from bitnet_ops.formats.gguf import GgufError
 from bitnet_ops.formats.sglbitnt import SglbitntError
 
+_APART = ("format_version", "verified")  # of the private block: not shown as they stand
 _WIDEST = 200  # characters of a value of the private block
 _COLUMNS = ("tensor", "format", "shape", "scale", "-1 / 0 / +1 %", "sha256")
 
@@ -168,13 +169,19 @@ def _summary(report: dict[str, Any]) -> list[str]:
     if t["tensors"]:
         lines.append(f"all     {t['bits_per_parameter']:.3f} bits per parameter")
     block = report["bitnet_ops"] or {}
-    lines += [f"{key}: {_short(value)}" for key, value in block.items() if key != "format_version"]
+    lines += [f"{key}: {_short(value)}" for key, value in block.items() if key not in _APART]
+    if isinstance(verified := block.get("verified"), dict):
+        lines.append("verified: " + ", ".join(f"{k} {_figure(v)}" for k, v in verified.items()))
     return lines + [f"remark: {remark}" for remark in report["remarks"]]
 
 
 def _short(value: Any) -> str:
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     return text if len(text) <= _WIDEST else f"{text[:_WIDEST]}..."
+
+
+def _figure(value: object) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 def _plain(report: dict[str, Any]) -> str:

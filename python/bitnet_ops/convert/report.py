@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 FILE_NAME = "report.json"
+SUMMARY_NAME = "report.txt"
 
 
 @dataclass
@@ -59,6 +60,8 @@ class ConvertReport:
     remarks: list[str]
     versions: dict[str, str] = field(default_factory=lambda: versions())
     verification: dict[str, Any] | None = None
+    source_sha256: dict[str, str] | None = None  # of every file, with a verification
+    per_tensor: list[dict[str, Any]] | None = None  # likewise
     masters: dict[str, Any] | None = None  # what `quantize` found in them
 
     def to_dict(self) -> dict[str, Any]:
@@ -69,9 +72,12 @@ class ConvertReport:
         return result
 
     def write(self, folder: Path) -> None:
-        """Write report.json into `folder`."""
+        """Write report.json into `folder`; with a verification, report.txt too."""
         text = json.dumps(self.to_dict(), indent=1, ensure_ascii=False, allow_nan=False)
         (folder / FILE_NAME).write_text(text + "\n", encoding="utf-8")
+        if self.verification is not None:
+            summary = "\n".join(self.summary()) + "\n"
+            (folder / SUMMARY_NAME).write_text(summary, encoding="utf-8")
 
     def lines(self) -> list[str]:
         """The report for people, one fact a line."""
@@ -85,18 +91,41 @@ class ConvertReport:
             f"{self.source_bytes:,} bytes -> {self.output_bytes:,} bytes in {self.seconds:.1f} s",
         ]
         if self.verification is not None:
-            result.append(_proof_line(self.verification))
+            result.append(proof_line(self.verification))
         return result + [f"note: {remark}" for remark in self.remarks]
 
+    def summary(self) -> list[str]:
+        """The whole proof in lines of text: what, from what, how close, and every tensor."""
+        lines = self.lines()
+        for name, value in (self.source_sha256 or {}).items():
+            lines.append(f"sha256 {value}  {self.source}/{name}")
+        return [*lines, f"sha256 {self.sha256}  model.bin", *table_lines(self.per_tensor or [])]
 
-def _proof_line(proof: dict[str, Any]) -> str:
+
+def table_lines(rows: list[dict[str, Any]]) -> list[str]:
+    """Every tensor's zeros, scale and hash (proof.tensor_table), a tensor a line."""
+    width = max((len(row["name"]) for row in rows), default=0)
+    lines = [f"{'tensor':{width}}  format      zeros  scale        sha256"]
+    for row in rows:
+        zeros = f"{100 * row['zero_share']:5.1f} %" if "zero_share" in row else " " * 7
+        scale = "" if row["scale"] is None else f"{row['scale']:.6g}"
+        lines.append(
+            f"{row['name']:{width}}  {row['format']:9} {zeros}  {scale:11}  {row['sha256'][:16]}"
+        )
+    return lines
+
+
+def proof_line(proof: dict[str, Any]) -> str:
+    """A verification in one sentence."""
     figures = proof["logits"]
     return (
         f"verified against {proof['oracle']}: {proof['weights_different']} of {proof['weights']:,} "
         f"weights differ; {figures['tokens']} tokens: largest logit difference "
         f"{figures['max_abs_logit_difference']:.3g} ({figures['relative_logit_difference']:.2g} of "
         f"the largest), top-1 {100 * figures['top1_agreement']:.1f} %, loss "
-        f"{figures['loss_ours']:.4f} against {figures['loss_reference']:.4f}"
+        f"{figures['loss_ours']:.4f} against {figures['loss_reference']:.4f} (perplexity "
+        f"{figures['perplexity_ours']:.3f} against {figures['perplexity_reference']:.3f}) on the "
+        f"{proof['text']}"
     )
 
 

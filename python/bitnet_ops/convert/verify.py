@@ -18,12 +18,12 @@ from torch import Tensor
 
 from bitnet_ops import ops
 from bitnet_ops.convert.compare import LogitComparison
-from bitnet_ops.convert.destination import MODEL_FILE
 from bitnet_ops.convert.plain_forward import PlainOracle
 from bitnet_ops.convert.plan import Plan
 from bitnet_ops.convert.source import Source
+from bitnet_ops.convert.texts import text_sequences
 from bitnet_ops.convert.verify_transformers import HfOracle, OracleUnavailable
-from bitnet_ops.formats.sglbitnt import Reader
+from bitnet_ops.formats.sglbitnt import Reader, model_file
 
 MAX_TOKENS = 256
 MAX_SCALE_DIFFERENCE = 1e-6  # relative; a reciprocal and an fp32 mean cost a few 1e-7
@@ -72,17 +72,27 @@ class Verification:
 
 
 def verify_conversion(
-    source: Source, plan: Plan, folder: Path, *, oracle: Oracle | None = None
+    source: Source,
+    plan: Plan,
+    folder: Path,
+    *,
+    oracle: Oracle | None = None,
+    text: Path | None = None,
 ) -> Verification:
     """Compare the finished `folder` with its source; the result's `failures` says what is wrong.
 
-    `oracle` is for tests; None chooses transformers or the plain forward.
+    `folder` may be the model file itself. `text`: a file to measure logits on, None for a text of
+    our own. `oracle` is for tests; None chooses transformers or the plain forward.
     """
     reason = None
     if oracle is None:
         oracle, reason = choose_oracle(source, plan)
-    sequences, text = sample_sequences(source.folder, plan)
-    result = Verification(oracle.name, reason, text)
+    if text is None:
+        sequences, label = sample_sequences(source.folder, plan)
+    else:
+        sequences = text_sequences(source.folder, plan.config, text)
+        label = f"text {text.name}"
+    result = Verification(oracle.name, reason, label)
     _compare_weights(plan, folder, oracle, result)
     reference = oracle.logits(sequences)
     for ids, expected, ours in zip(
@@ -118,7 +128,7 @@ def sample_sequences(folder: Path, plan: Plan) -> tuple[list[list[int]], str]:
 
 
 def _compare_weights(plan: Plan, folder: Path, oracle: Oracle, result: Verification) -> None:
-    with Reader(str(folder / MODEL_FILE)) as reader:
+    with Reader(model_file(folder)) as reader:
         for name, spec in plan.specs.items():
             if spec.kind != "ternary":
                 continue

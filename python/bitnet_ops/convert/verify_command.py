@@ -1,0 +1,111 @@
+"""`bitnet-ops verify FILE SOURCE`: does a converted model still compute what its source does?
+
+The proof of `convert --verify`, made later and on a text of one's own. The file is not changed. It
+must not know how anything is compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from bitnet_ops.config import PRIVATE_BLOCK
+from bitnet_ops.convert.errors import ConvertError, listed, refuse
+from bitnet_ops.convert.plan import Plan, make_plan
+from bitnet_ops.convert.proof import source_hashes, tensor_table
+from bitnet_ops.convert.report import file_sha256, proof_line, table_lines
+from bitnet_ops.convert.source import Source
+from bitnet_ops.convert.verify import verify_conversion
+from bitnet_ops.formats.sglbitnt import Reader, SglbitntError, model_file
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the subcommand's arguments to `parser`."""
+    parser.description = (
+        "Compare a converted model with the checkpoint it came from: every ternary weight and "
+        "scale, and full logits, top-1 and perplexity on a text."
+    )
+    parser.add_argument("file", metavar="FILE", help="model.bin, or the folder that holds it")
+    parser.add_argument("source", metavar="SOURCE", help="the Hugging Face folder it came from")
+    parser.add_argument("--text", metavar="FILE", help="measure on this text, not on the built-in")
+    parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the subcommand: 0 where they agree, 2 (ConvertError) where they do not."""
+    result = verify(args.file, args.source, text=args.text)
+    if args.json:
+        print(json.dumps(result, indent=1, ensure_ascii=False))
+    else:
+        print("\n".join(lines(result)))
+    failures = result["verification"]["failures"]
+    if failures:
+        raise ConvertError(
+            "verification-failed",
+            "convert [verification-failed]: expected the file to agree with its source, found "
+            + "; ".join(failures)
+            + "; convert the source again",
+        )
+    return 0
+
+
+def verify(
+    file: str | Path, src_dir: str | Path, *, text: str | Path | None = None
+) -> dict[str, Any]:
+    """Compare a converted model with its source.
+
+    Args:
+        file: model.bin, or the folder that holds it.
+        src_dir: the Hugging Face folder it came from.
+        text: a UTF-8 file to measure logits and perplexity on; None is the converter's own text.
+    Returns JSON-ready: "verification" (its "failures" is empty where they agree), "tensors",
+        "sha256", "source_sha256".
+    Raises ConvertError for a source that does not convert or is another model's ("other-source"),
+        SglbitntError for a damaged file.
+    """
+    path, source = model_file(file), Source(src_dir)
+    try:
+        with Reader(path) as reader:
+            config, names = dict(reader.config), set(reader.tensors)
+    except SglbitntError as error:
+        raise ConvertError(error.code, str(error)) from error
+    plan = _plan(source, config, names)
+    result = verify_conversion(source, plan, path, text=None if text is None else Path(text))
+    return {
+        "verification": result.to_dict(),
+        "sha256": file_sha256(path),
+        "source_sha256": source_hashes(source),
+        "tensors": tensor_table(path),
+    }
+
+
+def _plan(source: Source, config: dict[str, Any], names: set[str]) -> Plan:
+    block = config.pop(PRIVATE_BLOCK, None) or {}
+    keys = sorted(k for k in {*config, *source.config} if config.get(k) != source.config.get(k))
+    if keys:
+        refuse(
+            "other-source",
+            "the checkpoint that the file came from",
+            f"another config.json: {listed(keys)} differ",
+            "verify against the checkpoint that was converted",
+        )
+    online = block.get("source_mode") == "online"
+    unmarked = source.config.get("quantization_config") is None
+    plan = make_plan(source.config, source.tensors, assume_online=online and unmarked)
+    if set(plan.specs) != names:
+        differing = listed(sorted(set(plan.specs) ^ names))
+        refuse("other-source", "the same tensors in file and source", f"a difference: {differing}")
+    return plan
+
+
+def lines(result: dict[str, Any]) -> list[str]:
+    """The result for people, one fact a line."""
+    hashes = [f"sha256 {value}  {name}" for name, value in result["source_sha256"].items()]
+    return [
+        proof_line(result["verification"]),
+        f"sha256 {result['sha256']}  (the file)",
+        *hashes,
+        *table_lines(result["tensors"]),
+    ]
