@@ -20,6 +20,9 @@ import bitnet_ops
 from bitnet_ops import ops
 from bitnet_ops.cli import main
 from bitnet_ops.convert import ConvertError, convert_gguf
+from bitnet_ops.convert.gguf_import import make_gguf_plan
+from bitnet_ops.convert.gguf_tokenizer import tokenizer_files
+from bitnet_ops.formats.gguf import Reader as GgufReader
 from bitnet_ops.formats.sglbitnt import Reader
 from bitnet_ops.kv_cache import KVCache
 from forward_fp64 import forward
@@ -361,6 +364,7 @@ REFUSALS: list[tuple[str, str, Change]] = [
     ("tokenizer-pre", "'falcon'", _replace_key("tokenizer.ggml.pre", "str", "falcon")),
     ("tokenizer-model", "'t5'", _replace_key("tokenizer.ggml.model", "str", "t5")),
     ("tokenizer-tokens", "'a' twice", _replace_key("tokenizer.ggml.tokens", "[str]", ["a"] * 300)),
+    ("tokenizer-tokens", "1024", _replace_key("tokenizer.ggml.tokens", "[str]", ["a" * 1025])),
     ("tokenizer-merges", "pairs", _replace_key("tokenizer.ggml.merges", "[str]", ["abc"])),
     ("tokenizer-merges", "'a' with 'q'", _replace_key("tokenizer.ggml.merges", "[str]", ["a q"])),
     ("tokenizer-ids", "bos_token_id, since", _without_key("tokenizer.ggml.bos_token_id")),
@@ -380,6 +384,48 @@ def test_refusals(tmp_path: Path, code: str, text: str, change: Change) -> None:
     assert caught.value.code == code, message
     assert text in message and "expected" in message and "\n" not in message
     assert not (tmp_path / "out").exists()
+
+
+WRONG: list[tuple[str, Any]] = [
+    ("u32", 0), ("u32", 2**32 - 1), ("i32", -1), ("f32", 0.5), ("f32", float("nan")),
+    ("bool", True), ("str", ""), ("str", "x"), ("[str]", ["x"]), ("[str]", []), ("[u32]", [1]),
+    ("[u32]", []), ("[f32]", [0.5, float("inf")]), ("[bool]", [True] * 300),
+    ("[f32]", [float("nan")] * 300),
+]  # fmt: skip
+MORE_KEYS = [
+    key("split.count", "u32", 1),
+    key("tokenizer.ggml.eot_token_id", "u32", 1),
+    key("tokenizer.ggml.scores", "[f32]", [0.0] * 300),
+    key("tokenizer.ggml.add_space_prefix", "bool", True),
+    key("tokenizer.ggml.unknown_token_id", "u32", 0),
+    key("tokenizer.chat_template", "str", "x"),
+    key(f"{ARCH}.rope.scaling.type", "str", "linear"),
+    key(f"{ARCH}.rope.scaling.factor", "f32", 1.0),
+    key("bitnet_ops.scale_names", "[str]", []),
+    key("bitnet_ops.scales", "[f32]", []),
+]
+
+
+@pytest.mark.parametrize("model", ["gpt2", "llama"])
+def test_any_value_under_any_key_is_read_or_refused(tmp_path: Path, model: str) -> None:
+    """Every key with values of every type: a ConvertError, or a plan and a tokenizer."""
+    keys = [*metadata(BITNET, ARCH), *byte_tokenizer(300), *MORE_KEYS]
+    keys = [k for k in keys if b"tokenizer.ggml.model" not in k]
+    keys.append(key("tokenizer.ggml.model", "str", model))
+    empty = gguf(keys, list(base_parts()))
+    (tmp_path / "x").write_bytes(empty)
+    with GgufReader(tmp_path / "x") as reader:
+        tokenizer_files(reader.metadata, make_gguf_plan(reader).config)
+        names, good = list(reader.metadata), dict(reader.metadata)
+        for name in names:
+            for kind, value in WRONG:
+                is_array = kind.startswith("[") and kind != "[str]"
+                dtype = {"[u32]": np.uint32, "[f32]": np.float32, "[bool]": bool}.get(kind)
+                reader.metadata = {**good, name: np.array(value, dtype) if is_array else value}
+                try:
+                    tokenizer_files(reader.metadata, make_gguf_plan(reader).config)
+                except ConvertError as error:
+                    assert "\n" not in str(error)
 
 
 def test_masters_on_the_callers_word(tmp_path: Path) -> None:

@@ -105,11 +105,12 @@ def architecture_of(metadata: Mapping[str, Any]) -> Architecture:
             repr(name)[:60],
             "other architectures are not implemented",
         )
-    if (parts := metadata.get("split.count", 0)) not in (0, 1):
+    parts = metadata.get("split.count", 0)
+    if type(parts) is not int or parts not in (0, 1):
         refuse(
             "gguf-split",
             "a model in one file",
-            f"one of {parts} parts",
+            f"one of {str(parts)[:40]} parts",
             "join them with llama-gguf-split --merge",
         )
     return ARCHITECTURES[name]
@@ -251,7 +252,6 @@ class _Keys:
 
     def refuse_other_maths(self) -> list[str]:
         """Refuse keys that ask for other maths; returns a remark for every unknown key."""
-        scaled = self._metadata.get(self.name("rope.scaling.type")) == "linear"  # by 1: not at all
         remarks = []
         for full, value in self._metadata.items():
             key = full.removeprefix(f"{self._prefix}.")
@@ -259,9 +259,9 @@ class _Keys:
                 continue
             if key not in _MATHS:
                 remarks.append(f"metadata key {full} = {str(value)[:60]}: unknown here; ignored")
-            elif isinstance(value, np.ndarray) or value not in _MATHS[key]:
-                if key == "rope.scaling.type" and scaled:
-                    continue
+            elif isinstance(value, np.ndarray | list) or value not in _MATHS[key]:
+                if key == "rope.scaling.type" and isinstance(value, str) and value == "linear":
+                    continue  # by a factor that must be 1
                 expected = f"{full} to be absent or {_MATHS[key][0]!r}"
                 refuse("gguf-maths", expected, repr(value)[:60], "it asks for maths that is not "
                        "implemented")  # fmt: skip

@@ -24,6 +24,7 @@ _REMEDY = "give the original tokenizer's folder with --tokenizer, or --tokenizer
 # files of the latter name no pre-tokenizer, so that llama.cpp cuts texts otherwise than the model
 # was trained to.
 _LLAMA3_BEGIN, _LLAMA3_SIZE, _LLAMA3_TOKEN = 128000, 128256, "<|begin_of_text|>"
+_MAX_TOKEN = 1024  # what looking for merges costs grows with its square
 _ROLES = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
 
 
@@ -32,9 +33,9 @@ def tokenizer_files(
 ) -> tuple[dict[str, str], list[str]]:
     """(file name -> its text, remarks); no files where the metadata holds no vocabulary."""
     kind = metadata.get("tokenizer.ggml.model")
-    if kind is None or kind in ("none", "no_vocab"):
+    if kind is None or (isinstance(kind, str) and kind in ("none", "no_vocab")):
         return {}, ["the file has no vocabulary: the model takes token ids alone"]
-    if kind not in ("gpt2", "llama"):
+    if not isinstance(kind, str) or kind not in ("gpt2", "llama"):
         refuse(
             "tokenizer-model", 'tokenizer.ggml.model "gpt2" or "llama"', repr(kind)[:40], _REMEDY
         )
@@ -59,6 +60,9 @@ class Vocabulary:
         tokens = self._get("tokens")
         if not isinstance(tokens, list) or not tokens:
             refuse("tokenizer-tokens", "tokenizer.ggml.tokens, a list of strings", "none", _REMEDY)
+        if max(map(len, tokens)) > _MAX_TOKEN:
+            found = f"one of {max(map(len, tokens))}"
+            refuse("tokenizer-tokens", f"tokens of at most {_MAX_TOKEN} characters", found, _REMEDY)
         self.tokens: list[str] = tokens
         self.types = self._numbers("token_type", np.full(len(tokens), NORMAL)).astype(int).tolist()
         self.is_llama3 = len(tokens) >= _LLAMA3_SIZE and tokens[_LLAMA3_BEGIN] == _LLAMA3_TOKEN
@@ -85,7 +89,8 @@ class Vocabulary:
         values = self._get(name)
         if values is None:
             return default
-        if not isinstance(values, np.ndarray) or len(values) != len(self.tokens):
+        right = isinstance(values, np.ndarray) and values.dtype != bool
+        if not right or len(values) != len(self.tokens) or not np.isfinite(values).all():
             expected = f"tokenizer.ggml.{name}, a number for each of {len(self.tokens)} tokens"
             refuse("tokenizer-tokens", expected, type(values).__name__, _REMEDY)
         return values
@@ -93,8 +98,8 @@ class Vocabulary:
     @property
     def scores(self) -> list[float]:
         values = self._numbers("scores", None)
-        if values is None or not np.isfinite(values).all():
-            refuse("tokenizer-tokens", "tokenizer.ggml.scores, finite", "none or NaN", _REMEDY)
+        if values is None:
+            refuse("tokenizer-tokens", "tokenizer.ggml.scores", "no such key", _REMEDY)
         scores: list[float] = values.astype(float).tolist()
         return scores
 
@@ -108,7 +113,10 @@ class Vocabulary:
 
     @property
     def pre(self) -> str | None:
-        return self._get("pre")
+        value = self._get("pre")
+        if value is not None and not isinstance(value, str):
+            refuse("tokenizer-pre", "tokenizer.ggml.pre as a name", repr(value)[:40], _REMEDY)
+        return value
 
     @property
     def template(self) -> str | None:
