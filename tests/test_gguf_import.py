@@ -255,6 +255,22 @@ def test_verify(tmp_path: Path, family: Family, architecture: str, kind: str, la
     assert proof["projections"] == 14 and proof["logits"]["top1_agreement"] > 0.95
 
 
+def test_the_verify_command_takes_the_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, seed in (("m", "gguf-llama"), ("n", "gguf-other")):
+        network = make_network(dataclasses.replace(LLAMA, name=seed))
+        data = model_file(LLAMA, network, "llama", "I2_S", layout="b")
+        (tmp_path / f"{name}.gguf").write_bytes(data)
+    convert_gguf(tmp_path / "m.gguf", tmp_path / "out", i2s_layout="b")
+    assert main(["verify", str(tmp_path / "out"), str(tmp_path / "m.gguf")]) == 0
+    assert "0 of" in capsys.readouterr().out
+    assert main(["verify", str(tmp_path / "out"), str(tmp_path / "n.gguf")]) == 2
+    assert "differ" in capsys.readouterr().err
+    (tmp_path / "cut.gguf").write_bytes((tmp_path / "m.gguf").read_bytes()[:-100])
+    assert main(["verify", str(tmp_path / "out"), str(tmp_path / "cut.gguf")]) == 2
+
+
 def test_verify_refuses_and_keeps_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from bitnet_ops.convert import gguf_tensors
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -87,7 +88,7 @@ def convert_gguf(
     if i2s_layout not in I2S_LAYOUTS:
         refuse("i2s-layout", f"a layout among {', '.join(I2S_LAYOUTS)}", repr(i2s_layout))
     try:
-        with Reader(source) as reader:
+        with gguf_errors(), Reader(source) as reader:
             plan = make_gguf_plan(reader)
             plan.assumed_online = assume_online
             check_destination(source, target, force=force)
@@ -101,11 +102,18 @@ def convert_gguf(
                     _verify(reader, plan, folder, i2s_layout, report, text)
                 report.seconds = round(time.perf_counter() - started, 3)
                 report.write(folder)
-    except GgufError as error:
-        raise ConvertError(f"gguf-{error.code}", f"convert [gguf-{error.code}]: {error}") from error
     except (OSError, SglbitntError) as error:
         refuse("write-failed", f"to write {target}", str(error), "nothing was kept")
     return report
+
+
+@contextmanager
+def gguf_errors() -> Iterator[None]:
+    """What the reader refuses, as ConvertError."""
+    try:
+        yield
+    except GgufError as error:
+        raise ConvertError(f"gguf-{error.code}", f"convert [gguf-{error.code}]: {error}") from error
 
 
 def make_gguf_plan(reader: Reader) -> GgufPlan:

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from bitnet_ops import ops
-from bitnet_ops.convert.destination import MODEL_FILE
 from bitnet_ops.convert.errors import refuse
 from bitnet_ops.convert.gguf_config import PERMUTED
 from bitnet_ops.convert.plain_forward import PlainOracle
@@ -34,7 +33,10 @@ _CHUNK = 1 << 20
 def verify_gguf(
     reader: Reader, plan: GgufPlan, folder: Path, i2s_layout: str, text: Path | None = None
 ) -> Verification:
-    """Compare the finished `folder` with the file; the result's `failures` says what is wrong."""
+    """Compare a finished model (its folder or .bin file) with the GGUF file it was made of.
+
+    The result's `failures` says what is wrong.
+    """
     oracle = GgufOracle(reader, plan, i2s_layout)
     if text is None:
         sequences, label = sample_sequences(folder, plan)  # type: ignore[arg-type]
@@ -53,7 +55,7 @@ def _compare_weights(
     plan: GgufPlan, folder: Path, oracle: GgufOracle, result: Verification
 ) -> None:
     """Every value of every projection: code times scale must be equal to the last bit."""
-    with sglbitnt.Reader(folder / MODEL_FILE) as ours:
+    with sglbitnt.Reader(sglbitnt.model_file(folder)) as ours:
         for name, spec in plan.specs.items():
             if spec.kind != "ternary":
                 continue

@@ -13,12 +13,16 @@ from typing import Any
 
 from bitnet_ops.config import PRIVATE_BLOCK
 from bitnet_ops.convert.errors import ConvertError, listed, refuse
+from bitnet_ops.convert.gguf_import import gguf_errors, make_gguf_plan
+from bitnet_ops.convert.gguf_verify import verify_gguf
 from bitnet_ops.convert.plan import Plan, make_plan
 from bitnet_ops.convert.proof import source_hashes, tensor_table
 from bitnet_ops.convert.report import file_sha256, proof_line, table_lines
 from bitnet_ops.convert.source import Source
-from bitnet_ops.convert.verify import verify_conversion
-from bitnet_ops.formats.sglbitnt import Reader, SglbitntError, model_file
+from bitnet_ops.convert.verify import Verification, verify_conversion
+from bitnet_ops.formats.gguf import Reader as GgufReader
+from bitnet_ops.formats.gguf import is_gguf
+from bitnet_ops.formats.sglbitnt import MODEL_FILE, Reader, SglbitntError, model_file
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "scale, and full logits, top-1 and perplexity on a text."
     )
     parser.add_argument("file", metavar="FILE", help="model.bin, or the folder that holds it")
-    parser.add_argument("source", metavar="SOURCE", help="the Hugging Face folder it came from")
+    parser.add_argument("source", metavar="SOURCE", help="the folder or GGUF file it came from")
     parser.add_argument("--text", metavar="FILE", help="measure on this text, not on the built-in")
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
 
@@ -58,39 +62,50 @@ def verify(
 
     Args:
         file: model.bin, or the folder that holds it.
-        src_dir: the Hugging Face folder it came from.
+        src_dir: the Hugging Face folder, or the GGUF file, that it came from.
         text: a UTF-8 file to measure logits and perplexity on; None is the converter's own text.
     Returns JSON-ready: "verification" (its "failures" is empty where they agree), "tensors",
         "sha256", "source_sha256".
     Raises ConvertError for a source that does not convert or is another model's ("other-source"),
         SglbitntError for a damaged file.
     """
-    path, source = model_file(file), Source(src_dir)
+    path = model_file(file)
     try:
         with Reader(path) as reader:
             config, names = dict(reader.config), set(reader.tensors)
     except SglbitntError as error:
         raise ConvertError(error.code, str(error)) from error
-    plan = _plan(source, config, names)
-    result = verify_conversion(source, plan, path, text=None if text is None else Path(text))
+    chosen = None if text is None else Path(text)
+    if is_gguf(src_dir):
+        result = _against_gguf(path, Path(src_dir), config, chosen)
+        hashes = {Path(src_dir).name: file_sha256(Path(src_dir))}
+    else:
+        source = Source(src_dir)
+        result = verify_conversion(source, _plan(source, config, names), path, text=chosen)
+        hashes = source_hashes(source)
     return {
         "verification": result.to_dict(),
         "sha256": file_sha256(path),
-        "source_sha256": source_hashes(source),
+        "source_sha256": hashes,
         "tensors": tensor_table(path),
     }
 
 
+def _against_gguf(
+    path: Path, source: Path, config: dict[str, Any], text: Path | None
+) -> Verification:
+    block = config.pop(PRIVATE_BLOCK, None) or {}
+    layout = str(block.get("source_mode", "")).partition(" layout ")[2] or "a"
+    with gguf_errors(), GgufReader(source) as reader:
+        plan = make_gguf_plan(reader)
+        _refuse_another(config, plan.hf_config)
+        folder = path.parent if path.name == MODEL_FILE else path
+        return verify_gguf(reader, plan, folder, layout, text)
+
+
 def _plan(source: Source, config: dict[str, Any], names: set[str]) -> Plan:
     block = config.pop(PRIVATE_BLOCK, None) or {}
-    keys = sorted(k for k in {*config, *source.config} if config.get(k) != source.config.get(k))
-    if keys:
-        refuse(
-            "other-source",
-            "the checkpoint that the file came from",
-            f"another config.json: {listed(keys)} differ",
-            "verify against the checkpoint that was converted",
-        )
+    _refuse_another(config, source.config)
     online = block.get("source_mode") == "online"
     unmarked = source.config.get("quantization_config") is None
     plan = make_plan(source.config, source.tensors, assume_online=online and unmarked)
@@ -98,6 +113,17 @@ def _plan(source: Source, config: dict[str, Any], names: set[str]) -> Plan:
         differing = listed(sorted(set(plan.specs) ^ names))
         refuse("other-source", "the same tensors in file and source", f"a difference: {differing}")
     return plan
+
+
+def _refuse_another(config: dict[str, Any], source: dict[str, Any]) -> None:
+    keys = sorted(k for k in {*config, *source} if config.get(k) != source.get(k))
+    if keys:
+        refuse(
+            "other-source",
+            "the checkpoint that the file came from",
+            f"another config.json: {listed(keys)} differ",
+            "verify against the checkpoint that was converted",
+        )
 
 
 def lines(result: dict[str, Any]) -> list[str]:
