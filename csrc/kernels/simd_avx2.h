@@ -11,6 +11,8 @@ namespace {
 // Overflow bound: vpmaddubsw of codes <= 3 (2 in valid weights) with |x| <= 128 gives |pair| <=
 // 768; four fields a unit, 8 units: 768 * 4 * 8 = 24576 < 32768.  So any byte is safe for 8 units.
 constexpr int64_t kFlushUnits = 8;
+// CPUs without more than AVX2 read several far streams faster than one (docs/log.md).
+constexpr bool kGemvStreams = true;
 
 using Partial = __m256i;  // 16 x int16
 

@@ -169,6 +169,7 @@ inline void transpose_16(const float* tile, float* to, int64_t stride) {
 constexpr int64_t kUnitBlocks = 2;
 constexpr int64_t kFlushUnits = int64_t{1} << 30;
 constexpr int kGemvRows = 4;
+constexpr bool kGemvStreams = false;
 constexpr int kTileRows = 4;
 constexpr int kTileTokens = 4;
 

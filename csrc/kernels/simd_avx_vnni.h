@@ -9,6 +9,7 @@ namespace bitnet::BITNET_ISA {
 namespace {
 
 constexpr int64_t kFlushUnits = int64_t{1} << 30;  // int32 sums: the bound is the caller's
+constexpr bool kGemvStreams = false;
 
 using Partial = __m256i;  // 8 x int32
 

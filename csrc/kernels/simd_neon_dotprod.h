@@ -228,6 +228,7 @@ inline void transpose_16(const float* tile, float* to, int64_t stride) {
 constexpr int64_t kUnitBlocks = 1;
 constexpr int64_t kFlushUnits = int64_t{1} << 30;  // sdot sums in int32: the bound is the caller's
 constexpr int kGemvRows = 4;
+constexpr bool kGemvStreams = false;
 constexpr int kTileRows = 2;  // 2 x 4 accumulators, 4 raw, 4 code, 2 activation registers of 32
 constexpr int kTileTokens = 4;
 
@@ -282,7 +283,7 @@ inline int32_t reduce(Acc acc) { return vaddvq_s32(acc); }
 
 constexpr int64_t kTileLanes = 4;
 constexpr int kTileParts = 24, kPanelParts = 24;
-constexpr int kPanelFrom = 0;  // never decode to memory
+constexpr int kPanelFrom = 0;    // never decode to memory
 constexpr int kTileStreams = 0;  // one tile after the other, sums in registers
 
 using TileLine = uint8x16_t;

@@ -205,6 +205,7 @@ inline void transpose_16(const float* tile, float* to, int64_t stride) {
 constexpr int64_t kUnitBlocks = 1;
 constexpr int64_t kFlushUnits = 1 << 30;  // int32 partial sums: no flush needed
 constexpr int kGemvRows = 4;              // rows per tile at one token
+constexpr bool kGemvStreams = false;      // which rows: neighbours, or (true) far apart
 constexpr int kTileRows = 2;              // rows x tokens per tile at more tokens
 constexpr int kTileTokens = 4;
 
@@ -262,7 +263,7 @@ inline void prefetch(const void*) {}
 
 constexpr int64_t kTileLanes = 8;
 constexpr int kTileParts = 8, kPanelParts = 8;
-constexpr int kPanelFrom = 0;  // never decode to memory
+constexpr int kPanelFrom = 0;    // never decode to memory
 constexpr int kTileStreams = 0;  // one tile after the other, sums in registers
 
 struct TileLine {

@@ -6,7 +6,7 @@
 namespace bitnet::BITNET_ISA {
 namespace {
 
-constexpr int kPanelFrom = 0;  // never: decoding beside the products is free
+constexpr int kPanelFrom = 0;    // never: decoding beside the products is free
 constexpr int kTileStreams = 0;  // one tile after the other, sums in registers
 
 inline TileSum part_sum(TilePart p) { return p; }

@@ -24,13 +24,12 @@ template <int F, bool kTail, int R, int T>
 }
 
 template <bool kTail, int R, int T>
-[[gnu::always_inline]] inline void accumulate_unit(const uint8_t* w, int64_t row_bytes,
-                                                   const int8_t* x, int64_t x_stride,
-                                                   Partial (&partial)[R][T]) {
+[[gnu::always_inline]] inline void accumulate_unit(const uint8_t* w, int64_t apart, const int8_t* x,
+                                                   int64_t x_stride, Partial (&partial)[R][T]) {
   Raw raw[R];
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r) {
-    raw[r] = kTail ? load_raw_tail(w + r * row_bytes) : load_raw(w + r * row_bytes);
+    raw[r] = kTail ? load_raw_tail(w + r * apart) : load_raw(w + r * apart);
   }
   accumulate_field<0, kTail>(raw, x, x_stride, partial);
   accumulate_field<1, kTail>(raw, x, x_stride, partial);
@@ -40,7 +39,7 @@ template <bool kTail, int R, int T>
 
 // acc += the products of units [u, stop), plus the half unit behind them if kTail.
 template <bool kTail, int R, int T>
-[[gnu::always_inline]] inline void accumulate_units(const uint8_t* w, int64_t row_bytes,
+[[gnu::always_inline]] inline void accumulate_units(const uint8_t* w, int64_t apart,
                                                     const int8_t* x, int64_t x_stride, int64_t u,
                                                     int64_t stop, int64_t ahead, Acc (&acc)[R][T]) {
   constexpr int64_t kUnitBytes = kUnitBlocks * layout::kBlockBytes;
@@ -54,14 +53,22 @@ template <bool kTail, int R, int T>
   for (; u < stop; ++u) {
     const uint8_t* p = w + u * kUnitBytes;
     if constexpr (T == 1) {
-      // R rows advance together, but in memory they are one stream: R units a step.
+      if constexpr (kGemvStreams) {
+        if (kUnitBytes >= 64 || u % 2 == 0) {  // one request per cache line of 64 bytes
 #pragma GCC unroll 8
-      for (int64_t b = 0; b < R * kUnitBytes; b += 64) prefetch(w + ahead + u * R * kUnitBytes + b);
+          for (int r = 0; r < R; ++r) prefetch(p + r * apart + ahead / R);
+        }
+      } else {  // R rows advance together, but in memory they are one stream: R units a step
+#pragma GCC unroll 8
+        for (int64_t b = 0; b < R * kUnitBytes; b += 64) {
+          prefetch(w + ahead + u * R * kUnitBytes + b);
+        }
+      }
     }
-    accumulate_unit<false>(p, row_bytes, x + u * kUnitWeights, x_stride, partial);
+    accumulate_unit<false>(p, apart, x + u * kUnitWeights, x_stride, partial);
   }
   if constexpr (kTail) {
-    accumulate_unit<true>(w + u * kUnitBytes, row_bytes, x + u * kUnitWeights, x_stride, partial);
+    accumulate_unit<true>(w + u * kUnitBytes, apart, x + u * kUnitWeights, x_stride, partial);
   }
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r) {
@@ -70,10 +77,11 @@ template <bool kTail, int R, int T>
   }
 }
 
-// R rows x T tokens over the whole of K.
+// R rows, `apart` bytes from one to the next, x T tokens over the whole of K.
 template <int R, int T>
-[[gnu::always_inline]] inline void tile(const uint8_t* w, int64_t row_bytes, const int8_t* x,
-                                        int64_t x_stride, int64_t ahead, Acc (&acc)[R][T]) {
+[[gnu::always_inline]] inline void tile(const uint8_t* w, int64_t row_bytes, int64_t apart,
+                                        const int8_t* x, int64_t x_stride, int64_t ahead,
+                                        Acc (&acc)[R][T]) {
   constexpr int64_t kUnitBytes = kUnitBlocks * layout::kBlockBytes;
   const int64_t units = row_bytes / kUnitBytes;
 #pragma GCC unroll 8
@@ -83,12 +91,12 @@ template <int R, int T>
   }
   int64_t u = 0;
   for (; units - u > kFlushUnits; u += kFlushUnits) {
-    accumulate_units<false>(w, row_bytes, x, x_stride, u, u + kFlushUnits, ahead, acc);
+    accumulate_units<false>(w, apart, x, x_stride, u, u + kFlushUnits, ahead, acc);
   }
-  accumulate_units<false>(w, row_bytes, x, x_stride, u, units, ahead, acc);
+  accumulate_units<false>(w, apart, x, x_stride, u, units, ahead, acc);
   if constexpr (kUnitBlocks > 1) {
     if (units * kUnitBytes != row_bytes) {
-      accumulate_units<true>(w, row_bytes, x, x_stride, units, units, ahead, acc);
+      accumulate_units<true>(w, apart, x, x_stride, units, units, ahead, acc);
     }
   }
 }
@@ -97,11 +105,27 @@ template <int R, int T>
 void tile_to_out(const uint8_t* w, int64_t row_bytes, const int8_t* x, int64_t x_stride,
                  const int32_t* x_sum, int64_t ahead, int32_t* out, int64_t out_stride) {
   Acc acc[R][T];
-  tile<R, T>(w, row_bytes, x, x_stride, ahead, acc);
+  tile<R, T>(w, row_bytes, row_bytes, x, x_stride, ahead, acc);
 #pragma GCC unroll 8
   for (int t = 0; t < T; ++t) {
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) out[t * out_stride + r] = reduce(acc[r][t]) - x_sum[t];
+  }
+}
+
+// One token x all rows of a range, in R streams of equally many rows, then what is left over.
+template <int R>
+void rows_in_streams(const uint8_t* w, int64_t row_bytes, int64_t rows, const int8_t* x,
+                     int32_t x_sum, int64_t ahead, int32_t* out) {
+  const int64_t each = rows / R;
+  for (int64_t n = 0; n < each; ++n) {
+    Acc acc[R][1];
+    tile<R, 1>(w + n * row_bytes, row_bytes, each * row_bytes, x, 0, ahead, acc);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) out[n + r * each] = reduce(acc[r][0]) - x_sum;
+  }
+  for (int64_t n = R * each; n < rows; ++n) {
+    tile_to_out<1, 1>(w + n * row_bytes, row_bytes, x, 0, &x_sum, ahead, out + n, 0);
   }
 }
 
@@ -144,6 +168,9 @@ void ternary_gemm(const uint8_t* weight, int64_t row_bytes, int64_t row_begin, i
   const uint8_t* w = weight + row_begin * row_bytes;
   const int64_t rows = row_end - row_begin;
   if (tokens == 1) {
+    if constexpr (kGemvStreams) {
+      return rows_in_streams<kGemvRows>(w, row_bytes, rows, x, *x_sum, prefetch_bytes, out);
+    }
     rows_at_tokens<kGemvRows, 1>(w, row_bytes, rows, x, x_stride, x_sum, prefetch_bytes, out,
                                  out_stride);
     return;

@@ -117,14 +117,14 @@ template <class D, int T>
   } while (s < lines);
 }
 
-// One token x S tiles side by side, two lines of each in turn: as many streams of reading, which
-// some CPUs serve faster than one.  Sums stay in registers where they fit.
+// One token x S tiles, `apart` bytes from one to the next, two lines of each in turn: as many
+// streams of reading, which some CPUs serve faster than one.  Sums stay in registers where they
+// fit.
 template <class D, int S>
-[[gnu::noinline]] void token_streams(const uint8_t* w, int64_t lines, const int8_t* x,
-                                     int64_t ahead, TileSums<D>* sums) {
+[[gnu::noinline]] void token_streams(const uint8_t* w, int64_t apart, int64_t lines,
+                                     const int8_t* x, int64_t ahead, TileSums<D>* sums) {
   constexpr int kParts = S * D::kDots;
   constexpr bool kInRegisters = 2 * kParts <= kTileParts;
-  const int64_t tile_bytes = lines * kLineBytes;
   TileSum total[kParts];
   repeat<kParts>([&]<int i>() BITNET_INLINE_LAMBDA { total[i] = set1_sum(0); });
   for (int64_t b = 0; b < lines; b += kTileBlock) {
@@ -135,7 +135,7 @@ template <class D, int S>
 #pragma GCC unroll 1
     for (int64_t l = 0; l < kTileBlock; l += 2) {
       repeat<S>([&]<int s>() BITNET_INLINE_LAMBDA {
-        const uint8_t* ws = wb + s * tile_bytes + l * kLineBytes;
+        const uint8_t* ws = wb + s * apart + l * kLineBytes;
         for (int64_t at = 0; at < 2 * kLineBytes; at += 64) prefetch(ws + ahead + at);
         repeat<2>([&]<int k>() BITNET_INLINE_LAMBDA {
           const auto split = D::split(load_line(ws + k * kLineBytes));
@@ -189,23 +189,22 @@ void tiles_direct(const TileJob& job, int64_t token) {
   }
 }
 
-// One token x every tile, S tiles at a time.
+// One token x every tile, in S streams of equally many consecutive tiles, then what is left over.
 template <class D, int S>
 void tiles_in_streams(const TileJob& job) {
   TileSums<D> sums[S];
-  const int64_t tile_bytes = job.lines * kLineBytes;
-  const int64_t ahead = job.prefetch_bytes / S;  // as much in flight as from one stream
-  int64_t i = 0;
-  const auto finish = [&](const TileSums<D>& tile) {
-    finish_group<D, 1>(tile, job.x_sum, job.out + i++ * D::kFields * kTileLanes, job.out_stride);
+  const int64_t tile_bytes = job.lines * kLineBytes, each = job.tile_count / S;
+  const auto finish = [&](const TileSums<D>& tile, int64_t i) {
+    finish_group<D, 1>(tile, job.x_sum, job.out + i * D::kFields * kTileLanes, job.out_stride);
   };
-  while (i + S <= job.tile_count) {
-    token_streams<D, S>(job.tiles + i * tile_bytes, job.lines, job.x, ahead, sums);
-    for (int s = 0; s < S; ++s) finish(sums[s]);
+  for (int64_t i = 0; i < each; ++i) {
+    token_streams<D, S>(job.tiles + i * tile_bytes, each * tile_bytes, job.lines, job.x,
+                        job.prefetch_bytes / S, sums);  // as much in flight as from one stream
+    for (int s = 0; s < S; ++s) finish(sums[s], i + s * each);
   }
-  while (i < job.tile_count) {
-    token_streams<D, 1>(job.tiles + i * tile_bytes, job.lines, job.x, job.prefetch_bytes, sums);
-    finish(sums[0]);
+  for (int64_t i = each * S; i < job.tile_count; ++i) {
+    token_streams<D, 1>(job.tiles + i * tile_bytes, 0, job.lines, job.x, job.prefetch_bytes, sums);
+    finish(sums[0], i);
   }
 }
 
