@@ -4,8 +4,6 @@ torch.float64 arithmetic only, written from the published maths of BitNet b1.58 
 of bitnet_ops, none of transformers). Slow and obvious: whole sequences, head by head, no cache.
 """
 
-import functools
-
 import torch
 
 import hf_writer
@@ -74,17 +72,20 @@ def causal_attention(q, k, v):
 
 
 def activation(family, gate):
-    relu2 = family.model_type == "bitnet"
+    relu2 = family.activation == "relu2"
     return gate.clamp(min=0).square() if relu2 else gate / (1 + (-gate).exp())
 
 
 class Network:
-    """hf_writer.make_network's network, its projections ternarised once."""
+    """hf_writer.make_network's network, its projections ternarised once.
 
-    def __init__(self, family, network):
-        self.family = family
+    `int8`: round activations to int8, as every family but the dense ternary one does.
+    """
+
+    def __init__(self, family, network, int8=True):
+        self.family, self.int8 = family, int8
         self.tensors = {
-            name: ternary(value, family.reciprocal)
+            name: ternary(value, family.reciprocal and not family.dense_ternary)
             if isinstance(value, dict)
             else torch.from_numpy(value)
             for name, value in network.items()
@@ -92,6 +93,12 @@ class Network:
 
     def forward(self, ids, margins):
         """Token ids -> float64 logits [T, vocab]."""
+        x = self.hidden(ids, margins)
+        tied = self.family.tied or self.family.headless
+        return x @ self.tensors["model.embed_tokens" if tied else "lm_head"].T
+
+    def hidden(self, ids, margins):
+        """Token ids -> float64 hidden states [T, hidden] after the last norm."""
         family = self.family
         x = self.tensors["model.embed_tokens"][torch.tensor(ids)]
         for layer in range(family.layers):
@@ -101,27 +108,46 @@ class Network:
 
             x = x + self._attention(get, x, margins)
             x = x + self._mlp(get, x, margins)
-        x = rms_norm(x, self.tensors["model.norm"], family.eps)
-        return x @ self.tensors["model.embed_tokens" if family.tied else "lm_head"].T
+        return rms_norm(x, self.tensors["model.norm"], family.eps)
+
+    def _linear(self, get, name, x, margins):
+        """A projection with the norm inside it and its bias."""
+        if self.family.inner_norms:
+            x = rms_norm(x, get(f"{name}.rms_norm"), self.family.inner_eps)
+        codes, scale = get(name)
+        y = bit_linear(x, (codes, scale), margins) if self.int8 else x @ codes.T * scale
+        if not (self.family.qkv_bias and name[-6:] in ("q_proj", "k_proj", "v_proj")):
+            return y
+        # offline AutoBitLinear of transformers multiplies x W + bias by weight_scale
+        multiplied = not (self.family.reciprocal or self.family.online)
+        return y + get(f"{name}.bias") * (scale if multiplied else 1.0)
+
+    def _sub_norm(self, x, gain):
+        eps = self.family.sub_eps
+        return rms_norm(x, gain, self.family.eps if eps is None else eps)
 
     def _attention(self, get, x, margins):
         family, tokens = self.family, len(x)
         h = rms_norm(x, get("input_layernorm"), family.eps)
-        q, k, v = (bit_linear(h, get(f"self_attn.{n}_proj"), margins) for n in "qkv")
-        q = rotate(q.reshape(tokens, family.heads, family.head_dim), family.theta)
-        k = rotate(k.reshape(tokens, family.kv_heads, family.head_dim), family.theta)
+        q, k, v = (self._linear(get, f"self_attn.{n}_proj", h, margins) for n in "qkv")
+        q = q.reshape(tokens, family.heads, family.head_dim)
+        k = k.reshape(tokens, family.kv_heads, family.head_dim)
+        if family.qk_norm:
+            q = rms_norm(q, get("self_attn.q_norm"), family.eps)
+            k = rms_norm(k, get("self_attn.k_norm"), family.eps)
+        q, k = rotate(q, family.theta), rotate(k, family.theta)
         a = causal_attention(q, k, v.reshape(tokens, family.kv_heads, family.head_dim))
         if family.sub_norms:
-            a = rms_norm(a, get("self_attn.attn_sub_norm"), family.eps)
-        return bit_linear(a, get("self_attn.o_proj"), margins)
+            a = self._sub_norm(a, get("self_attn.attn_sub_norm"))
+        return self._linear(get, "self_attn.o_proj", a, margins)
 
     def _mlp(self, get, x, margins):
         h = rms_norm(x, get("post_attention_layernorm"), self.family.eps)
-        gate = bit_linear(h, get("mlp.gate_proj"), margins)
-        z = activation(self.family, gate) * bit_linear(h, get("mlp.up_proj"), margins)
+        gate = self._linear(get, "mlp.gate_proj", h, margins)
+        z = activation(self.family, gate) * self._linear(get, "mlp.up_proj", h, margins)
         if self.family.sub_norms:
-            z = rms_norm(z, get("mlp.ffn_sub_norm"), self.family.eps)
-        return bit_linear(z, get("mlp.down_proj"), margins)
+            z = self._sub_norm(z, get("mlp.ffn_sub_norm"))
+        return self._linear(get, "mlp.down_proj", z, margins)
 
 
 def forward(family, network, ids):
@@ -130,15 +156,28 @@ def forward(family, network, ids):
     return Network(family, network).forward(ids, margins), margins.smallest
 
 
-@functools.cache
 def clear_prompt(name, tokens=16, tries=64):
+    """As `clear_prompt_of`, for one of hf_writer.FAMILIES."""
+    return clear_prompt_of(name, hf_writer.FAMILIES[name], tokens, tries)
+
+
+_found: dict = {}
+
+
+def clear_prompt_of(name, family, tokens=16, tries=64):
     """Of `tries` random prompts the one whose codes keep furthest from ties: (ids, that distance).
 
-    `name` is one of hf_writer.FAMILIES. fp32 errs by some 1e-5 of a code, so a right fp32 forward
-    has all codes of a prompt whose distance is well above that, and must then give the logits of
-    `forward` to fp32 rounding.
+    `name` is the key of the result, which is kept. fp32 errs by some 1e-5 of a code, so a right
+    fp32 forward has all codes of a prompt whose distance is well above that, and must then give the
+    logits of `forward` to fp32 rounding.
     """
-    family = hf_writer.FAMILIES[name]
+    key = (name, tokens, tries)
+    if key not in _found:
+        _found[key] = _search(family, tokens, tries)
+    return _found[key]
+
+
+def _search(family, tokens, tries):
     network = Network(family, hf_writer.make_network(family))
     best: tuple[list[int], float] = ([], -1.0)
     for seed in range(tries):

@@ -24,7 +24,7 @@ class Family:
     """One tiny architecture and the way its checkpoint is stored."""
 
     name: str
-    model_type: str = "bitnet"  # "bitnet": relu2 and sub-norms; "llama": SiLU, no sub-norms
+    model_type: str = "bitnet"  # "bitnet": relu2 and sub-norms; others: SiLU, no sub-norms
     hidden: int = 256
     inter: int = 512
     layers: int = 2
@@ -40,10 +40,36 @@ class Family:
     dtype: str = "bfloat16"
     rope_spelling: str = "rope_theta"  # or "rope_parameters" (transformers v5)
     quantization_extra: dict = field(default_factory=dict)
+    # what only some families have; see hf_families.py
+    quantized: bool = True  # config.json has a quantization_config
+    spelling: str = ""  # of sub-norms that model_type does not have: "1bitllm" or "subln"
+    inner_norms: str = ""  # a norm in every projection, called "norm" or "rms_norm"
+    inner_eps: float = 1e-6
+    sub_eps: float | None = None  # None: eps
+    dense_ternary: bool = False  # weights stored as floating code * scale
+    architecture: str | None = None
+    config_extra: dict = field(default_factory=dict)
+    act: str = ""
 
     @property
     def sub_norms(self):
-        return self.model_type == "bitnet"
+        return self.model_type == "bitnet" or bool(self.spelling)
+
+    @property
+    def activation(self):
+        return self.act or ("relu2" if self.model_type == "bitnet" else "silu")
+
+    @property
+    def qk_norm(self):
+        return self.model_type == "qwen3"
+
+    @property
+    def qkv_bias(self):
+        return self.model_type == "qwen2"
+
+    @property
+    def headless(self):
+        return (self.architecture or "").endswith("Model")
 
     @property
     def online(self):
@@ -128,8 +154,12 @@ def norm_shapes(family):
     """{suffix: length} of the norms of a layer."""
     shapes = {"input_layernorm": family.hidden, "post_attention_layernorm": family.hidden}
     if family.sub_norms:
-        shapes["self_attn.attn_sub_norm"] = family.hidden
+        shapes["self_attn.attn_sub_norm"] = family.heads * family.head_dim
         shapes["mlp.ffn_sub_norm"] = family.inter
+    if family.qk_norm:
+        shapes |= {"self_attn.q_norm": family.head_dim, "self_attn.k_norm": family.head_dim}
+    if family.inner_norms:
+        shapes |= {f"{n}.rms_norm": k for n, (_, k) in projection_shapes(family).items()}
     return shapes
 
 
@@ -143,8 +173,9 @@ def _projection(rng, family, shape):
     if family.online:
         return {"masters": _rounded(rng.normal(0, 0.02, shape), family.dtype)}
     codes = rng.choice(np.array([-1, 0, 1], dtype=np.int8), size=shape, p=[0.35, 0.31, 0.34])
-    absmean = rng.uniform(0.02, 0.05) if family.reciprocal else rng.uniform(0.4, 1.8)
-    stored = 1.0 / absmean if family.reciprocal else absmean
+    small = family.reciprocal or family.dense_ternary
+    absmean = rng.uniform(0.02, 0.05) if small else rng.uniform(0.4, 1.8)
+    stored = 1.0 / absmean if family.reciprocal and not family.dense_ternary else absmean
     return {"codes": codes, "stored_scale": float(_rounded(np.array([stored]), family.dtype)[0])}
 
 
@@ -153,8 +184,9 @@ def _gains(rng, family, suffix, length):
 
     Without that the softmax would be one-hot, and a last-bit difference could swap whole tokens.
     """
-    large_scale = not (family.online or family.reciprocal)
-    if suffix == "input_layernorm" and large_scale:
+    large_scale = not (family.online or family.reciprocal or family.dense_ternary)
+    before = "input_layernorm", "q_proj.rms_norm", "k_proj.rms_norm"
+    if suffix.endswith(before) and large_scale:
         return rng.uniform(0.03, 0.1, length)
     return rng.uniform(0.5, 1.5, length)
 
@@ -169,8 +201,12 @@ def make_network(family):
             network[prefix + suffix] = _projection(rng, family, shape)
         for suffix, length in norm_shapes(family).items():
             network[prefix + suffix] = _gains(rng, family, suffix, length)
+        for name in ("q", "k", "v") if family.qkv_bias else ():
+            suffix = f"self_attn.{name}_proj"
+            rows = projection_shapes(family)[suffix][0]
+            network[f"{prefix}{suffix}.bias"] = rng.normal(0, 0.3, rows)
     network["model.norm"] = rng.uniform(0.5, 1.5, family.hidden)
-    if not family.tied:
+    if not family.tied and not family.headless:
         network["lm_head"] = rng.normal(0, 0.05, (family.vocab, family.hidden))
     return {
         name: value if isinstance(value, dict) else _rounded(value, family.dtype)
@@ -185,14 +221,51 @@ def state_dict(family, network):
     """The tensors of model.safetensors, by their Hugging Face names."""
     dtype, tensors = DTYPES[family.dtype], {}
     for name, value in network.items():
-        if not isinstance(value, dict):
+        name = stored_name(family, name)
+        if name.endswith(".bias"):
+            tensors[name] = torch.from_numpy(value).to(dtype)
+        elif not isinstance(value, dict):
             tensors[f"{name}.weight"] = torch.from_numpy(value).to(dtype)
         elif "masters" in value:
             tensors[f"{name}.weight"] = torch.from_numpy(value["masters"]).to(dtype)
+        elif family.dense_ternary:
+            dense = value["codes"] * value["stored_scale"]
+            tensors[f"{name}.weight"] = torch.from_numpy(dense).to(dtype)
         else:
             tensors[f"{name}.weight"] = torch.from_numpy(pack_quarters(value["codes"]))
             tensors[f"{name}.weight_scale"] = torch.tensor([value["stored_scale"]], dtype=dtype)
     return tensors
+
+
+_SPELLINGS = {
+    "": {},
+    "1bitllm": {"attn_sub_norm": "inner_attn_ln", "ffn_sub_norm": "ffn_layernorm"},
+    "subln": {
+        "self_attn.o_proj": "self_attn.o_proj.1",
+        "mlp.down_proj": "mlp.down_proj.1",
+        "self_attn.attn_sub_norm": "self_attn.o_proj.0",
+        "mlp.ffn_sub_norm": "mlp.down_proj.0",
+    },
+}
+
+
+def stored_name(family, name):
+    """How the family's publishers spell the module `name` of the network."""
+    for ours, theirs in _SPELLINGS[family.spelling].items():
+        if name.endswith(ours):
+            name = name.removesuffix(ours) + theirs
+            break
+    if family.inner_norms:
+        name = name.replace("_proj.rms_norm", f"_proj.{family.inner_norms}")
+    return name.removeprefix("model.") if family.headless else name
+
+
+_CLASSES = {
+    "bitnet": "BitNetForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
 
 
 def config_dict(family):
@@ -205,9 +278,10 @@ def config_dict(family):
     rope = {"rope_theta": family.theta}
     if family.rope_spelling == "rope_parameters":
         rope = {"rope_parameters": {"rope_type": "default", "rope_theta": family.theta}}
-    bitnet = family.model_type == "bitnet"
+    if family.inner_norms == "rms_norm":
+        quantization |= {"use_rms_norm": True, "rms_norm_eps": family.inner_eps}
     return {
-        "architectures": ["BitNetForCausalLM" if bitnet else "LlamaForCausalLM"],
+        "architectures": [family.architecture or _CLASSES[family.model_type]],
         "model_type": family.model_type,
         "vocab_size": family.vocab,
         "hidden_size": family.hidden,
@@ -216,7 +290,7 @@ def config_dict(family):
         "num_attention_heads": family.heads,
         "num_key_value_heads": family.kv_heads,
         "head_dim": family.head_dim,
-        "hidden_act": "relu2" if bitnet else "silu",
+        "hidden_act": family.activation,
         "max_position_embeddings": 512,
         "rms_norm_eps": family.eps,
         "tie_word_embeddings": family.tied,
@@ -224,8 +298,9 @@ def config_dict(family):
         "bos_token_id": 0,
         "eos_token_id": 1,
         "torch_dtype": family.dtype,
-        "quantization_config": quantization,
+        **({"quantization_config": quantization} if family.quantized else {}),
         **rope,
+        **family.config_extra,
     }
 
 

@@ -107,18 +107,24 @@ def test_rope_theta_in_every_spelling(name: str) -> None:
         read(BITNET_2B, rope_theta=500000.0, **nested)
 
 
-@pytest.mark.parametrize("base", [BITNET_2B, FALCON3], ids=["bitnet", "llama"])
-def test_defaults_are_those_of_transformers(base: dict[str, Any]) -> None:
+@pytest.mark.parametrize("name", ["bitnet", "llama", "qwen2", "qwen3"])
+def test_defaults_are_those_of_transformers(name: str) -> None:
     """Where config.json is silent, transformers' class decides what the numbers are."""
+    base: dict[str, Any] = BITNET_2B if name == "bitnet" else FALCON3
+    if name.startswith("qwen"):
+        base = {**QWEN3, "model_type": name, "architectures": [f"{name.capitalize()}ForCausalLM"]}
     silent = ("rope_theta", "rms_norm_eps", "hidden_act", "tie_word_embeddings")
     c = read(base, max_position_embeddings=..., **dict.fromkeys(silent, ...))
-    config_class = {"bitnet": "BitNetConfig", "llama": "LlamaConfig"}[base["model_type"]]
-    theirs = getattr(transformers, config_class)()
+    classes = {"bitnet": "BitNetConfig", "llama": "LlamaConfig"}
+    theirs = getattr(transformers, classes.get(name, f"{name.capitalize()}Config"))()
     assert c.rope_theta == theirs.rope_parameters["rope_theta"]
     assert c.rms_norm_eps == theirs.rms_norm_eps
     assert c.hidden_act == theirs.hidden_act
     assert c.tie_word_embeddings == theirs.tie_word_embeddings
-    assert c.max_position_embeddings == theirs.max_position_embeddings
+    if not name.startswith("qwen"):  # 32768 there; here the careful 2048
+        assert c.max_position_embeddings == theirs.max_position_embeddings
+    if name == "qwen3":
+        assert c.head_dim == theirs.head_dim
 
 
 def test_reads_what_transformers_saves(tmp_path: Path) -> None:
@@ -162,7 +168,8 @@ def test_block_diffusion_bitnet_is_noted() -> None:
 
 
 REFUSED = {
-    "another model_type": ({"model_type": "qwen3"}, "model_type one of bitnet, llama"),
+    "another model_type": ({"model_type": "mamba"}, "model_type one of bitnet, llama, qwen2"),
+    "model_type of another": ({"model_type": "qwen3"}, "architectures ['Qwen3ForCausalLM']"),
     "no model_type": ({"model_type": ...}, "model_type"),
     "an unhashable model_type": ({"model_type": ["bitnet"]}, "model_type"),
     "another architecture": ({"architectures": ["BitNetForSequenceClassification"]}, "architect"),
@@ -190,10 +197,24 @@ REFUSED = {
         {"quantization_config": {"quant_method": "bitnet", "linear_class": "x"}},
         "linear_class 'bitlinear' or 'autobitlinear'",
     ),
-    "per-linear norms": (
-        {"quantization_config": {"quant_method": "bitnet", "use_rms_norm": True}},
+    "per-linear norms, maybe": (
+        {"quantization_config": {"quant_method": "bitnet", "use_rms_norm": "yes"}},
         "quantization_config.use_rms_norm",
     ),
+    "their eps": (
+        {
+            "quantization_config": {
+                "quant_method": "bitnet",
+                "use_rms_norm": True,
+                "rms_norm_eps": 0,
+            }
+        },
+        "rms_norm_eps to be finite and above 0",
+    ),
+    "bits of 1bitLLM": ({"weight_bits": 1}, "weight_bits to be absent"),
+    "window switched on": ({"use_sliding_window": True}, "use_sliding_window"),
+    "private block no object": ({"bitnet_ops": [1]}, "bitnet_ops to be an object"),
+    "private sub-norms": ({"bitnet_ops": {"sub_norms": 1}}, "sub_norms to be true or false"),
     "missing hidden_size": ({"hidden_size": ...}, "hidden_size to be a positive integer"),
     "a float size": ({"hidden_size": 2560.0}, "hidden_size to be a positive integer"),
     "a bool size": ({"num_hidden_layers": True}, "num_hidden_layers"),
@@ -223,11 +244,82 @@ def test_refuses(name: str) -> None:
     assert "expected" in text and "got" in text and "\n" not in text
 
 
-def test_refuses_1bitllm_by_name() -> None:
-    with pytest.raises(UnsupportedModelError, match="inner_attn_ln"):
-        read(FALCON3, architectures=["BitnetForCausalLM"])
+ONEBIT = {
+    "architectures": ["BitnetForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 32002,
+    "hidden_size": 3200,
+    "intermediate_size": 8640,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": True,
+    "weight_bits": 1,
+    "input_bits": 8,
+}
+
+
+def test_reads_1bitllm() -> None:
+    """Row 4: Llama's config with sub-norms; 3200 / 32 heads is head_dim 100."""
+    c = read(ONEBIT)
+    assert (c.sub_norms, c.hidden_act, c.head_dim, c.rms_norm_eps) == (True, "silu", 100, 1e-5)
+    assert c.sub_norm_eps is None and c.notes == ()
+
+
+@pytest.mark.parametrize("change", [{"weight_bits": 2}, {"input_bits": 4}, {"weight_bits": ...}])
+def test_refuses_other_widths_of_1bitllm(change: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedModelError, match="_bits [18] for BitnetForCausalLM"):
+        read(ONEBIT, **change)
     with pytest.raises(UnsupportedModelError, match="weight_bits"):
         read(FALCON3, weight_bits=1, input_bits=8)
+
+
+QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "use_sliding_window": False,
+    "max_window_layers": 28,
+    "attention_bias": False,
+}
+
+
+def test_reads_qwen() -> None:
+    c = read(QWEN3)
+    assert (c.head_dim, c.qk_norm, c.biases, c.linear_norms) == (128, True, (), False)
+    assert c.notes == () and not c.embedding_only
+    quantization = {"quant_method": "bitnet", "use_rms_norm": True, "rms_norm_eps": 1e-5}
+    c = read(QWEN3, quantization_config=quantization)
+    assert (c.linear_norms, c.linear_norm_eps) == (True, 1e-5)
+    c = read(QWEN3, architectures=["Qwen3Model"])
+    assert c.embedding_only and c.tie_word_embeddings
+    qwen2 = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "sliding_window": 32768}
+    c = read(QWEN3, **qwen2)
+    assert c.biases == tuple(f"self_attn.{p}_proj" for p in "qkv")
+    assert (c.head_dim, c.qk_norm) == (64, False)
+    with pytest.raises(UnsupportedModelError, match="num_key_value_heads"):
+        read(QWEN3, num_key_value_heads=...)
+
+
+def test_the_private_block_says_what_a_converter_found() -> None:
+    """Norms that only the names of tensors showed."""
+    c = read(FALCON3, bitnet_ops={"sub_norms": True, "sub_norm_eps": 1e-6})
+    assert (c.sub_norms, c.sub_norm_eps) == (True, 1e-6)
+    c = read(FALCON3, bitnet_ops={"linear_norms": True, "linear_norm_eps": 1e-5})
+    assert (c.linear_norms, c.linear_norm_eps, c.sub_norms) == (True, 1e-5, False)
 
 
 def test_refuses_what_is_no_object() -> None:

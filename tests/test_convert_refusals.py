@@ -14,9 +14,11 @@ import torch
 
 import hf_writer
 from bitnet_ops.convert import ConvertError, convert
+from hf_families import CASES
 from hf_writer import FAMILIES
 
 CONVERT_SOURCES = Path(__file__).parent.parent / "python" / "bitnet_ops" / "convert"
+EVERY = {**FAMILIES, **{name: case.family for name, case in CASES.items()}}
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
 DOWN = "model.layers.1.mlp.down_proj.weight"
 NORM = "model.layers.1.mlp.ffn_sub_norm.weight"
@@ -104,6 +106,10 @@ def qwen3(draft):
     draft.config.update(model_type="qwen3", architectures=["Qwen3ForCausalLM"])
 
 
+def qwen2(draft):
+    draft.config.update(model_type="qwen2", architectures=["Qwen2ForCausalLM"])
+
+
 def onebitllm(draft):
     draft.rename(
         "model.layers.0.self_attn.attn_sub_norm.weight",
@@ -121,7 +127,12 @@ def ternary_head(draft):
 
 ROWS = [
     # what the config asks for
-    ("qwen3", "unsupported-architecture", "llama-online", "qwen3.*per-linear norms", qwen3),
+    ("qwen3.5", "unsupported-architecture", "llama-online", "qwen3_5.*hybrid",
+     config(model_type="qwen3_5")),
+    ("qwen3-without-its-norms", "missing-tensor", "llama-online", "k_norm", qwen3),
+    ("qwen2-without-its-biases", "missing-tensor", "llama-online", "q_proj.bias", qwen2),
+    ("sliding-window-on", "unsupported-model", "llama-online", "use_sliding_window",
+     config(use_sliding_window=True, sliding_window=64)),
     ("gemma", "unsupported-architecture", "llama-online", "gemma3_text.*\\(1 \\+ w\\)",
      config(model_type="gemma3_text")),
     ("unknown-model-type", "unsupported-model", "llama-online", "model_type.*mamba",
@@ -146,6 +157,12 @@ ROWS = [
      config(num_local_experts=8)),
     ("1bitllm-config", "unsupported-model", "llama-online", "weight_bits.*1bitLLM",
      config(weight_bits=1, input_bits=8)),
+    ("1bitllm-4-bit-inputs", "unsupported-model", "1bitllm-3b", "input_bits.*8 for BitnetForCaus",
+     config(input_bits=4)),
+    ("1bitllm-no-bits", "unsupported-model", "1bitllm-3b", "weight_bits.*None",
+     lambda d: d.config.pop("weight_bits")),
+    ("1bitllm-other-class", "no-quantization-config", "1bitllm-3b", "nothing in the checkpoint",
+     config(architectures=["LlamaForCausalLM"])),
     ("head-dim", "unsupported-model", "bitnet-offline", "head_dim.*32", config(head_dim=32)),
     ("eps-string", "unsupported-model", "bitnet-offline", "rms_norm_eps.*'1e-5'",
      config(rms_norm_eps="1e-5")),
@@ -167,8 +184,14 @@ ROWS = [
      quantization(quantization_mode="sometimes")),
     ("bitlinear-online", "bitlinear-online", "bitnet-bitlinear", "packed weights only",
      quantization(quantization_mode="online")),
-    ("use-rms-norm", "use-rms-norm", "llama-bitlinear", "per-linear norms",
+    ("use-rms-norm", "use-rms-norm", "llama-bitlinear", "no such tensor",
      quantization(use_rms_norm=True)),
+    ("use-rms-norm-off", "use-rms-norm", "llama-rms-norm", "does not say use_rms_norm",
+     quantization(use_rms_norm=False)),
+    ("use-rms-norm-text", "unsupported-model", "llama-rms-norm", "use_rms_norm",
+     quantization(use_rms_norm="true")),
+    ("rms-norm-eps", "unsupported-model", "llama-rms-norm", "rms_norm_eps.*-1",
+     quantization(rms_norm_eps=-1.0)),
     ("group-size", "group-scales", "llama-bitlinear", "group_size 128",
      quantization(group_size=128)),
     ("head-not-excluded", "quantised-head", "llama-bitlinear", "asks for a ternary head",
@@ -208,15 +231,47 @@ ROWS = [
      tensor("model.layers.2.mlp.up_proj.weight", lambda old: torch.ones(4, 4))),
     ("stray-scale", "unknown-tensor", "bitnet-offline", "belong to no projection",
      tensor("model.norm.weight_scale", lambda old: torch.ones(1))),
-    ("bias-tensor", "bias", "llama-bitlinear", "q_proj.bias.*have none",
+    ("bias-tensor", "bias", "llama-bitlinear", "q_proj.bias.*does not have",
      tensor("model.layers.0.self_attn.q_proj.bias", lambda old: torch.ones(256))),
     ("1bitllm-names", "1bitllm-norms", "bitnet-online", "inner_attn_ln", onebitllm),
     ("qk-norm", "qk-norm", "llama-bitlinear", "norms on queries and keys",
      tensor("model.layers.0.self_attn.q_norm.weight", lambda old: torch.ones(64))),
-    ("per-linear-norm", "per-linear-norms", "llama-online", "a norm inside every linear",
+    ("one-linear-norm", "missing-tensor", "llama-online", "k_proj.rms_norm",
      tensor("model.layers.0.self_attn.q_proj.norm.weight", lambda old: torch.ones(256))),
-    ("subln", "per-linear-norms", "llama-online", "o_proj.0",
+    ("one-subln", "missing-tensor", "llama-online", "ffn_sub_norm",
      tensor("model.layers.0.self_attn.o_proj.0.weight", lambda old: torch.ones(256))),
+    ("subln-in-bitnet", "per-linear-norms", "bitnet-online", "has sub-norms already",
+     tensor("model.layers.0.self_attn.o_proj.0.weight", lambda old: torch.ones(256))),
+    ("subln-twice", "duplicate-tensor", "subln-smollm2", "o_proj.1.weight",
+     tensor("model.layers.0.self_attn.o_proj.weight", lambda old: torch.ones(576, 576))),
+    ("subln-no-word", "no-quantization-config", "subln-smollm2", "--assume-online",
+     lambda d: None),
+    ("1bitllm-missing-norm", "missing-tensor", "1bitllm-3b", "layers.1.mlp.ffn_sub_norm",
+     drop("model.layers.1.mlp.ffn_layernorm.weight")),
+    ("1bitllm-norm-shape", "shape", "1bitllm-3b", "inner_attn_ln.weight.*\\[200\\]",
+     tensor("model.layers.1.self_attn.inner_attn_ln.weight", lambda old: torch.ones(100))),
+    ("1bitllm-packed", "packed-under-online", "1bitllm-3b", "already packed",
+     tensor(Q_PROJ, lambda old: torch.zeros(50, 200, dtype=torch.uint8))),
+    ("inner-norm-shape", "shape", "llama-rms-norm", "o_proj.rms_norm.weight.*\\[256\\]",
+     tensor("model.layers.1.self_attn.o_proj.rms_norm.weight", lambda old: torch.ones(64))),
+    ("inner-norm-missing", "missing-tensor", "llama-rms-norm", "down_proj.rms_norm",
+     drop("model.layers.1.mlp.down_proj.rms_norm.weight")),
+    ("qk-norm-shape", "shape", "qwen3-rms-norm", "q_norm.weight.*\\[64\\]",
+     tensor("model.layers.0.self_attn.q_norm.weight", lambda old: torch.ones(192))),
+    ("bias-missing", "missing-tensor", "qwen2-rms-norm-div", "v_proj.bias",
+     drop("model.layers.1.self_attn.v_proj.bias")),
+    ("bias-shape", "shape", "qwen2-rms-norm-div", "q_proj.bias.*\\[256\\]",
+     tensor("model.layers.1.self_attn.q_proj.bias", lambda old: torch.ones(64))),
+    ("bias-nan", "non-finite", "qwen2-rms-norm-mul", "q_proj.bias.*nan",
+     poke("model.layers.1.self_attn.q_proj.bias", 3, float("nan"))),
+    ("bias-elsewhere", "bias", "qwen2-rms-norm-div", "o_proj.bias",
+     tensor("model.layers.1.self_attn.o_proj.bias", lambda old: torch.ones(192))),
+    ("headless-with-head", "unknown-tensor", "qwen3-embedding", "an output head",
+     tensor("lm_head.weight", lambda old: torch.ones(300, 192))),
+    ("lora", "lora-adapter", "llama-online", "lora_A",
+     tensor("model.layers.0.self_attn.q_proj.lora_A.weight", lambda old: torch.ones(4, 256))),
+    ("experts-list", "experts", "llama-online", "mixture of experts",
+     tensor("model.layers.0.mlp.experts.0.up_proj.weight", lambda old: torch.ones(4, 4))),
     ("gptq-tensors", "other-quantisation", "llama-bitlinear", "GPTQ or AWQ",
      tensor("model.layers.0.mlp.up_proj.qweight", lambda old: torch.ones(4, 4))),
     ("group-scale-tensors", "group-scales", "llama-bitlinear", "scales per group",
@@ -259,6 +314,24 @@ ROWS = [
      poke(Q_PROJ + "_scale", 0, float("inf"))),
     ("scale-not-invertible", "bad-scale", "falcon-e-like", "can be inverted",
      tensor(Q_PROJ + "_scale", lambda old: torch.tensor([1e-40]))),
+    ("scale-of-the-other-sense", "scale-sense", "bitnet-bitlinear", "\\+-50:.*autobitlinear",
+     tensor(Q_PROJ + "_scale", lambda old: torch.tensor([0.02]))),
+    ("reciprocals-that-multiply", "scale-sense", "llama-autobitlinear", "far too large",
+     lambda d: [d.tensors.update({n: t * 0 + 40.0}) for n, t in list(d.tensors.items())
+                if n.endswith("_scale")]),
+    ("one-reciprocal-among-absmeans", "scale-sense", "llama-autobitlinear", "off its neighbours",
+     lambda d: [d.tensors.update({n: t * 0 + (9.0 if n == Q_PROJ + "_scale" else 0.03)})
+                for n, t in list(d.tensors.items()) if n.endswith("_scale")]),
+    ("ternary-but-one", "not-ternary", "trilm", "0.011.* at \\[0, 7\\] beside",
+     poke(DOWN, 7, 0.011)),
+    ("ternary-by-rows", "group-scales", "trilm", "several scales in one matrix",
+     tensor(DOWN, lambda old: torch.cat([old[:128], old[128:] * 2]))),
+    ("ternary-by-columns", "group-scales", "trilm", "several scales in one matrix",
+     tensor(DOWN, lambda old: torch.cat([old[:, :256], old[:, 256:] * 2], dim=1))),
+    ("ternary-zeros", "bad-scale", "trilm", "zeros alone", tensor(DOWN, lambda old: old * 0)),
+    ("ternary-nan", "non-finite", "trilm", "nan at element 7", poke(DOWN, 7, float("nan"))),
+    ("ternary-with-scales", "packed-under-online", "trilm", "without weight_scale",
+     tensor(Q_PROJ + "_scale", lambda old: torch.ones(1))),
     ("gain-nan", "non-finite", "bitnet-offline", "ffn_sub_norm.*nan at element 7",
      poke(NORM, 7, float("nan"))),
     ("embedding-infinite", "non-finite", "llama-online", "embed_tokens.*inf at element 0",
@@ -272,7 +345,7 @@ ROWS = [
     "code, family, words, change", [r[1:] for r in ROWS], ids=[r[0] for r in ROWS]
 )
 def test_refusal(code, family, words, change, tmp_path):
-    draft = Draft(tmp_path / "source", FAMILIES[family])
+    draft = Draft(tmp_path / "source", EVERY[family])
     change(draft)
     draft.write()
     check_refused(tmp_path, code, words)
@@ -371,7 +444,7 @@ def test_gguf_only(source, tmp_path):
 def test_pickles_are_never_opened(name, source, tmp_path):
     (source / "model.safetensors").unlink()
     (source / name).write_bytes(b"\x80\x04cos\nsystem\n(S'touch pwned'\ntR.")
-    check_refused(tmp_path, "pickle", f"{name}.*never opened")
+    check_refused(tmp_path, "pickle", f"{name}.*--allow-pickle")
     assert not Path("pwned").exists()
 
 

@@ -3,8 +3,8 @@
 Strict: a field that this package does not implement is refused with its name, its value and a
 remedy; a field that merely describes the file or the training is passed over; a field it has never
 heard of is recorded in `notes`, never dropped in silence. Sources: transformers 5
-`configuration_bitnet.py` and `configuration_llama.py` (fields and defaults). It must not know
-torch, tensors or files: a dict goes in, numbers come out.
+`configuration_{bitnet,llama,qwen2,qwen3}.py` (fields and defaults). It must not know torch,
+tensors or files: a dict goes in, numbers come out.
 """
 
 from __future__ import annotations
@@ -25,8 +25,12 @@ class UnsupportedModelError(ValueError):
 class ModelConfig:
     """The architecture of one model; names as Hugging Face spells them, sizes in elements.
 
-    `sub_norms`: RMSNorm on the attention output and on the MLP's product (the BitNet architecture).
-    `eos_token_ids`: every id that ends a text; may be empty. `notes`: remarks for the user.
+    `sub_norms`: RMSNorm on the attention output and on the MLP's product (the BitNet architecture),
+    with `sub_norm_eps` (None: rms_norm_eps). `linear_norms`: RMSNorm on the input of each of the
+    seven projections, with `linear_norm_eps`. `qk_norm`: RMSNorm on every head of queries and keys
+    (Qwen3). `biases`: the projections of a layer that have one (Qwen2: q, k and v).
+    `embedding_only`: the model gives hidden states and has no head. `eos_token_ids`: every id that
+    ends a text; may be empty. `notes`: remarks for the user.
     """
 
     model_type: str
@@ -45,7 +49,23 @@ class ModelConfig:
     sub_norms: bool
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+    sub_norm_eps: float | None = None
+    linear_norms: bool = False
+    linear_norm_eps: float = 1e-6
+    qk_norm: bool = False
+    biases: tuple[str, ...] = ()
+    embedding_only: bool = False
     notes: tuple[str, ...] = field(default=(), compare=False)
+
+    @property
+    def as_transformers(self) -> bool:
+        """Whether transformers' class of model_type has just these norms, under these names."""
+        return (
+            not self.linear_norms
+            and not self.embedding_only
+            and self.sub_norm_eps is None
+            and self.sub_norms == _DEFAULTS[self.model_type]["sub_norms"]
+        )
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> ModelConfig:
@@ -69,7 +89,14 @@ class ModelConfig:
 
 # Architectures ------------------------------------------------------------------------------
 
-# What the Hugging Face class assumes where config.json is silent, and whether it has sub-norms.
+PROJECTIONS = (
+    *(f"self_attn.{p}_proj" for p in "qkvo"),
+    *(f"mlp.{p}_proj" for p in ("gate", "up", "down")),
+)
+_QKV_BIASES = PROJECTIONS[:3]
+
+# What the Hugging Face class assumes where config.json is silent, and which parts it has. kv_heads:
+# what an absent num_key_value_heads means; only where that is num_attention_heads it may be absent.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "bitnet": {
         "hidden_act": "relu2",
@@ -83,11 +110,31 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "rope_theta": 10000.0,
         "sub_norms": False,
     },
+    "qwen2": {
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "sub_norms": False,
+        "biases": _QKV_BIASES,
+        "kv_heads_needed": True,
+    },
+    "qwen3": {
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "sub_norms": False,
+        "qk_norm": True,
+        "head_dim": 128,
+        "kv_heads_needed": True,
+    },
 }
-# The second spelling is that of block-diffusion BitNets, read here as ordinary causal models.
+# BitnetForCausalLM with model_type bitnet is how block-diffusion BitNets spell it, read here as
+# ordinary causal models; with model_type llama it is 1bitLLM's code: Llama with sub-norms.
 _ARCHITECTURES = {
     "bitnet": ("BitNetForCausalLM", "BitnetForCausalLM"),
-    "llama": ("LlamaForCausalLM",),
+    "llama": ("LlamaForCausalLM", "BitnetForCausalLM"),
+    "qwen2": ("Qwen2ForCausalLM", "Qwen2Model"),
+    "qwen3": ("Qwen3ForCausalLM", "Qwen3Model"),
 }
 _ACTIVATIONS = ("relu2", "silu")
 
@@ -111,14 +158,33 @@ def _architecture(config: Mapping[str, Any]) -> dict[str, Any]:
     if names is not None and (
         not isinstance(names, list) or len(names) != 1 or names[0] not in known
     ):
-        remedy = "other architectures are not implemented"
-        if names == ["BitnetForCausalLM"]:
-            remedy = (
-                "this is the 1bitLLM architecture, whose norms inner_attn_ln and ffn_layernorm "
-                "are not implemented"
+        expected = " or ".join(f"[{name!r}]" for name in known)
+        raise _refuse(
+            "architectures",
+            names,
+            f"{expected} for {model_type}",
+            "other architectures are not implemented",
+        )
+    defaults = dict(_DEFAULTS[model_type])
+    if is_1bitllm(config):
+        _check_1bitllm(config)
+        defaults |= {"sub_norms": True, "rms_norm_eps": 1e-5}
+    defaults["embedding_only"] = names is not None and names[0].endswith("Model")
+    return defaults
+
+
+def is_1bitllm(config: Mapping[str, Any]) -> bool:
+    """Whether this is the architecture of 1bitLLM's models: Llama with sub-norms and SiLU."""
+    named = config.get("architectures") == ["BitnetForCausalLM"]
+    return named and config.get("model_type") == "llama"
+
+
+def _check_1bitllm(config: Mapping[str, Any]) -> None:
+    for name, bits in (("weight_bits", 1), ("input_bits", 8)):
+        if config.get(name) != bits:
+            raise _refuse(
+                name, config.get(name), f"{bits} for BitnetForCausalLM", "other widths do not run"
             )
-        raise _refuse("architectures", names, f"[{known[0]!r}] for {model_type}", remedy)
-    return _DEFAULTS[model_type]
 
 
 # Options that change the maths -----------------------------------------------------------------
@@ -133,7 +199,6 @@ _MATHS: dict[str, tuple[tuple[Any, ...], str]] = {
     "qk_norm": ((False,), "norms on queries and keys"),
     "qk_layernorm": ((False,), "norms on queries and keys"),
     "use_rms_norm": ((False,), "an RMSNorm inside every linear layer"),
-    "sliding_window": ((), "sliding-window attention"),
     "use_sliding_window": ((False,), "sliding-window attention"),
     "attention_chunk_size": ((), "chunked attention"),
     "no_rope_layers": (([],), "layers without rotary embedding"),
@@ -155,18 +220,23 @@ _MATHS: dict[str, tuple[tuple[Any, ...], str]] = {
     "n_routed_experts": ((0, 1), "a mixture of experts"),
     "is_encoder_decoder": ((False,), "an encoder"),
     "add_cross_attention": ((False,), "cross-attention"),
-    "weight_bits": ((), "the 1bitLLM architecture, with norms under other names"),
-    "input_bits": ((), "the 1bitLLM architecture, with norms under other names"),
     "group_size": ((), "one scale per group of weights"),
 }
 
 
 def _refuse_other_maths(config: Mapping[str, Any]) -> None:
+    for name in ("weight_bits", "input_bits"):
+        if config.get(name) is not None and not is_1bitllm(config):
+            remedy = "that key belongs to the 1bitLLM architecture"
+            raise _refuse(name, config[name], "to be absent for this architecture", remedy)
     for name, (allowed, meaning) in _MATHS.items():
         value = config.get(name)
         if value is not None and value not in allowed:
             expected = f"to be absent or {allowed[0]!r}" if allowed else "to be absent"
             raise _refuse(name, value, expected, f"it asks for {meaning}, which is not implemented")
+    if config.get("use_sliding_window", True) and config.get("sliding_window") is not None:
+        remedy = "it asks for sliding-window attention, which is not implemented"
+        raise _refuse("sliding_window", config["sliding_window"], "to be absent", remedy)
     kinds = config.get("layer_types")
     if kinds is not None and (not isinstance(kinds, list) or set(kinds) - {"full_attention"}):
         raise _refuse(
@@ -181,7 +251,7 @@ _QUANTIZATION: dict[str, tuple[Any, ...]] = {
     "quant_method": ("bitnet",),
     "linear_class": (None, "bitlinear", "autobitlinear"),
     "quantization_mode": (None, "offline", "online"),
-    "use_rms_norm": (None, False),
+    "use_rms_norm": (None, False, True),
 }
 
 
@@ -271,9 +341,9 @@ def _token_ids(config: Mapping[str, Any], name: str) -> tuple[int, ...]:
     return tuple(dict.fromkeys(values))
 
 
-def _head_dim(config: Mapping[str, Any], hidden: int, heads: int) -> int:
-    if config.get("head_dim") is not None:
-        return _integer(config, "head_dim")
+def _head_dim(config: Mapping[str, Any], hidden: int, heads: int, default: int | None) -> int:
+    if config.get("head_dim") is not None or default is not None:
+        return _integer(config, "head_dim", default)
     if hidden % heads:
         raise _refuse(
             "hidden_size",
@@ -293,6 +363,8 @@ def _fields(config: Mapping[str, Any], defaults: dict[str, Any]) -> dict[str, An
             "hidden_act", act, "one of " + ", ".join(_ACTIVATIONS), "others are not implemented"
         )
     bos = _token_ids(config, "bos_token_id")
+    kv_heads = None if defaults.get("kv_heads_needed") else heads
+    only_embeds = defaults["embedding_only"]
     return {
         "model_type": config["model_type"],
         "vocab_size": _integer(config, "vocab_size"),
@@ -300,16 +372,40 @@ def _fields(config: Mapping[str, Any], defaults: dict[str, Any]) -> dict[str, An
         "intermediate_size": _integer(config, "intermediate_size"),
         "num_hidden_layers": _integer(config, "num_hidden_layers"),
         "num_attention_heads": heads,
-        "num_key_value_heads": _integer(config, "num_key_value_heads", heads),
-        "head_dim": _head_dim(config, hidden, heads),
+        "num_key_value_heads": _integer(config, "num_key_value_heads", kv_heads),
+        "head_dim": _head_dim(config, hidden, heads, defaults.get("head_dim")),
         "hidden_act": act,
         "rms_norm_eps": _positive(config, "rms_norm_eps", defaults["rms_norm_eps"]),
         "rope_theta": _rope_theta(config, defaults["rope_theta"]),
         "max_position_embeddings": _integer(config, "max_position_embeddings", 2048),
-        "tie_word_embeddings": _flag(config, "tie_word_embeddings", False),
-        "sub_norms": defaults["sub_norms"],
+        "tie_word_embeddings": only_embeds or _flag(config, "tie_word_embeddings", False),
+        "embedding_only": only_embeds,
         "bos_token_id": bos[0] if bos else None,
         "eos_token_ids": _token_ids(config, "eos_token_id"),
+        **_norms_and_biases(config, defaults),
+    }
+
+
+def _norms_and_biases(config: Mapping[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+    """Which norms and biases a layer has: by the architecture, and by what a converter has found.
+
+    The names of a checkpoint's tensors may show norms that no field of its config.json mentions;
+    the converter then writes them into the private block.
+    """
+    found = config.get(PRIVATE_BLOCK) or {}
+    if not isinstance(found, Mapping):
+        raise _refuse(PRIVATE_BLOCK, found, "to be an object", "convert the model again")
+    quantization = config.get("quantization_config") or {}
+    asked = quantization.get("use_rms_norm") or False
+    eps = _positive(quantization, "rms_norm_eps", 1e-6) if asked else 1e-6
+    sub_eps = found.get("sub_norm_eps")
+    return {
+        "sub_norms": _flag(found, "sub_norms", defaults["sub_norms"]),
+        "sub_norm_eps": None if sub_eps is None else _positive(found, "sub_norm_eps", 1e-6),
+        "linear_norms": _flag(found, "linear_norms", asked),
+        "linear_norm_eps": _positive(found, "linear_norm_eps", eps),
+        "qk_norm": defaults.get("qk_norm", False),
+        "biases": defaults.get("biases", ()),
     }
 
 
@@ -363,7 +459,7 @@ _READ = frozenset(
     """model_type architectures vocab_size hidden_size intermediate_size num_hidden_layers
     num_attention_heads num_key_value_heads head_dim hidden_act rms_norm_eps rope_theta
     rope_parameters rope_scaling max_position_embeddings tie_word_embeddings layer_types
-    quantization_config
+    quantization_config weight_bits input_bits sliding_window max_window_layers
     """.split()
 ) | {PRIVATE_BLOCK}
 _REMARKS = {
@@ -377,6 +473,11 @@ _REMARKS = {
 def _notes(config: Mapping[str, Any]) -> tuple[str, ...]:
     """One remark for every key that is neither read nor known to be harmless."""
     notes = []
+    if config["model_type"] == "bitnet" and config.get("architectures") == ["BitnetForCausalLM"]:
+        notes.append(
+            "architectures BitnetForCausalLM: the spelling of block-diffusion models; this one is "
+            "run as an ordinary causal model"
+        )
     for name, value in config.items():
         if name in _READ or name in _HARMLESS or name in _MATHS or value is None:
             continue

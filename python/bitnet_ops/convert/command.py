@@ -22,8 +22,9 @@ from bitnet_ops.formats.gguf_layouts import I2S_LAYOUTS
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the subcommand's arguments to `parser`."""
     parser.description = (
-        "Convert a Hugging Face checkpoint folder (BitNet b1.58, ternary Llama) or a GGUF file to "
-        "a folder with model.bin, the tokenizer and report.json."
+        "Convert a Hugging Face checkpoint folder (BitNet b1.58, 1bitLLM, ternary Llama or Qwen, "
+        "TriLM; docs/families.md) or a GGUF file to a folder with model.bin, the tokenizer and "
+        "report.json."
     )
     parser.add_argument(
         "source", metavar="SRC", help="folder with config.json and safetensors, or a .gguf file"
@@ -57,6 +58,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help='take the tokenizer files from DIR instead of a GGUF file\'s metadata, or "none"',
     )
+    parser.add_argument(
+        "--trust-scales",
+        action="store_true",
+        help="convert packed weights although their scales look as if taken in the wrong sense",
+    )
+    parser.add_argument(
+        "--allow-pickle",
+        action="store_true",
+        help="read pytorch_model*.bin where there are no safetensors (tensors alone, no code)",
+    )
     parser.add_argument("--json", action="store_true", help="print the report as JSON on stdout")
 
 
@@ -83,8 +94,11 @@ def _convert(args: argparse.Namespace, progress: Progress | None) -> ConvertRepo
     if not is_gguf(args.source):
         if args.i2s_layout or args.tokenizer:
             refuse("gguf-option", "a GGUF file with --i2s-layout and --tokenizer", args.source)
+        own = dict(trust_scales=args.trust_scales, allow_pickle=args.allow_pickle)
         proof = dict(verify=args.verify, text=args.text)
-        return convert(args.source, args.destination, **proof, **common)
+        return convert(args.source, args.destination, **own, **proof, **common)
+    if args.trust_scales or args.allow_pickle:
+        refuse("folder-option", "a folder with --trust-scales and --allow-pickle", args.source)
     layout = args.i2s_layout or "a"
     return convert_gguf(
         args.source,

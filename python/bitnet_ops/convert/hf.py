@@ -18,13 +18,20 @@ import torch
 
 from bitnet_ops import ops
 from bitnet_ops.config import PRIVATE_BLOCK
-from bitnet_ops.convert.decide import unknown_options
+from bitnet_ops.convert.decide import check_scale_sense, unknown_options
 from bitnet_ops.convert.destination import MODEL_FILE, TRAVELLERS, building, check_destination
 from bitnet_ops.convert.errors import ConvertError, refuse
 from bitnet_ops.convert.plan import EMBEDDING, HEAD, Plan, make_plan, scale_name
 from bitnet_ops.convert.report import ConvertReport, TernaryTotals, file_sha256
 from bitnet_ops.convert.source import Source
-from bitnet_ops.convert.ternary import check_finite, from_masters, from_packed, suspicious_scale
+from bitnet_ops.convert.ternary import (
+    check_finite,
+    from_masters,
+    from_packed,
+    from_ternary,
+    looks_ternary,
+    packed_scale,
+)
 from bitnet_ops.formats.sglbitnt import SglbitntError, Writer
 
 Progress = Callable[[int, int, str], None]
@@ -39,6 +46,8 @@ def convert(
     assume_online: bool = False,
     format_version: int = 2,
     text: str | Path | None = None,
+    trust_scales: bool = False,
+    allow_pickle: bool = False,
     progress: Progress | None = None,
 ) -> ConvertReport:
     """Convert the checkpoint folder `src_dir` into the new folder `dst`.
@@ -53,15 +62,25 @@ def convert(
         assume_online: treat a checkpoint without quantization_config as ternarised masters.
         format_version: of model.bin, 2, or 1 for readers that know no other (FORMAT.md).
         text: a UTF-8 file on which `verify` compares, instead of a short text of our own.
+        trust_scales: convert packed weights whose scales look as if taken in the wrong sense.
+        allow_pickle: read pytorch_model*.bin where there are no safetensors, by torch.load with
+            weights_only=True, which runs no code of the file.
         progress: called as progress(done, total, tensor_name) before each tensor.
 
     Returns the report, which also lies in `dst`.
     Raises ConvertError; its `code` names the reason. Nothing is left at `dst` then.
     """
     started = time.perf_counter()
-    source, target = Source(src_dir), Path(dst)
-    plan = make_plan(source.config, source.tensors, assume_online=assume_online)
+    source, target = Source(src_dir, allow_pickle=allow_pickle), Path(dst)
+    plan = make_plan(
+        source.config,
+        source.tensors,
+        assume_online=assume_online,
+        looks_ternary=lambda name: looks_ternary(source.tensor(name)),
+    )
     check_destination(source.folder, target, force=force)
+    if not trust_scales:
+        check_scale_sense(_scales(source, plan), plan.scheme)
     try:
         with building(target) as folder:
             report = _build(source, plan, folder, format_version, progress)
@@ -107,26 +126,41 @@ def _build(
     )
 
 
+def _scales(source: Source, plan: Plan) -> dict[str, float]:
+    """The multiplying scales of a packed checkpoint, by weight name."""
+    if plan.scheme.mode != "packed":
+        return {}
+    names = [name for name, spec in plan.specs.items() if spec.kind == "ternary"]
+    return {name: _packed_scale(source, plan, name) for name in names}
+
+
+def _packed_scale(source: Source, plan: Plan, name: str) -> float:
+    return packed_scale(name, source.tensor(plan.stored[scale_name(name)]), plan.scheme)
+
+
 def _write_tensor(
     source: Source, plan: Plan, name: str, writer: Writer, totals: TernaryTotals
 ) -> list[str]:
     """Write one tensor; returns the remarks it gives rise to."""
-    spec, tensor = plan.specs[name], source.tensor(name)
+    spec, tensor = plan.specs[name], source.tensor(plan.stored[name])
     if spec.kind == "dense":
         check_finite(name, tensor)
+        if name.endswith(".bias") and plan.scheme.bias_is_scaled:
+            scale = _packed_scale(source, plan, f"{name.removesuffix('.bias')}.weight")
+            tensor = tensor.float() * scale
         writer.add_dense(name, tensor)
         return []
-    remarks: list[str | None] = []
+    remark = None
     if plan.scheme.mode == "packed":
-        weight_scale = source.tensor(scale_name(name))
-        codes, scale = from_packed(name, tensor, weight_scale, spec.shape[0], plan.scheme)
+        scale = _packed_scale(source, plan, name)
+        codes = from_packed(name, tensor, spec.shape[0])
+    elif plan.scheme.mode == "ternary":
+        codes, scale = from_ternary(name, tensor)
     else:
         codes, scale, remark = from_masters(name, tensor, plan.scheme)
-        remarks.append(remark)
     totals.add(codes, scale)
     writer.add_packed(name, ops.pack(codes), scale, in_features=spec.shape[1])
-    remarks.append(suspicious_scale(name, scale))
-    return [remark for remark in remarks if remark is not None]
+    return [] if remark is None else [remark]
 
 
 def _config(source: Source, plan: Plan) -> dict[str, Any]:
@@ -144,12 +178,15 @@ def _config(source: Source, plan: Plan) -> dict[str, Any]:
         "rms_norm_eps": model.rms_norm_eps,
         "tie_word_embeddings": model.tie_word_embeddings,
     }
-    return {**source.config, PRIVATE_BLOCK: block}
+    return {**source.config, PRIVATE_BLOCK: {**block, **plan.found}}
 
 
 def _check_tied_head(source: Source, plan: Plan) -> None:
     """A tied checkpoint may repeat the embedding as lm_head.weight, but not with other values."""
-    if plan.tied_head and not torch.equal(source.tensor(HEAD), source.tensor(EMBEDDING)):
+    if not plan.tied_head:
+        return
+    head, embedding = (source.tensor(plan.stored[name]) for name in (HEAD, EMBEDDING))
+    if not torch.equal(head, embedding):
         refuse(
             "tie-mismatch",
             f"{HEAD} equal to {EMBEDDING}, since tie_word_embeddings is true",
@@ -159,7 +196,11 @@ def _check_tied_head(source: Source, plan: Plan) -> None:
 
 
 def _remarks(source: Source, plan: Plan) -> list[str]:
-    remarks = list(plan.config.notes)
+    remarks = [*plan.config.notes, *plan.remarks]
+    if plan.config.embedding_only:
+        remarks.append("an embedding model: it has no head and generates no text; use embed()")
+    if source.pickled:
+        remarks.append("read from pickles, which were opened with weights_only=True")
     if source.code_files():
         files = ", ".join(source.code_files())
         remarks.append(f"code shipped with the checkpoint was not run: {files}")
@@ -173,8 +214,8 @@ def _remarks(source: Source, plan: Plan) -> list[str]:
         remarks.append(
             f"{len(plan.ignored)} rotary inv_freq buffers follow from rope_theta; ignored"
         )
-    if plan.scheme.assumed:
-        remarks.append("no quantization_config: ternarised by absmean on the caller's word")
+    if plan.scheme.remark:
+        remarks.append(plan.scheme.remark)
     return remarks
 
 

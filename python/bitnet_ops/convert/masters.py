@@ -140,7 +140,7 @@ class UnroundedOracle(PlainOracle):
     name = "plain fp32 forward, masters unrounded"
 
     def projection(self, weight_name: str) -> tuple[Tensor, float]:
-        return self._source.tensor(weight_name).float(), 1.0
+        return self._read(weight_name).float(), 1.0
 
 
 @dataclass(frozen=True)

@@ -24,15 +24,18 @@ class PlainOracle:
 
     name = "plain fp32 forward"
 
-    def __init__(self, source: Source, plan: Plan) -> None:
+    def __init__(self, source: Source, plan: Plan, *, int8_activations: bool = True) -> None:
         self._source, self._plan = source, plan
+        self.int8_activations = int8_activations
 
     def projection(self, weight_name: str) -> tuple[Tensor, float]:
         """(codes int8 [N, K], multiplying scale) of one projection, straight from the source."""
-        stored = self._source.tensor(weight_name)
+        stored = self._read(weight_name)
         if self._plan.scheme.mode == "masters":
             return _ternarise(stored.float())
-        value = float(self._source.tensor(scale_name(weight_name)).float())
+        if self._plan.scheme.mode == "ternary":
+            return stored.float().sign().to(torch.int8), float(stored.abs().max())
+        value = float(self._read(scale_name(weight_name)).float())
         return _unpack_quarters(stored), 1.0 / value if self._plan.scheme.inverted else value
 
     @torch.inference_mode()
@@ -49,17 +52,20 @@ class PlainOracle:
         head = embedding if config.tie_word_embeddings else self._dense("lm_head")
         return [x @ head.t() for x in states]
 
+    def _read(self, name: str) -> Tensor:
+        return self._source.tensor(self._plan.stored[name])
+
     def _dense(self, name: str) -> Tensor:
-        return self._source.tensor(f"{name}.weight").float()
+        return self._read(f"{name}.weight").float()
 
     def _layer(self, prefix: str, weights: dict[str, Tensor]) -> Get:
         """A getter of a layer's tensors by suffix; ternary ones arrive as fp32 codes * scale."""
 
         def get(suffix: str) -> Tensor:
             if suffix not in weights:
-                name = f"{prefix}{suffix}.weight"
+                name = f"{prefix}{suffix}"
                 if self._plan.specs[name].kind == "dense":
-                    weights[suffix] = self._source.tensor(name).float()
+                    weights[suffix] = self._read(name).float()
                 else:
                     codes, scale = self.projection(name)
                     weights[suffix] = codes.float() * scale
@@ -68,18 +74,35 @@ class PlainOracle:
         return get
 
     def _block(self, x: Tensor, get: Get) -> Tensor:
-        x = x + self._attention(self._norm(x, get("input_layernorm")), get)
-        return x + self._mlp(self._norm(x, get("post_attention_layernorm")), get)
+        x = x + self._attention(self._norm(x, get("input_layernorm.weight")), get)
+        return x + self._mlp(self._norm(x, get("post_attention_layernorm.weight")), get)
 
-    def _norm(self, x: Tensor, gain: Tensor) -> Tensor:
+    def _norm(self, x: Tensor, gain: Tensor, eps: float | None = None) -> Tensor:
+        eps = self._plan.config.rms_norm_eps if eps is None else eps
         mean_square = x.pow(2).mean(-1, keepdim=True)
-        return x * torch.rsqrt(mean_square + self._plan.config.rms_norm_eps) * gain
+        return x * torch.rsqrt(mean_square + eps) * gain
+
+    def _linear(self, x: Tensor, name: str, get: Get) -> Tensor:
+        """A projection: its own norm, activations rounded to int8, the product, its bias."""
+        c = self._plan.config
+        if c.linear_norms:
+            x = self._norm(x, get(f"{name}.rms_norm.weight"), c.linear_norm_eps)
+        weight = get(f"{name}.weight")
+        y = (_round_to_int8(x) if self.int8_activations else x) @ weight.t()
+        if name not in c.biases:
+            return y
+        # transformers' offline AutoBitLinear scales x W + bias as a whole
+        scale = float(weight.abs().max()) if self._plan.scheme.bias_is_scaled else 1.0
+        return y + get(f"{name}.bias") * scale
 
     def _attention(self, h: Tensor, get: Get) -> Tensor:
         c = self._plan.config
-        q = _linear(h, get("self_attn.q_proj")).view(-1, c.num_attention_heads, c.head_dim)
-        k = _linear(h, get("self_attn.k_proj")).view(-1, c.num_key_value_heads, c.head_dim)
-        v = _linear(h, get("self_attn.v_proj")).view(-1, c.num_key_value_heads, c.head_dim)
+        q, k, v = (
+            self._linear(h, f"self_attn.{p}_proj", get).view(len(h), -1, c.head_dim) for p in "qkv"
+        )
+        if c.qk_norm:
+            q = self._norm(q, get("self_attn.q_norm.weight"))
+            k = self._norm(k, get("self_attn.k_norm.weight"))
         q, k = _rotate(q, c.rope_theta), _rotate(k, c.rope_theta)
         group = c.num_attention_heads // c.num_key_value_heads
         k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
@@ -88,16 +111,17 @@ class PlainOracle:
         weights = scores.masked_fill(future, float("-inf")).softmax(-1)
         a = torch.einsum("hts,shd->thd", weights, v).reshape(len(h), -1)
         if c.sub_norms:
-            a = self._norm(a, get("self_attn.attn_sub_norm"))
-        return _linear(a, get("self_attn.o_proj"))
+            a = self._norm(a, get("self_attn.attn_sub_norm.weight"), c.sub_norm_eps)
+        return self._linear(a, "self_attn.o_proj", get)
 
     def _mlp(self, h: Tensor, get: Get) -> Tensor:
-        gate, up = _linear(h, get("mlp.gate_proj")), _linear(h, get("mlp.up_proj"))
-        z = F.relu(gate).square() if self._plan.config.hidden_act == "relu2" else F.silu(gate)
+        c = self._plan.config
+        gate, up = self._linear(h, "mlp.gate_proj", get), self._linear(h, "mlp.up_proj", get)
+        z = F.relu(gate).square() if c.hidden_act == "relu2" else F.silu(gate)
         z = z * up
-        if self._plan.config.sub_norms:
-            z = self._norm(z, get("mlp.ffn_sub_norm"))
-        return _linear(z, get("mlp.down_proj"))
+        if c.sub_norms:
+            z = self._norm(z, get("mlp.ffn_sub_norm.weight"), c.sub_norm_eps)
+        return self._linear(z, "mlp.down_proj", get)
 
 
 def _unpack_quarters(packed: Tensor) -> Tensor:
@@ -114,11 +138,10 @@ def _ternarise(masters: Tensor) -> tuple[Tensor, float]:
     return codes.to(torch.int8), absmean
 
 
-def _linear(x: Tensor, weight: Tensor) -> Tensor:
-    """Activations rounded to int8 per token (absmax, half to even), then a float matmul."""
+def _round_to_int8(x: Tensor) -> Tensor:
+    """Activations on 255 levels per token: absmax, half to even."""
     multiplier = 127.0 / x.abs().amax(-1, keepdim=True).clamp(min=1e-5)
-    rounded = (x * multiplier).round().clamp(-128, 127) / multiplier
-    return rounded @ weight.t()
+    return (x * multiplier).round().clamp(-128, 127) / multiplier
 
 
 def _rotate(x: Tensor, theta: float) -> Tensor:

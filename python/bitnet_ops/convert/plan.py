@@ -7,41 +7,44 @@ dtypes and shapes; must not read tensor data.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from bitnet_ops.config import ModelConfig, UnsupportedModelError
+from bitnet_ops.config import PRIVATE_BLOCK, ModelConfig, UnsupportedModelError
 from bitnet_ops.convert.decide import FLOATING, Scheme, check_exclusions, decide_scheme
 from bitnet_ops.convert.errors import ConvertError, listed, refuse
+from bitnet_ops.convert.names import find_naming
 from bitnet_ops.convert.source import TensorRecord
 from bitnet_ops.models import TensorSpec, expected_tensors
 
 HEAD = "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"
 
-_PER_LINEAR = "a norm inside every linear, which is not supported"
 _ARCHITECTURES = {
-    "qwen2": "per-linear norms and biases",
-    "qwen3": "per-linear norms and q_norm/k_norm",
     "qwen3_5": "a hybrid attention and scales per group",
     "gemma3": "Gemma's (1 + w) norms, scaled embeddings and per-linear norms",
     "gemma3_text": "Gemma's (1 + w) norms, scaled embeddings and per-linear norms",
 }
 # A part of an unexpected tensor's name -> (code, what it betrays). First match wins.
 _BETRAYALS = (
-    ("inner_attn_ln", "1bitllm-norms", "the 1bitLLM norms inner_attn_ln, which are not supported"),
-    ("ffn_layernorm", "1bitllm-norms", "the 1bitLLM norms ffn_layernorm, which are not supported"),
-    ("q_norm", "qk-norm", "norms on queries and keys (Qwen3), which are not supported"),
-    ("k_norm", "qk-norm", "norms on queries and keys (Qwen3), which are not supported"),
-    ("o_proj.0", "per-linear-norms", "SubLN as o_proj.0 and o_proj.1, which is not supported"),
-    ("proj.norm.", "per-linear-norms", _PER_LINEAR),
-    ("proj.rms_norm.", "per-linear-norms", _PER_LINEAR),
+    ("inner_attn_ln", "1bitllm-norms", "1bitLLM's norms, but config.json does not say "
+     "architectures [BitnetForCausalLM], model_type llama"),
+    ("ffn_layernorm", "1bitllm-norms", "1bitLLM's norms, but config.json does not say "
+     "architectures [BitnetForCausalLM], model_type llama"),
+    ("q_norm", "qk-norm", "norms on queries and keys, which this architecture does not have"),
+    ("k_norm", "qk-norm", "norms on queries and keys, which this architecture does not have"),
+    ("proj.rms_norm.", "use-rms-norm", "norms inside projections, but quantization_config does not "
+     "say use_rms_norm"),
     ("proj.qweight", "other-quantisation", "another quantisation (GPTQ or AWQ)"),
     ("proj.scales", "group-scales", "scales per group; only one scale per projection converts"),
     ("block_sparse_moe", "experts", "a mixture of experts, which is not supported"),
+    ("mlp.experts.", "experts", "a mixture of experts, which is not supported"),
+    ("lora_", "lora-adapter", "a LoRA adapter in the checkpoint; merge it or convert it apart"),
     ("lm_head.weight_scale", "quantised-head", "a ternary output head, which is not supported"),
+    ("lm_head.", "unknown-tensor", "an output head, which this architecture does not have"),
     ("_scale", "unknown-tensor", "scales that belong to no projection of this config"),
-    (".bias", "bias", "biases; BitNet projections have none"),
+    (".bias", "bias", "biases that this architecture does not have"),
 )  # fmt: skip
 
 
@@ -54,32 +57,73 @@ class Plan:
     specs: dict[str, TensorSpec]  # in writing order
     tied_head: bool  # the file repeats the embedding as lm_head.weight; they must be equal
     ignored: tuple[str, ...]  # tensors that hold nothing of the model
+    stored: dict[str, str]  # name here -> name in the checkpoint, for every tensor of the latter
+    found: dict[str, Any]  # what names showed of the architecture; for the private block
+    remarks: tuple[str, ...] = ()
+
+    @property
+    def renamed(self) -> bool:
+        """Whether the checkpoint's names are not those that transformers' classes have."""
+        return any(self.stored[name] != name for name in self.specs)
 
 
 def make_plan(
-    config: dict[str, Any], tensors: dict[str, TensorRecord], *, assume_online: bool = False
+    config: dict[str, Any],
+    tensors: dict[str, TensorRecord],
+    *,
+    assume_online: bool = False,
+    looks_ternary: Callable[[str], bool] | None = None,
 ) -> Plan:
-    """Decide how to convert a checkpoint; ConvertError names the first obstacle."""
+    """Decide how to convert a checkpoint; ConvertError names the first obstacle.
+
+    `looks_ternary` tells whether the values of a stored projection are ternary already; it is asked
+    about one of them, and only where nothing else says what the weights are.
+    """
     _explain_architecture(config)
-    scheme = decide_scheme(config, assume_online=assume_online)
-    try:
-        model = ModelConfig.from_hf(config)
-    except UnsupportedModelError as error:
-        raise ConvertError("unsupported-model", f"convert [unsupported-model]: {error}") from error
+    naming = find_naming(config, tensors)
+    scheme = decide_scheme(
+        config,
+        assume_online=assume_online,
+        bitlinear_norms=naming.bitlinear_norms,
+        looks_ternary=_asked(config, tensors, looks_ternary),
+    )
+    model = _model(config, naming.found)
+    records = {here: tensors[stored] for here, stored in naming.stored.items()}
     if model.num_hidden_layers > len(tensors):  # before a list of billions of names is made
         layers = f"tensors for {model.num_hidden_layers} layers"
         refuse("missing-tensor", layers, f"{len(tensors)} tensors in all")
     specs = dict(expected_tensors(model))
     ternary = [name for name, spec in specs.items() if spec.kind == "ternary"]
     check_exclusions(config, [name.removesuffix(".weight") for name in ternary])
-    ignored = tuple(name for name in tensors if name.endswith(".rotary_emb.inv_freq"))
-    tied_head = model.tie_word_embeddings and HEAD in tensors
-    _check_names(specs, tensors, scheme, {*ignored, *([HEAD] if tied_head else [])})
+    ignored = tuple(name for name in records if name.endswith(".rotary_emb.inv_freq"))
+    tied_head = model.tie_word_embeddings and not model.embedding_only and HEAD in records
+    _check_names(specs, records, scheme, {*ignored, *([HEAD] if tied_head else [])})
     for name, spec in specs.items():
-        _check_tensor(spec, tensors, name, scheme)
+        _check_tensor(spec, records, name, scheme)
     if tied_head:
-        _check_dense(specs[EMBEDDING], tensors[HEAD])
-    return Plan(model, scheme, specs, tied_head, ignored)
+        _check_dense(specs[EMBEDDING], records[HEAD])
+    return Plan(
+        model, scheme, specs, tied_head, ignored, naming.stored, naming.found, naming.remarks
+    )
+
+
+def _model(config: dict[str, Any], found: dict[str, Any]) -> ModelConfig:
+    block = {PRIVATE_BLOCK: found} if found else {}
+    try:
+        return ModelConfig.from_hf({**config, **block})
+    except UnsupportedModelError as error:
+        raise ConvertError("unsupported-model", f"convert [unsupported-model]: {error}") from error
+
+
+def _asked(
+    config: dict[str, Any],
+    tensors: dict[str, TensorRecord],
+    looks_ternary: Callable[[str], bool] | None,
+) -> bool:
+    if looks_ternary is None or config.get("quantization_config") is not None:
+        return False
+    first = next((n for n in sorted(tensors) if n.endswith("self_attn.q_proj.weight")), None)
+    return first is not None and tensors[first].dtype in FLOATING and looks_ternary(first)
 
 
 def _explain_architecture(config: dict[str, Any]) -> None:
@@ -88,7 +132,7 @@ def _explain_architecture(config: dict[str, Any]) -> None:
     if reason is not None:
         refuse(
             "unsupported-architecture",
-            'model_type "bitnet" or "llama"',
+            'model_type "bitnet", "llama", "qwen2" or "qwen3"',
             f"{model_type!r}: {reason}",
             "this architecture is not supported",
         )
@@ -111,7 +155,7 @@ def _check_names(
     scales = {scale_name(n): n for n, spec in specs.items() if spec.kind == "ternary"}
     unknown = [n for n in tensors if n not in specs and n not in scales and n not in allowed]
     if unknown:
-        _refuse_unknown(unknown)
+        _refuse_unknown([tensors[name].name for name in unknown])
     missing = [name for name in specs if name not in tensors]
     if HEAD in missing:
         refuse(
@@ -120,9 +164,12 @@ def _check_names(
             "no such tensor",
             "set tie_word_embeddings to true if the head shares the embedding",
         )
+    inner = [name for name in missing if name.endswith(".rms_norm.weight")]
+    if inner and not any(name.endswith(".rms_norm.weight") for name in tensors):
+        refuse("use-rms-norm", "a norm in every projection, as use_rms_norm says", "no such tensor")
     if missing:
         refuse("missing-tensor", f"all {len(specs)} tensors", f"no {listed(missing)}")
-    if scheme.mode == "masters":
+    if scheme.mode != "packed":
         _refuse_scales([name for name in scales if name in tensors])
 
 
@@ -139,7 +186,7 @@ def _refuse_scales(names: list[str]) -> None:
     if names:
         refuse(
             "packed-under-online",
-            "master weights without weight_scale, as quantization_mode online says",
+            "floating weights without weight_scale, as this config says",
             listed(names),
             "is the checkpoint offline? then config.json must say so",
         )
@@ -154,7 +201,7 @@ def _check_tensor(
     record = tensors[name]
     if spec.kind == "dense":
         _check_dense(spec, record)
-    elif scheme.mode == "masters":
+    elif scheme.mode != "packed":
         _check_masters(spec, record)
     else:
         _check_packed(spec, record)

@@ -161,7 +161,7 @@ def _statistics(source: Source, plan: Plan, progress: Progress | None) -> Master
     for done, name in enumerate(names):
         if progress is not None:
             progress(done, len(names), f"statistics of {name}")
-        masters = source.tensor(name)
+        masters = source.tensor(plan.stored[name])
         check_finite(name, masters)
         result.tensors.append(measure_tensor(name, masters))
     return result
@@ -171,6 +171,9 @@ def _statistics(source: Source, plan: Plan, progress: Progress | None) -> Master
 
 
 def _write_packed(source: Source, plan: Plan, folder: Path, progress: Progress | None) -> None:
+    if plan.renamed or not plan.config.as_transformers:
+        found = "norms that transformers' class of this architecture does not have"
+        refuse("packed-form", "an architecture of transformers", found, "use --form bin")
     forms: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
     for name, spec in plan.specs.items():
         if spec.kind == "dense":

@@ -1,8 +1,8 @@
 """Reading a Hugging Face checkpoint folder: config.json and safetensors, whole or sharded.
 
 Lists every tensor from the headers first, then hands them out one at a time, so that memory is
-bounded by the largest tensor. Runs no code of the checkpoint: no pickles, no auto_map. It must not
-know what a tensor means; that is decide.py.
+bounded by the largest tensor. Runs no code of the checkpoint: no auto_map, and pickles only on
+request and by pickles.py. It must not know what a tensor means; that is decide.py.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any, NoReturn
 import torch
 from safetensors import SafetensorError, safe_open
 
+from bitnet_ops.convert import pickles
 from bitnet_ops.convert.errors import listed, refuse
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _JSON_LIMIT_BYTES = 64 << 20  # a shard index of the largest public models is a few MB
-_PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 
 
 @dataclass(frozen=True)
@@ -37,17 +37,22 @@ class Source:
     """An opened checkpoint folder.
 
     `config` is config.json as a dict, `tensors` maps every tensor's name to its TensorRecord.
-    Raises ConvertError for anything that is not a complete, unambiguous safetensors checkpoint.
+    `allow_pickle`: where there are no safetensors, take pytorch_model.bin or its shards; `pickled`
+    says that this happened. Raises ConvertError for anything that is not a complete, unambiguous
+    checkpoint.
     """
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | Path, *, allow_pickle: bool = False) -> None:
         self.folder = Path(folder)
         if not self.folder.is_dir():
             refuse("source-missing", "a folder with config.json and safetensors", str(folder))
         self.config = _read_object(self.folder / "config.json", "config-missing", "config-json")
-        self._files = {name: _open(self.folder / name) for name in _weight_files(self.folder)}
+        names, index = _weight_files(self.folder, allow_pickle)
+        self.pickled = not names[0].endswith(".safetensors")
+        self._files = {name: _open(self.folder / name) for name in names}
         self.tensors = _records(self._files)
-        _check_index(self.folder, self.tensors)
+        if index is not None:
+            _check_index(self.folder, index, self.tensors)
 
     def tensor(self, name: str) -> torch.Tensor:
         """The tensor `name`, in the dtype and shape of the file.
@@ -97,60 +102,71 @@ def _no_constant(text: str) -> NoReturn:
     raise ValueError(f"{text}, which is no JSON number")
 
 
-def _weight_files(folder: Path) -> list[str]:
-    """The names of the safetensors files that make up the checkpoint."""
-    single, index = (folder / SINGLE).is_file(), (folder / INDEX).is_file()
-    if single and index:
+def _weight_files(folder: Path, allow_pickle: bool) -> tuple[list[str], str | None]:
+    """The names of the files that make up the checkpoint, and that of their index if sharded."""
+    found = _single_or_index(folder, SINGLE, INDEX, ".safetensors")
+    if found is None and allow_pickle:
+        found = _single_or_index(folder, pickles.SINGLE, pickles.INDEX, ".bin")
+    if found is None:
+        _refuse_other_weights(folder, allow_pickle)
+    return found
+
+
+def _single_or_index(
+    folder: Path, single: str, index: str, suffix: str
+) -> tuple[list[str], str | None] | None:
+    one, sharded = (folder / single).is_file(), (folder / index).is_file()
+    if one and sharded:
         refuse(
             "ambiguous-weights",
-            f"either {SINGLE} or {INDEX}",
+            f"either {single} or {index}",
             "both",
             "remove the set that does not belong to this config.json",
         )
-    if single:
-        return [SINGLE]
-    if index:
-        return _shard_names(folder, _weight_map(folder))
-    _refuse_other_weights(folder)
+    if one:
+        return [single], None
+    if sharded:
+        return _shard_names(folder, index, _weight_map(folder, index, suffix)), index
+    return None
 
 
-def _refuse_other_weights(folder: Path) -> NoReturn:
+def _refuse_other_weights(folder: Path, allow_pickle: bool) -> NoReturn:
     names = sorted(path.name for path in folder.iterdir())
-    pickles = [name for name in names if name.endswith(_PICKLES)]
-    if pickles:
+    pickled = [name for name in names if name.endswith(pickles.SUFFIXES)]
+    if pickled:
         refuse(
             "pickle",
-            f"{SINGLE} (a file that cannot run code)",
-            listed(pickles),
-            "pickled weights are never opened; save the model with safe_serialization=True",
+            f"{pickles.SINGLE} or {pickles.INDEX}"
+            if allow_pickle
+            else f"{SINGLE} (a file that cannot run code)",
+            listed(pickled),
+            "rename the file if it holds the whole model"
+            if allow_pickle
+            else "save the model as safetensors, or read it with --allow-pickle (tensors alone)",
         )
     ggufs = [name for name in names if name.endswith(".gguf")]
     found = listed(ggufs) if ggufs else "no weights"
     refuse("weights-missing", f"{SINGLE} or {INDEX} in {folder}", found)
 
 
-def _weight_map(folder: Path) -> dict[str, str]:
-    weight_map = _read_object(folder / INDEX, "index-json", "index-json").get("weight_map")
+def _weight_map(folder: Path, index: str, suffix: str) -> dict[str, str]:
+    weight_map = _read_object(folder / index, "index-json", "index-json").get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        refuse("index-json", f"a non-empty object weight_map in {INDEX}", repr(weight_map)[:80])
+        refuse("index-json", f"a non-empty object weight_map in {index}", repr(weight_map)[:80])
     for file in weight_map.values():
         # A name with a separator could point anywhere on the machine.
-        if (
-            not isinstance(file, str)
-            or Path(file).name != file
-            or not file.endswith(".safetensors")
-        ):
-            refuse("index-path", f"plain *.safetensors names in {INDEX}", repr(file))
+        if not isinstance(file, str) or Path(file).name != file or not file.endswith(suffix):
+            refuse("index-path", f"plain *{suffix} names in {index}", repr(file))
     return weight_map
 
 
-def _shard_names(folder: Path, weight_map: dict[str, str]) -> list[str]:
+def _shard_names(folder: Path, index: str, weight_map: dict[str, str]) -> list[str]:
     names = sorted(set(weight_map.values()))
     absent = [name for name in names if not (folder / name).is_file()]
     if absent:
         refuse(
             "shard-missing",
-            f"the {len(names)} files that {INDEX} names",
+            f"the {len(names)} files that {index} names",
             f"without {listed(absent)}",
             "finish the download",
         )
@@ -158,6 +174,8 @@ def _shard_names(folder: Path, weight_map: dict[str, str]) -> list[str]:
 
 
 def _open(path: Path) -> Any:
+    if path.suffix == ".bin":
+        return pickles.PickleFile(path)
     try:
         return safe_open(str(path), framework="pt")
     except (SafetensorError, OSError) as error:
@@ -181,16 +199,14 @@ def _records(files: dict[str, Any]) -> dict[str, TensorRecord]:
     return records
 
 
-def _check_index(folder: Path, records: dict[str, TensorRecord]) -> None:
+def _check_index(folder: Path, index: str, records: dict[str, TensorRecord]) -> None:
     """The index and the shards' headers must say the same."""
-    if not (folder / INDEX).is_file():
-        return
-    weight_map = _weight_map(folder)
+    weight_map = _weight_map(folder, index, Path(next(iter(records.values())).file).suffix)
     wrong = [n for n, file in weight_map.items() if n not in records or records[n].file != file]
     wrong += [n for n in records if n not in weight_map]
     if wrong:
         refuse(
             "index-mismatch",
-            f"{INDEX} and the shards to name the same tensors",
+            f"{index} and the shards to name the same tensors",
             f"a disagreement about {listed(sorted(wrong))}",
         )

@@ -15,9 +15,6 @@ from bitnet_ops.packing import unpack_hf
 from bitnet_ops.quantize import multiplying_scale
 
 _CHUNK_ELEMS = 1 << 22  # bounds the temporaries of the checks, whatever a tensor's size
-# Published scales lie near 0.01-0.05 (masters of Llama type) or near 1.5 (2B-4T). A multiplier far
-# above that is what a reciprocal taken for a multiplier would look like.
-_SUSPICIOUS_SCALE = 10.0
 
 
 def first_non_finite(tensor: torch.Tensor) -> int | None:
@@ -45,10 +42,8 @@ def check_finite(name: str, tensor: torch.Tensor) -> None:
         refuse("non-finite", f"finite values in {name}", f"{value} at element {where}")
 
 
-def from_packed(
-    name: str, packed: torch.Tensor, weight_scale: torch.Tensor, out_features: int, scheme: Scheme
-) -> tuple[torch.Tensor, float]:
-    """uint8 [N/4, K] in contiguous quarters -> (codes int8 [N, K], multiplying scale)."""
+def from_packed(name: str, packed: torch.Tensor, out_features: int) -> torch.Tensor:
+    """uint8 [N/4, K] in contiguous quarters -> codes int8 [N, K]."""
     # Code 3 is the pair of bits 11: a bit and its upper neighbour both set.
     bad = (packed & (packed >> 1) & 0x55) != 0
     if bad.any():
@@ -59,14 +54,18 @@ def from_packed(
             f"code 3 in byte [{row}, {column}] = 0x{int(packed[row, column]):02x}",
             "the file is damaged or not packed by transformers",
         )
+    return unpack_hf(packed, out_features)
+
+
+def packed_scale(name: str, weight_scale: torch.Tensor, scheme: Scheme) -> float:
+    """The multiplying scale that belongs to the packed weight `name`."""
     value = float(weight_scale.float().reshape(()))
     if not (0.0 < value < float("inf")):
         refuse("bad-scale", f"a finite {name}_scale above zero", str(value))
     try:
-        scale = float(multiplying_scale(weight_scale, scheme.linear_class))
+        return float(multiplying_scale(weight_scale, scheme.linear_class))
     except ValueError as error:  # a subnormal reciprocal overflows when it is inverted
         refuse("bad-scale", f"{name}_scale that can be inverted", f"{value}: {error}")
-    return unpack_hf(packed, out_features), scale
 
 
 def from_masters(
@@ -103,11 +102,41 @@ def _already_ternary(masters: torch.Tensor, codes: torch.Tensor) -> bool:
     return bool((codes == 0).any())
 
 
-def suspicious_scale(name: str, scale: float) -> str | None:
-    """A remark where a multiplying scale is far above those of published models."""
-    if scale <= _SUSPICIOUS_SCALE:
-        return None
-    return (
-        f"{name} has the unusual scale {scale:.4g}; if the model talks nonsense, linear_class in "
-        "config.json may have the wrong sense (bitlinear divides, autobitlinear multiplies)"
-    )
+def looks_ternary(dense: torch.Tensor) -> bool:
+    """Whether every row of floating weights holds one magnitude beside zero, and zeros occur."""
+    top = dense.abs().amax(dim=1, keepdim=True)
+    return bool(((dense == 0) | (dense.abs() == top)).all()) and bool((dense == 0).any())
+
+
+def from_ternary(name: str, dense: torch.Tensor) -> tuple[torch.Tensor, float]:
+    """Floating [N, K] of -s, 0 and s -> (codes int8 [N, K], s); every value is looked at."""
+    check_finite(name, dense)
+    scale = dense.abs().amax()
+    codes = dense.sign().to(torch.int8)
+    magnitude = dense.abs()
+    wrong = (magnitude != 0) & (magnitude != scale)
+    if wrong.any():
+        row, column = wrong.nonzero()[0].tolist()
+        if looks_ternary(dense) or _blocks_of_columns(magnitude):
+            refuse(
+                "group-scales",
+                f"one magnitude beside zero in {name}",
+                f"{float(scale):.6g} and {float(magnitude[row, column]):.6g} (row {row})",
+                "several scales in one matrix are not supported",
+            )
+        refuse(
+            "not-ternary",
+            f"only -s, 0 and s in {name}, as in the other projections",
+            f"{float(dense[row, column]):.6g} at [{row}, {column}] beside {float(scale):.6g}",
+            "if these are masters, convert with --assume-online",
+        )
+    if scale == 0:
+        refuse("bad-scale", f"a value other than zero in {name}", "zeros alone")
+    return codes, float(scale)
+
+
+def _blocks_of_columns(magnitude: torch.Tensor) -> bool:
+    """Whether each magnitude is so frequent that it can only be the scale of a part."""
+    values, counts = torch.unique(magnitude[:64], return_counts=True)
+    frequent = counts >= magnitude[:64].numel() // 256
+    return bool((frequent | (values == 0)).all())

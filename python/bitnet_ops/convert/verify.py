@@ -63,12 +63,20 @@ class Verification:
     weights_different: int = 0
     scale_relative_difference: float = 0.0
     logits: LogitComparison = field(default_factory=LogitComparison)
+    # against the source's own arithmetic, where that leaves activations unrounded; never judged
+    floating_activations: LogitComparison | None = None
     failures: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready, logit figures included."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return {**values, "logits": self.logits.to_dict(), "passed": not self.failures}
+        floating = self.floating_activations
+        return {
+            **values,
+            "logits": self.logits.to_dict(),
+            "floating_activations": None if floating is None else floating.to_dict(),
+            "passed": not self.failures,
+        }
 
 
 def verify_conversion(
@@ -94,13 +102,22 @@ def verify_conversion(
         label = f"text {text.name}"
     result = Verification(oracle.name, reason, label)
     _compare_weights(plan, folder, oracle, result)
-    reference = oracle.logits(sequences)
-    for ids, expected, ours in zip(
-        sequences, reference, our_logits(folder, sequences), strict=True
-    ):
-        result.logits.add(ids, expected, ours)
+    ours = our_logits(folder, sequences)
+    result.logits = _compared(sequences, oracle.logits(sequences), ours)
+    if plan.scheme.mode == "ternary":
+        floating = PlainOracle(source, plan, int8_activations=False).logits(sequences)
+        result.floating_activations = _compared(sequences, floating, ours)
     result.failures += result.logits.failures()
     return result
+
+
+def _compared(
+    sequences: list[list[int]], reference: list[Tensor], ours: list[Tensor]
+) -> LogitComparison:
+    comparison = LogitComparison()
+    for ids, expected, found in zip(sequences, reference, ours, strict=True):
+        comparison.add(ids, expected, found)
+    return comparison
 
 
 def choose_oracle(source: Source, plan: Plan) -> tuple[Oracle, str | None]:

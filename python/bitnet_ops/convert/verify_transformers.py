@@ -31,6 +31,12 @@ class HfOracle:
     def __init__(self, source: Source, plan: Plan) -> None:
         if plan.scheme.assumed:
             raise OracleUnavailable("without quantization_config transformers would not ternarise")
+        if plan.renamed:
+            raise OracleUnavailable("its classes have other names for these tensors")
+        if plan.scheme.mode == "ternary":
+            raise OracleUnavailable("its class would not quantise the activations")
+        if plan.config.embedding_only:
+            raise OracleUnavailable("an embedding model has no logits there")
         with _quiet_and_eager() as transformers:
             self.name = f"transformers {transformers.__version__} fp32"
             self._model = _load(transformers, source)

@@ -13,13 +13,17 @@ from torch import Tensor
 from bitnet_ops.config import ModelConfig, UnsupportedModelError
 from bitnet_ops.head import HeadWeight, check_head_format
 from bitnet_ops.models.bitnet import BitNetForCausalLM
-from bitnet_ops.models.decoder import Decoder, TensorSpec, expected_tensors
+from bitnet_ops.models.decoder import Decoder
 from bitnet_ops.models.llama import LlamaForCausalLM
+from bitnet_ops.models.qwen import Qwen2ForCausalLM, Qwen3ForCausalLM
+from bitnet_ops.models.tensors import TensorSpec, expected_tensors
 from bitnet_ops.packing import PackedWeight
 
 REGISTRY: dict[str, type[Decoder]] = {
     "bitnet": BitNetForCausalLM,
     "llama": LlamaForCausalLM,
+    "qwen2": Qwen2ForCausalLM,
+    "qwen3": Qwen3ForCausalLM,
 }
 
 __all__ = [

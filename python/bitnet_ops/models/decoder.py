@@ -1,95 +1,30 @@
 """The one decoder behind every supported architecture: pre-norm layers of ternary projections.
 
-Config-driven: activation relu2 or silu, sub-norms or none, grouped queries, any head_dim, head tied
-or not. The residual stream is float32; positions come from the cache. Every op is bit-identical per
-token, so a token's logits do not depend on its batch, on the chunk it came in, on ISA or threads.
+Config-driven: activation relu2 or silu, norms in every place that a family has them, grouped
+queries, any head_dim, head tied or not. The residual stream is float32; positions come from the
+cache. Every op is bit-identical per token, so a token's logits do not depend on its batch, on the
+chunk it came in, on ISA or threads.
 It must not know files, text or sampling: it gets tensors and token ids.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from bitnet_ops import ops
-from bitnet_ops.attention import dense_attention
 from bitnet_ops.config import ModelConfig
 from bitnet_ops.head import HeadWeight
 from bitnet_ops.kv_cache import KVCache
 from bitnet_ops.linear import BitLinear
+from bitnet_ops.models.layer import DecoderLayer, Tensors, gain
 from bitnet_ops.models.step import Step
 from bitnet_ops.packing import PackedWeight
 
-Tensors = Mapping[str, Tensor | PackedWeight | HeadWeight]
 ACTIVATION_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """What a model needs under a name: kind "ternary" or "dense", and the logical shape."""
-
-    kind: str
-    shape: tuple[int, ...]
-
-
-def expected_tensors(config: ModelConfig) -> dict[str, TensorSpec]:
-    """Every tensor of the model, in file order, under its Hugging Face name."""
-    c = config
-    specs = {"model.embed_tokens.weight": TensorSpec("dense", (c.vocab_size, c.hidden_size))}
-    for layer in range(c.num_hidden_layers):
-        for name, spec in _layer_tensors(c).items():
-            specs[f"model.layers.{layer}.{name}.weight"] = spec
-    specs["model.norm.weight"] = TensorSpec("dense", (c.hidden_size,))
-    if not c.tie_word_embeddings:
-        specs["lm_head.weight"] = TensorSpec("dense", (c.vocab_size, c.hidden_size))
-    return specs
-
-
-def _layer_tensors(c: ModelConfig) -> dict[str, TensorSpec]:
-    query, key = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
-    hidden, inner = c.hidden_size, c.intermediate_size
-    specs = {
-        "input_layernorm": TensorSpec("dense", (hidden,)),
-        "self_attn.q_proj": TensorSpec("ternary", (query, hidden)),
-        "self_attn.k_proj": TensorSpec("ternary", (key, hidden)),
-        "self_attn.v_proj": TensorSpec("ternary", (key, hidden)),
-        "self_attn.attn_sub_norm": TensorSpec("dense", (query,)),
-        "self_attn.o_proj": TensorSpec("ternary", (hidden, query)),
-        "post_attention_layernorm": TensorSpec("dense", (hidden,)),
-        "mlp.gate_proj": TensorSpec("ternary", (inner, hidden)),
-        "mlp.up_proj": TensorSpec("ternary", (inner, hidden)),
-        "mlp.ffn_sub_norm": TensorSpec("dense", (inner,)),
-        "mlp.down_proj": TensorSpec("ternary", (hidden, inner)),
-    }
-    if not c.sub_norms:
-        del specs["self_attn.attn_sub_norm"], specs["mlp.ffn_sub_norm"]
-    return specs
-
-
-class _Weight(nn.Module):
-    """A module that is nothing but one dense tensor, so that names are those of Hugging Face."""
-
-    weight: Tensor
-
-    def __init__(self, weight: Tensor) -> None:
-        super().__init__()
-        self.register_buffer("weight", weight)
-
-
-def _leaf(tensor: Tensor | PackedWeight | HeadWeight) -> nn.Module:
-    if isinstance(tensor, PackedWeight):
-        return BitLinear.from_packed(tensor)
-    return _gain(tensor)
-
-
-def _gain(tensor: Tensor | PackedWeight | HeadWeight) -> _Weight:
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"model: expected a dense gain, got a {type(tensor).__name__}")
-    return _Weight(tensor.float())  # [hidden], exact in float32
 
 
 def _matrix(tensors: Tensors, name: str, head_format: str) -> HeadWeight:
@@ -100,91 +35,6 @@ def _matrix(tensors: Tensors, name: str, head_format: str) -> HeadWeight:
     if isinstance(tensor, PackedWeight):
         raise TypeError(f"model: expected {name} dense, got a PackedWeight")
     return HeadWeight.from_dense(tensor, head_format)
-
-
-class DecoderLayer(nn.Module):
-    """One layer: x + attention(norm(x)), then x + mlp(norm(x)); x float32 [B, T, hidden]."""
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        tensors: Tensors,
-        dtype: torch.dtype,
-    ) -> None:
-        super().__init__()
-        self.config, self.dtype = config, dtype
-        self.self_attn, self.mlp = nn.Module(), nn.Module()
-        for name in _layer_tensors(config):
-            parent, _, child = name.rpartition(".")
-            self.get_submodule(parent).add_module(child, _leaf(tensors[f"{name}.weight"]))
-        self.scale = config.head_dim**-0.5
-        self.bound = 0
-        self._bind()
-        self.register_load_state_dict_post_hook(_rebind)
-
-    def _bind(self) -> None:
-        # Attribute look-up through nested modules costs 10 us a layer and token; once is enough.
-        def gain(name: str) -> Tensor:
-            return self.get_buffer(f"{name}.weight")
-
-        def linear(name: str) -> tuple[Tensor, Tensor]:
-            return self.get_buffer(f"{name}.weight"), self.get_buffer(f"{name}.weight_scale")
-
-        q, k, v = (linear(f"self_attn.{p}_proj") for p in "qkv")
-        sub_norms = self.config.sub_norms
-        self._qkv = (gain("input_layernorm"), *q, *k, *v)
-        self._sub_norm = gain("self_attn.attn_sub_norm") if sub_norms else None
-        self._out = linear("self_attn.o_proj")
-        gate, up = linear("mlp.gate_proj"), linear("mlp.up_proj")
-        self._gate_up = (gain("post_attention_layernorm"), *gate, *up)
-        self._ffn_norm = gain("mlp.ffn_sub_norm") if sub_norms else None
-        self._down = linear("mlp.down_proj")
-        c = self.config
-        query, key = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
-        self._qkv_rows, self._mlp_rows = (query, key, key), (c.intermediate_size, c.hidden_size)
-        self.bound += 1  # what others have gathered from the buffers is out of date
-
-    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> DecoderLayer:
-        super()._apply(fn, recurse)  # may replace the buffers
-        self._bind()
-        return self
-
-    def _rounded(self, x: Tensor) -> Tensor:
-        return x if self.dtype is torch.float32 else x.to(self.dtype)
-
-    def forward(
-        self, x: Tensor, cos_sin: Tensor, keys: Tensor, values: Tensor, start: Tensor
-    ) -> Tensor:
-        c, eps = self.config, self.config.rms_norm_eps
-        b, t, _ = x.shape
-        q, k, v = ops.qkv_forward(self._rounded(x), *self._qkv, eps, self._qkv_rows)
-        heads, d = c.num_key_value_heads, c.head_dim
-        a = dense_attention(
-            q.view(b, t, -1, d),
-            k.view(b, t, heads, d),
-            v.view(b, t, heads, d),
-            cos_sin,
-            keys,
-            values,
-            start,
-            self.scale,
-        ).view(b, t, -1)
-        if self._sub_norm is not None:
-            a = ops.rms_norm(a, self._sub_norm, eps)
-        x = x + ops.linear(a, *self._out, None, c.hidden_size)
-        return x + ops.mlp_forward(
-            self._rounded(x),
-            *self._gate_up,
-            self._ffn_norm,
-            *self._down,
-            eps,
-            c.hidden_act,
-            self._mlp_rows,
-        )
-
-
-def _rebind(layer: Any, _keys: Any) -> None:
-    layer._bind()
 
 
 class _Body(nn.Module):
@@ -201,7 +51,7 @@ class _Body(nn.Module):
             DecoderLayer(config, _below(tensors, f"model.layers.{i}."), dtype)
             for i in range(config.num_hidden_layers)
         )
-        self.norm = _gain(tensors["model.norm.weight"])
+        self.norm = gain(tensors["model.norm.weight"])
 
 
 class Decoder(nn.Module):
@@ -260,15 +110,29 @@ class Decoder(nn.Module):
             logits = step(self._embed(input_ids), cache, self.head.weight, self.head.scale)
             cache.advance(1)
             return logits
+        x = self._states(input_ids, positions, cache)
+        cache.advance(input_ids.shape[1])
+        kept = x[:, -logits_to_keep:]  # 0 keeps everything
+        return self.head(self._last_norm(kept))
+
+    def hidden(self, input_ids: Tensor, cache: KVCache) -> Tensor:
+        """As forward, but what the head would read: f32 [B, T, hidden] after the last norm."""
+        self._check_inputs(input_ids, cache)
+        positions = cache.positions(input_ids.shape[1])
+        x = self._states(input_ids, positions, cache)
+        cache.advance(input_ids.shape[1])
+        return self._last_norm(x)
+
+    def _states(self, input_ids: Tensor, positions: Tensor, cache: KVCache) -> Tensor:
         cos_sin = ops.rope_table(positions, self.config.head_dim, self.config.rope_theta)
         x = self._embed(input_ids)
         start = cache.lengths
         for layer, keys, values in zip(self.model.layers, cache.keys, cache.values, strict=True):
             x = layer(x, cos_sin, keys, values, start)
-        cache.advance(input_ids.shape[1])
-        kept = x[:, -logits_to_keep:]  # 0 keeps everything
-        x = ops.rms_norm(kept, self.model.norm.weight, self.config.rms_norm_eps)
-        return self.head(x)
+        return x
+
+    def _last_norm(self, x: Tensor) -> Tensor:
+        return ops.rms_norm(x, self.model.norm.weight, self.config.rms_norm_eps)
 
     @property
     def head(self) -> HeadWeight:

@@ -14,15 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from bitnet_ops import ops
-from bitnet_ops.config import ModelConfig
+from bitnet_ops.config import PROJECTIONS, ModelConfig
+from bitnet_ops.models.layer import is_plain
 
 if TYPE_CHECKING:
     from bitnet_ops.kv_cache import KVCache
-
-PROJECTIONS = (
-    *(f"self_attn.{p}_proj" for p in "qkvo"),
-    *(f"mlp.{p}_proj" for p in ("gate", "up", "down")),
-)
 
 
 class Step:
@@ -49,9 +45,12 @@ class Step:
     @staticmethod
     def expresses(config: ModelConfig, layers: Sequence[nn.Module]) -> bool:
         """Whether decode_step can run these layers; composed ops can run all of them."""
-        scales = (layer.get_buffer(f"{p}.weight_scale") for layer in layers for p in PROJECTIONS)
-        return config.head_dim % 2 == 0 and all(
-            scale.dtype == torch.float32 and scale.numel() == 1 for scale in scales
+        c = config
+        projections = [layer.get_submodule(p) for layer in layers for p in PROJECTIONS]
+        return (
+            not c.qk_norm
+            and c.sub_norm_eps in (None, c.rms_norm_eps)
+            and all(is_plain(p) and _one_scale(p) for p in projections)
         )
 
     def __call__(
@@ -79,6 +78,11 @@ class Step:
             c.rope_theta,
             self._scale,
         )
+
+
+def _one_scale(projection: nn.Module) -> bool:
+    scale = projection.get_buffer("weight_scale")
+    return scale.dtype == torch.float32 and scale.numel() == 1
 
 
 def _gain_names(c: ModelConfig) -> tuple[str, ...]:

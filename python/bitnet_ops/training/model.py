@@ -18,7 +18,7 @@ from bitnet_ops import ops
 from bitnet_ops.config import PRIVATE_BLOCK, ModelConfig
 from bitnet_ops.convert.plan import make_plan, scale_name
 from bitnet_ops.convert.source import Source
-from bitnet_ops.convert.ternary import from_packed
+from bitnet_ops.convert.ternary import from_packed, packed_scale
 from bitnet_ops.formats.sglbitnt import Reader, model_file
 from bitnet_ops.models import expected_tensors
 from bitnet_ops.training.linear import TrainableBitLinear, masters_from_codes
@@ -141,19 +141,28 @@ def _empty_model(config: dict[str, Any], dtype: torch.dtype, attention: str) -> 
     )
 
 
+def _check_architecture(config: ModelConfig, *, renamed: bool) -> None:
+    if renamed or not config.as_transformers:
+        raise TrainingError(
+            "load_for_training: expected a model that a transformers class computes, got one with "
+            f"other norms than {config.model_type} has there; use replace_linears on its own code"
+        )
+
+
 def _from_checkpoint(folder: Path) -> tuple[dict[str, Any], Iterator[tuple[str, Tensor]]]:
     """config.json and the tensors of a Hugging Face folder, projections as masters."""
     source = Source(folder)
     unmarked = source.config.get("quantization_config") is None
     plan = make_plan(source.config, source.tensors, assume_online=unmarked)
+    _check_architecture(plan.config, renamed=plan.renamed)
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
         for name, spec in plan.specs.items():
             tensor = source.tensor(name)
             if spec.kind == "ternary" and plan.scheme.mode == "packed":
                 scale = source.tensor(scale_name(name))
-                codes, value = from_packed(name, tensor, scale, spec.shape[0], plan.scheme)
-                tensor = masters_from_codes(codes, value)
+                value = packed_scale(name, scale, plan.scheme)
+                tensor = masters_from_codes(from_packed(name, tensor, spec.shape[0]), value)
             yield name, tensor
 
     return source.config, tensors()
@@ -162,7 +171,9 @@ def _from_checkpoint(folder: Path) -> tuple[dict[str, Any], Iterator[tuple[str, 
 def _from_file(file: Path) -> tuple[dict[str, Any], Iterator[tuple[str, Tensor]]]:
     """The config and the tensors of a .bin file, projections as masters."""
     reader = Reader(file)
-    specs = expected_tensors(ModelConfig.from_hf(reader.config))
+    model = ModelConfig.from_hf(reader.config)
+    _check_architecture(model, renamed=False)
+    specs = expected_tensors(model)
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
         for name, spec in specs.items():

@@ -1,0 +1,185 @@
+"""One decoder layer of any supported family: attention and MLP over ternary projections.
+
+Where a layer is the plain one (no norm inside a projection, no bias) the fused ops qkv_forward and
+mlp_forward run it; everything else is composed of the same ops, part by part. It must not know
+caches' owners, embeddings or heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bitnet_ops import ops
+from bitnet_ops.attention import dense_attention
+from bitnet_ops.config import PROJECTIONS, ModelConfig
+from bitnet_ops.head import HeadWeight
+from bitnet_ops.linear import BitLinear
+from bitnet_ops.models.tensors import layer_tensors
+from bitnet_ops.packing import PackedWeight
+
+Tensors = Mapping[str, Tensor | PackedWeight | HeadWeight]
+_QKV, _MLP = PROJECTIONS[:3], PROJECTIONS[4:]
+
+
+class Weight(nn.Module):
+    """A module that is nothing but one dense tensor, so that names are those of Hugging Face."""
+
+    weight: Tensor
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("weight", weight)
+
+
+def gain(tensor: Tensor | PackedWeight | HeadWeight) -> Weight:
+    """A norm's gains as a module; float32, in which every stored dtype is exact."""
+    return Weight(_dense(tensor))
+
+
+def _dense(tensor: Tensor | PackedWeight | HeadWeight) -> Tensor:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"model: expected a dense tensor, got a {type(tensor).__name__}")
+    return tensor.float()
+
+
+def is_plain(projection: nn.Module) -> bool:
+    """Whether a projection is a ternary product and nothing else, as the fused ops take it."""
+    return type(projection) is BitLinear and projection.bias is None and not projection._modules
+
+
+class DecoderLayer(nn.Module):
+    """One layer: x + attention(norm(x)), then x + mlp(norm(x)); x float32 [B, T, hidden]."""
+
+    def __init__(self, config: ModelConfig, tensors: Tensors, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.config, self.dtype = config, dtype
+        self.self_attn, self.mlp = nn.Module(), nn.Module()
+        for name in layer_tensors(config):
+            module, _, kind = name.rpartition(".")
+            if kind == "bias":
+                continue  # it belongs to the projection of the same name
+            parent, _, child = module.rpartition(".")
+            self.get_submodule(parent).add_module(child, _leaf(tensors, module))
+        self.scale = config.head_dim**-0.5
+        self.bound = 0
+        self._bind()
+        self.register_load_state_dict_post_hook(_rebind)
+
+    def _bind(self) -> None:
+        # Attribute look-up through nested modules costs 10 us a layer and token; once is enough.
+        c = self.config
+
+        def gain_of(name: str) -> Tensor:
+            return self.get_buffer(f"{name}.weight")
+
+        def linear(name: str) -> tuple[Tensor, Tensor]:
+            return self.get_buffer(f"{name}.weight"), self.get_buffer(f"{name}.weight_scale")
+
+        self._input_norm = gain_of("input_layernorm")
+        heads = ("self_attn.q_norm", "self_attn.k_norm")
+        self._head_norms = (gain_of(heads[0]), gain_of(heads[1])) if c.qk_norm else None
+        self._sub_norm = gain_of("self_attn.attn_sub_norm") if c.sub_norms else None
+        self._mlp_norm = gain_of("post_attention_layernorm")
+        self._ffn_norm = gain_of("mlp.ffn_sub_norm") if c.sub_norms else None
+        inner = PROJECTIONS if c.linear_norms else ()
+        self._inner_norms = {name: gain_of(f"{name}.rms_norm") for name in inner}
+        self._weights = {name: linear(name) for name in PROJECTIONS}
+        self._projections = {name: self.get_submodule(name) for name in PROJECTIONS}
+        plain = {name: is_plain(module) for name, module in self._projections.items()}
+        self._fused_qkv = all(plain[name] for name in _QKV)
+        self._fused_mlp = all(plain[name] for name in _MLP) and self._sub_eps == c.rms_norm_eps
+        self._plain_out = plain["self_attn.o_proj"]
+        query, key = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
+        self._qkv_rows, self._mlp_rows = (query, key, key), (c.intermediate_size, c.hidden_size)
+        self.bound += 1  # what others have gathered from the buffers is out of date
+
+    @property
+    def _sub_eps(self) -> float:
+        c = self.config
+        return c.rms_norm_eps if c.sub_norm_eps is None else c.sub_norm_eps
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> DecoderLayer:
+        super()._apply(fn, recurse)  # may replace the buffers
+        self._bind()
+        return self
+
+    def _rounded(self, x: Tensor) -> Tensor:
+        return x if self.dtype is torch.float32 else x.to(self.dtype)
+
+    def forward(
+        self, x: Tensor, cos_sin: Tensor, keys: Tensor, values: Tensor, start: Tensor
+    ) -> Tensor:
+        c = self.config
+        b, t, _ = x.shape
+        q, k, v = self._qkv(self._rounded(x))
+        heads, d = c.num_key_value_heads, c.head_dim
+        q, k = q.view(b, t, -1, d), k.view(b, t, heads, d)
+        if self._head_norms is not None:
+            q = ops.rms_norm(q, self._head_norms[0], c.rms_norm_eps)
+            k = ops.rms_norm(k, self._head_norms[1], c.rms_norm_eps)
+        v = v.view(b, t, heads, d)
+        a = dense_attention(q, k, v, cos_sin, keys, values, start, self.scale).view(b, t, -1)
+        if self._sub_norm is not None:
+            a = ops.rms_norm(a, self._sub_norm, self._sub_eps)
+        x = x + self._out(a)
+        return x + self._mlp(self._rounded(x))
+
+    def _qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        eps, (q, k, v) = self.config.rms_norm_eps, _QKV
+        if self._fused_qkv:
+            weights = (*self._weights[q], *self._weights[k], *self._weights[v])
+            return ops.qkv_forward(x, self._input_norm, *weights, eps, self._qkv_rows)
+        h = ops.rms_norm(x, self._input_norm, eps)
+        return self._project(q, h), self._project(k, h), self._project(v, h)
+
+    def _out(self, a: Tensor) -> Tensor:
+        name = "self_attn.o_proj"
+        if self._plain_out:
+            return ops.linear(a, *self._weights[name], None, self.config.hidden_size)
+        return self._project(name, a)
+
+    def _mlp(self, x: Tensor) -> Tensor:
+        c, (gate, up, down) = self.config, _MLP
+        if self._fused_mlp:
+            return ops.mlp_forward(
+                x,
+                self._mlp_norm,
+                *self._weights[gate],
+                *self._weights[up],
+                self._ffn_norm,
+                *self._weights[down],
+                c.rms_norm_eps,
+                c.hidden_act,
+                self._mlp_rows,
+            )
+        h = ops.rms_norm(x, self._mlp_norm, c.rms_norm_eps)
+        g, u = self._project(gate, h), self._project(up, h)
+        if c.hidden_act == "relu2":
+            z = ops.relu2_mul(g, u)
+        else:
+            z = ops.silu_and_mul(torch.cat([g, u], dim=-1))
+        if self._ffn_norm is not None:
+            z = ops.rms_norm(z, self._ffn_norm, self._sub_eps)
+        return self._project(down, z)
+
+    def _project(self, name: str, x: Tensor) -> Tensor:
+        """A projection with whatever lies inside it: its norm first, its bias last."""
+        if self._inner_norms:
+            x = ops.rms_norm(x, self._inner_norms[name], self.config.linear_norm_eps)
+        y: Tensor = self._projections[name](x)
+        return y
+
+
+def _leaf(tensors: Tensors, module: str) -> nn.Module:
+    tensor, bias = tensors[f"{module}.weight"], tensors.get(f"{module}.bias")
+    if isinstance(tensor, PackedWeight):
+        return BitLinear.from_packed(tensor, None if bias is None else _dense(bias))
+    return gain(tensor)
+
+
+def _rebind(layer: Any, _keys: Any) -> None:
+    layer._bind()

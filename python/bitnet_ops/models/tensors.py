@@ -1,0 +1,64 @@
+"""Which tensors a model has: the names, kinds and shapes that follow from its config.
+
+Names are those of Hugging Face's modules, whatever a checkpoint calls them: the converter renames.
+It must not know values, files or what is computed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from bitnet_ops.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """What a model needs under a name: kind "ternary" or "dense", and the logical shape."""
+
+    kind: str
+    shape: tuple[int, ...]
+
+
+def expected_tensors(config: ModelConfig) -> dict[str, TensorSpec]:
+    """Every tensor of the model, in file order, under its Hugging Face name."""
+    c = config
+    specs = {"model.embed_tokens.weight": TensorSpec("dense", (c.vocab_size, c.hidden_size))}
+    for layer in range(c.num_hidden_layers):
+        for name, spec in layer_tensors(c).items():
+            specs[f"model.layers.{layer}.{name}"] = spec
+    specs["model.norm.weight"] = TensorSpec("dense", (c.hidden_size,))
+    if not c.tie_word_embeddings:
+        specs["lm_head.weight"] = TensorSpec("dense", (c.vocab_size, c.hidden_size))
+    return specs
+
+
+def layer_tensors(c: ModelConfig) -> dict[str, TensorSpec]:
+    """The tensors of one layer, without its prefix; a module comes before what lies inside it."""
+    query, key = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
+    hidden, inner = c.hidden_size, c.intermediate_size
+    specs: dict[str, TensorSpec] = {}
+
+    def norm(name: str, length: int, present: bool = True) -> None:
+        if present:
+            specs[f"{name}.weight"] = TensorSpec("dense", (length,))
+
+    def linear(name: str, rows: int, columns: int) -> None:
+        specs[f"{name}.weight"] = TensorSpec("ternary", (rows, columns))
+        if name in c.biases:
+            specs[f"{name}.bias"] = TensorSpec("dense", (rows,))
+        norm(f"{name}.rms_norm", columns, c.linear_norms)
+
+    norm("input_layernorm", hidden)
+    linear("self_attn.q_proj", query, hidden)
+    linear("self_attn.k_proj", key, hidden)
+    linear("self_attn.v_proj", key, hidden)
+    norm("self_attn.q_norm", c.head_dim, c.qk_norm)
+    norm("self_attn.k_norm", c.head_dim, c.qk_norm)
+    norm("self_attn.attn_sub_norm", query, c.sub_norms)
+    linear("self_attn.o_proj", hidden, query)
+    norm("post_attention_layernorm", hidden)
+    linear("mlp.gate_proj", inner, hidden)
+    linear("mlp.up_proj", inner, hidden)
+    norm("mlp.ffn_sub_norm", inner, c.sub_norms)
+    linear("mlp.down_proj", hidden, inner)
+    return specs

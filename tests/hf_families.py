@@ -1,0 +1,119 @@
+"""The published families as tiny checkpoints, by the row of the table in docs/families.md.
+
+Each Case has the family as its publishers store it (written by hf_writer) and, where transformers'
+classes know the maths but not the spelling, a twin: the same network under transformers' names,
+which transformers can run as the oracle. It must never import bitnet_ops.
+"""
+
+import dataclasses
+from dataclasses import dataclass, field
+
+from hf_writer import FAMILIES, Family
+
+
+@dataclass(frozen=True)
+class Case:
+    """`row` and `checkpoints`: of the table. `twin`: None where transformers loads the family.
+
+    `options`: of `convert`. `adjust`: changes transformers' model after loading.
+    """
+
+    row: str
+    checkpoints: str
+    recognised: str
+    family: Family
+    twin: Family | None = None
+    options: dict = field(default_factory=dict)
+    adjust: object = None
+
+
+def _family(base, name, **changes):
+    return dataclasses.replace(FAMILIES[base], name=name, **changes)
+
+
+def _sub_norm_eps(eps):
+    def adjust(model):
+        for layer in model.model.layers:
+            layer.self_attn.attn_sub_norm.variance_epsilon = eps
+            layer.mlp.ffn_sub_norm.variance_epsilon = eps
+
+    return adjust
+
+
+_ONEBIT = {
+    "model_type": "llama",
+    "architecture": "BitnetForCausalLM",
+    "spelling": "1bitllm",
+    "quantized": False,
+    "mode": "online",
+    "theta": 10000.0,
+    "config_extra": {"weight_bits": 1, "input_bits": 8},
+}
+# V odd, 16 heads of 96 become 2; K = 4096 stays a multiple of 128.
+_LARGE = _family("bitnet-online", "1bitllm-large-fp16", **_ONEBIT, hidden=192, inter=512, heads=2,
+                 kv_heads=2, head_dim=96, vocab=302, dtype="float16")  # fmt: skip
+# 32 heads of 100 become 2; 8640 % 128 = 64, as 576 % 128.
+_3B = _family("bitnet-online", "1bitllm-3b", **_ONEBIT, hidden=200, inter=576, heads=2,
+              kv_heads=2, head_dim=100, vocab=302, dtype="float32")  # fmt: skip
+
+
+def _bitnet_twin(family, **changes):
+    """The network as transformers' BitNet architecture with SiLU: same maths, other names."""
+    changes = {"architecture": None, "spelling": "", "config_extra": {}, **changes}
+    return dataclasses.replace(
+        family, model_type="bitnet", act="silu", quantized=True, mode="online",
+        linear_class="autobitlinear", **changes,
+    )  # fmt: skip
+
+
+_SUBLN = _family("llama-online", "subln-smollm2", hidden=576, inter=320, heads=9, kv_heads=3,
+                 head_dim=64, theta=100000.0, tied=True, spelling="subln", sub_eps=1e-6,
+                 quantized=False)  # fmt: skip
+_RMS = {"inner_norms": "rms_norm", "linear_class": "autobitlinear", "dtype": "float32"}
+_QWEN3 = {"model_type": "qwen3", "eps": 1e-6, "theta": 1000000.0, "hidden": 192, "heads": 4,
+          "head_dim": 64}  # fmt: skip
+_EMBEDDING = _family("llama-online", "qwen3-embedding", **_QWEN3, architecture="Qwen3Model",
+                     inner_norms="norm", tied=True, quantized=False)  # fmt: skip
+
+CASES = {
+    case.family.name: case
+    for case in (
+        Case("1", "microsoft/bitnet-b1.58-2B-4T", "bitnet, autobitlinear offline",
+             FAMILIES["bitnet-offline"]),
+        Case("2", "microsoft/bitnet-b1.58-2B-4T-bf16", "bitnet, autobitlinear online",
+             FAMILIES["bitnet-online"]),
+        Case("4", "1bitLLM/bitnet_b1_58-large", "llama with BitnetForCausalLM, weight_bits 1",
+             _LARGE, _bitnet_twin(_LARGE)),
+        Case("4", "1bitLLM/bitnet_b1_58-xl, -3B", "llama with BitnetForCausalLM, weight_bits 1",
+             _3B, _bitnet_twin(_3B)),
+        Case("5", "HF1BitLLM/Llama3-8B-1.58-100B-tokens", "llama, bitnet (bitlinear)",
+             FAMILIES["llama3-8b-like"]),
+        Case("6", "tiiuae/Falcon3-{1B,3B,7B,10B}-1.58bit", "llama, bitnet (bitlinear)",
+             _family("falcon3-like", "falcon3-256", heads=2, kv_heads=1, head_dim=256, vocab=301)),
+        Case("7", "tiiuae/Falcon-E-{1B,3B}", "llama, bitnet (bitlinear)",
+             FAMILIES["falcon-e-like"]),
+        Case("8", "microsoft/BitNet-embedding-0.6B", "Qwen3Model with <projection>.norm",
+             _EMBEDDING, dataclasses.replace(
+                 _EMBEDDING, architecture="Qwen3ForCausalLM", inner_norms="rms_norm",
+                 quantized=True)),
+        Case("10", "codys12/Qwen3-8B-BitNet", "qwen3, autobitlinear online, use_rms_norm",
+             _family("llama-online", "qwen3-rms-norm", **{**_QWEN3, **_RMS})),
+        Case("10", "Qwen2.5 with use_rms_norm", "qwen2 (biases), autobitlinear offline",
+             _family("llama-autobitlinear", "qwen2-rms-norm-mul", **_RMS, model_type="qwen2",
+                     hidden=192, heads=4, eps=1e-6)),
+        Case("10", "Qwen2.5 with use_rms_norm", "qwen2 (biases), bitlinear",
+             _family("llama-bitlinear", "qwen2-rms-norm-div", model_type="qwen2", dtype="float32",
+                     inner_norms="rms_norm", inner_eps=1e-5, hidden=192, heads=4, eps=1e-6)),
+        Case("10", "Llama with use_rms_norm", "llama, bitlinear, use_rms_norm",
+             _family("llama-bitlinear", "llama-rms-norm", inner_norms="rms_norm", tied=True)),
+        Case("11", "block-diffusion BitNet (run as a causal net)",
+             "bitnet with BitnetForCausalLM, bd_size",
+             _family("bitnet-online", "diffusion", architecture="BitnetForCausalLM", vocab=301,
+                     config_extra={"bd_size": 32, "mask_token_id": 300})),
+        Case("12", "SmolLM2-135M with SubLN", "llama with o_proj.0, o_proj.1; --assume-online",
+             _SUBLN, _bitnet_twin(_SUBLN), {"assume_online": True}, _sub_norm_eps(1e-6)),
+        Case("13", "SpectraSuite/TriLM_*_Unpacked", "llama whose values are -s, 0, s",
+             _family("llama-bitlinear", "trilm", dense_ternary=True, quantized=False,
+                     dtype="float16")),
+    )
+}  # fmt: skip

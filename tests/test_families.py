@@ -1,0 +1,146 @@
+"""Every published family as a tiny checkpoint: converts, agrees with an oracle, is recognised.
+
+The checkpoints and the oracles are those of scripts/families_table.py (transformers in fp32 and a
+float64 forward), whose table docs/families.md shows. Bounds: on a prompt that keeps clear of
+rounding ties only fp32 rounding is left; elsewhere a code may move by a step.
+"""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import forward_fp64
+import hf_writer
+from bitnet_ops.convert.compare import MIN_TOP1
+from bitnet_ops.kv_cache import KVCache
+from bitnet_ops.models import expected_tensors
+from hf_families import CASES
+from isa_control import torch_threads
+
+ROOT = Path(__file__).parent.parent
+FP32_ROUNDING = 5e-6
+
+
+def _script(name):
+    sys.path.insert(0, str(ROOT / "scripts"))
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    sys.path.remove(str(ROOT / "scripts"))
+    return module
+
+
+table = _script("families_table")
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    with torch_threads(1):
+        yield
+
+
+@pytest.fixture(scope="module", params=CASES)
+def measured(request, tmp_path_factory):
+    with torch_threads(1):
+        return table.Measured(CASES[request.param], tmp_path_factory.mktemp(request.param))
+
+
+def test_family_agrees_with_its_oracle(measured, record_property):
+    """Must show: family x (converts, oracle, largest logit error, top-1)."""
+    row = measured.row()
+    print("\n" + row.line())
+    record_property("table_row", row.line())
+    assert row.exact < FP32_ROUNDING
+    assert row.weights_different == 0
+    if measured.family.dense_ternary:  # the oracle has no int8 activations: their error shows
+        assert 1e-4 < row.clear < 0.1 and row.top1 > 0.9
+    else:
+        assert row.clear < FP32_ROUNDING
+        assert row.top1 >= MIN_TOP1
+
+
+def test_verify_has_an_oracle_for_it(measured):
+    proof = measured.report.verification
+    assert proof["passed"] and proof["weights_different"] == 0
+    loadable = measured.case.twin is None and not measured.family.dense_ternary
+    assert proof["oracle"].startswith("transformers" if loadable else "plain fp32 forward")
+    if not loadable:
+        assert proof["why_not_transformers"]
+
+
+@torch.inference_mode()
+def test_every_way_of_running_it_is_the_same_bit_for_bit(measured):
+    """Prefill, token by token, composed ops, and beside another sequence."""
+    model = measured.lm.model
+    ids = torch.randint(0, measured.family.vocab, (2, 9), generator=torch.manual_seed(4))
+
+    def run(*sizes):
+        cache = KVCache(model.config, 2, 9, torch.float32)
+        return torch.cat([model(part, cache) for part in ids.split(list(sizes), 1)], 1)
+
+    expected = run(9)
+    assert torch.equal(run(4, 1, 1, 1, 1, 1), expected)
+    model.fused_step = False
+    assert torch.equal(run(*[1] * 9), expected)
+    model.fused_step = True
+    alone = model(ids[:1], KVCache(model.config, 1, 9, torch.float32))
+    assert torch.equal(alone, expected[:1])
+
+
+@torch.inference_mode()
+def test_hidden_states_are_what_the_head_reads(measured):
+    model = measured.lm.model
+    ids, _ = forward_fp64.clear_prompt_of(measured.family.name, measured.family)
+    hidden = model.hidden(torch.tensor([ids]), KVCache(model.config, 1, len(ids)))[0]
+    network = forward_fp64.Network(measured.family, measured.network)
+    exact = network.hidden(ids, forward_fp64.Margins())
+    assert (hidden - exact).abs().max() < FP32_ROUNDING * exact.abs().max()
+
+
+def test_the_file_says_how_it_was_read(measured):
+    """The config travels whole; what names have shown stands in the private block."""
+    config = json.loads((measured.source / "config.json").read_text())
+    ours = measured.lm.config
+    family = measured.family
+    assert ours.sub_norms == family.sub_norms and ours.linear_norms == bool(family.inner_norms)
+    assert ours.qk_norm == family.qk_norm and bool(ours.biases) == family.qkv_bias
+    if family.spelling == "subln":
+        assert ours.sub_norm_eps == 1e-6 != ours.rms_norm_eps == config["rms_norm_eps"]
+    if family.inner_norms:
+        assert ours.linear_norm_eps == family.inner_eps
+    names = set(hf_writer.state_dict(family, measured.network))
+    assert len(names) == len(expected_tensors(ours)) + sum(n.endswith("_scale") for n in names)
+
+
+REMARKS = {
+    "diffusion": "run as an ordinary causal model",
+    "subln-smollm2": "config.json does not state its epsilon",
+    "trilm": "without activation quantisation",
+    "qwen3-embedding": "embedding model",
+}
+
+
+def test_what_a_user_must_know_is_said(measured):
+    words = REMARKS.get(measured.family.name)
+    remarks = measured.report.remarks
+    assert (remarks == []) if words is None else any(words in remark for remark in remarks)
+
+
+def test_trilm_reports_what_rounding_the_activations_costs(measured):
+    cost = measured.report.verification["floating_activations"]
+    if not measured.family.dense_ternary:
+        assert cost is None, "the other families quantise activations themselves"
+        return
+    assert 0 < cost["relative_logit_difference"] < 0.1
+    assert cost["top1_agreement"] > 0.9
+
+
+def test_the_page_lists_every_family():
+    page = (ROOT / "docs" / "families.md").read_text(encoding="utf-8")
+    for case in CASES.values():
+        assert f"| {case.row} | {case.checkpoints} | {case.recognised} | yes |" in page
