@@ -14,6 +14,7 @@ import torch
 
 import hf_writer
 from bitnet_ops.convert import ConvertError, convert
+from bitnet_ops.convert.quantize import quantize
 from hf_families import CASES
 from hf_writer import FAMILIES
 
@@ -380,6 +381,22 @@ def test_assume_online_refuses_ternary_weights(tmp_path):
     check_refused(tmp_path, "already-ternary", "only one magnitude", assume_online=True)
 
 
+def test_quantize_refuses_what_is_no_master(tmp_path):
+    folder = hf_writer.write_checkpoint(tmp_path / "source", FAMILIES["bitnet-offline"])
+    with pytest.raises(ConvertError, match="bitlinear offline, ternary already") as caught:
+        quantize(folder, tmp_path / "out")
+    assert caught.value.code == "packed-source"
+
+
+def test_quantize_needs_a_tokenizer_for_a_text(tmp_path):
+    folder = tmp_path / "source"
+    hf_writer.write_checkpoint(folder, FAMILIES["bitnet-online"], tokenizer=False)
+    (tmp_path / "text").write_text("ten words")
+    with pytest.raises(ConvertError, match="tokenizer.json in .*needs a tokenizer") as caught:
+        quantize(folder, tmp_path / "out", text=tmp_path / "text")
+    assert caught.value.code == "text-tokenizer"
+
+
 # Files -------------------------------------------------------------------------------------------
 
 
@@ -555,6 +572,6 @@ def test_every_code_is_tested():
         raised |= set(re.findall(r'ConvertError\(\s*"([a-z0-9-]+)"', text))
         raised |= set(re.findall(r'^    \("[^"]+", "([a-z0-9-]+)", ', text, re.MULTILINE))
     assert len(raised) >= 48
-    tests = "".join(p.read_text() for p in Path(__file__).parent.glob("test_convert*.py"))
+    tests = "".join(p.read_text() for p in Path(__file__).parent.glob("test_*.py"))
     untested = sorted(code for code in raised if f'"{code}"' not in tests)
     assert untested == []

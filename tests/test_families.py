@@ -15,9 +15,12 @@ import torch
 
 import forward_fp64
 import hf_writer
+from bitnet_ops.convert import ConvertError, convert
 from bitnet_ops.convert.compare import MIN_TOP1
+from bitnet_ops.convert.quantize import quantize
 from bitnet_ops.kv_cache import KVCache
 from bitnet_ops.models import expected_tensors
+from bitnet_ops.training import TrainingError, load_for_training
 from hf_families import CASES
 from isa_control import torch_threads
 
@@ -138,6 +141,20 @@ def test_trilm_reports_what_rounding_the_activations_costs(measured):
         return
     assert 0 < cost["relative_logit_difference"] < 0.1
     assert cost["top1_agreement"] > 0.9
+
+
+@pytest.mark.parametrize("name", ["1bitllm-3b", "subln-smollm2", "qwen3-embedding"])
+def test_what_transformers_has_no_class_for_is_not_written_for_it(name, tmp_path):
+    """Training and packed folders run through transformers, which would drop the norms."""
+    source = hf_writer.write_checkpoint(tmp_path / "source", CASES[name].family)
+    with pytest.raises(ConvertError, match="--form bin") as caught:
+        quantize(source, tmp_path / "out", form="packed", force=True)
+    assert caught.value.code == "packed-form"
+    with pytest.raises(TrainingError, match="other norms than"):
+        load_for_training(source)
+    convert(source, tmp_path / "bin", **CASES[name].options)
+    with pytest.raises(TrainingError, match="other norms than"):
+        load_for_training(tmp_path / "bin")
 
 
 def test_the_page_lists_every_family():
