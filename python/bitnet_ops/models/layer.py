@@ -48,7 +48,9 @@ def _dense(tensor: Tensor | PackedWeight | HeadWeight) -> Tensor:
 
 def is_plain(projection: nn.Module) -> bool:
     """Whether a projection is a ternary product and nothing else, as the fused ops take it."""
-    return type(projection) is BitLinear and projection.bias is None and not projection._modules
+    if type(projection) is not BitLinear or projection.group_size:
+        return False
+    return projection.bias is None and not projection._modules
 
 
 class DecoderLayer(nn.Module):
