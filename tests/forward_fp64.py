@@ -85,11 +85,15 @@ class Network:
     def __init__(self, family, network, int8=True):
         self.family, self.int8 = family, int8
         self.tensors = {
-            name: ternary(value, family.reciprocal and not family.dense_ternary)
-            if isinstance(value, dict)
-            else torch.from_numpy(value)
+            name: self._ternary(name, value) if isinstance(value, dict) else torch.from_numpy(value)
             for name, value in network.items()
         }
+
+    def _ternary(self, name, value):
+        if not self.family.dense_ternary:
+            return ternary(value, self.family.reciprocal)
+        dense = value["codes"] * hf_writer.dense_scales(self.family, name, value)
+        return torch.from_numpy(dense), 1.0
 
     def forward(self, ids, margins):
         """Token ids -> float64 logits [T, vocab]."""

@@ -115,5 +115,8 @@ CASES = {
         Case("13", "SpectraSuite/TriLM_*_Unpacked", "llama whose values are -s, 0, s",
              _family("llama-bitlinear", "trilm", dense_ternary=True, quantized=False,
                      dtype="float16")),
+        Case("13", "TriLM with several scales in a matrix", "llama whose values are -s, 0, s",
+             _family("llama-bitlinear", "trilm-blocks", dense_ternary=True, quantized=False,
+                     dtype="float16", scale_blocks=True)),
     )
 }  # fmt: skip

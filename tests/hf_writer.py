@@ -47,6 +47,7 @@ class Family:
     inner_eps: float = 1e-6
     sub_eps: float | None = None  # None: eps
     dense_ternary: bool = False  # weights stored as floating code * scale
+    scale_blocks: bool = False  # several scales: by halves of o_proj's rows and down_proj's columns
     architecture: str | None = None
     config_extra: dict = field(default_factory=dict)
     act: str = ""
@@ -229,12 +230,22 @@ def state_dict(family, network):
         elif "masters" in value:
             tensors[f"{name}.weight"] = torch.from_numpy(value["masters"]).to(dtype)
         elif family.dense_ternary:
-            dense = value["codes"] * value["stored_scale"]
+            dense = value["codes"] * dense_scales(family, name, value)
             tensors[f"{name}.weight"] = torch.from_numpy(dense).to(dtype)
         else:
             tensors[f"{name}.weight"] = torch.from_numpy(pack_quarters(value["codes"]))
             tensors[f"{name}.weight_scale"] = torch.tensor([value["stored_scale"]], dtype=dtype)
     return tensors
+
+
+def dense_scales(family, name, projection):
+    """The scale of every weight [N, K] of a dense ternary matrix; doubled in one half of some."""
+    scales = np.full(projection["codes"].shape, projection["stored_scale"])
+    if family.scale_blocks and name.endswith("o_proj"):
+        scales[len(scales) // 2 :] *= 2
+    if family.scale_blocks and name.endswith("down_proj"):
+        scales[:, scales.shape[1] // 2 :] *= 2
+    return scales
 
 
 _SPELLINGS = {

@@ -18,6 +18,7 @@ import hf_writer
 from bitnet_ops.convert import ConvertError, convert
 from bitnet_ops.convert.compare import MIN_TOP1
 from bitnet_ops.convert.quantize import quantize
+from bitnet_ops.formats.sglbitnt import Reader
 from bitnet_ops.kv_cache import KVCache
 from bitnet_ops.models import expected_tensors
 from bitnet_ops.training import TrainingError, load_for_training
@@ -124,6 +125,7 @@ REMARKS = {
     "diffusion": "run as an ordinary causal model",
     "subln-smollm2": "config.json does not state its epsilon",
     "trilm": "without activation quantisation",
+    "trilm-blocks": "without activation quantisation",
     "qwen3-embedding": "embedding model",
 }
 
@@ -155,6 +157,20 @@ def test_what_transformers_has_no_class_for_is_not_written_for_it(name, tmp_path
     convert(source, tmp_path / "bin", **CASES[name].options)
     with pytest.raises(TrainingError, match="other norms than"):
         load_for_training(tmp_path / "bin")
+
+
+def test_trilm_keeps_every_scale(tmp_path):
+    """One a matrix, one a row or one a group of 128: the fewest that say the same."""
+    family = CASES["trilm-blocks"].family
+    source = hf_writer.write_checkpoint(tmp_path / "source", family)
+    convert(source, tmp_path / "out")
+    with Reader(tmp_path / "out" / "model.bin") as reader:
+        shapes = {
+            name: tuple(reader.scales(f"model.layers.0.{name}.weight").shape)
+            for name in ("self_attn.q_proj", "self_attn.o_proj", "mlp.down_proj")
+        }
+    rows, groups = family.hidden, family.inter // 128
+    assert list(shapes.values()) == [(1,), (rows,), (rows, groups)]
 
 
 def test_the_page_lists_every_family():

@@ -146,20 +146,21 @@ def _write_tensor(
     if spec.kind == "dense":
         check_finite(name, tensor)
         if name.endswith(".bias") and plan.scheme.bias_is_scaled:
-            scale = _packed_scale(source, plan, f"{name.removesuffix('.bias')}.weight")
-            tensor = tensor.float() * scale
+            weight = f"{name.removesuffix('.bias')}.weight"
+            tensor = tensor.float() * _packed_scale(source, plan, weight)
         writer.add_dense(name, tensor)
         return []
-    remark = None
+    remark, group_size = None, 0
+    scale: float | torch.Tensor
     if plan.scheme.mode == "packed":
         scale = _packed_scale(source, plan, name)
         codes = from_packed(name, tensor, spec.shape[0])
     elif plan.scheme.mode == "ternary":
-        codes, scale = from_ternary(name, tensor)
+        codes, scale, group_size = from_ternary(name, tensor)
     else:
         codes, scale, remark = from_masters(name, tensor, plan.scheme)
     totals.add(codes, scale)
-    writer.add_packed(name, ops.pack(codes), scale, in_features=spec.shape[1])
+    writer.add_packed(name, ops.pack(codes), scale, spec.shape[1], group_size)
     return [] if remark is None else [remark]
 
 

@@ -139,7 +139,7 @@ class UnroundedOracle(PlainOracle):
 
     name = "plain fp32 forward, masters unrounded"
 
-    def projection(self, weight_name: str) -> tuple[Tensor, float]:
+    def projection(self, weight_name: str) -> tuple[Tensor, float | Tensor]:
         return self._read(weight_name).float(), 1.0
 
 

@@ -28,13 +28,16 @@ class PlainOracle:
         self._source, self._plan = source, plan
         self.int8_activations = int8_activations
 
-    def projection(self, weight_name: str) -> tuple[Tensor, float]:
-        """(codes int8 [N, K], multiplying scale) of one projection, straight from the source."""
+    def projection(self, weight_name: str) -> tuple[Tensor, float | Tensor]:
+        """(codes int8 [N, K], multiplying scale) of one projection, straight from the source.
+
+        Where a matrix may have several scales, every weight has its own: [N, K], 0 where it is 0.
+        """
         stored = self._read(weight_name)
         if self._plan.scheme.mode == "masters":
             return _ternarise(stored.float())
         if self._plan.scheme.mode == "ternary":
-            return stored.float().sign().to(torch.int8), float(stored.abs().max())
+            return stored.float().sign().to(torch.int8), stored.float().abs()
         value = float(self._read(scale_name(weight_name)).float())
         return _unpack_quarters(stored), 1.0 / value if self._plan.scheme.inverted else value
 

@@ -31,13 +31,14 @@ class TernaryTotals:
     smallest_scale: float = float("inf")
     largest_scale: float = 0.0
 
-    def add(self, codes: torch.Tensor, scale: float) -> None:
-        """Count one projection: codes int8 [N, K] and its multiplying scale."""
+    def add(self, codes: torch.Tensor, scale: float | torch.Tensor) -> None:
+        """Count one projection: codes int8 [N, K] and its multiplying scales."""
+        scales = torch.as_tensor(scale, dtype=torch.float64)
         self.projections += 1
         self.weights += codes.numel()
         self.zeros += codes.numel() - int(torch.count_nonzero(codes))
-        self.smallest_scale = min(self.smallest_scale, scale)
-        self.largest_scale = max(self.largest_scale, scale)
+        self.smallest_scale = min(self.smallest_scale, float(scales.min()))
+        self.largest_scale = max(self.largest_scale, float(scales.max()))
 
 
 @dataclass

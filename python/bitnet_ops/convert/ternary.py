@@ -7,11 +7,12 @@ not know files or configs beyond the Scheme and the logical shape it is given.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 from bitnet_ops import ops
 from bitnet_ops.convert.decide import Scheme
 from bitnet_ops.convert.errors import refuse
-from bitnet_ops.packing import unpack_hf
+from bitnet_ops.packing import BLOCK, unpack_hf
 from bitnet_ops.quantize import multiplying_scale
 
 _CHUNK_ELEMS = 1 << 22  # bounds the temporaries of the checks, whatever a tensor's size
@@ -103,40 +104,45 @@ def _already_ternary(masters: torch.Tensor, codes: torch.Tensor) -> bool:
 
 
 def looks_ternary(dense: torch.Tensor) -> bool:
-    """Whether every row of floating weights holds one magnitude beside zero, and zeros occur."""
-    top = dense.abs().amax(dim=1, keepdim=True)
-    return bool(((dense == 0) | (dense.abs() == top)).all()) and bool((dense == 0).any())
-
-
-def from_ternary(name: str, dense: torch.Tensor) -> tuple[torch.Tensor, float]:
-    """Floating [N, K] of -s, 0 and s -> (codes int8 [N, K], s); every value is looked at."""
-    check_finite(name, dense)
-    scale = dense.abs().amax()
-    codes = dense.sign().to(torch.int8)
+    """Whether floating weights are code * scale, with a scale a matrix, a row or a group."""
     magnitude = dense.abs()
-    wrong = (magnitude != 0) & (magnitude != scale)
-    if wrong.any():
-        row, column = wrong.nonzero()[0].tolist()
-        if looks_ternary(dense) or _blocks_of_columns(magnitude):
-            refuse(
-                "group-scales",
-                f"one magnitude beside zero in {name}",
-                f"{float(scale):.6g} and {float(magnitude[row, column]):.6g} (row {row})",
-                "several scales in one matrix are not supported",
-            )
+    return _scales_of(magnitude) is not None and bool((magnitude == 0).any())
+
+
+def from_ternary(name: str, dense: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Floating [N, K] of -s, 0 and s -> (codes int8 [N, K], scales, group size 0 or 128).
+
+    Every value is looked at. Scales are f32 [1], [N] (one a row) or [N, ceil(K / 128)].
+    """
+    check_finite(name, dense)
+    magnitude = dense.abs()
+    largest = magnitude.amax()
+    if largest == 0:
+        refuse("bad-scale", f"a value other than zero in {name}", "zeros alone")
+    scales = _scales_of(magnitude)
+    if scales is None:
+        row, column = ((magnitude != 0) & (magnitude != largest)).nonzero()[0].tolist()
         refuse(
             "not-ternary",
-            f"only -s, 0 and s in {name}, as in the other projections",
-            f"{float(dense[row, column]):.6g} at [{row}, {column}] beside {float(scale):.6g}",
+            f"only -s, 0 and s in every group of {BLOCK} weights of a row of {name}",
+            f"{float(dense[row, column]):.6g} at [{row}, {column}] beside {float(largest):.6g}",
             "if these are masters, convert with --assume-online",
         )
-    if scale == 0:
-        refuse("bad-scale", f"a value other than zero in {name}", "zeros alone")
-    return codes, float(scale)
+    scales = torch.where(scales == 0, largest, scales).float()  # of a part without weights: any
+    group_size = BLOCK if scales.dim() == 2 else 0
+    return dense.sign().to(torch.int8), scales, group_size
 
 
-def _blocks_of_columns(magnitude: torch.Tensor) -> bool:
-    """Whether each magnitude is so frequent that it can only be the scale of a part."""
-    values, counts = torch.unique(magnitude[:64], return_counts=True)
-    frequent = counts >= magnitude[:64].numel() // 256
-    return bool((frequent | (values == 0)).all())
+def _scales_of(magnitude: torch.Tensor) -> torch.Tensor | None:
+    """[1], [N] or [N, groups]: the fewest scales that explain all magnitudes; None if none do."""
+    rows, columns = magnitude.shape
+    by_row = magnitude.amax(dim=1)
+    largest = by_row.amax()
+    if ((magnitude == 0) | (magnitude == largest)).all():
+        return largest.reshape(1)
+    if ((magnitude == 0) | (magnitude == by_row.unsqueeze(1))).all():
+        return by_row
+    padded = F.pad(magnitude, (0, -columns % BLOCK)).view(rows, -1, BLOCK)
+    by_group = padded.amax(dim=2)
+    fits = ((padded == 0) | (padded == by_group.unsqueeze(2))).all()
+    return by_group if fits else None

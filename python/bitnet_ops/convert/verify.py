@@ -24,6 +24,7 @@ from bitnet_ops.convert.source import Source
 from bitnet_ops.convert.texts import text_sequences
 from bitnet_ops.convert.verify_transformers import HfOracle, OracleUnavailable
 from bitnet_ops.formats.sglbitnt import Reader, model_file
+from bitnet_ops.packing import BLOCK
 
 MAX_TOKENS = 256
 MAX_SCALE_DIFFERENCE = 1e-6  # relative; a reciprocal and an fp32 mean cost a few 1e-7
@@ -46,7 +47,7 @@ class Oracle(Protocol):
 
     name: str
 
-    def projection(self, weight_name: str) -> tuple[Tensor, float]: ...
+    def projection(self, weight_name: str) -> tuple[Tensor, float | Tensor]: ...
 
     def logits(self, sequences: list[list[int]]) -> list[Tensor]: ...
 
@@ -152,12 +153,26 @@ def _compare_weights(plan: Plan, folder: Path, oracle: Oracle, result: Verificat
             codes, scale = oracle.projection(name)
             ours = ops.unpack(reader.tensor(name), spec.shape[1])
             different = int((codes != ours).sum())
-            relative = abs((reader.tensors[name].scale or 0.0) / scale - 1.0)
+            relative = _scale_difference(reader, name, codes, scale)
             result.projections += 1
             result.weights += codes.numel()
             result.weights_different += different
             result.scale_relative_difference = max(result.scale_relative_difference, relative)
             _judge_weights(plan, name, different / codes.numel(), relative, result)
+
+
+def _scale_difference(reader: Reader, name: str, codes: Tensor, expected: float | Tensor) -> float:
+    """The largest relative difference of a scale, over all weights that are not zero."""
+    ours = reader.scales(name)
+    if isinstance(expected, float):
+        return float((ours / expected - 1.0).abs().max())
+    if ours.dim() == 2:
+        ours = ours.repeat_interleave(BLOCK, dim=1)[:, : codes.shape[1]]
+    else:
+        ours = ours.reshape(-1, 1)
+    used = codes != 0
+    ratio = ours.expand(codes.shape)[used] / expected[used]
+    return float((ratio - 1.0).abs().max()) if used.any() else 0.0
 
 
 def _judge_weights(
