@@ -19,6 +19,7 @@ from bitnet_ops.convert.plan import Plan, make_plan
 from bitnet_ops.convert.proof import source_hashes, tensor_table
 from bitnet_ops.convert.report import file_sha256, proof_line, table_lines
 from bitnet_ops.convert.source import Source
+from bitnet_ops.convert.ternary import looks_ternary
 from bitnet_ops.convert.verify import Verification, verify_conversion
 from bitnet_ops.formats.gguf import Reader as GgufReader
 from bitnet_ops.formats.gguf import is_gguf
@@ -108,7 +109,12 @@ def _plan(source: Source, config: dict[str, Any], names: set[str]) -> Plan:
     _refuse_another(config, source.config)
     online = block.get("source_mode") == "online"
     unmarked = source.config.get("quantization_config") is None
-    plan = make_plan(source.config, source.tensors, assume_online=online and unmarked)
+    plan = make_plan(
+        source.config,
+        source.tensors,
+        assume_online=online and unmarked,
+        looks_ternary=lambda name: looks_ternary(source.tensor(name)),
+    )
     if set(plan.specs) != names:
         differing = listed(sorted(set(plan.specs) ^ names))
         refuse("other-source", "the same tensors in file and source", f"a difference: {differing}")
