@@ -193,7 +193,7 @@ def test_without_tokenizer_random_ids_are_compared(tmp_path):
     report = convert(source, tmp_path / "out", verify=True)
     assert report.verification["text"] == "random token ids, seed 0"
     assert report.verification["logits"]["tokens"] == 3 * 64
-    assert sorted(os.listdir(tmp_path / "out")) == ["model.bin", "report.json"]
+    assert sorted(os.listdir(tmp_path / "out")) == ["model.bin", "report.json", "report.txt"]
 
 
 def test_report_says_what_was_done(tmp_path):

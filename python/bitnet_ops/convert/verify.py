@@ -103,8 +103,8 @@ def verify_conversion(
         label = f"text {text.name}"
     result = Verification(oracle.name, reason, label)
     _compare_weights(plan, folder, oracle, result)
-    ours = our_logits(folder, sequences)
-    result.logits = _compared(sequences, oracle.logits(sequences), ours)
+    reference, ours = oracle.logits(sequences), our_logits(folder, sequences)
+    result.logits = _compared(sequences, reference, ours)
     if plan.scheme.mode == "ternary":
         floating = PlainOracle(source, plan, int8_activations=False).logits(sequences)
         result.floating_activations = _compared(sequences, floating, ours)
