@@ -37,6 +37,9 @@ LLAMA = dataclasses.replace(
 HALF = dataclasses.replace(
     FAMILIES["llama-autobitlinear"], name="gguf-export-half", head_dim=64, heads=8, dtype="float16"
 )
+QWEN3 = dataclasses.replace(
+    HALF, name="gguf-export-qwen3", model_type="qwen3", heads=4, eps=1e-6, theta=1000000.0
+)
 
 
 def model_of(folder: Path, family: Family) -> tuple[Path, dict[str, Any]]:
@@ -48,7 +51,7 @@ def model_of(folder: Path, family: Family) -> tuple[Path, dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, dict[str, Any]]]:
-    return {f.name: model_of(tmp_path_factory.mktemp("m"), f) for f in (BITNET, LLAMA, HALF)}
+    return {f.name: model_of(tmp_path_factory.mktemp("m"), f) for f in (BITNET, LLAMA, HALF, QWEN3)}
 
 
 def same_tensors(a: Path, b: Path) -> None:
@@ -127,18 +130,21 @@ def int8_activations(module: Any, inputs: tuple[torch.Tensor, ...]) -> tuple[tor
     return ((x * multiplier).round().clamp(-128, 127) / multiplier,)
 
 
-@pytest.mark.parametrize("kind", ["tq1_0", "tq2_0"])
+@pytest.mark.parametrize(
+    ("family", "kind"), [(HALF, "tq1_0"), (HALF, "tq2_0"), (QWEN3, "tq2_0")],
+    ids=lambda value: getattr(value, "name", value),
+)  # fmt: skip
 def test_transformers_reads_the_file_and_answers_alike(
-    tmp_path: Path, models: dict[str, tuple[Path, dict[str, Any]]], kind: str
+    tmp_path: Path, models: dict[str, tuple[Path, dict[str, Any]]], family: Family, kind: str
 ) -> None:
     import transformers
 
-    folder, network = models[HALF.name]
+    folder, network = models[family.name]
     export_gguf(folder, tmp_path / "x.gguf", type=kind)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path, gguf_file="x.gguf", dtype=torch.float32, attn_implementation="eager"
     ).eval()
-    assert theirs.config.head_dim == HALF.head_dim
+    assert theirs.config.head_dim == family.head_dim
     for name, value in network.items():
         if isinstance(value, dict):
             module = theirs.get_submodule(name)

@@ -20,6 +20,7 @@ import bitnet_ops
 from bitnet_ops import ops
 from bitnet_ops.cli import main
 from bitnet_ops.convert import ConvertError, convert_gguf
+from bitnet_ops.convert.gguf_export import export_gguf
 from bitnet_ops.convert.gguf_import import make_gguf_plan
 from bitnet_ops.convert.gguf_tokenizer import tokenizer_files
 from bitnet_ops.formats.gguf import Reader as GgufReader
@@ -44,6 +45,23 @@ LLAMA = dataclasses.replace(
     FAMILIES["llama-bitlinear"], name="gguf-llama", hidden=256, inter=512, theta=1000042.0
 )
 WIDE = dataclasses.replace(LLAMA, name="gguf-wide", heads=4, kv_heads=2, head_dim=128)
+# 1bitLLM's network, which llama.cpp calls "bitnet": SiLU and sub-norms
+ONEBIT = dataclasses.replace(
+    FAMILIES["llama-autobitlinear"], name="gguf-1bitllm", spelling="1bitllm", tied=True,
+    architecture="BitnetForCausalLM", hidden=256, heads=4, kv_heads=4, theta=10000.0,
+)  # fmt: skip
+QWEN3 = dataclasses.replace(
+    FAMILIES["llama-autobitlinear"], name="gguf-qwen3", model_type="qwen3", eps=1e-6, heads=4,
+    head_dim=128, theta=1000000.0,
+)  # fmt: skip
+ALL = [
+    (BITNET, "bitnet-b1.58"),
+    (UNTIED, "bitnet-25"),
+    (LLAMA, "llama"),
+    (WIDE, "llama"),
+    (ONEBIT, "bitnet"),
+    (QWEN3, "qwen3"),
+]
 
 
 def converted(tmp_path: Path, data: bytes, **options: Any) -> Path:
@@ -70,7 +88,7 @@ def compare(folder: Path, family: Family, network: dict[str, Any], half: bool = 
 
 @pytest.mark.parametrize(
     ("family", "architecture"),
-    [(BITNET, "bitnet-b1.58"), (UNTIED, "bitnet-25"), (LLAMA, "llama"), (WIDE, "llama")],
+    ALL,
     ids=lambda value: getattr(value, "name", value),
 )
 @pytest.mark.parametrize("kind", ["I2_S", "TQ1_0", "TQ2_0", "Q2_0", "F16", "BF16", "F32"])
@@ -93,6 +111,23 @@ def test_weights_and_scales_survive(
     assert (config["bos_token_id"], config["eos_token_id"]) == (0, 1)
 
 
+@pytest.mark.parametrize(("family", "architecture"), ALL, ids=lambda v: getattr(v, "name", v))
+@pytest.mark.parametrize("kind", ["i2_s", "tq2_0"])
+def test_every_architecture_goes_there_and_back(
+    tmp_path: Path, family: Family, architecture: str, kind: str
+) -> None:
+    network = make_network(family)
+    folder = converted(tmp_path, model_file(family, network, architecture, "I2_S"))
+    report = export_gguf(folder, tmp_path / "again.gguf", type=kind)
+    assert report.architecture == {"bitnet-25": "bitnet-b1.58"}.get(architecture, architecture)
+    convert_gguf(tmp_path / "again.gguf", tmp_path / "back")
+    with Reader(folder / "model.bin") as a, Reader(tmp_path / "back" / "model.bin") as b:
+        assert list(a.tensors) == list(b.tensors)
+        for name, info in a.tensors.items():
+            assert b.tensors[name].scale == info.scale
+            assert torch.equal(a.tensor(name), b.tensor(name)), name
+
+
 @pytest.mark.parametrize("layout", ["a", "b", "c"])
 def test_i2s_layouts(tmp_path: Path, layout: str) -> None:
     network = make_network(BITNET)
@@ -106,9 +141,8 @@ def run(folder: Path, ids: list[int]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("family", "architecture"), [(BITNET, "bitnet-b1.58"), (LLAMA, "llama"), (WIDE, "llama")],
-    ids=lambda value: getattr(value, "name", value),
-)  # fmt: skip
+    ("family", "architecture"), ALL, ids=lambda value: getattr(value, "name", value)
+)
 def test_logits_are_those_of_a_plain_forward(
     tmp_path: Path, family: Family, architecture: str
 ) -> None:
@@ -243,6 +277,8 @@ def test_what_is_ignored_is_said(tmp_path: Path) -> None:
         (LLAMA, "llama", "TQ2_0", "a"),
         (BITNET, "bitnet-b1.58", "Q2_0", "a"),
         (LLAMA, "llama", "F16", "a"),
+        (ONEBIT, "bitnet", "TQ2_0", "a"),
+        (QWEN3, "qwen3", "I2_S", "a"),
     ],
     ids=lambda value: getattr(value, "name", value),
 )
