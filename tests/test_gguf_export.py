@@ -38,7 +38,13 @@ HALF = dataclasses.replace(
     FAMILIES["llama-autobitlinear"], name="gguf-export-half", head_dim=64, heads=8, dtype="float16"
 )
 QWEN3 = dataclasses.replace(
-    HALF, name="gguf-export-qwen3", model_type="qwen3", heads=4, eps=1e-6, theta=1000000.0
+    HALF,
+    name="gguf-export-qwen3",
+    model_type="qwen3",
+    heads=4,
+    head_dim=128,
+    eps=1e-6,
+    theta=1000000.0,
 )
 
 
