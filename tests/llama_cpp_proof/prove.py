@@ -5,8 +5,9 @@ llama.cpp: the same token ids of texts, the same greedy continuations, the same 
 every position of the text. Its arithmetic differs from ours (activations are rounded in blocks of
 256, scales are float16), so logits agree to some percent, and a token may differ where the best two
 are nearly equal: such a difference is reported, and fails when the lead was large. Tokenizers of
-each kind that can be exported are compared with llama.cpp's as well. It must not know how files are
-written.
+each kind that can be exported are compared with llama.cpp's as well, and random networks of every
+architecture that llama.cpp has (a wrong order of rows would be off by 30 % and more). It must not
+know how files are written.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from bitnet_ops.language_model import DEMO_DIR
 MISSING = 3
 MAX_LEAD_LOST = 0.05  # of the largest logit: more than rounding of activations can turn over
 MIN_TOP1 = 0.98
+MAX_LOGITS_OFF = 0.1  # of the largest, of a random network; rounding of activations costs 2 to 4 %
 LENGTH = 64  # tokens of a training sequence
 VAL = Path(__file__).resolve().parent.parent / "data" / "demo-model" / "val.txt"
 TEXTS = ["Hello world", "  two  spaces\n\nlines\t", "don't 1234 I'll", "Grüße 日本 🙂", "a<s>b</s>"]
@@ -173,6 +175,34 @@ def compare_tokenizers(model: Path, folder: Path) -> list[str]:
     return failures
 
 
+def compare_architectures(folder: Path) -> list[str]:
+    """test_gguf_import.py's random networks: logits, whose leads are too small to choose tokens."""
+    import llama_cpp
+    import test_gguf_import as tests
+
+    failures = []
+    for family, architecture in tests.ALL:
+        if architecture.startswith("bitnet-"):
+            continue  # bitnet.cpp's own
+        place = folder / family.name
+        place.mkdir()
+        network = tests.make_network(family)
+        data = tests.model_file(family, network, architecture, "I2_S")
+        model = tests.converted(place, data)
+        export_gguf(model, place / "x.gguf", type="tq2_0")
+        llama = llama_cpp.Llama(
+            str(place / "x.gguf"), n_ctx=64, n_threads=1, logits_all=True, verbose=False
+        )
+        ids = torch.randint(2, 258, (24,), generator=torch.Generator().manual_seed(0)).tolist()
+        llama.eval(ids)
+        theirs, ours = torch.tensor(llama.scores[: len(ids)]), tests.run(model, ids)
+        off = float((ours - theirs).abs().max() / ours.abs().max())
+        print(f"architecture {architecture} ({family.name}): logits {off:.1%} of the largest off")
+        if off > MAX_LOGITS_OFF:
+            failures.append(f"{family.name}: logits {off:.1%} off")
+    return failures
+
+
 def relative_lead(logits: torch.Tensor) -> float:
     best = logits.topk(2).values
     return float((best[0] - best[1]) / logits.abs().max())
@@ -203,6 +233,7 @@ def main() -> int:
             theirs = Theirs(Path(name) / f"{kind}.gguf")
             failures += compare(ours, theirs, prompts, args.tokens)
         failures += compare_tokenizers(folder, Path(name))
+        failures += compare_architectures(Path(name))
     print("\n".join([f"FAILED: {f}" for f in failures]) or "proved")
     return 1 if failures else 0
 
