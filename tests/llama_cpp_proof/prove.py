@@ -144,7 +144,6 @@ def compare(ours: Ours, theirs: Theirs, prompts: list[list[int]], count: int) ->
 
 def compare_tokenizers(model: Path, folder: Path) -> list[str]:
     """The tokenizers that test_gguf_tokenizer.py makes, in the vocabulary of a file of ours."""
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
     import llama_cpp
 
     import test_gguf_tokenizer as tests
@@ -178,6 +177,7 @@ def compare_tokenizers(model: Path, folder: Path) -> list[str]:
 def compare_architectures(folder: Path) -> list[str]:
     """test_gguf_import.py's random networks: logits, whose leads are too small to choose tokens."""
     import llama_cpp
+
     import test_gguf_import as tests
 
     failures = []
@@ -214,6 +214,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=200, help="of training")
     parser.add_argument("--tokens", type=int, default=32, help="of every continuation")
     args = parser.parse_args()
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
     if importlib.util.find_spec("llama_cpp") is None:
         print("llama_cpp is not installed: pip install llama-cpp-python (it compiles llama.cpp)")
         return MISSING
