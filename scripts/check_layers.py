@@ -39,7 +39,17 @@ PYTHON_LAYERS: dict[str, set[str]] = {
     "models": {"attention", "config", "head", "kv_cache", "linear", "ops", "packing", "sparsity"},
     "prepared": {"_runtime", "arena", "formats", "head", "packing"},
     "loading": {"arena", "config", "formats", "head", "models", "ops", "packing", "prepared"},
-    "language_model": {"config", "engine", "formats", "head", "kv_cache", "loading", "models"}
+    "embedding": {"kv_cache", "models"},
+    "language_model": {
+        "config",
+        "embedding",
+        "engine",
+        "formats",
+        "head",
+        "kv_cache",
+        "loading",
+        "models",
+    }
     | {"prepared", "sampling", "tokenizer"},
     "engine": {"config", "kv_cache", "models", "sampling"},
     # the second row is for `--verify`, which runs the converted model

@@ -6,6 +6,7 @@ rounding ties only fp32 rounding is left; elsewhere a code may move by a step.
 """
 
 import importlib.util
+import io
 import json
 import sys
 from pathlib import Path
@@ -15,11 +16,13 @@ import torch
 
 import forward_fp64
 import hf_writer
+from bitnet_ops.cli import main
 from bitnet_ops.convert import ConvertError, convert
 from bitnet_ops.convert.compare import MIN_TOP1
 from bitnet_ops.convert.quantize import quantize
 from bitnet_ops.formats.sglbitnt import Reader
 from bitnet_ops.kv_cache import KVCache
+from bitnet_ops.language_model import load
 from bitnet_ops.models import expected_tensors
 from bitnet_ops.training import TrainingError, load_for_training
 from hf_families import CASES
@@ -171,6 +174,64 @@ def test_trilm_keeps_every_scale(tmp_path):
         }
     rows, groups = family.hidden, family.inter // 128
     assert list(shapes.values()) == [(1,), (rows,), (rows, groups)]
+
+
+@pytest.fixture(scope="module")
+def embedding(tmp_path_factory):
+    """The embedding model: its folder and the LanguageModel over it, loaded as users do."""
+    folder = tmp_path_factory.mktemp("embedding")
+    hf_writer.write_checkpoint(folder / "source", CASES["qwen3-embedding"].family)
+    convert(folder / "source", folder / "out")
+    return folder / "out", load(folder / "out")
+
+
+def test_embed_is_the_last_state_at_length_one(embedding):
+    """Last-token pooling and L2, against the float64 forward; a text alone or among others."""
+    family = CASES["qwen3-embedding"].family
+    network = forward_fp64.Network(family, hf_writer.make_network(family))
+    ids, _ = forward_fp64.clear_prompt_of(family.name, family)
+    texts = [ids, ids[:5], [7] * 300]
+    vectors = embedding[1].embed(texts)
+    for vector, text in zip(vectors[:2], texts, strict=False):
+        last = network.hidden(text, forward_fp64.Margins())[-1]
+        assert (vector - last / last.norm()).abs().max() < 1e-5
+    assert torch.equal(embedding[1].embed([texts[2]])[0], vectors[2])
+    assert vectors.shape == (3, family.hidden) and vectors.dtype == torch.float32
+    torch.testing.assert_close(vectors.norm(dim=1), torch.ones(3))
+    short = embedding[1].embed(texts, dimensions=64)
+    torch.testing.assert_close(short, vectors[:, :64] / vectors[:, :64].norm(dim=1, keepdim=True))
+
+
+def test_embed_reads_texts(embedding, capsys, monkeypatch):
+    folder, lm = embedding
+    texts = ["rain on the roof", "sun"]
+    expected = lm.embed(texts)
+    assert torch.equal(lm.embed(texts[0])[0], expected[0])
+    assert main(["embed", str(folder), *texts]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["text"] for row in rows] == texts and rows[1]["tokens"] == 4
+    assert torch.equal(torch.tensor([row["embedding"] for row in rows]), expected)
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(texts)))
+    assert main(["embed", str(folder), "-", "--similarity"]) == 0
+    table_row = capsys.readouterr().out.splitlines()[0].split("\t")
+    assert float(table_row[0]) == 1 and abs(float(table_row[1]) - expected[0] @ expected[1]) < 1e-5
+
+
+def test_what_embed_and_embedding_models_refuse(embedding, capsys, tmp_path):
+    folder, lm = embedding
+    with pytest.raises(ValueError, match="at least one token"):
+        lm.embed([[]])
+    with pytest.raises(ValueError, match="dimensions from 1 to 192, got 193"):
+        lm.embed(["a"], dimensions=193)
+    assert main(["generate", str(folder), "once"]) == 2
+    assert "got an embedding model; use embed" in capsys.readouterr().err
+    source = hf_writer.write_checkpoint(tmp_path / "source", CASES["qwen3-embedding"].family)
+    (source / "1_Pooling").mkdir()
+    settings = {"pooling_mode_mean_tokens": True, "pooling_mode_lasttoken": False}
+    (source / "1_Pooling" / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(ConvertError, match="last-token pooling.*mean_tokens") as caught:
+        convert(source, tmp_path / "out")
+    assert caught.value.code == "pooling"
 
 
 def test_the_page_lists_every_family():

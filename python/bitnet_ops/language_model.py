@@ -20,9 +20,10 @@ import torch
 
 from bitnet_ops import prepared
 from bitnet_ops.config import ModelConfig
+from bitnet_ops.embedding import embed
 from bitnet_ops.engine import Engine, Generation, Limits, Run, Session, Timing
 from bitnet_ops.formats import sglbitnt
-from bitnet_ops.head import DEFAULT_HEAD_FORMAT
+from bitnet_ops.head import DEFAULT_HEAD_FORMAT, check_head_format
 from bitnet_ops.loading import load_tensors
 from bitnet_ops.models import Decoder, build
 from bitnet_ops.sampling import SamplingParams
@@ -68,6 +69,9 @@ def load(
     file = _model_file(Path(path) if path is not None else DEMO_DIR)
     reader = sglbitnt.Reader(file, check_codes=False)  # load_tensors checks what it reads
     config = ModelConfig.from_hf(reader.config)
+    if config.embedding_only:  # the embedding is no head, and is read a row a token
+        check_head_format(head_format)
+        head_format = "stored"
     tensors = load_tensors(reader, config, weight_format, head_format, prepared.directory(cache))
     model = build(config, tensors, dtype, check_values=False)
     folder = file.parent
@@ -178,6 +182,21 @@ class LanguageModel:
         streams = self._stream_batch([self.encode(p) for p in prompts], request)
         return ["".join(s) for s in streams]
 
+    def embed(
+        self,
+        texts: str | Sequence[str | Sequence[int]],
+        *,
+        dimensions: int | None = None,
+    ) -> torch.Tensor:
+        """Vectors of length 1 for texts (or token ids), f32 [number of texts, hidden_size].
+
+        The hidden state of a text's last token after the last norm, as embedding models are trained
+        to be read; their tokenizer.json says which token ends a text. One text may be given alone:
+        still one row. `dimensions` keeps the first ones only. Cosines are products: `a @ b.T`.
+        """
+        given = [texts] if isinstance(texts, str) else list(texts)
+        return embed(self.model, [self.encode(text) for text in given], dimensions)
+
     def chat(self, **options: Any) -> Conversation:
         """A conversation through the model's chat template; options as for `generate`.
 
@@ -193,6 +212,10 @@ class LanguageModel:
         ignore_eos: bool = False,
         **sampling: Any,
     ) -> _Request:
+        if self.config.embedding_only:
+            raise LoadError(
+                "generate: expected a model with an output head, got an embedding model; use embed"
+            )
         try:
             params = SamplingParams(**sampling)
         except TypeError:

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 COMMANDS = {
     "generate": ("bitnet_ops.cli.generate", "continue a text"),
     "chat": ("bitnet_ops.cli.chat", "converse with a model"),
+    "embed": ("bitnet_ops.cli.embed", "turn texts into vectors"),
     "convert": ("bitnet_ops.convert.command", "convert a Hugging Face or GGUF model"),
     "export": ("bitnet_ops.convert.export", "write a converted model as a GGUF file"),
     "quantize": ("bitnet_ops.convert.quantize_command", "ternarise masters trained for b1.58"),

@@ -23,7 +23,7 @@ from bitnet_ops.convert.destination import MODEL_FILE, TRAVELLERS, building, che
 from bitnet_ops.convert.errors import ConvertError, refuse
 from bitnet_ops.convert.plan import EMBEDDING, HEAD, Plan, make_plan, scale_name
 from bitnet_ops.convert.report import ConvertReport, TernaryTotals, file_sha256
-from bitnet_ops.convert.source import Source
+from bitnet_ops.convert.source import Source, check_pooling
 from bitnet_ops.convert.ternary import (
     check_finite,
     from_masters,
@@ -199,6 +199,7 @@ def _check_tied_head(source: Source, plan: Plan) -> None:
 def _remarks(source: Source, plan: Plan) -> list[str]:
     remarks = [*plan.config.notes, *plan.remarks]
     if plan.config.embedding_only:
+        check_pooling(source.folder)
         remarks.append("an embedding model: it has no head and generates no text; use embed()")
     if source.pickled:
         remarks.append("read from pickles, which were opened with weights_only=True")

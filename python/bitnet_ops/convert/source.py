@@ -75,6 +75,17 @@ class Source:
         return sorted(path.name for path in self.folder.glob("*.py"))
 
 
+def check_pooling(folder: Path) -> None:
+    """Refuse an embedding model whose sentence-transformers settings ask for another pooling."""
+    path = folder / "1_Pooling" / "config.json"
+    if not path.is_file():
+        return
+    settings = _read_object(path, "pooling", "pooling")
+    modes = [k for k, v in settings.items() if k.startswith("pooling_mode_") and v is True]
+    if modes not in ([], ["pooling_mode_lasttoken"]):
+        refuse("pooling", "last-token pooling in 1_Pooling/config.json", listed(modes))
+
+
 def _read_object(path: Path, missing: str, malformed: str) -> dict[str, Any]:
     """A JSON file whose top level is an object."""
     if not path.is_file():
