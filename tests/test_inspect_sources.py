@@ -20,6 +20,7 @@ from bitnet_ops.convert import convert, inspect, inspect_diff
 from bitnet_ops.convert.gguf_export import export_gguf
 from bitnet_ops.formats.sglbitnt import Reader, Writer
 from bitnet_ops.packing import pack_ternary
+from hf_families import CASES
 from hf_writer import FAMILIES
 from isa_control import torch_threads
 
@@ -82,6 +83,20 @@ def test_an_online_checkpoint_is_ternarised_to_be_compared(tmp_path: Path) -> No
     assert found["equal"], found
     rows = {row["name"]: row for row in inspect.inspect(source)["tensors"]}
     assert rows[Q_PROJ]["zero"] is None and rows[Q_PROJ]["format"] in ("bfloat16", "float32")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_family_equals_its_conversion(tmp_path: Path, name: str) -> None:
+    """Packed, masters, values already ternary, scales in blocks; names of every spelling."""
+    case = CASES[name]
+    source = hf_writer.write_checkpoint(tmp_path / "hf", case.family)
+    convert(source, tmp_path / "out", **case.options)
+    found = inspect_diff.diff(source, tmp_path / "out")
+    assert not (found["only_a"] or found["only_b"] or found["config"])
+    # transformers' offline AutoBitLinear multiplies the bias by the scale; the converter folds it
+    folded = [row["name"] for row in found["tensors"]] if name == "qwen2-rms-norm-mul" else []
+    assert [row["name"] for row in found["tensors"]] == folded
+    assert all(n.endswith(".bias") for n in folded) and found["equal"] == (not folded)
 
 
 def test_a_gguf_is_listed_under_the_names_of_the_model(tmp_path: Path) -> None:

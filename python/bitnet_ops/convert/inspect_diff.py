@@ -1,8 +1,8 @@
 """`bitnet-ops inspect A --diff B`: what differs between two models, whatever their files are.
 
 Config, names, shapes and values, tensor by tensor. Ternary matrices are compared code by code and
-scale by scale; dense masters against a ternary matrix after ternarising them by absmean. It must
-not know kinds of files.
+scale by scale; a dense matrix against a ternary one by its values, and if they differ as masters,
+ternarised by absmean. It must not know kinds of files.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor
 from bitnet_ops import ops
 from bitnet_ops.config import PRIVATE_BLOCK
 from bitnet_ops.convert.inspect_sources import Source, Values, open_source
+from bitnet_ops.packing import BLOCK
 
 _NOT_THERE = "(not there)"
 
@@ -62,10 +63,24 @@ def _compare(first: Source, second: Source, name: str) -> dict[str, Any] | None:
         return {**row, "shapes": [list(a.shape), list(b.shape)]}
     left, right = first.values(name), second.values(name)
     if (left.codes is None) != (right.codes is None) and len(a.shape) == 2:
+        if _same_values(left, right) or _same_values(right, left):
+            return None
         row["ternarised"] = "a" if left.codes is None else "b"
         left, right = _ternarised(left), _ternarised(right)
     found = _ternary(left, right) if left.codes is not None else _dense(left, right)
     return None if found is None else row | found
+
+
+def _same_values(dense: Values, ternary: Values) -> bool:
+    """Whether a dense matrix holds what the other one's codes and scales multiply to."""
+    if dense.dense is None or ternary.codes is None or ternary.scales is None:
+        return False
+    scales, columns = ternary.scales, ternary.codes.shape[1]
+    if scales.dim() == 2:
+        scales = scales.repeat_interleave(BLOCK, dim=1)[:, :columns]
+    else:
+        scales = scales[:, None]
+    return torch.equal(dense.dense, (ternary.codes * scales).to(dense.dense.dtype))
 
 
 def _ternarised(values: Values) -> Values:

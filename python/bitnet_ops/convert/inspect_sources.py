@@ -22,6 +22,7 @@ from bitnet_ops.convert import source as hf
 from bitnet_ops.convert.errors import ConvertError
 from bitnet_ops.convert.gguf_import import GgufPlan, make_gguf_plan
 from bitnet_ops.convert.gguf_tensors import dense, ternary
+from bitnet_ops.convert.names import find_naming
 from bitnet_ops.formats import gguf, gguf_layouts
 from bitnet_ops.formats.sglbitnt import MODEL_FILE, Reader, SglbitntError, model_file
 from bitnet_ops.models import TensorError, check_names, expected_tensors
@@ -166,48 +167,56 @@ def _in_features(reader: Reader) -> tuple[dict[str, int], list[str]]:
 
 
 class CheckpointSource:
-    """A Hugging Face folder: uint8 with a weight_scale is ternary, everything else dense."""
+    """A Hugging Face folder: uint8 with a weight_scale is ternary, everything else dense.
+
+    Names are those that a conversion has, where a family spells them otherwise.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path, self.source = path, hf.Source(path)
         self.kind, self.nbytes = "Hugging Face checkpoint", self.source.weight_bytes
         self.config: Mapping[str, Any] = self.source.config
-        self.remarks: list[str] = []
         quantization = self.config.get("quantization_config") or {}
         self._linear_class = str(quantization.get("linear_class") or "bitlinear")
+        naming = find_naming(self.config, self.source.tensors)
+        self.remarks = list(naming.remarks)
         self.entries = {}
-        records = self.source.tensors
-        for name, record in records.items():
-            if name.endswith("_scale") and self._packed(name.removesuffix("_scale")):
+        for name, stored in naming.stored.items():
+            if stored.endswith("_scale") and self._packed(stored.removesuffix("_scale")):
                 continue
+            record, size = self.source.tensors[stored], self._nbytes(stored)
             kind, shape = _HF_DTYPES.get(record.dtype, record.dtype), record.shape
-            if self._packed(name):
+            if self._packed(stored):
                 kind, shape = "ternary", (4 * shape[0], shape[1])
-            size = self._nbytes(name) + (self._nbytes(f"{name}_scale") if kind == "ternary" else 0)
-            self.entries[name] = Entry(name, name, kind, tuple(shape), size)
+                size += self._nbytes(f"{stored}_scale")
+            self.entries[name] = Entry(name, stored, kind, tuple(shape), size)
 
-    def _packed(self, name: str) -> bool:
-        record = self.source.tensors.get(name)
-        has_scale = f"{name}_scale" in self.source.tensors
+    def _packed(self, stored: str) -> bool:
+        record = self.source.tensors.get(stored)
+        has_scale = f"{stored}_scale" in self.source.tensors
         return has_scale and record is not None and record.dtype == "U8" and len(record.shape) == 2
 
-    def _nbytes(self, name: str) -> int:
-        record = self.source.tensors[name]
+    def _nbytes(self, stored: str) -> int:
+        record = self.source.tensors[stored]
         return math.prod(record.shape) * _HF_BYTES.get(record.dtype, 1)
 
+    def _tensor(self, name: str) -> Tensor:
+        return self.source.tensor(self.entries[name].stored)
+
     def values(self, name: str) -> Values:
-        tensor = self.source.tensor(name)
+        tensor = self._tensor(name)
         if self.entries[name].format != "ternary":
             return Values(dense=tensor)
         return Values(codes=unpack_hf(tensor, 4 * tensor.shape[0]), scales=self.scales(name))
 
     def memory(self, name: str) -> memoryview:
-        return self.source.tensor(name).reshape(-1).view(torch.uint8).numpy().data
+        return self._tensor(name).reshape(-1).view(torch.uint8).numpy().data
 
     def scales(self, name: str) -> Tensor | None:
-        if self.entries[name].format != "ternary":
+        entry = self.entries[name]
+        if entry.format != "ternary":
             return None
-        return multiplying_scale(self.source.tensor(f"{name}_scale"), self._linear_class)
+        return multiplying_scale(self.source.tensor(f"{entry.stored}_scale"), self._linear_class)
 
     def counts(self, name: str) -> tuple[int, int, int] | None:
         codes = self.values(name).codes
