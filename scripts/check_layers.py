@@ -40,6 +40,7 @@ PYTHON_LAYERS: dict[str, set[str]] = {
     "prepared": {"_runtime", "arena", "formats", "head", "packing"},
     "loading": {"arena", "config", "formats", "head", "models", "ops", "packing", "prepared"},
     "embedding": {"kv_cache", "models"},
+    "lora": {"linear", "ops"},
     "language_model": {
         "config",
         "embedding",
@@ -48,13 +49,14 @@ PYTHON_LAYERS: dict[str, set[str]] = {
         "head",
         "kv_cache",
         "loading",
+        "lora",
         "models",
     }
     | {"prepared", "sampling", "tokenizer"},
     "engine": {"config", "kv_cache", "models", "sampling"},
     # the second row is for `--verify`, which runs the converted model
     "convert": {"config", "formats", "models", "ops", "packing", "quantize"}
-    | {"engine", "kv_cache", "language_model", "tokenizer"},
+    | {"engine", "kv_cache", "language_model", "lora", "tokenizer"},
     # makes transformers models and hands what was trained to the converter
     "training": {"config", "convert", "formats", "language_model", "linear", "models", "ops"}
     | {"packing", "quantize"},

@@ -96,6 +96,7 @@ def test_generate_json(threads: str) -> None:
             "seed": None,
             "stop": [],
         },
+        "lora": None,
         "prompt_tokens": len(CASE["prompt_ids"]),
         "new_tokens": 48,
         "isa": ISAS[0],

@@ -25,6 +25,7 @@ from bitnet_ops.engine import Engine, Generation, Limits, Run, Session, Timing
 from bitnet_ops.formats import sglbitnt
 from bitnet_ops.head import DEFAULT_HEAD_FORMAT, check_head_format
 from bitnet_ops.loading import load_tensors
+from bitnet_ops.lora import apply_adapter, read_adapter
 from bitnet_ops.models import Decoder, build
 from bitnet_ops.sampling import SamplingParams
 from bitnet_ops.tokenizer import StreamDecoder, Tokenizer, TokenizerError
@@ -45,6 +46,7 @@ def load(
     weight_format: str = "auto",
     head_format: str = DEFAULT_HEAD_FORMAT,
     cache: bool | str | os.PathLike[str] | None = None,
+    lora: str | os.PathLike[str] | None = None,
 ) -> LanguageModel:
     """Open a converted model.
 
@@ -62,10 +64,14 @@ def load(
         cache: keep the prepared form of the model in a file, which makes later loads faster: True
             (in bitnet_ops in the user's cache directory, or where BITNET_OPS_CACHE says), a
             directory, False, or None: if BITNET_OPS_CACHE is set. Files there are safe to delete.
+        lora: a PEFT directory whose LoRA adapter runs beside the ternary projections; None is none.
+            Its projections, and with them single tokens, run part by part instead of fused.
     Returns the LanguageModel.
     Raises LoadError, formats.sglbitnt.SglbitntError, config.UnsupportedModelError,
-    models.TensorError or tokenizer.TokenizerError: one line that names what is wrong.
+    models.TensorError, lora.LoraError or tokenizer.TokenizerError: one line that names what is
+    wrong.
     """
+    adapter = None if lora is None else read_adapter(lora)
     file = _model_file(Path(path) if path is not None else DEMO_DIR)
     reader = sglbitnt.Reader(file, check_codes=False)  # load_tensors checks what it reads
     config = ModelConfig.from_hf(reader.config)
@@ -74,6 +80,8 @@ def load(
         head_format = "stored"
     tensors = load_tensors(reader, config, weight_format, head_format, prepared.directory(cache))
     model = build(config, tensors, dtype, check_values=False)
+    if adapter is not None:
+        apply_adapter(model, adapter)
     folder = file.parent
     tokenizer = Tokenizer.from_dir(folder) if (folder / "tokenizer.json").is_file() else None
     return LanguageModel(model, tokenizer, _stop_ids(folder, config), kv_dtype=kv_dtype, path=file)

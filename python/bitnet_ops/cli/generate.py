@@ -52,6 +52,9 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         "also switches this on; safe to delete)",
     )
     group.add_argument(
+        "--lora", metavar="DIR", help="run the LoRA adapter of a PEFT directory beside the model"
+    )
+    group.add_argument(
         "--head-format",
         choices=("int8", "int4", "bf16", "float32", "stored"),
         default="int8",
@@ -116,6 +119,7 @@ def open_model(path: str | None, args: argparse.Namespace) -> LanguageModel:
         weight_format=args.weight_format,
         head_format=args.head_format,
         cache=args.cache or None,
+        lora=args.lora,
     )
     for note in lm.config.notes:
         print(f"note: {note}", file=sys.stderr)
@@ -203,4 +207,5 @@ def _report(
         "kv_dtype": args.kv_dtype,
         "weight_format": lm.model.weight_format,
         "head_format": lm.model.head.head_format,
+        "lora": args.lora,
     }

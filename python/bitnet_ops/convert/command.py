@@ -36,6 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="compare weights and full logits with the source (transformers, or a plain forward)",
     )
     parser.add_argument("--text", metavar="FILE", help="compare on this text (with --verify)")
+    parser.add_argument(
+        "--lora", metavar="DIR", help="merge a PEFT adapter into the masters, before ternarising"
+    )
     parser.add_argument("--force", action="store_true", help="replace an earlier result at DST")
     parser.add_argument(
         "--assume-online",
@@ -94,11 +97,12 @@ def _convert(args: argparse.Namespace, progress: Progress | None) -> ConvertRepo
     if not is_gguf(args.source):
         if args.i2s_layout or args.tokenizer:
             refuse("gguf-option", "a GGUF file with --i2s-layout and --tokenizer", args.source)
-        own = dict(trust_scales=args.trust_scales, allow_pickle=args.allow_pickle)
+        own = dict(trust_scales=args.trust_scales, allow_pickle=args.allow_pickle, lora=args.lora)
         proof = dict(verify=args.verify, text=args.text)
         return convert(args.source, args.destination, **own, **proof, **common)
-    if args.trust_scales or args.allow_pickle:
-        refuse("folder-option", "a folder with --trust-scales and --allow-pickle", args.source)
+    if args.trust_scales or args.allow_pickle or args.lora:
+        options = "--trust-scales, --allow-pickle and --lora"
+        refuse("folder-option", f"a folder with {options}", args.source)
     layout = args.i2s_layout or "a"
     return convert_gguf(
         args.source,

@@ -21,6 +21,7 @@ from bitnet_ops.config import PRIVATE_BLOCK
 from bitnet_ops.convert.decide import check_scale_sense, unknown_options
 from bitnet_ops.convert.destination import MODEL_FILE, TRAVELLERS, building, check_destination
 from bitnet_ops.convert.errors import ConvertError, refuse
+from bitnet_ops.convert.merged import MergedSource
 from bitnet_ops.convert.plan import EMBEDDING, HEAD, Plan, make_plan, scale_name
 from bitnet_ops.convert.report import ConvertReport, TernaryTotals, file_sha256
 from bitnet_ops.convert.source import Source, check_pooling
@@ -48,6 +49,7 @@ def convert(
     text: str | Path | None = None,
     trust_scales: bool = False,
     allow_pickle: bool = False,
+    lora: str | Path | None = None,
     progress: Progress | None = None,
 ) -> ConvertReport:
     """Convert the checkpoint folder `src_dir` into the new folder `dst`.
@@ -65,6 +67,8 @@ def convert(
         trust_scales: convert packed weights whose scales look as if taken in the wrong sense.
         allow_pickle: read pytorch_model*.bin where there are no safetensors, by torch.load with
             weights_only=True, which runs no code of the file.
+        lora: a PEFT directory whose LoRA adapter is merged into the masters before they are
+            ternarised; packed sources have no masters.
         progress: called as progress(done, total, tensor_name) before each tensor.
 
     Returns the report, which also lies in `dst`.
@@ -79,6 +83,8 @@ def convert(
         looks_ternary=lambda name: looks_ternary(source.tensor(name)),
     )
     check_destination(source.folder, target, force=force)
+    if lora is not None:
+        source = MergedSource.merge(source, plan, lora)
     if not trust_scales:
         check_scale_sense(_scales(source, plan), plan.scheme)
     try:
@@ -201,6 +207,8 @@ def _remarks(source: Source, plan: Plan) -> list[str]:
     if plan.config.embedding_only:
         check_pooling(source.folder)
         remarks.append("an embedding model: it has no head and generates no text; use embed()")
+    if isinstance(source, MergedSource):
+        remarks.append(f"{source.adapter.describe()} merged into the masters")
     if source.pickled:
         remarks.append("read from pickles, which were opened with weights_only=True")
     if source.code_files():

@@ -104,8 +104,9 @@ def quantize(
     if form not in FORMS:
         raise ValueError(f"quantize: expected form one of {', '.join(FORMS)}, got {form!r}")
     source, target = Source(src_dir), Path(dst)
-    declared = source.config.get("quantization_config") is not None
-    plan = make_plan(source.config, source.tensors, assume_online=not declared)
+    unmarked = source.config.get("quantization_config") is None
+    plan = make_plan(source.config, source.tensors, assume_online=unmarked)
+    declared = not plan.scheme.assumed
     if plan.scheme.mode != "masters":
         refuse(
             "packed-source",
@@ -117,9 +118,7 @@ def quantize(
     check_destination(source.folder, target, force=allowed, option="--replace")
     report = QuantizeReport(_statistics(source, plan, progress), None, force, declared)
     if text is not None:
-        sequences = text_sequences(source.folder, plan.config, Path(text))
-        oracles = PlainOracle(source, plan), UnroundedOracle(source, plan)
-        report.text = measure_text(*oracles, sequences)
+        report.text = _measure(source, plan, Path(text))
     if not report.trained and not force:
         _refuse_untrained(report)
     if form == "bin":
@@ -153,6 +152,12 @@ def _refuse_untrained(report: QuantizeReport) -> None:
         report.statistics.line(),
         "--text FILE measures the loss instead, --force goes on",
     )
+
+
+def _measure(source: Source, plan: Plan, text: Path) -> TextMeasurement:
+    unrounded = UnroundedOracle(source, plan, int8_activations=False)
+    sequences = text_sequences(source.folder, plan.config, text)
+    return measure_text(PlainOracle(source, plan), unrounded, sequences)
 
 
 def _statistics(source: Source, plan: Plan, progress: Progress | None) -> MastersStatistics:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from bitnet_ops import ops
 from bitnet_ops.convert.compare import LogitComparison
+from bitnet_ops.convert.merged import MergedSource
 from bitnet_ops.convert.plain_forward import PlainOracle
 from bitnet_ops.convert.plan import Plan
 from bitnet_ops.convert.source import Source
@@ -123,6 +124,8 @@ def _compared(
 
 def choose_oracle(source: Source, plan: Plan) -> tuple[Oracle, str | None]:
     """transformers if it can serve, else the plain forward and the reason."""
+    if isinstance(source, MergedSource):
+        return PlainOracle(source, plan), "an adapter is merged into the masters"
     try:
         return HfOracle(source, plan), None
     except OracleUnavailable as error:

@@ -15,6 +15,7 @@ from bitnet_ops.config import PRIVATE_BLOCK
 from bitnet_ops.convert.errors import ConvertError, listed, refuse
 from bitnet_ops.convert.gguf_import import gguf_errors, make_gguf_plan
 from bitnet_ops.convert.gguf_verify import verify_gguf
+from bitnet_ops.convert.merged import MergedSource
 from bitnet_ops.convert.plan import Plan, make_plan
 from bitnet_ops.convert.proof import source_hashes, tensor_table
 from bitnet_ops.convert.report import file_sha256, proof_line, table_lines
@@ -35,12 +36,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", metavar="FILE", help="model.bin, or the folder that holds it")
     parser.add_argument("source", metavar="SOURCE", help="the folder or GGUF file it came from")
     parser.add_argument("--text", metavar="FILE", help="measure on this text, not on the built-in")
+    parser.add_argument("--lora", metavar="DIR", help="the adapter that was merged, if one was")
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the subcommand: 0 where they agree, 2 (ConvertError) where they do not."""
-    result = verify(args.file, args.source, text=args.text)
+    result = verify(args.file, args.source, text=args.text, lora=args.lora)
     if args.json:
         print(json.dumps(result, indent=1, ensure_ascii=False))
     else:
@@ -57,7 +59,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def verify(
-    file: str | Path, src_dir: str | Path, *, text: str | Path | None = None
+    file: str | Path,
+    src_dir: str | Path,
+    *,
+    text: str | Path | None = None,
+    lora: str | Path | None = None,
 ) -> dict[str, Any]:
     """Compare a converted model with its source.
 
@@ -65,6 +71,7 @@ def verify(
         file: model.bin, or the folder that holds it.
         src_dir: the Hugging Face folder, or the GGUF file, that it came from.
         text: a UTF-8 file to measure logits and perplexity on; None is the converter's own text.
+        lora: the PEFT directory that was merged when the file was made.
     Returns JSON-ready: "verification" (its "failures" is empty where they agree), "tensors",
         "sha256", "source_sha256".
     Raises ConvertError for a source that does not convert or is another model's ("other-source"),
@@ -78,11 +85,16 @@ def verify(
         raise ConvertError(error.code, str(error)) from error
     chosen = None if text is None else Path(text)
     if is_gguf(src_dir):
+        if lora is not None:
+            refuse("folder-option", "a folder with --lora", str(src_dir))
         result = _against_gguf(path, Path(src_dir), config, chosen)
         hashes = {Path(src_dir).name: file_sha256(Path(src_dir))}
     else:
-        source = Source(src_dir)
-        result = verify_conversion(source, _plan(source, config, names), path, text=chosen)
+        source = Source(src_dir, allow_pickle=True)  # by weights_only
+        plan = _plan(source, config, names)
+        if lora is not None:
+            source = MergedSource.merge(source, plan, lora)
+        result = verify_conversion(source, plan, path, text=chosen)
         hashes = source_hashes(source)
     return {
         "verification": result.to_dict(),
