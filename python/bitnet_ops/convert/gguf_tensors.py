@@ -178,7 +178,7 @@ def _dequantised(info: TensorInfo, data: Any) -> Tensor:
             "gguf-package",
             f"the gguf package, which reads {info.name} ({info.type.name})",
             "none installed",
-            "pip install gguf",
+            "pip install bitnet-ops[gguf]",
         )
     known = info.type.name in gguf.GGMLQuantizationType.__members__
     rows = data.reshape(-1, info.shape[-1] // info.type.block * info.type.block_bytes)

@@ -120,7 +120,9 @@ def _values(kind: str, data: Any, shape: tuple[int, ...], layout: str) -> Tensor
     try:
         import gguf
     except ImportError:
-        refuse("gguf-package", "the gguf package for --verify", "none", "pip install gguf")
+        refuse(
+            "gguf-package", "the gguf package for --verify", "none", "pip install bitnet-ops[gguf]"
+        )
     number = gguf.GGMLQuantizationType[kind]
     rows = data.reshape(shape[0], -1)
     return torch.from_numpy(np.ascontiguousarray(gguf.quants.dequantize(rows, number)))
