@@ -88,7 +88,7 @@ class Engine:
         model: the model; never changed.
         kv_dtype: of the caches, torch.float32 or torch.bfloat16.
         prefill_chunk: prompt tokens per forward; bounds the memory of a long prompt, not its
-            result. 128 to 512 are equally fast where it was measured (docs/log.md), more are slower.
+            result. 128 to 512 are equally fast where it was measured (docs/log.md), more are not.
     """
 
     def __init__(

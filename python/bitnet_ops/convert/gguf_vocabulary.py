@@ -10,10 +10,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from tokenizers import Tokenizer
 
 from bitnet_ops.config import ModelConfig
 from bitnet_ops.convert.errors import ConvertError, refuse
@@ -27,6 +26,9 @@ from bitnet_ops.convert.gguf_tokenizer import (
     USER_DEFINED,
     tokenizer_files,
 )
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 Keys = dict[str, tuple[str, Any]]  # as gguf.Writer takes them
 _REMEDY = "export with --no-tokenizer; the file then takes token ids alone"
@@ -51,6 +53,8 @@ def vocabulary_keys(folder: Path, model: ModelConfig) -> tuple[Keys, list[str]]:
         return {"tokenizer.ggml.model": ("string", "no_vocab")}, [
             "no tokenizer.json: no vocabulary"
         ]
+    from tokenizers import Tokenizer
+
     try:
         original = Tokenizer.from_file(str(file))
         stored = json.loads(original.to_str())
@@ -198,6 +202,8 @@ def _sentencepiece(stored: Mapping[str, Any], keys: Keys) -> Iterator[Keys]:
 
 def _expresses(keys: Keys, original: Tokenizer, model: ModelConfig) -> bool:
     """Whether a tokenizer rebuilt from `keys` gives the original's ids on every probe."""
+    from tokenizers import Tokenizer
+
     metadata = {
         name: np.array(value) if kind in ("[int32]", "[float32]") else value
         for name, (kind, value) in keys.items()
