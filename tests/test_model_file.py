@@ -18,6 +18,7 @@ from bitnet_ops.convert.command import add_arguments, run
 from bitnet_ops.formats.sglbitnt import Reader, SglbitntError
 from bitnet_ops.kv_cache import KVCache
 from bitnet_ops.language_model import LanguageModel
+from hf_families import CASES
 from hf_writer import FAMILIES
 from isa_control import torch_threads
 
@@ -87,6 +88,21 @@ def test_the_cache_keeps_versions_and_contents_apart(
     for version in (1, 2, 1, 2):
         assert torch.equal(logits(load(models[version], cache=tmp_path)), expected)
     assert len(list(tmp_path.glob("*.prepared"))) == 2
+
+
+def test_group_scales_through_every_layout_and_the_cache(tmp_path: Path) -> None:
+    """The values of a matrix with several scales are another test's business (test_families.py)."""
+    source = hf_writer.write_checkpoint(tmp_path / "source", CASES["trilm-blocks"].family)
+    convert(source, tmp_path / "out")
+    with Reader(tmp_path / "out" / "model.bin") as reader:
+        kinds = {info.scale_kind for info in reader.tensors.values()}
+    assert "group" in kinds
+    expected = logits(load(tmp_path / "out", weight_format="canonical"))
+    for weight_format in ("2bit", "1.6bit"):
+        for _ in range(2):  # the second time from the cache
+            lm = load(tmp_path / "out", weight_format=weight_format, cache=tmp_path / "cache")
+            assert torch.equal(logits(lm), expected)
+    assert len(list((tmp_path / "cache").glob("*.prepared"))) == 2
 
 
 @pytest.mark.parametrize(
