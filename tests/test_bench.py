@@ -186,14 +186,24 @@ class SyntheticPeak:
         return Run(lambda _: None), 1_000_000
 
 
+CALL_S = 3e-6
+
+
 def measure_synthetic(
     monkeypatch: pytest.MonkeyPatch, case: cases.Case, *samples: Sequence[float], quiet: bool = True
 ) -> rows.Row:
-    """rows.measure with these samples of kernel, read pass, peak loop; kernel, rival."""
-    answers = iter([list(samples[:3]), list(samples[3:])])
+    """rows.measure with these samples of kernel, read pass, peak loop; kernel, rival.
+
+    Every op's samples are taken 3 us longer than given: the time of a call.
+    """
+    kernel, read, peak = ([s + CALL_S for s in taken] for taken in samples[:3])
+    call = [CALL_S] * len(kernel)
+    first = [kernel, call, peak, read] if case.integer else [kernel, call, read]
+    answers = iter([first, list(samples[3:])])
 
     def interleave(runs: Sequence[Run], budget: Budget) -> harness.Rounds:
-        chosen = next(answers)[: len(runs)]
+        chosen = next(answers)
+        assert len(chosen) == len(runs)
         return harness.Rounds([list(s) for s in chosen], [quiet] * len(chosen[0]))
 
     monkeypatch.setattr(rows, "interleave", interleave)
@@ -207,10 +217,11 @@ def test_row_of_a_memory_bound_case(monkeypatch: pytest.MonkeyPatch) -> None:
     row = measure_synthetic(
         monkeypatch, synthetic_case(), [62.5e-6] * 3, [100e-6] * 3, [10e-6] * 3, [62.5e-6], [5e-4]
     )
-    assert row["time_us"] == {"median": 62.5, "p10": 62.5, "p90": 62.5}
+    assert row["time_us"] == {"median": 65.5, "p10": 65.5, "p90": 65.5}
+    assert row["call_us"] == 3
     assert (row["limit"], row["limit_value"], row["limit_unit"]) == ("read", 20, "GB/s")
     assert row["ratio"] == {"median": 0.8, "p10": 0.8, "p90": 0.8}
-    assert (row["gb_s"], row["gmac_s"]) == (16, 64)
+    assert (row["gb_s"], row["gmac_s"]) == (15.267, 61.069)
     assert row["limits"]["int8_peak"]["value"] == 100
     assert row["limits"]["int8_peak"]["allowed_us"]["median"] == 40
     assert row["limits"]["int8_peak"]["ratio"]["median"] == 0.64

@@ -118,6 +118,7 @@ ROW_FIELDS: dict[str, type | tuple[type, ...]] = {
     "rounds": int,
     "quiet_rounds": int,
     "time_us": dict,
+    "call_us": NUMBER,
     "gb_s": NUMBER,
     "gmac_s": NUMBER,
     "limit": str,

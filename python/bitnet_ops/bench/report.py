@@ -121,7 +121,7 @@ def header_lines(report: Report) -> list[str]:
         f"({'unknown' if share is None else f'{share:.0%}'} of it backed)",
         f"load average {'unknown' if load is None else load[0]}; core-to-core round trip "
         f"{'not measured' if latency is None else f'{latency:g} ns'}; an empty op call takes "
-        f"{env['op_call_us']:g} us, which every time below contains",
+        f"{env['op_call_us']:g} us: times contain it, shares of a limit do not",
     ]
     for limit in report["limits"]:
         lines.append(
