@@ -20,6 +20,7 @@ from bitnet_ops.cli import main
 from bitnet_ops.convert import ConvertError, convert
 from bitnet_ops.convert.compare import MIN_TOP1
 from bitnet_ops.convert.quantize import quantize
+from bitnet_ops.convert.verify_command import verify
 from bitnet_ops.formats.sglbitnt import Reader
 from bitnet_ops.kv_cache import KVCache
 from bitnet_ops.language_model import load
@@ -80,6 +81,11 @@ def test_verify_has_an_oracle_for_it(measured):
         assert proof["why_not_transformers"]
 
 
+def test_verify_later_on(measured):
+    """`bitnet-ops verify FILE SOURCE`: the file says enough to read its source once more."""
+    assert verify(measured.result, measured.source)["verification"]["passed"]
+
+
 @torch.inference_mode()
 def test_every_way_of_running_it_is_the_same_bit_for_bit(measured):
     """Prefill, token by token, composed ops, and beside another sequence."""
@@ -97,6 +103,20 @@ def test_every_way_of_running_it_is_the_same_bit_for_bit(measured):
     model.fused_step = True
     alone = model(ids[:1], KVCache(model.config, 1, 9, torch.float32))
     assert torch.equal(alone, expected[:1])
+
+
+@torch.inference_mode()
+def test_bfloat16_activations(measured):
+    """The composed parts in bfloat16: still one result for every way, and near the float32 one."""
+    model = load(measured.result, dtype=torch.bfloat16, head_format="stored").model
+    ids, _ = forward_fp64.clear_prompt_of(measured.family.name, measured.family)
+    caches = [KVCache(model.config, 1, len(ids), torch.float32) for _ in range(2)]
+    logits = model(torch.tensor([ids]), caches[0])[0]
+    steps = [model(torch.tensor([[i]]), caches[1])[0] for i in ids]
+    assert torch.equal(torch.cat(steps), logits)
+    exact, _ = forward_fp64.forward(measured.family, measured.network, ids)
+    assert table.relative(logits, exact) < 0.25  # bfloat16 moves a fifth of all codes by a step
+    assert (logits - exact).square().mean() < 0.01 * exact.square().mean()
 
 
 @torch.inference_mode()
