@@ -166,6 +166,7 @@ def test_trilm_reports_what_rounding_the_activations_costs(measured):
         return
     assert 0 < cost["relative_logit_difference"] < 0.1
     assert cost["top1_agreement"] > 0.9
+    assert any("with the source's floating activations" in x for x in measured.report.lines())
 
 
 @pytest.mark.parametrize("name", ["1bitllm-3b", "subln-smollm2", "qwen3-embedding"])

@@ -118,7 +118,8 @@ def table_lines(rows: list[dict[str, Any]]) -> list[str]:
 
 def proof_line(proof: dict[str, Any]) -> str:
     """A verification in one sentence."""
-    figures = proof["logits"]
+    figures, floating = proof["logits"], proof.get("floating_activations")
+    source = "" if floating is None else _source_arithmetic(floating)
     return (
         f"verified against {proof['oracle']}: {proof['weights_different']} of {proof['weights']:,} "
         f"weights differ; {figures['tokens']} tokens: largest logit difference "
@@ -126,7 +127,16 @@ def proof_line(proof: dict[str, Any]) -> str:
         f"the largest), top-1 {100 * figures['top1_agreement']:.1f} %, loss "
         f"{figures['loss_ours']:.4f} against {figures['loss_reference']:.4f} (perplexity "
         f"{figures['perplexity_ours']:.3f} against {figures['perplexity_reference']:.3f}) on the "
-        f"{proof['text']}"
+        f"{proof['text']}{source}"
+    )
+
+
+def _source_arithmetic(figures: dict[str, Any]) -> str:
+    """What rounding the activations costs where the source leaves them floating."""
+    return (
+        f"; with the source's floating activations: largest logit difference "
+        f"{figures['relative_logit_difference']:.2g} of the largest, top-1 "
+        f"{100 * figures['top1_agreement']:.1f} %, loss {figures['loss_reference']:.4f}"
     )
 
 
