@@ -21,6 +21,8 @@ import forward_fp64
 import hf_writer
 from bitnet_ops.cli import main
 from bitnet_ops.convert import ConvertError, convert
+from bitnet_ops.convert.proof import tensor_table
+from bitnet_ops.convert.report import table_lines
 from bitnet_ops.convert.verify_command import verify
 from bitnet_ops.formats.sglbitnt import Reader, SglbitntError, Writer
 from bitnet_ops.formats.sglbitnt_config import replace_config
@@ -97,6 +99,17 @@ def test_every_tensor_has_its_zeros_scale_and_hash(proved):
             codes, scale = forward_fp64.ternary(value, False)
             assert row["zero_share"] == pytest.approx((codes == 0).double().mean().item())
             assert row["scale"] == pytest.approx(scale, rel=1e-6)
+
+
+def test_several_scales_show_their_range(tmp_path):
+    weight = torch.full((3, 64), 0b01100001, dtype=torch.uint8)
+    scales = torch.tensor([[0.5, 1.0], [2.0, 0.25], [1.0, 1.0]])
+    with Writer(tmp_path / "a.bin", {"k": 1}, 1) as writer:
+        writer.add_packed("w", weight, scales, in_features=256, group_size=128)
+    (row,) = tensor_table(tmp_path / "a.bin")
+    assert row["scale"] is None
+    assert row["scales"] == {"shape": [3, 2], "min": 0.25, "max": 2.0}
+    assert "0.25..2" in table_lines([row])[1]
 
 
 def test_figures_lie_in_the_file_and_inspect_shows_them(proved, capsys):

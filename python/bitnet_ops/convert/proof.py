@@ -56,6 +56,8 @@ def tensor_table(path: Path) -> list[dict[str, Any]]:
     rows = []
     for row in inspect(path)["tensors"]:
         values = {key: row[key] for key in ("name", "format", "shape", "scale", "sha256")}
+        if row["scales"] is not None:  # one per row or group: shape, smallest and largest
+            values["scales"] = row["scales"]
         if row["zero"] is not None:
             values["zero_share"] = row["zero"] / max(row["minus"] + row["zero"] + row["plus"], 1)
         rows.append(values)

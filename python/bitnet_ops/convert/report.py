@@ -110,6 +110,8 @@ def table_lines(rows: list[dict[str, Any]]) -> list[str]:
     for row in rows:
         zeros = f"{100 * row['zero_share']:5.1f} %" if "zero_share" in row else " " * 7
         scale = "" if row["scale"] is None else f"{row['scale']:.6g}"
+        if several := row.get("scales"):
+            scale = f"{several['min']:.3g}..{several['max']:.3g}"
         lines.append(
             f"{row['name']:{width}}  {row['format']:9} {zeros}  {scale:11}  {row['sha256'][:16]}"
         )
