@@ -45,7 +45,8 @@ def proved(tmp_path_factory):
     folder = tmp_path_factory.mktemp("proved")
     source = hf_writer.write_checkpoint(folder / "source", FAMILY)
     (folder / "text.txt").write_text(TEXT)
-    report = convert(source, folder / "out", verify=True, text=folder / "text.txt")
+    with torch_threads(1):
+        report = convert(source, folder / "out", verify=True, text=folder / "text.txt")
     return source, folder / "out", folder / "text.txt", report
 
 
@@ -195,7 +196,13 @@ def test_verify_later_on(proved, capsys):
     source, out, text, report = proved
     before = sha256(out / "model.bin")
     result = verify(out / "model.bin", source, text=text)
-    assert result["verification"] == report.verification
+    again = result["verification"]
+    assert again.keys() == report.verification.keys()
+    for name, figure in report.verification.items():
+        if isinstance(figure, float):  # the oracle's own sums depend on where its operands lie
+            assert again[name] == pytest.approx(figure, rel=1e-3, abs=1e-5), name
+        else:
+            assert again[name] == figure, name
     assert result["sha256"] == before == sha256(out / "model.bin")
     assert main(["verify", str(out), str(source), "--text", str(text)]) == 0
     printed = capsys.readouterr().out
