@@ -118,5 +118,8 @@ CASES = {
         Case("13", "TriLM with several scales in a matrix", "llama whose values are -s, 0, s",
              _family("llama-bitlinear", "trilm-blocks", dense_ternary=True, quantized=False,
                      dtype="float16", scale_blocks=True)),
+        Case("14", "PrismML Ternary-Bonsai, unpacked", "qwen3, -s, 0, s in groups of 128",
+             _family("llama-bitlinear", "bonsai", **{**_QWEN3, "hidden": 256, "inter": 384},
+                     dense_ternary=True, quantized=False, dtype="float16", scale_groups=True)),
     )
 }  # fmt: skip

@@ -48,6 +48,7 @@ class Family:
     sub_eps: float | None = None  # None: eps
     dense_ternary: bool = False  # weights stored as floating code * scale
     scale_blocks: bool = False  # several scales: by halves of o_proj's rows and down_proj's columns
+    scale_groups: bool = False  # a scale for every 128 weights of a row
     architecture: str | None = None
     config_extra: dict = field(default_factory=dict)
     act: str = ""
@@ -239,12 +240,15 @@ def state_dict(family, network):
 
 
 def dense_scales(family, name, projection):
-    """The scale of every weight [N, K] of a dense ternary matrix; doubled in one half of some."""
+    """The scale of every weight [N, K] of a dense ternary matrix."""
     scales = np.full(projection["codes"].shape, projection["stored_scale"])
     if family.scale_blocks and name.endswith("o_proj"):
         scales[len(scales) // 2 :] *= 2
     if family.scale_blocks and name.endswith("down_proj"):
         scales[:, scales.shape[1] // 2 :] *= 2
+    if family.scale_groups:
+        rows, columns = np.indices(scales.shape)
+        scales *= 2.0 ** ((rows + columns // 128) % 3 - 1)  # powers of 2 stay exact in float16
     return scales
 
 

@@ -149,6 +149,7 @@ REMARKS = {
     "subln-smollm2": "config.json does not state its epsilon",
     "trilm": "without activation quantisation",
     "trilm-blocks": "without activation quantisation",
+    "bonsai": "without activation quantisation",
     "qwen3-embedding": "embedding model",
 }
 
