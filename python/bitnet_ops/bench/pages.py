@@ -27,8 +27,11 @@ that nobody else used. Figures are medians; ratios are paired with their limit i
 - **share of reading**: the time to read the same bytes, in the form of reading that is the fastest
   on the machine, divided by the time taken. 1.00 cannot be exceeded from memory.
 - **share of int8 peak**: likewise for the multiply-adds of a loop that only multiplies.
+- Times are those of calls from Python; shares compare the work without the call.
 - **hot**: operands are in a cache; **cold**: they come from memory, cycled over 512 MiB.
 - **ping-pong**: round trip of a cache line between two cores; it tells where a hypervisor put them.
+
+Goals that are missed, with the reasons: [missed-goals.md](missed-goals.md).
 """
 
 
