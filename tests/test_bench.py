@@ -198,7 +198,7 @@ def measure_synthetic(
     """
     kernel, read, peak = ([s + CALL_S for s in taken] for taken in samples[:3])
     call = [CALL_S] * len(kernel)
-    first = [kernel, call, peak, read] if case.integer else [kernel, call, read]
+    first = [kernel, call, read, peak] if case.integer else [kernel, call, read]
     answers = iter([first, list(samples[3:])])
 
     def interleave(runs: Sequence[Run], budget: Budget) -> harness.Rounds:

@@ -57,7 +57,7 @@ class Context:
         """One measurement; a wrong result is remembered."""
         bulk = self.bulk(threads)
         if plain:
-            bulk = dataclasses.replace(bulk, form=PLAIN, forms={})
+            bulk = dataclasses.replace(bulk, form=PLAIN)
         if not rivals:
             case = dataclasses.replace(case, rivals={})
         row = measure(case, bulk, Budget(self.seconds), Budget(self.seconds / 2, min_rounds=3))

@@ -102,16 +102,14 @@ def measure(case: Case, bulk: Bulk, budget: Budget, rival_budget: Budget) -> Row
     correct = case.check()
     has_peak = case.integer and case.macs > 0
     loop, probed_macs = bulk.peak.run(case.macs)
-    # The best form for one size is not always that for another.
-    forms = [PLAIN] if case.read.warm else list(bulk.forms) or [bulk.form]
-    runs = [case.run, empty_call(case.read.warm), *([loop] if has_peak else [])]
-    rounds = interleave([*runs, *(case.read.run(form) for form in forms)], budget)
+    form = PLAIN if case.read.warm else bulk.form
+    runs = [case.run, empty_call(case.read.warm), case.read.run(form)]
+    rounds = interleave([*runs, *([loop] if has_peak else [])], budget)
     called_s, call_s, *limits_s = rounds.usable()
-    kernel_s, *limits_s = (without_call(s, call_s) for s in (called_s, *limits_s))
-    read_s = min(limits_s[has_peak:], key=lambda samples: summarize(samples).median)
+    kernel_s, read_s, *peak_s = (without_call(s, call_s) for s in (called_s, *limits_s))
     limits = [limit_samples("read", "GB/s", case.bytes, case.read.probed_bytes, read_s)]
     if has_peak:
-        limits.append(limit_samples("int8_peak", "GMAC/s", case.macs, probed_macs, limits_s[0]))
+        limits.append(limit_samples("int8_peak", "GMAC/s", case.macs, probed_macs, peak_s[0]))
     limit = binding(limits)
     ratio = summarize(paired_ratios(limit.allowed_s, kernel_s))
     time = summarize(called_s)
