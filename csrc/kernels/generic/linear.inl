@@ -169,10 +169,11 @@ void ternary_gemm(const uint8_t* weight, int64_t row_bytes, int64_t row_begin, i
   const int64_t rows = row_end - row_begin;
   if (tokens == 1) {
     if constexpr (kGemvStreams) {
-      return rows_in_streams<kGemvRows>(w, row_bytes, rows, x, *x_sum, prefetch_bytes, out);
+      rows_in_streams<kGemvRows>(w, row_bytes, rows, x, *x_sum, prefetch_bytes, out);
+    } else {
+      rows_at_tokens<kGemvRows, 1>(w, row_bytes, rows, x, x_stride, x_sum, prefetch_bytes, out,
+                                   out_stride);
     }
-    rows_at_tokens<kGemvRows, 1>(w, row_bytes, rows, x, x_stride, x_sum, prefetch_bytes, out,
-                                 out_stride);
     return;
   }
   for (int64_t t = 0; t < tokens; t += kTokenBlock) {

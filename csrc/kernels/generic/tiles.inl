@@ -329,8 +329,11 @@ void tiles_panel(const TileJob& job) {
 template <class D1, class DN, class DP>
 void any_tile_gemm(const TileJob& job) {
   if (job.tokens == 1) {
-    if constexpr (kTileStreams > 0) return tiles_in_streams<D1, kTileStreams>(job);
-    return tiles_direct<D1, 1>(job, 0);
+    if constexpr (kTileStreams > 0) {
+      return tiles_in_streams<D1, kTileStreams>(job);
+    } else {
+      return tiles_direct<D1, 1>(job, 0);
+    }
   }
   if constexpr (kPanelFrom > 0) {
     if (job.tokens >= kPanelFrom) return tiles_panel<DP>(job);
