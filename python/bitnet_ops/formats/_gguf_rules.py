@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from bitnet_ops.formats.coded_error import CodedError
+
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)  # 3 differs from 2 by allowing big-endian files, which are refused here
 DEFAULT_ALIGNMENT = 32
@@ -21,19 +23,11 @@ MAX_ELEMENTS = 1 << 40
 MAX_ARRAY_BYTES = 1 << 28  # of one metadata value; the largest vocabularies take a few MB
 
 
-class GgufError(ValueError):
+class GgufError(CodedError):
     """A file that is no GGUF this package reads, or an argument the writer refuses.
 
     `code` is the rule's short name, for tests and scripts; the message is one line for people.
     """
-
-    def __init__(self, code: str, message: str) -> None:
-        super().__init__(code, message)
-        self.code = code
-        self.message = message
-
-    def __str__(self) -> str:
-        return f"{self.message} [{self.code}]"
 
 
 @dataclass(frozen=True)

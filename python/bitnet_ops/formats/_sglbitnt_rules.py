@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import torch
 
 from bitnet_ops import _runtime
+from bitnet_ops.formats.coded_error import CodedError
 
 MAGIC = b"SGLBITNT"
 VERSIONS = (1, 2)
@@ -31,19 +32,11 @@ PRIVATE_VERSION = 1  # of the block "bitnet_ops" in the config
 DTYPES = {torch.uint8: 0, torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}
 
 
-class SglbitntError(ValueError):
+class SglbitntError(CodedError):
     """A file or an argument that breaks a rule of FORMAT.md.
 
     `code`: the rule's short name as FORMAT.md lists it, e.g. "truncated" or "scale_value".
     """
-
-    def __init__(self, code: str, message: str) -> None:
-        super().__init__(code, message)
-        self.code = code
-        self.message = message
-
-    def __str__(self) -> str:
-        return f"{self.message} [{self.code}]"
 
 
 @contextlib.contextmanager
