@@ -39,7 +39,8 @@ sys.exit(not os.path.exists(os.path.join(s.get_path("include"), "Python.h")))' |
     missing "the C++ compiler (${cxx[*]}) cannot compile C++20" g++ gcc-c++
 }
 
-# Everything that an edit of makes a new build necessary; Python files are read from the tree.
+# Everything that an edit of makes a new build necessary; Python files are read from the tree, where
+# the editable install looks for those that were there when it was made: their names count.
 build_hash() {
   (cd "$ROOT" && {
     echo "$ROOT"
@@ -47,6 +48,7 @@ build_hash() {
     "$VENV/bin/python" -c 'import importlib.metadata as m; print(m.version("torch"))'
     find pyproject.toml CMakeLists.txt cmake build_backend csrc -type f -not -name '*.pyc' -print0 |
       LC_ALL=C sort -z | xargs -0 sha256sum
+    find python -name '*.py' | LC_ALL=C sort
   }) | sha256sum | cut -d' ' -f1
 }
 

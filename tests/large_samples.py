@@ -10,16 +10,18 @@ from typing import Any
 
 import torch
 
-from op_samples import (
-    Sample,
-    activations,
+from op_arguments import (
     attention_arguments,
     cache_arguments,
     decode_step_arguments,
-    gain,
     head_arguments,
-    int8_values,
     mlp_arguments,
+)
+from op_samples import Sample
+from op_values import (
+    activations,
+    gain,
+    int8_values,
     positive,
     private,
     quantized_head,

@@ -13,7 +13,8 @@ from torch import Tensor
 from bitnet_ops import ops
 from bounds import EXP_ERROR, U, assert_equal, storing_error, sum_error
 from isa_control import every_configuration, forced_isa, torch_threads
-from op_samples import Arguments, attention_arguments
+from op_arguments import attention_arguments
+from op_values import Arguments
 
 CHUNK = 64  # positions, as kernel_table.h defines the arithmetic
 # Around 16 lanes, around one, two and four chunks, and far beyond.

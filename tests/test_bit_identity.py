@@ -17,18 +17,9 @@ from bitnet_ops import ops
 from bounds import assert_equal
 from isa_control import every_configuration, forced_isa, torch_threads
 from large_samples import LARGE
-from op_samples import (
-    COMPARABLE_SAMPLES,
-    FLOATS,
-    Sample,
-    activations,
-    attention_arguments,
-    gain,
-    mlp_arguments,
-    positive,
-    random_packed,
-    results,
-)
+from op_arguments import attention_arguments, mlp_arguments
+from op_samples import COMPARABLE_SAMPLES, Sample, results
+from op_values import FLOATS, activations, gain, positive, random_packed
 
 
 def _run(sample: Sample) -> list[Tensor]:

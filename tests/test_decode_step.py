@@ -23,7 +23,8 @@ from bitnet_ops.kv_cache import KVCache
 from bitnet_ops.models import Decoder
 from bounds import assert_equal
 from isa_control import every_configuration, torch_threads
-from op_samples import decode_step_arguments, strided
+from op_arguments import decode_step_arguments
+from op_values import strided
 from tiny_models import NAMES, SMALL, random_ids, tiny_model
 
 DTYPES = (torch.float32, torch.bfloat16)

@@ -15,7 +15,8 @@ from torch import Tensor
 from bitnet_ops import ops
 from bounds import assert_equal
 from isa_control import every_configuration
-from op_samples import FLOATS, activations, gain, mlp_arguments, positive, random_packed
+from op_arguments import mlp_arguments
+from op_values import FLOATS, activations, gain, positive, random_packed
 
 # Leading dimensions: one token, a vector, several tokens, a batch, none.
 LEADING = [(1,), (), (7,), (2, 3), (0,)]

@@ -18,7 +18,7 @@ from bitnet_ops.head import HEAD_FORMATS, HeadWeight
 from bitnet_ops.kv_cache import KVCache
 from bounds import U, assert_equal, assert_within
 from hf_writer import make_network
-from op_samples import activations
+from op_values import activations
 from tiny_models import SMALL, random_ids, tensors_of, tiny_model
 
 QUANTISED = [("int8", 128), ("int4", 64), ("int4", 128)]

@@ -29,7 +29,8 @@ from golden import (
     golden_codes,
 )
 from isa_control import every_configuration
-from op_samples import activations, int8_values, mlp_arguments, positive, random_codes
+from op_arguments import mlp_arguments
+from op_values import activations, int8_values, positive, random_codes
 from test_fused import composed_mlp, composed_qkv
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from bitnet_ops import ops
 from bounds import assert_equal
 from isa_control import every_configuration, forced_isa, torch_threads
-from op_samples import int8_values, pack_codes, random_codes
+from op_values import int8_values, pack_codes, random_codes
 
 # Around the sizes of a field, a block and two blocks; then the widths of real models; then the
 # largest promised, and 8192 and beyond, where an earlier kernel changed layout and overflowed.

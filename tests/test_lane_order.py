@@ -12,7 +12,8 @@ import torch
 import lane_order
 from bitnet_ops import ops, reference
 from bounds import assert_equal
-from op_samples import activations, gain, mlp_arguments, positive, random_packed
+from op_arguments import mlp_arguments
+from op_values import activations, gain, positive, random_packed
 
 # Without a wide long double the emulation itself would be wrong; x86, where the SIMD kernels of
 # this project run natively, has one.

@@ -26,7 +26,8 @@ from bounds import (
     rms_norm_error,
     sum_error,
 )
-from op_samples import activations, attention_arguments, gain, pack_codes, positive, random_codes
+from op_arguments import attention_arguments
+from op_values import activations, gain, pack_codes, positive, random_codes
 
 
 @pytest.fixture(params=[ops, reference], ids=["ops", "reference"])

@@ -16,18 +16,8 @@ from bitnet_ops import ops, reference
 from bounds import assert_agrees
 from isa_control import torch_threads
 from large_samples import LARGE
-from op_samples import (
-    ALL_SAMPLES,
-    CACHE_DTYPES,
-    COMPARABLE_SAMPLES,
-    FLOATS,
-    MUTATED,
-    SAMPLES,
-    Sample,
-    activations,
-    gain,
-    results,
-)
+from op_samples import ALL_SAMPLES, COMPARABLE_SAMPLES, MUTATED, SAMPLES, Sample, results
+from op_values import CACHE_DTYPES, FLOATS, activations, gain
 
 CATALOGUE = [
     "pack", "unpack", "prepack", "unprepack", "quantize_weights", "quantize_activations",

@@ -18,7 +18,7 @@ from torch import Tensor
 from bitnet_ops import _runtime, ops
 from bounds import assert_equal
 from isa_control import every_configuration
-from op_samples import FORMATS, int8_values, pack_codes, positive, random_codes, random_packed
+from op_values import FORMATS, int8_values, pack_codes, positive, random_codes, random_packed
 
 _FORMAT_PAGE = Path(__file__).parent.parent / "FORMAT.md"
 

@@ -18,7 +18,8 @@ from torch import Tensor
 from bitnet_ops import ops, reference
 from bounds import assert_equal, assert_within, attention_bound
 from isa_control import ISAS, forced_isa, torch_threads
-from op_samples import attention_arguments, int8_values, pack_codes, positive, random_codes
+from op_arguments import attention_arguments
+from op_values import int8_values, pack_codes, positive, random_codes
 
 FLOATS = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 SEEDS = st.integers(0, 2**32 - 1)

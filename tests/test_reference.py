@@ -11,7 +11,7 @@ import torch
 from bitnet_ops import reference
 from bounds import assert_equal
 from golden import DOT_PRODUCT, I2S_A_HEX, golden_activations, golden_codes
-from op_samples import pack_codes
+from op_values import pack_codes
 
 
 def test_pack_gives_the_golden_bytes() -> None:

@@ -26,7 +26,7 @@ from torch import Tensor
 from bitnet_ops import _runtime, ops
 from bounds import assert_equal
 from isa_control import torch_threads
-from op_samples import activations, positive
+from op_values import activations, positive
 from stack_of_layers import Stack, make_stack, random_bytes
 
 

@@ -1,0 +1,36 @@
+"""Wrappers of the probes: what memory and the integer units of this machine can do at best.
+
+Benchmarks divide by them. They must not be of use to a model.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor
+
+_ops = torch.ops.bitnet
+
+_PROBE_READ = _ops._probe_read.default
+_PROBE_INT8_PEAK = _ops._probe_int8_peak.default
+
+
+def _probe_read(buffer: Tensor, streams: int = 1, distance: int = 0) -> Tensor:
+    """Read a uint8 buffer once: the bandwidth limit of benchmarks.
+
+    Whole pages of 4096 bytes are read, by every thread as 1, 2 or 4 sequential streams, each
+    prefetched by software `distance` bytes ahead (0: not at all). Which form is the fastest differs
+    between CPUs. Returns int64 [1], a checksum that depends on every byte read, so that no compiler
+    may leave one out.
+    """
+    return cast(Tensor, _PROBE_READ(buffer, streams, distance))
+
+
+def _probe_int8_peak(seed: Tensor, iterations: int) -> Tensor:
+    """Run the ISA's int8 dot product out of registers: the compute limit of benchmarks.
+
+    seed is a uint8 tensor that only carries the device. Returns int64 [1], the multiply-adds
+    executed by all threads.
+    """
+    return cast(Tensor, _PROBE_INT8_PEAK(seed, iterations))

@@ -1,0 +1,134 @@
+"""Wrappers of the ops on rows of activations: norms, gated products, rotary embedding.
+
+Conventions and errors are those of bitnet_ops.ops, which exports them. It must not know weights
+of linears.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from bitnet_ops._grad import refuse_grad as _refuse_grad
+
+_ops = torch.ops.bitnet
+
+_RMS_NORM = _ops.rms_norm.default
+_ADD_RMS_NORM = _ops.add_rms_norm.default
+_RELU2_MUL = _ops.relu2_mul.default
+_SILU_AND_MUL = _ops.silu_and_mul.default
+_ROPE_TABLE = _ops.rope_table.default
+_ROPE = _ops.rope.default
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Root-mean-square norm: `round(x * (1 / sqrt(mean(x^2) + eps))) * weight`.
+
+    The normalised value is computed in float32, rounded to x.dtype, THEN multiplied by the gain.
+
+    Args:
+        x: F [..., K].
+        weight: F [K], the gain.
+        eps: added to the mean square.
+    Returns:
+        x.dtype [..., K].
+    Raises:
+        RuntimeError: a wrong dtype or shape, K = 0, a negative or non-finite eps.
+    Source: Zhang and Sennrich 2019 (arXiv 1910.07467); transformers BitNetRMSNorm.
+    """
+    if torch.is_grad_enabled():
+        _refuse_grad("rms_norm", x=x, weight=weight)
+    return cast(Tensor, _RMS_NORM(x, weight, eps))
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Add the residual stream, then normalise the sum.
+
+    `residual_out = round(x + residual)`, `y = rms_norm(residual_out, weight, eps)`.
+
+    Args:
+        x, residual: F [..., K], of one dtype and shape.
+        weight: F [K], the gain.
+        eps: as `rms_norm`.
+    Returns:
+        (y, residual_out), both x.dtype [..., K], both fresh tensors.
+    Raises:
+        RuntimeError: as `rms_norm`; x and residual that differ in dtype or shape.
+    Source: as `rms_norm`.
+    """
+    if torch.is_grad_enabled():
+        _refuse_grad("add_rms_norm", x=x, residual=residual, weight=weight)
+    return cast("tuple[Tensor, Tensor]", _ADD_RMS_NORM(x, residual, weight, eps))
+
+
+def relu2_mul(gate: Tensor, up: Tensor) -> Tensor:
+    """Squared ReLU of the gate times up: `max(gate, 0)^2 * up`, in float32, rounded once.
+
+    Args:
+        gate, up: float32 or bfloat16 [..., K], of one dtype and shape.
+    Returns:
+        gate.dtype [..., K].
+    Raises:
+        RuntimeError: shapes or dtypes that differ; float16, because a healthy model reaches 1e7
+            here and float16 ends at 65504.
+    Source: So et al. 2021 "Primer" (arXiv 2109.08668); transformers BitNetMLP.
+    """
+    if torch.is_grad_enabled():
+        _refuse_grad("relu2_mul", gate=gate, up=up)
+    return cast(Tensor, _RELU2_MUL(gate, up))
+
+
+def silu_and_mul(x: Tensor) -> Tensor:
+    """SwiGLU product of a fused projection: `silu(x[..., :d]) * x[..., d:]`, in float32.
+
+    `silu(a) = a / (1 + exp(-a))`.
+
+    Args:
+        x: F [..., 2d].
+    Returns:
+        x.dtype [..., d].
+    Raises:
+        RuntimeError: a wrong dtype, no dimension, an odd last one.
+    Source: Shazeer 2020 (arXiv 2002.05202).
+    """
+    if torch.is_grad_enabled():
+        _refuse_grad("silu_and_mul", x=x)
+    return cast(Tensor, _SILU_AND_MUL(x))
+
+
+def rope_table(positions: Tensor, head_dim: int, theta: float) -> Tensor:
+    """Cosines and sines of rotary embeddings: angle `positions * theta^(-2i / head_dim)`.
+
+    Args:
+        positions: int64 [...], absolute token positions.
+        head_dim: D, even.
+        theta: base of the frequencies (config field rope_theta), > 0.
+    Returns:
+        float32 [..., D]: D/2 cosines, then D/2 sines. The angle is rounded to float32, as
+        transformers does.
+    Raises:
+        RuntimeError: another dtype, an odd head_dim, a theta that is not positive and finite.
+    Source: Su et al. 2021 (arXiv 2104.09864); transformers BitNetRotaryEmbedding.
+    """
+    return cast(Tensor, _ROPE_TABLE(positions, head_dim, theta))
+
+
+def rope(x: Tensor, cos_sin: Tensor) -> Tensor:
+    """Rotate heads by position, half-split ("NeoX"): `x * cos + (-x[D/2:], x[:D/2]) * sin`.
+
+    In float32 without fused multiply-add, rounded once.
+
+    Args:
+        x: F [..., H, D], queries or keys.
+        cos_sin: float32 [..., D] from `rope_table`, one row per token.
+    Returns:
+        x.dtype [..., H, D].
+    Raises:
+        RuntimeError: a wrong dtype, odd D, leading dimensions that differ.
+    Source: arXiv 2104.09864; transformers apply_rotary_pos_emb.
+    """
+    if torch.is_grad_enabled():
+        _refuse_grad("rope", x=x, cos_sin=cos_sin)
+    return cast(Tensor, _ROPE(x, cos_sin))

@@ -1,0 +1,246 @@
+"""Wrappers of the ops on ternary weights: packing, quantisation, products.
+
+Conventions and errors are those of bitnet_ops.ops, which exports them. It must not know what a
+model puts between two products.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from bitnet_ops._grad import refuse_grad as _refuse_grad
+
+_ops = torch.ops.bitnet
+
+# Bound once: looking an overload up on each call costs a quarter of a microsecond.
+_PACK = _ops.pack.default
+_UNPACK = _ops.unpack.default
+_PREPACK = _ops.prepack.default
+_UNPREPACK = _ops.unprepack.default
+_QUANTIZE_WEIGHTS = _ops.quantize_weights.default
+_QUANTIZE_ACTIVATIONS = _ops.quantize_activations.default
+_GEMV = _ops.gemv.default
+_GEMM = _ops.gemm.default
+_LINEAR = _ops.linear.default
+_GROUP_LINEAR = _ops.group_linear.default
+
+
+def pack(codes: Tensor) -> Tensor:
+    """Pack ternary weights into the canonical 2-bit layout (an SGLBITNT row, I2_S layout a).
+
+    Each row is cut into blocks of 128 weights, a block into 32 bytes; byte j of a block holds
+    `w[j] << 6 | w[j+32] << 4 | w[j+64] << 2 | w[j+96]` with w + 1 as the 2-bit code. Where K is
+    not a multiple of 128 the last block is padded with weight 0 (code 1).
+
+    Args:
+        codes: int8 [N, K], every value -1, 0 or 1.
+    Returns:
+        uint8 [N, 32 * ceil(K / 128)].
+    Raises:
+        RuntimeError: another dtype or rank, K = 0, a value outside {-1, 0, 1}.
+    Source: FORMAT.md, "packed layouts"; microsoft/BitNet src/ggml-bitnet-mad.cpp (I2_S).
+    """
+    return cast(Tensor, _PACK(codes))
+
+
+def unpack(weight: Tensor, in_features: int) -> Tensor:
+    """Unpack the canonical layout: the inverse of `pack`.
+
+    Args:
+        weight: uint8 [N, 32 * ceil(K / 128)], contiguous.
+        in_features: K, which the packed form does not record.
+    Returns:
+        int8 [N, K] of -1, 0, 1.
+    Raises:
+        RuntimeError: a width that does not fit K, a code 3, a padding code other than 1.
+    Source: as `pack`.
+    """
+    return cast(Tensor, _UNPACK(weight, in_features))
+
+
+def prepack(weight: Tensor, in_features: int, format: str) -> Tensor:
+    """Bring canonical weights into a private layout of the kernels that run now.
+
+    A private layout is what this CPU reads fastest. It is made when a model is loaded and never
+    stored in a model file; it depends on the instruction set in use (`_runtime.tile_lanes()` lanes
+    L) and fits no other: prepack again after forcing another one. gemv, gemm, linear, qkv_forward
+    and mlp_forward take it with `out_features`; their results do not change.
+
+    Args:
+        weight: uint8 [N, 32 * ceil(K / 128)], contiguous, codes 0, 1, 2.
+        in_features: K, at most 32768.
+        format: "2bit", 4 weights a byte, or "1.6bit", 5 weights a byte (more arithmetic for fewer
+            bytes: for CPUs whose memory is slow against their cores).
+    Returns:
+        uint8 [ceil(N / 4L), lines, 4L] for "2bit", [ceil(N / 5L), lines, L, 4] for "1.6bit", with
+        lines = 16 * ceil(K / 64).
+    Raises:
+        RuntimeError: as `unpack`; another format; K above 32768.
+    Source: FORMAT.md, "Private layouts".
+    """
+    return cast(Tensor, _PREPACK(weight, in_features, format))
+
+
+def unprepack(weight: Tensor, out_features: int, in_features: int) -> Tensor:
+    """Bring a private layout back to the canonical one: the inverse of `prepack`.
+
+    Args:
+        weight: as `prepack` returns it, for the kernels that run now.
+        out_features, in_features: N and K, which the padded form does not record.
+    Returns:
+        uint8 [N, 32 * ceil(K / 128)].
+    Raises:
+        RuntimeError: a shape that does not fit N, K or the instruction set; a code 3.
+    Source: as `prepack`.
+    """
+    return cast(Tensor, _UNPREPACK(weight, out_features, in_features))
+
+
+def quantize_weights(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Ternarise master weights by their mean magnitude (absmean), one scale per matrix.
+
+    `scale = max(mean(|W|), 1e-5)`, the mean accumulated in float64;
+    `codes = clamp(round_half_even(W * (1 / scale)), -1, 1)` in float32.
+
+    Args:
+        weight: F [N, K], finite.
+    Returns:
+        (codes int8 [N, K], scale float32 [1]); codes * scale approximates weight.
+    Raises:
+        RuntimeError: another dtype or rank, an empty matrix, a NaN or an infinity.
+    Source: "The Era of 1-bit LLMs" (arXiv 2402.17764); transformers WeightQuant.
+    """
+    if torch.is_grad_enabled():
+        _refuse_grad("quantize_weights", weight=weight)
+    return cast("tuple[Tensor, Tensor]", _QUANTIZE_WEIGHTS(weight))
+
+
+def quantize_activations(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantise activations to int8 with one scale per token (absmax over the last dimension).
+
+    In float32: `s = 127 * (1 / max(absmax(x), 1e-5))` (two roundings, as torch evaluates 127 / t),
+    `q = clamp(round_half_even(x * s), -128, 127)`, `scale = 1 / s`. A row with a NaN or an infinity
+    gives q = 0 and scale = NaN, so that the poison reaches its own results and no others.
+
+    Args:
+        x: F [..., K], any strides.
+    Returns:
+        (q int8 [..., K], scale float32 [...]); q * scale approximates x.
+    Raises:
+        RuntimeError: another dtype, no dimension, K = 0.
+    Source: arXiv 2402.17764; transformers ActQuant.
+    """
+    if torch.is_grad_enabled():
+        _refuse_grad("quantize_activations", x=x)
+    return cast("tuple[Tensor, Tensor]", _QUANTIZE_ACTIVATIONS(x))
+
+
+def gemv(
+    weight: Tensor,
+    x: Tensor,
+    x_scale: Tensor | None = None,
+    weight_scale: Tensor | None = None,
+    out_features: int | None = None,
+) -> Tensor:
+    """Ternary matrix times one int8 vector (M = 1): `y[n] = sum_k w[n, k] * x[k]`.
+
+    The sum is exact in int32. With both scales `y = float32(sum) * (weight_scale * x_scale)`.
+
+    Args:
+        weight: packed uint8 [N, 32 * ceil(K / 128)], contiguous, or a private layout (`prepack`).
+        x: int8 [K].
+        x_scale: float32 [] or [1], the token's scale; given together with weight_scale or not.
+        weight_scale: float32 [1], or [N] for one scale per row (fused projections).
+        out_features: N; needed with a private layout, whose rows are padded.
+    Returns:
+        int32 [N] without scales, float32 [N] with them.
+    Raises:
+        RuntimeError: a wrong dtype, shape or stride, exactly one scale.
+    Source: arXiv 2402.17764, section 2 (W1.58A8).
+    """
+    return cast(Tensor, _GEMV(weight, x, x_scale, weight_scale, out_features))
+
+
+def gemm(
+    weight: Tensor,
+    x: Tensor,
+    x_scale: Tensor | None = None,
+    weight_scale: Tensor | None = None,
+    out_features: int | None = None,
+) -> Tensor:
+    """Ternary matrix times M int8 vectors: `y[m, n] = sum_k w[n, k] * x[m, k]`.
+
+    Row m equals `gemv` of that row, bit for bit.
+
+    Args:
+        weight, out_features: as `gemv`.
+        x: int8 [M, K], M >= 0.
+        x_scale: float32 [M], one scale per token; given together with weight_scale or not.
+        weight_scale: float32 [1] or [N].
+    Returns:
+        int32 [M, N] without scales, float32 [M, N] with them.
+    Raises:
+        RuntimeError: a wrong dtype, shape or stride, exactly one scale.
+    Source: as `gemv`.
+    """
+    return cast(Tensor, _GEMM(weight, x, x_scale, weight_scale, out_features))
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    out_features: int | None = None,
+) -> Tensor:
+    """A BitNet linear: `quantize_activations`, `gemm` with both scales, plus bias, rounded once.
+
+    `y = round_F(float32(sum_k w * q) * (weight_scale * scale) + bias)`.
+
+    Args:
+        x: F [..., K], any strides and any number of leading dimensions.
+        weight, out_features: as `gemv`.
+        weight_scale: float32 [1] or [N].
+        bias: F [N], added in float32, or None.
+    Returns:
+        x.dtype [..., N]. A row of x with a NaN or an infinity gives a row of NaN.
+    Raises:
+        RuntimeError: a wrong dtype, shape or stride.
+    Source: arXiv 2402.17764; transformers BitLinear / AutoBitLinear.
+    """
+    if torch.is_grad_enabled():
+        _refuse_grad("linear", x=x, weight_scale=weight_scale, bias=bias)
+    return cast(Tensor, _LINEAR(x, weight, weight_scale, bias, out_features))
+
+
+def group_linear(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    out_features: int | None = None,
+) -> Tensor:
+    """A ternary linear with one scale for every 128 weights of a row (a group along K).
+
+    `y = round_F(sum_g(float32(sum over group g of w * q) * weight_scale[:, g]) * scale + bias)`:
+    the sum of a group is an exact integer, the groups are multiplied and added in float32 in
+    ascending order, each operation rounded.
+
+    Args:
+        x: F [..., K], any strides and any number of leading dimensions.
+        weight, out_features: as `gemv`.
+        weight_scale: float32 [N, ceil(K / 128)], contiguous.
+        bias: F [N], added in float32, or None.
+    Returns:
+        x.dtype [..., N]. A row of x with a NaN or an infinity gives a row of NaN.
+    Raises:
+        RuntimeError: a wrong dtype, shape or stride.
+    Source: Q2_0 of GGUF and its models (PrismML Ternary-Bonsai), which have 16-bit activations;
+        the 8-bit ones here are those of arXiv 2402.17764.
+    """
+    if torch.is_grad_enabled():
+        _refuse_grad("group_linear", x=x, weight_scale=weight_scale, bias=bias)
+    return cast(Tensor, _GROUP_LINEAR(x, weight, weight_scale, bias, out_features))
