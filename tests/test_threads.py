@@ -156,8 +156,10 @@ def test_onednn_in_another_thread(stack: Stack, expected: Tensor, rng: torch.Gen
     with torch_threads(2):
         other = threading.Thread(target=dense)
         other.start()
-        for _ in range(30):
+        steps = 0
+        while steps < 30 or (not wrong and other.is_alive()):  # on a busy machine it starts late
             assert_equal(stack.step(), expected)
+            steps += 1
         stop.set()
         other.join()
     assert wrong and not sum(wrong)
