@@ -71,8 +71,16 @@ class SyntheticMachine:
     def waited(self) -> int:
         return self.waiting
 
-    def interleave(self, runs: list[Run], budget: Budget) -> harness.Rounds:
-        return harness.interleave(runs, budget, self.clock, self.waited)
+    def interleave(
+        self, runs: list[Run], budget: Budget, probe: harness.SpeedProbe | None = None
+    ) -> harness.Rounds:
+        return harness.interleave(runs, budget, self.clock, self.waited, probe)
+
+    def probe(self, ns: Callable[[], int]) -> harness.SpeedProbe:
+        def loop() -> None:
+            self.now += ns()
+
+        return harness.SpeedProbe(loop, self.clock)
 
     def run(self, name: str, ns: Callable[[int], int], *, warm: bool = False) -> Run:
         def call(i: int) -> None:
@@ -147,6 +155,29 @@ def test_rounds_with_a_neighbour_are_left_out() -> None:
     assert stats.summarize(rounds.samples[0]).median == pytest.approx(5e-3)
 
 
+def test_rounds_of_slow_cpus_are_left_out() -> None:
+    # from the 40th millisecond on, a neighbour on the same core halves all speed for 60 ms
+    synthetic = SyntheticMachine()
+
+    def ns(work: int) -> int:
+        return work * (2 if 40 <= synthetic.now // 1_000_000 % 200 < 100 else 1)
+
+    run = synthetic.run("kernel", lambda i: ns(1_000_000))
+    probe = synthetic.probe(lambda: ns(200_000))
+    rounds = synthetic.interleave([run], Budget(0.4), probe)
+    assert not rounds.disturbed and len(rounds.speeds) == len(rounds.quiet) + 1
+    assert rounds.usable()[0] == pytest.approx([1e-3] * sum(rounds.quiet))
+    assert 0.5 < sum(rounds.quiet) / len(rounds.quiet) < 0.9
+    # what was taken for full speed is judged again when the probe gets to know better
+    halved = synthetic.run("kernel", lambda i: 2_000_000)
+    late = synthetic.probe(lambda: 400_000)
+    rounds = synthetic.interleave([halved], Budget(0.1), late)
+    assert all(rounds.quiet)
+    synthetic.interleave([synthetic.run("x", lambda i: 1_000)], Budget(0.0), probe)
+    rounds.probe = probe
+    assert not any(rounds.quiet) and rounds.disturbed
+
+
 def test_a_neighbour_in_every_round_is_reported_after_three_times_the_budget() -> None:
     synthetic = SyntheticMachine()
     rounds = synthetic.interleave([neighbour(synthetic, lambda i: True)], Budget(0.3))
@@ -182,6 +213,9 @@ def synthetic_case(**changes: Any) -> cases.Case:
 class SyntheticPeak:
     """Stands for PeakLimit: a million multiply-adds a call."""
 
+    def __init__(self) -> None:
+        self.speed = harness.SpeedProbe(lambda: None)
+
     def run(self, macs: int) -> tuple[Run, int]:
         return Run(lambda _: None), 1_000_000
 
@@ -201,13 +235,16 @@ def measure_synthetic(
     first = [kernel, call, read, peak] if case.integer else [kernel, call, read]
     answers = iter([first, list(samples[3:])])
 
-    def interleave(runs: Sequence[Run], budget: Budget) -> harness.Rounds:
+    def interleave(
+        runs: Sequence[Run], budget: Budget, probe: harness.SpeedProbe
+    ) -> harness.Rounds:
         chosen = next(answers)
-        assert len(chosen) == len(runs)
-        return harness.Rounds([list(s) for s in chosen], [quiet] * len(chosen[0]))
+        assert len(chosen) == len(runs) and probe is peak_loop.speed
+        return harness.Rounds([list(s) for s in chosen], [0.0 if quiet else 0.5] * len(chosen[0]))
 
     monkeypatch.setattr(rows, "interleave", interleave)
-    bulk = rows.Bulk(torch.get_num_threads(), 20.0, 100.0, SyntheticPeak())  # type: ignore[arg-type]
+    peak_loop = SyntheticPeak()
+    bulk = rows.Bulk(torch.get_num_threads(), 20.0, 100.0, peak_loop)  # type: ignore[arg-type]
     return rows.measure(case, bulk, Budget(1), Budget(1))
 
 

@@ -11,7 +11,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from bitnet_ops import machine
 
@@ -21,8 +21,10 @@ _MOST_CALLS = 64
 # A call longer than this reloads every cache many times over; going warm into it changes nothing.
 _NEVER_WARM_NS = 50_000_000
 
-# A round is quiet when its threads waited for a CPU for less than this share of its time.
+# A round is quiet when its threads waited for a CPU for less than this share of its time ...
 _QUIET_SHARE = 0.05
+# ... and the loop of a SpeedProbe took at most this many times its shortest time, before and after.
+_FULL_SPEED = 1.06
 
 Clock = Callable[[], int]
 
@@ -51,6 +53,31 @@ class Budget:
     seconds: float
     min_rounds: int = 5
     max_rounds: int = 2000
+
+
+class SpeedProbe:
+    """Tells whether the CPUs run at full speed: a neighbour on the same physical cores, of whom
+    a virtual machine sees nothing else, takes up to half of what they can multiply.
+
+    Args:
+        loop: the same work out of registers on every call, some 0.2 ms of it.
+    """
+
+    def __init__(self, loop: Callable[[], object], clock: Clock = time.perf_counter_ns) -> None:
+        self._loop, self._clock = loop, clock
+        self._shortest = math.inf  # of all rounds that this probe has stood beside
+
+    def sample(self) -> float:
+        """Nanoseconds of the loop now."""
+        start = self._clock()
+        self._loop()
+        elapsed = self._clock() - start
+        self._shortest = min(self._shortest, elapsed)
+        return elapsed
+
+    def full_speed(self, elapsed: float) -> bool:
+        """Whether a sample is about as short as the shortest so far."""
+        return elapsed <= _FULL_SPEED * self._shortest
 
 
 class _Sampler:
@@ -82,15 +109,30 @@ class _Sampler:
 
 @dataclass
 class Rounds:
-    """Seconds per call: samples[j][r] is run j in round r; quiet[r]: nobody else had the CPUs."""
+    """Seconds per call: samples[j][r] is run j in round r.
+
+    waited[r]: the share of round r in which its threads waited for a CPU; speeds: the probe's
+    samples before the first round and after every round, or nothing.
+    """
 
     samples: list[list[float]]
-    quiet: list[bool]
+    waited: list[float] = field(default_factory=list)
+    speeds: list[float] = field(default_factory=list)
+    probe: SpeedProbe | None = None
+
+    @property
+    def quiet(self) -> list[bool]:
+        """Which rounds had the CPUs to themselves, as far as can be known by now."""
+        quiet = [share <= _QUIET_SHARE for share in self.waited]
+        if self.probe is None:
+            return quiet
+        fast = [self.probe.full_speed(elapsed) for elapsed in self.speeds]
+        return [q and a and b for q, a, b in zip(quiet, fast, fast[1:], strict=False)]
 
     @property
     def disturbed(self) -> bool:
         """Whether too few rounds were quiet to use those alone."""
-        return sum(self.quiet) < min(3, len(self.quiet))
+        return sum(self.quiet) < min(3, len(self.waited))
 
     def usable(self) -> list[list[float]]:
         """The samples of quiet rounds, or of all rounds where too few were quiet."""
@@ -104,18 +146,21 @@ def interleave(
     budget: Budget,
     clock: Clock = time.perf_counter_ns,
     waited: Clock = machine.run_delay_ns,
+    probe: SpeedProbe | None = None,
 ) -> Rounds:
     """Alternate between `runs`.
 
     In every round each run gives one sample, in order, so that samples of one round see the same
     state of the machine and may be paired. The garbage collector is off meanwhile. `waited` is a
-    running account of nanoseconds spent waiting for a CPU.
+    running account of nanoseconds spent waiting for a CPU; `probe` runs between rounds.
     """
     samplers = [_Sampler(run, clock) for run in runs]
-    rounds = Rounds([[] for _ in runs], [])
+    rounds = Rounds([[] for _ in runs], probe=probe)
     collecting = gc.isenabled()
     gc.disable()
     try:
+        if probe is not None:
+            rounds.speeds.append(probe.sample())
         start = clock()
         while _goes_on(rounds, budget, (clock() - start) * 1e-9):
             _one_round(samplers, rounds, clock, waited)
@@ -126,17 +171,20 @@ def interleave(
 
 
 def _goes_on(rounds: Rounds, budget: Budget, elapsed: float) -> bool:
-    done = len(rounds.quiet)
+    done = len(rounds.waited)
     if done < budget.min_rounds:
         return True
     if done >= budget.max_rounds:
         return False
-    few = sum(rounds.quiet) < budget.min_rounds
-    return elapsed < budget.seconds or (few and elapsed < 3 * budget.seconds)
+    if elapsed < budget.seconds:
+        return True
+    return elapsed < 3 * budget.seconds and sum(rounds.quiet) < budget.min_rounds
 
 
 def _one_round(samplers: Sequence[_Sampler], rounds: Rounds, clock: Clock, waited: Clock) -> None:
     start, waited_before = clock(), waited()
     for sampler, values in zip(samplers, rounds.samples, strict=True):
         values.append(sampler.sample())
-    rounds.quiet.append(waited() - waited_before <= _QUIET_SHARE * (clock() - start))
+    rounds.waited.append((waited() - waited_before) / max(clock() - start, 1))
+    if rounds.probe is not None:
+        rounds.speeds.append(rounds.probe.sample())

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from bitnet_ops import _runtime, machine, ops
-from bitnet_ops.bench.harness import Budget, Run, interleave
+from bitnet_ops.bench.harness import Budget, Run, SpeedProbe, interleave
 from bitnet_ops.bench.workspace import Arena, round_up
 
 _PEAK_SECONDS = 2e-4  # long against entering a parallel region, short against a time slice
@@ -81,12 +81,15 @@ class PeakLimit:
 
     A call is as long as the work it is compared with, so that other processes interrupt both alike,
     but at least 0.2 ms: the clock of some CPUs changes when the loop begins.
+
+    Attributes: `speed`, which tells by the same loop whether the CPUs run at full speed.
     """
 
     def __init__(self) -> None:
         self._seed = torch.arange(64, dtype=torch.uint8)
         self._least = self._calibrate()
         self._macs_of_one = int(ops._probe_int8_peak(self._seed, 1).item())
+        self.speed = SpeedProbe(lambda: ops._probe_int8_peak(self._seed, self._least))
 
     def _calibrate(self) -> int:
         """Iterations of 0.2 ms. On one thread: each thread does them all, and none has to wait."""

@@ -104,7 +104,7 @@ def base3_gain(c: Context, threads: int) -> Measured:
             cases_linear.matmul_case(c.ws, *shape, 1, hot=False, weight_format=f).run
             for f in ("2bit", "1.6bit")
         ]
-        rounds = interleave(pair, Budget(c.seconds))
+        rounds = interleave(pair, Budget(c.seconds), probe=c.bulk(threads).peak.speed)
         ratio = summarize(paired_ratios(*rounds.usable())).median
         return ratio, _name(shape), rounds.disturbed
 
@@ -178,7 +178,7 @@ def cold_cost(c: Context, threads: int, tokens: int) -> Measured:
             cases_linear.matmul_case(c.ws, *shape, m, hot=False, weight_format=USUAL).run
             for m in (tokens, 1)
         )
-        rounds = interleave([many, one], Budget(c.seconds))
+        rounds = interleave([many, one], Budget(c.seconds), probe=c.bulk(threads).peak.speed)
         ratio = summarize(paired_ratios(*rounds.usable())).median
         return ratio, _name(shape), rounds.disturbed
 
@@ -193,7 +193,8 @@ def cliff(c: Context, threads: int, most: int) -> Measured:
         cases_linear.matmul_case(c.ws, *shape, m, hot=True, weight_format=USUAL).run
         for m in range(1, most + 1)
     ]
-    rounds = interleave(runs, Budget(4 * c.seconds, min_rounds=9))
+    budget = Budget(4 * c.seconds, min_rounds=9)
+    rounds = interleave(runs, budget, probe=c.bulk(threads).peak.speed)
     return steepest([summarize(samples).median for samples in rounds.usable()], rounds.disturbed)
 
 

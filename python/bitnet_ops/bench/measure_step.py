@@ -75,7 +75,7 @@ def regions(c: StepContext, threads: int) -> Measured:
 
 def prefill(c: StepContext, threads: int, tokens: int) -> Measured:
     """Share of the int8 peak of a prompt's ternary products, everything else counted as loss."""
-    row = run_model.prefill_row(c.usual(), c.bulk(threads), tokens, 1 if tokens > 128 else 3)
+    row = run_model.prefill_row(c.usual(), c.bulk(threads), tokens, 3)
     return Measured(row["share"], f"{row['tokens_per_s']:.0f} tokens/s")
 
 

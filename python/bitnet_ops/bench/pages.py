@@ -28,6 +28,9 @@ that nobody else used. Figures are medians; ratios are paired with their limit i
   on the machine, divided by the time taken. 1.00 cannot be exceeded from memory.
 - **share of int8 peak**: likewise for the multiply-adds of a loop that only multiplies.
 - Times are those of calls from Python; shares compare the work without the call.
+- Rounds in which other processes had the CPUs are left out, and those in which the int8 loop ran
+  more than 6 % below its best, for then another guest uses the same physical cores. *disturbed*:
+  nearly all rounds were like that, so all of them count.
 - **hot**: operands are in a cache; **cold**: they come from memory, cycled over 512 MiB.
 - **ping-pong**: round trip of a cache line between two cores; it tells where a hypervisor put them.
 

@@ -138,7 +138,8 @@ def footer_lines(report: Report) -> list[str]:
     lines = [
         "ratio = time that the limit allows / time, paired per round, both measured for this row.",
         "x = how many times longer torch takes for the same work in bfloat16.",
-        "disturbed, or ? = others had the CPUs in nearly all rounds; elsewhere such are left out.",
+        "disturbed, or ? = in nearly all rounds others had the CPUs, or the int8 loop ran "
+        "below its usual speed; elsewhere such rounds are left out.",
         f"{len(report['rows'])} rows in {report['seconds']:g} s.",
     ]
     return lines + [f"WARNING: {warning}" for warning in report["warnings"]]

@@ -65,7 +65,7 @@ def measure_bulk(arena: Arena, threads: int, budget: Budget) -> Bulk:
     peak = PeakLimit()
     reads, window = bulk_read_runs(arena)
     loop, macs = peak.run()
-    rounds = interleave([*reads, loop], budget)
+    rounds = interleave([*reads, loop], budget, probe=peak.speed)
     *read_s, peak_s = (summarize(samples).median for samples in rounds.usable())
     forms = {form: window / s / 1e9 for form, s in zip(FORMS, read_s, strict=True)}
     best = max(forms, key=forms.__getitem__)
@@ -104,7 +104,7 @@ def measure(case: Case, bulk: Bulk, budget: Budget, rival_budget: Budget) -> Row
     loop, probed_macs = bulk.peak.run(case.macs)
     form = PLAIN if case.read.warm else bulk.form
     runs = [case.run, empty_call(case.read.warm), case.read.run(form)]
-    rounds = interleave([*runs, *([loop] if has_peak else [])], budget)
+    rounds = interleave([*runs, *([loop] if has_peak else [])], budget, probe=bulk.peak.speed)
     called_s, call_s, *limits_s = rounds.usable()
     kernel_s, read_s, *peak_s = (without_call(s, call_s) for s in (called_s, *limits_s))
     limits = [limit_samples("read", "GB/s", case.bytes, case.read.probed_bytes, read_s)]
@@ -136,7 +136,7 @@ def measure(case: Case, bulk: Bulk, budget: Budget, rival_budget: Budget) -> Row
         "limit_unit": limit.unit,
         "ratio": summary_dict(ratio),
         "limits": {one.name: _limit(one, kernel_s) for one in limits},
-        "rivals": {name: _rival(case, name, rival_budget) for name in case.rivals},
+        "rivals": {name: _rival(case, name, rival_budget, bulk) for name in case.rivals},
         "ping_pong_ns": ping_pong_ns(),
         "flags": [
             *([] if correct else ["wrong_result"]),
@@ -171,9 +171,9 @@ def rate_flags(case: Case, time: Summary, ratio: Summary, read_gb_s: float) -> l
     return found
 
 
-def _rival(case: Case, name: str, budget: Budget) -> Row:
+def _rival(case: Case, name: str, budget: Budget, bulk: Bulk) -> Row:
     """Time of the rival and how often it fits the kernel's: paired with the kernel once more."""
-    rounds = interleave([case.run, case.rivals[name]], budget)
+    rounds = interleave([case.run, case.rivals[name]], budget, probe=bulk.peak.speed)
     kernel_s, rival_s = rounds.usable()
     return {
         "time_us": summary_dict(summarize(rival_s).scaled(1e6)),

@@ -80,12 +80,13 @@ def decode_row(bench: Bench, bulk: Bulk, batch: int, context: int) -> Row:
     """A decode step beside reading as many bytes as it has to."""
     torch.set_num_threads(bulk.threads)
     read, read_bytes = read_run(bench, bulk)
-    rounds = interleave([bench.subject.decode_run(batch, context, DECODED), read], bench.budget())
+    step = bench.subject.decode_run(batch, context, DECODED)
+    rounds = interleave([step, read], bench.budget(), probe=bulk.peak.speed)
     step_s, read_s = rounds.usable()
     # the mean length over the 64 tokens of a run
     needed = bench.subject.bytes().step(batch, context + DECODED // 2)
     allowed = [s * needed / read_bytes for s in read_s]
-    step, limit = summarize(step_s), summarize(allowed)
+    time, limit = summarize(step_s), summarize(allowed)
     return {
         "kind": "decode",
         "weights": bench.subject.weight_format,
@@ -93,13 +94,13 @@ def decode_row(bench: Bench, bulk: Bulk, batch: int, context: int) -> Row:
         "threads": bulk.threads,
         "batch": batch,
         "context": context,
-        "tokens_per_s": digits(batch / step.median),
-        "step_ms": summary_dict(step.scaled(1e3)),
+        "tokens_per_s": digits(batch / time.median),
+        "step_ms": summary_dict(time.scaled(1e3)),
         "bytes_per_step": needed,
         "limit_tokens_per_s": digits(batch / limit.median),
         "share": summary_dict(summarize(paired_ratios(allowed, step_s))),
         "regions": regions_per_step(bench.subject),
-        "steps": step.count,
+        "steps": time.count,
         "disturbed": rounds.disturbed,
         "ping_pong_ns": ping_pong_ns(),
     }
@@ -118,7 +119,11 @@ def regions_per_step(subject: Subject) -> int | None:
 
 
 def prefill_row(bench: Bench, bulk: Bulk, tokens: int, repeats: int) -> Row:
-    """A prompt beside the int8 peak: the peak loop runs for 20 ms before and after each."""
+    """A prompt beside the int8 peak: the peak loop runs for 20 ms before and after each.
+
+    The share is the median of all repeats, the time that of the shortest: a neighbour only ever
+    adds to it.
+    """
     torch.set_num_threads(bulk.threads)
     subject = bench.subject
     prefill = subject.prefill_run(tokens)
@@ -131,17 +136,17 @@ def prefill_row(bench: Bench, bulk: Bulk, tokens: int, repeats: int) -> Row:
         before = _seconds(peak)
         seconds.append(_seconds(prefill))
         allowed.append(0.5 * (before + _seconds(peak)) * macs / peak_macs)
-    best = min(range(repeats), key=seconds.__getitem__)  # a neighbour only ever adds time
+    shortest = min(seconds)
     return {
         "kind": "prefill",
         "weights": subject.weight_format,
         "head": subject.head_format,
         "threads": bulk.threads,
         "tokens": tokens,
-        "tokens_per_s": digits(tokens / seconds[best]),
-        "seconds": digits(seconds[best]),
-        "gmac_s": digits(macs / seconds[best] / 1e9),
-        "share": digits(allowed[best] / seconds[best]),
+        "tokens_per_s": digits(tokens / shortest),
+        "seconds": digits(shortest),
+        "gmac_s": digits(macs / shortest / 1e9),
+        "share": digits(summarize(paired_ratios(allowed, seconds)).median),
         "repeats": repeats,
         "ping_pong_ns": ping_pong_ns(),
     }
@@ -168,7 +173,8 @@ def parts_row(bench: Bench, bulk: Bulk, context: int) -> Row:
     runs = [subject.decode_run(1, context, DECODED), read, empty_call()]
     runs += [parts[p][0] for p in PARTS]
     least = 3 if bench.settings.quick else 15
-    rounds = interleave(runs, Budget(0.2 if bench.settings.quick else 2.0, least))
+    budget = Budget(0.2 if bench.settings.quick else 2.0, least)
+    rounds = interleave(runs, budget, probe=bulk.peak.speed)
     step_s, read_s, empty_s, *part_s = rounds.usable()
     empty = summarize(empty_s).p10  # a thread that has to wait for its CPU is not the call's cost
     medians = {p: summarize(s).median for p, s in zip(PARTS, part_s, strict=True)}
