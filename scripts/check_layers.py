@@ -90,7 +90,11 @@ CPP_LAYERS: list[tuple[str, str, str]] = [
     ("kernels/", r"kernels/.*|format/layout\.h|runtime/features\.h", INTRINSICS),
     ("runtime/", r"runtime/.*|kernels/(kernel_table|isa_tables)\.h", NO_TORCH_NO_PYTHON),
     ("format/", r"format/.*", NO_TORCH_NO_PYTHON),
-    ("tests/", r"tests/.*|runtime/.*|format/.*|kernels/.*\.h", NO_TORCH_NO_PYTHON),
+    (
+        "tests/",
+        r"tests/.*|runtime/.*|format/.*|kernels/.*\.h|ops/attention_core\.h",
+        NO_TORCH_NO_PYTHON,
+    ),
     (
         "bindings",
         r"bindings.*|runtime/.*|format/.*|kernels/kernel_table\.h",

@@ -119,6 +119,22 @@ void every_way_to_deal_shares_to_threads() {
   }
 }
 
+// Hardly any work between two barriers: the hand-over from stage to stage happens all the time,
+// with threads that come to a stage when it is over.
+void short_stages() {
+  const auto team = std::make_unique<Team>();
+  std::vector<int64_t> sizes;
+  for (int64_t s = 0; s < 4000; ++s) sizes.push_back(1 + s % 3);
+  for (const int64_t threads : {2, 3, 4}) {
+    begin_case("short stages, %lld threads", static_cast<long long>(threads));
+    const Waves waves(sizes, threads, 1);
+    std::vector<Span> spans;
+    for (int64_t s = 0; s < threads; ++s) spans.push_back({s, s + 1});
+    run_spans(threads, spans, *team, waves);
+    check_waves(waves, "short");
+  }
+}
+
 // A pool that runs the shares one after the other on one thread must not hang.
 void shares_in_sequence_on_one_thread() {
   begin_case("shares in sequence");
@@ -213,6 +229,7 @@ int main() {
   using namespace bitnet::test;
   name_case_on_signals();
   every_way_to_deal_shares_to_threads();
+  short_stages();
   shares_in_sequence_on_one_thread();
   no_stages_and_empty_stages();
   a_waiting_thread_sleeps();
