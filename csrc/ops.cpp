@@ -95,12 +95,13 @@ STABLE_TORCH_LIBRARY(bitnet, m) {
   //   gate, up, down weights of every layer, scales float32 [layers, 7], gains float32 [all norms
   //   in order of use], head_weight and head_scale as lm_head takes them, caches float32 or
   //   bfloat16 [layers, B, KV, L, D] (mutated), start_positions int64 [B], dtype that activations
-  //   are rounded to, inner rows of gate and up, vocab V -> logits float32 [B, T, V]
+  //   are rounded to, inner rows of gate and up, vocab V, logits_to_keep: of how many last tokens
+  //   of each sequence (0: all) -> logits float32 [B, T or that many, V]
   m.def(
       "decode_step(Tensor x, Tensor[] weights, Tensor scales, Tensor gains, Tensor head_weight, "
       "Tensor? head_scale, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor start_positions, "
       "ScalarType dtype, int heads, int inner, int vocab, bool sub_norms, str activation, "
-      "float eps, float rope_theta, float scale) -> Tensor");
+      "float eps, float rope_theta, float scale, int logits_to_keep=0) -> Tensor");
   // Diagnostics for benchmarks: buffer uint8 -> int64 [1] checksum; -> int64 [1] multiply-adds done
   m.def("_probe_read(Tensor buffer, int streams=1, int distance=0) -> Tensor");
   m.def("_probe_int8_peak(Tensor seed, int iterations) -> Tensor");

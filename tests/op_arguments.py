@@ -109,6 +109,7 @@ def decode_step_arguments(
     weight_format: str = "canonical",
     sub_norms: bool = True,
     activation: str = "relu2",
+    logits_to_keep: int = 0,
 ) -> Arguments:
     query, kv = heads * head_dim, kv_heads * head_dim
     shapes = [(query, hidden), (kv, hidden), (kv, hidden), (hidden, query)]
@@ -131,6 +132,7 @@ def decode_step_arguments(
         (torch.randn(*cache, generator=g) + 0.5).to(cache_dtype),
         torch.randint(0, length - tokens + 1, (batch,), generator=g),
         dtype, heads, inner, vocab, sub_norms, activation, 1e-5, 10000.0, head_dim**-0.5,
+        logits_to_keep,
     )  # fmt: skip
 
 

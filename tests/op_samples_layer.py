@@ -261,6 +261,7 @@ def _decode_step() -> Built:
         yield form, lambda g, f=form: decode_step_arguments(g, weight_format=f)
     yield "silu", lambda g: decode_step_arguments(g, sub_norms=False, activation="silu")
     yield "several_tokens", lambda g: decode_step_arguments(g, tokens=3, batch=1)
+    yield "last_logits", lambda g: decode_step_arguments(g, tokens=4, batch=2, logits_to_keep=2)
     yield "many_sequences", lambda g: decode_step_arguments(g, batch=5, heads=3, kv_heads=3)
     yield "no_layers", lambda g: decode_step_arguments(g, layers=0)
     yield "no_batch", lambda g: decode_step_arguments(g, batch=0)

@@ -77,6 +77,7 @@ def composed(
     eps: float,
     rope_theta: float,
     scale: float,
+    logits_to_keep: int = 0,
 ) -> Tensor:
     """What decode_step promises to equal, written with the other ops."""
     batch, tokens, hidden = x.shape
@@ -102,7 +103,8 @@ def composed(
             x.to(dtype), own[2 if sub_norms else 1], gate, sg, up, su, sub, down, sd, eps,
             activation, [inner, hidden],
         )  # fmt: skip
-    return ops.lm_head(ops.rms_norm(x, last, eps), head_weight, head_scale, vocab)
+    kept = x[:, -logits_to_keep:]
+    return ops.lm_head(ops.rms_norm(kept, last, eps), head_weight, head_scale, vocab)
 
 
 # Large enough that every thread has work in every stage; sizes that divide by nothing.
@@ -116,6 +118,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "nine_sequences": {"batch": 9, "cache_dtype": torch.bfloat16},
     "a_draft_of_four": {"batch": 1, "tokens": 4, "dtype": torch.bfloat16},
     "two_drafts": {"batch": 2, "tokens": 9},
+    "prompt": {"batch": 1, "tokens": 150, "weight_format": "2bit"},
+    "prompt_last": {"batch": 1, "tokens": 65, "logits_to_keep": 1, "dtype": torch.bfloat16},
+    "two_prompts_last": {"batch": 2, "tokens": 70, "logits_to_keep": 3, "weight_format": "1.6bit"},
+    "keep_more_than_there_are": {"batch": 2, "tokens": 2, "logits_to_keep": 5},
     "silu": {"batch": 1, "sub_norms": False, "activation": "silu", "dtype": torch.bfloat16},
     "head_int8": {"batch": 3, "head": ("int8", 128)},
     "head_int4": {"batch": 1, "head": ("int4", 64)},
@@ -140,10 +146,8 @@ def test_equals_the_composed_ops_on_every_isa_and_thread_count(setting: str) -> 
 
 def test_a_sequence_alone_equals_the_sequence_in_a_batch() -> None:
     g = torch.Generator().manual_seed(5)
-    x, *shared, keys, values, starts, dtype, heads, inner, vocab, sub, act, eps, theta, scale = (
-        decode_step_arguments(g, **LARGE, batch=5)
-    )
-    rest = (dtype, heads, inner, vocab, sub, act, eps, theta, scale)
+    arguments = decode_step_arguments(g, **LARGE, batch=5)
+    (x, *shared), (keys, values, starts), rest = arguments[:6], arguments[6:9], arguments[9:]
     whole = ops.decode_step(x, *shared, keys.clone(), values.clone(), starts, *rest)
     for b in range(5):
         row = slice(b, b + 1)
@@ -182,13 +186,13 @@ def step_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return calls
 
 
-def test_the_model_decodes_with_it_and_prefills_without(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_model_prefills_and_decodes_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = step_calls(monkeypatch)
     model = tiny_model(SMALL["bitnet-offline"])
     decode(model, random_ids(0, 2, 8), torch.float32, fused=True)
-    assert calls == [2] * 5
+    assert calls == [2] * 6
     decode(model, random_ids(0, 2, 8), torch.float32, fused=False)
-    assert calls == [2] * 5
+    assert calls == [2] * 6
 
 
 def test_what_the_step_cannot_express_is_composed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,7 +245,7 @@ def test_a_copy_of_a_model_has_weights_of_its_own() -> None:
         twin.model.norm.weight.zero_()
     after = decode(model, ids, torch.float32, fused=True)
     assert_equal(after[0], before[0])
-    assert not decode(twin, ids, torch.float32, fused=True)[0][:, 3:].any()
+    assert not decode(twin, ids, torch.float32, fused=True)[0].any()
 
 
 def test_rows_that_leave_a_batch_decode_on() -> None:
@@ -322,6 +326,7 @@ REFUSALS: list[tuple[str, Change, str, str]] = [
     ("scales", lambda a: a["scales"].double(), "scales", "of dtype float32"),
     ("gains", lambda a: a["gains"][1:], "gains", "of shape [424]"),
     ("sub_norms", lambda a: False, "gains", "of shape [210]"),
+    ("logits_to_keep", lambda a: -1, "logits_to_keep", "at least 0, got -1"),
     ("gains", lambda a: a["gains"].bfloat16(), "gains", "of dtype float32"),
     ("head_weight", lambda a: a["head_weight"][1:], "vocab", "the 36 rows of head_weight"),
     ("head_weight", lambda a: a["head_weight"].double(), "head_weight", "float32"),

@@ -12,6 +12,8 @@
 namespace bitnet::ops {
 namespace {
 
+constexpr int64_t kMostKeptBytes = int64_t{1} << 26;
+
 // What one Python thread keeps between its steps.
 struct Kept {
   std::vector<StepLayer> layers;
@@ -232,18 +234,22 @@ AttentionLimits attention_limits(const AttentionShape& shape, const AttentionPla
           std::max(now.thread_floats(), longest.thread_floats())};
 }
 
-StepSlot carve_slot(Carver& carver, const StepModel& m, const AttentionLimits& limits) {
+// tokens: how many the slot holds normalised.
+StepSlot carve_slot(Carver& carver, const StepModel& m, const AttentionLimits& limits,
+                    int64_t tokens) {
   const int64_t longest = std::max({m.hidden, m.query(), m.inner});
   StepSlot slot{};
   slot.row = carver.take<float>(std::max(longest, m.dim));
   slot.values = carver.take<float>(StepProgram::kMaxChunkRows);
-  slot.sums = carver.take<int32_t>(m.tokens * StepProgram::chunk_rows(m.tokens));
+  slot.sums =
+      carver.take<int32_t>(StepProgram::block_tokens(m.tokens) * StepProgram::chunk_rows(m.tokens));
   slot.attention = carver.take<float>(limits.own);
-  slot.codes = carver.take<int8_t>(m.tokens * layout::padded_k(longest));
-  slot.code_sums = carver.take<int32_t>(m.tokens);
-  slot.code_scales = carver.take<float>(m.tokens);
-  if (char* memory = carver.take<char>(head_input_bytes(m.head, m.tokens)); memory != nullptr) {
-    slot.head = bind_head_input(m.head, m.tokens, memory);
+  slot.codes = carver.take<int8_t>(tokens * layout::padded_k(longest));
+  slot.code_sums = carver.take<int32_t>(tokens);
+  slot.code_scales = carver.take<float>(tokens);
+  const int64_t head_tokens = std::min(tokens, m.head_tokens());
+  if (char* memory = carver.take<char>(head_input_bytes(m.head, head_tokens)); memory != nullptr) {
+    slot.head = bind_head_input(m.head, head_tokens, memory);
   }
   return slot;
 }
@@ -261,10 +267,11 @@ StepBuffers carve(Carver& carver, const StepModel& m, const AttentionLimits& lim
   b.gate = carver.take<float>(m.tokens * m.inner);
   b.up = carver.take<float>(m.tokens * m.inner);
   b.attention = carver.take<float>(limits.shared);
-  b.shared = carve_slot(carver, m, limits);
+  const bool split = StepProgram::splits_norms(m.tokens, shares);
+  b.shared = carve_slot(carver, m, limits, split ? m.tokens : 0);
   b.slots = carver.take<StepSlot>(shares);
   for (int64_t s = 0; s < shares; ++s) {
-    const StepSlot slot = carve_slot(carver, m, limits);
+    const StepSlot slot = carve_slot(carver, m, limits, split ? 0 : m.tokens);
     if (b.slots != nullptr) b.slots[s] = slot;
   }
   return b;
@@ -314,7 +321,8 @@ Tensor decode_step(const Tensor& x_in, std::vector<Tensor> weights, const Tensor
                    const Tensor& gains, const Tensor& head_weight, std::optional<Tensor> head_scale,
                    Tensor key_cache, Tensor value_cache, const Tensor& start_positions,
                    ScalarType dtype, int64_t heads, int64_t inner, int64_t vocab, bool sub_norms,
-                   std::string activation, double eps, double rope_theta, double scale) {
+                   std::string activation, double eps, double rope_theta, double scale,
+                   int64_t logits_to_keep) {
   const Check check("decode_step");
   const Sizes sizes = check_sizes(check, x_in, key_cache, value_cache, weights);
   StepModel m = model_of(check, sizes, activation);
@@ -324,6 +332,9 @@ Tensor decode_step(const Tensor& x_in, std::vector<Tensor> weights, const Tensor
   m.cache_type = dtype_of(key_cache);
   m.eps = static_cast<float>(eps);
   check_numbers(check, m, scale, rope_theta, dtype);
+  if (logits_to_keep < 0)
+    check.fail("logits_to_keep", "at least 0", std::to_string(logits_to_keep));
+  m.kept = logits_to_keep == 0 ? m.per_sequence : std::min(logits_to_keep, m.per_sequence);
   m.starts =
       check_positions(check, start_positions, sizes.batch, sizes.capacity, sizes.per_sequence);
   check_vocab(check, head_weight, vocab);
@@ -333,7 +344,7 @@ Tensor decode_step(const Tensor& x_in, std::vector<Tensor> weights, const Tensor
   bind_weights(check, m, weights, kept.layers);
   bind_gains(check, m, scales, gains, sub_norms, kept.layers);
   const Tensor x = as_contiguous(x_in);
-  Tensor logits = empty({sizes.batch, sizes.per_sequence, m.head.rows}, ScalarType::Float);
+  Tensor logits = empty({sizes.batch, m.kept, m.head.rows}, ScalarType::Float);
   if (m.tokens == 0) return logits;
   bind_caches(key_cache, value_cache, kept.layers);
   m.layers = kept.layers.data();
@@ -347,7 +358,8 @@ Tensor decode_step(const Tensor& x_in, std::vector<Tensor> weights, const Tensor
   const AttentionLimits limits = attention_limits(shape, attention, shares, kept.last_positions);
   Carver count(nullptr);
   carve(count, m, limits, shares);
-  Carver carver(kept.memory.reserve(count.used()));
+  Workspace passing;  // for a long prompt at once: not worth keeping
+  Carver carver((count.used() > kMostKeptBytes ? passing : kept.memory).reserve(count.used()));
   StepBuffers buffers = carve(carver, m, limits, shares);
   buffers.logits = static_cast<float*>(logits.mutable_data_ptr());
   attention.prepare(buffers.attention);

@@ -62,7 +62,8 @@ Tensor decode_step(const Tensor& x, std::vector<Tensor> weights, const Tensor& s
                    const Tensor& gains, const Tensor& head_weight, std::optional<Tensor> head_scale,
                    Tensor key_cache, Tensor value_cache, const Tensor& start_positions,
                    ScalarType dtype, int64_t heads, int64_t inner, int64_t vocab, bool sub_norms,
-                   std::string activation, double eps, double rope_theta, double scale);
+                   std::string activation, double eps, double rope_theta, double scale,
+                   int64_t logits_to_keep);
 
 Tensor probe_read(const Tensor& buffer, int64_t streams, int64_t distance);
 Tensor probe_int8_peak(const Tensor& seed, int64_t iterations);

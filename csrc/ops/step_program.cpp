@@ -9,6 +9,7 @@ namespace bitnet::ops {
 namespace {
 
 constexpr int64_t kHeadRows = 32;  // of a unit: they stay in cache while every token meets them
+constexpr int64_t kMostBlockTokens = 64;
 static_assert(kHeadRows % layout::kHeadTileRows == 0);
 
 const StepLayer& layer_at(const StepModel& model, int64_t index) { return model.layers[index]; }
@@ -21,16 +22,37 @@ StepProgram::StepProgram(const StepModel& model, const StepBuffers& buffers, int
     : model_(model),
       buffers_(buffers),
       shares_(shares),
-      split_norms_(shares > 1 && model.tokens > 2) {}
+      split_norms_(splits_norms(model.tokens, shares)) {}
 
 int64_t StepProgram::chunk_rows(int64_t tokens) {
   return std::clamp<int64_t>(8192 / std::max<int64_t>(tokens, 1), kMaxUnitRows, kMaxChunkRows);
+}
+
+// As equal as can be, so that more tokens never cost less.
+int64_t StepProgram::block_tokens(int64_t tokens) {
+  const int64_t blocks = (tokens + kMostBlockTokens - 1) / kMostBlockTokens;
+  return (tokens + blocks - 1) / blocks;
 }
 
 StepProgram::Place StepProgram::place(int64_t stage) const {
   const int64_t layer = stage / kStagesOfLayer;
   return {layer < model_.n_layers ? &layer_at(model_, layer) : nullptr,
           static_cast<int>(stage % kStagesOfLayer)};
+}
+
+bool StepProgram::is_thinned(const Place& at) const {
+  return at.layer == nullptr ||
+         (at.layer == &layer_at(model_, model_.n_layers - 1) && at.stage >= kNormOut);
+}
+
+int64_t StepProgram::tokens_at(const Place& at) const {
+  return is_thinned(at) ? model_.head_tokens() : model_.tokens;
+}
+
+int64_t StepProgram::token_of(const Place& at, int64_t j) const {
+  if (!is_thinned(at)) return j;
+  const int64_t skipped = model_.per_sequence - model_.kept;
+  return j / model_.kept * model_.per_sequence + skipped + j % model_.kept;
 }
 
 StepProgram::Product StepProgram::product(const Place& at) const {
@@ -62,7 +84,7 @@ int64_t StepProgram::units(int64_t stage) const {
   if (at.layer != nullptr && at.stage == kRotate)
     return model_.tokens * (model_.heads + model_.kv_heads);
   if (at.layer != nullptr && at.stage == kAttend) return model_.attention->tasks();
-  return split_norms_ ? model_.tokens : 0;
+  return split_norms_ ? tokens_at(at) : 0;
 }
 
 int64_t StepProgram::max_chunk(int64_t stage) const {
@@ -79,13 +101,14 @@ void StepProgram::norm_row(const float* gain, int64_t n, float* row) const {
 }
 
 // What the stage at `at` multiplies by, for one token: norm (or activation and sub-norm), int8.
-void StepProgram::normalise(const Place& at, int64_t token, float* row, const StepSlot& to) const {
+void StepProgram::normalise(const Place& at, int64_t j, float* row, const StepSlot& to) const {
   const StepModel& m = model_;
   const KernelTable& table = *m.table;
+  const int64_t token = token_of(at, j);
   if (at.layer == nullptr) {
     table.rms_norm_row(buffers_.x + token * m.hidden, m.final_gain, m.hidden, m.eps, DType::kF32,
                        row);
-    return prepare_head_token(table, m.head, row, token, to.head);
+    return prepare_head_token(table, m.head, row, j, to.head);
   }
   int64_t n = m.hidden;
   if (at.stage == kQkv || at.stage == kGateUp) {
@@ -99,14 +122,13 @@ void StepProgram::normalise(const Place& at, int64_t token, float* row, const St
     norm_row(at.layer->out_gain, n, row);
   } else {
     n = m.inner;
-    (m.relu2 ? table.relu2_mul_row : table.silu_mul_row)(buffers_.gate + token * n,
-                                                         buffers_.up + token * n, n, row);
+    (m.relu2 ? table.relu2_mul_row : table.silu_mul_row)(buffers_.gate + j * n, buffers_.up + j * n,
+                                                         n, row);
     table.round_row(m.type, row, n);
     norm_row(at.layer->down_gain, n, row);
   }
   const int64_t stride = layout::padded_k(n);
-  to.code_scales[token] =
-      table.quantize_row(row, n, stride, to.codes + token * stride, to.code_sums + token);
+  to.code_scales[j] = table.quantize_row(row, n, stride, to.codes + j * stride, to.code_sums + j);
 }
 
 void StepProgram::prepare(int64_t stage, int64_t slot) const {
@@ -114,28 +136,32 @@ void StepProgram::prepare(int64_t stage, int64_t slot) const {
   const bool needs_norm = product(at).count != 0 || (at.layer == nullptr && at.stage == kHead);
   if (!needs_norm || split_norms_) return;
   const StepSlot& own = buffers_.slots[slot];
-  for (int64_t token = 0; token < model_.tokens; ++token) normalise(at, token, own.row, own);
+  for (int64_t j = 0; j < tokens_at(at); ++j) normalise(at, j, own.row, own);
 }
 
 void StepProgram::run(int64_t stage, int64_t begin, int64_t end, int64_t slot) const {
   const Place at = place(stage);
   const StepSlot& own = buffers_.slots[slot];
-  if (const Product p = product(at); p.count != 0) return multiply(p, begin, end, slot);
+  if (const Product p = product(at); p.count != 0) return multiply(at, p, begin, end, slot);
   if (at.layer == nullptr && at.stage == kHead) return logits(begin, end, normed_by(slot));
   for (int64_t unit = begin; unit < end; ++unit) {
     if (at.layer != nullptr && at.stage == kRotate) {
       rotate(*at.layer, unit, own.row);
     } else if (at.layer != nullptr && at.stage == kAttend) {
-      attend(*at.layer, unit, own.attention);
+      // a plan of whole groups begins with the longest
+      const int64_t last = model_.attention->tasks() - 1;
+      attend(*at.layer, model_.attention->split() ? unit : last - unit, own.attention);
     } else {  // a norm stage stands right before the stage it is for
       normalise({at.layer, at.stage + 1}, unit, own.row, buffers_.shared);
     }
   }
 }
 
-void StepProgram::multiply(const Product& p, int64_t begin, int64_t end, int64_t slot) const {
+void StepProgram::multiply(const Place& at, const Product& p, int64_t begin, int64_t end,
+                           int64_t slot) const {
   const StepSlot& own = buffers_.slots[slot];
   const StepSlot& x = normed_by(slot);
+  const int64_t tokens = tokens_at(at), block = block_tokens(tokens);
   int64_t offset = 0;  // of the matrix's units among those of the stage
   for (int i = 0; i < p.count; offset += p.weights[i].units, ++i) {
     const Weight& w = p.weights[i];
@@ -144,24 +170,29 @@ void StepProgram::multiply(const Product& p, int64_t begin, int64_t end, int64_t
     if (first_unit >= last_unit) continue;
     const int64_t stride = (last_unit - first_unit) * w.unit_rows, first = first_unit * w.unit_rows;
     const int64_t rows = std::min(last_unit * w.unit_rows, w.n_rows) - first;
-    multiply_units(*model_.table, w, first_unit, last_unit, x.codes, layout::padded_k(w.k),
-                   x.code_sums, model_.tokens, own.sums, stride);
-    for (int64_t token = 0; token < model_.tokens; ++token) {
-      store(p, i, first, rows, token, own.sums + token * stride, x.code_scales[token], own.values);
+    const int64_t code_stride = layout::padded_k(w.k);
+    for (int64_t from = 0; from < tokens; from += block) {
+      const int64_t count = std::min(block, tokens - from);
+      multiply_units(*model_.table, w, first_unit, last_unit, x.codes + from * code_stride,
+                     code_stride, x.code_sums + from, count, own.sums, stride);
+      for (int64_t j = 0; j < count; ++j) {
+        store(at, p, i, first, rows, from + j, own.sums + j * stride, x.code_scales[from + j],
+              own.values);
+      }
     }
   }
 }
 
-void StepProgram::store(const Product& p, int which, int64_t first, int64_t rows, int64_t token,
-                        const int32_t* sums, float x_scale, float* values) const {
+void StepProgram::store(const Place& at, const Product& p, int which, int64_t first, int64_t rows,
+                        int64_t j, const int32_t* sums, float x_scale, float* values) const {
   const KernelTable& table = *model_.table;
   if (float* out = p.out[which]; out != nullptr) {
-    out += token * p.weights[which].n_rows + first;
+    out += j * p.weights[which].n_rows + first;
     table.scale_row(sums, rows, p.scales + which, 0, x_scale, nullptr, out);
     table.round_row(model_.type, out, rows);
     return;
   }
-  float* x = buffers_.x + token * model_.hidden + first;
+  float* x = buffers_.x + token_of(at, j) * model_.hidden + first;
   table.scale_row(sums, rows, p.scales + which, 0, x_scale, nullptr, values);
   table.round_row(model_.type, values, rows);
   table.add_row(x, values, rows, x);
@@ -200,7 +231,7 @@ void StepProgram::logits(int64_t begin, int64_t end, const StepSlot& from) const
   const HeadView& head = model_.head;
   const int64_t first = begin * kHeadRows;
   head_rows(*model_.table, head, first, std::min(end * kHeadRows, head.rows), from.head,
-            model_.tokens, buffers_.logits + first, head.rows);
+            model_.head_tokens(), buffers_.logits + first, head.rows);
 }
 
 // The thread's first bytes of the next matrix: they travel while it waits for the others.

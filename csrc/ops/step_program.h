@@ -29,6 +29,7 @@ struct StepModel {
   const KernelTable* table;
   int64_t tokens;        // of all sequences together
   int64_t per_sequence;  // consecutive tokens of one sequence
+  int64_t kept;          // the last tokens of each sequence, whose logits are wanted
   int64_t hidden, heads, kv_heads, dim, inner;
   int64_t capacity;  // positions of the cache
   int64_t n_layers;
@@ -44,13 +45,14 @@ struct StepModel {
 
   int64_t query() const { return heads * dim; }
   int64_t kv() const { return kv_heads * dim; }
+  int64_t head_tokens() const { return tokens / per_sequence * kept; }
 };
 
 // A thread's own memory.
 struct StepSlot {
   float* row;        // [longest row]
   float* values;     // [kChunkRows]
-  int32_t* sums;     // [tokens * rows of a chunk]
+  int32_t* sums;     // [tokens of a block * rows of a chunk]
   float* attention;  // [attention->thread_floats()]
   int8_t* codes;     // quantised tokens, rows of padded_k(longest row)
   int32_t* code_sums;
@@ -64,9 +66,9 @@ struct StepBuffers {
   float* cos_sin;             // [tokens, dim]
   float *q, *k, *v;           // [tokens, query], [tokens, kv] twice
   float *rotated, *attended;  // [tokens, query]
-  float *gate, *up;           // [tokens, inner]
+  float *gate, *up;           // [tokens, inner], of the tokens that a layer's end computes
   float* attention;           // [attention->shared_floats()], prepared
-  float* logits;              // [tokens, vocab]
+  float* logits;              // [head_tokens, vocab]
   StepSlot shared;            // what a stage of its own normalises and quantises, for all
   StepSlot* slots;            // [shares]
 };
@@ -83,9 +85,13 @@ class StepProgram {
   void run(int64_t stage, int64_t begin, int64_t end, int64_t slot) const;
   void look_ahead(int64_t stage, int64_t slot) const;
 
-  // Rows of weights that one chunk multiplies at most, for `tokens` tokens.
+  // Rows of weights that one chunk multiplies at most, for `tokens` tokens, and how many of these
+  // meet them at once: the sums of both stay in L1.
   static int64_t chunk_rows(int64_t tokens);
+  static int64_t block_tokens(int64_t tokens);
   static constexpr int64_t kMaxChunkRows = 512;
+  // Whether tokens are normalised and quantised in stages of their own, into buffers.shared.
+  static bool splits_norms(int64_t tokens, int64_t shares) { return shares > 1 && tokens > 2; }
 
  private:
   // Norm...: normalise and quantise, as a stage of its own where that is worth a barrier; otherwise
@@ -118,14 +124,19 @@ class StepProgram {
   };
 
   Place place(int64_t stage) const;
+  // The tokens that a stage computes, and which of all tokens its j-th one is: behind the last
+  // attention only those whose logits are wanted go on.
+  bool is_thinned(const Place& at) const;
+  int64_t tokens_at(const Place& at) const;
+  int64_t token_of(const Place& at, int64_t j) const;
   Product product(const Place& at) const;
   const StepSlot& normed_by(int64_t slot) const {
     return split_norms_ ? buffers_.shared : buffers_.slots[slot];
   }
-  void normalise(const Place& at, int64_t token, float* row, const StepSlot& to) const;
+  void normalise(const Place& at, int64_t j, float* row, const StepSlot& to) const;
   void norm_row(const float* gain, int64_t n, float* row) const;
-  void multiply(const Product& p, int64_t begin, int64_t end, int64_t slot) const;
-  void store(const Product& p, int which, int64_t first, int64_t rows, int64_t token,
+  void multiply(const Place& at, const Product& p, int64_t begin, int64_t end, int64_t slot) const;
+  void store(const Place& at, const Product& p, int which, int64_t first, int64_t rows, int64_t j,
              const int32_t* sums, float x_scale, float* values) const;
   void rotate(const StepLayer& layer, int64_t unit, float* row) const;
   void attend(const StepLayer& layer, int64_t task, float* own) const;

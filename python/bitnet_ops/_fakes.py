@@ -287,8 +287,11 @@ def _decode_step(
     eps: float,
     rope_theta: float,
     scale: float,
+    logits_to_keep: int = 0,
 ) -> Tensor:
-    return x.new_empty([*x.shape[:-1], vocab], dtype=torch.float32)
+    batch, tokens, _ = x.shape
+    kept = min(logits_to_keep, tokens) if logits_to_keep else tokens
+    return x.new_empty([batch, kept, vocab], dtype=torch.float32)
 
 
 @_fake("_probe_read")

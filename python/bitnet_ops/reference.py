@@ -398,6 +398,7 @@ def decode_step(
     eps: float,
     rope_theta: float,
     scale: float,
+    logits_to_keep: int = 0,
 ) -> Tensor:
     """float32 [B, T, K] through every layer and the head -> float32 [B, T, vocab]."""
     batch, tokens, hidden = x.shape
@@ -423,6 +424,7 @@ def decode_step(
         x = x + linear(a, o, so, None, hidden)
         mlp = (after, gate, sg, up, su, inner_norm, down, sd, eps, activation, (inner, hidden))
         x = x + mlp_forward(x.to(dtype), *mlp)
+    x = x[:, -logits_to_keep:]  # 0 keeps everything
     return lm_head(rms_norm(x, last, eps), head_weight, head_scale, vocab)
 
 

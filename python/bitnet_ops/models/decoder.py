@@ -64,8 +64,8 @@ class Decoder(nn.Module):
         dtype: of what the layers compute on, float32 or bfloat16; the residual stays float32.
         head_format: of the output head, and of the embedding tied to it: one of head.HEAD_FORMATS.
             "stored" shares the tensor as it is.
-        fused_step: run single tokens through the one op decode_step instead of an op for every
-            part of a layer; the results are the same bit for bit.
+        fused_step: run tokens through the one op decode_step instead of an op for every part of a
+            layer; the results are the same bit for bit.
     """
 
     def __init__(
@@ -106,9 +106,10 @@ class Decoder(nn.Module):
         """
         self._check_inputs(input_ids, cache)
         positions = cache.positions(input_ids.shape[1])
-        if input_ids.shape[1] == 1 and (step := self._whole_step()) is not None:
-            logits = step(self._embed(input_ids), cache, self.head.weight, self.head.scale)
-            cache.advance(1)
+        if (step := self._whole_step()) is not None:
+            head, x = self.head, self._embed(input_ids)
+            logits = step(x, cache, head.weight, head.scale, logits_to_keep)
+            cache.advance(input_ids.shape[1])
             return logits
         x = self._states(input_ids, positions, cache)
         cache.advance(input_ids.shape[1])

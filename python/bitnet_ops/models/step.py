@@ -54,9 +54,17 @@ class Step:
         )
 
     def __call__(
-        self, x: Tensor, cache: KVCache, head: Tensor, head_scale: Tensor | None
+        self,
+        x: Tensor,
+        cache: KVCache,
+        head: Tensor,
+        head_scale: Tensor | None,
+        logits_to_keep: int = 0,
     ) -> Tensor:
-        """Embedded tokens f32 [B, T, hidden] -> logits f32 [B, T, V]; the cache is written."""
+        """Embedded tokens f32 [B, T, hidden] -> logits f32 [B, T, V]; the cache is written.
+
+        `logits_to_keep` > 0: of that many last tokens only.
+        """
         c = self._config
         return ops.decode_step(
             x,
@@ -77,6 +85,7 @@ class Step:
             c.rms_norm_eps,
             c.rope_theta,
             self._scale,
+            logits_to_keep,
         )
 
 

@@ -34,13 +34,14 @@ def decode_step(
     eps: float,
     rope_theta: float,
     scale: float,
+    logits_to_keep: int = 0,
 ) -> Tensor:
     """All layers, the last norm and the head on new tokens: one call, one parallel region.
 
     Per layer, with h rounded to `dtype`: `q, k, v = qkv_forward(h)`, `rope` of q and k,
     `kv_cache_update`, `attention`, (`rms_norm`,) `linear`, added to x; then `mlp_forward`, added
-    to x; at the end `lm_head(rms_norm(x))`. Equal to that composition bit for bit. Meant for few
-    tokens (decoding, checking a draft): every weight is read once.
+    to x; at the end `lm_head(rms_norm(x))`. Equal to that composition bit for bit. For decoding,
+    for checking a draft and for the chunks of a prompt; memory for activations grows with B * T.
 
     Args:
         x: float32 [B, T, K], the embedded tokens; the residual stream stays float32.
@@ -63,8 +64,10 @@ def decode_step(
         eps: of every norm.
         rope_theta: base of the rotary embedding.
         scale: multiplies the attention scores, usually 1 / sqrt(D).
+        logits_to_keep: above 0, only that many last tokens of each sequence get logits, and only
+            they are computed behind the last layer's attention; 0: all.
     Returns:
-        float32 [B, T, vocab], the logits.
+        float32 [B, T, vocab], the logits; with logits_to_keep that many tokens at most.
     Raises:
         RuntimeError: a wrong dtype or shape, an odd D, H not a multiple of KV, a position outside
             the caches; nothing has been written then.
@@ -95,5 +98,6 @@ def decode_step(
             eps,
             rope_theta,
             scale,
+            logits_to_keep,
         ),
     )
