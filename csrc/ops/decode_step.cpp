@@ -6,8 +6,8 @@
 #include "ops/ops.h"
 #include "ops/rope_core.h"
 #include "ops/step_program.h"
+#include "ops/team_region.h"
 #include "ops/workspace.h"
-#include "runtime/team.h"
 
 namespace bitnet::ops {
 namespace {
@@ -297,22 +297,6 @@ void fill_inputs(const StepModel& m, const Tensor& x, double theta, StepBuffers&
     const int64_t position = m.starts[token / m.per_sequence] + token % m.per_sequence;
     rope_angles(position, frequencies, m.dim / 2, b.cos_sin + token * m.dim);
   }
-}
-
-void run_program(Team& team, const StepProgram& program, int64_t shares) {
-  struct Context {
-    Team& team;
-    const StepProgram& program;
-  } context{team, program};
-  team.start(shares, program);
-  if (shares == 1) return team.work(0, 1, program);
-  run_shares_raw(
-      shares,
-      [](int64_t begin, int64_t end, void* raw) {
-        auto* c = static_cast<Context*>(raw);
-        c->team.work(begin, end, c->program);
-      },
-      &context);
 }
 
 }  // namespace

@@ -4,93 +4,137 @@
 #include <cstring>
 
 #include "format/layout.h"
+#include "ops/team_region.h"
 
 namespace bitnet::ops {
 namespace {
 
-// A task is a few units of weight rows x kTokenChunk tokens: its int32 sums stay in L1.
-constexpr int64_t kTokenChunk = 64;
-constexpr int64_t kTaskRows = 80;  // at most
+// What a chunk multiplies at once: its int32 sums stay in L1.
+constexpr int64_t kBlockTokens = 64;
+constexpr int64_t kChunkRows = 512;
+constexpr int64_t kChunkSums = kBlockTokens * kMaxUnitRows;
 
-int64_t chunks(int64_t n, int64_t chunk) { return (n + chunk - 1) / chunk; }
+int64_t ceil_div(int64_t n, int64_t size) { return (n + size - 1) / size; }
 
-int64_t units_per_task(const Weight& w) { return std::max<int64_t>(1, 64 / w.unit_rows); }
-int64_t row_tasks(const Weight& w) { return chunks(w.units, units_per_task(w)); }
-
-// Which projection, units and tokens a task index stands for.  Rows run outermost, so that a share
-// with consecutive tasks reads consecutive weights.
-struct Task {
+// A run of one matrix's rows with a block of tokens.
+struct Piece {
   const Projection* projection;
-  int64_t unit_begin, unit_end, token_begin, token_end;
+  int64_t row, rows;      // rows of the matrix
+  int64_t token, tokens;  // tokens
+  const int32_t* sums;    // row i, token m at sums[m * stride + i]
+  int64_t stride;
 };
 
-Task find_task(int64_t index, const Projection* projections, int64_t tokens) {
-  const int64_t token_chunks = chunks(tokens, kTokenChunk);
-  const Projection* p = projections;
-  while (index >= row_tasks(p->weight) * token_chunks) {
-    index -= row_tasks(p->weight) * token_chunks;
-    ++p;
-  }
-  const int64_t per_task = units_per_task(p->weight);
-  const int64_t unit = index / token_chunks * per_task;
-  const int64_t token = index % token_chunks * kTokenChunk;
-  return {p, unit, std::min(unit + per_task, p->weight.units), token,
-          std::min(token + kTokenChunk, tokens)};
-}
-
-void run_task(const KernelTable& table, const QuantizedRows& rows, const Task& task) {
-  static_assert(kTaskRows >= kMaxUnitRows);
-  int32_t sums[kTokenChunk * kTaskRows];
-  float values[kTaskRows];
-  const Projection& p = *task.projection;
-  const int64_t row = task.unit_begin * p.weight.unit_rows;
-  const int64_t n = std::min(task.unit_end * p.weight.unit_rows, p.weight.n_rows) - row;
-  multiply_units(table, p.weight, task.unit_begin, task.unit_end,
-                 rows.codes.get() + task.token_begin * rows.stride, rows.stride,
-                 rows.sums.get() + task.token_begin, task.token_end - task.token_begin, sums,
-                 kTaskRows);
-  for (int64_t m = task.token_begin; m < task.token_end; ++m) {
-    table.scale_row(sums + (m - task.token_begin) * kTaskRows, n, p.scale + p.scale_step * row,
-                    p.scale_step, rows.scales.get()[m], p.bias == nullptr ? nullptr : p.bias + row,
-                    values);
-    const int64_t at = (m * p.weight.n_rows + row) * element_size(p.type);
-    table.store_row(p.type, values, n, offset_bytes(p.out, at));
+void store_scaled(const KernelTable& table, const QuantizedRows& rows, const Piece& piece) {
+  float values[kChunkRows];
+  const Projection& p = *piece.projection;
+  const float* bias = p.bias == nullptr ? nullptr : p.bias + piece.row;
+  for (int64_t m = 0; m < piece.tokens; ++m) {
+    const int64_t token = piece.token + m;
+    table.scale_row(piece.sums + m * piece.stride, piece.rows, p.scale + p.scale_step * piece.row,
+                    p.scale_step, rows.scales.get()[token], bias, values);
+    const int64_t at = (token * p.weight.n_rows + piece.row) * element_size(p.type);
+    table.store_row(p.type, values, piece.rows, offset_bytes(p.out, at));
   }
 }
 
-void run_task_i32(const KernelTable& table, const QuantizedRows& rows, const Task& task) {
-  int32_t sums[kTokenChunk * kTaskRows];
-  const Weight& w = task.projection->weight;
-  const int64_t row = task.unit_begin * w.unit_rows;
-  const int64_t n = std::min(task.unit_end * w.unit_rows, w.n_rows) - row;
-  multiply_units(table, w, task.unit_begin, task.unit_end,
-                 rows.codes.get() + task.token_begin * rows.stride, rows.stride,
-                 rows.sums.get() + task.token_begin, task.token_end - task.token_begin, sums,
-                 kTaskRows);
-  for (int64_t m = task.token_begin; m < task.token_end; ++m) {
-    std::memcpy(static_cast<int32_t*>(task.projection->out) + m * w.n_rows + row,
-                sums + (m - task.token_begin) * kTaskRows,
-                static_cast<size_t>(n) * sizeof(int32_t));
+void store_sums(const KernelTable&, const QuantizedRows&, const Piece& piece) {
+  const Projection& p = *piece.projection;
+  for (int64_t m = 0; m < piece.tokens; ++m) {
+    std::memcpy(static_cast<int32_t*>(p.out) + (piece.token + m) * p.weight.n_rows + piece.row,
+                piece.sums + m * piece.stride, static_cast<size_t>(piece.rows) * sizeof(int32_t));
   }
 }
 
-template <class Run>
-void run_tasks(const QuantizedRows& rows, const Projection* projections, int64_t count, Run run) {
-  if (rows.tokens == 0) return;
-  const KernelTable& table = kernels();
-  int64_t tasks = 0, macs = 0;
-  for (int64_t i = 0; i < count; ++i) {
-    tasks += row_tasks(projections[i].weight) * chunks(rows.tokens, kTokenChunk);
-    macs += projections[i].weight.n_rows * rows.k * rows.tokens;
-  }
-  if (tasks == 0) return;
-  const int64_t shares = shares_for(tasks, macs, kMinMacs);
-  run_shares(shares, [&](int64_t s) {
-    const int64_t end = share_begin(tasks, shares, s + 1);
-    for (int64_t i = share_begin(tasks, shares, s); i < end; ++i) {
-      run(table, rows, find_task(i, projections, rows.tokens));
+using Store = void (*)(const KernelTable&, const QuantizedRows&, const Piece&);
+
+// The Program of runtime/team.h for all projections of the same tokens: one stage, whose units are
+// the matrices' units times blocks of tokens.  Rows run outermost, so that a share with consecutive
+// units reads consecutive weights.
+class LinearProgram {
+ public:
+  LinearProgram(const QuantizedRows& rows, const Projection* projections, int64_t count,
+                Store store)
+      : table_(kernels()),
+        rows_(rows),
+        projections_(projections),
+        count_(count),
+        store_(store),
+        blocks_(ceil_div(rows.tokens, kBlockTokens)),
+        block_(ceil_div(rows.tokens, blocks_)) {
+    for (int64_t i = 0; i < count; ++i) {
+      units_ += projections[i].weight.units * blocks_;
+      unit_rows_ = std::max(unit_rows_, projections[i].weight.unit_rows);
     }
-  });
+  }
+
+  int64_t stages() const { return 1; }
+  int64_t units(int64_t = 0) const { return units_; }
+  int64_t max_chunk(int64_t) const { return units_at_once(unit_rows_) * blocks_; }
+  void prepare(int64_t, int64_t) const {}
+  void look_ahead(int64_t, int64_t) const {}
+
+  void run(int64_t, int64_t begin, int64_t end, int64_t) const {
+    int64_t offset = 0;  // of the matrix's units among all
+    for (int64_t i = 0; i < count_; ++i) {
+      const int64_t units = projections_[i].weight.units * blocks_;
+      const int64_t first = std::max(begin - offset, int64_t{0});
+      const int64_t last = std::min(end - offset, units);
+      if (first < last) run_range(projections_[i], first, last);
+      offset += units;
+    }
+  }
+
+ private:
+  int64_t units_at_once(int64_t unit_rows) const {
+    return std::max<int64_t>(1, std::min(kChunkRows, kChunkSums / block_) / unit_rows);
+  }
+
+  // Units [begin, end) of one projection: runs of whole rows of blocks as far as they go.
+  void run_range(const Projection& p, int64_t begin, int64_t end) const {
+    const int64_t most = units_at_once(p.weight.unit_rows);
+    while (begin < end) {
+      const int64_t unit = begin / blocks_, block = begin % blocks_;
+      const int64_t whole = block == 0 ? std::min((end - begin) / blocks_, most) : 0;
+      if (whole == 0) {
+        multiply(p, unit, 1, block);
+        ++begin;
+        continue;
+      }
+      for (int64_t b = 0; b < blocks_; ++b) multiply(p, unit, whole, b);
+      begin += whole * blocks_;
+    }
+  }
+
+  void multiply(const Projection& p, int64_t unit, int64_t units, int64_t block) const {
+    int32_t sums[kChunkSums];
+    const Weight& w = p.weight;
+    const int64_t stride = units * w.unit_rows, row = unit * w.unit_rows;
+    const int64_t token = block * block_, tokens = std::min(block_, rows_.tokens - token);
+    multiply_units(table_, w, unit, unit + units, rows_.codes.get() + token * rows_.stride,
+                   rows_.stride, rows_.sums.get() + token, tokens, sums, stride);
+    store_(table_, rows_, {&p, row, std::min(stride, w.n_rows - row), token, tokens, sums, stride});
+  }
+
+  const KernelTable& table_;
+  const QuantizedRows& rows_;
+  const Projection* projections_;
+  int64_t count_;
+  Store store_;
+  int64_t blocks_, block_;  // of tokens, as equal as can be
+  int64_t units_ = 0, unit_rows_ = 1;
+};
+
+void run_projections(const QuantizedRows& rows, const Projection* projections, int64_t count,
+                     Store store) {
+  if (rows.tokens == 0) return;
+  int64_t macs = 0;
+  for (int64_t i = 0; i < count; ++i) macs += projections[i].weight.n_rows * rows.k * rows.tokens;
+  const LinearProgram program(rows, projections, count, store);
+  if (program.units() == 0) return;
+  thread_local Team team;
+  const int64_t most = std::min(program.units(), Team::kMaxShares);
+  run_program(team, program, shares_for(most, macs, kMinMacs));
 }
 
 }  // namespace
@@ -146,12 +190,12 @@ Projection make_projection(const Weight& weight, const Tensor& scale, DType type
 }
 
 void project(const QuantizedRows& rows, const Projection* projections, int64_t count) {
-  run_tasks(rows, projections, count, run_task);
+  run_projections(rows, projections, count, store_scaled);
 }
 
 void project_i32(const QuantizedRows& rows, const Weight& weight, int32_t* out) {
   const Projection projection{weight, nullptr, 0, nullptr, DType::kF32, out};
-  run_tasks(rows, &projection, 1, run_task_i32);
+  run_projections(rows, &projection, 1, store_sums);
 }
 
 }  // namespace bitnet::ops
