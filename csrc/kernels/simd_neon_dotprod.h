@@ -276,8 +276,10 @@ inline Partial dot(Partial p, Codes c, Activations x) {
 }
 inline Acc widen(Acc acc, Partial p) { return vaddq_s32(acc, p); }
 inline int32_t reduce(Acc acc) { return vaddvq_s32(acc); }
-// Without always_inline g++ 12 takes a call for one without effect and leaves it out.
-[[gnu::always_inline]] inline void prefetch(const void* p) { __builtin_prefetch(p); }
+// Volatile assembly: see simd_ymm_int.h.
+[[gnu::always_inline]] inline void prefetch(const void* p) {
+  __asm__ volatile("prfm pldl1keep, [%0]" : : "r"(p));
+}
 
 // ---- words of the private tiles: 4 lanes --------------------------------------------------------
 
