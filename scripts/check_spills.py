@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Proves by objdump that the ternary kernels keep their accumulators in registers.
+"""Proves by objdump that the integer kernels keep their accumulators in registers.
 
-An innermost loop with two or more dot products (vpdpbusd, vpmaddubsw) may store no vector to the
+An innermost loop with two or more dot products of bytes or 16-bit numbers may store no vector to the
 stack, save for the few listed: a spilled accumulator halves the speed and no test of results
 would see it. It depends on the compiler, so it is checked where the project is tested (CI), and it
 must not know what a kernel computes. Builds the kernel objects in build/kernels when needed.
@@ -18,8 +18,11 @@ from pathlib import Path
 
 from check_isa_symbols import ROOT, build_objects, isa_objects, run
 
-DOT = re.compile(r"(\{vex\} )?(vpdpbusd|vpmaddubsw)\b")
-TERNARY = re.compile(r"tile|group_direct|add_panel")
+# Functions whose name matches, and what a dot product is in them.
+CHECKED = {
+    re.compile(r"tile|group_direct|add_panel"): re.compile(r"(\{vex\} )?(vpdpbusd|vpmaddubsw)\b"),
+    re.compile(r"int8_rows|dot_rows|sum_strip"): re.compile(r"(\{vex\} )?(vpdpwssd|vpmaddwd)\b"),
+}
 STACK_STORE = re.compile(r"vmov\S+\s+%[yz]mm\d+,[^%]*\(%r[sb]p")
 # Stack stores that are accepted in one loop of a function whose name holds the text, and why.
 ACCEPTED = {
@@ -43,12 +46,15 @@ def functions(path: Path) -> Iterator[tuple[str, list[Instruction]]]:
 
 
 def innermost_loops(body: list[Instruction]) -> Iterator[list[str]]:
-    """The instructions of every backward jump's range that holds no other such range."""
+    """The instructions of every backward branch's range that holds no other such range.
+
+    A jump without a condition is no loop: code out of the way returns by it.
+    """
     at = {address: i for i, (address, _) in enumerate(body)}
     jumps = [
         (at[target], i)
         for i, (address, text) in enumerate(body)
-        if (jump := re.match(r"j\w+\s+([0-9a-f]+)", text))
+        if (jump := re.match(r"j(?!mp)\w+\s+([0-9a-f]+)", text))
         and (target := int(jump[1], 16)) <= address
         and target in at
     ]
@@ -60,11 +66,12 @@ def innermost_loops(body: list[Instruction]) -> Iterator[list[str]]:
 def violations(path: Path, isa: str) -> list[str]:
     problems, loops = [], 0
     for name, body in functions(path):
-        if not TERNARY.search(name):
+        dot = next((dots for text, dots in CHECKED.items() if text.search(name)), None)
+        if dot is None:
             continue
         allowed = max([n for text, n in ACCEPTED.items() if text in name], default=0)
         for loop in innermost_loops(body):
-            if sum(bool(DOT.match(text)) for text in loop) < 2:
+            if sum(bool(dot.match(text)) for text in loop) < 2:
                 continue
             loops += 1
             stores = sum(bool(STACK_STORE.match(text)) for text in loop)

@@ -5,6 +5,7 @@
 #include "kernels/isa_tables.h"
 #include "kernels/simd_avx2.h"
 #include "kernels/simd_avx2_head.h"
+#include "kernels/simd_ymm_cache.h"
 #include "runtime/features.h"
 
 namespace bitnet::BITNET_ISA {

@@ -4,6 +4,7 @@
 #include "format/layout.h"
 #include "kernels/isa_tables.h"
 #include "kernels/simd_avx512_vnni.h"
+#include "kernels/simd_avx512_vnni_cache.h"
 #include "kernels/simd_avx512_vnni_head.h"
 #include "runtime/features.h"
 

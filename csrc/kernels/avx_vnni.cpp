@@ -5,6 +5,7 @@
 #include "kernels/isa_tables.h"
 #include "kernels/simd_avx_vnni.h"
 #include "kernels/simd_avx_vnni_head.h"
+#include "kernels/simd_ymm_cache.h"
 #include "runtime/features.h"
 
 namespace bitnet::BITNET_ISA {

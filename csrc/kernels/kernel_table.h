@@ -14,10 +14,13 @@
 
 namespace bitnet {
 
-// Element types of activations at the door.  Inside the kernels everything is float32.
-enum class DType : int32_t { kF32 = 0, kBF16 = 1, kF16 = 2 };
+// Element types of activations at the door.  Inside the kernels everything is float32.  kInt8: keys
+// and values of a cache with a scale for every position, and nothing else.
+enum class DType : int32_t { kF32 = 0, kBF16 = 1, kF16 = 2, kInt8 = 3 };
 
-constexpr int64_t element_size(DType type) { return type == DType::kF32 ? 4 : 2; }
+constexpr int64_t element_size(DType type) {
+  return type == DType::kF32 ? 4 : type == DType::kInt8 ? 1 : 2;
+}
 
 // One token as the quantised heads take it: x[k] = scale * wide[k], wide = 256 * high + low.  What
 // an ISA does not use is still there: the memory is the caller's and looks the same everywhere.
@@ -57,12 +60,24 @@ constexpr int64_t attention_scratch_floats(int64_t rows, int64_t dim) {
          (rows + 4) * (attention_padded(dim) + kAttentionChunk + 1);
 }
 
+// Elements of a quantised query row, and the longest one: 128 * 32512 * 512 < 2^31.
+constexpr int64_t wide_padded(int64_t dim) { return (dim + 31) / 32 * 32; }
+constexpr int64_t kMaxInt8Dim = 512;
+
+// What int8 keys and values take besides: key j is key_scale[j] * keys[j], values likewise.
+struct Int8Attention {
+  const int16_t* query;      // [rows, wide_padded(dim)], from quantize_query
+  const float* query_scale;  // [rows], what it returned
+  const float* key_scale;    // [positions]
+  const float* value_scale;  // [positions]
+};
+
 // Query rows that share a KV head, and one chunk of its positions.
 struct AttentionChunk {
-  const float* query;      // [rows, dim]
+  const float* query;      // [rows, dim]; not used with kInt8
   int64_t rows, dim;       // both at least 1
   int64_t rows_per_token;  // row r belongs to token r / rows_per_token
-  DType type;              // of keys and values: kF32 or kBF16
+  DType type;              // of keys and values: kF32, kBF16 or kInt8
   const void* keys;        // the chunk's first position; the next ones stride_bytes apart
   const void* values;
   int64_t stride_bytes;
@@ -70,6 +85,7 @@ struct AttentionChunk {
   int64_t first_visible;  // at least 1: token t sees the first min(positions, first_visible + t)
   float scale;
   const void* next;  // what this thread reads after the chunk, a hint for prefetching; may be null
+  Int8Attention int8 = {};  // with kInt8
 };
 
 struct KernelTable {
@@ -130,9 +146,18 @@ struct KernelTable {
   // fma(now.sum, b, sum * a); acc[i] = fma(now.acc[i], b, acc[i] * a).  out = acc / sum. A chunk
   // that holds nothing but -inf weighs nothing; a NaN makes the result NaN.
   //
+  // With kInt8 (dim <= kMaxInt8Dim) both sums are of integers and exact: s_j = float(dot(wide,
+  // keys[j])) * ((query_scale * scale) * key_scale[j]); max, w_j and sum as above; u_j = w_j *
+  // value_scale[j]; a = max(max |u_j|, 1e-30); p_j = round_half_even(u_j * (32512 / a)); acc[i] =
+  // float(sum of p_j * values[j][i]) * (a / 32512).  If a u_j is infinite or NaN, acc is NaN.
+  //
   // attend_chunk writes the states of all rows (layout above) for one chunk.  scratch:
   // attention_scratch_floats(chunk.rows, chunk.dim).
   void (*attend_chunk)(const AttentionChunk& chunk, float* scratch, float* states);
+  // One query row for int8 keys: wide[i] = round_half_even(x[i] * (32512 / a)) with a = max(absmax,
+  // 1e-30), zeros from n to n_padded.  Returns a / 32512; a row holding NaN or an infinity gives
+  // zeros and returns NaN.
+  float (*quantize_query)(const float* x, int64_t n, int64_t n_padded, int16_t* wide);
   // states = states merged with the states of the chunk after them, both [rows] of head size dim.
   void (*merge_attention)(int64_t rows, int64_t dim, const float* later, float* states);
   // out[dim] = acc / sum of one state.
@@ -157,14 +182,12 @@ struct KernelTable {
   void (*head_int4)(const uint8_t* weight, const uint16_t* scale, int64_t groups, int64_t group,
                     int64_t row_begin, int64_t row_end, const HeadToken* x, int64_t tokens,
                     int64_t prefetch_bytes, float* out, int64_t out_stride);
-  // Quantises one token to 16 bits: wide[i] = round_half_even(x[i] * (32512 / a)) with a =
-  // max(absmax, 1e-30), zeros from n to n_padded (a multiple of 128); wide = 256 * high + low, all
-  // in int8; sums[j] = sum of wide[64 j .. 64 j + 63].  Returns a / 32512; a token holding NaN or
-  // an infinity gives zeros and returns NaN.
+  // Quantises one token to 16 bits: wide and the result as of quantize_query, n_padded a multiple
+  // of 128; wide = 256 * high + low, all in int8; sums[j] = sum of wide[64 j .. 64 j + 63].
   float (*head_quantize_token)(const float* x, int64_t n, int64_t n_padded, int16_t* wide,
                                int8_t* high, int8_t* low, int32_t* sums);
-  // One row of head weights: q[i] = round_half_even(w[i] * (127 / a)), a = max(absmax, 1e-30).
-  // Returns a / 127, or NaN if the row holds NaN or an infinity (q = 0).
+  // One row of head weights, or of a cache: q[i] = round_half_even(w[i] * (127 / a)), a =
+  // max(absmax, 1e-30).  Returns a / 127, or NaN if the row holds NaN or an infinity (q = 0).
   float (*head_quantize_int8)(const float* w, int64_t n, int8_t* q);
   // One row in ceil(n / group) groups; codes 0..15 stand for -8..7, padding has code 8.  See
   // head.inl for the choice of the scale, a bfloat16.  Returns 0, or NaN as above (codes 8).

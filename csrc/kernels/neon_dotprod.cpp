@@ -4,6 +4,7 @@
 #include "format/layout.h"
 #include "kernels/isa_tables.h"
 #include "kernels/simd_neon_dotprod.h"
+#include "kernels/simd_neon_dotprod_cache.h"
 #include "kernels/simd_neon_dotprod_head.h"
 #include "runtime/features.h"
 

@@ -5,6 +5,7 @@
 #include "format/layout.h"
 #include "kernels/isa_tables.h"
 #include "kernels/simd_scalar.h"
+#include "kernels/simd_scalar_cache.h"
 #include "kernels/simd_scalar_head.h"
 #include "runtime/features.h"
 

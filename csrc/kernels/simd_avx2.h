@@ -34,6 +34,16 @@ inline void add_product(Partial& p, Partial product) {
 inline Acc widen(Acc acc, Partial p) {
   return _mm256_add_epi32(acc, _mm256_madd_epi16(p, _mm256_set1_epi16(1)));
 }
+// acc + the sums of neighbouring products of 16-bit numbers, for simd_ymm_cache.h.
+inline __m256i add_pairs(__m256i acc, __m256i a, __m256i b) {
+  const __m256i pairs = _mm256_madd_epi16(a, b);
+#if defined(BITNET_EMULATE)
+  return _mm256_add_epi32(acc, pairs);
+#else
+  __asm__("vpaddd %1, %0, %0" : "+x"(acc) : "x"(pairs));  // in place: no copies, no reassociation
+  return acc;
+#endif
+}
 
 // ---- private tiles ----------------------------------------------------------------------------
 

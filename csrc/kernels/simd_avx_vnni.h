@@ -23,6 +23,15 @@ inline Partial dot(Partial p, Codes c, Activations x) {
 #endif
 }
 inline Acc widen(Acc acc, Partial p) { return _mm256_add_epi32(acc, p); }
+// acc + the sums of neighbouring products of 16-bit numbers, for simd_ymm_cache.h.
+inline __m256i add_pairs(__m256i acc, __m256i a, __m256i b) {
+#if defined(BITNET_EMULATE)
+  return _mm256_dpwssd_epi32(acc, a, b);
+#else
+  __asm__("%{vex%} vpdpwssd %2, %1, %0" : "+x"(acc) : "x"(a), "x"(b));
+  return acc;
+#endif
+}
 
 // ---- private tiles: simd_tile_vnni.h ------------------------------------------------------------
 

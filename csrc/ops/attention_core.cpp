@@ -45,12 +45,21 @@ int64_t AttentionPlan::shared_floats() const {
   return split_ ? counter_floats(groups_) + tasks_ * states_floats() : 0;
 }
 
-// The rows of a group as float32, a row of output, the kernel's scratch, and the states of a group
-// so far and of a chunk.
+// A group's query rows, a row of output, the kernel's scratch, and the states of a group so far and
+// of a chunk.
 int64_t AttentionPlan::thread_floats() const {
-  const int64_t query = attention_padded(block_rows() * shape_.dim);
-  return query + attention_padded(shape_.dim) + attention_scratch_floats(block_rows(), shape_.dim) +
-         (split_ ? 0 : 2 * states_floats());
+  return query_floats() + attention_padded(shape_.dim) +
+         attention_scratch_floats(block_rows(), shape_.dim) + (split_ ? 0 : 2 * states_floats());
+}
+
+int64_t AttentionPlan::query_floats() const {
+  if (shape_.cache_type != DType::kInt8) return attention_padded(block_rows() * shape_.dim);
+  return attention_padded(block_rows()) + block_rows() * wide_padded(shape_.dim) / 2;
+}
+
+AttentionPlan::Query AttentionPlan::query_at(float* memory) const {
+  if (shape_.cache_type != DType::kInt8) return {memory, nullptr, nullptr};
+  return {nullptr, reinterpret_cast<int16_t*>(memory + attention_padded(block_rows())), memory};
 }
 
 int64_t AttentionPlan::chunks_of_block(int64_t sequence, int64_t block) const {
@@ -94,20 +103,35 @@ AttentionPlan::Group AttentionPlan::group_of_task(int64_t task) const {
   return {};  // not reached: task < tasks_
 }
 
+int64_t AttentionPlan::cache_row(int64_t sequence, int64_t kv_head, int64_t position) const {
+  return (sequence * shape_.kv_heads + kv_head) * shape_.length + position;
+}
+
 const void* AttentionPlan::cache_at(const void* cache, int64_t sequence, int64_t kv_head,
                                     int64_t position) const {
-  const int64_t row = (sequence * shape_.kv_heads + kv_head) * shape_.length + position;
+  const int64_t row = cache_row(sequence, kv_head, position);
   return at(cache, row * shape_.dim * element_size(shape_.cache_type));
 }
 
+// `row`: a row's memory for what comes between.
 void AttentionPlan::load_query(const KernelTable& table, const AttentionBuffers& buffers,
-                               const Group& group, float* query) const {
+                               const Group& group, const Query& query, float* row) const {
   const int64_t n = rows_per_token_ * shape_.dim;  // the heads of a group lie side by side
+  const int64_t dim = shape_.dim, padded = wide_padded(dim);
   for (int64_t t = 0; t < group.tokens; ++t) {
     const int64_t token = group.sequence * shape_.tokens + group.token + t;
     const int64_t first = (token * shape_.kv_heads + group.kv_head) * n;
-    table.load_row(shape_.query_type, at(buffers.query, first * element_size(shape_.query_type)), n,
-                   query + t * n);
+    const void* from = at(buffers.query, first * element_size(shape_.query_type));
+    if (query.rows != nullptr) {
+      table.load_row(shape_.query_type, from, n, query.rows + t * n);
+      continue;
+    }
+    for (int64_t h = 0; h < rows_per_token_; ++h) {
+      const int64_t r = t * rows_per_token_ + h;
+      table.load_row(shape_.query_type, at(from, h * dim * element_size(shape_.query_type)), dim,
+                     row);
+      query.scale[r] = table.quantize_query(row, dim, padded, query.wide + r * padded);
+    }
   }
 }
 
@@ -127,12 +151,14 @@ void AttentionPlan::store_out(const KernelTable& table, const AttentionBuffers& 
 // States of the rows that see any of the chunk; returns how many of the first rows do not.
 int64_t AttentionPlan::attend(const KernelTable& table, const AttentionBuffers& buffers,
                               const Group& group, int64_t chunk, const void* next,
-                              const float* query, float* scratch, float* states) const {
+                              const Query& query, float* scratch, float* states) const {
   const int64_t begin = chunk * kAttentionChunk, first = start_[group.sequence] + group.token + 1;
   const int64_t blind = std::max<int64_t>(0, begin + 1 - first);  // tokens before the chunk
   const int64_t skipped = blind * rows_per_token_;
+  const bool int8 = shape_.cache_type == DType::kInt8;
+  const int64_t row = cache_row(group.sequence, group.kv_head, begin);
   const AttentionChunk piece = {
-      .query = query + skipped * shape_.dim,
+      .query = int8 ? nullptr : query.rows + skipped * shape_.dim,
       .rows = group.tokens * rows_per_token_ - skipped,
       .dim = shape_.dim,
       .rows_per_token = rows_per_token_,
@@ -144,6 +170,10 @@ int64_t AttentionPlan::attend(const KernelTable& table, const AttentionBuffers& 
       .first_visible = first + blind - begin,
       .scale = shape_.scale,
       .next = next,
+      .int8 = int8 ? Int8Attention{query.wide + skipped * wide_padded(shape_.dim),
+                                   query.scale + skipped, buffers.key_scale + row,
+                                   buffers.value_scale + row}
+                   : Int8Attention{},
   };
   table.attend_chunk(piece, scratch, states + skipped * attention_state_floats(shape_.dim));
   return skipped;
@@ -180,9 +210,10 @@ void AttentionPlan::run_chunk(const KernelTable& table, const AttentionBuffers& 
     next = cache_at(buffers.keys, after.sequence, after.kv_head, 0);
   }
   float* states = shared + counter_floats(groups_) + group.first_task * states_floats();
-  float* row = own + attention_padded(block_rows() * shape_.dim);
-  load_query(table, buffers, group, own);
-  attend(table, buffers, group, chunk, next, own, row + attention_padded(shape_.dim),
+  float* row = own + query_floats();
+  const Query query = query_at(own);
+  load_query(table, buffers, group, query, row);
+  attend(table, buffers, group, chunk, next, query, row + attention_padded(shape_.dim),
          states + chunk * states_floats());
   // acq_rel: the last one sees what the others wrote.
   std::atomic_ref<int32_t> left(reinterpret_cast<int32_t*>(shared)[group_index(group)]);
@@ -204,17 +235,18 @@ void AttentionPlan::run_group(const KernelTable& table, const AttentionBuffers& 
   const int64_t pair = task / blocks_;
   const Group group = group_at(pair / shape_.kv_heads, pair % shape_.kv_heads, task % blocks_);
   const int64_t stride = attention_state_floats(shape_.dim);
-  float* row = own + attention_padded(block_rows() * shape_.dim);
+  float* row = own + query_floats();
   float* states = row + attention_padded(shape_.dim);
   float* later = states + states_floats();
   float* scratch = later + states_floats();
-  load_query(table, buffers, group, own);
+  const Query query = query_at(own);
+  load_query(table, buffers, group, query, row);
   for (int64_t c = 0; c < group.chunks; ++c) {
     const void* next = c + 1 == group.chunks ? nullptr
                                              : cache_at(buffers.keys, group.sequence, group.kv_head,
                                                         (c + 1) * kAttentionChunk);
     const int64_t skipped =
-        attend(table, buffers, group, c, next, own, scratch, c == 0 ? states : later);
+        attend(table, buffers, group, c, next, query, scratch, c == 0 ? states : later);
     if (c == 0) continue;
     table.merge_attention(group.tokens * rows_per_token_ - skipped, shape_.dim,
                           later + skipped * stride, states + skipped * stride);

@@ -13,7 +13,7 @@ struct AttentionShape {
   int64_t batch, tokens, heads, kv_heads;
   int64_t length, dim;  // positions that a cache holds for a sequence; size of a head
   DType query_type;     // of query and out
-  DType cache_type;     // kF32 or kBF16
+  DType cache_type;     // kF32, kBF16 or kInt8
   float scale;
 };
 
@@ -22,6 +22,8 @@ struct AttentionBuffers {
   const void* keys;    // [batch, kv_heads, length, dim], the new tokens' keys included
   const void* values;  // likewise
   void* out;           // [batch, tokens, heads, dim]
+  const float* key_scale = nullptr;  // [batch, kv_heads, length], of an int8 cache
+  const float* value_scale = nullptr;
 };
 
 // How to use it, with threads that the caller owns:
@@ -64,10 +66,18 @@ class AttentionPlan {
   int64_t block_rows() const { return block_tokens_ * rows_per_token_; }
   int64_t states_floats() const { return block_rows() * attention_state_floats(shape_.dim); }
 
+  // A group's query rows: as float32, or for an int8 cache as quantised, one factor each.
+  struct Query {
+    float* rows;
+    int16_t* wide;
+    float* scale;
+  };
+  int64_t query_floats() const;
+  Query query_at(float* memory) const;
   void load_query(const KernelTable& table, const AttentionBuffers& buffers, const Group& group,
-                  float* query) const;
+                  const Query& query, float* row) const;
   int64_t attend(const KernelTable& table, const AttentionBuffers& buffers, const Group& group,
-                 int64_t chunk, const void* next, const float* query, float* scratch,
+                 int64_t chunk, const void* next, const Query& query, float* scratch,
                  float* states) const;
   void store_out(const KernelTable& table, const AttentionBuffers& buffers, const Group& group,
                  const float* states, float* row) const;
@@ -75,6 +85,7 @@ class AttentionPlan {
                  float* shared, float* own) const;
   void run_group(const KernelTable& table, const AttentionBuffers& buffers, int64_t task,
                  float* own) const;
+  int64_t cache_row(int64_t sequence, int64_t kv_head, int64_t position) const;
   const void* cache_at(const void* cache, int64_t sequence, int64_t kv_head,
                        int64_t position) const;
 

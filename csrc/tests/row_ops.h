@@ -172,6 +172,70 @@ inline void add_chunk_op(std::vector<RowOp>& ops, DType type, QueryRows q, bool 
                  "attend_chunk", inputs, outputs, run, 1});
 }
 
+// The same over int8 keys and values; dims up to the longest that is exact.
+inline void add_int8_chunk_op(std::vector<RowOp>& ops, QueryRows q, bool long_context,
+                              int64_t slack) {
+  const auto dim = [=](int64_t n) {
+    return long_context ? int64_t{40} : 1 + (n - 1) % kMaxInt8Dim;
+  };
+  const auto length = [=](int64_t n) {
+    return long_context ? 1 + (n - 1) % kAttentionChunk : int64_t{5};
+  };
+  const auto inputs = [=](int64_t n) {
+    const int64_t cache = (length(n) - 1) * (dim(n) + slack) + dim(n);
+    return std::vector<Shape>{{Kind::kF32, q.rows * dim(n)},
+                              {Kind::kI8, cache},
+                              {Kind::kI8, cache},
+                              {Kind::kF32, length(n)},
+                              {Kind::kF32, length(n)}};
+  };
+  const auto outputs = [=](int64_t n) {
+    return std::vector<Shape>{{Kind::kF32, q.rows * attention_state_floats(dim(n))},
+                              {Kind::kScratch, attention_scratch_floats(q.rows, dim(n))}};
+  };
+  const auto run = [=](const Call& c) {
+    const int64_t visible = length(c.n) - q.unseen, padded = wide_padded(dim(c.n));
+    std::vector<int16_t> wide(static_cast<std::size_t>(q.rows * padded));
+    std::vector<float> factors;
+    for (int64_t r = 0; r < q.rows; ++r) {
+      factors.push_back(c.table.quantize_query(c.f(0) + r * dim(c.n), dim(c.n), padded,
+                                               wide.data() + r * padded));
+    }
+    const AttentionChunk chunk = {.query = nullptr,
+                                  .rows = q.rows,
+                                  .dim = dim(c.n),
+                                  .rows_per_token = q.per_token,
+                                  .type = DType::kInt8,
+                                  .keys = c.in[1],
+                                  .values = c.in[2],
+                                  .stride_bytes = dim(c.n) + slack,
+                                  .positions = length(c.n),
+                                  .first_visible = visible < 1 ? 1 : visible,
+                                  .scale = 0.25f,
+                                  .next = nullptr,
+                                  .int8 = {wide.data(), factors.data(), c.f(3), c.f(4)}};
+    c.table.attend_chunk(chunk, c.y(1), c.y(0));
+  };
+  ops.push_back({"attend_chunk int8 rows " + std::to_string(q.rows) +
+                     (long_context ? " positions" : " dim") + (slack ? " strided" : ""),
+                 "attend_chunk", inputs, outputs, run, 1});
+}
+
+inline void add_int8_attention_ops(std::vector<RowOp>& ops) {
+  for (const QueryRows q : kQueryRows) {
+    for (const bool long_context : {true, false}) add_int8_chunk_op(ops, q, long_context, 0);
+  }
+  add_int8_chunk_op(ops, {4, 2, 1}, true, 6);
+  add_int8_chunk_op(ops, {4, 2, 1}, false, 6);
+  ops.push_back(
+      {"quantize_query", "quantize_query", float_rows(1),
+       [](int64_t n) { return std::vector<Shape>{{Kind::kU16, wide_padded(n)}, {Kind::kF32, 1}}; },
+       [](const Call& c) {
+         *c.y(1) =
+             c.table.quantize_query(c.f(0), c.n, wide_padded(c.n), static_cast<int16_t*>(c.out[0]));
+       }});
+}
+
 inline void add_attention_ops(std::vector<RowOp>& ops) {
   for (const DType type : {DType::kF32, DType::kBF16}) {
     for (const QueryRows q : kQueryRows) {
@@ -246,6 +310,7 @@ inline std::vector<RowOp> all_row_ops() {
   add_type_ops(ops);
   add_elementwise_ops(ops);
   add_attention_ops(ops);
+  add_int8_attention_ops(ops);
   add_head_ops(ops);
   return ops;
 }

@@ -69,7 +69,7 @@ std::string hex(Shape shape, const uint8_t* bytes, int64_t i) {
 class RowTest {
  public:
   RowTest() {
-    for (int i = 0; i < 6; ++i) arenas_.push_back(std::make_unique<Arena>(1 << 20));
+    for (int i = 0; i < 7; ++i) arenas_.push_back(std::make_unique<Arena>(1 << 20));
   }
 
   // One op, length and flavour: the scalar table on plain memory, then each table between guards.

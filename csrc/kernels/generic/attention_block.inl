@@ -157,8 +157,12 @@ void attend_as(const AttentionChunk& c, float* scratch, float* states) {
   attend_few<E>(c, rows, scratch, states);
 }
 
+void attend_int8(const AttentionChunk& c, float* states);
+
 void attend_chunk(const AttentionChunk& chunk, float* scratch, float* states) {
-  if (chunk.type == DType::kBF16) {
+  if (chunk.type == DType::kInt8) {
+    attend_int8(chunk, states);
+  } else if (chunk.type == DType::kBF16) {
     attend_as<uint16_t>(chunk, scratch, states);
   } else {
     attend_as<float>(chunk, scratch, states);

@@ -370,42 +370,28 @@ void head_int4(const uint8_t* weight, const uint16_t* scale, int64_t groups, int
 
 // ---- quantisation -------------------------------------------------------------------------------
 
-constexpr uint32_t kHeadInfinityBits = 0x7f800000u;
-
-// The largest magnitude, at least 1e-30 so that its reciprocal and its 1 / 32512 stay normal.
-inline float head_absmax(uint32_t bits) {
-  const float absmax = __builtin_bit_cast(float, bits);
-  return absmax > 1e-30f ? absmax : 1e-30f;
-}
-
 float head_quantize_token(const float* x, int64_t n, int64_t n_padded, int16_t* wide, int8_t* high,
                           int8_t* low, int32_t* sums) {
-  const uint32_t bits = absmax_bits(x, n);
-  const bool poisoned = bits >= kHeadInfinityBits;
-  const float absmax = head_absmax(bits);
-  const F32x16 s = set1(32512.0f / absmax);
-  int64_t i = 0;
-  for (; !poisoned && i < n; i += 16) store_i16(wide + i, mul(load_n(x + i, n - i), s));
-  for (; i < n_padded; ++i) wide[i] = 0;
-  for (i = 0; i < n_padded; ++i) {
+  const float factor = quantize_query(x, n, n_padded, wide);
+  for (int64_t i = 0; i < n_padded; ++i) {
     low[i] = static_cast<int8_t>(wide[i]);
     high[i] = static_cast<int8_t>((wide[i] - low[i]) >> 8);
   }
-  for (i = 0; i < n_padded; i += 64) {
+  for (int64_t i = 0; i < n_padded; i += 64) {
     int32_t sum = 0;
     for (int j = 0; j < 64; ++j) sum += wide[i + j];
     sums[i / 64] = sum;
   }
-  return poisoned ? __builtin_nanf("") : absmax / 32512.0f;
+  return factor;
 }
 
 float head_quantize_int8(const float* w, int64_t n, int8_t* q) {
   const uint32_t bits = absmax_bits(w, n);
-  if (bits >= kHeadInfinityBits) {
+  if (bits >= kInfinityBits) {
     for (int64_t i = 0; i < n; ++i) q[i] = 0;
     return __builtin_nanf("");
   }
-  const float absmax = head_absmax(bits);
+  const float absmax = absmax_of(bits);
   const F32x16 s = set1(127.0f / absmax);
   for (int64_t i = 0; i < n; i += 16) to_i8_n(q + i, mul(load_n(w + i, n - i), s), n - i);
   return absmax / 127.0f;
@@ -435,8 +421,8 @@ float head_quantize_int4(const float* w, int64_t n, int64_t group, uint8_t* code
   for (int64_t i = 0; i < n; i += group) {
     const int64_t count = n - i < group ? n - i : group;
     const uint32_t bits = absmax_bits(w + i, count);
-    const bool bad = bits >= kHeadInfinityBits;
-    head_quantize_group(w + i, bad ? 0 : count, group, bad ? 1.0f : head_absmax(bits), codes + i,
+    const bool bad = bits >= kInfinityBits;
+    head_quantize_group(w + i, bad ? 0 : count, group, bad ? 1.0f : absmax_of(bits), codes + i,
                         scale + i / group);
     poisoned = poisoned || bad;
   }

@@ -63,8 +63,16 @@ uint32_t absmax_bits(const float* x, int64_t n) {
   return reduce_abs_bits(best);
 }
 
+// From here on a largest magnitude is infinite or NaN.
+constexpr uint32_t kInfinityBits = 0x7f800000u;
+
+// The largest magnitude, at least 1e-30 so that its reciprocal and its 1 / 32512 stay normal.
+inline float absmax_of(uint32_t bits) {
+  const float absmax = __builtin_bit_cast(float, bits);
+  return absmax > 1e-30f ? absmax : 1e-30f;
+}
+
 float quantize_row(const float* x, int64_t n, int64_t n_padded, int8_t* q, int32_t* sum) {
-  constexpr uint32_t kInfinityBits = 0x7f800000u;
   const uint32_t bits = absmax_bits(x, n);
   *sum = 0;
   if (bits >= kInfinityBits) {

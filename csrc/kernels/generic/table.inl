@@ -40,7 +40,9 @@ template <class T>
 #include "kernels/generic/attention.inl"
 // Uses attention.inl.
 #include "kernels/generic/attention_block.inl"
-// Uses load_as of rows.inl and row_at of attention.inl.
+// Uses attention.inl, and attend_chunk of attention_block.inl uses it.
+#include "kernels/generic/attention_int8.inl"
+// Uses load_as of rows.inl, row_at of attention.inl and quantize_query of attention_int8.inl.
 #include "kernels/generic/head.inl"
 
 #define BITNET_STRING_(x) #x
@@ -72,6 +74,7 @@ constexpr KernelTable kTable = {
     .silu_mul_row = silu_mul_row,
     .rope_head = rope_head,
     .attend_chunk = attend_chunk,
+    .quantize_query = quantize_query,
     .merge_attention = merge_attention,
     .finish_attention = finish_attention,
     .head_dense = head_dense,
