@@ -1,7 +1,11 @@
-"""The cache of prepared models: used when it fits, else made again, and never in the way."""
+"""The cache of prepared models: used when it fits, else made again, and never in the way.
+
+Its files are read or mapped, and nothing but the time may tell. Must not know private layouts.
+"""
 
 from __future__ import annotations
 
+import mmap
 import os
 import shutil
 import stat
@@ -51,6 +55,18 @@ def load_without_warning(*args: Any, **options: Any) -> LanguageModel:
         return load(*args, **options)
 
 
+def map_all(descriptor: int) -> torch.Tensor:
+    """map_huge without its conditions: any size, pages of any size."""
+    return torch.frombuffer(mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY), dtype=torch.uint8)
+
+
+@pytest.fixture(params=["read", "mapped"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cache files are read into memory of our own, or mapped."""
+    read = request.param == "read"
+    monkeypatch.setattr(prepared, "map_huge", (lambda descriptor: None) if read else map_all)
+
+
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the tensors that loading takes from the model file."""
@@ -70,6 +86,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     [("auto", "int8"), ("2bit", "stored"), ("1.6bit", "int4"), ("2bit", "bf16")],
     ids="/".join,
 )
+@pytest.mark.usefixtures("way")
 def test_the_second_load_reads_the_cache_alone(
     formats: tuple[str, str], model_dir: Path, cache: Path, reads: list[str]
 ) -> None:
@@ -90,6 +107,7 @@ def test_the_second_load_reads_the_cache_alone(
         assert all(torch.equal(got[name], value) for name, value in state.items())
 
 
+@pytest.mark.usefixtures("way")
 def test_weights_from_the_cache_are_one_sequential_read(model_dir: Path, cache: Path) -> None:
     for _ in range(2):
         model = load(model_dir, cache=cache).model
@@ -158,6 +176,7 @@ DAMAGE: dict[str, Callable[[bytes], bytes]] = {
 
 
 @pytest.mark.parametrize("name", DAMAGE)
+@pytest.mark.usefixtures("way")
 def test_damaged_files_are_ignored_with_a_warning_and_made_again(
     name: str, model_dir: Path, cache: Path, reads: list[str]
 ) -> None:
@@ -235,6 +254,7 @@ def test_command_line_and_environment(
     assert len(texts) == 3 and len(set(texts)) == 1
 
 
+@pytest.mark.usefixtures("way")
 def test_odd_tensors_survive(tmp_path: Path) -> None:
     """Sizes that fill no line, no dimension, every dtype that a model has."""
     tensors: dict[str, torch.Tensor | PackedWeight] = {

@@ -3,8 +3,8 @@
 A file belongs to one source file (by content, size and time of change, not by path), one set of
 layouts and one number of lanes; its name is the hash of all that. It may be deleted at any time. A
 file that is damaged, cut off or of another kind is ignored with a warning and made again. It is
-read, not mapped: huge pages serve every later token, and a mapped file has none. It must not know
-what the tensors are for.
+mapped where the system maps it in huge pages, which serve every later token, and else read into
+huge pages of our own. It must not know what the tensors are for.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import json
 import os
 import struct
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -28,13 +28,14 @@ from bitnet_ops.arena import ALIGNMENT, Arena, aligned
 from bitnet_ops.formats import sglbitnt
 from bitnet_ops.formats.atomic import atomic_file
 from bitnet_ops.head import HeadWeight
+from bitnet_ops.mapped import HUGE_PAGE, map_huge
 from bitnet_ops.packing import PackedWeight
 
 ENVIRONMENT = "BITNET_OPS_CACHE"
 VERSION = 2  # of this file's format and of the private layouts; raise it when either changes
 _MAGIC = b"BITNETPM"
 _HEADER = struct.Struct("<8sIQ32s")  # magic, version, bytes of JSON, digest
-_CHUNK = 4 << 20  # bytes read and summed at a time: they fit the caches of the CPU
+_CHUNK = 2 * HUGE_PAGE  # bytes written, read and summed at a time: they fit the caches of the CPU
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
 
 Value = Tensor | PackedWeight | HeadWeight
@@ -107,21 +108,38 @@ def _write_file(out: BinaryIO, key: str, tensors: Mapping[str, Value]) -> None:
         for part in parts:
             dtype = str(part.dtype).removeprefix("torch.")
             places.append([dtype, list(part.shape), size, part.nbytes])
-            pieces.append((size, part))
+            pieces.append(_bytes_of(part).data)
             size += aligned(part.nbytes)
         entries.append({"name": name, "kind": kind, "parts": places, "about": about})
     text = json.dumps({"key": key, "tensors": entries}).encode()
     start = aligned(_HEADER.size + len(text))
-    out.write(_HEADER.pack(_MAGIC, VERSION, len(text), bytes(32)) + text)
-    for at, part in pieces:
-        out.seek(start + at)
-        out.write(_bytes_of(part).data)
-    out.truncate(start + size)
+    head = _HEADER.pack(_MAGIC, VERSION, len(text), bytes(32)) + text
+    for block in _blocks([head, *pieces]):
+        out.write(block)
     out.flush()
     with open(out.name, "rb") as written:  # also proves that it can be read
         _, digest = _read_data(written.fileno(), start, size, text)
     out.seek(0)
     out.write(_HEADER.pack(_MAGIC, VERSION, len(text), digest))
+
+
+def _blocks(pieces: Iterable[bytes | memoryview]) -> Iterator[memoryview]:
+    """The pieces, each filled up to ALIGNMENT with zeros, in blocks of _CHUNK bytes.
+
+    A file written in whole huge pages lies in the page cache in huge pages.
+    """
+    block = bytearray(_CHUNK)
+    used = 0
+    for piece in pieces:
+        for part in (memoryview(piece), memoryview(bytes(-len(piece) % ALIGNMENT))):
+            while len(part):
+                count = min(len(part), _CHUNK - used)
+                block[used : used + count] = part[:count]
+                part, used = part[count:], used + count
+                if used == _CHUNK:
+                    yield memoryview(block)
+                    used = 0
+    yield memoryview(block)[:used]
 
 
 def _taken_apart(value: Value) -> tuple[str, list[Tensor], list[Any]]:
@@ -185,13 +203,13 @@ def _read_file(source: BinaryIO, key: str) -> dict[str, Value]:
     start = aligned(_HEADER.size + length)
     if size < start or (size - start) % ALIGNMENT:
         raise _Unusable("an incomplete file")
-    arena, found = _read_data(source.fileno(), start, size - start, text)
+    memory, found = _read_data(source.fileno(), start, size - start, text)
     if found != digest:
         raise _Unusable("other data than were written")
     content = json.loads(text)  # which the digest covers
     if content["key"] != key:
         raise _Unusable("the prepared form of another model")
-    return {entry["name"]: _value(entry, arena.memory) for entry in content["tensors"]}
+    return {entry["name"]: _value(entry, memory) for entry in content["tensors"]}
 
 
 def _value(entry: Mapping[str, Any], memory: Tensor) -> Value:
@@ -202,22 +220,29 @@ def _value(entry: Mapping[str, Any], memory: Tensor) -> Value:
     return _put_together(entry["kind"], parts, entry["about"])
 
 
-def _read_data(descriptor: int, start: int, size: int, text: bytes) -> tuple[Arena, bytes]:
+def _read_data(descriptor: int, start: int, size: int, text: bytes) -> tuple[Tensor, bytes]:
     """The data from `start` on, and the digest of them and of the JSON `text`."""
-    arena = Arena(size)
-    target = memoryview(arena.memory.numpy().data)
+    mapping = map_huge(descriptor)
+    memory = Arena(size).memory if mapping is None else mapping[start : start + size]
+    target = memoryview(memory.numpy().data)
 
-    def read_chunk(at: int) -> int:
+    def sum_of_chunk(at: int) -> int:
         chunk = target[at : at + _CHUNK]
-        done = 0
-        while done < len(chunk):
-            count = os.preadv(descriptor, [chunk[done:]], start + at + done)
-            if count == 0:
-                raise _Unusable("an incomplete file")
-            done += count
+        if mapping is None:
+            _fill(chunk, descriptor, start + at)
         return int(np.frombuffer(chunk, dtype=np.int64).sum())  # ALIGNMENT is a multiple of 8
 
     with ThreadPoolExecutor(min(4, torch.get_num_threads())) as pool:
-        sums = list(pool.map(read_chunk, range(0, size, _CHUNK)))
+        sums = list(pool.map(sum_of_chunk, range(0, size, _CHUNK)))
     summary = np.array([size, *sums], dtype=np.int64).tobytes()
-    return arena, hashlib.sha256(text + summary).digest()
+    return memory, hashlib.sha256(text + summary).digest()
+
+
+def _fill(chunk: memoryview, descriptor: int, start: int) -> None:
+    """Read `chunk` from the file's bytes from `start` on."""
+    done = 0
+    while done < len(chunk):
+        count = os.preadv(descriptor, [chunk[done:]], start + done)
+        if count == 0:
+            raise _Unusable("an incomplete file")
+        done += count
