@@ -144,6 +144,20 @@ def test_equals_the_composed_ops_on_every_isa_and_thread_count(setting: str) -> 
             assert_equal(ours, theirs, f"{setting} {configuration}")
 
 
+def test_a_prompt_too_long_for_the_kept_memory() -> None:
+    """Some 80 MB of activations, which a thread does not keep: it allocates them for the step."""
+    sizes: dict[str, Any] = {"hidden": 64, "heads": 2, "kv_heads": 1, "inner": 2400}
+    results = []
+    for function in (ops.decode_step, composed):
+        g = torch.Generator().manual_seed(12)
+        arguments = decode_step_arguments(
+            g, **sizes, batch=1, tokens=4000, length=4000, logits_to_keep=2
+        )
+        results.append((function(*arguments), *arguments[6:8]))
+    for ours, theirs in zip(*results, strict=True):
+        assert_equal(ours, theirs)
+
+
 def test_a_sequence_alone_equals_the_sequence_in_a_batch() -> None:
     g = torch.Generator().manual_seed(5)
     arguments = decode_step_arguments(g, **LARGE, batch=5)
