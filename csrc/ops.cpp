@@ -67,15 +67,17 @@ STABLE_TORCH_LIBRARY(bitnet, m) {
       "mlp_forward(Tensor x, Tensor norm_weight, Tensor gate_weight, Tensor gate_scale, "
       "Tensor up_weight, Tensor up_scale, Tensor? sub_norm_weight, Tensor down_weight, "
       "Tensor down_scale, float eps, str activation, int[] out_features=[]) -> Tensor");
-  // query F [B, T, H, D], caches float32 or bfloat16 [B, KV, L, D], start_positions int64 [B]
-  //   -> F [B, T, H, D]; token t of sequence b sees positions 0 .. start_positions[b] + t
+  // query F [B, T, H, D], caches float32, bfloat16 or int8 [B, KV, L, D], start_positions int64
+  //   [B], scales float32 [B, KV, L] of int8 caches -> F [B, T, H, D]; token t of sequence b sees
+  //   positions 0 .. start_positions[b] + t
   m.def(
       "attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor start_positions, "
-      "float scale) -> Tensor");
-  // writes key, value F [B, T, KV, D] at positions start_positions[b] + t of the caches (mutated)
+      "float scale, Tensor? key_scale=None, Tensor? value_scale=None) -> Tensor");
+  // writes key, value F [B, T, KV, D] at positions start_positions[b] + t of the caches and of
+  //   their scales (mutated)
   m.def(
       "kv_cache_update(Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor key, Tensor value, "
-      "Tensor start_positions) -> ()");
+      "Tensor start_positions, Tensor(c!)? key_scale=None, Tensor(d!)? value_scale=None) -> ()");
   // weight F [V, K], format "int8" -> int8 [V, K], float32 [V]; format "int4", group_size G (64 or
   //   128) -> uint8 [ceil(V / 16), ceil(K / G) * G / 8, 64], bfloat16 [ceil(V / 16), ceil(K / G),
   //   16]
@@ -93,15 +95,17 @@ STABLE_TORCH_LIBRARY(bitnet, m) {
       "in_features=None) -> Tensor");
   // A whole model on T new tokens of B sequences: x float32 [B, T, K] embedded tokens; q, k, v, o,
   //   gate, up, down weights of every layer, scales float32 [layers, 7], gains float32 [all norms
-  //   in order of use], head_weight and head_scale as lm_head takes them, caches float32 or
-  //   bfloat16 [layers, B, KV, L, D] (mutated), start_positions int64 [B], dtype that activations
-  //   are rounded to, inner rows of gate and up, vocab V, logits_to_keep: of how many last tokens
-  //   of each sequence (0: all) -> logits float32 [B, T or that many, V]
+  //   in order of use], head_weight and head_scale as lm_head takes them, caches and
+  //   scales as for attention with one more dimension, the layers, before the others (mutated),
+  //   start_positions int64 [B], dtype that activations are rounded to, inner rows of gate and up,
+  //   vocab V, logits_to_keep: of how many last tokens of each sequence (0: all)
+  //   -> logits float32 [B, T or that many, V]
   m.def(
       "decode_step(Tensor x, Tensor[] weights, Tensor scales, Tensor gains, Tensor head_weight, "
       "Tensor? head_scale, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor start_positions, "
       "ScalarType dtype, int heads, int inner, int vocab, bool sub_norms, str activation, "
-      "float eps, float rope_theta, float scale, int logits_to_keep=0) -> Tensor");
+      "float eps, float rope_theta, float scale, int logits_to_keep=0, "
+      "Tensor(c!)? key_scale=None, Tensor(d!)? value_scale=None) -> Tensor");
   // Diagnostics for benchmarks: buffer uint8 -> int64 [1] checksum; -> int64 [1] multiply-adds done
   m.def("_probe_read(Tensor buffer, int streams=1, int distance=0) -> Tensor");
   m.def("_probe_int8_peak(Tensor seed, int iterations) -> Tensor");

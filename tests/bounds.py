@@ -73,6 +73,8 @@ def _rope_table(args: tuple[Any, ...], expected: Tensor) -> Tensor:
 def attention_bound(args: tuple[Any, ...], expected: Tensor) -> Tensor:
     if expected.numel() == 0:
         return torch.zeros(expected.shape, dtype=torch.float64)
+    if len(args) > 5:
+        return int8_attention_bound(args, expected)
     query, key_cache, value_cache, starts, scale = args
     tokens, heads, head_dim = query.shape[1:]
     group = heads // key_cache.shape[1]
@@ -89,6 +91,35 @@ def attention_bound(args: tuple[Any, ...], expected: Tensor) -> Tensor:
     bound = relative[..., None] * largest[:, None]
     stored = storing_error(expected.dtype) * expected.double().abs()
     return bound + stored + _smallest(expected.dtype)
+
+
+def int8_attention_bound(args: tuple[Any, ...], expected: Tensor) -> Tensor:
+    """Queries and weights rounded to 16 bits, everything else as with float caches.
+
+    A weight times the scale of its value is off by half a step of the largest of its chunk, and a
+    step is that / 32512; the factors' own roundings move a code by less than 0.004.
+    """
+    half_step = 0.504 / 32512
+    query, keys, values, starts, scale, key_scale, value_scale = args
+    plain = keys.double() * key_scale.double()[..., None]
+    floats = (query, plain, values.double() * value_scale.double()[..., None], starts, scale)
+    group, length = query.shape[2] // keys.shape[1], int((starts + query.shape[1]).max())
+    steps = half_step * query.double().abs().amax(-1) * abs(scale)  # of a score, for every feature
+    largest_key = plain[:, :, :length].abs().sum(-1).amax(-1).repeat_interleave(group, dim=1)
+    score = (
+        steps * largest_key[:, None]
+        + 6
+        * U
+        * query.double().norm(dim=-1)
+        * abs(scale)
+        * (plain[:, :, :length].norm(dim=-1).amax(-1).repeat_interleave(group, dim=1)[:, None])
+    )
+    size = floats[2][:, :, :length].abs().amax(dim=2).repeat_interleave(group, dim=1)[:, None]
+    # A weight is at most 1, and so is the sum of all.
+    codes = values[:, :, :length].double().abs().sum(2).repeat_interleave(group, dim=1)
+    largest_scale = value_scale[:, :, :length].double().amax(-1).repeat_interleave(group, dim=1)
+    lost = half_step * (largest_scale[..., None] * codes)[:, None]
+    return attention_bound(floats, expected) + 2.02 * score[..., None] * size + 1.01 * lost
 
 
 def _lm_head(args: tuple[Any, ...], expected: Tensor) -> Tensor:

@@ -46,6 +46,16 @@ def private_qkv_arguments(g: torch.Generator, k: int, fmt: str) -> Arguments:
     return (*args, rows)
 
 
+def cache_memory(
+    g: torch.Generator, shape: tuple[int, ...], dtype: torch.dtype, shift: float = 0.0
+) -> tuple[Tensor, list[Tensor]]:
+    """A cache about normal around `shift`; and the scales of an int8 one, else no tensor."""
+    if dtype != torch.int8:
+        return (torch.randn(*shape, generator=g) + shift).to(dtype), []
+    codes = torch.randint(-127, 128, shape, generator=g, dtype=torch.int8)
+    return codes, [positive(g, *shape[:-1]) / 50]
+
+
 def attention_arguments(
     g: torch.Generator,
     *,
@@ -58,14 +68,13 @@ def attention_arguments(
     query_dtype: torch.dtype = torch.float32,
     cache_dtype: torch.dtype = torch.float32,
 ) -> Arguments:
+    """With int8 caches their scales come last."""
     cache = (batch, kv_heads, length, head_dim)
-    return (
-        torch.randn(batch, tokens, heads, head_dim, generator=g).to(query_dtype),
-        torch.randn(*cache, generator=g).to(cache_dtype),
-        (torch.randn(*cache, generator=g) + 0.5).to(cache_dtype),
-        torch.randint(0, length - tokens + 1, (batch,), generator=g),
-        head_dim**-0.5,
-    )
+    query = torch.randn(batch, tokens, heads, head_dim, generator=g).to(query_dtype)
+    keys, key_scale = cache_memory(g, cache, cache_dtype)
+    values, value_scale = cache_memory(g, cache, cache_dtype, 0.5)
+    starts = torch.randint(0, length - tokens + 1, (batch,), generator=g)
+    return (query, keys, values, starts, head_dim**-0.5, *key_scale, *value_scale)
 
 
 def cache_arguments(
@@ -79,11 +88,12 @@ def cache_arguments(
     dtype: torch.dtype = torch.float32,
     cache_dtype: torch.dtype = torch.float32,
 ) -> Arguments:
-    caches = [
-        torch.randn(batch, kv_heads, length, head_dim, generator=g).to(cache_dtype) for _ in "kv"
-    ]
+    """With int8 caches their scales come last."""
+    shape = (batch, kv_heads, length, head_dim)
+    caches, scales = zip(*(cache_memory(g, shape, cache_dtype) for _ in "kv"), strict=True)
     new = [torch.randn(batch, tokens, kv_heads, head_dim, generator=g).to(dtype) for _ in "kv"]
-    return (*caches, *new, torch.randint(0, length - tokens + 1, (batch,), generator=g))
+    starts = torch.randint(0, length - tokens + 1, (batch,), generator=g)
+    return (*caches, *new, starts, *scales[0], *scales[1])
 
 
 def head_arguments(g: torch.Generator, x: Tensor, v: int, form: str, group: int) -> Arguments:
@@ -111,6 +121,7 @@ def decode_step_arguments(
     activation: str = "relu2",
     logits_to_keep: int = 0,
 ) -> Arguments:
+    """With int8 caches their scales come last."""
     query, kv = heads * head_dim, kv_heads * head_dim
     shapes = [(query, hidden), (kv, hidden), (kv, hidden), (hidden, query)]
     shapes += [(inner, hidden), (inner, hidden), (hidden, inner)]
@@ -123,16 +134,16 @@ def decode_step_arguments(
         head_parts: Arguments = quantized_head(g, vocab, hidden, *head)
     else:
         head_parts = (torch.randn(vocab, hidden, generator=g).to(head), None)
+    keys, key_scale = cache_memory(g, cache, cache_dtype)
+    values, value_scale = cache_memory(g, cache, cache_dtype, 0.5)
     return (
         activations(g, batch, tokens, hidden),
         [weight for weight, _ in weights],
         positive(g, layers, 7) / 8, gain(g, gains),
         *head_parts,
-        torch.randn(*cache, generator=g).to(cache_dtype),
-        (torch.randn(*cache, generator=g) + 0.5).to(cache_dtype),
-        torch.randint(0, length - tokens + 1, (batch,), generator=g),
+        keys, values, torch.randint(0, length - tokens + 1, (batch,), generator=g),
         dtype, heads, inner, vocab, sub_norms, activation, 1e-5, 10000.0, head_dim**-0.5,
-        logits_to_keep,
+        logits_to_keep, *key_scale, *value_scale,
     )  # fmt: skip
 
 

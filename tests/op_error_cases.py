@@ -41,6 +41,9 @@ def good_calls() -> dict[str, Arguments]:
     )  # fmt: skip
     attention_names = ("query", "key_cache", "value_cache", "start_positions", "scale")
     cache_names = ("key_cache", "value_cache", "key", "value", "start_positions")
+    scale_names = ("key_scale", "value_scale")
+    int8_attention = attention_arguments(g, cache_dtype=torch.int8)
+    int8_cache = cache_arguments(g, cache_dtype=torch.int8)
     head_names = ("x", "weight", "scale", "out_features")
     int4 = quantized_head(g, 11, K, "int4", 64)
     return {
@@ -73,6 +76,10 @@ def good_calls() -> dict[str, Arguments]:
         "mlp_forward": dict(zip(mlp_names, mlp_arguments(g, x, "relu2"), strict=True)),
         "attention": dict(zip(attention_names, attention_arguments(g), strict=True)),
         "kv_cache_update": dict(zip(cache_names, cache_arguments(g), strict=True)),
+        "attention int8": dict(
+            zip((*attention_names, *scale_names), int8_attention, strict=True)
+        ),
+        "kv_cache_update int8": dict(zip((*cache_names, *scale_names), int8_cache, strict=True)),
         "quantize_head": {
             "weight": torch.randn(11, K, generator=g), "format": "int4", "group_size": 64,
         },
@@ -124,12 +131,21 @@ def overlapping_caches(a: Arguments) -> Tensor:
     return memory[start : start + key_cache.numel()].view_as(key_cache)
 
 
+def wide_cache(a: Arguments) -> Tensor:
+    return torch.zeros(2, 2, 12, 513, dtype=torch.int8)
+
+
+def wide_query(a: Arguments) -> Tensor:
+    return torch.zeros(2, 3, 4, 513)
+
+
 def key_inside_cache(a: Arguments) -> Tensor:
     """New keys that are a contiguous piece of the very cache they are to be written into."""
     return a["key_cache"].flatten()[8 : 8 + a["key"].numel()].view_as(a["key"])
 
 
 F64, I32, BOOL, F16, BF16 = torch.float64, torch.int32, torch.bool, torch.float16, torch.bfloat16
+F32 = torch.float32
 FLOATS_TEXT = "of dtype float32, bfloat16 or float16, got "
 
 # (op, {argument: change}, blamed argument, words that follow)
@@ -274,7 +290,29 @@ CASES: list[tuple[str, dict[str, Change], str, str]] = [
     ("attention", {"query": lambda a: a["query"][..., :8]}, "query", "of shape [2, 3, 4, 16]"),
     ("attention", {"query": narrow("query", 0)}, "query", "of shape [2, 3, 4, 16]"),
     ("attention", {"query": narrow("query", 2)}, "query", "multiple of the cache's 2 heads, got 3"),
-    ("attention", {"key_cache": to("key_cache", F16)}, "key_cache", "float32 or bfloat16"),
+    ("attention", {"key_cache": to("key_cache", F16)}, "key_cache", "float32, bfloat16 or int8"),
+    ("attention", {"key_scale": value(torch.ones(2, 2, 12))}, "key_scale", "to be left out"),
+    ("attention int8", {"key_scale": value(None)}, "key_scale", "int8 caches, got none"),
+    ("attention int8", {"value_scale": value(None)}, "value_scale", "int8 caches, got none"),
+    ("attention int8", {"key_scale": to("key_scale", BF16)}, "key_scale", "of dtype float32"),
+    ("attention int8", {"key_scale": narrow("key_scale")}, "key_scale", "of shape [2, 2, 12]"),
+    ("attention int8", {"value_scale": noncontiguous("value_scale")}, "value_scale", "contiguous"),
+    ("attention int8", {"value_cache": to("value_cache", F32)}, "value_cache", "of dtype int8"),
+    ("attention int8", {"key_cache": to("key_cache", torch.uint8)}, "key_cache", "got uint8"),
+    (
+        "attention int8", {"value_scale": lambda a: a["key_scale"]},
+        "value_scale", "in its own memory",
+    ),
+    (
+        "attention int8",
+        {"key_cache": wide_cache, "value_cache": wide_cache, "query": wide_query},
+        "key_cache", "with heads of at most 512 features for int8, got 513",
+    ),
+    (
+        "attention int8", {"start_positions": to("start_positions", I32)},
+        "start_positions", "of dtype int64",
+    ),
+    ("attention int8", {"scale": value(float("nan"))}, "scale", "finite, got nan"),
     ("attention", {"value_cache": to("value_cache", BF16)}, "value_cache", "of dtype float32"),
     ("attention", {"value_cache": narrow("value_cache", 2)}, "value_cache", "shape of key_cache"),
     ("attention", {"key_cache": noncontiguous("key_cache")}, "key_cache", "contiguous"),
@@ -303,7 +341,17 @@ CASES: list[tuple[str, dict[str, Change], str, str]] = [
     ("kv_cache_update", {"key": narrow("key", 2)}, "key", "[2, 3, 2, 8], got [2, 3, 1, 8]"),
     ("kv_cache_update", {"value": narrow("value", 1)}, "value", "of the shape of key"),
     ("kv_cache_update", {"key": lambda a: a["key"][0]}, "key", "with 4 dimensions"),
-    ("kv_cache_update", {"key_cache": to("key_cache", F16)}, "key_cache", "float32 or bfloat16"),
+    ("kv_cache_update", {"key_cache": to("key_cache", F16)}, "key_cache", "bfloat16 or int8"),
+    ("kv_cache_update int8", {"key": to("key", torch.int8)}, "key", FLOATS_TEXT + "int8"),
+    ("kv_cache_update int8", {"value": to("value", BF16)}, "value", "of dtype float32"),
+    ("kv_cache_update int8", {"key_cache": narrow("key_cache")}, "value_cache", "of the shape"),
+    ("kv_cache_update int8", {"value_cache": to("value_cache", F32)}, "value_cache", "dtype int8"),
+    (
+        "kv_cache_update int8", {"start_positions": value(torch.tensor([7, 0]))},
+        "start_positions", "in [0, 6]",
+    ),
+    ("kv_cache_update int8", {"value_scale": value(None)}, "value_scale", "caches, got none"),
+    ("kv_cache_update int8", {"key_scale": add_dim("key_scale")}, "key_scale", "shape [2, 2, 9]"),
     ("kv_cache_update", {"key_cache": noncontiguous("key_cache")}, "key_cache", "contiguous"),
     ("kv_cache_update", {"value_cache": noncontiguous("value_cache")}, "value_cache", "contiguous"),
     (

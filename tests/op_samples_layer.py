@@ -155,7 +155,14 @@ def _attention() -> Built:
                 f"{dtype_name(query)}_over_{dtype_name(cache)}",
                 lambda g, q=query, c=cache: attention_arguments(g, query_dtype=q, cache_dtype=c),
             )
+        yield (
+            f"{dtype_name(query)}_over_int8",
+            lambda g, q=query: attention_arguments(g, query_dtype=q, cache_dtype=torch.int8),
+        )
     yield "decode", lambda g: attention_arguments(g, tokens=1)
+    yield "decode_int8", lambda g: attention_arguments(
+        g, batch=1, tokens=1, heads=8, length=150, head_dim=50, cache_dtype=torch.int8
+    )  # fmt: skip
     yield "one_head", lambda g: attention_arguments(g, heads=1, kv_heads=1, head_dim=5)
     yield "group_of_four", lambda g: attention_arguments(g, heads=8, kv_heads=2, batch=1)
     yield "long", lambda g: attention_arguments(g, length=70, tokens=2, batch=1)
@@ -173,6 +180,10 @@ def _kv_cache_update() -> Built:
                 f"{dtype_name(dtype)}_into_{dtype_name(cache)}",
                 lambda g, d=dtype, c=cache: cache_arguments(g, dtype=d, cache_dtype=c),
             )
+        yield (
+            f"{dtype_name(dtype)}_into_int8",
+            lambda g, d=dtype: cache_arguments(g, dtype=d, cache_dtype=torch.int8, head_dim=37),
+        )
     yield "decode", lambda g: cache_arguments(g, tokens=1)
     yield "whole_cache", lambda g: cache_arguments(g, tokens=9)
     yield "no_tokens", lambda g: cache_arguments(g, tokens=0)

@@ -16,7 +16,7 @@ from torch import Tensor
 from bitnet_ops import reference
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-CACHE_DTYPES = (torch.float32, torch.bfloat16)
+CACHE_DTYPES = (torch.float32, torch.bfloat16)  # without int8, which takes scales
 FORMATS = ("2bit", "1.6bit")
 HEAD_FORMATS = (("int8", 128), ("int4", 64), ("int4", 128))
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from bitnet_ops import ops
-from bounds import EXP_ERROR, U, assert_equal, storing_error, sum_error
+from bounds import EXP_ERROR, U, assert_equal, int8_attention_bound, storing_error, sum_error
 from isa_control import every_configuration, forced_isa, torch_threads
 from op_arguments import attention_arguments
 from op_values import Arguments
@@ -20,12 +20,16 @@ CHUNK = 64  # positions, as kernel_table.h defines the arithmetic
 # Around 16 lanes, around one, two and four chunks, and far beyond.
 CONTEXTS = (1, 15, 16, 17, 63, 64, 65, 127, 129, 255, 256, 257, 1000, 8192)
 HEAD_DIMS = (64, 80, 96, 100, 128, 256)
-CACHES = (torch.float32, torch.bfloat16)
+CACHES = (torch.float32, torch.bfloat16, torch.int8)
 
 
 def exact(args: Arguments) -> tuple[Tensor, Tensor]:
     """float64 softmax(scale * q k^T) v, and how far float32 arithmetic may lie from it."""
-    query, keys, values, starts, scale = args
+    query, keys, values, starts, scale, *factors = args
+    if factors:  # int8: the same for the numbers that the codes stand for, and what 16 bits lose
+        keys, values = (c.double() * f[..., None] for c, f in zip(args[1:3], factors, strict=True))
+        result, _ = exact((query, keys, values, starts, scale))
+        return result, int8_attention_bound(args, result.to(query.dtype))
     batch, tokens, heads, dim = query.shape
     group = heads // keys.shape[1]
     result = torch.empty(query.shape, dtype=torch.float64)
@@ -64,7 +68,7 @@ def check(args: Arguments, message: str = "") -> None:
 
 
 def at_position(args: Arguments, start: int) -> Arguments:
-    return (*args[:3], torch.full_like(args[3], start), args[4])
+    return (*args[:3], torch.full_like(args[3], start), *args[4:])
 
 
 @pytest.mark.parametrize("cache", CACHES, ids=str)
@@ -92,12 +96,15 @@ def test_every_group_and_head_dim(
             check(at_position(args, start), f"{cache} {tokens} tokens")
 
 
+@pytest.mark.parametrize("cache", CACHES[1:], ids=str)
 @pytest.mark.parametrize("start", [0, 50, 64])
 @pytest.mark.parametrize("tokens", [2, 17, 64, 65, 130, 300])
-def test_prefill(tokens: int, start: int, isa: str, rng: torch.Generator) -> None:
+def test_prefill(
+    tokens: int, start: int, cache: torch.dtype, isa: str, rng: torch.Generator
+) -> None:
     args = attention_arguments(
         rng, batch=1, tokens=tokens, heads=4, kv_heads=1, length=364, head_dim=64,
-        cache_dtype=torch.bfloat16,
+        cache_dtype=cache,
     )  # fmt: skip
     check(at_position(args, start))
 
@@ -109,32 +116,42 @@ def test_scores_far_apart(isa: str, rng: torch.Generator) -> None:
 
 def long_arguments(rng: torch.Generator, tokens: int, **changes: object) -> Arguments:
     shape = {"batch": 2, "heads": 10, "kv_heads": 2, "length": 420, "head_dim": 40, **changes}
-    args = attention_arguments(rng, tokens=tokens, cache_dtype=torch.bfloat16, **shape)
-    return (*args[:3], torch.tensor([420 - tokens, 150 - tokens // 2][: args[0].shape[0]]), args[4])
+    shape.setdefault("cache_dtype", torch.bfloat16)
+    args = attention_arguments(rng, tokens=tokens, **shape)
+    starts = torch.tensor([420 - tokens, 150 - tokens // 2][: args[0].shape[0]])
+    return (*args[:3], starts, *args[4:])
 
 
+@pytest.mark.parametrize("cache", CACHES[1:], ids=str)
 @pytest.mark.parametrize("tokens", [1, 3, 40, 120])
-def test_every_isa_and_thread_count_gives_the_same_bits(tokens: int, rng: torch.Generator) -> None:
-    args = long_arguments(rng, tokens)
+def test_every_isa_and_thread_count_gives_the_same_bits(
+    tokens: int, cache: torch.dtype, rng: torch.Generator
+) -> None:
+    args = long_arguments(rng, tokens, cache_dtype=cache)
     with forced_isa("scalar"), torch_threads(1):
         expected = ops.attention(*args)
     for configuration in every_configuration():
         assert_equal(ops.attention(*args), expected, configuration)
 
 
-def test_neither_calls_nor_batches_matter(isa: str, rng: torch.Generator) -> None:
+@pytest.mark.parametrize("cache", CACHES[1:], ids=str)
+def test_neither_calls_nor_batches_matter(
+    cache: torch.dtype, isa: str, rng: torch.Generator
+) -> None:
     """Prefill at once, in uneven chunks, token by token, and each sequence alone."""
-    query, keys, values, starts, scale = args = long_arguments(rng, 120)
+    args = long_arguments(rng, 120, cache_dtype=cache)
+    query, keys, values, starts, *rest = args
     whole = ops.attention(*args)
     for sizes in ((1,) * 120, (7, 64, 1, 48), (119, 1)):
         parts, first = [], 0
         for size in sizes:
             piece = query[:, first : first + size]
-            parts.append(ops.attention(piece, keys, values, starts + first, scale))
+            parts.append(ops.attention(piece, keys, values, starts + first, *rest))
             first += size
         assert_equal(torch.cat(parts, dim=1), whole, str(sizes[:3]))
     for b in range(2):
-        alone = ops.attention(*(arg[b : b + 1] for arg in args[:4]), scale)
+        scales = [factor[b : b + 1] for factor in rest[1:]]
+        alone = ops.attention(*(arg[b : b + 1] for arg in args[:4]), rest[0], *scales)
         assert_equal(alone[0], whole[b], f"sequence {b}")
 
 

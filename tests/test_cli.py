@@ -107,14 +107,15 @@ def test_generate_json(threads: str) -> None:
     }
 
 
-def test_options_between_the_positionals_stdin_and_the_bin_itself() -> None:
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8"])
+def test_options_between_the_positionals_stdin_and_the_bin_itself(kv_dtype: str) -> None:
     done = cli(
         "generate",
         str(DEMO_DIR / "model.bin"),
         "-n",
         "3",
         "--kv-dtype",
-        "bfloat16",
+        kv_dtype,
         "-",
         text="And God said unto",
     )

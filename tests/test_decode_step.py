@@ -28,6 +28,7 @@ from op_values import strided
 from tiny_models import NAMES, SMALL, random_ids, tiny_model
 
 DTYPES = (torch.float32, torch.bfloat16)
+KV_DTYPES = (*DTYPES, torch.int8)
 NAMES_OF_ARGUMENTS = [a.name for a in torch.ops.bitnet.decode_step.default._schema.arguments]
 
 
@@ -42,11 +43,12 @@ def decode(model: Decoder, ids: Tensor, kv_dtype: torch.dtype, fused: bool) -> l
     logits = [model(ids[:, :3], cache)]
     logits += [model(ids[:, t : t + 1], cache) for t in range(3, ids.shape[1])]
     written = slice(0, ids.shape[1])
-    caches = (cache.key_cache[..., written, :], cache.value_cache[..., written, :])
+    caches = [cache.key_cache[..., written, :], cache.value_cache[..., written, :]]
+    caches += [s[..., written] for s in (cache.key_scale, cache.value_scale) if s is not None]
     return [torch.cat(logits, 1), *(c.clone() for c in caches)]
 
 
-@pytest.mark.parametrize("kv_dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_equals_the_composed_ops(name: str, dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
@@ -78,6 +80,8 @@ def composed(
     rope_theta: float,
     scale: float,
     logits_to_keep: int = 0,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
 ) -> Tensor:
     """What decode_step promises to equal, written with the other ops."""
     batch, tokens, hidden = x.shape
@@ -93,8 +97,10 @@ def composed(
         qkv = ops.qkv_forward(x.to(dtype), own[0], q, sq, k, sk, v, sv, eps, rows)
         query, key, value = (t.unflatten(-1, (t.shape[-1] // dim, dim)) for t in qkv)
         caches = key_cache[i], value_cache[i]
-        ops.kv_cache_update(*caches, ops.rope(key, cos_sin), value, start_positions)
-        a = ops.attention(ops.rope(query, cos_sin), *caches, start_positions, scale).flatten(2)
+        factors = [t if t is None else t[i] for t in (key_scale, value_scale)]
+        ops.kv_cache_update(*caches, ops.rope(key, cos_sin), value, start_positions, *factors)
+        query = ops.rope(query, cos_sin)
+        a = ops.attention(query, *caches, start_positions, scale, *factors).flatten(2)
         a = ops.rms_norm(a, own[1], eps) if sub_norms else a
         x = x + ops.linear(a, o, so, None, hidden)
         (gate, up, down), (sg, su, sd) = mlp, mlp_scales
@@ -116,6 +122,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "one_token": {"batch": 1},
     "two_sequences": {"batch": 2, "dtype": torch.bfloat16, "cache_dtype": torch.bfloat16},
     "nine_sequences": {"batch": 9, "cache_dtype": torch.bfloat16},
+    "int8_cache": {"batch": 1, "cache_dtype": torch.int8, "dtype": torch.bfloat16},
+    "int8_cache_batch": {"batch": 5, "cache_dtype": torch.int8},
+    "int8_cache_prompt": {"batch": 2, "tokens": 70, "cache_dtype": torch.int8},
     "a_draft_of_four": {"batch": 1, "tokens": 4, "dtype": torch.bfloat16},
     "two_drafts": {"batch": 2, "tokens": 9},
     "prompt": {"batch": 1, "tokens": 150, "weight_format": "2bit"},
@@ -139,7 +148,7 @@ def test_equals_the_composed_ops_on_every_isa_and_thread_count(setting: str) -> 
         for function in (ops.decode_step, composed):
             g = torch.Generator().manual_seed(11)
             arguments = decode_step_arguments(g, **LARGE, **SETTINGS[setting])
-            results.append((function(*arguments), *arguments[6:8]))
+            results.append((function(*arguments), *arguments[6:8], *arguments[19:]))
         for ours, theirs in zip(*results, strict=True):
             assert_equal(ours, theirs, f"{setting} {configuration}")
 
@@ -262,7 +271,8 @@ def test_a_copy_of_a_model_has_weights_of_its_own() -> None:
     assert not decode(twin, ids, torch.float32, fused=True)[0].any()
 
 
-def test_rows_that_leave_a_batch_decode_on() -> None:
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.int8], ids=str)
+def test_rows_that_leave_a_batch_decode_on(kv_dtype: torch.dtype) -> None:
     """KVCache.keep and row leave gaps between the layers of the remaining cache."""
     model = bitnet_ops.load().model
     ids = random_ids(4, 3, 9, below=model.config.vocab_size)
@@ -270,7 +280,7 @@ def test_rows_that_leave_a_batch_decode_on() -> None:
         results = []
         for fused in (False, True):
             model.fused_step = fused
-            cache = KVCache(model.config, 3, 12)
+            cache = KVCache(model.config, 3, 12, kv_dtype)
             model(ids[:, :4], cache)
             cache = cache.keep([0, 2])
             kept = [model(ids[[0, 2], t : t + 1], cache) for t in range(4, 9)]
@@ -347,7 +357,7 @@ REFUSALS: list[tuple[str, Change, str, str]] = [
     ("head_scale", lambda a: torch.ones(37), "head_scale", "left out"),
     ("head_weight", lambda a: torch.zeros(2, 16, 64, dtype=torch.uint8), "vocab", "2 tiles of 16"),
     ("vocab", lambda a: 36, "vocab", "the 37 rows of head_weight, got 36"),
-    ("key_cache", lambda a: a["key_cache"].half(), "key_cache", "float32 or bfloat16"),
+    ("key_cache", lambda a: a["key_cache"].half(), "key_cache", "bfloat16 or int8"),
     ("key_cache", lambda a: a["key_cache"].mT.contiguous().mT, "key_cache", "contiguous within"),
     ("key_cache", lambda a: a["key_cache"][0], "key_cache", "with 5 dimensions"),
     ("key_cache", lambda a: a["value_cache"], "value_cache", "in its own memory"),
@@ -366,12 +376,18 @@ REFUSALS: list[tuple[str, Change, str, str]] = [
     ("eps", lambda a: -1.0, "eps", "finite and not negative"),
     ("rope_theta", lambda a: 0.0, "rope_theta", "finite and positive"),
     ("scale", lambda a: torch.inf, "scale", "finite"),
+    ("key_scale", lambda a: None, "key_scale", "with int8 caches, got none"),
+    ("key_scale", lambda a: a["key_scale"].double(), "key_scale", "of dtype float32"),
+    ("key_scale", lambda a: a["value_scale"], "value_scale", "in its own memory"),
+    ("value_scale", lambda a: a["value_scale"][:, 1:], "value_scale", "of shape [1, 2, 2, 12]"),
+    ("value_scale", lambda a: strided(a["value_scale"]), "value_scale", "contiguous within"),
 ]
 
 
-def good_call() -> dict[str, Any]:
-    arguments = decode_step_arguments(torch.Generator().manual_seed(3))
-    return dict(zip(NAMES_OF_ARGUMENTS, arguments, strict=True))
+def good_call(cache_dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+    arguments = decode_step_arguments(torch.Generator().manual_seed(3), cache_dtype=cache_dtype)
+    names = NAMES_OF_ARGUMENTS if cache_dtype == torch.int8 else NAMES_OF_ARGUMENTS[:-2]
+    return dict(zip(names, arguments, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -379,7 +395,7 @@ def good_call() -> dict[str, Any]:
 )
 def test_a_bad_call_is_refused_by_name(case: tuple[str, Change, str, str]) -> None:
     name, change, argument, words = case
-    arguments = good_call()
+    arguments = good_call(torch.int8 if name in ("key_scale", "value_scale") else torch.float32)
     arguments[name] = change(arguments)
     caches = arguments["key_cache"], arguments["value_cache"]
     before = [cache.clone() for cache in caches]

@@ -207,7 +207,7 @@ MIXED = [
 ]
 
 
-@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16, torch.int8])
 def test_a_row_is_what_it_is_alone(model: Decoder, kv_dtype: torch.dtype) -> None:
     """Batched == single, token for token, for every way of sampling and rows that end early."""
     engine = Engine(model, kv_dtype=kv_dtype)

@@ -40,7 +40,25 @@ def test_shapes_and_memory() -> None:
     assert cache.batch == 3 and cache.dtype == torch.float32
     assert cache.nbytes == 2 * 2 * 3 * 2 * 20 * 8 * 4
     assert KVCache(CONFIG, 3, 20, torch.bfloat16).nbytes == cache.nbytes // 2
+    assert KVCache(CONFIG, 3, 20, torch.int8).nbytes == cache.nbytes // 4 + 2 * 2 * 3 * 2 * 20 * 4
     assert cache.lengths.tolist() == [0, 0, 0]
+
+
+def test_int8_keeps_a_factor_for_every_position(rng: torch.Generator) -> None:
+    cache = KVCache(CONFIG, 2, 10, torch.int8)
+    cache.set_length(1, 3)
+    ((key, value), _) = fill(cache, rng, 4)
+    for codes, scale, new in zip(
+        (cache.keys[0], cache.values[0]), cache.scales(0), (key, value), strict=True
+    ):
+        assert scale is not None and scale.shape == (2, CONFIG.num_key_value_heads, 10)
+        stored = codes.double() * scale.double()[..., None]
+        for row, start in ((0, 0), (1, 3)):
+            want = new[row].transpose(0, 1).double()
+            got = stored[row, :, start : start + 4]
+            step = want.abs().amax(-1, keepdim=True) / 127
+            assert bool(((got - want).abs() <= 0.5001 * step).all())
+    assert cache.scales(1)[0] is not None and KVCache(CONFIG, 1, 4).scales(0) == (None, None)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -87,7 +105,7 @@ def test_more_positions_than_the_model_has_are_refused() -> None:
 
 
 def test_bad_arguments() -> None:
-    with pytest.raises(ValueError, match="dtype float32 or bfloat16, got torch.float16"):
+    with pytest.raises(ValueError, match="float32, bfloat16 or int8, got torch.float16"):
         KVCache(CONFIG, 1, 8, torch.float16)
     with pytest.raises(ValueError, match="batch above 0, got 0"):
         KVCache(CONFIG, 0, 8)
@@ -122,17 +140,26 @@ def test_row_shares_memory_but_not_lengths(rng: torch.Generator) -> None:
     assert cache.lengths.tolist() == [0, 4, 0]
 
 
+def parts(cache: KVCache) -> list[Tensor]:
+    """Keys, values and scales of every layer."""
+    scales = [s for i in range(len(cache.keys)) for s in cache.scales(i) if s is not None]
+    return [*cache.keys, *cache.values, *scales]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
 @pytest.mark.parametrize("rows", [[0], [2], [1, 3], [0, 2, 3], [0, 1, 2, 3]])
-def test_keep_moves_what_rows_hold(rng: torch.Generator, rows: list[int]) -> None:
-    cache = KVCache(CONFIG, 4, 10)
+def test_keep_moves_what_rows_hold(
+    rng: torch.Generator, rows: list[int], dtype: torch.dtype
+) -> None:
+    cache = KVCache(CONFIG, 4, 10, dtype)
     fill(cache, rng, 6)
     for row, length in enumerate((6, 2, 5, 3)):
         cache.set_length(row, length)
-    before = [k.clone() for k in (*cache.keys, *cache.values)]
+    before = [k.clone() for k in parts(cache)]
     lengths = cache.lengths
     small = cache.keep(rows)
     assert small.batch == len(rows) and small.lengths.tolist() == lengths[rows].tolist()
-    for old, new in zip(before, (*small.keys, *small.values), strict=True):
+    for old, new in zip(before, parts(small), strict=True):
         assert new.is_contiguous()
         for target, source in enumerate(rows):
             n = int(lengths[source])

@@ -3,7 +3,7 @@
 #include <cmath>
 
 #include "ops/attention_core.h"
-#include "ops/checks.h"
+#include "ops/cache_checks.h"
 #include "ops/ops.h"
 
 namespace bitnet::ops {
@@ -12,25 +12,14 @@ namespace {
 struct Cache {
   DType type;
   int64_t batch, kv_heads, length, dim;
-  int64_t row_bytes() const { return dim * element_size(type); }
-  // First byte of head `h` of sequence `b`.
-  int64_t head_at(int64_t b, int64_t h) const { return (b * kv_heads + h) * length * row_bytes(); }
+  // Row of a position of head `h` of sequence `b`.
+  int64_t row_at(int64_t b, int64_t h, int64_t position) const {
+    return (b * kv_heads + h) * length + position;
+  }
 };
 
-// Two contiguous tensors that share a byte.
-bool overlap(const Tensor& a, const Tensor& b) {
-  const auto* pa = static_cast<const char*>(a.const_data_ptr());
-  const auto* pb = static_cast<const char*>(b.const_data_ptr());
-  const auto bytes = [](const Tensor& t) {
-    return t.numel() * static_cast<int64_t>(t.element_size());
-  };
-  return a.numel() > 0 && b.numel() > 0 && pa < pb + bytes(b) && pb < pa + bytes(a);
-}
-
 Cache check_caches(const Check& check, const Tensor& key_cache, const Tensor& value_cache) {
-  check.float_dtype(key_cache, "key_cache");
-  if (key_cache.scalar_type() == ScalarType::Half)
-    check.fail("key_cache", "of dtype float32 or bfloat16", "float16");
+  check_cache_dtype(check, key_cache, "key_cache");
   check.dim(key_cache, "key_cache", 4);
   check.contiguous(key_cache, "key_cache");
   check.dtype(value_cache, "value_cache", key_cache.scalar_type());
@@ -38,26 +27,8 @@ Cache check_caches(const Check& check, const Tensor& key_cache, const Tensor& va
   check.contiguous(value_cache, "value_cache");
   if (overlap(key_cache, value_cache))
     check.fail("value_cache", "in its own memory", "memory shared with key_cache");
-  return {dtype_of(key_cache), key_cache.size(0), key_cache.size(1), key_cache.size(2),
+  return {cache_type_of(key_cache), key_cache.size(0), key_cache.size(1), key_cache.size(2),
           key_cache.size(3)};
-}
-
-// int64 [batch]; every sequence's tokens must lie inside the cache.
-const int64_t* check_positions(const Check& check, const Tensor& positions, const Cache& cache,
-                               int64_t tokens) {
-  check.dtype(positions, "start_positions", ScalarType::Long);
-  check.shape(positions, "start_positions", {cache.batch});
-  check.contiguous(positions, "start_positions");
-  const auto* p = static_cast<const int64_t*>(positions.const_data_ptr());
-  for (int64_t b = 0; b < cache.batch; ++b) {
-    if (!(p[b] >= 0 && p[b] <= cache.length - tokens))
-      check.fail("start_positions",
-                 "in [0, " + std::to_string(cache.length - tokens) + "] for " +
-                     std::to_string(tokens) + " token(s) in a cache of length " +
-                     std::to_string(cache.length),
-                 std::to_string(p[b]) + " for sequence " + std::to_string(b));
-  }
-  return p;
 }
 
 // Multiply-adds of one half of attention, about.
@@ -67,7 +38,8 @@ int64_t attention_work(const Cache& cache, const int64_t* start, int64_t tokens,
   return positions * tokens * heads * cache.dim;
 }
 
-void write_rows(const Tensor& from, Tensor& to, const Cache& cache, const int64_t* start) {
+void write_rows(const Tensor& from, Tensor& to, float* scales, const Cache& cache,
+                const int64_t* start) {
   const KernelTable& table = kernels();
   const DType type = dtype_of(from);
   const int64_t tokens = from.size(1), heads = cache.kv_heads, dim = cache.dim;
@@ -81,8 +53,8 @@ void write_rows(const Tensor& from, Tensor& to, const Cache& cache, const int64_
     for (int64_t i = share_begin(rows, shares, s); i < share_begin(rows, shares, s + 1); ++i) {
       const int64_t h = i % heads, t = i / heads % tokens, b = i / heads / tokens;
       table.load_row(type, offset_bytes(source, i * dim * element_size(type)), dim, row);
-      const int64_t at = cache.head_at(b, h) + (start[b] + t) * cache.row_bytes();
-      table.store_row(cache.type, row, dim, offset_bytes(target, at));
+      const int64_t at = cache.row_at(b, h, start[b] + t);
+      store_cache_row(table, cache.type, row, dim, at, target, scales);
     }
   });
 }
@@ -90,31 +62,40 @@ void write_rows(const Tensor& from, Tensor& to, const Cache& cache, const int64_
 }  // namespace
 
 void kv_cache_update(Tensor key_cache, Tensor value_cache, const Tensor& key_in,
-                     const Tensor& value_in, const Tensor& start_positions) {
+                     const Tensor& value_in, const Tensor& start_positions,
+                     std::optional<Tensor> key_scale, std::optional<Tensor> value_scale) {
   const Check check("kv_cache_update");
   const Cache cache = check_caches(check, key_cache, value_cache);
+  const CacheScales scales =
+      check_cache_scales(check, key_cache, value_cache, key_scale, value_scale, false);
   check.float_dtype(key_in, "key");
   check.dim(key_in, "key", 4);
   check.shape(key_in, "key", {cache.batch, key_in.size(1), cache.kv_heads, cache.dim});
   check.dtype(value_in, "value", key_in.scalar_type());
   check.same_shape(value_in, "value", key_in, "key");
-  const int64_t* start = check_positions(check, start_positions, cache, key_in.size(1));
+  const int64_t* start =
+      check_positions(check, start_positions, cache.batch, cache.length, key_in.size(1));
   const Tensor key = as_contiguous(key_in),
                value = as_contiguous(value_in);  // both before any write
   for (const Tensor* source : {&key, &value}) {
-    const bool apart = !overlap(*source, key_cache) && !overlap(*source, value_cache);
+    bool apart = !overlap(*source, key_cache) && !overlap(*source, value_cache);
+    if (scales.key != nullptr)
+      apart = apart && !overlap(*source, *key_scale) && !overlap(*source, *value_scale);
     if (!apart)
       check.fail(source == &key ? "key" : "value", "in its own memory",
                  "memory shared with a cache");
   }
-  write_rows(key, key_cache, cache, start);
-  write_rows(value, value_cache, cache, start);
+  write_rows(key, key_cache, scales.key, cache, start);
+  write_rows(value, value_cache, scales.value, cache, start);
 }
 
 Tensor attention(const Tensor& query_in, const Tensor& key_cache, const Tensor& value_cache,
-                 const Tensor& start_positions, double scale) {
+                 const Tensor& start_positions, double scale, std::optional<Tensor> key_scale,
+                 std::optional<Tensor> value_scale) {
   const Check check("attention");
   const Cache cache = check_caches(check, key_cache, value_cache);
+  const CacheScales scales =
+      check_cache_scales(check, key_cache, value_cache, key_scale, value_scale, false);
   check.float_dtype(query_in, "query");
   check.dim(query_in, "query", 4);
   const int64_t tokens = query_in.size(1), heads = query_in.size(2), dim = cache.dim;
@@ -124,7 +105,7 @@ Tensor attention(const Tensor& query_in, const Tensor& key_cache, const Tensor& 
                "with a multiple of the cache's " + std::to_string(cache.kv_heads) + " heads",
                std::to_string(heads));
   if (!std::isfinite(scale)) check.fail("scale", "finite", std::to_string(scale));
-  const int64_t* start = check_positions(check, start_positions, cache, tokens);
+  const int64_t* start = check_positions(check, start_positions, cache.batch, cache.length, tokens);
   const Tensor query = as_contiguous(query_in);
   Tensor out = empty(shape_of(query), query.scalar_type());
   if (query.numel() == 0) return out;
@@ -134,8 +115,12 @@ Tensor attention(const Tensor& query_in, const Tensor& key_cache, const Tensor& 
   const AttentionPlan plan({cache.batch, tokens, heads, cache.kv_heads, cache.length, dim,
                             dtype_of(query), cache.type, static_cast<float>(scale)},
                            start, most);
-  const AttentionBuffers buffers = {query.const_data_ptr(), key_cache.const_data_ptr(),
-                                    value_cache.const_data_ptr(), out.mutable_data_ptr()};
+  const AttentionBuffers buffers = {query.const_data_ptr(),
+                                    key_cache.const_data_ptr(),
+                                    value_cache.const_data_ptr(),
+                                    out.mutable_data_ptr(),
+                                    scales.key,
+                                    scales.value};
   const int64_t shares = std::min(most, plan.tasks()), own = plan.thread_floats();
   Scratch<float> shared(plan.shared_floats()), threads(shares * own);
   plan.prepare(shared.get());

@@ -22,6 +22,16 @@ int64_t counter_floats(int64_t groups) { return (groups + 15) / 16 * 16; }
 
 }  // namespace
 
+void store_cache_row(const KernelTable& table, DType type, const float* row, int64_t dim,
+                     int64_t at_row, void* cache, float* scales) {
+  void* to = at(cache, at_row * dim * element_size(type));
+  if (type == DType::kInt8) {
+    scales[at_row] = table.head_quantize_int8(row, dim, static_cast<int8_t*>(to));
+  } else {
+    table.store_row(type, row, dim, to);
+  }
+}
+
 AttentionPlan::AttentionPlan(const AttentionShape& shape, const int64_t* start, int64_t threads)
     : shape_(shape), start_(start), rows_per_token_(shape.heads / shape.kv_heads) {
   const int64_t pairs = shape.batch * shape.kv_heads, enough = kGroupsPerThread * threads;

@@ -9,6 +9,10 @@
 
 namespace bitnet::ops {
 
+// Writes `row` as row `at` of a cache of that type, and of an int8 cache's scales.
+void store_cache_row(const KernelTable& table, DType type, const float* row, int64_t dim,
+                     int64_t at, void* cache, float* scales);
+
 struct AttentionShape {
   int64_t batch, tokens, heads, kv_heads;
   int64_t length, dim;  // positions that a cache holds for a sequence; size of a head

@@ -2,6 +2,7 @@
 #include <cmath>
 
 #include "format/layout.h"
+#include "ops/cache_checks.h"
 #include "ops/head_view.h"
 #include "ops/ops.h"
 #include "ops/rope_core.h"
@@ -31,26 +32,9 @@ struct Sizes {
 // [layers, batch, kv_heads, capacity, dim], every layer contiguous: what is sliced off a longer
 // batch leaves gaps between layers.
 void check_cache(const Check& check, const Tensor& t, const char* argument) {
-  check.float_dtype(t, argument);
-  if (t.scalar_type() == ScalarType::Half)
-    check.fail(argument, "of dtype float32 or bfloat16", "float16");
+  check_cache_dtype(check, t, argument);
   check.dim(t, argument, 5);
-  int64_t step = 1;
-  bool dense = true;
-  for (int64_t d = 4; d >= 1; --d) {
-    dense = dense && (t.size(d) == 1 || t.stride(d) == step);
-    step *= t.size(d);
-  }
-  if (t.numel() > 0 && !(dense && (t.size(0) == 1 || t.stride(0) >= step)))
-    check.fail(argument, "contiguous within every layer", "other strides");
-}
-
-// First and last byte that a strided tensor may touch.
-std::pair<const char*, const char*> span_of(const Tensor& t) {
-  const auto* begin = static_cast<const char*>(t.const_data_ptr());
-  int64_t last = 0;
-  for (int64_t d = 0; d < t.dim(); ++d) last += (t.size(d) - 1) * t.stride(d);
-  return {begin, begin + (last + 1) * static_cast<int64_t>(t.element_size())};
+  if (!dense_layers(t)) check.fail(argument, "contiguous within every layer", "other strides");
 }
 
 void check_caches(const Check& check, const Tensor& key_cache, const Tensor& value_cache) {
@@ -58,28 +42,8 @@ void check_caches(const Check& check, const Tensor& key_cache, const Tensor& val
   check_cache(check, value_cache, "value_cache");
   check.dtype(value_cache, "value_cache", key_cache.scalar_type());
   check.same_shape(value_cache, "value_cache", key_cache, "key_cache");
-  if (key_cache.numel() == 0) return;
-  const auto [key_begin, key_end] = span_of(key_cache);
-  const auto [value_begin, value_end] = span_of(value_cache);
-  if (key_begin < value_end && value_begin < key_end)
+  if (overlap(key_cache, value_cache))
     check.fail("value_cache", "in its own memory", "memory shared with key_cache");
-}
-
-// int64 [batch]; every sequence's tokens must lie inside the cache.
-const int64_t* check_positions(const Check& check, const Tensor& positions, int64_t batch,
-                               int64_t capacity, int64_t tokens) {
-  check.dtype(positions, "start_positions", ScalarType::Long);
-  check.shape(positions, "start_positions", {batch});
-  check.contiguous(positions, "start_positions");
-  const auto* p = static_cast<const int64_t*>(positions.const_data_ptr());
-  for (int64_t b = 0; b < batch; ++b) {
-    if (!(p[b] >= 0 && p[b] <= capacity - tokens))
-      check.fail("start_positions",
-                 "in [0, " + std::to_string(capacity - tokens) + "] for " + std::to_string(tokens) +
-                     " token(s) in a cache of length " + std::to_string(capacity),
-                 std::to_string(p[b]) + " for sequence " + std::to_string(b));
-  }
-  return p;
 }
 
 Sizes check_sizes(const Check& check, const Tensor& x, const Tensor& key_cache,
@@ -221,6 +185,14 @@ void bind_caches(Tensor& key_cache, Tensor& value_cache, std::vector<StepLayer>&
   }
 }
 
+void bind_cache_scales(const CacheScales& scales, int64_t key_stride, int64_t value_stride,
+                       std::vector<StepLayer>& layers) {
+  for (size_t i = 0; i < layers.size(); ++i) {
+    layers[i].key_scale = scales.key + static_cast<int64_t>(i) * key_stride;
+    layers[i].value_scale = scales.value + static_cast<int64_t>(i) * value_stride;
+  }
+}
+
 // Memory of attention at the longest context that the cache can hold, so that a growing context
 // never allocates.
 struct AttentionLimits {
@@ -306,14 +278,17 @@ Tensor decode_step(const Tensor& x_in, std::vector<Tensor> weights, const Tensor
                    Tensor key_cache, Tensor value_cache, const Tensor& start_positions,
                    ScalarType dtype, int64_t heads, int64_t inner, int64_t vocab, bool sub_norms,
                    std::string activation, double eps, double rope_theta, double scale,
-                   int64_t logits_to_keep) {
+                   int64_t logits_to_keep, std::optional<Tensor> key_scale,
+                   std::optional<Tensor> value_scale) {
   const Check check("decode_step");
   const Sizes sizes = check_sizes(check, x_in, key_cache, value_cache, weights);
   StepModel m = model_of(check, sizes, activation);
   m.heads = heads;
   m.inner = inner;
   m.type = dtype == ScalarType::BFloat16 ? DType::kBF16 : DType::kF32;
-  m.cache_type = dtype_of(key_cache);
+  m.cache_type = cache_type_of(key_cache);
+  const CacheScales cache_scales =
+      check_cache_scales(check, key_cache, value_cache, key_scale, value_scale, true);
   m.eps = static_cast<float>(eps);
   check_numbers(check, m, scale, rope_theta, dtype);
   if (logits_to_keep < 0)
@@ -331,6 +306,9 @@ Tensor decode_step(const Tensor& x_in, std::vector<Tensor> weights, const Tensor
   Tensor logits = empty({sizes.batch, m.kept, m.head.rows}, ScalarType::Float);
   if (m.tokens == 0) return logits;
   bind_caches(key_cache, value_cache, kept.layers);
+  if (m.cache_type == DType::kInt8) {
+    bind_cache_scales(cache_scales, key_scale->stride(0), value_scale->stride(0), kept.layers);
+  }
   m.layers = kept.layers.data();
   const int64_t longest = *std::max_element(m.starts, m.starts + sizes.batch) + sizes.per_sequence;
   const int64_t shares = shares_of_step(m, longest);

@@ -47,9 +47,11 @@ Tensor mlp_forward(const Tensor& x, const Tensor& norm_weight, const Tensor& gat
                    std::vector<int64_t> out_features);
 
 Tensor attention(const Tensor& query, const Tensor& key_cache, const Tensor& value_cache,
-                 const Tensor& start_positions, double scale);
+                 const Tensor& start_positions, double scale, std::optional<Tensor> key_scale,
+                 std::optional<Tensor> value_scale);
 void kv_cache_update(Tensor key_cache, Tensor value_cache, const Tensor& key, const Tensor& value,
-                     const Tensor& start_positions);
+                     const Tensor& start_positions, std::optional<Tensor> key_scale,
+                     std::optional<Tensor> value_scale);
 
 std::tuple<Tensor, Tensor> quantize_head(const Tensor& weight, std::string format,
                                          int64_t group_size);
@@ -63,7 +65,8 @@ Tensor decode_step(const Tensor& x, std::vector<Tensor> weights, const Tensor& s
                    Tensor key_cache, Tensor value_cache, const Tensor& start_positions,
                    ScalarType dtype, int64_t heads, int64_t inner, int64_t vocab, bool sub_norms,
                    std::string activation, double eps, double rope_theta, double scale,
-                   int64_t logits_to_keep);
+                   int64_t logits_to_keep, std::optional<Tensor> key_scale,
+                   std::optional<Tensor> value_scale);
 
 Tensor probe_read(const Tensor& buffer, int64_t streams, int64_t distance);
 Tensor probe_int8_peak(const Tensor& seed, int64_t iterations);

@@ -214,16 +214,16 @@ void StepProgram::rotate(const StepLayer& layer, int64_t unit, float* row) const
   const int64_t kv_head = head - m.heads, from = token * m.kv() + kv_head * dim;
   const int64_t sequence = token / m.per_sequence;
   const int64_t position = m.starts[sequence] + token % m.per_sequence;
-  const int64_t at = ((sequence * m.kv_heads + kv_head) * m.capacity + position) * dim *
-                     element_size(m.cache_type);
+  const int64_t at = (sequence * m.kv_heads + kv_head) * m.capacity + position;
   table.rope_head(buffers_.k + from, cos_sin, dim, row);
   table.round_row(m.type, row, dim);
-  table.store_row(m.cache_type, row, dim, offset_bytes(layer.keys, at));
-  table.store_row(m.cache_type, buffers_.v + from, dim, offset_bytes(layer.values, at));
+  store_cache_row(table, m.cache_type, row, dim, at, layer.keys, layer.key_scale);
+  store_cache_row(table, m.cache_type, buffers_.v + from, dim, at, layer.values, layer.value_scale);
 }
 
 void StepProgram::attend(const StepLayer& layer, int64_t task, float* own) const {
-  const AttentionBuffers buffers{buffers_.rotated, layer.keys, layer.values, buffers_.attended};
+  const AttentionBuffers buffers{buffers_.rotated,  layer.keys,      layer.values,
+                                 buffers_.attended, layer.key_scale, layer.value_scale};
   model_.attention->run(*model_.table, buffers, task, buffers_.attention, own);
 }
 

@@ -22,6 +22,7 @@ struct StepLayer {
   const float* down_gain;       // [inner], the sub-norm; null: none
   void* keys;                   // [batch, kv_heads, capacity, dim]
   void* values;
+  float *key_scale, *value_scale;  // [batch, kv_heads, capacity], of an int8 cache
 };
 
 // What is the same for every layer.

@@ -214,14 +214,26 @@ def _mlp_forward(
 
 @_fake("attention")
 def _attention(
-    query: Tensor, key_cache: Tensor, value_cache: Tensor, start_positions: Tensor, scale: float
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    start_positions: Tensor,
+    scale: float,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
 ) -> Tensor:
     return query.new_empty(query.shape)
 
 
 @_fake("kv_cache_update")
 def _kv_cache_update(
-    key_cache: Tensor, value_cache: Tensor, key: Tensor, value: Tensor, start_positions: Tensor
+    key_cache: Tensor,
+    value_cache: Tensor,
+    key: Tensor,
+    value: Tensor,
+    start_positions: Tensor,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
 ) -> None:
     return None
 
@@ -288,6 +300,8 @@ def _decode_step(
     rope_theta: float,
     scale: float,
     logits_to_keep: int = 0,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
 ) -> Tensor:
     batch, tokens, _ = x.shape
     kept = min(logits_to_keep, tokens) if logits_to_keep else tokens

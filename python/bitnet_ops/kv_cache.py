@@ -13,7 +13,7 @@ from torch import Tensor
 from bitnet_ops import ops
 from bitnet_ops.config import ModelConfig
 
-KV_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+KV_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
 
 
 class CacheCapacityError(ValueError):
@@ -24,13 +24,14 @@ class KVCache:
     """Keys and values, per layer a tensor [B, KV, L, D] of `dtype`, and `lengths` int64 [B].
 
     `keys` and `values` list the layers; they are views of `key_cache` and `value_cache`
-    [layers, B, KV, L, D].
+    [layers, B, KV, L, D]. With int8, `key_scale` and `value_scale` float32 [layers, B, KV, L] hold
+    the factor of every position; else they are None.
 
     Args:
         config: the model's config (layers, kv heads, head_dim, max_position_embeddings).
         batch: number of sequences B, at least 1.
         max_len: capacity L in positions, at most config.max_position_embeddings.
-        dtype: torch.float32 or torch.bfloat16.
+        dtype: torch.float32, torch.bfloat16 or torch.int8.
     Raises CacheCapacityError or ValueError on anything else. The memory is not initialised: the
     system gives it as positions are written, and slots above a length are never read.
     """
@@ -43,7 +44,7 @@ class KVCache:
         dtype: torch.dtype = torch.float32,
     ) -> None:
         if dtype not in KV_DTYPES.values():
-            raise ValueError(f"KVCache: expected dtype float32 or bfloat16, got {dtype}")
+            raise ValueError(f"KVCache: expected dtype float32, bfloat16 or int8, got {dtype}")
         if batch < 1:
             raise ValueError(f"KVCache: expected batch above 0, got {batch}")
         if not 1 <= max_len <= config.max_position_embeddings:
@@ -54,13 +55,28 @@ class KVCache:
         heads, layers = config.num_key_value_heads, config.num_hidden_layers
         shape = (layers, batch, heads, max_len, config.head_dim)
         # Not zeros: those would touch every page now, of a context that may never be that long.
-        self._set_memory(torch.empty(shape, dtype=dtype), torch.empty(shape, dtype=dtype))
+        keys, values = (torch.empty(shape, dtype=dtype) for _ in "kv")
+        scales = [torch.empty(shape[:-1]) for _ in "kv"] if dtype == torch.int8 else [None, None]
+        self._set_memory(keys, values, *scales)
         self.lengths = torch.zeros(batch, dtype=torch.int64)
         self.max_len = max_len
 
-    def _set_memory(self, key_cache: Tensor, value_cache: Tensor) -> None:
+    def _set_memory(
+        self,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        key_scale: Tensor | None,
+        value_scale: Tensor | None,
+    ) -> None:
         self.key_cache, self.value_cache = key_cache, value_cache
+        self.key_scale, self.value_scale = key_scale, value_scale
         self.keys, self.values = list(key_cache.unbind()), list(value_cache.unbind())
+
+    def scales(self, layer: int) -> tuple[Tensor | None, Tensor | None]:
+        """One layer's scales of keys and values f32 [B, KV, L], as the ops take them."""
+        if self.key_scale is None or self.value_scale is None:
+            return None, None
+        return self.key_scale[layer], self.value_scale[layer]
 
     @property
     def batch(self) -> int:
@@ -73,8 +89,11 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of address space of all keys and values, written or not."""
-        return self.key_cache.nbytes + self.value_cache.nbytes
+        """Bytes of address space of all keys, values and scales, written or not."""
+        return sum(t.nbytes for t in self._memory() if t is not None)
+
+    def _memory(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        return self.key_cache, self.value_cache, self.key_scale, self.value_scale
 
     def positions(self, new_tokens: int) -> Tensor:
         """Absolute positions int64 [B, new_tokens] of the tokens that come next.
@@ -96,7 +115,8 @@ class KVCache:
 
         The lengths do not move, for every layer writes at the same place; `advance` moves them.
         """
-        ops.kv_cache_update(self.keys[layer], self.values[layer], key, value, self.lengths)
+        caches = self.keys[layer], self.values[layer]
+        ops.kv_cache_update(*caches, key, value, self.lengths, *self.scales(layer))
 
     def advance(self, new_tokens: int) -> None:
         """Count `new_tokens` positions, which every layer has written, in every sequence."""
@@ -140,8 +160,9 @@ class KVCache:
         lengths = self.lengths.tolist()
         for target, source in enumerate(rows):
             if target != source:  # source > target, for rows ascend: nothing needed is overwritten
-                for t in (*self.keys, *self.values):
-                    t[target, :, : lengths[source]] = t[source, :, : lengths[source]]
+                for t in self._memory():
+                    if t is not None:
+                        t[:, target, :, : lengths[source]] = t[:, source, :, : lengths[source]]
         n = len(rows)
         view = self._view(slice(n))
         view.lengths = self.lengths[rows]
@@ -149,6 +170,8 @@ class KVCache:
 
     def _view(self, rows: slice) -> KVCache:
         view = KVCache.__new__(KVCache)
-        view._set_memory(self.key_cache[:, rows], self.value_cache[:, rows])
+        keys, values, *scales = self._memory()
+        scales = [None if t is None else t[:, rows] for t in scales]
+        view._set_memory(keys[:, rows], values[:, rows], *scales)
         view.max_len = self.max_len
         return view

@@ -54,7 +54,7 @@ def load(
         path: a directory with model.bin, or a .bin file; its tokenizer files lie beside it. None is
             the demo model that travels in the package.
         dtype: of the activations inside the layers, float32 or bfloat16.
-        kv_dtype: of the KV caches, float32 or bfloat16.
+        kv_dtype: of the KV caches, float32, bfloat16 or int8.
         weight_format: how ternary weights lie in memory: "2bit", "1.6bit", "canonical" (the file's
             own rows, mapped) or "auto", the fastest known, which is "2bit". Results are the same.
             "2bit" and "1.6bit" fit the kernels in use now: after forcing another instruction set,

@@ -261,31 +261,66 @@ def mlp_forward(
     return linear(product, down_weight, down_scale, None, outer).to(x.dtype)
 
 
+def _dequantized(cache: Tensor, scale: Tensor | None) -> Tensor:
+    wide = cache.to(torch.float64)
+    return wide if scale is None else wide * scale.to(torch.float64)[..., None]
+
+
 def attention(
-    query: Tensor, key_cache: Tensor, value_cache: Tensor, start_positions: Tensor, scale: float
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    start_positions: Tensor,
+    scale: float,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
 ) -> Tensor:
     """F [B, T, H, D] over caches [B, KV, L, D] -> query.dtype [B, T, H, D]."""
+    key_cache, value_cache = (
+        _dequantized(key_cache, key_scale),
+        _dequantized(value_cache, value_scale),
+    )
     out = torch.empty_like(query, dtype=torch.float64, memory_format=torch.contiguous_format)
     heads_per_kv = query.shape[2] // key_cache.shape[1]
     for b, start in enumerate(start_positions.tolist()):
         for t in range(query.shape[1]):
             for h in range(query.shape[2]):
                 visible = slice(0, start + t + 1)
-                keys = key_cache[b, h // heads_per_kv, visible].to(torch.float64)
-                values = value_cache[b, h // heads_per_kv, visible].to(torch.float64)
+                keys = key_cache[b, h // heads_per_kv, visible]
+                values = value_cache[b, h // heads_per_kv, visible]
                 scores = keys @ query[b, t, h].to(torch.float64) * scale
                 out[b, t, h] = torch.softmax(scores, dim=0) @ values
     return out.to(torch.float32).to(query.dtype)
 
 
 def kv_cache_update(
-    key_cache: Tensor, value_cache: Tensor, key: Tensor, value: Tensor, start_positions: Tensor
+    key_cache: Tensor,
+    value_cache: Tensor,
+    key: Tensor,
+    value: Tensor,
+    start_positions: Tensor,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
 ) -> None:
     """Write key, value [B, T, KV, D] into the caches [B, KV, L, D] at start .. start + T - 1."""
+    new = (key_cache, key, key_scale), (value_cache, value, value_scale)
     for b, start in enumerate(start_positions.tolist()):
-        for t in range(key.shape[1]):
-            key_cache[b, :, start + t] = key[b, t].to(key_cache.dtype)
-            value_cache[b, :, start + t] = value[b, t].to(value_cache.dtype)
+        at = slice(start, start + key.shape[1])
+        for cache, rows, scales in new:
+            moved = rows[b].transpose(0, 1)
+            if scales is not None:
+                moved, scales[b, :, at] = _quantized_rows(moved)
+            cache[b, :, at] = moved.to(cache.dtype)
+
+
+def _quantized_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """F [..., D] -> int8 codes and float32 scales [...]."""
+    x = x.to(torch.float32)
+    finite = torch.isfinite(x).all(dim=-1)
+    absmax = x.abs().amax(dim=-1).clamp(min=1e-30)
+    codes = torch.round(x * (torch.tensor(127.0) / absmax)[..., None])
+    codes = torch.where(finite[..., None], codes, torch.zeros_like(codes))
+    return codes.to(torch.int8), torch.where(finite, absmax / 127.0, torch.nan)
 
 
 def quantize_head(weight: Tensor, format: str, group_size: int = 128) -> tuple[Tensor, Tensor]:
@@ -399,6 +434,8 @@ def decode_step(
     rope_theta: float,
     scale: float,
     logits_to_keep: int = 0,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
 ) -> Tensor:
     """float32 [B, T, K] through every layer and the head -> float32 [B, T, vocab]."""
     batch, tokens, hidden = x.shape
@@ -418,8 +455,9 @@ def decode_step(
             for t in qkv_forward(x.to(dtype), before, q, sq, k, sk, v, sv, eps, rows)
         )
         caches = key_cache[layer], value_cache[layer]
-        kv_cache_update(*caches, rope(key, cos_sin), value, start_positions)
-        a = attention(rope(query, cos_sin), *caches, start_positions, scale).flatten(2)
+        factors = [None if t is None else t[layer] for t in (key_scale, value_scale)]
+        kv_cache_update(*caches, rope(key, cos_sin), value, start_positions, *factors)
+        a = attention(rope(query, cos_sin), *caches, start_positions, scale, *factors).flatten(2)
         a = a if sub is None else rms_norm(a, sub, eps)
         x = x + linear(a, o, so, None, hidden)
         mlp = (after, gate, sg, up, su, inner_norm, down, sd, eps, activation, (inner, hidden))

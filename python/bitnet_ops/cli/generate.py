@@ -37,7 +37,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--threads", type=_integer(1, 1024), metavar="N", help="default: torch's choice"
     )
-    kinds = ("float32", "bfloat16")
+    kinds = ("float32", "bfloat16", "int8")
     group.add_argument("--kv-dtype", choices=kinds, default="float32", help="default float32")
     group.add_argument(
         "--weight-format",

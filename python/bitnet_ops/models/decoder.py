@@ -128,8 +128,8 @@ class Decoder(nn.Module):
         cos_sin = ops.rope_table(positions, self.config.head_dim, self.config.rope_theta)
         x = self._embed(input_ids)
         start = cache.lengths
-        for layer, keys, values in zip(self.model.layers, cache.keys, cache.values, strict=True):
-            x = layer(x, cos_sin, keys, values, start)
+        for i, layer in enumerate(self.model.layers):
+            x = layer(x, cos_sin, cache.keys[i], cache.values[i], start, *cache.scales(i))
         return x
 
     def _last_norm(self, x: Tensor) -> Tensor:

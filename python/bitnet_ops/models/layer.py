@@ -113,7 +113,14 @@ class DecoderLayer(nn.Module):
         return x if self.dtype is torch.float32 else x.to(self.dtype)
 
     def forward(
-        self, x: Tensor, cos_sin: Tensor, keys: Tensor, values: Tensor, start: Tensor
+        self,
+        x: Tensor,
+        cos_sin: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        start: Tensor,
+        key_scale: Tensor | None = None,
+        value_scale: Tensor | None = None,
     ) -> Tensor:
         c = self.config
         b, t, _ = x.shape
@@ -124,7 +131,8 @@ class DecoderLayer(nn.Module):
             q = ops.rms_norm(q, self._head_norms[0], c.rms_norm_eps)
             k = ops.rms_norm(k, self._head_norms[1], c.rms_norm_eps)
         v = v.view(b, t, heads, d)
-        a = dense_attention(q, k, v, cos_sin, keys, values, start, self.scale).view(b, t, -1)
+        scales = self.scale, key_scale, value_scale
+        a = dense_attention(q, k, v, cos_sin, keys, values, start, *scales).view(b, t, -1)
         if self._sub_norm is not None:
             a = ops.rms_norm(a, self._sub_norm, self._sub_eps)
         x = x + self._out(a)

@@ -86,6 +86,8 @@ class Step:
             c.rope_theta,
             self._scale,
             logits_to_keep,
+            cache.key_scale,
+            cache.value_scale,
         )
 
 

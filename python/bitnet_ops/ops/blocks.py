@@ -133,7 +133,13 @@ def mlp_forward(
 
 
 def attention(
-    query: Tensor, key_cache: Tensor, value_cache: Tensor, start_positions: Tensor, scale: float
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    start_positions: Tensor,
+    scale: float,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
 ) -> Tensor:
     """Causal grouped-query attention over a KV cache, prefill and decode alike.
 
@@ -141,36 +147,54 @@ def attention(
     0 .. start_positions[b] + t; query head h reads key/value head h // (H / KV).
     Positions are taken in chunks of 64, whose softmaxes are merged in ascending order, so a token's
     result does not depend on how prefill was split. Positions that score -inf weigh nothing.
+    Over int8 caches queries and weights become 16-bit integers and both sums are exact, so the
+    result is off by those roundings alone (csrc/kernels/kernel_table.h, attend_chunk).
 
     Args:
         query: F [B, T, H, D], already rotated.
-        key_cache, value_cache: float32 or bfloat16 [B, KV, L, D], contiguous, holding the keys
-            and values of these T tokens too (`kv_cache_update` first).
+        key_cache, value_cache: float32, bfloat16 or int8 [B, KV, L, D], contiguous, holding the
+            keys and values of these T tokens too (`kv_cache_update` first).
         start_positions: int64 [B], how many tokens of each sequence came before.
         scale: multiplies the scores, usually 1 / sqrt(D).
+        key_scale, value_scale: float32 [B, KV, L] with int8 caches, whose D is at most 512.
     Returns:
         query.dtype [B, T, H, D].
     Raises:
-        RuntimeError: a wrong dtype or shape, H not a multiple of KV, a position beyond L.
+        RuntimeError: a wrong dtype or shape, H not a multiple of KV, a position beyond L, scales
+            without int8 caches or the other way round.
     Source: Vaswani et al. 2017; GQA, arXiv 2305.13245.
     """
     if torch.is_grad_enabled():
         _refuse_grad("attention", query=query, key_cache=key_cache, value_cache=value_cache)
-    return cast(Tensor, _ATTENTION(query, key_cache, value_cache, start_positions, scale))
+        _refuse_grad("attention", key_scale=key_scale, value_scale=value_scale)
+    return cast(
+        Tensor,
+        _ATTENTION(query, key_cache, value_cache, start_positions, scale, key_scale, value_scale),
+    )
 
 
 def kv_cache_update(
-    key_cache: Tensor, value_cache: Tensor, key: Tensor, value: Tensor, start_positions: Tensor
+    key_cache: Tensor,
+    value_cache: Tensor,
+    key: Tensor,
+    value: Tensor,
+    start_positions: Tensor,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
 ) -> None:
     """Write the keys and values of T new tokens into the caches, in place.
 
     `key_cache[b, h, start_positions[b] + t] = key[b, t, h]`, likewise value, rounded to the
-    cache's dtype. A position out of range is an error before anything is written.
+    cache's dtype. A position out of range is an error before anything is written. An int8 cache
+    gets `round(x * (127 / a))`, half to even, and the scale `a / 127`, with a = max(absmax of the
+    row, 1e-30); a row that holds NaN or an infinity becomes zeros with the scale NaN.
 
     Args:
-        key_cache, value_cache: float32 or bfloat16 [B, KV, L, D], contiguous; both are mutated.
+        key_cache, value_cache: float32, bfloat16 or int8 [B, KV, L, D], contiguous; both are
+            mutated.
         key, value: F [B, T, KV, D], of one dtype.
         start_positions: int64 [B].
+        key_scale, value_scale: float32 [B, KV, L] with int8 caches, mutated too.
     Raises:
         RuntimeError: a wrong dtype or shape, a position outside the cache, overlapping tensors.
     Source: the usual KV cache of decoder inference.
@@ -178,4 +202,5 @@ def kv_cache_update(
     if torch.is_grad_enabled():
         _refuse_grad("kv_cache_update", key_cache=key_cache, value_cache=value_cache)
         _refuse_grad("kv_cache_update", key=key, value=value)
-    _KV_CACHE_UPDATE(key_cache, value_cache, key, value, start_positions)
+        _refuse_grad("kv_cache_update", key_scale=key_scale, value_scale=value_scale)
+    _KV_CACHE_UPDATE(key_cache, value_cache, key, value, start_positions, key_scale, value_scale)

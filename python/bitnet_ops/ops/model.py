@@ -35,6 +35,8 @@ def decode_step(
     rope_theta: float,
     scale: float,
     logits_to_keep: int = 0,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
 ) -> Tensor:
     """All layers, the last norm and the head on new tokens: one call, one parallel region.
 
@@ -52,8 +54,8 @@ def decode_step(
             [K] before q, k, v, ([heads * D] before o,) [K] before gate and up, ([inner] before
             down;) at the end [K] before the head. In brackets: with sub_norms.
         head_weight, head_scale: as `lm_head` takes them.
-        key_cache, value_cache: float32 or bfloat16 [layers, B, KV, L, D], contiguous within a
-            layer; both are mutated.
+        key_cache, value_cache: float32, bfloat16 or int8 [layers, B, KV, L, D], contiguous within
+            a layer; both are mutated.
         start_positions: int64 [B], how many tokens of each sequence came before.
         dtype: float32 or bfloat16, what activations are rounded to between operations.
         heads: query heads H; D is the caches' head dimension.
@@ -66,6 +68,8 @@ def decode_step(
         scale: multiplies the attention scores, usually 1 / sqrt(D).
         logits_to_keep: above 0, only that many last tokens of each sequence get logits, and only
             they are computed behind the last layer's attention; 0: all.
+        key_scale, value_scale: float32 [layers, B, KV, L] with int8 caches, contiguous within a
+            layer; mutated.
     Returns:
         float32 [B, T, vocab], the logits; with logits_to_keep that many tokens at most.
     Raises:
@@ -77,6 +81,7 @@ def decode_step(
         _refuse_grad("decode_step", x=x, scales=scales, gains=gains, head_weight=head_weight)
         _refuse_grad("decode_step", head_scale=head_scale)
         _refuse_grad("decode_step", key_cache=key_cache, value_cache=value_cache)
+        _refuse_grad("decode_step", key_scale=key_scale, value_scale=value_scale)
     return cast(
         Tensor,
         _DECODE_STEP(
@@ -99,5 +104,7 @@ def decode_step(
             rope_theta,
             scale,
             logits_to_keep,
+            key_scale,
+            value_scale,
         ),
     )

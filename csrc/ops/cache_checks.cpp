@@ -1,0 +1,99 @@
+// See cache_checks.h.
+#include "ops/cache_checks.h"
+
+namespace bitnet::ops {
+namespace {
+
+// First and last byte that a strided tensor may touch.
+std::pair<const char*, const char*> span_of(const Tensor& t) {
+  const auto* begin = static_cast<const char*>(t.const_data_ptr());
+  int64_t last = 0;
+  for (int64_t d = 0; d < t.dim(); ++d) last += (t.size(d) - 1) * t.stride(d);
+  return {begin, begin + (last + 1) * static_cast<int64_t>(t.element_size())};
+}
+
+float* check_scale(const Check& check, const Tensor& cache, std::optional<Tensor>& scale,
+                   const char* argument, bool layers) {
+  const bool given = scale.has_value() && scale->defined(),
+             int8 = cache_type_of(cache) == DType::kInt8;
+  if (int8 && !given) check.fail(argument, "of dtype float32 with int8 caches", "none");
+  if (!int8 && given)
+    check.fail(argument, "to be left out with caches that are not int8", "a tensor");
+  if (!int8) return nullptr;
+  check.dtype(*scale, argument, ScalarType::Float);
+  Shape expected = shape_of(cache);
+  expected.pop_back();
+  check.shape(*scale, argument, expected);
+  if (layers && !dense_layers(*scale))
+    check.fail(argument, "contiguous within every layer", "other strides");
+  if (!layers) check.contiguous(*scale, argument);
+  return static_cast<float*>(scale->mutable_data_ptr());
+}
+
+}  // namespace
+
+void check_cache_dtype(const Check& check, const Tensor& cache, const char* argument) {
+  if (!cache.defined()) check.float_dtype(cache, argument);  // it says so
+  const ScalarType type = cache.scalar_type();
+  if (type != ScalarType::Float && type != ScalarType::BFloat16 && type != ScalarType::Char)
+    check.fail(argument, "of dtype float32, bfloat16 or int8", dtype_name(type));
+}
+
+DType cache_type_of(const Tensor& cache) {
+  return cache.scalar_type() == ScalarType::Char ? DType::kInt8 : dtype_of(cache);
+}
+
+bool overlap(const Tensor& a, const Tensor& b) {
+  if (a.numel() == 0 || b.numel() == 0) return false;
+  const auto [a_begin, a_end] = span_of(a);
+  const auto [b_begin, b_end] = span_of(b);
+  return a_begin < b_end && b_begin < a_end;
+}
+
+bool dense_layers(const Tensor& t) {
+  int64_t step = 1;
+  bool dense = true;
+  for (int64_t d = t.dim() - 1; d >= 1; --d) {
+    dense = dense && (t.size(d) == 1 || t.stride(d) == step);
+    step *= t.size(d);
+  }
+  return t.numel() == 0 || (dense && (t.size(0) == 1 || t.stride(0) >= step));
+}
+
+const int64_t* check_positions(const Check& check, const Tensor& positions, int64_t batch,
+                               int64_t length, int64_t tokens) {
+  check.dtype(positions, "start_positions", ScalarType::Long);
+  check.shape(positions, "start_positions", {batch});
+  check.contiguous(positions, "start_positions");
+  const auto* p = static_cast<const int64_t*>(positions.const_data_ptr());
+  for (int64_t b = 0; b < batch; ++b) {
+    if (!(p[b] >= 0 && p[b] <= length - tokens))
+      check.fail("start_positions",
+                 "in [0, " + std::to_string(length - tokens) + "] for " + std::to_string(tokens) +
+                     " token(s) in a cache of length " + std::to_string(length),
+                 std::to_string(p[b]) + " for sequence " + std::to_string(b));
+  }
+  return p;
+}
+
+CacheScales check_cache_scales(const Check& check, const Tensor& key_cache,
+                               const Tensor& value_cache, std::optional<Tensor>& key_scale,
+                               std::optional<Tensor>& value_scale, bool layers) {
+  const CacheScales scales = {check_scale(check, key_cache, key_scale, "key_scale", layers),
+                              check_scale(check, value_cache, value_scale, "value_scale", layers)};
+  if (scales.key == nullptr) return scales;
+  const int64_t dim = key_cache.size(key_cache.dim() - 1);
+  if (dim > kMaxInt8Dim)
+    check.fail("key_cache",
+               "with heads of at most " + std::to_string(kMaxInt8Dim) + " features for int8",
+               std::to_string(dim));
+  for (const Tensor* cache : {&key_cache, &value_cache}) {
+    if (overlap(*key_scale, *cache) || overlap(*value_scale, *cache))
+      check.fail("key_scale", "and value_scale in memory of their own", "memory of a cache");
+  }
+  if (overlap(*key_scale, *value_scale))
+    check.fail("value_scale", "in its own memory", "memory shared with key_scale");
+  return scales;
+}
+
+}  // namespace bitnet::ops
