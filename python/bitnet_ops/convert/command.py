@@ -1,4 +1,4 @@
-"""`bitnet-ops convert SRC DST`: arguments, progress bar and output of the converter.
+"""`bitnet-ops convert SRC DST`: the arguments of the converter.
 
 It must not know formats; everything it does is one call of `convert`.
 """
@@ -6,15 +6,13 @@ It must not know formats; everything it does is one call of `convert`.
 from __future__ import annotations
 
 import argparse
-import json
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import partial
 
+from bitnet_ops.convert.console import show
 from bitnet_ops.convert.errors import refuse
 from bitnet_ops.convert.gguf_import import convert_gguf
-from bitnet_ops.convert.hf import Progress, convert
-from bitnet_ops.convert.report import ConvertReport
+from bitnet_ops.convert.hf import convert
+from bitnet_ops.convert.report import ConvertReport, Progress
 from bitnet_ops.formats.gguf import is_gguf
 from bitnet_ops.formats.gguf_layouts import I2S_LAYOUTS
 
@@ -78,13 +76,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the subcommand; returns 0. A refusal is a ConvertError, which the command line prints."""
     if args.text is not None and not args.verify:
         raise ValueError("convert: expected --text only with --verify, got it alone; add --verify")
-    with progress_bar(enabled=sys.stderr.isatty() and not args.json) as progress:
-        report = _convert(args, progress)
-    if args.json:
-        print(json.dumps(report.to_dict(), indent=1, ensure_ascii=False))
-    else:
-        print("\n".join([f"wrote {args.destination}", *report.lines()]))
-    return 0
+    return show(partial(_convert, args), as_json=args.json, wrote=args.destination)
 
 
 def _convert(args: argparse.Namespace, progress: Progress | None) -> ConvertReport:
@@ -113,26 +105,3 @@ def _convert(args: argparse.Namespace, progress: Progress | None) -> ConvertRepo
         text=args.text,
         **common,
     )
-
-
-@contextmanager
-def progress_bar(*, enabled: bool) -> Iterator[Progress | None]:
-    if not enabled:
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.description}"),
-    )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("reading headers", total=None)
-
-        def advance(done: int, total: int, name: str) -> None:
-            bar.update(task, completed=done, total=total, description=name)
-
-        yield advance

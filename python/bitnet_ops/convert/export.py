@@ -1,4 +1,4 @@
-"""`bitnet-ops export MODEL OUT.gguf`: arguments and output of the exporter.
+"""`bitnet-ops export MODEL OUT.gguf`: the arguments of the exporter.
 
 It must not know formats; everything it does is one call of `export_gguf`.
 """
@@ -6,10 +6,9 @@ It must not know formats; everything it does is one call of `export_gguf`.
 from __future__ import annotations
 
 import argparse
-import json
-import sys
+from functools import partial
 
-from bitnet_ops.convert.command import progress_bar
+from bitnet_ops.convert.console import show
 from bitnet_ops.convert.gguf_export import TYPES, export_gguf
 
 
@@ -32,17 +31,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the subcommand; returns 0. A refusal is a ConvertError, which the command line prints."""
-    with progress_bar(enabled=sys.stderr.isatty() and not args.json) as progress:
-        report = export_gguf(
-            args.model,
-            args.file,
-            type=args.type,
-            tokenizer=not args.no_tokenizer,
-            force=args.force,
-            progress=progress,
-        )
-    if args.json:
-        print(json.dumps(report.to_dict(), indent=1, ensure_ascii=False))
-    else:
-        print("\n".join(report.lines()))
-    return 0
+    work = partial(
+        export_gguf,
+        args.model,
+        args.file,
+        type=args.type,
+        tokenizer=not args.no_tokenizer,
+        force=args.force,
+    )
+    return show(work, as_json=args.json)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from bitnet_ops.convert.gguf_config import (
 )
 from bitnet_ops.convert.gguf_import import EXACT_NAMES, EXACT_SCALES
 from bitnet_ops.convert.gguf_vocabulary import Keys, vocabulary_keys
+from bitnet_ops.convert.report import Progress
 from bitnet_ops.formats import gguf_layouts as layouts
 from bitnet_ops.formats.gguf import GgufError, Writer
 from bitnet_ops.formats.sglbitnt import Reader, SglbitntError, model_file
@@ -37,7 +37,6 @@ from bitnet_ops.models import TensorError, TensorSpec, check_names, expected_ten
 TYPES = {"i2_s": "I2_S", "tq1_0": "TQ1_0", "tq2_0": "TQ2_0"}
 _FILE_TYPES = {"I2_S": 40, "TQ1_0": 36, "TQ2_0": 37}  # general.file_type
 _DENSE = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
-Progress = Callable[[int, int, str], None]
 
 
 @dataclass

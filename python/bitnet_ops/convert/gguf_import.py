@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,13 +32,12 @@ from bitnet_ops.convert.gguf_config import (
 )
 from bitnet_ops.convert.gguf_tensors import DENSE, Ternary, dense, ternary
 from bitnet_ops.convert.gguf_tokenizer import tokenizer_files
-from bitnet_ops.convert.report import ConvertReport, TernaryTotals, file_sha256
+from bitnet_ops.convert.report import ConvertReport, Progress, TernaryTotals, file_sha256
 from bitnet_ops.formats.gguf import GgufError, Reader, TensorInfo
 from bitnet_ops.formats.gguf_layouts import I2S_LAYOUTS
 from bitnet_ops.formats.sglbitnt import SglbitntError, Writer
 from bitnet_ops.models import TensorSpec, expected_tensors
 
-Progress = Callable[[int, int, str], None]
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 EXACT_NAMES, EXACT_SCALES = "bitnet_ops.scale_names", "bitnet_ops.scales"
 _ROPE_FACTORS = "rope_freqs.weight"

@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib.metadata
 import shutil
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from bitnet_ops.convert.destination import MODEL_FILE, TRAVELLERS, building, che
 from bitnet_ops.convert.errors import ConvertError, refuse
 from bitnet_ops.convert.merged import MergedSource
 from bitnet_ops.convert.plan import EMBEDDING, HEAD, Plan, make_plan, scale_name
-from bitnet_ops.convert.report import ConvertReport, TernaryTotals, file_sha256
+from bitnet_ops.convert.report import ConvertReport, Progress, TernaryTotals, file_sha256
 from bitnet_ops.convert.source import Source, check_pooling
 from bitnet_ops.convert.ternary import (
     check_finite,
@@ -34,8 +33,6 @@ from bitnet_ops.convert.ternary import (
     packed_scale,
 )
 from bitnet_ops.formats.sglbitnt import SglbitntError, Writer
-
-Progress = Callable[[int, int, str], None]
 
 
 def convert(

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from bitnet_ops.convert.destination import TRAVELLERS, building, check_destination
 from bitnet_ops.convert.errors import refuse
-from bitnet_ops.convert.hf import Progress, convert
+from bitnet_ops.convert.hf import convert
 from bitnet_ops.convert.masters import (
     MastersStatistics,
     TextMeasurement,
@@ -27,7 +27,7 @@ from bitnet_ops.convert.masters import (
 )
 from bitnet_ops.convert.plain_forward import PlainOracle
 from bitnet_ops.convert.plan import Plan, make_plan, scale_name
-from bitnet_ops.convert.report import ConvertReport
+from bitnet_ops.convert.report import ConvertReport, Progress
 from bitnet_ops.convert.source import Source
 from bitnet_ops.convert.ternary import check_finite, from_masters
 from bitnet_ops.convert.texts import text_sequences

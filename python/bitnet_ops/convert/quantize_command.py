@@ -1,4 +1,4 @@
-"""`bitnet-ops quantize SRC DST`: arguments and output of `quantize`.
+"""`bitnet-ops quantize SRC DST`: the arguments of `quantize`.
 
 It must not know statistics or formats; everything it does is one call.
 """
@@ -6,10 +6,9 @@ It must not know statistics or formats; everything it does is one call.
 from __future__ import annotations
 
 import argparse
-import json
-import sys
+from functools import partial
 
-from bitnet_ops.convert.command import progress_bar
+from bitnet_ops.convert.console import show
 from bitnet_ops.convert.quantize import FORMS, quantize
 
 
@@ -42,19 +41,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the subcommand; returns 0. A refusal is a ConvertError, which the command line prints."""
-    with progress_bar(enabled=sys.stderr.isatty() and not args.json) as progress:
-        report = quantize(
-            args.source,
-            args.destination,
-            form=args.form,
-            text=args.text,
-            force=args.force,
-            verify=args.verify,
-            replace=args.replace,
-            progress=progress,
-        )
-    if args.json:
-        print(json.dumps(report.to_dict(), indent=1, ensure_ascii=False))
-    else:
-        print("\n".join([f"wrote {args.destination}", *report.lines()]))
-    return 0
+    work = partial(
+        quantize,
+        args.source,
+        args.destination,
+        form=args.form,
+        text=args.text,
+        force=args.force,
+        verify=args.verify,
+        replace=args.replace,
+    )
+    return show(work, as_json=args.json, wrote=args.destination)

@@ -11,6 +11,7 @@ import hashlib
 import importlib.metadata
 import json
 import platform
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,9 @@ import torch
 
 FILE_NAME = "report.json"
 SUMMARY_NAME = "report.txt"
+
+# What a long piece of work calls as it goes: tensors done, of how many, the one that comes.
+Progress = Callable[[int, int, str], None]
 
 
 @dataclass
