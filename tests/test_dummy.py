@@ -1,4 +1,7 @@
-"""Synthetic models: every part valid, the same in memory and in a file, sized like real ones."""
+"""Synthetic models: every part valid, the same in memory and in a file, sized like real ones.
+
+Sizes are those of the originals' config.json. Nothing here asserts a speed or reads a text.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""The engine on a model that counts (a mock), then on real ones: what a batch, a chunk or a kept
-cache must not change.
+"""The engine on a model that counts (a mock), then on real ones.
+
+What a batch, a chunk or a kept cache must not change. Whether logits are right is test_model.py's
+matter; nothing here knows an op.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""KVCache: lengths, views, truncation, capacity; the ops it calls are tested elsewhere."""
+"""KVCache: lengths, views, truncation, capacity.
+
+The ops that write and read it are tested elsewhere; nothing here knows a model.
+"""
 
 from __future__ import annotations
 

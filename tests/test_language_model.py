@@ -1,4 +1,7 @@
-"""load(): strict about every tensor and file. LanguageModel: text in, text out, stops, batches."""
+"""load(): strict about every tensor and file. LanguageModel: text in, text out, stops, batches.
+
+The files are written here, or are the demo model. What logits are right is test_model.py's matter.
+"""
 
 from __future__ import annotations
 

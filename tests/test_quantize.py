@@ -1,4 +1,7 @@
-"""bitnet_ops.quantize: absmean ternarisation and the two conventions of a checkpoint's scale."""
+"""bitnet_ops.quantize: absmean ternarisation and the two conventions of a checkpoint's scale.
+
+The reference and numbers worked out by hand are the oracles; nothing here knows a checkpoint.
+"""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
-"""The house's own rules: who may know whom, no ISA leaks, one dispatch state, one OpenMP runtime.
+"""The house's own rules: layers, headers, no ISA leaks, one dispatch state, one OpenMP runtime.
 
 Every check is also shown to fail on a file made to break it. Must not know what the ops compute.
 """
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import re
 import shutil
@@ -95,6 +96,52 @@ def test_layer_check_of_includes(tmp_path: Path, file: str, include: str, allowe
 
 def test_layer_check_of_nothing_is_a_failure(tmp_path: Path) -> None:
     assert len(layers.check(tmp_path)) == 1
+
+
+# --- files ---------------------------------------------------------------------------------------
+
+SHORTEST_HEADER, LONGEST_FILE = 3, 500  # lines; CONTRIBUTING.md
+
+
+def source_files() -> list[Path]:
+    folders = ("python", "csrc", "tests", "scripts", "benchmarks", "examples", "build_backend")
+    found = [path for folder in folders for path in (ROOT / folder).rglob("*")]
+    suffixes = {".py", ".cpp", ".h", ".inl"}
+    # stubs stand for files of others and refer to their package, which says what they are
+    return [p for p in found if p.suffix in suffixes and not {"data", "stubs"} & set(p.parts)]
+
+
+def header_lines(path: Path) -> int:
+    """Lines of the docstring or of the comment that a source file opens with."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".py":
+        return len((ast.get_docstring(ast.parse(text)) or "").splitlines())
+    return next(i for i, line in enumerate([*text.splitlines(), ""]) if not line.startswith("//"))
+
+
+def test_every_source_file_says_what_it_is_and_ends_in_time() -> None:
+    files = source_files()
+    assert len(files) > 200
+    short = [str(p.relative_to(ROOT)) for p in files if header_lines(p) < SHORTEST_HEADER]
+    assert not short, f"fewer than {SHORTEST_HEADER} lines of header in: {', '.join(short)}"
+    long = [str(p.relative_to(ROOT)) for p in files if p.read_bytes().count(b"\n") > LONGEST_FILE]
+    assert not long, f"more than {LONGEST_FILE} lines in: {', '.join(long)}"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "lines"),
+    [
+        ("a.cpp", "// One.\n#include <vector>\n", 1),
+        ("a.h", "#pragma once\n", 0),
+        ("a.inl", "// One.\n// two.\n// Three.\n\n// No more.\n", 3),
+        ("a.py", "import ast\n", 0),
+        ("a.py", '"""One."""\n', 1),
+        ("a.py", '"""One.\n\nThree.\n"""\n# four\n', 3),
+    ],
+)
+def test_header_lines_are_counted(tmp_path: Path, name: str, text: str, lines: int) -> None:
+    (tmp_path / name).write_text(text)
+    assert header_lines(tmp_path / name) == lines
 
 
 # --- ISA objects ---------------------------------------------------------------------------------

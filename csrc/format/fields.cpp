@@ -1,5 +1,6 @@
-// Fields of the format and their checks; see fields.h.
-// Must not know: in which order a version has its fields, torch, Python.
+// Fields of the format and their checks; see fields.h. Every refusal
+// says where, what was expected and what was found. Must not know: in
+// which order a version has its fields, torch, Python.
 #include "format/fields.h"
 
 #include <algorithm>

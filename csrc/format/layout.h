@@ -1,5 +1,6 @@
-// Packed layouts of ternary weights: constants and sizes, mirrored line by line in FORMAT.md.
-// Knows bytes only: no torch, no SIMD, no allocation.
+// Packed layouts of ternary weights and of heads: constants and sizes, mirrored line by line in
+// FORMAT.md, which explains them. Kernels, ops and the reader all include this one. Knows bytes
+// only: no torch, no SIMD, no allocation.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,6 @@
-// Opening and mapping a model file; see mapped_file.h.
-// Must not know: torch, Python, the rules of the format.
+// Opening and mapping a model file; see mapped_file.h. A message
+// gets the path put in front of it here and nowhere else. Must not
+// know: torch, Python, the rules of the format.
 #include "format/mapped_file.h"
 
 #include <fcntl.h>

@@ -1,5 +1,6 @@
-// A model file in memory: the mapping, and an SGLBITNT file read through it.
-// Must not know: torch, Python, the rules of the format (sglbitnt.h has them).
+// A model file in memory: the mapping, and an SGLBITNT file read through it. Pages may be handed
+// back once their tensor has been copied. Must not know: torch, Python, the rules of the format
+// (sglbitnt.h has them).
 #pragma once
 
 #include <cstddef>

@@ -1,5 +1,6 @@
-// UTF-8 validation for names and the config: where the first bad byte is.
-// Must not know: files, errors.
+// UTF-8 validation for names and the config: where the first bad
+// byte is. Strict: no overlong form, no surrogate, nothing beyond
+// U+10FFFF. Must not know: files, errors.
 #pragma once
 
 #include <cstddef>

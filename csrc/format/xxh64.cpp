@@ -1,4 +1,6 @@
-// See xxh64.h. The four lanes are independent chains, which is what makes it fast.
+// XXH64 as its specification has it; see xxh64.h. The four lanes
+// are independent chains, which is what makes it fast. Must not
+// know: files, formats, or what a wrong sum means.
 #include "format/xxh64.h"
 
 #include <bit>

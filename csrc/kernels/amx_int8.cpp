@@ -1,5 +1,6 @@
-// The amx_int8 kernel table.  Compiled with its own flags (CMakeLists.txt); exports one symbol,
-// table().
+// The amx_int8 kernel table: its vocabulary, then the algorithms over it (generic/table.inl).
+// Compiled with its own flags (CMakeLists.txt); exports one symbol, table(). Must not know whether
+// this CPU may run it: runtime/dispatch.cpp does.
 #define BITNET_ISA amx_int8
 #include "format/layout.h"
 #include "kernels/isa_tables.h"

@@ -1,5 +1,6 @@
-// The avx2 kernel table.  Compiled with its own flags (CMakeLists.txt); exports one symbol,
-// table().
+// The avx2 kernel table: its vocabulary, then the algorithms over it (generic/table.inl). Compiled
+// with its own flags (CMakeLists.txt); exports one symbol, table(). Must not know whether this CPU
+// may run it: runtime/dispatch.cpp does.
 #define BITNET_ISA avx2
 #include "format/layout.h"
 #include "kernels/isa_tables.h"

@@ -1,5 +1,6 @@
-// The avx_vnni kernel table.  Compiled with its own flags (CMakeLists.txt); exports one symbol,
-// table().
+// The avx_vnni kernel table: its vocabulary, then the algorithms over it (generic/table.inl).
+// Compiled with its own flags (CMakeLists.txt); exports one symbol, table(). Must not know whether
+// this CPU may run it: runtime/dispatch.cpp does.
 #define BITNET_ISA avx_vnni
 #include "format/layout.h"
 #include "kernels/isa_tables.h"

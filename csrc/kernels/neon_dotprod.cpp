@@ -1,5 +1,6 @@
-// The neon_dotprod kernel table.  Compiled with its own flags (CMakeLists.txt); exports one symbol,
-// table().
+// The neon_dotprod kernel table: its vocabulary, then the algorithms over it (generic/table.inl).
+// Compiled with its own flags (CMakeLists.txt); exports one symbol, table(). Must not know whether
+// this CPU may run it: runtime/dispatch.cpp does.
 #define BITNET_ISA neon_dotprod
 #include "format/layout.h"
 #include "kernels/isa_tables.h"

@@ -1,5 +1,6 @@
-// Vocabulary of the avx2 ISA: the shared ymm words, and a dot product by vpmaddubsw in int16.
-// Meanings: simd_scalar.h.
+// Vocabulary of the avx2 ISA: the shared ymm words, and a dot product by vpmaddubsw in int16, which
+// is flushed to int32 before it can overflow. Meanings: simd_scalar.h. Must not know layouts of
+// models or threads.
 #pragma once
 
 #include "kernels/simd_avx2_float.h"

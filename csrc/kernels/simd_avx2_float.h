@@ -1,5 +1,6 @@
-// Float vocabulary for AVX2 + FMA + F16C: 16 lanes as two ymm registers.  Shared by the two ymm
-// ISAs. Meanings: simd_scalar.h.  Must hold no integer-dot words; those differ per ISA.
+// Float vocabulary for AVX2 + FMA + F16C: 16 lanes as two ymm registers.
+// Shared by the two ymm ISAs. Meanings: simd_scalar.h, bit for bit. Must
+// hold no integer-dot words; those differ per ISA.
 #pragma once
 
 #include <immintrin.h>

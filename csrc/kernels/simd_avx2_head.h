@@ -1,5 +1,6 @@
-// Head words of the avx2 ISA: int8 by vpmaddwd with 16-bit activations, int4 by vpmaddubsw with
-// their high and low bytes.  Meanings: simd_scalar_head.h.
+// Head words of the avx2 ISA: int8 by vpmaddwd with 16-bit activations,
+// int4 by vpmaddubsw with their high and low bytes. Meanings:
+// simd_scalar_head.h. Must not know which rows a thread has.
 #pragma once
 
 #include "kernels/simd_avx2.h"

@@ -1,5 +1,6 @@
 // Vocabulary of the avx512_vnni ISA: 16 float lanes in one zmm, units of two weight blocks (64
-// bytes). Meanings: simd_scalar.h.
+// bytes), dot products by vpdpbusd. Meanings: simd_scalar.h. Must not know tiles of AMX: amx_int8
+// has these words and its own.
 #pragma once
 
 #include <immintrin.h>

@@ -1,5 +1,6 @@
 // Words for int8 caches of the avx512_vnni ISA: vpdpwssd with 32 elements a step.
 // Meanings: simd_scalar_cache.h.
+// Must not know a cache's shape or scales: these words see one row of numbers.
 #pragma once
 
 #include "kernels/simd_avx512_vnni.h"

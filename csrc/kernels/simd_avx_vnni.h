@@ -1,5 +1,6 @@
-// Vocabulary of the avx_vnni ISA: the shared ymm words, and a dot product by VEX vpdpbusd in int32.
-// Meanings: simd_scalar.h.
+// Vocabulary of the avx_vnni ISA: the shared ymm words, and a dot product by VEX vpdpbusd in int32,
+// which nothing overflows. Meanings: simd_scalar.h. Must not use EVEX forms: CPUs of this ISA may
+// lack AVX-512.
 #pragma once
 
 #include "kernels/simd_avx2_float.h"

@@ -1,5 +1,6 @@
 // Head words of the avx_vnni ISA: both formats by VEX vpdpbusd, with the high and the low bytes of
-// the activations; int8 weights become unsigned by an offset of 128.  Meanings: simd_scalar_head.h.
+// the activations; int8 weights become unsigned by an offset of 128. Meanings: simd_scalar_head.h.
+// Must not know which rows a thread has.
 #pragma once
 
 #include "kernels/simd_avx_vnni.h"

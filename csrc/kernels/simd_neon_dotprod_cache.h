@@ -1,5 +1,6 @@
 // Words for int8 caches of the neon_dotprod ISA: widening multiply-adds of 16-bit numbers.
 // Meanings: simd_scalar_cache.h.
+// Must not know a cache's shape or scales: these words see one row of numbers.
 #pragma once
 
 #include "kernels/simd_neon_dotprod.h"

@@ -1,5 +1,6 @@
-// Head words of the neon_dotprod ISA: both formats by sdot with the high and the low bytes of the
-// activations.  Meanings: simd_scalar_head.h.
+// Head words of the neon_dotprod ISA: both formats by sdot with the
+// high and the low bytes of the activations. Meanings:
+// simd_scalar_head.h. Must not know which rows a thread has.
 #pragma once
 
 #include "format/layout.h"

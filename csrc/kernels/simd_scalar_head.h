@@ -1,5 +1,6 @@
 // Head words of the scalar ISA, and the reading copy of them: 16-bit activations against int8 and
-// int4 weights, sums exact.  Each other simd_*_head.h must agree; layouts: format/layout.h.
+// int4 weights, sums exact. Each other simd_*_head.h must agree; layouts: format/layout.h. Must not
+// know which rows a thread has.
 #pragma once
 
 #include <cstddef>

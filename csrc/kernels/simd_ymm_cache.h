@@ -1,5 +1,6 @@
 // Words for int8 caches that AVX2 and AVX-VNNI share.  Meanings: simd_scalar_cache.h.
-// Must not hold a dot product: add_pairs differs between the two ISAs.
+// Must not hold a dot product: add_pairs differs between the two ISAs. Must not know a cache's
+// shape or scales: these words see one row of numbers.
 #pragma once
 
 #include <immintrin.h>

@@ -1,5 +1,6 @@
-// Head words that AVX2 and AVX-VNNI share.  Meanings: simd_scalar_head.h.
-// Must not hold a dot product; the two ISAs differ there.
+// Head words that AVX2 and AVX-VNNI share: loads, and codes taken
+// out of their bytes. Meanings: simd_scalar_head.h. Must not hold
+// a dot product; the two ISAs differ there.
 #pragma once
 
 #include <immintrin.h>

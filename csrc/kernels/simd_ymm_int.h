@@ -1,5 +1,6 @@
-// Integer words that AVX2 and AVX-VNNI share: 32-byte units, field extraction, sums.
-// Must not hold `dot`, `Partial` or `widen`: the two ISAs differ there.
+// Integer words that AVX2 and AVX-VNNI share: 32-byte units, field
+// extraction, sums. Meanings: simd_scalar.h. Must not hold `dot`,
+// `Partial` or `widen`: the two ISAs differ there.
 #pragma once
 
 #include <immintrin.h>

@@ -1,4 +1,6 @@
-// attention, kv_cache_update.
+// attention, kv_cache_update: checks of their tensors, memory,
+// and the tasks of attention_core.h dealt out to torch's
+// threads. Must not know how a score is computed.
 #include <atomic>
 #include <cmath>
 

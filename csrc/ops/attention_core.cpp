@@ -1,4 +1,6 @@
-// See attention_core.h.
+// The plan and its tasks; see attention_core.h. Every
+// number that says how work is cut stands at the top. Must
+// not know torch, threads or allocation.
 #include "ops/attention_core.h"
 
 #include <algorithm>

@@ -1,4 +1,6 @@
-// See cache_checks.h.
+// The checks of caches; see cache_checks.h.  Overlap is told by the bytes that two tensors span, so
+// that a mutated cache never aliases what is read in the same call.  Must not know attention or
+// what a cache's numbers mean.
 #include "ops/cache_checks.h"
 
 namespace bitnet::ops {

@@ -1,5 +1,6 @@
-// What every op that takes a KV cache checks of it: types, memory, scales, positions.  Must not
-// know attention; the checks of one op's other arguments are its own.
+// What every op that takes a KV cache checks of it: types, memory, scales, positions.  A cache that
+// fails has not been written to.  Must not know attention; the checks of one op's other arguments
+// are its own.
 #pragma once
 
 #include <optional>

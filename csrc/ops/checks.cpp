@@ -1,4 +1,6 @@
-// See checks.h.
+// The checks of checks.h. A message is built only when
+// one fails: a good call pays for comparisons alone.
+// Must not know what an op computes.
 #include "ops/checks.h"
 
 #include <stdexcept>

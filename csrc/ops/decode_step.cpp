@@ -1,4 +1,6 @@
-// decode_step: checks, memory, one parallel region.  What happens inside it is step_program.h.
+// decode_step: checks of its many tensors, the memory of a step carved from one block that a thread
+// keeps, and one parallel region. What happens inside it is step_program.h's matter; must not know
+// the arithmetic.
 #include <cmath>
 
 #include "format/layout.h"

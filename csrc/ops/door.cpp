@@ -1,4 +1,6 @@
-// See door.h.
+// Calls into torch's stable C interface; see door.h. Errors
+// of torch become exceptions here, and a parallel region
+// gets its threads. Must not know an op.
 #include "ops/door.h"
 
 #include <stdexcept>

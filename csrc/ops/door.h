@@ -1,5 +1,6 @@
-// What every op implementation uses at the door: tensors, scratch memory, work splitting.
-// Must not know SIMD or an algorithm.  The only other place that includes torch is ops.cpp.
+// What every op implementation uses at the door: tensors, scratch
+// memory, work splitting. Must not know SIMD or an algorithm. The
+// only other place that includes torch is ops.cpp.
 #pragma once
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>

@@ -1,5 +1,6 @@
 // qkv_forward and mlp_forward: the unfused ops' own row functions in the same order with the same
 // roundings, so that fused and composed results are equal bit for bit, in a handful of regions.
+// Must not know SIMD: rows come from the kernel table.
 #include <cmath>
 
 #include "ops/checks.h"

@@ -1,4 +1,6 @@
-// quantize_head, lm_head, embedding.
+// quantize_head, lm_head, embedding: checks, memory, rows and tokens
+// shared out over threads. The products are head_core.h's; must not
+// know how codes lie in memory beyond their shapes.
 #include <sys/mman.h>
 
 #include <atomic>

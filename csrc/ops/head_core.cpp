@@ -1,4 +1,6 @@
-// See head_core.h.
+// The head's products without torch; see head_core.h.
+// Layouts are those of format/layout.h. Must not know
+// threads: callers give it ranges of rows.
 #include "ops/head_core.h"
 
 #include <bit>

@@ -1,4 +1,6 @@
-// A head's tensors, checked, as head_core.h takes them.
+// A head's tensors, checked, as head_core.h takes them: what
+// lm_head, embedding and decode_step have in common at the
+// door. Must not know what is multiplied by it.
 #pragma once
 
 #include <optional>

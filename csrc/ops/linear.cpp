@@ -1,4 +1,6 @@
-// quantize_activations, gemv, gemm, linear.
+// quantize_activations, gemv, gemm, linear: checks and
+// results; what they compute is linear_core.h's matter.
+// Must not know layouts (weights.h) or SIMD.
 #include "format/layout.h"
 #include "ops/checks.h"
 #include "ops/linear_core.h"

@@ -1,4 +1,6 @@
-// See linear_core.h.
+// Quantised tokens and projections; see linear_core.h. How rows
+// and tokens are cut into the shares of a region is decided
+// here. Must not know tensors' names or an op.
 #include "ops/linear_core.h"
 
 #include <cstring>

@@ -1,5 +1,6 @@
-// The ternary linear in parts that several ops share: quantised tokens, projections, one region for
-// all.
+// The ternary linear in parts that several ops share: quantised
+// tokens, projections, one region for all. Must not know which op
+// calls, nor a private layout's bytes (weights.h).
 #pragma once
 
 #include "ops/weights.h"

@@ -1,5 +1,6 @@
-// rms_norm, add_rms_norm, relu2_mul, silu_and_mul, rope_table, rope: one row at a time, rows shared
-// out.
+// rms_norm, add_rms_norm, relu2_mul, silu_and_mul, rope_table, rope:
+// one row at a time, rows shared out. The arithmetic of a row is the
+// kernel table's. Must not know weights of linears.
 #include <cmath>
 
 #include "ops/checks.h"

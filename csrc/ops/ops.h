@@ -1,4 +1,6 @@
-// Declarations of the CPU implementations behind the catalogue; csrc/ops.cpp documents each.
+// Declarations of the CPU implementations behind the catalogue, in its order; csrc/ops.cpp
+// documents each, and is all that includes this beside the implementations. Must not know how any
+// of them works.
 #pragma once
 
 #include <optional>

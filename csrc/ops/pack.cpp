@@ -1,4 +1,6 @@
-// pack, unpack, quantize_weights: between float masters, int8 codes and the canonical packed rows.
+// pack, unpack, quantize_weights: between float masters, int8 codes and
+// the canonical packed rows. Rare calls, made when a model is
+// converted. Must not know private layouts (prepack.cpp).
 #include <atomic>
 #include <cmath>
 #include <cstring>

@@ -1,4 +1,6 @@
-// The machine's own limits, run on the same threads as the kernels: for benchmarks only.
+// The machine's own limits, run on the same threads as the
+// kernels: reading memory, multiplying int8. For benchmarks
+// only; must not know a model or an op.
 #include <atomic>
 
 #include "ops/checks.h"

@@ -1,5 +1,6 @@
-// The angles of rotary position embeddings, as rope_table and decode_step both need them.
-// Must not know tensors.
+// The angles of rotary position embeddings, as rope_table and
+// decode_step both need them, each step rounded as the Hugging
+// Face models round it. Must not know tensors.
 #pragma once
 
 #include <cmath>

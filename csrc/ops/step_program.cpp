@@ -1,4 +1,6 @@
-// See step_program.h.
+// The stages of a decode step; see step_program.h. Which stage reads what another has written is
+// safe because the team ends one before it begins the next. Must not know torch, tensors or
+// threads.
 #include "ops/step_program.h"
 
 #include <cstring>

@@ -1,4 +1,5 @@
-// One parallel region on torch's threads that runs a program of stages (runtime/team.h).
+// One parallel region on torch's threads that runs a program of stages (runtime/team.h): the one
+// place where a team and torch meet.
 // Must not know what the program does.
 #pragma once
 

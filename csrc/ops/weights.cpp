@@ -1,4 +1,6 @@
-// See weights.h.
+// Views of ternary weights and the product of a range of units; see weights.h. Which kernel of the
+// table a product takes is decided here, by layout and number of tokens. Must not know activations'
+// types, scales or threads.
 #include "ops/weights.h"
 
 #include "format/layout.h"

@@ -1,5 +1,6 @@
 // A ternary weight matrix as the ops see it: a view that knows its layout, cut into units of rows
-// that a share of the work may take.  Must not know activations' types, scales or threads.
+// that a share of the work may take. A layout is told by the tensor's shape. Must not know
+// activations' types, scales or threads.
 #pragma once
 
 #include <optional>

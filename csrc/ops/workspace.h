@@ -1,5 +1,6 @@
-// Memory that a thread keeps from call to call, so that a step of the same size allocates nothing.
-// Must not know what is kept in it.
+// Memory that a thread keeps from call to call, so that a step of the
+// same size allocates nothing: a block that only grows, and pieces
+// carved from it. Must not know what is kept in it.
 #pragma once
 
 #include <memory>

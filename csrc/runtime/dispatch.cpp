@@ -1,4 +1,6 @@
-// See dispatch.h.  To add an ISA, add its row to kBestFirst (and its source to CMakeLists.txt).
+// The choice of the kernel table; see dispatch.h. To add an ISA,
+// add its row to kBestFirst (and its source to CMakeLists.txt).
+// Must not know what a kernel computes.
 #include "runtime/dispatch.h"
 
 #include <atomic>

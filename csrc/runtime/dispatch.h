@@ -1,5 +1,6 @@
-// Chooses the kernel table: a best-first list, feature-set containment, an override.
-// Must not know torch or Python; the one dispatch state of the process lives behind these calls.
+// Chooses the kernel table: a best-first list, feature-set
+// containment, an override. The one dispatch state of the process
+// lives behind these calls. Must not know torch or Python.
 #pragma once
 
 #include <string>

@@ -1,4 +1,6 @@
-// CPUID, XCR0 and auxiliary-vector reading.  Compiled for the baseline CPU; see features.h.
+// CPUID, XCR0 and auxiliary-vector reading; see features.h.
+// Compiled for the baseline CPU, since it runs before
+// anything is known. Must not know kernels.
 #include "runtime/features.h"
 
 #if defined(__x86_64__)

@@ -1,5 +1,6 @@
-// What this CPU and its operating system can execute, as a set of bits.
-// Must not know kernels: an ISA is a set of these bits, never a rank.
+// What this CPU and its operating system can execute, as a set of bits. A feature counts only if
+// the system saves its registers. Must not know kernels: an ISA is a set of these bits, never a
+// rank.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,6 @@
-// See pages.h.
+// madvise for huge pages; see pages.h. A system that has
+// none, or refuses, costs time and nothing else. Must not
+// know tensors or what the memory is for.
 #include "runtime/pages.h"
 
 #if defined(__linux__)

@@ -1,5 +1,6 @@
-// Huge pages for weights: fewer address translations on a stream of hundreds of megabytes.
-// Must not know tensors.
+// Huge pages for weights: fewer address translations on a stream of
+// hundreds of megabytes. Advice that the system may refuse; who asks
+// can see whether it did. Must not know tensors.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,6 @@
-// See regions.h.
+// The count of regions and the state after a fork; see regions.h. Atomic and without locks: a lock
+// held by another thread at the fork would never be released in the child. Must not know who runs
+// the regions.
 #include "runtime/regions.h"
 
 #include <atomic>

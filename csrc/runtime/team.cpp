@@ -1,4 +1,6 @@
-// See team.h.
+// Claims, the barrier and sleeping; see team.h for the rules. Plain memory that a stage wrote is
+// handed to the next by state_ alone: released when a thread leaves, acquired when one waits or
+// enters. Must not know torch, kernels or what a unit of work is.
 #include "runtime/team.h"
 
 #include <algorithm>

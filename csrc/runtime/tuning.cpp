@@ -1,4 +1,6 @@
-// See tuning.h.  Distances measured: docs/log.md.
+// The table of CPU makes and the override by the
+// environment; see tuning.h. Distances measured:
+// docs/log.md. Must not know kernels.
 #include "runtime/tuning.h"
 
 #include <cstdlib>

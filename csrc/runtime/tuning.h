@@ -1,5 +1,6 @@
-// What depends on the make of the CPU and not on its features: one small table, read once.
-// Must not know kernels; a wrong row costs time, never correctness.
+// What depends on the make of the CPU and not on its
+// features: one small table, read once. A wrong row costs
+// time, never correctness. Must not know kernels.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,6 @@
-// What the kernel tests are written with: CHECK, a running case that is named when the process dies
-// on a signal, and the summary that becomes the exit status.  Must not know kernels.
+// What the C++ tests are written with: CHECK, a running case that is named when the process dies on
+// a signal, and the summary that becomes the exit status. A failed check does not end the test: the
+// first twenty are shown, all are counted. Must not know kernels.
 #pragma once
 
 #include <unistd.h>

@@ -1,4 +1,6 @@
-// Random test data: reproducible, and equal on every platform.  Must not know kernels.
+// Random test data: reproducible, and equal on every platform, which the standard library's
+// distributions are not; and rows of floats of every flavour that a kernel may meet. Must not know
+// kernels.
 #pragma once
 
 #include <bit>

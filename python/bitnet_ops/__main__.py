@@ -1,4 +1,7 @@
-"""`python -m bitnet_ops`: the same as the console script `bitnet-ops`. It must not know more."""
+"""`python -m bitnet_ops`: the same as the console script `bitnet-ops`.
+
+For where scripts are not on PATH. It must not know a subcommand.
+"""
 
 import sys
 

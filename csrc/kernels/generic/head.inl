@@ -1,5 +1,6 @@
 // The output head: dense, int8 and int4 weights against a few tokens, and what quantises both.
-// Included inside an ISA's anonymous namespace; never mentions an ISA.  Contracts: kernel_table.h.
+// Included inside an ISA's anonymous namespace, over the words of simd_*_head.h; never mentions an
+// ISA. Contracts: kernel_table.h.
 
 // Rows that stay in cache while every token of a batch meets them.
 constexpr int64_t kHeadRowChunk = 32;

@@ -1,5 +1,6 @@
-// The ternary product over the integer words.  Included inside an ISA's anonymous namespace; never
-// mentions an ISA.  See ternary_gemm in kernel_table.h for the contract.
+// The ternary product of canonical rows over the integer words. Included inside an ISA's anonymous
+// namespace; never mentions an ISA. See ternary_gemm in kernel_table.h for the contract; the
+// private layouts have tiles.inl.
 
 // Tokens whose activations should stay in L2 while a range of weight rows streams past them.
 constexpr int64_t kTokenBlock = 32;

@@ -1,5 +1,6 @@
 // The last lines of every ISA file: instantiates the generic algorithms over the vocabulary already
-// included and fills the table.  Expects BITNET_ISA, kDescription and kRequired.
+// included and fills the table. Expects BITNET_ISA, kDescription and kRequired; must not know what
+// they say.
 
 namespace bitnet::BITNET_ISA {
 namespace {

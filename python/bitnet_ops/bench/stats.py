@@ -1,4 +1,8 @@
-"""Numbers from samples: percentiles, paired ratios. It must not know what was measured."""
+"""Numbers from samples: percentiles, paired ratios.
+
+Ratios are taken within a pair, since a busy machine slows both of it. It must not know what was
+measured.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """`convert` for GGUF files: one file -> a folder with model.bin, the tokenizer and report.json.
 
 The order of work is that of hf.py: read the headers, decide everything, stream tensor by tensor,
-rename. Strict as there: every tensor that the metadata calls for, and no other.
+rename. Strict as there: every tensor that the metadata calls for, and no other. It must not know
+how types are coded (gguf_tensors.py) or what metadata mean (gguf_config.py).
 """
 
 from __future__ import annotations
