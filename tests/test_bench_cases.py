@@ -147,6 +147,13 @@ def test_every_case_checks_its_result(ws: workspace.Workspace, threads: int) -> 
     }
 
 
+def test_attention_reads_the_bytes_of_its_cache(ws: workspace.Workspace) -> None:
+    model = shapes.MODELS["demo"]
+    sizes = [cases_other.attention_case(ws, model, 512, c).bytes for c in cases_other.CACHES]
+    rows = 2 * model.num_key_value_heads * 512
+    assert sizes == [rows * 2 * model.head_dim, rows * (model.head_dim + 4)]
+
+
 def spoiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function` with 1 added to its first result, on every ISA but scalar."""
 

@@ -106,8 +106,16 @@ def test_bytes_of_a_step_are_those_of_the_tensors() -> None:
     assert len(shapes) == 7 * c.num_hidden_layers
 
 
-def test_decode_runs_start_again_behind_their_context() -> None:
-    tiny = subject.Subject("tiny", weights.CANONICAL, "bf16")
+def test_an_int8_cache_has_a_byte_for_a_number_and_four_for_a_factor() -> None:
+    tiny = subject.Subject("tiny", weights.CANONICAL, "bf16", "int8")
+    cache = tiny.cache(2, 6, 0)
+    assert tiny.bytes().per_position == 2 * 3 * 2 * (32 + 4)
+    assert cache.nbytes == 2 * 6 * tiny.bytes().per_position
+
+
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8"])
+def test_decode_runs_start_again_behind_their_context(kv_dtype: str) -> None:
+    tiny = subject.Subject("tiny", weights.CANONICAL, "bf16", kv_dtype)
     with torch.inference_mode():
         run = tiny.decode_run(2, 5, tokens=3)
         for i in range(7):  # more than the cache has room for without going back
@@ -117,8 +125,9 @@ def test_decode_runs_start_again_behind_their_context() -> None:
     assert torch.isfinite(cache.keys[0]).all()
 
 
-def test_parts_call_every_kernel_of_a_step_once() -> None:
-    tiny = subject.Subject("tiny", weights.CANONICAL, "bf16")
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8"])
+def test_parts_call_every_kernel_of_a_step_once(kv_dtype: str) -> None:
+    tiny = subject.Subject("tiny", weights.CANONICAL, "bf16", kv_dtype)
     with torch.inference_mode():
         found = parts.part_runs(tiny, 1, 4)
         for run, _ in found.values():

@@ -6,6 +6,7 @@ thread.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -157,22 +158,37 @@ def head_case(ws: Workspace, model: ModelShape, head_format: str = "bf16") -> Ca
     )
 
 
-def attention_case(ws: Workspace, model: ModelShape, context: int) -> Case:
-    """attention of one new token over a bfloat16 cache of `context` tokens, cold."""
+CACHES = ("bfloat16", "int8")
+
+
+def _caches(
+    ws: Workspace, shape: tuple[int, int, int, int], cache: str
+) -> tuple[list[tuple[Tensor, ...]], int]:
+    """Keys, values and the scales of int8, [B, KV, L, D], cold; and the bytes of one set."""
+    dtype = {"bfloat16": torch.bfloat16, "int8": torch.int8}[cache]
+    size = math.prod(shape) * dtype.itemsize
+    slots = ws.dense.slots(2 * size)
+    require_slots(slots, f"a cache of {shape[2]} tokens", hot=False)
+    found = [tuple(p.view(dtype).view(shape) for p in slot.split(size)) for slot in slots]
+    if cache == "bfloat16":
+        return found, 2 * size
+    # any byte is a valid code; scales in memory of their own, as a cache has them
+    scales = [tuple(torch.full(shape[:-1], 0.01) for _ in "kv") for _ in found]
+    return [a + b for a, b in zip(found, scales, strict=True)], 2 * size + 8 * math.prod(shape[:-1])
+
+
+def attention_case(ws: Workspace, model: ModelShape, context: int, cache: str = "bfloat16") -> Case:
+    """attention of one new token over a cache of `context` tokens, cold."""
     heads, kv_heads, dim = model.num_attention_heads, model.num_key_value_heads, model.head_dim
-    half = 2 * kv_heads * context * dim
-    slots = ws.dense.slots(2 * half)
-    require_slots(slots, f"a cache of {context} tokens", hot=False)
-    caches = [
-        tuple(p.view(torch.bfloat16).view(1, kv_heads, context, dim) for p in slot.split(half))
-        for slot in slots
-    ]
+    shape = (1, kv_heads, context, dim)
+    caches, size = _caches(ws, shape, cache)
+    plain = caches if cache == "bfloat16" else _caches(ws, shape, "bfloat16")[0]
     query = torch.randn(1, 1, heads, dim, generator=ws.generator).bfloat16()
     start, scale = torch.tensor([context - 1]), dim**-0.5
     query_bhtd = query.transpose(1, 2)
 
-    def decode(keys: Tensor, values: Tensor) -> Tensor:
-        return ops.attention(query, keys, values, start, scale)
+    def decode(keys: Tensor, values: Tensor, *scales: Tensor) -> Tensor:
+        return ops.attention(query, keys, values, start, scale, *scales)
 
     def rival(keys: Tensor, values: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(query_bhtd, keys, values, enable_gqa=True)
@@ -182,11 +198,12 @@ def attention_case(ws: Workspace, model: ModelShape, context: int) -> Case:
         shape={"M": 1, "context": context, "heads": heads, "kv_heads": kv_heads, "head_dim": dim},
         dtype="bfloat16",
         memory="cold",
-        bytes=2 * half,
+        bytes=size,
         macs=2 * heads * context * dim,
         integer=False,
         run=cycle(decode, caches, hot=False),
-        read=read_limit(ws.ternary, min(2 * half, _WINDOW_BYTES), hot=False),
+        read=read_limit(ws.ternary, min(size, _WINDOW_BYTES), hot=False),
         check=lambda: equal_to_scalar(lambda: decode(*caches[0])),
-        rivals={"torch_bf16": rival_cycle(rival, caches, hot=False)},
+        rivals={"torch_bf16": rival_cycle(rival, plain, hot=False)},
+        format={"bfloat16": "-"}.get(cache, cache),
     )

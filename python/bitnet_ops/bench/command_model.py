@@ -35,6 +35,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="pairs of weight and head format such as 2bit+int8,1.6bit+int4; the first one gets "
         f"every measurement (default: {_DEFAULT_FORMATS})",
     )
+    parser.add_argument(
+        "--kv-dtype",
+        choices=cases_other.CACHES,
+        default=cases_other.CACHES[0],
+        help=f"type of the KV cache (default: {cases_other.CACHES[0]})",
+    )
     parser.add_argument("--prompts", help="tokens of the prompts (default: 128,512,2048)")
     parser.add_argument("--contexts", help="tokens behind which to decode (default: 0,2048,8192)")
     parser.add_argument("--batches", help="sequences decoded together (default: 1,2,4,8)")
@@ -98,6 +104,7 @@ def settings_of(args: argparse.Namespace) -> run_model.Settings:
     return run_model.Settings(
         dummy=args.dummy,
         formats=_pairs(args.formats),
+        kv_dtype=args.kv_dtype,
         prompts=_counts("--prompts", args.prompts or ("128" if quick else "128,512,2048"), 8192),
         contexts=_counts(
             "--contexts", args.contexts or ("0" if quick else "0,2048,8192"), 16000, least=0

@@ -216,11 +216,9 @@ def head(c: Context, threads: int, head: str) -> Measured:
 
 def attention(c: Context, threads: int, cache: str, contexts: tuple[int, ...]) -> Measured:
     """Share of reading of decode attention."""
-    if cache != "bfloat16":
-        return Measured(None, f"no {cache} cache in this build", built=False)
 
     def share(context: int) -> tuple[float, str, bool]:
-        case = cases_other.attention_case(c.ws, c.model, context)
+        case = cases_other.attention_case(c.ws, c.model, context, cache)
         return _share(c.row(case, threads), "read", f"context {context}")
 
     return worst(share(context) for context in contexts)

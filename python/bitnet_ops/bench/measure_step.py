@@ -35,7 +35,9 @@ class StepContext:
         if self.asked != (weight_format, head_format):
             self.bench = None  # first, so that both are never there at once
             self.asked = weight_format, head_format
-            subject = Subject(self.settings.dummy, weight_format, head_format)
+            subject = Subject(
+                self.settings.dummy, weight_format, head_format, self.settings.kv_dtype
+            )
             self.bench = Bench(self.ws, subject, self.settings)
         assert self.bench is not None
         return self.bench

@@ -70,10 +70,11 @@ def _attention_calls(subject: Subject, cache: KVCache) -> list[Call]:
     query = torch.randn(cache.batch, 1, c.num_attention_heads, c.head_dim).bfloat16()
     start, scale = cache.lengths - 1, c.head_dim**-0.5
 
-    def call(keys: Tensor, values: Tensor) -> Call:
-        return lambda: ops.attention(query, keys, values, start, scale)
+    def call(layer: int) -> Call:
+        keys, values, scales = cache.keys[layer], cache.values[layer], cache.scales(layer)
+        return lambda: ops.attention(query, keys, values, start, scale, *scales)
 
-    return [call(k, v) for k, v in zip(cache.keys, cache.values, strict=True)]
+    return [call(layer) for layer in range(len(cache.keys))]
 
 
 def _head_call(subject: Subject, batch: int) -> Call:

@@ -119,7 +119,8 @@ def lines(report: Report) -> list[str]:
         text.append(
             f"{report['settings']['dummy']}, {model['weights']} weights + {model['head']} head: "
             f"{(model['body'] + model['head_bytes']) / 1e6:.0f} MB a token at context 0, and "
-            f"{model['per_position'] / 1e3:.1f} kB for each cached token"
+            f"{model['per_position'] / 1e3:.1f} kB for each cached token, "
+            f"{report['settings']['kv_dtype']}"
         )
     for title, titles, cells in tables(report):
         text += ["", title, *columns_of_text(titles, cells)]

@@ -39,6 +39,7 @@ class Settings:
 
     formats: pairs of weight format and head format; the first one gets every measurement, the
         others the decode step at context 0.
+    kv_dtype: of the caches, "bfloat16" or "int8".
     rivals: names of other engines; rival_seconds: what one figure of theirs may take.
     """
 
@@ -48,6 +49,7 @@ class Settings:
     contexts: tuple[int, ...] = (0, 2048, 8192)
     batches: tuple[int, ...] = (1, 2, 4, 8)
     threads: tuple[int, ...] = (1,)
+    kv_dtype: str = "bfloat16"
     rivals: tuple[str, ...] = ()
     rival_seconds: float = 60.0
     cold_mib: int = 512
@@ -267,7 +269,7 @@ def run(settings: Settings, progress: Progress = lambda _: None) -> dict[str, An
             bulks = [measure_bulk(ws.ternary, t, Budget(0.5)) for t in settings.threads]
             for number, (weights, head) in enumerate(settings.formats):
                 progress(f"making {settings.dummy}, {weights} + {head} head")
-                subject = Subject(settings.dummy, weights, head)
+                subject = Subject(settings.dummy, weights, head, settings.kv_dtype)
                 bench = Bench(ws, subject, settings)
                 size = subject.bytes()
                 subjects.append(

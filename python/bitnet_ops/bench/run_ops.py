@@ -63,7 +63,8 @@ def model_cases(ws: Workspace, model: ModelShape, settings: Settings) -> Iterato
     for m in few_or_many:
         yield from cases_other.row_cases(ws, model, m)
     for context in (512,) if settings.quick else (128, 512, 2048, 8192):
-        yield cases_other.attention_case(ws, model, context)
+        for cache in cases_other.CACHES:
+            yield cases_other.attention_case(ws, model, context, cache)
     for head_format in cases_other.HEAD_FORMATS:
         yield cases_other.head_case(ws, model, head_format)
 

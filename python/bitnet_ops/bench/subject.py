@@ -16,7 +16,7 @@ from bitnet_ops import dummy
 from bitnet_ops.bench.harness import Run
 from bitnet_ops.bench.weights import CANONICAL, row_bytes
 from bitnet_ops.engine import Engine
-from bitnet_ops.kv_cache import KVCache
+from bitnet_ops.kv_cache import KV_DTYPES, KVCache
 
 _PROJECTIONS = {
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -41,9 +41,14 @@ class Bytes:
 
 
 class Subject:
-    """A dummy model in a weight and a head format, with bfloat16 activations and cache."""
+    """A dummy model in a weight and a head format, with bfloat16 activations.
 
-    def __init__(self, name: str, weight_format: str, head_format: str) -> None:
+    kv_dtype: of its caches, "bfloat16" or "int8".
+    """
+
+    def __init__(
+        self, name: str, weight_format: str, head_format: str, kv_dtype: str = "bfloat16"
+    ) -> None:
         self.name = name
         self.model: Any = dummy.decoder(
             name, torch.bfloat16, weight_format=weight_format, head_format=head_format
@@ -51,7 +56,8 @@ class Subject:
         self.config = self.model.config
         # what the model holds, not what was asked for: a figure under a wrong name is a lie
         self.weight_format, self.head_format = self._weight_format(), self._head_format()
-        self.engine = Engine(self.model, kv_dtype=torch.bfloat16)
+        self.kv_dtype = KV_DTYPES[kv_dtype]
+        self.engine = Engine(self.model, kv_dtype=self.kv_dtype)
         self._generator = torch.Generator().manual_seed(1)
 
     @property
@@ -85,7 +91,9 @@ class Subject:
             elif "_proj." in name:
                 sizes["body"] += tensor.nbytes
         c = self.config
-        per_position = 2 * 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim
+        # a key and a value, and the factor of each in an int8 cache
+        row = c.head_dim + 4 if self.kv_dtype == torch.int8 else 2 * c.head_dim
+        per_position = 2 * row * c.num_hidden_layers * c.num_key_value_heads
         return Bytes(sizes["body"], sizes["head"], per_position)
 
     def macs_per_token(self) -> int:
@@ -100,11 +108,16 @@ class Subject:
 
     def cache(self, batch: int, context: int, room: int) -> KVCache:
         """A cache in which every sequence has `context` random positions."""
-        cache = KVCache(self.config, batch, context + room, torch.bfloat16)
+        cache = KVCache(self.config, batch, context + room, self.kv_dtype)
         for tensor in (*cache.keys, *cache.values) if context else ():
             # 64 random positions repeated: the values matter to nobody, the addresses do
-            some = torch.randn(64, self.config.head_dim, generator=self._generator).bfloat16()
+            some = torch.randn(64, self.config.head_dim, generator=self._generator)
+            some = (some * 30).clamp(-127, 127) if self.kv_dtype == torch.int8 else some
+            some = some.to(self.kv_dtype)
             tensor.copy_(some.repeat(-(-tensor.shape[2] // 64), 1)[: tensor.shape[2]])
+        for scale in (cache.key_scale, cache.value_scale):
+            if scale is not None and context:
+                scale.fill_(1 / 30)
         self.set_lengths(cache, context)
         return cache
 
