@@ -4,7 +4,6 @@
 // anonymous namespace; never mentions an ISA.  Definition and bounds: kernel_table.h.
 
 constexpr float kWideMax = 32512.0f;
-constexpr int64_t kInt8PrefetchBytes = 8192;
 
 float quantize_query(const float* x, int64_t n, int64_t n_padded, int16_t* wide) {
   const uint32_t bits = absmax_bits(x, n);
@@ -77,7 +76,7 @@ void dot_rows(const AttentionChunk& c, const int16_t* query, int64_t count, bool
   int64_t j = 0;
   for (; j + J <= count; j += J) {
     const int64_t at = j * c.stride_bytes;
-    if (first_group) prefetch_run(keys, run, c.values, at + kInt8PrefetchBytes, J * c.stride_bytes);
+    if (first_group) prefetch_run(keys, run, c.values, at + kPrefetchBytes, J * c.stride_bytes);
     dot_tile<R, J>(query, padded, keys + at, c.stride_bytes, c.dim, dots + j);
   }
   for (; j < count; ++j) {
@@ -175,7 +174,7 @@ void sum_rows(const AttentionChunk& c, const int16_t* weights, const float* fact
   const auto ask = [&](int64_t i, int64_t width) {  // these elements' share of the chunk to come
     if (!first_group) return;
     const int64_t share = c.positions * width;
-    prefetch_run(values, run, c.next, i * c.positions + kInt8PrefetchBytes, share);
+    prefetch_run(values, run, c.next, i * c.positions + kPrefetchBytes, share);
   };
   int64_t i = 0;
   for (; B > 1 && i + B * kCacheStep <= c.dim; i += B * kCacheStep) {
@@ -204,6 +203,11 @@ void attend_int8_rows(const AttentionChunk& c, int64_t row, float* states) {
   alignas(64) int16_t weights[R * kAttentionChunk];
   float factors[R];
   const int64_t most = positions_seen(c, row + R - 1);
+  // The scales of the next chunk lie behind this one's but for the last chunk of a head.
+  for (int64_t i = 0; row == 0 && c.next != nullptr && i < kAttentionChunk; i += 16) {
+    prefetch(c.int8.key_scale + kAttentionChunk + i);
+    prefetch(c.int8.value_scale + kAttentionChunk + i);
+  }
   dot_rows<R>(c, c.int8.query + row * wide_padded(c.dim), most, row == 0, dots);
   for (int r = 0; r < R; ++r) {
     factors[r] = weigh_positions(c.int8, dots + r * kAttentionChunk,
