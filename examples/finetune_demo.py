@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Fine-tune a ternary model on a text file, convert the result and let it speak.
 
-    pip install bitnet-ops transformers
+    pip install 'bitnet-ops[train]'
     python examples/finetune_demo.py my.txt out --steps 100
 
 Training runs in torch with the ternary forward in the loop; the result in `out` runs on the integer
@@ -11,6 +11,7 @@ from masters made of its codes and scales.
 """
 
 import argparse
+import importlib.util
 import math
 from pathlib import Path
 
@@ -77,6 +78,11 @@ def train(model, ids, a):
 
 def main(argv=None):
     a = arguments(argv)
+    if importlib.util.find_spec("transformers") is None:
+        raise SystemExit(
+            "finetune_demo: expected transformers to be installed, which builds the model to "
+            "train, got none; run: pip install 'bitnet-ops[train]'"
+        )
     torch.manual_seed(a.seed)
     tokenizer = Tokenizer.from_file(str(a.model / "tokenizer.json"))
     text = a.text.read_text(encoding="utf-8")

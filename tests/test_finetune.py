@@ -5,6 +5,9 @@ in the package (packed). How the layer trains is in test_training.py.
 """
 
 import importlib.util
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -57,3 +60,26 @@ def test_a_text_too_short_is_refused(tmp_path):
     (tmp_path / "text.txt").write_text("too short")
     with pytest.raises(SystemExit, match="expected a text of some hundred words, got"):
         example().main([str(tmp_path / "text.txt"), str(tmp_path / "out")])
+
+
+def test_without_transformers_the_example_ends_in_one_line(tmp_path):
+    """A package index knows transformers, a fresh environment does not have it."""
+    text, out = tmp_path / "text.txt", tmp_path / "out"
+    text.write_text(TEXT * 40)
+    (tmp_path / "sitecustomize.py").write_text(
+        "import importlib.util as u\n"
+        "find = u.find_spec\n"
+        "u.find_spec = lambda name, *a: None if name == 'transformers' else find(name, *a)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, ROOT / "examples/finetune_demo.py", text, out],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1
+    assert done.stderr.splitlines() == [
+        "finetune_demo: expected transformers to be installed, which builds the model to train, "
+        "got none; run: pip install 'bitnet-ops[train]'"
+    ]
+    assert not out.exists()

@@ -1,6 +1,6 @@
-"""The README's examples run as pasted, and its list of operators is the library's.
+"""The examples of README and of the first page run as pasted; README's list of operators is true.
 
-It must not know the examples' text: they are cut out of README.md.
+It must not know the examples' text: they are cut out of the pages.
 """
 
 import re
@@ -13,12 +13,14 @@ import torch
 
 import bitnet_ops  # noqa: F401  (loads torch.ops.bitnet)
 
-README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
-EXAMPLES = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+STARTED = (ROOT / "docs" / "getting-started.md").read_text(encoding="utf-8")
+EXAMPLES = re.findall(r"```python\n(.*?)```", README + STARTED, flags=re.DOTALL)
 
 
 def test_there_are_examples():
-    assert len(EXAMPLES) >= 2
+    assert len(EXAMPLES) >= 3
 
 
 @pytest.mark.parametrize("code", EXAMPLES)

@@ -21,8 +21,9 @@ _OPS = ("gemv", "gemm")
 
 HEADER = """# Performance
 
-Written by `scripts/update_performance`; do not edit by hand. A section is one run on one machine
-that nobody else used. Figures are medians; ratios are paired with their limit in the same process.
+Written by `scripts/update_performance`; do not edit by hand. A section is one run on one machine;
+its state (load, disturbed rows) stands in it. Figures are medians; ratios are paired with their
+limit in the same process.
 
 - **share of reading**: the time to read the same bytes, in the form of reading that is the fastest
   on the machine, divided by the time taken. 1.00 cannot be exceeded from memory.

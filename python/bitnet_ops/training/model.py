@@ -132,7 +132,7 @@ def _empty_model(config: dict[str, Any], dtype: torch.dtype, attention: str) -> 
     except ImportError as error:
         raise TrainingError(
             f"load_for_training: expected transformers to be installed, got {error}; "
-            "pip install transformers, or use replace_linears on a model of your own"
+            "run: pip install 'bitnet-ops[train]', or use replace_linears on a model of your own"
         ) from error
     known = {key: value for key, value in config.items() if key not in _DROPPED}
     hf_config = CONFIG_MAPPING[config["model_type"]].from_dict(known)
