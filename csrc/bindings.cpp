@@ -52,11 +52,24 @@ py::list kernel_table() {
     row["description"] = table->description;
     row["required"] = feature_list(table->required);
     row["missing"] = feature_list(table->required & ~bitnet::cpu_features());
-    row["available"] = (table->required & bitnet::cpu_features()) == table->required;
+    row["available"] = bitnet::runs_here(*table);
     row["selected"] = table == current;
     rows.append(row);
   }
   return rows;
+}
+
+const char* amx_permission() {
+  switch (bitnet::amx_permission()) {
+    case bitnet::AmxPermission::kNone:
+      return "none";
+    case bitnet::AmxPermission::kNotRequested:
+      return "not requested";
+    case bitnet::AmxPermission::kGranted:
+      return "granted";
+    default:
+      return "refused";
+  }
 }
 
 py::dict build_info() {
@@ -94,6 +107,9 @@ PYBIND11_MODULE(_runtime, m) {
   m.def("all_isas", [] { return names(bitnet::all_tables()); }, "ISAs in this build, best first.");
   m.def("cpu_features", &cpu_features,
         "Features that the CPU has and the operating system enabled.");
+  m.def("amx_permission", &amx_permission,
+        "The process's permission to use AMX tiles: 'none' (no AMX here), 'not requested', "
+        "'granted' or 'refused'. Asked for when an ISA that needs it is chosen.");
   m.def("kernel_table", &kernel_table, "One row per ISA: required and missing features, selected.");
   m.def(
       "tile_lanes", [] { return bitnet::kernels().tile_lanes; },

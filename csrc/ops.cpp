@@ -6,7 +6,28 @@
 // W stands for a ternary matrix of N x K: canonical uint8 [N, R], or one of the private layouts of
 // the kernels that run, 2 bit uint8 [tiles, lines, 4 L] or 1.6 bit uint8 [tiles, lines, L, 4],
 // which need N in out_features (their tiles are padded); with canonical rows it may be left out.
+// in_features is the K that the weight was packed for, against which x is checked: padded rows do
+// not record it, so without it any K that needs as many bytes is taken.
 #include "ops/ops.h"
+
+#include <utility>
+
+#include "runtime/float_state.h"
+
+namespace {
+
+// An op as torch calls it: in the default floating-point environment, whatever the caller's is.
+template <auto kFunction>
+struct Op;
+template <class Result, class... Args, Result (*kFunction)(Args...)>
+struct Op<kFunction> {
+  static Result call(Args... args) {
+    const bitnet::DefaultFloatState floats;
+    return kFunction(std::forward<Args>(args)...);
+  }
+};
+
+}  // namespace
 
 STABLE_TORCH_LIBRARY(bitnet, m) {
   // codes int8 [N, K] in {-1, 0, 1} -> uint8 [N, R]
@@ -25,20 +46,20 @@ STABLE_TORCH_LIBRARY(bitnet, m) {
   //   -> [N], int32 without scales, float32 with both
   m.def(
       "gemv(Tensor weight, Tensor x, Tensor? x_scale=None, Tensor? weight_scale=None, "
-      "int? out_features=None) -> Tensor");
+      "int? out_features=None, int? in_features=None) -> Tensor");
   // weight W, x int8 [M, K], x_scale float32 [M], weight_scale float32 [1] or [N]
   //   -> [M, N], int32 without scales, float32 with both
   m.def(
       "gemm(Tensor weight, Tensor x, Tensor? x_scale=None, Tensor? weight_scale=None, "
-      "int? out_features=None) -> Tensor");
+      "int? out_features=None, int? in_features=None) -> Tensor");
   // x F [..., K], weight W, weight_scale float32 [1] or [N], bias F [N] -> F [..., N]
   m.def(
       "linear(Tensor x, Tensor weight, Tensor weight_scale, Tensor? bias=None, "
-      "int? out_features=None) -> Tensor");
+      "int? out_features=None, int? in_features=None) -> Tensor");
   // x F [..., K], weight W, weight_scale float32 [N, ceil(K / 128)], bias F [N] -> F [..., N]
   m.def(
       "group_linear(Tensor x, Tensor weight, Tensor weight_scale, Tensor? bias=None, "
-      "int? out_features=None) -> Tensor");
+      "int? out_features=None, int? in_features=None) -> Tensor");
   // x F [..., K], weight F [K] -> F [..., K]
   m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor");
   // x, residual F [..., K], weight F [K] -> y, residual_out F [..., K]
@@ -57,16 +78,18 @@ STABLE_TORCH_LIBRARY(bitnet, m) {
   //   out_features [N of q, of k, of v] or empty -> q, k, v F [..., N of each]
   m.def(
       "qkv_forward(Tensor x, Tensor norm_weight, Tensor q_weight, Tensor q_scale, Tensor k_weight, "
-      "Tensor k_scale, Tensor v_weight, Tensor v_scale, float eps, int[] out_features=[]) -> "
+      "Tensor k_scale, Tensor v_weight, Tensor v_scale, float eps, int[] out_features=[], int? "
+      "in_features=None) -> "
       "(Tensor q, Tensor k, "
       "Tensor v)");
   // x F [..., K], norm_weight F [K], gate_ and up_weight W of I x K, sub_norm_weight F [I],
   //   down_weight W of N x I, scales float32 [1] or per row, activation "relu2" or "silu",
-  //   out_features [I, N] or empty -> F [..., N], without the residual
+  //   out_features [I, N] or empty, in_features [K, I] or empty -> F [..., N], without the residual
   m.def(
       "mlp_forward(Tensor x, Tensor norm_weight, Tensor gate_weight, Tensor gate_scale, "
       "Tensor up_weight, Tensor up_scale, Tensor? sub_norm_weight, Tensor down_weight, "
-      "Tensor down_scale, float eps, str activation, int[] out_features=[]) -> Tensor");
+      "Tensor down_scale, float eps, str activation, int[] out_features=[], int[] "
+      "in_features=[]) -> Tensor");
   // query F [B, T, H, D], caches float32, bfloat16 or int8 [B, KV, L, D], start_positions int64
   //   [B], scales float32 [B, KV, L] of int8 caches -> F [B, T, H, D]; token t of sequence b sees
   //   positions 0 .. start_positions[b] + t
@@ -87,7 +110,9 @@ STABLE_TORCH_LIBRARY(bitnet, m) {
   // x F [..., K], weight F [V, K], or weight and scale as quantize_head returns them, out_features
   // V
   //   where the weight is padded -> float32 [..., V]
-  m.def("lm_head(Tensor x, Tensor weight, Tensor? scale=None, int? out_features=None) -> Tensor");
+  m.def(
+      "lm_head(Tensor x, Tensor weight, Tensor? scale=None, int? out_features=None, int? "
+      "in_features=None) -> Tensor");
   // ids int64 [...], weight and scale as for lm_head, in_features K where the weight is padded
   //   -> float32 [..., K]
   m.def(
@@ -113,30 +138,30 @@ STABLE_TORCH_LIBRARY(bitnet, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(bitnet, CPU, m) {
   using namespace bitnet;  // NOLINT: one list, read against the one above
-  m.impl("pack", TORCH_BOX(&ops::pack));
-  m.impl("unpack", TORCH_BOX(&ops::unpack));
-  m.impl("prepack", TORCH_BOX(&ops::prepack));
-  m.impl("unprepack", TORCH_BOX(&ops::unprepack));
-  m.impl("quantize_weights", TORCH_BOX(&ops::quantize_weights));
-  m.impl("quantize_activations", TORCH_BOX(&ops::quantize_activations));
-  m.impl("gemv", TORCH_BOX(&ops::gemv));
-  m.impl("gemm", TORCH_BOX(&ops::gemm));
-  m.impl("linear", TORCH_BOX(&ops::linear));
-  m.impl("group_linear", TORCH_BOX(&ops::group_linear));
-  m.impl("rms_norm", TORCH_BOX(&ops::rms_norm));
-  m.impl("add_rms_norm", TORCH_BOX(&ops::add_rms_norm));
-  m.impl("relu2_mul", TORCH_BOX(&ops::relu2_mul));
-  m.impl("silu_and_mul", TORCH_BOX(&ops::silu_and_mul));
-  m.impl("rope_table", TORCH_BOX(&ops::rope_table));
-  m.impl("rope", TORCH_BOX(&ops::rope));
-  m.impl("qkv_forward", TORCH_BOX(&ops::qkv_forward));
-  m.impl("mlp_forward", TORCH_BOX(&ops::mlp_forward));
-  m.impl("attention", TORCH_BOX(&ops::attention));
-  m.impl("kv_cache_update", TORCH_BOX(&ops::kv_cache_update));
-  m.impl("quantize_head", TORCH_BOX(&ops::quantize_head));
-  m.impl("lm_head", TORCH_BOX(&ops::lm_head));
-  m.impl("embedding", TORCH_BOX(&ops::embedding));
-  m.impl("decode_step", TORCH_BOX(&ops::decode_step));
-  m.impl("_probe_read", TORCH_BOX(&ops::probe_read));
-  m.impl("_probe_int8_peak", TORCH_BOX(&ops::probe_int8_peak));
+  m.impl("pack", TORCH_BOX(&Op<&ops::pack>::call));
+  m.impl("unpack", TORCH_BOX(&Op<&ops::unpack>::call));
+  m.impl("prepack", TORCH_BOX(&Op<&ops::prepack>::call));
+  m.impl("unprepack", TORCH_BOX(&Op<&ops::unprepack>::call));
+  m.impl("quantize_weights", TORCH_BOX(&Op<&ops::quantize_weights>::call));
+  m.impl("quantize_activations", TORCH_BOX(&Op<&ops::quantize_activations>::call));
+  m.impl("gemv", TORCH_BOX(&Op<&ops::gemv>::call));
+  m.impl("gemm", TORCH_BOX(&Op<&ops::gemm>::call));
+  m.impl("linear", TORCH_BOX(&Op<&ops::linear>::call));
+  m.impl("group_linear", TORCH_BOX(&Op<&ops::group_linear>::call));
+  m.impl("rms_norm", TORCH_BOX(&Op<&ops::rms_norm>::call));
+  m.impl("add_rms_norm", TORCH_BOX(&Op<&ops::add_rms_norm>::call));
+  m.impl("relu2_mul", TORCH_BOX(&Op<&ops::relu2_mul>::call));
+  m.impl("silu_and_mul", TORCH_BOX(&Op<&ops::silu_and_mul>::call));
+  m.impl("rope_table", TORCH_BOX(&Op<&ops::rope_table>::call));
+  m.impl("rope", TORCH_BOX(&Op<&ops::rope>::call));
+  m.impl("qkv_forward", TORCH_BOX(&Op<&ops::qkv_forward>::call));
+  m.impl("mlp_forward", TORCH_BOX(&Op<&ops::mlp_forward>::call));
+  m.impl("attention", TORCH_BOX(&Op<&ops::attention>::call));
+  m.impl("kv_cache_update", TORCH_BOX(&Op<&ops::kv_cache_update>::call));
+  m.impl("quantize_head", TORCH_BOX(&Op<&ops::quantize_head>::call));
+  m.impl("lm_head", TORCH_BOX(&Op<&ops::lm_head>::call));
+  m.impl("embedding", TORCH_BOX(&Op<&ops::embedding>::call));
+  m.impl("decode_step", TORCH_BOX(&Op<&ops::decode_step>::call));
+  m.impl("_probe_read", TORCH_BOX(&Op<&ops::probe_read>::call));
+  m.impl("_probe_int8_peak", TORCH_BOX(&Op<&ops::probe_int8_peak>::call));
 }

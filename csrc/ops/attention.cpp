@@ -75,20 +75,17 @@ void kv_cache_update(Tensor key_cache, Tensor value_cache, const Tensor& key_in,
   check.shape(key_in, "key", {cache.batch, key_in.size(1), cache.kv_heads, cache.dim});
   check.dtype(value_in, "value", key_in.scalar_type());
   check.same_shape(value_in, "value", key_in, "key");
-  const int64_t* start =
-      check_positions(check, start_positions, cache.batch, cache.length, key_in.size(1));
+  std::vector<int64_t> start;
+  check_positions(check, start_positions, cache.batch, cache.length, key_in.size(1), start);
   const Tensor key = as_contiguous(key_in),
                value = as_contiguous(value_in);  // both before any write
-  for (const Tensor* source : {&key, &value}) {
-    bool apart = !overlap(*source, key_cache) && !overlap(*source, value_cache);
-    if (scales.key != nullptr)
-      apart = apart && !overlap(*source, *key_scale) && !overlap(*source, *value_scale);
-    if (!apart)
-      check.fail(source == &key ? "key" : "value", "in its own memory",
-                 "memory shared with a cache");
-  }
-  write_rows(key, key_cache, scales.key, cache, start);
-  write_rows(value, value_cache, scales.value, cache, start);
+  const Mutated mutated(key_cache, value_cache, key_scale, value_scale);
+  mutated.keep_apart(check, key, "key");
+  mutated.keep_apart(check, value, "value");
+  mutated.keep_apart(check, start_positions, "start_positions");
+  if (key.numel() == 0 && scales.key == nullptr) return;  // heads of no features, maybe very many
+  write_rows(key, key_cache, scales.key, cache, start.data());
+  write_rows(value, value_cache, scales.value, cache, start.data());
 }
 
 Tensor attention(const Tensor& query_in, const Tensor& key_cache, const Tensor& value_cache,
@@ -107,16 +104,17 @@ Tensor attention(const Tensor& query_in, const Tensor& key_cache, const Tensor& 
                "with a multiple of the cache's " + std::to_string(cache.kv_heads) + " heads",
                std::to_string(heads));
   if (!std::isfinite(scale)) check.fail("scale", "finite", std::to_string(scale));
-  const int64_t* start = check_positions(check, start_positions, cache.batch, cache.length, tokens);
+  std::vector<int64_t> start;
+  check_positions(check, start_positions, cache.batch, cache.length, tokens, start);
   const Tensor query = as_contiguous(query_in);
   Tensor out = empty(shape_of(query), query.scalar_type());
   if (query.numel() == 0) return out;
   const KernelTable& table = kernels();
   const int64_t most = shares_for(cache.kv_heads * cache.batch * tokens * cache.length,
-                                  attention_work(cache, start, tokens, heads), kMinElements);
+                                  attention_work(cache, start.data(), tokens, heads), kMinElements);
   const AttentionPlan plan({cache.batch, tokens, heads, cache.kv_heads, cache.length, dim,
                             dtype_of(query), cache.type, static_cast<float>(scale)},
-                           start, most);
+                           start.data(), most);
   const AttentionBuffers buffers = {query.const_data_ptr(),
                                     key_cache.const_data_ptr(),
                                     value_cache.const_data_ptr(),

@@ -62,20 +62,20 @@ bool dense_layers(const Tensor& t) {
   return t.numel() == 0 || (dense && (t.size(0) == 1 || t.stride(0) >= step));
 }
 
-const int64_t* check_positions(const Check& check, const Tensor& positions, int64_t batch,
-                               int64_t length, int64_t tokens) {
+void check_positions(const Check& check, const Tensor& positions, int64_t batch, int64_t length,
+                     int64_t tokens, std::vector<int64_t>& copy) {
   check.dtype(positions, "start_positions", ScalarType::Long);
   check.shape(positions, "start_positions", {batch});
   check.contiguous(positions, "start_positions");
   const auto* p = static_cast<const int64_t*>(positions.const_data_ptr());
-  for (int64_t b = 0; b < batch; ++b) {
-    if (!(p[b] >= 0 && p[b] <= length - tokens))
+  copy.assign(p, p + batch);
+  for (size_t b = 0; b < copy.size(); ++b) {
+    if (!(copy[b] >= 0 && copy[b] <= length - tokens))
       check.fail("start_positions",
                  "in [0, " + std::to_string(length - tokens) + "] for " + std::to_string(tokens) +
                      " token(s) in a cache of length " + std::to_string(length),
-                 std::to_string(p[b]) + " for sequence " + std::to_string(b));
+                 std::to_string(copy[b]) + " for sequence " + std::to_string(b));
   }
-  return p;
 }
 
 CacheScales check_cache_scales(const Check& check, const Tensor& key_cache,
@@ -96,6 +96,37 @@ CacheScales check_cache_scales(const Check& check, const Tensor& key_cache,
   if (overlap(*key_scale, *value_scale))
     check.fail("value_scale", "in its own memory", "memory shared with key_scale");
   return scales;
+}
+
+Mutated::Mutated(const Tensor& key_cache, const Tensor& value_cache,
+                 const std::optional<Tensor>& key_scale, const std::optional<Tensor>& value_scale) {
+  add(key_cache, "key_cache");
+  add(value_cache, "value_cache");
+  if (cache_type_of(key_cache) != DType::kInt8) return;
+  add(*key_scale, "key_scale");
+  add(*value_scale, "value_scale");
+}
+
+void Mutated::add(const Tensor& t, const char* argument) {
+  if (t.numel() == 0) return;
+  const auto [begin, end] = span_of(t);
+  spans_[count_++] = {begin, end, argument};
+}
+
+void Mutated::keep_apart(const Check& check, const Tensor& t, const char* argument) const {
+  if (t.numel() == 0) return;
+  const auto [begin, end] = span_of(t);
+  keep_apart(check, begin, end - begin, argument);
+}
+
+void Mutated::keep_apart(const Check& check, const void* data, int64_t bytes,
+                         const char* argument) const {
+  const char* begin = static_cast<const char*>(data);
+  for (int i = 0; i < count_; ++i) {
+    if (bytes > 0 && begin < spans_[i].end && spans_[i].begin < begin + bytes)
+      check.fail(argument, "in its own memory",
+                 std::string("memory shared with ") + spans_[i].argument + "; pass a copy (clone)");
+  }
 }
 
 }  // namespace bitnet::ops

@@ -40,14 +40,6 @@ std::string dtype_name(ScalarType type) {
   }
 }
 
-std::string shape_text(const Shape& shape) {
-  std::string text = "[";
-  for (size_t i = 0; i < shape.size(); ++i) {
-    text += (i == 0 ? "" : ", ") + std::to_string(shape[i]);
-  }
-  return text + "]";
-}
-
 void Check::fail(const std::string& argument, const std::string& constraint,
                  const std::string& got) const {
   throw std::runtime_error(std::string(op_) + ": expected " + prefix_ + argument + " " +
@@ -112,13 +104,20 @@ void Check::packed(const Tensor& t, const char* argument) const {
 
 void Check::packed_for(const Tensor& t, const char* argument, int64_t k) const {
   packed(t, argument);
-  constexpr int64_t kMaxK = int64_t{1} << 22;  // far inside the int32 bound of kernel_table.h
-  if (!(k >= 1 && k <= kMaxK)) fail(argument, "for 1 to 4194304 input features", std::to_string(k));
+  if (!(k >= 1 && k <= kMaxInFeatures))
+    fail(argument, "for 1 to 4194304 input features", std::to_string(k));
   if (t.size(1) != layout::row_bytes_for(k))
     fail(argument,
          "packed for the " + std::to_string(k) + " input features of the activations (" +
              std::to_string(layout::row_bytes_for(k)) + " bytes a row)",
          std::to_string(t.size(1)) + " bytes a row");
+}
+
+void Check::in_features(std::optional<int64_t> given, int64_t k, const char* argument) const {
+  if (given.has_value() && *given != k)
+    fail(argument,
+         "with the " + std::to_string(*given) + " input features of the weight (in_features)",
+         std::to_string(k));
 }
 
 void Check::weight_scale(const Tensor& t, const char* argument, int64_t n) const {
@@ -136,7 +135,14 @@ void Check::vector(const Tensor& t, const char* argument, int64_t n) const {
 }
 
 Tensor as_contiguous(const Tensor& t) {
-  return t.is_contiguous() ? t : torch::stable::contiguous(t);
+  if (t.is_contiguous()) return t;
+  try {
+    return torch::stable::contiguous(t);
+  } catch (const std::exception&) {  // its text is of torch's own source files
+    throw std::runtime_error(
+        "bitnet: expected memory for a contiguous copy of an argument of shape " +
+        shape_text(shape_of(t)) + ", got none; pass fewer elements at once");
+  }
 }
 
 Scratch<float> float_vector(const Tensor& t) {

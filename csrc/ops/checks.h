@@ -11,6 +11,9 @@
 
 namespace bitnet::ops {
 
+// Input features of a ternary product: far inside the int32 bound of kernel_table.h.
+inline constexpr int64_t kMaxInFeatures = int64_t{1} << 22;
+
 // Names the op whose arguments are being checked; `prefix` goes before the name of every argument,
 // for checks that several ops share.
 class Check {
@@ -32,6 +35,9 @@ class Check {
   void packed(const Tensor& t, const char* argument) const;
   // packed, and made for `k` input features.
   void packed_for(const Tensor& t, const char* argument, int64_t k) const;
+  // The caller's in_features, where given, against the `k` that the activations have: rows are
+  // padded to blocks, so that the bytes of a weight fit 128 different k.
+  void in_features(std::optional<int64_t> given, int64_t k, const char* argument = "x") const;
   // float32 with 1 or n elements, contiguous.
   void weight_scale(const Tensor& t, const char* argument, int64_t n) const;
   // F [n], any strides.
@@ -43,7 +49,6 @@ class Check {
 };
 
 std::string dtype_name(ScalarType type);
-std::string shape_text(const Shape& shape);
 
 // t, or a contiguous copy of it.
 Tensor as_contiguous(const Tensor& t);

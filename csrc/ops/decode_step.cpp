@@ -20,7 +20,7 @@ constexpr int64_t kMostKeptBytes = int64_t{1} << 26;
 // What one Python thread keeps between its steps.
 struct Kept {
   std::vector<StepLayer> layers;
-  std::vector<int64_t> last_positions;
+  std::vector<int64_t> starts, last_positions;
   Workspace memory;
   Team team;
 };
@@ -62,12 +62,18 @@ Sizes check_sizes(const Check& check, const Tensor& x, const Tensor& key_cache,
   if (!(s.dim >= 2 && s.dim % 2 == 0))
     check.fail("key_cache", "with an even head dimension", std::to_string(s.dim));
   const auto given = static_cast<int64_t>(weights.size());
-  if (given != s.n_layers * kLayerWeights)
+  if (given % kLayerWeights != 0 || given / kLayerWeights != s.n_layers)
     check.fail("weights",
                "to be q, k, v, o, gate, up and down of each of the cache's " +
                    std::to_string(s.n_layers) + " layers",
                std::to_string(given) + " tensors");
   return s;
+}
+
+void check_most(const Check& check, const char* argument, const char* what, int64_t got,
+                int64_t most) {
+  if (got > most)
+    check.fail(argument, "with at most " + std::to_string(most) + " " + what, std::to_string(got));
 }
 
 void check_numbers(const Check& check, const StepModel& m, double scale, double theta,
@@ -78,6 +84,11 @@ void check_numbers(const Check& check, const StepModel& m, double scale, double 
     check.fail("heads", "a multiple of the cache's " + std::to_string(m.kv_heads) + " heads",
                std::to_string(m.heads));
   if (m.inner < 1) check.fail("inner", "positive", std::to_string(m.inner));
+  // Before any of these is multiplied: a product that has overflowed would pass for a small one.
+  check_most(check, "x", "features in the last dimension", m.hidden, kMaxInFeatures);
+  check_most(check, "key_cache", "features of a head", m.dim, kMaxInFeatures);
+  check_most(check, "heads", "heads of that size", m.heads, kMaxInFeatures / m.dim);
+  check_most(check, "inner", "features", m.inner, kMaxInFeatures);
   if (!(m.eps >= 0.0f && std::isfinite(m.eps)))
     check.fail("eps", "finite and not negative", std::to_string(m.eps));
   if (!(theta > 0.0 && std::isfinite(theta)))
@@ -89,7 +100,8 @@ void check_vocab(const Check& check, const Tensor& head_weight, int64_t vocab) {
   if (!head_weight.defined() || head_weight.dim() < 1) return;  // head_view has words for that
   const bool tiles = head_weight.dim() == 3;
   const int64_t rows = head_weight.size(0);
-  if (tiles ? (vocab + layout::kHeadTileRows - 1) / layout::kHeadTileRows != rows : vocab != rows)
+  const int64_t padded = tiles ? rows * layout::kHeadTileRows : rows;
+  if (vocab > padded || vocab <= padded - (tiles ? layout::kHeadTileRows : 1))
     check.fail("vocab",
                "to be the " + std::to_string(rows) +
                    (tiles ? " tiles of 16 rows of head_weight" : " rows of head_weight"),
@@ -132,11 +144,11 @@ Shape2 shape_of_weight(const StepModel& m, int which) {
   }
 }
 
+constexpr const char* kNames[] = {"weights (q)",    "weights (k)",  "weights (v)",   "weights (o)",
+                                  "weights (gate)", "weights (up)", "weights (down)"};
+
 void bind_weights(const Check& check, const StepModel& m, const std::vector<Tensor>& weights,
                   std::vector<StepLayer>& layers) {
-  static constexpr const char* kNames[] = {"weights (q)",   "weights (k)",    "weights (v)",
-                                           "weights (o)",   "weights (gate)", "weights (up)",
-                                           "weights (down)"};
   layers.resize(static_cast<size_t>(m.n_layers));
   for (size_t i = 0; i < weights.size(); ++i) {
     const int which = static_cast<int>(i % kLayerWeights);
@@ -149,6 +161,15 @@ void bind_weights(const Check& check, const StepModel& m, const std::vector<Tens
     if (w.n_rows != expected.rows)
       check.fail(kNames[which], "with " + std::to_string(expected.rows) + " rows",
                  std::to_string(w.n_rows));
+  }
+}
+
+void keep_weights_apart(const Check& check, const Mutated& mutated,
+                        const std::vector<StepLayer>& layers) {
+  for (const StepLayer& layer : layers) {
+    for (int i = 0; i < kLayerWeights; ++i) {
+      mutated.keep_apart(check, layer.weights[i].data, layer.weights[i].bytes(), kNames[i]);
+    }
   }
 }
 
@@ -296,15 +317,24 @@ Tensor decode_step(const Tensor& x_in, std::vector<Tensor> weights, const Tensor
   if (logits_to_keep < 0)
     check.fail("logits_to_keep", "at least 0", std::to_string(logits_to_keep));
   m.kept = logits_to_keep == 0 ? m.per_sequence : std::min(logits_to_keep, m.per_sequence);
-  m.starts =
-      check_positions(check, start_positions, sizes.batch, sizes.capacity, sizes.per_sequence);
+  thread_local Kept kept;
+  check_positions(check, start_positions, sizes.batch, sizes.capacity, sizes.per_sequence,
+                  kept.starts);
+  m.starts = kept.starts.data();
   check_vocab(check, head_weight, vocab);
   m.head = head_view(Check("decode_step", "head_"), head_weight, head_scale, m.hidden, vocab);
 
-  thread_local Kept kept;
   bind_weights(check, m, weights, kept.layers);
   bind_gains(check, m, scales, gains, sub_norms, kept.layers);
   const Tensor x = as_contiguous(x_in);
+  const Mutated mutated(key_cache, value_cache, key_scale, value_scale);
+  mutated.keep_apart(check, x, "x");
+  mutated.keep_apart(check, scales, "scales");
+  mutated.keep_apart(check, gains, "gains");
+  mutated.keep_apart(check, head_weight, "head_weight");
+  if (head_scale.has_value()) mutated.keep_apart(check, *head_scale, "head_scale");
+  mutated.keep_apart(check, start_positions, "start_positions");
+  keep_weights_apart(check, mutated, kept.layers);
   Tensor logits = empty({sizes.batch, m.kept, m.head.rows}, ScalarType::Float);
   if (m.tokens == 0) return logits;
   bind_caches(key_cache, value_cache, kept.layers);

@@ -3,12 +3,30 @@
 // gets its threads. Must not know an op.
 #include "ops/door.h"
 
-#include <stdexcept>
+#include <pthread.h>
 
+#include <stdexcept>
+#include <string>
+
+#include "runtime/float_state.h"
 #include "runtime/regions.h"
+
+// Of the OpenMP runtime that torch was loaded with, if it has one and that knows OpenMP 5.0.
+extern "C" __attribute__((weak)) int omp_pause_resource_all(int kind);
 
 namespace bitnet::ops {
 namespace {
+
+// A fork copies no threads, and GNU's OpenMP runtime does not notice: in the child the first region
+// of a thread whose pool torch itself had used would wait for ever.  That a pool was used cannot be
+// asked, but the forking thread can let go of its pool before: child and parent make a new one when
+// they need it, which costs some 100 us.  Pools that our own regions used stay, for there the child
+// is told to run on one thread (regions.h).
+void let_go_of_pool() {
+  constexpr int kSoft = 1;  // omp_pause_soft
+  if (region_count() == 0 && omp_pause_resource_all != nullptr) omp_pause_resource_all(kSoft);
+}
+[[maybe_unused]] const int g_registered = pthread_atfork(let_go_of_pool, nullptr, nullptr);
 
 void require_ok(AOTITorchError code, const char* what) {
   if (code != AOTI_TORCH_SUCCESS) {
@@ -40,21 +58,44 @@ int32_t aoti_dtype(ScalarType type) {
 Tensor empty(const Shape& shape, ScalarType type) {
   Shape strides(shape.size());
   int64_t step = 1;
+  bool overflow = false;
   for (size_t i = shape.size(); i-- > 0;) {
     strides[i] = step;
-    step *= std::max<int64_t>(shape[i], 1);
+    overflow |= __builtin_mul_overflow(step, std::max<int64_t>(shape[i], 1), &step);
   }
   AtenTensorHandle handle = nullptr;
-  require_ok(
+  if (overflow ||
       aoti_torch_empty_strided(static_cast<int64_t>(shape.size()), shape.data(), strides.data(),
-                               aoti_dtype(type), aoti_torch_device_type_cpu(), 0, &handle),
-      "allocate an output tensor");
+                               aoti_dtype(type), aoti_torch_device_type_cpu(), 0,
+                               &handle) != AOTI_TORCH_SUCCESS) {
+    throw std::runtime_error("bitnet: expected memory for a result of shape " + shape_text(shape) +
+                             ", got none; ask for less at once");
+  }
   return Tensor(handle);
+}
+
+void* allocate_scratch(int64_t count, size_t size) {
+  size_t bytes = 0;
+  if (!__builtin_mul_overflow(static_cast<size_t>(std::max<int64_t>(count, 1)), size, &bytes)) {
+    void* memory = ::operator new(bytes, std::align_val_t{64}, std::nothrow);
+    if (memory != nullptr) return memory;
+  }
+  throw std::runtime_error("bitnet: expected memory to work in for " + std::to_string(count) +
+                           " elements of " + std::to_string(size) +
+                           " bytes, got none; pass fewer tokens at once");
 }
 
 Shape shape_of(const Tensor& t) {
   const auto sizes = t.sizes();
   return Shape(sizes.begin(), sizes.end());
+}
+
+std::string shape_text(const Shape& shape) {
+  std::string text = "[";
+  for (size_t i = 0; i < shape.size(); ++i) {
+    text += (i == 0 ? "" : ", ") + std::to_string(shape[i]);
+  }
+  return text + "]";
 }
 
 int64_t product(const Shape& shape, size_t begin, size_t end) {
@@ -92,8 +133,17 @@ int64_t thread_count() {
 }
 
 void run_shares_raw(int64_t shares, void (*body)(int64_t, int64_t, void*), void* context) {
+  struct Region {
+    void (*body)(int64_t, int64_t, void*);
+    void* context;
+  } region{body, context};
+  const auto run = [](int64_t begin, int64_t end, void* raw) {
+    const DefaultFloatState floats;  // of a pool's thread, which has its own
+    const auto* r = static_cast<const Region*>(raw);
+    r->body(begin, end, r->context);
+  };
   count_region();
-  require_ok(torch_parallel_for(0, shares, 1, body, context), "run a parallel region");
+  require_ok(torch_parallel_for(0, shares, 1, run, &region), "run a parallel region");
 }
 
 }  // namespace bitnet::ops

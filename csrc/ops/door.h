@@ -13,6 +13,7 @@
 #include <cstdint>
 #include <memory>
 #include <new>
+#include <string>
 #include <vector>
 
 #include "kernels/kernel_table.h"
@@ -28,19 +29,21 @@ using Shape = std::vector<int64_t>;
 Tensor empty(const Shape& shape, ScalarType type);
 
 Shape shape_of(const Tensor& t);
+std::string shape_text(const Shape& shape);
 int64_t product(const Shape& shape, size_t begin, size_t end);
 
 // Element type of an activation tensor; float32, bfloat16 or float16 were checked before.
 DType dtype_of(const Tensor& t);
 ScalarType scalar_type_of(DType type);
 
+// `count` elements of `size` bytes, aligned to 64; std::runtime_error where there is no memory.
+void* allocate_scratch(int64_t count, size_t size);
+
 // Uninitialised scratch memory, 64-byte aligned.  Allocated before a parallel region, never inside.
 template <class T>
 class Scratch {
  public:
-  explicit Scratch(int64_t count)
-      : data_(static_cast<T*>(::operator new(static_cast<size_t>(count > 0 ? count : 1) * sizeof(T),
-                                             std::align_val_t{64}))) {}
+  explicit Scratch(int64_t count) : data_(static_cast<T*>(allocate_scratch(count, sizeof(T)))) {}
   Scratch(Scratch&& other) noexcept : data_(other.data_) { other.data_ = nullptr; }
   Scratch(const Scratch&) = delete;
   Scratch& operator=(const Scratch&) = delete;

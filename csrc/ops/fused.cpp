@@ -50,12 +50,12 @@ void check_input(const Check& check, const Tensor& x, const Tensor& norm_weight,
     check.fail("eps", "finite and not negative", std::to_string(eps));
 }
 
-// out_features: empty, or one per weight; private layouts need it.
-void check_out_features(const Check& check, const std::vector<int64_t>& out_features,
-                        size_t count) {
-  if (out_features.empty() || out_features.size() == count) return;
-  check.fail("out_features", "empty or with " + std::to_string(count) + " elements",
-             std::to_string(out_features.size()));
+// out_features, in_features: empty, or one per weight; private layouts need out_features.
+void check_features(const Check& check, const std::vector<int64_t>& features, const char* argument,
+                    size_t count) {
+  if (features.empty() || features.size() == count) return;
+  check.fail(argument, "empty or with " + std::to_string(count) + " elements",
+             std::to_string(features.size()));
 }
 
 Shape with_last(Shape shape, int64_t last) {
@@ -90,11 +90,13 @@ std::tuple<Tensor, Tensor, Tensor> qkv_forward(const Tensor& x_in, const Tensor&
                                                const Tensor& q_weight, const Tensor& q_scale,
                                                const Tensor& k_weight, const Tensor& k_scale,
                                                const Tensor& v_weight, const Tensor& v_scale,
-                                               double eps, std::vector<int64_t> out_features) {
+                                               double eps, std::vector<int64_t> out_features,
+                                               std::optional<int64_t> in_features) {
   const Check check("qkv_forward");
   check_input(check, x_in, norm_weight, eps);
-  check_out_features(check, out_features, 3);
+  check_features(check, out_features, "out_features", 3);
   const Shape shape = shape_of(x_in);
+  check.in_features(in_features, shape.back());
   const Weight wq = weight_view_at(check, q_weight, "q_weight", shape.back(), out_features, 0);
   const Weight wk = weight_view_at(check, k_weight, "k_weight", shape.back(), out_features, 1);
   const Weight wv = weight_view_at(check, v_weight, "v_weight", shape.back(), out_features, 2);
@@ -120,11 +122,13 @@ Tensor mlp_forward(const Tensor& x_in, const Tensor& norm_weight, const Tensor& 
                    const Tensor& gate_scale, const Tensor& up_weight, const Tensor& up_scale,
                    std::optional<Tensor> sub_norm_weight, const Tensor& down_weight,
                    const Tensor& down_scale, double eps, std::string activation,
-                   std::vector<int64_t> out_features) {
+                   std::vector<int64_t> out_features, std::vector<int64_t> in_features) {
   const Check check("mlp_forward");
   check_input(check, x_in, norm_weight, eps);
-  check_out_features(check, out_features, 2);
+  check_features(check, out_features, "out_features", 2);
+  check_features(check, in_features, "in_features", 2);
   const Shape shape = shape_of(x_in);
+  if (!in_features.empty()) check.in_features(in_features[0], shape.back());
   const Weight gate =
       weight_view_at(check, gate_weight, "gate_weight", shape.back(), out_features, 0);
   const Weight up = weight_view_at(check, up_weight, "up_weight", shape.back(), out_features, 0);
@@ -134,6 +138,11 @@ Tensor mlp_forward(const Tensor& x_in, const Tensor& norm_weight, const Tensor& 
   if (up.n_rows != inner)
     check.fail("up_weight", "with the rows of gate_weight (" + std::to_string(inner) + ")",
                std::to_string(up.n_rows));
+  if (!in_features.empty() && in_features[1] != inner)
+    check.fail("gate_weight",
+               "with the " + std::to_string(in_features[1]) +
+                   " input features of down_weight (in_features) as rows",
+               std::to_string(inner));
   const Weight down = weight_view_at(check, down_weight, "down_weight", inner, out_features, 1);
   check.weight_scale(down_scale, "down_scale", down.n_rows);
   if (sub_norm_weight.has_value()) check.vector(*sub_norm_weight, "sub_norm_weight", inner);

@@ -130,12 +130,14 @@ Scratch<int32_t> sums_of_groups(QuantizedRows& rows, int64_t groups) {
 }  // namespace
 
 Tensor group_linear(const Tensor& x_in, const Tensor& weight, const Tensor& weight_scale,
-                    std::optional<Tensor> bias, std::optional<int64_t> out_features) {
+                    std::optional<Tensor> bias, std::optional<int64_t> out_features,
+                    std::optional<int64_t> in_features) {
   const Check check("group_linear");
   check.float_dtype(x_in, "x");
   check.min_dim(x_in, "x", 1);
   Shape shape = shape_of(x_in);
   const int64_t k = shape.back(), groups = layout::blocks_for(k);
+  check.in_features(in_features, k);
   const Weight w = weight_view(check, weight, "weight", k, out_features);
   const int64_t n = w.n_rows;
   check.dtype(weight_scale, "weight_scale", ScalarType::Float);

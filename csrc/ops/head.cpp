@@ -92,7 +92,8 @@ HeadView int4_view(const Check& check, const Tensor& weight, const std::optional
                    " features for " + text(k) + " features",
                text(groups));
   const int64_t rows = rows_in.value_or(tiles * layout::kHeadTileRows);
-  if (rows < 0 || layout::head_tiles(rows) != tiles)
+  const int64_t padded = tiles * layout::kHeadTileRows;
+  if (rows < 0 || rows > padded || rows <= padded - layout::kHeadTileRows)
     check.fail("out_features", "to fill " + text(tiles) + " tiles of 16 rows", text(rows));
   return {HeadFormat::kInt4,
           DType::kF32,
@@ -261,23 +262,24 @@ std::tuple<Tensor, Tensor> quantize_head(const Tensor& weight_in, std::string fo
 }
 
 Tensor lm_head(const Tensor& x_in, const Tensor& weight, std::optional<Tensor> scale,
-               std::optional<int64_t> out_features) {
+               std::optional<int64_t> out_features, std::optional<int64_t> in_features) {
   const Check check("lm_head");
   check.float_dtype(x_in, "x");
   check.min_dim(x_in, "x", 1);
   Shape shape = shape_of(x_in);
+  check.in_features(in_features, shape.back());
   const HeadView head = head_view(check, weight, scale, shape.back(), out_features);
   const int64_t tokens = product(shape, 0, shape.size() - 1);
+  shape.back() = head.rows;
+  Tensor logits = empty(shape, ScalarType::Float);
+  if (logits.numel() == 0) return logits;  // of no features and no rows there may be many tokens
   const Tensor x = as_contiguous(x_in);
   const KernelTable& table = kernels();
   Scratch<char> memory(head_input_bytes(head, tokens));
   const HeadInput input = bind_head_input(head, tokens, memory.get());
   prepare_tokens(table, head, x, tokens, input);
-  shape.back() = head.rows;
-  Tensor logits = empty(shape, ScalarType::Float);
   auto* out = static_cast<float*>(logits.mutable_data_ptr());
-  const int64_t unit = head.unit_rows();
-  const int64_t units = tokens == 0 ? 0 : (head.rows + unit - 1) / unit;
+  const int64_t unit = head.unit_rows(), units = (head.rows + unit - 1) / unit;
   parallel_ranges(units, unit * head.k * tokens, kMinElements, [&](int64_t begin, int64_t end) {
     head_rows(table, head, begin * unit, std::min(end * unit, head.rows), input, tokens,
               out + begin * unit, head.rows);
@@ -293,8 +295,11 @@ Tensor embedding(const Tensor& ids_in, const Tensor& weight, std::optional<Tenso
     check.fail("in_features", "at least 0", text(*in_features));
   const HeadView head = head_view(check, weight, scale, in_features.value_or(-1), out_features);
   const Tensor ids = as_contiguous(ids_in);
-  const auto* id = static_cast<const int64_t*>(ids.const_data_ptr());
   const int64_t count = ids.numel();
+  // Copied before they are checked, for they become addresses: another thread may write to ids.
+  Scratch<int64_t> copy(count);
+  std::copy_n(static_cast<const int64_t*>(ids.const_data_ptr()), count, copy.get());
+  const int64_t* id = copy.get();
   for (int64_t i = 0; i < count; ++i) {
     if (id[i] < 0 || id[i] >= head.rows)
       check.fail("ids", "from 0 to " + text(head.rows - 1), text(id[i]));

@@ -79,30 +79,36 @@ std::tuple<Tensor, Tensor> quantize_activations(const Tensor& x_in) {
 }
 
 Tensor gemv(const Tensor& weight, const Tensor& x, std::optional<Tensor> x_scale,
-            std::optional<Tensor> weight_scale, std::optional<int64_t> out_features) {
+            std::optional<Tensor> weight_scale, std::optional<int64_t> out_features,
+            std::optional<int64_t> in_features) {
   const Check check("gemv");
   check.dtype(x, "x", ScalarType::Char);
   check.dim(x, "x", 1);
+  check.in_features(in_features, x.size(0));
   const Weight w = weight_view(check, weight, "weight", x.size(0), out_features);
   return ternary_matmul(check, w, x, x_scale, weight_scale, 1, {w.n_rows});
 }
 
 Tensor gemm(const Tensor& weight, const Tensor& x, std::optional<Tensor> x_scale,
-            std::optional<Tensor> weight_scale, std::optional<int64_t> out_features) {
+            std::optional<Tensor> weight_scale, std::optional<int64_t> out_features,
+            std::optional<int64_t> in_features) {
   const Check check("gemm");
   check.dtype(x, "x", ScalarType::Char);
   check.dim(x, "x", 2);
+  check.in_features(in_features, x.size(1));
   const Weight w = weight_view(check, weight, "weight", x.size(1), out_features);
   return ternary_matmul(check, w, x, x_scale, weight_scale, x.size(0), {x.size(0), w.n_rows});
 }
 
 Tensor linear(const Tensor& x_in, const Tensor& weight, const Tensor& weight_scale,
-              std::optional<Tensor> bias, std::optional<int64_t> out_features) {
+              std::optional<Tensor> bias, std::optional<int64_t> out_features,
+              std::optional<int64_t> in_features) {
   const Check check("linear");
   check.float_dtype(x_in, "x");
   check.min_dim(x_in, "x", 1);
   Shape shape = shape_of(x_in);
   const int64_t k = shape.back();
+  check.in_features(in_features, k);
   const Weight w = weight_view(check, weight, "weight", k, out_features);
   const int64_t n = w.n_rows;
   check.weight_scale(weight_scale, "weight_scale", n);

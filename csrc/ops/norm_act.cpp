@@ -13,7 +13,7 @@ namespace {
 // Runs body(row, scratch of `floats` floats) for every row.
 template <class F>
 void for_rows(int64_t rows, int64_t width, int64_t floats, const F& body) {
-  if (rows == 0) return;
+  if (rows == 0 || width == 0) return;  // rows of no features may be very many
   const int64_t shares = shares_for(rows, rows * width, kMinElements);
   Scratch<float> scratch(shares * floats);
   run_shares(shares, [&](int64_t s) {
@@ -141,6 +141,9 @@ Tensor rope_table(const Tensor& positions_in, int64_t head_dim, double theta) {
   check.dtype(positions_in, "positions", ScalarType::Long);
   if (!(head_dim >= 2 && head_dim % 2 == 0))
     check.fail("head_dim", "even and positive", std::to_string(head_dim));
+  constexpr int64_t kMostHeadDim = 65536;
+  if (head_dim > kMostHeadDim)
+    check.fail("head_dim", "at most " + std::to_string(kMostHeadDim), std::to_string(head_dim));
   if (!(theta > 0.0 && std::isfinite(theta)))
     check.fail("theta", "finite and positive", std::to_string(theta));
   const Tensor positions = as_contiguous(positions_in);
@@ -150,6 +153,7 @@ Tensor rope_table(const Tensor& positions_in, int64_t head_dim, double theta) {
   const auto* p = static_cast<const int64_t*>(positions.const_data_ptr());
   auto* out = static_cast<float*>(table.mutable_data_ptr());
   const int64_t half = head_dim / 2, count = positions.numel();
+  if (count == 0) return table;
   Scratch<float> inv_freq(half);
   rope_frequencies(head_dim, theta, inv_freq.get());
   parallel_ranges(count, head_dim * 16, kMinElements, [&](int64_t begin, int64_t end) {

@@ -21,13 +21,17 @@ std::tuple<Tensor, Tensor> quantize_weights(const Tensor& weight);
 std::tuple<Tensor, Tensor> quantize_activations(const Tensor& x);
 
 Tensor gemv(const Tensor& weight, const Tensor& x, std::optional<Tensor> x_scale,
-            std::optional<Tensor> weight_scale, std::optional<int64_t> out_features);
+            std::optional<Tensor> weight_scale, std::optional<int64_t> out_features,
+            std::optional<int64_t> in_features);
 Tensor gemm(const Tensor& weight, const Tensor& x, std::optional<Tensor> x_scale,
-            std::optional<Tensor> weight_scale, std::optional<int64_t> out_features);
+            std::optional<Tensor> weight_scale, std::optional<int64_t> out_features,
+            std::optional<int64_t> in_features);
 Tensor linear(const Tensor& x, const Tensor& weight, const Tensor& weight_scale,
-              std::optional<Tensor> bias, std::optional<int64_t> out_features);
+              std::optional<Tensor> bias, std::optional<int64_t> out_features,
+              std::optional<int64_t> in_features);
 Tensor group_linear(const Tensor& x, const Tensor& weight, const Tensor& weight_scale,
-                    std::optional<Tensor> bias, std::optional<int64_t> out_features);
+                    std::optional<Tensor> bias, std::optional<int64_t> out_features,
+                    std::optional<int64_t> in_features);
 
 Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps);
 std::tuple<Tensor, Tensor> add_rms_norm(const Tensor& x, const Tensor& residual,
@@ -41,12 +45,13 @@ std::tuple<Tensor, Tensor, Tensor> qkv_forward(const Tensor& x, const Tensor& no
                                                const Tensor& q_weight, const Tensor& q_scale,
                                                const Tensor& k_weight, const Tensor& k_scale,
                                                const Tensor& v_weight, const Tensor& v_scale,
-                                               double eps, std::vector<int64_t> out_features);
+                                               double eps, std::vector<int64_t> out_features,
+                                               std::optional<int64_t> in_features);
 Tensor mlp_forward(const Tensor& x, const Tensor& norm_weight, const Tensor& gate_weight,
                    const Tensor& gate_scale, const Tensor& up_weight, const Tensor& up_scale,
                    std::optional<Tensor> sub_norm_weight, const Tensor& down_weight,
                    const Tensor& down_scale, double eps, std::string activation,
-                   std::vector<int64_t> out_features);
+                   std::vector<int64_t> out_features, std::vector<int64_t> in_features);
 
 Tensor attention(const Tensor& query, const Tensor& key_cache, const Tensor& value_cache,
                  const Tensor& start_positions, double scale, std::optional<Tensor> key_scale,
@@ -58,7 +63,7 @@ void kv_cache_update(Tensor key_cache, Tensor value_cache, const Tensor& key, co
 std::tuple<Tensor, Tensor> quantize_head(const Tensor& weight, std::string format,
                                          int64_t group_size);
 Tensor lm_head(const Tensor& x, const Tensor& weight, std::optional<Tensor> scale,
-               std::optional<int64_t> out_features);
+               std::optional<int64_t> out_features, std::optional<int64_t> in_features);
 Tensor embedding(const Tensor& ids, const Tensor& weight, std::optional<Tensor> scale,
                  std::optional<int64_t> out_features, std::optional<int64_t> in_features);
 

@@ -16,6 +16,7 @@ Tensor int64_result(int64_t value) {
 }
 
 constexpr int64_t kMostDistance = 1 << 16;
+constexpr int64_t kMostIterations = int64_t{1} << 30;  // about a minute
 
 }  // namespace
 
@@ -43,6 +44,9 @@ Tensor probe_int8_peak(const Tensor& seed, int64_t iterations) {
   const Check check("_probe_int8_peak");
   check.dtype(seed, "seed", ScalarType::Byte);
   if (iterations < 1) check.fail("iterations", "positive", std::to_string(iterations));
+  if (iterations > kMostIterations)
+    check.fail("iterations", "at most " + std::to_string(kMostIterations),
+               std::to_string(iterations));
   const KernelTable& table = kernels();
   const int64_t shares = shares_for(1 << 20, int64_t{1} << 40, 1);
   std::atomic<int64_t> macs{0};

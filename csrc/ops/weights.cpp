@@ -10,6 +10,7 @@ namespace bitnet::ops {
 namespace {
 
 constexpr int64_t kCanonicalUnitRows = 16;
+constexpr int64_t kMostRows = int64_t{1} << 40;
 
 Weight canonical_view(const Check& check, const Tensor& t, const char* argument, int64_t k,
                       std::optional<int64_t> out_features) {
@@ -41,9 +42,11 @@ Weight tile_view(const Check& check, const Tensor& t, const char* argument, int6
     check.fail("out_features", std::string("given, for ") + argument + " is in a private layout",
                "None");
   const int64_t n = *out_features;
+  if (n < 0 || n > kMostRows)  // before it is rounded up to whole tiles
+    check.fail("out_features", "from 0 to " + std::to_string(kMostRows), std::to_string(n));
   Shape expected{layout::tiles_for(n, lanes, fields), lines, lanes * layout::kTileStepK};
   if (trits) expected = {expected[0], lines, lanes, layout::kTileStepK};
-  if (n < 0 || shape_of(t) != expected)
+  if (shape_of(t) != expected)
     check.fail(argument,
                "of shape " + shape_text(expected) + " (" + std::to_string(n) + " x " +
                    std::to_string(k) + " prepacked for " + kernels().name +

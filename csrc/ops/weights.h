@@ -22,6 +22,12 @@ struct Weight {
   int64_t units;       // of the whole matrix
   int64_t unit_bytes;  // of a whole unit
   int64_t lines;       // private layouts: lines of a tile
+
+  // Of the whole tensor: a private layout has whole units, canonical rows end with the last.
+  int64_t bytes() const {
+    return format == WeightFormat::kCanonical ? n_rows * (unit_bytes / unit_rows)
+                                              : units * unit_bytes;
+  }
 };
 
 inline constexpr int64_t kMaxUnitRows = 80;  // 1.6 bit, 16 lanes

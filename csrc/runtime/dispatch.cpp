@@ -29,9 +29,7 @@ constexpr Getter kBestFirst[] = {
 
 std::atomic<const KernelTable*> g_current{nullptr};
 
-bool runs_here(const KernelTable& table) {
-  return (table.required & cpu_features()) == table.required;
-}
+bool needs_amx(const KernelTable& table) { return (table.required & kAmxTile) != 0; }
 
 std::string join_available() {
   std::string text;
@@ -46,7 +44,7 @@ const KernelTable* choose(const std::string& name, const char* origin) {
   for (const Getter get : kBestFirst) {
     const KernelTable* table = get();
     if (!runs_here(*table)) continue;
-    if (name.empty() || name == table->name) return table;
+    if ((name.empty() || name == table->name) && make_ready(*table)) return table;
   }
   throw std::runtime_error(std::string(origin) +
                            ": expected one of the ISAs available on this CPU (" + join_available() +
@@ -54,6 +52,13 @@ const KernelTable* choose(const std::string& name, const char* origin) {
 }
 
 }  // namespace
+
+bool runs_here(const KernelTable& table) {
+  if ((table.required & cpu_features()) != table.required) return false;
+  return !needs_amx(table) || amx_permission() != AmxPermission::kRefused;
+}
+
+bool make_ready(const KernelTable& table) { return !needs_amx(table) || request_amx_permission(); }
 
 std::vector<const KernelTable*> all_tables() {
   std::vector<const KernelTable*> tables;

@@ -19,7 +19,13 @@ const KernelTable& kernels();
 // run.
 void force_isa(const std::string& name);
 
-// Best first.  all_tables: compiled into this build; available_tables: those this CPU can execute.
+// Whether this CPU can execute the table, and the system has not refused what it needs.
+bool runs_here(const KernelTable& table);
+// Asks the system for what the table needs, which is done for the table that is chosen, and has to
+// be done for any other before one of its kernels is called.  False if refused.
+bool make_ready(const KernelTable& table);
+
+// Best first.  all_tables: compiled into this build; available_tables: those that run here.
 std::vector<const KernelTable*> all_tables();
 std::vector<const KernelTable*> available_tables();
 

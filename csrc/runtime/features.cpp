@@ -3,6 +3,8 @@
 // anything is known. Must not know kernels.
 #include "runtime/features.h"
 
+#include <atomic>
+
 #if defined(__x86_64__)
 #include <cpuid.h>
 #include <sys/syscall.h>
@@ -54,12 +56,13 @@ uint64_t read_xcr0() {
   return (static_cast<uint64_t>(high) << 32) | low;
 }
 
-// Linux hands out the 8 KiB of tile state only to processes that ask; without the grant the first
-// tile instruction is a SIGILL although CPUID announces AMX.
-bool request_amx_permission() {
-  constexpr long kArchReqXcompPerm = 0x1023;
-  constexpr long kXfeatureTileData = 18;
-  return syscall(SYS_arch_prctl, kArchReqXcompPerm, kXfeatureTileData) == 0;
+constexpr long kArchGetXcompSupp = 0x1021, kArchGetXcompPerm = 0x1022, kArchReqXcompPerm = 0x1023;
+constexpr long kXfeatureTileData = 18;
+
+// Whether tile data is among the features that `request` reports.
+bool reports_tile_data(long request) {
+  uint64_t features = 0;
+  return syscall(SYS_arch_prctl, request, &features) == 0 && (features >> kXfeatureTileData & 1);
 }
 
 uint64_t detect() {
@@ -90,7 +93,7 @@ uint64_t detect() {
     add((ext1.a >> 5) & 1, kAvx512Bf16);
   }
   const bool cpu_amx = (ext.d >> 24) & 1;
-  if (os_amx && cpu_amx && request_amx_permission()) {
+  if (os_amx && cpu_amx && reports_tile_data(kArchGetXcompSupp)) {
     add(true, kAmxTile);
     add((ext.d >> 25) & 1, kAmxInt8);
     add((ext.d >> 22) & 1, kAmxBf16);
@@ -123,5 +126,34 @@ uint64_t cpu_features() {
   static const uint64_t features = detect();
   return features;
 }
+
+#if defined(__x86_64__)
+
+namespace {
+
+std::atomic<bool> g_amx_refused{false};
+
+}  // namespace
+
+AmxPermission amx_permission() {
+  if ((cpu_features() & kAmxTile) == 0) return AmxPermission::kNone;
+  if (reports_tile_data(kArchGetXcompPerm)) return AmxPermission::kGranted;
+  return g_amx_refused ? AmxPermission::kRefused : AmxPermission::kNotRequested;
+}
+
+bool request_amx_permission() {
+  if (amx_permission() == AmxPermission::kNotRequested &&
+      syscall(SYS_arch_prctl, kArchReqXcompPerm, kXfeatureTileData) != 0) {
+    g_amx_refused = true;
+  }
+  return amx_permission() == AmxPermission::kGranted;
+}
+
+#else
+
+AmxPermission amx_permission() { return AmxPermission::kNone; }
+bool request_amx_permission() { return false; }
+
+#endif
 
 }  // namespace bitnet

@@ -35,8 +35,18 @@ struct FeatureName {
 // Every bit with the name compilers and /proc/cpuinfo readers know; ends with {0, nullptr}.
 const FeatureName* feature_names();
 
-// Bits the CPU has AND the operating system has enabled: XCR0 for AVX and AVX-512 state, and the
-// process's permission for AMX tile data (requested here, once).
+// Bits the CPU has AND the operating system has enabled: XCR0 for AVX and AVX-512 state, and for
+// AMX also that the system hands out tile data to processes that ask (which this does not do).
 uint64_t cpu_features();
+
+// Linux gives the 8 KiB of tile state only to processes that ask; without the grant the first tile
+// instruction is a SIGILL although CPUID announces AMX.  The grant is for the whole process and
+// makes every later signal frame and context larger, so nobody asks who does not use tiles.
+enum class AmxPermission { kNone, kNotRequested, kGranted, kRefused };
+
+// kNone: no AMX here. Granted is also what another library of the process has asked for.
+AmxPermission amx_permission();
+// Asks, if nobody has; true if granted.
+bool request_amx_permission();
 
 }  // namespace bitnet

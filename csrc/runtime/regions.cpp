@@ -6,11 +6,21 @@
 #include <atomic>
 #include <cstdio>
 
+#if defined(__unix__)
+#include <pthread.h>
+#endif
+
 namespace bitnet {
 namespace {
 
 std::atomic<int64_t> g_regions{0};
 std::atomic<bool> g_serial{false}, g_warned{false};
+
+#if defined(__unix__)
+// Also for a fork that nobody tells Python of, such as a server's written in C.
+[[maybe_unused]] const int g_registered =
+    pthread_atfork(nullptr, nullptr, [] { static_cast<void>(mark_forked()); });
+#endif
 
 }  // namespace
 

@@ -11,9 +11,9 @@ namespace bitnet {
 int64_t region_count();
 void count_region();
 
-// Called in the child after a fork.  If this process's pool of threads was used before the fork, a
-// region in the child would wait for threads that do not exist, for ever: from now on ops run on
-// the calling thread.  True if that is so.
+// Runs in the child after every fork, and tells whoever asks again.  If this process's pool of
+// threads was used before the fork, a region in the child would wait for threads that do not exist,
+// for ever: from now on ops run on the calling thread.  True if that is so.
 bool mark_forked();
 
 // How many threads a region may have, given that torch offers `threads`: all, or 1 in such a child,

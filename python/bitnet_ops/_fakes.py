@@ -107,6 +107,7 @@ def _gemv(
     x_scale: Tensor | None = None,
     weight_scale: Tensor | None = None,
     out_features: int | None = None,
+    in_features: int | None = None,
 ) -> Tensor:
     return x.new_empty((_rows(weight, out_features),), dtype=_product_dtype(x_scale))
 
@@ -118,6 +119,7 @@ def _gemm(
     x_scale: Tensor | None = None,
     weight_scale: Tensor | None = None,
     out_features: int | None = None,
+    in_features: int | None = None,
 ) -> Tensor:
     return x.new_empty((x.shape[0], _rows(weight, out_features)), dtype=_product_dtype(x_scale))
 
@@ -129,6 +131,7 @@ def _linear(
     weight_scale: Tensor,
     bias: Tensor | None = None,
     out_features: int | None = None,
+    in_features: int | None = None,
 ) -> Tensor:
     return x.new_empty(_features(x, weight, out_features))
 
@@ -140,6 +143,7 @@ def _group_linear(
     weight_scale: Tensor,
     bias: Tensor | None = None,
     out_features: int | None = None,
+    in_features: int | None = None,
 ) -> Tensor:
     return x.new_empty(_features(x, weight, out_features))
 
@@ -186,6 +190,7 @@ def _qkv_forward(
     v_scale: Tensor,
     eps: float,
     out_features: Sequence[int] = (),
+    in_features: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return (
         x.new_empty(_features(x, q_weight, _at(out_features, 0))),
@@ -208,6 +213,7 @@ def _mlp_forward(
     eps: float,
     activation: str,
     out_features: Sequence[int] = (),
+    in_features: Sequence[int] = (),
 ) -> Tensor:
     return x.new_empty(_features(x, down_weight, _at(out_features, 1)))
 
@@ -261,7 +267,11 @@ def _head_rows(weight: Tensor, out_features: int | None) -> int:
 
 @_fake("lm_head")
 def _lm_head(
-    x: Tensor, weight: Tensor, scale: Tensor | None = None, out_features: int | None = None
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor | None = None,
+    out_features: int | None = None,
+    in_features: int | None = None,
 ) -> Tensor:
     return x.new_empty([*x.shape[:-1], _head_rows(weight, out_features)], dtype=torch.float32)
 

@@ -65,7 +65,7 @@ class HeadWeight(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits f32 [..., V] of x F [..., K]."""
-        return ops.lm_head(x, self.weight, self.scale, self.out_features)
+        return ops.lm_head(x, self.weight, self.scale, self.out_features, self.in_features)
 
     def embed(self, ids: Tensor) -> Tensor:
         """Rows f32 [..., K] of ids int64 [...]. Raises RuntimeError for an id out of range."""

@@ -94,7 +94,7 @@ class BitLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         op = ops.group_linear if self.group_size else ops.linear
-        return op(x, self.weight, self.weight_scale, self.bias, self.out_features)
+        return op(x, self.weight, self.weight_scale, self.bias, self.out_features, self.in_features)
 
     def _packed(self) -> PackedWeight:
         scale = torch.ones(1)  # the layer's own may be the NaN of an empty layer

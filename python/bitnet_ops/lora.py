@@ -249,8 +249,9 @@ class LoraBitLinear(BitLinear):
         return layer
 
     def forward(self, x: Tensor) -> Tensor:
+        base = super().forward(x)  # first: it knows its in_features and refuses another x by name
         side = ops.lm_head(ops.lm_head(x, self.lora.a), self.lora.b)
-        return (super().forward(x).float() + side * self.lora.scaling).to(x.dtype)
+        return (base.float() + side * self.lora.scaling).to(x.dtype)
 
 
 def apply_adapter(model: nn.Module, adapter: Adapter) -> None:

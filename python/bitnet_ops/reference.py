@@ -84,6 +84,11 @@ def _codes_of(weight: Tensor, in_features: int, out_features: int | None) -> Ten
     return unpack(weight, in_features)
 
 
+def _check_in_features(x: Tensor, in_features: int | None) -> None:
+    if in_features not in (None, x.shape[-1]):
+        raise ValueError(f"expected x [..., {in_features}], got {list(x.shape)}")
+
+
 def quantize_weights(weight: Tensor) -> tuple[Tensor, Tensor]:
     """F [N, K] -> (codes int8 [N, K], scale float32 [1])."""
     mean = weight.to(torch.float64).abs().mean()
@@ -110,8 +115,10 @@ def gemv(
     x_scale: Tensor | None = None,
     weight_scale: Tensor | None = None,
     out_features: int | None = None,
+    in_features: int | None = None,
 ) -> Tensor:
     """packed [N, R] times int8 [K] -> int32 [N], or float32 [N] with both scales."""
+    _check_in_features(x, in_features)
     x_scale = None if x_scale is None else x_scale.reshape(1)
     return gemm(weight, x[None], x_scale, weight_scale, out_features)[0]
 
@@ -122,8 +129,10 @@ def gemm(
     x_scale: Tensor | None = None,
     weight_scale: Tensor | None = None,
     out_features: int | None = None,
+    in_features: int | None = None,
 ) -> Tensor:
     """packed [N, R] times int8 [M, K] -> int32 [M, N], or float32 [M, N] with both scales."""
+    _check_in_features(x, in_features)
     codes = _codes_of(weight, x.shape[-1], out_features)
     sums = (x.to(torch.int64) @ codes.to(torch.int64).T).to(torch.int32)
     if x_scale is None or weight_scale is None:
@@ -137,8 +146,10 @@ def linear(
     weight_scale: Tensor,
     bias: Tensor | None = None,
     out_features: int | None = None,
+    in_features: int | None = None,
 ) -> Tensor:
     """F [..., K] -> x.dtype [..., N]."""
+    _check_in_features(x, in_features)
     q, scale = quantize_activations(x)
     y = gemm(weight, q.reshape(-1, x.shape[-1]), scale.reshape(-1), weight_scale, out_features)
     if bias is not None:
@@ -152,8 +163,10 @@ def group_linear(
     weight_scale: Tensor,
     bias: Tensor | None = None,
     out_features: int | None = None,
+    in_features: int | None = None,
 ) -> Tensor:
     """F [..., K], scales float32 [N, ceil(K / 128)] -> x.dtype [..., N]; groups ascending."""
+    _check_in_features(x, in_features)
     q, scale = quantize_activations(x)
     k = x.shape[-1]
     codes = _codes_of(weight, k, out_features).to(torch.int64)
@@ -221,8 +234,10 @@ def qkv_forward(
     v_scale: Tensor,
     eps: float,
     out_features: Sequence[int] = (),
+    in_features: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """rms_norm, then three linears."""
+    _check_in_features(x, in_features)
     hidden = rms_norm(x, norm_weight, eps)
     return (
         linear(hidden, q_weight, q_scale, None, out_features[0] if out_features else None),
@@ -244,8 +259,11 @@ def mlp_forward(
     eps: float,
     activation: str,
     out_features: Sequence[int] = (),
+    in_features: Sequence[int] = (),
 ) -> Tensor:
     """rms_norm, gate and up, activation, sub-norm, down; float32 after the norm if x is float16."""
+    first, second = in_features or (None, None)
+    _check_in_features(x, first)
     hidden = rms_norm(x, norm_weight, eps)
     if x.dtype == torch.float16:
         hidden = hidden.to(torch.float32)
@@ -258,7 +276,7 @@ def mlp_forward(
     }[activation]()
     if sub_norm_weight is not None:
         product = rms_norm(product, sub_norm_weight, eps)
-    return linear(product, down_weight, down_scale, None, outer).to(x.dtype)
+    return linear(product, down_weight, down_scale, None, outer, second).to(x.dtype)
 
 
 def _dequantized(cache: Tensor, scale: Tensor | None) -> Tensor:
@@ -381,9 +399,14 @@ def _int4_logits(wide: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
 
 
 def lm_head(
-    x: Tensor, weight: Tensor, scale: Tensor | None = None, out_features: int | None = None
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor | None = None,
+    out_features: int | None = None,
+    in_features: int | None = None,
 ) -> Tensor:
     """F [..., K] times a head in any format -> float32 [..., V]."""
+    _check_in_features(x, in_features)
     if scale is None:
         return (x.to(torch.float64) @ weight.to(torch.float64).T).to(torch.float32)
     wide, x_scale = _head_activations(x.reshape(-1, x.shape[-1]))

@@ -97,6 +97,7 @@ class DecoderLayer(nn.Module):
         self._plain_out = plain["self_attn.o_proj"]
         query, key = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
         self._qkv_rows, self._mlp_rows = (query, key, key), (c.intermediate_size, c.hidden_size)
+        self._out_shape, self._mlp_features = (c.hidden_size, query), self._mlp_rows[::-1]
         self.bound += 1  # what others have gathered from the buffers is out of date
 
     @property
@@ -139,17 +140,20 @@ class DecoderLayer(nn.Module):
         return x + self._mlp(self._rounded(x))
 
     def _qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        eps, (q, k, v) = self.config.rms_norm_eps, _QKV
+        c, (q, k, v) = self.config, _QKV
+        eps = c.rms_norm_eps
         if self._fused_qkv:
             weights = (*self._weights[q], *self._weights[k], *self._weights[v])
-            return ops.qkv_forward(x, self._input_norm, *weights, eps, self._qkv_rows)
+            return ops.qkv_forward(
+                x, self._input_norm, *weights, eps, self._qkv_rows, c.hidden_size
+            )
         h = ops.rms_norm(x, self._input_norm, eps)
         return self._project(q, h), self._project(k, h), self._project(v, h)
 
     def _out(self, a: Tensor) -> Tensor:
         name = "self_attn.o_proj"
         if self._plain_out:
-            return ops.linear(a, *self._weights[name], None, self.config.hidden_size)
+            return ops.linear(a, *self._weights[name], None, *self._out_shape)
         return self._project(name, a)
 
     def _mlp(self, x: Tensor) -> Tensor:
@@ -165,6 +169,7 @@ class DecoderLayer(nn.Module):
                 c.rms_norm_eps,
                 c.hidden_act,
                 self._mlp_rows,
+                self._mlp_features,
             )
         h = ops.rms_norm(x, self._mlp_norm, c.rms_norm_eps)
         g, u = self._project(gate, h), self._project(up, h)

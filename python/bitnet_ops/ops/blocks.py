@@ -33,6 +33,7 @@ def qkv_forward(
     v_scale: Tensor,
     eps: float,
     out_features: Sequence[int] = (),
+    in_features: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Norm, quantisation and the three attention projections in one op.
 
@@ -46,6 +47,7 @@ def qkv_forward(
         q_scale, k_scale, v_scale: float32 [1] or [N_i].
         eps: as `rms_norm`.
         out_features: the three N_i; needed with private layouts, else it may be empty.
+        in_features: the K that the weights were packed for; None takes any that fits their bytes.
     Returns:
         (q, k, v), x.dtype [..., N_i].
     Raises:
@@ -68,6 +70,7 @@ def qkv_forward(
             v_scale,
             eps,
             out_features,
+            in_features,
         ),
     )
 
@@ -85,6 +88,7 @@ def mlp_forward(
     eps: float,
     activation: str,
     out_features: Sequence[int] = (),
+    in_features: Sequence[int] = (),
 ) -> Tensor:
     """Norm, gate and up, activation, sub-norm and down projection in one op; no residual inside.
 
@@ -103,6 +107,7 @@ def mlp_forward(
         eps: as `rms_norm`, for both norms.
         activation: "relu2" or "silu".
         out_features: (I, N); needed with private layouts, else it may be empty.
+        in_features: (K, I), what gate and up, and down were packed for; empty takes any that fit.
     Returns:
         x.dtype [..., N].
     Raises:
@@ -128,6 +133,7 @@ def mlp_forward(
             eps,
             activation,
             out_features,
+            in_features,
         ),
     )
 

@@ -45,7 +45,11 @@ def quantize_head(weight: Tensor, format: str, group_size: int = 128) -> tuple[T
 
 
 def lm_head(
-    x: Tensor, weight: Tensor, scale: Tensor | None = None, out_features: int | None = None
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor | None = None,
+    out_features: int | None = None,
+    in_features: int | None = None,
 ) -> Tensor:
     """Logits of an output head: `x @ weight.T`, the weight dense, int8 or int4.
 
@@ -61,15 +65,17 @@ def lm_head(
             the head is tied.
         scale: what `quantize_head` returned beside an int8 or int4 weight, else None.
         out_features: V, which an int4 weight does not record; None means its padded rows.
+        in_features: K, likewise; None takes any x that fills as many groups.
     Returns:
         float32 [..., V].
     Raises:
-        RuntimeError: a wrong dtype or shape, a scale that does not belong to the weight.
+        RuntimeError: a wrong dtype or shape, a K other than in_features, a scale that
+            does not belong to the weight.
     Source: transformers BitNetForCausalLM.
     """
     if torch.is_grad_enabled():
         _refuse_grad("lm_head", x=x, weight=weight, scale=scale)
-    return cast(Tensor, _LM_HEAD(x, weight, scale, out_features))
+    return cast(Tensor, _LM_HEAD(x, weight, scale, out_features, in_features))
 
 
 def embedding(

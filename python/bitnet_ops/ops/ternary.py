@@ -144,6 +144,7 @@ def gemv(
     x_scale: Tensor | None = None,
     weight_scale: Tensor | None = None,
     out_features: int | None = None,
+    in_features: int | None = None,
 ) -> Tensor:
     """Ternary matrix times one int8 vector (M = 1): `y[n] = sum_k w[n, k] * x[k]`.
 
@@ -155,13 +156,15 @@ def gemv(
         x_scale: float32 [] or [1], the token's scale; given together with weight_scale or not.
         weight_scale: float32 [1], or [N] for one scale per row (fused projections).
         out_features: N; needed with a private layout, whose rows are padded.
+        in_features: the K that the weight was packed for. Packed rows are padded to 128 weights and
+            do not record it: where it is left out, any x of a K that fills as many blocks passes.
     Returns:
         int32 [N] without scales, float32 [N] with them.
     Raises:
-        RuntimeError: a wrong dtype, shape or stride, exactly one scale.
+        RuntimeError: a wrong dtype, shape or stride, exactly one scale, a K other than in_features.
     Source: arXiv 2402.17764, section 2 (W1.58A8).
     """
-    return cast(Tensor, _GEMV(weight, x, x_scale, weight_scale, out_features))
+    return cast(Tensor, _GEMV(weight, x, x_scale, weight_scale, out_features, in_features))
 
 
 def gemm(
@@ -170,23 +173,24 @@ def gemm(
     x_scale: Tensor | None = None,
     weight_scale: Tensor | None = None,
     out_features: int | None = None,
+    in_features: int | None = None,
 ) -> Tensor:
     """Ternary matrix times M int8 vectors: `y[m, n] = sum_k w[n, k] * x[m, k]`.
 
     Row m equals `gemv` of that row, bit for bit.
 
     Args:
-        weight, out_features: as `gemv`.
+        weight, out_features, in_features: as `gemv`.
         x: int8 [M, K], M >= 0.
         x_scale: float32 [M], one scale per token; given together with weight_scale or not.
         weight_scale: float32 [1] or [N].
     Returns:
         int32 [M, N] without scales, float32 [M, N] with them.
     Raises:
-        RuntimeError: a wrong dtype, shape or stride, exactly one scale.
+        RuntimeError: a wrong dtype, shape or stride, exactly one scale, a K other than in_features.
     Source: as `gemv`.
     """
-    return cast(Tensor, _GEMM(weight, x, x_scale, weight_scale, out_features))
+    return cast(Tensor, _GEMM(weight, x, x_scale, weight_scale, out_features, in_features))
 
 
 def linear(
@@ -195,6 +199,7 @@ def linear(
     weight_scale: Tensor,
     bias: Tensor | None = None,
     out_features: int | None = None,
+    in_features: int | None = None,
 ) -> Tensor:
     """A BitNet linear: `quantize_activations`, `gemm` with both scales, plus bias, rounded once.
 
@@ -202,18 +207,18 @@ def linear(
 
     Args:
         x: F [..., K], any strides and any number of leading dimensions.
-        weight, out_features: as `gemv`.
+        weight, out_features, in_features: as `gemv`.
         weight_scale: float32 [1] or [N].
         bias: F [N], added in float32, or None.
     Returns:
         x.dtype [..., N]. A row of x with a NaN or an infinity gives a row of NaN.
     Raises:
-        RuntimeError: a wrong dtype, shape or stride.
+        RuntimeError: a wrong dtype, shape or stride, a K other than in_features.
     Source: arXiv 2402.17764; transformers BitLinear / AutoBitLinear.
     """
     if torch.is_grad_enabled():
         _refuse_grad("linear", x=x, weight_scale=weight_scale, bias=bias)
-    return cast(Tensor, _LINEAR(x, weight, weight_scale, bias, out_features))
+    return cast(Tensor, _LINEAR(x, weight, weight_scale, bias, out_features, in_features))
 
 
 def group_linear(
@@ -222,6 +227,7 @@ def group_linear(
     weight_scale: Tensor,
     bias: Tensor | None = None,
     out_features: int | None = None,
+    in_features: int | None = None,
 ) -> Tensor:
     """A ternary linear with one scale for every 128 weights of a row (a group along K).
 
@@ -231,16 +237,16 @@ def group_linear(
 
     Args:
         x: F [..., K], any strides and any number of leading dimensions.
-        weight, out_features: as `gemv`.
+        weight, out_features, in_features: as `gemv`.
         weight_scale: float32 [N, ceil(K / 128)], contiguous.
         bias: F [N], added in float32, or None.
     Returns:
         x.dtype [..., N]. A row of x with a NaN or an infinity gives a row of NaN.
     Raises:
-        RuntimeError: a wrong dtype, shape or stride.
+        RuntimeError: a wrong dtype, shape or stride, a K other than in_features.
     Source: Q2_0 of GGUF and its models (PrismML Ternary-Bonsai), which have 16-bit activations;
         the 8-bit ones here are those of arXiv 2402.17764.
     """
     if torch.is_grad_enabled():
         _refuse_grad("group_linear", x=x, weight_scale=weight_scale, bias=bias)
-    return cast(Tensor, _GROUP_LINEAR(x, weight, weight_scale, bias, out_features))
+    return cast(Tensor, _GROUP_LINEAR(x, weight, weight_scale, bias, out_features, in_features))
