@@ -111,9 +111,10 @@ class Reader:
         """The tensor `name` in its dtype and shape.
 
         Version 2: zero-copy (it keeps the file mapped), aligned to 64 bytes. Version 1: zero-copy
-        and unaligned if packed, else a copy. Raises SglbitntError("missing_tensor").
+        and unaligned if packed, else a copy. Raises SglbitntError("missing_tensor"), and
+        ("truncated") if the file was shortened since it was opened, as all that reads data does.
         """
-        info = self._info(name)
+        info = self._mapped(name)
         data = self._bytes[info.offset : info.offset + info.nbytes]
         if info.packed or self.version > 1:
             return data.view(info.dtype).view(info.shape)
@@ -126,7 +127,7 @@ class Reader:
 
         Raises SglbitntError("missing_tensor"), ValueError for a dense tensor.
         """
-        info = self._info(name)
+        info = self._mapped(name)
         if info.scale is not None:
             return torch.tensor([info.scale])
         if not info.packed:
@@ -140,7 +141,7 @@ class Reader:
 
         Raises SglbitntError("missing_tensor"), ValueError for a packed tensor or another range.
         """
-        info = self._info(name)
+        info = self._mapped(name)
         if info.packed or not 0 <= begin <= end <= info.shape[0]:
             raise ValueError(
                 f"rows: expected a dense tensor and a range within {info.shape[0]} rows, got "
@@ -152,7 +153,7 @@ class Reader:
 
     def memory(self, name: str) -> memoryview:
         """The data of `name` as bytes, read-only and zero-copy."""
-        info = self._info(name)
+        info = self._mapped(name)
         return memoryview(self._file)[info.offset : info.offset + info.nbytes]
 
     def check_in_features(self, name: str, in_features: int) -> None:
@@ -199,7 +200,15 @@ class Reader:
     def code_counts(self, name: str) -> tuple[int, int, int]:
         """How many weights of the packed tensor `name` are -1, 0, +1; padding counts as 0."""
         self._info(name)
-        return self._file.code_counts(self._index[name])
+        with typed_errors():
+            return self._file.code_counts(self._index[name])
+
+    def _mapped(self, name: str) -> TensorInfo:
+        """The info of a tensor whose data can be read: the file has not been shortened since."""
+        info = self._info(name)
+        with typed_errors():
+            self._file.check_length()
+        return info
 
     def _info(self, name: str) -> TensorInfo:
         if name not in self.tensors:
