@@ -19,6 +19,7 @@ from bitnet_ops import _runtime
 from bitnet_ops.arena import Arena
 from bitnet_ops.formats._sglbitnt_rules import (
     DTYPES,
+    MAGIC,
     MAX_DIM,
     SglbitntError,
     parse_config,
@@ -26,7 +27,15 @@ from bitnet_ops.formats._sglbitnt_rules import (
 )
 from bitnet_ops.formats._sglbitnt_writer import Writer
 
-__all__ = ["MODEL_FILE", "Reader", "SglbitntError", "TensorInfo", "Writer", "model_file"]
+__all__ = [
+    "MODEL_FILE",
+    "Reader",
+    "SglbitntError",
+    "TensorInfo",
+    "Writer",
+    "is_sglbitnt",
+    "model_file",
+]
 
 MODEL_FILE = "model.bin"  # its name inside a converted model's directory
 _DTYPE_BY_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
@@ -66,6 +75,18 @@ def model_file(path: str | os.PathLike[str]) -> Path:
     """The .bin file that `path` means: itself, or `model.bin` in the directory `path`."""
     path = Path(path)
     return path / MODEL_FILE if path.is_dir() else path
+
+
+def is_sglbitnt(path: str | os.PathLike[str]) -> bool:
+    """Whether `path` is a file that begins as this format does."""
+    path = Path(path)
+    try:
+        if not path.is_file():
+            return False
+        with path.open("rb") as file:
+            return file.read(len(MAGIC)) == MAGIC
+    except (OSError, ValueError):  # ValueError: a zero byte in the path
+        return False
 
 
 class Reader:
