@@ -1,9 +1,10 @@
-// Python face of the SGLBITNT reader: bitnet_ops._runtime.SglbitntFile, SglbitntTensor,
-// FormatError. bitnet_ops.formats.sglbitnt builds the public Reader on it. Must not know: torch,
-// the rules of the format, what the config means.
+// Python face of csrc/format: bitnet_ops._runtime.SglbitntFile, SglbitntTensor, FormatError, on
+// which bitnet_ops.formats.sglbitnt builds the public Reader; strings of GGUF files. Must not know:
+// torch, the rules of the formats, what a config means.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include "format/gguf_strings.h"
 #include "format/mapped_file.h"
 #include "format/xxh64.h"
 
@@ -127,14 +128,35 @@ py::tuple code_counts(const format::SglbitntFile& file, std::size_t index) {
   return py::make_tuple(counts.minus, counts.zero, counts.plus);
 }
 
+// The memory of `info`, which must be contiguous bytes.
+std::span<const std::uint8_t> bytes_of(const py::buffer_info& info, const char* who) {
+  if (info.ndim != 1 || info.itemsize != 1 || (info.size > 1 && info.strides[0] != 1))
+    throw py::value_error(std::string(who) + ": expected contiguous bytes in one dimension");
+  return {static_cast<const std::uint8_t*>(info.ptr), static_cast<std::size_t>(info.size)};
+}
+
 std::uint64_t xxh64(const py::buffer& data) {
   const py::buffer_info info = data.request();
-  if (info.ndim != 1 || info.itemsize != 1 || (info.size > 1 && info.strides[0] != 1))
-    throw py::value_error("xxh64: expected contiguous bytes in one dimension");
-  const std::span<const std::uint8_t> bytes(static_cast<const std::uint8_t*>(info.ptr),
-                                            static_cast<std::size_t>(info.size));
+  const std::span<const std::uint8_t> bytes = bytes_of(info, "xxh64");
   py::gil_scoped_release release;
   return format::xxh64(bytes);
+}
+
+// (count, end, fault, at, marks as the bytes of u64) of format::walk_gguf_strings.
+py::tuple gguf_strings(const py::buffer& data, std::uint64_t offset, std::uint64_t count,
+                       std::uint64_t most_bytes, std::uint64_t first, std::uint64_t stride) {
+  const py::buffer_info info = data.request();
+  const std::span<const std::uint8_t> bytes = bytes_of(info, "gguf_strings");
+  if (stride == 0) throw py::value_error("gguf_strings: expected a stride above 0, got 0");
+  format::GgufStrings walked;
+  {
+    py::gil_scoped_release release;
+    walked = format::walk_gguf_strings(bytes, offset, count, most_bytes, first, stride);
+  }
+  const py::bytes marks(reinterpret_cast<const char*>(walked.marks.data()),
+                        walked.marks.size() * sizeof(std::uint64_t));
+  return py::make_tuple(walked.count, walked.end, static_cast<std::uint32_t>(walked.fault),
+                        walked.at, marks);
 }
 
 py::list error_codes() {
@@ -164,8 +186,11 @@ void bind_format(py::module_& m) {
       .def("check_sum", &format::SglbitntFile::check_sum, py::arg("index"), Unlocked())
       .def("check_data", &format::SglbitntFile::check_data, py::arg("index"), Unlocked())
       .def("release", &format::SglbitntFile::release, py::arg("index"), Unlocked())
+      .def("check_length", &format::SglbitntFile::check_length)
       .def("code_counts", &code_counts, py::arg("index"))
       .def_buffer(&buffer_of);
   m.def("format_error_codes", &error_codes);
   m.def("xxh64", &xxh64, py::arg("data"));
+  m.def("gguf_strings", &gguf_strings, py::arg("data"), py::arg("offset"), py::arg("count"),
+        py::arg("most_bytes"), py::arg("first"), py::arg("stride"));
 }

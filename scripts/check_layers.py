@@ -38,7 +38,9 @@ PYTHON_LAYERS: dict[str, set[str]] = {
     "linear": {"ops", "packing"},
     "models": {"attention", "config", "head", "kv_cache", "linear", "ops", "packing", "sparsity"},
     "prepared": {"_runtime", "arena", "formats", "head", "mapped", "packing"},
-    "loading": {"arena", "config", "formats", "head", "models", "ops", "packing", "prepared"},
+    "model_contents": {"config", "formats", "models"},
+    "loading": {"arena", "config", "formats", "head", "model_contents", "models", "ops", "packing"}
+    | {"prepared"},
     "embedding": {"kv_cache", "models"},
     "lora": {"linear", "ops"},
     "language_model": {
@@ -52,14 +54,14 @@ PYTHON_LAYERS: dict[str, set[str]] = {
         "lora",
         "models",
     }
-    | {"prepared", "sampling", "tokenizer"},
+    | {"model_contents", "prepared", "sampling", "tokenizer"},
     "engine": {"config", "kv_cache", "models", "sampling"},
     # the second row is for `--verify`, which runs the converted model
     "convert": {"config", "formats", "models", "ops", "packing", "quantize"}
-    | {"engine", "kv_cache", "language_model", "lora", "tokenizer"},
+    | {"engine", "kv_cache", "language_model", "lora", "model_contents", "tokenizer"},
     # makes transformers models and hands what was trained to the converter
     "training": {"config", "convert", "formats", "language_model", "linear", "models", "ops"}
-    | {"packing", "quantize"},
+    | {"model_contents", "packing", "quantize"},
     "dummy": {"config", "formats", "head", "loading", "models", "packing"},
     "integrations": {"config", "convert", "linear", "ops", "packing", "quantize"},
     "machine": set(),

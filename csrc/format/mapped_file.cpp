@@ -10,6 +10,7 @@
 
 #include <cerrno>
 #include <cstring>
+#include <utility>
 
 #include "format/errors.h"
 
@@ -21,12 +22,13 @@ namespace {
   throw FormatError(ErrorCode::kIo, 0, path + ": expected " + expected_got + remedy);
 }
 
-// Closes on every way out; a mapping outlives its descriptor.
+// Closes on every way out, unless someone else does.
 struct Descriptor {
   int fd;
   ~Descriptor() {
     if (fd >= 0) ::close(fd);
   }
+  int keep() { return std::exchange(fd, -1); }
 };
 
 // Runs `body`, putting the path in front of what the format rules have to say.
@@ -47,7 +49,7 @@ MappedFile::MappedFile(const std::string& path) {
             "; check the path");
   }
   // O_NONBLOCK: a named pipe must be refused, not waited for.
-  const Descriptor file{::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK)};
+  Descriptor file{::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK)};
   if (file.fd < 0) {
     fail_io(path, std::string("a readable file, got error ") + std::strerror(errno),
             "; check the path and its permissions");
@@ -65,10 +67,23 @@ MappedFile::MappedFile(const std::string& path) {
             "; free memory or raise the limit (ulimit -v)");
   }
   data_ = static_cast<const std::uint8_t*>(map);
+  fd_ = file.keep();
 }
 
 MappedFile::~MappedFile() {
   if (data_ != nullptr) ::munmap(const_cast<std::uint8_t*>(data_), size_bytes_);
+  if (fd_ >= 0) ::close(fd_);
+}
+
+void MappedFile::check_length(const std::string& path) const {
+  struct stat info{};
+  if (fd_ < 0 || ::fstat(fd_, &info) != 0) return;  // nothing is mapped, or nothing can be said
+  const auto now = static_cast<std::uint64_t>(info.st_size);
+  if (now >= size_bytes_) return;
+  throw FormatError(ErrorCode::kTruncated, now,
+                    path + ": expected the " + str(size_bytes_) +
+                        " bytes that the file had when it was opened, got " + str(now) +
+                        "; it was shortened while in use: write a new file and rename it instead");
 }
 
 void MappedFile::release(std::uint64_t offset_bytes, std::uint64_t size_bytes) const {
@@ -88,11 +103,15 @@ SglbitntFile::SglbitntFile(const std::string& path, bool check_codes)
   });
 }
 
+void SglbitntFile::check_length() const { mapping_.check_length(path_); }
+
 void SglbitntFile::check_data(std::size_t index) const {
+  check_length();
   naming_path(path_, [&] { format::check_data(bytes(), parsed_.tensors.at(index)); });
 }
 
 void SglbitntFile::check_sum(std::size_t index) const {
+  check_length();
   naming_path(path_, [&] { format::check_sum(bytes(), parsed_.tensors.at(index)); });
 }
 
@@ -102,11 +121,13 @@ void SglbitntFile::release(std::size_t index) const {
 }
 
 void SglbitntFile::check_in_features(std::size_t index, std::uint64_t in_features) const {
+  check_length();
   naming_path(path_,
               [&] { format::check_in_features(bytes(), parsed_.tensors.at(index), in_features); });
 }
 
 CodeCounts SglbitntFile::count_codes(std::size_t index) const {
+  check_length();
   return format::count_codes(bytes(), parsed_.tensors.at(index));
 }
 

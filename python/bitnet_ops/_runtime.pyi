@@ -105,6 +105,7 @@ class SglbitntFile(Buffer):
     def tensors(self) -> list[SglbitntTensor]: ...
     @property
     def version(self) -> int: ...
+    def check_length(self) -> None: ...
     def check_sum(self, index: int) -> None: ...
     def check_data(self, index: int) -> None: ...
     def release(self, index: int) -> None: ...
@@ -113,6 +114,11 @@ class SglbitntFile(Buffer):
 
 def xxh64(data: Buffer) -> int:
     """XXH64 with seed 0 of contiguous bytes."""
+
+def gguf_strings(
+    data: Buffer, offset: int, count: int, most_bytes: int, first: int, stride: int
+) -> tuple[int, int, int, int, bytes]:
+    """Walk strings of a GGUF array: (count, end, fault, at, marks) of csrc/format/gguf_strings.h."""
 
 def format_error_codes() -> list[str]:
     """Every value that FormatError.code may take."""

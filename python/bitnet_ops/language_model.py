@@ -26,6 +26,7 @@ from bitnet_ops.formats import sglbitnt
 from bitnet_ops.head import DEFAULT_HEAD_FORMAT, check_head_format
 from bitnet_ops.loading import load_tensors
 from bitnet_ops.lora import apply_adapter, read_adapter
+from bitnet_ops.model_contents import model_config
 from bitnet_ops.models import Decoder, build
 from bitnet_ops.sampling import SamplingParams
 from bitnet_ops.tokenizer import StreamDecoder, Tokenizer, TokenizerError
@@ -74,7 +75,7 @@ def load(
     adapter = None if lora is None else read_adapter(lora)
     file = _model_file(Path(path) if path is not None else DEMO_DIR)
     reader = sglbitnt.Reader(file, check_codes=False)  # load_tensors checks what it reads
-    config = ModelConfig.from_hf(reader.config)
+    config = model_config(reader)
     if config.embedding_only:  # the embedding is no head, and is read a row a token
         check_head_format(head_format)
         head_format = "stored"

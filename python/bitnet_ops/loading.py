@@ -20,6 +20,7 @@ from bitnet_ops.arena import Arena, aligned
 from bitnet_ops.config import ModelConfig
 from bitnet_ops.formats import sglbitnt
 from bitnet_ops.head import HeadWeight, check_head_format
+from bitnet_ops.model_contents import own_tensors
 from bitnet_ops.models import TensorError, TensorSpec, check_names, expected_tensors
 from bitnet_ops.packing import PackedWeight, choose_format, prepack, prepacked_shape
 
@@ -42,7 +43,7 @@ def load_tensors(
     canonical; the rest is memory of its own, and the file's pages are released.
     Raises SglbitntError, TensorError, and ValueError for an unknown format.
     """
-    check_names(config, reader.tensors)
+    check_names(config, own_tensors(reader, config))
     check_head_format(head_format)
     formats = {
         name: choose_format(weight_format, spec.shape[1])

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 from functools import partial
 
+from bitnet_ops.convert.bin_import import convert_bin, is_bin
 from bitnet_ops.convert.console import show
 from bitnet_ops.convert.errors import refuse
 from bitnet_ops.convert.gguf_import import convert_gguf
@@ -21,11 +22,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the subcommand's arguments to `parser`."""
     parser.description = (
         "Convert a Hugging Face checkpoint folder (BitNet b1.58, 1bitLLM, ternary Llama or Qwen, "
-        "TriLM; docs/families.md) or a GGUF file to a folder with model.bin, the tokenizer and "
-        "report.json."
+        "TriLM; docs/families.md), a GGUF file or an older .bin file to a folder with model.bin, "
+        "the tokenizer and report.json."
     )
     parser.add_argument(
-        "source", metavar="SRC", help="folder with config.json and safetensors, or a .gguf file"
+        "source",
+        metavar="SRC",
+        help="folder with config.json and safetensors, a .gguf file, or a .bin file to write anew",
     )
     parser.add_argument("destination", metavar="DST", help="folder to create")
     parser.add_argument(
@@ -86,6 +89,16 @@ def _convert(args: argparse.Namespace, progress: Progress | None) -> ConvertRepo
         format_version=int(args.format.removeprefix("v")),
         progress=progress,
     )
+    if is_bin(args.source):
+        others = ("verify", "assume_online", "i2s_layout", "tokenizer", "allow_pickle", "lora")
+        given = [f"--{name.replace('_', '-')}" for name in others if getattr(args, name)]
+        if given:
+            got = f"{', '.join(given)} for {args.source}"
+            refuse("bin-option", "a .bin file, copied bit for bit and compared, without it", got)
+        del common["assume_online"]
+        return convert_bin(
+            args.source, args.destination, trust_scales=args.trust_scales, **common
+        )
     if not is_gguf(args.source):
         if args.i2s_layout or args.tokenizer:
             refuse("gguf-option", "a GGUF file with --i2s-layout and --tokenizer", args.source)

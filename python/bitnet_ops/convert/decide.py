@@ -158,7 +158,7 @@ def _table(quantization: dict[str, Any]) -> Scheme:
 
 # Absmeans of published models lie near 0.01-0.05 (masters of Llama type) or near 1.5 (2B-4T), and
 # those of one model within a factor of ten.
-_LARGEST_SCALE = 10.0
+LARGEST_SCALE = 10.0
 _LARGEST_RATIO = 30.0
 
 
@@ -175,7 +175,7 @@ def check_scale_sense(scales: Mapping[str, float], scheme: Scheme) -> None:
     for name, scale in scales.items():
         distance, reciprocal = abs(math.log(scale) - middle), abs(-math.log(scale) - middle)
         far = distance > math.log(_LARGEST_RATIO) and reciprocal < distance / 2
-        if scale > _LARGEST_SCALE or far:
+        if scale > LARGEST_SCALE or far:
             stored = 1.0 / scale if scheme.inverted else scale
             why = f"{math.exp(distance):.3g} times off its neighbours" if far else "far too large"
             refuse(

@@ -1,19 +1,22 @@
 """The one exception of the converter and the one way to raise it.
 
 Every refusal has a short stable code (tests and scripts switch on it) and one line for people:
-what was expected, what was found, what to do. This module knows no files and no formats.
+what was expected, what was found, what to do. Names of a file cannot reach a terminal unescaped. This
+module knows no files and no formats.
 """
 
 from __future__ import annotations
 
 from typing import NoReturn
 
+from bitnet_ops.formats.coded_error import printable
+
 
 class ConvertError(ValueError):
     """A checkpoint, a destination or a result that is refused; `code` names the reason."""
 
     def __init__(self, code: str, message: str) -> None:
-        super().__init__(message)
+        super().__init__(printable(message))
         self.code = code
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from bitnet_ops.convert.errors import refuse
+from bitnet_ops.formats.gguf import is_strings
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,7 @@ _READ = {
     "attention.value_length", "attention.layer_norm_rms_epsilon", "rope.dimension_count",
     "rope.freq_base",
 }  # fmt: skip
+_SHOWN_KEYS = 32  # unknown keys that are named one by one
 _HARMLESS = {"rope.scaling.original_context_length", "rope.scaling.finetuned"}
 
 
@@ -252,19 +254,25 @@ class _Keys:
 
     def refuse_other_maths(self) -> list[str]:
         """Refuse keys that ask for other maths; returns a remark for every unknown key."""
-        remarks = []
+        remarks, unknown = [], 0
         for full, value in self._metadata.items():
             key = full.removeprefix(f"{self._prefix}.")
             if key == full or key in _READ or key in _HARMLESS:
                 continue
             if key not in _MATHS:
-                remarks.append(f"metadata key {full} = {str(value)[:60]}: unknown here; ignored")
-            elif isinstance(value, np.ndarray | list) or value not in _MATHS[key]:
+                unknown += 1
+                if unknown <= _SHOWN_KEYS:
+                    shown = f"metadata key {full} = {str(value)[:60]}"
+                    remarks.append(f"{shown}: unknown here; ignored")
+            elif is_strings(value) or isinstance(value, np.ndarray) or value not in _MATHS[key]:
                 if key == "rope.scaling.type" and isinstance(value, str) and value == "linear":
                     continue  # by a factor that must be 1
                 expected = f"{full} to be absent or {_MATHS[key][0]!r}"
                 refuse("gguf-maths", expected, repr(value)[:60], "it asks for maths that is not "
                        "implemented")  # fmt: skip
+        if unknown > _SHOWN_KEYS:
+            more = f"{unknown - _SHOWN_KEYS} more metadata keys of {self._prefix}"
+            remarks.append(f"{more}: unknown here; ignored")
         return remarks
 
 

@@ -32,6 +32,7 @@ from bitnet_ops.convert.report import Progress
 from bitnet_ops.formats import gguf_layouts as layouts
 from bitnet_ops.formats.gguf import GgufError, Writer
 from bitnet_ops.formats.sglbitnt import Reader, SglbitntError, model_file
+from bitnet_ops.model_contents import model_config, own_tensors
 from bitnet_ops.models import TensorError, TensorSpec, check_names, expected_tensors
 
 TYPES = {"i2_s": "I2_S", "tq1_0": "TQ1_0", "tq2_0": "TQ2_0"}
@@ -146,9 +147,9 @@ class _Export:
 
     def __init__(self, reader: Reader, type_name: str) -> None:
         self.type, self.rounding = type_name, 0.0
-        self.model = ModelConfig.from_hf(reader.config)
+        self.model = model_config(reader)
         self.architecture = architecture_for(self.model)
-        check_names(self.model, reader.tensors)
+        check_names(self.model, own_tensors(reader, self.model))
         self.specs: dict[str, TensorSpec] = dict(expected_tensors(self.model))
         self._reader = reader
         self._scales: dict[str, float] = {}

@@ -34,7 +34,7 @@ from bitnet_ops.convert.gguf_config import (
 from bitnet_ops.convert.gguf_tensors import DENSE, Ternary, dense, ternary
 from bitnet_ops.convert.gguf_tokenizer import tokenizer_files
 from bitnet_ops.convert.report import ConvertReport, Progress, TernaryTotals, file_sha256
-from bitnet_ops.formats.gguf import GgufError, Reader, TensorInfo
+from bitnet_ops.formats.gguf import MAX_TENSORS, GgufError, Reader, TensorInfo, is_strings
 from bitnet_ops.formats.gguf_layouts import I2S_LAYOUTS
 from bitnet_ops.formats.sglbitnt import SglbitntError, Writer
 from bitnet_ops.models import TensorSpec, expected_tensors
@@ -190,9 +190,9 @@ def _exact_scales(metadata: dict[str, Any]) -> dict[str, float]:
     if names is None and scales is None:
         return {}
     if (
-        not isinstance(names, list)
+        not is_strings(names)
         or not isinstance(scales, np.ndarray)
-        or len(names) != len(scales)
+        or not len(names) == len(scales) <= MAX_TENSORS
     ):
         refuse("gguf-metadata", f"{EXACT_NAMES} and {EXACT_SCALES} of one length", "other values")
     return dict(zip(names, scales.astype(float).tolist(), strict=True))

@@ -8,7 +8,7 @@ best-scored neighbours are joined until none is left, bytes stand in for what is
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ import numpy as np
 from bitnet_ops.config import ModelConfig
 from bitnet_ops.convert.errors import refuse
 from bitnet_ops.convert.gguf_pretokenizers import PRE_TOKENIZERS
+from bitnet_ops.formats.gguf import is_strings
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 _SPACE = "\u2581"
@@ -24,7 +25,11 @@ _REMEDY = "give the original tokenizer's folder with --tokenizer, or --tokenizer
 # files of the latter name no pre-tokenizer, so that llama.cpp cuts texts otherwise than the model
 # was trained to.
 _LLAMA3_BEGIN, _LLAMA3_SIZE, _LLAMA3_TOKEN = 128000, 128256, "<|begin_of_text|>"
-_MAX_TOKEN = 1024  # what looking for merges costs grows with its square
+_MAX_TOKEN = 1024  # characters
+# What looking for merges may cost: the characters of all pieces that are tried, and the merges that
+# are found. The largest vocabularies of SentencePiece take 20 million and 0.6 million.
+_MAX_TRIED = 1 << 26
+_MAX_MERGES = 1 << 21
 _ROLES = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
 
 
@@ -39,10 +44,7 @@ def tokenizer_files(
         refuse(
             "tokenizer-model", 'tokenizer.ggml.model "gpt2" or "llama"', repr(kind)[:40], _REMEDY
         )
-    vocabulary = Vocabulary(metadata)
-    if len(vocabulary.tokens) > model.vocab_size:
-        expected = f"a vocabulary of at most {model.vocab_size} tokens, the rows of token_embd"
-        refuse("tokenizer-size", expected, f"{len(vocabulary.tokens)}", _REMEDY)
+    vocabulary = Vocabulary(metadata, model.vocab_size)
     remarks: list[str] = []
     built = _byte_level(vocabulary, remarks) if kind == "gpt2" else _sentencepiece(vocabulary)
     built["post_processor"] = _post_processor(vocabulary, built.pop("bos"))
@@ -52,14 +54,29 @@ def tokenizer_files(
     return {"tokenizer.json": text, "tokenizer_config.json": config}, remarks
 
 
+def first_twice(texts: Iterable[str]) -> str | None:
+    """The first text that stands there a second time, None if all differ."""
+    seen: set[str] = set()
+    for text in texts:
+        if text in seen:
+            return text
+        seen.add(text)
+    return None
+
+
 class Vocabulary:
     """The tokenizer.ggml.* keys, checked; ids of roles are absent where the file has none."""
 
-    def __init__(self, metadata: Mapping[str, Any]) -> None:
+    def __init__(self, metadata: Mapping[str, Any], rows: int) -> None:
+        """`rows` of the embedding: there are no more tokens."""
         self._metadata = metadata
-        tokens = self._get("tokens")
-        if not isinstance(tokens, list) or not tokens:
+        stored = self._get("tokens")
+        if not is_strings(stored) or not len(stored):
             refuse("tokenizer-tokens", "tokenizer.ggml.tokens, a list of strings", "none", _REMEDY)
+        if len(stored) > rows:
+            expected = f"a vocabulary of at most {rows} tokens, the rows of token_embd"
+            refuse("tokenizer-size", expected, f"{len(stored)}", _REMEDY)
+        tokens = list(stored)
         if max(map(len, tokens)) > _MAX_TOKEN:
             found = f"one of {max(map(len, tokens))}"
             refuse("tokenizer-tokens", f"tokens of at most {_MAX_TOKEN} characters", found, _REMEDY)
@@ -69,8 +86,8 @@ class Vocabulary:
         if self.is_llama3:
             head, tail = self.types[:_LLAMA3_BEGIN], self.types[_LLAMA3_BEGIN:]
             self.types = head + [CONTROL if kind == NORMAL else kind for kind in tail]
-        if len(set(tokens)) != len(tokens):
-            twice = next(t for t in tokens if tokens.count(t) > 1)
+        twice = first_twice(tokens)
+        if twice is not None:
             refuse("tokenizer-tokens", "every token once", f"{twice!r} twice", _REMEDY)
         self.roles: dict[str, int] = {}
         for name, role in _ROLES.items():
@@ -106,9 +123,17 @@ class Vocabulary:
     @property
     def merges(self) -> list[list[str]]:
         merges = self._get("merges")
-        pairs = [m.split(" ") for m in merges] if isinstance(merges, list) else None
-        if pairs is None or any(len(pair) != 2 for pair in pairs):
-            refuse("tokenizer-merges", "tokenizer.ggml.merges, pairs of tokens", "other", _REMEDY)
+        if not is_strings(merges):
+            refuse("tokenizer-merges", "tokenizer.ggml.merges, pairs of tokens", "none", _REMEDY)
+        if len(merges) > _MAX_MERGES:
+            refuse("tokenizer-merges", f"at most {_MAX_MERGES} merges", f"{len(merges)}", _REMEDY)
+        pairs = []
+        for merge in merges:
+            pair = merge.split(" ", 2)
+            if len(pair) != 2:
+                expected = "tokenizer.ggml.merges, pairs of tokens"
+                refuse("tokenizer-merges", expected, repr(merge[:60]), _REMEDY)
+            pairs.append(pair)
         return pairs
 
     @property
@@ -242,13 +267,22 @@ def _merges_by_score(vocabulary: Vocabulary) -> list[list[str]]:
         )
         if kind in (NORMAL, USER_DEFINED)
     }
-    found = [
-        (-score, -at, token[:at], token[at:])
-        for token, score in scores.items()
-        for at in range(1, len(token))
-        if token[:at] in scores and token[at:] in scores
-    ]
-    return [[left, right] for *_, left, right in sorted(found)]
+    tried = sum(len(token) ** 2 for token in scores)
+    if tried > _MAX_TRIED:
+        expected = f"tokens whose lengths have squares of {_MAX_TRIED} in all"
+        refuse("tokenizer-tokens", expected, f"{tried}", _REMEDY)
+    found = []  # (-score, -at, token): the pieces are cut once the order is known
+    for token, score in scores.items():
+        found += [
+            (-score, -at, token)
+            for at in range(1, len(token))
+            if token[:at] in scores and token[at:] in scores
+        ]
+        if len(found) > _MAX_MERGES:
+            expected = f"at most {_MAX_MERGES} ways to join tokens"
+            refuse("tokenizer-tokens", expected, "more", _REMEDY)
+    found.sort()
+    return [[token[:-at], token[-at:]] for _, at, token in found]
 
 
 def _post_processor(vocabulary: Vocabulary, bos: bool) -> dict[str, Any] | None:

@@ -108,7 +108,7 @@ def _build(
             if progress is not None:
                 progress(done, len(plan.specs), name)
             remarks += _write_tensor(source, plan, name, writer, totals)
-    files = _copy_travellers(source.folder, folder)
+    files = copy_travellers(source.folder, folder)
     output = folder / MODEL_FILE
     dense = [spec for spec in plan.specs.values() if spec.kind == "dense"]
     return ConvertReport(
@@ -226,7 +226,8 @@ def _remarks(source: Source, plan: Plan) -> list[str]:
     return remarks
 
 
-def _copy_travellers(source: Path, folder: Path) -> list[str]:
+def copy_travellers(source: Path, folder: Path) -> list[str]:
+    """Copy the files of `source` that travel with a model; returns their names."""
     present = [name for name in TRAVELLERS if (source / name).is_file()]
     for name in present:
         shutil.copyfile(source / name, folder / name)

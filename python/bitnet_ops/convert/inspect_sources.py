@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from bitnet_ops import ops
-from bitnet_ops.config import ModelConfig, UnsupportedModelError
+from bitnet_ops.config import UnsupportedModelError
 from bitnet_ops.convert import source as hf
 from bitnet_ops.convert.errors import ConvertError
 from bitnet_ops.convert.gguf_import import GgufPlan, make_gguf_plan
@@ -25,6 +25,7 @@ from bitnet_ops.convert.gguf_tensors import dense, ternary
 from bitnet_ops.convert.names import find_naming
 from bitnet_ops.formats import gguf, gguf_layouts
 from bitnet_ops.formats.sglbitnt import MODEL_FILE, Reader, SglbitntError, model_file
+from bitnet_ops.model_contents import model_config, own_tensors
 from bitnet_ops.models import TensorError, check_names, expected_tensors
 from bitnet_ops.packing import unpack_hf
 from bitnet_ops.quantize import multiplying_scale
@@ -144,13 +145,13 @@ def _in_features(reader: Reader) -> tuple[dict[str, int], list[str]]:
     """True K of the packed tensors as far as the config gives it, and what speaks against it."""
     packed = [name for name, info in reader.tensors.items() if info.packed]
     try:
-        config = ModelConfig.from_hf(reader.config)
+        config = model_config(reader)
         if config.num_hidden_layers > len(reader.tensors):  # do not list a billion names
             raise TensorError(
                 f"got {config.num_hidden_layers} layers, {len(reader.tensors)} tensors"
             )
         expected = expected_tensors(config)
-        check_names(config, reader.tensors)
+        check_names(config, own_tensors(reader, config))
     except (UnsupportedModelError, TensorError) as error:
         padded = packed and reader.version == 1
         return {}, [f"K is 4 * row bytes, padding included: {error}"] if padded else [str(error)]

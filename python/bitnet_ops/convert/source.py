@@ -20,7 +20,15 @@ from bitnet_ops.convert.errors import listed, refuse
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-_JSON_LIMIT_BYTES = 64 << 20  # a shard index of the largest public models is a few MB
+# JSON takes some twenty times its size as objects, and headers are parsed by others; all limits are
+# several times what the largest public models need.
+_CONFIG_LIMIT_BYTES = 1 << 20  # what a model file can hold of it
+_INDEX_LIMIT_BYTES = 16 << 20
+_HEADER_LIMIT_BYTES = 16 << 20  # of one safetensors file
+_MAX_TENSORS = 1 << 16
+# Pages that were read stay in memory as long as their mapping does, and mapping a file anew parses
+# its header: after so many bytes that is worth while.
+_REMAP_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -55,15 +63,11 @@ class Source:
             _check_index(self.folder, index, self.tensors)
 
     def tensor(self, name: str) -> torch.Tensor:
-        """The tensor `name`, in the dtype and shape of the file.
+        """The tensor `name`, in the dtype and shape of the file; a view of its mapping.
 
-        It is a view of a mapping of its own: pages that were read stay in memory as long as their
-        mapping does, which for one kept open would be the whole checkpoint.
+        Raises ConvertError("source-changed") if the file is no longer the one that was opened.
         """
-        file = self.tensors[name].file
-        if file.endswith(".safetensors"):
-            return _open(self.folder / file).get_tensor(name)
-        return self._files[file].get_tensor(name)
+        return self._files[self.tensors[name].file].get_tensor(name)
 
     @property
     def weight_bytes(self) -> int:
@@ -90,8 +94,9 @@ def _read_object(path: Path, missing: str, malformed: str) -> dict[str, Any]:
     """A JSON file whose top level is an object."""
     if not path.is_file():
         refuse(missing, f"{path.name} in {path.parent}", "no such file", "is this a model folder?")
-    if path.stat().st_size > _JSON_LIMIT_BYTES:
-        refuse(malformed, f"{path.name} below 64 MiB", f"{path.stat().st_size} bytes")
+    limit = _INDEX_LIMIT_BYTES if path.name.endswith(".index.json") else _CONFIG_LIMIT_BYTES
+    if path.stat().st_size > limit:
+        refuse(malformed, f"{path.name} of at most {limit} bytes", f"{path.stat().st_size} bytes")
     try:
         text = path.read_text(encoding="utf-8")
         value = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
@@ -103,9 +108,11 @@ def _read_object(path: Path, missing: str, malformed: str) -> dict[str, Any]:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        raise ValueError(f"a key twice among {listed([key for key, _ in pairs])}")
+    result: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in result:
+            raise ValueError(f"a key twice: {key[:80]!r}")
+        result[key] = value
     return result
 
 
@@ -185,9 +192,52 @@ def _shard_names(folder: Path, index: str, weight_map: dict[str, str]) -> list[s
 
 
 def _open(path: Path) -> Any:
-    if path.suffix == ".bin":
-        return pickles.PickleFile(path)
+    return pickles.PickleFile(path) if path.suffix == ".bin" else _Shard(path)
+
+
+class _Shard:
+    """One safetensors file. Its header is parsed once for many tensors, however small they are."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._stamp = path, _stamp(path)
+        self._handle, self._read_bytes = _safe_open(path), 0
+
+    def keys(self) -> list[str]:
+        return list(self._handle.keys())
+
+    def get_slice(self, name: str) -> Any:
+        return self._handle.get_slice(name)
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        if _stamp(self._path) != self._stamp:
+            refuse(
+                "source-changed",
+                f"{self._path.name} as it was when it was opened",
+                "another size, time or file",
+                "convert again once nothing writes to it",
+            )
+        if self._read_bytes > _REMAP_BYTES:
+            self._handle, self._read_bytes = _safe_open(self._path), 0
+        tensor: torch.Tensor = self._handle.get_tensor(name)
+        self._read_bytes += tensor.nbytes
+        return tensor
+
+
+def _stamp(path: Path) -> tuple[int, ...] | None:
+    """What changes with a file: which one it is, its size and time; None for one that is gone."""
     try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def _safe_open(path: Path) -> Any:
+    try:
+        with path.open("rb") as file:
+            header = int.from_bytes(file.read(8), "little")
+        if header > _HEADER_LIMIT_BYTES:
+            raise OSError(f"a header of {header} bytes, more than {_HEADER_LIMIT_BYTES}")
         return safe_open(str(path), framework="pt")
     except (SafetensorError, OSError) as error:
         refuse(
@@ -202,6 +252,8 @@ def _records(files: dict[str, Any]) -> dict[str, TensorRecord]:
     records: dict[str, TensorRecord] = {}
     for file, handle in files.items():
         for name in handle.keys():  # noqa: SIM118 (a safetensors handle is not a mapping)
+            if len(records) == _MAX_TENSORS:
+                refuse("tensor-count", f"at most {_MAX_TENSORS} tensors", f"more, in {file}")
             if name in records:
                 where = f"{records[name].file} and {file}"
                 refuse("duplicate-tensor", f"{name} in one file", f"it in {where}")

@@ -2,12 +2,15 @@
 
 The table is our own because the official package has no I2_S and cannot express its size (a scale
 behind the codes, not one a block). Sources: ggml's `ggml.h` and the GGUF specification; Microsoft's
-fork for 36 to 39. It must not know files, models or what a type's bytes mean.
+fork for 36 to 39. It must not read files, nor know models or what a type's bytes mean.
 """
 
 from __future__ import annotations
 
+import os
+import unicodedata
 from dataclasses import dataclass
+from typing import NoReturn
 
 from bitnet_ops.formats.coded_error import CodedError
 
@@ -15,11 +18,14 @@ MAGIC = b"GGUF"
 VERSIONS = (2, 3)  # 3 differs from 2 by allowing big-endian files, which are refused here
 DEFAULT_ALIGNMENT = 32
 MAX_ALIGNMENT = 1 << 20
-MAX_TENSORS = 1 << 16
-MAX_KEYS = 1 << 16
+# Limits bound what is made of a file before it is known to be a model; real ones stay far below.
+MAX_TENSORS = 1 << 16  # the largest mixtures of experts have some thousand
+MAX_KEYS = 1 << 16  # models have some dozen
 MAX_NAME_BYTES = 1024
 MAX_DIMS = 4
 MAX_ELEMENTS = 1 << 40
+MAX_STRING_BYTES = 1 << 24  # chat templates take some 10 kB
+MAX_ARRAY_STRINGS = 1 << 22  # the largest vocabularies have 262 thousand tokens, 600 thousand merges
 MAX_ARRAY_BYTES = 1 << 28  # of one metadata value; the largest vocabularies take a few MB
 
 
@@ -28,6 +34,19 @@ class GgufError(CodedError):
 
     `code` is the rule's short name, for tests and scripts; the message is one line for people.
     """
+
+
+def fail(
+    path: str | os.PathLike[str], code: str, where: str, expected_got: str, remedy: str = ""
+) -> NoReturn:
+    """Raise GgufError(`<path>: <where>: expected <expected_got>; <remedy> [<code>]`)."""
+    remedy = remedy or "the file is damaged: download or export it again"
+    raise GgufError(code, f"{path}: {where}: expected {expected_got}; {remedy}")
+
+
+def has_control(name: str) -> bool:
+    """Whether a name has control characters, U+0000-001F or U+007F-009F."""
+    return any(unicodedata.category(c) == "Cc" for c in name)
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from bitnet_ops.formats._gguf_rules import (
     STRING,
     TYPES,
     GgufError,
+    has_control,
     padded,
 )
 from bitnet_ops.formats.atomic import atomic_file
@@ -51,12 +52,15 @@ class Writer:
     ) -> None:
         self.path = Path(path)
         self._sizes: dict[str, int] = {}
-        records, offset = b"", 0
+        records, offset = [], 0
         for name, (type_name, shape) in tensors.items():
-            records += self._record(name, type_name, tuple(shape), offset)
+            records.append(self._record(name, type_name, tuple(shape), offset))
             offset += padded(self._sizes[name], DEFAULT_ALIGNMENT)
         keys = b"".join(self._key(key, kind, value) for key, (kind, value) in metadata.items())
-        head = MAGIC + struct.pack("<IQQ", 3, len(tensors), len(metadata)) + keys + records
+        if not tensors:
+            self._fail("tensor_count", "header", "one tensor at least, got 0")
+        counts = struct.pack("<IQQ", 3, len(tensors), len(metadata))
+        head = b"".join([MAGIC, counts, keys, *records])
         self._header = head.ljust(padded(len(head), DEFAULT_ALIGNMENT), b"\0")
         self._waiting = list(reversed(self._sizes))
         self._file: BinaryIO | None = None
@@ -85,6 +89,7 @@ class Writer:
         where = f"tensor {name!r}"
         if not 1 <= len(name.encode()) <= MAX_NAME_BYTES or not 1 <= len(shape) <= MAX_DIMS:
             self._fail("dims", where, f"a name and 1 to {MAX_DIMS} dimensions, got {shape}")
+        self._check_name(where, name)
         kind = TYPES[type_name]
         size = kind.nbytes(shape) if all(dim > 0 for dim in shape) else None
         if size is None:
@@ -94,7 +99,12 @@ class Writer:
         dims = struct.pack(f"<I{len(shape)}Q", len(shape), *reversed(shape))
         return _string(name) + dims + struct.pack("<IQ", kind.number, offset)
 
+    def _check_name(self, where: str, name: str) -> None:
+        if has_control(name):
+            self._fail("name_control", where, f"a name without control characters, got {name!r}")
+
     def _key(self, key: str, kind: str, value: Any) -> bytes:
+        self._check_name(f"key {key!r}", key)
         try:
             if kind.startswith("["):
                 return _string(key) + struct.pack("<I", ARRAY) + _array(kind[1:-1], value)

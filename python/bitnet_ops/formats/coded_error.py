@@ -1,15 +1,30 @@
 """The error of a file format: a sentence for people and a short code for tests and scripts.
 
-It must not know any format, nor which codes there are.
+A file chooses its names and its path may be anything, so what goes to a terminal passes `printable`
+here. It must not know any format, nor which codes there are.
 """
 
 from __future__ import annotations
+
+
+def printable(text: str) -> str:
+    """`text` in one line that a terminal only shows: other characters as Python's escapes.
+
+    Escaped are controls (ESC and line ends among them), marks that turn the direction of text, lone
+    surrogates, and whatever else `str.isprintable` counts out.
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text
+    )
 
 
 class CodedError(ValueError):
     """`code` is the rule's short name, `message` the line for people; str() is both."""
 
     def __init__(self, code: str, message: str) -> None:
+        message = printable(message)
         super().__init__(code, message)
         self.code = code
         self.message = message

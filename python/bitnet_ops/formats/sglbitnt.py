@@ -19,6 +19,7 @@ from bitnet_ops import _runtime
 from bitnet_ops.arena import Arena
 from bitnet_ops.formats._sglbitnt_rules import (
     DTYPES,
+    MAGIC,
     MAX_DIM,
     SglbitntError,
     parse_config,
@@ -26,7 +27,15 @@ from bitnet_ops.formats._sglbitnt_rules import (
 )
 from bitnet_ops.formats._sglbitnt_writer import Writer
 
-__all__ = ["MODEL_FILE", "Reader", "SglbitntError", "TensorInfo", "Writer", "model_file"]
+__all__ = [
+    "MODEL_FILE",
+    "Reader",
+    "SglbitntError",
+    "TensorInfo",
+    "Writer",
+    "is_sglbitnt",
+    "model_file",
+]
 
 MODEL_FILE = "model.bin"  # its name inside a converted model's directory
 _DTYPE_BY_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
@@ -66,6 +75,18 @@ def model_file(path: str | os.PathLike[str]) -> Path:
     """The .bin file that `path` means: itself, or `model.bin` in the directory `path`."""
     path = Path(path)
     return path / MODEL_FILE if path.is_dir() else path
+
+
+def is_sglbitnt(path: str | os.PathLike[str]) -> bool:
+    """Whether `path` is a file that begins as this format does."""
+    path = Path(path)
+    try:
+        if not path.is_file():
+            return False
+        with path.open("rb") as file:
+            return file.read(len(MAGIC)) == MAGIC
+    except (OSError, ValueError):  # ValueError: a zero byte in the path
+        return False
 
 
 class Reader:
@@ -111,9 +132,10 @@ class Reader:
         """The tensor `name` in its dtype and shape.
 
         Version 2: zero-copy (it keeps the file mapped), aligned to 64 bytes. Version 1: zero-copy
-        and unaligned if packed, else a copy. Raises SglbitntError("missing_tensor").
+        and unaligned if packed, else a copy. Raises SglbitntError("missing_tensor"), and
+        ("truncated") if the file was shortened since it was opened, as all that reads data does.
         """
-        info = self._info(name)
+        info = self._mapped(name)
         data = self._bytes[info.offset : info.offset + info.nbytes]
         if info.packed or self.version > 1:
             return data.view(info.dtype).view(info.shape)
@@ -126,7 +148,7 @@ class Reader:
 
         Raises SglbitntError("missing_tensor"), ValueError for a dense tensor.
         """
-        info = self._info(name)
+        info = self._mapped(name)
         if info.scale is not None:
             return torch.tensor([info.scale])
         if not info.packed:
@@ -140,7 +162,7 @@ class Reader:
 
         Raises SglbitntError("missing_tensor"), ValueError for a packed tensor or another range.
         """
-        info = self._info(name)
+        info = self._mapped(name)
         if info.packed or not 0 <= begin <= end <= info.shape[0]:
             raise ValueError(
                 f"rows: expected a dense tensor and a range within {info.shape[0]} rows, got "
@@ -152,7 +174,7 @@ class Reader:
 
     def memory(self, name: str) -> memoryview:
         """The data of `name` as bytes, read-only and zero-copy."""
-        info = self._info(name)
+        info = self._mapped(name)
         return memoryview(self._file)[info.offset : info.offset + info.nbytes]
 
     def check_in_features(self, name: str, in_features: int) -> None:
@@ -199,7 +221,15 @@ class Reader:
     def code_counts(self, name: str) -> tuple[int, int, int]:
         """How many weights of the packed tensor `name` are -1, 0, +1; padding counts as 0."""
         self._info(name)
-        return self._file.code_counts(self._index[name])
+        with typed_errors():
+            return self._file.code_counts(self._index[name])
+
+    def _mapped(self, name: str) -> TensorInfo:
+        """The info of a tensor whose data can be read: the file has not been shortened since."""
+        info = self._info(name)
+        with typed_errors():
+            self._file.check_length()
+        return info
 
     def _info(self, name: str) -> TensorInfo:
         if name not in self.tensors:

@@ -20,7 +20,8 @@ from bitnet_ops.convert.plan import make_plan, scale_name
 from bitnet_ops.convert.source import Source
 from bitnet_ops.convert.ternary import from_packed, packed_scale
 from bitnet_ops.formats.sglbitnt import Reader, model_file
-from bitnet_ops.models import expected_tensors
+from bitnet_ops.model_contents import completed_config, model_config, own_tensors
+from bitnet_ops.models import check_names, expected_tensors
 from bitnet_ops.training.linear import TrainableBitLinear, masters_from_codes
 
 _DROPPED = ("quantization_config", "torch_dtype", "dtype", "auto_map", PRIVATE_BLOCK)
@@ -171,7 +172,8 @@ def _from_checkpoint(folder: Path) -> tuple[dict[str, Any], Iterator[tuple[str, 
 def _from_file(file: Path) -> tuple[dict[str, Any], Iterator[tuple[str, Tensor]]]:
     """The config and the tensors of a .bin file, projections as masters."""
     reader = Reader(file)
-    model = ModelConfig.from_hf(reader.config)
+    model = model_config(reader)
+    check_names(model, own_tensors(reader, model))
     _check_architecture(model, renamed=False)
     specs = expected_tensors(model)
 
@@ -187,4 +189,4 @@ def _from_file(file: Path) -> tuple[dict[str, Any], Iterator[tuple[str, Tensor]]
                 tensor = masters_from_codes(ops.unpack(tensor, spec.shape[1]), info.scale)
             yield name, tensor
 
-    return reader.config, tensors()
+    return completed_config(reader.config, reader.tensors), tensors()
