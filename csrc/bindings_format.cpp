@@ -5,6 +5,7 @@
 #include <pybind11/stl.h>
 
 #include "format/mapped_file.h"
+#include "format/xxh3.h"
 #include "format/xxh64.h"
 
 namespace py = pybind11;
@@ -127,14 +128,35 @@ py::tuple code_counts(const format::SglbitntFile& file, std::size_t index) {
   return py::make_tuple(counts.minus, counts.zero, counts.plus);
 }
 
+std::span<const std::uint8_t> plain_bytes(const py::buffer_info& info, const char* name) {
+  if (info.ndim != 1 || info.itemsize != 1 || (info.size > 1 && info.strides[0] != 1)) {
+    throw py::value_error(std::string(name) + ": expected contiguous bytes in one dimension");
+  }
+  return {static_cast<const std::uint8_t*>(info.ptr), static_cast<std::size_t>(info.size)};
+}
+
 std::uint64_t xxh64(const py::buffer& data) {
   const py::buffer_info info = data.request();
-  if (info.ndim != 1 || info.itemsize != 1 || (info.size > 1 && info.strides[0] != 1))
-    throw py::value_error("xxh64: expected contiguous bytes in one dimension");
-  const std::span<const std::uint8_t> bytes(static_cast<const std::uint8_t*>(info.ptr),
-                                            static_cast<std::size_t>(info.size));
+  const auto bytes = plain_bytes(info, "xxh64");
   py::gil_scoped_release release;
   return format::xxh64(bytes);
+}
+
+// The canonical form: big-endian, the high half first.
+py::bytes xxh3_128(const py::buffer& data) {
+  const py::buffer_info info = data.request();
+  const auto bytes = plain_bytes(info, "xxh3_128");
+  format::Hash128 hash;
+  {
+    py::gil_scoped_release release;
+    hash = format::xxh3_128(bytes);
+  }
+  char out[16];
+  for (int i = 0; i < 8; ++i) {
+    out[i] = static_cast<char>(hash.high >> (56 - 8 * i));
+    out[8 + i] = static_cast<char>(hash.low >> (56 - 8 * i));
+  }
+  return py::bytes(out, sizeof out);
 }
 
 py::list error_codes() {
@@ -168,4 +190,5 @@ void bind_format(py::module_& m) {
       .def_buffer(&buffer_of);
   m.def("format_error_codes", &error_codes);
   m.def("xxh64", &xxh64, py::arg("data"));
+  m.def("xxh3_128", &xxh3_128, py::arg("data"));
 }

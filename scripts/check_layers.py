@@ -37,7 +37,8 @@ PYTHON_LAYERS: dict[str, set[str]] = {
     "attention": {"kv_cache", "ops"},
     "linear": {"ops", "packing"},
     "models": {"attention", "config", "head", "kv_cache", "linear", "ops", "packing", "sparsity"},
-    "prepared": {"_runtime", "arena", "formats", "head", "mapped", "packing"},
+    "cache_files": set(),
+    "prepared": {"_runtime", "arena", "cache_files", "formats", "head", "mapped", "packing"},
     "loading": {"arena", "config", "formats", "head", "models", "ops", "packing", "prepared"},
     "embedding": {"kv_cache", "models"},
     "lora": {"linear", "ops"},
@@ -52,7 +53,7 @@ PYTHON_LAYERS: dict[str, set[str]] = {
         "lora",
         "models",
     }
-    | {"prepared", "sampling", "tokenizer"},
+    | {"cache_files", "sampling", "tokenizer"},
     "engine": {"config", "kv_cache", "models", "sampling"},
     # the second row is for `--verify`, which runs the converted model
     "convert": {"config", "formats", "models", "ops", "packing", "quantize"}

@@ -114,5 +114,8 @@ class SglbitntFile(Buffer):
 def xxh64(data: Buffer) -> int:
     """XXH64 with seed 0 of contiguous bytes."""
 
+def xxh3_128(data: Buffer) -> bytes:
+    """XXH3-128 with seed 0 of contiguous bytes, 16 bytes in canonical order."""
+
 def format_error_codes() -> list[str]:
     """Every value that FormatError.code may take."""

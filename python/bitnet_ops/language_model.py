@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from bitnet_ops import prepared
+from bitnet_ops import cache_files
 from bitnet_ops.config import ModelConfig
 from bitnet_ops.embedding import embed
 from bitnet_ops.engine import Engine, Generation, Limits, Run, Session, Timing
@@ -78,7 +78,7 @@ def load(
     if config.embedding_only:  # the embedding is no head, and is read a row a token
         check_head_format(head_format)
         head_format = "stored"
-    tensors = load_tensors(reader, config, weight_format, head_format, prepared.directory(cache))
+    tensors = load_tensors(reader, config, weight_format, head_format, cache_files.directory(cache))
     model = build(config, tensors, dtype, check_values=False)
     if adapter is not None:
         apply_adapter(model, adapter)
