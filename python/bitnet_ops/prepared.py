@@ -94,7 +94,7 @@ def _write_file(out: BinaryIO, key: str, tensors: Mapping[str, Value]) -> None:
         entries.append({"name": name, "kind": kind, "parts": places, "about": about})
     text = json.dumps({"key": key, "tensors": entries}).encode()
     summed = _SUMMED.pack(_MAGIC, VERSION, len(text), aligned(len(text)) + size)
-    hashes = []
+    hashes: list[bytes] = []
     for block in _blocks([summed.ljust(_HEADER_BYTES, b"\0"), text, *pieces]):
         out.write(block)
         hashes.append(_runtime.xxh3_128(block[_HEADER_BYTES if not hashes else 0 :]))
