@@ -48,6 +48,9 @@ PYTHON_LAYERS: dict[str, set[str]] = {
         "sparsity",
     },
     "cache_files": set(),
+    "hub": set(),
+    # Converts what is not converted, at run time alone: `convert` itself loads only to verify.
+    "obtain": {"_runtime", "cache_files", "convert", "formats", "hub"},
     "prepared": {"_runtime", "arena", "cache_files", "formats", "head", "mapped", "packing"},
     "loading": {"arena", "config", "formats", "head", "models", "ops", "packing", "prepared"},
     "embedding": {"kv_cache", "models"},
@@ -63,10 +66,10 @@ PYTHON_LAYERS: dict[str, set[str]] = {
         "lora",
         "models",
     }
-    | {"cache_files", "sampling", "tokenizer"},
+    | {"cache_files", "obtain", "sampling", "tokenizer"},
     "engine": {"config", "kv_cache", "models", "sampling"},
     # the second row is for `--verify`, which runs the converted model
-    "convert": {"config", "formats", "models", "ops", "packing", "quantize"}
+    "convert": {"config", "formats", "hub", "models", "ops", "packing", "quantize"}
     | {"engine", "kv_cache", "language_model", "lora", "tokenizer"},
     # makes transformers models and hands what was trained to the converter
     "training": {"config", "convert", "formats", "language_model", "linear", "models", "ops"}

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 from functools import partial
 
+from bitnet_ops import hub
 from bitnet_ops.convert.console import show
 from bitnet_ops.convert.errors import refuse
 from bitnet_ops.convert.gguf_import import convert_gguf
@@ -25,7 +26,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "report.json."
     )
     parser.add_argument(
-        "source", metavar="SRC", help="folder with config.json and safetensors, or a .gguf file"
+        "source",
+        metavar="SRC",
+        help="folder with config.json and safetensors, a .gguf file, or a Hugging Face id",
     )
     parser.add_argument("destination", metavar="DST", help="folder to create")
     parser.add_argument(
@@ -86,18 +89,19 @@ def _convert(args: argparse.Namespace, progress: Progress | None) -> ConvertRepo
         format_version=int(args.format.removeprefix("v")),
         progress=progress,
     )
-    if not is_gguf(args.source):
+    source = hub.local(args.source)
+    if not is_gguf(source):
         if args.i2s_layout or args.tokenizer:
             refuse("gguf-option", "a GGUF file with --i2s-layout and --tokenizer", args.source)
         own = dict(trust_scales=args.trust_scales, allow_pickle=args.allow_pickle, lora=args.lora)
         proof = dict(verify=args.verify, text=args.text)
-        return convert(args.source, args.destination, **own, **proof, **common)
+        return convert(source, args.destination, **own, **proof, **common)
     if args.trust_scales or args.allow_pickle or args.lora:
         options = "--trust-scales, --allow-pickle and --lora"
         refuse("folder-option", f"a folder with {options}", args.source)
     layout = args.i2s_layout or "a"
     return convert_gguf(
-        args.source,
+        source,
         args.destination,
         i2s_layout=layout,
         tokenizer=args.tokenizer,
