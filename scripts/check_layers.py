@@ -36,8 +36,22 @@ PYTHON_LAYERS: dict[str, set[str]] = {
     "kv_cache": {"config", "ops"},
     "attention": {"kv_cache", "ops"},
     "linear": {"ops", "packing"},
-    "models": {"attention", "config", "head", "kv_cache", "linear", "ops", "packing", "sparsity"},
-    "prepared": {"_runtime", "arena", "formats", "head", "mapped", "packing"},
+    "models": {
+        "arena",
+        "attention",
+        "config",
+        "head",
+        "kv_cache",
+        "linear",
+        "ops",
+        "packing",
+        "sparsity",
+    },
+    "cache_files": set(),
+    "hub": set(),
+    # Converts what is not converted, at run time alone: `convert` itself loads only to verify.
+    "obtain": {"_runtime", "cache_files", "convert", "formats", "hub"},
+    "prepared": {"_runtime", "arena", "cache_files", "formats", "head", "mapped", "packing"},
     "model_contents": {"config", "formats", "models"},
     "loading": {"arena", "config", "formats", "head", "model_contents", "models", "ops", "packing"}
     | {"prepared"},
@@ -54,10 +68,10 @@ PYTHON_LAYERS: dict[str, set[str]] = {
         "lora",
         "models",
     }
-    | {"model_contents", "prepared", "sampling", "tokenizer"},
+    | {"cache_files", "model_contents", "obtain", "sampling", "tokenizer"},
     "engine": {"config", "kv_cache", "models", "sampling"},
     # the second row is for `--verify`, which runs the converted model
-    "convert": {"config", "formats", "models", "ops", "packing", "quantize"}
+    "convert": {"config", "formats", "hub", "models", "ops", "packing", "quantize"}
     | {"engine", "kv_cache", "language_model", "lora", "model_contents", "tokenizer"},
     # makes transformers models and hands what was trained to the converter
     "training": {"config", "convert", "formats", "language_model", "linear", "models", "ops"}

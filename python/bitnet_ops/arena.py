@@ -23,6 +23,15 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
+def stretch(memory: Tensor, begin: int, end: int) -> Tensor:
+    """Bytes [begin, end) of the uint8 `memory` as a tensor whose storage is these bytes alone.
+
+    A slice would share the storage of all of `memory`, and whoever saves, pickles or copies a
+    tensor does so with its whole storage. The memory lives as long as any tensor over it.
+    """
+    return torch.from_numpy(memory.numpy()[begin:end])
+
+
 class Arena:
     """Memory of `nbytes`, handed out front to back; alive as long as any tensor in it.
 
@@ -51,6 +60,6 @@ class Arena:
                 f"Arena: expected at most {self.memory.nbytes - self._used} more bytes, "
                 f"got {nbytes}; make it larger"
             )
-        view = self.memory[self._used : end].view(dtype).view(tuple(shape))
+        view = stretch(self.memory, self._used, end).view(dtype).view(tuple(shape))
         self._used = aligned(end)
         return view

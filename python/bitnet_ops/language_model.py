@@ -18,25 +18,22 @@ from typing import Any
 
 import torch
 
-from bitnet_ops import prepared
+from bitnet_ops import cache_files
 from bitnet_ops.config import ModelConfig
 from bitnet_ops.embedding import embed
 from bitnet_ops.engine import Engine, Generation, Limits, Run, Session, Timing
 from bitnet_ops.formats import sglbitnt
 from bitnet_ops.head import DEFAULT_HEAD_FORMAT, check_head_format
 from bitnet_ops.loading import load_tensors
-from bitnet_ops.lora import apply_adapter, read_adapter
+from bitnet_ops.lora import Adapter, apply_adapter, read_adapter
 from bitnet_ops.model_contents import model_config
 from bitnet_ops.models import Decoder, build
+from bitnet_ops.obtain import LoadError, convert_again, obtain
 from bitnet_ops.sampling import SamplingParams
 from bitnet_ops.tokenizer import StreamDecoder, Tokenizer, TokenizerError
 
 DEMO_DIR = Path(__file__).parent / "data" / "demo"
 GENERATION_CONFIG = "generation_config.json"
-
-
-class LoadError(ValueError):
-    """A path that holds no converted model; the message says what was looked for and found."""
 
 
 def load(
@@ -47,13 +44,16 @@ def load(
     weight_format: str = "auto",
     head_format: str = DEFAULT_HEAD_FORMAT,
     cache: bool | str | os.PathLike[str] | None = None,
+    convert: bool = True,
     lora: str | os.PathLike[str] | None = None,
 ) -> LanguageModel:
-    """Open a converted model.
+    """Open a model.
 
     Args:
-        path: a directory with model.bin, or a .bin file; its tokenizer files lie beside it. None is
-            the demo model that travels in the package.
+        path: a directory with model.bin, or a .bin file; its tokenizer files lie beside it. Or what
+            `convert` takes: a Hugging Face checkpoint folder, a GGUF file, or a Hugging Face id
+            "org/name" (with huggingface_hub; a path that exists wins). None is the demo model that
+            travels in the package.
         dtype: of the activations inside the layers, float32 or bfloat16.
         kv_dtype: of the KV caches, float32, bfloat16 or int8.
         weight_format: how ternary weights lie in memory: "2bit", "1.6bit", "canonical" (the file's
@@ -65,41 +65,49 @@ def load(
         cache: keep the prepared form of the model in a file, which makes later loads faster: True
             (in bitnet_ops in the user's cache directory, or where BITNET_OPS_CACHE says), a
             directory, False, or None: if BITNET_OPS_CACHE is set. Files there are safe to delete.
+        convert: convert what is no converted model, once: the result is kept in the cache directory
+            (for cache=None too, as for True). False refuses it.
         lora: a PEFT directory whose LoRA adapter runs beside the ternary projections; None is none.
             Its projections, and with them single tokens, run part by part instead of fused.
     Returns the LanguageModel.
-    Raises LoadError, formats.sglbitnt.SglbitntError, config.UnsupportedModelError,
-    models.TensorError, lora.LoraError or tokenizer.TokenizerError: one line that names what is
-    wrong.
+    Raises LoadError, hub.HubError, convert.ConvertError, formats.sglbitnt.SglbitntError,
+    config.UnsupportedModelError, models.TensorError, lora.LoraError or tokenizer.TokenizerError:
+    one line that names what is wrong.
     """
     adapter = None if lora is None else read_adapter(lora)
-    file = _model_file(Path(path) if path is not None else DEMO_DIR)
+    found = obtain(DEMO_DIR if path is None else path, convert=convert, cache=cache)
+    form = dtype, kv_dtype, weight_format, head_format
+    prepared_in = cache_files.directory(cache)
+    try:
+        return _open(found.file, *form, prepared_in, adapter)
+    except sglbitnt.SglbitntError as error:
+        if found.source is None:
+            raise
+        found = convert_again(found, error)
+    return _open(found.file, *form, prepared_in, adapter)
+
+
+def _open(
+    file: Path,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    weight_format: str,
+    head_format: str,
+    cache: Path | None,
+    adapter: Adapter | None,
+) -> LanguageModel:
     reader = sglbitnt.Reader(file, check_codes=False)  # load_tensors checks what it reads
     config = model_config(reader)
     if config.embedding_only:  # the embedding is no head, and is read a row a token
         check_head_format(head_format)
         head_format = "stored"
-    tensors = load_tensors(reader, config, weight_format, head_format, prepared.directory(cache))
+    tensors = load_tensors(reader, config, weight_format, head_format, cache)
     model = build(config, tensors, dtype, check_values=False)
     if adapter is not None:
         apply_adapter(model, adapter)
     folder = file.parent
     tokenizer = Tokenizer.from_dir(folder) if (folder / "tokenizer.json").is_file() else None
     return LanguageModel(model, tokenizer, _stop_ids(folder, config), kv_dtype=kv_dtype, path=file)
-
-
-def _model_file(path: Path) -> Path:
-    file = sglbitnt.model_file(path)
-    if file.is_file():
-        return file
-    if not path.exists():
-        raise LoadError(f"load: expected a model at {path}, got no such file or directory")
-    if any(path.glob("*.safetensors")):
-        raise LoadError(
-            f"load: expected a converted model with {file.name} in {path}, got a Hugging Face "
-            f"checkpoint; convert it first: bitnet-ops convert {path} DST"
-        )
-    raise LoadError(f"load: expected {file.name} in the directory {path}, got none")
 
 
 def _stop_ids(folder: Path, config: ModelConfig) -> frozenset[int]:

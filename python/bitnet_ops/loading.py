@@ -6,11 +6,13 @@ They come from the file itself or from the prepared form that an earlier load ha
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,11 +56,68 @@ def load_tensors(
         return _read(reader, config, formats, head_format)
     layouts = [*sorted(set(formats.values())), head_format]
     file = cache / prepared.file_name(reader, layouts)
-    tensors = prepared.read(file)
-    if tensors is None:
-        tensors = _read(reader, config, formats, head_format)
+
+    def check(tensors: Tensors) -> None:
+        _check_prepared(tensors, reader, config, formats, head_format)
+
+    found = prepared.read(file, check)
+    if found is not None:
+        return found
+    tensors = _read(reader, config, formats, head_format)
+    with contextlib.suppress(TensorError):  # `build` says what is wrong with the model's file
+        check(tensors)
         prepared.write(file, tensors)
     return tensors
+
+
+def _check_prepared(
+    tensors: Tensors,
+    reader: sglbitnt.Reader,
+    config: ModelConfig,
+    formats: Mapping[str, str],
+    head_format: str,
+) -> None:
+    """Raise TensorError unless `tensors` are of the kinds, shapes and types that `_read` makes."""
+    specs, head = expected_tensors(config), f"{_head_of(config)}.weight"
+    if tensors.keys() != specs.keys():
+        raise TensorError(f"expected {len(specs)} tensors, got {len(tensors)} of other names")
+    for name, spec in specs.items():
+        if spec.kind == "ternary":
+            wanted = _ternary_form(reader.tensors[name], spec, formats[name])
+        elif name == head and head_format != "stored":
+            wanted = _head_form(spec, head_format)
+        else:
+            wanted = ("dense", reader.tensors[name].dtype, spec.shape)
+        if _form(tensors[name]) != wanted:
+            raise TensorError(f"expected {name} as {wanted}, got {_form(tensors[name])}")
+
+
+def _ternary_form(info: sglbitnt.TensorInfo, spec: TensorSpec, format: str) -> tuple[Any, ...]:
+    n, k = spec.shape
+    scales = {"tensor": 1, "row": n, "group": n * -(-k // 128)}.get(info.scale_kind)
+    return "ternary", n, k, format, info.group_size, prepacked_shape(n, k, format), scales
+
+
+def _head_form(spec: TensorSpec, head_format: str) -> tuple[Any, ...]:
+    like = HeadWeight.from_dense(torch.empty(spec.shape, device="meta"), head_format)
+    return _form(like)
+
+
+def _form(value: Tensor | PackedWeight | HeadWeight) -> tuple[Any, ...]:
+    """All that can be said of a tensor without its values."""
+    if isinstance(value, PackedWeight):
+        shape = (value.out_features, value.in_features, value.format, value.group_size)
+        return "ternary", *shape, tuple(value.weight.shape), value.scale.numel()
+    if isinstance(value, HeadWeight):
+        weight, scale = value.weight, value.scale
+        about = None if scale is None else (scale.dtype, tuple(scale.shape))
+        features = value.out_features, value.in_features
+        return "head", *features, weight.dtype, tuple(weight.shape), about
+    return "dense", value.dtype, tuple(value.shape)
+
+
+def _head_of(config: ModelConfig) -> str:
+    return "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
 
 
 def prepack_all(
@@ -86,8 +145,7 @@ def prepack_all(
 def _read(
     reader: sglbitnt.Reader, config: ModelConfig, formats: Mapping[str, str], head_format: str
 ) -> Tensors:
-    head = "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
-    specs = expected_tensors(config)
+    head, specs = _head_of(config), expected_tensors(config)
     shapes = [(specs[name].shape, format) for name, format in formats.items()]
     arena = Arena(_private_bytes((shape[0], shape[1], format) for shape, format in shapes))
     tensors: Tensors = {}

@@ -1,21 +1,25 @@
 """The cache of prepared models: files that hold every tensor as the kernels want it.
 
-A file belongs to one source file (by content, size and time of change, not by path), one set of
-layouts and one number of lanes; its name is the hash of all that. It may be deleted at any time. A
-file that is damaged, cut off or of another kind is ignored with a warning and made again. It is
-mapped where the system maps it in huge pages, which serve every later token, and else read into
-huge pages of our own. It must not know what the tensors are for.
+A file belongs to one source file (by content, not by path), one set of layouts and one number of
+lanes; its name is the hash of all that. It may be deleted at any time. A file that is damaged, cut
+off, of another kind or open to other users is ignored with a warning and made again. It is mapped
+where the system maps it in huge pages, which serve every later token, and else read into huge pages
+of our own. It must not know what the tensors are for.
+
+Format: a header of 64 bytes (magic, version, bytes of JSON, bytes after the header, hash), then the
+JSON that lists the tensors and then their data, everything filled up to 64 bytes with zeros. The
+hash is over the header before it and over all that follows.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import struct
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -24,79 +28,56 @@ import torch
 from torch import Tensor
 
 from bitnet_ops import _runtime
-from bitnet_ops.arena import ALIGNMENT, Arena, aligned
-from bitnet_ops.formats import sglbitnt
-from bitnet_ops.formats.atomic import atomic_file
+from bitnet_ops.arena import ALIGNMENT, Arena, aligned, stretch
+from bitnet_ops.cache_files import ENVIRONMENT, CacheError, PrivateDirectory
+from bitnet_ops.formats import content_hash, sglbitnt
+from bitnet_ops.formats.content_hash import CHUNK
 from bitnet_ops.head import HeadWeight
-from bitnet_ops.mapped import HUGE_PAGE, map_huge
+from bitnet_ops.mapped import map_huge
 from bitnet_ops.packing import PackedWeight
 
-ENVIRONMENT = "BITNET_OPS_CACHE"
-VERSION = 2  # of this file's format and of the private layouts; raise it when either changes
+VERSION = 3  # of this file's format and of the private layouts; raise it when either changes
 _MAGIC = b"BITNETPM"
-_HEADER = struct.Struct("<8sIQ32s")  # magic, version, bytes of JSON, digest
-_CHUNK = 2 * HUGE_PAGE  # bytes written, read and summed at a time: they fit the caches of the CPU
-_SAMPLES, _SAMPLE_BYTES = 64, 4096
+_SUMMED = struct.Struct("<8sIQQ")  # magic, version, bytes of JSON, bytes after the header
+_HEADER_BYTES = 64  # then the hash, then zeros
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (torch.uint8, torch.int8, torch.float16, torch.bfloat16, torch.float32)
+}
 
 Value = Tensor | PackedWeight | HeadWeight
-
-
-class _Unusable(Exception):
-    """Why a cache file cannot be used."""
-
-
-def directory(choice: bool | str | os.PathLike[str] | None) -> Path | None:
-    """Where prepared models lie, None for no cache.
-
-    `choice`: a directory; True, the one of the environment variable BITNET_OPS_CACHE or else
-    bitnet_ops in the user's cache directory; False, none; None, that of BITNET_OPS_CACHE if set.
-    """
-    given = os.environ.get(ENVIRONMENT)
-    if choice is False or (choice is None and not given):
-        return None
-    if choice is not None and choice is not True:
-        return Path(choice)
-    if given:
-        return Path(given)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "bitnet_ops"
 
 
 def file_name(reader: sglbitnt.Reader, formats: Sequence[str]) -> str:
     """The name of the prepared form of `reader`'s file in the layouts `formats`.
 
-    A hash of the file's size, time of change, headers and samples of its data (not of all: reading
-    them would cost what the cache saves), and of what the layouts depend on.
+    A hash of the file's content and of what the layouts depend on.
     """
-    status = reader.path.stat()
-    digest = hashlib.sha256()
-    about = [VERSION, _runtime.tile_lanes(), *formats, status.st_size, status.st_mtime_ns]
-    digest.update(json.dumps([about, reader.config]).encode())
-    digest.update(repr(list(reader.tensors.values())).encode())
-    with open(reader.path, "rb") as file:
-        for i in range(_SAMPLES + 1):
-            file.seek(max(0, status.st_size - _SAMPLE_BYTES) * i // _SAMPLES)
-            digest.update(file.read(_SAMPLE_BYTES))
-    return digest.hexdigest()[:32] + ".prepared"
+    about = [VERSION, _runtime.tile_lanes(), *formats, reader.version, reader.fingerprint().hex()]
+    return hashlib.sha256(json.dumps(about).encode()).hexdigest()[:32] + ".prepared"
 
 
 # Writing --------------------------------------------------------------------------------------
 
 
 def write(file: Path, tensors: Mapping[str, Value]) -> None:
-    """Write `tensors` to `file`, which appears whole or not at all.
+    """Write `tensors` to `file`, which appears whole or not at all, for this user alone.
 
     A directory or disk that refuses costs a warning, not the model.
     """
     try:
-        file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with atomic_file(file) as out:
+        with PrivateDirectory(file.parent, make=True) as folder, folder.new(file.name) as out:
             _write_file(out, file.stem, tensors)
-    except OSError as error:
+    except (OSError, CacheError) as error:
         warnings.warn(
-            f"cache: expected room for a prepared model in {file.parent}, got error {error}; "
-            f"going on without (set {ENVIRONMENT} to another directory)",
+            f"cache: expected room for a prepared model in {file.parent}, got {_told(error)}; "
+            f"going on without (a directory of your own serves: mode 700, {ENVIRONMENT} names it)",
             stacklevel=2,
         )
+
+
+def _told(error: Exception) -> str:
+    return str(error) if isinstance(error, CacheError) else f"error {error}"
 
 
 def _write_file(out: BinaryIO, key: str, tensors: Mapping[str, Value]) -> None:
@@ -112,34 +93,33 @@ def _write_file(out: BinaryIO, key: str, tensors: Mapping[str, Value]) -> None:
             size += aligned(part.nbytes)
         entries.append({"name": name, "kind": kind, "parts": places, "about": about})
     text = json.dumps({"key": key, "tensors": entries}).encode()
-    start = aligned(_HEADER.size + len(text))
-    head = _HEADER.pack(_MAGIC, VERSION, len(text), bytes(32)) + text
-    for block in _blocks([head, *pieces]):
+    summed = _SUMMED.pack(_MAGIC, VERSION, len(text), aligned(len(text)) + size)
+    hashes: list[bytes] = []
+    for block in _blocks([summed.ljust(_HEADER_BYTES, b"\0"), text, *pieces]):
         out.write(block)
-    out.flush()
-    with open(out.name, "rb") as written:  # also proves that it can be read
-        _, digest = _read_data(written.fileno(), start, size, text)
-    out.seek(0)
-    out.write(_HEADER.pack(_MAGIC, VERSION, len(text), digest))
+        hashes.append(_runtime.xxh3_128(block[_HEADER_BYTES if not hashes else 0 :]))
+    out.seek(len(summed))
+    out.write(content_hash.of_chunks(summed, hashes))
 
 
 def _blocks(pieces: Iterable[bytes | memoryview]) -> Iterator[memoryview]:
-    """The pieces, each filled up to ALIGNMENT with zeros, in blocks of _CHUNK bytes.
+    """The pieces, each filled up to ALIGNMENT with zeros, in blocks of CHUNK bytes.
 
     A file written in whole huge pages lies in the page cache in huge pages.
     """
-    block = bytearray(_CHUNK)
+    block = bytearray(CHUNK)
     used = 0
     for piece in pieces:
         for part in (memoryview(piece), memoryview(bytes(-len(piece) % ALIGNMENT))):
             while len(part):
-                count = min(len(part), _CHUNK - used)
+                count = min(len(part), CHUNK - used)
                 block[used : used + count] = part[:count]
                 part, used = part[count:], used + count
-                if used == _CHUNK:
+                if used == CHUNK:
                     yield memoryview(block)
                     used = 0
-    yield memoryview(block)[:used]
+    if used:
+        yield memoryview(block)[:used]
 
 
 def _taken_apart(value: Value) -> tuple[str, list[Tensor], list[Any]]:
@@ -155,17 +135,6 @@ def _taken_apart(value: Value) -> tuple[str, list[Tensor], list[Any]]:
     return "dense", [value], []
 
 
-def _put_together(kind: str, parts: Sequence[Tensor], about: Sequence[Any]) -> Value:
-    if kind == "ternary":
-        scale = parts[1] if len(parts) > 1 else torch.tensor([about[4]])
-        if about[3]:
-            scale = scale.view(about[0], -1)
-        return PackedWeight(parts[0], scale, *about[:4])
-    if kind == "head":
-        return HeadWeight(parts[0], parts[1] if len(parts) > 1 else None, *about)
-    return parts[0]
-
-
 def _bytes_of(tensor: Tensor) -> np.ndarray[Any, Any]:
     return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
 
@@ -173,69 +142,109 @@ def _bytes_of(tensor: Tensor) -> np.ndarray[Any, Any]:
 # Reading --------------------------------------------------------------------------------------
 
 
-def read(file: Path) -> dict[str, Value] | None:
-    """The tensors that `write` put into `file`, views of one Arena; None if it cannot be used.
+def read(
+    file: Path, check: Callable[[dict[str, Value]], None] = lambda tensors: None
+) -> dict[str, Value] | None:
+    """The tensors that `write` put into `file`, over one stretch of memory; None if it is no good.
 
-    No file at all is the ordinary case; one that is there and unusable costs a warning.
+    `check` raises ValueError for tensors that are not those wanted. No file at all is the ordinary
+    case; one that is there and cannot be used, whatever is in it, costs a warning.
     """
     try:
-        with open(file, "rb") as source:
-            return _read_file(source, file.stem)
-    except (FileNotFoundError, NotADirectoryError):
+        folder = PrivateDirectory(file.parent)
+    except (OSError, CacheError):
+        return None  # what is wrong with the directory is said where something is written to it
+    try:
+        with folder, folder.open(file.name) as source:
+            tensors = _read_file(source.fileno(), file.stem)
+            check(tensors)
+            return tensors
+    except FileNotFoundError:
         return None
-    except (OSError, _Unusable) as error:
+    except (OSError, CacheError, ValueError, RuntimeError) as error:
         warnings.warn(
-            f"cache: expected a prepared model in {file}, got {error}; it is made again",
+            f"cache: expected a prepared model in {file}, got {_told(error)}; it is made again",
             stacklevel=2,
         )
         return None
 
 
-def _read_file(source: BinaryIO, key: str) -> dict[str, Value]:
-    head = source.read(_HEADER.size)
-    if len(head) < _HEADER.size:
-        raise _Unusable("an incomplete header")
-    magic, version, length, digest = _HEADER.unpack(head)
-    size = os.fstat(source.fileno()).st_size
-    if magic != _MAGIC or version != VERSION or length > size:
-        raise _Unusable("a file of another kind or version")
-    text = source.read(length)
-    start = aligned(_HEADER.size + length)
-    if size < start or (size - start) % ALIGNMENT:
-        raise _Unusable("an incomplete file")
-    memory, found = _read_data(source.fileno(), start, size - start, text)
-    if found != digest:
-        raise _Unusable("other data than were written")
-    content = json.loads(text)  # which the digest covers
+def _read_file(descriptor: int, key: str) -> dict[str, Value]:
+    size = os.fstat(descriptor).st_size
+    head = os.pread(descriptor, _HEADER_BYTES, 0)
+    if len(head) < _HEADER_BYTES:
+        raise CacheError("an incomplete header")
+    magic, version, length, body_bytes = _SUMMED.unpack_from(head)
+    if magic != _MAGIC or version != VERSION or aligned(length) > body_bytes:
+        raise CacheError("a file of another kind or version")
+    if size != _HEADER_BYTES + body_bytes:
+        raise CacheError("an incomplete file")
+    body, hashes = _read_body(descriptor, size)
+    digest = content_hash.of_chunks(head[: _SUMMED.size], hashes)
+    if head[_SUMMED.size :] != digest.ljust(_HEADER_BYTES - _SUMMED.size, b"\0"):
+        raise CacheError("other data than were written")
+    try:
+        return _tensors(bytes(body[:length].numpy()), key, body[aligned(length) :])
+    except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise CacheError(f"a list of tensors that cannot be read ({error!r})") from None
+
+
+def _tensors(text: bytes, key: str, data: Tensor) -> dict[str, Value]:
+    content = json.loads(text)
     if content["key"] != key:
-        raise _Unusable("the prepared form of another model")
-    return {entry["name"]: _value(entry, memory) for entry in content["tensors"]}
+        raise CacheError("the prepared form of another model")
+    entries = content["tensors"]
+    tensors = {entry["name"]: _value(entry, data) for entry in entries}
+    if len(tensors) != len(entries):
+        raise ValueError("a name twice")
+    return tensors
 
 
-def _value(entry: Mapping[str, Any], memory: Tensor) -> Value:
-    parts = [
-        memory[at : at + nbytes].view(getattr(torch, dtype)).view(shape)
-        for dtype, shape, at, nbytes in entry["parts"]
-    ]
-    return _put_together(entry["kind"], parts, entry["about"])
+def _value(entry: Mapping[str, Any], data: Tensor) -> Value:
+    parts = [_part(data, *place) for place in entry["parts"]]
+    kind, about = entry["kind"], entry["about"]
+    weight, scale = parts if len(parts) == 2 else (parts[0], None)
+    if kind == "ternary":
+        n, k, format, group_size = about[:4]
+        if scale is None:
+            scale = torch.tensor([float(about[4])])
+        if group_size:
+            scale = scale.view(n, -1)
+        return PackedWeight(weight, scale, n, k, format, group_size)
+    if kind == "head":
+        rows, features = about
+        return HeadWeight(weight, scale, rows, features)
+    if kind != "dense":
+        raise ValueError(f"kind {kind}")
+    return weight
 
 
-def _read_data(descriptor: int, start: int, size: int, text: bytes) -> tuple[Tensor, bytes]:
-    """The data from `start` on, and the digest of them and of the JSON `text`."""
+def _part(data: Tensor, dtype: str, shape: list[int], at: int, nbytes: int) -> Tensor:
+    kind = _DTYPES[dtype]
+    if min(shape, default=0) < 0 or math.prod(shape) * kind.itemsize != nbytes:
+        raise ValueError(f"shape {shape} in {nbytes} bytes")
+    if at < 0 or at % ALIGNMENT or at + nbytes > data.nbytes:
+        raise ValueError(f"{nbytes} bytes at {at}")
+    return stretch(data, at, at + nbytes).view(kind).view(shape)
+
+
+def _read_body(descriptor: int, size: int) -> tuple[Tensor, list[bytes]]:
+    """What follows the header in a file of `size` bytes, and the hashes of its chunks.
+
+    Chunks are those of the file, so that each is a huge page or two of the page cache.
+    """
     mapping = map_huge(descriptor)
-    memory = Arena(size).memory if mapping is None else mapping[start : start + size]
+    memory = Arena(size).memory if mapping is None else mapping
     target = memoryview(memory.numpy().data)
 
-    def sum_of_chunk(at: int) -> int:
-        chunk = target[at : at + _CHUNK]
+    def hash_of_chunk(index: int) -> bytes:
+        at = CHUNK * index
+        chunk = target[at : at + CHUNK]
         if mapping is None:
-            _fill(chunk, descriptor, start + at)
-        return int(np.frombuffer(chunk, dtype=np.int64).sum())  # ALIGNMENT is a multiple of 8
+            _fill(chunk, descriptor, at)
+        return _runtime.xxh3_128(chunk if index else chunk[_HEADER_BYTES:])
 
-    with ThreadPoolExecutor(min(4, torch.get_num_threads())) as pool:
-        sums = list(pool.map(sum_of_chunk, range(0, size, _CHUNK)))
-    summary = np.array([size, *sums], dtype=np.int64).tobytes()
-    return memory, hashlib.sha256(text + summary).digest()
+    return memory[_HEADER_BYTES:size], content_hash.each_chunk(size, hash_of_chunk)
 
 
 def _fill(chunk: memoryview, descriptor: int, start: int) -> None:
@@ -244,5 +253,5 @@ def _fill(chunk: memoryview, descriptor: int, start: int) -> None:
     while done < len(chunk):
         count = os.preadv(descriptor, [chunk[done:]], start + done)
         if count == 0:
-            raise _Unusable("an incomplete file")
+            raise CacheError("an incomplete file")
         done += count

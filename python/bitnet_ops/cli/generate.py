@@ -23,8 +23,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "positionals",
         nargs="+",
         metavar="[MODEL] PROMPT",
-        help="a converted model (directory or .bin; default: the embedded demo), and the text to "
-        "continue (- reads it from stdin)",
+        help="a model (converted directory, .bin, checkpoint folder, .gguf, or Hugging Face id; "
+        "default: the embedded demo), and the text to continue (- reads it from stdin)",
     )
     add_model_arguments(parser)
     add_sampling_arguments(parser, max_new_tokens=128)
@@ -50,6 +50,12 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="keep the prepared model in a file for later runs (in BITNET_OPS_CACHE if set, which "
         "also switches this on; safe to delete)",
+    )
+    group.add_argument(
+        "--no-convert",
+        dest="convert",
+        action="store_false",
+        help="take converted models alone; others are converted once and kept in the cache",
     )
     group.add_argument(
         "--lora", metavar="DIR", help="run the LoRA adapter of a PEFT directory beside the model"
@@ -119,6 +125,7 @@ def open_model(path: str | None, args: argparse.Namespace) -> LanguageModel:
         weight_format=args.weight_format,
         head_format=args.head_format,
         cache=args.cache or None,
+        convert=args.convert,
         lora=args.lora,
     )
     for note in lm.config.notes:

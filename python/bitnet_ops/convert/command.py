@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 from functools import partial
 
+from bitnet_ops import hub
 from bitnet_ops.convert.bin_import import convert_bin, is_bin
 from bitnet_ops.convert.console import show
 from bitnet_ops.convert.errors import refuse
@@ -28,7 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "source",
         metavar="SRC",
-        help="folder with config.json and safetensors, a .gguf file, or a .bin file to write anew",
+        help="folder with config.json and safetensors, a .gguf file, a Hugging Face id, or a .bin file "
+        "to write anew",
     )
     parser.add_argument("destination", metavar="DST", help="folder to create")
     parser.add_argument(
@@ -89,28 +91,27 @@ def _convert(args: argparse.Namespace, progress: Progress | None) -> ConvertRepo
         format_version=int(args.format.removeprefix("v")),
         progress=progress,
     )
-    if is_bin(args.source):
+    source = hub.local(args.source)
+    if is_bin(source):
         others = ("verify", "assume_online", "i2s_layout", "tokenizer", "allow_pickle", "lora")
         given = [f"--{name.replace('_', '-')}" for name in others if getattr(args, name)]
         if given:
             got = f"{', '.join(given)} for {args.source}"
             refuse("bin-option", "a .bin file, copied bit for bit and compared, without it", got)
         del common["assume_online"]
-        return convert_bin(
-            args.source, args.destination, trust_scales=args.trust_scales, **common
-        )
-    if not is_gguf(args.source):
+        return convert_bin(source, args.destination, trust_scales=args.trust_scales, **common)
+    if not is_gguf(source):
         if args.i2s_layout or args.tokenizer:
             refuse("gguf-option", "a GGUF file with --i2s-layout and --tokenizer", args.source)
         own = dict(trust_scales=args.trust_scales, allow_pickle=args.allow_pickle, lora=args.lora)
         proof = dict(verify=args.verify, text=args.text)
-        return convert(args.source, args.destination, **own, **proof, **common)
+        return convert(source, args.destination, **own, **proof, **common)
     if args.trust_scales or args.allow_pickle or args.lora:
         options = "--trust-scales, --allow-pickle and --lora"
         refuse("folder-option", f"a folder with {options}", args.source)
     layout = args.i2s_layout or "a"
     return convert_gguf(
-        args.source,
+        source,
         args.destination,
         i2s_layout=layout,
         tokenizer=args.tokenizer,

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from bitnet_ops import ops
+from bitnet_ops import hub, ops
 from bitnet_ops.config import UnsupportedModelError
 from bitnet_ops.convert import source as hf
 from bitnet_ops.convert.errors import ConvertError
@@ -85,9 +85,10 @@ class Source(Protocol):
 def open_source(path: str | os.PathLike[str], i2s_layout: str = "a") -> Source:
     """The Source at `path`: a .bin or .gguf file, a folder with model.bin, or a checkpoint folder.
 
-    Raises SglbitntError, GgufError or ConvertError for what is damaged.
+    Or a Hugging Face id. Raises SglbitntError, GgufError or ConvertError for what is damaged, and
+    HubError.
     """
-    place = Path(path)
+    place = hub.local(path)
     if gguf.is_gguf(place):
         return GgufSource(place, i2s_layout)
     if place.is_dir() and not (place / MODEL_FILE).exists() and (place / "config.json").exists():

@@ -7,6 +7,7 @@ a config says outside its block "bitnet_ops".
 from __future__ import annotations
 
 import os
+import struct
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from bitnet_ops import _runtime
-from bitnet_ops.arena import Arena
+from bitnet_ops.arena import Arena, stretch
 from bitnet_ops.formats._sglbitnt_rules import (
     DTYPES,
     MAGIC,
@@ -26,6 +27,7 @@ from bitnet_ops.formats._sglbitnt_rules import (
     typed_errors,
 )
 from bitnet_ops.formats._sglbitnt_writer import Writer
+from bitnet_ops.formats.content_hash import content_hash
 
 __all__ = [
     "MODEL_FILE",
@@ -38,6 +40,7 @@ __all__ = [
 ]
 
 MODEL_FILE = "model.bin"  # its name inside a converted model's directory
+_HEADER_BYTES, _CONFIG_OFFSET_AT = 64, 24  # of version 2; the rest follows the config
 _DTYPE_BY_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
 
 
@@ -136,7 +139,7 @@ class Reader:
         ("truncated") if the file was shortened since it was opened, as all that reads data does.
         """
         info = self._mapped(name)
-        data = self._bytes[info.offset : info.offset + info.nbytes]
+        data = stretch(self._bytes, info.offset, info.offset + info.nbytes)
         if info.packed or self.version > 1:
             return data.view(info.dtype).view(info.shape)
         copy = Arena(info.nbytes).take(info.shape, info.dtype)  # data is unaligned in the file
@@ -153,7 +156,7 @@ class Reader:
             return torch.tensor([info.scale])
         if not info.packed:
             raise ValueError(f"scales: expected a packed tensor, got {name} {info.dtype}")
-        stored = self._bytes[info.scales_offset : info.scales_offset + info.scales_nbytes]
+        stored = stretch(self._bytes, info.scales_offset, info.scales_offset + info.scales_nbytes)
         values = stored.view(info.scale_dtype).float()
         return values if info.scale_kind == "row" else values.view(info.shape[0], -1)
 
@@ -176,6 +179,21 @@ class Reader:
         """The data of `name` as bytes, read-only and zero-copy."""
         info = self._mapped(name)
         return memoryview(self._file)[info.offset : info.offset + info.nbytes]
+
+    def fingerprint(self) -> bytes:
+        """16 bytes that stand for the content of the whole file.
+
+        Version 2: of the header, the config and the index, in which the checksums of all data are.
+        Version 1 has none, so its every byte is read.
+        """
+        content = memoryview(self._file)
+        if self.version == 1:
+            whole = content_hash(content)
+            for name in self.tensors:
+                self.release(name)
+            return whole
+        (config_at,) = struct.unpack_from("<Q", content, _CONFIG_OFFSET_AT)
+        return content_hash(bytes(content[:_HEADER_BYTES]) + bytes(content[config_at:]))
 
     def check_in_features(self, name: str, in_features: int) -> None:
         """Check the packed tensor `name` against its true K: row bytes, and padding codes all 1.

@@ -154,6 +154,11 @@ class Decoder(nn.Module):
             self._step_bound = [layer.bound for layer in layers]
         return self._step
 
+    def __getstate__(self) -> dict[str, Any]:
+        # What a step has gathered is memory that it shares with this model's buffers; a copy, from
+        # `copy.deepcopy` or a pickle, gathers anew from its own.
+        return {**self.__dict__, "_step": None, "_step_bound": []}
+
     def _check_inputs(self, input_ids: Tensor, cache: KVCache) -> None:
         if input_ids.dtype != torch.int64 or input_ids.dim() != 2 or not input_ids.shape[1]:
             raise ValueError(

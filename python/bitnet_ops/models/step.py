@@ -1,6 +1,6 @@
 """A decoder's weights as the arguments of `ops.decode_step`, which runs a whole step in one call.
 
-Scales and gains are gathered into one tensor each, of which the modules' own buffers become views:
+Scales and gains are gathered into one tensor each, in whose memory the modules' own buffers lie:
 there is one copy of every number, and a buffer changed in place changes what the step reads.
 It must not know ids, caches' owners or sampling.
 """
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from bitnet_ops import ops
+from bitnet_ops.arena import stretch
 from bitnet_ops.config import PROJECTIONS, ModelConfig
 from bitnet_ops.models.layer import is_plain
 
@@ -110,11 +111,12 @@ def _gain_names(c: ModelConfig) -> tuple[str, ...]:
 
 @torch.inference_mode(False)  # or the buffers could not be changed in place outside of it
 def _gather(modules: Sequence[nn.Module], name: str) -> Tensor:
-    """One tensor of the modules' buffers `name`, each of which becomes a view of its part."""
+    """One tensor of the modules' buffers `name`, each of which comes to lie in its part."""
     flat = torch.cat([module.get_buffer(name).flatten() for module in modules])
-    at = 0
+    memory, at = flat.view(torch.uint8), 0
     for module in modules:
         old = module.get_buffer(name)
-        setattr(module, name, flat[at : at + old.numel()].view_as(old))
-        at += old.numel()
+        part = stretch(memory, at, at + old.nbytes)  # a slice would be saved with all the others
+        setattr(module, name, part.view(old.dtype).view_as(old))
+        at += old.nbytes
     return flat
