@@ -25,9 +25,10 @@ PYTHON_LAYERS: dict[str, set[str]] = {
     "_grad": set(),
     "quantize": set(),
     "config": set(),
+    "untrusted": set(),
     "sampling": set(),
-    "tokenizer": set(),
-    "formats": {"_runtime", "arena"},
+    "tokenizer": {"untrusted"},
+    "formats": {"_runtime", "arena", "untrusted"},
     "ops": {"_fakes", "_grad", "_runtime"},
     "packing": {"ops"},
     "arena": {"_runtime"},
@@ -40,7 +41,7 @@ PYTHON_LAYERS: dict[str, set[str]] = {
     "prepared": {"_runtime", "arena", "formats", "head", "mapped", "packing"},
     "loading": {"arena", "config", "formats", "head", "models", "ops", "packing", "prepared"},
     "embedding": {"kv_cache", "models"},
-    "lora": {"linear", "ops"},
+    "lora": {"linear", "ops", "untrusted"},
     "language_model": {
         "config",
         "embedding",
@@ -52,15 +53,15 @@ PYTHON_LAYERS: dict[str, set[str]] = {
         "lora",
         "models",
     }
-    | {"prepared", "sampling", "tokenizer"},
+    | {"prepared", "sampling", "tokenizer", "untrusted"},
     "engine": {"config", "kv_cache", "models", "sampling"},
     # the second row is for `--verify`, which runs the converted model
     "convert": {"config", "formats", "models", "ops", "packing", "quantize"}
-    | {"engine", "kv_cache", "language_model", "lora", "tokenizer"},
+    | {"engine", "kv_cache", "language_model", "lora", "tokenizer", "untrusted"},
     # makes transformers models and hands what was trained to the converter
     "training": {"config", "convert", "formats", "language_model", "linear", "models", "ops"}
-    | {"packing", "quantize"},
-    "dummy": {"config", "formats", "head", "loading", "models", "packing"},
+    | {"packing", "quantize", "untrusted"},
+    "dummy": {"config", "formats", "head", "loading", "models", "packing", "untrusted"},
     "integrations": {"config", "convert", "linear", "ops", "packing", "quantize"},
     "machine": set(),
     "doctor": {"_runtime", "machine", "ops"},

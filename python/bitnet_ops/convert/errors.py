@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import NoReturn
 
+from bitnet_ops.untrusted import printable
+
 
 class ConvertError(ValueError):
     """A checkpoint, a destination or a result that is refused; `code` names the reason."""
@@ -20,7 +22,8 @@ class ConvertError(ValueError):
 def refuse(code: str, expected: str, found: str, remedy: str = "") -> NoReturn:
     """Raise ConvertError(`convert [code]: expected ..., found ...; remedy`)."""
     tail = f"; {remedy}" if remedy else ""
-    raise ConvertError(code, f"convert [{code}]: expected {expected}, found {found}{tail}")
+    line = f"convert [{code}]: expected {expected}, found {found}{tail}"
+    raise ConvertError(code, printable(line))
 
 
 def listed(names: list[str], limit: int = 4) -> str:

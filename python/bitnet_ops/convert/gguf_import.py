@@ -93,7 +93,7 @@ def convert_gguf(
             plan.assumed_online = assume_online
             check_destination(source, target, force=force)
             options = dict(i2s_layout=i2s_layout, assume_online=assume_online)
-            with building(target) as folder:
+            with building(target, force=force) as folder:
                 with _writer(reader, plan, folder, i2s_layout, format_version) as writer:
                     totals = _write(reader, plan, writer, progress, options)
                 files = _tokenizer(reader, plan, folder, tokenizer)

@@ -47,6 +47,7 @@ def convert(
     trust_scales: bool = False,
     allow_pickle: bool = False,
     lora: str | Path | None = None,
+    masters: dict[str, Any] | None = None,
     progress: Progress | None = None,
 ) -> ConvertReport:
     """Convert the checkpoint folder `src_dir` into the new folder `dst`.
@@ -66,6 +67,7 @@ def convert(
             weights_only=True, which runs no code of the file.
         lora: a PEFT directory whose LoRA adapter is merged into the masters before they are
             ternarised; packed sources have no masters.
+        masters: what is known of the masters, for the report; `quantize` gives it.
         progress: called as progress(done, total, tensor_name) before each tensor.
 
     Returns the report, which also lies in `dst`.
@@ -85,10 +87,11 @@ def convert(
     if not trust_scales:
         check_scale_sense(_scales(source, plan), plan.scheme)
     try:
-        with building(target) as folder:
+        with building(target, force=force) as folder:
             report = _build(source, plan, folder, format_version, progress)
             if verify:
                 _verify(source, plan, folder, report, None if text is None else Path(text))
+            report.masters = masters
             report.seconds = round(time.perf_counter() - started, 3)
             report.write(folder)
     except (OSError, SglbitntError) as error:

@@ -128,12 +128,11 @@ def quantize(
             verify=verify,
             force=replace,
             assume_online=not declared,
+            masters={k: v for k, v in report.to_dict().items() if k != "conversion"},
             progress=progress,
         )
-        report.conversion.masters = {k: v for k, v in report.to_dict().items() if k != "conversion"}
-        report.conversion.write(target)
     else:
-        with building(target) as folder:
+        with building(target, force=False) as folder:
             _write_packed(source, plan, folder, progress)
     return report
 
