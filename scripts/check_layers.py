@@ -27,7 +27,11 @@ PYTHON_LAYERS: dict[str, set[str]] = {
     "config": set(),
     "untrusted": set(),
     "sampling": set(),
-    "tokenizer": {"untrusted"},
+    "bounded": set(),
+    "_bounded_child": set(),  # a script of its own
+    "chat_template": {"bounded", "untrusted"},
+    "tokenizer_guard": {"bounded"},
+    "tokenizer": {"chat_template", "tokenizer_guard", "untrusted"},
     "formats": {"_runtime", "arena", "untrusted"},
     "ops": {"_fakes", "_grad", "_runtime"},
     "packing": {"ops"},
@@ -57,7 +61,8 @@ PYTHON_LAYERS: dict[str, set[str]] = {
     "engine": {"config", "kv_cache", "models", "sampling"},
     # the second row is for `--verify`, which runs the converted model
     "convert": {"config", "formats", "models", "ops", "packing", "quantize"}
-    | {"engine", "kv_cache", "language_model", "lora", "tokenizer", "untrusted"},
+    | {"engine", "kv_cache", "language_model", "lora", "tokenizer", "tokenizer_guard"}
+    | {"untrusted"},
     # makes transformers models and hands what was trained to the converter
     "training": {"config", "convert", "formats", "language_model", "linear", "models", "ops"}
     | {"packing", "quantize", "untrusted"},

@@ -34,6 +34,7 @@ from bitnet_ops.convert.gguf_config import (
 from bitnet_ops.convert.gguf_tensors import DENSE, Ternary, dense, ternary
 from bitnet_ops.convert.gguf_tokenizer import tokenizer_files
 from bitnet_ops.convert.report import ConvertReport, Progress, TernaryTotals, file_sha256
+from bitnet_ops.convert.source import copy_files
 from bitnet_ops.formats.gguf import GgufError, Reader, TensorInfo
 from bitnet_ops.formats.gguf_layouts import I2S_LAYOUTS
 from bitnet_ops.formats.sglbitnt import SglbitntError, Writer
@@ -284,7 +285,7 @@ def _tokenizer(
         names = [name for name in TRAVELLERS if (Path(choice) / name).is_file()]
         if "tokenizer.json" not in names:
             refuse("tokenizer-missing", f"tokenizer.json in {choice}", "no such file")
-        made = {name: (Path(choice) / name).read_text(encoding="utf-8") for name in names}
+        return copy_files(Path(choice), folder, names)
     for name, text in made.items():
         (folder / name).write_text(text, encoding="utf-8")
     return list(made)

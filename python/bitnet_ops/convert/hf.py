@@ -8,7 +8,6 @@ largest tensor.
 from __future__ import annotations
 
 import importlib.metadata
-import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from bitnet_ops.convert.errors import ConvertError, refuse
 from bitnet_ops.convert.merged import MergedSource
 from bitnet_ops.convert.plan import EMBEDDING, HEAD, Plan, make_plan, scale_name
 from bitnet_ops.convert.report import ConvertReport, Progress, TernaryTotals, file_sha256
-from bitnet_ops.convert.source import Source, check_pooling
+from bitnet_ops.convert.source import Source, check_pooling, copy_files
 from bitnet_ops.convert.ternary import (
     check_finite,
     from_masters,
@@ -111,7 +110,7 @@ def _build(
             if progress is not None:
                 progress(done, len(plan.specs), name)
             remarks += _write_tensor(source, plan, name, writer, totals)
-    files = _copy_travellers(source.folder, folder)
+    files = copy_files(source.folder, folder, TRAVELLERS)
     output = folder / MODEL_FILE
     dense = [spec for spec in plan.specs.values() if spec.kind == "dense"]
     return ConvertReport(
@@ -227,13 +226,6 @@ def _remarks(source: Source, plan: Plan) -> list[str]:
     if plan.scheme.remark:
         remarks.append(plan.scheme.remark)
     return remarks
-
-
-def _copy_travellers(source: Path, folder: Path) -> list[str]:
-    present = [name for name in TRAVELLERS if (source / name).is_file()]
-    for name in present:
-        shutil.copyfile(source / name, folder / name)
-    return present
 
 
 def _verify(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 
 from bitnet_ops.convert import convert
 from bitnet_ops.convert.destination import TRAVELLERS, building, check_destination
+from bitnet_ops.convert.source import copy_files
 from bitnet_ops.formats.destination import beside
 from bitnet_ops.packing import pack_hf
 from bitnet_ops.training.linear import TrainableBitLinear
@@ -156,5 +156,4 @@ def _write_tokenizer(tokenizer: Any, folder: Path) -> None:
             f"export: expected tokenizer.json in {tokenizer}, got {found or 'no tokenizer files'}; "
             "leave tokenizer out for a model without one"
         )
-    for name in found:
-        shutil.copyfile(Path(tokenizer) / name, folder / name)
+    copy_files(Path(tokenizer), folder, found)
