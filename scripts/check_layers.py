@@ -25,9 +25,14 @@ PYTHON_LAYERS: dict[str, set[str]] = {
     "_grad": set(),
     "quantize": set(),
     "config": set(),
+    "untrusted": set(),
     "sampling": set(),
-    "tokenizer": set(),
-    "formats": {"_runtime", "arena"},
+    "bounded": set(),
+    "_bounded_child": set(),  # a script of its own
+    "chat_template": {"bounded", "untrusted"},
+    "tokenizer_guard": {"bounded"},
+    "tokenizer": {"chat_template", "tokenizer_guard", "untrusted"},
+    "formats": {"_runtime", "arena", "untrusted"},
     "ops": {"_fakes", "_grad", "_runtime"},
     "packing": {"ops"},
     "arena": {"_runtime"},
@@ -56,7 +61,7 @@ PYTHON_LAYERS: dict[str, set[str]] = {
     "loading": {"arena", "config", "formats", "head", "model_contents", "models", "ops", "packing"}
     | {"prepared"},
     "embedding": {"kv_cache", "models"},
-    "lora": {"linear", "ops"},
+    "lora": {"linear", "ops", "untrusted"},
     "language_model": {
         "config",
         "embedding",
@@ -68,15 +73,16 @@ PYTHON_LAYERS: dict[str, set[str]] = {
         "lora",
         "models",
     }
-    | {"cache_files", "model_contents", "obtain", "sampling", "tokenizer"},
+    | {"cache_files", "model_contents", "obtain", "sampling", "tokenizer", "untrusted"},
     "engine": {"config", "kv_cache", "models", "sampling"},
     # the second row is for `--verify`, which runs the converted model
     "convert": {"config", "formats", "hub", "models", "ops", "packing", "quantize"}
-    | {"engine", "kv_cache", "language_model", "lora", "model_contents", "tokenizer"},
+    | {"engine", "kv_cache", "language_model", "lora", "model_contents", "tokenizer"}
+    | {"tokenizer_guard", "untrusted"},
     # makes transformers models and hands what was trained to the converter
     "training": {"config", "convert", "formats", "language_model", "linear", "models", "ops"}
-    | {"model_contents", "packing", "quantize"},
-    "dummy": {"config", "formats", "head", "loading", "models", "packing"},
+    | {"model_contents", "packing", "quantize", "untrusted"},
+    "dummy": {"config", "formats", "head", "loading", "models", "packing", "untrusted"},
     "integrations": {"config", "convert", "linear", "ops", "packing", "quantize"},
     "machine": set(),
     "doctor": {"_runtime", "machine", "ops"},

@@ -260,7 +260,7 @@ def test_terminal_gets_the_same_table_through_rich(capsys: pytest.CaptureFixture
 
 
 def test_wrong_result_is_the_exit_status(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    args = ["--quick", "--json", str(tmp_path / "out.json")]
+    args = ["--quick", "--force", "--json", str(tmp_path / "out.json")]
     monkeypatch.setattr(sys, "argv", ["bench_ops.py", *args])
     for flags, status in (([], 0), (["disturbed"], 0), (["wrong_result"], 1)):
         result = tiny_report(flags)

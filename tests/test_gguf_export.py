@@ -307,10 +307,15 @@ def test_files_in_the_way(tmp_path: Path) -> None:
         export_gguf(DEMO_DIR, tmp_path / "x.gguf")
     assert caught.value.code == "destination-exists"
     assert (tmp_path / "x.gguf").read_bytes() == b"mine"
+    with pytest.raises(ConvertError) as caught:
+        export_gguf(DEMO_DIR, tmp_path / "x.gguf", force=True)
+    assert caught.value.code == "destination-foreign"
+    assert (tmp_path / "x.gguf").read_bytes() == b"mine"
+    (tmp_path / "x.gguf").write_bytes(b"GGUF of an earlier export")
     export_gguf(DEMO_DIR, tmp_path / "x.gguf", force=True)
     with pytest.raises(ConvertError) as caught:
         export_gguf(DEMO_DIR, tmp_path / "no" / "x.gguf")
-    assert caught.value.code == "write-failed"
+    assert caught.value.code == "destination-parent"
     (tmp_path / "y.bin").write_bytes(b"SGLBITNT")
     with pytest.raises(ConvertError) as caught:
         export_gguf(tmp_path / "y.bin", tmp_path / "y.gguf")

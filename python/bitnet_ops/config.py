@@ -295,6 +295,14 @@ def _positive(config: Mapping[str, Any], name: str, default: float) -> float:
     return float(value)
 
 
+def _epsilon(config: Mapping[str, Any], name: str, default: float) -> float:
+    """What a norm adds to a mean of squares; published models have 1e-5 and 1e-6."""
+    value = _positive(config, name, default)
+    if not 1e-30 <= value <= 1:  # float32 has it, and it is not more than the squares
+        raise _refuse(name, value, "to be from 1e-30 to 1", "repair config.json")
+    return value
+
+
 def _flag(config: Mapping[str, Any], name: str, default: bool) -> bool:
     value = config.get(name, default)
     if not isinstance(value, bool):
@@ -318,15 +326,20 @@ def _rope_theta(config: Mapping[str, Any], default: float) -> float:
             raise _refuse(
                 f"{name}.rope_type", kind, "'default'", "scaled rotary embedding is not implemented"
             )
-        if block.get("partial_rotary_factor", 1) != 1:
-            raise _refuse(
-                f"{name}.partial_rotary_factor",
-                block["partial_rotary_factor"],
-                "1",
-                "rotary embedding of a part of each head is not implemented",
-            )
         if block.get("rope_theta") is not None:
             found[f"{name}.rope_theta"] = _positive(block, "rope_theta", default)
+        for option, value in block.items():
+            whole = option == "partial_rotary_factor" and value == 1
+            if (
+                option not in ("rope_type", "type", "rope_theta")
+                and value is not None
+                and not whole
+            ):
+                remedy = "another rotary embedding than the plain one is not implemented"
+                raise _refuse(f"{name}.{option}", value, "to be absent", remedy)
+    for key, theta in found.items():
+        if not 1 <= theta <= 1e30:  # its powers from 0 to -1 are numbers in float32
+            raise _refuse(key, theta, "to be from 1 to 1e30", "repair config.json")
     if len(set(found.values())) > 1:
         raise _refuse("rope_theta", found, "to be the same in every spelling", "keep one of them")
     return next(iter(found.values()), default)
@@ -375,7 +388,7 @@ def _fields(config: Mapping[str, Any], defaults: dict[str, Any]) -> dict[str, An
         "num_key_value_heads": _integer(config, "num_key_value_heads", kv_heads),
         "head_dim": _head_dim(config, hidden, heads, defaults.get("head_dim")),
         "hidden_act": act,
-        "rms_norm_eps": _positive(config, "rms_norm_eps", defaults["rms_norm_eps"]),
+        "rms_norm_eps": _epsilon(config, "rms_norm_eps", defaults["rms_norm_eps"]),
         "rope_theta": _rope_theta(config, defaults["rope_theta"]),
         "max_position_embeddings": _integer(config, "max_position_embeddings", 2048),
         "tie_word_embeddings": only_embeds or _flag(config, "tie_word_embeddings", False),
@@ -397,13 +410,13 @@ def _norms_and_biases(config: Mapping[str, Any], defaults: dict[str, Any]) -> di
         raise _refuse(PRIVATE_BLOCK, found, "to be an object", "convert the model again")
     quantization = config.get("quantization_config") or {}
     asked = quantization.get("use_rms_norm") or False
-    eps = _positive(quantization, "rms_norm_eps", 1e-6) if asked else 1e-6
+    eps = _epsilon(quantization, "rms_norm_eps", 1e-6) if asked else 1e-6
     sub_eps = found.get("sub_norm_eps")
     return {
         "sub_norms": _flag(found, "sub_norms", defaults["sub_norms"]),
-        "sub_norm_eps": None if sub_eps is None else _positive(found, "sub_norm_eps", 1e-6),
+        "sub_norm_eps": None if sub_eps is None else _epsilon(found, "sub_norm_eps", 1e-6),
         "linear_norms": _flag(found, "linear_norms", asked),
-        "linear_norm_eps": _positive(found, "linear_norm_eps", eps),
+        "linear_norm_eps": _epsilon(found, "linear_norm_eps", eps),
         "qk_norm": defaults.get("qk_norm", False),
         "biases": defaults.get("biases", ()),
     }

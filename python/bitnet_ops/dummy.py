@@ -21,11 +21,12 @@ import torch
 from torch import Tensor
 
 from bitnet_ops.config import ModelConfig
-from bitnet_ops.formats import sglbitnt
+from bitnet_ops.formats import destination, sglbitnt
 from bitnet_ops.head import DEFAULT_HEAD_FORMAT
 from bitnet_ops.loading import prepack_all
 from bitnet_ops.models import Decoder, TensorSpec, build, expected_tensors
 from bitnet_ops.packing import BLOCK, PackedWeight, packed_row_bytes
+from bitnet_ops.untrusted import printable
 
 # What a config.json would say. 16384 positions, more than the originals have, so that long contexts
 # can be measured; no result depends on the number.
@@ -95,13 +96,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "to measure speed and loading. It has no tokenizer and its text means nothing."
     )
     parser.add_argument("name", choices=sorted(CONFIGS), metavar="NAME", help=", ".join(CONFIGS))
-    parser.add_argument("destination", metavar="DST", help="directory to write model.bin in")
+    parser.add_argument("destination", metavar="DST", help="directory to create")
+    parser.add_argument("--force", action="store_true", help="replace an earlier result at DST")
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="default 0")
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the subcommand; returns 0."""
-    print(f"wrote {write(args.name, args.destination, seed=args.seed)}")
+    file = write(args.name, args.destination, seed=args.seed, force=args.force)
+    print(f"wrote {printable(file)}")
     return 0
 
 
@@ -132,16 +135,26 @@ def decoder(
     return build(config(name), made, dtype, check_values=False, head_format=head_format)
 
 
-def write(name: str, directory: str | os.PathLike[str], *, seed: int = 0) -> Path:
+def write(
+    name: str, directory: str | os.PathLike[str], *, seed: int = 0, force: bool = False
+) -> Path:
     """Write the model `name` as `directory`/model.bin (without a tokenizer); returns the file.
 
-    Raises sglbitnt.SglbitntError for what the file system refuses.
+    `force`: replace `directory` if it holds an earlier result. Raises destination.DestinationError
+    for one that is there, sglbitnt.SglbitntError for what the file system refuses.
     """
     model_config = config(name)
     source = {**_config_json(name), "bitnet_ops": {"format_version": 1}}
-    file = Path(directory) / sglbitnt.MODEL_FILE
-    file.parent.mkdir(parents=True, exist_ok=True)
-    specs = expected_tensors(model_config)
+    target = Path(directory)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with destination.new_folder(target, replace=force) as folder:
+        _write_model(folder / sglbitnt.MODEL_FILE, source, expected_tensors(model_config), seed)
+    return target / sglbitnt.MODEL_FILE
+
+
+def _write_model(
+    file: Path, source: dict[str, Any], specs: dict[str, TensorSpec], seed: int
+) -> None:
     pool = _pool(specs, seed)
     with sglbitnt.Writer(file, source, len(specs), specs) as writer:
         for tensor_name, spec in specs.items():
@@ -150,7 +163,6 @@ def write(name: str, directory: str | os.PathLike[str], *, seed: int = 0) -> Pat
                 writer.add_packed(tensor_name, tensor.weight, tensor.scale, tensor.in_features)
             else:
                 writer.add_dense(tensor_name, tensor)
-    return file
 
 
 def tensors(name: str, seed: int = 0) -> dict[str, Tensor | PackedWeight]:

@@ -9,7 +9,6 @@ It binds formats, models, tokenizer and engine; the maths is in models/, the loo
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,6 +30,7 @@ from bitnet_ops.models import Decoder, build
 from bitnet_ops.obtain import LoadError, convert_again, obtain
 from bitnet_ops.sampling import SamplingParams
 from bitnet_ops.tokenizer import StreamDecoder, Tokenizer, TokenizerError
+from bitnet_ops.untrusted import UntrustedFileError, read_json_object
 
 DEMO_DIR = Path(__file__).parent / "data" / "demo"
 GENERATION_CONFIG = "generation_config.json"
@@ -116,11 +116,9 @@ def _stop_ids(folder: Path, config: ModelConfig) -> frozenset[int]:
     if not path.is_file():
         return frozenset(config.eos_token_ids)
     try:
-        value = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-    except (ValueError, AttributeError):
-        raise LoadError(
-            f"load: expected {path} to hold a JSON object; repair or remove it"
-        ) from None
+        value = read_json_object(path).get("eos_token_id")
+    except UntrustedFileError as error:
+        raise LoadError(f"load: {error}; repair or remove it") from None
     ids = value if isinstance(value, list) else [] if value is None else [value]
     for i in ids:
         if not isinstance(i, int) or isinstance(i, bool) or not 0 <= i < config.vocab_size:

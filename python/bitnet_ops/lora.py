@@ -10,7 +10,6 @@ adapters are trained, nor what else is in a model.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -25,6 +24,7 @@ from torch import Tensor, nn
 
 from bitnet_ops import ops
 from bitnet_ops.linear import BitLinear
+from bitnet_ops.untrusted import UntrustedFileError, check_links, read_json_object
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -112,15 +112,16 @@ def read_adapter(folder: str | os.PathLike[str]) -> Adapter:
 
 def _read_config(path: Path) -> dict[str, Any]:
     file = path / CONFIG_FILE
+    try:
+        check_links(path, [CONFIG_FILE, WEIGHTS_FILE])
+    except UntrustedFileError as error:
+        raise LoraError(f"lora: {error}") from None
     if not file.is_file():
         _refuse(f"a PEFT directory with {CONFIG_FILE}", path, "name the adapter's folder")
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        _refuse(f"JSON in {file}", error, "save the adapter again")
-    if not isinstance(config, dict):
-        _refuse(f"a JSON object in {file}", type(config).__name__, "save the adapter again")
-    return config
+        return read_json_object(file)
+    except UntrustedFileError as error:
+        raise LoraError(f"lora: {error}; save the adapter again") from None
 
 
 def _check_config(config: Mapping[str, Any]) -> None:

@@ -1,22 +1,25 @@
 """Text to token ids and back: tokenizer.json, chat templates, streaming detokenisation.
 
-The Hugging Face `tokenizers` library does the work; a chat template, which comes from a checkpoint
-and is therefore not trusted, runs in jinja2's immutable sandbox. Templates see what transformers
-gives them. This module must not know models or engines.
+The Hugging Face `tokenizers` library does the work. What a checkpoint brings is not trusted: chat
+templates (chat_template.py) and unusual regular expressions (tokenizer_guard.py) run in a process
+with limits. This module must not know models or engines.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
-from datetime import datetime
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-import jinja2
-from jinja2.ext import Extension, loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as Backend
+
+from bitnet_ops import chat_template
+from bitnet_ops.chat_template import ChatTemplateError
+from bitnet_ops.tokenizer_guard import ChildError, GuardedBackend, LimitError, needs_guard
+from bitnet_ops.untrusted import UntrustedFileError, read_json_object, read_text
+
+__all__ = ["ChatTemplateError", "StreamDecoder", "Tokenizer", "TokenizerError"]
 
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
@@ -25,10 +28,6 @@ TEMPLATE_FILE = "chat_template.jinja"
 
 class TokenizerError(ValueError):
     """A tokenizer that is missing or broken, or an id it does not have."""
-
-
-class ChatTemplateError(ValueError):
-    """A model without a chat template, or a template that refuses or breaks."""
 
 
 class Tokenizer:
@@ -41,6 +40,7 @@ class Tokenizer:
 
     def __init__(self, backend: Backend, config: Mapping[str, Any] | None = None) -> None:
         self._backend = backend
+        self._guard = GuardedBackend(backend) if needs_guard(backend) else None
         config = config or {}
         self.special_tokens = _special_tokens(config)
         self.chat_template = _default_template(config.get("chat_template"))
@@ -58,16 +58,18 @@ class Tokenizer:
                 f"tokenizer: expected the file {path}, got none; copy tokenizer.json of the "
                 "original checkpoint there, or give token ids instead of text"
             )
-        try:
+        with _library_errors(f"{path} to be readable"):
             backend = Backend.from_file(str(path))
-        except Exception as error:  # the library raises plain Exception
-            raise TokenizerError(
-                f"tokenizer: expected {path} to be readable, got: {error}"
-            ) from None
-        config = _read_json(folder / CONFIG_FILE)
-        template = folder / TEMPLATE_FILE
-        if template.is_file():
-            config["chat_template"] = template.read_text(encoding="utf-8")
+            # as transformers: a prompt is never cut or filled up because a file says so
+            backend.no_truncation()
+            backend.no_padding()
+        file, template = folder / CONFIG_FILE, folder / TEMPLATE_FILE
+        try:
+            config = read_json_object(file) if file.is_file() else {}
+            if template.is_file():
+                config["chat_template"] = read_text(template)
+        except UntrustedFileError as error:
+            raise TokenizerError(f"tokenizer: {error}; repair or remove it") from None
         return cls(backend, config)
 
     @property
@@ -80,22 +82,21 @@ class Tokenizer:
 
         `add_special_tokens` lets the tokenizer add those it was trained with, such as `<s>`.
         """
-        try:
+        with _library_errors("text (str)"):
+            if self._guard is not None and isinstance(text, str):
+                text.encode()  # a lone surrogate is refused here as there
+                return self._guard.encode(text, add_special_tokens)
             return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
-        except (TypeError, UnicodeError) as error:
-            raise TokenizerError(f"tokenizer: expected text (str), got: {error}") from None
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of `ids`; bytes that are no UTF-8 become U+FFFD.
 
         An id above the vocabulary has no text (models may have more rows than the tokenizer).
         """
-        try:
+        with _library_errors("token ids at least 0"):
+            if self._guard is not None:
+                return self._guard.decode(ids, skip_special_tokens)
             return str(self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
-        except (TypeError, OverflowError) as error:
-            raise TokenizerError(
-                f"tokenizer: expected token ids at least 0, got: {error}"
-            ) from None
 
     def id_to_token(self, token_id: int) -> str:
         """The vocabulary entry of an id. Raises TokenizerError if there is none."""
@@ -128,11 +129,8 @@ class Tokenizer:
                 "continuation (generate, or chat --plain)"
             )
         _check_messages(messages)
-        return _render(
-            self.chat_template,
-            messages=[dict(m) for m in messages],
-            add_generation_prompt=add_generation_prompt,
-            **self.special_tokens,
+        return chat_template.render(
+            self.chat_template, messages, add_generation_prompt, self.special_tokens
         )
 
     def encode_chat(
@@ -182,18 +180,23 @@ class StreamDecoder:
 # tokenizer_config.json -----------------------------------------------------------------------
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
+@contextlib.contextmanager
+def _library_errors(expected: str) -> Iterator[None]:
+    """What comes out of the tokenizers library, panics included, as one line."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise TokenizerError(f"tokenizer: expected {path} to be JSON, got: {error}") from None
-    if not isinstance(value, dict):
+        yield
+    except LimitError as error:
         raise TokenizerError(
-            f"tokenizer: expected {path} to hold an object, got {type(value).__name__}"
-        )
-    return value
+            f"tokenizer: expected tokenizer.json to cut a text in time, got {error}; one of its "
+            "regular expressions is broken or hostile"
+        ) from None
+    except ChildError as error:
+        text = f"{error.name}: {' '.join(error.message.split())}"
+        raise TokenizerError(f"tokenizer: expected {expected}, got: {text}") from None
+    except BaseException as error:  # a panic of Rust is no Exception
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise TokenizerError(f"tokenizer: expected {expected}, got: {error}") from None
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
@@ -237,50 +240,3 @@ def _check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
             raise ChatTemplateError(
                 f"chat: expected every message to have 'role' and 'content', got {str(m)[:80]!r}"
             )
-
-
-class _GenerationBlock(Extension):
-    """`{% generation %}...{% endgeneration %}` marks answers for training; here: its body."""
-
-    tags = {"generation"}
-
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
-
-
-def _tojson(value: object, ensure_ascii: bool = False, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
-    )
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    return environment
-
-
-def _render(template: str, **variables: Any) -> str:
-    try:
-        return _environment().from_string(template).render(**variables)
-    except jinja2.TemplateSyntaxError as error:
-        raise ChatTemplateError(
-            f"chat: expected a chat template that parses, got line {error.lineno}: {error.message}"
-        ) from None
-    except jinja2.TemplateError as error:  # raise_exception, the sandbox, an undefined name
-        raise ChatTemplateError(f"chat: the model's chat template refuses: {error}") from None
-    except Exception as error:  # a template is a program: anything may come out of it
-        raise ChatTemplateError(
-            f"chat: the model's chat template fails: {type(error).__name__}: {error}"
-        ) from None

@@ -26,7 +26,9 @@ from bitnet_ops.bench import (
     run_ops,
     weights,
 )
+from bitnet_ops.bench.command_model import FORCE_HELP
 from bitnet_ops.bench.shapes import MODELS, parse_counts, parse_shapes, parse_words
+from bitnet_ops.formats import destination
 
 
 class _Defaults(NamedTuple):
@@ -63,6 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     ops.add_argument("--json", metavar="FILE", help="also write everything to FILE")
     ops.add_argument("--plots", metavar="DIR", help="also draw PNG plots into DIR (matplotlib)")
+    ops.add_argument("--force", action="store_true", help=FORCE_HELP)
     ops.add_argument("--threads", help="thread counts such as 1,2 (default: 1 and all)")
     ops.add_argument(
         "--shapes",
@@ -136,10 +139,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _run_ops(args: argparse.Namespace) -> int:
     settings = settings_of(args)
-    if args.json:
-        _require_directory("--json", args.json)
-    if args.plots:
-        plots.require(args.plots)
+    _require(args, plots.OPS_PLOTS)
     with _progress_line(enabled=sys.stderr.isatty()) as progress:
         result = (check if args.check else run_ops).run(settings, progress=progress)
     if args.check:
@@ -147,7 +147,7 @@ def _run_ops(args: argparse.Namespace) -> int:
     else:
         report.print_report(result)
     if args.json:
-        report.write_json(result, args.json)
+        report.write_json(result, args.json, replace=args.force)
     if args.plots and not args.check:
         _say_written(plots.draw_ops(result, Path(args.plots)))
     return 0 if result["ok"] else 1
@@ -155,15 +155,12 @@ def _run_ops(args: argparse.Namespace) -> int:
 
 def _run_model(args: argparse.Namespace) -> int:
     settings = command_model.settings_of(args)
-    if args.json:
-        _require_directory("--json", args.json)
-    if args.plots:
-        plots.require(args.plots)
+    _require(args, plots.MODEL_PLOTS)
     with _progress_line(enabled=sys.stderr.isatty()) as progress:
         result = run_model.run(settings, progress)
     print("\n".join(report_model.lines(result)))
     if args.json:
-        report.write_json(result, args.json)
+        report.write_json(result, args.json, replace=args.force)
     if args.plots:
         _say_written(plots.draw_model(result, Path(args.plots)))
     return 0
@@ -174,11 +171,15 @@ def _say_written(paths: list[Path]) -> None:
         print(f"wrote {path}")
 
 
-def _require_directory(option: str, path: str) -> None:
-    """Refuse a report that could not be written, before minutes are spent on it."""
-    directory = Path(path).absolute().parent
-    if not directory.is_dir() or not os.access(directory, os.W_OK):
-        raise ValueError(f"{option}: expected a file in a directory to write to, got {path}")
+def _require(args: argparse.Namespace, names: tuple[str, ...]) -> None:
+    """Refuse a report or plots that could not be written, before minutes are spent on them."""
+    if args.json:
+        file = Path(args.json)
+        if not file.parent.is_dir() or not os.access(file.parent, os.W_OK):
+            raise ValueError(f"--json: expected a file in a directory to write to, got {file}")
+        destination.check(file, report.REPORT_FILE, replace=args.force)
+    if args.plots:
+        plots.require(args.plots, names, replace=args.force)
 
 
 @contextmanager

@@ -19,6 +19,7 @@ DESCRIPTION = (
     "reading its bytes and against the int8 peak, both alternating with it; with the time by layer "
     "part and other engines in the same run."
 )
+FORCE_HELP = "replace earlier reports and plots"
 _DEFAULT_FORMATS = "auto+int8"
 
 
@@ -60,6 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="fewer and shorter measurements")
     parser.add_argument("--json", metavar="FILE", help="also write everything to FILE")
     parser.add_argument("--plots", metavar="DIR", help="also draw PNG plots into DIR (matplotlib)")
+    parser.add_argument("--force", action="store_true", help=FORCE_HELP)
 
 
 def _counts(option: str, text: str, most: int, least: int = 1) -> tuple[int, ...]:

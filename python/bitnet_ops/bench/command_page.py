@@ -6,7 +6,6 @@ It must not know how anything is measured or shown.
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 
 from bitnet_ops.bench import check, pages, plots, report, run_model, run_ops, weights
 from bitnet_ops.bench.run_ops import Progress
+from bitnet_ops.untrusted import UntrustedFileError, read_json_object
 
 DESCRIPTION = (
     "Run bench ops, its --check and bench model, and write this machine's section of a page such "
@@ -61,6 +61,8 @@ def _settings(*, quick: bool) -> tuple[run_ops.Settings, dict[str, run_model.Set
 def run(args: argparse.Namespace, progress: Progress) -> int:
     """Run what is not there yet and write the page; 0."""
     page = Path(args.page)
+    if page.exists() and not page.is_file():
+        raise ValueError(f"page: expected a file, got {args.page}, which is none")
     if not page.parent.is_dir():
         raise ValueError(f"page: expected a file in a directory that exists, got {args.page}")
     plots.require(str(page.parent / "plots"))
@@ -72,7 +74,7 @@ def run(args: argparse.Namespace, progress: Progress) -> int:
     for step in _STEPS:
         file = data / f"{step}.json" if data else None
         if file and file.is_file():
-            found[step] = json.loads(file.read_text(encoding="utf-8"))
+            found[step] = _kept(file)
             continue
         progress(step)
         found[step] = _measure(step, shapes, models, progress)
@@ -81,6 +83,17 @@ def run(args: argparse.Namespace, progress: Progress) -> int:
     pages.write_page(found["ops"], found["check"], [found["model"], found["small-model"]], page)
     print(f"wrote {page} and its plots")
     return 0
+
+
+def _kept(file: Path) -> dict[str, Any]:
+    """The report of a step that was run before; ValueError for a file that is none."""
+    try:
+        kept = read_json_object(file)
+    except UntrustedFileError as error:
+        raise ValueError(f"page: {error}; remove it to run the step again") from None
+    if not str(kept.get("schema")).startswith("bitnet_ops.bench."):
+        raise ValueError(f"page: expected a report of bench in {file}, got another file")
+    return kept
 
 
 def _measure(

@@ -8,18 +8,25 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from bitnet_ops.formats.destination import check, file_kind, new_file
+
+OPS_PLOTS = ("roofline", "sweep")
+MODEL_PLOTS = ("context", "threads", "parts", "batch")
 Report = dict[str, Any]
 Row = dict[str, Any]
 _SIZE, _DPI = (6.4, 4.0), 80
 _MARKS = {"canonical": "o", "2bit": "s", "1.6bit": "^"}
 
 
-def require(directory: str) -> None:
-    """Complain before anything is measured: no matplotlib, or nowhere to write."""
+_PICTURE = file_kind("an earlier plot to replace", lambda head: head.startswith(b"\x89PNG\r\n"))
+
+
+def require(directory: str, names: Iterable[str] = (), *, replace: bool = True) -> None:
+    """Complain before anything is measured: no matplotlib, no folder, plots `names` there."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError(
             "plots: expected matplotlib, got no such module; pip install 'bitnet-ops[bench]'"
@@ -28,6 +35,8 @@ def require(directory: str) -> None:
     path.mkdir(parents=True, exist_ok=True)
     if not os.access(path, os.W_OK):
         raise ValueError(f"plots: expected a directory to write to, got {directory}")
+    for name in names:
+        check(path / f"{name}.png", _PICTURE, replace=replace)
 
 
 def _figure() -> tuple[Any, Any]:
@@ -38,9 +47,9 @@ def _figure() -> tuple[Any, Any]:
 
 
 def _save(figure: Any, path: Path) -> Path:
-    part = path.with_suffix(".part")
-    figure.savefig(part, format="png")
-    os.replace(part, path)
+    """Write the picture at `path`; an earlier one is replaced, which `require` has asked about."""
+    with new_file(path, _PICTURE, replace=True) as file:
+        figure.savefig(file, format="png")
     return path
 
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 import json
 import os
 import sys
+from pathlib import Path
 from typing import Any, TextIO
 
-from bitnet_ops.formats.atomic import atomic_file
+from bitnet_ops.formats.destination import file_kind, new_file
 
 SCHEMA = "bitnet_ops.bench.ops"
 SCHEMA_VERSION = 2  # 2: weight formats, forms of reading
@@ -58,10 +59,16 @@ def build(
     }
 
 
-def write_json(report: Report, path: str | os.PathLike[str]) -> None:
-    """Write the report; the file appears whole or not at all."""
-    with atomic_file(path) as file:
-        file.write((json.dumps(report, indent=1) + "\n").encode())
+# An earlier report of any of the benchmarks, by its first key.
+REPORT_FILE = file_kind(
+    "an earlier report to replace", lambda head: b'"schema": "bitnet_ops.bench.' in head
+)
+
+
+def write_json(report: Report, path: str | os.PathLike[str], *, replace: bool = False) -> None:
+    """Write the report into a new file; `replace` an earlier one. Raises DestinationError."""
+    with new_file(Path(path), REPORT_FILE, replace=replace) as file:
+        file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
 def shape_text(shape: dict[str, int]) -> str:

@@ -13,6 +13,9 @@ import os
 import sys
 from collections.abc import Sequence
 
+from bitnet_ops.cli import streams
+from bitnet_ops.untrusted import printable
+
 # name -> (module, help line); the order is that of --help.
 COMMANDS = {
     "generate": ("bitnet_ops.cli.generate", "continue a text"),
@@ -77,7 +80,7 @@ def _print_version() -> int:
 
 def _one_line(error: BaseException) -> str:
     """The error as one line: what went wrong is in its message, the type only if that is empty."""
-    text = " ".join(str(error).split())
+    text = printable(" ".join(str(error).split()))
     if isinstance(error, KeyError | NotImplementedError | AssertionError) or not text:
         return f"{type(error).__name__}: {text}"
     return text
@@ -91,6 +94,7 @@ def _close_pipe() -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Returns the exit status: 0, 2 (error), 130 (Ctrl-C), 141 (closed pipe)."""
+    streams.prepare(own_process=argv is None)
     try:
         args = _parse(sys.argv[1:] if argv is None else argv)
         status = _print_version() if args.version else int(args.run(args))

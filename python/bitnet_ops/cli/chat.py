@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
+from bitnet_ops.cli import streams
 from bitnet_ops.cli.generate import (
     add_model_arguments,
     add_sampling_arguments,
@@ -20,6 +21,7 @@ from bitnet_ops.cli.generate import (
     open_model,
     sampling_options,
 )
+from bitnet_ops.untrusted import printable
 
 if TYPE_CHECKING:
     from bitnet_ops.language_model import Conversation, LanguageModel
@@ -51,6 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.plain and args.system is not None:
         raise ValueError("chat: expected --system only with a chat template, got --plain as well")
+    if args.system is not None:
+        streams.utf8_argument("chat", "--system", args.system)
     lm = open_model(args.model, args)
     if args.model is None:
         print(
@@ -127,7 +131,7 @@ def _answer(turn: _Chat | _Plain, line: str, stats: bool) -> None:
     except KeyboardInterrupt:
         pass
     except ValueError as error:
-        print(f"bitnet-ops: error: {error}", file=sys.stderr)
+        print(f"bitnet-ops: error: {printable(error)}", file=sys.stderr)
         return
     print(flush=True)
     if stats:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 
+from bitnet_ops.cli import streams
 from bitnet_ops.cli.generate import _integer, add_model_arguments, open_model
 
 
@@ -46,5 +46,8 @@ def run(args: argparse.Namespace) -> int:
 def _texts(given: list[str]) -> list[str]:
     texts: list[str] = []
     for text in given:
-        texts += sys.stdin.read().splitlines() if text == "-" else [text]
+        if text == "-":
+            texts += streams.read_stdin("embed").splitlines()
+        else:
+            texts.append(streams.utf8_argument("embed", "TEXT", text))
     return texts

@@ -13,6 +13,9 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from bitnet_ops.cli import streams
+from bitnet_ops.untrusted import printable
+
 if TYPE_CHECKING:
     from bitnet_ops.language_model import LanguageModel, TextStream
 
@@ -129,7 +132,7 @@ def open_model(path: str | None, args: argparse.Namespace) -> LanguageModel:
         lora=args.lora,
     )
     for note in lm.config.notes:
-        print(f"note: {note}", file=sys.stderr)
+        print(f"note: {printable(note)}", file=sys.stderr)
     return lm
 
 
@@ -156,8 +159,13 @@ def run(args: argparse.Namespace) -> int:
             "put the prompt in quotes"
         )
     model, prompt = [None, *args.positionals][-2:]
-    if prompt == "-":
-        prompt = sys.stdin.read()
+    prompt = (
+        streams.read_stdin("generate")
+        if prompt == "-"
+        else streams.utf8_argument("generate", "PROMPT", prompt)
+    )
+    for text in args.stop:
+        streams.utf8_argument("generate", "--stop", text)
     began = time.perf_counter()
     lm = open_model(model, args)
     load_s = time.perf_counter() - began

@@ -17,10 +17,10 @@ import torch
 from bitnet_ops import ops
 from bitnet_ops.config import PRIVATE_BLOCK, ModelConfig, UnsupportedModelError
 from bitnet_ops.convert.decide import LARGEST_SCALE
-from bitnet_ops.convert.destination import MODEL_FILE, building, check_destination
+from bitnet_ops.convert.destination import MODEL_FILE, TRAVELLERS, building, check_destination
 from bitnet_ops.convert.errors import ConvertError, listed, refuse
-from bitnet_ops.convert.hf import copy_travellers
 from bitnet_ops.convert.report import ConvertReport, Progress, TernaryTotals, file_sha256
+from bitnet_ops.convert.source import copy_files
 from bitnet_ops.formats.sglbitnt import Reader, SglbitntError, Writer, is_sglbitnt, model_file
 from bitnet_ops.model_contents import completed_config, own_tensors
 from bitnet_ops.models import TensorError, TensorSpec, check_names, expected_tensors
@@ -60,7 +60,7 @@ def convert_bin(
             plan = _Plan(reader)
             check_destination(source, target, force=force)
             plan.check_scales(trust_scales)
-            with building(target) as folder:
+            with building(target, force=force) as folder:
                 report = plan.write(folder, source, format_version, progress)
                 plan.compare(folder / MODEL_FILE)
                 report.seconds = round(time.perf_counter() - started, 3)
@@ -153,7 +153,7 @@ class _Plan:
             output_bytes=output.stat().st_size,
             seconds=0.0,
             sha256=file_sha256(output),
-            files=[MODEL_FILE, *copy_travellers(source.parent, folder)],
+            files=[MODEL_FILE, *copy_files(source.parent, folder, TRAVELLERS)],
             remarks=self.remarks,
         )
 

@@ -29,8 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "source",
         metavar="SRC",
-        help="folder with config.json and safetensors, a .gguf file, a Hugging Face id, or a .bin file "
-        "to write anew",
+        help="folder with config.json and safetensors, a .gguf file, a Hugging Face id, or a "
+        ".bin file to write anew",
     )
     parser.add_argument("destination", metavar="DST", help="folder to create")
     parser.add_argument(

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 from bitnet_ops.convert.report import Progress
+from bitnet_ops.untrusted import printable
 
 
 class Report(Protocol):
@@ -32,7 +33,8 @@ def show(work: Callable[..., Report], *, as_json: bool, wrote: str | None = None
     if as_json:
         print(json.dumps(report.to_dict(), indent=1, ensure_ascii=False))
     else:
-        print("\n".join([*([f"wrote {wrote}"] if wrote else []), *report.lines()]))
+        lines = [*([f"wrote {wrote}"] if wrote else []), *report.lines()]
+        print("\n".join(map(printable, lines)))
     return 0
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import NoReturn
 
-from bitnet_ops.formats.coded_error import printable
+from bitnet_ops.untrusted import printable
 
 
 class ConvertError(ValueError):
@@ -23,7 +23,8 @@ class ConvertError(ValueError):
 def refuse(code: str, expected: str, found: str, remedy: str = "") -> NoReturn:
     """Raise ConvertError(`convert [code]: expected ..., found ...; remedy`)."""
     tail = f"; {remedy}" if remedy else ""
-    raise ConvertError(code, f"convert [{code}]: expected {expected}, found {found}{tail}")
+    line = f"convert [{code}]: expected {expected}, found {found}{tail}"
+    raise ConvertError(code, printable(line))
 
 
 def listed(names: list[str], limit: int = 4) -> str:

@@ -8,7 +8,6 @@ know bytes of tensors beyond what gguf_layouts.py makes of them.
 from __future__ import annotations
 
 import dataclasses
-import os
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +17,7 @@ import numpy as np
 import torch
 
 from bitnet_ops.config import ModelConfig, UnsupportedModelError
+from bitnet_ops.convert.destination import building_file
 from bitnet_ops.convert.errors import ConvertError, refuse
 from bitnet_ops.convert.gguf_config import (
     ARCHITECTURES,
@@ -30,10 +30,12 @@ from bitnet_ops.convert.gguf_import import EXACT_NAMES, EXACT_SCALES
 from bitnet_ops.convert.gguf_vocabulary import Keys, vocabulary_keys
 from bitnet_ops.convert.report import Progress
 from bitnet_ops.formats import gguf_layouts as layouts
+from bitnet_ops.formats.destination import GGUF_FILE
 from bitnet_ops.formats.gguf import GgufError, Writer
 from bitnet_ops.formats.sglbitnt import Reader, SglbitntError, model_file
 from bitnet_ops.model_contents import model_config, own_tensors
 from bitnet_ops.models import TensorError, TensorSpec, check_names, expected_tensors
+from bitnet_ops.untrusted import printable
 
 TYPES = {"i2_s": "I2_S", "tq1_0": "TQ1_0", "tq2_0": "TQ2_0"}
 _FILE_TYPES = {"I2_S": 40, "TQ1_0": 36, "TQ2_0": 37}  # general.file_type
@@ -89,20 +91,23 @@ def export_gguf(
     source, target = model_file(model), Path(file)
     if type not in TYPES:
         refuse("gguf-type", f"a type among {', '.join(TYPES)}", repr(type))
-    if os.path.lexists(target) and not force:
-        refuse("destination-exists", "a new file", f"{target}", "--force replaces it")
     try:
-        with Reader(source, check_codes=False) as reader:  # each tensor is checked as it is read
+        with (
+            building_file(target, GGUF_FILE, force=force) as made,
+            Reader(source, check_codes=False) as reader,  # each tensor is checked as it is read
+        ):
             export = _Export(reader, TYPES[type])
             keys: Keys = {}
             remarks = ["no vocabulary was written"]
             if tokenizer:
                 keys, remarks = vocabulary_keys(source.parent, export.model)
-            export.write(target, keys, progress)
+            export.write(made, target.stem, keys, progress)
     except (SglbitntError, UnsupportedModelError, TensorError) as error:
         raise ConvertError("export-source", f"export [export-source]: {error}") from error
     except GgufError as error:
         raise ConvertError("write-failed", f"export [write-failed]: {error}") from error
+    except OSError as error:
+        refuse("write-failed", f"to write {target}", str(error), "nothing was kept")
     if export.rounding:
         remarks.append(
             f"{export.type} keeps scales as float16, up to {export.rounding:.2g} off; converting "
@@ -174,18 +179,21 @@ class _Export:
             refuse(code, f"{name} as {self.type}", f"{error}", remedy)
         self._scales[gguf_name(name, self.architecture)] = scale
 
-    def write(self, target: Path, vocabulary: dict[str, Any], progress: Progress | None) -> None:
+    def write(
+        self, file: Path, name: str, vocabulary: dict[str, Any], progress: Progress | None
+    ) -> None:
+        """Write `file`; `name` is what it says the model is called."""
         tensors = {
-            gguf_name(name, self.architecture): (self._type(name, spec), spec.shape)
-            for name, spec in self.specs.items()
+            gguf_name(tensor, self.architecture): (self._type(tensor, spec), spec.shape)
+            for tensor, spec in self.specs.items()
         }
-        metadata = {**self._metadata(target.stem), **vocabulary}
-        with Writer(target, metadata, tensors) as writer:
-            for done, (name, spec) in enumerate(self.specs.items()):
+        metadata = {**self._metadata(printable(name)), **vocabulary}
+        with Writer(file, metadata, tensors) as writer:
+            for done, (tensor, spec) in enumerate(self.specs.items()):
                 if progress is not None:
-                    progress(done, len(self.specs), name)
-                writer.add(gguf_name(name, self.architecture), self._data(name, spec))
-                self._reader.release(name)
+                    progress(done, len(self.specs), tensor)
+                writer.add(gguf_name(tensor, self.architecture), self._data(tensor, spec))
+                self._reader.release(tensor)
 
     def _type(self, name: str, spec: TensorSpec) -> str:
         if spec.kind == "ternary":

@@ -34,6 +34,7 @@ from bitnet_ops.convert.gguf_config import (
 from bitnet_ops.convert.gguf_tensors import DENSE, Ternary, dense, ternary
 from bitnet_ops.convert.gguf_tokenizer import tokenizer_files
 from bitnet_ops.convert.report import ConvertReport, Progress, TernaryTotals, file_sha256
+from bitnet_ops.convert.source import copy_files
 from bitnet_ops.formats.gguf import MAX_TENSORS, GgufError, Reader, TensorInfo, is_strings
 from bitnet_ops.formats.gguf_layouts import I2S_LAYOUTS
 from bitnet_ops.formats.sglbitnt import SglbitntError, Writer
@@ -93,7 +94,7 @@ def convert_gguf(
             plan.assumed_online = assume_online
             check_destination(source, target, force=force)
             options = dict(i2s_layout=i2s_layout, assume_online=assume_online)
-            with building(target) as folder:
+            with building(target, force=force) as folder:
                 with _writer(reader, plan, folder, i2s_layout, format_version) as writer:
                     totals = _write(reader, plan, writer, progress, options)
                 files = _tokenizer(reader, plan, folder, tokenizer)
@@ -284,7 +285,7 @@ def _tokenizer(
         names = [name for name in TRAVELLERS if (Path(choice) / name).is_file()]
         if "tokenizer.json" not in names:
             refuse("tokenizer-missing", f"tokenizer.json in {choice}", "no such file")
-        made = {name: (Path(choice) / name).read_text(encoding="utf-8") for name in names}
+        return copy_files(Path(choice), folder, names)
     for name, text in made.items():
         (folder / name).write_text(text, encoding="utf-8")
     return list(made)

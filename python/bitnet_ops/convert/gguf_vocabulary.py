@@ -26,6 +26,8 @@ from bitnet_ops.convert.gguf_tokenizer import (
     USER_DEFINED,
     tokenizer_files,
 )
+from bitnet_ops.tokenizer_guard import needs_guard
+from bitnet_ops.untrusted import UntrustedFileError, read_json_object
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -60,6 +62,9 @@ def vocabulary_keys(folder: Path, model: ModelConfig) -> tuple[Keys, list[str]]:
         stored = json.loads(original.to_str())
     except Exception as error:  # the library raises plain Exception
         refuse("tokenizer-broken", f"a readable {file}", f"{error}", _REMEDY)
+    if needs_guard(original):
+        found = "a regular expression that none of them has"
+        refuse("tokenizer-pre", f"one of {', '.join(EXPORTED)}, or SentencePiece", found, _REMEDY)
     config = _object(folder / "tokenizer_config.json")
     keys = _frame(stored, original, config, model, folder)
     kind = stored["model"].get("type")
@@ -83,8 +88,10 @@ def vocabulary_keys(folder: Path, model: ModelConfig) -> tuple[Keys, list[str]]:
 
 
 def _object(path: Path) -> dict[str, Any]:
-    value = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    return value if isinstance(value, dict) else {}
+    try:
+        return read_json_object(path) if path.is_file() else {}
+    except UntrustedFileError as error:
+        raise ConvertError("tokenizer-broken", f"export [tokenizer-broken]: {error}") from None
 
 
 def _frame(

@@ -8,7 +8,6 @@ largest tensor.
 from __future__ import annotations
 
 import importlib.metadata
-import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from bitnet_ops.convert.errors import ConvertError, refuse
 from bitnet_ops.convert.merged import MergedSource
 from bitnet_ops.convert.plan import EMBEDDING, HEAD, Plan, make_plan, scale_name
 from bitnet_ops.convert.report import ConvertReport, Progress, TernaryTotals, file_sha256
-from bitnet_ops.convert.source import Source, check_pooling
+from bitnet_ops.convert.source import Source, check_pooling, copy_files
 from bitnet_ops.convert.ternary import (
     check_finite,
     from_masters,
@@ -47,6 +46,7 @@ def convert(
     trust_scales: bool = False,
     allow_pickle: bool = False,
     lora: str | Path | None = None,
+    masters: dict[str, Any] | None = None,
     progress: Progress | None = None,
 ) -> ConvertReport:
     """Convert the checkpoint folder `src_dir` into the new folder `dst`.
@@ -66,6 +66,7 @@ def convert(
             weights_only=True, which runs no code of the file.
         lora: a PEFT directory whose LoRA adapter is merged into the masters before they are
             ternarised; packed sources have no masters.
+        masters: what is known of the masters, for the report; `quantize` gives it.
         progress: called as progress(done, total, tensor_name) before each tensor.
 
     Returns the report, which also lies in `dst`.
@@ -85,10 +86,11 @@ def convert(
     if not trust_scales:
         check_scale_sense(_scales(source, plan), plan.scheme)
     try:
-        with building(target) as folder:
+        with building(target, force=force) as folder:
             report = _build(source, plan, folder, format_version, progress)
             if verify:
                 _verify(source, plan, folder, report, None if text is None else Path(text))
+            report.masters = masters
             report.seconds = round(time.perf_counter() - started, 3)
             report.write(folder)
     except (OSError, SglbitntError) as error:
@@ -108,7 +110,7 @@ def _build(
             if progress is not None:
                 progress(done, len(plan.specs), name)
             remarks += _write_tensor(source, plan, name, writer, totals)
-    files = copy_travellers(source.folder, folder)
+    files = copy_files(source.folder, folder, TRAVELLERS)
     output = folder / MODEL_FILE
     dense = [spec for spec in plan.specs.values() if spec.kind == "dense"]
     return ConvertReport(
@@ -224,14 +226,6 @@ def _remarks(source: Source, plan: Plan) -> list[str]:
     if plan.scheme.remark:
         remarks.append(plan.scheme.remark)
     return remarks
-
-
-def copy_travellers(source: Path, folder: Path) -> list[str]:
-    """Copy the files of `source` that travel with a model; returns their names."""
-    present = [name for name in TRAVELLERS if (source / name).is_file()]
-    for name in present:
-        shutil.copyfile(source / name, folder / name)
-    return present
 
 
 def _verify(

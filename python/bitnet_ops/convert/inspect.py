@@ -21,6 +21,7 @@ from bitnet_ops.convert.errors import ConvertError
 from bitnet_ops.convert.inspect_sources import Source, open_source
 from bitnet_ops.formats.gguf import GgufError
 from bitnet_ops.formats.sglbitnt import SglbitntError
+from bitnet_ops.untrusted import printable
 
 _APART = ("format_version", "verified")  # of the private block: not shown as they stand
 _WIDEST = 200  # characters of a value of the private block
@@ -49,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
             return _print_diff(args)
         report = inspect(args.file)
     except (SglbitntError, GgufError, ConvertError) as error:
-        print(f"bitnet-ops: error: {error}", file=sys.stderr)
+        print(f"bitnet-ops: error: {printable(error)}", file=sys.stderr)
         return 2
     if args.json:
         print(json.dumps(report, indent=1, ensure_ascii=False))
@@ -63,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
 def _print_diff(args: argparse.Namespace) -> int:
     found = inspect_diff.diff(args.file, args.diff)
     as_json = json.dumps(found, indent=1, ensure_ascii=False) if args.json else None
-    print(as_json or "\n".join(inspect_diff.lines(found)))
+    print(as_json or "\n".join(map(printable, inspect_diff.lines(found))))
     return 0 if found["equal"] else 1
 
 
@@ -149,7 +150,7 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
         total = math.prod(row["shape"])
         shares = " / ".join(f"{100 * row[key] / total:.1f}" for key in ("minus", "zero", "plus"))
     shape = " x ".join(map(str, row["shape"]))
-    return row["name"], row["format"], shape, scale, shares, row["sha256"][:12]
+    return printable(row["name"]), row["format"], shape, scale, shares, row["sha256"][:12]
 
 
 def _summary(report: dict[str, Any]) -> list[str]:
@@ -172,7 +173,8 @@ def _summary(report: dict[str, Any]) -> list[str]:
     lines += [f"{key}: {_short(value)}" for key, value in block.items() if key not in _APART]
     if isinstance(verified := block.get("verified"), dict):
         lines.append("verified: " + ", ".join(f"{k} {_figure(v)}" for k, v in verified.items()))
-    return lines + [f"remark: {remark}" for remark in report["remarks"]]
+    lines += [f"remark: {remark}" for remark in report["remarks"]]
+    return [printable(line) for line in lines]
 
 
 def _short(value: Any) -> str:

@@ -28,7 +28,7 @@ from bitnet_ops.convert.masters import (
 from bitnet_ops.convert.plain_forward import PlainOracle
 from bitnet_ops.convert.plan import Plan, make_plan, scale_name
 from bitnet_ops.convert.report import ConvertReport, Progress
-from bitnet_ops.convert.source import Source
+from bitnet_ops.convert.source import Source, copy_files
 from bitnet_ops.convert.ternary import check_finite, from_masters
 from bitnet_ops.convert.texts import text_sequences
 from bitnet_ops.formats.safetensors_stream import write_safetensors
@@ -128,12 +128,11 @@ def quantize(
             verify=verify,
             force=replace,
             assume_online=not declared,
+            masters={k: v for k, v in report.to_dict().items() if k != "conversion"},
             progress=progress,
         )
-        report.conversion.masters = {k: v for k, v in report.to_dict().items() if k != "conversion"}
-        report.conversion.write(target)
     else:
-        with building(target) as folder:
+        with building(target, force=False) as folder:
             _write_packed(source, plan, folder, progress)
     return report
 
@@ -213,9 +212,7 @@ def _write_packed(source: Source, plan: Plan, folder: Path, progress: Progress |
     }
     text = json.dumps({**source.config, "quantization_config": quantization}, indent=2)
     (folder / "config.json").write_text(text + "\n", encoding="utf-8")
-    for name in TRAVELLERS:
-        if (source.folder / name).is_file():
-            (folder / name).write_bytes((source.folder / name).read_bytes())
+    copy_files(source.folder, folder, TRAVELLERS)
 
 
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}

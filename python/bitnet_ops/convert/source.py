@@ -7,7 +7,8 @@ request and by pickles.py. It must not know what a tensor means; that is decide.
 
 from __future__ import annotations
 
-import json
+import shutil
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -16,7 +17,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from bitnet_ops.convert import pickles
-from bitnet_ops.convert.errors import listed, refuse
+from bitnet_ops.convert.errors import ConvertError, listed, refuse
+from bitnet_ops.untrusted import UntrustedFileError, check_links, printable, read_json_object
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -56,6 +58,7 @@ class Source:
             refuse("source-missing", "a folder with config.json and safetensors", str(folder))
         self.config = _read_object(self.folder / "config.json", "config-missing", "config-json")
         names, index = _weight_files(self.folder, allow_pickle)
+        _check_links(self.folder, names)
         self.pickled = not names[0].endswith(".safetensors")
         self._files = {name: _open(self.folder / name) for name in names}
         self.tensors = _records(self._files)
@@ -94,30 +97,29 @@ def _read_object(path: Path, missing: str, malformed: str) -> dict[str, Any]:
     """A JSON file whose top level is an object."""
     if not path.is_file():
         refuse(missing, f"{path.name} in {path.parent}", "no such file", "is this a model folder?")
+    _check_links(path.parent, [path.name])
     limit = _INDEX_LIMIT_BYTES if path.name.endswith(".index.json") else _CONFIG_LIMIT_BYTES
-    if path.stat().st_size > limit:
-        refuse(malformed, f"{path.name} of at most {limit} bytes", f"{path.stat().st_size} bytes")
     try:
-        text = path.read_text(encoding="utf-8")
-        value = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
-    except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
-        refuse(malformed, f"valid JSON in {path.name}", str(error))
-    if not isinstance(value, dict):
-        refuse(malformed, f"a JSON object in {path.name}", type(value).__name__)
-    return value
+        return read_json_object(path, strict=True, limit=limit)
+    except UntrustedFileError as error:
+        raise ConvertError(malformed, f"convert [{malformed}]: {printable(error)}") from None
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in result:
-            raise ValueError(f"a key twice: {key[:80]!r}")
-        result[key] = value
-    return result
+def _check_links(folder: Path, names: list[str]) -> None:
+    """Refuse what leads out of the checkpoint: it could be any file of this machine."""
+    try:
+        check_links(folder, names)
+    except UntrustedFileError as error:
+        raise ConvertError("link-outside", f"convert [link-outside]: {printable(error)}") from None
 
 
-def _no_constant(text: str) -> NoReturn:
-    raise ValueError(f"{text}, which is no JSON number")
+def copy_files(source: Path, folder: Path, names: Iterable[str]) -> list[str]:
+    """Copy those of `names` that `source` has into `folder`; returns them."""
+    present = [name for name in names if (source / name).is_file()]
+    _check_links(source, present)
+    for name in present:
+        shutil.copyfile(source / name, folder / name)
+    return present
 
 
 def _weight_files(folder: Path, allow_pickle: bool) -> tuple[list[str], str | None]:

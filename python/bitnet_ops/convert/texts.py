@@ -22,13 +22,13 @@ def text_sequences(folder: Path, config: ModelConfig, text: Path) -> list[list[i
     """
     if not (folder / "tokenizer.json").is_file():
         refuse("text-tokenizer", f"tokenizer.json in {folder}", "none", "a text needs a tokenizer")
-    from tokenizers import Tokenizer
+    from bitnet_ops.tokenizer import Tokenizer
 
     try:
         content = text.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         refuse("text-file", f"a UTF-8 text file {text}", str(error))
-    ids = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(content).ids[:MAX_TOKENS]
+    ids = Tokenizer.from_dir(folder).encode(content)[:MAX_TOKENS]
     if len(ids) < 2:
         refuse("text-file", f"some words in {text}", f"{len(ids)} tokens")
     if max(ids) >= config.vocab_size:

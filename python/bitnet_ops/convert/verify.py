@@ -137,9 +137,9 @@ def sample_sequences(folder: Path, plan: Plan) -> tuple[list[list[int]], str]:
     limit = min(MAX_TOKENS, plan.config.max_position_embeddings)
     vocab = plan.config.vocab_size
     if (folder / "tokenizer.json").is_file():
-        from tokenizers import Tokenizer
+        from bitnet_ops.tokenizer import Tokenizer
 
-        ids = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(SAMPLE_TEXT).ids[:limit]
+        ids = Tokenizer.from_dir(folder).encode(SAMPLE_TEXT)[:limit]
         if len(ids) > 1 and max(ids) < vocab:
             return [ids], "sample text through tokenizer.json"
     generator = torch.Generator().manual_seed(0)

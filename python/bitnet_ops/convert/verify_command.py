@@ -25,6 +25,7 @@ from bitnet_ops.convert.verify import Verification, verify_conversion
 from bitnet_ops.formats.gguf import Reader as GgufReader
 from bitnet_ops.formats.gguf import is_gguf
 from bitnet_ops.formats.sglbitnt import MODEL_FILE, Reader, SglbitntError, model_file
+from bitnet_ops.untrusted import printable
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(result, indent=1, ensure_ascii=False))
     else:
-        print("\n".join(lines(result)))
+        print("\n".join(map(printable, lines(result))))
     failures = result["verification"]["failures"]
     if failures:
         raise ConvertError(

@@ -6,18 +6,7 @@ here. It must not know any format, nor which codes there are.
 
 from __future__ import annotations
 
-
-def printable(text: str) -> str:
-    """`text` in one line that a terminal only shows: other characters as Python's escapes.
-
-    Escaped are controls (ESC and line ends among them), marks that turn the direction of text, lone
-    surrogates, and whatever else `str.isprintable` counts out.
-    """
-    if text.isprintable():
-        return text
-    return "".join(
-        c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text
-    )
+from bitnet_ops.untrusted import printable
 
 
 class CodedError(ValueError):

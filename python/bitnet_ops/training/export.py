@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,8 @@ from torch import Tensor, nn
 
 from bitnet_ops.convert import convert
 from bitnet_ops.convert.destination import TRAVELLERS, building, check_destination
+from bitnet_ops.convert.source import copy_files
+from bitnet_ops.formats.destination import beside
 from bitnet_ops.packing import pack_hf
 from bitnet_ops.training.linear import TrainableBitLinear
 from bitnet_ops.training.model import TrainingError
@@ -59,12 +59,12 @@ def export(
     # There is no source folder to protect: one inside the target protects nothing.
     check_destination(target / STAGING, target, force=force and form == "bin")
     if form != "bin":
-        with building(target) as folder:
+        with building(target, force=False) as folder:
             _write_checkpoint(model, ternary, folder, form, dtype)
             _write_tokenizer(tokenizer, folder)
         return target
-    with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as place:
-        staging = Path(place) / STAGING
+    with beside(target) as place:
+        staging = place / STAGING
         staging.mkdir()
         _write_checkpoint(model, ternary, staging, "masters", dtype)
         _write_tokenizer(tokenizer, staging)
@@ -156,5 +156,4 @@ def _write_tokenizer(tokenizer: Any, folder: Path) -> None:
             f"export: expected tokenizer.json in {tokenizer}, got {found or 'no tokenizer files'}; "
             "leave tokenizer out for a model without one"
         )
-    for name in found:
-        shutil.copyfile(Path(tokenizer) / name, folder / name)
+    copy_files(Path(tokenizer), folder, found)
