@@ -23,12 +23,15 @@ PYTHON_LAYERS: dict[str, set[str]] = {
     "_fakes": {"_runtime"},
     "reference": {"_runtime"},
     "_grad": set(),
+    "_library": {"_runtime"},
+    "_interrupt": set(),
     "quantize": set(),
     "config": set(),
     "sampling": set(),
     "tokenizer": set(),
+    "chat_history": {"tokenizer"},
     "formats": {"_runtime", "arena"},
-    "ops": {"_fakes", "_grad", "_runtime"},
+    "ops": {"_fakes", "_grad", "_library", "_runtime"},
     "packing": {"ops"},
     "arena": {"_runtime"},
     "mapped": set(),
@@ -52,7 +55,7 @@ PYTHON_LAYERS: dict[str, set[str]] = {
         "lora",
         "models",
     }
-    | {"prepared", "sampling", "tokenizer"},
+    | {"chat_history", "prepared", "sampling", "tokenizer"},
     "engine": {"config", "kv_cache", "models", "sampling"},
     # the second row is for `--verify`, which runs the converted model
     "convert": {"config", "formats", "models", "ops", "packing", "quantize"}
@@ -60,7 +63,10 @@ PYTHON_LAYERS: dict[str, set[str]] = {
     # makes transformers models and hands what was trained to the converter
     "training": {"config", "convert", "formats", "language_model", "linear", "models", "ops"}
     | {"packing", "quantize"},
-    "dummy": {"config", "formats", "head", "loading", "models", "packing"},
+    "dummy": {"config", "dummy_configs", "dummy_tokenizer"}
+    | {"formats", "head", "loading", "models", "packing"},
+    "dummy_configs": set(),
+    "dummy_tokenizer": {"tokenizer"},
     "integrations": {"config", "convert", "linear", "ops", "packing", "quantize"},
     "machine": set(),
     "doctor": {"_runtime", "machine", "ops"},

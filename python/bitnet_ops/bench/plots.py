@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from bitnet_ops.bench.report_model import subject_name
+
 Report = dict[str, Any]
 Row = dict[str, Any]
 _SIZE, _DPI = (6.4, 4.0), 80
@@ -133,7 +135,7 @@ def _decode_lines(
     axes.set_xlabel(label)
     axes.set_ylabel("tokens/s")
     axes.set_ylim(bottom=0)
-    _title(axes, report, f"decode, {report['settings']['dummy']}")
+    _title(axes, report, f"decode, {subject_name(report)}")
     return _save(figure, path)
 
 
@@ -192,7 +194,7 @@ def draw_parts(report: Report, path: Path) -> Path:
     for number, row in enumerate(rows):
         axes.plot([row["limit_ms"]] * 2, [number - 0.4, number + 0.4], "k--")
     axes.set_xlabel("ms of a step (dashed: reading its bytes alone)")
-    _title(axes, report, f"where a decode step goes, {report['settings']['dummy']}")
+    _title(axes, report, f"where a decode step goes, {subject_name(report)}")
     return _save(figure, path)
 
 

@@ -61,7 +61,7 @@ def build(
 def write_json(report: Report, path: str | os.PathLike[str]) -> None:
     """Write the report; the file appears whole or not at all."""
     with atomic_file(path) as file:
-        file.write((json.dumps(report, indent=1) + "\n").encode())
+        file.write((as_json(report) + "\n").encode())
 
 
 def shape_text(shape: dict[str, int]) -> str:
@@ -143,6 +143,11 @@ def footer_lines(report: Report) -> list[str]:
         f"{len(report['rows'])} rows in {report['seconds']:g} s.",
     ]
     return lines + [f"WARNING: {warning}" for warning in report["warnings"]]
+
+
+def as_json(report: Report) -> str:
+    """The whole report as one JSON object."""
+    return json.dumps(report, indent=1)
 
 
 def plain_table(rows: list[dict[str, Any]]) -> list[str]:

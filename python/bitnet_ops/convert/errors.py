@@ -1,7 +1,7 @@
 """The one exception of the converter and the one way to raise it.
 
 Every refusal has a short stable code (tests and scripts switch on it) and one line for people:
-what was expected, what was found, what to do. This module knows no files and no formats.
+what was expected, what was got, what to do. This module knows no files and no formats.
 """
 
 from __future__ import annotations
@@ -10,17 +10,21 @@ from typing import NoReturn
 
 
 class ConvertError(ValueError):
-    """A checkpoint, a destination or a result that is refused; `code` names the reason."""
+    """A checkpoint, a destination or a result that is refused; `code` names the reason.
+
+    str() is the message with the code in brackets behind it.
+    """
 
     def __init__(self, code: str, message: str) -> None:
-        super().__init__(message)
+        suffix = f" [{code}]"
+        super().__init__(message if message.endswith(suffix) else message + suffix)
         self.code = code
 
 
 def refuse(code: str, expected: str, found: str, remedy: str = "") -> NoReturn:
-    """Raise ConvertError(`convert [code]: expected ..., found ...; remedy`)."""
+    """Raise ConvertError: `convert: expected ..., got ...; remedy [code]`."""
     tail = f"; {remedy}" if remedy else ""
-    raise ConvertError(code, f"convert [{code}]: expected {expected}, found {found}{tail}")
+    raise ConvertError(code, f"convert: expected {expected}, got {found}{tail}")
 
 
 def listed(names: list[str], limit: int = 4) -> str:

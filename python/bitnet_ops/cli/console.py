@@ -9,9 +9,10 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from bitnet_ops.convert.report import Progress
+if TYPE_CHECKING:
+    from bitnet_ops.convert.report import Progress
 
 
 class Report(Protocol):
