@@ -53,6 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="measure the goals for speed instead: must, ambitious, measured, verdict; exit status "
         "1 names every must that is missed",
     )
+    for kind in (model, page, ops):
+        kind.set_defaults(parser=kind)  # who complains of an unknown option
     command_model.add_outputs(ops)
     ops.add_argument("-t", "--threads", help="thread counts such as 1,2 (default: 1 and all)")
     ops.add_argument(
@@ -130,7 +132,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _usage(args: argparse.Namespace, read: Callable[[], Any]) -> Any:
-    """What `read` makes of the arguments; what it refuses is wrong usage."""
+    """What `read` makes of the arguments; a plain ValueError of it is wrong usage."""
     from bitnet_ops.bench import plots
 
     try:
@@ -140,6 +142,8 @@ def _usage(args: argparse.Namespace, read: Callable[[], Any]) -> Any:
         if args.plots:
             plots.require(args.plots)
     except ValueError as error:
+        if type(error) is not ValueError:  # a model that cannot be read
+            raise
         raise UsageError(f"bench {args.kind}: {error}") from error
     return found
 
