@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Every op of torch.ops.bitnet against this machine's limits: `bitnet-ops bench ops` as a script.
 
-    python benchmarks/bench_ops.py --quick --json out.json
+    python benchmarks/bench_ops.py --quick --output out.json
 
 It must not know how anything is measured (python/bitnet_ops/bench).
 """

@@ -23,6 +23,8 @@ PYTHON_LAYERS: dict[str, set[str]] = {
     "_fakes": {"_runtime"},
     "reference": {"_runtime"},
     "_grad": set(),
+    "_library": {"_runtime"},
+    "_interrupt": set(),
     "quantize": set(),
     "config": set(),
     "untrusted": set(),
@@ -32,8 +34,9 @@ PYTHON_LAYERS: dict[str, set[str]] = {
     "chat_template": {"bounded", "untrusted"},
     "tokenizer_guard": {"bounded"},
     "tokenizer": {"chat_template", "tokenizer_guard", "untrusted"},
+    "chat_history": {"tokenizer"},
     "formats": {"_runtime", "arena", "untrusted"},
-    "ops": {"_fakes", "_grad", "_runtime"},
+    "ops": {"_fakes", "_grad", "_library", "_runtime"},
     "packing": {"ops"},
     "arena": {"_runtime"},
     "mapped": set(),
@@ -73,7 +76,8 @@ PYTHON_LAYERS: dict[str, set[str]] = {
         "lora",
         "models",
     }
-    | {"cache_files", "model_contents", "obtain", "sampling", "tokenizer", "untrusted"},
+    | {"cache_files", "chat_history", "model_contents", "obtain", "sampling", "tokenizer"}
+    | {"untrusted"},
     "engine": {"config", "kv_cache", "models", "sampling"},
     # the second row is for `--verify`, which runs the converted model
     "convert": {"config", "formats", "hub", "models", "ops", "packing", "quantize"}
@@ -82,7 +86,10 @@ PYTHON_LAYERS: dict[str, set[str]] = {
     # makes transformers models and hands what was trained to the converter
     "training": {"config", "convert", "formats", "language_model", "linear", "models", "ops"}
     | {"model_contents", "packing", "quantize", "untrusted"},
-    "dummy": {"config", "formats", "head", "loading", "models", "packing", "untrusted"},
+    "dummy": {"config", "dummy_configs", "dummy_tokenizer"}
+    | {"formats", "head", "loading", "models", "packing", "untrusted"},
+    "dummy_configs": set(),
+    "dummy_tokenizer": {"tokenizer"},
     "integrations": {"config", "convert", "linear", "ops", "packing", "quantize"},
     "machine": set(),
     "doctor": {"_runtime", "machine", "ops"},

@@ -249,7 +249,7 @@ def main():
         "--text", required=True, help="text file, chapters separated by blank lines"
     )
     parser.add_argument("--linear-chapters", type=int, default=3, help="chapters for the linears")
-    parser.add_argument("--json", help="also write the figures to this file")
+    parser.add_argument("--output", metavar="FILE", help="also write the figures to FILE, as JSON")
     args = parser.parse_args()
 
     import transformers
@@ -273,9 +273,9 @@ def main():
             picked = sequences[: args.linear_chapters]
             linears = compare_linears(theirs, packed_tensors(reader), picked)
         print("\n".join(linears.lines()))
-    if args.json:
+    if args.output:
         figures = {"logits": asdict(logits), "linears": asdict(linears)}
-        Path(args.json).write_text(json.dumps(figures, indent=1) + "\n")
+        Path(args.output).write_text(json.dumps(figures, indent=1) + "\n")
 
 
 if __name__ == "__main__":

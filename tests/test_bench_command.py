@@ -61,7 +61,7 @@ def test_demo_shape_is_that_of_the_demo_model() -> None:
         (["--seconds", "0"], "--seconds: expected more than 0 and at most 60, got 0.0"),
         (["--weight-format", "3bit"], "--weight-format: expected names among canonical"),
         (["--check", "--shapes", "64x300"], "--check: expected the name of a model in --shapes"),
-        (["--json", "/nowhere/x.json"], "--json: expected a file in a directory to write to"),
+        (["--output", "/nowhere/x.json"], "--output: expected a file in a directory to write to"),
     ],
 )
 def test_bad_arguments_are_refused_before_anything_runs(
@@ -169,7 +169,16 @@ def small_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any],
     """The command line as a user runs it, on tiny shapes: (JSON, stdout)."""
     path = tmp_path_factory.mktemp("bench") / "out.json"
     arguments = ["bench", "ops", "--quick", "--shapes", "demo,70x300", "--m", "1,2"]
-    arguments += ["--threads", "1,2", "--cold-mib", "16", "--seconds", "0.002", "--json", str(path)]
+    arguments += [
+        "--threads",
+        "1,2",
+        "--cold-mib",
+        "16",
+        "--seconds",
+        "0.002",
+        "--output",
+        str(path),
+    ]
     done = subprocess.run(
         [sys.executable, "-m", "bitnet_ops", *arguments], capture_output=True, text=True, check=True
     )
@@ -260,7 +269,7 @@ def test_terminal_gets_the_same_table_through_rich(capsys: pytest.CaptureFixture
 
 
 def test_wrong_result_is_the_exit_status(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    args = ["--quick", "--force", "--json", str(tmp_path / "out.json")]
+    args = ["--quick", "--force", "--output", str(tmp_path / "out.json")]
     monkeypatch.setattr(sys, "argv", ["bench_ops.py", *args])
     for flags, status in (([], 0), (["disturbed"], 0), (["wrong_result"], 1)):
         result = tiny_report(flags)

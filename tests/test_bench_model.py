@@ -37,7 +37,7 @@ def small_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any],
     arguments = ["bench", "model", "--dummy", "tiny", "--quick", "--prompts", "16"]
     arguments += ["--contexts", "0,8", "--batches", "1,2", "--threads", "1,2"]
     arguments += ["--rivals", "hf-bf16", "--rival-seconds", "0.1"]
-    arguments += ["--json", str(folder / "out.json"), "--plots", str(folder / "plots")]
+    arguments += ["--output", str(folder / "out.json"), "--plots", str(folder / "plots")]
     done = subprocess.run(
         [sys.executable, "-m", "bitnet_ops", *arguments], capture_output=True, text=True
     )

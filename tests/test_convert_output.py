@@ -106,7 +106,7 @@ def test_control_c_in_the_command_leaves_nothing(tmp_path):
         assert len(leftovers(tmp_path)) == 2, "the folder it is built in, and its lock"
         process.send_signal(signal.SIGINT)
         _, stderr = process.communicate(timeout=60)
-    assert process.returncode == 130 and stderr == b"bitnet-ops: interrupted\n"
+    assert process.returncode == 130 and stderr == b""
     assert leftovers(tmp_path) == []
 
 
@@ -127,7 +127,7 @@ def test_a_full_disk_leaves_nothing_and_says_so(tmp_path, limit, version):
     arguments = [str(limit), str(source), str(tmp_path / "out"), "--format", version]
     command = [sys.executable, "-c", _FULL, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2 and done.stdout == ""
+    assert done.returncode == 1 and done.stdout == ""
     assert done.stderr.count("\n") == 1 and "[write-failed]" in done.stderr
     assert "File too large" in done.stderr and "nothing was kept" in done.stderr
     assert leftovers(tmp_path) == []
@@ -251,10 +251,11 @@ def test_command_prints_json(tmp_path, capsys):
 
 
 def test_command_prints_one_line_on_refusal(tmp_path, capsys):
-    assert run_command(tmp_path / "nothing", tmp_path / "out") == 2
+    assert run_command(tmp_path / "nothing", tmp_path / "out") == 1
     output = capsys.readouterr()
     assert output.out == "" and output.err.count("\n") == 1
-    assert output.err.startswith("bitnet-ops: error: convert [source-missing]: expected a folder")
+    assert output.err.startswith("bitnet-ops: error: convert: expected a folder")
+    assert output.err.endswith(" [source-missing]\n")
 
 
 def test_progress_counts_every_tensor(tmp_path):

@@ -212,7 +212,7 @@ def test_refusals_are_one_line(
     data, code = MALFORMED[name]
     path = tmp_path / "m.bin"
     path.write_bytes(data)
-    assert run(str(path)) == 2
+    assert run(str(path)) == 1
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1
     assert err.startswith(f"bitnet-ops: error: {path}: ") and err.endswith(f"[{code}]\n")

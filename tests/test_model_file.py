@@ -13,8 +13,8 @@ import torch
 
 import hf_writer
 from bitnet_ops import load
+from bitnet_ops.cli.convert import add_arguments, run
 from bitnet_ops.convert import convert
-from bitnet_ops.convert.command import add_arguments, run
 from bitnet_ops.formats.sglbitnt import Reader, SglbitntError
 from bitnet_ops.kv_cache import KVCache
 from bitnet_ops.language_model import LanguageModel

@@ -245,7 +245,7 @@ def test_command_line_and_environment(
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache / "xdg"))
     assert main(command) == 0
     assert not cache.exists()
-    assert main([*command, "--cache"]) == 0
+    assert main([*command, "--cache", "auto"]) == 0
     assert len(files(cache / "xdg" / "bitnet_ops")) == 1
     monkeypatch.setenv(cache_files.ENVIRONMENT, str(cache / "env"))
     assert main(command) == 0

@@ -235,7 +235,7 @@ def test_verify_finds_a_changed_weight(proved, tmp_path, capsys):
             tensor[:8] = tensor[:8].flip(0)
         return tensor, scale
 
-    assert main(["verify", str(tampered(out, tmp_path / "bad", flip)), str(source)]) == 2
+    assert main(["verify", str(tampered(out, tmp_path / "bad", flip)), str(source)]) == 1
     error = capsys.readouterr().err
     assert "verification-failed" in error and "1.mlp.down_proj.weight differ" in error
 
@@ -246,7 +246,7 @@ def test_verify_finds_a_changed_scale(proved, tmp_path, capsys):
     def turn(name, tensor, scale):
         return tensor, 1 / scale if name.endswith("0.self_attn.v_proj.weight") else scale
 
-    assert main(["verify", str(tampered(out, tmp_path / "bad", turn)), str(source)]) == 2
+    assert main(["verify", str(tampered(out, tmp_path / "bad", turn)), str(source)]) == 1
     assert "the scale of model.layers.0.self_attn.v_proj" in capsys.readouterr().err
 
 

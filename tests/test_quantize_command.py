@@ -128,7 +128,7 @@ def test_random_masters_are_refused_and_can_be_forced(form, tmp_path):
     assert caught.value.code == "not-trained"
     assert "excess at the threshold" in str(caught.value) and "kurtosis 3.0" in str(caught.value)
     assert not (tmp_path / "out").exists()
-    report = quantize(source, tmp_path / "out", form=form, force=True)
+    report = quantize(source, tmp_path / "out", form=form, assume_trained=True)
     assert report.forced and not report.trained and (tmp_path / "out").is_dir()
     assert any("nothing shows" in line for line in report.lines())
 
@@ -241,14 +241,14 @@ def test_streamed_safetensors_refuse_what_was_not_announced(tmp_path):
 
 def test_command_line(tmp_path, capsys):
     source = random_masters(tmp_path)
-    assert main(["quantize", str(source), str(tmp_path / "out")]) == 2
+    assert main(["quantize", str(source), str(tmp_path / "out")]) == 1
     error = capsys.readouterr().err
-    assert error.count("\n") == 1 and "convert [not-trained]" in error and "--force" in error
-    assert main(["quantize", str(source), str(tmp_path / "out"), "--force", "--json"]) == 0
+    assert error.count("\n") == 1 and "[not-trained]" in error and "--assume-trained" in error
+    assert main(["quantize", str(source), str(tmp_path / "out"), "--assume-trained", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["forced"] and not report["trained"]
     assert report["conversion"]["ternary"]["projections"] == 14
-    again = ["quantize", str(source), str(tmp_path / "out"), "--force"]
-    assert main(again) == 2 and "--replace replaces it" in capsys.readouterr().err
-    assert main([*again, "--replace"]) == 0
+    again = ["quantize", str(source), str(tmp_path / "out"), "--assume-trained"]
+    assert main(again) == 1 and "--force replaces it" in capsys.readouterr().err
+    assert main([*again, "--force"]) == 0
     assert "wrote" in capsys.readouterr().out

@@ -3,29 +3,26 @@
 Importing this package loads the op library, so that `torch.ops.bitnet.*` exists, and binds the
 typed wrappers in `bitnet_ops.ops`. Everything else (models, engine, converter) is imported at first
 use: `import bitnet_ops` costs a few milliseconds on top of `import torch`.
+In the process of the command `bitnet-ops` alone, torch and the op library wait until a command
+needs them, so that --help and wrong arguments are answered at once.
 It must not know models, files or engines; those modules know it.
 """
 
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
-import importlib.util
 import os
+import sys
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 if TYPE_CHECKING:
+    from bitnet_ops import ops as ops
     from bitnet_ops.integrations import BitNetLinearMethod as BitNetLinearMethod
     from bitnet_ops.kv_cache import KVCache as KVCache
     from bitnet_ops.language_model import LanguageModel as LanguageModel
     from bitnet_ops.language_model import load as load
     from bitnet_ops.linear import BitLinear as BitLinear
     from bitnet_ops.packing import PackedWeight as PackedWeight
-
-# The first release whose stable C ABI has everything the op library calls (torch_parallel_for).
-MINIMUM_TORCH = (2, 10)
 
 # Public name -> module that defines it; resolved by __getattr__ at first use.
 _LAZY = {
@@ -40,66 +37,26 @@ _LAZY = {
 __all__ = [*_LAZY, "__version__", "ops"]
 
 
-def _torch_version() -> tuple[int, int]:
-    major, minor = torch.__version__.split(".")[:2]
-    return int(major), int(minor)
+def _is_the_command() -> bool:
+    """Whether this process runs `bitnet-ops`, or `python -m bitnet_ops`, and torch is not there.
 
-
-def _build_text() -> str:
-    """How and for what the binaries were built, as far as the torch-free `_runtime` can tell."""
-    try:
-        info = importlib.import_module("bitnet_ops._runtime").build_info()
-    except (ImportError, OSError) as error:
-        return f"the module _runtime could not be loaded either: {error}"
-    return "built with " + ", ".join(f"{key} {value}" for key, value in info.items())
-
-
-def _load_op_library() -> None:
-    """Load `_ops.so` into torch; an ImportError names the cause and the remedy."""
-    floor = ".".join(map(str, MINIMUM_TORCH))
-    if _torch_version() < MINIMUM_TORCH:
-        raise ImportError(
-            f"bitnet_ops: expected torch >= {floor}, got torch {torch.__version__} "
-            f"from {torch.__file__}; upgrade torch ({_build_text()})"
-        )
-    # Not `Path(__file__).parent`: in an editable install the binaries live in site-packages while
-    # the Python files stay in the source tree. `_ops` has no PyInit, so it is never imported.
-    spec = importlib.util.find_spec("bitnet_ops._ops")
-    if spec is None or spec.origin is None:
-        raise ImportError(
-            "bitnet_ops: expected the compiled op library bitnet_ops/_ops.so beside the package, "
-            f"got nothing in {', '.join(__path__)}; the package was not built for this Python: "
-            "run `pip install .` (or `pip install -e . --no-build-isolation`) in the project"
-        )
-    try:
-        torch.ops.load_library(spec.origin)
-    except OSError as error:
-        raise ImportError(
-            f"bitnet_ops: expected the op library {spec.origin} to load into torch "
-            f"{torch.__version__}, got: {error}; it needs torch >= {floor} ({_build_text()}); "
-            "rebuild with `pip install .`"
-        ) from error
-
-
-def _after_fork_in_child() -> None:
-    """A fork copies no threads: a parallel region would wait for the parent's for ever.
-
-    So where the parent had used them, ops and torch itself run on the calling thread; the first op
-    that would have wanted more says so.
+    While Python looks for the module of -m, argv[0] is "-m"; its name stands in orig_argv.
     """
-    if importlib.import_module("bitnet_ops._runtime").mark_forked():
-        torch.set_num_threads(1)
-
-
-_load_op_library()
-os.register_at_fork(after_in_child=_after_fork_in_child)
-
-from bitnet_ops import ops  # noqa: E402  (binds torch.ops.bitnet.*, which exists only now)
+    if "torch" in sys.modules:
+        return False
+    started = sys.argv[0] if getattr(sys, "argv", None) else ""
+    if started == "-m":
+        return any(a in ("bitnet_ops", "-mbitnet_ops") for a in sys.orig_argv[1:])
+    return os.path.basename(started) == "bitnet-ops"
 
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        return importlib.metadata.version("bitnet-ops")
+        from importlib import metadata
+
+        return metadata.version("bitnet-ops")
+    if name == "ops":
+        return importlib.import_module("bitnet_ops.ops")
     if name in _LAZY:
         value = getattr(importlib.import_module(_LAZY[name]), name)
         globals()[name] = value
@@ -109,3 +66,11 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+if _is_the_command():
+    from bitnet_ops import _interrupt
+
+    _interrupt.quiet()  # Ctrl-C from here on, before there is a command to clean up after
+else:
+    from bitnet_ops import ops  # loads torch and the op library

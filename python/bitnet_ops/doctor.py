@@ -15,8 +15,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from bitnet_ops import _runtime, machine
 
 SCHEMA_VERSION = 1
@@ -33,7 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Show the CPU, the chosen kernels and the reason, threads, OpenMP runtimes, torch and "
         "memory. Exit status 1 when something is broken, 0 with or without warnings."
     )
-    parser.add_argument("--json", action="store_true", help="print everything as JSON on stdout")
+    parser.add_argument(
+        "--json", action="store_true", help="one JSON object on stdout instead of text"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -45,6 +45,8 @@ def run(args: argparse.Namespace) -> int:
 
 def collect() -> Facts:
     """Every fact, and the problems found in them, as JSON-ready values."""
+    import torch
+
     facts: Facts = {"schema": "bitnet_ops.doctor", "schema_version": SCHEMA_VERSION}
     facts["package"] = {
         "version": metadata.version("bitnet-ops"),
@@ -128,6 +130,8 @@ def _weights() -> Facts:
 
 
 def _threads() -> Facts:
+    import torch
+
     return {
         "torch": torch.get_num_threads(),
         "logical_cpus": os.cpu_count(),

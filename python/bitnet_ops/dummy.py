@@ -10,7 +10,6 @@ seed give the same model on one release of torch. It must not know kernels or en
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import math
 import os
@@ -20,92 +19,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bitnet_ops import dummy_tokenizer
 from bitnet_ops.config import ModelConfig
+from bitnet_ops.dummy_configs import CONFIGS
 from bitnet_ops.formats import destination, sglbitnt
 from bitnet_ops.head import DEFAULT_HEAD_FORMAT
 from bitnet_ops.loading import prepack_all
 from bitnet_ops.models import Decoder, TensorSpec, build, expected_tensors
 from bitnet_ops.packing import BLOCK, PackedWeight, packed_row_bytes
-from bitnet_ops.untrusted import printable
 
-# What a config.json would say. 16384 positions, more than the originals have, so that long contexts
-# can be measured; no result depends on the number.
-_COMMON = {"max_position_embeddings": 16384, "rms_norm_eps": 1e-5}
-CONFIGS: dict[str, dict[str, Any]] = {
-    # microsoft/bitnet-b1.58-2B-4T
-    "2b-4t": {
-        "model_type": "bitnet",
-        "vocab_size": 128256,
-        "hidden_size": 2560,
-        "intermediate_size": 6912,
-        "num_hidden_layers": 30,
-        "num_attention_heads": 20,
-        "num_key_value_heads": 5,
-        "hidden_act": "relu2",
-        "rope_theta": 500000.0,
-        "bos_token_id": 128000,
-        "eos_token_id": 128001,
-        "tie_word_embeddings": True,
-        **_COMMON,
-    },
-    # 1bitLLM/bitnet_b1_58-large: 16 heads of 96, an untied head, SiLU
-    "0.7b": {
-        "model_type": "bitnet",
-        "vocab_size": 32002,
-        "hidden_size": 1536,
-        "intermediate_size": 4096,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 16,
-        "hidden_act": "silu",
-        "rope_theta": 10000.0,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "tie_word_embeddings": False,
-        **_COMMON,
-    },
-    # for tests: grouped queries, K that is no multiple of 128, N that fills no tile
-    "tiny": {
-        "model_type": "bitnet",
-        "vocab_size": 331,
-        "hidden_size": 192,
-        "intermediate_size": 456,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 6,
-        "num_key_value_heads": 2,
-        "hidden_act": "relu2",
-        "rope_theta": 10000.0,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "tie_word_embeddings": True,
-        **_COMMON,
-    },
-}
 _NONZERO = 0.6  # share of the codes that are -1 or +1
 _EMBEDDING_STD = 0.02
 # Random data are cut from a pool at random places, which is as fast as memory. The pool is longer
 # than any ternary matrix of these models, and its length has no common divisor with a row's, so
 # that no two rows are alike.
 _POOL = (1 << 23) + 9
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the subcommand's arguments to `parser`."""
-    parser.description = (
-        "Write a directory with model.bin: random ternary weights in the shapes of a real model, "
-        "to measure speed and loading. It has no tokenizer and its text means nothing."
-    )
-    parser.add_argument("name", choices=sorted(CONFIGS), metavar="NAME", help=", ".join(CONFIGS))
-    parser.add_argument("destination", metavar="DST", help="directory to create")
-    parser.add_argument("--force", action="store_true", help="replace an earlier result at DST")
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="default 0")
-
-
-def run(args: argparse.Namespace) -> int:
-    """Run the subcommand; returns 0."""
-    file = write(args.name, args.destination, seed=args.seed, force=args.force)
-    print(f"wrote {printable(file)}")
-    return 0
 
 
 def config(name: str) -> ModelConfig:
@@ -138,7 +66,7 @@ def decoder(
 def write(
     name: str, directory: str | os.PathLike[str], *, seed: int = 0, force: bool = False
 ) -> Path:
-    """Write the model `name` as `directory`/model.bin (without a tokenizer); returns the file.
+    """Write the model `name` as `directory`/model.bin, with a tokenizer; returns the file.
 
     `force`: replace `directory` if it holds an earlier result. Raises destination.DestinationError
     for one that is there, sglbitnt.SglbitntError for what the file system refuses.
@@ -163,6 +91,7 @@ def _write_model(
                 writer.add_packed(tensor_name, tensor.weight, tensor.scale, tensor.in_features)
             else:
                 writer.add_dense(tensor_name, tensor)
+    dummy_tokenizer.write(file.parent, _config_json(name))
 
 
 def tensors(name: str, seed: int = 0) -> dict[str, Tensor | PackedWeight]:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from bitnet_ops import cache_files
+from bitnet_ops.chat_history import RunIds, without_oldest_turn
 from bitnet_ops.config import ModelConfig
 from bitnet_ops.embedding import embed
 from bitnet_ops.engine import Engine, Generation, Limits, Run, Session, Timing
@@ -322,14 +323,18 @@ def _overlap(text: str, stop: str) -> int:
 class Conversation:
     """Messages and the cache that holds them: only what is new is run.
 
-    `messages` is the history, a list of {"role", "content"}; it may be edited between turns.
+    `messages` is the history, a list of {"role", "content"}; it may be edited between turns. The
+    oldest turns leave it when the model's context is full: `dropped` says how many messages the
+    newest turn cost.
     """
 
     def __init__(self, lm: LanguageModel, request: _Request) -> None:
         self._lm, self._request = lm, request
         self._session: Session = lm.engine.session()
+        self._known = RunIds(lm.tokenizer)
         self.messages: list[Mapping[str, str]] = []
         self.last: TextStream | None = None  # the newest answer, for its timing
+        self.dropped = 0
 
     def say(self, content: str) -> Iterator[str]:
         """Add a user's message and stream the answer, which joins the history when it ends.
@@ -337,21 +342,36 @@ class Conversation:
         An answer that is broken off joins as far as it came; a message that cannot be run is
         taken back.
         """
-        self.messages.append({"role": "user", "content": content})
-        try:
-            ids = self._lm.tokenizer.encode_chat(self.messages)
-            run = self._session.start(ids, self._request.params, self._request.limits)
-        except ValueError:
-            self.messages.pop()
-            raise
+        messages, ids = self._fitting([*self.messages, {"role": "user", "content": content}])
+        run = self._session.start(ids, self._request.params, self._request.limits)
+        self.dropped = len(self.messages) + 1 - len(messages)
+        self.messages[:] = messages
         self.last = TextStream(run, self._lm.tokenizer, self._request.stop)
-        return self._answer(self.last)
+        return self._answer(self.last, ids)
 
-    def _answer(self, stream: TextStream) -> Iterator[str]:
+    def _fitting(
+        self, messages: list[Mapping[str, str]]
+    ) -> tuple[list[Mapping[str, str]], list[int]]:
+        """The newest of `messages` that leave room for an answer, and their ids.
+
+        Once something has to go, half of the context is made free: what is left stands at other
+        positions and has to be run again, which must not happen at every turn.
+        """
+        context = self._lm.config.max_position_embeddings
+        room = min(self._request.limits.max_new_tokens, context // 4)
+        ids = self._known.encode(messages)
+        most = context - room if len(ids) <= context - room else context // 2
+        while len(ids) > most and (fewer := without_oldest_turn(messages)) is not None:
+            messages, ids = fewer, self._known.encode(fewer)
+        return messages, ids
+
+    def _answer(self, stream: TextStream, prompt: list[int]) -> Iterator[str]:
         pieces: list[str] = []
         try:
             for piece in stream:
                 pieces.append(piece)
                 yield piece
         finally:
-            self.messages.append({"role": "assistant", "content": "".join(pieces)})
+            answer = "".join(pieces)
+            self._known.ran(prompt, answer, stream.generation.token_ids)
+            self.messages.append({"role": "assistant", "content": answer})

@@ -88,6 +88,19 @@ class Tokenizer:
                 return self._guard.encode(text, add_special_tokens)
             return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
 
+    def encode_from(self, text: str, start: int) -> list[int] | None:
+        """The ids that `text` has from the character `start` on, without special tokens added.
+
+        They are cut as the whole text is cut; None where a token lies across `start`, or behind it
+        is none.
+        """
+        found = self._backend.encode(text, add_special_tokens=False)
+        for i, (begin, _) in enumerate(found.offsets):
+            if begin >= start:
+                across = i > 0 and found.offsets[i - 1][1] > start
+                return None if across else list(found.ids[i:])
+        return None
+
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of `ids`; bytes that are no UTF-8 become U+FFFD.
 

@@ -16,6 +16,8 @@ from torch import Tensor
 from bitnet_ops import ops
 from bitnet_ops.bench.cases import Case, cycle, equal_to_scalar, require_slots, rival_cycle
 from bitnet_ops.bench.limits import read_limit
+from bitnet_ops.bench.names import CACHES as CACHES
+from bitnet_ops.bench.names import HEAD_FORMATS as HEAD_FORMATS
 from bitnet_ops.bench.shapes import ModelShape
 from bitnet_ops.bench.workspace import Workspace
 
@@ -99,7 +101,6 @@ def row_cases(ws: Workspace, model: ModelShape, m: int) -> list[Case]:
     ]
 
 
-HEAD_FORMATS = ("bf16", "int8", "int4")
 _GROUP, _TILE_ROWS = 128, 16  # of an int4 head: features of a scale, rows of a tile
 
 
@@ -156,9 +157,6 @@ def head_case(ws: Workspace, model: ModelShape, head_format: str = "bf16") -> Ca
         rivals={"torch_bf16": rival_cycle(lambda w, _: F.linear(x, w), dense, hot=False)},
         format=head_format,
     )
-
-
-CACHES = ("bfloat16", "int8")
 
 
 def _caches(

@@ -8,27 +8,17 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-
-from bitnet_ops.bench import (
-    check,
-    command_model,
-    command_page,
-    plots,
-    report,
-    report_model,
-    run_model,
-    run_ops,
-    weights,
-)
-from bitnet_ops.bench.command_model import FORCE_HELP
+from bitnet_ops.bench import command_model, command_page, names
 from bitnet_ops.bench.shapes import MODELS, parse_counts, parse_shapes, parse_words
-from bitnet_ops.formats import destination
+from bitnet_ops.cli.arguments import Parser, UsageError
+
+if TYPE_CHECKING:
+    from bitnet_ops.bench import run_ops
 
 
 class _Defaults(NamedTuple):
@@ -63,10 +53,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="measure the goals for speed instead: must, ambitious, measured, verdict; exit status "
         "1 names every must that is missed",
     )
-    ops.add_argument("--json", metavar="FILE", help="also write everything to FILE")
-    ops.add_argument("--plots", metavar="DIR", help="also draw PNG plots into DIR (matplotlib)")
-    ops.add_argument("--force", action="store_true", help=FORCE_HELP)
-    ops.add_argument("--threads", help="thread counts such as 1,2 (default: 1 and all)")
+    for kind in (model, page, ops):
+        kind.set_defaults(parser=kind)  # who complains of an unknown option
+    command_model.add_outputs(ops)
+    ops.add_argument("-t", "--threads", help="thread counts such as 1,2 (default: 1 and all)")
     ops.add_argument(
         "--shapes",
         default="2b-4t",
@@ -76,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ops.add_argument(
         "--weight-format",
         default="auto",
-        help=f"of {', '.join(weights.FORMATS)}, separated by commas (default: the one that models "
+        help=f"of {', '.join(names.FORMATS)}, separated by commas (default: the one that models "
         "are loaded in)",
     )
     ops.add_argument(
@@ -102,6 +92,10 @@ _OPS_DESCRIPTION = (
 
 def settings_of(args: argparse.Namespace) -> run_ops.Settings:
     """The settings that the arguments ask for; ValueError names a wrong one."""
+    import torch
+
+    from bitnet_ops.bench import run_ops
+
     defaults = _QUICK if args.quick else _FULL
     parse_shapes(args.shapes)  # complain before anything is measured
     cold_mib = defaults.cold_mib if args.cold_mib is None else int(args.cold_mib)
@@ -125,8 +119,8 @@ def settings_of(args: argparse.Namespace) -> run_ops.Settings:
 
 def _formats(text: str) -> list[str]:
     if text == "auto":
-        return [weights.USUAL]
-    return parse_words("--weight-format", text, weights.FORMATS)
+        return [names.USUAL]
+    return parse_words("--weight-format", text, names.FORMATS)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -137,30 +131,49 @@ def run(args: argparse.Namespace) -> int:
     return _run_model(args) if args.kind == "model" else _run_ops(args)
 
 
+def _usage(args: argparse.Namespace, read: Callable[[], Any]) -> Any:
+    """What `read` makes of the arguments; a plain ValueError of it is wrong usage."""
+    from bitnet_ops.bench import plots
+
+    pictures = plots.OPS_PLOTS if args.kind == "ops" else plots.MODEL_PLOTS
+    try:
+        found = read()
+        _require(args, pictures)
+    except ValueError as error:
+        if type(error) is not ValueError:  # a model that cannot be read
+            raise
+        raise UsageError(f"bench {args.kind}: {error}") from error
+    return found
+
+
 def _run_ops(args: argparse.Namespace) -> int:
-    settings = settings_of(args)
-    _require(args, plots.OPS_PLOTS)
+    from bitnet_ops.bench import check, plots, report, run_ops
+
+    settings = _usage(args, lambda: settings_of(args))
     with _progress_line(enabled=sys.stderr.isatty()) as progress:
         result = (check if args.check else run_ops).run(settings, progress=progress)
-    if args.check:
+    if args.json:
+        print(report.as_json(result))
+    elif args.check:
         print("\n".join([*report.header_lines(result), "", *result["lines"]]))
     else:
         report.print_report(result)
-    if args.json:
-        report.write_json(result, args.json, replace=args.force)
+    if args.output:
+        report.write_json(result, args.output, replace=args.force)
     if args.plots and not args.check:
         _say_written(plots.draw_ops(result, Path(args.plots)))
     return 0 if result["ok"] else 1
 
 
 def _run_model(args: argparse.Namespace) -> int:
-    settings = command_model.settings_of(args)
-    _require(args, plots.MODEL_PLOTS)
+    from bitnet_ops.bench import plots, report, report_model, run_model
+
+    settings = _usage(args, lambda: command_model.settings_of(args))
     with _progress_line(enabled=sys.stderr.isatty()) as progress:
         result = run_model.run(settings, progress)
-    print("\n".join(report_model.lines(result)))
-    if args.json:
-        report.write_json(result, args.json, replace=args.force)
+    print(report.as_json(result) if args.json else "\n".join(report_model.lines(result)))
+    if args.output:
+        report.write_json(result, args.output, replace=args.force)
     if args.plots:
         _say_written(plots.draw_model(result, Path(args.plots)))
     return 0
@@ -168,15 +181,18 @@ def _run_model(args: argparse.Namespace) -> int:
 
 def _say_written(paths: list[Path]) -> None:
     for path in paths:
-        print(f"wrote {path}")
+        print(f"wrote {path}", file=sys.stderr)
 
 
 def _require(args: argparse.Namespace, names: tuple[str, ...]) -> None:
     """Refuse a report or plots that could not be written, before minutes are spent on them."""
-    if args.json:
-        file = Path(args.json)
-        if not file.parent.is_dir() or not os.access(file.parent, os.W_OK):
-            raise ValueError(f"--json: expected a file in a directory to write to, got {file}")
+    from bitnet_ops.bench import plots, report
+    from bitnet_ops.formats import destination
+
+    if args.output:
+        file = Path(args.output)
+        if not file.absolute().parent.is_dir() or not os.access(file.absolute().parent, os.W_OK):
+            raise ValueError(f"--output: expected a file in a directory to write to, got {file}")
         destination.check(file, report.REPORT_FILE, replace=args.force)
     if args.plots:
         plots.require(args.plots, names, replace=args.force)
@@ -196,6 +212,6 @@ def _progress_line(*, enabled: bool) -> Iterator[run_ops.Progress]:
 
 def main() -> int:
     """`python benchmarks/bench_ops.py ...`, the same as `bitnet-ops bench ops ...`."""
-    parser = argparse.ArgumentParser(prog="bench")
+    parser = Parser(prog="bitnet-ops bench")
     add_arguments(parser)
     return run(parser.parse_args(["ops", *sys.argv[1:]]))

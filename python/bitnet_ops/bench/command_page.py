@@ -7,20 +7,22 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from bitnet_ops.bench import check, pages, plots, report, run_model, run_ops, weights
-from bitnet_ops.bench.run_ops import Progress
+from bitnet_ops.bench import names
+from bitnet_ops.cli.arguments import UsageError
 from bitnet_ops.untrusted import UntrustedFileError, read_json_object
+
+if TYPE_CHECKING:
+    from bitnet_ops.bench import run_model, run_ops
+    from bitnet_ops.bench.run_ops import Progress
 
 DESCRIPTION = (
     "Run bench ops, its --check and bench model, and write this machine's section of a page such "
     "as docs/performance.md, with plots beside it. About a quarter of an hour; leave the machine "
     "alone meanwhile."
 )
-_FORMATS = ((weights.USUAL, "int8"), ("1.6bit", "int4"), ("canonical", "int8"))
+_FORMATS = ((names.USUAL, "int8"), ("1.6bit", "int4"), ("canonical", "int8"))
 _STEPS = ("check", "model", "small-model", "ops")
 
 
@@ -36,17 +38,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _settings(*, quick: bool) -> tuple[run_ops.Settings, dict[str, run_model.Settings]]:
+    import torch
+
+    from bitnet_ops.bench import run_model, run_ops
+
     all_threads = torch.get_num_threads()
     threads = (1, all_threads) if all_threads > 1 else (1,)
     if quick:
         small: dict[str, Any] = {"threads": threads, "quick": True, "cold_mib": 16}
         tiny = run_model.Settings("tiny", _FORMATS[:1], (16,), (0, 8), (1, 2), **small)
-        shapes = run_ops.Settings("demo", (1, 4), formats=(weights.USUAL,), seconds=0.002, **small)
+        shapes = run_ops.Settings("demo", (1, 4), formats=(names.USUAL,), seconds=0.002, **small)
         return shapes, {"model": tiny, "small-model": tiny}
     shapes = run_ops.Settings(
         tokens=(1, 2, 4, 8, 16, 32, 64, 128, 512, 2048),
         threads=threads,
-        formats=(weights.USUAL,),
+        formats=(names.USUAL,),
         seconds=0.25,
     )
     large = run_model.Settings(
@@ -60,11 +66,13 @@ def _settings(*, quick: bool) -> tuple[run_ops.Settings, dict[str, run_model.Set
 
 def run(args: argparse.Namespace, progress: Progress) -> int:
     """Run what is not there yet and write the page; 0."""
+    from bitnet_ops.bench import pages, plots, report
+
     page = Path(args.page)
     if page.exists() and not page.is_file():
         raise ValueError(f"page: expected a file, got {args.page}, which is none")
     if not page.parent.is_dir():
-        raise ValueError(f"page: expected a file in a directory that exists, got {args.page}")
+        raise UsageError(f"bench page: expected a file in a directory that exists, got {args.page}")
     plots.require(str(page.parent / "plots"))
     data = Path(args.data) if args.data else None
     if data:
@@ -102,6 +110,8 @@ def _measure(
     models: dict[str, run_model.Settings],
     progress: Progress,
 ) -> dict[str, Any]:
+    from bitnet_ops.bench import check, run_model, run_ops
+
     if step == "check":
         return check.run(shapes, progress)
     if step == "ops":

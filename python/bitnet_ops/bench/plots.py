@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from bitnet_ops.bench.report_model import subject_name
 from bitnet_ops.formats.destination import check, file_kind, new_file
 
 OPS_PLOTS = ("roofline", "sweep")
@@ -142,7 +143,7 @@ def _decode_lines(
     axes.set_xlabel(label)
     axes.set_ylabel("tokens/s")
     axes.set_ylim(bottom=0)
-    _title(axes, report, f"decode, {report['settings']['dummy']}")
+    _title(axes, report, f"decode, {subject_name(report)}")
     return _save(figure, path)
 
 
@@ -201,7 +202,7 @@ def draw_parts(report: Report, path: Path) -> Path:
     for number, row in enumerate(rows):
         axes.plot([row["limit_ms"]] * 2, [number - 0.4, number + 0.4], "k--")
     axes.set_xlabel("ms of a step (dashed: reading its bytes alone)")
-    _title(axes, report, f"where a decode step goes, {report['settings']['dummy']}")
+    _title(axes, report, f"where a decode step goes, {subject_name(report)}")
     return _save(figure, path)
 
 

@@ -68,7 +68,7 @@ REPORT_FILE = file_kind(
 def write_json(report: Report, path: str | os.PathLike[str], *, replace: bool = False) -> None:
     """Write the report into a new file; `replace` an earlier one. Raises DestinationError."""
     with new_file(Path(path), REPORT_FILE, replace=replace) as file:
-        file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        file.write_text(as_json(report) + "\n", encoding="utf-8")
 
 
 def shape_text(shape: dict[str, int]) -> str:
@@ -150,6 +150,11 @@ def footer_lines(report: Report) -> list[str]:
         f"{len(report['rows'])} rows in {report['seconds']:g} s.",
     ]
     return lines + [f"WARNING: {warning}" for warning in report["warnings"]]
+
+
+def as_json(report: Report) -> str:
+    """The whole report as one JSON object."""
+    return json.dumps(report, indent=1)
 
 
 def plain_table(rows: list[dict[str, Any]]) -> list[str]:

@@ -112,12 +112,18 @@ def columns_of_text(titles: Sequence[str], cells: Sequence[Sequence[str]]) -> li
     ]
 
 
+def subject_name(report: Report) -> str:
+    """The model that was measured: its file, or the name of a synthetic one."""
+    settings = report["settings"]
+    return str(settings.get("model") or settings["dummy"])
+
+
 def lines(report: Report) -> list[str]:
     """The whole report as text."""
     text = header_lines(report)
     for model in report["models"]:
         text.append(
-            f"{report['settings']['dummy']}, {model['weights']} weights + {model['head']} head: "
+            f"{subject_name(report)}, {model['weights']} weights + {model['head']} head: "
             f"{(model['body'] + model['head_bytes']) / 1e6:.0f} MB a token at context 0, and "
             f"{model['per_position'] / 1e3:.1f} kB for each cached token, "
             f"{report['settings']['kv_dtype']}"

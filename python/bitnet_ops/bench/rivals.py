@@ -19,14 +19,7 @@ import torch
 
 from bitnet_ops import dummy
 from bitnet_ops.bench.harness import Run
-
-# name -> (module that has to be there, what it is)
-RIVALS = {
-    "hf-bf16": ("transformers", "Hugging Face transformers, bfloat16"),
-    "hf-fp32": ("transformers", "Hugging Face transformers, float32"),
-    "litespark": ("litespark_inference", "litespark-inference, 2-bit weights, int8 head"),
-    "llama-cpp": ("llama_cpp", "llama-cpp-python, TQ2_0 weights, Q8_0 head"),
-}
+from bitnet_ops.bench.names import RIVALS as RIVALS
 
 
 class Rival(Protocol):

@@ -37,6 +37,7 @@ _PILOT = 16  # tokens of a prompt that no engine takes long over: it predicts th
 class Settings:
     """What to measure.
 
+    dummy: which synthetic model; model: a model file instead, None for none.
     formats: pairs of weight format and head format; the first one gets every measurement, the
         others the decode step at context 0.
     kv_dtype: of the caches, "bfloat16" or "int8".
@@ -54,6 +55,7 @@ class Settings:
     rival_seconds: float = 60.0
     cold_mib: int = 512
     quick: bool = False
+    model: str | None = None
 
 
 @dataclass
@@ -268,8 +270,10 @@ def run(settings: Settings, progress: Progress = lambda _: None) -> dict[str, An
         with torch.inference_mode():
             bulks = [measure_bulk(ws.ternary, t, Budget(0.5)) for t in settings.threads]
             for number, (weights, head) in enumerate(settings.formats):
-                progress(f"making {settings.dummy}, {weights} + {head} head")
-                subject = Subject(settings.dummy, weights, head, settings.kv_dtype)
+                progress(f"making {settings.model or settings.dummy}, {weights} + {head} head")
+                subject = Subject(
+                    settings.dummy, weights, head, settings.kv_dtype, file=settings.model
+                )
                 bench = Bench(ws, subject, settings)
                 size = subject.bytes()
                 subjects.append(

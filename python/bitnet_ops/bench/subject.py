@@ -1,4 +1,4 @@
-"""The model that `bench model` times: a synthetic one, its bytes, and its steps as runs.
+"""The model that `bench model` times: a synthetic one or a file, its bytes, and its steps as runs.
 
 It must not know how anything is timed or shown, nor other engines.
 """
@@ -17,6 +17,7 @@ from bitnet_ops.bench.harness import Run
 from bitnet_ops.bench.weights import CANONICAL, row_bytes
 from bitnet_ops.engine import Engine
 from bitnet_ops.kv_cache import KV_DTYPES, KVCache
+from bitnet_ops.language_model import load
 
 _PROJECTIONS = {
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -41,17 +42,26 @@ class Bytes:
 
 
 class Subject:
-    """A dummy model in a weight and a head format, with bfloat16 activations.
+    """A dummy model in a weight and a head format, with bfloat16 activations, or that of a file.
 
-    kv_dtype: of its caches, "bfloat16" or "int8".
+    name: of the dummy; kv_dtype: of its caches, "bfloat16" or "int8"; file: a model file to load
+    instead, None for none.
     """
 
     def __init__(
-        self, name: str, weight_format: str, head_format: str, kv_dtype: str = "bfloat16"
+        self,
+        name: str,
+        weight_format: str,
+        head_format: str,
+        kv_dtype: str = "bfloat16",
+        file: str | None = None,
     ) -> None:
         self.name = name
-        self.model: Any = dummy.decoder(
-            name, torch.bfloat16, weight_format=weight_format, head_format=head_format
+        formats: Any = {"weight_format": weight_format, "head_format": head_format}
+        self.model: Any = (
+            dummy.decoder(name, torch.bfloat16, **formats)
+            if file is None
+            else load(file, dtype=torch.bfloat16, cache=False, **formats).model
         )
         self.config = self.model.config
         # what the model holds, not what was asked for: a figure under a wrong name is a lie

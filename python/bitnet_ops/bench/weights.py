@@ -16,12 +16,11 @@ from torch import Tensor
 
 from bitnet_ops import ops
 from bitnet_ops.bench.cases import require_slots
+from bitnet_ops.bench.names import CANONICAL as CANONICAL
+from bitnet_ops.bench.names import FORMATS as FORMATS
+from bitnet_ops.bench.names import PRIVATE as PRIVATE
+from bitnet_ops.bench.names import USUAL as USUAL
 from bitnet_ops.bench.workspace import Workspace
-
-CANONICAL = "canonical"
-PRIVATE = ("2bit", "1.6bit")
-FORMATS = (CANONICAL, *PRIVATE)
-USUAL = "2bit"  # what models are loaded in
 
 
 def row_bytes(k: int) -> int:

@@ -1,8 +1,8 @@
 """`bitnet-ops chat [MODEL]`: converse at the terminal, through the model's own chat template.
 
 A model without a template was not made for conversation: that is said, and --plain offers to
-continue each line as text instead; nothing is guessed. It must not know templates: tokenizer.py
-does.
+continue each message as text instead; nothing is guessed. It must not know templates: tokenizer.py
+does; nor how a message is typed: chat_input.py does.
 """
 
 from __future__ import annotations
@@ -10,88 +10,123 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Generator, Iterator
+from typing import TYPE_CHECKING, Any, cast
 
-from bitnet_ops.cli import streams
+from bitnet_ops.cli.arguments import UsageError
+from bitnet_ops.cli.chat_input import HELP, Command, Input
+from bitnet_ops.cli.errors import one_line
 from bitnet_ops.cli.generate import (
     add_model_arguments,
     add_sampling_arguments,
     figures,
     open_model,
     sampling_options,
+    why_it_ended,
 )
-from bitnet_ops.untrusted import printable
+from bitnet_ops.cli.texts import TextError, checked
 
 if TYPE_CHECKING:
-    from bitnet_ops.language_model import Conversation, LanguageModel
+    from bitnet_ops.language_model import Conversation, LanguageModel, TextStream
 
-HELP = "/reset forgets the conversation, /exit (or Ctrl-D) ends, Ctrl-C stops an answer"
+# The embedded demo is small: greedy, it soon repeats itself. The seed is fixed, so that a
+# conversation can be had again.
+_DEMO_SAMPLING = {"temperature": 0.7, "top_k": 40, "seed": 0}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "bitnet-ops chat [MODEL] [options]"
     parser.add_argument(
-        "model",
+        "positional_model",
         nargs="?",
         metavar="MODEL",
         help="a converted model (directory or .bin; default: the embedded demo)",
     )
+    parser.add_argument("-m", "--model", metavar="MODEL", help="the model, by name")
     parser.add_argument("--system", metavar="TEXT", help="a system message to begin with")
     parser.add_argument(
         "--plain",
         action="store_true",
-        help="no template: continue each line as text (for models not made for conversation)",
+        help="no template: continue each message as text (for models not made for conversation)",
     )
     parser.add_argument(
         "--stats", action="store_true", help="figures after every answer, on stderr"
     )
     add_model_arguments(parser)
-    add_sampling_arguments(parser, max_new_tokens=256)
+    add_sampling_arguments(
+        parser,
+        max_new_tokens=256,
+        default="greedy; for the demo temperature 0.7, top-k 40, seed 0",
+    )
+
+
+def check(args: argparse.Namespace) -> None:
+    """Refuse what contradicts itself; MODEL and --model become one."""
+    if args.plain and args.system is not None:
+        raise UsageError("chat: expected --system only with a chat template, got --plain as well")
+    if args.model is not None and args.positional_model is not None:
+        raise UsageError(f"chat: expected one model, got -m {args.model} and more; leave one out")
+    args.model = args.positional_model if args.model is None else args.model
+    if args.system is not None:
+        checked(args.system, "--system")
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.plain and args.system is not None:
-        raise ValueError("chat: expected --system only with a chat template, got --plain as well")
-    if args.system is not None:
-        streams.utf8_argument("chat", "--system", args.system)
-    lm = open_model(args.model, args)
-    if args.model is None:
+    model = args.model
+    options = _options(args, demo=model is None)
+    lm = open_model(model, args)
+    if model is None:
         print(
             "the embedded demo model continues Biblical English; it is no assistant",
             file=sys.stderr,
         )
     if not args.plain:
         lm.tokenizer.render_chat([{"role": "user", "content": ""}])  # a model without one ends here
-    print(HELP, file=sys.stderr)
-    with contextlib.suppress(ImportError):
-        import readline  # noqa: F401  (line editing and history for input())
-    turn = _Plain(lm, args) if args.plain else _Chat(lm, args)
-    while (line := _read_line()) is not None:
-        if line == "/exit":
-            break
-        if line == "/reset":
-            turn.reset()
-        elif line:
-            _answer(turn, line, args.stats)
-    return 0
+    turns = _Plain(lm, options) if args.plain else _Chat(lm, options, args.system)
+    return _converse(turns, args.stats)
 
 
-def _read_line() -> str | None:
-    """A line without its end; None at the end of input or on Ctrl-C."""
+def _options(args: argparse.Namespace, *, demo: bool) -> dict[str, Any]:
+    """What was asked for; of the demo, where nothing about sampling was, samples."""
+    options = sampling_options(args)
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
+    if demo and all(getattr(args, name) is None for name in names):
+        return {**options, **_DEMO_SAMPLING}
+    return options
+
+
+def _converse(turns: _Chat | _Plain, stats: bool) -> int:
+    """0 at the end of the conversation; in a script 1 if a turn failed, 130 after Ctrl-C."""
+    failed = False
+    source = Input()
+    print("/help lists the commands; Ctrl-D ends the conversation", file=sys.stderr)
     try:
-        return input("> " if sys.stdin.isatty() else "").strip()
-    except (EOFError, KeyboardInterrupt):
-        print(file=sys.stderr)
-        return None
+        for entry in source:
+            if entry is Command.RESET:
+                turns.reset()
+            elif entry is Command.HELP:
+                print(HELP, file=sys.stderr)
+            elif isinstance(entry, TextError):
+                _complain(entry)
+                failed = True
+            else:
+                failed |= not _answer(turns, cast(str, entry), stats)
+    except KeyboardInterrupt:  # in a script: at a terminal Input and _answer take it
+        return 130
+    return int(failed and not source.interactive)
+
+
+def _complain(error: Exception) -> None:
+    print(f"bitnet-ops: error: {one_line(error)}", file=sys.stderr)
 
 
 class _Chat:
     """Turns of one conversation."""
 
-    def __init__(self, lm: LanguageModel, args: argparse.Namespace) -> None:
-        self._start: Callable[[], Conversation] = lambda: lm.chat(**sampling_options(args))
-        self._system: str | None = args.system
+    def __init__(self, lm: LanguageModel, options: dict[str, Any], system: str | None) -> None:
+        self._lm, self._options = lm, options
+        self._start: Callable[[], Conversation] = lambda: lm.chat(**options)
+        self._system = system
         self.reset()
 
     def reset(self) -> None:
@@ -99,40 +134,72 @@ class _Chat:
         if self._system is not None:
             self.conversation.messages.append({"role": "system", "content": self._system})
 
-    def say(self, line: str) -> Iterator[str]:
-        return self.conversation.say(line)
+    def say(self, text: str) -> Iterator[str]:
+        pieces = self.conversation.say(text)
+        if self.conversation.dropped:
+            context = self._lm.config.max_position_embeddings
+            print(
+                f"note: the context of {context} tokens is full; the oldest "
+                f"{self.conversation.dropped} messages are forgotten",
+                file=sys.stderr,
+            )
+        return pieces
 
-    def figures(self) -> str:
-        return figures(self.conversation.last) if self.conversation.last else ""
+    def stream(self) -> TextStream | None:
+        return self.conversation.last
+
+    def remark(self, stream: TextStream, stats: bool) -> str:
+        return _remark(self._lm, stream, self._options, stats)
 
 
 class _Plain:
-    """Each line is a text of its own, to be continued."""
+    """Each message is a text of its own, to be continued."""
 
-    def __init__(self, lm: LanguageModel, args: argparse.Namespace) -> None:
-        self._lm, self._args = lm, args
+    def __init__(self, lm: LanguageModel, options: dict[str, Any]) -> None:
+        self._lm, self._options = lm, options
+        self._stream: TextStream | None = None
 
     def reset(self) -> None:
-        """Nothing is remembered between lines."""
+        """Nothing is remembered between messages."""
 
-    def say(self, line: str) -> Iterator[str]:
-        self._stream = self._lm.stream(line, **sampling_options(self._args))
+    def say(self, text: str) -> Iterator[str]:
+        self._stream = self._lm.stream(text, **self._options)
         return iter(self._stream)
 
-    def figures(self) -> str:
-        return figures(self._stream)
+    def stream(self) -> TextStream | None:
+        return self._stream
+
+    def remark(self, stream: TextStream, stats: bool) -> str:
+        return _remark(self._lm, stream, self._options, stats)
 
 
-def _answer(turn: _Chat | _Plain, line: str, stats: bool) -> None:
-    """Print one answer; an error ends the turn, not the conversation."""
-    try:
-        for piece in turn.say(line):
-            print(piece, end="", flush=True)
-    except KeyboardInterrupt:
-        pass
-    except ValueError as error:
-        print(f"bitnet-ops: error: {printable(error)}", file=sys.stderr)
-        return
-    print(flush=True)
+def _remark(lm: LanguageModel, stream: TextStream, options: dict[str, Any], stats: bool) -> str:
+    """What there is to say about an answer: its figures, or that it was cut off; else nothing."""
+    ended = why_it_ended(lm, stream, options)
     if stats:
-        print(turn.figures(), file=sys.stderr)
+        return f"{figures(stream)} | {ended}"
+    return ended if stream.generation.finish_reason in ("length", "context") else ""
+
+
+def _answer(turns: _Chat | _Plain, text: str, stats: bool) -> bool:
+    """Print one answer; an error ends the turn, not the conversation. Whether there was none.
+
+    Ctrl-C stops the answer, which is kept as far as it came.
+    """
+    try:
+        pieces = cast(Generator[str, None, None], turns.say(text))
+        with contextlib.closing(pieces):
+            for piece in pieces:
+                print(piece, end="", flush=True)
+    except KeyboardInterrupt:
+        if not sys.stdin.isatty():
+            raise
+    except ValueError as error:
+        _complain(error)
+        return False
+    print(flush=True)
+    stream = turns.stream()
+    remark = turns.remark(stream, stats) if stream is not None else ""
+    if remark:
+        print(f"({remark})" if not stats else remark, file=sys.stderr)
+    return True

@@ -8,46 +8,65 @@ from __future__ import annotations
 import argparse
 import json
 
-from bitnet_ops.cli import streams
-from bitnet_ops.cli.generate import _integer, add_model_arguments, open_model
+from bitnet_ops.cli.arguments import UsageError, add_json, integer
+from bitnet_ops.cli.generate import add_model_arguments, open_model
+from bitnet_ops.cli.texts import checked, read_stdin
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "bitnet-ops embed MODEL TEXT... [options]"
     parser.description = (
         "Embed texts: the hidden state of the last token at length 1. Each line of the output is a "
         'JSON object {"text", "tokens", "embedding"}; with --similarity a table of cosines.'
     )
-    parser.add_argument("model", metavar="MODEL", help="a converted model (directory or .bin)")
-    parser.add_argument("texts", nargs="+", metavar="TEXT", help="texts; - reads lines from stdin")
+    parser.add_argument(
+        "positionals",
+        nargs="*",
+        metavar="MODEL TEXT",
+        help="a converted model (directory or .bin), then texts; - reads lines from stdin",
+    )
+    parser.add_argument("-m", "--model", metavar="MODEL", help="the model, by name")
     add_model_arguments(parser)
     parser.add_argument(
-        "--dimensions", type=_integer(1), metavar="N", help="keep the first N (default: all)"
+        "--dimensions", type=integer(1), metavar="N", help="keep the first N (default: all)"
     )
     parser.add_argument(
         "--similarity", action="store_true", help="print the cosine of every pair instead"
     )
+    add_json(parser)
+
+
+def check(args: argparse.Namespace) -> None:
+    """Take MODEL off the positionals; what is left are the texts."""
+    if args.model is None and args.positionals:
+        args.model = args.positionals.pop(0)
+    if args.model is None or not args.positionals:
+        found = "neither" if args.model is None else f"only {args.model}"
+        raise UsageError(f"embed: expected MODEL TEXT..., got {found}; see bitnet-ops embed --help")
 
 
 def run(args: argparse.Namespace) -> int:
+    texts = _texts(args.positionals)
     lm = open_model(args.model, args)
-    texts = _texts(args.texts)
     ids = [lm.encode(text) for text in texts]
     vectors = lm.embed(ids, dimensions=args.dimensions)
-    if args.similarity:
-        for row in (vectors @ vectors.T).tolist():
-            print("\t".join(f"{value:.6f}" for value in row))
-        return 0
-    for text, tokens, vector in zip(texts, ids, vectors.tolist(), strict=True):
-        value = {"text": text, "tokens": len(tokens), "embedding": vector}
-        print(json.dumps(value, ensure_ascii=False))
+    cosines = (vectors @ vectors.T).tolist() if args.similarity else None
+    rows = [
+        {"text": text, "tokens": len(tokens), "embedding": vector}
+        for text, tokens, vector in zip(texts, ids, vectors.tolist(), strict=True)
+    ]
+    if args.json:
+        whole = {"model": str(lm.path), "texts": rows, "similarity": cosines}
+        print(json.dumps(whole, ensure_ascii=False))
+    elif cosines is not None:
+        print("\n".join("\t".join(f"{value:.6f}" for value in row) for row in cosines))
+    else:
+        print("\n".join(json.dumps(row, ensure_ascii=False) for row in rows))
     return 0
 
 
 def _texts(given: list[str]) -> list[str]:
     texts: list[str] = []
     for text in given:
-        if text == "-":
-            texts += streams.read_stdin("embed").splitlines()
-        else:
-            texts.append(streams.utf8_argument("embed", "TEXT", text))
+        texts += read_stdin().splitlines() if text == "-" else [checked(text, "embed")]
     return texts

@@ -8,38 +8,55 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bitnet_ops.cli import streams
+from bitnet_ops.cli.arguments import (
+    UsageError,
+    add_json,
+    add_threads,
+    integer,
+    non_empty,
+    number,
+)
+from bitnet_ops.cli.texts import checked, read_stdin
 from bitnet_ops.untrusted import printable
 
 if TYPE_CHECKING:
     from bitnet_ops.language_model import LanguageModel, TextStream
+
+_MODEL_HELP = "a converted model (directory or .bin; default: the embedded demo)"
+_NEUTRAL = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+# A word that can only be a model: a path by its beginning or its end, or ORG/NAME of a hub.
+_LIKE_A_MODEL = re.compile(
+    r"(~?/|\.\.?/)\S*|\S+\.(bin|gguf|safetensors)|[\w.-]*[A-Za-z][\w.-]*/[\w.-]*[-\d][\w.-]*"
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "bitnet-ops generate [MODEL] PROMPT [options]"
     parser.add_argument(
         "positionals",
-        nargs="+",
+        nargs="*",
         metavar="[MODEL] PROMPT",
         help="a model (converted directory, .bin, checkpoint folder, .gguf, or Hugging Face id; "
         "default: the embedded demo), and the text to continue (- reads it from stdin)",
     )
+    parser.add_argument("-m", "--model", metavar="MODEL", help="the model, by name")
+    parser.add_argument("-p", "--prompt", metavar="TEXT", help="the text to continue, by name")
     add_model_arguments(parser)
     add_sampling_arguments(parser, max_new_tokens=128)
     parser.add_argument("--ignore-eos", action="store_true", help="go on past the end of text")
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of a stream")
+    add_json(parser)
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("model")
-    group.add_argument(
-        "--threads", type=_integer(1, 1024), metavar="N", help="default: torch's choice"
-    )
+    add_threads(group)
     kinds = ("float32", "bfloat16", "int8")
     group.add_argument("--kv-dtype", choices=kinds, default="float32", help="default float32")
     group.add_argument(
@@ -50,9 +67,10 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--cache",
-        action="store_true",
-        help="keep the prepared model in a file for later runs (in BITNET_OPS_CACHE if set, which "
-        "also switches this on; safe to delete)",
+        metavar="DIR",
+        type=non_empty,
+        help="keep the prepared model in a file in DIR for later runs; auto: in the user's cache "
+        "directory (default: BITNET_OPS_CACHE if set, else none; safe to delete)",
     )
     group.add_argument(
         "--no-convert",
@@ -71,46 +89,91 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_sampling_arguments(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
-    group = parser.add_argument_group("sampling (default: greedy)")
+def add_sampling_arguments(
+    parser: argparse.ArgumentParser, max_new_tokens: int, default: str = "greedy"
+) -> None:
+    group = parser.add_argument_group(f"sampling (default: {default})")
     add: Callable[..., Any] = group.add_argument
     add(
         "-n",
         "--max-new-tokens",
-        type=_integer(0),
+        "--max-tokens",
+        type=integer(0),
         default=max_new_tokens,
         metavar="N",
         help=f"default {max_new_tokens}",
     )
-    add("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default)")
-    add("--top-k", type=_integer(0), default=0, metavar="K", help="0 keeps all (default)")
-    add("--top-p", type=float, default=1.0, metavar="P", help="1 keeps all (default)")
-    add("--min-p", type=float, default=0.0, metavar="P", help="0 keeps all (default)")
-    add("--repetition-penalty", type=float, default=1.0, metavar="R", help="1 is none (default)")
-    add("--seed", type=_integer(0), metavar="S", help="makes sampling repeatable")
-    add("--stop", action="append", default=[], metavar="TEXT", help="end before TEXT; repeatable")
-
-
-def _integer(minimum: int, maximum: int | None = None) -> Callable[[str], int]:
-    """An argparse type: an integer from `minimum` to `maximum`, if there is one."""
-    limits = f"at least {minimum}" if maximum is None else f"from {minimum} to {maximum}"
-
-    def convert(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = minimum - 1
-        if value < minimum or (maximum is not None and value > maximum):
-            raise argparse.ArgumentTypeError(f"expected an integer {limits}, got {text!r}")
-        return value
-
-    return convert
+    at_least_0 = number("at least 0", lambda v: v >= 0)
+    share = number("above 0 and at most 1", lambda v: 0 < v <= 1)
+    floor = number("from 0 to 1", lambda v: 0 <= v <= 1)
+    penalty = number("above 0", lambda v: v > 0)
+    # None where nothing was given: see sampling_options
+    add("--temperature", "--temp", type=at_least_0, metavar="T", help="0 is greedy (default)")
+    add("--top-k", type=integer(0, 2**31 - 1), metavar="K", help="0 keeps all (default)")
+    add("--top-p", type=share, metavar="P", help="1 keeps all (default)")
+    add("--min-p", type=floor, metavar="P", help="0 keeps all (default)")
+    add("--repetition-penalty", type=penalty, metavar="R", help="1 is none (default)")
+    add("--seed", type=integer(0, 2**63 - 1), metavar="S", help="makes sampling repeatable")
+    add(
+        "--stop",
+        action="append",
+        default=[],
+        type=non_empty,
+        metavar="TEXT",
+        help="end before TEXT; repeatable",
+    )
 
 
 def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
     """The keyword arguments of LanguageModel.stream that the command line gives."""
-    names = "max_new_tokens temperature top_k top_p min_p repetition_penalty seed stop".split()
-    return {name: getattr(args, name) for name in names}
+    for text in args.stop:
+        checked(text, "--stop")
+    given = {name: getattr(args, name) for name in _NEUTRAL}
+    return {
+        "max_new_tokens": args.max_new_tokens,
+        **{name: _NEUTRAL[name] if value is None else value for name, value in given.items()},
+        "seed": args.seed,
+        "stop": args.stop,
+    }
+
+
+def model_and_prompt(args: argparse.Namespace) -> tuple[str | None, str]:
+    """MODEL (None: the demo) and PROMPT ("-": stdin) of the positionals, -m and -p."""
+    model, prompt, words = args.model, args.prompt, list(args.positionals)
+    if prompt is None and words:
+        prompt = words.pop()
+        if model is None and not words and looks_like_a_model(prompt):
+            raise UsageError(
+                f"generate: expected a prompt, got only the model {prompt}; add the text to "
+                f'continue: bitnet-ops generate {prompt} "..." (- reads it from stdin), or say '
+                f"-p {prompt} if that is the text"
+            )
+    if model is None and words:
+        model = words.pop()
+        if not looks_like_a_model(model) and prompt is not None and Path(prompt).is_dir():
+            raise UsageError(
+                f"generate: expected MODEL before PROMPT, got the folder {prompt} behind "
+                f"{model!r}; exchange them, or say -m and -p"
+            )
+    if words:
+        raise UsageError(
+            f"generate: expected [MODEL] PROMPT, got {words[0]!r} as well; put the prompt in quotes"
+        )
+    if prompt is None:
+        raise UsageError(
+            "generate: expected [MODEL] PROMPT, got no prompt; add the text to continue "
+            "(- reads it from stdin)"
+        )
+    return model, prompt
+
+
+def looks_like_a_model(word: str) -> bool:
+    """Whether `word`, given alone, is a model rather than a text to continue."""
+    try:
+        exists = Path(word).expanduser().exists()
+    except (OSError, ValueError, RuntimeError):  # too long for a name, a NUL, no such user
+        exists = False
+    return exists or bool(_LIKE_A_MODEL.fullmatch(word))
 
 
 def open_model(path: str | None, args: argparse.Namespace) -> LanguageModel:
@@ -127,7 +190,7 @@ def open_model(path: str | None, args: argparse.Namespace) -> LanguageModel:
         kv_dtype=KV_DTYPES[args.kv_dtype],
         weight_format=args.weight_format,
         head_format=args.head_format,
-        cache=args.cache or None,
+        cache=True if args.cache == "auto" else args.cache,
         convert=args.convert,
         lora=args.lora,
     )
@@ -152,29 +215,43 @@ def figures(stream: TextStream) -> str:
     )
 
 
+def why_it_ended(lm: LanguageModel, stream: TextStream, options: dict[str, Any]) -> str:
+    """Why the text ends where it does, for people."""
+    reason = stream.generation.finish_reason
+    context = lm.config.max_position_embeddings
+    reasons = {
+        "": "it was interrupted",
+        "stop": "a stop text, or the model's own end" if options["stop"] else "the model's own end",
+        "length": f"the limit of {options['max_new_tokens']} tokens (-n)",
+        "context": f"the model's context of {context} tokens is full",
+    }
+    return f"ended: {reasons.get(reason, reason)}"
+
+
+def check(args: argparse.Namespace) -> None:
+    """Make MODEL and PROMPT of what was given."""
+    args.model, args.prompt = model_and_prompt(args)
+    checked(args.prompt, "prompt")
+    sampling_options(args)
+
+
 def run(args: argparse.Namespace) -> int:
-    if len(args.positionals) > 2:
-        raise ValueError(
-            f"generate: expected [MODEL] PROMPT, got {len(args.positionals)} arguments; "
-            "put the prompt in quotes"
-        )
-    model, prompt = [None, *args.positionals][-2:]
-    prompt = (
-        streams.read_stdin("generate")
-        if prompt == "-"
-        else streams.utf8_argument("generate", "PROMPT", prompt)
-    )
-    for text in args.stop:
-        streams.utf8_argument("generate", "--stop", text)
+    model, prompt = args.model, args.prompt
+    if prompt == "-":
+        prompt = read_stdin()
+    options = sampling_options(args)
     began = time.perf_counter()
     lm = open_model(model, args)
     load_s = time.perf_counter() - began
-    stream = lm.stream(prompt, ignore_eos=args.ignore_eos, **sampling_options(args))
+    stream = lm.stream(prompt, ignore_eos=args.ignore_eos, **options)
     if args.json:
         text = "".join(stream)
         print(json.dumps(_report(lm, args, prompt, text, stream, load_s), ensure_ascii=False))
         return 0
-    return _print_stream(prompt, stream)
+    status = _print_stream(prompt, stream)
+    demo = "the embedded demo | " if model is None else ""
+    print(f"{demo}{figures(stream)} | {why_it_ended(lm, stream, options)}", file=sys.stderr)
+    return status
 
 
 def _print_stream(prompt: str, stream: TextStream) -> int:
@@ -186,7 +263,6 @@ def _print_stream(prompt: str, stream: TextStream) -> int:
     except KeyboardInterrupt:
         status = 130
     print("" if shown else prompt, flush=True)
-    print(figures(stream), file=sys.stderr)
     return status
 
 

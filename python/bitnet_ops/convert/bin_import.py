@@ -66,7 +66,7 @@ def convert_bin(
                 report.seconds = round(time.perf_counter() - started, 3)
                 report.write(folder)
     except SglbitntError as error:
-        raise ConvertError(f"bin-{error.code}", f"convert [bin-{error.code}]: {error}") from error
+        raise ConvertError(f"bin-{error.code}", f"convert: {error}") from error
     except OSError as error:
         refuse("write-failed", f"to write {target}", str(error), "nothing was kept")
     return report
@@ -83,9 +83,9 @@ class _Plan:
             tensors = own_tensors(reader, self.model)
             check_names(self.model, tensors)
         except UnsupportedModelError as error:
-            raise ConvertError("unsupported-model", f"convert [unsupported-model]: {error}") from None
+            raise ConvertError("unsupported-model", f"convert: {error}") from None
         except TensorError as error:
-            raise ConvertError("bin-tensors", f"convert [bin-tensors]: {error}") from None
+            raise ConvertError("bin-tensors", f"convert: {error}") from None
         self.specs: dict[str, TensorSpec] = dict(expected_tensors(self.model))
         for name, spec in self.specs.items():
             self._check(name, spec)
@@ -194,5 +194,3 @@ class _Plan:
         made.release(name)
         self._reader.release(name)
         return same
-
-

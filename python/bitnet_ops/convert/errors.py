@@ -1,8 +1,8 @@
 """The one exception of the converter and the one way to raise it.
 
 Every refusal has a short stable code (tests and scripts switch on it) and one line for people:
-what was expected, what was found, what to do. Names of a file cannot reach a terminal unescaped. This
-module knows no files and no formats.
+what was expected, what was got, what to do. Names of a file cannot reach a terminal unescaped.
+This module knows no files and no formats.
 """
 
 from __future__ import annotations
@@ -13,18 +13,21 @@ from bitnet_ops.untrusted import printable
 
 
 class ConvertError(ValueError):
-    """A checkpoint, a destination or a result that is refused; `code` names the reason."""
+    """A checkpoint, a destination or a result that is refused; `code` names the reason.
+
+    str() is the message with the code in brackets behind it.
+    """
 
     def __init__(self, code: str, message: str) -> None:
-        super().__init__(printable(message))
+        suffix, text = f" [{code}]", printable(message)
+        super().__init__(text if text.endswith(suffix) else text + suffix)
         self.code = code
 
 
 def refuse(code: str, expected: str, found: str, remedy: str = "") -> NoReturn:
-    """Raise ConvertError(`convert [code]: expected ..., found ...; remedy`)."""
+    """Raise ConvertError: `convert: expected ..., got ...; remedy [code]`."""
     tail = f"; {remedy}" if remedy else ""
-    line = f"convert [{code}]: expected {expected}, found {found}{tail}"
-    raise ConvertError(code, printable(line))
+    raise ConvertError(code, f"convert: expected {expected}, got {found}{tail}")
 
 
 def listed(names: list[str], limit: int = 4) -> str:

@@ -114,7 +114,7 @@ def gguf_errors() -> Iterator[None]:
     try:
         yield
     except GgufError as error:
-        raise ConvertError(f"gguf-{error.code}", f"convert [gguf-{error.code}]: {error}") from error
+        raise ConvertError(f"gguf-{error.code}", f"convert: {error.message}") from error
 
 
 def make_gguf_plan(reader: Reader) -> GgufPlan:
@@ -128,7 +128,7 @@ def make_gguf_plan(reader: Reader) -> GgufPlan:
     try:
         model = ModelConfig.from_hf(config)
     except UnsupportedModelError as error:
-        raise ConvertError("unsupported-model", f"convert [unsupported-model]: {error}") from error
+        raise ConvertError("unsupported-model", f"convert: {error}") from error
     if model.num_hidden_layers > len(infos):  # before a list of billions of names is made
         found = f"{len(infos)} tensors in all"
         refuse("missing-tensor", f"tensors for {model.num_hidden_layers} layers", found)

@@ -239,7 +239,7 @@ def _verify(
     if result.failures:
         raise ConvertError(
             "verification-failed",
-            "convert [verification-failed]: expected the result to agree with its source, found "
+            "convert: expected the result to agree with its source, got "
             + "; ".join(result.failures)
             + "; the result was not kept, please report this checkpoint",
         )

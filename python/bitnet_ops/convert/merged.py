@@ -37,7 +37,7 @@ class MergedSource(Source):
         try:
             merged.adapter = read_adapter(folder)
         except LoraError as error:
-            raise ConvertError("lora", f"convert [lora]: {error}") from error
+            raise ConvertError("lora", f"convert: {error}") from error
         ternary = [plan.stored[n] for n, spec in plan.specs.items() if spec.kind == "ternary"]
         projections = {name: source.tensors[name] for name in ternary}
         for module, lora in merged.adapter.weights.items():

@@ -112,7 +112,7 @@ def _model(config: dict[str, Any], found: dict[str, Any]) -> ModelConfig:
     try:
         return ModelConfig.from_hf({**config, **block})
     except UnsupportedModelError as error:
-        raise ConvertError("unsupported-model", f"convert [unsupported-model]: {error}") from error
+        raise ConvertError("unsupported-model", f"convert: {error}") from error
 
 
 def _asked(

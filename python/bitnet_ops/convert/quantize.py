@@ -82,9 +82,9 @@ def quantize(
     *,
     form: str = "bin",
     text: str | Path | None = None,
-    force: bool = False,
+    assume_trained: bool = False,
     verify: bool = False,
-    replace: bool = False,
+    force: bool = False,
     progress: Progress | None = None,
 ) -> QuantizeReport:
     """Ternarise the masters in the folder `src_dir` into the new folder `dst`.
@@ -96,8 +96,8 @@ def quantize(
         form: "bin" (model.bin, as `convert`), or "packed" (a Hugging Face folder as
             microsoft/bitnet-b1.58-2B-4T: autobitlinear offline).
         text: a UTF-8 file; the losses on it, masters rounded and unrounded, decide then.
-        force: go on although nothing shows that the masters were trained to be ternary.
-        verify, replace, progress: as `convert` has `verify`, `force`, `progress`; with "bin".
+        assume_trained: go on although nothing shows that the masters were trained to be ternary.
+        verify, force, progress: as of `convert`; with "bin".
     Raises ConvertError: "not-trained" for masters that show no training for b1.58, "packed-source",
         and as `convert`. Nothing is left at `dst` then.
     """
@@ -114,19 +114,18 @@ def quantize(
             f"{plan.scheme.linear_class} {plan.scheme.quantization_mode}, ternary already",
             "`bitnet-ops convert` is for these",
         )
-    allowed = replace and form == "bin"
-    check_destination(source.folder, target, force=allowed, option="--replace")
-    report = QuantizeReport(_statistics(source, plan, progress), None, force, declared)
+    check_destination(source.folder, target, force=force)
+    report = QuantizeReport(_statistics(source, plan, progress), None, assume_trained, declared)
     if text is not None:
         report.text = _measure(source, plan, Path(text))
-    if not report.trained and not force:
+    if not report.trained and not assume_trained:
         _refuse_untrained(report)
     if form == "bin":
         report.conversion = convert(
             src_dir,
             target,
             verify=verify,
-            force=replace,
+            force=force,
             assume_online=not declared,
             masters={k: v for k, v in report.to_dict().items() if k != "conversion"},
             progress=progress,
@@ -143,13 +142,13 @@ def _refuse_untrained(report: QuantizeReport) -> None:
             "not-trained",
             "a model that is no worse with its weights rounded to ternary",
             report.text.line(),
-            "rounding a model that was not trained for it destroys it; --force goes on",
+            "rounding a model that was not trained for it destroys it; --assume-trained goes on",
         )
     refuse(
         "not-trained",
         "masters trained for b1.58, whose weights pile up at the rounding threshold",
         report.statistics.line(),
-        "--text FILE measures the loss instead, --force goes on",
+        "--text FILE measures the loss instead, --assume-trained goes on",
     )
 
 

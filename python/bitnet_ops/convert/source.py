@@ -102,7 +102,7 @@ def _read_object(path: Path, missing: str, malformed: str) -> dict[str, Any]:
     try:
         return read_json_object(path, strict=True, limit=limit)
     except UntrustedFileError as error:
-        raise ConvertError(malformed, f"convert [{malformed}]: {printable(error)}") from None
+        raise ConvertError(malformed, f"convert: {printable(error)}") from None
 
 
 def _check_links(folder: Path, names: list[str]) -> None:
@@ -110,7 +110,7 @@ def _check_links(folder: Path, names: list[str]) -> None:
     try:
         check_links(folder, names)
     except UntrustedFileError as error:
-        raise ConvertError("link-outside", f"convert [link-outside]: {printable(error)}") from None
+        raise ConvertError("link-outside", f"convert: {printable(error)}") from None
 
 
 def copy_files(source: Path, folder: Path, names: Iterable[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""`bitnet-ops verify FILE SOURCE`: does a converted model still compute what its source does?
+"""The work of `bitnet-ops verify`: does a converted model still compute what its source does?
 
 The proof of `convert --verify`, made later and on a text of one's own. The file is not changed. It
 must not know how anything is compared.
@@ -6,8 +6,6 @@ must not know how anything is compared.
 
 from __future__ import annotations
 
-import argparse
-import json
 from pathlib import Path
 from typing import Any
 
@@ -25,38 +23,6 @@ from bitnet_ops.convert.verify import Verification, verify_conversion
 from bitnet_ops.formats.gguf import Reader as GgufReader
 from bitnet_ops.formats.gguf import is_gguf
 from bitnet_ops.formats.sglbitnt import MODEL_FILE, Reader, SglbitntError, model_file
-from bitnet_ops.untrusted import printable
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the subcommand's arguments to `parser`."""
-    parser.description = (
-        "Compare a converted model with the checkpoint it came from: every ternary weight and "
-        "scale, and full logits, top-1 and perplexity on a text."
-    )
-    parser.add_argument("file", metavar="FILE", help="model.bin, or the folder that holds it")
-    parser.add_argument("source", metavar="SOURCE", help="the folder or GGUF file it came from")
-    parser.add_argument("--text", metavar="FILE", help="measure on this text, not on the built-in")
-    parser.add_argument("--lora", metavar="DIR", help="the adapter that was merged, if one was")
-    parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
-
-
-def run(args: argparse.Namespace) -> int:
-    """Run the subcommand: 0 where they agree, 2 (ConvertError) where they do not."""
-    result = verify(args.file, args.source, text=args.text, lora=args.lora)
-    if args.json:
-        print(json.dumps(result, indent=1, ensure_ascii=False))
-    else:
-        print("\n".join(map(printable, lines(result))))
-    failures = result["verification"]["failures"]
-    if failures:
-        raise ConvertError(
-            "verification-failed",
-            "convert [verification-failed]: expected the file to agree with its source, found "
-            + "; ".join(failures)
-            + "; convert the source again",
-        )
-    return 0
 
 
 def verify(

@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import argparse
 from functools import partial
+from typing import TYPE_CHECKING
 
-from bitnet_ops import hub
-from bitnet_ops.convert.bin_import import convert_bin, is_bin
-from bitnet_ops.convert.console import show
+from bitnet_ops.cli.arguments import UsageError, add_force, add_json
+from bitnet_ops.cli.console import show
 from bitnet_ops.convert.errors import refuse
-from bitnet_ops.convert.gguf_import import convert_gguf
-from bitnet_ops.convert.hf import convert
-from bitnet_ops.convert.report import ConvertReport, Progress
-from bitnet_ops.formats.gguf import is_gguf
-from bitnet_ops.formats.gguf_layouts import I2S_LAYOUTS
+
+if TYPE_CHECKING:
+    from bitnet_ops.convert.report import ConvertReport, Progress
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--lora", metavar="DIR", help="merge a PEFT adapter into the masters, before ternarising"
     )
-    parser.add_argument("--force", action="store_true", help="replace an earlier result at DST")
+    add_force(parser, "an earlier result at DST")
     parser.add_argument(
         "--assume-online",
         action="store_true",
@@ -56,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--i2s-layout",
-        choices=I2S_LAYOUTS,
+        choices=("a", "b", "c"),
         help="of a GGUF file's I2_S tensors: a (x86, the default), b (ARM), c (newer x86 files)",
     )
     parser.add_argument(
@@ -74,17 +72,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="read pytorch_model*.bin where there are no safetensors (tensors alone, no code)",
     )
-    parser.add_argument("--json", action="store_true", help="print the report as JSON on stdout")
+    add_json(parser)
+
+
+def check(args: argparse.Namespace) -> None:
+    """Refuse options that ask for nothing."""
+    if args.text is not None and not args.verify:
+        raise UsageError("convert: expected --text only with --verify, got it alone; add --verify")
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the subcommand; returns 0. A refusal is a ConvertError, which the command line prints."""
-    if args.text is not None and not args.verify:
-        raise ValueError("convert: expected --text only with --verify, got it alone; add --verify")
     return show(partial(_convert, args), as_json=args.json, wrote=args.destination)
 
 
 def _convert(args: argparse.Namespace, progress: Progress | None) -> ConvertReport:
+    from bitnet_ops import hub
+    from bitnet_ops.convert.bin_import import convert_bin, is_bin
+    from bitnet_ops.convert.gguf_import import convert_gguf
+    from bitnet_ops.convert.hf import convert
+    from bitnet_ops.formats.gguf import is_gguf
+
     common = dict(
         force=args.force,
         assume_online=args.assume_online,

@@ -8,8 +8,8 @@ from __future__ import annotations
 import argparse
 from functools import partial
 
-from bitnet_ops.convert.console import show
-from bitnet_ops.convert.quantize import FORMS, quantize
+from bitnet_ops.cli.arguments import add_force, add_json
+from bitnet_ops.cli.console import show
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("destination", metavar="DST", help="folder to create")
     parser.add_argument(
         "--form",
-        choices=FORMS,
+        choices=("bin", "packed"),
         default="bin",
         help="bin: model.bin (default); packed: a Hugging Face folder, autobitlinear offline",
     )
@@ -30,25 +30,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--text", metavar="FILE", help="decide by the loss on this text, rounded and unrounded"
     )
     parser.add_argument(
-        "--force",
+        "--assume-trained",
         action="store_true",
         help="go on although nothing shows training for b1.58: the result will talk nonsense",
     )
     parser.add_argument("--verify", action="store_true", help="as of convert (form bin)")
-    parser.add_argument("--replace", action="store_true", help="replace an earlier result")
-    parser.add_argument("--json", action="store_true", help="print the report as JSON on stdout")
+    add_force(parser, "an earlier result at DST")
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the subcommand; returns 0. A refusal is a ConvertError, which the command line prints."""
+    from bitnet_ops.convert.quantize import quantize
+
     work = partial(
         quantize,
         args.source,
         args.destination,
         form=args.form,
         text=args.text,
-        force=args.force,
+        assume_trained=args.assume_trained,
         verify=args.verify,
-        replace=args.replace,
+        force=args.force,
     )
     return show(work, as_json=args.json, wrote=args.destination)

@@ -8,8 +8,8 @@ from __future__ import annotations
 import argparse
 from functools import partial
 
-from bitnet_ops.convert.console import show
-from bitnet_ops.convert.gguf_export import TYPES, export_gguf
+from bitnet_ops.cli.arguments import add_force, add_json
+from bitnet_ops.cli.console import show
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,18 +19,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", metavar="OUT.gguf", help="file to write")
     parser.add_argument(
         "--type",
-        choices=TYPES,
+        choices=("i2_s", "tq1_0", "tq2_0"),
         default="i2_s",
         help="of the ternary matrices: i2_s for bitnet.cpp (exact; the default), tq1_0 or tq2_0 "
         "for llama.cpp (float16 scales, K %% 256 == 0)",
     )
     parser.add_argument("--no-tokenizer", action="store_true", help="leave the vocabulary out")
-    parser.add_argument("--force", action="store_true", help="replace OUT.gguf if it exists")
-    parser.add_argument("--json", action="store_true", help="print the report as JSON on stdout")
+    add_force(parser, "OUT.gguf")
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the subcommand; returns 0. A refusal is a ConvertError, which the command line prints."""
+    from bitnet_ops.convert.gguf_export import export_gguf
+
     work = partial(
         export_gguf,
         args.model,

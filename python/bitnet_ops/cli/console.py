@@ -9,10 +9,12 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from bitnet_ops.convert.report import Progress
 from bitnet_ops.untrusted import printable
+
+if TYPE_CHECKING:
+    from bitnet_ops.convert.report import Progress
 
 
 class Report(Protocol):

@@ -1,0 +1,140 @@
+"""The parser of the command line: one line for every wrong word, with what was probably meant.
+
+Also the types and options that commands share. It imports neither torch nor anything of ours that
+does, so that --help and wrong arguments are answered at once. It must not know commands.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NoReturn
+
+
+class UsageError(ValueError):
+    """Words on the command line that ask for nothing, or for what contradicts itself."""
+
+    code = "usage"
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """`; did you mean X?`, or nothing where no known word is like `word`."""
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def listed(words: Iterable[object]) -> str:
+    """`a, b or c`."""
+    *most, last = map(str, words)
+    return f"{', '.join(most)} or {last}" if most else last
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse whose errors are UsageErrors in the project's style.
+
+    Options are written out or by their aliases, never by a beginning: a beginning that is unique
+    today is ambiguous when an option is added.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **{"allow_abbrev": False, **options})
+
+    @property
+    def command(self) -> str:
+        """`generate`, `bench ops`; nothing for the parser of all commands."""
+        return self.prog.partition(" ")[2]
+
+    def known_options(self) -> list[str]:
+        return [text for action in self._actions for text in action.option_strings]
+
+    def refuse(self, problem: str) -> NoReturn:
+        """Raise UsageError(`command: problem`) with where the options are described."""
+        shown = f"{self.command}: {problem}" if self.command else problem
+        remedy = "" if "did you mean" in problem else f"; see {self.prog} --help"
+        raise UsageError(f"{shown}{remedy}")
+
+    def error(self, message: str) -> NoReturn:
+        """argparse's own complaints, reworded: what was expected, what was got."""
+        if match := re.fullmatch(r"argument (.*?): (.*)", message, re.DOTALL):
+            option, problem = match.groups()
+            problem = re.sub(
+                r"^expected (one|at least one) argument$", r"expected a value", problem
+            )
+            problem += ", got none" if problem == "expected a value" else ""
+            self.refuse(f"{option}: {problem}")
+        if match := re.fullmatch(r"the following arguments are required: (.*)", message):
+            self.refuse(f"expected {match[1]}, got none")
+        self.refuse(message)
+
+    def refuse_unknown(self, words: Sequence[str]) -> NoReturn:
+        """Complain of the first of `words`, which no option or positional took."""
+        options = [word for word in words if word.startswith("-") and word != "-"]
+        word = (options or list(words))[0].partition("=")[0]
+        kind = "an option of this command" if options else "no further argument"
+        guess = did_you_mean(word, self.known_options()) if options else ""
+        self.refuse(f"expected {kind}, got {word}{guess}")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        # argparse's hook for `choices`; its own message quotes every choice and guesses nothing
+        if action.choices is not None and value not in action.choices:
+            choices = list(map(str, action.choices))
+            problem = f"expected {listed(choices)}, got {value!r}"
+            raise argparse.ArgumentError(action, problem + did_you_mean(str(value), choices))
+
+
+def integer(minimum: int, maximum: int | None = None) -> Callable[[str], int]:
+    """An argparse type: an integer from `minimum` to `maximum`, if there is one."""
+    limits = f"at least {minimum}" if maximum is None else f"from {minimum} to {maximum}"
+
+    def convert(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = minimum - 1
+        if value < minimum or (maximum is not None and value > maximum):
+            raise argparse.ArgumentTypeError(f"expected an integer {limits}, got {text!r}")
+        return value
+
+    return convert
+
+
+def number(expected: str, good: Callable[[float], bool]) -> Callable[[str], float]:
+    """An argparse type: a finite number for which `good` holds; `expected` says which those are."""
+
+    def convert(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = float("nan")
+        if not (abs(value) < float("inf") and good(value)):
+            raise argparse.ArgumentTypeError(f"expected a number {expected}, got {text!r}")
+        return value
+
+    return convert
+
+
+def non_empty(text: str) -> str:
+    """An argparse type: text that is not empty."""
+    if not text:
+        raise argparse.ArgumentTypeError("expected a text that is not empty, got ''")
+    return text
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """--json, which means the same everywhere: one JSON object on stdout instead of the text."""
+    parser.add_argument(
+        "--json", action="store_true", help="one JSON object on stdout instead of text"
+    )
+
+
+def add_force(parser: argparse.ArgumentParser, what: str) -> None:
+    """--force, which means the same everywhere: replace what an earlier run left."""
+    parser.add_argument("--force", action="store_true", help=f"replace {what} if it exists")
+
+
+def add_threads(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument(
+        "-t", "--threads", type=integer(1, 1024), metavar="N", help="default: torch's choice"
+    )

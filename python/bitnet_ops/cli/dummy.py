@@ -1,0 +1,36 @@
+"""`bitnet-ops dummy NAME DST`: the arguments of the writer of synthetic models.
+
+It must not know how they are made.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from bitnet_ops.cli.arguments import add_force, integer
+from bitnet_ops.dummy_configs import CONFIGS
+from bitnet_ops.untrusted import printable
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the subcommand's arguments to `parser`."""
+    parser.description = (
+        "Write a directory with model.bin: random ternary weights in the shapes of a real model, "
+        "to measure speed and loading. Its tokenizer has bytes for text, and its text means "
+        "nothing."
+    )
+    parser.add_argument("name", choices=sorted(CONFIGS), metavar="NAME", help=", ".join(CONFIGS))
+    parser.add_argument("destination", metavar="DST", help="directory to create")
+    add_force(parser, "DST")
+    parser.add_argument(
+        "--seed", type=integer(0, 2**63 - 1), default=0, metavar="S", help="default 0"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the subcommand; returns 0."""
+    from bitnet_ops.dummy import write
+
+    file = write(args.name, args.destination, seed=args.seed, force=args.force)
+    print(f"wrote {printable(file)}")
+    return 0

@@ -1,0 +1,45 @@
+"""`bitnet-ops verify FILE SOURCE`: does a converted model still compute what its source does?
+
+It must not know how anything is compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from bitnet_ops.cli.arguments import add_json
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the subcommand's arguments to `parser`."""
+    parser.description = (
+        "Compare a converted model with the checkpoint it came from: every ternary weight and "
+        "scale, and full logits, top-1 and perplexity on a text."
+    )
+    parser.add_argument("file", metavar="FILE", help="model.bin, or the folder that holds it")
+    parser.add_argument("source", metavar="SOURCE", help="the folder or GGUF file it came from")
+    parser.add_argument("--text", metavar="FILE", help="measure on this text, not on the built-in")
+    parser.add_argument("--lora", metavar="DIR", help="the adapter that was merged, if one was")
+    add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the subcommand: 0 where they agree, 1 (ConvertError) where they do not."""
+    from bitnet_ops.convert.errors import ConvertError
+    from bitnet_ops.convert.verify_command import lines, verify
+
+    result = verify(args.file, args.source, text=args.text, lora=args.lora)
+    if args.json:
+        print(json.dumps(result, indent=1, ensure_ascii=False))
+    else:
+        print("\n".join(lines(result)))
+    failures = result["verification"]["failures"]
+    if failures:
+        raise ConvertError(
+            "verification-failed",
+            "verify: expected the file to agree with its source, got "
+            + "; ".join(failures)
+            + "; convert the source again",
+        )
+    return 0
