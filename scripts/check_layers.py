@@ -25,6 +25,7 @@ PYTHON_LAYERS: dict[str, set[str]] = {
     "_grad": set(),
     "_library": {"_runtime"},
     "_interrupt": set(),
+    "casting": set(),
     "quantize": set(),
     "config": set(),
     "untrusted": set(),
@@ -40,13 +41,14 @@ PYTHON_LAYERS: dict[str, set[str]] = {
     "packing": {"ops"},
     "arena": {"_runtime"},
     "mapped": set(),
-    "head": {"ops"},
+    "head": {"casting", "ops"},
     "kv_cache": {"config", "ops"},
     "attention": {"kv_cache", "ops"},
-    "linear": {"ops", "packing"},
+    "linear": {"casting", "ops", "packing"},
     "models": {
         "arena",
         "attention",
+        "casting",
         "config",
         "head",
         "kv_cache",
@@ -76,8 +78,9 @@ PYTHON_LAYERS: dict[str, set[str]] = {
         "lora",
         "models",
     }
-    | {"cache_files", "chat_history", "model_contents", "obtain", "sampling", "tokenizer"}
-    | {"untrusted"},
+    | {"cache_files", "chat_history", "model_contents", "obtain", "options", "packing"}
+    | {"tokenizer", "untrusted"},
+    "options": {"engine", "sampling"},
     "engine": {"config", "kv_cache", "models", "sampling"},
     # the second row is for `--verify`, which runs the converted model
     "convert": {"config", "formats", "hub", "models", "ops", "packing", "quantize"}

@@ -242,8 +242,9 @@ CHANGES: dict[str, Callable[[Decoder], Any]] = {
     "assigned": lambda m: m.load_state_dict(
         tiny_model(SMALL["bitnet-offline"]).state_dict(), assign=True
     ),
-    "moved": lambda m: m.double().float(),
-    "a_layer_moved": lambda m: m.model.layers[0].double().float(),
+    "moved": lambda m: m._apply(torch.clone),
+    "a_layer_moved": lambda m: m.model.layers[0]._apply(torch.clone),
+    "cast": lambda m: m.bfloat16().float(),
 }
 
 

@@ -85,8 +85,8 @@ def test_prefill_in_chunks() -> None:
 
 def test_stop_ids_end_and_are_left_out() -> None:
     stop = frozenset({10, 49})
-    assert generate([[7]], stop_ids=stop) == [Generation([8, 9], "stop")]
-    assert generate([[9]], stop_ids=stop) == [Generation([], "stop")]
+    assert generate([[7]], stop_ids=stop) == [Generation([8, 9], "stop", stop_reason=10)]
+    assert generate([[9]], stop_ids=stop) == [Generation([], "stop", stop_reason=10)]
     assert generate([[3]], 4, stop_ids=stop) == [Generation([4, 5, 6, 7], "length")]
 
 

@@ -218,7 +218,10 @@ def test_bad_sizes_and_gradients() -> None:
     packed = pack_ternary(torch.zeros(4, 64, dtype=torch.int8))
     with pytest.raises(ValueError, match=r"bias \[4\], got \[5\]"):
         BitLinear.from_packed(packed, torch.zeros(5))
+    layer = BitLinear.from_packed(packed)
+    layer.weight_scale.requires_grad_()
     with pytest.raises(RuntimeError, match="requires_grad"):
-        BitLinear.from_packed(packed)(torch.ones(64, requires_grad=True))
+        layer(torch.ones(64))
+    packed.scale.requires_grad_(False)
     with pytest.raises(RuntimeError, match="linear: expected"):
         BitLinear.from_packed(packed)(torch.ones(300))

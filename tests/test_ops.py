@@ -102,18 +102,45 @@ def test_opcheck(sample: Sample) -> None:
     torch.library.opcheck(overload, sample.args(), test_utils=utils)
 
 
-@pytest.mark.parametrize("op", [op for op in sorted(REGISTERED) if not op.startswith("_")])
+NO_FLOATS = {"pack", "unpack", "prepack", "unprepack", "rope_table"}
+
+
+@pytest.mark.parametrize("op", ["linear", "group_linear"])
 def test_opcheck_with_an_input_that_requires_grad(op: str) -> None:
-    args = SAMPLES[op][0].args()
-    written = MUTATED.get(op, ())  # torch itself forbids writing into leaves
-    given = [a for index, a in enumerate(args) if index not in written]
-    floating = [a for a in given if isinstance(a, torch.Tensor) and a.is_floating_point()]
-    for tensor in floating:
-        tensor.requires_grad_()
-    if not floating:
-        assert op in {"pack", "unpack", "prepack", "unprepack", "gemv", "gemm", "rope_table"}
+    x, *rest = SAMPLES[op][0].args()
+    x.requires_grad_()
     utils = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(getattr(torch.ops.bitnet, op).default, args, test_utils=utils)
+    utils = (*utils, "test_aot_dispatch_dynamic")
+    torch.library.opcheck(getattr(torch.ops.bitnet, op).default, (x, *rest), test_utils=utils)
+
+
+@pytest.mark.parametrize(
+    "op", [op for op in sorted(REGISTERED) if not op.startswith("_") and op not in NO_FLOATS]
+)
+def test_a_raw_op_refuses_what_it_has_no_gradient_for(op: str) -> None:
+    """As the wrappers do; torch itself would give None, or a warning."""
+    args = SAMPLES[op][0].args()
+    names = [argument.name for argument in REGISTERED[op].arguments]
+    overload = getattr(torch.ops.bitnet, op).default
+    passed_on = {"x", "bias"} if op in {"linear", "group_linear"} else set()
+    floating = [
+        (name, a)
+        for name, a in zip(names, args, strict=False)
+        if isinstance(a, torch.Tensor) and a.is_floating_point() and name not in passed_on
+    ]
+    if op in {"gemv", "gemm"}:  # the first samples have no scales
+        k = args[1].shape[-1]
+        scale, tokens = torch.ones(1), args[1].numel() // k
+        args = (*args[:2], torch.ones(tokens), scale)
+        floating = [("weight_scale", scale)]
+    assert floating
+    for name, tensor in floating:
+        tensor.requires_grad_()
+        with pytest.raises(RuntimeError, match=f"^{op}: expected {name} without gradient"):
+            overload(*args)
+        with torch.no_grad():
+            overload(*args)
+        tensor.requires_grad_(False)
 
 
 @pytest.mark.parametrize("sample", COMPARABLE_SAMPLES + LARGE, ids=lambda sample: sample.id)

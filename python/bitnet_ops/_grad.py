@@ -1,6 +1,6 @@
-"""The ops have no gradient: what their wrappers do with an input that requires one.
+"""The error of an op without a gradient on an input that requires one.
 
-It must not know the ops.
+It must not know the ops; ops/gradients.py says which have a gradient.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ def _write_model(
                 writer.add_packed(tensor_name, tensor.weight, tensor.scale, tensor.in_features)
             else:
                 writer.add_dense(tensor_name, tensor)
-    dummy_tokenizer.write(file.parent, _config_json(name))
+    dummy_tokenizer.write(file.parent, source)
 
 
 def tensors(name: str, seed: int = 0) -> dict[str, Tensor | PackedWeight]:

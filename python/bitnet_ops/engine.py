@@ -2,12 +2,15 @@
 
 A row's tokens do not depend on the other rows of its batch, nor on the prefill chunk: every row is
 prefilled alone, rows decode together, and finished rows leave the batch.
+An Engine keeps nothing between calls: any number of threads may share one, and the model. A Run, a
+Session and a KVCache belong to one thread at a time.
 It must not know text, tokenizers or files. The model may be anything with `.config` that maps
 (input_ids [B, T], cache, logits_to_keep) to logits [B, T, V].
 """
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +20,12 @@ import torch
 from torch import Tensor
 
 from bitnet_ops.config import ModelConfig
-from bitnet_ops.kv_cache import CacheCapacityError, KVCache
+from bitnet_ops.kv_cache import (
+    DEFAULT_KV_DTYPE,
+    CacheCapacityError,
+    KVCache,
+    check_kv_dtype,
+)
 from bitnet_ops.sampling import Sampler, SamplingParams
 
 
@@ -32,6 +40,38 @@ class CausalModel(Protocol):
 
 class PromptError(ValueError):
     """A prompt that cannot be run: empty, with ids outside the vocabulary, or too long."""
+
+
+def token_ids(prompt: object, who: str = "prompt") -> list[int]:
+    """The ids of one prompt: of a sequence of integers, or of a tensor or array [T] or [1, T].
+
+    Raises TypeError for anything else, texts and booleans included.
+    """
+    values: object = prompt
+    if callable(tolist := getattr(prompt, "tolist", None)):  # a tensor, a NumPy array
+        values = tolist()
+        if isinstance(values, list) and len(values) == 1 and isinstance(values[0], list):
+            values = values[0]
+    if isinstance(values, str | bytes) or not isinstance(values, Sequence):
+        raise TypeError(f"{who}: expected token ids as a list of integers, got {_kind(prompt)}")
+    if all(type(i) is int for i in values):
+        return list(values)
+    ids = []
+    for at, value in enumerate(values):
+        if isinstance(value, bool) or not hasattr(value, "__index__") or isinstance(value, Tensor):
+            raise TypeError(
+                f"{who}: expected token ids as a list of integers, got {_kind(value)} at {at}"
+            )
+        ids.append(operator.index(value))
+    return ids
+
+
+def _kind(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor {str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+    text = repr(value)
+    shown = text if len(text) <= 40 else text[:37] + "..."
+    return "None" if value is None else f"{shown} ({type(value).__name__})"
 
 
 @dataclass
@@ -59,13 +99,29 @@ class Timing:
 class Generation:
     """The answer to one prompt. `token_ids` leaves out the stop id.
 
-    `finish_reason`: "stop" (a stop id), "length" (max_new_tokens), "context" (no position is left),
-    "" while it runs or when the consumer broke off.
+    `finish_reason`: "stop", "length" (max_new_tokens), "context" (no position is left), "" while it
+    runs or when the consumer broke off. `stop_reason` tells what "stop" was: the stop id, or the
+    stop text that whoever reads the tokens has found; else None.
     """
 
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str = ""
     seed: int | None = None
+    stop_reason: int | str | None = None
+
+    @property
+    def ending(self) -> str:
+        """Why it ended, in words for people."""
+        if self.finish_reason == "stop" and isinstance(self.stop_reason, str):
+            return f"stop text {self.stop_reason!r}"
+        if self.finish_reason == "stop":
+            return "end of text"
+        words = {
+            "length": "max_new_tokens reached",
+            "context": "context full: no position is left",
+            "": "not finished",
+        }
+        return words.get(self.finish_reason, self.finish_reason)
 
 
 @dataclass(frozen=True)
@@ -86,7 +142,7 @@ class Engine:
 
     Args:
         model: the model; never changed.
-        kv_dtype: of the caches, torch.float32, torch.bfloat16 or torch.int8.
+        kv_dtype: of the caches, torch.float32, torch.bfloat16 (the default) or torch.int8.
         prefill_chunk: prompt tokens per forward; bounds the memory of a long prompt, not its
             result. 128 to 512 are equally fast where it was measured (docs/log.md), more are not.
     """
@@ -95,12 +151,19 @@ class Engine:
         self,
         model: CausalModel,
         *,
-        kv_dtype: torch.dtype = torch.float32,
+        kv_dtype: torch.dtype = DEFAULT_KV_DTYPE,
         prefill_chunk: int = 256,
     ) -> None:
-        if prefill_chunk < 1:
-            raise ValueError(f"engine: expected prefill_chunk above 0, got {prefill_chunk}")
+        check_kv_dtype(kv_dtype, "engine: expected kv_dtype")
+        if not isinstance(prefill_chunk, int) or prefill_chunk < 1:
+            raise ValueError(f"engine: expected prefill_chunk above 0, got {prefill_chunk!r}")
         self.model, self.kv_dtype, self.prefill_chunk = model, kv_dtype, prefill_chunk
+
+    def __repr__(self) -> str:
+        return (
+            f"Engine({type(self.model).__name__}, kv_dtype={self.kv_dtype}, "
+            f"prefill_chunk={self.prefill_chunk})"
+        )
 
     def start(
         self,
@@ -110,14 +173,15 @@ class Engine:
     ) -> Run:
         """A run over `prompts`, at least one; nothing is computed before its first step.
 
-        `params` is shared or one per prompt. Raises PromptError.
+        `params` is shared or one per prompt. Raises PromptError, TypeError for what is no list of
+        token ids.
         """
         limits = limits or Limits()
-        self._check_prompts(prompts)
-        longest = max(map(len, prompts)) + limits.max_new_tokens
+        ids = self._checked(prompts)
+        longest = max(map(len, ids)) + limits.max_new_tokens
         capacity = min(longest, self.model.config.max_position_embeddings)
-        cache = KVCache(self.model.config, len(prompts), capacity, self.kv_dtype)
-        return Run(self, prompts, _per_prompt(params, len(prompts)), limits, cache)
+        cache = KVCache(self.model.config, len(ids), capacity, self.kv_dtype)
+        return Run(self, ids, _per_prompt(params, len(ids)), limits, cache)
 
     def generate(
         self,
@@ -149,10 +213,13 @@ class Engine:
         """Append one token to each sequence of the cache; logits f32 [B, V]."""
         return self.model(torch.tensor(tokens).unsqueeze(1), cache, 1)[:, -1]
 
-    def _check_prompts(self, prompts: Sequence[Sequence[int]]) -> None:
+    def _checked(self, given: Sequence[Sequence[int]]) -> list[list[int]]:
         config = self.model.config
-        if not prompts:
+        if isinstance(given, str | bytes) or not hasattr(given, "__len__"):
+            raise TypeError(f"engine: expected prompts as lists of token ids, got {_kind(given)}")
+        if not len(given):
             raise PromptError("engine: expected at least one prompt, got none")
+        prompts = [token_ids(prompt, "engine") for prompt in given]
         for prompt in prompts:
             if not len(prompt):
                 raise PromptError(
@@ -169,6 +236,7 @@ class Engine:
                     f"engine: expected a prompt of at most {config.max_position_embeddings} tokens "
                     f"(max_position_embeddings), got {len(prompt)}; shorten it"
                 )
+        return prompts
 
 
 def _per_prompt(
@@ -176,6 +244,8 @@ def _per_prompt(
 ) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
+    if not isinstance(params, Sequence) or not all(isinstance(p, SamplingParams) for p in params):
+        raise TypeError(f"engine: expected params as SamplingParams, got {_kind(params)}")
     if len(params) != count:
         raise ValueError(f"engine: expected params for {count} prompts, got {len(params)}")
     return list(params)
@@ -237,9 +307,16 @@ class Run:
             self.timing.decoded_tokens += len(tokens)
         return events
 
-    def cancel(self, row: int, reason: str) -> None:
+    def __repr__(self) -> str:
+        g = self.generations
+        ended = sum(bool(one.finish_reason) for one in g)
+        tokens = sum(len(one.token_ids) for one in g)
+        return f"{type(self).__name__}({len(g)} prompts, {ended} ended, {tokens} new tokens)"
+
+    def cancel(self, row: int, reason: str, stop_reason: int | str | None = None) -> None:
         """End one row for a reason of the caller's; it gets no further tokens."""
         self.generations[row].finish_reason = reason
+        self.generations[row].stop_reason = stop_reason
         if row in self._rows:
             self._retire()
 
@@ -261,7 +338,7 @@ class Run:
     def _accept(self, row: int, token: int) -> bool:
         generation = self.generations[row]
         if token in self.limits.stop_ids:
-            generation.finish_reason = "stop"
+            generation.finish_reason, generation.stop_reason = "stop", token
             return False
         generation.token_ids.append(token)
         return True
@@ -307,7 +384,7 @@ class Session:
 
         Finish or drop the previous run before. Raises PromptError, also when no position is left.
         """
-        self.engine._check_prompts([prompt])
+        (prompt,) = self.engine._checked([prompt])
         known = min(self._common_prefix(prompt), len(prompt) - 1)  # the last one gives the logits
         self.cache.truncate(known)
         self._ids = list(prompt)
@@ -347,4 +424,5 @@ __all__ = [
     "Run",
     "Session",
     "Timing",
+    "token_ids",
 ]

@@ -6,12 +6,11 @@ a quantised head as 16-bit integers. It must not know models or files.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
 from bitnet_ops import ops
+from bitnet_ops.casting import Cast, dtype_after, same_dtype
 
 # "stored": the tensor as it is, shared; the others are made from it.
 HEAD_FORMATS = ("int8", "int4", "bf16", "float32", "stored")
@@ -71,12 +70,14 @@ class HeadWeight(nn.Module):
         """Rows f32 [..., K] of ids int64 [...]. Raises RuntimeError for an id out of range."""
         return ops.embedding(ids, self.weight, self.scale, self.out_features, self.in_features)
 
-    def _apply(self, fn: Any, recurse: bool = True) -> HeadWeight:
-        # The type of a scale is the format's: casting the model leaves it alone.
-        scale = self.scale
+    def _apply(self, fn: Cast, recurse: bool = True) -> HeadWeight:
+        # Codes and scales are the format's: casting the model casts a dense head alone.
+        dtype_after(fn, torch.float32, tuple(_NAMES), "HeadWeight")
+        weight, scale = self.weight, self.scale
         super()._apply(fn, recurse)
-        if scale is not None and self.scale is not None and self.scale.dtype != scale.dtype:
-            self.scale = scale
+        if scale is not None and self.scale is not None:
+            self.weight = same_dtype(weight, self.weight)
+            self.scale = same_dtype(scale, self.scale)
         return self
 
     def extra_repr(self) -> str:

@@ -10,28 +10,36 @@ It binds formats, models, tokenizer and engine; the maths is in models/, the loo
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from bitnet_ops import cache_files
 from bitnet_ops.chat_history import RunIds, without_oldest_turn
 from bitnet_ops.config import ModelConfig
 from bitnet_ops.embedding import embed
-from bitnet_ops.engine import Engine, Generation, Limits, Run, Session, Timing
+from bitnet_ops.engine import Engine, Generation, Run, Session, Timing, token_ids
 from bitnet_ops.formats import sglbitnt
 from bitnet_ops.head import DEFAULT_HEAD_FORMAT, check_head_format
+from bitnet_ops.kv_cache import DEFAULT_KV_DTYPE, check_kv_dtype
 from bitnet_ops.loading import load_tensors
 from bitnet_ops.lora import Adapter, apply_adapter, read_adapter
 from bitnet_ops.model_contents import model_config
-from bitnet_ops.models import Decoder, build
+from bitnet_ops.models import Decoder, build, check_dtype
 from bitnet_ops.obtain import LoadError, convert_again, obtain
-from bitnet_ops.sampling import SamplingParams
+from bitnet_ops.options import GenerateOptions, Request, request
+from bitnet_ops.packing import check_weight_format
 from bitnet_ops.tokenizer import StreamDecoder, Tokenizer, TokenizerError
 from bitnet_ops.untrusted import UntrustedFileError, read_json_object
+
+if sys.version_info >= (3, 11):
+    from typing import Unpack
+else:
+    from typing_extensions import Unpack  # torch depends on it
 
 DEMO_DIR = Path(__file__).parent / "data" / "demo"
 GENERATION_CONFIG = "generation_config.json"
@@ -41,7 +49,7 @@ def load(
     path: str | os.PathLike[str] | None = None,
     *,
     dtype: torch.dtype = torch.float32,
-    kv_dtype: torch.dtype = torch.float32,
+    kv_dtype: torch.dtype = DEFAULT_KV_DTYPE,
     weight_format: str = "auto",
     head_format: str = DEFAULT_HEAD_FORMAT,
     cache: bool | str | os.PathLike[str] | None = None,
@@ -56,7 +64,9 @@ def load(
             "org/name" (with huggingface_hub; a path that exists wins). None is the demo model that
             travels in the package.
         dtype: of the activations inside the layers, float32 or bfloat16.
-        kv_dtype: of the KV caches, float32, bfloat16 or int8.
+        kv_dtype: of the KV caches: torch.float32, torch.bfloat16 (the default: half the memory, no
+            measurable loss) or torch.int8 (about half of that again). Where results must equal
+            those of a float32 implementation to the last bits, ask for float32.
         weight_format: how ternary weights lie in memory: "2bit", "1.6bit", "canonical" (the file's
             own rows, mapped) or "auto", the fastest known, which is "2bit". Results are the same.
             "2bit" and "1.6bit" fit the kernels in use now: after forcing another instruction set,
@@ -75,6 +85,11 @@ def load(
     config.UnsupportedModelError, models.TensorError, lora.LoraError or tokenizer.TokenizerError:
     one line that names what is wrong.
     """
+    # Before a model of gigabytes is read, not at its first token.
+    check_dtype(dtype, "load")
+    check_kv_dtype(kv_dtype, "load: expected kv_dtype")
+    check_weight_format(weight_format)
+    check_head_format(head_format)
     adapter = None if lora is None else read_adapter(lora)
     found = obtain(DEMO_DIR if path is None else path, convert=convert, cache=cache)
     form = dtype, kv_dtype, weight_format, head_format
@@ -100,7 +115,6 @@ def _open(
     reader = sglbitnt.Reader(file, check_codes=False)  # load_tensors checks what it reads
     config = model_config(reader)
     if config.embedding_only:  # the embedding is no head, and is read a row a token
-        check_head_format(head_format)
         head_format = "stored"
     tensors = load_tensors(reader, config, weight_format, head_format, cache)
     model = build(config, tensors, dtype, check_values=False)
@@ -130,19 +144,47 @@ def _stop_ids(folder: Path, config: ModelConfig) -> frozenset[int]:
     return frozenset(ids or config.eos_token_ids)
 
 
-@dataclass(frozen=True)
-class _Request:
-    """The options of one call, checked."""
+class Completion(str):
+    """The text of an answer: a plain str that also knows how it came about.
 
-    params: SamplingParams
-    limits: Limits
-    stop: tuple[str, ...] = field(default=())
+    Attributes: `finish_reason` ("stop", "length" or "context"), `stop_reason` (the stop text, or
+    the id that ended the text, else None), `ending` (both in words), `token_ids`, `timing` (of the
+    whole batch) and `generation`, which also has the seed.
+    """
+
+    generation: Generation
+    timing: Timing
+
+    def __new__(cls, text: str, generation: Generation, timing: Timing) -> Completion:
+        completion = super().__new__(cls, text)
+        completion.generation, completion.timing = generation, timing
+        return completion
+
+    def __getnewargs__(self) -> tuple[Any, ...]:  # what copy and pickle call __new__ with
+        return str(self), self.generation, self.timing
+
+    @property
+    def finish_reason(self) -> str:
+        return self.generation.finish_reason
+
+    @property
+    def stop_reason(self) -> int | str | None:
+        return self.generation.stop_reason
+
+    @property
+    def ending(self) -> str:
+        return self.generation.ending
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.generation.token_ids
 
 
 class LanguageModel:
     """A model, its tokenizer (or None) and an engine.
 
     Attributes: `config`, `model`, `tokenizer`, `engine`, `stop_ids` (end of text), `path`.
+    Any number of threads may share one; a TextStream and a Conversation belong to one thread each.
     """
 
     def __init__(
@@ -151,13 +193,18 @@ class LanguageModel:
         tokenizer: Tokenizer | None = None,
         stop_ids: frozenset[int] | None = None,
         *,
-        kv_dtype: torch.dtype = torch.float32,
+        kv_dtype: torch.dtype = DEFAULT_KV_DTYPE,
         path: Path | None = None,
     ) -> None:
         self.model, self.path = model, path
         self._tokenizer = tokenizer
         self.engine = Engine(model, kv_dtype=kv_dtype)
         self.stop_ids = frozenset(model.config.eos_token_ids) if stop_ids is None else stop_ids
+
+    def __repr__(self) -> str:
+        kv_dtype = str(self.engine.kv_dtype).removeprefix("torch.")
+        tokenizer = "" if self._tokenizer is not None else ", no tokenizer"
+        return f"LanguageModel({self.path}: {self.model.summary}, kv {kv_dtype}{tokenizer})"
 
     @property
     def config(self) -> ModelConfig:
@@ -173,34 +220,51 @@ class LanguageModel:
             )
         return self._tokenizer
 
-    def encode(self, prompt: str | Sequence[int]) -> list[int]:
-        """Token ids of a prompt; ids pass through."""
-        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+    def encode(self, prompt: str | Sequence[int] | Tensor) -> list[int]:
+        """Token ids of one prompt: of a text, or ids (a list, a tensor [T] or [1, T]) as they are.
 
-    def generate(self, prompt: str | Sequence[int], **options: Any) -> str:
-        """Continue `prompt` (text or token ids) and return the continuation alone.
+        Raises TypeError for anything else.
+        """
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt)
+        if isinstance(prompt, list | tuple) and any(isinstance(p, str) for p in prompt):
+            raise TypeError(
+                "prompt: expected one text or a list of token ids, got a "
+                f"{type(prompt).__name__} of texts; give several prompts to generate_batch"
+            )
+        return token_ids(prompt)
+
+    def generate(
+        self, prompt: str | Sequence[int] | Tensor, **options: Unpack[GenerateOptions]
+    ) -> Completion:
+        """Continue `prompt` (text or token ids) and return the continuation alone, as a str.
 
         Options, all neutral by default: max_new_tokens=128, temperature=0 (greedy), top_k=0,
         top_p=1, min_p=0, repetition_penalty=1, seed=None (see sampling.SamplingParams); stop=(),
-        texts that end the answer and are left out of it; ignore_eos=False.
+        texts that end the answer and are left out of it; ignore_eos=False. Why it ended is in the
+        Completion's `finish_reason`. Raises TypeError for an unknown option or another kind of
+        prompt, ValueError for a value out of range, engine.PromptError.
         """
-        return "".join(self.stream(prompt, **options))
+        return self._stream("generate", prompt, options).read()
 
-    def stream(self, prompt: str | Sequence[int], **options: Any) -> TextStream:
+    def stream(
+        self, prompt: str | Sequence[int] | Tensor, **options: Unpack[GenerateOptions]
+    ) -> TextStream:
         """As `generate`, but an iterator over pieces of text as they come; see TextStream."""
-        request = self._request(**options)
-        run = self.engine.start([self.encode(prompt)], request.params, request.limits)
-        return TextStream(run, self.tokenizer, request.stop)
+        return self._stream("stream", prompt, options)
 
-    def generate_batch(self, prompts: Sequence[str | Sequence[int]], **options: Any) -> list[str]:
+    def generate_batch(
+        self,
+        prompts: Sequence[str] | Sequence[Sequence[int]] | Tensor,
+        **options: Unpack[GenerateOptions],
+    ) -> list[Completion]:
         """As `generate` for several prompts at once; each answer is what it would be alone."""
-        request = self._request(**options)
-        streams = self._stream_batch([self.encode(p) for p in prompts], request)
-        return ["".join(s) for s in streams]
+        wanted = self._request("generate_batch", options)
+        return self._complete([self.encode(p) for p in _several("generate_batch", prompts)], wanted)
 
     def embed(
         self,
-        texts: str | Sequence[str | Sequence[int]],
+        texts: str | Sequence[str] | Sequence[Sequence[int]],
         *,
         dimensions: int | None = None,
     ) -> torch.Tensor:
@@ -210,58 +274,66 @@ class LanguageModel:
         to be read; their tokenizer.json says which token ends a text. One text may be given alone:
         still one row. `dimensions` keeps the first ones only. Cosines are products: `a @ b.T`.
         """
-        given = [texts] if isinstance(texts, str) else list(texts)
+        given = [texts] if isinstance(texts, str) else _several("embed", texts)
         return embed(self.model, [self.encode(text) for text in given], dimensions)
 
-    def chat(self, **options: Any) -> Conversation:
+    def chat(self, **options: Unpack[GenerateOptions]) -> Conversation:
         """A conversation through the model's chat template; options as for `generate`.
 
         Raises tokenizer.ChatTemplateError at the first message if the model has no template.
         """
-        return Conversation(self, self._request(**options))
+        return Conversation(self, self._request("chat", options))
 
-    def _request(
-        self,
-        *,
-        max_new_tokens: int = 128,
-        stop: str | Sequence[str] = (),
-        ignore_eos: bool = False,
-        **sampling: Any,
-    ) -> _Request:
+    def _request(self, call: str, options: GenerateOptions) -> Request:
         if self.config.embedding_only:
             raise LoadError(
-                "generate: expected a model with an output head, got an embedding model; use embed"
+                f"{call}: expected a model with an output head, got an embedding model; use embed"
             )
-        try:
-            params = SamplingParams(**sampling)
-        except TypeError:
-            known = "max_new_tokens, stop, ignore_eos, " + ", ".join(vars(SamplingParams()))
-            raise TypeError(
-                f"generate: expected options among {known}, got {list(sampling)}"
-            ) from None
-        stops = (stop,) if isinstance(stop, str) else tuple(stop)
-        if not all(isinstance(s, str) and s for s in stops):
-            raise ValueError(f"generate: expected stop to be non-empty texts, got {stop!r}")
-        ids = frozenset() if ignore_eos else self.stop_ids
-        return _Request(params, Limits(max_new_tokens, ids), stops)
+        return request(call, options, self.stop_ids)
 
-    def _stream_batch(self, prompts: list[list[int]], request: _Request) -> list[list[str]]:
-        run = self.engine.start(prompts, request.params, request.limits)
-        texts = [_StopText(self.tokenizer, request.stop) for _ in prompts]
+    def _stream(self, call: str, prompt: Any, options: GenerateOptions) -> TextStream:
+        wanted = self._request(call, options)
+        run = self.engine.start([self.encode(prompt)], wanted.params, wanted.limits)
+        return TextStream(run, self.tokenizer, wanted.stop)
+
+    def _complete(self, prompts: list[list[int]], wanted: Request) -> list[Completion]:
+        run = self.engine.start(prompts, wanted.params, wanted.limits)
+        texts = [_StopText(self.tokenizer, wanted.stop) for _ in prompts]
         pieces: list[list[str]] = [[] for _ in prompts]
         for row, token in run:
             pieces[row].append(texts[row].push(token))
-            if texts[row].stopped:
-                run.cancel(row, "stop")
+            if texts[row].stopped is not None:
+                run.cancel(row, "stop", texts[row].stopped)
         for text, out in zip(texts, pieces, strict=True):
             out.append(text.finish())
-        return pieces
+        return [
+            Completion("".join(out), generation, run.timing)
+            for out, generation in zip(pieces, run.generations, strict=True)
+        ]
+
+
+def _several(call: str, prompts: Any) -> list[Any]:
+    """The prompts of a call that takes several, so that one alone is not taken to pieces."""
+    kind = "one text" if isinstance(prompts, str) else f"a {type(prompts).__name__}"
+    if getattr(prompts, "ndim", 0) == 2:  # a tensor or an array: a prompt a row
+        return list(prompts)
+    if isinstance(prompts, Sequence | Iterator) and not isinstance(prompts, str | bytes):
+        several = list(prompts)
+        if not any(isinstance(p, int) for p in several):
+            return several
+        kind += " of integers"
+    raise TypeError(
+        f"{call}: expected a list of prompts, each a text or token ids, got {kind}; put one "
+        "prompt in brackets"
+    )
 
 
 class TextStream:
     """Pieces of text as a run produces them, whole characters only.
 
-    Attributes, up to date at any time: `generation` (token ids, finish reason, seed) and `timing`.
+    Attributes, up to date at any time: `generation` (token ids, seed and what follows), `timing`,
+    `finish_reason` ("stop", "length" or "context"; "" before the end), `stop_reason`, `ending`.
+    `read` runs it to its end.
     """
 
     def __init__(self, run: Run, tokenizer: Tokenizer, stop: tuple[str, ...] = ()) -> None:
@@ -276,15 +348,34 @@ class TextStream:
     def timing(self) -> Timing:
         return self._run.timing
 
+    @property
+    def finish_reason(self) -> str:
+        return self.generation.finish_reason
+
+    @property
+    def stop_reason(self) -> int | str | None:
+        return self.generation.stop_reason
+
+    @property
+    def ending(self) -> str:
+        return self.generation.ending
+
+    def __repr__(self) -> str:
+        return f"TextStream({len(self.generation.token_ids)} tokens, {self.ending})"
+
     def __iter__(self) -> Iterator[str]:
         return self._iterator
+
+    def read(self) -> Completion:
+        """What has not been iterated over yet, as one Completion."""
+        return Completion("".join(self._iterator), self.generation, self.timing)
 
     def _pieces(self) -> Iterator[str]:
         for row, token in self._run:
             if piece := self._text.push(token):
                 yield piece
-            if self._text.stopped:
-                self._run.cancel(row, "stop")
+            if self._text.stopped is not None:
+                self._run.cancel(row, "stop", self._text.stopped)
         if piece := self._text.finish():
             yield piece
 
@@ -295,20 +386,20 @@ class _StopText:
     def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...]) -> None:
         self._decoder, self._stop = StreamDecoder(tokenizer), stop
         self._held = ""
-        self.stopped = False
+        self.stopped: str | None = None  # the stop text that was found
 
     def push(self, token: int) -> str:
         return self._release(self._decoder.push(token), end=False)
 
     def finish(self) -> str:
-        return "" if self.stopped else self._release(self._decoder.finish(), end=True)
+        return "" if self.stopped is not None else self._release(self._decoder.finish(), end=True)
 
     def _release(self, piece: str, end: bool) -> str:
         text = self._held + piece
-        found = [at for s in self._stop if (at := text.find(s)) >= 0]
+        found = [(at, s) for s in self._stop if (at := text.find(s)) >= 0]
         if found:
-            self.stopped = True
-            return text[: min(found)]
+            at, self.stopped = min(found)
+            return text[:at]
         keep = 0 if end else max((_overlap(text, s) for s in self._stop), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
@@ -328,7 +419,7 @@ class Conversation:
     newest turn cost.
     """
 
-    def __init__(self, lm: LanguageModel, request: _Request) -> None:
+    def __init__(self, lm: LanguageModel, request: Request) -> None:
         self._lm, self._request = lm, request
         self._session: Session = lm.engine.session()
         self._known = RunIds(lm.tokenizer)
@@ -336,12 +427,17 @@ class Conversation:
         self.last: TextStream | None = None  # the newest answer, for its timing
         self.dropped = 0
 
+    def __repr__(self) -> str:
+        return f"Conversation({len(self.messages)} messages)"
+
     def say(self, content: str) -> Iterator[str]:
         """Add a user's message and stream the answer, which joins the history when it ends.
 
         An answer that is broken off joins as far as it came; a message that cannot be run is
         taken back.
         """
+        if not isinstance(content, str):
+            raise TypeError(f"say: expected a text, got a {type(content).__name__}")
         messages, ids = self._fitting([*self.messages, {"role": "user", "content": content}])
         run = self._session.start(ids, self._request.params, self._request.limits)
         self.dropped = len(self.messages) + 1 - len(messages)

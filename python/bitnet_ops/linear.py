@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from bitnet_ops import ops
+from bitnet_ops.casting import Cast, dtype_after, same_dtype
 from bitnet_ops.packing import (
     BLOCK,
     PackedWeight,
@@ -23,6 +24,7 @@ from bitnet_ops.packing import (
 )
 
 _ALL_ZERO_CODES = 0b01010101  # four times code 1, the weight 0
+_ACTIVATIONS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class BitLinear(nn.Module):
@@ -30,10 +32,12 @@ class BitLinear(nn.Module):
 
     Buffers: `weight` uint8, [N, 32 * ceil(K / 128)] unless `weight_format` names a private layout,
     `weight_scale` f32 (multiplies), [1], [N], or [N, ceil(K / 128)] where `group_size` is 128,
-    `bias` F [N] or None. `state_dict` gives canonical rows (a
-    copy for a private layout) and `load_state_dict` takes them, so that a checkpoint fits every CPU
-    and every format. A layer that nobody has loaded has the scale NaN, so that its outputs cannot
-    pass for results. Source: "The Era of 1-bit LLMs", arXiv 2402.17764.
+    `bias` F [N] or None; `.to(dtype)` casts the bias alone, for the output has x's dtype. Gradients
+    reach x and the bias (see ops.linear), never the packed weight. `state_dict` gives canonical
+    rows (a copy for a private layout) and `load_state_dict` takes them, so that a checkpoint fits
+    every CPU and every format. A layer that nobody has loaded has the scale NaN, so that its
+    outputs cannot pass for results.
+    Source: "The Era of 1-bit LLMs", arXiv 2402.17764.
     """
 
     weight: Tensor
@@ -95,6 +99,15 @@ class BitLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         op = ops.group_linear if self.group_size else ops.linear
         return op(x, self.weight, self.weight_scale, self.bias, self.out_features, self.in_features)
+
+    def _apply(self, fn: Cast, recurse: bool = True) -> BitLinear:
+        # Codes and scales are the format's: casting the layer casts its bias alone.
+        dtype_after(fn, torch.float32, _ACTIVATIONS, "BitLinear")
+        weight, scale = self.weight, self.weight_scale
+        super()._apply(fn, recurse)
+        self.weight = same_dtype(weight, self.weight)
+        self.weight_scale = same_dtype(scale, self.weight_scale)
+        return self
 
     def _packed(self) -> PackedWeight:
         scale = torch.ones(1)  # the layer's own may be the NaN of an empty layer

@@ -58,6 +58,13 @@ class PackedWeight:
             )
         self._check_scale()
 
+    def __repr__(self) -> str:
+        group = f", group_size={self.group_size}" if self.group_size else ""
+        return (
+            f"PackedWeight({self.out_features} x {self.in_features}, {self.format}, weight uint8 "
+            f"{list(self.weight.shape)}, scale float32 {list(self.scale.shape)}{group})"
+        )
+
     def _check_scale(self) -> None:
         if self.group_size not in (0, BLOCK):
             raise ValueError(
@@ -99,13 +106,18 @@ def choose_format(weight_format: str, in_features: int) -> str:
 
     "auto" is "2bit", and "canonical" for the K that no private layout takes. Raises ValueError.
     """
+    check_weight_format(weight_format)
+    if weight_format != "auto":
+        return weight_format
+    return "2bit" if in_features <= _MAX_PRIVATE_FEATURES else "canonical"
+
+
+def check_weight_format(weight_format: str) -> None:
+    """Raise ValueError unless `weight_format` is one of WEIGHT_FORMATS."""
     if weight_format not in WEIGHT_FORMATS:
         raise ValueError(
             f"weight_format: expected one of {', '.join(WEIGHT_FORMATS)}, got {weight_format!r}"
         )
-    if weight_format != "auto":
-        return weight_format
-    return "2bit" if in_features <= _MAX_PRIVATE_FEATURES else "canonical"
 
 
 def prepack(packed: PackedWeight, weight_format: str = "auto") -> PackedWeight:

@@ -13,7 +13,7 @@ from torch import Tensor
 from bitnet_ops.config import ModelConfig, UnsupportedModelError
 from bitnet_ops.head import HeadWeight, check_head_format
 from bitnet_ops.models.bitnet import BitNetForCausalLM
-from bitnet_ops.models.decoder import Decoder
+from bitnet_ops.models.decoder import Decoder, check_dtype
 from bitnet_ops.models.llama import LlamaForCausalLM
 from bitnet_ops.models.qwen import Qwen2ForCausalLM, Qwen3ForCausalLM
 from bitnet_ops.models.tensors import TensorSpec, expected_tensors
@@ -32,6 +32,7 @@ __all__ = [
     "TensorError",
     "TensorSpec",
     "build",
+    "check_dtype",
     "check_names",
     "expected_tensors",
 ]

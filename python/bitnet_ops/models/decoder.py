@@ -9,6 +9,7 @@ It must not know files, text or sampling: it gets tensors and token ids.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -16,15 +17,18 @@ import torch
 from torch import Tensor, nn
 
 from bitnet_ops import ops
+from bitnet_ops.casting import Cast, dtype_after
 from bitnet_ops.config import ModelConfig
 from bitnet_ops.head import HeadWeight
 from bitnet_ops.kv_cache import KVCache
 from bitnet_ops.linear import BitLinear
-from bitnet_ops.models.layer import DecoderLayer, Tensors, gain
+from bitnet_ops.models.layer import ACTIVATION_DTYPES, DecoderLayer, Tensors, gain
 from bitnet_ops.models.step import Step
 from bitnet_ops.packing import PackedWeight
 
-ACTIVATION_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+# Gathering rebinds buffers, so one thread does it while others wait. One lock for all models, for
+# it takes milliseconds, once, and a lock inside a model could not be copied or pickled.
+_GATHERING = threading.Lock()
 
 
 def _matrix(tensors: Tensors, name: str, head_format: str) -> HeadWeight:
@@ -57,6 +61,11 @@ class _Body(nn.Module):
 class Decoder(nn.Module):
     """Token ids and a cache in, logits out.
 
+    Any number of threads may run one model at once, each with a cache of its own. Changing it
+    (`to`, `load_state_dict`, an adapter) is for one thread while no other runs it. `to(dtype)`
+    sets what the layers compute on and casts a dense head or embedding; packed weights, scales and
+    gains keep their dtype.
+
     Args:
         config: the architecture.
         tensors: exactly the tensors of `expected_tensors(config)`: PackedWeight for "ternary", a
@@ -78,17 +87,13 @@ class Decoder(nn.Module):
         fused_step: bool = True,
     ) -> None:
         super().__init__()
-        if dtype not in ACTIVATION_DTYPES.values():
-            raise ValueError(
-                f"{type(self).__name__}: expected dtype float32 or bfloat16, got {dtype}"
-                + ("; relu2 overflows float16" if dtype == torch.float16 else "")
-            )
+        check_dtype(dtype, type(self).__name__)
         self.config, self.dtype, self.fused_step = config, dtype, fused_step
         self.model = _Body(config, tensors, dtype, head_format)
         if not config.tie_word_embeddings:
             self.lm_head = _matrix(tensors, "lm_head.weight", head_format)
-        self._step: Step | None = None
-        self._step_bound: list[int] = []
+        # the `bound` of every layer when the step was gathered, and the step: published together
+        self._step: tuple[list[int], Step | None] | None = None
         self.eval()
 
     @property
@@ -97,14 +102,17 @@ class Decoder(nn.Module):
         found = {m.weight_format for m in self.modules() if isinstance(m, BitLinear)}
         return found.pop() if len(found) == 1 else "mixed"
 
-    def forward(self, input_ids: Tensor, cache: KVCache, logits_to_keep: int = 0) -> Tensor:
+    def forward(
+        self, input_ids: Tensor, cache: KVCache | None = None, logits_to_keep: int = 0
+    ) -> Tensor:
         """Append input_ids int64 [B, T] to the cache's B sequences; logits f32 [B, T, V].
 
+        Without a cache the sequences start at position 0, in a float32 cache that is then dropped.
         `logits_to_keep` > 0 gives the logits of that many last tokens only. The cache's lengths
         grow by T once everything is computed; after an error they are what they were. Raises
         ValueError on another shape, dtype, batch or id, CacheCapacityError without room.
         """
-        self._check_inputs(input_ids, cache)
+        cache = self._checked(input_ids, cache)
         positions = cache.positions(input_ids.shape[1])
         if (step := self._whole_step()) is not None:
             head, x = self.head, self._embed(input_ids)
@@ -116,9 +124,9 @@ class Decoder(nn.Module):
         kept = x[:, -logits_to_keep:]  # 0 keeps everything
         return self.head(self._last_norm(kept))
 
-    def hidden(self, input_ids: Tensor, cache: KVCache) -> Tensor:
+    def hidden(self, input_ids: Tensor, cache: KVCache | None = None) -> Tensor:
         """As forward, but what the head would read: f32 [B, T, hidden] after the last norm."""
-        self._check_inputs(input_ids, cache)
+        cache = self._checked(input_ids, cache)
         positions = cache.positions(input_ids.shape[1])
         x = self._states(input_ids, positions, cache)
         cache.advance(input_ids.shape[1])
@@ -140,30 +148,78 @@ class Decoder(nn.Module):
         """The output head; of a tied model its embedding too."""
         return self.model.embed_tokens if self.config.tie_word_embeddings else self.lm_head
 
+    def _apply(self, fn: Cast, recurse: bool = True) -> Decoder:
+        self.dtype = dtype_after(fn, self.dtype, ACTIVATION_DTYPES, type(self).__name__)
+        super()._apply(fn, recurse)
+        return self
+
+    def extra_repr(self) -> str:
+        return self.summary
+
+    @property
+    def summary(self) -> str:
+        """One line for people: architecture, sizes, and how the weights lie in memory."""
+        c, dtype = self.config, str(self.dtype).removeprefix("torch.")
+        return (
+            f"{c.model_type}, {c.num_hidden_layers} layers of {c.hidden_size}, "
+            f"{c.num_attention_heads} heads of {c.head_dim} ({c.num_key_value_heads} kv), "
+            f"vocabulary {c.vocab_size}, context {c.max_position_embeddings}, {dtype}, "
+            f"weights {self.weight_format}, head {self.head.head_format}"
+        )
+
     def _whole_step(self) -> Step | None:
         """The step over the buffers as they are now; None where ops have to be composed."""
         if not self.fused_step:
             return None
-        layers = cast("list[DecoderLayer]", list(self.model.layers))
-        if self._step_bound != [layer.bound for layer in layers]:
-            self._step = None
-            if Step.expresses(self.config, layers):
-                self._step = Step(self.config, layers, self.model.norm, self.dtype)
-            for layer in layers:  # their buffers are views now
-                layer._bind()
-            self._step_bound = [layer.bound for layer in layers]
+        layers = cast("list[DecoderLayer]", self.model.layers)
+        gathered = self._step
+        if gathered is None or gathered[0] != [layer.bound for layer in layers]:
+            with _GATHERING:
+                gathered = self._gathered(list(layers))
+        return gathered[1]
+
+    def _gathered(self, layers: list[DecoderLayer]) -> tuple[list[int], Step | None]:
+        if self._step is not None and self._step[0] == [layer.bound for layer in layers]:
+            return self._step  # another thread was faster
+        step = None
+        if Step.expresses(self.config, layers):
+            step = Step(self.config, layers, self.model.norm, self.dtype)
+        for layer in layers:  # their buffers are views now
+            layer._bind()
+        self._step = [layer.bound for layer in layers], step
         return self._step
 
     def __getstate__(self) -> dict[str, Any]:
         # What a step has gathered is memory that it shares with this model's buffers; a copy, from
         # `copy.deepcopy` or a pickle, gathers anew from its own.
-        return {**self.__dict__, "_step": None, "_step_bound": []}
+        return {**self.__dict__, "_step": None}
 
-    def _check_inputs(self, input_ids: Tensor, cache: KVCache) -> None:
+    def _checked(self, input_ids: Tensor, cache: KVCache | None) -> KVCache:
+        """The cache to write, once the ids are known to fit it."""
+        if cache is not None:
+            self._check_inputs(input_ids, cache)
+            return cache
+        self._check_ids(input_ids)
+        batch, tokens = input_ids.shape
+        return KVCache(self.config, batch, tokens, torch.float32)
+
+    def _check_ids(self, input_ids: Tensor) -> None:
+        if not isinstance(input_ids, Tensor):
+            raise TypeError(
+                "model: expected input_ids as a tensor int64 [B, T], got a "
+                f"{type(input_ids).__name__}; use torch.tensor([ids])"
+            )
         if input_ids.dtype != torch.int64 or input_ids.dim() != 2 or not input_ids.shape[1]:
             raise ValueError(
                 "model: expected input_ids int64 [B, T] with T above 0, got "
                 f"{input_ids.dtype} {list(input_ids.shape)}"
+            )
+
+    def _check_inputs(self, input_ids: Tensor, cache: KVCache) -> None:
+        self._check_ids(input_ids)
+        if not isinstance(cache, KVCache):
+            raise TypeError(
+                f"model: expected cache as a KVCache or None, got a {type(cache).__name__}"
             )
         if input_ids.shape[0] != cache.batch:
             raise ValueError(
@@ -187,6 +243,15 @@ class Decoder(nn.Module):
                 f"model: expected token ids from 0 to {self.config.vocab_size - 1}, got "
                 f"{low} to {high}"
             ) from None
+
+
+def check_dtype(dtype: torch.dtype, who: str) -> None:
+    """Raise ValueError unless layers can compute on `dtype`: float32 or bfloat16."""
+    if dtype not in ACTIVATION_DTYPES:
+        raise ValueError(
+            f"{who}: expected dtype float32 or bfloat16, got {dtype}"
+            + ("; relu2 overflows float16" if dtype == torch.float16 else "")
+        )
 
 
 def _below(tensors: Mapping[str, Any], prefix: str) -> dict[str, Any]:

@@ -7,7 +7,7 @@ caches' owners, embeddings or heads.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from bitnet_ops import ops
 from bitnet_ops.attention import dense_attention
+from bitnet_ops.casting import Cast, dtype_after, same_dtype
 from bitnet_ops.config import PROJECTIONS, ModelConfig
 from bitnet_ops.head import HeadWeight
 from bitnet_ops.linear import BitLinear
@@ -22,6 +23,7 @@ from bitnet_ops.models.tensors import layer_tensors
 from bitnet_ops.packing import PackedWeight
 
 Tensors = Mapping[str, Tensor | PackedWeight | HeadWeight]
+ACTIVATION_DTYPES = (torch.float32, torch.bfloat16)  # relu2 overflows float16
 _QKV, _MLP = PROJECTIONS[:3], PROJECTIONS[4:]
 
 
@@ -33,6 +35,16 @@ class Weight(nn.Module):
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
         self.register_buffer("weight", weight)
+
+    def _apply(self, fn: Cast, recurse: bool = True) -> Weight:
+        # The ops read gains as float32 whatever the activations are.
+        weight = self.weight
+        super()._apply(fn, recurse)
+        self.weight = same_dtype(weight, self.weight)
+        return self
+
+    def extra_repr(self) -> str:
+        return f"{list(self.weight.shape)}, dtype={self.weight.dtype}"
 
 
 def gain(tensor: Tensor | PackedWeight | HeadWeight) -> Weight:
@@ -105,7 +117,8 @@ class DecoderLayer(nn.Module):
         c = self.config
         return c.rms_norm_eps if c.sub_norm_eps is None else c.sub_norm_eps
 
-    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> DecoderLayer:
+    def _apply(self, fn: Cast, recurse: bool = True) -> DecoderLayer:
+        self.dtype = dtype_after(fn, self.dtype, ACTIVATION_DTYPES, type(self).__name__)
         super()._apply(fn, recurse)  # may replace the buffers
         self._bind()
         return self

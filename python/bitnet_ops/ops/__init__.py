@@ -5,7 +5,8 @@ F = float32, bfloat16 or float16. A scale always MULTIPLIES. All tensors live on
 result is the same bit for bit on every ISA, for every number of threads and for a row alone or in
 a batch; float sums run in 16 lanes (lane = index mod 16, fused multiply-add) that are added as a
 tree. A bad argument raises RuntimeError: `<op>: expected <argument> <constraint>, got <value>`.
-The ops have no gradient, so with grad mode on an input that requires grad is refused.
+`linear` and `group_linear` pass gradients on to x and bias (straight-through, gradients.py); the
+other ops have none, so with grad mode on an input that requires grad is refused.
 The wrappers are grouped by what they work on; all names are to be had from here.
 This package knows no files and no models.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 from bitnet_ops import _library as _library  # isort: skip  (first: it makes torch.ops.bitnet)
 from bitnet_ops import _fakes as _fakes  # registers the fake kernels
+from bitnet_ops.ops import gradients as gradients  # registers what autograd does with the ops
 from bitnet_ops.ops.blocks import (
     attention,
     kv_cache_update,

@@ -28,6 +28,21 @@ _LINEAR = _ops.linear.default
 _GROUP_LINEAR = _ops.group_linear.default
 
 
+_below_autograd = torch._C._AutoDispatchBelowAutograd
+
+
+def _skips_autograd() -> bool:
+    """Under no_grad autograd's kernel, which is Python, would cost 5 us to find nothing to do.
+
+    Inference mode leaves it out by itself, and a compiled graph has no calls to save.
+    """
+    return not (
+        torch.is_grad_enabled()
+        or torch.is_inference_mode_enabled()
+        or torch.compiler.is_compiling()
+    )
+
+
 def pack(codes: Tensor) -> Tensor:
     """Pack ternary weights into the canonical 2-bit layout (an SGLBITNT row, I2_S layout a).
 
@@ -164,6 +179,8 @@ def gemv(
         RuntimeError: a wrong dtype, shape or stride, exactly one scale, a K other than in_features.
     Source: arXiv 2402.17764, section 2 (W1.58A8).
     """
+    if torch.is_grad_enabled():
+        _refuse_grad("gemv", x_scale=x_scale, weight_scale=weight_scale)
     return cast(Tensor, _GEMV(weight, x, x_scale, weight_scale, out_features, in_features))
 
 
@@ -190,6 +207,8 @@ def gemm(
         RuntimeError: a wrong dtype, shape or stride, exactly one scale, a K other than in_features.
     Source: as `gemv`.
     """
+    if torch.is_grad_enabled():
+        _refuse_grad("gemm", x_scale=x_scale, weight_scale=weight_scale)
     return cast(Tensor, _GEMM(weight, x, x_scale, weight_scale, out_features, in_features))
 
 
@@ -212,12 +231,17 @@ def linear(
         bias: F [N], added in float32, or None.
     Returns:
         x.dtype [..., N]. A row of x with a NaN or an infinity gives a row of NaN.
+    Gradients, straight-through (rounding x to int8 counts as doing nothing; the weight is frozen):
+        `x.grad = y.grad @ (codes * weight_scale)`, computed in float32, rounded to x.dtype once;
+        `bias.grad` is the sum of y.grad over the tokens.
     Raises:
-        RuntimeError: a wrong dtype, shape or stride, a K other than in_features.
+        RuntimeError: a wrong dtype, shape or stride; a K other than in_features; a weight_scale
+            that requires grad.
     Source: arXiv 2402.17764; transformers BitLinear / AutoBitLinear.
     """
-    if torch.is_grad_enabled():
-        _refuse_grad("linear", x=x, weight_scale=weight_scale, bias=bias)
+    if _skips_autograd():
+        with _below_autograd():
+            return cast(Tensor, _LINEAR(x, weight, weight_scale, bias, out_features, in_features))
     return cast(Tensor, _LINEAR(x, weight, weight_scale, bias, out_features, in_features))
 
 
@@ -242,11 +266,16 @@ def group_linear(
         bias: F [N], added in float32, or None.
     Returns:
         x.dtype [..., N]. A row of x with a NaN or an infinity gives a row of NaN.
+    Gradients: as `linear`, with every code times the scale of its group.
     Raises:
-        RuntimeError: a wrong dtype, shape or stride, a K other than in_features.
+        RuntimeError: a wrong dtype, shape or stride; a K other than in_features; a weight_scale
+            that requires grad.
     Source: Q2_0 of GGUF and its models (PrismML Ternary-Bonsai), which have 16-bit activations;
         the 8-bit ones here are those of arXiv 2402.17764.
     """
-    if torch.is_grad_enabled():
-        _refuse_grad("group_linear", x=x, weight_scale=weight_scale, bias=bias)
+    if _skips_autograd():
+        with _below_autograd():
+            return cast(
+                Tensor, _GROUP_LINEAR(x, weight, weight_scale, bias, out_features, in_features)
+            )
     return cast(Tensor, _GROUP_LINEAR(x, weight, weight_scale, bias, out_features, in_features))

@@ -1,0 +1,112 @@
+"""Gradients of the ops: straight-through for the ternary linears, refused for everything else.
+
+`linear` and `group_linear` hand the gradient of their output on to x and to the bias, so that what
+trains before or beside a frozen ternary layer gets its own. Every other op that takes floats would
+cut the graph in silence, so it refuses. Importing the module registers both with torch, for
+torch.ops.bitnet.* as for the wrappers. It must not know modules or models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bitnet_ops._grad import refuse_grad
+
+_ops = torch.ops.bitnet
+_CANONICAL_RANK = 2  # of a weight's rows; private layouts have more dimensions
+_GROUP = 128
+
+# Straight-through ---------------------------------------------------------------------------------
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight, weight_scale, bias, *_ = inputs
+    ctx.save_for_backward(weight, weight_scale)
+    ctx.sizes = output.shape[-1], x.shape[-1]
+    ctx.dtypes = x.dtype, None if bias is None else bias.dtype
+    ctx.arguments = len(inputs)
+
+
+def _setup_of(op: str) -> Callable[..., None]:
+    def setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        if ctx.needs_input_grad[2]:
+            refuse_grad(op, weight_scale=inputs[2])
+        _setup(ctx, inputs, output)
+
+    return setup
+
+
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    """x.grad = gradient @ (codes * scale) in float32, rounded once; bias.grad its sum over tokens.
+
+    The rounding of x to int8 passes the gradient unchanged (arXiv 1308.3432; as ActQuant does).
+    """
+    weight, scale = ctx.saved_tensors
+    (n, k), (x_dtype, bias_dtype) = ctx.sizes, ctx.dtypes
+    x_grad = bias_grad = None
+    g, wanted = gradient.float(), ctx.needs_input_grad  # without a bias left at its default
+    if wanted[0]:
+        rows = weight if weight.dim() == _CANONICAL_RANK else _ops.unprepack(weight, n, k)
+        codes = _ops.unpack(rows, k).float()
+        if scale.dim() == _CANONICAL_RANK and scale.numel() > n:  # or one group, which is a row's
+            codes = codes * scale.repeat_interleave(_GROUP, dim=1)[:, :k]
+        else:
+            g = g * scale.reshape(-1)
+        x_grad = (g @ codes).to(x_dtype)
+    if len(wanted) > 3 and wanted[3]:
+        bias_grad = gradient.float().reshape(-1, n).sum(0).to(bias_dtype)
+    return (x_grad, None, None, bias_grad, *[None] * (ctx.arguments - 4))
+
+
+WITH_GRADIENT = ("linear", "group_linear")
+
+for _name in WITH_GRADIENT:
+    torch.library.register_autograd(f"bitnet::{_name}", _backward, setup_context=_setup_of(_name))
+
+# Refused ------------------------------------------------------------------------------------------
+
+# A kernel in Python costs 3 us a call, but only outside of inference mode.
+_library = torch.library.Library("bitnet", "FRAGMENT")
+
+
+def _refuse(name: str) -> None:
+    overload = getattr(_ops, name).default
+    names = [argument.name for argument in overload._schema.arguments]
+
+    def refuse(keys: Any, *args: Any) -> Any:
+        if torch.is_grad_enabled():
+            for argument, value in zip(names, args, strict=False):
+                if isinstance(value, Tensor) and value.requires_grad:
+                    refuse_grad(name, **{argument: value})
+        return overload.redispatch(keys & torch._C._after_autograd_keyset, *args)
+
+    _library.impl(name, refuse, "Autograd", with_keyset=True)
+
+
+# What takes a floating-point tensor; the others have nothing that could require a gradient.
+WITHOUT_GRADIENT = (
+    "quantize_weights",
+    "quantize_activations",
+    "gemv",
+    "gemm",
+    "rms_norm",
+    "add_rms_norm",
+    "relu2_mul",
+    "silu_and_mul",
+    "rope",
+    "qkv_forward",
+    "mlp_forward",
+    "attention",
+    "kv_cache_update",
+    "quantize_head",
+    "lm_head",
+    "embedding",
+    "decode_step",
+)
+
+for _name in WITHOUT_GRADIENT:
+    _refuse(_name)
