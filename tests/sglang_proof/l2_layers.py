@@ -31,6 +31,7 @@ from transformers.integrations.bitnet import AutoBitLinear, BitLinear, WeightQua
 import sglang_surface
 from bitnet_ops import ops
 from bitnet_ops.integrations import CheckpointError
+from bitnet_ops.integrations._core import canonical_rows
 from hf_writer import pack_quarters
 
 FLAVOURS = {
@@ -94,7 +95,8 @@ def finish(layer):
 
 
 def codes_in(layer, columns):
-    return ops.unpack(layer.weight.data, columns)
+    assert layer.weight.dim() == 3, "the layer still has the file's rows"
+    return ops.unpack(canonical_rows(layer), columns)
 
 
 def equal(what, ours, theirs):
