@@ -63,7 +63,7 @@ PYTHON_LAYERS: dict[str, set[str]] = {
     "dummy": {"config", "formats", "head", "loading", "models", "packing"},
     "integrations": {"config", "convert", "linear", "ops", "packing", "quantize"},
     "machine": set(),
-    "doctor": {"_runtime", "machine", "ops"},
+    "doctor": {"_runtime", "integrations", "machine", "ops"},
     "bench": {"*"},
     "server": {"*"},
     "cli": {"*"},

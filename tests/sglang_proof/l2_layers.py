@@ -252,6 +252,21 @@ def check_fused_qkv():
                 close(flavour, torch.cat(parts, -1), matrix.module(x), matrix.bound(x))
 
 
+def check_weights_updated_later():
+    """update_weights_from_tensor loads shards and calls no post-load hook; the layout stays."""
+    for flavour in FLAVOURS:
+        pair, x = [Matrix(flavour, INNER, K, s) for s in (3, 4)], inputs(K)
+        cls, sizes = linear.MergedColumnParallelLinear, [INNER, INNER]
+        (layer,) = fused(cls, flavour, pair, (0, 1), 1, K, sizes)
+        shape = layer.weight.shape
+        pair[1] = Matrix(flavour, INNER, K, 9)
+        pair[1].into(layer, 1)
+        assert layer.weight.shape == shape, layer.weight.shape
+        for i, matrix in enumerate(pair):
+            equal(flavour, codes_in(layer, K).chunk(2)[i], matrix.codes)
+            close(flavour, layer(x)[0].chunk(2, -1)[i], matrix.module(x), matrix.bound(x))
+
+
 def check_row_parallel():
     """Columns split; each rank quantises its own columns, so it equals a layer of only those."""
     start_gloo()
