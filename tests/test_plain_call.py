@@ -203,6 +203,9 @@ def test_shapes_that_do_not_fit_are_refused():
         method.apply(ops.pack(codes), 1.0, x, 60, 128)
     with pytest.raises(ValueError, match=r"uint8 \[64, 25\] \(consecutive\), got .*\[64, 32\]"):
         method.apply(ops.pack(codes), 1.0, x[:, :100], 64, 100, packing="consecutive")
+    other = "this is the shape of packing 'interleaved'"
+    with pytest.raises(ValueError, match=other):
+        method.apply(ops.pack(codes[:, :100]), 1.0, x[:, :100], 64, 100, packing="consecutive")
     with pytest.raises(ValueError, match=r"expected x \[..., 100\], got \[1, 128\]"):
         method.apply(ops.pack(codes[:, :100]), 1.0, x, 64, 100)
     weight = method.repack(ops.pack(codes), 64, 128)

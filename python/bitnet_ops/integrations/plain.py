@@ -39,9 +39,13 @@ def _check(packed_weight: Tensor, out_features: int, in_features: int, name: str
             f"not say which they are ({known})"
         )
     expected = packed_shape(out_features, in_features, name)
-    if packed_weight.dtype != torch.uint8 or tuple(packed_weight.shape) != expected:
+    found = tuple(packed_weight.shape)
+    if packed_weight.dtype != torch.uint8 or found != expected:
         hint = ""
-        if tuple(packed_weight.shape) == (-(-out_features // 4), in_features):
+        (other,) = PACKINGS.keys() - {name}
+        if found == packed_shape(out_features, in_features, other):
+            hint = f"; this is the shape of packing {other!r}"
+        elif found == (-(-out_features // 4), in_features):
             hint = "; this is Hugging Face packing: ops.pack(packing.unpack_hf(w, out_features))"
         raise ValueError(
             f"apply: expected packed_weight uint8 {list(expected)} ({name}), got "
