@@ -95,7 +95,7 @@ PYTHON_LAYERS: dict[str, set[str]] = {
     "dummy_tokenizer": {"tokenizer"},
     "integrations": {"config", "convert", "linear", "ops", "packing", "quantize"},
     "machine": set(),
-    "doctor": {"_runtime", "machine", "ops"},
+    "doctor": {"_runtime", "integrations", "machine", "ops"},
     "bench": {"*"},
     "server": {"*"},
     "cli": {"*"},

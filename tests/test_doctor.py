@@ -52,6 +52,8 @@ def test_json_has_every_field(facts: dict[str, Any]) -> None:
         "torch": {"version", "location", "abi_floor"},
         "memory": {"total", "available", "limit"},
         "pages": {"page_bytes", "transparent_huge_pages"},
+        "sglang": {"installed", "version", "entry_point", "active", "SGLANG_PLUGINS", "tested"}
+        | {"version_tested"},
     }
     for name, inner in fields.items():
         assert set(facts[name]) == inner, name
@@ -112,7 +114,18 @@ def test_text_fits_a_screen(capsys: pytest.CaptureFixture[str]) -> None:
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) <= 40
     assert max(map(len, lines)) <= 120
-    for label in ("torch", "cpu", "features", "amx", "isa", "threads", "openmp", "memory", "pages"):
+    for label in (
+        "torch",
+        "cpu",
+        "features",
+        "amx",
+        "isa",
+        "threads",
+        "openmp",
+        "memory",
+        "pages",
+        "sglang",
+    ):
         assert any(line.startswith(f"{label} ") for line in lines), label
 
 
@@ -130,6 +143,7 @@ def healthy() -> dict[str, Any]:
         "openmp_runtimes": ["/torch/libgomp.so.1"],
         "memory": {"total": 8 * GIB, "available": 8 * GIB, "limit": None},
         "pages": {"page_bytes": 4096, "transparent_huge_pages": "madvise"},
+        "sglang": {"installed": False, "active": False},
     }
 
 

@@ -180,9 +180,8 @@ def test_from_float_ternarises_by_absmean(rng: torch.Generator) -> None:
     scale = float(weight.double().abs().mean())
     codes = (weight.double() / scale).round().clamp(-1, 1).to(torch.int8)
     assert float(layer.weight_scale) == pytest.approx(scale, rel=1e-6)
-    assert torch.equal(
-        unpack_ternary(PackedWeight(layer.weight, layer.weight_scale, 6, 100)), codes
-    )
+    rows = layer.state_dict()["weight"]
+    assert torch.equal(unpack_ternary(PackedWeight(rows, layer.weight_scale, 6, 100)), codes)
 
 
 def test_an_unloaded_layer_gives_nan() -> None:
@@ -208,8 +207,11 @@ def test_load_refuses_master_weights_and_other_packings() -> None:
     scale = {"weight_scale": torch.ones(1)}
     with pytest.raises(RuntimeError, match="weight packed as uint8, got torch.float32"):
         layer.load_state_dict({"weight": torch.zeros(8, 64), **scale})
+    other = {"weight": torch.zeros(2, 64, dtype=torch.uint8), **scale}
+    with pytest.raises(RuntimeError, match=r"canonical rows \[8, 32\], got \[2, 64\]"):
+        layer.load_state_dict(other)
     with pytest.raises(RuntimeError, match="size mismatch"):
-        layer.load_state_dict({"weight": torch.zeros(2, 64, dtype=torch.uint8), **scale})
+        BitLinear(64, 8, weight_format="canonical").load_state_dict(other)
 
 
 def test_bad_sizes_and_gradients() -> None:

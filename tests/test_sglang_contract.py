@@ -22,6 +22,7 @@ import bitnet_ops.integrations.sglang as plugin
 import sglang_surface
 from bitnet_ops import ops
 from bitnet_ops.integrations import CheckpointError, ScaleRule
+from bitnet_ops.integrations._core import canonical_rows
 from hf_flavours import checkpoint, hf_bound, hf_linear
 
 QUANTIZATION = "sglang.srt.layers.quantization"
@@ -325,7 +326,7 @@ def test_row_parallel_linear_holds_its_columns_on_every_rank(config_class, rule,
         cls = sglang_surface.RowParallelLinear
         layer = make(config_class, rule, cls, 192, 24, tp_rank=rank, tp_size=ranks)
         fill(layer, [part], [None])
-        codes.append(ops.unpack(layer.weight, 192 // ranks))
+        codes.append(ops.unpack(canonical_rows(layer), 192 // ranks))
     assert torch.equal(torch.cat(codes, 1), part[2])
     if ranks == 1:
         assert_equals_transformers(rule, layer(X)[0], X, part)

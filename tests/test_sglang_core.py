@@ -350,40 +350,6 @@ def test_bias_is_added_as_transformers_adds_it(rule):
     assert ((ours - theirs).abs() <= hf_bound(x, scale) + 2**-23 * theirs.abs()).all()
 
 
-# The plain call of earlier users ----------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_plain_call_equals_the_op_and_transformers(dtype):
-    codes, scale = random_codes(32, 200), 0.37
-    x = torch.randn(4, 200, generator=torch.Generator().manual_seed(6)).to(dtype)
-    method = BitNetLinearMethod(compute_dtype=dtype)
-    y = method.apply(ops.pack(codes), scale, x, 32, 200)
-    assert torch.equal(y, torch.ops.bitnet.linear(x, ops.pack(codes), torch.tensor([scale])))
-    stored = torch.tensor([scale])
-    theirs = hf_linear(ScaleRule.MULTIPLY, hf_packed(codes), stored, 32, 200)(x.float())
-    rounding = 2.0**-8 * theirs.abs() if dtype is torch.bfloat16 else 0
-    assert ((y.float() - theirs).abs() <= hf_bound(x.float(), scale) + rounding).all()
-
-
-def test_plain_call_by_keyword_with_bias_and_compute_dtype():
-    codes, bias = random_codes(8, 128), torch.arange(8.0)
-    x = torch.randn(2, 128, generator=torch.Generator().manual_seed(8))
-    method = BitNetLinearMethod(compute_dtype=torch.bfloat16)
-    y = method.apply(ops.pack(codes), torch.tensor(0.5), x, 8, in_features=128, bias=bias)
-    assert y.dtype == torch.bfloat16
-    expected = torch.ops.bitnet.linear(x.bfloat16(), ops.pack(codes), torch.tensor([0.5]), bias)
-    assert torch.equal(y, expected)
-
-
-def test_plain_call_names_the_packing_it_expects():
-    codes, x = random_codes(64, 128), torch.ones(1, 128)
-    with pytest.raises(ValueError, match=r"uint8 \[64, 32\].*Hugging Face packing: ops.pack"):
-        BitNetLinearMethod().apply(hf_packed(codes), 1.0, x, 64, 128)
-    with pytest.raises(ValueError, match=r"expected packed_weight uint8 \[60, 32\]"):
-        BitNetLinearMethod().apply(ops.pack(codes), 1.0, x, 60, 128)
-
-
 # Imports ----------------------------------------------------------------------------------------
 
 

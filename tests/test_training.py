@@ -136,7 +136,7 @@ def test_packed_and_trainable_layers_compute_the_same():
     layer = TrainableBitLinear.from_packed(packed)
     x = random(7, 5, 200)
     ours = layer.to_inference()
-    assert torch.equal(ours.weight, packed.weight)
+    assert torch.equal(ours.state_dict()["weight"], packed.weight)
     assert float(ours.weight_scale) == pytest.approx(0.25, rel=1e-6)
     with torch.no_grad():
         assert relative(layer(x), ours(x)) < 2e-6

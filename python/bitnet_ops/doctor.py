@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from bitnet_ops import _runtime, machine
+from bitnet_ops.integrations import sglang
 
 SCHEMA_VERSION = 1
 _GIB = 1 << 30
@@ -71,6 +72,7 @@ def collect() -> Facts:
         "transparent_huge_pages": machine.transparent_huge_pages(),
     }
     facts["load_average"] = machine.load_average()
+    facts["sglang"] = sglang.status()
     facts["problems"] = find_problems(facts)
     return facts
 
@@ -149,6 +151,7 @@ def find_problems(facts: Facts) -> list[dict[str, str]]:
         *_thread_problems(facts["threads"]),
         *_openmp_problems(facts["openmp_runtimes"]),
         *_memory_problems(facts["memory"], facts["pages"]),
+        *_sglang_problems(facts["sglang"]),
     ]
     return [dict(zip(("severity", "problem", "remedy"), row, strict=True)) for row in found]
 
@@ -213,10 +216,21 @@ def _memory_problems(memory: Facts, pages: Facts) -> list[tuple[str, str, str]]:
     return found
 
 
+def _sglang_problems(status: Facts) -> list[tuple[str, str, str]]:
+    if not status["installed"] or status["active"]:
+        return []
+    problem = f"sglang {status['version']} is installed and will not load our plug-in"
+    if not status["entry_point"]:
+        return [("warning", problem, "install bitnet-ops with pip into the same environment")]
+    remedy = f"add bitnet to SGLANG_PLUGINS={status['SGLANG_PLUGINS']}, or unset it"
+    return [("warning", problem, remedy)]
+
+
 def render(facts: Facts) -> list[str]:
     """The report as lines of plain text, one screen."""
     lines = [*_package_lines(facts), *_cpu_lines(facts), *_isa_lines(facts["isa"])]
-    lines += [*_weights_lines(facts["weights"]), *_thread_lines(facts), *_memory_lines(facts), ""]
+    lines += [*_weights_lines(facts["weights"]), *_thread_lines(facts), *_memory_lines(facts)]
+    lines += [_line("sglang", _sglang_text(facts["sglang"])), ""]
     for problem in facts["problems"]:
         lines += [f"{problem['severity'].upper()}: {problem['problem']}"]
         lines += [f"  remedy: {problem['remedy']}"]
@@ -304,6 +318,16 @@ def _memory_lines(facts: Facts) -> list[str]:
         ),
         _line("pages", f"{_size(pages['page_bytes'])}; transparent huge pages: {huge}"),
     ]
+
+
+def _sglang_text(status: Facts) -> str:
+    tested = f"tested with {', '.join(status['tested'])}"
+    if not status["installed"]:
+        ready = "registered" if status["entry_point"] else "not registered"
+        return f"not installed; plug-in {ready}, {tested}"
+    known = "" if status["version_tested"] else ", not with this version"
+    active = "active" if status["active"] else "NOT active"
+    return f"{status['version']}, plug-in {active}, {tested}{known}"
 
 
 def _size(count: int | None) -> str:

@@ -1,7 +1,8 @@
 """BitLinear: a ternary linear layer as an nn.Module, for models and for use on its own.
 
 Forward is one op: quantise each token to int8, integer product, scales, bias. Inference only.
-The weight may lie in a private layout; a state_dict holds canonical rows whatever the layout.
+The weight lies in the layout that the kernels read fastest unless another is asked for; a
+state_dict holds canonical rows whatever the layout.
 It must not know models or files.
 """
 
@@ -30,7 +31,9 @@ _ACTIVATIONS = (torch.float32, torch.bfloat16, torch.float16)
 class BitLinear(nn.Module):
     """y = int8(x) @ (codes * weight_scale)^T + bias; x F [..., K] -> [..., N] in x's dtype.
 
-    Buffers: `weight` uint8, [N, 32 * ceil(K / 128)] unless `weight_format` names a private layout,
+    Buffers: `weight` uint8, [N, 32 * ceil(K / 128)] where `weight_format` is "canonical", else as
+    `ops.prepack` returns it ("auto", the default, is "2bit" and several times faster for more
+    than one token; `packing.prepack` has the formats),
     `weight_scale` f32 (multiplies), [1], [N], or [N, ceil(K / 128)] where `group_size` is 128,
     `bias` F [N] or None; `.to(dtype)` casts the bias alone, for the output has x's dtype. Gradients
     reach x and the bias (see ops.linear), never the packed weight. `state_dict` gives canonical
@@ -45,7 +48,12 @@ class BitLinear(nn.Module):
     bias: Tensor | None
 
     def __init__(
-        self, in_features: int, out_features: int, bias: bool = False, group_size: int = 0
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = False,
+        group_size: int = 0,
+        weight_format: str = "auto",
     ) -> None:
         super().__init__()
         if in_features < 1 or out_features < 1:
@@ -62,10 +70,15 @@ class BitLinear(nn.Module):
         scales = (out_features, -(-in_features // BLOCK)) if group_size else (1,)
         self.register_buffer("weight_scale", torch.full(scales, float("nan")))
         self.register_buffer("bias", torch.zeros(out_features) if bias else None)
+        self.prepack(weight_format)
 
     @classmethod
     def from_packed(cls, packed: PackedWeight, bias: Tensor | None = None) -> BitLinear:
-        """A layer over `packed`, whose tensors are shared, not copied."""
+        """A layer over `packed`, whose tensors are shared, not copied, in the layout they have.
+
+        Rows as `pack_ternary` makes them are the slow layout: `.prepack()` once, where they are
+        used more than once.
+        """
         layer = cls.__new__(cls)
         nn.Module.__init__(layer)
         layer.in_features, layer.out_features = packed.in_features, packed.out_features
@@ -82,10 +95,14 @@ class BitLinear(nn.Module):
         return layer
 
     @classmethod
-    def from_float(cls, weight: Tensor, bias: Tensor | None = None) -> BitLinear:
+    def from_float(
+        cls, weight: Tensor, bias: Tensor | None = None, weight_format: str = "auto"
+    ) -> BitLinear:
         """Ternarise a master weight F [N, K] by absmean, one scale for the matrix."""
         codes, scale = ops.quantize_weights(weight.detach())
-        return cls.from_packed(pack_ternary(codes, scale), None if bias is None else bias.detach())
+        packed = pack_ternary(codes, scale)
+        layer = cls.from_packed(packed, None if bias is None else bias.detach())
+        return layer.prepack(weight_format)
 
     def prepack(self, weight_format: str = "auto") -> BitLinear:
         """Bring the weight into the layout `weight_format` for the kernels in use; returns self.
@@ -110,7 +127,7 @@ class BitLinear(nn.Module):
         return self
 
     def _packed(self) -> PackedWeight:
-        scale = torch.ones(1)  # the layer's own may be the NaN of an empty layer
+        scale = torch.ones(1, device="cpu")  # the layer's own may be NaN, or on meta
         shape = self.out_features, self.in_features
         return PackedWeight(self.weight, scale, *shape, self.weight_format)
 

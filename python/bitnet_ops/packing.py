@@ -173,6 +173,42 @@ def unpack_ternary(packed: PackedWeight) -> Tensor:
     return ops.unpack(unprepack(packed).weight, packed.in_features)
 
 
+def from_consecutive(packed: Tensor, in_features: int, first: str = "low") -> Tensor:
+    """Canonical rows uint8 [N, 32 * ceil(K / 128)] of rows with four CONSECUTIVE weights a byte.
+
+    Args:
+        packed: uint8 [N, ceil(K / 4)]; byte j of a row holds the codes w + 1 of w[4j], w[4j + 1],
+            w[4j + 2] and w[4j + 3], two bits each; what stands past K is ignored.
+        in_features: K.
+        first: where w[4j] stands, in the "low" bits (1..0) or in the "high" ones (7..6).
+    Raises:
+        ValueError: another shape, dtype or `first`; a code 3.
+    """
+    width = -(-in_features // 4)
+    if packed.dtype != torch.uint8 or packed.dim() != 2 or packed.shape[1] != width:
+        raise ValueError(
+            f"from_consecutive: expected packed uint8 [N, {width}] for {in_features} inputs, got "
+            f"{packed.dtype} {list(packed.shape)}"
+        )
+    if first not in ("low", "high"):
+        raise ValueError(f"from_consecutive: expected first 'low' or 'high', got {first!r}")
+    lanes = torch.empty((*packed.shape, 4), dtype=torch.uint8)
+    for i in range(4):
+        shift = 2 * i if first == "low" else 6 - 2 * i
+        lanes[..., i] = packed >> shift & 3
+    codes = lanes.flatten(1)[:, :in_features].view(torch.int8) - 1
+    try:
+        return ops.pack(codes)
+    except RuntimeError:
+        wrong = (codes > 1).nonzero().tolist()
+        if not wrong:
+            raise
+        raise ValueError(
+            f"from_consecutive: expected codes 0, 1, 2, got code 3 at row {wrong[0][0]}, column "
+            f"{wrong[0][1]}; these are not codes w + 1 of ternary weights"
+        ) from None
+
+
 def pack_hf(codes: Tensor) -> Tensor:
     """Pack codes int8 [N, K] the Hugging Face way: uint8 [ceil(N / 4), K]; `codes` is left alone.
 

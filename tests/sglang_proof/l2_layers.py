@@ -31,6 +31,7 @@ from transformers.integrations.bitnet import AutoBitLinear, BitLinear, WeightQua
 import sglang_surface
 from bitnet_ops import ops
 from bitnet_ops.integrations import CheckpointError
+from bitnet_ops.integrations._core import canonical_rows
 from hf_writer import pack_quarters
 
 FLAVOURS = {
@@ -94,7 +95,8 @@ def finish(layer):
 
 
 def codes_in(layer, columns):
-    return ops.unpack(layer.weight.data, columns)
+    assert layer.weight.dim() == 3, "the layer still has the file's rows"
+    return ops.unpack(canonical_rows(layer), columns)
 
 
 def equal(what, ours, theirs):
@@ -248,6 +250,21 @@ def check_fused_qkv():
                     codes, parts = codes[:1], parts[:1]
                 equal(flavour, torch.cat(codes), matrix.codes)
                 close(flavour, torch.cat(parts, -1), matrix.module(x), matrix.bound(x))
+
+
+def check_weights_updated_later():
+    """update_weights_from_tensor loads shards and calls no post-load hook; the layout stays."""
+    for flavour in FLAVOURS:
+        pair, x = [Matrix(flavour, INNER, K, s) for s in (3, 4)], inputs(K)
+        cls, sizes = linear.MergedColumnParallelLinear, [INNER, INNER]
+        (layer,) = fused(cls, flavour, pair, (0, 1), 1, K, sizes)
+        shape = layer.weight.shape
+        pair[1] = Matrix(flavour, INNER, K, 9)
+        pair[1].into(layer, 1)
+        assert layer.weight.shape == shape, layer.weight.shape
+        for i, matrix in enumerate(pair):
+            equal(flavour, codes_in(layer, K).chunk(2)[i], matrix.codes)
+            close(flavour, layer(x)[0].chunk(2, -1)[i], matrix.module(x), matrix.bound(x))
 
 
 def check_row_parallel():

@@ -2,9 +2,11 @@
 
 A layer holds one or several LOGICAL matrices (q, k, v; gate, up), each with its own scale, and of
 each only the rows (column-parallel) or columns (row-parallel) of its rank. Every parameter made
-here carries its own `weight_loader`: unpack the whole logical matrix -> slice -> repack in the
+here carries its own `weight_loader`: unpack the whole logical matrix -> slice -> pack in the
 canonical layout -> copy. Engines' stock loaders clip a short tensor in silence, so shapes are
-checked here. It must not import an engine, nor know how a layer computes.
+checked here. `repack` brings a loaded layer into the layout that this CPU reads fastest; what
+arrives after that (a weight update) is written in that layout at once, since engines do not always
+call their post-load hook again. It must not import an engine, nor know how a layer computes.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ ShardId = str | int | None
 # engines with dummy weights fill floating-point parameters only.
 ZERO_BYTE = 0b01010101
 ACTIVATION_DTYPES = (torch.bfloat16, torch.float32)
+_FORMAT = "2bit"  # the layout of the kernels that `repack` makes
 
 
 class CheckpointError(ValueError):
@@ -128,6 +131,10 @@ class LayerState:
     columns: Split
     shards: tuple[Shard, ...]
     loaded: set[tuple[str, ShardId]] = field(default_factory=set)
+    out_features: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.out_features = sum(shard.size for shard in self.shards)
 
     def shard(self, shard_id: ShardId) -> Shard:
         """The shard of that id; a CheckpointError lists the ids that exist."""
@@ -216,6 +223,27 @@ def _store_scale(layer: nn.Module, param: Tensor, shard: Shard, scale: Tensor) -
     layer_state(layer).loaded.add(("weight_scale", shard.id))
 
 
+def _is_repacked(weight: Tensor) -> bool:
+    """Canonical rows have two dimensions, the layouts of the kernels more."""
+    return weight.dim() > 2
+
+
+def _store_rows(state: LayerState, param: Tensor, shard: Shard, rows: Tensor) -> None:
+    """Put canonical rows of a shard into the layer's weight, in whatever layout that has now."""
+    if not _is_repacked(param):
+        param.data[shard.offset : shard.offset + shard.size] = rows
+        return
+    tile = param.shape[2]  # rows of a tile of the 2 bit layout: as many as its lines have bytes
+    last = shard.offset + shard.size == state.out_features
+    if shard.offset % tile == 0 and (last or shard.size % tile == 0):
+        part = ops.prepack(rows, state.in_features, _FORMAT)
+        param.data[shard.offset // tile :][: len(part)] = part
+        return
+    whole = ops.unprepack(param.data, state.out_features, state.in_features)
+    whole[shard.offset : shard.offset + shard.size] = rows
+    param.data = ops.prepack(whole, state.in_features, _FORMAT)
+
+
 def load_weight(layer: nn.Module, param: Tensor, loaded: Tensor, shard_id: ShardId = None) -> None:
     """Load one logical matrix of a checkpoint into `layer.weight` (and, online, its scale)."""
     state = layer_state(layer)
@@ -223,7 +251,7 @@ def load_weight(layer: nn.Module, param: Tensor, loaded: Tensor, shard_id: Shard
     rows, columns = shard.size * shard.split.parts, state.in_features * state.columns.parts
     codes, scale = logical_codes(loaded, state.rule, rows, columns, state.name)
     part = codes[shard.split.slice(shard.size), state.columns.slice(state.in_features)]
-    param.data[shard.offset : shard.offset + shard.size] = ops.pack(part.contiguous())
+    _store_rows(state, param, shard, ops.pack(part.contiguous()))
     state.loaded.add(("weight", shard.id))
     if scale is not None:
         _store_scale(layer, cast(Tensor, layer.weight_scale), shard, scale)
@@ -285,9 +313,9 @@ def make_params(
         name: the layer's name, for error messages.
 
     `weight` is uint8 [sum(out_sizes), 32 * ceil(in_features / 128)], canonical layout, all zeros
-    until loaded. `weight_scale` is float32 [1] for one logical matrix, else [sum(out_sizes)], each
-    row with its own matrix's scale: so a fused layer is one op call, and nothing is left to derive
-    after loading.
+    until loaded; `repack` then changes its layout and shape. `weight_scale` is float32 [1] for one
+    logical matrix, else [sum(out_sizes)], each row with its own matrix's scale: so a fused layer is
+    one op call.
     """
     if ids is None:
         ids = (None,) if len(out_sizes) == 1 else tuple(range(len(out_sizes)))
@@ -320,3 +348,27 @@ def check_complete(layer: nn.Module, *, allow_unloaded: bool = False) -> None:
             f"bitnet: expected every tensor of the layer, got none for {', '.join(missing)}"
             f"{_of(state.name)}; the checkpoint is incomplete, or stored as another linear_class"
         )
+
+
+def repack(layer: nn.Module) -> None:
+    """Bring `layer.weight` into the layout that the kernels of this CPU read fastest.
+
+    Results stay the same bit for bit. The parameter object stays too, with its weight_loader; only
+    its data change, and the canonical rows are freed. Changes nothing when called again, nor for
+    more than 32768 inputs, which no such layout takes. What engines take from state_dict() is then
+    this layout, which fits this instruction set alone; `canonical_rows` has the portable form.
+    """
+    state, weight = layer_state(layer), cast(Tensor, layer.weight)
+    if _is_repacked(weight) or packing.choose_format("auto", state.in_features) != _FORMAT:
+        return
+    weight.data = ops.prepack(weight.data, state.in_features, _FORMAT)
+
+
+def canonical_rows(layer: nn.Module) -> Tensor:
+    """The layer's packed weight, uint8 [outputs, 32 * ceil(inputs / 128)], in whatever layout it
+    is held; shared with the layer where it is held so.
+    """
+    state, weight = layer_state(layer), cast(Tensor, layer.weight).data
+    if not _is_repacked(weight):
+        return weight
+    return ops.unprepack(weight, state.out_features, state.in_features)

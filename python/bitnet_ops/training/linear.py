@@ -123,4 +123,4 @@ class TrainableBitLinear(nn.Linear):
         """The packed layer that computes the same with integers."""
         codes, scale = self.ternary()
         bias = None if self.bias is None else self.bias.detach().cpu()
-        return BitLinear.from_packed(pack_ternary(codes, scale), bias)
+        return BitLinear.from_packed(pack_ternary(codes, scale), bias).prepack()

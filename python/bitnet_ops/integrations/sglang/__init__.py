@@ -1,7 +1,7 @@
 """The SGLang plug-in: `register()` is the entry point of group `sglang.srt.plugins`.
 
 SGLang calls it in the launching process and first thing in every scheduler it spawns. Importing
-this module does not import sglang; `register` and `doctor` do.
+this module does not import sglang; `register` and `doctor` do, `status` does not.
 SGLang logs and swallows an exception of a plug-in, and then reports "Unknown quantization method";
 so a failure is logged here too, with its cause. It must not know weights or kernels.
 """
@@ -112,6 +112,30 @@ def register() -> None:
         )
         raise
     logger.info("bitnet_ops registered the quantisation method %r with sglang", METHOD)
+
+
+def status() -> dict[str, Any]:
+    """What can be known of the plug-in without importing sglang, which takes seconds.
+
+    Keys: installed (bool), version (of sglang, or None), entry_point (registered for this Python:
+    SGLang will find the plug-in), active (sglang is installed, finds it and may load it),
+    SGLANG_PLUGINS (the user's list of plug-ins to load, or None), tested (sglang versions),
+    version_tested (bool).
+    """
+    version = sglang_version()
+    installed = version != "unknown"
+    listed = os.environ.get("SGLANG_PLUGINS") or None
+    allowed = listed is None or METHOD in [name.strip() for name in listed.split(",")]
+    entry_point = _entry_point_installed()
+    return {
+        "installed": installed,
+        "version": version if installed else None,
+        "entry_point": entry_point,
+        "active": installed and entry_point and allowed,
+        "SGLANG_PLUGINS": listed,
+        "tested": list(TESTED_VERSIONS),
+        "version_tested": version in TESTED_VERSIONS,
+    }
 
 
 def doctor() -> dict[str, Any]:

@@ -13,6 +13,9 @@ from bitnet_ops.integrations import method
 class BitNetLinearMethod(method.BitNetLinearMethod, LinearMethodBase):
     """SGLang's linear method for ternary weights; see `bitnet_ops.integrations.method`."""
 
+    # The engine has no plain call, so the step that tells the two apart is left out.
+    apply = method.BitNetLinearMethod.apply_layer  # type: ignore[assignment]
+
     def weights_may_be_absent(self) -> bool:
         """True under `--load-format dummy`, where no tensor arrives before the post-load hook."""
         try:
