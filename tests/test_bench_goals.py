@@ -5,6 +5,7 @@ Nothing here asserts a speed; the two measurements at the end only have to be fi
 
 from __future__ import annotations
 
+import contextlib
 import json
 from typing import Any
 
@@ -191,19 +192,23 @@ def test_worst_of_several_shapes_is_the_figure() -> None:
 TINY = run_ops.Settings(shapes="demo", threads=(1, 2), quick=True, cold_mib=16, seconds=0.002)
 
 
-@pytest.mark.parametrize(("value", "ok"), [(0.5, False), (0.85, True), (0.95, True)])
+@pytest.mark.parametrize("machine", [HERE, AMX], ids=["without-amx", "with-amx"])
+@pytest.mark.parametrize(
+    ("value", "verdict"), [(0.5, "MISSED"), (0.85, "met"), (0.95, "ambitious")]
+)
 def test_check_fails_exactly_when_a_must_is_missed(
-    value: float, ok: bool, monkeypatch: pytest.MonkeyPatch
+    value: float, verdict: str, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """On both kinds of machine, whichever this one is: a goal for AMX binds where there is AMX."""
     monkeypatch.setitem(measure_goals.METRICS, "gemv_cold", lambda c, threads: Measured(value))
-    result = check.run(TINY, goals=[goal(), goal(id="absent", isa=goals.AMX)])
-    assert result["ok"] is ok and len(result["missed"]) == (not ok)
-    assert [g["verdict"] for g in result["goals"][2:]] in (
-        ["not on this CPU"] * 2,
-        ["MISSED"] * 2,  # where the CPU has AMX
-        ["met"] * 2,
-        ["ambitious"] * 2,
-    )
+    monkeypatch.setattr(check, "this_machine", lambda: machine)
+    monkeypatch.setattr(measure_goals, "kernels_of", contextlib.nullcontext)
+    result = check.run(TINY, goals=[goal(), goal(id="for-amx", isa=goals.AMX)])
+    amx = machine is AMX
+    assert result["ok"] is (value >= 0.8)
+    assert len(result["missed"]) == (value < 0.8) * (2 if amx else 1)
+    expected = [verdict] * 2 if amx else ["not on this CPU"] * 2
+    assert [g["verdict"] for g in result["goals"]] == [verdict] * 2 + expected
 
 
 def test_wrong_result_fails_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
