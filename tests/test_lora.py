@@ -104,7 +104,7 @@ def relative(a, b):
     ids=["plain", "rslora", "patterns", "regex"],
 )
 def test_logits_are_those_of_peft(options, rounding, base, tmp_path):
-    """Torch's float kernels differ by CPU: the other kind's rounding is simulated beside its own."""
+    """Torch's float kernels differ by CPU: another kind's rounding is simulated beside its own."""
     source, out = base
     settings = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "down_proj"], **options}
     config = peft.LoraConfig(task_type="CAUSAL_LM", lora_dropout=0.1, **settings)

@@ -26,6 +26,7 @@ from bitnet_ops.bench import (
     run_ops,
     weights,
 )
+from bitnet_ops.bench.pinning import pinned
 from bitnet_ops.bench.shapes import MODELS, parse_counts, parse_shapes, parse_words
 
 
@@ -141,7 +142,8 @@ def _run_ops(args: argparse.Namespace) -> int:
     if args.plots:
         plots.require(args.plots)
     with _progress_line(enabled=sys.stderr.isatty()) as progress:
-        result = (check if args.check else run_ops).run(settings, progress=progress)
+        with pinned():
+            result = (check if args.check else run_ops).run(settings, progress=progress)
     if args.check:
         print("\n".join([*report.header_lines(result), "", *result["lines"]]))
     else:
@@ -160,7 +162,8 @@ def _run_model(args: argparse.Namespace) -> int:
     if args.plots:
         plots.require(args.plots)
     with _progress_line(enabled=sys.stderr.isatty()) as progress:
-        result = run_model.run(settings, progress)
+        with pinned():
+            result = run_model.run(settings, progress)
     print("\n".join(report_model.lines(result)))
     if args.json:
         report.write_json(result, args.json)

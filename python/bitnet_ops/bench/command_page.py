@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from bitnet_ops.bench import check, pages, plots, report, run_model, run_ops, weights
+from bitnet_ops.bench.pinning import pinned
 from bitnet_ops.bench.run_ops import Progress
 
 DESCRIPTION = (
@@ -75,7 +76,8 @@ def run(args: argparse.Namespace, progress: Progress) -> int:
             found[step] = json.loads(file.read_text(encoding="utf-8"))
             continue
         progress(step)
-        found[step] = _measure(step, shapes, models, progress)
+        with pinned():
+            found[step] = _measure(step, shapes, models, progress)
         if file:
             report.write_json(found[step], file)
     pages.write_page(found["ops"], found["check"], [found["model"], found["small-model"]], page)
