@@ -436,6 +436,6 @@ CASES: list[tuple[str, dict[str, Change], str, str]] = [
     ("_probe_read", {"buffer": lambda a: a["buffer"][::2]}, "buffer", "contiguous"),
     ("_probe_read", {"streams": value(3)}, "streams", "1, 2 or 4, got 3"),
     ("_probe_read", {"distance": value(-1)}, "distance", "from 0 to 65536 bytes, got -1"),
-    ("_probe_int8_peak", {"iterations": value(0)}, "iterations", "positive, got 0"),
+    ("_probe_int8_peak", {"iterations": value(-1)}, "iterations", "0 or more, got -1"),
     ("_probe_int8_peak", {"seed": to("seed", I32)}, "seed", "of dtype uint8, got int32"),
 ]  # fmt: skip

@@ -103,9 +103,10 @@ def test_forced_isa_is_shown_with_its_reason() -> None:
 def test_unavailable_isa_is_an_error_with_the_list() -> None:
     done = run_doctor(BITNET_OPS_ISA="avx99")
     assert done.returncode == 1 and done.stderr == ""
-    assert "ERROR: BITNET_OPS_ISA: expected one of the ISAs available on this CPU" in done.stdout
+    said = " ".join(done.stdout.split())
+    assert "ERROR: BITNET_OPS_ISA: expected one of the ISAs available on this CPU" in said
     assert all(name in done.stdout for name in _runtime.available_isas())
-    assert "  remedy: unset BITNET_OPS_ISA" in done.stdout
+    assert "\n  remedy: unset BITNET_OPS_ISA" in done.stdout
     assert "isa       none (BITNET_OPS_ISA=avx99)" in done.stdout
 
 
@@ -113,19 +114,10 @@ def test_text_fits_a_screen(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["doctor"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) <= 40
-    assert max(map(len, lines)) <= 120
-    for label in (
-        "torch",
-        "cpu",
-        "features",
-        "amx",
-        "isa",
-        "threads",
-        "openmp",
-        "memory",
-        "pages",
-        "sglang",
-    ):
+    # a path is not cut, or nobody could copy it
+    assert all(len(line) <= 100 or len(line.split()) == 1 for line in lines)
+    labels = "torch cpu features amx isa threads openmp memory pages sglang"
+    for label in labels.split():
         assert any(line.startswith(f"{label} ") for line in lines), label
 
 

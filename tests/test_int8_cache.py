@@ -16,7 +16,7 @@ import bitnet_ops
 from bitnet_ops.engine import Limits
 from bitnet_ops.kv_cache import KVCache
 from bitnet_ops.language_model import LanguageModel
-from isa_control import forced_isa, torch_threads
+from isa_control import ISAS, forced_isa, torch_threads
 
 VAL = Path(__file__).parent / "data/demo-model/val.txt"
 PROMPTS = ("And God said unto", "And it came to pass, when", "The LORD is my", "Blessed are the")
@@ -82,8 +82,11 @@ def test_neither_chunks_nor_the_composed_ops_nor_the_isa_change_a_bit(
         assert torch.equal(logits(demo, ids, torch.int8, 64), expected)
     finally:
         demo.model.fused_step = True
-    with forced_isa("scalar"), torch_threads(1):
-        assert torch.equal(logits(demo, ids, torch.int8, 64), expected)
+    for isa in ISAS:
+        # loaded anew: the lanes of the weights are those of the kernels in force at loading
+        with forced_isa(isa), torch_threads(1):
+            again = bitnet_ops.load(kv_dtype=torch.int8)
+            assert torch.equal(logits(again, ids, torch.int8, 64), expected), isa
 
 
 def test_a_session_goes_on_as_a_fresh_run_would(demo: LanguageModel) -> None:

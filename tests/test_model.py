@@ -18,6 +18,7 @@ from torch import Tensor
 
 import bitnet_ops
 import forward_fp64
+from bitnet_ops import _runtime
 from bitnet_ops.config import ModelConfig
 from bitnet_ops.engine import Limits
 from bitnet_ops.kv_cache import CacheCapacityError, KVCache
@@ -50,9 +51,14 @@ def demo() -> LanguageModel:
 @pytest.fixture(scope="module", params=[*NAMES, "demo"])
 def model(request: pytest.FixtureRequest) -> Decoder:
     """Every tiny family, and the demo."""
-    if request.param == "demo":
+    return made(request.param)
+
+
+def made(name: str) -> Decoder:
+    """The model, its weights repacked for the kernels in force."""
+    if name == "demo":
         return bitnet_ops.load(head_format="stored").model
-    return tiny_model(SMALL[request.param])
+    return tiny_model(SMALL[name])
 
 
 @torch.inference_mode()
@@ -237,14 +243,38 @@ def test_slots_above_a_length_are_never_read(model: Decoder, dtype: torch.dtype)
         assert torch.equal(model(piece, poisoned), model(piece, clean))
 
 
-def test_every_isa_and_thread_count_gives_the_same_logits(model: Decoder) -> None:
+@pytest.mark.parametrize("name", [*NAMES, "demo"])
+def test_every_isa_and_thread_count_gives_the_same_logits(name: str) -> None:
+    """Made anew for each ISA: a private layout has as many lanes as the kernels it is made for."""
     ids = random_ids(9, 2, 19)
     with forced_isa("scalar"):
-        expected = run_in_pieces(model, ids, 18, 1)
+        expected = run_in_pieces(made(name), ids, 18, 1)
     for isa in ISAS:
-        for threads in (1, 2):
-            with forced_isa(isa), torch_threads(threads):
-                assert torch.equal(run_in_pieces(model, ids, 18, 1), expected), (isa, threads)
+        with forced_isa(isa):
+            model = made(name)
+            for threads in (1, 2):
+                with torch_threads(threads):
+                    assert torch.equal(run_in_pieces(model, ids, 18, 1), expected), (isa, threads)
+
+
+@torch.inference_mode()
+def test_weights_made_for_other_lanes_are_refused_by_name() -> None:
+    """On every CPU with kernels of 16 or 4 lanes beside those of 8; one error, one remedy."""
+    lanes = {}
+    for isa in ISAS:
+        with forced_isa(isa):
+            lanes[isa] = _runtime.tile_lanes()
+    with forced_isa("scalar"):
+        model, ids = made("demo"), random_ids(9, 1, 3)
+    for isa, count in lanes.items():
+        with forced_isa(isa):
+            if count == lanes["scalar"]:
+                run(model, ids)
+                continue
+            for fused in (True, False):
+                model.fused_step = fused
+                with pytest.raises(RuntimeError, match=f"prepacked for {isa}; prepack again"):
+                    run(model, ids)
 
 
 def test_bf16_cache_is_close(demo: LanguageModel) -> None:

@@ -186,6 +186,7 @@ def test_probe_int8_peak_counts_what_its_threads_execute(isa: str) -> None:
             counts[threads] = [ops._probe_int8_peak(seed, n).item() for n in (10, 1000)]
     assert counts[1][1] == 100 * counts[1][0] > 0
     assert counts[2] == [2 * count for count in counts[1]]
+    assert ops._probe_int8_peak(seed, 0).item() == 0  # enters and leaves its region, no more
 
 
 def _float_samples() -> list[Any]:

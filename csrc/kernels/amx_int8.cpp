@@ -5,6 +5,7 @@
 #include "format/layout.h"
 #include "kernels/isa_tables.h"
 #include "kernels/simd_amx_int8.h"
+#include "kernels/simd_amx_int8_probe.h"
 #include "kernels/simd_avx512_vnni_cache.h"
 #include "kernels/simd_avx512_vnni_head.h"
 #include "runtime/features.h"

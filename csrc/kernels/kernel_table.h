@@ -198,7 +198,9 @@ struct KernelTable {
   // Reads n_bytes / 128 * 128 bytes as `streams` (1, 2 or 4) sequential streams, prefetching each
   // by software `distance` bytes ahead (0: not at all).  Returns the xor of all 8-byte words.
   uint64_t (*probe_read)(const uint8_t* data, int64_t n_bytes, int64_t streams, int64_t distance);
-  int64_t (*probe_int8_peak)(int64_t iterations, int32_t* sink);  // returns multiply-adds executed
+  // The int8 multiply-add loop of the unit that large products run on: the vector unit, out of
+  // registers, or the matrix unit, out of L1.  Returns the multiply-adds executed.
+  int64_t (*probe_int8_peak)(int64_t iterations, int32_t* sink);
 };
 
 }  // namespace bitnet

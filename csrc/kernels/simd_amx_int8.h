@@ -26,7 +26,7 @@ struct alignas(64) TileConfig {
   uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
 };
 
-#if defined(BITNET_EMULATE)
+#if defined(BITNET_EMULATE_TILES)
 inline void configure_tiles(const TileConfig& c) { emulated::tile_configure(c.rows, c.row_bytes); }
 inline void release_tiles() { emulated::tile_release(); }
 template <int N>

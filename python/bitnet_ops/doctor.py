@@ -11,6 +11,7 @@ import json
 import os
 import platform
 import sys
+import textwrap
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ SCHEMA_VERSION = 1
 _GIB = 1 << 30
 # the 2B-4T model needs 0.5 GiB of ternary weights and 0.65 GiB of bfloat16 embeddings
 _COMFORTABLE_BYTES = int(1.5 * _GIB)
+_COLUMNS = 100
+_LABEL = 10
 
 Facts = dict[str, Any]
 
@@ -57,7 +60,7 @@ def collect() -> Facts:
     }
     facts["cpu"] = _cpu()
     facts["isa"] = _isa()
-    facts["amx"] = _amx(facts["cpu"]["features"])
+    facts["amx"] = _amx(facts["cpu"]["features"], facts["isa"]["BITNET_OPS_ISA"])
     facts["weights"] = _weights()
     facts["threads"] = _threads()
     facts["openmp_runtimes"] = machine.openmp_runtimes()
@@ -113,10 +116,16 @@ def _reason(row: dict[str, Any], best: str, forced: str | None) -> str:
     return "the best here, but not chosen" if row["isa"] == best else "available, slower"
 
 
-def _amx(features: dict[str, bool]) -> Facts:
-    on_cpu = "amx_tile" in machine.cpu_flags()
-    permission = "granted" if features.get("amx_tile") else "refused"
-    return {"on_cpu": on_cpu, "permission": permission if on_cpu else None}
+def _amx(features: dict[str, bool], forced: str | None) -> Facts:
+    """Whether the CPU has AMX, and the system's answer: Linux grants tiles to who asks for them.
+
+    permission: None (no AMX), "granted", "refused", or "not asked for" where BITNET_OPS_ISA names
+    kernels that need none.
+    """
+    has = bool(features.get("amx_tile"))
+    on_cpu = has or "amx_tile" in machine.cpu_flags()
+    without = "not asked for" if forced and not forced.startswith("amx") else "refused"
+    return {"on_cpu": on_cpu, "permission": ("granted" if has else without) if on_cpu else None}
 
 
 def _weights() -> Facts:
@@ -227,7 +236,25 @@ def _sglang_problems(status: Facts) -> list[tuple[str, str, str]]:
 
 
 def render(facts: Facts) -> list[str]:
-    """The report as lines of plain text, one screen."""
+    """The report as lines of plain text, one screen of 100 columns; a path alone may be longer."""
+    return [piece for line in _all_lines(facts) for piece in _wrapped(line)]
+
+
+def _wrapped(line: str) -> list[str]:
+    """The line in pieces of 100 columns, cut at blanks; what goes on is indented as its text is."""
+    indent = 2 if line.startswith(("ERROR", "WARNING")) else 4 if line[:2] == "  " else _LABEL
+    if line[:_LABEL].isspace():
+        indent = _LABEL
+    return textwrap.wrap(
+        line,
+        _COLUMNS,
+        subsequent_indent=" " * indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    ) or [""]
+
+
+def _all_lines(facts: Facts) -> list[str]:
     lines = [*_package_lines(facts), *_cpu_lines(facts), *_isa_lines(facts["isa"])]
     lines += [*_weights_lines(facts["weights"]), *_thread_lines(facts), *_memory_lines(facts)]
     lines += [_line("sglang", _sglang_text(facts["sglang"])), ""]
@@ -238,7 +265,7 @@ def render(facts: Facts) -> list[str]:
 
 
 def _line(label: str, text: object) -> str:
-    return f"{label:<10}{text}"
+    return f"{label:<{_LABEL}}{text}"
 
 
 def _package_lines(facts: Facts) -> list[str]:
@@ -259,13 +286,26 @@ def _cpu_lines(facts: Facts) -> list[str]:
     cpu = facts["cpu"]
     caches = ", ".join(f"{name} {_size(size)}" for name, size in cpu["cache_bytes"].items())
     features = " ".join(name for name, has in cpu["features"].items() if has) or "none"
-    amx = {None: "not on this CPU", "granted": "permission granted; no kernels use it yet"}
     return [
         _line("cpu", cpu["model"] + (", virtual machine" if cpu["virtual"] else "")),
         _line("caches", caches or "unknown"),
         _line("features", features),
-        _line("amx", amx.get(facts["amx"]["permission"], "permission refused")),
+        _line("amx", _amx_text(facts["amx"]["permission"], facts["isa"])),
     ]
+
+
+def _amx_text(permission: str | None, isa: Facts) -> str:
+    if permission is None:
+        return "not on this CPU"
+    if permission != "granted":
+        return f"on this CPU; permission {permission}"
+    using = [row for row in isa["table"] if row["isa"].startswith("amx")]
+    in_use = [row["isa"] for row in using if row["selected"]]
+    if in_use:
+        return f"permission granted; in use: {in_use[0]}"
+    if any(row["available"] for row in using):
+        return f"permission granted; not in use: {isa['selected'] or 'no ISA'} is chosen"
+    return "permission granted; no kernels for what this CPU has of it"
 
 
 def _isa_lines(isa: Facts) -> list[str]:

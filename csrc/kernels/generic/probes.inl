@@ -71,7 +71,7 @@ template <int N, class C, class A>
 
 // Enough independent sums to hide the latency of `dot`, few enough that everything stays in
 // registers.
-int64_t probe_int8_peak(int64_t iterations, int32_t* sink) {
+[[maybe_unused]] int64_t probe_vector_peak(int64_t iterations, int32_t* sink) {
   constexpr int kChains = kDotInTwoSteps ? 6 : 12;
   uint8_t bytes[64] = {};
   int8_t activations[512] = {};
@@ -88,4 +88,13 @@ int64_t probe_int8_peak(int64_t iterations, int32_t* sink) {
   for (int j = 0; j < kChains; ++j) acc = widen(acc, p[j]);
   *sink = reduce(acc);
   return iterations * kChains * kUnitBlocks * layout::kFieldWeights;
+}
+
+// The unit that large products run on.
+int64_t probe_int8_peak(int64_t iterations, int32_t* sink) {
+#if defined(BITNET_MATRIX_PEAK)
+  return probe_matrix_peak(iterations, sink);
+#else
+  return probe_vector_peak(iterations, sink);
+#endif
 }

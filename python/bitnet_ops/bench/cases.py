@@ -62,6 +62,14 @@ def rival_cycle(function: Callable[..., object], operands: Sequence[Any], *, hot
     return cycle(function, [*operands[half:], *operands[:half]], hot=hot)
 
 
+def half_away(case: Case) -> Run:
+    """The case's run at the other half of cold memory: beside another run on the same memory, which
+    would leave in the cache what this one is to read from memory.
+    """
+    half, call = len(case.read.slots) // 2, case.run.call
+    return Run(lambda i: call(i + half), case.run.warm)
+
+
 def require_slots(slots: Sequence[object], what: str, hot: bool) -> None:
     """Refuse a cold case that would read the same memory in every call, from the cache."""
     if len(slots) < (1 if hot else 2):

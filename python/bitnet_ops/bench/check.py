@@ -14,6 +14,7 @@ import torch
 from bitnet_ops import _runtime, machine
 from bitnet_ops.bench import environment, measure_goals, measure_step, run_model, verdicts
 from bitnet_ops.bench.goals import GOALS, Goal
+from bitnet_ops.bench.rows import ATTEMPTS
 from bitnet_ops.bench.run_ops import Settings, make_workspace
 from bitnet_ops.bench.shapes import parse_shapes
 from bitnet_ops.bench.verdicts import Machine, Measured, Verdict
@@ -61,13 +62,31 @@ def run(
                 continue
             for threads in settings.threads:
                 progress(f"{goal.title}, {threads} thread(s)")
-                figures[goal.id, threads] = _measure(context, steps, goal, threads)
+                figures[goal.id, threads] = _measure_until_valid(
+                    context, steps, goal, threads, here
+                )
         with torch.inference_mode():
             limits = [context.bulk(threads).to_dict() for threads in settings.threads]
     finally:
         torch.set_num_threads(before)
     judged = verdicts.judge(goals, here, settings.threads, figures)
     return report(env, limits, judged, context.wrong, time.perf_counter() - start)
+
+
+def _measure_until_valid(
+    context: measure_goals.Context,
+    steps: measure_step.StepContext,
+    goal: Goal,
+    threads: int,
+    here: Machine,
+) -> Measured:
+    """The first figure that can be believed, else the last of some; limits are taken again too."""
+    for _ in range(ATTEMPTS):
+        figure = _measure(context, steps, goal, threads)
+        if verdicts.status_of(goal, here, figure) not in verdicts.VOID:
+            break
+        context.forget_disturbed_limits()
+    return figure
 
 
 def _measure(
@@ -86,18 +105,19 @@ def report(
     wrong: Sequence[str],
     seconds: float,
 ) -> dict[str, Any]:
-    """The whole result; `ok` is False when a must was missed or a result was wrong."""
-    missed = verdicts.missed_lines(judged)
+    """The whole result; `ok` is False when a must was missed or not shown, or a result wrong."""
+    missed, void = verdicts.missed_lines(judged), verdicts.void_lines(judged)
     return {
         "schema": SCHEMA,
         "schema_version": SCHEMA_VERSION,
-        "ok": not missed and not wrong,
+        "ok": not missed and not wrong and not void,
         "seconds": round(seconds, 1),
         "environment": env,
         "limits": limits,
         "warnings": environment.warnings(env, limits),
         "wrong": list(wrong),
         "missed": missed,
+        "void": void,
         "goals": [verdict.to_dict() for verdict in judged],
         "lines": verdicts.lines(judged),
     }

@@ -148,10 +148,12 @@ def _usage(args: argparse.Namespace, read: Callable[[], Any]) -> Any:
 
 def _run_ops(args: argparse.Namespace) -> int:
     from bitnet_ops.bench import check, plots, report, run_ops
+    from bitnet_ops.bench.pinning import pinned
 
     settings = _usage(args, lambda: settings_of(args))
     with _progress_line(enabled=sys.stderr.isatty()) as progress:
-        result = (check if args.check else run_ops).run(settings, progress=progress)
+        with pinned():
+            result = (check if args.check else run_ops).run(settings, progress=progress)
     if args.json:
         print(report.as_json(result))
     elif args.check:
@@ -167,10 +169,12 @@ def _run_ops(args: argparse.Namespace) -> int:
 
 def _run_model(args: argparse.Namespace) -> int:
     from bitnet_ops.bench import plots, report, report_model, run_model
+    from bitnet_ops.bench.pinning import pinned
 
     settings = _usage(args, lambda: command_model.settings_of(args))
     with _progress_line(enabled=sys.stderr.isatty()) as progress:
-        result = run_model.run(settings, progress)
+        with pinned():
+            result = run_model.run(settings, progress)
     print(report.as_json(result) if args.json else "\n".join(report_model.lines(result)))
     if args.output:
         report.write_json(result, args.output, replace=args.force)

@@ -67,6 +67,7 @@ def _settings(*, quick: bool) -> tuple[run_ops.Settings, dict[str, run_model.Set
 def run(args: argparse.Namespace, progress: Progress) -> int:
     """Run what is not there yet and write the page; 0."""
     from bitnet_ops.bench import pages, plots, report
+    from bitnet_ops.bench.pinning import pinned
 
     page = Path(args.page)
     if page.exists() and not page.is_file():
@@ -85,7 +86,8 @@ def run(args: argparse.Namespace, progress: Progress) -> int:
             found[step] = _kept(file)
             continue
         progress(step)
-        found[step] = _measure(step, shapes, models, progress)
+        with pinned():
+            found[step] = _measure(step, shapes, models, progress)
         if file:
             report.write_json(found[step], file)
     pages.write_page(found["ops"], found["check"], [found["model"], found["small-model"]], page)

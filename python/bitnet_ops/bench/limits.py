@@ -13,7 +13,8 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from bitnet_ops import _runtime, machine, ops
+from bitnet_ops import _runtime, ops
+from bitnet_ops.bench import pinning
 from bitnet_ops.bench.harness import Budget, Run, SpeedProbe, interleave
 from bitnet_ops.bench.workspace import Arena, round_up
 
@@ -94,13 +95,13 @@ class PeakLimit:
     def _calibrate(self) -> int:
         """Iterations of 0.2 ms. On one thread: each thread does them all, and none has to wait."""
         threads = torch.get_num_threads()
-        torch.set_num_threads(1)
+        pinning.use_threads(1)
         try:
-            iterations = 1000
+            iterations = 100
             while (seconds := self._shortest(iterations)) < _PEAK_SECONDS / 4:
                 iterations *= 2
         finally:
-            torch.set_num_threads(threads)
+            pinning.use_threads(threads)
         return max(1, int(iterations * _PEAK_SECONDS / seconds))
 
     def _shortest(self, iterations: int) -> float:
@@ -136,7 +137,7 @@ def ping_pong_ns(timeout_s: float = 0.05) -> float | None:
     On a virtual machine it tells whether the two cores share a cache now. None with one CPU, or
     when the two threads did not run at the same time within `timeout_s`: others keep them busy.
     """
-    cpus = machine.affinity()
+    cpus = pinning.cpus()
     if len(cpus) < 2:
         return None
     batches = _runtime.ping_pong_ns(cpus[0], cpus[-1], timeout_s=timeout_s)

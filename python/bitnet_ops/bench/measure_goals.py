@@ -16,10 +16,11 @@ import torch
 
 from bitnet_ops import _runtime, machine
 from bitnet_ops.bench import cases_linear, cases_other
-from bitnet_ops.bench.cases import Case
+from bitnet_ops.bench.cases import Case, half_away
 from bitnet_ops.bench.goals import Goal
 from bitnet_ops.bench.harness import Budget, interleave
 from bitnet_ops.bench.limits import PLAIN
+from bitnet_ops.bench.pinning import use_threads
 from bitnet_ops.bench.rows import Bulk, Row, measure, measure_bulk
 from bitnet_ops.bench.shapes import ModelShape
 from bitnet_ops.bench.stats import paired_ratios, summarize
@@ -47,6 +48,10 @@ class Context:
         if key not in self.bulks:
             self.bulks[key] = measure_bulk(self.ws.ternary, threads, Budget(self.seconds))
         return self.bulks[key]
+
+    def forget_disturbed_limits(self) -> None:
+        """Limits that others disturbed are taken again when they are next asked for."""
+        self.bulks = {key: bulk for key, bulk in self.bulks.items() if not bulk.disturbed}
 
     def large(self) -> list[tuple[int, int]]:
         """The model's matrices that are large enough, or its largest one."""
@@ -99,11 +104,12 @@ def base3_gain(c: Context, threads: int) -> Measured:
     """How many times faster gemv is on 1.6bit than on 2bit weights, cold, alternating."""
 
     def gain(shape: tuple[int, int]) -> tuple[float, str, bool]:
-        torch.set_num_threads(threads)
-        pair = [
-            cases_linear.matmul_case(c.ws, *shape, 1, hot=False, weight_format=f).run
+        use_threads(threads)
+        two_bit, base3 = (
+            cases_linear.matmul_case(c.ws, *shape, 1, hot=False, weight_format=f)
             for f in ("2bit", "1.6bit")
-        ]
+        )
+        pair = [two_bit.run, half_away(base3)]
         rounds = interleave(pair, Budget(c.seconds), probe=c.bulk(threads).peak.speed)
         ratio = summarize(paired_ratios(*rounds.usable())).median
         return ratio, _name(shape), rounds.disturbed
@@ -173,12 +179,14 @@ def cold_cost(c: Context, threads: int, tokens: int) -> Measured:
     """Time of `tokens` tokens in times of one token, weights in memory, alternating."""
 
     def cost(shape: tuple[int, int]) -> tuple[float, str, bool]:
-        torch.set_num_threads(threads)
+        use_threads(threads)
         many, one = (
-            cases_linear.matmul_case(c.ws, *shape, m, hot=False, weight_format=USUAL).run
+            cases_linear.matmul_case(c.ws, *shape, m, hot=False, weight_format=USUAL)
             for m in (tokens, 1)
         )
-        rounds = interleave([many, one], Budget(c.seconds), probe=c.bulk(threads).peak.speed)
+        rounds = interleave(
+            [many.run, half_away(one)], Budget(c.seconds), probe=c.bulk(threads).peak.speed
+        )
         ratio = summarize(paired_ratios(*rounds.usable())).median
         return ratio, _name(shape), rounds.disturbed
 
@@ -187,7 +195,7 @@ def cold_cost(c: Context, threads: int, tokens: int) -> Measured:
 
 def cliff(c: Context, threads: int, most: int) -> Measured:
     """The largest time(M) / time(M') of M < M' <= most, every M alternating with every other."""
-    torch.set_num_threads(threads)
+    use_threads(threads)
     shape = min(c.large(), key=_size)
     runs = [
         cases_linear.matmul_case(c.ws, *shape, m, hot=True, weight_format=USUAL).run

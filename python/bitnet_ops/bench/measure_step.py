@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
-
 from bitnet_ops.bench import run_model
+from bitnet_ops.bench.pinning import use_threads
 from bitnet_ops.bench.rows import Bulk
 from bitnet_ops.bench.run_model import Bench
 from bitnet_ops.bench.subject import Subject
@@ -61,13 +60,15 @@ def overhead(c: StepContext, threads: int) -> Measured:
     """The share of a step that its kernels, called one by one, do not account for."""
     row = run_model.parts_row(c.usual(), c.bulk(threads), 0)
     note = f"{row['rest_ms']:.2f} of {row['step_ms']:.2f} ms"
+    if row["impossible"]:
+        note = f"parts called one by one take longer than the step: {note}"
     return Measured(row["overhead"], note, row["disturbed"])
 
 
 def regions(c: StepContext, threads: int) -> Measured:
     """Parallel regions of a decode step, divided by the layers."""
     bench = c.usual()
-    torch.set_num_threads(max(threads, 2))  # one thread opens none
+    use_threads(max(threads, 2))  # one thread opens none
     count = run_model.regions_per_step(bench.subject)
     if count is None:
         return Measured(None, "regions are not counted in this build", built=False)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from bitnet_ops.bench import plots, report, report_model
+from bitnet_ops.bench.rows import IMPOSSIBLE
 from bitnet_ops.formats.atomic import atomic_file
 
 Report = dict[str, Any]
@@ -109,7 +110,7 @@ def product_lines(measured: Report) -> list[str]:
     """gemv and gemm: the best, the median and the worst share over the shapes, for every M."""
     groups: dict[tuple[int, str, str, int], list[dict[str, Any]]] = {}
     for row in measured["rows"]:
-        if row["name"] in _OPS:
+        if row["name"] in _OPS and not IMPOSSIBLE & set(row["flags"]):
             key = (row["threads"], row["format"], row["memory"], row["shape"]["M"])
             groups.setdefault(key, []).append(row)
     cells = []

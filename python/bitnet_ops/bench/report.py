@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any, TextIO
 
+from bitnet_ops.bench.rows import IMPOSSIBLE
 from bitnet_ops.formats.destination import file_kind, new_file
 
 SCHEMA = "bitnet_ops.bench.ops"
@@ -105,7 +106,7 @@ def cells(row: dict[str, Any]) -> list[str]:
         number(row["gb_s"]),
         number(row["gmac_s"]),
         f"{row['limit']} {number(row['limit_value'])}",
-        f"{row['ratio']['median']:.2f}",
+        "-" if IMPOSSIBLE & set(row["flags"]) else f"{row['ratio']['median']:.2f}",
         number(rival["time_us"]["median"]) if rival else "-",
         number(rival["speedup"]["median"]) + "?" * rival["disturbed"] if rival else "-",
         ", ".join(notes),
@@ -131,11 +132,16 @@ def header_lines(report: Report) -> list[str]:
         f"{env['op_call_us']:g} us: times contain it, shares of a limit do not",
     ]
     for limit in report["limits"]:
+        if limit["disturbed"]:
+            lines.append(
+                f"limits, {limit['threads']} thread(s): none to show, others had the CPUs in every "
+                f"attempt; ratios have limits of their own"
+            )
+            continue
         lines.append(
             f"limits, {limit['threads']} thread(s): read {number(limit['read_gb_s'])} GB/s "
             f"({limit['read_form']}), "
             f"int8 multiply-adds {number(limit['int8_peak_gmac_s'])} GMAC/s"
-            f"{' (disturbed)' if limit['disturbed'] else ''}"
         )
     return lines
 
@@ -144,6 +150,7 @@ def footer_lines(report: Report) -> list[str]:
     """How to read the table, and the warnings."""
     lines = [
         "ratio = time that the limit allows / time, paired per round, both measured for this row.",
+        "no ratio (above_limit, above_bandwidth) = more than the machine gives, and taken thrice.",
         "x = how many times longer torch takes for the same work in bfloat16.",
         "disturbed, or ? = in nearly all rounds others had the CPUs, or the int8 loop ran "
         "below its usual speed; elsewhere such rounds are left out.",

@@ -82,7 +82,7 @@ def _parts(row: dict[str, Any]) -> list[str]:
         number(row["limit_ms"]),
         *(number(value) for value in row["parts_ms"].values()),
         f"{row['rest_ms']:.2f}",
-        f"{row['overhead']:.1%}",
+        "parts > step" if row["impossible"] else f"{row['overhead']:.1%}",
     ]
 
 

@@ -1,7 +1,8 @@
 """Goals against measurements: which are met, which are missed, and the table that says so.
 
 Pure: no tensor, no clock. A "must" that binds on this machine and was not reached is missed, and
-so is one for which there is nothing to measure, or a figure that cannot be; nothing else is.
+so is one for which there is nothing to measure; nothing else is. A figure that cannot be, or one
+below its bar in whose rounds others had the CPUs, is void: it shows nothing.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from bitnet_ops.bench.goals import Goal
 AMBITIOUS, MET, MISSED = "ambitious", "met", "MISSED"
 ABSENT, NOT_BUILT, UNMEASURED = "not on this CPU", "NOT BUILT", "not measured"
 OTHER_GOAL = "other goal on this CPU"
-# The limit was disturbed, or the figure is wrong; either way nothing was shown.
-ABOVE_LIMIT = "ABOVE LIMIT"
+# No figure that could be believed, however often it was taken: nothing was shown, good or bad.
+ABOVE_LIMIT, IMPOSSIBLE, DISTURBED = "ABOVE LIMIT", "IMPOSSIBLE", "DISTURBED"
+VOID = frozenset({ABOVE_LIMIT, IMPOSSIBLE, DISTURBED})
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,12 @@ class Verdict:
 
     @property
     def missed(self) -> bool:
-        return self.binding and self.status in {MISSED, NOT_BUILT, ABOVE_LIMIT}
+        return self.binding and self.status in {MISSED, NOT_BUILT}
+
+    @property
+    def void(self) -> bool:
+        """Whether a must was neither met nor missed, for its measurement was no good."""
+        return self.binding and self.status in VOID
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -79,6 +86,7 @@ class Verdict:
             "disturbed": self.measured.disturbed if self.measured else False,
             "verdict": self.status,
             "missed": self.missed,
+            "void": self.void,
         }
 
 
@@ -97,9 +105,13 @@ def status_of(goal: Goal, machine: Machine, measured: Measured | None) -> str:
         return UNMEASURED if measured is None or measured.built else NOT_BUILT
     if measured.value > goal.most:
         return ABOVE_LIMIT
+    if measured.value < goal.least:
+        return IMPOSSIBLE
     if reached(goal, goal.ambitious, measured.value):
         return AMBITIOUS
-    return MET if reached(goal, goal.must, measured.value) else MISSED
+    if reached(goal, goal.must, measured.value):
+        return MET
+    return DISTURBED if measured.disturbed else MISSED
 
 
 def judge(
@@ -131,6 +143,16 @@ def missed_lines(verdicts: Iterable[Verdict]) -> list[str]:
                 f"{v.goal.must:g} {v.goal.unit}, got {got}"
             )
     return lines
+
+
+def void_lines(verdicts: Iterable[Verdict]) -> list[str]:
+    """One line for every must without a figure that could be believed."""
+    return [
+        f"{v.goal.id}, {v.threads} thread(s): {v.goal.title}: {v.status}, got {_got(v)} "
+        f"{v.goal.unit}; measure again on a quiet machine"
+        for v in verdicts
+        if v.void
+    ]
 
 
 def _got(v: Verdict) -> str:
@@ -183,7 +205,10 @@ def lines(verdicts: Sequence[Verdict]) -> list[str]:
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in rows
     ]
-    missed = missed_lines(verdicts)
-    summary = f"{len(missed)} must goal(s) missed:" if missed else "every must goal of this CPU met"
+    missed, void = missed_lines(verdicts), void_lines(verdicts)
+    fine = "no must goal missed, but:" if void else "every must goal of this CPU met"
+    summary = f"{len(missed)} must goal(s) missed:" if missed else fine
+    unsure = [f"{len(void)} must goal(s) without a measurement:", *(f"  {v}" for v in void)]
     shown = "(in brackets: the goal does not speak of this thread count)"
-    return [*text, shown, summary, *(f"  {line}" for line in missed)]
+    tail = unsure if void else []
+    return [*text, shown, summary, *(f"  {line}" for line in missed), *tail]

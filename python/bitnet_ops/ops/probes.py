@@ -28,9 +28,11 @@ def _probe_read(buffer: Tensor, streams: int = 1, distance: int = 0) -> Tensor:
 
 
 def _probe_int8_peak(seed: Tensor, iterations: int) -> Tensor:
-    """Run the ISA's int8 dot product out of registers: the compute limit of benchmarks.
+    """Run the int8 product of the unit that large products run on: the compute limit of benchmarks.
 
-    seed is a uint8 tensor that only carries the device. Returns int64 [1], the multiply-adds
+    The vector unit multiplies out of registers, a matrix unit (AMX) 2 x 2 tiles out of L1, on data
+    that are no zeros. seed is a uint8 tensor that only carries the device; iterations may be 0: an
+    empty parallel region, what entering and leaving one costs. Returns int64 [1], the multiply-adds
     executed by all threads.
     """
     return cast(Tensor, _PROBE_INT8_PEAK(seed, iterations))
