@@ -118,7 +118,7 @@ def xxh64(data: Buffer) -> int:
 def gguf_strings(
     data: Buffer, offset: int, count: int, most_bytes: int, first: int, stride: int
 ) -> tuple[int, int, int, int, bytes]:
-    """Walk strings of a GGUF array: (count, end, fault, at, marks) of csrc/format/gguf_strings.h."""
+    """Walk strings of a GGUF array: count, end, fault, at, marks of csrc/format/gguf_strings.h."""
 
 def format_error_codes() -> list[str]:
     """Every value that FormatError.code may take."""

@@ -1,4 +1,4 @@
-"""`convert` for SGLBITNT files: a model.bin of any writer or version -> a folder in version 2 (or 1).
+"""`convert` for SGLBITNT files: a model.bin of any writer and version -> a folder in version 2.
 
 Nothing is computed: codes, scales and values are copied, and compared with the source once the file
 is written. Copies that other writers keep (model_contents.py) are checked and left out. It must not
@@ -83,7 +83,9 @@ class _Plan:
             tensors = own_tensors(reader, self.model)
             check_names(self.model, tensors)
         except UnsupportedModelError as error:
-            raise ConvertError("unsupported-model", f"convert [unsupported-model]: {error}") from None
+            raise ConvertError(
+                "unsupported-model", f"convert [unsupported-model]: {error}"
+            ) from None
         except TensorError as error:
             raise ConvertError("bin-tensors", f"convert [bin-tensors]: {error}") from None
         self.specs: dict[str, TensorSpec] = dict(expected_tensors(self.model))
@@ -109,7 +111,7 @@ class _Plan:
         return remarks
 
     def check_scales(self, trusted: bool) -> None:
-        """Refuse what only a scale that should divide would explain; no reader can tell for sure."""
+        """Refuse what only a scale that should divide would explain; no one can tell for sure."""
         for name, spec in self.specs.items():
             if trusted or spec.kind != "ternary":
                 continue
@@ -194,5 +196,3 @@ class _Plan:
         made.release(name)
         self._reader.release(name)
         return same
-
-

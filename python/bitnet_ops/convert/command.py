@@ -96,9 +96,7 @@ def _convert(args: argparse.Namespace, progress: Progress | None) -> ConvertRepo
             got = f"{', '.join(given)} for {args.source}"
             refuse("bin-option", "a .bin file, copied bit for bit and compared, without it", got)
         del common["assume_online"]
-        return convert_bin(
-            args.source, args.destination, trust_scales=args.trust_scales, **common
-        )
+        return convert_bin(args.source, args.destination, trust_scales=args.trust_scales, **common)
     if not is_gguf(args.source):
         if args.i2s_layout or args.tokenizer:
             refuse("gguf-option", "a GGUF file with --i2s-layout and --tokenizer", args.source)

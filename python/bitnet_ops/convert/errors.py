@@ -1,8 +1,8 @@
 """The one exception of the converter and the one way to raise it.
 
 Every refusal has a short stable code (tests and scripts switch on it) and one line for people:
-what was expected, what was found, what to do. Names of a file cannot reach a terminal unescaped. This
-module knows no files and no formats.
+what was expected, what was found, what to do; names of a file are escaped in it. This module knows
+no files and no formats.
 """
 
 from __future__ import annotations

@@ -25,7 +25,9 @@ MAX_NAME_BYTES = 1024
 MAX_DIMS = 4
 MAX_ELEMENTS = 1 << 40
 MAX_STRING_BYTES = 1 << 24  # chat templates take some 10 kB
-MAX_ARRAY_STRINGS = 1 << 22  # the largest vocabularies have 262 thousand tokens, 600 thousand merges
+MAX_ARRAY_STRINGS = (
+    1 << 22
+)  # the largest vocabularies have 262 thousand tokens, 600 thousand merges
 MAX_ARRAY_BYTES = 1 << 28  # of one metadata value; the largest vocabularies take a few MB
 
 

@@ -171,9 +171,7 @@ class Reader:
             tensors[record.name] = TensorInfo(record.name, kind, record.shape, place, nbytes)
         return tensors
 
-    def _type(
-        self, record: Record, room: int, last: bool, rooms: _Rooms
-    ) -> tuple[TensorType, int]:
+    def _type(self, record: Record, room: int, last: bool, rooms: _Rooms) -> tuple[TensorType, int]:
         """The type that the number means here, and its bytes; numbers collide, sizes decide."""
         where, shape, number = f"tensor {record.name!r}", record.shape, record.number
         official = BY_NUMBER.get(number, ())
