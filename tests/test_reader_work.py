@@ -1,4 +1,4 @@
-"""What a small file can make a reader do: work and memory grow as the file does, counts are bounded.
+"""What a small file can make a reader do: work and memory grow with the file, counts are bounded.
 
 Operations are counted where they can be; where a built-in does the work, processor time of a file
 is compared with that of one four times as large (16 times as much if it were quadratic).

@@ -12,6 +12,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
 #include <new>
 #include <random>
 #include <set>
@@ -391,6 +392,23 @@ format::ErrorCode code_of(const std::string& path) {
   return format::ErrorCode::kCount;
 }
 
+void test_cut(const format::SglbitntFile& file) {
+  const std::array<std::function<void()>, 5> uses = {
+      [&] { file.check_length(); },       [&] { file.check_data(0); },
+      [&] { file.check_sum(0); },         [&] { file.check_in_features(0, 256); },
+      [&] { (void)file.count_codes(0); },
+  };
+  for (const auto& use : uses) {
+    bool refused = false;
+    try {
+      use();
+    } catch (const format::FormatError& error) {
+      refused = error.code() == format::ErrorCode::kTruncated;
+    }
+    require(refused, "a file that was cut is truncated");
+  }
+}
+
 void test_files(const Seed& seed) {
   char path[] = "/tmp/bitnet_test_format_XXXXXX";
   const int fd = mkstemp(path);
@@ -405,6 +423,11 @@ void test_files(const Seed& seed) {
     require(std::equal(seed.bytes.begin(), seed.bytes.end(), file.bytes().begin()), "mapped bytes");
     file.check_in_features(0, 256);
     require(file.count_codes(0).minus + file.count_codes(0).zero == 3 * 256, "counted codes");
+    // Cut while it is mapped: an error at the next use, where reading the memory would be a SIGBUS.
+    require(truncate(path, size - 1) == 0, "truncate");
+    test_cut(file);
+    require(truncate(path, size + 1) == 0, "truncate");
+    file.check_length();
   }
   require(code_of(std::string(path) + '\0' + "x") == format::ErrorCode::kIo,
           "a zero byte in a path");

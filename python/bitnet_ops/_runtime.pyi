@@ -118,7 +118,7 @@ def xxh64(data: Buffer) -> int:
 def gguf_strings(
     data: Buffer, offset: int, count: int, most_bytes: int, first: int, stride: int
 ) -> tuple[int, int, int, int, bytes]:
-    """Walk strings of a GGUF array: (count, end, fault, at, marks) of csrc/format/gguf_strings.h."""
+    """Walk strings of a GGUF array: count, end, fault, at, marks of csrc/format/gguf_strings.h."""
 
 def xxh3_128(data: Buffer) -> bytes:
     """XXH3-128 with seed 0 of contiguous bytes, 16 bytes in canonical order."""

@@ -1,4 +1,4 @@
-"""`convert` for SGLBITNT files: a model.bin of any writer or version -> a folder in version 2 (or 1).
+"""`convert` for SGLBITNT files: a model.bin of any writer and version -> a folder in version 2.
 
 Nothing is computed: codes, scales and values are copied, and compared with the source once the file
 is written. Copies that other writers keep (model_contents.py) are checked and left out. It must not
@@ -109,7 +109,7 @@ class _Plan:
         return remarks
 
     def check_scales(self, trusted: bool) -> None:
-        """Refuse what only a scale that should divide would explain; no reader can tell for sure."""
+        """Refuse what only a scale that should divide would explain; no one can tell for sure."""
         for name, spec in self.specs.items():
             if trusted or spec.kind != "ternary":
                 continue

@@ -9,7 +9,7 @@ from __future__ import annotations
 import struct
 from array import array
 from collections.abc import Iterator, Sequence
-from typing import Any, overload
+from typing import Any, TypeGuard, overload
 
 from bitnet_ops import _runtime
 
@@ -102,6 +102,6 @@ class Walk:
         del self._rest[:end]
 
 
-def is_strings(value: Any) -> bool:
+def is_strings(value: Any) -> TypeGuard[list[str] | StringArray]:
     """Whether a metadata value is an array of strings."""
     return isinstance(value, list | StringArray)
