@@ -5,7 +5,6 @@ The file is written by sglbitnt_bytes.py; no figure is taken from the package.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import io
 import json
@@ -17,6 +16,7 @@ from typing import Any
 import pytest
 
 import sglbitnt_bytes as raw
+from bitnet_ops.cli import main
 from bitnet_ops.convert import inspect as command
 from bitnet_ops.formats.sglbitnt import SglbitntError
 from sglbitnt_malformed import MALFORMED
@@ -88,9 +88,7 @@ def model(tmp_path: Path) -> Path:
 
 
 def run(*words: str) -> int:
-    parser = argparse.ArgumentParser()
-    command.add_arguments(parser)
-    return command.run(parser.parse_args(words))
+    return main(["inspect", *words])
 
 
 def test_every_figure(model: Path) -> None:
@@ -149,7 +147,7 @@ def test_plain_table_when_the_output_is_no_terminal(
     assert not any(line.startswith("remark") for line in lines)
 
 
-def test_rich_table_on_a_terminal(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whole_table_on_a_wide_terminal(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
             return True
@@ -159,7 +157,7 @@ def test_rich_table_on_a_terminal(model: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("sys.stdout", screen)
     assert run(str(model)) == 0
     text = screen.getvalue()
-    assert "┃" in text and "192 x 200" in text
+    assert "192 x 200" in text and "left out" not in text
     for row in command.inspect(model)["tensors"]:
         assert row["name"] in text and row["sha256"][:12] in text
 

@@ -5,7 +5,6 @@ Checkpoints are written by hf_writer.py; figures are compared with what that wri
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import hf_writer
+from bitnet_ops.cli import main
 from bitnet_ops.convert import convert, inspect, inspect_diff
 from bitnet_ops.convert.gguf_export import export_gguf
 from bitnet_ops.formats.sglbitnt import Reader, Writer
@@ -45,9 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(*words: object) -> int:
-    parser = argparse.ArgumentParser()
-    inspect.add_arguments(parser)
-    return inspect.run(parser.parse_args(list(map(str, words))))
+    return main(["inspect", *map(str, words)])
 
 
 def test_a_checkpoint_shows_the_figures_of_its_conversion(folder: Path) -> None:

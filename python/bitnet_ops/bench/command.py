@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "1 names every must that is missed",
     )
     for kind in (model, page, ops):
-        kind.set_defaults(parser=kind)  # who complains of an unknown option
+        kind.set_defaults(_parser=kind)  # who complains of an unknown option
     command_model.add_outputs(ops)
     ops.add_argument("-t", "--threads", help="thread counts such as 1,2 (default: 1 and all)")
     ops.add_argument(
@@ -151,6 +151,8 @@ def _run_ops(args: argparse.Namespace) -> int:
     from bitnet_ops.bench.pinning import pinned
 
     settings = _usage(args, lambda: settings_of(args))
+    if args.check and not parse_shapes(args.shapes).models:
+        raise UsageError("bench ops: --check: expected the name of a model in --shapes, got none")
     with _progress_line(enabled=sys.stderr.isatty()) as progress:
         with pinned():
             result = (check if args.check else run_ops).run(settings, progress=progress)

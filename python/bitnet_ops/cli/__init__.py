@@ -56,8 +56,7 @@ def build_parser(command: str | None) -> Parser:
         if name == command:
             imported = importlib.import_module(module)
             imported.add_arguments(sub)
-            check = getattr(imported, "check", None)
-            sub.set_defaults(run=imported.run, check=check, parser=sub)
+            sub.set_defaults(_module=imported, _parser=sub)  # names that no option can have
     return parser
 
 
@@ -76,9 +75,9 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     if rest is not None and not any(e.startswith("-") and e != "-" for e in extra):
         rest += extra
     elif extra:
-        getattr(args, "parser", parser).refuse_unknown(extra)
-    if getattr(args, "check", None):
-        args.check(args)
+        getattr(args, "_parser", parser).refuse_unknown(extra)
+    if hasattr(getattr(args, "_module", None), "check"):
+        args._module.check(args)
     return args
 
 
@@ -109,7 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             importlib.import_module("bitnet_ops.ops")  # torch and the op library, before Ctrl-C
             _interrupt.as_exception()
-            status = int(args.run(args))
+            status = int(args._module.run(args))
         if sys.stdout is not None:
             sys.stdout.flush()
         return status
