@@ -46,25 +46,25 @@ void check_tensor_count(std::uint64_t count, std::uint64_t room_bytes, std::uint
   }
 }
 
-std::string_view read_name(Cursor& in, Where& where) {
+void read_name(Cursor& in, Where& where, std::string& name) {
   const std::uint64_t at = in.offset();
   const auto length = in.value<std::uint32_t>(where, "the name length");
   if (length == 0 || length > kMaxNameBytes) {
     fail(ErrorCode::kNameLength, at, where,
          "a name of 1 to " + str(kMaxNameBytes) + " bytes, got " + str(length));
   }
-  const std::string_view name = as_text(in.take(length, where, "the name"));
+  name = as_text(in.take(length, where, "the name"));
   where.name = name;
   if (const std::size_t bad = first_bad_utf8(name); bad != name.size()) {
     fail(ErrorCode::kNameUtf8, at + 4 + bad, where,
-         "a name in UTF-8, got " + quoted(name.substr(bad, 4)) + " at its byte " + str(bad));
+         "a name in UTF-8, got " + quoted(std::string_view(name).substr(bad, 4)) + " at its byte " +
+             str(bad));
   }
   if (const std::size_t bad = first_control(name); bad != name.size()) {
     fail(ErrorCode::kNameControl, at + 4 + bad, where,
          "a name without control characters, got " + quoted(name.substr(bad, 2)) + " at its byte " +
              str(bad));
   }
-  return name;
 }
 
 DType read_dtype(Cursor& in, const Where& where) {

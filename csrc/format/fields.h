@@ -57,7 +57,8 @@ void check_config_length(std::uint64_t length, std::uint64_t at);
 void check_config_text(std::string_view config, std::uint64_t at);
 void check_tensor_count(std::uint64_t count, std::uint64_t room_bytes, std::uint64_t smallest,
                         std::uint64_t at);
-std::string_view read_name(Cursor& in, Where& where);
+// Puts the name into `name`, which `where` refers to from then on.
+void read_name(Cursor& in, Where& where, std::string& name);
 DType read_dtype(Cursor& in, const Where& where);
 void read_dims(Cursor& in, const Where& where, TensorRecord& tensor);  // ndim, and the dimensions
 float read_scale(Cursor& in, const Where& where);

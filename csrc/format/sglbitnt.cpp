@@ -74,13 +74,13 @@ std::uint32_t read_version(Cursor& in) {
   return version;
 }
 
-std::string_view read_config(Cursor& in) {
+void read_config(Cursor& in, ParsedFile& parsed) {
   const std::uint64_t at = in.offset();
   const auto length = in.value<std::uint32_t>(Where{}, "the config length");
   check_config_length(length, at);
-  const std::string_view config = as_text(in.take(length, Where{}, "the config"));
-  check_config_text(config, at + 4);
-  return config;
+  parsed.config_offset = in.offset();
+  parsed.config = as_text(in.take(length, Where{}, "the config"));
+  check_config_text(parsed.config, at + 4);
 }
 
 std::uint64_t read_tensor_count(Cursor& in) {
@@ -123,7 +123,7 @@ TensorRecord read_tensor(Cursor& in, std::uint32_t index) {
   Where where{index, {}};
   TensorRecord tensor;
   tensor.index = index;
-  tensor.name = read_name(in, where);
+  read_name(in, where, tensor.name);
   tensor.dtype = read_dtype(in, where);
   read_shape(in, where, tensor);
   read_scale_field(in, where, tensor);
@@ -143,7 +143,7 @@ const char* error_code_name(ErrorCode code) { return kCodeNames[static_cast<std:
 ParsedFile parse_v1(Bytes, Cursor in) {
   ParsedFile parsed;
   parsed.version = 1;
-  parsed.config = read_config(in);
+  read_config(in, parsed);
   const std::uint64_t count = read_tensor_count(in);
   parsed.tensors.reserve(count);
   for (std::uint32_t i = 0; i < count; ++i) parsed.tensors.push_back(read_tensor(in, i));

@@ -92,7 +92,7 @@ enum class ScaleKind : std::uint32_t { kNone = 0, kTensor = 1, kRow = 2, kGroup 
 
 // Version 1 has no in_features (0), scales of the tensor alone, and no checksums.
 struct TensorRecord {
-  std::string_view name;  // into the file
+  std::string name;
   std::uint32_t version = 1;
   std::uint32_t index = 0;  // position in the file, for error messages
   DType dtype = DType::kU8;
@@ -113,9 +113,13 @@ struct TensorRecord {
   bool packed() const { return dtype == DType::kU8; }
 };
 
+// Texts are copies that were made before they were checked: whoever writes to a mapped file while
+// it is read may change what a tensor's data are, but no text that has passed for UTF-8 or for
+// unique.
 struct ParsedFile {
   std::uint32_t version = 1;
-  std::string_view config;  // UTF-8, into the file; JSON is parsed by the caller
+  std::string config;  // UTF-8; JSON is parsed by the caller
+  std::uint64_t config_offset = 0;
   std::vector<TensorRecord> tensors;
 };
 

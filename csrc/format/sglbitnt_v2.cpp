@@ -88,7 +88,7 @@ Header read_header(Bytes file, Cursor& in) {
   return h;
 }
 
-std::string_view read_config(Bytes file, const Header& h) {
+std::string read_config(Bytes file, const Header& h) {
   check_config_length(h.config_length, kAtConfigLength);
   if (h.config_offset < kHeaderBytes || h.config_offset > file.size() ||
       h.config_offset % kAlignment != 0) {
@@ -97,11 +97,12 @@ std::string_view read_config(Bytes file, const Header& h) {
              str(h.config_offset));
   }
   Cursor in(file, h.config_offset);
-  const Bytes config = in.take(h.config_length, Where{}, "the config");
-  check_hash(ErrorCode::kConfigChecksum, config, h.config_sum, "the config", Where{},
-             h.config_offset);
-  check_config_text(as_text(config), h.config_offset);
-  return as_text(config);
+  const std::string config(as_text(in.take(h.config_length, Where{}, "the config")));
+  check_hash(ErrorCode::kConfigChecksum,
+             {reinterpret_cast<const std::uint8_t*>(config.data()), config.size()}, h.config_sum,
+             "the config", Where{}, h.config_offset);
+  check_config_text(config, h.config_offset);
+  return config;
 }
 
 // The index is the rest of the file after the config.
@@ -198,7 +199,7 @@ TensorRecord read_record(Cursor& in, std::uint32_t index, std::uint64_t config_o
   TensorRecord tensor;
   tensor.version = 2;
   tensor.index = index;
-  tensor.name = read_name(in, where);
+  read_name(in, where, tensor.name);
   tensor.dtype = read_dtype(in, where);
   read_shape(in, where, tensor);
   read_scale_fields(in, where, tensor);
@@ -257,6 +258,7 @@ ParsedFile parse_v2(Bytes file, Cursor in) {
   ParsedFile parsed;
   parsed.version = 2;
   parsed.config = read_config(file, header);
+  parsed.config_offset = header.config_offset;
   Cursor index = open_index(file, header);
   parsed.tensors.reserve(header.tensors);
   std::uint64_t end = kHeaderBytes;

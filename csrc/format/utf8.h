@@ -41,7 +41,7 @@ inline std::size_t first_control(std::string_view s) {
   for (std::size_t i = 0; i < s.size(); ++i) {
     const auto c = static_cast<unsigned char>(s[i]);
     if (c < 0x20 || c == 0x7f) return i;
-    if (c == 0xc2 && static_cast<unsigned char>(s[i + 1]) < 0xa0) return i;  // i + 1: valid UTF-8
+    if (c == 0xc2 && i + 1 < s.size() && static_cast<unsigned char>(s[i + 1]) < 0xa0) return i;
   }
   return s.size();
 }
