@@ -1,4 +1,8 @@
-"""XXH3-128 and the hash of chunks, against the package `xxhash`, which is written by others."""
+"""XXH3-128 and the hash of chunks, against the package `xxhash`, which is written by others.
+
+Every length that has a form of its own, then around blocks and chunks. Must not know what is hashed
+where.
+"""
 
 from __future__ import annotations
 
