@@ -66,6 +66,10 @@ class Bench:
     subject: Subject
     settings: Settings
 
+    def attempts(self) -> int:
+        """How often a figure that cannot be is taken; quick: once."""
+        return 1 if self.settings.quick else ATTEMPTS
+
     def budget(self) -> Budget:
         """Of a decode figure: at least the 64 tokens of tg64, once; quick: 8."""
         least = 8 if self.settings.quick else DECODED
@@ -82,7 +86,7 @@ def read_run(bench: Bench, bulk: Bulk) -> tuple[Run, int]:
 
 def decode_row(bench: Bench, bulk: Bulk, batch: int, context: int) -> Row:
     """A decode step; taken again while it is faster than reading its bytes."""
-    for _ in range(ATTEMPTS):
+    for _ in range(bench.attempts()):
         row = _decode_once(bench, bulk, batch, context)
         if not row["impossible"]:
             break
@@ -182,7 +186,7 @@ def empty_call() -> Run:
 
 def parts_row(bench: Bench, bulk: Bulk, context: int) -> Row:
     """The time of a step by layer part; taken again while the parts take longer than the step."""
-    for _ in range(ATTEMPTS):
+    for _ in range(bench.attempts()):
         row = _parts_once(bench, bulk, context)
         if not row["impossible"]:
             break
