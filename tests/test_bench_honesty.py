@@ -6,6 +6,7 @@ Timings are made up; only pinning touches the machine. Nothing here asserts a sp
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from pathlib import Path
 from typing import Any
@@ -115,7 +116,7 @@ def test_check_measures_again_and_is_not_ok_without_a_figure(
     def run(*values: Measured) -> dict[str, Any]:
         answers = iter([Measured(0.93), *values])  # one thread binds nothing here
         monkeypatch.setitem(measure_goals.METRICS, "gemv_cold", lambda c, t: next(answers))
-        return check.run(TINY, goals=[goal()])
+        return check.run(dataclasses.replace(TINY, quick=False), goals=[goal()])
 
     assert run(*figures)["ok"] is True
     result = run(figures[0], figures[1], figures[0])
@@ -166,7 +167,8 @@ def test_a_row_above_its_limit_is_taken_again_and_shows_no_ratio(
 def test_parts_are_taken_again_while_they_exceed_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = iter([True, True, False])
     monkeypatch.setattr(run_model, "_parts_once", lambda *_: {"impossible": next(answers)})
-    row = run_model.parts_row(None, None, 0)  # type: ignore[arg-type]
+    bench = run_model.Bench(None, None, run_model.Settings())  # type: ignore[arg-type]
+    row = run_model.parts_row(bench, None, 0)  # type: ignore[arg-type]
     assert row == {"impossible": False} and next(answers, None) is None
     cells: dict[str, Any] = {"overhead": -0.06, "rest_ms": -1.0, "rest": 0.5, "step_ms": 10.0}
     monkeypatch.setattr(run_model, "parts_row", lambda *_: cells | {"impossible": True,

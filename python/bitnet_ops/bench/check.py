@@ -63,7 +63,7 @@ def run(
             for threads in settings.threads:
                 progress(f"{goal.title}, {threads} thread(s)")
                 figures[goal.id, threads] = _measure_until_valid(
-                    context, steps, goal, threads, here
+                    context, steps, goal, threads, here, 1 if settings.quick else ATTEMPTS
                 )
         with torch.inference_mode():
             limits = [context.bulk(threads).to_dict() for threads in settings.threads]
@@ -79,9 +79,10 @@ def _measure_until_valid(
     goal: Goal,
     threads: int,
     here: Machine,
+    attempts: int,
 ) -> Measured:
     """The first figure that can be believed, else the last of some; limits are taken again too."""
-    for _ in range(ATTEMPTS):
+    for _ in range(attempts):
         figure = _measure(context, steps, goal, threads)
         if verdicts.status_of(goal, here, figure) not in verdicts.VOID:
             break

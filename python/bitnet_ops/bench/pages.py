@@ -101,6 +101,10 @@ def goal_lines(checked: Report) -> list[str]:
     lines = ["### Goals", "", "In brackets: the goal does not speak of this thread count.", ""]
     lines += [*markdown_table(titles, rows), ""]
     lines += [f"{len(checked['missed'])} of the goals that bind here are missed."]
+    if checked.get("void"):
+        lines += [
+            f"{len(checked['void'])} have no figure that could be believed: others had the CPUs."
+        ]
     if absent:
         lines += ["", "Not timed here, for want of the instructions: " + "; ".join(absent) + "."]
     return lines

@@ -45,7 +45,7 @@ def _decode(row: dict[str, Any]) -> list[str]:
         number(row["step_ms"]["median"]),
         number(row["bytes_per_step"] / 1e6),
         number(row["limit_tokens_per_s"]),
-        f"{row['share']['median']:.2f}",
+        "-" if row.get("impossible") else f"{row['share']['median']:.2f}",
         "-" if row["regions"] is None else str(row["regions"]),
         "-" if row["ping_pong_ns"] is None else f"{row['ping_pong_ns']:.0f}",
         "disturbed" if row["disturbed"] else "",
@@ -82,7 +82,7 @@ def _parts(row: dict[str, Any]) -> list[str]:
         number(row["limit_ms"]),
         *(number(value) for value in row["parts_ms"].values()),
         f"{row['rest_ms']:.2f}",
-        "parts > step" if row["impossible"] else f"{row['overhead']:.1%}",
+        "parts > step" if row.get("impossible") else f"{row['overhead']:.1%}",
     ]
 
 
@@ -138,5 +138,6 @@ def lines(report: Report) -> list[str]:
 
 _NOTES = (
     "share = time to read the step's bytes / time of the step, both alternating in this process.",
+    "no share = faster than reading: a cache holds the model, or reading was held up.",
     "rest = the step less its kernels called one by one: norms, quantisation, dispatch, waiting.",
 )

@@ -22,7 +22,7 @@ from bitnet_ops.bench.limits import ping_pong_ns
 from bitnet_ops.bench.parts import part_runs
 from bitnet_ops.bench.pinning import unpinned, use_threads
 from bitnet_ops.bench.rivals import Rival, installed_rivals, missing
-from bitnet_ops.bench.rows import ATTEMPTS, Bulk, Row, digits, measure_bulk, summary_dict
+from bitnet_ops.bench.rows import ATTEMPTS, PLAUSIBLE, Bulk, Row, digits, measure_bulk, summary_dict
 from bitnet_ops.bench.stats import paired_ratios, summarize
 from bitnet_ops.bench.subject import PARTS, Subject
 from bitnet_ops.bench.workspace import Workspace
@@ -68,6 +68,10 @@ class Bench:
     subject: Subject
     settings: Settings
 
+    def attempts(self) -> int:
+        """How often a figure that cannot be is taken; quick: once."""
+        return 1 if self.settings.quick else ATTEMPTS
+
     def budget(self) -> Budget:
         """Of a decode figure: at least the 64 tokens of tg64, once; quick: 8."""
         least = 8 if self.settings.quick else DECODED
@@ -83,6 +87,15 @@ def read_run(bench: Bench, bulk: Bulk) -> tuple[Run, int]:
 
 
 def decode_row(bench: Bench, bulk: Bulk, batch: int, context: int) -> Row:
+    """A decode step; taken again while it is faster than reading its bytes."""
+    for _ in range(bench.attempts()):
+        row = _decode_once(bench, bulk, batch, context)
+        if not row["impossible"]:
+            break
+    return row
+
+
+def _decode_once(bench: Bench, bulk: Bulk, batch: int, context: int) -> Row:
     """A decode step beside reading as many bytes as it has to."""
     use_threads(bulk.threads)
     read, read_bytes = read_run(bench, bulk)
@@ -93,6 +106,7 @@ def decode_row(bench: Bench, bulk: Bulk, batch: int, context: int) -> Row:
     needed = bench.subject.bytes().step(batch, context + DECODED // 2)
     allowed = [s * needed / read_bytes for s in read_s]
     time, limit = summarize(step_s), summarize(allowed)
+    share = summarize(paired_ratios(allowed, step_s))
     return {
         "kind": "decode",
         "weights": bench.subject.weight_format,
@@ -104,7 +118,9 @@ def decode_row(bench: Bench, bulk: Bulk, batch: int, context: int) -> Row:
         "step_ms": summary_dict(time.scaled(1e3)),
         "bytes_per_step": needed,
         "limit_tokens_per_s": digits(batch / limit.median),
-        "share": summary_dict(summarize(paired_ratios(allowed, step_s))),
+        "share": summary_dict(share),
+        # a model that a cache holds is read faster than memory: no share, but nothing wrong
+        "impossible": share.median > PLAUSIBLE,
         "regions": regions_per_step(bench.subject),
         "steps": time.count,
         "disturbed": rounds.disturbed,
@@ -172,7 +188,7 @@ def empty_call() -> Run:
 
 def parts_row(bench: Bench, bulk: Bulk, context: int) -> Row:
     """The time of a step by layer part; taken again while the parts take longer than the step."""
-    for _ in range(ATTEMPTS):
+    for _ in range(bench.attempts()):
         row = _parts_once(bench, bulk, context)
         if not row["impossible"]:
             break
