@@ -306,7 +306,7 @@ def test_files_are_refused(tmp_path):
     with pytest.raises(LoraError, match="expected a JSON object"):
         read_adapter(folder)
     (folder / "adapter_config.json").write_text("{")
-    with pytest.raises(LoraError, match="expected JSON in"):
+    with pytest.raises(LoraError, match="expected valid JSON in"):
         read_adapter(folder)
 
 

@@ -136,8 +136,10 @@ def leads_outside(folder: Path, name: str) -> Path | None:
     The cache of the Hugging Face hub is inside: its models--*/snapshots/REVISION/ holds links into
     models--*/blobs/, which is what `huggingface_hub` downloads look like.
     """
-    root = folder.resolve()
-    real = (folder / name).resolve()
+    try:
+        root, real = folder.resolve(), (folder / name).resolve()
+    except (OSError, ValueError, RuntimeError) as error:  # a zero byte, a ring of links
+        _refuse(f"a path in {folder}", str(error))
     if real.is_relative_to(root):
         return None
     if root.parent.name == "snapshots" and real.parent == root.parent.parent / "blobs":

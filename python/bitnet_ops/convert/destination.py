@@ -37,9 +37,10 @@ def check_destination(source: Path, target: Path, *, force: bool, option: str = 
 
     `option` is the name that the caller's command line has for `force`.
     """
-    if target.resolve().is_relative_to(source.resolve()):
-        refuse("destination-in-source", f"a destination outside {source}", str(target))
     with _refusals():
+        destination.check_name(target)
+        if target.resolve().is_relative_to(source.resolve()):
+            refuse("destination-in-source", f"a destination outside {source}", str(target))
         destination.check(target, MODEL_FOLDER, replace=force, option=option)
 
 

@@ -103,11 +103,18 @@ GGUF_FILE = file_kind("a GGUF file to replace", lambda head: head.startswith(b"G
 # The rule -----------------------------------------------------------------------------------------
 
 
+def check_name(target: Path) -> None:
+    """Refuse what no file system can hold, before anything else asks for it."""
+    if "\0" in str(target):
+        raise DestinationError("destination-name", "a name without zero bytes", repr(str(target)))
+
+
 def check(target: Path, kind: Kind, *, replace: bool, option: str = "--force") -> None:
     """Refuse `target` as `new_folder` and `new_file` would, before there is any work.
 
     `option` is the name that the caller's command line has for `replace`; "" if it has none.
     """
+    check_name(target)
     if not target.parent.is_dir():
         raise DestinationError(
             "destination-parent", f"an existing folder {target.parent}", "none", "create it"
