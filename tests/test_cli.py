@@ -102,7 +102,7 @@ def test_generate_json(threads: str) -> None:
         "new_tokens": 48,
         "isa": ISAS[0],
         "threads": int(threads),
-        "kv_dtype": "float32",
+        "kv_dtype": "bfloat16",
         "weight_format": "2bit",
         "head_format": "int8",
     }

@@ -88,7 +88,7 @@ def test_the_gradient_has_the_dtype_of_x_and_is_rounded_once(dtype: torch.dtype)
 
 
 def test_the_gradient_of_a_norm_before_is_that_of_transformers() -> None:
-    """What a trained RMSNorm in front of a frozen layer gets: transformers' rounding and a matmul."""
+    """What a trained RMSNorm in front of a frozen layer gets, by transformers' rounding."""
     bitnet = pytest.importorskip("transformers.integrations.bitnet")
     layer, dense = a_layer("2bit")
     layer.bias = None

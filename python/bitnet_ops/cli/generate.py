@@ -58,7 +58,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("model")
     add_threads(group)
     kinds = ("float32", "bfloat16", "int8")
-    group.add_argument("--kv-dtype", choices=kinds, default="float32", help="default float32")
+    group.add_argument("--kv-dtype", choices=kinds, default="bfloat16", help="default bfloat16")
     group.add_argument(
         "--weight-format",
         choices=("auto", "2bit", "1.6bit", "canonical"),
