@@ -1,11 +1,12 @@
 """Every way to a ternary linear ends in the layout that the kernels read fastest, by default.
 
-The rows of a file multiply two to five times slower for more than one token, and nothing but time
+The rows of a file multiply up to five times slower for more than one token, and nothing but time
 tells. Must not know speeds: what is looked at is the layout, and that results stay.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import subprocess
 import sys
@@ -15,9 +16,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from bitnet_ops import BitLinear, load, lora, ops
+from bitnet_ops import BitLinear, _runtime, load, lora, ops
 from bitnet_ops.packing import pack_ternary
 from bitnet_ops.training.linear import TrainableBitLinear
+from isa_control import forced_isa
 
 ROOT = Path(__file__).resolve().parent.parent
 X = torch.randn(5, 200, generator=torch.Generator().manual_seed(1))
@@ -53,6 +55,18 @@ def test_an_empty_layer_is_fast_after_load_state_dict(group_size):
     rows = BitLinear(200, 48, group_size=group_size, weight_format="canonical")
     rows.load_state_dict(layer.state_dict())
     assert torch.equal(rows.weight, source.weight) and torch.equal(rows(X), source(X))
+
+
+def test_a_state_dict_of_a_fast_layer_fits_every_instruction_set():
+    layer = BitLinear.from_float(masters(), torch.arange(48.0))
+    expected, stored = layer(X), layer.state_dict()
+    for isa in _runtime.available_isas():  # of 8 and 16 lanes, where the CPU has both
+        with forced_isa(isa):
+            again = BitLinear(200, 48, bias=True)
+            again.load_state_dict(stored)
+            assert is_fast(again) and torch.equal(again(X), expected)
+    copied = copy.deepcopy(layer)
+    assert is_fast(copied) and torch.equal(copied(X), expected)
 
 
 def test_an_empty_layer_on_meta_has_the_shape_of_a_real_one():

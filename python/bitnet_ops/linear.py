@@ -32,8 +32,8 @@ class BitLinear(nn.Module):
     """y = int8(x) @ (codes * weight_scale)^T + bias; x F [..., K] -> [..., N] in x's dtype.
 
     Buffers: `weight` uint8, [N, 32 * ceil(K / 128)] where `weight_format` is "canonical", else as
-    `ops.prepack` returns it ("auto", the default, is "2bit" and several times faster for more
-    than one token; `packing.prepack` has the formats),
+    `ops.prepack` returns it ("auto", the default, is "2bit" and up to several times faster for
+    more than one token; `packing.prepack` has the formats),
     `weight_scale` f32 (multiplies), [1], [N], or [N, ceil(K / 128)] where `group_size` is 128,
     `bias` F [N] or None; `.to(dtype)` casts the bias alone, for the output has x's dtype. Gradients
     reach x and the bias (see ops.linear), never the packed weight. `state_dict` gives canonical

@@ -94,8 +94,8 @@ def apply_packed(
     """y = BitLinear(x) from an already packed weight: the call that earlier kernels offered.
 
     Args:
-        packed_weight: what `repack` returned, which is several times faster for more than one
-            token; or uint8 [out_features, 32 * ceil(in_features / 128)], packing "interleaved"
+        packed_weight: what `repack` returned, which is up to several times faster for more than
+            one token; or uint8 [out_features, 32 * ceil(in_features / 128)], packing "interleaved"
             (`bitnet_ops.ops.pack(codes)` makes it); or uint8 [out_features,
             ceil(in_features / 4)], packing "consecutive", which is repacked on every call. A
             Hugging Face tensor (uint8 [out_features / 4, in_features]) goes through
