@@ -22,7 +22,7 @@ void flush_subnormals() {}
 
 struct Results {
   bool subnormal;  // the smallest normal number halved is not zero
-  float third;     // 1 / 3, which no rounding mode but one gives
+  float third;     // 1 / 3, which two rounding modes give otherwise
   bool operator==(const Results&) const = default;
 };
 
@@ -71,8 +71,8 @@ int main() {
   in_thread("default", expected, false, [] {});
   in_thread("subnormals flushed", expected, true, flush_subnormals);
   for (const int mode : {FE_UPWARD, FE_DOWNWARD, FE_TOWARDZERO}) {
-    // 1 / 3 rounds down in float32, so to nearest is downward and toward zero as well
-    in_thread("rounding", expected, mode == FE_UPWARD, [mode] { std::fesetround(mode); });
+    // to nearest, 1 / 3 is rounded up in float32: upward gives the same
+    in_thread("rounding", expected, mode != FE_UPWARD, [mode] { std::fesetround(mode); });
   }
   return finish("test_float_state");
 }
