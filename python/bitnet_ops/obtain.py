@@ -216,7 +216,7 @@ def _convert(source: Path, target: Path, why: str) -> None:
     `why`: what is wrong with what is there, if anything is.
     """
     from bitnet_ops.convert import convert, convert_gguf
-    from bitnet_ops.convert.console import progress_bar
+    from bitnet_ops.convert.progress import progress_bar
 
     for left in target.parent.glob(f".{target.name}.making-*"):  # of a process that was killed
         shutil.rmtree(left, ignore_errors=True)

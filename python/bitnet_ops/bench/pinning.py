@@ -95,7 +95,9 @@ def free_all(allowed: list[int]) -> None:
 
 def one_of_each_core_first(cpus: list[int], root: Path = Path("/")) -> list[int]:
     """The CPUs in an order in which siblings of a physical core come after one of each core."""
-    first, siblings, seen = [], [], set()
+    first: list[int] = []
+    siblings: list[int] = []
+    seen: set[str] = set()
     for cpu in cpus:
         path = root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
         try:

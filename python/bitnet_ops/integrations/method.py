@@ -168,7 +168,7 @@ class BitNetLinearMethod:
                 "over its inputs takes its rank's columns only"
             )
         weight, scale = parameters["weight"], parameters["weight_scale"]
-        y: Tensor = _LINEAR(x, weight, scale, bias, state.out_features)
+        y: Tensor = _LINEAR(x, weight, scale, bias, state.out_features, state.in_features)
         return y
 
     def repack(
