@@ -1,4 +1,5 @@
-// The peak of the matrix unit: how many multiply-adds an iteration is, and that they are done.
+// The peak of the matrix unit: how many multiply-adds an iteration is, and that they are done, with
+// native tiles or with emulated ones.
 // Must not know how long they take.
 #include <string>
 
