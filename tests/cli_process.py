@@ -1,4 +1,7 @@
-"""The command line in a process of its own, with pipes or at a pseudo-terminal."""
+"""The command line in a process of its own, with pipes or at a pseudo-terminal.
+
+It must not know what the commands say.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +63,16 @@ class Terminal:
         os.close(self._master)
 
     def send(self, keys: str) -> None:
-        os.write(self._master, keys.encode())
+        """Type `keys`; Ctrl-C a moment later, once the process waits for keys.
+
+        Python notices a signal that comes between readline's prompt and its wait at the next key.
+        """
+        before, _, after = keys.partition(CTRL_C)
+        if before:
+            os.write(self._master, before.encode())
+        if CTRL_C in keys:
+            time.sleep(0.3)
+            os.write(self._master, (CTRL_C + after).encode())
 
     def wait_for(self, text: str, timeout: float = 120) -> str:
         """What is shown from here up to `text`, which must come."""

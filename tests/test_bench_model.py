@@ -32,7 +32,7 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 @pytest.fixture(scope="module")
 def small_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str, Path]:
-    """The command line as a user runs it: (JSON, stdout, folder of plots)."""
+    """The command line as a user runs it: (JSON, what it printed, folder of plots)."""
     folder = tmp_path_factory.mktemp("bench-model")
     arguments = ["bench", "model", "--dummy", "tiny", "--quick", "--prompts", "16"]
     arguments += ["--contexts", "0,8", "--batches", "1,2", "--threads", "1,2"]
@@ -42,7 +42,8 @@ def small_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any],
         [sys.executable, "-m", "bitnet_ops", *arguments], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    return json.loads((folder / "out.json").read_text()), done.stdout, folder / "plots"
+    said = done.stdout + done.stderr
+    return json.loads((folder / "out.json").read_text()), said, folder / "plots"
 
 
 def rows(report: dict[str, Any], kind: str) -> list[dict[str, Any]]:

@@ -1,4 +1,7 @@
-"""`bitnet-ops chat` as somebody at a terminal meets it: keys, commands, several lines; scripts."""
+"""`bitnet-ops chat` as somebody at a terminal meets it: keys, commands, several lines; scripts.
+
+It must not know which text a model writes.
+"""
 
 from __future__ import annotations
 

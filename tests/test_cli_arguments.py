@@ -1,4 +1,7 @@
-"""Options mean the same in every command, have the names of the field, and errors one style."""
+"""Options mean the same in every command, have the names of the field, and errors one style.
+
+It must not know what the commands do.
+"""
 
 from __future__ import annotations
 

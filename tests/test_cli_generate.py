@@ -1,4 +1,7 @@
-"""`bitnet-ops generate`: which is the model and which the text, why it ended, broken bytes."""
+"""`bitnet-ops generate`: which is the model and which the text, why it ended, broken bytes.
+
+It must not know which text a model writes.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Commands about models: inspect on a narrow terminal, a dummy that talks, bench of one's own."""
+"""Commands about models: inspect on a narrow terminal, a dummy that talks, bench of one's own.
+
+It must not know how fast anything is.
+"""
 
 from __future__ import annotations
 

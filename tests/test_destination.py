@@ -22,7 +22,7 @@ import pytest
 
 import hf_writer
 from bitnet_ops import dummy, training
-from bitnet_ops.bench import command, plots, report
+from bitnet_ops.bench import command, plots, report, run_ops
 from bitnet_ops.cli import main
 from bitnet_ops.convert import ConvertError, convert, hf
 from bitnet_ops.convert.gguf_export import export_gguf
@@ -258,13 +258,13 @@ def test_long_names(tmp_path: Path) -> None:
 
 
 def run_bench(target: Path, monkeypatch: pytest.MonkeyPatch, force: bool) -> None:
-    """`bench ops --json`, the measuring itself left out."""
+    """`bench ops --output`, the measuring itself left out."""
     made = {"schema": report.SCHEMA, "ok": True}
-    monkeypatch.setattr(command.run_ops, "run", lambda settings, progress: dict(made))
-    monkeypatch.setattr(command.report, "print_report", lambda result: None)
+    monkeypatch.setattr(run_ops, "run", lambda settings, progress: dict(made))
+    monkeypatch.setattr(report, "print_report", lambda result: None)
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
-    options = ["ops", "--quick", "--json", str(target), *(["--force"] if force else [])]
+    options = ["ops", "--quick", "--output", str(target), *(["--force"] if force else [])]
     assert command.run(parser.parse_args(options)) == 0
 
 
@@ -280,24 +280,24 @@ def run_plots(target: Path, monkeypatch: pytest.MonkeyPatch, force: bool) -> Non
 def writers(
     source: Path, masters: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> dict[str, Callable[[Path, bool], object]]:
-    options = {"force": True}
+    options = {"assume_trained": True}
 
     def trained(target: Path, force: bool) -> None:
         training.export(training.load_for_training(masters), target, form="bin", force=force)
 
     return {
         "convert": lambda t, force: convert(source, t, force=force),
-        "quantize": lambda t, force: quantize(masters, t, replace=force, **options),
+        "quantize": lambda t, force: quantize(masters, t, force=force, **options),
         "dummy": lambda t, force: dummy.write("tiny", t, force=force),
         "training.export": trained,
         "export": lambda t, force: export_gguf(DEMO_DIR, t, tokenizer=False, force=force),
-        "bench --json": lambda t, force: run_bench(t, monkeypatch, force),
+        "bench --output": lambda t, force: run_bench(t, monkeypatch, force),
         "bench --plots": lambda t, force: run_plots(t.with_suffix(".png"), monkeypatch, force),
     }
 
 
 COMMANDS = ("convert", "quantize", "dummy", "training.export", "export")
-COMMANDS += ("bench --json", "bench --plots")
+COMMANDS += ("bench --output", "bench --plots")
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -328,7 +328,7 @@ def test_dummy_does_not_overwrite_a_converted_model(
 ) -> None:
     convert(source, tmp_path / "my-demo")
     before = tree(tmp_path)
-    assert main(["dummy", "tiny", str(tmp_path / "my-demo")]) == 2
+    assert main(["dummy", "tiny", str(tmp_path / "my-demo")]) == 1
     assert "destination-exists" in capsys.readouterr().err and tree(tmp_path) == before
 
 
@@ -356,7 +356,7 @@ def test_of_three_at_once_one_says_that_it_wrote(source: Path, tmp_path: Path) -
         for _ in range(3)
     ]
     done = [(process.communicate(timeout=120), process.returncode) for process in running]
-    assert sorted(status for _, status in done) == [0, 2, 2], done
+    assert sorted(status for _, status in done) == [0, 1, 1], done
     for (_, stderr), status in done:
         if status:
             assert "destination-busy" in stderr or "destination-exists" in stderr

@@ -175,7 +175,7 @@ def test_what_transformers_has_no_class_for_is_not_written_for_it(name, tmp_path
     """Training and packed folders run through transformers, which would drop the norms."""
     source = hf_writer.write_checkpoint(tmp_path / "source", CASES[name].family)
     with pytest.raises(ConvertError, match="--form bin") as caught:
-        quantize(source, tmp_path / "out", form="packed", force=True)
+        quantize(source, tmp_path / "out", form="packed", assume_trained=True)
     assert caught.value.code == "packed-form"
     with pytest.raises(TrainingError, match="other norms than"):
         load_for_training(source)

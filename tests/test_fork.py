@@ -57,7 +57,7 @@ def body():
     regions = _runtime.region_count()
     some = ops.linear(x, weight, scale)[0, :8]  # little: torch itself does not know of the fork
     return some.eq(0).all() and _runtime.region_count() == regions
-print(finish(ctypes.CDLL(None).fork(), body))
+print(finish(ctypes.PyDLL(None).fork(), body))
 """)
     assert out == "0\n"
     assert err.count("bitnet_ops: this process was forked") == 1 and err.count("\n") == 1

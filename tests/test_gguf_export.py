@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 import bitnet_ops
 import rounding_ties
 from bitnet_ops.cli import main
-from bitnet_ops.convert import ConvertError, convert, convert_gguf
+from bitnet_ops.convert import ConvertError, convert, convert_gguf, gguf_export
 from bitnet_ops.convert.gguf_export import export_gguf
 from bitnet_ops.formats.gguf import Reader as GgufReader
 from bitnet_ops.formats.sglbitnt import Reader, Writer
@@ -314,6 +314,16 @@ def test_scales_of_groups(tmp_path: Path) -> None:
     with pytest.raises(ConvertError, match="cannot hold it") as caught:
         export_gguf(tmp_path / "m.bin", tmp_path / "x.gguf", type="tq2_0", tokenizer=False)
     assert caught.value.code == "group-scales"
+
+
+def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(gguf_export._Export, "write", full)
+    with pytest.raises(ConvertError, match="No space left on device") as caught:
+        export_gguf(DEMO_DIR, tmp_path / "x.gguf", tokenizer=False)
+    assert caught.value.code == "write-failed" and list(tmp_path.iterdir()) == []
 
 
 def test_files_in_the_way(tmp_path: Path) -> None:

@@ -139,7 +139,7 @@ REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     ),
     "a leftover scale": (
         lambda: changed(**{LAYER + "_scale": torch.ones(1)}),
-        f"unknown: {LAYER}_scale",
+        f"{LAYER}_scale to repeat the scale",
     ),
     "rows too few": (lambda: changed(**{LAYER: zeros(252, 512)}), "256 rows, got 252"),
     "columns too many": (lambda: changed(**{LAYER: zeros(256, 640)}), LAYER),
@@ -245,7 +245,7 @@ def test_paths_that_hold_no_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "JSON object"),
+        ("{", "valid JSON"),
         ("[]", "JSON object"),
         ('{"eos_token_id": "x"}', "ids below vocab_size"),
         ('{"eos_token_id": [1, 260]}', "ids below vocab_size 260"),

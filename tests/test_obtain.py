@@ -165,7 +165,7 @@ def test_the_command_line(
     folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv(cache_files.ENVIRONMENT, str(cache))
-    assert main(["generate", str(folder), "ab", "-n", "3", "--no-convert"]) == 2
+    assert main(["generate", str(folder), "ab", "-n", "3", "--no-convert"]) == 1
     assert "convert it first" in capsys.readouterr().err and not cache.exists()
     texts = []
     for _ in range(2):
@@ -430,7 +430,7 @@ def test_without_the_library(
     cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    assert main(["generate", "org/name", "a prompt"]) == 2
+    assert main(["generate", "org/name", "a prompt"]) == 1
     error = capsys.readouterr().err
     assert "pip install 'bitnet-ops[hub]', or download it" in error and error.count("\n") == 1
 

@@ -140,7 +140,7 @@ def test_a_model_may_move_and_keeps_its_cache(
 def test_a_changed_model_gets_another_file(model_dir: Path, cache: Path, tmp_path: Path) -> None:
     first = load(model_dir, cache=cache)
     times = os.stat(model_dir / MODEL_FILE)
-    dummy.write("tiny", model_dir, seed=1)
+    dummy.write("tiny", model_dir, seed=1, force=True)
     os.utime(model_dir / MODEL_FILE, ns=(times.st_atime_ns, times.st_mtime_ns))
     second = load_without_warning(model_dir, cache=cache)  # same size, same time, other data
     assert len(files(cache)) == 2 and tokens(first) != tokens(second)

@@ -57,7 +57,7 @@ def test_links_out_of_a_checkpoint_are_not_followed(
 ) -> None:
     (source / name).replace(tmp_path / "elsewhere")
     (source / name).symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(ConvertError, match=f"link-outside.*{name}.*a link out of it") as caught:
+    with pytest.raises(ConvertError, match=f"{name}.*a link out of it.*link-outside") as caught:
         convert(source, tmp_path / "out")
     assert caught.value.code == "link-outside" and not (tmp_path / "out").exists()
 
@@ -136,7 +136,7 @@ def test_every_json_file_is_read_that_way(text: str, source: Path, tmp_path: Pat
     with pytest.raises(LoraError, match="nested at most 64 deep"):
         read_adapter(folder)
     (source / "config.json").write_text(text)
-    with pytest.raises(ConvertError, match="config-json.*nested at most 64 deep"):
+    with pytest.raises(ConvertError, match="nested at most 64 deep.*config-json"):
         convert(source, tmp_path / "out")
 
 
@@ -244,7 +244,7 @@ def test_they_are_refused_at_convert(source: Path, tmp_path: Path) -> None:
     config = json.loads((source / "config.json").read_text())
     for change in ({"rms_norm_eps": 1e308}, {"rope_scaling": {"factor": 8.0}}):
         (source / "config.json").write_text(json.dumps({**config, **change}))
-        with pytest.raises(ConvertError, match=f"unsupported-model.*{next(iter(change))}"):
+        with pytest.raises(ConvertError, match=f"{next(iter(change))}.*unsupported-model"):
             convert(source, tmp_path / "out")
 
 
@@ -254,7 +254,7 @@ def test_they_are_refused_at_convert(source: Path, tmp_path: Path) -> None:
 def test_printable() -> None:
     assert printable("plain – ü 日本 \xa0") == "plain – ü 日本 \xa0"
     shown = printable("\x1b[2J\n\x9b\u202e\u2028\udcff\x7f")
-    assert shown == r"\x1b[2J\x0a\x9b\u202e\u2028\udcff\x7f"
+    assert shown == r"\x1b[2J\n\x9b\u202e\u2028\udcff\x7f"
 
 
 def test_control_characters_in_paths_and_files_are_escaped(
@@ -266,7 +266,7 @@ def test_control_characters_in_paths_and_files_are_escaped(
         if command[0] == "dummy":
             (tmp_path / "\x1b").touch()
             target = tmp_path / "\x1b"
-        assert main([*command, str(target), *rest]) == 2
+        assert main([*command, str(target), *rest]) == 1
         err = capsys.readouterr().err
         assert "\\x1b" in err and err.rstrip("\n").isprintable(), err
     config = json.loads((source / "config.json").read_text())
@@ -289,11 +289,11 @@ def test_control_characters_in_paths_and_files_are_escaped(
         ["generate", "hi", "--lora", "a\0"],
         ["embed", "a\0", "hi"],
         ["dummy", "tiny", "a\0"],
-        ["bench", "ops", "--json", "a\0"],
+        ["bench", "ops", "--output", "a\0"],
     ],
 )
 def test_zero_bytes_in_paths(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(arguments) == 2
+    assert main(arguments) in (1, 2)  # 2 where the argument is known to be wrong at once
     err = capsys.readouterr().err
     assert err.count("\n") == 1 and "\0" not in err and "expected" in err
 
@@ -313,11 +313,11 @@ def run(command: str, *arguments: str, **options: Any) -> subprocess.CompletedPr
 
 def test_bytes_that_are_no_utf8() -> None:
     done = run(r"printf 'ab\377' | " + '"$0" -m bitnet_ops generate - -n 1')
-    assert done.returncode == 2 and done.stderr.count(b"\n") == 1 and done.stdout == b""
-    assert b"expected UTF-8 in standard input, got byte 0xff at offset 2" in done.stderr
+    assert done.returncode == 1 and done.stderr.count(b"\n") == 1 and done.stdout == b""
+    assert b"stdin: expected UTF-8 text, got the byte 0xff at offset 2" in done.stderr
     done = run('"$0" -m bitnet_ops generate "$(printf \'\\303\\251\\376\')" -n 1')
-    assert done.returncode == 2 and done.stderr.count(b"\n") == 1
-    assert b"expected UTF-8 in PROMPT, got byte 0xfe at offset 2" in done.stderr
+    assert done.returncode == 1 and done.stderr.count(b"\n") == 1
+    assert b"prompt: expected UTF-8 text, got the byte 0xfe at offset 2" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -326,15 +326,15 @@ def test_bytes_that_are_no_utf8() -> None:
         ("generate hi -n 2", 0),
         ("generate hi -n 2 --json", 0),
         ("chat", 0),
-        ("embed x hi", 2),
-        ("convert a b", 2),
-        ("export a b", 2),
-        ("quantize a b", 2),
-        ("verify a b", 2),
-        ("inspect a", 2),
+        ("embed x hi", 1),
+        ("convert a b", 1),
+        ("export a b", 1),
+        ("quantize a b", 1),
+        ("verify a b", 1),
+        ("inspect a", 1),
         ("doctor", 0),
         ("dummy tiny made", 0),
-        ("bench ops --json /no/x", 2),
+        ("bench ops --output /no/x", 2),
         ("--version", 0),
         ("--help", 0),
     ],

@@ -1,5 +1,6 @@
 // The floating-point state that ops compute in: the default inside, the caller's afterwards, on
-// every thread by itself, also when an exception leaves. Must not know ops or kernels.
+// every thread by itself, also when an exception leaves.
+// Must not know ops or kernels.
 #include "runtime/float_state.h"
 
 #include <cfenv>

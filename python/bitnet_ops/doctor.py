@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from bitnet_ops import _runtime, machine
-from bitnet_ops.integrations import sglang
 
 SCHEMA_VERSION = 1
 _GIB = 1 << 30
@@ -50,6 +49,8 @@ def run(args: argparse.Namespace) -> int:
 def collect() -> Facts:
     """Every fact, and the problems found in them, as JSON-ready values."""
     import torch
+
+    from bitnet_ops.integrations import sglang
 
     facts: Facts = {"schema": "bitnet_ops.doctor", "schema_version": SCHEMA_VERSION}
     facts["package"] = {

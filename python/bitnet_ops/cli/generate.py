@@ -63,20 +63,20 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         "--weight-format",
         choices=("auto", "2bit", "1.6bit", "canonical"),
         default="auto",
-        help="layout of ternary weights in memory; the text is the same (default auto: 2bit)",
+        help="layout of ternary weights in memory; same text (default auto: 2bit)",
     )
     group.add_argument(
         "--cache",
         metavar="DIR",
         type=non_empty,
-        help="keep the prepared model in a file in DIR for later runs; auto: in the user's cache "
-        "directory (default: BITNET_OPS_CACHE if set, else none; safe to delete)",
+        help="keep the prepared model in DIR for later runs; auto: in the user's cache directory "
+        "(default: BITNET_OPS_CACHE if set, else none)",
     )
     group.add_argument(
         "--no-convert",
         dest="convert",
         action="store_false",
-        help="take converted models alone; others are converted once and kept in the cache",
+        help="take converted models alone; others are converted once, into the cache",
     )
     group.add_argument(
         "--lora", metavar="DIR", help="run the LoRA adapter of a PEFT directory beside the model"

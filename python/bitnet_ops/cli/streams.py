@@ -6,11 +6,16 @@ It must not know any command.
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import signal
 import sys
 from types import FrameType
 from typing import NoReturn
+
+
+class ClosedStdin(io.TextIOWrapper):
+    """/dev/null in place of a standard input that was closed before we began, to be told apart."""
 
 
 def prepare(*, own_process: bool) -> None:
@@ -40,38 +45,8 @@ def _open_closed_streams() -> None:
         pass
     os.close(descriptor)
     if sys.stdin is None:
-        sys.stdin = open(0, encoding="utf-8", closefd=False)
+        sys.stdin = ClosedStdin(open(0, "rb", buffering=0, closefd=False), encoding="utf-8")
     if sys.stdout is None:
         sys.stdout = open(1, "w", encoding="utf-8", closefd=False)
     if sys.stderr is None:
         sys.stderr = open(2, "w", encoding="utf-8", closefd=False)
-
-
-def read_stdin(command: str) -> str:
-    """All of standard input as UTF-8 text; ValueError names the first byte that is none."""
-    buffer = getattr(sys.stdin, "buffer", None)
-    if buffer is None:  # a stand-in that has text already
-        return sys.stdin.read()
-    data = buffer.read()
-    try:
-        return str(data.decode("utf-8")).replace("\r\n", "\n")
-    except UnicodeDecodeError as error:
-        raise _not_utf8(command, "standard input", data[error.start], error.start) from None
-
-
-def utf8_argument(command: str, name: str, text: str) -> str:
-    """`text`, an argument of the command line; ValueError if it was no UTF-8."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        before = text[: error.start].encode("utf-8")
-        byte = os.fsencode(text[error.start])[0]
-        raise _not_utf8(command, name, byte, len(before)) from None
-    return text
-
-
-def _not_utf8(command: str, name: str, byte: int, offset: int) -> ValueError:
-    return ValueError(
-        f"{command}: expected UTF-8 in {name}, got byte 0x{byte:02x} at offset {offset}; "
-        "convert the text, for instance with iconv"
-    )

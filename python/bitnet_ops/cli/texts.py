@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 import sys
 
+from bitnet_ops.cli.streams import ClosedStdin
+
 _ESCAPED = re.compile("[\udc80-\udcff]")  # how Python carries a byte that is no UTF-8
 
 
@@ -40,7 +42,7 @@ def checked(text: str, where: str) -> str:
 
 def read_stdin() -> str:
     """All of standard input as text."""
-    if sys.stdin is None:
+    if sys.stdin is None or isinstance(sys.stdin, ClosedStdin):
         raise TextError("stdin: expected text, got a closed stream; give the text as an argument")
     buffer = getattr(sys.stdin, "buffer", None)
     if buffer is None:  # replaced by a stream of text

@@ -103,9 +103,9 @@ def export_gguf(
                 keys, remarks = vocabulary_keys(source.parent, export.model)
             export.write(made, target.stem, keys, progress)
     except (SglbitntError, UnsupportedModelError, TensorError) as error:
-        raise ConvertError("export-source", f"export [export-source]: {error}") from error
+        raise ConvertError("export-source", f"export: {error}") from error
     except GgufError as error:
-        raise ConvertError("write-failed", f"export [write-failed]: {error}") from error
+        raise ConvertError("write-failed", f"export: {error}") from error
     except OSError as error:
         refuse("write-failed", f"to write {target}", str(error), "nothing was kept")
     if export.rounding:

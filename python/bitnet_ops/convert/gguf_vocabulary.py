@@ -91,7 +91,7 @@ def _object(path: Path) -> dict[str, Any]:
     try:
         return read_json_object(path) if path.is_file() else {}
     except UntrustedFileError as error:
-        raise ConvertError("tokenizer-broken", f"export [tokenizer-broken]: {error}") from None
+        raise ConvertError("tokenizer-broken", f"export: {error}") from None
 
 
 def _frame(

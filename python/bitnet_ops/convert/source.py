@@ -29,8 +29,8 @@ _INDEX_LIMIT_BYTES = 16 << 20
 _HEADER_LIMIT_BYTES = 16 << 20  # of one safetensors file
 _MAX_TENSORS = 1 << 16
 # Pages that were read stay in memory as long as their mapping does, and mapping a file anew parses
-# its header: after so many bytes that is worth while.
-_REMAP_BYTES = 64 << 20
+# its header: once so many bytes a byte of header were read, that costs little beside reading them.
+_REMAP_SHARE = 16
 
 
 @dataclass(frozen=True)
@@ -202,7 +202,8 @@ class _Shard:
 
     def __init__(self, path: Path) -> None:
         self._path, self._stamp = path, _stamp(path)
-        self._handle, self._read_bytes = _safe_open(path), 0
+        self._handle, self._header_bytes = _safe_open(path)
+        self._read_bytes = 0
 
     def keys(self) -> list[str]:
         return list(self._handle.keys())
@@ -218,8 +219,9 @@ class _Shard:
                 "another size, time or file",
                 "convert again once nothing writes to it",
             )
-        if self._read_bytes > _REMAP_BYTES:
-            self._handle, self._read_bytes = _safe_open(self._path), 0
+        if self._read_bytes > _REMAP_SHARE * self._header_bytes:
+            self._handle, self._header_bytes = _safe_open(self._path)
+            self._read_bytes = 0
         tensor: torch.Tensor = self._handle.get_tensor(name)
         self._read_bytes += tensor.nbytes
         return tensor
@@ -234,13 +236,14 @@ def _stamp(path: Path) -> tuple[int, ...] | None:
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
-def _safe_open(path: Path) -> Any:
+def _safe_open(path: Path) -> tuple[Any, int]:
+    """The handle of a safetensors file, and the size of its header."""
     try:
         with path.open("rb") as file:
             header = int.from_bytes(file.read(8), "little")
         if header > _HEADER_LIMIT_BYTES:
             raise OSError(f"a header of {header} bytes, more than {_HEADER_LIMIT_BYTES}")
-        return safe_open(str(path), framework="pt")
+        return safe_open(str(path), framework="pt"), header
     except (SafetensorError, OSError) as error:
         refuse(
             "safetensors-corrupt",
