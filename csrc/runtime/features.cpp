@@ -139,19 +139,29 @@ namespace {
 
 std::atomic<bool> g_amx_refused{false};
 
+// A pretended unit needs nobody's permission, but is asked for all the same.
+constexpr bool kPretendedTiles = (uint64_t{BITNET_PRETENDED_FEATURES} & kAmxTile) != 0;
+std::atomic<bool> g_pretended_granted{false};
+
+bool amx_granted() {
+  return kPretendedTiles ? g_pretended_granted.load() : reports_tile_data(kArchGetXcompPerm);
+}
+
+bool ask_for_amx() {
+  if (kPretendedTiles) return g_pretended_granted = true;
+  return syscall(SYS_arch_prctl, kArchReqXcompPerm, kXfeatureTileData) == 0;
+}
+
 }  // namespace
 
 AmxPermission amx_permission() {
   if ((cpu_features() & kAmxTile) == 0) return AmxPermission::kNone;
-  if (reports_tile_data(kArchGetXcompPerm)) return AmxPermission::kGranted;
+  if (amx_granted()) return AmxPermission::kGranted;
   return g_amx_refused ? AmxPermission::kRefused : AmxPermission::kNotRequested;
 }
 
 bool request_amx_permission() {
-  if (amx_permission() == AmxPermission::kNotRequested &&
-      syscall(SYS_arch_prctl, kArchReqXcompPerm, kXfeatureTileData) != 0) {
-    g_amx_refused = true;
-  }
+  if (amx_permission() == AmxPermission::kNotRequested && !ask_for_amx()) g_amx_refused = true;
   return amx_permission() == AmxPermission::kGranted;
 }
 
