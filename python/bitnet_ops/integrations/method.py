@@ -146,9 +146,9 @@ class BitNetLinearMethod:
         `plain.apply_packed` has it. x has any number of leading dimensions; the result has x's
         dtype. In the engines' form x is bfloat16 or float32.
         """
-        if isinstance(layer, nn.Module):
-            return self.apply_layer(layer, *args, **kwargs)
-        return self._apply_plain(layer, *args, **kwargs)
+        if isinstance(layer, Tensor):
+            return self._apply_plain(layer, *args, **kwargs)
+        return self.apply_layer(layer, *args, **kwargs)
 
     def apply_layer(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """y = BitLinear(x) with the layer's parameters; see `apply`.
@@ -161,14 +161,16 @@ class BitNetLinearMethod:
         dtype = x.dtype
         if dtype is not _BFLOAT16 and dtype is not _FLOAT32:
             check_activation_dtype(dtype, self.name)
-        # The op sees only the padded K of the packed rows, so the true K is checked here.
-        if x.size(-1) != state.in_features:
-            raise ValueError(
-                f"apply: expected x [..., {state.in_features}], got {list(x.shape)}; a layer split "
-                "over its inputs takes its rank's columns only"
-            )
         weight, scale = parameters["weight"], parameters["weight_scale"]
-        y: Tensor = _LINEAR(x, weight, scale, bias, state.out_features, state.in_features)
+        try:
+            y: Tensor = _LINEAR(x, weight, scale, bias, state.out_features, state.in_features)
+        except RuntimeError:
+            if x.shape[-1:] != (state.in_features,):  # in the words of a layer
+                raise ValueError(
+                    f"apply: expected x [..., {state.in_features}], got {list(x.shape)}; a layer "
+                    "split over its inputs takes its rank's columns only"
+                ) from None
+            raise
         return y
 
     def repack(
