@@ -412,7 +412,9 @@ def _overlap(text: str, stop: str) -> int:
 
 
 class Conversation:
-    """Messages and the cache that holds them: only what is new is run.
+    """Messages and the cache that holds them: what the new prompt begins with is not run again.
+
+    How much that is, the chat template decides: it may write an answer otherwise than it was made.
 
     `messages` is the history, a list of {"role", "content"}; it may be edited between turns. The
     oldest turns leave it when the model's context is full: `dropped` says how many messages the
