@@ -20,6 +20,7 @@ from bitnet_ops.formats import renames
 from bitnet_ops.formats.sglbitnt import Reader
 from hf_writer import FAMILIES
 from isa_control import torch_threads
+from slow_conversion import SLOW
 
 ROOT = Path(__file__).parent.parent
 
@@ -84,23 +85,9 @@ def test_interruption_leaves_nothing(error, tmp_path):
     assert leftovers(tmp_path) == []
 
 
-_SLOW = """
-import sys, time
-from bitnet_ops.cli import main
-from bitnet_ops.convert import hf
-add = hf.Writer.add_packed
-def slow(*args, **options):
-    add(*args, **options)
-    print("tensor", flush=True)
-    time.sleep(60)
-hf.Writer.add_packed = slow
-sys.exit(main(["convert", *sys.argv[1:]]))
-"""
-
-
 def test_control_c_in_the_command_leaves_nothing(tmp_path):
     source = write(tmp_path, FAMILIES["bitnet-offline"])
-    command = [sys.executable, "-c", _SLOW, str(source), str(tmp_path / "out")]
+    command = [sys.executable, "-c", SLOW, "convert", str(source), str(tmp_path / "out")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout.readline() == b"tensor\n"
         assert len(leftovers(tmp_path)) == 2, "the folder it is built in, and its lock"

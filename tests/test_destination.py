@@ -32,6 +32,7 @@ from bitnet_ops.formats.destination import DestinationError
 from bitnet_ops.language_model import DEMO_DIR
 from hf_writer import FAMILIES
 from isa_control import torch_threads
+from slow_conversion import SLOW
 
 OFFLINE, ONLINE = FAMILIES["bitnet-offline"], FAMILIES["bitnet-online"]
 
@@ -364,23 +365,9 @@ def test_of_three_at_once_one_says_that_it_wrote(source: Path, tmp_path: Path) -
     assert json.loads((tmp_path / "out" / "report.json").read_text())["tensors"] == 24
 
 
-_SLOW = """
-import sys, time
-from bitnet_ops.cli import main
-from bitnet_ops.convert import hf
-add = hf.Writer.add_packed
-def slow(*args, **options):
-    add(*args, **options)
-    print("tensor", flush=True)
-    time.sleep(60)
-hf.Writer.add_packed = slow
-sys.exit(main())
-"""
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_termination_leaves_nothing(number: signal.Signals, source: Path, tmp_path: Path) -> None:
-    command_line = [sys.executable, "-c", _SLOW, "convert", str(source), str(tmp_path / "out")]
+    command_line = [sys.executable, "-c", SLOW, "convert", str(source), str(tmp_path / "out")]
     with subprocess.Popen(command_line, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stdout.readline() == b"tensor\n"
         assert os.listdir(tmp_path)

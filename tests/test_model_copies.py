@@ -17,31 +17,23 @@ import torch
 
 import bitnet_ops
 from bitnet_ops import dummy
-from bitnet_ops.formats.sglbitnt import MODEL_FILE, Reader, Writer
+from bitnet_ops.formats.sglbitnt import MODEL_FILE
 from bitnet_ops.kv_cache import KVCache
 from bitnet_ops.models import Decoder
+from cached_models import rewritten
+
+
+def version_1(model: Path) -> Path:
+    return rewritten(model / MODEL_FILE, model.with_name("v1.bin"), 1)
+
 
 OPEN: dict[str, Callable[[Path, Path], Decoder]] = {
     "demo": lambda model, cache: bitnet_ops.load().model,
     "demo/stored head": lambda model, cache: bitnet_ops.load(head_format="stored").model,
     "mapped rows": lambda model, cache: bitnet_ops.load(model, weight_format="canonical").model,
     "prepared": lambda model, cache: [bitnet_ops.load(model, cache=cache) for _ in "ab"][1].model,
-    "version 1": lambda model, cache: bitnet_ops.load(version_1(model, cache)).model,
+    "version 1": lambda model, cache: bitnet_ops.load(version_1(model)).model,
 }
-
-
-def version_1(model: Path, cache: Path) -> Path:
-    reader = Reader(model / MODEL_FILE)
-    names = list(reader.tensors)
-    cache.mkdir()
-    with Writer(cache / "v1.bin", reader.config, len(names), names, version=1) as writer:
-        for name, info in reader.tensors.items():
-            if info.packed:
-                assert info.scale is not None and info.in_features is not None
-                writer.add_packed(name, reader.tensor(name), info.scale, info.in_features)
-            else:
-                writer.add_dense(name, reader.tensor(name))
-    return cache / "v1.bin"
 
 
 @pytest.fixture(params=OPEN)

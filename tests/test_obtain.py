@@ -13,7 +13,6 @@ import stat
 import subprocess
 import sys
 import types
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from bitnet_ops.engine import Limits
 from bitnet_ops.hub import HubError
 from bitnet_ops.language_model import LanguageModel, load
 from bitnet_ops.obtain import LoadError
+from cached_models import load_without_warning
 from gguf_models import model_file
 from hf_writer import FAMILIES, make_network, write_checkpoint
 
@@ -70,12 +70,6 @@ def tokens(lm: LanguageModel) -> list[int]:
     return lm.engine.generate([[1, 2, 3]], limits=Limits(8))[0].token_ids
 
 
-def quiet(*args: Any, **options: Any) -> LanguageModel:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        return load(*args, **options)
-
-
 def made(cache: Path) -> list[Path]:
     """The conversions in the cache: what is no lock."""
     return sorted(p for p in (cache / "converted").iterdir() if p.suffix != ".lock")
@@ -90,7 +84,7 @@ def test_a_checkpoint_folder(
     convert(folder, tmp_path / "by hand")
     expected = load(tmp_path / "by hand")
     for _ in range(2):
-        lm = quiet(folder, cache=cache)
+        lm = load_without_warning(folder, cache=cache)
         assert tokens(lm) == tokens(expected) and lm.tokenizer.encode("ab") == expected.encode("ab")
         assert lm.stop_ids == expected.stop_ids
         state, own = expected.model.state_dict(), lm.model.state_dict()
@@ -104,11 +98,11 @@ def test_a_gguf_file_and_a_folder_with_one(
 ) -> None:
     convert_gguf(gguf_file, tmp_path / "by hand")
     expected = tokens(load(tmp_path / "by hand"))
-    assert tokens(quiet(gguf_file, cache=cache)) == expected
+    assert tokens(load_without_warning(gguf_file, cache=cache)) == expected
     alone = tmp_path / "alone"
     alone.mkdir()
     shutil.move(gguf_file, alone / gguf_file.name)
-    assert tokens(quiet(alone, cache=cache)) == expected
+    assert tokens(load_without_warning(alone, cache=cache)) == expected
     assert conversions[0] == gguf_file
     assert all(p.name.startswith("some_model-") for p in made(cache))
     shutil.copy(alone / gguf_file.name, alone / "other.gguf")
@@ -122,9 +116,12 @@ def test_a_converted_model_is_taken_as_it_is(
     convert(folder, tmp_path / "by hand")
     for path in (tmp_path / "by hand", tmp_path / "by hand" / "model.bin"):
         for strict in (True, False):
-            assert quiet(path, cache=cache, convert=strict).path == tmp_path / "by hand/model.bin"
+            assert (
+                load_without_warning(path, cache=cache, convert=strict).path
+                == tmp_path / "by hand/model.bin"
+            )
     shutil.copy(tmp_path / "by hand" / "model.bin", folder)  # a checkpoint converted in place
-    assert quiet(folder, cache=cache).path == folder / "model.bin"
+    assert load_without_warning(folder, cache=cache).path == folder / "model.bin"
     assert conversions == []
 
 
@@ -146,11 +143,11 @@ def test_the_cache_of_the_user_is_the_place_if_none_is_named(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    quiet(folder)
+    load_without_warning(folder)
     assert len(made(tmp_path / "xdg" / "bitnet_ops")) == 1
     assert os.listdir(tmp_path / "xdg" / "bitnet_ops") == ["converted"]  # no prepared form
     monkeypatch.setenv(cache_files.ENVIRONMENT, str(tmp_path / "env"))
-    quiet(folder)
+    load_without_warning(folder)
     assert len(made(tmp_path / "env")) == 1 and len(os.listdir(tmp_path / "env")) == 2
 
 
@@ -199,9 +196,9 @@ def other_tokenizer(folder: Path) -> None:
 def test_a_changed_source_is_converted_anew(
     change: Callable[[Path], None], folder: Path, cache: Path, conversions: list[Path]
 ) -> None:
-    quiet(folder, cache=cache)
+    load_without_warning(folder, cache=cache)
     change(folder)
-    lm = quiet(folder, cache=cache)
+    lm = load_without_warning(folder, cache=cache)
     assert conversions == [folder] * 2 and len(made(cache)) == 2
     if change is other_config:
         assert lm.config.rope_theta == 12345.0
@@ -216,13 +213,13 @@ def test_a_large_file_changed_between_its_samples(
     monkeypatch.setattr(obtain, "_SMALL_BYTES", 0)
     monkeypatch.setattr(obtain, "_SAMPLES", 1)
     monkeypatch.setattr(obtain, "_SAMPLE_BYTES", 1)
-    quiet(folder, cache=cache)
+    load_without_warning(folder, cache=cache)
     file = folder / "model.safetensors"
     status, data = file.stat(), bytearray(file.read_bytes())
     data[-2] = 0x56 if data[-2] == 0x55 else 0x55  # codes that there are
     file.write_bytes(data)
     os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
-    quiet(folder, cache=cache)
+    load_without_warning(folder, cache=cache)
     assert len(conversions) == 2
 
 
@@ -242,7 +239,7 @@ def test_a_source_that_changes_meanwhile_is_not_kept(
 def test_conversions_are_this_users_alone(folder: Path, cache: Path) -> None:
     before = os.umask(0)
     try:
-        quiet(folder, cache=cache)
+        load_without_warning(folder, cache=cache)
     finally:
         os.umask(before)
     (target,) = made(cache)
@@ -285,7 +282,7 @@ SPOILT: dict[str, Callable[[Path], Any]] = {
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("name", SPOILT)
 def test_a_spoilt_conversion_is_made_again(name: str, folder: Path, cache: Path) -> None:
-    expected = tokens(quiet(folder, cache=cache))
+    expected = tokens(load_without_warning(folder, cache=cache))
     prepared = [p for p in cache.iterdir() if p.suffix == ".prepared"]
     for file in prepared:
         file.unlink()  # so that the model's own file is read
@@ -294,7 +291,7 @@ def test_a_spoilt_conversion_is_made_again(name: str, folder: Path, cache: Path)
     with pytest.warns(UserWarning, match="expected a converted model .*; it is made again") as w:
         assert tokens(load(folder, cache=cache)) == expected
     assert len(w) == 1 and made(cache) == [target] and not target.is_symlink()
-    assert tokens(quiet(folder, cache=cache)) == expected
+    assert tokens(load_without_warning(folder, cache=cache)) == expected
 
 
 def test_a_cache_that_others_may_write_to_is_refused(folder: Path, cache: Path) -> None:
@@ -372,8 +369,10 @@ def test_an_id_is_downloaded_and_converted_once(
     folder: Path, cache: Path, conversions: list[Path], install: Install
 ) -> None:
     fake = install(folder)
-    expected = tokens(quiet(folder, cache=cache))
-    assert tokens(quiet("org/name", cache=cache)) == expected and conversions == [folder]
+    expected = tokens(load_without_warning(folder, cache=cache))
+    assert tokens(load_without_warning("org/name", cache=cache)) == expected and conversions == [
+        folder
+    ]
     assert fake.log == ["list org/name", "get org/name"]
     assert "*.safetensors" in fake.patterns and "config.json" in fake.patterns
     assert inspect("org/name")["kind"] == "Hugging Face checkpoint"
@@ -384,7 +383,7 @@ def test_an_id_with_one_gguf_file(gguf_file: Path, cache: Path, install: Install
     repo.mkdir()
     shutil.move(gguf_file, repo / "model.gguf")
     fake = install(repo)
-    assert tokens(quiet("org/name", cache=cache))
+    assert tokens(load_without_warning("org/name", cache=cache))
     assert fake.patterns == ["model.gguf"]
     (repo / "other.gguf").touch()
     with pytest.raises(HubError, match="one GGUF file, got model.gguf, other.gguf; choose one"):
@@ -408,7 +407,7 @@ def test_offline_nothing_is_asked_for(folder: Path, cache: Path, install: Instal
         load("org/name", cache=cache)
     assert fake.log == ["find org/name"] and not cache.exists()
     fake = install(folder, offline=True, here=True)
-    assert tokens(quiet("org/name", cache=cache))
+    assert tokens(load_without_warning("org/name", cache=cache))
     assert fake.log == ["find org/name"]
 
 
@@ -442,7 +441,7 @@ def test_paths_win_over_ids(
     (tmp_path / "org").mkdir()
     folder.rename(tmp_path / "org" / "name")
     monkeypatch.chdir(tmp_path)
-    assert tokens(quiet("org/name", cache=tmp_path / "cache")) and fake.log == []
+    assert tokens(load_without_warning("org/name", cache=tmp_path / "cache")) and fake.log == []
     (tmp_path / "org" / "dangling").symlink_to(tmp_path / "nothing")
     with pytest.raises(LoadError, match="got no such file or directory"):
         load("org/dangling")

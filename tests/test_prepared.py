@@ -9,50 +9,25 @@ import mmap
 import os
 import shutil
 import stat
-import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from bitnet_ops import cache_files, dummy, prepared
 from bitnet_ops.cli import main
-from bitnet_ops.engine import Limits
 from bitnet_ops.formats.sglbitnt import MODEL_FILE, Reader
-from bitnet_ops.language_model import DEMO_DIR, LanguageModel, load
+from bitnet_ops.language_model import DEMO_DIR, load
 from bitnet_ops.packing import PackedWeight
+from cached_models import cache as cache
+from cached_models import files, load_without_warning, tokens
+from cached_models import model_dir as model_dir
 
 
 @pytest.fixture(autouse=True)
 def no_cache_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(cache_files.ENVIRONMENT, raising=False)
-
-
-@pytest.fixture
-def model_dir(tmp_path: Path) -> Path:
-    dummy.write("tiny", tmp_path / "model")
-    return tmp_path / "model"
-
-
-@pytest.fixture
-def cache(tmp_path: Path) -> Path:
-    return tmp_path / "cache"
-
-
-def tokens(lm: LanguageModel) -> list[int]:
-    return lm.engine.generate([[1, 2, 3]], limits=Limits(12))[0].token_ids
-
-
-def files(cache: Path) -> list[Path]:
-    return sorted(cache.iterdir())
-
-
-def load_without_warning(*args: Any, **options: Any) -> LanguageModel:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        return load(*args, **options)
 
 
 def map_all(descriptor: int) -> torch.Tensor:

@@ -15,7 +15,6 @@ import struct
 import subprocess
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,37 +23,14 @@ import pytest
 import torch
 import xxhash
 
-from bitnet_ops import cache_files, dummy
-from bitnet_ops.engine import Limits
-from bitnet_ops.formats.sglbitnt import MODEL_FILE, Reader, Writer
-from bitnet_ops.language_model import LanguageModel, load
+from bitnet_ops import cache_files
+from bitnet_ops.formats.sglbitnt import MODEL_FILE, Reader
+from bitnet_ops.language_model import load
+from cached_models import cache as cache
+from cached_models import files, load_without_warning, rewritten, tokens
+from cached_models import model_dir as model_dir
 
 CHUNK, HEADER = 4 << 20, 64
-
-
-@pytest.fixture
-def model_dir(tmp_path: Path) -> Path:
-    dummy.write("tiny", tmp_path / "model")
-    return tmp_path / "model"
-
-
-@pytest.fixture
-def cache(tmp_path: Path) -> Path:
-    return tmp_path / "cache"
-
-
-def tokens(lm: LanguageModel) -> list[int]:
-    return lm.engine.generate([[1, 2, 3]], limits=Limits(12))[0].token_ids
-
-
-def quiet(*args: Any, **options: Any) -> LanguageModel:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        return load(*args, **options)
-
-
-def files(cache: Path) -> list[Path]:
-    return sorted(cache.iterdir())
 
 
 class Cached:
@@ -62,7 +38,7 @@ class Cached:
 
     def __init__(self, model: Path, cache: Path) -> None:
         self.model, self.cache = model, cache
-        self.expected = tokens(quiet(model, cache=cache))
+        self.expected = tokens(load_without_warning(model, cache=cache))
         (self.file,) = files(cache)
         self.good = self.file.read_bytes()
 
@@ -75,7 +51,7 @@ class Cached:
         assert files(self.cache) == [self.file] and self.file.read_bytes() == self.good
         status = self.file.lstat()
         assert stat.S_ISREG(status.st_mode) and stat.S_IMODE(status.st_mode) == 0o600
-        assert tokens(quiet(self.model, cache=self.cache)) == self.expected
+        assert tokens(load_without_warning(self.model, cache=self.cache)) == self.expected
 
 
 @pytest.fixture
@@ -285,7 +261,7 @@ def test_a_directory_that_others_may_write_to_is_not_used(mode: int, cached: Cac
 
 def test_a_directory_that_others_may_read_is_used(cached: Cached) -> None:
     cached.cache.chmod(0o755)
-    assert tokens(quiet(cached.model, cache=cached.cache)) == cached.expected
+    assert tokens(load_without_warning(cached.model, cache=cached.cache)) == cached.expected
 
 
 def fifo(path: Path) -> None:
@@ -406,24 +382,11 @@ def test_the_leftovers_of_killed_processes_are_removed(model_dir: Path, cache: P
         os.utime(file, (time.time() - 3600,) * 2)
     with open(busy, "rb") as held:
         cache_files.lock(held.fileno())
-        quiet(model_dir, cache=cache)
+        load_without_warning(model_dir, cache=cache)
     assert {f.name for f in files(cache) if f.suffix == ".tmp"} == {busy.name, young.name}
 
 
 # --- the model's own file -------------------------------------------------------------------------
-
-
-def rewritten(source: Path, target: Path, version: int) -> None:
-    """The model file `source` in another version of the format."""
-    reader = Reader(source)
-    names = list(reader.tensors)
-    with Writer(target, reader.config, len(names), names, version=version) as writer:
-        for name, info in reader.tensors.items():
-            if info.packed:
-                assert info.scale is not None and info.in_features is not None
-                writer.add_packed(name, reader.tensor(name), info.scale, info.in_features)
-            else:
-                writer.add_dense(name, reader.tensor(name))
 
 
 def test_a_file_of_version_1_changed_in_place_is_read_again(
@@ -432,7 +395,9 @@ def test_a_file_of_version_1_changed_in_place_is_read_again(
     """Any of its bytes, with size and time kept: one embedding row of the prompt's tokens."""
     file = tmp_path / "v1.bin"
     rewritten(model_dir / MODEL_FILE, file, 1)
-    first = quiet(file, cache=cache).model.model.embed_tokens.embed(torch.tensor([2]))
+    first = load_without_warning(file, cache=cache).model.model.embed_tokens.embed(
+        torch.tensor([2])
+    )
     status, reader = file.stat(), Reader(file)
     info = reader.tensors["model.embed_tokens.weight"]
     row = info.nbytes // info.shape[0]
@@ -441,7 +406,9 @@ def test_a_file_of_version_1_changed_in_place_is_read_again(
         out.seek(info.offset + 2 * row)
         out.write(bytes(row))
     os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
-    second = quiet(file, cache=cache).model.model.embed_tokens.embed(torch.tensor([2]))
+    second = load_without_warning(file, cache=cache).model.model.embed_tokens.embed(
+        torch.tensor([2])
+    )
     assert first.abs().max() > 0 and second.abs().max() == 0
     assert len(files(cache)) == 2
 
@@ -450,5 +417,5 @@ def test_a_copy_shares_the_prepared_form(model_dir: Path, cache: Path, tmp_path:
     for version in (1, 2):
         for name in ("a", "b"):
             rewritten(model_dir / MODEL_FILE, tmp_path / f"{name}{version}.bin", version)
-            quiet(tmp_path / f"{name}{version}.bin", cache=cache)
+            load_without_warning(tmp_path / f"{name}{version}.bin", cache=cache)
         assert len(files(cache)) == version

@@ -97,6 +97,12 @@ _QKV_BIASES = PROJECTIONS[:3]
 
 # What the Hugging Face class assumes where config.json is silent, and which parts it has. kv_heads:
 # what an absent num_key_value_heads means; only where that is num_attention_heads it may be absent.
+_LLAMA_DEFAULTS = {
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "sub_norms": False,
+}
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "bitnet": {
         "hidden_act": "relu2",
@@ -104,25 +110,14 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "rope_theta": 500000.0,
         "sub_norms": True,
     },
-    "llama": {
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "sub_norms": False,
-    },
+    "llama": _LLAMA_DEFAULTS,
     "qwen2": {
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "sub_norms": False,
+        **_LLAMA_DEFAULTS,
         "biases": _QKV_BIASES,
         "kv_heads_needed": True,
     },
     "qwen3": {
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "sub_norms": False,
+        **_LLAMA_DEFAULTS,
         "qk_norm": True,
         "head_dim": 128,
         "kv_heads_needed": True,
@@ -137,6 +132,12 @@ _ARCHITECTURES = {
     "qwen3": ("Qwen3ForCausalLM", "Qwen3Model"),
 }
 _ACTIVATIONS = ("relu2", "silu")
+
+
+def model_type_of_class(name: object) -> str | None:
+    """The one model_type whose checkpoints name the class `name`; None for none and for several."""
+    found = [kind for kind, names in _ARCHITECTURES.items() if name in names]
+    return found[0] if len(found) == 1 else None
 
 
 def _refuse(name: str, value: object, expected: str, remedy: str) -> UnsupportedModelError:

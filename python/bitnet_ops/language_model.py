@@ -13,7 +13,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -144,7 +144,28 @@ def _stop_ids(folder: Path, config: ModelConfig) -> frozenset[int]:
     return frozenset(ids or config.eos_token_ids)
 
 
-class Completion(str):
+class _Ended:
+    """Why a text ended, from its `generation`."""
+
+    if TYPE_CHECKING:
+
+        @property
+        def generation(self) -> Generation: ...
+
+    @property
+    def finish_reason(self) -> str:
+        return self.generation.finish_reason
+
+    @property
+    def stop_reason(self) -> int | str | None:
+        return self.generation.stop_reason
+
+    @property
+    def ending(self) -> str:
+        return self.generation.ending
+
+
+class Completion(str, _Ended):
     """The text of an answer: a plain str that also knows how it came about.
 
     Attributes: `finish_reason` ("stop", "length" or "context"), `stop_reason` (the stop text, or
@@ -162,18 +183,6 @@ class Completion(str):
 
     def __getnewargs__(self) -> tuple[Any, ...]:  # what copy and pickle call __new__ with
         return str(self), self.generation, self.timing
-
-    @property
-    def finish_reason(self) -> str:
-        return self.generation.finish_reason
-
-    @property
-    def stop_reason(self) -> int | str | None:
-        return self.generation.stop_reason
-
-    @property
-    def ending(self) -> str:
-        return self.generation.ending
 
     @property
     def token_ids(self) -> list[int]:
@@ -328,7 +337,7 @@ def _several(call: str, prompts: Any) -> list[Any]:
     )
 
 
-class TextStream:
+class TextStream(_Ended):
     """Pieces of text as a run produces them, whole characters only.
 
     Attributes, up to date at any time: `generation` (token ids, seed and what follows), `timing`,
@@ -347,18 +356,6 @@ class TextStream:
     @property
     def timing(self) -> Timing:
         return self._run.timing
-
-    @property
-    def finish_reason(self) -> str:
-        return self.generation.finish_reason
-
-    @property
-    def stop_reason(self) -> int | str | None:
-        return self.generation.stop_reason
-
-    @property
-    def ending(self) -> str:
-        return self.generation.ending
 
     def __repr__(self) -> str:
         return f"TextStream({len(self.generation.token_ids)} tokens, {self.ending})"

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bitnet_ops.config import ModelConfig
+from bitnet_ops.config import ModelConfig, model_type_of_class
 from bitnet_ops.formats.sglbitnt import Reader, TensorInfo
 from bitnet_ops.models import TensorError, expected_tensors
 
@@ -23,15 +23,6 @@ _SCALE_SUFFIX = "_scale"  # of the name of the weight
 _ROUNDING = 2.0**-8  # relative: copies may have gone through bfloat16
 _PIECE_ELEMS = 1 << 22
 
-# The one model_type that a transformers class means; BitnetForCausalLM has two.
-_TYPE_OF_CLASS = {
-    "BitNetForCausalLM": "bitnet",
-    "LlamaForCausalLM": "llama",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen2Model": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
-    "Qwen3Model": "qwen3",
-}
 # model_type -> (hidden_act, the tensors of a layer that tell it from the others)
 _PARTS = {
     "bitnet": ("relu2", {"attn_sub_norm", "ffn_sub_norm"}),
@@ -66,8 +57,9 @@ def completed_config(config: Mapping[str, Any], names: Iterable[str]) -> dict[st
 
 def _from_class(config: Mapping[str, Any]) -> str | None:
     classes = config.get("architectures")
-    one = classes[0] if isinstance(classes, list) and len(classes) == 1 else None
-    return _TYPE_OF_CLASS.get(one) if isinstance(one, str) else None
+    if isinstance(classes, list) and len(classes) == 1:
+        return model_type_of_class(classes[0])
+    return None
 
 
 def _from_names(config: Mapping[str, Any], names: Iterable[str]) -> str | None:

@@ -41,8 +41,6 @@ class Input:
     """
 
     def __init__(self) -> None:
-        if sys.stdin is None:
-            raise TextError("chat: expected messages on stdin, got a closed stream")
         self.interactive = sys.stdin.isatty()
         with contextlib.suppress(AttributeError):  # a stream of text has no bytes to be wrong
             sys.stdin.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import re
 
+from bitnet_ops.untrusted import printable
+
 
 def one_line(error: BaseException) -> str:
     """The error as one line: what went wrong, and in brackets a short word for scripts."""
-    text = "".join(
-        c if c.isprintable() else c.encode("unicode_escape").decode()
-        for c in " ".join(str(error).split())
-    )
+    text = printable(" ".join(str(error).split()))
     if isinstance(error, KeyError | NotImplementedError | AssertionError) or not text:
         text = f"{type(error).__name__}: {text}"
     code = getattr(error, "code", None)

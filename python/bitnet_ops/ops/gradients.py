@@ -87,26 +87,11 @@ def _refuse(name: str) -> None:
     _library.impl(name, refuse, "Autograd", with_keyset=True)
 
 
-# What takes a floating-point tensor; the others have nothing that could require a gradient.
-WITHOUT_GRADIENT = (
-    "quantize_weights",
-    "quantize_activations",
-    "gemv",
-    "gemm",
-    "rms_norm",
-    "add_rms_norm",
-    "relu2_mul",
-    "silu_and_mul",
-    "rope",
-    "qkv_forward",
-    "mlp_forward",
-    "attention",
-    "kv_cache_update",
-    "quantize_head",
-    "lm_head",
-    "embedding",
-    "decode_step",
-)
+# Nothing of these could require a gradient. Every other op refuses, a new one too.
+_NO_FLOATS = {"pack", "unpack", "prepack", "unprepack", "rope_table"}
 
-for _name in WITHOUT_GRADIENT:
-    _refuse(_name)
+for _registered in sorted(torch._C._dispatch_get_all_op_names()):
+    _namespace, _, _name = _registered.partition("::")
+    if _namespace == "bitnet" and not _name.startswith("_"):
+        if _name not in _NO_FLOATS and _name not in WITH_GRADIENT:
+            _refuse(_name)
