@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 import bitnet_ops
-from bitnet_ops.head import HeadWeight
-from bitnet_ops.kv_cache import KVCache
+from bitnet_ops.nn.head import HeadWeight
+from bitnet_ops.nn.kv_cache import KVCache
 
 # (name, head_format, group size of int4)
 FORMATS = (

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import bitnet_ops
-from bitnet_ops.kv_cache import KV_DTYPES, KVCache
+from bitnet_ops.nn.kv_cache import KV_DTYPES, KVCache
 from compare_heads import PROMPTS, Figures, chapters
 
 

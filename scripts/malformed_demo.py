@@ -11,7 +11,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "helpers"))
 
 from bitnet_ops.formats.sglbitnt import Reader, SglbitntError  # noqa: E402
 from sglbitnt2_malformed import MALFORMED2  # noqa: E402

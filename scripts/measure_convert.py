@@ -27,7 +27,7 @@ import torch
 from safetensors.torch import save_file
 
 from bitnet_ops import ops
-from bitnet_ops.packing import unpack_hf
+from bitnet_ops.nn.packing import unpack_hf
 
 MIB = 1 << 20
 # (hidden, inner, layers, heads, KV heads, tied head)

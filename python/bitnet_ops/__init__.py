@@ -18,19 +18,19 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from bitnet_ops import ops as ops
     from bitnet_ops.integrations import BitNetLinearMethod as BitNetLinearMethod
-    from bitnet_ops.kv_cache import KVCache as KVCache
     from bitnet_ops.language_model import LanguageModel as LanguageModel
     from bitnet_ops.language_model import load as load
-    from bitnet_ops.linear import BitLinear as BitLinear
-    from bitnet_ops.packing import PackedWeight as PackedWeight
+    from bitnet_ops.nn.kv_cache import KVCache as KVCache
+    from bitnet_ops.nn.linear import BitLinear as BitLinear
+    from bitnet_ops.nn.packing import PackedWeight as PackedWeight
 
 # Public name -> module that defines it; resolved by __getattr__ at first use.
 _LAZY = {
-    "BitLinear": "bitnet_ops.linear",
+    "BitLinear": "bitnet_ops.nn.linear",
     "BitNetLinearMethod": "bitnet_ops.integrations",
-    "KVCache": "bitnet_ops.kv_cache",
+    "KVCache": "bitnet_ops.nn.kv_cache",
     "LanguageModel": "bitnet_ops.language_model",
-    "PackedWeight": "bitnet_ops.packing",
+    "PackedWeight": "bitnet_ops.nn.packing",
     "load": "bitnet_ops.language_model",
 }
 

@@ -30,7 +30,10 @@ COMMANDS = {
     "quantize": ("bitnet_ops.cli.quantize", "ternarise masters trained for b1.58"),
     "verify": ("bitnet_ops.cli.verify", "compare a model with its source"),
     "inspect": ("bitnet_ops.cli.inspect", "list the tensors of a model, or compare two"),
-    "doctor": ("bitnet_ops.doctor", "CPU features, kernels, threads, torch: what is used and why"),
+    "doctor": (
+        "bitnet_ops.cli.doctor",
+        "CPU features, kernels, threads, torch: what is used and why",
+    ),
     "dummy": ("bitnet_ops.cli.dummy", "write a synthetic model of a real one's size"),
     "bench": ("bitnet_ops.bench.command", "measure the kernels against this machine's limits"),
 }

@@ -180,8 +180,8 @@ def open_model(path: str | None, args: argparse.Namespace) -> LanguageModel:
     """Load the model under the thread and cache options; remarks about it go to stderr."""
     import torch
 
-    from bitnet_ops.kv_cache import KV_DTYPES
     from bitnet_ops.language_model import load
+    from bitnet_ops.nn.kv_cache import KV_DTYPES
 
     if args.threads is not None:
         torch.set_num_threads(args.threads)

@@ -22,7 +22,7 @@ from bitnet_ops.convert.errors import ConvertError, listed, refuse
 from bitnet_ops.convert.report import ConvertReport, Progress, TernaryTotals, file_sha256
 from bitnet_ops.convert.source import copy_files
 from bitnet_ops.formats.sglbitnt import Reader, SglbitntError, Writer, is_sglbitnt, model_file
-from bitnet_ops.model_contents import completed_config, own_tensors
+from bitnet_ops.loading.model_contents import completed_config, own_tensors
 from bitnet_ops.models import TensorError, TensorSpec, check_names, expected_tensors
 
 

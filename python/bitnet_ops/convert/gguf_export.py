@@ -33,7 +33,7 @@ from bitnet_ops.formats import gguf_layouts as layouts
 from bitnet_ops.formats.destination import GGUF_FILE
 from bitnet_ops.formats.gguf import GgufError, Writer
 from bitnet_ops.formats.sglbitnt import Reader, SglbitntError, model_file
-from bitnet_ops.model_contents import model_config, own_tensors
+from bitnet_ops.loading.model_contents import model_config, own_tensors
 from bitnet_ops.models import TensorError, TensorSpec, check_names, expected_tensors
 from bitnet_ops.untrusted import printable
 

@@ -20,7 +20,7 @@ from bitnet_ops.convert.gguf_config import head_rows
 from bitnet_ops.convert.ternary import check_finite
 from bitnet_ops.formats import gguf_layouts as layouts
 from bitnet_ops.formats.gguf import Reader, TensorInfo
-from bitnet_ops.quantize import MIN_SCALE
+from bitnet_ops.nn.quantize import MIN_SCALE
 
 DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 GROUP = 128  # weights that share a scale where a matrix has several

@@ -26,7 +26,7 @@ from bitnet_ops.convert.gguf_tokenizer import (
     USER_DEFINED,
     tokenizer_files,
 )
-from bitnet_ops.tokenizer_guard import needs_guard
+from bitnet_ops.generate.tokenizer_guard import needs_guard
 from bitnet_ops.untrusted import UntrustedFileError, read_json_object
 
 if TYPE_CHECKING:

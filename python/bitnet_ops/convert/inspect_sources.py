@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from bitnet_ops import hub, ops
+from bitnet_ops import ops
 from bitnet_ops.config import UnsupportedModelError
 from bitnet_ops.convert import source as hf
 from bitnet_ops.convert.errors import ConvertError
@@ -25,10 +25,11 @@ from bitnet_ops.convert.gguf_tensors import dense, ternary
 from bitnet_ops.convert.names import find_naming
 from bitnet_ops.formats import gguf, gguf_layouts
 from bitnet_ops.formats.sglbitnt import MODEL_FILE, Reader, SglbitntError, model_file
-from bitnet_ops.model_contents import model_config, own_tensors
+from bitnet_ops.loading import hub
+from bitnet_ops.loading.model_contents import model_config, own_tensors
 from bitnet_ops.models import TensorError, check_names, expected_tensors
-from bitnet_ops.packing import unpack_hf
-from bitnet_ops.quantize import multiplying_scale
+from bitnet_ops.nn.packing import unpack_hf
+from bitnet_ops.nn.quantize import multiplying_scale
 
 _WEIGHTS_PER_BYTE = 4
 _HF_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "U8": "uint8", "I8": "int8"}

@@ -14,7 +14,7 @@ from torch import Tensor
 from bitnet_ops.convert.errors import ConvertError, refuse
 from bitnet_ops.convert.plan import Plan
 from bitnet_ops.convert.source import Source
-from bitnet_ops.lora import Adapter, LoraError, read_adapter
+from bitnet_ops.nn.lora import Adapter, LoraError, read_adapter
 
 
 class MergedSource(Source):

@@ -19,7 +19,7 @@ from bitnet_ops.convert.report import ConvertReport, file_sha256
 from bitnet_ops.convert.source import Source
 from bitnet_ops.formats.sglbitnt import Reader, model_file
 from bitnet_ops.formats.sglbitnt_config import replace_config
-from bitnet_ops.lora import CONFIG_FILE, WEIGHTS_FILE
+from bitnet_ops.nn.lora import CONFIG_FILE, WEIGHTS_FILE
 
 KEY = "verified"  # of the private block
 _FIGURES = (

@@ -32,7 +32,7 @@ from bitnet_ops.convert.source import Source, copy_files
 from bitnet_ops.convert.ternary import check_finite, from_masters
 from bitnet_ops.convert.texts import text_sequences
 from bitnet_ops.formats.safetensors_stream import write_safetensors
-from bitnet_ops.packing import pack_hf
+from bitnet_ops.nn.packing import pack_hf
 
 FORMS = ("bin", "packed")
 

@@ -22,7 +22,7 @@ def text_sequences(folder: Path, config: ModelConfig, text: Path) -> list[list[i
     """
     if not (folder / "tokenizer.json").is_file():
         refuse("text-tokenizer", f"tokenizer.json in {folder}", "none", "a text needs a tokenizer")
-    from bitnet_ops.tokenizer import Tokenizer
+    from bitnet_ops.generate.tokenizer import Tokenizer
 
     try:
         content = text.read_text(encoding="utf-8")

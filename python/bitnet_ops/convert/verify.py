@@ -25,7 +25,7 @@ from bitnet_ops.convert.source import Source
 from bitnet_ops.convert.texts import text_sequences
 from bitnet_ops.convert.verify_transformers import HfOracle, OracleUnavailable
 from bitnet_ops.formats.sglbitnt import Reader, model_file
-from bitnet_ops.packing import BLOCK
+from bitnet_ops.nn.packing import BLOCK
 
 MAX_TOKENS = 256
 MAX_SCALE_DIFFERENCE = 1e-6  # relative; a reciprocal and an fp32 mean cost a few 1e-7
@@ -137,7 +137,7 @@ def sample_sequences(folder: Path, plan: Plan) -> tuple[list[list[int]], str]:
     limit = min(MAX_TOKENS, plan.config.max_position_embeddings)
     vocab = plan.config.vocab_size
     if (folder / "tokenizer.json").is_file():
-        from bitnet_ops.tokenizer import Tokenizer
+        from bitnet_ops.generate.tokenizer import Tokenizer
 
         ids = Tokenizer.from_dir(folder).encode(SAMPLE_TEXT)[:limit]
         if len(ids) > 1 and max(ids) < vocab:
@@ -191,8 +191,8 @@ def _judge_weights(
 @torch.inference_mode()
 def our_logits(folder: Path, sequences: list[list[int]]) -> list[Tensor]:
     """fp32 logits [T, V] of the converted model, through torch.ops.bitnet."""
-    from bitnet_ops.kv_cache import KVCache
     from bitnet_ops.language_model import load
+    from bitnet_ops.nn.kv_cache import KVCache
 
     model = load(folder, head_format="stored").model
     result = []

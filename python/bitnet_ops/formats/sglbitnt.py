@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from bitnet_ops import _runtime
-from bitnet_ops.arena import Arena, stretch
 from bitnet_ops.formats._sglbitnt_rules import (
     DTYPES,
     MAGIC,
@@ -28,6 +27,7 @@ from bitnet_ops.formats._sglbitnt_rules import (
 )
 from bitnet_ops.formats._sglbitnt_writer import Writer
 from bitnet_ops.formats.content_hash import content_hash
+from bitnet_ops.memory.arena import Arena, stretch
 
 __all__ = [
     "MODEL_FILE",

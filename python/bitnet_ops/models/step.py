@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from bitnet_ops import ops
-from bitnet_ops.arena import stretch
 from bitnet_ops.config import PROJECTIONS, ModelConfig
+from bitnet_ops.memory.arena import stretch
 from bitnet_ops.models.layer import is_plain
 
 if TYPE_CHECKING:
-    from bitnet_ops.kv_cache import KVCache
+    from bitnet_ops.nn.kv_cache import KVCache
 
 
 class Step:

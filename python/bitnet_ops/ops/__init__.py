@@ -13,8 +13,8 @@ This package knows no files and no models.
 
 from __future__ import annotations
 
-from bitnet_ops import _library as _library  # isort: skip  (first: it makes torch.ops.bitnet)
-from bitnet_ops import _fakes as _fakes  # registers the fake kernels
+from bitnet_ops.ops import _library as _library  # isort: skip  (first: it makes torch.ops.bitnet)
+from bitnet_ops.ops import fakes as fakes  # registers the fake kernels
 from bitnet_ops.ops import gradients as gradients  # registers what autograd does with the ops
 from bitnet_ops.ops.blocks import (
     attention,

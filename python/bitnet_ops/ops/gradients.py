@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bitnet_ops._grad import refuse_grad
+from bitnet_ops.ops._grad import refuse_grad
 
 _ops = torch.ops.bitnet
 _CANONICAL_RANK = 2  # of a weight's rows; private layouts have more dimensions

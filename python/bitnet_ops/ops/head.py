@@ -11,7 +11,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from bitnet_ops._grad import refuse_grad as _refuse_grad
+from bitnet_ops.ops._grad import refuse_grad as _refuse_grad
 
 _ops = torch.ops.bitnet
 

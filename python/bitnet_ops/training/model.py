@@ -20,7 +20,7 @@ from bitnet_ops.convert.plan import make_plan, scale_name
 from bitnet_ops.convert.source import Source
 from bitnet_ops.convert.ternary import from_packed, packed_scale
 from bitnet_ops.formats.sglbitnt import Reader, model_file
-from bitnet_ops.model_contents import completed_config, model_config, own_tensors
+from bitnet_ops.loading.model_contents import completed_config, model_config, own_tensors
 from bitnet_ops.models import check_names, expected_tensors
 from bitnet_ops.training.linear import TrainableBitLinear, masters_from_codes
 
