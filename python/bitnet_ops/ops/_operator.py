@@ -19,6 +19,7 @@ _Result = TypeVar("_Result")
 
 _below_autograd = torch._C._AutoDispatchBelowAutograd
 _is_grad_enabled, _is_inference = torch.is_grad_enabled, torch.is_inference_mode_enabled
+_is_compiling = torch.compiler.is_compiling
 
 
 def operator(fake: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
@@ -41,7 +42,7 @@ def operator(fake: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Resul
     def call(*args: Any, **kwargs: Any) -> Any:
         # Under no_grad autograd's kernel, which is Python, would cost 5 us to find nothing to do.
         # Inference mode leaves it out by itself, and a compiled graph has no calls to save.
-        if _is_inference() or _is_grad_enabled() or torch.compiler.is_compiling():
+        if _is_grad_enabled() or _is_compiling() or _is_inference():
             return overload(*args, **kwargs)
         with _below_autograd():
             return overload(*args, **kwargs)
