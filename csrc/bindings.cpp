@@ -17,6 +17,7 @@
 namespace py = pybind11;
 
 void bind_format(py::module_& m);  // bindings_format.cpp
+void bind_layout(py::module_& m);  // bindings_layout.cpp
 void bind_probe(py::module_& m);   // bindings_probe.cpp
 
 namespace {
@@ -136,5 +137,6 @@ PYBIND11_MODULE(_runtime, m) {
       py::arg("data_ptr"), py::arg("nbytes"),
       "Ask for huge pages behind memory (a hint); the bytes accepted, 0 where there are none.");
   bind_format(m);
+  bind_layout(m);
   bind_probe(m);
 }

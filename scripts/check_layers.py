@@ -27,7 +27,7 @@ PYTHON_LAYERS: dict[str, set[str]] = {
     "memory": {"_runtime"},
     "ops": {"_runtime"},
     "formats": {"_runtime", "memory", "untrusted"},
-    "nn": {"config", "ops", "untrusted"},
+    "nn": {"_runtime", "config", "ops", "untrusted"},
     "models": {"config", "memory", "nn", "ops"},
     "generate": {"config", "models", "nn", "untrusted"},
     # obtain converts what is not converted, at run time

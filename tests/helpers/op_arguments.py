@@ -10,7 +10,16 @@ import torch
 from torch import Tensor
 
 from op_schema import named, positional
-from op_values import Arguments, activations, gain, positive, private, quantized_head, random_packed
+from op_values import (
+    SCALED_KV_DTYPES,
+    Arguments,
+    activations,
+    gain,
+    positive,
+    private,
+    quantized_head,
+    random_packed,
+)
 
 
 def mlp_arguments(
@@ -50,10 +59,10 @@ def private_qkv_arguments(g: torch.Generator, k: int, fmt: str) -> Arguments:
 def cache_memory(
     g: torch.Generator, shape: tuple[int, ...], dtype: torch.dtype, shift: float = 0.0
 ) -> tuple[Tensor, list[Tensor]]:
-    """A cache about normal around `shift`; and the scales of an int8 one, else no tensor."""
-    if dtype != torch.int8:
+    """A cache about normal around `shift`; and its scales, if it has some."""
+    if dtype not in SCALED_KV_DTYPES:
         return (torch.randn(*shape, generator=g) + shift).to(dtype), []
-    codes = torch.randint(-127, 128, shape, generator=g, dtype=torch.int8)
+    codes = torch.randint(-127, 128, shape, generator=g, dtype=dtype)
     return codes, [positive(g, *shape[:-1]) / 50]
 
 
@@ -69,7 +78,7 @@ def attention_arguments(
     query_dtype: torch.dtype = torch.float32,
     cache_dtype: torch.dtype = torch.float32,
 ) -> Arguments:
-    """With int8 caches their scales come last."""
+    """The scales of caches that have some come last."""
     cache = (batch, kv_heads, length, head_dim)
     query = torch.randn(batch, tokens, heads, head_dim, generator=g).to(query_dtype)
     keys, key_scale = cache_memory(g, cache, cache_dtype)
@@ -89,7 +98,7 @@ def cache_arguments(
     dtype: torch.dtype = torch.float32,
     cache_dtype: torch.dtype = torch.float32,
 ) -> Arguments:
-    """With int8 caches their scales come last."""
+    """The scales of caches that have some come last."""
     shape = (batch, kv_heads, length, head_dim)
     caches, scales = zip(*(cache_memory(g, shape, cache_dtype) for _ in "kv"), strict=True)
     new = [torch.randn(batch, tokens, kv_heads, head_dim, generator=g).to(dtype) for _ in "kv"]
@@ -122,7 +131,7 @@ def decode_step_arguments(
     activation: str = "relu2",
     logits_to_keep: int = 0,
 ) -> Arguments:
-    """With int8 caches their scales come last."""
+    """The scales of caches that have some come last."""
     query, kv = heads * head_dim, kv_heads * head_dim
     shapes = [(query, hidden), (kv, hidden), (kv, hidden), (hidden, query)]
     shapes += [(inner, hidden), (inner, hidden), (hidden, inner)]

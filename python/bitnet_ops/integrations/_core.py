@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from bitnet_ops import ops
-from bitnet_ops.nn import packing, quantize
+from bitnet_ops.nn import quantize
+from bitnet_ops.nn.packing import PackedWeight, choose_format, packed_row_bytes, unpack_hf
 
 ShardId = str | int | None
 # Weight 0 in all four lanes: what a parameter holds until it is loaded must be valid codes, because
@@ -195,7 +196,7 @@ def logical_codes(
     if online:
         return ops.quantize_weights(loaded.detach().contiguous())
     try:
-        return packing.unpack_hf(loaded, rows), None
+        return unpack_hf(loaded, rows), None
     except ValueError as error:
         raise CheckpointError(f"bitnet: {error}{_of(name)}") from error
 
@@ -224,25 +225,28 @@ def _store_scale(layer: nn.Module, param: Tensor, shard: Shard, scale: Tensor) -
     layer_state(layer).loaded.add(("weight_scale", shard.id))
 
 
-def _is_repacked(weight: Tensor) -> bool:
-    """Canonical rows have two dimensions, the layouts of the kernels more."""
-    return weight.dim() > 2
+def _packed(state: LayerState, weight: Tensor) -> PackedWeight:
+    """The layer's weight in the layout that it has now: canonical, or that which `repack` makes."""
+    format = "canonical" if weight.dim() == 2 else _FORMAT
+    shape = state.out_features, state.in_features
+    return PackedWeight.unchecked(weight, torch.ones(1), *shape, format, 0)
 
 
 def _store_rows(state: LayerState, param: Tensor, shard: Shard, rows: Tensor) -> None:
     """Put canonical rows of a shard into the layer's weight, in whatever layout that has now."""
-    if not _is_repacked(param):
+    held = _packed(state, param.data)
+    if held.format == "canonical":
         param.data[shard.offset : shard.offset + shard.size] = rows
         return
-    tile = param.shape[2]  # rows of a tile of the 2 bit layout: as many as its lines have bytes
+    tile = param.shape[2]  # rows of a row block of the 2 bit layout: as many as its k-steps' bytes
     last = shard.offset + shard.size == state.out_features
     if shard.offset % tile == 0 and (last or shard.size % tile == 0):
         part = ops.prepack(rows, state.in_features, _FORMAT)
         param.data[shard.offset // tile :][: len(part)] = part
         return
-    whole = ops.unprepack(param.data, state.out_features, state.in_features)
-    whole[shard.offset : shard.offset + shard.size] = rows
-    param.data = ops.prepack(whole, state.in_features, _FORMAT)
+    whole = held.to_canonical()
+    whole.weight[shard.offset : shard.offset + shard.size] = rows
+    param.data = whole.repack(_FORMAT).weight
 
 
 def load_weight(layer: nn.Module, param: Tensor, loaded: Tensor, shard_id: ShardId = None) -> None:
@@ -324,7 +328,7 @@ def make_params(
     state = LayerState(name, rule, in_features, column_split, shards)
     layer.bitnet = state  # type: ignore[assignment]  # nn.Module's stub: Tensor | Module
     rows = sum(out_sizes)
-    packed = torch.full((rows, packing.packed_row_bytes(in_features)), ZERO_BYTE, dtype=torch.uint8)
+    packed = torch.full((rows, packed_row_bytes(in_features)), ZERO_BYTE, dtype=torch.uint8)
     scales = torch.zeros(1 if len(shards) == 1 else rows, dtype=torch.float32)
     layer.register_parameter("weight", _parameter(packed, load_weight, layer))
     layer.register_parameter("weight_scale", _parameter(scales, load_scale, layer))
@@ -360,9 +364,8 @@ def repack(layer: nn.Module) -> None:
     this layout, which fits this instruction set alone; `canonical_rows` has the portable form.
     """
     state, weight = layer_state(layer), cast(Tensor, layer.weight)
-    if _is_repacked(weight) or packing.choose_format("auto", state.in_features) != _FORMAT:
-        return
-    weight.data = ops.prepack(weight.data, state.in_features, _FORMAT)
+    if choose_format("auto", state.in_features) == _FORMAT:
+        weight.data = _packed(state, weight.data).repack(_FORMAT).weight
 
 
 def canonical_rows(layer: nn.Module) -> Tensor:
@@ -370,6 +373,4 @@ def canonical_rows(layer: nn.Module) -> Tensor:
     is held; shared with the layer where it is held so.
     """
     state, weight = layer_state(layer), cast(Tensor, layer.weight).data
-    if not _is_repacked(weight):
-        return weight
-    return ops.unprepack(weight, state.out_features, state.in_features)
+    return _packed(state, weight).to_canonical().weight
