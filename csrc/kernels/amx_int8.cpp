@@ -6,9 +6,6 @@
 #include "kernels/features.h"
 #include "kernels/isa_tables.h"
 #include "kernels/simd_amx_int8.h"
-#include "kernels/simd_amx_int8_probe.h"
-#include "kernels/simd_avx512_vnni_cache.h"
-#include "kernels/simd_avx512_vnni_head.h"
 
 namespace bitnet::BITNET_ISA {
 namespace {

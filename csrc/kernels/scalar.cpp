@@ -1,7 +1,6 @@
 // The scalar kernel table: its vocabulary, then the algorithms over it (generic/table.inl).
 // Compiled with its own flags (CMakeLists.txt); exports one symbol, table(). Must not know whether
 // this CPU may run it: kernels/dispatch.cpp does.
-#define BITNET_SCALAR_WORDS 1
 #define BITNET_ISA scalar
 #include "format/layout.h"
 #include "kernels/features.h"
