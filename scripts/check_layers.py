@@ -120,8 +120,14 @@ INTRINSICS = r"immintrin\.h|arm_neon\.h|cstdint|cstddef"
 NO_TORCH = r"(?!torch/|ATen/|c10/).*"
 NO_TORCH_NO_PYTHON = r"(?!torch/|ATen/|c10/|pybind11/|Python\.h).*"
 CPP_LAYERS: list[tuple[str, str, str]] = [
-    ("kernels/", r"kernels/.*|format/layout\.h|runtime/features\.h", INTRINSICS),
-    ("runtime/", r"runtime/.*|kernels/(kernel_table|isa_tables)\.h", NO_TORCH_NO_PYTHON),
+    (
+        "kernels/dispatch",
+        r"kernels/(dispatch|features|kernel_table|isa_tables)\.h",
+        NO_TORCH_NO_PYTHON,
+    ),
+    ("kernels/features", r"kernels/features\.h", NO_TORCH_NO_PYTHON),
+    ("kernels/", r"kernels/(?!dispatch).*|format/layout\.h", INTRINSICS),
+    ("runtime/", r"runtime/.*", NO_TORCH_NO_PYTHON),
     ("format/", r"format/.*", NO_TORCH_NO_PYTHON),
     (
         "tests/",
@@ -130,12 +136,12 @@ CPP_LAYERS: list[tuple[str, str, str]] = [
     ),
     (
         "bindings",
-        r"bindings.*|runtime/.*|format/.*|kernels/kernel_table\.h",
+        r"bindings.*|runtime/.*|format/.*|kernels/(dispatch|features|kernel_table)\.h",
         r"(?!torch/|ATen/|c10/).*",
     ),
     (
         "ops",
-        r"ops/.*|runtime/.*|format/layout\.h|kernels/kernel_table\.h",
+        r"ops/.*|runtime/.*|format/layout\.h|kernels/(dispatch|kernel_table)\.h",
         r"torch/(csrc/stable|csrc/inductor/aoti_torch/c|headeronly)/.*|"
         r"(?!torch/|ATen/|c10/|pybind11/|Python\.h|omp\.h).*",
     ),

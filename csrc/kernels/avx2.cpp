@@ -1,13 +1,13 @@
 // The avx2 kernel table: its vocabulary, then the algorithms over it (generic/table.inl). Compiled
 // with its own flags (CMakeLists.txt); exports one symbol, table(). Must not know whether this CPU
-// may run it: runtime/dispatch.cpp does.
+// may run it: kernels/dispatch.cpp does.
 #define BITNET_ISA avx2
 #include "format/layout.h"
+#include "kernels/features.h"
 #include "kernels/isa_tables.h"
 #include "kernels/simd_avx2.h"
 #include "kernels/simd_avx2_head.h"
 #include "kernels/simd_ymm_cache.h"
-#include "runtime/features.h"
 
 namespace bitnet::BITNET_ISA {
 namespace {

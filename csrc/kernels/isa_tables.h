@@ -1,5 +1,5 @@
 // The one exported symbol of each ISA object file: a getter of its table. A new ISA has its row
-// here and one in runtime/dispatch.cpp. Must not know which CPU runs: runtime/dispatch.cpp decides
+// here and one in kernels/dispatch.cpp. Must not know which CPU runs: kernels/dispatch.cpp decides
 // what may be called.
 #pragma once
 

@@ -91,7 +91,7 @@ struct AttentionChunk {
 struct KernelTable {
   const char* name;         // what BITNET_OPS_ISA and force_isa() take
   const char* description;  // one line for people
-  uint64_t required;        // feature bits (runtime/features.h), all needed
+  uint64_t required;        // feature bits (kernels/features.h), all needed
 
   // ---- integer core -------------------------------------------------------------------------
   // out[m * out_stride + n] = sum_k (code[n][k] - 1) * x[m][k] for n in [row_begin, row_end).

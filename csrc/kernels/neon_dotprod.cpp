@@ -1,13 +1,13 @@
 // The neon_dotprod kernel table: its vocabulary, then the algorithms over it (generic/table.inl).
 // Compiled with its own flags (CMakeLists.txt); exports one symbol, table(). Must not know whether
-// this CPU may run it: runtime/dispatch.cpp does.
+// this CPU may run it: kernels/dispatch.cpp does.
 #define BITNET_ISA neon_dotprod
 #include "format/layout.h"
+#include "kernels/features.h"
 #include "kernels/isa_tables.h"
 #include "kernels/simd_neon_dotprod.h"
 #include "kernels/simd_neon_dotprod_cache.h"
 #include "kernels/simd_neon_dotprod_head.h"
-#include "runtime/features.h"
 
 namespace bitnet::BITNET_ISA {
 namespace {

@@ -1,14 +1,13 @@
 // The scalar kernel table: its vocabulary, then the algorithms over it (generic/table.inl).
 // Compiled with its own flags (CMakeLists.txt); exports one symbol, table(). Must not know whether
-// this CPU may run it: runtime/dispatch.cpp does.
-#define BITNET_SCALAR_WORDS 1
+// this CPU may run it: kernels/dispatch.cpp does.
 #define BITNET_ISA scalar
 #include "format/layout.h"
+#include "kernels/features.h"
 #include "kernels/isa_tables.h"
 #include "kernels/simd_scalar.h"
 #include "kernels/simd_scalar_cache.h"
 #include "kernels/simd_scalar_head.h"
-#include "runtime/features.h"
 
 namespace bitnet::BITNET_ISA {
 namespace {

@@ -8,6 +8,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "kernels/simd_defaults.h"
+
 namespace bitnet::BITNET_ISA {
 namespace {
 
@@ -217,6 +219,17 @@ inline int32_t reduce(Acc acc) {
 [[gnu::always_inline]] inline void prefetch(const void* p) {
   __asm__ volatile("prefetcht0 (%0)" : : "r"(p));
 }
+
+#if !defined(BITNET_EMULATE)
+template <class T>
+[[gnu::always_inline]] inline void pin(T& v) {
+  __asm__ volatile("" : "+v"(v));
+}
+template <class T>
+[[gnu::always_inline]] inline void renew(T& v) {
+  pin(v);
+}
+#endif
 
 inline int32_t sum_i8_vector(const int8_t* p, int64_t n) {
   const __m512i ones = _mm512_set1_epi8(1);

@@ -9,6 +9,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "kernels/simd_defaults.h"
+
 namespace bitnet::BITNET_ISA {
 namespace {
 
@@ -279,6 +281,11 @@ inline int32_t reduce(Acc acc) { return vaddvq_s32(acc); }
 // Volatile assembly: see simd_ymm_int.h.
 [[gnu::always_inline]] inline void prefetch(const void* p) {
   __asm__ volatile("prfm pldl1keep, [%0]" : : "r"(p));
+}
+
+template <class T>
+[[gnu::always_inline]] inline void pin(T& v) {
+  __asm__ volatile("" : "+w"(v));
 }
 
 // ---- words of the private tiles: 4 lanes --------------------------------------------------------

@@ -7,6 +7,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "kernels/simd_defaults.h"
+
 namespace bitnet::BITNET_ISA {
 namespace {
 
@@ -254,6 +256,14 @@ inline Partial dot(Partial p, const Codes& c, const Activations& a) {
 inline Acc widen(Acc acc, Partial p) { return acc + p; }
 inline int32_t reduce(Acc acc) { return acc; }
 inline void prefetch(const void*) {}
+template <class T>
+[[gnu::always_inline]] inline void pin(T& v) {
+  if constexpr (sizeof(v) <= 8) __asm__ volatile("" : "+r"(v));
+}
+template <class T>
+[[gnu::always_inline]] inline void renew(T& v) {
+  __asm__ volatile("" : "+m"(v));
+}
 
 // ---- words of the private tiles ---------------------------------------------------------------
 // A tile line is kTileLanes lanes of 4 bytes.  A decoder (TwoBit, Trits, ...; generic/tiles.inl)

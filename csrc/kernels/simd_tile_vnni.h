@@ -15,6 +15,7 @@ inline TileSum part_sum(TilePart p) { return p; }
 struct TwoBit {
   static constexpr int kFields = 4, kDots = 4, kUnroll = kTwoBitUnroll, kGroup = kTwoBitGroup;
   static constexpr int kZeroCode = 1;
+  static constexpr bool kLastDotIsRaw = true;
   static constexpr int64_t kFlush = int64_t{1} << 30;
   using Split = TileLine;
   static Split split(TileLine v) { return v; }

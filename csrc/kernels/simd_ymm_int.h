@@ -8,6 +8,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "kernels/simd_defaults.h"
+
 namespace bitnet::BITNET_ISA {
 namespace {
 
@@ -97,6 +99,17 @@ inline TileLine shift_bytes(TileLine v) {
 inline TileLine add_bytes(TileLine a, TileLine b) { return _mm256_add_epi8(a, b); }
 inline TileLine avg_bytes(TileLine a, TileLine b) { return _mm256_avg_epu8(a, b); }
 inline TileLine set1_byte(int b) { return _mm256_set1_epi8(static_cast<char>(b)); }
+
+#if !defined(BITNET_EMULATE)
+template <class T>
+[[gnu::always_inline]] inline void pin(T& v) {
+  __asm__ volatile("" : "+v"(v));
+}
+template <class T>
+[[gnu::always_inline]] inline void renew(T& v) {
+  pin(v);
+}
+#endif
 
 inline int32_t sum_i8_vector(const int8_t* p, int64_t n) {
   const __m256i ones = _mm256_set1_epi8(1);

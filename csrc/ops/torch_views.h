@@ -16,8 +16,8 @@
 #include <string>
 #include <vector>
 
+#include "kernels/dispatch.h"
 #include "kernels/kernel_table.h"
-#include "runtime/dispatch.h"
 
 namespace bitnet::ops {
 

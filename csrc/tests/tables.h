@@ -11,8 +11,8 @@
 #include <string>
 #include <vector>
 
+#include "kernels/dispatch.h"
 #include "kernels/kernel_table.h"
-#include "runtime/dispatch.h"
 #include "tests/check.h"
 
 namespace bitnet {

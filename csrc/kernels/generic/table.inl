@@ -5,46 +5,22 @@
 namespace bitnet::BITNET_ISA {
 namespace {
 
-// Fixes v in its register at this point.  Without it g++ 12 reassociates the integer sums of a tile
-// across its fields, and so many intermediate sums live at once that it spills the accumulators.
-template <class T>
-[[gnu::always_inline]] inline void pin(T& v) {
-#if defined(BITNET_EMULATE)
-  (void)v;
-#elif defined(BITNET_SCALAR_WORDS)
-  if constexpr (sizeof(v) <= 8) __asm__ volatile("" : "+r"(v));
-#elif defined(__aarch64__)
-  __asm__ volatile("" : "+w"(v));
-#else
-  __asm__ volatile("" : "+v"(v));
-#endif
-}
-
-// Makes the compiler take v for changed, so that it computes again what depends on v alone.
-// Needless where `dot` is one instruction that adds into its accumulator, as on Arm.
-template <class T>
-[[gnu::always_inline]] inline void renew(T& v) {
-#if defined(BITNET_EMULATE) || defined(__aarch64__)
-  (void)v;
-#elif defined(BITNET_SCALAR_WORDS)
-  __asm__ volatile("" : "+m"(v));
-#else
-  pin(v);
-#endif
-}
-
-#include "kernels/generic/linear.inl"
-#include "kernels/generic/probes.inl"
+// Each uses what stands above it, so the formatter must not sort them.
+// clang-format off
 #include "kernels/generic/rows.inl"
+#include "kernels/generic/canonical.inl"
 #include "kernels/generic/tiles.inl"
-// Uses load_as and exp_f32 of rows.inl: the comment keeps the formatter from sorting it up.
+#include "kernels/generic/gemv.inl"
+#include "kernels/generic/direct.inl"
+#include "kernels/generic/panel.inl"
+#include "kernels/generic/matrix.inl"
+#include "kernels/generic/tile_gemm.inl"
 #include "kernels/generic/attention.inl"
-// Uses attention.inl.
 #include "kernels/generic/attention_block.inl"
-// Uses attention.inl, and attend_chunk of attention_block.inl uses it.
 #include "kernels/generic/attention_int8.inl"
-// Uses load_as of rows.inl, row_at of attention.inl and quantize_query of attention_int8.inl.
 #include "kernels/generic/head.inl"
+#include "kernels/generic/probes.inl"
+// clang-format on
 
 #define BITNET_STRING_(x) #x
 #define BITNET_STRING(x) BITNET_STRING_(x)

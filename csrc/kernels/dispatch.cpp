@@ -1,14 +1,14 @@
 // The choice of the kernel table; see dispatch.h. To add an ISA,
 // add its row to kBestFirst (and its source to CMakeLists.txt).
 // Must not know what a kernel computes.
-#include "runtime/dispatch.h"
+#include "kernels/dispatch.h"
 
 #include <atomic>
 #include <cstdlib>
 #include <stdexcept>
 
+#include "kernels/features.h"
 #include "kernels/isa_tables.h"
-#include "runtime/features.h"
 
 namespace bitnet {
 namespace {

@@ -1,7 +1,7 @@
 // CPUID, XCR0 and auxiliary-vector reading; see features.h.
 // Compiled for the baseline CPU, since it runs before
 // anything is known. Must not know kernels.
-#include "runtime/features.h"
+#include "kernels/features.h"
 
 #include <atomic>
 
