@@ -1,12 +1,14 @@
-// The plan and its tasks; see attention_core.h. Every
-// number that says how work is cut stands at the top. Must
-// not know torch, threads or allocation.
-#include "ops/attention_core.h"
+// The plan and its tasks; see attention.h. Every number that says how work is cut stands at the
+// top.
+#include "engine/attention.h"
 
 #include <algorithm>
 #include <atomic>
 
-namespace bitnet::ops {
+#include "kernels/dispatch.h"
+#include "runtime/parallel.h"
+
+namespace bitnet::engine {
 namespace {
 
 constexpr int64_t kBlockRows = 96;       // query rows that meet a chunk while it is in cache
@@ -14,25 +16,19 @@ constexpr int64_t kFewestRows = 24;      // smaller blocks waste the loads of ke
 constexpr int64_t kGroupsPerThread = 8;  // enough for an even split without cutting positions
 constexpr int64_t kMostSplitFloats = int64_t{1} << 22;  // states of a split plan: 16 MiB
 
-const void* at(const void* p, int64_t bytes) { return static_cast<const char*>(p) + bytes; }
-void* at(void* p, int64_t bytes) { return static_cast<char*>(p) + bytes; }
-
 int64_t chunks_of(int64_t positions) { return (positions + kAttentionChunk - 1) / kAttentionChunk; }
 
 // A counter per group, before the states; whole cache lines.
 int64_t counter_floats(int64_t groups) { return (groups + 15) / 16 * 16; }
 
-}  // namespace
-
-void store_cache_row(const KernelTable& table, DType type, const float* row, int64_t dim,
-                     int64_t at_row, void* cache, float* scales) {
-  void* to = at(cache, at_row * dim * element_size(type));
-  if (type == DType::kInt8) {
-    scales[at_row] = table.head_quantize_int8(row, dim, static_cast<int8_t*>(to));
-  } else {
-    table.store_row(type, row, dim, to);
-  }
+// Multiply-adds of one half of attention, about.
+int64_t work_of(const AttentionShape& shape, const int64_t* start) {
+  int64_t positions = 0;
+  for (int64_t b = 0; b < shape.batch; ++b) positions += start[b] + shape.tokens;
+  return positions * shape.tokens * shape.heads * shape.dim;
 }
+
+}  // namespace
 
 AttentionPlan::AttentionPlan(const AttentionShape& shape, const int64_t* start, int64_t threads)
     : shape_(shape), start_(start), rows_per_token_(shape.heads / shape.kv_heads) {
@@ -122,7 +118,7 @@ int64_t AttentionPlan::cache_row(int64_t sequence, int64_t kv_head, int64_t posi
 const void* AttentionPlan::cache_at(const void* cache, int64_t sequence, int64_t kv_head,
                                     int64_t position) const {
   const int64_t row = cache_row(sequence, kv_head, position);
-  return at(cache, row * shape_.dim * element_size(shape_.cache_type));
+  return offset_bytes(cache, row * shape_.dim * element_size(shape_.cache_type));
 }
 
 // `row`: a row's memory for what comes between.
@@ -133,15 +129,15 @@ void AttentionPlan::load_query(const KernelTable& table, const AttentionBuffers&
   for (int64_t t = 0; t < group.tokens; ++t) {
     const int64_t token = group.sequence * shape_.tokens + group.token + t;
     const int64_t first = (token * shape_.kv_heads + group.kv_head) * n;
-    const void* from = at(buffers.query, first * element_size(shape_.query_type));
+    const void* from = offset_bytes(buffers.query, first * element_size(shape_.query_type));
     if (query.rows != nullptr) {
       table.load_row(shape_.query_type, from, n, query.rows + t * n);
       continue;
     }
     for (int64_t h = 0; h < rows_per_token_; ++h) {
       const int64_t r = t * rows_per_token_ + h;
-      table.load_row(shape_.query_type, at(from, h * dim * element_size(shape_.query_type)), dim,
-                     row);
+      table.load_row(shape_.query_type,
+                     offset_bytes(from, h * dim * element_size(shape_.query_type)), dim, row);
       query.scale[r] = table.quantize_query(row, dim, padded, query.wide + r * padded);
     }
   }
@@ -156,7 +152,7 @@ void AttentionPlan::store_out(const KernelTable& table, const AttentionBuffers& 
     const int64_t to = ((group.sequence * shape_.tokens + t) * shape_.heads + head) * shape_.dim;
     table.finish_attention(shape_.dim, states + r * stride, row);
     table.store_row(shape_.query_type, row, shape_.dim,
-                    at(buffers.out, to * element_size(shape_.query_type)));
+                    offset_bytes(buffers.out, to * element_size(shape_.query_type)));
   }
 }
 
@@ -266,4 +262,26 @@ void AttentionPlan::run_group(const KernelTable& table, const AttentionBuffers& 
   store_out(table, buffers, group, states, row);
 }
 
-}  // namespace bitnet::ops
+void attend(const AttentionShape& shape, const int64_t* start, const AttentionBuffers& buffers) {
+  const KernelTable& table = kernels();
+  const int64_t most = partitions_for(shape.kv_heads * shape.batch * shape.tokens * shape.length,
+                                      work_of(shape, start), kMinElements);
+  const AttentionPlan plan(shape, start, most);
+  const int64_t partitions = std::min(most, plan.tasks()), own = plan.thread_floats();
+  Scratch<float> shared(plan.shared_floats()), threads(partitions * own);
+  plan.prepare(shared.get());
+  std::atomic<int64_t> next{0};
+  run_partitions(partitions, [&](int64_t p) {
+    float* mine = threads.get() + p * own;
+    if (plan.split()) {  // equal tasks: a sequential stream for each thread
+      const int64_t end = partition_begin(plan.tasks(), partitions, p + 1);
+      for (int64_t i = partition_begin(plan.tasks(), partitions, p); i < end; ++i)
+        plan.run(table, buffers, i, shared.get(), mine);
+    } else {  // later tokens see more positions: the dear ones first
+      for (int64_t i = next++; i < plan.tasks(); i = next++)
+        plan.run(table, buffers, plan.tasks() - 1 - i, shared.get(), mine);
+    }
+  });
+}
+
+}  // namespace bitnet::engine

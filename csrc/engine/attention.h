@@ -1,17 +1,13 @@
 // Attention cut into tasks: what to compute, in how many pieces, with how much scratch memory, and
-// one piece at a time.  For callers with threads of their own.  Must not know torch, threads or
-// allocation; the arithmetic is the kernels' (kernel_table.h, attend_chunk).
+// one piece at a time, for callers with threads of their own; or all at once.  The arithmetic is
+// the kernels' (kernel_table.h, attend_chunk).
 #pragma once
 
 #include <cstdint>
 
 #include "kernels/kernel_table.h"
 
-namespace bitnet::ops {
-
-// Writes `row` as row `at` of a cache of that type, and of an int8 cache's scales.
-void store_cache_row(const KernelTable& table, DType type, const float* row, int64_t dim,
-                     int64_t at, void* cache, float* scales);
+namespace bitnet::engine {
 
 struct AttentionShape {
   int64_t batch, tokens, heads, kv_heads;
@@ -99,4 +95,7 @@ class AttentionPlan {
   bool split_;
 };
 
-}  // namespace bitnet::ops
+// All of it in one parallel region.
+void attend(const AttentionShape& shape, const int64_t* start, const AttentionBuffers& buffers);
+
+}  // namespace bitnet::engine

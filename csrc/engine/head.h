@@ -1,14 +1,13 @@
-// The output head and the embedding over one storage, without torch: what a head is in memory, what
-// a token becomes before it meets it, and both products.  Nothing here allocates, throws or opens a
-// parallel region, so that a whole decoding step can call it from inside its own.
+// The output head and the embedding over one storage: what a head is in memory, what a token
+// becomes before it meets it, both products, and the making of quantised heads.
 #pragma once
 
 #include <cstdint>
 
+#include "engine/row_ops.h"
 #include "format/layout.h"
-#include "kernels/kernel_table.h"
 
-namespace bitnet::ops {
+namespace bitnet::engine {
 
 enum class HeadFormat : int32_t { kDense, kInt8, kInt4 };
 
@@ -35,6 +34,8 @@ struct HeadInput {
   HeadToken* tokens;  // [tokens], of a quantised head
 };
 
+// Down to head_rows nothing allocates, throws or opens a parallel region, so that a whole model
+// step can call it from inside its own.
 int64_t head_input_bytes(const HeadView& head, int64_t tokens);
 HeadInput bind_head_input(const HeadView& head, int64_t tokens, void* memory);
 
@@ -47,10 +48,15 @@ void prepare_head_token(const KernelTable& table, const HeadView& head, const fl
 void head_rows(const KernelTable& table, const HeadView& head, int64_t row_begin, int64_t row_end,
                const HeadInput& input, int64_t tokens, float* out, int64_t out_stride);
 
-// out [k] = row `id` as float32: the weight itself, or code * scale, rounded once.
-void embed_row(const KernelTable& table, const HeadView& head, int64_t id, float* out);
+// logits [x.count, head.rows] of all tokens
+void lm_head(const HeadView& head, const Rows& x, float* logits);
+// out [count, k]: row ids[i] as float32, the weight itself or code * scale, rounded once.
+void embed(const HeadView& head, const int64_t* ids, int64_t count, float* out);
 
-// Codes 0..15 of one row (a multiple of 8 of them) into row r of its tile.
-void store_head4_row(const uint8_t* codes, int64_t count, int64_t r, uint8_t* tile);
+// codes int8 [count, width], scales [count].  Returns a row that holds NaN or an infinity, or -1.
+int64_t quantize_head_int8(const Rows& weight, int8_t* codes, float* scales);
+// Tiles of 16 rows in groups of 64 or 128 (format/layout.h).  Returns the first row of a tile that
+// holds NaN or an infinity, or -1.
+int64_t quantize_head_int4(const Rows& weight, int64_t group, uint8_t* tiles, uint16_t* scales);
 
-}  // namespace bitnet::ops
+}  // namespace bitnet::engine

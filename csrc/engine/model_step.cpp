@@ -1,114 +1,150 @@
-// The stages of a decode step; see step_program.h. Which stage reads what another has written is
-// safe because the team ends one before it begins the next. Must not know torch, tensors or
-// threads.
-#include "ops/step_program.h"
+// The stages of a model step; see model_step.h. A stage may read what another has written because
+// the executor ends one before it begins the next. Nothing here throws or allocates.
+#include "engine/model_step.h"
 
+#include <algorithm>
 #include <cstring>
 
+#include "engine/kv_cache.h"
 #include "format/layout.h"
 
-namespace bitnet::ops {
+namespace bitnet::engine {
 namespace {
 
 constexpr int64_t kHeadRows = 32;  // of a unit: they stay in cache while every token meets them
-constexpr int64_t kMostBlockTokens = 64;
 static_assert(kHeadRows % layout::kHeadTileRows == 0);
-
-const StepLayer& layer_at(const StepModel& model, int64_t index) { return model.layers[index]; }
 
 }  // namespace
 
-// Normalising every token on every thread costs tokens * (shares - 1) rows of work too many, about
-// 0.2 us each; a stage of its own costs a barrier and a trip of the codes between caches.
-StepProgram::StepProgram(const StepModel& model, const StepBuffers& buffers, int64_t shares)
+WeightSize weight_size(const StepModel& m, int which) {
+  switch (which) {
+    case kQ:
+      return {m.query(), m.hidden};
+    case kK:
+    case kV:
+      return {m.kv(), m.hidden};
+    case kO:
+      return {m.hidden, m.query()};
+    case kDown:
+      return {m.hidden, m.intermediate};
+    default:
+      return {m.intermediate, m.hidden};
+  }
+}
+
+// Normalising every token on every thread costs tokens * (partitions - 1) rows of work too many,
+// about 0.2 us each; a stage of its own costs a barrier and a trip of the codes between caches.
+StepPlan::StepPlan(const StepModel& model, const AttentionPlan& attention,
+                   const StepBuffers& buffers, int64_t partitions)
     : model_(model),
+      attention_(attention),
       buffers_(buffers),
-      shares_(shares),
-      split_norms_(splits_norms(model.tokens, shares)) {}
+      partitions_(partitions),
+      split_norms_(splits_norms(model.tokens, partitions)) {}
 
-int64_t StepProgram::chunk_rows(int64_t tokens) {
-  return std::clamp<int64_t>(8192 / std::max<int64_t>(tokens, 1), kMaxUnitRows, kMaxChunkRows);
-}
-
-// As equal as can be, so that more tokens never cost less.
-int64_t StepProgram::block_tokens(int64_t tokens) {
-  const int64_t blocks = (tokens + kMostBlockTokens - 1) / kMostBlockTokens;
-  return (tokens + blocks - 1) / blocks;
-}
-
-StepProgram::Place StepProgram::place(int64_t stage) const {
+StepPlan::Place StepPlan::place(int64_t stage) const {
   const int64_t layer = stage / kStagesOfLayer;
-  return {layer < model_.n_layers ? &layer_at(model_, layer) : nullptr,
+  return {layer < model_.n_layers ? model_.layers + layer : nullptr,
           static_cast<int>(stage % kStagesOfLayer)};
 }
 
-bool StepProgram::is_thinned(const Place& at) const {
+bool StepPlan::keeps_last_tokens_only(const Place& at) const {
   return at.layer == nullptr ||
-         (at.layer == &layer_at(model_, model_.n_layers - 1) && at.stage >= kNormOut);
+         (at.layer == model_.layers + model_.n_layers - 1 && at.stage >= kNormOut);
 }
 
-int64_t StepProgram::tokens_at(const Place& at) const {
-  return is_thinned(at) ? model_.head_tokens() : model_.tokens;
+int64_t StepPlan::tokens_at(const Place& at) const {
+  return keeps_last_tokens_only(at) ? model_.head_tokens() : model_.tokens;
 }
 
-int64_t StepProgram::token_of(const Place& at, int64_t j) const {
-  if (!is_thinned(at)) return j;
+int64_t StepPlan::token_of(const Place& at, int64_t j) const {
+  if (!keeps_last_tokens_only(at)) return j;
   const int64_t skipped = model_.per_sequence - model_.kept;
-  return j / model_.kept * model_.per_sequence + skipped + j % model_.kept;
+  return j + skipped * (j / model_.kept + 1);
 }
 
-StepProgram::Product StepProgram::product(const Place& at) const {
+// out null: rounded and added to the residual stream.
+Projection StepPlan::projection(const Place& at, int which, float* out) const {
+  const Weight& w = at.layer->weights[which];
+  const auto stride_bytes = w.n_rows * static_cast<int64_t>(sizeof(float));
+  Projection p{&w,
+               at.layer->scales + which,
+               0,
+               nullptr,
+               {StoreKind::kRound, model_.type, out, stride_bytes}};
+  if (out == nullptr) {
+    p.out.kind = StoreKind::kAdd;
+    p.out.data = buffers_.x;
+    if (keeps_last_tokens_only(at)) {
+      p.out.run = model_.kept;
+      p.out.skip = model_.per_sequence - model_.kept;
+    }
+  }
+  return p;
+}
+
+StepPlan::Projections StepPlan::projections(const Place& at) const {
   if (at.layer == nullptr) return {};
-  const Weight* w = at.layer->weights;
-  const float* s = at.layer->scales;
   switch (at.stage) {
     case kQkv:
-      return {w + kQ, 3, s + kQ, {buffers_.q, buffers_.k, buffers_.v}};
+      return {3,
+              {projection(at, kQ, buffers_.q), projection(at, kK, buffers_.k),
+               projection(at, kV, buffers_.v)}};
     case kOut:
-      return {w + kO, 1, s + kO, {}};
+      return {1, {projection(at, kO, nullptr)}};
     case kGateUp:
-      return {w + kGate, 2, s + kGate, {buffers_.gate, buffers_.up}};
+      return {2, {projection(at, kGate, buffers_.gate), projection(at, kUp, buffers_.up)}};
     case kDownStage:
-      return {w + kDown, 1, s + kDown, {}};
+      return {1, {projection(at, kDown, nullptr)}};
     default:
       return {};
   }
 }
 
-int64_t StepProgram::units(int64_t stage) const {
+QuantizedTokens StepPlan::tokens_of(const Place& at, int64_t k, const StepInput& from) const {
+  QuantizedTokens x = from.x;
+  x.tokens = tokens_at(at);
+  x.k = k;
+  x.padded_k = layout::padded_k(k);
+  x.tile = model_.table->product_blocking(x.tokens).token_tile;
+  return x;
+}
+
+int64_t StepPlan::units(int64_t stage) const {
   const Place at = place(stage);
-  const Product p = product(at);
-  int64_t units = 0;
-  for (int i = 0; i < p.count; ++i) units += p.weights[i].units;
-  if (p.count != 0) return units;
+  if (const Projections p = projections(at); p.count != 0) {
+    const QuantizedTokens x = tokens_of(at, p.at[0].weight->k, buffers_.shared);
+    return Product(*model_.table, x, p.at, p.count).units();
+  }
   if (at.layer == nullptr && at.stage == kHead)
     return (model_.head.rows + kHeadRows - 1) / kHeadRows;
   if (at.layer != nullptr && at.stage == kRotate)
     return model_.tokens * (model_.heads + model_.kv_heads);
-  if (at.layer != nullptr && at.stage == kAttend) return model_.attention->tasks();
+  if (at.layer != nullptr && at.stage == kAttend) return attention_.tasks();
   return split_norms_ ? tokens_at(at) : 0;
 }
 
-int64_t StepProgram::max_chunk(int64_t stage) const {
-  const Product p = product(place(stage));
-  int64_t rows = 1;
-  for (int i = 0; i < p.count; ++i) rows = std::max(rows, p.weights[i].unit_rows);
-  return p.count == 0 ? 64 : std::max<int64_t>(1, chunk_rows(model_.tokens) / rows);
+ClaimRule StepPlan::claim(int64_t stage) const {
+  const Place at = place(stage);
+  const Projections p = projections(at);
+  if (p.count == 0) return {1, 64};
+  const QuantizedTokens x = tokens_of(at, p.at[0].weight->k, buffers_.shared);
+  return Product(*model_.table, x, p.at, p.count).claim();
 }
 
-void StepProgram::norm_row(const float* gain, int64_t n, float* row) const {
-  if (gain == nullptr) return;
-  model_.table->rms_norm_row(row, gain, n, model_.eps, model_.type, row);
+void StepPlan::norm_row(const float* norm_weight, int64_t n, float* row) const {
+  if (norm_weight == nullptr) return;
+  model_.table->rms_norm_row(row, norm_weight, n, model_.eps, model_.type, row);
   model_.table->round_row(model_.type, row, n);
 }
 
 // What the stage at `at` multiplies by, for one token: norm (or activation and sub-norm), int8.
-void StepProgram::normalise(const Place& at, int64_t j, float* row, const StepSlot& to) const {
+void StepPlan::normalise(const Place& at, int64_t j, float* row, const StepInput& to) const {
   const StepModel& m = model_;
   const KernelTable& table = *m.table;
   const int64_t token = token_of(at, j);
   if (at.layer == nullptr) {
-    table.rms_norm_row(buffers_.x + token * m.hidden, m.final_gain, m.hidden, m.eps, DType::kF32,
+    table.rms_norm_row(buffers_.x + token * m.hidden, m.final_norm, m.hidden, m.eps, DType::kF32,
                        row);
     return prepare_head_token(table, m.head, row, j, to.head);
   }
@@ -116,92 +152,54 @@ void StepProgram::normalise(const Place& at, int64_t j, float* row, const StepSl
   if (at.stage == kQkv || at.stage == kGateUp) {
     std::memcpy(row, buffers_.x + token * n, static_cast<size_t>(n) * sizeof(float));
     table.round_row(m.type, row, n);
-    norm_row(at.stage == kQkv ? at.layer->attention_gain : at.layer->mlp_gain, n, row);
+    norm_row(at.stage == kQkv ? at.layer->attention_norm : at.layer->mlp_norm, n, row);
   } else if (at.stage == kOut) {
     n = m.query();
     std::memcpy(row, buffers_.attended + token * n, static_cast<size_t>(n) * sizeof(float));
     table.round_row(m.type, row, n);
-    norm_row(at.layer->out_gain, n, row);
+    norm_row(at.layer->out_norm, n, row);
   } else {
-    n = m.inner;
+    n = m.intermediate;
     (m.relu2 ? table.relu2_mul_row : table.silu_mul_row)(buffers_.gate + j * n, buffers_.up + j * n,
                                                          n, row);
     table.round_row(m.type, row, n);
-    norm_row(at.layer->down_gain, n, row);
+    norm_row(at.layer->down_norm, n, row);
   }
-  const int64_t stride = layout::padded_k(n);
-  to.code_scales[j] = table.quantize_row(row, n, stride, to.codes + j * stride, to.code_sums + j);
+  tokens_of(at, n, to).quantize(table, row, j);
 }
 
-void StepProgram::prepare(int64_t stage, int64_t slot) const {
+void StepPlan::prepare(int64_t stage, int64_t slot) const {
   const Place at = place(stage);
-  const bool needs_norm = product(at).count != 0 || (at.layer == nullptr && at.stage == kHead);
-  if (!needs_norm || split_norms_) return;
-  const StepSlot& own = buffers_.slots[slot];
+  const bool head = at.layer == nullptr && at.stage == kHead;
+  if (split_norms_ || (!head && projections(at).count == 0)) return;
+  const StepInput& own = buffers_.own[slot];
   for (int64_t j = 0; j < tokens_at(at); ++j) normalise(at, j, own.row, own);
 }
 
-void StepProgram::run(int64_t stage, int64_t begin, int64_t end, int64_t slot) const {
+void StepPlan::run(int64_t stage, int64_t begin, int64_t end, int64_t slot) const {
   const Place at = place(stage);
-  const StepSlot& own = buffers_.slots[slot];
-  if (const Product p = product(at); p.count != 0) return multiply(at, p, begin, end, slot);
-  if (at.layer == nullptr && at.stage == kHead) return logits(begin, end, normed_by(slot));
+  const StepInput& own = buffers_.own[slot];
+  const StepInput& input = split_norms_ ? buffers_.shared : own;
+  if (const Projections p = projections(at); p.count != 0) {
+    const QuantizedTokens x = tokens_of(at, p.at[0].weight->k, input);
+    return Product(*model_.table, x, p.at, p.count).run(begin, end);
+  }
+  if (at.layer == nullptr && at.stage == kHead) return logits(begin, end, input);
   for (int64_t unit = begin; unit < end; ++unit) {
     if (at.layer != nullptr && at.stage == kRotate) {
       rotate(*at.layer, unit, own.row);
     } else if (at.layer != nullptr && at.stage == kAttend) {
       // a plan of whole groups begins with the longest
-      const int64_t last = model_.attention->tasks() - 1;
-      attend(*at.layer, model_.attention->split() ? unit : last - unit, own.attention);
+      const int64_t last = attention_.tasks() - 1;
+      attend(*at.layer, attention_.split() ? unit : last - unit, own.attention);
     } else {  // a norm stage stands right before the stage it is for
       normalise({at.layer, at.stage + 1}, unit, own.row, buffers_.shared);
     }
   }
 }
 
-void StepProgram::multiply(const Place& at, const Product& p, int64_t begin, int64_t end,
-                           int64_t slot) const {
-  const StepSlot& own = buffers_.slots[slot];
-  const StepSlot& x = normed_by(slot);
-  const int64_t tokens = tokens_at(at), block = block_tokens(tokens);
-  int64_t offset = 0;  // of the matrix's units among those of the stage
-  for (int i = 0; i < p.count; offset += p.weights[i].units, ++i) {
-    const Weight& w = p.weights[i];
-    const int64_t first_unit = std::max(begin - offset, int64_t{0});
-    const int64_t last_unit = std::min(end - offset, w.units);
-    if (first_unit >= last_unit) continue;
-    const int64_t stride = (last_unit - first_unit) * w.unit_rows, first = first_unit * w.unit_rows;
-    const int64_t rows = std::min(last_unit * w.unit_rows, w.n_rows) - first;
-    const int64_t code_stride = layout::padded_k(w.k);
-    for (int64_t from = 0; from < tokens; from += block) {
-      const int64_t count = std::min(block, tokens - from);
-      multiply_units(*model_.table, w, first_unit, last_unit, x.codes + from * code_stride,
-                     code_stride, x.code_sums + from, count, own.sums, stride);
-      for (int64_t j = 0; j < count; ++j) {
-        store(at, p, i, first, rows, from + j, own.sums + j * stride, x.code_scales[from + j],
-              own.values);
-      }
-    }
-  }
-}
-
-void StepProgram::store(const Place& at, const Product& p, int which, int64_t first, int64_t rows,
-                        int64_t j, const int32_t* sums, float x_scale, float* values) const {
-  const KernelTable& table = *model_.table;
-  if (float* out = p.out[which]; out != nullptr) {
-    out += j * p.weights[which].n_rows + first;
-    table.scale_row(sums, rows, p.scales + which, 0, x_scale, nullptr, out);
-    table.round_row(model_.type, out, rows);
-    return;
-  }
-  float* x = buffers_.x + token_of(at, j) * model_.hidden + first;
-  table.scale_row(sums, rows, p.scales + which, 0, x_scale, nullptr, values);
-  table.round_row(model_.type, values, rows);
-  table.add_row(x, values, rows, x);
-}
-
 // Unit = a token and a query head, or a token and a key/value head, which also enters the cache.
-void StepProgram::rotate(const StepLayer& layer, int64_t unit, float* row) const {
+void StepPlan::rotate(const StepLayer& layer, int64_t unit, float* row) const {
   const StepModel& m = model_;
   const KernelTable& table = *m.table;
   const int64_t per_token = m.heads + m.kv_heads, dim = m.dim;
@@ -223,13 +221,13 @@ void StepProgram::rotate(const StepLayer& layer, int64_t unit, float* row) const
   store_cache_row(table, m.cache_type, buffers_.v + from, dim, at, layer.values, layer.value_scale);
 }
 
-void StepProgram::attend(const StepLayer& layer, int64_t task, float* own) const {
+void StepPlan::attend(const StepLayer& layer, int64_t task, float* own) const {
   const AttentionBuffers buffers{buffers_.rotated,  layer.keys,      layer.values,
                                  buffers_.attended, layer.key_scale, layer.value_scale};
-  model_.attention->run(*model_.table, buffers, task, buffers_.attention, own);
+  attention_.run(*model_.table, buffers, task, buffers_.attention, own);
 }
 
-void StepProgram::logits(int64_t begin, int64_t end, const StepSlot& from) const {
+void StepPlan::logits(int64_t begin, int64_t end, const StepInput& from) const {
   const HeadView& head = model_.head;
   const int64_t first = begin * kHeadRows;
   head_rows(*model_.table, head, first, std::min(end * kHeadRows, head.rows), from.head,
@@ -237,25 +235,23 @@ void StepProgram::logits(int64_t begin, int64_t end, const StepSlot& from) const
 }
 
 // The thread's first bytes of the next matrix: they travel while it waits for the others.
-void StepProgram::look_ahead(int64_t stage, int64_t slot) const {
+void StepPlan::prefetch_next(int64_t stage, int64_t slot) const {
   constexpr int64_t kBytes = 8192, kLine = 64;
   const auto prefetch = [](const void* from) {
     for (int64_t i = 0; i < kBytes; i += kLine) __builtin_prefetch(offset_bytes(from, i));
   };
-  if (product(place(stage)).count == 0) return;
+  if (projections(place(stage)).count == 0) return;
   for (int64_t next = stage + 1; next < stages(); ++next) {
     const Place at = place(next);
-    if (const Product p = product(at); p.count != 0) {
-      int64_t unit = share_begin(units(next), shares_, slot);
-      const Weight* w = p.weights;
-      while (unit >= w->units && w + 1 < p.weights + p.count) unit -= w++->units;
-      return prefetch(w->data + unit * w->unit_bytes);
+    if (const Projections p = projections(at); p.count != 0) {
+      const QuantizedTokens x = tokens_of(at, p.at[0].weight->k, buffers_.shared);
+      return prefetch(Product(*model_.table, x, p.at, p.count).weights_of(partitions_, slot));
     }
     if (at.layer == nullptr && at.stage == kHead) {
-      const int64_t row = share_begin(units(next), shares_, slot) * kHeadRows;
+      const int64_t row = partition_begin(units(next), partitions_, slot) * kHeadRows;
       return prefetch(offset_bytes(model_.head.weight, row * model_.head.row_bytes()));
     }
   }
 }
 
-}  // namespace bitnet::ops
+}  // namespace bitnet::engine

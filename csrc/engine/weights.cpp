@@ -1,102 +1,98 @@
-// Views of ternary weights and the product of a range of units; see weights.h. Which kernel of the
-// table a product takes is decided here, by layout and number of tokens. Must not know activations'
-// types, scales or threads.
-#include "ops/weights.h"
+// Views of ternary weights and the sums of a run of row blocks; see weights.h. Which kernel of the
+// table a product takes is decided here, by layout.
+#include "engine/weights.h"
+
+#include <algorithm>
+#include <cstring>
 
 #include "format/layout.h"
 #include "runtime/tuning.h"
 
-namespace bitnet::ops {
+namespace bitnet::engine {
 namespace {
 
-constexpr int64_t kCanonicalUnitRows = 16;
-constexpr int64_t kMostRows = int64_t{1} << 40;
+constexpr int64_t kCanonicalBlockRows = 16;
+constexpr int64_t kGroup = layout::kBlockWeights;
 
-Weight canonical_view(const Check& check, const Tensor& t, const char* argument, int64_t k,
-                      std::optional<int64_t> out_features) {
-  check.packed_for(t, argument, k);
-  const int64_t n = t.size(0);
-  if (out_features.has_value() && *out_features != n)
-    check.fail("out_features", "the " + std::to_string(n) + " rows of " + argument + ", or nothing",
-               std::to_string(*out_features));
-  return {static_cast<const uint8_t*>(t.const_data_ptr()),
-          WeightFormat::kCanonical,
-          n,
-          k,
-          kCanonicalUnitRows,
-          (n + kCanonicalUnitRows - 1) / kCanonicalUnitRows,
-          kCanonicalUnitRows * t.size(1),
-          0};
+void multiply_tiles(const KernelTable& table, const Weight& w, const SumsJob& job) {
+  const auto gemm = w.format == WeightFormat::kTwoBit ? table.tile_gemm : table.trit_tile_gemm;
+  TileJob tiles{w.data + job.block_begin * w.block_bytes,
+                w.k_steps,
+                job.block_end - job.block_begin,
+                job.x,
+                job.x_stride,
+                job.x_sum,
+                job.tokens,
+                job.out,
+                job.out_stride,
+                tuning().prefetch_bytes,
+                job.x_step_stride};
+  if (job.group < 0) return gemm(tiles);
+  // a group's lines of one tile are consecutive, those of the next tile are not
+  constexpr int64_t kGroupSteps = kGroup / layout::kTileStepK;
+  const int64_t first = job.group * kGroupSteps;
+  tiles.tiles += first * (w.block_bytes / w.k_steps);
+  tiles.lines = std::min(kGroupSteps, w.k_steps - first);
+  tiles.tile_count = 1;
+  for (int64_t block = job.block_begin; block < job.block_end; ++block) {
+    gemm(tiles);
+    tiles.tiles += w.block_bytes;
+    tiles.out += w.block_rows;
+  }
 }
 
-Weight tile_view(const Check& check, const Tensor& t, const char* argument, int64_t k,
-                 std::optional<int64_t> out_features) {
-  const bool trits = t.dim() == 4;
-  const int64_t lanes = kernels().tile_lanes, lines = layout::tile_lines(k);
-  const int64_t fields = trits ? layout::kTritFields : layout::kTwoBitFields;
-  check.dtype(t, argument, ScalarType::Byte);
-  check.contiguous(t, argument);
-  if (!(k >= 1 && k <= layout::kTileMaxK))
-    check.fail(argument, "for 1 to 32768 input features in a private layout", std::to_string(k));
-  if (!out_features.has_value())
-    check.fail("out_features", std::string("given, for ") + argument + " is in a private layout",
-               "None");
-  const int64_t n = *out_features;
-  if (n < 0 || n > kMostRows)  // before it is rounded up to whole tiles
-    check.fail("out_features", "from 0 to " + std::to_string(kMostRows), std::to_string(n));
-  Shape expected{layout::tiles_for(n, lanes, fields), lines, lanes * layout::kTileStepK};
-  if (trits) expected = {expected[0], lines, lanes, layout::kTileStepK};
-  if (shape_of(t) != expected)
-    check.fail(argument,
-               "of shape " + shape_text(expected) + " (" + std::to_string(n) + " x " +
-                   std::to_string(k) + " prepacked for " + kernels().name +
-                   "; prepack again after changing the instruction set)",
-               shape_text(shape_of(t)));
-  return {static_cast<const uint8_t*>(t.const_data_ptr()),
-          trits ? WeightFormat::kTrits : WeightFormat::kTwoBit,
-          n,
-          k,
-          lanes * fields,
-          expected[0],
-          lines * lanes * layout::kTileStepK,
-          lines};
+void multiply_canonical(const KernelTable& table, const Weight& w, const SumsJob& job) {
+  const int64_t row_bytes = layout::row_bytes_for(w.k), begin = job.block_begin * w.block_rows;
+  const int64_t end = std::min(job.block_end * w.block_rows, w.n_rows);
+  if (job.group < 0)
+    return table.ternary_gemm(w.data, row_bytes, begin, end, job.x, job.x_stride, job.x_sum,
+                              job.tokens, job.out, job.out_stride, tuning().prefetch_bytes);
+  uint8_t rows[kMaxBlockRows * layout::kBlockBytes];
+  for (int64_t from = begin; from < end; from += kMaxBlockRows) {
+    const int64_t n = std::min(kMaxBlockRows, end - from);
+    for (int64_t i = 0; i < n; ++i) {
+      std::memcpy(rows + i * layout::kBlockBytes,
+                  w.data + (from + i) * row_bytes + job.group * layout::kBlockBytes,
+                  static_cast<size_t>(layout::kBlockBytes));
+    }
+    table.ternary_gemm(rows, layout::kBlockBytes, 0, n, job.x, job.x_stride, job.x_sum, job.tokens,
+                       job.out + (from - begin), job.out_stride, tuning().prefetch_bytes);
+  }
 }
 
 }  // namespace
 
-Weight weight_view(const Check& check, const Tensor& t, const char* argument, int64_t k,
-                   std::optional<int64_t> out_features) {
-  const bool tiles = t.dim() == 3 || t.dim() == 4;
-  return (tiles ? tile_view : canonical_view)(check, t, argument, k, out_features);
+int64_t fields_of(WeightFormat format) {
+  return format == WeightFormat::kBase3 ? layout::kTritFields : layout::kTwoBitFields;
 }
 
-Weight weight_view_at(const Check& check, const Tensor& t, const char* argument, int64_t k,
-                      const std::vector<int64_t>& out_features, size_t index) {
-  if (out_features.empty()) return weight_view(check, t, argument, k);
-  return weight_view(check, t, argument, k, out_features[index]);
+Weight canonical_weight(const void* data, int64_t n_rows, int64_t k) {
+  return {static_cast<const uint8_t*>(data),
+          WeightFormat::kCanonical,
+          n_rows,
+          k,
+          kCanonicalBlockRows,
+          (n_rows + kCanonicalBlockRows - 1) / kCanonicalBlockRows,
+          kCanonicalBlockRows * layout::row_bytes_for(k),
+          0};
 }
 
-void multiply_units(const KernelTable& table, const Weight& weight, int64_t unit_begin,
-                    int64_t unit_end, const int8_t* x, int64_t x_stride, const int32_t* x_sum,
-                    int64_t tokens, int32_t* out, int64_t out_stride) {
-  if (weight.format != WeightFormat::kCanonical) {
-    const TileJob job{weight.data + unit_begin * weight.unit_bytes,
-                      weight.lines,
-                      unit_end - unit_begin,
-                      x,
-                      x_stride,
-                      x_sum,
-                      tokens,
-                      out,
-                      out_stride,
-                      tuning().prefetch_bytes};
-    (weight.format == WeightFormat::kTwoBit ? table.tile_gemm : table.trit_tile_gemm)(job);
-    return;
-  }
-  const int64_t row_bytes = layout::row_bytes_for(weight.k);
-  table.ternary_gemm(weight.data, row_bytes, unit_begin * weight.unit_rows,
-                     std::min(unit_end * weight.unit_rows, weight.n_rows), x, x_stride, x_sum,
-                     tokens, out, out_stride, tuning().prefetch_bytes);
+Weight tile_weight(const void* data, WeightFormat format, int64_t n_rows, int64_t k,
+                   int64_t lanes) {
+  const int64_t fields = fields_of(format), k_steps = layout::tile_lines(k);
+  return {static_cast<const uint8_t*>(data),
+          format,
+          n_rows,
+          k,
+          lanes * fields,
+          layout::tiles_for(n_rows, lanes, fields),
+          k_steps * lanes * layout::kTileStepK,
+          k_steps};
 }
 
-}  // namespace bitnet::ops
+void multiply_sums(const KernelTable& table, const Weight& weight, const SumsJob& job) {
+  const bool canonical = weight.format == WeightFormat::kCanonical;
+  (canonical ? multiply_canonical : multiply_tiles)(table, weight, job);
+}
+
+}  // namespace bitnet::engine

@@ -1,53 +1,59 @@
-// A ternary weight matrix as the ops see it: a view that knows its layout, cut into units of rows
-// that a share of the work may take. A layout is told by the tensor's shape. Must not know
-// activations' types, scales or threads.
+// A ternary weight matrix as the engine sees it: a view that knows its layout (format/layout.h),
+// cut into row blocks that a part of the work may take.
 #pragma once
 
-#include <optional>
+#include <cstdint>
 
-#include "ops/checks.h"
+#include "kernels/kernel_table.h"
 
-namespace bitnet::ops {
+namespace bitnet::engine {
 
-enum class WeightFormat : int32_t { kCanonical = 0, kTwoBit = 1, kTrits = 2 };
+enum class WeightFormat : int32_t { kCanonical = 0, kTwoBit = 1, kBase3 = 2 };
 
-// Units are consecutive in memory.  A private layout's last unit may reach past n_rows: its rows
-// there are computed like the others, and their sums mean nothing.
+// Row blocks are consecutive in memory.  A CPU-specific layout's last one may reach past n_rows:
+// its rows there are computed like the others, and their sums mean nothing.
 struct Weight {
   const uint8_t* data;
   WeightFormat format;
   int64_t n_rows;
-  int64_t k;           // as the activations have it, before padding
-  int64_t unit_rows;   // rows of a unit
-  int64_t units;       // of the whole matrix
-  int64_t unit_bytes;  // of a whole unit
-  int64_t lines;       // private layouts: lines of a tile
+  int64_t k;            // as the activations have it, before padding
+  int64_t block_rows;   // rows of a row block
+  int64_t row_blocks;   // of the whole matrix
+  int64_t block_bytes;  // of a whole row block
+  int64_t k_steps;      // CPU-specific layouts: lines of a tile, 4 k each
 
-  // Of the whole tensor: a private layout has whole units, canonical rows end with the last.
+  // Of the whole matrix: a CPU-specific layout has whole row blocks, canonical rows end with the
+  // last.
   int64_t bytes() const {
-    return format == WeightFormat::kCanonical ? n_rows * (unit_bytes / unit_rows)
-                                              : units * unit_bytes;
+    return format == WeightFormat::kCanonical ? n_rows * (block_bytes / block_rows)
+                                              : row_blocks * block_bytes;
   }
 };
 
-inline constexpr int64_t kMaxUnitRows = 80;  // 1.6 bit, 16 lanes
+inline constexpr int64_t kMaxBlockRows = 80;  // 1.6 bit, 16 lanes
 
-// Checks `t` against k input features and makes the view.  uint8 [N, R] is canonical; [tiles,
-// lines, 4 L] is 2 bit and [tiles, lines, L, 4] is 1.6 bit, both for the lanes of the kernels that
-// run now, both with out_features given.  A canonical tensor takes out_features or leaves it.
-Weight weight_view(const Check& check, const Tensor& t, const char* argument, int64_t k,
-                   std::optional<int64_t> out_features = std::nullopt);
+// Rows that share a byte: 4 or 5.
+int64_t fields_of(WeightFormat format);
 
-// The same, with out_features[index] or, where the list is empty, none.
-Weight weight_view_at(const Check& check, const Tensor& t, const char* argument, int64_t k,
-                      const std::vector<int64_t>& out_features, size_t index);
+// Views of memory whose size has been checked: uint8 [n_rows, row bytes], or whole tiles for
+// `lanes` lanes.
+Weight canonical_weight(const void* data, int64_t n_rows, int64_t k);
+Weight tile_weight(const void* data, WeightFormat format, int64_t n_rows, int64_t k, int64_t lanes);
 
-// out[m * out_stride + i] = the exact sum of row unit_begin * unit_rows + i and token m, for the
-// rows of units [unit_begin, unit_end).  x: int8 rows of x_stride elements with zeros from k to the
-// next multiple of 128.  Writes whole units, rows past n_rows included, except in the canonical
-// layout.  No allocation, no torch: callable inside a parallel region.
-void multiply_units(const KernelTable& table, const Weight& weight, int64_t unit_begin,
-                    int64_t unit_end, const int8_t* x, int64_t x_stride, const int32_t* x_sum,
-                    int64_t tokens, int32_t* out, int64_t out_stride);
+// A run of row blocks x some tokens, all of K or one block of 128 of it.
+struct SumsJob {
+  int64_t block_begin, block_end;
+  int64_t group = -1;  // -1: all of K
+  const int8_t* x;     // token m at x + m * x_stride, its next 64 k at x_step_stride
+  int64_t x_stride, x_step_stride;
+  const int32_t* x_sum;  // of the codes that are multiplied
+  int64_t tokens;
+  int32_t* out;  // row i of the run and token m at out[m * out_stride + i]
+  int64_t out_stride;
+};
 
-}  // namespace bitnet::ops
+// The exact sums of the job.  Zeros stand in x from k to the next multiple of 128.  Writes whole
+// row blocks, rows past n_rows included, except in the canonical layout.
+void multiply_sums(const KernelTable& table, const Weight& weight, const SumsJob& job);
+
+}  // namespace bitnet::engine

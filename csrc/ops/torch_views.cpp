@@ -1,14 +1,14 @@
-// Calls into torch's stable C interface; see door.h. Errors
-// of torch become exceptions here, and a parallel region
-// gets its threads. Must not know an op.
-#include "ops/door.h"
+// Calls into torch's stable C interface; see torch_views.h. Errors of torch become exceptions here,
+// and the engine gets torch's threads.
+#include "ops/torch_views.h"
 
 #include <pthread.h>
 
+#include <algorithm>
 #include <stdexcept>
 #include <string>
 
-#include "runtime/float_state.h"
+#include "runtime/parallel.h"
 #include "runtime/regions.h"
 
 // Of the OpenMP runtime that torch was loaded with, if it has one and that knows OpenMP 5.0.
@@ -33,6 +33,19 @@ void require_ok(AOTITorchError code, const char* what) {
     throw std::runtime_error(std::string("bitnet: torch refused to ") + what);
   }
 }
+
+// torch's own pool (so torch.set_num_threads is honoured and the process has one OpenMP runtime).
+const ThreadPool kTorchThreads = {
+    [] {
+      uint32_t threads = 1;
+      require_ok(torch_get_num_threads(&threads), "tell its number of threads");
+      return static_cast<int64_t>(threads);
+    },
+    [](int64_t partitions, void (*body)(int64_t, int64_t, void*), void* context) {
+      require_ok(torch_parallel_for(0, partitions, 1, body, context), "run a parallel region");
+    },
+};
+[[maybe_unused]] const bool g_threads_given = (set_thread_pool(kTorchThreads), true);
 
 int32_t aoti_dtype(ScalarType type) {
   switch (type) {
@@ -74,17 +87,6 @@ Tensor empty(const Shape& shape, ScalarType type) {
   return Tensor(handle);
 }
 
-void* allocate_scratch(int64_t count, size_t size) {
-  size_t bytes = 0;
-  if (!__builtin_mul_overflow(static_cast<size_t>(std::max<int64_t>(count, 1)), size, &bytes)) {
-    void* memory = ::operator new(bytes, std::align_val_t{64}, std::nothrow);
-    if (memory != nullptr) return memory;
-  }
-  throw std::runtime_error("bitnet: expected memory to work in for " + std::to_string(count) +
-                           " elements of " + std::to_string(size) +
-                           " bytes, got none; pass fewer tokens at once");
-}
-
 Shape shape_of(const Tensor& t) {
   const auto sizes = t.sizes();
   return Shape(sizes.begin(), sizes.end());
@@ -120,30 +122,10 @@ ScalarType scalar_type_of(DType type) {
   return type == DType::kF16 ? ScalarType::Half : ScalarType::Float;
 }
 
-int64_t shares_for(int64_t items, int64_t work, int64_t min_work) {
-  const int64_t worthwhile = work / min_work;
-  if (items <= 1 || worthwhile <= 1) return 1;  // no call into torch for small work
-  return std::max<int64_t>(1, std::min({items, worthwhile, thread_count()}));
-}
-
-int64_t thread_count() {
-  uint32_t threads = 1;
-  require_ok(torch_get_num_threads(&threads), "tell its number of threads");
-  return usable_threads(static_cast<int64_t>(threads));
-}
-
-void run_shares_raw(int64_t shares, void (*body)(int64_t, int64_t, void*), void* context) {
-  struct Region {
-    void (*body)(int64_t, int64_t, void*);
-    void* context;
-  } region{body, context};
-  const auto run = [](int64_t begin, int64_t end, void* raw) {
-    const DefaultFloatState floats;  // of a pool's thread, which has its own
-    const auto* r = static_cast<const Region*>(raw);
-    r->body(begin, end, r->context);
-  };
-  count_region();
-  require_ok(torch_parallel_for(0, shares, 1, run, &region), "run a parallel region");
+engine::Rows rows_view(const Tensor& t) {
+  const Shape shape = shape_of(t);
+  return {dtype_of(t), product(shape, 0, shape.size() - 1), shape.back(),
+          const_cast<void*>(t.const_data_ptr())};
 }
 
 }  // namespace bitnet::ops

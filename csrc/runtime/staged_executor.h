@@ -1,67 +1,93 @@
-// One parallel region that runs a whole program of stages: dynamic shares of work and a barrier
-// that waits for work, not for threads.  Threads are the caller's (torch's pool, std::thread in
-// tests). Must not know torch, kernels or what a unit of work is.
+// One parallel region that runs a plan of stages: dynamic claims of work, and a barrier that waits
+// for work, not for threads.
 //
-// A stage is `units` equal pieces of work, dealt out contiguously to the shares, so that each share
-// reads one sequential stream.  A thread takes chunks from the front of its own shares, then helps
-// the slowest share from the back of its range.  A stage ends when all of its units are done and
-// the threads that entered it have left.  A thread that arrives late, brings several shares or
-// never comes at all delays nobody: any one thread can finish the program alone, whatever way the
-// runtime deals shares to threads, and threads that find nothing to do sleep.
+// A stage is `units` equal pieces of work, dealt out contiguously to the partitions, so that each
+// partition reads one sequential stream.  A thread claims units from the front of its own
+// partitions, then helps the slowest partition from the back of its range.  A stage ends when all
+// of its units are done and the threads that entered it have left.  A thread that arrives late,
+// brings several partitions or never comes at all delays nobody: any one thread can finish the plan
+// alone, however the pool deals partitions to threads, and threads that find nothing to do sleep.
 #pragma once
 
 #include <atomic>
 #include <cstdint>
 
+#include "runtime/parallel.h"
+
 namespace bitnet {
 
 // Half-open range of unit numbers.
-struct Chunk {
+struct UnitRange {
   int64_t begin = 0, end = 0;
   int64_t size() const { return end - begin; }
 };
 
-class Team {
+// How much of what is left of a partition a claim takes: one part in `parts`, but at least `least`
+// and at most `most` units. Large claims waste no time on claiming, small ones end together.
+struct ClaimRule {
+  int64_t least = 1, most = 1, parts = 8;
+};
+
+class StagedExecutor {
  public:
-  static constexpr int64_t kMaxShares = 256;
+  static constexpr int64_t kMaxPartitions = 256;
   static constexpr int64_t kMaxUnits = int64_t{1} << 31;  // of one stage
 
-  // `shares` in [1, kMaxShares].  A team runs one program, then start() makes it ready for another.
-  Team() = default;
-  Team(const Team&) = delete;
-  Team& operator=(const Team&) = delete;
+  // `partitions` in [1, kMaxPartitions].  Runs one plan, then start() makes it ready for another.
+  StagedExecutor() = default;
+  StagedExecutor(const StagedExecutor&) = delete;
+  StagedExecutor& operator=(const StagedExecutor&) = delete;
 
-  // Before the region, by one thread.  units(stage) gives each stage's number of units.
-  template <class Program>
-  void start(int64_t shares, const Program& program) {
-    shares_ = shares;
-    stages_ = program.stages();
-    spin_ns_ = spin_budget(shares);
-    open(0, program);
-  }
-
-  // In the region: the part of the thread that was given shares [begin, end).  Returns when the
-  // whole program is done.  Program (const, shared by all threads; must not throw):
+  // The whole plan in one region of the process's thread pool. A plan is const, shared by all
+  // threads, and must not throw or allocate:
   //   int64_t stages(); int64_t units(stage)
-  //   int64_t max_chunk(stage)                most units that run() takes at once, at least 1
+  //   ClaimRule claim(stage)                  how many units run() takes at once
   //   void prepare(stage, slot)               once per thread and stage, before its first run()
   //   void run(stage, unit_begin, unit_end, slot)
-  //   void look_ahead(stage, slot)            work on `stage` is over for this thread; prefetch
-  // slot = begin: no two threads have the same.
-  template <class Program>
-  void work(int64_t begin, int64_t end, const Program& program) {
+  //   void prefetch_next(stage, slot)         work on `stage` is over for this thread
+  // slot: the thread's first partition; no two threads have the same.
+  template <class StagePlan>
+  void run(int64_t partitions, const StagePlan& plan) {
+    struct Context {
+      StagedExecutor& executor;
+      const StagePlan& plan;
+    } context{*this, plan};
+    start(partitions, plan);
+    if (partitions == 1) return work(0, 1, plan);
+    run_region(
+        partitions,
+        [](int64_t begin, int64_t end, void* raw) {
+          auto* c = static_cast<Context*>(raw);
+          c->executor.work(begin, end, c->plan);
+        },
+        &context);
+  }
+
+  // The same in parts.  Before the region, by one thread.
+  template <class StagePlan>
+  void start(int64_t partitions, const StagePlan& plan) {
+    partitions_ = partitions;
+    stages_ = plan.stages();
+    spin_ns_ = spin_budget(partitions);
+    open(0, plan);
+  }
+
+  // In the region: the part of the thread that was given partitions [begin, end).  Returns when the
+  // whole plan is done.
+  template <class StagePlan>
+  void work(int64_t begin, int64_t end, const StagePlan& plan) {
     for (int64_t stage = 0; (stage = wait_for(stage)) < stages_; ++stage) {
       if (!enter(stage)) continue;
-      const int64_t limit = program.max_chunk(stage);
+      const ClaimRule rule = plan.claim(stage);
       int64_t done = 0;
-      Chunk chunk;
-      while (claim(begin, end, limit, chunk)) {
-        if (done == 0) program.prepare(stage, begin);
-        program.run(stage, chunk.begin, chunk.end, begin);
-        done += chunk.size();
+      UnitRange claimed;
+      while (claim(begin, end, rule, claimed)) {
+        if (done == 0) plan.prepare(stage, begin);
+        plan.run(stage, claimed.begin, claimed.end, begin);
+        done += claimed.size();
       }
-      if (done != 0) program.look_ahead(stage, begin);
-      if (leave(done)) open(stage + 1, program);
+      if (done != 0) plan.prefetch_next(stage, begin);
+      if (leave(done)) open(stage + 1, plan);
     }
   }
 
@@ -72,22 +98,22 @@ class Team {
   static constexpr uint64_t kOneInside = uint64_t{1} << kInsideShift;
   static int64_t stage_of(uint64_t state) { return static_cast<int64_t>(state >> kStageShift); }
 
-  // A share's range of unclaimed units: begin | end, 32 bits each.
+  // A partition's range of unclaimed units: begin | end, 32 bits each.
   struct alignas(64) Range {
     std::atomic<uint64_t> value{0};
   };
 
   // Deals out the units of `stage`, or of the first stage behind it that has any, and opens it.
   // By the one thread that no other thread is inside with.
-  template <class Program>
-  void open(int64_t stage, const Program& program) {
+  template <class StagePlan>
+  void open(int64_t stage, const StagePlan& plan) {
     int64_t units = 0;
-    while (stage < stages_ && (units = program.units(stage)) == 0) ++stage;
+    while (stage < stages_ && (units = plan.units(stage)) == 0) ++stage;
     deal(stage < stages_ ? units : 0);
     publish(stage, stage < stages_ ? units : 0);
   }
 
-  static int64_t spin_budget(int64_t shares);
+  static int64_t spin_budget(int64_t partitions);
   void deal(int64_t units);
   void publish(int64_t stage, int64_t units);
   // Blocks until stage `stage` or a later one is open; which one.
@@ -96,17 +122,17 @@ class Team {
   bool enter(int64_t stage);
   // True for the thread that has to open the next stage.
   bool leave(int64_t done);
-  bool claim(int64_t begin, int64_t end, int64_t limit, Chunk& chunk);
-  bool claim_front(Range& range, int64_t limit, Chunk& chunk);
-  bool claim_back(int64_t limit, Chunk& chunk);
+  bool claim(int64_t begin, int64_t end, const ClaimRule& rule, UnitRange& claimed);
+  bool claim_front(Range& range, const ClaimRule& rule, UnitRange& claimed);
+  bool claim_back(const ClaimRule& rule, UnitRange& claimed);
 
-  int64_t shares_ = 1, stages_ = 0;
+  int64_t partitions_ = 1, stages_ = 0;
   alignas(64) std::atomic<uint64_t> state_{0};
   // Sleepers watch opened_, which changes with every publish; nobody else touches this line often.
   alignas(64) std::atomic<uint32_t> opened_{0};
   std::atomic<uint32_t> sleepers_{0};
   int64_t spin_ns_ = 0;
-  Range ranges_[kMaxShares];
+  Range ranges_[kMaxPartitions];
 };
 
 }  // namespace bitnet
