@@ -1,6 +1,4 @@
-// The choice of the kernel table; see dispatch.h. To add an ISA,
-// add its row to kBestFirst (and its source to CMakeLists.txt).
-// Must not know what a kernel computes.
+// The choice of the kernel table; see dispatch.h.  Must not know what a kernel computes.
 #include "kernels/dispatch.h"
 
 #include <atomic>
@@ -15,17 +13,9 @@ namespace {
 
 using Getter = const KernelTable* (*)();
 
-constexpr Getter kBestFirst[] = {
-#if defined(__x86_64__)
-    amx_int8::table,     // AVX-512 and tiles
-    avx512_vnni::table,  // 512 bit
-    avx_vnni::table,     // 256 bit
-    avx2::table,         // 256 bit, 16-bit sums
-#elif defined(__aarch64__)
-    neon_dotprod::table,
-#endif
-    scalar::table,
-};
+#define BITNET_GETTER(isa) isa::table,
+constexpr Getter kBestFirst[] = {BITNET_ISAS(BITNET_GETTER)};
+#undef BITNET_GETTER
 
 std::atomic<const KernelTable*> g_current{nullptr};
 

@@ -4,8 +4,6 @@
 #pragma once
 
 #include "kernels/simd_avx512_vnni.h"
-#include "kernels/simd_avx512_vnni_cache.h"
-#include "kernels/simd_avx512_vnni_head.h"
 
 namespace bitnet::BITNET_ISA {
 namespace {

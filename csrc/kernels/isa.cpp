@@ -1,6 +1,14 @@
-// The last lines of every ISA file: instantiates the generic algorithms over the vocabulary already
-// included and fills the table. Expects BITNET_ISA, kDescription and kRequired; must not know what
-// they say.
+// The kernels of one ISA: the algorithms over its SIMD primitives, and the table of them.
+// CMakeLists.txt compiles this file once for each row of isas.txt, with the row's flags and
+//   BITNET_ISA              name and namespace
+//   BITNET_ISA_PRIMITIVES   "kernels/simd_<isa>.h"
+//   BITNET_ISA_FEATURES     bits of features.h, 0 where its instructions are emulated
+//   BITNET_ISA_DESCRIPTION  one line for people
+// Exports one symbol, table().  Must not know which CPU runs: dispatch.cpp does.
+#include "format/layout.h"
+#include "kernels/features.h"
+#include "kernels/kernel_table.h"
+#include BITNET_ISA_PRIMITIVES
 
 namespace bitnet::BITNET_ISA {
 namespace {
@@ -30,12 +38,8 @@ namespace {
 // -Wmissing-field-initializers and the table test keep it so.
 constexpr KernelTable kTable = {
     .name = BITNET_STRING(BITNET_ISA),
-    .description = kDescription,
-#if defined(BITNET_REQUIRE_NOTHING)  // emulated: runs anywhere
-    .required = 0 * kRequired,
-#else
-    .required = kRequired,
-#endif
+    .description = BITNET_ISA_DESCRIPTION,
+    .required = BITNET_ISA_FEATURES,
     .ternary_gemm = ternary_gemm,
     .tile_lanes = kTileLanes,
     .tile_gemm = tile_gemm,

@@ -5,8 +5,7 @@
 
 #include <immintrin.h>
 
-#include <cstddef>
-#include <cstdint>
+#include "kernels/simd_defaults.h"
 
 namespace bitnet::BITNET_ISA {
 namespace {
