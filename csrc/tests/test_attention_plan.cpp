@@ -1,6 +1,7 @@
-// Attention in tasks on a executor of plain threads: whoever finishes a group's last chunk merges it,
-// without a barrier, layer after layer, and the result is that of one thread, bit for bit. Built
-// with BITNET_SANITIZE=thread it proves that hand-over; must not know what attention computes.
+// Attention in tasks on a executor of plain threads: whoever finishes a group's last chunk merges
+// it, without a barrier, layer after layer, and the result is that of one thread, bit for bit.
+// Built with BITNET_SANITIZE=thread it proves that hand-over; must not know what attention
+// computes.
 #include "engine/attention.h"
 
 #include <cstring>

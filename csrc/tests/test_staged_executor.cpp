@@ -1,6 +1,6 @@
-// The executor of one region, on plain threads: every unit of every stage runs exactly once and sees
-// all of the stage before, however the partitions reach the threads; a waiting thread gives its core
-// away. Built with BITNET_SANITIZE=thread it proves the ordering.
+// The executor of one region, on plain threads: every unit of every stage runs exactly once and
+// sees all of the stage before, however the partitions reach the threads; a waiting thread gives
+// its core away. Built with BITNET_SANITIZE=thread it proves the ordering.
 #include "runtime/staged_executor.h"
 
 #include <ctime>
@@ -66,8 +66,8 @@ struct Span {
   int64_t begin, end;
 };
 
-// Runs `waves` with one thread for every span; a span list that leaves partitions out is a thread that
-// never comes.
+// Runs `waves` with one thread for every span; a span list that leaves partitions out is a thread
+// that never comes.
 void run_spans(int64_t partitions, const std::vector<Span>& spans, StagedExecutor& executor,
                const Waves& waves) {
   executor.start(partitions, waves);
@@ -111,8 +111,8 @@ void every_way_to_deal_partitions_to_threads() {
   };
   for (const auto& [partitions, spans] : ways) {
     for (const int64_t limit : {1, 3, 64}) {
-      begin_case("%lld partitions on %zu threads, chunks of %lld", static_cast<long long>(partitions),
-                 spans.size(), static_cast<long long>(limit));
+      begin_case("%lld partitions on %zu threads, chunks of %lld",
+                 static_cast<long long>(partitions), spans.size(), static_cast<long long>(limit));
       const Waves waves(wave_sizes(), partitions, limit);
       run_spans(partitions, spans, *executor, waves);
       check_waves(waves, "spans");
