@@ -64,16 +64,16 @@ def composed(
     x: Tensor,
     weights: list[Tensor],
     scales: Tensor,
-    gains: Tensor,
+    norm_weights: Tensor,
     head_weight: Tensor,
     head_scale: Tensor | None,
     key_cache: Tensor,
     value_cache: Tensor,
     start_positions: Tensor,
     dtype: torch.dtype,
-    heads: int,
-    inner: int,
-    vocab: int,
+    num_heads: int,
+    intermediate_size: int,
+    vocab_size: int,
     sub_norms: bool,
     activation: str,
     eps: float,
@@ -86,14 +86,14 @@ def composed(
     """What decode_step promises to equal, written with the other ops."""
     batch, tokens, hidden = x.shape
     kv_heads, dim = key_cache.shape[2], key_cache.shape[4]
-    sizes = [hidden, heads * dim, hidden, inner] if sub_norms else [hidden, hidden]
-    *norms, last = gains.split([*sizes * len(scales), hidden])
+    sizes = [hidden, num_heads * dim, hidden, intermediate_size] if sub_norms else [hidden, hidden]
+    *norms, last = norm_weights.split([*sizes * len(scales), hidden])
     cos_sin = ops.rope_table(start_positions[:, None] + torch.arange(tokens), dim, rope_theta)
     for i, own_scales in enumerate(scales):
         q, k, v, o, *mlp = weights[7 * i : 7 * i + 7]
         sq, sk, sv, so, *mlp_scales = own_scales.split(1)
         own = norms[len(sizes) * i : len(sizes) * (i + 1)]
-        rows = [heads * dim, kv_heads * dim, kv_heads * dim]
+        rows = [num_heads * dim, kv_heads * dim, kv_heads * dim]
         qkv = ops.qkv_forward(x.to(dtype), own[0], q, sq, k, sk, v, sv, eps, rows)
         query, key, value = (t.unflatten(-1, (t.shape[-1] // dim, dim)) for t in qkv)
         caches = key_cache[i], value_cache[i]
@@ -107,10 +107,10 @@ def composed(
         sub = own[3] if sub_norms else None
         x = x + ops.mlp_forward(
             x.to(dtype), own[2 if sub_norms else 1], gate, sg, up, su, sub, down, sd, eps,
-            activation, [inner, hidden],
+            activation, [intermediate_size, hidden],
         )  # fmt: skip
     kept = x[:, -logits_to_keep:]
-    return ops.lm_head(ops.rms_norm(kept, last, eps), head_weight, head_scale, vocab)
+    return ops.lm_head(ops.rms_norm(kept, last, eps), head_weight, head_scale, vocab_size)
 
 
 # Large enough that every thread has work in every stage; sizes that divide by nothing.
@@ -349,15 +349,20 @@ REFUSALS: list[tuple[str, Change, str, str]] = [
     ("scales", lambda a: a["scales"][:, :6], "scales", "of shape [1, 7]"),
     ("scales", lambda a: strided(a["scales"]), "scales", "contiguous"),
     ("scales", lambda a: a["scales"].double(), "scales", "of dtype float32"),
-    ("gains", lambda a: a["gains"][1:], "gains", "of shape [424]"),
-    ("sub_norms", lambda a: False, "gains", "of shape [210]"),
+    ("norm_weights", lambda a: a["norm_weights"][1:], "norm_weights", "of shape [424]"),
+    ("sub_norms", lambda a: False, "norm_weights", "of shape [210]"),
     ("logits_to_keep", lambda a: -1, "logits_to_keep", "at least 0, got -1"),
-    ("gains", lambda a: a["gains"].bfloat16(), "gains", "of dtype float32"),
-    ("head_weight", lambda a: a["head_weight"][1:], "vocab", "the 36 rows of head_weight"),
+    ("norm_weights", lambda a: a["norm_weights"].bfloat16(), "norm_weights", "of dtype float32"),
+    ("head_weight", lambda a: a["head_weight"][1:], "vocab_size", "the 36 rows of head_weight"),
     ("head_weight", lambda a: a["head_weight"].double(), "head_weight", "float32"),
     ("head_scale", lambda a: torch.ones(37), "head_scale", "left out"),
-    ("head_weight", lambda a: torch.zeros(2, 16, 64, dtype=torch.uint8), "vocab", "2 tiles of 16"),
-    ("vocab", lambda a: 36, "vocab", "the 37 rows of head_weight, got 36"),
+    (
+        "head_weight",
+        lambda a: torch.zeros(2, 16, 64, dtype=torch.uint8),
+        "vocab_size",
+        "2 tiles of 16",
+    ),
+    ("vocab_size", lambda a: 36, "vocab_size", "the 37 rows of head_weight, got 36"),
     ("key_cache", lambda a: a["key_cache"].half(), "key_cache", "bfloat16 or int8"),
     ("key_cache", lambda a: a["key_cache"].mT.contiguous().mT, "key_cache", "contiguous within"),
     ("key_cache", lambda a: a["key_cache"][0], "key_cache", "with 5 dimensions"),
@@ -369,10 +374,10 @@ REFUSALS: list[tuple[str, Change, str, str]] = [
     ("start_positions", lambda a: torch.tensor([0]), "start_positions", "of shape [2]"),
     ("start_positions", lambda a: torch.zeros(2), "start_positions", "of dtype int64"),
     ("dtype", lambda a: torch.float16, "dtype", "float32 or bfloat16, got float16"),
-    ("heads", lambda a: 3, "heads", "a multiple of the cache's 2 heads, got 3"),
-    ("heads", lambda a: 0, "heads", "got 0"),
-    ("inner", lambda a: 0, "inner", "positive"),
-    ("inner", lambda a: 149, "weights (gate)", "149 rows"),
+    ("num_heads", lambda a: 3, "num_heads", "a multiple of the cache's 2 heads, got 3"),
+    ("num_heads", lambda a: 0, "num_heads", "got 0"),
+    ("intermediate_size", lambda a: 0, "intermediate_size", "positive"),
+    ("intermediate_size", lambda a: 149, "weights (gate)", "149 rows"),
     ("activation", lambda a: "gelu", "activation", "'relu2' or 'silu', got 'gelu'"),
     ("eps", lambda a: -1.0, "eps", "finite and not negative"),
     ("rope_theta", lambda a: 0.0, "rope_theta", "finite and positive"),
@@ -414,7 +419,15 @@ def test_every_argument_is_refused_somewhere() -> None:
     assert {name for name, *_ in REFUSALS} == set(NAMES_OF_ARGUMENTS)
 
 
-TENSORS = ("x", "scales", "gains", "head_weight", "key_cache", "value_cache", "start_positions")
+TENSORS = (
+    "x",
+    "scales",
+    "norm_weights",
+    "head_weight",
+    "key_cache",
+    "value_cache",
+    "start_positions",
+)
 
 
 @pytest.mark.parametrize("name", TENSORS)

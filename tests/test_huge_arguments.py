@@ -37,7 +37,7 @@ for name, head in (("", torch.float32), (" int4", ("int4", 64))):
     names = [a.name for a in torch.ops.bitnet.decode_step.default._schema.arguments]
     calls["decode_step" + name] = dict(zip(names, args))
     none = {**calls["decode_step" + name], "weights": [], "scales": torch.ones(0, 7)}
-    none["gains"] = torch.ones(70)  # no layer: nothing to hold the sizes against
+    none["norm_weights"] = torch.ones(70)  # no layer: nothing to hold the sizes against
     none["key_cache"], none["value_cache"] = (none[k][:0] for k in ("key_cache", "value_cache"))
     calls["decode_step no layers" + name] = none
 

@@ -130,7 +130,7 @@ def test_heads_that_overflow_a_product_are_refused() -> None:
     sizes = torch.float32, 2**61 + 1, 8, 5, False, "relu2", 1e-5, 1e4, 1.0
     start = torch.zeros(1, dtype=torch.int64)
     scales, gains = torch.ones(1, 7), torch.ones(24)
-    with pytest.raises(RuntimeError, match=r"^decode_step: expected heads with at most 524288 "):
+    with pytest.raises(RuntimeError, match=r"^decode_step: expected num_heads with at most 524288 "):
         ops.decode_step(
             x, [weight] * 7, scales, gains, torch.zeros(5, 8), None, *caches, start, *sizes
         )

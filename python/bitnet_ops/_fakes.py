@@ -294,16 +294,16 @@ def _decode_step(
     x: Tensor,
     weights: list[Tensor],
     scales: Tensor,
-    gains: Tensor,
+    norm_weights: Tensor,
     head_weight: Tensor,
     head_scale: Tensor | None,
     key_cache: Tensor,
     value_cache: Tensor,
     start_positions: Tensor,
     dtype: torch.dtype,
-    heads: int,
-    inner: int,
-    vocab: int,
+    num_heads: int,
+    intermediate_size: int,
+    vocab_size: int,
     sub_norms: bool,
     activation: str,
     eps: float,
@@ -315,7 +315,7 @@ def _decode_step(
 ) -> Tensor:
     batch, tokens, _ = x.shape
     kept = min(logits_to_keep, tokens) if logits_to_keep else tokens
-    return x.new_empty([batch, kept, vocab], dtype=torch.float32)
+    return x.new_empty([batch, kept, vocab_size], dtype=torch.float32)
 
 
 @_fake("_probe_read")

@@ -441,16 +441,16 @@ def decode_step(
     x: Tensor,
     weights: list[Tensor],
     scales: Tensor,
-    gains: Tensor,
+    norm_weights: Tensor,
     head_weight: Tensor,
     head_scale: Tensor | None,
     key_cache: Tensor,
     value_cache: Tensor,
     start_positions: Tensor,
     dtype: torch.dtype,
-    heads: int,
-    inner: int,
-    vocab: int,
+    num_heads: int,
+    intermediate_size: int,
+    vocab_size: int,
     sub_norms: bool,
     activation: str,
     eps: float,
@@ -460,11 +460,11 @@ def decode_step(
     key_scale: Tensor | None = None,
     value_scale: Tensor | None = None,
 ) -> Tensor:
-    """float32 [B, T, K] through every layer and the head -> float32 [B, T, vocab]."""
+    """float32 [B, T, K] through every layer and the head -> float32 [B, T, vocab_size]."""
     batch, tokens, hidden = x.shape
     kv_heads, dim = key_cache.shape[2], key_cache.shape[4]
-    sizes = [hidden, heads * dim, hidden, inner] if sub_norms else [hidden, hidden]
-    *norms, last = gains.split([*sizes * len(scales), hidden])
+    sizes = [hidden, num_heads * dim, hidden, intermediate_size] if sub_norms else [hidden, hidden]
+    *norms, last = norm_weights.split([*sizes * len(scales), hidden])
     positions = start_positions[:, None] + torch.arange(tokens)
     cos_sin = rope_table(positions, dim, rope_theta)
     for layer, layer_scales in enumerate(scales):
@@ -472,7 +472,7 @@ def decode_step(
         sq, sk, sv, so, sg, su, sd = layer_scales.split(1)
         own = norms[len(sizes) * layer : len(sizes) * (layer + 1)]
         before, sub, after, inner_norm = own if sub_norms else (own[0], None, own[1], None)
-        rows = (heads * dim, kv_heads * dim, kv_heads * dim)
+        rows = (num_heads * dim, kv_heads * dim, kv_heads * dim)
         query, key, value = (
             t.reshape(batch, tokens, t.shape[-1] // dim, dim)
             for t in qkv_forward(x.to(dtype), before, q, sq, k, sk, v, sv, eps, rows)
@@ -483,10 +483,22 @@ def decode_step(
         a = attention(rope(query, cos_sin), *caches, start_positions, scale, *factors).flatten(2)
         a = a if sub is None else rms_norm(a, sub, eps)
         x = x + linear(a, o, so, None, hidden)
-        mlp = (after, gate, sg, up, su, inner_norm, down, sd, eps, activation, (inner, hidden))
+        mlp = (
+            after,
+            gate,
+            sg,
+            up,
+            su,
+            inner_norm,
+            down,
+            sd,
+            eps,
+            activation,
+            (intermediate_size, hidden),
+        )
         x = x + mlp_forward(x.to(dtype), *mlp)
     x = x[:, -logits_to_keep:]  # 0 keeps everything
-    return lm_head(rms_norm(x, last, eps), head_weight, head_scale, vocab)
+    return lm_head(rms_norm(x, last, eps), head_weight, head_scale, vocab_size)
 
 
 def _probe_read(buffer: Tensor, streams: int = 1, distance: int = 0) -> Tensor:
