@@ -1,11 +1,12 @@
-"""What the project says of itself holds: links, metadata, versions, words in the glossary.
+"""What the project says of itself holds: links, metadata, versions, words, pictures, spelling.
 
-It must not know how the pages are worded; `test_readme.py` runs the README's examples.
+`test_readme.py` runs the README's examples.
 """
 
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -98,12 +99,25 @@ def test_the_workflow_runs_the_continuous_integration() -> None:
     assert re.search(r"^\s+- run: .*bash \.ci/run$", workflow, flags=re.MULTILINE)
 
 
-@pytest.mark.parametrize("word", ["masters", "sub-norms", "prepared model", "stored", "canonical"])
+@pytest.mark.parametrize("word", ["masters", "sub-norms", "load cache", "stored", "prefill"])
 def test_words_of_the_readme_are_explained(word: str) -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     glossary = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
     assert word in readme, f"{word}: no longer in README, take it from this list"
     assert re.search(rf"^\| \*\*[^*]*{word}", glossary, flags=re.MULTILINE)
+
+
+def test_the_pictures_of_the_layers_are_current() -> None:
+    script = ROOT / "scripts" / "draw_layers.py"
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    drawn = subprocess.run([sys.executable, "-B", script], capture_output=True, text=True)
+    pictures = re.findall(r"```mermaid\n.*?```\n", drawn.stdout, flags=re.DOTALL)
+    assert len(pictures) == 2, drawn.stderr
+    for name, picture in zip(("python", "csrc"), pictures, strict=True):
+        begin = f"<!-- begin layers of {name} -->\n"
+        assert f"{begin}{picture}<!-- end -->" in page, (
+            "run scripts/draw_layers.py --write docs/architecture.md"
+        )
 
 
 def test_extras_named_in_the_pages_exist() -> None:
