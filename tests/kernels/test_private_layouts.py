@@ -1,7 +1,7 @@
 """CPU-specific weight layouts: golden bytes, exact round trips, refusals, and one answer from all.
 
-The golden bytes stand in docs/layouts.md and were written by hand-made code; products are compared with
-sums that torch computes from the codes.
+The golden bytes stand in docs/layouts.md and were written by hand-made code; products are compared
+with sums that torch computes from the codes.
 """
 
 from __future__ import annotations
