@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Proves who may know whom: imports of python/bitnet_ops, includes of csrc. Standard library only.
 
-Each rule is a row of a table below; scripts/draw_layers.py draws them. Exit status 1 and one line per
-violation.
+Each rule is a row of a table below; CONTRIBUTING.md draws the same picture. It must not know what
+the modules do, and it imports none of them. Exit status 1 and one line per violation.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`bitnet-ops inspect PATH`: the tensors of a model as a table with totals; `--diff` compares two."""
+"""`bitnet-ops inspect PATH`: the tensors of a model as a table; `--diff` compares two models."""
 
 from __future__ import annotations
 
