@@ -1,7 +1,4 @@
-"""Options mean the same in every command, have the names of the field, and errors one style.
-
-It must not know what the commands do.
-"""
+"""Options mean the same in every command, have the names of the field, and errors one style."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""GGUF -> .bin: files of an independent writer, against the network and a plain fp64 forward.
-
-Must not know bytes (test_gguf_layouts.py) nor tokenizers (test_gguf_tokenizer.py).
-"""
+"""GGUF -> .bin: files of an independent writer, against the network and a plain fp64 forward."""
 
 from __future__ import annotations
 

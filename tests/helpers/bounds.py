@@ -2,7 +2,7 @@
 
 u = 2^-24 is the float32 unit roundoff. A sum in 16 lanes plus a tree of four levels passes at most
 ceil(K / 16) + 4 roundings (`sum_error`); everything else is counted rounding by rounding. Results
-of ops without a float reduction must be equal. Must not know how the kernels are written.
+of ops without a float reduction must be equal.
 """
 
 from __future__ import annotations

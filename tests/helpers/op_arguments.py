@@ -1,7 +1,6 @@
 """Whole argument lists of the ops that take many: fused projections, attention, caches, a step.
 
-Each function returns arguments in the order of the op's schema. It must not know what the ops
-answer, nor which of the arguments a test will change.
+Each function returns arguments in the order of the op's schema.
 """
 
 from __future__ import annotations

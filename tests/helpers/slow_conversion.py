@@ -1,6 +1,6 @@
 """A conversion that waits after its first tensor, to be ended from outside: `python -c SLOW ...`.
 
-Its arguments are those of `bitnet-ops`. It must not know how it is ended.
+Its arguments are those of `bitnet-ops`.
 """
 
 SLOW = """

@@ -1,7 +1,4 @@
-"""A stack of layers of any size with random weights, for tests of threads, time and memory.
-
-It calls the ops directly; it must not know files or models.
-"""
+"""A stack of layers of any size with random weights, for tests of threads, time and memory."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Huge, negative and overflowing integers, and empty tensors of huge shapes, for every op.
 
 Each call answers at once, with a result or with one error in the house's words, within 2 GiB of
-address space. One process of its own does it all, so that a crash or a hang is seen as one. Must
-not know what the ops compute.
+address space. One process of its own does it all, so that a crash or a hang is seen as one.
 """
 
 from __future__ import annotations

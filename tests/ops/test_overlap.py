@@ -1,7 +1,7 @@
 """What an op mutates may share memory with nothing else that it is given.
 
 Every pair of a mutated argument and another tensor, from the schemas: overlapping memory is refused
-before a byte is written, neighbouring memory is not. Must not know what the ops compute.
+before a byte is written, neighbouring memory is not.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The house's own rules: layers, headers, no ISA leaks, one dispatch state, one OpenMP runtime.
 
-Every check is also shown to fail on a file made to break it. Must not know what the ops compute.
+Every check is also shown to fail on a file made to break it.
 """
 
 from __future__ import annotations

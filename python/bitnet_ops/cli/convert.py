@@ -1,6 +1,6 @@
 """`bitnet-ops convert SRC DST`: the arguments of the converter.
 
-It must not know formats; everything it does is one call of `convert`.
+Everything it does is one call of `convert`.
 """
 
 from __future__ import annotations

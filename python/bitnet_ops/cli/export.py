@@ -1,6 +1,6 @@
 """`bitnet-ops export MODEL OUT.gguf`: the arguments of the exporter.
 
-It must not know formats; everything it does is one call of `export_gguf`.
+Everything it does is one call of `export_gguf`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""`bitnet-ops verify FILE SOURCE`: does a converted model still compute what its source does?
-
-It must not know how anything is compared.
-"""
+"""`bitnet-ops verify FILE SOURCE`: does a converted model still compute what its source does?"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A trained model written out: packed Hugging Face folder, master checkpoint, or our model.bin.
 
 Whatever is written appears whole or not at all. The .bin goes through the converter, so that there
-is one reading of masters in the package. It must not know how the model was trained.
+is one reading of masters in the package.
 """
 
 from __future__ import annotations

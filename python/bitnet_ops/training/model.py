@@ -1,7 +1,6 @@
 """transformers models made trainable: linears replaced, masters loaded from any checkpoint we read.
 
 The one module of the package that builds a transformers model for people rather than as an oracle.
-It must not know how masters are trained, nor the bytes of any file.
 """
 
 from __future__ import annotations
