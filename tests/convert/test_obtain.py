@@ -21,13 +21,13 @@ import pytest
 import torch
 
 from bitnet_ops.cli import main
-from bitnet_ops.convert import ConvertError, convert, convert_gguf
+from bitnet_ops.convert import ConvertError, convert, convert_gguf, obtain
 from bitnet_ops.convert.inspect import inspect
+from bitnet_ops.convert.obtain import LoadError
 from bitnet_ops.generate.engine import Limits
 from bitnet_ops.language_model import LanguageModel, load
-from bitnet_ops.loading import cache_files, hub, obtain
+from bitnet_ops.loading import cache_files, hub
 from bitnet_ops.loading.hub import HubError
-from bitnet_ops.loading.obtain import LoadError
 from cached_models import load_without_warning
 from gguf_models import model_file
 from hf_writer import FAMILIES, make_network, write_checkpoint

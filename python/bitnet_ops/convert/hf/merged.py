@@ -12,8 +12,8 @@ from pathlib import Path
 from torch import Tensor
 
 from bitnet_ops.convert.errors import ConvertError, refuse
-from bitnet_ops.convert.plan import Plan
-from bitnet_ops.convert.source import Source
+from bitnet_ops.convert.hf.checkpoint import Source
+from bitnet_ops.convert.hf.plan import Plan
 from bitnet_ops.nn.lora import Adapter, LoraError, read_adapter
 
 

@@ -16,8 +16,8 @@ from typing import Any, NoReturn
 import torch
 from safetensors import SafetensorError, safe_open
 
-from bitnet_ops.convert import pickles
 from bitnet_ops.convert.errors import ConvertError, listed, refuse
+from bitnet_ops.convert.hf import pickles
 from bitnet_ops.untrusted import UntrustedFileError, check_links, printable, read_json_object
 
 SINGLE = "model.safetensors"

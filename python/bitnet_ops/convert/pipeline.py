@@ -16,13 +16,13 @@ import torch
 
 from bitnet_ops import ops
 from bitnet_ops.config import PRIVATE_BLOCK
-from bitnet_ops.convert.decide import check_scale_sense, unknown_options
 from bitnet_ops.convert.destination import MODEL_FILE, TRAVELLERS, building, check_destination
 from bitnet_ops.convert.errors import ConvertError, refuse
-from bitnet_ops.convert.merged import MergedSource
-from bitnet_ops.convert.plan import EMBEDDING, HEAD, Plan, make_plan, scale_name
+from bitnet_ops.convert.hf.checkpoint import Source, check_pooling, copy_files
+from bitnet_ops.convert.hf.decide import check_scale_sense, unknown_options
+from bitnet_ops.convert.hf.merged import MergedSource
+from bitnet_ops.convert.hf.plan import EMBEDDING, HEAD, Plan, make_plan, scale_name
 from bitnet_ops.convert.report import ConvertReport, Progress, TernaryTotals, file_sha256
-from bitnet_ops.convert.source import Source, check_pooling, copy_files
 from bitnet_ops.convert.ternary import (
     check_finite,
     from_masters,
@@ -231,8 +231,8 @@ def _remarks(source: Source, plan: Plan) -> list[str]:
 def _verify(
     source: Source, plan: Plan, folder: Path, report: ConvertReport, text: Path | None
 ) -> None:
-    from bitnet_ops.convert.proof import record_proof, source_hashes
-    from bitnet_ops.convert.verify import verify_conversion
+    from bitnet_ops.convert.verify.comparison import verify_conversion
+    from bitnet_ops.convert.verify.proof import record_proof, source_hashes
 
     result = verify_conversion(source, plan, folder, text=text)
     report.verification = result.to_dict()

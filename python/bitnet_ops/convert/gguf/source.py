@@ -23,7 +23,7 @@ from bitnet_ops import ops
 from bitnet_ops.config import PRIVATE_BLOCK, ModelConfig, UnsupportedModelError
 from bitnet_ops.convert.destination import MODEL_FILE, TRAVELLERS, building, check_destination
 from bitnet_ops.convert.errors import ConvertError, listed, refuse
-from bitnet_ops.convert.gguf_config import (
+from bitnet_ops.convert.gguf.config import (
     PERMUTED,
     Architecture,
     architecture_of,
@@ -31,10 +31,10 @@ from bitnet_ops.convert.gguf_config import (
     hf_config,
     hf_name,
 )
-from bitnet_ops.convert.gguf_tensors import DENSE, Ternary, dense, ternary
-from bitnet_ops.convert.gguf_tokenizer import tokenizer_files
+from bitnet_ops.convert.gguf.tensors import DENSE, Ternary, dense, ternary
+from bitnet_ops.convert.gguf.tokenizer import tokenizer_files
+from bitnet_ops.convert.hf.checkpoint import copy_files
 from bitnet_ops.convert.report import ConvertReport, Progress, TernaryTotals, file_sha256
-from bitnet_ops.convert.source import copy_files
 from bitnet_ops.formats.gguf import MAX_TENSORS, GgufError, Reader, TensorInfo, is_strings
 from bitnet_ops.formats.gguf_layouts import I2S_LAYOUTS
 from bitnet_ops.formats.sglbitnt import SglbitntError, Writer
@@ -334,8 +334,8 @@ def _verify(
     report: ConvertReport,
     text: str | Path | None,
 ) -> None:
-    from bitnet_ops.convert.gguf_verify import verify_gguf
-    from bitnet_ops.convert.proof import record_proof
+    from bitnet_ops.convert.verify.gguf_oracle import verify_gguf
+    from bitnet_ops.convert.verify.proof import record_proof
 
     result = verify_gguf(reader, plan, folder, layout, None if text is None else Path(text))
     report.verification = result.to_dict()

@@ -16,8 +16,8 @@ import numpy as np
 
 from bitnet_ops.config import ModelConfig
 from bitnet_ops.convert.errors import ConvertError, refuse
-from bitnet_ops.convert.gguf_pretokenizers import EXPORTED, PRE_TOKENIZERS
-from bitnet_ops.convert.gguf_tokenizer import (
+from bitnet_ops.convert.gguf.pretokenizers import EXPORTED, PRE_TOKENIZERS
+from bitnet_ops.convert.gguf.tokenizer import (
     BYTE,
     CONTROL,
     NORMAL,

@@ -13,10 +13,10 @@ from typing import Any
 
 from bitnet_ops.config import PRIVATE_BLOCK
 from bitnet_ops.convert.destination import SUMMARY_FILE
+from bitnet_ops.convert.hf.checkpoint import Source
+from bitnet_ops.convert.hf.merged import MergedSource
 from bitnet_ops.convert.inspect import inspect
-from bitnet_ops.convert.merged import MergedSource
 from bitnet_ops.convert.report import ConvertReport, file_sha256
-from bitnet_ops.convert.source import Source
 from bitnet_ops.formats.sglbitnt import Reader, model_file
 from bitnet_ops.formats.sglbitnt_config import replace_config
 from bitnet_ops.nn.lora import CONFIG_FILE, WEIGHTS_FILE

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from bitnet_ops import ops
-from bitnet_ops.convert.compare import LogitComparison
-from bitnet_ops.convert.merged import MergedSource
-from bitnet_ops.convert.plain_forward import PlainOracle
-from bitnet_ops.convert.plan import Plan
-from bitnet_ops.convert.source import Source
-from bitnet_ops.convert.texts import text_sequences
-from bitnet_ops.convert.verify_transformers import HfOracle, OracleUnavailable
+from bitnet_ops.convert.hf.checkpoint import Source
+from bitnet_ops.convert.hf.merged import MergedSource
+from bitnet_ops.convert.hf.plan import Plan
+from bitnet_ops.convert.verify.compare import LogitComparison
+from bitnet_ops.convert.verify.plain_forward import PlainOracle
+from bitnet_ops.convert.verify.texts import text_sequences
+from bitnet_ops.convert.verify.transformers_oracle import HfOracle, OracleUnavailable
 from bitnet_ops.formats.sglbitnt import Reader, model_file
 from bitnet_ops.nn.packing import BLOCK
 

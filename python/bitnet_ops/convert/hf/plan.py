@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from bitnet_ops.config import PRIVATE_BLOCK, ModelConfig, UnsupportedModelError
-from bitnet_ops.convert.decide import FLOATING, Scheme, check_exclusions, decide_scheme
 from bitnet_ops.convert.errors import ConvertError, listed, refuse
-from bitnet_ops.convert.names import find_naming
-from bitnet_ops.convert.source import TensorRecord
+from bitnet_ops.convert.hf.checkpoint import TensorRecord
+from bitnet_ops.convert.hf.decide import FLOATING, Scheme, check_exclusions, decide_scheme
+from bitnet_ops.convert.hf.names import find_naming
 from bitnet_ops.models import TensorSpec, expected_tensors
 
 HEAD = "lm_head.weight"

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bitnet_ops.convert.plan import Plan
-from bitnet_ops.convert.source import Source
+from bitnet_ops.convert.hf.checkpoint import Source
+from bitnet_ops.convert.hf.plan import Plan
 
 
 class OracleUnavailable(Exception):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from bitnet_ops import ops
 from bitnet_ops.config import PRIVATE_BLOCK
-from bitnet_ops.convert.inspect_sources import Source, Values, open_source
+from bitnet_ops.convert.inspect.sources import Source, Values, open_source
 from bitnet_ops.nn.packing import BLOCK
 
 _NOT_THERE = "(not there)"

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from bitnet_ops import ops
 from bitnet_ops.config import UnsupportedModelError
-from bitnet_ops.convert import source as hf
 from bitnet_ops.convert.errors import ConvertError
-from bitnet_ops.convert.gguf_import import GgufPlan, make_gguf_plan
-from bitnet_ops.convert.gguf_tensors import dense, ternary
-from bitnet_ops.convert.names import find_naming
+from bitnet_ops.convert.gguf.source import GgufPlan, make_gguf_plan
+from bitnet_ops.convert.gguf.tensors import dense, ternary
+from bitnet_ops.convert.hf import checkpoint as hf
+from bitnet_ops.convert.hf.names import find_naming
 from bitnet_ops.formats import gguf, gguf_layouts
 from bitnet_ops.formats.sglbitnt import MODEL_FILE, Reader, SglbitntError, model_file
 from bitnet_ops.loading import hub

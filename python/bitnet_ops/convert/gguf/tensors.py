@@ -16,7 +16,7 @@ from torch import Tensor
 
 from bitnet_ops import ops
 from bitnet_ops.convert.errors import refuse
-from bitnet_ops.convert.gguf_config import head_rows
+from bitnet_ops.convert.gguf.config import head_rows
 from bitnet_ops.convert.ternary import check_finite
 from bitnet_ops.formats import gguf_layouts as layouts
 from bitnet_ops.formats.gguf import Reader, TensorInfo

@@ -16,11 +16,11 @@ import torch
 
 from bitnet_ops import ops
 from bitnet_ops.config import PRIVATE_BLOCK, ModelConfig, UnsupportedModelError
-from bitnet_ops.convert.decide import LARGEST_SCALE
 from bitnet_ops.convert.destination import MODEL_FILE, TRAVELLERS, building, check_destination
 from bitnet_ops.convert.errors import ConvertError, listed, refuse
+from bitnet_ops.convert.hf.checkpoint import copy_files
+from bitnet_ops.convert.hf.decide import LARGEST_SCALE
 from bitnet_ops.convert.report import ConvertReport, Progress, TernaryTotals, file_sha256
-from bitnet_ops.convert.source import copy_files
 from bitnet_ops.formats.sglbitnt import Reader, SglbitntError, Writer, is_sglbitnt, model_file
 from bitnet_ops.loading.model_contents import completed_config, own_tensors
 from bitnet_ops.models import TensorError, TensorSpec, check_names, expected_tensors

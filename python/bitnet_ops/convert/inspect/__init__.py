@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from bitnet_ops.config import PRIVATE_BLOCK
-from bitnet_ops.convert.inspect_sources import Source, open_source
+from bitnet_ops.convert.inspect.sources import Source, open_source
 
 
 def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:

@@ -19,15 +19,15 @@ import torch
 from bitnet_ops.config import ModelConfig, UnsupportedModelError
 from bitnet_ops.convert.destination import building_file
 from bitnet_ops.convert.errors import ConvertError, refuse
-from bitnet_ops.convert.gguf_config import (
+from bitnet_ops.convert.gguf.config import (
     ARCHITECTURES,
     PERMUTED,
     Architecture,
     gguf_name,
     head_rows,
 )
-from bitnet_ops.convert.gguf_import import EXACT_NAMES, EXACT_SCALES
-from bitnet_ops.convert.gguf_vocabulary import Keys, vocabulary_keys
+from bitnet_ops.convert.gguf.source import EXACT_NAMES, EXACT_SCALES
+from bitnet_ops.convert.gguf.vocabulary import Keys, vocabulary_keys
 from bitnet_ops.convert.report import Progress
 from bitnet_ops.formats import gguf_layouts as layouts
 from bitnet_ops.formats.destination import GGUF_FILE

@@ -15,7 +15,7 @@ import numpy as np
 
 from bitnet_ops.config import ModelConfig
 from bitnet_ops.convert.errors import refuse
-from bitnet_ops.convert.gguf_pretokenizers import PRE_TOKENIZERS
+from bitnet_ops.convert.gguf.pretokenizers import PRE_TOKENIZERS
 from bitnet_ops.formats.gguf import is_strings
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bitnet_ops.convert.plan import Plan, scale_name
-from bitnet_ops.convert.source import Source
+from bitnet_ops.convert.hf.checkpoint import Source
+from bitnet_ops.convert.hf.plan import Plan, scale_name
 
 Get = Callable[[str], Tensor]
 

@@ -11,15 +11,15 @@ from typing import Any
 
 from bitnet_ops.config import PRIVATE_BLOCK
 from bitnet_ops.convert.errors import ConvertError, listed, refuse
-from bitnet_ops.convert.gguf_import import gguf_errors, make_gguf_plan
-from bitnet_ops.convert.gguf_verify import verify_gguf
-from bitnet_ops.convert.merged import MergedSource
-from bitnet_ops.convert.plan import Plan, make_plan
-from bitnet_ops.convert.proof import source_hashes, tensor_table
+from bitnet_ops.convert.gguf.source import gguf_errors, make_gguf_plan
+from bitnet_ops.convert.hf.checkpoint import Source
+from bitnet_ops.convert.hf.merged import MergedSource
+from bitnet_ops.convert.hf.plan import Plan, make_plan
 from bitnet_ops.convert.report import file_sha256, proof_line, table_lines
-from bitnet_ops.convert.source import Source
 from bitnet_ops.convert.ternary import looks_ternary
-from bitnet_ops.convert.verify import Verification, verify_conversion
+from bitnet_ops.convert.verify.comparison import Verification, verify_conversion
+from bitnet_ops.convert.verify.gguf_oracle import verify_gguf
+from bitnet_ops.convert.verify.proof import source_hashes, tensor_table
 from bitnet_ops.formats.gguf import Reader as GgufReader
 from bitnet_ops.formats.gguf import is_gguf
 from bitnet_ops.formats.sglbitnt import MODEL_FILE, Reader, SglbitntError, model_file

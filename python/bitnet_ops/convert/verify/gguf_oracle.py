@@ -16,15 +16,15 @@ from torch import Tensor
 
 from bitnet_ops import ops
 from bitnet_ops.convert.errors import refuse
-from bitnet_ops.convert.gguf_config import PERMUTED
-from bitnet_ops.convert.plain_forward import PlainOracle
-from bitnet_ops.convert.texts import text_sequences
-from bitnet_ops.convert.verify import Verification, our_logits, sample_sequences
+from bitnet_ops.convert.gguf.config import PERMUTED
+from bitnet_ops.convert.verify.comparison import Verification, our_logits, sample_sequences
+from bitnet_ops.convert.verify.plain_forward import PlainOracle
+from bitnet_ops.convert.verify.texts import text_sequences
 from bitnet_ops.formats import sglbitnt
 from bitnet_ops.formats.gguf import Reader
 
 if TYPE_CHECKING:
-    from bitnet_ops.convert.gguf_import import GgufPlan
+    from bitnet_ops.convert.gguf.source import GgufPlan
 
 _DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _CHUNK = 1 << 20
@@ -93,7 +93,7 @@ class GgufOracle(PlainOracle):
 
     def projection(self, weight_name: str) -> tuple[Tensor, float]:
         """(values fp32 [N, K], 1.0): scales may differ from group to group."""
-        from bitnet_ops.convert.gguf_import import scale_name
+        from bitnet_ops.convert.gguf.source import scale_name
 
         plan, values = self._gguf, self.tensor(weight_name)
         if plan.assumed_online and plan.infos[weight_name].type.name in _DENSE:
