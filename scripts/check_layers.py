@@ -20,87 +20,31 @@ PYTHON_LAYERS: dict[str, set[str]] = {
     "__init__": {"*", "integrations"},  # exports BitNetLinearMethod, at first use
     "__main__": {"cli"},
     "_runtime": set(),
-    "_fakes": {"_runtime"},
-    "reference": {"_runtime"},
-    "_grad": set(),
-    "_library": {"_runtime"},
     "_interrupt": set(),
-    "casting": set(),
-    "quantize": set(),
     "config": set(),
-    "untrusted": set(),
-    "sampling": set(),
-    "bounded": set(),
-    "_bounded_child": set(),  # a script of its own
-    "chat_template": {"bounded", "untrusted"},
-    "tokenizer_guard": {"bounded"},
-    "tokenizer": {"chat_template", "tokenizer_guard", "untrusted"},
-    "chat_history": {"tokenizer"},
-    "formats": {"_runtime", "arena", "untrusted"},
-    "ops": {"_fakes", "_grad", "_library", "_runtime"},
-    "packing": {"ops"},
-    "arena": {"_runtime"},
-    "mapped": set(),
-    "head": {"casting", "ops"},
-    "kv_cache": {"config", "ops"},
-    "attention": {"kv_cache", "ops"},
-    "linear": {"casting", "ops", "packing"},
-    "models": {
-        "arena",
-        "attention",
-        "casting",
-        "config",
-        "head",
-        "kv_cache",
-        "linear",
-        "ops",
-        "packing",
-        "sparsity",
-    },
-    "cache_files": set(),
-    "hub": set(),
-    # Converts what is not converted, at run time alone: `convert` itself loads only to verify.
-    "obtain": {"_runtime", "cache_files", "convert", "formats", "hub"},
-    "prepared": {"_runtime", "arena", "cache_files", "formats", "head", "mapped", "packing"},
-    "model_contents": {"config", "formats", "models"},
-    "loading": {"arena", "config", "formats", "head", "model_contents", "models", "ops", "packing"}
-    | {"prepared"},
-    "embedding": {"kv_cache", "models"},
-    "lora": {"linear", "ops", "untrusted"},
-    "language_model": {
-        "config",
-        "embedding",
-        "engine",
-        "formats",
-        "head",
-        "kv_cache",
-        "loading",
-        "lora",
-        "models",
-    }
-    | {"cache_files", "chat_history", "model_contents", "obtain", "options", "packing"}
-    | {"tokenizer", "untrusted"},
-    "options": {"engine", "sampling"},
-    "engine": {"config", "kv_cache", "models", "sampling"},
-    # the second row is for `--verify`, which runs the converted model
-    "convert": {"config", "formats", "hub", "models", "ops", "packing", "quantize"}
-    | {"engine", "kv_cache", "language_model", "lora", "model_contents", "tokenizer"}
-    | {"tokenizer_guard", "untrusted"},
-    # makes transformers models and hands what was trained to the converter
-    "training": {"config", "convert", "formats", "language_model", "linear", "models", "ops"}
-    | {"model_contents", "packing", "quantize", "untrusted"},
-    "dummy": {"config", "dummy_configs", "dummy_tokenizer"}
-    | {"formats", "head", "loading", "models", "packing", "untrusted"},
-    "dummy_configs": set(),
-    "dummy_tokenizer": {"tokenizer"},
-    "integrations": {"config", "convert", "linear", "ops", "packing", "quantize"},
     "machine": set(),
-    "doctor": {"_runtime", "integrations", "machine", "ops"},
+    "untrusted": set(),
+    "memory": {"_runtime"},
+    "ops": {"_runtime"},
+    "formats": {"_runtime", "memory", "untrusted"},
+    "nn": {"config", "ops", "untrusted"},
+    "models": {"config", "memory", "nn", "ops"},
+    "generate": {"config", "models", "nn", "untrusted"},
+    # obtain converts what is not converted, at run time
+    "loading": {"_runtime", "config", "convert", "formats", "memory", "models", "nn", "ops"},
+    "language_model": {"config", "formats", "generate", "loading", "models", "nn", "untrusted"},
+    # language_model is for --verify, which runs the converted model
+    "convert": {"config", "formats", "generate", "language_model", "loading", "models", "nn"}
+    | {"ops", "untrusted"},
+    # makes transformers models and hands what was trained to the converter
+    "training": {"config", "convert", "formats", "language_model", "loading", "models", "nn"}
+    | {"ops", "untrusted"},
+    "dummy": {"config", "formats", "generate", "loading", "models", "nn", "untrusted"},
+    "integrations": {"config", "convert", "nn", "ops"},
     "bench": {"*"},
-    "server": {"*"},
-    "cli": {"*"},
+    "cli": {"*", "integrations"},
 }
-NEVER_BY_STAR = {"reference", "integrations"}
+NEVER_BY_STAR = {"integrations"}
 
 # Packages that only some modules may import, by the prefix of the module below bitnet_ops.
 GUARDED_PACKAGES: dict[str, tuple[str, ...]] = {
