@@ -4,7 +4,7 @@
 #include <string>
 
 #include "format/layout.h"
-#include "runtime/dispatch.h"
+#include "kernels/dispatch.h"
 
 namespace py = pybind11;
 namespace layout = bitnet::layout;

@@ -4,7 +4,7 @@
     python scripts/compare_kv.py tests/data/demo-model/val.txt [--model DIR] [--json]
 
 Every type runs the whole model over every chapter, as compare_heads.py does, whose figures these
-are. It must not know how a cache is quantised.
+are.
 """
 
 from __future__ import annotations

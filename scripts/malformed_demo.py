@@ -2,7 +2,7 @@
 """Print what the model reader says to every malformed file of the tests' table.
 
 Usage: scripts/malformed_demo.py [substring of the case's name]. Exits 1 if a file is not refused
-with its code. It must not know what is wrong with the files: tests/sglbitnt*_malformed.py do.
+with its code.
 """
 
 from __future__ import annotations

@@ -2,10 +2,9 @@
 
 Importing this package loads the op library, so that `torch.ops.bitnet.*` exists, and binds the
 typed wrappers in `bitnet_ops.ops`. Everything else (models, engine, converter) is imported at first
-use: `import bitnet_ops` costs a few milliseconds on top of `import torch`.
-In the process of the command `bitnet-ops` alone, torch and the op library wait until a command
-needs them, so that --help and wrong arguments are answered at once.
-It must not know models, files or engines; those modules know it.
+use: `import bitnet_ops` costs a few milliseconds on top of `import torch`. In the process of the
+command `bitnet-ops` alone, torch and the op library wait until a command needs them, so that --help
+and wrong arguments are answered at once.
 """
 
 from __future__ import annotations

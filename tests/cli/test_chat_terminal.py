@@ -1,7 +1,4 @@
-"""`bitnet-ops chat` as somebody at a terminal meets it: keys, commands, several lines; scripts.
-
-It must not know which text a model writes.
-"""
+"""`bitnet-ops chat` as somebody at a terminal meets it: keys, commands, several lines; scripts."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""`bitnet-ops generate`: which is the model and which the text, why it ended, broken bytes.
-
-It must not know which text a model writes.
-"""
+"""`bitnet-ops generate`: which is the model and which the text, why it ended, broken bytes."""
 
 from __future__ import annotations
 

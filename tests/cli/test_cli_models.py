@@ -1,7 +1,4 @@
-"""Commands about models: inspect on a narrow terminal, a dummy that talks, bench of one's own.
-
-It must not know how fast anything is.
-"""
+"""Commands about models: inspect on a narrow terminal, a dummy that talks, bench of one's own."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""`bitnet-ops doctor`: facts agree with the process, problems carry a remedy, one screen of text.
-
-Must not know how the facts are read (test_machine.py).
-"""
+"""`bitnet-ops doctor`: facts agree with the process, problems have a remedy, one screen of text."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Facts about the machine, read from files written by hand: control groups, caches, pages, maps.
-
-Must not know doctor or benchmarks, which only repeat these facts.
-"""
+"""Facts about the machine, read from files written by hand: control groups, caches, pages, maps."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """XXH3-128 and the hash of chunks, against the package `xxhash`, which is written by others.
 
-Every length that has a form of its own, then around blocks and chunks. Must not know what is hashed
-where.
+Every length that has a form of its own, then around blocks and chunks.
 """
 
 from __future__ import annotations

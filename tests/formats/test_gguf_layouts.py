@@ -1,7 +1,4 @@
-"""The ternary layouts of GGUF against golden vectors, plain loops and the official gguf package.
-
-Must not know files; test_gguf_reader.py does.
-"""
+"""The ternary layouts of GGUF against golden vectors, plain loops and the official gguf package."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Files mapped in huge pages: the right bytes, the file left alone, and None where there are none.
 
 Whether a system maps huge pages is its own affair: both answers are right, a wrong byte is not.
-Must not know what the files are for.
 """
 
 from __future__ import annotations

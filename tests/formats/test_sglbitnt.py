@@ -1,6 +1,6 @@
 """The model file read: malformed files, truncation and bit flips, and FORMAT.md kept true.
 
-Bytes come from sglbitnt_bytes.py, which shares no code with the package. Must not know models.
+Bytes come from sglbitnt_bytes.py, which shares no code with the package.
 """
 
 from __future__ import annotations

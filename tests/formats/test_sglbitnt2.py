@@ -1,6 +1,6 @@
 """Version 2 of the model file: malformed files, bit flips, FORMAT.md kept true, views, writing.
 
-Bytes come from sglbitnt2_bytes.py, which shares no code with the package. Must not know models.
+Bytes come from sglbitnt2_bytes.py, which shares no code with the package.
 """
 
 from __future__ import annotations

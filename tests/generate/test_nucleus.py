@@ -1,6 +1,6 @@
 """top_p without top_k keeps what a plain sort keeps, ties included, and in less time.
 
-The oracle is NumPy's stable sort. It must not know how the tokens are found.
+The oracle is NumPy's stable sort.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What the tests of prepared and converted models share: a small model, a cache, what was loaded.
-
-It must not know how the cache keeps anything.
-"""
+"""For the tests of the load cache and of conversion: a small model, a cache, what was loaded."""
 
 from __future__ import annotations
 

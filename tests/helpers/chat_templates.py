@@ -1,7 +1,7 @@
 """Chat templates in the styles of published models, written for these tests, and hostile ones.
 
 Every style has the constructs that the published template has: whitespace control, namespaces,
-macros, loop controls, slices, tests, filters, functions. It must not know how they are rendered.
+macros, loop controls, slices, tests, filters, functions.
 """
 
 from __future__ import annotations

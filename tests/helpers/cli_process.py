@@ -1,7 +1,4 @@
-"""The command line in a process of its own, with pipes or at a pseudo-terminal.
-
-It must not know what the commands say.
-"""
+"""The command line in a process of its own, with pipes or at a pseudo-terminal."""
 
 from __future__ import annotations
 

@@ -53,9 +53,9 @@ def _mlp(o: Any, a: Any) -> Tensor:
 def _step(o: Any, a: Any) -> Tensor:
     x, tokens, hidden = a.x, a.x.shape[1], a.x.shape[2]
     kv_heads, dim = a.key_cache.shape[2], a.key_cache.shape[4]
-    query_rows, kv_rows = a.heads * dim, kv_heads * dim
-    sizes = [hidden, query_rows, hidden, a.inner] if a.sub_norms else [hidden, hidden]
-    *norms, last = a.gains.split([*sizes * len(a.scales), hidden])
+    query_rows, kv_rows = a.num_heads * dim, kv_heads * dim
+    sizes = [hidden, query_rows, hidden, a.intermediate_size] if a.sub_norms else [hidden, hidden]
+    *norms, last = a.norm_weights.split([*sizes * len(a.scales), hidden])
     cos_sin = o.rope_table(a.start_positions[:, None] + torch.arange(tokens), dim, a.rope_theta)
     for layer, scales in enumerate(a.scales):
         q, k, v, out, gate, up, down = zip(
@@ -74,8 +74,8 @@ def _step(o: Any, a: Any) -> Tensor:
         mixed = o.attention(query, *caches, positions, a.scale, *scales_of_caches).flatten(2)
         mixed = mixed if sub is None else o.rms_norm(mixed, sub, a.eps)
         x = x + o.linear(mixed, *out, None, hidden)
-        mlp = *gate, *up, inner_norm, *down, a.eps, a.activation, [a.inner, hidden]
+        mlp = *gate, *up, inner_norm, *down, a.eps, a.activation, [a.intermediate_size, hidden]
         x = x + o.mlp_forward(x.to(a.dtype), after, *mlp)
     kept = x[:, -a.logits_to_keep :]  # 0 keeps everything
-    y: Tensor = o.lm_head(o.rms_norm(kept, last, a.eps), a.head_weight, a.head_scale, a.vocab)
+    y: Tensor = o.lm_head(o.rms_norm(kept, last, a.eps), a.head_weight, a.head_scale, a.vocab_size)
     return y

@@ -1,6 +1,6 @@
 """A second writer of SGLBITNT version 1, as a converter of others would be: hf_writer's networks.
 
-Written from FORMAT.md and the description of the earlier writer (section 8): dense tensors widened
+Written from FORMAT.md and the description of the earlier writer (section 12): dense tensors widened
 to float32, scales that multiply, config.json as it stands, every tensor of the checkpoint kept. It
 must not import bitnet_ops.
 """

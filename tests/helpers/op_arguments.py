@@ -1,7 +1,6 @@
 """Whole argument lists of the ops that take many: fused projections, attention, caches, a step.
 
-Each function returns arguments in the order of the op's schema. It must not know what the ops
-answer, nor which of the arguments a test will change.
+Each function returns arguments in the order of the op's schema.
 """
 
 from __future__ import annotations
@@ -150,13 +149,13 @@ def decode_step_arguments(
         "decode_step",
         x=activations(g, batch, tokens, hidden),
         weights=[weight for weight, _ in weights],
-        scales=positive(g, layers, 7) / 8, gains=gain(g, gains),
+        scales=positive(g, layers, 7) / 8, norm_weights=gain(g, gains),
         head_weight=head_parts[0], head_scale=head_parts[1],
         key_cache=keys, value_cache=values,
         start_positions=torch.randint(0, length - tokens + 1, (batch,), generator=g),
-        dtype=dtype, heads=heads, inner=inner, vocab=vocab, sub_norms=sub_norms,
-        activation=activation, eps=1e-5, rope_theta=10000.0, scale=head_dim**-0.5,
-        logits_to_keep=logits_to_keep,
+        dtype=dtype, num_heads=heads, intermediate_size=inner, vocab_size=vocab,
+        sub_norms=sub_norms, activation=activation, eps=1e-5, rope_theta=10000.0,
+        scale=head_dim**-0.5, logits_to_keep=logits_to_keep,
         **dict(zip(("key_scale", "value_scale"), (*key_scale, *value_scale), strict=False)),
     )  # fmt: skip
 

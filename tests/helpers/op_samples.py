@@ -1,8 +1,8 @@
 """Inputs of every op of torch.ops.bitnet: dtypes, shapes, strides, empty batches, leading dims.
 
 The builders are in op_samples_ternary.py and op_samples_layer.py. A sample is made afresh on every
-call (some ops mutate their arguments) and is the same every time. Must not know what the ops
-answer: expected values and tolerances live in the tests.
+call (some ops mutate their arguments) and is the same every time. Expected values and tolerances
+live in the tests.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Builders of samples for the ops on activations, caches and heads; op_samples.py collects them.
 
-One builder per op, in the order of the catalogue. They must not know what the ops answer.
+One builder per op, in the order of the catalogue.
 """
 
 from __future__ import annotations

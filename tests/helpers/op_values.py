@@ -2,7 +2,7 @@
 
 Every value comes from the generator that is passed in. The layouts of files are written out here,
 sharing no code with the package; the private ones come from the reference, because they depend on
-the instruction set. It must not know which op takes what.
+the instruction set.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""A stack of layers of any size with random weights, for tests of threads, time and memory.
-
-It calls the ops directly; it must not know files or models.
-"""
+"""A stack of layers of any size with random weights, for tests of threads, time and memory."""
 
 from __future__ import annotations
 
@@ -62,15 +59,15 @@ def make_stack(
             "x": torch.randn(batch, 1, hidden, generator=rng),
             "weights": [random_bytes(rng, n, k) for _ in range(layers) for n, k in shapes],
             "scales": torch.full((layers, 7), 0.02),
-            "gains": torch.ones(layers * (2 * hidden + query + inner) + hidden),
+            "norm_weights": torch.ones(layers * (2 * hidden + query + inner) + hidden),
             "head_weight": torch.randn(vocab, hidden, generator=rng).bfloat16(),
             "head_scale": None,
             "key_cache": torch.zeros(cache, dtype=torch.bfloat16),
             "value_cache": torch.zeros(cache, dtype=torch.bfloat16),
             "dtype": torch.bfloat16,
-            "heads": heads,
-            "inner": inner,
-            "vocab": vocab,
+            "num_heads": heads,
+            "intermediate_size": inner,
+            "vocab_size": vocab,
             "sub_norms": True,
             "activation": "relu2",
             "eps": 1e-5,

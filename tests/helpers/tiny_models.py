@@ -1,7 +1,6 @@
 """Models of a few thousand weights for tests, built straight from hf_writer's networks.
 
-No file and no converter takes part: codes are packed by the op, scales turned here. It must not
-know what the tests check.
+No file and no converter takes part: codes are packed by the op, scales turned here.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """BitNetLinearMethod under torch.compile(fullgraph=True): both of its calls, every packing.
 
-Must not know what is computed: compiled has to equal eager, bit for bit.
+Compiled has to equal eager, bit for bit.
 """
 
 from __future__ import annotations

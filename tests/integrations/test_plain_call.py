@@ -1,7 +1,7 @@
 """The plain call of earlier BitNet kernels: BitNetLinearMethod(...).apply(packed_weight, ...).
 
 Bytes of the two packings are written here from their descriptions, in plain Python, and as golden
-vectors; numbers come from transformers. Must not know engines.
+vectors; numbers come from transformers.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Oracle: transformers' modules and the codes that went in. Engines' ways of changing weights later
 (with and without their post-load hook, by shard, by tensor) are walked through here with bare
-layers; scripts/prove_sglang does it with the real classes. Must not know speeds.
+layers; scripts/prove_sglang does it with the real classes.
 """
 
 from __future__ import annotations

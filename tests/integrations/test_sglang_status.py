@@ -1,6 +1,6 @@
 """What `bitnet-ops doctor` says of the SGLang plug-in, with and without sglang installed.
 
-sglang itself is never imported for it. Must not know what the plug-in does.
+sglang itself is never imported for it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The process asks for AMX tiles when an ISA that needs them is chosen, and not before.
 
-On a CPU without AMX there is nothing to ask for, whatever is forced. Must not know kernels.
+On a CPU without AMX there is nothing to ask for, whatever is forced.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Every way to a ternary linear ends in the layout that the kernels read fastest, by default.
 
 The rows of a file multiply up to five times slower for more than one token, and nothing but time
-tells. Must not know speeds: what is looked at is the layout, and that results stay.
+tells. What is looked at is the layout, and that results stay.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Results do not depend on the floating-point state of a thread, and the caller's state stays.
 
 torch.set_flush_denormal and C's fesetround change what every operation of a thread gives; ops
-compute in the default state on every thread. Must not know how a state is read or set.
+compute in the default state on every thread.
 """
 
 from __future__ import annotations

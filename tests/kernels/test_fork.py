@@ -1,7 +1,7 @@
 """A fork in a process whose threads others than our ops used, or that Python is not told of.
 
-Each case is a process of its own, since a pool of threads is for ever. Must not know how work is
-shared out; forks after our own regions are test_threads.py's.
+Each case is a process of its own, since a pool of threads is for ever. Forks after our own regions
+are test_threads.py's.
 """
 
 from __future__ import annotations

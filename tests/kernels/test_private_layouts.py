@@ -1,7 +1,7 @@
-"""Private weight layouts: golden bytes, exact round trips, refusals, and one answer from all.
+"""CPU-specific weight layouts: golden bytes, exact round trips, refusals, and one answer from all.
 
-The golden bytes stand in FORMAT.md and were written by hand-made code; products are compared with
-sums that torch computes from the codes. Must not know models.
+The golden bytes stand in docs/layouts.md and were written by hand-made code; products are compared
+with sums that torch computes from the codes.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from bounds import assert_equal
 from isa_control import every_configuration
 from op_values import FORMATS, int8_values, pack_codes, positive, random_codes, random_packed
 
-_FORMAT_PAGE = Path(__file__).resolve().parents[2] / "FORMAT.md"
+_PAGE = Path(__file__).resolve().parents[2] / "docs" / "layouts.md"
 
 
 def _golden() -> dict[tuple[str, int], str]:
-    block = re.search(r"```golden-private\n(.*?)```", _FORMAT_PAGE.read_text(), re.DOTALL)
+    block = re.search(r"```golden-layouts\n(.*?)```", _PAGE.read_text(), re.DOTALL)
     assert block
     rows = [line.split() for line in block.group(1).splitlines()]
     return {(name, int(lanes)): line for name, lanes, line in rows}
@@ -36,13 +36,13 @@ def _formula_codes(n: int, k: int) -> Tensor:
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
-def test_golden_lines_of_the_format_page(fmt: str, isa: str) -> None:
+def test_golden_lines_of_the_page_of_layouts(fmt: str, isa: str) -> None:
     lanes = _runtime.tile_lanes()
     packed = ops.prepack(pack_codes(_formula_codes(5 * lanes, 64)), 64, fmt)
     assert bytes(packed[0, 0].flatten().tolist()).hex() == _golden()[fmt, lanes]
 
 
-def test_the_format_page_has_a_golden_line_for_every_layout() -> None:
+def test_the_page_has_a_golden_line_for_every_layout() -> None:
     assert set(_golden()) == {(fmt, lanes) for fmt in FORMATS for lanes in (4, 8, 16)}
 
 

@@ -1,6 +1,6 @@
 """Threads: torch's setting honoured, many callers at once, oneDNN beside us, a busy core, a fork.
 
-Results must never depend on any of it. Must not know how work is shared out.
+Results must never depend on any of it.
 """
 
 from __future__ import annotations

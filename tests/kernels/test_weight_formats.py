@@ -1,7 +1,7 @@
 """Layouts of ternary weights in memory: one model, the same bits out, whatever the layout.
 
 Formats, ISAs and threads against the canonical layout; BitLinear's state_dict; the arena that holds
-a model's weights. It must not know how a layout orders its bytes (test_op_oracles.py does).
+a model's weights.
 """
 
 from __future__ import annotations

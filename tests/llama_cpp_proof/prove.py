@@ -6,8 +6,7 @@ every position of the text. Its arithmetic differs from ours (activations are ro
 256, scales are float16), so logits agree to some percent, and a token may differ where the best two
 are nearly equal: such a difference is reported, and fails when the lead was large. Tokenizers of
 each kind that can be exported are compared with llama.cpp's as well, and random networks of every
-architecture that llama.cpp has (a wrong order of rows would be off by 30 % and more). It must not
-know how files are written.
+architecture that llama.cpp has (a wrong order of rows would be off by 30 % and more).
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ from tokenizers import Tokenizer
 
 import bitnet_ops
 from bitnet_ops import training
-from bitnet_ops.convert.gguf_export import export_gguf
-from bitnet_ops.convert.gguf_vocabulary import PROBES
+from bitnet_ops.convert.gguf.export import export_gguf
+from bitnet_ops.convert.gguf.vocabulary import PROBES
 from bitnet_ops.language_model import DEMO_DIR
 from bitnet_ops.nn.kv_cache import KVCache
 

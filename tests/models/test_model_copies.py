@@ -1,7 +1,7 @@
 """Saving, pickling and copying a model as PyTorch's users do: what comes back says the same.
 
 A tensor is saved with its whole storage, so tensors that share one stretch of memory must not share
-a storage: sizes are bounded by the data. Must not know how the memory is shared.
+a storage: sizes are bounded by the data.
 """
 
 from __future__ import annotations

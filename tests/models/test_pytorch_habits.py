@@ -1,7 +1,4 @@
-"""What PyTorch users try first: casts, calls without a cache, threads, typed options, reprs.
-
-Must not know what right logits are: test_model.py does.
-"""
+"""What PyTorch users try first: casts, calls without a cache, threads, typed options, reprs."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Every op under torch.compile(fullgraph=True), some under torch.export: bit-equal to eager.
 
-A graph break or a wrong fake fails here. Must not know what the ops compute.
+A graph break or a wrong fake fails here.
 """
 
 from __future__ import annotations

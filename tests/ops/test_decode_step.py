@@ -301,15 +301,20 @@ REFUSALS: list[tuple[str, Change, str, str]] = [
     ("scales", lambda a: a["scales"][:, :6], "scales", "of shape [1, 7]"),
     ("scales", lambda a: strided(a["scales"]), "scales", "contiguous"),
     ("scales", lambda a: a["scales"].double(), "scales", "of dtype float32"),
-    ("gains", lambda a: a["gains"][1:], "gains", "of shape [424]"),
-    ("sub_norms", lambda a: False, "gains", "of shape [210]"),
+    ("norm_weights", lambda a: a["norm_weights"][1:], "norm_weights", "of shape [424]"),
+    ("sub_norms", lambda a: False, "norm_weights", "of shape [210]"),
     ("logits_to_keep", lambda a: -1, "logits_to_keep", "at least 0, got -1"),
-    ("gains", lambda a: a["gains"].bfloat16(), "gains", "of dtype float32"),
-    ("head_weight", lambda a: a["head_weight"][1:], "vocab", "the 36 rows of head_weight"),
+    ("norm_weights", lambda a: a["norm_weights"].bfloat16(), "norm_weights", "of dtype float32"),
+    ("head_weight", lambda a: a["head_weight"][1:], "vocab_size", "the 36 rows of head_weight"),
     ("head_weight", lambda a: a["head_weight"].double(), "head_weight", "float32"),
     ("head_scale", lambda a: torch.ones(37), "head_scale", "left out"),
-    ("head_weight", lambda a: torch.zeros(2, 16, 64, dtype=torch.uint8), "vocab", "2 tiles of 16"),
-    ("vocab", lambda a: 36, "vocab", "the 37 rows of head_weight, got 36"),
+    (
+        "head_weight",
+        lambda a: torch.zeros(2, 16, 64, dtype=torch.uint8),
+        "vocab_size",
+        "2 tiles of 16",
+    ),
+    ("vocab_size", lambda a: 36, "vocab_size", "the 37 rows of head_weight, got 36"),
     ("key_cache", lambda a: a["key_cache"].half(), "key_cache", "bfloat16 or int8"),
     ("key_cache", lambda a: a["key_cache"].mT.contiguous().mT, "key_cache", "contiguous within"),
     ("key_cache", lambda a: a["key_cache"][0], "key_cache", "with 5 dimensions"),
@@ -321,10 +326,10 @@ REFUSALS: list[tuple[str, Change, str, str]] = [
     ("start_positions", lambda a: torch.tensor([0]), "start_positions", "of shape [2]"),
     ("start_positions", lambda a: torch.zeros(2), "start_positions", "of dtype int64"),
     ("dtype", lambda a: torch.float16, "dtype", "float32 or bfloat16, got float16"),
-    ("heads", lambda a: 3, "heads", "a multiple of the cache's 2 heads, got 3"),
-    ("heads", lambda a: 0, "heads", "got 0"),
-    ("inner", lambda a: 0, "inner", "positive"),
-    ("inner", lambda a: 149, "weights (gate)", "149 rows"),
+    ("num_heads", lambda a: 3, "num_heads", "a multiple of the cache's 2 heads, got 3"),
+    ("num_heads", lambda a: 0, "num_heads", "got 0"),
+    ("intermediate_size", lambda a: 0, "intermediate_size", "positive"),
+    ("intermediate_size", lambda a: 149, "weights (gate)", "149 rows"),
     ("activation", lambda a: "gelu", "activation", "'relu2' or 'silu', got 'gelu'"),
     ("eps", lambda a: -1.0, "eps", "finite and not negative"),
     ("rope_theta", lambda a: 0.0, "rope_theta", "finite and positive"),
@@ -365,7 +370,15 @@ def test_every_argument_is_refused_somewhere() -> None:
     assert {name for name, *_ in REFUSALS} == set(names("decode_step"))
 
 
-TENSORS = ("x", "scales", "gains", "head_weight", "key_cache", "value_cache", "start_positions")
+TENSORS = (
+    "x",
+    "scales",
+    "norm_weights",
+    "head_weight",
+    "key_cache",
+    "value_cache",
+    "start_positions",
+)
 
 
 @pytest.mark.parametrize("name", TENSORS)

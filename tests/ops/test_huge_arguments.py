@@ -1,8 +1,7 @@
 """Huge, negative and overflowing integers, and empty tensors of huge shapes, for every op.
 
 Each call answers at once, with a result or with one error in the house's words, within 2 GiB of
-address space. One process of its own does it all, so that a crash or a hang is seen as one. Must
-not know what the ops compute.
+address space. One process of its own does it all, so that a crash or a hang is seen as one.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ for name, head in (("", torch.float32), (" int4", ("int4", 64))):
     args = decode_step_arguments(g, head=head)
     calls["decode_step" + name] = named("decode_step", args)
     none = {**calls["decode_step" + name], "weights": [], "scales": torch.ones(0, 7)}
-    none["gains"] = torch.ones(70)  # no layer: nothing to hold the sizes against
+    none["norm_weights"] = torch.ones(70)  # no layer: nothing to hold the sizes against
     none["key_cache"], none["value_cache"] = (none[k][:0] for k in ("key_cache", "value_cache"))
     calls["decode_step no layers" + name] = none
 

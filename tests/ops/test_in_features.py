@@ -1,7 +1,7 @@
 """`in_features`: what a padded weight does not record, and what every module knows and passes.
 
 A weight of 128 input features has the bytes of any from 1 to 128; given its in_features, an op
-takes no other x, and its results do not change. Must not know how a product is computed.
+takes no other x, and its results do not change.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Bad calls of every op: each raises one clear error, and nothing crashes or is silently wrong.
 
 Messages read `<op>: expected <argument> <constraint>, got <value>`; no source path is in them. The
-table of calls is op_error_cases.py. It must not know what a good call computes.
+table of calls is op_error_cases.py.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """From source to an importable install, as users do it: sdist, wheel, isolation, no compiler.
 
 Works without a network: environments borrow the packages of the running one through a .pth file,
-and what build isolation needs is served from files copied out of it. Must not know what the ops
-compute.
+and what build isolation needs is served from files copied out of it.
 """
 
 from __future__ import annotations

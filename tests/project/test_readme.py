@@ -1,7 +1,4 @@
-"""The examples of README and of the first page run as pasted; README's list of operators is true.
-
-It must not know the examples' text: they are cut out of the pages.
-"""
+"""The examples of README and of the first page run as pasted; the README lists every operator."""
 
 import re
 import subprocess

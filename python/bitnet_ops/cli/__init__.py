@@ -2,9 +2,8 @@
 
 A subcommand is a module with add_arguments(parser), run(args) -> int and perhaps check(args), which
 refuses what the parser cannot; it is imported only when it is the one asked for. Torch and what
-needs it are imported by run, never for --help or wrong usage.
-Here: the table, the error policy, Ctrl-C and closed pipes. It must not know how any subcommand does
-its work. BITNET_OPS_DEBUG=1 shows tracebacks.
+needs it are imported by run, never for --help or wrong usage. Here: the table, the error policy,
+Ctrl-C and closed pipes. BITNET_OPS_DEBUG=1 shows tracebacks.
 """
 
 from __future__ import annotations

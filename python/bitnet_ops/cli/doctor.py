@@ -1,7 +1,7 @@
 """`bitnet-ops doctor`: what this machine offers, what the package uses of it, and why.
 
 `collect` gathers facts, `find_problems` judges them, `render` prints both on one screen. It changes
-nothing and measures nothing (that is `bitnet-ops bench`); it must not know models or formats.
+nothing and measures nothing (that is `bitnet-ops bench`).
 """
 
 from __future__ import annotations

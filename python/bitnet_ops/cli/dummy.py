@@ -1,7 +1,4 @@
-"""`bitnet-ops dummy NAME DST`: the arguments of the writer of synthetic models.
-
-It must not know how they are made.
-"""
+"""`bitnet-ops dummy NAME DST`: the arguments of the writer of synthetic models."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """`bitnet-ops generate [MODEL] PROMPT`: stream a continuation; also the options chat shares.
 
-Text goes to stdout, figures to stderr; --json gives one object on stdout instead. It must not know
-how text is made: LanguageModel does that.
+Text goes to stdout, figures to stderr; --json gives one object on stdout instead.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The shapes of the synthetic models of dummy.py: what their config.json would say.
 
-Apart from it, because the command line lists the names without importing torch. It must not know
-what they are used for.
+Apart from it, because the command line lists the names without importing torch.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 
 Weights are random ternary codes, about 40 % of them 0, with scales and norms that keep activations
 near 1: every kernel sees what a real model gives it, and the text means nothing. The same name and
-seed give the same model on one release of torch. It must not know kernels or engines.
+seed give the same model on one release of torch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The tokenizer of a synthetic model: one id a byte, and words for the ids that are left over.
 
 So `generate`, `chat` and `embed` run on it as on a real model. Reading takes as many tokens as the
-text has bytes; what the model writes are mostly words such as "w4711". It must not know weights.
+text has bytes; what the model writes are mostly words such as "w4711".
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """SGLBITNT, the model file of FORMAT.md: a memory-mapped Reader and a streaming Writer.
 
-The bytes are checked in C++ (csrc/format), the config in Python. It must not know models, nor what
-a config says outside its block "bitnet_ops".
+The bytes are checked in C++ (csrc/format), the config in Python.
 """
 
 from __future__ import annotations

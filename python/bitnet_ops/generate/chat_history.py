@@ -2,7 +2,7 @@
 
 A template turns messages into text, and a tokenizer that text into ids; but the ids of an answer
 are those that the model chose, and text written by a model is often cut into others when it is read
-again. It must not know engines or caches.
+again.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
 """Generation on token ids: prefill, decode, stop ids, timing; one prompt or a batch of them.
 
 A row's tokens do not depend on the other rows of its batch, nor on the prefill chunk: every row is
-prefilled alone, rows decode together, and finished rows leave the batch.
-An Engine keeps nothing between calls: any number of threads may share one, and the model. A Run, a
-Session and a KVCache belong to one thread at a time.
-It must not know text, tokenizers or files. The model may be anything with `.config` that maps
-(input_ids [B, T], cache, logits_to_keep) to logits [B, T, V].
+prefilled alone, rows decode together, and finished rows leave the batch. An Engine keeps nothing
+between calls: any number of threads may share one, and the model. A Run, a Session and a KVCache
+belong to one thread at a time. The model may be anything with `.config` that maps (input_ids [B,
+T], cache, logits_to_keep) to logits [B, T, V].
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The options of generation: their names and types for editors, their checks for everybody else.
 
-Every method that generates takes these keywords. Ranges are sampling's and the engine's matter; it
-must not know models, text or tokenizers.
+Every method that generates takes these keywords. Ranges are sampling's and the engine's matter.
 """
 
 from __future__ import annotations

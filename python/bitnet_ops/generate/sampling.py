@@ -1,8 +1,8 @@
 """Logits to a token: greedy, temperature, top-k, top-p, min-p, repetition penalty, a seed.
 
 Every default is neutral: without options the most probable token is taken. The filters act in the
-order of transformers: repetition penalty, temperature, top-k, top-p, min-p, then one draw.
-It must not know models, caches or text: one row of logits goes in, one token id comes out.
+order of transformers: repetition penalty, temperature, top-k, top-p, min-p, then one draw. One row
+of logits goes in, one token id comes out.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The Hugging Face `tokenizers` library does the work. What a checkpoint brings is not trusted: chat
 templates (chat_template.py) and unusual regular expressions (tokenizer_guard.py) run in a process
-with limits. This module must not know models or engines.
+with limits.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A pre-tokenizer, a normalizer or a decoder of tokenizer.json may hold any regular expression, and a
 normalizer may turn one character into a million. The expressions of published tokenizers are known
 and run here; a tokenizer with others runs in a process with limits (bounded.py), which costs its
-memory a second time and a tenth of a millisecond a call. It must not know models.
+memory a second time and a tenth of a millisecond a call.
 """
 
 from __future__ import annotations

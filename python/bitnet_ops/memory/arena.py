@@ -1,7 +1,7 @@
 """Arena: one stretch of memory for many tensors, so that reading them in order is one stream.
 
 Advised for huge pages before it is touched: filling half a gigabyte by pages of 4 KiB costs five
-times the copy, and reading it costs address translations. It must not know what the tensors mean.
+times the copy, and reading it costs address translations.
 """
 
 from __future__ import annotations

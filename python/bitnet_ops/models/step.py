@@ -39,7 +39,7 @@ class Step:
         c = self._config = config
         norms = [layer.get_submodule(name) for layer in layers for name in _norm_names(c)]
         projections = [layer.get_submodule(name) for layer in layers for name in PROJECTIONS]
-        self.gains = _gather([*norms, norm], "weight")
+        self.norm_weights = _gather([*norms, norm], "weight")
         self.scales = _gather(projections, "weight_scale").view(len(layers), len(PROJECTIONS))
         self.weights = [projection.get_buffer("weight") for projection in projections]
         self._dtype, self._scale = dtype, c.head_dim**-0.5
@@ -67,16 +67,16 @@ class Step:
             x=x,
             weights=self.weights,
             scales=self.scales,
-            gains=self.gains,
+            norm_weights=self.norm_weights,
             head_weight=head.weight,
             head_scale=head.scale,
             key_cache=cache.key_cache,
             value_cache=cache.value_cache,
             start_positions=cache.lengths,
             dtype=self._dtype,
-            heads=c.num_attention_heads,
-            inner=c.intermediate_size,
-            vocab=c.vocab_size,
+            num_heads=c.num_attention_heads,
+            intermediate_size=c.intermediate_size,
+            vocab_size=c.vocab_size,
             sub_norms=c.sub_norms,
             activation=c.hidden_act,
             eps=c.rms_norm_eps,

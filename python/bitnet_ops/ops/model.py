@@ -177,16 +177,16 @@ def decode_step(
     x: Tensor,
     weights: list[Tensor],
     scales: Tensor,
-    gains: Tensor,
+    norm_weights: Tensor,
     head_weight: Tensor,
     head_scale: Tensor | None,
     key_cache: Tensor,
     value_cache: Tensor,
     start_positions: Tensor,
     dtype: torch.dtype,
-    heads: int,
-    inner: int,
-    vocab: int,
+    num_heads: int,
+    intermediate_size: int,
+    vocab_size: int,
     sub_norms: bool,
     activation: str,
     eps: float,
@@ -208,17 +208,18 @@ def decode_step(
         weights: packed q, k, v, o, gate, up, down of the first layer, then of the next; every
             layout that `linear` takes.
         scales: float32 [layers, 7], the scales of these weights, contiguous.
-        gains: float32, one contiguous row of all norm weights in the order of use: for each layer
-            [K] before q, k, v, ([heads * D] before o,) [K] before gate and up, ([inner] before
-            down;) at the end [K] before the head. In brackets: with sub_norms.
+        norm_weights: float32, one contiguous row of all norm weights in the order of use: for each
+            layer [K] before q, k, v, ([num_heads * D] before o,) [K] before gate and up,
+            ([intermediate_size] before down;) at the end [K] before the head. In brackets: with
+            sub_norms.
         head_weight, head_scale: as `lm_head` takes them.
         key_cache, value_cache: float32, bfloat16 or int8 [layers, B, KV, L, D], contiguous within
             a layer; both are mutated.
         start_positions: int64 [B], how many tokens of each sequence came before.
         dtype: float32 or bfloat16, what activations are rounded to between operations.
-        heads: query heads H; D is the caches' head dimension.
-        inner: output features of gate and up.
-        vocab: output features of the head.
+        num_heads: query heads H; D is the caches' head dimension.
+        intermediate_size: output features of gate and up.
+        vocab_size: output features of the head.
         sub_norms: whether the norms in brackets exist.
         activation: "relu2" or "silu".
         eps: of every norm.
@@ -229,7 +230,7 @@ def decode_step(
         key_scale, value_scale: float32 [layers, B, KV, L] with int8 caches, contiguous within a
             layer; mutated.
     Returns:
-        float32 [B, T, vocab], the logits; with logits_to_keep that many tokens at most.
+        float32 [B, T, vocab_size], the logits; with logits_to_keep that many tokens at most.
     Raises:
         RuntimeError: a wrong dtype or shape, an odd D, H not a multiple of KV, a position outside
             the caches; nothing has been written then.
@@ -237,4 +238,4 @@ def decode_step(
     """
     batch, tokens, _ = x.shape
     kept = min(logits_to_keep, tokens) if logits_to_keep else tokens
-    return x.new_empty([batch, kept, vocab], dtype=torch.float32)
+    return x.new_empty([batch, kept, vocab_size], dtype=torch.float32)

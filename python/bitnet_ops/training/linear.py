@@ -2,7 +2,7 @@
 
 The forward is that of transformers' AutoBitLinear in "online" mode (WeightQuant, ActQuant) bit for
 bit, in any dtype and on any device, so that what trains here is what every other reader of the
-checkpoint computes. Plain torch; it must not know models, files or the inference ops' forward.
+checkpoint computes. Plain torch.
 """
 
 from __future__ import annotations

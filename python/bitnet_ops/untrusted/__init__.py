@@ -2,7 +2,7 @@
 
 A checkpoint is a folder that somebody else has filled. Its JSON is read within limits, its links
 are followed only as far as they stay inside, and what it calls things is shown without control
-characters. It must not know what any file means.
+characters.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The child process of bounded.py: a script of its own, which never imports the package.
 
-It renders chat templates and runs tokenizers that strangers wrote. It must not know what they are
-for. Frames of JSON, 8 bytes of length before each, come on stdin and go to stdout; the first one
-says where modules lie and how much memory there is.
+It renders chat templates and runs tokenizers that strangers wrote. Frames of JSON, 8 bytes of
+length before each, come on stdin and go to stdout; the first one says where modules lie and how
+much memory there is.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 A chat template is a program, and so is a regular expression: either may never end or fill the
 memory, in one call that nothing can interrupt from inside. A process can be ended. It is started at
 the first call and kept for later ones, which cost a tenth of a millisecond more than calls here.
-It must not know what is run: that is _bounded_child.py.
 """
 
 from __future__ import annotations
