@@ -154,13 +154,13 @@ def _decode_step(args: tuple[Any, ...], expected: Tensor) -> Tensor:
     a = bound("decode_step", args, {})
     head, head_scale = a.head_weight, a.head_scale
     (layers, _, _, length, _), hidden = a.key_cache.shape, a.x.shape[-1]
-    steps = 4 * rms_norm_error(hidden + a.inner) + 2 * sum_error(length) + 40 * U
+    steps = 4 * rms_norm_error(hidden + a.intermediate_size) + 2 * sum_error(length) + 40 * U
     relative = steps * 10.0 ** (2 * layers)
     if expected.dim() == 5:  # a cache; a rotation mixes two elements
         size = expected.double().abs()
         largest = size.amax(dim=-1, keepdim=True) if expected.numel() else size
         return 2 * relative * largest + storing_error(expected.dtype) * size
-    norm = float(a.gains.abs().max()) * hidden**0.5  # of a normalised row, at most
+    norm = float(a.norm_weights.abs().max()) * hidden**0.5  # of a normalised row, at most
     if head_scale is None:
         return (relative * norm * head.double().norm(dim=-1)).expand(expected.shape)
     # A quantised head: no code is above 127 (8), nor a row's length above that of such codes; its
