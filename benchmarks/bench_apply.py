@@ -16,9 +16,10 @@ from statistics import median
 import torch
 from torch import nn
 
-from bitnet_ops import _runtime, machine, ops, packing
+from bitnet_ops import _runtime, machine, ops
 from bitnet_ops.integrations import BitNetLinearMethod, ScaleRule
 from bitnet_ops.integrations._core import make_params
+from bitnet_ops.nn import packing
 from common import Budget, Run, interleave, paired_ratios
 
 LINEAR = torch.ops.bitnet.linear

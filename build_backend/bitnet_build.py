@@ -9,8 +9,6 @@ finds one without importing it, in this order:
 3. torch of the interpreter behind pip's isolated build environment;
 4. none: ``torch==2.13.0`` (BITNET_TORCH_REQUIREMENT overrides it) joins the build requirements. An
    exact version, because a range would take the newest build, often a CUDA one of several GB.
-
-It must not know what is compiled: that is CMakeLists.txt.
 """
 
 from __future__ import annotations

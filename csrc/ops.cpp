@@ -1,5 +1,5 @@
 // THE CATALOGUE: every operator of torch.ops.bitnet, its schema under one comment, and its CPU
-// implementation.  Fakes: python/bitnet_ops/_fakes.py; documentation: python/bitnet_ops/ops.
+// implementation.  Fakes and documentation: python/bitnet_ops/ops.
 //
 // F stands for float32, bfloat16 or float16.  R = 32 * ceil(K / 128), the bytes of a packed row
 // (format/layout.h).  Scales multiply.  Nothing aliases; what is mutated carries an alias mark.
@@ -26,6 +26,49 @@ struct Op<kFunction> {
     return kFunction(std::forward<Args>(args)...);
   }
 };
+
+// A struct's fields from the arguments that torch passes, one after the other.
+class Arguments {
+ public:
+  explicit Arguments(const StableIValue* next) : next_(next) {}
+  template <class T>
+  T take() {
+    return torch::stable::detail::to<T>(*next_++);
+  }
+
+ private:
+  const StableIValue* next_;
+};
+
+void decode_step(StableIValue* stack, uint64_t, uint64_t) {
+  const bitnet::DefaultFloatState floats;
+  using bitnet::ops::ScalarType, bitnet::ops::Tensor;
+  Arguments a(stack);
+  bitnet::ops::DecodeStep step{
+      .x = a.take<Tensor>(),
+      .weights = a.take<std::vector<Tensor>>(),
+      .scales = a.take<Tensor>(),
+      .norm_weights = a.take<Tensor>(),
+      .head_weight = a.take<Tensor>(),
+      .head_scale = a.take<std::optional<Tensor>>(),
+      .key_cache = a.take<Tensor>(),
+      .value_cache = a.take<Tensor>(),
+      .start_positions = a.take<Tensor>(),
+      .dtype = a.take<ScalarType>(),
+      .num_heads = a.take<int64_t>(),
+      .intermediate_size = a.take<int64_t>(),
+      .vocab_size = a.take<int64_t>(),
+      .sub_norms = a.take<bool>(),
+      .activation = a.take<std::string>(),
+      .eps = a.take<double>(),
+      .rope_theta = a.take<double>(),
+      .scale = a.take<double>(),
+      .logits_to_keep = a.take<int64_t>(),
+      .key_scale = a.take<std::optional<Tensor>>(),
+      .value_scale = a.take<std::optional<Tensor>>(),
+  };
+  stack[0] = torch::stable::detail::from(bitnet::ops::decode_step(std::move(step)));
+}
 
 }  // namespace
 
@@ -119,16 +162,18 @@ STABLE_TORCH_LIBRARY(bitnet, m) {
       "embedding(Tensor ids, Tensor weight, Tensor? scale=None, int? out_features=None, int? "
       "in_features=None) -> Tensor");
   // A whole model on T new tokens of B sequences: x float32 [B, T, K] embedded tokens; q, k, v, o,
-  //   gate, up, down weights of every layer, scales float32 [layers, 7], gains float32 [all norms
-  //   in order of use], head_weight and head_scale as lm_head takes them, caches and
+  //   gate, up, down weights of every layer, scales float32 [layers, 7], norm_weights float32 [all
+  //   norms in order of use], head_weight and head_scale as lm_head takes them, caches and
   //   scales as for attention with one more dimension, the layers, before the others (mutated),
-  //   start_positions int64 [B], dtype that activations are rounded to, inner rows of gate and up,
-  //   vocab V, logits_to_keep: of how many last tokens of each sequence (0: all)
+  //   start_positions int64 [B], dtype that activations are rounded to, intermediate_size rows of
+  //   gate and up, vocab_size V, logits_to_keep: of how many last tokens of each sequence (0: all)
   //   -> logits float32 [B, T or that many, V]
   m.def(
-      "decode_step(Tensor x, Tensor[] weights, Tensor scales, Tensor gains, Tensor head_weight, "
+      "decode_step(Tensor x, Tensor[] weights, Tensor scales, Tensor norm_weights, Tensor "
+      "head_weight, "
       "Tensor? head_scale, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor start_positions, "
-      "ScalarType dtype, int heads, int inner, int vocab, bool sub_norms, str activation, "
+      "ScalarType dtype, int num_heads, int intermediate_size, int vocab_size, bool sub_norms, "
+      "str activation, "
       "float eps, float rope_theta, float scale, int logits_to_keep=0, "
       "Tensor(c!)? key_scale=None, Tensor(d!)? value_scale=None) -> Tensor");
   // Diagnostics for benchmarks: buffer uint8 -> int64 [1] checksum; -> int64 [1] multiply-adds done
@@ -161,7 +206,7 @@ STABLE_TORCH_LIBRARY_IMPL(bitnet, CPU, m) {
   m.impl("quantize_head", TORCH_BOX(&Op<&ops::quantize_head>::call));
   m.impl("lm_head", TORCH_BOX(&Op<&ops::lm_head>::call));
   m.impl("embedding", TORCH_BOX(&Op<&ops::embedding>::call));
-  m.impl("decode_step", TORCH_BOX(&Op<&ops::decode_step>::call));
+  m.impl("decode_step", &decode_step);
   m.impl("_probe_read", TORCH_BOX(&Op<&ops::probe_read>::call));
   m.impl("_probe_int8_peak", TORCH_BOX(&Op<&ops::probe_int8_peak>::call));
 }

@@ -1,5 +1,5 @@
 # Sourced by scripts/quickstart, scripts/test and .ci/run: from a bare clone to an environment in which
-# bitnet_ops is installed (editable) with a CPU torch. It must not know what is run afterwards.
+# bitnet_ops is installed (editable) with a CPU torch.
 #
 #   PYTHON              interpreter to use (default: python3)
 #   BITNET_VENV         where the environment goes (default: .venv in the clone)

@@ -7,8 +7,8 @@
 2. Baseline code (dispatch, formats, scalar table, `_ops.so`, `_runtime`) has no AVX instruction.
 3. `_ops.so` takes from torch only the stable C interface, and links no OpenMP runtime of its own.
 
-It must not know what the kernels compute. Builds the kernel objects in build/kernels when needed.
-Standard library only; exit status 1 and one line per violation.
+Builds the kernel objects in build/kernels when needed. Standard library only; exit status 1 and one
+line per violation.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 
 An innermost loop with two or more dot products of bytes or 16-bit numbers may store no vector to
 the stack, save for the few listed: a spilled accumulator halves the speed and no test of results
-would see it. It depends on the compiler, so it is checked where the project is tested (CI), and it
-must not know what a kernel computes. Builds the kernel objects in build/kernels when needed.
-Standard library only; exit status 1 and one line per violation.
+would see it. It depends on the compiler, so it is checked where the project is tested (CI). Builds
+the kernel objects in build/kernels when needed. Standard library only; exit status 1 and one line
+per violation.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 
 Every format runs the whole model over every chapter (parts between blank lines, each with bos and
 eos), so that a tied embedding counts too; "head alone" is the quantised head over the hidden states
-of the stored model. It must not know how a format is computed.
+of the stored model.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 import bitnet_ops
-from bitnet_ops.head import HeadWeight
-from bitnet_ops.kv_cache import KVCache
+from bitnet_ops.nn.head import HeadWeight
+from bitnet_ops.nn.kv_cache import KVCache
 
 # (name, head_format, group size of int4)
 FORMATS = (

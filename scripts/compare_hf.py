@@ -95,7 +95,7 @@ def hf_weight_scale(module):
 
 @torch.inference_mode()
 def our_logits(model, ids):
-    from bitnet_ops.kv_cache import KVCache
+    from bitnet_ops.nn.kv_cache import KVCache
 
     return model(torch.tensor([ids]), KVCache(model.config, 1, len(ids), torch.float32))[0]
 

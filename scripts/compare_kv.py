@@ -4,7 +4,7 @@
     python scripts/compare_kv.py tests/data/demo-model/val.txt [--model DIR] [--json]
 
 Every type runs the whole model over every chapter, as compare_heads.py does, whose figures these
-are. It must not know how a cache is quantised.
+are.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import bitnet_ops
-from bitnet_ops.kv_cache import KV_DTYPES, KVCache
+from bitnet_ops.nn.kv_cache import KV_DTYPES, KVCache
 from compare_heads import PROMPTS, Figures, chapters
 
 

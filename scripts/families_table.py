@@ -3,9 +3,9 @@
 
     python scripts/families_table.py [--write docs/families.md]
 
-The checkpoints are written by tests/hf_writer.py, the oracle is transformers in fp32, and a float64
-forward where transformers does not compute what this package computes. Needs transformers and
-accelerate. With --write the table between the two marks of the page is replaced.
+The checkpoints are written by tests/helpers/hf_writer.py; the oracle is transformers in fp32, and a
+float64 forward where transformers does not compute what this package computes. Needs transformers
+and accelerate. With --write the table between the two marks of the page is replaced.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-for folder in ("scripts", "tests"):
+for folder in ("scripts", "tests/helpers"):
     sys.path.insert(0, str(ROOT / folder))
 os.environ["TORCHDYNAMO_DISABLE"] = "1"  # read when transformers' decorators run
 

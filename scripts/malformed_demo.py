@@ -2,7 +2,7 @@
 """Print what the model reader says to every malformed file of the tests' table.
 
 Usage: scripts/malformed_demo.py [substring of the case's name]. Exits 1 if a file is not refused
-with its code. It must not know what is wrong with the files: tests/sglbitnt*_malformed.py do.
+with its code.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "helpers"))
 
 from bitnet_ops.formats.sglbitnt import Reader, SglbitntError  # noqa: E402
 from sglbitnt2_malformed import MALFORMED2  # noqa: E402

@@ -6,7 +6,7 @@ Writes a sharded checkpoint of random weights with real tensor sizes (fewer laye
 `bitnet-ops convert` in a process of its own and prints JSON: the peak resident size against
 3 x the largest tensor + 200 MB, throughput, and the limits it is to be seen against (one core's
 unpacking or ternarising, one core's copy, the disk's write); by the clock, and by CPU time, which
-other work on the machine does not slow down. It must not know the converter.
+other work on the machine does not slow down.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import torch
 from safetensors.torch import save_file
 
 from bitnet_ops import ops
-from bitnet_ops.packing import unpack_hf
+from bitnet_ops.nn.packing import unpack_hf
 
 MIB = 1 << 20
 # (hidden, inner, layers, heads, KV heads, tied head)

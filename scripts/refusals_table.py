@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Prints what the converter says to every bad checkpoint of tests/refusal_rows.py.
+"""Prints what the converter says to every bad checkpoint of tests/helpers/refusal_rows.py.
 
     python scripts/refusals_table.py
 
@@ -10,7 +10,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "helpers"))
 
 from bitnet_ops.convert import ConvertError, convert  # noqa: E402
 from refusal_rows import EVERY, ROWS, Draft  # noqa: E402

@@ -7,9 +7,9 @@
     python train_demo_model.py --text kjv.txt --out demo-model
 
 Writes a checkpoint that Hugging Face `BitNetForCausalLM` loads as it is: config.json,
-generation_config.json, model.safetensors (bf16 masters), tokenizer files, val.txt (held out).
-Every projection is ternarised on the fly (absmean, one scale each), every input of one is rounded
-to int8 (absmax per token); gradients pass straight through. It must not know bitnet_ops.
+generation_config.json, model.safetensors (bf16 masters), tokenizer files, val.txt (held out). Every
+projection is ternarised on the fly (absmean, one scale each), every input of one is rounded to int8
+(absmax per token); gradients pass straight through. It must not know bitnet_ops.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """Fixtures shared by all tests: ISAs, thread counts, deterministic random numbers.
 
-Must not know any op: samples live in op_samples.py, forcing an ISA in isa_control.py.
+Samples live in op_samples.py, forcing an ISA in isa_control.py.
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ namespace {
 #include "kernels/generic/panel.inl"
 #include "kernels/generic/matrix.inl"
 #include "kernels/generic/tile_gemm.inl"
+#include "kernels/generic/epilogue.inl"
 #include "kernels/generic/attention.inl"
 #include "kernels/generic/attention_block.inl"
 #include "kernels/generic/attention_int8.inl"
@@ -46,7 +47,8 @@ constexpr KernelTable kTable = {
     .trit_tile_gemm = trit_tile_gemm,
     .sum_i8 = sum_i8,
     .quantize_row = quantize_row,
-    .scale_row = scale_row,
+    .store_block = store_block,
+    .product_blocking = product_blocking,
     .load_row = load_row,
     .store_row = store_row,
     .round_row = round_row,

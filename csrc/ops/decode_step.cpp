@@ -1,35 +1,22 @@
-// decode_step: checks of its many tensors, the memory of a step carved from one block that a thread
-// keeps, and one parallel region. What happens inside it is step_program.h's matter; must not know
-// the arithmetic.
+// decode_step: checks of its many tensors, and their binding to a StepModel; engine/model_step.h
+// does the rest.
+#include <algorithm>
 #include <cmath>
 
+#include "engine/model_step.h"
 #include "format/layout.h"
 #include "ops/cache_checks.h"
 #include "ops/head_view.h"
 #include "ops/ops.h"
-#include "ops/rope_core.h"
-#include "ops/step_program.h"
-#include "ops/team_region.h"
-#include "ops/workspace.h"
+#include "ops/weight_view.h"
 
 namespace bitnet::ops {
 namespace {
 
-constexpr int64_t kMostKeptBytes = int64_t{1} << 26;
-
-// What one Python thread keeps between its steps.
-struct Kept {
-  std::vector<StepLayer> layers;
-  std::vector<int64_t> starts, last_positions;
-  Workspace memory;
-  Team team;
-};
-
-// Everything of the call that is not a weight, checked.
-struct Sizes {
-  int64_t batch, per_sequence, hidden, n_layers, kv_heads, capacity, dim;
-  int64_t tokens() const { return batch * per_sequence; }
-};
+using engine::kLayerWeights;
+using engine::StepLayer;
+using engine::StepModel;
+using engine::Weight;
 
 // [layers, batch, kv_heads, capacity, dim], every layer contiguous: what is sliced off a longer
 // batch leaves gaps between layers.
@@ -48,26 +35,33 @@ void check_caches(const Check& check, const Tensor& key_cache, const Tensor& val
     check.fail("value_cache", "in its own memory", "memory shared with key_cache");
 }
 
-Sizes check_sizes(const Check& check, const Tensor& x, const Tensor& key_cache,
-                  const Tensor& value_cache, const std::vector<Tensor>& weights) {
-  check.dtype(x, "x", ScalarType::Float);
-  check.dim(x, "x", 3);
-  check_caches(check, key_cache, value_cache);
-  const Sizes s{x.size(0),         x.size(1),         x.size(2),        key_cache.size(0),
-                key_cache.size(2), key_cache.size(3), key_cache.size(4)};
-  if (s.hidden < 1) check.fail("x", "with at least one feature in the last dimension", "0");
-  if (key_cache.size(1) != s.batch)
-    check.fail("key_cache", "with the " + std::to_string(s.batch) + " sequences of x",
-               std::to_string(key_cache.size(1)));
-  if (!(s.dim >= 2 && s.dim % 2 == 0))
-    check.fail("key_cache", "with an even head dimension", std::to_string(s.dim));
-  const auto given = static_cast<int64_t>(weights.size());
-  if (given % kLayerWeights != 0 || given / kLayerWeights != s.n_layers)
+// Sizes of the tensors into `m`; returns the number of sequences.
+int64_t check_sizes(const Check& check, const DecodeStep& a, StepModel& m) {
+  check.dtype(a.x, "x", ScalarType::Float);
+  check.dim(a.x, "x", 3);
+  check_caches(check, a.key_cache, a.value_cache);
+  const int64_t batch = a.x.size(0);
+  m.per_sequence = a.x.size(1);
+  m.tokens = batch * m.per_sequence;
+  m.hidden = a.x.size(2);
+  m.n_layers = a.key_cache.size(0);
+  m.kv_heads = a.key_cache.size(2);
+  m.capacity = a.key_cache.size(3);
+  m.dim = a.key_cache.size(4);
+  m.cache_type = cache_type_of(a.key_cache);
+  if (m.hidden < 1) check.fail("x", "with at least one feature in the last dimension", "0");
+  if (a.key_cache.size(1) != batch)
+    check.fail("key_cache", "with the " + std::to_string(batch) + " sequences of x",
+               std::to_string(a.key_cache.size(1)));
+  if (!(m.dim >= 2 && m.dim % 2 == 0))
+    check.fail("key_cache", "with an even head dimension", std::to_string(m.dim));
+  const auto given = static_cast<int64_t>(a.weights.size());
+  if (given % kLayerWeights != 0 || given / kLayerWeights != m.n_layers)
     check.fail("weights",
                "to be q, k, v, o, gate, up and down of each of the cache's " +
-                   std::to_string(s.n_layers) + " layers",
+                   std::to_string(m.n_layers) + " layers",
                std::to_string(given) + " tensors");
-  return s;
+  return batch;
 }
 
 void check_most(const Check& check, const char* argument, const char* what, int64_t got,
@@ -76,24 +70,36 @@ void check_most(const Check& check, const char* argument, const char* what, int6
     check.fail(argument, "with at most " + std::to_string(most) + " " + what, std::to_string(got));
 }
 
-void check_numbers(const Check& check, const StepModel& m, double scale, double theta,
-                   ScalarType dtype) {
-  if (dtype != ScalarType::Float && dtype != ScalarType::BFloat16)
-    check.fail("dtype", "float32 or bfloat16", dtype_name(dtype));
+void check_numbers(const Check& check, const DecodeStep& a, StepModel& m) {
+  m.relu2 = a.activation == "relu2";
+  if (!(m.relu2 || a.activation == "silu"))
+    check.fail("activation", "'relu2' or 'silu'", "'" + a.activation + "'");
+  m.type = a.dtype == ScalarType::BFloat16 ? DType::kBF16 : DType::kF32;
+  if (a.dtype != ScalarType::Float && a.dtype != ScalarType::BFloat16)
+    check.fail("dtype", "float32 or bfloat16", dtype_name(a.dtype));
+  m.heads = a.num_heads;
   if (!(m.heads >= 1 && m.kv_heads >= 1 && m.heads % m.kv_heads == 0))
-    check.fail("heads", "a multiple of the cache's " + std::to_string(m.kv_heads) + " heads",
+    check.fail("num_heads", "a multiple of the cache's " + std::to_string(m.kv_heads) + " heads",
                std::to_string(m.heads));
-  if (m.inner < 1) check.fail("inner", "positive", std::to_string(m.inner));
+  m.intermediate = a.intermediate_size;
+  if (m.intermediate < 1)
+    check.fail("intermediate_size", "positive", std::to_string(m.intermediate));
   // Before any of these is multiplied: a product that has overflowed would pass for a small one.
   check_most(check, "x", "features in the last dimension", m.hidden, kMaxInFeatures);
   check_most(check, "key_cache", "features of a head", m.dim, kMaxInFeatures);
-  check_most(check, "heads", "heads of that size", m.heads, kMaxInFeatures / m.dim);
-  check_most(check, "inner", "features", m.inner, kMaxInFeatures);
+  check_most(check, "num_heads", "heads of that size", m.heads, kMaxInFeatures / m.dim);
+  check_most(check, "intermediate_size", "features", m.intermediate, kMaxInFeatures);
+  m.eps = static_cast<float>(a.eps);
   if (!(m.eps >= 0.0f && std::isfinite(m.eps)))
     check.fail("eps", "finite and not negative", std::to_string(m.eps));
-  if (!(theta > 0.0 && std::isfinite(theta)))
-    check.fail("rope_theta", "finite and positive", std::to_string(theta));
-  if (!std::isfinite(scale)) check.fail("scale", "finite", std::to_string(scale));
+  m.rope_theta = a.rope_theta;
+  if (!(m.rope_theta > 0.0 && std::isfinite(m.rope_theta)))
+    check.fail("rope_theta", "finite and positive", std::to_string(m.rope_theta));
+  m.attention_scale = static_cast<float>(a.scale);
+  if (!std::isfinite(a.scale)) check.fail("scale", "finite", std::to_string(a.scale));
+  if (a.logits_to_keep < 0)
+    check.fail("logits_to_keep", "at least 0", std::to_string(a.logits_to_keep));
+  m.kept = a.logits_to_keep == 0 ? m.per_sequence : std::min(a.logits_to_keep, m.per_sequence);
 }
 
 void check_vocab(const Check& check, const Tensor& head_weight, int64_t vocab) {
@@ -102,46 +108,10 @@ void check_vocab(const Check& check, const Tensor& head_weight, int64_t vocab) {
   const int64_t rows = head_weight.size(0);
   const int64_t padded = tiles ? rows * layout::kHeadTileRows : rows;
   if (vocab > padded || vocab <= padded - (tiles ? layout::kHeadTileRows : 1))
-    check.fail("vocab",
+    check.fail("vocab_size",
                "to be the " + std::to_string(rows) +
                    (tiles ? " tiles of 16 rows of head_weight" : " rows of head_weight"),
                std::to_string(vocab));
-}
-
-StepModel model_of(const Check& check, const Sizes& sizes, const std::string& activation) {
-  StepModel m{};
-  m.table = &kernels();
-  m.tokens = sizes.tokens();
-  m.per_sequence = sizes.per_sequence;
-  m.hidden = sizes.hidden;
-  m.kv_heads = sizes.kv_heads;
-  m.dim = sizes.dim;
-  m.capacity = sizes.capacity;
-  m.n_layers = sizes.n_layers;
-  m.relu2 = activation == "relu2";
-  if (!(m.relu2 || activation == "silu"))
-    check.fail("activation", "'relu2' or 'silu'", "'" + activation + "'");
-  return m;
-}
-
-// Rows and input features of a layer's weight.
-struct Shape2 {
-  int64_t rows, k;
-};
-Shape2 shape_of_weight(const StepModel& m, int which) {
-  switch (which) {
-    case kQ:
-      return {m.query(), m.hidden};
-    case kK:
-    case kV:
-      return {m.kv(), m.hidden};
-    case kO:
-      return {m.hidden, m.query()};
-    case kDown:
-      return {m.hidden, m.inner};
-    default:
-      return {m.inner, m.hidden};
-  }
 }
 
 constexpr const char* kNames[] = {"weights (q)",    "weights (k)",  "weights (v)",   "weights (o)",
@@ -152,7 +122,7 @@ void bind_weights(const Check& check, const StepModel& m, const std::vector<Tens
   layers.resize(static_cast<size_t>(m.n_layers));
   for (size_t i = 0; i < weights.size(); ++i) {
     const int which = static_cast<int>(i % kLayerWeights);
-    const Shape2 expected = shape_of_weight(m, which);
+    const engine::WeightSize expected = engine::weight_size(m, which);
     Weight& w = layers[i / kLayerWeights].weights[which];
     check.dtype(weights[i], kNames[which], ScalarType::Byte);  // before a look at its shape
     const bool canonical = weights[i].dim() == 2;
@@ -164,8 +134,16 @@ void bind_weights(const Check& check, const StepModel& m, const std::vector<Tens
   }
 }
 
-void keep_weights_apart(const Check& check, const Mutated& mutated,
-                        const std::vector<StepLayer>& layers) {
+// What the step reads must not lie in what it writes. x: as it is read.
+void keep_apart(const Check& check, const DecodeStep& a, const Tensor& x,
+                const std::vector<StepLayer>& layers) {
+  const Mutated mutated(a.key_cache, a.value_cache, a.key_scale, a.value_scale);
+  mutated.keep_apart(check, x, "x");
+  mutated.keep_apart(check, a.scales, "scales");
+  mutated.keep_apart(check, a.norm_weights, "norm_weights");
+  mutated.keep_apart(check, a.head_weight, "head_weight");
+  if (a.head_scale.has_value()) mutated.keep_apart(check, *a.head_scale, "head_scale");
+  mutated.keep_apart(check, a.start_positions, "start_positions");
   for (const StepLayer& layer : layers) {
     for (int i = 0; i < kLayerWeights; ++i) {
       mutated.keep_apart(check, layer.weights[i].data, layer.weights[i].bytes(), kNames[i]);
@@ -173,192 +151,69 @@ void keep_weights_apart(const Check& check, const Mutated& mutated,
   }
 }
 
-// The small parameters: scales [layers, 7]; gains in one row, in the order in which they are used.
-void bind_gains(const Check& check, StepModel& m, const Tensor& scales, const Tensor& gains,
-                bool sub_norms, std::vector<StepLayer>& layers) {
-  check.dtype(scales, "scales", ScalarType::Float);
-  check.shape(scales, "scales", {m.n_layers, kLayerWeights});
-  check.contiguous(scales, "scales");
-  const int64_t sub = sub_norms ? m.query() + m.inner : 0;
-  check.dtype(gains, "gains", ScalarType::Float);
-  check.shape(gains, "gains", {m.n_layers * (2 * m.hidden + sub) + m.hidden});
-  check.contiguous(gains, "gains");
-  const auto* scale = static_cast<const float*>(scales.const_data_ptr());
-  const auto* gain = static_cast<const float*>(gains.const_data_ptr());
-  const auto next = [&gain](int64_t n) { return (gain += n) - n; };
+// The small parameters: scales [layers, 7]; norm weights in one row, in the order of their use.
+void bind_norms(const Check& check, StepModel& m, const DecodeStep& a,
+                std::vector<StepLayer>& layers) {
+  check.dtype(a.scales, "scales", ScalarType::Float);
+  check.shape(a.scales, "scales", {m.n_layers, kLayerWeights});
+  check.contiguous(a.scales, "scales");
+  const int64_t sub = a.sub_norms ? m.query() + m.intermediate : 0;
+  check.dtype(a.norm_weights, "norm_weights", ScalarType::Float);
+  check.shape(a.norm_weights, "norm_weights", {m.n_layers * (2 * m.hidden + sub) + m.hidden});
+  check.contiguous(a.norm_weights, "norm_weights");
+  const auto* scale = data<float>(a.scales);
+  const auto* norm = data<float>(a.norm_weights);
+  const auto next = [&norm](int64_t n) { return (norm += n) - n; };
   for (StepLayer& layer : layers) {
     layer.scales = scale;
     scale += kLayerWeights;
-    layer.attention_gain = next(m.hidden);
-    layer.out_gain = sub_norms ? next(m.query()) : nullptr;
-    layer.mlp_gain = next(m.hidden);
-    layer.down_gain = sub_norms ? next(m.inner) : nullptr;
+    layer.attention_norm = next(m.hidden);
+    layer.out_norm = a.sub_norms ? next(m.query()) : nullptr;
+    layer.mlp_norm = next(m.hidden);
+    layer.down_norm = a.sub_norms ? next(m.intermediate) : nullptr;
   }
-  m.final_gain = gain;
+  m.final_norm = norm;
 }
 
-void bind_caches(Tensor& key_cache, Tensor& value_cache, std::vector<StepLayer>& layers) {
-  char* keys = static_cast<char*>(key_cache.mutable_data_ptr());
-  char* values = static_cast<char*>(value_cache.mutable_data_ptr());
-  const auto element = static_cast<int64_t>(key_cache.element_size());
+void bind_caches(DecodeStep& a, const CacheScales& scales, std::vector<StepLayer>& layers) {
+  char* keys = mutable_data<char>(a.key_cache);
+  char* values = mutable_data<char>(a.value_cache);
+  const auto element = static_cast<int64_t>(a.key_cache.element_size());
   for (size_t i = 0; i < layers.size(); ++i) {
     const auto layer = static_cast<int64_t>(i);
-    layers[i].keys = keys + layer * key_cache.stride(0) * element;
-    layers[i].values = values + layer * value_cache.stride(0) * element;
-  }
-}
-
-void bind_cache_scales(const CacheScales& scales, int64_t key_stride, int64_t value_stride,
-                       std::vector<StepLayer>& layers) {
-  for (size_t i = 0; i < layers.size(); ++i) {
-    layers[i].key_scale = scales.key + static_cast<int64_t>(i) * key_stride;
-    layers[i].value_scale = scales.value + static_cast<int64_t>(i) * value_stride;
-  }
-}
-
-// Memory of attention at the longest context that the cache can hold, so that a growing context
-// never allocates.
-struct AttentionLimits {
-  int64_t shared, own;
-};
-AttentionLimits attention_limits(const AttentionShape& shape, const AttentionPlan& now,
-                                 int64_t shares, std::vector<int64_t>& last) {
-  last.assign(static_cast<size_t>(shape.batch), shape.length - shape.tokens);
-  const AttentionPlan longest(shape, last.data(), shares);
-  return {std::max(now.shared_floats(), longest.shared_floats()),
-          std::max(now.thread_floats(), longest.thread_floats())};
-}
-
-// tokens: how many the slot holds normalised.
-StepSlot carve_slot(Carver& carver, const StepModel& m, const AttentionLimits& limits,
-                    int64_t tokens) {
-  const int64_t longest = std::max({m.hidden, m.query(), m.inner});
-  StepSlot slot{};
-  slot.row = carver.take<float>(std::max(longest, m.dim));
-  slot.values = carver.take<float>(StepProgram::kMaxChunkRows);
-  slot.sums =
-      carver.take<int32_t>(StepProgram::block_tokens(m.tokens) * StepProgram::chunk_rows(m.tokens));
-  slot.attention = carver.take<float>(limits.own);
-  slot.codes = carver.take<int8_t>(tokens * layout::padded_k(longest));
-  slot.code_sums = carver.take<int32_t>(tokens);
-  slot.code_scales = carver.take<float>(tokens);
-  const int64_t head_tokens = std::min(tokens, m.head_tokens());
-  if (char* memory = carver.take<char>(head_input_bytes(m.head, head_tokens)); memory != nullptr) {
-    slot.head = bind_head_input(m.head, head_tokens, memory);
-  }
-  return slot;
-}
-
-StepBuffers carve(Carver& carver, const StepModel& m, const AttentionLimits& limits,
-                  int64_t shares) {
-  StepBuffers b{};
-  b.x = carver.take<float>(m.tokens * m.hidden);
-  b.cos_sin = carver.take<float>((m.tokens + 1) * m.dim);  // the last row: frequencies
-  b.q = carver.take<float>(m.tokens * m.query());
-  b.k = carver.take<float>(m.tokens * m.kv());
-  b.v = carver.take<float>(m.tokens * m.kv());
-  b.rotated = carver.take<float>(m.tokens * m.query());
-  b.attended = carver.take<float>(m.tokens * m.query());
-  b.gate = carver.take<float>(m.tokens * m.inner);
-  b.up = carver.take<float>(m.tokens * m.inner);
-  b.attention = carver.take<float>(limits.shared);
-  const bool split = StepProgram::splits_norms(m.tokens, shares);
-  b.shared = carve_slot(carver, m, limits, split ? m.tokens : 0);
-  b.slots = carver.take<StepSlot>(shares);
-  for (int64_t s = 0; s < shares; ++s) {
-    const StepSlot slot = carve_slot(carver, m, limits, split ? 0 : m.tokens);
-    if (b.slots != nullptr) b.slots[s] = slot;
-  }
-  return b;
-}
-
-// Threads worth a region: each stage should be worth a barrier.
-int64_t shares_of_step(const StepModel& m, int64_t longest) {
-  const int64_t attention = m.tokens * m.heads * longest * m.dim;
-  int64_t weights = 0;
-  for (int i = 0; i < kLayerWeights; ++i) {
-    weights += shape_of_weight(m, i).rows * shape_of_weight(m, i).k;
-  }
-  const int64_t per_stage = (m.tokens * weights + attention) / 4;
-  return std::min(shares_for(Team::kMaxShares, per_stage, kMinMacs), Team::kMaxShares);
-}
-
-void fill_inputs(const StepModel& m, const Tensor& x, double theta, StepBuffers& b) {
-  const auto* rows = static_cast<const float*>(x.const_data_ptr());
-  std::copy(rows, rows + m.tokens * m.hidden, b.x);
-  float* frequencies = b.cos_sin + m.tokens * m.dim;
-  rope_frequencies(m.dim, theta, frequencies);
-  for (int64_t token = 0; token < m.tokens; ++token) {
-    const int64_t position = m.starts[token / m.per_sequence] + token % m.per_sequence;
-    rope_angles(position, frequencies, m.dim / 2, b.cos_sin + token * m.dim);
+    layers[i].keys = keys + layer * a.key_cache.stride(0) * element;
+    layers[i].values = values + layer * a.value_cache.stride(0) * element;
+    if (scales.key == nullptr) continue;  // caches that are not int8
+    layers[i].key_scale = scales.key + layer * a.key_scale->stride(0);
+    layers[i].value_scale = scales.value + layer * a.value_scale->stride(0);
   }
 }
 
 }  // namespace
 
-Tensor decode_step(const Tensor& x_in, std::vector<Tensor> weights, const Tensor& scales,
-                   const Tensor& gains, const Tensor& head_weight, std::optional<Tensor> head_scale,
-                   Tensor key_cache, Tensor value_cache, const Tensor& start_positions,
-                   ScalarType dtype, int64_t heads, int64_t inner, int64_t vocab, bool sub_norms,
-                   std::string activation, double eps, double rope_theta, double scale,
-                   int64_t logits_to_keep, std::optional<Tensor> key_scale,
-                   std::optional<Tensor> value_scale) {
+Tensor decode_step(DecodeStep a) {
   const Check check("decode_step");
-  const Sizes sizes = check_sizes(check, x_in, key_cache, value_cache, weights);
-  StepModel m = model_of(check, sizes, activation);
-  m.heads = heads;
-  m.inner = inner;
-  m.type = dtype == ScalarType::BFloat16 ? DType::kBF16 : DType::kF32;
-  m.cache_type = cache_type_of(key_cache);
+  thread_local engine::StepState state;
+  StepModel m{};
+  m.table = &kernels();
+  const int64_t batch = check_sizes(check, a, m);
   const CacheScales cache_scales =
-      check_cache_scales(check, key_cache, value_cache, key_scale, value_scale, true);
-  m.eps = static_cast<float>(eps);
-  check_numbers(check, m, scale, rope_theta, dtype);
-  if (logits_to_keep < 0)
-    check.fail("logits_to_keep", "at least 0", std::to_string(logits_to_keep));
-  m.kept = logits_to_keep == 0 ? m.per_sequence : std::min(logits_to_keep, m.per_sequence);
-  thread_local Kept kept;
-  check_positions(check, start_positions, sizes.batch, sizes.capacity, sizes.per_sequence,
-                  kept.starts);
-  m.starts = kept.starts.data();
-  check_vocab(check, head_weight, vocab);
-  m.head = head_view(Check("decode_step", "head_"), head_weight, head_scale, m.hidden, vocab);
-
-  bind_weights(check, m, weights, kept.layers);
-  bind_gains(check, m, scales, gains, sub_norms, kept.layers);
-  const Tensor x = as_contiguous(x_in);
-  const Mutated mutated(key_cache, value_cache, key_scale, value_scale);
-  mutated.keep_apart(check, x, "x");
-  mutated.keep_apart(check, scales, "scales");
-  mutated.keep_apart(check, gains, "gains");
-  mutated.keep_apart(check, head_weight, "head_weight");
-  if (head_scale.has_value()) mutated.keep_apart(check, *head_scale, "head_scale");
-  mutated.keep_apart(check, start_positions, "start_positions");
-  keep_weights_apart(check, mutated, kept.layers);
-  Tensor logits = empty({sizes.batch, m.kept, m.head.rows}, ScalarType::Float);
+      check_cache_scales(check, a.key_cache, a.value_cache, a.key_scale, a.value_scale, true);
+  check_numbers(check, a, m);
+  check_positions(check, a.start_positions, batch, m.capacity, m.per_sequence, state.starts);
+  m.starts = state.starts.data();
+  check_vocab(check, a.head_weight, a.vocab_size);
+  m.head =
+      head_view(Check("decode_step", "head_"), a.head_weight, a.head_scale, m.hidden, a.vocab_size);
+  bind_weights(check, m, a.weights, state.layers);
+  bind_norms(check, m, a, state.layers);
+  const Tensor x = as_contiguous(a.x);
+  keep_apart(check, a, x, state.layers);
+  Tensor logits = empty({batch, m.kept, m.head.rows}, ScalarType::Float);
   if (m.tokens == 0) return logits;
-  bind_caches(key_cache, value_cache, kept.layers);
-  if (m.cache_type == DType::kInt8) {
-    bind_cache_scales(cache_scales, key_scale->stride(0), value_scale->stride(0), kept.layers);
-  }
-  m.layers = kept.layers.data();
-  const int64_t longest = *std::max_element(m.starts, m.starts + sizes.batch) + sizes.per_sequence;
-  const int64_t shares = shares_of_step(m, longest);
-  const AttentionShape shape{sizes.batch, sizes.per_sequence, heads,
-                             m.kv_heads,  sizes.capacity,     m.dim,
-                             DType::kF32, m.cache_type,       static_cast<float>(scale)};
-  const AttentionPlan attention(shape, m.starts, shares);
-  m.attention = &attention;
-  const AttentionLimits limits = attention_limits(shape, attention, shares, kept.last_positions);
-  Carver count(nullptr);
-  carve(count, m, limits, shares);
-  Workspace passing;  // for a long prompt at once: not worth keeping
-  Carver carver((count.used() > kMostKeptBytes ? passing : kept.memory).reserve(count.used()));
-  StepBuffers buffers = carve(carver, m, limits, shares);
-  buffers.logits = static_cast<float*>(logits.mutable_data_ptr());
-  attention.prepare(buffers.attention);
-  fill_inputs(m, x, rope_theta, buffers);
-  run_program(kept.team, StepProgram(m, buffers, shares), shares);
+  bind_caches(a, cache_scales, state.layers);
+  m.layers = state.layers.data();
+  engine::run_step(state, m, data<float>(x), mutable_data<float>(logits));
   return logits;
 }
 

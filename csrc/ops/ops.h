@@ -1,6 +1,5 @@
 // Declarations of the CPU implementations behind the catalogue, in its order; csrc/ops.cpp
-// documents each, and is all that includes this beside the implementations. Must not know how any
-// of them works.
+// documents each.
 #pragma once
 
 #include <optional>
@@ -8,7 +7,7 @@
 #include <tuple>
 #include <vector>
 
-#include "ops/door.h"
+#include "ops/torch_views.h"
 
 namespace bitnet::ops {
 
@@ -67,13 +66,22 @@ Tensor lm_head(const Tensor& x, const Tensor& weight, std::optional<Tensor> scal
 Tensor embedding(const Tensor& ids, const Tensor& weight, std::optional<Tensor> scale,
                  std::optional<int64_t> out_features, std::optional<int64_t> in_features);
 
-Tensor decode_step(const Tensor& x, std::vector<Tensor> weights, const Tensor& scales,
-                   const Tensor& gains, const Tensor& head_weight, std::optional<Tensor> head_scale,
-                   Tensor key_cache, Tensor value_cache, const Tensor& start_positions,
-                   ScalarType dtype, int64_t heads, int64_t inner, int64_t vocab, bool sub_norms,
-                   std::string activation, double eps, double rope_theta, double scale,
-                   int64_t logits_to_keep, std::optional<Tensor> key_scale,
-                   std::optional<Tensor> value_scale);
+// The arguments of decode_step in the order of its schema.
+struct DecodeStep {
+  Tensor x;
+  std::vector<Tensor> weights;
+  Tensor scales, norm_weights, head_weight;
+  std::optional<Tensor> head_scale;
+  Tensor key_cache, value_cache, start_positions;
+  ScalarType dtype;
+  int64_t num_heads, intermediate_size, vocab_size;
+  bool sub_norms;
+  std::string activation;
+  double eps, rope_theta, scale;
+  int64_t logits_to_keep;
+  std::optional<Tensor> key_scale, value_scale;
+};
+Tensor decode_step(DecodeStep a);
 
 Tensor probe_read(const Tensor& buffer, int64_t streams, int64_t distance);
 Tensor probe_int8_peak(const Tensor& seed, int64_t iterations);

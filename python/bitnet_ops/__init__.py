@@ -2,10 +2,9 @@
 
 Importing this package loads the op library, so that `torch.ops.bitnet.*` exists, and binds the
 typed wrappers in `bitnet_ops.ops`. Everything else (models, engine, converter) is imported at first
-use: `import bitnet_ops` costs a few milliseconds on top of `import torch`.
-In the process of the command `bitnet-ops` alone, torch and the op library wait until a command
-needs them, so that --help and wrong arguments are answered at once.
-It must not know models, files or engines; those modules know it.
+use: `import bitnet_ops` costs a few milliseconds on top of `import torch`. In the process of the
+command `bitnet-ops` alone, torch and the op library wait until a command needs them, so that --help
+and wrong arguments are answered at once.
 """
 
 from __future__ import annotations
@@ -18,19 +17,19 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from bitnet_ops import ops as ops
     from bitnet_ops.integrations import BitNetLinearMethod as BitNetLinearMethod
-    from bitnet_ops.kv_cache import KVCache as KVCache
     from bitnet_ops.language_model import LanguageModel as LanguageModel
     from bitnet_ops.language_model import load as load
-    from bitnet_ops.linear import BitLinear as BitLinear
-    from bitnet_ops.packing import PackedWeight as PackedWeight
+    from bitnet_ops.nn.kv_cache import KVCache as KVCache
+    from bitnet_ops.nn.linear import BitLinear as BitLinear
+    from bitnet_ops.nn.packing import PackedWeight as PackedWeight
 
 # Public name -> module that defines it; resolved by __getattr__ at first use.
 _LAZY = {
-    "BitLinear": "bitnet_ops.linear",
+    "BitLinear": "bitnet_ops.nn.linear",
     "BitNetLinearMethod": "bitnet_ops.integrations",
-    "KVCache": "bitnet_ops.kv_cache",
+    "KVCache": "bitnet_ops.nn.kv_cache",
     "LanguageModel": "bitnet_ops.language_model",
-    "PackedWeight": "bitnet_ops.packing",
+    "PackedWeight": "bitnet_ops.nn.packing",
     "load": "bitnet_ops.language_model",
 }
 

@@ -1,7 +1,7 @@
 """What Ctrl-C does while the command line starts: the process ends at once, silently, with 130.
 
 Nothing has to be cleaned up then, and half-imported modules turn a KeyboardInterrupt into all kinds
-of tracebacks. It must not know commands.
+of tracebacks.
 """
 
 from __future__ import annotations

@@ -18,22 +18,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from bitnet_ops import cache_files
-from bitnet_ops.chat_history import RunIds, without_oldest_turn
 from bitnet_ops.config import ModelConfig
-from bitnet_ops.embedding import embed
-from bitnet_ops.engine import Engine, Generation, Run, Session, Timing, token_ids
+from bitnet_ops.convert.obtain import LoadError, convert_again, obtain
 from bitnet_ops.formats import sglbitnt
-from bitnet_ops.head import DEFAULT_HEAD_FORMAT, check_head_format
-from bitnet_ops.kv_cache import DEFAULT_KV_DTYPE, check_kv_dtype
-from bitnet_ops.loading import load_tensors
-from bitnet_ops.lora import Adapter, apply_adapter, read_adapter
-from bitnet_ops.model_contents import model_config
+from bitnet_ops.generate.chat_history import RunIds, without_oldest_turn
+from bitnet_ops.generate.engine import Engine, Generation, Run, Session, Timing, token_ids
+from bitnet_ops.generate.options import GenerateOptions, Request, request
+from bitnet_ops.generate.tokenizer import StreamDecoder, Tokenizer, TokenizerError
+from bitnet_ops.loading import cache_files
+from bitnet_ops.loading.model_contents import model_config
+from bitnet_ops.loading.weights import load_tensors
 from bitnet_ops.models import Decoder, build, check_dtype
-from bitnet_ops.obtain import LoadError, convert_again, obtain
-from bitnet_ops.options import GenerateOptions, Request, request
-from bitnet_ops.packing import check_weight_format
-from bitnet_ops.tokenizer import StreamDecoder, Tokenizer, TokenizerError
+from bitnet_ops.models.embedding import embed
+from bitnet_ops.nn.head import DEFAULT_HEAD_FORMAT, check_head_format
+from bitnet_ops.nn.kv_cache import DEFAULT_KV_DTYPE, check_kv_dtype
+from bitnet_ops.nn.lora import Adapter, apply_adapter, read_adapter
+from bitnet_ops.nn.packing import check_weight_format
 from bitnet_ops.untrusted import UntrustedFileError, read_json_object
 
 if sys.version_info >= (3, 11):

@@ -1,8 +1,7 @@
 """Facts about the CPU, the memory and this process, read from /proc, /sys and the environment.
 
 For `doctor` and the benchmarks. Every function answers None (or an empty list) where the operating
-system does not tell. `root` stands for "/" and is another directory in tests. It must not know
-torch, kernels, or what anybody concludes from the facts.
+system does not tell. `root` stands for "/" and is another directory in tests.
 """
 
 from __future__ import annotations

@@ -6,8 +6,7 @@ every position of the text. Its arithmetic differs from ours (activations are ro
 256, scales are float16), so logits agree to some percent, and a token may differ where the best two
 are nearly equal: such a difference is reported, and fails when the lead was large. Tokenizers of
 each kind that can be exported are compared with llama.cpp's as well, and random networks of every
-architecture that llama.cpp has (a wrong order of rows would be off by 30 % and more). It must not
-know how files are written.
+architecture that llama.cpp has (a wrong order of rows would be off by 30 % and more).
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ from tokenizers import Tokenizer
 
 import bitnet_ops
 from bitnet_ops import training
-from bitnet_ops.convert.gguf_export import export_gguf
-from bitnet_ops.convert.gguf_vocabulary import PROBES
-from bitnet_ops.kv_cache import KVCache
+from bitnet_ops.convert.gguf.export import export_gguf
+from bitnet_ops.convert.gguf.vocabulary import PROBES
 from bitnet_ops.language_model import DEMO_DIR
+from bitnet_ops.nn.kv_cache import KVCache
 
 MISSING = 3
 MAX_LEAD_LOST = 0.05  # of the largest logit: more than rounding of activations can turn over
@@ -145,7 +144,6 @@ def compare(ours: Ours, theirs: Theirs, prompts: list[list[int]], count: int) ->
 def compare_tokenizers(model: Path, folder: Path) -> list[str]:
     """The tokenizers that test_gguf_tokenizer.py makes, in the vocabulary of a file of ours."""
     import llama_cpp
-
     import test_gguf_tokenizer as tests
 
     made = {name: tests.trained(name) for name in tests.ORIGINALS}
@@ -177,7 +175,6 @@ def compare_tokenizers(model: Path, folder: Path) -> list[str]:
 def compare_architectures(folder: Path) -> list[str]:
     """test_gguf_import.py's random networks: logits, whose leads are too small to choose tokens."""
     import llama_cpp
-
     import test_gguf_import as tests
 
     failures = []
@@ -214,7 +211,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=200, help="of training")
     parser.add_argument("--tokens", type=int, default=32, help="of every continuation")
     args = parser.parse_args()
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "helpers"))
     if importlib.util.find_spec("llama_cpp") is None:
         print("llama_cpp is not installed: pip install llama-cpp-python (it compiles llama.cpp)")
         return MISSING

@@ -18,7 +18,7 @@ import types
 from pathlib import Path
 
 os.environ["TORCHDYNAMO_DISABLE"] = "1"
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "helpers"))
 
 import sglang.srt.layers.linear as linear
 import sglang.srt.layers.quantization as quantization
@@ -150,7 +150,7 @@ def check_config_class_with_and_without_amx():
 
 
 def check_stand_in_of_the_test_suite_is_true():
-    """tests/sglang_surface.py names no member, parameter or abstractness that is not real."""
+    """helpers/sglang_surface.py names no member, parameter or abstractness that is not real."""
     for module_name, classes in sglang_surface.CONFORMANCE:
         module = __import__(module_name, fromlist=["x"])
         for stub in classes:

@@ -1,7 +1,7 @@
 """Write the demo model (bf16 masters, "online") as a packed "offline" autobitlinear checkpoint.
 
 Independent of bitnet_ops on purpose: safetensors, torch and the byte-by-byte packer of
-tests/hf_writer.py, so that a packing mistake of the project cannot cancel out.
+tests/helpers/hf_writer.py, so that a packing mistake of the project cannot cancel out.
 Usage: pack_offline.py SOURCE DESTINATION
 """
 
@@ -12,7 +12,7 @@ import shutil
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "helpers"))
 
 import torch
 from safetensors.torch import load_file, save_file

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from bitnet_ops.bench import names
 from bitnet_ops.bench.shapes import parse_counts, parse_words
 from bitnet_ops.cli.arguments import add_force, add_json
-from bitnet_ops.dummy_configs import CONFIGS
+from bitnet_ops.dummy.configs import CONFIGS
 
 if TYPE_CHECKING:
     from bitnet_ops.bench import run_model

@@ -15,7 +15,7 @@ from torch import Tensor
 from bitnet_ops import ops
 from bitnet_ops.bench.harness import Run
 from bitnet_ops.bench.subject import Subject
-from bitnet_ops.kv_cache import KVCache
+from bitnet_ops.nn.kv_cache import KVCache
 
 Call = Callable[[], object]
 

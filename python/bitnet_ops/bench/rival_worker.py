@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
-from bitnet_ops import dummy
+from bitnet_ops.dummy import model as dummy
 
 
 class Engine(Protocol):

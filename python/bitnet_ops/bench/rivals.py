@@ -17,9 +17,9 @@ from typing import Any, Protocol
 
 import torch
 
-from bitnet_ops import dummy
 from bitnet_ops.bench.harness import Run
 from bitnet_ops.bench.names import RIVALS as RIVALS
+from bitnet_ops.dummy import model as dummy
 
 
 class Rival(Protocol):

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bitnet_ops import dummy
 from bitnet_ops.bench.harness import Run
 from bitnet_ops.bench.weights import CANONICAL, row_bytes
-from bitnet_ops.engine import Engine
-from bitnet_ops.kv_cache import KV_DTYPES, KVCache
+from bitnet_ops.dummy import model as dummy
+from bitnet_ops.generate.engine import Engine
 from bitnet_ops.language_model import load
+from bitnet_ops.nn.kv_cache import KV_DTYPES, KVCache
 
 _PROJECTIONS = {
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),

@@ -2,9 +2,8 @@
 
 A subcommand is a module with add_arguments(parser), run(args) -> int and perhaps check(args), which
 refuses what the parser cannot; it is imported only when it is the one asked for. Torch and what
-needs it are imported by run, never for --help or wrong usage.
-Here: the table, the error policy, Ctrl-C and closed pipes. It must not know how any subcommand does
-its work. BITNET_OPS_DEBUG=1 shows tracebacks.
+needs it are imported by run, never for --help or wrong usage. Here: the table, the error policy,
+Ctrl-C and closed pipes. BITNET_OPS_DEBUG=1 shows tracebacks.
 """
 
 from __future__ import annotations
@@ -30,7 +29,10 @@ COMMANDS = {
     "quantize": ("bitnet_ops.cli.quantize", "ternarise masters trained for b1.58"),
     "verify": ("bitnet_ops.cli.verify", "compare a model with its source"),
     "inspect": ("bitnet_ops.cli.inspect", "list the tensors of a model, or compare two"),
-    "doctor": ("bitnet_ops.doctor", "CPU features, kernels, threads, torch: what is used and why"),
+    "doctor": (
+        "bitnet_ops.cli.doctor",
+        "CPU features, kernels, threads, torch: what is used and why",
+    ),
     "dummy": ("bitnet_ops.cli.dummy", "write a synthetic model of a real one's size"),
     "bench": ("bitnet_ops.bench.command", "measure the kernels against this machine's limits"),
 }

@@ -1,7 +1,7 @@
 """The parser of the command line: one line for every wrong word, with what was probably meant.
 
 Also the types and options that commands share. It imports neither torch nor anything of ours that
-does, so that --help and wrong arguments are answered at once. It must not know commands.
+does, so that --help and wrong arguments are answered at once.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """`bitnet-ops chat [MODEL]`: converse at the terminal, through the model's own chat template.
 
 A model without a template was not made for conversation: that is said, and --plain offers to
-continue each message as text instead; nothing is guessed. It must not know templates: tokenizer.py
-does; nor how a message is typed: chat_input.py does.
+continue each message as text instead; nothing is guessed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What is typed in a conversation: messages, commands, Ctrl-C and Ctrl-D.
-
-It must not know models or conversations.
-"""
+"""What is typed in a conversation: messages, commands, Ctrl-C and Ctrl-D."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What the commands convert, export and quantize show: a progress bar, then the report.
-
-It must not know what the work is.
-"""
+"""What the commands convert, export and quantize show: a progress bar, then the report."""
 
 from __future__ import annotations
 

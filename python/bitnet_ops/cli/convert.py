@@ -1,6 +1,6 @@
 """`bitnet-ops convert SRC DST`: the arguments of the converter.
 
-It must not know formats; everything it does is one call of `convert`.
+Everything it does is one call of `convert`.
 """
 
 from __future__ import annotations
@@ -87,11 +87,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _convert(args: argparse.Namespace, progress: Progress | None) -> ConvertReport:
-    from bitnet_ops import hub
-    from bitnet_ops.convert.bin_import import convert_bin, is_bin
-    from bitnet_ops.convert.gguf_import import convert_gguf
-    from bitnet_ops.convert.hf import convert
+    from bitnet_ops.convert.bin_source import convert_bin, is_bin
+    from bitnet_ops.convert.gguf.source import convert_gguf
+    from bitnet_ops.convert.pipeline import convert
     from bitnet_ops.formats.gguf import is_gguf
+    from bitnet_ops.loading import hub
 
     common = dict(
         force=args.force,

@@ -1,14 +1,11 @@
-"""`bitnet-ops dummy NAME DST`: the arguments of the writer of synthetic models.
-
-It must not know how they are made.
-"""
+"""`bitnet-ops dummy NAME DST`: the arguments of the writer of synthetic models."""
 
 from __future__ import annotations
 
 import argparse
 
 from bitnet_ops.cli.arguments import add_force, integer
-from bitnet_ops.dummy_configs import CONFIGS
+from bitnet_ops.dummy.configs import CONFIGS
 from bitnet_ops.untrusted import printable
 
 
@@ -29,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the subcommand; returns 0."""
-    from bitnet_ops.dummy import write
+    from bitnet_ops.dummy.model import write
 
     file = write(args.name, args.destination, seed=args.seed, force=args.force)
     print(f"wrote {printable(file)}")

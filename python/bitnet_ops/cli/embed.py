@@ -1,7 +1,4 @@
-"""`bitnet-ops embed MODEL TEXT...`: one vector a text, as lines of JSON or as cosines.
-
-It must not know how vectors are made: LanguageModel does that.
-"""
+"""`bitnet-ops embed MODEL TEXT...`: one vector a text, as lines of JSON or as cosines."""
 
 from __future__ import annotations
 

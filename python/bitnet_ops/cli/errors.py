@@ -1,7 +1,4 @@
-"""An error as the line that the command line prints.
-
-It must not know which errors there are.
-"""
+"""An error as the line that the command line prints."""
 
 from __future__ import annotations
 

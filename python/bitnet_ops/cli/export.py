@@ -1,6 +1,6 @@
 """`bitnet-ops export MODEL OUT.gguf`: the arguments of the exporter.
 
-It must not know formats; everything it does is one call of `export_gguf`.
+Everything it does is one call of `export_gguf`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the subcommand; returns 0. A refusal is a ConvertError, which the command line prints."""
-    from bitnet_ops.convert.gguf_export import export_gguf
+    from bitnet_ops.convert.gguf.export import export_gguf
 
     work = partial(
         export_gguf,

@@ -1,7 +1,6 @@
 """`bitnet-ops generate [MODEL] PROMPT`: stream a continuation; also the options chat shares.
 
-Text goes to stdout, figures to stderr; --json gives one object on stdout instead. It must not know
-how text is made: LanguageModel does that.
+Text goes to stdout, figures to stderr; --json gives one object on stdout instead.
 """
 
 from __future__ import annotations
@@ -180,8 +179,8 @@ def open_model(path: str | None, args: argparse.Namespace) -> LanguageModel:
     """Load the model under the thread and cache options; remarks about it go to stderr."""
     import torch
 
-    from bitnet_ops.kv_cache import KV_DTYPES
     from bitnet_ops.language_model import load
+    from bitnet_ops.nn.kv_cache import KV_DTYPES
 
     if args.threads is not None:
         torch.set_num_threads(args.threads)

@@ -1,7 +1,4 @@
-"""`bitnet-ops inspect PATH`: the tensors of a model as a table, with totals; `--diff` compares two.
-
-It must not know kinds of files: convert/inspect.py says what is in them.
-"""
+"""`bitnet-ops inspect PATH`: the tensors of a model as a table; `--diff` compares two models."""
 
 from __future__ import annotations
 
@@ -52,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _print_diff(args: argparse.Namespace) -> int:
-    from bitnet_ops.convert import inspect_diff
+    from bitnet_ops.convert.inspect import diff as inspect_diff
 
     try:
         found = inspect_diff.diff(args.file, args.diff)

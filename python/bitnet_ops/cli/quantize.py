@@ -1,6 +1,6 @@
 """`bitnet-ops quantize SRC DST`: the arguments of `quantize`.
 
-It must not know statistics or formats; everything it does is one call.
+Everything it does is one call.
 """
 
 from __future__ import annotations

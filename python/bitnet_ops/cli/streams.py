@@ -1,7 +1,4 @@
-"""What a process is given: standard streams that may be closed, signals, bytes that may be no text.
-
-It must not know any command.
-"""
+"""What a process is given: standard streams that may be closed, signals, bytes that are no text."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Text from outside: arguments and standard input, which have to be UTF-8.
 
-A byte that is none is named with its place, instead of a codec's message. It must not know what
-the text is for.
+A byte that is none is named with its place, instead of a codec's message.
 """
 
 from __future__ import annotations

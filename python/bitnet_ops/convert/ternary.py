@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 
 from bitnet_ops import ops
-from bitnet_ops.convert.decide import Scheme
 from bitnet_ops.convert.errors import refuse
-from bitnet_ops.packing import BLOCK, unpack_hf
-from bitnet_ops.quantize import multiplying_scale
+from bitnet_ops.convert.hf.decide import Scheme
+from bitnet_ops.nn.packing import BLOCK, unpack_hf
+from bitnet_ops.nn.quantize import multiplying_scale
 
 _CHUNK_ELEMS = 1 << 22  # bounds the temporaries of the checks, whatever a tensor's size
 

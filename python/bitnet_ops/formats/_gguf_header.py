@@ -1,8 +1,7 @@
 """What a GGUF file says before its data: version, metadata, a record for every tensor.
 
 Read from the file itself and never through a mapping, so that a file which is cut while it is read
-gives an error. Time and memory are bounded by the bytes that are there, whatever they claim. It
-must not know tensor types (gguf.py places the tensors), nor what a key is for beyond alignment.
+gives an error. Time and memory are bounded by the bytes that are there, whatever they claim.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """StringArray: the strings of a GGUF metadata array as the bytes of the file, text when asked for.
 
 A vocabulary of short tokens is eight times as large in memory as text objects; here it takes what
-it takes in the file. It must not know files, nor what a string means.
+it takes in the file.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The streaming writer of GGUF version 3; public as `gguf.Writer`.
 
 Everything that the header says is known before the first tensor is written; only a complete file
-gets its name. It must not know models, nor what a tensor's bytes mean.
+gets its name.
 """
 
 from __future__ import annotations

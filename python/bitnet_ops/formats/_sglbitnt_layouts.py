@@ -1,7 +1,6 @@
 """How the two versions of SGLBITNT lay out what a Writer has checked: bytes in order, no more.
 
-A layout is told the header, then tensor after tensor, then the end. It must not know models, nor
-whether what it is given is right: the Writer has checked it.
+A layout is told the header, then tensor after tensor, then the end. The Writer has checked it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """What the reader and the writer of SGLBITNT share: limits, the error type, the config.
 
-The rules are FORMAT.md's; those about bytes are enforced in csrc/format when reading. It must not
-know files, nor what a config says outside its block "bitnet_ops".
+The rules are FORMAT.md's; those about bytes are enforced in csrc/format when reading.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The streaming writer of SGLBITNT, versions 1 and 2 (FORMAT.md); public as `sglbitnt.Writer`.
 
-Everything is checked before the first byte of a tensor is written. It must not know models, nor
-what a config says outside its block "bitnet_ops".
+Everything is checked before the first byte of a tensor is written.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""A file that appears whole or not at all: written under a temporary name, synced, then renamed.
-
-It must not know what is written.
-"""
+"""A file that appears whole or not at all: written under a temporary name, synced, then renamed."""
 
 from __future__ import annotations
 

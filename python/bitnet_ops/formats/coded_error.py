@@ -1,7 +1,7 @@
 """The error of a file format: a sentence for people and a short code for tests and scripts.
 
 A file chooses its names and its path may be anything, so what goes to a terminal passes `printable`
-here. It must not know any format, nor which codes there are.
+here.
 """
 
 from __future__ import annotations

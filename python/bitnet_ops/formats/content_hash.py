@@ -1,7 +1,7 @@
 """A 128-bit hash of any number of bytes, on several threads: XXH3-128 of the hashes of chunks.
 
 It finds every accident and every mixed up part; it is no proof against a forger who may choose the
-bytes. It must not know what the bytes are.
+bytes.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@
    result of the same kind, never a link, a foreign file, or a folder with anything else in it.
 4. One writer at a time has a destination; a second one is refused at once.
 
-What a killed process has left is removed by the next one. It must not know what is written.
+What a killed process has left is removed by the next one.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Headers, metadata and the place and type of every tensor are checked when a file is opened, against
 our own table of sizes; tensors are handed out as raw bytes (gguf_layouts.py knows what they mean).
 A damaged file gives one GgufError, never a crash, and costs time and memory in proportion to its
-bytes. It must not know models, nor what a metadata key is for beyond the architecture.
+bytes.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Canonical rows are those of FORMAT.md, uint8 [N, 32 * ceil(K / 128)]; codes 0, 1, 2 stand for -1, 0,
 +1. Sources of the layouts: ggml `ggml-quants.c`, Microsoft `ggml-bitnet-mad.cpp`; docs/gguf.md has
-them in words. numpy only. It must not know files, names of tensors or models.
+them in words. numpy only.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Renames that lose nothing: to a name that must be free, and two names exchanged; and a lock.
 
 Linux and macOS have system calls for both; elsewhere, and on file systems without them, the same is
-made of calls that every POSIX system has. It must not know what is renamed.
+made of calls that every POSIX system has.
 """
 
 from __future__ import annotations

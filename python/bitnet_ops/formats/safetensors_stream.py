@@ -1,6 +1,6 @@
 """Writing a safetensors file tensor by tensor: the header first, since every size is known.
 
-safetensors' own writer wants all tensors in memory at once. It must not know models.
+safetensors' own writer wants all tensors in memory at once.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """SGLBITNT, the model file of FORMAT.md: a memory-mapped Reader and a streaming Writer.
 
-The bytes are checked in C++ (csrc/format), the config in Python. It must not know models, nor what
-a config says outside its block "bitnet_ops".
+The bytes are checked in C++ (csrc/format), the config in Python.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ import torch
 from torch import Tensor
 
 from bitnet_ops import _runtime
-from bitnet_ops.arena import Arena, stretch
 from bitnet_ops.formats._sglbitnt_rules import (
     DTYPES,
     MAGIC,
@@ -28,6 +26,7 @@ from bitnet_ops.formats._sglbitnt_rules import (
 )
 from bitnet_ops.formats._sglbitnt_writer import Writer
 from bitnet_ops.formats.content_hash import content_hash
+from bitnet_ops.memory.arena import Arena, stretch
 
 __all__ = [
     "MODEL_FILE",

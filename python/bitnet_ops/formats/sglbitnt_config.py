@@ -1,8 +1,8 @@
 """Another config for a model file that is there already: the data stay where they are.
 
 What the converter proves about a file is known only once the file exists, and belongs into its
-config. In version 2 the config lies behind the data and only the tail is written anew, in place;
-in version 1 it lies in front, and the file is copied. It must not know what a config says.
+config. In version 2 the config lies behind the data and only the tail is written anew, in place; in
+version 1 it lies in front, and the file is copied.
 """
 
 from __future__ import annotations

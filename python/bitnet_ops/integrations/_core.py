@@ -19,7 +19,8 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from bitnet_ops import ops, packing, quantize
+from bitnet_ops import ops
+from bitnet_ops.nn import packing, quantize
 
 ShardId = str | int | None
 # Weight 0 in all four lanes: what a parameter holds until it is loaded must be valid codes, because

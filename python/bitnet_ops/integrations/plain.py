@@ -13,7 +13,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from bitnet_ops import ops, packing
+from bitnet_ops import ops
+from bitnet_ops.nn import packing
 
 _LINEAR = torch.ops.bitnet.linear.default
 PACKINGS = {
@@ -73,7 +74,7 @@ def repack(
         packed_weight, packing: as `apply_packed`.
     Returns:
         uint8 of three dimensions, for `apply_packed` in place of packed_weight; it fits the
-        instruction set in use and no other (FORMAT.md, "Private layouts").
+        instruction set in use and no other (docs/layouts.md).
     Raises:
         ValueError: as `apply_packed`; RuntimeError on a code 3 and for in_features above 32768.
     """
@@ -99,7 +100,7 @@ def apply_packed(
             (`bitnet_ops.ops.pack(codes)` makes it); or uint8 [out_features,
             ceil(in_features / 4)], packing "consecutive", which is repacked on every call. A
             Hugging Face tensor (uint8 [out_features / 4, in_features]) goes through
-            `bitnet_ops.packing.unpack_hf` and `bitnet_ops.ops.pack` first.
+            `bitnet_ops.nn.packing.unpack_hf` and `bitnet_ops.ops.pack` first.
         scale: multiplies the codes -1, 0, 1; a number, or float32 [1] or [out_features].
         x: float32, bfloat16 or float16 [..., in_features].
         bias: float [out_features] or None.

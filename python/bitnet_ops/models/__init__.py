@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from bitnet_ops.config import ModelConfig, UnsupportedModelError
-from bitnet_ops.head import HeadWeight, check_head_format
 from bitnet_ops.models.bitnet import BitNetForCausalLM
 from bitnet_ops.models.decoder import Decoder, check_dtype
 from bitnet_ops.models.llama import LlamaForCausalLM
 from bitnet_ops.models.qwen import Qwen2ForCausalLM, Qwen3ForCausalLM
 from bitnet_ops.models.tensors import TensorSpec, expected_tensors
-from bitnet_ops.packing import PackedWeight
+from bitnet_ops.nn.head import HeadWeight, check_head_format
+from bitnet_ops.nn.packing import PackedWeight
 
 REGISTRY: dict[str, type[Decoder]] = {
     "bitnet": BitNetForCausalLM,

@@ -17,14 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from bitnet_ops import ops
-from bitnet_ops.casting import Cast, dtype_after
 from bitnet_ops.config import ModelConfig
-from bitnet_ops.head import HeadWeight
-from bitnet_ops.kv_cache import KVCache
-from bitnet_ops.linear import BitLinear
 from bitnet_ops.models.layer import ACTIVATION_DTYPES, DecoderLayer, Tensors, gain
 from bitnet_ops.models.step import Step
-from bitnet_ops.packing import PackedWeight
+from bitnet_ops.nn.casting import Cast, dtype_after
+from bitnet_ops.nn.head import HeadWeight
+from bitnet_ops.nn.kv_cache import KVCache
+from bitnet_ops.nn.linear import BitLinear
+from bitnet_ops.nn.packing import PackedWeight
 
 # Gathering rebinds buffers, so one thread does it while others wait. One lock for all models, for
 # it takes milliseconds, once, and a lock inside a model could not be copied or pickled.
@@ -115,8 +115,7 @@ class Decoder(nn.Module):
         cache = self._checked(input_ids, cache)
         positions = cache.positions(input_ids.shape[1])
         if (step := self._whole_step()) is not None:
-            head, x = self.head, self._embed(input_ids)
-            logits = step(x, cache, head.weight, head.scale, logits_to_keep)
+            logits = step(self._embed(input_ids), cache, self.head, logits_to_keep)
             cache.advance(input_ids.shape[1])
             return logits
         x = self._states(input_ids, positions, cache)

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from bitnet_ops import ops
-from bitnet_ops.attention import dense_attention
-from bitnet_ops.casting import Cast, dtype_after, same_dtype
 from bitnet_ops.config import PROJECTIONS, ModelConfig
-from bitnet_ops.head import HeadWeight
-from bitnet_ops.linear import BitLinear
 from bitnet_ops.models.tensors import layer_tensors
-from bitnet_ops.packing import PackedWeight
+from bitnet_ops.nn.attention import dense_attention
+from bitnet_ops.nn.casting import Cast, dtype_after, same_dtype
+from bitnet_ops.nn.head import HeadWeight
+from bitnet_ops.nn.linear import BitLinear
+from bitnet_ops.nn.packing import PackedWeight
 
 Tensors = Mapping[str, Tensor | PackedWeight | HeadWeight]
 ACTIVATION_DTYPES = (torch.float32, torch.bfloat16)  # relu2 overflows float16

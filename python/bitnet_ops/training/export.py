@@ -1,7 +1,7 @@
 """A trained model written out: packed Hugging Face folder, master checkpoint, or our model.bin.
 
 Whatever is written appears whole or not at all. The .bin goes through the converter, so that there
-is one reading of masters in the package. It must not know how the model was trained.
+is one reading of masters in the package.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from bitnet_ops.convert import convert
 from bitnet_ops.convert.destination import TRAVELLERS, building, check_destination
-from bitnet_ops.convert.source import copy_files
+from bitnet_ops.convert.hf.checkpoint import copy_files
 from bitnet_ops.formats.destination import beside
-from bitnet_ops.packing import pack_hf
+from bitnet_ops.nn.packing import pack_hf
 from bitnet_ops.training.linear import TrainableBitLinear
 from bitnet_ops.training.model import TrainingError
 

@@ -2,7 +2,7 @@
 
 The forward is that of transformers' AutoBitLinear in "online" mode (WeightQuant, ActQuant) bit for
 bit, in any dtype and on any device, so that what trains here is what every other reader of the
-checkpoint computes. Plain torch; it must not know models, files or the inference ops' forward.
+checkpoint computes. Plain torch.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bitnet_ops import ops
-from bitnet_ops.linear import BitLinear
-from bitnet_ops.packing import PackedWeight, pack_ternary, unpack_ternary
-from bitnet_ops.quantize import MIN_SCALE
+from bitnet_ops.nn.linear import BitLinear
+from bitnet_ops.nn.packing import PackedWeight, pack_ternary, unpack_ternary
+from bitnet_ops.nn.quantize import MIN_SCALE
 
 
 class _Ternarize(torch.autograd.Function):

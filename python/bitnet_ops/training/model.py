@@ -1,7 +1,6 @@
 """transformers models made trainable: linears replaced, masters loaded from any checkpoint we read.
 
 The one module of the package that builds a transformers model for people rather than as an oracle.
-It must not know how masters are trained, nor the bytes of any file.
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ from torch import Tensor, nn
 
 from bitnet_ops import ops
 from bitnet_ops.config import PRIVATE_BLOCK, ModelConfig
-from bitnet_ops.convert.plan import make_plan, scale_name
-from bitnet_ops.convert.source import Source
+from bitnet_ops.convert.hf.checkpoint import Source
+from bitnet_ops.convert.hf.plan import make_plan, scale_name
 from bitnet_ops.convert.ternary import from_packed, packed_scale
 from bitnet_ops.formats.sglbitnt import Reader, model_file
-from bitnet_ops.model_contents import completed_config, model_config, own_tensors
+from bitnet_ops.loading.model_contents import completed_config, model_config, own_tensors
 from bitnet_ops.models import check_names, expected_tensors
 from bitnet_ops.training.linear import TrainableBitLinear, masters_from_codes
 

@@ -1,0 +1,386 @@
+"""`bitnet-ops doctor`: what this machine offers, what the package uses of it, and why.
+
+`collect` gathers facts, `find_problems` judges them, `render` prints both on one screen. It changes
+nothing and measures nothing (that is `bitnet-ops bench`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+import textwrap
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from bitnet_ops import _runtime, machine
+
+SCHEMA_VERSION = 1
+_GIB = 1 << 30
+# the 2B-4T model needs 0.5 GiB of ternary weights and 0.65 GiB of bfloat16 embeddings
+_COMFORTABLE_BYTES = int(1.5 * _GIB)
+_COLUMNS = 100
+_LABEL = 10
+
+Facts = dict[str, Any]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the subcommand's arguments to `parser`."""
+    parser.description = (
+        "Show the CPU, the chosen kernels and the reason, threads, OpenMP runtimes, torch and "
+        "memory. Exit status 1 when something is broken, 0 with or without warnings."
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="one JSON object on stdout instead of text"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the report; 1 when the package cannot work as the environment is set, else 0."""
+    facts = collect()
+    print(json.dumps(facts, indent=1) if args.json else "\n".join(render(facts)))
+    return 1 if any(problem["severity"] == "error" for problem in facts["problems"]) else 0
+
+
+def collect() -> Facts:
+    """Every fact, and the problems found in them, as JSON-ready values."""
+    import torch
+
+    from bitnet_ops.integrations import sglang
+
+    facts: Facts = {"schema": "bitnet_ops.cli.doctor", "schema_version": SCHEMA_VERSION}
+    facts["package"] = {
+        "version": metadata.version("bitnet-ops"),
+        "location": str(Path(__file__).parent),
+        "python": platform.python_version(),
+        "build": _runtime.build_info(),
+    }
+    facts["cpu"] = _cpu()
+    facts["isa"] = _isa()
+    facts["amx"] = _amx(facts["cpu"]["features"], facts["isa"]["BITNET_OPS_ISA"])
+    facts["weights"] = _weights()
+    facts["threads"] = _threads()
+    facts["openmp_runtimes"] = machine.openmp_runtimes()
+    facts["torch"] = {
+        "version": torch.__version__,
+        "location": str(Path(torch.__file__).parent),
+        "abi_floor": _runtime.build_info()["torch_abi_floor"],
+    }
+    facts["memory"] = machine.memory_bytes()
+    facts["pages"] = {
+        "page_bytes": machine.page_bytes(),
+        "transparent_huge_pages": machine.transparent_huge_pages(),
+    }
+    facts["load_average"] = machine.load_average()
+    facts["sglang"] = sglang.status()
+    facts["problems"] = find_problems(facts)
+    return facts
+
+
+def _cpu() -> Facts:
+    return {
+        "model": machine.cpu_model(),
+        "architecture": platform.machine(),
+        "virtual": "hypervisor" in machine.cpu_flags(),
+        "cache_bytes": machine.cache_bytes(),
+        "features": _runtime.cpu_features(),
+    }
+
+
+def _isa() -> Facts:
+    """The ISA in use, or why there is none, and one row an ISA of this build, best first."""
+    forced = os.environ.get("BITNET_OPS_ISA") or None
+    error = None
+    try:
+        selected: str | None = _runtime.isa()
+    except RuntimeError as failure:
+        # The table cannot be read before a choice is made; the automatic one stands in for it.
+        selected, error = None, str(failure)
+        _runtime.force_isa("")
+    rows = [dict(row) for row in _runtime.kernel_table()]
+    for row in rows:
+        row["selected"] = row["isa"] == selected
+        row["reason"] = _reason(row, _runtime.available_isas()[0], forced)
+    return {"selected": selected, "BITNET_OPS_ISA": forced, "error": error, "table": rows}
+
+
+def _reason(row: dict[str, Any], best: str, forced: str | None) -> str:
+    if not row["available"]:
+        return f"CPU or system lacks {', '.join(row['missing'])}"
+    if row["selected"]:
+        by_hand = forced == row["isa"]
+        return "chosen by BITNET_OPS_ISA" if by_hand else "the best that this CPU can execute"
+    return "the best here, but not chosen" if row["isa"] == best else "available, slower"
+
+
+def _amx(features: dict[str, bool], forced: str | None) -> Facts:
+    """Whether the CPU has AMX, and the system's answer: Linux grants tiles to who asks for them.
+
+    permission: None (no AMX), "granted", "refused", or "not asked for" where BITNET_OPS_ISA names
+    kernels that need none.
+    """
+    has = bool(features.get("amx_tile"))
+    on_cpu = has or "amx_tile" in machine.cpu_flags()
+    without = "not asked for" if forced and not forced.startswith("amx") else "refused"
+    return {"on_cpu": on_cpu, "permission": ("granted" if has else without) if on_cpu else None}
+
+
+def _weights() -> Facts:
+    """The layout that weight_format="auto" means, and what reading it is tuned to."""
+    tuning = _runtime.tuning()
+    return {
+        "format": "2bit",
+        "tile_lanes": _runtime.tile_lanes(),
+        "tuned_to": tuning["cpu"],
+        "prefetch_bytes": tuning["prefetch_bytes"],
+        "cache": os.environ.get("BITNET_OPS_CACHE") or None,
+    }
+
+
+def _threads() -> Facts:
+    import torch
+
+    return {
+        "torch": torch.get_num_threads(),
+        "logical_cpus": os.cpu_count(),
+        "affinity": machine.affinity(),
+        "cgroup_quota": machine.cpu_quota(),
+        "available": machine.cpus_available(),
+        "environment": machine.thread_environment(),
+    }
+
+
+def find_problems(facts: Facts) -> list[dict[str, str]]:
+    """What is wrong in `facts`: {"severity": "error" | "warning", "problem", "remedy"} each."""
+    found = [
+        *_isa_problems(facts["isa"], facts["amx"]),
+        *_thread_problems(facts["threads"]),
+        *_openmp_problems(facts["openmp_runtimes"]),
+        *_memory_problems(facts["memory"], facts["pages"]),
+        *_sglang_problems(facts["sglang"]),
+    ]
+    return [dict(zip(("severity", "problem", "remedy"), row, strict=True)) for row in found]
+
+
+def _isa_problems(isa: Facts, amx: Facts) -> list[tuple[str, str, str]]:
+    found = []
+    best = next(row["isa"] for row in isa["table"] if row["available"])
+    if isa["error"]:
+        found.append(("error", isa["error"], "unset BITNET_OPS_ISA, or name one of those"))
+    elif isa["selected"] != best:
+        problem = f"{isa['selected']} is in use although {best} is available"
+        found.append(("warning", problem, "unset BITNET_OPS_ISA unless you are testing"))
+    elif best == "scalar":
+        problem = "no SIMD kernels for this CPU: everything runs in plain C++, slowly"
+        found.append(("warning", problem, "use a CPU with AVX2, or an Arm CPU with dotprod"))
+    if amx["permission"] == "refused":
+        problem = "the CPU has AMX, the operating system refuses its tile state"
+        found.append(("warning", problem, "use Linux 5.16 or newer; allow arch_prctl in seccomp"))
+    return found
+
+
+def _thread_problems(threads: Facts) -> list[tuple[str, str, str]]:
+    used, available, environment = threads["torch"], threads["available"], threads["environment"]
+    if environment.get("OMP_PROC_BIND", "false").lower() != "false" or (
+        "GOMP_CPU_AFFINITY" in environment
+    ):
+        problem = (
+            "OpenMP is told to bind threads, which pins the main thread when torch is imported"
+        )
+        remedy = "unset OMP_PROC_BIND and GOMP_CPU_AFFINITY; use taskset or numactl on the process"
+        return [("warning", problem, remedy)]
+    if used > available:
+        problem = f"torch uses {used} threads, {available} can run at the same time"
+        return [("warning", problem, f"set OMP_NUM_THREADS={available}")]
+    if 2 * used < available:
+        problem = f"torch uses {used} of {available} CPUs"
+        return [("warning", problem, "raise or unset OMP_NUM_THREADS")]
+    return []
+
+
+def _openmp_problems(runtimes: list[str]) -> list[tuple[str, str, str]]:
+    if len(runtimes) > 1:
+        problem = f"{len(runtimes)} OpenMP runtimes in one process: {', '.join(runtimes)}"
+        remedy = "keep torch's; find the package or LD_PRELOAD that brings in the other"
+        return [("warning", problem, remedy)]
+    if not runtimes:
+        problem = "no OpenMP runtime is mapped: torch runs on one thread or on a pool of its own"
+        return [("warning", problem, "use a torch wheel from pytorch.org")]
+    return []
+
+
+def _memory_problems(memory: Facts, pages: Facts) -> list[tuple[str, str, str]]:
+    found = []
+    room = [value for value in (memory["available"], memory["limit"]) if value is not None]
+    if room and min(room) < _COMFORTABLE_BYTES:
+        problem = f"{min(room) / _GIB:.1f} GiB of memory: too little for a model of 2 billion"
+        found.append(("warning", problem, "free memory, or raise the container's limit"))
+    if pages["transparent_huge_pages"] == "never":
+        problem = "transparent huge pages are off: reading weights is up to a quarter slower"
+        remedy = "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled (as root)"
+        found.append(("warning", problem, remedy))
+    return found
+
+
+def _sglang_problems(status: Facts) -> list[tuple[str, str, str]]:
+    if not status["installed"] or status["active"]:
+        return []
+    problem = f"sglang {status['version']} is installed and will not load our plug-in"
+    if not status["entry_point"]:
+        return [("warning", problem, "install bitnet-ops with pip into the same environment")]
+    remedy = f"add bitnet to SGLANG_PLUGINS={status['SGLANG_PLUGINS']}, or unset it"
+    return [("warning", problem, remedy)]
+
+
+def render(facts: Facts) -> list[str]:
+    """The report as lines of plain text, one screen of 100 columns; a path alone may be longer."""
+    return [piece for line in _all_lines(facts) for piece in _wrapped(line)]
+
+
+def _wrapped(line: str) -> list[str]:
+    """The line in pieces of 100 columns, cut at blanks; what goes on is indented as its text is."""
+    indent = 2 if line.startswith(("ERROR", "WARNING")) else 4 if line[:2] == "  " else _LABEL
+    if line[:_LABEL].isspace():
+        indent = _LABEL
+    return textwrap.wrap(
+        line,
+        _COLUMNS,
+        subsequent_indent=" " * indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    ) or [""]
+
+
+def _all_lines(facts: Facts) -> list[str]:
+    lines = [*_package_lines(facts), *_cpu_lines(facts), *_isa_lines(facts["isa"])]
+    lines += [*_weights_lines(facts["weights"]), *_thread_lines(facts), *_memory_lines(facts)]
+    lines += [_line("sglang", _sglang_text(facts["sglang"])), ""]
+    for problem in facts["problems"]:
+        lines += [f"{problem['severity'].upper()}: {problem['problem']}"]
+        lines += [f"  remedy: {problem['remedy']}"]
+    return lines if facts["problems"] else [*lines, "No problems found."]
+
+
+def _line(label: str, text: object) -> str:
+    return f"{label:<{_LABEL}}{text}"
+
+
+def _package_lines(facts: Facts) -> list[str]:
+    package, built = facts["package"], facts["package"]["build"]
+    return [
+        _line("package", f"bitnet-ops {package['version']}, Python {package['python']}"),
+        _line("", package["location"]),
+        _line("build", f"compiler {built['compiler']}, {built['architecture']}"),
+        _line(
+            "torch",
+            f"{facts['torch']['version']}; stable ABI, floor {facts['torch']['abi_floor']}",
+        ),
+        _line("", facts["torch"]["location"]),
+    ]
+
+
+def _cpu_lines(facts: Facts) -> list[str]:
+    cpu = facts["cpu"]
+    caches = ", ".join(f"{name} {_size(size)}" for name, size in cpu["cache_bytes"].items())
+    features = " ".join(name for name, has in cpu["features"].items() if has) or "none"
+    return [
+        _line("cpu", cpu["model"] + (", virtual machine" if cpu["virtual"] else "")),
+        _line("caches", caches or "unknown"),
+        _line("features", features),
+        _line("amx", _amx_text(facts["amx"]["permission"], facts["isa"])),
+    ]
+
+
+def _amx_text(permission: str | None, isa: Facts) -> str:
+    if permission is None:
+        return "not on this CPU"
+    if permission != "granted":
+        return f"on this CPU; permission {permission}"
+    using = [row for row in isa["table"] if row["isa"].startswith("amx")]
+    in_use = [row["isa"] for row in using if row["selected"]]
+    if in_use:
+        return f"permission granted; in use: {in_use[0]}"
+    if any(row["available"] for row in using):
+        return f"permission granted; not in use: {isa['selected'] or 'no ISA'} is chosen"
+    return "permission granted; no kernels for what this CPU has of it"
+
+
+def _isa_lines(isa: Facts) -> list[str]:
+    wanted = f"={isa['BITNET_OPS_ISA']}" if isa["BITNET_OPS_ISA"] else " not set"
+    lines = [_line("isa", f"{isa['selected'] or 'none'} (BITNET_OPS_ISA{wanted})")]
+    for row in isa["table"]:
+        mark = "*" if row["selected"] else "+" if row["available"] else "-"
+        lines.append(_line("", f"{mark} {row['isa']:<13}{row['reason']}"))
+    return lines
+
+
+def _weights_lines(weights: Facts) -> list[str]:
+    distance = weights["prefetch_bytes"]
+    ahead = f"prefetch {distance} bytes ahead" if distance else "no software prefetch"
+    return [
+        _line(
+            "weights",
+            f"{weights['format']}, {weights['tile_lanes']} lanes; tuned to "
+            f"{weights['tuned_to']}: {ahead}",
+        ),
+        _line("", f"cache of prepared models {weights['cache'] or 'off (no BITNET_OPS_CACHE)'}"),
+    ]
+
+
+def _thread_lines(facts: Facts) -> list[str]:
+    threads = facts["threads"]
+    quota = threads["cgroup_quota"]
+    environment = " ".join(f"{k}={v}" for k, v in threads["environment"].items())
+    load = facts["load_average"]
+    return [
+        _line(
+            "threads",
+            f"torch {threads['torch']}; CPUs {threads['logical_cpus']}, in the affinity mask "
+            f"{len(threads['affinity'])}, quota {'none' if quota is None else f'{quota:g}'}; "
+            f"load {'unknown' if load is None else load[0]}",
+        ),
+        _line("", environment or "no OMP_* variable set"),
+        *[_line("openmp" if i == 0 else "", p) for i, p in enumerate(facts["openmp_runtimes"])],
+    ]
+
+
+def _memory_lines(facts: Facts) -> list[str]:
+    memory, pages = facts["memory"], facts["pages"]
+    huge = pages["transparent_huge_pages"] or "unknown"
+    return [
+        _line(
+            "memory",
+            f"{_size(memory['available'])} available of {_size(memory['total'])}, "
+            f"limit {_size(memory['limit']) if memory['limit'] else 'none'}",
+        ),
+        _line("pages", f"{_size(pages['page_bytes'])}; transparent huge pages: {huge}"),
+    ]
+
+
+def _sglang_text(status: Facts) -> str:
+    tested = f"tested with {', '.join(status['tested'])}"
+    if not status["installed"]:
+        ready = "registered" if status["entry_point"] else "not registered"
+        return f"not installed; plug-in {ready}, {tested}"
+    known = "" if status["version_tested"] else ", not with this version"
+    active = "active" if status["active"] else "NOT active"
+    return f"{status['version']}, plug-in {active}, {tested}{known}"
+
+
+def _size(count: int | None) -> str:
+    if count is None:
+        return "unknown"
+    for unit, name in ((_GIB, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if count >= unit:
+            return f"{count / unit:.4g} {name}"
+    return f"{count} B"
+
+
+if __name__ == "__main__":
+    _parser = argparse.ArgumentParser(prog="python -m bitnet_ops.cli.doctor")
+    add_arguments(_parser)
+    sys.exit(run(_parser.parse_args()))

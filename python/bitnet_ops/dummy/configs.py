@@ -1,0 +1,62 @@
+"""The shapes of the synthetic models of dummy.py: what their config.json would say.
+
+Apart from it, because the command line lists the names without importing torch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+# 16384 positions, more than the originals have, so that long contexts can be measured; no result
+# depends on the number.
+_COMMON = {"max_position_embeddings": 16384, "rms_norm_eps": 1e-5}
+CONFIGS: dict[str, dict[str, Any]] = {
+    # microsoft/bitnet-b1.58-2B-4T
+    "2b-4t": {
+        "model_type": "bitnet",
+        "vocab_size": 128256,
+        "hidden_size": 2560,
+        "intermediate_size": 6912,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 20,
+        "num_key_value_heads": 5,
+        "hidden_act": "relu2",
+        "rope_theta": 500000.0,
+        "bos_token_id": 128000,
+        "eos_token_id": 128001,
+        "tie_word_embeddings": True,
+        **_COMMON,
+    },
+    # 1bitLLM/bitnet_b1_58-large: 16 heads of 96, an untied head, SiLU
+    "0.7b": {
+        "model_type": "bitnet",
+        "vocab_size": 32002,
+        "hidden_size": 1536,
+        "intermediate_size": 4096,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "hidden_act": "silu",
+        "rope_theta": 10000.0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "tie_word_embeddings": False,
+        **_COMMON,
+    },
+    # for tests: grouped queries, K that is no multiple of 128, N that fills no tile
+    "tiny": {
+        "model_type": "bitnet",
+        "vocab_size": 331,
+        "hidden_size": 192,
+        "intermediate_size": 456,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "hidden_act": "relu2",
+        "rope_theta": 10000.0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "tie_word_embeddings": True,
+        **_COMMON,
+    },
+}

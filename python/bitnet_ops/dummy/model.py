@@ -1,0 +1,172 @@
+"""Synthetic models with the shapes of real ones, for benchmarks and tests of speed and loading.
+
+    model = dummy.decoder("2b-4t")          # in memory, within seconds
+    dummy.write("2b-4t", "my-dummy/")       # the same as a directory; or: bitnet-ops dummy NAME DST
+
+Weights are random ternary codes, about 40 % of them 0, with scales and gains that keep activations
+near 1: every kernel sees what a real model gives it, and the text means nothing. The same name and
+seed give the same model on one release of torch.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bitnet_ops.config import ModelConfig
+from bitnet_ops.dummy import tokenizer as dummy_tokenizer
+from bitnet_ops.dummy.configs import CONFIGS
+from bitnet_ops.formats import destination, sglbitnt
+from bitnet_ops.loading.weights import prepack_all
+from bitnet_ops.models import Decoder, TensorSpec, build, expected_tensors
+from bitnet_ops.nn.head import DEFAULT_HEAD_FORMAT
+from bitnet_ops.nn.packing import BLOCK, PackedWeight, packed_row_bytes
+
+_NONZERO = 0.6  # share of the codes that are -1 or +1
+_EMBEDDING_STD = 0.02
+# Random data are cut from a pool at random places, which is as fast as memory. The pool is longer
+# than any ternary matrix of these models, and its length has no common divisor with a row's, so
+# that no two rows are alike.
+_POOL = (1 << 23) + 9
+
+
+def config(name: str) -> ModelConfig:
+    """The config of the synthetic model `name`, one of CONFIGS; ValueError for another."""
+    return ModelConfig.from_hf(_config_json(name))
+
+
+def _config_json(name: str) -> dict[str, Any]:
+    if name not in CONFIGS:
+        raise ValueError(f"dummy: expected a name among {', '.join(CONFIGS)}, got {name!r}")
+    return CONFIGS[name]
+
+
+def decoder(
+    name: str,
+    dtype: torch.dtype = torch.float32,
+    *,
+    weight_format: str = "auto",
+    head_format: str = DEFAULT_HEAD_FORMAT,
+    seed: int = 0,
+) -> Decoder:
+    """The model `name`, built in memory (2b-4t: 1.2 GB).
+
+    `dtype` as `models.build`, `weight_format` as `language_model.load` take them.
+    """
+    made = prepack_all(tensors(name, seed), weight_format)
+    return build(config(name), made, dtype, check_values=False, head_format=head_format)
+
+
+def write(
+    name: str, directory: str | os.PathLike[str], *, seed: int = 0, force: bool = False
+) -> Path:
+    """Write the model `name` as `directory`/model.bin, with a tokenizer; returns the file.
+
+    `force`: replace `directory` if it holds an earlier result. Raises destination.DestinationError
+    for one that is there, sglbitnt.SglbitntError for what the file system refuses.
+    """
+    model_config = config(name)
+    source = {**_config_json(name), "bitnet_ops": {"format_version": 1}}
+    target = Path(directory)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with destination.new_folder(target, replace=force) as folder:
+        _write_model(folder / sglbitnt.MODEL_FILE, source, expected_tensors(model_config), seed)
+    return target / sglbitnt.MODEL_FILE
+
+
+def _write_model(
+    file: Path, source: dict[str, Any], specs: dict[str, TensorSpec], seed: int
+) -> None:
+    pool = _pool(specs, seed)
+    with sglbitnt.Writer(file, source, len(specs), specs) as writer:
+        for tensor_name, spec in specs.items():
+            tensor = _tensor(tensor_name, spec, pool)
+            if isinstance(tensor, PackedWeight):
+                writer.add_packed(tensor_name, tensor.weight, tensor.scale, tensor.in_features)
+            else:
+                writer.add_dense(tensor_name, tensor)
+    dummy_tokenizer.write(file.parent, source)
+
+
+def tensors(name: str, seed: int = 0) -> dict[str, Tensor | PackedWeight]:
+    """Every tensor of the model `name`, as `models.build` takes them."""
+    specs = expected_tensors(config(name))
+    pool = _pool(specs, seed)
+    return {n: _tensor(n, spec, pool) for n, spec in specs.items()}
+
+
+def _pool(specs: dict[str, TensorSpec], seed: int) -> _Pool:
+    largest = max(math.prod(spec.shape) for spec in specs.values())
+    return _Pool(seed, min(_POOL, largest | 1))
+
+
+def _tensor(name: str, spec: TensorSpec, pool: _Pool) -> Tensor | PackedWeight:
+    if spec.kind == "ternary":
+        n, k = spec.shape
+        # The sum of K products with activations near 1 comes out near 1.
+        scale = torch.tensor([(_NONZERO * k) ** -0.5])
+        return PackedWeight(pool.packed(n, k), scale, n, k)
+    if len(spec.shape) == 2:
+        return pool.matrix(*spec.shape)
+    return pool.gain(spec.shape[0])
+
+
+class _Pool:
+    """Random data by the piece, from one seed."""
+
+    def __init__(self, seed: int, size: int) -> None:
+        self._generator = torch.Generator().manual_seed(seed)
+        words = torch.randint(-(2**63), 2**63 - 1, (size // 8 + 1,), generator=self._generator)
+        noise = words.view(torch.uint8)[:size]
+        codes = bytearray(noise.numpy().tobytes().translate(_code_table()))
+        self._codes = torch.frombuffer(codes, dtype=torch.uint8)
+        # uniform over 256 steps: their standard deviation is 256 / sqrt(12)
+        self._values = ((noise.float() - 127.5) * (_EMBEDDING_STD * 12**0.5 / 256)).bfloat16()
+
+    def _piece(self, source: Tensor, count: int) -> Tensor:
+        """`count` elements of `source`, which goes round, from a random place on; a copy."""
+        at = int(torch.randint(len(source), (1,), generator=self._generator))
+        out = torch.empty(count, dtype=source.dtype)
+        done = 0
+        while done < count:
+            length = min(count - done, len(source) - at)
+            out[done : done + length] = source[at : at + length]
+            done, at = done + length, 0
+        return out
+
+    def packed(self, n: int, k: int) -> Tensor:
+        """Canonical rows uint8 [n, R]: every byte holds four valid codes, padding is code 1."""
+        rows = self._piece(self._codes, n * packed_row_bytes(k)).view(n, -1)
+        if k % BLOCK:
+            unused = torch.arange(BLOCK) >= k % BLOCK
+            shifts = torch.tensor([6, 4, 2, 0], dtype=torch.uint8).unsqueeze(1)
+            mask = (unused.view(4, 32).to(torch.uint8) * 3 << shifts).sum(0, dtype=torch.uint8)
+            rows[:, -32:] = rows[:, -32:] & ~mask | 0x55 & mask
+        return rows
+
+    def matrix(self, n: int, k: int) -> Tensor:
+        """An embedding or a head, bfloat16 [n, k], evenly spread around 0."""
+        return self._piece(self._values, n * k).view(n, k)
+
+    def gain(self, n: int) -> Tensor:
+        """A norm's gains, bfloat16 [n], from 0.9 to 1.1."""
+        return (
+            self._piece(self._values, n).float() * (0.1 / (_EMBEDDING_STD * 3**0.5)) + 1
+        ).bfloat16()
+
+
+def _code_table() -> bytes:
+    """256 bytes of four codes each: of every byte as many as its probability is worth."""
+    share = ((_NONZERO / 2), 1 - _NONZERO, _NONZERO / 2)
+    table, reached = bytearray(), 0.0
+    for codes in itertools.product(range(3), repeat=4):
+        reached += math.prod(share[code] for code in codes)
+        byte = sum(code << shift for code, shift in zip(codes, (6, 4, 2, 0), strict=True))
+        table += bytes([byte]) * (round(256 * reached) - len(table))
+    return bytes(table)

@@ -1,0 +1,1 @@
+"""From token ids to text: the engine, sampling, tokenizers, chat templates and histories."""

@@ -1,0 +1,427 @@
+"""Generation on token ids: prefill, decode, stop ids, timing; one prompt or a batch of them.
+
+A row's tokens do not depend on the other rows of its batch, nor on the prefill chunk: every row is
+prefilled alone, rows decode together, and finished rows leave the batch. An Engine keeps nothing
+between calls: any number of threads may share one, and the model. A Run, a Session and a KVCache
+belong to one thread at a time. The model may be anything with `.config` that maps (input_ids [B,
+T], cache, logits_to_keep) to logits [B, T, V].
+"""
+
+from __future__ import annotations
+
+import operator
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from bitnet_ops.config import ModelConfig
+from bitnet_ops.generate.sampling import Sampler, SamplingParams
+from bitnet_ops.nn.kv_cache import (
+    DEFAULT_KV_DTYPE,
+    CacheCapacityError,
+    KVCache,
+    check_kv_dtype,
+)
+
+
+class CausalModel(Protocol):
+    """What the engine needs of a model."""
+
+    @property
+    def config(self) -> ModelConfig: ...
+
+    def __call__(self, input_ids: Tensor, cache: KVCache, logits_to_keep: int = 0) -> Tensor: ...
+
+
+class PromptError(ValueError):
+    """A prompt that cannot be run: empty, with ids outside the vocabulary, or too long."""
+
+
+def token_ids(prompt: object, who: str = "prompt") -> list[int]:
+    """The ids of one prompt: of a sequence of integers, or of a tensor or array [T] or [1, T].
+
+    Raises TypeError for anything else, texts and booleans included.
+    """
+    values: object = prompt
+    if callable(tolist := getattr(prompt, "tolist", None)):  # a tensor, a NumPy array
+        values = tolist()
+        if isinstance(values, list) and len(values) == 1 and isinstance(values[0], list):
+            values = values[0]
+    if isinstance(values, str | bytes) or not isinstance(values, Sequence):
+        raise TypeError(f"{who}: expected token ids as a list of integers, got {_kind(prompt)}")
+    if all(type(i) is int for i in values):
+        return list(values)
+    ids = []
+    for at, value in enumerate(values):
+        if isinstance(value, bool) or not hasattr(value, "__index__") or isinstance(value, Tensor):
+            raise TypeError(
+                f"{who}: expected token ids as a list of integers, got {_kind(value)} at {at}"
+            )
+        ids.append(operator.index(value))
+    return ids
+
+
+def _kind(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor {str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+    text = repr(value)
+    shown = text if len(text) <= 40 else text[:37] + "..."
+    return "None" if value is None else f"{shown} ({type(value).__name__})"
+
+
+@dataclass
+class Timing:
+    """Seconds spent in the engine (not in the consumer of the stream) for one run.
+
+    `first_token_s`: from the start to the first token(s), prefill included; `decode_s`: the steps
+    after.
+    """
+
+    prompt_tokens: int = 0
+    reused_tokens: int = 0
+    new_tokens: int = 0
+    decoded_tokens: int = 0
+    first_token_s: float = 0.0
+    decode_s: float = 0.0
+
+    @property
+    def decode_tokens_per_s(self) -> float:
+        """Tokens of the decode steps, all rows together, per second; 0 where there was none."""
+        return self.decoded_tokens / self.decode_s if self.decode_s else 0.0
+
+
+@dataclass
+class Generation:
+    """The answer to one prompt. `token_ids` leaves out the stop id.
+
+    `finish_reason`: "stop", "length" (max_new_tokens), "context" (no position is left), "" while it
+    runs or when the consumer broke off. `stop_reason` tells what "stop" was: the stop id, or the
+    stop text that whoever reads the tokens has found; else None.
+    """
+
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str = ""
+    seed: int | None = None
+    stop_reason: int | str | None = None
+
+    @property
+    def ending(self) -> str:
+        """Why it ended, in words for people."""
+        if self.finish_reason == "stop" and isinstance(self.stop_reason, str):
+            return f"stop text {self.stop_reason!r}"
+        if self.finish_reason == "stop":
+            return "end of text"
+        words = {
+            "length": "max_new_tokens reached",
+            "context": "context full: no position is left",
+            "": "not finished",
+        }
+        return words.get(self.finish_reason, self.finish_reason)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """When to end: after max_new_tokens (0 or more), or at one of stop_ids."""
+
+    max_new_tokens: int = 128
+    stop_ids: frozenset[int] = frozenset()
+
+    def __post_init__(self) -> None:
+        n = self.max_new_tokens
+        if not isinstance(n, int) or isinstance(n, bool) or n < 0:
+            raise ValueError(f"engine: expected max_new_tokens an integer at least 0, got {n!r}")
+
+
+class Engine:
+    """Runs prompts on a model.
+
+    Args:
+        model: the model; never changed.
+        kv_dtype: of the caches, torch.float32, torch.bfloat16 (the default) or torch.int8.
+        prefill_chunk: prompt tokens per forward; bounds the memory of a long prompt, not its
+            result. 128 to 512 are equally fast where it was measured (docs/log.md), more are not.
+    """
+
+    def __init__(
+        self,
+        model: CausalModel,
+        *,
+        kv_dtype: torch.dtype = DEFAULT_KV_DTYPE,
+        prefill_chunk: int = 256,
+    ) -> None:
+        check_kv_dtype(kv_dtype, "engine: expected kv_dtype")
+        if not isinstance(prefill_chunk, int) or prefill_chunk < 1:
+            raise ValueError(f"engine: expected prefill_chunk above 0, got {prefill_chunk!r}")
+        self.model, self.kv_dtype, self.prefill_chunk = model, kv_dtype, prefill_chunk
+
+    def __repr__(self) -> str:
+        return (
+            f"Engine({type(self.model).__name__}, kv_dtype={self.kv_dtype}, "
+            f"prefill_chunk={self.prefill_chunk})"
+        )
+
+    def start(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        limits: Limits | None = None,
+    ) -> Run:
+        """A run over `prompts`, at least one; nothing is computed before its first step.
+
+        `params` is shared or one per prompt. Raises PromptError, TypeError for what is no list of
+        token ids.
+        """
+        limits = limits or Limits()
+        ids = self._checked(prompts)
+        longest = max(map(len, ids)) + limits.max_new_tokens
+        capacity = min(longest, self.model.config.max_position_embeddings)
+        cache = KVCache(self.model.config, len(ids), capacity, self.kv_dtype)
+        return Run(self, ids, _per_prompt(params, len(ids)), limits, cache)
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        limits: Limits | None = None,
+    ) -> list[Generation]:
+        """Run `prompts` to the end: one Generation each, in their order."""
+        run = self.start(prompts, params, limits)
+        for _ in run:
+            pass
+        return run.generations
+
+    def session(self) -> Session:
+        """An empty conversation that keeps its cache between prompts."""
+        return Session(self)
+
+    @torch.inference_mode()
+    def prefill(self, ids: Sequence[int], cache: KVCache) -> Tensor:
+        """Append `ids`, in chunks, to a cache of batch 1; the logits f32 [V] of the last one."""
+        logits = torch.empty(0)
+        for at in range(0, len(ids), self.prefill_chunk):
+            chunk = torch.tensor([ids[at : at + self.prefill_chunk]])
+            logits = self.model(chunk, cache, 1)[0, -1]
+        return logits
+
+    @torch.inference_mode()
+    def decode(self, tokens: Sequence[int], cache: KVCache) -> Tensor:
+        """Append one token to each sequence of the cache; logits f32 [B, V]."""
+        return self.model(torch.tensor(tokens).unsqueeze(1), cache, 1)[:, -1]
+
+    def _checked(self, given: Sequence[Sequence[int]]) -> list[list[int]]:
+        config = self.model.config
+        if isinstance(given, str | bytes) or not hasattr(given, "__len__"):
+            raise TypeError(f"engine: expected prompts as lists of token ids, got {_kind(given)}")
+        if not len(given):
+            raise PromptError("engine: expected at least one prompt, got none")
+        prompts = [token_ids(prompt, "engine") for prompt in given]
+        for prompt in prompts:
+            if not len(prompt):
+                raise PromptError(
+                    "engine: expected a prompt of at least one token, got an empty one; start it "
+                    "with the model's bos token"
+                )
+            if not 0 <= min(prompt) <= max(prompt) < config.vocab_size:
+                raise PromptError(
+                    f"engine: expected prompt ids from 0 to {config.vocab_size - 1}, got "
+                    f"{min(prompt)} to {max(prompt)}; the tokenizer belongs to another model"
+                )
+            if len(prompt) > config.max_position_embeddings:
+                raise PromptError(
+                    f"engine: expected a prompt of at most {config.max_position_embeddings} tokens "
+                    f"(max_position_embeddings), got {len(prompt)}; shorten it"
+                )
+        return prompts
+
+
+def _per_prompt(
+    params: SamplingParams | Sequence[SamplingParams] | None, count: int
+) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if not isinstance(params, Sequence) or not all(isinstance(p, SamplingParams) for p in params):
+        raise TypeError(f"engine: expected params as SamplingParams, got {_kind(params)}")
+    if len(params) != count:
+        raise ValueError(f"engine: expected params for {count} prompts, got {len(params)}")
+    return list(params)
+
+
+class Run:
+    """One batch on its way. Iterating gives (row, token id) as tokens come.
+
+    Attributes: `generations`, one per prompt, growing; `timing`; `active`, False at the end.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        prompts: Sequence[Sequence[int]],
+        params: Sequence[SamplingParams],
+        limits: Limits,
+        cache: KVCache,
+    ) -> None:
+        self.engine, self.limits, self.cache = engine, limits, cache
+        self._prompts = prompts
+        self._samplers = [Sampler(p, prompt) for p, prompt in zip(params, prompts, strict=True)]
+        self.generations = [Generation(seed=s.seed) for s in self._samplers]
+        reused = int(cache.lengths.sum())
+        self.timing = Timing(prompt_tokens=sum(map(len, prompts)), reused_tokens=reused)
+        self._rows = list(range(len(prompts)))  # the prompt behind each row of the cache
+        self._prefilled = False
+
+    @property
+    def active(self) -> bool:
+        return bool(self._rows)
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        while self.active:
+            yield from self.step()
+
+    def step(self) -> list[tuple[int, int]]:
+        """Compute the next token of every active row: [(row, token id)], stop ids left out.
+
+        The first step prefills every prompt. After an exception the run is spent.
+        """
+        began = time.perf_counter()
+        rows, tokens = list(self._rows), []
+        first = not self._prefilled
+        if self.limits.max_new_tokens:
+            logits = self._prefill() if first else self._decode()
+            tokens = [
+                self._samplers[r](row_logits) for r, row_logits in zip(rows, logits, strict=True)
+            ]
+        self._prefilled = True
+        events = [e for e in zip(rows, tokens, strict=False) if self._accept(*e)]
+        self._retire()
+        elapsed = time.perf_counter() - began
+        self.timing.new_tokens += len(events)
+        if first:
+            self.timing.first_token_s = elapsed
+        else:
+            self.timing.decode_s += elapsed
+            self.timing.decoded_tokens += len(tokens)
+        return events
+
+    def __repr__(self) -> str:
+        g = self.generations
+        ended = sum(bool(one.finish_reason) for one in g)
+        tokens = sum(len(one.token_ids) for one in g)
+        return f"{type(self).__name__}({len(g)} prompts, {ended} ended, {tokens} new tokens)"
+
+    def cancel(self, row: int, reason: str, stop_reason: int | str | None = None) -> None:
+        """End one row for a reason of the caller's; it gets no further tokens."""
+        self.generations[row].finish_reason = reason
+        self.generations[row].stop_reason = stop_reason
+        if row in self._rows:
+            self._retire()
+
+    def _prefill(self) -> list[Tensor]:
+        if self.cache.batch == 1:
+            done = int(self.cache.lengths[0])
+            return [self.engine.prefill(self._prompts[0][done:], self.cache)]
+        logits = []
+        for i, prompt in enumerate(self._prompts):
+            row = self.cache.row(i)
+            logits.append(self.engine.prefill(prompt, row))
+            self.cache.set_length(i, len(prompt))
+        return logits
+
+    def _decode(self) -> Tensor:
+        last = [self.generations[r].token_ids[-1] for r in self._rows]
+        return self.engine.decode(last, self.cache)
+
+    def _accept(self, row: int, token: int) -> bool:
+        generation = self.generations[row]
+        if token in self.limits.stop_ids:
+            generation.finish_reason, generation.stop_reason = "stop", token
+            return False
+        generation.token_ids.append(token)
+        return True
+
+    def _retire(self) -> None:
+        """Take finished rows out of the batch."""
+        for row in self._rows:
+            generation = self.generations[row]
+            if not generation.finish_reason:
+                if len(generation.token_ids) >= self.limits.max_new_tokens:
+                    generation.finish_reason = "length"
+                elif self._position(row) >= self.cache.max_len:
+                    generation.finish_reason = "context"
+        keep = [i for i, r in enumerate(self._rows) if not self.generations[r].finish_reason]
+        if keep and len(keep) < len(self._rows):
+            self.cache = self.cache.keep(keep)
+        self._rows = [self._rows[i] for i in keep]
+
+    def _position(self, row: int) -> int:
+        """Where the row's newest token, which is not in the cache yet, would stand."""
+        return len(self._prompts[row]) + len(self.generations[row].token_ids) - 1
+
+
+class Session:
+    """A conversation: one sequence whose cache lives on, so that a shared prefix is not run again.
+
+    The tokens are those a fresh run would give, bit for bit.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        config = engine.model.config
+        self.cache = KVCache(config, 1, config.max_position_embeddings, engine.kv_dtype)
+        self._ids: list[int] = []  # what the cache holds
+
+    def start(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams | None = None,
+        limits: Limits | None = None,
+    ) -> Run:
+        """A run over `prompt`, the WHOLE conversation so far; its known prefix is not run again.
+
+        Finish or drop the previous run before. Raises PromptError, also when no position is left.
+        """
+        (prompt,) = self.engine._checked([prompt])
+        known = min(self._common_prefix(prompt), len(prompt) - 1)  # the last one gives the logits
+        self.cache.truncate(known)
+        self._ids = list(prompt)
+        return _SessionRun(self, prompt, params or SamplingParams(), limits or Limits())
+
+    def _common_prefix(self, prompt: Sequence[int]) -> int:
+        held = self._ids[: int(self.cache.lengths[0])]
+        for i, (a, b) in enumerate(zip(held, prompt, strict=False)):
+            if a != b:
+                return i
+        return min(len(held), len(prompt))
+
+
+class _SessionRun(Run):
+    """A run that tells its session which tokens entered the cache."""
+
+    def __init__(
+        self, session: Session, prompt: Sequence[int], params: SamplingParams, limits: Limits
+    ) -> None:
+        super().__init__(session.engine, [prompt], [params], limits, session.cache)
+        self._session = session
+
+    def _accept(self, row: int, token: int) -> bool:
+        accepted = super()._accept(row, token)
+        if accepted:
+            self._session._ids.append(token)
+        return accepted
+
+
+__all__ = [
+    "CacheCapacityError",
+    "CausalModel",
+    "Engine",
+    "Generation",
+    "Limits",
+    "PromptError",
+    "Run",
+    "Session",
+    "Timing",
+    "token_ids",
+]

@@ -1,0 +1,79 @@
+"""The options of generation: their names and types for editors, their checks for everybody else.
+
+Every method that generates takes these keywords. Ranges are sampling's and the engine's matter.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, TypedDict
+
+from bitnet_ops.generate.engine import Limits
+from bitnet_ops.generate.sampling import SamplingParams
+
+
+class GenerateOptions(TypedDict, total=False):
+    """Keywords of LanguageModel.generate, stream, generate_batch and chat; all may be left out.
+
+    max_new_tokens: 128; temperature: 0 (greedy); top_k: 0 (all); top_p: 1 (all); min_p: 0 (all);
+    repetition_penalty: 1 (none); seed: None (a fresh one). They are sampling.SamplingParams'.
+    stop: texts that end the answer and are left out of it; ignore_eos: go on past the end of text.
+    """
+
+    max_new_tokens: int
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    seed: int | None
+    stop: str | Sequence[str]
+    ignore_eos: bool
+
+
+NAMES = tuple(GenerateOptions.__annotations__)
+_SAMPLING = tuple(field.name for field in fields(SamplingParams))
+
+
+@dataclass(frozen=True)
+class Request:
+    """The options of one call, checked."""
+
+    params: SamplingParams
+    limits: Limits
+    stop: tuple[str, ...] = ()
+
+
+def request(call: str, options: Mapping[str, Any], stop_ids: frozenset[int]) -> Request:
+    """The options of `call`, the method's name, checked; `stop_ids` end a text unless ignore_eos.
+
+    Raises TypeError for an unknown name or a wrong kind of value, SamplingError or ValueError for
+    one out of range.
+    """
+    for name in options:
+        if name not in NAMES:
+            near = difflib.get_close_matches(name, NAMES, n=1)
+            remedy = f"; did you mean {near[0]}?" if near else ""
+            raise TypeError(
+                f"{call}: expected options among {', '.join(NAMES)}, got {name}{remedy}"
+            )
+    params = SamplingParams(**{name: options[name] for name in _SAMPLING if name in options})
+    ignore_eos = options.get("ignore_eos", False)
+    if not isinstance(ignore_eos, bool):
+        raise TypeError(f"{call}: expected ignore_eos True or False, got {ignore_eos!r}")
+    limits = Limits(
+        options.get("max_new_tokens", Limits.max_new_tokens),
+        frozenset() if ignore_eos else stop_ids,
+    )
+    return Request(params, limits, _stop_texts(call, options.get("stop", ())))
+
+
+def _stop_texts(call: str, stop: Any) -> tuple[str, ...]:
+    texts = (stop,) if isinstance(stop, str) else stop
+    if not isinstance(texts, Sequence) or not all(isinstance(s, str) for s in texts):
+        raise TypeError(f"{call}: expected stop as a text or a list of texts, got {stop!r}")
+    if not all(texts):
+        raise ValueError(f"{call}: expected stop to be non-empty texts, got {stop!r}")
+    return tuple(texts)

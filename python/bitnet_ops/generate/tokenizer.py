@@ -1,0 +1,255 @@
+"""Text to token ids and back: tokenizer.json, chat templates, streaming detokenisation.
+
+The Hugging Face `tokenizers` library does the work. What a checkpoint brings is not trusted: chat
+templates (chat_template.py) and unusual regular expressions (tokenizer_guard.py) run in a process
+with limits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as Backend
+
+from bitnet_ops.generate import chat_template
+from bitnet_ops.generate.chat_template import ChatTemplateError
+from bitnet_ops.generate.tokenizer_guard import ChildError, GuardedBackend, LimitError, needs_guard
+from bitnet_ops.untrusted import UntrustedFileError, read_json_object, read_text
+
+__all__ = ["ChatTemplateError", "StreamDecoder", "Tokenizer", "TokenizerError"]
+
+TOKENIZER_FILE = "tokenizer.json"
+CONFIG_FILE = "tokenizer_config.json"
+TEMPLATE_FILE = "chat_template.jinja"
+
+
+class TokenizerError(ValueError):
+    """A tokenizer that is missing or broken, or an id it does not have."""
+
+
+class Tokenizer:
+    """A tokenizer with the special tokens and the chat template of its model.
+
+    Args:
+        backend: the `tokenizers.Tokenizer`.
+        config: the parsed tokenizer_config.json (special tokens, chat_template); may be empty.
+    """
+
+    def __init__(self, backend: Backend, config: Mapping[str, Any] | None = None) -> None:
+        self._backend = backend
+        self._guard = GuardedBackend(backend) if needs_guard(backend) else None
+        config = config or {}
+        self.special_tokens = _special_tokens(config)
+        self.chat_template = _default_template(config.get("chat_template"))
+
+    @classmethod
+    def from_dir(cls, folder: str | Path) -> Tokenizer:
+        """Read tokenizer.json and, where present, tokenizer_config.json and chat_template.jinja.
+
+        Raises TokenizerError naming the file that is missing or broken.
+        """
+        folder = Path(folder)
+        path = folder / TOKENIZER_FILE
+        if not path.is_file():
+            raise TokenizerError(
+                f"tokenizer: expected the file {path}, got none; copy tokenizer.json of the "
+                "original checkpoint there, or give token ids instead of text"
+            )
+        with _library_errors(f"{path} to be readable"):
+            backend = Backend.from_file(str(path))
+            # as transformers: a prompt is never cut or filled up because a file says so
+            backend.no_truncation()
+            backend.no_padding()
+        file, template = folder / CONFIG_FILE, folder / TEMPLATE_FILE
+        try:
+            config = read_json_object(file) if file.is_file() else {}
+            if template.is_file():
+                config["chat_template"] = read_text(template)
+        except UntrustedFileError as error:
+            raise TokenizerError(f"tokenizer: {error}; repair or remove it") from None
+        return cls(backend, config)
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids, added tokens included."""
+        return self._backend.get_vocab_size()
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """The ids of `text`; special tokens written out in the text are read as such.
+
+        `add_special_tokens` lets the tokenizer add those it was trained with, such as `<s>`.
+        """
+        with _library_errors("text (str)"):
+            if self._guard is not None and isinstance(text, str):
+                text.encode()  # a lone surrogate is refused here as there
+                return self._guard.encode(text, add_special_tokens)
+            return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def encode_from(self, text: str, start: int) -> list[int] | None:
+        """The ids that `text` has from the character `start` on, without special tokens added.
+
+        They are cut as the whole text is cut; None where a token lies across `start`, or behind it
+        is none.
+        """
+        found = self._backend.encode(text, add_special_tokens=False)
+        for i, (begin, _) in enumerate(found.offsets):
+            if begin >= start:
+                across = i > 0 and found.offsets[i - 1][1] > start
+                return None if across else list(found.ids[i:])
+        return None
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of `ids`; bytes that are no UTF-8 become U+FFFD.
+
+        An id above the vocabulary has no text (models may have more rows than the tokenizer).
+        """
+        with _library_errors("token ids at least 0"):
+            if self._guard is not None:
+                return self._guard.decode(ids, skip_special_tokens)
+            return str(self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
+
+    def id_to_token(self, token_id: int) -> str:
+        """The vocabulary entry of an id. Raises TokenizerError if there is none."""
+        token = self._backend.id_to_token(token_id) if 0 <= token_id < 2**32 else None
+        if token is None:
+            raise TokenizerError(
+                f"tokenizer: expected a token id from 0 to {self.vocab_size - 1}, got {token_id}; "
+                "the tokenizer belongs to another model"
+            )
+        return str(token)
+
+    def token_id(self, token: str) -> int | None:
+        """The id of a vocabulary entry, None if there is none."""
+        return self._backend.token_to_id(token)
+
+    def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
+    ) -> str:
+        """The text of a conversation, by the model's own template.
+
+        Args:
+            messages: [{"role": ..., "content": ...}, ...], at least one.
+            add_generation_prompt: end with what opens the assistant's answer.
+        Raises ChatTemplateError if the model has no template, or the template fails or refuses.
+        """
+        if self.chat_template is None:
+            raise ChatTemplateError(
+                "chat: expected a model with a chat template, got one without (no chat_template in "
+                f"{CONFIG_FILE}, no {TEMPLATE_FILE}); it was not made for conversation: use plain "
+                "continuation (generate, or chat --plain)"
+            )
+        _check_messages(messages)
+        return chat_template.render(
+            self.chat_template, messages, add_generation_prompt, self.special_tokens
+        )
+
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
+    ) -> list[int]:
+        """The ids of `render_chat(...)`; the template itself writes the special tokens."""
+        text = self.render_chat(messages, add_generation_prompt)
+        return self.encode(text, add_special_tokens=False)
+
+
+# Streaming -----------------------------------------------------------------------------------
+
+
+class StreamDecoder:
+    """Ids in, text out, one id at a time; never a part of a UTF-8 character.
+
+    What `push` returned plus what `finish` returns is `decode` of all ids. Text is held back while
+    it ends in U+FFFD, for that may be the beginning of a character whose other bytes are still to
+    come.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
+        self._tokenizer, self._skip = tokenizer, skip_special_tokens
+        self._context: list[int] = []  # ids whose text is out; they decide about leading spaces
+        self._pending: list[int] = []  # ids whose text is not
+
+    def _pending_text(self) -> str:
+        before = self._tokenizer.decode(self._context, self._skip)
+        return self._tokenizer.decode(self._context + self._pending, self._skip)[len(before) :]
+
+    def push(self, token_id: int) -> str:
+        """The text that `token_id` completes; "" for a special token or a part of a character."""
+        self._pending.append(token_id)
+        text = self._pending_text()
+        if not text or text.endswith("\ufffd"):
+            return ""
+        self._context, self._pending = self._pending, []
+        return text
+
+    def finish(self) -> str:
+        """What is still held back; an unfinished character comes out as U+FFFD."""
+        text = self._pending_text() if self._pending else ""
+        self._context, self._pending = [], []
+        return text
+
+
+# tokenizer_config.json -----------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _library_errors(expected: str) -> Iterator[None]:
+    """What comes out of the tokenizers library, panics included, as one line."""
+    try:
+        yield
+    except LimitError as error:
+        raise TokenizerError(
+            f"tokenizer: expected tokenizer.json to cut a text in time, got {error}; one of its "
+            "regular expressions is broken or hostile"
+        ) from None
+    except ChildError as error:
+        text = f"{error.name}: {' '.join(error.message.split())}"
+        raise TokenizerError(f"tokenizer: expected {expected}, got: {text}") from None
+    except BaseException as error:  # a panic of Rust is no Exception
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise TokenizerError(f"tokenizer: expected {expected}, got: {error}") from None
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """bos_token, eos_token, ... as strings; a token may be stored as an object with `content`."""
+    names = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
+    found = {}
+    for name in names:
+        value = config.get(name)
+        if isinstance(value, Mapping):
+            value = value.get("content")
+        if isinstance(value, str):
+            found[name] = value
+    return found
+
+
+def _default_template(value: object) -> str | None:
+    """The template, or the one named "default" of a list of named ones."""
+    if value is None or isinstance(value, str):
+        return value
+    if isinstance(value, list):
+        named = {t.get("name"): t.get("template") for t in value if isinstance(t, Mapping)}
+        if isinstance(named.get("default"), str):
+            return str(named["default"])
+    raise TokenizerError(
+        "tokenizer: expected chat_template to be text, or a list with one named 'default', got "
+        f"{str(value)[:80]}"
+    )
+
+
+# Chat templates ------------------------------------------------------------------------------
+
+
+def _check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
+    if isinstance(messages, str | Mapping) or not messages:
+        raise ChatTemplateError(
+            "chat: expected messages as a list of {'role', 'content'}, at least one, got "
+            f"{str(messages)[:80]!r}"
+        )
+    for m in messages:
+        if not isinstance(m, Mapping) or not isinstance(m.get("role"), str) or "content" not in m:
+            raise ChatTemplateError(
+                f"chat: expected every message to have 'role' and 'content', got {str(m)[:80]!r}"
+            )

@@ -1,0 +1,1 @@
+"""From what people have (a folder, a file, a model id) to the tensors of a model, ready to run."""

@@ -1,0 +1,95 @@
+"""HeadWeight: one matrix as output head and as embedding, dense or quantised to int8 or int4.
+
+A tied model holds it once: logits and embedding rows come from the same storage. Activations meet
+a quantised head as 16-bit integers. It must not know models or files.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from bitnet_ops import ops
+from bitnet_ops.nn.casting import Cast, dtype_after, same_dtype
+
+# "stored": the tensor as it is, shared; the others are made from it.
+HEAD_FORMATS = ("int8", "int4", "bf16", "float32", "stored")
+DEFAULT_HEAD_FORMAT = "int8"
+
+_DENSE = {"bf16": torch.bfloat16, "float32": torch.float32}
+_NAMES = {torch.float32: "float32", torch.bfloat16: "bf16", torch.float16: "float16"}
+
+
+class HeadWeight(nn.Module):
+    """A matrix [V, K]; calling it gives logits, `embed` gives rows.
+
+    Buffers: `weight` F [V, K], or int8 or int4 codes as `ops.quantize_head` returns them, then with
+    their `scale`, else None. The row of id n is the weight itself, or code * scale.
+    """
+
+    weight: Tensor
+    scale: Tensor | None
+
+    def __init__(
+        self, weight: Tensor, scale: Tensor | None, out_features: int, in_features: int
+    ) -> None:
+        super().__init__()
+        self.register_buffer("weight", weight)
+        self.register_buffer("scale", scale)
+        self.out_features, self.in_features = out_features, in_features
+
+    @classmethod
+    def from_dense(
+        cls, tensor: Tensor, head_format: str = DEFAULT_HEAD_FORMAT, group_size: int = 128
+    ) -> HeadWeight:
+        """The head of a matrix F [V, K] in one of HEAD_FORMATS; group_size is int4's, 64 or 128.
+
+        Raises ValueError for another format, RuntimeError for a matrix that cannot be quantised.
+        """
+        check_head_format(head_format)
+        scale: Tensor | None = None
+        rows, features = tensor.shape
+        if head_format in ("int8", "int4"):
+            tensor, scale = ops.quantize_head(tensor.detach(), head_format, group_size)
+        elif head_format in _DENSE:
+            tensor = tensor.to(_DENSE[head_format])
+        return cls(tensor, scale, rows, features)
+
+    @property
+    def head_format(self) -> str:
+        """What it is now: "int8", "int4", "bf16", "float32" or "float16"."""
+        if self.scale is None:
+            return _NAMES[self.weight.dtype]
+        return "int8" if self.weight.dtype == torch.int8 else "int4"
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits f32 [..., V] of x F [..., K]."""
+        return ops.lm_head(x, self.weight, self.scale, self.out_features, self.in_features)
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """Rows f32 [..., K] of ids int64 [...]. Raises RuntimeError for an id out of range."""
+        return ops.embedding(ids, self.weight, self.scale, self.out_features, self.in_features)
+
+    def _apply(self, fn: Cast, recurse: bool = True) -> HeadWeight:
+        # Codes and scales are the format's: casting the model casts a dense head alone.
+        dtype_after(fn, torch.float32, tuple(_NAMES), "HeadWeight")
+        weight, scale = self.weight, self.scale
+        super()._apply(fn, recurse)
+        if scale is not None and self.scale is not None:
+            self.weight = same_dtype(weight, self.weight)
+            self.scale = same_dtype(scale, self.scale)
+        return self
+
+    def extra_repr(self) -> str:
+        return (
+            f"out_features={self.out_features}, in_features={self.in_features}, "
+            f"head_format={self.head_format}"
+        )
+
+
+def check_head_format(head_format: str) -> None:
+    """Raise ValueError unless `head_format` is one of HEAD_FORMATS."""
+    if head_format not in HEAD_FORMATS:
+        raise ValueError(
+            f"head_format: expected one of {', '.join(HEAD_FORMATS)}, got {head_format!r}"
+        )

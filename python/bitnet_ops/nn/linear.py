@@ -1,0 +1,165 @@
+"""BitLinear: a ternary linear layer as an nn.Module, for models and for use on its own.
+
+Forward is one op: quantise each token to int8, integer product, scales, bias. Inference only.
+The weight lies in the layout that the kernels read fastest unless another is asked for; a
+state_dict holds canonical rows whatever the layout.
+It must not know models or files.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bitnet_ops import ops
+from bitnet_ops.nn.casting import Cast, dtype_after, same_dtype
+from bitnet_ops.nn.packing import (
+    BLOCK,
+    PackedWeight,
+    pack_ternary,
+    packed_row_bytes,
+    prepack,
+    unprepack,
+)
+
+_ALL_ZERO_CODES = 0b01010101  # four times code 1, the weight 0
+_ACTIVATIONS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class BitLinear(nn.Module):
+    """y = int8(x) @ (codes * weight_scale)^T + bias; x F [..., K] -> [..., N] in x's dtype.
+
+    Buffers: `weight` uint8, [N, 32 * ceil(K / 128)] where `weight_format` is "canonical", else as
+    `ops.prepack` returns it ("auto", the default, is "2bit" and up to several times faster for
+    more than one token; `packing.prepack` has the formats),
+    `weight_scale` f32 (multiplies), [1], [N], or [N, ceil(K / 128)] where `group_size` is 128,
+    `bias` F [N] or None; `.to(dtype)` casts the bias alone, for the output has x's dtype. Gradients
+    reach x and the bias (see ops.linear), never the packed weight. `state_dict` gives canonical
+    rows (a copy for a private layout) and `load_state_dict` takes them, so that a checkpoint fits
+    every CPU and every format. A layer that nobody has loaded has the scale NaN, so that its
+    outputs cannot pass for results.
+    Source: "The Era of 1-bit LLMs", arXiv 2402.17764.
+    """
+
+    weight: Tensor
+    weight_scale: Tensor
+    bias: Tensor | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = False,
+        group_size: int = 0,
+        weight_format: str = "auto",
+    ) -> None:
+        super().__init__()
+        if in_features < 1 or out_features < 1:
+            raise ValueError(
+                "BitLinear: expected in_features and out_features above 0, got "
+                f"{in_features} and {out_features}"
+            )
+        self.in_features, self.out_features = in_features, out_features
+        if group_size not in (0, BLOCK):
+            raise ValueError(f"BitLinear: expected group_size 0 or {BLOCK}, got {group_size}")
+        self.weight_format, self.group_size = "canonical", group_size
+        shape = (out_features, packed_row_bytes(in_features))
+        self.register_buffer("weight", torch.full(shape, _ALL_ZERO_CODES, dtype=torch.uint8))
+        scales = (out_features, -(-in_features // BLOCK)) if group_size else (1,)
+        self.register_buffer("weight_scale", torch.full(scales, float("nan")))
+        self.register_buffer("bias", torch.zeros(out_features) if bias else None)
+        self.prepack(weight_format)
+
+    @classmethod
+    def from_packed(cls, packed: PackedWeight, bias: Tensor | None = None) -> BitLinear:
+        """A layer over `packed`, whose tensors are shared, not copied, in the layout they have.
+
+        Rows as `pack_ternary` makes them are the slow layout: `.prepack()` once, where they are
+        used more than once.
+        """
+        layer = cls.__new__(cls)
+        nn.Module.__init__(layer)
+        layer.in_features, layer.out_features = packed.in_features, packed.out_features
+        layer.weight_format, layer.group_size = packed.format, packed.group_size
+        layer.register_buffer("weight", packed.weight)
+        layer.register_buffer(
+            "weight_scale", packed.scale if packed.group_size else packed.scale.reshape(-1)
+        )
+        if bias is not None and tuple(bias.shape) != (packed.out_features,):
+            raise ValueError(
+                f"BitLinear: expected bias [{packed.out_features}], got {list(bias.shape)}"
+            )
+        layer.register_buffer("bias", bias)
+        return layer
+
+    @classmethod
+    def from_float(
+        cls, weight: Tensor, bias: Tensor | None = None, weight_format: str = "auto"
+    ) -> BitLinear:
+        """Ternarise a master weight F [N, K] by absmean, one scale for the matrix."""
+        codes, scale = ops.quantize_weights(weight.detach())
+        packed = pack_ternary(codes, scale)
+        layer = cls.from_packed(packed, None if bias is None else bias.detach())
+        return layer.prepack(weight_format)
+
+    def prepack(self, weight_format: str = "auto") -> BitLinear:
+        """Bring the weight into the layout `weight_format` for the kernels in use; returns self.
+
+        "auto", "2bit", "1.6bit" or "canonical", as `packing.prepack` has them.
+        """
+        packed = prepack(self._packed(), weight_format)
+        self.weight, self.weight_format = packed.weight, packed.format
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        op = ops.group_linear if self.group_size else ops.linear
+        return op(x, self.weight, self.weight_scale, self.bias, self.out_features, self.in_features)
+
+    def _apply(self, fn: Cast, recurse: bool = True) -> BitLinear:
+        # Codes and scales are the format's: casting the layer casts its bias alone.
+        dtype_after(fn, torch.float32, _ACTIVATIONS, "BitLinear")
+        weight, scale = self.weight, self.weight_scale
+        super()._apply(fn, recurse)
+        self.weight = same_dtype(weight, self.weight)
+        self.weight_scale = same_dtype(scale, self.weight_scale)
+        return self
+
+    def _packed(self) -> PackedWeight:
+        scale = torch.ones(1, device="cpu")  # the layer's own may be NaN, or on meta
+        shape = self.out_features, self.in_features
+        return PackedWeight(self.weight, scale, *shape, self.weight_format)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.weight_format != "canonical":
+            destination[prefix + "weight"] = unprepack(self._packed()).weight
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        key = prefix + "weight"
+        given = state_dict.get(key)
+        # copy_ would convert a float weight to uint8 without a word.
+        if given is not None and given.dtype != torch.uint8:
+            raise RuntimeError(
+                f"BitLinear: expected {key} packed as uint8, got {given.dtype}; "
+                "use BitLinear.from_float for a master weight"
+            )
+        if given is None or self.weight_format == "canonical":
+            super()._load_from_state_dict(state_dict, prefix, *args)
+            return
+        shape = self.out_features, packed_row_bytes(self.in_features)
+        if tuple(given.shape) != shape:
+            raise RuntimeError(
+                f"BitLinear: expected {key} as canonical rows {list(shape)}, got "
+                f"{list(given.shape)}; a state_dict holds no private layout"
+            )
+        private = ops.prepack(given.contiguous(), self.in_features, self.weight_format)
+        super()._load_from_state_dict({**state_dict, key: private}, prefix, *args)
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={self.bias is not None}, weight_format={self.weight_format}"
+            + (f", group_size={self.group_size}" if self.group_size else "")
+        )

@@ -1,0 +1,284 @@
+"""LoRA adapters as PEFT writes them: read strictly, run beside ternary projections.
+
+    y = projection(x) + (x A^T) B^T * scaling      scaling = lora_alpha / r, or / sqrt(r) (rsLoRA)
+
+The side path sees the activations before they are rounded to int8 and sums in float32 in the fixed
+order of the dense head, so that a token's result depends on neither batch nor threads. peft is not
+needed. Everything a directory asks for beyond this formula is refused by name. It must not know how
+adapters are trained, nor what else is in a model.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from bitnet_ops import ops
+from bitnet_ops.nn.linear import BitLinear
+from bitnet_ops.untrusted import UntrustedFileError, check_links, read_json_object
+
+CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+_FACTOR = re.compile(r"(?P<module>.+)\.lora_(?P<factor>[AB])(\.default)?\.weight")
+
+# Options that change the formula -> what they switch on.
+_REFUSED = {
+    "use_dora": "DoRA (a magnitude per output)",
+    "lora_bias": "biases of the side path",
+    "modules_to_save": "whole modules trained beside the adapter",
+    "fan_in_fan_out": "transposed weights (Conv1D)",
+    "layer_replication": "layers used several times",
+    "target_parameters": "adapters of bare parameters",
+    "trainable_token_indices": "trained rows of the embedding",
+    "alora_invocation_tokens": "aLoRA (an adapter switched on by tokens)",
+    "arrow_config": "Arrow (a router over adapters)",
+    "use_qalora": "QALoRA (pooled inputs)",
+    "use_bdlora": "BD-LoRA (block diagonal factors)",
+}
+# These initialisations move a part of the base weights into the adapter, which then fits no other.
+_BASE_CHANGING = ("pissa", "olora", "loftq", "corda", "lora_ga")
+# Options of training, of initialisation, or about where the adapter came from.
+_HARMLESS = frozenset(
+    """peft_type task_type base_model_name_or_path revision inference_mode r lora_alpha use_rslora
+    bias target_modules rank_pattern alpha_pattern lora_dropout init_lora_weights auto_mapping
+    layers_to_transform layers_pattern exclude_modules megatron_config megatron_core eva_config
+    corda_config loftq_config lora_ga_config runtime_config peft_version ephemeral_gpu_offload
+    qalora_group_size ensure_weight_tying""".split()
+)
+_TASKS = (None, "CAUSAL_LM", "FEATURE_EXTRACTION")
+
+
+class LoraError(ValueError):
+    """An adapter that cannot be applied; the message says what was expected and found."""
+
+
+def _refuse(expected: str, found: object, remedy: str) -> NoReturn:
+    raise LoraError(f"lora: expected {expected}, got {found}; {remedy}")
+
+
+@dataclass(frozen=True)
+class LoraWeight:
+    """One projection's side path: `a` F [r, K], `b` F [N, r], and the factor of their product."""
+
+    a: Tensor
+    b: Tensor
+    scaling: float
+
+    def delta(self) -> Tensor:
+        """What the side path adds to the weight: `B A * scaling`, float32 [N, K]."""
+        return (self.b.float() @ self.a.float()) * self.scaling
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """A PEFT directory: its name and, by module name (`model.layers.0...q_proj`), its weights."""
+
+    folder: Path
+    rank: int
+    weights: Mapping[str, LoraWeight]
+
+    def describe(self) -> str:
+        return f"LoRA adapter {self.folder.resolve().name} (rank {self.rank}, " + (
+            f"{len(self.weights)} projections)"
+        )
+
+
+# Reading ------------------------------------------------------------------------------------------
+
+
+def read_adapter(folder: str | os.PathLike[str]) -> Adapter:
+    """Read the PEFT directory `folder`: adapter_config.json and adapter_model.safetensors.
+
+    Raises LoraError for a missing or damaged file, any option beyond plain LoRA and rsLoRA (with
+    rank and alpha patterns), and factors that are incomplete, misshapen or not finite.
+    """
+    path = Path(folder)
+    config = _read_config(path)
+    _check_config(config)
+    pairs = _read_factors(path)
+    weights = {module: _weight(module, factors, config) for module, factors in pairs.items()}
+    _check_targets(config, list(weights))
+    return Adapter(path, config["r"], weights)
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    file = path / CONFIG_FILE
+    try:
+        check_links(path, [CONFIG_FILE, WEIGHTS_FILE])
+    except UntrustedFileError as error:
+        raise LoraError(f"lora: {error}") from None
+    if not file.is_file():
+        _refuse(f"a PEFT directory with {CONFIG_FILE}", path, "name the adapter's folder")
+    try:
+        return read_json_object(file)
+    except UntrustedFileError as error:
+        raise LoraError(f"lora: {error}; save the adapter again") from None
+
+
+def _check_config(config: Mapping[str, Any]) -> None:
+    if config.get("peft_type") != "LORA":
+        _refuse("peft_type LORA", repr(config.get("peft_type")), "other adapters are not supported")
+    if config.get("task_type") not in _TASKS:
+        found = repr(config["task_type"])
+        _refuse("task_type CAUSAL_LM", found, "its head is not part of this model")
+    if config.get("bias", "none") != "none":
+        _refuse("bias none", repr(config["bias"]), "trained biases are not supported")
+    for key, what in _REFUSED.items():
+        if config.get(key):
+            _refuse(f"plain LoRA without {key}", repr(config[key]), f"{what} is not supported")
+    unknown = [key for key, value in config.items() if value and key not in {*_HARMLESS, *_REFUSED}]
+    if unknown:
+        _refuse("known options of LoRA", f"{unknown[0]} = {config[unknown[0]]!r}", "not supported")
+    initialisation = str(config.get("init_lora_weights", True)).lower()
+    if initialisation.startswith(_BASE_CHANGING):
+        _refuse(
+            "an adapter of the unchanged base model",
+            f"init_lora_weights {initialisation!r}, which changes the base",
+            "convert it to plain LoRA with peft (path_initial_model_for_weight_conversion)",
+        )
+    for key in ("r", "lora_alpha"):
+        value = config.get(key)
+        right = isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+        if not right or (key == "r" and not isinstance(value, int)):
+            _refuse(f"{key} as a number above zero", repr(value), f"repair {CONFIG_FILE}")
+    for key in ("rank_pattern", "alpha_pattern"):
+        if not isinstance(config.get(key) or {}, dict):
+            _refuse(f"{key} as an object", repr(config[key]), f"repair {CONFIG_FILE}")
+
+
+def _read_factors(path: Path) -> dict[str, dict[str, Tensor]]:
+    file = path / WEIGHTS_FILE
+    if not file.is_file():
+        found = "adapter_model.bin" if (path / "adapter_model.bin").is_file() else "no such file"
+        _refuse(f"{WEIGHTS_FILE} in {path}", found, "pickles are never opened; save as safetensors")
+    pairs: dict[str, dict[str, Tensor]] = {}
+    try:
+        with safe_open(str(file), framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 (a safetensors handle is not a mapping)
+                match = _FACTOR.fullmatch(name)
+                if match is None or not name.startswith(_PREFIX):
+                    _refuse_tensor(name)
+                module = match["module"].removeprefix(_PREFIX)
+                pairs.setdefault(module, {})[match["factor"]] = tensors.get_tensor(name)
+    except (SafetensorError, OSError) as error:
+        _refuse(f"a valid safetensors file {file}", error, "save the adapter again")
+    if not pairs:
+        _refuse(f"factors lora_A and lora_B in {file}", "none", "is it an adapter at all?")
+    return pairs
+
+
+def _refuse_tensor(name: str) -> NoReturn:
+    remedy = "it is not part of plain LoRA"
+    if "lora_magnitude_vector" in name:
+        remedy = "a DoRA magnitude; DoRA is not supported"
+    elif "lora_embedding" in name:
+        remedy = "an adapter of the embedding; only ternary projections take one"
+    _refuse(f"tensors {_PREFIX}<module>.lora_A.weight and lora_B.weight alone", name, remedy)
+
+
+def _pattern(patterns: Mapping[str, Any], module: str, default: float) -> float:
+    """The value of the first pattern that matches the end of `module`, as peft matches it."""
+    for pattern, value in patterns.items():
+        try:
+            if re.match(rf"(.*\.)?({pattern})$", module):
+                return float(value)
+        except (re.error, TypeError, ValueError) as error:
+            _refuse("patterns of numbers", f"{pattern!r}: {value!r} ({error})", "repair the config")
+    return default
+
+
+def _weight(module: str, factors: Mapping[str, Tensor], config: Mapping[str, Any]) -> LoraWeight:
+    if len(factors) < 2:
+        absent = "B" if "A" in factors else "A"
+        _refuse(f"lora_A and lora_B of {module}", f"no lora_{absent}", "the file is incomplete")
+    a, b = factors["A"], factors["B"]
+    rank = int(_pattern(config.get("rank_pattern") or {}, module, config["r"]))
+    alpha = _pattern(config.get("alpha_pattern") or {}, module, config["lora_alpha"])
+    for factor, tensor in factors.items():
+        if not tensor.is_floating_point() or tensor.dim() != 2:
+            found = f"{tensor.dtype} {list(tensor.shape)}"
+            _refuse(f"a floating matrix lora_{factor} of {module}", found, "not plain LoRA")
+        if not torch.isfinite(tensor).all():
+            _refuse(f"finite lora_{factor} of {module}", "a NaN or an infinity", "training failed")
+    if a.shape[0] != rank or b.shape[1] != rank:
+        found = f"lora_A {list(a.shape)}, lora_B {list(b.shape)}"
+        _refuse(f"rank {rank} in {module}", found, "config and weights disagree")
+    return LoraWeight(a, b, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))
+
+
+def _check_targets(config: Mapping[str, Any], modules: list[str]) -> None:
+    targets = config.get("target_modules")
+    if not isinstance(targets, list):
+        return  # a regular expression, or "all-linear": the tensors say what it matched
+    for module in modules:
+        if not any(module == target or module.endswith(f".{target}") for target in targets):
+            _refuse(
+                f"factors of target_modules {targets} alone", module, "another config's weights"
+            )
+    for target in targets:
+        if not any(module == target or module.endswith(f".{target}") for module in modules):
+            _refuse(f"factors of the target module {target!r}", "none", "the file is incomplete")
+
+
+# Running ------------------------------------------------------------------------------------------
+
+
+class LoraBitLinear(BitLinear):
+    """A BitLinear with a side path; as it is no plain BitLinear, no fused op takes its place."""
+
+    lora: LoraWeight
+
+    @classmethod
+    def from_base(cls, base: BitLinear, lora: LoraWeight) -> LoraBitLinear:
+        """A layer over the very buffers of `base`."""
+        layer = cls.__new__(cls)
+        nn.Module.__init__(layer)
+        for name in ("in_features", "out_features", "weight_format", "group_size"):
+            setattr(layer, name, getattr(base, name))
+        for name in ("weight", "weight_scale", "bias"):
+            layer.register_buffer(name, getattr(base, name))
+        layer.lora = lora
+        return layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        base = super().forward(x)  # first: it knows its in_features and refuses another x by name
+        side = ops.lm_head(ops.lm_head(x, self.lora.a), self.lora.b)
+        return (base.float() + side * self.lora.scaling).to(x.dtype)
+
+
+def apply_adapter(model: nn.Module, adapter: Adapter) -> None:
+    """Put the side paths of `adapter` beside the projections of `model`, a Decoder, in place.
+
+    Raises LoraError where the adapter names what is no ternary projection of the model, or has
+    another shape; the model is unchanged then.
+    """
+    modules = dict(model.named_modules())
+    layers: dict[str, BitLinear] = {}
+    for name, lora in adapter.weights.items():
+        base = modules.get(name)
+        if not isinstance(base, BitLinear) or isinstance(base, LoraBitLinear):
+            found = "no such module" if base is None else f"a {type(base).__name__}"
+            _refuse(f"{name} to be a ternary projection", found, "the adapter is another model's")
+        shape, expected = (len(lora.b), lora.a.shape[1]), (base.out_features, base.in_features)
+        if shape != expected:
+            _refuse(f"{name} as {list(expected)}", list(shape), "the adapter is another model's")
+        layers[name] = base
+    for name, base in layers.items():
+        contiguous = LoraWeight(
+            adapter.weights[name].a.contiguous(),
+            adapter.weights[name].b.contiguous(),
+            adapter.weights[name].scaling,
+        )
+        model.set_submodule(name, LoraBitLinear.from_base(base, contiguous))
+    for module in model.modules():
+        if callable(bind := getattr(module, "_bind", None)):
+            bind()  # a layer keeps its projections at hand

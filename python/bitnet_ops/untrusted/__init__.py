@@ -1,0 +1,158 @@
+"""What comes from strangers: their JSON, their links, their texts in our messages.
+
+A checkpoint is a folder that somebody else has filled. Its JSON is read within limits, its links
+are followed only as far as they stay inside, and what it calls things is shown without control
+characters.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import unicodedata
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NoReturn
+
+JSON_LIMIT_BYTES = 64 << 20  # a shard index of the largest public models is a few MB
+_DEEPEST = 64  # levels of nesting; published files have less than ten
+
+
+class UntrustedFileError(ValueError):
+    """A file that is not read; the message says which and why, in one line."""
+
+
+# Texts in messages --------------------------------------------------------------------------------
+
+# Controls, formats (which turn the direction of text round), surrogates, private use, line ends.
+_UNPRINTABLE = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
+
+
+def printable(text: object) -> str:
+    """`text` with everything that a terminal would obey, or could not show, as \\x1b or \\u202e."""
+    shown = str(text)
+    if shown.isprintable():
+        return shown
+    return "".join(
+        c.encode("unicode_escape").decode() if unicodedata.category(c) in _UNPRINTABLE else c
+        for c in shown
+    )
+
+
+# JSON ---------------------------------------------------------------------------------------------
+
+
+def read_json_object(
+    path: str | os.PathLike[str], *, strict: bool = False, limit: int = JSON_LIMIT_BYTES
+) -> dict[str, Any]:
+    """The object that the JSON file `path` holds.
+
+    `strict`: no key twice, no NaN or Infinity. Raises UntrustedFileError, whose message goes on
+    from "expected ...": for a file that is none, larger than `limit` bytes, no UTF-8, no JSON,
+    nested deeper than 64, or holds something else than an object.
+    """
+    value = parse_json(read_text(path, limit=limit), str(path), strict=strict)
+    if not isinstance(value, dict):
+        _refuse(f"a JSON object in {path}", type(value).__name__)
+    return value
+
+
+def read_text(path: str | os.PathLike[str], *, limit: int = JSON_LIMIT_BYTES) -> str:
+    """The UTF-8 text of the regular file `path`; UntrustedFileError if it is none, or too large."""
+    try:
+        # O_NONBLOCK: a FIFO would wait for a writer
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                _refuse(f"a regular file {path}", "something else")
+            data = file.read(limit + 1)
+    except (OSError, ValueError) as error:
+        if isinstance(error, UntrustedFileError):
+            raise
+        _refuse(f"a readable file {path}", str(error))
+    if len(data) > limit:
+        _refuse(f"{path} below {limit >> 20} MiB", "more")
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        _refuse(f"UTF-8 in {path}", f"byte 0x{data[error.start]:02x} at offset {error.start}")
+
+
+def parse_json(text: str, name: str, *, strict: bool = False) -> Any:
+    """The value of a JSON text; `name` is what messages call it."""
+    try:
+        if strict:
+            value = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
+        else:
+            value = json.loads(text)
+    except RecursionError:
+        _refuse(f"JSON nested at most {_DEEPEST} deep in {name}", "deeper nesting")
+    except ValueError as error:
+        _refuse(f"valid JSON in {name}", str(error))
+    if _is_deeper(value, _DEEPEST):
+        _refuse(f"JSON nested at most {_DEEPEST} deep in {name}", "deeper nesting")
+    return value
+
+
+def _is_deeper(value: Any, limit: int) -> bool:
+    """Whether `value` nests deeper than `limit`; level by level, for it may be deeper than ours."""
+    level: list[Any] = [value]
+    for _ in range(limit + 1):
+        inner: list[Any] = []
+        for item in level:
+            if isinstance(item, dict):
+                inner += [v for v in item.values() if isinstance(v, (dict, list))]
+            elif isinstance(item, list):
+                inner += [v for v in item if isinstance(v, (dict, list))]
+        if not inner:
+            return False
+        level = inner
+    return True
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise ValueError(f"a key twice: {twice[:80]!r}")
+    return result
+
+
+def _no_constant(text: str) -> NoReturn:
+    raise ValueError(f"{text}, which is no JSON number")
+
+
+def _refuse(expected: str, got: str) -> NoReturn:
+    raise UntrustedFileError(f"expected {expected}, got {got}")
+
+
+# Links --------------------------------------------------------------------------------------------
+
+
+def leads_outside(folder: Path, name: str) -> Path | None:
+    """Where `folder`/`name` leads if that is outside `folder`; None if it stays inside.
+
+    The cache of the Hugging Face hub is inside: its models--*/snapshots/REVISION/ holds links into
+    models--*/blobs/, which is what `huggingface_hub` downloads look like.
+    """
+    try:
+        root, real = folder.resolve(), (folder / name).resolve()
+    except (OSError, ValueError, RuntimeError) as error:  # a zero byte, a ring of links
+        _refuse(f"a path in {folder}", str(error))
+    if real.is_relative_to(root):
+        return None
+    if root.parent.name == "snapshots" and real.parent == root.parent.parent / "blobs":
+        return None
+    return real
+
+
+def check_links(folder: Path, names: Iterable[str]) -> None:
+    """UntrustedFileError if one of `names` in `folder` is, or leads through, a link out of it."""
+    for name in names:
+        real = leads_outside(folder, name)
+        if real is not None:
+            _refuse(
+                f"{name} in {folder}",
+                f"a link out of it, to {real}; put the file itself there if it belongs to it",
+            )

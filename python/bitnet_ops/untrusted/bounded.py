@@ -1,0 +1,197 @@
+"""Programs of strangers, run in a process of their own with limits of time, memory and output.
+
+A chat template is a program, and so is a regular expression: either may never end or fill the
+memory, in one call that nothing can interrupt from inside. A process can be ended. It is started at
+the first call and kept for later ones, which cost a tenth of a millisecond more than calls here.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import selectors
+import signal
+import struct
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from pathlib import Path
+from typing import IO, Any
+
+_SCRIPT = Path(__file__).with_name("_bounded_child.py")
+_MOST_ANSWER_BYTES = 256 << 20  # twelve for each character of the largest text
+_WALL_S = 120.0  # when the machine is so busy that the child hardly runs
+
+
+class LimitError(Exception):
+    """A call that went beyond a limit; the message says which, as in "... got <message>"."""
+
+
+class ChildError(Exception):
+    """An exception in the child: `classes`, the names of its class and bases; `line` if it has."""
+
+    def __init__(self, name: str, message: str, classes: list[str], line: int | None) -> None:
+        super().__init__(message)
+        self.name, self.message, self.classes, self.line = name, message, classes, line
+
+
+class BoundedProcess:
+    """A child process for jobs of one `kind`; calls from several threads take turns.
+
+    `memory_bytes`: what it may have beyond what it starts with (where the system can limit it).
+    `first`: (job, arguments) to run whenever it has been started.
+    """
+
+    def __init__(
+        self, kind: str, memory_bytes: int, first: tuple[str, dict[str, Any]] | None = None
+    ) -> None:
+        self._start = {"kind": kind, "memory_bytes": memory_bytes}
+        self._first = first
+        self._forget()
+        _ALL.add(self)
+
+    def _forget(self) -> None:
+        """Begin anew, also after a fork: the child belongs to the process that started it."""
+        self._child: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()
+
+    def call(self, job: str, cpu_s: float, **arguments: Any) -> Any:
+        """The result of `job` in the child, which may use `cpu_s` seconds of CPU time for it.
+
+        Raises LimitError, after which the next call starts another child, and ChildError.
+        """
+        with self._lock:
+            if self._child is None:
+                self._child = self._spawn()
+                if self._first is not None:
+                    self._ask(self._first[0], 60.0, self._first[1])
+            return self._ask(job, cpu_s, arguments)
+
+    def _spawn(self) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-I", "-S", "-B", "-X", "utf8", str(_SCRIPT)]
+        try:
+            child = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C is not for it
+            )
+        except (OSError, ValueError) as error:
+            raise LimitError(f"no process to run it in ({error})") from None
+        path = [os.path.abspath(entry) for entry in sys.path]
+        with contextlib.suppress(OSError):  # it has ended: the first question will tell
+            _send(child.stdin, {**self._start, "path": path})
+        return child
+
+    def _ask(self, job: str, cpu_s: float, arguments: dict[str, Any]) -> Any:
+        assert self._child is not None
+        try:
+            _send(self._child.stdin, {"job": job, "cpu_s": cpu_s, "arguments": arguments})
+            answer = _receive(self._child.stdout, time.monotonic() + _WALL_S + cpu_s)
+        except BaseException as error:  # Ctrl-C too: the answer to come would be taken for another
+            status = self._end()
+            if isinstance(error, (EOFError, BrokenPipeError, TimeoutError)):
+                raise LimitError(_reason(status, cpu_s)) from None
+            raise
+        if "value" in answer:
+            return answer["value"]
+        if answer["error"] in ("MemoryError", "TooLong"):
+            if answer["error"] == "MemoryError":
+                self._end()  # what it holds is not known
+            raise LimitError(_WORDS[answer["error"]])
+        raise ChildError(answer["error"], answer["message"], answer["classes"], answer["line"])
+
+    def _end(self) -> int | None:
+        """Kill the child; its exit status."""
+        child, self._child = self._child, None
+        if child is None:
+            return None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(0.2)  # it may be dying already, and its own signal says why
+        child.kill()
+        for pipe in (child.stdin, child.stdout):
+            with contextlib.suppress(OSError):
+                assert pipe is not None
+                pipe.close()
+        return child.wait()
+
+    def close(self) -> None:
+        """End the child, if there is one; another call starts another."""
+        with self._lock:
+            if self._child is not None:
+                with contextlib.suppress(OSError):
+                    assert self._child.stdin is not None
+                    self._child.stdin.close()  # the end of its work
+            self._end()
+
+
+_WORDS = {
+    "MemoryError": "more memory than it may have",
+    "TooLong": "more text than any model reads",
+}
+
+
+def _reason(status: int | None, cpu_s: float) -> str:
+    if status == -signal.SIGPROF:  # the timer
+        return f"no end within {cpu_s:g} s of computing"
+    if status == -signal.SIGABRT:  # how Rust ends without memory
+        return _WORDS["MemoryError"]
+    if status == -signal.SIGKILL:  # ours, after waiting
+        return "no answer"
+    return f"a crash (exit status {status})"
+
+
+def _send(pipe: IO[bytes] | None, value: dict[str, Any]) -> None:
+    assert pipe is not None
+    data = json.dumps(value).encode("ascii")
+    pipe.write(struct.pack("<Q", len(data)) + data)
+    pipe.flush()
+
+
+def _receive(pipe: IO[bytes] | None, deadline: float) -> dict[str, Any]:
+    assert pipe is not None
+    size = struct.unpack("<Q", _read(pipe.fileno(), 8, deadline))[0]
+    if size > _MOST_ANSWER_BYTES:
+        raise EOFError
+    answer = json.loads(_read(pipe.fileno(), size, deadline))
+    if not isinstance(answer, dict):
+        raise EOFError
+    return answer
+
+
+def _read(descriptor: int, size: int, deadline: float) -> bytes:
+    """`size` bytes, by the deadline (TimeoutError); EOFError if the other end is closed."""
+    parts, left = [], size
+    while left:
+        with selectors.DefaultSelector() as selector:
+            selector.register(descriptor, selectors.EVENT_READ)
+            if not selector.select(max(0.0, deadline - time.monotonic())):
+                raise TimeoutError
+        part = os.read(descriptor, min(left, 1 << 20))
+        if not part:
+            raise EOFError
+        parts.append(part)
+        left -= len(part)
+    return b"".join(parts)
+
+
+_ALL: weakref.WeakSet[BoundedProcess] = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    for process in list(_ALL):
+        process.close()
+
+
+def _forget_all() -> None:
+    for process in list(_ALL):
+        process._forget()
+
+
+atexit.register(_close_all)
+os.register_at_fork(after_in_child=_forget_all)

@@ -1,0 +1,158 @@
+"""`bitnet-ops generate`: which is the model and which the text, why it ended, broken bytes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from bitnet_ops.cli import main
+from bitnet_ops.cli.generate import looks_like_a_model
+from bitnet_ops.cli.texts import TextError, checked
+from bitnet_ops.language_model import DEMO_DIR
+from cli_process import cli
+
+PROMPT, CONTINUED = "And God said unto", " him, Thou"
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """`my-demo`, a converted model in the working directory."""
+    shutil.copytree(DEMO_DIR, tmp_path / "my-demo")
+    monkeypatch.chdir(tmp_path)
+    return "my-demo"
+
+
+def test_a_model_without_a_prompt_is_noticed(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", model, "-n", "5"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "generate: expected a prompt, got only the model my-demo" in err
+    assert 'bitnet-ops generate my-demo "..."' in err
+
+
+def test_a_text_that_is_a_path_can_be_said(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "-p", model, "-n", "2"]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("my-demo") and err.startswith("the embedded demo | ")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["my-demo", PROMPT],
+        ["-m", "my-demo", PROMPT],
+        ["-m", "my-demo", "-p", PROMPT],
+        ["--model", "my-demo", "--prompt", PROMPT],
+        ["my-demo", "-p", PROMPT],
+        ["my-demo/model.bin", "--threads", "1", PROMPT],
+    ],
+    ids=" ".join,
+)
+def test_every_way_to_say_model_and_prompt(
+    model: str, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", "-n", "3", *words]) == 0
+    out, err = capsys.readouterr()
+    assert out == PROMPT + CONTINUED + "\n" and "demo" not in err
+
+
+def test_aliases_do_what_they_stand_for(capsys: pytest.CaptureFixture[str]) -> None:
+    def report(*words: str) -> dict[str, object]:
+        assert main(["generate", "-p", PROMPT, "--json", *words]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    new = report("--max-tokens", "6", "--temp", "0.8", "--seed", "3", "-t", "1")
+    old = report("-n", "6", "--temperature", "0.8", "--seed", "3", "--threads", "1")
+    assert new["sampling"] == old["sampling"] and new["token_ids"] == old["token_ids"]
+    assert new["new_tokens"] == 6 and new["threads"] == 1
+
+
+def test_model_and_prompt_exchanged(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", PROMPT, model]) == 2
+    assert "expected MODEL before PROMPT" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        ("my-demo", True),
+        ("./nothing-here", True),
+        ("~/models/x", True),
+        ("/nowhere/x", True),
+        ("some.gguf", True),
+        ("model.bin", True),
+        ("microsoft/bitnet-b1.58-2B-4T", True),
+        ("hello", False),
+        ("In the beginning", False),
+        ("and/or", False),
+        ("1/2", False),
+        ("a text about model.bin", False),
+        ("/ is a slash", False),
+        ("x" * 5000, False),
+        ("nul\0", False),
+        ("~nobody-of-this-name", False),
+    ],
+)
+def test_what_looks_like_a_model(model: str, word: str, expected: bool) -> None:
+    assert looks_like_a_model(word) is expected
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["-n", "5", "--ignore-eos"], "ended: the limit of 5 tokens (-n)"),
+        (["-n", "100000", "--ignore-eos"], "ended: the model's context of 1024 tokens is full"),
+        (["--stop", "Thou"], "ended: a stop text, or the model's own end"),
+    ],
+)
+def test_why_it_ended_is_said(
+    words: list[str], reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", PROMPT, *words]) == 0
+    err = capsys.readouterr().err
+    assert err.endswith(f" | {reason}\n") and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("data", "found"),
+    [
+        (b"\xff", "0xff at offset 0"),
+        (b"ab\xc3", "0xc3 at offset 2"),
+        ("é".encode() + b"\xe9", "0xe9 at offset 2"),
+    ],
+)
+def test_a_byte_that_is_no_utf8_is_named(data: bytes, found: str) -> None:
+    for done in (
+        cli("generate", "-", data=data),
+        cli("generate", os.fsdecode(data)),
+        cli("embed", "model", "-", data=data),
+    ):
+        assert done.stdout == b"" and done.returncode == 1
+        line = done.stderr.decode()
+        assert f"expected UTF-8 text, got the byte {found};" in line and line.count("\n") == 1
+
+
+def test_half_a_character_is_named() -> None:
+    with pytest.raises(TextError, match=r"--stop: expected UTF-8 text, got .*U\+D800"):
+        checked("a\ud800", "--stop")
+    assert checked("é\U0001f600", "prompt") == "é\U0001f600"
+
+
+def test_a_closed_stdin_is_one_line() -> None:
+    import subprocess
+
+    from cli_process import COMMAND, environment
+
+    done = subprocess.run(
+        ["sh", "-c", 'exec "$@" <&-', "sh", *COMMAND, "generate", "-"],
+        capture_output=True,
+        env=environment(),
+        timeout=120,
+    )
+    assert done.returncode == 1 and done.stderr.count(b"\n") == 1 and b"stdin" in done.stderr

@@ -1,0 +1,189 @@
+"""`bitnet-ops doctor`: facts agree with the process, problems have a remedy, one screen of text."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from bitnet_ops import _runtime, cli, machine
+from bitnet_ops.cli import doctor
+from bitnet_ops.language_model import load
+
+GIB = 1 << 30
+
+
+def run_doctor(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """The command in a process of its own."""
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "BITNET_", "GOMP_"))}
+    return subprocess.run(
+        [sys.executable, "-m", "bitnet_ops", "doctor", *arguments],
+        capture_output=True,
+        text=True,
+        env=clean | environment,
+    )
+
+
+@pytest.fixture(scope="module")
+def facts() -> dict[str, Any]:
+    done = run_doctor("--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    return json.loads(done.stdout)
+
+
+def test_json_has_every_field(facts: dict[str, Any]) -> None:
+    assert (facts["schema"], facts["schema_version"]) == ("bitnet_ops.cli.doctor", 1)
+    fields = {
+        "package": {"version", "location", "python", "build"},
+        "cpu": {"model", "architecture", "virtual", "cache_bytes", "features"},
+        "isa": {"selected", "BITNET_OPS_ISA", "error", "table"},
+        "amx": {"on_cpu", "permission"},
+        "threads": {"torch", "logical_cpus", "affinity", "cgroup_quota", "available"}
+        | {"environment"},
+        "weights": {"format", "tile_lanes", "tuned_to", "prefetch_bytes", "cache"},
+        "torch": {"version", "location", "abi_floor"},
+        "memory": {"total", "available", "limit"},
+        "pages": {"page_bytes", "transparent_huge_pages"},
+        "sglang": {"installed", "version", "entry_point", "active", "SGLANG_PLUGINS", "tested"}
+        | {"version_tested"},
+    }
+    for name, inner in fields.items():
+        assert set(facts[name]) == inner, name
+    others = {"schema", "schema_version", "openmp_runtimes", "load_average", "problems"}
+    assert set(facts) == {*fields, *others}
+
+
+def test_facts_are_those_of_the_process(facts: dict[str, Any]) -> None:
+    assert facts["torch"]["version"] == torch.__version__
+    assert facts["torch"]["abi_floor"] == "2.10"
+    assert facts["package"]["build"] == _runtime.build_info()
+    assert facts["cpu"]["features"] == _runtime.cpu_features()
+    assert facts["threads"]["affinity"] == machine.affinity()
+
+
+def test_one_openmp_runtime_and_it_is_that_of_torch(facts: dict[str, Any]) -> None:
+    (runtime,) = facts["openmp_runtimes"]
+    assert runtime.startswith(facts["torch"]["location"].rsplit("/", 1)[0])
+    assert not any("OpenMP" in problem["problem"] for problem in facts["problems"])
+
+
+def test_every_isa_has_a_row_with_a_reason(facts: dict[str, Any]) -> None:
+    table = facts["isa"]["table"]
+    assert [row["isa"] for row in table] == _runtime.all_isas()
+    available = [row["isa"] for row in table if row["available"]]
+    assert available == _runtime.available_isas()
+    assert [row["isa"] for row in table if row["selected"]] == [facts["isa"]["selected"]]
+    assert facts["isa"]["selected"] == available[0]
+    for row in table:
+        if row["available"]:
+            assert row["reason"] in {"the best that this CPU can execute", "available, slower"}
+        else:
+            assert row["missing"] and all(name in row["reason"] for name in row["missing"])
+
+
+def test_forced_isa_is_shown_with_its_reason() -> None:
+    done = run_doctor("--json", BITNET_OPS_ISA="scalar")
+    facts = json.loads(done.stdout)
+    assert done.returncode == 0 and facts["isa"]["selected"] == "scalar"
+    row = next(row for row in facts["isa"]["table"] if row["selected"])
+    assert row["reason"] == "chosen by BITNET_OPS_ISA"
+    best = _runtime.available_isas()[0]
+    expected = [] if best == "scalar" else [f"scalar is in use although {best} is available"]
+    assert [p["problem"] for p in facts["problems"] if "in use" in p["problem"]] == expected
+
+
+def test_unavailable_isa_is_an_error_with_the_list() -> None:
+    done = run_doctor(BITNET_OPS_ISA="avx99")
+    assert done.returncode == 1 and done.stderr == ""
+    said = " ".join(done.stdout.split())
+    assert "ERROR: BITNET_OPS_ISA: expected one of the ISAs available on this CPU" in said
+    assert all(name in done.stdout for name in _runtime.available_isas())
+    assert "\n  remedy: unset BITNET_OPS_ISA" in done.stdout
+    assert "isa       none (BITNET_OPS_ISA=avx99)" in done.stdout
+
+
+def test_text_fits_a_screen(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 40
+    # a path is not cut, or nobody could copy it
+    assert all(len(line) <= 100 or len(line.split()) == 1 for line in lines)
+    labels = "torch cpu features amx isa threads openmp memory pages sglang"
+    for label in labels.split():
+        assert any(line.startswith(f"{label} ") for line in lines), label
+
+
+@pytest.fixture
+def healthy() -> dict[str, Any]:
+    """Facts without a problem, on a machine of the tests' own."""
+    rows = [
+        {"isa": "avx2", "available": True, "selected": True},
+        {"isa": "scalar", "available": True, "selected": False},
+    ]
+    return {
+        "isa": {"selected": "avx2", "BITNET_OPS_ISA": None, "error": None, "table": rows},
+        "amx": {"on_cpu": False, "permission": None},
+        "threads": {"torch": 4, "available": 4, "environment": {"OMP_NUM_THREADS": "4"}},
+        "openmp_runtimes": ["/torch/libgomp.so.1"],
+        "memory": {"total": 8 * GIB, "available": 8 * GIB, "limit": None},
+        "pages": {"page_bytes": 4096, "transparent_huge_pages": "madvise"},
+        "sglang": {"installed": False, "active": False},
+    }
+
+
+def test_healthy_machine_has_no_problems(healthy: dict[str, Any]) -> None:
+    assert doctor.find_problems(healthy) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "problem"),
+    [
+        ("openmp_runtimes", ["/a/libgomp.so.1", "/b/libomp.so"], "2 OpenMP runtimes"),
+        ("openmp_runtimes", [], "no OpenMP runtime is mapped"),
+        ("threads.available", 2, "torch uses 4 threads, 2 can run at the same time"),
+        ("threads.torch", 1, "torch uses 1 of 4 CPUs"),
+        ("threads.environment", {"OMP_PROC_BIND": "true"}, "pins the main thread"),
+        ("threads.environment", {"GOMP_CPU_AFFINITY": "0-3"}, "pins the main thread"),
+        ("memory.available", GIB, "1.0 GiB of memory"),
+        ("memory.limit", GIB // 2, "0.5 GiB of memory"),
+        ("pages.transparent_huge_pages", "never", "transparent huge pages are off"),
+        ("amx.permission", "refused", "the operating system refuses its tile state"),
+        ("isa.selected", "scalar", "scalar is in use although avx2 is available"),
+        ("isa.error", "BITNET_OPS_ISA: expected ...", "BITNET_OPS_ISA: expected"),
+        ("isa.table", [{"isa": "scalar", "available": True}], "plain C++, slowly"),
+    ],
+)
+def test_each_problem_is_found_with_a_remedy(
+    healthy: dict[str, Any], path: str, value: object, problem: str
+) -> None:
+    facts = copy.deepcopy(healthy)
+    *outer, last = path.split(".")
+    target = facts[outer[0]] if outer else facts
+    target[last] = value
+    if path == "isa.table":
+        facts["isa"]["selected"] = "scalar"
+    (found,) = doctor.find_problems(facts)
+    assert problem in found["problem"] and found["remedy"]
+    assert found["severity"] == ("error" if path == "isa.error" else "warning")
+
+
+def test_binding_switched_off_is_no_problem(healthy: dict[str, Any]) -> None:
+    healthy["threads"]["environment"] = {"OMP_PROC_BIND": "FALSE"}
+    assert doctor.find_problems(healthy) == []
+
+
+def test_the_layout_of_weights_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BITNET_OPS_CACHE", "somewhere")
+    facts = doctor.collect()
+    weights = facts["weights"]
+    assert weights["format"] == load(cache=False).model.weight_format
+    assert weights["tile_lanes"] in (4, 8, 16) and weights["prefetch_bytes"] >= 0
+    text = "\n".join(doctor.render(facts))
+    assert f"weights   2bit, {weights['tile_lanes']} lanes; tuned to" in text
+    assert "cache of prepared models somewhere" in text

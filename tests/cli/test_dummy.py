@@ -1,0 +1,77 @@
+"""Synthetic models: every part valid, the same in memory and in a file, sized like real ones.
+
+Sizes are those of the originals' config.json. Nothing here asserts a speed or reads a text.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from bitnet_ops.cli import main
+from bitnet_ops.dummy import model as dummy
+from bitnet_ops.generate.engine import Engine, Limits
+from bitnet_ops.language_model import load
+from bitnet_ops.models import expected_tensors
+from bitnet_ops.nn.kv_cache import KVCache
+from bitnet_ops.nn.packing import PackedWeight, unpack_ternary
+
+
+def parameters(name: str) -> int:
+    return sum(math.prod(spec.shape) for spec in expected_tensors(dummy.config(name)).values())
+
+
+def test_shapes_are_those_of_the_real_models() -> None:
+    assert round(parameters("2b-4t") / 1e6) == 2413  # BitNet b1.58 2B4T
+    assert round(parameters("0.7b") / 1e6) == 778  # bitnet_b1_58-large: 679 and two matrices of 49
+    assert dummy.config("2b-4t").num_key_value_heads == 5
+    assert dummy.config("0.7b").head_dim == 96
+
+
+def test_codes_are_random_and_valid() -> None:
+    tensors = dummy.tensors("tiny")
+    zeros, total, seen = 0, 0, set()
+    for tensor in tensors.values():
+        if isinstance(tensor, PackedWeight):
+            codes = unpack_ternary(tensor)  # refuses a code 3 and a wrong padding code
+            zeros += int((codes == 0).sum())
+            total += codes.numel()
+            seen |= {bytes(row) for row in tensor.weight.numpy()}
+    assert 0.38 < zeros / total < 0.42
+    rows = sum(t.out_features for t in tensors.values() if isinstance(t, PackedWeight))
+    assert len(seen) == rows  # no two rows alike
+
+
+def test_a_seed_gives_a_model() -> None:
+    name = "model.layers.1.mlp.up_proj.weight"
+    first, same, other = (dummy.tensors("tiny", seed)[name] for seed in (3, 3, 4))
+    assert isinstance(first, PackedWeight) and isinstance(same, PackedWeight)
+    assert isinstance(other, PackedWeight)
+    assert torch.equal(first.weight, same.weight)
+    assert not torch.equal(first.weight, other.weight)
+
+
+def test_activations_stay_near_one() -> None:
+    model = dummy.decoder("tiny")
+    ids = torch.arange(64).unsqueeze(0)
+    with torch.inference_mode():
+        logits = model(ids, KVCache(model.config, 1, 64))
+    assert torch.isfinite(logits).all()
+    assert 0.1 < float(logits.std()) < 2
+
+
+def test_the_file_is_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["dummy", "tiny", str(tmp_path / "new"), "--seed", "5"]) == 0
+    assert "model.bin" in capsys.readouterr().out
+    prompt, limits = [[1, 2, 3]], Limits(12)
+    loaded = load(tmp_path / "new").engine.generate(prompt, limits=limits)
+    built = Engine(dummy.decoder("tiny", seed=5)).generate(prompt, limits=limits)
+    assert loaded[0].token_ids == built[0].token_ids
+
+
+def test_unknown_names_are_refused() -> None:
+    with pytest.raises(ValueError, match="expected a name among 2b-4t, 0.7b, tiny, got '7b'"):
+        dummy.decoder("7b")

@@ -1,0 +1,167 @@
+"""Facts about the machine, read from files written by hand: control groups, caches, pages, maps."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from bitnet_ops import machine
+
+
+def write(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+def test_cpu_names_family_and_flags(tmp_path: Path) -> None:
+    text = "processor\t: 0\nmodel name\t: Some CPU\ncpu family\t: 25\nmodel\t\t: 1\n"
+    text += "flags\t\t: fpu amx_tile\n"
+    root = write(tmp_path, {"proc/cpuinfo": text + "\n" + text.replace("Some", "Other")})
+    assert machine.cpu_model(root) == "Some CPU (family 25, model 1)"
+    assert machine.cpu_flags(root) == {"fpu", "amx_tile"}
+
+
+def test_cpu_of_an_arm_kernel(tmp_path: Path) -> None:
+    text = "processor\t: 0\nFeatures\t: fp asimd asimddp\nCPU part\t: 0xd0c\n"
+    root = write(tmp_path, {"proc/cpuinfo": text})
+    assert machine.cpu_model(root) == "0xd0c"
+    assert "asimddp" in machine.cpu_flags(root)
+
+
+def test_caches(tmp_path: Path) -> None:
+    base = "sys/devices/system/cpu/cpu0/cache/index"
+    rows = [("1", "Data", "48K"), ("1", "Instruction", "64K"), ("2", "Unified", "1M")]
+    files = {}
+    for i, row in enumerate(rows):
+        for name, value in zip(("level", "type", "size"), row, strict=True):
+            files[f"{base}{i}/{name}"] = value + "\n"
+    assert machine.cache_bytes(write(tmp_path, files)) == {"L1": 48 << 10, "L2": 1 << 20}
+
+
+@pytest.mark.parametrize(
+    ("files", "quota"),
+    [
+        ({}, None),
+        ({"proc/self/cgroup": "0::/a/b\n", "sys/fs/cgroup/a/b/cpu.max": "max 100000\n"}, None),
+        ({"proc/self/cgroup": "0::/a/b\n", "sys/fs/cgroup/a/b/cpu.max": "150000 100000\n"}, 1.5),
+        # the parent's limit binds as well
+        (
+            {
+                "proc/self/cgroup": "0::/a/b\n",
+                "sys/fs/cgroup/a/b/cpu.max": "400000 100000",
+                "sys/fs/cgroup/a/cpu.max": "200000 100000",
+            },
+            2.0,
+        ),
+        # a container: the path names a directory of the host, our own group is the top
+        ({"proc/self/cgroup": "0::/host/x\n", "sys/fs/cgroup/cpu.max": "50000 100000\n"}, 0.5),
+        (
+            {
+                "proc/self/cgroup": "5:memory:/m\n4:cpu,cpuacct:/c\n0::/\n",
+                "sys/fs/cgroup/cpu/c/cpu.cfs_quota_us": "300000\n",
+                "sys/fs/cgroup/cpu/c/cpu.cfs_period_us": "100000\n",
+            },
+            3.0,
+        ),
+        (
+            {
+                "proc/self/cgroup": "1:cpu:/\n",
+                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n",
+                "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
+            },
+            None,
+        ),
+    ],
+)
+def test_cpu_quota(tmp_path: Path, files: dict[str, str], quota: float | None) -> None:
+    assert machine.cpu_quota(write(tmp_path, files)) == quota
+
+
+def test_available_cpus_are_whole_and_at_least_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "affinity", lambda: [0, 1, 2, 3])
+    for quota, expected in ((None, 4), (0.5, 1), (1.5, 1), (2.0, 2), (16.0, 4)):
+        monkeypatch.setattr(machine, "cpu_quota", lambda root, q=quota: q)
+        assert machine.cpus_available() == expected
+
+
+def test_memory_and_its_limit(tmp_path: Path) -> None:
+    meminfo = "MemTotal:       2048 kB\nMemFree: 1 kB\nMemAvailable:   1024 kB\n"
+    root = write(
+        tmp_path,
+        {
+            "proc/meminfo": meminfo,
+            "proc/self/cgroup": "7:memory:/x\n",
+            "sys/fs/cgroup/memory/x/memory.limit_in_bytes": "9223372036854771712\n",
+        },
+    )
+    expected = {"total": 2048 << 10, "available": 1024 << 10, "limit": None}
+    assert machine.memory_bytes(root) == expected
+    write(root, {"proc/self/cgroup": "0::/y\n", "sys/fs/cgroup/y/memory.max": "4096\n"})
+    assert machine.memory_bytes(root) == expected | {"limit": 4096}
+
+
+def test_huge_page_setting(tmp_path: Path) -> None:
+    assert machine.transparent_huge_pages(tmp_path) is None
+    path = "sys/kernel/mm/transparent_hugepage/enabled"
+    assert machine.transparent_huge_pages(write(tmp_path, {path: "always [madvise] never\n"})) == (
+        "madvise"
+    )
+
+
+def test_openmp_runtimes_in_maps(tmp_path: Path) -> None:
+    mapping = "7f00-7f01 r-xp 00000000 00:00 1   {}\n"
+    mapped = [
+        "/a/torch/lib/libgomp.so.1",
+        "/a/torch/lib/libgomp.so.1",
+        "/b/libs/libgomp-a34b3233.so.1.0.0",
+        "/usr/lib/libiomp5.so",
+        "/usr/lib/libomp.so.5 (deleted)",
+        "/usr/lib/libomptarget.so",
+        "/usr/lib/libgomposer.so",
+        "/with space/libomp.so",
+    ]
+    text = "".join(mapping.format(path) for path in mapped) + "7f02-7f03 rw-p 0 00:00 0 \n"
+    found = machine.openmp_runtimes(write(tmp_path, {"proc/self/maps": text}))
+    assert found == sorted({mapped[0], mapped[2], mapped[3], mapped[4], mapped[7]})
+
+
+def test_thread_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith(("OMP_", "GOMP_", "KMP_", "MKL_")):
+            monkeypatch.delenv(name)
+    assert machine.thread_environment() == {}
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert machine.thread_environment() == {"OMP_NUM_THREADS": "3"}
+
+
+def test_this_machine_has_answers() -> None:
+    assert machine.cpu_model() and machine.affinity() and machine.cpus_available() >= 1
+    assert machine.page_bytes() >= 4096
+    memory = machine.memory_bytes()
+    assert memory["total"] and memory["available"] and memory["total"] > memory["available"]
+
+
+@pytest.mark.skipif(
+    not Path("/proc/self/schedstat").exists(), reason="this kernel keeps no account of waiting"
+)
+def test_waiting_for_a_cpu_is_counted() -> None:
+    before = machine.run_delay_ns()
+    # more busy processes than CPUs: some of this process's threads have to wait
+    worker = [sys.executable, "-c", "import time; t = time.time() + 1\nwhile time.time() < t: pass"]
+    others = [subprocess.Popen(worker) for _ in range(2 * len(machine.affinity()))]
+    end = time.monotonic() + 10
+    while machine.run_delay_ns() == before and time.monotonic() < end:
+        pass
+    for other in others:
+        other.wait()
+    assert machine.run_delay_ns() > before

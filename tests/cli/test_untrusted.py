@@ -1,0 +1,349 @@
+"""What strangers may put into a checkpoint or a command line: one line each, nothing followed.
+
+Links, JSON without end, regular expressions, numbers out of range, zero bytes, control characters,
+bytes that are no UTF-8, closed streams. Chat templates are test_chat_template.py's business.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Regex, normalizers, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+
+import hf_writer
+from bitnet_ops.cli import main
+from bitnet_ops.config import ModelConfig, UnsupportedModelError
+from bitnet_ops.convert import ConvertError, convert
+from bitnet_ops.convert.gguf.pretokenizers import PRE_TOKENIZERS
+from bitnet_ops.generate.tokenizer import Tokenizer, TokenizerError
+from bitnet_ops.language_model import DEMO_DIR, LoadError, load
+from bitnet_ops.nn.lora import LoraError, read_adapter
+from bitnet_ops.untrusted import UntrustedFileError, printable, read_json_object
+from hf_writer import FAMILIES
+
+DEEP = "[" * 100_000
+OBJECT_DEEP = '{"a":' * 5000 + "1" + "}" * 5000
+CONFIG = {
+    "model_type": "bitnet",
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+}
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return Path(hf_writer.write_checkpoint(tmp_path / "source", FAMILIES["bitnet-offline"]))
+
+
+# Links ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name", ["tokenizer.json", "generation_config.json", "config.json", "model.safetensors"]
+)
+def test_links_out_of_a_checkpoint_are_not_followed(
+    name: str, source: Path, tmp_path: Path
+) -> None:
+    (source / name).replace(tmp_path / "elsewhere")
+    (source / name).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ConvertError, match=f"{name}.*a link out of it.*link-outside") as caught:
+        convert(source, tmp_path / "out")
+    assert caught.value.code == "link-outside" and not (tmp_path / "out").exists()
+
+
+def test_links_inside_and_links_to_the_folder_are_followed(source: Path, tmp_path: Path) -> None:
+    (source / "model.safetensors").rename(source / "weights")
+    (source / "model.safetensors").symlink_to("weights")
+    (tmp_path / "link").symlink_to(source)
+    assert convert(tmp_path / "link", tmp_path / "out").tensors == 24
+
+
+def test_the_cache_of_the_hub_is_followed(source: Path, tmp_path: Path) -> None:
+    """Files of models--A--B/snapshots/REVISION are links to ../../blobs/HASH."""
+    home = tmp_path / "models--a--b"
+    snapshot = home / "snapshots" / "0123abcd"
+    snapshot.mkdir(parents=True)
+    (home / "blobs").mkdir()
+    for number, file in enumerate(sorted(source.iterdir())):
+        file.rename(home / "blobs" / f"{number:064x}")
+        (snapshot / file.name).symlink_to(Path("../../blobs") / f"{number:064x}")
+    assert convert(snapshot, tmp_path / "out").tensors == 24
+    (tmp_path / "secret").write_text("{}")
+    (snapshot / "tokenizer_config.json").unlink()
+    (snapshot / "tokenizer_config.json").symlink_to("../../../secret")
+    with pytest.raises(ConvertError, match="link-outside"):
+        convert(snapshot, tmp_path / "out2")
+
+
+def test_links_out_of_an_adapter_are_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "secret").write_text('{"peft_type": "LORA"}')
+    (tmp_path / "adapter" / "adapter_config.json").symlink_to("../secret")
+    with pytest.raises(LoraError, match="a link out of it"):
+        read_adapter(tmp_path / "adapter")
+
+
+# JSON -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", [DEEP, OBJECT_DEEP, "[1]", "{", '{"a": "\xff"', ""])
+def test_json_without_end_is_one_line(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "x.json"
+    file.write_bytes(text.encode("latin-1"))
+    with pytest.raises(UntrustedFileError, match="^expected .*, got ") as caught:
+        read_json_object(file)
+    assert len(str(caught.value)) < 400
+
+
+def test_json_that_is_no_file_or_too_large(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(UntrustedFileError, match="a regular file"):
+        read_json_object(tmp_path / "fifo")
+    (tmp_path / "large").write_text('{"a": "' + "x" * 100 + '"}')
+    with pytest.raises(UntrustedFileError, match="below"):
+        read_json_object(tmp_path / "large", limit=64)
+    (tmp_path / "twice").write_text('{"a": 1, "a": 2}')
+    assert read_json_object(tmp_path / "twice") == {"a": 2}
+    with pytest.raises(UntrustedFileError, match="a key twice: 'a'"):
+        read_json_object(tmp_path / "twice", strict=True)
+
+
+@pytest.mark.parametrize("text", [DEEP, OBJECT_DEEP])
+def test_every_json_file_is_read_that_way(text: str, source: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for name in ("model.bin", "tokenizer.json"):
+        (folder / name).write_bytes((DEMO_DIR / name).read_bytes())
+    (folder / "tokenizer_config.json").write_text(text)
+    with pytest.raises(TokenizerError, match="nested at most 64 deep"):
+        load(folder)
+    (folder / "tokenizer_config.json").unlink()
+    (folder / "generation_config.json").write_text(text)
+    with pytest.raises(LoadError, match="nested at most 64 deep"):
+        load(folder)
+    (folder / "adapter_config.json").write_text(text)
+    with pytest.raises(LoraError, match="nested at most 64 deep"):
+        read_adapter(folder)
+    (source / "config.json").write_text(text)
+    with pytest.raises(ConvertError, match="nested at most 64 deep.*config-json"):
+        convert(source, tmp_path / "out")
+
+
+# Regular expressions --------------------------------------------------------------------------
+
+
+def tokenizer_with(tmp_path: Path, **parts: Any) -> Tokenizer:
+    backend = Backend.from_file(str(DEMO_DIR / "tokenizer.json"))
+    for name, part in parts.items():
+        setattr(backend, name, part)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    return Tokenizer.from_dir(tmp_path)
+
+
+def split(expression: str) -> Any:
+    return pre_tokenizers.Split(Regex(expression), "isolated")
+
+
+@pytest.mark.parametrize(
+    ("part", "text"),
+    [
+        (split(r"(a+)+$"), "a" * 40 + "b"),
+        (split(r"(?:a|aa)+$"), "a" * 60 + "b"),
+        (split(r"a*a*a*a*a*a*a*[bc]"), "a" * 3000 + "!b"),
+        (pre_tokenizers.Sequence([split(r"\p{N}"), split(r"(\w+\s?)*!")]), "word " * 30 + "? !"),
+    ],
+)
+def test_a_regex_bomb_is_one_line(part: Any, text: str, tmp_path: Path) -> None:
+    tokenizer = tokenizer_with(tmp_path, pre_tokenizer=part)
+    began = time.process_time()
+    with pytest.raises(TokenizerError, match="tokenizer: expected .*, got") as caught:
+        tokenizer.encode(text)
+    assert "\n" not in str(caught.value) and time.process_time() - began < 5
+    assert tokenizer.encode("b")[-1] == Tokenizer.from_dir(DEMO_DIR).encode("b")[-1]
+
+
+def test_a_normalizer_that_inflates_is_one_line(tmp_path: Path) -> None:
+    steps = [normalizers.Replace("a", "a" * 60) for _ in range(8)]
+    tokenizer = tokenizer_with(tmp_path, normalizer=normalizers.Sequence(steps))
+    with pytest.raises(TokenizerError, match="tokenizer: expected"):
+        tokenizer.encode("aaaa")
+
+
+def test_unusual_expressions_give_the_same_ids(tmp_path: Path) -> None:
+    part = pre_tokenizers.Sequence(
+        [split(r"[aeiou]+(?=[bc])|\w+'\w"), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer = tokenizer_with(tmp_path, pre_tokenizer=part)
+    plain = Backend.from_file(str(tmp_path / "tokenizer.json"))
+    assert tokenizer._guard is not None
+    for text in ("In the beginning, abc don't aebc", "naïve 日本 👍🏽", ""):
+        ids = tokenizer.encode(text)
+        assert ids == plain.encode(text).ids
+        assert tokenizer.decode(ids) == plain.decode(ids)
+    with pytest.raises(TokenizerError, match="expected text"):
+        tokenizer.encode("\ud800")
+    with pytest.raises(TokenizerError, match="token ids at least 0"):
+        tokenizer.decode([-1])
+
+
+def test_expressions_of_published_tokenizers_run_here(tmp_path: Path) -> None:
+    for pre in PRE_TOKENIZERS.values():
+        parts = pre_tokenizers.Sequence([split(pattern) for pattern in pre.patterns])
+        assert tokenizer_with(tmp_path, pre_tokenizer=parts)._guard is None
+    assert Tokenizer.from_dir(DEMO_DIR)._guard is None
+
+
+def test_a_file_cannot_cut_or_fill_prompts(tmp_path: Path) -> None:
+    backend = Backend.from_file(str(DEMO_DIR / "tokenizer.json"))
+    expected = backend.encode("In the beginning God created").ids
+    backend.enable_truncation(2)
+    backend.enable_padding(length=100)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    assert Tokenizer.from_dir(tmp_path).encode("In the beginning God created") == expected
+
+
+# Numbers --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"rms_norm_eps": 1e308}, "rms_norm_eps"),
+        ({"rms_norm_eps": 1e-300}, "rms_norm_eps"),
+        ({"rope_theta": 1e308}, "rope_theta"),
+        ({"rope_theta": 1e-5}, "rope_theta"),
+        ({"rope_scaling": {"factor": 8.0}}, "rope_scaling.factor"),
+        (
+            {"rope_scaling": {"type": "default", "low_freq_factor": 1}},
+            "rope_scaling.low_freq_factor",
+        ),
+        ({"rope_scaling": {"rope_type": "unheard-of"}}, "rope_scaling.rope_type"),
+        ({"rope_parameters": {"rope_theta": 1e308}}, "rope_parameters.rope_theta"),
+        ({"bitnet_ops": {"sub_norm_eps": 1e308}}, "sub_norm_eps"),
+        ({"bitnet_ops": {"linear_norm_eps": 1e308}}, "linear_norm_eps"),
+    ],
+)
+def test_numbers_that_no_model_has_are_refused(change: dict[str, Any], field: str) -> None:
+    ModelConfig.from_hf(CONFIG)
+    with pytest.raises(UnsupportedModelError, match=f"config: expected {field} "):
+        ModelConfig.from_hf({**CONFIG, **change})
+
+
+def test_they_are_refused_at_convert(source: Path, tmp_path: Path) -> None:
+    config = json.loads((source / "config.json").read_text())
+    for change in ({"rms_norm_eps": 1e308}, {"rope_scaling": {"factor": 8.0}}):
+        (source / "config.json").write_text(json.dumps({**config, **change}))
+        with pytest.raises(ConvertError, match=f"{next(iter(change))}.*unsupported-model"):
+            convert(source, tmp_path / "out")
+
+
+# The command line -----------------------------------------------------------------------------
+
+
+def test_printable() -> None:
+    assert printable("plain – ü 日本 \xa0") == "plain – ü 日本 \xa0"
+    shown = printable("\x1b[2J\n\x9b\u202e\u2028\udcff\x7f")
+    assert shown == r"\x1b[2J\n\x9b\u202e\u2028\udcff\x7f"
+
+
+def test_control_characters_in_paths_and_files_are_escaped(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for command in (["inspect"], ["convert"], ["generate"], ["verify"], ["dummy", "tiny"]):
+        rest = [] if command[0] in ("inspect", "dummy") else [str(tmp_path / "x")]
+        target = tmp_path / "no\x1b[31m\u202e" / "x"
+        if command[0] == "dummy":
+            (tmp_path / "\x1b").touch()
+            target = tmp_path / "\x1b"
+        assert main([*command, str(target), *rest]) == 1
+        err = capsys.readouterr().err
+        assert "\\x1b" in err and err.rstrip("\n").isprintable(), err
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, "odd\x1b]0;x\x07": "\x1b[2J"}))
+    assert main(["convert", str(source), str(tmp_path / "out\x1b")]) == 0
+    out = capsys.readouterr().out
+    assert "\\x1b]0;x\\x07" in out and all(line.isprintable() for line in out.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status"),
+    [
+        (["inspect", "a\0"], 1),
+        (["convert", "a\0", "b"], 1),
+        (["convert", str(DEMO_DIR), "b\0"], 1),
+        (["export", str(DEMO_DIR), "b\0"], 1),
+        (["quantize", "a\0", "b"], 1),
+        (["verify", "a\0", "b"], 1),
+        (["generate", "a\0", "hi"], 1),
+        (["generate", "hi", "--lora", "a\0"], 1),
+        (["embed", "a\0", "hi"], 1),
+        (["dummy", "tiny", "a\0"], 1),
+        (["bench", "ops", "--output", "a\0"], 1),
+    ],
+)
+def test_zero_bytes_in_paths(
+    arguments: list[str], status: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == status
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and "\0" not in err and "expected" in err
+
+
+def run(command: str, *arguments: str, **options: Any) -> subprocess.CompletedProcess[bytes]:
+    """A shell command; bitnet-ops is `"$0" -m bitnet_ops`."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        ["sh", "-c", command, sys.executable, *arguments],
+        capture_output=True,
+        timeout=300,
+        env=environment,
+        check=False,
+        **options,
+    )
+
+
+def test_bytes_that_are_no_utf8() -> None:
+    done = run(r"printf 'ab\377' | " + '"$0" -m bitnet_ops generate - -n 1')
+    assert done.returncode == 1 and done.stderr.count(b"\n") == 1 and done.stdout == b""
+    assert b"stdin: expected UTF-8 text, got the byte 0xff at offset 2" in done.stderr
+    done = run('"$0" -m bitnet_ops generate "$(printf \'\\303\\251\\376\')" -n 1')
+    assert done.returncode == 1 and done.stderr.count(b"\n") == 1
+    assert b"prompt: expected UTF-8 text, got the byte 0xfe at offset 2" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status"),
+    [
+        ("generate hi -n 2", 0),
+        ("generate hi -n 2 --json", 0),
+        ("chat", 0),
+        ("embed x hi", 1),
+        ("convert a b", 1),
+        ("export a b", 1),
+        ("quantize a b", 1),
+        ("verify a b", 1),
+        ("inspect a", 1),
+        ("doctor", 0),
+        ("dummy tiny made", 0),
+        ("bench ops --output /no/x", 2),
+        ("--version", 0),
+        ("--help", 0),
+    ],
+)
+def test_closed_streams(arguments: str, status: int, tmp_path: Path) -> None:
+    done = run(f'"$0" -m bitnet_ops {arguments} <&- >&-', cwd=tmp_path)
+    assert done.returncode == status and b"Traceback" not in done.stderr
+    assert b"error" in done.stderr or status == 0
+    if arguments.startswith("dummy"):
+        assert (tmp_path / "made" / "model.bin").read_bytes().startswith(b"SGLBITNT")

@@ -1,0 +1,97 @@
+"""Pickled weights: read on request, as tensors alone; everything else in a pickle is refused.
+
+test_convert_refusals.py has what is refused without --allow-pickle.
+"""
+
+import json
+import pickle
+
+import pytest
+import torch
+from test_convert_refusals import check_refused
+
+import hf_writer
+from bitnet_ops.convert import ConvertError, convert
+from bitnet_ops.formats.sglbitnt import Reader
+from hf_families import CASES
+
+FAMILY = CASES["1bitllm-3b"].family
+
+
+@pytest.fixture
+def tensors(tmp_path):
+    """The tensors of a checkpoint whose safetensors lie in `same` and whose config in `source`."""
+    hf_writer.write_checkpoint(tmp_path / "same", FAMILY)
+    hf_writer.write_checkpoint(tmp_path / "source", FAMILY)
+    (tmp_path / "source" / "model.safetensors").unlink()
+    return hf_writer.state_dict(FAMILY, hf_writer.make_network(FAMILY))
+
+
+def check_equal(tmp_path):
+    report = convert(tmp_path / "source", tmp_path / "out", allow_pickle=True)
+    assert any("weights_only=True" in remark for remark in report.remarks)
+    convert(tmp_path / "same", tmp_path / "expected")
+    with Reader(tmp_path / "out" / "model.bin") as a:
+        with Reader(tmp_path / "expected" / "model.bin") as b:
+            assert list(a.tensors) == list(b.tensors)
+            assert all(bytes(a.memory(name)) == bytes(b.memory(name)) for name in a.tensors)
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_pickle_of_tensors_converts_on_request(zipped, tensors, tmp_path):
+    path = tmp_path / "source" / "pytorch_model.bin"
+    torch.save(tensors, path, _use_new_zipfile_serialization=zipped)
+    check_equal(tmp_path)
+
+
+def test_shards(tensors, tmp_path):
+    names = sorted(tensors)
+    weight_map = {}
+    for i, part in enumerate((names[::2], names[1::2])):
+        file = f"pytorch_model-{i + 1:05d}-of-00002.bin"
+        torch.save({n: tensors[n] for n in part}, tmp_path / "source" / file)
+        weight_map |= dict.fromkeys(part, file)
+    index = tmp_path / "source" / "pytorch_model.bin.index.json"
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    check_equal(tmp_path)
+    weight_map.popitem()
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(ConvertError) as caught:
+        convert(tmp_path / "source", tmp_path / "again", allow_pickle=True)
+    assert caught.value.code == "index-mismatch"
+
+
+class Malicious:
+    def __reduce__(self):
+        return open, ("pwned", "w")
+
+
+REFUSED = {
+    "code": (lambda t: {**t, "x": Malicious()}, "pickle-unsafe", "tensors alone"),
+    "a list": (lambda t: list(t.values()), "pickle-content", "a dict of tensors.*list"),
+    "nothing": (lambda t: {}, "pickle-content", "a dict of tensors"),
+    "a number": (lambda t: {**t, "step": 5}, "pickle-content", "step"),
+    "sparse": (lambda t: {**t, "s": torch.eye(3).to_sparse()}, "pickle-content", "dense tensors"),
+    "float64": (lambda t: {n: v.double() for n, v in t.items()}, "dtype", "F64"),
+    "a missing one": (lambda t: dict(list(t.items())[1:]), "missing-tensor", "embed_tokens"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_pickles(name, tensors, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    spoil, code, words = REFUSED[name]
+    torch.save(spoil(tensors), tmp_path / "source" / "pytorch_model.bin")
+    check_refused(tmp_path, code, words, allow_pickle=True)
+    assert not (tmp_path / "pwned").exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04 no archive", pickle.dumps({"a": 1})])
+def test_damaged_pickles(content, tensors, tmp_path):
+    (tmp_path / "source" / "pytorch_model.bin").write_bytes(content)
+    check_refused(tmp_path, "pickle-unsafe", "pytorch_model.bin", allow_pickle=True)
+
+
+def test_another_name(tensors, tmp_path):
+    torch.save(tensors, tmp_path / "source" / "consolidated.00.pth")
+    check_refused(tmp_path, "pickle", "rename the file", allow_pickle=True)

@@ -1,0 +1,350 @@
+""".bin -> GGUF: read by the official package and by transformers, and back again without a loss.
+
+The official package never sees I2_S, which it cannot read; there the bytes themselves are compared.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import gguf as official
+import numpy as np
+import pytest
+import torch
+from test_gguf_tokenizer import SENTENCEPIECE, TEXTS, assert_same, rebuilt
+from tokenizers import Tokenizer
+
+import bitnet_ops
+import rounding_ties
+from bitnet_ops.cli import main
+from bitnet_ops.convert import ConvertError, convert, convert_gguf
+from bitnet_ops.convert.gguf import export as gguf_export
+from bitnet_ops.convert.gguf.export import export_gguf
+from bitnet_ops.formats.gguf import Reader as GgufReader
+from bitnet_ops.formats.sglbitnt import Reader, Writer
+from bitnet_ops.language_model import DEMO_DIR
+from bitnet_ops.nn.kv_cache import KVCache
+from gguf_models import permute, scale_of, tensor_name
+from hf_writer import FAMILIES, Family, make_network, write_checkpoint
+
+KINDS = ["i2_s", "tq1_0", "tq2_0"]
+BITNET = dataclasses.replace(FAMILIES["bitnet-offline"], name="gguf-export-bitnet")
+LLAMA = dataclasses.replace(
+    FAMILIES["llama-bitlinear"], name="gguf-export-llama", hidden=256, inter=512
+)
+# scales that float16 holds exactly, and heads of a size of their own
+HALF = dataclasses.replace(
+    FAMILIES["llama-autobitlinear"], name="gguf-export-half", head_dim=64, heads=8, dtype="float16"
+)
+QWEN3 = dataclasses.replace(
+    HALF,
+    name="gguf-export-qwen3",
+    model_type="qwen3",
+    heads=4,
+    head_dim=128,
+    eps=1e-6,
+    theta=1000000.0,
+)
+
+
+def model_of(folder: Path, family: Family) -> tuple[Path, dict[str, Any]]:
+    network = make_network(family)
+    write_checkpoint(folder / "hf", family, network=network)
+    convert(folder / "hf", folder / "model")
+    return folder / "model", network
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, dict[str, Any]]]:
+    return {f.name: model_of(tmp_path_factory.mktemp("m"), f) for f in (BITNET, LLAMA, HALF, QWEN3)}
+
+
+def same_tensors(a: Path, b: Path) -> None:
+    """Codes and scales exactly; dense values exactly, norms perhaps in a wider dtype."""
+    with Reader(a / "model.bin") as first, Reader(b / "model.bin") as second:
+        assert list(first.tensors) == list(second.tensors)
+        for name, info in first.tensors.items():
+            assert second.tensors[name].scale == info.scale
+            ours, theirs = first.tensor(name), second.tensor(name)
+            assert torch.equal(ours if info.packed else ours.float(), theirs.to(
+                ours.dtype if info.packed else torch.float32))  # fmt: skip
+
+
+@pytest.mark.parametrize("family", [BITNET, LLAMA, HALF], ids=lambda f: f.name)
+@pytest.mark.parametrize("kind", KINDS)
+def test_there_and_back(
+    tmp_path: Path, models: dict[str, tuple[Path, dict[str, Any]]], family: Family, kind: str
+) -> None:
+    folder, _ = models[family.name]
+    report = export_gguf(folder, tmp_path / "x.gguf", type=kind)
+    assert (report.largest_rounding == 0) == (kind == "i2_s" or family is not LLAMA)
+    convert_gguf(tmp_path / "x.gguf", tmp_path / "back")
+    same_tensors(folder, tmp_path / "back")
+    for name in ("head_dim", "rms_norm_eps", "tie_word_embeddings", "hidden_act", "eos_token_id"):
+        with Reader(folder / "model.bin") as a, Reader(tmp_path / "back" / "model.bin") as b:
+            assert a.config[name] == b.config[name]
+    tokenizers = [Tokenizer.from_file(str(d / "tokenizer.json"))
+                  for d in (folder, tmp_path / "back")]  # fmt: skip
+    assert_same(*tokenizers, TEXTS)
+
+
+@pytest.mark.parametrize("family", [BITNET, LLAMA], ids=lambda f: f.name)
+@pytest.mark.parametrize("kind", ["tq1_0", "tq2_0"])
+def test_the_official_reader_and_quantiser_agree(
+    tmp_path: Path, models: dict[str, tuple[Path, dict[str, Any]]], family: Family, kind: str
+) -> None:
+    """Every tensor of the file is, byte for byte, what the gguf package makes of the weights."""
+    folder, network = models[family.name]
+    export_gguf(folder, tmp_path / "x.gguf", type=kind)
+    theirs = {t.name: t for t in official.GGUFReader(tmp_path / "x.gguf").tensors}
+    assert len(theirs) == len(network)
+    number = official.GGMLQuantizationType[kind.upper()]
+    for name, value in network.items():
+        tensor = theirs[tensor_name(name)]
+        if not isinstance(value, dict):
+            stored = official.quants.dequantize(tensor.data, tensor.tensor_type)
+            assert np.array_equal(stored, value.astype(np.float32))
+            continue
+        codes = value["codes"]
+        if family is LLAMA and name.endswith(("q_proj", "k_proj")):
+            codes = permute(codes, family.heads if "q_proj" in name else family.kv_heads)
+        values = codes.astype(np.float32) * np.float32(scale_of(family, value))
+        assert tensor.tensor_type == number
+        assert tensor.data.tobytes() == official.quants.quantize(values, number).tobytes()
+
+
+def test_i2s_is_the_packed_rows(
+    tmp_path: Path, models: dict[str, tuple[Path, dict[str, Any]]]
+) -> None:
+    folder, _ = models[BITNET.name]
+    export_gguf(folder, tmp_path / "x.gguf")
+    with Reader(folder / "model.bin") as ours, GgufReader(tmp_path / "x.gguf") as theirs:
+        assert theirs.architecture == "bitnet-b1.58"
+        info = ours.tensors["model.layers.1.mlp.up_proj.weight"]
+        expected = bytes(ours.memory(info.name)) + np.float32(info.scale).tobytes() + bytes(28)
+        assert theirs.data("blk.1.ffn_up.weight").tobytes() == expected
+
+
+# --- transformers, as a second opinion on a llama file --------------------------------------------
+
+
+def int8_activations(module: Any, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor]:
+    """transformers dequantises the weights and knows no int8 activations: they are put in here."""
+    (x,) = inputs
+    multiplier = 127.0 / x.abs().amax(-1, keepdim=True).clamp(min=1e-5)
+    return ((x * multiplier).round().clamp(-128, 127) / multiplier,)
+
+
+@pytest.mark.parametrize("rounding", ["this-cpu", "another-cpu"])
+@pytest.mark.parametrize(
+    ("family", "kind"), [(HALF, "tq1_0"), (HALF, "tq2_0"), (QWEN3, "tq2_0")],
+    ids=lambda value: getattr(value, "name", value),
+)  # fmt: skip
+def test_transformers_reads_the_file_and_answers_alike(
+    tmp_path: Path,
+    models: dict[str, tuple[Path, dict[str, Any]]],
+    family: Family,
+    kind: str,
+    rounding: str,
+) -> None:
+    """Its float kernels differ by CPU, so the other kind's rounding is simulated beside its own."""
+    import transformers
+
+    folder, network = models[family.name]
+    export_gguf(folder, tmp_path / "x.gguf", type=kind)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, gguf_file="x.gguf", dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    assert theirs.config.head_dim == family.head_dim
+    linears = []
+    for name, value in network.items():
+        if isinstance(value, dict):
+            module = theirs.get_submodule(name)
+            expected = value["codes"].astype(np.float32) * np.float32(value["stored_scale"])
+            assert np.array_equal(module.weight.detach().numpy(), expected), name
+            module.register_forward_pre_hook(int8_activations)
+            linears.append(module)
+    ours = bitnet_ops.load(folder, head_format="stored").model
+
+    def our_logits(ids: torch.Tensor) -> torch.Tensor:
+        return ours(ids, KVCache(ours.config, 1, ids.shape[1], torch.float32))[0]
+
+    watch = rounding_ties.TieWatch(linears)
+    shaken = rounding_ties.rounding_of_another_cpu(linears if rounding == "another-cpu" else [])
+    with torch.no_grad(), shaken:
+        rounding_ties.assert_alike(
+            our_logits,
+            lambda ids: theirs(ids).logits[0],
+            watch,
+            rounding_ties.prompts(256, seed=3),
+        )
+
+
+# --- the demo model -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_demo_model_says_the_same(tmp_path: Path, kind: str) -> None:
+    assert main(["export", str(DEMO_DIR), str(tmp_path / "d.gguf"), "--type", kind]) == 0
+    assert main(["convert", str(tmp_path / "d.gguf"), str(tmp_path / "back")]) == 0
+    same_tensors(DEMO_DIR, tmp_path / "back")
+    before, after = bitnet_ops.load(), bitnet_ops.load(tmp_path / "back")
+    prompt = "Once upon a time"
+    expected = before.generate(prompt, max_new_tokens=24)
+    assert after.generate(prompt, max_new_tokens=24) == expected
+    chat = [{"role": "user", "content": "Hello"}]
+    assert before.tokenizer.encode_chat(chat) == after.tokenizer.encode_chat(chat)
+
+
+def test_without_a_vocabulary(tmp_path: Path) -> None:
+    export_gguf(DEMO_DIR, tmp_path / "d.gguf", tokenizer=False)
+    report = convert_gguf(tmp_path / "d.gguf", tmp_path / "back")
+    assert not (tmp_path / "back" / "tokenizer.json").exists()
+    assert any("no vocabulary" in remark for remark in report.remarks)
+
+
+def test_the_json_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["export", str(DEMO_DIR), str(tmp_path / "d.gguf"), "--type", "tq2_0",
+                 "--json"]) == 0  # fmt: skip
+    report = json.loads(capsys.readouterr().out)
+    assert (report["architecture"], report["type"]) == ("bitnet-b1.58", "TQ2_0")
+    assert 0 < report["largest_rounding"] < 2**-11
+
+
+# --- tokenizers -----------------------------------------------------------------------------------
+
+
+def with_tokenizer(folder: Path, model: Path, tokenizer: Tokenizer) -> Path:
+    folder.mkdir()
+    (folder / "model.bin").write_bytes((model / "model.bin").read_bytes())
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def test_a_sentencepiece_tokenizer(tmp_path: Path) -> None:
+    original = rebuilt(SENTENCEPIECE)
+    folder = with_tokenizer(tmp_path / "m", DEMO_DIR, original)
+    stored = json.loads(original.to_str())
+    stored["post_processor"] = None  # the demo model's bos is another id
+    (folder / "tokenizer.json").write_text(json.dumps(stored))
+    export_gguf(folder, tmp_path / "x.gguf")
+    convert_gguf(tmp_path / "x.gguf", tmp_path / "back")
+    made = Tokenizer.from_file(str(tmp_path / "back" / "tokenizer.json"))
+    assert_same(Tokenizer.from_str(json.dumps(stored)), made, TEXTS)
+
+
+def _changed(**model: Any) -> str:
+    stored = json.loads((DEMO_DIR / "tokenizer.json").read_text())
+    stored.update(model)
+    return json.dumps(stored)
+
+
+@pytest.mark.parametrize(
+    ("code", "text", "tokenizer"),
+    [
+        ("tokenizer-broken", "a readable", "{"),
+        ("tokenizer-model", "Unigram", _changed(
+            model={"type": "Unigram", "unk_id": 0, "vocab": [["a", 0.0]]}, added_tokens=[],
+            post_processor=None)),
+        ("tokenizer-pre", "other token ids", _changed(
+            pre_tokenizer={"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True,
+                           "use_regex": True})),
+        ("tokenizer-pre", "cuts texts like", _changed(normalizer={"type": "Lowercase"})),
+        ("tokenizer-special", "before a text", _changed(post_processor={
+            "type": "TemplateProcessing",
+            "single": [{"SpecialToken": {"id": "</s>", "type_id": 0}},
+                       {"Sequence": {"id": "A", "type_id": 0}}],
+            "pair": [{"Sequence": {"id": "A", "type_id": 0}},
+                     {"Sequence": {"id": "B", "type_id": 0}}],
+            "special_tokens": {"</s>": {"id": "</s>", "ids": [1], "tokens": ["</s>"]}}})),
+    ],
+)  # fmt: skip
+def test_tokenizers_that_gguf_cannot_express(
+    tmp_path: Path, code: str, text: str, tokenizer: str
+) -> None:
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "model.bin").write_bytes((DEMO_DIR / "model.bin").read_bytes())
+    (tmp_path / "m" / "tokenizer.json").write_text(tokenizer)
+    with pytest.raises(ConvertError) as caught:
+        export_gguf(tmp_path / "m", tmp_path / "x.gguf")
+    assert caught.value.code == code
+    assert text in str(caught.value) and "--no-tokenizer" in str(caught.value)
+    assert not (tmp_path / "x.gguf").exists()
+    export_gguf(tmp_path / "m", tmp_path / "x.gguf", tokenizer=False)
+
+
+# --- refusals -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "code"), [("i2_s", "gguf-row-length"), ("tq2_0", "gguf-row-length")]
+)
+def test_rows_that_are_no_whole_blocks(tmp_path: Path, kind: str, code: str) -> None:
+    folder, _ = model_of(tmp_path, FAMILIES["bitnet-odd-k"])
+    with pytest.raises(ConvertError, match="K % 256 == 0") as caught:
+        export_gguf(folder, tmp_path / "x.gguf", type=kind)
+    assert caught.value.code == "gguf-row-length"
+
+
+def test_scales_beyond_float16(tmp_path: Path) -> None:
+    with Reader(DEMO_DIR / "model.bin") as reader:
+        with Writer(tmp_path / "m.bin", reader.config, len(reader.tensors)) as writer:
+            for name, info in reader.tensors.items():
+                if info.packed:
+                    writer.add_packed(name, reader.tensor(name), 1e-7)
+                else:
+                    writer.add_dense(name, reader.tensor(name))
+    with pytest.raises(ConvertError, match="float16 holds") as caught:
+        export_gguf(tmp_path / "m.bin", tmp_path / "x.gguf", type="tq2_0", tokenizer=False)
+    assert caught.value.code == "bad-scale"
+    export_gguf(tmp_path / "m.bin", tmp_path / "x.gguf", type="i2_s", tokenizer=False)
+
+
+def test_scales_of_groups(tmp_path: Path) -> None:
+    with Reader(DEMO_DIR / "model.bin") as reader:
+        with Writer(tmp_path / "m.bin", reader.config, len(reader.tensors)) as writer:
+            for name, info in reader.tensors.items():
+                if info.packed:
+                    scales = torch.ones(info.shape[0], info.shape[1] // 32)
+                    writer.add_packed(name, reader.tensor(name), scales, group_size=128)
+                else:
+                    writer.add_dense(name, reader.tensor(name))
+    with pytest.raises(ConvertError, match="cannot hold it") as caught:
+        export_gguf(tmp_path / "m.bin", tmp_path / "x.gguf", type="tq2_0", tokenizer=False)
+    assert caught.value.code == "group-scales"
+
+
+def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(gguf_export._Export, "write", full)
+    with pytest.raises(ConvertError, match="No space left on device") as caught:
+        export_gguf(DEMO_DIR, tmp_path / "x.gguf", tokenizer=False)
+    assert caught.value.code == "write-failed" and list(tmp_path.iterdir()) == []
+
+
+def test_files_in_the_way(tmp_path: Path) -> None:
+    (tmp_path / "x.gguf").write_bytes(b"mine")
+    with pytest.raises(ConvertError, match="--force replaces it") as caught:
+        export_gguf(DEMO_DIR, tmp_path / "x.gguf")
+    assert caught.value.code == "destination-exists"
+    assert (tmp_path / "x.gguf").read_bytes() == b"mine"
+    with pytest.raises(ConvertError) as caught:
+        export_gguf(DEMO_DIR, tmp_path / "x.gguf", force=True)
+    assert caught.value.code == "destination-foreign"
+    assert (tmp_path / "x.gguf").read_bytes() == b"mine"
+    (tmp_path / "x.gguf").write_bytes(b"GGUF of an earlier export")
+    export_gguf(DEMO_DIR, tmp_path / "x.gguf", force=True)
+    with pytest.raises(ConvertError) as caught:
+        export_gguf(DEMO_DIR, tmp_path / "no" / "x.gguf")
+    assert caught.value.code == "destination-parent"
+    (tmp_path / "y.bin").write_bytes(b"SGLBITNT")
+    with pytest.raises(ConvertError) as caught:
+        export_gguf(tmp_path / "y.bin", tmp_path / "y.gguf")
+    assert caught.value.code == "export-source"
+    with pytest.raises(ConvertError, match="'q4_0'"):
+        export_gguf(DEMO_DIR, tmp_path / "z.gguf", type="q4_0")

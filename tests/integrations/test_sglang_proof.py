@@ -1,0 +1,119 @@
+"""The judges of scripts/prove_sglang can fail: other tokens, apply() calls in the wrong place.
+
+The proof itself needs SGLang and runs in its own environment; here its verdicts are tried on
+made-up results.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).resolve().parents[1] / "sglang_proof"
+sys.path.insert(0, str(FOLDER))
+
+import apply_counter  # noqa: E402  (lives beside the proof, which is no package)
+import environment  # noqa: E402
+import l4_engine  # noqa: E402
+import prove  # noqa: E402
+
+ROW = {
+    "prompt": "p",
+    "prompt_ids_equal": True,
+    "same": 48,
+    "of": 48,
+    "lead_at_difference": None,
+    "smallest_lead": 0.05,
+    "text": "t",
+}
+GOOD = {
+    "dtype": "float32",
+    "prompts": [ROW, ROW],
+    "own_pid": 1,
+    "apply_calls": {"1": 0, "2": 24 * 97},
+    "kinds": ["QKVParallelLinear 2-d torch.float32"],
+}
+
+
+def changed(row=None, **top):
+    report = {**copy.deepcopy(GOOD), **top}
+    report["prompts"][0].update(row or {})
+    return report
+
+
+def test_good_reports_pass():
+    prove.judge_tokens("x", changed())
+    prove.judge_calls("x", changed(), 24)
+    near_tie = {"same": 30, "lead_at_difference": 0.03}
+    prove.judge_tokens("x", changed(near_tie, dtype="bfloat16"))
+
+
+@pytest.mark.parametrize(
+    "report",
+    [
+        changed({"same": 47, "lead_at_difference": 0.001}),
+        changed({"same": 0, "lead_at_difference": 1.2}, dtype="bfloat16"),
+        changed({"prompt_ids_equal": False}),
+        changed(dtype="bfloat16", prompts=[{**ROW, "same": 3, "lead_at_difference": 0.01}] * 2),
+    ],
+    ids=["a tie in float32", "a clear lead in bfloat16", "another prompt", "most tokens unseen"],
+)
+def test_other_tokens_fail(report):
+    with pytest.raises(environment.ProofError):
+        prove.judge_tokens("x", report)
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [
+        {"1": 0},
+        {"1": 0, "2": 0},
+        {"1": 24, "2": 24 * 97},
+        {"1": 0, "2": 24 * 97, "3": 24},
+        {"1": 0, "2": 24 * 97 + 1},
+        {"1": 0, "2": 24 * 47},
+    ],
+    ids=["nowhere", "never", "in the parent too", "twice", "some layers not ours", "too few"],
+)
+def test_calls_elsewhere_or_too_few_fail(calls):
+    with pytest.raises(environment.ProofError, match="expected apply"):
+        prove.judge_calls("x", changed(apply_calls=calls), 24)
+
+
+def test_comparison_counts_to_the_first_difference():
+    case = {"prompt": "p", "prompt_ids": [0, 5], "tokens": [7, 8, 9], "leads": [1.0, 0.5, 0.25]}
+    answer = {"output_ids": [7, 4, 9], "meta_info": {"prompt_tokens": 2}, "text": "t"}
+    (row,) = l4_engine.compare({"cases": [case]}, [answer])
+    assert (row["same"], row["of"], row["lead_at_difference"]) == (1, 3, 0.5)
+    assert row["prompt_ids_equal"] and row["smallest_lead"] == 0.25
+
+
+def test_counter_survives_in_its_file(tmp_path):
+    counter = apply_counter.Counter(tmp_path / "apply-77")
+    for _ in range(3):
+        counter.add_one()
+    assert apply_counter.read_counts(tmp_path) == {77: 3}
+
+
+def test_a_failing_or_hanging_command_is_an_error_with_the_end_of_its_log(tmp_path):
+    log = tmp_path / "log"
+    code = "print('the reason'); raise SystemExit(3)"
+    with pytest.raises(environment.ProofError, match=r"(?s)failed \(3\).*the reason"):
+        environment.run_logged([sys.executable, "-c", code], log)
+    with pytest.raises(environment.ProofError, match="no end after 1 s"):
+        environment.run_logged([sys.executable, "-c", "import time; time.sleep(60)"], log, 1)
+
+
+def test_digest_follows_the_sources(tmp_path, monkeypatch):
+    monkeypatch.setattr(environment, "ROOT", tmp_path)
+    monkeypatch.setattr(environment, "SOURCES", ("a.txt", "folder"))
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "a.txt").write_text("1")
+    first = environment.digest_of_sources()
+    (tmp_path / "folder" / "b.txt").write_text("1")
+    second = environment.digest_of_sources()
+    (tmp_path / "folder" / "b.txt").write_text("2")
+    assert len({first, second, environment.digest_of_sources()}) == 3

@@ -1,0 +1,149 @@
+"""Bad calls of every op: each raises one clear error, and nothing crashes or is silently wrong.
+
+Messages read `<op>: expected <argument> <constraint>, got <value>`; no source path is in them. The
+table of calls is op_error_cases.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from bitnet_ops import ops
+from bounds import assert_equal
+from op_error_cases import CASES, Change, K, M, good_calls
+from op_values import activations
+
+
+def called(op: str) -> Callable[..., Any]:
+    """The op of a row; what stands behind a blank tells variants of its arguments apart."""
+    return getattr(ops, op.split()[0])
+
+
+def _id(case: tuple[str, dict[str, Change], str, str]) -> str:
+    op, changes, _, words = case
+    return f"{op}-{'+'.join(changes)}-{re.sub(r'[^a-z0-9]+', '_', words.lower())[:40]}"
+
+
+@pytest.mark.parametrize("op", sorted(good_calls()))
+def test_the_good_calls_work(op: str) -> None:
+    called(op)(**good_calls()[op])
+
+
+def test_every_public_op_and_argument_is_in_the_table() -> None:
+    blamed = {(op, name) for op, changes, _, _ in CASES for name in changes}
+    expected = {(op, name) for op, arguments in good_calls().items() for name in arguments}
+    # Of gate_scale, up_scale, q_scale, ... one each stands for all: one helper checks them.
+    alike = {"gate_scale", "up_scale", "q_scale"}
+    assert {(op, name) for op, name in expected - blamed if name not in alike} == set()
+    assert len(CASES) >= 80
+
+
+@pytest.mark.parametrize("case", CASES, ids=_id)
+def test_a_bad_call_is_refused_by_name(case: tuple[str, dict[str, Change], str, str]) -> None:
+    op, changes, argument, words = case
+    arguments = good_calls()[op]
+    for name, change in changes.items():
+        arguments[name] = change(arguments)
+    with pytest.raises(RuntimeError) as error:
+        called(op)(**arguments)
+    message = str(error.value)
+    assert re.match(rf"{op.split()[0]}: expected {re.escape(argument)} .+, got .+", message), (
+        message
+    )
+    assert words in message
+    assert "csrc" not in message and ".cpp" not in message and "\n" not in message
+
+
+GRAD_CASES = [
+    (op, name)
+    for op, arguments in good_calls().items()
+    for name, argument in arguments.items()
+    if isinstance(argument, Tensor)
+    and argument.is_floating_point()
+    # straight-through: test_gradients.py
+    and not (op.split()[0] in {"linear", "group_linear"} and name in {"x", "bias"})
+]
+
+
+@pytest.mark.parametrize(("op", "name"), GRAD_CASES, ids=lambda part: part)
+def test_an_input_that_requires_grad_is_refused_with_advice(op: str, name: str) -> None:
+    arguments = good_calls()[op]
+    expected = called(op)(**good_calls()[op])
+    arguments[name] = arguments[name].requires_grad_()
+    pattern = (
+        rf"^{op.split()[0]}: expected {name} without gradient .*inference_mode.*{name}\.detach\(\)$"
+    )
+    with pytest.raises(RuntimeError, match=pattern):
+        called(op)(**arguments)
+    with torch.inference_mode():
+        allowed = called(op)(**arguments)
+    if isinstance(expected, Tensor):
+        assert_equal(allowed, expected)
+
+
+@pytest.mark.parametrize("op", sorted(good_calls()))
+def test_a_meta_tensor_among_cpu_tensors_is_refused(op: str) -> None:
+    arguments = good_calls()[op]
+    tensors = [name for name, argument in arguments.items() if isinstance(argument, Tensor)]
+    if len(tensors) == 1:
+        arguments[tensors[0]] = arguments[tensors[0]].to("meta")
+        result = called(op)(**arguments)  # torch's own rule: meta in, meta out, no data
+        first = result if isinstance(result, Tensor) else result[0]
+        assert first.device.type == "meta"
+        return
+    for name in tensors:
+        changed = {**arguments, name: arguments[name].to("meta")}
+        pattern = f"^{op.split()[0]}: expected every tensor on one device, got"
+        with pytest.raises(RuntimeError, match=pattern):
+            called(op)(**changed)
+
+
+@pytest.mark.parametrize("op", sorted(good_calls()))
+def test_none_for_a_tensor_is_refused_by_name(op: str) -> None:
+    """torch lets None pass for a Tensor; the first look at it must not be a crash or a riddle."""
+    arguments = good_calls()[op]
+    tensors = [name for name, argument in arguments.items() if isinstance(argument, Tensor)]
+    name_of_op = op.split()[0]
+    schema = getattr(torch.ops.bitnet, name_of_op).default._schema
+    optional = {a.name for a in schema.arguments if isinstance(a.type, torch.OptionalType)}
+    for name in sorted(set(tensors) - optional):
+        # Without any tensor torch's dispatcher itself refuses the call.
+        alone = len(tensors) == 1
+        refusal = f"^{name_of_op}: expected {name} to be a tensor, got None$"
+        with pytest.raises(RuntimeError, match=f"bitnet::{name_of_op}" if alone else refusal):
+            called(op)(**{**arguments, name: None})
+
+
+def test_a_refused_cache_update_has_written_nothing() -> None:
+    arguments = good_calls()["kv_cache_update"]
+    before = [arguments[name].clone() for name in ("key_cache", "value_cache")]
+    arguments["start_positions"] = torch.tensor([0, 7])  # sequence 0 fits, sequence 1 does not
+    with pytest.raises(RuntimeError, match="got 7 for sequence 1"):
+        ops.kv_cache_update(**arguments)
+    assert_equal(arguments["key_cache"], before[0])
+    assert_equal(arguments["value_cache"], before[1])
+
+
+def test_sparse_and_foreign_arguments_are_refused_by_torch_not_by_a_crash() -> None:
+    arguments = good_calls()["linear"]
+    with pytest.raises((NotImplementedError, RuntimeError)):
+        ops.linear(arguments["x"].to_sparse(), *list(arguments.values())[1:])
+    for name, wrong in (("x", [1.0, 2.0]), ("weight", "packed"), ("weight_scale", 1.0)):
+        with pytest.raises(RuntimeError, match=rf"bitnet::linear\(\).*for argument '{name}'"):
+            ops.linear(**{**arguments, name: wrong})
+    with pytest.raises(RuntimeError, match=r"bitnet::rms_norm\(\).*argument 'eps'"):
+        ops.rms_norm(**{**good_calls()["rms_norm"], "eps": "small"})
+
+
+def test_lazy_negation_and_zero_tensors_are_read_by_value() -> None:
+    """Views whose memory does not hold their values: the negative bit, expanded zeros."""
+    x, weight = activations(torch.Generator().manual_seed(5), M, K), torch.ones(K)
+    assert_equal(ops.rms_norm(torch._neg_view(x), weight, 1e-5), ops.rms_norm(-x, weight, 1e-5))
+    zeros = torch.zeros(()).expand(M, K)
+    assert_equal(ops.rms_norm(zeros, weight, 1e-5), torch.zeros(M, K))

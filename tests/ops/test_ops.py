@@ -1,0 +1,193 @@
+"""The catalogue as a whole: every op has a wrapper, a fake, a reference and samples, and is right.
+
+The list of ops comes from torch's own registry, so an op that is added without its tests fails
+here. Knows op_samples and bounds; never what a single op means.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+
+import reference
+from bitnet_ops import ops
+from bounds import assert_agrees
+from isa_control import torch_threads
+from large_samples import LARGE
+from op_samples import ALL_SAMPLES, COMPARABLE_SAMPLES, SAMPLES, Sample, results
+from op_schema import MUTATED, SCHEMAS, defaults, names
+from op_values import CACHE_DTYPES, FLOATS, activations, gain
+
+FUSED = {"qkv_forward", "mlp_forward", "decode_step"}
+
+
+def test_the_registry_holds_the_catalogue() -> None:
+    assert sorted(SCHEMAS) == sorted(ops.__all__)
+
+
+def test_dir_of_the_namespace_lists_every_public_op() -> None:
+    listed = set(dir(torch.ops.bitnet))
+    assert {name for name in SCHEMAS if not name.startswith("_")} <= listed
+
+
+@pytest.mark.parametrize("op", sorted(SCHEMAS))
+def test_every_op_has_wrapper_reference_and_samples_of_the_same_signature(op: str) -> None:
+    for module in (ops, reference):
+        parameters = inspect.signature(getattr(module, op)).parameters
+        if list(parameters) == ["args", "kwargs"]:
+            assert op in FUSED  # bound by the schema itself
+            continue
+        assert list(parameters) == names(op), module.__name__
+        empty = inspect.Parameter.empty
+        given = {n: p.default for n, p in parameters.items() if p.default is not empty}
+        assert given == defaults(op)
+    assert SAMPLES[op]
+
+
+@pytest.mark.parametrize("op", sorted(SCHEMAS))
+def test_every_op_has_a_cpu_kernel_and_a_fake(op: str) -> None:
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    assert has(f"bitnet::{op}", "CPU")
+    assert (
+        has(f"bitnet::{op}", "Meta")
+        or torch._library.simple_registry.singleton.find(f"bitnet::{op}").fake_impl.kernel
+    )
+
+
+@pytest.mark.parametrize("op", [op for op in sorted(SCHEMAS) if not op.startswith("_")])
+def test_every_wrapper_documents_itself(op: str) -> None:
+    text = inspect.getdoc(getattr(ops, op)) or ""
+    for section in ("Args:", "Raises:", "Source:"):
+        assert section in text, section
+    assert ("Returns:" in text) == bool(SCHEMAS[op].returns)
+    body = text[text.index("Args:") :]
+    for argument in SCHEMAS[op].arguments:
+        assert argument.name in body, argument.name
+
+
+@pytest.mark.parametrize("op", sorted(SCHEMAS))
+def test_an_op_mutates_caches_and_their_scales_alone_and_no_result_aliases(op: str) -> None:
+    written = {"key_cache", "value_cache", "key_scale", "value_scale"}
+    assert {names(op)[index] for index in MUTATED[op]} == (
+        written if op in {"kv_cache_update", "decode_step"} else set()
+    )
+    assert all(value.alias_info is None for value in SCHEMAS[op].returns)
+
+
+@pytest.mark.parametrize("sample", ALL_SAMPLES, ids=lambda sample: sample.id)
+def test_opcheck(sample: Sample) -> None:
+    overload = getattr(torch.ops.bitnet, sample.op).default
+    utils = ["test_schema", "test_autograd_registration", "test_faketensor"]
+    if sample.name != "not_finite":
+        # opcheck compares NaN as unequal; test_compile.py traces that sample and compares it well.
+        utils.append("test_aot_dispatch_dynamic")
+    torch.library.opcheck(overload, sample.args(), test_utils=utils)
+
+
+NO_FLOATS = {"pack", "unpack", "prepack", "unprepack", "rope_table"}
+
+
+@pytest.mark.parametrize("op", ["linear", "group_linear"])
+def test_opcheck_with_an_input_that_requires_grad(op: str) -> None:
+    x, *rest = SAMPLES[op][0].args()
+    x.requires_grad_()
+    utils = ("test_schema", "test_autograd_registration", "test_faketensor")
+    utils = (*utils, "test_aot_dispatch_dynamic")
+    torch.library.opcheck(getattr(torch.ops.bitnet, op).default, (x, *rest), test_utils=utils)
+
+
+@pytest.mark.parametrize(
+    "op", [op for op in sorted(SCHEMAS) if not op.startswith("_") and op not in NO_FLOATS]
+)
+def test_a_raw_op_refuses_what_it_has_no_gradient_for(op: str) -> None:
+    """As the wrappers do; torch itself would give None, or a warning."""
+    args = SAMPLES[op][0].args()
+    overload = getattr(torch.ops.bitnet, op).default
+    passed_on = {"x", "bias"} if op in {"linear", "group_linear"} else set()
+    floating = [
+        (name, a)
+        for name, a in zip(names(op), args, strict=False)
+        if isinstance(a, torch.Tensor) and a.is_floating_point() and name not in passed_on
+    ]
+    if op in {"gemv", "gemm"}:  # the first samples have no scales
+        k = args[1].shape[-1]
+        scale, tokens = torch.ones(1), args[1].numel() // k
+        args = (*args[:2], torch.ones(tokens), scale)
+        floating = [("weight_scale", scale)]
+    assert floating
+    for name, tensor in floating:
+        tensor.requires_grad_()
+        with pytest.raises(RuntimeError, match=f"^{op}: expected {name} without gradient"):
+            overload(*args)
+        with torch.no_grad():
+            overload(*args)
+        tensor.requires_grad_(False)
+
+
+@pytest.mark.parametrize("sample", COMPARABLE_SAMPLES + LARGE, ids=lambda sample: sample.id)
+def test_result_agrees_with_the_reference(sample: Sample, isa: str) -> None:
+    args, expected_args = sample.args(), sample.args()
+    actual = results(getattr(ops, sample.op)(*args), args, sample.op)
+    expected = results(getattr(reference, sample.op)(*expected_args), expected_args, sample.op)
+    assert len(actual) == len(expected) > 0
+    for ours, theirs in zip(actual, expected, strict=True):
+        assert_agrees(sample.op, expected_args, ours, theirs)
+
+
+@pytest.mark.parametrize("sample", ALL_SAMPLES, ids=lambda sample: sample.id)
+def test_arguments_are_left_alone_and_never_returned(sample: Sample) -> None:
+    args, before = sample.args(), sample.args()
+    returned = getattr(ops, sample.op)(*args)
+    fresh = [] if returned is None else [returned] if torch.is_tensor(returned) else list(returned)
+    tensors = {i: a for i, a in enumerate(args) if isinstance(a, torch.Tensor)}
+    for index, tensor in tensors.items():
+        if index not in MUTATED[sample.op]:
+            assert torch.equal(tensor.nan_to_num(7.0), before[index].nan_to_num(7.0)), index
+        for output in fresh:
+            assert output.is_contiguous()
+            shared = output.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+            assert not (shared and output.numel() and tensor.numel())
+
+
+@pytest.mark.parametrize("form", [(1, 0), (1, 4096), (2, 0), (4, 0), (4, 2048)])
+def test_probe_read_reads_every_byte_of_whole_pages(isa: str, form: tuple[int, int]) -> None:
+    buffer = torch.zeros(25 * 4096 + 77, dtype=torch.uint8)
+    before = ops._probe_read(buffer, *form).item()
+    for index in (0, 31, 32, 63, 64, 50_001, 25 * 4096 - 1):
+        buffer[index] = 1
+        assert ops._probe_read(buffer, *form).item() != before, index
+        buffer[index] = 0
+
+
+def test_probe_int8_peak_counts_what_its_threads_execute(isa: str) -> None:
+    seed = torch.ones(1, dtype=torch.uint8)
+    counts = {}
+    for threads in (1, 2):
+        with torch_threads(threads):
+            counts[threads] = [ops._probe_int8_peak(seed, n).item() for n in (10, 1000)]
+    assert counts[1][1] == 100 * counts[1][0] > 0
+    assert counts[2] == [2 * count for count in counts[1]]
+    assert ops._probe_int8_peak(seed, 0).item() == 0  # enters and leaves its region, no more
+
+
+def _float_samples() -> list[Any]:
+    return [pytest.param(x, w, id=f"{x}-{w}") for x in FLOATS for w in FLOATS]
+
+
+@pytest.mark.parametrize(("x_dtype", "weight_dtype"), _float_samples())
+def test_gain_of_any_dtype_gives_the_dtype_of_x(
+    x_dtype: torch.dtype, weight_dtype: torch.dtype, rng: torch.Generator
+) -> None:
+    args = (activations(rng, 4, 90, dtype=x_dtype), gain(rng, 90, weight_dtype), 1e-5)
+    y = ops.rms_norm(*args)
+    assert y.dtype == x_dtype
+    assert_agrees("rms_norm", args, y, reference.rms_norm(*args))
+
+
+def test_supported_dtypes_are_those_the_samples_cover() -> None:
+    for op, index, dtypes in (("linear", 0, FLOATS), ("attention", 1, (*CACHE_DTYPES, torch.int8))):
+        seen = {sample.args()[index].dtype for sample in SAMPLES[op]}
+        assert seen == set(dtypes)
