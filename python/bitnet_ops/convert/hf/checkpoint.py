@@ -2,7 +2,7 @@
 
 Lists every tensor from the headers first, then hands them out one at a time, so that memory is
 bounded by the largest tensor. Runs no code of the checkpoint: no auto_map, and pickles only on
-request and by pickles.py. It must not know what a tensor means; that is decide.py.
+request and by pickles.py. It must not know what a tensor means; that is plan.py.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class TensorRecord:
     file: str
 
 
-class Source:
+class Checkpoint:
     """An opened checkpoint folder.
 
     `config` is config.json as a dict, `tensors` maps every tensor's name to its TensorRecord.

@@ -2,7 +2,7 @@
 
 Two comparisons: every ternary weight and scale (exactly, but for ties of the ternarisation), and
 the full logits on a text. The reference is transformers where it is installed and can load the
-source, otherwise plain_forward.py. Knows the finished folder and the source; must not know how the
+source, otherwise plain_forward.py. Knows the finished file and the source; must not know how the
 one became the other.
 """
 
@@ -17,17 +17,25 @@ import torch
 from torch import Tensor
 
 from bitnet_ops import ops
-from bitnet_ops.convert.hf.checkpoint import Source
-from bitnet_ops.convert.hf.merged import MergedSource
-from bitnet_ops.convert.hf.plan import Plan
+from bitnet_ops.config import ModelConfig
+from bitnet_ops.config.scheme import Storage
+from bitnet_ops.convert.errors import refuse
+from bitnet_ops.convert.gguf.source import GgufSource
+from bitnet_ops.convert.hf.source import HfSource
+from bitnet_ops.convert.source import Plan, Source
 from bitnet_ops.convert.verify.compare import LogitComparison
+from bitnet_ops.convert.verify.gguf_oracle import GgufOracle
 from bitnet_ops.convert.verify.plain_forward import PlainOracle
-from bitnet_ops.convert.verify.texts import text_sequences
 from bitnet_ops.convert.verify.transformers_oracle import HfOracle, OracleUnavailable
 from bitnet_ops.formats.sglbitnt import Reader, model_file
+from bitnet_ops.generate.tokenizer import Tokenizer
+from bitnet_ops.loading.weights import load_model
+from bitnet_ops.nn.kv_cache import KVCache
 from bitnet_ops.nn.packing import BLOCK
 
-MAX_TOKENS = 256
+PIECE_TOKENS = 512  # of a text; a plain forward's attention is quadratic
+MAX_TEXT_TOKENS = 4096
+MAX_SAMPLE_TOKENS = 256
 MAX_SCALE_DIFFERENCE = 1e-6  # relative; a reciprocal and an fp32 mean cost a few 1e-7
 MAX_TIED_SHARE = 1e-3  # of a projection's weights: masters on a tie may fall either way
 
@@ -82,32 +90,27 @@ class Verification:
 
 
 def verify_conversion(
-    source: Source,
-    plan: Plan,
-    folder: Path,
-    *,
-    oracle: Oracle | None = None,
-    text: Path | None = None,
+    source: Source, folder: Path, *, oracle: Oracle | None = None, text: Path | None = None
 ) -> Verification:
-    """Compare the finished `folder` with its source; the result's `failures` says what is wrong.
+    """Compare the finished model in `folder` with its source; `failures` says what is wrong.
 
     `folder` may be the model file itself. `text`: a file to measure logits on, None for a text of
-    our own. `oracle` is for tests; None chooses transformers or the plain forward.
+    our own. `oracle` is for tests; None chooses transformers or a plain forward.
     """
-    reason = None
+    reason, file, plan = None, model_file(folder), source.plan
     if oracle is None:
-        oracle, reason = choose_oracle(source, plan)
+        oracle, reason = choose_oracle(source)
+    tokenizer = source.tokenizer_folder or file.parent
     if text is None:
-        sequences, label = sample_sequences(source.folder, plan)
+        sequences, label = sample_sequences(tokenizer, plan)
     else:
-        sequences = text_sequences(source.folder, plan.config, text)
-        label = f"text {text.name}"
+        sequences, label = text_sequences(tokenizer, plan.config, text), f"text {text.name}"
     result = Verification(oracle.name, reason, label)
-    _compare_weights(plan, folder, oracle, result)
-    reference, ours = oracle.logits(sequences), our_logits(folder, sequences)
+    _compare_weights(plan, file, oracle, result)
+    reference, ours = oracle.logits(sequences), our_logits(file, sequences)
     result.logits = _compared(sequences, reference, ours)
-    if plan.scheme.mode == "ternary":
-        floating = PlainOracle(source, plan, int8_activations=False).logits(sequences)
+    if not plan.scheme.rounds_activations:
+        floating = PlainOracle(source, int8_activations=False).logits(sequences)
         result.floating_activations = _compared(sequences, floating, ours)
     result.failures += result.logits.failures()
     return result
@@ -122,23 +125,24 @@ def _compared(
     return comparison
 
 
-def choose_oracle(source: Source, plan: Plan) -> tuple[Oracle, str | None]:
-    """transformers if it can serve, else the plain forward and the reason."""
-    if isinstance(source, MergedSource):
-        return PlainOracle(source, plan), "an adapter is merged into the masters"
+def choose_oracle(source: Source) -> tuple[Oracle, str | None]:
+    """transformers if it can serve, else a plain forward and the reason."""
+    if isinstance(source, GgufSource):
+        return GgufOracle(source), "a GGUF file is not its to read"
+    assert isinstance(source, HfSource)
+    if source.adapter is not None:
+        return PlainOracle(source), "an adapter is merged into the masters"
     try:
-        return HfOracle(source, plan), None
+        return HfOracle(source), None
     except OracleUnavailable as error:
-        return PlainOracle(source, plan), str(error)
+        return PlainOracle(source), str(error)
 
 
 def sample_sequences(folder: Path, plan: Plan) -> tuple[list[list[int]], str]:
     """Token ids to compare on, and how they were made: a text, or random ids."""
-    limit = min(MAX_TOKENS, plan.config.max_position_embeddings)
+    limit = min(MAX_SAMPLE_TOKENS, plan.config.max_position_embeddings)
     vocab = plan.config.vocab_size
     if (folder / "tokenizer.json").is_file():
-        from bitnet_ops.generate.tokenizer import Tokenizer
-
         ids = Tokenizer.from_dir(folder).encode(SAMPLE_TEXT)[:limit]
         if len(ids) > 1 and max(ids) < vocab:
             return [ids], "sample text through tokenizer.json"
@@ -148,15 +152,43 @@ def sample_sequences(folder: Path, plan: Plan) -> tuple[list[list[int]], str]:
     return rows.tolist(), "random token ids, seed 0"
 
 
-def _compare_weights(plan: Plan, folder: Path, oracle: Oracle, result: Verification) -> None:
-    with Reader(model_file(folder)) as reader:
-        for name, spec in plan.specs.items():
-            if spec.kind != "ternary":
-                continue
+def text_sequences(folder: Path, config: ModelConfig, text: Path) -> list[list[int]]:
+    """The first MAX_TEXT_TOKENS tokens of the UTF-8 file `text`, in pieces that fit the context.
+
+    Raises ConvertError: no tokenizer.json in `folder`, no readable text, fewer than two tokens, or
+    a tokenizer with more ids than the model.
+    """
+    if not (folder / "tokenizer.json").is_file():
+        refuse("text-tokenizer", f"tokenizer.json in {folder}", "none", "a text needs a tokenizer")
+    try:
+        content = text.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        refuse("text-file", f"a UTF-8 text file {text}", str(error))
+    ids = Tokenizer.from_dir(folder).encode(content)[:MAX_TEXT_TOKENS]
+    if len(ids) < 2:
+        refuse("text-file", f"some words in {text}", f"{len(ids)} tokens")
+    if max(ids) >= config.vocab_size:
+        found = f"id {max(ids)}"
+        refuse("text-tokenizer", f"token ids below vocab_size {config.vocab_size}", found)
+    size = min(PIECE_TOKENS, config.max_position_embeddings)
+    pieces = [ids[at : at + size] for at in range(0, len(ids), size)]
+    return [piece for piece in pieces if len(piece) > 1]
+
+
+def _compare_weights(plan: Plan, file: Path, oracle: Oracle, result: Verification) -> None:
+    with Reader(file) as reader:
+        for name in plan.ternary:
             codes, scale = oracle.projection(name)
-            ours = ops.unpack(reader.tensor(name), spec.shape[1])
-            different = int((codes != ours).sum())
-            relative = _scale_difference(reader, name, codes, scale)
+            ours, scales = ops.unpack(reader.tensor(name), codes.shape[1]), reader.scales(name)
+            if scales.dim() == 2:
+                scales = scales.repeat_interleave(BLOCK, dim=1)[:, : codes.shape[1]]
+            elif len(scales) > 1:
+                scales = scales.unsqueeze(1)
+            if plan.scheme.storage is Storage.GGUF:  # every value to the last bit
+                different = int((ours.float() * scales != codes.float() * scale).sum())
+            else:
+                different = int((codes != ours).sum())
+            relative = _scale_difference(scales, codes, scale)
             result.projections += 1
             result.weights += codes.numel()
             result.weights_different += different
@@ -164,15 +196,10 @@ def _compare_weights(plan: Plan, folder: Path, oracle: Oracle, result: Verificat
             _judge_weights(plan, name, different / codes.numel(), relative, result)
 
 
-def _scale_difference(reader: Reader, name: str, codes: Tensor, expected: float | Tensor) -> float:
+def _scale_difference(ours: Tensor, codes: Tensor, expected: float | Tensor) -> float:
     """The largest relative difference of a scale, over all weights that are not zero."""
-    ours = reader.scales(name)
     if isinstance(expected, float):
         return float((ours / expected - 1.0).abs().max())
-    if ours.dim() == 2:
-        ours = ours.repeat_interleave(BLOCK, dim=1)[:, : codes.shape[1]]
-    else:
-        ours = ours.reshape(-1, 1)
     used = codes != 0
     ratio = ours.expand(codes.shape)[used] / expected[used]
     return float((ratio - 1.0).abs().max()) if used.any() else 0.0
@@ -181,7 +208,7 @@ def _scale_difference(reader: Reader, name: str, codes: Tensor, expected: float 
 def _judge_weights(
     plan: Plan, name: str, share: float, relative: float, result: Verification
 ) -> None:
-    allowed = MAX_TIED_SHARE if plan.scheme.mode == "masters" else 0.0
+    allowed = MAX_TIED_SHARE if plan.scheme.storage is Storage.MASTERS else 0.0
     if share > allowed:
         result.failures.append(f"{share:.3%} of the weights of {name} differ")
     if not relative <= MAX_SCALE_DIFFERENCE:
@@ -189,12 +216,9 @@ def _judge_weights(
 
 
 @torch.inference_mode()
-def our_logits(folder: Path, sequences: list[list[int]]) -> list[Tensor]:
+def our_logits(file: Path, sequences: list[list[int]]) -> list[Tensor]:
     """fp32 logits [T, V] of the converted model, through torch.ops.bitnet."""
-    from bitnet_ops.language_model import load
-    from bitnet_ops.nn.kv_cache import KVCache
-
-    model = load(folder, head_format="stored").model
+    model = load_model(file, head_format="stored")
     result = []
     for ids in sequences:
         cache = KVCache(model.config, 1, len(ids), torch.float32)
