@@ -1,7 +1,4 @@
-"""Where a conversion goes: the rule of formats/destination.py in the converter's words.
-
-It must not know what is written.
-"""
+"""Where a conversion goes: the rule of formats/destination.py in the converter's words."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The progress bar of a conversion: for people, on a terminal and not beside JSON.
-
-It must not know what the work is.
-"""
+"""The progress bar of a conversion: for people, on a terminal and not beside JSON."""
 
 from __future__ import annotations
 

@@ -199,12 +199,10 @@ def _write_packed(source: HfSource, folder: Path, progress: Progress | None) -> 
         for done, (name, spec) in enumerate(plan.specs.items()):
             if progress is not None:
                 progress(done, len(plan.specs), name)
-            tensor = source.tensor(name)
             if spec.kind == "dense":
-                check_finite(name, tensor)
-                yield name, tensor
+                yield name, source.dense(name)
                 continue
-            codes, scale, _ = from_masters(name, tensor, plan.scheme)
+            codes, scale, _ = from_masters(name, source.tensor(name), plan.scheme)
             yield name, pack_hf(codes)
             yield scale_name(name), torch.tensor([scale])
 

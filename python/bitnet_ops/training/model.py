@@ -18,9 +18,7 @@ from bitnet_ops import ops
 from bitnet_ops.config import PRIVATE_BLOCK, ModelConfig
 from bitnet_ops.config.scheme import Storage
 from bitnet_ops.convert.hf.checkpoint import Checkpoint
-from bitnet_ops.convert.hf.plan import scale_name
 from bitnet_ops.convert.hf.source import HfSource
-from bitnet_ops.convert.ternary import from_packed, packed_scale
 from bitnet_ops.formats.sglbitnt import Reader, model_file
 from bitnet_ops.loading.model_contents import completed_config, model_config, own_tensors
 from bitnet_ops.models import check_names, expected_tensors
@@ -164,9 +162,8 @@ def _from_checkpoint(folder: Path) -> tuple[dict[str, Any], Iterator[tuple[str, 
         for name, spec in plan.specs.items():
             tensor = source.tensor(name)
             if spec.kind == "ternary" and plan.scheme.storage is Storage.PACKED:
-                scale = source.tensor(scale_name(name))
-                value = packed_scale(name, scale, plan.scheme)
-                tensor = masters_from_codes(from_packed(name, tensor, spec.shape[0]), value)
+                codes, scale = source.codes(name)
+                tensor = masters_from_codes(codes, scale)
             yield name, tensor
 
     return checkpoint.config, tensors()

@@ -229,6 +229,10 @@ def _form(record: TensorRecord) -> str:
 def _check_dense(spec: TensorSpec, record: TensorRecord) -> None:
     if record.name == HEAD and record.dtype in ("U8", "I8"):
         refuse("quantised-head", "a floating output head", f"{HEAD} as {_form(record)}")
+    _check_values(spec, record)
+
+
+def _check_values(spec: TensorSpec, record: TensorRecord) -> None:
     if record.shape != tuple(spec.shape):
         refuse("shape", f"{record.name} of shape {list(spec.shape)}", _form(record))
     _check_floating(record)
@@ -247,9 +251,7 @@ def _check_masters(spec: TensorSpec, record: TensorRecord) -> None:
             f"{_form(record)} (already packed)",
             'quantization_mode "offline" is the one for packed weights',
         )
-    if record.shape != tuple(spec.shape):
-        refuse("shape", f"{record.name} of shape {list(spec.shape)}", _form(record))
-    _check_floating(record)
+    _check_values(spec, record)
 
 
 def _check_packed(spec: TensorSpec, record: TensorRecord) -> None:

@@ -90,14 +90,18 @@ class HfSource(Source):
         return tensor
 
     def ternary(self, name: str) -> Ternary:
-        scheme, tensor = self.plan.scheme, self.tensor(name)
+        scheme = self.plan.scheme
         if scheme.storage is Storage.PACKED:
-            scale = self._scale(name)
-            return Ternary.packed(from_packed(name, tensor, self.plan.specs[name].shape[0]), scale)
+            return Ternary.packed(*self.codes(name))
         if scheme.storage is Storage.TERNARY:
-            codes, scales, group_size = from_ternary(name, tensor)
+            codes, scales, group_size = from_ternary(name, self.tensor(name))
             return Ternary.packed(codes, scales, None, group_size)
-        return Ternary.packed(*from_masters(name, tensor, scheme))
+        return Ternary.packed(*from_masters(name, self.tensor(name), scheme))
+
+    def codes(self, name: str) -> tuple[Tensor, float]:
+        """(codes int8 [N, K], multiplying scale) of the packed weight `name`."""
+        rows = self.plan.specs[name].shape[0]
+        return from_packed(name, self.tensor(name), rows), self._scale(name)
 
     def finish(self, folder: Path) -> list[str]:
         return copy_files(self.path, folder, TRAVELLERS)

@@ -2,18 +2,23 @@
 
 Two comparisons: every ternary weight and scale (exactly, but for ties of the ternarisation), and
 the full logits on a text. The reference is transformers where it is installed and can load the
-source, otherwise plain_forward.py. Knows the finished file and the source; must not know how the
-one became the other.
+source, otherwise plain_forward.py. How the one became the other is not looked at.
+
+Bounds of logits and their reason: rounding activations to int8 turns a last-bit difference into a
+whole step now and then, so two right fp32 forwards of a trained model agree in loss and argmax but
+only to some percent in single logits; a wrong row order or scale is off by 100 %.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from bitnet_ops import ops
@@ -23,7 +28,6 @@ from bitnet_ops.convert.errors import refuse
 from bitnet_ops.convert.gguf.source import GgufSource
 from bitnet_ops.convert.hf.source import HfSource
 from bitnet_ops.convert.source import Plan, Source
-from bitnet_ops.convert.verify.compare import LogitComparison
 from bitnet_ops.convert.verify.gguf_oracle import GgufOracle
 from bitnet_ops.convert.verify.plain_forward import PlainOracle
 from bitnet_ops.convert.verify.transformers_oracle import HfOracle, OracleUnavailable
@@ -38,6 +42,9 @@ MAX_TEXT_TOKENS = 4096
 MAX_SAMPLE_TOKENS = 256
 MAX_SCALE_DIFFERENCE = 1e-6  # relative; a reciprocal and an fp32 mean cost a few 1e-7
 MAX_TIED_SHARE = 1e-3  # of a projection's weights: masters on a tie may fall either way
+MAX_RELATIVE_DIFFERENCE = 0.1  # of the largest logit; two right forwards reach 0.04 at worst
+MIN_TOP1 = 0.95  # on a few hundred tokens; 0.99 and more over thousands
+MAX_LOSS_DIFFERENCE = 0.02  # nats per token on a few hundred tokens; 0.001 over ten thousand
 
 # Our own words, plain English with figures, a list and a line break, so that a tokenizer has work.
 SAMPLE_TEXT = """The lighthouse keeper wrote the weather into his book every evening at nine. On
@@ -49,6 +56,100 @@ opened it in the middle, and read: "Fog until ten. Repaired the stairs. Bread, o
 not much of a story; but day after day the same hand had looked at the same water, and what it had
 seen was different each time. She put the kettle on, sat down by the window and began to read.
 """
+
+
+@dataclass
+class LogitComparison:
+    """Figures over all tokens of all sequences; losses in nats per predicted token."""
+
+    tokens: int = 0
+    max_abs_logit: float = 0.0
+    max_abs_difference: float = 0.0
+    top1_agreeing: int = 0
+    largest_lead_lost: float = 0.0  # the reference's lead at positions where the argmax differs
+    loss_reference_sum: float = 0.0
+    loss_ours_sum: float = 0.0
+    predicted: int = 0
+    finite: bool = True
+
+    def add(self, ids: list[int], reference: Tensor, ours: Tensor) -> None:
+        """Count one sequence: token ids and both logits f32 [T, V]."""
+        self.finite = self.finite and bool(torch.isfinite(ours).all())
+        self.tokens += len(ids)
+        self.max_abs_logit = max(self.max_abs_logit, float(reference.abs().max()))
+        difference = float((reference - ours).abs().max())
+        self.max_abs_difference = max(self.max_abs_difference, difference)
+        self._add_top1(reference, ours)
+        if len(ids) > 1:
+            targets = torch.tensor(ids[1:])
+            self.predicted += len(targets)
+            self.loss_reference_sum += float(_loss(reference, targets))
+            self.loss_ours_sum += float(_loss(ours, targets))
+
+    def _add_top1(self, reference: Tensor, ours: Tensor) -> None:
+        agrees = reference.argmax(-1) == ours.argmax(-1)
+        self.top1_agreeing += int(agrees.sum())
+        if not agrees.all():
+            best = reference[~agrees].topk(2).values
+            lead = float((best[:, 0] - best[:, 1]).max())
+            self.largest_lead_lost = max(self.largest_lead_lost, lead)
+
+    def to_dict(self) -> dict[str, float | int]:
+        """The figures, with the derived ones, JSON-ready."""
+        return {
+            "tokens": self.tokens,
+            "max_abs_logit": self.max_abs_logit,
+            "max_abs_logit_difference": self.max_abs_difference,
+            "relative_logit_difference": self.relative,
+            "top1_agreement": self.top1,
+            "largest_lead_at_disagreement": self.largest_lead_lost,
+            "loss_reference": self.loss_reference_sum / max(self.predicted, 1),
+            "loss_ours": self.loss_ours_sum / max(self.predicted, 1),
+            "perplexity_reference": _perplexity(self.loss_reference_sum, self.predicted),
+            "perplexity_ours": _perplexity(self.loss_ours_sum, self.predicted),
+        }
+
+    @property
+    def relative(self) -> float:
+        """The largest difference of a logit, relative to the reference's largest."""
+        return self.max_abs_difference / max(self.max_abs_logit, 1e-30)
+
+    @property
+    def top1(self) -> float:
+        """The share of positions where both choose the same token."""
+        return self.top1_agreeing / max(self.tokens, 1)
+
+    @property
+    def loss_difference(self) -> float:
+        """Absolute difference of the losses, nats per token."""
+        return abs(self.loss_ours_sum - self.loss_reference_sum) / max(self.predicted, 1)
+
+    def failures(self) -> list[str]:
+        """One sentence for every bound that is broken; NaN breaks all of them."""
+        failures = [] if self.finite else ["non-finite logits"]
+        if not self.relative <= MAX_RELATIVE_DIFFERENCE:
+            failures.append(
+                f"a logit off by {self.relative:.3g} of the largest "
+                f"(at most {MAX_RELATIVE_DIFFERENCE})"
+            )
+        if not self.top1 >= MIN_TOP1:
+            failures.append(f"top-1 agreement {self.top1:.4f} (at least {MIN_TOP1})")
+        if not self.loss_difference <= MAX_LOSS_DIFFERENCE:
+            failures.append(
+                f"losses {self.loss_difference:.4g} nats per token apart "
+                f"(at most {MAX_LOSS_DIFFERENCE})"
+            )
+        return failures
+
+
+def _perplexity(loss_sum: float, predicted: int) -> float:
+    """exp of the mean loss, kept finite for JSON."""
+    return math.exp(min(loss_sum / max(predicted, 1), 700.0))
+
+
+def _loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Sum of the next-token losses: logits [T, V] against the T - 1 ids that follow."""
+    return F.cross_entropy(logits[:-1].double(), targets, reduction="sum")
 
 
 class Oracle(Protocol):
