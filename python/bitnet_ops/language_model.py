@@ -26,9 +26,8 @@ from bitnet_ops.generate.engine import Engine, Generation, Run, Session, Timing,
 from bitnet_ops.generate.options import GenerateOptions, Request, request
 from bitnet_ops.generate.tokenizer import StreamDecoder, Tokenizer, TokenizerError
 from bitnet_ops.loading import cache_files
-from bitnet_ops.loading.model_contents import model_config
-from bitnet_ops.loading.weights import load_tensors
-from bitnet_ops.models import Decoder, build, check_dtype
+from bitnet_ops.loading.weights import load_model
+from bitnet_ops.models import Decoder, check_dtype
 from bitnet_ops.models.embedding import embed
 from bitnet_ops.nn.kv_cache import DEFAULT_KV_DTYPE, check_kv_dtype
 from bitnet_ops.nn.lora import Adapter, apply_adapter, read_adapter
@@ -111,17 +110,14 @@ def _open(
     cache: Path | None,
     adapter: Adapter | None,
 ) -> LanguageModel:
-    reader = sglbitnt.Reader(file, check_codes=False)  # load_tensors checks what it reads
-    config = model_config(reader)
-    if config.embedding_only:  # the embedding is no head, and is read a row a token
-        head_format = "stored"
-    tensors = load_tensors(reader, config, weight_format, head_format, cache)
-    model = build(config, tensors, dtype, check_values=False)
+    model = load_model(file, dtype, weight_format, head_format, cache)
     if adapter is not None:
         apply_adapter(model, adapter)
     folder = file.parent
     tokenizer = Tokenizer.from_dir(folder) if (folder / "tokenizer.json").is_file() else None
-    return LanguageModel(model, tokenizer, _stop_ids(folder, config), kv_dtype=kv_dtype, path=file)
+    return LanguageModel(
+        model, tokenizer, _stop_ids(folder, model.config), kv_dtype=kv_dtype, path=file
+    )
 
 
 def _stop_ids(folder: Path, config: ModelConfig) -> frozenset[int]:

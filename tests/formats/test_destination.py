@@ -24,8 +24,7 @@ import hf_writer
 from bitnet_ops import training
 from bitnet_ops.bench import command, plots, report, run_ops
 from bitnet_ops.cli import main
-from bitnet_ops.convert import ConvertError, convert
-from bitnet_ops.convert import pipeline as hf
+from bitnet_ops.convert import ConvertError, convert, pipeline
 from bitnet_ops.convert.gguf.export import export_gguf
 from bitnet_ops.convert.quantize import quantize
 from bitnet_ops.dummy import model as dummy
@@ -338,7 +337,7 @@ def test_dummy_does_not_overwrite_a_converted_model(
 def test_a_folder_made_during_a_conversion_stays(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target, build = tmp_path / "out", hf._build
+    target, build = tmp_path / "out", pipeline._write
 
     def slow(*args: Any) -> Any:
         result = build(*args)
@@ -346,7 +345,7 @@ def test_a_folder_made_during_a_conversion_stays(
         (target / "thesis.txt").write_text("ten years")
         return result
 
-    monkeypatch.setattr(hf, "_build", slow)
+    monkeypatch.setattr(pipeline, "_write", slow)
     with pytest.raises(ConvertError, match="destination-exists"):
         convert(source, target)
     assert tree(tmp_path) == {"out": b"<folder>", "out/thesis.txt": b"ten years"}

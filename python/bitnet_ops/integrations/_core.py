@@ -11,7 +11,6 @@ call their post-load hook again. It must not import an engine, nor know how a la
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from bitnet_ops import ops
+from bitnet_ops.config.scheme import ScaleRule, SchemeError, quantized_scheme
 from bitnet_ops.nn import quantize
 from bitnet_ops.nn.packing import PackedWeight, choose_format, packed_row_bytes, unpack_hf
 
@@ -35,40 +35,20 @@ class CheckpointError(ValueError):
     """A tensor or setting of a checkpoint that cannot be served, named with the remedy."""
 
 
-class ScaleRule(enum.Enum):
-    """How a checkpoint stores a ternary matrix, after transformers' three linear flavours."""
-
-    DIVIDE = "bitlinear"  # uint8, weight_scale holds 1 / absmean
-    MULTIPLY = "autobitlinear offline"  # uint8, weight_scale holds absmean
-    ONLINE = "autobitlinear online"  # floating masters, no weight_scale
-
-
 def scale_rule(quantization_config: Mapping[str, object]) -> ScaleRule:
     """The rule that a Hugging Face `quantization_config` means; absent keys have HF's defaults.
 
     Raises CheckpointError for another quant_method, an unknown class or mode, or `use_rms_norm`.
     """
-    get = quantization_config.get
-    method = get("quant_method", "bitnet")
-    if method != "bitnet":
-        raise CheckpointError(f"bitnet: expected quant_method 'bitnet', got {method!r}")
-    if get("use_rms_norm", False):
+    try:
+        scheme = quantized_scheme({"quant_method": "bitnet", **quantization_config})
+    except SchemeError as error:
+        raise CheckpointError(f"bitnet: {error}") from None
+    if quantization_config.get("use_rms_norm", False):
         raise CheckpointError(
             "bitnet: expected use_rms_norm false, got true; a norm inside each linear is not served"
         )
-    key = (get("linear_class") or "bitlinear", get("quantization_mode") or "offline")
-    rules = {
-        ("bitlinear", "offline"): ScaleRule.DIVIDE,
-        ("autobitlinear", "offline"): ScaleRule.MULTIPLY,
-        ("autobitlinear", "online"): ScaleRule.ONLINE,
-    }
-    if key not in rules:
-        known = ", ".join("/".join(pair) for pair in rules)
-        raise CheckpointError(
-            f"bitnet: expected linear_class/quantization_mode one of {known}, got "
-            f"{key[0]!s}/{key[1]!s}"
-        )
-    return rules[key]
+    return cast(ScaleRule, scheme.rule)
 
 
 def check_activation_dtype(dtype: torch.dtype, name: str = "") -> None:

@@ -20,15 +20,34 @@ from bitnet_ops import ops
 from bitnet_ops.config import ModelConfig
 from bitnet_ops.formats import sglbitnt
 from bitnet_ops.loading import load_cache
-from bitnet_ops.loading.model_contents import own_tensors
+from bitnet_ops.loading.model_contents import model_config, own_tensors
 from bitnet_ops.memory.arena import Arena, aligned
-from bitnet_ops.models import TensorError, TensorSpec, check_names, expected_tensors
+from bitnet_ops.models import Decoder, TensorError, TensorSpec, build, check_names, expected_tensors
 from bitnet_ops.nn.head import HeadWeight
 from bitnet_ops.nn.packing import PackedWeight, choose_format, packed_shape
 from bitnet_ops.nn.storage import HEAD_FORMATS, check_head_format
 
 Tensors = dict[str, Tensor | PackedWeight | HeadWeight]
 _HEAD_ROWS = 4096  # quantised at a time: 20 MB of a 2B model; a multiple of the tiles of int4
+
+
+def load_model(
+    file: Path,
+    dtype: torch.dtype = torch.float32,
+    weight_format: str = "auto",
+    head_format: str = "stored",
+    cache: Path | None = None,
+) -> Decoder:
+    """The model in `file`; its formats as of `load_tensors`, which says what is raised, and build.
+
+    The embedding of a model without a head is read a row a token, and kept as it is stored.
+    """
+    reader = sglbitnt.Reader(file, check_codes=False)  # load_tensors checks what it reads
+    config = model_config(reader)
+    if config.embedding_only:
+        head_format = "stored"
+    tensors = load_tensors(reader, config, weight_format, head_format, cache)
+    return build(config, tensors, dtype, check_values=False)
 
 
 def load_tensors(
