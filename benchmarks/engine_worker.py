@@ -1,4 +1,4 @@
-"""The process of a rival engine: `python -m bitnet_ops.bench.rival_worker NAME MODEL THREADS`.
+"""The process of another engine: `python -m benchmarks.engine_worker NAME MODEL THREADS`.
 
 Builds a random model of the dimensions of the dummy MODEL in memory or in a temporary file, says
 {"ready": true}, then answers every line on stdin ("decode", "prefill N") with {"done": true} once
@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from bitnet_ops.dummy import model as dummy
 
 
-class Engine(Protocol):
+class WorkerEngine(Protocol):
     def decode(self) -> None: ...
 
     def prefill(self, tokens: int) -> None: ...
@@ -107,7 +107,7 @@ class LlamaCpp:
     def __init__(self, model: str, threads: int, folder: Path) -> None:
         import llama_cpp
 
-        from bitnet_ops.bench.rival_gguf import write_random
+        from benchmarks.engine_gguf import write_random
 
         path = folder / "random.gguf"
         write_random(dummy.config(model), path)
@@ -125,7 +125,7 @@ class LlamaCpp:
         self._llama.eval([1 + i % 256 for i in range(tokens)])
 
 
-ENGINES: dict[str, Callable[[str, int, Path], Engine]] = {
+ENGINES: dict[str, Callable[[str, int, Path], WorkerEngine]] = {
     "litespark": Litespark,
     "llama-cpp": LlamaCpp,
 }
@@ -136,7 +136,7 @@ def _say(**answer: object) -> None:
 
 
 def main(name: str, model: str, threads: int) -> None:
-    with tempfile.TemporaryDirectory(prefix="bitnet-ops-rival-") as folder:
+    with tempfile.TemporaryDirectory(prefix="bitnet-ops-engine-") as folder:
         try:
             engine = ENGINES[name](model, threads, Path(folder))
             _say(ready=True)
