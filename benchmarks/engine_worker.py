@@ -45,7 +45,7 @@ class Litespark:
             sums = np.zeros(n, dtype=np.int32)
             return parts.PackedProjection(packed, sums, 0.02, in_features=k, out_features=n)
 
-        def gain(n: int) -> Any:
+        def norm_weight(n: int) -> Any:
             return np.full(n, 0x3F80, dtype=np.uint16)  # 1.0 in bfloat16
 
         layers = [
@@ -57,10 +57,10 @@ class Litespark:
                 gate_proj=projection(inner, hidden),
                 up_proj=projection(inner, hidden),
                 down_proj=projection(hidden, inner),
-                input_norm=gain(hidden),
-                post_attn_norm=gain(hidden),
-                attn_sub_norm=gain(hidden),
-                ffn_sub_norm=gain(inner),
+                input_norm=norm_weight(hidden),
+                post_attn_norm=norm_weight(hidden),
+                attn_sub_norm=norm_weight(hidden),
+                ffn_sub_norm=norm_weight(inner),
             )
             for _ in range(c.num_hidden_layers)
         ]
@@ -78,7 +78,7 @@ class Litespark:
         self._model = parts.PackedBitNetModel(
             config=config,
             embed_tokens=None,
-            final_norm=gain(hidden),
+            final_norm=norm_weight(hidden),
             layers=layers,
             embed_int8=random.integers(-127, 128, (c.vocab_size, hidden), dtype=np.int8),
             embed_scale=np.full(c.vocab_size, 0.01, dtype=np.float32),

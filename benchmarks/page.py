@@ -184,7 +184,7 @@ def machine_lines(figures: Figures) -> list[str]:
         f"- pages: {env['page_bytes']} bytes, huge pages {env['transparent_huge_pages']}; threads "
         f"{', '.join(map(str, env['threads']))}; thread settings "
         f"{env['thread_environment'] or 'none'}",
-        f"- {env['time_utc']}; ping-pong {optional(env['ping_pong_ns'], unit=' ns')}; an empty op "
+        f"- {env['time_utc']}; ping-pong {optional(env['ping_pong_ns'], 'ns')}; an empty op "
         f"call takes {env['op_call_us']:g} us",
     ]
     for limit in figures["limits"]:

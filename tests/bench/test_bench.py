@@ -42,7 +42,7 @@ def test_paired_ratio_survives_a_change_of_state() -> None:
     assert stats.summarize(stats.paired_ratios(limit, kernel)) == stats.Summary(0.8, 0.8, 0.8, 10)
 
 
-def test_statistics_refuse_what_has_no_answer() -> None:
+def test_statistics_reject_what_has_no_answer() -> None:
     with pytest.raises(IndexError):
         stats.summarize([])
     with pytest.raises(ValueError, match="shorter"):
@@ -191,7 +191,6 @@ def synthetic_case(**changes: Any) -> cases.Case:
         "name": "gemv",
         "shape": {"M": 1, "N": 1000, "K": 4000},
         "dtype": "int8",
-        "memory": "cold",
         "bytes": 1_000_000,
         "macs": 4_000_000,
         "integer": True,
@@ -281,7 +280,9 @@ def test_rows_flag_what_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
     impossible = [40e-6] * 3, [100e-6] * 3, [1e-6] * 3, [1.0], [1.0]
     row = measure_synthetic(monkeypatch, synthetic_case(), *impossible)
     assert row["flags"] == ["above_limit", "above_bandwidth"]
-    row = measure_synthetic(monkeypatch, synthetic_case(memory="hot"), *impossible)
+    row = measure_synthetic(
+        monkeypatch, synthetic_case(run=Timed(lambda _: None, warm=True)), *impossible
+    )
     assert row["flags"] == ["above_limit"]
     fine = [62.5e-6] * 3, [100e-6] * 3, [1e-6] * 3, [1.0], [1.0]
     row = measure_synthetic(monkeypatch, synthetic_case(check=lambda: False), *fine)

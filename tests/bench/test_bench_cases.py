@@ -66,7 +66,7 @@ def test_cold_calls_never_meet_their_memory_again_soon(ws: memory.Workspace) -> 
     for i in range(len(slots)):
         run.call(i)
     assert not run.warm and len(set(seen)) == len(slots) == 16
-    # the probe of the same round reads other memory, half the arena away
+    # the probe of the same round reads other memory, half of it away
     assert probe.probed_bytes == 1 << 20 and len(probe.slots) == 16
 
 
@@ -80,7 +80,7 @@ def test_hot_calls_keep_their_memory(ws: memory.Workspace) -> None:
     assert len(limits.read_limit(ws.ternary, 1 << 20, hot=True).slots) == 1
 
 
-def test_matrix_too_large_for_cold_memory_is_refused(ws: memory.Workspace) -> None:
+def test_matrix_too_large_for_cold_memory_is_rejected(ws: memory.Workspace) -> None:
     with pytest.raises(ValueError, match="two copies of 8192x8192, got 1; raise --cold-mib"):
         cases_ops.matmul_case(ws, 8192, 8192, 1, hot=False, weight_format="2bit")
 
@@ -118,7 +118,7 @@ def test_ping_pong_is_a_latency() -> None:
     assert machine.affinity() == cpus  # the pinning does not reach the caller
 
 
-def test_ping_pong_refuses_bad_cpus() -> None:
+def test_ping_pong_rejects_bad_cpus() -> None:
     cpu = machine.affinity()[0]
     with pytest.raises(ValueError, match="two different CPUs"):
         _runtime.ping_pong_ns(cpu, cpu)

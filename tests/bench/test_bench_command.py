@@ -56,7 +56,7 @@ def test_demo_shape_is_that_of_the_demo_model() -> None:
         (["--output", "/nowhere/x.json"], "--output: expected a file in a directory to write to"),
     ],
 )
-def test_bad_arguments_are_refused_before_anything_runs(
+def test_bad_arguments_are_rejected_before_anything_runs(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["bench", "ops", *arguments]) == 2
@@ -64,7 +64,7 @@ def test_bad_arguments_are_refused_before_anything_runs(
     assert message in error and error.count("\n") == 1
 
 
-def test_short_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_memory_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     little = {"total": 1 << 31, "available": 1 << 30, "limit": None}
     monkeypatch.setattr(machine, "memory_bytes", lambda: little)
     with pytest.raises(ValueError, match="MiB of free memory, got 1024 MiB; lower --cold-mib"):

@@ -108,7 +108,7 @@ def test_decode_runs_start_again_behind_their_context(kv_dtype: str) -> None:
         (["--contexts", "-1"], "--contexts: expected integers from 0 to 16000, got '-1'"),
     ],
 )
-def test_bad_arguments_are_refused_before_anything_runs(
+def test_bad_arguments_are_rejected_before_anything_runs(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = [f"{arguments[0]}={arguments[1]}"]

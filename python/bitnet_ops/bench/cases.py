@@ -24,28 +24,31 @@ class Case:
     """One op at one shape.
 
     shape: what the op's sizes are called: M tokens, N output and K input features, or others.
-    dtype: of the activations that go in.
-    memory: "cold": every call reads other memory, cycled over far more than the last cache holds;
-        "hot": every call reads what the call before it read.
     bytes: what one call has to read (cold operands), or to read and write (small hot ones).
-    macs: multiply-adds of one call; `integer`: they are int8 and have the int8 peak as a limit.
     check: True when the op's result is right; it runs on the ISA and threads in force.
+    macs: multiply-adds of one call; `integer`: they are int8 and have the int8 peak as a limit.
     baselines: name -> the same work by torch alone.
     format: of the weights that are read, where the op has more than one.
+    dtype: of the activations that go in.
     """
 
     name: str
     shape: dict[str, int]
-    dtype: str
-    memory: str
     bytes: int
-    macs: int
-    integer: bool
     run: Timed
     read: ReadLimit
     check: Callable[[], bool]
+    macs: int = 0
+    integer: bool = False
     baselines: dict[str, Timed] = field(default_factory=dict)
     format: str = "-"
+    dtype: str = "bfloat16"
+
+    @property
+    def memory(self) -> str:
+        """cold: every call reads other memory, cycled over far more than the last cache holds;
+        hot: every call reads what the call before it read."""
+        return "hot" if self.run.warm else "cold"
 
 
 def cycle(

@@ -100,7 +100,6 @@ def _ternary_case(
         name=name,
         shape={"M": m, "N": sum(n for n, _ in shapes), "K": shapes[0][1]},
         dtype=dtype,
-        memory="hot" if hot else "cold",
         bytes=size,
         macs=m * sum(n * k for n, k in shapes),
         integer=True,
@@ -122,11 +121,11 @@ def matmul_case(ws: Workspace, n: int, k: int, m: int, *, hot: bool, weight_form
     x = torch.randint(-127, 128, (m, k), dtype=torch.int8, generator=ws.generator)
     x_bf16 = torch.randn(m, k, generator=ws.generator).bfloat16()
     x_scale, scale = torch.full((m,), 0.01), torch.tensor([0.5])
-    name = "gemv" if m == 1 else "gemm"
+    name, product = ("gemv", ops.gemv) if m == 1 else ("gemm", ops.gemm)
     given, rows = x[0] if m == 1 else x, _rows_argument(weight_format, n)
 
     def op(weight: Tensor) -> Tensor:
-        return getattr(ops, name)(weight, given, x_scale, scale, **rows)
+        return product(weight, given, x_scale, scale, **rows)
 
     def expected(weight: PackedWeight) -> Result:
         some = some_tokens(m)
@@ -233,11 +232,7 @@ def row_cases(ws: Workspace, model: ModelShape, m: int) -> list[Case]:
         return Case(
             name=name,
             shape={"M": m, "K": operands[0].shape[1]},
-            dtype="bfloat16",
-            memory="hot",
             bytes=moved,
-            macs=0,
-            integer=False,
             run=cycle(op, [operands], hot=True),
             read=read_limit(ws.ternary, moved, hot=True),
             check=lambda: equal_to_scalar(lambda: op(*operands)),
@@ -296,11 +291,8 @@ def head_case(ws: Workspace, model: ModelShape, head_format: str = "bf16") -> Ca
     return Case(
         name="lm_head",
         shape={"M": 1, "N": vocab, "K": hidden},
-        dtype="bfloat16",
-        memory="cold",
         bytes=size,
         macs=vocab * hidden,
-        integer=False,
         run=cycle(lambda w, s: ops.lm_head(x, w, s, rows), heads, hot=False),
         read=read_limit(ws.ternary, min(size, _WINDOW_BYTES), hot=False),
         check=check,
@@ -344,11 +336,8 @@ def attention_case(
     return Case(
         name="attention",
         shape={"M": 1, "context": context, "heads": heads, "kv_heads": kv_heads, "head_dim": dim},
-        dtype="bfloat16",
-        memory="cold",
         bytes=size,
         macs=2 * heads * context * dim,
-        integer=False,
         run=cycle(decode, caches, hot=False),
         read=read_limit(ws.ternary, min(size, _WINDOW_BYTES), hot=False),
         check=lambda: equal_to_scalar(lambda: decode(*caches[0])),

@@ -75,7 +75,7 @@ class ColdMemory:
 
 
 def require_slots(slots: Sequence[object], what: str, *, hot: bool) -> None:
-    """Refuse a cold case that would read the same memory in every call, from the cache."""
+    """Reject a cold case that would read the same memory in every call, from the cache."""
     if len(slots) < (1 if hot else 2):
         raise ValueError(
             f"bench: expected room for at least two copies of {what}, got {len(slots)}; "

@@ -43,9 +43,9 @@ def number(value: float) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
-def optional(value: float | None, text: str = "g", unit: str = "") -> str:
+def optional(value: float | None, unit: str) -> str:
     """A figure that may be missing."""
-    return "not measured" if value is None else f"{value:{text}}{unit}"
+    return "not measured" if value is None else f"{value:g} {unit}"
 
 
 def shape_text(shape: dict[str, int]) -> str:
@@ -149,7 +149,7 @@ def header_lines(report: Report) -> list[str]:
         f"transparent huge pages {env['transparent_huge_pages']} "
         f"({'unknown' if share is None else f'{share:.0%}'} of it backed)",
         f"load average {'unknown' if load is None else load[0]}; core-to-core round trip "
-        f"{optional(env['ping_pong_ns'], unit=' ns')}; an empty op call takes "
+        f"{optional(env['ping_pong_ns'], 'ns')}; an empty op call takes "
         f"{env['op_call_us']:g} us: times contain it, shares of a limit do not",
     ]
     for limit in report["limits"]:

@@ -80,7 +80,7 @@ def all_cases(ws: Workspace, settings: OpsSettings) -> Iterator[Case]:
 
 
 def make_workspace(settings: OpsSettings) -> Workspace:
-    """Cold memory of both kinds; refused with the remedy when memory is short."""
+    """Cold memory of both kinds; rejected with the remedy when memory is short."""
     models = parse_shapes(settings.shapes).models.values()
     head = max((2 * model.vocab_size * model.hidden_size for model in models), default=0)
     cold = settings.cold_mib << 20

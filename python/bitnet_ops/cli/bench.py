@@ -141,7 +141,7 @@ def _add_model_arguments(model: argparse.ArgumentParser) -> None:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Refuse what has moved out of the package, and say where it is."""
+    """Reject what has moved out of the package, and say where it is."""
     asked = ["page"] if args.kind == "page" else []
     asked += [o for o in _MOVED if getattr(args, o.strip("-").replace("-", "_"), None)]
     for word in asked:
@@ -274,7 +274,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def require_output(output: str | None, *, replace: bool) -> None:
-    """Refuse a report that could not be written, before minutes are spent on it."""
+    """Reject a report that could not be written, before minutes are spent on it."""
     from bitnet_ops.bench import report
     from bitnet_ops.formats import destination
 
