@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bitnet_ops.bench import cases_other, names, rivals, weights
+from bitnet_ops.bench import shapes
 from bitnet_ops.cli import COMMANDS, build_parser, main
 from bitnet_ops.cli.arguments import Parser, did_you_mean
 from bitnet_ops.cli.errors import one_line
@@ -36,7 +36,7 @@ def parser_of(name: str, parser: argparse.ArgumentParser | None = None) -> Parse
 def all_parsers() -> Iterator[tuple[str, Parser]]:
     for name in COMMANDS:
         if name == "bench":
-            for kind in ("ops", "model", "page"):
+            for kind in ("ops", "model"):
                 yield f"bench {kind}", parser_of(f"bench {kind}")
         else:
             yield name, parser_of(name)
@@ -199,9 +199,9 @@ def test_the_words_of_options_are_those_of_the_modules_that_know_them() -> None:
     assert choices(parser_of("convert"), "--i2s-layout") == set(I2S_LAYOUTS)
     assert choices(parser_of("export"), "--type") == set(gguf_export.TYPES)
     assert choices(parser_of("quantize"), "--form") == set(FORMS)
-    assert set(names.FORMATS) == set(weights.FORMATS) == set(storage.FORMATS)
-    assert set(names.HEAD_FORMATS) <= set(storage.HEAD_FORMATS)
-    assert names.RIVALS is rivals.RIVALS and names.CACHES is cases_other.CACHES
+    assert set(shapes.WEIGHT_FORMATS) == set(storage.FORMATS)
+    assert set(shapes.HEAD_FORMATS) <= set(storage.HEAD_FORMATS)
+    assert set(shapes.KV_DTYPES) <= set(storage.KV_DTYPES)
     assert "2b-4t" in dummy.CONFIGS
 
 

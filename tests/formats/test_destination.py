@@ -21,9 +21,10 @@ from typing import Any
 import pytest
 
 import hf_writer
+from benchmarks import plots
 from bitnet_ops import training
-from bitnet_ops.bench import command, plots, report, run_ops
-from bitnet_ops.cli import main
+from bitnet_ops.bench import report, run_ops
+from bitnet_ops.cli import bench, main
 from bitnet_ops.convert import ConvertError, convert, pipeline
 from bitnet_ops.convert.gguf.export import export_gguf
 from bitnet_ops.convert.quantize import quantize
@@ -261,13 +262,13 @@ def test_long_names(tmp_path: Path) -> None:
 
 def run_bench(target: Path, monkeypatch: pytest.MonkeyPatch, force: bool) -> None:
     """`bench ops --output`, the measuring itself left out."""
-    made = {"schema": report.SCHEMA, "ok": True}
+    made = {"schema": "bitnet_ops.bench.ops", "ok": True}
     monkeypatch.setattr(run_ops, "run", lambda settings, progress: dict(made))
-    monkeypatch.setattr(report, "print_report", lambda result: None)
+    monkeypatch.setattr(report, "lines", lambda result: [])
     parser = argparse.ArgumentParser()
-    command.add_arguments(parser)
+    bench.add_arguments(parser)
     options = ["ops", "--quick", "--output", str(target), *(["--force"] if force else [])]
-    assert command.run(parser.parse_args(options)) == 0
+    assert bench.run(parser.parse_args(options)) == 0
 
 
 def run_plots(target: Path, monkeypatch: pytest.MonkeyPatch, force: bool) -> None:
@@ -294,12 +295,12 @@ def writers(
         "training.export": trained,
         "export": lambda t, force: export_gguf(DEMO_DIR, t, tokenizer=False, force=force),
         "bench --output": lambda t, force: run_bench(t, monkeypatch, force),
-        "bench --plots": lambda t, force: run_plots(t.with_suffix(".png"), monkeypatch, force),
+        "benchmarks.plots": lambda t, force: run_plots(t.with_suffix(".png"), monkeypatch, force),
     }
 
 
 COMMANDS = ("convert", "quantize", "dummy", "training.export", "export")
-COMMANDS += ("bench --output", "bench --plots")
+COMMANDS += ("bench --output", "benchmarks.plots")
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -309,7 +310,7 @@ def test_every_command_keeps_the_rule(
     assert set(writers) == set(COMMANDS)
     write, home = writers[name], tmp_path / "home"
     home.mkdir()
-    target = home / ("out.png" if name == "bench --plots" else "out")
+    target = home / ("out.png" if name == "benchmarks.plots" else "out")
     write(target, False)
     first = tree(home)
     with pytest.raises((ConvertError, DestinationError), match="destination-exists"):

@@ -34,7 +34,7 @@ COMMANDS = {
         "CPU features, kernels, threads, torch: what is used and why",
     ),
     "dummy": ("bitnet_ops.cli.dummy", "write a synthetic model of a real one's size"),
-    "bench": ("bitnet_ops.bench.command", "measure the kernels against this machine's limits"),
+    "bench": ("bitnet_ops.cli.bench", "measure the kernels against this machine's limits"),
 }
 
 # 1: it was tried and failed, or the answer is no (models differ, a goal is missed, a problem is
