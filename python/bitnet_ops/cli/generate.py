@@ -68,7 +68,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         "--cache",
         metavar="DIR",
         type=non_empty,
-        help="keep the prepared model in DIR for later runs; auto: in the user's cache directory "
+        help="keep the repacked model in DIR for later runs; auto: in the user's cache directory "
         "(default: BITNET_OPS_CACHE if set, else none)",
     )
     group.add_argument(
