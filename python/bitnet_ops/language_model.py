@@ -73,7 +73,7 @@ def load(
             load again.
         head_format: of the output head, and of the embedding where it is tied: "int8", "int4",
             "bf16", "float32", or "stored", as the file has it.
-        cache: keep the repacked form of the model in a file, which makes later loads faster: True
+        cache: keep the prepared form of the model in a file, which makes later loads faster: True
             (in bitnet_ops in the user's cache directory, or where BITNET_OPS_CACHE says), a
             directory, False, or None: if BITNET_OPS_CACHE is set. Files there are safe to delete.
         convert: convert what is no converted model, once: the result is kept in the cache directory
