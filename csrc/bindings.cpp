@@ -8,8 +8,8 @@
 #include <string>
 #include <vector>
 
-#include "runtime/dispatch.h"
-#include "runtime/features.h"
+#include "kernels/dispatch.h"
+#include "kernels/features.h"
 #include "runtime/pages.h"
 #include "runtime/regions.h"
 #include "runtime/tuning.h"

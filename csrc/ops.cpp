@@ -1,5 +1,5 @@
 // THE CATALOGUE: every operator of torch.ops.bitnet, its schema under one comment, and its CPU
-// implementation.  Fakes: python/bitnet_ops/ops/fakes.py; documentation: python/bitnet_ops/ops.
+// implementation.  Fakes and documentation: python/bitnet_ops/ops.
 //
 // F stands for float32, bfloat16 or float16.  R = 32 * ceil(K / 128), the bytes of a packed row
 // (format/layout.h).  Scales multiply.  Nothing aliases; what is mutated carries an alias mark.

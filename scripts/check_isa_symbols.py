@@ -104,7 +104,7 @@ def build_objects(build: Path) -> None:
 def isa_objects(build: Path) -> dict[str, Path]:
     """ISA name -> object file, from the build tree."""
     found = build.glob("CMakeFiles/bitnet_isa_*.dir/csrc/kernels/*.o")
-    return {path.name.split(".")[0]: path for path in sorted(found)}
+    return {re.search(r"/bitnet_isa_(\w+)\.dir/", str(path))[1]: path for path in sorted(found)}
 
 
 def installed_binaries() -> list[Path]:

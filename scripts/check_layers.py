@@ -60,26 +60,39 @@ GUARDED_PACKAGES: dict[str, tuple[str, ...]] = {
 }
 
 # Directory or file prefix below csrc -> (allowed own headers, allowed system headers). First match.
+# Own headers are what a file includes itself. System headers are also those that it reaches through
+# own headers, so a layer cannot get torch by way of another.
 INTRINSICS = r"immintrin\.h|arm_neon\.h|cstdint|cstddef"
 NO_TORCH = r"(?!torch/|ATen/|c10/).*"
 NO_TORCH_NO_PYTHON = r"(?!torch/|ATen/|c10/|pybind11/|Python\.h).*"
 CPP_LAYERS: list[tuple[str, str, str]] = [
-    ("kernels/", r"kernels/.*|format/layout\.h|runtime/features\.h", INTRINSICS),
-    ("runtime/", r"runtime/.*|kernels/(kernel_table|isa_tables)\.h", NO_TORCH_NO_PYTHON),
+    (
+        "kernels/dispatch",
+        r"kernels/(dispatch|features|kernel_table|isa_tables)\.h",
+        NO_TORCH_NO_PYTHON,
+    ),
+    ("kernels/features", r"kernels/features\.h", NO_TORCH_NO_PYTHON),
+    ("kernels/", r"kernels/(?!dispatch).*|format/layout\.h", INTRINSICS),
+    ("runtime/", r"runtime/.*", NO_TORCH_NO_PYTHON),
     ("format/", r"format/.*", NO_TORCH_NO_PYTHON),
     (
+        "engine/",
+        r"engine/.*|runtime/.*|format/layout\.h|kernels/(dispatch|kernel_table)\.h",
+        NO_TORCH_NO_PYTHON + r"(?<!mmintrin\.h)(?<!arm_neon\.h)",
+    ),
+    (
         "tests/",
-        r"tests/.*|runtime/.*|format/.*|kernels/.*\.h|ops/attention_core\.h",
+        r"tests/.*|engine/.*|runtime/.*|format/.*|kernels/.*\.h",
         NO_TORCH_NO_PYTHON,
     ),
     (
         "bindings",
-        r"bindings.*|runtime/.*|format/.*|kernels/kernel_table\.h",
-        r"(?!torch/|ATen/|c10/).*",
+        r"bindings.*|runtime/.*|format/.*|kernels/(dispatch|features|kernel_table)\.h",
+        NO_TORCH,
     ),
     (
         "ops",
-        r"ops/.*|runtime/.*|format/layout\.h|kernels/kernel_table\.h",
+        r"ops/.*|engine/.*|runtime/.*|format/layout\.h|kernels/(dispatch|kernel_table)\.h",
         r"torch/(csrc/stable|csrc/inductor/aoti_torch/c|headeronly)/.*|"
         r"(?!torch/|ATen/|c10/|pybind11/|Python\.h|omp\.h).*",
     ),
@@ -139,6 +152,35 @@ def check_python_file(path: Path, package_root: Path) -> list[str]:
     return problems
 
 
+INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^">]+)[">]', re.MULTILINE)
+
+
+def includes_of(path: Path) -> list[tuple[int, str, bool]]:
+    """(line, header, in quotes) of every include in `path`."""
+    text = path.read_text(encoding="utf-8")
+    return [
+        (text.count("\n", 0, found.start()) + 1, found[2], found[1] == '"')
+        for found in INCLUDE.finditer(text)
+    ]
+
+
+def reached_headers(path: Path, source_root: Path) -> dict[str, list[str]]:
+    """System headers that `path` reaches -> the own headers on the way there, the nearest first."""
+    reached: dict[str, list[str]] = {}
+    seen: set[Path] = {path}
+    todo: list[tuple[Path, list[str]]] = [(path, [])]
+    for file, way in todo:  # grows: breadth first
+        for _, header, quoted in includes_of(file):
+            own = source_root / header
+            if own.is_file():
+                if own not in seen:
+                    seen.add(own)
+                    todo.append((own, [*way, header]))
+            elif not quoted or way:
+                reached.setdefault(header, way)
+    return reached
+
+
 def check_cpp_file(path: Path, source_root: Path) -> list[str]:
     """Violations in one file below `source_root` (.../csrc)."""
     relative = path.relative_to(source_root).as_posix()
@@ -146,14 +188,14 @@ def check_cpp_file(path: Path, source_root: Path) -> list[str]:
     if rule is None:
         return [f"{path}: no row for it in CPP_LAYERS of scripts/check_layers.py"]
     problems = []
-    pattern = re.compile(r'^\s*#\s*include\s*([<"])([^">]+)[">]', re.MULTILINE)
-    text = path.read_text(encoding="utf-8")
-    for match in pattern.finditer(text):
-        system, header = match[1] == "<", match[2]
-        is_own = (source_root / header).is_file() or not system
+    for line, header, quoted in includes_of(path):
+        is_own = quoted or (source_root / header).is_file()
         if not re.fullmatch(rule[1] if is_own else rf"{rule[1]}|{rule[2]}", header):
-            line = text.count("\n", 0, match.start()) + 1
             problems.append(f"{path}:{line}: '{rule[0]}' must not include {header}")
+    for header, way in reached_headers(path, source_root).items():
+        if way and not re.fullmatch(rule[2], header):
+            chain = " -> ".join([*way, header])
+            problems.append(f"{path}: '{rule[0]}' must not reach {header}: {chain}")
     return problems
 
 

@@ -1,33 +1,19 @@
-// The one exported symbol of each ISA object file: a getter of its table. A new ISA has its row
-// here and one in runtime/dispatch.cpp. Must not know which CPU runs: runtime/dispatch.cpp decides
-// what may be called.
+// The one exported symbol of each ISA's object file: a getter of its table.  kernels/isa_list.h is
+// made by CMake from isas.txt: BITNET_ISAS(X), those of this architecture, best first.  Which of
+// them may be called, kernels/dispatch.cpp decides.
 #pragma once
 
+#include "kernels/isa_list.h"
 #include "kernels/kernel_table.h"
 
 namespace bitnet {
 
-namespace scalar {
-const KernelTable* table();
-}
-#if defined(__x86_64__) || defined(_M_X64)
-namespace avx2 {
-const KernelTable* table();
-}
-namespace avx_vnni {
-const KernelTable* table();
-}
-namespace avx512_vnni {
-const KernelTable* table();
-}
-namespace amx_int8 {
-const KernelTable* table();
-}
-#endif
-#if defined(__aarch64__)
-namespace neon_dotprod {
-const KernelTable* table();
-}
-#endif
+#define BITNET_DECLARE_TABLE(isa) \
+  namespace isa {                 \
+  const KernelTable* table();     \
+  }
+BITNET_ISAS(BITNET_DECLARE_TABLE)
+BITNET_EMULATED_ISAS(BITNET_DECLARE_TABLE)
+#undef BITNET_DECLARE_TABLE
 
 }  // namespace bitnet

@@ -45,6 +45,48 @@ struct TileJob {
   int32_t* out;            // row i of the job and token m at out[m * out_stride + i]
   int64_t out_stride;      // at least the rows of all tiles
   int64_t prefetch_bytes;  // how far ahead of the weight stream to prefetch; depends on the CPU
+  // From 64 codes of a token to its next 64: 64 in row-major order, the only one unless
+  // product_blocking asks for tiles of tokens.
+  int64_t x_step_stride = 64;
+};
+
+// Codes of a token that always lie together.
+inline constexpr int64_t kTokenStep = 64;
+// Sums of a call at most, whatever the blocking.
+inline constexpr int64_t kMaxProductSums = 128 * 64;
+
+// How the products of a table like their work cut, for a number of tokens (engine/product.h).
+struct ProductBlocking {
+  int64_t tokens = 64;            // that one call multiplies at most
+  int64_t rows = 512;             // likewise, rounded to whole row blocks, at least one
+  int64_t sums = 64 * 80;         // likewise: tokens * rows, so that they stay in L1
+  int64_t least_rows = 0;         // that a thread claims, as far as there are so many
+  int64_t claim_parts = 8;        // a claim takes one in so many of the units that are left
+  int64_t token_tile = 0;         // 0: row-major; else tokens of a tile, 64 codes of each in turn
+  bool tokens_outermost = false;  // all rows for a block of tokens before the next, or the reverse
+};
+
+// What becomes of a block of sums.
+enum class StoreKind : int32_t {
+  kSums,   // stored as they are, int32; the scales are not used
+  kStore,  // stored as `type`
+  kRound,  // rounded to `type`, stored as float32
+  kAdd,    // rounded to `type`, added to the float32 values that are there
+};
+
+// y = float(sum) * (w_scale * x_scale) (+ bias), each operation rounded to float32, then stored.
+struct EpilogueJob {
+  const int32_t* sums;  // row i and token m at sums[m * sums_stride + i]
+  int64_t sums_stride;
+  int64_t rows, tokens;
+  const float* w_scale;  // of row i: w_scale[i * w_scale_step], step 0 or 1
+  int64_t w_scale_step;
+  const float* x_scale;  // [tokens]
+  const float* bias;     // [rows] or null
+  StoreKind kind;
+  DType type;  // kF32, kBF16 or kF16
+  void* out;   // row i of token m: element i at out + m * out_stride_bytes
+  int64_t out_stride_bytes;
 };
 
 // Positions that attention takes at once.  Part of the definition of its result: see attend_chunk.
@@ -91,7 +133,7 @@ struct AttentionChunk {
 struct KernelTable {
   const char* name;         // what BITNET_OPS_ISA and force_isa() take
   const char* description;  // one line for people
-  uint64_t required;        // feature bits (runtime/features.h), all needed
+  uint64_t required;        // feature bits (kernels/features.h), all needed
 
   // ---- integer core -------------------------------------------------------------------------
   // out[m * out_stride + n] = sum_k (code[n][k] - 1) * x[m][k] for n in [row_begin, row_end).
@@ -112,13 +154,14 @@ struct KernelTable {
   // Sum of n int8 values; n <= 2^24 keeps it inside int32.
   int32_t (*sum_i8)(const int8_t* x, int64_t n);
   // q[i] = clamp(round_half_even(x[i] * s), -128, 127) with s = 127 * (1 / max(absmax, 1e-5));
-  // zeros from n to n_padded; *sum = sum of q.  Returns the dequantisation factor 1 / s.  A row
-  // holding NaN or an infinity gives q = 0, *sum = 0 and returns NaN.
-  float (*quantize_row)(const float* x, int64_t n, int64_t n_padded, int8_t* q, int32_t* sum);
-  // y[i] = float(acc[i]) * (w_scale[i * w_scale_step] * x_scale) (+ bias[i] unless null); step 0
-  // or 1.
-  void (*scale_row)(const int32_t* acc, int64_t n, const float* w_scale, int64_t w_scale_step,
-                    float x_scale, const float* bias, float* y);
+  // zeros from n to n_padded; *sum = sum of q.  Element i at q + i / 64 * step_stride + i % 64.
+  // Returns the dequantisation factor 1 / s.  A row holding NaN or an infinity gives q = 0, *sum =
+  // 0 and returns NaN.
+  float (*quantize_row)(const float* x, int64_t n, int64_t n_padded, int8_t* q, int64_t step_stride,
+                        int32_t* sum);
+  // Finishes a block of a product: scales, adds a bias, rounds, stores.
+  void (*store_block)(const EpilogueJob& job);
+  ProductBlocking (*product_blocking)(int64_t tokens);
 
   // ---- element types ------------------------------------------------------------------------
   void (*load_row)(DType type, const void* src, int64_t n, float* dst);

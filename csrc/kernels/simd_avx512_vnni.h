@@ -5,8 +5,7 @@
 
 #include <immintrin.h>
 
-#include <cstddef>
-#include <cstdint>
+#include "kernels/simd_defaults.h"
 
 namespace bitnet::BITNET_ISA {
 namespace {
@@ -218,6 +217,17 @@ inline int32_t reduce(Acc acc) {
   __asm__ volatile("prefetcht0 (%0)" : : "r"(p));
 }
 
+#if !defined(BITNET_EMULATE)
+template <class T>
+[[gnu::always_inline]] inline void pin(T& v) {
+  __asm__ volatile("" : "+v"(v));
+}
+template <class T>
+[[gnu::always_inline]] inline void renew(T& v) {
+  pin(v);
+}
+#endif
+
 inline int32_t sum_i8_vector(const int8_t* p, int64_t n) {
   const __m512i ones = _mm512_set1_epi8(1);
   __m512i acc = _mm512_setzero_si512();
@@ -240,7 +250,8 @@ inline uint64_t reduce_lines(LineXor a, LineXor b) {
   return static_cast<uint64_t>(_mm_extract_epi64(r, 0) ^ _mm_extract_epi64(r, 1));
 }
 
-// ---- private tiles: 16 lanes; decoders in simd_tile_vnni.h --------------------------------------
+// ---- private tiles: 16 lanes; decoders in simd_vnni_tiles.h
+// --------------------------------------
 
 constexpr int64_t kTileLanes = 16;
 constexpr int kTileParts = 24, kPanelParts = 24;    // 2 bit x 6 tokens, of 32 registers
@@ -292,7 +303,174 @@ inline TileLine add_bytes(TileLine a, TileLine b) { return _mm512_add_epi8(a, b)
 inline TileLine avg_bytes(TileLine a, TileLine b) { return _mm512_avg_epu8(a, b); }
 inline TileLine set1_byte(int b) { return _mm512_set1_epi8(static_cast<char>(b)); }
 
+// ---- int8 caches --------------------------------------------------------------------------------
+
+constexpr int64_t kCacheStep = 32;
+
+// acc + the sums of neighbouring products of 16-bit numbers, in place: g++ 12 copies and spills the
+// accumulators of the intrinsic.
+inline __m512i add_pairs(__m512i acc, __m512i a, __m512i b) {
+#if defined(BITNET_EMULATE)
+  return _mm512_dpwssd_epi32(acc, a, b);
+#else
+  __asm__("vpdpwssd %2, %1, %0" : "+v"(acc) : "v"(a), "v"(b));
+  return acc;
+#endif
+}
+
+// ---- keys ---------------------------------------------------------------------------------------
+
+using CacheKeys = __m512i;
+using CacheQuery = __m512i;
+using CacheDot = __m512i;
+
+inline CacheDot cache_dot_zero() { return _mm512_setzero_si512(); }
+inline CacheKeys cache_keys(const int8_t* p) { return _mm512_cvtepi8_epi16(load_half(p)); }
+inline CacheQuery cache_query(const int16_t* p) { return _mm512_loadu_si512(p); }
+inline CacheDot cache_dot(CacheDot acc, CacheKeys k, CacheQuery q) { return add_pairs(acc, k, q); }
+// Quarters of two sums, then of four, each added to its neighbour 8 and 4 lanes on.
+inline __m512i sum_halves(__m512i a, __m512i b) {
+  return _mm512_add_epi32(_mm512_shuffle_i32x4(a, b, 0x44), _mm512_shuffle_i32x4(a, b, 0xee));
+}
+inline __m512i sum_quarters(__m512i a, __m512i b) {
+  return _mm512_add_epi32(_mm512_shuffle_i32x4(a, b, 0x88), _mm512_shuffle_i32x4(a, b, 0xdd));
+}
+inline void reduce_dots(const CacheDot (&v)[8], int32_t* out) {
+  const __m512i a = sum_quarters(sum_halves(v[0], v[1]), sum_halves(v[2], v[3]));
+  const __m512i b = sum_quarters(sum_halves(v[4], v[5]), sum_halves(v[6], v[7]));
+  const __m512i c = _mm512_add_epi32(_mm512_unpacklo_epi64(a, b), _mm512_unpackhi_epi64(a, b));
+  const __m512i d = _mm512_add_epi32(c, _mm512_srli_epi64(c, 32));
+  const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 2, 6, 10, 14, 0, 4, 8, 12, 2, 6, 10, 14);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(out),
+                      _mm512_castsi512_si256(_mm512_permutexvar_epi32(order, d)));
+}
+
+// ---- values -------------------------------------------------------------------------------------
+
+constexpr int kCacheParts = 2;
+
+struct CacheValues {
+  __m512i part[kCacheParts];  // elements 0..7, 16..23 and 8..15, 24..31, two positions side by side
+};
+using CacheWeights = __m512i;
+using CacheSum = __m512i;
+
+inline CacheSum cache_sum_zero() { return _mm512_setzero_si512(); }
+inline CacheValues cache_values(const int8_t* a, const int8_t* b) {
+  const __m256i x = load_half(a), y = load_half(b);
+  return {{_mm512_cvtepi8_epi16(_mm256_unpacklo_epi8(x, y)),
+           _mm512_cvtepi8_epi16(_mm256_unpackhi_epi8(x, y))}};
+}
+inline CacheWeights cache_weights(const int16_t* p) {
+  int32_t pair;
+  __builtin_memcpy(&pair, p, 4);
+  return _mm512_set1_epi32(pair);
+}
+template <int P>
+inline CacheSum cache_sum(CacheSum acc, const CacheValues& v, CacheWeights w) {
+  return add_pairs(acc, v.part[P], w);
+}
+inline void store_cache_sums(const CacheSum (&sums)[kCacheParts], int32_t* out) {
+  const __m512i a = _mm512_shuffle_i32x4(sums[0], sums[1], 0x44);
+  const __m512i b = _mm512_shuffle_i32x4(sums[0], sums[1], 0xee);
+  _mm512_storeu_si512(out, a);
+  _mm512_storeu_si512(out + 16, b);
+}
+
+// ---- heads --------------------------------------------------------------------------------------
+
+constexpr int kHeadStreams = 1;
+constexpr int kHead4Streams = 1;
+constexpr int kHeadPairRows = 4;  // rows of a dense tile at two tokens
+
+inline void store_i16(int16_t* p, F32x16 v) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
+                      _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(v.v)));
+}
+inline int64_t head_distance(int64_t tuned) { return tuned; }
+
+// ---- bfloat16 -----------------------------------------------------------------------------------
+
+inline F32x16 head_bf16_x(const float* p, int64_t count) { return load_n(p, count); }
+inline F32x16 head_bf16_weights(const uint16_t* p, int64_t count) { return load_bf16_n(p, count); }
+inline F32x16 head_bf16_ordered(F32x16 acc) { return acc; }
+
+// ---- int8 ---------------------------------------------------------------------------------------
+
+// Overflow bound: layout::kHeadMaxK.
+constexpr int64_t kHead8Step = 64;
+constexpr int64_t kHead8FlushSteps = int64_t{1} << 20;
+constexpr int kHead8Unroll = 4;
+constexpr int kHead8Rows = 2;
+constexpr int kHead8Tokens = 4;
+constexpr int64_t kHead8Offset = 128;
+
+using Head8Weights = __m512i;
+struct Head8Acc {
+  __m512i high, low;
+};
+
+inline Head8Acc head8_zero() { return {_mm512_setzero_si512(), _mm512_setzero_si512()}; }
+inline Head8Weights head8_weights(const int8_t* p) {
+  return _mm512_xor_si512(_mm512_loadu_si512(p), _mm512_set1_epi8(-128));
+}
+inline Head8Acc head8_dot(Head8Acc acc, Head8Weights w, const HeadToken& x, int64_t i) {
+  return {_mm512_dpbusd_epi32(acc.high, w, _mm512_loadu_si512(x.high + i)),
+          _mm512_dpbusd_epi32(acc.low, w, _mm512_loadu_si512(x.low + i))};
+}
+inline Head8Acc head8_add(Head8Acc a, Head8Acc b) {
+  return {_mm512_add_epi32(a.high, b.high), _mm512_add_epi32(a.low, b.low)};
+}
+// The bound above is that of the whole sum, so `reduce` may add in int32.
+inline int64_t head8_sum(Head8Acc acc) {
+  return 256 * int64_t{reduce(acc.high)} + int64_t{reduce(acc.low)};
+}
+
+// ---- int4 ---------------------------------------------------------------------------------------
+
+constexpr int kHead4Tokens = 4;
+
+// Two chains of vpdpbusd for each of high and low: one alone would wait for its latency.
+struct Head4Acc {
+  __m512i high[2], low[2];
+};
+
+inline Head4Acc head4_zero() {
+  const __m512i none = _mm512_setzero_si512();
+  return {{none, none}, {none, none}};
+}
+inline __m512i broadcast4(const int8_t* p) {
+  int32_t v;
+  __builtin_memcpy(&v, p, 4);
+  return _mm512_set1_epi32(v);
+}
+template <int T>
+[[gnu::always_inline]] inline void head4_block(const uint8_t* p, const HeadToken* x, int64_t k,
+                                               Head4Acc (&acc)[T]) {
+  const __m512i mask = _mm512_set1_epi8(15);
+#pragma GCC unroll 4
+  for (int j = 0; j < 4; ++j) {
+    const __m512i raw = _mm512_loadu_si512(p + layout::kHeadLineBytes * j);
+    const __m512i lo = _mm512_and_si512(raw, mask);
+    const __m512i hi = _mm512_and_si512(_mm512_srli_epi16(raw, 4), mask);
+#pragma GCC unroll 4
+    for (int t = 0; t < T; ++t) {
+      const int8_t* high = x[t].high + k + layout::kHeadLineFeatures * j;
+      const int8_t* low = x[t].low + k + layout::kHeadLineFeatures * j;
+      acc[t].high[0] = _mm512_dpbusd_epi32(acc[t].high[0], lo, broadcast4(high));
+      acc[t].high[1] = _mm512_dpbusd_epi32(acc[t].high[1], hi, broadcast4(high + 4));
+      acc[t].low[0] = _mm512_dpbusd_epi32(acc[t].low[0], lo, broadcast4(low));
+      acc[t].low[1] = _mm512_dpbusd_epi32(acc[t].low[1], hi, broadcast4(low + 4));
+    }
+  }
+}
+inline F32x16 head4_float(const Head4Acc& acc, int32_t offset) {
+  const __m512i high = _mm512_slli_epi32(_mm512_add_epi32(acc.high[0], acc.high[1]), 8);
+  const __m512i sum = _mm512_add_epi32(high, _mm512_add_epi32(acc.low[0], acc.low[1]));
+  return {_mm512_cvtepi32_ps(_mm512_sub_epi32(sum, _mm512_set1_epi32(offset)))};
+}
+
 }  // namespace
 }  // namespace bitnet::BITNET_ISA
 
-#include "kernels/simd_tile_vnni.h"
+#include "kernels/simd_vnni_tiles.h"

@@ -3,7 +3,6 @@
 // lack AVX-512.
 #pragma once
 
-#include "kernels/simd_avx2_float.h"
 #include "kernels/simd_ymm_int.h"
 
 namespace bitnet::BITNET_ISA {
@@ -24,7 +23,7 @@ inline Partial dot(Partial p, Codes c, Activations x) {
 #endif
 }
 inline Acc widen(Acc acc, Partial p) { return _mm256_add_epi32(acc, p); }
-// acc + the sums of neighbouring products of 16-bit numbers, for simd_ymm_cache.h.
+// acc + the sums of neighbouring products of 16-bit numbers, for simd_ymm_int.h.
 inline __m256i add_pairs(__m256i acc, __m256i a, __m256i b) {
 #if defined(BITNET_EMULATE)
   return _mm256_dpwssd_epi32(acc, a, b);
@@ -34,7 +33,8 @@ inline __m256i add_pairs(__m256i acc, __m256i a, __m256i b) {
 #endif
 }
 
-// ---- private tiles: simd_tile_vnni.h ------------------------------------------------------------
+// ---- private tiles: simd_vnni_tiles.h
+// ------------------------------------------------------------
 
 constexpr int kTwoBitUnroll = 2, kTwoBitGroup = 5;  // 8 parts hide the latency of the dot
 constexpr int kTritUnroll = 1, kTritGroup = 3;
@@ -48,7 +48,94 @@ inline TilePart tile_dot(TilePart p, TileCodes c, TileX x) {
 #endif
 }
 
+// ---- heads --------------------------------------------------------------------------------------
+
+constexpr int kHeadStreams = 1;
+constexpr int kHead4Streams = 1;
+constexpr int kHeadPairRows = 2;  // rows of a dense tile at two tokens
+inline int64_t head_distance(int64_t tuned) { return tuned; }
+
+// ---- int8 ---------------------------------------------------------------------------------------
+
+// Overflow bound: layout::kHeadMaxK.
+constexpr int64_t kHead8Step = 32;
+constexpr int64_t kHead8FlushSteps = int64_t{1} << 20;
+constexpr int kHead8Unroll = 4;
+constexpr int kHead8Rows = 2;  // 2 x 2 x 2 accumulators of 16 registers
+constexpr int kHead8Tokens = 2;
+constexpr int64_t kHead8Offset = 128;
+
+using Head8Weights = __m256i;
+struct Head8Acc {
+  __m256i high, low;
+};
+
+inline Head8Acc head8_zero() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+inline Head8Weights head8_weights(const int8_t* p) {
+  return _mm256_xor_si256(load_bytes(p), _mm256_set1_epi8(-128));
+}
+inline Head8Acc head8_dot(Head8Acc acc, Head8Weights w, const HeadToken& x, int64_t i) {
+  return {dot(acc.high, w, load_bytes(x.high + i)), dot(acc.low, w, load_bytes(x.low + i))};
+}
+inline Head8Acc head8_add(Head8Acc a, Head8Acc b) {
+  return {_mm256_add_epi32(a.high, b.high), _mm256_add_epi32(a.low, b.low)};
+}
+inline int64_t head8_sum(Head8Acc acc) {
+  return 256 * sum_i32_wide(acc.high) + sum_i32_wide(acc.low);
+}
+
+// ---- int4 ---------------------------------------------------------------------------------------
+
+constexpr int kHead4Tokens = 2;
+
+// Two chains of vpdpbusd for each of high and low: one alone would wait for its latency.
+struct Head4Chains {
+  __m256i high[2], low[2];
+};
+struct Head4Acc {
+  Head4Chains lo, hi;  // rows 0..7 and 8..15 of the tile
+};
+
+inline Head4Acc head4_zero() {
+  const __m256i none = _mm256_setzero_si256();
+  const Head4Chains chains = {{none, none}, {none, none}};
+  return {chains, chains};
+}
+[[gnu::always_inline]] inline void head4_line(const uint8_t* p, const __m256i (&x)[4],
+                                              Head4Chains& c) {
+  const __m256i raw = load_bytes(p);
+  const __m256i lo = low_codes(raw), hi = high_codes(raw);
+  c.high[0] = dot(c.high[0], lo, x[0]);
+  c.high[1] = dot(c.high[1], hi, x[1]);
+  c.low[0] = dot(c.low[0], lo, x[2]);
+  c.low[1] = dot(c.low[1], hi, x[3]);
+}
+[[gnu::always_inline]] inline __m256i head4_total(const Head4Chains& c) {
+  return _mm256_add_epi32(_mm256_slli_epi32(_mm256_add_epi32(c.high[0], c.high[1]), 8),
+                          _mm256_add_epi32(c.low[0], c.low[1]));
+}
+
+template <int T>
+[[gnu::always_inline]] inline void head4_block(const uint8_t* p, const HeadToken* x, int64_t k,
+                                               Head4Acc (&acc)[T]) {
+#pragma GCC unroll 4
+  for (int t = 0; t < T; ++t) {
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; ++j) {
+      const int8_t* high = x[t].high + k + layout::kHeadLineFeatures * j;
+      const int8_t* low = x[t].low + k + layout::kHeadLineFeatures * j;
+      const __m256i v[4] = {broadcast4(high), broadcast4(high + 4), broadcast4(low),
+                            broadcast4(low + 4)};
+      head4_line(p + layout::kHeadLineBytes * j, v, acc[t].lo);
+      head4_line(p + layout::kHeadLineBytes * j + 32, v, acc[t].hi);
+    }
+  }
+}
+inline F32x16 head4_float(const Head4Acc& acc, int32_t offset) {
+  return head4_less(head4_total(acc.lo), head4_total(acc.hi), offset);
+}
+
 }  // namespace
 }  // namespace bitnet::BITNET_ISA
 
-#include "kernels/simd_tile_vnni.h"
+#include "kernels/simd_vnni_tiles.h"

@@ -1,227 +1,10 @@
-// Vocabulary of the neon_dotprod ISA: 16 float lanes as four registers, ternary dot by sdot.
-// Meanings: simd_scalar.h.  Two habits of Arm differ from the words and are spelt out: fmax/fmin
-// prefer the number to the NaN, so max and min are a compare and a select; and a multiply-add names
-// its addend first.  Needs FPCR at its default (round to nearest even, no flushing of denormals).
+// SIMD primitives of the neon_dotprod ISA: products by sdot.  Meanings: simd_defaults.h.
 #pragma once
 
-#include <arm_neon.h>
-
-#include <cstddef>
-#include <cstdint>
+#include "kernels/simd_neon_float.h"
 
 namespace bitnet::BITNET_ISA {
 namespace {
-
-// ---- float words ------------------------------------------------------------------------------
-
-struct F32x16 {
-  float32x4_t v[4];
-};
-
-template <class Op>
-inline F32x16 map(Op op) {
-  return {{op(0), op(1), op(2), op(3)}};
-}
-
-inline F32x16 set1(float x) {
-  return map([&](int) { return vdupq_n_f32(x); });
-}
-inline F32x16 zero() { return set1(0.0f); }
-inline F32x16 load_n(const float* p, int64_t count) {
-  float buffer[16];
-  if (count < 16) {
-    for (int i = 0; i < 16; ++i) buffer[i] = i < count ? p[i] : 0.0f;
-    p = buffer;
-  }
-  return map([&](int i) { return vld1q_f32(p + 4 * i); });
-}
-inline void store_n(float* p, F32x16 x, int64_t count) {
-  float buffer[16];
-  float* to = count < 16 ? buffer : p;
-  for (int i = 0; i < 4; ++i) vst1q_f32(to + 4 * i, x.v[i]);
-  for (int64_t i = 0; count < 16 && i < count; ++i) p[i] = buffer[i];
-}
-inline F32x16 add(F32x16 a, F32x16 b) {
-  return map([&](int i) { return vaddq_f32(a.v[i], b.v[i]); });
-}
-inline F32x16 sub(F32x16 a, F32x16 b) {
-  return map([&](int i) { return vsubq_f32(a.v[i], b.v[i]); });
-}
-inline F32x16 mul(F32x16 a, F32x16 b) {
-  return map([&](int i) { return vmulq_f32(a.v[i], b.v[i]); });
-}
-inline F32x16 div(F32x16 a, F32x16 b) {
-  return map([&](int i) { return vdivq_f32(a.v[i], b.v[i]); });
-}
-inline F32x16 fma(F32x16 a, F32x16 b, F32x16 c) {
-  return map([&](int i) { return vfmaq_f32(c.v[i], a.v[i], b.v[i]); });
-}
-inline float32x4_t max_quarter(float32x4_t a, float32x4_t b) {
-  return vbslq_f32(vcgtq_f32(a, b), a, b);
-}
-inline F32x16 max(F32x16 a, F32x16 b) {
-  return map([&](int i) { return max_quarter(a.v[i], b.v[i]); });
-}
-inline F32x16 min(F32x16 a, F32x16 b) {
-  return map([&](int i) { return vbslq_f32(vcltq_f32(a.v[i], b.v[i]), a.v[i], b.v[i]); });
-}
-inline F32x16 pow2(F32x16 n) {
-  return map([&](int i) {  // a NaN converts to 0
-    const int32x4_t e = vaddq_s32(vcvtq_s32_f32(n.v[i]), vdupq_n_s32(127));
-    return vreinterpretq_f32_s32(vshlq_n_s32(e, 23));
-  });
-}
-inline F32x16 max_abs_bits(F32x16 acc, F32x16 x) {
-  return map([&](int i) {
-    const uint32x4_t b = vandq_u32(vreinterpretq_u32_f32(x.v[i]), vdupq_n_u32(0x7fffffffu));
-    return vreinterpretq_f32_u32(vmaxq_u32(vreinterpretq_u32_f32(acc.v[i]), b));
-  });
-}
-inline uint32_t reduce_abs_bits(F32x16 acc) {
-  uint32x4_t m[4];
-  for (int i = 0; i < 4; ++i) m[i] = vreinterpretq_u32_f32(acc.v[i]);
-  return vmaxvq_u32(vmaxq_u32(vmaxq_u32(m[0], m[1]), vmaxq_u32(m[2], m[3])));
-}
-// The tree: lanes 8 apart (registers 0 and 2, 1 and 3), then 4, 2, 1.
-inline float reduce_add(F32x16 x) {
-  const float32x4_t four = vaddq_f32(vaddq_f32(x.v[0], x.v[2]), vaddq_f32(x.v[1], x.v[3]));
-  const float32x2_t two = vadd_f32(vget_low_f32(four), vget_high_f32(four));
-  return vget_lane_f32(two, 0) + vget_lane_f32(two, 1);
-}
-inline float reduce_max(F32x16 x) {
-  const float32x4_t four = max_quarter(max_quarter(x.v[0], x.v[2]), max_quarter(x.v[1], x.v[3]));
-  const float32x2_t lo = vget_low_f32(four), hi = vget_high_f32(four);
-  const float32x2_t two = vbsl_f32(vcgt_f32(lo, hi), lo, hi);
-  const float a = vget_lane_f32(two, 0), b = vget_lane_f32(two, 1);
-  return a > b ? a : b;
-}
-
-// ---- conversions ------------------------------------------------------------------------------
-
-inline F32x16 from_i32_n(const int32_t* p, int64_t count) {
-  int32_t buffer[16];
-  if (count < 16) {
-    for (int i = 0; i < 16; ++i) buffer[i] = i < count ? p[i] : 0;
-    p = buffer;
-  }
-  return map([&](int i) { return vcvtq_f32_s32(vld1q_s32(p + 4 * i)); });
-}
-inline void to_i8_n(int8_t* p, F32x16 x, int64_t count) {
-  // fcvtns rounds half to even; the narrowings saturate, first to int16, then to int8.
-  int16x4_t h[4];
-  for (int i = 0; i < 4; ++i) h[i] = vqmovn_s32(vcvtnq_s32_f32(x.v[i]));
-  const int8x16_t bytes =
-      vcombine_s8(vqmovn_s16(vcombine_s16(h[0], h[1])), vqmovn_s16(vcombine_s16(h[2], h[3])));
-  if (count >= 16) {
-    vst1q_s8(p, bytes);
-    return;
-  }
-  int8_t buffer[16];
-  vst1q_s8(buffer, bytes);
-  for (int64_t i = 0; i < count; ++i) p[i] = buffer[i];
-}
-
-struct U16x16 {
-  uint16x4_t h[4];
-};
-
-inline U16x16 load_u16_n(const uint16_t* p, int64_t count) {
-  uint16_t buffer[16];
-  if (count < 16) {
-    for (int i = 0; i < 16; ++i) buffer[i] = i < count ? p[i] : 0;
-    p = buffer;
-  }
-  return {{vld1_u16(p), vld1_u16(p + 4), vld1_u16(p + 8), vld1_u16(p + 12)}};
-}
-inline void store_u16_n(uint16_t* p, U16x16 x, int64_t count) {
-  uint16_t buffer[16];
-  uint16_t* to = count < 16 ? buffer : p;
-  for (int i = 0; i < 4; ++i) vst1_u16(to + 4 * i, x.h[i]);
-  for (int64_t i = 0; count < 16 && i < count; ++i) p[i] = buffer[i];
-}
-inline F32x16 load_bf16_n(const uint16_t* p, int64_t count) {
-  const U16x16 x = load_u16_n(p, count);
-  return map([&](int i) { return vreinterpretq_f32_u32(vshll_n_u16(x.h[i], 16)); });
-}
-inline F32x16 load_f16_n(const uint16_t* p, int64_t count) {
-  const U16x16 x = load_u16_n(p, count);
-  return map([&](int i) { return vcvt_f32_f16(vreinterpret_f16_u16(x.h[i])); });
-}
-inline uint16x4_t f32_to_bf16(float32x4_t x) {
-  const uint32x4_t b = vreinterpretq_u32_f32(x);
-  const uint32x4_t lsb = vandq_u32(vshrq_n_u32(b, 16), vdupq_n_u32(1));
-  const uint32x4_t rounded = vaddq_u32(b, vaddq_u32(lsb, vdupq_n_u32(0x7fff)));
-  return vbsl_u16(vmovn_u32(vceqq_f32(x, x)), vshrn_n_u32(rounded, 16), vdup_n_u16(0x7fc0));
-}
-inline void store_bf16_n(uint16_t* p, F32x16 x, int64_t count) {
-  store_u16_n(
-      p, {{f32_to_bf16(x.v[0]), f32_to_bf16(x.v[1]), f32_to_bf16(x.v[2]), f32_to_bf16(x.v[3])}},
-      count);
-}
-inline uint16x4_t f32_to_f16(float32x4_t x) { return vreinterpret_u16_f16(vcvt_f16_f32(x)); }
-inline void store_f16_n(uint16_t* p, F32x16 x, int64_t count) {
-  store_u16_n(p, {{f32_to_f16(x.v[0]), f32_to_f16(x.v[1]), f32_to_f16(x.v[2]), f32_to_f16(x.v[3])}},
-              count);
-}
-
-// ---- attention words ----------------------------------------------------------------------------
-
-using Part = float32x4_t;
-constexpr int kParts = 4;
-
-template <int P>
-inline Part part(F32x16 v) {
-  return v.v[P];
-}
-inline Part part_zero() { return vdupq_n_f32(0.0f); }
-inline Part load_part(const float* p) { return vld1q_f32(p); }
-inline Part part_fma(Part a, Part b, Part c) { return vfmaq_f32(c, a, b); }
-
-inline F32x16 load_mixed(const float* p) { return load_n(p, 16); }
-inline F32x16 load_mixed(const uint16_t* p) { return load_bf16_n(p, 16); }
-template <class E>
-inline F32x16 mix(F32x16 v) {
-  return v;
-}
-template <class E>
-inline F32x16 unmix(F32x16 v) {
-  return v;
-}
-// Lanes 2 apart: {a0 + a2, a1 + a3, b0 + b2, b1 + b3}.
-inline float32x4_t fold_pairs(float32x4_t a, float32x4_t b) {
-  return vaddq_f32(vcombine_f32(vget_low_f32(a), vget_low_f32(b)),
-                   vcombine_f32(vget_high_f32(a), vget_high_f32(b)));
-}
-template <class E>
-inline void reduce_eight(const Part (&sums)[kParts][8], float* out) {
-  float32x4_t four[8];
-  for (int i = 0; i < 8; ++i) {
-    four[i] = vaddq_f32(vaddq_f32(sums[0][i], sums[2][i]), vaddq_f32(sums[1][i], sums[3][i]));
-  }
-  for (int i = 0; i < 8; i += 4) {
-    vst1q_f32(out + i,
-              vpaddq_f32(fold_pairs(four[i], four[i + 1]), fold_pairs(four[i + 2], four[i + 3])));
-  }
-}
-
-constexpr int kBlockRows = 6;  // 24 of 32 registers hold sums
-
-inline void transpose_16(const float* tile, float* to, int64_t stride) {
-  for (int r = 0; r < 16; r += 4) {
-    for (int c = 0; c < 16; c += 4) {
-      const float32x4x2_t a =
-          vtrnq_f32(vld1q_f32(tile + 16 * r + c), vld1q_f32(tile + 16 * r + c + 16));
-      const float32x4x2_t b =
-          vtrnq_f32(vld1q_f32(tile + 16 * r + c + 32), vld1q_f32(tile + 16 * r + c + 48));
-      for (int i = 0; i < 2; ++i) {
-        vst1q_f32(to + (c + i) * stride + r,
-                  vcombine_f32(vget_low_f32(a.val[i]), vget_low_f32(b.val[i])));
-        vst1q_f32(to + (c + i + 2) * stride + r,
-                  vcombine_f32(vget_high_f32(a.val[i]), vget_high_f32(b.val[i])));
-      }
-    }
-  }
-}
 
 // ---- integer words ------------------------------------------------------------------------------
 
@@ -280,6 +63,13 @@ inline int32_t reduce(Acc acc) { return vaddvq_s32(acc); }
 [[gnu::always_inline]] inline void prefetch(const void* p) {
   __asm__ volatile("prfm pldl1keep, [%0]" : : "r"(p));
 }
+
+template <class T>
+[[gnu::always_inline]] inline void pin(T& v) {
+  __asm__ volatile("" : "+w"(v));
+}
+template <class T>
+inline void renew(T&) {}  // needless: sdot adds into its accumulator
 
 // ---- words of the private tiles: 4 lanes --------------------------------------------------------
 
@@ -387,6 +177,165 @@ inline uint64_t reduce_lines(LineXor a, LineXor b) {
       all, veorq_u8(veorq_u8(b.quarter[0], b.quarter[1]), veorq_u8(b.quarter[2], b.quarter[3])));
   const uint64x2_t r = vreinterpretq_u64_u8(all);
   return vgetq_lane_u64(r, 0) ^ vgetq_lane_u64(r, 1);
+}
+
+// ---- int8 caches --------------------------------------------------------------------------------
+
+constexpr int64_t kCacheStep = 16;
+
+struct WideStep {
+  int16x8_t lo, hi;
+};
+inline WideStep widen_step(const int8_t* p) {
+  const int8x16_t v = vld1q_s8(p);
+  return {vmovl_s8(vget_low_s8(v)), vmovl_high_s8(v)};
+}
+
+// ---- keys ---------------------------------------------------------------------------------------
+
+using CacheKeys = WideStep;
+using CacheQuery = WideStep;
+using CacheDot = int32x4_t;
+
+inline CacheDot cache_dot_zero() { return vdupq_n_s32(0); }
+inline CacheKeys cache_keys(const int8_t* p) { return widen_step(p); }
+inline CacheQuery cache_query(const int16_t* p) { return {vld1q_s16(p), vld1q_s16(p + 8)}; }
+inline CacheDot cache_dot(CacheDot acc, CacheKeys k, CacheQuery q) {
+  acc = vmlal_high_s16(vmlal_s16(acc, vget_low_s16(k.lo), vget_low_s16(q.lo)), k.lo, q.lo);
+  return vmlal_high_s16(vmlal_s16(acc, vget_low_s16(k.hi), vget_low_s16(q.hi)), k.hi, q.hi);
+}
+inline void reduce_dots(const CacheDot (&v)[8], int32_t* out) {
+  for (int i = 0; i < 8; i += 4) {
+    vst1q_s32(out + i, vpaddq_s32(vpaddq_s32(v[i], v[i + 1]), vpaddq_s32(v[i + 2], v[i + 3])));
+  }
+}
+
+// ---- values -------------------------------------------------------------------------------------
+
+constexpr int kCacheParts = 4;
+
+struct CacheValues {
+  WideStep a, b;
+};
+using CacheWeights = int16x4_t;
+using CacheSum = int32x4_t;
+
+inline CacheSum cache_sum_zero() { return vdupq_n_s32(0); }
+inline CacheValues cache_values(const int8_t* a, const int8_t* b) {
+  return {widen_step(a), widen_step(b)};
+}
+inline CacheWeights cache_weights(const int16_t* p) {
+  int32_t pair;
+  __builtin_memcpy(&pair, p, 4);
+  return vreinterpret_s16_s32(vdup_n_s32(pair));
+}
+template <int P>
+inline int16x4_t quarter(const WideStep& v) {
+  const int16x8_t half = P < 2 ? v.lo : v.hi;
+  return P % 2 == 0 ? vget_low_s16(half) : vget_high_s16(half);
+}
+template <int P>
+inline CacheSum cache_sum(CacheSum acc, const CacheValues& v, CacheWeights w) {
+  return vmlal_lane_s16(vmlal_lane_s16(acc, quarter<P>(v.a), w, 0), quarter<P>(v.b), w, 1);
+}
+inline void store_cache_sums(const CacheSum (&sums)[kCacheParts], int32_t* out) {
+  for (int i = 0; i < kCacheParts; ++i) vst1q_s32(out + 4 * i, sums[i]);
+}
+
+// ---- heads --------------------------------------------------------------------------------------
+
+constexpr int kHeadStreams = 1;
+constexpr int kHead4Streams = 1;
+constexpr int kHeadPairRows = 2;  // rows of a dense tile at two tokens
+
+inline void store_i16(int16_t* p, F32x16 v) {
+  for (int i = 0; i < 4; ++i) vst1_s16(p + 4 * i, vqmovn_s32(vcvtnq_s32_f32(v.v[i])));
+}
+inline int64_t head_distance(int64_t tuned) { return tuned; }
+
+// ---- bfloat16 -----------------------------------------------------------------------------------
+
+inline F32x16 head_bf16_x(const float* p, int64_t count) { return load_n(p, count); }
+inline F32x16 head_bf16_weights(const uint16_t* p, int64_t count) { return load_bf16_n(p, count); }
+inline F32x16 head_bf16_ordered(F32x16 acc) { return acc; }
+
+// ---- int8 ---------------------------------------------------------------------------------------
+
+// Overflow bound: layout::kHeadMaxK.
+constexpr int64_t kHead8Step = 32;
+constexpr int64_t kHead8FlushSteps = int64_t{1} << 20;
+constexpr int kHead8Unroll = 2;
+constexpr int kHead8Rows = 2;
+constexpr int kHead8Tokens = 4;
+constexpr int64_t kHead8Offset = 0;
+
+struct Head8Weights {
+  int8x16_t lo, hi;
+};
+struct Head8Acc {
+  int32x4_t high, low;
+};
+
+inline Head8Acc head8_zero() { return {vdupq_n_s32(0), vdupq_n_s32(0)}; }
+inline Head8Weights head8_weights(const int8_t* p) { return {vld1q_s8(p), vld1q_s8(p + 16)}; }
+inline Head8Acc head8_dot(Head8Acc acc, Head8Weights w, const HeadToken& x, int64_t i) {
+  acc.high = vdotq_s32(acc.high, w.lo, vld1q_s8(x.high + i));
+  acc.low = vdotq_s32(acc.low, w.lo, vld1q_s8(x.low + i));
+  acc.high = vdotq_s32(acc.high, w.hi, vld1q_s8(x.high + i + 16));
+  acc.low = vdotq_s32(acc.low, w.hi, vld1q_s8(x.low + i + 16));
+  return acc;
+}
+inline Head8Acc head8_add(Head8Acc a, Head8Acc b) {
+  return {vaddq_s32(a.high, b.high), vaddq_s32(a.low, b.low)};
+}
+inline int64_t head8_sum(Head8Acc acc) {
+  return 256 * vaddlvq_s32(acc.high) + vaddlvq_s32(acc.low);
+}
+
+// ---- int4 ---------------------------------------------------------------------------------------
+
+constexpr int kHead4Tokens = 2;
+
+struct Head4Acc {
+  int32x4_t high[4], low[4];  // four rows each
+};
+
+inline Head4Acc head4_zero() {
+  const int32x4_t none = vdupq_n_s32(0);
+  return {{none, none, none, none}, {none, none, none, none}};
+}
+inline int8x16_t broadcast4(const int8_t* p) {
+  int32_t v;
+  __builtin_memcpy(&v, p, 4);
+  return vreinterpretq_s8_s32(vdupq_n_s32(v));
+}
+template <int T>
+[[gnu::always_inline]] inline void head4_block(const uint8_t* p, const HeadToken* x, int64_t k,
+                                               Head4Acc (&acc)[T]) {
+#pragma GCC unroll 4
+  for (int j = 0; j < 4; ++j) {
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+      const uint8x16_t raw = vld1q_u8(p + layout::kHeadLineBytes * j + 16 * i);
+      const int8x16_t lo = vreinterpretq_s8_u8(vandq_u8(raw, vdupq_n_u8(15)));
+      const int8x16_t hi = vreinterpretq_s8_u8(vshrq_n_u8(raw, 4));
+#pragma GCC unroll 4
+      for (int t = 0; t < T; ++t) {
+        const int8_t* high = x[t].high + k + layout::kHeadLineFeatures * j;
+        const int8_t* low = x[t].low + k + layout::kHeadLineFeatures * j;
+        acc[t].high[i] = vdotq_s32(acc[t].high[i], lo, broadcast4(high));
+        acc[t].high[i] = vdotq_s32(acc[t].high[i], hi, broadcast4(high + 4));
+        acc[t].low[i] = vdotq_s32(acc[t].low[i], lo, broadcast4(low));
+        acc[t].low[i] = vdotq_s32(acc[t].low[i], hi, broadcast4(low + 4));
+      }
+    }
+  }
+}
+inline F32x16 head4_float(const Head4Acc& acc, int32_t offset) {
+  return map([&](int i) {
+    const int32x4_t sum = vaddq_s32(vshlq_n_s32(acc.high[i], 8), acc.low[i]);
+    return vcvtq_f32_s32(vsubq_s32(sum, vdupq_n_s32(offset)));
+  });
 }
 
 }  // namespace

@@ -7,6 +7,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "kernels/simd_defaults.h"
+
 namespace bitnet::BITNET_ISA {
 namespace {
 
@@ -195,174 +197,24 @@ inline void transpose_16(const float* tile, float* to, int64_t stride) {
   }
 }
 
-// ---- integer words ------------------------------------------------------------------------------
-// A unit is kUnitBlocks weight blocks of a row.  Raw holds its bytes; codes<F> takes field F out
-// (0 = bits 7-6, meeting activations 0..31 of each block); load_x<F> loads the activations that
-// meet it.  dot adds their products into a Partial, which is safe for kFlushUnits units; widen
-// folds a Partial into an Acc.  load_raw_tail / load_x_tail do the same for a last unit of one
-// block.
+// ---- heads ---
 
-constexpr int64_t kUnitBlocks = 1;
-constexpr int64_t kFlushUnits = 1 << 30;  // int32 partial sums: no flush needed
-constexpr int kGemvRows = 4;              // rows per tile at one token
-constexpr bool kGemvStreams = false;      // which rows: neighbours, or (true) far apart
-constexpr int kTileRows = 2;              // rows x tokens per tile at more tokens
-constexpr int kTileTokens = 4;
-
-struct Raw {
-  uint8_t byte[32];
-};
-struct Codes {
-  int16_t code[32];
-};
-struct Activations {
-  int16_t x[32];
-};
-using Partial = int32_t;
-using Acc = int32_t;
-
-inline Raw load_raw(const uint8_t* p) {
-  Raw r;
-  for (int i = 0; i < 32; ++i) r.byte[i] = p[i];
-  return r;
-}
-inline Raw load_raw_tail(const uint8_t* p) { return load_raw(p); }
-template <int F>
-inline Codes codes(const Raw& raw) {
-  Codes c;
-  for (int i = 0; i < 32; ++i) c.code[i] = static_cast<int16_t>((raw.byte[i] >> (6 - 2 * F)) & 3);
-  return c;
-}
-template <int F>
-inline Activations load_x(const int8_t* p) {
-  Activations a;
-  for (int i = 0; i < 32; ++i) a.x[i] = p[32 * F + i];
-  return a;
-}
-template <int F>
-inline Activations load_x_tail(const int8_t* p) {
-  return load_x<F>(p);
-}
-inline Partial partial_zero() { return 0; }
-inline Acc acc_zero() { return 0; }
-// Whether `dot` is two instructions, which an ISA then names: dot_product and add_product.
-constexpr bool kDotInTwoSteps = false;
-inline Partial dot(Partial p, const Codes& c, const Activations& a) {
-  for (int i = 0; i < 32; ++i) p += static_cast<int32_t>(c.code[i]) * a.x[i];
-  return p;
-}
-inline Acc widen(Acc acc, Partial p) { return acc + p; }
-inline int32_t reduce(Acc acc) { return acc; }
-inline void prefetch(const void*) {}
-
-// ---- words of the private tiles ---------------------------------------------------------------
-// A tile line is kTileLanes lanes of 4 bytes.  A decoder (TwoBit, Trits, ...; generic/tiles.inl)
-// takes code vectors out of it; broadcast_x gives every lane the same 4 activations; tile_dot adds
-// the 4 products of every lane; a TilePart holds them for a decoder's kFlush lines and part_sum
-// makes int32 sums of it.
-
-constexpr int64_t kTileLanes = 8;
-constexpr int kTileParts = 8, kPanelParts = 8;
-constexpr int kPanelFrom = 0;    // never decode to memory
-constexpr int kTileStreams = 0;  // one tile after the other, sums in registers
-
-struct TileLine {
-  uint8_t byte[32];
-};
-using TileCodes = TileLine;
-struct TileX {
-  int8_t x[4];
-};
-struct TileSum {
-  int32_t lane[8];
-};
-using TilePart = TileSum;
-
-inline TileLine load_line(const uint8_t* p) {
-  TileLine v;
-  for (int i = 0; i < 32; ++i) v.byte[i] = p[i];
-  return v;
-}
-inline void store_line(uint8_t* p, const TileCodes& c) {
-  for (int i = 0; i < 32; ++i) p[i] = c.byte[i];
-}
-inline TileX broadcast_x(const int8_t* p) { return {{p[0], p[1], p[2], p[3]}}; }
-inline TileSum set1_sum(int32_t x) { return {{x, x, x, x, x, x, x, x}}; }
-inline TilePart tile_part_zero() { return set1_sum(0); }
-inline TilePart tile_dot(TilePart p, const TileCodes& c, const TileX& a) {
-  for (int i = 0; i < 32; ++i) p.lane[i / 4] += int32_t{c.byte[i]} * a.x[i % 4];
-  return p;
-}
-inline TileSum part_sum(const TilePart& p) { return p; }
-inline TileSum load_sum(const int32_t* p) {
-  TileSum s;
-  for (int i = 0; i < 8; ++i) s.lane[i] = p[i];
-  return s;
-}
-inline void store_sum(int32_t* p, const TileSum& s) {
-  for (int i = 0; i < 8; ++i) p[i] = s.lane[i];
-}
-inline TileSum add_sum(TileSum a, const TileSum& b) {
-  for (int i = 0; i < 8; ++i) a.lane[i] += b.lane[i];
-  return a;
-}
-inline TileSum sub_sum(TileSum a, const TileSum& b) {
-  for (int i = 0; i < 8; ++i) a.lane[i] -= b.lane[i];
-  return a;
+// Sixteen floats, |v| <= 32512, rounded half to even.
+inline void store_i16(int16_t* p, F32x16 v) {
+  constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23: adding it leaves the integer in the low bits
+  for (int i = 0; i < 16; ++i) p[i] = static_cast<int16_t>((v.lane[i] + kMagic) - kMagic);
 }
 
-struct TwoBit {
-  static constexpr int kFields = 4, kDots = 4, kUnroll = 1, kGroup = 2, kZeroCode = 1;
-  static constexpr int64_t kFlush = int64_t{1} << 30;
-  using Split = TileLine;
-  static Split split(const TileLine& v) { return v; }
-  template <int F>
-  static TileCodes codes(Split v) {
-    for (uint8_t& b : v.byte) b = (b >> (2 * F)) & 3;
-    return v;
-  }
-  static void finish(TileSum (&)[4]) {}
-};
-using TwoBitPlain = TwoBit;
+// ---- bfloat16 -----------------------------------------------------------------------------------
+// Sixteen (or the first `count`) weights and activations, both in the same order of lanes, which
+// the ISA may choose; head_bf16_ordered puts the lanes of their sums back.
 
-// Digits of a fraction in base 3 come off the top by multiplying with 3.
-struct Trits {
-  static constexpr int kFields = 5, kDots = 5, kUnroll = 1, kGroup = 1, kZeroCode = 1;
-  static constexpr int64_t kFlush = int64_t{1} << 30;
-  using Split = TileLine;
-  static Split split(const TileLine& v) { return v; }
-  template <int F>
-  static TileCodes codes(Split v) {
-    constexpr int kPower[] = {1, 3, 9, 27, 81};
-    for (uint8_t& b : v.byte) b = static_cast<uint8_t>((b * kPower[F] & 0xff) * 3 >> 8);
-    return v;
-  }
-  static void finish(TileSum (&)[5]) {}
-};
-using TritDigits = Trits;
+inline F32x16 head_bf16_x(const float* p, int64_t count) { return load_n(p, count); }
+inline F32x16 head_bf16_weights(const uint16_t* p, int64_t count) { return load_bf16_n(p, count); }
+inline F32x16 head_bf16_ordered(F32x16 acc) { return acc; }
 
-inline int32_t sum_i8_vector(const int8_t* p, int64_t n) {
-  int32_t sum = 0;
-  for (int64_t i = 0; i < n; ++i) sum += p[i];
-  return sum;
-}
-// Reading for the sake of reading: the xor of 64-byte lines, reduced to the xor of their words.
-struct LineXor {
-  uint64_t word[8];
-};
-inline LineXor line_zero() { return LineXor{}; }
-inline LineXor xor_line(LineXor x, const uint8_t* p) {
-  for (int i = 0; i < 8; ++i) {
-    uint64_t v;
-    __builtin_memcpy(&v, p + 8 * i, 8);
-    x.word[i] ^= v;
-  }
-  return x;
-}
-inline uint64_t reduce_lines(LineXor a, LineXor b) {
-  uint64_t x = 0;
-  for (int i = 0; i < 8; ++i) x ^= a.word[i] ^ b.word[i];
-  return x;
+inline F32x16 head4_float(const Head4Acc& acc, int32_t offset) {
+  return map([&](int i) { return static_cast<float>(acc.lane[i] - offset); });
 }
 
 }  // namespace

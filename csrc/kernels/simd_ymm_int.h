@@ -3,10 +3,7 @@
 // `Partial` or `widen`: the two ISAs differ there.
 #pragma once
 
-#include <immintrin.h>
-
-#include <cstddef>
-#include <cstdint>
+#include "kernels/simd_ymm_float.h"
 
 namespace bitnet::BITNET_ISA {
 namespace {
@@ -98,6 +95,17 @@ inline TileLine add_bytes(TileLine a, TileLine b) { return _mm256_add_epi8(a, b)
 inline TileLine avg_bytes(TileLine a, TileLine b) { return _mm256_avg_epu8(a, b); }
 inline TileLine set1_byte(int b) { return _mm256_set1_epi8(static_cast<char>(b)); }
 
+#if !defined(BITNET_EMULATE)
+template <class T>
+[[gnu::always_inline]] inline void pin(T& v) {
+  __asm__ volatile("" : "+v"(v));
+}
+template <class T>
+[[gnu::always_inline]] inline void renew(T& v) {
+  pin(v);
+}
+#endif
+
 inline int32_t sum_i8_vector(const int8_t* p, int64_t n) {
   const __m256i ones = _mm256_set1_epi8(1);
   __m256i acc = _mm256_setzero_si256();
@@ -125,6 +133,150 @@ inline uint64_t reduce_lines(LineXor a, LineXor b) {
   const __m128i r = _mm_xor_si128(_mm256_castsi256_si128(all), _mm256_extracti128_si256(all, 1));
   return static_cast<uint64_t>(_mm_extract_epi64(r, 0) ^ _mm_extract_epi64(r, 1));
 }
+
+// ---- int8 caches -------------------------------------------------------------------------------
+
+// acc + the sums of neighbouring products of 16-bit numbers: the ISA's.
+inline __m256i add_pairs(__m256i acc, __m256i a, __m256i b);
+
+constexpr int64_t kCacheStep = 16;
+
+inline __m256i widen_bytes(__m128i v) { return _mm256_cvtepi8_epi16(v); }
+inline __m128i load_step(const int8_t* p) {
+  return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+}
+
+// ---- keys ---------------------------------------------------------------------------------------
+
+using CacheKeys = __m256i;
+using CacheQuery = __m256i;
+using CacheDot = __m256i;
+
+inline CacheDot cache_dot_zero() { return _mm256_setzero_si256(); }
+inline CacheKeys cache_keys(const int8_t* p) { return widen_bytes(load_step(p)); }
+inline CacheQuery cache_query(const int16_t* p) {
+  CacheQuery q = load_bytes(p);
+#if !defined(BITNET_EMULATE)
+  __asm__("" : "+x"(q));  // else g++ 12 loads it again for every key
+#endif
+  return q;
+}
+inline CacheDot cache_dot(CacheDot acc, CacheKeys k, CacheQuery q) { return add_pairs(acc, k, q); }
+inline __m256i shuffle_lanes(__m256i a, __m256i b, const int lanes) {
+  const __m256 x = _mm256_castsi256_ps(a), y = _mm256_castsi256_ps(b);
+  return _mm256_castps_si256(lanes == 0x88 ? _mm256_shuffle_ps(x, y, 0x88)
+                                           : _mm256_shuffle_ps(x, y, 0xdd));
+}
+// {low half of a + high half of a, the same of b}; then lanes 2 apart; then neighbours.
+inline __m256i sum_halves(__m256i a, __m256i b) {
+  return _mm256_add_epi32(_mm256_blend_epi32(a, b, 0xf0), _mm256_permute2x128_si256(a, b, 0x21));
+}
+inline __m256i sum_pairs(__m256i a, __m256i b) {
+  return _mm256_add_epi32(_mm256_blend_epi32(a, b, 0xcc), _mm256_alignr_epi8(b, a, 8));
+}
+inline __m256i sum_neighbours(__m256i a, __m256i b) {
+  return _mm256_add_epi32(shuffle_lanes(a, b, 0x88), shuffle_lanes(a, b, 0xdd));
+}
+inline void reduce_dots(const CacheDot (&v)[8], int32_t* out) {
+  const __m256i a = sum_pairs(sum_halves(v[0], v[1]), sum_halves(v[2], v[3]));
+  const __m256i b = sum_pairs(sum_halves(v[4], v[5]), sum_halves(v[6], v[7]));
+  const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+  const __m256i r = _mm256_permutevar8x32_epi32(sum_neighbours(a, b), order);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), r);
+}
+
+// ---- values -------------------------------------------------------------------------------------
+
+constexpr int kCacheParts = 2;
+
+struct CacheValues {
+  __m256i part[kCacheParts];  // elements 0..7 and 8..15, the two positions side by side
+};
+using CacheWeights = __m256i;
+using CacheSum = __m256i;
+
+inline CacheSum cache_sum_zero() { return _mm256_setzero_si256(); }
+inline CacheValues cache_values(const int8_t* a, const int8_t* b) {
+  const __m128i x = load_step(a), y = load_step(b);
+  return {{widen_bytes(_mm_unpacklo_epi8(x, y)), widen_bytes(_mm_unpackhi_epi8(x, y))}};
+}
+inline CacheWeights cache_weights(const int16_t* p) {
+  int32_t pair;
+  __builtin_memcpy(&pair, p, 4);
+  return _mm256_set1_epi32(pair);
+}
+template <int P>
+inline CacheSum cache_sum(CacheSum acc, const CacheValues& v, CacheWeights w) {
+  return add_pairs(acc, v.part[P], w);
+}
+inline void store_cache_sums(const CacheSum (&sums)[kCacheParts], int32_t* out) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), sums[0]);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + 8), sums[1]);
+}
+
+// ---- heads --------------------------------------------------------------------------------------
+
+inline void store_i16(int16_t* p, F32x16 v) {
+  const __m256i wide = _mm256_packs_epi32(_mm256_cvtps_epi32(v.lo), _mm256_cvtps_epi32(v.hi));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permute4x64_epi64(wide, 0xd8));
+}
+
+// Fixes v in its register at this point.  Without it g++ 12 holds so many sums of a line at once
+// that it spills them.
+[[gnu::always_inline]] inline void keep([[maybe_unused]] __m256i& v) {
+#if !defined(BITNET_EMULATE)
+  __asm__("" : "+x"(v));
+#endif
+}
+
+[[gnu::always_inline]] inline void keep([[maybe_unused]] __m256i& a, [[maybe_unused]] __m256i& b,
+                                        [[maybe_unused]] __m256i& c, [[maybe_unused]] __m256i& d) {
+#if !defined(BITNET_EMULATE)
+  __asm__("" : "+x"(a), "+x"(b), "+x"(c), "+x"(d));
+#endif
+}
+
+// Eight 32-bit sums, each of which may use all of its bits.
+inline int64_t sum_i32_wide(__m256i v) {
+  const __m256i four = _mm256_add_epi64(_mm256_cvtepi32_epi64(_mm256_castsi256_si128(v)),
+                                        _mm256_cvtepi32_epi64(_mm256_extracti128_si256(v, 1)));
+  const __m128i two =
+      _mm_add_epi64(_mm256_castsi256_si128(four), _mm256_extracti128_si256(four, 1));
+  return _mm_extract_epi64(two, 0) + _mm_extract_epi64(two, 1);
+}
+
+// ---- bfloat16 -----------------------------------------------------------------------------------
+// Unpacking behind zeros makes floats of eight bfloat16 in one instruction, in the order 0-3, 8-11
+// and 4-7, 12-15, where widening in order takes two or three.
+
+inline F32x16 head_bf16_swapped(F32x16 v) {
+  return {_mm256_permute2f128_ps(v.lo, v.hi, 0x20), _mm256_permute2f128_ps(v.lo, v.hi, 0x31)};
+}
+inline F32x16 head_bf16_x(const float* p, int64_t count) {
+  return head_bf16_swapped(load_n(p, count));
+}
+inline F32x16 head_bf16_weights(const uint16_t* p, int64_t count) {
+  const __m256i h = load_u16_n(p, count), none = _mm256_setzero_si256();
+  return {_mm256_castsi256_ps(_mm256_unpacklo_epi16(none, h)),
+          _mm256_castsi256_ps(_mm256_unpackhi_epi16(none, h))};
+}
+inline F32x16 head_bf16_ordered(F32x16 acc) { return head_bf16_swapped(acc); }
+
+// ---- int4 ---------------------------------------------------------------------------------------
+
+// Sums of rows 0..7 and 8..15 of a tile, less an offset.
+inline F32x16 head4_less(__m256i lo, __m256i hi, int32_t offset) {
+  const __m256i o = _mm256_set1_epi32(offset);
+  return {_mm256_cvtepi32_ps(_mm256_sub_epi32(lo, o)), _mm256_cvtepi32_ps(_mm256_sub_epi32(hi, o))};
+}
+// Four bytes of activations for every row.
+inline __m256i broadcast4(const int8_t* p) {
+  int32_t v;
+  __builtin_memcpy(&v, p, 4);
+  return _mm256_set1_epi32(v);
+}
+inline __m256i low_codes(__m256i raw) { return _mm256_and_si256(raw, _mm256_set1_epi8(15)); }
+inline __m256i high_codes(__m256i raw) { return low_codes(_mm256_srli_epi16(raw, 4)); }
 
 }  // namespace
 }  // namespace bitnet::BITNET_ISA

@@ -1,6 +1,5 @@
-// The checks of checks.h. A message is built only when
-// one fails: a good call pays for comparisons alone.
-// Must not know what an op computes.
+// The checks of checks.h. A message is built only when one fails: a good call pays for comparisons
+// alone.
 #include "ops/checks.h"
 
 #include <stdexcept>

@@ -7,7 +7,7 @@
 #include <optional>
 #include <string>
 
-#include "ops/door.h"
+#include "ops/torch_views.h"
 
 namespace bitnet::ops {
 

@@ -1,29 +1,22 @@
-// decode_step: checks of its many tensors, the memory of a step carved from one block that a thread
-// keeps, and one parallel region. What happens inside it is step_program.h's matter; must not know
-// the arithmetic.
+// decode_step: checks of its many tensors, and their binding to a StepModel; engine/model_step.h does
+// the rest.
+#include <algorithm>
 #include <cmath>
 
+#include "engine/model_step.h"
 #include "format/layout.h"
 #include "ops/cache_checks.h"
 #include "ops/head_view.h"
 #include "ops/ops.h"
-#include "ops/rope_core.h"
-#include "ops/step_program.h"
-#include "ops/team_region.h"
-#include "ops/workspace.h"
+#include "ops/weight_view.h"
 
 namespace bitnet::ops {
 namespace {
 
-constexpr int64_t kMostKeptBytes = int64_t{1} << 26;
-
-// What one Python thread keeps between its steps.
-struct Kept {
-  std::vector<StepLayer> layers;
-  std::vector<int64_t> starts, last_positions;
-  Workspace memory;
-  Team team;
-};
+using engine::kLayerWeights;
+using engine::StepLayer;
+using engine::StepModel;
+using engine::Weight;
 
 // Everything of the call that is not a weight, checked.
 struct Sizes {
@@ -83,12 +76,12 @@ void check_numbers(const Check& check, const StepModel& m, double scale, double 
   if (!(m.heads >= 1 && m.kv_heads >= 1 && m.heads % m.kv_heads == 0))
     check.fail("heads", "a multiple of the cache's " + std::to_string(m.kv_heads) + " heads",
                std::to_string(m.heads));
-  if (m.inner < 1) check.fail("inner", "positive", std::to_string(m.inner));
+  if (m.intermediate < 1) check.fail("inner", "positive", std::to_string(m.intermediate));
   // Before any of these is multiplied: a product that has overflowed would pass for a small one.
   check_most(check, "x", "features in the last dimension", m.hidden, kMaxInFeatures);
   check_most(check, "key_cache", "features of a head", m.dim, kMaxInFeatures);
   check_most(check, "heads", "heads of that size", m.heads, kMaxInFeatures / m.dim);
-  check_most(check, "inner", "features", m.inner, kMaxInFeatures);
+  check_most(check, "inner", "features", m.intermediate, kMaxInFeatures);
   if (!(m.eps >= 0.0f && std::isfinite(m.eps)))
     check.fail("eps", "finite and not negative", std::to_string(m.eps));
   if (!(theta > 0.0 && std::isfinite(theta)))
@@ -124,26 +117,6 @@ StepModel model_of(const Check& check, const Sizes& sizes, const std::string& ac
   return m;
 }
 
-// Rows and input features of a layer's weight.
-struct Shape2 {
-  int64_t rows, k;
-};
-Shape2 shape_of_weight(const StepModel& m, int which) {
-  switch (which) {
-    case kQ:
-      return {m.query(), m.hidden};
-    case kK:
-    case kV:
-      return {m.kv(), m.hidden};
-    case kO:
-      return {m.hidden, m.query()};
-    case kDown:
-      return {m.hidden, m.inner};
-    default:
-      return {m.inner, m.hidden};
-  }
-}
-
 constexpr const char* kNames[] = {"weights (q)",    "weights (k)",  "weights (v)",   "weights (o)",
                                   "weights (gate)", "weights (up)", "weights (down)"};
 
@@ -152,7 +125,7 @@ void bind_weights(const Check& check, const StepModel& m, const std::vector<Tens
   layers.resize(static_cast<size_t>(m.n_layers));
   for (size_t i = 0; i < weights.size(); ++i) {
     const int which = static_cast<int>(i % kLayerWeights);
-    const Shape2 expected = shape_of_weight(m, which);
+    const engine::WeightSize expected = engine::weight_size(m, which);
     Weight& w = layers[i / kLayerWeights].weights[which];
     check.dtype(weights[i], kNames[which], ScalarType::Byte);  // before a look at its shape
     const bool canonical = weights[i].dim() == 2;
@@ -179,7 +152,7 @@ void bind_gains(const Check& check, StepModel& m, const Tensor& scales, const Te
   check.dtype(scales, "scales", ScalarType::Float);
   check.shape(scales, "scales", {m.n_layers, kLayerWeights});
   check.contiguous(scales, "scales");
-  const int64_t sub = sub_norms ? m.query() + m.inner : 0;
+  const int64_t sub = sub_norms ? m.query() + m.intermediate : 0;
   check.dtype(gains, "gains", ScalarType::Float);
   check.shape(gains, "gains", {m.n_layers * (2 * m.hidden + sub) + m.hidden});
   check.contiguous(gains, "gains");
@@ -189,12 +162,12 @@ void bind_gains(const Check& check, StepModel& m, const Tensor& scales, const Te
   for (StepLayer& layer : layers) {
     layer.scales = scale;
     scale += kLayerWeights;
-    layer.attention_gain = next(m.hidden);
-    layer.out_gain = sub_norms ? next(m.query()) : nullptr;
-    layer.mlp_gain = next(m.hidden);
-    layer.down_gain = sub_norms ? next(m.inner) : nullptr;
+    layer.attention_norm = next(m.hidden);
+    layer.out_norm = sub_norms ? next(m.query()) : nullptr;
+    layer.mlp_norm = next(m.hidden);
+    layer.down_norm = sub_norms ? next(m.intermediate) : nullptr;
   }
-  m.final_gain = gain;
+  m.final_norm = gain;
 }
 
 void bind_caches(Tensor& key_cache, Tensor& value_cache, std::vector<StepLayer>& layers) {
@@ -216,84 +189,6 @@ void bind_cache_scales(const CacheScales& scales, int64_t key_stride, int64_t va
   }
 }
 
-// Memory of attention at the longest context that the cache can hold, so that a growing context
-// never allocates.
-struct AttentionLimits {
-  int64_t shared, own;
-};
-AttentionLimits attention_limits(const AttentionShape& shape, const AttentionPlan& now,
-                                 int64_t shares, std::vector<int64_t>& last) {
-  last.assign(static_cast<size_t>(shape.batch), shape.length - shape.tokens);
-  const AttentionPlan longest(shape, last.data(), shares);
-  return {std::max(now.shared_floats(), longest.shared_floats()),
-          std::max(now.thread_floats(), longest.thread_floats())};
-}
-
-// tokens: how many the slot holds normalised.
-StepSlot carve_slot(Carver& carver, const StepModel& m, const AttentionLimits& limits,
-                    int64_t tokens) {
-  const int64_t longest = std::max({m.hidden, m.query(), m.inner});
-  StepSlot slot{};
-  slot.row = carver.take<float>(std::max(longest, m.dim));
-  slot.values = carver.take<float>(StepProgram::kMaxChunkRows);
-  slot.sums =
-      carver.take<int32_t>(StepProgram::block_tokens(m.tokens) * StepProgram::chunk_rows(m.tokens));
-  slot.attention = carver.take<float>(limits.own);
-  slot.codes = carver.take<int8_t>(tokens * layout::padded_k(longest));
-  slot.code_sums = carver.take<int32_t>(tokens);
-  slot.code_scales = carver.take<float>(tokens);
-  const int64_t head_tokens = std::min(tokens, m.head_tokens());
-  if (char* memory = carver.take<char>(head_input_bytes(m.head, head_tokens)); memory != nullptr) {
-    slot.head = bind_head_input(m.head, head_tokens, memory);
-  }
-  return slot;
-}
-
-StepBuffers carve(Carver& carver, const StepModel& m, const AttentionLimits& limits,
-                  int64_t shares) {
-  StepBuffers b{};
-  b.x = carver.take<float>(m.tokens * m.hidden);
-  b.cos_sin = carver.take<float>((m.tokens + 1) * m.dim);  // the last row: frequencies
-  b.q = carver.take<float>(m.tokens * m.query());
-  b.k = carver.take<float>(m.tokens * m.kv());
-  b.v = carver.take<float>(m.tokens * m.kv());
-  b.rotated = carver.take<float>(m.tokens * m.query());
-  b.attended = carver.take<float>(m.tokens * m.query());
-  b.gate = carver.take<float>(m.tokens * m.inner);
-  b.up = carver.take<float>(m.tokens * m.inner);
-  b.attention = carver.take<float>(limits.shared);
-  const bool split = StepProgram::splits_norms(m.tokens, shares);
-  b.shared = carve_slot(carver, m, limits, split ? m.tokens : 0);
-  b.slots = carver.take<StepSlot>(shares);
-  for (int64_t s = 0; s < shares; ++s) {
-    const StepSlot slot = carve_slot(carver, m, limits, split ? 0 : m.tokens);
-    if (b.slots != nullptr) b.slots[s] = slot;
-  }
-  return b;
-}
-
-// Threads worth a region: each stage should be worth a barrier.
-int64_t shares_of_step(const StepModel& m, int64_t longest) {
-  const int64_t attention = m.tokens * m.heads * longest * m.dim;
-  int64_t weights = 0;
-  for (int i = 0; i < kLayerWeights; ++i) {
-    weights += shape_of_weight(m, i).rows * shape_of_weight(m, i).k;
-  }
-  const int64_t per_stage = (m.tokens * weights + attention) / 4;
-  return std::min(shares_for(Team::kMaxShares, per_stage, kMinMacs), Team::kMaxShares);
-}
-
-void fill_inputs(const StepModel& m, const Tensor& x, double theta, StepBuffers& b) {
-  const auto* rows = static_cast<const float*>(x.const_data_ptr());
-  std::copy(rows, rows + m.tokens * m.hidden, b.x);
-  float* frequencies = b.cos_sin + m.tokens * m.dim;
-  rope_frequencies(m.dim, theta, frequencies);
-  for (int64_t token = 0; token < m.tokens; ++token) {
-    const int64_t position = m.starts[token / m.per_sequence] + token % m.per_sequence;
-    rope_angles(position, frequencies, m.dim / 2, b.cos_sin + token * m.dim);
-  }
-}
-
 }  // namespace
 
 Tensor decode_step(const Tensor& x_in, std::vector<Tensor> weights, const Tensor& scales,
@@ -307,25 +202,27 @@ Tensor decode_step(const Tensor& x_in, std::vector<Tensor> weights, const Tensor
   const Sizes sizes = check_sizes(check, x_in, key_cache, value_cache, weights);
   StepModel m = model_of(check, sizes, activation);
   m.heads = heads;
-  m.inner = inner;
+  m.intermediate = inner;
   m.type = dtype == ScalarType::BFloat16 ? DType::kBF16 : DType::kF32;
   m.cache_type = cache_type_of(key_cache);
   const CacheScales cache_scales =
       check_cache_scales(check, key_cache, value_cache, key_scale, value_scale, true);
   m.eps = static_cast<float>(eps);
+  m.rope_theta = rope_theta;
+  m.attention_scale = static_cast<float>(scale);
   check_numbers(check, m, scale, rope_theta, dtype);
   if (logits_to_keep < 0)
     check.fail("logits_to_keep", "at least 0", std::to_string(logits_to_keep));
   m.kept = logits_to_keep == 0 ? m.per_sequence : std::min(logits_to_keep, m.per_sequence);
-  thread_local Kept kept;
+  thread_local engine::StepState state;
   check_positions(check, start_positions, sizes.batch, sizes.capacity, sizes.per_sequence,
-                  kept.starts);
-  m.starts = kept.starts.data();
+                  state.starts);
+  m.starts = state.starts.data();
   check_vocab(check, head_weight, vocab);
   m.head = head_view(Check("decode_step", "head_"), head_weight, head_scale, m.hidden, vocab);
 
-  bind_weights(check, m, weights, kept.layers);
-  bind_gains(check, m, scales, gains, sub_norms, kept.layers);
+  bind_weights(check, m, weights, state.layers);
+  bind_gains(check, m, scales, gains, sub_norms, state.layers);
   const Tensor x = as_contiguous(x_in);
   const Mutated mutated(key_cache, value_cache, key_scale, value_scale);
   mutated.keep_apart(check, x, "x");
@@ -334,31 +231,15 @@ Tensor decode_step(const Tensor& x_in, std::vector<Tensor> weights, const Tensor
   mutated.keep_apart(check, head_weight, "head_weight");
   if (head_scale.has_value()) mutated.keep_apart(check, *head_scale, "head_scale");
   mutated.keep_apart(check, start_positions, "start_positions");
-  keep_weights_apart(check, mutated, kept.layers);
+  keep_weights_apart(check, mutated, state.layers);
   Tensor logits = empty({sizes.batch, m.kept, m.head.rows}, ScalarType::Float);
   if (m.tokens == 0) return logits;
-  bind_caches(key_cache, value_cache, kept.layers);
+  bind_caches(key_cache, value_cache, state.layers);
   if (m.cache_type == DType::kInt8) {
-    bind_cache_scales(cache_scales, key_scale->stride(0), value_scale->stride(0), kept.layers);
+    bind_cache_scales(cache_scales, key_scale->stride(0), value_scale->stride(0), state.layers);
   }
-  m.layers = kept.layers.data();
-  const int64_t longest = *std::max_element(m.starts, m.starts + sizes.batch) + sizes.per_sequence;
-  const int64_t shares = shares_of_step(m, longest);
-  const AttentionShape shape{sizes.batch, sizes.per_sequence, heads,
-                             m.kv_heads,  sizes.capacity,     m.dim,
-                             DType::kF32, m.cache_type,       static_cast<float>(scale)};
-  const AttentionPlan attention(shape, m.starts, shares);
-  m.attention = &attention;
-  const AttentionLimits limits = attention_limits(shape, attention, shares, kept.last_positions);
-  Carver count(nullptr);
-  carve(count, m, limits, shares);
-  Workspace passing;  // for a long prompt at once: not worth keeping
-  Carver carver((count.used() > kMostKeptBytes ? passing : kept.memory).reserve(count.used()));
-  StepBuffers buffers = carve(carver, m, limits, shares);
-  buffers.logits = static_cast<float*>(logits.mutable_data_ptr());
-  attention.prepare(buffers.attention);
-  fill_inputs(m, x, rope_theta, buffers);
-  run_program(kept.team, StepProgram(m, buffers, shares), shares);
+  m.layers = state.layers.data();
+  engine::run_step(state, m, data<float>(x), mutable_data<float>(logits));
   return logits;
 }
 

@@ -1,46 +1,17 @@
-// qkv_forward and mlp_forward: the unfused ops' own row functions in the same order with the same
-// roundings, so that fused and composed results are equal bit for bit, in a handful of regions.
-// Must not know SIMD: rows come from the kernel table.
+// qkv_forward and mlp_forward: checks and results; engine/fused.h does the rest.
+#include "engine/fused.h"
+
 #include <cmath>
 
 #include "ops/checks.h"
-#include "ops/linear_core.h"
 #include "ops/ops.h"
+#include "ops/weight_view.h"
 
 namespace bitnet::ops {
 namespace {
 
-struct Norm {
-  const float* gain;  // null: no norm
-  float eps;
-  DType type;  // the roundings that the unfused ops would make
-};
-
-// row -> rms_norm(row), in place, rounded as a stored tensor of norm.type would be.
-void apply_norm(const KernelTable& table, const Norm& norm, int64_t n, float* row) {
-  if (norm.gain == nullptr) return;
-  table.rms_norm_row(row, norm.gain, n, norm.eps, norm.type, row);
-  table.round_row(norm.type, row, n);
-}
-
-// Loads every token of x, normalises and quantises it.
-void norm_and_quantize(const Tensor& x, const Norm& norm, QuantizedRows& rows) {
-  const KernelTable& table = kernels();
-  const DType type = dtype_of(x);
-  const void* source = x.const_data_ptr();
-  const int64_t k = rows.k;
-  const int64_t shares = shares_for(rows.tokens, rows.tokens * k, kMinElements);
-  Scratch<float> scratch(shares * k);
-  run_shares(shares, [&](int64_t s) {
-    float* row = scratch.get() + s * k;
-    for (int64_t m = share_begin(rows.tokens, shares, s);
-         m < share_begin(rows.tokens, shares, s + 1); ++m) {
-      table.load_row(type, offset_bytes(source, m * k * element_size(type)), k, row);
-      apply_norm(table, norm, k, row);
-      quantize_token(row, m, rows);
-    }
-  });
-}
+using engine::Projection;
+using engine::Weight;
 
 void check_input(const Check& check, const Tensor& x, const Tensor& norm_weight, double eps) {
   check.float_dtype(x, "x");
@@ -63,27 +34,6 @@ Shape with_last(Shape shape, int64_t last) {
   return shape;
 }
 
-// Activation, sub-norm and quantisation of every token.  gate_up: [tokens, 2, width] float32.
-void activate_and_quantize(const float* gate_up, bool relu2, const Norm& sub_norm,
-                           QuantizedRows& rows) {
-  const KernelTable& table = kernels();
-  const int64_t n = rows.k;
-  const int64_t shares = shares_for(rows.tokens, rows.tokens * n, kMinElements);
-  Scratch<float> scratch(shares * n);
-  run_shares(shares, [&](int64_t s) {
-    float* row = scratch.get() + s * n;
-    for (int64_t m = share_begin(rows.tokens, shares, s);
-         m < share_begin(rows.tokens, shares, s + 1); ++m) {
-      const float* gate = gate_up + m * n;
-      const float* up = gate_up + (rows.tokens + m) * n;
-      (relu2 ? table.relu2_mul_row : table.silu_mul_row)(gate, up, n, row);
-      table.round_row(sub_norm.type, row, n);
-      apply_norm(table, sub_norm, n, row);
-      quantize_token(row, m, rows);
-    }
-  });
-}
-
 }  // namespace
 
 std::tuple<Tensor, Tensor, Tensor> qkv_forward(const Tensor& x_in, const Tensor& norm_weight,
@@ -104,17 +54,17 @@ std::tuple<Tensor, Tensor, Tensor> qkv_forward(const Tensor& x_in, const Tensor&
   check.weight_scale(k_scale, "k_scale", wk.n_rows);
   check.weight_scale(v_scale, "v_scale", wv.n_rows);
   const Tensor x = as_contiguous(x_in);
-  const DType type = dtype_of(x);
-  const Scratch<float> gain = float_vector(norm_weight);
-  QuantizedRows rows(product(shape, 0, shape.size() - 1), shape.back());
-  norm_and_quantize(x, {gain.get(), static_cast<float>(eps), type}, rows);
+  const Scratch<float> norm = float_vector(norm_weight);
   Tensor q = empty(with_last(shape, wq.n_rows), x.scalar_type());
   Tensor k = empty(with_last(shape, wk.n_rows), x.scalar_type());
   Tensor v = empty(with_last(shape, wv.n_rows), x.scalar_type());
-  const Projection projections[] = {make_projection(wq, q_scale, type, q.mutable_data_ptr()),
-                                    make_projection(wk, k_scale, type, k.mutable_data_ptr()),
-                                    make_projection(wv, v_scale, type, v.mutable_data_ptr())};
-  project(rows, projections, 3);
+  const auto projection = [&](const Weight& w, const Tensor& scale, Tensor& out) {
+    return engine::make_projection(w, data<float>(scale), scale.numel(), dtype_of(x),
+                                   out.mutable_data_ptr());
+  };
+  const Projection projections[] = {projection(wq, q_scale, q), projection(wk, k_scale, k),
+                                    projection(wv, v_scale, v)};
+  engine::norm_and_multiply(rows_view(x), {norm.get(), static_cast<float>(eps)}, projections, 3);
   return {q, k, v};
 }
 
@@ -151,30 +101,25 @@ Tensor mlp_forward(const Tensor& x_in, const Tensor& norm_weight, const Tensor& 
     check.fail("activation", "'relu2' or 'silu'", "'" + activation + "'");
 
   const Tensor x = as_contiguous(x_in);
-  const DType type = dtype_of(x);
-  // relu(gate)^2 * up passes the range of float16 in healthy models: float32 in between.
-  const DType inner_type = type == DType::kF16 ? DType::kF32 : type;
-  const int64_t tokens = product(shape, 0, shape.size() - 1);
-  const Scratch<float> gain = float_vector(norm_weight);
-  const Scratch<float> sub_gain =
+  const Scratch<float> norm = float_vector(norm_weight);
+  const Scratch<float> sub_norm =
       sub_norm_weight.has_value() ? float_vector(*sub_norm_weight) : Scratch<float>(0);
-  QuantizedRows rows(tokens, shape.back());
-  norm_and_quantize(x, {gain.get(), static_cast<float>(eps), type}, rows);
-
-  Scratch<float> gate_up(2 * tokens * inner);
-  const Projection both[] = {
-      make_projection(gate, gate_scale, DType::kF32, gate_up.get()),
-      make_projection(up, up_scale, DType::kF32, gate_up.get() + tokens * inner)};
-  project(rows, both, 2);
-  kernels().round_row(inner_type, gate_up.get(), 2 * tokens * inner);
-
-  QuantizedRows inner_rows(tokens, inner);
-  const float* sub = sub_norm_weight.has_value() ? sub_gain.get() : nullptr;
-  activate_and_quantize(gate_up.get(), relu2, {sub, static_cast<float>(eps), inner_type},
-                        inner_rows);
   Tensor out = empty(with_last(shape, down.n_rows), x.scalar_type());
-  const Projection last = make_projection(down, down_scale, type, out.mutable_data_ptr());
-  project(inner_rows, &last, 1);
+  const engine::Mlp m{
+      .norm = {norm.get(), static_cast<float>(eps)},
+      .sub_norm = {sub_norm_weight.has_value() ? sub_norm.get() : nullptr, static_cast<float>(eps)},
+      .gate = gate,
+      .up = up,
+      .down = down,
+      .gate_scale = data<float>(gate_scale),
+      .up_scale = data<float>(up_scale),
+      .down_scale = data<float>(down_scale),
+      .gate_scales = gate_scale.numel(),
+      .up_scales = up_scale.numel(),
+      .down_scales = down_scale.numel(),
+      .relu2 = relu2,
+  };
+  engine::mlp(rows_view(x), m, rows_view(out));
   return out;
 }
 

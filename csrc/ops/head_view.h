@@ -1,18 +1,18 @@
-// A head's tensors, checked, as head_core.h takes them: what
-// lm_head, embedding and decode_step have in common at the
-// door. Must not know what is multiplied by it.
+// A head's tensors, checked, as engine/head.h takes them: what lm_head, embedding and decode_step
+// have in common.
 #pragma once
 
 #include <optional>
 
+#include "engine/head.h"
 #include "ops/checks.h"
-#include "ops/head_core.h"
 
 namespace bitnet::ops {
 
 // weight F [V, k], int8 [V, k] with scale float32 [V], or uint8 tiles with their bfloat16 scales.
 // k < 0: as many features as the weight has.
-HeadView head_view(const Check& check, const Tensor& weight, const std::optional<Tensor>& scale,
-                   int64_t k, std::optional<int64_t> out_features);
+engine::HeadView head_view(const Check& check, const Tensor& weight,
+                           const std::optional<Tensor>& scale, int64_t k,
+                           std::optional<int64_t> out_features);
 
 }  // namespace bitnet::ops

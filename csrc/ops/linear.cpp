@@ -1,13 +1,18 @@
-// quantize_activations, gemv, gemm, linear: checks and
-// results; what they compute is linear_core.h's matter.
-// Must not know layouts (weights.h) or SIMD.
+// quantize_activations, gemv, gemm, linear, group_linear: checks and results; engine/product.h does
+// the rest.
+#include "engine/product.h"
+
 #include "format/layout.h"
 #include "ops/checks.h"
-#include "ops/linear_core.h"
 #include "ops/ops.h"
+#include "ops/weight_view.h"
 
 namespace bitnet::ops {
 namespace {
+
+using engine::Projection;
+using engine::TokenBuffer;
+using engine::Weight;
 
 // gemv and gemm: either no scale (int32 sums) or both.
 bool wants_float(const Check& check, const std::optional<Tensor>& x_scale,
@@ -32,18 +37,43 @@ Tensor ternary_matmul(const Check& check, const Weight& weight, const Tensor& x_
                       const Shape& out_shape) {
   const bool scaled = wants_float(check, x_scale, weight_scale, tokens, weight.n_rows);
   const Tensor x = as_contiguous(x_in);
-  QuantizedRows rows(tokens, weight.k);
-  adopt_tokens(static_cast<const int8_t*>(x.const_data_ptr()), rows);
+  const KernelTable& table = kernels();
+  TokenBuffer rows(table, tokens, weight.k);
+  rows.copy_quantized(table, data<int8_t>(x), scaled ? data<float>(*x_scale) : nullptr);
   Tensor out = empty(out_shape, scaled ? ScalarType::Float : ScalarType::Int);
-  if (!scaled) {
-    project_i32(rows, weight, static_cast<int32_t*>(out.mutable_data_ptr()));
-    return out;
-  }
-  const auto* scales = static_cast<const float*>(x_scale->const_data_ptr());
-  std::copy(scales, scales + tokens, rows.scales.get());
+  void* memory = out.mutable_data_ptr();
   const Projection projection =
-      make_projection(weight, *weight_scale, DType::kF32, out.mutable_data_ptr());
-  project(rows, &projection, 1);
+      scaled ? engine::make_projection(weight, data<float>(*weight_scale), weight_scale->numel(),
+                                       DType::kF32, memory)
+             : engine::make_sums(weight, static_cast<int32_t*>(memory));
+  engine::multiply(table, rows.view(), &projection, 1);
+  return out;
+}
+
+// x [..., K] of a float type; the shape of the result.
+Shape check_x(const Check& check, const Tensor& x, std::optional<int64_t> in_features) {
+  check.float_dtype(x, "x");
+  check.min_dim(x, "x", 1);
+  Shape shape = shape_of(x);
+  check.in_features(in_features, shape.back());
+  return shape;
+}
+
+// Float activations x any projection of them; `shape`: of the result.
+Tensor project(const Tensor& x_in, Projection projection, const std::optional<Tensor>& bias,
+               Shape shape) {
+  const Weight& weight = *projection.weight;
+  const int64_t tokens = product(shape, 0, shape.size() - 1);
+  const Tensor x = as_contiguous(x_in);
+  const KernelTable& table = kernels();
+  TokenBuffer rows(table, tokens, weight.k, projection.grouped);
+  rows.quantize(table, x.const_data_ptr(), dtype_of(x));
+  shape.back() = weight.n_rows;
+  Tensor out = empty(shape, x.scalar_type());
+  projection.out.data = out.mutable_data_ptr();
+  const Scratch<float> bias_values = bias.has_value() ? float_vector(*bias) : Scratch<float>(0);
+  if (bias.has_value()) projection.bias = bias_values.get();
+  engine::multiply(table, rows.view(), &projection, 1);
   return out;
 }
 
@@ -54,27 +84,11 @@ std::tuple<Tensor, Tensor> quantize_activations(const Tensor& x_in) {
   check.float_dtype(x_in, "x");
   check.min_dim(x_in, "x", 1);
   const Shape shape = shape_of(x_in);
-  const int64_t k = shape.back();
-  if (k < 1) check.fail("x", "with at least one feature in the last dimension", "0");
-  const int64_t tokens = product(shape, 0, shape.size() - 1);
+  if (shape.back() < 1) check.fail("x", "with at least one feature in the last dimension", "0");
   const Tensor x = as_contiguous(x_in);
-  const DType type = dtype_of(x);
   Tensor q = empty(shape, ScalarType::Char);
   Tensor scale = empty(Shape(shape.begin(), shape.end() - 1), ScalarType::Float);
-  const void* source = x.const_data_ptr();
-  auto* codes = static_cast<int8_t*>(q.mutable_data_ptr());
-  auto* scales = static_cast<float*>(scale.mutable_data_ptr());
-  const KernelTable& table = kernels();
-  const int64_t shares = shares_for(tokens, tokens * k, kMinElements);
-  Scratch<float> scratch(shares * k);
-  run_shares(shares, [&](int64_t s) {
-    float* buffer = scratch.get() + s * k;
-    for (int64_t m = share_begin(tokens, shares, s); m < share_begin(tokens, shares, s + 1); ++m) {
-      int32_t sum;
-      table.load_row(type, offset_bytes(source, m * k * element_size(type)), k, buffer);
-      scales[m] = table.quantize_row(buffer, k, k, codes + m * k, &sum);
-    }
-  });
+  engine::quantize_rows(rows_view(x), mutable_data<int8_t>(q), mutable_data<float>(scale));
   return {q, scale};
 }
 
@@ -100,31 +114,34 @@ Tensor gemm(const Tensor& weight, const Tensor& x, std::optional<Tensor> x_scale
   return ternary_matmul(check, w, x, x_scale, weight_scale, x.size(0), {x.size(0), w.n_rows});
 }
 
-Tensor linear(const Tensor& x_in, const Tensor& weight, const Tensor& weight_scale,
+Tensor linear(const Tensor& x, const Tensor& weight, const Tensor& weight_scale,
               std::optional<Tensor> bias, std::optional<int64_t> out_features,
               std::optional<int64_t> in_features) {
   const Check check("linear");
-  check.float_dtype(x_in, "x");
-  check.min_dim(x_in, "x", 1);
-  Shape shape = shape_of(x_in);
-  const int64_t k = shape.back();
-  check.in_features(in_features, k);
-  const Weight w = weight_view(check, weight, "weight", k, out_features);
-  const int64_t n = w.n_rows;
-  check.weight_scale(weight_scale, "weight_scale", n);
-  if (bias.has_value()) check.vector(*bias, "bias", n);
-  const int64_t tokens = product(shape, 0, shape.size() - 1);
-  const Tensor x = as_contiguous(x_in);
-  const DType type = dtype_of(x);
-  QuantizedRows rows(tokens, k);
-  quantize_tokens(x.const_data_ptr(), type, rows);
-  shape.back() = n;
-  Tensor out = empty(shape, x.scalar_type());
-  Projection projection = make_projection(w, weight_scale, type, out.mutable_data_ptr());
-  const Scratch<float> bias_values = bias.has_value() ? float_vector(*bias) : Scratch<float>(0);
-  if (bias.has_value()) projection.bias = bias_values.get();
-  project(rows, &projection, 1);
-  return out;
+  const Shape shape = check_x(check, x, in_features);
+  const Weight w = weight_view(check, weight, "weight", shape.back(), out_features);
+  check.weight_scale(weight_scale, "weight_scale", w.n_rows);
+  if (bias.has_value()) check.vector(*bias, "bias", w.n_rows);
+  return project(x,
+                 engine::make_projection(w, data<float>(weight_scale), weight_scale.numel(),
+                                         dtype_of(x), nullptr),
+                 bias, shape);
+}
+
+Tensor group_linear(const Tensor& x, const Tensor& weight, const Tensor& weight_scale,
+                    std::optional<Tensor> bias, std::optional<int64_t> out_features,
+                    std::optional<int64_t> in_features) {
+  const Check check("group_linear");
+  const Shape shape = check_x(check, x, in_features);
+  const Weight w = weight_view(check, weight, "weight", shape.back(), out_features);
+  check.dtype(weight_scale, "weight_scale", ScalarType::Float);
+  check.shape(weight_scale, "weight_scale", {w.n_rows, layout::blocks_for(w.k)});
+  check.contiguous(weight_scale, "weight_scale");
+  if (bias.has_value()) check.vector(*bias, "bias", w.n_rows);
+  Projection projection =
+      engine::make_projection(w, data<float>(weight_scale), w.n_rows, dtype_of(x), nullptr);
+  projection.grouped = true;
+  return project(x, projection, bias, shape);
 }
 
 }  // namespace bitnet::ops

@@ -1,47 +1,14 @@
-// rms_norm, add_rms_norm, relu2_mul, silu_and_mul, rope_table, rope:
-// one row at a time, rows shared out. The arithmetic of a row is the
-// kernel table's. Must not know weights of linears.
+// rms_norm, add_rms_norm, relu2_mul, silu_and_mul, rope_table, rope: checks and results;
+// engine/row_ops.h does the rest.
+#include "engine/row_ops.h"
+
 #include <cmath>
 
 #include "ops/checks.h"
 #include "ops/ops.h"
-#include "ops/rope_core.h"
 
 namespace bitnet::ops {
 namespace {
-
-// Runs body(row, scratch of `floats` floats) for every row.
-template <class F>
-void for_rows(int64_t rows, int64_t width, int64_t floats, const F& body) {
-  if (rows == 0 || width == 0) return;  // rows of no features may be very many
-  const int64_t shares = shares_for(rows, rows * width, kMinElements);
-  Scratch<float> scratch(shares * floats);
-  run_shares(shares, [&](int64_t s) {
-    for (int64_t r = share_begin(rows, shares, s); r < share_begin(rows, shares, s + 1); ++r) {
-      body(r, scratch.get() + s * floats);
-    }
-  });
-}
-
-struct RowView {
-  explicit RowView(const Tensor& t)
-      : type(dtype_of(t)),
-        width(t.size(t.dim() - 1)),
-        data(const_cast<void*>(t.const_data_ptr())) {}
-  DType type;
-  int64_t width;
-  void* data;
-  void* at(int64_t row) const { return offset_bytes(data, row * width * element_size(type)); }
-  void load(int64_t row, float* dst) const { kernels().load_row(type, at(row), width, dst); }
-  void store(int64_t row, const float* src) const {
-    kernels().store_row(type, src, width, at(row));
-  }
-};
-
-int64_t rows_of(const Tensor& t) {
-  const Shape shape = shape_of(t);
-  return product(shape, 0, shape.size() - 1);
-}
 
 void check_norm(const Check& check, const Tensor& x, const Tensor& weight, double eps) {
   check.float_dtype(x, "x");
@@ -60,13 +27,8 @@ Tensor rms_norm(const Tensor& x_in, const Tensor& weight, double eps) {
   check_norm(check, x_in, weight, eps);
   const Tensor x = as_contiguous(x_in);
   Tensor y = empty(shape_of(x), x.scalar_type());
-  const Scratch<float> gain = float_vector(weight);
-  const RowView from(x), to(y);
-  for_rows(rows_of(x), from.width, from.width, [&](int64_t r, float* row) {
-    from.load(r, row);
-    kernels().rms_norm_row(row, gain.get(), from.width, static_cast<float>(eps), from.type, row);
-    to.store(r, row);
-  });
+  const Scratch<float> values = float_vector(weight);
+  engine::rms_norm(rows_view(x), values.get(), static_cast<float>(eps), rows_view(y));
   return y;
 }
 
@@ -78,19 +40,9 @@ std::tuple<Tensor, Tensor> add_rms_norm(const Tensor& x_in, const Tensor& residu
   check.same_shape(residual_in, "residual", x_in, "x");
   const Tensor x = as_contiguous(x_in), residual = as_contiguous(residual_in);
   Tensor y = empty(shape_of(x), x.scalar_type()), sum = empty(shape_of(x), x.scalar_type());
-  const Scratch<float> gain = float_vector(weight);
-  const RowView from(x), with(residual), to(y), sum_to(sum);
-  const int64_t k = from.width;
-  for_rows(rows_of(x), k, 2 * k, [&](int64_t r, float* row) {
-    const KernelTable& table = kernels();
-    from.load(r, row);
-    with.load(r, row + k);
-    table.add_row(row, row + k, k, row);
-    table.round_row(from.type, row, k);
-    sum_to.store(r, row);
-    table.rms_norm_row(row, gain.get(), k, static_cast<float>(eps), from.type, row);
-    to.store(r, row);
-  });
+  const Scratch<float> values = float_vector(weight);
+  engine::add_rms_norm(rows_view(x), rows_view(residual), values.get(), static_cast<float>(eps),
+                       rows_view(y), rows_view(sum));
   return {y, sum};
 }
 
@@ -106,13 +58,7 @@ Tensor relu2_mul(const Tensor& gate_in, const Tensor& up_in) {
   check.same_shape(up_in, "up", gate_in, "gate");
   const Tensor gate = as_contiguous(gate_in), up = as_contiguous(up_in);
   Tensor y = empty(shape_of(gate), gate.scalar_type());
-  const RowView g(gate), u(up), to(y);
-  for_rows(rows_of(gate), g.width, 2 * g.width, [&](int64_t r, float* row) {
-    g.load(r, row);
-    u.load(r, row + g.width);
-    kernels().relu2_mul_row(row, row + g.width, g.width, row);
-    to.store(r, row);
-  });
+  engine::relu2_mul(rows_view(gate), rows_view(up), rows_view(y));
   return y;
 }
 
@@ -124,15 +70,9 @@ Tensor silu_and_mul(const Tensor& x_in) {
   if (shape.back() % 2 != 0)
     check.fail("x", "with an even last dimension (gate, then up)", std::to_string(shape.back()));
   const Tensor x = as_contiguous(x_in);
-  const int64_t d = shape.back() / 2;
-  shape.back() = d;
+  shape.back() /= 2;
   Tensor y = empty(shape, x.scalar_type());
-  const RowView from(x), to(y);
-  for_rows(rows_of(x), 2 * d, 2 * d, [&](int64_t r, float* row) {
-    from.load(r, row);
-    kernels().silu_mul_row(row, row + d, d, row);
-    to.store(r, row);
-  });
+  engine::silu_and_mul(rows_view(x), rows_view(y));
   return y;
 }
 
@@ -150,17 +90,8 @@ Tensor rope_table(const Tensor& positions_in, int64_t head_dim, double theta) {
   Shape shape = shape_of(positions);
   shape.push_back(head_dim);
   Tensor table = empty(shape, ScalarType::Float);
-  const auto* p = static_cast<const int64_t*>(positions.const_data_ptr());
-  auto* out = static_cast<float*>(table.mutable_data_ptr());
-  const int64_t half = head_dim / 2, count = positions.numel();
-  if (count == 0) return table;
-  Scratch<float> inv_freq(half);
-  rope_frequencies(head_dim, theta, inv_freq.get());
-  parallel_ranges(count, head_dim * 16, kMinElements, [&](int64_t begin, int64_t end) {
-    for (int64_t t = begin; t < end; ++t) {
-      rope_angles(p[t], inv_freq.get(), half, out + t * head_dim);
-    }
-  });
+  engine::rope_table(data<int64_t>(positions), positions.numel(), head_dim, theta,
+                     mutable_data<float>(table));
   return table;
 }
 
@@ -178,13 +109,7 @@ Tensor rope(const Tensor& x_in, const Tensor& cos_sin_in) {
   check.shape(cos_sin_in, "cos_sin", expected);
   const Tensor x = as_contiguous(x_in), cos_sin = as_contiguous(cos_sin_in);
   Tensor y = empty(shape, x.scalar_type());
-  const RowView from(x), to(y);
-  const auto* table = static_cast<const float*>(cos_sin.const_data_ptr());
-  for_rows(rows_of(x), dim, 2 * dim, [&](int64_t r, float* row) {
-    from.load(r, row);
-    kernels().rope_head(row, table + r / heads * dim, dim, row + dim);
-    to.store(r, row + dim);
-  });
+  engine::rope(rows_view(x), data<float>(cos_sin), heads, rows_view(y));
   return y;
 }
 

@@ -8,7 +8,7 @@
 #include <tuple>
 #include <vector>
 
-#include "ops/door.h"
+#include "ops/torch_views.h"
 
 namespace bitnet::ops {
 

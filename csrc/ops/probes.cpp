@@ -1,10 +1,10 @@
-// The machine's own limits, run on the same threads as the
-// kernels: reading memory, multiplying int8. For benchmarks
-// only; must not know a model or an op.
+// The machine's own limits, run on the same threads as the kernels: reading memory, multiplying
+// int8. For benchmarks only.
 #include <atomic>
 
 #include "ops/checks.h"
 #include "ops/ops.h"
+#include "runtime/parallel.h"
 
 namespace bitnet::ops {
 namespace {
@@ -48,10 +48,10 @@ Tensor probe_int8_peak(const Tensor& seed, int64_t iterations) {
     check.fail("iterations", "at most " + std::to_string(kMostIterations),
                std::to_string(iterations));
   const KernelTable& table = kernels();
-  const int64_t shares = shares_for(1 << 20, int64_t{1} << 40, 1);
+  const int64_t partitions = partitions_for(1 << 20, int64_t{1} << 40, 1);
   std::atomic<int64_t> macs{0};
   std::atomic<int32_t> sink{0};
-  run_shares(shares, [&](int64_t) {
+  run_partitions(partitions, [&](int64_t) {
     int32_t local = 0;
     if (iterations > 0) macs += table.probe_int8_peak(iterations, &local);
     sink ^= local;

@@ -65,23 +65,66 @@ inline void add_integer_ops(std::vector<RowOp>& ops) {
          },
          [padded](const Call& c) {
            *c.y(2) = c.table.quantize_row(c.f(0), c.n, padded(c.n), static_cast<int8_t*>(c.out[0]),
-                                          static_cast<int32_t*>(c.out[1]));
+                                          kTokenStep, static_cast<int32_t*>(c.out[1]));
          }});
   }
-  for (const int step : {0, 1}) {
-    for (const bool bias : {false, true}) {
-      ops.push_back({std::string("scale_row step ") + std::to_string(step) + (bias ? " bias" : ""),
-                     "scale_row",
-                     [step, bias](int64_t n) {
-                       return std::vector<Shape>{{Kind::kI32, n},
-                                                 {Kind::kF32, step == 0 ? 1 : n},
-                                                 {Kind::kF32, bias ? n : 0}};
-                     },
-                     float_rows(1),
-                     [step, bias](const Call& c) {
-                       c.table.scale_row(static_cast<const int32_t*>(c.in[0]), c.n, c.f(1), step,
-                                         0.0123f, bias ? c.f(2) : nullptr, c.y());
-                     }});
+  // every 64 codes 96 apart; what lies between is not touched, so it is set to one value first
+  const auto strided = [](int64_t n) { return (n + 127) / 128 * 2 * 96; };
+  ops.push_back({"quantize_row strided", "quantize_row", float_rows(1),
+                 [strided](int64_t n) {
+                   return std::vector<Shape>{
+                       {Kind::kI8, strided(n)}, {Kind::kI32, 1}, {Kind::kF32, 1}};
+                 },
+                 [strided](const Call& c) {
+                   auto* q = static_cast<int8_t*>(c.out[0]);
+                   for (int64_t i = 0; i < strided(c.n); ++i) q[i] = 77;
+                   *c.y(2) = c.table.quantize_row(c.f(0), c.n, (c.n + 127) / 128 * 128, q, 96,
+                                                  static_cast<int32_t*>(c.out[1]));
+                 }});
+}
+
+// Two tokens of n rows.  A block that is added to starts as input 4.
+inline void add_store_op(std::vector<RowOp>& ops, StoreKind kind, const char* name, DType type,
+                         int64_t step, bool bias) {
+  const auto inputs = [=](int64_t n) {
+    return std::vector<Shape>{{Kind::kI32, 2 * n},
+                              {Kind::kF32, step == 0 ? 1 : n},
+                              {Kind::kF32, bias ? n : 0},
+                              {Kind::kF32, 2},
+                              {Kind::kF32, 2 * n}};
+  };
+  const Kind stored = kind == StoreKind::kSums    ? Kind::kI32
+                      : kind == StoreKind::kStore ? stored_as(type)
+                                                  : Kind::kF32;
+  const auto outputs = [=](int64_t n) { return std::vector<Shape>{{stored, 2 * n}}; };
+  const auto run = [=](const Call& c) {
+    c.table.store_block({.sums = static_cast<const int32_t*>(c.in[0]),
+                         .sums_stride = c.n,
+                         .rows = c.n,
+                         .tokens = 2,
+                         .w_scale = c.f(1),
+                         .w_scale_step = step,
+                         .x_scale = c.f(3),
+                         .bias = bias ? c.f(2) : nullptr,
+                         .kind = kind,
+                         .type = type,
+                         .out = c.out[0],
+                         .out_stride_bytes = c.n * size_of(stored)});
+  };
+  ops.push_back({std::string("store_block ") + name + " " + name_of(type) + " step " +
+                     std::to_string(step) + (bias ? " bias" : ""),
+                 "store_block", inputs, outputs, run, 0, kind == StoreKind::kAdd ? 4 : -1});
+}
+
+inline void add_store_ops(std::vector<RowOp>& ops) {
+  add_store_op(ops, StoreKind::kSums, "sums", DType::kF32, 0, false);
+  for (const DType type : kTypes) {
+    for (const int64_t step : {0, 1}) {
+      for (const bool bias : {false, true}) {
+        add_store_op(ops, StoreKind::kStore, "store", type, step, bias);
+        add_store_op(ops, StoreKind::kRound, "round", type, step, bias);
+        add_store_op(ops, StoreKind::kAdd, "add", type, step, bias);
+      }
     }
   }
 }
@@ -307,6 +350,7 @@ inline void add_head_ops(std::vector<RowOp>& ops) {
 inline std::vector<RowOp> all_row_ops() {
   std::vector<RowOp> ops;
   add_integer_ops(ops);
+  add_store_ops(ops);
   add_type_ops(ops);
   add_elementwise_ops(ops);
   add_attention_ops(ops);

@@ -11,26 +11,12 @@
 #include <string>
 #include <vector>
 
+#include "kernels/dispatch.h"
+#include "kernels/isa_tables.h"
 #include "kernels/kernel_table.h"
-#include "runtime/dispatch.h"
 #include "tests/check.h"
 
 namespace bitnet {
-
-#if defined(BITNET_EMULATED_TABLES)
-namespace avx2_emulated {
-const KernelTable* table();
-}
-namespace avx_vnni_emulated {
-const KernelTable* table();
-}
-namespace avx512_vnni_emulated {
-const KernelTable* table();
-}
-namespace amx_int8_emulated {
-const KernelTable* table();
-}
-#endif
 
 namespace test {
 
@@ -48,13 +34,10 @@ inline int64_t thinning(const KernelTable& table) {
 inline std::vector<const KernelTable*> tables_under_test() {
   std::vector<const KernelTable*> tables = available_tables();
   std::erase_if(tables, [](const KernelTable* table) { return !make_ready(*table); });
-#if defined(BITNET_EMULATED_TABLES)
   if (under_emulator()) return tables;  // one emulation inside another would prove nothing new
-  for (const auto get : {avx2_emulated::table, avx_vnni_emulated::table,
-                         avx512_vnni_emulated::table, amx_int8_emulated::table}) {
-    tables.push_back(get());
-  }
-#endif
+#define BITNET_PUSH(isa) tables.push_back(isa::table());
+  BITNET_EMULATED_ISAS(BITNET_PUSH)
+#undef BITNET_PUSH
   return tables;
 }
 

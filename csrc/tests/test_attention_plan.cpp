@@ -1,7 +1,7 @@
-// Attention in tasks on a team of plain threads: whoever finishes a group's last chunk merges it,
+// Attention in tasks on a executor of plain threads: whoever finishes a group's last chunk merges it,
 // without a barrier, layer after layer, and the result is that of one thread, bit for bit. Built
 // with BITNET_SANITIZE=thread it proves that hand-over; must not know what attention computes.
-#include "ops/attention_core.h"
+#include "engine/attention.h"
 
 #include <cstring>
 
@@ -11,16 +11,16 @@
 #include <vector>
 
 #include "kernels/isa_tables.h"
-#include "runtime/team.h"
+#include "runtime/staged_executor.h"
 #include "tests/check.h"
 #include "tests/random.h"
 
 namespace bitnet::test {
 namespace {
 
-using ops::AttentionBuffers;
-using ops::AttentionPlan;
-using ops::AttentionShape;
+using engine::AttentionBuffers;
+using engine::AttentionPlan;
+using engine::AttentionShape;
 
 // A few layers over one cache; what a layer puts out is what the next one asks.
 struct Layers {
@@ -46,9 +46,9 @@ struct Layers {
   }
   int64_t stages() const { return kLayers; }
   int64_t units(int64_t) const { return plan.tasks(); }
-  int64_t max_chunk(int64_t) const { return 4; }
+  ClaimRule claim(int64_t) const { return {1, 4}; }
   void prepare(int64_t, int64_t) const {}
-  void look_ahead(int64_t, int64_t) const {}
+  void prefetch_next(int64_t, int64_t) const {}
   void run(int64_t stage, int64_t begin, int64_t end, int64_t slot) const {
     const auto layer = static_cast<size_t>(stage);
     const AttentionBuffers buffers{rows[layer].data(), keys.data(), values.data(),
@@ -61,13 +61,13 @@ struct Layers {
 };
 
 void run_layers(const Layers& layers, int64_t threads) {
-  const auto team = std::make_unique<Team>();
-  team->start(threads, layers);
+  const auto executor = std::make_unique<StagedExecutor>();
+  executor->start(threads, layers);
   std::vector<std::thread> others;
   for (int64_t s = 1; s < threads; ++s) {
-    others.emplace_back([&, s] { team->work(s, s + 1, layers); });
+    others.emplace_back([&, s] { executor->work(s, s + 1, layers); });
   }
-  team->work(0, 1, layers);
+  executor->work(0, 1, layers);
   for (std::thread& thread : others) thread.join();
 }
 

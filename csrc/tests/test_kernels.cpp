@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "runtime/features.h"
+#include "kernels/features.h"
 #include "tests/check.h"
 #include "tests/random.h"
 #include "tests/tables.h"

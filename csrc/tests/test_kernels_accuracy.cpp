@@ -176,7 +176,7 @@ void rope(const KernelTable& table) {
 // float(acc), w * x, their product, the bias: each rounded once.
 void scale(const KernelTable& table) {
   for (const int64_t step : {0, 1}) {
-    begin_case("%s scale_row step %d", table.name, static_cast<int>(step));
+    begin_case("%s store_block step %d", table.name, static_cast<int>(step));
     constexpr int64_t kN = 1003;
     Random random(13);
     std::vector<int32_t> acc(kN);
@@ -185,8 +185,22 @@ void scale(const KernelTable& table) {
     const std::vector<float> bias = random_floats(random, Flavour::kHuge, kN);
     const float x_scale = 0.0317f;
     std::vector<float> plain(kN), biased(kN);
-    table.scale_row(acc.data(), kN, w.data(), step, x_scale, nullptr, plain.data());
-    table.scale_row(acc.data(), kN, w.data(), step, x_scale, bias.data(), biased.data());
+    const auto store = [&](const float* bias_or_null, float* y) {
+      table.store_block({.sums = acc.data(),
+                         .sums_stride = 0,
+                         .rows = kN,
+                         .tokens = 1,
+                         .w_scale = w.data(),
+                         .w_scale_step = step,
+                         .x_scale = &x_scale,
+                         .bias = bias_or_null,
+                         .kind = StoreKind::kStore,
+                         .type = DType::kF32,
+                         .out = y,
+                         .out_stride_bytes = 0});
+    };
+    store(nullptr, plain.data());
+    store(bias.data(), biased.data());
     for (std::size_t i = 0; i < kN; ++i) {
       const double ws = w[step == 0 ? 0 : i];
       const auto factor = static_cast<float>(ws * static_cast<double>(x_scale));

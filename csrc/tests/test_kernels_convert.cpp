@@ -145,7 +145,7 @@ float check_quantize(const KernelTable& table, const std::vector<float>& x) {
   const auto n = static_cast<int64_t>(x.size());
   std::vector<int8_t> q(x.size() + 3, 99);
   int32_t sum = -1;
-  const float scale = table.quantize_row(x.data(), n, n + 2, q.data(), &sum);
+  const float scale = table.quantize_row(x.data(), n, n + 2, q.data(), kTokenStep, &sum);
   double absmax = 0;
   bool finite = true;
   for (const float v : x) {

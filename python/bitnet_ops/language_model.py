@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from bitnet_ops.config import ModelConfig
+from bitnet_ops.convert.obtain import LoadError, convert_again, obtain
 from bitnet_ops.formats import sglbitnt
 from bitnet_ops.generate.chat_history import RunIds, without_oldest_turn
 from bitnet_ops.generate.engine import Engine, Generation, Run, Session, Timing, token_ids
@@ -26,7 +27,6 @@ from bitnet_ops.generate.options import GenerateOptions, Request, request
 from bitnet_ops.generate.tokenizer import StreamDecoder, Tokenizer, TokenizerError
 from bitnet_ops.loading import cache_files
 from bitnet_ops.loading.model_contents import model_config
-from bitnet_ops.loading.obtain import LoadError, convert_again, obtain
 from bitnet_ops.loading.weights import load_tensors
 from bitnet_ops.models import Decoder, build, check_dtype
 from bitnet_ops.models.embedding import embed

@@ -22,7 +22,7 @@ import hf_writer
 from bitnet_ops.cli import main
 from bitnet_ops.config import ModelConfig, UnsupportedModelError
 from bitnet_ops.convert import ConvertError, convert
-from bitnet_ops.convert.gguf_pretokenizers import PRE_TOKENIZERS
+from bitnet_ops.convert.gguf.pretokenizers import PRE_TOKENIZERS
 from bitnet_ops.generate.tokenizer import Tokenizer, TokenizerError
 from bitnet_ops.language_model import DEMO_DIR, LoadError, load
 from bitnet_ops.nn.lora import LoraError, read_adapter

@@ -19,12 +19,13 @@ import torch
 import forward_fp64
 import golden
 import hf_writer
-from bitnet_ops.convert import ConvertError, convert, hf
-from bitnet_ops.convert.plain_forward import PlainOracle
-from bitnet_ops.convert.plan import make_plan
-from bitnet_ops.convert.source import Source
-from bitnet_ops.convert.verify import verify_conversion
-from bitnet_ops.convert.verify_transformers import HfOracle, OracleUnavailable
+from bitnet_ops.convert import ConvertError, convert
+from bitnet_ops.convert import pipeline as hf
+from bitnet_ops.convert.hf.checkpoint import Source
+from bitnet_ops.convert.hf.plan import make_plan
+from bitnet_ops.convert.verify.comparison import verify_conversion
+from bitnet_ops.convert.verify.plain_forward import PlainOracle
+from bitnet_ops.convert.verify.transformers_oracle import HfOracle, OracleUnavailable
 from bitnet_ops.formats.sglbitnt import Reader
 from hf_writer import FAMILIES
 from isa_control import torch_threads

@@ -20,8 +20,9 @@ from tokenizers import Tokenizer
 import bitnet_ops
 import rounding_ties
 from bitnet_ops.cli import main
-from bitnet_ops.convert import ConvertError, convert, convert_gguf, gguf_export
-from bitnet_ops.convert.gguf_export import export_gguf
+from bitnet_ops.convert import ConvertError, convert, convert_gguf
+from bitnet_ops.convert.gguf import export as gguf_export
+from bitnet_ops.convert.gguf.export import export_gguf
 from bitnet_ops.formats.gguf import Reader as GgufReader
 from bitnet_ops.formats.sglbitnt import Reader, Writer
 from bitnet_ops.language_model import DEMO_DIR

@@ -15,7 +15,7 @@ import bitnet_ops
 from bitnet_ops import ops
 from bitnet_ops.cli import main
 from bitnet_ops.convert import ConvertError, convert_gguf
-from bitnet_ops.convert.gguf_export import export_gguf
+from bitnet_ops.convert.gguf.export import export_gguf
 from bitnet_ops.formats.sglbitnt import Reader
 from bitnet_ops.nn.kv_cache import KVCache
 from forward_fp64 import forward
@@ -301,7 +301,7 @@ def test_the_verify_command_takes_the_file(
 
 
 def test_verify_refuses_and_keeps_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from bitnet_ops.convert import gguf_tensors
+    from bitnet_ops.convert.gguf import tensors as gguf_tensors
 
     monkeypatch.setattr(gguf_tensors, "head_rows", lambda rows, head_dim: np.arange(rows))
     file = tmp_path / "m.gguf"

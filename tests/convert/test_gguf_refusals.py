@@ -18,8 +18,8 @@ import pytest
 from test_gguf_import import BITNET, converted
 
 from bitnet_ops.convert import ConvertError
-from bitnet_ops.convert.gguf_import import make_gguf_plan
-from bitnet_ops.convert.gguf_tokenizer import tokenizer_files
+from bitnet_ops.convert.gguf.source import make_gguf_plan
+from bitnet_ops.convert.gguf.tokenizer import tokenizer_files
 from bitnet_ops.formats.gguf import Reader as GgufReader
 from bitnet_ops.formats.sglbitnt import Reader
 from gguf_bytes import gguf, key, q2_0

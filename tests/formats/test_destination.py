@@ -24,8 +24,9 @@ import hf_writer
 from bitnet_ops import training
 from bitnet_ops.bench import command, plots, report, run_ops
 from bitnet_ops.cli import main
-from bitnet_ops.convert import ConvertError, convert, hf
-from bitnet_ops.convert.gguf_export import export_gguf
+from bitnet_ops.convert import ConvertError, convert
+from bitnet_ops.convert import pipeline as hf
+from bitnet_ops.convert.gguf.export import export_gguf
 from bitnet_ops.convert.quantize import quantize
 from bitnet_ops.dummy import model as dummy
 from bitnet_ops.formats import destination, renames

@@ -21,8 +21,8 @@ import torch
 
 import sglbitnt_bytes
 from bitnet_ops.convert import ConvertError, convert, convert_bin, convert_gguf
+from bitnet_ops.convert.hf.checkpoint import Source
 from bitnet_ops.convert.inspect import inspect
-from bitnet_ops.convert.source import Source
 from bitnet_ops.formats import gguf, sglbitnt
 from bitnet_ops.formats.coded_error import CodedError, printable
 from bitnet_ops.formats.gguf import GgufError, is_gguf

@@ -169,7 +169,7 @@ def test_no_process_to_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_child_ends_with_its_parent_and_is_silent() -> None:
     code = (
-        "from bitnet_ops import chat_template as c\n"
+        "from bitnet_ops.generate import chat_template as c\n"
         "c.render('x', [], True, {})\nprint(c._process._child.pid)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from op_schema import bound
+
 U = 2.0**-24
 # Below this magnitude float32 loses relative precision; far below every value the tests use.
 TINY = 2.0**-126
@@ -149,22 +151,23 @@ def _decode_step(args: tuple[Any, ...], expected: Tensor) -> Tensor:
     most 9 times its input's error, and the sum by 10 times, two sublayers a layer. Where the caches
     are compared, their values came through one layer less.
     """
-    x, _, _, gains, head, head_scale = args[:6]
-    layers, hidden = args[6].shape[0], x.shape[-1]
-    steps = 4 * rms_norm_error(hidden + args[11]) + 2 * sum_error(args[6].shape[3]) + 40 * U
+    a = bound("decode_step", args, {})
+    head, head_scale = a.head_weight, a.head_scale
+    (layers, _, _, length, _), hidden = a.key_cache.shape, a.x.shape[-1]
+    steps = 4 * rms_norm_error(hidden + a.inner) + 2 * sum_error(length) + 40 * U
     relative = steps * 10.0 ** (2 * layers)
     if expected.dim() == 5:  # a cache; a rotation mixes two elements
         size = expected.double().abs()
         largest = size.amax(dim=-1, keepdim=True) if expected.numel() else size
         return 2 * relative * largest + storing_error(expected.dtype) * size
-    length = float(gains.abs().max()) * hidden**0.5  # of a normalised row, at most
+    norm = float(a.gains.abs().max()) * hidden**0.5  # of a normalised row, at most
     if head_scale is None:
-        return (relative * length * head.double().norm(dim=-1)).expand(expected.shape)
+        return (relative * norm * head.double().norm(dim=-1)).expand(expected.shape)
     # A quantised head: no code is above 127 (8), nor a row's length above that of such codes; its
     # own 16-bit codes of the activations, finer than the error, may differ by one.
     code = 127.0 if head.dtype == torch.int8 else 8.0
     longest = float(head_scale.double().max()) * code * hidden**0.5
-    return torch.full(expected.shape, (relative + 2.0**-15) * length * longest * 2)
+    return torch.full(expected.shape, (relative + 2.0**-15) * norm * longest * 2)
 
 
 def _is_gain(arg: Any) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from op_schema import named, positional
 from op_values import Arguments, activations, gain, positive, private, quantized_head, random_packed
 
 
@@ -135,22 +136,27 @@ def decode_step_arguments(
         head_parts = (torch.randn(vocab, hidden, generator=g).to(head), None)
     keys, key_scale = cache_memory(g, cache, cache_dtype)
     values, value_scale = cache_memory(g, cache, cache_dtype, 0.5)
-    return (
-        activations(g, batch, tokens, hidden),
-        [weight for weight, _ in weights],
-        positive(g, layers, 7) / 8, gain(g, gains),
-        *head_parts,
-        keys, values, torch.randint(0, length - tokens + 1, (batch,), generator=g),
-        dtype, heads, inner, vocab, sub_norms, activation, 1e-5, 10000.0, head_dim**-0.5,
-        logits_to_keep, *key_scale, *value_scale,
+    return positional(
+        "decode_step",
+        x=activations(g, batch, tokens, hidden),
+        weights=[weight for weight, _ in weights],
+        scales=positive(g, layers, 7) / 8, gains=gain(g, gains),
+        head_weight=head_parts[0], head_scale=head_parts[1],
+        key_cache=keys, value_cache=values,
+        start_positions=torch.randint(0, length - tokens + 1, (batch,), generator=g),
+        dtype=dtype, heads=heads, inner=inner, vocab=vocab, sub_norms=sub_norms,
+        activation=activation, eps=1e-5, rope_theta=10000.0, scale=head_dim**-0.5,
+        logits_to_keep=logits_to_keep,
+        **dict(zip(("key_scale", "value_scale"), (*key_scale, *value_scale), strict=False)),
     )  # fmt: skip
 
 
 def with_gaps(arguments: Arguments) -> Arguments:
     """Caches that are the first sequences of a longer batch, as KVCache.keep leaves them."""
-    caches = []
-    for cache in arguments[6:8]:
+    given = named("decode_step", arguments)
+    for name in ("key_cache", "value_cache"):
+        cache = given[name]
         wide = torch.zeros(cache.shape[0], cache.shape[1] + 2, *cache.shape[2:], dtype=cache.dtype)
         wide[:, : cache.shape[1]] = cache
-        caches.append(wide[:, : cache.shape[1]])
-    return (*arguments[:6], *caches, *arguments[8:])
+        given[name] = wide[:, : cache.shape[1]]
+    return positional("decode_step", **given)

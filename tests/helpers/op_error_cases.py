@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from op_arguments import attention_arguments, cache_arguments, head_arguments, mlp_arguments
+from op_schema import named
 from op_values import (
     activations,
     gain,
@@ -34,17 +35,8 @@ def good_calls() -> dict[str, Arguments]:
     g = torch.Generator().manual_seed(3)
     weight, scale, x = random_packed(g, N, K), positive(g, 1), activations(g, M, K)
     qkv = [part for n in (8, 4, 4) for part in (random_packed(g, n, K), positive(g, 1))]
-    qkv_names = ("q_weight", "q_scale", "k_weight", "k_scale", "v_weight", "v_scale")
-    mlp_names = (
-        "x", "norm_weight", "gate_weight", "gate_scale", "up_weight", "up_scale",
-        "sub_norm_weight", "down_weight", "down_scale", "eps", "activation",
-    )  # fmt: skip
-    attention_names = ("query", "key_cache", "value_cache", "start_positions", "scale")
-    cache_names = ("key_cache", "value_cache", "key", "value", "start_positions")
-    scale_names = ("key_scale", "value_scale")
     int8_attention = attention_arguments(g, cache_dtype=torch.int8)
     int8_cache = cache_arguments(g, cache_dtype=torch.int8)
-    head_names = ("x", "weight", "scale", "out_features")
     int4 = quantized_head(g, 11, K, "int4", 64)
     return {
         "pack": {"codes": random_codes(g, N, K)},
@@ -69,23 +61,18 @@ def good_calls() -> dict[str, Arguments]:
         "silu_and_mul": {"x": x},
         "rope_table": {"positions": torch.arange(5), "head_dim": 16, "theta": 1e4},
         "rope": {"x": activations(g, M, 4, 16), "cos_sin": torch.randn(M, 16, generator=g)},
-        "qkv_forward": {
-            "x": x, "norm_weight": gain(g, K), **dict(zip(qkv_names, qkv, strict=True)),
-            "eps": 1e-5,
-        },
-        "mlp_forward": dict(zip(mlp_names, mlp_arguments(g, x, "relu2"), strict=True)),
-        "attention": dict(zip(attention_names, attention_arguments(g), strict=True)),
-        "kv_cache_update": dict(zip(cache_names, cache_arguments(g), strict=True)),
-        "attention int8": dict(
-            zip((*attention_names, *scale_names), int8_attention, strict=True)
-        ),
-        "kv_cache_update int8": dict(zip((*cache_names, *scale_names), int8_cache, strict=True)),
+        "qkv_forward": named("qkv_forward", (x, gain(g, K), *qkv, 1e-5)),
+        "mlp_forward": named("mlp_forward", mlp_arguments(g, x, "relu2")),
+        "attention": named("attention", attention_arguments(g)),
+        "kv_cache_update": named("kv_cache_update", cache_arguments(g)),
+        "attention int8": named("attention", int8_attention),
+        "kv_cache_update int8": named("kv_cache_update", int8_cache),
         "quantize_head": {
             "weight": torch.randn(11, K, generator=g), "format": "int4", "group_size": 64,
         },
         "lm_head": {"x": x, "weight": torch.randn(11, K, generator=g)},
-        "lm_head int8": dict(zip(head_names, head_arguments(g, x, 11, "int8", 128), strict=True)),
-        "lm_head int4": dict(zip(head_names, head_arguments(g, x, 11, "int4", 64), strict=True)),
+        "lm_head int8": named("lm_head", head_arguments(g, x, 11, "int8", 128)),
+        "lm_head int4": named("lm_head", head_arguments(g, x, 11, "int4", 64)),
         "embedding": {
             "ids": torch.tensor([0, 10]), "weight": torch.randn(11, K, generator=g),
             "out_features": 11, "in_features": K,

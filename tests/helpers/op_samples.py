@@ -17,6 +17,7 @@ from torch import Tensor
 
 import op_samples_layer
 import op_samples_ternary
+from op_schema import MUTATED
 from op_values import Arguments
 
 _BUILDERS = {**op_samples_ternary.BUILDERS, **op_samples_layer.BUILDERS}
@@ -39,8 +40,6 @@ class Sample:
 SAMPLES: dict[str, list[Sample]] = {
     op: [Sample(op, name, build) for name, build in builder()] for op, builder in _BUILDERS.items()
 }
-# What an op mutates, by argument index; every other op leaves its arguments alone.
-MUTATED = {"kv_cache_update": (0, 1, 5, 6), "decode_step": (6, 7, 19, 20)}
 ALL_SAMPLES = [sample for samples in SAMPLES.values() for sample in samples]
 # Results of the probes depend on the machine by purpose; what is compared leaves them out.
 # A private layout depends on the ISA by purpose; unprepack shows that it holds the same weights.
@@ -60,4 +59,4 @@ def results(returned: Any, args: Arguments, op: str) -> list[Tensor]:
     else:
         produced = list(returned)
     # the last ones are scales, which only int8 caches have
-    return produced + [args[index] for index in MUTATED.get(op, ()) if index < len(args)]
+    return produced + [args[index] for index in MUTATED[op] if index < len(args)]

@@ -9,12 +9,14 @@ it checks only what it needs itself.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from bitnet_ops import _runtime
+from composed import composed
 
 _BLOCK = 128  # weights in a block of the packed layout
 _FIELD = 32  # bytes in a block; each holds the weights j, j + 32, j + 64, j + 96
@@ -223,60 +225,14 @@ def rope(x: Tensor, cos_sin: Tensor) -> Tensor:
     return torch.cat(rotated, dim=-1).to(x.dtype)
 
 
-def qkv_forward(
-    x: Tensor,
-    norm_weight: Tensor,
-    q_weight: Tensor,
-    q_scale: Tensor,
-    k_weight: Tensor,
-    k_scale: Tensor,
-    v_weight: Tensor,
-    v_scale: Tensor,
-    eps: float,
-    out_features: Sequence[int] = (),
-    in_features: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+def qkv_forward(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
     """rms_norm, then three linears."""
-    _check_in_features(x, in_features)
-    hidden = rms_norm(x, norm_weight, eps)
-    return (
-        linear(hidden, q_weight, q_scale, None, out_features[0] if out_features else None),
-        linear(hidden, k_weight, k_scale, None, out_features[1] if out_features else None),
-        linear(hidden, v_weight, v_scale, None, out_features[2] if out_features else None),
-    )
+    return composed(sys.modules[__name__], "qkv_forward", *args, **kwargs)
 
 
-def mlp_forward(
-    x: Tensor,
-    norm_weight: Tensor,
-    gate_weight: Tensor,
-    gate_scale: Tensor,
-    up_weight: Tensor,
-    up_scale: Tensor,
-    sub_norm_weight: Tensor | None,
-    down_weight: Tensor,
-    down_scale: Tensor,
-    eps: float,
-    activation: str,
-    out_features: Sequence[int] = (),
-    in_features: Sequence[int] = (),
-) -> Tensor:
+def mlp_forward(*args: Any, **kwargs: Any) -> Tensor:
     """rms_norm, gate and up, activation, sub-norm, down; float32 after the norm if x is float16."""
-    first, second = in_features or (None, None)
-    _check_in_features(x, first)
-    hidden = rms_norm(x, norm_weight, eps)
-    if x.dtype == torch.float16:
-        hidden = hidden.to(torch.float32)
-    inner, outer = out_features or (None, None)
-    gate = linear(hidden, gate_weight, gate_scale, None, inner)
-    up = linear(hidden, up_weight, up_scale, None, inner)
-    product = {
-        "relu2": lambda: relu2_mul(gate, up),
-        "silu": lambda: silu_and_mul(torch.cat([gate, up], dim=-1)),
-    }[activation]()
-    if sub_norm_weight is not None:
-        product = rms_norm(product, sub_norm_weight, eps)
-    return linear(product, down_weight, down_scale, None, outer, second).to(x.dtype)
+    return composed(sys.modules[__name__], "mlp_forward", *args, **kwargs)
 
 
 def _dequantized(cache: Tensor, scale: Tensor | None) -> Tensor:
@@ -437,56 +393,9 @@ def embedding(
     return rows[:out_features, :in_features][ids]
 
 
-def decode_step(
-    x: Tensor,
-    weights: list[Tensor],
-    scales: Tensor,
-    gains: Tensor,
-    head_weight: Tensor,
-    head_scale: Tensor | None,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    start_positions: Tensor,
-    dtype: torch.dtype,
-    heads: int,
-    inner: int,
-    vocab: int,
-    sub_norms: bool,
-    activation: str,
-    eps: float,
-    rope_theta: float,
-    scale: float,
-    logits_to_keep: int = 0,
-    key_scale: Tensor | None = None,
-    value_scale: Tensor | None = None,
-) -> Tensor:
+def decode_step(*args: Any, **kwargs: Any) -> Tensor:
     """float32 [B, T, K] through every layer and the head -> float32 [B, T, vocab]."""
-    batch, tokens, hidden = x.shape
-    kv_heads, dim = key_cache.shape[2], key_cache.shape[4]
-    sizes = [hidden, heads * dim, hidden, inner] if sub_norms else [hidden, hidden]
-    *norms, last = gains.split([*sizes * len(scales), hidden])
-    positions = start_positions[:, None] + torch.arange(tokens)
-    cos_sin = rope_table(positions, dim, rope_theta)
-    for layer, layer_scales in enumerate(scales):
-        q, k, v, o, gate, up, down = weights[7 * layer : 7 * layer + 7]
-        sq, sk, sv, so, sg, su, sd = layer_scales.split(1)
-        own = norms[len(sizes) * layer : len(sizes) * (layer + 1)]
-        before, sub, after, inner_norm = own if sub_norms else (own[0], None, own[1], None)
-        rows = (heads * dim, kv_heads * dim, kv_heads * dim)
-        query, key, value = (
-            t.reshape(batch, tokens, t.shape[-1] // dim, dim)
-            for t in qkv_forward(x.to(dtype), before, q, sq, k, sk, v, sv, eps, rows)
-        )
-        caches = key_cache[layer], value_cache[layer]
-        factors = [None if t is None else t[layer] for t in (key_scale, value_scale)]
-        kv_cache_update(*caches, rope(key, cos_sin), value, start_positions, *factors)
-        a = attention(rope(query, cos_sin), *caches, start_positions, scale, *factors).flatten(2)
-        a = a if sub is None else rms_norm(a, sub, eps)
-        x = x + linear(a, o, so, None, hidden)
-        mlp = (after, gate, sg, up, su, inner_norm, down, sd, eps, activation, (inner, hidden))
-        x = x + mlp_forward(x.to(dtype), *mlp)
-    x = x[:, -logits_to_keep:]  # 0 keeps everything
-    return lm_head(rms_norm(x, last, eps), head_weight, head_scale, vocab)
+    return composed(sys.modules[__name__], "decode_step", *args, **kwargs)
 
 
 def _probe_read(buffer: Tensor, streams: int = 1, distance: int = 0) -> Tensor:

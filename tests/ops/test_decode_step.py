@@ -6,6 +6,7 @@ The composition itself is checked against transformers and float64 elsewhere (te
 from __future__ import annotations
 
 import copy
+import functools
 import os
 import subprocess
 import sys
@@ -22,14 +23,17 @@ from bitnet_ops import ops
 from bitnet_ops.models import Decoder
 from bitnet_ops.nn.kv_cache import KVCache
 from bounds import assert_equal
+from composed import composed
 from isa_control import every_configuration, torch_threads
 from op_arguments import decode_step_arguments
+from op_samples import results as produced
+from op_schema import named, names
 from op_values import strided
 from tiny_models import NAMES, SMALL, random_ids, tiny_model
 
 DTYPES = (torch.float32, torch.bfloat16)
 KV_DTYPES = (*DTYPES, torch.int8)
-NAMES_OF_ARGUMENTS = [a.name for a in torch.ops.bitnet.decode_step.default._schema.arguments]
+FUNCTIONS = ops.decode_step, functools.partial(composed, ops, "decode_step")
 
 
 # Against the composed ops -----------------------------------------------------------------------
@@ -58,59 +62,6 @@ def test_equals_the_composed_ops(name: str, dtype: torch.dtype, kv_dtype: torch.
         expected = decode(model, ids, kv_dtype, fused=False)
         for ours, theirs in zip(decode(model, ids, kv_dtype, fused=True), expected, strict=True):
             assert_equal(ours, theirs, f"{name} batch {batch}")
-
-
-def composed(
-    x: Tensor,
-    weights: list[Tensor],
-    scales: Tensor,
-    gains: Tensor,
-    head_weight: Tensor,
-    head_scale: Tensor | None,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    start_positions: Tensor,
-    dtype: torch.dtype,
-    heads: int,
-    inner: int,
-    vocab: int,
-    sub_norms: bool,
-    activation: str,
-    eps: float,
-    rope_theta: float,
-    scale: float,
-    logits_to_keep: int = 0,
-    key_scale: Tensor | None = None,
-    value_scale: Tensor | None = None,
-) -> Tensor:
-    """What decode_step promises to equal, written with the other ops."""
-    batch, tokens, hidden = x.shape
-    kv_heads, dim = key_cache.shape[2], key_cache.shape[4]
-    sizes = [hidden, heads * dim, hidden, inner] if sub_norms else [hidden, hidden]
-    *norms, last = gains.split([*sizes * len(scales), hidden])
-    cos_sin = ops.rope_table(start_positions[:, None] + torch.arange(tokens), dim, rope_theta)
-    for i, own_scales in enumerate(scales):
-        q, k, v, o, *mlp = weights[7 * i : 7 * i + 7]
-        sq, sk, sv, so, *mlp_scales = own_scales.split(1)
-        own = norms[len(sizes) * i : len(sizes) * (i + 1)]
-        rows = [heads * dim, kv_heads * dim, kv_heads * dim]
-        qkv = ops.qkv_forward(x.to(dtype), own[0], q, sq, k, sk, v, sv, eps, rows)
-        query, key, value = (t.unflatten(-1, (t.shape[-1] // dim, dim)) for t in qkv)
-        caches = key_cache[i], value_cache[i]
-        factors = [t if t is None else t[i] for t in (key_scale, value_scale)]
-        ops.kv_cache_update(*caches, ops.rope(key, cos_sin), value, start_positions, *factors)
-        query = ops.rope(query, cos_sin)
-        a = ops.attention(query, *caches, start_positions, scale, *factors).flatten(2)
-        a = ops.rms_norm(a, own[1], eps) if sub_norms else a
-        x = x + ops.linear(a, o, so, None, hidden)
-        (gate, up, down), (sg, su, sd) = mlp, mlp_scales
-        sub = own[3] if sub_norms else None
-        x = x + ops.mlp_forward(
-            x.to(dtype), own[2 if sub_norms else 1], gate, sg, up, su, sub, down, sd, eps,
-            activation, [inner, hidden],
-        )  # fmt: skip
-    kept = x[:, -logits_to_keep:]
-    return ops.lm_head(ops.rms_norm(kept, last, eps), head_weight, head_scale, vocab)
 
 
 # Large enough that every thread has work in every stage; sizes that divide by nothing.
@@ -145,10 +96,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
 def test_equals_the_composed_ops_on_every_isa_and_thread_count(setting: str) -> None:
     for configuration in every_configuration():
         results = []
-        for function in (ops.decode_step, composed):
+        for function in FUNCTIONS:
             g = torch.Generator().manual_seed(11)
             arguments = decode_step_arguments(g, **LARGE, **SETTINGS[setting])
-            results.append((function(*arguments), *arguments[6:8], *arguments[19:]))
+            results.append(produced(function(*arguments), arguments, "decode_step"))
         for ours, theirs in zip(*results, strict=True):
             assert_equal(ours, theirs, f"{setting} {configuration}")
 
@@ -157,12 +108,12 @@ def test_a_prompt_too_long_for_the_kept_memory() -> None:
     """Some 80 MB of activations, which a thread does not keep: it allocates them for the step."""
     sizes: dict[str, Any] = {"hidden": 64, "heads": 2, "kv_heads": 1, "inner": 2400}
     results = []
-    for function in (ops.decode_step, composed):
+    for function in FUNCTIONS:
         g = torch.Generator().manual_seed(12)
         arguments = decode_step_arguments(
             g, **sizes, batch=1, tokens=4000, length=4000, logits_to_keep=2
         )
-        results.append((function(*arguments), *arguments[6:8]))
+        results.append(produced(function(*arguments), arguments, "decode_step"))
     for ours, theirs in zip(*results, strict=True):
         assert_equal(ours, theirs)
 
@@ -170,12 +121,15 @@ def test_a_prompt_too_long_for_the_kept_memory() -> None:
 def test_a_sequence_alone_equals_the_sequence_in_a_batch() -> None:
     g = torch.Generator().manual_seed(5)
     arguments = decode_step_arguments(g, **LARGE, batch=5)
-    (x, *shared), (keys, values, starts), rest = arguments[:6], arguments[6:9], arguments[9:]
-    whole = ops.decode_step(x, *shared, keys.clone(), values.clone(), starts, *rest)
+    given = named("decode_step", arguments)
+    caches = {name: given.pop(name) for name in ("key_cache", "value_cache")}
+    copies = {name: cache.clone() for name, cache in caches.items()}
+    whole = ops.decode_step(**given, **copies)
     for b in range(5):
         row = slice(b, b + 1)
-        caches = keys[:, row].clone(), values[:, row].clone()
-        alone = ops.decode_step(x[row], *shared, *caches, starts[row], *rest)
+        own = {name: cache[:, row].clone() for name, cache in caches.items()}
+        own |= {name: given[name][row] for name in ("x", "start_positions")}
+        alone = ops.decode_step(**{**given, **own})
         assert_equal(alone[0], whole[b], f"sequence {b}")
 
 
@@ -201,9 +155,9 @@ def step_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     calls: list[int] = []
     real = ops.decode_step
 
-    def counted(*args: Any) -> Tensor:
-        calls.append(args[0].shape[0])
-        return real(*args)
+    def counted(**arguments: Any) -> Tensor:
+        calls.append(arguments["x"].shape[0])
+        return real(**arguments)
 
     monkeypatch.setattr(ops, "decode_step", counted)
     return calls
@@ -387,8 +341,7 @@ REFUSALS: list[tuple[str, Change, str, str]] = [
 
 def good_call(cache_dtype: torch.dtype = torch.float32) -> dict[str, Any]:
     arguments = decode_step_arguments(torch.Generator().manual_seed(3), cache_dtype=cache_dtype)
-    names = NAMES_OF_ARGUMENTS if cache_dtype == torch.int8 else NAMES_OF_ARGUMENTS[:-2]
-    return dict(zip(names, arguments, strict=True))
+    return named("decode_step", arguments)
 
 
 @pytest.mark.parametrize(
@@ -411,7 +364,7 @@ def test_a_bad_call_is_refused_by_name(case: tuple[str, Change, str, str]) -> No
 
 
 def test_every_argument_is_refused_somewhere() -> None:
-    assert {name for name, *_ in REFUSALS} == set(NAMES_OF_ARGUMENTS)
+    assert {name for name, *_ in REFUSALS} == set(names("decode_step"))
 
 
 TENSORS = ("x", "scales", "gains", "head_weight", "key_cache", "value_cache", "start_positions")
@@ -436,7 +389,7 @@ def test_more_threads_than_units() -> None:
     """More threads than some stages have units of work."""
     with torch_threads(13):
         results = []
-        for function in (ops.decode_step, composed):
+        for function in FUNCTIONS:
             g = torch.Generator().manual_seed(1)
             arguments = decode_step_arguments(g, hidden=2000, inner=2000, batch=1, kv_heads=1)
             results.append(function(*arguments))

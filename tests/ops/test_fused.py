@@ -11,7 +11,7 @@ import torch
 
 from bitnet_ops import ops
 from bounds import assert_equal
-from composed import composed_mlp, composed_qkv
+from composed import composed
 from isa_control import every_configuration
 from op_arguments import mlp_arguments
 from op_values import FLOATS, activations, gain, positive, random_packed
@@ -31,7 +31,9 @@ def test_qkv_forward_is_its_composition(
     args = (x, gain(rng, k, dtype), *shards, 1e-5)
     for configuration in every_configuration():
         fused = ops.qkv_forward(*args)
-        for name, ours, theirs in zip("qkv", fused, composed_qkv(*args), strict=True):
+        for name, ours, theirs in zip(
+            "qkv", fused, composed(ops, "qkv_forward", *args), strict=True
+        ):
             assert_equal(ours, theirs, f"{name} {configuration}")
             assert ours.shape[:-1] == leading
 
@@ -51,7 +53,7 @@ def test_mlp_forward_is_its_composition(
     args = mlp_arguments(rng, x, activation, sub_norm, 333)
     for configuration in every_configuration():
         fused = ops.mlp_forward(*args)
-        assert_equal(fused, composed_mlp(*args), configuration)
+        assert_equal(fused, composed(ops, "mlp_forward", *args), configuration)
         assert fused.shape == x.shape and fused.dtype == dtype
 
 
@@ -59,7 +61,9 @@ def test_gains_of_another_dtype_and_scales_per_row(rng: torch.Generator) -> None
     x = activations(rng, 3, 128, dtype=torch.bfloat16)
     shards = [part for n in (12, 4, 4) for part in (random_packed(rng, n, 128), positive(rng, n))]
     args = (x, gain(rng, 128), *shards, 1e-5)
-    for ours, theirs in zip(ops.qkv_forward(*args), composed_qkv(*args), strict=True):
+    for ours, theirs in zip(
+        ops.qkv_forward(*args), composed(ops, "qkv_forward", *args), strict=True
+    ):
         assert_equal(ours, theirs)
 
 

@@ -19,6 +19,7 @@ import torch
 from bitnet_ops import ops
 from op_arguments import decode_step_arguments
 from op_error_cases import good_calls
+from op_schema import named
 
 torch.set_num_threads(1)
 g = torch.Generator().manual_seed(1)
@@ -33,8 +34,7 @@ calls["linear tiles"] = {
 calls["linear no tiles"] = {**calls["linear tiles"], "weight": tiles[:0], "out_features": 0}
 for name, head in (("", torch.float32), (" int4", ("int4", 64))):
     args = decode_step_arguments(g, head=head)
-    names = [a.name for a in torch.ops.bitnet.decode_step.default._schema.arguments]
-    calls["decode_step" + name] = dict(zip(names, args))
+    calls["decode_step" + name] = named("decode_step", args)
     none = {**calls["decode_step" + name], "weights": [], "scales": torch.ones(0, 7)}
     none["gains"] = torch.ones(70)  # no layer: nothing to hold the sizes against
     none["key_cache"], none["value_cache"] = (none[k][:0] for k in ("key_cache", "value_cache"))

@@ -17,51 +17,37 @@ from bitnet_ops import ops
 from bounds import assert_agrees
 from isa_control import torch_threads
 from large_samples import LARGE
-from op_samples import ALL_SAMPLES, COMPARABLE_SAMPLES, MUTATED, SAMPLES, Sample, results
+from op_samples import ALL_SAMPLES, COMPARABLE_SAMPLES, SAMPLES, Sample, results
+from op_schema import MUTATED, SCHEMAS, defaults, names
 from op_values import CACHE_DTYPES, FLOATS, activations, gain
 
-CATALOGUE = [
-    "pack", "unpack", "prepack", "unprepack", "quantize_weights", "quantize_activations",
-    "gemv", "gemm", "linear", "group_linear",
-    "rms_norm", "add_rms_norm", "relu2_mul", "silu_and_mul", "rope_table", "rope", "qkv_forward",
-    "mlp_forward", "attention", "kv_cache_update", "quantize_head", "lm_head", "embedding",
-    "decode_step", "_probe_read", "_probe_int8_peak",
-]  # fmt: skip
-
-
-def _registered() -> dict[str, torch.FunctionSchema]:
-    schemas = torch._C._jit_get_all_schemas()
-    return {s.name.removeprefix("bitnet::"): s for s in schemas if s.name.startswith("bitnet::")}
-
-
-REGISTERED = _registered()
+FUSED = {"qkv_forward", "mlp_forward", "decode_step"}
 
 
 def test_the_registry_holds_the_catalogue() -> None:
-    assert sorted(REGISTERED) == sorted(CATALOGUE)
+    assert sorted(SCHEMAS) == sorted(ops.__all__)
 
 
 def test_dir_of_the_namespace_lists_every_public_op() -> None:
     listed = set(dir(torch.ops.bitnet))
-    assert {name for name in CATALOGUE if not name.startswith("_")} <= listed
+    assert {name for name in SCHEMAS if not name.startswith("_")} <= listed
 
 
-@pytest.mark.parametrize("op", sorted(REGISTERED))
+@pytest.mark.parametrize("op", sorted(SCHEMAS))
 def test_every_op_has_wrapper_reference_and_samples_of_the_same_signature(op: str) -> None:
-    schema = REGISTERED[op]
-    names = [argument.name for argument in schema.arguments]
-    defaults = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
-    # A default list cannot be changed by accident where it is written as a tuple.
-    defaults = {n: tuple(d) if isinstance(d, list) else d for n, d in defaults.items()}
     for module in (ops, reference):
         parameters = inspect.signature(getattr(module, op)).parameters
-        assert list(parameters) == names, module.__name__
+        if list(parameters) == ["args", "kwargs"]:
+            assert op in FUSED  # bound by the schema itself
+            continue
+        assert list(parameters) == names(op), module.__name__
         empty = inspect.Parameter.empty
-        assert {n: p.default for n, p in parameters.items() if p.default is not empty} == defaults
+        given = {n: p.default for n, p in parameters.items() if p.default is not empty}
+        assert given == defaults(op)
     assert SAMPLES[op]
 
 
-@pytest.mark.parametrize("op", sorted(REGISTERED))
+@pytest.mark.parametrize("op", sorted(SCHEMAS))
 def test_every_op_has_a_cpu_kernel_and_a_fake(op: str) -> None:
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     assert has(f"bitnet::{op}", "CPU")
@@ -71,26 +57,24 @@ def test_every_op_has_a_cpu_kernel_and_a_fake(op: str) -> None:
     )
 
 
-@pytest.mark.parametrize("op", [op for op in sorted(REGISTERED) if not op.startswith("_")])
+@pytest.mark.parametrize("op", [op for op in sorted(SCHEMAS) if not op.startswith("_")])
 def test_every_wrapper_documents_itself(op: str) -> None:
     text = inspect.getdoc(getattr(ops, op)) or ""
     for section in ("Args:", "Raises:", "Source:"):
         assert section in text, section
-    assert ("Returns:" in text) == bool(REGISTERED[op].returns)
+    assert ("Returns:" in text) == bool(SCHEMAS[op].returns)
     body = text[text.index("Args:") :]
-    for argument in REGISTERED[op].arguments:
+    for argument in SCHEMAS[op].arguments:
         assert argument.name in body, argument.name
 
 
-@pytest.mark.parametrize("op", sorted(REGISTERED))
-def test_mutation_is_declared(op: str) -> None:
-    declared = tuple(
-        index
-        for index, argument in enumerate(REGISTERED[op].arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
+@pytest.mark.parametrize("op", sorted(SCHEMAS))
+def test_an_op_mutates_caches_and_their_scales_alone_and_no_result_aliases(op: str) -> None:
+    written = {"key_cache", "value_cache", "key_scale", "value_scale"}
+    assert {names(op)[index] for index in MUTATED[op]} == (
+        written if op in {"kv_cache_update", "decode_step"} else set()
     )
-    assert declared == MUTATED.get(op, ())
-    assert all(value.alias_info is None for value in REGISTERED[op].returns)
+    assert all(value.alias_info is None for value in SCHEMAS[op].returns)
 
 
 @pytest.mark.parametrize("sample", ALL_SAMPLES, ids=lambda sample: sample.id)
@@ -116,17 +100,16 @@ def test_opcheck_with_an_input_that_requires_grad(op: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "op", [op for op in sorted(REGISTERED) if not op.startswith("_") and op not in NO_FLOATS]
+    "op", [op for op in sorted(SCHEMAS) if not op.startswith("_") and op not in NO_FLOATS]
 )
 def test_a_raw_op_refuses_what_it_has_no_gradient_for(op: str) -> None:
     """As the wrappers do; torch itself would give None, or a warning."""
     args = SAMPLES[op][0].args()
-    names = [argument.name for argument in REGISTERED[op].arguments]
     overload = getattr(torch.ops.bitnet, op).default
     passed_on = {"x", "bias"} if op in {"linear", "group_linear"} else set()
     floating = [
         (name, a)
-        for name, a in zip(names, args, strict=False)
+        for name, a in zip(names(op), args, strict=False)
         if isinstance(a, torch.Tensor) and a.is_floating_point() and name not in passed_on
     ]
     if op in {"gemv", "gemm"}:  # the first samples have no scales
@@ -161,7 +144,7 @@ def test_arguments_are_left_alone_and_never_returned(sample: Sample) -> None:
     fresh = [] if returned is None else [returned] if torch.is_tensor(returned) else list(returned)
     tensors = {i: a for i, a in enumerate(args) if isinstance(a, torch.Tensor)}
     for index, tensor in tensors.items():
-        if index not in MUTATED.get(sample.op, ()):
+        if index not in MUTATED[sample.op]:
             assert torch.equal(tensor.nan_to_num(7.0), before[index].nan_to_num(7.0)), index
         for output in fresh:
             assert output.is_contiguous()

@@ -20,7 +20,7 @@ import reference
 from bitnet_ops import ops
 from bitnet_ops.nn import packing, quantize
 from bounds import assert_equal
-from composed import composed_mlp, composed_qkv
+from composed import composed
 from golden import (
     DOT_PRODUCT,
     HF_DOC_BYTES,
@@ -115,7 +115,7 @@ def test_R5_K1_fused_qkv_neither_loses_nor_repeats_the_activation_sum(
     norm = torch.ones(200)
     fused = ops.qkv_forward(x, norm, *qkv, 1e-5)
     for i, ours in enumerate(fused):
-        assert_equal(ours, composed_qkv(x, norm, *qkv, 1e-5)[i])
+        assert_equal(ours, composed(ops, "qkv_forward", x, norm, *qkv, 1e-5)[i])
         # Against float64 with the same codes: the relative error of the mistake was 10 to 46.
         q, scale = reference.quantize_activations(ops.rms_norm(x, norm, 1e-5))
         exact = q.double() @ reference.unpack(qkv[2 * i], 200).double().T
@@ -126,7 +126,7 @@ def test_R5_K1_fused_qkv_neither_loses_nor_repeats_the_activation_sum(
 @pytest.mark.parametrize("tokens", [1, 5])
 def test_R5_K1_fused_mlp_applies_every_weight_scale_once(tokens: int, rng: torch.Generator) -> None:
     args = list(mlp_arguments(rng, _biased_tokens(rng, tokens, 200), "relu2", sub_norm=False))
-    assert_equal(ops.mlp_forward(*args), composed_mlp(*args))
+    assert_equal(ops.mlp_forward(*args), composed(ops, "mlp_forward", *args))
     base = ops.mlp_forward(*args)
     for index, power in ((3, 2), (5, 1), (8, 1)):  # gate is squared; up and down are linear
         changed = list(args)

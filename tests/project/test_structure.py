@@ -74,10 +74,12 @@ def test_layer_check_sees_python_violations(
         ("kernels/avx2.cpp", "<cmath>", False),
         ("kernels/generic/rows.inl", "<torch/csrc/stable/tensor.h>", False),
         ("kernels/generic/rows.inl", '"ops/checks.h"', False),
-        ("runtime/dispatch.cpp", "<string>", True),
-        ("runtime/dispatch.cpp", '"torch/csrc/stable/ops.h"', False),
+        ("kernels/dispatch.cpp", "<string>", True),
+        ("kernels/dispatch.cpp", '"torch/csrc/stable/ops.h"', False),
+        ("runtime/team.cpp", '"kernels/kernel_table.h"', False),
+        ("kernels/avx2.cpp", '"kernels/dispatch.h"', False),
         ("format/reader.cpp", "<Python.h>", False),
-        ("format/reader.cpp", '"runtime/dispatch.h"', False),
+        ("format/reader.cpp", '"kernels/dispatch.h"', False),
         ("bindings.cpp", "<pybind11/pybind11.h>", True),
         ("bindings.cpp", "<torch/csrc/stable/tensor.h>", False),
         ("ops/linear.cpp", "<torch/csrc/stable/tensor.h>", True),
@@ -85,6 +87,13 @@ def test_layer_check_sees_python_violations(
         ("ops/linear.cpp", "<ATen/ATen.h>", False),
         ("ops/linear.cpp", "<pybind11/pybind11.h>", False),
         ("ops/linear.cpp", '"kernels/simd_avx2.h"', False),
+        ("engine/product.cpp", "<vector>", True),
+        ("engine/product.cpp", '"runtime/parallel.h"', True),
+        ("engine/product.cpp", "<torch/csrc/stable/tensor.h>", False),
+        ("engine/product.cpp", '"ops/checks.h"', False),
+        ("engine/product.cpp", "<immintrin.h>", False),
+        ("engine/product.cpp", '"kernels/generic/rows.inl"', False),
+        ("ops/linear.cpp", '"engine/product.h"', True),
         ("elsewhere/x.h", "<vector>", False),
     ],
 )
@@ -93,6 +102,31 @@ def test_layer_check_of_includes(tmp_path: Path, file: str, include: str, allowe
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f"#include {include}\n")
     assert (layers.check_cpp_file(path, tmp_path) == []) is allowed
+
+
+@pytest.mark.parametrize(
+    ("file", "header", "complaint"),
+    [
+        ("engine/product.cpp", "<torch/csrc/stable/tensor.h>", True),
+        ("tests/test_engine.cpp", "<ATen/ATen.h>", True),
+        ("bindings.cpp", "<torch/csrc/stable/tensor.h>", True),
+        ("ops/linear.cpp", "<torch/csrc/stable/tensor.h>", False),
+        ("engine/product.cpp", "<vector>", False),
+    ],
+)
+def test_layer_check_follows_includes(
+    tmp_path: Path, file: str, header: str, complaint: bool
+) -> None:
+    for name, text in (
+        (file, '#include "runtime/first.h"\n'),
+        ("runtime/first.h", '#include "runtime/second.h"\n'),
+        ("runtime/second.h", f"#include {header}\n"),
+    ):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    problems = layers.check_cpp_file(tmp_path / file, tmp_path)
+    way = f"runtime/first.h -> runtime/second.h -> {header.strip('<>')}"
+    assert [problem.endswith(way) for problem in problems] == ([True] if complaint else [])
 
 
 def test_layer_check_of_nothing_is_a_failure(tmp_path: Path) -> None:

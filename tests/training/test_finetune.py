@@ -13,7 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from bitnet_ops.convert.compare import MAX_LOSS_DIFFERENCE, MAX_RELATIVE_DIFFERENCE, LogitComparison
+from bitnet_ops.convert.verify.compare import (
+    MAX_LOSS_DIFFERENCE,
+    MAX_RELATIVE_DIFFERENCE,
+    LogitComparison,
+)
 from bitnet_ops.language_model import load
 from bitnet_ops.nn.kv_cache import KVCache
 from isa_control import torch_threads

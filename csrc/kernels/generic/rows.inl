@@ -73,35 +73,27 @@ inline float absmax_of(uint32_t bits) {
   return absmax > 1e-30f ? absmax : 1e-30f;
 }
 
-float quantize_row(const float* x, int64_t n, int64_t n_padded, int8_t* q, int32_t* sum) {
+float quantize_row(const float* x, int64_t n, int64_t n_padded, int8_t* q, int64_t step_stride,
+                   int32_t* sum) {
   const uint32_t bits = absmax_bits(x, n);
-  *sum = 0;
-  if (bits >= kInfinityBits) {
-    for (int64_t i = 0; i < n_padded; ++i) q[i] = 0;
-    return __builtin_nanf("");
-  }
+  const bool finite = bits < kInfinityBits;
   const float absmax = __builtin_bit_cast(float, bits);
   // Two roundings, as torch computes 127 / t for a tensor t: codes equal Hugging Face's bit for
   // bit.
   const float inv_scale = 127.0f * (1.0f / (absmax > 1e-5f ? absmax : 1e-5f));
   const F32x16 s = set1(inv_scale);
-  for (int64_t i = 0; i < n; i += 16) to_i8_n(q + i, mul(load_n(x + i, n - i), s), n - i);
-  for (int64_t i = n; i < n_padded; ++i) q[i] = 0;
-  *sum = sum_i8_vector(q, n);
-  return 1.0f / inv_scale;
-}
-
-void scale_row(const int32_t* acc, int64_t n, const float* w_scale, int64_t w_scale_step,
-               float x_scale, const float* bias, float* y) {
-  const F32x16 xs = set1(x_scale);
-  F32x16 factor = zero();
-  if (w_scale_step == 0) factor = mul(set1(w_scale[0]), xs);  // no scale to read if n is 0
-  for (int64_t i = 0; i < n; i += 16) {
-    if (w_scale_step != 0) factor = mul(load_n(w_scale + i, n - i), xs);
-    F32x16 v = mul(from_i32_n(acc + i, n - i), factor);
-    if (bias != nullptr) v = add(v, load_n(bias + i, n - i));
-    store_n(y + i, v, n - i);
+  const int64_t step = step_stride == kTokenStep ? n_padded : kTokenStep;  // codes that follow
+  *sum = 0;
+  for (int64_t from = 0; from < n_padded; from += step, q += step_stride) {
+    const int64_t end = n_padded - from < step ? n_padded - from : step;
+    const int64_t left = finite ? n - from : 0, count = left < end ? (left < 0 ? 0 : left) : end;
+    for (int64_t i = 0; i < count; i += 16) {
+      to_i8_n(q + i, mul(load_n(x + from + i, count - i), s), count - i);
+    }
+    for (int64_t i = count; i < end; ++i) q[i] = 0;
+    *sum += sum_i8_vector(q, count);
   }
+  return finite ? 1.0f / inv_scale : __builtin_nanf("");
 }
 
 // ---- norms and activations ---------------------------------------------------------------------

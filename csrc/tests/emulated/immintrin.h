@@ -16,7 +16,7 @@
 
 #include <cstdint>
 
-#include "tests/emulated/tiles.h"
+#include "tests/emulated/amx_int8.h"
 
 namespace {
 namespace emulated {

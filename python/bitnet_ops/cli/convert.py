@@ -87,9 +87,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _convert(args: argparse.Namespace, progress: Progress | None) -> ConvertReport:
-    from bitnet_ops.convert.bin_import import convert_bin, is_bin
-    from bitnet_ops.convert.gguf_import import convert_gguf
-    from bitnet_ops.convert.hf import convert
+    from bitnet_ops.convert.bin_source import convert_bin, is_bin
+    from bitnet_ops.convert.gguf.source import convert_gguf
+    from bitnet_ops.convert.pipeline import convert
     from bitnet_ops.formats.gguf import is_gguf
     from bitnet_ops.loading import hub
 

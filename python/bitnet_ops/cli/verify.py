@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the subcommand: 0 where they agree, 1 (ConvertError) where they do not."""
     from bitnet_ops.convert.errors import ConvertError
-    from bitnet_ops.convert.verify_command import lines, verify
+    from bitnet_ops.convert.verify import lines, verify
 
     result = verify(args.file, args.source, text=args.text, lora=args.lora)
     if args.json:

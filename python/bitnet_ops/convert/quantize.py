@@ -17,7 +17,8 @@ from torch import Tensor
 
 from bitnet_ops.convert.destination import TRAVELLERS, building, check_destination
 from bitnet_ops.convert.errors import refuse
-from bitnet_ops.convert.hf import convert
+from bitnet_ops.convert.hf.checkpoint import Source, copy_files
+from bitnet_ops.convert.hf.plan import Plan, make_plan, scale_name
 from bitnet_ops.convert.masters import (
     MastersStatistics,
     TextMeasurement,
@@ -25,12 +26,11 @@ from bitnet_ops.convert.masters import (
     measure_tensor,
     measure_text,
 )
-from bitnet_ops.convert.plain_forward import PlainOracle
-from bitnet_ops.convert.plan import Plan, make_plan, scale_name
+from bitnet_ops.convert.pipeline import convert
 from bitnet_ops.convert.report import ConvertReport, Progress
-from bitnet_ops.convert.source import Source, copy_files
 from bitnet_ops.convert.ternary import check_finite, from_masters
-from bitnet_ops.convert.texts import text_sequences
+from bitnet_ops.convert.verify.plain_forward import PlainOracle
+from bitnet_ops.convert.verify.texts import text_sequences
 from bitnet_ops.formats.safetensors_stream import write_safetensors
 from bitnet_ops.nn.packing import pack_hf
 

@@ -115,8 +115,7 @@ class Decoder(nn.Module):
         cache = self._checked(input_ids, cache)
         positions = cache.positions(input_ids.shape[1])
         if (step := self._whole_step()) is not None:
-            head, x = self.head, self._embed(input_ids)
-            logits = step(x, cache, head.weight, head.scale, logits_to_keep)
+            logits = step(self._embed(input_ids), cache, self.head, logits_to_keep)
             cache.advance(input_ids.shape[1])
             return logits
         x = self._states(input_ids, positions, cache)

@@ -19,6 +19,7 @@ from bitnet_ops.memory.arena import stretch
 from bitnet_ops.models.layer import is_plain
 
 if TYPE_CHECKING:
+    from bitnet_ops.nn.head import HeadWeight
     from bitnet_ops.nn.kv_cache import KVCache
 
 
@@ -55,12 +56,7 @@ class Step:
         )
 
     def __call__(
-        self,
-        x: Tensor,
-        cache: KVCache,
-        head: Tensor,
-        head_scale: Tensor | None,
-        logits_to_keep: int = 0,
+        self, x: Tensor, cache: KVCache, head: HeadWeight, logits_to_keep: int = 0
     ) -> Tensor:
         """Embedded tokens f32 [B, T, hidden] -> logits f32 [B, T, V]; the cache is written.
 
@@ -68,27 +64,27 @@ class Step:
         """
         c = self._config
         return ops.decode_step(
-            x,
-            self.weights,
-            self.scales,
-            self.gains,
-            head,
-            head_scale,
-            cache.key_cache,
-            cache.value_cache,
-            cache.lengths,
-            self._dtype,
-            c.num_attention_heads,
-            c.intermediate_size,
-            c.vocab_size,
-            c.sub_norms,
-            c.hidden_act,
-            c.rms_norm_eps,
-            c.rope_theta,
-            self._scale,
-            logits_to_keep,
-            cache.key_scale,
-            cache.value_scale,
+            x=x,
+            weights=self.weights,
+            scales=self.scales,
+            gains=self.gains,
+            head_weight=head.weight,
+            head_scale=head.scale,
+            key_cache=cache.key_cache,
+            value_cache=cache.value_cache,
+            start_positions=cache.lengths,
+            dtype=self._dtype,
+            heads=c.num_attention_heads,
+            inner=c.intermediate_size,
+            vocab=c.vocab_size,
+            sub_norms=c.sub_norms,
+            activation=c.hidden_act,
+            eps=c.rms_norm_eps,
+            rope_theta=c.rope_theta,
+            scale=self._scale,
+            logits_to_keep=logits_to_keep,
+            key_scale=cache.key_scale,
+            value_scale=cache.value_scale,
         )
 
 

@@ -14,11 +14,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bitnet_ops.ops._grad import refuse_grad
-
 _ops = torch.ops.bitnet
 _CANONICAL_RANK = 2  # of a weight's rows; private layouts have more dimensions
 _GROUP = 128
+
+
+def _refuse_grad(op: str, name: str, tensor: Any) -> None:
+    """Without this, backward would silently give wrong or no gradients."""
+    # Something that is no tensor at all is for torch's own schema check to refuse.
+    if isinstance(tensor, Tensor) and tensor.requires_grad:
+        raise RuntimeError(
+            f"{op}: expected {name} without gradient (the op is inference only), got "
+            "requires_grad=True while grad mode is on; call it under torch.inference_mode() "
+            f"or torch.no_grad(), or pass {name}.detach()"
+        )
+
 
 # Straight-through ---------------------------------------------------------------------------------
 
@@ -34,7 +44,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _setup_of(op: str) -> Callable[..., None]:
     def setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         if ctx.needs_input_grad[2]:
-            refuse_grad(op, weight_scale=inputs[2])
+            _refuse_grad(op, "weight_scale", inputs[2])
         _setup(ctx, inputs, output)
 
     return setup
@@ -80,8 +90,7 @@ def _refuse(name: str) -> None:
     def refuse(keys: Any, *args: Any) -> Any:
         if torch.is_grad_enabled():
             for argument, value in zip(names, args, strict=False):
-                if isinstance(value, Tensor) and value.requires_grad:
-                    refuse_grad(name, **{argument: value})
+                _refuse_grad(name, argument, value)
         return overload.redispatch(keys & torch._C._after_autograd_keyset, *args)
 
     _library.impl(name, refuse, "Autograd", with_keyset=True)

@@ -1,25 +1,26 @@
-"""Wrappers of the ops on output heads and embeddings, dense or quantised.
-
-Conventions and errors are those of bitnet_ops.ops, which exports them. It must not know ternary
-weights.
-"""
+"""The ops on output heads and embeddings, dense or quantised. It must not know ternary weights."""
 
 from __future__ import annotations
-
-from typing import cast
 
 import torch
 from torch import Tensor
 
-from bitnet_ops.ops._grad import refuse_grad as _refuse_grad
+from bitnet_ops.ops._operator import operator
 
-_ops = torch.ops.bitnet
+__all__ = [
+    "quantize_head",
+    "lm_head",
+    "embedding",
+]
 
-_QUANTIZE_HEAD = _ops.quantize_head.default
-_LM_HEAD = _ops.lm_head.default
-_EMBEDDING = _ops.embedding.default
+
+def _rows(weight: Tensor, out_features: int | None) -> int:
+    if out_features is not None:
+        return out_features
+    return weight.shape[0] * 16 if weight.dtype == torch.uint8 else weight.shape[0]
 
 
+@operator
 def quantize_head(weight: Tensor, format: str, group_size: int = 128) -> tuple[Tensor, Tensor]:
     """Quantise the rows of an output head (or a tied embedding) for `lm_head` and `embedding`.
 
@@ -39,11 +40,20 @@ def quantize_head(weight: Tensor, format: str, group_size: int = 128) -> tuple[T
         RuntimeError: another dtype, rank, format or group size, a NaN or an infinity.
     Source: absmax quantisation as in arXiv 2208.07339 (rows) and GGUF's Q4_0 (groups).
     """
-    if torch.is_grad_enabled():
-        _refuse_grad("quantize_head", weight=weight)
-    return cast("tuple[Tensor, Tensor]", _QUANTIZE_HEAD(weight, format, group_size))
+    n, k = weight.shape
+    if format == "int8":
+        return (
+            weight.new_empty((n, k), dtype=torch.int8),
+            weight.new_empty((n,), dtype=torch.float32),
+        )
+    tiles, groups = (n + 15) // 16, (k + group_size - 1) // group_size
+    return (
+        weight.new_empty((tiles, groups * group_size // 8, 64), dtype=torch.uint8),
+        weight.new_empty((tiles, groups, 16), dtype=torch.bfloat16),
+    )
 
 
+@operator
 def lm_head(
     x: Tensor,
     weight: Tensor,
@@ -73,11 +83,10 @@ def lm_head(
             does not belong to the weight.
     Source: transformers BitNetForCausalLM.
     """
-    if torch.is_grad_enabled():
-        _refuse_grad("lm_head", x=x, weight=weight, scale=scale)
-    return cast(Tensor, _LM_HEAD(x, weight, scale, out_features, in_features))
+    return x.new_empty([*x.shape[:-1], _rows(weight, out_features)], dtype=torch.float32)
 
 
+@operator
 def embedding(
     ids: Tensor,
     weight: Tensor,
@@ -98,6 +107,6 @@ def embedding(
         RuntimeError: a wrong dtype or shape, an id out of range.
     Source: torch.nn.functional.embedding.
     """
-    if torch.is_grad_enabled():
-        _refuse_grad("embedding", weight=weight, scale=scale)
-    return cast(Tensor, _EMBEDDING(ids, weight, scale, out_features, in_features))
+    if in_features is None:
+        in_features = weight.shape[1] * 8 if weight.dtype == torch.uint8 else weight.shape[1]
+    return ids.new_empty([*ids.shape, in_features], dtype=torch.float32)

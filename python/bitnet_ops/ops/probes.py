@@ -1,21 +1,22 @@
-"""Wrappers of the probes: what memory and the integer units of this machine can do at best.
+"""The probes: what memory and the integer units of this machine can do at best.
 
 Benchmarks divide by them. They must not be of use to a model.
 """
 
 from __future__ import annotations
 
-from typing import cast
-
 import torch
 from torch import Tensor
 
-_ops = torch.ops.bitnet
+from bitnet_ops.ops._operator import operator
 
-_PROBE_READ = _ops._probe_read.default
-_PROBE_INT8_PEAK = _ops._probe_int8_peak.default
+__all__ = [
+    "_probe_read",
+    "_probe_int8_peak",
+]
 
 
+@operator
 def _probe_read(buffer: Tensor, streams: int = 1, distance: int = 0) -> Tensor:
     """Read a uint8 buffer once: the bandwidth limit of benchmarks.
 
@@ -24,9 +25,10 @@ def _probe_read(buffer: Tensor, streams: int = 1, distance: int = 0) -> Tensor:
     between CPUs. Returns int64 [1], a checksum that depends on every byte read, so that no compiler
     may leave one out.
     """
-    return cast(Tensor, _PROBE_READ(buffer, streams, distance))
+    return buffer.new_empty((1,), dtype=torch.int64)
 
 
+@operator
 def _probe_int8_peak(seed: Tensor, iterations: int) -> Tensor:
     """Run the int8 product of the unit that large products run on: the compute limit of benchmarks.
 
@@ -35,4 +37,4 @@ def _probe_int8_peak(seed: Tensor, iterations: int) -> Tensor:
     empty parallel region, what entering and leaving one costs. Returns int64 [1], the multiply-adds
     executed by all threads.
     """
-    return cast(Tensor, _PROBE_INT8_PEAK(seed, iterations))
+    return seed.new_empty((1,), dtype=torch.int64)

@@ -1,28 +1,23 @@
-"""Wrappers of the ops on rows of activations: norms, gated products, rotary embedding.
-
-Conventions and errors are those of bitnet_ops.ops, which exports them. It must not know weights
-of linears.
-"""
+"""The ops on rows of activations: norms, gated products, rotary embedding."""
 
 from __future__ import annotations
-
-from typing import cast
 
 import torch
 from torch import Tensor
 
-from bitnet_ops.ops._grad import refuse_grad as _refuse_grad
+from bitnet_ops.ops._operator import operator
 
-_ops = torch.ops.bitnet
+__all__ = [
+    "rms_norm",
+    "add_rms_norm",
+    "relu2_mul",
+    "silu_and_mul",
+    "rope_table",
+    "rope",
+]
 
-_RMS_NORM = _ops.rms_norm.default
-_ADD_RMS_NORM = _ops.add_rms_norm.default
-_RELU2_MUL = _ops.relu2_mul.default
-_SILU_AND_MUL = _ops.silu_and_mul.default
-_ROPE_TABLE = _ops.rope_table.default
-_ROPE = _ops.rope.default
 
-
+@operator
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Root-mean-square norm: `round(x * (1 / sqrt(mean(x^2) + eps))) * weight`.
 
@@ -38,11 +33,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         RuntimeError: a wrong dtype or shape, K = 0, a negative or non-finite eps.
     Source: Zhang and Sennrich 2019 (arXiv 1910.07467); transformers BitNetRMSNorm.
     """
-    if torch.is_grad_enabled():
-        _refuse_grad("rms_norm", x=x, weight=weight)
-    return cast(Tensor, _RMS_NORM(x, weight, eps))
+    return x.new_empty(x.shape)
 
 
+@operator
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Add the residual stream, then normalise the sum.
 
@@ -58,11 +52,10 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
         RuntimeError: as `rms_norm`; x and residual that differ in dtype or shape.
     Source: as `rms_norm`.
     """
-    if torch.is_grad_enabled():
-        _refuse_grad("add_rms_norm", x=x, residual=residual, weight=weight)
-    return cast("tuple[Tensor, Tensor]", _ADD_RMS_NORM(x, residual, weight, eps))
+    return x.new_empty(x.shape), x.new_empty(x.shape)
 
 
+@operator
 def relu2_mul(gate: Tensor, up: Tensor) -> Tensor:
     """Squared ReLU of the gate times up: `max(gate, 0)^2 * up`, in float32, rounded once.
 
@@ -75,11 +68,10 @@ def relu2_mul(gate: Tensor, up: Tensor) -> Tensor:
             here and float16 ends at 65504.
     Source: So et al. 2021 "Primer" (arXiv 2109.08668); transformers BitNetMLP.
     """
-    if torch.is_grad_enabled():
-        _refuse_grad("relu2_mul", gate=gate, up=up)
-    return cast(Tensor, _RELU2_MUL(gate, up))
+    return gate.new_empty(gate.shape)
 
 
+@operator
 def silu_and_mul(x: Tensor) -> Tensor:
     """SwiGLU product of a fused projection: `silu(x[..., :d]) * x[..., d:]`, in float32.
 
@@ -93,11 +85,10 @@ def silu_and_mul(x: Tensor) -> Tensor:
         RuntimeError: a wrong dtype, no dimension, an odd last one.
     Source: Shazeer 2020 (arXiv 2002.05202).
     """
-    if torch.is_grad_enabled():
-        _refuse_grad("silu_and_mul", x=x)
-    return cast(Tensor, _SILU_AND_MUL(x))
+    return x.new_empty([*x.shape[:-1], x.shape[-1] // 2])
 
 
+@operator
 def rope_table(positions: Tensor, head_dim: int, theta: float) -> Tensor:
     """Cosines and sines of rotary embeddings: angle `positions * theta^(-2i / head_dim)`.
 
@@ -112,9 +103,10 @@ def rope_table(positions: Tensor, head_dim: int, theta: float) -> Tensor:
         RuntimeError: another dtype, an odd head_dim, a theta that is not positive and finite.
     Source: Su et al. 2021 (arXiv 2104.09864); transformers BitNetRotaryEmbedding.
     """
-    return cast(Tensor, _ROPE_TABLE(positions, head_dim, theta))
+    return positions.new_empty([*positions.shape, head_dim], dtype=torch.float32)
 
 
+@operator
 def rope(x: Tensor, cos_sin: Tensor) -> Tensor:
     """Rotate heads by position, half-split ("NeoX"): `x * cos + (-x[D/2:], x[:D/2]) * sin`.
 
@@ -129,6 +121,4 @@ def rope(x: Tensor, cos_sin: Tensor) -> Tensor:
         RuntimeError: a wrong dtype, odd D, leading dimensions that differ.
     Source: arXiv 2104.09864; transformers apply_rotary_pos_emb.
     """
-    if torch.is_grad_enabled():
-        _refuse_grad("rope", x=x, cos_sin=cos_sin)
-    return cast(Tensor, _ROPE(x, cos_sin))
+    return x.new_empty(x.shape)

@@ -1,48 +1,42 @@
-"""Wrappers of the ops on ternary weights: packing, quantisation, products.
-
-Conventions and errors are those of bitnet_ops.ops, which exports them. It must not know what a
-model puts between two products.
-"""
+"""The ops on ternary weights: packing, quantisation, products."""
 
 from __future__ import annotations
-
-from typing import cast
 
 import torch
 from torch import Tensor
 
-from bitnet_ops.ops._grad import refuse_grad as _refuse_grad
+from bitnet_ops import _runtime
+from bitnet_ops.ops._operator import operator
 
-_ops = torch.ops.bitnet
-
-# Bound once: looking an overload up on each call costs a quarter of a microsecond.
-_PACK = _ops.pack.default
-_UNPACK = _ops.unpack.default
-_PREPACK = _ops.prepack.default
-_UNPREPACK = _ops.unprepack.default
-_QUANTIZE_WEIGHTS = _ops.quantize_weights.default
-_QUANTIZE_ACTIVATIONS = _ops.quantize_activations.default
-_GEMV = _ops.gemv.default
-_GEMM = _ops.gemm.default
-_LINEAR = _ops.linear.default
-_GROUP_LINEAR = _ops.group_linear.default
-
-
-_below_autograd = torch._C._AutoDispatchBelowAutograd
+__all__ = [
+    "pack",
+    "unpack",
+    "prepack",
+    "unprepack",
+    "quantize_weights",
+    "quantize_activations",
+    "gemv",
+    "gemm",
+    "linear",
+    "group_linear",
+]
 
 
-def _skips_autograd() -> bool:
-    """Under no_grad autograd's kernel, which is Python, would cost 5 us to find nothing to do.
-
-    Inference mode leaves it out by itself, and a compiled graph has no calls to save.
-    """
-    return not (
-        torch.is_grad_enabled()
-        or torch.is_inference_mode_enabled()
-        or torch.compiler.is_compiling()
-    )
+def _rows(weight: Tensor, out_features: int | None) -> int:
+    """N of a canonical weight [N, R], or of a private layout, which is padded."""
+    return weight.shape[0] if out_features is None else out_features
 
 
+def projection_shape(x: Tensor, weight: Tensor, out_features: int | None = None) -> list[int]:
+    """The shape [..., N] of a projection of x [..., K]."""
+    return [*x.shape[:-1], _rows(weight, out_features)]
+
+
+def _product_dtype(x_scale: Tensor | None) -> torch.dtype:
+    return torch.int32 if x_scale is None else torch.float32
+
+
+@operator
 def pack(codes: Tensor) -> Tensor:
     """Pack ternary weights into the canonical 2-bit layout (an SGLBITNT row, I2_S layout a).
 
@@ -58,9 +52,11 @@ def pack(codes: Tensor) -> Tensor:
         RuntimeError: another dtype or rank, K = 0, a value outside {-1, 0, 1}.
     Source: FORMAT.md, "packed layouts"; microsoft/BitNet src/ggml-bitnet-mad.cpp (I2_S).
     """
-    return cast(Tensor, _PACK(codes))
+    n, k = codes.shape
+    return codes.new_empty((n, (k + 127) // 128 * 32), dtype=torch.uint8)
 
 
+@operator
 def unpack(weight: Tensor, in_features: int) -> Tensor:
     """Unpack the canonical layout: the inverse of `pack`.
 
@@ -73,9 +69,10 @@ def unpack(weight: Tensor, in_features: int) -> Tensor:
         RuntimeError: a width that does not fit K, a code 3, a padding code other than 1.
     Source: as `pack`.
     """
-    return cast(Tensor, _UNPACK(weight, in_features))
+    return weight.new_empty((weight.shape[0], in_features), dtype=torch.int8)
 
 
+@operator
 def prepack(weight: Tensor, in_features: int, format: str) -> Tensor:
     """Bring canonical weights into a private layout of the kernels that run now.
 
@@ -96,9 +93,14 @@ def prepack(weight: Tensor, in_features: int, format: str) -> Tensor:
         RuntimeError: as `unpack`; another format; K above 32768.
     Source: FORMAT.md, "Private layouts".
     """
-    return cast(Tensor, _PREPACK(weight, in_features, format))
+    lanes, lines = _runtime.tile_lanes(), (in_features + 63) // 64 * 16
+    fields = 5 if format == "1.6bit" else 4
+    tiles = (weight.shape[0] + fields * lanes - 1) // (fields * lanes)
+    shape = (tiles, lines, lanes, 4) if fields == 5 else (tiles, lines, 4 * lanes)
+    return weight.new_empty(shape)
 
 
+@operator
 def unprepack(weight: Tensor, out_features: int, in_features: int) -> Tensor:
     """Bring a private layout back to the canonical one: the inverse of `prepack`.
 
@@ -111,9 +113,10 @@ def unprepack(weight: Tensor, out_features: int, in_features: int) -> Tensor:
         RuntimeError: a shape that does not fit N, K or the instruction set; a code 3.
     Source: as `prepack`.
     """
-    return cast(Tensor, _UNPREPACK(weight, out_features, in_features))
+    return weight.new_empty((out_features, (in_features + 127) // 128 * 32))
 
 
+@operator
 def quantize_weights(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Ternarise master weights by their mean magnitude (absmean), one scale per matrix.
 
@@ -128,11 +131,11 @@ def quantize_weights(weight: Tensor) -> tuple[Tensor, Tensor]:
         RuntimeError: another dtype or rank, an empty matrix, a NaN or an infinity.
     Source: "The Era of 1-bit LLMs" (arXiv 2402.17764); transformers WeightQuant.
     """
-    if torch.is_grad_enabled():
-        _refuse_grad("quantize_weights", weight=weight)
-    return cast("tuple[Tensor, Tensor]", _QUANTIZE_WEIGHTS(weight))
+    codes = weight.new_empty(weight.shape, dtype=torch.int8)
+    return codes, weight.new_empty((1,), dtype=torch.float32)
 
 
+@operator
 def quantize_activations(x: Tensor) -> tuple[Tensor, Tensor]:
     """Quantise activations to int8 with one scale per token (absmax over the last dimension).
 
@@ -148,11 +151,11 @@ def quantize_activations(x: Tensor) -> tuple[Tensor, Tensor]:
         RuntimeError: another dtype, no dimension, K = 0.
     Source: arXiv 2402.17764; transformers ActQuant.
     """
-    if torch.is_grad_enabled():
-        _refuse_grad("quantize_activations", x=x)
-    return cast("tuple[Tensor, Tensor]", _QUANTIZE_ACTIVATIONS(x))
+    q = x.new_empty(x.shape, dtype=torch.int8)
+    return q, x.new_empty(x.shape[:-1], dtype=torch.float32)
 
 
+@operator
 def gemv(
     weight: Tensor,
     x: Tensor,
@@ -179,11 +182,10 @@ def gemv(
         RuntimeError: a wrong dtype, shape or stride, exactly one scale, a K other than in_features.
     Source: arXiv 2402.17764, section 2 (W1.58A8).
     """
-    if torch.is_grad_enabled():
-        _refuse_grad("gemv", x_scale=x_scale, weight_scale=weight_scale)
-    return cast(Tensor, _GEMV(weight, x, x_scale, weight_scale, out_features, in_features))
+    return x.new_empty((_rows(weight, out_features),), dtype=_product_dtype(x_scale))
 
 
+@operator
 def gemm(
     weight: Tensor,
     x: Tensor,
@@ -207,11 +209,10 @@ def gemm(
         RuntimeError: a wrong dtype, shape or stride, exactly one scale, a K other than in_features.
     Source: as `gemv`.
     """
-    if torch.is_grad_enabled():
-        _refuse_grad("gemm", x_scale=x_scale, weight_scale=weight_scale)
-    return cast(Tensor, _GEMM(weight, x, x_scale, weight_scale, out_features, in_features))
+    return x.new_empty((x.shape[0], _rows(weight, out_features)), dtype=_product_dtype(x_scale))
 
 
+@operator
 def linear(
     x: Tensor,
     weight: Tensor,
@@ -239,12 +240,10 @@ def linear(
             that requires grad.
     Source: arXiv 2402.17764; transformers BitLinear / AutoBitLinear.
     """
-    if _skips_autograd():
-        with _below_autograd():
-            return cast(Tensor, _LINEAR(x, weight, weight_scale, bias, out_features, in_features))
-    return cast(Tensor, _LINEAR(x, weight, weight_scale, bias, out_features, in_features))
+    return x.new_empty(projection_shape(x, weight, out_features))
 
 
+@operator
 def group_linear(
     x: Tensor,
     weight: Tensor,
@@ -273,9 +272,4 @@ def group_linear(
     Source: Q2_0 of GGUF and its models (PrismML Ternary-Bonsai), which have 16-bit activations;
         the 8-bit ones here are those of arXiv 2402.17764.
     """
-    if _skips_autograd():
-        with _below_autograd():
-            return cast(
-                Tensor, _GROUP_LINEAR(x, weight, weight_scale, bias, out_features, in_features)
-            )
-    return cast(Tensor, _GROUP_LINEAR(x, weight, weight_scale, bias, out_features, in_features))
+    return x.new_empty(projection_shape(x, weight, out_features))

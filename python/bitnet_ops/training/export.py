@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from bitnet_ops.convert import convert
 from bitnet_ops.convert.destination import TRAVELLERS, building, check_destination
-from bitnet_ops.convert.source import copy_files
+from bitnet_ops.convert.hf.checkpoint import copy_files
 from bitnet_ops.formats.destination import beside
 from bitnet_ops.nn.packing import pack_hf
 from bitnet_ops.training.linear import TrainableBitLinear

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from bitnet_ops import ops
 from bitnet_ops.config import PRIVATE_BLOCK, ModelConfig
-from bitnet_ops.convert.plan import make_plan, scale_name
-from bitnet_ops.convert.source import Source
+from bitnet_ops.convert.hf.checkpoint import Source
+from bitnet_ops.convert.hf.plan import make_plan, scale_name
 from bitnet_ops.convert.ternary import from_packed, packed_scale
 from bitnet_ops.formats.sglbitnt import Reader, model_file
 from bitnet_ops.loading.model_contents import completed_config, model_config, own_tensors

@@ -1,0 +1,30 @@
+// Projections with what surrounds them in a layer: norm and q, k, v; norm and the whole MLP. Row
+// functions and roundings are those of the unfused ops in the same order, so results are equal bit
+// for bit.
+#pragma once
+
+#include "engine/product.h"
+#include "engine/row_ops.h"
+
+namespace bitnet::engine {
+
+struct Norm {
+  const float* weight;  // [K]; null: no norm
+  float eps;
+};
+
+// Every token of x normalised, quantised, and multiplied by all projections.
+void norm_and_multiply(const Rows& x, const Norm& norm, const Projection* projections,
+                       int64_t count);
+
+// y = down(sub_norm(activation(gate(norm(x)), up(norm(x))))) without the residual.
+struct Mlp {
+  Norm norm, sub_norm;
+  Weight gate, up, down;
+  const float *gate_scale, *up_scale, *down_scale;
+  int64_t gate_scales, up_scales, down_scales;  // 1, or one per row
+  bool relu2;                                   // else SiLU
+};
+void mlp(const Rows& x, const Mlp& m, const Rows& y);
+
+}  // namespace bitnet::engine

@@ -1,0 +1,213 @@
+// The head's products and its quantised forms; see head.h. Layouts are those of format/layout.h.
+#include "engine/head.h"
+
+#include <algorithm>
+#include <atomic>
+#include <bit>
+#include <cstring>
+
+#include "kernels/dispatch.h"
+#include "runtime/parallel.h"
+
+namespace bitnet::engine {
+namespace {
+
+// Bytes that begin a new buffer at the next multiple of 64.
+constexpr int64_t aligned(int64_t bytes) { return (bytes + 63) / 64 * 64; }
+
+int64_t tile_bytes(const HeadView& head) {
+  return head.groups() * head.group / layout::kHeadLineFeatures * layout::kHeadLineBytes;
+}
+
+float bf16_value(uint16_t bits) { return std::bit_cast<float>(uint32_t{bits} << 16); }
+
+void embed_int8(const HeadView& head, int64_t id, float* out) {
+  const auto* q = static_cast<const int8_t*>(head.weight) + id * head.k;
+  const float scale = static_cast<const float*>(head.scale)[id];
+  for (int64_t i = 0; i < head.k; ++i) out[i] = static_cast<float>(q[i]) * scale;
+}
+
+void embed_int4(const HeadView& head, int64_t id, float* out) {
+  const int64_t tile = id / layout::kHeadTileRows, r = id % layout::kHeadTileRows;
+  const auto* bytes = static_cast<const uint8_t*>(head.weight) + tile * tile_bytes(head) + 4 * r;
+  const auto* scale =
+      static_cast<const uint16_t*>(head.scale) + tile * head.groups() * layout::kHeadTileRows + r;
+  for (int64_t k = 0; k < head.k; ++k) {
+    const int64_t j = k % layout::kHeadLineFeatures;
+    const uint8_t byte = bytes[k / layout::kHeadLineFeatures * layout::kHeadLineBytes + j % 4];
+    const int code = (j < 4 ? byte & 15 : byte >> 4) - 8;
+    out[k] = static_cast<float>(code) * bf16_value(scale[k / head.group * layout::kHeadTileRows]);
+  }
+}
+
+// out [k] = row `id` as float32.
+void embed_row(const KernelTable& table, const HeadView& head, int64_t id, float* out) {
+  switch (head.format) {
+    case HeadFormat::kDense:
+      return table.load_row(head.type, offset_bytes(head.weight, id * head.row_bytes()), head.k,
+                            out);
+    case HeadFormat::kInt8:
+      return embed_int8(head, id, out);
+    case HeadFormat::kInt4:
+      return embed_int4(head, id, out);
+  }
+}
+
+// Codes 0..15 of one row (a multiple of 8 of them) into row r of its tile.
+void store_head4_row(const uint8_t* codes, int64_t count, int64_t r, uint8_t* tile) {
+  for (int64_t k = 0; k < count; k += layout::kHeadLineFeatures) {
+    uint32_t low, high;
+    std::memcpy(&low, codes + k, 4);
+    std::memcpy(&high, codes + k + 4, 4);
+    const uint32_t word = low | high << 4;
+    std::memcpy(tile + k / layout::kHeadLineFeatures * layout::kHeadLineBytes + 4 * r, &word, 4);
+  }
+}
+
+// Quantises the rows of one tile; `codes` and `scales` are scratch for one row.
+bool quantize_tile(const KernelTable& table, const Rows& w, int64_t tile, int64_t group,
+                   float* buffer, uint8_t* codes, uint16_t* scales, uint8_t* packed,
+                   uint16_t* packed_scales) {
+  const int64_t groups = (w.width + group - 1) / group;
+  bool finite = true;
+  for (int64_t r = 0; r < layout::kHeadTileRows; ++r) {
+    const int64_t n = tile * layout::kHeadTileRows + r;
+    if (n < w.count) {
+      table.load_row(w.type, w.at(n), w.width, buffer);
+      finite &= table.head_quantize_int4(buffer, w.width, group, codes, scales) == 0.0f;
+    } else {
+      std::fill_n(codes, groups * group, uint8_t{8});
+      std::fill_n(scales, groups, uint16_t{0});
+    }
+    store_head4_row(codes, groups * group, r, packed);
+    for (int64_t g = 0; g < groups; ++g) {
+      packed_scales[g * layout::kHeadTileRows + r] = scales[g];
+    }
+  }
+  return finite;
+}
+
+}  // namespace
+
+int64_t HeadView::row_bytes() const {
+  if (format == HeadFormat::kDense) return k * element_size(type);
+  if (format == HeadFormat::kInt8) return k + 4;
+  return groups() * (group / 2 + 2);
+}
+
+int64_t head_input_bytes(const HeadView& head, int64_t tokens) {
+  if (head.format == HeadFormat::kDense) return aligned(tokens * head.k * 4);
+  const int64_t padded = layout::head_padded_k(head.k);
+  return aligned(tokens * static_cast<int64_t>(sizeof(HeadToken))) +
+         tokens * (4 * padded + aligned(padded / 64 * 4));
+}
+
+HeadInput bind_head_input(const HeadView& head, int64_t tokens, void* memory) {
+  HeadInput input{head.k, layout::head_padded_k(head.k), nullptr, nullptr};
+  if (head.format == HeadFormat::kDense) {
+    input.dense = static_cast<float*>(memory);
+    return input;
+  }
+  const int64_t padded = input.padded_k;
+  input.tokens = static_cast<HeadToken*>(memory);
+  char* next =
+      static_cast<char*>(memory) + aligned(tokens * static_cast<int64_t>(sizeof(HeadToken)));
+  for (int64_t m = 0; m < tokens; ++m) {
+    auto* wide = reinterpret_cast<int16_t*>(next);
+    auto* high = reinterpret_cast<int8_t*>(next + 2 * padded);
+    auto* sums = reinterpret_cast<int32_t*>(next + 4 * padded);
+    input.tokens[m] = {wide, high, high + padded, sums, 0, 0.0f};
+    next += 4 * padded + aligned(padded / 64 * 4);
+  }
+  return input;
+}
+
+void prepare_head_token(const KernelTable& table, const HeadView& head, const float* x, int64_t m,
+                        const HeadInput& input) {
+  if (head.format == HeadFormat::kDense) {
+    std::memcpy(input.dense + m * head.k, x, static_cast<size_t>(head.k) * sizeof(float));
+    return;
+  }
+  HeadToken& token = input.tokens[m];
+  // The buffers are the caller's; HeadToken is how the kernels see them, hence its const.
+  auto* sums = const_cast<int32_t*>(token.sums);
+  token.scale = table.head_quantize_token(
+      x, head.k, input.padded_k, const_cast<int16_t*>(token.wide), const_cast<int8_t*>(token.high),
+      const_cast<int8_t*>(token.low), sums);
+  token.sum = 0;
+  for (int64_t i = 0; i < input.padded_k / 64; ++i) token.sum += sums[i];
+}
+
+void head_rows(const KernelTable& table, const HeadView& head, int64_t row_begin, int64_t row_end,
+               const HeadInput& input, int64_t tokens, float* out, int64_t out_stride) {
+  switch (head.format) {
+    case HeadFormat::kDense:
+      return table.head_dense(input.dense, tokens, head.type, head.weight, head.k, row_begin,
+                              row_end, head.prefetch_bytes, out, out_stride);
+    case HeadFormat::kInt8:
+      return table.head_int8(static_cast<const int8_t*>(head.weight),
+                             static_cast<const float*>(head.scale), head.k, row_begin, row_end,
+                             input.tokens, tokens, head.prefetch_bytes, out, out_stride);
+    case HeadFormat::kInt4:
+      return table.head_int4(static_cast<const uint8_t*>(head.weight),
+                             static_cast<const uint16_t*>(head.scale), head.groups(), head.group,
+                             row_begin, row_end, input.tokens, tokens, head.prefetch_bytes, out,
+                             out_stride);
+  }
+}
+
+void lm_head(const HeadView& head, const Rows& x, float* logits) {
+  const KernelTable& table = kernels();
+  Scratch<char> memory(head_input_bytes(head, x.count));
+  const HeadInput input = bind_head_input(head, x.count, memory.get());
+  parallel_rows(x.count, head.k, head.k, [&](int64_t m, float* row) {
+    table.load_row(x.type, x.at(m), head.k, row);
+    prepare_head_token(table, head, row, m, input);
+  });
+  const int64_t unit = head.unit_rows(), units = (head.rows + unit - 1) / unit;
+  parallel_ranges(units, unit * head.k * x.count, kMinElements, [&](int64_t begin, int64_t end) {
+    head_rows(table, head, begin * unit, std::min(end * unit, head.rows), input, x.count,
+              logits + begin * unit, head.rows);
+  });
+}
+
+void embed(const HeadView& head, const int64_t* ids, int64_t count, float* out) {
+  const KernelTable& table = kernels();
+  parallel_ranges(count, head.k, kMinElements, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) embed_row(table, head, ids[i], out + i * head.k);
+  });
+}
+
+int64_t quantize_head_int8(const Rows& w, int8_t* codes, float* scales) {
+  const KernelTable& table = kernels();
+  std::atomic<int64_t> bad_row{-1};
+  parallel_rows(w.count, w.width, w.width, [&](int64_t n, float* row) {
+    table.load_row(w.type, w.at(n), w.width, row);
+    scales[n] = table.head_quantize_int8(row, w.width, codes + n * w.width);
+    if (scales[n] != scales[n]) bad_row = n;
+  });
+  return bad_row;
+}
+
+int64_t quantize_head_int4(const Rows& w, int64_t group, uint8_t* packed, uint16_t* scales) {
+  const int64_t tiles = layout::head_tiles(w.count), groups = (w.width + group - 1) / group;
+  const int64_t tile_bytes = groups * group / layout::kHeadLineFeatures * layout::kHeadLineBytes;
+  const KernelTable& table = kernels();
+  std::atomic<int64_t> bad_row{-1};
+  // a row as float32, its codes, and its scales
+  const int64_t row_bytes = w.width * 4, code_bytes = (groups * group + 63) / 64 * 64;
+  const int64_t own = (row_bytes + 63) / 64 * 64 + code_bytes + groups * 2;
+  parallel_rows<char>(
+      tiles, layout::kHeadTileRows * w.width, (own + 63) / 64 * 64, [&](int64_t t, char* memory) {
+        BumpAllocator scratch(memory);
+        auto* row = scratch.take<float>(w.width);
+        auto* codes = scratch.take<uint8_t>(groups * group);
+        auto* row_scales = scratch.take<uint16_t>(groups);
+        if (!quantize_tile(table, w, t, group, row, codes, row_scales, packed + t * tile_bytes,
+                           scales + t * groups * layout::kHeadTileRows))
+          bad_row = t * layout::kHeadTileRows;
+      });
+  return bad_row;
+}
+
+}  // namespace bitnet::engine

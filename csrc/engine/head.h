@@ -1,0 +1,62 @@
+// The output head and the embedding over one storage: what a head is in memory, what a token
+// becomes before it meets it, both products, and the making of quantised heads.
+#pragma once
+
+#include <cstdint>
+
+#include "engine/row_ops.h"
+#include "format/layout.h"
+
+namespace bitnet::engine {
+
+enum class HeadFormat : int32_t { kDense, kInt8, kInt4 };
+
+// Borrowed memory.  Layouts: format/layout.h.
+struct HeadView {
+  HeadFormat format;
+  DType type;              // of a dense head's weights
+  const void* weight;      // dense [rows, k], int8 [rows, k], uint8 [tiles, lines, 64]
+  const void* scale;       // null, float32 [rows], bfloat16 bits [tiles, groups, 16]
+  int64_t rows, k;         // V and K
+  int64_t group;           // int4: 64 or 128 features
+  int64_t prefetch_bytes;  // tuning().prefetch_bytes
+
+  // The smallest run of rows that a thread may take, and the bytes a row costs to read.
+  int64_t unit_rows() const { return format == HeadFormat::kInt4 ? layout::kHeadTileRows : 1; }
+  int64_t groups() const { return group == 0 ? 0 : (k + group - 1) / group; }
+  int64_t row_bytes() const;
+};
+
+// The tokens that meet a head, over memory of the caller (head_input_bytes, aligned to 64).
+struct HeadInput {
+  int64_t k, padded_k;
+  float* dense;       // [tokens, k], of a dense head
+  HeadToken* tokens;  // [tokens], of a quantised head
+};
+
+// Down to head_rows nothing allocates, throws or opens a parallel region, so that a whole model
+// step can call it from inside its own.
+int64_t head_input_bytes(const HeadView& head, int64_t tokens);
+HeadInput bind_head_input(const HeadView& head, int64_t tokens, void* memory);
+
+// Prepares token m from its last hidden state x [k].  Different tokens may be prepared at once.
+void prepare_head_token(const KernelTable& table, const HeadView& head, const float* x, int64_t m,
+                        const HeadInput& input);
+
+// out[m * out_stride + n - row_begin] = logit of row n for n in [row_begin, row_end); row_begin is
+// a multiple of unit_rows().  Different ranges may be computed at once.
+void head_rows(const KernelTable& table, const HeadView& head, int64_t row_begin, int64_t row_end,
+               const HeadInput& input, int64_t tokens, float* out, int64_t out_stride);
+
+// logits [x.count, head.rows] of all tokens
+void lm_head(const HeadView& head, const Rows& x, float* logits);
+// out [count, k]: row ids[i] as float32, the weight itself or code * scale, rounded once.
+void embed(const HeadView& head, const int64_t* ids, int64_t count, float* out);
+
+// codes int8 [count, width], scales [count].  Returns a row that holds NaN or an infinity, or -1.
+int64_t quantize_head_int8(const Rows& weight, int8_t* codes, float* scales);
+// Tiles of 16 rows in groups of 64 or 128 (format/layout.h).  Returns the first row of a tile that
+// holds NaN or an infinity, or -1.
+int64_t quantize_head_int4(const Rows& weight, int64_t group, uint8_t* tiles, uint16_t* scales);
+
+}  // namespace bitnet::engine

@@ -1,0 +1,257 @@
+// The stages of a model step; see model_step.h. A stage may read what another has written because
+// the executor ends one before it begins the next. Nothing here throws or allocates.
+#include "engine/model_step.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "engine/kv_cache.h"
+#include "format/layout.h"
+
+namespace bitnet::engine {
+namespace {
+
+constexpr int64_t kHeadRows = 32;  // of a unit: they stay in cache while every token meets them
+static_assert(kHeadRows % layout::kHeadTileRows == 0);
+
+}  // namespace
+
+WeightSize weight_size(const StepModel& m, int which) {
+  switch (which) {
+    case kQ:
+      return {m.query(), m.hidden};
+    case kK:
+    case kV:
+      return {m.kv(), m.hidden};
+    case kO:
+      return {m.hidden, m.query()};
+    case kDown:
+      return {m.hidden, m.intermediate};
+    default:
+      return {m.intermediate, m.hidden};
+  }
+}
+
+// Normalising every token on every thread costs tokens * (partitions - 1) rows of work too many,
+// about 0.2 us each; a stage of its own costs a barrier and a trip of the codes between caches.
+StepPlan::StepPlan(const StepModel& model, const AttentionPlan& attention,
+                   const StepBuffers& buffers, int64_t partitions)
+    : model_(model),
+      attention_(attention),
+      buffers_(buffers),
+      partitions_(partitions),
+      split_norms_(splits_norms(model.tokens, partitions)) {}
+
+StepPlan::Place StepPlan::place(int64_t stage) const {
+  const int64_t layer = stage / kStagesOfLayer;
+  return {layer < model_.n_layers ? model_.layers + layer : nullptr,
+          static_cast<int>(stage % kStagesOfLayer)};
+}
+
+bool StepPlan::keeps_last_tokens_only(const Place& at) const {
+  return at.layer == nullptr ||
+         (at.layer == model_.layers + model_.n_layers - 1 && at.stage >= kNormOut);
+}
+
+int64_t StepPlan::tokens_at(const Place& at) const {
+  return keeps_last_tokens_only(at) ? model_.head_tokens() : model_.tokens;
+}
+
+int64_t StepPlan::token_of(const Place& at, int64_t j) const {
+  if (!keeps_last_tokens_only(at)) return j;
+  const int64_t skipped = model_.per_sequence - model_.kept;
+  return j + skipped * (j / model_.kept + 1);
+}
+
+// out null: rounded and added to the residual stream.
+Projection StepPlan::projection(const Place& at, int which, float* out) const {
+  const Weight& w = at.layer->weights[which];
+  const auto stride_bytes = w.n_rows * static_cast<int64_t>(sizeof(float));
+  Projection p{&w,
+               at.layer->scales + which,
+               0,
+               nullptr,
+               {StoreKind::kRound, model_.type, out, stride_bytes}};
+  if (out == nullptr) {
+    p.out.kind = StoreKind::kAdd;
+    p.out.data = buffers_.x;
+    if (keeps_last_tokens_only(at)) {
+      p.out.run = model_.kept;
+      p.out.skip = model_.per_sequence - model_.kept;
+    }
+  }
+  return p;
+}
+
+StepPlan::Projections StepPlan::projections(const Place& at) const {
+  if (at.layer == nullptr) return {};
+  switch (at.stage) {
+    case kQkv:
+      return {3,
+              {projection(at, kQ, buffers_.q), projection(at, kK, buffers_.k),
+               projection(at, kV, buffers_.v)}};
+    case kOut:
+      return {1, {projection(at, kO, nullptr)}};
+    case kGateUp:
+      return {2, {projection(at, kGate, buffers_.gate), projection(at, kUp, buffers_.up)}};
+    case kDownStage:
+      return {1, {projection(at, kDown, nullptr)}};
+    default:
+      return {};
+  }
+}
+
+QuantizedTokens StepPlan::tokens_of(const Place& at, int64_t k, const StepInput& from) const {
+  QuantizedTokens x = from.x;
+  x.tokens = tokens_at(at);
+  x.k = k;
+  x.padded_k = layout::padded_k(k);
+  x.tile = model_.table->product_blocking(x.tokens).token_tile;
+  return x;
+}
+
+int64_t StepPlan::units(int64_t stage) const {
+  const Place at = place(stage);
+  if (const Projections p = projections(at); p.count != 0) {
+    const QuantizedTokens x = tokens_of(at, p.at[0].weight->k, buffers_.shared);
+    return Product(*model_.table, x, p.at, p.count).units();
+  }
+  if (at.layer == nullptr && at.stage == kHead)
+    return (model_.head.rows + kHeadRows - 1) / kHeadRows;
+  if (at.layer != nullptr && at.stage == kRotate)
+    return model_.tokens * (model_.heads + model_.kv_heads);
+  if (at.layer != nullptr && at.stage == kAttend) return attention_.tasks();
+  return split_norms_ ? tokens_at(at) : 0;
+}
+
+ClaimRule StepPlan::claim(int64_t stage) const {
+  const Place at = place(stage);
+  const Projections p = projections(at);
+  if (p.count == 0) return {1, 64};
+  const QuantizedTokens x = tokens_of(at, p.at[0].weight->k, buffers_.shared);
+  return Product(*model_.table, x, p.at, p.count).claim();
+}
+
+void StepPlan::norm_row(const float* norm_weight, int64_t n, float* row) const {
+  if (norm_weight == nullptr) return;
+  model_.table->rms_norm_row(row, norm_weight, n, model_.eps, model_.type, row);
+  model_.table->round_row(model_.type, row, n);
+}
+
+// What the stage at `at` multiplies by, for one token: norm (or activation and sub-norm), int8.
+void StepPlan::normalise(const Place& at, int64_t j, float* row, const StepInput& to) const {
+  const StepModel& m = model_;
+  const KernelTable& table = *m.table;
+  const int64_t token = token_of(at, j);
+  if (at.layer == nullptr) {
+    table.rms_norm_row(buffers_.x + token * m.hidden, m.final_norm, m.hidden, m.eps, DType::kF32,
+                       row);
+    return prepare_head_token(table, m.head, row, j, to.head);
+  }
+  int64_t n = m.hidden;
+  if (at.stage == kQkv || at.stage == kGateUp) {
+    std::memcpy(row, buffers_.x + token * n, static_cast<size_t>(n) * sizeof(float));
+    table.round_row(m.type, row, n);
+    norm_row(at.stage == kQkv ? at.layer->attention_norm : at.layer->mlp_norm, n, row);
+  } else if (at.stage == kOut) {
+    n = m.query();
+    std::memcpy(row, buffers_.attended + token * n, static_cast<size_t>(n) * sizeof(float));
+    table.round_row(m.type, row, n);
+    norm_row(at.layer->out_norm, n, row);
+  } else {
+    n = m.intermediate;
+    (m.relu2 ? table.relu2_mul_row : table.silu_mul_row)(buffers_.gate + j * n, buffers_.up + j * n,
+                                                         n, row);
+    table.round_row(m.type, row, n);
+    norm_row(at.layer->down_norm, n, row);
+  }
+  tokens_of(at, n, to).quantize(table, row, j);
+}
+
+void StepPlan::prepare(int64_t stage, int64_t slot) const {
+  const Place at = place(stage);
+  const bool head = at.layer == nullptr && at.stage == kHead;
+  if (split_norms_ || (!head && projections(at).count == 0)) return;
+  const StepInput& own = buffers_.own[slot];
+  for (int64_t j = 0; j < tokens_at(at); ++j) normalise(at, j, own.row, own);
+}
+
+void StepPlan::run(int64_t stage, int64_t begin, int64_t end, int64_t slot) const {
+  const Place at = place(stage);
+  const StepInput& own = buffers_.own[slot];
+  const StepInput& input = split_norms_ ? buffers_.shared : own;
+  if (const Projections p = projections(at); p.count != 0) {
+    const QuantizedTokens x = tokens_of(at, p.at[0].weight->k, input);
+    return Product(*model_.table, x, p.at, p.count).run(begin, end);
+  }
+  if (at.layer == nullptr && at.stage == kHead) return logits(begin, end, input);
+  for (int64_t unit = begin; unit < end; ++unit) {
+    if (at.layer != nullptr && at.stage == kRotate) {
+      rotate(*at.layer, unit, own.row);
+    } else if (at.layer != nullptr && at.stage == kAttend) {
+      // a plan of whole groups begins with the longest
+      const int64_t last = attention_.tasks() - 1;
+      attend(*at.layer, attention_.split() ? unit : last - unit, own.attention);
+    } else {  // a norm stage stands right before the stage it is for
+      normalise({at.layer, at.stage + 1}, unit, own.row, buffers_.shared);
+    }
+  }
+}
+
+// Unit = a token and a query head, or a token and a key/value head, which also enters the cache.
+void StepPlan::rotate(const StepLayer& layer, int64_t unit, float* row) const {
+  const StepModel& m = model_;
+  const KernelTable& table = *m.table;
+  const int64_t per_token = m.heads + m.kv_heads, dim = m.dim;
+  const int64_t token = unit / per_token, head = unit % per_token;
+  const float* cos_sin = buffers_.cos_sin + token * dim;
+  if (head < m.heads) {
+    float* to = buffers_.rotated + token * m.query() + head * dim;
+    table.rope_head(buffers_.q + token * m.query() + head * dim, cos_sin, dim, to);
+    table.round_row(m.type, to, dim);
+    return;
+  }
+  const int64_t kv_head = head - m.heads, from = token * m.kv() + kv_head * dim;
+  const int64_t sequence = token / m.per_sequence;
+  const int64_t position = m.starts[sequence] + token % m.per_sequence;
+  const int64_t at = (sequence * m.kv_heads + kv_head) * m.capacity + position;
+  table.rope_head(buffers_.k + from, cos_sin, dim, row);
+  table.round_row(m.type, row, dim);
+  store_cache_row(table, m.cache_type, row, dim, at, layer.keys, layer.key_scale);
+  store_cache_row(table, m.cache_type, buffers_.v + from, dim, at, layer.values, layer.value_scale);
+}
+
+void StepPlan::attend(const StepLayer& layer, int64_t task, float* own) const {
+  const AttentionBuffers buffers{buffers_.rotated,  layer.keys,      layer.values,
+                                 buffers_.attended, layer.key_scale, layer.value_scale};
+  attention_.run(*model_.table, buffers, task, buffers_.attention, own);
+}
+
+void StepPlan::logits(int64_t begin, int64_t end, const StepInput& from) const {
+  const HeadView& head = model_.head;
+  const int64_t first = begin * kHeadRows;
+  head_rows(*model_.table, head, first, std::min(end * kHeadRows, head.rows), from.head,
+            model_.head_tokens(), buffers_.logits + first, head.rows);
+}
+
+// The thread's first bytes of the next matrix: they travel while it waits for the others.
+void StepPlan::prefetch_next(int64_t stage, int64_t slot) const {
+  constexpr int64_t kBytes = 8192, kLine = 64;
+  const auto prefetch = [](const void* from) {
+    for (int64_t i = 0; i < kBytes; i += kLine) __builtin_prefetch(offset_bytes(from, i));
+  };
+  if (projections(place(stage)).count == 0) return;
+  for (int64_t next = stage + 1; next < stages(); ++next) {
+    const Place at = place(next);
+    if (const Projections p = projections(at); p.count != 0) {
+      const QuantizedTokens x = tokens_of(at, p.at[0].weight->k, buffers_.shared);
+      return prefetch(Product(*model_.table, x, p.at, p.count).weights_of(partitions_, slot));
+    }
+    if (at.layer == nullptr && at.stage == kHead) {
+      const int64_t row = partition_begin(units(next), partitions_, slot) * kHeadRows;
+      return prefetch(offset_bytes(model_.head.weight, row * model_.head.row_bytes()));
+    }
+  }
+}
+
+}  // namespace bitnet::engine

@@ -1,0 +1,163 @@
+// One step of a whole model as a plan of stages (runtime/staged_executor.h): which stages there
+// are, how many units each has, and what a unit does. The order of operations and every rounding
+// are those of the composed ops, so results are equal bit for bit.
+#pragma once
+
+#include <vector>
+
+#include "engine/attention.h"
+#include "engine/head.h"
+#include "engine/product.h"
+
+namespace bitnet::engine {
+
+// In the order in which a layer reads them, which is the order of decode_step's list of weights.
+enum LayerWeight { kQ, kK, kV, kO, kGate, kUp, kDown, kLayerWeights };
+
+struct StepLayer {
+  Weight weights[kLayerWeights];
+  const float* scales;          // [kLayerWeights]
+  const float* attention_norm;  // [hidden]
+  const float* out_norm;        // [heads * dim], the sub-norm; null: none
+  const float* mlp_norm;        // [hidden]
+  const float* down_norm;       // [intermediate], the sub-norm; null: none
+  void* keys;                   // [batch, kv_heads, capacity, dim]
+  void* values;
+  float *key_scale, *value_scale;  // [batch, kv_heads, capacity], of an int8 cache
+};
+
+// What is the same for every layer.
+struct StepModel {
+  const KernelTable* table;
+  int64_t tokens;        // of all sequences together
+  int64_t per_sequence;  // consecutive tokens of one sequence
+  int64_t kept;          // the last tokens of each sequence, whose logits are wanted
+  int64_t hidden, heads, kv_heads, dim, intermediate;
+  int64_t capacity;  // positions of the cache
+  int64_t n_layers;
+  const StepLayer* layers;
+  const float* final_norm;  // [hidden]
+  DType type;               // what activations are rounded to between operations
+  DType cache_type;
+  bool relu2;
+  float eps;
+  double rope_theta;
+  float attention_scale;
+  const int64_t* starts;  // [tokens / per_sequence]
+  HeadView head;
+
+  int64_t query() const { return heads * dim; }
+  int64_t kv() const { return kv_heads * dim; }
+  int64_t batch() const { return tokens / per_sequence; }
+  int64_t head_tokens() const { return batch() * kept; }
+};
+
+// Rows and input features of a layer's weight.
+struct WeightSize {
+  int64_t rows, k;
+};
+WeightSize weight_size(const StepModel& m, int which);
+
+// Normalised and quantised tokens, of one thread or of all.
+struct StepInput {
+  float* row;         // [longest row]
+  QuantizedTokens x;  // room for tokens of the longest row; each stage sets their number and k
+  HeadInput head;     // what the output head multiplies by
+  float* attention;   // [attention.thread_floats()], a thread's own
+};
+
+// Memory that all threads share; every row is written by one unit of one stage.
+struct StepBuffers {
+  float* x;                   // [tokens, hidden], the residual stream
+  float* cos_sin;             // [tokens, dim]
+  float *q, *k, *v;           // [tokens, query], [tokens, kv] twice
+  float *rotated, *attended;  // [tokens, query]
+  float *gate, *up;           // [tokens, intermediate], of the tokens that a layer's end computes
+  float* attention;           // [attention.shared_floats()], prepared
+  float* logits;              // [head_tokens, vocab]
+  StepInput shared;           // what a stage of its own normalises and quantises, for all
+  StepInput* own;             // [partitions]
+};
+
+class StepPlan {
+ public:
+  StepPlan(const StepModel& model, const AttentionPlan& attention, const StepBuffers& buffers,
+           int64_t partitions);
+
+  // The plan of runtime/staged_executor.h.
+  int64_t stages() const { return model_.n_layers * kStagesOfLayer + kStagesOfEnd; }
+  int64_t units(int64_t stage) const;
+  ClaimRule claim(int64_t stage) const;
+  void prepare(int64_t stage, int64_t slot) const;
+  void run(int64_t stage, int64_t begin, int64_t end, int64_t slot) const;
+  void prefetch_next(int64_t stage, int64_t slot) const;
+
+  // Whether tokens are normalised and quantised in stages of their own, into buffers.shared.
+  static bool splits_norms(int64_t tokens, int64_t partitions) {
+    return partitions > 1 && tokens > 2;
+  }
+
+ private:
+  // Norm...: normalise and quantise, as a stage of its own where that is worth a barrier; otherwise
+  // every thread does it for itself when it enters the stage behind, and the stage has no units.
+  enum Stage {
+    kNormQkv,
+    kQkv,
+    kRotate,
+    kAttend,
+    kNormOut,
+    kOut,
+    kNormGateUp,
+    kGateUp,
+    kNormDown,
+    kDownStage,
+    kStagesOfLayer,
+    kNormHead = 0,
+    kHead,
+    kStagesOfEnd
+  };
+  struct Place {
+    const StepLayer* layer;  // null behind the last
+    int stage;
+  };
+  // What a stage multiplies; none where it does something else.
+  struct Projections {
+    int count = 0;
+    Projection at[3];
+  };
+
+  Place place(int64_t stage) const;
+  // The tokens that a stage computes, and which of all tokens its j-th one is: behind the last
+  // attention only those whose logits are wanted go on.
+  bool keeps_last_tokens_only(const Place& at) const;
+  int64_t tokens_at(const Place& at) const;
+  int64_t token_of(const Place& at, int64_t j) const;
+  Projections projections(const Place& at) const;
+  Projection projection(const Place& at, int which, float* out) const;
+  // The memory of `from` as the tokens of the stage.
+  QuantizedTokens tokens_of(const Place& at, int64_t k, const StepInput& from) const;
+  void normalise(const Place& at, int64_t j, float* row, const StepInput& to) const;
+  void norm_row(const float* norm_weight, int64_t n, float* row) const;
+  void rotate(const StepLayer& layer, int64_t unit, float* row) const;
+  void attend(const StepLayer& layer, int64_t task, float* own) const;
+  void logits(int64_t begin, int64_t end, const StepInput& from) const;
+
+  StepModel model_;
+  const AttentionPlan& attention_;
+  StepBuffers buffers_;
+  int64_t partitions_;
+  bool split_norms_;
+};
+
+// What a thread keeps between its steps, so that a step of the same size allocates nothing.
+struct StepState {
+  std::vector<StepLayer> layers;
+  std::vector<int64_t> starts, last_positions;
+  Workspace memory;
+  StagedExecutor executor;
+};
+
+// The whole step: x float32 [tokens, hidden] -> logits float32 [head_tokens, vocab].
+void run_step(StepState& state, const StepModel& model, const float* x, float* logits);
+
+}  // namespace bitnet::engine

@@ -1,0 +1,254 @@
+// Products cut into units; see product.h. A claimed run of units is multiplied in calls whose sums
+// stay in L1.
+#include "engine/product.h"
+
+#include <algorithm>
+
+#include "format/layout.h"
+
+namespace bitnet::engine {
+namespace {
+
+// Each group adds to values that are read again, so both they and the sums have to fit.
+constexpr int64_t kGroupedTokens = 32, kGroupedRows = kMaxBlockRows;
+
+int64_t ceil_div(int64_t n, int64_t size) { return (n + size - 1) / size; }
+
+ProductBlocking blocking_of(const KernelTable& table, int64_t tokens, bool grouped) {
+  ProductBlocking blocking = table.product_blocking(tokens);
+  if (grouped) {
+    blocking.tokens = kGroupedTokens;
+    blocking.rows = kGroupedRows;
+    blocking.sums = kGroupedTokens * kGroupedRows;
+  }
+  return blocking;
+}
+
+}  // namespace
+
+Projection make_projection(const Weight& weight, const float* scale, int64_t scale_count,
+                           DType type, void* out) {
+  return {&weight,
+          scale,
+          scale_count == 1 ? 0 : 1,
+          nullptr,
+          {StoreKind::kStore, type, out, weight.n_rows * element_size(type)}};
+}
+
+Projection make_sums(const Weight& weight, int32_t* out) {
+  const auto stride_bytes = weight.n_rows * static_cast<int64_t>(sizeof(int32_t));
+  return {&weight, nullptr, 0, nullptr, {StoreKind::kSums, DType::kF32, out, stride_bytes}};
+}
+
+Product::Product(const KernelTable& table, const QuantizedTokens& x, const Projection* projections,
+                 int64_t count)
+    : table_(table),
+      x_(x),
+      projections_(projections),
+      count_(count),
+      blocking_(blocking_of(table, x.tokens, projections[0].grouped)),
+      token_blocks_(ceil_div(x.tokens, blocking_.tokens)),
+      block_tokens_(token_blocks_ == 0 ? 1 : ceil_div(x.tokens, token_blocks_)) {
+  if (x.tile != 0) block_tokens_ = ceil_div(block_tokens_, x.tile) * x.tile;
+  for (int64_t i = 0; i < count; ++i) {
+    row_blocks_ += projections[i].weight->row_blocks;
+    most_block_rows_ = std::max(most_block_rows_, projections[i].weight->block_rows);
+  }
+}
+
+ClaimRule Product::claim() const {
+  const int64_t across = blocking_.tokens_outermost ? 1 : token_blocks_;
+  const int64_t most = row_blocks_at_once(most_block_rows_) * across;
+  const int64_t least = std::min(blocking_.least_rows / most_block_rows_, row_blocks_) * across;
+  return {std::max<int64_t>(least, 1), std::max(least, most), blocking_.claim_parts};
+}
+
+int64_t Product::row_blocks_at_once(int64_t block_rows) const {
+  return std::max<int64_t>(1,
+                           std::min(blocking_.rows, blocking_.sums / block_tokens_) / block_rows);
+}
+
+void Product::run(int64_t begin, int64_t end) const {
+  if (blocking_.tokens_outermost) return run_tokens_outermost(begin, end);
+  int64_t offset = 0;  // of the matrix's units among all
+  for (int64_t i = 0; i < count_; ++i) {
+    const int64_t units = projections_[i].weight->row_blocks * token_blocks_;
+    const int64_t first = std::max(begin - offset, int64_t{0});
+    const int64_t last = std::min(end - offset, units);
+    if (first < last) run_rows_outermost(projections_[i], first, last);
+    offset += units;
+  }
+}
+
+// A run of consecutive units reads consecutive weights: whole row blocks, each for all tokens, as
+// far as they go.
+void Product::run_rows_outermost(const Projection& p, int64_t begin, int64_t end) const {
+  const int64_t most = row_blocks_at_once(p.weight->block_rows);
+  while (begin < end) {
+    const int64_t block = begin / token_blocks_, token_block = begin % token_blocks_;
+    const int64_t whole = token_block == 0 ? std::min((end - begin) / token_blocks_, most) : 0;
+    if (whole == 0) {
+      multiply(p, block, 1, token_block);
+      ++begin;
+      continue;
+    }
+    for (int64_t t = 0; t < token_blocks_; ++t) multiply(p, block, whole, t);
+    begin += whole * token_blocks_;
+  }
+}
+
+void Product::run_tokens_outermost(int64_t begin, int64_t end) const {
+  while (begin < end) {
+    const int64_t token_block = begin / row_blocks_;
+    int64_t block = begin % row_blocks_;  // among those of all matrices
+    const Projection* p = projections_;
+    while (block >= p->weight->row_blocks) block -= p++->weight->row_blocks;
+    const int64_t count = std::min(
+        {end - begin, p->weight->row_blocks - block, row_blocks_at_once(p->weight->block_rows)});
+    multiply(*p, block, count, token_block);
+    begin += count;
+  }
+}
+
+void Product::multiply(const Projection& p, int64_t block, int64_t blocks,
+                       int64_t token_block) const {
+  alignas(64) int32_t sums[kMaxProductSums];
+  const int64_t token = token_block * block_tokens_;
+  if (token >= x_.tokens) return;  // blocks of whole tiles may be fewer
+  const SumsJob job{
+      .block_begin = block,
+      .block_end = block + blocks,
+      .x = x_.token(token),
+      .x_stride = x_.stride(),
+      .x_step_stride = x_.step_stride(token),
+      .x_sum = x_.sums + token,
+      .tokens = std::min(block_tokens_, x_.tokens - token),
+      .out = sums,
+      .out_stride = blocks * p.weight->block_rows,
+  };
+  if (p.grouped) return multiply_grouped(p, job, token);
+  multiply_sums(table_, *p.weight, job);
+  store(p, job, token);
+}
+
+void Product::store(const Projection& p, const SumsJob& job, int64_t token) const {
+  const int64_t row = job.block_begin * p.weight->block_rows;
+  EpilogueJob out{
+      .sums = job.out,
+      .sums_stride = job.out_stride,
+      .rows = std::min(job.out_stride, p.weight->n_rows - row),
+      .tokens = job.tokens,
+      .w_scale = p.scale + p.scale_step * row,
+      .w_scale_step = p.scale_step,
+      .x_scale = x_.scales + token,
+      .bias = p.bias == nullptr ? nullptr : p.bias + row,
+      .kind = p.out.kind,
+      .type = p.out.type,
+      .out = nullptr,
+      .out_stride_bytes = p.out.stride_bytes,
+  };
+  const int64_t column = row * (p.out.kind == StoreKind::kStore ? element_size(p.out.type) : 4);
+  const auto out_of = [&](int64_t m) {
+    const int64_t at = p.out.skip == 0 ? m : m + p.out.skip * (m / p.out.run + 1);
+    return offset_bytes(p.out.data, at * p.out.stride_bytes + column);
+  };
+  if (p.out.skip == 0 || job.tokens == 1) {
+    out.out = out_of(token);
+    return table_.store_block(out);
+  }
+  for (int64_t m = 0; m < job.tokens; m += out.tokens) {  // rows between gaps
+    out.sums = job.out + m * job.out_stride;
+    out.tokens = std::min(p.out.run - (token + m) % p.out.run, job.tokens - m);
+    out.x_scale = x_.scales + token + m;
+    out.out = out_of(token + m);
+    table_.store_block(out);
+  }
+}
+
+// values[m * out_stride + i]: the sum over all groups, before x_scale.
+void Product::add_groups(const Projection& p, SumsJob job, int64_t token, float* values) const {
+  static constexpr auto kOnes = [] {
+    struct {
+      float at[kGroupedTokens];
+    } ones{};
+    for (float& one : ones.at) one = 1.0f;
+    return ones;
+  }();
+  float scales[kGroupedRows];
+  const int64_t row = job.block_begin * p.weight->block_rows;
+  const int64_t groups = layout::blocks_for(p.weight->k);
+  EpilogueJob add{
+      .sums = job.out,
+      .sums_stride = job.out_stride,
+      .rows = std::min(job.out_stride, p.weight->n_rows - row),
+      .tokens = job.tokens,
+      .w_scale = scales,
+      .w_scale_step = 1,
+      .x_scale = kOnes.at,
+      .bias = nullptr,
+      .kind = StoreKind::kStore,
+      .type = DType::kF32,
+      .out = values,
+      .out_stride_bytes = job.out_stride * static_cast<int64_t>(sizeof(float)),
+  };
+  const int8_t* x = job.x;
+  for (job.group = 0; job.group < groups; ++job.group) {
+    job.x = x + job.group * layout::kBlockWeights;
+    job.x_sum = x_.groups + job.group * x_.tokens + token;
+    multiply_sums(table_, *p.weight, job);
+    for (int64_t i = 0; i < add.rows; ++i) scales[i] = p.scale[(row + i) * groups + job.group];
+    table_.store_block(add);
+    add.kind = StoreKind::kAdd;
+  }
+}
+
+void Product::multiply_grouped(const Projection& p, SumsJob job, int64_t token) const {
+  alignas(64) float values[kGroupedTokens * kGroupedRows];
+  add_groups(p, job, token, values);
+  const int64_t row = job.block_begin * p.weight->block_rows;
+  const int64_t n = std::min(job.out_stride, p.weight->n_rows - row);
+  for (int64_t m = 0; m < job.tokens; ++m) {
+    float* y = values + m * job.out_stride;
+    const float x_scale = x_.scales[token + m];
+    for (int64_t i = 0; i < n; ++i) y[i] *= x_scale;
+    if (p.bias != nullptr) table_.add_row(y, p.bias + row, n, y);
+    const int64_t at = (token + m) * p.out.stride_bytes + row * element_size(p.out.type);
+    table_.store_row(p.out.type, y, n, offset_bytes(p.out.data, at));
+  }
+}
+
+const void* Product::weights_of(int64_t partitions, int64_t partition) const {
+  const int64_t unit = partition_begin(units(), partitions, partition);
+  int64_t block = blocking_.tokens_outermost ? unit % row_blocks_ : unit / token_blocks_;
+  const Projection* p = projections_;
+  while (block >= p->weight->row_blocks && p + 1 < projections_ + count_)
+    block -= p++->weight->row_blocks;
+  return p->weight->data + block * p->weight->block_bytes;
+}
+
+namespace {
+
+struct OneStage {
+  const Product& product;
+  int64_t stages() const { return 1; }
+  int64_t units(int64_t) const { return product.units(); }
+  ClaimRule claim(int64_t) const { return product.claim(); }
+  void prepare(int64_t, int64_t) const {}
+  void run(int64_t, int64_t begin, int64_t end, int64_t) const { product.run(begin, end); }
+  void prefetch_next(int64_t, int64_t) const {}
+};
+
+}  // namespace
+
+void multiply(const KernelTable& table, const QuantizedTokens& x, const Projection* projections,
+              int64_t count) {
+  const Product product(table, x, projections, count);
+  if (product.units() == 0) return;
+  int64_t macs = 0;
+  for (int64_t i = 0; i < count; ++i) macs += projections[i].weight->n_rows * x.k * x.tokens;
+  thread_local StagedExecutor executor;
+  const int64_t most = std::min(product.units(), StagedExecutor::kMaxPartitions);
+  executor.run(partitions_for(most, macs, kMinMacs), OneStage{product});
+}
+
+}  // namespace bitnet::engine

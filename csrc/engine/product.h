@@ -1,0 +1,74 @@
+// THE tiler: ternary weights x quantised tokens, cut into rows x blocks of tokens, each of which is
+// multiplied and then stored by one call of the epilogue. Every linear of every op and of the model
+// step goes through it.
+#pragma once
+
+#include "engine/quantized_tokens.h"
+#include "engine/weights.h"
+#include "runtime/staged_executor.h"
+
+namespace bitnet::engine {
+
+// Where the rows of a projection go: token m's at data + row * stride_bytes.
+struct Output {
+  StoreKind kind;
+  DType type;  // stored as (kStore) or rounded to (kRound, kAdd)
+  void* data;
+  int64_t stride_bytes;
+  // row = m + skip * (m / run + 1): of every run + skip tokens the last `run`.  skip 0: row = m.
+  int64_t run = 1, skip = 0;
+};
+
+// float(sum) * (scale[n] * x_scale[m]) + bias[n].  grouped: scale is [n_rows, ceil(K / 128)], and
+// float(sum of a group) * its scale is added in ascending order before x_scale multiplies.
+struct Projection {
+  const Weight* weight;
+  const float* scale;
+  int64_t scale_step;  // 0: one scale, 1: one per row
+  const float* bias;   // may be null
+  Output out;
+  bool grouped = false;
+};
+
+// A contiguous result [tokens, n_rows] of `type`.
+Projection make_projection(const Weight& weight, const float* scale, int64_t scale_count,
+                           DType type, void* out);
+// Exact int32 sums [tokens, n_rows].
+Projection make_sums(const Weight& weight, int32_t* out);
+
+// All projections of the same tokens as one stage of a plan (runtime/staged_executor.h). How the
+// work is cut follows from ProductBlocking. A unit is a row block x a block of tokens.
+class Product {
+ public:
+  Product(const KernelTable& table, const QuantizedTokens& x, const Projection* projections,
+          int64_t count);
+
+  int64_t units() const { return row_blocks_ * token_blocks_; }
+  ClaimRule claim() const;
+  void run(int64_t begin, int64_t end) const;
+  // The weights of the first unit of a partition.
+  const void* weights_of(int64_t partitions, int64_t partition) const;
+
+ private:
+  int64_t row_blocks_at_once(int64_t block_rows) const;
+  void run_rows_outermost(const Projection& p, int64_t begin, int64_t end) const;
+  void run_tokens_outermost(int64_t begin, int64_t end) const;
+  void multiply(const Projection& p, int64_t block, int64_t blocks, int64_t token_block) const;
+  void add_groups(const Projection& p, SumsJob job, int64_t token, float* values) const;
+  void multiply_grouped(const Projection& p, SumsJob job, int64_t token) const;
+  void store(const Projection& p, const SumsJob& job, int64_t token) const;
+
+  const KernelTable& table_;
+  const QuantizedTokens& x_;
+  const Projection* projections_;
+  int64_t count_;
+  ProductBlocking blocking_;
+  int64_t row_blocks_ = 0, most_block_rows_ = 1;
+  int64_t token_blocks_, block_tokens_;  // as equal as can be, so that more tokens never cost less
+};
+
+// All projections of the same tokens in one parallel region.
+void multiply(const KernelTable& table, const QuantizedTokens& x, const Projection* projections,
+              int64_t count);
+
+}  // namespace bitnet::engine

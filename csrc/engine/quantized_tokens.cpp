@@ -1,0 +1,65 @@
+// Filling token buffers; see quantized_tokens.h.
+#include "engine/quantized_tokens.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "format/layout.h"
+#include "runtime/parallel.h"
+
+namespace bitnet::engine {
+
+TokenBuffer::TokenBuffer(const KernelTable& table, int64_t tokens, int64_t k, bool group_sums)
+    : codes_(tokens * layout::padded_k(k)),
+      sums_(tokens),
+      groups_(group_sums ? tokens * layout::blocks_for(k) : 0),
+      scales_(tokens),
+      view_{tokens, k, layout::padded_k(k),
+            // sums over 128 codes are taken of rows as they lie
+            group_sums ? 0 : table.product_blocking(tokens).token_tile, codes_.get(), sums_.get(),
+            scales_.get(), group_sums ? groups_.get() : nullptr} {}
+
+void TokenBuffer::quantize(const KernelTable& table, const void* x, DType type) {
+  const int64_t k = view_.k, row_bytes = k * element_size(type);
+  parallel_rows(view_.tokens, k, k, [&](int64_t m, float* row) {
+    const void* source = offset_bytes(x, m * row_bytes);
+    const auto* values = static_cast<const float*>(source);
+    if (type != DType::kF32) {
+      table.load_row(type, source, k, row);
+      values = row;
+    }
+    view_.quantize(table, values, m);
+  });
+  if (view_.groups != nullptr) sum_groups(table);
+}
+
+void TokenBuffer::copy_quantized(const KernelTable& table, const int8_t* x, const float* scales) {
+  const int64_t k = view_.k;
+  for (int64_t m = 0; m < view_.tokens; ++m) {
+    int8_t* to = view_.token(m);
+    const int8_t* from = x + m * k;
+    if (view_.tile == 0) {
+      std::memcpy(to, from, static_cast<size_t>(k));
+      std::memset(to + k, 0, static_cast<size_t>(view_.padded_k - k));
+    } else {
+      for (int64_t at = 0; at < view_.padded_k; at += kTokenStep, to += view_.step_stride(m)) {
+        const int64_t count = std::clamp<int64_t>(k - at, 0, kTokenStep);
+        std::memcpy(to, from + at, static_cast<size_t>(count));
+        std::memset(to + count, 0, static_cast<size_t>(kTokenStep - count));
+      }
+    }
+    view_.sums[m] = table.sum_i8(from, k);
+  }
+  if (scales != nullptr) std::copy(scales, scales + view_.tokens, view_.scales);
+}
+
+void TokenBuffer::sum_groups(const KernelTable& table) {
+  for (int64_t m = 0; m < view_.tokens; ++m) {
+    for (int64_t g = 0; g < layout::blocks_for(view_.k); ++g) {
+      view_.groups[g * view_.tokens + m] =
+          table.sum_i8(view_.token(m) + g * layout::kBlockWeights, layout::kBlockWeights);
+    }
+  }
+}
+
+}  // namespace bitnet::engine

@@ -1,0 +1,56 @@
+// int8 tokens as the products read them: rows of codes padded with zeros, their sums and scales, in
+// the order that the kernel table asks for.
+#pragma once
+
+#include "kernels/kernel_table.h"
+#include "runtime/memory.h"
+
+namespace bitnet::engine {
+
+// Borrowed memory.  In row-major order token m is padded_k codes at codes + m * padded_k.  In
+// tiles, every `tile` tokens lie together, and of these 64 codes of each in turn.
+struct QuantizedTokens {
+  int64_t tokens, k, padded_k;
+  int64_t tile;  // tokens of a tile; 0: row-major
+  int8_t* codes;
+  int32_t* sums;    // of a token's codes
+  float* scales;    // what a code is worth
+  int32_t* groups;  // [groups, tokens], sums over 128 codes; null where nobody needs them
+
+  int64_t stride() const { return tile == 0 ? padded_k : kTokenStep; }
+  int8_t* token(int64_t m) const {
+    if (tile == 0) return codes + m * padded_k;
+    return codes + m / tile * tile * padded_k + m % tile * kTokenStep;
+  }
+  // From 64 codes of a token to its next 64: a last tile that is not full has shorter steps.
+  int64_t step_stride(int64_t m) const {
+    if (tile == 0) return kTokenStep;
+    const int64_t left = tokens - m / tile * tile;
+    return kTokenStep * (left < tile ? left : tile);
+  }
+  // Normalised tokens enter one at a time; different ones may do so at once.
+  void quantize(const KernelTable& table, const float* x, int64_t m) const {
+    scales[m] = table.quantize_row(x, k, padded_k, token(m), step_stride(m), sums + m);
+  }
+};
+
+// With memory of their own, in the order that `table` asks for.
+class TokenBuffer {
+ public:
+  TokenBuffer(const KernelTable& table, int64_t tokens, int64_t k, bool group_sums = false);
+  const QuantizedTokens& view() const { return view_; }
+
+  // Every token of a contiguous [tokens, k] of `type`.
+  void quantize(const KernelTable& table, const void* x, DType type);
+  // int8 [tokens, k] with scales float32 [tokens] (null: none), summed.
+  void copy_quantized(const KernelTable& table, const int8_t* x, const float* scales);
+
+ private:
+  void sum_groups(const KernelTable& table);
+  Scratch<int8_t> codes_;
+  Scratch<int32_t> sums_, groups_;
+  Scratch<float> scales_;
+  QuantizedTokens view_;
+};
+
+}  // namespace bitnet::engine

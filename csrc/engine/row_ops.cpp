@@ -1,0 +1,114 @@
+// Operations on rows; see row_ops.h.
+#include "engine/row_ops.h"
+
+#include <cmath>
+
+#include "kernels/dispatch.h"
+#include "runtime/parallel.h"
+
+namespace bitnet::engine {
+namespace {
+
+void load(const Rows& rows, int64_t row, float* dst) {
+  kernels().load_row(rows.type, rows.at(row), rows.width, dst);
+}
+void store(const Rows& rows, int64_t row, const float* src) {
+  kernels().store_row(rows.type, src, rows.width, rows.at(row));
+}
+
+// f(row, scratch of `floats` floats) for every row; rows of no features may be very many.
+template <class F>
+void for_rows(const Rows& rows, int64_t floats, const F& f) {
+  if (rows.width != 0) parallel_rows(rows.count, rows.width, floats, f);
+}
+
+}  // namespace
+
+void quantize_rows(const Rows& x, int8_t* codes, float* scales) {
+  const int64_t k = x.width;
+  for_rows(x, k, [&](int64_t m, float* row) {
+    int32_t sum;
+    load(x, m, row);
+    scales[m] = kernels().quantize_row(row, k, k, codes + m * k, kTokenStep, &sum);
+  });
+}
+
+void rms_norm(const Rows& x, const float* norm_weight, float eps, const Rows& y) {
+  for_rows(x, x.width, [&](int64_t r, float* row) {
+    load(x, r, row);
+    kernels().rms_norm_row(row, norm_weight, x.width, eps, x.type, row);
+    store(y, r, row);
+  });
+}
+
+void add_rms_norm(const Rows& x, const Rows& residual, const float* norm_weight, float eps,
+                  const Rows& y, const Rows& sum) {
+  const int64_t k = x.width;
+  for_rows(x, 2 * k, [&](int64_t r, float* row) {
+    const KernelTable& table = kernels();
+    load(x, r, row);
+    load(residual, r, row + k);
+    table.add_row(row, row + k, k, row);
+    table.round_row(x.type, row, k);
+    store(sum, r, row);
+    table.rms_norm_row(row, norm_weight, k, eps, x.type, row);
+    store(y, r, row);
+  });
+}
+
+void relu2_mul(const Rows& gate, const Rows& up, const Rows& y) {
+  const int64_t k = gate.width;
+  for_rows(gate, 2 * k, [&](int64_t r, float* row) {
+    load(gate, r, row);
+    load(up, r, row + k);
+    kernels().relu2_mul_row(row, row + k, k, row);
+    store(y, r, row);
+  });
+}
+
+void silu_and_mul(const Rows& x, const Rows& y) {
+  const int64_t d = y.width;
+  for_rows(x, 2 * d, [&](int64_t r, float* row) {
+    load(x, r, row);
+    kernels().silu_mul_row(row, row + d, d, row);
+    store(y, r, row);
+  });
+}
+
+void rope(const Rows& x, const float* cos_sin, int64_t heads, const Rows& y) {
+  const int64_t dim = x.width;
+  for_rows(x, 2 * dim, [&](int64_t r, float* row) {
+    load(x, r, row);
+    kernels().rope_head(row, cos_sin + r / heads * dim, dim, row + dim);
+    store(y, r, row + dim);
+  });
+}
+
+void rope_table(const int64_t* positions, int64_t count, int64_t head_dim, double theta,
+                float* out) {
+  if (count == 0) return;
+  Scratch<float> inv_freq(head_dim / 2);
+  rope_frequencies(head_dim, theta, inv_freq.get());
+  parallel_ranges(count, head_dim * 16, kMinElements, [&](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; ++t) {
+      rope_angles(positions[t], inv_freq.get(), head_dim / 2, out + t * head_dim);
+    }
+  });
+}
+
+void rope_frequencies(int64_t head_dim, double theta, float* inv_freq) {
+  for (int64_t i = 0; i < head_dim / 2; ++i) {
+    const float exponent = static_cast<float>(2 * i) / static_cast<float>(head_dim);
+    inv_freq[i] = 1.0f / static_cast<float>(std::pow(theta, static_cast<double>(exponent)));
+  }
+}
+
+void rope_angles(int64_t position, const float* inv_freq, int64_t half, float* row) {
+  for (int64_t i = 0; i < half; ++i) {
+    const double angle = static_cast<float>(position) * inv_freq[i];
+    row[i] = static_cast<float>(std::cos(angle));
+    row[half + i] = static_cast<float>(std::sin(angle));
+  }
+}
+
+}  // namespace bitnet::engine

@@ -1,0 +1,41 @@
+// Operations on rows of activations: quantisation, norms, activations, rotary positions. Rows are
+// dealt out to the threads; the arithmetic of a row is the kernel table's.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/kernel_table.h"
+#include "runtime/memory.h"
+
+namespace bitnet::engine {
+
+// A contiguous [count, width] of a float type in memory of the caller.
+struct Rows {
+  DType type;
+  int64_t count, width;
+  void* data;
+  void* at(int64_t row) const { return offset_bytes(data, row * width * element_size(type)); }
+};
+
+// codes [count, width], scales [count]
+void quantize_rows(const Rows& x, int8_t* codes, float* scales);
+void rms_norm(const Rows& x, const float* norm_weight, float eps, const Rows& y);
+// sum = x + residual, y = rms_norm(sum)
+void add_rms_norm(const Rows& x, const Rows& residual, const float* norm_weight, float eps,
+                  const Rows& y, const Rows& sum);
+void relu2_mul(const Rows& gate, const Rows& up, const Rows& y);
+// x [count, 2 d]: gate, then up; y [count, d]
+void silu_and_mul(const Rows& x, const Rows& y);
+// Rows of heads, `heads` of a token, whose angles are cos_sin [count / heads, width].
+void rope(const Rows& x, const float* cos_sin, int64_t heads, const Rows& y);
+// out [count, head_dim]: cosines, then sines
+void rope_table(const int64_t* positions, int64_t count, int64_t head_dim, double theta,
+                float* out);
+
+// inv_freq[i] = theta^(-2 i / head_dim) for i < head_dim / 2, each step rounded to float32 as in
+// the Hugging Face models.
+void rope_frequencies(int64_t head_dim, double theta, float* inv_freq);
+// row [2 * half]: cosines, then sines.  The angle is a float32 product of float32 factors.
+void rope_angles(int64_t position, const float* inv_freq, int64_t half, float* row);
+
+}  // namespace bitnet::engine

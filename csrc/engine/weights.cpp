@@ -1,0 +1,98 @@
+// Views of ternary weights and the sums of a run of row blocks; see weights.h. Which kernel of the
+// table a product takes is decided here, by layout.
+#include "engine/weights.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "format/layout.h"
+#include "runtime/tuning.h"
+
+namespace bitnet::engine {
+namespace {
+
+constexpr int64_t kCanonicalBlockRows = 16;
+constexpr int64_t kGroup = layout::kBlockWeights;
+
+void multiply_tiles(const KernelTable& table, const Weight& w, const SumsJob& job) {
+  const auto gemm = w.format == WeightFormat::kTwoBit ? table.tile_gemm : table.trit_tile_gemm;
+  TileJob tiles{w.data + job.block_begin * w.block_bytes,
+                w.k_steps,
+                job.block_end - job.block_begin,
+                job.x,
+                job.x_stride,
+                job.x_sum,
+                job.tokens,
+                job.out,
+                job.out_stride,
+                tuning().prefetch_bytes,
+                job.x_step_stride};
+  if (job.group < 0) return gemm(tiles);
+  // a group's lines of one tile are consecutive, those of the next tile are not
+  constexpr int64_t kGroupSteps = kGroup / layout::kTileStepK;
+  const int64_t first = job.group * kGroupSteps;
+  tiles.tiles += first * (w.block_bytes / w.k_steps);
+  tiles.lines = std::min(kGroupSteps, w.k_steps - first);
+  tiles.tile_count = 1;
+  for (int64_t block = job.block_begin; block < job.block_end; ++block) {
+    gemm(tiles);
+    tiles.tiles += w.block_bytes;
+    tiles.out += w.block_rows;
+  }
+}
+
+void multiply_canonical(const KernelTable& table, const Weight& w, const SumsJob& job) {
+  const int64_t row_bytes = layout::row_bytes_for(w.k), begin = job.block_begin * w.block_rows;
+  const int64_t end = std::min(job.block_end * w.block_rows, w.n_rows);
+  if (job.group < 0)
+    return table.ternary_gemm(w.data, row_bytes, begin, end, job.x, job.x_stride, job.x_sum,
+                              job.tokens, job.out, job.out_stride, tuning().prefetch_bytes);
+  uint8_t rows[kMaxBlockRows * layout::kBlockBytes];
+  for (int64_t from = begin; from < end; from += kMaxBlockRows) {
+    const int64_t n = std::min(kMaxBlockRows, end - from);
+    for (int64_t i = 0; i < n; ++i) {
+      std::memcpy(rows + i * layout::kBlockBytes,
+                  w.data + (from + i) * row_bytes + job.group * layout::kBlockBytes,
+                  static_cast<size_t>(layout::kBlockBytes));
+    }
+    table.ternary_gemm(rows, layout::kBlockBytes, 0, n, job.x, job.x_stride, job.x_sum, job.tokens,
+                       job.out + (from - begin), job.out_stride, tuning().prefetch_bytes);
+  }
+}
+
+}  // namespace
+
+int64_t fields_of(WeightFormat format) {
+  return format == WeightFormat::kBase3 ? layout::kTritFields : layout::kTwoBitFields;
+}
+
+Weight canonical_weight(const void* data, int64_t n_rows, int64_t k) {
+  return {static_cast<const uint8_t*>(data),
+          WeightFormat::kCanonical,
+          n_rows,
+          k,
+          kCanonicalBlockRows,
+          (n_rows + kCanonicalBlockRows - 1) / kCanonicalBlockRows,
+          kCanonicalBlockRows * layout::row_bytes_for(k),
+          0};
+}
+
+Weight tile_weight(const void* data, WeightFormat format, int64_t n_rows, int64_t k,
+                   int64_t lanes) {
+  const int64_t fields = fields_of(format), k_steps = layout::tile_lines(k);
+  return {static_cast<const uint8_t*>(data),
+          format,
+          n_rows,
+          k,
+          lanes * fields,
+          layout::tiles_for(n_rows, lanes, fields),
+          k_steps * lanes * layout::kTileStepK,
+          k_steps};
+}
+
+void multiply_sums(const KernelTable& table, const Weight& weight, const SumsJob& job) {
+  const bool canonical = weight.format == WeightFormat::kCanonical;
+  (canonical ? multiply_canonical : multiply_tiles)(table, weight, job);
+}
+
+}  // namespace bitnet::engine

@@ -1,0 +1,59 @@
+// A ternary weight matrix as the engine sees it: a view that knows its layout (format/layout.h),
+// cut into row blocks that a part of the work may take.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/kernel_table.h"
+
+namespace bitnet::engine {
+
+enum class WeightFormat : int32_t { kCanonical = 0, kTwoBit = 1, kBase3 = 2 };
+
+// Row blocks are consecutive in memory.  A CPU-specific layout's last one may reach past n_rows:
+// its rows there are computed like the others, and their sums mean nothing.
+struct Weight {
+  const uint8_t* data;
+  WeightFormat format;
+  int64_t n_rows;
+  int64_t k;            // as the activations have it, before padding
+  int64_t block_rows;   // rows of a row block
+  int64_t row_blocks;   // of the whole matrix
+  int64_t block_bytes;  // of a whole row block
+  int64_t k_steps;      // CPU-specific layouts: lines of a tile, 4 k each
+
+  // Of the whole matrix: a CPU-specific layout has whole row blocks, canonical rows end with the
+  // last.
+  int64_t bytes() const {
+    return format == WeightFormat::kCanonical ? n_rows * (block_bytes / block_rows)
+                                              : row_blocks * block_bytes;
+  }
+};
+
+inline constexpr int64_t kMaxBlockRows = 80;  // 1.6 bit, 16 lanes
+
+// Rows that share a byte: 4 or 5.
+int64_t fields_of(WeightFormat format);
+
+// Views of memory whose size has been checked: uint8 [n_rows, row bytes], or whole tiles for
+// `lanes` lanes.
+Weight canonical_weight(const void* data, int64_t n_rows, int64_t k);
+Weight tile_weight(const void* data, WeightFormat format, int64_t n_rows, int64_t k, int64_t lanes);
+
+// A run of row blocks x some tokens, all of K or one block of 128 of it.
+struct SumsJob {
+  int64_t block_begin, block_end;
+  int64_t group = -1;  // -1: all of K
+  const int8_t* x;     // token m at x + m * x_stride, its next 64 k at x_step_stride
+  int64_t x_stride, x_step_stride;
+  const int32_t* x_sum;  // of the codes that are multiplied
+  int64_t tokens;
+  int32_t* out;  // row i of the run and token m at out[m * out_stride + i]
+  int64_t out_stride;
+};
+
+// The exact sums of the job.  Zeros stand in x from k to the next multiple of 128.  Writes whole
+// row blocks, rows past n_rows included, except in the canonical layout.
+void multiply_sums(const KernelTable& table, const Weight& weight, const SumsJob& job);
+
+}  // namespace bitnet::engine

@@ -1,0 +1,339 @@
+// SIMD primitives that an ISA need not write.  An ISA's own declaration of a name, in its inner
+// namespace, hides the one here.  Included by every simd_*.h.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "format/layout.h"
+#include "kernels/kernel_table.h"
+
+namespace bitnet {
+namespace {
+
+// Fixes v in its register at this point.  Without it g++ 12 reassociates the integer sums of a tile
+// across its fields, and so many intermediate sums live at once that it spills the accumulators.
+template <class T>
+[[gnu::always_inline]] inline void pin([[maybe_unused]] T& v) {
+  if constexpr (sizeof(v) <= 8) __asm__ volatile("" : "+r"(v));
+}
+
+// Makes the compiler take v for changed, so that it computes again what depends on v alone.
+template <class T>
+[[gnu::always_inline]] inline void renew(T& v) {
+  __asm__ volatile("" : "+m"(v));
+}
+
+// No unit that multiplies whole tiles; simd_amx_int8.h has one.
+struct MatrixUnit {
+  static constexpr int64_t kFromTokens = 0;  // never
+};
+
+// ---- integer words ------------------------------------------------------------------------------
+// A unit is kUnitBlocks weight blocks of a row.  Raw holds its bytes; codes<F> takes field F out
+// (0 = bits 7-6, meeting activations 0..31 of each block); load_x<F> loads the activations that
+// meet it.  dot adds their products into a Partial, which is safe for kFlushUnits units; widen
+// folds a Partial into an Acc.  load_raw_tail / load_x_tail do the same for a last unit of one
+// block.
+
+constexpr int64_t kUnitBlocks = 1;
+constexpr int64_t kFlushUnits = 1 << 30;  // int32 partial sums: no flush needed
+constexpr int kGemvRows = 4;              // rows per tile at one token
+constexpr bool kGemvStreams = false;      // which rows: neighbours, or (true) far apart
+constexpr int kTileRows = 2;              // rows x tokens per tile at more tokens
+constexpr int kTileTokens = 4;
+
+struct Raw {
+  uint8_t byte[32];
+};
+struct Codes {
+  int16_t code[32];
+};
+struct Activations {
+  int16_t x[32];
+};
+using Partial = int32_t;
+using Acc = int32_t;
+
+inline Raw load_raw(const uint8_t* p) {
+  Raw r;
+  for (int i = 0; i < 32; ++i) r.byte[i] = p[i];
+  return r;
+}
+inline Raw load_raw_tail(const uint8_t* p) { return load_raw(p); }
+template <int F>
+inline Codes codes(const Raw& raw) {
+  Codes c;
+  for (int i = 0; i < 32; ++i) c.code[i] = static_cast<int16_t>((raw.byte[i] >> (6 - 2 * F)) & 3);
+  return c;
+}
+template <int F>
+inline Activations load_x(const int8_t* p) {
+  Activations a;
+  for (int i = 0; i < 32; ++i) a.x[i] = p[32 * F + i];
+  return a;
+}
+template <int F>
+inline Activations load_x_tail(const int8_t* p) {
+  return load_x<F>(p);
+}
+inline Partial partial_zero() { return 0; }
+inline Acc acc_zero() { return 0; }
+// Whether `dot` is two instructions, which an ISA then names: dot_product and add_product.
+constexpr bool kDotInTwoSteps = false;
+inline Partial dot(Partial p, const Codes& c, const Activations& a) {
+  for (int i = 0; i < 32; ++i) p += static_cast<int32_t>(c.code[i]) * a.x[i];
+  return p;
+}
+inline Acc widen(Acc acc, Partial p) { return acc + p; }
+inline int32_t reduce(Acc acc) { return acc; }
+inline void prefetch(const void*) {}
+
+// ---- words of the private tiles ---------------------------------------------------------------
+// A tile line is kTileLanes lanes of 4 bytes.  A decoder (TwoBit, Trits, ...; generic/tiles.inl)
+// takes code vectors out of it; broadcast_x gives every lane the same 4 activations; tile_dot adds
+// the 4 products of every lane; a TilePart holds them for a decoder's kFlush lines and part_sum
+// makes int32 sums of it.
+
+constexpr int64_t kTileLanes = 8;
+constexpr int kTileParts = 8, kPanelParts = 8;
+constexpr int kPanelFrom = 0;    // never decode to memory
+constexpr int kTileStreams = 0;  // one tile after the other, sums in registers
+
+struct TileLine {
+  uint8_t byte[32];
+};
+using TileCodes = TileLine;
+struct TileX {
+  int8_t x[4];
+};
+struct TileSum {
+  int32_t lane[8];
+};
+using TilePart = TileSum;
+
+inline TileLine load_line(const uint8_t* p) {
+  TileLine v;
+  for (int i = 0; i < 32; ++i) v.byte[i] = p[i];
+  return v;
+}
+inline void store_line(uint8_t* p, const TileCodes& c) {
+  for (int i = 0; i < 32; ++i) p[i] = c.byte[i];
+}
+inline TileX broadcast_x(const int8_t* p) { return {{p[0], p[1], p[2], p[3]}}; }
+inline TileSum set1_sum(int32_t x) { return {{x, x, x, x, x, x, x, x}}; }
+inline TilePart tile_part_zero() { return set1_sum(0); }
+inline TilePart tile_dot(TilePart p, const TileCodes& c, const TileX& a) {
+  for (int i = 0; i < 32; ++i) p.lane[i / 4] += int32_t{c.byte[i]} * a.x[i % 4];
+  return p;
+}
+inline TileSum part_sum(const TilePart& p) { return p; }
+inline TileSum load_sum(const int32_t* p) {
+  TileSum s;
+  for (int i = 0; i < 8; ++i) s.lane[i] = p[i];
+  return s;
+}
+inline void store_sum(int32_t* p, const TileSum& s) {
+  for (int i = 0; i < 8; ++i) p[i] = s.lane[i];
+}
+inline TileSum add_sum(TileSum a, const TileSum& b) {
+  for (int i = 0; i < 8; ++i) a.lane[i] += b.lane[i];
+  return a;
+}
+inline TileSum sub_sum(TileSum a, const TileSum& b) {
+  for (int i = 0; i < 8; ++i) a.lane[i] -= b.lane[i];
+  return a;
+}
+
+struct TwoBit {
+  static constexpr int kFields = 4, kDots = 4, kUnroll = 1, kGroup = 2, kZeroCode = 1;
+  static constexpr int64_t kFlush = int64_t{1} << 30;
+  using Split = TileLine;
+  static Split split(const TileLine& v) { return v; }
+  template <int F>
+  static TileCodes codes(Split v) {
+    for (uint8_t& b : v.byte) b = (b >> (2 * F)) & 3;
+    return v;
+  }
+  static void finish(TileSum (&)[4]) {}
+};
+using TwoBitPlain = TwoBit;
+
+// Digits of a fraction in base 3 come off the top by multiplying with 3.
+struct Trits {
+  static constexpr int kFields = 5, kDots = 5, kUnroll = 1, kGroup = 1, kZeroCode = 1;
+  static constexpr int64_t kFlush = int64_t{1} << 30;
+  using Split = TileLine;
+  static Split split(const TileLine& v) { return v; }
+  template <int F>
+  static TileCodes codes(Split v) {
+    constexpr int kPower[] = {1, 3, 9, 27, 81};
+    for (uint8_t& b : v.byte) b = static_cast<uint8_t>((b * kPower[F] & 0xff) * 3 >> 8);
+    return v;
+  }
+  static void finish(TileSum (&)[5]) {}
+};
+using TritDigits = Trits;
+
+inline int32_t sum_i8_vector(const int8_t* p, int64_t n) {
+  int32_t sum = 0;
+  for (int64_t i = 0; i < n; ++i) sum += p[i];
+  return sum;
+}
+// Reading for the sake of reading: the xor of 64-byte lines, reduced to the xor of their words.
+struct LineXor {
+  uint64_t word[8];
+};
+inline LineXor line_zero() { return LineXor{}; }
+inline LineXor xor_line(LineXor x, const uint8_t* p) {
+  for (int i = 0; i < 8; ++i) {
+    uint64_t v;
+    __builtin_memcpy(&v, p + 8 * i, 8);
+    x.word[i] ^= v;
+  }
+  return x;
+}
+inline uint64_t reduce_lines(LineXor a, LineXor b) {
+  uint64_t x = 0;
+  for (int i = 0; i < 8; ++i) x ^= a.word[i] ^ b.word[i];
+  return x;
+}
+
+// ---- int8 caches --------------------------------------------------------------------------------
+
+// Elements of a step: of keys, and of values at a pair of positions.  32 at most.
+constexpr int64_t kCacheStep = 16;
+
+// ---- keys ---------------------------------------------------------------------------------------
+
+struct CacheKeys {
+  int16_t x[kCacheStep];
+};
+using CacheQuery = CacheKeys;
+using CacheDot = int32_t;
+
+inline CacheDot cache_dot_zero() { return 0; }
+inline CacheKeys cache_keys(const int8_t* p) {
+  CacheKeys k;
+  for (int i = 0; i < kCacheStep; ++i) k.x[i] = p[i];
+  return k;
+}
+inline CacheQuery cache_query(const int16_t* p) {
+  CacheQuery q;
+  for (int i = 0; i < kCacheStep; ++i) q.x[i] = p[i];
+  return q;
+}
+// Adds the products of a step of keys with a step of queries.
+inline CacheDot cache_dot(CacheDot acc, const CacheKeys& k, const CacheQuery& q) {
+  for (int i = 0; i < kCacheStep; ++i) acc += int32_t{k.x[i]} * q.x[i];
+  return acc;
+}
+inline void reduce_dots(const CacheDot (&dots)[8], int32_t* out) {
+  for (int i = 0; i < 8; ++i) out[i] = dots[i];
+}
+
+// ---- values -------------------------------------------------------------------------------------
+// The sums of a step are kCacheParts accumulators, in an order of elements that the ISA may choose;
+// store_cache_sums puts them in memory's.
+
+constexpr int kCacheParts = 1;
+
+struct CacheValues {
+  int16_t a[kCacheStep], b[kCacheStep];
+};
+struct CacheWeights {
+  int16_t a, b;
+};
+struct CacheSum {
+  int32_t lane[kCacheStep];
+};
+
+inline CacheSum cache_sum_zero() { return {}; }
+// One step of two positions.
+inline CacheValues cache_values(const int8_t* a, const int8_t* b) {
+  CacheValues v;
+  for (int i = 0; i < kCacheStep; ++i) v.a[i] = a[i], v.b[i] = b[i];
+  return v;
+}
+// The weights of two neighbouring positions.
+inline CacheWeights cache_weights(const int16_t* p) { return {p[0], p[1]}; }
+template <int P>
+inline CacheSum cache_sum(CacheSum acc, const CacheValues& v, CacheWeights w) {
+  for (int i = 0; i < kCacheStep; ++i) acc.lane[i] += int32_t{v.a[i]} * w.a + int32_t{v.b[i]} * w.b;
+  return acc;
+}
+inline void store_cache_sums(const CacheSum (&sums)[kCacheParts], int32_t* out) {
+  for (int i = 0; i < kCacheStep; ++i) out[i] = sums[0].lane[i];
+}
+
+// ---- heads --------------------------------------------------------------------------------------
+
+// Streams that one token reads at once, of dense and int8 rows and of int4 tiles; head_distance:
+// how far ahead of each to prefetch, given the distance tuned for one stream.
+constexpr int kHeadStreams = 1;
+constexpr int kHead4Streams = 1;
+constexpr int kHeadPairRows = 2;  // rows of a dense tile at two tokens
+
+inline int64_t head_distance(int64_t tuned) { return tuned; }
+
+// ---- int8 ---------------------------------------------------------------------------------------
+// A step is kHead8Step consecutive weights of a row.  head8_dot adds their products with the
+// token's values from feature i on; head8_sum folds up to kHead8FlushSteps of them, kHead8Offset
+// times the token's sum too large.
+
+constexpr int64_t kHead8Step = 32;
+constexpr int64_t kHead8FlushSteps = int64_t{1} << 20;
+constexpr int kHead8Unroll = 1;  // accumulators along K at one row and one token
+constexpr int kHead8Rows = 2;    // rows x tokens of a tile at more tokens
+constexpr int kHead8Tokens = 4;
+constexpr int64_t kHead8Offset = 0;
+
+struct Head8Weights {
+  int16_t w[kHead8Step];
+};
+struct Head8Acc {
+  int64_t sum;
+};
+inline Head8Acc head8_zero() { return {0}; }
+inline Head8Weights head8_weights(const int8_t* p) {
+  Head8Weights r;
+  for (int i = 0; i < kHead8Step; ++i) r.w[i] = p[i];
+  return r;
+}
+inline Head8Acc head8_dot(Head8Acc acc, const Head8Weights& w, const HeadToken& x, int64_t i) {
+  int32_t sum = 0;  // 32 * 128 * 32512 < 2^31
+  for (int j = 0; j < kHead8Step; ++j) sum += int32_t{w.w[j]} * x.wide[i + j];
+  return {acc.sum + sum};
+}
+inline Head8Acc head8_add(Head8Acc a, Head8Acc b) { return {a.sum + b.sum}; }
+inline int64_t head8_sum(Head8Acc acc) { return acc.sum; }
+
+// ---- int4 ---------------------------------------------------------------------------------------
+// A block is 4 lines of a tile: 16 rows x 32 features.  head4_block adds its products with T
+// tokens, from feature k on, of the codes as they are; head4_float makes floats of the sums of one
+// group (a lane a row) less an offset, which is 8 times the token's sum.
+
+constexpr int kHead4Tokens = 2;
+
+struct Head4Acc {
+  int32_t lane[16];  // 15 * 32512 * 128 < 2^31
+};
+
+inline Head4Acc head4_zero() { return {}; }
+template <int T>
+inline void head4_block(const uint8_t* p, const HeadToken* x, int64_t k, Head4Acc (&acc)[T]) {
+  for (int t = 0; t < T; ++t) {
+    for (int s = 0; s < 4; ++s) {
+      const int16_t* v = x[t].wide + k + layout::kHeadLineFeatures * s;
+      for (int r = 0; r < 16; ++r) {
+        const uint8_t* byte = p + layout::kHeadLineBytes * s + 4 * r;
+        for (int j = 0; j < 4; ++j) {
+          acc[t].lane[r] += (byte[j] & 15) * v[j] + (byte[j] >> 4) * v[4 + j];
+        }
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace bitnet

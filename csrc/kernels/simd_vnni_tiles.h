@@ -1,0 +1,92 @@
+// Tile decoders where one instruction multiplies unsigned bytes with int8 and adds to int32 (VNNI,
+// any width): bytes may keep their factor and need no mask, for sums are linear.  Included by the
+// vocabularies after their tile words; must not hold an intrinsic.
+#pragma once
+
+namespace bitnet::BITNET_ISA {
+namespace {
+
+constexpr int kPanelFrom = 0;    // never: decoding beside the products is free
+constexpr int kTileStreams = 0;  // one tile after the other, sums in registers
+
+inline TileSum part_sum(TilePart p) { return p; }
+
+// Fields keep the factor 4^f; the last dot is that of the raw byte, the sum of all four.
+struct TwoBit {
+  static constexpr int kFields = 4, kDots = 4, kUnroll = kTwoBitUnroll, kGroup = kTwoBitGroup;
+  static constexpr int kZeroCode = 1;
+  static constexpr bool kLastDotIsRaw = true;
+  static constexpr int64_t kFlush = int64_t{1} << 30;
+  using Split = TileLine;
+  static Split split(TileLine v) { return v; }
+  template <int F>
+  static TileCodes codes(Split v) {
+    return F == 3 ? v : and_bytes(v, 3 << (2 * F));
+  }
+  static void finish(TileSum (&s)[4]) {
+    s[3] = shift_sum<6>(sub_sum(sub_sum(s[3], s[0]), add_sum(s[1], s[2])));
+    s[1] = shift_sum<2>(s[1]);
+    s[2] = shift_sum<4>(s[2]);
+  }
+};
+using TwoBitPlain = TwoBit;
+
+// The bytes q_0 = q and q_{i+1} = 3 q_i mod 256 are all it takes: the digit that falls out is
+// d_i = (3 q_i - q_{i+1}) / 256, and so is its sum.  10 byte additions and 6 dots for 5 rows.
+struct Trits {
+  static constexpr int kFields = 5, kDots = 6, kUnroll = kTritUnroll, kGroup = 1, kZeroCode = 1;
+  static constexpr int64_t kFlush = int64_t{1} << 30;
+  struct Split {
+    TileLine q[6];
+  };
+  static Split split(TileLine q) {
+    Split s;
+#pragma GCC unroll 8
+    for (int i = 0; i < 6; ++i) {
+      s.q[i] = q;
+      q = add_bytes(q, add_bytes(q, q));
+    }
+    return s;
+  }
+  template <int F>
+  static TileCodes codes(const Split& s) {
+    return s.q[F];
+  }
+  // The difference is taken modulo 2^32; 256 |sum of digits * x| <= 2^31 makes it exact.
+  static void finish(TileSum (&s)[6]) {
+#pragma GCC unroll 8
+    for (int i = 0; i < 5; ++i) {
+      s[i] = shift_sum<8>(sub_sum(add_sum(s[i], add_sum(s[i], s[i])), s[i + 1]));
+    }
+  }
+};
+
+// For several tokens fewer dots count more than fewer byte operations: digits 1..3 times 64 are the
+// top two bits of 3 q / 4 + 63, two roundings included (tests walk all 243 codes).
+struct TritDigits {
+  static constexpr int kFields = 5, kDots = 5, kUnroll = 1, kGroup = kTritGroup, kZeroCode = 2;
+  static constexpr int64_t kFlush = int64_t{1} << 30;
+  struct Split {
+    TileLine q[5];
+  };
+  static Split split(TileLine q) {
+    Split s;
+#pragma GCC unroll 8
+    for (int i = 0; i < 5; ++i) {
+      s.q[i] = q;
+      q = add_bytes(q, add_bytes(q, q));
+    }
+    return s;
+  }
+  template <int F>
+  static TileCodes codes(const Split& s) {
+    return and_bytes(avg_bytes(s.q[F], avg_bytes(s.q[F], set1_byte(253))), 0xc0);
+  }
+  static void finish(TileSum (&s)[5]) {
+#pragma GCC unroll 8
+    for (int i = 0; i < 5; ++i) s[i] = shift_sum<6>(s[i]);
+  }
+};
+
+}  // namespace
+}  // namespace bitnet::BITNET_ISA

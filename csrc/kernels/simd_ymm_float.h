@@ -1,0 +1,257 @@
+// Float vocabulary for AVX2 + FMA + F16C: 16 lanes as two ymm registers.
+// Shared by the two ymm ISAs. Meanings: simd_scalar.h, bit for bit. Must
+// hold no integer-dot words; those differ per ISA.
+#pragma once
+
+#include <immintrin.h>
+
+#include "kernels/simd_defaults.h"
+
+namespace bitnet::BITNET_ISA {
+namespace {
+
+struct F32x16 {
+  __m256 lo, hi;
+};
+
+inline F32x16 set1(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+inline F32x16 zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
+inline F32x16 load_n(const float* p, int64_t count) {
+  if (count >= 16) return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)};
+  alignas(32) float buffer[16] = {};
+  for (int64_t i = 0; i < count; ++i) buffer[i] = p[i];
+  return {_mm256_load_ps(buffer), _mm256_load_ps(buffer + 8)};
+}
+inline void store_n(float* p, F32x16 v, int64_t count) {
+  if (count >= 16) {
+    _mm256_storeu_ps(p, v.lo);
+    _mm256_storeu_ps(p + 8, v.hi);
+    return;
+  }
+  alignas(32) float buffer[16];
+  _mm256_store_ps(buffer, v.lo);
+  _mm256_store_ps(buffer + 8, v.hi);
+  for (int64_t i = 0; i < count; ++i) p[i] = buffer[i];
+}
+inline F32x16 add(F32x16 a, F32x16 b) {
+  return {_mm256_add_ps(a.lo, b.lo), _mm256_add_ps(a.hi, b.hi)};
+}
+inline F32x16 sub(F32x16 a, F32x16 b) {
+  return {_mm256_sub_ps(a.lo, b.lo), _mm256_sub_ps(a.hi, b.hi)};
+}
+inline F32x16 mul(F32x16 a, F32x16 b) {
+  return {_mm256_mul_ps(a.lo, b.lo), _mm256_mul_ps(a.hi, b.hi)};
+}
+inline F32x16 div(F32x16 a, F32x16 b) {
+  return {_mm256_div_ps(a.lo, b.lo), _mm256_div_ps(a.hi, b.hi)};
+}
+inline F32x16 fma(F32x16 a, F32x16 b, F32x16 c) {
+  return {_mm256_fmadd_ps(a.lo, b.lo, c.lo), _mm256_fmadd_ps(a.hi, b.hi, c.hi)};
+}
+inline F32x16 max(F32x16 a, F32x16 b) {
+  return {_mm256_max_ps(a.lo, b.lo), _mm256_max_ps(a.hi, b.hi)};
+}
+inline F32x16 min(F32x16 a, F32x16 b) {
+  return {_mm256_min_ps(a.lo, b.lo), _mm256_min_ps(a.hi, b.hi)};
+}
+inline __m256 pow2_half(__m256 n) {
+  const __m256i e = _mm256_add_epi32(_mm256_cvttps_epi32(n), _mm256_set1_epi32(127));
+  return _mm256_castsi256_ps(_mm256_slli_epi32(e, 23));
+}
+inline F32x16 pow2(F32x16 n) { return {pow2_half(n.lo), pow2_half(n.hi)}; }
+inline __m256 max_abs_bits_half(__m256 acc, __m256 x) {
+  const __m256i b = _mm256_and_si256(_mm256_castps_si256(x), _mm256_set1_epi32(0x7fffffff));
+  return _mm256_castsi256_ps(_mm256_max_epi32(_mm256_castps_si256(acc), b));
+}
+inline F32x16 max_abs_bits(F32x16 acc, F32x16 x) {
+  return {max_abs_bits_half(acc.lo, x.lo), max_abs_bits_half(acc.hi, x.hi)};
+}
+inline uint32_t reduce_abs_bits(F32x16 acc) {
+  const __m256i m = _mm256_max_epi32(_mm256_castps_si256(acc.lo), _mm256_castps_si256(acc.hi));
+  __m128i r = _mm_max_epi32(_mm256_castsi256_si128(m), _mm256_extracti128_si256(m, 1));
+  r = _mm_max_epi32(r, _mm_shuffle_epi32(r, 0x4e));
+  r = _mm_max_epi32(r, _mm_shuffle_epi32(r, 0xb1));
+  return static_cast<uint32_t>(_mm_cvtsi128_si32(r));
+}
+inline float reduce_add(F32x16 v) {
+  const __m256 eight = _mm256_add_ps(v.lo, v.hi);
+  __m128 r = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  r = _mm_add_ps(r, _mm_movehl_ps(r, r));
+  r = _mm_add_ss(r, _mm_movehdup_ps(r));
+  return _mm_cvtss_f32(r);
+}
+inline float reduce_max(F32x16 v) {
+  const __m256 eight = _mm256_max_ps(v.lo, v.hi);
+  __m128 r = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  r = _mm_max_ps(r, _mm_movehl_ps(r, r));
+  r = _mm_max_ss(r, _mm_movehdup_ps(r));
+  return _mm_cvtss_f32(r);
+}
+
+inline F32x16 from_i32_n(const int32_t* p, int64_t count) {
+  alignas(32) int32_t buffer[16] = {};
+  if (count < 16) {
+    for (int64_t i = 0; i < count; ++i) buffer[i] = p[i];
+    p = buffer;
+  }
+  return {_mm256_cvtepi32_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))),
+          _mm256_cvtepi32_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 8)))};
+}
+inline void to_i8_n(int8_t* p, F32x16 v, int64_t count) {
+  // cvtps rounds half to even; the two packs saturate, first to int16, then to int8.
+  const __m256i wide = _mm256_packs_epi32(_mm256_cvtps_epi32(v.lo), _mm256_cvtps_epi32(v.hi));
+  const __m256i ordered = _mm256_permute4x64_epi64(wide, 0xd8);
+  const __m128i bytes =
+      _mm_packs_epi16(_mm256_castsi256_si128(ordered), _mm256_extracti128_si256(ordered, 1));
+  if (count >= 16) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), bytes);
+    return;
+  }
+  alignas(16) int8_t buffer[16];
+  _mm_store_si128(reinterpret_cast<__m128i*>(buffer), bytes);
+  for (int64_t i = 0; i < count; ++i) p[i] = buffer[i];
+}
+
+// Sixteen 16-bit elements, the missing ones zero.
+inline __m256i load_u16_n(const uint16_t* p, int64_t count) {
+  if (count >= 16) return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  alignas(32) uint16_t buffer[16] = {};
+  for (int64_t i = 0; i < count; ++i) buffer[i] = p[i];
+  return _mm256_load_si256(reinterpret_cast<const __m256i*>(buffer));
+}
+inline void store_u16_n(uint16_t* p, __m128i lo, __m128i hi, int64_t count) {
+  if (count >= 16) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), lo);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p + 8), hi);
+    return;
+  }
+  alignas(16) uint16_t buffer[16];
+  _mm_store_si128(reinterpret_cast<__m128i*>(buffer), lo);
+  _mm_store_si128(reinterpret_cast<__m128i*>(buffer + 8), hi);
+  for (int64_t i = 0; i < count; ++i) p[i] = buffer[i];
+}
+inline __m256 bf16_half_to_f32(__m128i h) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(h), 16));
+}
+inline F32x16 load_bf16_n(const uint16_t* p, int64_t count) {
+  const __m256i h = load_u16_n(p, count);
+  return {bf16_half_to_f32(_mm256_castsi256_si128(h)),
+          bf16_half_to_f32(_mm256_extracti128_si256(h, 1))};
+}
+inline F32x16 load_f16_n(const uint16_t* p, int64_t count) {
+  const __m256i h = load_u16_n(p, count);
+  return {_mm256_cvtph_ps(_mm256_castsi256_si128(h)),
+          _mm256_cvtph_ps(_mm256_extracti128_si256(h, 1))};
+}
+inline __m128i f32_half_to_bf16(__m256 x) {
+  const __m256i b = _mm256_castps_si256(x);
+  const __m256i lsb = _mm256_and_si256(_mm256_srli_epi32(b, 16), _mm256_set1_epi32(1));
+  const __m256i bias = _mm256_add_epi32(lsb, _mm256_set1_epi32(0x7fff));
+  const __m256i rounded = _mm256_srli_epi32(_mm256_add_epi32(b, bias), 16);
+  const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+  const __m256i r = _mm256_blendv_epi8(rounded, _mm256_set1_epi32(0x7fc0), nan);
+  const __m256i packed = _mm256_packus_epi32(r, r);
+  return _mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0x08));
+}
+inline void store_bf16_n(uint16_t* p, F32x16 v, int64_t count) {
+  store_u16_n(p, f32_half_to_bf16(v.lo), f32_half_to_bf16(v.hi), count);
+}
+inline void store_f16_n(uint16_t* p, F32x16 v, int64_t count) {
+  store_u16_n(p, _mm256_cvtps_ph(v.lo, _MM_FROUND_TO_NEAREST_INT),
+              _mm256_cvtps_ph(v.hi, _MM_FROUND_TO_NEAREST_INT), count);
+}
+
+// ---- attention words ----------------------------------------------------------------------------
+
+using Part = __m256;
+constexpr int kParts = 2;
+
+template <int P>
+inline Part part(F32x16 v) {
+  return P == 0 ? v.lo : v.hi;
+}
+inline Part part_zero() { return _mm256_setzero_ps(); }
+inline Part load_part(const float* p) { return _mm256_loadu_ps(p); }
+inline Part part_fma(Part a, Part b, Part c) { return _mm256_fmadd_ps(a, b, c); }
+
+// bfloat16: the even lanes, then the odd ones.  One load and two simple operations for 16 elements;
+// widening in memory order would need the shuffle ports, which the multiply-adds are short of.
+inline F32x16 load_mixed(const float* p) { return load_n(p, 16); }
+inline F32x16 load_mixed(const uint16_t* p) {
+  const __m256i h = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  const __m256i odd = _mm256_and_si256(h, _mm256_set1_epi32(static_cast<int>(0xffff0000u)));
+  return {_mm256_castsi256_ps(_mm256_slli_epi32(h, 16)), _mm256_castsi256_ps(odd)};
+}
+template <class E>
+inline F32x16 mix(F32x16 v) {
+  if constexpr (sizeof(E) == 4) return v;
+  const __m256 a = _mm256_permute2f128_ps(v.lo, v.hi, 0x20);
+  const __m256 b = _mm256_permute2f128_ps(v.lo, v.hi, 0x31);
+  return {_mm256_shuffle_ps(a, b, 0x88), _mm256_shuffle_ps(a, b, 0xdd)};
+}
+template <class E>
+inline F32x16 unmix(F32x16 v) {
+  if constexpr (sizeof(E) == 4) return v;
+  const __m256 a = _mm256_unpacklo_ps(v.lo, v.hi), b = _mm256_unpackhi_ps(v.lo, v.hi);
+  return {_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31)};
+}
+// One level of the tree for two sums: {low half of a + high half of a, the same of b}.
+inline __m256 fold_halves(__m256 a, __m256 b) {
+  return _mm256_add_ps(_mm256_blend_ps(a, b, 0xf0), _mm256_permute2f128_ps(a, b, 0x21));
+}
+// The next level, in each half: {a0 + a2, a1 + a3, b0 + b2, b1 + b3}.
+inline __m256 fold_pairs(__m256 a, __m256 b) {
+  return _mm256_add_ps(_mm256_blend_ps(a, b, 0xcc), _mm256_shuffle_ps(a, b, 0x4e));
+}
+// And {a0 + a1, a2 + a3, b0 + b1, b2 + b3}.
+inline __m256 fold_neighbours(__m256 a, __m256 b) {
+  return _mm256_add_ps(_mm256_shuffle_ps(a, b, 0x88), _mm256_shuffle_ps(a, b, 0xdd));
+}
+// Three levels for eight registers at once; the result's order is 0 2 4 6 1 3 5 7.
+inline __m256 fold_eight(const __m256 (&v)[8]) {
+  const __m256 a = fold_pairs(fold_halves(v[0], v[1]), fold_halves(v[2], v[3]));
+  const __m256 b = fold_pairs(fold_halves(v[4], v[5]), fold_halves(v[6], v[7]));
+  return fold_neighbours(a, b);
+}
+template <class E>
+inline void reduce_eight(const Part (&sums)[kParts][8], float* out) {
+  __m256 r;
+  if constexpr (sizeof(E) == 4) {  // lanes 8 apart lie in two registers: they come first
+    __m256 eight[8];
+    for (int i = 0; i < 8; ++i) eight[i] = _mm256_add_ps(sums[0][i], sums[1][i]);
+    r = fold_eight(eight);
+  } else {  // neighbouring lanes lie in two registers: they come last
+    r = _mm256_add_ps(fold_eight(sums[0]), fold_eight(sums[1]));
+  }
+  const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+  _mm256_storeu_ps(out, _mm256_permutevar8x32_ps(r, order));
+}
+
+constexpr int kBlockRows = 6;  // 12 of 16 registers hold sums
+
+inline void transpose_8(const float* tile, float* to, int64_t stride) {
+  __m256 a[8], b[8];
+  for (int i = 0; i < 8; i += 2) {
+    const __m256 x = _mm256_loadu_ps(tile + 16 * i), y = _mm256_loadu_ps(tile + 16 * (i + 1));
+    a[i] = _mm256_unpacklo_ps(x, y);
+    a[i + 1] = _mm256_unpackhi_ps(x, y);
+  }
+  for (int i = 0; i < 8; i += 4) {
+    b[i] = _mm256_shuffle_ps(a[i], a[i + 2], 0x44);
+    b[i + 1] = _mm256_shuffle_ps(a[i], a[i + 2], 0xee);
+    b[i + 2] = _mm256_shuffle_ps(a[i + 1], a[i + 3], 0x44);
+    b[i + 3] = _mm256_shuffle_ps(a[i + 1], a[i + 3], 0xee);
+  }
+  for (int i = 0; i < 4; ++i) {
+    _mm256_storeu_ps(to + i * stride, _mm256_permute2f128_ps(b[i], b[i + 4], 0x20));
+    _mm256_storeu_ps(to + (i + 4) * stride, _mm256_permute2f128_ps(b[i], b[i + 4], 0x31));
+  }
+}
+inline void transpose_16(const float* tile, float* to, int64_t stride) {
+  for (int r = 0; r < 16; r += 8) {
+    for (int c = 0; c < 16; c += 8) transpose_8(tile + 16 * r + c, to + c * stride + r, stride);
+  }
+}
+
+}  // namespace
+}  // namespace bitnet::BITNET_ISA

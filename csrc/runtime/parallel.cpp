@@ -1,0 +1,43 @@
+// The process's thread pool, and what surrounds every region on it.
+#include "runtime/parallel.h"
+
+#include "runtime/float_state.h"
+#include "runtime/regions.h"
+
+namespace bitnet {
+namespace {
+
+ThreadPool g_pool = {
+    [] { return int64_t{1}; },
+    [](int64_t partitions, void (*body)(int64_t, int64_t, void*), void* context) {
+      body(0, partitions, context);
+    },
+};
+
+}  // namespace
+
+void set_thread_pool(const ThreadPool& pool) { g_pool = pool; }
+
+int64_t thread_count() { return usable_threads(g_pool.thread_count()); }
+
+int64_t partitions_for(int64_t items, int64_t work, int64_t min_work) {
+  const int64_t worthwhile = work / min_work;
+  if (items <= 1 || worthwhile <= 1) return 1;  // no call into the pool for small work
+  return std::max<int64_t>(1, std::min({items, worthwhile, thread_count()}));
+}
+
+void run_region(int64_t partitions, void (*body)(int64_t, int64_t, void*), void* context) {
+  struct Region {
+    void (*body)(int64_t, int64_t, void*);
+    void* context;
+  } region{body, context};
+  const auto run = [](int64_t begin, int64_t end, void* raw) {
+    const DefaultFloatState floats;  // of a pool's thread, which has its own
+    const auto* r = static_cast<const Region*>(raw);
+    r->body(begin, end, r->context);
+  };
+  count_region();
+  g_pool.run(partitions, run, &region);
+}
+
+}  // namespace bitnet

@@ -1,0 +1,263 @@
+// The executor of one region, on plain threads: every unit of every stage runs exactly once and sees
+// all of the stage before, however the partitions reach the threads; a waiting thread gives its core
+// away. Built with BITNET_SANITIZE=thread it proves the ordering.
+#include "runtime/staged_executor.h"
+
+#include <ctime>
+
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <thread>
+#include <vector>
+
+#include "tests/check.h"
+
+namespace bitnet::test {
+namespace {
+
+// Unit i of stage s adds the sum of a window of stage s - 1 to itself: plain memory, so that a
+// missing happens-before is a data race, and a unit that ran twice or early a wrong number.
+struct Waves {
+  std::vector<int64_t> sizes;
+  int64_t limit = 4;
+  mutable std::vector<std::vector<int64_t>> cells;
+  mutable std::vector<std::vector<int64_t>> prepared;  // [slot][stage]
+
+  Waves(std::vector<int64_t> sizes_in, int64_t slots, int64_t limit_in)
+      : sizes(std::move(sizes_in)), limit(limit_in) {
+    for (const int64_t n : sizes) cells.emplace_back(static_cast<size_t>(n), 0);
+    prepared.assign(static_cast<size_t>(slots), std::vector<int64_t>(sizes.size(), 0));
+  }
+  int64_t stages() const { return static_cast<int64_t>(sizes.size()); }
+  int64_t units(int64_t stage) const { return sizes[static_cast<size_t>(stage)]; }
+  ClaimRule claim(int64_t) const { return {1, limit}; }
+  void prefetch_next(int64_t, int64_t) const {}
+  int64_t expected(int64_t stage, int64_t unit) const {
+    int64_t sum = stage + unit;
+    for (int64_t before = stage - 1; before >= 0; --before) {  // the last stage that has units
+      const auto& cells_before = cells[static_cast<size_t>(before)];
+      if (cells_before.empty()) continue;
+      for (size_t i = 0; i < cells_before.size(); i += 1 + cells_before.size() / 7) {
+        sum += cells_before[i];
+      }
+      break;
+    }
+    return sum % 1'000'003 + 1;
+  }
+  void prepare(int64_t stage, int64_t slot) const {
+    ++prepared[static_cast<size_t>(slot)][static_cast<size_t>(stage)];
+  }
+  void run(int64_t stage, int64_t begin, int64_t end, int64_t slot) const {
+    CHECK_ONE(prepared[static_cast<size_t>(slot)][static_cast<size_t>(stage)] == 1);
+    CHECK_ONE(end - begin >= 1 && end - begin <= limit);
+    for (int64_t i = begin; i < end; ++i) {
+      cells[static_cast<size_t>(stage)][static_cast<size_t>(i)] += expected(stage, i);
+    }
+  }
+  // CHECK counts in plain variables; threads only note a failure.
+  static void CHECK_ONE(bool ok) {
+    if (!ok) wrong.fetch_add(1);
+  }
+  static inline std::atomic<int64_t> wrong{0};
+};
+
+struct Span {
+  int64_t begin, end;
+};
+
+// Runs `waves` with one thread for every span; a span list that leaves partitions out is a thread that
+// never comes.
+void run_spans(int64_t partitions, const std::vector<Span>& spans, StagedExecutor& executor,
+               const Waves& waves) {
+  executor.start(partitions, waves);
+  std::vector<std::thread> threads;
+  for (size_t i = 1; i < spans.size(); ++i) {
+    threads.emplace_back([&, i] { executor.work(spans[i].begin, spans[i].end, waves); });
+  }
+  executor.work(spans[0].begin, spans[0].end, waves);
+  for (std::thread& thread : threads) thread.join();
+}
+
+void check_waves(const Waves& waves, const char* what) {
+  CHECK(Waves::wrong.exchange(0) == 0, "%s: a unit ran unprepared or in too large a chunk", what);
+  for (int64_t s = 0; s < waves.stages(); ++s) {
+    for (int64_t i = 0; i < waves.units(s); ++i) {
+      const int64_t got = waves.cells[static_cast<size_t>(s)][static_cast<size_t>(i)];
+      CHECK(got == waves.expected(s, i), "%s: stage %lld unit %lld is %lld", what,
+            static_cast<long long>(s), static_cast<long long>(i), static_cast<long long>(got));
+    }
+  }
+}
+
+std::vector<int64_t> wave_sizes() {
+  std::vector<int64_t> sizes;
+  for (int64_t s = 0; s < 200; ++s) sizes.push_back(s * 7 % 53);  // some 0, some 1
+  return sizes;
+}
+
+void every_way_to_deal_partitions_to_threads() {
+  const auto executor = std::make_unique<StagedExecutor>();
+  const std::vector<std::pair<int64_t, std::vector<Span>>> ways = {
+      {1, {{0, 1}}},
+      {2, {{0, 1}, {1, 2}}},
+      {2, {{0, 2}}},
+      {3, {{0, 2}, {2, 3}}},
+      {4, {{0, 1}, {1, 2}, {2, 3}, {3, 4}}},
+      {7, {{0, 3}, {3, 4}, {4, 7}}},
+      {5, {{0, 1}}},          // four partitions whose threads never come
+      {5, {{4, 5}, {1, 2}}},  // partition 0 never comes
+      {StagedExecutor::kMaxPartitions, {{0, 1}, {1, 200}, {200, StagedExecutor::kMaxPartitions}}},
+  };
+  for (const auto& [partitions, spans] : ways) {
+    for (const int64_t limit : {1, 3, 64}) {
+      begin_case("%lld partitions on %zu threads, chunks of %lld", static_cast<long long>(partitions),
+                 spans.size(), static_cast<long long>(limit));
+      const Waves waves(wave_sizes(), partitions, limit);
+      run_spans(partitions, spans, *executor, waves);
+      check_waves(waves, "spans");
+    }
+  }
+}
+
+// Hardly any work between two barriers: the hand-over from stage to stage happens all the time,
+// with threads that come to a stage when it is over.
+void short_stages() {
+  const auto executor = std::make_unique<StagedExecutor>();
+  std::vector<int64_t> sizes;
+  for (int64_t s = 0; s < 4000; ++s) sizes.push_back(1 + s % 3);
+  for (const int64_t threads : {2, 3, 4}) {
+    begin_case("short stages, %lld threads", static_cast<long long>(threads));
+    const Waves waves(sizes, threads, 1);
+    std::vector<Span> spans;
+    for (int64_t s = 0; s < threads; ++s) spans.push_back({s, s + 1});
+    run_spans(threads, spans, *executor, waves);
+    check_waves(waves, "short");
+  }
+}
+
+// A pool that runs the partitions one after the other on one thread must not hang.
+void partitions_in_sequence_on_one_thread() {
+  begin_case("partitions in sequence");
+  const auto executor = std::make_unique<StagedExecutor>();
+  const Waves waves(wave_sizes(), 3, 8);
+  executor->start(3, waves);
+  for (int64_t s = 0; s < 3; ++s) executor->work(s, s + 1, waves);
+  check_waves(waves, "sequence");
+}
+
+void no_stages_and_empty_stages() {
+  const auto executor = std::make_unique<StagedExecutor>();
+  for (const auto& sizes : {std::vector<int64_t>{}, {0}, {0, 0, 3, 0}, {5, 0, 0}}) {
+    begin_case("%zu stages", sizes.size());
+    const Waves waves(sizes, 2, 2);
+    run_spans(2, {{0, 1}, {1, 2}}, *executor, waves);
+    check_waves(waves, "empty");
+  }
+}
+
+double thread_cpu_seconds() {
+  timespec t{};
+  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);
+  return static_cast<double>(t.tv_sec) + 1e-9 * static_cast<double>(t.tv_nsec);
+}
+
+// One unit of the first stage takes long; the other thread has to wait for it.
+struct Slow {
+  std::chrono::milliseconds delay;
+  int64_t stages() const { return 2; }
+  int64_t units(int64_t) const { return 2; }
+  ClaimRule claim(int64_t) const { return {1, 1}; }
+  void prepare(int64_t, int64_t) const {}
+  void prefetch_next(int64_t, int64_t) const {}
+  void run(int64_t stage, int64_t begin, int64_t, int64_t) const {
+    if (stage == 0 && begin == 0) std::this_thread::sleep_for(delay);
+  }
+};
+
+void a_waiting_thread_sleeps() {
+  begin_case("sleep");
+  const auto executor = std::make_unique<StagedExecutor>();
+  const Slow slow{std::chrono::milliseconds(300)};
+  double cpu = 0.0;  // of both threads: either may be the one that gets the slow unit
+  executor->start(2, slow);
+  std::thread other([&] {
+    executor->work(1, 2, slow);
+    cpu += thread_cpu_seconds();
+  });
+  const double before = thread_cpu_seconds();
+  executor->work(0, 1, slow);
+  const double mine = thread_cpu_seconds() - before;
+  other.join();
+  CHECK(cpu + mine < 0.1, "waiting 0.3 s took %.3f s of processor time", cpu + mine);
+}
+
+// A partition that stands still loses all but the chunk it holds to the others.
+struct Stuck {
+  mutable std::atomic<int64_t> by_first{0}, by_others{0};
+  int64_t stages() const { return 1; }
+  int64_t units(int64_t) const { return 100; }
+  ClaimRule claim(int64_t) const { return {1, 1000}; }
+  void prepare(int64_t, int64_t) const {}
+  void prefetch_next(int64_t, int64_t) const {}
+  void run(int64_t, int64_t begin, int64_t end, int64_t slot) const {
+    (slot == 0 ? by_first : by_others) += end - begin;
+    if (slot != 0) return;
+    for (int i = 0; i < 1000 && by_first + by_others < 100; ++i) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+  }
+};
+
+void others_take_over_from_a_partition_that_stands_still() {
+  begin_case("stealing");
+  const auto executor = std::make_unique<StagedExecutor>();
+  const Stuck stuck;
+  executor->start(2, stuck);
+  std::thread first([&] { executor->work(0, 1, stuck); });
+  while (stuck.by_first == 0) std::this_thread::yield();
+  executor->work(1, 2, stuck);
+  first.join();
+  CHECK(stuck.by_first + stuck.by_others == 100, "units lost");
+  CHECK(stuck.by_first <= 50 / 8, "the stuck partition did %lld units",
+        static_cast<long long>(stuck.by_first.load()));
+}
+
+// Claims of at least and at most so many units, one part in `parts` of what is left in between.
+struct Claims {
+  ClaimRule rule;
+  mutable std::vector<int64_t> sizes;
+  int64_t stages() const { return 1; }
+  int64_t units(int64_t) const { return 100; }
+  ClaimRule claim(int64_t) const { return rule; }
+  void prepare(int64_t, int64_t) const {}
+  void prefetch_next(int64_t, int64_t) const {}
+  void run(int64_t, int64_t begin, int64_t end, int64_t) const { sizes.push_back(end - begin); }
+};
+
+void claims_follow_their_rule() {
+  begin_case("claims");
+  const auto executor = std::make_unique<StagedExecutor>();
+  const Claims claims{{4, 30, 3}, {}};
+  executor->start(1, claims);
+  executor->work(0, 1, claims);
+  const std::vector<int64_t> expected = {30, 23, 15, 10, 7, 5, 4, 4, 2};
+  CHECK(claims.sizes == expected, "%zu claims, the first of %lld", claims.sizes.size(),
+        static_cast<long long>(claims.sizes.front()));
+}
+
+}  // namespace
+}  // namespace bitnet::test
+
+int main() {
+  using namespace bitnet::test;
+  name_case_on_signals();
+  every_way_to_deal_partitions_to_threads();
+  short_stages();
+  partitions_in_sequence_on_one_thread();
+  no_stages_and_empty_stages();
+  a_waiting_thread_sleeps();
+  claims_follow_their_rule();
+  others_take_over_from_a_partition_that_stands_still();
+  return finish("test_staged_executor");
+}

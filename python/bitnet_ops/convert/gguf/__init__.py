@@ -1,0 +1,1 @@
+"""GGUF files as a source of conversions, and as what a model is exported to."""

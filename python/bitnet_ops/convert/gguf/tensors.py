@@ -1,0 +1,195 @@
+"""One tensor of a GGUF file -> canonical rows with a scale, or a dense torch tensor.
+
+The data half of the GGUF converter: decodes, checks every value, undoes the order of rows that
+interleaved rotary embedding wants. It must not know the metadata beyond what it is given.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bitnet_ops import ops
+from bitnet_ops.convert.errors import refuse
+from bitnet_ops.convert.gguf.config import head_rows
+from bitnet_ops.convert.ternary import check_finite
+from bitnet_ops.formats import gguf_layouts as layouts
+from bitnet_ops.formats.gguf import Reader, TensorInfo
+from bitnet_ops.nn.quantize import MIN_SCALE
+
+DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+GROUP = 128  # weights that share a scale where a matrix has several
+_CHUNK_ELEMS = 1 << 22
+_SMALLEST = 2.0**-126  # the smallest normal float32
+
+
+@dataclass(frozen=True)
+class Ternary:
+    """Canonical rows uint8 [N, R], multiplying scales, and what is to be said about them.
+
+    `scale`: f32 [1], or with `group_size` 128 f32 [N, ceil(K / 128)].
+    """
+
+    rows: Tensor
+    scale: Tensor
+    remark: str | None = None
+    group_size: int = 0
+
+
+def ternary(
+    reader: Reader,
+    info: TensorInfo,
+    *,
+    i2s_layout: str,
+    factor: float = 1.0,
+    exact_scale: float | None = None,
+    head_dim: int | None = None,
+    assume_online: bool = False,
+) -> Ternary:
+    """The projection `info`.
+
+    `factor`: of a `.scale` tensor beside it. `exact_scale`: the float32 scale that the file's
+    writer has left beside TQ blocks, whose own scale is float16. `head_dim`: undo the permutation
+    of q and k. `assume_online`: dense masters may be ternarised by absmean.
+    """
+    n, k = info.shape
+    if info.type.name in DENSE:
+        found = _from_dense(info, dense(reader, info), assume_online)
+    elif info.type.name in layouts.TERNARY_TYPES:
+        found = _from_layout(reader, info, i2s_layout, exact_scale)
+    else:
+        refuse(
+            "gguf-not-ternary",
+            f"{info.name} as {', '.join((*layouts.TERNARY_TYPES[:4], *DENSE))}",
+            info.type.name,
+            "it was quantised to other values than -1, 0, 1: export the model again as TQ2_0",
+        )
+    rows, scale = found.rows, found.scale * factor
+    if not (torch.isfinite(scale).all() and factor > 0 and scale.max() >= _SMALLEST):
+        refuse("bad-scale", f"a finite scale of {info.name} above zero", f"one times {factor}")
+    if head_dim is not None:
+        if n % head_dim or head_dim % 2:
+            refuse("shape", f"{info.name} of whole heads of {head_dim} rows", f"{n} rows")
+        order = torch.from_numpy(head_rows(n, head_dim))
+        rows = rows[order]
+        scale = scale[order] if found.group_size else scale
+    return dataclasses.replace(found, rows=rows, scale=scale)
+
+
+def _from_layout(reader: Reader, info: TensorInfo, layout: str, exact: float | None) -> Ternary:
+    n, k = info.shape
+    try:
+        decoded = layouts.decode(info.type.name, reader.data(info.name), n, k, layout)
+    except layouts.LayoutError as error:
+        code = {"code_3": "code-3", "scale": "bad-scale", "row_length": "gguf-row-length"}
+        refuse(code[error.code], f"{info.name} as {info.type.name}", str(error), _hint(info))
+    rows = torch.from_numpy(decoded.rows)  # of layout a the mapping itself
+    scale = decoded.one_scale()
+    if scale is None and decoded.scales.any():
+        groups = _group_scales(info, decoded)
+        remark = (
+            "scales for groups of 128 weights; such models were trained without int8 activations"
+        )
+        return Ternary(rows, groups, remark, GROUP)
+    if scale is None:
+        return Ternary(rows, torch.tensor([exact or MIN_SCALE]), f"{info.name} holds zeros alone")
+    if exact is not None:
+        if float(np.float16(np.float32(exact))) != scale:
+            refuse("bad-scale", f"{info.name} with the scale {exact} as float16", f"{scale}")
+        scale = exact
+    return Ternary(rows, torch.tensor([scale]))
+
+
+def _group_scales(info: TensorInfo, decoded: layouts.Decoded) -> Tensor:
+    """f32 [N, ceil(K / 128)]; blocks of 64 must agree in pairs, but for blocks of zeros."""
+    scales = decoded.scales
+    if decoded.block < GROUP:
+        if scales.shape[1] % 2:
+            scales = np.pad(scales, ((0, 0), (0, 1)))
+        first, second = scales[:, ::2], scales[:, 1::2]
+        if ((first != second) & (first != 0) & (second != 0)).any():
+            refuse(
+                "group-scales",
+                f"one scale for every {GROUP} weights of {info.name}",
+                f"another one for every {decoded.block}",
+                "smaller groups are not supported",
+            )
+        scales = np.maximum(first, second)
+    scales = np.repeat(scales, max(1, decoded.block // GROUP), axis=1)
+    return torch.from_numpy(np.ascontiguousarray(scales))
+
+
+def _hint(info: TensorInfo) -> str:
+    if info.type.name == "I2_S":
+        return "the file is damaged, or of another --i2s-layout than the one that was given"
+    return "the file is damaged"
+
+
+def _from_dense(info: TensorInfo, tensor: Tensor, assume_online: bool) -> Ternary:
+    """Values code * scale, exactly; or masters, if the caller says so."""
+    check_finite(info.name, tensor)
+    scale = float(tensor.abs().max())
+    if scale == 0.0:
+        codes, remark = torch.zeros(tensor.shape, dtype=torch.int8), "holds zeros alone"
+        return Ternary(ops.pack(codes), torch.tensor([MIN_SCALE]), f"{info.name} {remark}")
+    if _is_ternary(tensor, scale):
+        return Ternary(ops.pack(tensor.sign().to(torch.int8)), torch.tensor([scale]))
+    if not assume_online:
+        refuse(
+            "gguf-not-ternary",
+            f"{info.name} with one magnitude beside zero",
+            f"other values, as {info.type.name}",
+            "if these are masters trained to be ternary, convert with --assume-online",
+        )
+    codes, absmean = ops.quantize_weights(tensor)
+    return Ternary(ops.pack(codes), absmean, "dense masters were ternarised by absmean")
+
+
+def _is_ternary(tensor: Tensor, magnitude: float) -> bool:
+    for piece in tensor.reshape(-1).split(_CHUNK_ELEMS):
+        size = piece.abs()
+        if not ((size == 0) | (size == magnitude)).all():
+            return False
+    return True
+
+
+def dense(reader: Reader, info: TensorInfo) -> Tensor:
+    """The tensor in its dtype, zero-copy; other types than F32, F16, BF16 come as float32."""
+    data: Any = reader.data(info.name)
+    if info.type.name in DENSE:
+        tensor = torch.from_numpy(data).view(DENSE[info.type.name]).view(info.shape)
+    else:
+        tensor = _dequantised(info, data)
+    check_finite(info.name, tensor)
+    return tensor
+
+
+def _dequantised(info: TensorInfo, data: Any) -> Tensor:
+    """float32 values through the gguf package, by pieces of rows."""
+    try:
+        import gguf
+    except ImportError:
+        refuse(
+            "gguf-package",
+            f"the gguf package, which reads {info.name} ({info.type.name})",
+            "none installed",
+            "pip install bitnet-ops[gguf]",
+        )
+    known = info.type.name in gguf.GGMLQuantizationType.__members__
+    rows = data.reshape(-1, info.shape[-1] // info.type.block * info.type.block_bytes)
+    out = np.empty((len(rows), info.shape[-1]), dtype=np.float32)
+    step = max(1, _CHUNK_ELEMS // info.shape[-1])
+    try:
+        if not known:
+            raise NotImplementedError("unknown type")
+        kind = gguf.GGMLQuantizationType[info.type.name]
+        for begin in range(0, len(rows), step):
+            out[begin : begin + step] = gguf.quants.dequantize(rows[begin : begin + step], kind)
+    except NotImplementedError as error:
+        refuse("gguf-type", f"{info.name} of a type that the gguf package reads", f"{error}")
+    return torch.from_numpy(out).view(info.shape)

@@ -1,0 +1,1 @@
+"""Hugging Face folders as a source of conversions: files, names, what their config means."""

@@ -1,0 +1,280 @@
+"""Reading a Hugging Face checkpoint folder: config.json and safetensors, whole or sharded.
+
+Lists every tensor from the headers first, then hands them out one at a time, so that memory is
+bounded by the largest tensor. Runs no code of the checkpoint: no auto_map, and pickles only on
+request and by pickles.py. It must not know what a tensor means; that is decide.py.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from bitnet_ops.convert.errors import ConvertError, listed, refuse
+from bitnet_ops.convert.hf import pickles
+from bitnet_ops.untrusted import UntrustedFileError, check_links, printable, read_json_object
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+# JSON takes some twenty times its size as objects, and headers are parsed by others; all limits are
+# several times what the largest public models need.
+_CONFIG_LIMIT_BYTES = 1 << 20  # what a model file can hold of it
+_INDEX_LIMIT_BYTES = 16 << 20
+_HEADER_LIMIT_BYTES = 16 << 20  # of one safetensors file
+_MAX_TENSORS = 1 << 16
+# Pages that were read stay in memory as long as their mapping does, and mapping a file anew parses
+# its header: once so many bytes a byte of header were read, that costs little beside reading them.
+_REMAP_SHARE = 16
+
+
+@dataclass(frozen=True)
+class TensorRecord:
+    """What a safetensors header says of one tensor; `dtype` as spelt there ("BF16", "U8")."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    file: str
+
+
+class Source:
+    """An opened checkpoint folder.
+
+    `config` is config.json as a dict, `tensors` maps every tensor's name to its TensorRecord.
+    `allow_pickle`: where there are no safetensors, take pytorch_model.bin or its shards; `pickled`
+    says that this happened. Raises ConvertError for anything that is not a complete, unambiguous
+    checkpoint.
+    """
+
+    def __init__(self, folder: str | Path, *, allow_pickle: bool = False) -> None:
+        self.folder = Path(folder)
+        if not self.folder.is_dir():
+            refuse("source-missing", "a folder with config.json and safetensors", str(folder))
+        self.config = _read_object(self.folder / "config.json", "config-missing", "config-json")
+        names, index = _weight_files(self.folder, allow_pickle)
+        _check_links(self.folder, names)
+        self.pickled = not names[0].endswith(".safetensors")
+        self._files = {name: _open(self.folder / name) for name in names}
+        self.tensors = _records(self._files)
+        if index is not None:
+            _check_index(self.folder, index, self.tensors)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """The tensor `name`, in the dtype and shape of the file; a view of its mapping.
+
+        Raises ConvertError("source-changed") if the file is no longer the one that was opened.
+        """
+        return self._files[self.tensors[name].file].get_tensor(name)
+
+    @property
+    def weight_bytes(self) -> int:
+        """The size of all weight files together."""
+        return sum((self.folder / name).stat().st_size for name in self._files)
+
+    def code_files(self) -> list[str]:
+        """Python files beside the weights, which are never imported."""
+        return sorted(path.name for path in self.folder.glob("*.py"))
+
+
+def check_pooling(folder: Path) -> None:
+    """Refuse an embedding model whose sentence-transformers settings ask for another pooling."""
+    path = folder / "1_Pooling" / "config.json"
+    if not path.is_file():
+        return
+    settings = _read_object(path, "pooling", "pooling")
+    modes = [k for k, v in settings.items() if k.startswith("pooling_mode_") and v is True]
+    if modes not in ([], ["pooling_mode_lasttoken"]):
+        refuse("pooling", "last-token pooling in 1_Pooling/config.json", listed(modes))
+
+
+def _read_object(path: Path, missing: str, malformed: str) -> dict[str, Any]:
+    """A JSON file whose top level is an object."""
+    if not path.is_file():
+        refuse(missing, f"{path.name} in {path.parent}", "no such file", "is this a model folder?")
+    _check_links(path.parent, [path.name])
+    limit = _INDEX_LIMIT_BYTES if path.name.endswith(".index.json") else _CONFIG_LIMIT_BYTES
+    try:
+        return read_json_object(path, strict=True, limit=limit)
+    except UntrustedFileError as error:
+        raise ConvertError(malformed, f"convert: {printable(error)}") from None
+
+
+def _check_links(folder: Path, names: list[str]) -> None:
+    """Refuse what leads out of the checkpoint: it could be any file of this machine."""
+    try:
+        check_links(folder, names)
+    except UntrustedFileError as error:
+        raise ConvertError("link-outside", f"convert: {printable(error)}") from None
+
+
+def copy_files(source: Path, folder: Path, names: Iterable[str]) -> list[str]:
+    """Copy those of `names` that `source` has into `folder`; returns them."""
+    present = [name for name in names if (source / name).is_file()]
+    _check_links(source, present)
+    for name in present:
+        shutil.copyfile(source / name, folder / name)
+    return present
+
+
+def _weight_files(folder: Path, allow_pickle: bool) -> tuple[list[str], str | None]:
+    """The names of the files that make up the checkpoint, and that of their index if sharded."""
+    found = _single_or_index(folder, SINGLE, INDEX, ".safetensors")
+    if found is None and allow_pickle:
+        found = _single_or_index(folder, pickles.SINGLE, pickles.INDEX, ".bin")
+    if found is None:
+        _refuse_other_weights(folder, allow_pickle)
+    return found
+
+
+def _single_or_index(
+    folder: Path, single: str, index: str, suffix: str
+) -> tuple[list[str], str | None] | None:
+    one, sharded = (folder / single).is_file(), (folder / index).is_file()
+    if one and sharded:
+        refuse(
+            "ambiguous-weights",
+            f"either {single} or {index}",
+            "both",
+            "remove the set that does not belong to this config.json",
+        )
+    if one:
+        return [single], None
+    if sharded:
+        return _shard_names(folder, index, _weight_map(folder, index, suffix)), index
+    return None
+
+
+def _refuse_other_weights(folder: Path, allow_pickle: bool) -> NoReturn:
+    names = sorted(path.name for path in folder.iterdir())
+    pickled = [name for name in names if name.endswith(pickles.SUFFIXES)]
+    if pickled:
+        refuse(
+            "pickle",
+            f"{pickles.SINGLE} or {pickles.INDEX}"
+            if allow_pickle
+            else f"{SINGLE} (a file that cannot run code)",
+            listed(pickled),
+            "rename the file if it holds the whole model"
+            if allow_pickle
+            else "save the model as safetensors, or read it with --allow-pickle (tensors alone)",
+        )
+    ggufs = [name for name in names if name.endswith(".gguf")]
+    found = listed(ggufs) if ggufs else "no weights"
+    refuse("weights-missing", f"{SINGLE} or {INDEX} in {folder}", found)
+
+
+def _weight_map(folder: Path, index: str, suffix: str) -> dict[str, str]:
+    weight_map = _read_object(folder / index, "index-json", "index-json").get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        refuse("index-json", f"a non-empty object weight_map in {index}", repr(weight_map)[:80])
+    for file in weight_map.values():
+        # A name with a separator could point anywhere on the machine.
+        if not isinstance(file, str) or Path(file).name != file or not file.endswith(suffix):
+            refuse("index-path", f"plain *{suffix} names in {index}", repr(file))
+    return weight_map
+
+
+def _shard_names(folder: Path, index: str, weight_map: dict[str, str]) -> list[str]:
+    names = sorted(set(weight_map.values()))
+    absent = [name for name in names if not (folder / name).is_file()]
+    if absent:
+        refuse(
+            "shard-missing",
+            f"the {len(names)} files that {index} names",
+            f"without {listed(absent)}",
+            "finish the download",
+        )
+    return names
+
+
+def _open(path: Path) -> Any:
+    return pickles.PickleFile(path) if path.suffix == ".bin" else _Shard(path)
+
+
+class _Shard:
+    """One safetensors file. Its header is parsed once for many tensors, however small they are."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._stamp = path, _stamp(path)
+        self._handle, self._header_bytes = _safe_open(path)
+        self._read_bytes = 0
+
+    def keys(self) -> list[str]:
+        return list(self._handle.keys())
+
+    def get_slice(self, name: str) -> Any:
+        return self._handle.get_slice(name)
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        if _stamp(self._path) != self._stamp:
+            refuse(
+                "source-changed",
+                f"{self._path.name} as it was when it was opened",
+                "another size, time or file",
+                "convert again once nothing writes to it",
+            )
+        if self._read_bytes > _REMAP_SHARE * self._header_bytes:
+            self._handle, self._header_bytes = _safe_open(self._path)
+            self._read_bytes = 0
+        tensor: torch.Tensor = self._handle.get_tensor(name)
+        self._read_bytes += tensor.nbytes
+        return tensor
+
+
+def _stamp(path: Path) -> tuple[int, ...] | None:
+    """What changes with a file: which one it is, its size and time; None for one that is gone."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def _safe_open(path: Path) -> tuple[Any, int]:
+    """The handle of a safetensors file, and the size of its header."""
+    try:
+        with path.open("rb") as file:
+            header = int.from_bytes(file.read(8), "little")
+        if header > _HEADER_LIMIT_BYTES:
+            raise OSError(f"a header of {header} bytes, more than {_HEADER_LIMIT_BYTES}")
+        return safe_open(str(path), framework="pt"), header
+    except (SafetensorError, OSError) as error:
+        refuse(
+            "safetensors-corrupt",
+            f"a valid safetensors file {path.name}",
+            str(error),
+            "download it again",
+        )
+
+
+def _records(files: dict[str, Any]) -> dict[str, TensorRecord]:
+    records: dict[str, TensorRecord] = {}
+    for file, handle in files.items():
+        for name in handle.keys():  # noqa: SIM118 (a safetensors handle is not a mapping)
+            if len(records) == _MAX_TENSORS:
+                refuse("tensor-count", f"at most {_MAX_TENSORS} tensors", f"more, in {file}")
+            if name in records:
+                where = f"{records[name].file} and {file}"
+                refuse("duplicate-tensor", f"{name} in one file", f"it in {where}")
+            view = handle.get_slice(name)
+            records[name] = TensorRecord(name, view.get_dtype(), tuple(view.get_shape()), file)
+    return records
+
+
+def _check_index(folder: Path, index: str, records: dict[str, TensorRecord]) -> None:
+    """The index and the shards' headers must say the same."""
+    weight_map = _weight_map(folder, index, Path(next(iter(records.values())).file).suffix)
+    wrong = [n for n, file in weight_map.items() if n not in records or records[n].file != file]
+    wrong += [n for n in records if n not in weight_map]
+    if wrong:
+        refuse(
+            "index-mismatch",
+            f"{index} and the shards to name the same tensors",
+            f"a disagreement about {listed(sorted(wrong))}",
+        )

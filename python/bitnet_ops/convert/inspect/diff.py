@@ -1,0 +1,169 @@
+"""`bitnet-ops inspect A --diff B`: what differs between two models, whatever their files are.
+
+Config, names, shapes and values, tensor by tensor. Ternary matrices are compared code by code and
+scale by scale; a dense matrix against a ternary one by its values, and if they differ as masters,
+ternarised by absmean. It must not know kinds of files.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bitnet_ops import ops
+from bitnet_ops.config import PRIVATE_BLOCK
+from bitnet_ops.convert.inspect.sources import Source, Values, open_source
+from bitnet_ops.nn.packing import BLOCK
+
+_NOT_THERE = "(not there)"
+
+
+def diff(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> dict[str, Any]:
+    """What differs between the models at `a` and `b`, as plain numbers and strings.
+
+    Keys: a, b (path and kind), config (key -> [a, b], the converter's private block left out),
+    only_a, only_b (names), tensors (a list of those that differ), same (how many do not), equal.
+    Of a ternary pair: codes_differing, a share, and scale_ratio_min and _max, those of b against
+    those of a. Of a dense pair: max_difference, max_magnitude (of a) and values_differing, a share.
+    """
+    first, second = open_source(a), open_source(b)
+    config = _config_differences(first.config, second.config)
+    only_a = [name for name in first.entries if name not in second.entries]
+    only_b = [name for name in second.entries if name not in first.entries]
+    common = [name for name in first.entries if name in second.entries]
+    found = [_compare(first, second, name) for name in common]
+    tensors = [row for row in found if row is not None]
+    return {
+        "a": {"file": str(first.path), "kind": first.kind},
+        "b": {"file": str(second.path), "kind": second.kind},
+        "config": config,
+        "only_a": only_a,
+        "only_b": only_b,
+        "tensors": tensors,
+        "same": len(common) - len(tensors),
+        "equal": not (config or only_a or only_b or tensors),
+    }
+
+
+def _config_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, list[Any]]:
+    keys = sorted((set(a) | set(b)) - {PRIVATE_BLOCK})
+    pairs = {key: [a.get(key, _NOT_THERE), b.get(key, _NOT_THERE)] for key in keys}
+    return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def _compare(first: Source, second: Source, name: str) -> dict[str, Any] | None:
+    """How the tensor `name` differs; None if it does not."""
+    a, b = first.entries[name], second.entries[name]
+    row: dict[str, Any] = {"name": name, "formats": [a.format, b.format]}
+    if a.shape != b.shape:
+        return {**row, "shapes": [list(a.shape), list(b.shape)]}
+    left, right = first.values(name), second.values(name)
+    if (left.codes is None) != (right.codes is None) and len(a.shape) == 2:
+        if _same_values(left, right) or _same_values(right, left):
+            return None
+        row["ternarised"] = "a" if left.codes is None else "b"
+        left, right = _ternarised(left), _ternarised(right)
+    found = _ternary(left, right) if left.codes is not None else _dense(left, right)
+    return None if found is None else row | found
+
+
+def _same_values(dense: Values, ternary: Values) -> bool:
+    """Whether a dense matrix holds what the other one's codes and scales multiply to."""
+    if dense.dense is None or ternary.codes is None or ternary.scales is None:
+        return False
+    scales, columns = ternary.scales, ternary.codes.shape[1]
+    if scales.dim() == 2:
+        scales = scales.repeat_interleave(BLOCK, dim=1)[:, :columns]
+    else:
+        scales = scales[:, None]
+    return torch.equal(dense.dense, (ternary.codes * scales).to(dense.dense.dtype))
+
+
+def _ternarised(values: Values) -> Values:
+    if values.dense is None:
+        return values
+    codes, scale = ops.quantize_weights(values.dense)
+    return Values(codes=codes, scales=scale)
+
+
+def _ternary(a: Values, b: Values) -> dict[str, Any] | None:
+    assert a.codes is not None and b.codes is not None
+    assert a.scales is not None and b.scales is not None
+    different = int(torch.count_nonzero(a.codes != b.codes))
+    ratios = _ratios(a.scales, b.scales)
+    low, high = (float(ratios.min()), float(ratios.max())) if len(ratios) else (1.0, 1.0)
+    if different == 0 and low == high == 1.0:
+        return None
+    share = different / a.codes.numel()
+    return {"codes_differing": share, "scale_ratio_min": low, "scale_ratio_max": high}
+
+
+def _ratios(a: Tensor, b: Tensor) -> Tensor:
+    """b / a of every scale, 1 where both are 0."""
+    if a.dim() != b.dim():  # one of them has groups
+        a, b = (t if t.dim() == 2 else t[:, None] for t in (a, b))
+    left, right = torch.broadcast_tensors(a.double(), b.double())
+    return torch.where(left == right, torch.ones_like(left), right / left).reshape(-1)
+
+
+def _dense(a: Values, b: Values) -> dict[str, Any] | None:
+    assert a.dense is not None and b.dense is not None
+    different, largest, magnitude = 0, 0.0, 0.0
+    for left, right in zip(_pieces(a.dense), _pieces(b.dense), strict=True):
+        gap = (left.double() - right.double()).abs()
+        different += int(torch.count_nonzero(gap))
+        largest = max(largest, float(gap.max()))
+        magnitude = max(magnitude, float(left.abs().max()))
+    if different == 0:
+        return None
+    share = different / a.dense.numel()
+    return {
+        "values_differing": share,
+        "max_difference": largest,
+        "max_magnitude": magnitude,
+    }
+
+
+def _pieces(tensor: Tensor) -> tuple[Tensor, ...]:
+    return tensor.reshape(-1).split(1 << 22)  # bounds the float64 temporaries
+
+
+# --- text -----------------------------------------------------------------------------------------
+
+
+def lines(report: Mapping[str, Any]) -> list[str]:
+    """The differences for people, one a line; the last line sums them up."""
+    out = [f"{side}: {report[side]['file']} ({report[side]['kind']})" for side in ("a", "b")]
+    for key, (left, right) in report["config"].items():
+        out.append(f"config {key}: {left!r:.60} | {right!r:.60}")
+    for side in ("a", "b"):
+        out += [f"only in {side}: {name}" for name in report[f"only_{side}"]]
+    out += [f"{row['name']}: {_words(row)}" for row in report["tensors"]]
+    differ = len(report["tensors"])
+    if report["equal"]:
+        return [*out, f"equal: {report['same']} tensors and the config"]
+    return [
+        *out,
+        f"{report['same']} tensors equal, {differ} differ, {len(report['only_a'])} only in a, "
+        f"{len(report['only_b'])} only in b, {len(report['config'])} differences in the config",
+    ]
+
+
+def _words(row: Mapping[str, Any]) -> str:
+    if "shapes" in row:
+        return "shape " + " | ".join(" x ".join(map(str, shape)) for shape in row["shapes"])
+    formats = " | ".join(row["formats"])
+    if "codes_differing" in row:
+        how = f", {row['ternarised']} ternarised by absmean" if "ternarised" in row else ""
+        return (
+            f"{formats}{how}: {100 * row['codes_differing']:.4g} % of codes differ, scale ratio "
+            f"{row['scale_ratio_min']:.6g} to {row['scale_ratio_max']:.6g}"
+        )
+    return (
+        f"{formats}: {100 * row['values_differing']:.4g} % of values differ, at most by "
+        f"{row['max_difference']:.4g} (largest value {row['max_magnitude']:.4g})"
+    )

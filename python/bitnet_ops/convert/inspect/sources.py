@@ -1,0 +1,278 @@
+"""What `inspect` looks at, one class a kind of file: .bin, Hugging Face folder, GGUF; one face.
+
+A `Source` lists its tensors from the headers and reads them one at a time. It must not know what is
+printed, nor whether a model would load: a file that `convert` refuses can still be looked at.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from bitnet_ops import ops
+from bitnet_ops.config import UnsupportedModelError
+from bitnet_ops.convert.errors import ConvertError
+from bitnet_ops.convert.gguf.source import GgufPlan, make_gguf_plan
+from bitnet_ops.convert.gguf.tensors import dense, ternary
+from bitnet_ops.convert.hf import checkpoint as hf
+from bitnet_ops.convert.hf.names import find_naming
+from bitnet_ops.formats import gguf, gguf_layouts
+from bitnet_ops.formats.sglbitnt import MODEL_FILE, Reader, SglbitntError, model_file
+from bitnet_ops.loading import hub
+from bitnet_ops.loading.model_contents import model_config, own_tensors
+from bitnet_ops.models import TensorError, check_names, expected_tensors
+from bitnet_ops.nn.packing import unpack_hf
+from bitnet_ops.nn.quantize import multiplying_scale
+
+_WEIGHTS_PER_BYTE = 4
+_HF_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "U8": "uint8", "I8": "int8"}
+_HF_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2}  # others: 1
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor as the headers have it: logical shape, [N, K] of a ternary matrix.
+
+    `format`: "ternary", a dtype, or a GGUF type. `stored`: its name in the file. `nbytes`: of its
+    data and scales.
+    """
+
+    name: str
+    stored: str
+    format: str
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Values:
+    """Ternary: `codes` int8 [N, K] and f32 `scales` [1], [N] or [N, groups]. Else `dense`."""
+
+    dense: Tensor | None = None
+    codes: Tensor | None = None
+    scales: Tensor | None = None
+
+
+class Source(Protocol):
+    """A model file or folder, opened: `entries` by name, `remarks` for what could not be told."""
+
+    path: Path
+    kind: str
+    nbytes: int
+    config: Mapping[str, Any]
+    entries: dict[str, Entry]
+    remarks: list[str]
+
+    def values(self, name: str) -> Values:
+        """The tensor `name`, read and checked."""
+
+    def memory(self, name: str) -> memoryview:
+        """The bytes of its data as they lie in the file."""
+
+    def scales(self, name: str) -> Tensor | None:
+        """The multiplying scales of a ternary tensor, f32; None for others."""
+
+    def counts(self, name: str) -> tuple[int, int, int] | None:
+        """How many weights of a ternary tensor are -1, 0, +1, padding left out."""
+
+
+def open_source(path: str | os.PathLike[str], i2s_layout: str = "a") -> Source:
+    """The Source at `path`: a .bin or .gguf file, a folder with model.bin, or a checkpoint folder.
+
+    Or a Hugging Face id. Raises SglbitntError, GgufError or ConvertError for what is damaged, and
+    HubError.
+    """
+    place = hub.local(path)
+    if gguf.is_gguf(place):
+        return GgufSource(place, i2s_layout)
+    if place.is_dir() and not (place / MODEL_FILE).exists() and (place / "config.json").exists():
+        return CheckpointSource(place)
+    return BinSource(model_file(place))
+
+
+def _counts(codes: Tensor) -> tuple[int, int, int]:
+    total, nonzero = codes.numel(), int(torch.count_nonzero(codes))
+    plus = int(torch.count_nonzero(codes == 1))
+    return nonzero - plus, total - nonzero, plus
+
+
+class BinSource:
+    """An SGLBITNT file. Where neither file nor config gives K it is 4 times the row bytes."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.nbytes = path, path.stat().st_size if path.is_file() else 0
+        self.reader = Reader(path)
+        self.kind = f"SGLBITNT version {self.reader.version}"
+        self.config: Mapping[str, Any] = self.reader.config
+        known, self.remarks = _in_features(self.reader)
+        self.entries = {}
+        for name, info in self.reader.tensors.items():
+            shape = list(info.shape)
+            if info.packed:
+                shape[1] = info.in_features or known.get(name, _WEIGHTS_PER_BYTE * shape[1])
+            kind = "ternary" if info.packed else str(info.dtype).removeprefix("torch.")
+            size = info.nbytes + info.scales_nbytes
+            self.entries[name] = Entry(name, name, kind, tuple(shape), size)
+
+    def values(self, name: str) -> Values:
+        tensor, info = self.reader.tensor(name), self.reader.tensors[name]
+        if not info.packed:
+            return Values(dense=tensor)
+        codes = ops.unpack(tensor, _WEIGHTS_PER_BYTE * info.shape[1])
+        return Values(codes=codes[:, : self.entries[name].shape[1]], scales=self.scales(name))
+
+    def memory(self, name: str) -> memoryview:
+        return self.reader.memory(name)
+
+    def scales(self, name: str) -> Tensor | None:
+        return self.reader.scales(name) if self.reader.tensors[name].packed else None
+
+    def counts(self, name: str) -> tuple[int, int, int] | None:
+        info = self.reader.tensors[name]
+        if not info.packed:
+            return None
+        minus, zero, plus = self.reader.code_counts(name)
+        padding = _WEIGHTS_PER_BYTE * info.shape[1] - self.entries[name].shape[1]
+        return minus, zero - info.shape[0] * padding, plus
+
+
+def _in_features(reader: Reader) -> tuple[dict[str, int], list[str]]:
+    """True K of the packed tensors as far as the config gives it, and what speaks against it."""
+    packed = [name for name, info in reader.tensors.items() if info.packed]
+    try:
+        config = model_config(reader)
+        if config.num_hidden_layers > len(reader.tensors):  # do not list a billion names
+            raise TensorError(
+                f"got {config.num_hidden_layers} layers, {len(reader.tensors)} tensors"
+            )
+        expected = expected_tensors(config)
+        check_names(config, own_tensors(reader, config))
+    except (UnsupportedModelError, TensorError) as error:
+        padded = packed and reader.version == 1
+        return {}, [f"K is 4 * row bytes, padding included: {error}"] if padded else [str(error)]
+    known, remarks = {}, []
+    for name in packed:
+        k = expected[name].shape[-1]
+        try:
+            reader.check_in_features(name, k)
+            known[name] = k
+        except SglbitntError as error:
+            what = "K is 4 * row bytes, padding included: " if reader.version == 1 else ""
+            remarks.append(f"{what}{error}")
+    return known, remarks
+
+
+class CheckpointSource:
+    """A Hugging Face folder: uint8 with a weight_scale is ternary, everything else dense.
+
+    Names are those that a conversion has, where a family spells them otherwise.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.source = path, hf.Source(path)
+        self.kind, self.nbytes = "Hugging Face checkpoint", self.source.weight_bytes
+        self.config: Mapping[str, Any] = self.source.config
+        quantization = self.config.get("quantization_config") or {}
+        self._linear_class = str(quantization.get("linear_class") or "bitlinear")
+        naming = find_naming(self.config, self.source.tensors)
+        self.remarks = list(naming.remarks)
+        self.entries = {}
+        for name, stored in naming.stored.items():
+            if stored.endswith("_scale") and self._packed(stored.removesuffix("_scale")):
+                continue
+            record, size = self.source.tensors[stored], self._nbytes(stored)
+            kind, shape = _HF_DTYPES.get(record.dtype, record.dtype), record.shape
+            if self._packed(stored):
+                kind, shape = "ternary", (4 * shape[0], shape[1])
+                size += self._nbytes(f"{stored}_scale")
+            self.entries[name] = Entry(name, stored, kind, tuple(shape), size)
+
+    def _packed(self, stored: str) -> bool:
+        record = self.source.tensors.get(stored)
+        has_scale = f"{stored}_scale" in self.source.tensors
+        return has_scale and record is not None and record.dtype == "U8" and len(record.shape) == 2
+
+    def _nbytes(self, stored: str) -> int:
+        record = self.source.tensors[stored]
+        return math.prod(record.shape) * _HF_BYTES.get(record.dtype, 1)
+
+    def _tensor(self, name: str) -> Tensor:
+        return self.source.tensor(self.entries[name].stored)
+
+    def values(self, name: str) -> Values:
+        tensor = self._tensor(name)
+        if self.entries[name].format != "ternary":
+            return Values(dense=tensor)
+        return Values(codes=unpack_hf(tensor, 4 * tensor.shape[0]), scales=self.scales(name))
+
+    def memory(self, name: str) -> memoryview:
+        return self._tensor(name).reshape(-1).view(torch.uint8).numpy().data
+
+    def scales(self, name: str) -> Tensor | None:
+        entry = self.entries[name]
+        if entry.format != "ternary":
+            return None
+        return multiplying_scale(self.source.tensor(f"{entry.stored}_scale"), self._linear_class)
+
+    def counts(self, name: str) -> tuple[int, int, int] | None:
+        codes = self.values(name).codes
+        return None if codes is None else _counts(codes)
+
+
+class GgufSource:
+    """A GGUF file under Hugging Face names where the converter can make them, else its own."""
+
+    def __init__(self, path: Path, i2s_layout: str = "a") -> None:
+        self.path, self.reader, self._layout = path, gguf.Reader(path), i2s_layout
+        self.kind, self.nbytes = "GGUF", self.reader.size
+        self.remarks: list[str] = []
+        self._plan: GgufPlan | None = None
+        try:
+            self._plan = make_gguf_plan(self.reader)
+            self.config: Mapping[str, Any] = self._plan.hf_config
+            infos, self.remarks = self._plan.infos, list(self._plan.remarks)
+        except ConvertError as error:
+            self.config, infos = {}, dict(self.reader.tensors)
+            self.remarks = [f"names are the file's own: {error}"]
+        self._infos = infos
+        self.entries = {
+            name: Entry(name, info.name, info.type.name, info.shape, info.nbytes)
+            for name, info in infos.items()
+        }
+
+    def _is_ternary(self, name: str) -> bool:
+        info = self._infos[name]
+        return info.type.name in gguf_layouts.TERNARY_TYPES and len(info.shape) == 2
+
+    def values(self, name: str) -> Values:
+        info = self._infos[name]
+        if not self._is_ternary(name):
+            return Values(dense=dense(self.reader, info))
+        plan = self._plan
+        permuted = plan is not None and plan.architecture.permuted
+        heads = permuted and name.endswith(("q_proj.weight", "k_proj.weight"))
+        found = ternary(
+            self.reader,
+            info,
+            i2s_layout=self._layout,
+            exact_scale=plan.exact_scales.get(info.name) if plan else None,
+            head_dim=plan.config.head_dim if plan and heads else None,
+        )
+        return Values(codes=ops.unpack(found.rows, info.shape[1]), scales=found.scale)
+
+    def memory(self, name: str) -> memoryview:
+        return self.reader.data(self._infos[name].name).data
+
+    def scales(self, name: str) -> Tensor | None:
+        return self.values(name).scales if self._is_ternary(name) else None
+
+    def counts(self, name: str) -> tuple[int, int, int] | None:
+        codes = self.values(name).codes if self._is_ternary(name) else None
+        return None if codes is None else _counts(codes)

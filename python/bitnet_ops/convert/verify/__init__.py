@@ -1,0 +1,122 @@
+"""The work of `bitnet-ops verify`: does a converted model still compute what its source does?
+
+The proof of `convert --verify`, made later and on a text of one's own. The file is not changed. It
+must not know how anything is compared.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from bitnet_ops.config import PRIVATE_BLOCK
+from bitnet_ops.convert.errors import ConvertError, listed, refuse
+from bitnet_ops.convert.gguf.source import gguf_errors, make_gguf_plan
+from bitnet_ops.convert.hf.checkpoint import Source
+from bitnet_ops.convert.hf.merged import MergedSource
+from bitnet_ops.convert.hf.plan import Plan, make_plan
+from bitnet_ops.convert.report import file_sha256, proof_line, table_lines
+from bitnet_ops.convert.ternary import looks_ternary
+from bitnet_ops.convert.verify.comparison import Verification, verify_conversion
+from bitnet_ops.convert.verify.gguf_oracle import verify_gguf
+from bitnet_ops.convert.verify.proof import source_hashes, tensor_table
+from bitnet_ops.formats.gguf import Reader as GgufReader
+from bitnet_ops.formats.gguf import is_gguf
+from bitnet_ops.formats.sglbitnt import MODEL_FILE, Reader, SglbitntError, model_file
+
+
+def verify(
+    file: str | Path,
+    src_dir: str | Path,
+    *,
+    text: str | Path | None = None,
+    lora: str | Path | None = None,
+) -> dict[str, Any]:
+    """Compare a converted model with its source.
+
+    Args:
+        file: model.bin, or the folder that holds it.
+        src_dir: the Hugging Face folder, or the GGUF file, that it came from.
+        text: a UTF-8 file to measure logits and perplexity on; None is the converter's own text.
+        lora: the PEFT directory that was merged when the file was made.
+    Returns JSON-ready: "verification" (its "failures" is empty where they agree), "tensors",
+        "sha256", "source_sha256".
+    Raises ConvertError for a source that does not convert or is another model's ("other-source"),
+        SglbitntError for a damaged file.
+    """
+    path = model_file(file)
+    try:
+        with Reader(path) as reader:
+            config, names = dict(reader.config), set(reader.tensors)
+    except SglbitntError as error:
+        raise ConvertError(error.code, str(error)) from error
+    chosen = None if text is None else Path(text)
+    if is_gguf(src_dir):
+        if lora is not None:
+            refuse("folder-option", "a folder with --lora", str(src_dir))
+        result = _against_gguf(path, Path(src_dir), config, chosen)
+        hashes = {Path(src_dir).name: file_sha256(Path(src_dir))}
+    else:
+        source = Source(src_dir, allow_pickle=True)  # by weights_only
+        plan = _plan(source, config, names)
+        if lora is not None:
+            source = MergedSource.merge(source, plan, lora)
+        result = verify_conversion(source, plan, path, text=chosen)
+        hashes = source_hashes(source)
+    return {
+        "verification": result.to_dict(),
+        "sha256": file_sha256(path),
+        "source_sha256": hashes,
+        "tensors": tensor_table(path),
+    }
+
+
+def _against_gguf(
+    path: Path, source: Path, config: dict[str, Any], text: Path | None
+) -> Verification:
+    block = config.pop(PRIVATE_BLOCK, None) or {}
+    layout = str(block.get("source_mode", "")).partition(" layout ")[2] or "a"
+    with gguf_errors(), GgufReader(source) as reader:
+        plan = make_gguf_plan(reader)
+        _refuse_another(config, plan.hf_config)
+        folder = path.parent if path.name == MODEL_FILE else path
+        return verify_gguf(reader, plan, folder, layout, text)
+
+
+def _plan(source: Source, config: dict[str, Any], names: set[str]) -> Plan:
+    block = config.pop(PRIVATE_BLOCK, None) or {}
+    _refuse_another(config, source.config)
+    online = block.get("source_mode") == "online"
+    unmarked = source.config.get("quantization_config") is None
+    plan = make_plan(
+        source.config,
+        source.tensors,
+        assume_online=online and unmarked,
+        looks_ternary=lambda name: looks_ternary(source.tensor(name)),
+    )
+    if set(plan.specs) != names:
+        differing = listed(sorted(set(plan.specs) ^ names))
+        refuse("other-source", "the same tensors in file and source", f"a difference: {differing}")
+    return plan
+
+
+def _refuse_another(config: dict[str, Any], source: dict[str, Any]) -> None:
+    keys = sorted(k for k in {*config, *source} if config.get(k) != source.get(k))
+    if keys:
+        refuse(
+            "other-source",
+            "the checkpoint that the file came from",
+            f"another config.json: {listed(keys)} differ",
+            "verify against the checkpoint that was converted",
+        )
+
+
+def lines(result: dict[str, Any]) -> list[str]:
+    """The result for people, one fact a line."""
+    hashes = [f"sha256 {value}  {name}" for name, value in result["source_sha256"].items()]
+    return [
+        proof_line(result["verification"]),
+        f"sha256 {result['sha256']}  (the file)",
+        *hashes,
+        *table_lines(result["tensors"]),
+    ]

@@ -1,0 +1,157 @@
+"""A plain fp32 forward of a checkpoint, read from the source itself: the oracle of last resort.
+
+Written from the published maths with torch's own operators; it uses neither our ops nor our
+packing, ternarisation or model code, so that a mistake there cannot cancel out. Streams layer by
+layer: memory is bounded by one layer's weights. Slow, and used by `convert --verify` alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bitnet_ops.convert.hf.checkpoint import Source
+from bitnet_ops.convert.hf.plan import Plan, scale_name
+
+Get = Callable[[str], Tensor]
+
+
+class PlainOracle:
+    """The source checkpoint as a reference: its ternary weights and its logits."""
+
+    name = "plain fp32 forward"
+
+    def __init__(self, source: Source, plan: Plan, *, int8_activations: bool = True) -> None:
+        self._source, self._plan = source, plan
+        self.int8_activations = int8_activations
+
+    def projection(self, weight_name: str) -> tuple[Tensor, float | Tensor]:
+        """(codes int8 [N, K], multiplying scale) of one projection, straight from the source.
+
+        Where a matrix may have several scales, every weight has its own: [N, K], 0 where it is 0.
+        """
+        stored = self._read(weight_name)
+        if self._plan.scheme.mode == "masters":
+            return _ternarise(stored.float())
+        if self._plan.scheme.mode == "ternary":
+            return stored.float().sign().to(torch.int8), stored.float().abs()
+        value = float(self._read(scale_name(weight_name)).float())
+        return _unpack_quarters(stored), 1.0 / value if self._plan.scheme.inverted else value
+
+    @torch.inference_mode()
+    def logits(self, sequences: list[list[int]]) -> list[Tensor]:
+        """fp32 logits [T, V] of every sequence of token ids."""
+        config = self._plan.config
+        embedding = self._dense("model.embed_tokens")
+        states = [embedding[torch.tensor(ids)] for ids in sequences]
+        for layer in range(config.num_hidden_layers):
+            weights: dict[str, Tensor] = {}
+            get = self._layer(f"model.layers.{layer}.", weights)
+            states = [self._block(x, get) for x in states]
+        states = [self._norm(x, self._dense("model.norm")) for x in states]
+        head = embedding if config.tie_word_embeddings else self._dense("lm_head")
+        return [x @ head.t() for x in states]
+
+    def _read(self, name: str) -> Tensor:
+        return self._source.tensor(self._plan.stored[name])
+
+    def _dense(self, name: str) -> Tensor:
+        return self._read(f"{name}.weight").float()
+
+    def _layer(self, prefix: str, weights: dict[str, Tensor]) -> Get:
+        """A getter of a layer's tensors by suffix; ternary ones arrive as fp32 codes * scale."""
+
+        def get(suffix: str) -> Tensor:
+            if suffix not in weights:
+                name = f"{prefix}{suffix}"
+                if self._plan.specs[name].kind == "dense":
+                    weights[suffix] = self._read(name).float()
+                else:
+                    codes, scale = self.projection(name)
+                    weights[suffix] = codes.float() * scale
+            return weights[suffix]
+
+        return get
+
+    def _block(self, x: Tensor, get: Get) -> Tensor:
+        x = x + self._attention(self._norm(x, get("input_layernorm.weight")), get)
+        return x + self._mlp(self._norm(x, get("post_attention_layernorm.weight")), get)
+
+    def _norm(self, x: Tensor, gain: Tensor, eps: float | None = None) -> Tensor:
+        eps = self._plan.config.rms_norm_eps if eps is None else eps
+        mean_square = x.pow(2).mean(-1, keepdim=True)
+        return x * torch.rsqrt(mean_square + eps) * gain
+
+    def _linear(self, x: Tensor, name: str, get: Get) -> Tensor:
+        """A projection: its own norm, activations rounded to int8, the product, its bias."""
+        c = self._plan.config
+        if c.linear_norms:
+            x = self._norm(x, get(f"{name}.rms_norm.weight"), c.linear_norm_eps)
+        weight = get(f"{name}.weight")
+        y = (_round_to_int8(x) if self.int8_activations else x) @ weight.t()
+        if name not in c.biases:
+            return y
+        # transformers' offline AutoBitLinear scales x W + bias as a whole
+        scale = float(weight.abs().max()) if self._plan.scheme.bias_is_scaled else 1.0
+        return y + get(f"{name}.bias") * scale
+
+    def _attention(self, h: Tensor, get: Get) -> Tensor:
+        c = self._plan.config
+        q, k, v = (
+            self._linear(h, f"self_attn.{p}_proj", get).view(len(h), -1, c.head_dim) for p in "qkv"
+        )
+        if c.qk_norm:
+            q = self._norm(q, get("self_attn.q_norm.weight"))
+            k = self._norm(k, get("self_attn.k_norm.weight"))
+        q, k = _rotate(q, c.rope_theta), _rotate(k, c.rope_theta)
+        group = c.num_attention_heads // c.num_key_value_heads
+        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+        scores = torch.einsum("thd,shd->hts", q, k) / c.head_dim**0.5
+        future = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1)
+        weights = scores.masked_fill(future, float("-inf")).softmax(-1)
+        a = torch.einsum("hts,shd->thd", weights, v).reshape(len(h), -1)
+        if c.sub_norms:
+            a = self._norm(a, get("self_attn.attn_sub_norm.weight"), c.sub_norm_eps)
+        return self._linear(a, "self_attn.o_proj", get)
+
+    def _mlp(self, h: Tensor, get: Get) -> Tensor:
+        c = self._plan.config
+        gate, up = self._linear(h, "mlp.gate_proj", get), self._linear(h, "mlp.up_proj", get)
+        z = F.relu(gate).square() if c.hidden_act == "relu2" else F.silu(gate)
+        z = z * up
+        if c.sub_norms:
+            z = self._norm(z, get("mlp.ffn_sub_norm.weight"), c.sub_norm_eps)
+        return self._linear(z, "mlp.down_proj", get)
+
+
+def _unpack_quarters(packed: Tensor) -> Tensor:
+    """uint8 [N/4, K] -> int8 [N, K]: lane i of the bytes is the i-th quarter of the rows."""
+    shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8).view(4, 1, 1)
+    codes = (packed.unsqueeze(0) >> shifts) & 3
+    return codes.view(-1, packed.shape[1]).to(torch.int8) - 1
+
+
+def _ternarise(masters: Tensor) -> tuple[Tensor, float]:
+    """fp32 [N, K] -> (codes, absmean), with the mean taken in double precision."""
+    absmean = max(float(masters.abs().mean(dtype=torch.float64)), 1e-5)
+    codes = (masters * (1.0 / torch.tensor(absmean))).round().clamp(-1, 1)
+    return codes.to(torch.int8), absmean
+
+
+def _round_to_int8(x: Tensor) -> Tensor:
+    """Activations on 255 levels per token: absmax, half to even."""
+    multiplier = 127.0 / x.abs().amax(-1, keepdim=True).clamp(min=1e-5)
+    return (x * multiplier).round().clamp(-128, 127) / multiplier
+
+
+def _rotate(x: Tensor, theta: float) -> Tensor:
+    """Half-split RoPE of x [T, heads, d] at positions 0..T-1."""
+    tokens, _, d = x.shape
+    inv_freq = 1.0 / theta ** (torch.arange(0, d, 2, dtype=torch.float32) / d)
+    angles = torch.outer(torch.arange(tokens, dtype=torch.float32), inv_freq).unsqueeze(1)
+    first, second = x.chunk(2, dim=-1)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)

@@ -1,0 +1,61 @@
+"""`@operator`: an op's signature, documentation and fake kernel in one Python function.
+
+It must not know what the ops are.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+from bitnet_ops.ops import _library as _library  # makes torch.ops.bitnet
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+
+_below_autograd = torch._C._AutoDispatchBelowAutograd
+_is_grad_enabled, _is_inference = torch.is_grad_enabled, torch.is_inference_mode_enabled
+_is_compiling = torch.compiler.is_compiling
+
+
+def operator(fake: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    """The callable of torch.ops.bitnet.<name>, with the signature and docstring of `fake`.
+
+    The function's body is the op's fake kernel: it makes the shape, dtype and layout of the
+    outputs for torch.compile and torch.export. It sees no data and checks nothing but what shapes
+    its output: the C++ kernel checks everything.
+    """
+    name = fake.__name__
+    overload = getattr(torch.ops.bitnet, name).default  # a look-up costs a quarter of a microsecond
+
+    def checked(*args: Any) -> Any:
+        _require_one_device(name, args)
+        return fake(*args)  # type: ignore[call-arg]  # torch passes all arguments by position
+
+    torch.library.register_fake(f"bitnet::{name}", checked)
+
+    @functools.wraps(fake)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        # Under no_grad autograd's kernel, which is Python, would cost 5 us to find nothing to do.
+        # Inference mode leaves it out by itself, and a compiled graph has no calls to save.
+        if _is_grad_enabled() or _is_compiling() or _is_inference():
+            return overload(*args, **kwargs)
+        with _below_autograd():
+            return overload(*args, **kwargs)
+
+    return call
+
+
+def _require_one_device(name: str, args: tuple[Any, ...]) -> None:
+    """A meta tensor among CPU tensors is dispatched here, where it would pass for a result."""
+    tensors = [arg for arg in args if isinstance(arg, Tensor)]
+    for tensor in tensors[1:]:
+        if tensor.device != tensors[0].device:
+            raise RuntimeError(
+                f"{name}: expected every tensor on one device, got {tensors[0].device} and "
+                f"{tensor.device}; move them to the CPU"
+            )
