@@ -50,7 +50,7 @@ def pack(codes: Tensor) -> Tensor:
         uint8 [N, 32 * ceil(K / 128)].
     Raises:
         RuntimeError: another dtype or rank, K = 0, a value outside {-1, 0, 1}.
-    Source: FORMAT.md, "packed layouts"; microsoft/BitNet src/ggml-bitnet-mad.cpp (I2_S).
+    Source: FORMAT.md, "Packed rows"; microsoft/BitNet src/ggml-bitnet-mad.cpp (I2_S).
     """
     n, k = codes.shape
     return codes.new_empty((n, (k + 127) // 128 * 32), dtype=torch.uint8)
@@ -91,7 +91,7 @@ def prepack(weight: Tensor, in_features: int, format: str) -> Tensor:
         lines = 16 * ceil(K / 64).
     Raises:
         RuntimeError: as `unpack`; another format; K above 32768.
-    Source: FORMAT.md, "Private layouts".
+    Source: docs/layouts.md.
     """
     lanes, lines = _runtime.tile_lanes(), (in_features + 63) // 64 * 16
     fields = 5 if format == "1.6bit" else 4
