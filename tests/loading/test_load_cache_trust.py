@@ -1,7 +1,8 @@
 """The load cache takes nothing on trust: not bytes, not names, not owners.
 
 Whatever lies under a cache file's name, a load ends with the right tokens, one line of warning and
-a good file. The digests of forged files are made by the package `xxhash`.
+a good file. The digests of forged files are made by the package `xxhash`. Must not know private
+layouts.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ def pack(codes: Tensor) -> Tensor:
         uint8 [N, 32 * ceil(K / 128)].
     Raises:
         RuntimeError: another dtype or rank, K = 0, a value outside {-1, 0, 1}.
-    Source: FORMAT.md, "packed layouts"; microsoft/BitNet src/ggml-bitnet-mad.cpp (I2_S).
+    Source: FORMAT.md, "Packed rows"; microsoft/BitNet src/ggml-bitnet-mad.cpp (I2_S).
     """
     return codes.new_empty(_runtime.packed_shape("canonical", *codes.shape), dtype=torch.uint8)
 
@@ -90,7 +90,7 @@ def prepack(weight: Tensor, in_features: int, format: str) -> Tensor:
         lines = 16 * ceil(K / 64).
     Raises:
         RuntimeError: as `unpack`; another format; K above 32768.
-    Source: FORMAT.md, "Private layouts".
+    Source: docs/layouts.md.
     """
     return weight.new_empty(_runtime.packed_shape(format, weight.shape[0], in_features))
 
