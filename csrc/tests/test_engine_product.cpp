@@ -1,0 +1,336 @@
+// The engine's product against plain int64 sums and one rounding a step: every layout and ISA,
+// ragged rows and tokens, every way to store a result, units in any order, tokens in tiles as well
+// as in rows, on threads.
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#include "engine/pack.h"
+#include "engine/product.h"
+#include "format/layout.h"
+#include "tests/check.h"
+#include "tests/random.h"
+#include "tests/tables.h"
+#include "tests/threads.h"
+
+namespace bitnet::test {
+namespace {
+
+using engine::make_sums;
+using engine::Product;
+using engine::Projection;
+using engine::QuantizedTokens;
+using engine::TokenBuffer;
+using engine::Weight;
+using engine::WeightFormat;
+
+constexpr WeightFormat kFormats[] = {WeightFormat::kCanonical, WeightFormat::kTwoBit,
+                                     WeightFormat::kBase3};
+constexpr DType kTypes[] = {DType::kF32, DType::kBF16, DType::kF16};
+
+std::size_t at(int64_t i) { return static_cast<std::size_t>(i); }
+
+// A random matrix in one layout, and the codes that it was made of.
+struct Matrix {
+  std::vector<int8_t> codes;  // [n, k]
+  std::vector<uint8_t> canonical, tiles;
+  Weight weight;
+
+  Matrix(Random& random, const KernelTable& table, WeightFormat format, int64_t n, int64_t k)
+      : canonical(at(n * layout::row_bytes_for(k))) {
+    for (int64_t i = 0; i < n * k; ++i) codes.push_back(static_cast<int8_t>(random.next() % 3) - 1);
+    engine::pack(codes.data(), n, k, canonical.data());
+    weight = engine::canonical_weight(canonical.data(), n, k);
+    if (format == WeightFormat::kCanonical) return;
+    const int64_t lanes = table.tile_lanes;
+    weight = engine::tile_weight(nullptr, format, n, k, lanes);
+    tiles.resize(at(weight.bytes()));
+    weight.data = tiles.data();
+    CHECK(engine::repack(canonical.data(), weight, lanes, tiles.data()), "repack found a code 3");
+  }
+};
+
+// Quantised tokens, their codes kept for the reference.
+struct Tokens {
+  std::vector<int8_t> codes;  // [tokens, k]
+  std::vector<float> scales;
+  TokenBuffer buffer;
+
+  Tokens(Random& random, const KernelTable& table, int64_t tokens, int64_t k, bool groups)
+      : buffer(table, tokens, k, groups) {
+    std::vector<float> x(at(tokens * k));
+    for (float& v : x) v = random.unit();
+    buffer.quantize(table, x.data(), DType::kF32);
+    codes.resize(x.size());
+    for (int64_t m = 0; m < tokens; ++m) {
+      int32_t sum;
+      scales.push_back(scalar_table().quantize_row(x.data() + m * k, k, k, codes.data() + m * k,
+                                                   kTokenStep, &sum));
+      CHECK(sum == buffer.view().sums[m], "sum of token %d", static_cast<int>(m));
+    }
+  }
+};
+
+int32_t dot(const Matrix& w, const Tokens& x, int64_t n, int64_t m, int64_t from, int64_t end) {
+  int64_t sum = 0;
+  for (int64_t i = from; i < std::min(end, w.weight.k); ++i) {
+    sum += int64_t{w.codes[at(n * w.weight.k + i)]} * x.codes[at(m * w.weight.k + i)];
+  }
+  return static_cast<int32_t>(sum);
+}
+
+float rounded(DType type, float v) {
+  char memory[4];
+  scalar_table().store_row(type, &v, 1, memory);
+  scalar_table().load_row(type, memory, 1, &v);
+  return v;
+}
+
+// What the projection makes of row n and token m, as a float of its type.
+float expected(const Matrix& w, const Tokens& x, const Projection& p, int64_t n, int64_t m) {
+  const int64_t k = w.weight.k;
+  float y;
+  if (!p.grouped) {
+    const float scale = p.scale[p.scale_step * n] * x.scales[at(m)];
+    y = static_cast<float>(dot(w, x, n, m, 0, k)) * scale;
+  } else {
+    const int64_t groups = layout::blocks_for(k);
+    y = 0;
+    for (int64_t g = 0; g < groups; ++g) {
+      const float v =
+          static_cast<float>(dot(w, x, n, m, g * 128, g * 128 + 128)) * p.scale[n * groups + g];
+      y = g == 0 ? v : y + v;
+    }
+    y *= x.scales[at(m)];
+  }
+  if (p.bias != nullptr) y += p.bias[n];
+  return rounded(p.out.type, y);
+}
+
+// Runs every unit once, in pieces of random size taken from either end.
+void run_in_pieces(Random& random, const Product& product) {
+  int64_t begin = 0, end = product.units();
+  while (begin < end) {
+    const auto size = static_cast<int64_t>(random.next() % 7) + 1;
+    const int64_t piece = std::min(size * size, end - begin);
+    if (random.next() % 2 == 0) {
+      product.run(begin, begin + piece);
+      begin += piece;
+    } else {
+      product.run(end - piece, end);
+      end -= piece;
+    }
+  }
+}
+
+std::vector<float> random_floats(Random& random, int64_t n) {
+  std::vector<float> values(at(n));
+  for (float& v : values) v = random.unit() + 0.25f;
+  return values;
+}
+
+// All rows of `out` that the projection should have written, and that nothing else was.
+void check_stored(const Matrix& w, const Tokens& x, const Projection& p,
+                  const std::vector<float>& before, const std::vector<float>& out,
+                  int64_t out_rows) {
+  const int64_t n_rows = w.weight.n_rows;
+  std::vector<float> want = before;
+  for (std::size_t i = 0; i < x.scales.size(); ++i) {
+    const auto m = static_cast<int64_t>(i);
+    const int64_t row = p.out.skip == 0 ? m : m + p.out.skip * (m / p.out.run + 1);
+    for (int64_t n = 0; n < n_rows; ++n) {
+      float& y = want[at(row * n_rows + n)];
+      const float v = expected(w, x, p, n, m);
+      y = p.out.kind == StoreKind::kAdd ? y + v : v;
+    }
+  }
+  for (int64_t i = 0; i < out_rows * n_rows; ++i) {
+    CHECK(out[at(i)] == want[at(i)], "row %d token %d: %a, expected %a",
+          static_cast<int>(i % n_rows), static_cast<int>(i / n_rows),
+          static_cast<double>(out[at(i)]), static_cast<double>(want[at(i)]));
+  }
+}
+
+void check_sums(const Matrix& w, const Tokens& x, const KernelTable& table, Random& random) {
+  const int64_t n_rows = w.weight.n_rows, tokens = x.buffer.view().tokens;
+  std::vector<int32_t> sums(at(tokens * n_rows), 77);
+  const Projection p = make_sums(w.weight, sums.data());
+  run_in_pieces(random, Product(table, x.buffer.view(), &p, 1));
+  for (int64_t i = 0; i < tokens * n_rows; ++i) {
+    CHECK(sums[at(i)] == dot(w, x, i % n_rows, i / n_rows, 0, w.weight.k), "sum %d",
+          static_cast<int>(i));
+  }
+}
+
+// Stored as a type of two bytes, and read back.
+void check_typed(const Matrix& w, const Tokens& x, const KernelTable& table, Projection p,
+                 Random& random) {
+  const int64_t n_rows = w.weight.n_rows, tokens = x.buffer.view().tokens;
+  for (const DType type : kTypes) {
+    std::vector<char> memory(at(tokens * n_rows * element_size(type)));
+    std::vector<float> out(at(tokens * n_rows));
+    p.out = {StoreKind::kStore, type, memory.data(), n_rows * element_size(type)};
+    run_in_pieces(random, Product(table, x.buffer.view(), &p, 1));
+    scalar_table().load_row(type, memory.data(), tokens * n_rows, out.data());
+    check_stored(w, x, p, out, out, tokens);
+  }
+}
+
+// Rounded floats stored, or added to the last tokens of every run.
+void check_floats(const Matrix& w, const Tokens& x, const KernelTable& table, Projection p,
+                  Random& random) {
+  const int64_t n_rows = w.weight.n_rows, tokens = x.buffer.view().tokens;
+  const auto stride_bytes = n_rows * static_cast<int64_t>(sizeof(float));
+  for (const StoreKind kind : {StoreKind::kRound, StoreKind::kAdd}) {
+    for (const int64_t skip : {0, 2}) {
+      const int64_t run = tokens % 3 == 0 ? 3 : 1;
+      const int64_t out_rows = tokens + skip * ((tokens + run - 1) / run);
+      const std::vector<float> before = random_floats(random, out_rows * n_rows);
+      std::vector<float> out = before;
+      p.out = {kind, DType::kBF16, out.data(), stride_bytes, run, skip};
+      run_in_pieces(random, Product(table, x.buffer.view(), &p, 1));
+      check_stored(w, x, p, before, out, out_rows);
+    }
+  }
+}
+
+void check_table(const KernelTable& table, int64_t n, int64_t k, int64_t tokens) {
+  Random random(static_cast<uint64_t>(n * 1000 + k + tokens));
+  const std::vector<float> scales = random_floats(random, n), bias = random_floats(random, n);
+  const std::vector<float> group_scales = random_floats(random, n * layout::blocks_for(k));
+  for (const WeightFormat format : kFormats) {
+    begin_case("%s format %d, %dx%d, %d tokens", table.name, static_cast<int>(format),
+               static_cast<int>(n), static_cast<int>(k), static_cast<int>(tokens));
+    const Matrix w(random, table, format, n, k);
+    const Tokens x(random, table, tokens, k, false);
+    check_sums(w, x, table, random);
+    for (const int64_t step : {0, 1}) {
+      const Projection p{&w.weight, scales.data(), step, step == 0 ? nullptr : bias.data(), {}};
+      check_typed(w, x, table, p, random);
+      check_floats(w, x, table, p, random);
+    }
+    if (x.buffer.view().tile != 0) continue;  // sums over groups are taken of rows
+    const Tokens grouped(random, table, tokens, k, true);
+    check_typed(w, grouped, table, {&w.weight, group_scales.data(), 1, bias.data(), {}, true},
+                random);
+  }
+}
+
+// ---- a table that wants its tokens in tiles, and all rows for some tokens before the next ones
+// ----
+
+constexpr int64_t kTile = 32;
+int64_t tiled_k = 0;
+
+// Reads the tiles back into rows; tile i begins i * kTile * padded k further on.
+void tiled_gemm(const TileJob& job, void (*gemm)(const TileJob&)) {
+  const int64_t padded = layout::padded_k(tiled_k);
+  std::vector<int8_t> rows(at(job.tokens * padded));
+  for (int64_t m = 0; m < job.tokens; ++m) {
+    const int64_t tile = m / kTile, left = job.tokens - tile * kTile;
+    const bool last = left < kTile;  // a tile that is not full has shorter steps
+    const int64_t step_stride = last ? left * kTokenStep : kTile * kTokenStep;
+    CHECK(tile != 0 || job.x_step_stride == step_stride, "step stride %d",
+          static_cast<int>(job.x_step_stride));
+    const int8_t* x = job.x + tile * kTile * padded + m % kTile * job.x_stride;
+    for (int64_t s = 0; s < padded / kTokenStep; ++s)
+      std::memcpy(rows.data() + m * padded + s * kTokenStep, x + s * step_stride, kTokenStep);
+  }
+  TileJob plain = job;
+  plain.x = rows.data();
+  plain.x_stride = padded;
+  plain.x_step_stride = kTokenStep;
+  gemm(plain);
+}
+
+void tokens_in_tiles() {
+  KernelTable table = scalar_table();
+  table.name = "tiled";
+  table.product_blocking = [](int64_t) {
+    return ProductBlocking{.tokens = 64,
+                           .rows = 64,
+                           .sums = 64 * 64,
+                           .least_rows = 64,
+                           .claim_parts = 3,
+                           .token_tile = kTile,
+                           .tokens_outermost = true};
+  };
+  table.tile_gemm = [](const TileJob& job) { tiled_gemm(job, scalar_table().tile_gemm); };
+  table.trit_tile_gemm = [](const TileJob& job) { tiled_gemm(job, scalar_table().trit_tile_gemm); };
+  table.ternary_gemm = [](const uint8_t* weight, int64_t row_bytes, int64_t begin, int64_t end,
+                          const int8_t* x, int64_t x_stride, const int32_t* x_sum, int64_t tokens,
+                          int32_t* out, int64_t out_stride, int64_t ahead) {
+    for (int64_t m = 0; m < tokens; m += kTile) {  // rows of these tokens, as tiled_gemm has them
+      const int64_t padded = row_bytes * 4, count = std::min(kTile, tokens - m);
+      std::vector<int8_t> rows(at(count * padded));
+      for (int64_t i = 0; i < count * padded; ++i) {
+        const int64_t token = i / padded, at_k = i % padded;
+        rows[at(i)] = x[m * padded + token * x_stride + at_k / kTokenStep * count * kTokenStep +
+                        at_k % kTokenStep];
+      }
+      scalar_table().ternary_gemm(weight, row_bytes, begin, end, rows.data(), padded, x_sum + m,
+                                  count, out + m * out_stride, out_stride, ahead);
+    }
+  };
+  for (const int64_t tokens : {1, 31, 32, 33, 64, 65, 100}) {
+    tiled_k = 300;
+    check_table(table, 70, tiled_k, tokens);
+  }
+  begin_case("claims of a tiled product");
+  Random random(5);
+  const Matrix w(random, table, WeightFormat::kTwoBit, 320, 64);
+  const Tokens x(random, table, 100, 64, false);
+  const Projection p = make_sums(w.weight, nullptr);
+  const ClaimRule rule = Product(table, x.buffer.view(), &p, 1).claim();
+  CHECK(rule.least * w.weight.block_rows == 64 && rule.parts == 3, "least %d, parts %d",
+        static_cast<int>(rule.least), static_cast<int>(rule.parts));
+}
+
+// ---- several matrices of the same tokens, on threads
+// ---------------------------------------------
+
+void on_threads(const KernelTable& table) {
+  Random random(11);
+  const int64_t k = 512, tokens = 70;
+  const Matrix q(random, table, WeightFormat::kTwoBit, 500, k);
+  const Matrix v(random, table, WeightFormat::kBase3, 130, k);
+  const Matrix c(random, table, WeightFormat::kCanonical, 77, k);
+  const Tokens x(random, table, tokens, k, false);
+  const float scale = 0.5f;
+  for (const int64_t threads : {1, 2, 3, 7}) {
+    begin_case("%s, %d threads", table.name, static_cast<int>(threads));
+    pool_threads = threads;
+    std::vector<std::vector<float>> out;
+    for (const Matrix* w : {&q, &v, &c}) out.emplace_back(at(tokens * w->weight.n_rows), -1.0f);
+    std::vector<Projection> all;
+    for (std::size_t i = 0; i < 3; ++i) {
+      const Matrix& w = i == 0 ? q : i == 1 ? v : c;
+      all.push_back(engine::make_projection(w.weight, &scale, 1, DType::kF32, out[i].data()));
+    }
+    engine::multiply(table, x.buffer.view(), all.data(), 3);
+    for (std::size_t i = 0; i < 3; ++i) {
+      check_stored(i == 0 ? q : i == 1 ? v : c, x, all[i], out[i], out[i], tokens);
+    }
+  }
+  pool_threads = 1;
+}
+
+}  // namespace
+}  // namespace bitnet::test
+
+int main() {
+  using namespace bitnet::test;
+  announce("test_engine_product");
+  use_plain_threads();
+  for (const bitnet::KernelTable* table : tables_under_test()) {
+    for (const int64_t tokens : {1, 2, 3, 17, 65, 130}) {
+      if (thinning(*table) > 1 && tokens > 17) continue;
+      check_table(*table, 150, 200, tokens);
+    }
+    check_table(*table, 1, 1, 6);
+    check_table(*table, 700, 130, 9);
+    on_threads(*table);
+  }
+  tokens_in_tiles();
+  return finish("test_engine_product");
+}
