@@ -1,6 +1,6 @@
 """`bitnet-ops inspect PATH`: the tensors of a model as a table, with totals; `--diff` compares two.
 
-It must not know kinds of files: convert/inspect.py says what is in them.
+It must not know kinds of files: convert/inspect/ says what is in them.
 """
 
 from __future__ import annotations
