@@ -1,7 +1,4 @@
-"""`bitnet-ops inspect PATH`: the tensors of a model as a table, with totals; `--diff` compares two.
-
-It must not know kinds of files: convert/inspect/ says what is in them.
-"""
+"""`bitnet-ops inspect PATH`: the tensors of a model as a table; `--diff` compares two models."""
 
 from __future__ import annotations
 
