@@ -1,5 +1,6 @@
-// THE CATALOGUE: every operator of torch.ops.bitnet, its schema under one comment, and its CPU
-// implementation.  Fakes and documentation: python/bitnet_ops/ops.
+// THE CATALOGUE: every operator of torch.ops.bitnet, its schema under one comment. The functions
+// behind them stand in ops/ and are registered there; fakes and documentation:
+// python/bitnet_ops/ops.
 //
 // F stands for float32, bfloat16 or float16.  R = 32 * ceil(K / 128), the bytes of a packed row
 // (format/layout.h).  Scales multiply.  Nothing aliases; what is mutated carries an alias mark.
@@ -8,69 +9,7 @@
 // which need N in out_features (their tiles are padded); with canonical rows it may be left out.
 // in_features is the K that the weight was packed for, against which x is checked: padded rows do
 // not record it, so without it any K that needs as many bytes is taken.
-#include "ops/ops.h"
-
-#include <utility>
-
-#include "runtime/float_state.h"
-
-namespace {
-
-// An op as torch calls it: in the default floating-point environment, whatever the caller's is.
-template <auto kFunction>
-struct Op;
-template <class Result, class... Args, Result (*kFunction)(Args...)>
-struct Op<kFunction> {
-  static Result call(Args... args) {
-    const bitnet::DefaultFloatState floats;
-    return kFunction(std::forward<Args>(args)...);
-  }
-};
-
-// A struct's fields from the arguments that torch passes, one after the other.
-class Arguments {
- public:
-  explicit Arguments(const StableIValue* next) : next_(next) {}
-  template <class T>
-  T take() {
-    return torch::stable::detail::to<T>(*next_++);
-  }
-
- private:
-  const StableIValue* next_;
-};
-
-void decode_step(StableIValue* stack, uint64_t, uint64_t) {
-  const bitnet::DefaultFloatState floats;
-  using bitnet::ops::ScalarType, bitnet::ops::Tensor;
-  Arguments a(stack);
-  bitnet::ops::DecodeStep step{
-      .x = a.take<Tensor>(),
-      .weights = a.take<std::vector<Tensor>>(),
-      .scales = a.take<Tensor>(),
-      .norm_weights = a.take<Tensor>(),
-      .head_weight = a.take<Tensor>(),
-      .head_scale = a.take<std::optional<Tensor>>(),
-      .key_cache = a.take<Tensor>(),
-      .value_cache = a.take<Tensor>(),
-      .start_positions = a.take<Tensor>(),
-      .dtype = a.take<ScalarType>(),
-      .num_heads = a.take<int64_t>(),
-      .intermediate_size = a.take<int64_t>(),
-      .vocab_size = a.take<int64_t>(),
-      .sub_norms = a.take<bool>(),
-      .activation = a.take<std::string>(),
-      .eps = a.take<double>(),
-      .rope_theta = a.take<double>(),
-      .scale = a.take<double>(),
-      .logits_to_keep = a.take<int64_t>(),
-      .key_scale = a.take<std::optional<Tensor>>(),
-      .value_scale = a.take<std::optional<Tensor>>(),
-  };
-  stack[0] = torch::stable::detail::from(bitnet::ops::decode_step(std::move(step)));
-}
-
-}  // namespace
+#include <torch/csrc/stable/library.h>
 
 STABLE_TORCH_LIBRARY(bitnet, m) {
   // codes int8 [N, K] in {-1, 0, 1} -> uint8 [N, R]
@@ -179,34 +118,4 @@ STABLE_TORCH_LIBRARY(bitnet, m) {
   // Diagnostics for benchmarks: buffer uint8 -> int64 [1] checksum; -> int64 [1] multiply-adds done
   m.def("_probe_read(Tensor buffer, int streams=1, int distance=0) -> Tensor");
   m.def("_probe_int8_peak(Tensor seed, int iterations) -> Tensor");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(bitnet, CPU, m) {
-  using namespace bitnet;  // NOLINT: one list, read against the one above
-  m.impl("pack", TORCH_BOX(&Op<&ops::pack>::call));
-  m.impl("unpack", TORCH_BOX(&Op<&ops::unpack>::call));
-  m.impl("prepack", TORCH_BOX(&Op<&ops::prepack>::call));
-  m.impl("unprepack", TORCH_BOX(&Op<&ops::unprepack>::call));
-  m.impl("quantize_weights", TORCH_BOX(&Op<&ops::quantize_weights>::call));
-  m.impl("quantize_activations", TORCH_BOX(&Op<&ops::quantize_activations>::call));
-  m.impl("gemv", TORCH_BOX(&Op<&ops::gemv>::call));
-  m.impl("gemm", TORCH_BOX(&Op<&ops::gemm>::call));
-  m.impl("linear", TORCH_BOX(&Op<&ops::linear>::call));
-  m.impl("group_linear", TORCH_BOX(&Op<&ops::group_linear>::call));
-  m.impl("rms_norm", TORCH_BOX(&Op<&ops::rms_norm>::call));
-  m.impl("add_rms_norm", TORCH_BOX(&Op<&ops::add_rms_norm>::call));
-  m.impl("relu2_mul", TORCH_BOX(&Op<&ops::relu2_mul>::call));
-  m.impl("silu_and_mul", TORCH_BOX(&Op<&ops::silu_and_mul>::call));
-  m.impl("rope_table", TORCH_BOX(&Op<&ops::rope_table>::call));
-  m.impl("rope", TORCH_BOX(&Op<&ops::rope>::call));
-  m.impl("qkv_forward", TORCH_BOX(&Op<&ops::qkv_forward>::call));
-  m.impl("mlp_forward", TORCH_BOX(&Op<&ops::mlp_forward>::call));
-  m.impl("attention", TORCH_BOX(&Op<&ops::attention>::call));
-  m.impl("kv_cache_update", TORCH_BOX(&Op<&ops::kv_cache_update>::call));
-  m.impl("quantize_head", TORCH_BOX(&Op<&ops::quantize_head>::call));
-  m.impl("lm_head", TORCH_BOX(&Op<&ops::lm_head>::call));
-  m.impl("embedding", TORCH_BOX(&Op<&ops::embedding>::call));
-  m.impl("decode_step", &decode_step);
-  m.impl("_probe_read", TORCH_BOX(&Op<&ops::probe_read>::call));
-  m.impl("_probe_int8_peak", TORCH_BOX(&Op<&ops::probe_int8_peak>::call));
 }

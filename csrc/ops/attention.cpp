@@ -6,7 +6,7 @@
 
 #include "engine/kv_cache.h"
 #include "ops/cache_checks.h"
-#include "ops/ops.h"
+#include "ops/register.h"
 
 namespace bitnet::ops {
 namespace {
@@ -84,6 +84,11 @@ Tensor attention(const Tensor& query_in, const Tensor& key_cache, const Tensor& 
                  {query.const_data_ptr(), key_cache.const_data_ptr(), value_cache.const_data_ptr(),
                   out.mutable_data_ptr(), scales.key, scales.value});
   return out;
+}
+
+STABLE_TORCH_LIBRARY_IMPL(bitnet, CPU, m) {
+  BITNET_OP(m, attention);
+  BITNET_OP(m, kv_cache_update);
 }
 
 }  // namespace bitnet::ops

@@ -7,11 +7,27 @@
 #include "format/layout.h"
 #include "ops/cache_checks.h"
 #include "ops/head_view.h"
-#include "ops/ops.h"
+#include "ops/register.h"
 #include "ops/weight_view.h"
 
 namespace bitnet::ops {
 namespace {
+
+// The arguments of decode_step in the order of its schema.
+struct DecodeStep {
+  Tensor x;
+  std::vector<Tensor> weights;
+  Tensor scales, norm_weights, head_weight;
+  std::optional<Tensor> head_scale;
+  Tensor key_cache, value_cache, start_positions;
+  ScalarType dtype;
+  int64_t num_heads, intermediate_size, vocab_size;
+  bool sub_norms;
+  std::string activation;
+  double eps, rope_theta, scale;
+  int64_t logits_to_keep;
+  std::optional<Tensor> key_scale, value_scale;
+};
 
 using engine::kLayerWeights;
 using engine::StepLayer;
@@ -216,5 +232,53 @@ Tensor decode_step(DecodeStep a) {
   engine::run_step(state, m, data<float>(x), mutable_data<float>(logits));
   return logits;
 }
+
+namespace {
+
+// A struct's fields from the arguments that torch passes, one after the other.
+class Arguments {
+ public:
+  explicit Arguments(const StableIValue* next) : next_(next) {}
+  template <class T>
+  T take() {
+    return torch::stable::detail::to<T>(*next_++);
+  }
+
+ private:
+  const StableIValue* next_;
+};
+
+void unpack_decode_step(StableIValue* stack, uint64_t, uint64_t) {
+  const DefaultFloatState floats;
+  Arguments a(stack);
+  DecodeStep step{
+      .x = a.take<Tensor>(),
+      .weights = a.take<std::vector<Tensor>>(),
+      .scales = a.take<Tensor>(),
+      .norm_weights = a.take<Tensor>(),
+      .head_weight = a.take<Tensor>(),
+      .head_scale = a.take<std::optional<Tensor>>(),
+      .key_cache = a.take<Tensor>(),
+      .value_cache = a.take<Tensor>(),
+      .start_positions = a.take<Tensor>(),
+      .dtype = a.take<ScalarType>(),
+      .num_heads = a.take<int64_t>(),
+      .intermediate_size = a.take<int64_t>(),
+      .vocab_size = a.take<int64_t>(),
+      .sub_norms = a.take<bool>(),
+      .activation = a.take<std::string>(),
+      .eps = a.take<double>(),
+      .rope_theta = a.take<double>(),
+      .scale = a.take<double>(),
+      .logits_to_keep = a.take<int64_t>(),
+      .key_scale = a.take<std::optional<Tensor>>(),
+      .value_scale = a.take<std::optional<Tensor>>(),
+  };
+  stack[0] = torch::stable::detail::from(decode_step(std::move(step)));
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(bitnet, CPU, m) { m.impl("decode_step", &unpack_decode_step); }
 
 }  // namespace bitnet::ops

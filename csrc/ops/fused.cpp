@@ -4,7 +4,7 @@
 #include <cmath>
 
 #include "ops/checks.h"
-#include "ops/ops.h"
+#include "ops/register.h"
 #include "ops/weight_view.h"
 
 namespace bitnet::ops {
@@ -121,6 +121,11 @@ Tensor mlp_forward(const Tensor& x_in, const Tensor& norm_weight, const Tensor& 
   };
   engine::mlp(rows_view(x), m, rows_view(out));
   return out;
+}
+
+STABLE_TORCH_LIBRARY_IMPL(bitnet, CPU, m) {
+  BITNET_OP(m, qkv_forward);
+  BITNET_OP(m, mlp_forward);
 }
 
 }  // namespace bitnet::ops

@@ -1,7 +1,7 @@
 // quantize_head, lm_head, embedding: checks, results, and the view of a head's tensors.
 #include "ops/checks.h"
 #include "ops/head_view.h"
-#include "ops/ops.h"
+#include "ops/register.h"
 #include "runtime/pages.h"
 #include "runtime/tuning.h"
 
@@ -192,6 +192,12 @@ Tensor embedding(const Tensor& ids_in, const Tensor& weight, std::optional<Tenso
   Tensor rows = empty(shape, ScalarType::Float);
   engine::embed(head, id, count, mutable_data<float>(rows));
   return rows;
+}
+
+STABLE_TORCH_LIBRARY_IMPL(bitnet, CPU, m) {
+  BITNET_OP(m, quantize_head);
+  BITNET_OP(m, lm_head);
+  BITNET_OP(m, embedding);
 }
 
 }  // namespace bitnet::ops

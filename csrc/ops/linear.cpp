@@ -4,7 +4,7 @@
 
 #include "format/layout.h"
 #include "ops/checks.h"
-#include "ops/ops.h"
+#include "ops/register.h"
 #include "ops/weight_view.h"
 
 namespace bitnet::ops {
@@ -142,6 +142,14 @@ Tensor group_linear(const Tensor& x, const Tensor& weight, const Tensor& weight_
       engine::make_projection(w, data<float>(weight_scale), w.n_rows, dtype_of(x), nullptr);
   projection.grouped = true;
   return project(x, projection, bias, shape);
+}
+
+STABLE_TORCH_LIBRARY_IMPL(bitnet, CPU, m) {
+  BITNET_OP(m, quantize_activations);
+  BITNET_OP(m, gemv);
+  BITNET_OP(m, gemm);
+  BITNET_OP(m, linear);
+  BITNET_OP(m, group_linear);
 }
 
 }  // namespace bitnet::ops

@@ -5,7 +5,7 @@
 #include <cmath>
 
 #include "ops/checks.h"
-#include "ops/ops.h"
+#include "ops/register.h"
 
 namespace bitnet::ops {
 namespace {
@@ -111,6 +111,15 @@ Tensor rope(const Tensor& x_in, const Tensor& cos_sin_in) {
   Tensor y = empty(shape, x.scalar_type());
   engine::rope(rows_view(x), data<float>(cos_sin), heads, rows_view(y));
   return y;
+}
+
+STABLE_TORCH_LIBRARY_IMPL(bitnet, CPU, m) {
+  BITNET_OP(m, rms_norm);
+  BITNET_OP(m, add_rms_norm);
+  BITNET_OP(m, relu2_mul);
+  BITNET_OP(m, silu_and_mul);
+  BITNET_OP(m, rope_table);
+  BITNET_OP(m, rope);
 }
 
 }  // namespace bitnet::ops

@@ -4,7 +4,7 @@
 
 #include "format/layout.h"
 #include "ops/checks.h"
-#include "ops/ops.h"
+#include "ops/register.h"
 #include "ops/weight_view.h"
 
 namespace bitnet::ops {
@@ -81,6 +81,14 @@ Tensor unprepack(const Tensor& weight, int64_t out_features, int64_t in_features
   if (!engine::restore(from, kernels().tile_lanes, mutable_data<uint8_t>(out)))
     check.fail("weight", "with codes 0, 1, 2 only", "a code 3");
   return out;
+}
+
+STABLE_TORCH_LIBRARY_IMPL(bitnet, CPU, m) {
+  BITNET_OP(m, pack);
+  BITNET_OP(m, unpack);
+  BITNET_OP(m, prepack);
+  BITNET_OP(m, unprepack);
+  BITNET_OP(m, quantize_weights);
 }
 
 }  // namespace bitnet::ops

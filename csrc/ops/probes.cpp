@@ -3,7 +3,7 @@
 #include <atomic>
 
 #include "ops/checks.h"
-#include "ops/ops.h"
+#include "ops/register.h"
 #include "runtime/parallel.h"
 
 namespace bitnet::ops {
@@ -57,6 +57,11 @@ Tensor probe_int8_peak(const Tensor& seed, int64_t iterations) {
     sink ^= local;
   });
   return int64_result(macs.load());
+}
+
+STABLE_TORCH_LIBRARY_IMPL(bitnet, CPU, m) {
+  m.impl("_probe_read", TORCH_BOX(&Op<&probe_read>::call));
+  m.impl("_probe_int8_peak", TORCH_BOX(&Op<&probe_int8_peak>::call));
 }
 
 }  // namespace bitnet::ops
