@@ -19,10 +19,12 @@ from bitnet_ops import _runtime, ops
 from bitnet_ops.nn.storage import BLOCK as BLOCK
 from bitnet_ops.nn.storage import FORMATS, LAYOUTS, USUAL_FORMAT, check_weight_format
 
+_BLOCK_BYTES = BLOCK // LAYOUTS["canonical"]["fields"]
+
 
 def packed_row_bytes(in_features: int) -> int:
     """Bytes R of a canonical row of `in_features` weights: 32 per started block of 128."""
-    return _runtime.packed_shape("canonical", 1, in_features)[1]
+    return -(-in_features // BLOCK) * _BLOCK_BYTES  # no C++ call: torch.compile traces this
 
 
 def packed_shape(
