@@ -16,7 +16,7 @@ namespace {
 constexpr int64_t aligned(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 
 int64_t tile_bytes(const HeadView& head) {
-  return head.groups() * head.group / layout::kHeadLineFeatures * layout::kHeadLineBytes;
+  return head.groups() * head.group / layout::kHeadStepFeatures * layout::kHeadStepBytes;
 }
 
 float bf16_value(uint16_t bits) { return std::bit_cast<float>(uint32_t{bits} << 16); }
@@ -33,8 +33,8 @@ void embed_int4(const HeadView& head, int64_t id, float* out) {
   const auto* scale =
       static_cast<const uint16_t*>(head.scale) + tile * head.groups() * layout::kHeadTileRows + r;
   for (int64_t k = 0; k < head.k; ++k) {
-    const int64_t j = k % layout::kHeadLineFeatures;
-    const uint8_t byte = bytes[k / layout::kHeadLineFeatures * layout::kHeadLineBytes + j % 4];
+    const int64_t j = k % layout::kHeadStepFeatures;
+    const uint8_t byte = bytes[k / layout::kHeadStepFeatures * layout::kHeadStepBytes + j % 4];
     const int code = (j < 4 ? byte & 15 : byte >> 4) - 8;
     out[k] = static_cast<float>(code) * bf16_value(scale[k / head.group * layout::kHeadTileRows]);
   }
@@ -55,12 +55,12 @@ void embed_row(const KernelTable& table, const HeadView& head, int64_t id, float
 
 // Codes 0..15 of one row (a multiple of 8 of them) into row r of its tile.
 void store_head4_row(const uint8_t* codes, int64_t count, int64_t r, uint8_t* tile) {
-  for (int64_t k = 0; k < count; k += layout::kHeadLineFeatures) {
+  for (int64_t k = 0; k < count; k += layout::kHeadStepFeatures) {
     uint32_t low, high;
     std::memcpy(&low, codes + k, 4);
     std::memcpy(&high, codes + k + 4, 4);
     const uint32_t word = low | high << 4;
-    std::memcpy(tile + k / layout::kHeadLineFeatures * layout::kHeadLineBytes + 4 * r, &word, 4);
+    std::memcpy(tile + k / layout::kHeadStepFeatures * layout::kHeadStepBytes + 4 * r, &word, 4);
   }
 }
 
@@ -191,7 +191,7 @@ int64_t quantize_head_int8(const Rows& w, int8_t* codes, float* scales) {
 
 int64_t quantize_head_int4(const Rows& w, int64_t group, uint8_t* packed, uint16_t* scales) {
   const int64_t tiles = layout::head_tiles(w.count), groups = (w.width + group - 1) / group;
-  const int64_t tile_bytes = groups * group / layout::kHeadLineFeatures * layout::kHeadLineBytes;
+  const int64_t tile_bytes = groups * group / layout::kHeadStepFeatures * layout::kHeadStepBytes;
   const KernelTable& table = kernels();
   std::atomic<int64_t> bad_row{-1};
   // a row as float32, its codes, and its scales

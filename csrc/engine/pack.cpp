@@ -78,7 +78,7 @@ struct TileShape {
 // The byte of one lane's codes, c[0] of the first rows of the tile.
 int join_codes(const uint8_t (&c)[4]) { return c[0] | c[1] << 2 | c[2] << 4 | c[3] << 6; }
 int join_codes(const uint8_t (&c)[5]) {
-  return layout::trit_byte(81 * c[0] + 27 * c[1] + 9 * c[2] + 3 * c[3] + c[4]);
+  return layout::base3_byte(81 * c[0] + 27 * c[1] + 9 * c[2] + 3 * c[3] + c[4]);
 }
 
 // Byte j of lane l in 8 consecutive lines, from field F of one block of kFields rows.
@@ -129,7 +129,7 @@ int tile_code(const uint8_t* tile, const TileShape& shape, int64_t row, int64_t 
   const int64_t lane = row % shape.lanes, step = layout::kTileStepK;
   int byte = tile[(k / step * shape.lanes + lane) * step + k % step];
   const int64_t f = row / shape.lanes;
-  if (shape.fields != layout::kTritFields) return (byte >> (2 * f)) & 3;
+  if (shape.fields != layout::layout_of(WeightFormat::kBase3).fields) return (byte >> (2 * f)) & 3;
   for (int64_t i = 0; i < f; ++i) byte = byte * 3 & 0xff;
   return byte * 3 >> 8;
 }
@@ -192,7 +192,7 @@ bool quantize_weights(const Rows& weight, int8_t* codes, float* scale) {
 }
 
 bool repack(const uint8_t* canonical, const Weight& to, int64_t lanes, uint8_t* tiles) {
-  const TileShape shape{lanes, fields_of(to.format), to.k_steps};
+  const TileShape shape{lanes, layout::layout_of(to.format).fields, to.k_steps};
   const int64_t n = to.n_rows, row_bytes = layout::row_bytes_for(to.k);
   const std::vector<uint8_t> zero_row(static_cast<size_t>(row_bytes), layout::kZeroByte);
   std::atomic<bool> valid{true};
@@ -211,7 +211,7 @@ bool repack(const uint8_t* canonical, const Weight& to, int64_t lanes, uint8_t* 
 }
 
 bool restore(const Weight& from, int64_t lanes, uint8_t* canonical) {
-  const TileShape shape{lanes, fields_of(from.format), from.k_steps};
+  const TileShape shape{lanes, layout::layout_of(from.format).fields, from.k_steps};
   const int64_t row_bytes = layout::row_bytes_for(from.k);
   std::atomic<bool> valid{true};
   parallel_ranges(from.n_rows, from.k, kMinElements, [&](int64_t begin, int64_t end) {

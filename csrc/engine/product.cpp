@@ -10,7 +10,7 @@ namespace bitnet::engine {
 namespace {
 
 // Each group adds to values that are read again, so both they and the sums have to fit.
-constexpr int64_t kGroupedTokens = 32, kGroupedRows = kMaxBlockRows;
+constexpr int64_t kGroupedTokens = 32, kGroupedRows = layout::kMostBlockRows;
 
 int64_t ceil_div(int64_t n, int64_t size) { return (n + size - 1) / size; }
 

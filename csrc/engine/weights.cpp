@@ -15,8 +15,8 @@ constexpr int64_t kCanonicalBlockRows = 16;
 constexpr int64_t kGroup = layout::kBlockWeights;
 
 void multiply_tiles(const KernelTable& table, const Weight& w, const SumsJob& job) {
-  const auto gemm = w.format == WeightFormat::kTwoBit ? table.tile_gemm : table.trit_tile_gemm;
-  TileJob tiles{w.data + job.block_begin * w.block_bytes,
+  TileJob tiles{w.format,
+                w.data + job.block_begin * w.block_bytes,
                 w.k_steps,
                 job.block_end - job.block_begin,
                 job.x,
@@ -27,15 +27,15 @@ void multiply_tiles(const KernelTable& table, const Weight& w, const SumsJob& jo
                 job.out_stride,
                 tuning().prefetch_bytes,
                 job.x_step_stride};
-  if (job.group < 0) return gemm(tiles);
-  // a group's lines of one tile are consecutive, those of the next tile are not
+  if (job.group < 0) return table.tile_gemm(tiles);
+  // a group's k-steps of one tile are consecutive, those of the next tile are not
   constexpr int64_t kGroupSteps = kGroup / layout::kTileStepK;
   const int64_t first = job.group * kGroupSteps;
   tiles.tiles += first * (w.block_bytes / w.k_steps);
-  tiles.lines = std::min(kGroupSteps, w.k_steps - first);
+  tiles.k_steps = std::min(kGroupSteps, w.k_steps - first);
   tiles.tile_count = 1;
   for (int64_t block = job.block_begin; block < job.block_end; ++block) {
-    gemm(tiles);
+    table.tile_gemm(tiles);
     tiles.tiles += w.block_bytes;
     tiles.out += w.block_rows;
   }
@@ -47,9 +47,9 @@ void multiply_canonical(const KernelTable& table, const Weight& w, const SumsJob
   if (job.group < 0)
     return table.ternary_gemm(w.data, row_bytes, begin, end, job.x, job.x_stride, job.x_sum,
                               job.tokens, job.out, job.out_stride, tuning().prefetch_bytes);
-  uint8_t rows[kMaxBlockRows * layout::kBlockBytes];
-  for (int64_t from = begin; from < end; from += kMaxBlockRows) {
-    const int64_t n = std::min(kMaxBlockRows, end - from);
+  uint8_t rows[layout::kMostBlockRows * layout::kBlockBytes];
+  for (int64_t from = begin; from < end; from += layout::kMostBlockRows) {
+    const int64_t n = std::min(layout::kMostBlockRows, end - from);
     for (int64_t i = 0; i < n; ++i) {
       std::memcpy(rows + i * layout::kBlockBytes,
                   w.data + (from + i) * row_bytes + job.group * layout::kBlockBytes,
@@ -61,10 +61,6 @@ void multiply_canonical(const KernelTable& table, const Weight& w, const SumsJob
 }
 
 }  // namespace
-
-int64_t fields_of(WeightFormat format) {
-  return format == WeightFormat::kBase3 ? layout::kTritFields : layout::kTwoBitFields;
-}
 
 Weight canonical_weight(const void* data, int64_t n_rows, int64_t k) {
   return {static_cast<const uint8_t*>(data),
@@ -79,15 +75,15 @@ Weight canonical_weight(const void* data, int64_t n_rows, int64_t k) {
 
 Weight tile_weight(const void* data, WeightFormat format, int64_t n_rows, int64_t k,
                    int64_t lanes) {
-  const int64_t fields = fields_of(format), k_steps = layout::tile_lines(k);
+  const layout::WeightLayout& layout = layout::layout_of(format);
   return {static_cast<const uint8_t*>(data),
           format,
           n_rows,
           k,
-          lanes * fields,
-          layout::tiles_for(n_rows, lanes, fields),
-          k_steps * lanes * layout::kTileStepK,
-          k_steps};
+          layout.block_rows(lanes),
+          layout.row_blocks(n_rows, lanes),
+          layout.block_bytes(k, lanes),
+          layout.k_steps(k)};
 }
 
 void multiply_sums(const KernelTable& table, const Weight& weight, const SumsJob& job) {

@@ -4,11 +4,12 @@
 
 #include <cstdint>
 
+#include "format/layout.h"
 #include "kernels/kernel_table.h"
 
 namespace bitnet::engine {
 
-enum class WeightFormat : int32_t { kCanonical = 0, kTwoBit = 1, kBase3 = 2 };
+using layout::WeightFormat;
 
 // Row blocks are consecutive in memory.  A CPU-specific layout's last one may reach past n_rows:
 // its rows there are computed like the others, and their sums mean nothing.
@@ -20,7 +21,7 @@ struct Weight {
   int64_t block_rows;   // rows of a row block
   int64_t row_blocks;   // of the whole matrix
   int64_t block_bytes;  // of a whole row block
-  int64_t k_steps;      // CPU-specific layouts: lines of a tile, 4 k each
+  int64_t k_steps;      // CPU-specific layouts: k-steps of a row block
 
   // Of the whole matrix: a CPU-specific layout has whole row blocks, canonical rows end with the
   // last.
@@ -29,11 +30,6 @@ struct Weight {
                                               : row_blocks * block_bytes;
   }
 };
-
-inline constexpr int64_t kMaxBlockRows = 80;  // 1.6 bit, 16 lanes
-
-// Rows that share a byte: 4 or 5.
-int64_t fields_of(WeightFormat format);
 
 // Views of memory whose size has been checked: uint8 [n_rows, row bytes], or whole tiles for
 // `lanes` lanes.

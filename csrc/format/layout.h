@@ -31,8 +31,8 @@ constexpr int shift_of(int64_t w) { return static_cast<int>(6 - 2 * (w / kFieldW
 // + j holds the code of feature 8 s + j in its low half and of 8 s + 4 + j in its high half.  Code
 // = weight + 8; padding, rows and features, has code 8.  Scales: bfloat16 [tiles, groups, 16].
 inline constexpr int64_t kHeadTileRows = 16;
-inline constexpr int64_t kHeadLineFeatures = 8;
-inline constexpr int64_t kHeadLineBytes = 64;
+inline constexpr int64_t kHeadStepFeatures = 8;
+inline constexpr int64_t kHeadStepBytes = 64;
 // Features of a quantised head: 255 * 128 * kHeadMaxK < 2^31 keeps every partial sum in int32.
 inline constexpr int64_t kHeadMaxK = 65536;
 // A token's buffers are padded with zeros to a multiple of this (the larger group).
@@ -109,13 +109,5 @@ constexpr const WeightLayout& layout_of(WeightFormat format) {
 }
 inline constexpr int64_t kMostLanes = 16;
 inline constexpr int64_t kMostBlockRows = 5 * kMostLanes;
-
-inline constexpr int64_t kTwoBitFields = layout_of(WeightFormat::kTwoBit).fields;
-inline constexpr int64_t kTritFields = layout_of(WeightFormat::kBase3).fields;
-constexpr int trit_byte(int v) { return base3_byte(v); }
-constexpr int64_t tile_lines(int64_t k) { return layout_of(WeightFormat::kTwoBit).k_steps(k); }
-constexpr int64_t tiles_for(int64_t n, int64_t lanes, int64_t fields) {
-  return (n + lanes * fields - 1) / (lanes * fields);
-}
 
 }  // namespace bitnet::layout

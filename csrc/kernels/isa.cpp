@@ -44,7 +44,6 @@ constexpr KernelTable kTable = {
     .ternary_gemm = ternary_gemm,
     .tile_lanes = kTileLanes,
     .tile_gemm = tile_gemm,
-    .trit_tile_gemm = trit_tile_gemm,
     .sum_i8 = sum_i8,
     .quantize_row = quantize_row,
     .store_block = store_block,

@@ -12,6 +12,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "format/layout.h"
+
 namespace bitnet {
 
 // Element types of activations at the door.  Inside the kernels everything is float32.  kInt8: keys
@@ -33,12 +35,13 @@ struct HeadToken {
   float scale;
 };
 
-// A product of private tiles (format/layout.h) with int8 tokens.
+// A product of the tiles of a CPU-specific layout (format/layout.h) with int8 tokens.
 struct TileJob {
-  const uint8_t* tiles;  // the first tile; the others follow
-  int64_t lines;         // of a tile, a multiple of 16; K padded is 4 * lines
+  layout::WeightFormat format;  // kTwoBit or kBase3
+  const uint8_t* tiles;         // the first tile; the others follow
+  int64_t k_steps;              // of a tile, a multiple of 16; K padded is 4 * k_steps
   int64_t tile_count;
-  const int8_t* x;  // token m at x + m * x_stride, readable for 4 * lines, zeros from K
+  const int8_t* x;  // token m at x + m * x_stride, readable for 4 * k_steps, zeros from K
   int64_t x_stride;
   const int32_t* x_sum;  // x_sum[m] = sum of token m
   int64_t tokens;
@@ -145,12 +148,11 @@ struct KernelTable {
   void (*ternary_gemm)(const uint8_t* weight, int64_t row_bytes, int64_t row_begin, int64_t row_end,
                        const int8_t* x, int64_t x_stride, const int32_t* x_sum, int64_t tokens,
                        int32_t* out, int64_t out_stride, int64_t prefetch_bytes);
-  // The same product over private tiles of `tile_lanes` lanes: all rows of tile_count tiles, exact.
-  // Bounds for K <= 32768: sums of raw and scaled bytes stay below 255 * 128 * K < 2^30; trit sums,
-  // before they are divided by 256, within 256 * 2 * 128 * K <= 2^31.
+  // The same product over tiles of `tile_lanes` lanes: all rows of tile_count tiles, exact.
+  // Bounds for K <= 32768: sums of raw and scaled bytes stay below 255 * 128 * K < 2^30; base-3
+  // sums, before they are divided by 256, within 256 * 2 * 128 * K <= 2^31.
   int64_t tile_lanes;
-  void (*tile_gemm)(const TileJob& job);       // 2 bit
-  void (*trit_tile_gemm)(const TileJob& job);  // 1.6 bit
+  void (*tile_gemm)(const TileJob& job);
   // Sum of n int8 values; n <= 2^24 keeps it inside int32.
   int32_t (*sum_i8)(const int8_t* x, int64_t n);
   // q[i] = clamp(round_half_even(x[i] * s), -128, 127) with s = 127 * (1 / max(absmax, 1e-5));

@@ -207,9 +207,9 @@ template <int T>
 #pragma GCC unroll 4
     for (int j = 0; j < 4; ++j) {
       __m256i v[4];
-      head4_x(x[t], k + layout::kHeadLineFeatures * j, v);
-      head4_line(p + layout::kHeadLineBytes * j, v, lo);
-      head4_line(p + layout::kHeadLineBytes * j + 32, v, hi);
+      head4_x(x[t], k + layout::kHeadStepFeatures * j, v);
+      head4_line(p + layout::kHeadStepBytes * j, v, lo);
+      head4_line(p + layout::kHeadStepBytes * j + 32, v, hi);
     }
     acc[t] = {head4_widen(acc[t].lo, lo), head4_widen(acc[t].hi, hi)};
   }

@@ -422,13 +422,13 @@ template <int T>
   const __m512i mask = _mm512_set1_epi8(15);
 #pragma GCC unroll 4
   for (int j = 0; j < 4; ++j) {
-    const __m512i raw = _mm512_loadu_si512(p + layout::kHeadLineBytes * j);
+    const __m512i raw = _mm512_loadu_si512(p + layout::kHeadStepBytes * j);
     const __m512i lo = _mm512_and_si512(raw, mask);
     const __m512i hi = _mm512_and_si512(_mm512_srli_epi16(raw, 4), mask);
 #pragma GCC unroll 4
     for (int t = 0; t < T; ++t) {
-      const int8_t* high = x[t].high + k + layout::kHeadLineFeatures * j;
-      const int8_t* low = x[t].low + k + layout::kHeadLineFeatures * j;
+      const int8_t* high = x[t].high + k + layout::kHeadStepFeatures * j;
+      const int8_t* low = x[t].low + k + layout::kHeadStepFeatures * j;
       acc[t].high[0] = _mm512_dpbusd_epi32(acc[t].high[0], lo, broadcast4(high));
       acc[t].high[1] = _mm512_dpbusd_epi32(acc[t].high[1], hi, broadcast4(high + 4));
       acc[t].low[0] = _mm512_dpbusd_epi32(acc[t].low[0], lo, broadcast4(low));

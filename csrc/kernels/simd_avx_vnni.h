@@ -115,12 +115,12 @@ template <int T>
   for (int t = 0; t < T; ++t) {
 #pragma GCC unroll 4
     for (int j = 0; j < 4; ++j) {
-      const int8_t* high = x[t].high + k + layout::kHeadLineFeatures * j;
-      const int8_t* low = x[t].low + k + layout::kHeadLineFeatures * j;
+      const int8_t* high = x[t].high + k + layout::kHeadStepFeatures * j;
+      const int8_t* low = x[t].low + k + layout::kHeadStepFeatures * j;
       const __m256i v[4] = {broadcast4(high), broadcast4(high + 4), broadcast4(low),
                             broadcast4(low + 4)};
-      head4_line(p + layout::kHeadLineBytes * j, v, acc[t].lo);
-      head4_line(p + layout::kHeadLineBytes * j + 32, v, acc[t].hi);
+      head4_line(p + layout::kHeadStepBytes * j, v, acc[t].lo);
+      head4_line(p + layout::kHeadStepBytes * j + 32, v, acc[t].hi);
     }
   }
 }

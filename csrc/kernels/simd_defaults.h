@@ -373,9 +373,9 @@ template <int T>
 inline void head4_block(const uint8_t* p, const HeadToken* x, int64_t k, Head4Acc (&acc)[T]) {
   for (int t = 0; t < T; ++t) {
     for (int s = 0; s < 4; ++s) {
-      const int16_t* v = x[t].wide + k + layout::kHeadLineFeatures * s;
+      const int16_t* v = x[t].wide + k + layout::kHeadStepFeatures * s;
       for (int r = 0; r < 16; ++r) {
-        const uint8_t* byte = p + layout::kHeadLineBytes * s + 4 * r;
+        const uint8_t* byte = p + layout::kHeadStepBytes * s + 4 * r;
         for (int j = 0; j < 4; ++j) {
           acc[t].lane[r] += (byte[j] & 15) * v[j] + (byte[j] >> 4) * v[4 + j];
         }

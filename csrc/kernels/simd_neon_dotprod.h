@@ -298,13 +298,13 @@ template <int T>
   for (int j = 0; j < 4; ++j) {
 #pragma GCC unroll 4
     for (int i = 0; i < 4; ++i) {
-      const uint8x16_t raw = vld1q_u8(p + layout::kHeadLineBytes * j + 16 * i);
+      const uint8x16_t raw = vld1q_u8(p + layout::kHeadStepBytes * j + 16 * i);
       const int8x16_t lo = vreinterpretq_s8_u8(vandq_u8(raw, vdupq_n_u8(15)));
       const int8x16_t hi = vreinterpretq_s8_u8(vshrq_n_u8(raw, 4));
 #pragma GCC unroll 4
       for (int t = 0; t < T; ++t) {
-        const int8_t* high = x[t].high + k + layout::kHeadLineFeatures * j;
-        const int8_t* low = x[t].low + k + layout::kHeadLineFeatures * j;
+        const int8_t* high = x[t].high + k + layout::kHeadStepFeatures * j;
+        const int8_t* low = x[t].low + k + layout::kHeadStepFeatures * j;
         acc[t].high[i] = vdotq_s32(acc[t].high[i], lo, broadcast4(high));
         acc[t].high[i] = vdotq_s32(acc[t].high[i], hi, broadcast4(high + 4));
         acc[t].low[i] = vdotq_s32(acc[t].low[i], lo, broadcast4(low));

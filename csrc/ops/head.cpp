@@ -74,13 +74,13 @@ engine::HeadView int4_view(const Check& check, const Tensor& weight,
   check.dtype(scales, "scale", ScalarType::BFloat16);
   check.dim(scales, "scale", 3);
   const int64_t tiles = weight.size(0), lines = weight.size(1), groups = scales.size(1);
-  check.shape(weight, "weight", {tiles, lines, layout::kHeadLineBytes});
+  check.shape(weight, "weight", {tiles, lines, layout::kHeadStepBytes});
   check.shape(scales, "scale", {tiles, groups, layout::kHeadTileRows});
-  const int64_t group = groups == 0 ? 0 : lines * layout::kHeadLineFeatures / groups;
-  if ((group != 64 && group != 128) || group * groups != lines * layout::kHeadLineFeatures)
+  const int64_t group = groups == 0 ? 0 : lines * layout::kHeadStepFeatures / groups;
+  if ((group != 64 && group != 128) || group * groups != lines * layout::kHeadStepFeatures)
     check.fail("scale", "with one group per 8 or 16 of the weight's " + text(lines) + " lines",
                text(groups) + " groups");
-  if (k < 0) k = lines * layout::kHeadLineFeatures;
+  if (k < 0) k = lines * layout::kHeadStepFeatures;
   check_in_features(check, k);
   if ((k + group - 1) / group != groups)
     check.fail("weight",
@@ -132,9 +132,9 @@ std::tuple<Tensor, Tensor> quantize_head(const Tensor& weight_in, std::string fo
   const bool int8 = format == "int8";
   const int64_t tiles = layout::head_tiles(rows.count);
   const int64_t groups = (rows.width + group_size - 1) / group_size;
-  const int64_t lines = groups * group_size / layout::kHeadLineFeatures;
+  const int64_t lines = groups * group_size / layout::kHeadStepFeatures;
   Tensor packed = int8 ? empty({rows.count, rows.width}, ScalarType::Char)
-                       : empty({tiles, lines, layout::kHeadLineBytes}, ScalarType::Byte);
+                       : empty({tiles, lines, layout::kHeadStepBytes}, ScalarType::Byte);
   Tensor scale = int8 ? empty({rows.count}, ScalarType::Float)
                       : empty({tiles, groups, layout::kHeadTileRows}, ScalarType::BFloat16);
   // fresh memory that a step reads once a token; a refusal is no error

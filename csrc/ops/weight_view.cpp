@@ -47,10 +47,8 @@ Weight tile_view(const Check& check, const Tensor& t, const char* argument, int6
 }  // namespace
 
 Shape tile_shape(WeightFormat format, int64_t n, int64_t k, int64_t lanes) {
-  const int64_t tiles = layout::tiles_for(n, lanes, engine::fields_of(format));
-  const int64_t lines = layout::tile_lines(k);
-  if (format == WeightFormat::kBase3) return {tiles, lines, lanes, layout::kTileStepK};
-  return {tiles, lines, lanes * layout::kTileStepK};
+  const layout::TensorShape shape = layout::layout_of(format).shape(n, k, lanes);
+  return {shape.size, shape.size + shape.dimensions};
 }
 
 Weight weight_view(const Check& check, const Tensor& t, const char* argument, int64_t k,

@@ -1,7 +1,8 @@
-// The private tile layouts of every kernel table against plain int64 sums: all token counts around
-// the groups, K from 1 to 32768 with the inputs that overflow first, all 243 bytes of the 1.6 bit
-// layout, every buffer against a guard page.  The tiles are written here from the words of
-// FORMAT.md; the reference multiplies the codes they were made of.  Must not know prepack or torch.
+// The tiles of the CPU-specific layouts, on every kernel table, against plain int64 sums: all token
+// counts around the groups, K from 1 to 32768 with the inputs that overflow first, all 243 bytes of
+// the 1.6 bit layout, every buffer against a guard page.  The tiles are written here from the words
+// of FORMAT.md; the reference multiplies the codes they were made of.  Must not know prepack or
+// torch.
 #include <algorithm>
 #include <vector>
 
@@ -19,7 +20,7 @@ std::size_t at(int64_t i) { return static_cast<std::size_t>(i); }
 
 // The byte whose digits in base 3, taken off the top by multiplying with 3, are c[0] .. c[4]:
 // found by trying all, so that no formula is shared with the packer.
-uint8_t trit_byte(const int (&c)[5]) {
+uint8_t base3_byte(const int (&c)[5]) {
   for (int q = 0; q < 256; ++q) {
     int rest = q, f = 0;
     while (f < 5 && rest * 3 / 256 == c[f]) rest = rest * 3 % 256, ++f;
@@ -30,9 +31,9 @@ uint8_t trit_byte(const int (&c)[5]) {
 }
 
 struct Problem {
-  int64_t k, lines, lanes, fields, tiles, tokens;
+  int64_t k, k_steps, lanes, fields, tiles, tokens;
   std::vector<uint8_t> packed;
-  std::vector<int8_t> x;        // [tokens, 4 lines], zeros from k
+  std::vector<int8_t> x;        // [tokens, 4 k_steps], zeros from k
   std::vector<int32_t> sums;    // [tokens]
   std::vector<int64_t> answer;  // [tokens, rows]
   int64_t rows() const { return tiles * lanes * fields; }
@@ -45,20 +46,20 @@ Problem make_problem(const KernelTable& table, int64_t fields, int64_t k, int64_
   Problem p{k, (k + 63) / 64 * 16, table.tile_lanes, fields, tiles, tokens, {}, {}, {}, {}};
   const auto value = [&](int64_t row, int64_t i) { return i < k ? int{code(row, i)} : 1; };
   for (int64_t tile = 0; tile < tiles; ++tile) {
-    for (int64_t byte = 0; byte < p.lines * p.lanes * 4; ++byte) {
+    for (int64_t byte = 0; byte < p.k_steps * p.lanes * 4; ++byte) {
       const int64_t lane = byte / 4 % p.lanes, i = byte / (4 * p.lanes) * 4 + byte % 4;
       int c[5] = {};
       for (int64_t f = 0; f < fields; ++f) {
         c[f] = value((tile * fields + f) * p.lanes + lane, i);
       }
       p.packed.push_back(fields == 5
-                             ? trit_byte(c)
+                             ? base3_byte(c)
                              : static_cast<uint8_t>(c[0] + 4 * c[1] + 16 * c[2] + 64 * c[3]));
     }
   }
   for (int64_t t = 0; t < tokens; ++t) {
     int64_t sum = 0;
-    for (int64_t i = 0; i < 4 * p.lines; ++i) {
+    for (int64_t i = 0; i < 4 * p.k_steps; ++i) {
       p.x.push_back(i < k ? x(t, i) : int8_t{0});
       sum += p.x.back();
     }
@@ -66,7 +67,7 @@ Problem make_problem(const KernelTable& table, int64_t fields, int64_t k, int64_
     for (int64_t n = 0; n < p.rows(); ++n) {
       int64_t dot = 0;
       for (int64_t i = 0; i < k; ++i)
-        dot += (value(n, i) - 1) * int64_t{p.x[at(t * 4 * p.lines + i)]};
+        dot += (value(n, i) - 1) * int64_t{p.x[at(t * 4 * p.k_steps + i)]};
       p.answer.push_back(dot);
     }
   }
@@ -79,11 +80,11 @@ class TileTest {
   void run(const KernelTable& table, const Problem& p, int64_t begin, int64_t tokens,
            int64_t slack) {
     begin_case("%s %s K=%lld tiles %lld..%lld tokens=%lld slack=%lld", table.name,
-               p.fields == 5 ? "trit_tile_gemm" : "tile_gemm", static_cast<long long>(p.k),
+               p.fields == 5 ? "base-3" : "2 bit", static_cast<long long>(p.k),
                static_cast<long long>(begin), static_cast<long long>(p.tiles),
                static_cast<long long>(tokens), static_cast<long long>(slack));
     const Placement where = kPlacements[tally.cases % kPlacementCount];
-    const int64_t tile_bytes = p.lines * p.lanes * 4, kp = 4 * p.lines;
+    const int64_t tile_bytes = p.k_steps * p.lanes * 4, kp = 4 * p.k_steps;
     const int64_t rows = p.rows() - begin * p.lanes * p.fields;
     const int64_t x_stride = kp + slack, out_stride = rows + slack;
     const uint8_t* w = weight_.place_copy(p.packed.data() + begin * tile_bytes,
@@ -92,9 +93,18 @@ class TileTest {
     for (int64_t t = 0; t < tokens; ++t) std::copy_n(&p.x[at(t * kp)], kp, x + t * x_stride);
     const int32_t* sums = sums_.place_copy(p.sums.data(), tokens, where);
     int32_t* out = out_.place<int32_t>((tokens - 1) * out_stride + rows, where);
-    const TileJob job{w,   p.lines,    p.tiles - begin,  x, x_stride, sums, tokens,
-                      out, out_stride, tokens % 2 * 6144};
-    (p.fields == 5 ? table.trit_tile_gemm : table.tile_gemm)(job);
+    const TileJob job{p.fields == 5 ? layout::WeightFormat::kBase3 : layout::WeightFormat::kTwoBit,
+                      w,
+                      p.k_steps,
+                      p.tiles - begin,
+                      x,
+                      x_stride,
+                      sums,
+                      tokens,
+                      out,
+                      out_stride,
+                      tokens % 2 * 6144};
+    table.tile_gemm(job);
     for (int64_t t = 0; t < tokens; ++t) {
       for (int64_t n = 0; n < rows; ++n) {
         const int64_t want = p.answer[at((t + 1) * p.rows() - rows + n)];
@@ -165,7 +175,7 @@ void worst_cases(TileTest& test, const KernelTable& table, int64_t fields) {
 }
 
 // Every value that five weights can have, in every lane and byte, against single activations.
-void all_trits(TileTest& test, const KernelTable& table) {
+void all_base3_bytes(TileTest& test, const KernelTable& table) {
   constexpr int64_t kPowers[] = {81, 27, 9, 3, 1};
   const int64_t lanes = table.tile_lanes;
   for (const int64_t tokens : {1, 2, 4}) {
@@ -192,7 +202,7 @@ int main() {
       all_lengths(test, *table, fields);
       worst_cases(test, *table, fields);
     }
-    all_trits(test, *table);
+    all_base3_bytes(test, *table);
   }
   return finish("test_kernels_tiles");
 }

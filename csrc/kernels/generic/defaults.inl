@@ -3,6 +3,8 @@
 // stand in simd_defaults.h.  Included inside an ISA's anonymous namespace; never mentions an ISA.
 
 // What a wrong size would break without a message: an ISA that has one of these writes its group.
+static_assert(TwoBit::kFields == layout::layout_of(layout::WeightFormat::kTwoBit).fields);
+static_assert(Base3::kFields == layout::layout_of(layout::WeightFormat::kBase3).fields);
 static_assert(sizeof(TileStep) == 4 * kTileLanes && sizeof(TileSum) == 4 * kTileLanes);
 
 // ---- 16 float lanes -----------------------------------------------------------------------------

@@ -68,9 +68,9 @@ template <class D, int T>
 template <class D, int T>
 void tiles_direct(const TileJob& job, int64_t token) {
   TileSums<D> sums;
-  const int64_t tile_bytes = job.lines * kStepBytes;
+  const int64_t tile_bytes = job.k_steps * kStepBytes;
   for (int64_t i = 0; i < job.tile_count; ++i) {
-    tile_direct<D, T>(job.tiles + i * tile_bytes, job.lines, job.x + token * job.x_stride,
+    tile_direct<D, T>(job.tiles + i * tile_bytes, job.k_steps, job.x + token * job.x_stride,
                       job.x_stride, job.prefetch_bytes, sums);
     finish_tile<D, T>(sums, job.x_sum + token,
                       job.out + token * job.out_stride + i * D::kFields * kTileLanes,

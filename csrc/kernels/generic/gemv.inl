@@ -48,17 +48,18 @@ template <class D, int S>
 template <class D, int S>
 void tiles_in_streams(const TileJob& job) {
   TileSums<D> sums[S];
-  const int64_t tile_bytes = job.lines * kStepBytes, each = job.tile_count / S;
+  const int64_t tile_bytes = job.k_steps * kStepBytes, each = job.tile_count / S;
   const auto finish = [&](const TileSums<D>& tile, int64_t i) {
     finish_tile<D, 1>(tile, job.x_sum, job.out + i * D::kFields * kTileLanes, job.out_stride);
   };
   for (int64_t i = 0; i < each; ++i) {
-    token_streams<D, S>(job.tiles + i * tile_bytes, each * tile_bytes, job.lines, job.x,
+    token_streams<D, S>(job.tiles + i * tile_bytes, each * tile_bytes, job.k_steps, job.x,
                         job.prefetch_bytes / S, sums);  // as much in flight as from one stream
     for (int s = 0; s < S; ++s) finish(sums[s], i + s * each);
   }
   for (int64_t i = each * S; i < job.tile_count; ++i) {
-    token_streams<D, 1>(job.tiles + i * tile_bytes, 0, job.lines, job.x, job.prefetch_bytes, sums);
+    token_streams<D, 1>(job.tiles + i * tile_bytes, 0, job.k_steps, job.x, job.prefetch_bytes,
+                        sums);
     finish(sums[0], i);
   }
 }

@@ -278,10 +278,10 @@ template <int S, int T>
   for (int64_t line = 0; line < lines; line += 4) {
 #pragma GCC unroll 4
     for (int s = 0; s < S; ++s) {
-      const uint8_t* p = w + s * step + line * layout::kHeadLineBytes;
+      const uint8_t* p = w + s * step + line * layout::kHeadStepBytes;
 #pragma GCC unroll 4
-      for (int j = 0; j < 4; ++j) prefetch(p + j * layout::kHeadLineBytes + distance);
-      head4_block(p, x, k + line * layout::kHeadLineFeatures, acc[s]);
+      for (int j = 0; j < 4; ++j) prefetch(p + j * layout::kHeadStepBytes + distance);
+      head4_block(p, x, k + line * layout::kHeadStepFeatures, acc[s]);
     }
   }
 }
@@ -291,8 +291,8 @@ struct Head4 {
   const uint8_t* weight;
   const uint16_t* scale;
   int64_t groups, group, distance;
-  int64_t lines() const { return group / layout::kHeadLineFeatures; }
-  int64_t tile_bytes() const { return groups * lines() * layout::kHeadLineBytes; }
+  int64_t lines() const { return group / layout::kHeadStepFeatures; }
+  int64_t tile_bytes() const { return groups * lines() * layout::kHeadStepBytes; }
   int64_t tile_scales() const { return groups * layout::kHeadTileRows; }
 };
 
@@ -309,7 +309,7 @@ template <int S, int T>
   }
   for (int64_t g = 0; g < head.groups; ++g) {
     Head4Acc sums[S][T];
-    head4_group(w + g * head.lines() * layout::kHeadLineBytes, step * head.tile_bytes(),
+    head4_group(w + g * head.lines() * layout::kHeadStepBytes, step * head.tile_bytes(),
                 head.lines(), x, g * head.group, head.distance, sums);
 #pragma GCC unroll 4
     for (int s = 0; s < S; ++s) {

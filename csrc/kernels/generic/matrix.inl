@@ -115,7 +115,7 @@ void finish_matrix(const MatrixScratch& scratch, const int32_t* x_sum, int64_t t
 // Up to 32 tokens x every tile of the job.
 template <class U>
 void matrix_tokens(const TileJob& job, int64_t token, int64_t tokens, MatrixScratch& scratch) {
-  const int64_t steps = job.lines / kOperandSteps, tile_bytes = job.lines * 64;
+  const int64_t steps = job.k_steps / kOperandSteps, tile_bytes = job.k_steps * 64;
   const int8_t* x = job.x + token * job.x_stride;
   const bool small = tokens <= 16;
   typename U::Config config;

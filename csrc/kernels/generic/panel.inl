@@ -60,10 +60,10 @@ template <class D>
 void tile_panel(const TileJob& job, int64_t tile, int64_t token, int64_t tokens, Panel<D>& panel) {
   constexpr int kHalf = (D::kFields + 1) / 2;
   constexpr int kTokens = kPanelAccs / kHalf < kMostTokens ? kPanelAccs / kHalf : kMostTokens;
-  const uint8_t* w = job.tiles + tile * job.lines * kStepBytes;
+  const uint8_t* w = job.tiles + tile * job.k_steps * kStepBytes;
   const int8_t* x = job.x + token * job.x_stride;
-  for (int64_t s = 0; s < job.lines; s += D::kPanelSteps) {
-    const int64_t count = job.lines - s < D::kPanelSteps ? job.lines - s : D::kPanelSteps;
+  for (int64_t s = 0; s < job.k_steps; s += D::kPanelSteps) {
+    const int64_t count = job.k_steps - s < D::kPanelSteps ? job.k_steps - s : D::kPanelSteps;
     fill_panel<D>(w + s * kStepBytes, count, job.prefetch_bytes, panel);
     for_token_groups<kTokens>(tokens, [&]<int T>(int64_t t) {
       const int8_t* xs = x + t * job.x_stride + s * layout::kTileStepK;

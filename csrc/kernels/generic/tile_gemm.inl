@@ -21,9 +21,11 @@ void any_tile_gemm(const TileJob& job) {
 }
 
 void tile_gemm(const TileJob& job) {
+  if (job.format == layout::WeightFormat::kBase3) {
+    return any_tile_gemm<Base3, Base3Digits, Base3Digits>(job);
+  }
   if constexpr (MatrixUnit::kFromTokens > 0) {
     if (job.tokens >= MatrixUnit::kFromTokens) return tiles_matrix<MatrixUnit>(job);
   }
   any_tile_gemm<TwoBit, TwoBit, TwoBitPlain>(job);
 }
-void trit_tile_gemm(const TileJob& job) { any_tile_gemm<Base3, Base3Digits, Base3Digits>(job); }
