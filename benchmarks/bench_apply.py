@@ -1,7 +1,6 @@
-#!/usr/bin/env python3
 """`BitNetLinearMethod.apply` of a loaded layer against the op on the very same repacked weight.
 
-    python benchmarks/bench_apply.py --shape 6912x2560 --threads 1 2 --check
+    python -m benchmarks.bench_apply --shape 6912x2560 --threads 1 2 --check
 
 Calls alternate in one process. `rows` is the op on the rows of the file, which apply multiplied
 before it repacked. Needs no engine. It must not know how layers are loaded.
@@ -12,25 +11,27 @@ from __future__ import annotations
 import argparse
 import sys
 from statistics import median
+from typing import Any
 
 import torch
 from torch import nn
 
 from bitnet_ops import _runtime, machine, ops
+from bitnet_ops.bench.harness import Budget, Timed, interleave
+from bitnet_ops.bench.stats import paired_ratios
 from bitnet_ops.integrations import BitNetLinearMethod, ScaleRule
 from bitnet_ops.integrations._core import make_params
 from bitnet_ops.nn import packing
-from common import Budget, Run, interleave, paired_ratios
 
 LINEAR = torch.ops.bitnet.linear
 GOAL = 0.95  # of the op's speed
 
 
-def loaded_layer(rows: int, columns: int) -> tuple[nn.Module, torch.Tensor]:
+def loaded_layer(rows: int, columns: int) -> tuple[Any, torch.Tensor]:
     """A layer as an engine has it after loading, and the canonical rows that went in."""
     generator = torch.Generator().manual_seed(rows + columns)
     codes = torch.randint(-1, 2, (rows, columns), generator=generator, dtype=torch.int8)
-    layer = nn.Module()
+    layer: Any = nn.Module()
     make_params(layer, columns, [rows], rule=ScaleRule.MULTIPLY)
     layer.weight.weight_loader(layer.weight, packing.pack_hf(codes))
     layer.weight_scale.weight_loader(layer.weight_scale, torch.tensor([0.5]))
@@ -51,9 +52,9 @@ def measure(shape: tuple[int, int], tokens: int, seconds: float) -> tuple[float,
         )
     # All warm: whichever came after `rows` would find the other weight in the caches.
     runs = [
-        Run(lambda _: apply(layer, x), warm=True),
-        Run(lambda _: LINEAR(x, weight, scale, None, rows), warm=True),
-        Run(lambda _: LINEAR(x, canonical, scale), warm=True),
+        Timed(lambda _: apply(layer, x), warm=True),
+        Timed(lambda _: LINEAR(x, weight, scale, None, rows), warm=True),
+        Timed(lambda _: LINEAR(x, canonical, scale), warm=True),
     ]
     rounds = interleave(runs, Budget(seconds, min_rounds=20))
     applied, product, before = rounds.usable()
@@ -73,8 +74,8 @@ def call_overhead() -> float:
     weight, scale, x = layer.weight.data, layer.weight_scale.data, torch.ones(1, 128)
     apply, product = BitNetLinearMethod().apply, LINEAR.default
     runs = [
-        Run(lambda _: apply(layer, x)),
-        Run(lambda _: product(x, weight, scale, None, 4)),
+        Timed(lambda _: apply(layer, x)),
+        Timed(lambda _: product(x, weight, scale, None, 4)),
     ]
     applied, bare = interleave(runs, Budget(0.5, min_rounds=200)).usable()
     return 1e6 * (median(applied) - median(bare))
@@ -88,7 +89,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=2.0, help="for each row")
     parser.add_argument("--check", action="store_true", help=f"status 1 below {GOAL}")
     options = parser.parse_args()
-    shape = tuple(int(size) for size in options.shape.split("x"))
+    rows, columns = (int(size) for size in options.shape.split("x"))
     load = machine.load_average()
     print(
         f"{machine.cpu_model()}, {_runtime.isa()}, {machine.cpus_available()} CPUs, load "
@@ -100,7 +101,7 @@ def main() -> int:
     for threads in sorted(set(options.threads)):
         torch.set_num_threads(threads)
         for tokens in options.tokens:
-            share, text = measure(shape, tokens, options.seconds)
+            share, text = measure((rows, columns), tokens, options.seconds)
             worst = min(worst, share)
             print(text, flush=True)
     return 1 if options.check and worst < GOAL else 0

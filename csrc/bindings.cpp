@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "format/layout.h"
 #include "kernels/dispatch.h"
 #include "kernels/features.h"
 #include "runtime/pages.h"
@@ -72,6 +73,40 @@ const char* amx_permission() {
   }
 }
 
+py::dict layouts() {
+  py::dict rows;
+  for (const auto& layout : bitnet::layout::kWeightLayouts) {
+    py::dict row;
+    row["cpu_specific"] = layout.cpu_specific;
+    row["bits"] = 8.0 / static_cast<double>(layout.fields);
+    row["fields"] = layout.fields;
+    row["k_step"] = layout.k_step;
+    row["k_multiple"] = layout.k_multiple;
+    row["max_in_features"] = layout.max_k;
+    row["dimensions"] = layout.dimensions;
+    rows[layout.name] = row;
+  }
+  return rows;
+}
+
+py::tuple packed_shape(const std::string& name, int64_t out_features, int64_t in_features,
+                       int64_t lanes) {
+  constexpr int64_t kMost = int64_t{1} << 40;  // keeps every size below inside int64
+  if (out_features < 0 || out_features > kMost || in_features < 0 || in_features > kMost ||
+      lanes < 0 || lanes > bitnet::layout::kMostLanes)
+    throw py::value_error("packed_shape: expected features from 0 to 2^40 and at most 16 lanes");
+  for (const auto& layout : bitnet::layout::kWeightLayouts) {
+    if (name != layout.name) continue;
+    if (lanes == 0) lanes = bitnet::kernels().tile_lanes;
+    const auto shape = layout.shape(out_features, in_features, lanes);
+    py::tuple sizes(shape.dimensions);
+    for (int64_t i = 0; i < shape.dimensions; ++i) sizes[i] = shape.size[i];
+    return sizes;
+  }
+  throw py::value_error("packed_shape: expected the name of a layout (layouts()), got '" + name +
+                        "'");
+}
+
 py::dict build_info() {
   py::dict info;
   info["compiler"] = __VERSION__;
@@ -113,7 +148,11 @@ PYBIND11_MODULE(_runtime, m) {
   m.def("kernel_table", &kernel_table, "One row per ISA: required and missing features, selected.");
   m.def(
       "tile_lanes", [] { return bitnet::kernels().tile_lanes; },
-      "32-bit lanes of the private weight layouts of the ISA in use.");
+      "32-bit lanes of the CPU-specific weight layouts of the ISA in use.");
+  m.def("layouts", &layouts, "The layouts of ternary weights by name, and their geometry.");
+  m.def("packed_shape", &packed_shape, py::arg("layout"), py::arg("out_features"),
+        py::arg("in_features"), py::arg("lanes") = 0,
+        "Shape of the uint8 tensor of an N x K matrix; lanes: 0 for those of the ISA in use.");
   m.def(
       "tuning",
       [] {

@@ -12,13 +12,16 @@ import re
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import import_graph  # noqa: E402
+
 ROOT = Path(__file__).resolve().parent.parent
 
-# Layer -> the layers of bitnet_ops it may import. A layer is the first part of a module's name
-# below bitnet_ops; a module may always import its own layer. "*" = all but those of NEVER_BY_STAR.
+# Layer -> the layers of bitnet_ops it may import, from the bottom to the top: a row names only
+# rows above it. A layer is the first part of a module's name below bitnet_ops; a module may
+# always import its own layer. "*" = all rows above but those of NEVER_BY_STAR.
 PYTHON_LAYERS: dict[str, set[str]] = {
-    "__init__": {"*", "integrations"},  # exports BitNetLinearMethod, at first use
-    "__main__": {"cli"},
     "_runtime": set(),
     "_interrupt": set(),
     "config": set(),
@@ -27,22 +30,24 @@ PYTHON_LAYERS: dict[str, set[str]] = {
     "memory": {"_runtime"},
     "ops": {"_runtime"},
     "formats": {"_runtime", "memory", "untrusted"},
-    "nn": {"config", "ops", "untrusted"},
+    "nn": {"_runtime", "config", "ops", "untrusted"},
+    "integrations": {"config", "nn", "ops"},
     "models": {"config", "memory", "nn", "ops"},
     "generate": {"config", "models", "nn", "untrusted"},
-    # obtain converts what is not converted, at run time
-    "loading": {"_runtime", "config", "convert", "formats", "memory", "models", "nn", "ops"},
-    "language_model": {"config", "formats", "generate", "loading", "models", "nn", "untrusted"},
-    # language_model is for --verify, which runs the converted model
-    "convert": {"config", "formats", "generate", "language_model", "loading", "models", "nn"}
-    | {"ops", "untrusted"},
+    "loading": {"_runtime", "config", "formats", "memory", "models", "nn", "ops"},
+    # verify runs the converted model; obtain converts what is not converted, for language_model
+    "convert": {"_runtime", "config", "formats", "generate", "loading", "models", "nn", "ops"}
+    | {"untrusted"},
+    "language_model": {"config", "convert", "formats", "generate", "loading", "models", "nn"}
+    | {"untrusted"},
     # makes transformers models and hands what was trained to the converter
     "training": {"config", "convert", "formats", "language_model", "loading", "models", "nn"}
     | {"ops", "untrusted"},
     "dummy": {"config", "formats", "generate", "loading", "models", "nn", "untrusted"},
-    "integrations": {"config", "convert", "nn", "ops"},
-    "bench": {"*"},
+    "bench": {"_runtime", "dummy", "formats", "generate", "language_model", "machine", "nn", "ops"},
     "cli": {"*", "integrations"},
+    "__main__": {"cli"},
+    "__init__": {"*", "integrations"},  # the lazy face: imports at first use what it exports
 }
 NEVER_BY_STAR = {"integrations"}
 
@@ -51,9 +56,9 @@ GUARDED_PACKAGES: dict[str, tuple[str, ...]] = {
     "transformers": (
         "integrations.transformers",
         "convert.verify",
-        "bench.rivals",
         "training.model",
     ),
+    "benchmarks": (),  # of the source tree, not of the wheel
     "sglang": ("integrations.sglang",),
     "vllm": ("integrations.vllm",),
     "pybind11": (),
@@ -127,10 +132,29 @@ def own_layer(name: str, layers: set[str]) -> str | None:
 
 
 def may_import(layer: str, target: str) -> bool:
-    allowed = PYTHON_LAYERS[layer]
+    allowed, order = PYTHON_LAYERS[layer], list(PYTHON_LAYERS)
     if target == layer or target in allowed:
         return True
-    return "*" in allowed and target not in NEVER_BY_STAR
+    below = order.index(target) < order.index(layer)
+    return "*" in allowed and below and target not in NEVER_BY_STAR
+
+
+def check_order(table: dict[str, set[str]]) -> list[str]:
+    """Rows of `table` that name a layer which does not stand above them, hence is not below."""
+    order = ["*", *table]
+    return [
+        f"PYTHON_LAYERS: '{layer}' must not name '{target}', which stands behind it"
+        for layer, allowed in table.items()
+        for target in sorted(allowed)
+        if target not in order or order.index(target) >= order.index(layer)
+    ]
+
+
+def check_circles(package_root: Path) -> list[str]:
+    """Modules of the package that import each other in a circle, be it inside functions."""
+    _, imports = import_graph.read(package_root)
+    found = import_graph.circles((i.source, i.target) for i in imports)
+    return [f"{package_root}: imports in a circle: {', '.join(names)}" for names in found]
 
 
 def check_python_file(path: Path, package_root: Path) -> list[str]:
@@ -206,7 +230,8 @@ def check(root: Path) -> list[str]:
     cpp_files = [p for p in sorted(source_root.rglob("*")) if p.suffix in {".cpp", ".h", ".inl"}]
     if not python_files or not cpp_files:
         return [f"{root}: expected python/bitnet_ops/*.py and csrc/**, found none"]
-    problems = [line for path in python_files for line in check_python_file(path, package_root)]
+    problems = check_order(PYTHON_LAYERS) + check_circles(package_root)
+    problems += [line for path in python_files for line in check_python_file(path, package_root)]
     return problems + [line for path in cpp_files for line in check_cpp_file(path, source_root)]
 
 

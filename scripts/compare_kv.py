@@ -3,8 +3,7 @@
 
     python scripts/compare_kv.py tests/data/demo-model/val.txt [--model DIR] [--json]
 
-Every type runs the whole model over every chapter, as compare_heads.py does, whose figures these
-are.
+Every type runs the whole model over every chapter; the figures are those of compare_heads.py.
 """
 
 from __future__ import annotations

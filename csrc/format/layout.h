@@ -43,26 +43,77 @@ constexpr int64_t head_padded_k(int64_t k) {
 }
 constexpr int64_t head_tiles(int64_t rows) { return (rows + kHeadTileRows - 1) / kHeadTileRows; }
 
-// Private layouts, made when a model is loaded and never written to a model file.  L lanes of 32
-// bits are what the kernel's registers hold: 4 (NEON), 8 (AVX2, AVX-VNNI, scalar), 16 (AVX-512,
-// AMX).  A line is 4 * L bytes: byte j of lane l stands for k = 4 * line + j.
-//   2 bit    a tile is 4 * L rows; bits 2f+1..2f of the byte are the code of row L * f + l, f < 4
-//   1.6 bit  a tile is 5 * L rows; byte = ceil(256 * v / 243), v = sum over g < 5 of
-//            code(row L * g + l) * 3^(4-g): a fraction in base 3, whose digits come off the top by
-//            multiplying with 3
-// A tile is `tile_lines(k)` consecutive lines, one sequential stream; K is padded to a multiple of
-// 64 and N to whole tiles with code 1 (weight 0).
+// CPU-specific layouts, made when a model is loaded and never written to a model file.  L lanes of
+// 32 bits are what the kernel's registers hold: 4 (NEON), 8 (AVX2, AVX-VNNI, scalar), 16 (AVX-512,
+// AMX).  A matrix is a sequence of row blocks (tiles) of fields * L rows; a row block is a sequence
+// of k-steps, one sequential stream; a k-step is 4 * L bytes: byte j of lane l stands for
+// k = 4 * step + j and holds the codes of `fields` rows, row L * f + l in field f:
+//   2 bit   bits 2f+1..2f of the byte are the code of field f < 4
+//   base-3  byte = ceil(256 * v / 243), v = sum over f < 5 of code(f) * 3^(4-f): a fraction in base
+//           3, whose digits come off the top by multiplying with 3; 1.6 bits a weight
+// N is padded to whole row blocks and K to a multiple of 64, both with code 1 (weight 0).
 inline constexpr int64_t kTileStepK = 4;                // consecutive k in a lane
 inline constexpr int64_t kTilePadK = 64;                // an AMX tile of k
 inline constexpr int64_t kTileMaxK = int64_t{1} << 15;  // bound of the sums, kernel_table.h
-inline constexpr int64_t kTwoBitFields = 4;
-inline constexpr int64_t kTritFields = 5;
 
-// The byte of v = 81 * c0 + 27 * c1 + 9 * c2 + 3 * c3 + c4.
-constexpr int trit_byte(int v) { return (256 * v + 242) / 243; }
+// The base-3 byte of v = 81 * c0 + 27 * c1 + 9 * c2 + 3 * c3 + c4.
+constexpr int base3_byte(int v) { return (256 * v + 242) / 243; }
 
-constexpr int64_t tile_padded_k(int64_t k) { return (k + kTilePadK - 1) / kTilePadK * kTilePadK; }
-constexpr int64_t tile_lines(int64_t k) { return tile_padded_k(k) / kTileStepK; }
+// ---- every layout of ternary weights ------------------------------------------------------------
+
+enum class WeightFormat : int32_t { kCanonical = 0, kTwoBit = 1, kBase3 = 2 };
+
+struct TensorShape {
+  int64_t dimensions, size[4];
+};
+
+struct WeightLayout {
+  const char* name;    // what ops and users call it
+  bool cpu_specific;   // row blocks for the lanes of the kernels in use; else rows, of any lanes
+  int64_t fields;      // codes in a byte
+  int64_t k_step;      // consecutive k of a k-step; canonical: of a block
+  int64_t k_multiple;  // K is padded to a multiple of it
+  int64_t max_k;
+  // Of its uint8 tensor, which tells the layouts apart: [N, row bytes], [row blocks, k-steps, 4 *
+  // L] and [row blocks, k-steps, L, 4].
+  int64_t dimensions;
+
+  constexpr int64_t padded_k(int64_t k) const {
+    return (k + k_multiple - 1) / k_multiple * k_multiple;
+  }
+  constexpr int64_t k_steps(int64_t k) const { return padded_k(k) / k_step; }
+  // Rows that are stored together, how many times `n` rows take so many, and their bytes.
+  constexpr int64_t block_rows(int64_t lanes) const { return cpu_specific ? fields * lanes : 1; }
+  constexpr int64_t row_blocks(int64_t n, int64_t lanes) const {
+    return (n + block_rows(lanes) - 1) / block_rows(lanes);
+  }
+  constexpr int64_t block_bytes(int64_t k, int64_t lanes) const {
+    return padded_k(k) * block_rows(lanes) / fields;
+  }
+  constexpr TensorShape shape(int64_t n, int64_t k, int64_t lanes) const {
+    const int64_t blocks = row_blocks(n, lanes);
+    if (!cpu_specific) return {2, {n, block_bytes(k, lanes)}};
+    if (dimensions == 3) return {3, {blocks, k_steps(k), k_step * lanes}};
+    return {4, {blocks, k_steps(k), lanes, k_step}};
+  }
+};
+
+// By WeightFormat.
+inline constexpr WeightLayout kWeightLayouts[] = {
+    {"canonical", false, kFields, kBlockWeights, kBlockWeights, INT64_MAX, 2},
+    {"2bit", true, 4, kTileStepK, kTilePadK, kTileMaxK, 3},
+    {"1.6bit", true, 5, kTileStepK, kTilePadK, kTileMaxK, 4},
+};
+constexpr const WeightLayout& layout_of(WeightFormat format) {
+  return kWeightLayouts[static_cast<int>(format)];
+}
+inline constexpr int64_t kMostLanes = 16;
+inline constexpr int64_t kMostBlockRows = 5 * kMostLanes;
+
+inline constexpr int64_t kTwoBitFields = layout_of(WeightFormat::kTwoBit).fields;
+inline constexpr int64_t kTritFields = layout_of(WeightFormat::kBase3).fields;
+constexpr int trit_byte(int v) { return base3_byte(v); }
+constexpr int64_t tile_lines(int64_t k) { return layout_of(WeightFormat::kTwoBit).k_steps(k); }
 constexpr int64_t tiles_for(int64_t n, int64_t lanes, int64_t fields) {
   return (n + lanes * fields - 1) / (lanes * fields);
 }

@@ -15,6 +15,7 @@ namespace {
 
 // Each uses what stands above it, so the formatter must not sort them.
 // clang-format off
+#include "kernels/generic/defaults.inl"
 #include "kernels/generic/rows.inl"
 #include "kernels/generic/canonical.inl"
 #include "kernels/generic/tiles.inl"

@@ -1,6 +1,6 @@
-// Vocabulary of the avx2 ISA: the shared ymm words, and a dot product by vpmaddubsw in int16, which
-// is flushed to int32 before it can overflow. Meanings: simd_scalar.h. Must not know layouts of
-// models or threads.
+// SIMD primitives of the avx2 ISA: those of simd_ymm_*.h, and a dot product by vpmaddubsw in int16,
+// which is flushed to int32 before it can overflow. Meanings: simd_defaults.h. Must not know
+// layouts of models or threads.
 #pragma once
 
 #include "kernels/simd_ymm_int.h"
@@ -9,14 +9,13 @@ namespace bitnet::BITNET_ISA {
 namespace {
 
 // Overflow bound: vpmaddubsw of codes <= 3 (2 in valid weights) with |x| <= 128 gives |pair| <=
-// 768; four fields a unit, 8 units: 768 * 4 * 8 = 24576 < 32768.  So any byte is safe for 8 units.
-constexpr int64_t kFlushUnits = 8;
+// 768; four fields a k-step, 8 steps: 768 * 4 * 8 = 24576 < 32768.  So any byte is safe for 8.
+constexpr int64_t kFlushSteps = 8;
 // CPUs without more than AVX2 read several far streams faster than one (docs/log.md).
 constexpr bool kGemvStreams = true;
 
 using Partial = __m256i;  // 16 x int16
 
-inline Partial partial_zero() { return _mm256_setzero_si256(); }
 inline Partial dot(Partial p, Codes c, Activations x) {
   return _mm256_add_epi16(p, _mm256_maddubs_epi16(c, x));
 }
@@ -45,14 +44,14 @@ inline __m256i add_pairs(__m256i acc, __m256i a, __m256i b) {
 #endif
 }
 
-// ---- private tiles ----------------------------------------------------------------------------
+// ---- tiles ----------------------------------------------------------------------------
 
 constexpr int kPanelFrom = 10;   // tokens from which decoding to memory pays
 constexpr int kTileStreams = 2;  // tiles side by side for one token
 
-// 16 x int16: |pair| <= 2 * 128 * code, so codes up to 8 are safe for 16 lines (32768 is reached
+// 16 x int16: |pair| <= 2 * 128 * code, so codes up to 8 are safe for 16 k-steps (32768 is reached
 // only as -32768), codes up to 2 for 64 and codes up to 3 for 42.
-inline TilePart tile_dot(TilePart p, TileCodes c, TileX x) {
+inline TileAcc tile_dot(TileAcc p, TileCodes c, TileX x) {
   const __m256i pairs = _mm256_maddubs_epi16(c, x);
 #if defined(BITNET_EMULATE)
   return _mm256_add_epi16(p, pairs);
@@ -61,18 +60,18 @@ inline TilePart tile_dot(TilePart p, TileCodes c, TileX x) {
   return p;
 #endif
 }
-inline TileSum part_sum(TilePart p) { return _mm256_madd_epi16(p, _mm256_set1_epi16(1)); }
+inline TileSum tile_acc_sum(TileAcc p) { return _mm256_madd_epi16(p, _mm256_set1_epi16(1)); }
 
 // One shift for four fields: fields 1 and 3 keep a factor of 4.
 struct TwoBit {
-  static constexpr int kFields = 4, kDots = 4, kUnroll = 1, kGroup = 5, kZeroCode = 1;
+  static constexpr int kFields = 4, kDots = 4, kUnroll = 1, kTokens = 5, kZeroCode = 1;
   static constexpr int64_t kFlush = 16;
-  struct Split {
-    TileLine low, high;
+  struct Prepared {
+    TileStep low, high;
   };
-  static Split split(TileLine v) { return {v, shift_bytes<4>(v)}; }
+  static Prepared prepare(TileStep v) { return {v, shift_bytes<4>(v)}; }
   template <int F>
-  static TileCodes codes(const Split& s) {
+  static TileCodes codes(const Prepared& s) {
     return and_bytes(F < 2 ? s.low : s.high, F % 2 == 0 ? 3 : 12);
   }
   static void finish(TileSum (&s)[4]) {
@@ -83,26 +82,26 @@ struct TwoBit {
 
 struct TwoBitPlain {
   static constexpr int kFields = 4, kZeroCode = 1;
-  static constexpr int64_t kPanelLines = 64;
-  using Split = TileLine;
-  static Split split(TileLine v) { return v; }
+  static constexpr int64_t kPanelSteps = 64;
+  using Prepared = TileStep;
+  static Prepared prepare(TileStep v) { return v; }
   template <int F>
-  static TileCodes codes(const Split& s) {
+  static TileCodes codes(const Prepared& s) {
     return and_bytes(shift_bytes<2 * F>(s), 3);
   }
 };
 
 // q is a fraction in base 3: its next digit is the integer part of 3 q / 256, which with 1 added
 // are the top two bits of 3 q / 4 + 63, two roundings to nearest included (tests walk all 243).
-struct TritDigits {
-  static constexpr int kFields = 5, kDots = 5, kUnroll = 1, kGroup = 3, kZeroCode = 2;
-  static constexpr int64_t kFlush = 32, kPanelLines = 32;
-  struct Split {
-    TileLine q[5];
+struct Base3Digits {
+  static constexpr int kFields = 5, kDots = 5, kUnroll = 1, kTokens = 3, kZeroCode = 2;
+  static constexpr int64_t kFlush = 32, kPanelSteps = 32;
+  struct Prepared {
+    TileStep q[5];
   };
   // q, 3 q, 9 q, ... modulo 256
-  static Split split(TileLine q) {
-    Split s;
+  static Prepared prepare(TileStep q) {
+    Prepared s;
 #pragma GCC unroll 8
     for (int i = 0; i < 5; ++i) {
       s.q[i] = q;
@@ -111,13 +110,13 @@ struct TritDigits {
     return s;
   }
   template <int F>
-  static TileCodes codes(const Split& s) {
-    const TileLine top = avg_bytes(s.q[F], avg_bytes(s.q[F], set1_byte(253)));
+  static TileCodes codes(const Prepared& s) {
+    const TileStep top = avg_bytes(s.q[F], avg_bytes(s.q[F], set1_byte(253)));
     return and_bytes(shift_bytes<6>(top), 3);
   }
   static void finish(TileSum (&)[5]) {}
 };
-using Trits = TritDigits;
+using Base3 = Base3Digits;
 
 // ---- heads --------------------------------------------------------------------------------------
 
@@ -144,7 +143,6 @@ struct Head8Weights {
 };
 using Head8Acc = __m256i;
 
-inline Head8Acc head8_zero() { return _mm256_setzero_si256(); }
 inline Head8Weights head8_weights(const int8_t* p) {
   const auto* v = reinterpret_cast<const __m128i*>(p);
   return {_mm256_cvtepi8_epi16(_mm_loadu_si128(v)), _mm256_cvtepi8_epi16(_mm_loadu_si128(v + 1))};
@@ -200,7 +198,6 @@ struct Head4Acc {
   __m256i lo, hi;  // rows 0..7 and 8..15 of the tile
 };
 
-inline Head4Acc head4_zero() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
 template <int T>
 [[gnu::always_inline]] inline void head4_block(const uint8_t* p, const HeadToken* x, int64_t k,
                                                Head4Acc (&acc)[T]) {

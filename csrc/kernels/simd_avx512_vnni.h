@@ -1,6 +1,5 @@
-// Vocabulary of the avx512_vnni ISA: 16 float lanes in one zmm, units of two weight blocks (64
-// bytes), dot products by vpdpbusd. Meanings: simd_scalar.h. Must not know tiles of AMX: amx_int8
-// has these words and its own.
+// SIMD primitives of the avx512_vnni ISA: 16 float lanes in one zmm, k-steps of two blocks (64
+// bytes), dot products by vpdpbusd. Meanings: simd_scalar.h, simd_defaults.h.
 #pragma once
 
 #include <immintrin.h>
@@ -18,7 +17,6 @@ inline __mmask16 first_lanes(int64_t count) {
   return count >= 16 ? static_cast<__mmask16>(0xffff) : static_cast<__mmask16>((1u << count) - 1u);
 }
 inline F32x16 set1(float x) { return {_mm512_set1_ps(x)}; }
-inline F32x16 zero() { return {_mm512_setzero_ps()}; }
 inline F32x16 load_n(const float* p, int64_t count) {
   return {_mm512_maskz_loadu_ps(first_lanes(count), p)};
 }
@@ -95,29 +93,18 @@ inline void store_f16_n(uint16_t* p, F32x16 x, int64_t count) {
   _mm256_mask_storeu_epi16(p, first_lanes(count), h);
 }
 
-// ---- attention words ----------------------------------------------------------------------------
+// ---- attention ----------------------------------------------------------------------------
 
-using Part = __m512;
-constexpr int kParts = 1;
+using Reg = __m512;
+constexpr int kRegs = 1;
 
 template <int P>
-inline Part part(F32x16 v) {
+inline Reg reg(F32x16 v) {
   return v.v;
 }
-inline Part part_zero() { return _mm512_setzero_ps(); }
-inline Part load_part(const float* p) { return _mm512_loadu_ps(p); }
-inline Part part_fma(Part a, Part b, Part c) { return _mm512_fmadd_ps(a, b, c); }
+inline Reg load_reg(const float* p) { return _mm512_loadu_ps(p); }
+inline Reg reg_fma(Reg a, Reg b, Reg c) { return _mm512_fmadd_ps(a, b, c); }
 
-inline F32x16 load_mixed(const float* p) { return load_n(p, 16); }
-inline F32x16 load_mixed(const uint16_t* p) { return load_bf16_n(p, 16); }
-template <class E>
-inline F32x16 mix(F32x16 v) {
-  return v;
-}
-template <class E>
-inline F32x16 unmix(F32x16 v) {
-  return v;
-}
 // Lanes 8 apart of a and b: {two quarters of a, two quarters of b}.
 inline __m512 fold_halves(__m512 a, __m512 b) {
   return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
@@ -127,7 +114,7 @@ inline __m512 fold_quarters(__m512 a, __m512 b) {
   return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
 }
 template <class E>
-inline void reduce_eight(const Part (&sums)[kParts][8], float* out) {
+inline void reduce_eight(const Reg (&sums)[kRegs][8], float* out) {
   const __m512(&v)[8] = sums[0];
   const __m512 a = fold_quarters(fold_halves(v[0], v[1]), fold_halves(v[2], v[3]));
   const __m512 b = fold_quarters(fold_halves(v[4], v[5]), fold_halves(v[6], v[7]));
@@ -164,10 +151,10 @@ inline void transpose_16(const float* tile, float* to, int64_t stride) {
   }
 }
 
-// ---- integer words -----------------------------------------------------------------------------
+// ---- canonical rows -----------------------------------------------------------------------------
 
-constexpr int64_t kUnitBlocks = 2;
-constexpr int64_t kFlushUnits = int64_t{1} << 30;
+constexpr int64_t kStepBlocks = 2;
+constexpr int64_t kFlushSteps = int64_t{1} << 30;
 constexpr int kGemvRows = 4;
 constexpr bool kGemvStreams = false;
 constexpr int kTileRows = 4;
@@ -188,7 +175,7 @@ template <int F>
 inline Codes codes(Raw raw) {
   return _mm512_and_si512(F == 3 ? raw : _mm512_srli_epi16(raw, 6 - 2 * F), _mm512_set1_epi8(3));
 }
-// The activations of one field lie 128 apart for the two blocks of a unit.
+// The activations of one field lie 128 apart for the two blocks of a k-step.
 template <int F>
 inline Activations load_x(const int8_t* p) {
   return _mm512_inserti64x4(_mm512_castsi256_si512(load_half(p + 32 * F)),
@@ -198,8 +185,6 @@ template <int F>
 inline Activations load_x_tail(const int8_t* p) {
   return _mm512_zextsi256_si512(load_half(p + 32 * F));
 }
-inline Partial partial_zero() { return _mm512_setzero_si512(); }
-inline Acc acc_zero() { return _mm512_setzero_si512(); }
 constexpr bool kDotInTwoSteps = false;
 inline Partial dot(Partial p, Codes c, Activations x) { return _mm512_dpbusd_epi32(p, c, x); }
 inline Acc widen(Acc acc, Partial p) { return _mm512_add_epi32(acc, p); }
@@ -238,7 +223,6 @@ inline int32_t sum_i8_vector(const int8_t* p, int64_t n) {
   return sum;
 }
 using LineXor = __m512i;
-inline LineXor line_zero() { return _mm512_setzero_si512(); }
 inline LineXor xor_line(LineXor x, const uint8_t* p) {
   return _mm512_xor_si512(x, _mm512_loadu_si512(p));
 }
@@ -250,35 +234,34 @@ inline uint64_t reduce_lines(LineXor a, LineXor b) {
   return static_cast<uint64_t>(_mm_extract_epi64(r, 0) ^ _mm_extract_epi64(r, 1));
 }
 
-// ---- private tiles: 16 lanes; decoders in simd_vnni_tiles.h
+// ---- tiles: 16 lanes; decoders in simd_vnni_tiles.h
 // --------------------------------------
 
 constexpr int64_t kTileLanes = 16;
-constexpr int kTileParts = 24, kPanelParts = 24;    // 2 bit x 6 tokens, of 32 registers
-constexpr int kTwoBitUnroll = 4, kTwoBitGroup = 5;  // 16 parts hide the latency of the dot
-constexpr int kTritUnroll = 2, kTritGroup = 4;
+constexpr int kTileAccs = 24, kPanelAccs = 24;       // 2 bit x 6 tokens, of 32 registers
+constexpr int kTwoBitUnroll = 4, kTwoBitTokens = 5;  // 16 parts hide the latency of the dot
+constexpr int kBase3Unroll = 2, kBase3Tokens = 4;
 
-using TileLine = __m512i;
+using TileStep = __m512i;
 using TileCodes = __m512i;
 using TileX = __m512i;
-using TilePart = __m512i;
+using TileAcc = __m512i;
 using TileSum = __m512i;
 
-inline TileLine load_line(const uint8_t* p) {
-  TileLine v = _mm512_loadu_si512(p);
+inline TileStep load_step(const uint8_t* p) {
+  TileStep v = _mm512_loadu_si512(p);
 #if !defined(BITNET_EMULATE)
   __asm__("" : "+v"(v));  // else g++ 12 loads it again for every mask
 #endif
   return v;
 }
-inline void store_line(uint8_t* p, TileCodes c) { _mm512_storeu_si512(p, c); }
+inline void store_step(uint8_t* p, TileCodes c) { _mm512_storeu_si512(p, c); }
 inline TileX broadcast_x(const int8_t* p) {
   int32_t four;
   __builtin_memcpy(&four, p, 4);
   return _mm512_set1_epi32(four);
 }
-inline TilePart tile_part_zero() { return _mm512_setzero_si512(); }
-inline TilePart tile_dot(TilePart p, TileCodes c, TileX x) {
+inline TileAcc tile_dot(TileAcc p, TileCodes c, TileX x) {
 #if defined(BITNET_EMULATE)
   return _mm512_dpbusd_epi32(p, c, x);
 #else
@@ -296,12 +279,12 @@ template <int N>
 inline TileSum shift_sum(TileSum s) {
   return _mm512_srai_epi32(s, N);
 }
-inline TileCodes and_bytes(TileLine v, int mask) {
+inline TileCodes and_bytes(TileStep v, int mask) {
   return _mm512_and_si512(v, _mm512_set1_epi8(static_cast<char>(mask)));
 }
-inline TileLine add_bytes(TileLine a, TileLine b) { return _mm512_add_epi8(a, b); }
-inline TileLine avg_bytes(TileLine a, TileLine b) { return _mm512_avg_epu8(a, b); }
-inline TileLine set1_byte(int b) { return _mm512_set1_epi8(static_cast<char>(b)); }
+inline TileStep add_bytes(TileStep a, TileStep b) { return _mm512_add_epi8(a, b); }
+inline TileStep avg_bytes(TileStep a, TileStep b) { return _mm512_avg_epu8(a, b); }
+inline TileStep set1_byte(int b) { return _mm512_set1_epi8(static_cast<char>(b)); }
 
 // ---- int8 caches --------------------------------------------------------------------------------
 
@@ -324,7 +307,6 @@ using CacheKeys = __m512i;
 using CacheQuery = __m512i;
 using CacheDot = __m512i;
 
-inline CacheDot cache_dot_zero() { return _mm512_setzero_si512(); }
 inline CacheKeys cache_keys(const int8_t* p) { return _mm512_cvtepi8_epi16(load_half(p)); }
 inline CacheQuery cache_query(const int16_t* p) { return _mm512_loadu_si512(p); }
 inline CacheDot cache_dot(CacheDot acc, CacheKeys k, CacheQuery q) { return add_pairs(acc, k, q); }
@@ -347,15 +329,14 @@ inline void reduce_dots(const CacheDot (&v)[8], int32_t* out) {
 
 // ---- values -------------------------------------------------------------------------------------
 
-constexpr int kCacheParts = 2;
+constexpr int kCacheAccs = 2;
 
 struct CacheValues {
-  __m512i part[kCacheParts];  // elements 0..7, 16..23 and 8..15, 24..31, two positions side by side
+  __m512i part[kCacheAccs];  // elements 0..7, 16..23 and 8..15, 24..31, two positions side by side
 };
 using CacheWeights = __m512i;
 using CacheSum = __m512i;
 
-inline CacheSum cache_sum_zero() { return _mm512_setzero_si512(); }
 inline CacheValues cache_values(const int8_t* a, const int8_t* b) {
   const __m256i x = load_half(a), y = load_half(b);
   return {{_mm512_cvtepi8_epi16(_mm256_unpacklo_epi8(x, y)),
@@ -370,7 +351,7 @@ template <int P>
 inline CacheSum cache_sum(CacheSum acc, const CacheValues& v, CacheWeights w) {
   return add_pairs(acc, v.part[P], w);
 }
-inline void store_cache_sums(const CacheSum (&sums)[kCacheParts], int32_t* out) {
+inline void store_cache_sums(const CacheSum (&sums)[kCacheAccs], int32_t* out) {
   const __m512i a = _mm512_shuffle_i32x4(sums[0], sums[1], 0x44);
   const __m512i b = _mm512_shuffle_i32x4(sums[0], sums[1], 0xee);
   _mm512_storeu_si512(out, a);
@@ -391,10 +372,6 @@ inline int64_t head_distance(int64_t tuned) { return tuned; }
 
 // ---- bfloat16 -----------------------------------------------------------------------------------
 
-inline F32x16 head_bf16_x(const float* p, int64_t count) { return load_n(p, count); }
-inline F32x16 head_bf16_weights(const uint16_t* p, int64_t count) { return load_bf16_n(p, count); }
-inline F32x16 head_bf16_ordered(F32x16 acc) { return acc; }
-
 // ---- int8 ---------------------------------------------------------------------------------------
 
 // Overflow bound: layout::kHeadMaxK.
@@ -410,7 +387,6 @@ struct Head8Acc {
   __m512i high, low;
 };
 
-inline Head8Acc head8_zero() { return {_mm512_setzero_si512(), _mm512_setzero_si512()}; }
 inline Head8Weights head8_weights(const int8_t* p) {
   return _mm512_xor_si512(_mm512_loadu_si512(p), _mm512_set1_epi8(-128));
 }
@@ -435,10 +411,6 @@ struct Head4Acc {
   __m512i high[2], low[2];
 };
 
-inline Head4Acc head4_zero() {
-  const __m512i none = _mm512_setzero_si512();
-  return {{none, none}, {none, none}};
-}
 inline __m512i broadcast4(const int8_t* p) {
   int32_t v;
   __builtin_memcpy(&v, p, 4);

@@ -1,4 +1,4 @@
-// Vocabulary of the avx_vnni ISA: the shared ymm words, and a dot product by VEX vpdpbusd in int32,
+// SIMD primitives of the avx_vnni ISA: those of simd_ymm_*.h, and a dot product by VEX vpdpbusd,
 // which nothing overflows. Meanings: simd_scalar.h. Must not use EVEX forms: CPUs of this ISA may
 // lack AVX-512.
 #pragma once
@@ -8,12 +8,11 @@
 namespace bitnet::BITNET_ISA {
 namespace {
 
-constexpr int64_t kFlushUnits = int64_t{1} << 30;  // int32 sums: the bound is the caller's
+constexpr int64_t kFlushSteps = int64_t{1} << 30;  // int32 sums: the bound is the caller's
 constexpr bool kGemvStreams = false;
 
 using Partial = __m256i;  // 8 x int32
 
-inline Partial partial_zero() { return _mm256_setzero_si256(); }
 constexpr bool kDotInTwoSteps = false;
 inline Partial dot(Partial p, Codes c, Activations x) {
 #if defined(BITNET_EMULATE)
@@ -33,12 +32,12 @@ inline __m256i add_pairs(__m256i acc, __m256i a, __m256i b) {
 #endif
 }
 
-// ---- private tiles: simd_vnni_tiles.h
+// ---- tiles: simd_vnni_tiles.h
 // ------------------------------------------------------------
 
-constexpr int kTwoBitUnroll = 2, kTwoBitGroup = 5;  // 8 parts hide the latency of the dot
-constexpr int kTritUnroll = 1, kTritGroup = 3;
-inline TilePart tile_dot(TilePart p, TileCodes c, TileX x) {
+constexpr int kTwoBitUnroll = 2, kTwoBitTokens = 5;  // 8 parts hide the latency of the dot
+constexpr int kBase3Unroll = 1, kBase3Tokens = 3;
+inline TileAcc tile_dot(TileAcc p, TileCodes c, TileX x) {
 #if defined(BITNET_EMULATE)
   return _mm256_dpbusd_epi32(p, c, x);
 #else
@@ -70,7 +69,6 @@ struct Head8Acc {
   __m256i high, low;
 };
 
-inline Head8Acc head8_zero() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
 inline Head8Weights head8_weights(const int8_t* p) {
   return _mm256_xor_si256(load_bytes(p), _mm256_set1_epi8(-128));
 }
@@ -96,11 +94,6 @@ struct Head4Acc {
   Head4Chains lo, hi;  // rows 0..7 and 8..15 of the tile
 };
 
-inline Head4Acc head4_zero() {
-  const __m256i none = _mm256_setzero_si256();
-  const Head4Chains chains = {{none, none}, {none, none}};
-  return {chains, chains};
-}
 [[gnu::always_inline]] inline void head4_line(const uint8_t* p, const __m256i (&x)[4],
                                               Head4Chains& c) {
   const __m256i raw = load_bytes(p);

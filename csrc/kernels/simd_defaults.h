@@ -11,6 +11,64 @@
 namespace bitnet {
 namespace {
 
+// ---- numbers ------------------------------------------------------------------------------------
+
+inline uint32_t bits_of(float x) { return __builtin_bit_cast(uint32_t, x); }
+inline float float_of(uint32_t x) { return __builtin_bit_cast(float, x); }
+
+// |x| < 2^22.
+inline float round_half_even(float x) {
+  constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23: adding it leaves the integer in the low bits
+  return (x + kMagic) - kMagic;
+}
+inline float bf16_to_f32(uint16_t h) { return float_of(static_cast<uint32_t>(h) << 16); }
+inline uint16_t f32_to_bf16(float x) {
+  if (x != x) return 0x7fc0;
+  const uint32_t b = bits_of(x);
+  return static_cast<uint16_t>((b + 0x7fffu + ((b >> 16) & 1u)) >> 16);
+}
+inline float f16_to_f32(uint16_t h) {
+  const uint32_t sign = static_cast<uint32_t>(h & 0x8000u) << 16;
+  const uint32_t exponent = (h >> 10) & 0x1fu;
+  const uint32_t fraction = h & 0x3ffu;
+  if (exponent == 31)
+    return float_of(sign | 0x7f800000u | (fraction ? 0x400000u | (fraction << 13) : 0));
+  if (exponent != 0) return float_of(sign | ((exponent + 112) << 23) | (fraction << 13));
+  const float magnitude = static_cast<float>(fraction) * 5.9604644775390625e-08f;  // 2^-24
+  return float_of(sign | bits_of(magnitude));
+}
+inline uint16_t f32_to_f16(float x) {
+  const uint32_t b = bits_of(x);
+  const uint16_t sign = static_cast<uint16_t>((b >> 16) & 0x8000u);
+  const uint32_t a = b & 0x7fffffffu;
+  if (a > 0x7f800000u) return sign | 0x7e00u | static_cast<uint16_t>((a >> 13) & 0x3ffu);
+  if (a >= 0x477ff000u) return sign | 0x7c00u;  // 65520 and more round to infinity
+  if (a < 0x38800000u) {  // below 2^-14: subnormal; the add rounds half to even
+    const float shifted = float_of(a) + 0.5f;
+    return static_cast<uint16_t>(sign | (bits_of(shifted) - 0x3f000000u));
+  }
+  const uint32_t rounded = a + 0xfffu + ((a >> 13) & 1u);
+  return static_cast<uint16_t>(sign | ((rounded - 0x38000000u) >> 13));
+}
+
+// ---- attention ----------------------------------------------------------------------------------
+
+struct NoReg {};
+using Reg = NoReg;  // of float lanes: F32x16 itself; see generic/defaults.inl
+constexpr int kRegs = 1;
+
+// Rows of queries that meet a step of keys or values at once, where there are many of them.
+constexpr int kBlockRows = 4;
+
+// to[c * stride + r] = tile[16 * r + c], for r and c in [0, 16).
+inline void transpose_16(const float* tile, float* to, int64_t stride) {
+  for (int c = 0; c < 16; ++c) {
+    for (int r = 0; r < 16; ++r) to[c * stride + r] = tile[16 * r + c];
+  }
+}
+
+// ---- the compiler -------------------------------------------------------------------------------
+
 // Fixes v in its register at this point.  Without it g++ 12 reassociates the integer sums of a tile
 // across its fields, and so many intermediate sums live at once that it spills the accumulators.
 template <class T>
@@ -29,15 +87,15 @@ struct MatrixUnit {
   static constexpr int64_t kFromTokens = 0;  // never
 };
 
-// ---- integer words ------------------------------------------------------------------------------
-// A unit is kUnitBlocks weight blocks of a row.  Raw holds its bytes; codes<F> takes field F out
-// (0 = bits 7-6, meeting activations 0..31 of each block); load_x<F> loads the activations that
-// meet it.  dot adds their products into a Partial, which is safe for kFlushUnits units; widen
-// folds a Partial into an Acc.  load_raw_tail / load_x_tail do the same for a last unit of one
-// block.
+// ---- canonical rows
+// ------------------------------------------------------------------------------ A k-step is
+// kStepBlocks weight blocks of a row.  Raw holds its bytes; codes<F> takes field F out (0 = bits
+// 7-6, meeting activations 0..31 of each block); load_x<F> loads the activations that meet it.  dot
+// adds their products into a Partial, which is safe for kFlushSteps steps; widen folds a Partial
+// into an Acc.  load_raw_tail / load_x_tail do the same for a last step of one block.
 
-constexpr int64_t kUnitBlocks = 1;
-constexpr int64_t kFlushUnits = 1 << 30;  // int32 partial sums: no flush needed
+constexpr int64_t kStepBlocks = 1;
+constexpr int64_t kFlushSteps = 1 << 30;  // int32 partial sums: no flush needed
 constexpr int kGemvRows = 4;              // rows per tile at one token
 constexpr bool kGemvStreams = false;      // which rows: neighbours, or (true) far apart
 constexpr int kTileRows = 2;              // rows x tokens per tile at more tokens
@@ -77,8 +135,6 @@ template <int F>
 inline Activations load_x_tail(const int8_t* p) {
   return load_x<F>(p);
 }
-inline Partial partial_zero() { return 0; }
-inline Acc acc_zero() { return 0; }
 // Whether `dot` is two instructions, which an ISA then names: dot_product and add_product.
 constexpr bool kDotInTwoSteps = false;
 inline Partial dot(Partial p, const Codes& c, const Activations& a) {
@@ -89,45 +145,43 @@ inline Acc widen(Acc acc, Partial p) { return acc + p; }
 inline int32_t reduce(Acc acc) { return acc; }
 inline void prefetch(const void*) {}
 
-// ---- words of the private tiles ---------------------------------------------------------------
-// A tile line is kTileLanes lanes of 4 bytes.  A decoder (TwoBit, Trits, ...; generic/tiles.inl)
-// takes code vectors out of it; broadcast_x gives every lane the same 4 activations; tile_dot adds
-// the 4 products of every lane; a TilePart holds them for a decoder's kFlush lines and part_sum
-// makes int32 sums of it.
+// ---- tiles of the CPU-specific layouts ---------------------------------------------------------
+// A k-step of a tile is kTileLanes lanes of 4 bytes.  A decoder (TwoBit, Base3, ...;
+// generic/tiles.inl) takes code vectors out of it; broadcast_x gives every lane the same 4
+// activations; tile_dot adds the 4 products of every lane; a TileAcc holds them for a decoder's
+// kFlush steps and tile_acc_sum makes int32 sums of it.
 
 constexpr int64_t kTileLanes = 8;
-constexpr int kTileParts = 8, kPanelParts = 8;
+constexpr int kTileAccs = 8, kPanelAccs = 8;
 constexpr int kPanelFrom = 0;    // never decode to memory
 constexpr int kTileStreams = 0;  // one tile after the other, sums in registers
 
-struct TileLine {
+struct TileStep {
   uint8_t byte[32];
 };
-using TileCodes = TileLine;
+using TileCodes = TileStep;
 struct TileX {
   int8_t x[4];
 };
 struct TileSum {
   int32_t lane[8];
 };
-using TilePart = TileSum;
+using TileAcc = TileSum;
 
-inline TileLine load_line(const uint8_t* p) {
-  TileLine v;
+inline TileStep load_step(const uint8_t* p) {
+  TileStep v;
   for (int i = 0; i < 32; ++i) v.byte[i] = p[i];
   return v;
 }
-inline void store_line(uint8_t* p, const TileCodes& c) {
+inline void store_step(uint8_t* p, const TileCodes& c) {
   for (int i = 0; i < 32; ++i) p[i] = c.byte[i];
 }
 inline TileX broadcast_x(const int8_t* p) { return {{p[0], p[1], p[2], p[3]}}; }
 inline TileSum set1_sum(int32_t x) { return {{x, x, x, x, x, x, x, x}}; }
-inline TilePart tile_part_zero() { return set1_sum(0); }
-inline TilePart tile_dot(TilePart p, const TileCodes& c, const TileX& a) {
+inline TileAcc tile_dot(TileAcc p, const TileCodes& c, const TileX& a) {
   for (int i = 0; i < 32; ++i) p.lane[i / 4] += int32_t{c.byte[i]} * a.x[i % 4];
   return p;
 }
-inline TileSum part_sum(const TilePart& p) { return p; }
 inline TileSum load_sum(const int32_t* p) {
   TileSum s;
   for (int i = 0; i < 8; ++i) s.lane[i] = p[i];
@@ -146,12 +200,12 @@ inline TileSum sub_sum(TileSum a, const TileSum& b) {
 }
 
 struct TwoBit {
-  static constexpr int kFields = 4, kDots = 4, kUnroll = 1, kGroup = 2, kZeroCode = 1;
+  static constexpr int kFields = 4, kDots = 4, kUnroll = 1, kTokens = 2, kZeroCode = 1;
   static constexpr int64_t kFlush = int64_t{1} << 30;
-  using Split = TileLine;
-  static Split split(const TileLine& v) { return v; }
+  using Prepared = TileStep;
+  static Prepared prepare(const TileStep& v) { return v; }
   template <int F>
-  static TileCodes codes(Split v) {
+  static TileCodes codes(Prepared v) {
     for (uint8_t& b : v.byte) b = (b >> (2 * F)) & 3;
     return v;
   }
@@ -160,20 +214,20 @@ struct TwoBit {
 using TwoBitPlain = TwoBit;
 
 // Digits of a fraction in base 3 come off the top by multiplying with 3.
-struct Trits {
-  static constexpr int kFields = 5, kDots = 5, kUnroll = 1, kGroup = 1, kZeroCode = 1;
+struct Base3 {
+  static constexpr int kFields = 5, kDots = 5, kUnroll = 1, kTokens = 1, kZeroCode = 1;
   static constexpr int64_t kFlush = int64_t{1} << 30;
-  using Split = TileLine;
-  static Split split(const TileLine& v) { return v; }
+  using Prepared = TileStep;
+  static Prepared prepare(const TileStep& v) { return v; }
   template <int F>
-  static TileCodes codes(Split v) {
+  static TileCodes codes(Prepared v) {
     constexpr int kPower[] = {1, 3, 9, 27, 81};
     for (uint8_t& b : v.byte) b = static_cast<uint8_t>((b * kPower[F] & 0xff) * 3 >> 8);
     return v;
   }
   static void finish(TileSum (&)[5]) {}
 };
-using TritDigits = Trits;
+using Base3Digits = Base3;
 
 inline int32_t sum_i8_vector(const int8_t* p, int64_t n) {
   int32_t sum = 0;
@@ -184,7 +238,6 @@ inline int32_t sum_i8_vector(const int8_t* p, int64_t n) {
 struct LineXor {
   uint64_t word[8];
 };
-inline LineXor line_zero() { return LineXor{}; }
 inline LineXor xor_line(LineXor x, const uint8_t* p) {
   for (int i = 0; i < 8; ++i) {
     uint64_t v;
@@ -212,7 +265,6 @@ struct CacheKeys {
 using CacheQuery = CacheKeys;
 using CacheDot = int32_t;
 
-inline CacheDot cache_dot_zero() { return 0; }
 inline CacheKeys cache_keys(const int8_t* p) {
   CacheKeys k;
   for (int i = 0; i < kCacheStep; ++i) k.x[i] = p[i];
@@ -233,10 +285,10 @@ inline void reduce_dots(const CacheDot (&dots)[8], int32_t* out) {
 }
 
 // ---- values -------------------------------------------------------------------------------------
-// The sums of a step are kCacheParts accumulators, in an order of elements that the ISA may choose;
+// The sums of a step are kCacheAccs accumulators, in an order of elements that the ISA may choose;
 // store_cache_sums puts them in memory's.
 
-constexpr int kCacheParts = 1;
+constexpr int kCacheAccs = 1;
 
 struct CacheValues {
   int16_t a[kCacheStep], b[kCacheStep];
@@ -248,7 +300,6 @@ struct CacheSum {
   int32_t lane[kCacheStep];
 };
 
-inline CacheSum cache_sum_zero() { return {}; }
 // One step of two positions.
 inline CacheValues cache_values(const int8_t* a, const int8_t* b) {
   CacheValues v;
@@ -262,7 +313,7 @@ inline CacheSum cache_sum(CacheSum acc, const CacheValues& v, CacheWeights w) {
   for (int i = 0; i < kCacheStep; ++i) acc.lane[i] += int32_t{v.a[i]} * w.a + int32_t{v.b[i]} * w.b;
   return acc;
 }
-inline void store_cache_sums(const CacheSum (&sums)[kCacheParts], int32_t* out) {
+inline void store_cache_sums(const CacheSum (&sums)[kCacheAccs], int32_t* out) {
   for (int i = 0; i < kCacheStep; ++i) out[i] = sums[0].lane[i];
 }
 
@@ -294,7 +345,6 @@ struct Head8Weights {
 struct Head8Acc {
   int64_t sum;
 };
-inline Head8Acc head8_zero() { return {0}; }
 inline Head8Weights head8_weights(const int8_t* p) {
   Head8Weights r;
   for (int i = 0; i < kHead8Step; ++i) r.w[i] = p[i];
@@ -319,7 +369,6 @@ struct Head4Acc {
   int32_t lane[16];  // 15 * 32512 * 128 < 2^31
 };
 
-inline Head4Acc head4_zero() { return {}; }
 template <int T>
 inline void head4_block(const uint8_t* p, const HeadToken* x, int64_t k, Head4Acc (&acc)[T]) {
   for (int t = 0; t < T; ++t) {

@@ -6,10 +6,11 @@
 namespace bitnet::BITNET_ISA {
 namespace {
 
-// ---- integer words ------------------------------------------------------------------------------
+// ---- canonical rows
+// ------------------------------------------------------------------------------
 
-constexpr int64_t kUnitBlocks = 1;
-constexpr int64_t kFlushUnits = int64_t{1} << 30;  // sdot sums in int32: the bound is the caller's
+constexpr int64_t kStepBlocks = 1;
+constexpr int64_t kFlushSteps = int64_t{1} << 30;  // sdot sums in int32: the bound is the caller's
 constexpr int kGemvRows = 4;
 constexpr bool kGemvStreams = false;
 constexpr int kTileRows = 2;  // 2 x 4 accumulators, 4 raw, 4 code, 2 activation registers of 32
@@ -51,8 +52,6 @@ template <int F>
 inline Activations load_x_tail(const int8_t* p) {
   return load_x<F>(p);
 }
-inline Partial partial_zero() { return vdupq_n_s32(0); }
-inline Acc acc_zero() { return vdupq_n_s32(0); }
 constexpr bool kDotInTwoSteps = false;
 inline Partial dot(Partial p, Codes c, Activations x) {
   return vdotq_s32(vdotq_s32(p, c.lo, x.lo), c.hi, x.hi);
@@ -71,31 +70,29 @@ template <class T>
 template <class T>
 inline void renew(T&) {}  // needless: sdot adds into its accumulator
 
-// ---- words of the private tiles: 4 lanes --------------------------------------------------------
+// ---- tiles: 4 lanes --------------------------------------------------------
 
 constexpr int64_t kTileLanes = 4;
-constexpr int kTileParts = 24, kPanelParts = 24;
+constexpr int kTileAccs = 24, kPanelAccs = 24;
 constexpr int kPanelFrom = 0;    // never decode to memory
 constexpr int kTileStreams = 0;  // one tile after the other, sums in registers
 
-using TileLine = uint8x16_t;
+using TileStep = uint8x16_t;
 using TileCodes = uint8x16_t;
 using TileX = int8x16_t;
-using TilePart = int32x4_t;
+using TileAcc = int32x4_t;
 using TileSum = int32x4_t;
 
-inline TileLine load_line(const uint8_t* p) { return vld1q_u8(p); }
-inline void store_line(uint8_t* p, TileCodes c) { vst1q_u8(p, c); }
+inline TileStep load_step(const uint8_t* p) { return vld1q_u8(p); }
+inline void store_step(uint8_t* p, TileCodes c) { vst1q_u8(p, c); }
 inline TileX broadcast_x(const int8_t* p) {
   int32_t four;
   __builtin_memcpy(&four, p, 4);
   return vreinterpretq_s8_s32(vdupq_n_s32(four));
 }
-inline TilePart tile_part_zero() { return vdupq_n_s32(0); }
-inline TilePart tile_dot(TilePart p, TileCodes c, TileX x) {
+inline TileAcc tile_dot(TileAcc p, TileCodes c, TileX x) {
   return vdotq_s32(p, vreinterpretq_s8_u8(c), x);
 }
-inline TileSum part_sum(TilePart p) { return p; }
 inline TileSum load_sum(const int32_t* p) { return vld1q_s32(p); }
 inline void store_sum(int32_t* p, TileSum s) { vst1q_s32(p, s); }
 inline TileSum set1_sum(int32_t x) { return vdupq_n_s32(x); }
@@ -104,12 +101,12 @@ inline TileSum sub_sum(TileSum a, TileSum b) { return vsubq_s32(a, b); }
 
 // The dot takes signed bytes: fields 1 and 2 keep their factor, field 3 is shifted down.
 struct TwoBit {
-  static constexpr int kFields = 4, kDots = 4, kUnroll = 2, kGroup = 5, kZeroCode = 1;
+  static constexpr int kFields = 4, kDots = 4, kUnroll = 2, kTokens = 5, kZeroCode = 1;
   static constexpr int64_t kFlush = int64_t{1} << 30;
-  using Split = TileLine;
-  static Split split(TileLine v) { return v; }
+  using Prepared = TileStep;
+  static Prepared prepare(TileStep v) { return v; }
   template <int F>
-  static TileCodes codes(Split v) {
+  static TileCodes codes(Prepared v) {
     return F == 3 ? vshrq_n_u8(v, 6) : vandq_u8(v, vdupq_n_u8(3 << (2 * F % 6)));
   }
   static void finish(TileSum (&s)[4]) {
@@ -121,14 +118,14 @@ using TwoBitPlain = TwoBit;
 
 // q - 128 for q, a fraction in base 3, and 3 (q - 128) = 3 q - 128 modulo 256: so the offset stays,
 // and in (3 q_i - q_{i+1}) / 256, the digit that falls out, it takes exactly 1 off every digit.
-struct Trits {
-  static constexpr int kFields = 5, kDots = 6, kUnroll = 2, kGroup = 4, kZeroCode = 0;
+struct Base3 {
+  static constexpr int kFields = 5, kDots = 6, kUnroll = 2, kTokens = 4, kZeroCode = 0;
   static constexpr int64_t kFlush = int64_t{1} << 30;
-  struct Split {
-    TileLine q[6];
+  struct Prepared {
+    TileStep q[6];
   };
-  static Split split(TileLine q) {
-    Split s;
+  static Prepared prepare(TileStep q) {
+    Prepared s;
     q = veorq_u8(q, vdupq_n_u8(128));
 #pragma GCC unroll 8
     for (int i = 0; i < 6; ++i) {
@@ -138,7 +135,7 @@ struct Trits {
     return s;
   }
   template <int F>
-  static TileCodes codes(const Split& s) {
+  static TileCodes codes(const Prepared& s) {
     return s.q[F];
   }
   static void finish(TileSum (&s)[6]) {
@@ -148,7 +145,7 @@ struct Trits {
     }
   }
 };
-using TritDigits = Trits;
+using Base3Digits = Base3;
 
 inline int32_t sum_i8_vector(const int8_t* p, int64_t n) {
   int32x4_t acc = vdupq_n_s32(0);
@@ -161,10 +158,6 @@ inline int32_t sum_i8_vector(const int8_t* p, int64_t n) {
 struct LineXor {
   uint8x16_t quarter[4];
 };
-inline LineXor line_zero() {
-  const uint8x16_t z = vdupq_n_u8(0);
-  return LineXor{{z, z, z, z}};
-}
 inline LineXor xor_line(LineXor x, const uint8_t* p) {
   return LineXor{{veorq_u8(x.quarter[0], vld1q_u8(p)), veorq_u8(x.quarter[1], vld1q_u8(p + 16)),
                   veorq_u8(x.quarter[2], vld1q_u8(p + 32)),
@@ -197,7 +190,6 @@ using CacheKeys = WideStep;
 using CacheQuery = WideStep;
 using CacheDot = int32x4_t;
 
-inline CacheDot cache_dot_zero() { return vdupq_n_s32(0); }
 inline CacheKeys cache_keys(const int8_t* p) { return widen_step(p); }
 inline CacheQuery cache_query(const int16_t* p) { return {vld1q_s16(p), vld1q_s16(p + 8)}; }
 inline CacheDot cache_dot(CacheDot acc, CacheKeys k, CacheQuery q) {
@@ -212,7 +204,7 @@ inline void reduce_dots(const CacheDot (&v)[8], int32_t* out) {
 
 // ---- values -------------------------------------------------------------------------------------
 
-constexpr int kCacheParts = 4;
+constexpr int kCacheAccs = 4;
 
 struct CacheValues {
   WideStep a, b;
@@ -220,7 +212,6 @@ struct CacheValues {
 using CacheWeights = int16x4_t;
 using CacheSum = int32x4_t;
 
-inline CacheSum cache_sum_zero() { return vdupq_n_s32(0); }
 inline CacheValues cache_values(const int8_t* a, const int8_t* b) {
   return {widen_step(a), widen_step(b)};
 }
@@ -238,8 +229,8 @@ template <int P>
 inline CacheSum cache_sum(CacheSum acc, const CacheValues& v, CacheWeights w) {
   return vmlal_lane_s16(vmlal_lane_s16(acc, quarter<P>(v.a), w, 0), quarter<P>(v.b), w, 1);
 }
-inline void store_cache_sums(const CacheSum (&sums)[kCacheParts], int32_t* out) {
-  for (int i = 0; i < kCacheParts; ++i) vst1q_s32(out + 4 * i, sums[i]);
+inline void store_cache_sums(const CacheSum (&sums)[kCacheAccs], int32_t* out) {
+  for (int i = 0; i < kCacheAccs; ++i) vst1q_s32(out + 4 * i, sums[i]);
 }
 
 // ---- heads --------------------------------------------------------------------------------------
@@ -254,10 +245,6 @@ inline void store_i16(int16_t* p, F32x16 v) {
 inline int64_t head_distance(int64_t tuned) { return tuned; }
 
 // ---- bfloat16 -----------------------------------------------------------------------------------
-
-inline F32x16 head_bf16_x(const float* p, int64_t count) { return load_n(p, count); }
-inline F32x16 head_bf16_weights(const uint16_t* p, int64_t count) { return load_bf16_n(p, count); }
-inline F32x16 head_bf16_ordered(F32x16 acc) { return acc; }
 
 // ---- int8 ---------------------------------------------------------------------------------------
 
@@ -276,7 +263,6 @@ struct Head8Acc {
   int32x4_t high, low;
 };
 
-inline Head8Acc head8_zero() { return {vdupq_n_s32(0), vdupq_n_s32(0)}; }
 inline Head8Weights head8_weights(const int8_t* p) { return {vld1q_s8(p), vld1q_s8(p + 16)}; }
 inline Head8Acc head8_dot(Head8Acc acc, Head8Weights w, const HeadToken& x, int64_t i) {
   acc.high = vdotq_s32(acc.high, w.lo, vld1q_s8(x.high + i));
@@ -300,10 +286,6 @@ struct Head4Acc {
   int32x4_t high[4], low[4];  // four rows each
 };
 
-inline Head4Acc head4_zero() {
-  const int32x4_t none = vdupq_n_s32(0);
-  return {{none, none, none, none}, {none, none, none, none}};
-}
 inline int8x16_t broadcast4(const int8_t* p) {
   int32_t v;
   __builtin_memcpy(&v, p, 4);

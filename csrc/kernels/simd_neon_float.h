@@ -11,7 +11,7 @@
 namespace bitnet::BITNET_ISA {
 namespace {
 
-// ---- float words ------------------------------------------------------------------------------
+// ---- 16 lanes ------------------------------------------------------------------------------
 
 struct F32x16 {
   float32x4_t v[4];
@@ -25,7 +25,6 @@ inline F32x16 map(Op op) {
 inline F32x16 set1(float x) {
   return map([&](int) { return vdupq_n_f32(x); });
 }
-inline F32x16 zero() { return set1(0.0f); }
 inline F32x16 load_n(const float* p, int64_t count) {
   float buffer[16];
   if (count < 16) {
@@ -146,53 +145,44 @@ inline F32x16 load_f16_n(const uint16_t* p, int64_t count) {
   const U16x16 x = load_u16_n(p, count);
   return map([&](int i) { return vcvt_f32_f16(vreinterpret_f16_u16(x.h[i])); });
 }
-inline uint16x4_t f32_to_bf16(float32x4_t x) {
+inline uint16x4_t f32x4_to_bf16(float32x4_t x) {
   const uint32x4_t b = vreinterpretq_u32_f32(x);
   const uint32x4_t lsb = vandq_u32(vshrq_n_u32(b, 16), vdupq_n_u32(1));
   const uint32x4_t rounded = vaddq_u32(b, vaddq_u32(lsb, vdupq_n_u32(0x7fff)));
   return vbsl_u16(vmovn_u32(vceqq_f32(x, x)), vshrn_n_u32(rounded, 16), vdup_n_u16(0x7fc0));
 }
 inline void store_bf16_n(uint16_t* p, F32x16 x, int64_t count) {
-  store_u16_n(
-      p, {{f32_to_bf16(x.v[0]), f32_to_bf16(x.v[1]), f32_to_bf16(x.v[2]), f32_to_bf16(x.v[3])}},
-      count);
-}
-inline uint16x4_t f32_to_f16(float32x4_t x) { return vreinterpret_u16_f16(vcvt_f16_f32(x)); }
-inline void store_f16_n(uint16_t* p, F32x16 x, int64_t count) {
-  store_u16_n(p, {{f32_to_f16(x.v[0]), f32_to_f16(x.v[1]), f32_to_f16(x.v[2]), f32_to_f16(x.v[3])}},
+  store_u16_n(p,
+              {{f32x4_to_bf16(x.v[0]), f32x4_to_bf16(x.v[1]), f32x4_to_bf16(x.v[2]),
+                f32x4_to_bf16(x.v[3])}},
               count);
 }
+inline uint16x4_t f32x4_to_f16(float32x4_t x) { return vreinterpret_u16_f16(vcvt_f16_f32(x)); }
+inline void store_f16_n(uint16_t* p, F32x16 x, int64_t count) {
+  store_u16_n(
+      p, {{f32x4_to_f16(x.v[0]), f32x4_to_f16(x.v[1]), f32x4_to_f16(x.v[2]), f32x4_to_f16(x.v[3])}},
+      count);
+}
 
-// ---- attention words ----------------------------------------------------------------------------
+// ---- attention ----------------------------------------------------------------------------
 
-using Part = float32x4_t;
-constexpr int kParts = 4;
+using Reg = float32x4_t;
+constexpr int kRegs = 4;
 
 template <int P>
-inline Part part(F32x16 v) {
+inline Reg reg(F32x16 v) {
   return v.v[P];
 }
-inline Part part_zero() { return vdupq_n_f32(0.0f); }
-inline Part load_part(const float* p) { return vld1q_f32(p); }
-inline Part part_fma(Part a, Part b, Part c) { return vfmaq_f32(c, a, b); }
+inline Reg load_reg(const float* p) { return vld1q_f32(p); }
+inline Reg reg_fma(Reg a, Reg b, Reg c) { return vfmaq_f32(c, a, b); }
 
-inline F32x16 load_mixed(const float* p) { return load_n(p, 16); }
-inline F32x16 load_mixed(const uint16_t* p) { return load_bf16_n(p, 16); }
-template <class E>
-inline F32x16 mix(F32x16 v) {
-  return v;
-}
-template <class E>
-inline F32x16 unmix(F32x16 v) {
-  return v;
-}
 // Lanes 2 apart: {a0 + a2, a1 + a3, b0 + b2, b1 + b3}.
 inline float32x4_t fold_pairs(float32x4_t a, float32x4_t b) {
   return vaddq_f32(vcombine_f32(vget_low_f32(a), vget_low_f32(b)),
                    vcombine_f32(vget_high_f32(a), vget_high_f32(b)));
 }
 template <class E>
-inline void reduce_eight(const Part (&sums)[kParts][8], float* out) {
+inline void reduce_eight(const Reg (&sums)[kRegs][8], float* out) {
   float32x4_t four[8];
   for (int i = 0; i < 8; ++i) {
     four[i] = vaddq_f32(vaddq_f32(sums[0][i], sums[2][i]), vaddq_f32(sums[1][i], sums[3][i]));

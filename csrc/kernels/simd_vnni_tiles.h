@@ -1,6 +1,6 @@
 // Tile decoders where one instruction multiplies unsigned bytes with int8 and adds to int32 (VNNI,
-// any width): bytes may keep their factor and need no mask, for sums are linear.  Included by the
-// vocabularies after their tile words; must not hold an intrinsic.
+// any width): bytes may keep their factor and need no mask, for sums are linear.  Included after an
+// ISA's primitives of tiles; must not hold an intrinsic.
 #pragma once
 
 namespace bitnet::BITNET_ISA {
@@ -9,18 +9,16 @@ namespace {
 constexpr int kPanelFrom = 0;    // never: decoding beside the products is free
 constexpr int kTileStreams = 0;  // one tile after the other, sums in registers
 
-inline TileSum part_sum(TilePart p) { return p; }
-
 // Fields keep the factor 4^f; the last dot is that of the raw byte, the sum of all four.
 struct TwoBit {
-  static constexpr int kFields = 4, kDots = 4, kUnroll = kTwoBitUnroll, kGroup = kTwoBitGroup;
+  static constexpr int kFields = 4, kDots = 4, kUnroll = kTwoBitUnroll, kTokens = kTwoBitTokens;
   static constexpr int kZeroCode = 1;
   static constexpr bool kLastDotIsRaw = true;
   static constexpr int64_t kFlush = int64_t{1} << 30;
-  using Split = TileLine;
-  static Split split(TileLine v) { return v; }
+  using Prepared = TileStep;
+  static Prepared prepare(TileStep v) { return v; }
   template <int F>
-  static TileCodes codes(Split v) {
+  static TileCodes codes(Prepared v) {
     return F == 3 ? v : and_bytes(v, 3 << (2 * F));
   }
   static void finish(TileSum (&s)[4]) {
@@ -33,14 +31,14 @@ using TwoBitPlain = TwoBit;
 
 // The bytes q_0 = q and q_{i+1} = 3 q_i mod 256 are all it takes: the digit that falls out is
 // d_i = (3 q_i - q_{i+1}) / 256, and so is its sum.  10 byte additions and 6 dots for 5 rows.
-struct Trits {
-  static constexpr int kFields = 5, kDots = 6, kUnroll = kTritUnroll, kGroup = 1, kZeroCode = 1;
+struct Base3 {
+  static constexpr int kFields = 5, kDots = 6, kUnroll = kBase3Unroll, kTokens = 1, kZeroCode = 1;
   static constexpr int64_t kFlush = int64_t{1} << 30;
-  struct Split {
-    TileLine q[6];
+  struct Prepared {
+    TileStep q[6];
   };
-  static Split split(TileLine q) {
-    Split s;
+  static Prepared prepare(TileStep q) {
+    Prepared s;
 #pragma GCC unroll 8
     for (int i = 0; i < 6; ++i) {
       s.q[i] = q;
@@ -49,7 +47,7 @@ struct Trits {
     return s;
   }
   template <int F>
-  static TileCodes codes(const Split& s) {
+  static TileCodes codes(const Prepared& s) {
     return s.q[F];
   }
   // The difference is taken modulo 2^32; 256 |sum of digits * x| <= 2^31 makes it exact.
@@ -63,14 +61,14 @@ struct Trits {
 
 // For several tokens fewer dots count more than fewer byte operations: digits 1..3 times 64 are the
 // top two bits of 3 q / 4 + 63, two roundings included (tests walk all 243 codes).
-struct TritDigits {
-  static constexpr int kFields = 5, kDots = 5, kUnroll = 1, kGroup = kTritGroup, kZeroCode = 2;
+struct Base3Digits {
+  static constexpr int kFields = 5, kDots = 5, kUnroll = 1, kTokens = kBase3Tokens, kZeroCode = 2;
   static constexpr int64_t kFlush = int64_t{1} << 30;
-  struct Split {
-    TileLine q[5];
+  struct Prepared {
+    TileStep q[5];
   };
-  static Split split(TileLine q) {
-    Split s;
+  static Prepared prepare(TileStep q) {
+    Prepared s;
 #pragma GCC unroll 8
     for (int i = 0; i < 5; ++i) {
       s.q[i] = q;
@@ -79,7 +77,7 @@ struct TritDigits {
     return s;
   }
   template <int F>
-  static TileCodes codes(const Split& s) {
+  static TileCodes codes(const Prepared& s) {
     return and_bytes(avg_bytes(s.q[F], avg_bytes(s.q[F], set1_byte(253))), 0xc0);
   }
   static void finish(TileSum (&s)[5]) {

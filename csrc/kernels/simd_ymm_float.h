@@ -1,6 +1,5 @@
-// Float vocabulary for AVX2 + FMA + F16C: 16 lanes as two ymm registers.
-// Shared by the two ymm ISAs. Meanings: simd_scalar.h, bit for bit. Must
-// hold no integer-dot words; those differ per ISA.
+// Float primitives of AVX2 + FMA + F16C: 16 lanes as two ymm registers, for avx2 and avx_vnni.
+// Meanings: simd_scalar.h and generic/defaults.inl, bit for bit.
 #pragma once
 
 #include <immintrin.h>
@@ -15,7 +14,6 @@ struct F32x16 {
 };
 
 inline F32x16 set1(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
-inline F32x16 zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
 inline F32x16 load_n(const float* p, int64_t count) {
   if (count >= 16) return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)};
   alignas(32) float buffer[16] = {};
@@ -161,18 +159,17 @@ inline void store_f16_n(uint16_t* p, F32x16 v, int64_t count) {
               _mm256_cvtps_ph(v.hi, _MM_FROUND_TO_NEAREST_INT), count);
 }
 
-// ---- attention words ----------------------------------------------------------------------------
+// ---- attention ----------------------------------------------------------------------------
 
-using Part = __m256;
-constexpr int kParts = 2;
+using Reg = __m256;
+constexpr int kRegs = 2;
 
 template <int P>
-inline Part part(F32x16 v) {
+inline Reg reg(F32x16 v) {
   return P == 0 ? v.lo : v.hi;
 }
-inline Part part_zero() { return _mm256_setzero_ps(); }
-inline Part load_part(const float* p) { return _mm256_loadu_ps(p); }
-inline Part part_fma(Part a, Part b, Part c) { return _mm256_fmadd_ps(a, b, c); }
+inline Reg load_reg(const float* p) { return _mm256_loadu_ps(p); }
+inline Reg reg_fma(Reg a, Reg b, Reg c) { return _mm256_fmadd_ps(a, b, c); }
 
 // bfloat16: the even lanes, then the odd ones.  One load and two simple operations for 16 elements;
 // widening in memory order would need the shuffle ports, which the multiply-adds are short of.
@@ -214,7 +211,7 @@ inline __m256 fold_eight(const __m256 (&v)[8]) {
   return fold_neighbours(a, b);
 }
 template <class E>
-inline void reduce_eight(const Part (&sums)[kParts][8], float* out) {
+inline void reduce_eight(const Reg (&sums)[kRegs][8], float* out) {
   __m256 r;
   if constexpr (sizeof(E) == 4) {  // lanes 8 apart lie in two registers: they come first
     __m256 eight[8];

@@ -1,6 +1,5 @@
-// Integer words that AVX2 and AVX-VNNI share: 32-byte units, field
-// extraction, sums. Meanings: simd_scalar.h. Must not hold `dot`,
-// `Partial` or `widen`: the two ISAs differ there.
+// Integer primitives that avx2 and avx_vnni share: 32-byte k-steps, fields, sums.  Meanings:
+// simd_defaults.h.  `dot`, `Partial` and `widen` are the ISAs' own.
 #pragma once
 
 #include "kernels/simd_ymm_float.h"
@@ -8,7 +7,7 @@
 namespace bitnet::BITNET_ISA {
 namespace {
 
-constexpr int64_t kUnitBlocks = 1;
+constexpr int64_t kStepBlocks = 1;
 constexpr int kGemvRows = 4;
 constexpr int kTileRows = 2;  // 2 x 4 accumulators leave half of the 16 registers for operands
 constexpr int kTileTokens = 4;
@@ -37,7 +36,6 @@ template <int F>
 inline Activations load_x_tail(const int8_t* p) {
   return load_bytes(p + 32 * F);
 }
-inline Acc acc_zero() { return _mm256_setzero_si256(); }
 inline int32_t reduce(Acc acc) {
   __m128i r = _mm_add_epi32(_mm256_castsi256_si128(acc), _mm256_extracti128_si256(acc, 1));
   r = _mm_add_epi32(r, _mm_shuffle_epi32(r, 0x4e));
@@ -50,20 +48,20 @@ inline int32_t reduce(Acc acc) {
   __asm__ volatile("prefetcht0 (%0)" : : "r"(p));
 }
 
-// ---- words of the private tiles: 8 lanes -------------------------------------------------------
+// ---- tiles: 8 lanes -------------------------------------------------------
 
 constexpr int64_t kTileLanes = 8;
-constexpr int kTileParts = 10;   // accumulators that leave registers for decoding a line
-constexpr int kPanelParts = 12;  // the same where the line is decoded already
+constexpr int kTileAccs = 10;   // accumulators that leave registers for decoding
+constexpr int kPanelAccs = 12;  // the same where the codes are in memory
 
-using TileLine = __m256i;
+using TileStep = __m256i;
 using TileCodes = __m256i;
 using TileX = __m256i;
-using TilePart = __m256i;
+using TileAcc = __m256i;
 using TileSum = __m256i;
 
-inline TileLine load_line(const uint8_t* p) { return load_bytes(p); }
-inline void store_line(uint8_t* p, TileCodes c) {
+inline TileStep load_step(const uint8_t* p) { return load_bytes(p); }
+inline void store_step(uint8_t* p, TileCodes c) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), c);
 }
 inline TileX broadcast_x(const int8_t* p) {
@@ -71,7 +69,6 @@ inline TileX broadcast_x(const int8_t* p) {
   __builtin_memcpy(&four, p, 4);
   return _mm256_set1_epi32(four);
 }
-inline TilePart tile_part_zero() { return _mm256_setzero_si256(); }
 inline TileSum load_sum(const int32_t* p) { return load_bytes(p); }
 inline void store_sum(int32_t* p, TileSum s) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), s);
@@ -83,17 +80,17 @@ template <int N>
 inline TileSum shift_sum(TileSum s) {
   return _mm256_srai_epi32(s, N);
 }
-inline TileCodes and_bytes(TileLine v, int mask) {
+inline TileCodes and_bytes(TileStep v, int mask) {
   return _mm256_and_si256(v, _mm256_set1_epi8(static_cast<char>(mask)));
 }
 // Bit N and up of every 16 bits; a mask must follow.
 template <int N>
-inline TileLine shift_bytes(TileLine v) {
+inline TileStep shift_bytes(TileStep v) {
   return N == 0 ? v : _mm256_srli_epi16(v, N);
 }
-inline TileLine add_bytes(TileLine a, TileLine b) { return _mm256_add_epi8(a, b); }
-inline TileLine avg_bytes(TileLine a, TileLine b) { return _mm256_avg_epu8(a, b); }
-inline TileLine set1_byte(int b) { return _mm256_set1_epi8(static_cast<char>(b)); }
+inline TileStep add_bytes(TileStep a, TileStep b) { return _mm256_add_epi8(a, b); }
+inline TileStep avg_bytes(TileStep a, TileStep b) { return _mm256_avg_epu8(a, b); }
+inline TileStep set1_byte(int b) { return _mm256_set1_epi8(static_cast<char>(b)); }
 
 #if !defined(BITNET_EMULATE)
 template <class T>
@@ -122,7 +119,6 @@ inline int32_t sum_i8_vector(const int8_t* p, int64_t n) {
 struct LineXor {
   __m256i half[2];
 };
-inline LineXor line_zero() { return LineXor{{_mm256_setzero_si256(), _mm256_setzero_si256()}}; }
 inline LineXor xor_line(LineXor x, const uint8_t* p) {
   return LineXor{{_mm256_xor_si256(x.half[0], load_bytes(p)),
                   _mm256_xor_si256(x.half[1], load_bytes(p + 32))}};
@@ -152,7 +148,6 @@ using CacheKeys = __m256i;
 using CacheQuery = __m256i;
 using CacheDot = __m256i;
 
-inline CacheDot cache_dot_zero() { return _mm256_setzero_si256(); }
 inline CacheKeys cache_keys(const int8_t* p) { return widen_bytes(load_step(p)); }
 inline CacheQuery cache_query(const int16_t* p) {
   CacheQuery q = load_bytes(p);
@@ -187,15 +182,14 @@ inline void reduce_dots(const CacheDot (&v)[8], int32_t* out) {
 
 // ---- values -------------------------------------------------------------------------------------
 
-constexpr int kCacheParts = 2;
+constexpr int kCacheAccs = 2;
 
 struct CacheValues {
-  __m256i part[kCacheParts];  // elements 0..7 and 8..15, the two positions side by side
+  __m256i part[kCacheAccs];  // elements 0..7 and 8..15, the two positions side by side
 };
 using CacheWeights = __m256i;
 using CacheSum = __m256i;
 
-inline CacheSum cache_sum_zero() { return _mm256_setzero_si256(); }
 inline CacheValues cache_values(const int8_t* a, const int8_t* b) {
   const __m128i x = load_step(a), y = load_step(b);
   return {{widen_bytes(_mm_unpacklo_epi8(x, y)), widen_bytes(_mm_unpackhi_epi8(x, y))}};
@@ -209,7 +203,7 @@ template <int P>
 inline CacheSum cache_sum(CacheSum acc, const CacheValues& v, CacheWeights w) {
   return add_pairs(acc, v.part[P], w);
 }
-inline void store_cache_sums(const CacheSum (&sums)[kCacheParts], int32_t* out) {
+inline void store_cache_sums(const CacheSum (&sums)[kCacheAccs], int32_t* out) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), sums[0]);
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + 8), sums[1]);
 }
@@ -221,7 +215,7 @@ inline void store_i16(int16_t* p, F32x16 v) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permute4x64_epi64(wide, 0xd8));
 }
 
-// Fixes v in its register at this point.  Without it g++ 12 holds so many sums of a line at once
+// Fixes v in its register at this point.  Without it g++ 12 holds so many sums of a k-step at once
 // that it spills them.
 [[gnu::always_inline]] inline void keep([[maybe_unused]] __m256i& v) {
 #if !defined(BITNET_EMULATE)

@@ -34,7 +34,30 @@ def kernel_table() -> list[KernelRow]:
     """One row per ISA of this build, best first."""
 
 def tile_lanes() -> int:
-    """32-bit lanes of the private weight layouts of the ISA in use: 4, 8 or 16."""
+    """32-bit lanes of the CPU-specific weight layouts of the ISA in use: 4, 8 or 16."""
+
+class LayoutRow(TypedDict):
+    """Geometry of a layout of ternary weights (csrc/format/layout.h explains the terms)."""
+
+    cpu_specific: bool  # made for the lanes of the kernels in use, never stored in a file
+    bits: float  # of one weight
+    fields: int  # weights in a byte; a row block has fields * lanes rows
+    k_step: int  # consecutive inputs of a k-step, or of a canonical block
+    k_multiple: int  # K is padded to a multiple of it
+    max_in_features: int
+    dimensions: int  # of its tensor
+
+def layouts() -> dict[str, LayoutRow]:
+    """The layouts of ternary weights by name: "canonical" (that of files), "2bit", "1.6bit"."""
+
+def packed_shape(
+    layout: str, out_features: int, in_features: int, lanes: int = 0
+) -> tuple[int, ...]:
+    """Shape of the uint8 tensor of an N x K matrix in `layout`; lanes 0: of the ISA in use.
+
+    Canonical [N, row bytes], "2bit" [row blocks, k-steps, 4 * lanes], "1.6bit" [row blocks,
+    k-steps, lanes, 4]. Raises ValueError for another layout.
+    """
 
 def tuning() -> dict[str, str | int]:
     """ "cpu": the row of the tuning table in use; "prefetch_bytes": BITNET_OPS_PREFETCH or its."""

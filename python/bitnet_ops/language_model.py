@@ -26,14 +26,12 @@ from bitnet_ops.generate.engine import Engine, Generation, Run, Session, Timing,
 from bitnet_ops.generate.options import GenerateOptions, Request, request
 from bitnet_ops.generate.tokenizer import StreamDecoder, Tokenizer, TokenizerError
 from bitnet_ops.loading import cache_files
-from bitnet_ops.loading.model_contents import model_config
-from bitnet_ops.loading.weights import load_tensors
-from bitnet_ops.models import Decoder, build, check_dtype
+from bitnet_ops.loading.weights import load_model
+from bitnet_ops.models import Decoder, check_dtype
 from bitnet_ops.models.embedding import embed
-from bitnet_ops.nn.head import DEFAULT_HEAD_FORMAT, check_head_format
 from bitnet_ops.nn.kv_cache import DEFAULT_KV_DTYPE, check_kv_dtype
 from bitnet_ops.nn.lora import Adapter, apply_adapter, read_adapter
-from bitnet_ops.nn.packing import check_weight_format
+from bitnet_ops.nn.storage import DEFAULT_HEAD_FORMAT, check_head_format, check_weight_format
 from bitnet_ops.untrusted import UntrustedFileError, read_json_object
 
 if sys.version_info >= (3, 11):
@@ -73,7 +71,7 @@ def load(
             load again.
         head_format: of the output head, and of the embedding where it is tied: "int8", "int4",
             "bf16", "float32", or "stored", as the file has it.
-        cache: keep the prepared form of the model in a file, which makes later loads faster: True
+        cache: keep the repacked model in a file, which makes later loads faster: True
             (in bitnet_ops in the user's cache directory, or where BITNET_OPS_CACHE says), a
             directory, False, or None: if BITNET_OPS_CACHE is set. Files there are safe to delete.
         convert: convert what is no converted model, once: the result is kept in the cache directory
@@ -93,14 +91,14 @@ def load(
     adapter = None if lora is None else read_adapter(lora)
     found = obtain(DEMO_DIR if path is None else path, convert=convert, cache=cache)
     form = dtype, kv_dtype, weight_format, head_format
-    prepared_in = cache_files.directory(cache)
+    cache_dir = cache_files.directory(cache)
     try:
-        return _open(found.file, *form, prepared_in, adapter)
+        return _open(found.file, *form, cache_dir, adapter)
     except sglbitnt.SglbitntError as error:
         if found.source is None:
             raise
         found = convert_again(found, error)
-    return _open(found.file, *form, prepared_in, adapter)
+    return _open(found.file, *form, cache_dir, adapter)
 
 
 def _open(
@@ -112,17 +110,14 @@ def _open(
     cache: Path | None,
     adapter: Adapter | None,
 ) -> LanguageModel:
-    reader = sglbitnt.Reader(file, check_codes=False)  # load_tensors checks what it reads
-    config = model_config(reader)
-    if config.embedding_only:  # the embedding is no head, and is read a row a token
-        head_format = "stored"
-    tensors = load_tensors(reader, config, weight_format, head_format, cache)
-    model = build(config, tensors, dtype, check_values=False)
+    model = load_model(file, dtype, weight_format, head_format, cache)
     if adapter is not None:
         apply_adapter(model, adapter)
     folder = file.parent
     tokenizer = Tokenizer.from_dir(folder) if (folder / "tokenizer.json").is_file() else None
-    return LanguageModel(model, tokenizer, _stop_ids(folder, config), kv_dtype=kv_dtype, path=file)
+    return LanguageModel(
+        model, tokenizer, _stop_ids(folder, model.config), kv_dtype=kv_dtype, path=file
+    )
 
 
 def _stop_ids(folder: Path, config: ModelConfig) -> frozenset[int]:

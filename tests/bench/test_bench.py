@@ -1,6 +1,6 @@
 """The benchmark harness on synthetic timings: statistics, interleaving, rows and their flags.
 
-Must not know any op: a synthetic clock stands for the machine.
+A synthetic clock stands for the machine.
 """
 
 from __future__ import annotations
@@ -12,14 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from bitnet_ops.bench import (
-    cases,
-    harness,
-    limits,
-    rows,
-    stats,
-)
-from bitnet_ops.bench.harness import Budget, Run
+from bitnet_ops.bench import cases, harness, limits, measure, stats
+from bitnet_ops.bench.harness import Budget, Timed
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -29,18 +23,17 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def test_percentiles_are_linear_between_samples() -> None:
     samples = [40.0, 10.0, 30.0, 20.0, 50.0]
-    assert stats.percentile(samples, 0.5) == 30
-    assert stats.percentile(samples, 0.1) == pytest.approx(14)
-    assert stats.percentile(samples, 0.9) == pytest.approx(46)
-    assert (stats.percentile(samples, 0), stats.percentile(samples, 1)) == (10, 50)
-    assert stats.percentile([7.0], 0.9) == 7
-    assert stats.percentile([1.0, 2.0], 0.5) == 1.5
+    summary = stats.summarize(samples)
+    assert summary.median == 30 and summary.count == 5
+    assert (summary.p10, summary.p90) == pytest.approx((14, 46))
+    assert stats.summarize([7.0]) == stats.Summary(7, 7, 7, 1)
+    assert stats.summarize([1.0, 2.0]).median == 1.5
 
 
 def test_summary_ignores_a_time_slice() -> None:
     summary = stats.summarize([1.0] * 99 + [4000.0])
     assert (summary.median, summary.p10, summary.p90, summary.count) == (1, 1, 1, 100)
-    assert summary.scaled(1e6) == stats.Summary(1e6, 1e6, 1e6, 100)
+    assert summary.to_dict(1e6) == dict.fromkeys(("median", "p10", "p90"), 1e6)
 
 
 def test_paired_ratio_survives_a_change_of_state() -> None:
@@ -49,10 +42,10 @@ def test_paired_ratio_survives_a_change_of_state() -> None:
     assert stats.summarize(stats.paired_ratios(limit, kernel)) == stats.Summary(0.8, 0.8, 0.8, 10)
 
 
-def test_statistics_refuse_what_has_no_answer() -> None:
-    with pytest.raises(ValueError, match="expected samples and 0 <= q <= 1, got 0"):
-        stats.percentile([], 0.5)
-    with pytest.raises(ValueError, match="equally many samples, got 2 and 1"):
+def test_statistics_reject_what_has_no_answer() -> None:
+    with pytest.raises(IndexError):
+        stats.summarize([])
+    with pytest.raises(ValueError, match="shorter"):
         stats.paired_ratios([1.0, 2.0], [1.0])
 
 
@@ -72,7 +65,7 @@ class SyntheticMachine:
         return self.waiting
 
     def interleave(
-        self, runs: list[Run], budget: Budget, probe: harness.SpeedProbe | None = None
+        self, runs: list[Timed], budget: Budget, probe: harness.SpeedProbe | None = None
     ) -> harness.Rounds:
         return harness.interleave(runs, budget, self.clock, self.waited, probe)
 
@@ -82,12 +75,12 @@ class SyntheticMachine:
 
         return harness.SpeedProbe(loop, self.clock)
 
-    def run(self, name: str, ns: Callable[[int], int], *, warm: bool = False) -> Run:
+    def run(self, name: str, ns: Callable[[int], int], *, warm: bool = False) -> Timed:
         def call(i: int) -> None:
             self.now += ns(i)
             self.log.append((name, i))
 
-        return Run(call, warm)
+        return Timed(call, warm)
 
 
 def test_interleave_alternates_and_measures_each_run() -> None:
@@ -136,7 +129,7 @@ def test_budget_bounds_rounds() -> None:
     assert len(synthetic.interleave([quick], Budget(0.5, 1, 7)).quiet) == 7
 
 
-def neighbour(synthetic: SyntheticMachine, busy: Callable[[int], bool]) -> Run:
+def neighbour(synthetic: SyntheticMachine, busy: Callable[[int], bool]) -> Timed:
     """A run of 1 ms; in calls that `busy` names, a neighbour's time slice of 4 ms comes first."""
 
     def cost(i: int) -> int:
@@ -193,19 +186,18 @@ def test_a_neighbour_in_every_round_is_reported_after_three_times_the_budget() -
 
 
 def synthetic_case(**changes: Any) -> cases.Case:
-    nothing = Run(lambda _: None)
+    nothing = Timed(lambda _: None)
     values: dict[str, Any] = {
         "name": "gemv",
         "shape": {"M": 1, "N": 1000, "K": 4000},
         "dtype": "int8",
-        "memory": "cold",
         "bytes": 1_000_000,
         "macs": 4_000_000,
         "integer": True,
         "run": nothing,
         "read": limits.ReadLimit([torch.zeros(2_000_000, dtype=torch.uint8)] * 2, warm=False),
         "check": lambda: True,
-        "rivals": {"torch_bf16": nothing},
+        "baselines": {"torch_bf16": nothing},
     }
     return cases.Case(**values | changes)
 
@@ -216,8 +208,8 @@ class SyntheticPeak:
     def __init__(self) -> None:
         self.speed = harness.SpeedProbe(lambda: None)
 
-    def run(self, macs: int) -> tuple[Run, int]:
-        return Run(lambda _: None), 1_000_000
+    def run(self, macs: int = 0) -> tuple[Timed, int]:
+        return Timed(lambda _: None), 1_000_000
 
 
 CALL_S = 3e-6
@@ -225,27 +217,27 @@ CALL_S = 3e-6
 
 def measure_synthetic(
     monkeypatch: pytest.MonkeyPatch, case: cases.Case, *samples: Sequence[float], quiet: bool = True
-) -> rows.Row:
-    """rows.measure with these samples of kernel, read pass, peak loop; kernel, rival.
+) -> measure.Row:
+    """measure.measure with these samples of kernel, read pass, peak loop; kernel, baseline.
 
     Every op's samples are taken 3 us longer than given: the time of a call.
     """
     kernel, read, peak = ([s + CALL_S for s in taken] for taken in samples[:3])
     call = [CALL_S] * len(kernel)
     first = [kernel, call, read, peak] if case.integer else [kernel, call, read]
-    rival = list(samples[3:])
+    baseline = list(samples[3:])
 
     def interleave(
-        runs: Sequence[Run], budget: Budget, probe: harness.SpeedProbe
+        runs: Sequence[Timed], budget: Budget, probe: harness.SpeedProbe
     ) -> harness.Rounds:
-        chosen = rival if len(runs) == 2 else first
+        chosen = baseline if len(runs) == 2 else first
         assert len(chosen) == len(runs) and probe is peak_loop.speed
         return harness.Rounds([list(s) for s in chosen], [0.0 if quiet else 0.5] * len(chosen[0]))
 
-    monkeypatch.setattr(rows, "interleave", interleave)
+    monkeypatch.setattr(measure, "interleave", interleave)
     peak_loop = SyntheticPeak()
-    bulk = rows.Bulk(torch.get_num_threads(), 20.0, 100.0, peak_loop)  # type: ignore[arg-type]
-    return rows.measure(case, bulk, Budget(1), Budget(1))
+    found = limits.MachineLimits(torch.get_num_threads(), 20.0, 100.0, peak_loop)  # type: ignore[arg-type]
+    return measure.measure(case, found, Budget(1), Budget(1))
 
 
 def test_row_of_a_memory_bound_case(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,8 +254,8 @@ def test_row_of_a_memory_bound_case(monkeypatch: pytest.MonkeyPatch) -> None:
     assert row["limits"]["int8_peak"]["value"] == 100
     assert row["limits"]["int8_peak"]["allowed_us"]["median"] == 40
     assert row["limits"]["int8_peak"]["ratio"]["median"] == 0.64
-    assert row["rivals"]["torch_bf16"]["time_us"]["median"] == 500
-    assert row["rivals"]["torch_bf16"]["speedup"]["median"] == 8
+    assert row["baselines"]["torch_bf16"]["time_us"]["median"] == 500
+    assert row["baselines"]["torch_bf16"]["speedup"]["median"] == 8
     assert row["flags"] == []
 
 
@@ -288,17 +280,19 @@ def test_rows_flag_what_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
     impossible = [40e-6] * 3, [100e-6] * 3, [1e-6] * 3, [1.0], [1.0]
     row = measure_synthetic(monkeypatch, synthetic_case(), *impossible)
     assert row["flags"] == ["above_limit", "above_bandwidth"]
-    row = measure_synthetic(monkeypatch, synthetic_case(memory="hot"), *impossible)
+    row = measure_synthetic(
+        monkeypatch, synthetic_case(run=Timed(lambda _: None, warm=True)), *impossible
+    )
     assert row["flags"] == ["above_limit"]
     fine = [62.5e-6] * 3, [100e-6] * 3, [1e-6] * 3, [1.0], [1.0]
     row = measure_synthetic(monkeypatch, synthetic_case(check=lambda: False), *fine)
     assert row["flags"] == ["wrong_result"]
     row = measure_synthetic(monkeypatch, synthetic_case(), *fine, quiet=False)
-    assert row["flags"] == ["disturbed"] and row["rivals"]["torch_bf16"]["disturbed"]
+    assert row["flags"] == ["disturbed"] and row["baselines"]["torch_bf16"]["disturbed"]
 
 
 def test_cache_that_holds_a_matrix() -> None:
     caches = {"L3": 1 << 25, "L1": 1 << 15, "L2": 1 << 19}
     sizes = (1 << 15, (1 << 15) + 1, 1 << 20, 1 << 26)
-    assert [rows.fits_in(s, caches) for s in sizes] == ["L1", "L2", "L3", "memory"]
-    assert rows.fits_in(1, {}) == "memory"
+    assert [measure.fits_in(s, caches) for s in sizes] == ["L1", "L2", "L3", "memory"]
+    assert measure.fits_in(1, {}) == "memory"

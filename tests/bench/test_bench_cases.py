@@ -16,27 +16,26 @@ from torch import Tensor
 from bitnet_ops import _runtime, machine, ops
 from bitnet_ops.bench import (
     cases,
-    cases_linear,
-    cases_other,
+    cases_ops,
     limits,
+    memory,
     run_ops,
     shapes,
-    weights,
-    workspace,
 )
+from bitnet_ops.nn.packing import packed_row_bytes
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
-def ws() -> workspace.Workspace:
-    return workspace.Workspace(16 << 20, 1 << 20)
+def ws() -> memory.Workspace:
+    return memory.Workspace(16 << 20, 1 << 20)
 
 
 # --- memory --------------------------------------------------------------------------------------
 
 
-def test_slots_are_disjoint_pages_of_valid_weights(ws: workspace.Workspace) -> None:
+def test_slots_are_disjoint_pages_of_valid_weights(ws: memory.Workspace) -> None:
     slots = ws.ternary.slots(5000)
     starts = [slot.data_ptr() for slot in slots]
     assert len(slots) == (16 << 20) // 8192 and all(slot.numel() == 5000 for slot in slots)
@@ -47,19 +46,19 @@ def test_slots_are_disjoint_pages_of_valid_weights(ws: workspace.Workspace) -> N
     assert torch.isfinite(ws.dense.bytes.view(torch.bfloat16)).all()
 
 
-def test_share_of_huge_pages_is_a_share(ws: workspace.Workspace) -> None:
+def test_share_of_huge_pages_is_a_share(ws: memory.Workspace) -> None:
     share = ws.ternary.huge_share()
     assert share is not None and 0 <= share <= 1
     if machine.transparent_huge_pages() == "always":
         assert share > 0
 
 
-def test_second_decoder_agrees_with_the_op(ws: workspace.Workspace) -> None:
+def test_second_decoder_agrees_with_the_op(ws: memory.Workspace) -> None:
     weight = ws.ternary.bytes[: 64 * 96].view(64, 96)
-    assert torch.equal(workspace.unpack_fields(weight), ops.unpack(weight, 384))
+    assert torch.equal(cases_ops.unpack_fields(weight), ops.unpack(weight, 384))
 
 
-def test_cold_calls_never_meet_their_memory_again_soon(ws: workspace.Workspace) -> None:
+def test_cold_calls_never_meet_their_memory_again_soon(ws: memory.Workspace) -> None:
     slots = [(slot,) for slot in ws.ternary.slots(1 << 20)]
     seen: list[int] = []
     run = cases.cycle(lambda slot: seen.append(slot.data_ptr()), slots, hot=False)
@@ -67,11 +66,11 @@ def test_cold_calls_never_meet_their_memory_again_soon(ws: workspace.Workspace) 
     for i in range(len(slots)):
         run.call(i)
     assert not run.warm and len(set(seen)) == len(slots) == 16
-    # the probe of the same round reads other memory, half the arena away
+    # the probe of the same round reads other memory, half of it away
     assert probe.probed_bytes == 1 << 20 and len(probe.slots) == 16
 
 
-def test_hot_calls_keep_their_memory(ws: workspace.Workspace) -> None:
+def test_hot_calls_keep_their_memory(ws: memory.Workspace) -> None:
     slots = [(slot,) for slot in ws.ternary.slots(1 << 20)]
     seen: list[int] = []
     run = cases.cycle(lambda slot: seen.append(slot.data_ptr()), slots, hot=True)
@@ -81,9 +80,9 @@ def test_hot_calls_keep_their_memory(ws: workspace.Workspace) -> None:
     assert len(limits.read_limit(ws.ternary, 1 << 20, hot=True).slots) == 1
 
 
-def test_matrix_too_large_for_cold_memory_is_refused(ws: workspace.Workspace) -> None:
+def test_matrix_too_large_for_cold_memory_is_rejected(ws: memory.Workspace) -> None:
     with pytest.raises(ValueError, match="two copies of 8192x8192, got 1; raise --cold-mib"):
-        cases_linear.matmul_case(ws, 8192, 8192, 1, hot=False)
+        cases_ops.matmul_case(ws, 8192, 8192, 1, hot=False, weight_format="2bit")
 
 
 # --- limits --------------------------------------------------------------------------------------
@@ -119,7 +118,7 @@ def test_ping_pong_is_a_latency() -> None:
     assert machine.affinity() == cpus  # the pinning does not reach the caller
 
 
-def test_ping_pong_refuses_bad_cpus() -> None:
+def test_ping_pong_rejects_bad_cpus() -> None:
     cpu = machine.affinity()[0]
     with pytest.raises(ValueError, match="two different CPUs"):
         _runtime.ping_pong_ns(cpu, cpu)
@@ -130,13 +129,13 @@ def test_ping_pong_refuses_bad_cpus() -> None:
 # --- checks --------------------------------------------------------------------------------------
 
 
-def model_case_list(ws: workspace.Workspace) -> list[cases.Case]:
-    formats = weights.FORMATS
-    settings = run_ops.Settings(shapes="demo,70x300", tokens=(1, 3), quick=True, formats=formats)
+def model_case_list(ws: memory.Workspace) -> list[cases.Case]:
+    formats = shapes.WEIGHT_FORMATS
+    settings = run_ops.OpsSettings(shapes="demo,70x300", tokens=(1, 3), quick=True, formats=formats)
     return list(run_ops.all_cases(ws, settings))
 
 
-def test_every_case_checks_its_result(ws: workspace.Workspace, threads: int) -> None:
+def test_every_case_checks_its_result(ws: memory.Workspace, threads: int) -> None:
     with torch.inference_mode():
         found = model_case_list(ws)
         assert all(case.check() for case in found)
@@ -147,9 +146,9 @@ def test_every_case_checks_its_result(ws: workspace.Workspace, threads: int) -> 
     }
 
 
-def test_attention_reads_the_bytes_of_its_cache(ws: workspace.Workspace) -> None:
+def test_attention_reads_the_bytes_of_its_cache(ws: memory.Workspace) -> None:
     model = shapes.MODELS["demo"]
-    sizes = [cases_other.attention_case(ws, model, 512, c).bytes for c in cases_other.CACHES]
+    sizes = [cases_ops.attention_case(ws, model, 512, c).bytes for c in shapes.KV_DTYPES]
     rows = 2 * model.num_key_value_heads * 512
     assert sizes == [rows * 2 * model.head_dim, rows * (model.head_dim + 4)]
 
@@ -175,7 +174,7 @@ def spoiled(function: Callable[..., Any]) -> Callable[..., Any]:
     ],
 )
 def test_every_check_sees_a_wrong_result(
-    name: str, ws: workspace.Workspace, monkeypatch: pytest.MonkeyPatch
+    name: str, ws: memory.Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ops, name, spoiled(getattr(ops, name)))
     with torch.inference_mode():
@@ -191,32 +190,32 @@ def test_scalar_reference_restores_isa_and_threads(isa: str, threads: int) -> No
 
 def test_products_are_exact_at_the_extremes() -> None:
     # all weights +1, all activations 127, K of the largest model: the sum that float32 must hold
-    weight = torch.full((5, weights.row_bytes(11008)), 0b10101010, dtype=torch.uint8)
+    weight = torch.full((5, packed_row_bytes(11008)), 0b10101010, dtype=torch.uint8)
     x = torch.full((2, 11008), 127, dtype=torch.int8)
-    assert (cases_linear.exact_product(weight, x) == 127 * 11008).all()
-    assert torch.equal(ops.gemm(weight, x), cases_linear.exact_product(weight, x))
+    assert (cases_ops.exact_product(weight, x) == 127 * 11008).all()
+    assert torch.equal(ops.gemm(weight, x), cases_ops.exact_product(weight, x))
 
 
 @pytest.mark.parametrize(("m", "count"), [(1, 1), (64, 64), (65, 64), (2048, 64)])
 def test_check_of_many_tokens_takes_both_ends(m: int, count: int) -> None:
-    some = cases_linear.some_tokens(m).tolist()
+    some = cases_ops.some_tokens(m).tolist()
     assert len(set(some)) == len(some) == count and {0, m - 1} <= set(some)
 
 
-def test_head_check_covers_a_slice(ws: workspace.Workspace) -> None:
-    model = shapes.ModelShape(64, 128, 2, 1, 32, 5000, "relu2")
+def test_head_check_covers_a_slice(ws: memory.Workspace) -> None:
+    model = shapes.ModelShape(64, 128, 2, 1, 32, 5000)
     with torch.inference_mode():
-        case = cases_other.head_case(ws, model)
+        case = cases_ops.head_case(ws, model)
         assert case.check() and case.bytes == 2 * 5000 * 64
 
 
 @pytest.mark.parametrize(("head", "size"), [("int8", 5000 * 68), ("int4", 313 * (1024 + 32))])
 def test_quantised_head_is_as_large_as_the_op_makes_it(
-    head: str, size: int, ws: workspace.Workspace
+    head: str, size: int, ws: memory.Workspace
 ) -> None:
-    model = shapes.ModelShape(64, 128, 2, 1, 32, 5000, "relu2")
+    model = shapes.ModelShape(64, 128, 2, 1, 32, 5000)
     packed, scale = ops.quantize_head(torch.randn(5000, 64), head)
     with torch.inference_mode():
-        case = cases_other.head_case(ws, model, head)
+        case = cases_ops.head_case(ws, model, head)
         assert case.check() and case.format == head
     assert case.bytes == packed.nbytes + scale.nbytes == size

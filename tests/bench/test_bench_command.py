@@ -6,7 +6,6 @@ Nothing here asserts a speed.
 from __future__ import annotations
 
 import importlib.util
-import io
 import json
 import math
 import subprocess
@@ -16,16 +15,9 @@ from typing import Any
 
 import pytest
 
-from bitnet_ops import _runtime, machine
-from bitnet_ops.bench import (
-    command,
-    environment,
-    limits,
-    report,
-    run_ops,
-    shapes,
-)
-from bitnet_ops.bench.rows import IMPOSSIBLE
+from bitnet_ops import _runtime, cli, machine
+from bitnet_ops.bench import environment, limits, report, run_ops, shapes
+from bitnet_ops.bench.measure import IMPOSSIBLE
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -61,25 +53,22 @@ def test_demo_shape_is_that_of_the_demo_model() -> None:
         (["--cold-mib", "1"], "--cold-mib: expected 16 to 65536, got 1"),
         (["--seconds", "0"], "--seconds: expected more than 0 and at most 60, got 0.0"),
         (["--weight-format", "3bit"], "--weight-format: expected names among canonical"),
-        (["--check", "--shapes", "64x300"], "--check: expected the name of a model in --shapes"),
         (["--output", "/nowhere/x.json"], "--output: expected a file in a directory to write to"),
     ],
 )
-def test_bad_arguments_are_refused_before_anything_runs(
+def test_bad_arguments_are_rejected_before_anything_runs(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from bitnet_ops import cli
-
     assert cli.main(["bench", "ops", *arguments]) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
 
 
-def test_short_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_memory_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     little = {"total": 1 << 31, "available": 1 << 30, "limit": None}
     monkeypatch.setattr(machine, "memory_bytes", lambda: little)
     with pytest.raises(ValueError, match="MiB of free memory, got 1024 MiB; lower --cold-mib"):
-        run_ops.make_workspace(run_ops.Settings())
+        run_ops.make_workspace(run_ops.OpsSettings())
 
 
 def test_warnings_name_what_spoils_results() -> None:
@@ -88,18 +77,18 @@ def test_warnings_name_what_spoils_results() -> None:
         "cpus_available": 2,
         "threads": [1, 2],
         "cache_bytes": {"L3": 32 << 20},
-        "arena_bytes": [512 << 20, 512 << 20],
+        "cold_bytes": [512 << 20, 512 << 20],
     }
-    even = [{"threads": t, "read_gb_s": 10.0 * t, "int8_peak_gmac_s": 1.0} for t in (1, 2)]
+    even = [{"threads": t, "unstable": False} for t in (1, 2)]
     assert environment.warnings(quiet, even) == []
     (busy,) = environment.warnings(quiet | {"load_average": [1.1, 0, 0]}, even)
     assert "other processes run; use the ratios only" in busy
-    (small,) = environment.warnings(quiet | {"arena_bytes": [64 << 20, 0]}, even)
+    (small,) = environment.warnings(quiet | {"cold_bytes": [64 << 20, 0]}, even)
     assert "cold rows may be warm" in small
     (many,) = environment.warnings(quiet | {"threads": [4]}, even)
     assert "4 threads on 2 CPUs" in many
-    (waiting,) = environment.warnings(quiet, [even[0], even[1] | {"read_gb_s": 1.0}])
-    assert "slower with 2 threads than with 1" in waiting
+    (waiting,) = environment.warnings(quiet, [even[0], even[1] | {"unstable": True}])
+    assert "no limits for 2 thread(s)" in waiting
 
 
 # --- the whole -----------------------------------------------------------------------------------
@@ -127,18 +116,18 @@ ROW_FIELDS: dict[str, type | tuple[type, ...]] = {
     "limit_unit": str,
     "ratio": dict,
     "limits": dict,
-    "rivals": dict,
+    "baselines": dict,
     "attempts": int,
     "ping_pong_ns": (int, float, type(None)),
     "flags": list,
 }
 LIMIT_FIELDS = {
-    *("threads", "read_gb_s", "read_form", "read_forms_gb_s", "int8_peak_gmac_s", "disturbed"),
+    *("threads", "read_gb_s", "read_form", "read_forms_gb_s", "int8_peak_gmac_s", "unstable"),
 }
 ENVIRONMENT_FIELDS = {
     *("time_utc", "cpu", "virtual", "cpus_available", "cache_bytes", "isa", "threads", "build"),
     *("thread_environment", "bitnet_ops", "torch", "python", "page_bytes", "load_average"),
-    *("transparent_huge_pages", "arena_bytes", "arena_huge_share", "ping_pong_ns", "op_call_us"),
+    *("transparent_huge_pages", "cold_bytes", "cold_huge_share", "ping_pong_ns", "op_call_us"),
 }
 
 
@@ -158,9 +147,9 @@ def assert_row(row: dict[str, Any]) -> None:
     for summary in (row["time_us"], row["ratio"]):
         assert_percentiles(summary)
     assert row["samples"] in {row["rounds"], row["quiet_rounds"]}
-    for rival in row["rivals"].values():
-        assert_percentiles(rival["time_us"])
-        assert_percentiles(rival["speedup"])
+    for baseline in row["baselines"].values():
+        assert_percentiles(baseline["time_us"])
+        assert_percentiles(baseline["speedup"])
     assert row["gb_s"] == pytest.approx(row["bytes"] / row["time_us"]["median"] / 1e3, rel=1e-3)
     assert row["gmac_s"] == pytest.approx(row["macs"] / row["time_us"]["median"] / 1e3, rel=1e-3)
     assert "wrong_result" not in row["flags"]
@@ -191,7 +180,7 @@ def small_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any],
 @pytest.mark.slow
 def test_small_run_has_every_row_with_its_limit(small_run: tuple[dict[str, Any], str]) -> None:
     result, _ = small_run
-    assert (result["schema"], result["schema_version"]) == ("bitnet_ops.bench.ops", 2)
+    assert (result["schema"], result["schema_version"]) == ("bitnet_ops.bench.ops", 3)
     assert result["ok"] is True
     assert set(result["environment"]) == ENVIRONMENT_FIELDS
     assert result["environment"]["isa"] == _runtime.isa()
@@ -199,6 +188,9 @@ def test_small_run_has_every_row_with_its_limit(small_run: tuple[dict[str, Any],
     for limit in result["limits"]:
         assert set(limit) == LIMIT_FIELDS
         forms = limit["read_forms_gb_s"]
+        if limit["unstable"]:
+            assert not forms and limit["read_gb_s"] is limit["int8_peak_gmac_s"] is None
+            continue
         assert len(forms) == len(limits.FORMS) and max(forms.values()) == limit["read_gb_s"]
         assert forms[limit["read_form"]] == limit["read_gb_s"]
         assert limit["read_gb_s"] > 0 and limit["int8_peak_gmac_s"] > 0
@@ -239,7 +231,7 @@ def tiny_report(flags: list[str]) -> report.Report:
         "limit": "read",
         "limit_value": 20.0,
         "ratio": summary,
-        "rivals": {
+        "baselines": {
             "torch_bf16": {"time_us": summary, "speedup": {"median": 3.5}, "disturbed": True},
             "torch_int8_onednn": {"time_us": {"median": 5.0}},
             "torch_int8_fbgemm": {"time_us": {"median": 7.0}},
@@ -249,47 +241,60 @@ def tiny_report(flags: list[str]) -> report.Report:
     env = dict.fromkeys(ENVIRONMENT_FIELDS, "?") | {
         "threads": [1],
         "build": {"compiler": "12"},
-        "arena_bytes": [1 << 24, 1 << 24],
-        "arena_huge_share": [None, None],
+        "cold_bytes": [1 << 24, 1 << 24],
+        "cold_huge_share": [None, None],
         "load_average": None,
         "ping_pong_ns": None,
         "op_call_us": 1.5,
     }
-    return report.build(env, {}, [], [row], ["careful"], 1.0)
+    return {
+        "schema": "bitnet_ops.bench.ops",
+        "ok": "wrong_result" not in flags,
+        "seconds": 1.0,
+        "environment": env,
+        "limits": [],
+        "warnings": ["careful"],
+        "rows": [row],
+    }
 
 
-def test_terminal_gets_the_same_table_through_rich(capsys: pytest.CaptureFixture[str]) -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
-    terminal, plain = Terminal(), io.StringIO()
-    for stream in (terminal, plain):
-        report.print_report(tiny_report([]), stream)
-    for text in ("attention", "0.80", "WARNING: careful"):
-        assert text in terminal.getvalue() and text in plain.getvalue()
-    assert "ctx 512, 20/5 heads" in plain.getvalue() and "12.3-1234" in plain.getvalue()
-    assert "torch int8 onednn 5.00 us" in plain.getvalue() and "3.50?" in plain.getvalue()
+def test_table_shows_every_figure() -> None:
+    text = "\n".join(report.lines(tiny_report(["disturbed"])))
+    for word in ("attention", "0.80", "WARNING: careful", "12.3-1234", "3.50?", "disturbed"):
+        assert word in text
+    assert "ctx 512, 20/5 heads" in text
 
 
 def test_wrong_result_is_the_exit_status(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    args = ["--quick", "--force", "--output", str(tmp_path / "out.json")]
-    monkeypatch.setattr(sys, "argv", ["bench_ops.py", *args])
+    args = ["bench", "ops", "--quick", "--force", "--output", str(tmp_path / "out.json")]
     for flags, status in (([], 0), (["disturbed"], 0), (["wrong_result"], 1)):
         result = tiny_report(flags)
         monkeypatch.setattr(run_ops, "run", lambda settings, progress, r=result: r)
-        assert command.main() == status
+        assert cli.main(args) == status
         assert json.loads((tmp_path / "out.json").read_text())["ok"] is (status == 0)
 
 
-def test_scripts_in_benchmarks_run() -> None:
-    script = ROOT / "benchmarks" / "bench_ops.py"
-    done = subprocess.run(
-        [sys.executable, str(script), "--help"], capture_output=True, text=True, check=True
-    )
-    assert "--cold-mib" in done.stdout
-    spec = importlib.util.spec_from_file_location("common", ROOT / "benchmarks" / "common.py")
-    assert spec and spec.loader
-    common = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(common)
-    assert all(hasattr(common, name) for name in common.__all__)
+def test_a_wrong_result_is_not_ok(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = run_ops.OpsSettings(shapes="64x128", tokens=(1,), cold_mib=16)
+    for flags, ok in ([], True), (["disturbed"], True), (["disturbed", "wrong_result"], False):
+        monkeypatch.setattr(run_ops, "measure", lambda *_, f=flags: {"flags": f})
+        assert run_ops.run(settings)["ok"] is ok
+
+
+@pytest.mark.parametrize(
+    ("arguments", "entry"),
+    [
+        (["page", "docs/performance.md", "--quick"], "benchmarks.update_performance"),
+        (["ops", "--check"], "benchmarks.goals"),
+        (["ops", "--plots", "x"], "benchmarks.plots"),
+        (["model", "--rivals", "none"], "benchmarks.compare_engines"),
+        (["model", "--rival-seconds", "5"], "benchmarks.compare_engines"),
+    ],
+)
+def test_what_has_moved_says_where(
+    arguments: list[str], entry: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["bench", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert f"python -m {entry}" in error and error.count("\n") == 1
+    assert importlib.util.find_spec(entry) is not None

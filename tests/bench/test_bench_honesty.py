@@ -13,35 +13,31 @@ from typing import Any
 
 import pytest
 import torch
-from test_bench import measure_synthetic, synthetic_case
+from test_bench import SyntheticPeak, measure_synthetic, synthetic_case
 from test_bench_command import tiny_report
 from test_bench_goals import AMX, HERE, TINY, goal, status
 
+from benchmarks import goals, measure_goals, measure_step, parts, results
+from benchmarks.goal_table import GOALS, LEAST_OVERHEAD
+from benchmarks.results import Cpu, Measured
 from bitnet_ops import _runtime, machine
 from bitnet_ops.bench import (
-    check,
-    goals,
     harness,
     limits,
-    measure_goals,
-    measure_step,
     pinning,
     report,
-    rows,
     run_model,
     shapes,
-    verdicts,
 )
-from bitnet_ops.bench.harness import Budget, Run
-from bitnet_ops.bench.verdicts import Machine, Measured
-from bitnet_ops.bench.workspace import Workspace
+from bitnet_ops.bench.harness import Budget, Timed
+from bitnet_ops.bench.memory import Workspace
 
 # --- cold memory ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("metric", ["cold_cost", "base3_gain"])
+@pytest.mark.parametrize("quantity", ["cold_cost", "base3_gain"])
 def test_runs_that_alternate_on_cold_memory_never_meet(
-    metric: str, monkeypatch: pytest.MonkeyPatch
+    quantity: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """M = 1 read what M = 4 had just loaded: its time was that of a cache."""
     context = measure_goals.Context(Workspace(16 << 20, 0), shapes.MODELS["demo"], 0.001)
@@ -51,7 +47,7 @@ def test_runs_that_alternate_on_cold_memory_never_meet(
     def note(weight: torch.Tensor, *_: Any, **__: Any) -> None:
         read[-1].append(weight.data_ptr() - slot)
 
-    def interleave(runs: list[Run], budget: Budget, probe: Any) -> harness.Rounds:
+    def interleave(runs: list[Timed], budget: Budget, probe: Any) -> harness.Rounds:
         for run in runs:
             read.append([])
             for i in range(20):
@@ -59,12 +55,12 @@ def test_runs_that_alternate_on_cold_memory_never_meet(
         return harness.Rounds([[1.0]] * len(runs), [0.0])
 
     for name in ("gemv", "gemm"):
-        monkeypatch.setattr(measure_goals.cases_linear.ops, name, note)
+        monkeypatch.setattr(measure_goals.cases_ops.ops, name, note)
     monkeypatch.setattr(measure_goals, "interleave", interleave)
-    monkeypatch.setattr(context, "bulk", lambda threads: SomeBulk())
+    monkeypatch.setattr(context, "limits", lambda threads: SomeLimits())
     monkeypatch.setattr(measure_goals, "use_threads", lambda threads: None)
-    arguments = {"tokens": 4} if metric == "cold_cost" else {}
-    measure_goals.METRICS[metric](context, 1, **arguments)
+    arguments = {"tokens": (4,)} if quantity == "cold_cost" else {}
+    measure_goals.QUANTITIES[quantity](context, 1, **arguments)
     assert read and len(read) % 2 == 0
     for first, second in zip(read[::2], read[1::2], strict=True):
         # other slots in every round, and far from those of the round before
@@ -72,7 +68,7 @@ def test_runs_that_alternate_on_cold_memory_never_meet(
         assert not set(first) & set(second)
 
 
-class SomeBulk:
+class SomeLimits:
     """Limits that nobody divides by."""
 
     class peak:  # noqa: N801
@@ -83,25 +79,25 @@ class SomeBulk:
 
 
 def test_a_figure_above_its_limit_is_void_and_not_missed() -> None:
-    (verdict,) = verdicts.judge([goal()], HERE, [2], {("some-goal", 2): Measured(303.0)})
-    assert verdict.status == "ABOVE LIMIT" and verdict.void and not verdict.missed
-    assert verdicts.missed_lines([verdict]) == []
-    assert "ABOVE LIMIT, got 303 of reading; measure again" in verdicts.void_lines([verdict])[0]
-    text = "\n".join(verdicts.lines([verdict]))
-    assert "1 must goal(s) without a measurement:" in text and "every must goal" not in text
+    (result,) = results.evaluate_all([goal()], HERE, [2], {("some-goal", 2): Measured(303.0)})
+    assert result.status == "ABOVE LIMIT" and result.void and not result.missed
+    assert results.missed_lines([result]) == []
+    assert "ABOVE LIMIT, got 303 of reading; measure again" in results.void_lines([result])[0]
+    text = "\n".join(results.lines([result]))
+    assert "1 target(s) without a measurement:" in text and "every target" not in text
 
 
 def test_parts_that_take_longer_than_the_step_show_nothing() -> None:
-    overhead = dict(unit="of a step", at_most=True, must=0.05, ambitious=None)
+    overhead = dict(unit="of a step", at_most=True, target=0.05, stretch=None)
     assert status(-0.06, **overhead) == "IMPOSSIBLE"
     assert status(-0.01, **overhead) == "met" and status(0.06, **overhead) == "MISSED"
-    assert next(g for g in goals.GOALS if g.id == "overhead").least == goals.LEAST_OVERHEAD
+    assert next(g for g in GOALS if g.name == "overhead").least == LEAST_OVERHEAD
 
 
 def test_a_disturbed_figure_below_its_bar_is_void() -> None:
-    def judged(value: float) -> verdicts.Verdict:
+    def judged(value: float) -> results.Result:
         figure = Measured(value, disturbed=True)
-        return verdicts.judge([goal()], HERE, [2], {("some-goal", 2): figure})[0]
+        return results.evaluate_all([goal()], HERE, [2], {("some-goal", 2): figure})[0]
 
     assert judged(0.5).status == "DISTURBED" and judged(0.5).void and not judged(0.5).missed
     assert judged(0.85).status == "met" and not judged(0.85).void
@@ -110,13 +106,13 @@ def test_a_disturbed_figure_below_its_bar_is_void() -> None:
 def test_check_measures_again_and_is_not_ok_without_a_figure(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(check, "this_machine", lambda: HERE)
+    monkeypatch.setattr(goals, "this_cpu", lambda: HERE)
     figures = [Measured(4.95), Measured(0.5, disturbed=True), Measured(0.93)]
 
     def run(*values: Measured) -> dict[str, Any]:
         answers = iter([Measured(0.93), *values])  # one thread binds nothing here
-        monkeypatch.setitem(measure_goals.METRICS, "gemv_cold", lambda c, t: next(answers))
-        return check.run(dataclasses.replace(TINY, quick=False), goals=[goal()])
+        monkeypatch.setitem(measure_goals.QUANTITIES, "gemv_cold", lambda c, t: next(answers))
+        return goals.run(dataclasses.replace(TINY, quick=False), goals=[goal()])
 
     assert run(*figures)["ok"] is True
     result = run(figures[0], figures[1], figures[0])
@@ -124,32 +120,49 @@ def test_check_measures_again_and_is_not_ok_without_a_figure(
     assert [g["void"] for g in result["goals"]] == [False, True]
 
 
-def test_disturbed_limits_are_taken_again_and_never_printed(
+def test_unstable_limits_are_taken_again_and_never_printed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     waits = [0.9, 0.9, 0.0]
     taken: list[float] = []
 
-    def interleave(runs: list[Run], budget: Budget, probe: Any) -> harness.Rounds:
+    def interleave(runs: list[Timed], budget: Budget, probe: Any) -> harness.Rounds:
         taken.append(waits[len(taken) % 3])
         return harness.Rounds([[1e-3] * 3 for _ in runs], [taken[-1]] * 3)
 
-    monkeypatch.setattr(rows, "interleave", interleave)
-    arena = Workspace(32 << 20, 0).ternary
+    monkeypatch.setattr(limits, "interleave", interleave)
+    monkeypatch.setattr(limits, "PeakLimit", SyntheticPeak)
+    memory = Workspace(32 << 20, 0).ternary
     threads = torch.get_num_threads()
-    assert not rows.measure_bulk(arena, threads, Budget(0.001)).disturbed and len(taken) == 3
+    assert not limits.measure_limits(memory, threads, Budget(0.001)).unstable and len(taken) == 3
     waits[2] = 0.9
-    bulk = rows.measure_bulk(arena, threads, Budget(0.001))
-    assert bulk.disturbed and len(taken) == 6
+    found = limits.measure_limits(memory, threads, Budget(0.001))
+    assert found.unstable and len(taken) == 6
     result = tiny_report([])
-    for disturbed in (True, False):
-        result["limits"] = [bulk.to_dict() | {"disturbed": disturbed}]
+    for unstable in (True, False):
+        shown = dataclasses.replace(found, unstable=unstable).to_dict()
+        assert (shown["read_gb_s"] is None) is (shown["int8_peak_gmac_s"] is None) is unstable
+        result["limits"] = [shown]
         (line,) = [x for x in report.header_lines(result) if x.startswith("limits, ")]
-        assert ("GB/s" in line) is not disturbed
+        assert ("GB/s" in line) is not unstable
     context = measure_goals.Context(Workspace(16 << 20, 0), shapes.MODELS["demo"], 0.001)
-    context.bulks = {("a", 1): bulk}
-    context.forget_disturbed_limits()
-    assert context.bulks == {}
+    context.known = {("a", 1): found}
+    context.forget_unstable_limits()
+    assert context.known == {}
+
+
+def test_limits_of_threads_that_wait_for_one_cpu_are_unstable(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two threads that read 2 GB/s where one reads 20: no process could be blamed for it."""
+    rates = {1: 20.0, 2: 2.0, 4: 15.0}
+
+    def measure_limits(memory: Any, threads: int, budget: Budget) -> limits.MachineLimits:
+        return limits.MachineLimits(threads, rates[threads], 100.0, None)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(limits, "measure_limits", measure_limits)
+    found = limits.measure_all_limits(None, [1, 2, 4], Budget(0.0))  # type: ignore[arg-type]
+    assert [one.unstable for one in found] == [False, True, False]
 
 
 def test_a_row_above_its_limit_is_taken_again_and_shows_no_ratio(
@@ -157,26 +170,25 @@ def test_a_row_above_its_limit_is_taken_again_and_shows_no_ratio(
 ) -> None:
     impossible = [40e-6] * 3, [100e-6] * 3, [1e-6] * 3, [1.0], [1.0]
     row = measure_synthetic(monkeypatch, synthetic_case(), *impossible)
-    assert row["flags"] == ["above_limit", "above_bandwidth"] and row["attempts"] == rows.ATTEMPTS
+    assert row["flags"] == ["above_limit", "above_bandwidth"] and row["attempts"] == limits.ATTEMPTS
     for flags, shown in (([], "0.80"), (["above_limit"], "-")):
         (made,) = tiny_report(flags)["rows"]
-        column = [title for title, _ in report.COLUMNS].index("ratio")
-        assert report.cells(made)[column] == shown
+        assert report.ops_cells(made)[report.OPS_COLUMNS.index("ratio")] == shown
 
 
 def test_parts_are_taken_again_while_they_exceed_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = iter([True, True, False])
-    monkeypatch.setattr(run_model, "_parts_once", lambda *_: {"impossible": next(answers)})
-    bench = run_model.Bench(None, None, run_model.Settings())  # type: ignore[arg-type]
-    row = run_model.parts_row(bench, None, 0)  # type: ignore[arg-type]
+    monkeypatch.setattr(parts, "_parts_once", lambda *_: {"impossible": next(answers)})
+    bench = run_model.ModelBench(None, None, run_model.ModelSettings())  # type: ignore[arg-type]
+    row = parts.parts_row(bench, None, 0)  # type: ignore[arg-type]
     assert row == {"impossible": False} and next(answers, None) is None
     cells: dict[str, Any] = {"overhead": -0.06, "rest_ms": -1.0, "rest": 0.5, "step_ms": 10.0}
-    monkeypatch.setattr(run_model, "parts_row", lambda *_: cells | {"impossible": True,
+    monkeypatch.setattr(measure_step, "parts_row", lambda *_: cells | {"impossible": True,
                         "disturbed": False})  # fmt: skip
 
     class Context:
         def usual(self) -> None: ...
-        def bulk(self, threads: int) -> None: ...
+        def limits(self, threads: int) -> None: ...
 
     measured = measure_step.overhead(Context(), 1)  # type: ignore[arg-type]
     assert measured.value == -0.06 and "longer than the step" in measured.note
@@ -187,10 +199,10 @@ def test_parts_are_taken_again_while_they_exceed_the_step(monkeypatch: pytest.Mo
 
 def test_every_hot_product_of_few_tokens_has_a_goal_on_every_machine() -> None:
     """M = 1 hot had none on AMX machines, where the usual one has an `unless`."""
-    for here in (AMX, Machine(frozenset({"avx512_vnni"}), frozenset({"avx512_vnni"}), 2)):
-        bound = [g for g in goals.GOALS if not here.lacks(g)]
-        hot = {g.keywords().get("tokens", (1,)) for g in bound
-               if g.metric in ("gemm_hot", "gemv_hot")}  # fmt: skip
+    for here in (AMX, Cpu(frozenset({"avx512_vnni"}), frozenset({"avx512_vnni"}), 2)):
+        bound = [g for g in GOALS if not here.lacks(g)]
+        hot = {dict(g.arguments).get("tokens", (1,)) for g in bound
+               if g.quantity in ("gemm_hot", "gemv_hot")}  # fmt: skip
         assert {(1,), (2,), (4,)} <= hot, here
 
 

@@ -19,6 +19,7 @@ import pytest
 
 from bitnet_ops.cli import COMMANDS, main
 from bitnet_ops.language_model import DEMO_DIR
+from bitnet_ops.nn.storage import KV_TYPES
 from isa_control import ISAS
 
 EXPECTED = json.loads(
@@ -110,7 +111,7 @@ def test_generate_json(threads: str) -> None:
     }
 
 
-@pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8"])
+@pytest.mark.parametrize("kv_dtype", KV_TYPES)
 def test_options_between_the_positionals_stdin_and_the_bin_itself(kv_dtype: str) -> None:
     done = cli(
         "generate",

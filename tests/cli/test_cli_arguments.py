@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bitnet_ops.bench import cases_other, names, rivals, weights
+from bitnet_ops.bench import shapes
 from bitnet_ops.cli import COMMANDS, build_parser, main
 from bitnet_ops.cli.arguments import Parser, did_you_mean
 from bitnet_ops.cli.errors import one_line
@@ -18,7 +18,7 @@ from bitnet_ops.convert.gguf import export as gguf_export
 from bitnet_ops.convert.quantize import FORMS
 from bitnet_ops.dummy import model as dummy
 from bitnet_ops.formats.gguf_layouts import I2S_LAYOUTS
-from bitnet_ops.nn import head, kv_cache, packing
+from bitnet_ops.nn import storage
 
 STYLE = re.compile(r"bitnet-ops: error: ([^:]+: )+expected .*, got .*\[[a-z0-9-]+\]\n")
 
@@ -36,7 +36,7 @@ def parser_of(name: str, parser: argparse.ArgumentParser | None = None) -> Parse
 def all_parsers() -> Iterator[tuple[str, Parser]]:
     for name in COMMANDS:
         if name == "bench":
-            for kind in ("ops", "model", "page"):
+            for kind in ("ops", "model"):
                 yield f"bench {kind}", parser_of(f"bench {kind}")
         else:
             yield name, parser_of(name)
@@ -193,15 +193,15 @@ def test_the_words_of_options_are_those_of_the_modules_that_know_them() -> None:
         assert action is not None and action.choices is not None
         return set(action.choices)
 
-    assert choices(generate, "--kv-dtype") == set(kv_cache.KV_DTYPES)
-    assert choices(generate, "--weight-format") == set(packing.WEIGHT_FORMATS)
-    assert choices(generate, "--head-format") == set(head.HEAD_FORMATS)
+    assert choices(generate, "--kv-dtype") == set(storage.KV_TYPES)
+    assert choices(generate, "--weight-format") == set(storage.WEIGHT_FORMATS)
+    assert choices(generate, "--head-format") == set(storage.HEAD_FORMATS)
     assert choices(parser_of("convert"), "--i2s-layout") == set(I2S_LAYOUTS)
     assert choices(parser_of("export"), "--type") == set(gguf_export.TYPES)
     assert choices(parser_of("quantize"), "--form") == set(FORMS)
-    assert set(names.FORMATS) == set(weights.FORMATS) == set(packing.FORMATS)
-    assert set(names.HEAD_FORMATS) <= set(head.HEAD_FORMATS)
-    assert names.RIVALS is rivals.RIVALS and names.CACHES is cases_other.CACHES
+    assert set(shapes.WEIGHT_FORMATS) == set(storage.FORMATS)
+    assert set(shapes.HEAD_FORMATS) <= set(storage.HEAD_FORMATS)
+    assert set(shapes.KV_DTYPES) <= set(storage.KV_DTYPES)
     assert "2b-4t" in dummy.CONFIGS
 
 

@@ -39,7 +39,7 @@ def imported(command: list[str], *args: str) -> tuple[int, set[str], str]:
     return done.returncode, names & set(HEAVY), rest
 
 
-@pytest.mark.parametrize("command", ["", *COMMANDS, "bench ops", "bench model", "bench page"])
+@pytest.mark.parametrize("command", ["", *COMMANDS, "bench ops", "bench model"])
 def test_help_imports_nothing_heavy(command: str) -> None:
     assert imported(COMMAND, *command.split(), "--help") == (0, set(), "")
 

@@ -186,4 +186,4 @@ def test_the_layout_of_weights_is_shown(monkeypatch: pytest.MonkeyPatch) -> None
     assert weights["tile_lanes"] in (4, 8, 16) and weights["prefetch_bytes"] >= 0
     text = "\n".join(doctor.render(facts))
     assert f"weights   2bit, {weights['tile_lanes']} lanes; tuned to" in text
-    assert "cache of prepared models somewhere" in text
+    assert "load cache somewhere" in text

@@ -17,7 +17,7 @@ from bitnet_ops.generate.engine import Engine, Limits
 from bitnet_ops.language_model import load
 from bitnet_ops.models import expected_tensors
 from bitnet_ops.nn.kv_cache import KVCache
-from bitnet_ops.nn.packing import PackedWeight, unpack_ternary
+from bitnet_ops.nn.packing import PackedWeight
 
 
 def parameters(name: str) -> int:
@@ -36,7 +36,7 @@ def test_codes_are_random_and_valid() -> None:
     zeros, total, seen = 0, 0, set()
     for tensor in tensors.values():
         if isinstance(tensor, PackedWeight):
-            codes = unpack_ternary(tensor)  # refuses a code 3 and a wrong padding code
+            codes = tensor.codes()  # refuses a code 3 and a wrong padding code
             zeros += int((codes == 0).sum())
             total += codes.numel()
             seen |= {bytes(row) for row in tensor.weight.numpy()}

@@ -20,9 +20,9 @@ import forward_fp64
 import golden
 import hf_writer
 from bitnet_ops.convert import ConvertError, convert
-from bitnet_ops.convert import pipeline as hf
-from bitnet_ops.convert.hf.checkpoint import Source
-from bitnet_ops.convert.hf.plan import make_plan
+from bitnet_ops.convert.hf import source as hf_source
+from bitnet_ops.convert.hf.checkpoint import Checkpoint
+from bitnet_ops.convert.hf.source import HfSource
 from bitnet_ops.convert.verify.comparison import verify_conversion
 from bitnet_ops.convert.verify.plain_forward import PlainOracle
 from bitnet_ops.convert.verify.transformers_oracle import HfOracle, OracleUnavailable
@@ -156,12 +156,11 @@ def test_sharded_equals_unsharded(family, tmp_path):
 def test_plain_forward_agrees_with_transformers_and_fp64(family, tmp_path):
     """The two references of --verify and the float64 forward, on a prompt without rounding ties."""
     network = hf_writer.make_network(family)
-    source = Source(write(tmp_path, family, network=network))
-    plan = make_plan(source.config, source.tensors)
+    source = HfSource(Checkpoint(write(tmp_path, family, network=network)))
     ids, margin = forward_fp64.clear_prompt(family.name)
     assert margin > 2e-5
     expected, _ = forward_fp64.forward(family, network, ids)
-    for oracle in (PlainOracle(source, plan), HfOracle(source, plan)):
+    for oracle in (PlainOracle(source), HfOracle(source)):
         difference = (oracle.logits([ids])[0] - expected).abs().max()
         assert difference < 5e-6 * expected.abs().max(), oracle.name
 
@@ -355,7 +354,7 @@ def test_verify_catches_a_wrong_converter(
 ):
     if reference == "plain":
         monkeypatch.setitem(sys.modules, "transformers", None)
-    monkeypatch.setattr(hf, function, mistake)
+    monkeypatch.setattr(hf_source, function, mistake)
     with pytest.raises(ConvertError, match=sign) as caught:
         convert(write(tmp_path, FAMILIES["bitnet-offline"]), tmp_path / "out", verify=True)
     assert caught.value.code == "verification-failed"
@@ -371,9 +370,8 @@ def test_verify_catches_a_wrong_config(key, value, tmp_path):
     convert(source, tmp_path / "out")
     config = {**hf_writer.config_dict(family), key: value}
     (source / "config.json").write_text(json.dumps(config))
-    opened = Source(source)
-    plan = make_plan(opened.config, opened.tensors)
-    result = verify_conversion(opened, plan, tmp_path / "out", oracle=PlainOracle(opened, plan))
+    opened = HfSource(Checkpoint(source))
+    result = verify_conversion(opened, tmp_path / "out", oracle=PlainOracle(opened))
     assert result.weights_different == 0
     assert any("a logit off by" in failure for failure in result.failures), result.to_dict()
 
@@ -381,10 +379,9 @@ def test_verify_catches_a_wrong_config(key, value, tmp_path):
 def test_oracle_refuses_what_it_would_not_ternarise(tmp_path):
     family = FAMILIES["llama-online"]
     source = write(tmp_path, family)
-    opened = Source(source)
-    plan = make_plan(opened.config, opened.tensors)
+    opened = HfSource(Checkpoint(source))
     config = hf_writer.config_dict(family)
     del config["quantization_config"]
     (source / "config.json").write_text(json.dumps(config))
     with pytest.raises(OracleUnavailable, match="as Linear"):
-        HfOracle(opened, plan)
+        HfOracle(opened)

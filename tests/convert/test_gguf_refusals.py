@@ -18,7 +18,7 @@ import pytest
 from test_gguf_import import BITNET, converted
 
 from bitnet_ops.convert import ConvertError
-from bitnet_ops.convert.gguf.source import make_gguf_plan
+from bitnet_ops.convert.gguf.source import GgufSource
 from bitnet_ops.convert.gguf.tokenizer import tokenizer_files
 from bitnet_ops.formats.gguf import Reader as GgufReader
 from bitnet_ops.formats.sglbitnt import Reader
@@ -181,7 +181,7 @@ def test_any_value_under_any_key_is_read_or_refused(tmp_path: Path, model: str) 
     empty = gguf(keys, list(base_parts()))
     (tmp_path / "x").write_bytes(empty)
     with GgufReader(tmp_path / "x") as reader:
-        tokenizer_files(reader.metadata, make_gguf_plan(reader).config)
+        tokenizer_files(reader.metadata, GgufSource(reader).plan.config)
         names, good = list(reader.metadata), dict(reader.metadata)
         for name in names:
             for kind, value in WRONG:
@@ -189,7 +189,7 @@ def test_any_value_under_any_key_is_read_or_refused(tmp_path: Path, model: str) 
                 dtype = {"[u32]": np.uint32, "[f32]": np.float32, "[bool]": bool}.get(kind)
                 reader.metadata = {**good, name: np.array(value, dtype) if is_array else value}
                 try:
-                    tokenizer_files(reader.metadata, make_gguf_plan(reader).config)
+                    tokenizer_files(reader.metadata, GgufSource(reader).plan.config)
                 except ConvertError as error:
                     assert "\n" not in str(error)
 
@@ -221,7 +221,8 @@ def test_without_the_gguf_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_every_code_is_tested() -> None:
     """Each code that the GGUF half of the converter can refuse with occurs in its tests."""
     here = Path(__file__).resolve().parent
-    sources = (here.parents[1] / "python" / "bitnet_ops" / "convert").glob("gguf_*.py")
+    convert = here.parents[1] / "python" / "bitnet_ops" / "convert"
+    sources = [*(convert / "gguf").glob("*.py"), convert / "verify" / "gguf_oracle.py"]
     raised = {
         code
         for path in sources

@@ -145,7 +145,7 @@ def test_the_cache_of_the_user_is_the_place_if_none_is_named(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     load_without_warning(folder)
     assert len(made(tmp_path / "xdg" / "bitnet_ops")) == 1
-    assert os.listdir(tmp_path / "xdg" / "bitnet_ops") == ["converted"]  # no prepared form
+    assert os.listdir(tmp_path / "xdg" / "bitnet_ops") == ["converted"]  # no cached form
     monkeypatch.setenv(cache_files.ENVIRONMENT, str(tmp_path / "env"))
     load_without_warning(folder)
     assert len(made(tmp_path / "env")) == 1 and len(os.listdir(tmp_path / "env")) == 2

@@ -21,11 +21,11 @@ from typing import Any
 import pytest
 
 import hf_writer
+from benchmarks import plots
 from bitnet_ops import training
-from bitnet_ops.bench import command, plots, report, run_ops
-from bitnet_ops.cli import main
-from bitnet_ops.convert import ConvertError, convert
-from bitnet_ops.convert import pipeline as hf
+from bitnet_ops.bench import report, run_ops
+from bitnet_ops.cli import bench, main
+from bitnet_ops.convert import ConvertError, convert, pipeline
 from bitnet_ops.convert.gguf.export import export_gguf
 from bitnet_ops.convert.quantize import quantize
 from bitnet_ops.dummy import model as dummy
@@ -262,13 +262,13 @@ def test_long_names(tmp_path: Path) -> None:
 
 def run_bench(target: Path, monkeypatch: pytest.MonkeyPatch, force: bool) -> None:
     """`bench ops --output`, the measuring itself left out."""
-    made = {"schema": report.SCHEMA, "ok": True}
+    made = {"schema": "bitnet_ops.bench.ops", "ok": True}
     monkeypatch.setattr(run_ops, "run", lambda settings, progress: dict(made))
-    monkeypatch.setattr(report, "print_report", lambda result: None)
+    monkeypatch.setattr(report, "lines", lambda result: [])
     parser = argparse.ArgumentParser()
-    command.add_arguments(parser)
+    bench.add_arguments(parser)
     options = ["ops", "--quick", "--output", str(target), *(["--force"] if force else [])]
-    assert command.run(parser.parse_args(options)) == 0
+    assert bench.run(parser.parse_args(options)) == 0
 
 
 def run_plots(target: Path, monkeypatch: pytest.MonkeyPatch, force: bool) -> None:
@@ -295,12 +295,12 @@ def writers(
         "training.export": trained,
         "export": lambda t, force: export_gguf(DEMO_DIR, t, tokenizer=False, force=force),
         "bench --output": lambda t, force: run_bench(t, monkeypatch, force),
-        "bench --plots": lambda t, force: run_plots(t.with_suffix(".png"), monkeypatch, force),
+        "benchmarks.plots": lambda t, force: run_plots(t.with_suffix(".png"), monkeypatch, force),
     }
 
 
 COMMANDS = ("convert", "quantize", "dummy", "training.export", "export")
-COMMANDS += ("bench --output", "bench --plots")
+COMMANDS += ("bench --output", "benchmarks.plots")
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -310,7 +310,7 @@ def test_every_command_keeps_the_rule(
     assert set(writers) == set(COMMANDS)
     write, home = writers[name], tmp_path / "home"
     home.mkdir()
-    target = home / ("out.png" if name == "bench --plots" else "out")
+    target = home / ("out.png" if name == "benchmarks.plots" else "out")
     write(target, False)
     first = tree(home)
     with pytest.raises((ConvertError, DestinationError), match="destination-exists"):
@@ -338,7 +338,7 @@ def test_dummy_does_not_overwrite_a_converted_model(
 def test_a_folder_made_during_a_conversion_stays(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target, build = tmp_path / "out", hf._build
+    target, build = tmp_path / "out", pipeline._write
 
     def slow(*args: Any) -> Any:
         result = build(*args)
@@ -346,7 +346,7 @@ def test_a_folder_made_during_a_conversion_stays(
         (target / "thesis.txt").write_text("ten years")
         return result
 
-    monkeypatch.setattr(hf, "_build", slow)
+    monkeypatch.setattr(pipeline, "_write", slow)
     with pytest.raises(ConvertError, match="destination-exists"):
         convert(source, target)
     assert tree(tmp_path) == {"out": b"<folder>", "out/thesis.txt": b"ten years"}

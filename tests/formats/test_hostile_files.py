@@ -21,7 +21,7 @@ import torch
 
 import sglbitnt_bytes
 from bitnet_ops.convert import ConvertError, convert, convert_bin, convert_gguf
-from bitnet_ops.convert.hf.checkpoint import Source
+from bitnet_ops.convert.hf.checkpoint import Checkpoint
 from bitnet_ops.convert.inspect import inspect
 from bitnet_ops.formats import gguf, sglbitnt
 from bitnet_ops.formats.coded_error import CodedError, printable
@@ -118,7 +118,7 @@ def test_checkpoint_folders_too(tmp_path: Path, name: str, kind: str) -> None:
     (folder / "config.json").write_text("{}")
     (folder / name).unlink(missing_ok=True)
     os.mkfifo(folder / name) if kind == "pipe" else (folder / name).mkdir()
-    error = error_of(lambda: Source(folder))
+    error = error_of(lambda: Checkpoint(folder))
     assert error.code == ("config-missing" if name == "config.json" else "weights-missing")
 
 

@@ -36,7 +36,7 @@ def mapping(path: Path) -> torch.Tensor | None:
 def test_a_mapped_file_has_its_bytes_and_is_not_written_to(file: Path) -> None:
     memory = mapping(file)
     if memory is None:
-        pytest.skip("this system maps no huge pages of files; prepared.py reads them then")
+        pytest.skip("this system maps no huge pages of files; load_cache.py reads them then")
     assert huge_bytes(memory.data_ptr()) >= 15 * HUGE_PAGE
     before = file.read_bytes()
     assert memory.numpy().tobytes() == before

@@ -23,7 +23,7 @@ from bitnet_ops.config import ModelConfig
 from bitnet_ops.convert import ConvertError
 from bitnet_ops.convert.gguf import tokenizer as gguf_tokenizer
 from bitnet_ops.convert.gguf.tokenizer import tokenizer_files
-from bitnet_ops.convert.hf.checkpoint import Source
+from bitnet_ops.convert.hf.checkpoint import Checkpoint
 from bitnet_ops.formats import _gguf_header, _sglbitnt_rules, gguf, sglbitnt
 from bitnet_ops.formats.gguf import GgufError, Reader, StringArray
 from gguf_bytes import gguf as gguf_file
@@ -275,7 +275,7 @@ def test_a_checkpoint_of_many_tensors(tmp_path: Path) -> None:
     """Its header is parsed once, not once a tensor."""
 
     def act(count: int) -> Callable[[], None]:
-        source = Source(write_source(tmp_path / str(count), count))
+        source = Checkpoint(write_source(tmp_path / str(count), count))
 
         def read() -> None:
             for name in source.tensors:
@@ -299,7 +299,7 @@ def test_pages_are_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(source, "_safe_open", counting)
     monkeypatch.setattr(source, "_REMAP_SHARE", 0)
-    found = Source(write_source(tmp_path / "x", 100))
+    found = Checkpoint(write_source(tmp_path / "x", 100))
     assert all(found.tensor(name).eq(0).all() for name in found.tensors)
     assert opened == 1 + 99  # anew after every tensor but the last
 
@@ -309,14 +309,14 @@ def test_a_checkpoint_of_too_many_tensors(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(source, "_MAX_TENSORS", 99)
     write_source(tmp_path / "x", 100)
-    refused("tensor-count", lambda: Source(tmp_path / "x"))()
+    refused("tensor-count", lambda: Checkpoint(tmp_path / "x"))()
     monkeypatch.setattr(source, "_MAX_TENSORS", 100)
-    assert len(Source(tmp_path / "x").tensors) == 100
+    assert len(Checkpoint(tmp_path / "x").tensors) == 100
 
 
 def test_a_checkpoint_that_changes_while_it_is_read(tmp_path: Path) -> None:
     folder = write_source(tmp_path / "x", 3)
-    source = Source(folder)
+    source = Checkpoint(folder)
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-16])
     refused("source-changed", lambda: source.tensor("model.layers.0.x.weight"))()
@@ -333,9 +333,9 @@ def test_limits_of_json(
 
     folder = write_source(tmp_path / "x", 1)
     (folder / name).write_text(json.dumps({"a": "x" * 1000}))
-    assert Source(folder).config["a"] == "x" * 1000
+    assert Checkpoint(folder).config["a"] == "x" * 1000
     monkeypatch.setattr(source, limit, 1000)
-    refused(code, lambda: Source(folder))()
+    refused(code, lambda: Checkpoint(folder))()
 
 
 # --- tokenizers of GGUF metadata ------------------------------------------------------------------

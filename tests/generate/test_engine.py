@@ -18,7 +18,7 @@ from bitnet_ops.config import ModelConfig
 from bitnet_ops.generate.engine import Engine, Generation, Limits, PromptError, Run
 from bitnet_ops.generate.sampling import SamplingError, SamplingParams
 from bitnet_ops.models import Decoder
-from bitnet_ops.nn.kv_cache import CacheCapacityError, KVCache
+from bitnet_ops.nn.kv_cache import KV_DTYPES, CacheCapacityError, KVCache
 from isa_control import torch_threads
 from tiny_models import SMALL, config_of, tiny_model
 
@@ -209,7 +209,7 @@ MIXED = [
 ]
 
 
-@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES.values())
 def test_a_row_is_what_it_is_alone(model: Decoder, kv_dtype: torch.dtype) -> None:
     """Batched == single, token for token, for every way of sampling and rows that end early."""
     engine = Engine(model, kv_dtype=kv_dtype)

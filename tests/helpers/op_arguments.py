@@ -9,7 +9,16 @@ import torch
 from torch import Tensor
 
 from op_schema import named, positional
-from op_values import Arguments, activations, gain, positive, private, quantized_head, random_packed
+from op_values import (
+    SCALED_KV_DTYPES,
+    Arguments,
+    activations,
+    gain,
+    positive,
+    private,
+    quantized_head,
+    random_packed,
+)
 
 
 def mlp_arguments(
@@ -49,10 +58,10 @@ def private_qkv_arguments(g: torch.Generator, k: int, fmt: str) -> Arguments:
 def cache_memory(
     g: torch.Generator, shape: tuple[int, ...], dtype: torch.dtype, shift: float = 0.0
 ) -> tuple[Tensor, list[Tensor]]:
-    """A cache about normal around `shift`; and the scales of an int8 one, else no tensor."""
-    if dtype != torch.int8:
+    """A cache about normal around `shift`; and its scales, if it has some."""
+    if dtype not in SCALED_KV_DTYPES:
         return (torch.randn(*shape, generator=g) + shift).to(dtype), []
-    codes = torch.randint(-127, 128, shape, generator=g, dtype=torch.int8)
+    codes = torch.randint(-127, 128, shape, generator=g, dtype=dtype)
     return codes, [positive(g, *shape[:-1]) / 50]
 
 
@@ -68,7 +77,7 @@ def attention_arguments(
     query_dtype: torch.dtype = torch.float32,
     cache_dtype: torch.dtype = torch.float32,
 ) -> Arguments:
-    """With int8 caches their scales come last."""
+    """The scales of caches that have some come last."""
     cache = (batch, kv_heads, length, head_dim)
     query = torch.randn(batch, tokens, heads, head_dim, generator=g).to(query_dtype)
     keys, key_scale = cache_memory(g, cache, cache_dtype)
@@ -88,7 +97,7 @@ def cache_arguments(
     dtype: torch.dtype = torch.float32,
     cache_dtype: torch.dtype = torch.float32,
 ) -> Arguments:
-    """With int8 caches their scales come last."""
+    """The scales of caches that have some come last."""
     shape = (batch, kv_heads, length, head_dim)
     caches, scales = zip(*(cache_memory(g, shape, cache_dtype) for _ in "kv"), strict=True)
     new = [torch.randn(batch, tokens, kv_heads, head_dim, generator=g).to(dtype) for _ in "kv"]
@@ -121,7 +130,7 @@ def decode_step_arguments(
     activation: str = "relu2",
     logits_to_keep: int = 0,
 ) -> Arguments:
-    """With int8 caches their scales come last."""
+    """The scales of caches that have some come last."""
     query, kv = heads * head_dim, kv_heads * head_dim
     shapes = [(query, hidden), (kv, hidden), (kv, hidden), (hidden, query)]
     shapes += [(inner, hidden), (inner, hidden), (hidden, inner)]
@@ -144,9 +153,9 @@ def decode_step_arguments(
         head_weight=head_parts[0], head_scale=head_parts[1],
         key_cache=keys, value_cache=values,
         start_positions=torch.randint(0, length - tokens + 1, (batch,), generator=g),
-        dtype=dtype, num_heads=heads, intermediate_size=inner, vocab_size=vocab, sub_norms=sub_norms,
-        activation=activation, eps=1e-5, rope_theta=10000.0, scale=head_dim**-0.5,
-        logits_to_keep=logits_to_keep,
+        dtype=dtype, num_heads=heads, intermediate_size=inner, vocab_size=vocab,
+        sub_norms=sub_norms, activation=activation, eps=1e-5, rope_theta=10000.0,
+        scale=head_dim**-0.5, logits_to_keep=logits_to_keep,
         **dict(zip(("key_scale", "value_scale"), (*key_scale, *value_scale), strict=False)),
     )  # fmt: skip
 

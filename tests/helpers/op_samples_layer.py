@@ -22,10 +22,13 @@ from op_arguments import (
     with_gaps,
 )
 from op_values import (
+    ACTIVATIONS,
     CACHE_DTYPES,
     FLOATS,
     FORMATS,
     HEAD_FORMATS,
+    KV_DTYPES,
+    SCALED_KV_DTYPES,
     Arguments,
     Built,
     activations,
@@ -65,7 +68,7 @@ def _add_rms_norm() -> Built:
 
 
 def _relu2_mul() -> Built:
-    for dtype in CACHE_DTYPES:
+    for dtype in ACTIVATIONS:
         yield dtype_name(dtype), lambda g, d=dtype: (
             activations(g, 3, 37, dtype=d) * 20, activations(g, 3, 37, dtype=d) * 30,
         )  # fmt: skip
@@ -150,15 +153,11 @@ def _mlp_forward() -> Built:
 
 def _attention() -> Built:
     for query in FLOATS:
-        for cache in CACHE_DTYPES:
+        for cache in KV_DTYPES:
             yield (
                 f"{dtype_name(query)}_over_{dtype_name(cache)}",
                 lambda g, q=query, c=cache: attention_arguments(g, query_dtype=q, cache_dtype=c),
             )
-        yield (
-            f"{dtype_name(query)}_over_int8",
-            lambda g, q=query: attention_arguments(g, query_dtype=q, cache_dtype=torch.int8),
-        )
     yield "decode", lambda g: attention_arguments(g, tokens=1)
     yield "decode_int8", lambda g: attention_arguments(
         g, batch=1, tokens=1, heads=8, length=150, head_dim=50, cache_dtype=torch.int8
@@ -180,10 +179,11 @@ def _kv_cache_update() -> Built:
                 f"{dtype_name(dtype)}_into_{dtype_name(cache)}",
                 lambda g, d=dtype, c=cache: cache_arguments(g, dtype=d, cache_dtype=c),
             )
-        yield (
-            f"{dtype_name(dtype)}_into_int8",
-            lambda g, d=dtype: cache_arguments(g, dtype=d, cache_dtype=torch.int8, head_dim=37),
-        )
+        for cache in SCALED_KV_DTYPES:
+            yield (
+                f"{dtype_name(dtype)}_into_{dtype_name(cache)}",
+                lambda g, d=dtype, c=cache: cache_arguments(g, dtype=d, cache_dtype=c, head_dim=37),
+            )
     yield "decode", lambda g: cache_arguments(g, tokens=1)
     yield "whole_cache", lambda g: cache_arguments(g, tokens=9)
     yield "no_tokens", lambda g: cache_arguments(g, tokens=0)
@@ -256,8 +256,8 @@ def _embedding() -> Built:
 
 
 def _decode_step() -> Built:
-    for dtype in CACHE_DTYPES:
-        for cache in CACHE_DTYPES:
+    for dtype in ACTIVATIONS:
+        for cache in KV_DTYPES:
             yield (
                 f"{dtype_name(dtype)}_over_{dtype_name(cache)}",
                 lambda g, d=dtype, c=cache: decode_step_arguments(g, dtype=d, cache_dtype=c),

@@ -14,10 +14,14 @@ import torch
 from torch import Tensor
 
 import reference
+from bitnet_ops.nn.storage import CPU_SPECIFIC, KV_TYPES
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-CACHE_DTYPES = (torch.float32, torch.bfloat16)  # without int8, which takes scales
-FORMATS = ("2bit", "1.6bit")
+ACTIVATIONS = (torch.float32, torch.bfloat16)  # of what squared ReLU does not overflow
+KV_DTYPES = tuple(getattr(torch, name) for name in KV_TYPES)
+SCALED_KV_DTYPES = tuple(getattr(torch, t.name) for t in KV_TYPES.values() if t.has_scales)
+CACHE_DTYPES = tuple(dtype for dtype in KV_DTYPES if dtype not in SCALED_KV_DTYPES)
+FORMATS = CPU_SPECIFIC
 HEAD_FORMATS = (("int8", 128), ("int4", 64), ("int4", 128))
 
 Arguments = tuple[Any, ...]

@@ -132,9 +132,12 @@ def test_scale_rule_reads_transformers_settings_and_defaults(config, rule):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"quant_method": "awq"}, "expected quant_method 'bitnet', got 'awq'"),
-        ({"linear_class": "bitlinear2"}, "got bitlinear2/offline"),
-        ({"quantization_mode": "online"}, "got bitlinear/online"),
+        ({"quant_method": "awq"}, 'expected quant_method "bitnet", got .awq'),
+        ({"linear_class": "bitlinear2"}, "got 'bitlinear2'"),
+        (
+            {"quantization_mode": "online"},
+            "with linear_class .bitlinear. .packed",
+        ),
         ({"use_rms_norm": True}, "use_rms_norm"),
     ],
 )

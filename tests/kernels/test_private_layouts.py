@@ -46,6 +46,31 @@ def test_the_page_has_a_golden_line_for_every_layout() -> None:
     assert set(_golden()) == {(fmt, lanes) for fmt in FORMATS for lanes in (4, 8, 16)}
 
 
+@pytest.mark.parametrize("k", [1, 63, 64, 65, 128, 129, 300, 576])
+def test_the_runtime_knows_the_shape_of_every_layout(k: int, isa: str) -> None:
+    rng = torch.Generator().manual_seed(k)
+    for n in (1, 31, 33, 81):
+        weight = random_packed(rng, n, k)
+        for name in _runtime.layouts():
+            packed = weight if name == "canonical" else ops.prepack(weight, k, name)
+            assert _runtime.packed_shape(name, n, k) == tuple(packed.shape), name
+            assert packed.dim() == _runtime.layouts()[name]["dimensions"]
+
+
+def test_the_layout_table_and_its_errors() -> None:
+    rows = _runtime.layouts()
+    assert list(rows) == ["canonical", *FORMATS]
+    assert [row["bits"] for row in rows.values()] == [2.0, 2.0, 1.6]
+    assert [row["cpu_specific"] for row in rows.values()] == [False, True, True]
+    assert rows["2bit"]["max_in_features"] == 32768
+    assert _runtime.packed_shape("canonical", 5, 129) == (5, 64)
+    assert _runtime.packed_shape("2bit", 33, 65, lanes=8) == (2, 32, 32)
+    assert _runtime.packed_shape("1.6bit", 81, 64, lanes=16) == (2, 16, 16, 4)
+    for arguments in [("3bit", 1, 1), ("2bit", -1, 1), ("2bit", 1, 1 << 50), ("2bit", 1, 1, 17)]:
+        with pytest.raises(ValueError, match="packed_shape: expected"):
+            _runtime.packed_shape(*arguments)
+
+
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("k", [1, 63, 64, 65, 128, 129, 300, 576])
 def test_round_trip_is_exact(fmt: str, k: int, isa: str) -> None:

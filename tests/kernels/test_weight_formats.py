@@ -20,21 +20,19 @@ from bitnet_ops.formats.sglbitnt import MODEL_FILE, SglbitntError, Writer
 from bitnet_ops.generate.engine import Engine, Limits
 from bitnet_ops.language_model import DEMO_DIR, load
 from bitnet_ops.loading import weights as loading
-from bitnet_ops.loading.weights import prepack_all
+from bitnet_ops.loading.weights import repack_all
 from bitnet_ops.memory.arena import ALIGNMENT, Arena
 from bitnet_ops.models import Decoder, build
 from bitnet_ops.nn.kv_cache import KVCache
 from bitnet_ops.nn.linear import BitLinear
 from bitnet_ops.nn.packing import (
-    WEIGHT_FORMATS,
     PackedWeight,
     choose_format,
     pack_ternary,
     packed_row_bytes,
-    prepack,
-    prepacked_shape,
-    unprepack,
+    packed_shape,
 )
+from bitnet_ops.nn.storage import HEAD_FORMATS, WEIGHT_FORMATS
 from hf_writer import config_dict, make_network
 from isa_control import ISAS, every_configuration, forced_isa, torch_threads
 from tiny_models import SMALL, config_of, random_ids, tensors_of, tiny_model
@@ -77,7 +75,7 @@ def test_the_demo_has_the_same_logits_in_every_format_isa_and_thread_count() -> 
             assert torch.equal(logits, expected), f"{label} {weight_format}"
 
 
-@pytest.mark.parametrize("head_format", ["int8", "int4", "bf16", "float32", "stored"])
+@pytest.mark.parametrize("head_format", HEAD_FORMATS)
 @pytest.mark.parametrize("name", ["bitnet-offline", "bitnet-offline-untied"])
 def test_the_loader_quantises_as_the_model_does(
     name: str, head_format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -110,7 +108,7 @@ def test_every_architecture_has_the_same_logits_in_every_format(family: str) -> 
     for weight_format in PRIVATE:
         for module in model.modules():
             if isinstance(module, BitLinear):
-                module.prepack(weight_format)
+                module.repack(weight_format)
         rebound = model.float()  # anything that goes through _apply looks the buffers up again
         assert rebound.weight_format == weight_format
         assert torch.equal(logits_of(rebound, ids), expected), weight_format
@@ -202,31 +200,31 @@ def test_a_large_arena_begins_on_a_huge_page() -> None:
 def test_packing_there_and_back(shape: tuple[int, int], isa: str) -> None:
     canonical = matrix(*shape)
     for weight_format in PRIVATE:
-        private = prepack(canonical, weight_format)
+        private = canonical.repack(weight_format)
         assert private.format == weight_format and private.scale is canonical.scale
-        assert tuple(private.weight.shape) == prepacked_shape(*shape, weight_format)
-        assert torch.equal(unprepack(private).weight, canonical.weight)
-        other = prepack(private, PRIVATE[1 - PRIVATE.index(weight_format)])
-        assert torch.equal(prepack(other, "canonical").weight, canonical.weight)
-        assert prepack(private, weight_format) is private
-    assert prepack(canonical, "canonical") is canonical
-    assert prepacked_shape(*shape, "canonical") == tuple(canonical.weight.shape)
+        assert tuple(private.weight.shape) == packed_shape(*shape, weight_format)
+        assert torch.equal(private.to_canonical().weight, canonical.weight)
+        other = private.repack(PRIVATE[1 - PRIVATE.index(weight_format)])
+        assert torch.equal(other.repack("canonical").weight, canonical.weight)
+        assert private.repack(weight_format) is private
+    assert canonical.repack("canonical") is canonical
+    assert packed_shape(*shape, "canonical") == tuple(canonical.weight.shape)
 
 
 def test_auto_keeps_what_no_private_layout_takes() -> None:
     assert choose_format("auto", 32768) == "2bit"
     assert choose_format("auto", 32769) == "canonical"
     wide = matrix(2, 32769)
-    assert prepack(wide, "auto") is wide
+    assert wide.repack("auto") is wide
     with pytest.raises(RuntimeError, match="prepack: expected in_features at most 32768"):
-        prepack(wide, "2bit")
-    mixed = prepack_all({"narrow": matrix(9, 70), "wide": wide}, "auto")
+        wide.repack("2bit")
+    mixed = repack_all({"narrow": matrix(9, 70), "wide": wide}, "auto")
     assert isinstance(mixed["narrow"], PackedWeight) and mixed["narrow"].format == "2bit"
     assert mixed["wide"] is wide
 
 
 def test_packed_weights_check_private_shapes() -> None:
-    private = prepack(matrix(33, 130), "2bit")
+    private = matrix(33, 130).repack("2bit")
     parts = private.weight, private.scale
     with pytest.raises(ValueError, match="for 33 x 200"):
         PackedWeight(*parts, 33, 200, "2bit")
@@ -243,7 +241,7 @@ def test_packed_weights_check_private_shapes() -> None:
 @pytest.mark.parametrize("weight_format", PRIVATE)
 def test_layouts_of_other_kernels_are_refused(weight_format: str) -> None:
     """What was packed before another ISA was forced: an error, never a wrong result."""
-    here = prepack(matrix(64, 128), weight_format).weight
+    here = matrix(64, 128).repack(weight_format).weight
     lanes = here.shape[2] // 4 if weight_format == "2bit" else here.shape[2]
     for other in {4, 8, 16} - {lanes}:
         rows = other * (4 if weight_format == "2bit" else 5)
@@ -260,7 +258,7 @@ def test_a_weight_packed_for_one_isa_runs_on_those_with_its_lanes() -> None:
     expected = BitLinear.from_packed(canonical)(x)
     for made_for in ISAS:
         with forced_isa(made_for):
-            layer = BitLinear.from_packed(canonical).prepack("2bit")
+            layer = BitLinear.from_packed(canonical).repack("2bit")
             assert torch.equal(layer(x), expected)
 
 
@@ -285,11 +283,11 @@ def test_a_state_dict_holds_canonical_rows(weight_format: str) -> None:
 
 
 def test_a_state_dict_that_does_not_fit_is_refused() -> None:
-    layer = BitLinear.from_packed(matrix(33, 130)).prepack("2bit")
+    layer = BitLinear.from_packed(matrix(33, 130)).repack("2bit")
     state = layer.state_dict()
     with pytest.raises(RuntimeError, match=r"weight as canonical rows \[33, 64\], got \[32, 64\]"):
         layer.load_state_dict({**state, "weight": state["weight"][:32]})
-    with pytest.raises(RuntimeError, match="a state_dict holds no private layout"):
+    with pytest.raises(RuntimeError, match="a state_dict holds no CPU-specific layout"):
         layer.load_state_dict({**state, "weight": layer.weight})
     with pytest.raises(RuntimeError, match="packed as uint8, got torch.float32"):
         layer.load_state_dict({**state, "weight": state["weight"].float()})
@@ -297,8 +295,8 @@ def test_a_state_dict_that_does_not_fit_is_refused() -> None:
         layer.load_state_dict({**state, "weight": torch.full_like(state["weight"], 255)})
 
 
-def test_an_empty_layer_can_be_prepacked() -> None:
-    layer = BitLinear(130, 33).prepack()
+def test_an_empty_layer_can_be_repacked() -> None:
+    layer = BitLinear(130, 33).repack()
     assert layer.weight_format == "2bit" and torch.isnan(layer(torch.ones(130))).all()
     layer.load_state_dict(BitLinear.from_packed(matrix(33, 130)).state_dict())
     assert torch.isfinite(layer(torch.ones(130))).all()
@@ -349,13 +347,13 @@ def test_the_first_token_costs_what_the_next_one_does() -> None:
 
 
 def test_ops_take_the_rows_of_padded_weights() -> None:
-    private = prepack(matrix(33, 130), "2bit")
+    private = matrix(33, 130).repack("2bit")
     x = torch.ones(130)
     assert ops.linear(x, private.weight, private.scale, None, 33).shape == (33,)
 
 
 def test_build_shares_private_weights() -> None:
-    tensors = prepack_all(dummy.tensors("tiny"), "1.6bit")
+    tensors = repack_all(dummy.tensors("tiny"), "1.6bit")
     model = build(dummy.config("tiny"), tensors)
     name = "model.layers.1.self_attn.k_proj"
     packed = tensors[f"{name}.weight"]

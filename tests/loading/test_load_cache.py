@@ -1,6 +1,6 @@
-"""The cache of prepared models: used when it fits, else made again, and never in the way.
+"""The load cache: used when it fits, else made again, and never in the way.
 
-Its files are read or mapped, and nothing but the time may tell.
+Its files are read or mapped, and nothing but the time may tell. Must not know private layouts.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from bitnet_ops.cli import main
 from bitnet_ops.dummy import model as dummy
 from bitnet_ops.formats.sglbitnt import MODEL_FILE, Reader
 from bitnet_ops.language_model import DEMO_DIR, load
-from bitnet_ops.loading import cache_files
-from bitnet_ops.loading import load_cache as prepared
+from bitnet_ops.loading import cache_files, load_cache
 from bitnet_ops.nn.packing import PackedWeight
 from cached_models import cache as cache
 from cached_models import files, load_without_warning, tokens
@@ -41,7 +40,7 @@ def map_all(descriptor: int) -> torch.Tensor:
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Cache files are read into memory of our own, or mapped."""
     read = request.param == "read"
-    monkeypatch.setattr(prepared, "map_huge", (lambda descriptor: None) if read else map_all)
+    monkeypatch.setattr(load_cache, "map_huge", (lambda descriptor: None) if read else map_all)
 
 
 @pytest.fixture
@@ -163,7 +162,7 @@ def test_damaged_files_are_ignored_with_a_warning_and_made_again(
     bad = DAMAGE[name](good)
     assert bad != good
     file.write_bytes(bad)
-    with pytest.warns(UserWarning, match="expected a prepared model in .*; it is made again") as w:
+    with pytest.warns(UserWarning, match="expected a cached model in .*; it is made again") as w:
         assert tokens(load(model_dir, cache=cache)) == expected
     assert len(w) == 1
     assert files(cache) == [file] and file.read_bytes() == good
@@ -179,7 +178,7 @@ def test_the_file_of_another_model_is_ignored(model_dir: Path, cache: Path) -> N
     load(model_dir.parent / "other", cache=cache)
     (other,) = set(files(cache)) - {file}
     shutil.copy(other, file)
-    with pytest.warns(UserWarning, match="got the prepared form of another model"):
+    with pytest.warns(UserWarning, match="got the cached form of another model"):
         assert tokens(load(model_dir, cache=cache)) == expected
 
 
@@ -241,12 +240,12 @@ def test_odd_tensors_survive(tmp_path: Path) -> None:
         "d": torch.arange(33, dtype=torch.int8).view(3, 11),
         "e": torch.randn(5, 4, generator=torch.Generator().manual_seed(0)).t(),
     }
-    prepared.write(tmp_path / "x", tensors)
-    got = prepared.read(tmp_path / "x")
+    load_cache.write(tmp_path / "x", tensors)
+    got = load_cache.read(tmp_path / "x")
     assert got is not None and got.keys() == tensors.keys()
     for name, tensor in tensors.items():
         value = got[name]
         assert isinstance(tensor, torch.Tensor) and isinstance(value, torch.Tensor)
         assert value.dtype == tensor.dtype and torch.equal(value, tensor)
-    prepared.write(tmp_path / "empty", {})
-    assert prepared.read(tmp_path / "empty") == {}
+    load_cache.write(tmp_path / "empty", {})
+    assert load_cache.read(tmp_path / "empty") == {}

@@ -1,7 +1,8 @@
-"""The cache of prepared models takes nothing on trust: not bytes, not names, not owners.
+"""The load cache takes nothing on trust: not bytes, not names, not owners.
 
 Whatever lies under a cache file's name, a load ends with the right tokens, one line of warning and
-a good file. The digests of forged files are made by the package `xxhash`.
+a good file. The digests of forged files are made by the package `xxhash`. Must not know private
+layouts.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ CHUNK, HEADER = 4 << 20, 64
 
 
 class Cached:
-    """A model whose prepared form lies in a cache, and what it says."""
+    """A model whose cached form lies in a cache, and what it says."""
 
     def __init__(self, model: Path, cache: Path) -> None:
         self.model, self.cache = model, cache
@@ -41,9 +42,7 @@ class Cached:
         (self.file,) = files(cache)
         self.good = self.file.read_bytes()
 
-    def is_made_again(
-        self, match: str = "expected a prepared model in .*; it is made again"
-    ) -> None:
+    def is_made_again(self, match: str = "expected a cached model in .*; it is made again") -> None:
         with pytest.warns(UserWarning, match=match) as caught:
             assert tokens(load(self.model, cache=self.cache)) == self.expected
         assert len(caught) == 1
@@ -62,7 +61,7 @@ def cached(model_dir: Path, cache: Path) -> Cached:
 
 
 def digest_of(data: bytes) -> bytes:
-    """What a file's header must say, from the description in prepared.py."""
+    """What a file's header must say, from the description in load_cache.py."""
     starts = range(0, len(data), CHUNK)
     chunks = [data[max(at, HEADER) : at + CHUNK] for at in starts]
     return xxhash.xxh3_128_digest(data[:28] + b"".join(map(xxhash.xxh3_128_digest, chunks)))
@@ -412,7 +411,7 @@ def test_a_file_of_version_1_changed_in_place_is_read_again(
     assert len(files(cache)) == 2
 
 
-def test_a_copy_shares_the_prepared_form(model_dir: Path, cache: Path, tmp_path: Path) -> None:
+def test_a_copy_shares_the_cached_form(model_dir: Path, cache: Path, tmp_path: Path) -> None:
     for version in (1, 2):
         for name in ("a", "b"):
             rewritten(model_dir / MODEL_FILE, tmp_path / f"{name}{version}.bin", version)

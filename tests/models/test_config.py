@@ -195,7 +195,7 @@ REFUSED = {
     "quantisation not an object": ({"quantization_config": "bitnet"}, "quantization_config"),
     "another linear": (
         {"quantization_config": {"quant_method": "bitnet", "linear_class": "x"}},
-        "linear_class 'bitlinear' or 'autobitlinear'",
+        'linear_class "bitlinear" or "autobitlinear"',
     ),
     "per-linear norms, maybe": (
         {"quantization_config": {"quant_method": "bitnet", "use_rms_norm": "yes"}},

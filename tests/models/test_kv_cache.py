@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from bitnet_ops.config import ModelConfig
-from bitnet_ops.nn.kv_cache import CacheCapacityError, KVCache
+from bitnet_ops.nn.kv_cache import KV_DTYPES, CacheCapacityError, KVCache
+from bitnet_ops.nn.storage import KV_TYPES
 
 DEMO = Path(__file__).resolve().parents[1] / "data" / "demo-model" / "config.json"
 CONFIG = dataclasses.replace(
@@ -47,32 +48,28 @@ def test_shapes_and_memory() -> None:
     assert cache.lengths.tolist() == [0, 0, 0]
 
 
-def test_int8_keeps_a_factor_for_every_position(rng: torch.Generator) -> None:
-    cache = KVCache(CONFIG, 2, 10, torch.int8)
-    cache.set_length(1, 3)
-    ((key, value), _) = fill(cache, rng, 4)
-    for codes, scale, new in zip(
-        (cache.keys[0], cache.values[0]), cache.scales(0), (key, value), strict=True
-    ):
-        assert scale is not None and scale.shape == (2, CONFIG.num_key_value_heads, 10)
-        stored = codes.double() * scale.double()[..., None]
-        for row, start in ((0, 0), (1, 3)):
-            want = new[row].transpose(0, 1).double()
-            got = stored[row, :, start : start + 4]
-            step = want.abs().amax(-1, keepdim=True) / 127
-            assert bool(((got - want).abs() <= 0.5001 * step).all())
-    assert cache.scales(1)[0] is not None and KVCache(CONFIG, 1, 4).scales(0) == (None, None)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_update_writes_after_each_length(rng: torch.Generator, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("name", KV_TYPES)
+def test_update_writes_after_each_length(rng: torch.Generator, name: str) -> None:
+    """Rounded to the cache's type by torch, or with a scale for every row; no further off."""
+    kind, dtype = KV_TYPES[name], KV_DTYPES[name]
     cache = KVCache(CONFIG, 2, 10, dtype)
+    assert cache.type is kind and cache.nbytes == 2 * 2 * 2 * 2 * 10 * kind.row_bytes(8)
     cache.set_length(1, 3)
-    ((key, value), _) = fill(cache, rng, 4)
-    for row, start in ((0, 0), (1, 3)):
-        at = slice(start, start + 4)
-        assert torch.equal(cache.keys[0][row, :, at], key[row].transpose(0, 1).to(dtype))
-        assert torch.equal(cache.values[0][row, :, at], value[row].transpose(0, 1).to(dtype))
+    (written, _) = fill(cache, rng, 4)
+    held = (cache.keys[0], cache.values[0])
+    for codes, scale, new in zip(held, cache.scales(0), written, strict=True):
+        assert (scale is not None) == kind.has_scales
+        for row, start in ((0, 0), (1, 3)):
+            at = slice(start, start + 4)
+            want, got = new[row].transpose(0, 1), codes[row, :, at]
+            if scale is None:
+                assert torch.equal(got, want.to(dtype))
+                stored = got.double()
+            else:
+                assert scale.shape == (2, CONFIG.num_key_value_heads, 10)
+                stored = got.double() * scale[row, :, at].double()[..., None]
+            bound = kind.error * want.double().abs().amax(-1, keepdim=True)
+            assert bool(((stored - want.double()).abs() <= bound).all())
     assert cache.lengths.tolist() == [4, 7]
 
 

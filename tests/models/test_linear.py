@@ -19,7 +19,6 @@ from bitnet_ops.nn.packing import (
     pack_ternary,
     packed_row_bytes,
     unpack_hf,
-    unpack_ternary,
 )
 
 
@@ -44,7 +43,7 @@ def test_canonical_golden_vector() -> None:
     packed = pack_ternary(codes, 0.5)
     assert bytes(packed.weight[0].tolist()).hex() == expected
     assert float(packed.scale) == 0.5
-    assert torch.equal(unpack_ternary(packed), codes)
+    assert torch.equal(packed.codes(), codes)
 
 
 def test_r1_hf_golden_vectors() -> None:
@@ -94,7 +93,7 @@ def test_round_trip_of_any_width(rng: torch.Generator, k: int) -> None:
     codes = random_codes(rng, 3, k)
     packed = pack_ternary(codes, torch.tensor([2.0]))
     assert packed.weight.shape == (3, packed_row_bytes(k)) == (3, 32 * ((k + 127) // 128))
-    assert torch.equal(unpack_ternary(packed), codes)
+    assert torch.equal(packed.codes(), codes)
 
 
 def test_packed_weight_checks_its_parts(rng: torch.Generator) -> None:
@@ -181,7 +180,7 @@ def test_from_float_ternarises_by_absmean(rng: torch.Generator) -> None:
     codes = (weight.double() / scale).round().clamp(-1, 1).to(torch.int8)
     assert float(layer.weight_scale) == pytest.approx(scale, rel=1e-6)
     rows = layer.state_dict()["weight"]
-    assert torch.equal(unpack_ternary(PackedWeight(rows, layer.weight_scale, 6, 100)), codes)
+    assert torch.equal(PackedWeight(rows, layer.weight_scale, 6, 100).codes(), codes)
 
 
 def test_an_unloaded_layer_gives_nan() -> None:

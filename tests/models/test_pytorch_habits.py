@@ -245,6 +245,6 @@ def test_reprs_are_short_and_say_what_it_is(demo: LanguageModel) -> None:
     assert "kv bfloat16" in repr(demo) and "6 layers of 256" in repr(demo)
     assert "vocabulary 4096" in repr(demo.model)
     assert "lengths=[0, 0]" in repr(KVCache(demo.config, 2, 8))
-    packed = BitLinear.from_float(torch.randn(4, 128))._packed()
+    packed = BitLinear.from_float(torch.randn(4, 128)).packed
     texts = [repr(x) for x in (demo, demo.engine, packed, demo.stream("a"), demo.chat())]
     assert all(" at 0x" not in t and "\n" not in t and len(t) < 300 for t in texts)

@@ -28,11 +28,9 @@ from isa_control import every_configuration, torch_threads
 from op_arguments import decode_step_arguments
 from op_samples import results as produced
 from op_schema import named, names
-from op_values import strided
+from op_values import ACTIVATIONS, KV_DTYPES, strided
 from tiny_models import NAMES, SMALL, random_ids, tiny_model
 
-DTYPES = (torch.float32, torch.bfloat16)
-KV_DTYPES = (*DTYPES, torch.int8)
 FUNCTIONS = ops.decode_step, functools.partial(composed, ops, "decode_step")
 
 
@@ -53,7 +51,7 @@ def decode(model: Decoder, ids: Tensor, kv_dtype: torch.dtype, fused: bool) -> l
 
 
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", ACTIVATIONS, ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_equals_the_composed_ops(name: str, dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
     model = tiny_model(SMALL[name], dtype=dtype)
@@ -226,7 +224,7 @@ def test_a_copy_of_a_model_has_weights_of_its_own() -> None:
     assert not decode(twin, ids, torch.float32, fused=True)[0].any()
 
 
-@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.int8], ids=str)
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES, ids=str)
 def test_rows_that_leave_a_batch_decode_on(kv_dtype: torch.dtype) -> None:
     """KVCache.keep and row leave gaps between the layers of the remaining cache."""
     model = bitnet_ops.load().model

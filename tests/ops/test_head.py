@@ -14,8 +14,9 @@ from torch import Tensor
 
 import bitnet_ops
 from bitnet_ops import ops
-from bitnet_ops.nn.head import HEAD_FORMATS, HeadWeight
+from bitnet_ops.nn.head import HeadWeight
 from bitnet_ops.nn.kv_cache import KVCache
+from bitnet_ops.nn.storage import HEAD_FORMATS
 from bounds import U, assert_equal, assert_within
 from hf_writer import make_network
 from op_values import activations
@@ -120,7 +121,7 @@ def test_a_head_and_its_embedding_are_one_storage(head_format: str, rng: torch.G
     assert shared == (head_format in ("stored", "bf16"))
 
 
-@pytest.mark.parametrize("head_format", ["int8", "int4"])
+@pytest.mark.parametrize("head_format", [h for h, row in HEAD_FORMATS.items() if row.quantized])
 def test_casting_and_copying_a_model_leave_a_quantised_head_alone(
     head_format: str, rng: torch.Generator
 ) -> None:

@@ -19,7 +19,7 @@ from isa_control import torch_threads
 from large_samples import LARGE
 from op_samples import ALL_SAMPLES, COMPARABLE_SAMPLES, SAMPLES, Sample, results
 from op_schema import MUTATED, SCHEMAS, defaults, names
-from op_values import CACHE_DTYPES, FLOATS, activations, gain
+from op_values import FLOATS, KV_DTYPES, activations, gain
 
 FUSED = {"qkv_forward", "mlp_forward", "decode_step"}
 
@@ -188,6 +188,6 @@ def test_gain_of_any_dtype_gives_the_dtype_of_x(
 
 
 def test_supported_dtypes_are_those_the_samples_cover() -> None:
-    for op, index, dtypes in (("linear", 0, FLOATS), ("attention", 1, (*CACHE_DTYPES, torch.int8))):
+    for op, index, dtypes in (("linear", 0, FLOATS), ("attention", 1, KV_DTYPES)):
         seen = {sample.args()[index].dtype for sample in SAMPLES[op]}
         assert seen == set(dtypes)

@@ -129,8 +129,9 @@ def test_heads_that_overflow_a_product_are_refused() -> None:
     caches = [torch.zeros(1, 1, 1, 4, 8) for _ in "kv"]
     sizes = torch.float32, 2**61 + 1, 8, 5, False, "relu2", 1e-5, 1e4, 1.0
     start = torch.zeros(1, dtype=torch.int64)
-    scales, gains = torch.ones(1, 7), torch.ones(24)
-    with pytest.raises(RuntimeError, match=r"^decode_step: expected num_heads with at most 524288 "):
+    scales, norms = torch.ones(1, 7), torch.ones(24)
+    refused = r"^decode_step: expected num_heads with at most 524288 "
+    with pytest.raises(RuntimeError, match=refused):
         ops.decode_step(
-            x, [weight] * 7, scales, gains, torch.zeros(5, 8), None, *caches, start, *sizes
+            x, [weight] * 7, scales, norms, torch.zeros(5, 8), None, *caches, start, *sizes
         )

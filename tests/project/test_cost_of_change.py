@@ -18,12 +18,12 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "CONTRIBUTING.md"
 
 MISSED = {
-    "operator without SIMD": 14,
-    "operator with SIMD": 19,
-    "instruction set": 15,
-    "model family, same maths": 11,
-    "model family, new maths": 21,
-    "packed layout": 38,
+    "operator without SIMD": 13,
+    "operator with SIMD": 17,
+    "instruction set": 10,
+    "model family, same maths": 12,
+    "model family, new maths": 20,
+    "packed layout": 40,
     "KV cache type": 24,
 }
 

@@ -156,6 +156,13 @@ def wheel(
     return Built(path, log)
 
 
+def own_benchmarks() -> set[str]:
+    """The measurements of this project itself, which its users have no use for."""
+    found = {path.relative_to(ROOT).as_posix() for path in (ROOT / "benchmarks").glob("*.py")}
+    assert len(found) > 10
+    return found
+
+
 @pytest.mark.slow
 def test_sdist_holds_the_sources_and_no_build_products(sdist: Path) -> None:
     with tarfile.open(sdist) as archive:
@@ -165,6 +172,7 @@ def test_sdist_holds_the_sources_and_no_build_products(sdist: Path) -> None:
     assert not [name for name in names if name.endswith((".o", ".so", ".pyc"))]
     assert not [name for name in names if name.startswith(("build/", ".github", ".ci", ".venv"))]
     assert "tests/data/demo-model/model.safetensors" in names  # it can test itself
+    assert own_benchmarks() <= names and "benchmarks/goals.md" in names
 
 
 @pytest.mark.slow
@@ -191,6 +199,7 @@ def test_wheel_tag_and_content(wheel: Built) -> None:
         for path in (ROOT / "python" / "bitnet_ops").rglob("*.py")
     }
     assert python_files <= names
+    assert not [name for name in names if "benchmarks" in name]
     other = [name for name in names if not name.startswith(("bitnet_ops/", "bitnet_ops-"))]
     assert other == []
     assert "bitnet = bitnet_ops.integrations.sglang:register" in entry_points

@@ -52,6 +52,7 @@ def test_layers_hold() -> None:
         ("models/llama", "from .. import *", "'models' must not import '__init__'"),
         ("ops/head", "import sglang.srt", "may import sglang"),
         ("nn/linear", "from transformers import AutoModel", "may import transformers"),
+        ("bench/model", "from benchmarks import goals", "may import benchmarks"),
         ("newcomer", "", "layer 'newcomer' has no row"),
     ],
 )
@@ -127,6 +128,32 @@ def test_layer_check_follows_includes(
     problems = layers.check_cpp_file(tmp_path / file, tmp_path)
     way = f"runtime/first.h -> runtime/second.h -> {header.strip('<>')}"
     assert [problem.endswith(way) for problem in problems] == ([True] if complaint else [])
+
+
+@pytest.mark.parametrize(
+    ("imports", "circles"),
+    [
+        ({"a": "from bitnet_ops.rooms import b", "b": "import bitnet_ops.rooms.c", "c": ""}, 0),
+        ({"a": "from . import b", "b": "import bitnet_ops.rooms.c", "c": "from .a import x"}, 1),
+        ({"a": "from .b import x", "b": "def f():\n    from bitnet_ops.rooms.a import y"}, 1),
+        ({"a": "from .b import x", "b": "if TYPE_CHECKING:\n    from .a import y"}, 0),
+        ({"a": "from .b import x", "b": "from .a import y", "c": "import bitnet_ops.d"}, 1),
+        ({"a": "from bitnet_ops import d", "c": "from bitnet_ops.d import x"}, 1),
+    ],
+)
+def test_circles_are_seen(tmp_path: Path, imports: dict[str, str], circles: int) -> None:
+    (tmp_path / "rooms").mkdir()
+    for name, text in imports.items():
+        (tmp_path / "rooms" / f"{name}.py").write_text(text)
+    back = "from bitnet_ops.rooms import a" if "d" in imports["a"] else ""
+    (tmp_path / "d.py").write_text(back)
+    assert len(layers.check_circles(tmp_path)) == circles
+
+
+def test_rows_of_layers_are_in_order() -> None:
+    assert layers.check_order({"low": set(), "high": {"low"}, "top": {"*"}}) == []
+    for table in ({"low": {"high"}, "high": set()}, {"low": {"low"}}, {"low": {"missing"}}):
+        assert len(layers.check_order(table)) == 1
 
 
 def test_layer_check_of_nothing_is_a_failure(tmp_path: Path) -> None:

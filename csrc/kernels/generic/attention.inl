@@ -1,5 +1,5 @@
 // Attention of a few query rows that share a KV head against one chunk of positions, over the float
-// words: every load of a key or value meets all rows of a group.  Included inside an ISA's
+// primitives: every load of a key or value meets all rows of a group.  Included inside an ISA's
 // anonymous namespace; never mentions an ISA.  Contracts and arithmetic: kernel_table.h.
 
 // How far ahead of its use memory is asked for.  The hardware's own prefetcher stops at 4 KiB
@@ -36,51 +36,51 @@ template <class E>
   return mix<E>(load_as<kTypeOf<E>>(p, 0, count));
 }
 
-// Part P of R x J dot products of queries (mixed, padded to whole steps) and keys.
+// Register P of R x J dot products of queries (mixed, padded to whole steps) and keys.
 template <class E, int R, int J, int P>
-[[gnu::always_inline]] inline void dot_parts(const float* query, int64_t padded, const void* keys,
-                                             int64_t stride_bytes, int64_t dim, Part (&sums)[8]) {
-  Part acc[R * J], key[J];
+[[gnu::always_inline]] inline void dot_regs(const float* query, int64_t padded, const void* keys,
+                                            int64_t stride_bytes, int64_t dim, LaneReg (&sums)[8]) {
+  LaneReg acc[R * J], key[J];
 #pragma GCC unroll 8
-  for (int i = 0; i < R * J; ++i) acc[i] = part_zero();
+  for (int i = 0; i < R * J; ++i) acc[i] = LaneReg{};
   for (int64_t i = 0; i + 16 <= dim; i += 16) {
 #pragma GCC unroll 8
     for (int j = 0; j < J; ++j) {
-      key[j] = part<P>(load_mixed(row_of<E>(keys, stride_bytes, j) + i));
+      key[j] = reg<P>(load_mixed(row_of<E>(keys, stride_bytes, j) + i));
     }
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
-      const Part q = load_part(query + r * padded + i + P * (16 / kParts));
+      const LaneReg q = load_reg(query + r * padded + i + P * (16 / kRegs));
 #pragma GCC unroll 8
-      for (int j = 0; j < J; ++j) acc[r * J + j] = part_fma(q, key[j], acc[r * J + j]);
+      for (int j = 0; j < J; ++j) acc[r * J + j] = reg_fma(q, key[j], acc[r * J + j]);
     }
   }
   if (dim % 16 != 0) {
     const int64_t i = dim / 16 * 16;
     for (int j = 0; j < J; ++j) {
-      key[j] = part<P>(load_mixed_n(row_of<E>(keys, stride_bytes, j) + i, dim - i));
+      key[j] = reg<P>(load_mixed_n(row_of<E>(keys, stride_bytes, j) + i, dim - i));
     }
     for (int r = 0; r < R; ++r) {
-      const Part q = load_part(query + r * padded + i + P * (16 / kParts));
-      for (int j = 0; j < J; ++j) acc[r * J + j] = part_fma(q, key[j], acc[r * J + j]);
+      const LaneReg q = load_reg(query + r * padded + i + P * (16 / kRegs));
+      for (int j = 0; j < J; ++j) acc[r * J + j] = reg_fma(q, key[j], acc[r * J + j]);
     }
   }
 #pragma GCC unroll 8
-  for (int i = 0; i < 8; ++i) sums[i] = i < R * J ? acc[i] : part_zero();
+  for (int i = 0; i < 8; ++i) sums[i] = i < R * J ? acc[i] : LaneReg{};
 }
 
 // scores[r * kAttentionChunk + j] = dot(query r, key j) for R queries and J keys, R * J <= 8.
 template <class E, int R, int J>
 [[gnu::always_inline]] inline void score_tile(const float* query, int64_t padded, const void* keys,
                                               int64_t stride_bytes, int64_t dim, float* scores) {
-  Part sums[kParts][8];
-  dot_parts<E, R, J, 0>(query, padded, keys, stride_bytes, dim, sums[0]);
-  if constexpr (kParts > 1) {
-    dot_parts<E, R, J, 1>(query, padded, keys, stride_bytes, dim, sums[1]);
+  LaneReg sums[kRegs][8];
+  dot_regs<E, R, J, 0>(query, padded, keys, stride_bytes, dim, sums[0]);
+  if constexpr (kRegs > 1) {
+    dot_regs<E, R, J, 1>(query, padded, keys, stride_bytes, dim, sums[1]);
   }
-  if constexpr (kParts > 2) {
-    dot_parts<E, R, J, 2>(query, padded, keys, stride_bytes, dim, sums[2]);
-    dot_parts<E, R, J, 3>(query, padded, keys, stride_bytes, dim, sums[3]);
+  if constexpr (kRegs > 2) {
+    dot_regs<E, R, J, 2>(query, padded, keys, stride_bytes, dim, sums[2]);
+    dot_regs<E, R, J, 3>(query, padded, keys, stride_bytes, dim, sums[3]);
   }
   float dots[8];
   reduce_eight<E>(sums, dots);

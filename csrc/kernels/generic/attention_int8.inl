@@ -49,7 +49,7 @@ template <int R, int J>
                                             int32_t* dots) {
   CacheDot acc[8];
 #pragma GCC unroll 8
-  for (int i = 0; i < 8; ++i) acc[i] = cache_dot_zero();
+  for (int i = 0; i < 8; ++i) acc[i] = CacheDot{};
   int64_t i = 0;
   for (; i + kCacheStep <= dim; i += kCacheStep) {
     dot_step<R, J>(query + i, padded, keys + i, stride, acc);
@@ -115,7 +115,7 @@ float weigh_positions(const Int8Attention& cache, const int32_t* dots, float fac
 template <int R, int B>
 [[gnu::always_inline]] inline void sum_pair(const int16_t* weights, const int8_t* first,
                                             const int8_t* second,
-                                            CacheSum (&sums)[R * B][kCacheParts]) {
+                                            CacheSum (&sums)[R * B][kCacheAccs]) {
   CacheWeights w[R];
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r) w[r] = cache_weights(weights + r * kAttentionChunk);
@@ -124,11 +124,11 @@ template <int R, int B>
     const CacheValues v = cache_values(first + b * kCacheStep, second + b * kCacheStep);
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
-      CacheSum(&s)[kCacheParts] = sums[r * B + b];
+      CacheSum(&s)[kCacheAccs] = sums[r * B + b];
       s[0] = cache_sum<0>(s[0], v, w[r]);
-      if constexpr (kCacheParts > 1) s[1] = cache_sum<1>(s[1], v, w[r]);
-      if constexpr (kCacheParts > 2) s[2] = cache_sum<2>(s[2], v, w[r]);
-      if constexpr (kCacheParts > 3) s[3] = cache_sum<3>(s[3], v, w[r]);
+      if constexpr (kCacheAccs > 1) s[1] = cache_sum<1>(s[1], v, w[r]);
+      if constexpr (kCacheAccs > 2) s[2] = cache_sum<2>(s[2], v, w[r]);
+      if constexpr (kCacheAccs > 3) s[3] = cache_sum<3>(s[3], v, w[r]);
     }
   }
 }
@@ -139,11 +139,11 @@ template <int R, int B>
 [[gnu::noinline]] void sum_strip(const int16_t* weights, const float* factors, const int8_t* values,
                                  int64_t stride, int64_t count, int64_t width, float* acc,
                                  int64_t acc_stride) {
-  CacheSum sums[R * B][kCacheParts];
+  CacheSum sums[R * B][kCacheAccs];
 #pragma GCC unroll 8
   for (int k = 0; k < R * B; ++k) {
 #pragma GCC unroll 4
-    for (int p = 0; p < kCacheParts; ++p) sums[k][p] = cache_sum_zero();
+    for (int p = 0; p < kCacheAccs; ++p) sums[k][p] = CacheSum{};
   }
   int64_t j = 0;
   for (; j + 2 <= count; j += 2) {

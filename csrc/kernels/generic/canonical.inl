@@ -1,11 +1,11 @@
-// The ternary product of canonical rows over the integer words. Included inside an ISA's anonymous
+// The ternary product of canonical rows . Included inside an ISA's anonymous
 // namespace; never mentions an ISA. See ternary_gemm in kernel_table.h for the contract; the
-// private layouts have tiles.inl.
+// CPU-specific layouts have tiles.inl.
 
 // Tokens whose activations should stay in L2 while a range of weight rows streams past them.
 constexpr int64_t kTokenBlock = 32;
 
-// Adds one unit (or the last half unit) of R rows x T tokens into the partial sums.
+// Adds one k-step (or the last half step) of R rows x T tokens into the partial sums.
 template <int F, bool kTail, int R, int T>
 [[gnu::always_inline]] inline void accumulate_field(const Raw (&raw)[R], const int8_t* x,
                                                     int64_t x_stride, Partial (&partial)[R][T]) {
@@ -25,7 +25,7 @@ template <int F, bool kTail, int R, int T>
 }
 
 template <bool kTail, int R, int T>
-[[gnu::always_inline]] inline void accumulate_unit(const uint8_t* w, int64_t apart, const int8_t* x,
+[[gnu::always_inline]] inline void accumulate_step(const uint8_t* w, int64_t apart, const int8_t* x,
                                                    int64_t x_stride, Partial (&partial)[R][T]) {
   Raw raw[R];
 #pragma GCC unroll 8
@@ -38,38 +38,38 @@ template <bool kTail, int R, int T>
   accumulate_field<3, kTail>(raw, x, x_stride, partial);
 }
 
-// acc += the products of units [u, stop), plus the half unit behind them if kTail.
+// acc += the products of k-steps [u, stop), plus the half step behind them if kTail.
 template <bool kTail, int R, int T>
-[[gnu::always_inline]] inline void accumulate_units(const uint8_t* w, int64_t apart,
+[[gnu::always_inline]] inline void accumulate_steps(const uint8_t* w, int64_t apart,
                                                     const int8_t* x, int64_t x_stride, int64_t u,
                                                     int64_t stop, int64_t ahead, Acc (&acc)[R][T]) {
-  constexpr int64_t kUnitBytes = kUnitBlocks * layout::kBlockBytes;
-  constexpr int64_t kUnitWeights = kUnitBlocks * layout::kBlockWeights;
+  constexpr int64_t kStepBytes = kStepBlocks * layout::kBlockBytes;
+  constexpr int64_t kStepWeights = kStepBlocks * layout::kBlockWeights;
   Partial partial[R][T];
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 8
-    for (int t = 0; t < T; ++t) partial[r][t] = partial_zero();
+    for (int t = 0; t < T; ++t) partial[r][t] = Partial{};
   }
   for (; u < stop; ++u) {
-    const uint8_t* p = w + u * kUnitBytes;
+    const uint8_t* p = w + u * kStepBytes;
     if constexpr (T == 1) {
       if constexpr (kGemvStreams) {
-        if (kUnitBytes >= 64 || u % 2 == 0) {  // one request per cache line of 64 bytes
+        if (kStepBytes >= 64 || u % 2 == 0) {  // one request per cache line of 64 bytes
 #pragma GCC unroll 8
           for (int r = 0; r < R; ++r) prefetch(p + r * apart + ahead / R);
         }
-      } else {  // R rows advance together, but in memory they are one stream: R units a step
+      } else {  // R rows advance together, but in memory they are one stream: R k-steps at a time
 #pragma GCC unroll 8
-        for (int64_t b = 0; b < R * kUnitBytes; b += 64) {
-          prefetch(w + ahead + u * R * kUnitBytes + b);
+        for (int64_t b = 0; b < R * kStepBytes; b += 64) {
+          prefetch(w + ahead + u * R * kStepBytes + b);
         }
       }
     }
-    accumulate_unit<false>(p, apart, x + u * kUnitWeights, x_stride, partial);
+    accumulate_step<false>(p, apart, x + u * kStepWeights, x_stride, partial);
   }
   if constexpr (kTail) {
-    accumulate_unit<true>(w + u * kUnitBytes, apart, x + u * kUnitWeights, x_stride, partial);
+    accumulate_step<true>(w + u * kStepBytes, apart, x + u * kStepWeights, x_stride, partial);
   }
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r) {
@@ -83,21 +83,21 @@ template <int R, int T>
 [[gnu::always_inline]] inline void tile(const uint8_t* w, int64_t row_bytes, int64_t apart,
                                         const int8_t* x, int64_t x_stride, int64_t ahead,
                                         Acc (&acc)[R][T]) {
-  constexpr int64_t kUnitBytes = kUnitBlocks * layout::kBlockBytes;
-  const int64_t units = row_bytes / kUnitBytes;
+  constexpr int64_t kStepBytes = kStepBlocks * layout::kBlockBytes;
+  const int64_t steps = row_bytes / kStepBytes;
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 8
-    for (int t = 0; t < T; ++t) acc[r][t] = acc_zero();
+    for (int t = 0; t < T; ++t) acc[r][t] = Acc{};
   }
   int64_t u = 0;
-  for (; units - u > kFlushUnits; u += kFlushUnits) {
-    accumulate_units<false>(w, apart, x, x_stride, u, u + kFlushUnits, ahead, acc);
+  for (; steps - u > kFlushSteps; u += kFlushSteps) {
+    accumulate_steps<false>(w, apart, x, x_stride, u, u + kFlushSteps, ahead, acc);
   }
-  accumulate_units<false>(w, apart, x, x_stride, u, units, ahead, acc);
-  if constexpr (kUnitBlocks > 1) {
-    if (units * kUnitBytes != row_bytes) {
-      accumulate_units<true>(w, apart, x, x_stride, units, units, ahead, acc);
+  accumulate_steps<false>(w, apart, x, x_stride, u, steps, ahead, acc);
+  if constexpr (kStepBlocks > 1) {
+    if (steps * kStepBytes != row_bytes) {
+      accumulate_steps<true>(w, apart, x, x_stride, steps, steps, ahead, acc);
     }
   }
 }

@@ -1,34 +1,34 @@
 // One token x tiles, several tiles side by side as streams of reading.  Over tiles.inl.  Included
 // inside an ISA's anonymous namespace; never mentions an ISA.
 
-// One token x S tiles, `apart` bytes from one to the next, two lines of each in turn: as many
+// One token x S tiles, `apart` bytes from one to the next, two k-steps of each in turn: as many
 // streams of reading, which some CPUs serve faster than one.  Sums stay in registers where they
 // fit.
 template <class D, int S>
-[[gnu::noinline]] void token_streams(const uint8_t* w, int64_t apart, int64_t lines,
+[[gnu::noinline]] void token_streams(const uint8_t* w, int64_t apart, int64_t k_steps,
                                      const int8_t* x, int64_t ahead, TileSums<D>* sums) {
   constexpr int kParts = S * D::kDots;
-  constexpr bool kInRegisters = 2 * kParts <= kTileParts;
+  constexpr bool kInRegisters = 2 * kParts <= kTileAccs;
   TileSum total[kParts];
   repeat<kParts>([&]<int i>() BITNET_INLINE_LAMBDA { total[i] = set1_sum(0); });
-  for (int64_t b = 0; b < lines; b += kTileBlock) {
-    TilePart part[S][D::kDots][1];
-    repeat<S>([&]<int s>() BITNET_INLINE_LAMBDA { clear_parts(part[s]); });
-    const uint8_t* wb = w + b * kLineBytes;
+  for (int64_t b = 0; b < k_steps; b += kStepMultiple) {
+    TileAcc acc[S][D::kDots][1];
+    repeat<S>([&]<int s>() BITNET_INLINE_LAMBDA { clear_accs(acc[s]); });
+    const uint8_t* wb = w + b * kStepBytes;
     const int8_t* xb = x + b * layout::kTileStepK;
 #pragma GCC unroll 1
-    for (int64_t l = 0; l < kTileBlock; l += 2) {
+    for (int64_t l = 0; l < kStepMultiple; l += 2) {
       repeat<S>([&]<int s>() BITNET_INLINE_LAMBDA {
-        const uint8_t* ws = wb + s * apart + l * kLineBytes;
-        for (int64_t at = 0; at < 2 * kLineBytes; at += 64) prefetch(ws + ahead + at);
+        const uint8_t* ws = wb + s * apart + l * kStepBytes;
+        for (int64_t at = 0; at < 2 * kStepBytes; at += 64) prefetch(ws + ahead + at);
         repeat<2>([&]<int k>() BITNET_INLINE_LAMBDA {
-          const auto split = D::split(load_line(ws + k * kLineBytes));
-          add_line<D, 0, D::kDots, 1>(split, xb + (l + k) * layout::kTileStepK, 0, part[s]);
+          const auto prepared = D::prepare(load_step(ws + k * kStepBytes));
+          add_step<D, 0, D::kDots, 1>(prepared, xb + (l + k) * layout::kTileStepK, 0, acc[s]);
         });
       });
     }
     repeat<kParts>([&]<int i>() BITNET_INLINE_LAMBDA {
-      const TileSum sum = part_sum(part[i / D::kDots][i % D::kDots][0]);
+      const TileSum sum = tile_acc_sum(acc[i / D::kDots][i % D::kDots][0]);
       if constexpr (kInRegisters) {
         total[i] = add_sum(total[i], sum);
       } else {
@@ -48,9 +48,9 @@ template <class D, int S>
 template <class D, int S>
 void tiles_in_streams(const TileJob& job) {
   TileSums<D> sums[S];
-  const int64_t tile_bytes = job.lines * kLineBytes, each = job.tile_count / S;
+  const int64_t tile_bytes = job.lines * kStepBytes, each = job.tile_count / S;
   const auto finish = [&](const TileSums<D>& tile, int64_t i) {
-    finish_group<D, 1>(tile, job.x_sum, job.out + i * D::kFields * kTileLanes, job.out_stride);
+    finish_tile<D, 1>(tile, job.x_sum, job.out + i * D::kFields * kTileLanes, job.out_stride);
   };
   for (int64_t i = 0; i < each; ++i) {
     token_streams<D, S>(job.tiles + i * tile_bytes, each * tile_bytes, job.lines, job.x,

@@ -1,5 +1,5 @@
 // The output head: dense, int8 and int4 weights against a few tokens, and what quantises both.
-// Included inside an ISA's anonymous namespace, over the words of simd_*_head.h; never mentions an
+// Included inside an ISA's anonymous namespace, never mentions an
 // ISA. Contracts: kernel_table.h.
 
 // Rows that stay in cache while every token of a batch meets them.
@@ -10,7 +10,7 @@ constexpr int64_t kHeadRowChunk = 32;
 
 // ---- dense --------------------------------------------------------------------------------------
 
-// The words of a type: bfloat16 may have its lanes in an order of the ISA's own until they are
+// The primitives of a type: bfloat16 may have its lanes in an order of the ISA's own until they are
 // added up.
 template <DType kType>
 [[gnu::always_inline]] inline F32x16 dense_x(const float* p, int64_t count) {
@@ -157,7 +157,7 @@ template <int R, int T, int U>
 #pragma GCC unroll 4
     for (int t = 0; t < T; ++t) {
 #pragma GCC unroll 8
-      for (int u = 0; u < U; ++u) acc[r][t][u] = head8_zero();
+      for (int u = 0; u < U; ++u) acc[r][t][u] = Head8Acc{};
     }
   }
 }
@@ -185,7 +185,7 @@ template <int R, int T>
     int8_t last[kHead8Step] = {};
     for (int64_t j = i; j < k; ++j) last[j - i] = w[r * step + j];
     const Head8Weights v = head8_weights(last);
-    for (int t = 0; t < T; ++t) sums[r][t] += head8_sum(head8_dot(head8_zero(), v, x[t], i));
+    for (int t = 0; t < T; ++t) sums[r][t] += head8_sum(head8_dot(Head8Acc{}, v, x[t], i));
   }
 }
 
@@ -273,7 +273,7 @@ template <int S, int T>
 #pragma GCC unroll 4
   for (int s = 0; s < S; ++s) {
 #pragma GCC unroll 4
-    for (int t = 0; t < T; ++t) acc[s][t] = head4_zero();
+    for (int t = 0; t < T; ++t) acc[s][t] = Head4Acc{};
   }
   for (int64_t line = 0; line < lines; line += 4) {
 #pragma GCC unroll 4

@@ -1,40 +1,41 @@
-// Many tokens x whole tiles of a matrix unit U: sixteen lines of a 2-bit tile (64 k) masked with
-// one field are an operand of 64 k x 16 rows as they lie; the last dot is that of the raw lines.
-// Over tiles.inl.  Included inside an ISA's anonymous namespace; never mentions an ISA.
+// Many tokens x whole tiles of a matrix unit U: sixteen k-steps of a 2-bit tile (64 k) masked
+// with one field are an operand of 64 k x 16 rows as they lie; the last dot is that of the raw
+// bytes. Over tiles.inl.  Included inside an ISA's anonymous namespace; never mentions an ISA.
 //
 // Tiles 0..3 of the unit accumulate, 4 and 5 hold tokens, 6 and 7 decoded rows.
 
-constexpr int64_t kMatrixTokens = 32;  // two tiles of tokens
-constexpr int64_t kStepLines = 16;     // lines of a step: 64 k
-constexpr int64_t kStepBytes = 1024;   // of one operand tile
-constexpr int64_t kBlockSteps = 14;    // the tokens' part of so many steps stays in L1
-constexpr int64_t kRingSlots = 4;      // decoded operands in flight
-constexpr int64_t kDecodeAhead = 3;    // steps between decoding and use
+constexpr int64_t kMatrixTokens = 32;    // two tiles of tokens
+constexpr int64_t kOperandSteps = 16;    // k-steps of an operand: 64 k
+constexpr int64_t kOperandBytes = 1024;  // of one operand tile
+constexpr int64_t kBlockOperands = 14;   // so many of the tokens' operands stay in L1
+constexpr int64_t kRingSlots = 4;        // decoded operands in flight
+constexpr int64_t kDecodeAhead = 3;      // operands between decoding and use
 
-// The sums of one private tile and up to 32 tokens, [dot][token][lane], and decoded operands.
+// The sums of one tile and up to 32 tokens, [dot][token][lane], and decoded operands.
 struct alignas(64) MatrixScratch {
   int32_t sums[4][kMatrixTokens][16];
-  uint8_t ring[kRingSlots][3][kStepBytes];
+  uint8_t ring[kRingSlots][3][kOperandBytes];
 };
 
-// Fields F .. F + N - 1 of one step, each an operand tile.
+// Fields F .. F + N - 1 of sixteen k-steps, each an operand.
 template <class U, int F, int N>
-inline void decode_fields(const uint8_t* w, int64_t ahead, uint8_t (*slot)[kStepBytes]) {
-  for (int64_t line = 0; line < kStepLines; ++line) {
-    const auto v = U::Decoder::split(load_line(w + line * 64));
-    U::prefetch(w + line * 64 + ahead);
-    store_line(slot[0] + line * 64, U::Decoder::template codes<F>(v));
-    if constexpr (N > 1) store_line(slot[1] + line * 64, U::Decoder::template codes<F + 1>(v));
-    if constexpr (N > 2) store_line(slot[2] + line * 64, U::Decoder::template codes<F + 2>(v));
+inline void decode_fields(const uint8_t* w, int64_t ahead, uint8_t (*slot)[kOperandBytes]) {
+  for (int64_t i = 0; i < kOperandSteps; ++i) {
+    const auto v = U::Decoder::prepare(load_step(w + i * 64));
+    U::prefetch(w + i * 64 + ahead);
+    store_step(slot[0] + i * 64, U::Decoder::template codes<F>(v));
+    if constexpr (N > 1) store_step(slot[1] + i * 64, U::Decoder::template codes<F + 1>(v));
+    if constexpr (N > 2) store_step(slot[2] + i * 64, U::Decoder::template codes<F + 2>(v));
   }
 }
 
 // Walks steps [0, steps): decodes kDecodeAhead steps before `use(step, slot)` takes them.
 template <class U, int F, int N, class Use>
-inline void walk_steps(const uint8_t* w, int64_t steps, int64_t ahead, MatrixScratch& scratch,
-                       const Use& use) {
+inline void walk_operands(const uint8_t* w, int64_t steps, int64_t ahead, MatrixScratch& scratch,
+                          const Use& use) {
   for (int64_t s = 0; s < steps + kDecodeAhead; ++s) {
-    if (s < steps) decode_fields<U, F, N>(w + s * kStepBytes, ahead, scratch.ring[s % kRingSlots]);
+    if (s < steps)
+      decode_fields<U, F, N>(w + s * kOperandBytes, ahead, scratch.ring[s % kRingSlots]);
     const int64_t done = s - kDecodeAhead;
     if (done >= 0) use(done, scratch.ring[done % kRingSlots]);
   }
@@ -58,11 +59,11 @@ void block_2x2(const uint8_t* w, int64_t steps, bool first, const int8_t* x, int
   begin_sum<U, 1>(first, sums[D + 1][0]);
   begin_sum<U, 2>(first, sums[D][16]);
   begin_sum<U, 3>(first, sums[D + 1][16]);
-  walk_steps<U, D, D == 0 ? 2 : 1>(w, steps, ahead, scratch, [&](int64_t s, auto& slot) {
+  walk_operands<U, D, D == 0 ? 2 : 1>(w, steps, ahead, scratch, [&](int64_t s, auto& slot) {
     U::template load_once<4>(x + s * 64, x_stride);
     U::template load_once<5>(x + 16 * x_stride + s * 64, x_stride);
     U::template load<6>(slot[0], 64);
-    U::template load<7>(D == 0 ? slot[1] : w + s * kStepBytes, 64);
+    U::template load<7>(D == 0 ? slot[1] : w + s * kOperandBytes, 64);
     U::template multiply<0, 4, 6>();
     U::template multiply<1, 4, 7>();
     U::template multiply<2, 5, 6>();
@@ -82,7 +83,7 @@ void block_1x4(const uint8_t* w, int64_t steps, const int8_t* x, int64_t x_strid
   U::template zero<1>();
   U::template zero<2>();
   U::template zero<3>();
-  walk_steps<U, 0, 3>(w, steps, ahead, scratch, [&](int64_t s, auto& slot) {
+  walk_operands<U, 0, 3>(w, steps, ahead, scratch, [&](int64_t s, auto& slot) {
     U::template load_once<4>(x + s * 64, x_stride);
     U::template load<5>(slot[0], 64);
     U::template load<6>(slot[1], 64);
@@ -90,7 +91,7 @@ void block_1x4(const uint8_t* w, int64_t steps, const int8_t* x, int64_t x_strid
     U::template multiply<0, 4, 5>();
     U::template multiply<1, 4, 6>();
     U::template multiply<2, 4, 7>();
-    U::template load<5>(w + s * kStepBytes, 64);
+    U::template load<5>(w + s * kOperandBytes, 64);
     U::template multiply<3, 4, 5>();
   });
   U::template store<0>(scratch.sums[0][0], 64);
@@ -114,7 +115,7 @@ void finish_matrix(const MatrixScratch& scratch, const int32_t* x_sum, int64_t t
 // Up to 32 tokens x every tile of the job.
 template <class U>
 void matrix_tokens(const TileJob& job, int64_t token, int64_t tokens, MatrixScratch& scratch) {
-  const int64_t steps = job.lines / kStepLines, tile_bytes = job.lines * 64;
+  const int64_t steps = job.lines / kOperandSteps, tile_bytes = job.lines * 64;
   const int8_t* x = job.x + token * job.x_stride;
   const bool small = tokens <= 16;
   typename U::Config config;
@@ -129,9 +130,9 @@ void matrix_tokens(const TileJob& job, int64_t token, int64_t tokens, MatrixScra
     if (small) {
       block_1x4<U>(w, steps, x, job.x_stride, tile_bytes, scratch);
     } else {
-      for (int64_t s = 0; s < steps; s += kBlockSteps) {
-        const int64_t count = steps - s < kBlockSteps ? steps - s : kBlockSteps;
-        const uint8_t* ws = w + s * kStepBytes;
+      for (int64_t s = 0; s < steps; s += kBlockOperands) {
+        const int64_t count = steps - s < kBlockOperands ? steps - s : kBlockOperands;
+        const uint8_t* ws = w + s * kOperandBytes;
         block_2x2<U, 0>(ws, count, s == 0, x + s * 64, job.x_stride, tile_bytes, scratch);
         block_2x2<U, 2>(ws, count, s == 0, x + s * 64, job.x_stride, tile_bytes, scratch);
       }

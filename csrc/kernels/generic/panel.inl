@@ -1,38 +1,38 @@
-// Many tokens x tiles: a block of lines is decoded to memory once, then meets every token.  Over
+// Many tokens x tiles: a block of k-steps is decoded to memory once, then meets every token.  Over
 // tiles.inl.  Included inside an ISA's anonymous namespace; never mentions an ISA.
 
 template <class D>
 struct Panel {
-  alignas(64) uint8_t codes[D::kFields][D::kPanelLines][kLineBytes];  // decoded lines
+  alignas(64) uint8_t codes[D::kFields][D::kPanelSteps][kStepBytes];
   alignas(64) int32_t sums[kPanelTokens][D::kFields][kTileLanes];
 };
 
 template <class D, int F = 0>
-[[gnu::always_inline]] inline void store_fields(const typename D::Split& split, int64_t line,
+[[gnu::always_inline]] inline void store_fields(const typename D::Prepared& prepared, int64_t step,
                                                 Panel<D>& panel) {
   if constexpr (F < D::kFields) {
-    store_line(panel.codes[F][line], D::template codes<F>(split));
-    store_fields<D, F + 1>(split, line, panel);
+    store_step(panel.codes[F][step], D::template codes<F>(prepared));
+    store_fields<D, F + 1>(prepared, step, panel);
   }
 }
 
 template <class D>
 void fill_panel(const uint8_t* w, int64_t count, int64_t ahead, Panel<D>& panel) {
   for (int64_t s = 0; s < count; ++s) {
-    if (s * kLineBytes % 64 == 0) prefetch(w + s * kLineBytes + ahead);
-    store_fields<D>(D::split(load_line(w + s * kLineBytes)), s, panel);
+    if (s * kStepBytes % 64 == 0) prefetch(w + s * kStepBytes + ahead);
+    store_fields<D>(D::prepare(load_step(w + s * kStepBytes)), s, panel);
   }
 }
 
-// part[f][t] += c[f] times token t, for t from `first` on.
+// acc[f][t] += c[f] times token t, for t from `first` on.
 template <int first, int FN, int T>
 [[gnu::always_inline]] inline void add_token(const TileCodes (&c)[FN], const int8_t* x,
-                                             int64_t x_stride, TilePart (&part)[FN][T]) {
+                                             int64_t x_stride, TileAcc (&acc)[FN][T]) {
   if constexpr (first < T) {
     const TileX a = broadcast_x(x + first * x_stride);
     repeat<FN>([&]<int f>()
-                   BITNET_INLINE_LAMBDA { part[f][first] = tile_dot(part[f][first], c[f], a); });
-    add_token<first + 1>(c, x, x_stride, part);
+                   BITNET_INLINE_LAMBDA { acc[f][first] = tile_dot(acc[f][first], c[f], a); });
+    add_token<first + 1>(c, x, x_stride, acc);
   }
 }
 
@@ -41,16 +41,16 @@ template <int first, int FN, int T>
 template <class D, int F0, int FN, int T>
 [[gnu::noinline]] void add_panel(const Panel<D>& panel, int64_t count, bool first, const int8_t* x,
                                  int64_t x_stride, int32_t (*sums)[D::kFields][kTileLanes]) {
-  TilePart part[FN][T];
-  clear_parts(part);
+  TileAcc acc[FN][T];
+  clear_accs(acc);
   for (int64_t s = 0; s < count; ++s) {
     TileCodes c[FN];
-    repeat<FN>([&]<int f>() BITNET_INLINE_LAMBDA { c[f] = load_line(panel.codes[F0 + f][s]); });
-    add_token<0>(c, x + s * layout::kTileStepK, x_stride, part);
+    repeat<FN>([&]<int f>() BITNET_INLINE_LAMBDA { c[f] = load_step(panel.codes[F0 + f][s]); });
+    add_token<0>(c, x + s * layout::kTileStepK, x_stride, acc);
   }
   repeat<FN * T>([&]<int I>() BITNET_INLINE_LAMBDA {
     int32_t* to = sums[I % T][F0 + I / T];
-    const TileSum sum = part_sum(part[I / T][I % T]);
+    const TileSum sum = tile_acc_sum(acc[I / T][I % T]);
     store_sum(to, first ? sum : add_sum(sum, load_sum(to)));
   });
 }
@@ -59,13 +59,13 @@ template <class D, int F0, int FN, int T>
 template <class D>
 void tile_panel(const TileJob& job, int64_t tile, int64_t token, int64_t tokens, Panel<D>& panel) {
   constexpr int kHalf = (D::kFields + 1) / 2;
-  constexpr int kGroup = kPanelParts / kHalf < kMaxGroup ? kPanelParts / kHalf : kMaxGroup;
-  const uint8_t* w = job.tiles + tile * job.lines * kLineBytes;
+  constexpr int kTokens = kPanelAccs / kHalf < kMostTokens ? kPanelAccs / kHalf : kMostTokens;
+  const uint8_t* w = job.tiles + tile * job.lines * kStepBytes;
   const int8_t* x = job.x + token * job.x_stride;
-  for (int64_t s = 0; s < job.lines; s += D::kPanelLines) {
-    const int64_t count = job.lines - s < D::kPanelLines ? job.lines - s : D::kPanelLines;
-    fill_panel<D>(w + s * kLineBytes, count, job.prefetch_bytes, panel);
-    for_groups<kGroup>(tokens, [&]<int T>(int64_t t) {
+  for (int64_t s = 0; s < job.lines; s += D::kPanelSteps) {
+    const int64_t count = job.lines - s < D::kPanelSteps ? job.lines - s : D::kPanelSteps;
+    fill_panel<D>(w + s * kStepBytes, count, job.prefetch_bytes, panel);
+    for_token_groups<kTokens>(tokens, [&]<int T>(int64_t t) {
       const int8_t* xs = x + t * job.x_stride + s * layout::kTileStepK;
       add_panel<D, 0, kHalf, T>(panel, count, s == 0, xs, job.x_stride, panel.sums + t);
       add_panel<D, kHalf, D::kFields - kHalf, T>(panel, count, s == 0, xs, job.x_stride,

@@ -2,11 +2,12 @@
 // multiplies.  Included inside an ISA's anonymous namespace; never mentions an ISA.  See probe_read
 // and probe_int8_peak in kernel_table.h for the contract.
 
-// S sequential streams of `part` bytes, each from its own part of the data, in steps of two lines.
+// S sequential streams of `part` bytes, each from its own part of the data, two cache lines at a
+// time.
 template <int S, bool kPrefetch>
 uint64_t read_streams(const uint8_t* data, int64_t part, int64_t distance) {
   constexpr int64_t kStep = 128;
-  LineXor a = line_zero(), b = line_zero();
+  LineXor a = LineXor{}, b = LineXor{};
   for (int64_t i = 0; i < part; i += kStep) {
 #pragma GCC unroll 4
     for (int s = 0; s < S; ++s) {
@@ -81,13 +82,13 @@ template <int N, class C, class A>
   Activations a = load_x<0>(activations);
   Partial p[kChains];
 #pragma GCC unroll 12
-  for (int j = 0; j < kChains; ++j) p[j] = partial_zero();
+  for (int j = 0; j < kChains; ++j) p[j] = Partial{};
   for (int64_t i = 0; i < iterations; ++i) dot_all(p, c, a);
-  Acc acc = acc_zero();
+  Acc acc = Acc{};
 #pragma GCC unroll 12  // an index that is not constant would put the accumulators on the stack
   for (int j = 0; j < kChains; ++j) acc = widen(acc, p[j]);
   *sink = reduce(acc);
-  return iterations * kChains * kUnitBlocks * layout::kFieldWeights;
+  return iterations * kChains * kStepBlocks * layout::kFieldWeights;
 }
 
 // ---- the matrix unit ----------------------------------------------------------------------------
@@ -100,12 +101,12 @@ constexpr int64_t kPeakSteps = 4;  // 16 KiB of operands: a third of L1
 // Byte i of the signed operands is i * 167 + i / 256 * 29, of the unsigned ones a code of a 2-bit
 // field as the kernels mask it: (i * 73 / 16 % 3) * 4^(i / 2048), all modulo 256.
 struct alignas(64) PeakData {
-  uint8_t a[kPeakSteps * 2 * kStepBytes], b[kPeakSteps * 2 * kStepBytes];
+  uint8_t a[kPeakSteps * 2 * kOperandBytes], b[kPeakSteps * 2 * kOperandBytes];
 };
 
 constexpr PeakData peak_data() {
   PeakData d{};
-  for (int64_t i = 0; i < kPeakSteps * 2 * kStepBytes; ++i) {
+  for (int64_t i = 0; i < kPeakSteps * 2 * kOperandBytes; ++i) {
     d.a[i] = static_cast<uint8_t>(i * 167 + i / 256 * 29);
     d.b[i] = static_cast<uint8_t>((i * 73 / 16 % 3) << (2 * (i / 2048)));
   }
@@ -133,14 +134,14 @@ int64_t probe_matrix_peak(int64_t iterations, int32_t* sink) {
   U::template zero<3>();
   for (int64_t i = 0; i < iterations; ++i) {
     for (int64_t s = 0; s < kPeakSteps; ++s) {
-      const uint8_t* a = kData.a + s * 2 * kStepBytes;
-      const uint8_t* b = kData.b + s * 2 * kStepBytes;
+      const uint8_t* a = kData.a + s * 2 * kOperandBytes;
+      const uint8_t* b = kData.b + s * 2 * kOperandBytes;
       U::template load<4>(a, 64);
       U::template load<6>(b, 64);
       U::template multiply<0, 4, 6>();
-      U::template load<7>(b + kStepBytes, 64);
+      U::template load<7>(b + kOperandBytes, 64);
       U::template multiply<1, 4, 7>();
-      U::template load<5>(a + kStepBytes, 64);
+      U::template load<5>(a + kOperandBytes, 64);
       U::template multiply<2, 5, 6>();
       U::template multiply<3, 5, 7>();
     }

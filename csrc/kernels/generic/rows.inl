@@ -1,6 +1,6 @@
-// Row operations over the float words: quantise, scale, convert, norms, activations, RoPE. Included
-// inside an ISA's anonymous namespace; never mentions an ISA. Contracts: kernel_table.h. The order
-// of sums is part of them.
+// Row operations over the float primitives: quantise, scale, convert, norms, activations, RoPE.
+// Included inside an ISA's anonymous namespace; never mentions an ISA. Contracts: kernel_table.h.
+// The order of sums is part of them.
 
 // Up to 16 elements of a known type, from element i on.  A constant count of 16 is one plain load.
 template <DType kType>

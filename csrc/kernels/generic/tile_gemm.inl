@@ -1,4 +1,4 @@
-// The products over private tiles: which algorithm takes how many tokens.  Over gemv.inl,
+// The products over tiles: which algorithm takes how many tokens.  Over gemv.inl,
 // direct.inl, panel.inl and matrix.inl.  Included inside an ISA's anonymous namespace; never
 // mentions an ISA.  See tile_gemm in kernel_table.h for the contract.
 
@@ -15,8 +15,9 @@ void any_tile_gemm(const TileJob& job) {
   if constexpr (kPanelFrom > 0) {
     if (job.tokens >= kPanelFrom) return tiles_panel<DP>(job);
   }
-  constexpr int kGroup = DN::kGroup;
-  for_groups<kGroup>(job.tokens, [&]<int T>(int64_t token) { tiles_direct<DN, T>(job, token); });
+  constexpr int kTokens = DN::kTokens;
+  for_token_groups<kTokens>(job.tokens,
+                            [&]<int T>(int64_t token) { tiles_direct<DN, T>(job, token); });
 }
 
 void tile_gemm(const TileJob& job) {
@@ -25,4 +26,4 @@ void tile_gemm(const TileJob& job) {
   }
   any_tile_gemm<TwoBit, TwoBit, TwoBitPlain>(job);
 }
-void trit_tile_gemm(const TileJob& job) { any_tile_gemm<Trits, TritDigits, TritDigits>(job); }
+void trit_tile_gemm(const TileJob& job) { any_tile_gemm<Base3, Base3Digits, Base3Digits>(job); }

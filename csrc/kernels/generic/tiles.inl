@@ -1,20 +1,21 @@
-// The ternary product over private tiles (format/layout.h).  Included inside an ISA's anonymous
-// namespace; never mentions an ISA.  See tile_gemm in kernel_table.h for the contract.
+// The ternary product over tiles of the CPU-specific layouts (format/layout.h).  Included inside an
+// ISA's anonymous namespace; never mentions an ISA.  See tile_gemm in kernel_table.h for the
+// contract.
 //
-// A decoder D turns a line into D::kDots code vectors; the dot products of each with the tokens are
-// summed separately and D::finish makes the sums of the D::kFields row groups of them, so a code
-// vector may be a masked field that keeps its factor, or the raw byte.  The sums of a tile and up
-// to kMaxGroup tokens are kept in `sums` [token][dot][lane]; registers hold the part that is being
-// added, for at most D::kFlush lines.
+// A decoder D turns a k-step into D::kDots code vectors; the dot products of each with the tokens
+// are summed separately and D::finish makes the sums of the D::kFields row groups of them, so a
+// code vector may be a masked field that keeps its factor, or the raw byte.  The sums of a tile and
+// up to kMostTokens tokens are kept in `sums` [token][dot][lane]; registers hold the part that is
+// being added, for at most D::kFlush k-steps.
 
-constexpr int kMaxGroup = 6;  // tokens that share the decoding of a line
+constexpr int kMostTokens = 6;  // tokens that share the decoding of a k-step
 constexpr int64_t kPanelTokens = 64;
-constexpr int64_t kLineBytes = kTileLanes * layout::kTileStepK;
-constexpr int64_t kTileBlock = 16;  // a tile has a multiple of so many lines
+constexpr int64_t kStepBytes = kTileLanes * layout::kTileStepK;
+constexpr int64_t kStepMultiple = 16;  // a tile has a multiple of so many k-steps
 
 template <class D>
 struct TileSums {
-  alignas(64) int32_t at[kMaxGroup][D::kDots][kTileLanes];
+  alignas(64) int32_t at[kMostTokens][D::kDots][kTileLanes];
 };
 
 // f.template operator()<0>() ... <N - 1>().  Indices that are constants from the start keep arrays
@@ -30,32 +31,32 @@ template <int N, int I = 0, class F>
 #define BITNET_INLINE_LAMBDA __attribute__((always_inline))
 
 template <int FN, int T>
-[[gnu::always_inline]] inline void clear_parts(TilePart (&part)[FN][T]) {
-  repeat<FN * T>([&]<int I>() BITNET_INLINE_LAMBDA { part[I / T][I % T] = tile_part_zero(); });
+[[gnu::always_inline]] inline void clear_accs(TileAcc (&acc)[FN][T]) {
+  repeat<FN * T>([&]<int I>() BITNET_INLINE_LAMBDA { acc[I / T][I % T] = set1_sum(0); });
 }
 
-// part[f - F0][t] += dot f of the split line with token t, for f from F on.
+// acc[f - F0][t] += dot f of the prepared k-step with token t, for f from F on.
 template <class D, int F, int F0, int FN, int T>
-[[gnu::always_inline]] inline void add_fields(const typename D::Split& split, const TileX (&x)[T],
-                                              TilePart (&part)[FN][T]) {
+[[gnu::always_inline]] inline void add_fields(const typename D::Prepared& prepared,
+                                              const TileX (&x)[T], TileAcc (&acc)[FN][T]) {
   if constexpr (F < F0 + FN) {
-    const TileCodes c = D::template codes<F>(split);
+    const TileCodes c = D::template codes<F>(prepared);
     repeat<T>([&]<int t>()
-                  BITNET_INLINE_LAMBDA { part[F - F0][t] = tile_dot(part[F - F0][t], c, x[t]); });
-    add_fields<D, F + 1, F0, FN, T>(split, x, part);
+                  BITNET_INLINE_LAMBDA { acc[F - F0][t] = tile_dot(acc[F - F0][t], c, x[t]); });
+    add_fields<D, F + 1, F0, FN, T>(prepared, x, acc);
   }
 }
 
 template <class D, int F0, int FN, int T>
-[[gnu::always_inline]] inline void add_line(const typename D::Split& split, const int8_t* x,
-                                            int64_t x_stride, TilePart (&part)[FN][T]) {
+[[gnu::always_inline]] inline void add_step(const typename D::Prepared& prepared, const int8_t* x,
+                                            int64_t x_stride, TileAcc (&acc)[FN][T]) {
   TileX a[T];
   repeat<T>([&]<int t>() BITNET_INLINE_LAMBDA { a[t] = broadcast_x(x + t * x_stride); });
-  add_fields<D, F0, F0, FN, T>(split, a, part);
+  add_fields<D, F0, F0, FN, T>(prepared, a, acc);
 }
 
 template <class D, int T>
-void finish_group(const TileSums<D>& sums, const int32_t* x_sum, int32_t* out, int64_t out_stride) {
+void finish_tile(const TileSums<D>& sums, const int32_t* x_sum, int32_t* out, int64_t out_stride) {
   for (int t = 0; t < T; ++t) {
     TileSum s[D::kDots];
 #pragma GCC unroll 8
@@ -71,9 +72,9 @@ void finish_group(const TileSums<D>& sums, const int32_t* x_sum, int32_t* out, i
 
 // Calls f.template operator()<T>() for a T that is known at run time.
 template <int kLargest, class F>
-[[gnu::always_inline]] inline void with_group(int64_t tokens, const F& f) {
+[[gnu::always_inline]] inline void with_tokens(int64_t tokens, const F& f) {
   if constexpr (kLargest > 1) {
-    if (tokens < kLargest) return with_group<kLargest - 1>(tokens, f);
+    if (tokens < kLargest) return with_tokens<kLargest - 1>(tokens, f);
   }
   f.template operator()<kLargest>();
 }
@@ -81,11 +82,11 @@ template <int kLargest, class F>
 // Cuts tokens into the fewest groups of at most kLargest, as equal as can be, so that more tokens
 // never cost less.
 template <int kLargest, class F>
-inline void for_groups(int64_t tokens, const F& f) {
+inline void for_token_groups(int64_t tokens, const F& f) {
   const int64_t groups = (tokens + kLargest - 1) / kLargest;
   for (int64_t g = 0, at = 0; g < groups; ++g) {
     const int64_t size = (tokens - at + groups - g - 1) / (groups - g);
-    with_group<kLargest>(size, [&]<int T>() { f.template operator()<T>(at); });
+    with_tokens<kLargest>(size, [&]<int T>() { f.template operator()<T>(at); });
     at += size;
   }
 }

@@ -1,7 +1,6 @@
-"""Measuring the ops against the limits of this machine, in one process, interleaved.
+"""`bitnet-ops bench ops` and `bench model`: what this machine's limits allow, and what is reached.
 
-The package is installed so that `bitnet-ops bench` works from a wheel; benchmarks/ in the source
-tree holds thin scripts on it. Read in this order: stats (numbers only), harness (timing),
-workspace (memory), limits, shapes, cases and cases_* (what is measured), rows (one measurement),
-environment, report, run_ops, command. It must not know models or files of weights.
+Read in this order: stats, harness (timing), memory, limits, shapes, cases and cases_ops (what is
+timed), measure (one row), run_ops, model, run_model, report. What this project measures for itself
+(goals, pages, other engines) is in benchmarks/ of the source tree.
 """

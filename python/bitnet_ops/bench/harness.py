@@ -30,7 +30,7 @@ Clock = Callable[[], int]
 
 
 @dataclass(frozen=True)
-class Run:
+class Timed:
     """Something to time.
 
     call: is given 0, 1, 2, ... and chooses its operands by it, so that a cold run meets other
@@ -83,7 +83,7 @@ class SpeedProbe:
 class _Sampler:
     """One run with its call counter and its number of calls a sample."""
 
-    def __init__(self, run: Run, clock: Clock) -> None:
+    def __init__(self, run: Timed, clock: Clock) -> None:
         self._call, self._warm, self._clock, self._next = run.call, run.warm, clock, 0
         # The first call pays for page faults and thread start; the shorter of two is the usual one.
         single = min(self._take(1), self._take(1))
@@ -142,7 +142,7 @@ class Rounds:
 
 
 def interleave(
-    runs: Sequence[Run],
+    runs: Sequence[Timed],
     budget: Budget,
     clock: Clock = time.perf_counter_ns,
     waited: Clock = machine.run_delay_ns,

@@ -1,26 +1,34 @@
 """The two limits of every row: reading memory, and multiplying int8 out of registers.
 
 Both run on the same threads as the kernels, through torch.ops.bitnet, so that a call of a probe
-costs what a call of a kernel costs. It must not know what is measured against them.
+costs what a call of a kernel costs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from statistics import median
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from bitnet_ops import _runtime, ops
 from bitnet_ops.bench import pinning
-from bitnet_ops.bench.harness import Budget, Run, SpeedProbe, interleave
-from bitnet_ops.bench.workspace import Arena, round_up
+from bitnet_ops.bench.harness import Budget, SpeedProbe, Timed, interleave
+from bitnet_ops.bench.memory import ColdMemory, round_up
+from bitnet_ops.bench.stats import digits, summarize
 
 _PEAK_SECONDS = 2e-4  # long against entering a parallel region, short against a time slice
 _MOST_TIMES = 100  # at most 20 ms
-_BULK_WINDOW = 1 << 24
+_READ_WINDOW = 1 << 24
+# A figure above its limit by more than this has a wrong limit or a wrong clock.
+PLAUSIBLE = 1.1
+# A measurement that cannot be true, or that others disturbed, is taken so often.
+ATTEMPTS = 3
+# More threads that read less than this share of what fewer read wait for a CPU.
+_LEAST_GAIN = 0.7
 
 
 @dataclass(frozen=True)
@@ -58,22 +66,22 @@ class ReadLimit:
     def probed_bytes(self) -> int:
         return self.slots[0].numel()
 
-    def run(self, form: ReadForm = PLAIN) -> Run:
+    def run(self, form: ReadForm = PLAIN) -> Timed:
         slots, count = self.slots, len(self.slots)
         shift, streams = count // 2, form.streams
         distance = form.distance
-        return Run(
+        return Timed(
             lambda i: ops._probe_read(slots[(i + shift) % count], streams, distance), self.warm
         )
 
 
-def read_limit(arena: Arena, slot_bytes: int, *, hot: bool) -> ReadLimit:
+def read_limit(memory: ColdMemory, slot_bytes: int, *, hot: bool) -> ReadLimit:
     """The pass that stands beside a kernel reading `slot_bytes`.
 
     The probe reads whole pages, so a slot is rounded up and its time scaled down by bytes. Hot: one
     slot over and over, the size of the kernel's operands, in the same cache as they are.
     """
-    slots = arena.slots(round_up(slot_bytes))
+    slots = memory.slots(round_up(slot_bytes))
     return ReadLimit(slots[:1] if hot else slots, warm=hot)
 
 
@@ -105,30 +113,91 @@ class PeakLimit:
         return max(1, int(iterations * _PEAK_SECONDS / seconds))
 
     def _shortest(self, iterations: int) -> float:
-        run = Run(lambda _: ops._probe_int8_peak(self._seed, iterations))
+        run = Timed(lambda _: ops._probe_int8_peak(self._seed, iterations))
         return min(interleave([run], Budget(0.0, min_rounds=5)).samples[0])
 
-    def run(self, macs: int = 0) -> tuple[Run, int]:
+    def run(self, macs: int = 0) -> tuple[Timed, int]:
         """A run of about `macs` multiply-adds, and how many they are exactly."""
         seed = self._seed
         iterations = min(max(self._least, macs // self._macs_of_one), _MOST_TIMES * self._least)
-        return Run(lambda _: ops._probe_int8_peak(seed, iterations)), iterations * self._macs_of_one
+        return Timed(
+            lambda _: ops._probe_int8_peak(seed, iterations)
+        ), iterations * self._macs_of_one
 
 
-def bulk_read_runs(arena: Arena, forms: Sequence[ReadForm] = FORMS) -> tuple[list[Run], int]:
-    """Reading the whole arena in windows, in every form, and the bytes of a window."""
-    windows = arena.slots(_BULK_WINDOW)
+@dataclass(frozen=True)
+class MachineLimits:
+    """What the machine gives one thread count now, without a kernel between.
 
-    def run(which: int, form: ReadForm) -> Run:
+    read_gb_s: of the best form of reading, `form`, which is the limit beside cold rows; `forms` has
+        all. unstable: other processes had the CPUs in every attempt; it is no limit to show.
+    """
+
+    threads: int
+    read_gb_s: float
+    int8_peak_gmac_s: float
+    peak: PeakLimit
+    unstable: bool = False
+    form: ReadForm = PLAIN
+    forms: dict[ReadForm, float] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON values; no figure of an unstable limit is among them."""
+        shown = {"read_gb_s": self.read_gb_s, "int8_peak_gmac_s": self.int8_peak_gmac_s}
+        forms = {} if self.unstable else self.forms
+        return {
+            "threads": self.threads,
+            "unstable": self.unstable,
+            **{name: None if self.unstable else digits(rate) for name, rate in shown.items()},
+            "read_form": str(self.form),
+            "read_forms_gb_s": {str(form): digits(rate) for form, rate in forms.items()},
+        }
+
+
+def measure_limits(memory: ColdMemory, threads: int, budget: Budget) -> MachineLimits:
+    """Reading all of `memory` in every form, and the int8 peak, all alternating.
+
+    Taken again while others had the CPUs; where they always had, the result is unstable.
+    """
+    pinning.use_threads(threads)
+    peak, windows = PeakLimit(), memory.slots(_READ_WINDOW)
+    loop, macs = peak.run()
+
+    def read(which: int, form: ReadForm) -> Timed:
         # every form begins elsewhere, so that none finds in the cache what another has just read
-        first = which * len(windows) // len(forms)
-        return Run(
+        first = which * len(windows) // len(FORMS)
+        return Timed(
             lambda i: ops._probe_read(
                 windows[(i + first) % len(windows)], form.streams, form.distance
             )
         )
 
-    return [run(which, form) for which, form in enumerate(forms)], _BULK_WINDOW
+    reads = [read(which, form) for which, form in enumerate(FORMS)]
+    for _ in range(ATTEMPTS):
+        rounds = interleave([*reads, loop], budget, probe=peak.speed)
+        if not rounds.disturbed:
+            break
+    *read_s, peak_s = (summarize(samples).median for samples in rounds.usable())
+    forms = {form: _READ_WINDOW / s / 1e9 for form, s in zip(FORMS, read_s, strict=True)}
+    best = max(forms, key=forms.__getitem__)
+    rate = macs / peak_s / 1e9
+    return MachineLimits(threads, forms[best], rate, peak, rounds.disturbed, best, forms)
+
+
+def measure_all_limits(
+    memory: ColdMemory, threads: Sequence[int], budget: Budget
+) -> list[MachineLimits]:
+    """The limits of every thread count; one that cannot be, beside fewer threads, is unstable."""
+    found = [measure_limits(memory, count, budget) for count in threads]
+    return [
+        replace(limits, unstable=True) if any(_waits(limits, other) for other in found) else limits
+        for limits in found
+    ]
+
+
+def _waits(limits: MachineLimits, fewer: MachineLimits) -> bool:
+    slower = limits.read_gb_s < _LEAST_GAIN * fewer.read_gb_s
+    return limits.threads > fewer.threads and slower
 
 
 def ping_pong_ns(timeout_s: float = 0.05) -> float | None:

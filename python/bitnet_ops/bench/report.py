@@ -1,64 +1,23 @@
-"""The report of a run: a dictionary that is written as JSON, and a table for people.
+"""The reports of `bench ops` and `bench model`: dictionaries, written as JSON and shown as tables.
 
-It must not know how rows were made; it reads the fields that rows.py and environment.py write.
+It reads the fields that measure.py, run_model.py and environment.py write.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
-from bitnet_ops.bench.rows import IMPOSSIBLE
+from bitnet_ops.bench.measure import IMPOSSIBLE
 from bitnet_ops.formats.destination import file_kind, new_file
 
-SCHEMA = "bitnet_ops.bench.ops"
-SCHEMA_VERSION = 2  # 2: weight formats, forms of reading
-
+# 3: baselines, unstable limits, cold_bytes
+SCHEMA_VERSION = 3
 Report = dict[str, Any]
-
-# column title and whether it holds numbers
-COLUMNS = (
-    ("op", False),
-    ("shape", False),
-    ("T", True),
-    ("memory", False),
-    ("weights", False),
-    ("us", True),
-    ("p10-p90", True),
-    ("GB/s", True),
-    ("GMAC/s", True),
-    ("limit", False),
-    ("ratio", True),
-    ("torch bf16 us", True),
-    ("x", True),
-    ("notes", False),
-)
-
-
-def build(
-    environment: dict[str, Any],
-    settings: dict[str, Any],
-    limits: list[dict[str, Any]],
-    rows: list[dict[str, Any]],
-    warnings: list[str],
-    seconds: float,
-) -> Report:
-    """The whole report; `ok` is False when a result was wrong."""
-    return {
-        "schema": SCHEMA,
-        "schema_version": SCHEMA_VERSION,
-        "ok": not any("wrong_result" in row["flags"] for row in rows),
-        "seconds": round(seconds, 1),
-        "environment": environment,
-        "settings": settings,
-        "limits": limits,
-        "warnings": warnings,
-        "rows": rows,
-    }
-
+Table = tuple[str, list[str], list[list[str]]]  # title, column titles, cells
 
 # An earlier report of any of the benchmarks, by its first key.
 REPORT_FILE = file_kind(
@@ -66,17 +25,15 @@ REPORT_FILE = file_kind(
 )
 
 
+def as_json(report: Report) -> str:
+    """The whole report as one JSON object."""
+    return json.dumps(report, indent=1)
+
+
 def write_json(report: Report, path: str | os.PathLike[str], *, replace: bool = False) -> None:
     """Write the report into a new file; `replace` an earlier one. Raises DestinationError."""
     with new_file(Path(path), REPORT_FILE, replace=replace) as file:
         file.write_text(as_json(report) + "\n", encoding="utf-8")
-
-
-def shape_text(shape: dict[str, int]) -> str:
-    """1x640x2560 for M, N, K; names where the sizes are others."""
-    if set(shape) <= {"M", "N", "K"}:
-        return "x".join(str(size) for size in shape.values())
-    return f"ctx {shape['context']}, {shape['heads']}/{shape['kv_heads']} heads"
 
 
 def number(value: float) -> str:
@@ -86,20 +43,30 @@ def number(value: float) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
-def cells(row: dict[str, Any]) -> list[str]:
-    """One row of the table, in the order of COLUMNS."""
-    time, rival = row["time_us"], row["rivals"].get("torch_bf16")
-    notes = list(row["flags"])
-    int8 = {name: r for name, r in row["rivals"].items() if name.startswith("torch_int8")}
-    if int8:
-        name = min(int8, key=lambda n: int8[n]["time_us"]["median"])
-        notes.append(f"{name.replace('_', ' ')} {number(int8[name]['time_us']['median'])} us")
-    memory = row["memory"] if row["memory"] == "cold" else f"hot {row['fits_in']}"
+def optional(value: float | None, unit: str) -> str:
+    """A figure that may be missing."""
+    return "not measured" if value is None else f"{value:g} {unit}"
+
+
+def shape_text(shape: dict[str, int]) -> str:
+    """1x640x2560 for M, N, K; names where the sizes are others."""
+    if set(shape) <= {"M", "N", "K"}:
+        return "x".join(str(size) for size in shape.values())
+    return f"ctx {shape['context']}, {shape['heads']}/{shape['kv_heads']} heads"
+
+
+OPS_COLUMNS = ["op", "shape", "T", "memory", "weights", "us", "p10-p90", "GB/s", "GMAC/s", "limit"]
+OPS_COLUMNS += ["ratio", "torch bf16 us", "x", "notes"]
+
+
+def ops_cells(row: dict[str, Any]) -> list[str]:
+    """One row of the table of `bench ops`, in the order of OPS_COLUMNS."""
+    time, baseline = row["time_us"], row["baselines"].get("torch_bf16")
     return [
         row["name"],
         shape_text(row["shape"]),
         str(row["threads"]),
-        memory,
+        row["memory"] if row["memory"] == "cold" else f"hot {row['fits_in']}",
         row["format"],
         number(time["median"]),
         f"{number(time['p10'])}-{number(time['p90'])}",
@@ -107,92 +74,136 @@ def cells(row: dict[str, Any]) -> list[str]:
         number(row["gmac_s"]),
         f"{row['limit']} {number(row['limit_value'])}",
         "-" if IMPOSSIBLE & set(row["flags"]) else f"{row['ratio']['median']:.2f}",
-        number(rival["time_us"]["median"]) if rival else "-",
-        number(rival["speedup"]["median"]) + "?" * rival["disturbed"] if rival else "-",
-        ", ".join(notes),
+        number(baseline["time_us"]["median"]) if baseline else "-",
+        number(baseline["speedup"]["median"]) + "?" * baseline["disturbed"] if baseline else "-",
+        ", ".join(row["flags"]),
+    ]
+
+
+_DECODE = ["weights", "head", "T", "batch", "context", "tok/s", "ms", "MB/step", "limit tok/s"]
+_DECODE += ["share", "regions", "ping-pong ns", "notes"]
+
+
+def _decode_cells(row: dict[str, Any]) -> list[str]:
+    return [
+        *(str(row[name]) for name in ("weights", "head", "threads", "batch", "context")),
+        number(row["tokens_per_s"]),
+        number(row["step_ms"]["median"]),
+        number(row["bytes_per_step"] / 1e6),
+        number(row["limit_tokens_per_s"]),
+        "-" if row["impossible"] else f"{row['share']['median']:.2f}",
+        str(row["regions"]),
+        "-" if row["ping_pong_ns"] is None else f"{row['ping_pong_ns']:.0f}",
+        "disturbed" if row["disturbed"] else "",
+    ]
+
+
+_PREFILL = ["weights", "head", "T", "tokens", "tok/s", "s", "GMAC/s", "share of int8 peak"]
+
+
+def _prefill_cells(row: dict[str, Any]) -> list[str]:
+    return [
+        *(str(row[name]) for name in ("weights", "head", "threads", "tokens")),
+        *(number(row[name]) for name in ("tokens_per_s", "seconds", "gmac_s")),
+        f"{row['share']:.2f}",
+    ]
+
+
+def model_tables(report: Report) -> list[Table]:
+    """The tables of `bench model` that have rows."""
+    kinds: dict[str, list[dict[str, Any]]] = {"decode": [], "prefill": []}
+    for row in report["rows"]:
+        kinds.get(row["kind"], []).append(row)
+    decode = [_decode_cells(row) for row in kinds["decode"]]
+    prefill = [_prefill_cells(row) for row in kinds["prefill"]]
+    found = [
+        ("Decode: 64 tokens behind a context", _DECODE, decode),
+        ("Prefill: a prompt into an empty cache", _PREFILL, prefill),
+    ]
+    return [table for table in found if table[2]]
+
+
+def text_table(titles: Sequence[str], cells: Sequence[Sequence[str]]) -> list[str]:
+    """A table as aligned lines: to the right where the first row has a number."""
+    body = [list(titles), *map(list, cells)]
+    widths = [max(len(line[i]) for line in body) for i in range(len(titles))]
+    right = [body[-1][i][:1].isdigit() for i in range(len(titles))]
+    return [
+        "  ".join(
+            c.rjust(w) if r else c.ljust(w) for c, w, r in zip(line, widths, right, strict=True)
+        ).rstrip()
+        for line in body
     ]
 
 
 def header_lines(report: Report) -> list[str]:
     """The machine state, which belongs to every figure below it."""
     env = report["environment"]
-    latency = env["ping_pong_ns"]
-    load = env["load_average"]
-    share = env["arena_huge_share"][0]
+    load, share = env["load_average"], env["cold_huge_share"][0]
     lines = [
         f"{env['cpu']}{', virtual' if env['virtual'] else ''}; ISA {env['isa']}; "
         f"threads {', '.join(map(str, env['threads']))}",
         f"bitnet-ops {env['bitnet_ops']} (compiler {env['build']['compiler']}), "
         f"torch {env['torch']}, Python {env['python']}",
-        f"cold memory {env['arena_bytes'][0] >> 20} MiB, page {env['page_bytes']} B, "
+        f"cold memory {env['cold_bytes'][0] >> 20} MiB, page {env['page_bytes']} B, "
         f"transparent huge pages {env['transparent_huge_pages']} "
         f"({'unknown' if share is None else f'{share:.0%}'} of it backed)",
         f"load average {'unknown' if load is None else load[0]}; core-to-core round trip "
-        f"{'not measured' if latency is None else f'{latency:g} ns'}; an empty op call takes "
+        f"{optional(env['ping_pong_ns'], 'ns')}; an empty op call takes "
         f"{env['op_call_us']:g} us: times contain it, shares of a limit do not",
     ]
     for limit in report["limits"]:
-        if limit["disturbed"]:
-            lines.append(
-                f"limits, {limit['threads']} thread(s): none to show, others had the CPUs in every "
-                f"attempt; ratios have limits of their own"
+        if limit["unstable"]:
+            shown = "none to show, see the warnings; ratios have limits of their own"
+        else:
+            shown = (
+                f"read {number(limit['read_gb_s'])} GB/s ({limit['read_form']}), "
+                f"int8 multiply-adds {number(limit['int8_peak_gmac_s'])} GMAC/s"
             )
-            continue
-        lines.append(
-            f"limits, {limit['threads']} thread(s): read {number(limit['read_gb_s'])} GB/s "
-            f"({limit['read_form']}), "
-            f"int8 multiply-adds {number(limit['int8_peak_gmac_s'])} GMAC/s"
-        )
+        lines.append(f"limits, {limit['threads']} thread(s): {shown}")
     return lines
 
 
-def footer_lines(report: Report) -> list[str]:
-    """How to read the table, and the warnings."""
-    lines = [
+def model_name(report: Report) -> str:
+    """The model that was measured: its file, or the name of a synthetic one."""
+    settings = report["settings"]
+    return str(settings.get("model") or settings["dummy"])
+
+
+def _ops_lines(report: Report) -> list[str]:
+    return [
+        "",
+        *text_table(OPS_COLUMNS, [ops_cells(row) for row in report["rows"]]),
+        "",
         "ratio = time that the limit allows / time, paired per round, both measured for this row.",
         "no ratio (above_limit, above_bandwidth) = more than the machine gives, and taken thrice.",
         "x = how many times longer torch takes for the same work in bfloat16.",
         "disturbed, or ? = in nearly all rounds others had the CPUs, or the int8 loop ran "
         "below its usual speed; elsewhere such rounds are left out.",
-        f"{len(report['rows'])} rows in {report['seconds']:g} s.",
     ]
-    return lines + [f"WARNING: {warning}" for warning in report["warnings"]]
 
 
-def as_json(report: Report) -> str:
-    """The whole report as one JSON object."""
-    return json.dumps(report, indent=1)
-
-
-def plain_table(rows: list[dict[str, Any]]) -> list[str]:
-    """The table as lines of text."""
-    body = [[title for title, _ in COLUMNS], *(cells(row) for row in rows)]
-    widths = [max(len(line[i]) for line in body) for i in range(len(COLUMNS))]
+def _model_lines(report: Report) -> list[str]:
+    lines = [
+        f"{model_name(report)}, {model['weights']} weights + {model['head']} head: "
+        f"{(model['body'] + model['head_bytes']) / 1e6:.0f} MB a token at context 0, and "
+        f"{model['per_position'] / 1e3:.1f} kB for each cached token, "
+        f"{report['settings']['kv_dtype']}"
+        for model in report["models"]
+    ]
+    for title, titles, cells in model_tables(report):
+        lines += ["", title, *text_table(titles, cells)]
     return [
-        "  ".join(
-            cell.rjust(width) if numeric else cell.ljust(width)
-            for cell, width, (_, numeric) in zip(line, widths, COLUMNS, strict=True)
-        ).rstrip()
-        for line in body
+        *lines,
+        "",
+        "share = time to read the step's bytes / time of the step, both alternating here.",
+        "no share = faster than reading: a cache holds the model, or reading was held up.",
     ]
 
 
-def print_report(report: Report, stream: TextIO = sys.stdout) -> None:
-    """Header, table, footer: rich on a terminal, plain text elsewhere."""
-    if not stream.isatty():
-        lines = [*header_lines(report), "", *plain_table(report["rows"]), ""]
-        print("\n".join(lines + footer_lines(report)), file=stream)
-        return
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(file=stream)
-    # a narrow terminal wraps long lines; rich would cut figures off
-    console.width = max(console.width, *map(len, plain_table(report["rows"])))
-    table = Table(box=None, pad_edge=False)
-    for title, numeric in COLUMNS:
-        table.add_column(title, justify="right" if numeric else "left", no_wrap=title != "notes")
-    for row in report["rows"]:
-        table.add_row(*cells(row), style="red" if row["flags"] else None)
-    for part in ("\n".join(header_lines(report)), table, "\n".join(footer_lines(report))):
-        console.print(part, highlight=False, markup=False)
+def lines(report: Report) -> list[str]:
+    """The whole report as text."""
+    middle = _model_lines(report) if "models" in report else _ops_lines(report)
+    warnings = [f"WARNING: {warning}" for warning in report["warnings"]]
+    rows = f"{len(report['rows'])} rows in {report['seconds']:g} s."
+    return [*header_lines(report), *middle, rows, *warnings]

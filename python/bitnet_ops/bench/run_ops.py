@@ -1,7 +1,4 @@
-"""`bench ops`: which cases run at which settings, in which order.
-
-It must not know the command line, nor how a case is timed.
-"""
+"""`bench ops`: which cases run at which settings, in which order."""
 
 from __future__ import annotations
 
@@ -13,25 +10,26 @@ from typing import Any
 import torch
 
 from bitnet_ops import machine
-from bitnet_ops.bench import cases_linear, cases_other, environment, report
+from bitnet_ops.bench import cases_ops, environment, report
 from bitnet_ops.bench.cases import Case
 from bitnet_ops.bench.harness import Budget
-from bitnet_ops.bench.rows import Row, measure, measure_bulk
-from bitnet_ops.bench.shapes import ModelShape, parse_shapes
-from bitnet_ops.bench.workspace import Workspace
+from bitnet_ops.bench.limits import measure_all_limits
+from bitnet_ops.bench.measure import Row, measure
+from bitnet_ops.bench.memory import Workspace
+from bitnet_ops.bench.shapes import HEAD_FORMATS, KV_DTYPES, USUAL, ModelShape, parse_shapes
 
 Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Settings:
-    """What to run. tokens: the M of the products; seconds: time for one row, rivals not counted."""
+class OpsSettings:
+    """What to run. tokens: the M of the products; seconds: for one row, baselines not counted."""
 
     shapes: str = "2b-4t"
     tokens: tuple[int, ...] = (1, 4, 32)
     threads: tuple[int, ...] = (1,)
     quick: bool = False
-    formats: tuple[str, ...] = ("canonical",)
+    formats: tuple[str, ...] = (USUAL,)
     cold_mib: int = 512
     seconds: float = 0.5
 
@@ -48,28 +46,27 @@ def memories(m: int, *, quick: bool) -> list[bool]:
     return [m >= 16]
 
 
-def model_cases(ws: Workspace, model: ModelShape, settings: Settings) -> Iterator[Case]:
+def model_cases(ws: Workspace, model: ModelShape, settings: OpsSettings) -> Iterator[Case]:
     """Everything of a decoder layer and the head."""
-    most = max(settings.tokens)
-    few_or_many = sorted({1, most})
-    hidden, heads = model.hidden_size, model.q_features
-    for m in few_or_many:
+    few_and_many = sorted({1, max(settings.tokens)})
+    for m in few_and_many:
         for hot in memories(m, quick=True):
             for weights in settings.formats:
                 chosen: Any = {"hot": hot, "weight_format": weights}
-                yield cases_linear.linear_case(ws, hidden, heads, m, **chosen)
-                yield cases_linear.qkv_case(ws, model, m, **chosen)
-                yield cases_linear.mlp_case(ws, model, m, **chosen)
-    for m in few_or_many:
-        yield from cases_other.row_cases(ws, model, m)
+                hidden, q = model.hidden_size, model.q_features
+                yield cases_ops.linear_case(ws, hidden, q, m, **chosen)
+                yield cases_ops.qkv_case(ws, model, m, **chosen)
+                yield cases_ops.mlp_case(ws, model, m, **chosen)
+    for m in few_and_many:
+        yield from cases_ops.row_cases(ws, model, m)
     for context in (512,) if settings.quick else (128, 512, 2048, 8192):
-        for cache in cases_other.CACHES:
-            yield cases_other.attention_case(ws, model, context, cache)
-    for head_format in cases_other.HEAD_FORMATS:
-        yield cases_other.head_case(ws, model, head_format)
+        for kv_dtype in KV_DTYPES:
+            yield cases_ops.attention_case(ws, model, context, kv_dtype)
+    for head_format in HEAD_FORMATS:
+        yield cases_ops.head_case(ws, model, head_format)
 
 
-def all_cases(ws: Workspace, settings: Settings) -> Iterator[Case]:
+def all_cases(ws: Workspace, settings: OpsSettings) -> Iterator[Case]:
     """The cases of `settings`, made one at a time."""
     shapes = parse_shapes(settings.shapes)
     matrices = [m for model in shapes.models.values() for m in model.linears(quick=settings.quick)]
@@ -77,13 +74,13 @@ def all_cases(ws: Workspace, settings: Settings) -> Iterator[Case]:
         for m in settings.tokens:
             for hot in memories(m, quick=settings.quick):
                 for weights in settings.formats:
-                    yield cases_linear.matmul_case(ws, n, k, m, hot=hot, weight_format=weights)
+                    yield cases_ops.matmul_case(ws, n, k, m, hot=hot, weight_format=weights)
     for model in shapes.models.values():
         yield from model_cases(ws, model, settings)
 
 
-def make_workspace(settings: Settings) -> Workspace:
-    """Both arenas; refused with the remedy when memory is short."""
+def make_workspace(settings: OpsSettings) -> Workspace:
+    """Cold memory of both kinds; rejected with the remedy when memory is short."""
     models = parse_shapes(settings.shapes).models.values()
     head = max((2 * model.vocab_size * model.hidden_size for model in models), default=0)
     cold = settings.cold_mib << 20
@@ -98,29 +95,39 @@ def make_workspace(settings: Settings) -> Workspace:
     return Workspace(cold, head)
 
 
-def run(settings: Settings, progress: Progress = lambda _: None) -> report.Report:
-    """Measure everything and return the report. Threads are put back as they were."""
+def run(
+    settings: OpsSettings,
+    progress: Progress = lambda _: None,
+    prepare: Callable[[Case], Case] = lambda case: case,
+) -> report.Report:
+    """Measure everything and return the report. Threads are put back as they were.
+
+    `prepare` is given every case before it is measured, and may add baselines to it.
+    """
     before, start = torch.get_num_threads(), time.perf_counter()
     progress("filling memory")
     ws = make_workspace(settings)
     env = environment.describe(ws, list(settings.threads))
-    budget, rival_budget = Budget(settings.seconds), Budget(settings.seconds / 2, min_rounds=1)
+    budget, baseline_budget = Budget(settings.seconds), Budget(settings.seconds / 2, min_rounds=1)
     rows: list[Row] = []
     try:
         with torch.inference_mode():
             progress("limits")
-            bulks = [measure_bulk(ws.ternary, t, Budget(0.5)) for t in settings.threads]
-            for case in all_cases(ws, settings):
+            limits = measure_all_limits(ws.ternary, settings.threads, Budget(0.5))
+            for case in map(prepare, all_cases(ws, settings)):
                 progress(f"{case.name} {report.shape_text(case.shape)} {case.memory}")
-                rows += [measure(case, bulk, budget, rival_budget) for bulk in bulks]
+                rows += [measure(case, one, budget, baseline_budget) for one in limits]
     finally:
         torch.set_num_threads(before)
-    limits = [bulk.to_dict() for bulk in bulks]
-    return report.build(
-        env,
-        asdict(settings),
-        limits,
-        rows,
-        environment.warnings(env, limits),
-        time.perf_counter() - start,
-    )
+    shown = [one.to_dict() for one in limits]
+    return {
+        "schema": "bitnet_ops.bench.ops",
+        "schema_version": report.SCHEMA_VERSION,
+        "ok": not any("wrong_result" in row["flags"] for row in rows),
+        "seconds": round(time.perf_counter() - start, 1),
+        "environment": env,
+        "settings": asdict(settings),
+        "limits": shown,
+        "warnings": environment.warnings(env, shown),
+        "rows": rows,
+    }

@@ -1,6 +1,6 @@
-"""The shapes that benchmarks run: those of known models, or N x K given by hand.
+"""What the options of `bench` may ask for: shapes, formats, counts. Read without torch.
 
-It must not know tensors. Dimensions carry the Hugging Face names of the model's config.
+Dimensions carry the Hugging Face names of a model's config.
 """
 
 from __future__ import annotations
@@ -9,6 +9,13 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from bitnet_ops.dummy.configs import CONFIGS
+from bitnet_ops.nn import storage
+
+WEIGHT_FORMATS = storage.FORMATS
+USUAL = storage.USUAL_FORMAT  # what models are loaded in
+HEAD_FORMATS = tuple(n for n, row in storage.HEAD_FORMATS.items() if row.quantized or n == "bf16")
+KV_DTYPES = tuple(n for n in storage.KV_TYPES if n != "float32")
 MOST_FEATURES = 131072  # K up to which the float32 check of a product is exact
 
 
@@ -22,7 +29,6 @@ class ModelShape:
     num_key_value_heads: int
     head_dim: int
     vocab_size: int
-    activation: str
 
     @property
     def q_features(self) -> int:
@@ -41,11 +47,16 @@ class ModelShape:
         return list(dict.fromkeys(shapes))
 
 
+def _of_config(name: str) -> ModelShape:
+    c = CONFIGS[name]
+    heads, kv_heads = c["num_attention_heads"], c["num_key_value_heads"]
+    sizes = c["hidden_size"], c["intermediate_size"], heads, kv_heads
+    return ModelShape(*sizes, c["hidden_size"] // heads, c["vocab_size"])
+
+
 MODELS = {
-    # microsoft/bitnet-b1.58-2B-4T, config.json
-    "2b-4t": ModelShape(2560, 6912, 20, 5, 128, 128256, "relu2"),
-    # the model in bitnet_ops/data/demo
-    "demo": ModelShape(256, 768, 4, 2, 64, 4096, "relu2"),
+    "2b-4t": _of_config("2b-4t"),
+    "demo": ModelShape(256, 768, 4, 2, 64, 4096),  # bitnet_ops/data/demo
 }
 
 
@@ -74,20 +85,20 @@ def parse_shapes(text: str) -> ShapeSet:
     return ShapeSet(models, matrices)
 
 
-def parse_counts(option: str, text: str, most: int) -> list[int]:
-    """Read a list of positive integers such as "1,4,32"; each at most `most`."""
+def parse_counts(option: str, text: str, most: int, least: int = 1) -> tuple[int, ...]:
+    """Read a list of integers such as "1,4,32", each from `least` to `most`."""
     counts = []
     for word in text.split(","):
-        if not word.isdigit() or not 1 <= int(word) <= most:
-            raise ValueError(f"{option}: expected integers from 1 to {most}, got '{word}'")
+        if not word.isdigit() or not least <= int(word) <= most:
+            raise ValueError(f"{option}: expected integers from {least} to {most}, got '{word}'")
         counts.append(int(word))
-    return list(dict.fromkeys(counts))
+    return tuple(dict.fromkeys(counts))
 
 
-def parse_words(option: str, text: str, known: Sequence[str]) -> list[str]:
+def parse_words(option: str, text: str, known: Sequence[str]) -> tuple[str, ...]:
     """Read a list of words separated by commas, each one of `known`."""
     words = text.split(",")
     for word in words:
         if word not in known:
             raise ValueError(f"{option}: expected names among {', '.join(known)}, got '{word}'")
-    return list(dict.fromkeys(words))
+    return tuple(dict.fromkeys(words))

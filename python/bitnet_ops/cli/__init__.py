@@ -1,9 +1,8 @@
-"""`bitnet-ops`: one subcommand a word; a wrong input is one line on stderr.
+"""`bitnet-ops`: the table of commands; errors as one line on stderr, Ctrl-C, closed pipes.
 
 A subcommand is a module with add_arguments(parser), run(args) -> int and perhaps check(args), which
-refuses what the parser cannot; it is imported only when it is the one asked for. Torch and what
-needs it are imported by run, never for --help or wrong usage. Here: the table, the error policy,
-Ctrl-C and closed pipes. BITNET_OPS_DEBUG=1 shows tracebacks.
+rejects what the parser cannot; it is imported only when it is the one asked for. Torch and what
+needs it are imported by run, never for --help or wrong usage. BITNET_OPS_DEBUG=1 shows tracebacks.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ COMMANDS = {
         "CPU features, kernels, threads, torch: what is used and why",
     ),
     "dummy": ("bitnet_ops.cli.dummy", "write a synthetic model of a real one's size"),
-    "bench": ("bitnet_ops.bench.command", "measure the kernels against this machine's limits"),
+    "bench": ("bitnet_ops.cli.bench", "measure the kernels against this machine's limits"),
 }
 
 # 1: it was tried and failed, or the answer is no (models differ, a goal is missed, a problem is

@@ -1,4 +1,4 @@
-"""The parser of the command line: one line for every wrong word, with what was probably meant.
+"""The parser of the command line; an unknown option or command is one line with the nearest one.
 
 Also the types and options that commands share. It imports neither torch nor anything of ours that
 does, so that --help and wrong arguments are answered at once.

@@ -1,7 +1,7 @@
 """`bitnet-ops chat [MODEL]`: converse at the terminal, through the model's own chat template.
 
-A model without a template was not made for conversation: that is said, and --plain offers to
-continue each message as text instead; nothing is guessed.
+A model without a template was not trained for conversation and is rejected; --plain continues each
+message as text instead.
 """
 
 from __future__ import annotations

@@ -14,7 +14,8 @@ from bitnet_ops.cli.console import show
 from bitnet_ops.convert.errors import refuse
 
 if TYPE_CHECKING:
-    from bitnet_ops.convert.report import ConvertReport, Progress
+    from bitnet_ops.convert.progress import Progress
+    from bitnet_ops.convert.report import ConvertReport
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -87,9 +88,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _convert(args: argparse.Namespace, progress: Progress | None) -> ConvertReport:
-    from bitnet_ops.convert.bin_source import convert_bin, is_bin
-    from bitnet_ops.convert.gguf.source import convert_gguf
-    from bitnet_ops.convert.pipeline import convert
+    from bitnet_ops.convert.bin_source import is_bin
+    from bitnet_ops.convert.pipeline import convert, convert_bin, convert_gguf
     from bitnet_ops.formats.gguf import is_gguf
     from bitnet_ops.loading import hub
 

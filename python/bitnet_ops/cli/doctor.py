@@ -327,7 +327,7 @@ def _weights_lines(weights: Facts) -> list[str]:
             f"{weights['format']}, {weights['tile_lanes']} lanes; tuned to "
             f"{weights['tuned_to']}: {ahead}",
         ),
-        _line("", f"cache of prepared models {weights['cache'] or 'off (no BITNET_OPS_CACHE)'}"),
+        _line("", f"load cache {weights['cache'] or 'off (no BITNET_OPS_CACHE)'}"),
     ]
 
 

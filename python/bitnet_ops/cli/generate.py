@@ -23,6 +23,7 @@ from bitnet_ops.cli.arguments import (
     number,
 )
 from bitnet_ops.cli.texts import checked, read_stdin
+from bitnet_ops.nn.storage import DEFAULT_KV_TYPE, HEAD_FORMATS, KV_TYPES, WEIGHT_FORMATS
 from bitnet_ops.untrusted import printable
 
 if TYPE_CHECKING:
@@ -56,11 +57,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("model")
     add_threads(group)
-    kinds = ("float32", "bfloat16", "int8")
-    group.add_argument("--kv-dtype", choices=kinds, default="bfloat16", help="default bfloat16")
+    group.add_argument(
+        "--kv-dtype",
+        choices=tuple(KV_TYPES),
+        default=DEFAULT_KV_TYPE,
+        help=f"default {DEFAULT_KV_TYPE}",
+    )
     group.add_argument(
         "--weight-format",
-        choices=("auto", "2bit", "1.6bit", "canonical"),
+        choices=WEIGHT_FORMATS,
         default="auto",
         help="layout of ternary weights in memory; same text (default auto: 2bit)",
     )
@@ -68,7 +73,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         "--cache",
         metavar="DIR",
         type=non_empty,
-        help="keep the prepared model in DIR for later runs; auto: in the user's cache directory "
+        help="keep the repacked model in DIR for later runs; auto: in the user's cache directory "
         "(default: BITNET_OPS_CACHE if set, else none)",
     )
     group.add_argument(
@@ -82,7 +87,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--head-format",
-        choices=("int8", "int4", "bf16", "float32", "stored"),
+        choices=tuple(HEAD_FORMATS),
         default="int8",
         help="of the output head and a tied embedding (default int8; stored: as in the file)",
     )

@@ -1,7 +1,4 @@
-"""`bitnet-ops quantize SRC DST`: the arguments of `quantize`.
-
-Everything it does is one call.
-"""
+"""`bitnet-ops quantize SRC DST`: the arguments of `quantize`."""
 
 from __future__ import annotations
 

@@ -14,6 +14,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from bitnet_ops.config.families import (
+    BY_MODEL_TYPE,
+    ONEBIT,
+    Family,
+    classes_of,
+    family_of,
+)
+from bitnet_ops.config.families import PROJECTIONS as PROJECTIONS
+from bitnet_ops.config.scheme import SchemeError, quantization_options
+
 PRIVATE_BLOCK = "bitnet_ops"
 
 
@@ -64,7 +74,7 @@ class ModelConfig:
             not self.linear_norms
             and not self.embedding_only
             and self.sub_norm_eps is None
-            and self.sub_norms == _DEFAULTS[self.model_type]["sub_norms"]
+            and self.sub_norms == BY_MODEL_TYPE[self.model_type].sub_norms
         )
 
     @classmethod
@@ -79,83 +89,34 @@ class ModelConfig:
                 f"config: expected a JSON object, got {type(config).__name__}; "
                 "pass the parsed config.json of a causal language model"
             )
-        defaults = _architecture(config)
+        family = _family(config)
         _refuse_other_maths(config)
         _check_quantization(config)
-        result = cls(**_fields(config, defaults), notes=_notes(config))
+        result = cls(**_fields(config, family), notes=_notes(config))
         _check_consistency(result)
         return result
 
 
 # Architectures ------------------------------------------------------------------------------
 
-PROJECTIONS = (
-    *(f"self_attn.{p}_proj" for p in "qkvo"),
-    *(f"mlp.{p}_proj" for p in ("gate", "up", "down")),
-)
-_QKV_BIASES = PROJECTIONS[:3]
-
-# What the Hugging Face class assumes where config.json is silent, and which parts it has. kv_heads:
-# what an absent num_key_value_heads means; only where that is num_attention_heads it may be absent.
-_LLAMA_DEFAULTS = {
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "sub_norms": False,
-}
-_DEFAULTS: dict[str, dict[str, Any]] = {
-    "bitnet": {
-        "hidden_act": "relu2",
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 500000.0,
-        "sub_norms": True,
-    },
-    "llama": _LLAMA_DEFAULTS,
-    "qwen2": {
-        **_LLAMA_DEFAULTS,
-        "biases": _QKV_BIASES,
-        "kv_heads_needed": True,
-    },
-    "qwen3": {
-        **_LLAMA_DEFAULTS,
-        "qk_norm": True,
-        "head_dim": 128,
-        "kv_heads_needed": True,
-    },
-}
-# BitnetForCausalLM with model_type bitnet is how block-diffusion BitNets spell it, read here as
-# ordinary causal models; with model_type llama it is 1bitLLM's code: Llama with sub-norms.
-_ARCHITECTURES = {
-    "bitnet": ("BitNetForCausalLM", "BitnetForCausalLM"),
-    "llama": ("LlamaForCausalLM", "BitnetForCausalLM"),
-    "qwen2": ("Qwen2ForCausalLM", "Qwen2Model"),
-    "qwen3": ("Qwen3ForCausalLM", "Qwen3Model"),
-}
 _ACTIVATIONS = ("relu2", "silu")
-
-
-def model_type_of_class(name: object) -> str | None:
-    """The one model_type whose checkpoints name the class `name`; None for none and for several."""
-    found = [kind for kind, names in _ARCHITECTURES.items() if name in names]
-    return found[0] if len(found) == 1 else None
 
 
 def _refuse(name: str, value: object, expected: str, remedy: str) -> UnsupportedModelError:
     return UnsupportedModelError(f"config: expected {name} {expected}, got {value!r}; {remedy}")
 
 
-def _architecture(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The defaults of config's architecture; refuses an architecture without an implementation."""
-    model_type = config.get("model_type")
-    if not isinstance(model_type, str) or model_type not in _DEFAULTS:
+def _family(config: Mapping[str, Any]) -> Family:
+    """The family of config; refuses an architecture without an implementation."""
+    model_type, family = config.get("model_type"), family_of(config)
+    if family is None:
         raise _refuse(
             "model_type",
             model_type,
-            "one of " + ", ".join(sorted(_DEFAULTS)),
+            "one of " + ", ".join(sorted(BY_MODEL_TYPE)),
             "other architectures are not implemented",
         )
-    names = config.get("architectures")
-    known = _ARCHITECTURES[model_type]
+    names, known = config.get("architectures"), classes_of(family.model_type)
     if names is not None and (
         not isinstance(names, list) or len(names) != 1 or names[0] not in known
     ):
@@ -166,26 +127,11 @@ def _architecture(config: Mapping[str, Any]) -> dict[str, Any]:
             f"{expected} for {model_type}",
             "other architectures are not implemented",
         )
-    defaults = dict(_DEFAULTS[model_type])
-    if is_1bitllm(config):
-        _check_1bitllm(config)
-        defaults |= {"sub_norms": True, "rms_norm_eps": 1e-5}
-    defaults["embedding_only"] = names is not None and names[0].endswith("Model")
-    return defaults
-
-
-def is_1bitllm(config: Mapping[str, Any]) -> bool:
-    """Whether this is the architecture of 1bitLLM's models: Llama with sub-norms and SiLU."""
-    named = config.get("architectures") == ["BitnetForCausalLM"]
-    return named and config.get("model_type") == "llama"
-
-
-def _check_1bitllm(config: Mapping[str, Any]) -> None:
-    for name, bits in (("weight_bits", 1), ("input_bits", 8)):
-        if config.get(name) != bits:
-            raise _refuse(
-                name, config.get(name), f"{bits} for BitnetForCausalLM", "other widths do not run"
-            )
+    for name, value in family.required.items():
+        if config.get(name) != value:
+            expected = f"{value} for {family.classes[0]}"
+            raise _refuse(name, config.get(name), expected, "other widths do not run")
+    return family
 
 
 # Options that change the maths -----------------------------------------------------------------
@@ -226,8 +172,8 @@ _MATHS: dict[str, tuple[tuple[Any, ...], str]] = {
 
 
 def _refuse_other_maths(config: Mapping[str, Any]) -> None:
-    for name in ("weight_bits", "input_bits"):
-        if config.get(name) is not None and not is_1bitllm(config):
+    for name in ONEBIT.required:
+        if config.get(name) is not None and family_of(config) is not ONEBIT:
             remedy = "that key belongs to the 1bitLLM architecture"
             raise _refuse(name, config[name], "to be absent for this architecture", remedy)
     for name, (allowed, meaning) in _MATHS.items():
@@ -248,31 +194,23 @@ def _refuse_other_maths(config: Mapping[str, Any]) -> None:
         )
 
 
-_QUANTIZATION: dict[str, tuple[Any, ...]] = {
-    "quant_method": ("bitnet",),
-    "linear_class": (None, "bitlinear", "autobitlinear"),
-    "quantization_mode": (None, "offline", "online"),
-    "use_rms_norm": (None, False, True),
-}
-
-
 def _check_quantization(config: Mapping[str, Any]) -> None:
     """Refuse what quantization_config may ask for beyond ternary weights with one scale each."""
     block = config.get("quantization_config")
     if block is None:
         return
-    if not isinstance(block, Mapping):
-        raise _refuse("quantization_config", block, "to be an object", "repair config.json")
-    for name, allowed in _QUANTIZATION.items():
-        value = block.get(name)
-        if value not in allowed:
-            shown = " or ".join(map(repr, (a for a in allowed if a is not None)))
-            raise _refuse(
-                f"quantization_config.{name}",
-                value,
-                shown,
-                "other quantisations are not implemented: convert a BitNet b1.58 checkpoint",
-            )
+    try:
+        quantization_options(block)
+    except SchemeError as error:
+        raise UnsupportedModelError(f"config: quantization_config: {error}") from None
+    asked = block.get("use_rms_norm")
+    if asked not in (None, False, True):
+        raise _refuse(
+            "quantization_config.use_rms_norm",
+            asked,
+            "False or True",
+            "other quantisations are not implemented: convert a BitNet b1.58 checkpoint",
+        )
 
 
 # Fields --------------------------------------------------------------------------------------
@@ -368,17 +306,18 @@ def _head_dim(config: Mapping[str, Any], hidden: int, heads: int, default: int |
     return hidden // heads
 
 
-def _fields(config: Mapping[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+def _fields(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
     heads = _integer(config, "num_attention_heads")
     hidden = _integer(config, "hidden_size")
-    act = config.get("hidden_act", defaults["hidden_act"])
+    act = config.get("hidden_act", family.hidden_act)
     if act not in _ACTIVATIONS:
         raise _refuse(
             "hidden_act", act, "one of " + ", ".join(_ACTIVATIONS), "others are not implemented"
         )
     bos = _token_ids(config, "bos_token_id")
-    kv_heads = None if defaults.get("kv_heads_needed") else heads
-    only_embeds = defaults["embedding_only"]
+    kv_heads = None if family.kv_heads_needed else heads
+    classes = config.get("architectures")
+    only_embeds = classes is not None and classes[0].endswith("Model")
     return {
         "model_type": config["model_type"],
         "vocab_size": _integer(config, "vocab_size"),
@@ -387,20 +326,20 @@ def _fields(config: Mapping[str, Any], defaults: dict[str, Any]) -> dict[str, An
         "num_hidden_layers": _integer(config, "num_hidden_layers"),
         "num_attention_heads": heads,
         "num_key_value_heads": _integer(config, "num_key_value_heads", kv_heads),
-        "head_dim": _head_dim(config, hidden, heads, defaults.get("head_dim")),
+        "head_dim": _head_dim(config, hidden, heads, family.head_dim),
         "hidden_act": act,
-        "rms_norm_eps": _epsilon(config, "rms_norm_eps", defaults["rms_norm_eps"]),
-        "rope_theta": _rope_theta(config, defaults["rope_theta"]),
+        "rms_norm_eps": _epsilon(config, "rms_norm_eps", family.rms_norm_eps),
+        "rope_theta": _rope_theta(config, family.rope_theta),
         "max_position_embeddings": _integer(config, "max_position_embeddings", 2048),
         "tie_word_embeddings": only_embeds or _flag(config, "tie_word_embeddings", False),
         "embedding_only": only_embeds,
         "bos_token_id": bos[0] if bos else None,
         "eos_token_ids": _token_ids(config, "eos_token_id"),
-        **_norms_and_biases(config, defaults),
+        **_norms_and_biases(config, family),
     }
 
 
-def _norms_and_biases(config: Mapping[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+def _norms_and_biases(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """Which norms and biases a layer has: by the architecture, and by what a converter has found.
 
     The names of a checkpoint's tensors may show norms that no field of its config.json mentions;
@@ -414,12 +353,12 @@ def _norms_and_biases(config: Mapping[str, Any], defaults: dict[str, Any]) -> di
     eps = _epsilon(quantization, "rms_norm_eps", 1e-6) if asked else 1e-6
     sub_eps = found.get("sub_norm_eps")
     return {
-        "sub_norms": _flag(found, "sub_norms", defaults["sub_norms"]),
+        "sub_norms": _flag(found, "sub_norms", family.sub_norms),
         "sub_norm_eps": None if sub_eps is None else _epsilon(found, "sub_norm_eps", 1e-6),
         "linear_norms": _flag(found, "linear_norms", asked),
         "linear_norm_eps": _epsilon(found, "linear_norm_eps", eps),
-        "qk_norm": defaults.get("qk_norm", False),
-        "biases": defaults.get("biases", ()),
+        "qk_norm": family.qk_norm,
+        "biases": family.biases,
     }
 
 

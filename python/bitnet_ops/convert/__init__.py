@@ -10,11 +10,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from bitnet_ops.convert.bin_source import convert_bin as convert_bin
     from bitnet_ops.convert.errors import ConvertError as ConvertError
     from bitnet_ops.convert.gguf.export import export_gguf as export_gguf
-    from bitnet_ops.convert.gguf.source import convert_gguf as convert_gguf
     from bitnet_ops.convert.pipeline import convert as convert
+    from bitnet_ops.convert.pipeline import convert_bin as convert_bin
+    from bitnet_ops.convert.pipeline import convert_gguf as convert_gguf
     from bitnet_ops.convert.report import ConvertReport as ConvertReport
 
 # Public name -> module that defines it, at first use: the command line reads arguments without it.
@@ -22,8 +22,8 @@ _LAZY = {
     "ConvertError": "bitnet_ops.convert.errors",
     "ConvertReport": "bitnet_ops.convert.report",
     "convert": "bitnet_ops.convert.pipeline",
-    "convert_bin": "bitnet_ops.convert.bin_source",
-    "convert_gguf": "bitnet_ops.convert.gguf.source",
+    "convert_bin": "bitnet_ops.convert.pipeline",
+    "convert_gguf": "bitnet_ops.convert.pipeline",
     "export_gguf": "bitnet_ops.convert.gguf.export",
 }
 

@@ -1,7 +1,4 @@
-"""Where a conversion goes: the rule of formats/destination.py in the converter's words.
-
-It must not know what is written.
-"""
+"""Where a conversion goes: the rule of formats/destination.py in the converter's words."""
 
 from __future__ import annotations
 
@@ -11,25 +8,7 @@ from pathlib import Path
 
 from bitnet_ops.convert.errors import refuse
 from bitnet_ops.formats import destination
-from bitnet_ops.formats.destination import (
-    MODEL_FILE,
-    MODEL_FOLDER,
-    REPORT_FILE,
-    SUMMARY_FILE,
-    TRAVELLERS,
-    DestinationError,
-    Kind,
-)
-
-__all__ = [
-    "MODEL_FILE",
-    "REPORT_FILE",
-    "SUMMARY_FILE",
-    "TRAVELLERS",
-    "building",
-    "building_file",
-    "check_destination",
-]
+from bitnet_ops.formats.destination import MODEL_FOLDER, DestinationError, Kind
 
 
 def check_destination(source: Path, target: Path, *, force: bool, option: str = "--force") -> None:

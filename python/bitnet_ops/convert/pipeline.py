@@ -1,14 +1,15 @@
-"""`convert`: a Hugging Face checkpoint -> a folder with model.bin, tokenizer and report.json.
+"""`convert`, `convert_gguf`, `convert_bin`: any Source -> a folder with model.bin and report.json.
 
-The order of work: read headers and config, decide everything (plan.py), then stream tensor by
-tensor into the writer, then verify if asked, then rename. Memory is bounded by a few times the
-largest tensor.
+The order of work is one for all: open and plan the source, check the destination, check what only
+data show, stream tensor by tensor into the writer, prove if asked, report, rename. Memory is
+bounded by a few times the largest tensor.
 """
 
 from __future__ import annotations
 
-import importlib.metadata
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +17,16 @@ import torch
 
 from bitnet_ops import ops
 from bitnet_ops.config import PRIVATE_BLOCK
-from bitnet_ops.convert.destination import MODEL_FILE, TRAVELLERS, building, check_destination
+from bitnet_ops.convert.bin_source import BinSource
+from bitnet_ops.convert.destination import building, check_destination
 from bitnet_ops.convert.errors import ConvertError, refuse
-from bitnet_ops.convert.hf.checkpoint import Source, check_pooling, copy_files
-from bitnet_ops.convert.hf.decide import check_scale_sense, unknown_options
-from bitnet_ops.convert.hf.merged import MergedSource
-from bitnet_ops.convert.hf.plan import EMBEDDING, HEAD, Plan, make_plan, scale_name
-from bitnet_ops.convert.report import ConvertReport, Progress, TernaryTotals, file_sha256
-from bitnet_ops.convert.ternary import (
-    check_finite,
-    from_masters,
-    from_packed,
-    from_ternary,
-    looks_ternary,
-    packed_scale,
-)
+from bitnet_ops.convert.gguf.source import GgufSource
+from bitnet_ops.convert.hf.checkpoint import Checkpoint
+from bitnet_ops.convert.hf.source import HfSource
+from bitnet_ops.convert.progress import Progress
+from bitnet_ops.convert.report import ConvertReport, TernaryTotals, file_sha256
+from bitnet_ops.convert.source import Source
+from bitnet_ops.formats.destination import MODEL_FILE
 from bitnet_ops.formats.sglbitnt import SglbitntError, Writer
 
 
@@ -72,49 +68,143 @@ def convert(
     Returns the report, which also lies in `dst`.
     Raises ConvertError; its `code` names the reason. Nothing is left at `dst` then.
     """
-    started = time.perf_counter()
-    source, target = Source(src_dir, allow_pickle=allow_pickle), Path(dst)
-    plan = make_plan(
-        source.config,
-        source.tensors,
+    started, target = time.perf_counter(), Path(dst)
+    source = HfSource(
+        Checkpoint(src_dir, allow_pickle=allow_pickle),
         assume_online=assume_online,
-        looks_ternary=lambda name: looks_ternary(source.tensor(name)),
+        lora=lora,
+        trust_scales=trust_scales,
     )
-    check_destination(source.folder, target, force=force)
-    if lora is not None:
-        source = MergedSource.merge(source, plan, lora)
-    if not trust_scales:
-        check_scale_sense(_scales(source, plan), plan.scheme)
+    check_destination(source.path, target, force=force)
+    source.check()
+    proof = (text,) if verify else None
+    with _write_errors(target):
+        return _run(source, target, started, force, format_version, progress, proof, masters)
+
+
+def convert_gguf(
+    file: str | Path,
+    dst: str | Path,
+    *,
+    i2s_layout: str = "a",
+    tokenizer: str | Path | None = None,
+    assume_online: bool = False,
+    verify: bool = False,
+    text: str | Path | None = None,
+    force: bool = False,
+    format_version: int = 2,
+    progress: Progress | None = None,
+) -> ConvertReport:
+    """Convert the GGUF file `file` into the new folder `dst`.
+
+    Args:
+        i2s_layout: "a", "b" or "c", the order of bytes of I2_S tensors; the file does not say.
+        tokenizer: a folder whose tokenizer files to take instead of the file's metadata, or "none".
+        assume_online: dense projections that are not ternary are masters; ternarise by absmean.
+        verify: compare every weight and full logits with the file, decoded a second time; a result
+            that does not agree is refused and not kept.
+        text, force, format_version, progress: as for `convert`.
+
+    Returns the report, which also lies in `dst`. Raises ConvertError; nothing is left at `dst`.
+    """
+    started, target = time.perf_counter(), Path(dst)
+    proof = (text,) if verify else None
+    options: dict[str, Any] = dict(i2s_layout=i2s_layout, assume_online=assume_online)
+    options["tokenizer"] = tokenizer
+    with _write_errors(target), GgufSource.opened(file, **options) as source:
+        check_destination(source.path, target, force=force)
+        return _run(source, target, started, force, format_version, progress, proof)
+
+
+def convert_bin(
+    src: str | Path,
+    dst: str | Path,
+    *,
+    force: bool = False,
+    format_version: int = 2,
+    trust_scales: bool = False,
+    progress: Progress | None = None,
+) -> ConvertReport:
+    """Write the model file `src` (a .bin, or the folder with model.bin) anew, as the folder `dst`.
+
+    Args:
+        dst: folder to create. Holds model.bin, the tokenizer files beside `src` and report.json.
+        force: replace `dst` if it is an earlier result.
+        format_version: of the new model.bin, 2, or 1 for readers that know no other (FORMAT.md).
+        trust_scales: take scales above any known one, which look as if they should divide.
+        progress: called as progress(done, total, tensor_name) before each tensor.
+
+    Returns the report, which also lies in `dst`; every code, scale and value of the result has been
+    compared with the source. Raises ConvertError; nothing is left at `dst` then.
+    """
+    started, target = time.perf_counter(), Path(dst)
+    with _write_errors(target), BinSource.opened(src, trust_scales=trust_scales) as source:
+        check_destination(source.path, target, force=force)
+        source.check()
+        return _run(source, target, started, force, format_version, progress)
+
+
+@contextmanager
+def _write_errors(target: Path) -> Iterator[None]:
     try:
-        with building(target, force=force) as folder:
-            report = _build(source, plan, folder, format_version, progress)
-            if verify:
-                _verify(source, plan, folder, report, None if text is None else Path(text))
-            report.masters = masters
-            report.seconds = round(time.perf_counter() - started, 3)
-            report.write(folder)
+        yield
     except (OSError, SglbitntError) as error:
         refuse("write-failed", f"to write {target}", str(error), "nothing was kept")
+
+
+def _run(
+    source: Source,
+    target: Path,
+    started: float,
+    force: bool,
+    version: int,
+    progress: Progress | None,
+    proof: tuple[str | Path | None] | None = None,
+    masters: dict[str, Any] | None = None,
+) -> ConvertReport:
+    """Write, prove, report; `proof` holds the text to compare on, None asks for no proof."""
+    with building(target, force=force) as folder:
+        totals = _write(source, folder / MODEL_FILE, version, progress)
+        source.check_result(folder / MODEL_FILE)
+        report = _report(source, folder, totals)
+        if proof is not None:
+            text = proof[0]
+            _prove(source, folder, report, None if text is None else Path(text))
+        report.masters = masters
+        report.seconds = round(time.perf_counter() - started, 3)
+        report.write(folder)
     return report
 
 
-def _build(
-    source: Source, plan: Plan, folder: Path, version: int, progress: Progress | None
-) -> ConvertReport:
-    totals, remarks = TernaryTotals(), _remarks(source, plan)
-    _check_tied_head(source, plan)
-    config = _config(source, plan)
-    names = plan.specs
-    with Writer(folder / MODEL_FILE, config, len(names), names, version=version) as writer:
-        for done, name in enumerate(plan.specs):
+def _write(source: Source, output: Path, version: int, progress: Progress | None) -> TernaryTotals:
+    totals, specs = TernaryTotals(), source.plan.specs
+    config = {**source.plan.hf_config, PRIVATE_BLOCK: source.plan.block}
+    with Writer(output, config, len(specs), specs, version=version) as writer:
+        for done, (name, spec) in enumerate(specs.items()):
             if progress is not None:
-                progress(done, len(plan.specs), name)
-            remarks += _write_tensor(source, plan, name, writer, totals)
-    files = copy_files(source.folder, folder, TRAVELLERS)
-    output = folder / MODEL_FILE
+                progress(done, len(specs), name)
+            if spec.kind == "dense":
+                writer.add_dense(name, source.dense(name))
+            else:
+                _write_ternary(source, name, writer, totals)
+            source.release(name)
+    return totals
+
+
+def _write_ternary(source: Source, name: str, writer: Writer, totals: TernaryTotals) -> None:
+    found, k = source.ternary(name), source.plan.specs[name].shape[1]
+    totals.add(ops.unpack(found.rows, k) if found.codes is None else found.codes, found.scale)
+    writer.add_packed(name, found.rows, found.scale, k, found.group_size)
+    if found.remark is not None and found.remark not in source.remarks:
+        source.remarks.append(found.remark)
+
+
+def _report(source: Source, folder: Path, totals: TernaryTotals) -> ConvertReport:
+    plan, output = source.plan, folder / MODEL_FILE
+    files = [MODEL_FILE, *source.finish(folder)]
     dense = [spec for spec in plan.specs.values() if spec.kind == "dense"]
     return ConvertReport(
-        source=source.folder.resolve().name,
+        source=source.path.resolve().name,
         model_type=plan.config.model_type,
         linear_class=plan.scheme.linear_class,
         quantization_mode=plan.scheme.quantization_mode,
@@ -122,125 +212,26 @@ def _build(
         tensors=len(plan.specs),
         dense_parameters=sum(torch.Size(spec.shape).numel() for spec in dense),
         ternary=totals,
-        source_bytes=source.weight_bytes,
+        source_bytes=source.nbytes,
         output_bytes=output.stat().st_size,
         seconds=0.0,
         sha256=file_sha256(output),
-        files=[MODEL_FILE, *files],
-        remarks=remarks,
+        files=files,
+        remarks=source.remarks,
     )
 
 
-def _scales(source: Source, plan: Plan) -> dict[str, float]:
-    """The multiplying scales of a packed checkpoint, by weight name."""
-    if plan.scheme.mode != "packed":
-        return {}
-    names = [name for name, spec in plan.specs.items() if spec.kind == "ternary"]
-    return {name: _packed_scale(source, plan, name) for name in names}
-
-
-def _packed_scale(source: Source, plan: Plan, name: str) -> float:
-    return packed_scale(name, source.tensor(plan.stored[scale_name(name)]), plan.scheme)
-
-
-def _write_tensor(
-    source: Source, plan: Plan, name: str, writer: Writer, totals: TernaryTotals
-) -> list[str]:
-    """Write one tensor; returns the remarks it gives rise to."""
-    spec, tensor = plan.specs[name], source.tensor(plan.stored[name])
-    if spec.kind == "dense":
-        check_finite(name, tensor)
-        if name.endswith(".bias") and plan.scheme.bias_is_scaled:
-            weight = f"{name.removesuffix('.bias')}.weight"
-            tensor = tensor.float() * _packed_scale(source, plan, weight)
-        writer.add_dense(name, tensor)
-        return []
-    remark, group_size = None, 0
-    scale: float | torch.Tensor
-    if plan.scheme.mode == "packed":
-        scale = _packed_scale(source, plan, name)
-        codes = from_packed(name, tensor, spec.shape[0])
-    elif plan.scheme.mode == "ternary":
-        codes, scale, group_size = from_ternary(name, tensor)
-    else:
-        codes, scale, remark = from_masters(name, tensor, plan.scheme)
-    totals.add(codes, scale)
-    writer.add_packed(name, ops.pack(codes), scale, spec.shape[1], group_size)
-    return [] if remark is None else [remark]
-
-
-def _config(source: Source, plan: Plan) -> dict[str, Any]:
-    """The source's config.json with the private block that says how it was read."""
-    model = plan.config
-    block = {
-        "format_version": 1,
-        "source_linear_class": plan.scheme.linear_class,
-        "source_mode": plan.scheme.quantization_mode,
-        "converter_version": importlib.metadata.version("bitnet-ops"),
-        "activation": model.hidden_act,
-        "sub_norms": model.sub_norms,
-        "head_dim": model.head_dim,
-        "rope_theta": model.rope_theta,
-        "rms_norm_eps": model.rms_norm_eps,
-        "tie_word_embeddings": model.tie_word_embeddings,
-    }
-    return {**source.config, PRIVATE_BLOCK: {**block, **plan.found}}
-
-
-def _check_tied_head(source: Source, plan: Plan) -> None:
-    """A tied checkpoint may repeat the embedding as lm_head.weight, but not with other values."""
-    if not plan.tied_head:
-        return
-    head, embedding = (source.tensor(plan.stored[name]) for name in (HEAD, EMBEDDING))
-    if not torch.equal(head, embedding):
-        refuse(
-            "tie-mismatch",
-            f"{HEAD} equal to {EMBEDDING}, since tie_word_embeddings is true",
-            "different values",
-            "if the head is its own matrix, set tie_word_embeddings to false",
-        )
-
-
-def _remarks(source: Source, plan: Plan) -> list[str]:
-    remarks = [*plan.config.notes, *plan.remarks]
-    if plan.config.embedding_only:
-        check_pooling(source.folder)
-        remarks.append("an embedding model: it has no head and generates no text; use embed()")
-    if isinstance(source, MergedSource):
-        remarks.append(f"{source.adapter.describe()} merged into the masters")
-    if source.pickled:
-        remarks.append("read from pickles, which were opened with weights_only=True")
-    if source.code_files():
-        files = ", ".join(source.code_files())
-        remarks.append(f"code shipped with the checkpoint was not run: {files}")
-    remarks += [
-        f"quantization_config key {key}: unknown here; ignored"
-        for key in unknown_options(source.config)
-    ]
-    if plan.tied_head:
-        remarks.append(f"{HEAD} repeats the embedding and was not written")
-    if plan.ignored:
-        remarks.append(
-            f"{len(plan.ignored)} rotary inv_freq buffers follow from rope_theta; ignored"
-        )
-    if plan.scheme.remark:
-        remarks.append(plan.scheme.remark)
-    return remarks
-
-
-def _verify(
-    source: Source, plan: Plan, folder: Path, report: ConvertReport, text: Path | None
-) -> None:
+def _prove(source: Source, folder: Path, report: ConvertReport, text: Path | None) -> None:
     from bitnet_ops.convert.verify.comparison import verify_conversion
-    from bitnet_ops.convert.verify.proof import record_proof, source_hashes
+    from bitnet_ops.convert.verify.proof import record_proof
 
-    result = verify_conversion(source, plan, folder, text=text)
+    result = verify_conversion(source, folder, text=text)
     report.verification = result.to_dict()
     if result.failures:
         raise ConvertError(
             "verification-failed",
             "convert: expected the result to agree with its source, got "
             + "; ".join(result.failures)
-            + "; the result was not kept, please report this checkpoint",
+            + f"; the result was not kept, please report this {source.noun}",
         )
-    record_proof(source_hashes(source), folder, report)
+    record_proof(source.hashes(), folder, report)

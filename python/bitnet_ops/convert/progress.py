@@ -1,16 +1,12 @@
-"""The progress bar of a conversion: for people, on a terminal and not beside JSON.
-
-It must not know what the work is.
-"""
+"""The progress bar of a conversion: for people, on a terminal and not beside JSON."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from bitnet_ops.convert.report import Progress
+# What a long piece of work calls as it goes: tensors done, of how many, the one that comes.
+Progress = Callable[[int, int, str], None]
 
 
 @contextmanager
@@ -19,16 +15,16 @@ def progress_bar(*, enabled: bool) -> Iterator[Progress | None]:
     if not enabled:
         yield None
         return
+    from rich import progress as rich
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.description}"),
+        rich.BarColumn(),
+        rich.MofNCompleteColumn(),
+        rich.TimeElapsedColumn(),
+        rich.TextColumn("{task.description}"),
     )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    with rich.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("reading headers", total=None)
 
         def advance(done: int, total: int, name: str) -> None:

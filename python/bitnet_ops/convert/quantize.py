@@ -15,10 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bitnet_ops.convert.destination import TRAVELLERS, building, check_destination
+from bitnet_ops.config.scheme import Storage
+from bitnet_ops.convert.destination import building, check_destination
 from bitnet_ops.convert.errors import refuse
-from bitnet_ops.convert.hf.checkpoint import Source, copy_files
-from bitnet_ops.convert.hf.plan import Plan, make_plan, scale_name
+from bitnet_ops.convert.hf.checkpoint import Checkpoint, copy_files
+from bitnet_ops.convert.hf.plan import scale_name
+from bitnet_ops.convert.hf.source import HfSource
 from bitnet_ops.convert.masters import (
     MastersStatistics,
     TextMeasurement,
@@ -27,10 +29,12 @@ from bitnet_ops.convert.masters import (
     measure_text,
 )
 from bitnet_ops.convert.pipeline import convert
-from bitnet_ops.convert.report import ConvertReport, Progress
+from bitnet_ops.convert.progress import Progress
+from bitnet_ops.convert.report import ConvertReport
 from bitnet_ops.convert.ternary import check_finite, from_masters
+from bitnet_ops.convert.verify.comparison import text_sequences
 from bitnet_ops.convert.verify.plain_forward import PlainOracle
-from bitnet_ops.convert.verify.texts import text_sequences
+from bitnet_ops.formats.destination import TRAVELLERS
 from bitnet_ops.formats.safetensors_stream import write_safetensors
 from bitnet_ops.nn.packing import pack_hf
 
@@ -103,21 +107,22 @@ def quantize(
     """
     if form not in FORMS:
         raise ValueError(f"quantize: expected form one of {', '.join(FORMS)}, got {form!r}")
-    source, target = Source(src_dir), Path(dst)
-    unmarked = source.config.get("quantization_config") is None
-    plan = make_plan(source.config, source.tensors, assume_online=unmarked)
+    checkpoint, target = Checkpoint(src_dir), Path(dst)
+    unmarked = checkpoint.config.get("quantization_config") is None
+    source = HfSource(checkpoint, assume_online=unmarked)
+    plan = source.plan
     declared = not plan.scheme.assumed
-    if plan.scheme.mode != "masters":
+    if plan.scheme.storage is not Storage.MASTERS:
         refuse(
             "packed-source",
             "master weights",
             f"{plan.scheme.linear_class} {plan.scheme.quantization_mode}, ternary already",
             "`bitnet-ops convert` is for these",
         )
-    check_destination(source.folder, target, force=force)
-    report = QuantizeReport(_statistics(source, plan, progress), None, assume_trained, declared)
+    check_destination(source.path, target, force=force)
+    report = QuantizeReport(_statistics(source, progress), None, assume_trained, declared)
     if text is not None:
-        report.text = _measure(source, plan, Path(text))
+        report.text = _measure(source, Path(text))
     if not report.trained and not assume_trained:
         _refuse_untrained(report)
     if form == "bin":
@@ -132,7 +137,7 @@ def quantize(
         )
     else:
         with building(target, force=False) as folder:
-            _write_packed(source, plan, folder, progress)
+            _write_packed(source, folder, progress)
     return report
 
 
@@ -152,19 +157,19 @@ def _refuse_untrained(report: QuantizeReport) -> None:
     )
 
 
-def _measure(source: Source, plan: Plan, text: Path) -> TextMeasurement:
-    unrounded = UnroundedOracle(source, plan, int8_activations=False)
-    sequences = text_sequences(source.folder, plan.config, text)
-    return measure_text(PlainOracle(source, plan), unrounded, sequences)
+def _measure(source: HfSource, text: Path) -> TextMeasurement:
+    unrounded = UnroundedOracle(source, int8_activations=False)
+    sequences = text_sequences(source.path, source.plan.config, text)
+    return measure_text(PlainOracle(source), unrounded, sequences)
 
 
-def _statistics(source: Source, plan: Plan, progress: Progress | None) -> MastersStatistics:
-    names = [name for name, spec in plan.specs.items() if spec.kind == "ternary"]
+def _statistics(source: HfSource, progress: Progress | None) -> MastersStatistics:
+    names = source.plan.ternary
     result = MastersStatistics()
     for done, name in enumerate(names):
         if progress is not None:
             progress(done, len(names), f"statistics of {name}")
-        masters = source.tensor(plan.stored[name])
+        masters = source.tensor(name)
         check_finite(name, masters)
         result.tensors.append(measure_tensor(name, masters))
     return result
@@ -173,14 +178,15 @@ def _statistics(source: Source, plan: Plan, progress: Progress | None) -> Master
 # The packed Hugging Face folder -------------------------------------------------------------------
 
 
-def _write_packed(source: Source, plan: Plan, folder: Path, progress: Progress | None) -> None:
+def _write_packed(source: HfSource, folder: Path, progress: Progress | None) -> None:
+    plan, checkpoint = source.plan, source.checkpoint
     if plan.renamed or not plan.config.as_transformers:
         found = "norms that transformers' class of this architecture does not have"
         refuse("packed-form", "an architecture of transformers", found, "use --form bin")
     forms: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
     for name, spec in plan.specs.items():
         if spec.kind == "dense":
-            forms[name] = (_DTYPES[source.tensors[name].dtype], spec.shape)
+            forms[name] = (_DTYPES[checkpoint.tensors[name].dtype], spec.shape)
             continue
         rows, columns = spec.shape
         if rows % 4:
@@ -193,12 +199,10 @@ def _write_packed(source: Source, plan: Plan, folder: Path, progress: Progress |
         for done, (name, spec) in enumerate(plan.specs.items()):
             if progress is not None:
                 progress(done, len(plan.specs), name)
-            tensor = source.tensor(name)
             if spec.kind == "dense":
-                check_finite(name, tensor)
-                yield name, tensor
+                yield name, source.dense(name)
                 continue
-            codes, scale, _ = from_masters(name, tensor, plan.scheme)
+            codes, scale, _ = from_masters(name, source.tensor(name), plan.scheme)
             yield name, pack_hf(codes)
             yield scale_name(name), torch.tensor([scale])
 
@@ -209,9 +213,9 @@ def _write_packed(source: Source, plan: Plan, folder: Path, progress: Progress |
         "quantization_mode": "offline",
         "modules_to_not_convert": None,
     }
-    text = json.dumps({**source.config, "quantization_config": quantization}, indent=2)
+    text = json.dumps({**checkpoint.config, "quantization_config": quantization}, indent=2)
     (folder / "config.json").write_text(text + "\n", encoding="utf-8")
-    copy_files(source.folder, folder, TRAVELLERS)
+    copy_files(source.path, folder, TRAVELLERS)
 
 
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}

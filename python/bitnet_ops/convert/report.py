@@ -11,18 +11,13 @@ import hashlib
 import importlib.metadata
 import json
 import platform
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-FILE_NAME = "report.json"
-SUMMARY_NAME = "report.txt"
-
-# What a long piece of work calls as it goes: tensors done, of how many, the one that comes.
-Progress = Callable[[int, int, str], None]
+from bitnet_ops.formats.destination import REPORT_FILE, SUMMARY_FILE
 
 
 @dataclass
@@ -36,8 +31,12 @@ class TernaryTotals:
     largest_scale: float = 0.0
 
     def add(self, codes: torch.Tensor, scale: float | torch.Tensor) -> None:
-        """Count one projection: codes int8 [N, K] and its multiplying scales."""
+        """Count one projection: codes int8 [N, K] and its multiplying scales.
+
+        A group without weights may have a scale of 0, which says nothing.
+        """
         scales = torch.as_tensor(scale, dtype=torch.float64)
+        scales = scales[scales > 0]
         self.projections += 1
         self.weights += codes.numel()
         self.zeros += codes.numel() - int(torch.count_nonzero(codes))
@@ -79,10 +78,10 @@ class ConvertReport:
     def write(self, folder: Path) -> None:
         """Write report.json into `folder`; with a verification, report.txt too."""
         text = json.dumps(self.to_dict(), indent=1, ensure_ascii=False, allow_nan=False)
-        (folder / FILE_NAME).write_text(text + "\n", encoding="utf-8")
+        (folder / REPORT_FILE).write_text(text + "\n", encoding="utf-8")
         if self.verification is not None:
             summary = "\n".join(self.summary()) + "\n"
-            (folder / SUMMARY_NAME).write_text(summary, encoding="utf-8")
+            (folder / SUMMARY_FILE).write_text(summary, encoding="utf-8")
 
     def lines(self) -> list[str]:
         """The report for people, one fact a line."""

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from bitnet_ops import ops
+from bitnet_ops.config.scheme import Scheme
 from bitnet_ops.convert.errors import refuse
-from bitnet_ops.convert.hf.decide import Scheme
 from bitnet_ops.nn.packing import BLOCK, unpack_hf
 from bitnet_ops.nn.quantize import multiplying_scale
 

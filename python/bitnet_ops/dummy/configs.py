@@ -1,6 +1,6 @@
-"""The shapes of the synthetic models of dummy.py: what their config.json would say.
+"""The shapes of the synthetic models: what their config.json would say.
 
-Apart from it, because the command line lists the names without importing torch.
+In a file of its own, because the command line lists the names without importing torch.
 """
 
 from __future__ import annotations

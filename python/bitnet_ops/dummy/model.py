@@ -3,7 +3,7 @@
     model = dummy.decoder("2b-4t")          # in memory, within seconds
     dummy.write("2b-4t", "my-dummy/")       # the same as a directory; or: bitnet-ops dummy NAME DST
 
-Weights are random ternary codes, about 40 % of them 0, with scales and gains that keep activations
+Weights are random ternary codes, about 40 % of them 0, with scales and norms that keep activations
 near 1: every kernel sees what a real model gives it, and the text means nothing. The same name and
 seed give the same model on one release of torch.
 """
@@ -23,10 +23,10 @@ from bitnet_ops.config import ModelConfig
 from bitnet_ops.dummy import tokenizer as dummy_tokenizer
 from bitnet_ops.dummy.configs import CONFIGS
 from bitnet_ops.formats import destination, sglbitnt
-from bitnet_ops.loading.weights import prepack_all
+from bitnet_ops.loading.weights import repack_all
 from bitnet_ops.models import Decoder, TensorSpec, build, expected_tensors
-from bitnet_ops.nn.head import DEFAULT_HEAD_FORMAT
 from bitnet_ops.nn.packing import BLOCK, PackedWeight, packed_row_bytes
+from bitnet_ops.nn.storage import DEFAULT_HEAD_FORMAT
 
 _NONZERO = 0.6  # share of the codes that are -1 or +1
 _EMBEDDING_STD = 0.02
@@ -59,7 +59,7 @@ def decoder(
 
     `dtype` as `models.build`, `weight_format` as `language_model.load` take them.
     """
-    made = prepack_all(tensors(name, seed), weight_format)
+    made = repack_all(tensors(name, seed), weight_format)
     return build(config(name), made, dtype, check_values=False, head_format=head_format)
 
 
@@ -114,7 +114,7 @@ def _tensor(name: str, spec: TensorSpec, pool: _Pool) -> Tensor | PackedWeight:
         return PackedWeight(pool.packed(n, k), scale, n, k)
     if len(spec.shape) == 2:
         return pool.matrix(*spec.shape)
-    return pool.gain(spec.shape[0])
+    return pool.norm_weight(spec.shape[0])
 
 
 class _Pool:
@@ -154,8 +154,8 @@ class _Pool:
         """An embedding or a head, bfloat16 [n, k], evenly spread around 0."""
         return self._piece(self._values, n * k).view(n, k)
 
-    def gain(self, n: int) -> Tensor:
-        """A norm's gains, bfloat16 [n], from 0.9 to 1.1."""
+    def norm_weight(self, n: int) -> Tensor:
+        """A norm's weight, bfloat16 [n], from 0.9 to 1.1."""
         return (
             self._piece(self._values, n).float() * (0.1 / (_EMBEDDING_STD * 3**0.5)) + 1
         ).bfloat16()

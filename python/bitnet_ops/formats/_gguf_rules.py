@@ -2,7 +2,7 @@
 
 The table is our own because the official package has no I2_S and cannot express its size (a scale
 behind the codes, not one a block). Sources: ggml's `ggml.h` and the GGUF specification; Microsoft's
-fork for 36 to 39. It must not read files, nor know models or what a type's bytes mean.
+fork for 36 to 39.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Another config for a model file that is there already: the data stay where they are.
+"""Replaces the config of an existing model file.
 
-What the converter proves about a file is known only once the file exists, and belongs into its
+What the converter proves about a file is known only once the file exists, and is kept in its
 config. In version 2 the config lies behind the data and only the tail is written anew, in place; in
 version 1 it lies in front, and the file is copied.
 """

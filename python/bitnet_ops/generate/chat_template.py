@@ -1,7 +1,7 @@
 """Chat templates: programs in Jinja that come with a checkpoint, and are therefore not trusted.
 
 They are rendered in jinja2's immutable sandbox, with what transformers gives them, in a process
-with limits (bounded.py): loops that never end and strings of gigabytes end there, in one line.
+with limits (bounded.py): an endless loop or a string of gigabytes is an error of one line.
 """
 
 from __future__ import annotations

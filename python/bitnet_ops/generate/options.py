@@ -1,6 +1,6 @@
 """The options of generation: their names and types for editors, their checks for everybody else.
 
-Every method that generates takes these keywords. Ranges are sampling's and the engine's matter.
+Every method that generates takes these keywords. Ranges are checked by sampling and the engine.
 """
 
 from __future__ import annotations

@@ -11,7 +11,6 @@ call their post-load hook again. It must not import an engine, nor know how a la
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
@@ -20,7 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from bitnet_ops import ops
-from bitnet_ops.nn import packing, quantize
+from bitnet_ops.config.scheme import ScaleRule, SchemeError, quantized_scheme
+from bitnet_ops.nn import quantize
+from bitnet_ops.nn.packing import PackedWeight, choose_format, packed_row_bytes, unpack_hf
 
 ShardId = str | int | None
 # Weight 0 in all four lanes: what a parameter holds until it is loaded must be valid codes, because
@@ -34,40 +35,20 @@ class CheckpointError(ValueError):
     """A tensor or setting of a checkpoint that cannot be served, named with the remedy."""
 
 
-class ScaleRule(enum.Enum):
-    """How a checkpoint stores a ternary matrix, after transformers' three linear flavours."""
-
-    DIVIDE = "bitlinear"  # uint8, weight_scale holds 1 / absmean
-    MULTIPLY = "autobitlinear offline"  # uint8, weight_scale holds absmean
-    ONLINE = "autobitlinear online"  # floating masters, no weight_scale
-
-
 def scale_rule(quantization_config: Mapping[str, object]) -> ScaleRule:
     """The rule that a Hugging Face `quantization_config` means; absent keys have HF's defaults.
 
     Raises CheckpointError for another quant_method, an unknown class or mode, or `use_rms_norm`.
     """
-    get = quantization_config.get
-    method = get("quant_method", "bitnet")
-    if method != "bitnet":
-        raise CheckpointError(f"bitnet: expected quant_method 'bitnet', got {method!r}")
-    if get("use_rms_norm", False):
+    try:
+        scheme = quantized_scheme({"quant_method": "bitnet", **quantization_config})
+    except SchemeError as error:
+        raise CheckpointError(f"bitnet: {error}") from None
+    if quantization_config.get("use_rms_norm", False):
         raise CheckpointError(
             "bitnet: expected use_rms_norm false, got true; a norm inside each linear is not served"
         )
-    key = (get("linear_class") or "bitlinear", get("quantization_mode") or "offline")
-    rules = {
-        ("bitlinear", "offline"): ScaleRule.DIVIDE,
-        ("autobitlinear", "offline"): ScaleRule.MULTIPLY,
-        ("autobitlinear", "online"): ScaleRule.ONLINE,
-    }
-    if key not in rules:
-        known = ", ".join("/".join(pair) for pair in rules)
-        raise CheckpointError(
-            f"bitnet: expected linear_class/quantization_mode one of {known}, got "
-            f"{key[0]!s}/{key[1]!s}"
-        )
-    return rules[key]
+    return cast(ScaleRule, scheme.rule)
 
 
 def check_activation_dtype(dtype: torch.dtype, name: str = "") -> None:
@@ -195,7 +176,7 @@ def logical_codes(
     if online:
         return ops.quantize_weights(loaded.detach().contiguous())
     try:
-        return packing.unpack_hf(loaded, rows), None
+        return unpack_hf(loaded, rows), None
     except ValueError as error:
         raise CheckpointError(f"bitnet: {error}{_of(name)}") from error
 
@@ -224,25 +205,28 @@ def _store_scale(layer: nn.Module, param: Tensor, shard: Shard, scale: Tensor) -
     layer_state(layer).loaded.add(("weight_scale", shard.id))
 
 
-def _is_repacked(weight: Tensor) -> bool:
-    """Canonical rows have two dimensions, the layouts of the kernels more."""
-    return weight.dim() > 2
+def _packed(state: LayerState, weight: Tensor) -> PackedWeight:
+    """The layer's weight in the layout that it has now: canonical, or that which `repack` makes."""
+    format = "canonical" if weight.dim() == 2 else _FORMAT
+    shape = state.out_features, state.in_features
+    return PackedWeight.unchecked(weight, torch.ones(1), *shape, format, 0)
 
 
 def _store_rows(state: LayerState, param: Tensor, shard: Shard, rows: Tensor) -> None:
     """Put canonical rows of a shard into the layer's weight, in whatever layout that has now."""
-    if not _is_repacked(param):
+    held = _packed(state, param.data)
+    if held.format == "canonical":
         param.data[shard.offset : shard.offset + shard.size] = rows
         return
-    tile = param.shape[2]  # rows of a tile of the 2 bit layout: as many as its lines have bytes
+    tile = param.shape[2]  # rows of a row block of the 2 bit layout: as many as its k-steps' bytes
     last = shard.offset + shard.size == state.out_features
     if shard.offset % tile == 0 and (last or shard.size % tile == 0):
         part = ops.prepack(rows, state.in_features, _FORMAT)
         param.data[shard.offset // tile :][: len(part)] = part
         return
-    whole = ops.unprepack(param.data, state.out_features, state.in_features)
-    whole[shard.offset : shard.offset + shard.size] = rows
-    param.data = ops.prepack(whole, state.in_features, _FORMAT)
+    whole = held.to_canonical()
+    whole.weight[shard.offset : shard.offset + shard.size] = rows
+    param.data = whole.repack(_FORMAT).weight
 
 
 def load_weight(layer: nn.Module, param: Tensor, loaded: Tensor, shard_id: ShardId = None) -> None:
@@ -324,7 +308,7 @@ def make_params(
     state = LayerState(name, rule, in_features, column_split, shards)
     layer.bitnet = state  # type: ignore[assignment]  # nn.Module's stub: Tensor | Module
     rows = sum(out_sizes)
-    packed = torch.full((rows, packing.packed_row_bytes(in_features)), ZERO_BYTE, dtype=torch.uint8)
+    packed = torch.full((rows, packed_row_bytes(in_features)), ZERO_BYTE, dtype=torch.uint8)
     scales = torch.zeros(1 if len(shards) == 1 else rows, dtype=torch.float32)
     layer.register_parameter("weight", _parameter(packed, load_weight, layer))
     layer.register_parameter("weight_scale", _parameter(scales, load_scale, layer))
@@ -360,9 +344,8 @@ def repack(layer: nn.Module) -> None:
     this layout, which fits this instruction set alone; `canonical_rows` has the portable form.
     """
     state, weight = layer_state(layer), cast(Tensor, layer.weight)
-    if _is_repacked(weight) or packing.choose_format("auto", state.in_features) != _FORMAT:
-        return
-    weight.data = ops.prepack(weight.data, state.in_features, _FORMAT)
+    if choose_format("auto", state.in_features) == _FORMAT:
+        weight.data = _packed(state, weight.data).repack(_FORMAT).weight
 
 
 def canonical_rows(layer: nn.Module) -> Tensor:
@@ -370,6 +353,4 @@ def canonical_rows(layer: nn.Module) -> Tensor:
     is held; shared with the layer where it is held so.
     """
     state, weight = layer_state(layer), cast(Tensor, layer.weight).data
-    if not _is_repacked(weight):
-        return weight
-    return ops.unprepack(weight, state.out_features, state.in_features)
+    return _packed(state, weight).to_canonical().weight

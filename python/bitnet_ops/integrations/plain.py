@@ -13,8 +13,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from bitnet_ops import ops
 from bitnet_ops.nn import packing
+from bitnet_ops.nn.packing import PackedWeight
 
 _LINEAR = torch.ops.bitnet.linear.default
 PACKINGS = {
@@ -79,7 +79,8 @@ def repack(
         ValueError: as `apply_packed`; RuntimeError on a code 3 and for in_features above 32768.
     """
     rows = canonical(packed_weight, out_features, in_features, packing)
-    return ops.prepack(rows, in_features, "2bit")
+    unit = torch.ones(1)
+    return PackedWeight(rows, unit, out_features, in_features).repack("2bit").weight
 
 
 def apply_packed(

@@ -28,7 +28,7 @@ class CacheError(Exception):
 
 
 def directory(choice: bool | str | os.PathLike[str] | None) -> Path | None:
-    """Where prepared models lie, None for no cache.
+    """Where the load cache lies, None for no cache.
 
     `choice`: a directory; True, the one of the environment variable BITNET_OPS_CACHE or else
     bitnet_ops in the user's cache directory; False, none; None, that of BITNET_OPS_CACHE if set.

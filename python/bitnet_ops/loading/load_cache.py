@@ -1,4 +1,4 @@
-"""The cache of prepared models: files that hold every tensor as the kernels want it.
+"""The load cache: files that hold every tensor of a model as the kernels want it.
 
 A file belongs to one source file (by content, not by path), one set of layouts and one number of
 lanes; its name is the hash of all that. It may be deleted at any time. A file that is damaged, cut
@@ -36,7 +36,7 @@ from bitnet_ops.memory.mapped import map_huge
 from bitnet_ops.nn.head import HeadWeight
 from bitnet_ops.nn.packing import PackedWeight
 
-VERSION = 3  # of this file's format and of the private layouts; raise it when either changes
+VERSION = 3  # of this file's format and of the CPU-specific layouts; raise it when either changes
 _MAGIC = b"BITNETPM"
 _SUMMED = struct.Struct("<8sIQQ")  # magic, version, bytes of JSON, bytes after the header
 _HEADER_BYTES = 64  # then the hash, then zeros
@@ -49,7 +49,7 @@ Value = Tensor | PackedWeight | HeadWeight
 
 
 def file_name(reader: sglbitnt.Reader, formats: Sequence[str]) -> str:
-    """The name of the prepared form of `reader`'s file in the layouts `formats`.
+    """The name of the cached form of `reader`'s file in the layouts `formats`.
 
     A hash of the file's content and of what the layouts depend on.
     """
@@ -70,7 +70,7 @@ def write(file: Path, tensors: Mapping[str, Value]) -> None:
             _write_file(out, file.stem, tensors)
     except (OSError, CacheError) as error:
         warnings.warn(
-            f"cache: expected room for a prepared model in {file.parent}, got {_told(error)}; "
+            f"cache: expected room for a cached model in {file.parent}, got {_told(error)}; "
             f"going on without (a directory of your own serves: mode 700, {ENVIRONMENT} names it)",
             stacklevel=2,
         )
@@ -163,7 +163,7 @@ def read(
         return None
     except (OSError, CacheError, ValueError, RuntimeError) as error:
         warnings.warn(
-            f"cache: expected a prepared model in {file}, got {_told(error)}; it is made again",
+            f"cache: expected a cached model in {file}, got {_told(error)}; it is made again",
             stacklevel=2,
         )
         return None
@@ -192,7 +192,7 @@ def _read_file(descriptor: int, key: str) -> dict[str, Value]:
 def _tensors(text: bytes, key: str, data: Tensor) -> dict[str, Value]:
     content = json.loads(text)
     if content["key"] != key:
-        raise CacheError("the prepared form of another model")
+        raise CacheError("the cached form of another model")
     entries = content["tensors"]
     tensors = {entry["name"]: _value(entry, data) for entry in entries}
     if len(tensors) != len(entries):

@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bitnet_ops.config import ModelConfig, model_type_of_class
+from bitnet_ops.config import ModelConfig
+from bitnet_ops.config.families import BY_MODEL_TYPE, QK_NORMS, SUB_NORMS, model_type_of_class
+from bitnet_ops.config.scheme import stated_linear_class
 from bitnet_ops.formats.sglbitnt import Reader, TensorInfo
 from bitnet_ops.models import TensorError, expected_tensors
 
@@ -23,14 +25,8 @@ _SCALE_SUFFIX = "_scale"  # of the name of the weight
 _ROUNDING = 2.0**-8  # relative: copies may have gone through bfloat16
 _PIECE_ELEMS = 1 << 22
 
-# model_type -> (hidden_act, the tensors of a layer that tell it from the others)
-_PARTS = {
-    "bitnet": ("relu2", {"attn_sub_norm", "ffn_sub_norm"}),
-    "qwen3": ("silu", {"q_norm", "k_norm"}),
-    "qwen2": ("silu", {"bias"}),
-    "llama": ("silu", set()),
-}
-_TELLING = ("attn_sub_norm", "ffn_sub_norm", "q_norm", "k_norm", "bias", "rms_norm", "norm")
+# Parts of a layer that families differ in, and two that none of them has.
+_TELLING = {*SUB_NORMS, *QK_NORMS, "bias", "rms_norm", "norm"}
 # What model_type would decide where config.json is silent, in every spelling.
 _DECIDED = ("hidden_act", "rms_norm_eps", "rope_theta")
 
@@ -70,8 +66,9 @@ def _from_names(config: Mapping[str, Any], names: Iterable[str]) -> str | None:
     if not stated.issuperset(_DECIDED):
         return None
     parts = {part for name in names if ".layers." in name for part in name.split(".")[-2:]}
-    found = (config["hidden_act"], parts & set(_TELLING))
-    return next((kind for kind, shown in _PARTS.items() if shown == found), None)
+    found = (config["hidden_act"], parts & _TELLING)
+    rows = BY_MODEL_TYPE.items()
+    return next((k for k, row in rows if (row.hidden_act, row.telling_parts) == found), None)
 
 
 def own_tensors(reader: Reader, config: ModelConfig) -> dict[str, TensorInfo]:
@@ -146,4 +143,4 @@ def _equal(a: Tensor, b: Tensor) -> bool:
 def _divides(config: Mapping[str, Any]) -> bool:
     """Whether the checkpoint's weight_scale was a divisor: that of transformers' BitLinear."""
     block = config.get("quantization_config")
-    return isinstance(block, Mapping) and block.get("linear_class") in (None, "bitlinear")
+    return isinstance(block, Mapping) and stated_linear_class(config) == "bitlinear"

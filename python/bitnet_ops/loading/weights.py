@@ -1,13 +1,12 @@
 """A model file's tensors, checked and in the layouts that the kernels want, ready for `build`.
 
-They come from the file itself or from the prepared form that an earlier load has left in a cache
-(prepared.py). It must not know what a model computes, text or engines.
+They come from the file itself or from what an earlier load has left in the load cache
+(load_cache.py). It must not know what a model computes, text or engines.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -20,15 +19,35 @@ from torch import Tensor
 from bitnet_ops import ops
 from bitnet_ops.config import ModelConfig
 from bitnet_ops.formats import sglbitnt
-from bitnet_ops.loading import load_cache as prepared
-from bitnet_ops.loading.model_contents import own_tensors
+from bitnet_ops.loading import load_cache
+from bitnet_ops.loading.model_contents import model_config, own_tensors
 from bitnet_ops.memory.arena import Arena, aligned
-from bitnet_ops.models import TensorError, TensorSpec, check_names, expected_tensors
-from bitnet_ops.nn.head import HeadWeight, check_head_format
-from bitnet_ops.nn.packing import PackedWeight, choose_format, prepack, prepacked_shape
+from bitnet_ops.models import Decoder, TensorError, TensorSpec, build, check_names, expected_tensors
+from bitnet_ops.nn.head import HeadWeight
+from bitnet_ops.nn.packing import PackedWeight, choose_format, packed_shape
+from bitnet_ops.nn.storage import HEAD_FORMATS, check_head_format
 
 Tensors = dict[str, Tensor | PackedWeight | HeadWeight]
 _HEAD_ROWS = 4096  # quantised at a time: 20 MB of a 2B model; a multiple of the tiles of int4
+
+
+def load_model(
+    file: Path,
+    dtype: torch.dtype = torch.float32,
+    weight_format: str = "auto",
+    head_format: str = "stored",
+    cache: Path | None = None,
+) -> Decoder:
+    """The model in `file`; its formats as of `load_tensors`, which says what is raised, and build.
+
+    The embedding of a model without a head is read a row a token, and kept as it is stored.
+    """
+    reader = sglbitnt.Reader(file, check_codes=False)  # load_tensors checks what it reads
+    config = model_config(reader)
+    if config.embedding_only:
+        head_format = "stored"
+    tensors = load_tensors(reader, config, weight_format, head_format, cache)
+    return build(config, tensors, dtype, check_values=False)
 
 
 def load_tensors(
@@ -41,7 +60,7 @@ def load_tensors(
     """Every tensor of `config`, values checked, in the layout `weight_format`, `head_format`.
 
     `reader`: opened with check_codes=False, for everything is checked here as it is read. `cache`:
-    the directory of prepared forms, or None. Canonical weights, and in version 2 whatever is used
+    the directory of the load cache, or None. Canonical weights, and in version 2 whatever is used
     as it is stored, stay views of the mapped file, and nothing is cached if all weights are
     canonical; the rest is memory of its own, and the file's pages are released.
     Raises SglbitntError, TensorError, and ValueError for an unknown format.
@@ -56,22 +75,22 @@ def load_tensors(
     if cache is None or all(format == "canonical" for format in formats.values()):
         return _read(reader, config, formats, head_format)
     layouts = [*sorted(set(formats.values())), head_format]
-    file = cache / prepared.file_name(reader, layouts)
+    file = cache / load_cache.file_name(reader, layouts)
 
     def check(tensors: Tensors) -> None:
-        _check_prepared(tensors, reader, config, formats, head_format)
+        _check_cached(tensors, reader, config, formats, head_format)
 
-    found = prepared.read(file, check)
+    found = load_cache.read(file, check)
     if found is not None:
         return found
     tensors = _read(reader, config, formats, head_format)
     with contextlib.suppress(TensorError):  # `build` says what is wrong with the model's file
         check(tensors)
-        prepared.write(file, tensors)
+        load_cache.write(file, tensors)
     return tensors
 
 
-def _check_prepared(
+def _check_cached(
     tensors: Tensors,
     reader: sglbitnt.Reader,
     config: ModelConfig,
@@ -96,7 +115,7 @@ def _check_prepared(
 def _ternary_form(info: sglbitnt.TensorInfo, spec: TensorSpec, format: str) -> tuple[Any, ...]:
     n, k = spec.shape
     scales = {"tensor": 1, "row": n, "group": n * -(-k // 128)}.get(info.scale_kind)
-    return "ternary", n, k, format, info.group_size, prepacked_shape(n, k, format), scales
+    return "ternary", n, k, format, info.group_size, packed_shape(n, k, format), scales
 
 
 def _head_form(spec: TensorSpec, head_format: str) -> tuple[Any, ...]:
@@ -121,7 +140,7 @@ def _head_of(config: ModelConfig) -> str:
     return "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
 
 
-def prepack_all(
+def repack_all(
     tensors: Mapping[str, Tensor | PackedWeight | HeadWeight], weight_format: str
 ) -> Tensors:
     """The same tensors, ternary ones in the layout `weight_format`, in order in one Arena."""
@@ -131,14 +150,14 @@ def prepack_all(
         if isinstance(value, PackedWeight)
     }
     arena = Arena(
-        _private_bytes(
+        _arena_bytes(
             (value.out_features, value.in_features, formats[name])
             for name, value in tensors.items()
             if isinstance(value, PackedWeight)
         )
     )
     return {
-        name: _prepack(value, formats[name], arena) if isinstance(value, PackedWeight) else value
+        name: _repack(value, formats[name], arena) if isinstance(value, PackedWeight) else value
         for name, value in tensors.items()
     }
 
@@ -148,13 +167,13 @@ def _read(
 ) -> Tensors:
     head, specs = _head_of(config), expected_tensors(config)
     shapes = [(specs[name].shape, format) for name, format in formats.items()]
-    arena = Arena(_private_bytes((shape[0], shape[1], format) for shape, format in shapes))
+    arena = Arena(_arena_bytes((shape[0], shape[1], format) for shape, format in shapes))
     tensors: Tensors = {}
     for name, spec in specs.items():
         if spec.kind == "ternary" and reader.tensors[name].packed:
             tensors[name] = _ternary(reader, name, spec, formats[name], arena)
             continue
-        if name == f"{head}.weight" and head_format in ("int8", "int4"):
+        if name == f"{head}.weight" and HEAD_FORMATS[head_format].quantized:
             tensors[name] = _quantised_head(reader, name, spec, head_format)
             continue
         reader.check_data(name)
@@ -167,10 +186,10 @@ def _read(
     return tensors
 
 
-def _private_bytes(matrices: Iterable[tuple[int, int, str]]) -> int:
+def _arena_bytes(matrices: Iterable[tuple[int, int, str]]) -> int:
     """What matrices (N, K, format) take in an arena; canonical ones stay where they are."""
     return sum(
-        count * aligned(math.prod(prepacked_shape(*matrix)))
+        count * aligned(math.prod(packed_shape(*matrix)))
         for matrix, count in Counter(matrices).items()  # a model has few shapes, many matrices
         if matrix[2] != "canonical"
     )
@@ -193,7 +212,7 @@ def _ternary(
     if format == "canonical":
         return rows
     try:
-        packed = _prepack(rows, format, arena)
+        packed = _repack(rows, format, arena)
     except RuntimeError:
         reader.check_data(name)  # says which byte is wrong, where that is the reason
         raise
@@ -229,10 +248,10 @@ def _quantised_head(
     return HeadWeight(weight, scale, rows, features)
 
 
-def _prepack(packed: PackedWeight, format: str, arena: Arena) -> PackedWeight:
-    made = prepack(packed, format)
+def _repack(packed: PackedWeight, format: str, arena: Arena) -> PackedWeight:
+    made = packed.repack(format)
     if format == "canonical":
         return made
     weight = arena.take(made.weight.shape)
     weight.numpy()[...] = made.weight.numpy()  # torch would wake every thread for 3 MB
-    return dataclasses.replace(made, weight=weight)
+    return made.with_weight(weight, format)

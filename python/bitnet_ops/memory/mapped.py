@@ -3,7 +3,7 @@
 Mapping a file costs a third of reading it into memory of one's own, and no second copy; but pages
 of 4 KiB would slow down every later token. Linux maps huge pages where the file system keeps large
 folios (ext4 since 6.16, XFS, Btrfs) and the file was written, or is read ahead, in large pieces.
-Whether it does is asked of samples, not guessed.
+Whether it does is measured on samples of the file.
 """
 
 from __future__ import annotations

@@ -1,5 +1,8 @@
 """The registry of models: model_type -> class, written out, so that no file can name a class.
 
+The maths of a family is in its config: norms, biases, activation. One whose layers are more than
+that gets a class of its own.
+
 Also the strict check of a set of tensors against a config. It must not know file formats.
 """
 
@@ -11,19 +14,17 @@ import torch
 from torch import Tensor
 
 from bitnet_ops.config import ModelConfig, UnsupportedModelError
-from bitnet_ops.models.bitnet import BitNetForCausalLM
 from bitnet_ops.models.decoder import Decoder, check_dtype
-from bitnet_ops.models.llama import LlamaForCausalLM
-from bitnet_ops.models.qwen import Qwen2ForCausalLM, Qwen3ForCausalLM
 from bitnet_ops.models.tensors import TensorSpec, expected_tensors
-from bitnet_ops.nn.head import HeadWeight, check_head_format
+from bitnet_ops.nn.head import HeadWeight
 from bitnet_ops.nn.packing import PackedWeight
+from bitnet_ops.nn.storage import check_head_format
 
 REGISTRY: dict[str, type[Decoder]] = {
-    "bitnet": BitNetForCausalLM,
-    "llama": LlamaForCausalLM,
-    "qwen2": Qwen2ForCausalLM,
-    "qwen3": Qwen3ForCausalLM,
+    "bitnet": Decoder,  # BitNet b1.58 2B4T, arXiv 2504.12285; transformers modeling_bitnet.py
+    "llama": Decoder,  # Falcon3-1.58bit, Falcon-E, Llama3-8B-1.58; modeling_llama.py
+    "qwen2": Decoder,  # modeling_qwen2.py
+    "qwen3": Decoder,  # and its embedding models; modeling_qwen3.py
 }
 
 __all__ = [
@@ -70,7 +71,7 @@ def build(
 
     `check_values`: look for NaN and infinity too; False where the source of the tensors has done so
     (it takes as long as reading them). `head_format`: of the output head and an embedding tied to
-    it, one of head.HEAD_FORMATS. Raises TensorError for a missing, unknown, misshapen,
+    it, one of HEAD_FORMATS. Raises TensorError for a missing, unknown, misshapen,
     mistyped or non-finite tensor, and UnsupportedModelError for a model_type without a class.
     """
     if config.model_type not in REGISTRY:

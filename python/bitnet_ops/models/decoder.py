@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from bitnet_ops import ops
 from bitnet_ops.config import ModelConfig
-from bitnet_ops.models.layer import ACTIVATION_DTYPES, DecoderLayer, Tensors, gain
+from bitnet_ops.models.layer import ACTIVATION_DTYPES, DecoderLayer, Tensors, norm_weight
 from bitnet_ops.models.step import Step
 from bitnet_ops.nn.casting import Cast, dtype_after
 from bitnet_ops.nn.head import HeadWeight
@@ -55,7 +55,7 @@ class _Body(nn.Module):
             DecoderLayer(config, _below(tensors, f"model.layers.{i}."), dtype)
             for i in range(config.num_hidden_layers)
         )
-        self.norm = gain(tensors["model.norm.weight"])
+        self.norm = norm_weight(tensors["model.norm.weight"])
 
 
 class Decoder(nn.Module):
@@ -64,14 +64,14 @@ class Decoder(nn.Module):
     Any number of threads may run one model at once, each with a cache of its own. Changing it
     (`to`, `load_state_dict`, an adapter) is for one thread while no other runs it. `to(dtype)`
     sets what the layers compute on and casts a dense head or embedding; packed weights, scales and
-    gains keep their dtype.
+    norm weights keep their dtype.
 
     Args:
         config: the architecture.
         tensors: exactly the tensors of `expected_tensors(config)`: PackedWeight for "ternary", a
-            float tensor for "dense". They are shared, not copied (gains become float32).
+            float tensor for "dense". They are shared, not copied (norm weights become float32).
         dtype: of what the layers compute on, float32 or bfloat16; the residual stays float32.
-        head_format: of the output head, and of the embedding tied to it: one of head.HEAD_FORMATS.
+        head_format: of the output head, and of the embedding tied to it: one of HEAD_FORMATS.
             "stored" shares the tensor as it is.
         fused_step: run tokens through the one op decode_step instead of an op for every part of a
             layer; the results are the same bit for bit.

@@ -8,7 +8,7 @@ caches' owners, embeddings or heads.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from bitnet_ops import ops
 from bitnet_ops.config import PROJECTIONS, ModelConfig
 from bitnet_ops.models.tensors import layer_tensors
-from bitnet_ops.nn.attention import dense_attention
 from bitnet_ops.nn.casting import Cast, dtype_after, same_dtype
 from bitnet_ops.nn.head import HeadWeight
 from bitnet_ops.nn.linear import BitLinear
@@ -24,7 +23,7 @@ from bitnet_ops.nn.packing import PackedWeight
 
 Tensors = Mapping[str, Tensor | PackedWeight | HeadWeight]
 ACTIVATION_DTYPES = (torch.float32, torch.bfloat16)  # relu2 overflows float16
-_QKV, _MLP = PROJECTIONS[:3], PROJECTIONS[4:]
+_QKV, _OUT, _MLP = PROJECTIONS[:3], PROJECTIONS[3], PROJECTIONS[4:]
 
 
 class Weight(nn.Module):
@@ -37,7 +36,7 @@ class Weight(nn.Module):
         self.register_buffer("weight", weight)
 
     def _apply(self, fn: Cast, recurse: bool = True) -> Weight:
-        # The ops read gains as float32 whatever the activations are.
+        # The ops read norm weights as float32 whatever the activations are.
         weight = self.weight
         super()._apply(fn, recurse)
         self.weight = same_dtype(weight, self.weight)
@@ -47,8 +46,8 @@ class Weight(nn.Module):
         return f"{list(self.weight.shape)}, dtype={self.weight.dtype}"
 
 
-def gain(tensor: Tensor | PackedWeight | HeadWeight) -> Weight:
-    """A norm's gains as a module; float32, in which every stored dtype is exact."""
+def norm_weight(tensor: Tensor | PackedWeight | HeadWeight) -> Weight:
+    """A norm's weight as a module; float32, in which every stored dtype is exact."""
     return Weight(_dense(tensor))
 
 
@@ -58,7 +57,7 @@ def _dense(tensor: Tensor | PackedWeight | HeadWeight) -> Tensor:
     return tensor.float()
 
 
-def is_plain(projection: nn.Module) -> bool:
+def is_plain(projection: nn.Module) -> TypeGuard[BitLinear]:
     """Whether a projection is a ternary product and nothing else, as the fused ops take it."""
     if type(projection) is not BitLinear or projection.group_size:
         return False
@@ -87,29 +86,21 @@ class DecoderLayer(nn.Module):
         # Attribute look-up through nested modules costs 10 us a layer and token; once is enough.
         c = self.config
 
-        def gain_of(name: str) -> Tensor:
+        def norm_of(name: str) -> Tensor:
             return self.get_buffer(f"{name}.weight")
 
-        def linear(name: str) -> tuple[Tensor, Tensor]:
-            return self.get_buffer(f"{name}.weight"), self.get_buffer(f"{name}.weight_scale")
-
-        self._input_norm = gain_of("input_layernorm")
+        self._input_norm = norm_of("input_layernorm")
         heads = ("self_attn.q_norm", "self_attn.k_norm")
-        self._head_norms = (gain_of(heads[0]), gain_of(heads[1])) if c.qk_norm else None
-        self._sub_norm = gain_of("self_attn.attn_sub_norm") if c.sub_norms else None
-        self._mlp_norm = gain_of("post_attention_layernorm")
-        self._ffn_norm = gain_of("mlp.ffn_sub_norm") if c.sub_norms else None
+        self._head_norms = (norm_of(heads[0]), norm_of(heads[1])) if c.qk_norm else None
+        self._sub_norm = norm_of("self_attn.attn_sub_norm") if c.sub_norms else None
+        self._mlp_norm = norm_of("post_attention_layernorm")
+        self._ffn_norm = norm_of("mlp.ffn_sub_norm") if c.sub_norms else None
         inner = PROJECTIONS if c.linear_norms else ()
-        self._inner_norms = {name: gain_of(f"{name}.rms_norm") for name in inner}
-        self._weights = {name: linear(name) for name in PROJECTIONS}
+        self._inner_norms = {name: norm_of(f"{name}.rms_norm") for name in inner}
         self._projections = {name: self.get_submodule(name) for name in PROJECTIONS}
-        plain = {name: is_plain(module) for name, module in self._projections.items()}
-        self._fused_qkv = all(plain[name] for name in _QKV)
-        self._fused_mlp = all(plain[name] for name in _MLP) and self._sub_eps == c.rms_norm_eps
-        self._plain_out = plain["self_attn.o_proj"]
-        query, key = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
-        self._qkv_rows, self._mlp_rows = (query, key, key), (c.intermediate_size, c.hidden_size)
-        self._out_shape, self._mlp_features = (c.hidden_size, query), self._mlp_rows[::-1]
+        self._packed = {n: m.packed for n, m in self._projections.items() if is_plain(m)}
+        self._fused_qkv = self._packed.keys() >= {*_QKV}
+        self._fused_mlp = self._packed.keys() >= {*_MLP} and self._sub_eps == c.rms_norm_eps
         self.bound += 1  # what others have gathered from the buffers is out of date
 
     @property
@@ -136,6 +127,11 @@ class DecoderLayer(nn.Module):
         key_scale: Tensor | None = None,
         value_scale: Tensor | None = None,
     ) -> Tensor:
+        """x behind the layer; its keys and values are in the cache.
+
+        cos_sin f32 [B, T, head_dim] of the tokens' positions; keys, values [B, KV, L, head_dim] of
+        this layer, written from `start` int64 [B] on, with scales f32 [B, KV, L] or None.
+        """
         c = self.config
         b, t, _ = x.shape
         q, k, v = self._qkv(self._rounded(x))
@@ -145,54 +141,68 @@ class DecoderLayer(nn.Module):
             q = ops.rms_norm(q, self._head_norms[0], c.rms_norm_eps)
             k = ops.rms_norm(k, self._head_norms[1], c.rms_norm_eps)
         v = v.view(b, t, heads, d)
-        scales = self.scale, key_scale, value_scale
-        a = dense_attention(q, k, v, cos_sin, keys, values, start, *scales).view(b, t, -1)
+        q, k = ops.rope(q, cos_sin), ops.rope(k, cos_sin)
+        ops.kv_cache_update(keys, values, k, v, start, key_scale, value_scale)
+        a = ops.attention(q, keys, values, start, self.scale, key_scale, value_scale)
+        a = a.view(b, t, -1)
         if self._sub_norm is not None:
             a = ops.rms_norm(a, self._sub_norm, self._sub_eps)
         x = x + self._out(a)
         return x + self._mlp(self._rounded(x))
 
     def _qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        c, (q, k, v) = self.config, _QKV
-        eps = c.rms_norm_eps
+        norm, eps = self._input_norm, self.config.rms_norm_eps
         if self._fused_qkv:
-            weights = (*self._weights[q], *self._weights[k], *self._weights[v])
+            q, k, v = (self._packed[name] for name in _QKV)
             return ops.qkv_forward(
-                x, self._input_norm, *weights, eps, self._qkv_rows, c.hidden_size
+                x,
+                norm,
+                q.weight,
+                q.scale,
+                k.weight,
+                k.scale,
+                v.weight,
+                v.scale,
+                eps,
+                (q.out_features, k.out_features, v.out_features),
+                q.in_features,
             )
-        h = ops.rms_norm(x, self._input_norm, eps)
-        return self._project(q, h), self._project(k, h), self._project(v, h)
+        h = ops.rms_norm(x, norm, eps)
+        query, key, value = (self._project(name, h) for name in _QKV)
+        return query, key, value
 
     def _out(self, a: Tensor) -> Tensor:
-        name = "self_attn.o_proj"
-        if self._plain_out:
-            return ops.linear(a, *self._weights[name], None, *self._out_shape)
-        return self._project(name, a)
+        plain = self._packed.get(_OUT)
+        return self._project(_OUT, a) if plain is None else plain.linear(a)
 
     def _mlp(self, x: Tensor) -> Tensor:
-        c, (gate, up, down) = self.config, _MLP
+        c = self.config
         if self._fused_mlp:
+            gate, up, down = (self._packed[name] for name in _MLP)
             return ops.mlp_forward(
                 x,
                 self._mlp_norm,
-                *self._weights[gate],
-                *self._weights[up],
+                gate.weight,
+                gate.scale,
+                up.weight,
+                up.scale,
                 self._ffn_norm,
-                *self._weights[down],
+                down.weight,
+                down.scale,
                 c.rms_norm_eps,
                 c.hidden_act,
-                self._mlp_rows,
-                self._mlp_features,
+                (gate.out_features, down.out_features),
+                (gate.in_features, down.in_features),
             )
         h = ops.rms_norm(x, self._mlp_norm, c.rms_norm_eps)
-        g, u = self._project(gate, h), self._project(up, h)
+        g, u = self._project(_MLP[0], h), self._project(_MLP[1], h)
         if c.hidden_act == "relu2":
             z = ops.relu2_mul(g, u)
         else:
             z = ops.silu_and_mul(torch.cat([g, u], dim=-1))
         if self._ffn_norm is not None:
             z = ops.rms_norm(z, self._ffn_norm, self._sub_eps)
-        return self._project(down, z)
+        return self._project(_MLP[2], z)
 
     def _project(self, name: str, x: Tensor) -> Tensor:
         """A projection with whatever lies inside it: its norm first, its bias last."""
@@ -206,7 +216,7 @@ def _leaf(tensors: Tensors, module: str) -> nn.Module:
     tensor, bias = tensors[f"{module}.weight"], tensors.get(f"{module}.bias")
     if isinstance(tensor, PackedWeight):
         return BitLinear.from_packed(tensor, None if bias is None else _dense(bias))
-    return gain(tensor)
+    return norm_weight(tensor)
 
 
 def _rebind(layer: Any, _keys: Any) -> None:

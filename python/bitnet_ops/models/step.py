@@ -1,7 +1,7 @@
 """A decoder's weights as the arguments of `ops.decode_step`, which runs a whole step in one call.
 
-Scales and gains are gathered into one tensor each, in whose memory the modules' own buffers lie:
-there is one copy of every number, and a buffer changed in place changes what the step reads.
+Scales and norm weights are gathered into one tensor each, in whose memory the modules' own buffers
+lie: there is one copy of every number, and a buffer changed in place changes what the step reads.
 It must not know ids, caches' owners or sampling.
 """
 
@@ -37,9 +37,9 @@ class Step:
         self, config: ModelConfig, layers: Sequence[nn.Module], norm: nn.Module, dtype: torch.dtype
     ) -> None:
         c = self._config = config
-        gain_modules = [layer.get_submodule(name) for layer in layers for name in _gain_names(c)]
+        norms = [layer.get_submodule(name) for layer in layers for name in _norm_names(c)]
         projections = [layer.get_submodule(name) for layer in layers for name in PROJECTIONS]
-        self.gains = _gather([*gain_modules, norm], "weight")
+        self.norm_weights = _gather([*norms, norm], "weight")
         self.scales = _gather(projections, "weight_scale").view(len(layers), len(PROJECTIONS))
         self.weights = [projection.get_buffer("weight") for projection in projections]
         self._dtype, self._scale = dtype, c.head_dim**-0.5
@@ -67,7 +67,7 @@ class Step:
             x=x,
             weights=self.weights,
             scales=self.scales,
-            norm_weights=self.gains,
+            norm_weights=self.norm_weights,
             head_weight=head.weight,
             head_scale=head.scale,
             key_cache=cache.key_cache,
@@ -93,7 +93,7 @@ def _one_scale(projection: nn.Module) -> bool:
     return scale.dtype == torch.float32 and scale.numel() == 1
 
 
-def _gain_names(c: ModelConfig) -> tuple[str, ...]:
+def _norm_names(c: ModelConfig) -> tuple[str, ...]:
     """The norms of a layer in the order in which decode_step uses them."""
     if not c.sub_norms:
         return "input_layernorm", "post_attention_layernorm"

@@ -11,13 +11,10 @@ from torch import Tensor, nn
 
 from bitnet_ops import ops
 from bitnet_ops.nn.casting import Cast, dtype_after, same_dtype
+from bitnet_ops.nn.storage import DEFAULT_HEAD_FORMAT, HEAD_FORMATS, check_head_format
 
-# "stored": the tensor as it is, shared; the others are made from it.
-HEAD_FORMATS = ("int8", "int4", "bf16", "float32", "stored")
-DEFAULT_HEAD_FORMAT = "int8"
-
-_DENSE = {"bf16": torch.bfloat16, "float32": torch.float32}
-_NAMES = {torch.float32: "float32", torch.bfloat16: "bf16", torch.float16: "float16"}
+_DENSE = {h.name: getattr(torch, h.dtype) for h in HEAD_FORMATS.values() if h.dtype}
+_NAMES = {dtype: name for name, dtype in _DENSE.items()} | {torch.float16: "float16"}
 
 
 class HeadWeight(nn.Module):
@@ -49,7 +46,7 @@ class HeadWeight(nn.Module):
         check_head_format(head_format)
         scale: Tensor | None = None
         rows, features = tensor.shape
-        if head_format in ("int8", "int4"):
+        if HEAD_FORMATS[head_format].quantized:
             tensor, scale = ops.quantize_head(tensor.detach(), head_format, group_size)
         elif head_format in _DENSE:
             tensor = tensor.to(_DENSE[head_format])
@@ -84,12 +81,4 @@ class HeadWeight(nn.Module):
         return (
             f"out_features={self.out_features}, in_features={self.in_features}, "
             f"head_format={self.head_format}"
-        )
-
-
-def check_head_format(head_format: str) -> None:
-    """Raise ValueError unless `head_format` is one of HEAD_FORMATS."""
-    if head_format not in HEAD_FORMATS:
-        raise ValueError(
-            f"head_format: expected one of {', '.join(HEAD_FORMATS)}, got {head_format!r}"
         )

@@ -12,20 +12,19 @@ from torch import Tensor
 
 from bitnet_ops import ops
 from bitnet_ops.config import ModelConfig
+from bitnet_ops.nn.storage import DEFAULT_KV_TYPE, KV_TYPES, KVType
 
-KV_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
-# What `load` gives a model: half the bytes of float32, faster the longer the context is, and on the
-# demo model's text the same loss to 0.0001 nats (scripts/compare_kv.py). int8 is smaller and faster
-# still and measures alike there, but its error grows with the outliers of a row, and those of
-# larger models have not been measured: it waits to be asked for.
-DEFAULT_KV_DTYPE = torch.bfloat16
+_TYPES = {getattr(torch, name): row for name, row in KV_TYPES.items()}
+KV_DTYPES = {row.name: dtype for dtype, row in _TYPES.items()}
+DEFAULT_KV_DTYPE = KV_DTYPES[DEFAULT_KV_TYPE]
 
 
 def check_kv_dtype(dtype: object, who: str) -> None:
     """Raise ValueError unless `dtype` is one that a cache can have."""
-    if dtype not in KV_DTYPES.values():
+    if dtype not in _TYPES:
+        *most, last = KV_DTYPES
         remedy = f"; pass torch.{dtype}" if isinstance(dtype, str) else ""
-        raise ValueError(f"{who} float32, bfloat16 or int8, got {dtype!r}{remedy}")
+        raise ValueError(f"{who} {', '.join(most)} or {last}, got {dtype!r}{remedy}")
 
 
 class CacheCapacityError(ValueError):
@@ -37,7 +36,7 @@ class KVCache:
 
     `keys` and `values` list the layers; they are views of `key_cache` and `value_cache`
     [layers, B, KV, L, D]. With int8, `key_scale` and `value_scale` float32 [layers, B, KV, L] hold
-    the factor of every position; else they are None.
+    the scale of every position; else they are None.
 
     Args:
         config: the model's config (layers, kv heads, head_dim, max_position_embeddings).
@@ -68,7 +67,9 @@ class KVCache:
         shape = (layers, batch, heads, max_len, config.head_dim)
         # Not zeros: those would touch every page now, of a context that may never be that long.
         keys, values = (torch.empty(shape, dtype=dtype) for _ in "kv")
-        scales = [torch.empty(shape[:-1]) for _ in "kv"] if dtype == torch.int8 else [None, None]
+        scales = (
+            [torch.empty(shape[:-1]) for _ in "kv"] if _TYPES[dtype].has_scales else [None, None]
+        )
         self._set_memory(keys, values, *scales)
         self.lengths = torch.zeros(batch, dtype=torch.int64)
         self.max_len = max_len
@@ -106,6 +107,11 @@ class KVCache:
     @property
     def dtype(self) -> torch.dtype:
         return self.key_cache.dtype
+
+    @property
+    def type(self) -> KVType:
+        """The row of the table of types that it is of."""
+        return _TYPES[self.dtype]
 
     @property
     def nbytes(self) -> int:

@@ -8,23 +8,17 @@ It must not know models or files.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from bitnet_ops import ops
 from bitnet_ops.nn.casting import Cast, dtype_after, same_dtype
-from bitnet_ops.nn.packing import (
-    BLOCK,
-    PackedWeight,
-    pack_ternary,
-    packed_row_bytes,
-    prepack,
-    unprepack,
-)
+from bitnet_ops.nn.packing import BLOCK, PackedWeight, pack_ternary, packed_row_bytes
 
 _ALL_ZERO_CODES = 0b01010101  # four times code 1, the weight 0
+_Layer = TypeVar("_Layer", bound="BitLinear")
 _ACTIVATIONS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -32,12 +26,12 @@ class BitLinear(nn.Module):
     """y = int8(x) @ (codes * weight_scale)^T + bias; x F [..., K] -> [..., N] in x's dtype.
 
     Buffers: `weight` uint8, [N, 32 * ceil(K / 128)] where `weight_format` is "canonical", else as
-    `ops.prepack` returns it ("auto", the default, is "2bit" and up to several times faster for
-    more than one token; `packing.prepack` has the formats),
+    `PackedWeight.repack` makes it ("auto", the default, is "2bit" and up to several times faster
+    for more than one token),
     `weight_scale` f32 (multiplies), [1], [N], or [N, ceil(K / 128)] where `group_size` is 128,
     `bias` F [N] or None; `.to(dtype)` casts the bias alone, for the output has x's dtype. Gradients
     reach x and the bias (see ops.linear), never the packed weight. `state_dict` gives canonical
-    rows (a copy for a private layout) and `load_state_dict` takes them, so that a checkpoint fits
+    rows (a copy for another layout) and `load_state_dict` takes them, so that a checkpoint fits
     every CPU and every format. A layer that nobody has loaded has the scale NaN, so that its
     outputs cannot pass for results.
     Source: "The Era of 1-bit LLMs", arXiv 2402.17764.
@@ -70,13 +64,13 @@ class BitLinear(nn.Module):
         scales = (out_features, -(-in_features // BLOCK)) if group_size else (1,)
         self.register_buffer("weight_scale", torch.full(scales, float("nan")))
         self.register_buffer("bias", torch.zeros(out_features) if bias else None)
-        self.prepack(weight_format)
+        self.repack(weight_format)
 
     @classmethod
-    def from_packed(cls, packed: PackedWeight, bias: Tensor | None = None) -> BitLinear:
+    def from_packed(cls: type[_Layer], packed: PackedWeight, bias: Tensor | None = None) -> _Layer:
         """A layer over `packed`, whose tensors are shared, not copied, in the layout they have.
 
-        Rows as `pack_ternary` makes them are the slow layout: `.prepack()` once, where they are
+        Rows as `pack_ternary` makes them are the slow layout: `.repack()` once, where they are
         used more than once.
         """
         layer = cls.__new__(cls)
@@ -102,16 +96,26 @@ class BitLinear(nn.Module):
         codes, scale = ops.quantize_weights(weight.detach())
         packed = pack_ternary(codes, scale)
         layer = cls.from_packed(packed, None if bias is None else bias.detach())
-        return layer.prepack(weight_format)
+        return layer.repack(weight_format)
 
-    def prepack(self, weight_format: str = "auto") -> BitLinear:
-        """Bring the weight into the layout `weight_format` for the kernels in use; returns self.
+    @property
+    def packed(self) -> PackedWeight:
+        """The layer's weight and scales, shared."""
+        shape = self.out_features, self.in_features
+        return PackedWeight.unchecked(
+            self.weight, self.weight_scale, *shape, self.weight_format, self.group_size
+        )
 
-        "auto", "2bit", "1.6bit" or "canonical", as `packing.prepack` has them.
+    def repack(self, weight_format: str = "auto") -> BitLinear:
+        """Bring the weight into the layout `weight_format`; returns self.
+
+        One of `packing.WEIGHT_FORMATS`, as `PackedWeight.repack` has them.
         """
-        packed = prepack(self._packed(), weight_format)
+        packed = self.packed.repack(weight_format)
         self.weight, self.weight_format = packed.weight, packed.format
         return self
+
+    prepack = repack  # its earlier name
 
     def forward(self, x: Tensor) -> Tensor:
         op = ops.group_linear if self.group_size else ops.linear
@@ -126,15 +130,10 @@ class BitLinear(nn.Module):
         self.weight_scale = same_dtype(scale, self.weight_scale)
         return self
 
-    def _packed(self) -> PackedWeight:
-        scale = torch.ones(1, device="cpu")  # the layer's own may be NaN, or on meta
-        shape = self.out_features, self.in_features
-        return PackedWeight(self.weight, scale, *shape, self.weight_format)
-
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self.weight_format != "canonical":
-            destination[prefix + "weight"] = unprepack(self._packed()).weight
+            destination[prefix + "weight"] = self.packed.to_canonical().weight
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         key = prefix + "weight"
@@ -152,10 +151,11 @@ class BitLinear(nn.Module):
         if tuple(given.shape) != shape:
             raise RuntimeError(
                 f"BitLinear: expected {key} as canonical rows {list(shape)}, got "
-                f"{list(given.shape)}; a state_dict holds no private layout"
+                f"{list(given.shape)}; a state_dict holds no CPU-specific layout"
             )
-        private = ops.prepack(given.contiguous(), self.in_features, self.weight_format)
-        super()._load_from_state_dict({**state_dict, key: private}, prefix, *args)
+        rows = self.packed.with_weight(given.contiguous(), "canonical")
+        weight = rows.repack(self.weight_format).weight
+        super()._load_from_state_dict({**state_dict, key: weight}, prefix, *args)
 
     def extra_repr(self) -> str:
         return (

@@ -239,13 +239,8 @@ class LoraBitLinear(BitLinear):
 
     @classmethod
     def from_base(cls, base: BitLinear, lora: LoraWeight) -> LoraBitLinear:
-        """A layer over the very buffers of `base`."""
-        layer = cls.__new__(cls)
-        nn.Module.__init__(layer)
-        for name in ("in_features", "out_features", "weight_format", "group_size"):
-            setattr(layer, name, getattr(base, name))
-        for name in ("weight", "weight_scale", "bias"):
-            layer.register_buffer(name, getattr(base, name))
+        """A layer over the memory of `base`."""
+        layer = cls.from_packed(base.packed, base.bias)
         layer.lora = lora
         return layer
 

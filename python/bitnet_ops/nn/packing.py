@@ -1,35 +1,35 @@
-"""Packed ternary weights: canonical rows, private layouts, and the Hugging Face packing.
+"""Packed ternary weights: PackedWeight in the layouts in memory, and the Hugging Face packing.
 
 Canonical (in memory, in .bin files, I2_S layout a): uint8 [N, R], R = 32 * ceil(K / 128); FORMAT.md
 has the bits. Hugging Face: uint8 [ceil(N / 4), K], each bit pair one CONTIGUOUS QUARTER of the
-outputs. Codes everywhere: -1, 0, +1 -> 0, 1, 2; code 3 is refused. Private layouts are made by an
-op. It must not know where weights come from (files, checkpoints) or who multiplies by them.
+outputs. Codes everywhere: -1, 0, +1 -> 0, 1, 2; code 3 is rejected. It must not know
+where weights come from (files, checkpoints) or who multiplies by them.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from bitnet_ops import ops
-
-BLOCK = 128  # weights per block of 32 bytes, as csrc/format/layout.h has it
+from bitnet_ops import _runtime, ops
+from bitnet_ops.nn.storage import BLOCK as BLOCK
+from bitnet_ops.nn.storage import FORMATS, LAYOUTS, USUAL_FORMAT, check_weight_format
 
 
 def packed_row_bytes(in_features: int) -> int:
-    """Bytes R of a packed row of `in_features` weights: 32 per started block of 128."""
-    return 32 * -(-in_features // BLOCK)
+    """Bytes R of a canonical row of `in_features` weights: 32 per started block of 128."""
+    return _runtime.packed_shape("canonical", 1, in_features)[1]
 
 
-# Of the layouts in memory: "canonical" is that of the files, the others are private to the kernels
-# that run (FORMAT.md) and made from it when a model is loaded.
-FORMATS = ("canonical", "2bit", "1.6bit")
-WEIGHT_FORMATS = ("auto", *FORMATS)  # what a user may ask for
-_MAX_PRIVATE_FEATURES = 1 << 15  # kTileMaxK of csrc/format/layout.h
-_TILE_FIELDS = {"2bit": 4, "1.6bit": 5}  # rows of a tile, by the lanes of the kernels
+def packed_shape(
+    out_features: int, in_features: int, format: str, lanes: int = 0
+) -> tuple[int, ...]:
+    """The shape that an N x K matrix has in `format`, one of FORMATS; lanes 0: of this CPU."""
+    return _runtime.packed_shape(format, out_features, in_features, lanes)
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,9 @@ class PackedWeight:
     """A ternary matrix that knows its own shape: `weight` uint8 and `scale` f32.
 
     Entry (n, k) has the value code(n, k) * scale, and `scale` is [1], [N] (one a row), or, with
-    `group_size` 128, [N, ceil(K / 128)] (one for 128 weights of a row). `weight` is [N, R] in the
-    format "canonical", and as `ops.prepack` returns it in "2bit" and "1.6bit". Raises ValueError
-    where the parts disagree.
+    `group_size` 128, [N, ceil(K / 128)] (one for 128 weights of a row). `weight` has the shape of
+    its `format`, one of FORMATS: canonical rows uint8 [N, 32 * ceil(K / 128)], or what `repack`
+    makes. Raises ValueError where the parts disagree.
     """
 
     weight: Tensor
@@ -58,12 +58,69 @@ class PackedWeight:
             )
         self._check_scale()
 
+    @classmethod
+    def unchecked(cls, *parts: Any) -> PackedWeight:
+        """Of parts that are known to agree, in their order; nothing reads the values.
+
+        The scale of a layer may be NaN, which says that nobody has loaded it, or on no device.
+        """
+        packed = cls.__new__(cls)
+        packed.__dict__.update(zip(cls.__dataclass_fields__, parts, strict=True))
+        return packed
+
     def __repr__(self) -> str:
         group = f", group_size={self.group_size}" if self.group_size else ""
         return (
             f"PackedWeight({self.out_features} x {self.in_features}, {self.format}, weight uint8 "
             f"{list(self.weight.shape)}, scale float32 {list(self.scale.shape)}{group})"
         )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of weight and scales."""
+        return self.weight.nbytes + self.scale.nbytes
+
+    def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x F [..., K] -> x.dtype [..., N], as `ops.linear`, or `ops.group_linear` with groups."""
+        op = ops.group_linear if self.group_size else ops.linear
+        return op(x, self.weight, self.scale, bias, self.out_features, self.in_features)
+
+    def repack(self, weight_format: str = "auto") -> PackedWeight:
+        """The same matrix in the layout that `weight_format` means; self where it has it already.
+
+        A CPU-specific layout fits the kernels in use when it is made and no others: after
+        `force_isa` (BITNET_OPS_ISA) to kernels of other lanes, the ops reject it; repack. Raises
+        RuntimeError on a code 3, on such a layout for K above 32768, and as `choose_format`.
+        """
+        format = choose_format(weight_format, self.in_features)
+        if format == self.format:
+            return self
+        rows = self.weight
+        if self.format != "canonical":
+            rows = ops.unprepack(rows, self.out_features, self.in_features)
+        if format != "canonical":
+            rows = ops.prepack(rows, self.in_features, format)
+        return self.with_weight(rows, format)
+
+    def to_canonical(self) -> PackedWeight:
+        """The same matrix in the layout of files; self where it has it already."""
+        return self.repack("canonical")
+
+    def with_weight(self, weight: Tensor, format: str) -> PackedWeight:
+        """The same scales and sizes over the bytes `weight` of the layout `format`, unchecked."""
+        parts = {**self.__dict__, "weight": weight, "format": format}
+        return self.unchecked(*parts.values())
+
+    def codes(self) -> Tensor:
+        """int8 [N, K] of -1, 0, 1. Raises RuntimeError on a code 3."""
+        return ops.unpack(self.to_canonical().weight, self.in_features)
+
+    def dequantize(self) -> Tensor:
+        """The weights float32 [N, K]: codes times scales. Raises RuntimeError on a code 3."""
+        if not self.group_size:
+            return self.codes().float() * self.scale.reshape(-1, 1)
+        scale = self.scale.repeat_interleave(self.group_size, dim=1)
+        return self.codes().float() * scale[:, : self.in_features]
 
     def _check_scale(self) -> None:
         if self.group_size not in (0, BLOCK):
@@ -91,68 +148,21 @@ class PackedWeight:
             raise ValueError(
                 f"PackedWeight: expected format among {', '.join(FORMATS)}, got {self.format!r}"
             )
-        if self.format == "canonical":
-            return self.out_features, packed_row_bytes(self.in_features)
         # the kernels it was made for decide the lanes, and only the tensor says which those were
-        lanes = self.weight.shape[2] if self.weight.dim() > 2 else 4
-        lanes = max(1, lanes // 4 if self.format == "2bit" else lanes)
-        tiles = -(-self.out_features // (_TILE_FIELDS[self.format] * lanes))
-        lines = 16 * -(-self.in_features // 64)
-        return (tiles, lines, 4 * lanes) if self.format == "2bit" else (tiles, lines, lanes, 4)
+        lanes = math.prod(self.weight.shape[2:]) // LAYOUTS[self.format]["k_step"]
+        return packed_shape(self.out_features, self.in_features, self.format, min(lanes, 16) or 1)
 
 
 def choose_format(weight_format: str, in_features: int) -> str:
     """The layout that `weight_format`, one of WEIGHT_FORMATS, means for a matrix of K columns.
 
-    "auto" is "2bit", and "canonical" for the K that no private layout takes. Raises ValueError.
+    "auto" is "2bit", and "canonical" for a K that is too large for it. Raises ValueError.
     """
     check_weight_format(weight_format)
     if weight_format != "auto":
         return weight_format
-    return "2bit" if in_features <= _MAX_PRIVATE_FEATURES else "canonical"
-
-
-def check_weight_format(weight_format: str) -> None:
-    """Raise ValueError unless `weight_format` is one of WEIGHT_FORMATS."""
-    if weight_format not in WEIGHT_FORMATS:
-        raise ValueError(
-            f"weight_format: expected one of {', '.join(WEIGHT_FORMATS)}, got {weight_format!r}"
-        )
-
-
-def prepack(packed: PackedWeight, weight_format: str = "auto") -> PackedWeight:
-    """The same matrix in the layout that `weight_format` means; shared where it has it already.
-
-    A private layout fits the kernels in use when it is made and no others: after `force_isa`
-    (BITNET_OPS_ISA) to kernels of other lanes, the ops refuse it; pack again. Raises RuntimeError
-    on a code 3, on a private layout asked for K above 32768, and as `choose_format`.
-    """
-    format = choose_format(weight_format, packed.in_features)
-    if format == packed.format:
-        return packed
-    rows = unprepack(packed)
-    if format == "canonical":
-        return rows
-    weight = ops.prepack(rows.weight, rows.in_features, format)
-    return dataclasses.replace(rows, weight=weight, format=format)
-
-
-def unprepack(packed: PackedWeight) -> PackedWeight:
-    """The same matrix in the canonical layout; shared where it has it already."""
-    if packed.format == "canonical":
-        return packed
-    rows = ops.unprepack(packed.weight, packed.out_features, packed.in_features)
-    return dataclasses.replace(packed, weight=rows, format="canonical")
-
-
-def prepacked_shape(out_features: int, in_features: int, format: str) -> tuple[int, ...]:
-    """The shape that an N x K matrix has in `format`, one of FORMATS, for the kernels in use."""
-    rows = torch.empty(
-        out_features, packed_row_bytes(in_features), dtype=torch.uint8, device="meta"
-    )
-    if format != "canonical":
-        rows = ops.prepack(rows, in_features, format)
-    return tuple(rows.shape)
+    fits = in_features <= LAYOUTS[USUAL_FORMAT]["max_in_features"]
+    return USUAL_FORMAT if fits else "canonical"
 
 
 def pack_ternary(codes: Tensor, scale: Tensor | float = 1.0, group_size: int = 0) -> PackedWeight:
@@ -166,11 +176,6 @@ def pack_ternary(codes: Tensor, scale: Tensor | float = 1.0, group_size: int = 0
     if group_size == 0:
         scales = scales.reshape(-1)
     return PackedWeight(packed, scales, codes.shape[0], codes.shape[1], group_size=group_size)
-
-
-def unpack_ternary(packed: PackedWeight) -> Tensor:
-    """The codes int8 [N, K] of a PackedWeight. Raises RuntimeError on a code 3."""
-    return ops.unpack(unprepack(packed).weight, packed.in_features)
 
 
 def from_consecutive(packed: Tensor, in_features: int, first: str = "low") -> Tensor:

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bitnet_ops import _runtime
+
 _ops = torch.ops.bitnet
-_CANONICAL_RANK = 2  # of a weight's rows; private layouts have more dimensions
-_GROUP = 128
+_CANONICAL = _runtime.layouts()["canonical"]  # of its dimensions the other layouts have more
 
 
 def _refuse_grad(op: str, name: str, tensor: Any) -> None:
@@ -60,10 +61,10 @@ def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     x_grad = bias_grad = None
     g, wanted = gradient.float(), ctx.needs_input_grad  # without a bias left at its default
     if wanted[0]:
-        rows = weight if weight.dim() == _CANONICAL_RANK else _ops.unprepack(weight, n, k)
+        rows = weight if weight.dim() == _CANONICAL["dimensions"] else _ops.unprepack(weight, n, k)
         codes = _ops.unpack(rows, k).float()
-        if scale.dim() == _CANONICAL_RANK and scale.numel() > n:  # or one group, which is a row's
-            codes = codes * scale.repeat_interleave(_GROUP, dim=1)[:, :k]
+        if scale.dim() == 2 and scale.numel() > n:  # or one group, which is a row's
+            codes = codes * scale.repeat_interleave(_CANONICAL["k_step"], dim=1)[:, :k]
         else:
             g = g * scale.reshape(-1)
         x_grad = (g @ codes).to(x_dtype)

@@ -45,10 +45,10 @@ def qkv_forward(
     Args:
         x: F [..., K].
         norm_weight: F [K].
-        q_weight, k_weight, v_weight: packed uint8 [N_i, 32 * ceil(K / 128)], or private layouts.
+        q_weight, k_weight, v_weight: packed uint8 [N_i, 32 * ceil(K / 128)], or `prepack`'s.
         q_scale, k_scale, v_scale: float32 [1] or [N_i].
         eps: as `rms_norm`.
-        out_features: the three N_i; needed with private layouts, else it may be empty.
+        out_features: the three N_i; needed with CPU-specific layouts, else it may be empty.
         in_features: the K that the weights were packed for; None takes any that fits their bytes.
     Returns:
         (q, k, v), x.dtype [..., N_i].
@@ -89,13 +89,13 @@ def mlp_forward(
     Args:
         x: F [..., K].
         norm_weight: F [K].
-        gate_weight, up_weight: packed uint8 [I, 32 * ceil(K / 128)], or private layouts.
+        gate_weight, up_weight: packed uint8 [I, 32 * ceil(K / 128)], or CPU-specific layouts.
         sub_norm_weight: F [I] or None.
-        down_weight: packed uint8 [N, 32 * ceil(I / 128)], or a private layout.
+        down_weight: packed uint8 [N, 32 * ceil(I / 128)], or such a layout.
         gate_scale, up_scale, down_scale: float32 [1] or one per row.
         eps: as `rms_norm`, for both norms.
         activation: "relu2" or "silu".
-        out_features: (I, N); needed with private layouts, else it may be empty.
+        out_features: (I, N); needed with CPU-specific layouts, else it may be empty.
         in_features: (K, I), what gate and up, and down were packed for; empty takes any that fit.
     Returns:
         x.dtype [..., N].
@@ -207,10 +207,11 @@ def decode_step(
         x: float32 [B, T, K], the embedded tokens; the residual stream stays float32.
         weights: packed q, k, v, o, gate, up, down of the first layer, then of the next; every
             layout that `linear` takes.
-        scales: float32 [layers, 7], the factors of these weights, contiguous.
-        norm_weights: float32, one contiguous row of all norm weights in the order of use: for each layer
-            [K] before q, k, v, ([num_heads * D] before o,) [K] before gate and up, ([intermediate_size] before
-            down;) at the end [K] before the head. In brackets: with sub_norms.
+        scales: float32 [layers, 7], the scales of these weights, contiguous.
+        norm_weights: float32, one contiguous row of all norm weights in the order of use: for each
+            layer [K] before q, k, v, ([num_heads * D] before o,) [K] before gate and up,
+            ([intermediate_size] before down;) at the end [K] before the head. In brackets: with
+            sub_norms.
         head_weight, head_scale: as `lm_head` takes them.
         key_cache, value_cache: float32, bfloat16 or int8 [layers, B, KV, L, D], contiguous within
             a layer; both are mutated.

@@ -21,11 +21,11 @@ __all__ = [
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Root-mean-square norm: `round(x * (1 / sqrt(mean(x^2) + eps))) * weight`.
 
-    The normalised value is computed in float32, rounded to x.dtype, THEN multiplied by the gain.
+    The normalised value is computed in float32, rounded to x.dtype, THEN multiplied by the weight.
 
     Args:
         x: F [..., K].
-        weight: F [K], the gain.
+        weight: F [K], the norm weight.
         eps: added to the mean square.
     Returns:
         x.dtype [..., K].
@@ -44,7 +44,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 
     Args:
         x, residual: F [..., K], of one dtype and shape.
-        weight: F [K], the gain.
+        weight: F [K], the norm weight.
         eps: as `rms_norm`.
     Returns:
         (y, residual_out), both x.dtype [..., K], both fresh tensors.

@@ -23,7 +23,7 @@ __all__ = [
 
 
 def _rows(weight: Tensor, out_features: int | None) -> int:
-    """N of a canonical weight [N, R], or of a private layout, which is padded."""
+    """N of a canonical weight [N, R], or of a CPU-specific layout, which is padded."""
     return weight.shape[0] if out_features is None else out_features
 
 
@@ -50,10 +50,9 @@ def pack(codes: Tensor) -> Tensor:
         uint8 [N, 32 * ceil(K / 128)].
     Raises:
         RuntimeError: another dtype or rank, K = 0, a value outside {-1, 0, 1}.
-    Source: FORMAT.md, "packed layouts"; microsoft/BitNet src/ggml-bitnet-mad.cpp (I2_S).
+    Source: FORMAT.md, "Packed rows"; microsoft/BitNet src/ggml-bitnet-mad.cpp (I2_S).
     """
-    n, k = codes.shape
-    return codes.new_empty((n, (k + 127) // 128 * 32), dtype=torch.uint8)
+    return codes.new_empty(_runtime.packed_shape("canonical", *codes.shape), dtype=torch.uint8)
 
 
 @operator
@@ -74,11 +73,11 @@ def unpack(weight: Tensor, in_features: int) -> Tensor:
 
 @operator
 def prepack(weight: Tensor, in_features: int, format: str) -> Tensor:
-    """Bring canonical weights into a private layout of the kernels that run now.
+    """Bring canonical weights into a layout of the kernels that run now.
 
-    A private layout is what this CPU reads fastest. It is made when a model is loaded and never
+    A CPU-specific layout is what this CPU reads fastest. It is made when a model is loaded and not
     stored in a model file; it depends on the instruction set in use (`_runtime.tile_lanes()` lanes
-    L) and fits no other: prepack again after forcing another one. gemv, gemm, linear, qkv_forward
+    L) and fits no other: repack after forcing another one. gemv, gemm, linear, qkv_forward
     and mlp_forward take it with `out_features`; their results do not change.
 
     Args:
@@ -91,18 +90,14 @@ def prepack(weight: Tensor, in_features: int, format: str) -> Tensor:
         lines = 16 * ceil(K / 64).
     Raises:
         RuntimeError: as `unpack`; another format; K above 32768.
-    Source: FORMAT.md, "Private layouts".
+    Source: docs/layouts.md.
     """
-    lanes, lines = _runtime.tile_lanes(), (in_features + 63) // 64 * 16
-    fields = 5 if format == "1.6bit" else 4
-    tiles = (weight.shape[0] + fields * lanes - 1) // (fields * lanes)
-    shape = (tiles, lines, lanes, 4) if fields == 5 else (tiles, lines, 4 * lanes)
-    return weight.new_empty(shape)
+    return weight.new_empty(_runtime.packed_shape(format, weight.shape[0], in_features))
 
 
 @operator
 def unprepack(weight: Tensor, out_features: int, in_features: int) -> Tensor:
-    """Bring a private layout back to the canonical one: the inverse of `prepack`.
+    """Bring a CPU-specific layout back to the canonical one: the inverse of `prepack`.
 
     Args:
         weight: as `prepack` returns it, for the kernels that run now.
@@ -113,7 +108,7 @@ def unprepack(weight: Tensor, out_features: int, in_features: int) -> Tensor:
         RuntimeError: a shape that does not fit N, K or the instruction set; a code 3.
     Source: as `prepack`.
     """
-    return weight.new_empty((out_features, (in_features + 127) // 128 * 32))
+    return weight.new_empty(_runtime.packed_shape("canonical", out_features, in_features))
 
 
 @operator
@@ -169,11 +164,11 @@ def gemv(
     The sum is exact in int32. With both scales `y = float32(sum) * (weight_scale * x_scale)`.
 
     Args:
-        weight: packed uint8 [N, 32 * ceil(K / 128)], contiguous, or a private layout (`prepack`).
+        weight: packed uint8 [N, 32 * ceil(K / 128)], contiguous, or `prepack`'s.
         x: int8 [K].
         x_scale: float32 [] or [1], the token's scale; given together with weight_scale or not.
         weight_scale: float32 [1], or [N] for one scale per row (fused projections).
-        out_features: N; needed with a private layout, whose rows are padded.
+        out_features: N; needed with a CPU-specific layout, whose rows are padded.
         in_features: the K that the weight was packed for. Packed rows are padded to 128 weights and
             do not record it: where it is left out, any x of a K that fills as many blocks passes.
     Returns:

@@ -16,9 +16,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from bitnet_ops.convert import convert
-from bitnet_ops.convert.destination import TRAVELLERS, building, check_destination
+from bitnet_ops.convert.destination import building, check_destination
 from bitnet_ops.convert.hf.checkpoint import copy_files
-from bitnet_ops.formats.destination import beside
+from bitnet_ops.formats.destination import TRAVELLERS, beside
 from bitnet_ops.nn.packing import pack_hf
 from bitnet_ops.training.linear import TrainableBitLinear
 from bitnet_ops.training.model import TrainingError

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from bitnet_ops import ops
 from bitnet_ops.nn.linear import BitLinear
-from bitnet_ops.nn.packing import PackedWeight, pack_ternary, unpack_ternary
+from bitnet_ops.nn.packing import PackedWeight, pack_ternary
 from bitnet_ops.nn.quantize import MIN_SCALE
 
 
@@ -106,7 +106,7 @@ class TrainableBitLinear(nn.Linear):
     ) -> TrainableBitLinear:
         """A layer whose masters start from packed weights; see `masters_from_codes`."""
         layer = cls(packed.in_features, packed.out_features, bias=False, device="meta")
-        masters = masters_from_codes(unpack_ternary(packed), packed.scale)
+        masters = masters_from_codes(packed.codes(), packed.scale)
         layer.weight = nn.Parameter(masters.to(dtype))
         return layer
 
@@ -123,4 +123,4 @@ class TrainableBitLinear(nn.Linear):
         """The packed layer that computes the same with integers."""
         codes, scale = self.ternary()
         bias = None if self.bias is None else self.bias.detach().cpu()
-        return BitLinear.from_packed(pack_ternary(codes, scale), bias).prepack()
+        return BitLinear.from_packed(pack_ternary(codes, scale), bias).repack()

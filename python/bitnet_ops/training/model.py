@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from bitnet_ops import ops
 from bitnet_ops.config import PRIVATE_BLOCK, ModelConfig
-from bitnet_ops.convert.hf.checkpoint import Source
-from bitnet_ops.convert.hf.plan import make_plan, scale_name
-from bitnet_ops.convert.ternary import from_packed, packed_scale
+from bitnet_ops.config.scheme import Storage
+from bitnet_ops.convert.hf.checkpoint import Checkpoint
+from bitnet_ops.convert.hf.source import HfSource
 from bitnet_ops.formats.sglbitnt import Reader, model_file
 from bitnet_ops.loading.model_contents import completed_config, model_config, own_tensors
 from bitnet_ops.models import check_names, expected_tensors
@@ -151,21 +151,21 @@ def _check_architecture(config: ModelConfig, *, renamed: bool) -> None:
 
 def _from_checkpoint(folder: Path) -> tuple[dict[str, Any], Iterator[tuple[str, Tensor]]]:
     """config.json and the tensors of a Hugging Face folder, projections as masters."""
-    source = Source(folder)
-    unmarked = source.config.get("quantization_config") is None
-    plan = make_plan(source.config, source.tensors, assume_online=unmarked)
+    checkpoint = Checkpoint(folder)
+    unmarked = checkpoint.config.get("quantization_config") is None
+    source = HfSource(checkpoint, assume_online=unmarked)
+    plan = source.plan
     _check_architecture(plan.config, renamed=plan.renamed)
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
         for name, spec in plan.specs.items():
             tensor = source.tensor(name)
-            if spec.kind == "ternary" and plan.scheme.mode == "packed":
-                scale = source.tensor(scale_name(name))
-                value = packed_scale(name, scale, plan.scheme)
-                tensor = masters_from_codes(from_packed(name, tensor, spec.shape[0]), value)
+            if spec.kind == "ternary" and plan.scheme.storage is Storage.PACKED:
+                codes, scale = source.codes(name)
+                tensor = masters_from_codes(codes, scale)
             yield name, tensor
 
-    return source.config, tensors()
+    return checkpoint.config, tensors()
 
 
 def _from_file(file: Path) -> tuple[dict[str, Any], Iterator[tuple[str, Tensor]]]:

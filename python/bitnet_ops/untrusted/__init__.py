@@ -1,4 +1,4 @@
-"""What comes from strangers: their JSON, their links, their texts in our messages.
+"""Untrusted input: JSON within limits, links that stay inside a folder, printable text.
 
 A checkpoint is a folder that somebody else has filled. Its JSON is read within limits, its links
 are followed only as far as they stay inside, and what it calls things is shown without control

@@ -1,6 +1,6 @@
 """The child process of bounded.py: a script of its own, which never imports the package.
 
-It renders chat templates and runs tokenizers that strangers wrote. Frames of JSON, 8 bytes of
+It renders untrusted chat templates and runs untrusted tokenizers. Frames of JSON, 8 bytes of
 length before each, come on stdin and go to stdout; the first one says where modules lie and how
 much memory there is.
 """

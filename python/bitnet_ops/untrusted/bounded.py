@@ -1,4 +1,4 @@
-"""Programs of strangers, run in a process of their own with limits of time, memory and output.
+"""Untrusted programs, run in a process of their own with limits of time, memory and output.
 
 A chat template is a program, and so is a regular expression: either may never end or fill the
 memory, in one call that nothing can interrupt from inside. A process can be ended. It is started at

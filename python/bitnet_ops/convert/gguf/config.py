@@ -1,7 +1,7 @@
 """What a GGUF file's metadata says of the model: architecture, config.json, names of the tensors.
 
-The decision table of architectures stands here, and every key that would change the maths is either
-read or refused. Sources: llama.cpp `llama-arch.cpp` and `convert_hf_to_gguf.py`, Microsoft's fork
+Architectures are rows of config/families.py; every key that would change the maths is either read
+or refused here. Sources: llama.cpp `llama-arch.cpp` and `convert_hf_to_gguf.py`, Microsoft's fork
 for bitnet-b1.58 and bitnet-25. Knows names and numbers; must not read the data of a tensor.
 """
 
@@ -13,44 +13,44 @@ from typing import Any
 
 import numpy as np
 
+from bitnet_ops.config.families import FAMILIES, Family
 from bitnet_ops.convert.errors import refuse
 from bitnet_ops.formats.gguf import is_strings
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """How llama.cpp or bitnet.cpp names and stores a model, and what that is to transformers.
-
-    `permuted`: the rows of q and k are in the order of interleaved rotary embedding. `extra`: names
-    of norms beyond those that all have, GGUF -> Hugging Face. `config`: what is fixed.
-    """
+    """How llama.cpp or bitnet.cpp names a model of `family`."""
 
     name: str
-    config: Mapping[str, Any]
-    permuted: bool = False
-    extra: Mapping[str, str] = ()  # type: ignore[assignment]
+    family: Family
+
+    @property
+    def permuted(self) -> bool:
+        """Whether the rows of q and k are in the order of interleaved rotary embedding."""
+        return self.family.gguf_permuted
+
+    @property
+    def layer_names(self) -> dict[str, str]:
+        """Names of a layer's tensors, GGUF -> Hugging Face."""
+        return {
+            **_LAYER,
+            **(_SUB_NORMS if self.family.sub_norms else {}),
+            **(_QK_NORMS if self.family.qk_norm else {}),
+        }
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """What is fixed in config.json."""
+        return {
+            "model_type": self.family.model_type,
+            "architectures": [self.family.classes[0]],
+            "hidden_act": self.family.hidden_act,
+            **self.family.required,
+        }
 
 
-_SUB_NORMS = {"attn_sub_norm": "self_attn.attn_sub_norm", "ffn_sub_norm": "mlp.ffn_sub_norm"}
-_BITNET = {"model_type": "bitnet", "architectures": ["BitNetForCausalLM"], "hidden_act": "relu2"}
-# llama.cpp's own "bitnet" is 1bitLLM's network: a Llama with SiLU and sub-norms, half-split rope
-_1BITLLM = {"model_type": "llama", "architectures": ["BitnetForCausalLM"], "hidden_act": "silu"}
-_LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_act": "silu"}
-_QWEN3 = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "hidden_act": "silu"}
-ARCHITECTURES = {
-    a.name: a
-    for a in (
-        Architecture("bitnet-b1.58", _BITNET, extra=_SUB_NORMS),
-        Architecture("bitnet-25", _BITNET, extra=_SUB_NORMS),
-        Architecture("bitnet", {**_1BITLLM, "weight_bits": 1, "input_bits": 8}, extra=_SUB_NORMS),
-        Architecture("llama", _LLAMA, permuted=True, extra={}),
-        Architecture(
-            "qwen3",
-            _QWEN3,
-            extra={"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"},
-        ),
-    )
-}
+ARCHITECTURES = {name: Architecture(name, family) for family in FAMILIES for name in family.gguf}
 
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _LAYER = {
@@ -64,6 +64,8 @@ _LAYER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+_SUB_NORMS = {"attn_sub_norm": "self_attn.attn_sub_norm", "ffn_sub_norm": "mlp.ffn_sub_norm"}
+_QK_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
 PERMUTED = ("self_attn.q_proj.weight", "self_attn.k_proj.weight")
 
 # Keys of an architecture that change the maths: the values that leave it as implemented.
@@ -173,7 +175,7 @@ def hf_name(name: str, architecture: Architecture) -> str | None:
     parts = stem.split(".")
     if len(parts) != 3 or parts[0] != "blk" or not parts[1].isascii() or not parts[1].isdigit():
         return None
-    inner = {**_LAYER, **architecture.extra}.get(parts[2])
+    inner = architecture.layer_names.get(parts[2])
     return None if inner is None else f"model.layers.{int(parts[1])}.{inner}.{kind}"
 
 
@@ -184,7 +186,7 @@ def gguf_name(name: str, architecture: Architecture) -> str:
     if stem in top:
         return f"{top[stem]}.{kind}"
     _, _, layer, inner = stem.split(".", 3)
-    names = {hf: ours for ours, hf in {**_LAYER, **architecture.extra}.items()}
+    names = {hf: ours for ours, hf in architecture.layer_names.items()}
     return f"blk.{layer}.{names[inner]}.{kind}"
 
 

@@ -28,7 +28,7 @@ from bitnet_ops.convert.gguf.config import (
 )
 from bitnet_ops.convert.gguf.source import EXACT_NAMES, EXACT_SCALES
 from bitnet_ops.convert.gguf.vocabulary import Keys, vocabulary_keys
-from bitnet_ops.convert.report import Progress
+from bitnet_ops.convert.progress import Progress
 from bitnet_ops.formats import gguf_layouts as layouts
 from bitnet_ops.formats.destination import GGUF_FILE
 from bitnet_ops.formats.gguf import GgufError, Writer
@@ -128,23 +128,22 @@ def export_gguf(
 def architecture_for(model: ModelConfig) -> Architecture:
     """The GGUF architecture that computes what `model` does; ConvertError if there is none."""
     kind = (model.model_type, model.hidden_act, model.sub_norms)
-    names = {
-        ("bitnet", "relu2", True): "bitnet-b1.58",
-        ("llama", "silu", True): "bitnet",
-        ("llama", "silu", False): "llama",
-        ("qwen3", "silu", False): "qwen3",
-    }
-    # parts that some versions of ModelConfig have and no GGUF architecture knows
+    names = [
+        name
+        for name, found in ARCHITECTURES.items()
+        if (found.family.model_type, found.family.hidden_act, found.family.sub_norms) == kind
+    ]
+    # parts that no GGUF architecture knows
     odd = [
         name
         for name in ("biases", "linear_norms", "sub_norm_eps", "embedding_only")
-        if getattr(model, name, None)
+        if getattr(model, name)
     ]
-    if kind not in names or odd:
+    if not names or odd:
         found = f"{model.model_type} with {model.hidden_act}, sub_norms {model.sub_norms}"
         found += f", {', '.join(odd)}" if odd else ""
         refuse("gguf-architecture", "a model that GGUF has an architecture for", found)
-    return ARCHITECTURES[names[kind]]
+    return ARCHITECTURES[names[0]]
 
 
 class _Export:

@@ -7,7 +7,6 @@ interleaved rotary embedding wants. It must not know the metadata beyond what it
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,7 @@ from torch import Tensor
 from bitnet_ops import ops
 from bitnet_ops.convert.errors import refuse
 from bitnet_ops.convert.gguf.config import head_rows
+from bitnet_ops.convert.source import Ternary
 from bitnet_ops.convert.ternary import check_finite
 from bitnet_ops.formats import gguf_layouts as layouts
 from bitnet_ops.formats.gguf import Reader, TensorInfo
@@ -26,19 +26,6 @@ DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 GROUP = 128  # weights that share a scale where a matrix has several
 _CHUNK_ELEMS = 1 << 22
 _SMALLEST = 2.0**-126  # the smallest normal float32
-
-
-@dataclass(frozen=True)
-class Ternary:
-    """Canonical rows uint8 [N, R], multiplying scales, and what is to be said about them.
-
-    `scale`: f32 [1], or with `group_size` 128 f32 [N, ceil(K / 128)].
-    """
-
-    rows: Tensor
-    scale: Tensor
-    remark: str | None = None
-    group_size: int = 0
 
 
 def ternary(

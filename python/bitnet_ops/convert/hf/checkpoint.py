@@ -2,12 +2,15 @@
 
 Lists every tensor from the headers first, then hands them out one at a time, so that memory is
 bounded by the largest tensor. Runs no code of the checkpoint: no auto_map, and pickles only on
-request and by pickles.py. It must not know what a tensor means; that is decide.py.
+request, as tensors alone. It must not know what a tensor means; that is plan.py.
 """
 
 from __future__ import annotations
 
+import pickle
 import shutil
+import warnings
+import zipfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +20,24 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from bitnet_ops.convert.errors import ConvertError, listed, refuse
-from bitnet_ops.convert.hf import pickles
 from bitnet_ops.untrusted import UntrustedFileError, check_links, printable, read_json_object
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+PICKLE = "pytorch_model.bin"
+PICKLE_INDEX = "pytorch_model.bin.index.json"
+_PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
+_DTYPE_NAMES = {
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float64: "F64",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.int32: "I32",
+    torch.int64: "I64",
+    torch.bool: "BOOL",
+}
 # JSON takes some twenty times its size as objects, and headers are parsed by others; all limits are
 # several times what the largest public models need.
 _CONFIG_LIMIT_BYTES = 1 << 20  # what a model file can hold of it
@@ -43,7 +59,7 @@ class TensorRecord:
     file: str
 
 
-class Source:
+class Checkpoint:
     """An opened checkpoint folder.
 
     `config` is config.json as a dict, `tensors` maps every tensor's name to its TensorRecord.
@@ -126,7 +142,7 @@ def _weight_files(folder: Path, allow_pickle: bool) -> tuple[list[str], str | No
     """The names of the files that make up the checkpoint, and that of their index if sharded."""
     found = _single_or_index(folder, SINGLE, INDEX, ".safetensors")
     if found is None and allow_pickle:
-        found = _single_or_index(folder, pickles.SINGLE, pickles.INDEX, ".bin")
+        found = _single_or_index(folder, PICKLE, PICKLE_INDEX, ".bin")
     if found is None:
         _refuse_other_weights(folder, allow_pickle)
     return found
@@ -152,11 +168,11 @@ def _single_or_index(
 
 def _refuse_other_weights(folder: Path, allow_pickle: bool) -> NoReturn:
     names = sorted(path.name for path in folder.iterdir())
-    pickled = [name for name in names if name.endswith(pickles.SUFFIXES)]
+    pickled = [name for name in names if name.endswith(_PICKLE_SUFFIXES)]
     if pickled:
         refuse(
             "pickle",
-            f"{pickles.SINGLE} or {pickles.INDEX}"
+            f"{PICKLE} or {PICKLE_INDEX}"
             if allow_pickle
             else f"{SINGLE} (a file that cannot run code)",
             listed(pickled),
@@ -194,7 +210,7 @@ def _shard_names(folder: Path, index: str, weight_map: dict[str, str]) -> list[s
 
 
 def _open(path: Path) -> Any:
-    return pickles.PickleFile(path) if path.suffix == ".bin" else _Shard(path)
+    return PickleFile(path) if path.suffix == ".bin" else _Shard(path)
 
 
 class _Shard:
@@ -278,3 +294,71 @@ def _check_index(folder: Path, index: str, records: dict[str, TensorRecord]) -> 
             f"{index} and the shards to name the same tensors",
             f"a disagreement about {listed(sorted(wrong))}",
         )
+
+
+class PickleFile:
+    """Weights pickled by torch.save, with the methods that are used of a safetensors handle.
+
+    torch.load(weights_only=True) builds tensors and plain containers and refuses everything that
+    could run code. The file is mapped where its format allows it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._tensors = _load_pickle(path)
+
+    def keys(self) -> list[str]:
+        return list(self._tensors)
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        return self._tensors[name].contiguous()
+
+    def get_slice(self, name: str) -> _Header:
+        return _Header(self._tensors[name])
+
+
+class _Header:
+    """dtype and shape of one tensor, spelt as in a safetensors header."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+
+    def get_dtype(self) -> str:
+        return _DTYPE_NAMES.get(self._tensor.dtype, str(self._tensor.dtype).removeprefix("torch."))
+
+    def get_shape(self) -> list[int]:
+        return list(self._tensor.shape)
+
+
+def _load_pickle(path: Path) -> dict[str, torch.Tensor]:
+    mapped = zipfile.is_zipfile(path)  # the older format cannot be mapped
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about the protocol; what matters is refused
+            value: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError) as error:
+        refuse(
+            "pickle-unsafe",
+            f"tensors alone in {path.name}",
+            _reason(error),
+            "nothing else is ever unpickled; save the model as safetensors",
+        )
+    if isinstance(value, dict) and set(value) == {"state_dict"}:
+        value = value["state_dict"]
+    if not isinstance(value, dict) or not value:
+        refuse("pickle-content", f"a dict of tensors in {path.name}", type(value).__name__)
+    other = [str(k) for k, v in value.items() if not (isinstance(v, torch.Tensor) and _is_plain(v))]
+    if other:
+        refuse("pickle-content", f"dense tensors alone in {path.name}", listed(other))
+    return {str(name): tensor.detach() for name, tensor in value.items()}
+
+
+def _reason(error: Exception) -> str:
+    """What is wrong, without torch's advice to switch the check off."""
+    text = str(error)
+    at = text.find("WeightsUnpickler error:")
+    lines = text[max(at, 0) :].strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0][:160]}"
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return tensor.layout == torch.strided and not tensor.is_quantized

@@ -16,14 +16,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from bitnet_ops.config import PROJECTIONS, is_1bitllm
+from bitnet_ops.config.families import PROJECTIONS, Family, family_of
 from bitnet_ops.convert.errors import refuse
 
 _HEADLESS = ("embed_tokens.", "layers.", "norm.")
-_ONEBIT = {
-    ".self_attn.inner_attn_ln.": ".self_attn.attn_sub_norm.",
-    ".mlp.ffn_layernorm.": ".mlp.ffn_sub_norm.",
-}
 _SUBLN = {
     ".self_attn.o_proj.0.": ".self_attn.attn_sub_norm.",
     ".self_attn.o_proj.1.": ".self_attn.o_proj.",
@@ -53,14 +49,13 @@ def find_naming(config: Mapping[str, Any], names: Iterable[str]) -> Naming:
     """The Naming of a checkpoint; ConvertError if two of its tensors are one tensor here."""
     names = list(names)
     headless = any(name.startswith("embed_tokens.") for name in names)
-    table = dict(_INNER)
-    if is_1bitllm(config):
-        table |= _ONEBIT
+    family = family_of(config)
+    table = {**_INNER, **(family.renamed if family is not None else {})}
     subln = any(part in name for name in names for part in _SUBLN)
     if subln:
         table |= _SUBLN
     inner = any(part in f".{name}" for name in names for part in _INNER)
-    found, remarks = _found(config, subln, inner)
+    found, remarks = _found(config, family, subln, inner)
     stored: dict[str, str] = {}
     for name in names:
         here = _rename(name, table, headless)
@@ -80,12 +75,12 @@ def _rename(name: str, table: Mapping[str, str], headless: bool) -> str:
 
 
 def _found(
-    config: Mapping[str, Any], subln: bool, inner: bool
+    config: Mapping[str, Any], family: Family | None, subln: bool, inner: bool
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     found: dict[str, Any] = {}
     remarks = []
     if subln:
-        if config.get("model_type") == "bitnet" or is_1bitllm(config):
+        if family is not None and family.sub_norms:
             refuse(
                 "per-linear-norms",
                 "sub-norms under one name",

@@ -1,26 +1,36 @@
 """Matching what a config expects with what a checkpoint holds, before any tensor is read.
 
 Strict in both directions: every expected tensor must be there in the right form, and nothing else
-may be. The messages for unexpected names say which unsupported family they betray. Knows names,
-dtypes and shapes; must not read tensor data.
+may be. The messages for unexpected names say which unsupported family they betray. Of the data only
+scales are looked at: whether they lie where only the other sense of weight_scale would put them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import importlib.metadata
+import math
+import re
+import statistics
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from bitnet_ops.config import PRIVATE_BLOCK, ModelConfig, UnsupportedModelError
-from bitnet_ops.convert.errors import ConvertError, listed, refuse
+from bitnet_ops.config import PRIVATE_BLOCK, ModelConfig
+from bitnet_ops.config.families import BY_MODEL_TYPE
+from bitnet_ops.config.scheme import (
+    KNOWN_KEYS,
+    ScaleRule,
+    Scheme,
+    SchemeError,
+    Storage,
+    decide_scheme,
+)
+from bitnet_ops.convert.errors import listed, refuse
 from bitnet_ops.convert.hf.checkpoint import TensorRecord
-from bitnet_ops.convert.hf.decide import FLOATING, Scheme, check_exclusions, decide_scheme
 from bitnet_ops.convert.hf.names import find_naming
+from bitnet_ops.convert.source import EMBEDDING, HEAD, Plan, model_of
 from bitnet_ops.models import TensorSpec, expected_tensors
 
-HEAD = "lm_head.weight"
-EMBEDDING = "model.embed_tokens.weight"
-
+FLOATING = {"F32", "BF16", "F16"}
 _ARCHITECTURES = {
     "qwen3_5": "a hybrid attention and scales per group",
     "gemma3": "Gemma's (1 + w) norms, scaled embeddings and per-linear norms",
@@ -48,25 +58,6 @@ _BETRAYALS = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Plan:
-    """Everything decided before data is read: the model, the scheme and the tensors to write."""
-
-    config: ModelConfig
-    scheme: Scheme
-    specs: dict[str, TensorSpec]  # in writing order
-    tied_head: bool  # the file repeats the embedding as lm_head.weight; they must be equal
-    ignored: tuple[str, ...]  # tensors that hold nothing of the model
-    stored: dict[str, str]  # name here -> name in the checkpoint, for every tensor of the latter
-    found: dict[str, Any]  # what names showed of the architecture; for the private block
-    remarks: tuple[str, ...] = ()
-
-    @property
-    def renamed(self) -> bool:
-        """Whether the checkpoint's names are not those that transformers' classes have."""
-        return any(self.stored[name] != name for name in self.specs)
-
-
 def make_plan(
     config: dict[str, Any],
     tensors: dict[str, TensorRecord],
@@ -81,13 +72,16 @@ def make_plan(
     """
     _explain_architecture(config)
     naming = find_naming(config, tensors)
-    scheme = decide_scheme(
-        config,
-        assume_online=assume_online,
-        bitlinear_norms=naming.bitlinear_norms,
-        looks_ternary=_asked(config, tensors, looks_ternary),
-    )
-    model = _model(config, naming.found)
+    try:
+        scheme = decide_scheme(
+            config,
+            assume_online=assume_online,
+            bitlinear_norms=naming.bitlinear_norms,
+            looks_ternary=_asked(config, tensors, looks_ternary),
+        )
+    except SchemeError as error:
+        refuse(error.code, error.expected, error.found, error.remedy)
+    model = model_of({**config, PRIVATE_BLOCK: naming.found} if naming.found else config)
     records = {here: tensors[stored] for here, stored in naming.stored.items()}
     if model.num_hidden_layers > len(tensors):  # before a list of billions of names is made
         layers = f"tensors for {model.num_hidden_layers} layers"
@@ -95,24 +89,39 @@ def make_plan(
     specs = dict(expected_tensors(model))
     ternary = [name for name, spec in specs.items() if spec.kind == "ternary"]
     check_exclusions(config, [name.removesuffix(".weight") for name in ternary])
-    ignored = tuple(name for name in records if name.endswith(".rotary_emb.inv_freq"))
+    ignored = {name for name in records if name.endswith(".rotary_emb.inv_freq")}
     tied_head = model.tie_word_embeddings and not model.embedding_only and HEAD in records
-    _check_names(specs, records, scheme, {*ignored, *([HEAD] if tied_head else [])})
+    _check_names(specs, records, scheme, ignored | ({HEAD} if tied_head else set()))
     for name, spec in specs.items():
         _check_tensor(spec, records, name, scheme)
     if tied_head:
         _check_dense(specs[EMBEDDING], records[HEAD])
     return Plan(
-        model, scheme, specs, tied_head, ignored, naming.stored, naming.found, naming.remarks
+        model,
+        scheme,
+        specs,
+        naming.stored,
+        config,
+        {**_private_block(model, scheme), **naming.found},
+        tied_head,
+        (*model.notes, *naming.remarks),
     )
 
 
-def _model(config: dict[str, Any], found: dict[str, Any]) -> ModelConfig:
-    block = {PRIVATE_BLOCK: found} if found else {}
-    try:
-        return ModelConfig.from_hf({**config, **block})
-    except UnsupportedModelError as error:
-        raise ConvertError("unsupported-model", f"convert: {error}") from error
+def _private_block(model: ModelConfig, scheme: Scheme) -> dict[str, Any]:
+    """How the checkpoint was read."""
+    return {
+        "format_version": 1,
+        "source_linear_class": scheme.linear_class,
+        "source_mode": scheme.quantization_mode,
+        "converter_version": importlib.metadata.version("bitnet-ops"),
+        "activation": model.hidden_act,
+        "sub_norms": model.sub_norms,
+        "head_dim": model.head_dim,
+        "rope_theta": model.rope_theta,
+        "rms_norm_eps": model.rms_norm_eps,
+        "tie_word_embeddings": model.tie_word_embeddings,
+    }
 
 
 def _asked(
@@ -132,10 +141,15 @@ def _explain_architecture(config: dict[str, Any]) -> None:
     if reason is not None:
         refuse(
             "unsupported-architecture",
-            'model_type "bitnet", "llama", "qwen2" or "qwen3"',
+            f"model_type {_one_of(list(BY_MODEL_TYPE))}",
             f"{model_type!r}: {reason}",
             "this architecture is not supported",
         )
+
+
+def _one_of(names: list[str]) -> str:
+    quoted = [f'"{name}"' for name in names]
+    return f"{', '.join(quoted[:-1])} or {quoted[-1]}"
 
 
 # Names ----------------------------------------------------------------------------------------
@@ -169,7 +183,7 @@ def _check_names(
         refuse("use-rms-norm", "a norm in every projection, as use_rms_norm says", "no such tensor")
     if missing:
         refuse("missing-tensor", f"all {len(specs)} tensors", f"no {listed(missing)}")
-    if scheme.mode != "packed":
+    if scheme.storage is not Storage.PACKED:
         _refuse_scales([name for name in scales if name in tensors])
 
 
@@ -201,7 +215,7 @@ def _check_tensor(
     record = tensors[name]
     if spec.kind == "dense":
         _check_dense(spec, record)
-    elif scheme.mode != "packed":
+    elif scheme.storage is not Storage.PACKED:
         _check_masters(spec, record)
     else:
         _check_packed(spec, record)
@@ -215,6 +229,10 @@ def _form(record: TensorRecord) -> str:
 def _check_dense(spec: TensorSpec, record: TensorRecord) -> None:
     if record.name == HEAD and record.dtype in ("U8", "I8"):
         refuse("quantised-head", "a floating output head", f"{HEAD} as {_form(record)}")
+    _check_values(spec, record)
+
+
+def _check_values(spec: TensorSpec, record: TensorRecord) -> None:
     if record.shape != tuple(spec.shape):
         refuse("shape", f"{record.name} of shape {list(spec.shape)}", _form(record))
     _check_floating(record)
@@ -233,9 +251,7 @@ def _check_masters(spec: TensorSpec, record: TensorRecord) -> None:
             f"{_form(record)} (already packed)",
             'quantization_mode "offline" is the one for packed weights',
         )
-    if record.shape != tuple(spec.shape):
-        refuse("shape", f"{record.name} of shape {list(spec.shape)}", _form(record))
-    _check_floating(record)
+    _check_values(spec, record)
 
 
 def _check_packed(spec: TensorSpec, record: TensorRecord) -> None:
@@ -265,3 +281,79 @@ def _check_scale(record: TensorRecord | None, weight_name: str) -> None:
             _form(record),
             "scales per row or per group are not supported",
         )
+
+
+# Scales and options -----------------------------------------------------------------------------
+
+# Absmeans of published models lie near 0.01-0.05 (masters of Llama type) or near 1.5 (2B-4T), and
+# those of one model within a factor of ten.
+LARGEST_SCALE = 10.0
+_LARGEST_RATIO = 30.0
+
+
+def check_scale_sense(scales: Mapping[str, float], scheme: Scheme) -> None:
+    """Refuse stored scales that only the other sense of weight_scale would explain.
+
+    `scales`: the multiplying scale of every packed projection, by weight name. Two tests: a
+    multiplier above any known absmean, and one that lies far from its neighbours while its
+    reciprocal does not. What neither test tells apart is left to the config.
+    """
+    if scheme.storage is not Storage.PACKED or not scales:
+        return
+    divides = scheme.rule is ScaleRule.DIVIDE
+    middle = statistics.median(math.log(scale) for scale in scales.values())
+    for name, scale in scales.items():
+        distance, reciprocal = abs(math.log(scale) - middle), abs(-math.log(scale) - middle)
+        far = distance > math.log(_LARGEST_RATIO) and reciprocal < distance / 2
+        if scale > LARGEST_SCALE or far:
+            stored = 1.0 / scale if divides else scale
+            why = f"{math.exp(distance):.3g} times off its neighbours" if far else "far too large"
+            refuse(
+                "scale-sense",
+                f"a weight_scale that {'divides' if divides else 'multiplies'}, as "
+                f'linear_class "{scheme.linear_class}" says',
+                f"{name}_scale {stored:.4g}, which makes the weights +-{scale:.4g}: {why}",
+                "bitlinear divides by weight_scale, autobitlinear multiplies; correct linear_class "
+                "in config.json, or convert with --trust-scales if the file is right",
+            )
+
+
+def unknown_options(config: dict[str, Any]) -> list[str]:
+    """Keys of quantization_config that have no meaning here; the report lists them as ignored."""
+    quantization = config.get("quantization_config") or {}
+    return sorted(set(quantization) - KNOWN_KEYS)
+
+
+def check_exclusions(config: dict[str, Any], projections: list[str]) -> None:
+    """`modules_to_not_convert` must leave out the output head and none of the projections.
+
+    Matching is that of transformers 5 (`should_convert_module`): an entry matches a module from its
+    start, as a regular expression, or as its suffix. Absent or null means the head.
+    """
+    entries = (config.get("quantization_config") or {}).get("modules_to_not_convert")
+    if entries is None:
+        return
+    if not isinstance(entries, list) or not all(isinstance(entry, str) for entry in entries):
+        refuse("modules-to-not-convert", "modules_to_not_convert as a list of names", repr(entries))
+    if not _excluded("lm_head", entries):
+        refuse(
+            "quantised-head",
+            "the output head left unquantised",
+            f"modules_to_not_convert {entries!r} without lm_head, which asks for a ternary head",
+            "a ternary head is not supported; add lm_head to the list if it was not ternarised",
+        )
+    kept = [name for name in projections if _excluded(name, entries)]
+    if kept:
+        refuse(
+            "modules-to-not-convert",
+            "every projection of the layers ternary",
+            f"{listed(kept)} left out by modules_to_not_convert",
+            "models that mix ternary and plain projections are not supported",
+        )
+
+
+def _excluded(module: str, entries: list[str]) -> bool:
+    try:
+        return any(re.match(entry, module) or module.endswith(entry) for entry in entries)
+    except re.error as error:
+        refuse("modules-to-not-convert", "valid regular expressions", f"{entries!r}: {error}")

@@ -1,7 +1,7 @@
 """What `bitnet-ops inspect` shows: what a model file or folder holds, tensor by tensor; totals.
 
 Reads and checks all of it; runs no model. It must not know kinds of files, nor their bytes:
-inspect_sources.py hands out what is in them; nor how it is shown.
+sources.py hands out what is in them; nor how it is shown.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from bitnet_ops.config import PRIVATE_BLOCK
-from bitnet_ops.convert.inspect.sources import Source, open_source
+from bitnet_ops.convert.inspect.sources import Contents, open_source
 
 
 def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -39,7 +39,7 @@ def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
     }
 
 
-def _row(source: Source, name: str) -> dict[str, Any]:
+def _row(source: Contents, name: str) -> dict[str, Any]:
     entry, scales = source.entries[name], source.scales(name)
     single = scales is not None and scales.numel() == 1
     several = None

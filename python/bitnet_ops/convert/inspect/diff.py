@@ -16,7 +16,7 @@ from torch import Tensor
 
 from bitnet_ops import ops
 from bitnet_ops.config import PRIVATE_BLOCK
-from bitnet_ops.convert.inspect.sources import Source, Values, open_source
+from bitnet_ops.convert.inspect.sources import Contents, Values, open_source
 from bitnet_ops.nn.packing import BLOCK
 
 _NOT_THERE = "(not there)"
@@ -55,7 +55,7 @@ def _config_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str,
     return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
 
 
-def _compare(first: Source, second: Source, name: str) -> dict[str, Any] | None:
+def _compare(first: Contents, second: Contents, name: str) -> dict[str, Any] | None:
     """How the tensor `name` differs; None if it does not."""
     a, b = first.entries[name], second.entries[name]
     row: dict[str, Any] = {"name": name, "formats": [a.format, b.format]}

@@ -1,7 +1,7 @@
 """What `inspect` looks at, one class a kind of file: .bin, Hugging Face folder, GGUF; one face.
 
-A `Source` lists its tensors from the headers and reads them one at a time. It must not know what is
-printed, nor whether a model would load: a file that `convert` refuses can still be looked at.
+A `Contents` lists its tensors from the headers and reads them one at a time. It must not know what
+is printed, nor whether a model would load: a file that `convert` refuses can still be looked at.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ from torch import Tensor
 
 from bitnet_ops import ops
 from bitnet_ops.config import UnsupportedModelError
+from bitnet_ops.config.scheme import stated_linear_class
 from bitnet_ops.convert.errors import ConvertError
-from bitnet_ops.convert.gguf.source import GgufPlan, make_gguf_plan
+from bitnet_ops.convert.gguf.config import PERMUTED
+from bitnet_ops.convert.gguf.source import GgufSource
 from bitnet_ops.convert.gguf.tensors import dense, ternary
-from bitnet_ops.convert.hf import checkpoint as hf
+from bitnet_ops.convert.hf.checkpoint import Checkpoint
 from bitnet_ops.convert.hf.names import find_naming
 from bitnet_ops.formats import gguf, gguf_layouts
 from bitnet_ops.formats.sglbitnt import MODEL_FILE, Reader, SglbitntError, model_file
@@ -60,7 +62,7 @@ class Values:
     scales: Tensor | None = None
 
 
-class Source(Protocol):
+class Contents(Protocol):
     """A model file or folder, opened: `entries` by name, `remarks` for what could not be told."""
 
     path: Path
@@ -83,18 +85,18 @@ class Source(Protocol):
         """How many weights of a ternary tensor are -1, 0, +1, padding left out."""
 
 
-def open_source(path: str | os.PathLike[str], i2s_layout: str = "a") -> Source:
-    """The Source at `path`: a .bin or .gguf file, a folder with model.bin, or a checkpoint folder.
+def open_source(path: str | os.PathLike[str], i2s_layout: str = "a") -> Contents:
+    """What is at `path`: a .bin or .gguf file, a folder with model.bin, or a checkpoint folder.
 
     Or a Hugging Face id. Raises SglbitntError, GgufError or ConvertError for what is damaged, and
     HubError.
     """
     place = hub.local(path)
     if gguf.is_gguf(place):
-        return GgufSource(place, i2s_layout)
+        return GgufContents(place, i2s_layout)
     if place.is_dir() and not (place / MODEL_FILE).exists() and (place / "config.json").exists():
-        return CheckpointSource(place)
-    return BinSource(model_file(place))
+        return CheckpointContents(place)
+    return BinContents(model_file(place))
 
 
 def _counts(codes: Tensor) -> tuple[int, int, int]:
@@ -103,7 +105,7 @@ def _counts(codes: Tensor) -> tuple[int, int, int]:
     return nonzero - plus, total - nonzero, plus
 
 
-class BinSource:
+class BinContents:
     """An SGLBITNT file. Where neither file nor config gives K it is 4 times the row bytes."""
 
     def __init__(self, path: Path) -> None:
@@ -169,18 +171,17 @@ def _in_features(reader: Reader) -> tuple[dict[str, int], list[str]]:
     return known, remarks
 
 
-class CheckpointSource:
+class CheckpointContents:
     """A Hugging Face folder: uint8 with a weight_scale is ternary, everything else dense.
 
     Names are those that a conversion has, where a family spells them otherwise.
     """
 
     def __init__(self, path: Path) -> None:
-        self.path, self.source = path, hf.Source(path)
+        self.path, self.source = path, Checkpoint(path)
         self.kind, self.nbytes = "Hugging Face checkpoint", self.source.weight_bytes
         self.config: Mapping[str, Any] = self.source.config
-        quantization = self.config.get("quantization_config") or {}
-        self._linear_class = str(quantization.get("linear_class") or "bitlinear")
+        self._linear_class = stated_linear_class(self.config)
         naming = find_naming(self.config, self.source.tensors)
         self.remarks = list(naming.remarks)
         self.entries = {}
@@ -226,18 +227,18 @@ class CheckpointSource:
         return None if codes is None else _counts(codes)
 
 
-class GgufSource:
+class GgufContents:
     """A GGUF file under Hugging Face names where the converter can make them, else its own."""
 
     def __init__(self, path: Path, i2s_layout: str = "a") -> None:
         self.path, self.reader, self._layout = path, gguf.Reader(path), i2s_layout
         self.kind, self.nbytes = "GGUF", self.reader.size
         self.remarks: list[str] = []
-        self._plan: GgufPlan | None = None
+        self._source: GgufSource | None = None
         try:
-            self._plan = make_gguf_plan(self.reader)
-            self.config: Mapping[str, Any] = self._plan.hf_config
-            infos, self.remarks = self._plan.infos, list(self._plan.remarks)
+            self._source = GgufSource(self.reader, i2s_layout=i2s_layout)
+            self.config: Mapping[str, Any] = self._source.plan.hf_config
+            infos, self.remarks = self._source.infos, self._source.remarks
         except ConvertError as error:
             self.config, infos = {}, dict(self.reader.tensors)
             self.remarks = [f"names are the file's own: {error}"]
@@ -255,15 +256,14 @@ class GgufSource:
         info = self._infos[name]
         if not self._is_ternary(name):
             return Values(dense=dense(self.reader, info))
-        plan = self._plan
-        permuted = plan is not None and plan.architecture.permuted
-        heads = permuted and name.endswith(("q_proj.weight", "k_proj.weight"))
+        source = self._source
+        heads = source is not None and source.architecture.permuted and name.endswith(PERMUTED)
         found = ternary(
             self.reader,
             info,
             i2s_layout=self._layout,
-            exact_scale=plan.exact_scales.get(info.name) if plan else None,
-            head_dim=plan.config.head_dim if plan and heads else None,
+            exact_scale=source.exact_scales.get(info.name) if source else None,
+            head_dim=source.plan.config.head_dim if source and heads else None,
         )
         return Values(codes=ops.unpack(found.rows, info.shape[1]), scales=found.scale)
 

@@ -11,18 +11,14 @@ from typing import Any
 
 from bitnet_ops.config import PRIVATE_BLOCK
 from bitnet_ops.convert.errors import ConvertError, listed, refuse
-from bitnet_ops.convert.gguf.source import gguf_errors, make_gguf_plan
-from bitnet_ops.convert.hf.checkpoint import Source
-from bitnet_ops.convert.hf.merged import MergedSource
-from bitnet_ops.convert.hf.plan import Plan, make_plan
+from bitnet_ops.convert.gguf.source import GgufSource
+from bitnet_ops.convert.hf.checkpoint import Checkpoint
+from bitnet_ops.convert.hf.source import HfSource
 from bitnet_ops.convert.report import file_sha256, proof_line, table_lines
-from bitnet_ops.convert.ternary import looks_ternary
 from bitnet_ops.convert.verify.comparison import Verification, verify_conversion
-from bitnet_ops.convert.verify.gguf_oracle import verify_gguf
-from bitnet_ops.convert.verify.proof import source_hashes, tensor_table
-from bitnet_ops.formats.gguf import Reader as GgufReader
+from bitnet_ops.convert.verify.proof import tensor_table
 from bitnet_ops.formats.gguf import is_gguf
-from bitnet_ops.formats.sglbitnt import MODEL_FILE, Reader, SglbitntError, model_file
+from bitnet_ops.formats.sglbitnt import Reader, SglbitntError, model_file
 
 
 def verify(
@@ -54,15 +50,10 @@ def verify(
     if is_gguf(src_dir):
         if lora is not None:
             refuse("folder-option", "a folder with --lora", str(src_dir))
-        result = _against_gguf(path, Path(src_dir), config, chosen)
-        hashes = {Path(src_dir).name: file_sha256(Path(src_dir))}
+        result, hashes = _against_gguf(path, Path(src_dir), config, chosen)
     else:
-        source = Source(src_dir, allow_pickle=True)  # by weights_only
-        plan = _plan(source, config, names)
-        if lora is not None:
-            source = MergedSource.merge(source, plan, lora)
-        result = verify_conversion(source, plan, path, text=chosen)
-        hashes = source_hashes(source)
+        source = _folder_source(src_dir, config, names, lora)
+        result, hashes = verify_conversion(source, path, text=chosen), source.hashes()
     return {
         "verification": result.to_dict(),
         "sha256": file_sha256(path),
@@ -72,32 +63,29 @@ def verify(
 
 
 def _against_gguf(
-    path: Path, source: Path, config: dict[str, Any], text: Path | None
-) -> Verification:
+    path: Path, file: Path, config: dict[str, Any], text: Path | None
+) -> tuple[Verification, dict[str, str]]:
     block = config.pop(PRIVATE_BLOCK, None) or {}
     layout = str(block.get("source_mode", "")).partition(" layout ")[2] or "a"
-    with gguf_errors(), GgufReader(source) as reader:
-        plan = make_gguf_plan(reader)
-        _refuse_another(config, plan.hf_config)
-        folder = path.parent if path.name == MODEL_FILE else path
-        return verify_gguf(reader, plan, folder, layout, text)
+    with GgufSource.opened(file, i2s_layout=layout) as source:
+        _refuse_another(config, source.plan.hf_config)
+        return verify_conversion(source, path, text=text), source.hashes()
 
 
-def _plan(source: Source, config: dict[str, Any], names: set[str]) -> Plan:
+def _folder_source(
+    folder: str | Path, config: dict[str, Any], names: set[str], lora: str | Path | None
+) -> HfSource:
     block = config.pop(PRIVATE_BLOCK, None) or {}
-    _refuse_another(config, source.config)
+    checkpoint = Checkpoint(folder, allow_pickle=True)  # by weights_only
+    _refuse_another(config, checkpoint.config)
     online = block.get("source_mode") == "online"
-    unmarked = source.config.get("quantization_config") is None
-    plan = make_plan(
-        source.config,
-        source.tensors,
-        assume_online=online and unmarked,
-        looks_ternary=lambda name: looks_ternary(source.tensor(name)),
-    )
-    if set(plan.specs) != names:
-        differing = listed(sorted(set(plan.specs) ^ names))
+    unmarked = checkpoint.config.get("quantization_config") is None
+    source = HfSource(checkpoint, assume_online=online and unmarked, lora=lora, trust_scales=True)
+    if set(source.plan.specs) != names:
+        differing = listed(sorted(set(source.plan.specs) ^ names))
         refuse("other-source", "the same tensors in file and source", f"a difference: {differing}")
-    return plan
+    source.check()
+    return source
 
 
 def _refuse_another(config: dict[str, Any], source: dict[str, Any]) -> None:

@@ -2,34 +2,49 @@
 
 Two comparisons: every ternary weight and scale (exactly, but for ties of the ternarisation), and
 the full logits on a text. The reference is transformers where it is installed and can load the
-source, otherwise plain_forward.py. Knows the finished folder and the source; must not know how the
-one became the other.
+source, otherwise plain_forward.py. How the one became the other is not looked at.
+
+Bounds of logits and their reason: rounding activations to int8 turns a last-bit difference into a
+whole step now and then, so two right fp32 forwards of a trained model agree in loss and argmax but
+only to some percent in single logits; a wrong row order or scale is off by 100 %.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from bitnet_ops import ops
-from bitnet_ops.convert.hf.checkpoint import Source
-from bitnet_ops.convert.hf.merged import MergedSource
-from bitnet_ops.convert.hf.plan import Plan
-from bitnet_ops.convert.verify.compare import LogitComparison
+from bitnet_ops.config import ModelConfig
+from bitnet_ops.config.scheme import Storage
+from bitnet_ops.convert.errors import refuse
+from bitnet_ops.convert.gguf.source import GgufSource
+from bitnet_ops.convert.hf.source import HfSource
+from bitnet_ops.convert.source import Plan, Source
+from bitnet_ops.convert.verify.gguf_oracle import GgufOracle
 from bitnet_ops.convert.verify.plain_forward import PlainOracle
-from bitnet_ops.convert.verify.texts import text_sequences
 from bitnet_ops.convert.verify.transformers_oracle import HfOracle, OracleUnavailable
 from bitnet_ops.formats.sglbitnt import Reader, model_file
+from bitnet_ops.generate.tokenizer import Tokenizer
+from bitnet_ops.loading.weights import load_model
+from bitnet_ops.nn.kv_cache import KVCache
 from bitnet_ops.nn.packing import BLOCK
 
-MAX_TOKENS = 256
+PIECE_TOKENS = 512  # of a text; a plain forward's attention is quadratic
+MAX_TEXT_TOKENS = 4096
+MAX_SAMPLE_TOKENS = 256
 MAX_SCALE_DIFFERENCE = 1e-6  # relative; a reciprocal and an fp32 mean cost a few 1e-7
 MAX_TIED_SHARE = 1e-3  # of a projection's weights: masters on a tie may fall either way
+MAX_RELATIVE_DIFFERENCE = 0.1  # of the largest logit; two right forwards reach 0.04 at worst
+MIN_TOP1 = 0.95  # on a few hundred tokens; 0.99 and more over thousands
+MAX_LOSS_DIFFERENCE = 0.02  # nats per token on a few hundred tokens; 0.001 over ten thousand
 
 # Our own words, plain English with figures, a list and a line break, so that a tokenizer has work.
 SAMPLE_TEXT = """The lighthouse keeper wrote the weather into his book every evening at nine. On
@@ -41,6 +56,100 @@ opened it in the middle, and read: "Fog until ten. Repaired the stairs. Bread, o
 not much of a story; but day after day the same hand had looked at the same water, and what it had
 seen was different each time. She put the kettle on, sat down by the window and began to read.
 """
+
+
+@dataclass
+class LogitComparison:
+    """Figures over all tokens of all sequences; losses in nats per predicted token."""
+
+    tokens: int = 0
+    max_abs_logit: float = 0.0
+    max_abs_difference: float = 0.0
+    top1_agreeing: int = 0
+    largest_lead_lost: float = 0.0  # the reference's lead at positions where the argmax differs
+    loss_reference_sum: float = 0.0
+    loss_ours_sum: float = 0.0
+    predicted: int = 0
+    finite: bool = True
+
+    def add(self, ids: list[int], reference: Tensor, ours: Tensor) -> None:
+        """Count one sequence: token ids and both logits f32 [T, V]."""
+        self.finite = self.finite and bool(torch.isfinite(ours).all())
+        self.tokens += len(ids)
+        self.max_abs_logit = max(self.max_abs_logit, float(reference.abs().max()))
+        difference = float((reference - ours).abs().max())
+        self.max_abs_difference = max(self.max_abs_difference, difference)
+        self._add_top1(reference, ours)
+        if len(ids) > 1:
+            targets = torch.tensor(ids[1:])
+            self.predicted += len(targets)
+            self.loss_reference_sum += float(_loss(reference, targets))
+            self.loss_ours_sum += float(_loss(ours, targets))
+
+    def _add_top1(self, reference: Tensor, ours: Tensor) -> None:
+        agrees = reference.argmax(-1) == ours.argmax(-1)
+        self.top1_agreeing += int(agrees.sum())
+        if not agrees.all():
+            best = reference[~agrees].topk(2).values
+            lead = float((best[:, 0] - best[:, 1]).max())
+            self.largest_lead_lost = max(self.largest_lead_lost, lead)
+
+    def to_dict(self) -> dict[str, float | int]:
+        """The figures, with the derived ones, JSON-ready."""
+        return {
+            "tokens": self.tokens,
+            "max_abs_logit": self.max_abs_logit,
+            "max_abs_logit_difference": self.max_abs_difference,
+            "relative_logit_difference": self.relative,
+            "top1_agreement": self.top1,
+            "largest_lead_at_disagreement": self.largest_lead_lost,
+            "loss_reference": self.loss_reference_sum / max(self.predicted, 1),
+            "loss_ours": self.loss_ours_sum / max(self.predicted, 1),
+            "perplexity_reference": _perplexity(self.loss_reference_sum, self.predicted),
+            "perplexity_ours": _perplexity(self.loss_ours_sum, self.predicted),
+        }
+
+    @property
+    def relative(self) -> float:
+        """The largest difference of a logit, relative to the reference's largest."""
+        return self.max_abs_difference / max(self.max_abs_logit, 1e-30)
+
+    @property
+    def top1(self) -> float:
+        """The share of positions where both choose the same token."""
+        return self.top1_agreeing / max(self.tokens, 1)
+
+    @property
+    def loss_difference(self) -> float:
+        """Absolute difference of the losses, nats per token."""
+        return abs(self.loss_ours_sum - self.loss_reference_sum) / max(self.predicted, 1)
+
+    def failures(self) -> list[str]:
+        """One sentence for every bound that is broken; NaN breaks all of them."""
+        failures = [] if self.finite else ["non-finite logits"]
+        if not self.relative <= MAX_RELATIVE_DIFFERENCE:
+            failures.append(
+                f"a logit off by {self.relative:.3g} of the largest "
+                f"(at most {MAX_RELATIVE_DIFFERENCE})"
+            )
+        if not self.top1 >= MIN_TOP1:
+            failures.append(f"top-1 agreement {self.top1:.4f} (at least {MIN_TOP1})")
+        if not self.loss_difference <= MAX_LOSS_DIFFERENCE:
+            failures.append(
+                f"losses {self.loss_difference:.4g} nats per token apart "
+                f"(at most {MAX_LOSS_DIFFERENCE})"
+            )
+        return failures
+
+
+def _perplexity(loss_sum: float, predicted: int) -> float:
+    """exp of the mean loss, kept finite for JSON."""
+    return math.exp(min(loss_sum / max(predicted, 1), 700.0))
+
+
+def _loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Sum of the next-token losses: logits [T, V] against the T - 1 ids that follow."""
+    return F.cross_entropy(logits[:-1].double(), targets, reduction="sum")
 
 
 class Oracle(Protocol):
@@ -82,32 +191,27 @@ class Verification:
 
 
 def verify_conversion(
-    source: Source,
-    plan: Plan,
-    folder: Path,
-    *,
-    oracle: Oracle | None = None,
-    text: Path | None = None,
+    source: Source, folder: Path, *, oracle: Oracle | None = None, text: Path | None = None
 ) -> Verification:
-    """Compare the finished `folder` with its source; the result's `failures` says what is wrong.
+    """Compare the finished model in `folder` with its source; `failures` says what is wrong.
 
     `folder` may be the model file itself. `text`: a file to measure logits on, None for a text of
-    our own. `oracle` is for tests; None chooses transformers or the plain forward.
+    our own. `oracle` is for tests; None chooses transformers or a plain forward.
     """
-    reason = None
+    reason, file, plan = None, model_file(folder), source.plan
     if oracle is None:
-        oracle, reason = choose_oracle(source, plan)
+        oracle, reason = choose_oracle(source)
+    tokenizer = source.tokenizer_folder or file.parent
     if text is None:
-        sequences, label = sample_sequences(source.folder, plan)
+        sequences, label = sample_sequences(tokenizer, plan)
     else:
-        sequences = text_sequences(source.folder, plan.config, text)
-        label = f"text {text.name}"
+        sequences, label = text_sequences(tokenizer, plan.config, text), f"text {text.name}"
     result = Verification(oracle.name, reason, label)
-    _compare_weights(plan, folder, oracle, result)
-    reference, ours = oracle.logits(sequences), our_logits(folder, sequences)
+    _compare_weights(plan, file, oracle, result)
+    reference, ours = oracle.logits(sequences), our_logits(file, sequences)
     result.logits = _compared(sequences, reference, ours)
-    if plan.scheme.mode == "ternary":
-        floating = PlainOracle(source, plan, int8_activations=False).logits(sequences)
+    if not plan.scheme.rounds_activations:
+        floating = PlainOracle(source, int8_activations=False).logits(sequences)
         result.floating_activations = _compared(sequences, floating, ours)
     result.failures += result.logits.failures()
     return result
@@ -122,23 +226,24 @@ def _compared(
     return comparison
 
 
-def choose_oracle(source: Source, plan: Plan) -> tuple[Oracle, str | None]:
-    """transformers if it can serve, else the plain forward and the reason."""
-    if isinstance(source, MergedSource):
-        return PlainOracle(source, plan), "an adapter is merged into the masters"
+def choose_oracle(source: Source) -> tuple[Oracle, str | None]:
+    """transformers if it can serve, else a plain forward and the reason."""
+    if isinstance(source, GgufSource):
+        return GgufOracle(source), "a GGUF file is not its to read"
+    assert isinstance(source, HfSource)
+    if source.adapter is not None:
+        return PlainOracle(source), "an adapter is merged into the masters"
     try:
-        return HfOracle(source, plan), None
+        return HfOracle(source), None
     except OracleUnavailable as error:
-        return PlainOracle(source, plan), str(error)
+        return PlainOracle(source), str(error)
 
 
 def sample_sequences(folder: Path, plan: Plan) -> tuple[list[list[int]], str]:
     """Token ids to compare on, and how they were made: a text, or random ids."""
-    limit = min(MAX_TOKENS, plan.config.max_position_embeddings)
+    limit = min(MAX_SAMPLE_TOKENS, plan.config.max_position_embeddings)
     vocab = plan.config.vocab_size
     if (folder / "tokenizer.json").is_file():
-        from bitnet_ops.generate.tokenizer import Tokenizer
-
         ids = Tokenizer.from_dir(folder).encode(SAMPLE_TEXT)[:limit]
         if len(ids) > 1 and max(ids) < vocab:
             return [ids], "sample text through tokenizer.json"
@@ -148,15 +253,43 @@ def sample_sequences(folder: Path, plan: Plan) -> tuple[list[list[int]], str]:
     return rows.tolist(), "random token ids, seed 0"
 
 
-def _compare_weights(plan: Plan, folder: Path, oracle: Oracle, result: Verification) -> None:
-    with Reader(model_file(folder)) as reader:
-        for name, spec in plan.specs.items():
-            if spec.kind != "ternary":
-                continue
+def text_sequences(folder: Path, config: ModelConfig, text: Path) -> list[list[int]]:
+    """The first MAX_TEXT_TOKENS tokens of the UTF-8 file `text`, in pieces that fit the context.
+
+    Raises ConvertError: no tokenizer.json in `folder`, no readable text, fewer than two tokens, or
+    a tokenizer with more ids than the model.
+    """
+    if not (folder / "tokenizer.json").is_file():
+        refuse("text-tokenizer", f"tokenizer.json in {folder}", "none", "a text needs a tokenizer")
+    try:
+        content = text.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        refuse("text-file", f"a UTF-8 text file {text}", str(error))
+    ids = Tokenizer.from_dir(folder).encode(content)[:MAX_TEXT_TOKENS]
+    if len(ids) < 2:
+        refuse("text-file", f"some words in {text}", f"{len(ids)} tokens")
+    if max(ids) >= config.vocab_size:
+        found = f"id {max(ids)}"
+        refuse("text-tokenizer", f"token ids below vocab_size {config.vocab_size}", found)
+    size = min(PIECE_TOKENS, config.max_position_embeddings)
+    pieces = [ids[at : at + size] for at in range(0, len(ids), size)]
+    return [piece for piece in pieces if len(piece) > 1]
+
+
+def _compare_weights(plan: Plan, file: Path, oracle: Oracle, result: Verification) -> None:
+    with Reader(file) as reader:
+        for name in plan.ternary:
             codes, scale = oracle.projection(name)
-            ours = ops.unpack(reader.tensor(name), spec.shape[1])
-            different = int((codes != ours).sum())
-            relative = _scale_difference(reader, name, codes, scale)
+            ours, scales = ops.unpack(reader.tensor(name), codes.shape[1]), reader.scales(name)
+            if scales.dim() == 2:
+                scales = scales.repeat_interleave(BLOCK, dim=1)[:, : codes.shape[1]]
+            elif len(scales) > 1:
+                scales = scales.unsqueeze(1)
+            if plan.scheme.storage is Storage.GGUF:  # every value to the last bit
+                different = int((ours.float() * scales != codes.float() * scale).sum())
+            else:
+                different = int((codes != ours).sum())
+            relative = _scale_difference(scales, codes, scale)
             result.projections += 1
             result.weights += codes.numel()
             result.weights_different += different
@@ -164,15 +297,10 @@ def _compare_weights(plan: Plan, folder: Path, oracle: Oracle, result: Verificat
             _judge_weights(plan, name, different / codes.numel(), relative, result)
 
 
-def _scale_difference(reader: Reader, name: str, codes: Tensor, expected: float | Tensor) -> float:
+def _scale_difference(ours: Tensor, codes: Tensor, expected: float | Tensor) -> float:
     """The largest relative difference of a scale, over all weights that are not zero."""
-    ours = reader.scales(name)
     if isinstance(expected, float):
         return float((ours / expected - 1.0).abs().max())
-    if ours.dim() == 2:
-        ours = ours.repeat_interleave(BLOCK, dim=1)[:, : codes.shape[1]]
-    else:
-        ours = ours.reshape(-1, 1)
     used = codes != 0
     ratio = ours.expand(codes.shape)[used] / expected[used]
     return float((ratio - 1.0).abs().max()) if used.any() else 0.0
@@ -181,7 +309,7 @@ def _scale_difference(reader: Reader, name: str, codes: Tensor, expected: float 
 def _judge_weights(
     plan: Plan, name: str, share: float, relative: float, result: Verification
 ) -> None:
-    allowed = MAX_TIED_SHARE if plan.scheme.mode == "masters" else 0.0
+    allowed = MAX_TIED_SHARE if plan.scheme.storage is Storage.MASTERS else 0.0
     if share > allowed:
         result.failures.append(f"{share:.3%} of the weights of {name} differ")
     if not relative <= MAX_SCALE_DIFFERENCE:
@@ -189,12 +317,9 @@ def _judge_weights(
 
 
 @torch.inference_mode()
-def our_logits(folder: Path, sequences: list[list[int]]) -> list[Tensor]:
+def our_logits(file: Path, sequences: list[list[int]]) -> list[Tensor]:
     """fp32 logits [T, V] of the converted model, through torch.ops.bitnet."""
-    from bitnet_ops.language_model import load
-    from bitnet_ops.nn.kv_cache import KVCache
-
-    model = load(folder, head_format="stored").model
+    model = load_model(file, head_format="stored")
     result = []
     for ids in sequences:
         cache = KVCache(model.config, 1, len(ids), torch.float32)

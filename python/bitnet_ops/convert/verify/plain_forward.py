@@ -13,8 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bitnet_ops.convert.hf.checkpoint import Source
-from bitnet_ops.convert.hf.plan import Plan, scale_name
+from bitnet_ops.config.scheme import ScaleRule, Storage
+from bitnet_ops.convert.hf.plan import scale_name
+from bitnet_ops.convert.hf.source import HfSource
+from bitnet_ops.convert.source import Source
 
 Get = Callable[[str], Tensor]
 
@@ -24,8 +26,8 @@ class PlainOracle:
 
     name = "plain fp32 forward"
 
-    def __init__(self, source: Source, plan: Plan, *, int8_activations: bool = True) -> None:
-        self._source, self._plan = source, plan
+    def __init__(self, source: Source, *, int8_activations: bool = True) -> None:
+        self._source, self._plan = source, source.plan
         self.int8_activations = int8_activations
 
     def projection(self, weight_name: str) -> tuple[Tensor, float | Tensor]:
@@ -33,13 +35,13 @@ class PlainOracle:
 
         Where a matrix may have several scales, every weight has its own: [N, K], 0 where it is 0.
         """
-        stored = self._read(weight_name)
-        if self._plan.scheme.mode == "masters":
+        stored, scheme = self._read(weight_name), self._plan.scheme
+        if scheme.storage is Storage.MASTERS:
             return _ternarise(stored.float())
-        if self._plan.scheme.mode == "ternary":
+        if scheme.storage is Storage.TERNARY:
             return stored.float().sign().to(torch.int8), stored.float().abs()
         value = float(self._read(scale_name(weight_name)).float())
-        return _unpack_quarters(stored), 1.0 / value if self._plan.scheme.inverted else value
+        return _unpack_quarters(stored), 1.0 / value if scheme.rule is ScaleRule.DIVIDE else value
 
     @torch.inference_mode()
     def logits(self, sequences: list[list[int]]) -> list[Tensor]:
@@ -56,7 +58,8 @@ class PlainOracle:
         return [x @ head.t() for x in states]
 
     def _read(self, name: str) -> Tensor:
-        return self._source.tensor(self._plan.stored[name])
+        assert isinstance(self._source, HfSource)
+        return self._source.tensor(name)
 
     def _dense(self, name: str) -> Tensor:
         return self._read(f"{name}.weight").float()

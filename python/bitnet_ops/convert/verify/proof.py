@@ -12,14 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from bitnet_ops.config import PRIVATE_BLOCK
-from bitnet_ops.convert.destination import SUMMARY_FILE
-from bitnet_ops.convert.hf.checkpoint import Source
-from bitnet_ops.convert.hf.merged import MergedSource
 from bitnet_ops.convert.inspect import inspect
 from bitnet_ops.convert.report import ConvertReport, file_sha256
+from bitnet_ops.formats.destination import SUMMARY_FILE
 from bitnet_ops.formats.sglbitnt import Reader, model_file
 from bitnet_ops.formats.sglbitnt_config import replace_config
-from bitnet_ops.nn.lora import CONFIG_FILE, WEIGHTS_FILE
 
 KEY = "verified"  # of the private block
 _FIGURES = (
@@ -31,18 +28,6 @@ _FIGURES = (
     "perplexity_reference",
     "perplexity_ours",
 )
-
-
-def source_hashes(source: Source) -> dict[str, str]:
-    """SHA-256 of config.json, the tokenizer, every weight file and a merged adapter."""
-    files = {record.file for record in source.tensors.values()}
-    files |= {name for name in ("tokenizer.json",) if (source.folder / name).is_file()}
-    names = ["config.json", *sorted(files)]
-    hashes = {name: file_sha256(source.folder / name) for name in names}
-    if isinstance(source, MergedSource):
-        for name in (CONFIG_FILE, WEIGHTS_FILE):
-            hashes[name] = file_sha256(source.adapter.folder / name)
-    return hashes
 
 
 def one_hash(hashes: dict[str, str]) -> str:

@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bitnet_ops.convert.hf.checkpoint import Source
-from bitnet_ops.convert.hf.plan import Plan
+from bitnet_ops.convert.hf.source import HfSource
 
 
 class OracleUnavailable(Exception):
@@ -28,22 +27,21 @@ class OracleUnavailable(Exception):
 class HfOracle:
     """The source checkpoint loaded by transformers: its ternary weights and its logits."""
 
-    def __init__(self, source: Source, plan: Plan) -> None:
+    def __init__(self, source: HfSource) -> None:
+        plan = source.plan
         if plan.scheme.assumed:
             raise OracleUnavailable("without quantization_config transformers would not ternarise")
         if plan.renamed:
             raise OracleUnavailable("its classes have other names for these tensors")
-        if plan.scheme.mode == "ternary":
+        if not plan.scheme.rounds_activations:
             raise OracleUnavailable("its class would not quantise the activations")
         if plan.config.embedding_only:
             raise OracleUnavailable("an embedding model has no logits there")
         with _quiet_and_eager() as transformers:
             self.name = f"transformers {transformers.__version__} fp32"
             self._model = _load(transformers, source)
-        self._inverted = plan.scheme.inverted
-        for name, spec in plan.specs.items():
-            if spec.kind == "ternary":
-                self._check(name)
+        for name in plan.ternary:
+            self._check(name)
 
     def _module(self, weight_name: str) -> Any:
         return self._model.get_submodule(weight_name.removesuffix(".weight"))
@@ -86,10 +84,10 @@ class HfOracle:
             return [self._model(torch.tensor([ids])).logits[0].float() for ids in sequences]
 
 
-def _load(transformers: Any, source: Source) -> Any:
+def _load(transformers: Any, source: HfSource) -> Any:
     try:
         model = transformers.AutoModelForCausalLM.from_pretrained(
-            str(source.folder),
+            str(source.path),
             dtype=torch.float32,
             attn_implementation="eager",
             local_files_only=True,

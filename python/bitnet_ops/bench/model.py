@@ -1,7 +1,4 @@
-"""The model that `bench model` times: a synthetic one or a file, its bytes, and its steps as runs.
-
-It must not know how anything is timed or shown, nor other engines.
-"""
+"""The model that `bench model` times: a synthetic one or a file, its bytes, its steps to time."""
 
 from __future__ import annotations
 
@@ -12,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bitnet_ops.bench.harness import Run
-from bitnet_ops.bench.weights import CANONICAL, row_bytes
+from bitnet_ops.bench.harness import Timed
 from bitnet_ops.dummy import model as dummy
 from bitnet_ops.generate.engine import Engine
 from bitnet_ops.language_model import load
 from bitnet_ops.nn.kv_cache import KV_DTYPES, KVCache
+from bitnet_ops.nn.packing import packed_row_bytes
 
 _PROJECTIONS = {
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -25,11 +22,10 @@ _PROJECTIONS = {
     "gate/up": ("mlp.gate_proj", "mlp.up_proj"),
     "down": ("mlp.down_proj",),
 }
-PARTS = ("qkv", "attention", "o", "gate/up", "down", "head")
 
 
 @dataclass(frozen=True)
-class Bytes:
+class StepBytes:
     """What one step of one sequence has to read at context 0, and more for every cached token."""
 
     body: int
@@ -41,7 +37,7 @@ class Bytes:
         return self.body + self.head + batch * context * self.per_position
 
 
-class Subject:
+class BenchModel:
     """A dummy model in a weight and a head format, with bfloat16 activations, or that of a file.
 
     name: of the dummy; kv_dtype: of its caches, "bfloat16" or "int8"; file: a model file to load
@@ -56,7 +52,6 @@ class Subject:
         kv_dtype: str = "bfloat16",
         file: str | None = None,
     ) -> None:
-        self.name = name
         formats: Any = {"weight_format": weight_format, "head_format": head_format}
         self.model: Any = (
             dummy.decoder(name, torch.bfloat16, **formats)
@@ -71,14 +66,19 @@ class Subject:
         self._generator = torch.Generator().manual_seed(1)
 
     @property
+    def formats(self) -> dict[str, str]:
+        """The fields of a row that say what was measured."""
+        return {"weights": self.weight_format, "head": self.head_format}
+
+    @property
     def label(self) -> str:
         return f"{self.weight_format} + {self.head_format} head"
 
     def _weight_format(self) -> str:
         _, (first, *_) = next(self.projections())
         shape = tuple(first.weight.shape)
-        canonical = (first.out_features, row_bytes(first.in_features))
-        return CANONICAL if shape == canonical else {3: "2bit", 4: "1.6bit"}[len(shape)]
+        canonical = (first.out_features, packed_row_bytes(first.in_features))
+        return "canonical" if shape == canonical else {3: "2bit", 4: "1.6bit"}[len(shape)]
 
     def head(self) -> Any:
         """The module whose buffers are the output head."""
@@ -90,7 +90,7 @@ class Subject:
         names = {torch.int8: "int8", torch.uint8: "int4", torch.bfloat16: "bf16"}
         return names.get(dtype, str(dtype).removeprefix("torch."))
 
-    def bytes(self) -> Bytes:
+    def bytes(self) -> StepBytes:
         """From the tensors that the model holds, so that padding and scales count."""
         tied = self.config.tie_word_embeddings
         head = "model.embed_tokens." if tied else "lm_head."
@@ -101,10 +101,10 @@ class Subject:
             elif "_proj." in name:
                 sizes["body"] += tensor.nbytes
         c = self.config
-        # a key and a value, and the factor of each in an int8 cache
+        # a key and a value, and the scale of each in an int8 cache
         row = c.head_dim + 4 if self.kv_dtype == torch.int8 else 2 * c.head_dim
         per_position = 2 * row * c.num_hidden_layers * c.num_key_value_heads
-        return Bytes(sizes["body"], sizes["head"], per_position)
+        return StepBytes(sizes["body"], sizes["head"], per_position)
 
     def macs_per_token(self) -> int:
         """Integer multiply-adds of the ternary products for one token."""
@@ -128,14 +128,14 @@ class Subject:
         for scale in (cache.key_scale, cache.value_scale):
             if scale is not None and context:
                 scale.fill_(1 / 30)
-        self.set_lengths(cache, context)
+        self._set_lengths(cache, context)
         return cache
 
-    def set_lengths(self, cache: KVCache, length: int) -> None:
+    def _set_lengths(self, cache: KVCache, length: int) -> None:
         for row in range(cache.batch):
             cache.set_length(row, length)
 
-    def decode_run(self, batch: int, context: int, tokens: int) -> Run:
+    def decode_run(self, batch: int, context: int, tokens: int) -> Timed:
         """Greedy decoding: call i is the step behind context + i mod `tokens` positions."""
         cache = self.cache(batch, context, tokens)
         ids = torch.zeros(batch, 1, dtype=torch.int64)
@@ -143,12 +143,12 @@ class Subject:
         def step(i: int) -> None:
             nonlocal ids
             if i % tokens == 0:
-                self.set_lengths(cache, context)
+                self._set_lengths(cache, context)
             ids = self.model(ids, cache, 1)[:, -1].argmax(-1, keepdim=True)
 
-        return Run(step)
+        return Timed(step)
 
-    def prefill_run(self, tokens: int) -> Run:
+    def prefill_run(self, tokens: int) -> Timed:
         """A prompt of `tokens` random tokens into an empty cache, as the engine does it."""
         prompt = torch.randint(
             0, self.config.vocab_size, (tokens,), generator=self._generator
@@ -159,4 +159,4 @@ class Subject:
             cache.clear()
             return self.engine.prefill(prompt, cache)
 
-        return Run(prefill)
+        return Timed(prefill)

@@ -1,4 +1,4 @@
-"""The process of a rival engine: `python -m bitnet_ops.bench.rival_worker NAME MODEL THREADS`.
+"""The process of another engine: `python -m benchmarks.engine_worker NAME MODEL THREADS`.
 
 Builds a random model of the dimensions of the dummy MODEL in memory or in a temporary file, says
 {"ready": true}, then answers every line on stdin ("decode", "prefill N") with {"done": true} once
@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from bitnet_ops.dummy import model as dummy
 
 
-class Engine(Protocol):
+class WorkerEngine(Protocol):
     def decode(self) -> None: ...
 
     def prefill(self, tokens: int) -> None: ...
@@ -45,7 +45,7 @@ class Litespark:
             sums = np.zeros(n, dtype=np.int32)
             return parts.PackedProjection(packed, sums, 0.02, in_features=k, out_features=n)
 
-        def gain(n: int) -> Any:
+        def norm_weight(n: int) -> Any:
             return np.full(n, 0x3F80, dtype=np.uint16)  # 1.0 in bfloat16
 
         layers = [
@@ -57,10 +57,10 @@ class Litespark:
                 gate_proj=projection(inner, hidden),
                 up_proj=projection(inner, hidden),
                 down_proj=projection(hidden, inner),
-                input_norm=gain(hidden),
-                post_attn_norm=gain(hidden),
-                attn_sub_norm=gain(hidden),
-                ffn_sub_norm=gain(inner),
+                input_norm=norm_weight(hidden),
+                post_attn_norm=norm_weight(hidden),
+                attn_sub_norm=norm_weight(hidden),
+                ffn_sub_norm=norm_weight(inner),
             )
             for _ in range(c.num_hidden_layers)
         ]
@@ -78,7 +78,7 @@ class Litespark:
         self._model = parts.PackedBitNetModel(
             config=config,
             embed_tokens=None,
-            final_norm=gain(hidden),
+            final_norm=norm_weight(hidden),
             layers=layers,
             embed_int8=random.integers(-127, 128, (c.vocab_size, hidden), dtype=np.int8),
             embed_scale=np.full(c.vocab_size, 0.01, dtype=np.float32),
@@ -107,7 +107,7 @@ class LlamaCpp:
     def __init__(self, model: str, threads: int, folder: Path) -> None:
         import llama_cpp
 
-        from bitnet_ops.bench.rival_gguf import write_random
+        from benchmarks.engine_gguf import write_random
 
         path = folder / "random.gguf"
         write_random(dummy.config(model), path)
@@ -125,7 +125,7 @@ class LlamaCpp:
         self._llama.eval([1 + i % 256 for i in range(tokens)])
 
 
-ENGINES: dict[str, Callable[[str, int, Path], Engine]] = {
+ENGINES: dict[str, Callable[[str, int, Path], WorkerEngine]] = {
     "litespark": Litespark,
     "llama-cpp": LlamaCpp,
 }
@@ -136,7 +136,7 @@ def _say(**answer: object) -> None:
 
 
 def main(name: str, model: str, threads: int) -> None:
-    with tempfile.TemporaryDirectory(prefix="bitnet-ops-rival-") as folder:
+    with tempfile.TemporaryDirectory(prefix="bitnet-ops-engine-") as folder:
         try:
             engine = ENGINES[name](model, threads, Path(folder))
             _say(ready=True)

@@ -1,8 +1,7 @@
-"""Other engines on a model of the same dimensions, for the same run: Hugging Face transformers.
+"""Other engines on a model of the same dimensions, for the same run.
 
-Engines that bring a thread pool of their own run in a process of their own (rival_worker.py); all
-are asked for the same number of threads. Weights are random: no engine's speed depends on them. It
-must not know our models, nor how figures are compared.
+Engines that bring a thread pool of their own run in a process of their own (engine_worker.py); all
+are asked for the same number of threads. Weights are random: no engine's speed depends on them.
 """
 
 from __future__ import annotations
@@ -13,36 +12,45 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
-from bitnet_ops.bench.harness import Run
-from bitnet_ops.bench.names import RIVALS as RIVALS
+from bitnet_ops.bench.harness import Timed
 from bitnet_ops.dummy import model as dummy
 
+_ROOT = Path(__file__).resolve().parent.parent  # where `-m benchmarks...` is found
+# name -> (module that has to be there, what it is)
+ENGINES = {
+    "hf-bf16": ("transformers", "Hugging Face transformers, bfloat16"),
+    "hf-fp32": ("transformers", "Hugging Face transformers, float32"),
+    "litespark": ("litespark_inference", "litespark-inference, 2-bit weights, int8 head"),
+    "llama-cpp": ("llama_cpp", "llama-cpp-python, TQ2_0 weights, Q8_0 head"),
+}
 
-class Rival(Protocol):
+
+class OtherEngine(Protocol):
     """Another engine with its model loaded."""
 
     name: str
 
-    def decode_run(self, threads: int) -> Run: ...
+    def decode_run(self, threads: int) -> Timed: ...
 
-    def prefill_run(self, tokens: int, threads: int) -> Run: ...
+    def prefill_run(self, tokens: int, threads: int) -> Timed: ...
 
     def close(self) -> None: ...
 
 
 def missing(names: Sequence[str]) -> list[str]:
     """Those of `names` whose module is not installed here."""
-    return [n for n in names if importlib.util.find_spec(RIVALS[n][0]) is None]
+    return [n for n in names if importlib.util.find_spec(ENGINES[n][0]) is None]
 
 
-def installed_rivals(names: Sequence[str], model: str) -> Iterator[Rival]:
-    """The rivals of `names` that are installed, one at a time: two may not fit in memory."""
+def installed(names: Sequence[str], model: str) -> Iterator[OtherEngine]:
+    """The engines of `names` that are installed, one at a time: two may not fit in memory."""
     for name in names:
-        if importlib.util.find_spec(RIVALS[name][0]) is None:
+        if importlib.util.find_spec(ENGINES[name][0]) is None:
             continue
         if name.startswith("hf-"):
             dtype = torch.bfloat16 if name == "hf-bf16" else torch.float32
@@ -74,7 +82,7 @@ class HuggingFace:
         self.model.model.rotary_emb = type(self.model.model.rotary_emb)(config)
         _fill(self.model)
 
-    def decode_run(self, threads: int) -> Run:
+    def decode_run(self, threads: int) -> Timed:
         cache, ids = self._cache(), torch.zeros(1, 1, dtype=torch.int64)
 
         def step(_: int) -> None:
@@ -82,11 +90,11 @@ class HuggingFace:
             logits = self.model(ids, past_key_values=cache, use_cache=True).logits
             ids = logits[:, -1].argmax(-1, keepdim=True)
 
-        return Run(step)
+        return Timed(step)
 
-    def prefill_run(self, tokens: int, threads: int) -> Run:
+    def prefill_run(self, tokens: int, threads: int) -> Timed:
         ids = torch.arange(tokens).unsqueeze(0) % self.model.config.vocab_size
-        return Run(
+        return Timed(
             lambda _: self.model(
                 ids, past_key_values=self._cache(), use_cache=True, logits_to_keep=1
             )
@@ -117,11 +125,11 @@ class Worker:
         self._process: subprocess.Popen[str] | None = None
         self._threads = 0
 
-    def decode_run(self, threads: int) -> Run:
-        return Run(lambda _: self._ask("decode", threads))
+    def decode_run(self, threads: int) -> Timed:
+        return Timed(lambda _: self._ask("decode", threads))
 
-    def prefill_run(self, tokens: int, threads: int) -> Run:
-        return Run(lambda _: self._ask(f"prefill {tokens}", threads))
+    def prefill_run(self, tokens: int, threads: int) -> Timed:
+        return Timed(lambda _: self._ask(f"prefill {tokens}", threads))
 
     def _ask(self, what: str, threads: int) -> None:
         process = self._started(threads)
@@ -135,12 +143,13 @@ class Worker:
             self.close()
             self._threads = threads
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "bitnet_ops.bench.rival_worker", self.name, self._model]
+                [sys.executable, "-m", "benchmarks.engine_worker", self.name, self._model]
                 + [str(threads)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 text=True,
+                cwd=_ROOT,
                 env={**os.environ, "OMP_NUM_THREADS": str(threads)},
             )
             self._answer(self._process)  # "ready"

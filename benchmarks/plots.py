@@ -1,18 +1,20 @@
-"""The plots of the benchmarks, from their JSON: rooflines, tokens per second against everything.
+"""`python -m benchmarks.plots REPORT... FOLDER`: pictures from reports of `bitnet-ops bench`.
 
-matplotlib is optional (pip install 'bitnet-ops[bench]') and imported only to draw. It must not know
-how anything was measured.
+Rooflines, and tokens per second against everything. Needs matplotlib.
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
+import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bitnet_ops.bench.report_model import subject_name
+from bitnet_ops.bench.report import model_name
 from bitnet_ops.formats.destination import check, file_kind, new_file
 
 OPS_PLOTS = ("roofline", "sweep")
@@ -29,9 +31,7 @@ _PICTURE = file_kind("an earlier plot to replace", lambda head: head.startswith(
 def require(directory: str, names: Iterable[str] = (), *, replace: bool = True) -> None:
     """Complain before anything is measured: no matplotlib, no folder, plots `names` there."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError(
-            "plots: expected matplotlib, got no such module; pip install 'bitnet-ops[bench]'"
-        )
+        raise ValueError("plots: expected matplotlib, got no such module; pip install matplotlib")
     path = Path(directory)
     path.mkdir(parents=True, exist_ok=True)
     if not os.access(path, os.W_OK):
@@ -77,6 +77,8 @@ def draw_roofline(report: Report, path: Path) -> Path:
     intensities = [row["macs"] / row["bytes"] for row in rows] or [1.0]
     span = [min(intensities) / 2, max(intensities) * 2]
     for limit in report["limits"]:
+        if limit["unstable"]:
+            continue
         read, peak = limit["read_gb_s"], limit["int8_peak_gmac_s"]
         knee = peak / read
         xs = sorted({span[0], min(max(knee, span[0]), span[1]), span[1]})
@@ -143,7 +145,7 @@ def _decode_lines(
     axes.set_xlabel(label)
     axes.set_ylabel("tokens/s")
     axes.set_ylim(bottom=0)
-    _title(axes, report, f"decode, {subject_name(report)}")
+    _title(axes, report, f"decode, {model_name(report)}")
     return _save(figure, path)
 
 
@@ -202,7 +204,7 @@ def draw_parts(report: Report, path: Path) -> Path:
     for number, row in enumerate(rows):
         axes.plot([row["limit_ms"]] * 2, [number - 0.4, number + 0.4], "k--")
     axes.set_xlabel("ms of a step (dashed: reading its bytes alone)")
-    _title(axes, report, f"where a decode step goes, {subject_name(report)}")
+    _title(axes, report, f"where a decode step goes, {model_name(report)}")
     return _save(figure, path)
 
 
@@ -224,3 +226,26 @@ def _draw(
 ) -> list[Path]:
     require(str(directory))
     return [draw(report, directory / f"{name}.png") for name, draw in drawn.items()]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.plots", description=__doc__)
+    parser.add_argument("reports", nargs="+", type=Path, metavar="REPORT", help="of --output")
+    parser.add_argument("folder", type=Path, metavar="FOLDER")
+    parser.add_argument("--force", action="store_true", help="replace plots that exist")
+    args = parser.parse_args(argv)
+    for file in args.reports:
+        report = json.loads(file.read_text(encoding="utf-8"))
+        is_model = "models" in report
+        names = MODEL_PLOTS if is_model else OPS_PLOTS
+        try:
+            require(str(args.folder), names, replace=args.force)
+        except ValueError as error:
+            parser.error(str(error))
+        for path in (draw_model if is_model else draw_ops)(report, args.folder):
+            print(f"wrote {path}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -50,13 +50,13 @@ def write_random(config: ModelConfig, path: Path) -> None:
     writer.add_tokenizer_model("no_vocab")
     tq2, q8 = gguf.GGMLQuantizationType.TQ2_0, gguf.GGMLQuantizationType.Q8_0
 
-    def gain(name: str, n: int) -> None:
+    def norm_weight(name: str, n: int) -> None:
         writer.add_tensor(name, np.ones(n, dtype=np.float32))
 
     hidden, inner = c.hidden_size, c.intermediate_size
     kv = c.num_key_value_heads * c.head_dim
     writer.add_tensor("token_embd.weight", head(c.vocab_size, hidden), raw_dtype=q8)
-    gain("output_norm.weight", hidden)
+    norm_weight("output_norm.weight", hidden)
     for i in range(c.num_hidden_layers):
         shapes = {
             "attn_q": (hidden, hidden),
@@ -70,8 +70,8 @@ def write_random(config: ModelConfig, path: Path) -> None:
         for name, (n, k) in shapes.items():
             writer.add_tensor(f"blk.{i}.{name}.weight", ternary(n, k), raw_dtype=tq2)
         for name in ("attn_norm", "attn_sub_norm", "ffn_norm"):
-            gain(f"blk.{i}.{name}.weight", hidden)
-        gain(f"blk.{i}.ffn_sub_norm.weight", inner)
+            norm_weight(f"blk.{i}.{name}.weight", hidden)
+        norm_weight(f"blk.{i}.ffn_sub_norm.weight", inner)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

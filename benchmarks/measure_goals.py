@@ -1,7 +1,6 @@
-"""How each goal is measured: one function per metric of goals.py, on the cases of the op benchmark.
+"""How each goal is measured: one function per quantity of goals.md, on the cases of `bench ops`.
 
-Figures are the worst over the shapes that a goal speaks of, and say which that was. It must not
-know bars or verdicts.
+Figures are the worst over the shapes that a goal speaks of, and say which that was.
 """
 
 from __future__ import annotations
@@ -12,24 +11,30 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
+from benchmarks.goal_table import Goal
+from benchmarks.results import Measured
+from benchmarks.torch_int8 import with_int8
 from bitnet_ops import _runtime, machine
-from bitnet_ops.bench import cases_linear, cases_other
-from bitnet_ops.bench.cases import Case, half_away
-from bitnet_ops.bench.goals import Goal
-from bitnet_ops.bench.harness import Budget, interleave
-from bitnet_ops.bench.limits import PLAIN
+from bitnet_ops.bench import cases_ops
+from bitnet_ops.bench.cases import Case
+from bitnet_ops.bench.harness import Budget, Timed, interleave
+from bitnet_ops.bench.limits import PLAIN, MachineLimits, measure_limits
+from bitnet_ops.bench.measure import Row, measure
+from bitnet_ops.bench.memory import Workspace
 from bitnet_ops.bench.pinning import use_threads
-from bitnet_ops.bench.rows import Bulk, Row, measure, measure_bulk
-from bitnet_ops.bench.shapes import ModelShape
+from bitnet_ops.bench.shapes import USUAL, ModelShape
 from bitnet_ops.bench.stats import paired_ratios, summarize
-from bitnet_ops.bench.verdicts import Measured
-from bitnet_ops.bench.weights import USUAL
-from bitnet_ops.bench.workspace import Workspace
 
 # Matrices below this many weights spend too much of their time entering and leaving a region.
 LARGE = 6_500_000
+
+
+def half_away(case: Case) -> Timed:
+    """The case's run at the other half of cold memory: beside another run on the same memory, which
+    would leave in the cache what this one is to read from memory.
+    """
+    half, call = len(case.read.slots) // 2, case.run.call
+    return Timed(lambda i: call(i + half), case.run.warm)
 
 
 @dataclass
@@ -39,33 +44,33 @@ class Context:
     ws: Workspace
     model: ModelShape
     seconds: float
-    bulks: dict[tuple[str, int], Bulk] = field(default_factory=dict)
+    known: dict[tuple[str, int], MachineLimits] = field(default_factory=dict)
     wrong: list[str] = field(default_factory=list)
 
-    def bulk(self, threads: int) -> Bulk:
+    def limits(self, threads: int) -> MachineLimits:
         """The limits with the kernels in use, measured once."""
         key = (_runtime.isa(), threads)
-        if key not in self.bulks:
-            self.bulks[key] = measure_bulk(self.ws.ternary, threads, Budget(self.seconds))
-        return self.bulks[key]
+        if key not in self.known:
+            self.known[key] = measure_limits(self.ws.ternary, threads, Budget(self.seconds))
+        return self.known[key]
 
-    def forget_disturbed_limits(self) -> None:
+    def forget_unstable_limits(self) -> None:
         """Limits that others disturbed are taken again when they are next asked for."""
-        self.bulks = {key: bulk for key, bulk in self.bulks.items() if not bulk.disturbed}
+        self.known = {key: found for key, found in self.known.items() if not found.unstable}
 
     def large(self) -> list[tuple[int, int]]:
         """The model's matrices that are large enough, or its largest one."""
         shapes = self.model.linears(quick=False)
         return [s for s in shapes if s[0] * s[1] >= LARGE] or [max(shapes, key=_size)]
 
-    def row(self, case: Case, threads: int, *, plain: bool = False, rivals: bool = False) -> Row:
+    def row(self, case: Case, threads: int, *, plain: bool = False, baselines: bool = False) -> Row:
         """One measurement; a wrong result is remembered."""
-        bulk = self.bulk(threads)
+        limits = self.limits(threads)
         if plain:
-            bulk = dataclasses.replace(bulk, form=PLAIN)
-        if not rivals:
-            case = dataclasses.replace(case, rivals={})
-        row = measure(case, bulk, Budget(self.seconds), Budget(self.seconds / 2, min_rounds=3))
+            limits = dataclasses.replace(limits, form=PLAIN)
+        if not baselines:
+            case = dataclasses.replace(case, baselines={})
+        row = measure(case, limits, Budget(self.seconds), Budget(self.seconds / 2, min_rounds=3))
         if "wrong_result" in row["flags"]:
             self.wrong.append(f"{case.name} {case.shape} {case.format}")
         return row
@@ -94,7 +99,7 @@ def gemv_cold(c: Context, threads: int, weights: str, limit: str = "best") -> Me
     """Share of reading of gemv on memory that no cache holds."""
 
     def share(shape: tuple[int, int]) -> tuple[float, str, bool]:
-        case = cases_linear.matmul_case(c.ws, *shape, 1, hot=False, weight_format=weights)
+        case = cases_ops.matmul_case(c.ws, *shape, 1, hot=False, weight_format=weights)
         return _share(c.row(case, threads, plain=limit == "plain"), "read", _name(shape))
 
     return worst(share(shape) for shape in c.large())
@@ -106,11 +111,11 @@ def base3_gain(c: Context, threads: int) -> Measured:
     def gain(shape: tuple[int, int]) -> tuple[float, str, bool]:
         use_threads(threads)
         two_bit, base3 = (
-            cases_linear.matmul_case(c.ws, *shape, 1, hot=False, weight_format=f)
+            cases_ops.matmul_case(c.ws, *shape, 1, hot=False, weight_format=f)
             for f in ("2bit", "1.6bit")
         )
         pair = [two_bit.run, half_away(base3)]
-        rounds = interleave(pair, Budget(c.seconds), probe=c.bulk(threads).peak.speed)
+        rounds = interleave(pair, Budget(c.seconds), probe=c.limits(threads).peak.speed)
         ratio = summarize(paired_ratios(*rounds.usable())).median
         return ratio, _name(shape), rounds.disturbed
 
@@ -123,7 +128,7 @@ def gemv_hot(c: Context, threads: int, cache: str) -> Measured:
     shapes = c.model.linears(quick=False)
     fitting = [s for s in shapes if s[0] * s[1] / 4 <= room] or [min(shapes, key=_size)]
     shape = max(fitting, key=_size)
-    case = cases_linear.matmul_case(c.ws, *shape, 1, hot=True, weight_format=USUAL)
+    case = cases_ops.matmul_case(c.ws, *shape, 1, hot=True, weight_format=USUAL)
     return worst([_share(c.row(case, threads), "int8_peak", f"{_name(shape)}, {case.format}")])
 
 
@@ -132,7 +137,7 @@ def _products(
 ) -> Measured:
     def share(shape: tuple[int, int], m: int) -> tuple[float, str, bool]:
         chosen: Any = {"hot": hot, "weight_format": USUAL}
-        case = cases_linear.matmul_case(c.ws, *shape, m, **chosen)
+        case = cases_ops.matmul_case(c.ws, *shape, m, **chosen)
         note = f"M = {m}, {_name(shape)}, {case.format}"
         return _share(c.row(case, threads, plain=plain), limit, note)
 
@@ -160,12 +165,11 @@ def against_int8(c: Context, threads: int, tokens: tuple[int, ...]) -> Measured:
 
     def speedup(m: int) -> tuple[float, str, bool]:
         chosen: Any = {"hot": True, "weight_format": USUAL}
-        case = cases_linear.matmul_case(c.ws, *shape, m, **chosen)
-        int8 = {n: run for n, run in case.rivals.items() if n.startswith("torch_int8")}
-        row = c.row(dataclasses.replace(case, rivals=int8), threads, rivals=True)
-        found = {n: r["speedup"]["median"] for n, r in row["rivals"].items()}
+        case = cases_ops.matmul_case(c.ws, *shape, m, **chosen)
+        row = c.row(with_int8(dataclasses.replace(case, baselines={})), threads, baselines=True)
+        found = {n: r["speedup"]["median"] for n, r in row["baselines"].items()}
         best = min(found, key=found.__getitem__)
-        disturbed = any(r["disturbed"] for r in row["rivals"].values())
+        disturbed = any(r["disturbed"] for r in row["baselines"].values())
         return (
             found[best],
             f"M = {m}, {_name(shape)}, {best.removeprefix('torch_int8_')}",
@@ -175,17 +179,17 @@ def against_int8(c: Context, threads: int, tokens: tuple[int, ...]) -> Measured:
     return worst(speedup(m) for m in tokens)
 
 
-def cold_cost(c: Context, threads: int, tokens: int) -> Measured:
-    """Time of `tokens` tokens in times of one token, weights in memory, alternating."""
+def cold_cost(c: Context, threads: int, tokens: tuple[int]) -> Measured:
+    """Time of some tokens in times of one token, weights in memory, alternating."""
 
     def cost(shape: tuple[int, int]) -> tuple[float, str, bool]:
         use_threads(threads)
         many, one = (
-            cases_linear.matmul_case(c.ws, *shape, m, hot=False, weight_format=USUAL)
-            for m in (tokens, 1)
+            cases_ops.matmul_case(c.ws, *shape, m, hot=False, weight_format=USUAL)
+            for m in (*tokens, 1)
         )
         rounds = interleave(
-            [many.run, half_away(one)], Budget(c.seconds), probe=c.bulk(threads).peak.speed
+            [many.run, half_away(one)], Budget(c.seconds), probe=c.limits(threads).peak.speed
         )
         ratio = summarize(paired_ratios(*rounds.usable())).median
         return ratio, _name(shape), rounds.disturbed
@@ -193,16 +197,16 @@ def cold_cost(c: Context, threads: int, tokens: int) -> Measured:
     return worst((cost(shape) for shape in c.large()), largest=True)
 
 
-def cliff(c: Context, threads: int, most: int) -> Measured:
-    """The largest time(M) / time(M') of M < M' <= most, every M alternating with every other."""
+def cliff(c: Context, threads: int, tokens: tuple[int]) -> Measured:
+    """The largest time(M) / time(M') of M < M' <= tokens, every M alternating with every other."""
     use_threads(threads)
     shape = min(c.large(), key=_size)
     runs = [
-        cases_linear.matmul_case(c.ws, *shape, m, hot=True, weight_format=USUAL).run
-        for m in range(1, most + 1)
+        cases_ops.matmul_case(c.ws, *shape, m, hot=True, weight_format=USUAL).run
+        for m in range(1, tokens[0] + 1)
     ]
     budget = Budget(4 * c.seconds, min_rounds=9)
-    rounds = interleave(runs, budget, probe=c.bulk(threads).peak.speed)
+    rounds = interleave(runs, budget, probe=c.limits(threads).peak.speed)
     return steepest([summarize(samples).median for samples in rounds.usable()], rounds.disturbed)
 
 
@@ -218,7 +222,7 @@ def steepest(times: list[float], disturbed: bool = False) -> Measured:
 
 def head(c: Context, threads: int, head: str) -> Measured:
     """Share of reading of lm_head on a quantised head."""
-    row = c.row(cases_other.head_case(c.ws, c.model, head), threads)
+    row = c.row(cases_ops.head_case(c.ws, c.model, head), threads)
     return worst([_share(row, "read", "")])
 
 
@@ -226,7 +230,7 @@ def attention(c: Context, threads: int, cache: str, contexts: tuple[int, ...]) -
     """Share of reading of decode attention."""
 
     def share(context: int) -> tuple[float, str, bool]:
-        case = cases_other.attention_case(c.ws, c.model, context, cache)
+        case = cases_ops.attention_case(c.ws, c.model, context, cache)
         return _share(c.row(case, threads), "read", f"context {context}")
 
     return worst(share(context) for context in contexts)
@@ -236,9 +240,9 @@ def against_sdpa(c: Context, threads: int, contexts: tuple[int, ...]) -> Measure
     """How many times faster decode attention is than torch's, alternating."""
 
     def speedup(context: int) -> tuple[float, str, bool]:
-        row = c.row(cases_other.attention_case(c.ws, c.model, context), threads, rivals=True)
-        rival = row["rivals"]["torch_bf16"]
-        return rival["speedup"]["median"], f"context {context}", rival["disturbed"]
+        row = c.row(cases_ops.attention_case(c.ws, c.model, context), threads, baselines=True)
+        baseline = row["baselines"]["torch_bf16"]
+        return baseline["speedup"]["median"], f"context {context}", baseline["disturbed"]
 
     return worst(speedup(context) for context in contexts)
 
@@ -248,7 +252,7 @@ def not_measured(c: Context, threads: int) -> Measured:
     return Measured(None, "no op runs this loop alone")
 
 
-METRICS: dict[str, Callable[..., Measured]] = {
+QUANTITIES: dict[str, Callable[..., Measured]] = {
     f.__name__: f
     for f in (
         *(gemv_cold, base3_gain, gemv_hot, gemm_hot, gemm_cold_peak, gemm_cold_read),
@@ -267,9 +271,3 @@ def kernels_of(goal: Goal) -> Iterator[None]:
         yield
     finally:
         _runtime.force_isa(before)
-
-
-def measure_goal(c: Context, goal: Goal, threads: int) -> Measured:
-    """The figure of one goal at one thread count."""
-    with kernels_of(goal), torch.inference_mode():
-        return METRICS[goal.metric](c, threads, **goal.keywords())

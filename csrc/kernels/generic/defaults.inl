@@ -1,0 +1,191 @@
+// SIMD primitives in terms of those that every ISA writes (simd_scalar.h lists them).  Templates,
+// so that an ISA's own function of the same name is preferred.  Those that need no float lanes
+// stand in simd_defaults.h.  Included inside an ISA's anonymous namespace; never mentions an ISA.
+
+// What a wrong size would break without a message: an ISA that has one of these writes its group.
+static_assert(sizeof(TileStep) == 4 * kTileLanes && sizeof(TileSum) == 4 * kTileLanes);
+
+// ---- 16 float lanes -----------------------------------------------------------------------------
+
+struct Lanes {
+  alignas(64) float at[16];
+};
+template <class V>
+inline Lanes lanes_of(V v) {
+  Lanes x;
+  store_n(x.at, v, 16);
+  return x;
+}
+// Lane i is op(i).
+template <class Op>
+[[gnu::always_inline]] inline F32x16 make_lanes(const Op& op) {
+  Lanes x;
+  for (int i = 0; i < 16; ++i) x.at[i] = op(i);
+  return load_n(x.at, 16);
+}
+
+template <class = void>
+inline F32x16 zero() {
+  return set1(0.0f);
+}
+// 2^n for integral n in [-126, 128]; 2^128 is infinity.
+template <class V>
+inline V pow2(V n) {
+  const Lanes x = lanes_of(n);
+  return make_lanes([&](int i) {
+    const int32_t e = x.at[i] == x.at[i] ? static_cast<int32_t>(x.at[i]) : 0;
+    return float_of(static_cast<uint32_t>(e + 127) << 23);
+  });
+}
+// Largest |x| so far, compared as bit patterns: exact, order-free, and NaN > infinity > finite.
+template <class V>
+inline V max_abs_bits(V acc, V x) {
+  const Lanes best = lanes_of(acc), now = lanes_of(x);
+  return make_lanes([&](int i) {
+    const uint32_t bits = bits_of(now.at[i]) & 0x7fffffffu;
+    return bits > bits_of(best.at[i]) ? float_of(bits) : best.at[i];
+  });
+}
+template <class V>
+inline uint32_t reduce_abs_bits(V acc) {
+  const Lanes x = lanes_of(acc);
+  uint32_t best = 0;
+  for (const float lane : x.at) best = bits_of(lane) > best ? bits_of(lane) : best;
+  return best;
+}
+// The tree: lanes 8 apart, then 4, 2, 1.
+template <class V>
+inline float reduce_add(V v) {
+  Lanes x = lanes_of(v);
+  for (int width = 8; width >= 1; width /= 2) {
+    for (int i = 0; i < width; ++i) x.at[i] += x.at[i + width];
+  }
+  return x.at[0];
+}
+template <class V>
+inline float reduce_max(V v) {
+  Lanes x = lanes_of(v);
+  for (int width = 8; width >= 1; width /= 2) {
+    for (int i = 0; i < width; ++i) {
+      x.at[i] = x.at[i] > x.at[i + width] ? x.at[i] : x.at[i + width];
+    }
+  }
+  return x.at[0];
+}
+
+// ---- conversions, of all 16 elements or the first `count` ---------------------------------------
+
+template <class = void>
+inline F32x16 from_i32_n(const int32_t* p, int64_t count) {
+  return make_lanes([&](int i) { return i < count ? static_cast<float>(p[i]) : 0.0f; });
+}
+// Round half to even, clamp to [-128, 127]; |v| < 2^22.
+template <class V>
+inline void to_i8_n(int8_t* p, V v, int64_t count) {
+  const Lanes x = lanes_of(v);
+  for (int i = 0; i < 16 && i < count; ++i) {
+    float r = round_half_even(x.at[i]);
+    r = r > 127.0f ? 127.0f : r;
+    r = r < -128.0f ? -128.0f : r;
+    p[i] = static_cast<int8_t>(r);
+  }
+}
+// All 16, |v| <= 32512, rounded half to even.
+template <class V>
+inline void store_i16(int16_t* p, V v) {
+  const Lanes x = lanes_of(v);
+  for (int i = 0; i < 16; ++i) p[i] = static_cast<int16_t>(round_half_even(x.at[i]));
+}
+template <class = void>
+inline F32x16 load_bf16_n(const uint16_t* p, int64_t count) {
+  return make_lanes([&](int i) { return i < count ? bf16_to_f32(p[i]) : 0.0f; });
+}
+template <class = void>
+inline F32x16 load_f16_n(const uint16_t* p, int64_t count) {
+  return make_lanes([&](int i) { return i < count ? f16_to_f32(p[i]) : 0.0f; });
+}
+template <class V>
+inline void store_bf16_n(uint16_t* p, V v, int64_t count) {
+  const Lanes x = lanes_of(v);
+  for (int i = 0; i < 16 && i < count; ++i) p[i] = f32_to_bf16(x.at[i]);
+}
+template <class V>
+inline void store_f16_n(uint16_t* p, V v, int64_t count) {
+  const Lanes x = lanes_of(v);
+  for (int i = 0; i < 16 && i < count; ++i) p[i] = f32_to_f16(x.at[i]);
+}
+
+// ---- attention ----------------------------------------------------------------------------------
+// Many dot products at once, over elements E of a cache: float, or uint16_t for bfloat16.  A Reg is
+// what one register holds of 16 lanes, kRegs of them make a step.  A step may come in another order
+// than memory's where that loads cheaper: mix brings a row into that order, unmix back.
+
+inline F32x16 lane_reg(NoReg*) { return zero(); }
+template <class R>
+inline R lane_reg(R*) {
+  return R{};
+}
+using LaneReg = decltype(lane_reg(static_cast<Reg*>(nullptr)));
+
+template <int P, class V>
+inline V reg(V v) {
+  return v;
+}
+template <class = void>
+inline F32x16 load_reg(const float* p) {  // 16 / kRegs elements
+  return load_n(p, 16);
+}
+template <class R>
+inline R reg_fma(R a, R b, R c) {
+  return fma(a, b, c);
+}
+template <class = void>
+inline F32x16 load_mixed(const float* p) {
+  return load_n(p, 16);
+}
+template <class = void>
+inline F32x16 load_mixed(const uint16_t* p) {
+  return load_bf16_n(p, 16);
+}
+template <class E, class V>
+inline V mix(V v) {
+  return v;
+}
+template <class E, class V>
+inline V unmix(V v) {
+  return v;
+}
+// out[i] = reduce_add of the 16 lanes, in their unmixed order, whose parts are sums[0..kRegs)[i].
+template <class E, class R>
+inline void reduce_eight(const R (&sums)[1][8], float* out) {
+  for (int i = 0; i < 8; ++i) out[i] = reduce_add(sums[0][i]);
+}
+
+// ---- heads --------------------------------------------------------------------------------------
+// bfloat16: sixteen (or the first `count`) weights and activations, both in the same order of
+// lanes, which the ISA may choose; head_bf16_ordered puts the lanes of their sums back.
+
+template <class = void>
+inline F32x16 head_bf16_x(const float* p, int64_t count) {
+  return load_n(p, count);
+}
+template <class = void>
+inline F32x16 head_bf16_weights(const uint16_t* p, int64_t count) {
+  return load_bf16_n(p, count);
+}
+template <class V>
+inline V head_bf16_ordered(V acc) {
+  return acc;
+}
+template <class A>
+inline F32x16 head4_float(const A& acc, int32_t offset) {
+  return make_lanes([&](int i) { return static_cast<float>(acc.lane[i] - offset); });
+}
+
+// ---- tiles --------------------------------------------------------------------------------------
+
+// The int32 sums of accumulators that need no widening.
+template <class A>
+inline TileSum tile_acc_sum(const A& acc) {
+  return acc;
+}

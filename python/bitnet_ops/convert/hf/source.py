@@ -1,0 +1,179 @@
+"""A Hugging Face checkpoint folder as a source: read, planned, its projections made ternary.
+
+A LoRA adapter is merged into the masters tensor by tensor, so that everything that reads the
+source, the oracle of --verify included, sees W + B A * scaling in float32: rounding to bf16 first,
+as merging with peft in bf16 does, would lose a part of the adapter.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from bitnet_ops.config.scheme import Storage
+from bitnet_ops.convert.errors import ConvertError, refuse
+from bitnet_ops.convert.hf.checkpoint import Checkpoint, check_pooling, copy_files
+from bitnet_ops.convert.hf.plan import check_scale_sense, make_plan, scale_name, unknown_options
+from bitnet_ops.convert.report import file_sha256
+from bitnet_ops.convert.source import EMBEDDING, HEAD, Source, Ternary
+from bitnet_ops.convert.ternary import (
+    check_finite,
+    from_masters,
+    from_packed,
+    from_ternary,
+    looks_ternary,
+    packed_scale,
+)
+from bitnet_ops.formats.destination import TRAVELLERS
+from bitnet_ops.nn.lora import CONFIG_FILE, WEIGHTS_FILE, Adapter, LoraError, read_adapter
+
+
+class HfSource(Source):
+    """A planned checkpoint.
+
+    Args:
+        assume_online: take a checkpoint without quantization_config for masters.
+        lora: a PEFT directory; `check` merges it.
+        trust_scales: let pass scales that look as if taken in the wrong sense.
+    """
+
+    noun = "checkpoint"
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        *,
+        assume_online: bool = False,
+        lora: str | Path | None = None,
+        trust_scales: bool = False,
+    ) -> None:
+        self.checkpoint, self.nbytes = checkpoint, checkpoint.weight_bytes
+        self.path = self.tokenizer_folder = checkpoint.folder
+        self.plan = make_plan(
+            checkpoint.config,
+            checkpoint.tensors,
+            assume_online=assume_online,
+            looks_ternary=lambda name: looks_ternary(checkpoint.tensor(name)),
+        )
+        self.adapter: Adapter | None = None
+        self._lora, self._trusted = lora, trust_scales
+
+    def check(self) -> None:
+        """Read the adapter and all scales, compare a repeated head, list the remarks."""
+        if self._lora is not None:
+            self.adapter = self._read_adapter(self._lora)
+        if not self._trusted and self.plan.scheme.storage is Storage.PACKED:
+            scales = {name: self._scale(name) for name in self.plan.ternary}
+            check_scale_sense(scales, self.plan.scheme)
+        if self.plan.config.embedding_only:
+            check_pooling(self.path)
+        if self.plan.tied_head:
+            self._check_tied_head()
+        self.remarks = self._remarks()
+
+    def tensor(self, name: str) -> Tensor:
+        """The tensor `name` as stored; masters with an adapter are float32."""
+        stored = self.plan.stored[name]
+        tensor = self.checkpoint.tensor(stored)
+        if self.adapter is None:
+            return tensor
+        lora = self.adapter.weights.get(stored.removesuffix(".weight"))
+        return tensor if lora is None else tensor.float() + lora.delta()
+
+    def dense(self, name: str) -> Tensor:
+        tensor = self.tensor(name)
+        check_finite(name, tensor)
+        if name.endswith(".bias") and self.plan.scheme.bias_is_scaled:
+            return tensor.float() * self._scale(f"{name.removesuffix('.bias')}.weight")
+        return tensor
+
+    def ternary(self, name: str) -> Ternary:
+        scheme = self.plan.scheme
+        if scheme.storage is Storage.PACKED:
+            return Ternary.packed(*self.codes(name))
+        if scheme.storage is Storage.TERNARY:
+            codes, scales, group_size = from_ternary(name, self.tensor(name))
+            return Ternary.packed(codes, scales, None, group_size)
+        return Ternary.packed(*from_masters(name, self.tensor(name), scheme))
+
+    def codes(self, name: str) -> tuple[Tensor, float]:
+        """(codes int8 [N, K], multiplying scale) of the packed weight `name`."""
+        rows = self.plan.specs[name].shape[0]
+        return from_packed(name, self.tensor(name), rows), self._scale(name)
+
+    def finish(self, folder: Path) -> list[str]:
+        return copy_files(self.path, folder, TRAVELLERS)
+
+    def hashes(self) -> dict[str, str]:
+        """Of config.json, the tokenizer, every weight file and a merged adapter."""
+        files = {record.file for record in self.checkpoint.tensors.values()}
+        files |= {name for name in ("tokenizer.json",) if (self.path / name).is_file()}
+        names = ["config.json", *sorted(files)]
+        hashes = {name: file_sha256(self.path / name) for name in names}
+        if self.adapter is not None:
+            for name in (CONFIG_FILE, WEIGHTS_FILE):
+                hashes[name] = file_sha256(self.adapter.folder / name)
+        return hashes
+
+    def _scale(self, name: str) -> float:
+        """The multiplying scale of the packed weight `name`."""
+        return packed_scale(name, self.tensor(scale_name(name)), self.plan.scheme)
+
+    def _read_adapter(self, folder: str | Path) -> Adapter:
+        """The adapter in `folder`; ConvertError where it does not fit the masters."""
+        scheme, plan = self.plan.scheme, self.plan
+        if scheme.storage is not Storage.MASTERS:
+            refuse(
+                "lora-packed",
+                "master weights to merge an adapter into",
+                f"{scheme.linear_class} {scheme.quantization_mode}, ternary already",
+                "convert without --lora, and give --lora to generate: it runs beside the model",
+            )
+        try:
+            adapter = read_adapter(folder)
+        except LoraError as error:
+            raise ConvertError("lora", f"convert: {error}") from error
+        names = [plan.stored[name] for name in plan.ternary]
+        projections = {name: self.checkpoint.tensors[name] for name in names}
+        for module, lora in adapter.weights.items():
+            record = projections.get(f"{module}.weight")
+            shape = [len(lora.b), lora.a.shape[1]]
+            if record is None or list(record.shape) != shape:
+                found = "none of that name" if record is None else f"{list(record.shape)}"
+                expected = f"a projection {module}.weight {shape}, as the adapter has it"
+                refuse("lora", expected, found, "the adapter is another model's")
+        return adapter
+
+    def _check_tied_head(self) -> None:
+        """A tied checkpoint may repeat the embedding as lm_head.weight, but not otherwise."""
+        if not torch.equal(self.tensor(HEAD), self.tensor(EMBEDDING)):
+            refuse(
+                "tie-mismatch",
+                f"{HEAD} equal to {EMBEDDING}, since tie_word_embeddings is true",
+                "different values",
+                "if the head is its own matrix, set tie_word_embeddings to false",
+            )
+
+    def _remarks(self) -> list[str]:
+        plan, checkpoint = self.plan, self.checkpoint
+        remarks = list(plan.remarks)
+        if plan.config.embedding_only:
+            remarks.append("an embedding model: it has no head and generates no text; use embed()")
+        if self.adapter is not None:
+            remarks.append(f"{self.adapter.describe()} merged into the masters")
+        if checkpoint.pickled:
+            remarks.append("read from pickles, which were opened with weights_only=True")
+        if files := checkpoint.code_files():
+            listed = ", ".join(files)
+            remarks.append(f"code shipped with the checkpoint was not run: {listed}")
+        remarks += [
+            f"quantization_config key {key}: unknown here; ignored"
+            for key in unknown_options(checkpoint.config)
+        ]
+        if plan.tied_head:
+            remarks.append(f"{HEAD} repeats the embedding and was not written")
+        if buffers := sum(name.endswith(".rotary_emb.inv_freq") for name in plan.stored):
+            remarks.append(f"{buffers} rotary inv_freq buffers follow from rope_theta; ignored")
+        return [*remarks, *([plan.scheme.remark] if plan.scheme.remark else [])]

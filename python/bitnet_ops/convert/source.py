@@ -1,0 +1,121 @@
+"""What a conversion reads and decides, the same for every kind of source: Source, Plan, Ternary."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bitnet_ops import ops
+from bitnet_ops.config import ModelConfig, UnsupportedModelError
+from bitnet_ops.config.scheme import Scheme
+from bitnet_ops.convert.errors import ConvertError
+from bitnet_ops.models import TensorSpec
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything decided before data is read: the model, the scheme and the tensors to write.
+
+    specs: by name here, in writing order.
+    stored: name here -> name in the source, for every tensor of the source that has one.
+    hf_config: config.json as the source has it, or as transformers would have it.
+    block: the private block of the config, which says how the source was read.
+    tied_head: the source repeats the embedding as lm_head.weight; they must be equal.
+    """
+
+    config: ModelConfig
+    scheme: Scheme
+    specs: dict[str, TensorSpec]
+    stored: dict[str, str]
+    hf_config: dict[str, Any]
+    block: dict[str, Any]
+    tied_head: bool = False
+    remarks: tuple[str, ...] = ()
+
+    @property
+    def renamed(self) -> bool:
+        """Whether the source's names are not those that transformers' classes have."""
+        return any(self.stored[name] != name for name in self.specs)
+
+    @property
+    def ternary(self) -> list[str]:
+        """The names of the ternary matrices."""
+        return [name for name, spec in self.specs.items() if spec.kind == "ternary"]
+
+
+@dataclass(frozen=True)
+class Ternary:
+    """A ternary matrix: canonical rows uint8 [N, R], multiplying scales, codes int8 [N, K] or None.
+
+    `scale`: f32 [1] or [N], or with `group_size` 128 f32 [N, ceil(K / 128)]. `remark`: for the
+    report.
+    """
+
+    rows: Tensor
+    scale: Tensor
+    remark: str | None = None
+    group_size: int = 0
+    codes: Tensor | None = None
+
+    @classmethod
+    def packed(
+        cls, codes: Tensor, scale: Tensor | float, remark: str | None = None, group_size: int = 0
+    ) -> Ternary:
+        """Of codes int8 [N, K]."""
+        scale = torch.tensor([scale]) if isinstance(scale, float) else scale
+        return cls(ops.pack(codes), scale, remark, group_size, codes)
+
+
+class Source:
+    """A checkpoint or file, opened and planned; a kind of source is a class derived from this.
+
+    path: of the folder or file. nbytes: of its weights. noun: what messages call it. remarks: for
+    the report, complete once `finish` has run.
+    """
+
+    path: Path
+    plan: Plan
+    nbytes: int
+    noun = "file"
+    remarks: list[str]
+    tokenizer_folder: Path | None = None  # the source's own, where it has files of it
+
+    def check(self) -> None:
+        """Refuse what only the data of the source shows, before anything is written."""
+
+    def dense(self, name: str) -> Tensor:
+        """The dense tensor `name`, checked."""
+        raise NotImplementedError
+
+    def ternary(self, name: str) -> Ternary:
+        """The ternary matrix `name`, checked, and ternarised if need be."""
+        raise NotImplementedError
+
+    def release(self, name: str) -> None:
+        """The data of `name` are not needed any more."""
+
+    def finish(self, folder: Path) -> list[str]:
+        """Write what belongs beside model.bin (the tokenizer) into `folder`; returns the names."""
+        raise NotImplementedError
+
+    def check_result(self, file: Path) -> None:
+        """Refuse a model.bin that differs from the source where copies must be exact."""
+
+    def hashes(self) -> dict[str, str]:
+        """SHA-256 of every file that was read, by name."""
+        raise NotImplementedError
+
+
+def model_of(config: Mapping[str, Any]) -> ModelConfig:
+    """ModelConfig.from_hf, whose refusals are ConvertError("unsupported-model")."""
+    try:
+        return ModelConfig.from_hf(config)
+    except UnsupportedModelError as error:
+        raise ConvertError("unsupported-model", f"convert: {error}") from error

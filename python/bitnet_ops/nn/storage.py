@@ -1,0 +1,99 @@
+"""In what weights, heads and KV caches may lie in memory: one table each, a row for each choice.
+
+The command line's choices, the defaults and the tests come from these tables. It must not import
+torch, which would slow every command down.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from bitnet_ops import _runtime
+
+# Ternary weights ----------------------------------------------------------------------------------
+
+LAYOUTS = _runtime.layouts()
+# "canonical" is the layout of files; the others are those of the kernels that run (FORMAT.md), made
+# from it when a model is loaded.
+FORMATS = tuple(LAYOUTS)
+CPU_SPECIFIC = tuple(name for name, layout in LAYOUTS.items() if layout["cpu_specific"])
+WEIGHT_FORMATS = ("auto", *FORMATS)  # what a user may ask for
+USUAL_FORMAT = "2bit"  # what "auto" means
+BLOCK = LAYOUTS["canonical"]["k_step"]  # weights in a block, which a group of scales covers too
+
+
+def check_weight_format(weight_format: str) -> None:
+    """Raise ValueError unless `weight_format` is one of WEIGHT_FORMATS."""
+    _check("weight_format", weight_format, WEIGHT_FORMATS)
+
+
+# Output heads -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class HeadFormat:
+    """A format of output heads and tied embeddings.
+
+    dtype: torch's name of what a dense head is cast to; None: as the tensor is.
+    quantized: whether `ops.quantize_head` makes it.
+    """
+
+    name: str
+    dtype: str | None = None
+    quantized: bool = False
+
+
+_HEADS = (
+    HeadFormat("int8", quantized=True),
+    HeadFormat("int4", quantized=True),
+    HeadFormat("bf16", "bfloat16"),
+    HeadFormat("float32", "float32"),
+    HeadFormat("stored"),
+)
+HEAD_FORMATS = {row.name: row for row in _HEADS}
+DEFAULT_HEAD_FORMAT = "int8"
+
+
+def check_head_format(head_format: str) -> None:
+    """Raise ValueError unless `head_format` is one of HEAD_FORMATS."""
+    _check("head_format", head_format, HEAD_FORMATS)
+
+
+# KV caches ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class KVType:
+    """A type of KV caches, by torch's name of the dtype.
+
+    itemsize: bytes of a number. has_scales: whether every row of a key or value has a float32
+    scale beside it. error: the most that writing a row changes a number of it, by the row's absmax.
+    """
+
+    name: str
+    itemsize: int
+    has_scales: bool = False
+    error: float = 0.0
+
+    def row_bytes(self, head_dim: int) -> int:
+        """Of one head's key, or value, of one position."""
+        return head_dim * self.itemsize + (4 if self.has_scales else 0)
+
+
+_KV = (
+    KVType("float32", 4),
+    KVType("bfloat16", 2, error=2.0**-8),
+    KVType("int8", 1, has_scales=True, error=0.5001 / 127),
+)
+KV_TYPES = {row.name: row for row in _KV}
+# What `load` gives a model: half the bytes of float32, faster the longer the context is, and on the
+# demo model's text the same loss to 0.0001 nats (scripts/compare_kv.py). int8 is smaller and faster
+# still and measures alike there, but its error grows with the outliers of a row, and those of
+# larger models have not been measured: it waits to be asked for.
+DEFAULT_KV_TYPE = "bfloat16"
+
+
+def _check(what: str, value: str, known: Collection[str]) -> None:
+    if value not in known:
+        raise ValueError(f"{what}: expected one of {', '.join(known)}, got {value!r}")
