@@ -35,39 +35,11 @@ namespace {
 #define BITNET_STRING_(x) #x
 #define BITNET_STRING(x) BITNET_STRING_(x)
 
-// A row left out here is a null pointer at run time, so every field is named:
-// -Wmissing-field-initializers and the table test keep it so.
 constexpr KernelTable kTable = {
     .name = BITNET_STRING(BITNET_ISA),
     .description = BITNET_ISA_DESCRIPTION,
     .required = BITNET_ISA_FEATURES,
-    .ternary_gemm = ternary_gemm,
-    .tile_lanes = kTileLanes,
-    .tile_gemm = tile_gemm,
-    .sum_i8 = sum_i8,
-    .quantize_row = quantize_row,
-    .store_block = store_block,
-    .product_blocking = product_blocking,
-    .load_row = load_row,
-    .store_row = store_row,
-    .round_row = round_row,
-    .rms_norm_row = rms_norm_row,
-    .add_row = add_row,
-    .relu2_mul_row = relu2_mul_row,
-    .silu_mul_row = silu_mul_row,
-    .rope_head = rope_head,
-    .attend_chunk = attend_chunk,
-    .quantize_query = quantize_query,
-    .merge_attention = merge_attention,
-    .finish_attention = finish_attention,
-    .head_dense = head_dense,
-    .head_int8 = head_int8,
-    .head_int4 = head_int4,
-    .head_quantize_token = head_quantize_token,
-    .head_quantize_int8 = head_quantize_int8,
-    .head_quantize_int4 = head_quantize_int4,
-    .probe_read = probe_read,
-    .probe_int8_peak = probe_int8_peak,
+    BITNET_KERNELS(kTileLanes),
 };
 
 }  // namespace

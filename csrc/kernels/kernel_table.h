@@ -248,4 +248,18 @@ struct KernelTable {
   int64_t (*probe_int8_peak)(int64_t iterations, int32_t* sink);
 };
 
+// The rows of an ISA's table: each function has the name of its row.  One left out would be a null
+// pointer at run time; -Wmissing-field-initializers and the table test see that.
+#define BITNET_KERNELS(lanes)                                                                     \
+  .ternary_gemm = ternary_gemm, .tile_lanes = lanes, .tile_gemm = tile_gemm, .sum_i8 = sum_i8,    \
+  .quantize_row = quantize_row, .store_block = store_block, .product_blocking = product_blocking, \
+  .load_row = load_row, .store_row = store_row, .round_row = round_row,                           \
+  .rms_norm_row = rms_norm_row, .add_row = add_row, .relu2_mul_row = relu2_mul_row,               \
+  .silu_mul_row = silu_mul_row, .rope_head = rope_head, .attend_chunk = attend_chunk,             \
+  .quantize_query = quantize_query, .merge_attention = merge_attention,                           \
+  .finish_attention = finish_attention, .head_dense = head_dense, .head_int8 = head_int8,         \
+  .head_int4 = head_int4, .head_quantize_token = head_quantize_token,                             \
+  .head_quantize_int8 = head_quantize_int8, .head_quantize_int4 = head_quantize_int4,             \
+  .probe_read = probe_read, .probe_int8_peak = probe_int8_peak
+
 }  // namespace bitnet
