@@ -1,6 +1,6 @@
-// THE CONTRACT between the engine (csrc/engine) and the kernels: one struct of function pointers per
-// ISA. Must not know threads or allocation: kernels take raw pointers and a range of rows, the
-// caller splits the work and owns every buffer.
+// THE CONTRACT between the engine and the kernels: one struct of function pointers per ISA. Must
+// not know threads or allocation: kernels take raw pointers and a range of rows, the caller splits
+// the work and owns every buffer.
 //
 // Common preconditions: pointers are non-null where a length is positive; no alignment is required;
 // outputs never overlap inputs unless a row says "in place"; lengths are in elements, `_bytes` in
