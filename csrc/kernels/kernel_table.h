@@ -1,6 +1,6 @@
-// THE CONTRACT between the door (csrc/ops) and the kernels: one struct of function pointers per
-// ISA. Must not know torch, threads or allocation: kernels take raw pointers and a range of rows,
-// the caller splits the work and owns every buffer.
+// THE CONTRACT between the engine and the kernels: one struct of function pointers per ISA. Must
+// not know threads or allocation: kernels take raw pointers and a range of rows, the caller splits
+// the work and owns every buffer.
 //
 // Common preconditions: pointers are non-null where a length is positive; no alignment is required;
 // outputs never overlap inputs unless a row says "in place"; lengths are in elements, `_bytes` in
@@ -16,7 +16,7 @@
 
 namespace bitnet {
 
-// Element types of activations at the door.  Inside the kernels everything is float32.  kInt8: keys
+// Element types of activations in memory.  Inside the kernels everything is float32.  kInt8: keys
 // and values of a cache with a scale for every position, and nothing else.
 enum class DType : int32_t { kF32 = 0, kBF16 = 1, kF16 = 2, kInt8 = 3 };
 

@@ -1,0 +1,144 @@
+// A whole model step on plain threads: the same logits and caches, bit for bit, for every number of
+// threads, for prompts, drafts and single tokens. Built with BITNET_SANITIZE=thread it proves that
+// the stages hand their memory over.
+#include <cstring>
+#include <vector>
+
+#include "engine/model_step.h"
+#include "engine/pack.h"
+#include "format/layout.h"
+#include "tests/check.h"
+#include "tests/random.h"
+#include "tests/tables.h"
+#include "tests/threads.h"
+
+namespace bitnet::test {
+namespace {
+
+using engine::kLayerWeights;
+using engine::StepLayer;
+using engine::StepModel;
+using engine::StepState;
+
+constexpr int64_t kLayers = 2, kVocab = 70, kCapacity = 60;
+
+std::size_t at(int64_t i) { return static_cast<std::size_t>(i); }
+
+std::vector<float> random_floats(Random& random, int64_t n, float centre) {
+  std::vector<float> values(at(n));
+  for (float& v : values) v = centre + random.unit();
+  return values;
+}
+
+// A random model over `table`, and a cache for its two sequences.
+struct Model {
+  StepModel m{};
+  std::vector<std::vector<uint8_t>> packed;
+  std::vector<StepLayer> layers;
+  std::vector<float> scales, norms, head, keys, values;
+  std::vector<int64_t> starts{5, 0};
+
+  Model(const KernelTable& table, int64_t per_sequence, int64_t kept) {
+    m.table = &table;
+    m.per_sequence = per_sequence;
+    m.tokens = 2 * per_sequence;
+    m.kept = kept;
+    m.hidden = 192;
+    m.heads = 6;
+    m.kv_heads = 2;
+    m.dim = 32;
+    m.intermediate = 456;
+    m.capacity = kCapacity;
+    m.n_layers = kLayers;
+    m.type = DType::kBF16;
+    m.cache_type = DType::kF32;
+    m.relu2 = true;
+    m.eps = 1e-5f;
+    m.rope_theta = 10000;
+    m.attention_scale = 0.177f;
+    m.starts = starts.data();
+    Random random(9);
+    scales.assign(at(kLayers * kLayerWeights), 0.05f);
+    norms = random_floats(random, 1000, 1.0f);
+    head = random_floats(random, kVocab * m.hidden, 0.0f);
+    m.head = {
+        engine::HeadFormat::kDense, DType::kF32, head.data(), nullptr, kVocab, m.hidden, 0, 2048};
+    m.final_norm = norms.data();
+    const int64_t cache = 2 * m.kv_heads * kCapacity * m.dim;
+    keys.assign(at(kLayers * cache), 0.25f);
+    values.assign(at(kLayers * cache), 0.5f);
+    packed.reserve(at(kLayers * kLayerWeights));
+    for (int64_t i = 0; i < kLayers; ++i) {
+      StepLayer layer{};
+      layer.scales = scales.data() + i * kLayerWeights;
+      layer.attention_norm = layer.mlp_norm = norms.data();
+      layer.out_norm = layer.down_norm = norms.data() + 1;
+      layer.keys = keys.data() + i * cache;
+      layer.values = values.data() + i * cache;
+      for (int w = 0; w < kLayerWeights; ++w) layer.weights[w] = weight(random, w);
+      layers.push_back(layer);
+    }
+    m.layers = layers.data();
+  }
+
+  engine::Weight weight(Random& random, int which) {
+    const auto [n, k] = engine::weight_size(m, which);
+    std::vector<int8_t> codes(at(n * k));
+    for (int8_t& code : codes) code = static_cast<int8_t>(random.next() % 3) - 1;
+    std::vector<uint8_t> canonical(at(n * layout::row_bytes_for(k)));
+    engine::pack(codes.data(), n, k, canonical.data());
+    const int64_t lanes = m.table->tile_lanes;
+    engine::Weight w = engine::tile_weight(nullptr, engine::WeightFormat::kTwoBit, n, k, lanes);
+    std::vector<uint8_t>& tiles = packed.emplace_back(at(w.bytes()));
+    w.data = tiles.data();
+    engine::repack(canonical.data(), w, lanes, tiles.data());
+    return w;
+  }
+
+  std::vector<float> step(StepState& state) {
+    Random random(21);
+    const std::vector<float> x = random_floats(random, m.tokens * m.hidden, 0.0f);
+    std::vector<float> logits(at(m.head_tokens() * kVocab), -1.0f);
+    engine::run_step(state, m, x.data(), logits.data());
+    return logits;
+  }
+};
+
+bool equal(const std::vector<float>& a, const std::vector<float>& b) {
+  return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
+}
+
+void same_on_every_number_of_threads(const KernelTable& table, int64_t tokens, int64_t kept) {
+  StepState state;
+  pool_threads = 1;
+  Model alone(scalar_table(), tokens, kept);
+  const std::vector<float> expected = alone.step(state);
+  float largest = 0;
+  for (const float v : expected) largest = v > largest ? v : largest;
+  CHECK(largest > 0.1f, "the logits say nothing");
+  for (const int64_t threads : {1, 2, 3, 5}) {
+    begin_case("%s, %d tokens, %d threads", table.name, static_cast<int>(tokens),
+               static_cast<int>(threads));
+    pool_threads = threads;
+    Model model(table, tokens, kept);
+    CHECK(equal(model.step(state), expected), "other logits");
+    CHECK(equal(model.keys, alone.keys) && equal(model.values, alone.values), "other caches");
+  }
+  pool_threads = 1;
+}
+
+}  // namespace
+}  // namespace bitnet::test
+
+int main() {
+  using namespace bitnet::test;
+  announce("test_engine_step");
+  use_plain_threads();
+  for (const bitnet::KernelTable* table : tables_under_test()) {
+    same_on_every_number_of_threads(*table, 1, 1);
+    same_on_every_number_of_threads(*table, 4, 4);
+    same_on_every_number_of_threads(*table, 45, 2);
+    same_on_every_number_of_threads(*table, 40, 1);
+  }
+  return finish("test_engine_step");
+}
