@@ -256,7 +256,6 @@ void tokens_in_tiles() {
                            .tokens_outermost = true};
   };
   table.tile_gemm = [](const TileJob& job) { tiled_gemm(job, scalar_table().tile_gemm); };
-  table.trit_tile_gemm = [](const TileJob& job) { tiled_gemm(job, scalar_table().trit_tile_gemm); };
   table.ternary_gemm = [](const uint8_t* weight, int64_t row_bytes, int64_t begin, int64_t end,
                           const int8_t* x, int64_t x_stride, const int32_t* x_sum, int64_t tokens,
                           int32_t* out, int64_t out_stride, int64_t ahead) {
