@@ -16,11 +16,9 @@ import torch
 from torch import Tensor
 from transformers.integrations import bitnet as hf
 
-import reference
 from bitnet_ops import ops
 from bitnet_ops.nn import packing, quantize
 from bounds import assert_equal
-from composed import composed
 from golden import (
     DOT_PRODUCT,
     HF_DOC_BYTES,
@@ -32,8 +30,9 @@ from golden import (
     golden_codes,
 )
 from isa_control import every_configuration
-from op_arguments import mlp_arguments
+from op_catalogue import composed, reference
 from op_values import activations, int8_values, positive, random_codes
+from ops_fused import mlp_arguments
 
 
 def bytes_of(text: str, *shape: int) -> Tensor:
