@@ -46,6 +46,7 @@ def _is_gain(arg: Any) -> bool:
 
 
 def qkv_forward(o: Any, a: Any) -> tuple[Tensor, ...]:
+    """rms_norm, then three linears."""
     check_in_features(a.x, a.in_features)
     hidden, rows = o.rms_norm(a.x, a.norm_weight, a.eps), a.out_features or (None, None, None)
     shards = (a.q_weight, a.q_scale), (a.k_weight, a.k_scale), (a.v_weight, a.v_scale)
@@ -128,6 +129,7 @@ spec(
 
 
 def mlp_forward(o: Any, a: Any) -> Tensor:
+    """rms_norm, gate and up, activation, sub-norm, down; float32 after the norm if x is float16."""
     (first, second), (inner, outer) = a.in_features or (None, None), a.out_features or (None, None)
     check_in_features(a.x, first)
     hidden = o.rms_norm(a.x, a.norm_weight, a.eps)

@@ -29,10 +29,9 @@ from op_values import (
 from ops_attention import cache_memory
 from ops_packing import private
 
-# decode_step --------------------------------------------------------------------------------------
-
 
 def decode_step(o: Any, a: Any) -> Tensor:
+    """float32 [B, T, K] through every layer and the head -> float32 [B, T, vocab]."""
     x, tokens, hidden = a.x, a.x.shape[1], a.x.shape[2]
     kv_heads, dim = a.key_cache.shape[2], a.key_cache.shape[4]
     query_rows, kv_rows = a.num_heads * dim, kv_heads * dim
