@@ -1,6 +1,6 @@
 """Fixtures shared by all tests: ISAs, thread counts, deterministic random numbers.
 
-Samples live in op_samples.py, forcing an ISA in isa_control.py.
+The ops and their samples live in ops_*.py, forcing an ISA in isa_control.py.
 """
 
 from __future__ import annotations

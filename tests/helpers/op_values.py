@@ -1,8 +1,7 @@
 """Random values the samples of the ops are made of: codes, packed weights, activations, heads.
 
 Every value comes from the generator that is passed in. The layouts of files are written out here,
-sharing no code with the package; the private ones come from the reference, because they depend on
-the instruction set.
+sharing no code with the package.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import reference
 from bitnet_ops.nn.storage import CPU_SPECIFIC, KV_TYPES
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -52,11 +50,6 @@ def pack_codes(codes: Tensor) -> Tensor:
 
 def random_packed(rng: torch.Generator, n: int, k: int) -> Tensor:
     return pack_codes(random_codes(rng, n, k))
-
-
-def private(weight: Tensor, k: int, format: str) -> Tensor:
-    """A canonical weight in a private layout of the ISA in force when the sample is made."""
-    return reference.prepack(weight, k, format)
 
 
 def activations(rng: torch.Generator, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

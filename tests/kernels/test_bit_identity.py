@@ -16,10 +16,9 @@ from torch import Tensor
 from bitnet_ops import ops
 from bounds import assert_equal
 from isa_control import every_configuration, forced_isa, torch_threads
-from large_samples import LARGE
-from op_arguments import attention_arguments, mlp_arguments
-from op_samples import COMPARABLE_SAMPLES, Sample, results
-from op_values import FLOATS, activations, gain, positive, random_packed
+from op_catalogue import COMPARABLE_SAMPLES, LARGE, SPECS, Sample, results
+from op_values import activations, positive, random_packed
+from ops_attention import attention_arguments
 
 
 def _run(sample: Sample) -> list[Tensor]:
@@ -40,49 +39,25 @@ def test_large_samples_cover_every_op() -> None:
     assert {sample.op for sample in LARGE} == {sample.op for sample in COMPARABLE_SAMPLES}
 
 
-def _row_ops(rng: torch.Generator, dtype: torch.dtype) -> dict[str, Callable[[Tensor], Any]]:
-    """Ops as functions of x [M, 64] alone, every other argument fixed."""
-    weight, head = random_packed(rng, 21, 64), torch.randn(33, 64, generator=rng)
-    scale, rows, norm = positive(rng, 1), positive(rng, 21), gain(rng, 64, dtype)
-    int8, int4 = ops.quantize_head(head, "int8"), ops.quantize_head(head, "int4", 64)
-    qkv = [part for n in (8, 4, 6) for part in (random_packed(rng, n, 64), positive(rng, 1))]
-    mlp = mlp_arguments(rng, torch.zeros(1, 64, dtype=dtype), "relu2")[1:]
-    silu_mlp = mlp_arguments(rng, torch.zeros(1, 64, dtype=dtype), "silu", False)[1:]
-    row_ops = {
-        "quantize_activations": ops.quantize_activations,
-        "linear": lambda x: ops.linear(x, weight, scale),
-        "group_linear": lambda x: ops.group_linear(x, weight, rows[:, None]),
-        "rms_norm": lambda x: ops.rms_norm(x, norm, 1e-5),
-        "add_rms_norm": lambda x: ops.add_rms_norm(x, x.flip(-1), norm, 1e-5),
-        "relu2_mul": lambda x: ops.relu2_mul(x, x.flip(-1)),
-        "silu_and_mul": ops.silu_and_mul,
-        "rope": lambda x: ops.rope(x.reshape(-1, 4, 16), torch.ones(len(x), 16) * 0.6),
-        "qkv_forward": lambda x: ops.qkv_forward(x, norm, *qkv, 1e-5),
-        "mlp_forward": lambda x: ops.mlp_forward(x, *mlp),
-        "mlp_forward_silu": lambda x: ops.mlp_forward(x, *silu_mlp),
-        "lm_head": lambda x: ops.lm_head(x, head),
-        "lm_head_int8": lambda x: ops.lm_head(x, *int8),
-        "lm_head_int4": lambda x: ops.lm_head(x, *int4, 33),
-    }
-    if dtype == torch.float16:
-        del row_ops["relu2_mul"]  # refused by contract (test_op_errors.py)
-    return row_ops
+def _row_op(name: str, dtype: torch.dtype) -> Callable[[Tensor], Any]:
+    """An op as a function of x [M, 64] alone, every other argument fixed."""
+    op, variant = ROW_OPS[name]
+    arguments = SPECS[op].rows[variant](torch.Generator().manual_seed(7), dtype)
+    return lambda x: getattr(ops, op)(*arguments(x))
 
 
-ROW_OPS = sorted(_row_ops(torch.Generator().manual_seed(0), torch.float32))
+ROW_OPS = {
+    f"{op} {variant}".strip().replace(" ", "_"): (op, variant)
+    for op, spec in SPECS.items()
+    for variant in spec.rows
+}
 ROW_OPS_AND_DTYPES = [
-    (name, dtype)
-    for dtype in FLOATS
-    for name in sorted(_row_ops(torch.Generator().manual_seed(0), dtype))
+    (name, dtype) for name, (op, _) in ROW_OPS.items() for dtype in SPECS[op].row_dtypes
 ]
 
 
 def _tensors(returned: Any) -> list[Tensor]:
     return [returned] if isinstance(returned, Tensor) else list(returned)
-
-
-def _row_op(name: str, dtype: torch.dtype) -> Callable[[Tensor], Any]:
-    return _row_ops(torch.Generator().manual_seed(7), dtype)[name]
 
 
 @pytest.mark.parametrize(("name", "dtype"), ROW_OPS_AND_DTYPES)
@@ -111,9 +86,7 @@ def test_a_poisoned_row_stays_in_its_row(name: str, poison: float, rng: torch.Ge
             assert_equal(poisoned[others], healthy[others], f"{name} {configuration}")
 
 
-@pytest.mark.parametrize(
-    "name", ["linear", "group_linear", "qkv_forward", "mlp_forward", "mlp_forward_silu"]
-)
+@pytest.mark.parametrize("name", [n for n, (op, _) in ROW_OPS.items() if SPECS[op].poison_spreads])
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
 def test_a_poisoned_row_is_nan_throughout_never_a_number(
     name: str, poison: float, isa: str

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from bitnet_ops import ops
 from isa_control import torch_threads
-from op_samples import COMPARABLE_SAMPLES, Sample, results
+from op_catalogue import COMPARABLE_SAMPLES, Sample, results
 
 _LIBM = ctypes.CDLL(None)
 # fenv.h of x86 and of 64-bit Arm

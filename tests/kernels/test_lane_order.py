@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import lane_order
-import reference
 from bitnet_ops import ops
 from bounds import assert_equal
-from op_arguments import mlp_arguments
+from op_catalogue import reference
 from op_values import activations, gain, positive, random_packed
+from ops_fused import mlp_arguments
 
 # Without a wide long double the emulation itself would be wrong; x86, where the SIMD kernels of
 # this project run natively, has one.

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from bitnet_ops import ops
-from bounds import EXP_ERROR, U, assert_equal, int8_attention_bound, storing_error, sum_error
+from bounds import EXP_ERROR, U, assert_equal, storing_error, sum_error
 from isa_control import every_configuration, forced_isa, torch_threads
-from op_arguments import attention_arguments
 from op_values import Arguments
+from ops_attention import attention_arguments, int8_attention_bound
 
 CHUNK = 64  # positions, as kernel_table.h defines the arithmetic
 # Around 16 lanes, around one, two and four chunks, and far beyond.

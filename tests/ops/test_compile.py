@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 
 from bitnet_ops import ops
 from bounds import assert_equal
-from op_samples import COMPARABLE_SAMPLES, SAMPLES, Sample, results
+from op_catalogue import COMPARABLE_SAMPLES, SAMPLES, Sample, results
 
 pytestmark = pytest.mark.slow
 

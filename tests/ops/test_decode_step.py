@@ -23,12 +23,12 @@ from bitnet_ops import ops
 from bitnet_ops.models import Decoder
 from bitnet_ops.nn.kv_cache import KVCache
 from bounds import assert_equal
-from composed import composed
 from isa_control import every_configuration, torch_threads
-from op_arguments import decode_step_arguments
-from op_samples import results as produced
-from op_schema import named, names
-from op_values import ACTIVATIONS, KV_DTYPES, strided
+from op_catalogue import composed
+from op_catalogue import results as produced
+from op_schema import named
+from op_values import ACTIVATIONS, KV_DTYPES
+from ops_model import decode_step_arguments
 from tiny_models import NAMES, SMALL, random_ids, tiny_model
 
 FUNCTIONS = ops.decode_step, functools.partial(composed, ops, "decode_step")
@@ -277,122 +277,6 @@ for batch in (1, 3):
         env={**os.environ, "LD_PRELOAD": str(library)}, capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert run.stdout.split("\n")[:2] == ["1 1", "1 1"], run.stdout
-
-
-# Refusals ---------------------------------------------------------------------------------------
-
-Change = Callable[[dict[str, Any]], Any]
-
-
-def replaced(index: int, new: Tensor) -> Change:
-    return lambda a: [new if i == index else w for i, w in enumerate(a["weights"])]
-
-
-REFUSALS: list[tuple[str, Change, str, str]] = [
-    ("x", lambda a: a["x"].double(), "x", "of dtype float32, got float64"),
-    ("x", lambda a: a["x"][0], "x", "with 3 dimensions"),
-    ("x", lambda a: a["x"][:1], "key_cache", "with the 1 sequences of x"),
-    ("x", lambda a: a["x"][..., :0], "x", "at least one feature"),
-    ("x", lambda a: a["x"][..., :40], "head_weight", "of shape [37, 40], got [37, 70]"),
-    ("weights", replaced(0, torch.zeros(64, 64, dtype=torch.uint8)), "weights (q)", "a row"),
-    ("weights", lambda a: a["weights"][:-1], "weights", "each of the cache's 1 layers, got 6"),
-    ("weights", replaced(3, torch.zeros(4)), "weights (o)", "of dtype uint8"),
-    ("weights", replaced(5, torch.zeros(9, 32, dtype=torch.uint8)), "weights (up)", "150 rows"),
-    ("scales", lambda a: a["scales"][:, :6], "scales", "of shape [1, 7]"),
-    ("scales", lambda a: strided(a["scales"]), "scales", "contiguous"),
-    ("scales", lambda a: a["scales"].double(), "scales", "of dtype float32"),
-    ("norm_weights", lambda a: a["norm_weights"][1:], "norm_weights", "of shape [424]"),
-    ("sub_norms", lambda a: False, "norm_weights", "of shape [210]"),
-    ("logits_to_keep", lambda a: -1, "logits_to_keep", "at least 0, got -1"),
-    ("norm_weights", lambda a: a["norm_weights"].bfloat16(), "norm_weights", "of dtype float32"),
-    ("head_weight", lambda a: a["head_weight"][1:], "vocab_size", "the 36 rows of head_weight"),
-    ("head_weight", lambda a: a["head_weight"].double(), "head_weight", "float32"),
-    ("head_scale", lambda a: torch.ones(37), "head_scale", "left out"),
-    (
-        "head_weight",
-        lambda a: torch.zeros(2, 16, 64, dtype=torch.uint8),
-        "vocab_size",
-        "2 tiles of 16",
-    ),
-    ("vocab_size", lambda a: 36, "vocab_size", "the 37 rows of head_weight, got 36"),
-    ("key_cache", lambda a: a["key_cache"].half(), "key_cache", "bfloat16 or int8"),
-    ("key_cache", lambda a: a["key_cache"].mT.contiguous().mT, "key_cache", "contiguous within"),
-    ("key_cache", lambda a: a["key_cache"][0], "key_cache", "with 5 dimensions"),
-    ("key_cache", lambda a: a["value_cache"], "value_cache", "in its own memory"),
-    ("value_cache", lambda a: a["value_cache"].bfloat16(), "value_cache", "of dtype float32"),
-    ("value_cache", lambda a: a["value_cache"][..., :-2], "value_cache", "contiguous within"),
-    ("start_positions", lambda a: torch.tensor([0, 12]), "start_positions", "12 for sequence 1"),
-    ("start_positions", lambda a: torch.tensor([-1, 1]), "start_positions", "-1 for sequence 0"),
-    ("start_positions", lambda a: torch.tensor([0]), "start_positions", "of shape [2]"),
-    ("start_positions", lambda a: torch.zeros(2), "start_positions", "of dtype int64"),
-    ("dtype", lambda a: torch.float16, "dtype", "float32 or bfloat16, got float16"),
-    ("num_heads", lambda a: 3, "num_heads", "a multiple of the cache's 2 heads, got 3"),
-    ("num_heads", lambda a: 0, "num_heads", "got 0"),
-    ("intermediate_size", lambda a: 0, "intermediate_size", "positive"),
-    ("intermediate_size", lambda a: 149, "weights (gate)", "149 rows"),
-    ("activation", lambda a: "gelu", "activation", "'relu2' or 'silu', got 'gelu'"),
-    ("eps", lambda a: -1.0, "eps", "finite and not negative"),
-    ("rope_theta", lambda a: 0.0, "rope_theta", "finite and positive"),
-    ("scale", lambda a: torch.inf, "scale", "finite"),
-    ("key_scale", lambda a: None, "key_scale", "with int8 caches, got none"),
-    ("key_scale", lambda a: a["key_scale"].double(), "key_scale", "of dtype float32"),
-    ("key_scale", lambda a: a["value_scale"], "value_scale", "in its own memory"),
-    ("value_scale", lambda a: a["value_scale"][:, 1:], "value_scale", "of shape [1, 2, 2, 12]"),
-    ("value_scale", lambda a: strided(a["value_scale"]), "value_scale", "contiguous within"),
-]
-
-
-def good_call(cache_dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-    arguments = decode_step_arguments(torch.Generator().manual_seed(3), cache_dtype=cache_dtype)
-    return named("decode_step", arguments)
-
-
-@pytest.mark.parametrize(
-    "case", REFUSALS, ids=lambda case: f"{case[0]}-{case[3]}".replace(" ", "_")
-)
-def test_a_bad_call_is_refused_by_name(case: tuple[str, Change, str, str]) -> None:
-    name, change, argument, words = case
-    arguments = good_call(torch.int8 if name in ("key_scale", "value_scale") else torch.float32)
-    arguments[name] = change(arguments)
-    caches = arguments["key_cache"], arguments["value_cache"]
-    before = [cache.clone() for cache in caches]
-    with pytest.raises(RuntimeError) as error:
-        ops.decode_step(**arguments)
-    message = str(error.value)
-    assert message.startswith(f"decode_step: expected {argument} "), message
-    assert words in message, message
-    assert ".cpp" not in message and "\n" not in message
-    for cache, old in zip(caches, before, strict=True):
-        assert_equal(cache, old, "a refused call has written")
-
-
-def test_every_argument_is_refused_somewhere() -> None:
-    assert {name for name, *_ in REFUSALS} == set(names("decode_step"))
-
-
-TENSORS = (
-    "x",
-    "scales",
-    "norm_weights",
-    "head_weight",
-    "key_cache",
-    "value_cache",
-    "start_positions",
-)
-
-
-@pytest.mark.parametrize("name", TENSORS)
-def test_none_meta_and_grad_are_refused(name: str) -> None:
-    with pytest.raises(RuntimeError, match=r"decode_step: expected \w+ to be a tensor, got None"):
-        ops.decode_step(**{**good_call(), name: None})
-    with pytest.raises(RuntimeError, match="decode_step: expected every tensor on one device"):
-        ops.decode_step(**{**good_call(), name: good_call()[name].to("meta")})
-    if name == "start_positions":
-        return
-    arguments = good_call()
-    arguments[name].requires_grad_()
-    with pytest.raises(RuntimeError, match=rf"decode_step: expected {name} without gradient"):
-        ops.decode_step(**arguments)
 
 
 @torch.inference_mode()

@@ -11,10 +11,10 @@ import torch
 
 from bitnet_ops import ops
 from bounds import assert_equal
-from composed import composed
 from isa_control import every_configuration
-from op_arguments import mlp_arguments
+from op_catalogue import composed
 from op_values import FLOATS, activations, gain, positive, random_packed
+from ops_fused import mlp_arguments
 
 # Leading dimensions: one token, a vector, several tokens, a batch, none.
 LEADING = [(1,), (), (7,), (2, 3), (0,)]

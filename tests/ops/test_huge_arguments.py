@@ -17,28 +17,15 @@ import json, resource, sys, time
 sys.path.insert(0, sys.argv[1])
 import torch
 from bitnet_ops import ops
-from op_arguments import decode_step_arguments
-from op_error_cases import good_calls
-from op_schema import named
+from op_catalogue import SPECS
 
 torch.set_num_threads(1)
-g = torch.Generator().manual_seed(1)
-canonical = torch.full((6, 64), 0x55, dtype=torch.uint8)
-calls = good_calls()
-calls["prepack"] = {"weight": canonical, "in_features": 160, "format": "2bit"}
-tiles = ops.prepack(canonical, 160, "2bit")
-calls["unprepack"] = {"weight": tiles, "out_features": 6, "in_features": 160}
-calls["linear tiles"] = {
-    "x": torch.ones(1, 160), "weight": tiles, "weight_scale": torch.ones(1), "out_features": 6,
-}
-calls["linear no tiles"] = {**calls["linear tiles"], "weight": tiles[:0], "out_features": 0}
-for name, head in (("", torch.float32), (" int4", ("int4", 64))):
-    args = decode_step_arguments(g, head=head)
-    calls["decode_step" + name] = named("decode_step", args)
-    none = {**calls["decode_step" + name], "weights": [], "scales": torch.ones(0, 7)}
-    none["norm_weights"] = torch.ones(70)  # no layer: nothing to hold the sizes against
-    none["key_cache"], none["value_cache"] = (none[k][:0] for k in ("key_cache", "value_cache"))
-    calls["decode_step no layers" + name] = none
+calls = {}
+for op, spec in SPECS.items():
+    for variant, call in spec.calls.items():
+        calls[f"{op} {variant}".strip()] = call.arguments()
+    for variant, build in spec.huge.items():
+        calls[f"{op} {variant}"] = build(torch.Generator().manual_seed(1))
 
 pages = int(open("/proc/self/statm").read().split()[0])
 limit = pages * 4096 + (2 << 30)
@@ -63,7 +50,7 @@ for key in sorted(calls):
             continue
         for value in VALUES:
             if type_name == "List[int]":
-                count = 3 if op == "qkv_forward" else 2
+                count = SPECS[op].list_lengths[argument.name]
                 good = list(calls[key].get(argument.name, ())) or [160] * count
                 wrongs = [good[:i] + [value] + good[i + 1:] for i in range(count)]
             else:
@@ -73,38 +60,9 @@ for key in sorted(calls):
                 label = f"{key} {argument.name}={wrong}"
                 report(label, lambda: getattr(ops, op)(**arguments))
 
-huge, i64 = 2**40, torch.int64
-empty = torch.empty
-packed = torch.full((4, 32), 0x55, dtype=torch.uint8)
-EMPTY = {
-    "rope_table": lambda: ops.rope_table(empty(0, dtype=i64), 2**31, 1e4),
-    "rope_table rows": lambda: ops.rope_table(empty(huge, 0, dtype=i64), 64, 1e4),
-    "rope_table out": lambda: ops.rope_table(torch.zeros(2**20, dtype=i64), 65536, 1e4),
-    "relu2_mul": lambda: ops.relu2_mul(empty(huge, 0), empty(huge, 0)),
-    "silu_and_mul": lambda: ops.silu_and_mul(empty(huge, 0)),
-    "rms_norm": lambda: ops.rms_norm(empty(huge, 0), empty(0), 0.0),
-    "rope": lambda: ops.rope(empty(huge, 0, 8), empty(0, 8)),
-    "lm_head no rows": lambda: ops.lm_head(empty(huge, 0), empty(0, 0)),
-    "lm_head": lambda: ops.lm_head(empty(huge, 0), empty(5, 0)),
-    "embedding": lambda: ops.embedding(empty(0, dtype=i64), empty(0, 2**62)),
-    "linear": lambda: ops.linear(empty(huge, 0), packed, torch.ones(1)),
-    "linear strides": lambda: ops.linear(torch.ones(1).expand(huge, 128), packed, torch.ones(1)),
-    "gemm scratch": lambda: ops.gemm(packed, torch.zeros(2**26, 1, dtype=torch.int8)),
-    "attention": lambda: ops.attention(
-        empty(1, 0, 1, 8), *(empty(1, 1, 0, 8) for _ in "kv"), torch.zeros(1, dtype=i64), 1.0
-    ),
-    "kv_cache_update": lambda: ops.kv_cache_update(
-        *(empty(1, 1, huge, 0) for _ in "kv"), *(empty(1, huge, 1, 0) for _ in "kv"),
-        torch.zeros(1, dtype=i64),
-    ),
-    "decode_step layers": lambda: ops.decode_step(
-        empty(0, 1, 8), [packed], torch.ones(1, 7), torch.ones(8), torch.ones(5, 8), None,
-        *(empty(7905747460161236407, 0, 1, 0, 8) for _ in "kv"), empty(0, dtype=i64),
-        torch.float32, 1, 8, 5, False, "silu", 0.0, 1e4, 1.0,
-    ),
-}
-for name, call in EMPTY.items():
-    report(f"empty {name}", call)
+for op, spec in SPECS.items():
+    for variant, build in spec.empty.items():
+        report(f"empty {op} {variant}".strip(), lambda: getattr(ops, op)(*build()))
 print(json.dumps(["done"]))
 """
 SLOWEST_S = 20  # of one call, on a loaded machine: a loop over 2^31 anything takes longer

@@ -19,7 +19,8 @@ from bitnet_ops.nn.head import HeadWeight
 from bitnet_ops.nn.lora import LoraBitLinear, LoraWeight
 from bitnet_ops.nn.packing import pack_ternary
 from bounds import assert_equal
-from op_values import FORMATS, gain, int8_values, positive, private, random_codes, random_packed
+from op_values import FORMATS, gain, int8_values, positive, random_codes, random_packed
+from ops_packing import private
 from tiny_models import SMALL, tiny_model
 
 N, K, INNER = 6, 128, 100

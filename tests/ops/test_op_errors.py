@@ -1,7 +1,7 @@
 """Bad calls of every op: each raises one clear error, and nothing crashes or is silently wrong.
 
 Messages read `<op>: expected <argument> <constraint>, got <value>`; no source path is in them. The
-table of calls is op_error_cases.py.
+calls are those of the specs (tests/helpers/ops_*.py).
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ from torch import Tensor
 
 from bitnet_ops import ops
 from bounds import assert_equal
-from op_error_cases import CASES, Change, K, M, good_calls
+from op_catalogue import CALLS, SPECS
+from op_changes import K, M
+from op_schema import MUTATED, SCHEMAS, names
+from op_spec import Change
 from op_values import activations
 
 
@@ -25,56 +28,66 @@ def called(op: str) -> Callable[..., Any]:
     return getattr(ops, op.split()[0])
 
 
+def good_call(op: str) -> dict[str, Any]:
+    return CALLS[op].arguments()
+
+
+# (op, {argument: change}, blamed argument, words that follow)
+CASES = [(op, *refusal) for op, call in CALLS.items() for refusal in call.refusals]
+
+
 def _id(case: tuple[str, dict[str, Change], str, str]) -> str:
     op, changes, _, words = case
     return f"{op}-{'+'.join(changes)}-{re.sub(r'[^a-z0-9]+', '_', words.lower())[:40]}"
 
 
-@pytest.mark.parametrize("op", sorted(good_calls()))
+@pytest.mark.parametrize("op", sorted(CALLS))
 def test_the_good_calls_work(op: str) -> None:
-    called(op)(**good_calls()[op])
+    called(op)(**good_call(op))
 
 
 def test_every_public_op_and_argument_is_in_the_table() -> None:
     blamed = {(op, name) for op, changes, _, _ in CASES for name in changes}
-    expected = {(op, name) for op, arguments in good_calls().items() for name in arguments}
-    # Of gate_scale, up_scale, q_scale, ... one each stands for all: one helper checks them.
-    alike = {"gate_scale", "up_scale", "q_scale"}
-    assert {(op, name) for op, name in expected - blamed if name not in alike} == set()
+    assert {(op, name) for op in CALLS for name in good_call(op)} - blamed == set()
+    of_any_variant = {(op.split()[0], name) for op, name in blamed}
+    assert of_any_variant == {(op, name) for op in SCHEMAS for name in names(op)}
     assert len(CASES) >= 80
 
 
 @pytest.mark.parametrize("case", CASES, ids=_id)
 def test_a_bad_call_is_refused_by_name(case: tuple[str, dict[str, Change], str, str]) -> None:
     op, changes, argument, words = case
-    arguments = good_calls()[op]
+    arguments = good_call(op)
     for name, change in changes.items():
         arguments[name] = change(arguments)
+    plain = op.split()[0]
+    written = [arguments.get(names(plain)[index]) for index in MUTATED[plain]]
+    before = [None if tensor is None else tensor.clone() for tensor in written]
     with pytest.raises(RuntimeError) as error:
         called(op)(**arguments)
     message = str(error.value)
-    assert re.match(rf"{op.split()[0]}: expected {re.escape(argument)} .+, got .+", message), (
-        message
-    )
+    assert re.match(rf"{plain}: expected {re.escape(argument)} .+, got .+", message), message
     assert words in message
     assert "csrc" not in message and ".cpp" not in message and "\n" not in message
+    for tensor, old in zip(written, before, strict=True):
+        assert tensor is old is None or torch.equal(tensor, old), "a refused call has written"
 
 
 GRAD_CASES = [
     (op, name)
-    for op, arguments in good_calls().items()
-    for name, argument in arguments.items()
+    for op in CALLS
+    for name, argument in good_call(op).items()
     if isinstance(argument, Tensor)
     and argument.is_floating_point()
     # straight-through: test_gradients.py
-    and not (op.split()[0] in {"linear", "group_linear"} and name in {"x", "bias"})
+    and name not in SPECS[op.split()[0]].passes_gradient
 ]
 
 
 @pytest.mark.parametrize(("op", "name"), GRAD_CASES, ids=lambda part: part)
 def test_an_input_that_requires_grad_is_refused_with_advice(op: str, name: str) -> None:
-    arguments = good_calls()[op]
-    expected = called(op)(**good_calls()[op])
+    arguments = good_call(op)
+    expected = called(op)(**good_call(op))
     arguments[name] = arguments[name].requires_grad_()
     pattern = (
         rf"^{op.split()[0]}: expected {name} without gradient .*inference_mode.*{name}\.detach\(\)$"
@@ -87,9 +100,9 @@ def test_an_input_that_requires_grad_is_refused_with_advice(op: str, name: str) 
         assert_equal(allowed, expected)
 
 
-@pytest.mark.parametrize("op", sorted(good_calls()))
+@pytest.mark.parametrize("op", sorted(CALLS))
 def test_a_meta_tensor_among_cpu_tensors_is_refused(op: str) -> None:
-    arguments = good_calls()[op]
+    arguments = good_call(op)
     tensors = [name for name, argument in arguments.items() if isinstance(argument, Tensor)]
     if len(tensors) == 1:
         arguments[tensors[0]] = arguments[tensors[0]].to("meta")
@@ -104,10 +117,10 @@ def test_a_meta_tensor_among_cpu_tensors_is_refused(op: str) -> None:
             called(op)(**changed)
 
 
-@pytest.mark.parametrize("op", sorted(good_calls()))
+@pytest.mark.parametrize("op", sorted(CALLS))
 def test_none_for_a_tensor_is_refused_by_name(op: str) -> None:
     """torch lets None pass for a Tensor; the first look at it must not be a crash or a riddle."""
-    arguments = good_calls()[op]
+    arguments = good_call(op)
     tensors = [name for name, argument in arguments.items() if isinstance(argument, Tensor)]
     name_of_op = op.split()[0]
     schema = getattr(torch.ops.bitnet, name_of_op).default._schema
@@ -121,7 +134,7 @@ def test_none_for_a_tensor_is_refused_by_name(op: str) -> None:
 
 
 def test_a_refused_cache_update_has_written_nothing() -> None:
-    arguments = good_calls()["kv_cache_update"]
+    arguments = good_call("kv_cache_update")
     before = [arguments[name].clone() for name in ("key_cache", "value_cache")]
     arguments["start_positions"] = torch.tensor([0, 7])  # sequence 0 fits, sequence 1 does not
     with pytest.raises(RuntimeError, match="got 7 for sequence 1"):
@@ -131,14 +144,14 @@ def test_a_refused_cache_update_has_written_nothing() -> None:
 
 
 def test_sparse_and_foreign_arguments_are_refused_by_torch_not_by_a_crash() -> None:
-    arguments = good_calls()["linear"]
+    arguments = good_call("linear")
     with pytest.raises((NotImplementedError, RuntimeError)):
         ops.linear(arguments["x"].to_sparse(), *list(arguments.values())[1:])
     for name, wrong in (("x", [1.0, 2.0]), ("weight", "packed"), ("weight_scale", 1.0)):
         with pytest.raises(RuntimeError, match=rf"bitnet::linear\(\).*for argument '{name}'"):
             ops.linear(**{**arguments, name: wrong})
     with pytest.raises(RuntimeError, match=r"bitnet::rms_norm\(\).*argument 'eps'"):
-        ops.rms_norm(**{**good_calls()["rms_norm"], "eps": "small"})
+        ops.rms_norm(**{**good_call("rms_norm"), "eps": "small"})
 
 
 def test_lazy_negation_and_zero_tensors_are_read_by_value() -> None:

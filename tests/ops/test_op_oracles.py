@@ -6,7 +6,8 @@ are compared elsewhere. transformers runs as written: conftest.py switches its t
 
 from __future__ import annotations
 
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -16,23 +17,22 @@ from transformers.integrations import bitnet as hf
 from transformers.models.bitnet import modeling_bitnet as hf_model
 from transformers.models.bitnet.configuration_bitnet import BitNetConfig
 
-import reference
 from bitnet_ops import ops
 from bounds import (
     EXP_ERROR,
     U,
     assert_equal,
     assert_within,
-    attention_bound,
     rms_norm_error,
     sum_error,
 )
-from op_arguments import attention_arguments
+from op_catalogue import reference
 from op_values import activations, gain, pack_codes, positive, random_codes
+from ops_attention import attention_arguments, attention_bound
 
 
 @pytest.fixture(params=[ops, reference], ids=["ops", "reference"])
-def impl(request: pytest.FixtureRequest) -> ModuleType:
+def impl(request: pytest.FixtureRequest) -> Any:
     return request.param
 
 
@@ -52,7 +52,7 @@ def bit_linear(codes: Tensor, scale: Tensor, bias: Tensor | None = None) -> hf.B
     return module
 
 
-def test_quantize_activations_equals_bitlinear(impl: ModuleType, rng: torch.Generator) -> None:
+def test_quantize_activations_equals_bitlinear(impl: Any, rng: torch.Generator) -> None:
     x = activations(rng, 40, 333) * torch.logspace(-7, 7, 40)[:, None]
     q, scale = impl.quantize_activations(x)
     expected, s = bit_linear(random_codes(rng, 4, 333), torch.ones(1)).activation_quant(x)
@@ -62,7 +62,7 @@ def test_quantize_activations_equals_bitlinear(impl: ModuleType, rng: torch.Gene
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_quantize_activations_equals_actquant(
-    impl: ModuleType, dtype: torch.dtype, rng: torch.Generator
+    impl: Any, dtype: torch.dtype, rng: torch.Generator
 ) -> None:
     x = activations(rng, 20, 256).to(dtype)
     q, scale = impl.quantize_activations(x)
@@ -70,7 +70,7 @@ def test_quantize_activations_equals_actquant(
     assert_equal(q, (rounded / scale[:, None]).round().to(torch.int8))
 
 
-def test_quantize_weights_equals_weightquant(impl: ModuleType, rng: torch.Generator) -> None:
+def test_quantize_weights_equals_weightquant(impl: Any, rng: torch.Generator) -> None:
     weight = torch.randn(200, 100, generator=rng) * 0.03
     codes, scale = impl.quantize_weights(weight)
     ternary = hf.WeightQuant.apply(weight)  # codes / s with one s = 1 / absmean
@@ -85,7 +85,7 @@ def test_quantize_weights_equals_weightquant(impl: ModuleType, rng: torch.Genera
 
 
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_linear_equals_bitlinear(impl: ModuleType, with_bias: bool, rng: torch.Generator) -> None:
+def test_linear_equals_bitlinear(impl: Any, with_bias: bool, rng: torch.Generator) -> None:
     codes, scale = random_codes(rng, 64, 320), positive(rng, 1)
     bias = torch.randn(64, generator=rng) if with_bias else None
     x = activations(rng, 5, 320)
@@ -96,7 +96,7 @@ def test_linear_equals_bitlinear(impl: ModuleType, with_bias: bool, rng: torch.G
     assert_within(y, expected, product.double().abs() * 6 * U + expected.double().abs() * 2 * U)
 
 
-def test_linear_equals_offline_autobitlinear(impl: ModuleType, rng: torch.Generator) -> None:
+def test_linear_equals_offline_autobitlinear(impl: Any, rng: torch.Generator) -> None:
     codes, scale = random_codes(rng, 64, 320), positive(rng, 1)
     x = activations(rng, 5, 320)
     module = hf.AutoBitLinear(320, 64, bias=False, dtype=torch.float32)
@@ -107,7 +107,7 @@ def test_linear_equals_offline_autobitlinear(impl: ModuleType, rng: torch.Genera
     assert_within(y, module(x), magnitude.expand(5, 64) * (naive_linear_error(320) + 8 * U))
 
 
-def test_linear_equals_online_autobitlinear(impl: ModuleType, rng: torch.Generator) -> None:
+def test_linear_equals_online_autobitlinear(impl: Any, rng: torch.Generator) -> None:
     master = torch.randn(64, 320, generator=rng) * 0.02
     x = activations(rng, 5, 320)
     module = hf.AutoBitLinear(320, 64, bias=False, dtype=torch.float32, online_quant=True)
@@ -119,9 +119,7 @@ def test_linear_equals_online_autobitlinear(impl: ModuleType, rng: torch.Generat
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rms_norm_equals_bitnetrmsnorm(
-    impl: ModuleType, dtype: torch.dtype, rng: torch.Generator
-) -> None:
+def test_rms_norm_equals_bitnetrmsnorm(impl: Any, dtype: torch.dtype, rng: torch.Generator) -> None:
     x, weight = activations(rng, 7, 640).to(dtype), gain(rng, 640, dtype)
     module = hf_model.BitNetRMSNorm(640, eps=1e-5)
     module.weight = torch.nn.Parameter(weight, requires_grad=False)
@@ -133,7 +131,7 @@ def test_rms_norm_equals_bitnetrmsnorm(
 
 @pytest.mark.parametrize("theta", [10000.0, 500000.0, 1000042.0])
 def test_rope_table_equals_bitnetrotaryembedding(
-    impl: ModuleType, theta: float, rng: torch.Generator
+    impl: Any, theta: float, rng: torch.Generator
 ) -> None:
     config = BitNetConfig(
         hidden_size=512, num_attention_heads=4, max_position_embeddings=8192,
@@ -148,7 +146,7 @@ def test_rope_table_equals_bitnetrotaryembedding(
     assert_within(table[..., 64:], sin[..., :64], angle * 8 * U + 4 * U)
 
 
-def test_rope_equals_apply_rotary_pos_emb(impl: ModuleType, rng: torch.Generator) -> None:
+def test_rope_equals_apply_rotary_pos_emb(impl: Any, rng: torch.Generator) -> None:
     x = torch.randn(2, 5, 6, 32, generator=rng)
     angle = torch.rand(2, 5, 16, generator=rng) * 6
     cos, sin = (torch.cat([f(angle), f(angle)], -1) for f in (torch.cos, torch.sin))
@@ -156,9 +154,7 @@ def test_rope_equals_apply_rotary_pos_emb(impl: ModuleType, rng: torch.Generator
     assert_equal(impl.rope(x, torch.cat([cos[..., :16], sin[..., :16]], -1)), expected)
 
 
-def test_squared_relu_and_silu_equal_the_activation_table(
-    impl: ModuleType, rng: torch.Generator
-) -> None:
+def test_squared_relu_and_silu_equal_the_activation_table(impl: Any, rng: torch.Generator) -> None:
     gate, up = torch.randn(2, 9, 50, generator=rng) * 30
     assert_equal(impl.relu2_mul(gate, up), ACT2FN["relu2"](gate) * up)
     expected = ACT2FN["silu"](gate) * up
@@ -166,7 +162,7 @@ def test_squared_relu_and_silu_equal_the_activation_table(
     assert_within(impl.silu_and_mul(torch.cat([gate, up], -1)), expected, bound)
 
 
-def test_mlp_forward_equals_bitnetmlp(impl: ModuleType, rng: torch.Generator) -> None:
+def test_mlp_forward_equals_bitnetmlp(impl: Any, rng: torch.Generator) -> None:
     hidden, inner = 192, 320
     config = BitNetConfig(hidden_size=hidden, intermediate_size=inner, rms_norm_eps=1e-5)
     mlp = hf_model.BitNetMLP(config)
@@ -196,7 +192,7 @@ def test_mlp_forward_equals_bitnetmlp(impl: ModuleType, rng: torch.Generator) ->
 
 @pytest.mark.parametrize(("tokens", "start"), [(5, 0), (3, 4), (1, 9)])
 def test_attention_equals_eager_attention(
-    impl: ModuleType, tokens: int, start: int, rng: torch.Generator
+    impl: Any, tokens: int, start: int, rng: torch.Generator
 ) -> None:
     args = list(attention_arguments(rng, batch=2, tokens=tokens, heads=6, kv_heads=2, length=10))
     args[3] = torch.tensor([start, start])
@@ -211,7 +207,7 @@ def test_attention_equals_eager_attention(
     assert_within(impl.attention(*args), expected, bound)
 
 
-def test_lm_head_equals_a_linear_layer(impl: ModuleType, rng: torch.Generator) -> None:
+def test_lm_head_equals_a_linear_layer(impl: Any, rng: torch.Generator) -> None:
     x, weight = activations(rng, 4, 96), torch.randn(50, 96, generator=rng)
     expected = torch.nn.functional.linear(x, weight)
     magnitude = x.double().abs() @ weight.double().abs().T

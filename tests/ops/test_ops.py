@@ -1,7 +1,7 @@
-"""The catalogue as a whole: every op has a wrapper, a fake, a reference and samples, and is right.
+"""The catalogue as a whole: every op has a wrapper, a fake and a spec, and is right.
 
-The list of ops comes from torch's own registry, so an op that is added without its tests fails
-here. Knows op_samples and bounds; never what a single op means.
+The list of ops comes from torch's own registry, so an op without a spec fails here. What the tests
+know of an op is in its spec (tests/helpers/ops_*.py).
 """
 
 from __future__ import annotations
@@ -12,20 +12,25 @@ from typing import Any
 import pytest
 import torch
 
-import reference
 from bitnet_ops import ops
-from bounds import assert_agrees
 from isa_control import torch_threads
-from large_samples import LARGE
-from op_samples import ALL_SAMPLES, COMPARABLE_SAMPLES, SAMPLES, Sample, results
+from op_catalogue import (
+    ALL_SAMPLES,
+    COMPARABLE_SAMPLES,
+    LARGE,
+    SAMPLES,
+    SPECS,
+    Sample,
+    assert_agrees,
+    reference,
+    results,
+)
 from op_schema import MUTATED, SCHEMAS, defaults, names
 from op_values import FLOATS, KV_DTYPES, activations, gain
 
-FUSED = {"qkv_forward", "mlp_forward", "decode_step"}
-
 
 def test_the_registry_holds_the_catalogue() -> None:
-    assert sorted(SCHEMAS) == sorted(ops.__all__)
+    assert sorted(SCHEMAS) == sorted(ops.__all__) == sorted(SPECS)
 
 
 def test_dir_of_the_namespace_lists_every_public_op() -> None:
@@ -35,15 +40,15 @@ def test_dir_of_the_namespace_lists_every_public_op() -> None:
 
 @pytest.mark.parametrize("op", sorted(SCHEMAS))
 def test_every_op_has_wrapper_reference_and_samples_of_the_same_signature(op: str) -> None:
-    for module in (ops, reference):
-        parameters = inspect.signature(getattr(module, op)).parameters
-        if list(parameters) == ["args", "kwargs"]:
-            assert op in FUSED  # bound by the schema itself
-            continue
-        assert list(parameters) == names(op), module.__name__
+    # a composed reference is bound by the schema itself
+    functions = [getattr(ops, op)] + [SPECS[op].function] * (not SPECS[op].composed)
+    for function in functions:
+        parameters = inspect.signature(function).parameters
+        assert list(parameters) == names(op), function.__module__
         empty = inspect.Parameter.empty
         given = {n: p.default for n, p in parameters.items() if p.default is not empty}
         assert given == defaults(op)
+    assert SPECS[op].calls
     assert SAMPLES[op]
 
 
@@ -70,10 +75,8 @@ def test_every_wrapper_documents_itself(op: str) -> None:
 
 @pytest.mark.parametrize("op", sorted(SCHEMAS))
 def test_an_op_mutates_caches_and_their_scales_alone_and_no_result_aliases(op: str) -> None:
-    written = {"key_cache", "value_cache", "key_scale", "value_scale"}
-    assert {names(op)[index] for index in MUTATED[op]} == (
-        written if op in {"kv_cache_update", "decode_step"} else set()
-    )
+    assert {names(op)[index] for index in MUTATED[op]} == SPECS[op].mutates
+    assert SPECS[op].mutates <= {"key_cache", "value_cache", "key_scale", "value_scale"}
     assert all(value.alias_info is None for value in SCHEMAS[op].returns)
 
 
@@ -87,10 +90,7 @@ def test_opcheck(sample: Sample) -> None:
     torch.library.opcheck(overload, sample.args(), test_utils=utils)
 
 
-NO_FLOATS = {"pack", "unpack", "prepack", "unprepack", "rope_table"}
-
-
-@pytest.mark.parametrize("op", ["linear", "group_linear"])
+@pytest.mark.parametrize("op", [op for op, spec in SPECS.items() if spec.passes_gradient])
 def test_opcheck_with_an_input_that_requires_grad(op: str) -> None:
     x, *rest = SAMPLES[op][0].args()
     x.requires_grad_()
@@ -99,31 +99,25 @@ def test_opcheck_with_an_input_that_requires_grad(op: str) -> None:
     torch.library.opcheck(getattr(torch.ops.bitnet, op).default, (x, *rest), test_utils=utils)
 
 
-@pytest.mark.parametrize(
-    "op", [op for op in sorted(SCHEMAS) if not op.startswith("_") and op not in NO_FLOATS]
-)
+def _floating(op: str) -> tuple[dict[str, Any], list[str]]:
+    """The good call of `op`; its float tensors that may not require grad."""
+    call = SPECS[op].calls[""].arguments()
+    floats = [n for n, a in call.items() if isinstance(a, torch.Tensor) and a.is_floating_point()]
+    return call, [name for name in floats if name not in SPECS[op].passes_gradient]
+
+
+@pytest.mark.parametrize("op", [op for op in sorted(SPECS) if _floating(op)[1]])
 def test_a_raw_op_refuses_what_it_has_no_gradient_for(op: str) -> None:
     """As the wrappers do; torch itself would give None, or a warning."""
-    args = SAMPLES[op][0].args()
+    call, floating = _floating(op)
     overload = getattr(torch.ops.bitnet, op).default
-    passed_on = {"x", "bias"} if op in {"linear", "group_linear"} else set()
-    floating = [
-        (name, a)
-        for name, a in zip(names(op), args, strict=False)
-        if isinstance(a, torch.Tensor) and a.is_floating_point() and name not in passed_on
-    ]
-    if op in {"gemv", "gemm"}:  # the first samples have no scales
-        k = args[1].shape[-1]
-        scale, tokens = torch.ones(1), args[1].numel() // k
-        args = (*args[:2], torch.ones(tokens), scale)
-        floating = [("weight_scale", scale)]
-    assert floating
-    for name, tensor in floating:
+    for name in floating:
+        tensor = call[name]
         tensor.requires_grad_()
         with pytest.raises(RuntimeError, match=f"^{op}: expected {name} without gradient"):
-            overload(*args)
+            overload(**call)
         with torch.no_grad():
-            overload(*args)
+            overload(**call)
         tensor.requires_grad_(False)
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from bitnet_ops import ops
-from op_arguments import cache_arguments, decode_step_arguments
+from op_catalogue import SPECS
 from op_values import Arguments
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int8)
@@ -23,10 +23,9 @@ Place = tuple[int, int | None]  # index of an argument, and in it where it is a 
 
 
 def arguments_of(op: str, cache_dtype: torch.dtype) -> Arguments:
-    g = torch.Generator().manual_seed(11)
-    if op == "kv_cache_update":
-        return cache_arguments(g, cache_dtype=cache_dtype)
-    return decode_step_arguments(g, cache_dtype=cache_dtype, head=("int8", 128))
+    overlapping = SPECS[op].overlapping
+    assert overlapping, f"the spec of {op}, which mutates, gives no arguments for this"
+    return overlapping(torch.Generator().manual_seed(11), cache_dtype)
 
 
 def schema_of(op: str) -> Any:

@@ -15,12 +15,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-import reference
 from bitnet_ops import ops
-from bounds import assert_equal, assert_within, attention_bound
+from bounds import assert_equal, assert_within
 from isa_control import ISAS, forced_isa, torch_threads
-from op_arguments import attention_arguments
+from op_catalogue import reference
 from op_values import int8_values, pack_codes, positive, random_codes
+from ops_attention import attention_arguments, attention_bound
 
 FLOATS = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 SEEDS = st.integers(0, 2**32 - 1)

@@ -8,9 +8,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-import reference
 from bitnet_ops.nn import quantize
 from bounds import assert_equal
+from op_catalogue import reference
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 

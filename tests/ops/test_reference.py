@@ -8,9 +8,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-import reference
 from bounds import assert_equal
 from golden import DOT_PRODUCT, I2S_A_HEX, golden_activations, golden_codes
+from op_catalogue import reference
 from op_values import pack_codes
 
 

@@ -16,11 +16,9 @@ import torch
 from torch import Tensor
 from transformers.integrations import bitnet as hf
 
-import reference
 from bitnet_ops import ops
 from bitnet_ops.nn import packing, quantize
 from bounds import assert_equal
-from composed import composed
 from golden import (
     DOT_PRODUCT,
     HF_DOC_BYTES,
@@ -32,8 +30,9 @@ from golden import (
     golden_codes,
 )
 from isa_control import every_configuration
-from op_arguments import mlp_arguments
+from op_catalogue import composed, reference
 from op_values import activations, int8_values, positive, random_codes
+from ops_fused import mlp_arguments
 
 
 def bytes_of(text: str, *shape: int) -> Tensor:
@@ -168,9 +167,7 @@ def test_R7_gaussian_masters_have_31_percent_zeros(rng: torch.Generator) -> None
 
 def test_R7_packed_bytes_are_refused_as_masters(rng: torch.Generator) -> None:
     packed = hf.pack_weights(random_codes(rng, 16, 32))
-    with pytest.raises(
-        RuntimeError, match="quantize_weights: expected weight of dtype .*got uint8"
-    ):
+    with pytest.raises(RuntimeError, match="expected weight of dtype .*got uint8"):
         ops.quantize_weights(packed)
 
 

@@ -1,0 +1,293 @@
+"""Spec of a whole step of a model, composed of the other ops: those of `o`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bounds import U, rms_norm_error, storing_error, sum_error
+from op_changes import to
+from op_schema import bound, named, positional
+from op_spec import Call, Change, Named, Refusals, spec
+from op_values import (
+    ACTIVATIONS,
+    FORMATS,
+    HEAD_FORMATS,
+    KV_DTYPES,
+    Arguments,
+    Built,
+    activations,
+    dtype_name,
+    gain,
+    positive,
+    quantized_head,
+    random_packed,
+    strided,
+)
+from ops_attention import cache_memory
+from ops_packing import private
+
+
+def decode_step(o: Any, a: Any) -> Tensor:
+    """float32 [B, T, K] through every layer and the head -> float32 [B, T, vocab]."""
+    x, tokens, hidden = a.x, a.x.shape[1], a.x.shape[2]
+    kv_heads, dim = a.key_cache.shape[2], a.key_cache.shape[4]
+    query_rows, kv_rows = a.num_heads * dim, kv_heads * dim
+    sizes = [hidden, query_rows, hidden, a.intermediate_size] if a.sub_norms else [hidden, hidden]
+    *norms, last = a.norm_weights.split([*sizes * len(a.scales), hidden])
+    cos_sin = o.rope_table(a.start_positions[:, None] + torch.arange(tokens), dim, a.rope_theta)
+    for layer, scales in enumerate(a.scales):
+        q, k, v, out, gate, up, down = zip(
+            a.weights[7 * layer : 7 * layer + 7], scales.split(1), strict=True
+        )
+        own = norms[len(sizes) * layer : len(sizes) * (layer + 1)]
+        before, sub, after, inner_norm = own if a.sub_norms else (own[0], None, own[1], None)
+        rows = [query_rows, kv_rows, kv_rows]
+        qkv = o.qkv_forward(x.to(a.dtype), before, *q, *k, *v, a.eps, rows)
+        query, key, value = (t.unflatten(-1, (t.shape[-1] // dim, dim)) for t in qkv)
+        caches = a.key_cache[layer], a.value_cache[layer]
+        scales_of_caches = [t if t is None else t[layer] for t in (a.key_scale, a.value_scale)]
+        positions = a.start_positions
+        o.kv_cache_update(*caches, o.rope(key, cos_sin), value, positions, *scales_of_caches)
+        query = o.rope(query, cos_sin)
+        mixed = o.attention(query, *caches, positions, a.scale, *scales_of_caches).flatten(2)
+        mixed = mixed if sub is None else o.rms_norm(mixed, sub, a.eps)
+        x = x + o.linear(mixed, *out, None, hidden)
+        mlp = *gate, *up, inner_norm, *down, a.eps, a.activation, [a.intermediate_size, hidden]
+        x = x + o.mlp_forward(x.to(a.dtype), after, *mlp)
+    kept = x[:, -a.logits_to_keep :]  # 0 keeps everything
+    y: Tensor = o.lm_head(o.rms_norm(kept, last, a.eps), a.head_weight, a.head_scale, a.vocab_size)
+    return y
+
+
+def decode_step_arguments(
+    g: torch.Generator,
+    *,
+    layers: int = 1,
+    batch: int = 2,
+    tokens: int = 1,
+    hidden: int = 70,
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 16,
+    inner: int = 150,
+    vocab: int = 37,
+    length: int = 12,
+    dtype: torch.dtype = torch.float32,
+    cache_dtype: torch.dtype = torch.float32,
+    head: tuple[str, int] | torch.dtype = torch.float32,
+    weight_format: str = "canonical",
+    sub_norms: bool = True,
+    activation: str = "relu2",
+    logits_to_keep: int = 0,
+) -> Arguments:
+    """The scales of caches that have some come last."""
+    query, kv = heads * head_dim, kv_heads * head_dim
+    shapes = [(query, hidden), (kv, hidden), (kv, hidden), (hidden, query)]
+    shapes += [(inner, hidden), (inner, hidden), (hidden, inner)]
+    gains = layers * (2 * hidden + (query + inner if sub_norms else 0)) + hidden
+    cache = (layers, batch, kv_heads, length, head_dim)
+    weights = [(random_packed(g, n, k), k) for _ in range(layers) for n, k in shapes]
+    if weight_format != "canonical":
+        weights = [(private(w, k, weight_format), k) for w, k in weights]
+    if isinstance(head, tuple):
+        head_parts: Arguments = quantized_head(g, vocab, hidden, *head)
+    else:
+        head_parts = (torch.randn(vocab, hidden, generator=g).to(head), None)
+    keys, key_scale = cache_memory(g, cache, cache_dtype)
+    values, value_scale = cache_memory(g, cache, cache_dtype, 0.5)
+    return positional(
+        "decode_step",
+        x=activations(g, batch, tokens, hidden),
+        weights=[weight for weight, _ in weights],
+        scales=positive(g, layers, 7) / 8, norm_weights=gain(g, gains),
+        head_weight=head_parts[0], head_scale=head_parts[1],
+        key_cache=keys, value_cache=values,
+        start_positions=torch.randint(0, length - tokens + 1, (batch,), generator=g),
+        dtype=dtype, num_heads=heads, intermediate_size=inner, vocab_size=vocab,
+        sub_norms=sub_norms, activation=activation, eps=1e-5, rope_theta=10000.0,
+        scale=head_dim**-0.5, logits_to_keep=logits_to_keep,
+        **dict(zip(("key_scale", "value_scale"), (*key_scale, *value_scale), strict=False)),
+    )  # fmt: skip
+
+
+def with_gaps(arguments: Arguments) -> Arguments:
+    """Caches that are the first sequences of a longer batch, as KVCache.keep leaves them."""
+    given = named("decode_step", arguments)
+    for name in ("key_cache", "value_cache"):
+        cache = given[name]
+        wide = torch.zeros(cache.shape[0], cache.shape[1] + 2, *cache.shape[2:], dtype=cache.dtype)
+        wide[:, : cache.shape[1]] = cache
+        given[name] = wide[:, : cache.shape[1]]
+    return positional("decode_step", **given)
+
+
+def _decode_step_bound(args: Arguments, expected: Tensor) -> Tensor:
+    """As _fused; only scales of the int8 codes, which are the reference's, carry errors on.
+
+    The largest element of x * gain, which sets the scale, is within a factor 3 of the largest of x
+    (gains are 0.5 to 1.5), and squared ReLU triples an error: what a sublayer adds is off by at
+    most 9 times its input's error, and the sum by 10 times, two sublayers a layer. Where the caches
+    are compared, their values came through one layer less.
+    """
+    a = bound("decode_step", args, {})
+    head, head_scale = a.head_weight, a.head_scale
+    (layers, _, _, length, _), hidden = a.key_cache.shape, a.x.shape[-1]
+    steps = 4 * rms_norm_error(hidden + a.intermediate_size) + 2 * sum_error(length) + 40 * U
+    relative = steps * 10.0 ** (2 * layers)
+    if expected.dim() == 5:  # a cache; a rotation mixes two elements
+        size = expected.double().abs()
+        largest = size.amax(dim=-1, keepdim=True) if expected.numel() else size
+        return 2 * relative * largest + storing_error(expected.dtype) * size
+    if expected.dim() == 4:  # scales of an int8 cache: a row's largest element / 127
+        return 2 * (relative + U) * expected.double().abs()
+    norm = float(a.norm_weights.abs().max()) * hidden**0.5  # of a normalised row, at most
+    if head_scale is None:
+        return (relative * norm * head.double().norm(dim=-1)).expand(expected.shape)
+    # A quantised head: no code is above 127 (8), nor a row's length above that of such codes; its
+    # own 16-bit codes of the activations, finer than the error, may differ by one.
+    code = 127.0 if head.dtype == torch.int8 else 8.0
+    longest = float(head_scale.double().max()) * code * hidden**0.5
+    return torch.full(expected.shape, (relative + 2.0**-15) * norm * longest * 2)
+
+
+def _decode_step_samples() -> Built:
+    for dtype in ACTIVATIONS:
+        for cache in KV_DTYPES:
+            yield (
+                f"{dtype_name(dtype)}_over_{dtype_name(cache)}",
+                lambda g, d=dtype, c=cache: decode_step_arguments(g, dtype=d, cache_dtype=c),
+            )
+    yield "layers", lambda g: decode_step_arguments(g, layers=2, head=torch.bfloat16)
+    for form, group in HEAD_FORMATS:
+        yield (
+            f"head_{form}_{group}",
+            lambda g, f=form, n=group: decode_step_arguments(g, head=(f, n), tokens=2),
+        )
+    for form in FORMATS:
+        yield form, lambda g, f=form: decode_step_arguments(g, weight_format=f)
+    yield "silu", lambda g: decode_step_arguments(g, sub_norms=False, activation="silu")
+    yield "several_tokens", lambda g: decode_step_arguments(g, tokens=3, batch=1)
+    yield "last_logits", lambda g: decode_step_arguments(g, tokens=4, batch=2, logits_to_keep=2)
+    yield "many_sequences", lambda g: decode_step_arguments(g, batch=5, heads=3, kv_heads=3)
+    yield "no_layers", lambda g: decode_step_arguments(g, layers=0)
+    yield "no_batch", lambda g: decode_step_arguments(g, batch=0)
+    yield "gaps", lambda g: with_gaps(decode_step_arguments(g, layers=2))
+    yield "strided", lambda g: (
+        lambda x, *rest: (strided(x), *rest)
+    )(*decode_step_arguments(g))  # fmt: skip
+
+
+def replaced(index: int, new: Tensor) -> Change:
+    return lambda a: [new if i == index else w for i, w in enumerate(a["weights"])]
+
+
+def _scales(a: Named) -> Tensor:
+    return torch.ones(a["key_cache"].shape[:-1])
+
+
+_INT8: dict[str, Change] = {  # what makes the good call one with int8 caches
+    "key_cache": to("key_cache", torch.int8), "value_cache": to("value_cache", torch.int8),
+    "key_scale": _scales, "value_scale": _scales,
+}  # fmt: skip
+_DECODE_STEP_REFUSALS: Refusals = [
+    ({"x": lambda a: a["x"].double()}, "x", "of dtype float32, got float64"),
+    ({"x": lambda a: a["x"][0]}, "x", "with 3 dimensions"),
+    ({"x": lambda a: a["x"][:1]}, "key_cache", "with the 1 sequences of x"),
+    ({"x": lambda a: a["x"][..., :0]}, "x", "at least one feature"),
+    ({"x": lambda a: a["x"][..., :40]}, "head_weight", "of shape [37, 40], got [37, 70]"),
+    ({"weights": replaced(0, torch.zeros(64, 64, dtype=torch.uint8))}, "weights (q)", "a row"),
+    ({"weights": lambda a: a["weights"][:-1]}, "weights", "each of the cache's 1 layers, got 6"),
+    ({"weights": replaced(3, torch.zeros(4))}, "weights (o)", "of dtype uint8"),
+    ({"weights": replaced(5, torch.zeros(9, 32, dtype=torch.uint8))}, "weights (up)", "150 rows"),
+    ({"scales": lambda a: a["scales"][:, :6]}, "scales", "of shape [1, 7]"),
+    ({"scales": lambda a: strided(a["scales"])}, "scales", "contiguous"),
+    ({"scales": lambda a: a["scales"].double()}, "scales", "of dtype float32"),
+    ({"norm_weights": lambda a: a["norm_weights"][1:]}, "norm_weights", "of shape [424]"),
+    ({"sub_norms": lambda a: False}, "norm_weights", "of shape [210]"),
+    ({"logits_to_keep": lambda a: -1}, "logits_to_keep", "at least 0, got -1"),
+    ({"norm_weights": lambda a: a["norm_weights"].bfloat16()}, "norm_weights", "of dtype float32"),
+    ({"head_weight": lambda a: a["head_weight"][1:]}, "vocab_size", "the 36 rows of head_weight"),
+    ({"head_weight": lambda a: a["head_weight"].double()}, "head_weight", "float32"),
+    ({"head_scale": lambda a: torch.ones(37)}, "head_scale", "left out"),
+    (
+        {"head_weight": lambda a: torch.zeros(2, 16, 64, dtype=torch.uint8)},
+        "vocab_size", "2 tiles of 16",
+    ),
+    ({"vocab_size": lambda a: 36}, "vocab_size", "the 37 rows of head_weight, got 36"),
+    ({"key_cache": lambda a: a["key_cache"].half()}, "key_cache", "bfloat16 or int8"),
+    ({"key_cache": lambda a: a["key_cache"].mT.contiguous().mT}, "key_cache", "contiguous within"),
+    ({"key_cache": lambda a: a["key_cache"][0]}, "key_cache", "with 5 dimensions"),
+    ({"key_cache": lambda a: a["value_cache"]}, "value_cache", "in its own memory"),
+    ({"value_cache": lambda a: a["value_cache"].bfloat16()}, "value_cache", "of dtype float32"),
+    ({"value_cache": lambda a: a["value_cache"][..., :-2]}, "value_cache", "contiguous within"),
+    ({"start_positions": lambda a: torch.tensor([0, 12])}, "start_positions", "12 for sequence 1"),
+    ({"start_positions": lambda a: torch.tensor([-1, 1])}, "start_positions", "-1 for sequence 0"),
+    ({"start_positions": lambda a: torch.tensor([0])}, "start_positions", "of shape [2]"),
+    ({"start_positions": lambda a: torch.zeros(2)}, "start_positions", "of dtype int64"),
+    ({"dtype": lambda a: torch.float16}, "dtype", "float32 or bfloat16, got float16"),
+    ({"num_heads": lambda a: 3}, "num_heads", "a multiple of the cache's 2 heads, got 3"),
+    ({"num_heads": lambda a: 0}, "num_heads", "got 0"),
+    ({"intermediate_size": lambda a: 0}, "intermediate_size", "positive"),
+    ({"intermediate_size": lambda a: 149}, "weights (gate)", "149 rows"),
+    ({"activation": lambda a: "gelu"}, "activation", "'relu2' or 'silu', got 'gelu'"),
+    ({"eps": lambda a: -1.0}, "eps", "finite and not negative"),
+    ({"rope_theta": lambda a: 0.0}, "rope_theta", "finite and positive"),
+    ({"scale": lambda a: torch.inf}, "scale", "finite"),
+    ({**_INT8, "key_scale": lambda a: None}, "key_scale", "with int8 caches, got none"),
+    ({**_INT8, "key_scale": lambda a: _scales(a).double()}, "key_scale", "of dtype float32"),
+    ({**_INT8, "value_scale": lambda a: a["key_scale"]}, "value_scale", "in its own memory"),
+    ({**_INT8, "value_scale": lambda a: _scales(a)[:, 1:]}, "value_scale", "shape [1, 2, 2, 12]"),
+    ({**_INT8, "value_scale": lambda a: strided(_scales(a))}, "value_scale", "contiguous within"),
+]  # fmt: skip
+
+
+def _step_call(g: torch.Generator, **sizes: Any) -> Named:
+    return named("decode_step", decode_step_arguments(g, **sizes))
+
+
+def _no_layers(g: torch.Generator, **sizes: Any) -> Named:
+    """No layer: nothing to hold the sizes against."""
+    call = _step_call(g, **sizes)
+    caches = {name: call[name][:0] for name in ("key_cache", "value_cache")}
+    norms = torch.ones(70)
+    return {**call, "weights": [], "scales": torch.ones(0, 7), "norm_weights": norms, **caches}
+
+
+spec(
+    decode_step,
+    composed=True,
+    samples=_decode_step_samples,
+    large=[
+        lambda g: decode_step_arguments(
+            g, layers=2, batch=1, hidden=301, heads=6, kv_heads=2, head_dim=40, inner=517,
+            vocab=1021, length=300,
+        ),
+        lambda g: decode_step_arguments(
+            g, layers=2, batch=3, tokens=2, hidden=301, heads=6, kv_heads=2, head_dim=40, inner=517,
+            vocab=1021, length=130, dtype=torch.bfloat16, cache_dtype=torch.bfloat16,
+        ),
+    ],
+    calls={
+        "": Call(_step_call, _DECODE_STEP_REFUSALS),
+    },
+    bound=_decode_step_bound,
+    mutates=frozenset({"key_cache", "value_cache", "key_scale", "value_scale"}),
+    overlapping=lambda g, dtype: decode_step_arguments(g, cache_dtype=dtype, head=("int8", 128)),
+    huge={
+        "int4": lambda g: _step_call(g, head=("int4", 64)),
+        "no layers": _no_layers,
+        "no layers int4": lambda g: _no_layers(g, head=("int4", 64)),
+    },
+    empty={
+        "layers": lambda: (
+            torch.empty(0, 1, 8), [random_packed(torch.Generator(), 4, 1)], torch.ones(1, 7),
+            torch.ones(8), torch.ones(5, 8), None,
+            *(torch.empty(7905747460161236407, 0, 1, 0, 8) for _ in "kv"),
+            torch.empty(0, dtype=torch.int64),
+            torch.float32, 1, 8, 5, False, "silu", 0.0, 1e4, 1.0,
+        ),
+    },
+)  # fmt: skip
