@@ -16,13 +16,14 @@ from typing import Any
 
 from bitnet_ops.bench.report import model_name
 from bitnet_ops.formats.destination import check, file_kind, new_file
+from bitnet_ops.nn.storage import FORMATS
 
 OPS_PLOTS = ("roofline", "sweep")
 MODEL_PLOTS = ("context", "threads", "parts", "batch")
 Report = dict[str, Any]
 Row = dict[str, Any]
 _SIZE, _DPI = (6.4, 4.0), 80
-_MARKS = {"canonical": "o", "2bit": "s", "1.6bit": "^"}
+_MARKS = dict(zip(FORMATS, "os^vDP", strict=False))
 
 
 _PICTURE = file_kind("an earlier plot to replace", lambda head: head.startswith(b"\x89PNG\r\n"))

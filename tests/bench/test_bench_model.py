@@ -17,6 +17,7 @@ from bitnet_ops import cli
 from bitnet_ops.bench import model, report, shapes
 from bitnet_ops.dummy import model as dummy
 from bitnet_ops.nn.packing import packed_row_bytes
+from bitnet_ops.nn.storage import KV_TYPES
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +86,7 @@ def test_an_int8_cache_has_a_byte_for_a_number_and_four_for_a_scale() -> None:
     assert cache.nbytes == 2 * 6 * tiny.bytes().per_position
 
 
-@pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8"])
+@pytest.mark.parametrize("kv_dtype", KV_TYPES)
 def test_decode_runs_start_again_behind_their_context(kv_dtype: str) -> None:
     tiny = model.BenchModel("tiny", "canonical", "bf16", kv_dtype)
     with torch.inference_mode():
@@ -103,7 +104,10 @@ def test_decode_runs_start_again_behind_their_context(kv_dtype: str) -> None:
         (["--dummy", "7b"], "--dummy: expected names among 2b-4t"),
         (["--formats", "2bit"], "--formats: expected pairs such as 2bit+int8, got '2bit'"),
         (["--formats", "3bit+int8"], "--formats: expected names among canonical"),
-        (["--formats", "auto+int3"], "--formats: expected names among bf16, int8, int4"),
+        (
+            ["--formats", "auto+int3"],
+            f"--formats: expected names among {', '.join(shapes.HEAD_FORMATS)}",
+        ),
         (["--prompts", "0"], "--prompts: expected integers from 1 to 8192, got '0'"),
         (["--contexts", "-1"], "--contexts: expected integers from 0 to 16000, got '-1'"),
     ],

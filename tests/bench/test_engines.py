@@ -21,6 +21,7 @@ from bitnet_ops.bench.limits import measure_limits
 from bitnet_ops.bench.memory import Workspace
 from bitnet_ops.bench.model import BenchModel
 from bitnet_ops.dummy import model as dummy
+from bitnet_ops.nn.storage import KV_TYPES
 
 ROOT = Path(__file__).resolve().parents[2]
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -86,7 +87,7 @@ def test_plots_without_matplotlib_say_what_to_install(
         plots.require(str(tmp_path))
 
 
-@pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8"])
+@pytest.mark.parametrize("kv_dtype", KV_TYPES)
 def test_parts_call_every_kernel_of_a_step_once(kv_dtype: str) -> None:
     tiny = BenchModel("tiny", "canonical", "bf16", kv_dtype)
     with torch.inference_mode():

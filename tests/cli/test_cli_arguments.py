@@ -201,7 +201,7 @@ def test_the_words_of_options_are_those_of_the_modules_that_know_them() -> None:
     assert choices(parser_of("quantize"), "--form") == set(FORMS)
     assert set(shapes.WEIGHT_FORMATS) == set(storage.FORMATS)
     assert set(shapes.HEAD_FORMATS) <= set(storage.HEAD_FORMATS)
-    assert set(shapes.KV_DTYPES) <= set(storage.KV_DTYPES)
+    assert set(shapes.KV_DTYPES) <= set(storage.KV_TYPES)
     assert "2b-4t" in dummy.CONFIGS
 
 

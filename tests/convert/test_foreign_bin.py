@@ -6,6 +6,7 @@ numbers should be comes from the checkpoint of the same network, converted.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,6 +27,7 @@ from bitnet_ops.loading.model_contents import completed_config
 from bitnet_ops.models import TensorError
 from bitnet_ops.nn.kv_cache import KVCache
 from foreign_bin import KINDS, f32, records, write
+from hf_families import CASES
 from hf_writer import FAMILIES, config_dict, make_network, write_checkpoint
 from isa_control import torch_threads
 
@@ -125,17 +127,19 @@ def test_no_model_type_is_guessed(
 
 
 def test_each_architecture_is_told_by_its_tensors() -> None:
-    stated = {"hidden_act": "silu", "rms_norm_eps": 1e-6}
     layer = "model.layers.0.self_attn."
+    rows: list[tuple[list[str], str, str | None]] = [
+        ([f"{layer}q_norm.weight"], "silu", None),
+        ([f"{layer}q_proj.rms_norm.weight"], "silu", None),
+        ([f"{layer}attn_sub_norm.weight", f"{layer[:-10]}mlp.ffn_sub_norm.weight"], "silu", None),
+    ]
+    for family in (case.family for case in CASES.values()):
+        plain = dataclasses.replace(family, spelling="", inner_norms="", architecture=None)
+        names = [n if n.endswith(".bias") else f"{n}.weight" for n in make_network(plain)]
+        rows.append((names, plain.activation, plain.model_type))
     for spelling in ({"rope_theta": 1e4}, {"rope_parameters": {"rope_theta": 1e4}}):
-        for names, expected in (
-            ([f"{layer}q_proj.weight"], "llama"),
-            ([f"{layer}q_proj.weight", f"{layer}q_proj.bias"], "qwen2"),
-            ([f"{layer}q_norm.weight", f"{layer}k_norm.weight"], "qwen3"),
-            ([f"{layer}q_norm.weight"], None),
-            ([f"{layer}q_proj.rms_norm.weight"], None),
-            ([f"{layer}attn_sub_norm.weight", "model.layers.0.mlp.ffn_sub_norm.weight"], None),
-        ):
+        for names, act, expected in rows:
+            stated = {"hidden_act": act, "rms_norm_eps": 1e-6}
             found = completed_config({**stated, **spelling}, names)
             assert found.get("model_type") == expected, names
     kept = {"model_type": "llama", "architectures": ["Qwen3ForCausalLM"]}

@@ -43,6 +43,7 @@ QWEN3 = dataclasses.replace(
     HALF,
     name="gguf-export-qwen3",
     model_type="qwen3",
+    qk_norm=True,
     heads=4,
     head_dim=128,
     eps=1e-6,

@@ -43,8 +43,8 @@ ONEBIT = dataclasses.replace(
     architecture="BitnetForCausalLM", hidden=256, heads=4, kv_heads=4, theta=10000.0,
 )  # fmt: skip
 QWEN3 = dataclasses.replace(
-    FAMILIES["llama-autobitlinear"], name="gguf-qwen3", model_type="qwen3", eps=1e-6, heads=4,
-    head_dim=128, theta=1000000.0,
+    FAMILIES["llama-autobitlinear"], name="gguf-qwen3", model_type="qwen3", qk_norm=True,
+    eps=1e-6, heads=4, head_dim=128, theta=1000000.0,
 )  # fmt: skip
 ALL = [
     (BITNET, "bitnet-b1.58"),

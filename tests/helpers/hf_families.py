@@ -70,8 +70,9 @@ _SUBLN = _family("llama-online", "subln-smollm2", hidden=576, inter=320, heads=9
                  head_dim=64, theta=100000.0, tied=True, spelling="subln", sub_eps=1e-6,
                  quantized=False)  # fmt: skip
 _RMS = {"inner_norms": "rms_norm", "linear_class": "autobitlinear", "dtype": "float32"}
-_QWEN3 = {"model_type": "qwen3", "eps": 1e-6, "theta": 1000000.0, "hidden": 192, "heads": 4,
-          "head_dim": 64}  # fmt: skip
+_QWEN3 = {"model_type": "qwen3", "qk_norm": True, "eps": 1e-6, "theta": 1000000.0, "hidden": 192,
+          "heads": 4, "head_dim": 64}  # fmt: skip
+_QWEN2 = {"model_type": "qwen2", "qkv_bias": True, "eps": 1e-6, "hidden": 192, "heads": 4}
 _EMBEDDING = _family("llama-online", "qwen3-embedding", **_QWEN3, architecture="Qwen3Model",
                      inner_norms="norm", tied=True, quantized=False)  # fmt: skip
 
@@ -99,11 +100,10 @@ CASES = {
         Case("10", "codys12/Qwen3-8B-BitNet", "qwen3, autobitlinear online, use_rms_norm",
              _family("llama-online", "qwen3-rms-norm", **{**_QWEN3, **_RMS})),
         Case("10", "Qwen2.5 with use_rms_norm", "qwen2 (biases), autobitlinear offline",
-             _family("llama-autobitlinear", "qwen2-rms-norm-mul", **_RMS, model_type="qwen2",
-                     hidden=192, heads=4, eps=1e-6)),
+             _family("llama-autobitlinear", "qwen2-rms-norm-mul", **_RMS, **_QWEN2)),
         Case("10", "Qwen2.5 with use_rms_norm", "qwen2 (biases), bitlinear",
-             _family("llama-bitlinear", "qwen2-rms-norm-div", model_type="qwen2", dtype="float32",
-                     inner_norms="rms_norm", inner_eps=1e-5, hidden=192, heads=4, eps=1e-6)),
+             _family("llama-bitlinear", "qwen2-rms-norm-div", **_QWEN2, dtype="float32",
+                     inner_norms="rms_norm", inner_eps=1e-5)),
         Case("10", "Llama with use_rms_norm", "llama, bitlinear, use_rms_norm",
              _family("llama-bitlinear", "llama-rms-norm", inner_norms="rms_norm", tied=True)),
         Case("11", "block-diffusion BitNet (run as a causal net)",

@@ -43,6 +43,8 @@ class Family:
     # what only some families have; see hf_families.py
     quantized: bool = True  # config.json has a quantization_config
     spelling: str = ""  # of sub-norms that model_type does not have: "1bitllm" or "subln"
+    qk_norm: bool = False  # a norm on every head of queries and keys
+    qkv_bias: bool = False  # biases of q, k and v
     inner_norms: str = ""  # a norm in every projection, called "norm" or "rms_norm"
     inner_eps: float = 1e-6
     sub_eps: float | None = None  # None: eps
@@ -60,14 +62,6 @@ class Family:
     @property
     def activation(self):
         return self.act or ("relu2" if self.model_type == "bitnet" else "silu")
-
-    @property
-    def qk_norm(self):
-        return self.model_type == "qwen3"
-
-    @property
-    def qkv_bias(self):
-        return self.model_type == "qwen2"
 
     @property
     def headless(self):
@@ -275,12 +269,9 @@ def stored_name(family, name):
     return name.removeprefix("model.") if family.headless else name
 
 
-_CLASSES = {
-    "bitnet": "BitNetForCausalLM",
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
+def class_of(model_type):
+    """transformers' class of causal models, as config.json names it."""
+    return ("BitNet" if model_type == "bitnet" else model_type.capitalize()) + "ForCausalLM"
 
 
 def config_dict(family):
@@ -296,7 +287,7 @@ def config_dict(family):
     if family.inner_norms == "rms_norm":
         quantization |= {"use_rms_norm": True, "rms_norm_eps": family.inner_eps}
     return {
-        "architectures": [family.architecture or _CLASSES[family.model_type]],
+        "architectures": [family.architecture or class_of(family.model_type)],
         "model_type": family.model_type,
         "vocab_size": family.vocab,
         "hidden_size": family.hidden,

@@ -98,12 +98,24 @@ def floating(shape):
     return lambda old: torch.zeros(shape, dtype=torch.bfloat16)
 
 
-def qwen3(draft):
-    draft.config.update(model_type="qwen3", architectures=["Qwen3ForCausalLM"])
+def published_with(**parts):
+    """The first published family with such parts."""
+    return next(
+        case.family for case in CASES.values()
+        if all(getattr(case.family, part) == value for part, value in parts.items())
+    )  # fmt: skip
 
 
-def qwen2(draft):
-    draft.config.update(model_type="qwen2", architectures=["Qwen2ForCausalLM"])
+QK_NORM = published_with(qk_norm=True, headless=False)
+QKV_BIAS = published_with(qkv_bias=True)
+HEADLESS = published_with(headless=True)
+
+
+def claims(family):
+    """config.json says that the tensors are those of `family`."""
+    return config(
+        model_type=family.model_type, architectures=[hf_writer.class_of(family.model_type)]
+    )
 
 
 def onebitllm(draft):
@@ -125,8 +137,8 @@ ROWS = [
     # what the config asks for
     ("qwen3.5", "unsupported-architecture", "llama-online", "qwen3_5.*hybrid",
      config(model_type="qwen3_5")),
-    ("qwen3-without-its-norms", "missing-tensor", "llama-online", "k_norm", qwen3),
-    ("qwen2-without-its-biases", "missing-tensor", "llama-online", "q_proj.bias", qwen2),
+    ("qk-norm-missing", "missing-tensor", "llama-online", "k_norm", claims(QK_NORM)),
+    ("biases-missing", "missing-tensor", "llama-online", "q_proj.bias", claims(QKV_BIAS)),
     ("sliding-window-on", "unsupported-model", "llama-online", "use_sliding_window",
      config(use_sliding_window=True, sliding_window=64)),
     ("gemma", "unsupported-architecture", "llama-online", "gemma3_text.*\\(1 \\+ w\\)",
@@ -252,17 +264,17 @@ ROWS = [
      tensor("model.layers.1.self_attn.o_proj.rms_norm.weight", lambda old: torch.ones(64))),
     ("inner-norm-missing", "missing-tensor", "llama-rms-norm", "down_proj.rms_norm",
      drop("model.layers.1.mlp.down_proj.rms_norm.weight")),
-    ("qk-norm-shape", "shape", "qwen3-rms-norm", "q_norm.weight.*\\[64\\]",
+    ("qk-norm-shape", "shape", QK_NORM.name, "q_norm.weight.*\\[64\\]",
      tensor("model.layers.0.self_attn.q_norm.weight", lambda old: torch.ones(192))),
-    ("bias-missing", "missing-tensor", "qwen2-rms-norm-div", "v_proj.bias",
+    ("bias-missing", "missing-tensor", QKV_BIAS.name, "v_proj.bias",
      drop("model.layers.1.self_attn.v_proj.bias")),
-    ("bias-shape", "shape", "qwen2-rms-norm-div", "q_proj.bias.*\\[256\\]",
+    ("bias-shape", "shape", QKV_BIAS.name, "q_proj.bias.*\\[256\\]",
      tensor("model.layers.1.self_attn.q_proj.bias", lambda old: torch.ones(64))),
-    ("bias-nan", "non-finite", "qwen2-rms-norm-mul", "q_proj.bias.*nan",
+    ("bias-nan", "non-finite", QKV_BIAS.name, "q_proj.bias.*nan",
      poke("model.layers.1.self_attn.q_proj.bias", 3, float("nan"))),
-    ("bias-elsewhere", "bias", "qwen2-rms-norm-div", "o_proj.bias",
+    ("bias-elsewhere", "bias", QKV_BIAS.name, "o_proj.bias",
      tensor("model.layers.1.self_attn.o_proj.bias", lambda old: torch.ones(192))),
-    ("headless-with-head", "unknown-tensor", "qwen3-embedding", "an output head",
+    ("headless-with-head", "unknown-tensor", HEADLESS.name, "an output head",
      tensor("lm_head.weight", lambda old: torch.ones(300, 192))),
     ("lora", "lora-adapter", "llama-online", "lora_A",
      tensor("model.layers.0.self_attn.q_proj.lora_A.weight", lambda old: torch.ones(4, 256))),

@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from bitnet_ops import BitLinear, _runtime, load, ops
 from bitnet_ops.nn import lora
 from bitnet_ops.nn.packing import pack_ternary
+from bitnet_ops.nn.storage import FORMATS
 from bitnet_ops.training.linear import TrainableBitLinear
 from isa_control import forced_isa
 
@@ -34,7 +35,7 @@ def is_fast(layer):
     return layer.weight_format == "2bit" and layer.weight.dim() == 3
 
 
-@pytest.mark.parametrize("weight_format", ["2bit", "1.6bit", "canonical"])
+@pytest.mark.parametrize("weight_format", FORMATS)
 def test_a_layer_from_floats_is_fast_unless_asked_not_to_be(weight_format):
     layer, bias = BitLinear.from_float(masters(), torch.arange(48.0)), torch.arange(48.0)
     assert is_fast(layer)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from bitnet_ops import ops
+from bitnet_ops import _runtime, ops
 from bitnet_ops.cli import main
 from bitnet_ops.dummy import model as dummy
 from bitnet_ops.formats.sglbitnt import MODEL_FILE, SglbitntError, Writer
@@ -32,12 +32,17 @@ from bitnet_ops.nn.packing import (
     packed_row_bytes,
     packed_shape,
 )
-from bitnet_ops.nn.storage import HEAD_FORMATS, WEIGHT_FORMATS
+from bitnet_ops.nn.storage import (
+    CPU_SPECIFIC,
+    FORMATS,
+    HEAD_FORMATS,
+    USUAL_FORMAT,
+    WEIGHT_FORMATS,
+)  # fmt: skip
 from hf_writer import config_dict, make_network
 from isa_control import ISAS, every_configuration, forced_isa, torch_threads
 from tiny_models import SMALL, config_of, random_ids, tensors_of, tiny_model
 
-PRIVATE = ("2bit", "1.6bit")
 PROMPT = "And God said unto"
 # Greedy tokens of the demo model as the first release computed them, with canonical weights alone.
 EXPECTED_TEXT = " him, Thou art my servant, and"
@@ -105,7 +110,7 @@ def test_every_architecture_has_the_same_logits_in_every_format(family: str) -> 
     model = tiny_model(SMALL[family])
     ids = random_ids(4, 2, 9)
     expected = logits_of(model, ids)
-    for weight_format in PRIVATE:
+    for weight_format in CPU_SPECIFIC:
         for module in model.modules():
             if isinstance(module, BitLinear):
                 module.repack(weight_format)
@@ -127,7 +132,7 @@ def test_decode_steps_are_the_same_in_every_format() -> None:
 def test_load_says_which_format_it_chose(capsys: pytest.CaptureFixture[str]) -> None:
     assert load().model.weight_format == "2bit"
     assert load(weight_format="canonical").model.weight_format == "canonical"
-    for given, used in (("1.6bit", "1.6bit"), ("auto", "2bit")):
+    for given, used in (("auto", USUAL_FORMAT), *((name, name) for name in CPU_SPECIFIC)):
         assert main(["generate", PROMPT, "-n", "8", "--json", "--weight-format", given]) == 0
         report = json.loads(capsys.readouterr().out)
         assert report["weight_format"] == used
@@ -135,7 +140,7 @@ def test_load_says_which_format_it_chose(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_unknown_formats_are_refused() -> None:
-    message = "weight_format: expected one of auto, canonical, 2bit, 1.6bit, got '3bit'"
+    message = f"weight_format: expected one of {', '.join(WEIGHT_FORMATS)}, got '3bit'"
     with pytest.raises(ValueError, match=message):
         load(weight_format="3bit")
     with pytest.raises(ValueError, match=message):
@@ -145,7 +150,7 @@ def test_unknown_formats_are_refused() -> None:
 # Memory ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("weight_format", PRIVATE)
+@pytest.mark.parametrize("weight_format", CPU_SPECIFIC)
 def test_a_model_is_one_sequential_read(weight_format: str) -> None:
     """The matrices of a decode step lie one after the other in memory, aligned, no gaps."""
     for model in (
@@ -199,12 +204,12 @@ def test_a_large_arena_begins_on_a_huge_page() -> None:
 @pytest.mark.parametrize("shape", [(1, 1), (33, 130), (80, 64), (81, 300)])
 def test_packing_there_and_back(shape: tuple[int, int], isa: str) -> None:
     canonical = matrix(*shape)
-    for weight_format in PRIVATE:
+    for weight_format in CPU_SPECIFIC:
         private = canonical.repack(weight_format)
         assert private.format == weight_format and private.scale is canonical.scale
         assert tuple(private.weight.shape) == packed_shape(*shape, weight_format)
         assert torch.equal(private.to_canonical().weight, canonical.weight)
-        other = private.repack(PRIVATE[1 - PRIVATE.index(weight_format)])
+        other = private.repack(CPU_SPECIFIC[1 - CPU_SPECIFIC.index(weight_format)])
         assert torch.equal(other.repack("canonical").weight, canonical.weight)
         assert private.repack(weight_format) is private
     assert canonical.repack("canonical") is canonical
@@ -230,23 +235,21 @@ def test_packed_weights_check_private_shapes() -> None:
         PackedWeight(*parts, 33, 200, "2bit")
     with pytest.raises(ValueError, match="for 330 x 130"):
         PackedWeight(*parts, 330, 130, "2bit")
-    with pytest.raises(ValueError, match="PackedWeight: expected weight uint8"):
-        PackedWeight(*parts, 33, 130, "1.6bit")
+    for other in {*FORMATS} - {"2bit"}:
+        with pytest.raises(ValueError, match="PackedWeight: expected weight uint8"):
+            PackedWeight(*parts, 33, 130, other)
     with pytest.raises(ValueError, match="PackedWeight: expected weight uint8"):
         PackedWeight(matrix(33, 130).weight, private.scale, 33, 130, "2bit")
-    with pytest.raises(ValueError, match="format among canonical, 2bit, 1.6bit, got 'auto'"):
+    with pytest.raises(ValueError, match=f"format among {', '.join(FORMATS)}, got 'auto'"):
         PackedWeight(*parts, 33, 130, "auto")
 
 
-@pytest.mark.parametrize("weight_format", PRIVATE)
+@pytest.mark.parametrize("weight_format", CPU_SPECIFIC)
 def test_layouts_of_other_kernels_are_refused(weight_format: str) -> None:
     """What was packed before another ISA was forced: an error, never a wrong result."""
-    here = matrix(64, 128).repack(weight_format).weight
-    lanes = here.shape[2] // 4 if weight_format == "2bit" else here.shape[2]
-    for other in {4, 8, 16} - {lanes}:
-        rows = other * (4 if weight_format == "2bit" else 5)
-        tail = (4 * other,) if weight_format == "2bit" else (other, 4)
-        weight = torch.zeros((-(-64 // rows), 32, *tail), dtype=torch.uint8)
+    for other in {4, 8, 16} - {_runtime.tile_lanes()}:
+        shape = _runtime.packed_shape(weight_format, 64, 128, lanes=other)
+        weight = torch.zeros(shape, dtype=torch.uint8)
         packed = PackedWeight(weight, torch.ones(1), 64, 128, weight_format)  # valid in itself
         with pytest.raises(RuntimeError, match="linear: expected weight"):
             BitLinear.from_packed(packed)(torch.ones(1, 128))
@@ -265,7 +268,7 @@ def test_a_weight_packed_for_one_isa_runs_on_those_with_its_lanes() -> None:
 # state_dict ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("weight_format", PRIVATE)
+@pytest.mark.parametrize("weight_format", CPU_SPECIFIC)
 def test_a_state_dict_holds_canonical_rows(weight_format: str) -> None:
     plain = dummy.decoder("tiny", weight_format="canonical")
     private = dummy.decoder("tiny", weight_format=weight_format)

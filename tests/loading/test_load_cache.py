@@ -21,6 +21,7 @@ from bitnet_ops.formats.sglbitnt import MODEL_FILE, Reader
 from bitnet_ops.language_model import DEMO_DIR, load
 from bitnet_ops.loading import cache_files, load_cache
 from bitnet_ops.nn.packing import PackedWeight
+from bitnet_ops.nn.storage import CPU_SPECIFIC
 from cached_models import cache as cache
 from cached_models import files, load_without_warning, tokens
 from cached_models import model_dir as model_dir
@@ -59,7 +60,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.mark.parametrize(
     "formats",
-    [("auto", "int8"), ("2bit", "stored"), ("1.6bit", "int4"), ("2bit", "bf16")],
+    [("auto", "int4"), ("auto", "bf16"), *((name, "stored") for name in CPU_SPECIFIC)],
     ids="/".join,
 )
 @pytest.mark.usefixtures("way")
@@ -96,12 +97,14 @@ def test_weights_from_the_cache_are_one_sequential_read(model_dir: Path, cache: 
 
 
 def test_a_file_for_every_format_and_source(model_dir: Path, cache: Path) -> None:
-    for weight_format, count in (("2bit", 1), ("1.6bit", 2), ("auto", 2), ("canonical", 2)):
+    every = len(CPU_SPECIFIC)
+    # "auto" is one of those; the file's own rows are mapped
+    for i, weight_format in enumerate((*CPU_SPECIFIC, "auto", "canonical"), 1):
         load_without_warning(model_dir, weight_format=weight_format, cache=cache)
-        assert len(files(cache)) == count, weight_format
+        assert len(files(cache)) == min(i, every), weight_format
     load_without_warning(model_dir, head_format="int4", cache=cache)
     load_without_warning(DEMO_DIR, cache=cache)
-    assert len(files(cache)) == 4
+    assert len(files(cache)) == every + 2
 
 
 def test_a_model_may_move_and_keeps_its_cache(

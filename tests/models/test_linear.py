@@ -20,6 +20,7 @@ from bitnet_ops.nn.packing import (
     packed_row_bytes,
     unpack_hf,
 )
+from bitnet_ops.nn.storage import FORMATS
 
 
 def random_codes(rng: torch.Generator, n: int, k: int) -> Tensor:
@@ -128,7 +129,7 @@ def test_forward_is_the_definition(rng: torch.Generator, shape: tuple[int, ...])
     torch.testing.assert_close(layer(x).double(), expected, rtol=2e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("weight_format", ["canonical", "2bit", "1.6bit"])
+@pytest.mark.parametrize("weight_format", FORMATS)
 @pytest.mark.parametrize("k", [64, 128, 200, 384])
 def test_group_scales_are_the_definition(rng: torch.Generator, k: int, weight_format: str) -> None:
     codes, groups = random_codes(rng, 37, k), -(-k // 128)

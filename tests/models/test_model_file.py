@@ -18,6 +18,7 @@ from bitnet_ops.convert import convert
 from bitnet_ops.formats.sglbitnt import Reader, SglbitntError
 from bitnet_ops.language_model import LanguageModel
 from bitnet_ops.nn.kv_cache import KVCache
+from bitnet_ops.nn.storage import CPU_SPECIFIC, WEIGHT_FORMATS
 from hf_families import CASES
 from hf_writer import FAMILIES
 from isa_control import torch_threads
@@ -54,7 +55,7 @@ def test_both_versions_hold_the_same(models: dict[int, Path]) -> None:
         assert info.scale == two.tensors[name].scale
 
 
-@pytest.mark.parametrize("weight_format", ["auto", "canonical", "1.6bit"])
+@pytest.mark.parametrize("weight_format", WEIGHT_FORMATS)
 @pytest.mark.parametrize("head_format", ["stored", "int8", "float32"])
 def test_both_versions_give_the_same_logits(
     models: dict[int, Path], weight_format: str, head_format: str
@@ -98,11 +99,11 @@ def test_group_scales_through_every_layout_and_the_cache(tmp_path: Path) -> None
         kinds = {info.scale_kind for info in reader.tensors.values()}
     assert "group" in kinds
     expected = logits(load(tmp_path / "out", weight_format="canonical"))
-    for weight_format in ("2bit", "1.6bit"):
+    for weight_format in CPU_SPECIFIC:
         for _ in range(2):  # the second time from the cache
             lm = load(tmp_path / "out", weight_format=weight_format, cache=tmp_path / "cache")
             assert torch.equal(logits(lm), expected)
-    assert len(list((tmp_path / "cache").glob("*.prepared"))) == 2
+    assert len(list((tmp_path / "cache").glob("*.prepared"))) == len(CPU_SPECIFIC)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from bitnet_ops import ops
+from bitnet_ops.nn.kv_cache import KV_DTYPES
 from bounds import EXP_ERROR, U, assert_equal, storing_error, sum_error
 from isa_control import every_configuration, forced_isa, torch_threads
 from op_values import Arguments
@@ -20,7 +21,7 @@ CHUNK = 64  # positions, as kernel_table.h defines the arithmetic
 # Around 16 lanes, around one, two and four chunks, and far beyond.
 CONTEXTS = (1, 15, 16, 17, 63, 64, 65, 127, 129, 255, 256, 257, 1000, 8192)
 HEAD_DIMS = (64, 80, 96, 100, 128, 256)
-CACHES = (torch.float32, torch.bfloat16, torch.int8)
+CACHES = tuple(KV_DTYPES.values())
 
 
 def exact(args: Arguments) -> tuple[Tensor, Tensor]:

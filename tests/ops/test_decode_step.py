@@ -22,6 +22,7 @@ import bitnet_ops
 from bitnet_ops import ops
 from bitnet_ops.models import Decoder
 from bitnet_ops.nn.kv_cache import KVCache
+from bitnet_ops.nn.storage import CPU_SPECIFIC, KV_TYPES
 from bounds import assert_equal
 from isa_control import every_configuration, torch_threads
 from op_catalogue import composed
@@ -71,23 +72,25 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "one_token": {"batch": 1},
     "two_sequences": {"batch": 2, "dtype": torch.bfloat16, "cache_dtype": torch.bfloat16},
     "nine_sequences": {"batch": 9, "cache_dtype": torch.bfloat16},
-    "int8_cache": {"batch": 1, "cache_dtype": torch.int8, "dtype": torch.bfloat16},
-    "int8_cache_batch": {"batch": 5, "cache_dtype": torch.int8},
-    "int8_cache_prompt": {"batch": 2, "tokens": 70, "cache_dtype": torch.int8},
     "a_draft_of_four": {"batch": 1, "tokens": 4, "dtype": torch.bfloat16},
     "two_drafts": {"batch": 2, "tokens": 9},
     "prompt": {"batch": 1, "tokens": 150, "weight_format": "2bit"},
     "prompt_last": {"batch": 1, "tokens": 65, "logits_to_keep": 1, "dtype": torch.bfloat16},
-    "two_prompts_last": {"batch": 2, "tokens": 70, "logits_to_keep": 3, "weight_format": "1.6bit"},
+    "two_prompts_last": {"batch": 2, "tokens": 70, "logits_to_keep": 3},
     "keep_more_than_there_are": {"batch": 2, "tokens": 2, "logits_to_keep": 5},
     "silu": {"batch": 1, "sub_norms": False, "activation": "silu", "dtype": torch.bfloat16},
     "head_int8": {"batch": 3, "head": ("int8", 128)},
     "head_int4": {"batch": 1, "head": ("int4", 64)},
-    "2bit": {"batch": 1, "weight_format": "2bit"},
-    "2bit_batch": {"batch": 6, "weight_format": "2bit", "dtype": torch.bfloat16},
-    "1.6bit": {"batch": 1, "weight_format": "1.6bit"},
-    "1.6bit_batch": {"batch": 5, "weight_format": "1.6bit"},
 }
+for name in CPU_SPECIFIC:
+    SETTINGS[name] = {"batch": 1, "weight_format": name}
+    SETTINGS[f"{name}_batch"] = {"batch": 6, "weight_format": name, "dtype": torch.bfloat16}
+    SETTINGS[f"{name}_prompt"] = {"batch": 2, "tokens": 70, "weight_format": name}
+for name in KV_TYPES:
+    dtype = getattr(torch, name)
+    SETTINGS[f"{name}_cache"] = {"batch": 1, "cache_dtype": dtype, "dtype": torch.bfloat16}
+    SETTINGS[f"{name}_cache_batch"] = {"batch": 5, "cache_dtype": dtype}
+    SETTINGS[f"{name}_cache_prompt"] = {"batch": 2, "tokens": 70, "cache_dtype": dtype}
 
 
 @pytest.mark.parametrize("setting", SETTINGS)

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from bitnet_ops import ops
 from bitnet_ops.nn.linear import BitLinear
 from bitnet_ops.nn.packing import pack_ternary
+from bitnet_ops.nn.storage import FORMATS
 
 N, K = 9, 200
-FORMATS = ("canonical", "2bit", "1.6bit")
 
 
 @pytest.fixture

@@ -21,7 +21,9 @@ from bitnet_ops.bench.cases import Case, Result, baseline_cycle, cycle, equal, e
 from bitnet_ops.bench.limits import read_limit
 from bitnet_ops.bench.memory import Workspace, require_slots
 from bitnet_ops.bench.shapes import ModelShape
+from bitnet_ops.nn.kv_cache import KV_DTYPES
 from bitnet_ops.nn.packing import PackedWeight, pack_ternary
+from bitnet_ops.nn.storage import KV_TYPES
 
 EPS = 1e-5
 _CHECK_ROWS = 1024  # at a time, to bound the memory of a check
@@ -305,10 +307,9 @@ def _caches(
     ws: Workspace, shape: tuple[int, int, int, int], kv_dtype: str
 ) -> tuple[list[list[Tensor]], int]:
     """Keys, values and the scales of int8, [B, KV, L, D], cold; and the bytes of one set."""
-    dtype = {"bfloat16": torch.bfloat16, "int8": torch.int8}[kv_dtype]
-    found, size = ws.dense.tensors([shape, shape], dtype)
+    found, size = ws.dense.tensors([shape, shape], KV_DTYPES[kv_dtype])
     require_slots(found, f"a cache of {shape[2]} tokens", hot=False)
-    if kv_dtype == "bfloat16":
+    if not KV_TYPES[kv_dtype].has_scales:
         return found, size
     # any byte is a valid code; scales in memory of their own, as a cache has them
     scaled = [kv + [torch.full(shape[:-1], 0.01) for _ in "kv"] for kv in found]

@@ -14,7 +14,7 @@ from bitnet_ops.dummy import model as dummy
 from bitnet_ops.generate.engine import Engine
 from bitnet_ops.language_model import load
 from bitnet_ops.nn.kv_cache import KV_DTYPES, KVCache
-from bitnet_ops.nn.packing import packed_row_bytes
+from bitnet_ops.nn.storage import KV_TYPES, LAYOUTS
 
 _PROJECTIONS = {
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -40,7 +40,7 @@ class StepBytes:
 class BenchModel:
     """A dummy model in a weight and a head format, with bfloat16 activations, or that of a file.
 
-    name: of the dummy; kv_dtype: of its caches, "bfloat16" or "int8"; file: a model file to load
+    name: of the dummy; kv_dtype: of its caches, one of KV_TYPES; file: a model file to load
     instead, None for none.
     """
 
@@ -76,9 +76,8 @@ class BenchModel:
 
     def _weight_format(self) -> str:
         _, (first, *_) = next(self.projections())
-        shape = tuple(first.weight.shape)
-        canonical = (first.out_features, packed_row_bytes(first.in_features))
-        return "canonical" if shape == canonical else {3: "2bit", 4: "1.6bit"}[len(shape)]
+        dimensions = {layout["dimensions"]: name for name, layout in LAYOUTS.items()}
+        return dimensions[first.weight.dim()]
 
     def head(self) -> Any:
         """The module whose buffers are the output head."""
@@ -102,7 +101,7 @@ class BenchModel:
                 sizes["body"] += tensor.nbytes
         c = self.config
         # a key and a value, and the scale of each in an int8 cache
-        row = c.head_dim + 4 if self.kv_dtype == torch.int8 else 2 * c.head_dim
+        row = KV_TYPES[str(self.kv_dtype).removeprefix("torch.")].row_bytes(c.head_dim)
         per_position = 2 * row * c.num_hidden_layers * c.num_key_value_heads
         return StepBytes(sizes["body"], sizes["head"], per_position)
 
@@ -122,7 +121,7 @@ class BenchModel:
         for tensor in (*cache.keys, *cache.values) if context else ():
             # 64 random positions repeated: the values matter to nobody, the addresses do
             some = torch.randn(64, self.config.head_dim, generator=self._generator)
-            some = (some * 30).clamp(-127, 127) if self.kv_dtype == torch.int8 else some
+            some = (some * 30).clamp(-127, 127) if not self.kv_dtype.is_floating_point else some
             some = some.to(self.kv_dtype)
             tensor.copy_(some.repeat(-(-tensor.shape[2] // 64), 1)[: tensor.shape[2]])
         for scale in (cache.key_scale, cache.value_scale):

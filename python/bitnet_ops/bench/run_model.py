@@ -41,7 +41,7 @@ class ModelSettings:
     dummy: which synthetic model; model: a model file instead, None for none.
     formats: pairs of weight format and head format; the first one gets every measurement, the
         others the decode step at context 0.
-    kv_dtype: of the caches, "bfloat16" or "int8".
+    kv_dtype: of the caches, one of KV_TYPES.
     """
 
     dummy: str = "2b-4t"

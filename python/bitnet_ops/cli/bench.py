@@ -123,8 +123,8 @@ def _add_model_arguments(model: argparse.ArgumentParser) -> None:
     model.add_argument(
         "--formats",
         default=_FORMATS,
-        help="pairs of weight and head format such as 2bit+int8,1.6bit+int4; the first one gets "
-        f"every measurement (default: {_FORMATS})",
+        help="pairs WEIGHTS+HEAD of formats with commas between; the first one gets every "
+        f"measurement (default: {_FORMATS})",
     )
     model.add_argument(
         "--kv-dtype",

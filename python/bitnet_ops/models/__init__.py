@@ -1,7 +1,7 @@
-"""The registry of models: model_type -> class, written out, so that no file can name a class.
+"""The registry of models: model_type -> class, so that no file can name a class.
 
-The maths of a family is in its config: norms, biases, activation. One whose layers are more than
-that gets a class of its own.
+The maths of a family is in its row of config.families: norms, biases, activation. One whose layers
+are more than that gets a class of its own, here.
 
 Also the strict check of a set of tensors against a config. It must not know file formats.
 """
@@ -14,18 +14,14 @@ import torch
 from torch import Tensor
 
 from bitnet_ops.config import ModelConfig, UnsupportedModelError
+from bitnet_ops.config.families import BY_MODEL_TYPE
 from bitnet_ops.models.decoder import Decoder, check_dtype
 from bitnet_ops.models.tensors import TensorSpec, expected_tensors
 from bitnet_ops.nn.head import HeadWeight
 from bitnet_ops.nn.packing import PackedWeight
 from bitnet_ops.nn.storage import check_head_format
 
-REGISTRY: dict[str, type[Decoder]] = {
-    "bitnet": Decoder,  # BitNet b1.58 2B4T, arXiv 2504.12285; transformers modeling_bitnet.py
-    "llama": Decoder,  # Falcon3-1.58bit, Falcon-E, Llama3-8B-1.58; modeling_llama.py
-    "qwen2": Decoder,  # modeling_qwen2.py
-    "qwen3": Decoder,  # and its embedding models; modeling_qwen3.py
-}
+REGISTRY: dict[str, type[Decoder]] = dict.fromkeys(BY_MODEL_TYPE, Decoder)
 
 __all__ = [
     "REGISTRY",

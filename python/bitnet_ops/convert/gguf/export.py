@@ -135,9 +135,7 @@ def architecture_for(model: ModelConfig) -> Architecture:
     ]
     # parts that no GGUF architecture knows
     odd = [
-        name
-        for name in ("biases", "linear_norms", "sub_norm_eps", "embedding_only")
-        if getattr(model, name)
+        name for name in ("linear_norms", "sub_norm_eps", "embedding_only") if getattr(model, name)
     ]
     if not names or odd:
         found = f"{model.model_type} with {model.hidden_act}, sub_norms {model.sub_norms}"
