@@ -47,9 +47,8 @@ void mlp(const Rows& x, const Mlp& m, const Rows& y) {
   norm_and_multiply(x, m.norm, both, 2);
 
   const TokenBuffer inner(table, tokens, n);
-  const auto activation = m.relu2 ? table.relu2_mul_row : table.silu_mul_row;
   parallel_rows(tokens, n, n, [&](int64_t t, float* row) {
-    activation(gate_up.get() + t * n, gate_up.get() + half + t * n, n, row);
+    m.activation(gate_up.get() + t * n, gate_up.get() + half + t * n, n, row);
     table.round_row(type, row, n);
     apply_norm(table, m.sub_norm, type, n, row);
     inner.view().quantize(table, row, t);

@@ -23,7 +23,7 @@ struct Mlp {
   Weight gate, up, down;
   const float *gate_scale, *up_scale, *down_scale;
   int64_t gate_scales, up_scales, down_scales;  // 1, or one per row
-  bool relu2;                                   // else SiLU
+  GatedRow activation;
 };
 void mlp(const Rows& x, const Mlp& m, const Rows& y);
 

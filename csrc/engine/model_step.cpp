@@ -160,8 +160,7 @@ void StepPlan::normalise(const Place& at, int64_t j, float* row, const StepInput
     norm_row(at.layer->out_norm, n, row);
   } else {
     n = m.intermediate;
-    (m.relu2 ? table.relu2_mul_row : table.silu_mul_row)(buffers_.gate + j * n, buffers_.up + j * n,
-                                                         n, row);
+    m.activation(buffers_.gate + j * n, buffers_.up + j * n, n, row);
     table.round_row(m.type, row, n);
     norm_row(at.layer->down_norm, n, row);
   }

@@ -39,7 +39,7 @@ struct StepModel {
   const float* final_norm;  // [hidden]
   DType type;               // what activations are rounded to between operations
   DType cache_type;
-  bool relu2;
+  GatedRow activation;
   float eps;
   double rope_theta;
   float attention_scale;

@@ -56,6 +56,12 @@ void add_rms_norm(const Rows& x, const Rows& residual, const float* norm_weight,
   });
 }
 
+GatedRow gated_row(const KernelTable& table, std::string_view hidden_act) {
+  if (hidden_act == "relu2") return table.relu2_mul_row;
+  if (hidden_act == "silu") return table.silu_mul_row;
+  return nullptr;
+}
+
 void relu2_mul(const Rows& gate, const Rows& up, const Rows& y) {
   const int64_t k = gate.width;
   for_rows(gate, 2 * k, [&](int64_t r, float* row) {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <string_view>
 
 #include "kernels/kernel_table.h"
 #include "runtime/memory.h"
@@ -23,6 +24,9 @@ void rms_norm(const Rows& x, const float* norm_weight, float eps, const Rows& y)
 // sum = x + residual, y = rms_norm(sum)
 void add_rms_norm(const Rows& x, const Rows& residual, const float* norm_weight, float eps,
                   const Rows& y, const Rows& sum);
+// The gated product of a config's hidden_act, "relu2" or "silu"; null for any other name.
+using GatedRow = void (*)(const float* gate, const float* up, int64_t n, float* y);
+GatedRow gated_row(const KernelTable& table, std::string_view hidden_act);
 void relu2_mul(const Rows& gate, const Rows& up, const Rows& y);
 // x [count, 2 d]: gate, then up; y [count, d]
 void silu_and_mul(const Rows& x, const Rows& y);

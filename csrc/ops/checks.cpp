@@ -133,6 +133,12 @@ void Check::vector(const Tensor& t, const char* argument, int64_t n) const {
   shape(t, argument, {n});
 }
 
+engine::GatedRow activation_row(const Check& check, const std::string& activation) {
+  const engine::GatedRow row = engine::gated_row(kernels(), activation);
+  if (row == nullptr) check.fail("activation", "'relu2' or 'silu'", "'" + activation + "'");
+  return row;
+}
+
 Tensor as_contiguous(const Tensor& t) {
   if (t.is_contiguous()) return t;
   try {

@@ -50,6 +50,9 @@ class Check {
 
 std::string dtype_name(ScalarType type);
 
+// The gated product of the argument `activation`, "relu2" or "silu".
+engine::GatedRow activation_row(const Check& check, const std::string& activation);
+
 // t, or a contiguous copy of it.
 Tensor as_contiguous(const Tensor& t);
 // A 1-D float tensor as float32 values, whatever its type and strides.

@@ -87,9 +87,7 @@ void check_most(const Check& check, const char* argument, const char* what, int6
 }
 
 void check_numbers(const Check& check, const DecodeStep& a, StepModel& m) {
-  m.relu2 = a.activation == "relu2";
-  if (!(m.relu2 || a.activation == "silu"))
-    check.fail("activation", "'relu2' or 'silu'", "'" + a.activation + "'");
+  m.activation = activation_row(check, a.activation);
   m.type = a.dtype == ScalarType::BFloat16 ? DType::kBF16 : DType::kF32;
   if (a.dtype != ScalarType::Float && a.dtype != ScalarType::BFloat16)
     check.fail("dtype", "float32 or bfloat16", dtype_name(a.dtype));

@@ -96,9 +96,7 @@ Tensor mlp_forward(const Tensor& x_in, const Tensor& norm_weight, const Tensor& 
   const Weight down = weight_view_at(check, down_weight, "down_weight", inner, out_features, 1);
   check.weight_scale(down_scale, "down_scale", down.n_rows);
   if (sub_norm_weight.has_value()) check.vector(*sub_norm_weight, "sub_norm_weight", inner);
-  const bool relu2 = activation == "relu2";
-  if (!(relu2 || activation == "silu"))
-    check.fail("activation", "'relu2' or 'silu'", "'" + activation + "'");
+  const engine::GatedRow gated = activation_row(check, activation);
 
   const Tensor x = as_contiguous(x_in);
   const Scratch<float> norm = float_vector(norm_weight);
@@ -117,7 +115,7 @@ Tensor mlp_forward(const Tensor& x_in, const Tensor& norm_weight, const Tensor& 
       .gate_scales = gate_scale.numel(),
       .up_scales = up_scale.numel(),
       .down_scales = down_scale.numel(),
-      .relu2 = relu2,
+      .activation = gated,
   };
   engine::mlp(rows_view(x), m, rows_view(out));
   return out;

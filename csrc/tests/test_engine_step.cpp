@@ -52,7 +52,7 @@ struct Model {
     m.n_layers = kLayers;
     m.type = DType::kBF16;
     m.cache_type = DType::kF32;
-    m.relu2 = true;
+    m.activation = table.relu2_mul_row;
     m.eps = 1e-5f;
     m.rope_theta = 10000;
     m.attention_scale = 0.177f;

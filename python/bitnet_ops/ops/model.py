@@ -1,4 +1,4 @@
-"""The ops that are parts of a layer, and the one that is a whole step of a model."""
+"""The ops on parts of a layer, and a whole step of a model."""
 
 from __future__ import annotations
 
