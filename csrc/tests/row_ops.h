@@ -13,8 +13,11 @@
 namespace bitnet::test {
 
 // How a buffer's bytes are filled and compared; scratch (floats) may hold anything afterwards.
-enum class Kind { kF32, kI32, kI8, kU16, kScratch };
-inline int64_t size_of(Kind kind) { return kind == Kind::kU16 ? 2 : kind == Kind::kI8 ? 1 : 4; }
+enum class Kind { kF32, kI32, kI8, kU16, kBF16, kF16, kScratch };  // kU16: compared bit by bit
+inline int64_t size_of(Kind kind) {
+  if (kind == Kind::kU16 || kind == Kind::kBF16 || kind == Kind::kF16) return 2;
+  return kind == Kind::kI8 ? 1 : 4;
+}
 
 struct Shape {
   Kind kind;
@@ -93,9 +96,10 @@ inline void add_store_op(std::vector<RowOp>& ops, StoreKind kind, const char* na
                               {Kind::kF32, 2},
                               {Kind::kF32, 2 * n}};
   };
-  const Kind stored = kind == StoreKind::kSums    ? Kind::kI32
-                      : kind == StoreKind::kStore ? stored_as(type)
-                                                  : Kind::kF32;
+  const Kind stored = kind == StoreKind::kSums                           ? Kind::kI32
+                      : kind != StoreKind::kStore || type == DType::kF32 ? Kind::kF32
+                      : type == DType::kBF16                             ? Kind::kBF16
+                                                                         : Kind::kF16;
   const auto outputs = [=](int64_t n) { return std::vector<Shape>{{stored, 2 * n}}; };
   const auto run = [=](const Call& c) {
     c.table.store_block({.sums = static_cast<const int32_t*>(c.in[0]),

@@ -2,6 +2,8 @@
 // and on denormals, huge values, ties, NaN and infinities, with each buffer against a guard page.
 // A NaN equals any NaN: which of two operands' payload survives is the compiler's choice on x86.
 #include <algorithm>
+#include <bit>
+#include <cmath>
 #include <memory>
 #include <set>
 #include <string>
@@ -41,6 +43,12 @@ Bytes random_bytes(Random& random, Shape shape, Flavour flavour) {
   return bytes;
 }
 
+bool is_nan(Kind kind, const uint8_t* bytes, int64_t i) {
+  if (kind == Kind::kBF16) return (element<uint16_t>(bytes, i) & 0x7fff) > 0x7f80;
+  if (kind == Kind::kF16) return (element<uint16_t>(bytes, i) & 0x7fff) > 0x7c00;
+  return kind == Kind::kF32 && std::isnan(element<float>(bytes, i));
+}
+
 // Index of the first element in which the two differ, or -1.
 int64_t first_difference(Shape shape, const uint8_t* a, const uint8_t* b) {
   if (bytes_of(shape) == 0 || shape.kind == Kind::kScratch ||
@@ -50,9 +58,7 @@ int64_t first_difference(Shape shape, const uint8_t* a, const uint8_t* b) {
   for (int64_t i = 0; i < shape.count; ++i) {
     const int64_t size = size_of(shape.kind);
     if (std::memcmp(a + i * size, b + i * size, static_cast<std::size_t>(size)) == 0) continue;
-    if (shape.kind != Kind::kF32) return i;
-    const float x = element<float>(a, i), y = element<float>(b, i);
-    if (x == x || y == y) return i;
+    if (!is_nan(shape.kind, a, i) || !is_nan(shape.kind, b, i)) return i;
   }
   return -1;
 }
@@ -60,7 +66,7 @@ int64_t first_difference(Shape shape, const uint8_t* a, const uint8_t* b) {
 std::string hex(Shape shape, const uint8_t* bytes, int64_t i) {
   char text[32];
   const uint32_t bits = shape.kind == Kind::kI8    ? element<uint8_t>(bytes, i)
-                        : shape.kind == Kind::kU16 ? element<uint16_t>(bytes, i)
+                        : size_of(shape.kind) == 2 ? element<uint16_t>(bytes, i)
                                                    : element<uint32_t>(bytes, i);
   std::snprintf(text, sizeof text, "0x%x", bits);
   return text;

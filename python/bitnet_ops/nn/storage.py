@@ -35,8 +35,8 @@ def check_weight_format(weight_format: str) -> None:
 class HeadFormat:
     """A format of output heads and tied embeddings.
 
-    dtype: torch's name of what a dense head is cast to; None: as the tensor is.
-    quantized: whether `ops.quantize_head` makes it.
+    `dtype`: torch's name of what a dense head is cast to; None: as the tensor is.
+    `quantized`: whether `ops.quantize_head` makes it.
     """
 
     name: str
