@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from bitnet_ops import _runtime, ops
+from bitnet_ops import ops
 from bitnet_ops.cli import main
 from bitnet_ops.dummy import model as dummy
 from bitnet_ops.formats.sglbitnt import MODEL_FILE, SglbitntError, Writer
@@ -36,7 +36,6 @@ from bitnet_ops.nn.storage import (
     CPU_SPECIFIC,
     FORMATS,
     HEAD_FORMATS,
-    USUAL_FORMAT,
     WEIGHT_FORMATS,
 )  # fmt: skip
 from hf_writer import config_dict, make_network
@@ -132,7 +131,7 @@ def test_decode_steps_are_the_same_in_every_format() -> None:
 def test_load_says_which_format_it_chose(capsys: pytest.CaptureFixture[str]) -> None:
     assert load().model.weight_format == "2bit"
     assert load(weight_format="canonical").model.weight_format == "canonical"
-    for given, used in (("auto", USUAL_FORMAT), *((name, name) for name in CPU_SPECIFIC)):
+    for given, used in (("auto", "2bit"), *((name, name) for name in CPU_SPECIFIC)):
         assert main(["generate", PROMPT, "-n", "8", "--json", "--weight-format", given]) == 0
         report = json.loads(capsys.readouterr().out)
         assert report["weight_format"] == used
@@ -140,7 +139,7 @@ def test_load_says_which_format_it_chose(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_unknown_formats_are_refused() -> None:
-    message = f"weight_format: expected one of {', '.join(WEIGHT_FORMATS)}, got '3bit'"
+    message = "weight_format: expected one of auto, canonical, 2bit, 1.6bit, got '3bit'"
     with pytest.raises(ValueError, match=message):
         load(weight_format="3bit")
     with pytest.raises(ValueError, match=message):
@@ -240,16 +239,19 @@ def test_packed_weights_check_private_shapes() -> None:
             PackedWeight(*parts, 33, 130, other)
     with pytest.raises(ValueError, match="PackedWeight: expected weight uint8"):
         PackedWeight(matrix(33, 130).weight, private.scale, 33, 130, "2bit")
-    with pytest.raises(ValueError, match=f"format among {', '.join(FORMATS)}, got 'auto'"):
+    with pytest.raises(ValueError, match="format among canonical, 2bit, 1.6bit, got 'auto'"):
         PackedWeight(*parts, 33, 130, "auto")
 
 
 @pytest.mark.parametrize("weight_format", CPU_SPECIFIC)
 def test_layouts_of_other_kernels_are_refused(weight_format: str) -> None:
     """What was packed before another ISA was forced: an error, never a wrong result."""
-    for other in {4, 8, 16} - {_runtime.tile_lanes()}:
-        shape = _runtime.packed_shape(weight_format, 64, 128, lanes=other)
-        weight = torch.zeros(shape, dtype=torch.uint8)
+    here = matrix(64, 128).repack(weight_format).weight
+    lanes = here.shape[2] // 4 if weight_format == "2bit" else here.shape[2]
+    for other in {4, 8, 16} - {lanes}:
+        rows = other * (4 if weight_format == "2bit" else 5)
+        tail = (4 * other,) if weight_format == "2bit" else (other, 4)
+        weight = torch.zeros((-(-64 // rows), 32, *tail), dtype=torch.uint8)
         packed = PackedWeight(weight, torch.ones(1), 64, 128, weight_format)  # valid in itself
         with pytest.raises(RuntimeError, match="linear: expected weight"):
             BitLinear.from_packed(packed)(torch.ones(1, 128))

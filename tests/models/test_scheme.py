@@ -20,7 +20,6 @@ from bitnet_ops.config.scheme import (
     quantized_scheme,
 )
 from bitnet_ops.integrations import CheckpointError, scale_rule
-from bitnet_ops.models import REGISTRY
 
 TABLE = {
     ("bitlinear", "offline"): (Storage.PACKED, ScaleRule.DIVIDE),
@@ -54,8 +53,7 @@ def test_a_quantization_config_means_one_thing(linear_class: str | None, mode: s
         scale_rule(block)
 
 
-def test_every_family_is_a_row_with_a_model() -> None:
-    assert BY_MODEL_TYPE.keys() == REGISTRY.keys()
+def test_every_family_is_one_row() -> None:
     assert {family.model_type for family in FAMILIES} == set(BY_MODEL_TYPE)
     names = [name for family in FAMILIES for name in family.gguf]
     assert len(names) == len(set(names)) >= 5

@@ -14,7 +14,7 @@ from bitnet_ops.nn import storage
 
 WEIGHT_FORMATS = storage.FORMATS
 USUAL = storage.USUAL_FORMAT  # what models are loaded in
-HEAD_FORMATS = tuple(n for n, row in storage.HEAD_FORMATS.items() if row.quantized or n == "bf16")
+HEAD_FORMATS = ("bf16", *(n for n, row in storage.HEAD_FORMATS.items() if row.quantized))
 KV_DTYPES = tuple(n for n in storage.KV_TYPES if n != "float32")
 MOST_FEATURES = 131072  # K up to which the float32 check of a product is exact
 
