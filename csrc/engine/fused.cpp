@@ -5,14 +5,14 @@
 #include "runtime/parallel.h"
 
 namespace bitnet::engine {
-namespace {
 
-// row -> rms_norm(row), in place, rounded as a stored tensor of `type` would be.
 void apply_norm(const KernelTable& table, const Norm& norm, DType type, int64_t n, float* row) {
   if (norm.weight == nullptr) return;
   table.rms_norm_row(row, norm.weight, n, norm.eps, type, row);
   table.round_row(type, row, n);
 }
+
+namespace {
 
 // x normalised and quantised.
 void quantize_normed(const KernelTable& table, const Rows& x, const Norm& norm,

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "engine/fused.h"
 #include "engine/kv_cache.h"
 #include "format/layout.h"
 
@@ -132,12 +133,6 @@ ClaimRule StepPlan::claim(int64_t stage) const {
   return Product(*model_.table, x, p.at, p.count).claim();
 }
 
-void StepPlan::norm_row(const float* norm_weight, int64_t n, float* row) const {
-  if (norm_weight == nullptr) return;
-  model_.table->rms_norm_row(row, norm_weight, n, model_.eps, model_.type, row);
-  model_.table->round_row(model_.type, row, n);
-}
-
 // What the stage at `at` multiplies by, for one token: norm (or activation and sub-norm), int8.
 void StepPlan::normalise(const Place& at, int64_t j, float* row, const StepInput& to) const {
   const StepModel& m = model_;
@@ -149,20 +144,23 @@ void StepPlan::normalise(const Place& at, int64_t j, float* row, const StepInput
     return prepare_head_token(table, m.head, row, j, to.head);
   }
   int64_t n = m.hidden;
+  const auto norm = [&](const float* weight) {
+    apply_norm(table, {weight, m.eps}, m.type, n, row);
+  };
   if (at.stage == kQkv || at.stage == kGateUp) {
     std::memcpy(row, buffers_.x + token * n, static_cast<size_t>(n) * sizeof(float));
     table.round_row(m.type, row, n);
-    norm_row(at.stage == kQkv ? at.layer->attention_norm : at.layer->mlp_norm, n, row);
+    norm(at.stage == kQkv ? at.layer->attention_norm : at.layer->mlp_norm);
   } else if (at.stage == kOut) {
     n = m.query();
     std::memcpy(row, buffers_.attended + token * n, static_cast<size_t>(n) * sizeof(float));
     table.round_row(m.type, row, n);
-    norm_row(at.layer->out_norm, n, row);
+    norm(at.layer->out_norm);
   } else {
     n = m.intermediate;
     m.activation(buffers_.gate + j * n, buffers_.up + j * n, n, row);
     table.round_row(m.type, row, n);
-    norm_row(at.layer->down_norm, n, row);
+    norm(at.layer->down_norm);
   }
   tokens_of(at, n, to).quantize(table, row, j);
 }

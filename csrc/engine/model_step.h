@@ -137,7 +137,6 @@ class StepPlan {
   // The memory of `from` as the tokens of the stage.
   QuantizedTokens tokens_of(const Place& at, int64_t k, const StepInput& from) const;
   void normalise(const Place& at, int64_t j, float* row, const StepInput& to) const;
-  void norm_row(const float* norm_weight, int64_t n, float* row) const;
   void rotate(const StepLayer& layer, int64_t unit, float* row) const;
   void attend(const StepLayer& layer, int64_t task, float* own) const;
   void logits(int64_t begin, int64_t end, const StepInput& from) const;
