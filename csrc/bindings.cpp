@@ -69,7 +69,7 @@ const char* amx_permission() {
     case bitnet::AmxPermission::kGranted:
       return "granted";
     default:
-      return "refused";
+      return "rejected";
   }
 }
 
@@ -144,7 +144,7 @@ PYBIND11_MODULE(_runtime, m) {
         "Features that the CPU has and the operating system enabled.");
   m.def("amx_permission", &amx_permission,
         "The process's permission to use AMX tiles: 'none' (no AMX here), 'not requested', "
-        "'granted' or 'refused'. Asked for when an ISA that needs it is chosen.");
+        "'granted' or 'rejected'. Asked for when an ISA that needs it is chosen.");
   m.def("kernel_table", &kernel_table, "One row per ISA: required and missing features, selected.");
   m.def(
       "tile_lanes", [] { return bitnet::kernels().tile_lanes; },

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Print what the model reader says to every malformed file of the tests' table.
 
-Usage: scripts/malformed_demo.py [substring of the case's name]. Exits 1 if a file is not refused
+Usage: scripts/malformed_demo.py [substring of the case's name]. Exits 1 if a file is not rejected
 with its code.
 """
 
@@ -30,15 +30,15 @@ def verdict(data: bytes, path: Path) -> SglbitntError | None:
 
 def main(wanted: str = "") -> int:
     table = MALFORMED | MALFORMED2
-    refused, cases = 0, {name: row for name, row in table.items() if wanted in name}
+    rejected, cases = 0, {name: row for name, row in table.items() if wanted in name}
     with tempfile.TemporaryDirectory() as folder:
         for name, (data, code) in cases.items():
             path = Path(folder) / "model.bin"
             error = verdict(data, path)
             print(f"{name}: {str(error).removeprefix(f'{folder}/') if error else 'ACCEPTED'}")
-            refused += error is not None and error.code == code
-    print(f"{refused} of {len(cases)} malformed files refused, each with the code of its rule")
-    return 0 if refused == len(cases) else 1
+            rejected += error is not None and error.code == code
+    print(f"{rejected} of {len(cases)} malformed files rejected, each with the code of its rule")
+    return 0 if rejected == len(cases) else 1
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-// Fields of the format and their checks; see fields.h. Every refusal
+// Fields of the format and their checks; see fields.h. Every rejection
 // says where, what was expected and what was found. Must not know: in
 // which order a version has its fields, torch, Python.
 #include "format/fields.h"

@@ -48,7 +48,7 @@ MappedFile::MappedFile(const std::string& path) {
     fail_io(path.substr(0, path.find('\0')), "a path without zero bytes, got one",
             "; check the path");
   }
-  // O_NONBLOCK: a named pipe must be refused, not waited for.
+  // O_NONBLOCK: a named pipe must be rejected, not waited for.
   Descriptor file{::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK)};
   if (file.fd < 0) {
     fail_io(path, std::string("a readable file, got error ") + std::strerror(errno),
@@ -59,7 +59,7 @@ MappedFile::MappedFile(const std::string& path) {
     fail_io(path, "a regular file, got a directory, pipe or device", "; name the .bin file itself");
   }
   size_bytes_ = static_cast<std::uint64_t>(info.st_size);
-  if (size_bytes_ == 0) return;  // mmap refuses length 0; the parser reports it as truncated
+  if (size_bytes_ == 0) return;  // mmap rejects length 0; the parser reports it as truncated
   void* map =
       ::mmap(nullptr, size_bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE, file.fd, 0);
   if (map == MAP_FAILED) {

@@ -45,7 +45,7 @@ const KernelTable* choose(const std::string& name, const char* origin) {
 
 bool runs_here(const KernelTable& table) {
   if ((table.required & cpu_features()) != table.required) return false;
-  return !needs_amx(table) || amx_permission() != AmxPermission::kRefused;
+  return !needs_amx(table) || amx_permission() != AmxPermission::kRejected;
 }
 
 bool make_ready(const KernelTable& table) { return !needs_amx(table) || request_amx_permission(); }

@@ -19,10 +19,10 @@ const KernelTable& kernels();
 // run.
 void force_isa(const std::string& name);
 
-// Whether this CPU can execute the table, and the system has not refused what it needs.
+// Whether this CPU can execute the table, and the system has not rejected what it needs.
 bool runs_here(const KernelTable& table);
 // Asks the system for what the table needs, which is done for the table that is chosen, and has to
-// be done for any other before one of its kernels is called.  False if refused.
+// be done for any other before one of its kernels is called.  False if rejected.
 bool make_ready(const KernelTable& table);
 
 // Best first.  all_tables: compiled into this build; available_tables: those that run here.

@@ -137,7 +137,7 @@ uint64_t cpu_features() {
 
 namespace {
 
-std::atomic<bool> g_amx_refused{false};
+std::atomic<bool> g_amx_rejected{false};
 
 // A pretended unit needs nobody's permission, but is asked for all the same.
 constexpr bool kPretendedTiles = (uint64_t{BITNET_PRETENDED_FEATURES} & kAmxTile) != 0;
@@ -157,11 +157,11 @@ bool ask_for_amx() {
 AmxPermission amx_permission() {
   if ((cpu_features() & kAmxTile) == 0) return AmxPermission::kNone;
   if (amx_granted()) return AmxPermission::kGranted;
-  return g_amx_refused ? AmxPermission::kRefused : AmxPermission::kNotRequested;
+  return g_amx_rejected ? AmxPermission::kRejected : AmxPermission::kNotRequested;
 }
 
 bool request_amx_permission() {
-  if (amx_permission() == AmxPermission::kNotRequested && !ask_for_amx()) g_amx_refused = true;
+  if (amx_permission() == AmxPermission::kNotRequested && !ask_for_amx()) g_amx_rejected = true;
   return amx_permission() == AmxPermission::kGranted;
 }
 

@@ -42,7 +42,7 @@ uint64_t cpu_features();
 // Linux gives the 8 KiB of tile state only to processes that ask; without the grant the first tile
 // instruction is a SIGILL although CPUID announces AMX.  The grant is for the whole process and
 // makes every later signal frame and context larger, so nobody asks who does not use tiles.
-enum class AmxPermission { kNone, kNotRequested, kGranted, kRefused };
+enum class AmxPermission { kNone, kNotRequested, kGranted, kRejected };
 
 // kNone: no AMX here. Granted is also what another library of the process has asked for.
 AmxPermission amx_permission();

@@ -30,7 +30,7 @@ void let_go_of_pool() {
 
 void require_ok(AOTITorchError code, const char* what) {
   if (code != AOTI_TORCH_SUCCESS) {
-    throw std::runtime_error(std::string("bitnet: torch refused to ") + what);
+    throw std::runtime_error(std::string("bitnet: torch failed to ") + what);
   }
 }
 

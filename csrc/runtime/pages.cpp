@@ -1,5 +1,5 @@
 // madvise for huge pages; see pages.h. A system that has
-// none, or refuses, costs time and nothing else. Must not
+// none, or rejects, costs time and nothing else. Must not
 // know tensors or what the memory is for.
 #include "runtime/pages.h"
 
@@ -18,8 +18,8 @@ int64_t advise_huge_pages(const void* data, int64_t n_bytes) {
   const uint64_t begin = (address + page - 1) / page * page;
   const uint64_t end = (address + static_cast<uint64_t>(n_bytes)) / page * page;
   if (begin >= end) return 0;
-  const int refused = madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
-  return refused ? 0 : static_cast<int64_t>(end - begin);
+  const int rejected = madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+  return rejected ? 0 : static_cast<int64_t>(end - begin);
 #else
   (void)data;
   (void)n_bytes;

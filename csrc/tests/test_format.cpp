@@ -236,7 +236,7 @@ std::uint64_t test_truncation(const std::vector<Seed>& seeds, std::array<std::ui
     Guarded guarded(seed.bytes.size());
     for (std::size_t size = 0; size < seed.bytes.size(); ++size, ++runs) {
       const Bytes cut = guarded.put(Bytes(seed.bytes).first(size));
-      require(!run(cut, 1, seen), "a file cut at any byte is refused");
+      require(!run(cut, 1, seen), "a file cut at any byte is rejected");
     }
   }
   return runs;
@@ -399,13 +399,13 @@ void test_cut(const format::SglbitntFile& file) {
       [&] { (void)file.count_codes(0); },
   };
   for (const auto& use : uses) {
-    bool refused = false;
+    bool rejected = false;
     try {
       use();
     } catch (const format::FormatError& error) {
-      refused = error.code() == format::ErrorCode::kTruncated;
+      rejected = error.code() == format::ErrorCode::kTruncated;
     }
-    require(refused, "a file that was cut is truncated");
+    require(rejected, "a file that was cut is truncated");
   }
 }
 

@@ -256,7 +256,7 @@ std::uint64_t test_truncation(const std::vector<Seed>& seeds, Seen& seen) {
   for (const Seed& seed : seeds) {
     Guard guard(seed.bytes.size());
     for (std::size_t size = 0; size < seed.bytes.size(); ++size, ++runs)
-      require(!accepted(guard.put(Bytes(seed.bytes).first(size)), seen), "a cut file is refused");
+      require(!accepted(guard.put(Bytes(seed.bytes).first(size)), seen), "a cut file is rejected");
   }
   return runs;
 }

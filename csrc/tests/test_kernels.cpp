@@ -1,5 +1,5 @@
 // The kernel tables as a set, and their choice: no empty row, feature sets that hold, every
-// available ISA selectable, every other one refused with the list, and the environment variable
+// available ISA selectable, every other one rejected with the list, and the environment variable
 // read once.  What the kernels compute is for the other test_kernels_*.cpp.
 #include <sys/wait.h>
 #include <unistd.h>
@@ -77,7 +77,8 @@ std::string error_of(Action action) {
   return "";
 }
 
-void check_refusal(const std::string& message, const std::string& origin, const std::string& name) {
+void check_rejection(const std::string& message, const std::string& origin,
+                     const std::string& name) {
   CHECK(message.starts_with(origin + ": expected one of"), "message: %s", message.c_str());
   CHECK(message.find("got '" + name + "'") != std::string::npos, "message: %s", message.c_str());
   for (const KernelTable* table : available_tables()) {
@@ -97,12 +98,12 @@ void any_available_isa_can_be_forced() {
       continue;
     }
     const KernelTable* before = &kernels();
-    check_refusal(error_of([&] { force_isa(table->name); }), "force_isa", table->name);
-    CHECK(&kernels() == before, "a refused choice changed the table");
+    check_rejection(error_of([&] { force_isa(table->name); }), "force_isa", table->name);
+    CHECK(&kernels() == before, "a rejected choice changed the table");
   }
   for (const std::string name : {"nonsense", "AVX2", " scalar", "scalar,avx2"}) {
     begin_case("force_isa '%s'", name.c_str());
-    check_refusal(error_of([&] { force_isa(name); }), "force_isa", name);
+    check_rejection(error_of([&] { force_isa(name); }), "force_isa", name);
   }
   force_isa("");
   CHECK(&kernels() == available.front(), "automatic choice is %s", kernels().name);
@@ -119,7 +120,7 @@ void environment_is_read_at_first_use() {
       setenv("BITNET_OPS_ISA", value.c_str(), 1);
       const std::string message = error_of([] { kernels(); });
       if (value == "nonsense") {
-        check_refusal(message, "BITNET_OPS_ISA", value);
+        check_rejection(message, "BITNET_OPS_ISA", value);
       } else {
         const char* want = value.empty() ? available_tables().front()->name : value.c_str();
         CHECK(message.empty() && kernels().name == std::string(want), "%s", message.c_str());

@@ -75,7 +75,7 @@ def load(
             (in bitnet_ops in the user's cache directory, or where BITNET_OPS_CACHE says), a
             directory, False, or None: if BITNET_OPS_CACHE is set. Files there are safe to delete.
         convert: convert what is no converted model, once: the result is kept in the cache directory
-            (for cache=None too, as for True). False refuses it.
+            (for cache=None too, as for True). False rejects it.
         lora: a PEFT directory whose LoRA adapter runs beside the ternary projections; None is none.
             Its projections, and with them single tokens, run part by part instead of fused.
     Returns the LanguageModel.

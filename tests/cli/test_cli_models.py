@@ -71,7 +71,7 @@ def test_the_dummys_tokenizer_has_the_models_vocabulary(name: str, tmp_path: Pat
         assert tokenizer.decode(ids) == text
 
 
-def test_a_vocabulary_without_room_for_the_bytes_is_refused() -> None:
+def test_a_vocabulary_without_room_for_the_bytes_is_rejected() -> None:
     with pytest.raises(ValueError, match="vocab_size of at least 258, got 257"):
         dummy_tokenizer.build({"vocab_size": 257, "bos_token_id": 1, "eos_token_id": 2})
 
@@ -119,7 +119,7 @@ def test_bench_model_measures_ones_own(own: str, tiny: Path, tmp_path: Path) -> 
         (["--dummy", "tiny"], 2, "expected MODEL or --dummy"),
     ],
 )
-def test_bench_model_refuses_what_the_model_cannot(
+def test_bench_model_rejects_what_the_model_cannot(
     words: list[str], status: int, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["bench", "model", str(DEMO_DIR), *words]) == status

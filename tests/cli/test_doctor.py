@@ -153,7 +153,7 @@ def test_healthy_machine_has_no_problems(healthy: dict[str, Any]) -> None:
         ("memory.available", GIB, "1.0 GiB of memory"),
         ("memory.limit", GIB // 2, "0.5 GiB of memory"),
         ("pages.transparent_huge_pages", "never", "transparent huge pages are off"),
-        ("amx.permission", "refused", "the operating system refuses its tile state"),
+        ("amx.permission", "rejected", "the operating system rejects its tile state"),
         ("isa.selected", "scalar", "scalar is in use although avx2 is available"),
         ("isa.error", "BITNET_OPS_ISA: expected ...", "BITNET_OPS_ISA: expected"),
         ("isa.table", [{"isa": "scalar", "available": True}], "plain C++, slowly"),

@@ -33,7 +33,7 @@ KINDS: dict[str, tuple[list[str], tuple[str, ...], str | None, bool, str]] = {
     "avx-vnni": (X86, (*AVX2, "avx_vnni"), None, False, "avx_vnni"),
     "avx512-vnni": (X86, (*AVX512, *MORE), None, False, "avx512_vnni"),
     "amx": (X86, (*AVX512, "avx_vnni", *MORE, *AMX), None, True, "amx_int8"),
-    "amx-refused": (X86, (*AVX512, "avx_vnni", *MORE), None, True, "avx512_vnni"),
+    "amx-rejected": (X86, (*AVX512, "avx_vnni", *MORE), None, True, "avx512_vnni"),
     "amx-not-asked": (X86, (*AVX512, "avx_vnni", *MORE), "avx2", True, "avx2"),
     "amx-unused": (X86, (*AVX512, "avx_vnni", *MORE, *AMX), "avx2", True, "avx2"),
     "amx-bf16-only": (X86, (*AVX512, "amx_tile", "amx_bf16"), None, True, "avx512_vnni"),
@@ -43,7 +43,7 @@ KINDS: dict[str, tuple[list[str], tuple[str, ...], str | None, bool, str]] = {
 }  # fmt: skip
 AMX_LINE = {
     "amx": "permission granted; in use: amx_int8",
-    "amx-refused": "on this CPU; permission refused",
+    "amx-rejected": "on this CPU; permission rejected",
     "amx-not-asked": "on this CPU; permission not asked for",
     "amx-unused": "permission granted; not in use: avx2 is chosen",
     "amx-bf16-only": "permission granted; no kernels for what this CPU has of it",
@@ -103,7 +103,7 @@ def test_problems_are_those_of_the_kind(
     expected = {
         "baseline": {"no SIMD kernels for this CPU: everything runs in plain C++, slowly"},
         "arm-old": {"no SIMD kernels for this CPU: everything runs in plain C++, slowly"},
-        "amx-refused": {"the CPU has AMX, the operating system refuses its tile state"},
+        "amx-rejected": {"the CPU has AMX, the operating system rejects its tile state"},
         "amx-not-asked": {"avx2 is in use although avx512_vnni is available"},
         "amx-unused": {"avx2 is in use although amx_int8 is available"},
     }

@@ -36,7 +36,7 @@ def test_codes_are_random_and_valid() -> None:
     zeros, total, seen = 0, 0, set()
     for tensor in tensors.values():
         if isinstance(tensor, PackedWeight):
-            codes = tensor.codes()  # refuses a code 3 and a wrong padding code
+            codes = tensor.codes()  # rejects a code 3 and a wrong padding code
             zeros += int((codes == 0).sum())
             total += codes.numel()
             seen |= {bytes(row) for row in tensor.weight.numpy()}
@@ -72,6 +72,6 @@ def test_the_file_is_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert loaded[0].token_ids == built[0].token_ids
 
 
-def test_unknown_names_are_refused() -> None:
+def test_unknown_names_are_rejected() -> None:
     with pytest.raises(ValueError, match="expected a name among 2b-4t, 0.7b, tiny, got '7b'"):
         dummy.decoder("7b")

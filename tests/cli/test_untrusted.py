@@ -234,13 +234,13 @@ def test_a_file_cannot_cut_or_fill_prompts(tmp_path: Path) -> None:
         ({"bitnet_ops": {"linear_norm_eps": 1e308}}, "linear_norm_eps"),
     ],
 )
-def test_numbers_that_no_model_has_are_refused(change: dict[str, Any], field: str) -> None:
+def test_numbers_that_no_model_has_are_rejected(change: dict[str, Any], field: str) -> None:
     ModelConfig.from_hf(CONFIG)
     with pytest.raises(UnsupportedModelError, match=f"config: expected {field} "):
         ModelConfig.from_hf({**CONFIG, **change})
 
 
-def test_they_are_refused_at_convert(source: Path, tmp_path: Path) -> None:
+def test_they_are_rejected_at_convert(source: Path, tmp_path: Path) -> None:
     config = json.loads((source / "config.json").read_text())
     for change in ({"rms_norm_eps": 1e308}, {"rope_scaling": {"factor": 8.0}}):
         (source / "config.json").write_text(json.dumps({**config, **change}))

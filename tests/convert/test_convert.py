@@ -1,8 +1,8 @@
 """The converter on checkpoints of an independent writer: every family, bit for bit, nothing half.
 
 Expected bytes come from hf_writer (which shares no code with the package) and from golden vectors;
-the canonical packing is unpacked here by the layout's definition. Refusals are in
-test_convert_refusals.py, full logits against transformers in test_oracle_hf.py.
+the canonical packing is unpacked here by the layout's definition. Rejections are in
+test_convert_rejections.py, full logits against transformers in test_oracle_hf.py.
 """
 
 import dataclasses
@@ -376,7 +376,7 @@ def test_verify_catches_a_wrong_config(key, value, tmp_path):
     assert any("a logit off by" in failure for failure in result.failures), result.to_dict()
 
 
-def test_oracle_refuses_what_it_would_not_ternarise(tmp_path):
+def test_oracle_rejects_what_it_would_not_ternarise(tmp_path):
     family = FAMILIES["llama-online"]
     source = write(tmp_path, family)
     opened = HfSource(Checkpoint(source))

@@ -109,7 +109,7 @@ sys.exit(main(["convert", *sys.argv[2:]]))
 @pytest.mark.parametrize("limit", [0, 4000, 60_000])
 @pytest.mark.parametrize("version", ["v1", "v2"])
 def test_a_full_disk_leaves_nothing_and_says_so(tmp_path, limit, version):
-    """The kernel refuses to let a file grow, as a full disk would: in the header, in a tensor."""
+    """The operating system lets no file grow, like a full disk: in the header, in a tensor."""
     source = write(tmp_path, FAMILIES["bitnet-offline"])
     arguments = [str(limit), str(source), str(tmp_path / "out"), "--format", version]
     command = [sys.executable, "-c", _FULL, *arguments]
@@ -237,7 +237,7 @@ def test_command_prints_json(tmp_path, capsys):
     assert printed == json.loads((tmp_path / "out" / "report.json").read_text())
 
 
-def test_command_prints_one_line_on_refusal(tmp_path, capsys):
+def test_command_prints_one_line_on_rejection(tmp_path, capsys):
     assert run_command(tmp_path / "nothing", tmp_path / "out") == 1
     output = capsys.readouterr()
     assert output.out == "" and output.err.count("\n") == 1

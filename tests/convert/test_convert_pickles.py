@@ -1,6 +1,6 @@
-"""Pickled weights: read on request, as tensors alone; everything else in a pickle is refused.
+"""Pickled weights: read on request, as tensors alone; everything else in a pickle is rejected.
 
-test_convert_refusals.py has what is refused without --allow-pickle.
+test_convert_rejections.py has what is rejected without --allow-pickle.
 """
 
 import json
@@ -8,7 +8,7 @@ import pickle
 
 import pytest
 import torch
-from test_convert_refusals import check_refused
+from test_convert_rejections import check_rejected
 
 import hf_writer
 from bitnet_ops.convert import ConvertError, convert
@@ -66,7 +66,7 @@ class Malicious:
         return open, ("pwned", "w")
 
 
-REFUSED = {
+REJECTED = {
     "code": (lambda t: {**t, "x": Malicious()}, "pickle-unsafe", "tensors alone"),
     "a list": (lambda t: list(t.values()), "pickle-content", "a dict of tensors.*list"),
     "nothing": (lambda t: {}, "pickle-content", "a dict of tensors"),
@@ -77,21 +77,21 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_refused_pickles(name, tensors, tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", REJECTED)
+def test_rejected_pickles(name, tensors, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    spoil, code, words = REFUSED[name]
+    spoil, code, words = REJECTED[name]
     torch.save(spoil(tensors), tmp_path / "source" / "pytorch_model.bin")
-    check_refused(tmp_path, code, words, allow_pickle=True)
+    check_rejected(tmp_path, code, words, allow_pickle=True)
     assert not (tmp_path / "pwned").exists()
 
 
 @pytest.mark.parametrize("content", [b"", b"PK\x03\x04 no archive", pickle.dumps({"a": 1})])
 def test_damaged_pickles(content, tensors, tmp_path):
     (tmp_path / "source" / "pytorch_model.bin").write_bytes(content)
-    check_refused(tmp_path, "pickle-unsafe", "pytorch_model.bin", allow_pickle=True)
+    check_rejected(tmp_path, "pickle-unsafe", "pytorch_model.bin", allow_pickle=True)
 
 
 def test_another_name(tensors, tmp_path):
     torch.save(tensors, tmp_path / "source" / "consolidated.00.pth")
-    check_refused(tmp_path, "pickle", "rename the file", allow_pickle=True)
+    check_rejected(tmp_path, "pickle", "rename the file", allow_pickle=True)

@@ -239,7 +239,7 @@ def test_embed_reads_texts(embedding, capsys, monkeypatch):
     assert float(table_row[0]) == 1 and abs(float(table_row[1]) - expected[0] @ expected[1]) < 1e-5
 
 
-def test_what_embed_and_embedding_models_refuse(embedding, capsys, tmp_path):
+def test_what_embed_and_embedding_models_reject(embedding, capsys, tmp_path):
     folder, lm = embedding
     with pytest.raises(ValueError, match="at least one token"):
         lm.embed([[]])

@@ -1,4 +1,4 @@
-"""Files of other writers of SGLBITNT: read as they are, refused where they contradict themselves.
+"""Files of other writers of SGLBITNT: read as they are, rejected where they contradict themselves.
 
 `convert` writes them anew in version 2, bit for bit. The other writer is foreign_bin.py; what the
 numbers should be comes from the checkpoint of the same network, converted.
@@ -291,7 +291,7 @@ def test_scales_of_rows_and_groups_are_kept(tmp_path: Path) -> None:
     assert caught.value.code == "bin-scale_kind" and not (tmp_path / "v1").exists()
 
 
-def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rejections(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = write(tmp_path / "theirs", "llama-bitlinear")
     file, out = folder / "model.bin", tmp_path / "out"
     for option in (["--verify"], ["--assume-online"], ["--lora", "x"], ["--i2s-layout", "b"]):

@@ -277,7 +277,7 @@ def test_tokenizers_that_gguf_cannot_express(
     export_gguf(tmp_path / "m", tmp_path / "x.gguf", tokenizer=False)
 
 
-# --- refusals -------------------------------------------------------------------------------------
+# --- rejections -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -300,7 +300,7 @@ def test_the_verify_command_takes_the_file(
     assert main(["verify", str(tmp_path / "out"), str(tmp_path / "cut.gguf")]) == 1
 
 
-def test_verify_refuses_and_keeps_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verify_rejects_and_keeps_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from bitnet_ops.convert.gguf import tensors as gguf_tensors
 
     monkeypatch.setattr(gguf_tensors, "head_rows", lambda rows, head_dim: np.arange(rows))

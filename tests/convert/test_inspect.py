@@ -1,4 +1,4 @@
-"""`bitnet-ops inspect`: its figures against a file counted by hand, and its refusals.
+"""`bitnet-ops inspect`: its figures against a file counted by hand, and its rejections.
 
 The file is written by sglbitnt_bytes.py; no figure is taken from the package.
 """
@@ -204,7 +204,7 @@ def test_an_empty_file_of_no_tensors(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.parametrize("name", ["zeros", "code_3_first_byte", "f32_nan_first", "config_not_json"])
-def test_refusals_are_one_line(
+def test_rejections_are_one_line(
     tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data, code = MALFORMED[name]

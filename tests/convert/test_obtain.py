@@ -151,7 +151,7 @@ def test_the_cache_of_the_user_is_the_place_if_none_is_named(
     assert len(made(tmp_path / "env")) == 1 and len(os.listdir(tmp_path / "env")) == 2
 
 
-def test_a_refusal_of_the_converter_is_the_users(folder: Path, cache: Path) -> None:
+def test_a_rejection_of_the_converter_is_the_users(folder: Path, cache: Path) -> None:
     (folder / "config.json").write_text("{")
     with pytest.raises(ConvertError, match="config-json"):
         load(folder, cache=cache)
@@ -294,7 +294,7 @@ def test_a_spoilt_conversion_is_made_again(name: str, folder: Path, cache: Path)
     assert tokens(load_without_warning(folder, cache=cache)) == expected
 
 
-def test_a_cache_that_others_may_write_to_is_refused(folder: Path, cache: Path) -> None:
+def test_a_cache_that_others_may_write_to_is_rejected(folder: Path, cache: Path) -> None:
     cache.mkdir()
     cache.chmod(0o777)
     with pytest.raises(LoadError, match="others may use .*; name a directory of your own"):
@@ -419,7 +419,7 @@ def test_a_hub_that_cannot_be_reached(folder: Path, cache: Path, install: Instal
 
 
 def test_the_real_library_offline(cache: Path) -> None:
-    """conftest.py sets HF_HUB_OFFLINE; the library itself refuses."""
+    """conftest.py sets HF_HUB_OFFLINE; the library itself rejects."""
     pytest.importorskip("huggingface_hub", reason="an optional extra, which transformers brings")
     with pytest.raises(HubError, match="HF_HUB_OFFLINE is set, got no copy of it"):
         load("no-such-organisation/no-such-model", cache=cache)

@@ -250,7 +250,7 @@ def test_verify_finds_a_changed_scale(proved, tmp_path, capsys):
     assert "the scale of model.layers.0.self_attn.v_proj" in capsys.readouterr().err
 
 
-def test_verify_refuses_another_checkpoint(proved, tmp_path):
+def test_verify_rejects_another_checkpoint(proved, tmp_path):
     _, out, _, _ = proved
     family = dataclasses.replace(FAMILY, theta=10000.0)
     other = hf_writer.write_checkpoint(tmp_path / "other", family)

@@ -121,7 +121,7 @@ def test_masters_of_the_demo_model_pass_without_quantization_config(tmp_path):
 
 
 @pytest.mark.parametrize("form", ["bin", "packed"])
-def test_random_masters_are_refused_and_can_be_forced(form, tmp_path):
+def test_random_masters_are_rejected_and_can_be_forced(form, tmp_path):
     source = random_masters(tmp_path)
     with pytest.raises(ConvertError) as caught:
         quantize(source, tmp_path / "out", form=form)
@@ -227,7 +227,7 @@ def test_packed_folder_holds_the_writers_bytes(name, tmp_path):
         assert [a.tensors[n].scale for n in a.tensors] == [b.tensors[n].scale for n in a.tensors]
 
 
-def test_streamed_safetensors_refuse_what_was_not_announced(tmp_path):
+def test_streamed_safetensors_reject_what_was_not_announced(tmp_path):
     forms = {"a": (torch.float32, (2,)), "b": (torch.uint8, (3, 2))}
     a, b = torch.ones(2), torch.ones(3, 2, dtype=torch.uint8)
     file = tmp_path / "x.safetensors"

@@ -114,11 +114,11 @@ def test_rename_new_and_exchange(what: str, how: str, tmp_path: Path) -> None:
 
 
 def test_a_file_system_without_hard_links(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def refuse(*args: object, **options: object) -> None:
+    def reject(*args: object, **options: object) -> None:
         raise PermissionError(1, "Operation not permitted")
 
     monkeypatch.setattr(renames, "_system_call", lambda how: None)
-    monkeypatch.setattr(renames.os, "link", refuse)
+    monkeypatch.setattr(renames.os, "link", reject)
     (tmp_path / "a").write_text("new")
     (tmp_path / "b").write_text("old")
     with pytest.raises(FileExistsError):
@@ -239,10 +239,10 @@ def test_a_living_writer_is_not_swept_away(tmp_path: Path) -> None:
 def test_where_there_are_no_locks_nothing_is_swept(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def refuse(*args: object) -> None:
+    def reject(*args: object) -> None:
         raise OSError(37, "No locks available")
 
-    monkeypatch.setattr(fcntl, "flock", refuse)
+    monkeypatch.setattr(fcntl, "flock", reject)
     with destination.beside(tmp_path / "out") as place:
         with destination.new_folder(tmp_path / "out") as folder:
             (folder / "x").write_text("whole")

@@ -165,7 +165,7 @@ def _data(type_name: str) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("type_name", "at"), [("I2_S", 77), ("TQ2_0", 70), ("Q2_0", 40)])
-def test_code_3_is_refused(type_name: str, at: int) -> None:
+def test_code_3_is_rejected(type_name: str, at: int) -> None:
     data = _data(type_name)
     data[at] |= 0x0C
     with pytest.raises(LayoutError, match="got code 3") as caught:
@@ -178,7 +178,7 @@ def test_code_3_is_refused(type_name: str, at: int) -> None:
     [("I2_S", 128, "<f4"), ("TQ1_0", 52, "<f2"), ("TQ2_0", 64, "<f2"), ("Q2_0", 0, "<f2")],
 )
 @pytest.mark.parametrize("scale", [float("nan"), float("inf"), -1.0])
-def test_bad_scales_are_refused(type_name: str, at: int, kind: str, scale: float) -> None:
+def test_bad_scales_are_rejected(type_name: str, at: int, kind: str, scale: float) -> None:
     data = _data(type_name)
     data[at : at + int(kind[2])] = np.array([scale], dtype=kind).view(np.uint8)
     with pytest.raises(LayoutError, match="finite scale") as caught:

@@ -170,13 +170,13 @@ def test_writer_leaves_no_half_file(tmp_path: Path) -> None:
         ("order", lambda p: Writer(p, {}, {"n": ("F32", (6,))}).add("n", NORM)),
     ],
 )
-def test_writer_refusals(tmp_path: Path, code: str, act: Callable[[Path], None]) -> None:
+def test_writer_rejections(tmp_path: Path, code: str, act: Callable[[Path], None]) -> None:
     with pytest.raises(GgufError, match="expected") as caught:
         act(tmp_path / "x")
     assert caught.value.code == code
 
 
-def test_writer_refuses_other_sizes_and_order(tmp_path: Path) -> None:
+def test_writer_rejects_other_sizes_and_order(tmp_path: Path) -> None:
     tensors = {"n": ("F32", (6,)), "m": ("F32", (6,))}
     for name, data, code in (("n", NORM[:5], "size"), ("m", NORM, "order")):
         with pytest.raises(GgufError) as caught, Writer(tmp_path / "x", {}, tensors) as writer:
@@ -338,7 +338,7 @@ def outcome(path: Path) -> str:
         return error.code
 
 
-def test_every_cut_is_refused(tmp_path: Path) -> None:
+def test_every_cut_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "x"
     # what is cut off the end of the last tensor's padding is no loss
     needed = len(WHOLE) - (-TENSORS[-1][1][0] * TENSORS[-1][1][1] * 2) % 32

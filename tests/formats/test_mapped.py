@@ -85,10 +85,10 @@ def test_one_sample_may_be_small(
 
 
 def test_a_system_that_says_no(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(address: int) -> int:
+    def rejected(address: int) -> int:
         raise PermissionError("/proc")
 
-    monkeypatch.setattr(mapped, "huge_bytes", refused)
+    monkeypatch.setattr(mapped, "huge_bytes", rejected)
     assert mapping(file) is None
     monkeypatch.delattr(mmap, "MADV_HUGEPAGE", raising=False)
     assert mapping(file) is None

@@ -48,7 +48,7 @@ def assert_linear(act: Callable[[int], Callable[[], Any]], small: int) -> None:
     assert seconds(many) < LIMIT * max(seconds(few), 0.002)
 
 
-def refused(code: str, act: Callable[[], Any]) -> Callable[[], None]:
+def rejected(code: str, act: Callable[[], Any]) -> Callable[[], None]:
     def run() -> None:
         with pytest.raises(ValueError) as caught:
             act()
@@ -101,7 +101,7 @@ def test_a_name_twice_among_many(tmp_path: Path) -> None:
         names = [f"w{min(i, count - 2)}" for i in range(count)]
         path = tmp_path / str(count)
         path.write_bytes(small_tensors(names, (8,), 0, 32))
-        return refused("tensor_name", lambda: Reader(path))
+        return rejected("tensor_name", lambda: Reader(path))
 
     assert_linear(act, 4000)
 
@@ -197,14 +197,14 @@ def test_limits_of_strings(
     monkeypatch.setattr(_gguf_header, limit, count)
     array = ["a"] * 5 if code == "array_length" else ["abc", "abcde"]
     (tmp_path / "x").write_bytes(gguf_file([key("k", "[str]", array)], [NORM]))
-    refused(code, lambda: Reader(tmp_path / "x"))()
+    rejected(code, lambda: Reader(tmp_path / "x"))()
 
 
 def test_unknown_keys_are_not_all_named(tmp_path: Path) -> None:
     from bitnet_ops.convert.gguf.config import _SHOWN_KEYS, _Keys
 
     metadata = {f"llama.odd{i}": i for i in range(1000)}
-    remarks = _Keys(metadata, "llama").refuse_other_maths()
+    remarks = _Keys(metadata, "llama").reject_other_maths()
     assert len(remarks) == _SHOWN_KEYS + 1
     assert remarks[-1].startswith(f"{1000 - _SHOWN_KEYS} more metadata keys")
 
@@ -246,7 +246,7 @@ def test_a_config_of_many_keys_with_one_twice(tmp_path: Path) -> None:
         pairs = ",".join(f'"k{min(i, count - 2)}":1' for i in range(count))
         path = tmp_path / str(count)
         path.write_bytes(sglbitnt_bytes.file(config=f"{{{pairs}}}".encode()))
-        return refused("config_json", lambda: sglbitnt.Reader(path))
+        return rejected("config_json", lambda: sglbitnt.Reader(path))
 
     assert_linear(act, 20_000)
 
@@ -309,7 +309,7 @@ def test_a_checkpoint_of_too_many_tensors(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(source, "_MAX_TENSORS", 99)
     write_source(tmp_path / "x", 100)
-    refused("tensor-count", lambda: Checkpoint(tmp_path / "x"))()
+    rejected("tensor-count", lambda: Checkpoint(tmp_path / "x"))()
     monkeypatch.setattr(source, "_MAX_TENSORS", 100)
     assert len(Checkpoint(tmp_path / "x").tensors) == 100
 
@@ -319,7 +319,7 @@ def test_a_checkpoint_that_changes_while_it_is_read(tmp_path: Path) -> None:
     source = Checkpoint(folder)
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-16])
-    refused("source-changed", lambda: source.tensor("model.layers.0.x.weight"))()
+    rejected("source-changed", lambda: source.tensor("model.layers.0.x.weight"))()
 
 
 @pytest.mark.parametrize(
@@ -335,7 +335,7 @@ def test_limits_of_json(
     (folder / name).write_text(json.dumps({"a": "x" * 1000}))
     assert Checkpoint(folder).config["a"] == "x" * 1000
     monkeypatch.setattr(source, limit, 1000)
-    refused(code, lambda: Checkpoint(folder))()
+    rejected(code, lambda: Checkpoint(folder))()
 
 
 # --- tokenizers of GGUF metadata ------------------------------------------------------------------
@@ -357,7 +357,7 @@ def sentencepiece(tokens: list[str]) -> dict[str, Any]:
 def test_a_token_twice_among_many() -> None:
     def act(count: int) -> Callable[[], None]:
         tokens = [f"t{min(i, count - 2)}" for i in range(count)]
-        return refused("tokenizer-tokens", lambda: tokenizer_files(sentencepiece(tokens), MODEL))
+        return rejected("tokenizer-tokens", lambda: tokenizer_files(sentencepiece(tokens), MODEL))
 
     assert_linear(act, 10_000)
 
@@ -402,4 +402,4 @@ def test_a_vocabulary_larger_than_the_model_is_not_read() -> None:
 
     metadata = sentencepiece(["x"] * (small.vocab_size + 1))
     metadata["tokenizer.ggml.tokens"] = Untouched(metadata["tokenizer.ggml.tokens"])
-    refused("tokenizer-size", lambda: tokenizer_files(metadata, small))()
+    rejected("tokenizer-size", lambda: tokenizer_files(metadata, small))()

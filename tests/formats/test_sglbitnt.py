@@ -44,7 +44,7 @@ def put(tmp_path: Path, data: bytes) -> Path:
     return path
 
 
-def refusal(path: Path, check_codes: bool = True) -> SglbitntError:
+def rejection(path: Path, check_codes: bool = True) -> SglbitntError:
     with pytest.raises(SglbitntError) as caught:
         Reader(path, check_codes)
     return caught.value
@@ -147,13 +147,13 @@ def test_the_table_is_as_long_as_promised() -> None:
 
 
 @pytest.mark.parametrize("name", MALFORMED)
-def test_malformed_file_is_refused_with_its_code(tmp_path: Path, name: str) -> None:
+def test_malformed_file_is_rejected_with_its_code(tmp_path: Path, name: str) -> None:
     data, code = MALFORMED[name]
     path = put(tmp_path, data)
-    error = refusal(path)
+    error = rejection(path)
     assert error.code == code, str(error)
     assert_documented(error, path)
-    with pytest.raises(raw.Refused):  # the independent reader agrees that it is malformed
+    with pytest.raises(raw.Rejected):  # the independent reader agrees that it is malformed
         raw.read(data)
 
 
@@ -170,11 +170,11 @@ def test_unreadable_paths(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(str(sock))
         for path in (tmp_path / "missing", tmp_path, fifo, sock, Path("/dev/null")):
-            error = refusal(path)
+            error = rejection(path)
             assert error.code == "io"
             assert_documented(error, path)
-    assert refusal(odd).code == "io"
-    assert refusal(Path(f"{tmp_path}/a\0b")).code == "io"
+    assert rejection(odd).code == "io"
+    assert rejection(Path(f"{tmp_path}/a\0b")).code == "io"
 
 
 def test_every_limit_itself_is_allowed(tmp_path: Path) -> None:
@@ -198,13 +198,13 @@ def test_every_limit_itself_is_allowed(tmp_path: Path) -> None:
 def test_cve_2024_32878_truncation_at_every_byte(tmp_path: Path) -> None:
     for size in range(len(SMALL)):
         path = put(tmp_path, SMALL[:size])
-        error = refusal(path)
+        error = rejection(path)
         assert error.code in {"truncated", "tensor_count"}
         assert_documented(error, path)
 
 
-def test_every_bit_flip_is_refused_or_another_well_formed_file(tmp_path: Path) -> None:
-    refused = accepted = 0
+def test_every_bit_flip_is_rejected_or_another_well_formed_file(tmp_path: Path) -> None:
+    rejected = accepted = 0
     for bit in range(8 * len(SMALL)):
         data = bytearray(SMALL)
         data[bit // 8] ^= 1 << (bit % 8)
@@ -214,20 +214,20 @@ def test_every_bit_flip_is_refused_or_another_well_formed_file(tmp_path: Path) -
             accepted += 1
         except SglbitntError as error:
             assert_documented(error, path)
-            with pytest.raises(raw.Refused):
+            with pytest.raises(raw.Rejected):
                 raw.read(bytes(data))
-            refused += 1
+            rejected += 1
     in_data = 8 * sum(map(len, DATA_RANGES))
-    assert refused > 8 * len(SMALL) - in_data - 8 * 64  # names, config and scale may vary
+    assert rejected > 8 * len(SMALL) - in_data - 8 * 64  # names, config and scale may vary
     assert accepted > 0
 
 
-def test_flips_of_magic_version_lengths_and_counts_are_all_refused(tmp_path: Path) -> None:
+def test_flips_of_magic_version_lengths_and_counts_are_all_rejected(tmp_path: Path) -> None:
     count_at = 16 + SMALL[16:].index(b"}}") + 2
     for bit in [*range(8 * 16), *range(8 * count_at, 8 * (count_at + 4))]:
         data = bytearray(SMALL)
         data[bit // 8] ^= 1 << (bit % 8)
-        assert refusal(put(tmp_path, bytes(data))).code
+        assert rejection(put(tmp_path, bytes(data))).code
 
 
 def mutant(generator: random.Random) -> bytes:
@@ -265,7 +265,7 @@ def test_verdicts_agree_with_the_independent_reader(tmp_path: Path) -> None:
         except SglbitntError as error:
             accepted -= 1
             assert_documented(error, path)
-            with pytest.raises(raw.Refused):
+            with pytest.raises(raw.Rejected):
                 raw.read(data)
     assert mutants / 100 < accepted < mutants / 2  # both verdicts are exercised
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_sglbitnt import FORMAT_MD, assert_documented, put, refusal
+from test_sglbitnt import FORMAT_MD, assert_documented, put, rejection
 from test_sglbitnt_writer import configs, dense_tensors, names, octets
 from torch import Tensor
 
@@ -101,20 +101,20 @@ def test_xxh64_against_published_values_and_the_independent_one() -> None:
 
 
 @pytest.mark.parametrize("name", MALFORMED2)
-def test_malformed_file_is_refused_with_its_code(tmp_path: Path, name: str) -> None:
+def test_malformed_file_is_rejected_with_its_code(tmp_path: Path, name: str) -> None:
     data, code = MALFORMED2[name]
     path = put(tmp_path, data)
-    error = refusal(path)
+    error = rejection(path)
     assert error.code == code, str(error)
     assert_documented(error, path)
-    with pytest.raises(raw.Refused):  # the independent reader agrees that it is malformed
+    with pytest.raises(raw.Rejected):  # the independent reader agrees that it is malformed
         raw.read(data)
 
 
 def test_truncation_at_every_byte(tmp_path: Path) -> None:
     for size in range(len(SMALL)):
         path = put(tmp_path, SMALL[:size])
-        error = refusal(path)
+        error = rejection(path)
         assert error.code == ("truncated" if size < 64 else "file_length")
         assert_documented(error, path)
 
@@ -125,7 +125,7 @@ def test_every_bit_flip_is_found(tmp_path: Path) -> None:
         for bit in range(8 * len(SMALL)):
             at, flipped = bit // 8, SMALL[bit // 8] ^ 1 << bit % 8
             os.pwrite(file.fileno(), bytes([flipped]), at)
-            error = refusal(path)
+            error = rejection(path)
             if bit % 97 == 0:  # the rest of a line is the same for all of them
                 assert_documented(error, path)
             os.pwrite(file.fileno(), SMALL[at : at + 1], at)
@@ -144,7 +144,7 @@ def test_verdicts_agree_with_the_independent_reader(tmp_path: Path) -> None:
         except SglbitntError as error:
             accepted -= 1
             assert_documented(error, path)
-            with pytest.raises(raw.Refused):
+            with pytest.raises(raw.Rejected):
                 raw.read(data)
     assert mutants / 20 < accepted < mutants * 0.9  # both verdicts are exercised
 
@@ -280,7 +280,7 @@ def test_read_of_write_is_the_identity(config: dict[str, Any], tensors: dict[str
 
 PACKED = torch.full((2, 64), 0x55, dtype=torch.uint8)
 F32, NAN = torch.ones(2, 2), torch.full((2, 2), float("nan"))
-REFUSALS: dict[str, tuple[str, Callable[[Writer], None]]] = {
+REJECTIONS: dict[str, tuple[str, Callable[[Writer], None]]] = {
     "rows_of_another_count": ("scale_kind", lambda w: w.add_packed("n", PACKED, torch.ones(3))),
     "groups_unannounced": ("scale_kind", lambda w: w.add_packed("n", PACKED, F32)),
     "groups_of_another_count": (
@@ -295,9 +295,9 @@ REFUSALS: dict[str, tuple[str, Callable[[Writer], None]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", REFUSALS)
-def test_refused_scales(tmp_path: Path, case: str) -> None:
-    code, add = REFUSALS[case]
+@pytest.mark.parametrize("case", REJECTIONS)
+def test_rejected_scales(tmp_path: Path, case: str) -> None:
+    code, add = REJECTIONS[case]
     with Writer(tmp_path / "m.bin", {}, 1) as writer:
         with pytest.raises(SglbitntError) as caught:
             add(writer)

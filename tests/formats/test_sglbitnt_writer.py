@@ -1,4 +1,4 @@
-"""The model file written: round trips, refusals, and that a failure leaves nothing behind.
+"""The model file written: round trips, rejections, and that a failure leaves nothing behind.
 
 The bytes are compared with those of sglbitnt_bytes.py, which shares no code with the package.
 """
@@ -122,7 +122,7 @@ def test_layout_of_memory_does_not_matter(tmp_path: Path) -> None:
     assert reader.tensors["p"].scale == struct.unpack("<f", struct.pack("<f", 0.1))[0]
 
 
-# --- refusals -------------------------------------------------------------------------------------
+# --- rejections -----------------------------------------------------------------------------------
 
 HOLE = PACKED.clone()
 HOLE[1, 7] = 0b01_11_01_01
@@ -134,7 +134,7 @@ def nan(dtype: torch.dtype) -> Tensor:
     return torch.tensor([0.0, float("nan")], dtype=dtype)
 
 
-REFUSALS: dict[str, tuple[str, Callable[[Writer], None]]] = {
+REJECTIONS: dict[str, tuple[str, Callable[[Writer], None]]] = {
     "name_empty": ("name_length", lambda w: w.add_dense("", DENSE)),
     "name_1025_bytes": ("name_length", lambda w: w.add_dense("é" * 512 + "n", DENSE)),
     "name_surrogate": ("name_utf8", lambda w: w.add_dense("\ud800", DENSE)),
@@ -170,9 +170,9 @@ REFUSALS: dict[str, tuple[str, Callable[[Writer], None]]] = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSALS)
-def test_refused_tensor_leaves_the_file_as_it_was(tmp_path: Path, case: str) -> None:
-    code, add = REFUSALS[case]
+@pytest.mark.parametrize("case", REJECTIONS)
+def test_rejected_tensor_leaves_the_file_as_it_was(tmp_path: Path, case: str) -> None:
+    code, add = REJECTIONS[case]
     names = {"first", "n", "", "é" * 512 + "n", "\ud800", "a\n", "a\x85"}
     with Writer(tmp_path / "m.bin", CONFIG, 2, names=None) as writer:
         writer._promised = names  # every name but "third"; the count stays 2
@@ -201,7 +201,7 @@ def test_refused_tensor_leaves_the_file_as_it_was(tmp_path: Path, case: str) -> 
         ({"bitnet_ops": 1}, "private_block"),
     ],
 )
-def test_refused_config(tmp_path: Path, config: Any, code: str) -> None:
+def test_rejected_config(tmp_path: Path, config: Any, code: str) -> None:
     with pytest.raises(SglbitntError) as caught:
         Writer(tmp_path / "m.bin", config, 0)
     assert caught.value.code == code
@@ -209,7 +209,7 @@ def test_refused_config(tmp_path: Path, config: Any, code: str) -> None:
 
 
 @pytest.mark.parametrize("count", [-1, 65537])
-def test_refused_count(tmp_path: Path, count: int) -> None:
+def test_rejected_count(tmp_path: Path, count: int) -> None:
     with pytest.raises(SglbitntError, match="tensor_count"):
         Writer(tmp_path / "m.bin", CONFIG, count)
 
@@ -271,7 +271,7 @@ def test_a_failing_file_system_call(
 
 
 def test_a_full_disk_in_the_middle_of_a_tensor(tmp_path: Path) -> None:
-    """The kernel refuses to let the file grow beyond 100 kB, as a full disk would."""
+    """The operating system forbids the file to grow beyond 100 kB, as a full disk would."""
     script = """
         import resource, sys, torch
         from bitnet_ops.formats.sglbitnt import SglbitntError, Writer

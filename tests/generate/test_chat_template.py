@@ -72,12 +72,12 @@ def test_styles_of_published_models_render_as_in_transformers(
     assert expected and render(template, CHATS[chat], prompt, tokens) == expected
 
 
-def test_some_chats_render_and_some_are_refused(theirs: Any) -> None:
-    """What the test above compares is not refusals alone."""
+def test_some_chats_render_and_some_are_rejected(theirs: Any) -> None:
+    """What the test above compares is not rejections alone."""
     for style, template in STYLES.items():
         tokens = {"bos_token": "<s>", "eos_token": "</s>"}
         assert "2 + 2?" in render(template, CHATS["turns"], True, tokens), style
-    with pytest.raises(ChatTemplateError, match="refuses: roles must alternate"):
+    with pytest.raises(ChatTemplateError, match="rejects: roles must alternate"):
         render(STYLES["mistral"], CHATS["no alternation"], True, {"bos_token": "<s>"})
 
 
@@ -104,7 +104,7 @@ def test_the_file_of_a_hostile_model(tmp_path: Path) -> None:
         Tokenizer.from_dir(tmp_path).render_chat(CHATS["turns"])
 
 
-def test_contents_that_are_no_json_are_refused() -> None:
+def test_contents_that_are_no_json_are_rejected() -> None:
     with pytest.raises(ChatTemplateError, match="texts, numbers, lists and dicts, got: "):
         render("x", [{"role": "user", "content": b"bytes"}], True, {})
 

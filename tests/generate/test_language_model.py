@@ -125,7 +125,7 @@ def zeros(*shape: int) -> PackedWeight:
     return pack_ternary(torch.zeros(shape, dtype=torch.int8))
 
 
-REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
+REJECTED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "a missing projection": (lambda: changed(**{LAYER: ...}), f"missing: {LAYER}"),
     "a missing gain": (lambda: changed(**{"model.norm.weight": ...}), "missing: model.norm.weight"),
     "a missing head": (lambda: changed(**{"lm_head.weight": ...}), "missing: lm_head.weight"),
@@ -159,10 +159,10 @@ REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", REJECTED)
 def test_k7_strict_loading(name: str, tmp_path: Path) -> None:
     """K7, K8: a missing, unknown or misshapen tensor stops the load; nothing gets a default."""
-    make, message = REFUSED[name]
+    make, message = REJECTED[name]
     folder = write_model(tmp_path, make())
     with pytest.raises((TensorError, SglbitntError), match=message) as caught:
         load(folder)
@@ -170,7 +170,7 @@ def test_k7_strict_loading(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_k7_a_gain_that_is_not_finite_is_refused(bad: float, tmp_path: Path) -> None:
+def test_k7_a_gain_that_is_not_finite_is_rejected(bad: float, tmp_path: Path) -> None:
     gain = torch.ones(256)
     gain[200] = bad
     tensors = changed(**{"model.norm.weight": gain})
@@ -180,14 +180,14 @@ def test_k7_a_gain_that_is_not_finite_is_refused(bad: float, tmp_path: Path) -> 
         write_model(tmp_path, tensors)
 
 
-def test_integer_gains_are_refused() -> None:
+def test_integer_gains_are_rejected() -> None:
     tensors = changed(**{"model.norm.weight": torch.ones(256, dtype=torch.int32)})
     with pytest.raises(TensorError, match="model.norm.weight float32, bfloat16 or float16"):
         build(config_of(FAMILY), tensors)
 
 
-def test_wrong_padding_codes_are_refused(tmp_path: Path) -> None:
-    """K = 192 leaves 64 padding codes in a row; a file that fills them is refused."""
+def test_wrong_padding_codes_are_rejected(tmp_path: Path) -> None:
+    """K = 192 leaves 64 padding codes in a row; a file that fills them is rejected."""
     family = SMALL["bitnet-odd-k"]
     tensors = tensors_of(family, make_network(family))
     name = "model.layers.0.self_attn.q_proj.weight"
@@ -197,7 +197,7 @@ def test_wrong_padding_codes_are_refused(tmp_path: Path) -> None:
         load(write_model(tmp_path, tensors, config_dict(family)))
 
 
-def test_unsupported_configs_are_refused(tmp_path: Path) -> None:
+def test_unsupported_configs_are_rejected(tmp_path: Path) -> None:
     config = {**config_dict(FAMILY), "attention_bias": True}
     with pytest.raises(UnsupportedModelError, match="attention_bias"):
         load(write_model(tmp_path, changed(), config))

@@ -228,7 +228,7 @@ def test_bos_is_not_doubled() -> None:
     assert ids == DEMO_TOKENIZER.encode("And God")
 
 
-def test_chat_without_a_template_is_refused() -> None:
+def test_chat_without_a_template_is_rejected() -> None:
     with pytest.raises(ChatTemplateError, match="a model with a chat template, got one without"):
         with_template(None).render_chat(CHAT)
 
@@ -248,7 +248,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_templates_are_refused(name: str) -> None:
+def test_hostile_templates_are_rejected(name: str) -> None:
     chat = [dict(m) for m in CHAT]
     with pytest.raises(ChatTemplateError, match="chat: the model's chat template"):
         with_template(HOSTILE[name]).render_chat(chat)
@@ -263,7 +263,7 @@ def test_hidden_attributes_show_nothing(template: str) -> None:
 
 
 def test_template_errors_name_their_reason() -> None:
-    with pytest.raises(ChatTemplateError, match="template refuses: roles must alternate"):
+    with pytest.raises(ChatTemplateError, match="template rejects: roles must alternate"):
         with_template("{{ raise_exception('roles must alternate') }}").render_chat(CHAT)
     with pytest.raises(ChatTemplateError, match="got line 2: "):
         with_template("ok\n{% for %}").render_chat(CHAT)

@@ -215,5 +215,5 @@ BOMBS = {
     "recursion": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
     "brackets": ("{{ " + "(" * 100_000, "RecursionError|parses|crash"),
     "lists in lists": ("{{ " + "[" * 3000 + "]" * 3000 + " }}", "RecursionError|parses|crash"),
-    "a long refusal": ("{{ raise_exception('no' * 9999999) }}", "refuses: nono"),
+    "a long rejection": ("{{ raise_exception('no' * 9999999) }}", "rejects: nono"),
 }

@@ -1,4 +1,4 @@
-"""Ways to spoil an argument of a good call, for the refusals of the specs."""
+"""Ways to spoil an argument of a good call, for the rejections of the specs."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from op_values import FLOATS, Arguments, Built
 Named = dict[str, Any]
 Change = Callable[[Named], Any]
 # What is changed in a good call, the argument that is blamed, words of the message.
-Refusals = list[tuple[dict[str, Change], str, str]]
+Rejections = list[tuple[dict[str, Change], str, str]]
 Rows = Callable[[torch.Generator, torch.dtype], Callable[[Tensor], Arguments]]
 
 
@@ -30,7 +30,7 @@ class Call:
     """A call that works, by argument names; and ways to spoil it."""
 
     build: Callable[[torch.Generator], Named]
-    refusals: Refusals = field(default_factory=list)
+    rejections: Rejections = field(default_factory=list)
 
     def arguments(self) -> Named:
         return self.build(torch.Generator().manual_seed(3))
@@ -62,7 +62,7 @@ class OpSpec:
         samples: dtypes, shapes, strides, empty batches, leading dimensions.
         large: inputs large enough that every thread and tile has a share, of sizes that divide by
             nothing.
-        calls: good calls, each with refusals in which every argument is blamed.
+        calls: good calls, each with rejections in which every argument is blamed.
         bound: (args, expected) -> how far each element may lie from the reference; None: equal.
         comparable: whether a result depends on neither the machine nor the instruction set.
         rows: variant -> arguments as a function of x [M, 64], whose rows must not touch each other.

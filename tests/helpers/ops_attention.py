@@ -20,7 +20,7 @@ from op_changes import (
     value,
 )
 from op_schema import named
-from op_spec import Call, Refusals, spec
+from op_spec import Call, Rejections, spec
 from op_values import (
     CACHE_DTYPES,
     FLOATS,
@@ -182,7 +182,7 @@ def wide_query(a: Arguments) -> Tensor:
     return torch.zeros(2, 3, 4, 513)
 
 
-_ATTENTION_REFUSALS: Refusals = [
+_ATTENTION_REJECTIONS: Rejections = [
     ({"query": to("query", F64)}, "query", FLOATS_TEXT + "float64"),
     ({"query": lambda a: a["query"][0]}, "query", "with 4 dimensions"),
     ({"query": lambda a: a["query"][..., :8]}, "query", "of shape [2, 3, 4, 16]"),
@@ -211,7 +211,7 @@ _ATTENTION_REFUSALS: Refusals = [
     ({"scale": value(float("nan"))}, "scale", "finite, got nan"),
     ({"scale": value(float("inf"))}, "scale", "finite, got inf"),
 ]  # fmt: skip
-_ATTENTION_INT8_REFUSALS: Refusals = [
+_ATTENTION_INT8_REJECTIONS: Rejections = [
     ({"key_scale": value(None)}, "key_scale", "int8 caches, got none"),
     ({"value_scale": value(None)}, "value_scale", "int8 caches, got none"),
     ({"key_scale": to("key_scale", BF16)}, "key_scale", "of dtype float32"),
@@ -241,10 +241,10 @@ spec(
         ),
     ],
     calls={
-        "": Call(lambda g: named("attention", attention_arguments(g)), _ATTENTION_REFUSALS),
+        "": Call(lambda g: named("attention", attention_arguments(g)), _ATTENTION_REJECTIONS),
         "int8": Call(
             lambda g: named("attention", attention_arguments(g, cache_dtype=torch.int8)),
-            _ATTENTION_INT8_REFUSALS,
+            _ATTENTION_INT8_REJECTIONS,
         ),
     },
     bound=attention_bound,
@@ -342,7 +342,7 @@ def key_inside_cache(a: Arguments) -> Tensor:
     return a["key_cache"].flatten()[8 : 8 + a["key"].numel()].view_as(a["key"])
 
 
-_KV_CACHE_UPDATE_REFUSALS: Refusals = [
+_CACHE_UPDATE_REJECTIONS: Rejections = [
     ({"key": to("key", F64)}, "key", FLOATS_TEXT + "float64"),
     ({"value": to("value", BF16)}, "value", "of dtype float32, got bfloat16"),
     ({"key": narrow("key", 2)}, "key", "[2, 3, 2, 8], got [2, 3, 1, 8]"),
@@ -360,7 +360,7 @@ _KV_CACHE_UPDATE_REFUSALS: Refusals = [
     ),
     ({"start_positions": value(torch.tensor([0, -1]))}, "start_positions", "got -1 for sequence 1"),
 ]  # fmt: skip
-_KV_CACHE_UPDATE_INT8_REFUSALS: Refusals = [
+_KV_CACHE_UPDATE_INT8_REJECTIONS: Rejections = [
     ({"key": to("key", torch.int8)}, "key", FLOATS_TEXT + "int8"),
     ({"value": to("value", BF16)}, "value", "of dtype float32"),
     ({"key_cache": narrow("key_cache")}, "value_cache", "of the shape"),
@@ -379,10 +379,10 @@ spec(
         ),
     ],
     calls={
-        "": Call(lambda g: named("kv_cache_update", cache_arguments(g)), _KV_CACHE_UPDATE_REFUSALS),
+        "": Call(lambda g: named("kv_cache_update", cache_arguments(g)), _CACHE_UPDATE_REJECTIONS),
         "int8": Call(
             lambda g: named("kv_cache_update", cache_arguments(g, cache_dtype=torch.int8)),
-            _KV_CACHE_UPDATE_INT8_REFUSALS,
+            _KV_CACHE_UPDATE_INT8_REJECTIONS,
         ),
     },
     mutates=frozenset({"key_cache", "value_cache", "key_scale", "value_scale"}),

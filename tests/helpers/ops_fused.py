@@ -10,7 +10,7 @@ from torch import Tensor
 from bounds import EXP_ERROR, U, rms_norm_error, smallest, storing_error
 from op_changes import F64, FLOATS_TEXT, K, M, narrow, noncontiguous, to, value
 from op_schema import named
-from op_spec import Call, Named, Refusals, fixed, spec
+from op_spec import Call, Named, Rejections, fixed, spec
 from op_values import (
     FLOATS,
     FORMATS,
@@ -85,7 +85,7 @@ def _qkv_forward_samples() -> Built:
         yield f"private_{fmt}", lambda g, f=fmt: private_qkv_arguments(g, 140, f)
 
 
-_QKV_FORWARD_REFUSALS: Refusals = [
+_QKV_FORWARD_REJECTIONS: Rejections = [
     ({"out_features": value([8, 4, 5])}, "out_features", "the 4 rows of v_weight"),
     ({"in_features": value(161)}, "x", "with the 161 input features of the weight"),
     ({"x": to("x", F64)}, "x", FLOATS_TEXT + "float64"),
@@ -116,7 +116,7 @@ spec(
             1e-5,
         ),
     ],
-    calls={"": Call(_qkv_call, _QKV_FORWARD_REFUSALS)},
+    calls={"": Call(_qkv_call, _QKV_FORWARD_REJECTIONS)},
     bound=_fused_bound,
     rows={
         "": lambda g, dtype: fixed(*qkv_arguments(g, torch.zeros(1, 64), 64, dtype)[1:]),
@@ -186,7 +186,7 @@ def _mlp_forward_samples() -> Built:
         yield f"private_{fmt}", lambda g, f=fmt: private_mlp_arguments(g, 140, 150, f)
 
 
-_MLP_FORWARD_REFUSALS: Refusals = [
+_MLP_FORWARD_REJECTIONS: Rejections = [
     ({"out_features": value([150, 161])}, "out_features", "the 160 rows of down_weight"),
     ({"in_features": value([161, 150])}, "x", "with the 161 input features of the weight"),
     ({"gate_scale": value(torch.ones(3))}, "gate_scale", "per output row (150), got 3"),
@@ -220,7 +220,7 @@ spec(
     calls={
         "": Call(
             lambda g: named("mlp_forward", mlp_arguments(g, activations(g, M, K), "relu2")),
-            _MLP_FORWARD_REFUSALS,
+            _MLP_FORWARD_REJECTIONS,
         ),
     },
     bound=_fused_bound,

@@ -21,7 +21,7 @@ from op_changes import (
     value,
 )
 from op_schema import named
-from op_spec import Call, Refusals, fixed, spec
+from op_spec import Call, Rejections, fixed, spec
 from op_values import (
     FLOATS,
     HEAD_FORMATS,
@@ -72,7 +72,7 @@ def _quantize_head_samples() -> Built:
     yield "transposed", lambda g: (transposed(torch.randn(6, 130, generator=g)), "int8")
 
 
-_QUANTIZE_HEAD_REFUSALS: Refusals = [
+_QUANTIZE_HEAD_REJECTIONS: Rejections = [
     ({"weight": to("weight", F64)}, "weight", FLOATS_TEXT + "float64"),
     ({"weight": lambda a: a["weight"][0]}, "weight", "with 2 dimensions"),
     ({"weight": lambda a: a["weight"][:, :0]}, "weight", "features"),
@@ -98,7 +98,7 @@ spec(
             lambda g: {
                 "weight": torch.randn(11, K, generator=g), "format": "int4", "group_size": 64,
             },
-            _QUANTIZE_HEAD_REFUSALS,
+            _QUANTIZE_HEAD_REJECTIONS,
         ),
     },
 )  # fmt: skip
@@ -209,7 +209,7 @@ def _lm_head_samples() -> Built:
     )  # fmt: skip
 
 
-_LM_HEAD_REFUSALS: Refusals = [
+_LM_HEAD_REJECTIONS: Rejections = [
     ({"in_features": value(161)}, "x", "with the 161 input features of the weight"),
     ({"x": to("x", F64)}, "x", FLOATS_TEXT + "float64"),
     ({"x": lambda a: a["x"][0, 0]}, "x", "at least 1 dimension"),
@@ -222,7 +222,7 @@ _LM_HEAD_REFUSALS: Refusals = [
     ({"scale": value(torch.ones(11))}, "scale", "left out for a float weight"),
     ({"out_features": value(12)}, "out_features", "equal to the weight's rows 11"),
 ]  # fmt: skip
-_LM_HEAD_INT8_REFUSALS: Refusals = [
+_LM_HEAD_INT8_REJECTIONS: Rejections = [
     ({"weight": narrow("weight")}, "weight", "of shape [11, 160], got [11, 159]"),
     ({"weight": add_dim("weight")}, "weight", "with 2 dimensions"),
     ({"weight": noncontiguous("weight")}, "weight", "contiguous"),
@@ -236,7 +236,7 @@ _LM_HEAD_INT8_REFUSALS: Refusals = [
         "weight", "with 1 to 65536 features for a quantised head, got 65537",
     ),
 ]  # fmt: skip
-_LM_HEAD_INT4_REFUSALS: Refusals = [
+_LM_HEAD_INT4_REJECTIONS: Rejections = [
     ({"weight": narrow("weight")}, "weight", "[1, 24, 64], got [1, 24, 63]"),
     ({"weight": narrow("weight", 1)}, "scale", "of the weight's 23 lines"),
     ({"weight": noncontiguous("weight")}, "weight", "contiguous"),
@@ -262,15 +262,15 @@ spec(
     calls={
         "": Call(
             lambda g: {"x": activations(g, M, K), "weight": torch.randn(11, K, generator=g)},
-            _LM_HEAD_REFUSALS,
+            _LM_HEAD_REJECTIONS,
         ),
         "int8": Call(
             lambda g: named("lm_head", head_arguments(g, activations(g, M, K), 11, "int8", 128)),
-            _LM_HEAD_INT8_REFUSALS,
+            _LM_HEAD_INT8_REJECTIONS,
         ),
         "int4": Call(
             lambda g: named("lm_head", head_arguments(g, activations(g, M, K), 11, "int4", 64)),
-            _LM_HEAD_INT4_REFUSALS,
+            _LM_HEAD_INT4_REJECTIONS,
         ),
     },
     bound=_lm_head_bound,
@@ -324,7 +324,7 @@ def _embedding_samples() -> Built:
     yield "strided", lambda g: (torch.arange(6)[::2], *quantized_head(g, 7, 9, "int8", 128))
 
 
-_EMBEDDING_REFUSALS: Refusals = [
+_EMBEDDING_REJECTIONS: Rejections = [
     ({"ids": to("ids", I32)}, "ids", "of dtype int64, got int32"),
     ({"ids": value(torch.tensor([0, 11]))}, "ids", "from 0 to 10, got 11"),
     ({"ids": value(torch.tensor([-1]))}, "ids", "from 0 to 10, got -1"),
@@ -335,7 +335,7 @@ _EMBEDDING_REFUSALS: Refusals = [
     ({"out_features": value(10)}, "out_features", "rows 11, got 10"),
     ({"scale": value(torch.ones(11))}, "scale", "left out for a float weight"),
 ]  # fmt: skip
-_EMBEDDING_INT4_REFUSALS: Refusals = [
+_EMBEDDING_INT4_REJECTIONS: Rejections = [
     ({"ids": value(torch.tensor([11]))}, "ids", "from 0 to 10, got 11"),
     ({"in_features": value(0)}, "weight", "with 1 to 65536 features"),
     ({"in_features": value(128)}, "weight", "for 128 features, got 3"),
@@ -359,14 +359,14 @@ spec(
                 "ids": torch.tensor([0, 10]), "weight": torch.randn(11, K, generator=g),
                 "out_features": 11, "in_features": K,
             },
-            _EMBEDDING_REFUSALS,
+            _EMBEDDING_REJECTIONS,
         ),
         "int4": Call(
             lambda g: named(
                 "embedding",
                 (torch.tensor([0, 10]), *quantized_head(g, 11, K, "int4", 64), 11, K),
             ),
-            _EMBEDDING_INT4_REFUSALS,
+            _EMBEDDING_INT4_REJECTIONS,
         ),
     },
     empty={"": lambda: (torch.empty(0, dtype=torch.int64), torch.empty(0, 2**62))},

@@ -20,7 +20,7 @@ from op_changes import (
     to,
     value,
 )
-from op_spec import Call, Named, Refusals, fixed, spec
+from op_spec import Call, Named, Rejections, fixed, spec
 from op_values import (
     FLOATS,
     FORMATS,
@@ -83,7 +83,7 @@ def _gemv_samples() -> Built:
         )  # fmt: skip
 
 
-_GEMV_REFUSALS: Refusals = [
+_GEMV_REJECTIONS: Rejections = [
     ({"out_features": value(7)}, "out_features", "the 6 rows of weight, or nothing, got 7"),
     ({"in_features": value(161)}, "x", "with the 161 input features of the weight"),
     ({"x": to("x", torch.float32)}, "x", "of dtype int8, got float32"),
@@ -113,7 +113,7 @@ spec(
                 "weight": random_packed(g, N, K), "x": int8_values(g, K),
                 "x_scale": positive(g, 1), "weight_scale": positive(g, 1),
             },
-            _GEMV_REFUSALS,
+            _GEMV_REJECTIONS,
         ),
     },
 )  # fmt: skip
@@ -158,7 +158,7 @@ def _gemm_samples() -> Built:
             )  # fmt: skip
 
 
-_GEMM_REFUSALS: Refusals = [
+_GEMM_REJECTIONS: Rejections = [
     ({"out_features": value(7)}, "out_features", "the 6 rows of weight, or nothing, got 7"),
     ({"in_features": value(161)}, "x", "with the 161 input features of the weight"),
     ({"x": lambda a: a["x"][0]}, "x", "with 2 dimensions, got shape [160]"),
@@ -188,7 +188,7 @@ spec(
                 "weight": random_packed(g, N, K), "x": int8_values(g, M, K),
                 "x_scale": positive(g, M), "weight_scale": positive(g, 1),
             },
-            _GEMM_REFUSALS,
+            _GEMM_REJECTIONS,
         ),
     },
     empty={
@@ -244,7 +244,7 @@ def _linear_samples() -> Built:
         )  # fmt: skip
 
 
-_LINEAR_REFUSALS: Refusals = [
+_LINEAR_REJECTIONS: Rejections = [
     ({"out_features": value(7)}, "out_features", "the 6 rows of weight, or nothing, got 7"),
     ({"in_features": value(161)}, "x", "with the 161 input features of the weight"),
     ({"x": to("x", F64)}, "x", FLOATS_TEXT + "float64"),
@@ -284,7 +284,7 @@ spec(
                 "x": activations(g, M, K), "weight": random_packed(g, N, K),
                 "weight_scale": positive(g, 1), "bias": gain(g, N),
             },
-            _LINEAR_REFUSALS,
+            _LINEAR_REJECTIONS,
         ),
     },
     rows={"": lambda g, dtype: fixed(random_packed(g, 21, 64), positive(g, 1))},
@@ -359,7 +359,7 @@ def _group_linear_samples() -> Built:
             )  # fmt: skip
 
 
-_GROUP_LINEAR_REFUSALS: Refusals = [
+_GROUP_LINEAR_REJECTIONS: Rejections = [
     ({"out_features": value(7)}, "out_features", "the 6 rows of weight, or nothing, got 7"),
     ({"in_features": value(161)}, "x", "with the 161 input features of the weight"),
     ({"x": to("x", F64)}, "x", FLOATS_TEXT + "float64"),
@@ -387,7 +387,7 @@ spec(
                 "x": activations(g, M, K), "weight": random_packed(g, N, K),
                 "weight_scale": positive(g, N, 2), "bias": gain(g, N),
             },
-            _GROUP_LINEAR_REFUSALS,
+            _GROUP_LINEAR_REJECTIONS,
         ),
     },
     rows={"": lambda g, dtype: fixed(random_packed(g, 21, 64), positive(g, 21, 1))},

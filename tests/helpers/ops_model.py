@@ -10,7 +10,7 @@ from torch import Tensor
 from bounds import U, rms_norm_error, storing_error, sum_error
 from op_changes import to
 from op_schema import bound, named, positional
-from op_spec import Call, Change, Named, Refusals, spec
+from op_spec import Call, Change, Named, Rejections, spec
 from op_values import (
     ACTIVATIONS,
     FORMATS,
@@ -192,7 +192,7 @@ _INT8: dict[str, Change] = {  # what makes the good call one with int8 caches
     "key_cache": to("key_cache", torch.int8), "value_cache": to("value_cache", torch.int8),
     "key_scale": _scales, "value_scale": _scales,
 }  # fmt: skip
-_DECODE_STEP_REFUSALS: Refusals = [
+_DECODE_STEP_REJECTIONS: Rejections = [
     ({"x": lambda a: a["x"].double()}, "x", "of dtype float32, got float64"),
     ({"x": lambda a: a["x"][0]}, "x", "with 3 dimensions"),
     ({"x": lambda a: a["x"][:1]}, "key_cache", "with the 1 sequences of x"),
@@ -271,7 +271,7 @@ spec(
         ),
     ],
     calls={
-        "": Call(_step_call, _DECODE_STEP_REFUSALS),
+        "": Call(_step_call, _DECODE_STEP_REJECTIONS),
     },
     bound=_decode_step_bound,
     mutates=frozenset({"key_cache", "value_cache", "key_scale", "value_scale"}),

@@ -20,7 +20,7 @@ from op_changes import (
     to,
     value,
 )
-from op_spec import Call, Refusals, fixed, spec
+from op_spec import Call, Rejections, fixed, spec
 from op_values import (
     FLOATS,
     FORMATS,
@@ -60,7 +60,7 @@ def _pack_samples() -> Built:
     yield "transposed", lambda g: (transposed(random_codes(g, 4, 130)),)
 
 
-_PACK_REFUSALS: Refusals = [
+_PACK_REJECTIONS: Rejections = [
     ({"codes": to("codes", torch.uint8)}, "codes", "of dtype int8, got uint8"),
     ({"codes": to("codes", torch.float32)}, "codes", "of dtype int8, got float32"),
     ({"codes": lambda a: a["codes"][0]}, "codes", "with 2 dimensions, got shape [160]"),
@@ -74,7 +74,7 @@ spec(
     pack,
     samples=_pack_samples,
     large=[lambda g: (torch.randint(-1, 2, (301, 517), generator=g, dtype=torch.int8),)],
-    calls={"": Call(lambda g: {"codes": random_codes(g, N, K)}, _PACK_REFUSALS)},
+    calls={"": Call(lambda g: {"codes": random_codes(g, N, K)}, _PACK_REJECTIONS)},
 )
 
 # unpack -------------------------------------------------------------------------------------------
@@ -96,7 +96,7 @@ def _unpack_samples() -> Built:
         yield f"{n}x{k}", lambda g, n=n, k=k: (random_packed(g, n, k), k)
 
 
-_UNPACK_REFUSALS: Refusals = [
+_UNPACK_REJECTIONS: Rejections = [
     ({"weight": to("weight", torch.int8)}, "weight", "of dtype uint8, got int8"),
     ({"weight": lambda a: a["weight"][0]}, "weight", "with 2 dimensions"),
     ({"weight": noncontiguous("weight")}, "weight", "contiguous"),
@@ -116,7 +116,9 @@ spec(
     samples=_unpack_samples,
     large=[lambda g: (random_packed(g, 301, 517), 517)],
     calls={
-        "": Call(lambda g: {"weight": random_packed(g, N, K), "in_features": K}, _UNPACK_REFUSALS),
+        "": Call(
+            lambda g: {"weight": random_packed(g, N, K), "in_features": K}, _UNPACK_REJECTIONS
+        ),
     },
 )
 
@@ -148,7 +150,7 @@ def _prepack_samples() -> Built:
     yield "no_rows", lambda g: (random_packed(g, 0, 64), 64, "2bit")
 
 
-_PREPACK_REFUSALS: Refusals = [
+_PREPACK_REJECTIONS: Rejections = [
     ({"weight": to("weight", torch.int8)}, "weight", "of dtype uint8, got int8"),
     ({"weight": noncontiguous("weight")}, "weight", "contiguous"),
     ({"weight": lambda a: a["weight"] | 3}, "weight", "codes 0, 1, 2 only"),
@@ -166,7 +168,7 @@ spec(
     calls={
         "": Call(
             lambda g: {"weight": random_packed(g, N, K), "in_features": K, "format": "2bit"},
-            _PREPACK_REFUSALS,
+            _PREPACK_REJECTIONS,
         ),
     },
 )
@@ -202,7 +204,7 @@ def _unprepack_samples() -> Built:
             )  # fmt: skip
 
 
-_UNPREPACK_REFUSALS: Refusals = [
+_UNPREPACK_REJECTIONS: Rejections = [
     ({"weight": to("weight", torch.int8)}, "weight", "of dtype uint8, got int8"),
     ({"weight": lambda a: torch.zeros(N, 64).byte()}, "weight", "in a private layout"),
     ({"weight": lambda a: a["weight"] | 3}, "weight", "codes 0, 1, 2"),
@@ -220,7 +222,7 @@ spec(
                 "weight": private(random_packed(g, N, K), K, "2bit"),
                 "out_features": N, "in_features": K,
             },
-            _UNPREPACK_REFUSALS,
+            _UNPREPACK_REJECTIONS,
         ),
     },
 )  # fmt: skip
@@ -245,7 +247,7 @@ def _quantize_weights_samples() -> Built:
     yield "transposed", lambda g: (transposed(torch.randn(6, 130, generator=g)),)
 
 
-_QUANTIZE_WEIGHTS_REFUSALS: Refusals = [
+_QUANTIZE_WEIGHTS_REJECTIONS: Rejections = [
     ({"weight": to("weight", F64)}, "weight", FLOATS_TEXT + "float64"),
     ({"weight": to("weight", torch.uint8)}, "weight", FLOATS_TEXT + "uint8"),
     ({"weight": lambda a: a["weight"][0]}, "weight", "with 2 dimensions"),
@@ -259,7 +261,7 @@ spec(
     samples=_quantize_weights_samples,
     large=[lambda g: (torch.randn(301, 517, generator=g),)],
     calls={
-        "": Call(lambda g: {"weight": torch.randn(N, K, generator=g)}, _QUANTIZE_WEIGHTS_REFUSALS)
+        "": Call(lambda g: {"weight": torch.randn(N, K, generator=g)}, _QUANTIZE_WEIGHTS_REJECTIONS)
     },
 )
 
@@ -293,7 +295,7 @@ def _quantize_activations_samples() -> Built:
     )  # fmt: skip
 
 
-_QUANTIZE_ACTIVATIONS_REFUSALS: Refusals = [
+_QUANTIZE_ACTIVATIONS_REJECTIONS: Rejections = [
     ({"x": to("x", F64)}, "x", FLOATS_TEXT + "float64"),
     ({"x": to("x", I32)}, "x", FLOATS_TEXT + "int32"),
     ({"x": to("x", BOOL)}, "x", FLOATS_TEXT + "bool"),
@@ -306,6 +308,6 @@ spec(
     quantize_activations,
     samples=_quantize_activations_samples,
     large=[lambda g: (activations(g, 61, 1031),)],
-    calls={"": Call(lambda g: {"x": activations(g, M, K)}, _QUANTIZE_ACTIVATIONS_REFUSALS)},
+    calls={"": Call(lambda g: {"x": activations(g, M, K)}, _QUANTIZE_ACTIVATIONS_REJECTIONS)},
     rows={"": lambda g, dtype: fixed()},
 )

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from op_changes import I32, to, value
-from op_spec import Call, Refusals, spec
+from op_spec import Call, Rejections, spec
 from op_values import Built
 
 
@@ -23,7 +23,7 @@ def _probe_read_samples() -> Built:
         )  # fmt: skip
 
 
-_PROBE_READ_REFUSALS: Refusals = [
+_PROBE_READ_REJECTIONS: Rejections = [
     ({"buffer": to("buffer", I32)}, "buffer", "of dtype uint8, got int32"),
     ({"buffer": lambda a: a["buffer"][::2]}, "buffer", "contiguous"),
     ({"streams": value(3)}, "streams", "1, 2 or 4, got 3"),
@@ -40,7 +40,7 @@ spec(
             lambda g: {
                 "buffer": torch.zeros(5000, dtype=torch.uint8), "streams": 1, "distance": 0,
             },
-            _PROBE_READ_REFUSALS,
+            _PROBE_READ_REJECTIONS,
         ),
     },
 )  # fmt: skip
@@ -55,7 +55,7 @@ def _probe_int8_peak_samples() -> Built:
     yield "short", lambda g: (torch.ones(1, dtype=torch.uint8), 10)
 
 
-_PROBE_INT8_PEAK_REFUSALS: Refusals = [
+_PROBE_INT8_PEAK_REJECTIONS: Rejections = [
     ({"iterations": value(-1)}, "iterations", "0 or more, got -1"),
     ({"seed": to("seed", I32)}, "seed", "of dtype uint8, got int32"),
 ]  # fmt: skip
@@ -68,7 +68,7 @@ spec(
     calls={
         "": Call(
             lambda g: {"seed": torch.zeros(1, dtype=torch.uint8), "iterations": 1},
-            _PROBE_INT8_PEAK_REFUSALS,
+            _PROBE_INT8_PEAK_REJECTIONS,
         ),
     },
 )

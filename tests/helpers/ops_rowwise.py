@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bounds import EXP_ERROR, TINY, U, rms_norm_error, smallest, storing_error
 from op_changes import BF16, F16, F64, FLOATS_TEXT, I32, K, M, narrow, to, value
-from op_spec import Call, Refusals, fixed, spec
+from op_spec import Call, Rejections, fixed, spec
 from op_values import (
     ACTIVATIONS,
     FLOATS,
@@ -57,7 +57,7 @@ def _rms_norm_samples() -> Built:
     yield "zeros", lambda g: (torch.zeros(2, 20), gain(g, 20), 1e-5)
 
 
-_RMS_NORM_REFUSALS: Refusals = [
+_RMS_NORM_REJECTIONS: Rejections = [
     ({"x": to("x", F64)}, "x", FLOATS_TEXT + "float64"),
     ({"x": lambda a: a["x"][0, 0]}, "x", "at least 1 dimension"),
     ({"x": lambda a: a["x"][:, :0]}, "x", "at least one feature"),
@@ -75,7 +75,7 @@ spec(
     calls={
         "": Call(
             lambda g: {"x": activations(g, M, K), "weight": gain(g, K), "eps": 1e-5},
-            _RMS_NORM_REFUSALS,
+            _RMS_NORM_REJECTIONS,
         ),
     },
     bound=_rms_norm_bound,
@@ -104,7 +104,7 @@ def _add_rms_norm_samples() -> Built:
         yield name, arguments
 
 
-_ADD_RMS_NORM_REFUSALS: Refusals = [
+_ADD_RMS_NORM_REJECTIONS: Rejections = [
     ({"residual": narrow("residual", 0)}, "residual", "of the shape of x [3, 160]"),
     ({"residual": to("residual", BF16)}, "residual", "of dtype float32"),
     ({"weight": narrow("weight")}, "weight", "of shape [160], got [159]"),
@@ -129,7 +129,7 @@ spec(
                 "x": activations(g, M, K), "residual": activations(g, M, K),
                 "weight": gain(g, K), "eps": 1e-5,
             },
-            _ADD_RMS_NORM_REFUSALS,
+            _ADD_RMS_NORM_REJECTIONS,
         ),
     },
     bound=_rms_norm_bound,
@@ -156,7 +156,7 @@ def _relu2_mul_samples() -> Built:
     yield "strided", lambda g: (strided(activations(g, 3, 16)), transposed(activations(g, 3, 16)))
 
 
-_RELU2_MUL_REFUSALS: Refusals = [
+_RELU2_MUL_REJECTIONS: Rejections = [
     (
         {"gate": to("gate", F16), "up": to("up", F16)},
         "gate", "65504 in healthy models), got float16",
@@ -174,11 +174,11 @@ spec(
     calls={
         "": Call(
             lambda g: {"gate": activations(g, M, K), "up": activations(g, M, K)},
-            _RELU2_MUL_REFUSALS,
+            _RELU2_MUL_REJECTIONS,
         ),
     },
     rows={"": lambda g, dtype: lambda x: (x, x.flip(-1))},
-    row_dtypes=ACTIVATIONS,  # float16 is refused by contract
+    row_dtypes=ACTIVATIONS,  # float16 is rejected by contract
     empty={"": lambda: (torch.empty(2**40, 0), torch.empty(2**40, 0))},
 )
 
@@ -208,7 +208,7 @@ def _silu_and_mul_samples() -> Built:
     yield "wide_range", lambda g: (torch.randn(4, 66, generator=g) * 40,)
 
 
-_SILU_AND_MUL_REFUSALS: Refusals = [
+_SILU_AND_MUL_REJECTIONS: Rejections = [
     ({"x": narrow("x")}, "x", "even last dimension (gate, then up), got 159"),
     ({"x": to("x", F64)}, "x", FLOATS_TEXT + "float64"),
     ({"x": lambda a: a["x"][0, 0]}, "x", "at least 1 dimension"),
@@ -218,7 +218,7 @@ spec(
     silu_and_mul,
     samples=_silu_and_mul_samples,
     large=[lambda g: (torch.randn(61, 2062, generator=g) * 20,)],
-    calls={"": Call(lambda g: {"x": activations(g, M, K)}, _SILU_AND_MUL_REFUSALS)},
+    calls={"": Call(lambda g: {"x": activations(g, M, K)}, _SILU_AND_MUL_REJECTIONS)},
     bound=_silu_and_mul_bound,
     rows={"": lambda g, dtype: fixed()},
     empty={"": lambda: (torch.empty(2**40, 0),)},
@@ -253,7 +253,7 @@ def _rope_table_samples() -> Built:
     yield "strided", lambda g: (torch.arange(20)[::3], 2, 1000042.0)
 
 
-_ROPE_TABLE_REFUSALS: Refusals = [
+_ROPE_TABLE_REJECTIONS: Rejections = [
     ({"positions": to("positions", I32)}, "positions", "of dtype int64, got int32"),
     ({"positions": to("positions", F16)}, "positions", "got float16"),
     ({"head_dim": value(15)}, "head_dim", "even and positive, got 15"),
@@ -270,7 +270,7 @@ spec(
     calls={
         "": Call(
             lambda g: {"positions": torch.arange(5), "head_dim": 16, "theta": 1e4},
-            _ROPE_TABLE_REFUSALS,
+            _ROPE_TABLE_REJECTIONS,
         ),
     },
     bound=_rope_table_bound,
@@ -310,7 +310,7 @@ def _rope_samples() -> Built:
     )  # fmt: skip
 
 
-_ROPE_REFUSALS: Refusals = [
+_ROPE_REJECTIONS: Rejections = [
     ({"x": lambda a: a["x"][..., :15]}, "x", "even head dimension, got 15"),
     ({"x": lambda a: a["x"][0, 0]}, "x", "at least 2 dimension"),
     ({"cos_sin": to("cos_sin", BF16)}, "cos_sin", "of dtype float32, got bfloat16"),
@@ -328,7 +328,7 @@ spec(
             lambda g: {
                 "x": activations(g, M, 4, 16), "cos_sin": torch.randn(M, 16, generator=g),
             },
-            _ROPE_REFUSALS,
+            _ROPE_REJECTIONS,
         ),
     },
     rows={"": lambda g, dtype: lambda x: (x.reshape(-1, 4, 16), torch.ones(len(x), 16) * 0.6)},

@@ -12,7 +12,7 @@ import struct
 from dataclasses import dataclass
 from typing import Any
 
-from sglbitnt_bytes import ITEM_BYTES, Refused, _check_data, _json, u32
+from sglbitnt_bytes import ITEM_BYTES, Rejected, _check_data, _json, u32
 
 MASK = 2**64 - 1
 P1, P2, P3 = 0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9
@@ -161,7 +161,7 @@ class _Taker:
 
     def take(self, size: int) -> bytes:
         if self.at + size > len(self.data):
-            raise Refused(f"{size} bytes at {self.at}")
+            raise Rejected(f"{size} bytes at {self.at}")
         self.at += size
         return self.data[self.at - size : self.at]
 
@@ -174,18 +174,18 @@ class _Taker:
 
 def require(condition: bool, what: str) -> None:
     if not condition:
-        raise Refused(what)
+        raise Rejected(what)
 
 
 def _text(data: bytes) -> str:
     try:
         return data.decode()
     except UnicodeDecodeError:
-        raise Refused("UTF-8") from None
+        raise Rejected("UTF-8") from None
 
 
 def read(data: bytes) -> dict[str, Any]:
-    """{"config": str, "tensors": [dict]}; raises Refused."""
+    """{"config": str, "tensors": [dict]}; raises Rejected."""
     require(len(data) >= 64 and data[:8] == b"SGLBITNT", "magic")
     version, count, length, config_at, config_size, reserved = struct.unpack_from(
         "<IIQQII", data, 8

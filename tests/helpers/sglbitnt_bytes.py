@@ -74,18 +74,18 @@ def pack_row(weights: list[int]) -> bytes:
     return bytes(row)
 
 
-class Refused(Exception):
+class Rejected(Exception):
     """This reader's only verdict on a bad file."""
 
 
 def read(data: bytes) -> dict[str, Any]:
-    """{"config": str, "tensors": [(name, dtype, dims, scale bits, data)]}; raises Refused."""
+    """{"config": str, "tensors": [(name, dtype, dims, scale bits, data)]}; raises Rejected."""
     at = 0
 
     def take(size: int) -> bytes:
         nonlocal at
         if at + size > len(data):
-            raise Refused(f"{size} bytes at {at}")
+            raise Rejected(f"{size} bytes at {at}")
         at += size
         return data[at - size : at]
 
@@ -94,7 +94,7 @@ def read(data: bytes) -> dict[str, Any]:
 
     def require(condition: bool, what: str) -> None:
         if not condition:
-            raise Refused(f"{what} before {at}")
+            raise Rejected(f"{what} before {at}")
 
     def text(limit: int) -> str:
         size = number()
@@ -102,7 +102,7 @@ def read(data: bytes) -> dict[str, Any]:
         try:
             return take(size).decode()
         except UnicodeDecodeError:
-            raise Refused("UTF-8") from None
+            raise Rejected("UTF-8") from None
 
     def one() -> tuple[str, int, tuple[int, ...], bytes, bytes]:
         name = text(1024)
@@ -144,7 +144,7 @@ def _check_data(dtype: int, body: bytes) -> None:
         kind, size = ("f", 4) if dtype == 1 else ("e", 2)
         bad = not all(map(math.isfinite, struct.unpack(f"<{len(body) // size}{kind}", body)))
     if bad:
-        raise Refused("data")
+        raise Rejected("data")
 
 
 def _json(text: str) -> Any:
@@ -160,10 +160,10 @@ def _json(text: str) -> Any:
         value = json.loads(text, object_pairs_hook=pairs, parse_constant=constant)
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError):
-        raise Refused("JSON") from None
+        raise Rejected("JSON") from None
     block = value.get("bitnet_ops") if isinstance(value, dict) else None
     if isinstance(value, dict) and "bitnet_ops" in value:
         version = block.get("format_version") if isinstance(block, dict) else None
         if version != 1 or type(version) is not int:
-            raise Refused("private block")
+            raise Rejected("private block")
     return value

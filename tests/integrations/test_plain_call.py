@@ -100,12 +100,12 @@ def test_any_width_and_whatever_stands_in_the_padding(columns, first):
         (torch.zeros(2, 32, dtype=torch.uint8), {"first": "left"}, "'low' or 'high', got 'left'"),
     ],
 )
-def test_bytes_that_cannot_be_read_are_refused(packed, options, message):
+def test_bytes_that_cannot_be_read_are_rejected(packed, options, message):
     with pytest.raises(ValueError, match=message):
         packing.from_consecutive(packed, 128, **options)
 
 
-def test_code_3_is_refused_with_its_place():
+def test_code_3_is_rejected_with_its_place():
     packed = consecutive_bytes(random_codes(4, 128))
     packed[2, 5] |= 0b00110000
     with pytest.raises(ValueError, match="got code 3 at row 2, column 22"):
@@ -195,7 +195,7 @@ def test_repacking_on_every_call_is_said_and_repacking_once_is_silent():
 
 
 @pytest.mark.filterwarnings("ignore:apply. a consecutive weight")
-def test_shapes_that_do_not_fit_are_refused():
+def test_shapes_that_do_not_fit_are_rejected():
     codes, x = random_codes(64, 128), torch.ones(1, 128)
     method = BitNetLinearMethod(packing="interleaved")
     with pytest.raises(ValueError, match=r"uint8 \[64, 32\].*Hugging Face packing: ops.pack"):

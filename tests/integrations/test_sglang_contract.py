@@ -191,7 +191,7 @@ def test_config_warns_of_keys_it_does_not_know_and_knows_sglangs_own(config_clas
     assert "group_size" in caplog.text
 
 
-def test_untied_ternary_head_is_refused(config_class):
+def test_untied_ternary_head_is_rejected(config_class):
     settings = {"modules_to_not_convert": ["model.layers.0"]}
     untied = types.SimpleNamespace(tie_word_embeddings=False)
     with pytest.raises(CheckpointError, match="modules_to_not_convert to list lm_head"):
@@ -221,13 +221,13 @@ def test_skipped_linears_are_unquantised_never_none(surface, config_class, liste
     assert type(layer.quant_method).__name__ == wanted
 
 
-def test_a_fused_layer_skipped_in_part_is_refused(config_class):
+def test_a_fused_layer_skipped_in_part_is_rejected(config_class):
     config = config_class({"modules_to_not_convert": ["k_proj"]})
     with pytest.raises(CheckpointError, match="all or none of .*k_proj"):
         config.is_skipped("model.layers.0.self_attn.qkv_proj")
 
 
-def test_what_is_no_linear_gets_no_method_and_an_unknown_linear_is_refused(surface, config_class):
+def test_what_is_no_linear_gets_no_method_and_an_unknown_linear_is_rejected(surface, config_class):
     assert config_class().get_quant_method(torch.nn.Embedding(4, 4), "model.embed_tokens") is None
     with pytest.raises(CheckpointError, match="got OddLinear at odd"):
         sglang_surface.OddLinear(64, 32, quant_config=config_class(), prefix="odd")
@@ -363,7 +363,7 @@ def test_bias_goes_through_our_loader_and_must_arrive(config_class):
     assert returned is layer.bias and not torch.equal(y, theirs)
 
 
-def test_bias_that_transformers_would_scale_is_refused(config_class):
+def test_bias_that_transformers_would_scale_is_rejected(config_class):
     with pytest.raises(CheckpointError, match="expected no bias.*in layer"):
         make(config_class, ScaleRule.MULTIPLY, sglang_surface.ReplicatedLinear, 64, 8, bias=True)
 
@@ -376,7 +376,7 @@ def test_bias_that_transformers_would_scale_is_refused(config_class):
         ({"tp_rank": 0, "tp_size": 3}, "expected output size 64 to divide evenly over 3"),
     ],
 )
-def test_layers_that_cannot_be_served_are_refused_when_made(config_class, options, message):
+def test_layers_that_cannot_be_served_are_rejected_when_made(config_class, options, message):
     with pytest.raises(CheckpointError, match=message):
         make(
             config_class,
@@ -388,7 +388,7 @@ def test_layers_that_cannot_be_served_are_refused_when_made(config_class, option
         )
 
 
-def test_incomplete_layer_is_refused_after_loading_but_dummy_weights_are_not(
+def test_incomplete_layer_is_rejected_after_loading_but_dummy_weights_are_not(
     config_class, monkeypatch
 ):
     layer = make(config_class, ScaleRule.MULTIPLY, sglang_surface.ReplicatedLinear, 192, 8)

@@ -141,7 +141,7 @@ def test_scale_rule_reads_transformers_settings_and_defaults(config, rule):
         ({"use_rms_norm": True}, "use_rms_norm"),
     ],
 )
-def test_scale_rule_refuses_what_is_not_served(config, message):
+def test_scale_rule_rejects_what_is_not_served(config, message):
     with pytest.raises(CheckpointError, match=message):
         scale_rule(config)
 
@@ -221,7 +221,7 @@ def test_split_axis_knows_whole_even_and_uneven():
         Split(2, 2)
 
 
-# Refusals ---------------------------------------------------------------------------------------
+# Rejections ---------------------------------------------------------------------------------------
 
 
 def _weight(layer, tensor, shard_id=None):
@@ -233,7 +233,7 @@ def _scale(layer, tensor, shard_id=None):
 
 
 U8 = torch.uint8
-REFUSED = {
+REJECTED = {
     "short shard": (
         ScaleRule.MULTIPLY,
         _weight,
@@ -280,9 +280,9 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_refused_with_a_message_and_nothing_changed(case):
-    rule, loader, tensor, message = REFUSED[case]
+@pytest.mark.parametrize("case", REJECTED)
+def test_rejected_with_a_message_and_nothing_changed(case):
+    rule, loader, tensor, message = REJECTED[case]
     layer = make_layer(128, [64], rule, name="model.layers.0.mlp.up_proj")
     before = layer.weight.clone(), layer.weight_scale.clone()
     with pytest.raises(CheckpointError, match=message) as caught:
@@ -293,7 +293,7 @@ def test_refused_with_a_message_and_nothing_changed(case):
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_incomplete_layer_is_refused_by_name(rule):
+def test_incomplete_layer_is_rejected_by_name(rule):
     layer = make_layer(128, [8, 8], rule, name="gate_up_proj")
     with pytest.raises(CheckpointError, match="weight of shard 0.*in gate_up_proj"):
         check_complete(layer)
@@ -305,7 +305,7 @@ def test_incomplete_layer_is_refused_by_name(rule):
     check_complete(layer)
 
 
-def test_packed_weight_whose_scale_never_came_is_refused():
+def test_packed_weight_whose_scale_never_came_is_rejected():
     layer = make_layer(128, [8])
     layer.weight.weight_loader(layer.weight, hf_packed(random_codes(8, 128)))
     with pytest.raises(CheckpointError, match="got none for weight_scale of shard None"):
@@ -334,7 +334,7 @@ def test_apply_takes_any_leading_dimensions_and_keeps_the_dtype(dtype, shape):
     assert torch.equal(y.reshape(-1, 12), flat)
 
 
-def test_apply_refuses_float16_and_another_width():
+def test_apply_rejects_float16_and_another_width():
     layer = make_layer(96, [12])
     with pytest.raises(CheckpointError, match="bfloat16 or float32, got torch.float16"):
         BitNetLinearMethod().apply(layer, torch.ones(2, 96, dtype=torch.float16))

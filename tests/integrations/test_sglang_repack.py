@@ -85,7 +85,7 @@ def test_the_hook_may_run_again_and_changes_nothing():
     assert torch.equal(layer.weight, before) and layer.weight.data_ptr() == place
 
 
-def test_an_incomplete_layer_is_refused_before_it_is_repacked():
+def test_an_incomplete_layer_is_rejected_before_it_is_repacked():
     layer = make_layer(128, [8, 8])
     load(layer, ScaleRule.MULTIPLY, 8, 128, shard_id=0)
     with pytest.raises(CheckpointError, match="weight of shard 1"):
@@ -175,7 +175,7 @@ def test_an_update_of_one_rank_takes_its_slice(rank):
     assert torch.equal(codes_of(layer, 130), codes[40 * rank : 40 * rank + 40])
 
 
-def test_a_refused_update_leaves_the_repacked_weight_as_it_was():
+def test_a_rejected_update_leaves_the_repacked_weight_as_it_was():
     layer = make_layer(128, [64])
     load(layer, ScaleRule.MULTIPLY, 64, 128)
     METHOD.process_weights_after_loading(layer)
@@ -189,7 +189,7 @@ def test_a_refused_update_leaves_the_repacked_weight_as_it_was():
     assert torch.equal(layer.weight, before)
 
 
-def test_a_direct_copy_of_rows_over_the_repacked_weight_is_refused():
+def test_a_direct_copy_of_rows_over_the_repacked_weight_is_rejected():
     """What engines do to a parameter without a loader: shapes differ, so nothing is overwritten."""
     layer = make_layer(256, [100])
     _, _, codes, _ = load(layer, ScaleRule.MULTIPLY, 100, 256)

@@ -89,7 +89,7 @@ def test_automatic_choice_is_the_best_available() -> None:
 
 
 @pytest.mark.parametrize("name", ["sse9", "AVX2", "avx2 "])
-def test_unknown_isa_is_refused_with_the_list(name: str) -> None:
+def test_unknown_isa_is_rejected_with_the_list(name: str) -> None:
     with pytest.raises(RuntimeError) as error:
         _runtime.force_isa(name)
     assert repr(name)[1:-1] in str(error.value)

@@ -1,4 +1,4 @@
-"""CPU-specific weight layouts: golden bytes, exact round trips, refusals, and one answer from all.
+"""CPU-specific weight layouts: golden bytes, exact round trips, errors, and one answer from all.
 
 The golden bytes stand in docs/layouts.md and were written by hand-made code; products are compared
 with sums that torch computes from the codes.
@@ -112,7 +112,7 @@ def _weight(n: int = 40, k: int = 100) -> Tensor:
     return random_packed(torch.Generator().manual_seed(0), n, k)
 
 
-def test_refusals_name_the_remedy() -> None:
+def test_rejections_name_the_remedy() -> None:
     weight, x = _weight(), torch.zeros(100, dtype=torch.int8)
     private = ops.prepack(weight, 100, "2bit")
     with pytest.raises(RuntimeError, match=r"prepack: expected format '2bit' or '1.6bit', got"):
@@ -136,7 +136,7 @@ def test_refusals_name_the_remedy() -> None:
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
-def test_code_3_is_refused_both_ways(fmt: str) -> None:
+def test_code_3_is_rejected_both_ways(fmt: str) -> None:
     weight = _weight()
     weight[7, 3] |= 0b11
     with pytest.raises(RuntimeError, match="prepack: expected weight with codes 0, 1, 2 only"):

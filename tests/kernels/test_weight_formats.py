@@ -138,7 +138,7 @@ def test_load_says_which_format_it_chose(capsys: pytest.CaptureFixture[str]) -> 
         assert report["text"] == EXPECTED_TEXT
 
 
-def test_unknown_formats_are_refused() -> None:
+def test_unknown_formats_are_rejected() -> None:
     message = "weight_format: expected one of auto, canonical, 2bit, 1.6bit, got '3bit'"
     with pytest.raises(ValueError, match=message):
         load(weight_format="3bit")
@@ -244,7 +244,7 @@ def test_packed_weights_check_private_shapes() -> None:
 
 
 @pytest.mark.parametrize("weight_format", CPU_SPECIFIC)
-def test_layouts_of_other_kernels_are_refused(weight_format: str) -> None:
+def test_layouts_of_other_kernels_are_rejected(weight_format: str) -> None:
     """What was packed before another ISA was forced: an error, never a wrong result."""
     here = matrix(64, 128).repack(weight_format).weight
     lanes = here.shape[2] // 4 if weight_format == "2bit" else here.shape[2]
@@ -287,7 +287,7 @@ def test_a_state_dict_holds_canonical_rows(weight_format: str) -> None:
     assert other.weight_format == weight_format
 
 
-def test_a_state_dict_that_does_not_fit_is_refused() -> None:
+def test_a_state_dict_that_does_not_fit_is_rejected() -> None:
     layer = BitLinear.from_packed(matrix(33, 130)).repack("2bit")
     state = layer.state_dict()
     with pytest.raises(RuntimeError, match=r"weight as canonical rows \[33, 64\], got \[32, 64\]"):

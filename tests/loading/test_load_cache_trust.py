@@ -217,7 +217,7 @@ def test_forged_files_are_made_again_and_raise_nothing(name: str, cached: Cached
 
 
 def test_forging_alone_changes_nothing(cached: Cached) -> None:
-    """What the forged files have in common is accepted: each is refused for what is special."""
+    """What the forged files have in common is accepted: each is rejected for what is special."""
     assert forge(cached.good, lambda c: None) == cached.good
 
 

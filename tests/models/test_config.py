@@ -1,4 +1,4 @@
-"""ModelConfig.from_hf: what is read, in every spelling, and what is refused, each with its reason.
+"""ModelConfig.from_hf: what is read, in every spelling, and what is rejected, each with its reason.
 
 The oracle for defaults and for the spellings of rope_theta is transformers' own config classes.
 """
@@ -166,7 +166,7 @@ def test_block_diffusion_bitnet_is_noted() -> None:
     assert any("block-diffusion" in note for note in c.notes)
 
 
-REFUSED = {
+REJECTED = {
     "another model_type": ({"model_type": "mamba"}, "model_type one of bitnet, llama, qwen2"),
     "model_type of another": ({"model_type": "qwen3"}, "architectures ['Qwen3ForCausalLM']"),
     "no model_type": ({"model_type": ...}, "model_type"),
@@ -233,9 +233,9 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_refuses(name: str) -> None:
-    changes, message = REFUSED[name]
+@pytest.mark.parametrize("name", REJECTED)
+def test_rejects(name: str) -> None:
+    changes, message = REJECTED[name]
     with pytest.raises(UnsupportedModelError) as caught:
         read(BITNET_2B, **changes)
     text = str(caught.value)
@@ -270,7 +270,7 @@ def test_reads_1bitllm() -> None:
 
 
 @pytest.mark.parametrize("change", [{"weight_bits": 2}, {"input_bits": 4}, {"weight_bits": ...}])
-def test_refuses_other_widths_of_1bitllm(change: dict[str, Any]) -> None:
+def test_rejects_other_widths_of_1bitllm(change: dict[str, Any]) -> None:
     with pytest.raises(UnsupportedModelError, match="_bits [18] for BitnetForCausalLM"):
         read(ONEBIT, **change)
     with pytest.raises(UnsupportedModelError, match="weight_bits"):
@@ -321,12 +321,12 @@ def test_the_private_block_says_what_a_converter_found() -> None:
     assert (c.linear_norms, c.linear_norm_eps, c.sub_norms) == (True, 1e-5, False)
 
 
-def test_refuses_what_is_no_object() -> None:
+def test_rejects_what_is_no_object() -> None:
     with pytest.raises(UnsupportedModelError, match="expected a JSON object, got list"):
         ModelConfig.from_hf([])  # type: ignore[arg-type]
 
 
-def test_odd_head_dim_is_refused() -> None:
+def test_odd_head_dim_is_rejected() -> None:
     with pytest.raises(UnsupportedModelError, match="head_dim to be even"):
         read(FALCON3, head_dim=255)
 

@@ -96,7 +96,7 @@ def test_capacity_is_checked_before_anything_is_written() -> None:
     assert torch.equal(cache.keys[0], torch.zeros_like(cache.keys[0]))
 
 
-def test_more_positions_than_the_model_has_are_refused() -> None:
+def test_more_positions_than_the_model_has_are_rejected() -> None:
     assert KVCache(CONFIG, 1, 1024).max_len == 1024
     with pytest.raises(CacheCapacityError, match="max_position_embeddings 1024, got 1025"):
         KVCache(CONFIG, 1, 1025)

@@ -76,7 +76,7 @@ def test_hf_packing_element_by_element(rng: torch.Generator, n: int) -> None:
     assert torch.equal(unpack_hf(packed, n), codes)
 
 
-def test_hf_refusals() -> None:
+def test_hf_rejections() -> None:
     with pytest.raises(ValueError, match="got code 3 at row 5, column 1"):
         unpack_hf(torch.tensor([[0, 0], [0, 0b110000]], dtype=torch.uint8), 6)
     with pytest.raises(ValueError, match=r"packed uint8 \[2, K\] for 8 outputs, got .*\[3, 2\]"):
@@ -202,7 +202,7 @@ def test_state_dict_round_trip(rng: torch.Generator) -> None:
     assert torch.equal(copy.deepcopy(target)(x), source(x))
 
 
-def test_load_refuses_master_weights_and_other_packings() -> None:
+def test_load_rejects_master_weights_and_other_packings() -> None:
     layer = BitLinear(64, 8)
     scale = {"weight_scale": torch.ones(1)}
     with pytest.raises(RuntimeError, match="weight packed as uint8, got torch.float32"):

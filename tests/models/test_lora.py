@@ -1,4 +1,4 @@
-"""LoRA adapters: reading, running beside ternary projections, merging; refusals by name.
+"""LoRA adapters: reading, running beside ternary projections, merging; rejections by name.
 
 Oracles: peft itself on transformers' model with straight-through layers (its forward is
 transformers' own), and numpy. Adapters are written here or saved by peft.
@@ -219,7 +219,7 @@ def test_packed_sources_take_adapters_at_run_time_alone(tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["lora"] == str(folder)
 
 
-def test_merging_refuses_another_models_adapter(base, tmp_path):
+def test_merging_rejects_another_models_adapter(base, tmp_path):
     with pytest.raises(ConvertError, match="expected a projection model.layers.7.*lora"):
         shapes = {"model.layers.7.self_attn.q_proj": (256, 256)}
         wrong = adapter(tmp_path / "a", factors(shapes=shapes), target_modules=["q_proj"])
@@ -231,10 +231,10 @@ def test_merging_refuses_another_models_adapter(base, tmp_path):
         convert(base[0], tmp_path / "out", lora=adapter(tmp_path / "c", use_dora=True))
 
 
-# Refusals ----------------------------------------------------------------------------------------
+# Rejections --------------------------------------------------------------------------------------
 
 _A = f"base_model.model.{Q}.lora_A.weight"
-REFUSED_OPTIONS = {
+REJECTED_OPTIONS = {
     "peft_type": ({"peft_type": "IA3"}, "expected peft_type LORA, got 'IA3'"),
     "task": ({"task_type": "SEQ_CLS"}, "expected task_type CAUSAL_LM, got 'SEQ_CLS'"),
     "bias": ({"bias": "lora_only"}, "expected bias none, got 'lora_only'"),
@@ -257,7 +257,7 @@ REFUSED_OPTIONS = {
     "absent-target": ({"target_modules": ["q_proj", "down_proj", "k_proj"]}, "module 'k_proj'"),
     "extra-target": ({"target_modules": ["q_proj"]}, "another config's weights"),
 }
-REFUSED_TENSORS = {
+REJECTED_TENSORS = {
     "no-b": (lambda t: t.pop(_A.replace("_A", "_B")), "expected lora_A and lora_B of .* no lora_B"),
     "nan": (lambda t: t[_A].fill_(float("nan")), "expected finite lora_A of model.layers.0"),
     "integer": (lambda t: t.update({_A: t[_A].to(torch.int8)}), "expected a floating matrix"),
@@ -276,24 +276,24 @@ REFUSED_TENSORS = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED_OPTIONS)
-def test_options_are_refused_by_name(name, tmp_path):
-    changes, message = REFUSED_OPTIONS[name]
+@pytest.mark.parametrize("name", REJECTED_OPTIONS)
+def test_options_are_rejected_by_name(name, tmp_path):
+    changes, message = REJECTED_OPTIONS[name]
     with pytest.raises(LoraError, match=message) as caught:
         read_adapter(adapter(tmp_path / "adapter", **changes))
     assert str(caught.value).startswith("lora: expected") and "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("name", REFUSED_TENSORS)
-def test_tensors_are_refused_by_name(name, tmp_path):
-    change, message = REFUSED_TENSORS[name]
+@pytest.mark.parametrize("name", REJECTED_TENSORS)
+def test_tensors_are_rejected_by_name(name, tmp_path):
+    change, message = REJECTED_TENSORS[name]
     tensors = factors()
     change(tensors)
     with pytest.raises(LoraError, match=message):
         read_adapter(adapter(tmp_path / "adapter", tensors))
 
 
-def test_files_are_refused(tmp_path):
+def test_files_are_rejected(tmp_path):
     with pytest.raises(LoraError, match="expected a PEFT directory with adapter_config.json"):
         read_adapter(tmp_path)
     folder = adapter(tmp_path / "adapter")
@@ -319,7 +319,7 @@ def test_files_are_refused(tmp_path):
         ({Q: (128, 256)}, "as .256, 256., got .128, 256.; the adapter is another model's"),
     ],
 )
-def test_what_does_not_fit_is_refused(shapes, message, base, tmp_path):
+def test_what_does_not_fit_is_rejected(shapes, message, base, tmp_path):
     folder = adapter(tmp_path / "adapter", factors(shapes=shapes), target_modules=None)
     with pytest.raises(LoraError, match=message):
         load(base[1], lora=folder)

@@ -260,7 +260,7 @@ def test_every_isa_and_thread_count_gives_the_same_logits(name: str) -> None:
 
 
 @torch.inference_mode()
-def test_weights_made_for_other_lanes_are_refused_by_name() -> None:
+def test_weights_made_for_other_lanes_are_rejected_by_name() -> None:
     """On every CPU with kernels of 16 or 4 lanes beside those of 8; one error, one remedy."""
     lanes = {}
     for isa in ISAS:
@@ -394,7 +394,7 @@ def test_copies_and_loaded_states_compute_the_same() -> None:
     assert torch.equal(run(third, ids), expected)
 
 
-def test_float16_is_refused() -> None:
+def test_float16_is_rejected() -> None:
     with pytest.raises(ValueError, match="float32 or bfloat16, got torch.float16; relu2 overflows"):
         tiny_model(SMALL["bitnet-offline"], dtype=torch.float16)
 

@@ -51,7 +51,7 @@ def test_bfloat16_is_the_model_built_in_bfloat16() -> None:
 
 
 @pytest.mark.parametrize("cast", ["half", "double"])
-def test_other_dtypes_are_refused_at_once_and_change_nothing(cast: str) -> None:
+def test_other_dtypes_are_rejected_at_once_and_change_nothing(cast: str) -> None:
     model, ids = tiny_model(FAMILY), random_ids(2, 1, 5)
     expected = model(ids)
     with pytest.raises(ValueError, match=r"expected dtype float32 or bfloat16, got float.*; use"):
@@ -90,7 +90,7 @@ def test_a_model_runs_without_a_cache(fused: bool) -> None:
 
 
 @pytest.mark.parametrize("bad", [torch.float16, "int8", None])
-def test_a_wrong_kv_dtype_is_refused_before_anything_is_read(bad: Any) -> None:
+def test_a_wrong_kv_dtype_is_rejected_before_anything_is_read(bad: Any) -> None:
     with pytest.raises(ValueError, match="kv_dtype float32, bfloat16 or int8, got"):
         bitnet_ops.load("/no/such/model", kv_dtype=bad)
     with pytest.raises(ValueError, match="kv_dtype float32, bfloat16 or int8, got"):

@@ -1,7 +1,7 @@
 """Attention over long contexts: a plain float64 softmax as the oracle, and the same bits however
 the work is split: into chunks of positions, blocks of tokens, calls, threads, ISAs, batches.
 
-Small shapes and dtypes are test_op_oracles.py's matter, refusals test_op_errors.py's.
+Small shapes and dtypes are test_op_oracles.py's matter, rejections test_op_errors.py's.
 """
 
 from __future__ import annotations

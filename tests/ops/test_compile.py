@@ -123,7 +123,7 @@ def test_export_keeps_a_symbolic_batch() -> None:
     assert_equal(program.module()(wide, *rest), ops.linear(wide, *rest))
 
 
-def test_grad_refusal_is_raised_under_compile_too() -> None:
+def test_grad_rejection_is_raised_under_compile_too() -> None:
     x, *rest = SAMPLES["rms_norm"][0].args()
     compiled = torch.compile(ops.rms_norm, backend="eager")
     with pytest.raises(RuntimeError, match="rms_norm: expected x without gradient"):

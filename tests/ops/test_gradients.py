@@ -1,7 +1,7 @@
 """Gradients through frozen ternary linears: straight-through, in every layout, eager and compiled.
 
 Oracles: plain PyTorch with a detached rounding and a dense weight that numpy unpacked, and
-transformers' ActQuant. Which ops refuse is test_ops.py's and test_op_errors.py's matter.
+transformers' ActQuant. Which ops reject is test_ops.py's and test_op_errors.py's matter.
 """
 
 from __future__ import annotations

@@ -158,6 +158,6 @@ def test_an_untied_embedding_stays_as_stored() -> None:
     assert model.model.embed_tokens.weight is tensors["model.embed_tokens.weight"]
 
 
-def test_an_unknown_format_is_refused() -> None:
+def test_an_unknown_format_is_rejected() -> None:
     with pytest.raises(ValueError, match=r"head_format: expected one of int8.*got 'fp8'"):
         HeadWeight.from_dense(torch.zeros(2, 2), "fp8")

@@ -93,7 +93,7 @@ def _arguments(name: str) -> Any:
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_given_it_changes_no_bit_and_refuses_every_other_x(op: str, rng: torch.Generator) -> None:
+def test_given_it_changes_no_bit_and_rejects_every_other_x(op: str, rng: torch.Generator) -> None:
     without, given = calls(rng)[op]
     expected, got = without(K), given(K)
     for a, b in zip(_tuple(expected), _tuple(got), strict=True):

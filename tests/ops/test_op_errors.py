@@ -33,7 +33,7 @@ def good_call(op: str) -> dict[str, Any]:
 
 
 # (op, {argument: change}, blamed argument, words that follow)
-CASES = [(op, *refusal) for op, call in CALLS.items() for refusal in call.refusals]
+CASES = [(op, *rejection) for op, call in CALLS.items() for rejection in call.rejections]
 
 
 def _id(case: tuple[str, dict[str, Change], str, str]) -> str:
@@ -55,7 +55,7 @@ def test_every_public_op_and_argument_is_in_the_table() -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=_id)
-def test_a_bad_call_is_refused_by_name(case: tuple[str, dict[str, Change], str, str]) -> None:
+def test_a_bad_call_is_rejected_by_name(case: tuple[str, dict[str, Change], str, str]) -> None:
     op, changes, argument, words = case
     arguments = good_call(op)
     for name, change in changes.items():
@@ -70,7 +70,7 @@ def test_a_bad_call_is_refused_by_name(case: tuple[str, dict[str, Change], str, 
     assert words in message
     assert "csrc" not in message and ".cpp" not in message and "\n" not in message
     for tensor, old in zip(written, before, strict=True):
-        assert tensor is old is None or torch.equal(tensor, old), "a refused call has written"
+        assert tensor is old is None or torch.equal(tensor, old), "a rejected call has written"
 
 
 GRAD_CASES = [
@@ -85,7 +85,7 @@ GRAD_CASES = [
 
 
 @pytest.mark.parametrize(("op", "name"), GRAD_CASES, ids=lambda part: part)
-def test_an_input_that_requires_grad_is_refused_with_advice(op: str, name: str) -> None:
+def test_an_input_that_requires_grad_is_rejected_with_advice(op: str, name: str) -> None:
     arguments = good_call(op)
     expected = called(op)(**good_call(op))
     arguments[name] = arguments[name].requires_grad_()
@@ -101,7 +101,7 @@ def test_an_input_that_requires_grad_is_refused_with_advice(op: str, name: str) 
 
 
 @pytest.mark.parametrize("op", sorted(CALLS))
-def test_a_meta_tensor_among_cpu_tensors_is_refused(op: str) -> None:
+def test_a_meta_tensor_among_cpu_tensors_is_rejected(op: str) -> None:
     arguments = good_call(op)
     tensors = [name for name, argument in arguments.items() if isinstance(argument, Tensor)]
     if len(tensors) == 1:
@@ -118,7 +118,7 @@ def test_a_meta_tensor_among_cpu_tensors_is_refused(op: str) -> None:
 
 
 @pytest.mark.parametrize("op", sorted(CALLS))
-def test_none_for_a_tensor_is_refused_by_name(op: str) -> None:
+def test_none_for_a_tensor_is_rejected_by_name(op: str) -> None:
     """torch lets None pass for a Tensor; the first look at it must not be a crash or a riddle."""
     arguments = good_call(op)
     tensors = [name for name, argument in arguments.items() if isinstance(argument, Tensor)]
@@ -126,14 +126,14 @@ def test_none_for_a_tensor_is_refused_by_name(op: str) -> None:
     schema = getattr(torch.ops.bitnet, name_of_op).default._schema
     optional = {a.name for a in schema.arguments if isinstance(a.type, torch.OptionalType)}
     for name in sorted(set(tensors) - optional):
-        # Without any tensor torch's dispatcher itself refuses the call.
+        # Without any tensor torch's dispatcher itself rejects the call.
         alone = len(tensors) == 1
-        refusal = f"^{name_of_op}: expected {name} to be a tensor, got None$"
-        with pytest.raises(RuntimeError, match=f"bitnet::{name_of_op}" if alone else refusal):
+        rejection = f"^{name_of_op}: expected {name} to be a tensor, got None$"
+        with pytest.raises(RuntimeError, match=f"bitnet::{name_of_op}" if alone else rejection):
             called(op)(**{**arguments, name: None})
 
 
-def test_a_refused_cache_update_has_written_nothing() -> None:
+def test_a_rejected_cache_update_has_written_nothing() -> None:
     arguments = good_call("kv_cache_update")
     before = [arguments[name].clone() for name in ("key_cache", "value_cache")]
     arguments["start_positions"] = torch.tensor([0, 7])  # sequence 0 fits, sequence 1 does not
@@ -143,7 +143,7 @@ def test_a_refused_cache_update_has_written_nothing() -> None:
     assert_equal(arguments["value_cache"], before[1])
 
 
-def test_sparse_and_foreign_arguments_are_refused_by_torch_not_by_a_crash() -> None:
+def test_sparse_and_foreign_arguments_are_rejected_by_torch_not_by_a_crash() -> None:
     arguments = good_call("linear")
     with pytest.raises((NotImplementedError, RuntimeError)):
         ops.linear(arguments["x"].to_sparse(), *list(arguments.values())[1:])

@@ -107,7 +107,7 @@ def _floating(op: str) -> tuple[dict[str, Any], list[str]]:
 
 
 @pytest.mark.parametrize("op", [op for op in sorted(SPECS) if _floating(op)[1]])
-def test_a_raw_op_refuses_what_it_has_no_gradient_for(op: str) -> None:
+def test_a_raw_op_rejects_what_it_has_no_gradient_for(op: str) -> None:
     """As the wrappers do; torch itself would give None, or a warning."""
     call, floating = _floating(op)
     overload = getattr(torch.ops.bitnet, op).default

@@ -1,6 +1,6 @@
 """What an op mutates may share memory with nothing else that it is given.
 
-Every pair of a mutated argument and another tensor, from the schemas: overlapping memory is refused
+Every pair of a mutated argument and another tensor, from the schemas: overlap is rejected
 before a byte is written, neighbouring memory is not.
 """
 
@@ -94,7 +94,7 @@ def test_a_mutated_argument_shares_memory_with_no_other(
     before = memory.clone()
     with pytest.raises(RuntimeError, match=rf"^{op}: expected .*memory.*, got memory") as error:
         call(*args)
-    assert torch.equal(memory, before), "written before the refusal"
+    assert torch.equal(memory, before), "written before the rejection"
     names = [argument.name for argument in schema_of(op).arguments]
     assert re.search(rf"\b({names[index]}|{names[place[0]]}|a cache)\b", str(error.value))
 
@@ -122,15 +122,15 @@ def test_positions_inside_a_cache_move_no_write(op: str) -> None:
     assert torch.equal(args[cache], before[0]) and torch.equal(args[cache + 1], before[1])
 
 
-def test_heads_that_overflow_a_product_are_refused() -> None:
+def test_heads_that_overflow_a_product_are_rejected() -> None:
     """heads * D = 8 modulo 2^64: the weights would fit, and the loops would not."""
     x, weight = torch.zeros(1, 1, 8), torch.full((8, 32), 0x55, dtype=torch.uint8)
     caches = [torch.zeros(1, 1, 1, 4, 8) for _ in "kv"]
     sizes = torch.float32, 2**61 + 1, 8, 5, False, "relu2", 1e-5, 1e4, 1.0
     start = torch.zeros(1, dtype=torch.int64)
     scales, norms = torch.ones(1, 7), torch.ones(24)
-    refused = r"^decode_step: expected num_heads with at most 524288 "
-    with pytest.raises(RuntimeError, match=refused):
+    rejected = r"^decode_step: expected num_heads with at most 524288 "
+    with pytest.raises(RuntimeError, match=rejected):
         ops.decode_step(
             x, [weight] * 7, scales, norms, torch.zeros(5, 8), None, *caches, start, *sizes
         )

@@ -76,7 +76,7 @@ def test_pack_and_unpack_are_inverse(n: int, k: int, seed: int) -> None:
 @given(st.integers(1, 130), st.integers(0, 255), st.integers(0, 127))
 @settings(max_examples=60)
 def test_unpack_accepts_exactly_what_pack_writes(k: int, byte: int, position: int) -> None:
-    """Any one byte replaced: either it decodes to codes that pack to it again, or it is refused."""
+    """Any one byte replaced: it decodes to codes that pack to it again, or it is rejected."""
     packed = ops.pack(torch.ones(1, k, dtype=torch.int8))
     packed[0, position % packed.shape[1]] = byte
     try:

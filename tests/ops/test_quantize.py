@@ -89,12 +89,12 @@ def test_a_reciprocal_is_inverted_in_float32_not_in_its_own_dtype() -> None:
         (torch.tensor([torch.inf]), "bitlinear", "above zero, got inf"),
     ],
 )
-def test_bad_scales_are_refused(stored: torch.Tensor, linear_class: str, says: str) -> None:
+def test_bad_scales_are_rejected(stored: torch.Tensor, linear_class: str, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         quantize.multiplying_scale(stored, linear_class)
 
 
 @pytest.mark.parametrize("weight", [torch.zeros(0, 3), torch.tensor([[1.0, torch.nan]])])
-def test_weights_without_a_mean_are_refused(weight: torch.Tensor) -> None:
+def test_weights_without_a_mean_are_rejected(weight: torch.Tensor) -> None:
     with pytest.raises(ValueError, match="^absmean_scale: expected"):
         quantize.absmean_scale(weight)

@@ -36,7 +36,7 @@ def test_pack_equals_the_bitwise_writer_of_the_samples(k: int, rng: torch.Genera
     assert_equal(reference.unpack(pack_codes(codes), k), codes)
 
 
-def test_unpack_refuses_code_3_and_wrong_padding() -> None:
+def test_unpack_rejects_code_3_and_wrong_padding() -> None:
     packed = torch.full((1, 32), 0x55, dtype=torch.uint8)
     packed[0, 0] = 0xD5  # code 3 at weight 0
     with pytest.raises(ValueError, match="code 3"):

@@ -165,7 +165,7 @@ def test_R7_gaussian_masters_have_31_percent_zeros(rng: torch.Generator) -> None
     assert abs(share - 0.3101) < 4 * (0.31 * 0.69 / 200_000) ** 0.5  # four standard deviations
 
 
-def test_R7_packed_bytes_are_refused_as_masters(rng: torch.Generator) -> None:
+def test_R7_packed_bytes_are_rejected_as_masters(rng: torch.Generator) -> None:
     packed = hf.pack_weights(random_codes(rng, 16, 32))
     with pytest.raises(RuntimeError, match="expected weight of dtype .*got uint8"):
         ops.quantize_weights(packed)

@@ -309,48 +309,48 @@ def start_gloo():
     initialize_model_parallel(1)
 
 
-# Refusals ---------------------------------------------------------------------------------------
+# Rejections ---------------------------------------------------------------------------------------
 
 
-def refused(what, message, call):
+def rejected(what, message, call):
     try:
         call()
     except CheckpointError as error:
         assert message in str(error), f"{what}: {error}"
     else:
-        raise AssertionError(f"{what}: nothing was refused")
+        raise AssertionError(f"{what}: nothing was rejected")
 
 
-def refuse_short(cls, flavour, **options):
+def reject_short(cls, flavour, **options):
     layer = build(cls, flavour, K, 128, **options)
     short = Matrix(flavour, 32, K, 1)
-    refused(cls.__name__, "expected weight [32, 192]", lambda: short.into(layer))
-    refused("unloaded", "got none for weight", lambda: finish(layer))
+    rejected(cls.__name__, "expected weight [32, 192]", lambda: short.into(layer))
+    rejected("unloaded", "got none for weight", lambda: finish(layer))
 
 
-def check_refusals():
-    """What SGLang takes in silence on a CPU is refused; the stock loader is shown beside it."""
+def check_rejections():
+    """What SGLang takes in silence on a CPU is rejected; the stock loader is shown beside it."""
     plain = linear.ColumnParallelLinear(K, 128, bias=False, tp_rank=0, tp_size=1)
     plain.weight.weight_loader(plain.weight, torch.ones(32, K))
     DETAILS.append(f"stock loader: {int(plain.weight.abs().sum(1).ne(0).sum())} of 128 rows")
 
     offline = "autobitlinear offline"
-    refuse_short(linear.ReplicatedLinear, offline)
+    reject_short(linear.ReplicatedLinear, offline)
     for cls in (linear.ColumnParallelLinear, linear.RowParallelLinear):
-        refuse_short(cls, offline, tp_rank=0, tp_size=1)
+        reject_short(cls, offline, tp_rank=0, tp_size=1)
     merged = build(
         linear.MergedColumnParallelLinear, offline, K, [INNER, INNER], tp_rank=0, tp_size=1
     )
     Matrix(offline, INNER, K, 1).into(merged, 0)
-    refused("missing up", "weight of shard 1", lambda: finish(merged))
+    rejected("missing up", "weight of shard 1", lambda: finish(merged))
 
     def biased():
         config = config_of(offline)
         return linear.ReplicatedLinear(K, 64, bias=True, quant_config=config, prefix="proof")
 
-    refused("bias", "expected no bias", biased)
+    rejected("bias", "expected no bias", biased)
     half = {"params_dtype": torch.float16}
-    refused(
+    rejected(
         "float16",
         "bfloat16 or float32",
         lambda: build(linear.ReplicatedLinear, offline, K, 8, **half),
@@ -363,13 +363,13 @@ def check_bias_takes_our_loader():
     layer = linear.ColumnParallelLinear(
         K, 64, bias=True, quant_config=config, prefix="proof", tp_rank=1, tp_size=2
     )
-    refused(
+    rejected(
         "short bias",
         "expected bias floating-point [64]",
         lambda: layer.bias.weight_loader(layer.bias, bias[:32]),
     )
     matrix.into(layer)
-    refused("bias never came", "bias of shard None", lambda: finish(layer))
+    rejected("bias never came", "bias of shard None", lambda: finish(layer))
     layer.bias.weight_loader(layer.bias, bias)
     x = inputs(K)
     expected = matrix.module(x)[:, 32:] + bias[32:]
@@ -384,7 +384,7 @@ def check_dummy_weights():
     layer = build(
         linear.QKVParallelLinear, "bitlinear", K, HEAD_DIM, HEADS, KV_HEADS, tp_rank=0, tp_size=1
     )
-    refused("nothing loaded", "got none for weight", lambda: finish(layer))
+    rejected("nothing loaded", "got none for weight", lambda: finish(layer))
     model = runtime_context.get_model
     try:
         runtime_context.get_model = lambda: types.SimpleNamespace(load_format="dummy")
@@ -397,7 +397,7 @@ def check_dummy_weights():
 
 
 def check_model_file_loads_strictly():
-    """Our BitNetForCausalLM refuses a tensor without a place and a parameter without a tensor."""
+    """Our BitNetForCausalLM rejects a tensor without a place and a parameter without a tensor."""
     from sglang.srt.models.registry import ModelRegistry
 
     from bitnet_ops.integrations.sglang.models import bitnet
@@ -409,9 +409,9 @@ def check_model_file_loads_strictly():
     model.config, model._loaded = types.SimpleNamespace(tie_word_embeddings=True), set()
     model.norm = bitnet.Norm(4, 1e-5)
     gains = torch.tensor([1.0, 2.0, 3.0, 4.0])
-    refused("absent", "got none for ['norm.weight']", lambda: model.load_weights([]))
+    rejected("absent", "got none for ['norm.weight']", lambda: model.load_weights([]))
     for name in ("layers.0.self_attn.q_proj.bias", "layers.0.bogus.weight"):
-        refused("unknown", f"got '{name}'", lambda name=name: model.load_weights([(name, gains)]))
+        rejected("unknown", f"got '{name}'", lambda name=name: model.load_weights([(name, gains)]))
     model.load_weights([("norm.weight", gains), ("lm_head.weight", gains)])
     equal("gains", model.norm.weight.data, gains)
 

@@ -60,7 +60,7 @@ def test_loss_falls_and_the_deployed_model_is_the_trained_one(source, tmp_path, 
     assert comparison.top1 > 0.95
 
 
-def test_a_text_too_short_is_refused(tmp_path):
+def test_a_text_too_short_is_rejected(tmp_path):
     (tmp_path / "text.txt").write_text("too short")
     with pytest.raises(SystemExit, match="expected a text of some hundred words, got"):
         example().main([str(tmp_path / "text.txt"), str(tmp_path / "out")])

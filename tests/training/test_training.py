@@ -153,7 +153,7 @@ def test_replacing_shares_parameters_and_leaves_the_head():
     assert training.replace_linears(model) == ["body.0", "body.2"]
     assert [p is q for p, q in zip(before, model.parameters(), strict=True)] == [True] * 6
     assert type(model.lm_head) is nn.Linear
-    assert training.replace_linears(model) == []  # nothing left to do, and nothing to refuse
+    assert training.replace_linears(model) == []  # nothing left to do, and nothing to reject
 
 
 def test_replacing_skips_what_it_is_told():
@@ -163,7 +163,7 @@ def test_replacing_skips_what_it_is_told():
         training.replace_linears(model, skip=["typo"])
 
 
-def test_replacing_refuses_what_has_no_masters():
+def test_replacing_rejects_what_has_no_masters():
     with pytest.raises(TrainingError, match="expected nn.Linear modules outside .'lm_head'., got"):
         training.replace_linears(nn.Sequential(nn.ReLU()))
     packed = nn.Sequential(AutoBitLinear(8, 8, bias=False, online_quant=False))
@@ -287,7 +287,7 @@ def test_export_never_replaces_and_leaves_nothing_half(trained, form, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["there"]
 
 
-def test_export_refusals(tmp_path):
+def test_export_rejections(tmp_path):
     with pytest.raises(TrainingError, match="expected form one of packed, masters, bin"):
         training.export(nn.Linear(2, 2), tmp_path / "x", form="gguf")
     with pytest.raises(TrainingError, match="got none; call training.replace_linears"):

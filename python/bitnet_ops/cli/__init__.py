@@ -76,7 +76,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     if rest is not None and not any(e.startswith("-") and e != "-" for e in extra):
         rest += extra
     elif extra:
-        getattr(args, "_parser", parser).refuse_unknown(extra)
+        getattr(args, "_parser", parser).reject_unknown(extra)
     if hasattr(getattr(args, "_module", None), "check"):
         args._module.check(args)
     return args

@@ -49,7 +49,7 @@ class Parser(argparse.ArgumentParser):
     def known_options(self) -> list[str]:
         return [text for action in self._actions for text in action.option_strings]
 
-    def refuse(self, problem: str) -> NoReturn:
+    def reject(self, problem: str) -> NoReturn:
         """Raise UsageError(`command: problem`) with where the options are described."""
         shown = f"{self.command}: {problem}" if self.command else problem
         remedy = "" if "did you mean" in problem else f"; see {self.prog} --help"
@@ -63,18 +63,18 @@ class Parser(argparse.ArgumentParser):
                 r"^expected (one|at least one) argument$", r"expected a value", problem
             )
             problem += ", got none" if problem == "expected a value" else ""
-            self.refuse(f"{option}: {problem}")
+            self.reject(f"{option}: {problem}")
         if match := re.fullmatch(r"the following arguments are required: (.*)", message):
-            self.refuse(f"expected {match[1]}, got none")
-        self.refuse(message)
+            self.reject(f"expected {match[1]}, got none")
+        self.reject(message)
 
-    def refuse_unknown(self, words: Sequence[str]) -> NoReturn:
+    def reject_unknown(self, words: Sequence[str]) -> NoReturn:
         """Complain of the first of `words`, which no option or positional took."""
         options = [word for word in words if word.startswith("-") and word != "-"]
         word = (options or list(words))[0].partition("=")[0]
         kind = "an option of this command" if options else "no further argument"
         guess = did_you_mean(word, self.known_options()) if options else ""
-        self.refuse(f"expected {kind}, got {word}{guess}")
+        self.reject(f"expected {kind}, got {word}{guess}")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         # argparse's hook for `choices`; its own message quotes every choice and guesses nothing

@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Refuse what contradicts itself; MODEL and --model become one."""
+    """Reject what contradicts itself; MODEL and --model become one."""
     if args.plain and args.system is not None:
         raise UsageError("chat: expected --system only with a chat template, got --plain as well")
     if args.model is not None and args.positional_model is not None:

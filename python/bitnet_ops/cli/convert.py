@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from bitnet_ops.cli.arguments import UsageError, add_force, add_json
 from bitnet_ops.cli.console import show
-from bitnet_ops.convert.errors import refuse
+from bitnet_ops.convert.errors import reject
 
 if TYPE_CHECKING:
     from bitnet_ops.convert.progress import Progress
@@ -77,13 +77,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Refuse options that ask for nothing."""
+    """Reject options that ask for nothing."""
     if args.text is not None and not args.verify:
         raise UsageError("convert: expected --text only with --verify, got it alone; add --verify")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the subcommand; returns 0. A refusal is a ConvertError, which the command line prints."""
+    """Run the subcommand; returns 0. A ConvertError says why not; the command line prints it."""
     return show(partial(_convert, args), as_json=args.json, wrote=args.destination)
 
 
@@ -105,18 +105,18 @@ def _convert(args: argparse.Namespace, progress: Progress | None) -> ConvertRepo
         given = [f"--{name.replace('_', '-')}" for name in others if getattr(args, name)]
         if given:
             got = f"{', '.join(given)} for {args.source}"
-            refuse("bin-option", "a .bin file, copied bit for bit and compared, without it", got)
+            reject("bin-option", "a .bin file, copied bit for bit and compared, without it", got)
         del common["assume_online"]
         return convert_bin(source, args.destination, trust_scales=args.trust_scales, **common)
     if not is_gguf(source):
         if args.i2s_layout or args.tokenizer:
-            refuse("gguf-option", "a GGUF file with --i2s-layout and --tokenizer", args.source)
+            reject("gguf-option", "a GGUF file with --i2s-layout and --tokenizer", args.source)
         own = dict(trust_scales=args.trust_scales, allow_pickle=args.allow_pickle, lora=args.lora)
         proof = dict(verify=args.verify, text=args.text)
         return convert(source, args.destination, **own, **proof, **common)
     if args.trust_scales or args.allow_pickle or args.lora:
         options = "--trust-scales, --allow-pickle and --lora"
-        refuse("folder-option", f"a folder with {options}", args.source)
+        reject("folder-option", f"a folder with {options}", args.source)
     layout = args.i2s_layout or "a"
     return convert_gguf(
         source,

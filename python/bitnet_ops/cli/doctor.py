@@ -120,12 +120,12 @@ def _reason(row: dict[str, Any], best: str, forced: str | None) -> str:
 def _amx(features: dict[str, bool], forced: str | None) -> Facts:
     """Whether the CPU has AMX, and the system's answer: Linux grants tiles to who asks for them.
 
-    permission: None (no AMX), "granted", "refused", or "not asked for" where BITNET_OPS_ISA names
+    permission: None (no AMX), "granted", "rejected", or "not asked for" where BITNET_OPS_ISA names
     kernels that need none.
     """
     has = bool(features.get("amx_tile"))
     on_cpu = has or "amx_tile" in machine.cpu_flags()
-    without = "not asked for" if forced and not forced.startswith("amx") else "refused"
+    without = "not asked for" if forced and not forced.startswith("amx") else "rejected"
     return {"on_cpu": on_cpu, "permission": ("granted" if has else without) if on_cpu else None}
 
 
@@ -177,8 +177,8 @@ def _isa_problems(isa: Facts, amx: Facts) -> list[tuple[str, str, str]]:
     elif best == "scalar":
         problem = "no SIMD kernels for this CPU: everything runs in plain C++, slowly"
         found.append(("warning", problem, "use a CPU with AVX2, or an Arm CPU with dotprod"))
-    if amx["permission"] == "refused":
-        problem = "the CPU has AMX, the operating system refuses its tile state"
+    if amx["permission"] == "rejected":
+        problem = "the CPU has AMX, the operating system rejects its tile state"
         found.append(("warning", problem, "use Linux 5.16 or newer; allow arch_prctl in seccomp"))
     return found
 

@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the subcommand; returns 0. A refusal is a ConvertError, which the command line prints."""
+    """Run the subcommand; returns 0. A ConvertError says why not; the command line prints it."""
     from bitnet_ops.convert.gguf.export import export_gguf
 
     work = partial(

@@ -13,7 +13,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the subcommand's arguments to `parser`."""
     parser.description = (
         "Ternarise the bf16, fp16 or fp32 masters of a Hugging Face causal model that was trained "
-        "for BitNet b1.58. Masters that show no such training are refused, with the statistics."
+        "for BitNet b1.58. Masters that show no such training are rejected, with the statistics."
     )
     parser.add_argument("source", metavar="SRC", help="folder with config.json and safetensors")
     parser.add_argument("destination", metavar="DST", help="folder to create")
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the subcommand; returns 0. A refusal is a ConvertError, which the command line prints."""
+    """Run the subcommand; returns 0. A ConvertError says why not; the command line prints it."""
     from bitnet_ops.convert.quantize import quantize
 
     work = partial(

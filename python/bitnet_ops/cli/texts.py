@@ -19,7 +19,7 @@ class TextError(ValueError):
     code = "text"
 
 
-def _refuse(where: str, byte: int, offset: int) -> TextError:
+def _reject(where: str, byte: int, offset: int) -> TextError:
     return TextError(
         f"{where}: expected UTF-8 text, got the byte 0x{byte:02x} at offset {offset}; convert it, "
         "for instance with iconv"
@@ -30,7 +30,7 @@ def checked(text: str, where: str) -> str:
     """`text`, if it is Unicode throughout. `where` is what to call it in a message."""
     if match := _ESCAPED.search(text):
         before = text[: match.start()].encode("utf-8", "surrogateescape")
-        raise _refuse(where, ord(match[0]) - 0xDC00, len(before))
+        raise _reject(where, ord(match[0]) - 0xDC00, len(before))
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -50,4 +50,4 @@ def read_stdin() -> str:
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise _refuse("stdin", data[error.start], error.start) from None
+        raise _reject("stdin", data[error.start], error.start) from None

@@ -1,6 +1,6 @@
 """ModelConfig: a Hugging Face config.json as the few numbers that fix the maths of a model.
 
-Strict: a field that this package does not implement is refused with its name, its value and a
+Strict: a field that this package does not implement is rejected with its name, its value and a
 remedy; a field that merely describes the file or the training is passed over; a field it has never
 heard of is recorded in `notes`, never dropped in silence. Sources: transformers 5
 `configuration_{bitnet,llama,qwen2,qwen3}.py` (fields and defaults). It must not know torch,
@@ -90,7 +90,7 @@ class ModelConfig:
                 "pass the parsed config.json of a causal language model"
             )
         family = _family(config)
-        _refuse_other_maths(config)
+        _reject_other_maths(config)
         _check_quantization(config)
         result = cls(**_fields(config, family), notes=_notes(config))
         _check_consistency(result)
@@ -102,15 +102,15 @@ class ModelConfig:
 _ACTIVATIONS = ("relu2", "silu")
 
 
-def _refuse(name: str, value: object, expected: str, remedy: str) -> UnsupportedModelError:
+def _reject(name: str, value: object, expected: str, remedy: str) -> UnsupportedModelError:
     return UnsupportedModelError(f"config: expected {name} {expected}, got {value!r}; {remedy}")
 
 
 def _family(config: Mapping[str, Any]) -> Family:
-    """The family of config; refuses an architecture without an implementation."""
+    """The family of config; rejects an architecture without an implementation."""
     model_type, family = config.get("model_type"), family_of(config)
     if family is None:
-        raise _refuse(
+        raise _reject(
             "model_type",
             model_type,
             "one of " + ", ".join(sorted(BY_MODEL_TYPE)),
@@ -121,7 +121,7 @@ def _family(config: Mapping[str, Any]) -> Family:
         not isinstance(names, list) or len(names) != 1 or names[0] not in known
     ):
         expected = " or ".join(f"[{name!r}]" for name in known)
-        raise _refuse(
+        raise _reject(
             "architectures",
             names,
             f"{expected} for {model_type}",
@@ -130,7 +130,7 @@ def _family(config: Mapping[str, Any]) -> Family:
     for name, value in family.required.items():
         if config.get(name) != value:
             expected = f"{value} for {family.classes[0]}"
-            raise _refuse(name, config.get(name), expected, "other widths do not run")
+            raise _reject(name, config.get(name), expected, "other widths do not run")
     return family
 
 
@@ -171,22 +171,22 @@ _MATHS: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 
 
-def _refuse_other_maths(config: Mapping[str, Any]) -> None:
+def _reject_other_maths(config: Mapping[str, Any]) -> None:
     for name in ONEBIT.required:
         if config.get(name) is not None and family_of(config) is not ONEBIT:
             remedy = "that key belongs to the 1bitLLM architecture"
-            raise _refuse(name, config[name], "to be absent for this architecture", remedy)
+            raise _reject(name, config[name], "to be absent for this architecture", remedy)
     for name, (allowed, meaning) in _MATHS.items():
         value = config.get(name)
         if value is not None and value not in allowed:
             expected = f"to be absent or {allowed[0]!r}" if allowed else "to be absent"
-            raise _refuse(name, value, expected, f"it asks for {meaning}, which is not implemented")
+            raise _reject(name, value, expected, f"it asks for {meaning}, which is not implemented")
     if config.get("use_sliding_window", True) and config.get("sliding_window") is not None:
         remedy = "it asks for sliding-window attention, which is not implemented"
-        raise _refuse("sliding_window", config["sliding_window"], "to be absent", remedy)
+        raise _reject("sliding_window", config["sliding_window"], "to be absent", remedy)
     kinds = config.get("layer_types")
     if kinds is not None and (not isinstance(kinds, list) or set(kinds) - {"full_attention"}):
-        raise _refuse(
+        raise _reject(
             "layer_types",
             kinds,
             "to hold only 'full_attention'",
@@ -195,7 +195,7 @@ def _refuse_other_maths(config: Mapping[str, Any]) -> None:
 
 
 def _check_quantization(config: Mapping[str, Any]) -> None:
-    """Refuse what quantization_config may ask for beyond ternary weights with one scale each."""
+    """Reject what quantization_config may ask for beyond ternary weights with one scale each."""
     block = config.get("quantization_config")
     if block is None:
         return
@@ -205,7 +205,7 @@ def _check_quantization(config: Mapping[str, Any]) -> None:
         raise UnsupportedModelError(f"config: quantization_config: {error}") from None
     asked = block.get("use_rms_norm")
     if asked not in (None, False, True):
-        raise _refuse(
+        raise _reject(
             "quantization_config.use_rms_norm",
             asked,
             "False or True",
@@ -221,16 +221,16 @@ def _integer(config: Mapping[str, Any], name: str, default: int | None = None) -
     if value is None and default is not None:
         return default
     if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**31:
-        raise _refuse(name, value, "to be a positive integer", "repair config.json")
+        raise _reject(name, value, "to be a positive integer", "repair config.json")
     return value
 
 
 def _positive(config: Mapping[str, Any], name: str, default: float) -> float:
     value = config.get(name, default)
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise _refuse(name, value, "to be a number", "repair config.json")
+        raise _reject(name, value, "to be a number", "repair config.json")
     if not (math.isfinite(value) and value > 0):
-        raise _refuse(name, value, "to be finite and above 0", "repair config.json")
+        raise _reject(name, value, "to be finite and above 0", "repair config.json")
     return float(value)
 
 
@@ -238,14 +238,14 @@ def _epsilon(config: Mapping[str, Any], name: str, default: float) -> float:
     """What a norm adds to a mean of squares; published models have 1e-5 and 1e-6."""
     value = _positive(config, name, default)
     if not 1e-30 <= value <= 1:  # float32 has it, and it is not more than the squares
-        raise _refuse(name, value, "to be from 1e-30 to 1", "repair config.json")
+        raise _reject(name, value, "to be from 1e-30 to 1", "repair config.json")
     return value
 
 
 def _flag(config: Mapping[str, Any], name: str, default: bool) -> bool:
     value = config.get(name, default)
     if not isinstance(value, bool):
-        raise _refuse(name, value, "to be true or false", "repair config.json")
+        raise _reject(name, value, "to be true or false", "repair config.json")
     return value
 
 
@@ -259,10 +259,10 @@ def _rope_theta(config: Mapping[str, Any], default: float) -> float:
         if block is None:
             continue
         if not isinstance(block, Mapping):
-            raise _refuse(name, block, "to be an object", "repair config.json")
+            raise _reject(name, block, "to be an object", "repair config.json")
         kind = block.get("rope_type", block.get("type", "default"))
         if kind != "default":
-            raise _refuse(
+            raise _reject(
                 f"{name}.rope_type", kind, "'default'", "scaled rotary embedding is not implemented"
             )
         if block.get("rope_theta") is not None:
@@ -275,12 +275,12 @@ def _rope_theta(config: Mapping[str, Any], default: float) -> float:
                 and not whole
             ):
                 remedy = "another rotary embedding than the plain one is not implemented"
-                raise _refuse(f"{name}.{option}", value, "to be absent", remedy)
+                raise _reject(f"{name}.{option}", value, "to be absent", remedy)
     for key, theta in found.items():
         if not 1 <= theta <= 1e30:  # its powers from 0 to -1 are numbers in float32
-            raise _refuse(key, theta, "to be from 1 to 1e30", "repair config.json")
+            raise _reject(key, theta, "to be from 1 to 1e30", "repair config.json")
     if len(set(found.values())) > 1:
-        raise _refuse("rope_theta", found, "to be the same in every spelling", "keep one of them")
+        raise _reject("rope_theta", found, "to be the same in every spelling", "keep one of them")
     return next(iter(found.values()), default)
 
 
@@ -289,7 +289,7 @@ def _token_ids(config: Mapping[str, Any], name: str) -> tuple[int, ...]:
     values = [] if value is None else value if isinstance(value, list) else [value]
     for v in values:
         if not isinstance(v, int) or isinstance(v, bool) or v < 0:
-            raise _refuse(name, value, "to be a token id or a list of them", "repair config.json")
+            raise _reject(name, value, "to be a token id or a list of them", "repair config.json")
     return tuple(dict.fromkeys(values))
 
 
@@ -297,7 +297,7 @@ def _head_dim(config: Mapping[str, Any], hidden: int, heads: int, default: int |
     if config.get("head_dim") is not None or default is not None:
         return _integer(config, "head_dim", default)
     if hidden % heads:
-        raise _refuse(
+        raise _reject(
             "hidden_size",
             hidden,
             f"to be a multiple of num_attention_heads {heads}",
@@ -311,7 +311,7 @@ def _fields(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
     hidden = _integer(config, "hidden_size")
     act = config.get("hidden_act", family.hidden_act)
     if act not in _ACTIVATIONS:
-        raise _refuse(
+        raise _reject(
             "hidden_act", act, "one of " + ", ".join(_ACTIVATIONS), "others are not implemented"
         )
     bos = _token_ids(config, "bos_token_id")
@@ -347,7 +347,7 @@ def _norms_and_biases(config: Mapping[str, Any], family: Family) -> dict[str, An
     """
     found = config.get(PRIVATE_BLOCK) or {}
     if not isinstance(found, Mapping):
-        raise _refuse(PRIVATE_BLOCK, found, "to be an object", "convert the model again")
+        raise _reject(PRIVATE_BLOCK, found, "to be an object", "convert the model again")
     quantization = config.get("quantization_config") or {}
     asked = quantization.get("use_rms_norm") or False
     eps = _epsilon(quantization, "rms_norm_eps", 1e-6) if asked else 1e-6
@@ -365,16 +365,16 @@ def _norms_and_biases(config: Mapping[str, Any], family: Family) -> dict[str, An
 def _check_consistency(c: ModelConfig) -> None:
     """Relations between fields that no single field shows."""
     if c.num_attention_heads % c.num_key_value_heads:
-        raise _refuse(
+        raise _reject(
             "num_attention_heads",
             c.num_attention_heads,
             f"to be a multiple of num_key_value_heads {c.num_key_value_heads}",
             "repair config.json",
         )
     if c.head_dim % 2:
-        raise _refuse("head_dim", c.head_dim, "to be even", "rotary embedding turns pairs")
+        raise _reject("head_dim", c.head_dim, "to be even", "rotary embedding turns pairs")
     if c.sub_norms and c.num_attention_heads * c.head_dim != c.hidden_size:
-        raise _refuse(
+        raise _reject(
             "head_dim",
             c.head_dim,
             f"to be hidden_size / num_attention_heads = {c.hidden_size} / {c.num_attention_heads}",
@@ -382,7 +382,7 @@ def _check_consistency(c: ModelConfig) -> None:
         )
     ids = [*c.eos_token_ids, *([] if c.bos_token_id is None else [c.bos_token_id])]
     if any(i >= c.vocab_size for i in ids):
-        raise _refuse(
+        raise _reject(
             "bos_token_id and eos_token_id",
             ids,
             f"below vocab_size {c.vocab_size}",

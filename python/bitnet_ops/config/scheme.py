@@ -158,7 +158,7 @@ def decide_scheme(
     """
     quantization = config.get("quantization_config")
     if quantization is not None:
-        _refuse_groups(quantization)
+        _reject_groups(quantization)
         return quantized_scheme(quantization)
     masters = Storage.MASTERS, ScaleRule.ONLINE
     if family_of(config) is ONEBIT:
@@ -188,7 +188,7 @@ def decide_scheme(
     )
 
 
-def _refuse_groups(quantization: object) -> None:
+def _reject_groups(quantization: object) -> None:
     if not isinstance(quantization, Mapping) or quantization.get("quant_method") != "bitnet":
         return  # said elsewhere
     for key in _GROUP_KEYS:

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from bitnet_ops.config import PRIVATE_BLOCK, ModelConfig, UnsupportedModelError
 from bitnet_ops.config.scheme import Scheme, Storage
-from bitnet_ops.convert.errors import ConvertError, listed, refuse
+from bitnet_ops.convert.errors import ConvertError, listed, reject
 from bitnet_ops.convert.hf.checkpoint import copy_files
 from bitnet_ops.convert.hf.plan import LARGEST_SCALE
 from bitnet_ops.convert.source import Plan, Source, Ternary
-from bitnet_ops.formats.destination import TRAVELLERS
+from bitnet_ops.formats.destination import TOKENIZER_FILES
 from bitnet_ops.formats.sglbitnt import Reader, SglbitntError, is_sglbitnt, model_file
 from bitnet_ops.loading.model_contents import completed_config, own_tensors
 from bitnet_ops.models import TensorError, TensorSpec, check_names, expected_tensors
@@ -85,16 +85,16 @@ class BinSource(Source):
         rows = spec.kind == "ternary" and info.shape[0] == spec.shape[0]
         if info.packed != (spec.kind == "ternary") or not (rows or info.shape == spec.shape):
             form = f"{info.dtype} {list(info.shape)}".removeprefix("torch.")
-            refuse("shape", f"{name} {spec.kind} of shape {list(spec.shape)}", form)
+            reject("shape", f"{name} {spec.kind} of shape {list(spec.shape)}", form)
         if info.packed:
             self._reader.check_in_features(name, spec.shape[1])
 
     def check(self) -> None:
-        """Refuse what only a scale that should divide would explain; no one can tell for sure."""
+        """Reject what only a scale that should divide would explain; no one can tell for sure."""
         for name in () if self._trusted else self.plan.ternary:
             largest = float(self._reader.scales(name).max())
             if largest > LARGEST_SCALE:
-                refuse(
+                reject(
                     "scale-sense",
                     f"a scale of {name} that multiplies",
                     f"{largest:.4g}, far above any known one",
@@ -116,14 +116,14 @@ class BinSource(Source):
         self._reader.release(name)
 
     def finish(self, folder: Path) -> list[str]:
-        return copy_files(self.path.parent, folder, TRAVELLERS)
+        return copy_files(self.path.parent, folder, TOKENIZER_FILES)
 
     def check_result(self, file: Path) -> None:
         """The new file must hold what the source does, bit for bit."""
         with Reader(file, check_codes=False) as made:
             wrong = [name for name in self.plan.specs if not self._same(made, name)]
         if wrong:
-            refuse(
+            reject(
                 "verification-failed",
                 "the result to hold what its source does",
                 f"other bytes in {listed(wrong)}",

@@ -6,20 +6,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from bitnet_ops.convert.errors import refuse
+from bitnet_ops.convert.errors import reject
 from bitnet_ops.formats import destination
 from bitnet_ops.formats.destination import MODEL_FOLDER, DestinationError, Kind
 
 
 def check_destination(source: Path, target: Path, *, force: bool, option: str = "--force") -> None:
-    """Refuse a target that exists (unless forced and one of ours) or that lies in the source.
+    """Reject a target that exists (unless forced and one of ours) or that lies in the source.
 
     `option` is the name that the caller's command line has for `force`.
     """
-    with _refusals():
+    with _rejections():
         destination.check_name(target)
         if target.resolve().is_relative_to(source.resolve()):
-            refuse("destination-in-source", f"a destination outside {source}", str(target))
+            reject("destination-in-source", f"a destination outside {source}", str(target))
         destination.check(target, MODEL_FOLDER, replace=force, option=option)
 
 
@@ -27,7 +27,7 @@ def check_destination(source: Path, target: Path, *, force: bool, option: str = 
 def building(target: Path, *, force: bool, option: str = "--force") -> Iterator[Path]:
     """Yield a temporary folder that becomes `target` on success and vanishes on any failure."""
     with (
-        _refusals(),
+        _rejections(),
         destination.new_folder(target, replace=force, option=option) as folder,
     ):
         yield folder
@@ -36,13 +36,13 @@ def building(target: Path, *, force: bool, option: str = "--force") -> Iterator[
 @contextmanager
 def building_file(target: Path, kind: Kind, *, force: bool) -> Iterator[Path]:
     """Yield a temporary path that becomes the file `target` on success."""
-    with _refusals(), destination.new_file(target, kind, replace=force) as file:
+    with _rejections(), destination.new_file(target, kind, replace=force) as file:
         yield file
 
 
 @contextmanager
-def _refusals() -> Iterator[None]:
+def _rejections() -> Iterator[None]:
     try:
         yield
     except DestinationError as error:
-        refuse(error.code, error.expected, error.found, error.remedy)
+        reject(error.code, error.expected, error.found, error.remedy)

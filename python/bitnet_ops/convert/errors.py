@@ -1,6 +1,6 @@
 """The one exception of the converter and the one way to raise it.
 
-Every refusal has a short stable code (tests and scripts switch on it) and one line for people:
+Every rejection has a short stable code (tests and scripts switch on it) and one line for people:
 what was expected, what was got, what to do. Names of a file cannot reach a terminal unescaped.
 This module knows no files and no formats.
 """
@@ -13,7 +13,7 @@ from bitnet_ops.untrusted import printable
 
 
 class ConvertError(ValueError):
-    """A checkpoint, a destination or a result that is refused; `code` names the reason.
+    """A checkpoint, a destination or a result that is rejected; `code` names the reason.
 
     str() is the message with the code in brackets behind it.
     """
@@ -24,7 +24,7 @@ class ConvertError(ValueError):
         self.code = code
 
 
-def refuse(code: str, expected: str, found: str, remedy: str = "") -> NoReturn:
+def reject(code: str, expected: str, found: str, remedy: str = "") -> NoReturn:
     """Raise ConvertError: `convert: expected ..., got ...; remedy [code]`."""
     tail = f"; {remedy}" if remedy else ""
     raise ConvertError(code, f"convert: expected {expected}, got {found}{tail}")

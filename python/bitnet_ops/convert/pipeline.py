@@ -19,7 +19,7 @@ from bitnet_ops import ops
 from bitnet_ops.config import PRIVATE_BLOCK
 from bitnet_ops.convert.bin_source import BinSource
 from bitnet_ops.convert.destination import building, check_destination
-from bitnet_ops.convert.errors import ConvertError, refuse
+from bitnet_ops.convert.errors import ConvertError, reject
 from bitnet_ops.convert.gguf.source import GgufSource
 from bitnet_ops.convert.hf.checkpoint import Checkpoint
 from bitnet_ops.convert.hf.source import HfSource
@@ -52,7 +52,7 @@ def convert(
         dst: folder to create. Holds model.bin, the tokenizer files of the source and report.json.
         verify: compare full logits and every ternary weight of the result with the source, through
             transformers if that is installed, else through a plain fp32 forward; a result that
-            does not agree is refused and not kept.
+            does not agree is rejected and not kept.
         force: replace `dst` if it is an earlier result.
         assume_online: treat a checkpoint without quantization_config as ternarised masters.
         format_version: of model.bin, 2, or 1 for readers that know no other (FORMAT.md).
@@ -102,7 +102,7 @@ def convert_gguf(
         tokenizer: a folder whose tokenizer files to take instead of the file's metadata, or "none".
         assume_online: dense projections that are not ternary are masters; ternarise by absmean.
         verify: compare every weight and full logits with the file, decoded a second time; a result
-            that does not agree is refused and not kept.
+            that does not agree is rejected and not kept.
         text, force, format_version, progress: as for `convert`.
 
     Returns the report, which also lies in `dst`. Raises ConvertError; nothing is left at `dst`.
@@ -149,7 +149,7 @@ def _write_errors(target: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SglbitntError) as error:
-        refuse("write-failed", f"to write {target}", str(error), "nothing was kept")
+        reject("write-failed", f"to write {target}", str(error), "nothing was kept")
 
 
 def _run(

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from bitnet_ops.config.scheme import Storage
 from bitnet_ops.convert.destination import building, check_destination
-from bitnet_ops.convert.errors import refuse
+from bitnet_ops.convert.errors import reject
 from bitnet_ops.convert.hf.checkpoint import Checkpoint, copy_files
 from bitnet_ops.convert.hf.plan import scale_name
 from bitnet_ops.convert.hf.source import HfSource
@@ -34,7 +34,7 @@ from bitnet_ops.convert.report import ConvertReport
 from bitnet_ops.convert.ternary import check_finite, from_masters
 from bitnet_ops.convert.verify.comparison import text_sequences
 from bitnet_ops.convert.verify.plain_forward import PlainOracle
-from bitnet_ops.formats.destination import TRAVELLERS
+from bitnet_ops.formats.destination import TOKENIZER_FILES
 from bitnet_ops.formats.safetensors_stream import write_safetensors
 from bitnet_ops.nn.packing import pack_hf
 
@@ -113,7 +113,7 @@ def quantize(
     plan = source.plan
     declared = not plan.scheme.assumed
     if plan.scheme.storage is not Storage.MASTERS:
-        refuse(
+        reject(
             "packed-source",
             "master weights",
             f"{plan.scheme.linear_class} {plan.scheme.quantization_mode}, ternary already",
@@ -124,7 +124,7 @@ def quantize(
     if text is not None:
         report.text = _measure(source, Path(text))
     if not report.trained and not assume_trained:
-        _refuse_untrained(report)
+        _reject_untrained(report)
     if form == "bin":
         report.conversion = convert(
             src_dir,
@@ -141,15 +141,15 @@ def quantize(
     return report
 
 
-def _refuse_untrained(report: QuantizeReport) -> None:
+def _reject_untrained(report: QuantizeReport) -> None:
     if report.text is not None:
-        refuse(
+        reject(
             "not-trained",
             "a model that is no worse with its weights rounded to ternary",
             report.text.line(),
             "rounding a model that was not trained for it destroys it; --assume-trained goes on",
         )
-    refuse(
+    reject(
         "not-trained",
         "masters trained for b1.58, whose weights pile up at the rounding threshold",
         report.statistics.line(),
@@ -182,7 +182,7 @@ def _write_packed(source: HfSource, folder: Path, progress: Progress | None) -> 
     plan, checkpoint = source.plan, source.checkpoint
     if plan.renamed or not plan.config.as_transformers:
         found = "norms that transformers' class of this architecture does not have"
-        refuse("packed-form", "an architecture of transformers", found, "use --form bin")
+        reject("packed-form", "an architecture of transformers", found, "use --form bin")
     forms: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
     for name, spec in plan.specs.items():
         if spec.kind == "dense":
@@ -191,7 +191,7 @@ def _write_packed(source: HfSource, folder: Path, progress: Progress | None) -> 
         rows, columns = spec.shape
         if rows % 4:
             found = f"{rows} in {name}"
-            refuse("rows", "outputs in fours, four of which share a byte", found, "use --form bin")
+            reject("rows", "outputs in fours, four of which share a byte", found, "use --form bin")
         forms[name] = (torch.uint8, (rows // 4, columns))
         forms[scale_name(name)] = (torch.float32, (1,))
 
@@ -215,7 +215,7 @@ def _write_packed(source: HfSource, folder: Path, progress: Progress | None) -> 
     }
     text = json.dumps({**checkpoint.config, "quantization_config": quantization}, indent=2)
     (folder / "config.json").write_text(text + "\n", encoding="utf-8")
-    copy_files(source.path, folder, TRAVELLERS)
+    copy_files(source.path, folder, TOKENIZER_FILES)
 
 
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}

@@ -88,7 +88,7 @@ class Source:
     tokenizer_folder: Path | None = None  # the source's own, where it has files of it
 
     def check(self) -> None:
-        """Refuse what only the data of the source shows, before anything is written."""
+        """Reject what only the data of the source shows, before anything is written."""
 
     def dense(self, name: str) -> Tensor:
         """The dense tensor `name`, checked."""
@@ -106,7 +106,7 @@ class Source:
         raise NotImplementedError
 
     def check_result(self, file: Path) -> None:
-        """Refuse a model.bin that differs from the source where copies must be exact."""
+        """Reject a model.bin that differs from the source where copies must be exact."""
 
     def hashes(self) -> dict[str, str]:
         """SHA-256 of every file that was read, by name."""
@@ -114,7 +114,7 @@ class Source:
 
 
 def model_of(config: Mapping[str, Any]) -> ModelConfig:
-    """ModelConfig.from_hf, whose refusals are ConvertError("unsupported-model")."""
+    """ModelConfig.from_hf, whose rejections are ConvertError("unsupported-model")."""
     try:
         return ModelConfig.from_hf(config)
     except UnsupportedModelError as error:

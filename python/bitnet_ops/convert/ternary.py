@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from bitnet_ops import ops
 from bitnet_ops.config.scheme import Scheme
-from bitnet_ops.convert.errors import refuse
+from bitnet_ops.convert.errors import reject
 from bitnet_ops.nn.packing import BLOCK, unpack_hf
 from bitnet_ops.nn.quantize import multiplying_scale
 
@@ -36,11 +36,11 @@ def _all_finite(tensor: torch.Tensor) -> bool:
 
 
 def check_finite(name: str, tensor: torch.Tensor) -> None:
-    """Refuse a tensor with a NaN or an infinity."""
+    """Reject a tensor with a NaN or an infinity."""
     where = first_non_finite(tensor)
     if where is not None:
         value = tensor.reshape(-1)[where].item()
-        refuse("non-finite", f"finite values in {name}", f"{value} at element {where}")
+        reject("non-finite", f"finite values in {name}", f"{value} at element {where}")
 
 
 def from_packed(name: str, packed: torch.Tensor, out_features: int) -> torch.Tensor:
@@ -49,7 +49,7 @@ def from_packed(name: str, packed: torch.Tensor, out_features: int) -> torch.Ten
     bad = (packed & (packed >> 1) & 0x55) != 0
     if bad.any():
         row, column = bad.nonzero()[0].tolist()
-        refuse(
+        reject(
             "code-3",
             f"codes 0, 1, 2 in {name}",
             f"code 3 in byte [{row}, {column}] = 0x{int(packed[row, column]):02x}",
@@ -62,11 +62,11 @@ def packed_scale(name: str, weight_scale: torch.Tensor, scheme: Scheme) -> float
     """The multiplying scale that belongs to the packed weight `name`."""
     value = float(weight_scale.float().reshape(()))
     if not (0.0 < value < float("inf")):
-        refuse("bad-scale", f"a finite {name}_scale above zero", str(value))
+        reject("bad-scale", f"a finite {name}_scale above zero", str(value))
     try:
         return float(multiplying_scale(weight_scale, scheme.linear_class))
     except ValueError as error:  # a subnormal reciprocal overflows when it is inverted
-        refuse("bad-scale", f"{name}_scale that can be inverted", f"{value}: {error}")
+        reject("bad-scale", f"{name}_scale that can be inverted", f"{value}: {error}")
 
 
 def from_masters(
@@ -80,7 +80,7 @@ def from_masters(
         remark = f"{name} is ternarised to zeros alone"
     elif _already_ternary(masters, codes):
         if scheme.assumed:
-            refuse(
+            reject(
                 "already-ternary",
                 f"real-valued masters in {name}",
                 "only one magnitude beside zero: these weights are ternary already",
@@ -118,11 +118,11 @@ def from_ternary(name: str, dense: torch.Tensor) -> tuple[torch.Tensor, torch.Te
     magnitude = dense.abs()
     largest = magnitude.amax()
     if largest == 0:
-        refuse("bad-scale", f"a value other than zero in {name}", "zeros alone")
+        reject("bad-scale", f"a value other than zero in {name}", "zeros alone")
     scales = _scales_of(magnitude)
     if scales is None:
         row, column = ((magnitude != 0) & (magnitude != largest)).nonzero()[0].tolist()
-        refuse(
+        reject(
             "not-ternary",
             f"only -s, 0 and s in every group of {BLOCK} weights of a row of {name}",
             f"{float(dense[row, column]):.6g} at [{row}, {column}] beside {float(largest):.6g}",

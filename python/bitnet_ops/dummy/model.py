@@ -69,7 +69,7 @@ def write(
     """Write the model `name` as `directory`/model.bin, with a tokenizer; returns the file.
 
     `force`: replace `directory` if it holds an earlier result. Raises destination.DestinationError
-    for one that is there, sglbitnt.SglbitntError for what the file system refuses.
+    for one that is there, sglbitnt.SglbitntError for what the file system rejects.
     """
     model_config = config(name)
     source = {**_config_json(name), "bitnet_ops": {"format_version": 1}}

@@ -71,7 +71,7 @@ def open_regular(path: Path) -> BinaryIO:
     """The file at `path`; GgufError for what cannot be opened, or is no file with a length."""
     remedy = "check the path and its permissions"
     try:
-        # O_NONBLOCK: a named pipe must be refused, not waited for
+        # O_NONBLOCK: a named pipe must be rejected, not waited for
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except (OSError, ValueError) as error:  # ValueError: a zero byte in the path
         got = error.strerror if isinstance(error, OSError) else str(error)

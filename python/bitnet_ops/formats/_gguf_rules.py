@@ -15,7 +15,7 @@ from typing import NoReturn
 from bitnet_ops.formats.coded_error import CodedError
 
 MAGIC = b"GGUF"
-VERSIONS = (2, 3)  # 3 differs from 2 by allowing big-endian files, which are refused here
+VERSIONS = (2, 3)  # 3 differs from 2 by allowing big-endian files, which are rejected here
 DEFAULT_ALIGNMENT = 32
 MAX_ALIGNMENT = 1 << 20
 # Limits bound what is made of a file before it is known to be a model; real ones stay far below.
@@ -32,7 +32,7 @@ MAX_ARRAY_BYTES = 1 << 28  # of one metadata value; the largest vocabularies tak
 
 
 class GgufError(CodedError):
-    """A file that is no GGUF this package reads, or an argument the writer refuses.
+    """A file that is no GGUF this package reads, or an argument the writer rejects.
 
     `code` is the rule's short name, for tests and scripts; the message is one line for people.
     """
@@ -55,7 +55,7 @@ def has_control(name: str) -> bool:
 class TensorType:
     """A way to store a tensor: `block` elements of a row in `block_bytes`, `tail` bytes at the end.
 
-    `number` is what the file says; several types share one, and sizes tell them apart. `refused`
+    `number` is what the file says; several types share one, and sizes tell them apart. `rejected`
     says why a type cannot be read at all.
     """
 
@@ -64,7 +64,7 @@ class TensorType:
     block: int
     block_bytes: int
     tail: int = 0
-    refused: str = ""
+    rejected: str = ""
 
     def nbytes(self, shape: tuple[int, ...]) -> int | None:
         """The bytes of a tensor [.., K], or None where K is no whole number of blocks."""
@@ -127,11 +127,11 @@ for _type in _TYPES:
 
 # Numbers of Microsoft's fork whose size is not told by the shape. 39 and 42 are shared with
 # official types: those win where their size fits.
-FORK_REFUSED = {
-    37: TensorType("I8_S", 37, 1, 1, refused="it holds activations of bitnet.cpp, never weights"),
-    38: TensorType("TL1", 38, 2, 1, refused=_TILED),
-    39: TensorType("TL2", 39, 3, 1, refused=_TILED),
-    42: TensorType("TL2", 42, 3, 1, refused=_TILED),
+FORK_REJECTED = {
+    37: TensorType("I8_S", 37, 1, 1, rejected="it holds activations of bitnet.cpp, never weights"),
+    38: TensorType("TL1", 38, 2, 1, rejected=_TILED),
+    39: TensorType("TL2", 39, 3, 1, rejected=_TILED),
+    42: TensorType("TL2", 42, 3, 1, rejected=_TILED),
 }
 
 # Metadata values: number -> (name, struct letter); 8 and 9 are strings and arrays.

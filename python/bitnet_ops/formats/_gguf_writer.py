@@ -41,7 +41,7 @@ class Writer:
     `metadata`: key -> (type, value), the type one of uint8 ... float64, bool, string, or "[t]" for
     an array of t. `tensors`: name -> (type name, shape), row-major. A context manager: leaving it
     normally renames the temporary file, leaving it by an exception removes it. Raises GgufError,
-    with code "io" for what the file system refuses.
+    with code "io" for what the file system rejects.
     """
 
     def __init__(

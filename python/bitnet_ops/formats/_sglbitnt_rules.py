@@ -109,7 +109,7 @@ def _check_config(config: Any, where: str) -> None:
 
 
 def config_bytes(config: dict[str, Any], where: str) -> bytes:
-    """The config as it goes into the file; refused unless reading it back gives the same dict."""
+    """The config as it goes into the file; rejected unless reading it back gives the same dict."""
     _check_config(config, where)
     try:
         text = json.dumps(config, ensure_ascii=False, allow_nan=False, separators=(",", ":"))

@@ -45,7 +45,7 @@ class Writer:
     given, says which. `version`: 2, or 1 for readers that know no other. A context manager: leaving
     it normally renames the temporary file, leaving it by any exception removes it. Needs no memory
     beyond the tensor being written. Raises SglbitntError for what breaks a rule of FORMAT.md
-    (nothing of that tensor is written then) and, with code "io", for what the file system refuses.
+    (nothing of that tensor is written then) and, with code "io", for what the file system rejects.
     """
 
     def __init__(

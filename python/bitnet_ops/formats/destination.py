@@ -2,11 +2,11 @@
 
 1. It is built under another name beside its destination and renamed when it is complete: a reader
    sees nothing, or the whole. An error, Ctrl-C or a termination signal leaves nothing.
-2. Something that is there already is refused, at the start and, should it come meanwhile, at the
+2. Something that is there already is rejected, at the start and, should it come meanwhile, at the
    end: the last rename never replaces anything.
 3. Asked to `replace`, it exchanges old and new in one step and then removes the old: but only a
    result of the same kind, never a link, a foreign file, or a folder with anything else in it.
-4. One writer at a time has a destination; a second one is refused at once.
+4. One writer at a time has a destination; a second one is rejected at once.
 
 What a killed process has left is removed by the next one.
 """
@@ -30,18 +30,18 @@ from bitnet_ops.formats.sglbitnt import MODEL_FILE
 REPORT_FILE = "report.json"
 SUMMARY_FILE = "report.txt"
 # Files of the source that travel with the model.
-TRAVELLERS = (
+TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "generation_config.json",
     "chat_template.jinja",
 )
-_MODEL_NAMES = {MODEL_FILE, REPORT_FILE, SUMMARY_FILE, *TRAVELLERS}
+_MODEL_NAMES = {MODEL_FILE, REPORT_FILE, SUMMARY_FILE, *TOKENIZER_FILES}
 _MODEL_MAGIC = b"SGLBITNT"
 
 
 class DestinationError(ValueError):
-    """A destination that is refused; `code` names the reason, `expected`, `found`, `remedy` it."""
+    """A destination that is rejected; `code` names the reason, `expected`, `found`, `remedy` it."""
 
     def __init__(self, code: str, expected: str, found: str, remedy: str = "") -> None:
         tail = f"; {remedy}" if remedy else ""
@@ -104,13 +104,13 @@ GGUF_FILE = file_kind("a GGUF file to replace", lambda head: head.startswith(b"G
 
 
 def check_name(target: Path) -> None:
-    """Refuse what no file system can hold, before anything else asks for it."""
+    """Reject what no file system can hold, before anything else asks for it."""
     if "\0" in str(target):
         raise DestinationError("destination-name", "a name without zero bytes", repr(str(target)))
 
 
 def check(target: Path, kind: Kind, *, replace: bool, option: str = "--force") -> None:
-    """Refuse `target` as `new_folder` and `new_file` would, before there is any work.
+    """Reject `target` as `new_folder` and `new_file` would, before there is any work.
 
     `option` is the name that the caller's command line has for `replace`; "" if it has none.
     """
@@ -122,17 +122,17 @@ def check(target: Path, kind: Kind, *, replace: bool, option: str = "--force") -
     if not os.path.lexists(target):
         return
     if not replace:
-        _refuse_existing(target, option)
+        _reject_existing(target, option)
     _check_ours(target, target, kind)
 
 
-def _refuse_existing(target: Path, option: str) -> NoReturn:
+def _reject_existing(target: Path, option: str) -> NoReturn:
     remedy = f"{option} replaces it" if option else "remove it, or choose another"
     raise DestinationError("destination-exists", "a new destination", str(target), remedy)
 
 
 def _check_ours(path: Path, target: Path, kind: Kind) -> None:
-    """Refuse what lies at `path` if it is no earlier result; messages call it `target`."""
+    """Reject what lies at `path` if it is no earlier result; messages call it `target`."""
     foreign = kind.foreign(path)
     if foreign is not None:
         raise DestinationError(
@@ -204,7 +204,7 @@ def _publish(made: Path, target: Path, kind: Kind, *, replace: bool, option: str
         rename_new(made, target)
     except FileExistsError:
         if not replace:
-            _refuse_existing(target, option)
+            _reject_existing(target, option)
         exchange(made, target)
         try:
             _check_ours(made, target, kind)  # it may be another one than at the start

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from bitnet_ops.formats._gguf_header import Record, open_regular, read_header
 from bitnet_ops.formats._gguf_rules import (
     BY_NUMBER,
-    FORK_REFUSED,
+    FORK_REJECTED,
     MAGIC,
     MAX_TENSORS,
     GgufError,
@@ -186,9 +186,9 @@ class Reader:
             names = " or ".join(t.name for t, _ in fitting)
             self._fail("ambiguous", where, f"a size that tells {names} apart, got {room} bytes",
                        "export the model again as TQ2_0")  # fmt: skip
-        fork = FORK_REFUSED.get(number)
+        fork = FORK_REJECTED.get(number)
         if fork is not None and (not official or "bitnet" in self.architecture):
-            self._fail("tiled", where, f"a type that can be read, got {fork.name}: {fork.refused}",
+            self._fail("tiled", where, f"a type that can be read, got {fork.name}: {fork.rejected}",
                        "see docs/gguf.md")  # fmt: skip
         if not official:
             known = "I2_S, TQ1_0, TQ2_0, Q2_0, F16 ..."

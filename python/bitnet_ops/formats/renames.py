@@ -49,7 +49,7 @@ def exchange(source: Path, target: Path) -> None:
 
 
 def _system_rename(source: Path, target: Path, how: str) -> bool:
-    """Whether the system has renamed; OSError where it could and refuses."""
+    """Whether the system has renamed; OSError where it could and rejects."""
     call = _system_call(how)
     if call is None:
         return False

@@ -26,7 +26,7 @@ def replace_config(path: str | os.PathLike[str], config: dict[str, Any]) -> None
     """Write `config` into the model file at `path`, which is read and checked first.
 
     A version 2 file is changed in place: nobody may have it open, and a crash in between leaves a
-    file that its checksums refuse. Raises SglbitntError for a file or a config that breaks a rule
+    file that its checksums reject. Raises SglbitntError for a file or a config that breaks a rule
     of FORMAT.md, OSError as the file system does.
     """
     file = Path(path)

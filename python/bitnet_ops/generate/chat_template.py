@@ -19,7 +19,7 @@ _process = BoundedProcess("templates", _MEMORY_BYTES)
 
 
 class ChatTemplateError(ValueError):
-    """A model without a chat template, or a template that refuses or breaks."""
+    """A model without a chat template, or a template that rejects or breaks."""
 
 
 def render(
@@ -58,5 +58,5 @@ def _reason(error: ChildError) -> str:
     if "TemplateSyntaxError" in error.classes:
         return f"chat: expected a chat template that parses, got line {error.line}: {message}"
     if "TemplateError" in error.classes:  # raise_exception, the sandbox, an undefined name
-        return f"chat: the model's chat template refuses: {message}"
+        return f"chat: the model's chat template rejects: {message}"
     return f"chat: the model's chat template fails: {error.name}: {message}"

@@ -84,7 +84,7 @@ class Tokenizer:
         """
         with _library_errors("text (str)"):
             if self._guard is not None and isinstance(text, str):
-                text.encode()  # a lone surrogate is refused here as there
+                text.encode()  # a lone surrogate is rejected here as there
                 return self._guard.encode(text, add_special_tokens)
             return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
 
@@ -133,7 +133,7 @@ class Tokenizer:
         Args:
             messages: [{"role": ..., "content": ...}, ...], at least one.
             add_generation_prompt: end with what opens the assistant's answer.
-        Raises ChatTemplateError if the model has no template, or the template fails or refuses.
+        Raises ChatTemplateError if the model has no template, or the template fails or rejects.
         """
         if self.chat_template is None:
             raise ChatTemplateError(

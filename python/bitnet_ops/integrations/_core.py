@@ -52,7 +52,7 @@ def scale_rule(quantization_config: Mapping[str, object]) -> ScaleRule:
 
 
 def check_activation_dtype(dtype: torch.dtype, name: str = "") -> None:
-    """Refuse a model dtype that BitNet cannot run in (float16: relu(x)^2 * y passes 65504)."""
+    """Reject a model dtype that BitNet cannot run in (float16: relu(x)^2 * y passes 65504)."""
     if dtype not in ACTIVATION_DTYPES:
         raise CheckpointError(
             f"bitnet: expected the model dtype bfloat16 or float32, got {dtype}{_of(name)}; start "

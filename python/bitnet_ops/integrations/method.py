@@ -126,7 +126,7 @@ class BitNetLinearMethod:
             )
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
-        """Refuse a layer of which a tensor never arrived, and repack the weight for this CPU.
+        """Reject a layer of which a tensor never arrived, and repack the weight for this CPU.
 
         May run again: it then finds the weight repacked. Later weight updates go through the
         parameters' own weight_loader, which keeps the layout, whether this runs after them or not.

@@ -56,26 +56,26 @@ def fetch(repo: str) -> Path:
         import huggingface_hub
         from huggingface_hub import constants
     except ImportError:
-        _refuse(
+        _reject(
             repo, "huggingface_hub to download it with", "none", "pip install 'bitnet-ops[hub]'"
         )
     if constants.HF_HUB_OFFLINE:
         found = _on_this_machine(huggingface_hub, repo)
         if found is None:
-            _refuse(repo, "it on this machine, for HF_HUB_OFFLINE is set", "no copy of it")
+            _reject(repo, "it on this machine, for HF_HUB_OFFLINE is set", "no copy of it")
         return found
     try:
         names = huggingface_hub.HfApi().list_repo_files(repo)
     except Exception as error:  # whatever the library's HTTP client raises; it changes over time
         found = _on_this_machine(huggingface_hub, repo)
         if found is None:
-            _refuse(repo, "it from the Hugging Face Hub", _first_line(error))
+            _reject(repo, "it from the Hugging Face Hub", _first_line(error))
         return found
     patterns = _wanted(repo, names)
     try:
         folder = Path(huggingface_hub.snapshot_download(repo, allow_patterns=patterns))
     except Exception as error:
-        _refuse(repo, "to download it from the Hugging Face Hub", _first_line(error))
+        _reject(repo, "to download it from the Hugging Face Hub", _first_line(error))
     return _chosen(folder)
 
 
@@ -117,7 +117,7 @@ def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
 
 
-def _refuse(repo: str, expected: str, found: str, remedy: str = "") -> NoReturn:
+def _reject(repo: str, expected: str, found: str, remedy: str = "") -> NoReturn:
     elsewhere = f"download it where that is possible (`hf download {repo}`) and give the folder"
     ways = f"{remedy}, or {elsewhere}" if remedy else elsewhere
     raise HubError(

@@ -63,7 +63,7 @@ def file_name(reader: sglbitnt.Reader, formats: Sequence[str]) -> str:
 def write(file: Path, tensors: Mapping[str, Value]) -> None:
     """Write `tensors` to `file`, which appears whole or not at all, for this user alone.
 
-    A directory or disk that refuses costs a warning, not the model.
+    A directory or disk that rejects costs a warning, not the model.
     """
     try:
         with PrivateDirectory(file.parent, make=True) as folder, folder.new(file.name) as out:

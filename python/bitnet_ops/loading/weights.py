@@ -181,7 +181,7 @@ def _read(
         if reader.version == 1:  # it is a copy
             reader.release(name)
         cast = name == f"{head}.weight" and head_format != "stored" and tensor.shape == spec.shape
-        # `build` refuses what does not fit
+        # `build` rejects what does not fit
         tensors[name] = HeadWeight.from_dense(tensor, head_format) if cast else tensor
     return tensors
 
@@ -226,7 +226,7 @@ def _quantised_head(
     """The head by pieces of rows, so that the file's matrix is never in memory as a whole."""
     info = reader.tensors[name]
     if info.packed or info.shape != spec.shape:
-        return reader.tensor(name)  # `build` refuses it
+        return reader.tensor(name)  # `build` rejects it
     rows, features = spec.shape
     whole = ops.quantize_head(torch.empty(spec.shape, device="meta"), head_format)
     arena = Arena(sum(aligned(part.nbytes) for part in whole))

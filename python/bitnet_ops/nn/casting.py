@@ -1,4 +1,4 @@
-"""What `module.to(dtype)` means for modules whose numbers are packed: refused, kept, or cast.
+"""What `module.to(dtype)` means for modules whose numbers are packed: rejected, kept, or cast.
 
 torch applies one function to every buffer, whatever it holds. Packed codes and scales are a format,
 not a precision, so they keep their dtype. It must not know models, layers or ops.

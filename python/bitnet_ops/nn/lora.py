@@ -4,7 +4,7 @@
 
 The side path sees the activations before they are rounded to int8 and sums in float32 in the fixed
 order of the dense head, so that a token's result depends on neither batch nor threads. peft is not
-needed. Everything a directory asks for beyond this formula is refused by name. It must not know how
+needed. All that a directory asks for beyond this formula is rejected by name. It must not know how
 adapters are trained, nor what else is in a model.
 """
 
@@ -31,7 +31,7 @@ _PREFIX = "base_model.model."
 _FACTOR = re.compile(r"(?P<module>.+)\.lora_(?P<factor>[AB])(\.default)?\.weight")
 
 # Options that change the formula -> what they switch on.
-_REFUSED = {
+_REJECTED = {
     "use_dora": "DoRA (a magnitude per output)",
     "lora_bias": "biases of the side path",
     "modules_to_save": "whole modules trained beside the adapter",
@@ -61,7 +61,7 @@ class LoraError(ValueError):
     """An adapter that cannot be applied; the message says what was expected and found."""
 
 
-def _refuse(expected: str, found: object, remedy: str) -> NoReturn:
+def _reject(expected: str, found: object, remedy: str) -> NoReturn:
     raise LoraError(f"lora: expected {expected}, got {found}; {remedy}")
 
 
@@ -117,7 +117,7 @@ def _read_config(path: Path) -> dict[str, Any]:
     except UntrustedFileError as error:
         raise LoraError(f"lora: {error}") from None
     if not file.is_file():
-        _refuse(f"a PEFT directory with {CONFIG_FILE}", path, "name the adapter's folder")
+        _reject(f"a PEFT directory with {CONFIG_FILE}", path, "name the adapter's folder")
     try:
         return read_json_object(file)
     except UntrustedFileError as error:
@@ -126,21 +126,23 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 def _check_config(config: Mapping[str, Any]) -> None:
     if config.get("peft_type") != "LORA":
-        _refuse("peft_type LORA", repr(config.get("peft_type")), "other adapters are not supported")
+        _reject("peft_type LORA", repr(config.get("peft_type")), "other adapters are not supported")
     if config.get("task_type") not in _TASKS:
         found = repr(config["task_type"])
-        _refuse("task_type CAUSAL_LM", found, "its head is not part of this model")
+        _reject("task_type CAUSAL_LM", found, "its head is not part of this model")
     if config.get("bias", "none") != "none":
-        _refuse("bias none", repr(config["bias"]), "trained biases are not supported")
-    for key, what in _REFUSED.items():
+        _reject("bias none", repr(config["bias"]), "trained biases are not supported")
+    for key, what in _REJECTED.items():
         if config.get(key):
-            _refuse(f"plain LoRA without {key}", repr(config[key]), f"{what} is not supported")
-    unknown = [key for key, value in config.items() if value and key not in {*_HARMLESS, *_REFUSED}]
+            _reject(f"plain LoRA without {key}", repr(config[key]), f"{what} is not supported")
+    unknown = [
+        key for key, value in config.items() if value and key not in {*_HARMLESS, *_REJECTED}
+    ]
     if unknown:
-        _refuse("known options of LoRA", f"{unknown[0]} = {config[unknown[0]]!r}", "not supported")
+        _reject("known options of LoRA", f"{unknown[0]} = {config[unknown[0]]!r}", "not supported")
     initialisation = str(config.get("init_lora_weights", True)).lower()
     if initialisation.startswith(_BASE_CHANGING):
-        _refuse(
+        _reject(
             "an adapter of the unchanged base model",
             f"init_lora_weights {initialisation!r}, which changes the base",
             "convert it to plain LoRA with peft (path_initial_model_for_weight_conversion)",
@@ -149,40 +151,40 @@ def _check_config(config: Mapping[str, Any]) -> None:
         value = config.get(key)
         right = isinstance(value, int | float) and not isinstance(value, bool) and value > 0
         if not right or (key == "r" and not isinstance(value, int)):
-            _refuse(f"{key} as a number above zero", repr(value), f"repair {CONFIG_FILE}")
+            _reject(f"{key} as a number above zero", repr(value), f"repair {CONFIG_FILE}")
     for key in ("rank_pattern", "alpha_pattern"):
         if not isinstance(config.get(key) or {}, dict):
-            _refuse(f"{key} as an object", repr(config[key]), f"repair {CONFIG_FILE}")
+            _reject(f"{key} as an object", repr(config[key]), f"repair {CONFIG_FILE}")
 
 
 def _read_factors(path: Path) -> dict[str, dict[str, Tensor]]:
     file = path / WEIGHTS_FILE
     if not file.is_file():
         found = "adapter_model.bin" if (path / "adapter_model.bin").is_file() else "no such file"
-        _refuse(f"{WEIGHTS_FILE} in {path}", found, "pickles are never opened; save as safetensors")
+        _reject(f"{WEIGHTS_FILE} in {path}", found, "pickles are never opened; save as safetensors")
     pairs: dict[str, dict[str, Tensor]] = {}
     try:
         with safe_open(str(file), framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118 (a safetensors handle is not a mapping)
                 match = _FACTOR.fullmatch(name)
                 if match is None or not name.startswith(_PREFIX):
-                    _refuse_tensor(name)
+                    _reject_tensor(name)
                 module = match["module"].removeprefix(_PREFIX)
                 pairs.setdefault(module, {})[match["factor"]] = tensors.get_tensor(name)
     except (SafetensorError, OSError) as error:
-        _refuse(f"a valid safetensors file {file}", error, "save the adapter again")
+        _reject(f"a valid safetensors file {file}", error, "save the adapter again")
     if not pairs:
-        _refuse(f"factors lora_A and lora_B in {file}", "none", "is it an adapter at all?")
+        _reject(f"factors lora_A and lora_B in {file}", "none", "is it an adapter at all?")
     return pairs
 
 
-def _refuse_tensor(name: str) -> NoReturn:
+def _reject_tensor(name: str) -> NoReturn:
     remedy = "it is not part of plain LoRA"
     if "lora_magnitude_vector" in name:
         remedy = "a DoRA magnitude; DoRA is not supported"
     elif "lora_embedding" in name:
         remedy = "an adapter of the embedding; only ternary projections take one"
-    _refuse(f"tensors {_PREFIX}<module>.lora_A.weight and lora_B.weight alone", name, remedy)
+    _reject(f"tensors {_PREFIX}<module>.lora_A.weight and lora_B.weight alone", name, remedy)
 
 
 def _pattern(patterns: Mapping[str, Any], module: str, default: float) -> float:
@@ -192,26 +194,26 @@ def _pattern(patterns: Mapping[str, Any], module: str, default: float) -> float:
             if re.match(rf"(.*\.)?({pattern})$", module):
                 return float(value)
         except (re.error, TypeError, ValueError) as error:
-            _refuse("patterns of numbers", f"{pattern!r}: {value!r} ({error})", "repair the config")
+            _reject("patterns of numbers", f"{pattern!r}: {value!r} ({error})", "repair the config")
     return default
 
 
 def _weight(module: str, factors: Mapping[str, Tensor], config: Mapping[str, Any]) -> LoraWeight:
     if len(factors) < 2:
         absent = "B" if "A" in factors else "A"
-        _refuse(f"lora_A and lora_B of {module}", f"no lora_{absent}", "the file is incomplete")
+        _reject(f"lora_A and lora_B of {module}", f"no lora_{absent}", "the file is incomplete")
     a, b = factors["A"], factors["B"]
     rank = int(_pattern(config.get("rank_pattern") or {}, module, config["r"]))
     alpha = _pattern(config.get("alpha_pattern") or {}, module, config["lora_alpha"])
     for factor, tensor in factors.items():
         if not tensor.is_floating_point() or tensor.dim() != 2:
             found = f"{tensor.dtype} {list(tensor.shape)}"
-            _refuse(f"a floating matrix lora_{factor} of {module}", found, "not plain LoRA")
+            _reject(f"a floating matrix lora_{factor} of {module}", found, "not plain LoRA")
         if not torch.isfinite(tensor).all():
-            _refuse(f"finite lora_{factor} of {module}", "a NaN or an infinity", "training failed")
+            _reject(f"finite lora_{factor} of {module}", "a NaN or an infinity", "training failed")
     if a.shape[0] != rank or b.shape[1] != rank:
         found = f"lora_A {list(a.shape)}, lora_B {list(b.shape)}"
-        _refuse(f"rank {rank} in {module}", found, "config and weights disagree")
+        _reject(f"rank {rank} in {module}", found, "config and weights disagree")
     return LoraWeight(a, b, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))
 
 
@@ -221,12 +223,12 @@ def _check_targets(config: Mapping[str, Any], modules: list[str]) -> None:
         return  # a regular expression, or "all-linear": the tensors say what it matched
     for module in modules:
         if not any(module == target or module.endswith(f".{target}") for target in targets):
-            _refuse(
+            _reject(
                 f"factors of target_modules {targets} alone", module, "another config's weights"
             )
     for target in targets:
         if not any(module == target or module.endswith(f".{target}") for module in modules):
-            _refuse(f"factors of the target module {target!r}", "none", "the file is incomplete")
+            _reject(f"factors of the target module {target!r}", "none", "the file is incomplete")
 
 
 # Running ------------------------------------------------------------------------------------------
@@ -245,7 +247,7 @@ class LoraBitLinear(BitLinear):
         return layer
 
     def forward(self, x: Tensor) -> Tensor:
-        base = super().forward(x)  # first: it knows its in_features and refuses another x by name
+        base = super().forward(x)  # first: it knows its in_features and rejects another x by name
         side = ops.lm_head(ops.lm_head(x, self.lora.a), self.lora.b)
         return (base.float() + side * self.lora.scaling).to(x.dtype)
 
@@ -262,10 +264,10 @@ def apply_adapter(model: nn.Module, adapter: Adapter) -> None:
         base = modules.get(name)
         if not isinstance(base, BitLinear) or isinstance(base, LoraBitLinear):
             found = "no such module" if base is None else f"a {type(base).__name__}"
-            _refuse(f"{name} to be a ternary projection", found, "the adapter is another model's")
+            _reject(f"{name} to be a ternary projection", found, "the adapter is another model's")
         shape, expected = (len(lora.b), lora.a.shape[1]), (base.out_features, base.in_features)
         if shape != expected:
-            _refuse(f"{name} as {list(expected)}", list(shape), "the adapter is another model's")
+            _reject(f"{name} as {list(expected)}", list(shape), "the adapter is another model's")
         layers[name] = base
     for name, base in layers.items():
         contiguous = LoraWeight(

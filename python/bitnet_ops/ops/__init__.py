@@ -6,7 +6,7 @@ result is the same bit for bit on every ISA, for every number of threads and for
 a batch; float sums run in 16 lanes (lane = index mod 16, fused multiply-add) that are added as a
 tree. A bad argument raises RuntimeError: `<op>: expected <argument> <constraint>, got <value>`.
 `linear` and `group_linear` pass gradients on to x and bias (straight-through, gradients.py); the
-other ops have none, so with grad mode on an input that requires grad is refused.
+other ops have none, so with grad mode on an input that requires grad is rejected.
 The wrappers are grouped by what they work on; all names are to be had from here.
 An op is one function in the file of its group: signature, documentation and fake kernel.
 This package knows no files and no models.

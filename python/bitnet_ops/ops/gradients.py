@@ -1,8 +1,8 @@
-"""Gradients of the ops: straight-through for the ternary linears, refused for everything else.
+"""Gradients of the ops: straight-through for the ternary linears, rejected for everything else.
 
 `linear` and `group_linear` hand the gradient of their output on to x and to the bias, so that what
 trains before or beside a frozen ternary layer gets its own. Every other op that takes floats would
-cut the graph in silence, so it refuses. Importing the module registers both with torch, for
+cut the graph in silence, so it rejects. Importing the module registers both with torch, for
 torch.ops.bitnet.* as for the wrappers. It must not know modules or models.
 """
 
@@ -20,9 +20,9 @@ _ops = torch.ops.bitnet
 _CANONICAL = _runtime.layouts()["canonical"]  # of its dimensions the other layouts have more
 
 
-def _refuse_grad(op: str, name: str, tensor: Any) -> None:
+def _reject_grad(op: str, name: str, tensor: Any) -> None:
     """Without this, backward would silently give wrong or no gradients."""
-    # Something that is no tensor at all is for torch's own schema check to refuse.
+    # Something that is no tensor at all is for torch's own schema check to reject.
     if isinstance(tensor, Tensor) and tensor.requires_grad:
         raise RuntimeError(
             f"{op}: expected {name} without gradient (the op is inference only), got "
@@ -45,7 +45,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _setup_of(op: str) -> Callable[..., None]:
     def setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         if ctx.needs_input_grad[2]:
-            _refuse_grad(op, "weight_scale", inputs[2])
+            _reject_grad(op, "weight_scale", inputs[2])
         _setup(ctx, inputs, output)
 
     return setup
@@ -78,30 +78,30 @@ WITH_GRADIENT = ("linear", "group_linear")
 for _name in WITH_GRADIENT:
     torch.library.register_autograd(f"bitnet::{_name}", _backward, setup_context=_setup_of(_name))
 
-# Refused ------------------------------------------------------------------------------------------
+# Rejected ----------------------------------------------------------------------------------------
 
 # A kernel in Python costs 3 us a call, but only outside of inference mode.
 _library = torch.library.Library("bitnet", "FRAGMENT")
 
 
-def _refuse(name: str) -> None:
+def _reject(name: str) -> None:
     overload = getattr(_ops, name).default
     names = [argument.name for argument in overload._schema.arguments]
 
-    def refuse(keys: Any, *args: Any) -> Any:
+    def reject(keys: Any, *args: Any) -> Any:
         if torch.is_grad_enabled():
             for argument, value in zip(names, args, strict=False):
-                _refuse_grad(name, argument, value)
+                _reject_grad(name, argument, value)
         return overload.redispatch(keys & torch._C._after_autograd_keyset, *args)
 
-    _library.impl(name, refuse, "Autograd", with_keyset=True)
+    _library.impl(name, reject, "Autograd", with_keyset=True)
 
 
-# Nothing of these could require a gradient. Every other op refuses, a new one too.
+# Nothing of these could require a gradient. Every other op rejects, a new one too.
 _NO_FLOATS = {"pack", "unpack", "prepack", "unprepack", "rope_table"}
 
 for _registered in sorted(torch._C._dispatch_get_all_op_names()):
     _namespace, _, _name = _registered.partition("::")
     if _namespace == "bitnet" and not _name.startswith("_"):
         if _name not in _NO_FLOATS and _name not in WITH_GRADIENT:
-            _refuse(_name)
+            _reject(_name)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from bitnet_ops.convert import convert
 from bitnet_ops.convert.destination import building, check_destination
 from bitnet_ops.convert.hf.checkpoint import copy_files
-from bitnet_ops.formats.destination import TRAVELLERS, beside
+from bitnet_ops.formats.destination import TOKENIZER_FILES, beside
 from bitnet_ops.nn.packing import pack_hf
 from bitnet_ops.training.linear import TrainableBitLinear
 from bitnet_ops.training.model import TrainingError
@@ -150,7 +150,7 @@ def _write_tokenizer(tokenizer: Any, folder: Path) -> None:
     if not isinstance(tokenizer, (str, os.PathLike)):
         tokenizer.save_pretrained(str(folder))
         return
-    found = [name for name in TRAVELLERS if (Path(tokenizer) / name).is_file()]
+    found = [name for name in TOKENIZER_FILES if (Path(tokenizer) / name).is_file()]
     if "tokenizer.json" not in found:
         raise TrainingError(
             f"export: expected tokenizer.json in {tokenizer}, got {found or 'no tokenizer files'}; "

@@ -52,7 +52,7 @@ def replace_linears(model: nn.Module, skip: Sequence[str] | None = None) -> list
     for name, module in modules.items():
         if any(name == s or name.startswith(f"{s}.") for s in names):
             continue
-        _refuse_packed(name, module)
+        _reject_packed(name, module)
         if isinstance(module, nn.Linear) and not isinstance(module, TrainableBitLinear):
             model.set_submodule(name, TrainableBitLinear.from_linear(module))
             replaced.append(name)
@@ -71,7 +71,7 @@ def _heads(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if module is head] or ["lm_head"]
 
 
-def _refuse_packed(name: str, module: nn.Module) -> None:
+def _reject_packed(name: str, module: nn.Module) -> None:
     weight = getattr(module, "weight", None)
     packed = isinstance(weight, Tensor) and not weight.is_floating_point()
     if packed or isinstance(getattr(module, "weight_scale", None), Tensor):

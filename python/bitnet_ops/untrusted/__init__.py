@@ -54,7 +54,7 @@ def read_json_object(
     """
     value = parse_json(read_text(path, limit=limit), str(path), strict=strict)
     if not isinstance(value, dict):
-        _refuse(f"a JSON object in {path}", type(value).__name__)
+        _reject(f"a JSON object in {path}", type(value).__name__)
     return value
 
 
@@ -64,18 +64,18 @@ def read_text(path: str | os.PathLike[str], *, limit: int = JSON_LIMIT_BYTES) ->
         # O_NONBLOCK: a FIFO would wait for a writer
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                _refuse(f"a regular file {path}", "something else")
+                _reject(f"a regular file {path}", "something else")
             data = file.read(limit + 1)
     except (OSError, ValueError) as error:
         if isinstance(error, UntrustedFileError):
             raise
-        _refuse(f"a readable file {path}", str(error))
+        _reject(f"a readable file {path}", str(error))
     if len(data) > limit:
-        _refuse(f"{path} below {limit >> 20} MiB", "more")
+        _reject(f"{path} below {limit >> 20} MiB", "more")
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
-        _refuse(f"UTF-8 in {path}", f"byte 0x{data[error.start]:02x} at offset {error.start}")
+        _reject(f"UTF-8 in {path}", f"byte 0x{data[error.start]:02x} at offset {error.start}")
 
 
 def parse_json(text: str, name: str, *, strict: bool = False) -> Any:
@@ -86,11 +86,11 @@ def parse_json(text: str, name: str, *, strict: bool = False) -> Any:
         else:
             value = json.loads(text)
     except RecursionError:
-        _refuse(f"JSON nested at most {_DEEPEST} deep in {name}", "deeper nesting")
+        _reject(f"JSON nested at most {_DEEPEST} deep in {name}", "deeper nesting")
     except ValueError as error:
-        _refuse(f"valid JSON in {name}", str(error))
+        _reject(f"valid JSON in {name}", str(error))
     if _is_deeper(value, _DEEPEST):
-        _refuse(f"JSON nested at most {_DEEPEST} deep in {name}", "deeper nesting")
+        _reject(f"JSON nested at most {_DEEPEST} deep in {name}", "deeper nesting")
     return value
 
 
@@ -123,7 +123,7 @@ def _no_constant(text: str) -> NoReturn:
     raise ValueError(f"{text}, which is no JSON number")
 
 
-def _refuse(expected: str, got: str) -> NoReturn:
+def _reject(expected: str, got: str) -> NoReturn:
     raise UntrustedFileError(f"expected {expected}, got {got}")
 
 
@@ -139,7 +139,7 @@ def leads_outside(folder: Path, name: str) -> Path | None:
     try:
         root, real = folder.resolve(), (folder / name).resolve()
     except (OSError, ValueError, RuntimeError) as error:  # a zero byte, a ring of links
-        _refuse(f"a path in {folder}", str(error))
+        _reject(f"a path in {folder}", str(error))
     if real.is_relative_to(root):
         return None
     if root.parent.name == "snapshots" and real.parent == root.parent.parent / "blobs":
@@ -152,7 +152,7 @@ def check_links(folder: Path, names: Iterable[str]) -> None:
     for name in names:
         real = leads_outside(folder, name)
         if real is not None:
-            _refuse(
+            _reject(
                 f"{name} in {folder}",
                 f"a link out of it, to {real}; put the file itself there if it belongs to it",
             )

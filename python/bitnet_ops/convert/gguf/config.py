@@ -1,7 +1,7 @@
 """What a GGUF file's metadata says of the model: architecture, config.json, names of the tensors.
 
 Architectures are rows of config/families.py; every key that would change the maths is either read
-or refused here. Sources: llama.cpp `llama-arch.cpp` and `convert_hf_to_gguf.py`, Microsoft's fork
+or rejected here. Sources: llama.cpp `llama-arch.cpp` and `convert_hf_to_gguf.py`, Microsoft's fork
 for bitnet-b1.58 and bitnet-25. Knows names and numbers; must not read the data of a tensor.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from bitnet_ops.config.families import FAMILIES, Family
-from bitnet_ops.convert.errors import refuse
+from bitnet_ops.convert.errors import reject
 from bitnet_ops.formats.gguf import is_strings
 
 
@@ -103,7 +103,7 @@ def architecture_of(metadata: Mapping[str, Any]) -> Architecture:
     """The architecture of a file; ConvertError for one that is not implemented."""
     name = metadata.get("general.architecture")
     if not isinstance(name, str) or name not in ARCHITECTURES:
-        refuse(
+        reject(
             "gguf-architecture",
             f"general.architecture among {', '.join(ARCHITECTURES)}",
             repr(name)[:60],
@@ -111,7 +111,7 @@ def architecture_of(metadata: Mapping[str, Any]) -> Architecture:
         )
     parts = metadata.get("split.count", 0)
     if type(parts) is not int or parts not in (0, 1):
-        refuse(
+        reject(
             "gguf-split",
             "a model in one file",
             f"one of {str(parts)[:40]} parts",
@@ -125,11 +125,11 @@ def hf_config(
 ) -> tuple[dict[str, Any], list[str]]:
     """(config.json as a dict, remarks); `vocab_size` is the number of rows of the embedding."""
     keys = _Keys(metadata, architecture.name)
-    remarks = keys.refuse_other_maths()
+    remarks = keys.reject_other_maths()
     stated = keys.integer("vocab_size", vocab_size)
     if stated != vocab_size:
         found = f"{vocab_size} rows of token_embd.weight"
-        refuse("gguf-metadata", f"{keys.name('vocab_size')} {stated} rows", found)
+        reject("gguf-metadata", f"{keys.name('vocab_size')} {stated} rows", found)
     hidden, heads = keys.integer("embedding_length"), keys.per_layer("attention.head_count")
     config = {
         **architecture.config,
@@ -157,7 +157,7 @@ def special_ids(metadata: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:
     def token(name: str) -> int | None:
         value = metadata.get(f"tokenizer.ggml.{name}_token_id")
         if value is not None and (type(value) is not int or not 0 <= value < vocab_size):
-            refuse("gguf-metadata", f"{name}_token_id below {vocab_size}", repr(value)[:40])
+            reject("gguf-metadata", f"{name}_token_id below {vocab_size}", repr(value)[:40])
         return value
 
     ends = [e for e in (token("eos"), token("eot"), token("eom")) if e is not None]
@@ -216,13 +216,13 @@ class _Keys:
     def _get(self, key: str, default: Any) -> Any:
         value = self._metadata.get(self.name(key), default)
         if value is None:
-            refuse("gguf-metadata", f"{self.name(key)} in the metadata", "no such key")
+            reject("gguf-metadata", f"{self.name(key)} in the metadata", "no such key")
         return value
 
     def integer(self, key: str, default: int | None = None) -> int:
         value = self._get(key, default)
         if type(value) is not int or not 0 < value < 2**31:
-            refuse("gguf-metadata", f"{self.name(key)} as a positive integer", repr(value)[:60])
+            reject("gguf-metadata", f"{self.name(key)} as a positive integer", repr(value)[:60])
         return value
 
     def per_layer(self, key: str, default: int | None = None) -> int:
@@ -231,16 +231,16 @@ class _Keys:
         if isinstance(value, np.ndarray):
             if len(set(value.tolist())) != 1:
                 expected = f"one {self.name(key)} for all layers"
-                refuse("gguf-metadata", expected, f"{value.tolist()[:8]} ...")
+                reject("gguf-metadata", expected, f"{value.tolist()[:8]} ...")
             value = int(value[0])
         if type(value) is not int or not 0 < value < 2**31:
-            refuse("gguf-metadata", f"{self.name(key)} as a positive integer", repr(value)[:60])
+            reject("gguf-metadata", f"{self.name(key)} as a positive integer", repr(value)[:60])
         return value
 
     def decimal(self, key: str, default: float | None = None) -> float:
         value = self._get(key, default)
         if type(value) not in (int, float) or not 0 < value < float("inf"):
-            refuse("gguf-metadata", f"{self.name(key)} as a number above 0", repr(value)[:60])
+            reject("gguf-metadata", f"{self.name(key)} as a number above 0", repr(value)[:60])
         return shortest(float(value))
 
     def head_dim(self, hidden: int, heads: int) -> int:
@@ -251,11 +251,11 @@ class _Keys:
             return hidden // heads
         if len(set(stated.values())) != 1:
             expected = f"one size of a head in {', '.join(map(self.name, keys))}"
-            refuse("gguf-metadata", expected, repr(stated))
+            reject("gguf-metadata", expected, repr(stated))
         return next(iter(stated.values()))
 
-    def refuse_other_maths(self) -> list[str]:
-        """Refuse keys that ask for other maths; returns a remark for every unknown key."""
+    def reject_other_maths(self) -> list[str]:
+        """Reject keys that ask for other maths; returns a remark for every unknown key."""
         remarks, unknown = [], 0
         for full, value in self._metadata.items():
             key = full.removeprefix(f"{self._prefix}.")
@@ -270,7 +270,7 @@ class _Keys:
                 if key == "rope.scaling.type" and isinstance(value, str) and value == "linear":
                     continue  # by a factor that must be 1
                 expected = f"{full} to be absent or {_MATHS[key][0]!r}"
-                refuse("gguf-maths", expected, repr(value)[:60], "it asks for maths that is not "
+                reject("gguf-maths", expected, repr(value)[:60], "it asks for maths that is not "
                        "implemented")  # fmt: skip
         if unknown > _SHOWN_KEYS:
             more = f"{unknown - _SHOWN_KEYS} more metadata keys of {self._prefix}"

@@ -18,7 +18,7 @@ import torch
 
 from bitnet_ops.config import ModelConfig, UnsupportedModelError
 from bitnet_ops.convert.destination import building_file
-from bitnet_ops.convert.errors import ConvertError, refuse
+from bitnet_ops.convert.errors import ConvertError, reject
 from bitnet_ops.convert.gguf.config import (
     ARCHITECTURES,
     PERMUTED,
@@ -90,7 +90,7 @@ def export_gguf(
     started = time.perf_counter()
     source, target = model_file(model), Path(file)
     if type not in TYPES:
-        refuse("gguf-type", f"a type among {', '.join(TYPES)}", repr(type))
+        reject("gguf-type", f"a type among {', '.join(TYPES)}", repr(type))
     try:
         with (
             building_file(target, GGUF_FILE, force=force) as made,
@@ -107,7 +107,7 @@ def export_gguf(
     except GgufError as error:
         raise ConvertError("write-failed", f"export: {error}") from error
     except OSError as error:
-        refuse("write-failed", f"to write {target}", str(error), "nothing was kept")
+        reject("write-failed", f"to write {target}", str(error), "nothing was kept")
     if export.rounding:
         remarks.append(
             f"{export.type} keeps scales as float16, up to {export.rounding:.2g} off; converting "
@@ -140,7 +140,7 @@ def architecture_for(model: ModelConfig) -> Architecture:
     if not names or odd:
         found = f"{model.model_type} with {model.hidden_act}, sub_norms {model.sub_norms}"
         found += f", {', '.join(odd)}" if odd else ""
-        refuse("gguf-architecture", "a model that GGUF has an architecture for", found)
+        reject("gguf-architecture", "a model that GGUF has an architecture for", found)
     return ARCHITECTURES[names[0]]
 
 
@@ -163,7 +163,7 @@ class _Export:
         rows, columns = spec.shape
         scale = self._reader.tensors[name].scale
         if scale is None:
-            refuse("group-scales", f"one scale for {name}", "none, or one for a group of weights",
+            reject("group-scales", f"one scale for {name}", "none, or one for a group of weights",
                    "GGUF's ternary types cannot hold it")  # fmt: skip
         try:
             layouts.check_shape(self.type, rows, columns)
@@ -173,7 +173,7 @@ class _Export:
         except layouts.LayoutError as error:
             code = "gguf-row-length" if error.code == "row_length" else "bad-scale"
             remedy = "i2_s takes K % 128 == 0, tq1_0 and tq2_0 K % 256 == 0"
-            refuse(code, f"{name} as {self.type}", f"{error}", remedy)
+            reject(code, f"{name} as {self.type}", f"{error}", remedy)
         self._scales[gguf_name(name, self.architecture)] = scale
 
     def write(

@@ -2,7 +2,7 @@
 
 The patterns are those of llama.cpp's `llama-vocab.cpp` (before its rewrites for C++ where it quotes
 the original). Only names of ternary models' tokenizers and their nearest kin stand here; any other
-is refused, since a text cut otherwise gives other ids in silence. It must not know vocabularies.
+is rejected, since a text cut otherwise gives other ids in silence. It must not know vocabularies.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ import numpy as np
 from torch import Tensor
 
 from bitnet_ops.config.scheme import Scheme, Storage
-from bitnet_ops.convert.errors import ConvertError, listed, refuse
+from bitnet_ops.convert.errors import ConvertError, listed, reject
 from bitnet_ops.convert.gguf.config import (
     PERMUTED,
     Architecture,
@@ -30,7 +30,7 @@ from bitnet_ops.convert.gguf.tokenizer import tokenizer_files
 from bitnet_ops.convert.hf.checkpoint import copy_files
 from bitnet_ops.convert.report import file_sha256
 from bitnet_ops.convert.source import EMBEDDING, HEAD, Plan, Source, Ternary, model_of
-from bitnet_ops.formats.destination import TRAVELLERS
+from bitnet_ops.formats.destination import TOKENIZER_FILES
 from bitnet_ops.formats.gguf import MAX_TENSORS, GgufError, Reader, TensorInfo, is_strings
 from bitnet_ops.formats.gguf_layouts import I2S_LAYOUTS
 from bitnet_ops.models import TensorSpec, expected_tensors
@@ -61,19 +61,19 @@ class GgufSource(Source):
         self.architecture = architecture_of(reader.metadata)
         self.infos, remarks = _named(reader, self.architecture)
         if EMBEDDING not in self.infos or len(self.infos[EMBEDDING].shape) != 2:
-            refuse("missing-tensor", "token_embd.weight, a matrix", "no such tensor")
+            reject("missing-tensor", "token_embd.weight, a matrix", "no such tensor")
         vocab_size, tied = self.infos[EMBEDDING].shape[0], HEAD not in self.infos
         config, more = hf_config(reader.metadata, self.architecture, vocab_size, tied)
         model = model_of(config)
         if model.num_hidden_layers > len(self.infos):  # before a list of billions of names is made
             found = f"{len(self.infos)} tensors in all"
-            refuse("missing-tensor", f"tensors for {model.num_hidden_layers} layers", found)
+            reject("missing-tensor", f"tensors for {model.num_hidden_layers} layers", found)
         specs = dict(expected_tensors(model))
         _check_names(specs, self.infos, self.architecture)
         for name, spec in specs.items():
             if self.infos[name].shape != tuple(spec.shape):
                 found = f"{self.infos[name].type.name} {list(self.infos[name].shape)}"
-                refuse("shape", f"{self.infos[name].name} of shape {list(spec.shape)}", found)
+                reject("shape", f"{self.infos[name].name} of shape {list(spec.shape)}", found)
         self.exact_scales = _exact_scales(reader.metadata)  # by GGUF name
         self.remarks = [*remarks, *more, *model.notes]
         kinds = _kinds(specs, self.infos)
@@ -98,9 +98,9 @@ class GgufSource(Source):
     def opened(
         cls, file: str | Path, *, i2s_layout: str = "a", **options: Any
     ) -> Iterator[GgufSource]:
-        """The source in `file`; what the reader refuses comes as ConvertError."""
+        """The source in `file`; what the reader rejects comes as ConvertError."""
         if i2s_layout not in I2S_LAYOUTS:
-            refuse("i2s-layout", f"a layout among {', '.join(I2S_LAYOUTS)}", repr(i2s_layout))
+            reject("i2s-layout", f"a layout among {', '.join(I2S_LAYOUTS)}", repr(i2s_layout))
         try:
             with Reader(Path(file)) as reader:
                 yield cls(reader, i2s_layout=i2s_layout, **options)
@@ -116,7 +116,7 @@ class GgufSource(Source):
         if scale_info is not None:
             if scale_info.shape != (1,) or scale_info.type.name not in DENSE:
                 form = f"{scale_info.type.name} {list(scale_info.shape)}"
-                refuse("group-scales", f"one scale in {scale_info.name}", form)
+                reject("group-scales", f"one scale in {scale_info.name}", form)
             factor = float(dense(self.reader, scale_info))
         permuted = self.architecture.permuted and name.endswith(PERMUTED)
         return ternary(
@@ -147,9 +147,9 @@ class GgufSource(Source):
         if str(self._tokenizer) == "none":
             return []
         given = Path(self._tokenizer)
-        names = [name for name in TRAVELLERS if (given / name).is_file()]
+        names = [name for name in TOKENIZER_FILES if (given / name).is_file()]
         if "tokenizer.json" not in names:
-            refuse("tokenizer-missing", f"tokenizer.json in {given}", "no such file")
+            reject("tokenizer-missing", f"tokenizer.json in {given}", "no such file")
         return copy_files(given, folder, names)
 
     def _own_tokenizer(self, folder: Path) -> list[str]:
@@ -168,7 +168,7 @@ def _named(reader: Reader, architecture: Architecture) -> tuple[dict[str, Tensor
     for name, info in reader.tensors.items():
         if name == _ROPE_FACTORS:
             if (dense(reader, info) != 1).any():
-                refuse("gguf-maths", f"no {name}", "factors other than 1", "scaled rotary "
+                reject("gguf-maths", f"no {name}", "factors other than 1", "scaled rotary "
                        "embedding (Llama 3.1 and later) is not implemented")  # fmt: skip
             remarks.append(f"{name} holds ones alone; ignored")
             continue
@@ -178,7 +178,7 @@ def _named(reader: Reader, architecture: Architecture) -> tuple[dict[str, Tensor
         else:
             infos[renamed] = info
     if unknown:
-        refuse("unknown-tensor", f"the tensors of {architecture.name} alone", listed(unknown),
+        reject("unknown-tensor", f"the tensors of {architecture.name} alone", listed(unknown),
                "this kind of model is not implemented")  # fmt: skip
     return infos, remarks
 
@@ -192,12 +192,12 @@ def _check_names(
     ]
     biases = [name for name in unknown if name.endswith(".bias")]
     if biases:
-        refuse("bias", "projections without biases", listed(biases))
+        reject("bias", "projections without biases", listed(biases))
     if unknown:
-        refuse("unknown-tensor", f"the {len(specs)} tensors of this model", listed(unknown))
+        reject("unknown-tensor", f"the {len(specs)} tensors of this model", listed(unknown))
     missing = [gguf_name(name, architecture) for name in specs if name not in infos]
     if missing:
-        refuse("missing-tensor", f"all {len(specs)} tensors", f"no {listed(missing)}")
+        reject("missing-tensor", f"all {len(specs)} tensors", f"no {listed(missing)}")
 
 
 def scale_name(weight: str) -> str:
@@ -215,7 +215,7 @@ def _exact_scales(metadata: dict[str, Any]) -> dict[str, float]:
         or not isinstance(scales, np.ndarray)
         or not len(names) == len(scales) <= MAX_TENSORS
     ):
-        refuse("gguf-metadata", f"{EXACT_NAMES} and {EXACT_SCALES} of one length", "other values")
+        reject("gguf-metadata", f"{EXACT_NAMES} and {EXACT_SCALES} of one length", "other values")
     return dict(zip(names, scales.astype(float).tolist(), strict=True))
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from bitnet_ops import ops
-from bitnet_ops.convert.errors import refuse
+from bitnet_ops.convert.errors import reject
 from bitnet_ops.convert.gguf.config import head_rows
 from bitnet_ops.convert.source import Ternary
 from bitnet_ops.convert.ternary import check_finite
@@ -50,7 +50,7 @@ def ternary(
     elif info.type.name in layouts.TERNARY_TYPES:
         found = _from_layout(reader, info, i2s_layout, exact_scale)
     else:
-        refuse(
+        reject(
             "gguf-not-ternary",
             f"{info.name} as {', '.join((*layouts.TERNARY_TYPES[:4], *DENSE))}",
             info.type.name,
@@ -58,10 +58,10 @@ def ternary(
         )
     rows, scale = found.rows, found.scale * factor
     if not (torch.isfinite(scale).all() and factor > 0 and scale.max() >= _SMALLEST):
-        refuse("bad-scale", f"a finite scale of {info.name} above zero", f"one times {factor}")
+        reject("bad-scale", f"a finite scale of {info.name} above zero", f"one times {factor}")
     if head_dim is not None:
         if n % head_dim or head_dim % 2:
-            refuse("shape", f"{info.name} of whole heads of {head_dim} rows", f"{n} rows")
+            reject("shape", f"{info.name} of whole heads of {head_dim} rows", f"{n} rows")
         order = torch.from_numpy(head_rows(n, head_dim))
         rows = rows[order]
         scale = scale[order] if found.group_size else scale
@@ -74,7 +74,7 @@ def _from_layout(reader: Reader, info: TensorInfo, layout: str, exact: float | N
         decoded = layouts.decode(info.type.name, reader.data(info.name), n, k, layout)
     except layouts.LayoutError as error:
         code = {"code_3": "code-3", "scale": "bad-scale", "row_length": "gguf-row-length"}
-        refuse(code[error.code], f"{info.name} as {info.type.name}", str(error), _hint(info))
+        reject(code[error.code], f"{info.name} as {info.type.name}", str(error), _hint(info))
     rows = torch.from_numpy(decoded.rows)  # of layout a the mapping itself
     scale = decoded.one_scale()
     if scale is None and decoded.scales.any():
@@ -87,7 +87,7 @@ def _from_layout(reader: Reader, info: TensorInfo, layout: str, exact: float | N
         return Ternary(rows, torch.tensor([exact or MIN_SCALE]), f"{info.name} holds zeros alone")
     if exact is not None:
         if float(np.float16(np.float32(exact))) != scale:
-            refuse("bad-scale", f"{info.name} with the scale {exact} as float16", f"{scale}")
+            reject("bad-scale", f"{info.name} with the scale {exact} as float16", f"{scale}")
         scale = exact
     return Ternary(rows, torch.tensor([scale]))
 
@@ -100,7 +100,7 @@ def _group_scales(info: TensorInfo, decoded: layouts.Decoded) -> Tensor:
             scales = np.pad(scales, ((0, 0), (0, 1)))
         first, second = scales[:, ::2], scales[:, 1::2]
         if ((first != second) & (first != 0) & (second != 0)).any():
-            refuse(
+            reject(
                 "group-scales",
                 f"one scale for every {GROUP} weights of {info.name}",
                 f"another one for every {decoded.block}",
@@ -127,7 +127,7 @@ def _from_dense(info: TensorInfo, tensor: Tensor, assume_online: bool) -> Ternar
     if _is_ternary(tensor, scale):
         return Ternary(ops.pack(tensor.sign().to(torch.int8)), torch.tensor([scale]))
     if not assume_online:
-        refuse(
+        reject(
             "gguf-not-ternary",
             f"{info.name} with one magnitude beside zero",
             f"other values, as {info.type.name}",
@@ -161,7 +161,7 @@ def _dequantised(info: TensorInfo, data: Any) -> Tensor:
     try:
         import gguf
     except ImportError:
-        refuse(
+        reject(
             "gguf-package",
             f"the gguf package, which reads {info.name} ({info.type.name})",
             "none installed",
@@ -178,5 +178,5 @@ def _dequantised(info: TensorInfo, data: Any) -> Tensor:
         for begin in range(0, len(rows), step):
             out[begin : begin + step] = gguf.quants.dequantize(rows[begin : begin + step], kind)
     except NotImplementedError as error:
-        refuse("gguf-type", f"{info.name} of a type that the gguf package reads", f"{error}")
+        reject("gguf-type", f"{info.name} of a type that the gguf package reads", f"{error}")
     return torch.from_numpy(out).view(info.shape)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from bitnet_ops.config import ModelConfig
-from bitnet_ops.convert.errors import refuse
+from bitnet_ops.convert.errors import reject
 from bitnet_ops.convert.gguf.pretokenizers import PRE_TOKENIZERS
 from bitnet_ops.formats.gguf import is_strings
 
@@ -41,7 +41,7 @@ def tokenizer_files(
     if kind is None or (isinstance(kind, str) and kind in ("none", "no_vocab")):
         return {}, ["the file has no vocabulary: the model takes token ids alone"]
     if not isinstance(kind, str) or kind not in ("gpt2", "llama"):
-        refuse(
+        reject(
             "tokenizer-model", 'tokenizer.ggml.model "gpt2" or "llama"', repr(kind)[:40], _REMEDY
         )
     vocabulary = Vocabulary(metadata, model.vocab_size)
@@ -72,14 +72,14 @@ class Vocabulary:
         self._metadata = metadata
         stored = self._get("tokens")
         if not is_strings(stored) or not len(stored):
-            refuse("tokenizer-tokens", "tokenizer.ggml.tokens, a list of strings", "none", _REMEDY)
+            reject("tokenizer-tokens", "tokenizer.ggml.tokens, a list of strings", "none", _REMEDY)
         if len(stored) > rows:
             expected = f"a vocabulary of at most {rows} tokens, the rows of token_embd"
-            refuse("tokenizer-size", expected, f"{len(stored)}", _REMEDY)
+            reject("tokenizer-size", expected, f"{len(stored)}", _REMEDY)
         tokens = list(stored)
         if max(map(len, tokens)) > _MAX_TOKEN:
             found = f"one of {max(map(len, tokens))}"
-            refuse("tokenizer-tokens", f"tokens of at most {_MAX_TOKEN} characters", found, _REMEDY)
+            reject("tokenizer-tokens", f"tokens of at most {_MAX_TOKEN} characters", found, _REMEDY)
         self.tokens: list[str] = tokens
         self.types = self._numbers("token_type", np.full(len(tokens), NORMAL)).astype(int).tolist()
         self.is_llama3 = len(tokens) >= _LLAMA3_SIZE and tokens[_LLAMA3_BEGIN] == _LLAMA3_TOKEN
@@ -88,7 +88,7 @@ class Vocabulary:
             self.types = head + [CONTROL if kind == NORMAL else kind for kind in tail]
         twice = first_twice(tokens)
         if twice is not None:
-            refuse("tokenizer-tokens", "every token once", f"{twice!r} twice", _REMEDY)
+            reject("tokenizer-tokens", "every token once", f"{twice!r} twice", _REMEDY)
         self.roles: dict[str, int] = {}
         for name, role in _ROLES.items():
             value = self._get(f"{name}_token_id")
@@ -96,7 +96,7 @@ class Vocabulary:
                 continue
             if type(value) is not int or not 0 <= value < len(tokens):
                 expected = f"{name}_token_id below {len(tokens)}"
-                refuse("tokenizer-ids", expected, repr(value)[:40], _REMEDY)
+                reject("tokenizer-ids", expected, repr(value)[:40], _REMEDY)
             self.roles[role] = value
 
     def _get(self, name: str) -> Any:
@@ -109,14 +109,14 @@ class Vocabulary:
         right = isinstance(values, np.ndarray) and values.dtype != bool
         if not right or len(values) != len(self.tokens) or not np.isfinite(values).all():
             expected = f"tokenizer.ggml.{name}, a number for each of {len(self.tokens)} tokens"
-            refuse("tokenizer-tokens", expected, type(values).__name__, _REMEDY)
+            reject("tokenizer-tokens", expected, type(values).__name__, _REMEDY)
         return values
 
     @property
     def scores(self) -> list[float]:
         values = self._numbers("scores", None)
         if values is None:
-            refuse("tokenizer-tokens", "tokenizer.ggml.scores", "no such key", _REMEDY)
+            reject("tokenizer-tokens", "tokenizer.ggml.scores", "no such key", _REMEDY)
         scores: list[float] = values.astype(float).tolist()
         return scores
 
@@ -124,15 +124,15 @@ class Vocabulary:
     def merges(self) -> list[list[str]]:
         merges = self._get("merges")
         if not is_strings(merges):
-            refuse("tokenizer-merges", "tokenizer.ggml.merges, pairs of tokens", "none", _REMEDY)
+            reject("tokenizer-merges", "tokenizer.ggml.merges, pairs of tokens", "none", _REMEDY)
         if len(merges) > _MAX_MERGES:
-            refuse("tokenizer-merges", f"at most {_MAX_MERGES} merges", f"{len(merges)}", _REMEDY)
+            reject("tokenizer-merges", f"at most {_MAX_MERGES} merges", f"{len(merges)}", _REMEDY)
         pairs = []
         for merge in merges:
             pair = merge.split(" ", 2)
             if len(pair) != 2:
                 expected = "tokenizer.ggml.merges, pairs of tokens"
-                refuse("tokenizer-merges", expected, repr(merge[:60]), _REMEDY)
+                reject("tokenizer-merges", expected, repr(merge[:60]), _REMEDY)
             pairs.append(pair)
         return pairs
 
@@ -140,7 +140,7 @@ class Vocabulary:
     def pre(self) -> str | None:
         value = self._get("pre")
         if value is not None and not isinstance(value, str):
-            refuse("tokenizer-pre", "tokenizer.ggml.pre as a name", repr(value)[:40], _REMEDY)
+            reject("tokenizer-pre", "tokenizer.ggml.pre as a name", repr(value)[:40], _REMEDY)
         return value
 
     @property
@@ -194,13 +194,13 @@ def _byte_level(vocabulary: Vocabulary, remarks: list[str]) -> dict[str, Any]:
         name = "default"
     if name not in PRE_TOKENIZERS:
         known = ", ".join(PRE_TOKENIZERS)
-        refuse("tokenizer-pre", f"tokenizer.ggml.pre among {known}", repr(name)[:40], _REMEDY)
+        reject("tokenizer-pre", f"tokenizer.ggml.pre among {known}", repr(name)[:40], _REMEDY)
     pre = PRE_TOKENIZERS[name]
     ids = vocabulary.ids()
     merges = vocabulary.merges
     for left, right in merges:
         if not {left, right, left + right} <= ids.keys():
-            refuse("tokenizer-merges", "merges of tokens", f"{left!r} with {right!r}", _REMEDY)
+            reject("tokenizer-merges", "merges of tokens", f"{left!r} with {right!r}", _REMEDY)
     return {
         **_frame(vocabulary, pre.bos),
         "normalizer": {"type": "NFC"} if pre.nfc else None,
@@ -270,7 +270,7 @@ def _merges_by_score(vocabulary: Vocabulary) -> list[list[str]]:
     tried = sum(len(token) ** 2 for token in scores)
     if tried > _MAX_TRIED:
         expected = f"tokens whose lengths have squares of {_MAX_TRIED} in all"
-        refuse("tokenizer-tokens", expected, f"{tried}", _REMEDY)
+        reject("tokenizer-tokens", expected, f"{tried}", _REMEDY)
     found = []  # (-score, -at, token): the pieces are cut once the order is known
     for token, score in scores.items():
         found += [
@@ -280,7 +280,7 @@ def _merges_by_score(vocabulary: Vocabulary) -> list[list[str]]:
         ]
         if len(found) > _MAX_MERGES:
             expected = f"at most {_MAX_MERGES} ways to join tokens"
-            refuse("tokenizer-tokens", expected, "more", _REMEDY)
+            reject("tokenizer-tokens", expected, "more", _REMEDY)
     found.sort()
     return [[token[:-at], token[-at:]] for _, at, token in found]
 
@@ -290,7 +290,7 @@ def _post_processor(vocabulary: Vocabulary, bos: bool) -> dict[str, Any] | None:
     wanted = {"bos": bos, "eos": vocabulary.flag("add_eos_token", False)}
     if any(wanted[role] and role not in vocabulary.roles for role in wanted):
         role = next(role for role in wanted if wanted[role] and role not in vocabulary.roles)
-        refuse("tokenizer-ids", f"{role}_token_id, since add_{role}_token is true", "no such key",
+        reject("tokenizer-ids", f"{role}_token_id, since add_{role}_token is true", "no such key",
                _REMEDY)  # fmt: skip
     ids = {role: vocabulary.roles[role] for role in wanted if wanted[role]}
     if not ids:
@@ -340,4 +340,4 @@ def _check_loads(text: str) -> None:
     try:
         Tokenizer.from_str(text)
     except Exception as error:  # the library raises plain Exception
-        refuse("tokenizer-broken", "a vocabulary that makes a tokenizer", f"{error}", _REMEDY)
+        reject("tokenizer-broken", "a vocabulary that makes a tokenizer", f"{error}", _REMEDY)

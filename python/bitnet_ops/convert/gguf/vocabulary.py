@@ -1,7 +1,7 @@
 """A model folder's tokenizer.json -> the tokenizer.ggml.* keys of a GGUF file.
 
 What is written is read back by gguf_tokenizer.py and compared with the original on texts that make
-tokenizers differ, so a tokenizer that the keys cannot express is refused, never approximated. It
+tokenizers differ, so a tokenizer that the keys cannot express is rejected, never approximated. It
 must not know tensors.
 """
 
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bitnet_ops.config import ModelConfig
-from bitnet_ops.convert.errors import ConvertError, refuse
+from bitnet_ops.convert.errors import ConvertError, reject
 from bitnet_ops.convert.gguf.pretokenizers import EXPORTED, PRE_TOKENIZERS
 from bitnet_ops.convert.gguf.tokenizer import (
     BYTE,
@@ -61,10 +61,10 @@ def vocabulary_keys(folder: Path, model: ModelConfig) -> tuple[Keys, list[str]]:
         original = Tokenizer.from_file(str(file))
         stored = json.loads(original.to_str())
     except Exception as error:  # the library raises plain Exception
-        refuse("tokenizer-broken", f"a readable {file}", f"{error}", _REMEDY)
+        reject("tokenizer-broken", f"a readable {file}", f"{error}", _REMEDY)
     if needs_guard(original):
         found = "a regular expression that none of them has"
-        refuse("tokenizer-pre", f"one of {', '.join(EXPORTED)}, or SentencePiece", found, _REMEDY)
+        reject("tokenizer-pre", f"one of {', '.join(EXPORTED)}, or SentencePiece", found, _REMEDY)
     config = _object(folder / "tokenizer_config.json")
     keys = _frame(stored, original, config, model, folder)
     kind = stored["model"].get("type")
@@ -75,11 +75,11 @@ def vocabulary_keys(folder: Path, model: ModelConfig) -> tuple[Keys, list[str]]:
         candidates = _sentencepiece(stored, keys)
     else:
         found = f"{kind} with the decoder {decoder}"
-        refuse("tokenizer-model", "byte-level or SentencePiece BPE", found, _REMEDY)
+        reject("tokenizer-model", "byte-level or SentencePiece BPE", found, _REMEDY)
     for candidate in candidates:
         if _expresses(candidate, original, model):
             return candidate, []
-    refuse(
+    reject(
         "tokenizer-pre",
         f"a tokenizer that cuts texts like one of {', '.join(EXPORTED)}, or SentencePiece",
         "other token ids on the texts compared",
@@ -122,7 +122,7 @@ def _frame(
     before, behind = _around(original)
     if before not in ([], [ids["bos"]]) or behind not in ([], [ids["eos"]]):
         found = f"{before} before a text and {behind} behind it"
-        refuse("tokenizer-special", "at most bos before a text and eos behind it", found, _REMEDY)
+        reject("tokenizer-special", "at most bos before a text and eos behind it", found, _REMEDY)
     keys["tokenizer.ggml.add_bos_token"] = ("bool", bool(before))
     keys["tokenizer.ggml.add_eos_token"] = ("bool", bool(behind))
     template = config.get("chat_template")
@@ -139,13 +139,13 @@ def _tokens(
     """Tokens and types by id, filled up to the rows of the embedding."""
     if original.get_vocab_size() > model.vocab_size:
         found = f"{original.get_vocab_size()} tokens"
-        refuse("tokenizer-size", f"at most {model.vocab_size} tokens, as the model has rows", found)
+        reject("tokenizer-size", f"at most {model.vocab_size} tokens, as the model has rows", found)
     tokens = [f"[PAD{i}]" for i in range(model.vocab_size)]
     types = [UNUSED] * model.vocab_size
     fallback = bool(stored["model"].get("byte_fallback"))
     for token, i in original.get_vocab().items():
         if i >= model.vocab_size:
-            refuse("tokenizer-size", f"ids below {model.vocab_size}", f"{token!r} with {i}")
+            reject("tokenizer-size", f"ids below {model.vocab_size}", f"{token!r} with {i}")
         is_byte = fallback and len(token) == 6 and token.startswith("<0x") and token.endswith(">")
         tokens[i], types[i] = token, BYTE if is_byte else NORMAL
     for added in stored.get("added_tokens", ()):

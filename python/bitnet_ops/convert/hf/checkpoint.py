@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import torch
 from safetensors import SafetensorError, safe_open
 
-from bitnet_ops.convert.errors import ConvertError, listed, refuse
+from bitnet_ops.convert.errors import ConvertError, listed, reject
 from bitnet_ops.untrusted import UntrustedFileError, check_links, printable, read_json_object
 
 SINGLE = "model.safetensors"
@@ -71,7 +71,7 @@ class Checkpoint:
     def __init__(self, folder: str | Path, *, allow_pickle: bool = False) -> None:
         self.folder = Path(folder)
         if not self.folder.is_dir():
-            refuse("source-missing", "a folder with config.json and safetensors", str(folder))
+            reject("source-missing", "a folder with config.json and safetensors", str(folder))
         self.config = _read_object(self.folder / "config.json", "config-missing", "config-json")
         names, index = _weight_files(self.folder, allow_pickle)
         _check_links(self.folder, names)
@@ -99,20 +99,20 @@ class Checkpoint:
 
 
 def check_pooling(folder: Path) -> None:
-    """Refuse an embedding model whose sentence-transformers settings ask for another pooling."""
+    """Reject an embedding model whose sentence-transformers settings ask for another pooling."""
     path = folder / "1_Pooling" / "config.json"
     if not path.is_file():
         return
     settings = _read_object(path, "pooling", "pooling")
     modes = [k for k, v in settings.items() if k.startswith("pooling_mode_") and v is True]
     if modes not in ([], ["pooling_mode_lasttoken"]):
-        refuse("pooling", "last-token pooling in 1_Pooling/config.json", listed(modes))
+        reject("pooling", "last-token pooling in 1_Pooling/config.json", listed(modes))
 
 
 def _read_object(path: Path, missing: str, malformed: str) -> dict[str, Any]:
     """A JSON file whose top level is an object."""
     if not path.is_file():
-        refuse(missing, f"{path.name} in {path.parent}", "no such file", "is this a model folder?")
+        reject(missing, f"{path.name} in {path.parent}", "no such file", "is this a model folder?")
     _check_links(path.parent, [path.name])
     limit = _INDEX_LIMIT_BYTES if path.name.endswith(".index.json") else _CONFIG_LIMIT_BYTES
     try:
@@ -122,7 +122,7 @@ def _read_object(path: Path, missing: str, malformed: str) -> dict[str, Any]:
 
 
 def _check_links(folder: Path, names: list[str]) -> None:
-    """Refuse what leads out of the checkpoint: it could be any file of this machine."""
+    """Reject what leads out of the checkpoint: it could be any file of this machine."""
     try:
         check_links(folder, names)
     except UntrustedFileError as error:
@@ -144,7 +144,7 @@ def _weight_files(folder: Path, allow_pickle: bool) -> tuple[list[str], str | No
     if found is None and allow_pickle:
         found = _single_or_index(folder, PICKLE, PICKLE_INDEX, ".bin")
     if found is None:
-        _refuse_other_weights(folder, allow_pickle)
+        _reject_other_weights(folder, allow_pickle)
     return found
 
 
@@ -153,7 +153,7 @@ def _single_or_index(
 ) -> tuple[list[str], str | None] | None:
     one, sharded = (folder / single).is_file(), (folder / index).is_file()
     if one and sharded:
-        refuse(
+        reject(
             "ambiguous-weights",
             f"either {single} or {index}",
             "both",
@@ -166,11 +166,11 @@ def _single_or_index(
     return None
 
 
-def _refuse_other_weights(folder: Path, allow_pickle: bool) -> NoReturn:
+def _reject_other_weights(folder: Path, allow_pickle: bool) -> NoReturn:
     names = sorted(path.name for path in folder.iterdir())
     pickled = [name for name in names if name.endswith(_PICKLE_SUFFIXES)]
     if pickled:
-        refuse(
+        reject(
             "pickle",
             f"{PICKLE} or {PICKLE_INDEX}"
             if allow_pickle
@@ -182,17 +182,17 @@ def _refuse_other_weights(folder: Path, allow_pickle: bool) -> NoReturn:
         )
     ggufs = [name for name in names if name.endswith(".gguf")]
     found = listed(ggufs) if ggufs else "no weights"
-    refuse("weights-missing", f"{SINGLE} or {INDEX} in {folder}", found)
+    reject("weights-missing", f"{SINGLE} or {INDEX} in {folder}", found)
 
 
 def _weight_map(folder: Path, index: str, suffix: str) -> dict[str, str]:
     weight_map = _read_object(folder / index, "index-json", "index-json").get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        refuse("index-json", f"a non-empty object weight_map in {index}", repr(weight_map)[:80])
+        reject("index-json", f"a non-empty object weight_map in {index}", repr(weight_map)[:80])
     for file in weight_map.values():
         # A name with a separator could point anywhere on the machine.
         if not isinstance(file, str) or Path(file).name != file or not file.endswith(suffix):
-            refuse("index-path", f"plain *{suffix} names in {index}", repr(file))
+            reject("index-path", f"plain *{suffix} names in {index}", repr(file))
     return weight_map
 
 
@@ -200,7 +200,7 @@ def _shard_names(folder: Path, index: str, weight_map: dict[str, str]) -> list[s
     names = sorted(set(weight_map.values()))
     absent = [name for name in names if not (folder / name).is_file()]
     if absent:
-        refuse(
+        reject(
             "shard-missing",
             f"the {len(names)} files that {index} names",
             f"without {listed(absent)}",
@@ -229,7 +229,7 @@ class _Shard:
 
     def get_tensor(self, name: str) -> torch.Tensor:
         if _stamp(self._path) != self._stamp:
-            refuse(
+            reject(
                 "source-changed",
                 f"{self._path.name} as it was when it was opened",
                 "another size, time or file",
@@ -261,7 +261,7 @@ def _safe_open(path: Path) -> tuple[Any, int]:
             raise OSError(f"a header of {header} bytes, more than {_HEADER_LIMIT_BYTES}")
         return safe_open(str(path), framework="pt"), header
     except (SafetensorError, OSError) as error:
-        refuse(
+        reject(
             "safetensors-corrupt",
             f"a valid safetensors file {path.name}",
             str(error),
@@ -274,10 +274,10 @@ def _records(files: dict[str, Any]) -> dict[str, TensorRecord]:
     for file, handle in files.items():
         for name in handle.keys():  # noqa: SIM118 (a safetensors handle is not a mapping)
             if len(records) == _MAX_TENSORS:
-                refuse("tensor-count", f"at most {_MAX_TENSORS} tensors", f"more, in {file}")
+                reject("tensor-count", f"at most {_MAX_TENSORS} tensors", f"more, in {file}")
             if name in records:
                 where = f"{records[name].file} and {file}"
-                refuse("duplicate-tensor", f"{name} in one file", f"it in {where}")
+                reject("duplicate-tensor", f"{name} in one file", f"it in {where}")
             view = handle.get_slice(name)
             records[name] = TensorRecord(name, view.get_dtype(), tuple(view.get_shape()), file)
     return records
@@ -289,7 +289,7 @@ def _check_index(folder: Path, index: str, records: dict[str, TensorRecord]) -> 
     wrong = [n for n, file in weight_map.items() if n not in records or records[n].file != file]
     wrong += [n for n in records if n not in weight_map]
     if wrong:
-        refuse(
+        reject(
             "index-mismatch",
             f"{index} and the shards to name the same tensors",
             f"a disagreement about {listed(sorted(wrong))}",
@@ -299,7 +299,7 @@ def _check_index(folder: Path, index: str, records: dict[str, TensorRecord]) -> 
 class PickleFile:
     """Weights pickled by torch.save, with the methods that are used of a safetensors handle.
 
-    torch.load(weights_only=True) builds tensors and plain containers and refuses everything that
+    torch.load(weights_only=True) builds tensors and plain containers and rejects everything that
     could run code. The file is mapped where its format allows it.
     """
 
@@ -333,10 +333,10 @@ def _load_pickle(path: Path) -> dict[str, torch.Tensor]:
     mapped = zipfile.is_zipfile(path)  # the older format cannot be mapped
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about the protocol; what matters is refused
+            warnings.simplefilter("ignore")  # about the protocol; what matters is rejected
             value: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError) as error:
-        refuse(
+        reject(
             "pickle-unsafe",
             f"tensors alone in {path.name}",
             _reason(error),
@@ -345,10 +345,10 @@ def _load_pickle(path: Path) -> dict[str, torch.Tensor]:
     if isinstance(value, dict) and set(value) == {"state_dict"}:
         value = value["state_dict"]
     if not isinstance(value, dict) or not value:
-        refuse("pickle-content", f"a dict of tensors in {path.name}", type(value).__name__)
+        reject("pickle-content", f"a dict of tensors in {path.name}", type(value).__name__)
     other = [str(k) for k, v in value.items() if not (isinstance(v, torch.Tensor) and _is_plain(v))]
     if other:
-        refuse("pickle-content", f"dense tensors alone in {path.name}", listed(other))
+        reject("pickle-content", f"dense tensors alone in {path.name}", listed(other))
     return {str(name): tensor.detach() for name, tensor in value.items()}
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bitnet_ops.config.families import PROJECTIONS, Family, family_of
-from bitnet_ops.convert.errors import refuse
+from bitnet_ops.convert.errors import reject
 
 _HEADLESS = ("embed_tokens.", "layers.", "norm.")
 _SUBLN = {
@@ -60,7 +60,7 @@ def find_naming(config: Mapping[str, Any], names: Iterable[str]) -> Naming:
     for name in names:
         here = _rename(name, table, headless)
         if here in stored:
-            refuse("duplicate-tensor", f"{here} once", f"it as {stored[here]} and as {name}")
+            reject("duplicate-tensor", f"{here} once", f"it as {stored[here]} and as {name}")
         stored[here] = name
     return Naming(stored, found, inner, remarks)
 
@@ -81,7 +81,7 @@ def _found(
     remarks = []
     if subln:
         if family is not None and family.sub_norms:
-            refuse(
+            reject(
                 "per-linear-norms",
                 "sub-norms under one name",
                 "SubLN as o_proj.0 and o_proj.1 in an architecture that has sub-norms already",

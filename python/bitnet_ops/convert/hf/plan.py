@@ -24,7 +24,7 @@ from bitnet_ops.config.scheme import (
     Storage,
     decide_scheme,
 )
-from bitnet_ops.convert.errors import listed, refuse
+from bitnet_ops.convert.errors import listed, reject
 from bitnet_ops.convert.hf.checkpoint import TensorRecord
 from bitnet_ops.convert.hf.names import find_naming
 from bitnet_ops.convert.source import EMBEDDING, HEAD, Plan, model_of
@@ -80,12 +80,12 @@ def make_plan(
             looks_ternary=_asked(config, tensors, looks_ternary),
         )
     except SchemeError as error:
-        refuse(error.code, error.expected, error.found, error.remedy)
+        reject(error.code, error.expected, error.found, error.remedy)
     model = model_of({**config, PRIVATE_BLOCK: naming.found} if naming.found else config)
     records = {here: tensors[stored] for here, stored in naming.stored.items()}
     if model.num_hidden_layers > len(tensors):  # before a list of billions of names is made
         layers = f"tensors for {model.num_hidden_layers} layers"
-        refuse("missing-tensor", layers, f"{len(tensors)} tensors in all")
+        reject("missing-tensor", layers, f"{len(tensors)} tensors in all")
     specs = dict(expected_tensors(model))
     ternary = [name for name, spec in specs.items() if spec.kind == "ternary"]
     check_exclusions(config, [name.removesuffix(".weight") for name in ternary])
@@ -139,7 +139,7 @@ def _explain_architecture(config: dict[str, Any]) -> None:
     model_type = config.get("model_type")
     reason = _ARCHITECTURES.get(model_type) if isinstance(model_type, str) else None
     if reason is not None:
-        refuse(
+        reject(
             "unsupported-architecture",
             f"model_type {_one_of(list(BY_MODEL_TYPE))}",
             f"{model_type!r}: {reason}",
@@ -169,10 +169,10 @@ def _check_names(
     scales = {scale_name(n): n for n, spec in specs.items() if spec.kind == "ternary"}
     unknown = [n for n in tensors if n not in specs and n not in scales and n not in allowed]
     if unknown:
-        _refuse_unknown([tensors[name].name for name in unknown])
+        _reject_unknown([tensors[name].name for name in unknown])
     missing = [name for name in specs if name not in tensors]
     if HEAD in missing:
-        refuse(
+        reject(
             "tie-mismatch",
             f"{HEAD}, since tie_word_embeddings is false",
             "no such tensor",
@@ -180,25 +180,25 @@ def _check_names(
         )
     inner = [name for name in missing if name.endswith(".rms_norm.weight")]
     if inner and not any(name.endswith(".rms_norm.weight") for name in tensors):
-        refuse("use-rms-norm", "a norm in every projection, as use_rms_norm says", "no such tensor")
+        reject("use-rms-norm", "a norm in every projection, as use_rms_norm says", "no such tensor")
     if missing:
-        refuse("missing-tensor", f"all {len(specs)} tensors", f"no {listed(missing)}")
+        reject("missing-tensor", f"all {len(specs)} tensors", f"no {listed(missing)}")
     if scheme.storage is not Storage.PACKED:
-        _refuse_scales([name for name in scales if name in tensors])
+        _reject_scales([name for name in scales if name in tensors])
 
 
-def _refuse_unknown(unknown: list[str]) -> None:
+def _reject_unknown(unknown: list[str]) -> None:
     for part, code, meaning in _BETRAYALS:
         names = [name for name in unknown if part in name]
         if names:
-            refuse(code, "the tensors of this config alone", f"{listed(names)}: {meaning}")
+            reject(code, "the tensors of this config alone", f"{listed(names)}: {meaning}")
     remedy = "is config.json the one of this checkpoint?"
-    refuse("unknown-tensor", "the tensors of this config alone", listed(unknown), remedy)
+    reject("unknown-tensor", "the tensors of this config alone", listed(unknown), remedy)
 
 
-def _refuse_scales(names: list[str]) -> None:
+def _reject_scales(names: list[str]) -> None:
     if names:
-        refuse(
+        reject(
             "packed-under-online",
             "floating weights without weight_scale, as this config says",
             listed(names),
@@ -228,24 +228,24 @@ def _form(record: TensorRecord) -> str:
 
 def _check_dense(spec: TensorSpec, record: TensorRecord) -> None:
     if record.name == HEAD and record.dtype in ("U8", "I8"):
-        refuse("quantised-head", "a floating output head", f"{HEAD} as {_form(record)}")
+        reject("quantised-head", "a floating output head", f"{HEAD} as {_form(record)}")
     _check_values(spec, record)
 
 
 def _check_values(spec: TensorSpec, record: TensorRecord) -> None:
     if record.shape != tuple(spec.shape):
-        refuse("shape", f"{record.name} of shape {list(spec.shape)}", _form(record))
+        reject("shape", f"{record.name} of shape {list(spec.shape)}", _form(record))
     _check_floating(record)
 
 
 def _check_floating(record: TensorRecord) -> None:
     if record.dtype not in FLOATING:
-        refuse("dtype", f"{record.name} as F32, BF16 or F16", _form(record))
+        reject("dtype", f"{record.name} as F32, BF16 or F16", _form(record))
 
 
 def _check_masters(spec: TensorSpec, record: TensorRecord) -> None:
     if record.dtype in ("U8", "I8"):
-        refuse(
+        reject(
             "packed-under-online",
             f"master weights in {record.name}",
             f"{_form(record)} (already packed)",
@@ -257,25 +257,25 @@ def _check_masters(spec: TensorSpec, record: TensorRecord) -> None:
 def _check_packed(spec: TensorSpec, record: TensorRecord) -> None:
     rows, columns = spec.shape
     if record.dtype in FLOATING:
-        refuse(
+        reject(
             "masters-under-offline",
             f"{record.name} packed as U8 [{-(-rows // 4)}, {columns}]",
             f"floating {_form(record)}",
             'if these are masters, config.json must say "autobitlinear" and "online"',
         )
     if record.dtype != "U8":
-        refuse("dtype", f"{record.name} as U8", _form(record))
+        reject("dtype", f"{record.name} as U8", _form(record))
     if rows % 4 or record.shape != (rows // 4, columns):
         expected = f"{record.name} as U8 of shape [{rows} / 4, {columns}]"
-        refuse("shape", expected, _form(record), "four output rows share a byte")
+        reject("shape", expected, _form(record), "four output rows share a byte")
 
 
 def _check_scale(record: TensorRecord | None, weight_name: str) -> None:
     if record is None:
-        refuse("missing-scale", f"{scale_name(weight_name)}", "no such tensor")
+        reject("missing-scale", f"{scale_name(weight_name)}", "no such tensor")
     _check_floating(record)
     if record.shape not in ((), (1,)):
-        refuse(
+        reject(
             "group-scales",
             f"one scale in {record.name}",
             _form(record),
@@ -292,7 +292,7 @@ _LARGEST_RATIO = 30.0
 
 
 def check_scale_sense(scales: Mapping[str, float], scheme: Scheme) -> None:
-    """Refuse stored scales that only the other sense of weight_scale would explain.
+    """Reject stored scales that only the other sense of weight_scale would explain.
 
     `scales`: the multiplying scale of every packed projection, by weight name. Two tests: a
     multiplier above any known absmean, and one that lies far from its neighbours while its
@@ -308,7 +308,7 @@ def check_scale_sense(scales: Mapping[str, float], scheme: Scheme) -> None:
         if scale > LARGEST_SCALE or far:
             stored = 1.0 / scale if divides else scale
             why = f"{math.exp(distance):.3g} times off its neighbours" if far else "far too large"
-            refuse(
+            reject(
                 "scale-sense",
                 f"a weight_scale that {'divides' if divides else 'multiplies'}, as "
                 f'linear_class "{scheme.linear_class}" says',
@@ -334,9 +334,9 @@ def check_exclusions(config: dict[str, Any], projections: list[str]) -> None:
     if entries is None:
         return
     if not isinstance(entries, list) or not all(isinstance(entry, str) for entry in entries):
-        refuse("modules-to-not-convert", "modules_to_not_convert as a list of names", repr(entries))
+        reject("modules-to-not-convert", "modules_to_not_convert as a list of names", repr(entries))
     if not _excluded("lm_head", entries):
-        refuse(
+        reject(
             "quantised-head",
             "the output head left unquantised",
             f"modules_to_not_convert {entries!r} without lm_head, which asks for a ternary head",
@@ -344,7 +344,7 @@ def check_exclusions(config: dict[str, Any], projections: list[str]) -> None:
         )
     kept = [name for name in projections if _excluded(name, entries)]
     if kept:
-        refuse(
+        reject(
             "modules-to-not-convert",
             "every projection of the layers ternary",
             f"{listed(kept)} left out by modules_to_not_convert",
@@ -356,4 +356,4 @@ def _excluded(module: str, entries: list[str]) -> bool:
     try:
         return any(re.match(entry, module) or module.endswith(entry) for entry in entries)
     except re.error as error:
-        refuse("modules-to-not-convert", "valid regular expressions", f"{entries!r}: {error}")
+        reject("modules-to-not-convert", "valid regular expressions", f"{entries!r}: {error}")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from bitnet_ops.config.scheme import Storage
-from bitnet_ops.convert.errors import ConvertError, refuse
+from bitnet_ops.convert.errors import ConvertError, reject
 from bitnet_ops.convert.hf.checkpoint import Checkpoint, check_pooling, copy_files
 from bitnet_ops.convert.hf.plan import check_scale_sense, make_plan, scale_name, unknown_options
 from bitnet_ops.convert.report import file_sha256
@@ -26,7 +26,7 @@ from bitnet_ops.convert.ternary import (
     looks_ternary,
     packed_scale,
 )
-from bitnet_ops.formats.destination import TRAVELLERS
+from bitnet_ops.formats.destination import TOKENIZER_FILES
 from bitnet_ops.nn.lora import CONFIG_FILE, WEIGHTS_FILE, Adapter, LoraError, read_adapter
 
 
@@ -104,7 +104,7 @@ class HfSource(Source):
         return from_packed(name, self.tensor(name), rows), self._scale(name)
 
     def finish(self, folder: Path) -> list[str]:
-        return copy_files(self.path, folder, TRAVELLERS)
+        return copy_files(self.path, folder, TOKENIZER_FILES)
 
     def hashes(self) -> dict[str, str]:
         """Of config.json, the tokenizer, every weight file and a merged adapter."""
@@ -125,7 +125,7 @@ class HfSource(Source):
         """The adapter in `folder`; ConvertError where it does not fit the masters."""
         scheme, plan = self.plan.scheme, self.plan
         if scheme.storage is not Storage.MASTERS:
-            refuse(
+            reject(
                 "lora-packed",
                 "master weights to merge an adapter into",
                 f"{scheme.linear_class} {scheme.quantization_mode}, ternary already",
@@ -143,13 +143,13 @@ class HfSource(Source):
             if record is None or list(record.shape) != shape:
                 found = "none of that name" if record is None else f"{list(record.shape)}"
                 expected = f"a projection {module}.weight {shape}, as the adapter has it"
-                refuse("lora", expected, found, "the adapter is another model's")
+                reject("lora", expected, found, "the adapter is another model's")
         return adapter
 
     def _check_tied_head(self) -> None:
         """A tied checkpoint may repeat the embedding as lm_head.weight, but not otherwise."""
         if not torch.equal(self.tensor(HEAD), self.tensor(EMBEDDING)):
-            refuse(
+            reject(
                 "tie-mismatch",
                 f"{HEAD} equal to {EMBEDDING}, since tie_word_embeddings is true",
                 "different values",

@@ -1,7 +1,7 @@
 """What `inspect` looks at, one class a kind of file: .bin, Hugging Face folder, GGUF; one face.
 
 A `Contents` lists its tensors from the headers and reads them one at a time. It must not know what
-is printed, nor whether a model would load: a file that `convert` refuses can still be looked at.
+is printed, nor whether a model would load: a file that `convert` rejects can still be looked at.
 """
 
 from __future__ import annotations

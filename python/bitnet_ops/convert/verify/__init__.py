@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from bitnet_ops.config import PRIVATE_BLOCK
-from bitnet_ops.convert.errors import ConvertError, listed, refuse
+from bitnet_ops.convert.errors import ConvertError, listed, reject
 from bitnet_ops.convert.gguf.source import GgufSource
 from bitnet_ops.convert.hf.checkpoint import Checkpoint
 from bitnet_ops.convert.hf.source import HfSource
@@ -49,7 +49,7 @@ def verify(
     chosen = None if text is None else Path(text)
     if is_gguf(src_dir):
         if lora is not None:
-            refuse("folder-option", "a folder with --lora", str(src_dir))
+            reject("folder-option", "a folder with --lora", str(src_dir))
         result, hashes = _against_gguf(path, Path(src_dir), config, chosen)
     else:
         source = _folder_source(src_dir, config, names, lora)
@@ -68,7 +68,7 @@ def _against_gguf(
     block = config.pop(PRIVATE_BLOCK, None) or {}
     layout = str(block.get("source_mode", "")).partition(" layout ")[2] or "a"
     with GgufSource.opened(file, i2s_layout=layout) as source:
-        _refuse_another(config, source.plan.hf_config)
+        _reject_another(config, source.plan.hf_config)
         return verify_conversion(source, path, text=text), source.hashes()
 
 
@@ -77,21 +77,21 @@ def _folder_source(
 ) -> HfSource:
     block = config.pop(PRIVATE_BLOCK, None) or {}
     checkpoint = Checkpoint(folder, allow_pickle=True)  # by weights_only
-    _refuse_another(config, checkpoint.config)
+    _reject_another(config, checkpoint.config)
     online = block.get("source_mode") == "online"
     unmarked = checkpoint.config.get("quantization_config") is None
     source = HfSource(checkpoint, assume_online=online and unmarked, lora=lora, trust_scales=True)
     if set(source.plan.specs) != names:
         differing = listed(sorted(set(source.plan.specs) ^ names))
-        refuse("other-source", "the same tensors in file and source", f"a difference: {differing}")
+        reject("other-source", "the same tensors in file and source", f"a difference: {differing}")
     source.check()
     return source
 
 
-def _refuse_another(config: dict[str, Any], source: dict[str, Any]) -> None:
+def _reject_another(config: dict[str, Any], source: dict[str, Any]) -> None:
     keys = sorted(k for k in {*config, *source} if config.get(k) != source.get(k))
     if keys:
-        refuse(
+        reject(
             "other-source",
             "the checkpoint that the file came from",
             f"another config.json: {listed(keys)} differ",

@@ -24,7 +24,7 @@ from torch import Tensor
 from bitnet_ops import ops
 from bitnet_ops.config import ModelConfig
 from bitnet_ops.config.scheme import Storage
-from bitnet_ops.convert.errors import refuse
+from bitnet_ops.convert.errors import reject
 from bitnet_ops.convert.gguf.source import GgufSource
 from bitnet_ops.convert.hf.source import HfSource
 from bitnet_ops.convert.source import Plan, Source
@@ -260,17 +260,17 @@ def text_sequences(folder: Path, config: ModelConfig, text: Path) -> list[list[i
     a tokenizer with more ids than the model.
     """
     if not (folder / "tokenizer.json").is_file():
-        refuse("text-tokenizer", f"tokenizer.json in {folder}", "none", "a text needs a tokenizer")
+        reject("text-tokenizer", f"tokenizer.json in {folder}", "none", "a text needs a tokenizer")
     try:
         content = text.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        refuse("text-file", f"a UTF-8 text file {text}", str(error))
+        reject("text-file", f"a UTF-8 text file {text}", str(error))
     ids = Tokenizer.from_dir(folder).encode(content)[:MAX_TEXT_TOKENS]
     if len(ids) < 2:
-        refuse("text-file", f"some words in {text}", f"{len(ids)} tokens")
+        reject("text-file", f"some words in {text}", f"{len(ids)} tokens")
     if max(ids) >= config.vocab_size:
         found = f"id {max(ids)}"
-        refuse("text-tokenizer", f"token ids below vocab_size {config.vocab_size}", found)
+        reject("text-tokenizer", f"token ids below vocab_size {config.vocab_size}", found)
     size = min(PIECE_TOKENS, config.max_position_embeddings)
     pieces = [ids[at : at + size] for at in range(0, len(ids), size)]
     return [piece for piece in pieces if len(piece) > 1]

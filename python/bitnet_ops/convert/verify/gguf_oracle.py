@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bitnet_ops.convert.errors import refuse
+from bitnet_ops.convert.errors import reject
 from bitnet_ops.convert.gguf.config import PERMUTED
 from bitnet_ops.convert.gguf.source import GgufSource, scale_name
 from bitnet_ops.convert.verify.plain_forward import PlainOracle
@@ -41,7 +41,7 @@ class GgufOracle(PlainOracle):
         gguf, values = self._gguf, self._read(weight_name)
         info = gguf.infos[weight_name]
         if gguf.plan.scheme.assumed and info.type.name in _DENSE:
-            refuse("gguf-verify", "projections that are ternary in the file", "masters")
+            reject("gguf-verify", "projections that are ternary in the file", "masters")
         exact = gguf.exact_scales.get(info.name)
         if exact is not None:
             values = values.sign() * exact
@@ -64,7 +64,7 @@ def _values(kind: str, data: Any, shape: tuple[int, ...], layout: str) -> Tensor
     try:
         import gguf
     except ImportError:
-        refuse(
+        reject(
             "gguf-package", "the gguf package for --verify", "none", "pip install bitnet-ops[gguf]"
         )
     number = gguf.GGMLQuantizationType[kind]

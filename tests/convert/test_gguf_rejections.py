@@ -1,4 +1,4 @@
-"""GGUF files that the converter refuses: one code and one line each, and nothing is left behind.
+"""GGUF files that the converter rejects: one code and one line each, and nothing is left behind.
 
 The damaged files of test_gguf_reader.py do not get this far; these can be read and mean nothing, or
 something that is not implemented.
@@ -91,7 +91,7 @@ def _many_tokens(keys: list[bytes], parts: list[Any]) -> None:
     _without_key("tokenizer.ggml.token_type")(keys, parts)
 
 
-REFUSALS: list[tuple[str, str, Change]] = [
+REJECTIONS: list[tuple[str, str, Change]] = [
     ("gguf-architecture", "'gemma3'", _replace_key("general.architecture", "str", "gemma3")),
     ("gguf-architecture", "None", _without_key("general.architecture")),
     ("gguf-split", "one of 2 parts", _replace_key("split.count", "u32", 2)),
@@ -139,9 +139,9 @@ REFUSALS: list[tuple[str, str, Change]] = [
 
 
 @pytest.mark.parametrize(
-    ("code", "text", "change"), REFUSALS, ids=[f"{i}-{c}" for i, (c, *_) in enumerate(REFUSALS)]
+    ("code", "text", "change"), REJECTIONS, ids=[f"{i}-{c}" for i, (c, *_) in enumerate(REJECTIONS)]
 )
-def test_refusals(tmp_path: Path, code: str, text: str, change: Change) -> None:
+def test_rejections(tmp_path: Path, code: str, text: str, change: Change) -> None:
     keys, parts = [*metadata(BITNET, ARCH), *byte_tokenizer(300)], list(base_parts())
     change(keys, parts)
     with pytest.raises(ConvertError) as caught:
@@ -173,7 +173,7 @@ MORE_KEYS = [
 
 
 @pytest.mark.parametrize("model", ["gpt2", "llama"])
-def test_any_value_under_any_key_is_read_or_refused(tmp_path: Path, model: str) -> None:
+def test_any_value_under_any_key_is_read_or_rejected(tmp_path: Path, model: str) -> None:
     """Every key with values of every type: a ConvertError, or a plan and a tokenizer."""
     keys = [*metadata(BITNET, ARCH), *byte_tokenizer(300), *MORE_KEYS]
     keys = [k for k in keys if b"tokenizer.ggml.model" not in k]
@@ -194,7 +194,7 @@ def test_any_value_under_any_key_is_read_or_refused(tmp_path: Path, model: str) 
                     assert "\n" not in str(error)
 
 
-def _refused(tmp_path: Path, change: Change, **options: Any) -> str:
+def _rejected(tmp_path: Path, change: Change, **options: Any) -> str:
     keys, parts = [*metadata(BITNET, ARCH), *byte_tokenizer(300)], list(base_parts())
     change(keys, parts)
     with pytest.raises(ConvertError) as caught:
@@ -203,30 +203,30 @@ def _refused(tmp_path: Path, change: Change, **options: Any) -> str:
     return caught.value.code
 
 
-def test_options_that_are_refused(tmp_path: Path) -> None:
+def test_options_that_are_rejected(tmp_path: Path) -> None:
     unchanged = _without_tensor("none")
-    assert _refused(tmp_path, unchanged, i2s_layout="d") == "i2s-layout"
+    assert _rejected(tmp_path, unchanged, i2s_layout="d") == "i2s-layout"
     masters = _tensor(Q, (256, 256), 0, RANDOM.tobytes())
-    assert _refused(tmp_path, masters, assume_online=True, verify=True) == "gguf-verify"
+    assert _rejected(tmp_path, masters, assume_online=True, verify=True) == "gguf-verify"
 
 
 def test_without_the_gguf_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ternary types need nothing; a quantised embedding says what it needs."""
     monkeypatch.setitem(sys.modules, "gguf", None)
     quantised = _tensor("token_embd.weight", (300, 256), 8, bytes(300 * 8 * 34))
-    assert _refused(tmp_path, quantised) == "gguf-package"
+    assert _rejected(tmp_path, quantised) == "gguf-package"
     converted(tmp_path, gguf([*metadata(BITNET, ARCH), *byte_tokenizer(300)], list(base_parts())))
 
 
 def test_every_code_is_tested() -> None:
-    """Each code that the GGUF half of the converter can refuse with occurs in its tests."""
+    """Each code that the GGUF half of the converter can reject with occurs in its tests."""
     here = Path(__file__).resolve().parent
     convert = here.parents[1] / "python" / "bitnet_ops" / "convert"
     sources = [*(convert / "gguf").glob("*.py"), convert / "verify" / "gguf_oracle.py"]
     raised = {
         code
         for path in sources
-        for code in re.findall(r'refuse\(\s*"([a-z0-9-]+)"', path.read_text())
+        for code in re.findall(r'reject\(\s*"([a-z0-9-]+)"', path.read_text())
     }
     tests = "".join(path.read_text() for path in here.glob("test_gguf_*.py"))
     assert len(raised) > 20

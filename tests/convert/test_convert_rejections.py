@@ -1,6 +1,6 @@
-"""What the converter refuses: one row a reason, each with its stable code and the words that help.
+"""What the converter rejects: one row a reason, each with its stable code and the words that help.
 
-The rows are in refusal_rows.py, what concerns files and destinations is here; nothing may be left
+The rows are in rejection_rows.py, what concerns files and destinations is here; nothing may be left
 at the destination, and the message is one line. test_every_code_is_tested keeps both complete.
 """
 
@@ -12,12 +12,12 @@ import pytest
 import torch
 
 import hf_writer
-import refusal_rows
+import rejection_rows
 from bitnet_ops.cli import main
 from bitnet_ops.convert import ConvertError, convert
 from bitnet_ops.convert.quantize import quantize
 from hf_writer import FAMILIES
-from refusal_rows import EVERY, Q_PROJ, ROWS, Draft, without_quantization
+from rejection_rows import EVERY, Q_PROJ, ROWS, Draft, without_quantization
 
 CONVERT_SOURCES = Path(__file__).resolve().parents[2] / "python" / "bitnet_ops" / "convert"
 AT_LEAST = 60  # bad checkpoints, each with a line of its own
@@ -30,14 +30,14 @@ def test_there_are_rows_enough():
 @pytest.mark.parametrize(
     "code, family, words, change", [r[1:] for r in ROWS], ids=[r[0] for r in ROWS]
 )
-def test_refusal(code, family, words, change, tmp_path):
+def test_rejection(code, family, words, change, tmp_path):
     draft = Draft(tmp_path / "source", EVERY[family])
     change(draft)
     draft.write()
-    check_refused(tmp_path, code, words)
+    check_rejected(tmp_path, code, words)
 
 
-def check_refused(tmp_path, code, words, **options):
+def check_rejected(tmp_path, code, words, **options):
     before = sorted(p.name for p in tmp_path.iterdir())
     with pytest.raises(ConvertError) as caught:
         convert(tmp_path / "source", tmp_path / "out", **options)
@@ -50,21 +50,21 @@ def check_refused(tmp_path, code, words, **options):
     assert sorted(p.name for p in tmp_path.iterdir()) == before, "nothing may be left behind"
 
 
-def test_assume_online_refuses_packed_weights(tmp_path):
+def test_assume_online_rejects_packed_weights(tmp_path):
     draft = Draft(tmp_path / "source", FAMILIES["llama-bitlinear"])
     without_quantization(draft)
     draft.write()
-    check_refused(tmp_path, "packed-under-online", "weight_scale", assume_online=True)
+    check_rejected(tmp_path, "packed-under-online", "weight_scale", assume_online=True)
 
 
-def test_assume_online_refuses_ternary_weights(tmp_path):
+def test_assume_online_rejects_ternary_weights(tmp_path):
     """Dense weights that are ternary already (an unpacked model): their mean is not their scale."""
     draft = Draft(tmp_path / "source", FAMILIES["llama-online"])
     without_quantization(draft)
     draft.tensors[Q_PROJ] = torch.sign(draft.tensors[Q_PROJ]) * 0.25
     draft.tensors[Q_PROJ][:, ::3] = 0
     draft.write()
-    check_refused(tmp_path, "already-ternary", "only one magnitude", assume_online=True)
+    check_rejected(tmp_path, "already-ternary", "only one magnitude", assume_online=True)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_options_of_folders_with_a_file(option, tmp_path, capsys):
     assert f" [{code}]\n" in capsys.readouterr().err
 
 
-def test_quantize_refuses_what_is_no_master(tmp_path):
+def test_quantize_rejects_what_is_no_master(tmp_path):
     folder = hf_writer.write_checkpoint(tmp_path / "source", FAMILIES["bitnet-offline"])
     with pytest.raises(ConvertError, match="bitlinear offline, ternary already") as caught:
         quantize(folder, tmp_path / "out")
@@ -127,12 +127,12 @@ def edit_index(folder, change):
 
 
 def test_no_source(tmp_path):
-    check_refused(tmp_path, "source-missing", "a folder with config.json")
+    check_rejected(tmp_path, "source-missing", "a folder with config.json")
 
 
 def test_no_config(source, tmp_path):
     (source / "config.json").unlink()
-    check_refused(tmp_path, "config-missing", "is this a model folder")
+    check_rejected(tmp_path, "config-missing", "is this a model folder")
 
 
 @pytest.mark.parametrize(
@@ -148,48 +148,48 @@ def test_no_config(source, tmp_path):
 )
 def test_malformed_config(text, words, source, tmp_path):
     (source / "config.json").write_bytes(text if isinstance(text, bytes) else text.encode())
-    check_refused(tmp_path, "config-json", words)
+    check_rejected(tmp_path, "config-json", words)
 
 
 def test_no_weights(source, tmp_path):
     (source / "model.safetensors").unlink()
-    check_refused(tmp_path, "weights-missing", "no weights")
+    check_rejected(tmp_path, "weights-missing", "no weights")
 
 
 def test_gguf_only(source, tmp_path):
     (source / "model.safetensors").rename(source / "model.gguf")
-    check_refused(tmp_path, "weights-missing", "model.gguf")
+    check_rejected(tmp_path, "weights-missing", "model.gguf")
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth", "model.pt"])
 def test_pickles_are_never_opened(name, source, tmp_path):
     (source / "model.safetensors").unlink()
     (source / name).write_bytes(b"\x80\x04cos\nsystem\n(S'touch pwned'\ntR.")
-    check_refused(tmp_path, "pickle", f"{name}.*--allow-pickle")
+    check_rejected(tmp_path, "pickle", f"{name}.*--allow-pickle")
     assert not Path("pwned").exists()
 
 
 def test_two_sets_of_weights(sharded, tmp_path):
     (sharded / "model.safetensors").write_bytes(b"")
-    check_refused(tmp_path, "ambiguous-weights", "both")
+    check_rejected(tmp_path, "ambiguous-weights", "both")
 
 
 @pytest.mark.parametrize("size", [0, 7, 100, -1])
 def test_truncated_safetensors(size, source, tmp_path):
     data = (source / "model.safetensors").read_bytes()
     (source / "model.safetensors").write_bytes(data[:size])
-    check_refused(tmp_path, "safetensors-corrupt", "download it again")
+    check_rejected(tmp_path, "safetensors-corrupt", "download it again")
 
 
 def test_huge_safetensors_header(source, tmp_path):
     (source / "model.safetensors").write_bytes((2**62).to_bytes(8, "little") + b"{}")
-    check_refused(tmp_path, "safetensors-corrupt", "valid safetensors")
+    check_rejected(tmp_path, "safetensors-corrupt", "valid safetensors")
 
 
 @pytest.mark.parametrize("text", ["{}", '{"weight_map": {}}', '{"weight_map": []}', "nonsense"])
 def test_malformed_index(text, sharded, tmp_path):
     (sharded / INDEX).write_text(text)
-    check_refused(tmp_path, "index-json", "")
+    check_rejected(tmp_path, "index-json", "")
 
 
 @pytest.mark.parametrize(
@@ -197,29 +197,29 @@ def test_malformed_index(text, sharded, tmp_path):
 )
 def test_index_that_points_elsewhere(path, sharded, tmp_path):
     edit_index(sharded, lambda weight_map: weight_map.update({Q_PROJ: path}))
-    check_refused(tmp_path, "index-path", "plain .*safetensors names")
+    check_rejected(tmp_path, "index-path", "plain .*safetensors names")
 
 
 def test_missing_shard(sharded, tmp_path):
     (sharded / "model-00002-of-00003.safetensors").unlink()
-    check_refused(tmp_path, "shard-missing", "without model-00002-of-00003.safetensors")
+    check_rejected(tmp_path, "shard-missing", "without model-00002-of-00003.safetensors")
 
 
 def test_index_names_a_tensor_that_is_not_there(sharded, tmp_path):
     first = "model-00001-of-00003.safetensors"
     edit_index(sharded, lambda weight_map: weight_map.update({"model.extra": first}))
-    check_refused(tmp_path, "index-mismatch", "model.extra")
+    check_rejected(tmp_path, "index-mismatch", "model.extra")
 
 
 def test_index_forgets_a_tensor(sharded, tmp_path):
     edit_index(sharded, lambda weight_map: weight_map.pop(Q_PROJ))
-    check_refused(tmp_path, "index-mismatch", "q_proj")
+    check_rejected(tmp_path, "index-mismatch", "q_proj")
 
 
 def test_tensor_in_two_shards(sharded, tmp_path):
     third = sharded / "model-00003-of-00003.safetensors"
     third.write_bytes((sharded / "model-00001-of-00003.safetensors").read_bytes())
-    check_refused(tmp_path, "duplicate-tensor", "00001.* and .*00003")
+    check_rejected(tmp_path, "duplicate-tensor", "00001.* and .*00003")
 
 
 # Destinations ------------------------------------------------------------------------------------
@@ -227,25 +227,25 @@ def test_tensor_in_two_shards(sharded, tmp_path):
 
 def test_destination_exists(source, tmp_path):
     (tmp_path / "out").mkdir()
-    check_refused(tmp_path, "destination-exists", "--force replaces it")
+    check_rejected(tmp_path, "destination-exists", "--force replaces it")
 
 
 def test_force_does_not_delete_other_files(source, tmp_path):
     convert(source, tmp_path / "out")
     (tmp_path / "out" / "thesis.txt").write_text("ten years")
-    check_refused(tmp_path, "destination-foreign", "thesis.txt", force=True)
+    check_rejected(tmp_path, "destination-foreign", "thesis.txt", force=True)
     assert (tmp_path / "out" / "thesis.txt").read_text() == "ten years"
 
 
 def test_force_does_not_replace_a_file(source, tmp_path):
     (tmp_path / "out").write_text("a file")
-    check_refused(tmp_path, "destination-foreign", "which is none", force=True)
+    check_rejected(tmp_path, "destination-foreign", "which is none", force=True)
 
 
 def test_force_does_not_follow_a_link(source, tmp_path):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "out").symlink_to(tmp_path / "elsewhere")
-    check_refused(tmp_path, "destination-foreign", "which is none", force=True)
+    check_rejected(tmp_path, "destination-foreign", "which is none", force=True)
 
 
 @pytest.mark.parametrize("inside", ["out", "."])
@@ -266,19 +266,19 @@ def test_destination_without_parent(source, tmp_path):
 
 
 def test_every_code_is_tested():
-    """Each code that the converter can refuse with occurs in the tests; GGUF has its own."""
+    """Each code that the converter can reject with occurs in the tests; GGUF has its own."""
     raised = set()
     files = [path for path in CONVERT_SOURCES.rglob("*.py") if "gguf" not in str(path)]
     for path in [*files, CONVERT_SOURCES.parent / "config" / "scheme.py"]:
         text = path.read_text()
         raised |= set(re.findall(r'SchemeError\(\s*"([a-z0-9-]+)"', text))
-        raised |= set(re.findall(r'refuse\(\s*"([a-z0-9-]+)"', text))
+        raised |= set(re.findall(r'reject\(\s*"([a-z0-9-]+)"', text))
         for call in re.findall(r"_read_object\((.*)\)", text):
             raised |= set(re.findall(r'"([a-z]+-[a-z]+)"', call))
         raised |= set(re.findall(r'ConvertError\(\s*"([a-z0-9-]+)"', text))
         raised |= set(re.findall(r'^    \("[^"]+", "([a-z0-9-]+)", ', text, re.MULTILINE))
     assert len(raised) >= 62
-    files = [*Path(__file__).resolve().parents[1].rglob("test_*.py"), Path(refusal_rows.__file__)]
+    files = [*Path(__file__).resolve().parents[1].rglob("test_*.py"), Path(rejection_rows.__file__)]
     tests = "".join(path.read_text() for path in files)
     untested = sorted(code for code in raised if not re.search(rf'["\[*]{code}\b', tests))
     assert untested == []
