@@ -4,11 +4,11 @@
 //
 // F stands for float32, bfloat16 or float16.  R = 32 * ceil(K / 128), the bytes of a packed row
 // (format/layout.h).  Scales multiply.  Nothing aliases; what is mutated carries an alias mark.
-// W stands for a ternary matrix of N x K: canonical uint8 [N, R], or one of the private layouts of
-// the kernels that run, 2 bit uint8 [tiles, lines, 4 L] or 1.6 bit uint8 [tiles, lines, L, 4],
-// which need N in out_features (their tiles are padded); with canonical rows it may be left out.
-// in_features is the K that the weight was packed for, against which x is checked: padded rows do
-// not record it, so without it any K that needs as many bytes is taken.
+// W stands for a ternary matrix of N x K: canonical uint8 [N, R], or one of the CPU-specific
+// layouts of the kernels that run, 2 bit uint8 [tiles, lines, 4 L] or 1.6 bit uint8 [tiles, lines,
+// L, 4], which need N in out_features (their tiles are padded); with canonical rows it may be left
+// out. in_features is the K that the weight was packed for, against which x is checked: padded rows
+// do not record it, so without it any K that needs as many bytes is taken.
 #include <torch/csrc/stable/library.h>
 
 STABLE_TORCH_LIBRARY(bitnet, m) {
@@ -16,9 +16,9 @@ STABLE_TORCH_LIBRARY(bitnet, m) {
   m.def("pack(Tensor codes) -> Tensor");
   // weight uint8 [N, R] -> int8 [N, in_features]
   m.def("unpack(Tensor weight, int in_features) -> Tensor");
-  // canonical weight uint8 [N, R], format "2bit" or "1.6bit" -> W in that private layout
+  // canonical weight uint8 [N, R], format "2bit" or "1.6bit" -> W in that CPU-specific layout
   m.def("prepack(Tensor weight, int in_features, str format) -> Tensor");
-  // W in a private layout -> canonical uint8 [N, R]
+  // W in a CPU-specific layout -> canonical uint8 [N, R]
   m.def("unprepack(Tensor weight, int out_features, int in_features) -> Tensor");
   // weight F [N, K] -> codes int8 [N, K], scale float32 [1] (absmean)
   m.def("quantize_weights(Tensor weight) -> (Tensor codes, Tensor scale)");

@@ -21,7 +21,7 @@ void check_input(const Check& check, const Tensor& x, const Tensor& norm_weight,
     check.fail("eps", "finite and not negative", std::to_string(eps));
 }
 
-// out_features, in_features: empty, or one per weight; private layouts need out_features.
+// out_features, in_features: empty, or one per weight; CPU-specific layouts need out_features.
 void check_features(const Check& check, const std::vector<int64_t>& features, const char* argument,
                     size_t count) {
   if (features.empty() || features.size() == count) return;

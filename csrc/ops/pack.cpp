@@ -60,7 +60,7 @@ Tensor prepack(const Tensor& weight, int64_t in_features, std::string format) {
     check.fail("format", "'2bit' or '1.6bit'", "'" + format + "'");
   check.packed_for(weight, "weight", in_features);
   if (in_features > layout::kTileMaxK)
-    check.fail("in_features", "at most 32768 in a private layout; use the canonical one",
+    check.fail("in_features", "at most 32768 in a CPU-specific layout; use the canonical one",
                std::to_string(in_features));
   const WeightFormat to = format == "2bit" ? WeightFormat::kTwoBit : WeightFormat::kBase3;
   const int64_t lanes = kernels().tile_lanes;
@@ -76,7 +76,8 @@ Tensor unprepack(const Tensor& weight, int64_t out_features, int64_t in_features
   const Check check("unprepack");
   const Weight from = weight_view(check, weight, "weight", in_features, out_features);
   if (from.format == WeightFormat::kCanonical)
-    check.fail("weight", "in a private layout (3 or 4 dimensions)", shape_text(shape_of(weight)));
+    check.fail("weight", "in a CPU-specific layout (3 or 4 dimensions)",
+               shape_text(shape_of(weight)));
   Tensor out = empty({out_features, layout::row_bytes_for(in_features)}, ScalarType::Byte);
   if (!engine::restore(from, kernels().tile_lanes, mutable_data<uint8_t>(out)))
     check.fail("weight", "with codes 0, 1, 2 only", "a code 3");

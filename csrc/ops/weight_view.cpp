@@ -26,10 +26,11 @@ Weight tile_view(const Check& check, const Tensor& t, const char* argument, int6
   check.dtype(t, argument, ScalarType::Byte);
   check.contiguous(t, argument);
   if (!(k >= 1 && k <= layout::kTileMaxK))
-    check.fail(argument, "for 1 to 32768 input features in a private layout", std::to_string(k));
+    check.fail(argument, "for 1 to 32768 input features in a CPU-specific layout",
+               std::to_string(k));
   if (!out_features.has_value())
-    check.fail("out_features", std::string("given, for ") + argument + " is in a private layout",
-               "None");
+    check.fail("out_features",
+               std::string("given, for ") + argument + " is in a CPU-specific layout", "None");
   const int64_t n = *out_features, lanes = kernels().tile_lanes;
   if (n < 0 || n > kMostRows)  // before it is rounded up to whole tiles
     check.fail("out_features", "from 0 to " + std::to_string(kMostRows), std::to_string(n));

@@ -24,7 +24,7 @@ from op_values import (
     strided,
 )
 from ops_linear import check_in_features
-from ops_packing import private
+from ops_packing import repacked
 
 
 def _fused_bound(args: Arguments, expected: Tensor) -> Tensor:
@@ -58,11 +58,11 @@ def qkv_arguments(g: torch.Generator, x: Tensor, k: int, gain_dtype: torch.dtype
     return (x, gain(g, k, gain_dtype), *shards, 1e-5)
 
 
-def private_qkv_arguments(g: torch.Generator, k: int, fmt: str) -> Arguments:
+def repacked_qkv_arguments(g: torch.Generator, k: int, fmt: str) -> Arguments:
     args = list(qkv_arguments(g, activations(g, 3, k), k, torch.float32))
     rows = [args[index].shape[0] for index in (2, 4, 6)]
     for index in (2, 4, 6):
-        args[index] = private(args[index], k, fmt)
+        args[index] = repacked(args[index], k, fmt)
     return (*args, rows)
 
 
@@ -82,7 +82,7 @@ def _qkv_forward_samples() -> Built:
     yield "no_tokens", lambda g: qkv_arguments(g, activations(g, 0, 64), 64, torch.float32)
     yield "strided", lambda g: qkv_arguments(g, strided(activations(g, 2, 64)), 64, torch.float32)
     for fmt in FORMATS:
-        yield f"private_{fmt}", lambda g, f=fmt: private_qkv_arguments(g, 140, f)
+        yield f"repacked_{fmt}", lambda g, f=fmt: repacked_qkv_arguments(g, 140, f)
 
 
 _QKV_FORWARD_REJECTIONS: Rejections = [
@@ -161,10 +161,10 @@ def mlp_arguments(
     )  # fmt: skip
 
 
-def private_mlp_arguments(g: torch.Generator, k: int, inner: int, fmt: str) -> Arguments:
+def repacked_mlp_arguments(g: torch.Generator, k: int, inner: int, fmt: str) -> Arguments:
     args = list(mlp_arguments(g, activations(g, 3, k), "relu2", intermediate=inner))
     for index, width in ((2, k), (4, k), (7, inner)):
-        args[index] = private(args[index], width, fmt)
+        args[index] = repacked(args[index], width, fmt)
     return (*args, [inner, k])
 
 
@@ -183,7 +183,7 @@ def _mlp_forward_samples() -> Built:
     yield "no_tokens", lambda g: mlp_arguments(g, activations(g, 0, 64), "relu2")
     yield "strided", lambda g: mlp_arguments(g, strided(activations(g, 2, 64)), "relu2")
     for fmt in FORMATS:
-        yield f"private_{fmt}", lambda g, f=fmt: private_mlp_arguments(g, 140, 150, f)
+        yield f"repacked_{fmt}", lambda g, f=fmt: repacked_mlp_arguments(g, 140, 150, f)
 
 
 _MLP_FORWARD_REJECTIONS: Rejections = [

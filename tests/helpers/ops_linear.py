@@ -34,11 +34,11 @@ from op_values import (
     strided,
     transposed,
 )
-from ops_packing import BLOCK, private, quantize_activations, unpack, unprepack
+from ops_packing import BLOCK, quantize_activations, repacked, unpack, unprepack
 
 
 def _codes_of(weight: Tensor, in_features: int, out_features: int | None) -> Tensor:
-    """int8 [N, K] of a canonical or private weight."""
+    """int8 [N, K] of a canonical or repacked weight."""
     if weight.dim() > 2:
         assert out_features is not None
         weight = unprepack(weight, out_features, in_features)
@@ -79,7 +79,7 @@ def _gemv_samples() -> Built:
     yield "strided", lambda g: (random_packed(g, 9, 200), strided(int8_values(g, 200)))
     for fmt in FORMATS:
         yield f"private_{fmt}", lambda g, f=fmt: (
-            private(random_packed(g, 83, 200), 200, f), int8_values(g, 200), None, None, 83,
+            repacked(random_packed(g, 83, 200), 200, f), int8_values(g, 200), None, None, 83,
         )  # fmt: skip
 
 
@@ -153,7 +153,7 @@ def _gemm_samples() -> Built:
     for fmt in FORMATS:
         for m in (2, 3, 7, 70):
             yield f"private_{fmt}_{m}", lambda g, f=fmt, m=m: (
-                private(random_packed(g, 83, 200), 200, f), int8_values(g, m, 200),
+                repacked(random_packed(g, 83, 200), 200, f), int8_values(g, m, 200),
                 positive(g, m), positive(g, 83), 83,
             )  # fmt: skip
 
@@ -178,7 +178,7 @@ spec(
             random_packed(g, 517, 301), int8_values(g, 37, 301), positive(g, 37), positive(g, 517),
         ),
         lambda g: (
-            private(random_packed(g, 517, 301), 301, "2bit"), int8_values(g, 130, 301),
+            repacked(random_packed(g, 517, 301), 301, "2bit"), int8_values(g, 130, 301),
             positive(g, 130), positive(g, 517), 517,
         ),
     ],
@@ -239,7 +239,7 @@ def _linear_samples() -> Built:
     )  # fmt: skip
     for fmt in FORMATS:
         yield f"private_{fmt}", lambda g, f=fmt: (
-            activations(g, 3, 300), private(random_packed(g, 17, 300), 300, f), positive(g, 1),
+            activations(g, 3, 300), repacked(random_packed(g, 17, 300), 300, f), positive(g, 1),
             torch.randn(17, generator=g), 17,
         )  # fmt: skip
 
@@ -264,7 +264,7 @@ _LINEAR_REJECTIONS: Rejections = [
 
 
 def _tiles(g: torch.Generator) -> Named:
-    weight = private(random_packed(g, N, K), K, "2bit")
+    weight = repacked(random_packed(g, N, K), K, "2bit")
     scale = torch.ones(1)
     return {"x": torch.ones(1, K), "weight": weight, "weight_scale": scale, "out_features": N}
 
@@ -354,7 +354,7 @@ def _group_linear_samples() -> Built:
     for fmt in FORMATS:
         for k in (64, 129, 200, 300):  # a last group of one line's worth, of half, of all lines
             yield f"private_{fmt}_{k}", lambda g, f=fmt, k=k: (
-                activations(g, 3, k), private(random_packed(g, 85, k), k, f),
+                activations(g, 3, k), repacked(random_packed(g, 85, k), k, f),
                 positive(g, 85, -(-k // 128)), torch.randn(85, generator=g), 85,
             )  # fmt: skip
 

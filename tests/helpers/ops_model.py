@@ -27,7 +27,7 @@ from op_values import (
     strided,
 )
 from ops_attention import cache_memory
-from ops_packing import private
+from ops_packing import repacked
 
 
 def decode_step(o: Any, a: Any) -> Tensor:
@@ -91,7 +91,7 @@ def decode_step_arguments(
     cache = (layers, batch, kv_heads, length, head_dim)
     weights = [(random_packed(g, n, k), k) for _ in range(layers) for n, k in shapes]
     if weight_format != "canonical":
-        weights = [(private(w, k, weight_format), k) for w, k in weights]
+        weights = [(repacked(w, k, weight_format), k) for w, k in weights]
     if isinstance(head, tuple):
         head_parts: Arguments = quantized_head(g, vocab, hidden, *head)
     else:

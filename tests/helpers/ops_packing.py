@@ -159,7 +159,7 @@ _PREPACK_REJECTIONS: Rejections = [
     ({"format": value("3bit")}, "format", "'2bit' or '1.6bit', got"),
 ]  # fmt: skip
 
-# A private layout depends on the ISA by purpose; unprepack shows that it holds the same weights.
+# A CPU-specific layout depends on the ISA; unprepack shows that the weights are the same.
 spec(
     prepack,
     samples=_prepack_samples,
@@ -174,8 +174,8 @@ spec(
 )
 
 
-def private(weight: Tensor, k: int, format: str) -> Tensor:
-    """A canonical weight in a private layout of the ISA in force when the sample is made."""
+def repacked(weight: Tensor, k: int, format: str) -> Tensor:
+    """A canonical weight in a CPU-specific layout of the ISA in force when the sample is made."""
     return prepack(weight, k, format)
 
 
@@ -200,13 +200,13 @@ def _unprepack_samples() -> Built:
     for fmt in FORMATS:
         for n, k in ((1, 1), (5, 64), (33, 300), (81, 129)):
             yield f"{fmt}_{n}x{k}", lambda g, n=n, k=k, f=fmt: (
-                private(random_packed(g, n, k), k, f), n, k,
+                repacked(random_packed(g, n, k), k, f), n, k,
             )  # fmt: skip
 
 
 _UNPREPACK_REJECTIONS: Rejections = [
     ({"weight": to("weight", torch.int8)}, "weight", "of dtype uint8, got int8"),
-    ({"weight": lambda a: torch.zeros(N, 64).byte()}, "weight", "in a private layout"),
+    ({"weight": lambda a: torch.zeros(N, 64).byte()}, "weight", "in a CPU-specific layout"),
     ({"weight": lambda a: a["weight"] | 3}, "weight", "codes 0, 1, 2"),
     ({"out_features": value(100000)}, "weight", "prepack again"),
     ({"in_features": value(257)}, "weight", "prepack again"),
@@ -215,11 +215,11 @@ _UNPREPACK_REJECTIONS: Rejections = [
 spec(
     unprepack,
     samples=_unprepack_samples,
-    large=[lambda g: (private(random_packed(g, 301, 517), 517, "1.6bit"), 301, 517)],
+    large=[lambda g: (repacked(random_packed(g, 301, 517), 517, "1.6bit"), 301, 517)],
     calls={
         "": Call(
             lambda g: {
-                "weight": private(random_packed(g, N, K), K, "2bit"),
+                "weight": repacked(random_packed(g, N, K), K, "2bit"),
                 "out_features": N, "in_features": K,
             },
             _UNPREPACK_REJECTIONS,

@@ -1,6 +1,6 @@
 """The load cache: used when it fits, else made again, and never in the way.
 
-Its files are read or mapped, and nothing but the time may tell. Must not know private layouts.
+Its files are read or mapped, and nothing but the time may tell. Must not know CPU-specific layouts.
 """
 
 from __future__ import annotations

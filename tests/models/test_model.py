@@ -247,7 +247,7 @@ def test_slots_above_a_length_are_never_read(model: Decoder, dtype: torch.dtype)
 
 @pytest.mark.parametrize("name", [*NAMES, "demo"])
 def test_every_isa_and_thread_count_gives_the_same_logits(name: str) -> None:
-    """Made anew for each ISA: a private layout has as many lanes as the kernels it is made for."""
+    """Made anew for each ISA: a repacked weight has the lanes of its kernels."""
     ids = random_ids(9, 2, 19)
     with forced_isa("scalar"):
         expected = run_in_pieces(made(name), ids, 18, 1)

@@ -20,7 +20,7 @@ from bitnet_ops.nn.lora import LoraBitLinear, LoraWeight
 from bitnet_ops.nn.packing import pack_ternary
 from bounds import assert_equal
 from op_values import FORMATS, gain, int8_values, positive, random_codes, random_packed
-from ops_packing import private
+from ops_packing import repacked
 from tiny_models import SMALL, tiny_model
 
 N, K, INNER = 6, 128, 100
@@ -60,7 +60,7 @@ def calls(g: torch.Generator) -> dict[str, tuple[Call, Call]]:
         **{
             f"linear {f}": bind(
                 lambda k, f=f, **e: ops.linear(
-                    x[:, :k], private(weight, K, f), scale, None, N, **e
+                    x[:, :k], repacked(weight, K, f), scale, None, N, **e
                 ),
                 **single,
             )

@@ -125,7 +125,7 @@ def test_rejections_name_the_remedy() -> None:
         ops.gemv(private, torch.zeros(200, dtype=torch.int8), out_features=40)
     with pytest.raises(RuntimeError, match="out_features the 40 rows of weight"):
         ops.gemv(weight, x, out_features=41)
-    with pytest.raises(RuntimeError, match="expected weight in a private layout"):
+    with pytest.raises(RuntimeError, match="expected weight in a CPU-specific layout"):
         ops.unprepack(weight, 40, 100)
     with pytest.raises(RuntimeError, match="at most 32768"):
         ops.prepack(torch.full((1, 8224), 0x55, dtype=torch.uint8), 32896, "2bit")
