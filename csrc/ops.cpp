@@ -83,6 +83,20 @@ STABLE_TORCH_LIBRARY(bitnet, m) {
   m.def(
       "kv_cache_update(Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor key, Tensor value, "
       "Tensor start_positions, Tensor(c!)? key_scale=None, Tensor(d!)? value_scale=None) -> ()");
+  // The same over a pool of blocks, read where it lies: query F [tokens, H, D] of all sequences, one
+  //   behind the other; pools float32, bfloat16 or int8 [blocks, block_size, KV, D] with any strides
+  //   of the first three dimensions, scales float32 [blocks, block_size, KV] of int8 pools; integers
+  //   int64 or int32: query_start_loc [n + 1], the first token of each sequence, seq_lens [n], the
+  //   new tokens included, block_table [n, at least its blocks]
+  m.def(
+      "paged_attention(Tensor query, Tensor key_pool, Tensor value_pool, Tensor query_start_loc, "
+      "Tensor seq_lens, Tensor block_table, float scale, Tensor? key_scale=None, Tensor? "
+      "value_scale=None) -> Tensor");
+  // writes key, value F [tokens, KV, D] into slot_mapping [tokens] of such pools, slot = block *
+  //   block_size + position (mutated)
+  m.def(
+      "paged_cache_update(Tensor(a!) key_pool, Tensor(b!) value_pool, Tensor key, Tensor value, "
+      "Tensor slot_mapping, Tensor(c!)? key_scale=None, Tensor(d!)? value_scale=None) -> ()");
   // weight F [V, K], format "int8" -> int8 [V, K], float32 [V]; format "int4", group_size G (64 or
   //   128) -> uint8 [ceil(V / 16), ceil(K / G) * G / 8, 64], bfloat16 [ceil(V / 16), ceil(K / G),
   //   16]
@@ -114,6 +128,17 @@ STABLE_TORCH_LIBRARY(bitnet, m) {
       "ScalarType dtype, int num_heads, int intermediate_size, int vocab_size, bool sub_norms, "
       "str activation, "
       "float eps, float rope_theta, float scale, int logits_to_keep=0, "
+      "Tensor(c!)? key_scale=None, Tensor(d!)? value_scale=None) -> Tensor");
+  // The same on the new tokens of any sequences, over pools of blocks as for paged_attention with one
+  //   more dimension, the layers, before the others (mutated): x float32 [tokens, K], positions
+  //   [tokens] for the rotation, slot_mapping [tokens], query_start_loc, seq_lens and block_table as
+  //   there, logit_rows [r], ascending: the tokens whose logits are wanted -> logits float32 [r, V]
+  m.def(
+      "model_step(Tensor x, Tensor[] weights, Tensor scales, Tensor norm_weights, Tensor "
+      "head_weight, Tensor? head_scale, Tensor(a!) key_pool, Tensor(b!) value_pool, Tensor "
+      "positions, Tensor slot_mapping, Tensor query_start_loc, Tensor seq_lens, Tensor block_table, "
+      "Tensor logit_rows, ScalarType dtype, int num_heads, int intermediate_size, int vocab_size, "
+      "bool sub_norms, str activation, float eps, float rope_theta, float scale, "
       "Tensor(c!)? key_scale=None, Tensor(d!)? value_scale=None) -> Tensor");
   // Diagnostics for benchmarks: buffer uint8 -> int64 [1] checksum; -> int64 [1] multiply-adds done
   m.def("_probe_read(Tensor buffer, int streams=1, int distance=0) -> Tensor");

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstring>
 
 #include "kernels/dispatch.h"
 #include "runtime/parallel.h"
@@ -15,110 +16,131 @@ constexpr int64_t kBlockRows = 96;       // query rows that meet a chunk while i
 constexpr int64_t kFewestRows = 24;      // smaller blocks waste the loads of keys and values
 constexpr int64_t kGroupsPerThread = 8;  // enough for an even split without cutting positions
 constexpr int64_t kMostSplitFloats = int64_t{1} << 22;  // states of a split plan: 16 MiB
+constexpr int64_t kReadingRows = 4;  // reading a chunk takes as long as so many rows' arithmetic
+
+constexpr int64_t kMostPartitions = 256;
 
 int64_t chunks_of(int64_t positions) { return (positions + kAttentionChunk - 1) / kAttentionChunk; }
 
-// A counter per group, before the states; whole cache lines.
-int64_t counter_floats(int64_t groups) { return (groups + 15) / 16 * 16; }
-
-// Multiply-adds of one half of attention, about.
-int64_t work_of(const AttentionShape& shape, const int64_t* start) {
-  int64_t positions = 0;
-  for (int64_t b = 0; b < shape.batch; ++b) positions += start[b] + shape.tokens;
-  return positions * shape.tokens * shape.heads * shape.dim;
-}
-
 }  // namespace
 
-AttentionPlan::AttentionPlan(const AttentionShape& shape, const int64_t* start, int64_t threads)
-    : shape_(shape), start_(start), rows_per_token_(shape.heads / shape.kv_heads) {
-  const int64_t pairs = shape.batch * shape.kv_heads, enough = kGroupsPerThread * threads;
-  block_tokens_ =
-      std::clamp<int64_t>(kBlockRows / rows_per_token_, 1, std::max<int64_t>(shape.tokens, 1));
-  const auto blocks = [&] { return (shape.tokens + block_tokens_ - 1) / block_tokens_; };
-  while (pairs * blocks() < enough && block_tokens_ > 1 && block_rows() / 2 >= kFewestRows) {
+int64_t attention_work(const AttentionShape& shape, const Sequences& sequences) {
+  int64_t positions = 0;
+  for (int64_t s = 0; s < sequences.count; ++s) {
+    positions += sequences.lengths[s] * sequences.tokens(s);
+  }
+  return positions * shape.heads * shape.dim;
+}
+
+void AttentionPlan::build(const AttentionShape& shape, const Sequences& sequences,
+                          int64_t threads) {
+  shape_ = shape;
+  sequences_ = sequences;
+  rows_per_token_ = shape.heads / shape.kv_heads;
+  choose_block_tokens(threads);
+  make_groups();
+  make_tasks(threads);
+}
+
+void AttentionPlan::choose_block_tokens(int64_t threads) {
+  int64_t longest = 1;
+  for (int64_t s = 0; s < sequences_.count; ++s) longest = std::max(longest, sequences_.tokens(s));
+  block_tokens_ = std::clamp<int64_t>(kBlockRows / rows_per_token_, 1, longest);
+  const auto groups = [&] {
+    int64_t blocks = 0;
+    for (int64_t s = 0; s < sequences_.count; ++s) {
+      blocks += (sequences_.tokens(s) + block_tokens_ - 1) / block_tokens_;
+    }
+    return blocks * shape_.kv_heads;
+  };
+  while (block_tokens_ > 1 && block_tokens_ * rows_per_token_ / 2 >= kFewestRows &&
+         groups() < kGroupsPerThread * threads) {
     block_tokens_ = (block_tokens_ + 1) / 2;
   }
-  blocks_ = blocks();
-  groups_ = tasks_ = pairs * blocks_;
-  int64_t pieces = 0;
-  for (int64_t b = 0; b < shape.batch; ++b) {
-    for (int64_t i = 0; i < blocks_; ++i) pieces += shape.kv_heads * chunks_of_block(b, i);
+}
+
+void AttentionPlan::make_groups() {
+  groups_.clear();
+  most_rows_ = 0;
+  int64_t longest = 0;
+  for (int64_t s = 0; s < sequences_.count; ++s) {
+    const int64_t tokens = sequences_.tokens(s), first = sequences_.query_start[s];
+    const int64_t start = sequences_.start(s);
+    if (tokens > 0) longest = std::max(longest, sequences_.lengths[s]);
+    for (int64_t h = 0; h < shape_.kv_heads; ++h) {
+      for (int64_t t = 0; t < tokens; t += block_tokens_) {
+        const int64_t count = std::min(block_tokens_, tokens - t);
+        groups_.push_back({s, h, first + t, count, start + t, chunks_of(start + t + count)});
+        most_rows_ = std::max(most_rows_, count * rows_per_token_);
+      }
+    }
   }
-  split_ = groups_ < enough && pieces * states_floats() <= kMostSplitFloats;
-  if (split_) tasks_ = pieces;
+  const CachePool& pool = shape_.pool;
+  const bool whole_chunks = pool.block_size % kAttentionChunk == 0 || longest <= pool.block_size;
+  const bool plain = pool.keys.position_bytes == pool.values.position_bytes &&
+                     (!pool.scaled() || (pool.key_scales.position_bytes == sizeof(float) &&
+                                         pool.value_scales.position_bytes == sizeof(float)));
+  gathers_ = !whole_chunks || !plain;
 }
 
-int64_t AttentionPlan::shared_floats() const {
-  return split_ ? counter_floats(groups_) + tasks_ * states_floats() : 0;
+int64_t AttentionPlan::cost_of(const Group& group) const {
+  return group.chunks * (rows_of(group) + kReadingRows);
 }
 
-// A group's query rows, a row of output, the kernel's scratch, and the states of a group so far and
-// of a chunk.
+void AttentionPlan::make_tasks(int64_t threads) {
+  tasks_.clear();
+  split_groups_ = states_floats_ = 0;
+  int64_t cost = 0;
+  for (const Group& group : groups_) cost += cost_of(group);
+  for (size_t g = 0; g < groups_.size(); ++g) {
+    Group& group = groups_[g];
+    const int64_t floats = group.chunks * rows_of(group) * state_floats();
+    if (group.chunks == 1 || cost_of(group) * kGroupsPerThread * threads <= cost ||
+        states_floats_ + floats > kMostSplitFloats) {
+      continue;
+    }
+    group.counter = split_groups_++;
+    group.states = states_floats_;
+    states_floats_ += floats;
+    for (int64_t c = 0; c < group.chunks; ++c) {
+      tasks_.push_back({static_cast<int32_t>(g), static_cast<int32_t>(c)});
+    }
+  }
+  split_tasks_ = tasks();
+  for (size_t g = 0; g < groups_.size(); ++g) {
+    if (groups_[g].counter < 0) tasks_.push_back({static_cast<int32_t>(g), -1});
+  }
+  std::stable_sort(tasks_.begin() + split_tasks_, tasks_.end(),
+                   [this](const Task& a, const Task& b) {
+                     return cost_of(groups_[static_cast<size_t>(a.group)]) >
+                            cost_of(groups_[static_cast<size_t>(b.group)]);
+                   });
+}
+
+// A counter for each split group, before the states; whole cache lines.
+int64_t AttentionPlan::counter_floats() const { return (split_groups_ + 15) / 16 * 16; }
+
+// A group's query rows, a row of output, a chunk's rows put together, the kernel's scratch, and the
+// states of a group so far and of a chunk.
 int64_t AttentionPlan::thread_floats() const {
-  return query_floats() + attention_padded(shape_.dim) +
-         attention_scratch_floats(block_rows(), shape_.dim) + (split_ ? 0 : 2 * states_floats());
+  return query_floats() + attention_padded(shape_.dim) + gathered_floats() +
+         attention_scratch_floats(most_rows_, shape_.dim) + 2 * most_rows_ * state_floats();
 }
 
 int64_t AttentionPlan::query_floats() const {
-  if (shape_.cache_type != DType::kInt8) return attention_padded(block_rows() * shape_.dim);
-  return attention_padded(block_rows()) + block_rows() * wide_padded(shape_.dim) / 2;
+  if (!shape_.pool.scaled()) return attention_padded(most_rows_ * shape_.dim);
+  return attention_padded(most_rows_) + most_rows_ * wide_padded(shape_.dim) / 2;
+}
+
+int64_t AttentionPlan::gathered_floats() const {
+  if (!gathers_) return 0;
+  const int64_t bytes = kAttentionChunk * shape_.pool.row_bytes();
+  return 2 * kAttentionChunk + 2 * attention_padded((bytes + 3) / 4);
 }
 
 AttentionPlan::Query AttentionPlan::query_at(float* memory) const {
-  if (shape_.cache_type != DType::kInt8) return {memory, nullptr, nullptr};
-  return {nullptr, reinterpret_cast<int16_t*>(memory + attention_padded(block_rows())), memory};
-}
-
-int64_t AttentionPlan::chunks_of_block(int64_t sequence, int64_t block) const {
-  const int64_t end = std::min((block + 1) * block_tokens_, shape_.tokens);
-  return chunks_of(start_[sequence] + end);
-}
-
-AttentionPlan::Group AttentionPlan::group_at(int64_t sequence, int64_t kv_head,
-                                             int64_t block) const {
-  const int64_t token = block * block_tokens_;
-  return {sequence,
-          kv_head,
-          token,
-          std::min(block_tokens_, shape_.tokens - token),
-          chunks_of_block(sequence, block),
-          0};
-}
-
-int64_t AttentionPlan::group_index(const Group& group) const {
-  return (group.sequence * shape_.kv_heads + group.kv_head) * blocks_ + group.token / block_tokens_;
-}
-
-// Order of a split plan's tasks: sequence, KV head, block, chunk.
-AttentionPlan::Group AttentionPlan::group_of_task(int64_t task) const {
-  int64_t first = 0;
-  for (int64_t b = 0; b < shape_.batch; ++b) {
-    int64_t per_head = 0;
-    for (int64_t i = 0; i < blocks_; ++i) per_head += chunks_of_block(b, i);
-    if (task >= first + per_head * shape_.kv_heads) {
-      first += per_head * shape_.kv_heads;
-      continue;
-    }
-    const int64_t kv_head = (task - first) / per_head;
-    first += kv_head * per_head;
-    int64_t block = 0;
-    while (task >= first + chunks_of_block(b, block)) first += chunks_of_block(b, block++);
-    Group group = group_at(b, kv_head, block);
-    group.first_task = first;
-    return group;
-  }
-  return {};  // not reached: task < tasks_
-}
-
-int64_t AttentionPlan::cache_row(int64_t sequence, int64_t kv_head, int64_t position) const {
-  return (sequence * shape_.kv_heads + kv_head) * shape_.length + position;
-}
-
-const void* AttentionPlan::cache_at(const void* cache, int64_t sequence, int64_t kv_head,
-                                    int64_t position) const {
-  const int64_t row = cache_row(sequence, kv_head, position);
-  return offset_bytes(cache, row * shape_.dim * element_size(shape_.cache_type));
+  if (!shape_.pool.scaled()) return {memory, nullptr, nullptr};
+  return {nullptr, reinterpret_cast<int16_t*>(memory + attention_padded(most_rows_)), memory};
 }
 
 // `row`: a row's memory for what comes between.
@@ -127,8 +149,7 @@ void AttentionPlan::load_query(const KernelTable& table, const AttentionBuffers&
   const int64_t n = rows_per_token_ * shape_.dim;  // the heads of a group lie side by side
   const int64_t dim = shape_.dim, padded = wide_padded(dim);
   for (int64_t t = 0; t < group.tokens; ++t) {
-    const int64_t token = group.sequence * shape_.tokens + group.token + t;
-    const int64_t first = (token * shape_.kv_heads + group.kv_head) * n;
+    const int64_t first = ((group.token + t) * shape_.kv_heads + group.kv_head) * n;
     const void* from = offset_bytes(buffers.query, first * element_size(shape_.query_type));
     if (query.rows != nullptr) {
       table.load_row(shape_.query_type, from, n, query.rows + t * n);
@@ -145,142 +166,184 @@ void AttentionPlan::load_query(const KernelTable& table, const AttentionBuffers&
 
 void AttentionPlan::store_out(const KernelTable& table, const AttentionBuffers& buffers,
                               const Group& group, const float* states, float* row) const {
-  const int64_t stride = attention_state_floats(shape_.dim);
-  for (int64_t r = 0; r < group.tokens * rows_per_token_; ++r) {
-    const int64_t t = group.token + r / rows_per_token_;
+  for (int64_t r = 0; r < rows_of(group); ++r) {
+    const int64_t token = group.token + r / rows_per_token_;
     const int64_t head = group.kv_head * rows_per_token_ + r % rows_per_token_;
-    const int64_t to = ((group.sequence * shape_.tokens + t) * shape_.heads + head) * shape_.dim;
-    table.finish_attention(shape_.dim, states + r * stride, row);
+    const int64_t to = (token * shape_.heads + head) * shape_.dim;
+    table.finish_attention(shape_.dim, states + r * state_floats(), row);
     table.store_row(shape_.query_type, row, shape_.dim,
                     offset_bytes(buffers.out, to * element_size(shape_.query_type)));
   }
 }
 
-// States of the rows that see any of the chunk; returns how many of the first rows do not.
+bool AttentionPlan::lies_in_place(int64_t begin, int64_t positions) const {
+  return !gathers_ ||
+         (begin % shape_.pool.block_size + positions <= shape_.pool.block_size &&
+          shape_.pool.keys.position_bytes == shape_.pool.values.position_bytes &&
+          (!shape_.pool.scaled() || (shape_.pool.key_scales.position_bytes == sizeof(float) &&
+                                     shape_.pool.value_scales.position_bytes == sizeof(float))));
+}
+
+// A hint for prefetching: rows that have to be put together first are fetched by that copy.
+const void* AttentionPlan::keys_in_place(const CachePool& pool, const Group& group,
+                                         int64_t chunk) const {
+  const int64_t begin = chunk * kAttentionChunk;
+  const int64_t end = std::min(begin + kAttentionChunk, group.position + group.tokens);
+  if (!lies_in_place(begin, end - begin)) return nullptr;
+  const int64_t block = sequences_.blocks(group.sequence)[begin / pool.block_size];
+  return pool.keys.at(block, begin % pool.block_size, group.kv_head);
+}
+
+// The rows where they are if they follow each other at equal distances, else copies in `memory`.
+AttentionPlan::ChunkRows AttentionPlan::rows_of_chunk(const CachePool& pool, const Group& group,
+                                                      int64_t begin, int64_t positions,
+                                                      float* memory) const {
+  const int64_t* blocks = sequences_.blocks(group.sequence);
+  const int64_t head = group.kv_head, row_bytes = pool.row_bytes();
+  const auto floats = [](const char* p) { return reinterpret_cast<const float*>(p); };
+  if (lies_in_place(begin, positions)) {
+    const int64_t block = blocks[begin / pool.block_size], first = begin % pool.block_size;
+    return {pool.keys.at(block, first, head), pool.values.at(block, first, head),
+            pool.keys.position_bytes,
+            pool.scaled() ? floats(pool.key_scales.at(block, first, head)) : nullptr,
+            pool.scaled() ? floats(pool.value_scales.at(block, first, head)) : nullptr};
+  }
+  float* key_scale = memory;
+  float* value_scale = key_scale + kAttentionChunk;
+  auto* keys = reinterpret_cast<char*>(value_scale + kAttentionChunk);
+  char* values = keys + 4 * attention_padded((kAttentionChunk * row_bytes + 3) / 4);
+  for (int64_t i = 0; i < positions; ++i) {
+    const int64_t block = blocks[(begin + i) / pool.block_size];
+    const int64_t at = (begin + i) % pool.block_size;
+    std::memcpy(keys + i * row_bytes, pool.keys.at(block, at, head),
+                static_cast<size_t>(row_bytes));
+    std::memcpy(values + i * row_bytes, pool.values.at(block, at, head),
+                static_cast<size_t>(row_bytes));
+    if (!pool.scaled()) continue;
+    key_scale[i] = *floats(pool.key_scales.at(block, at, head));
+    value_scale[i] = *floats(pool.value_scales.at(block, at, head));
+  }
+  return {keys, values, row_bytes, key_scale, value_scale};
+}
+
+// Rows whose token stands before the chunk: it shows them nothing.
+int64_t AttentionPlan::rows_before(const Group& group, int64_t chunk) const {
+  return std::max<int64_t>(0, chunk * kAttentionChunk - group.position) * rows_per_token_;
+}
+
+// States of the rows that see any of the chunk.
 int64_t AttentionPlan::attend(const KernelTable& table, const AttentionBuffers& buffers,
                               const Group& group, int64_t chunk, const void* next,
-                              const Query& query, float* scratch, float* states) const {
-  const int64_t begin = chunk * kAttentionChunk, first = start_[group.sequence] + group.token + 1;
-  const int64_t blind = std::max<int64_t>(0, begin + 1 - first);  // tokens before the chunk
-  const int64_t skipped = blind * rows_per_token_;
-  const bool int8 = shape_.cache_type == DType::kInt8;
-  const int64_t row = cache_row(group.sequence, group.kv_head, begin);
+                              const Query& query, float* own, float* states) const {
+  const int64_t begin = chunk * kAttentionChunk;
+  const int64_t skipped = rows_before(group, chunk);
+  const int64_t positions = std::min(kAttentionChunk, group.position + group.tokens - begin);
+  const ChunkRows rows = rows_of_chunk(buffers.pool, group, begin, positions, gathered_at(own));
+  const bool int8 = shape_.pool.scaled();
   const AttentionChunk piece = {
       .query = int8 ? nullptr : query.rows + skipped * shape_.dim,
-      .rows = group.tokens * rows_per_token_ - skipped,
+      .rows = rows_of(group) - skipped,
       .dim = shape_.dim,
       .rows_per_token = rows_per_token_,
-      .type = shape_.cache_type,
-      .keys = cache_at(buffers.keys, group.sequence, group.kv_head, begin),
-      .values = cache_at(buffers.values, group.sequence, group.kv_head, begin),
-      .stride_bytes = shape_.dim * element_size(shape_.cache_type),
-      .positions = std::min(kAttentionChunk, first + group.tokens - 1 - begin),
-      .first_visible = first + blind - begin,
+      .type = shape_.pool.type,
+      .keys = rows.keys,
+      .values = rows.values,
+      .stride_bytes = rows.stride_bytes,
+      .positions = positions,
+      .first_visible = group.position + 1 + skipped / rows_per_token_ - begin,
       .scale = shape_.scale,
       .next = next,
       .int8 = int8 ? Int8Attention{query.wide + skipped * wide_padded(shape_.dim),
-                                   query.scale + skipped, buffers.key_scale + row,
-                                   buffers.value_scale + row}
+                                   query.scale + skipped, rows.key_scale, rows.value_scale}
                    : Int8Attention{},
   };
-  table.attend_chunk(piece, scratch, states + skipped * attention_state_floats(shape_.dim));
+  table.attend_chunk(piece, scratch_at(own), states + skipped * state_floats());
   return skipped;
 }
 
+// The states of a chunk into those of all chunks before it.
+void AttentionPlan::merge(const KernelTable& table, const Group& group, int64_t chunk,
+                          const float* later, float* states) const {
+  const int64_t skipped = rows_before(group, chunk), at = skipped * state_floats();
+  table.merge_attention(rows_of(group) - skipped, shape_.dim, later + at, states + at);
+}
+
 void AttentionPlan::prepare(float* shared) const {
-  if (!split_) return;
   auto* left = reinterpret_cast<int32_t*>(shared);
-  for (int64_t b = 0; b < shape_.batch; ++b) {
-    for (int64_t h = 0; h < shape_.kv_heads; ++h) {
-      for (int64_t i = 0; i < blocks_; ++i) *left++ = static_cast<int32_t>(chunks_of_block(b, i));
-    }
+  for (const Group& group : groups_) {
+    if (group.counter >= 0) left[group.counter] = static_cast<int32_t>(group.chunks);
   }
 }
 
 void AttentionPlan::run(const KernelTable& table, const AttentionBuffers& buffers, int64_t task,
                         float* shared, float* own) const {
-  if (split_) {
+  if (task < split_tasks_) {
     run_chunk(table, buffers, task, shared, own);
   } else {
-    run_group(table, buffers, task, own);
+    run_group(table, buffers, groups_[static_cast<size_t>(tasks_[static_cast<size_t>(task)].group)],
+              own);
   }
 }
 
 void AttentionPlan::run_chunk(const KernelTable& table, const AttentionBuffers& buffers,
                               int64_t task, float* shared, float* own) const {
-  const Group group = group_of_task(task);
-  const int64_t chunk = task - group.first_task, stride = attention_state_floats(shape_.dim);
+  const auto [g, chunk] = tasks_[static_cast<size_t>(task)];
+  const Group& group = groups_[static_cast<size_t>(g)];
   const void* next = nullptr;
-  if (chunk + 1 < group.chunks) {
-    next = cache_at(buffers.keys, group.sequence, group.kv_head, (chunk + 1) * kAttentionChunk);
-  } else if (task + 1 < tasks_) {
-    const Group after = group_of_task(task + 1);
-    next = cache_at(buffers.keys, after.sequence, after.kv_head, 0);
+  if (task + 1 < split_tasks_) {
+    const Task after = tasks_[static_cast<size_t>(task + 1)];
+    next = keys_in_place(buffers.pool, groups_[static_cast<size_t>(after.group)], after.chunk);
   }
-  float* states = shared + counter_floats(groups_) + group.first_task * states_floats();
-  float* row = own + query_floats();
+  const int64_t chunk_floats = rows_of(group) * state_floats();
+  float* states = shared + counter_floats() + group.states;
   const Query query = query_at(own);
-  load_query(table, buffers, group, query, row);
-  attend(table, buffers, group, chunk, next, query, row + attention_padded(shape_.dim),
-         states + chunk * states_floats());
+  load_query(table, buffers, group, query, row_at(own));
+  attend(table, buffers, group, chunk, next, query, own, states + chunk * chunk_floats);
   // acq_rel: the last one sees what the others wrote.
-  std::atomic_ref<int32_t> left(reinterpret_cast<int32_t*>(shared)[group_index(group)]);
+  std::atomic_ref<int32_t> left(reinterpret_cast<int32_t*>(shared)[group.counter]);
   if (left.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
   left.store(static_cast<int32_t>(group.chunks), std::memory_order_relaxed);
-  const int64_t rows = group.tokens * rows_per_token_;
-  const int64_t first = start_[group.sequence] + group.token + 1;
   for (int64_t c = 1; c < group.chunks; ++c) {
-    const int64_t skipped = std::max<int64_t>(0, c * kAttentionChunk + 1 - first) * rows_per_token_;
-    table.merge_attention(rows - skipped, shape_.dim,
-                          states + c * states_floats() + skipped * stride,
-                          states + skipped * stride);
+    merge(table, group, c, states + c * chunk_floats, states);
   }
-  store_out(table, buffers, group, states, row);
+  store_out(table, buffers, group, states, row_at(own));
 }
 
 void AttentionPlan::run_group(const KernelTable& table, const AttentionBuffers& buffers,
-                              int64_t task, float* own) const {
-  const int64_t pair = task / blocks_;
-  const Group group = group_at(pair / shape_.kv_heads, pair % shape_.kv_heads, task % blocks_);
-  const int64_t stride = attention_state_floats(shape_.dim);
-  float* row = own + query_floats();
-  float* states = row + attention_padded(shape_.dim);
-  float* later = states + states_floats();
-  float* scratch = later + states_floats();
+                              const Group& group, float* own) const {
+  float* states = scratch_at(own) + attention_scratch_floats(most_rows_, shape_.dim);
+  float* later = states + rows_of(group) * state_floats();
   const Query query = query_at(own);
-  load_query(table, buffers, group, query, row);
+  load_query(table, buffers, group, query, row_at(own));
   for (int64_t c = 0; c < group.chunks; ++c) {
-    const void* next = c + 1 == group.chunks ? nullptr
-                                             : cache_at(buffers.keys, group.sequence, group.kv_head,
-                                                        (c + 1) * kAttentionChunk);
-    const int64_t skipped =
-        attend(table, buffers, group, c, next, query, scratch, c == 0 ? states : later);
-    if (c == 0) continue;
-    table.merge_attention(group.tokens * rows_per_token_ - skipped, shape_.dim,
-                          later + skipped * stride, states + skipped * stride);
+    const void* next = c + 1 == group.chunks ? nullptr : keys_in_place(buffers.pool, group, c + 1);
+    attend(table, buffers, group, c, next, query, own, c == 0 ? states : later);
+    if (c > 0) merge(table, group, c, later, states);
   }
-  store_out(table, buffers, group, states, row);
+  store_out(table, buffers, group, states, row_at(own));
 }
 
-void attend(const AttentionShape& shape, const int64_t* start, const AttentionBuffers& buffers) {
+void attend(const AttentionShape& shape, const Sequences& sequences,
+            const AttentionBuffers& buffers) {
   const KernelTable& table = kernels();
-  const int64_t most = partitions_for(shape.kv_heads * shape.batch * shape.tokens * shape.length,
-                                      work_of(shape, start), kMinElements);
-  const AttentionPlan plan(shape, start, most);
+  thread_local AttentionPlan plan;  // for its memory
+  const int64_t most =
+      partitions_for(kMostPartitions, attention_work(shape, sequences), kMinElements);
+  plan.build(shape, sequences, most);
   const int64_t partitions = std::min(most, plan.tasks()), own = plan.thread_floats();
+  if (partitions == 0) return;
   Scratch<float> shared(plan.shared_floats()), threads(partitions * own);
   plan.prepare(shared.get());
-  std::atomic<int64_t> next{0};
+  std::atomic<int64_t> next{plan.split_tasks()};
+  const AttentionPlan& tasks = plan;  // the threads of the region have one of their own
   run_partitions(partitions, [&](int64_t p) {
     float* mine = threads.get() + p * own;
-    if (plan.split()) {  // equal tasks: a sequential stream for each thread
-      const int64_t end = partition_begin(plan.tasks(), partitions, p + 1);
-      for (int64_t i = partition_begin(plan.tasks(), partitions, p); i < end; ++i)
-        plan.run(table, buffers, i, shared.get(), mine);
-    } else {  // later tokens see more positions: the dear ones first
-      for (int64_t i = next++; i < plan.tasks(); i = next++)
-        plan.run(table, buffers, plan.tasks() - 1 - i, shared.get(), mine);
-    }
+    // equal tasks: a sequential stream for each thread; then the dear ones first
+    const int64_t end = partition_begin(tasks.split_tasks(), partitions, p + 1);
+    for (int64_t i = partition_begin(tasks.split_tasks(), partitions, p); i < end; ++i)
+      tasks.run(table, buffers, i, shared.get(), mine);
+    for (int64_t i = next++; i < tasks.tasks(); i = next++)
+      tasks.run(table, buffers, i, shared.get(), mine);
   });
 }
 

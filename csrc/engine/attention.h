@@ -1,52 +1,55 @@
-// Attention cut into tasks: what to compute, in how many pieces, with how much scratch memory, and
-// one piece at a time, for callers with threads of their own; or all at once.  The arithmetic is
-// the kernels' (kernel_table.h, attend_chunk).
+// Attention of new tokens over paged caches, cut into tasks: what to compute, in how many pieces,
+// with how much scratch memory, and one piece at a time, for callers with threads of their own; or
+// all at once. The arithmetic is the kernels' (kernel_table.h, attend_chunk).
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
+#include "engine/kv_cache.h"
 #include "kernels/kernel_table.h"
 
 namespace bitnet::engine {
 
 struct AttentionShape {
-  int64_t batch, tokens, heads, kv_heads;
-  int64_t length, dim;  // positions that a cache holds for a sequence; size of a head
-  DType query_type;     // of query and out
-  DType cache_type;     // kF32, kBF16 or kInt8
+  int64_t heads, kv_heads, dim;
+  DType query_type;  // of query and out
   float scale;
+  CachePool pool;  // its strides; the data is that of each call
 };
 
 struct AttentionBuffers {
-  const void* query;   // [batch, tokens, heads, dim]
-  const void* keys;    // [batch, kv_heads, length, dim], the new tokens' keys included
-  const void* values;  // likewise
-  void* out;           // [batch, tokens, heads, dim]
-  const float* key_scale = nullptr;  // [batch, kv_heads, length], of an int8 cache
-  const float* value_scale = nullptr;
+  const void* query;  // [tokens, heads, dim]
+  void* out;          // [tokens, heads, dim]
+  CachePool pool;     // of the layer, with the shape's strides; the new tokens' keys included
 };
 
+// Multiply-adds of one half of attention, about.
+int64_t attention_work(const AttentionShape& shape, const Sequences& sequences);
+
 // How to use it, with threads that the caller owns:
-//   AttentionPlan plan(shape, start_positions, threads);   // cheap; per step, not per layer
+//   plan.build(shape, sequences, threads);                // per step, not per layer
 //   shared: plan.shared_floats() floats, per thread: plan.thread_floats() floats
-//   plan.prepare(shared)                                   // one thread, before the first task
+//   plan.prepare(shared)                                  // one thread, before the first task
 //   any thread, any order, each task once:  plan.run(table, buffers, task, shared, own)
 // When every task has returned and the threads have synchronised, `out` is complete, and `shared`
-// is prepared again for the next layer.  A thread should take neighbouring tasks, in ascending
+// is prepared again for the next layer. A thread should take neighbouring tasks, in ascending
 // order: they read neighbouring memory.
 //
-// A task is one chunk of positions for one group of query rows ("split"), or all chunks of a group
-// where there are groups enough for all threads.  A group is a block of tokens times the query
-// heads of one KV head.  In a split plan whoever finishes a group's last chunk merges it, so no
-// barrier is needed in between.  The result is the same, bit for bit, whatever the plan.
+// A group is a block of tokens of one sequence times the query heads of one KV head. One that is
+// more than a fair part of all the work is split: each chunk of its positions is a task, and
+// whoever finishes the last one merges them, so no barrier is needed in between. Any other group is
+// one task. The result is the same, bit for bit, whatever the plan.
 class AttentionPlan {
  public:
-  // start: int64 [batch], read as long as the plan is used; checked by the caller.
-  AttentionPlan(const AttentionShape& shape, const int64_t* start, int64_t threads);
+  // The sequences' arrays are read as long as the plan is used; checked by the caller. Memory of an
+  // earlier plan is used again.
+  void build(const AttentionShape& shape, const Sequences& sequences, int64_t threads);
 
-  int64_t tasks() const { return tasks_; }
-  bool split() const { return split_; }
-  int64_t shared_floats() const;
+  int64_t tasks() const { return static_cast<int64_t>(tasks_.size()); }
+  // Tasks [0, split_tasks()) are chunks; those behind are groups, the dearest first.
+  int64_t split_tasks() const { return split_tasks_; }
+  int64_t shared_floats() const { return counter_floats() + states_floats_; }
   int64_t thread_floats() const;
 
   void prepare(float* shared) const;
@@ -55,47 +58,74 @@ class AttentionPlan {
 
  private:
   struct Group {
-    int64_t sequence, kv_head, token, tokens;  // tokens [token, token + tokens)
-    int64_t chunks;                            // that its last token sees
-    int64_t first_task;
+    int64_t sequence, kv_head;
+    int64_t token, tokens;  // of all tokens: [token, token + tokens)
+    int64_t position;       // of the first
+    int64_t chunks;         // that its last token sees
+    int64_t counter = -1;   // split: which counter, and where its states begin
+    int64_t states = 0;
   };
-  Group group_of_task(int64_t task) const;
-  Group group_at(int64_t sequence, int64_t kv_head, int64_t block) const;
-  int64_t chunks_of_block(int64_t sequence, int64_t block) const;
-  int64_t group_index(const Group& group) const;
-  int64_t block_rows() const { return block_tokens_ * rows_per_token_; }
-  int64_t states_floats() const { return block_rows() * attention_state_floats(shape_.dim); }
-
+  struct Task {
+    int32_t group, chunk;  // chunk -1: all of them
+  };
   // A group's query rows: as float32, or for an int8 cache as quantised, one factor each.
   struct Query {
     float* rows;
     int16_t* wide;
     float* scale;
   };
+  // A chunk's keys and values as the kernels take them.
+  struct ChunkRows {
+    const void *keys, *values;
+    int64_t stride_bytes;
+    const float *key_scale, *value_scale;
+  };
+
+  void choose_block_tokens(int64_t threads);
+  void make_groups();
+  void make_tasks(int64_t threads);
+  int64_t rows_of(const Group& group) const { return group.tokens * rows_per_token_; }
+  int64_t cost_of(const Group& group) const;
+  int64_t counter_floats() const;
+  int64_t state_floats() const { return attention_state_floats(shape_.dim); }
   int64_t query_floats() const;
   Query query_at(float* memory) const;
+  float* row_at(float* memory) const { return memory + query_floats(); }
+  float* gathered_at(float* memory) const { return row_at(memory) + attention_padded(shape_.dim); }
+  int64_t gathered_floats() const;
+  float* scratch_at(float* memory) const { return gathered_at(memory) + gathered_floats(); }
+
   void load_query(const KernelTable& table, const AttentionBuffers& buffers, const Group& group,
                   const Query& query, float* row) const;
+  // Whether a chunk's rows lie as the kernels want them; keys of a chunk that does, else null.
+  bool lies_in_place(int64_t begin, int64_t positions) const;
+  const void* keys_in_place(const CachePool& pool, const Group& group, int64_t chunk) const;
+  ChunkRows rows_of_chunk(const CachePool& pool, const Group& group, int64_t begin,
+                          int64_t positions, float* memory) const;
   int64_t attend(const KernelTable& table, const AttentionBuffers& buffers, const Group& group,
-                 int64_t chunk, const void* next, const Query& query, float* scratch,
+                 int64_t chunk, const void* next, const Query& query, float* own,
                  float* states) const;
+  void merge(const KernelTable& table, const Group& group, int64_t chunk, const float* later,
+             float* states) const;
+  int64_t rows_before(const Group& group, int64_t chunk) const;
   void store_out(const KernelTable& table, const AttentionBuffers& buffers, const Group& group,
                  const float* states, float* row) const;
   void run_chunk(const KernelTable& table, const AttentionBuffers& buffers, int64_t task,
                  float* shared, float* own) const;
-  void run_group(const KernelTable& table, const AttentionBuffers& buffers, int64_t task,
+  void run_group(const KernelTable& table, const AttentionBuffers& buffers, const Group& group,
                  float* own) const;
-  int64_t cache_row(int64_t sequence, int64_t kv_head, int64_t position) const;
-  const void* cache_at(const void* cache, int64_t sequence, int64_t kv_head,
-                       int64_t position) const;
 
-  AttentionShape shape_;
-  const int64_t* start_;
-  int64_t rows_per_token_, block_tokens_, blocks_, groups_, tasks_;
-  bool split_;
+  AttentionShape shape_{};
+  Sequences sequences_;
+  std::vector<Group> groups_;
+  std::vector<Task> tasks_;
+  int64_t rows_per_token_ = 1, block_tokens_ = 1, most_rows_ = 0;
+  int64_t split_groups_ = 0, split_tasks_ = 0, states_floats_ = 0;
+  bool gathers_ = false;
 };
 
 // All of it in one parallel region.
-void attend(const AttentionShape& shape, const int64_t* start, const AttentionBuffers& buffers);
+void attend(const AttentionShape& shape, const Sequences& sequences,
+            const AttentionBuffers& buffers);
 
 }  // namespace bitnet::engine

@@ -1,27 +1,55 @@
-// Writing keys and values into a cache of float32, bfloat16 or int8 rows, the last with a scale for
-// every position.
+// Keys and values in a pool of blocks: where a position of a head lies, and how a row gets there.
+// A rectangular cache is a pool too, with one long block for each sequence.
 #pragma once
 
 #include "engine/row_ops.h"
 
 namespace bitnet::engine {
 
-// A cache [batch, kv_heads, length, dim] of one layer.
-struct CacheShape {
-  DType type;
-  int64_t batch, kv_heads, length, dim;
-  // Row of a position of head `h` of sequence `b`.
-  int64_t row_at(int64_t b, int64_t h, int64_t position) const {
-    return (b * kv_heads + h) * length + position;
+// Rows of one kind (keys, values, or their scales), one for every head of every position of every
+// block, in whatever order the owner of the memory has them.
+struct PoolView {
+  char* data = nullptr;
+  int64_t block_bytes = 0, position_bytes = 0, head_bytes = 0;
+
+  char* at(int64_t block, int64_t position, int64_t head) const {
+    return data + block * block_bytes + position * position_bytes + head * head_bytes;
   }
 };
 
-// Writes `row` as row `at` of a cache of that type, and of an int8 cache's scales.
-void store_cache_row(const KernelTable& table, DType type, const float* row, int64_t dim,
-                     int64_t at, void* cache, float* scales);
+// The pool of one layer. A row's `dim` elements lie side by side.
+struct CachePool {
+  DType type = DType::kF32;
+  int64_t block_size = 1;  // positions of a block
+  int64_t dim = 0;
+  PoolView keys, values;
+  PoolView key_scales, value_scales;  // float32, of int8 pools
 
-// Rows [batch, tokens, kv_heads, dim] to positions start[b] + t.
-void write_cache(const Rows& rows, int64_t tokens, const CacheShape& shape, const int64_t* start,
-                 void* cache, float* scales);
+  int64_t row_bytes() const { return dim * element_size(type); }
+  bool scaled() const { return type == DType::kInt8; }
+};
+
+// Sequences whose new tokens follow each other, sequence by sequence, and the blocks that hold
+// their keys and values. Borrowed memory.
+struct Sequences {
+  int64_t count = 0;
+  const int64_t* query_start = nullptr;  // [count + 1]: the first new token of each, and the end
+  const int64_t* lengths = nullptr;      // [count], the new tokens included
+  const int64_t* block_table = nullptr;  // [count, table_stride]
+  int64_t table_stride = 0;
+
+  int64_t tokens(int64_t s) const { return query_start[s + 1] - query_start[s]; }
+  // Where the first new token stands.
+  int64_t start(int64_t s) const { return lengths[s] - tokens(s); }
+  const int64_t* blocks(int64_t s) const { return block_table + s * table_stride; }
+};
+
+// Writes a key's and a value's row of one head into slot = block * block_size + position.
+void store_cache_rows(const KernelTable& table, const CachePool& pool, int64_t slot, int64_t head,
+                      const float* key, const float* value);
+
+// Rows [tokens, heads, dim] of keys and values into the slots of their tokens.
+void write_cache(const Rows& keys, const Rows& values, const int64_t* slots, int64_t heads,
+                 const CachePool& pool);
 
 }  // namespace bitnet::engine

@@ -17,6 +17,12 @@ static_assert(kHeadRows % layout::kHeadTileRows == 0);
 
 }  // namespace
 
+void keep_logit_row(const StepModel& m, const StepBuffers& buffers, int64_t j) {
+  if (buffers.kept == buffers.x) return;
+  std::memcpy(buffers.kept + j * m.hidden, buffers.x + m.logit_rows[j] * m.hidden,
+              static_cast<size_t>(m.hidden) * sizeof(float));
+}
+
 WeightSize weight_size(const StepModel& m, int which) {
   switch (which) {
     case kQ:
@@ -49,19 +55,21 @@ StepPlan::Place StepPlan::place(int64_t stage) const {
           static_cast<int>(stage % kStagesOfLayer)};
 }
 
-bool StepPlan::keeps_last_tokens_only(const Place& at) const {
+bool StepPlan::keeps_logit_rows_only(const Place& at) const {
   return at.layer == nullptr ||
          (at.layer == model_.layers + model_.n_layers - 1 && at.stage >= kNormOut);
 }
 
 int64_t StepPlan::tokens_at(const Place& at) const {
-  return keeps_last_tokens_only(at) ? model_.head_tokens() : model_.tokens;
+  return keeps_logit_rows_only(at) ? model_.head_tokens : model_.tokens;
 }
 
-int64_t StepPlan::token_of(const Place& at, int64_t j) const {
-  if (!keeps_last_tokens_only(at)) return j;
-  const int64_t skipped = model_.per_sequence - model_.kept;
-  return j + skipped * (j / model_.kept + 1);
+bool StepPlan::copies_logit_rows(const Place& at) const {
+  return at.layer == model_.layers + model_.n_layers - 1 && buffers_.kept != buffers_.x;
+}
+
+float* StepPlan::residual(const Place& at) const {
+  return keeps_logit_rows_only(at) ? buffers_.kept : buffers_.x;
 }
 
 // out null: rounded and added to the residual stream.
@@ -75,11 +83,7 @@ Projection StepPlan::projection(const Place& at, int which, float* out) const {
                {StoreKind::kRound, model_.type, out, stride_bytes}};
   if (out == nullptr) {
     p.out.kind = StoreKind::kAdd;
-    p.out.data = buffers_.x;
-    if (keeps_last_tokens_only(at)) {
-      p.out.run = model_.kept;
-      p.out.skip = model_.per_sequence - model_.kept;
-    }
+    p.out.data = residual(at);
   }
   return p;
 }
@@ -113,6 +117,7 @@ QuantizedTokens StepPlan::tokens_of(const Place& at, int64_t k, const StepInput&
 
 int64_t StepPlan::units(int64_t stage) const {
   const Place at = place(stage);
+  if (tokens_at(at) == 0) return 0;
   if (const Projections p = projections(at); p.count != 0) {
     const QuantizedTokens x = tokens_of(at, p.at[0].weight->k, buffers_.shared);
     return Product(*model_.table, x, p.at, p.count).units();
@@ -120,7 +125,7 @@ int64_t StepPlan::units(int64_t stage) const {
   if (at.layer == nullptr && at.stage == kHead)
     return (model_.head.rows + kHeadRows - 1) / kHeadRows;
   if (at.layer != nullptr && at.stage == kRotate)
-    return model_.tokens * (model_.heads + model_.kv_heads);
+    return rotated_heads() + (copies_logit_rows(at) ? model_.head_tokens : 0);
   if (at.layer != nullptr && at.stage == kAttend) return attention_.tasks();
   return split_norms_ ? tokens_at(at) : 0;
 }
@@ -137,9 +142,8 @@ ClaimRule StepPlan::claim(int64_t stage) const {
 void StepPlan::normalise(const Place& at, int64_t j, float* row, const StepInput& to) const {
   const StepModel& m = model_;
   const KernelTable& table = *m.table;
-  const int64_t token = token_of(at, j);
   if (at.layer == nullptr) {
-    table.rms_norm_row(buffers_.x + token * m.hidden, m.final_norm, m.hidden, m.eps, DType::kF32,
+    table.rms_norm_row(buffers_.kept + j * m.hidden, m.final_norm, m.hidden, m.eps, DType::kF32,
                        row);
     return prepare_head_token(table, m.head, row, j, to.head);
   }
@@ -148,11 +152,12 @@ void StepPlan::normalise(const Place& at, int64_t j, float* row, const StepInput
     apply_norm(table, {weight, m.eps}, m.type, n, row);
   };
   if (at.stage == kQkv || at.stage == kGateUp) {
-    std::memcpy(row, buffers_.x + token * n, static_cast<size_t>(n) * sizeof(float));
+    std::memcpy(row, residual(at) + j * n, static_cast<size_t>(n) * sizeof(float));
     table.round_row(m.type, row, n);
     norm(at.stage == kQkv ? at.layer->attention_norm : at.layer->mlp_norm);
   } else if (at.stage == kOut) {
     n = m.query();
+    const int64_t token = keeps_logit_rows_only(at) ? m.logit_rows[j] : j;
     std::memcpy(row, buffers_.attended + token * n, static_cast<size_t>(n) * sizeof(float));
     table.round_row(m.type, row, n);
     norm(at.layer->out_norm);
@@ -186,18 +191,21 @@ void StepPlan::run(int64_t stage, int64_t begin, int64_t end, int64_t slot) cons
     if (at.layer != nullptr && at.stage == kRotate) {
       rotate(*at.layer, unit, own.row);
     } else if (at.layer != nullptr && at.stage == kAttend) {
-      // a plan of whole groups begins with the longest
-      const int64_t last = attention_.tasks() - 1;
-      attend(*at.layer, attention_.split() ? unit : last - unit, own.attention);
+      attend(*at.layer, unit, own.attention);
     } else {  // a norm stage stands right before the stage it is for
       normalise({at.layer, at.stage + 1}, unit, own.row, buffers_.shared);
     }
   }
 }
 
-// Unit = a token and a query head, or a token and a key/value head, which also enters the cache.
+// Unit = a token and a query head, or a token and a key/value head, which also enters the cache;
+// behind these in the last layer a token whose logits are wanted.
 void StepPlan::rotate(const StepLayer& layer, int64_t unit, float* row) const {
   const StepModel& m = model_;
+  if (unit >= rotated_heads()) {
+    const int64_t j = unit - rotated_heads();
+    return keep_logit_row(m, buffers_, j);
+  }
   const KernelTable& table = *m.table;
   const int64_t per_token = m.heads + m.kv_heads, dim = m.dim;
   const int64_t token = unit / per_token, head = unit % per_token;
@@ -209,18 +217,13 @@ void StepPlan::rotate(const StepLayer& layer, int64_t unit, float* row) const {
     return;
   }
   const int64_t kv_head = head - m.heads, from = token * m.kv() + kv_head * dim;
-  const int64_t sequence = token / m.per_sequence;
-  const int64_t position = m.starts[sequence] + token % m.per_sequence;
-  const int64_t at = (sequence * m.kv_heads + kv_head) * m.capacity + position;
   table.rope_head(buffers_.k + from, cos_sin, dim, row);
   table.round_row(m.type, row, dim);
-  store_cache_row(table, m.cache_type, row, dim, at, layer.keys, layer.key_scale);
-  store_cache_row(table, m.cache_type, buffers_.v + from, dim, at, layer.values, layer.value_scale);
+  store_cache_rows(table, layer.pool, m.slots[token], kv_head, row, buffers_.v + from);
 }
 
 void StepPlan::attend(const StepLayer& layer, int64_t task, float* own) const {
-  const AttentionBuffers buffers{buffers_.rotated,  layer.keys,      layer.values,
-                                 buffers_.attended, layer.key_scale, layer.value_scale};
+  const AttentionBuffers buffers{buffers_.rotated, buffers_.attended, layer.pool};
   attention_.run(*model_.table, buffers, task, buffers_.attention, own);
 }
 
@@ -228,7 +231,7 @@ void StepPlan::logits(int64_t begin, int64_t end, const StepInput& from) const {
   const HeadView& head = model_.head;
   const int64_t first = begin * kHeadRows;
   head_rows(*model_.table, head, first, std::min(end * kHeadRows, head.rows), from.head,
-            model_.head_tokens(), buffers_.logits + first, head.rows);
+            model_.head_tokens, buffers_.logits + first, head.rows);
 }
 
 // The thread's first bytes of the next matrix: they travel while it waits for the others.
@@ -240,6 +243,7 @@ void StepPlan::prefetch_next(int64_t stage, int64_t slot) const {
   if (projections(place(stage)).count == 0) return;
   for (int64_t next = stage + 1; next < stages(); ++next) {
     const Place at = place(next);
+    if (tokens_at(at) == 0) return;
     if (const Projections p = projections(at); p.count != 0) {
       const QuantizedTokens x = tokens_of(at, p.at[0].weight->k, buffers_.shared);
       return prefetch(Product(*model_.table, x, p.at, p.count).weights_of(partitions_, slot));

@@ -21,35 +21,31 @@ struct StepLayer {
   const float* out_norm;        // [heads * dim], the sub-norm; null: none
   const float* mlp_norm;        // [hidden]
   const float* down_norm;       // [intermediate], the sub-norm; null: none
-  void* keys;                   // [batch, kv_heads, capacity, dim]
-  void* values;
-  float *key_scale, *value_scale;  // [batch, kv_heads, capacity], of an int8 cache
+  CachePool pool;
 };
 
 // What is the same for every layer.
 struct StepModel {
   const KernelTable* table;
-  int64_t tokens;        // of all sequences together
-  int64_t per_sequence;  // consecutive tokens of one sequence
-  int64_t kept;          // the last tokens of each sequence, whose logits are wanted
+  int64_t tokens;  // of all sequences together
+  Sequences sequences;
+  const int64_t* positions;   // [tokens]
+  const int64_t* slots;       // [tokens], where their keys and values go
+  const int64_t* logit_rows;  // [head_tokens], the tokens whose logits are wanted, ascending
+  int64_t head_tokens;
   int64_t hidden, heads, kv_heads, dim, intermediate;
-  int64_t capacity;  // positions of the cache
   int64_t n_layers;
   const StepLayer* layers;
   const float* final_norm;  // [hidden]
   DType type;               // what activations are rounded to between operations
-  DType cache_type;
   GatedRow activation;
   float eps;
   double rope_theta;
   float attention_scale;
-  const int64_t* starts;  // [tokens / per_sequence]
   HeadView head;
 
   int64_t query() const { return heads * dim; }
   int64_t kv() const { return kv_heads * dim; }
-  int64_t batch() const { return tokens / per_sequence; }
-  int64_t head_tokens() const { return batch() * kept; }
 };
 
 // Rows and input features of a layer's weight.
@@ -69,6 +65,8 @@ struct StepInput {
 // Memory that all threads share; every row is written by one unit of one stage.
 struct StepBuffers {
   float* x;                   // [tokens, hidden], the residual stream
+  float* kept;                // [head_tokens, hidden], the same behind the last attention; x itself
+                              // where every token's logits are wanted
   float* cos_sin;             // [tokens, dim]
   float *q, *k, *v;           // [tokens, query], [tokens, kv] twice
   float *rotated, *attended;  // [tokens, query]
@@ -78,6 +76,9 @@ struct StepBuffers {
   StepInput shared;           // what a stage of its own normalises and quantises, for all
   StepInput* own;             // [partitions]
 };
+
+// Row j of buffers.kept from buffers.x.
+void keep_logit_row(const StepModel& m, const StepBuffers& buffers, int64_t j);
 
 class StepPlan {
  public:
@@ -127,11 +128,14 @@ class StepPlan {
   };
 
   Place place(int64_t stage) const;
-  // The tokens that a stage computes, and which of all tokens its j-th one is: behind the last
-  // attention only those whose logits are wanted go on.
-  bool keeps_last_tokens_only(const Place& at) const;
+  // The tokens that a stage computes: behind the last attention only those whose logits are wanted
+  // go on, in rows of their own.
+  bool keeps_logit_rows_only(const Place& at) const;
   int64_t tokens_at(const Place& at) const;
-  int64_t token_of(const Place& at, int64_t j) const;
+  float* residual(const Place& at) const;
+  // Whether the rows of their own have to be filled in this layer.
+  bool copies_logit_rows(const Place& at) const;
+  int64_t rotated_heads() const { return model_.tokens * (model_.heads + model_.kv_heads); }
   Projections projections(const Place& at) const;
   Projection projection(const Place& at, int which, float* out) const;
   // The memory of `from` as the tokens of the stage.
@@ -151,7 +155,7 @@ class StepPlan {
 // What a thread keeps between its steps, so that a step of the same size allocates nothing.
 struct StepState {
   std::vector<StepLayer> layers;
-  std::vector<int64_t> starts, last_positions;
+  AttentionPlan attention;
   Workspace memory;
   StagedExecutor executor;
 };

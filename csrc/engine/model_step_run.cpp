@@ -10,40 +10,35 @@ namespace {
 
 constexpr int64_t kMostKeptBytes = int64_t{1} << 26;
 
-// Memory of attention at the longest context that the cache can hold, so that a growing context
-// never allocates.
-struct AttentionLimits {
-  int64_t shared, own;
-};
-AttentionLimits attention_limits(const AttentionShape& shape, const AttentionPlan& now,
-                                 int64_t partitions, std::vector<int64_t>& last) {
-  last.assign(static_cast<size_t>(shape.batch), shape.length - shape.tokens);
-  const AttentionPlan longest(shape, last.data(), partitions);
-  return {std::max(now.shared_floats(), longest.shared_floats()),
-          std::max(now.thread_floats(), longest.thread_floats())};
+// In steps of an eighth, so that a growing context allocates seldom.
+int64_t rounded_up(int64_t bytes) {
+  int64_t step = 4096;
+  while (step * 16 <= bytes) step *= 2;
+  return (bytes + step - 1) / step * step;
 }
 
 // tokens: how many it holds normalised.
-StepInput take_input(BumpAllocator& memory, const StepModel& m, const AttentionLimits& limits,
+StepInput take_input(BumpAllocator& memory, const StepModel& m, const AttentionPlan& attention,
                      int64_t tokens) {
   const int64_t longest = std::max({m.hidden, m.query(), m.intermediate});
   StepInput input{};
   input.row = memory.take<float>(std::max(longest, m.dim));
-  input.attention = memory.take<float>(limits.own);
+  input.attention = memory.take<float>(attention.thread_floats());
   input.x.codes = memory.take<int8_t>(tokens * layout::padded_k(longest));
   input.x.sums = memory.take<int32_t>(tokens);
   input.x.scales = memory.take<float>(tokens);
-  const int64_t head_tokens = std::min(tokens, m.head_tokens());
+  const int64_t head_tokens = std::min(tokens, m.head_tokens);
   if (char* head = memory.take<char>(head_input_bytes(m.head, head_tokens)); head != nullptr) {
     input.head = bind_head_input(m.head, head_tokens, head);
   }
   return input;
 }
 
-StepBuffers take_buffers(BumpAllocator& memory, const StepModel& m, const AttentionLimits& limits,
+StepBuffers take_buffers(BumpAllocator& memory, const StepModel& m, const AttentionPlan& attention,
                          int64_t partitions) {
   StepBuffers b{};
   b.x = memory.take<float>(m.tokens * m.hidden);
+  b.kept = m.head_tokens == m.tokens ? b.x : memory.take<float>(m.head_tokens * m.hidden);
   b.cos_sin = memory.take<float>((m.tokens + 1) * m.dim);  // the last row: frequencies
   b.q = memory.take<float>(m.tokens * m.query());
   b.k = memory.take<float>(m.tokens * m.kv());
@@ -52,24 +47,22 @@ StepBuffers take_buffers(BumpAllocator& memory, const StepModel& m, const Attent
   b.attended = memory.take<float>(m.tokens * m.query());
   b.gate = memory.take<float>(m.tokens * m.intermediate);
   b.up = memory.take<float>(m.tokens * m.intermediate);
-  b.attention = memory.take<float>(limits.shared);
+  b.attention = memory.take<float>(attention.shared_floats());
   const bool split = StepPlan::splits_norms(m.tokens, partitions);
-  b.shared = take_input(memory, m, limits, split ? m.tokens : 0);
+  b.shared = take_input(memory, m, attention, split ? m.tokens : 0);
   b.own = memory.take<StepInput>(partitions);
   for (int64_t p = 0; p < partitions; ++p) {
-    const StepInput own = take_input(memory, m, limits, split ? 0 : m.tokens);
+    const StepInput own = take_input(memory, m, attention, split ? 0 : m.tokens);
     if (b.own != nullptr) b.own[p] = own;
   }
   return b;
 }
 
 // Threads worth a region: each stage should be worth a barrier.
-int64_t partitions_of(const StepModel& m) {
-  const int64_t longest = *std::max_element(m.starts, m.starts + m.batch()) + m.per_sequence;
-  const int64_t attention = m.tokens * m.heads * longest * m.dim;
+int64_t partitions_of(const StepModel& m, const AttentionShape& shape) {
   int64_t weights = 0;
   for (int i = 0; i < kLayerWeights; ++i) weights += weight_size(m, i).rows * weight_size(m, i).k;
-  const int64_t per_stage = (m.tokens * weights + attention) / 4;
+  const int64_t per_stage = (m.tokens * weights + attention_work(shape, m.sequences)) / 4;
   return std::min(partitions_for(StagedExecutor::kMaxPartitions, per_stage, kMinMacs),
                   StagedExecutor::kMaxPartitions);
 }
@@ -79,26 +72,27 @@ void fill_inputs(const StepModel& m, const float* x, const StepBuffers& b) {
   float* frequencies = b.cos_sin + m.tokens * m.dim;
   rope_frequencies(m.dim, m.rope_theta, frequencies);
   for (int64_t token = 0; token < m.tokens; ++token) {
-    const int64_t position = m.starts[token / m.per_sequence] + token % m.per_sequence;
-    rope_angles(position, frequencies, m.dim / 2, b.cos_sin + token * m.dim);
+    rope_angles(m.positions[token], frequencies, m.dim / 2, b.cos_sin + token * m.dim);
   }
+  for (int64_t j = 0; m.n_layers == 0 && j < m.head_tokens; ++j) keep_logit_row(m, b, j);
 }
 
 }  // namespace
 
 void run_step(StepState& state, const StepModel& m, const float* x, float* logits) {
-  const int64_t partitions = partitions_of(m);
-  const AttentionShape shape{m.batch(), m.per_sequence, m.heads,      m.kv_heads,       m.capacity,
-                             m.dim,     DType::kF32,    m.cache_type, m.attention_scale};
-  const AttentionPlan attention(shape, m.starts, partitions);
-  const AttentionLimits limits =
-      attention_limits(shape, attention, partitions, state.last_positions);
+  const AttentionShape shape{
+      m.heads,     m.kv_heads,        m.dim,
+      DType::kF32, m.attention_scale, m.n_layers == 0 ? CachePool{} : m.layers[0].pool};
+  const int64_t partitions = partitions_of(m, shape);
+  AttentionPlan& attention = state.attention;
+  attention.build(shape, m.sequences, partitions);
   BumpAllocator count(nullptr);
-  take_buffers(count, m, limits, partitions);
+  take_buffers(count, m, attention, partitions);
   Workspace passing;  // for a long prompt at once: not worth keeping
-  Workspace& workspace = count.used() > kMostKeptBytes ? passing : state.memory;
-  BumpAllocator memory(workspace.reserve(count.used()));
-  StepBuffers buffers = take_buffers(memory, m, limits, partitions);
+  const bool keep = count.used() <= kMostKeptBytes;
+  Workspace& workspace = keep ? state.memory : passing;
+  BumpAllocator memory(workspace.reserve(keep ? rounded_up(count.used()) : count.used()));
+  StepBuffers buffers = take_buffers(memory, m, attention, partitions);
   buffers.logits = logits;
   attention.prepare(buffers.attention);
   fill_inputs(m, x, buffers);

@@ -148,21 +148,8 @@ void Product::store(const Projection& p, const SumsJob& job, int64_t token) cons
       .out_stride_bytes = p.out.stride_bytes,
   };
   const int64_t column = row * (p.out.kind == StoreKind::kStore ? element_size(p.out.type) : 4);
-  const auto out_of = [&](int64_t m) {
-    const int64_t at = p.out.skip == 0 ? m : m + p.out.skip * (m / p.out.run + 1);
-    return offset_bytes(p.out.data, at * p.out.stride_bytes + column);
-  };
-  if (p.out.skip == 0 || job.tokens == 1) {
-    out.out = out_of(token);
-    return table_.store_block(out);
-  }
-  for (int64_t m = 0; m < job.tokens; m += out.tokens) {  // rows between gaps
-    out.sums = job.out + m * job.out_stride;
-    out.tokens = std::min(p.out.run - (token + m) % p.out.run, job.tokens - m);
-    out.x_scale = x_.scales + token + m;
-    out.out = out_of(token + m);
-    table_.store_block(out);
-  }
+  out.out = offset_bytes(p.out.data, token * p.out.stride_bytes + column);
+  table_.store_block(out);
 }
 
 // values[m * out_stride + i]: the sum over all groups, before x_scale.

@@ -9,14 +9,12 @@
 
 namespace bitnet::engine {
 
-// Where the rows of a projection go: token m's at data + row * stride_bytes.
+// Where the rows of a projection go: token m's at data + m * stride_bytes.
 struct Output {
   StoreKind kind;
   DType type;  // stored as (kStore) or rounded to (kRound, kAdd)
   void* data;
   int64_t stride_bytes;
-  // row = m + skip * (m / run + 1): of every run + skip tokens the last `run`.  skip 0: row = m.
-  int64_t run = 1, skip = 0;
 };
 
 // float(sum) * (scale[n] * x_scale[m]) + bias[n].  grouped: scale is [n_rows, ceil(K / 128)], and

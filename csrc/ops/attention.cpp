@@ -1,19 +1,22 @@
-// attention, kv_cache_update: checks of their tensors; engine/attention.h and engine/kv_cache.h do
-// the rest.
+// attention, kv_cache_update and their paged forms: checks of their tensors; engine/attention.h and
+// engine/kv_cache.h do the rest.
 #include "engine/attention.h"
 
 #include <cmath>
 
 #include "engine/kv_cache.h"
 #include "ops/cache_checks.h"
+#include "ops/paged_batch.h"
 #include "ops/register.h"
 
 namespace bitnet::ops {
 namespace {
 
-using Cache = engine::CacheShape;
+struct CacheSizes {
+  int64_t batch, kv_heads, length, dim;
+};
 
-Cache check_caches(const Check& check, const Tensor& key_cache, const Tensor& value_cache) {
+CacheSizes check_caches(const Check& check, const Tensor& key_cache, const Tensor& value_cache) {
   check_cache_dtype(check, key_cache, "key_cache");
   check.dim(key_cache, "key_cache", 4);
   check.contiguous(key_cache, "key_cache");
@@ -22,8 +25,30 @@ Cache check_caches(const Check& check, const Tensor& key_cache, const Tensor& va
   check.contiguous(value_cache, "value_cache");
   if (overlap(key_cache, value_cache))
     check.fail("value_cache", "in its own memory", "memory shared with key_cache");
-  return {cache_type_of(key_cache), key_cache.size(0), key_cache.size(1), key_cache.size(2),
-          key_cache.size(3)};
+  return {key_cache.size(0), key_cache.size(1), key_cache.size(2), key_cache.size(3)};
+}
+
+void check_heads(const Check& check, int64_t heads, int64_t kv_heads, double scale) {
+  if (!(kv_heads >= 1 && heads % kv_heads == 0))
+    check.fail("query", "with a multiple of the cache's " + std::to_string(kv_heads) + " heads",
+               std::to_string(heads));
+  if (!std::isfinite(scale)) check.fail("scale", "finite", std::to_string(scale));
+}
+
+// Rows of the last dimension of [..., kv_heads, dim].
+engine::Rows head_rows(const Tensor& t, int64_t count) {
+  return {dtype_of(t), count, t.size(t.dim() - 1), const_cast<void*>(t.const_data_ptr())};
+}
+
+// The slots of a rectangular cache in the order of its new tokens.
+std::vector<int64_t> slots_of(const std::vector<int64_t>& start, int64_t tokens, int64_t length) {
+  std::vector<int64_t> slots;
+  slots.reserve(start.size() * static_cast<size_t>(tokens));
+  for (size_t b = 0; b < start.size(); ++b) {
+    const int64_t first = static_cast<int64_t>(b) * length + start[b];
+    for (int64_t t = 0; t < tokens; ++t) slots.push_back(first + t);
+  }
+  return slots;
 }
 
 }  // namespace
@@ -32,63 +57,110 @@ void kv_cache_update(Tensor key_cache, Tensor value_cache, const Tensor& key_in,
                      const Tensor& value_in, const Tensor& start_positions,
                      std::optional<Tensor> key_scale, std::optional<Tensor> value_scale) {
   const Check check("kv_cache_update");
-  const Cache cache = check_caches(check, key_cache, value_cache);
-  const CacheScales scales =
-      check_cache_scales(check, key_cache, value_cache, key_scale, value_scale, false);
+  const CacheSizes cache = check_caches(check, key_cache, value_cache);
+  check_cache_scales(check, key_cache, value_cache, key_scale, value_scale, false);
   check.float_dtype(key_in, "key");
   check.dim(key_in, "key", 4);
-  check.shape(key_in, "key", {cache.batch, key_in.size(1), cache.kv_heads, cache.dim});
+  const int64_t tokens = key_in.size(1);
+  check.shape(key_in, "key", {cache.batch, tokens, cache.kv_heads, cache.dim});
   check.dtype(value_in, "value", key_in.scalar_type());
   check.same_shape(value_in, "value", key_in, "key");
   std::vector<int64_t> start;
-  check_positions(check, start_positions, cache.batch, cache.length, key_in.size(1), start);
+  check_positions(check, start_positions, cache.batch, cache.length, tokens, start);
   const Tensor key = as_contiguous(key_in),
                value = as_contiguous(value_in);  // both before any write
   const Mutated mutated(key_cache, value_cache, key_scale, value_scale);
   mutated.keep_apart(check, key, "key");
   mutated.keep_apart(check, value, "value");
   mutated.keep_apart(check, start_positions, "start_positions");
-  if (key.numel() == 0 && scales.key == nullptr) return;  // heads of no features, maybe very many
-  const auto write = [&](const Tensor& from, Tensor& to, float* to_scales) {
-    engine::write_cache(rows_view(from), from.size(1), cache, start.data(), to.mutable_data_ptr(),
-                        to_scales);
-  };
-  write(key, key_cache, scales.key);
-  write(value, value_cache, scales.value);
+  const int64_t rows = cache.batch * tokens * cache.kv_heads;
+  const bool nothing = key.numel() == 0 && cache_type_of(key_cache) != DType::kInt8;
+  if (rows == 0 || nothing) return;  // heads of no features, maybe very many
+  engine::write_cache(head_rows(key, rows), head_rows(value, rows),
+                      slots_of(start, tokens, cache.length).data(), cache.kv_heads,
+                      pool_view(key_cache, value_cache, key_scale, value_scale, kRectangular));
+}
+
+void paged_cache_update(Tensor key_pool, Tensor value_pool, const Tensor& key_in,
+                        const Tensor& value_in, const Tensor& slot_mapping,
+                        std::optional<Tensor> key_scale, std::optional<Tensor> value_scale) {
+  const Check check("paged_cache_update");
+  check_pool(check, key_pool, value_pool, kPaged);
+  check_pool_scales(check, key_pool, value_pool, key_scale, value_scale);
+  check.float_dtype(key_in, "key");
+  check.dim(key_in, "key", 3);
+  const int64_t tokens = key_in.size(0), heads = key_pool.size(kPaged.head);
+  check.shape(key_in, "key", {tokens, heads, key_pool.size(3)});
+  check.dtype(value_in, "value", key_in.scalar_type());
+  check.same_shape(value_in, "value", key_in, "key");
+  std::vector<int64_t> slots;
+  copy_slots(check, slot_mapping, tokens, key_pool.size(0) * key_pool.size(1), slots);
+  const Tensor key = as_contiguous(key_in), value = as_contiguous(value_in);
+  const Mutated mutated(key_pool, value_pool, key_scale, value_scale, "key_pool", "value_pool");
+  mutated.keep_apart(check, key, "key");
+  mutated.keep_apart(check, value, "value");
+  mutated.keep_apart(check, slot_mapping, "slot_mapping");
+  if (key_pool.numel() == 0 || tokens == 0) return;
+  engine::write_cache(head_rows(key, tokens * heads), head_rows(value, tokens * heads),
+                      slots.data(), heads,
+                      pool_view(key_pool, value_pool, key_scale, value_scale, kPaged));
 }
 
 Tensor attention(const Tensor& query_in, const Tensor& key_cache, const Tensor& value_cache,
                  const Tensor& start_positions, double scale, std::optional<Tensor> key_scale,
                  std::optional<Tensor> value_scale) {
   const Check check("attention");
-  const Cache cache = check_caches(check, key_cache, value_cache);
-  const CacheScales scales =
-      check_cache_scales(check, key_cache, value_cache, key_scale, value_scale, false);
+  const CacheSizes cache = check_caches(check, key_cache, value_cache);
+  check_cache_scales(check, key_cache, value_cache, key_scale, value_scale, false);
   check.float_dtype(query_in, "query");
   check.dim(query_in, "query", 4);
   const int64_t tokens = query_in.size(1), heads = query_in.size(2), dim = cache.dim;
   check.shape(query_in, "query", {cache.batch, tokens, heads, dim});
-  if (!(cache.kv_heads >= 1 && heads % cache.kv_heads == 0))
-    check.fail("query",
-               "with a multiple of the cache's " + std::to_string(cache.kv_heads) + " heads",
-               std::to_string(heads));
-  if (!std::isfinite(scale)) check.fail("scale", "finite", std::to_string(scale));
+  check_heads(check, heads, cache.kv_heads, scale);
   std::vector<int64_t> start;
   check_positions(check, start_positions, cache.batch, cache.length, tokens, start);
   const Tensor query = as_contiguous(query_in);
   Tensor out = empty(shape_of(query), query.scalar_type());
   if (query.numel() == 0) return out;
-  engine::attend({cache.batch, tokens, heads, cache.kv_heads, cache.length, dim, dtype_of(query),
-                  cache.type, static_cast<float>(scale)},
-                 start.data(),
-                 {query.const_data_ptr(), key_cache.const_data_ptr(), value_cache.const_data_ptr(),
-                  out.mutable_data_ptr(), scales.key, scales.value});
+  PagedBatch sequences;
+  sequences.set_rectangular(start, tokens);
+  const engine::CachePool pool =
+      pool_view(key_cache, value_cache, key_scale, value_scale, kRectangular);
+  engine::attend({heads, cache.kv_heads, dim, dtype_of(query), static_cast<float>(scale), pool},
+                 sequences.view(), {query.const_data_ptr(), out.mutable_data_ptr(), pool});
+  return out;
+}
+
+Tensor paged_attention(const Tensor& query_in, const Tensor& key_pool, const Tensor& value_pool,
+                       const Tensor& query_start_loc, const Tensor& seq_lens,
+                       const Tensor& block_table, double scale, std::optional<Tensor> key_scale,
+                       std::optional<Tensor> value_scale) {
+  const Check check("paged_attention");
+  check_pool(check, key_pool, value_pool, kPaged);
+  check_pool_scales(check, key_pool, value_pool, key_scale, value_scale);
+  check.float_dtype(query_in, "query");
+  check.dim(query_in, "query", 3);
+  const int64_t tokens = query_in.size(0), heads = query_in.size(1), dim = key_pool.size(3);
+  const int64_t kv_heads = key_pool.size(kPaged.head);
+  check.shape(query_in, "query", {tokens, heads, dim});
+  check_heads(check, heads, kv_heads, scale);
+  PagedBatch sequences;
+  sequences.set(check, query_start_loc, seq_lens, block_table, tokens, key_pool.size(0),
+                key_pool.size(1));
+  const Tensor query = as_contiguous(query_in);
+  Tensor out = empty(shape_of(query), query.scalar_type());
+  if (query.numel() == 0) return out;
+  const engine::CachePool pool = pool_view(key_pool, value_pool, key_scale, value_scale, kPaged);
+  engine::attend({heads, kv_heads, dim, dtype_of(query), static_cast<float>(scale), pool},
+                 sequences.view(), {query.const_data_ptr(), out.mutable_data_ptr(), pool});
   return out;
 }
 
 STABLE_TORCH_LIBRARY_IMPL(bitnet, CPU, m) {
   BITNET_OP(m, attention);
   BITNET_OP(m, kv_cache_update);
+  BITNET_OP(m, paged_attention);
+  BITNET_OP(m, paged_cache_update);
 }
 
 }  // namespace bitnet::ops

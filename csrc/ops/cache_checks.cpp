@@ -3,6 +3,9 @@
 // what a cache's numbers mean.
 #include "ops/cache_checks.h"
 
+#include <algorithm>
+#include <cstdlib>
+
 namespace bitnet::ops {
 namespace {
 
@@ -14,25 +17,148 @@ std::pair<const char*, const char*> span_of(const Tensor& t) {
   return {begin, begin + (last + 1) * static_cast<int64_t>(t.element_size())};
 }
 
-float* check_scale(const Check& check, const Tensor& cache, std::optional<Tensor>& scale,
-                   const char* argument, bool layers) {
+// False where there is none, as there should be.
+bool check_scale_given(const Check& check, const Tensor& cache, const std::optional<Tensor>& scale,
+                       const char* argument) {
   const bool given = scale.has_value() && scale->defined(),
              int8 = cache_type_of(cache) == DType::kInt8;
   if (int8 && !given) check.fail(argument, "of dtype float32 with int8 caches", "none");
   if (!int8 && given)
     check.fail(argument, "to be left out with caches that are not int8", "a tensor");
-  if (!int8) return nullptr;
+  if (!int8) return false;
   check.dtype(*scale, argument, ScalarType::Float);
   Shape expected = shape_of(cache);
   expected.pop_back();
   check.shape(*scale, argument, expected);
+  return true;
+}
+
+float* check_scale(const Check& check, const Tensor& cache, std::optional<Tensor>& scale,
+                   const char* argument, bool layers) {
+  if (!check_scale_given(check, cache, scale, argument)) return nullptr;
   if (layers && !dense_layers(*scale))
     check.fail(argument, "contiguous within every layer", "other strides");
   if (!layers) check.contiguous(*scale, argument);
   return static_cast<float*>(scale->mutable_data_ptr());
 }
 
+// A dimension of memory: how many elements, how far apart.
+struct Extent {
+  int64_t size, stride;
+};
+
+// Whether no two elements share a place: every dimension steps over all smaller ones.
+bool disjoint(std::vector<Extent> extents) {
+  std::sort(extents.begin(), extents.end(),
+            [](const Extent& a, const Extent& b) { return a.stride < b.stride; });
+  int64_t reach = 0;  // the last place of the smaller dimensions
+  for (const Extent& e : extents) {
+    if (e.size == 1) continue;
+    if (e.stride <= reach) return false;
+    reach += (e.size - 1) * e.stride;
+  }
+  return true;
+}
+
+std::vector<Extent> extents_of(const Tensor& t) {
+  std::vector<Extent> extents;
+  for (int64_t d = 0; d < t.dim(); ++d) extents.push_back({t.size(d), t.stride(d)});
+  return extents;
+}
+
+// The same for two tensors of one shape and dtype, which may alternate.
+bool disjoint(const Tensor& a, const Tensor& b) {
+  if (!overlap(a, b)) return true;
+  for (int64_t d = 0; d < a.dim(); ++d) {
+    if (a.size(d) != 1 && a.stride(d) != b.stride(d)) return false;
+  }
+  const auto distance =
+      static_cast<const char*>(b.const_data_ptr()) - static_cast<const char*>(a.const_data_ptr());
+  const auto element = static_cast<int64_t>(a.element_size());
+  if (distance % element != 0) return false;
+  std::vector<Extent> extents = extents_of(a);
+  extents.push_back({2, std::abs(distance / element)});
+  return disjoint(std::move(extents));
+}
+
+void check_rows(const Check& check, const Tensor& t, const char* argument) {
+  if (t.numel() != 0 && !disjoint(extents_of(t)))
+    check.fail(argument, "with memory of its own for every element", "overlapping strides");
+}
+
+// What both kinds of caches ask of int8 and its scales.
+void check_scales_apart(const Check& check, const Tensor& keys, const Tensor& values,
+                        const Tensor& key_scale, const Tensor& value_scale, const char* argument) {
+  const int64_t dim = keys.size(keys.dim() - 1);
+  if (dim > kMaxInt8Dim)
+    check.fail(argument,
+               "with heads of at most " + std::to_string(kMaxInt8Dim) + " features for int8",
+               std::to_string(dim));
+  for (const Tensor* cache : {&keys, &values}) {
+    if (overlap(key_scale, *cache) || overlap(value_scale, *cache))
+      check.fail("key_scale", "and value_scale in memory of their own", "memory of a cache");
+  }
+}
+
+engine::PoolView view_of(const Tensor& t, const CacheDims& dims, int64_t layer) {
+  const auto bytes = [&t](int d) { return t.stride(d) * static_cast<int64_t>(t.element_size()); };
+  char* data = static_cast<char*>(const_cast<void*>(t.const_data_ptr()));
+  if (dims.layer >= 0) data += layer * bytes(dims.layer);
+  return {data, bytes(dims.block), bytes(dims.position), bytes(dims.head)};
+}
+
 }  // namespace
+
+void check_pool(const Check& check, const Tensor& key_pool, const Tensor& value_pool,
+                const CacheDims& dims) {
+  check_cache_dtype(check, key_pool, "key_pool");
+  check.dim(key_pool, "key_pool", dims.head + 2);
+  check.dtype(value_pool, "value_pool", key_pool.scalar_type());
+  check.same_shape(value_pool, "value_pool", key_pool, "key_pool");
+  const int64_t row = key_pool.dim() - 1;
+  for (const auto& [pool, name] :
+       {std::pair(&key_pool, "key_pool"), std::pair(&value_pool, "value_pool")}) {
+    if (pool->size(row) > 1 && pool->stride(row) != 1)
+      check.fail(name, "contiguous in the last dimension",
+                 "stride " + std::to_string(pool->stride(row)));
+    check_rows(check, *pool, name);
+  }
+  if (key_pool.size(dims.position) < 1)
+    check.fail("key_pool", "with blocks of at least one position", "none");
+  if (!disjoint(key_pool, value_pool))
+    check.fail("value_pool", "in its own memory", "memory shared with key_pool");
+}
+
+void check_pool_scales(const Check& check, const Tensor& key_pool, const Tensor& value_pool,
+                       const std::optional<Tensor>& key_scale,
+                       const std::optional<Tensor>& value_scale) {
+  const bool keys = check_scale_given(check, key_pool, key_scale, "key_scale");
+  const bool values = check_scale_given(check, value_pool, value_scale, "value_scale");
+  if (!keys || !values) return;
+  check_rows(check, *key_scale, "key_scale");
+  check_rows(check, *value_scale, "value_scale");
+  if (!disjoint(*key_scale, *value_scale))
+    check.fail("value_scale", "in its own memory", "memory shared with key_scale");
+  check_scales_apart(check, key_pool, value_pool, *key_scale, *value_scale, "key_pool");
+}
+
+engine::CachePool pool_view(const Tensor& keys, const Tensor& values,
+                            const std::optional<Tensor>& key_scale,
+                            const std::optional<Tensor>& value_scale, const CacheDims& dims,
+                            int64_t layer) {
+  engine::CachePool pool{cache_type_of(keys),
+                         keys.size(dims.position),
+                         keys.size(keys.dim() - 1),
+                         view_of(keys, dims, layer),
+                         view_of(values, dims, layer),
+                         {},
+                         {}};
+  if (pool.scaled()) {
+    pool.key_scales = view_of(*key_scale, dims, layer);
+    pool.value_scales = view_of(*value_scale, dims, layer);
+  }
+  return pool;
+}
 
 void check_cache_dtype(const Check& check, const Tensor& cache, const char* argument) {
   if (!cache.defined()) check.float_dtype(cache, argument);  // it says so
@@ -84,24 +210,17 @@ CacheScales check_cache_scales(const Check& check, const Tensor& key_cache,
   const CacheScales scales = {check_scale(check, key_cache, key_scale, "key_scale", layers),
                               check_scale(check, value_cache, value_scale, "value_scale", layers)};
   if (scales.key == nullptr) return scales;
-  const int64_t dim = key_cache.size(key_cache.dim() - 1);
-  if (dim > kMaxInt8Dim)
-    check.fail("key_cache",
-               "with heads of at most " + std::to_string(kMaxInt8Dim) + " features for int8",
-               std::to_string(dim));
-  for (const Tensor* cache : {&key_cache, &value_cache}) {
-    if (overlap(*key_scale, *cache) || overlap(*value_scale, *cache))
-      check.fail("key_scale", "and value_scale in memory of their own", "memory of a cache");
-  }
+  check_scales_apart(check, key_cache, value_cache, *key_scale, *value_scale, "key_cache");
   if (overlap(*key_scale, *value_scale))
     check.fail("value_scale", "in its own memory", "memory shared with key_scale");
   return scales;
 }
 
 Mutated::Mutated(const Tensor& key_cache, const Tensor& value_cache,
-                 const std::optional<Tensor>& key_scale, const std::optional<Tensor>& value_scale) {
-  add(key_cache, "key_cache");
-  add(value_cache, "value_cache");
+                 const std::optional<Tensor>& key_scale, const std::optional<Tensor>& value_scale,
+                 const char* key_name, const char* value_name) {
+  add(key_cache, key_name);
+  add(value_cache, value_name);
   if (cache_type_of(key_cache) != DType::kInt8) return;
   add(*key_scale, "key_scale");
   add(*value_scale, "value_scale");

@@ -6,6 +6,7 @@
 #include <optional>
 #include <vector>
 
+#include "engine/kv_cache.h"
 #include "kernels/kernel_table.h"
 #include "ops/checks.h"
 
@@ -39,13 +40,39 @@ CacheScales check_cache_scales(const Check& check, const Tensor& key_cache,
                                const Tensor& value_cache, std::optional<Tensor>& key_scale,
                                std::optional<Tensor>& value_scale, bool layers);
 
+// Which dimensions of a cache's tensors are its blocks, positions and heads; the last one is a row.
+// `layer`: the dimension of layers, or -1.
+struct CacheDims {
+  int block, position, head, layer = -1;
+};
+inline constexpr CacheDims kRectangular{0, 2, 1}, kRectangularLayers{1, 3, 2, 0};
+inline constexpr CacheDims kPaged{0, 1, 2}, kPagedLayers{1, 2, 3, 0};
+
+// A pool of blocks that is read, and maybe written, where it lies: any strides of all dimensions
+// but the last, as long as no two rows share a byte. key_ and value_ are of one dtype and shape;
+// their rows may alternate in one block of memory, as some engines keep them.
+void check_pool(const Check& check, const Tensor& key_pool, const Tensor& value_pool,
+                const CacheDims& dims);
+// float32, of the pool's shape but for its last dimension and with rows of their own; given if and
+// only if the pool is int8.
+void check_pool_scales(const Check& check, const Tensor& key_pool, const Tensor& value_pool,
+                       const std::optional<Tensor>& key_scale,
+                       const std::optional<Tensor>& value_scale);
+
+// One layer of checked tensors as the engine takes it.
+engine::CachePool pool_view(const Tensor& keys, const Tensor& values,
+                            const std::optional<Tensor>& key_scale,
+                            const std::optional<Tensor>& value_scale, const CacheDims& dims,
+                            int64_t layer = 0);
+
 // The memory that an op writes to beside its results: both caches and, of int8 caches, their
 // scales.  What the op only reads must lie elsewhere, for it is read while they are written.
 class Mutated {
  public:
   // Of tensors that have passed the checks above, and so do not overlap each other.
   Mutated(const Tensor& key_cache, const Tensor& value_cache,
-          const std::optional<Tensor>& key_scale, const std::optional<Tensor>& value_scale);
+          const std::optional<Tensor>& key_scale, const std::optional<Tensor>& value_scale,
+          const char* key_name = "key_cache", const char* value_name = "value_cache");
   void keep_apart(const Check& check, const Tensor& t, const char* argument) const;
   // The same for `bytes` bytes of memory, without a call into torch.
   void keep_apart(const Check& check, const void* data, int64_t bytes, const char* argument) const;

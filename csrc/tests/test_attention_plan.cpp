@@ -22,21 +22,62 @@ namespace {
 using engine::AttentionBuffers;
 using engine::AttentionPlan;
 using engine::AttentionShape;
+using engine::CachePool;
+using engine::PoolView;
+using engine::Sequences;
+
+constexpr int64_t kDim = 16, kLength = 400;
+
+// A cache [batch, kv_heads, kLength, kDim], one long block for each sequence.
+struct Cache {
+  std::vector<float> keys, values;
+  int64_t kv_heads;
+
+  Cache(int64_t batch, int64_t kv_heads_in) : kv_heads(kv_heads_in) {
+    Random random(3);
+    for (int64_t i = 0; i < batch * kv_heads * kLength * kDim; ++i) {
+      keys.push_back(random.unit()), values.push_back(random.unit());
+    }
+  }
+  CachePool pool() const {
+    const int64_t row = kDim * static_cast<int64_t>(sizeof(float));
+    const auto view = [&](const std::vector<float>& rows) {
+      return PoolView{reinterpret_cast<char*>(const_cast<float*>(rows.data())),
+                      kv_heads * kLength * row, row, kLength * row};
+    };
+    return {DType::kF32, kLength, kDim, view(keys), view(values), {}, {}};
+  }
+};
+
+// What the sequences of a case are to a plan.
+struct Batch {
+  std::vector<int64_t> query_start{0}, lengths, blocks;
+
+  Batch(const std::vector<int64_t>& starts, const std::vector<int64_t>& tokens) {
+    for (size_t s = 0; s < starts.size(); ++s) {
+      query_start.push_back(query_start.back() + tokens[s]);
+      lengths.push_back(starts[s] + tokens[s]);
+      blocks.push_back(static_cast<int64_t>(s));
+    }
+  }
+  Sequences view() const {
+    return {static_cast<int64_t>(lengths.size()), query_start.data(), lengths.data(), blocks.data(),
+            1};
+  }
+};
 
 // A few layers over one cache; what a layer puts out is what the next one asks.
 struct Layers {
   static constexpr int64_t kLayers = 6;
   AttentionShape shape;
   AttentionPlan plan;
-  const std::vector<float>&keys, &values;
   mutable std::vector<std::vector<float>> rows;  // [kLayers + 1]: query, then every layer's output
   mutable std::vector<float> shared;
   mutable std::vector<std::vector<float>> own;  // [slot]
 
-  Layers(const AttentionShape& shape_in, const std::vector<int64_t>& starts, int64_t threads,
-         const std::vector<float>& keys_in, const std::vector<float>& values_in)
-      : shape(shape_in), plan(shape, starts.data(), threads), keys(keys_in), values(values_in) {
-    const auto size = static_cast<size_t>(shape.batch * shape.tokens * shape.heads * shape.dim);
+  Layers(const AttentionShape& shape_in, const Batch& batch, int64_t threads) : shape(shape_in) {
+    plan.build(shape, batch.view(), threads);
+    const auto size = static_cast<size_t>(batch.query_start.back() * shape.heads * shape.dim);
     rows.assign(kLayers + 1, std::vector<float>(size));
     Random random(7);
     for (float& x : rows[0]) x = random.unit();
@@ -52,8 +93,7 @@ struct Layers {
   void prefetch_next(int64_t, int64_t) const {}
   void run(int64_t stage, int64_t begin, int64_t end, int64_t slot) const {
     const auto layer = static_cast<size_t>(stage);
-    const AttentionBuffers buffers{rows[layer].data(), keys.data(), values.data(),
-                                   rows[layer + 1].data()};
+    const AttentionBuffers buffers{rows[layer].data(), rows[layer + 1].data(), shape.pool};
     for (int64_t task = begin; task < end; ++task) {
       plan.run(*scalar::table(), buffers, task, shared.data(),
                own[static_cast<size_t>(slot)].data());
@@ -73,34 +113,25 @@ void run_layers(const Layers& layers, int64_t threads) {
 }
 
 struct Case {
-  int64_t batch, tokens, heads, kv_heads;
-  std::vector<int64_t> starts;
-  bool split;  // with four threads
+  int64_t heads, kv_heads;
+  std::vector<int64_t> starts, tokens;
+  enum { kSplit, kWhole, kBoth } kind;  // of its groups, with four threads
 };
 
 void equal_to_one_thread(const Case& c) {
-  AttentionShape shape{};
-  shape.batch = c.batch;
-  shape.tokens = c.tokens;
-  shape.heads = c.heads;
-  shape.kv_heads = c.kv_heads;
-  shape.length = 400;
-  shape.dim = 16;
-  shape.query_type = shape.cache_type = DType::kF32;
-  shape.scale = 0.25f;
-  const auto size = static_cast<size_t>(c.batch * c.kv_heads * shape.length * shape.dim);
-  std::vector<float> keys(size), values(size);
-  Random random(3);
-  for (size_t i = 0; i < size; ++i) keys[i] = random.unit(), values[i] = random.unit();
-
-  const Layers alone(shape, c.starts, 1, keys, values);
+  const Cache cache(static_cast<int64_t>(c.starts.size()), c.kv_heads);
+  const Batch batch(c.starts, c.tokens);
+  const AttentionShape shape{c.heads, c.kv_heads, kDim, DType::kF32, 0.25f, cache.pool()};
+  const Layers alone(shape, batch, 1);
   run_layers(alone, 1);
   for (const int64_t threads : {2, 3, 4}) {
     for (int repeat = 0; repeat < 5; ++repeat) {
-      begin_case("%lld sequences, %lld tokens, %lld threads", static_cast<long long>(c.batch),
-                 static_cast<long long>(c.tokens), static_cast<long long>(threads));
-      const Layers layers(shape, c.starts, threads, keys, values);
-      if (threads == 4) CHECK(layers.plan.split() == c.split, "the plan is of the other kind");
+      begin_case("%d sequences, %d tokens, %d threads", static_cast<int>(c.starts.size()),
+                 static_cast<int>(batch.query_start.back()), static_cast<int>(threads));
+      const Layers layers(shape, batch, threads);
+      const int64_t split = layers.plan.split_tasks(), tasks = layers.plan.tasks();
+      const auto kind = split == 0 ? Case::kWhole : split == tasks ? Case::kSplit : Case::kBoth;
+      if (threads == 4) CHECK(kind == c.kind, "the plan is of the other kind");
       run_layers(layers, threads);
       for (size_t layer = 1; layer <= Layers::kLayers; ++layer) {
         CHECK(std::memcmp(layers.rows[layer].data(), alone.rows[layer].data(),
@@ -117,8 +148,13 @@ void equal_to_one_thread(const Case& c) {
 int main() {
   using namespace bitnet::test;
   name_case_on_signals();
-  equal_to_one_thread({1, 1, 4, 2, {399}, true});
-  equal_to_one_thread({2, 3, 4, 2, {397, 70}, true});
-  equal_to_one_thread({9, 1, 4, 4, {399, 0, 63, 64, 127, 128, 200, 1, 300}, false});
+  equal_to_one_thread({4, 2, {399}, {1}, Case::kSplit});
+  equal_to_one_thread({4, 2, {397, 70}, {3, 3}, Case::kSplit});
+  equal_to_one_thread(
+      {4, 4, {399, 0, 63, 64, 127, 128, 200, 1, 300}, {1, 1, 1, 1, 1, 1, 1, 1, 1}, Case::kBoth});
+  std::vector<int64_t> starts(20, 10), tokens(20, 1);
+  equal_to_one_thread({4, 4, starts, tokens, Case::kWhole});
+  starts[7] = 300, tokens[7] = 90, tokens[8] = 0;  // a prompt's chunk, and one with nothing to do
+  equal_to_one_thread({4, 4, starts, tokens, Case::kBoth});
   return finish("test_attention_plan");
 }

@@ -30,33 +30,32 @@ std::vector<float> random_floats(Random& random, int64_t n, float centre) {
   return values;
 }
 
-// A random model over `table`, and a cache for its two sequences.
+// A random model over `table`, and a pool with the blocks of its two sequences, of which the first
+// has `per_sequence` new tokens and the second one.
 struct Model {
   StepModel m{};
   std::vector<std::vector<uint8_t>> packed;
   std::vector<StepLayer> layers;
   std::vector<float> scales, norms, head, keys, values;
-  std::vector<int64_t> starts{5, 0};
+  std::vector<int64_t> query_start, lengths, blocks, positions, slots, logit_rows;
 
-  Model(const KernelTable& table, int64_t per_sequence, int64_t kept) {
+  // kept: of how many last tokens of the first sequence the logits are wanted, with those of the
+  // second one's.
+  Model(const KernelTable& table, int64_t per_sequence, int64_t kept, int64_t block_size) {
     m.table = &table;
-    m.per_sequence = per_sequence;
-    m.tokens = 2 * per_sequence;
-    m.kept = kept;
+    m.tokens = per_sequence + 1;
     m.hidden = 192;
     m.heads = 6;
     m.kv_heads = 2;
     m.dim = 32;
     m.intermediate = 456;
-    m.capacity = kCapacity;
     m.n_layers = kLayers;
     m.type = DType::kBF16;
-    m.cache_type = DType::kF32;
     m.activation = table.relu2_mul_row;
     m.eps = 1e-5f;
     m.rope_theta = 10000;
     m.attention_scale = 0.177f;
-    m.starts = starts.data();
+    cut(per_sequence, kept, block_size);
     Random random(9);
     scales.assign(at(kLayers * kLayerWeights), 0.05f);
     norms = random_floats(random, 1000, 1.0f);
@@ -64,7 +63,7 @@ struct Model {
     m.head = {
         engine::HeadFormat::kDense, DType::kF32, head.data(), nullptr, kVocab, m.hidden, 0, 2048};
     m.final_norm = norms.data();
-    const int64_t cache = 2 * m.kv_heads * kCapacity * m.dim;
+    const int64_t cache = at_most_blocks(block_size) * block_size * m.kv_heads * m.dim;
     keys.assign(at(kLayers * cache), 0.25f);
     values.assign(at(kLayers * cache), 0.5f);
     packed.reserve(at(kLayers * kLayerWeights));
@@ -73,12 +72,49 @@ struct Model {
       layer.scales = scales.data() + i * kLayerWeights;
       layer.attention_norm = layer.mlp_norm = norms.data();
       layer.out_norm = layer.down_norm = norms.data() + 1;
-      layer.keys = keys.data() + i * cache;
-      layer.values = values.data() + i * cache;
+      layer.pool.block_size = block_size;
+      layer.pool.dim = m.dim;
+      layer.pool.keys = rows_of(keys.data() + i * cache, block_size);
+      layer.pool.values = rows_of(values.data() + i * cache, block_size);
       for (int w = 0; w < kLayerWeights; ++w) layer.weights[w] = weight(random, w);
       layers.push_back(layer);
     }
     m.layers = layers.data();
+  }
+
+  static int64_t at_most_blocks(int64_t block_size) { return 2 * (kCapacity / block_size + 1); }
+
+  // [blocks, kv_heads, block_size, dim]
+  engine::PoolView rows_of(float* memory, int64_t block_size) const {
+    const int64_t row = m.dim * static_cast<int64_t>(sizeof(float));
+    return {reinterpret_cast<char*>(memory), m.kv_heads * block_size * row, row, block_size * row};
+  }
+
+  // The sequences' blocks alternate, from the last one down.
+  void cut(int64_t per_sequence, int64_t kept, int64_t block_size) {
+    const int64_t starts[2] = {5, 3}, tokens[2] = {per_sequence, 1};
+    const int64_t columns = at_most_blocks(block_size) / 2;
+    for (int64_t i = 0; i < 2 * columns; ++i) {
+      blocks.push_back(2 * columns - 1 - (i % columns * 2 + i / columns));
+    }
+    query_start.push_back(0);
+    for (int64_t s = 0; s < 2; ++s) {
+      for (int64_t t = 0; t < tokens[s]; ++t) {
+        const int64_t position = starts[s] + t;
+        if (s == 1 || t >= per_sequence - kept)
+          logit_rows.push_back(static_cast<int64_t>(positions.size()));
+        positions.push_back(position);
+        slots.push_back(blocks[at(s * columns + position / block_size)] * block_size +
+                        position % block_size);
+      }
+      query_start.push_back(static_cast<int64_t>(positions.size()));
+      lengths.push_back(starts[s] + tokens[s]);
+    }
+    m.sequences = {2, query_start.data(), lengths.data(), blocks.data(), columns};
+    m.positions = positions.data();
+    m.slots = slots.data();
+    m.logit_rows = logit_rows.data();
+    m.head_tokens = static_cast<int64_t>(logit_rows.size());
   }
 
   engine::Weight weight(Random& random, int which) {
@@ -98,7 +134,7 @@ struct Model {
   std::vector<float> step(StepState& state) {
     Random random(21);
     const std::vector<float> x = random_floats(random, m.tokens * m.hidden, 0.0f);
-    std::vector<float> logits(at(m.head_tokens() * kVocab), -1.0f);
+    std::vector<float> logits(at(m.head_tokens * kVocab), -1.0f);
     engine::run_step(state, m, x.data(), logits.data());
     return logits;
   }
@@ -111,18 +147,21 @@ bool equal(const std::vector<float>& a, const std::vector<float>& b) {
 void same_on_every_number_of_threads(const KernelTable& table, int64_t tokens, int64_t kept) {
   StepState state;
   pool_threads = 1;
-  Model alone(scalar_table(), tokens, kept);
+  Model alone(scalar_table(), tokens, kept, kCapacity);
   const std::vector<float> expected = alone.step(state);
   float largest = 0;
   for (const float v : expected) largest = v > largest ? v : largest;
   CHECK(largest > 0.1f, "the logits say nothing");
-  for (const int64_t threads : {1, 2, 3, 5}) {
-    begin_case("%s, %d tokens, %d threads", table.name, static_cast<int>(tokens),
-               static_cast<int>(threads));
-    pool_threads = threads;
-    Model model(table, tokens, kept);
-    CHECK(equal(model.step(state), expected), "other logits");
-    CHECK(equal(model.keys, alone.keys) && equal(model.values, alone.values), "other caches");
+  for (const int64_t block_size : {kCapacity, int64_t{16}, int64_t{1}}) {
+    for (const int64_t threads : {1, 2, 3, 5}) {
+      begin_case("%s, %d tokens, blocks of %d, %d threads", table.name, static_cast<int>(tokens),
+                 static_cast<int>(block_size), static_cast<int>(threads));
+      pool_threads = threads;
+      Model model(table, tokens, kept, block_size);
+      CHECK(equal(model.step(state), expected), "other logits");
+      if (block_size != kCapacity) continue;
+      CHECK(equal(model.keys, alone.keys) && equal(model.values, alone.values), "other caches");
+    }
   }
   pool_threads = 1;
 }

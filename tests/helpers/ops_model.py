@@ -125,6 +125,11 @@ def with_gaps(arguments: Arguments) -> Arguments:
 
 
 def _decode_step_bound(args: Arguments, expected: Tensor) -> Tensor:
+    a = bound("decode_step", args, {})
+    return step_bound(a, a.key_cache.shape[0], a.key_cache.shape[3], expected)
+
+
+def step_bound(a: Any, layers: int, length: int, expected: Tensor) -> Tensor:
     """As _fused; only scales of the int8 codes, which are the reference's, carry errors on.
 
     The largest element of x * gain, which sets the scale, is within a factor 3 of the largest of x
@@ -132,9 +137,8 @@ def _decode_step_bound(args: Arguments, expected: Tensor) -> Tensor:
     most 9 times its input's error, and the sum by 10 times, two sublayers a layer. Where the caches
     are compared, their values came through one layer less.
     """
-    a = bound("decode_step", args, {})
     head, head_scale = a.head_weight, a.head_scale
-    (layers, _, _, length, _), hidden = a.key_cache.shape, a.x.shape[-1]
+    hidden = a.x.shape[-1]
     steps = 4 * rms_norm_error(hidden + a.intermediate_size) + 2 * sum_error(length) + 40 * U
     relative = steps * 10.0 ** (2 * layers)
     if expected.dim() == 5:  # a cache; a rotation mixes two elements

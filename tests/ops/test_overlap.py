@@ -106,20 +106,38 @@ def test_a_mutated_argument_shares_memory_with_no_other(
     call(*args)
 
 
-@pytest.mark.parametrize("op", MUTATING)
-def test_positions_inside_a_cache_move_no_write(op: str) -> None:
+INDICES = {
+    "start_positions", "positions", "slot_mapping", "query_start_loc", "seq_lens", "block_table",
+    "logit_rows",
+}  # fmt: skip
+INDICES_OF_OPS = [
+    (op, argument.name)
+    for op in MUTATING
+    for argument in schema_of(op).arguments
+    if argument.name in INDICES
+]
+
+
+@pytest.mark.parametrize(("op", "index"), INDICES_OF_OPS)
+def test_positions_inside_a_cache_move_no_write(op: str, index: str) -> None:
     """The key that is written there is the bits of another, valid or wild, position."""
     args = list(arguments_of(op, torch.float32))
     names = [argument.name for argument in schema_of(op).arguments]
-    cache, starts = names.index("key_cache"), names.index("start_positions")
-    flat = args[cache].view(-1)
-    flat.zero_()
-    flat[:4] = torch.tensor([3, 1], dtype=torch.int64).view(torch.float32)
-    args[starts] = flat[:4].view(torch.int64)
+    cache = next(i for i, name in enumerate(names) if name in ("key_cache", "key_pool"))
+    given = args[names.index(index)]
+    flat = args[cache].view(-1)[: 2 * given.numel()]
+    args[cache].zero_()
+    inside = flat.view(torch.int64).view(given.shape)
+    inside.copy_(given)
+    args[names.index(index)] = inside
     before = args[cache].clone(), args[cache + 1].clone()
-    with pytest.raises(RuntimeError, match=f"^{op}: expected start_positions in its own memory"):
+    with pytest.raises(RuntimeError, match=f"^{op}: expected {index} in its own memory"):
         getattr(ops, op)(*args)
     assert torch.equal(args[cache], before[0]) and torch.equal(args[cache + 1], before[1])
+
+
+def test_every_mutating_op_has_indices() -> None:
+    assert {op for op, _ in INDICES_OF_OPS} == set(MUTATING)
 
 
 def test_heads_that_overflow_a_product_are_rejected() -> None:

@@ -15,7 +15,10 @@ __all__ = [
     "mlp_forward",
     "attention",
     "kv_cache_update",
+    "paged_attention",
+    "paged_cache_update",
     "decode_step",
+    "model_step",
 ]
 
 
@@ -173,6 +176,79 @@ def kv_cache_update(
 
 
 @operator
+def paged_attention(
+    query: Tensor,
+    key_pool: Tensor,
+    value_pool: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    block_table: Tensor,
+    scale: float,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
+) -> Tensor:
+    """Causal grouped-query attention of any sequences' new tokens over a pool of blocks.
+
+    As `attention`, bit for bit, but every sequence has its own number of new tokens, and its
+    positions lie in the blocks of its row of block_table: position p in block_table[s, p //
+    block_size] at p % block_size. Prompts in chunks, decoding and the check of a draft may share
+    a call. Pools are read where they lie; only a chunk of 64 positions that one block does not
+    hold, or whose keys and values have other strides, is first put together in the cache.
+
+    Args:
+        query: F [tokens, H, D], already rotated, one sequence's tokens behind the other's.
+        key_pool, value_pool: float32, bfloat16 or int8 [blocks, block_size, KV, D] with any strides
+            but a contiguous D, holding the keys and values of these tokens too
+            (`paged_cache_update` first). SGLang's [slots, KV, D] is `unflatten(0, (-1, page_size))`
+            of it, vLLM's [blocks, KV, block_size, D] its `transpose(1, 2)`.
+        query_start_loc: int64 or int32 [n + 1], ascending: the first token of each sequence, and
+            the number of tokens.
+        seq_lens: int64 or int32 [n], the tokens of each sequence, the new ones included.
+        block_table: int64 or int32 [n, columns]; what is behind a sequence's blocks is not read.
+        scale: multiplies the scores, usually 1 / sqrt(D).
+        key_scale, value_scale: float32 [blocks, block_size, KV] with int8 pools, whose D is at most
+            512; any strides.
+    Returns:
+        query.dtype [tokens, H, D].
+    Raises:
+        RuntimeError: a wrong dtype or shape, H not a multiple of KV, a block outside the pool, a
+            table too narrow for a length.
+    Source: PagedAttention, arXiv 2309.06180; names as in vLLM.
+    """
+    return query.new_empty(query.shape)
+
+
+@operator
+def paged_cache_update(
+    key_pool: Tensor,
+    value_pool: Tensor,
+    key: Tensor,
+    value: Tensor,
+    slot_mapping: Tensor,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
+) -> None:
+    """Write the keys and values of new tokens into their slots of the pools, in place.
+
+    `key_pool[slot // block_size, slot % block_size] = key[t]` for slot = slot_mapping[t], likewise
+    value, rounded as by `kv_cache_update`. A slot out of range is an error before anything is
+    written.
+
+    Args:
+        key_pool, value_pool: float32, bfloat16 or int8 [blocks, block_size, KV, D], as
+            `paged_attention` takes them; both are mutated.
+        key, value: F [tokens, KV, D], of one dtype.
+        slot_mapping: int64 or int32 [tokens], all different.
+        key_scale, value_scale: float32 [blocks, block_size, KV] with int8 pools, mutated too.
+    Raises:
+        RuntimeError: a wrong dtype or shape, a slot outside the pool or given twice, overlapping
+            tensors.
+    Source: PagedAttention, arXiv 2309.06180; names as in vLLM.
+    """
+    return None
+
+
+@operator
 def decode_step(
     x: Tensor,
     weights: list[Tensor],
@@ -239,3 +315,60 @@ def decode_step(
     batch, tokens, _ = x.shape
     kept = min(logits_to_keep, tokens) if logits_to_keep else tokens
     return x.new_empty([batch, kept, vocab_size], dtype=torch.float32)
+
+
+@operator
+def model_step(
+    x: Tensor,
+    weights: list[Tensor],
+    scales: Tensor,
+    norm_weights: Tensor,
+    head_weight: Tensor,
+    head_scale: Tensor | None,
+    key_pool: Tensor,
+    value_pool: Tensor,
+    positions: Tensor,
+    slot_mapping: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    block_table: Tensor,
+    logit_rows: Tensor,
+    dtype: torch.dtype,
+    num_heads: int,
+    intermediate_size: int,
+    vocab_size: int,
+    sub_norms: bool,
+    activation: str,
+    eps: float,
+    rope_theta: float,
+    scale: float,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
+) -> Tensor:
+    """`decode_step` on the new tokens of any sequences, whose keys and values lie in blocks.
+
+    Chunks of prompts, single tokens and drafts of different sequences share one call and one
+    parallel region. A token's logits are the same, bit for bit, whatever else is in the call,
+    whatever the blocks and the chunks: those of `decode_step` on its sequence alone.
+
+    Args:
+        x: float32 [tokens, K], the embedded tokens, one sequence's behind the other's.
+        weights, scales, norm_weights, head_weight, head_scale, dtype, num_heads, intermediate_size,
+            vocab_size, sub_norms, activation, eps, rope_theta, scale: as `decode_step` takes them.
+        key_pool, value_pool: float32, bfloat16 or int8 [layers, blocks, block_size, KV, D] with any
+            strides but a contiguous D; both are mutated.
+        positions: int64 or int32 [tokens], where each token stands, for the rotation.
+        slot_mapping: int64 or int32 [tokens], all different: where the token's key and value go,
+            block * block_size + position in the block.
+        query_start_loc, seq_lens, block_table: as `paged_attention` takes them.
+        logit_rows: int64 or int32 [r], ascending: the tokens whose logits are wanted; only they are
+            computed behind the last layer's attention.
+        key_scale, value_scale: float32 [layers, blocks, block_size, KV] with int8 pools, mutated.
+    Returns:
+        float32 [r, vocab_size], the logits.
+    Raises:
+        RuntimeError: as `decode_step`, `paged_attention` and `paged_cache_update`; nothing has been
+            written then.
+    Source: as `decode_step`; names as in vLLM.
+    """
+    return x.new_empty([logit_rows.shape[0], vocab_size], dtype=torch.float32)

@@ -1,0 +1,113 @@
+// model_step: a whole model on new tokens of any sequences over a pool of blocks;
+// engine/model_step.h does the rest.
+#include "ops/paged_batch.h"
+#include "ops/register.h"
+#include "ops/step_tensors.h"
+
+namespace bitnet::ops {
+namespace {
+
+// The arguments of model_step in the order of its schema.
+struct ModelStep {
+  Tensor x;
+  StepTensors model;
+  Tensor key_pool, value_pool;
+  Tensor positions, slot_mapping, query_start_loc, seq_lens, block_table, logit_rows;
+  std::optional<Tensor> key_scale, value_scale;
+};
+
+// Which tokens there are and where they go; a thread keeps its memory.
+struct Tokens {
+  std::vector<int64_t> positions, slots, logit_rows;
+  PagedBatch sequences;
+
+  void set(const Check& check, const ModelStep& a) {
+    const int64_t tokens = a.x.size(0);
+    const int64_t blocks = a.key_pool.size(kPagedLayers.block);
+    const int64_t block_size = a.key_pool.size(kPagedLayers.position);
+    copy_indices(check, a.positions, "positions", {tokens}, positions);
+    for (const int64_t position : positions) {
+      if (position < 0) check.fail("positions", "at least 0", std::to_string(position));
+    }
+    copy_slots(check, a.slot_mapping, tokens, blocks * block_size, slots);
+    sequences.set(check, a.query_start_loc, a.seq_lens, a.block_table, tokens, blocks, block_size);
+    check.dim(a.logit_rows, "logit_rows", 1);
+    copy_indices(check, a.logit_rows, "logit_rows", {a.logit_rows.size(0)}, logit_rows);
+    int64_t least = 0;
+    for (const int64_t row : logit_rows) {
+      if (!(row >= least && row < tokens))
+        check.fail("logit_rows", "ascending rows in [0, " + std::to_string(tokens) + ")",
+                   std::to_string(row));
+      least = row + 1;
+    }
+  }
+};
+
+Tensor model_step(const ModelStep& a) {
+  const Check check("model_step");
+  thread_local engine::StepState state;
+  thread_local Tokens tokens;
+  engine::StepModel m{};
+  check.dtype(a.x, "x", ScalarType::Float);
+  check.dim(a.x, "x", 2);
+  check_pool(check, a.key_pool, a.value_pool, kPagedLayers);
+  check_pool_scales(check, a.key_pool, a.value_pool, a.key_scale, a.value_scale);
+  m.tokens = a.x.size(0);
+  m.hidden = a.x.size(1);
+  m.n_layers = a.key_pool.size(0);
+  m.kv_heads = a.key_pool.size(kPagedLayers.head);
+  m.dim = a.key_pool.size(4);
+  const StepBinding binding("model_step", "key_pool", a.model);
+  binding.bind(m, state.layers);
+  tokens.set(check, a);
+  const Tensor x = as_contiguous(a.x);
+  const Mutated mutated(a.key_pool, a.value_pool, a.key_scale, a.value_scale, "key_pool",
+                        "value_pool");
+  mutated.keep_apart(check, x, "x");
+  mutated.keep_apart(check, a.positions, "positions");
+  mutated.keep_apart(check, a.slot_mapping, "slot_mapping");
+  mutated.keep_apart(check, a.query_start_loc, "query_start_loc");
+  mutated.keep_apart(check, a.seq_lens, "seq_lens");
+  mutated.keep_apart(check, a.block_table, "block_table");
+  mutated.keep_apart(check, a.logit_rows, "logit_rows");
+  binding.keep_apart(mutated, state.layers);
+  m.head_tokens = static_cast<int64_t>(tokens.logit_rows.size());
+  Tensor logits = empty({m.head_tokens, m.head.rows}, ScalarType::Float);
+  if (m.tokens == 0) return logits;
+  m.sequences = tokens.sequences.view();
+  m.positions = tokens.positions.data();
+  m.slots = tokens.slots.data();
+  m.logit_rows = tokens.logit_rows.data();
+  for (size_t i = 0; i < state.layers.size(); ++i) {
+    state.layers[i].pool = pool_view(a.key_pool, a.value_pool, a.key_scale, a.value_scale,
+                                     kPagedLayers, static_cast<int64_t>(i));
+  }
+  engine::run_step(state, m, data<float>(x), mutable_data<float>(logits));
+  return logits;
+}
+
+void unpack_model_step(StableIValue* stack, uint64_t, uint64_t) {
+  const DefaultFloatState floats;
+  Arguments a(stack);
+  ModelStep step;
+  step.x = a.take<Tensor>();
+  step.model.take_weights(a);
+  step.key_pool = a.take<Tensor>();
+  step.value_pool = a.take<Tensor>();
+  step.positions = a.take<Tensor>();
+  step.slot_mapping = a.take<Tensor>();
+  step.query_start_loc = a.take<Tensor>();
+  step.seq_lens = a.take<Tensor>();
+  step.block_table = a.take<Tensor>();
+  step.logit_rows = a.take<Tensor>();
+  step.model.take_numbers(a);
+  step.key_scale = a.take<std::optional<Tensor>>();
+  step.value_scale = a.take<std::optional<Tensor>>();
+  stack[0] = torch::stable::detail::from(model_step(step));
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(bitnet, CPU, m) { m.impl("model_step", &unpack_model_step); }
+
+}  // namespace bitnet::ops

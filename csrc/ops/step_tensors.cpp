@@ -1,0 +1,167 @@
+// The checks of step_tensors.h.
+#include "ops/step_tensors.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "format/layout.h"
+#include "ops/head_view.h"
+#include "ops/weight_view.h"
+
+namespace bitnet::ops {
+
+using engine::kLayerWeights;
+using engine::StepLayer;
+using engine::StepModel;
+using engine::Weight;
+
+namespace {
+
+constexpr const char* kNames[] = {"weights (q)",    "weights (k)",  "weights (v)",   "weights (o)",
+                                  "weights (gate)", "weights (up)", "weights (down)"};
+
+}  // namespace
+
+void StepTensors::take_weights(Arguments& a) {
+  weights = a.take<std::vector<Tensor>>();
+  scales = a.take<Tensor>();
+  norm_weights = a.take<Tensor>();
+  head_weight = a.take<Tensor>();
+  head_scale = a.take<std::optional<Tensor>>();
+}
+
+void StepTensors::take_numbers(Arguments& a) {
+  dtype = a.take<ScalarType>();
+  num_heads = a.take<int64_t>();
+  intermediate_size = a.take<int64_t>();
+  vocab_size = a.take<int64_t>();
+  sub_norms = a.take<bool>();
+  activation = a.take<std::string>();
+  eps = a.take<double>();
+  rope_theta = a.take<double>();
+  scale = a.take<double>();
+}
+
+void StepBinding::check_most(const char* argument, const char* what, int64_t got,
+                             int64_t most) const {
+  if (got > most)
+    check_.fail(argument, "with at most " + std::to_string(most) + " " + what, std::to_string(got));
+}
+
+void StepBinding::check_numbers(StepModel& m) const {
+  const StepTensors& a = tensors_;
+  if (m.hidden < 1) check_.fail("x", "with at least one feature in the last dimension", "0");
+  if (!(m.dim >= 2 && m.dim % 2 == 0))
+    check_.fail(cache_, "with an even head dimension", std::to_string(m.dim));
+  const auto given = static_cast<int64_t>(a.weights.size());
+  if (given % kLayerWeights != 0 || given / kLayerWeights != m.n_layers)
+    check_.fail("weights",
+                "to be q, k, v, o, gate, up and down of each of the cache's " +
+                    std::to_string(m.n_layers) + " layers",
+                std::to_string(given) + " tensors");
+  m.activation = activation_row(check_, a.activation);
+  m.type = a.dtype == ScalarType::BFloat16 ? DType::kBF16 : DType::kF32;
+  if (a.dtype != ScalarType::Float && a.dtype != ScalarType::BFloat16)
+    check_.fail("dtype", "float32 or bfloat16", dtype_name(a.dtype));
+  m.heads = a.num_heads;
+  if (!(m.heads >= 1 && m.kv_heads >= 1 && m.heads % m.kv_heads == 0))
+    check_.fail("num_heads", "a multiple of the cache's " + std::to_string(m.kv_heads) + " heads",
+                std::to_string(m.heads));
+  m.intermediate = a.intermediate_size;
+  if (m.intermediate < 1)
+    check_.fail("intermediate_size", "positive", std::to_string(m.intermediate));
+  // Before any of these is multiplied: a product that has overflowed would pass for a small one.
+  check_most("x", "features in the last dimension", m.hidden, kMaxInFeatures);
+  check_most(cache_, "features of a head", m.dim, kMaxInFeatures);
+  check_most("num_heads", "heads of that size", m.heads, kMaxInFeatures / m.dim);
+  check_most("intermediate_size", "features", m.intermediate, kMaxInFeatures);
+  m.eps = static_cast<float>(a.eps);
+  if (!(m.eps >= 0.0f && std::isfinite(m.eps)))
+    check_.fail("eps", "finite and not negative", std::to_string(m.eps));
+  m.rope_theta = a.rope_theta;
+  if (!(m.rope_theta > 0.0 && std::isfinite(m.rope_theta)))
+    check_.fail("rope_theta", "finite and positive", std::to_string(m.rope_theta));
+  m.attention_scale = static_cast<float>(a.scale);
+  if (!std::isfinite(a.scale)) check_.fail("scale", "finite", std::to_string(a.scale));
+}
+
+void StepBinding::check_vocab() const {
+  const Tensor& head_weight = tensors_.head_weight;
+  const int64_t vocab = tensors_.vocab_size;
+  if (!head_weight.defined() || head_weight.dim() < 1) return;  // head_view has words for that
+  const bool tiles = head_weight.dim() == 3;
+  const int64_t rows = head_weight.size(0);
+  const int64_t padded = tiles ? rows * layout::kHeadTileRows : rows;
+  if (vocab > padded || vocab <= padded - (tiles ? layout::kHeadTileRows : 1))
+    check_.fail("vocab_size",
+                "to be the " + std::to_string(rows) +
+                    (tiles ? " tiles of 16 rows of head_weight" : " rows of head_weight"),
+                std::to_string(vocab));
+}
+
+void StepBinding::bind_weights(const StepModel& m, std::vector<StepLayer>& layers) const {
+  const std::vector<Tensor>& weights = tensors_.weights;
+  layers.resize(static_cast<size_t>(m.n_layers));
+  for (size_t i = 0; i < weights.size(); ++i) {
+    const int which = static_cast<int>(i % kLayerWeights);
+    const engine::WeightSize expected = engine::weight_size(m, which);
+    Weight& w = layers[i / kLayerWeights].weights[which];
+    check_.dtype(weights[i], kNames[which], ScalarType::Byte);  // before a look at its shape
+    const bool canonical = weights[i].dim() == 2;
+    w = weight_view(check_, weights[i], kNames[which], expected.k,
+                    canonical ? std::nullopt : std::optional<int64_t>(expected.rows));
+    if (w.n_rows != expected.rows)
+      check_.fail(kNames[which], "with " + std::to_string(expected.rows) + " rows",
+                  std::to_string(w.n_rows));
+  }
+}
+
+// The small parameters: scales [layers, 7]; norm weights in one row, in the order of their use.
+void StepBinding::bind_norms(StepModel& m, std::vector<StepLayer>& layers) const {
+  const StepTensors& a = tensors_;
+  check_.dtype(a.scales, "scales", ScalarType::Float);
+  check_.shape(a.scales, "scales", {m.n_layers, kLayerWeights});
+  check_.contiguous(a.scales, "scales");
+  const int64_t sub = a.sub_norms ? m.query() + m.intermediate : 0;
+  check_.dtype(a.norm_weights, "norm_weights", ScalarType::Float);
+  check_.shape(a.norm_weights, "norm_weights", {m.n_layers * (2 * m.hidden + sub) + m.hidden});
+  check_.contiguous(a.norm_weights, "norm_weights");
+  const auto* scale = data<float>(a.scales);
+  const auto* norm = data<float>(a.norm_weights);
+  const auto next = [&norm](int64_t n) { return (norm += n) - n; };
+  for (StepLayer& layer : layers) {
+    layer.scales = scale;
+    scale += kLayerWeights;
+    layer.attention_norm = next(m.hidden);
+    layer.out_norm = a.sub_norms ? next(m.query()) : nullptr;
+    layer.mlp_norm = next(m.hidden);
+    layer.down_norm = a.sub_norms ? next(m.intermediate) : nullptr;
+  }
+  m.final_norm = norm;
+}
+
+void StepBinding::bind(StepModel& m, std::vector<StepLayer>& layers) const {
+  m.table = &kernels();
+  check_numbers(m);
+  check_vocab();
+  m.head = head_view(Check(op_, "head_"), tensors_.head_weight, tensors_.head_scale, m.hidden,
+                     tensors_.vocab_size);
+  bind_weights(m, layers);
+  bind_norms(m, layers);
+  m.layers = layers.data();
+}
+
+void StepBinding::keep_apart(const Mutated& mutated, const std::vector<StepLayer>& layers) const {
+  mutated.keep_apart(check_, tensors_.scales, "scales");
+  mutated.keep_apart(check_, tensors_.norm_weights, "norm_weights");
+  mutated.keep_apart(check_, tensors_.head_weight, "head_weight");
+  if (tensors_.head_scale.has_value())
+    mutated.keep_apart(check_, *tensors_.head_scale, "head_scale");
+  for (const StepLayer& layer : layers) {
+    for (int i = 0; i < kLayerWeights; ++i) {
+      mutated.keep_apart(check_, layer.weights[i].data, layer.weights[i].bytes(), kNames[i]);
+    }
+  }
+}
+
+}  // namespace bitnet::ops

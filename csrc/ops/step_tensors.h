@@ -1,0 +1,67 @@
+// What the whole-model ops, decode_step and model_step, are given beside tokens and caches:
+// checked, and bound to a StepModel.
+#pragma once
+
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "engine/model_step.h"
+#include "ops/cache_checks.h"
+
+namespace bitnet::ops {
+
+// A struct's fields from the arguments that torch passes, one after the other.
+class Arguments {
+ public:
+  explicit Arguments(const StableIValue* next) : next_(next) {}
+  template <class T>
+  T take() {
+    return torch::stable::detail::to<T>(*next_++);
+  }
+
+ private:
+  const StableIValue* next_;
+};
+
+struct StepTensors {
+  std::vector<Tensor> weights;
+  Tensor scales, norm_weights, head_weight;
+  std::optional<Tensor> head_scale;
+  ScalarType dtype;
+  int64_t num_heads, intermediate_size, vocab_size;
+  bool sub_norms;
+  std::string activation;
+  double eps, rope_theta, scale;
+
+  // In the order of the schemas: weights to head_scale, and dtype to scale.
+  void take_weights(Arguments& a);
+  void take_numbers(Arguments& a);
+};
+
+class StepBinding {
+ public:
+  // op: its name; cache: the argument that messages name for the sizes of a cache.
+  StepBinding(const char* op, const char* cache, const StepTensors& tensors)
+      : check_(op), op_(op), cache_(cache), tensors_(tensors) {}
+
+  // Checks everything against m.hidden, n_layers, kv_heads and dim, and fills in the rest of `m`
+  // but for tokens and caches. The layers, without their pools, lie in `layers`.
+  void bind(engine::StepModel& m, std::vector<engine::StepLayer>& layers) const;
+  // What the step reads must not lie in what it writes.
+  void keep_apart(const Mutated& mutated, const std::vector<engine::StepLayer>& layers) const;
+
+ private:
+  void check_most(const char* argument, const char* what, int64_t got, int64_t most) const;
+  void check_numbers(engine::StepModel& m) const;
+  void check_vocab() const;
+  void bind_weights(const engine::StepModel& m, std::vector<engine::StepLayer>& layers) const;
+  void bind_norms(engine::StepModel& m, std::vector<engine::StepLayer>& layers) const;
+
+  Check check_;
+  const char* op_;
+  const char* cache_;
+  const StepTensors& tensors_;
+};
+
+}  // namespace bitnet::ops

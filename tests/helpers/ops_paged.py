@@ -1,0 +1,634 @@
+"""Specs of attention over pools of blocks, of writing them, and of a whole step of a model on them.
+
+Each is the rectangular op on every sequence alone, over caches that are gathered from its blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from op_changes import (
+    BF16,
+    F16,
+    F32,
+    F64,
+    FLOATS_TEXT,
+    add_dim,
+    narrow,
+    noncontiguous,
+    to,
+    value,
+)
+from op_schema import bound, named, positional
+from op_spec import Call, Named, Rejections, spec
+from op_values import (
+    ACTIVATIONS,
+    CACHE_DTYPES,
+    FLOATS,
+    KV_DTYPES,
+    SCALED_KV_DTYPES,
+    Arguments,
+    Built,
+    dtype_name,
+    strided,
+    transposed,
+)
+from ops_attention import attention_bound, cache_memory, kv_cache_update
+from ops_model import decode_step_arguments, step_bound
+
+POOLS = ("key_pool", "value_pool", "key_scale", "value_scale")
+
+
+def paged(
+    g: torch.Generator, lengths: list[int], block_size: int, spare: int = 2
+) -> tuple[Tensor, int]:
+    """A table [n, columns] of blocks in random order, each in one place; and how many there are."""
+    counts = [-(-length // block_size) for length in lengths]
+    blocks = sum(counts) + spare
+    order = torch.randperm(blocks, generator=g)
+    table = torch.zeros(len(lengths), max(counts, default=0) + 1, dtype=torch.int64)
+    for row, ids in zip(table, order.split([*counts, spare]), strict=False):
+        row[: len(ids)] = ids
+    return table, blocks
+
+
+def batch_of(new: list[int], lengths: list[int], table: Tensor, block_size: int) -> dict[str, Any]:
+    """The tensors that describe `new` tokens at the ends of sequences of these lengths."""
+    positions = [torch.arange(n - k, n) for k, n in zip(new, lengths, strict=True)]
+    slots = [
+        row[p // block_size] * block_size + p % block_size
+        for row, p in zip(table, positions, strict=True)
+    ]
+    empty = torch.zeros(0, dtype=torch.int64)
+    return {
+        "positions": torch.cat([empty, *positions]),
+        "slot_mapping": torch.cat([empty, *slots]),
+        "query_start_loc": torch.tensor([0, *new]).cumsum(0),
+        "seq_lens": torch.tensor(lengths, dtype=torch.int64),
+        "block_table": table,
+    }
+
+
+def sequences(a: SimpleNamespace) -> Iterator[tuple[slice, int, Tensor]]:
+    """Per sequence: its tokens, its length, the slots of all its positions."""
+    begins = a.query_start_loc.tolist()
+    block_size = a.key_pool.shape[-3]
+    for s, length in enumerate(a.seq_lens.tolist()):
+        at = torch.arange(length)
+        slots = a.block_table[s].long()[at // block_size] * block_size + at % block_size
+        yield slice(begins[s], begins[s + 1]), length, slots
+
+
+def gathered(pool: Tensor | None, slots: Tensor) -> Tensor | None:
+    """[..., blocks, block_size, KV, D] -> [..., 1, KV, slots, D]; of scales likewise."""
+    if pool is None:
+        return None
+    rows = pool.flatten(0, 1) if pool.dim() in (3, 4) else pool.flatten(1, 2)
+    return rows[slots].transpose(0, 1).contiguous()[None]
+
+
+# paged_attention ----------------------------------------------------------------------------------
+
+
+def paged_attention_arguments(
+    g: torch.Generator,
+    *,
+    new: tuple[int, ...] = (1, 3, 2),
+    lengths: tuple[int, ...] = (7, 3, 12),
+    block_size: int = 4,
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 16,
+    query_dtype: torch.dtype = torch.float32,
+    cache_dtype: torch.dtype = torch.float32,
+) -> Arguments:
+    table, blocks = paged(g, list(lengths), block_size)
+    shape = (blocks, block_size, kv_heads, head_dim)
+    keys, key_scale = cache_memory(g, shape, cache_dtype)
+    values, value_scale = cache_memory(g, shape, cache_dtype, 0.5)
+    batch = batch_of(list(new), list(lengths), table, block_size)
+    query = torch.randn(sum(new), heads, head_dim, generator=g).to(query_dtype)
+    return (
+        query, keys, values, batch["query_start_loc"], batch["seq_lens"], table, head_dim**-0.5,
+        *key_scale, *value_scale,
+    )  # fmt: skip
+
+
+def _rectangular(a: SimpleNamespace) -> Iterator[tuple[slice, Arguments]]:
+    """The arguments of `attention` for every sequence alone."""
+    for tokens, length, slots in sequences(a):
+        pools = [gathered(getattr(a, name), slots) for name in POOLS]
+        query = a.query[tokens][None]
+        start = torch.tensor([length - query.shape[1]])
+        scales = [] if pools[2] is None else pools[2:]
+        yield tokens, (query, *pools[:2], start, a.scale, *scales)
+
+
+def paged_attention(o: Any, a: Any) -> Tensor:
+    """F [tokens, H, D]: `attention` of every sequence."""
+    out = torch.empty_like(a.query, memory_format=torch.contiguous_format)
+    for tokens, arguments in _rectangular(a):
+        out[tokens] = o.attention(*arguments)[0]
+    return out
+
+
+def paged_attention_bound(args: Arguments, expected: Tensor) -> Tensor:
+    a = bound("paged_attention", args, {})
+    limits = torch.zeros(expected.shape, dtype=torch.float64)
+    for tokens, arguments in _rectangular(a):
+        if tokens.stop > tokens.start:
+            limits[tokens] = attention_bound(arguments, expected[tokens][None])[0]
+    return limits
+
+
+def _in_another_order(args: Arguments, order: tuple[int, ...]) -> Arguments:
+    """Pools whose memory has its dimensions in `order`, as other engines keep them."""
+    back = sorted(range(4), key=order.__getitem__)
+    query, *pools = args[:3]
+    return (query, *(p.permute(order).contiguous().permute(back) for p in pools), *args[3:])
+
+
+def _alternating(args: Arguments) -> Arguments:
+    """Keys and values of a block side by side in one tensor [blocks, 2, ...]."""
+    query, keys, values, *rest = args
+    both = torch.stack([keys, values], dim=1)
+    return (query, both[:, 0], both[:, 1], *rest)
+
+
+def _narrow_indices(args: Arguments) -> Arguments:
+    query, keys, values, *indices, scale = args
+    return (query, keys, values, *(i.to(torch.int32) for i in indices), scale)
+
+
+def _paged_attention_samples() -> Built:
+    for query in FLOATS:
+        for cache in KV_DTYPES:
+            yield (
+                f"{dtype_name(query)}_over_{dtype_name(cache)}",
+                lambda g, q=query, c=cache: paged_attention_arguments(
+                    g, query_dtype=q, cache_dtype=c
+                ),
+            )
+    for size in (1, 3, 64, 100):
+        yield f"blocks_of_{size}", lambda g, n=size: paged_attention_arguments(
+            g, new=(1, 70), lengths=(65, 131), block_size=n
+        )  # fmt: skip
+        yield f"int8_blocks_of_{size}", lambda g, n=size: paged_attention_arguments(
+            g, new=(1, 70), lengths=(65, 131), block_size=n, cache_dtype=torch.int8
+        )  # fmt: skip
+    yield "slots", lambda g: paged_attention_arguments(g, block_size=1, kv_heads=1, heads=1)
+    yield "heads_outermost", lambda g: _in_another_order(
+        paged_attention_arguments(g, new=(2, 70), lengths=(90, 71), block_size=64), (0, 2, 1, 3)
+    )  # fmt: skip
+    yield "positions_outermost", lambda g: _in_another_order(
+        paged_attention_arguments(g), (1, 2, 0, 3)
+    )  # fmt: skip
+    yield "alternating", lambda g: _alternating(paged_attention_arguments(g))
+    yield "int32_indices", lambda g: _narrow_indices(paged_attention_arguments(g))
+    yield "nothing_new", lambda g: paged_attention_arguments(g, new=(0, 2), lengths=(5, 9))
+    yield "no_tokens", lambda g: paged_attention_arguments(g, new=(0, 0), lengths=(5, 0))
+    yield "no_sequences", lambda g: paged_attention_arguments(g, new=(), lengths=())
+    yield "strided_query", lambda g: (
+        lambda q, *rest: (strided(q), *rest)
+    )(*paged_attention_arguments(g))  # fmt: skip
+
+
+def _overlapping_rows(a: Named) -> Tensor:
+    blocks, size, heads, dim = a["key_pool"].shape
+    return torch.zeros(blocks * size + heads * dim).as_strided(
+        (blocks, size, heads, dim), (size, 1, dim, 1)
+    )
+
+
+_PAGED_ATTENTION_REJECTIONS: Rejections = [
+    ({"query": to("query", F64)}, "query", FLOATS_TEXT + "float64"),
+    ({"query": add_dim("query")}, "query", "with 3 dimensions"),
+    ({"query": lambda a: a["query"][..., :8]}, "query", "of shape [6, 4, 16]"),
+    ({"query": narrow("query", 1)}, "query", "multiple of the cache's 2 heads, got 3"),
+    ({"key_pool": to("key_pool", F16)}, "key_pool", "float32, bfloat16 or int8"),
+    ({"key_pool": lambda a: a["key_pool"][0]}, "key_pool", "with 4 dimensions"),
+    ({"key_pool": noncontiguous("key_pool")}, "key_pool", "contiguous in the last dimension"),
+    ({"key_pool": _overlapping_rows}, "key_pool", "memory of its own for every element"),
+    ({"key_scale": value(torch.ones(9, 4, 2))}, "key_scale", "to be left out"),
+    ({"value_pool": to("value_pool", BF16)}, "value_pool", "of dtype float32"),
+    ({"value_pool": narrow("value_pool", 0)}, "value_pool", "shape of key_pool"),
+    ({"value_pool": noncontiguous("value_pool")}, "value_pool", "contiguous in the last"),
+    ({"value_pool": _overlapping_rows}, "value_pool", "memory of its own for every element"),
+    ({"value_pool": lambda a: a["key_pool"]}, "value_pool", "in its own memory"),
+    (
+        {"query_start_loc": to("query_start_loc", F32)},
+        "query_start_loc", "of dtype int64 or int32, got float32",
+    ),
+    ({"query_start_loc": narrow("query_start_loc")}, "query_start_loc", "of shape [4]"),
+    (
+        {"query_start_loc": value(torch.tensor([0, 1, 4, 5]))},
+        "query_start_loc", "from 0 to the number of tokens 6, got 0 to 5",
+    ),
+    (
+        {"query_start_loc": value(torch.tensor([0, 4, 1, 6]))},
+        "query_start_loc", "ascending, got -3 for sequence 1",
+    ),
+    ({"seq_lens": to("seq_lens", BF16)}, "seq_lens", "of dtype int64 or int32, got bfloat16"),
+    ({"seq_lens": add_dim("seq_lens")}, "seq_lens", "with 1 dimension"),
+    (
+        {"seq_lens": value(torch.tensor([7, 2, 12]))},
+        "seq_lens", "at least the 3 new tokens, got 2 for sequence 1",
+    ),
+    (
+        {"seq_lens": value(torch.tensor([7, 3, 2**62]))},
+        "seq_lens", "at most the 32 positions of the pool, got 4611686018427387904 for sequence 2",
+    ),
+    (
+        {"seq_lens": value(torch.tensor([7, 3, 17]))},
+        "block_table", "at least 5 blocks of 4 positions for sequence 2 of length 17, got 4",
+    ),
+    ({"block_table": to("block_table", F32)}, "block_table", "of dtype int64 or int32"),
+    ({"block_table": lambda a: a["block_table"][0]}, "block_table", "with 2 dimensions"),
+    ({"block_table": narrow("block_table", 0)}, "block_table", "the 3 sequences of seq_lens"),
+    (
+        {"block_table": lambda a: a["block_table"] + 8},
+        "block_table", "of blocks in [0, 8), got",
+    ),
+    ({"block_table": lambda a: a["block_table"] - 9}, "block_table", "of blocks in [0, 8), got -"),
+    ({"scale": value(float("nan"))}, "scale", "finite, got nan"),
+]  # fmt: skip
+_PAGED_ATTENTION_INT8_REJECTIONS: Rejections = [
+    ({"key_scale": value(None)}, "key_scale", "int8 caches, got none"),
+    ({"value_scale": value(None)}, "value_scale", "int8 caches, got none"),
+    ({"key_scale": to("key_scale", BF16)}, "key_scale", "of dtype float32"),
+    ({"key_scale": narrow("key_scale")}, "key_scale", "of shape [8, 4, 2]"),
+    ({"value_scale": lambda a: a["key_scale"]}, "value_scale", "in its own memory"),
+    (
+        {"value_scale": lambda a: torch.ones(1).expand(8, 4, 2)},
+        "value_scale", "memory of its own for every element",
+    ),
+    ({"query": to("query", F64)}, "query", FLOATS_TEXT),
+    ({"key_pool": to("key_pool", torch.uint8)}, "key_pool", "got uint8"),
+    ({"value_pool": to("value_pool", F32)}, "value_pool", "of dtype int8"),
+    ({"query_start_loc": narrow("query_start_loc")}, "query_start_loc", "of shape [4]"),
+    ({"seq_lens": value(torch.tensor([7, 2, 12]))}, "seq_lens", "at least the 3 new"),
+    ({"block_table": lambda a: a["block_table"] + 8}, "block_table", "of blocks in [0, 8)"),
+    ({"scale": value(float("nan"))}, "scale", "finite, got nan"),
+]  # fmt: skip
+
+spec(
+    paged_attention,
+    composed=True,
+    samples=_paged_attention_samples,
+    large=[
+        lambda g: paged_attention_arguments(
+            g, new=(1, 37, 1, 5), lengths=(700, 37, 1, 300), block_size=16, heads=6, kv_heads=2,
+            head_dim=40,
+        ),
+        lambda g: paged_attention_arguments(
+            g, new=(1, 1), lengths=(900, 20), block_size=64, heads=10, kv_heads=5, head_dim=64,
+            cache_dtype=torch.bfloat16,
+        ),
+        lambda g: paged_attention_arguments(
+            g, new=(1, 19), lengths=(500, 30), block_size=32, heads=10, kv_heads=5, head_dim=64,
+            cache_dtype=torch.int8,
+        ),
+    ],
+    calls={
+        "": Call(
+            lambda g: named("paged_attention", paged_attention_arguments(g)),
+            _PAGED_ATTENTION_REJECTIONS,
+        ),
+        "int8": Call(
+            lambda g: named(
+                "paged_attention", paged_attention_arguments(g, cache_dtype=torch.int8)
+            ),
+            _PAGED_ATTENTION_INT8_REJECTIONS,
+        ),
+    },
+    bound=paged_attention_bound,
+    empty={
+        "": lambda: (
+            torch.empty(0, 1, 8), *(torch.empty(0, 2**40, 1, 8) for _ in "kv"),
+            torch.zeros(1, dtype=torch.int64), torch.zeros(0, dtype=torch.int64),
+            torch.zeros(0, 2**40, dtype=torch.int64), 1.0,
+        ),
+    },
+)  # fmt: skip
+
+# paged_cache_update -------------------------------------------------------------------------------
+
+
+def paged_cache_arguments(
+    g: torch.Generator,
+    *,
+    tokens: int = 5,
+    blocks: int = 3,
+    block_size: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 8,
+    dtype: torch.dtype = torch.float32,
+    cache_dtype: torch.dtype = torch.float32,
+) -> Arguments:
+    shape = (blocks, block_size, kv_heads, head_dim)
+    pools, scales = zip(*(cache_memory(g, shape, cache_dtype) for _ in "kv"), strict=True)
+    new = [torch.randn(tokens, kv_heads, head_dim, generator=g).to(dtype) for _ in "kv"]
+    slots = torch.randperm(blocks * block_size, generator=g)[:tokens]
+    return (*pools, *new, slots, *scales[0], *scales[1])
+
+
+def paged_cache_update(
+    key_pool: Tensor,
+    value_pool: Tensor,
+    key: Tensor,
+    value: Tensor,
+    slot_mapping: Tensor,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
+) -> None:
+    """Every slot as a cache of one position, written by `kv_cache_update`."""
+    size = key_pool.shape[1]
+    for token, slot in enumerate(slot_mapping.tolist()):
+        at = slot // size, slot % size
+        pools = [p[at][None, :, None] for p in (key_pool, value_pool)]
+        scales = [None if s is None else s[at][None, :, None] for s in (key_scale, value_scale)]
+        new = [t[token][None, None] for t in (key, value)]
+        kv_cache_update(*pools, *new, torch.zeros(1, dtype=torch.int64), *scales)
+
+
+def _paged_cache_samples() -> Built:
+    for dtype in FLOATS:
+        for cache in (*CACHE_DTYPES, *SCALED_KV_DTYPES):
+            yield (
+                f"{dtype_name(dtype)}_into_{dtype_name(cache)}",
+                lambda g, d=dtype, c=cache: paged_cache_arguments(g, dtype=d, cache_dtype=c),
+            )
+    yield "whole_pool", lambda g: paged_cache_arguments(g, tokens=12)
+    yield "no_tokens", lambda g: paged_cache_arguments(g, tokens=0)
+    yield "slots", lambda g: paged_cache_arguments(g, blocks=12, block_size=1)
+    yield "int32_slots", lambda g: (
+        lambda kc, vc, k, v, s: (kc, vc, k, v, s.to(torch.int32))
+    )(*paged_cache_arguments(g))  # fmt: skip
+    yield "strided", lambda g: (
+        lambda kc, vc, k, v, s: (kc, vc, strided(k), transposed(v), s)
+    )(*paged_cache_arguments(g))  # fmt: skip
+
+
+_PAGED_CACHE_REJECTIONS: Rejections = [
+    ({"key": to("key", F64)}, "key", FLOATS_TEXT + "float64"),
+    ({"value": to("value", BF16)}, "value", "of dtype float32, got bfloat16"),
+    ({"key": narrow("key", 1)}, "key", "[5, 2, 8], got [5, 1, 8]"),
+    ({"value": narrow("value", 0)}, "value", "of the shape of key"),
+    ({"key": add_dim("key")}, "key", "with 3 dimensions"),
+    ({"key_pool": to("key_pool", F16)}, "key_pool", "bfloat16 or int8"),
+    ({"key_pool": lambda a: torch.zeros(3, 0, 2, 8)}, "value_pool", "of the shape of key_pool"),
+    (
+        {name: lambda a: torch.zeros(3, 0, 2, 8) for name in ("key_pool", "value_pool")},
+        "key_pool", "blocks of at least one position",
+    ),
+    ({"value_pool": lambda a: a["key_pool"]}, "value_pool", "in its own memory"),
+    ({"key": lambda a: a["key_pool"].flatten(0, 1)[2:7]}, "key", "in its own memory"),
+    ({"slot_mapping": to("slot_mapping", F32)}, "slot_mapping", "of dtype int64 or int32"),
+    ({"slot_mapping": narrow("slot_mapping")}, "slot_mapping", "of shape [5]"),
+    (
+        {"slot_mapping": value(torch.tensor([0, 1, 2, 3, 12]))},
+        "slot_mapping", "of slots in [0, 12), got 12",
+    ),
+    (
+        {"slot_mapping": value(torch.tensor([0, 1, 2, 3, -1]))},
+        "slot_mapping", "of slots in [0, 12), got -1",
+    ),
+    (
+        {"slot_mapping": value(torch.tensor([0, 7, 2, 7, 1]))},
+        "slot_mapping", "of different slots, got 7 twice",
+    ),
+]  # fmt: skip
+_PAGED_CACHE_INT8_REJECTIONS: Rejections = [
+    ({"key": to("key", torch.int8)}, "key", FLOATS_TEXT + "int8"),
+    ({"value": to("value", BF16)}, "value", "of dtype float32"),
+    ({"key_pool": narrow("key_pool", 0)}, "value_pool", "of the shape"),
+    ({"key_pool": to("key_pool", F16)}, "key_pool", "bfloat16 or int8"),
+    ({"value_pool": to("value_pool", F32)}, "value_pool", "dtype int8"),
+    ({"slot_mapping": value(torch.tensor([0, 7, 2, 7, 1]))}, "slot_mapping", "got 7 twice"),
+    ({"value_scale": value(None)}, "value_scale", "caches, got none"),
+    ({"key_scale": add_dim("key_scale")}, "key_scale", "shape [3, 4, 2]"),
+]  # fmt: skip
+spec(
+    paged_cache_update,
+    samples=_paged_cache_samples,
+    large=[
+        lambda g: paged_cache_arguments(
+            g, tokens=120, blocks=9, block_size=16, kv_heads=4, head_dim=40,
+            cache_dtype=torch.bfloat16,
+        ),
+    ],
+    calls={
+        "": Call(
+            lambda g: named("paged_cache_update", paged_cache_arguments(g)), _PAGED_CACHE_REJECTIONS
+        ),
+        "int8": Call(
+            lambda g: named("paged_cache_update", paged_cache_arguments(g, cache_dtype=torch.int8)),
+            _PAGED_CACHE_INT8_REJECTIONS,
+        ),
+    },
+    mutates=frozenset(POOLS),
+    overlapping=lambda g, dtype: paged_cache_arguments(g, cache_dtype=dtype),
+    empty={
+        "": lambda: (
+            *(torch.empty(1, 1, 2**40, 0) for _ in "kv"),
+            *(torch.empty(1, 2**40, 0) for _ in "kv"), torch.zeros(1, dtype=torch.int64),
+        ),
+    },
+)  # fmt: skip
+
+# model_step ---------------------------------------------------------------------------------------
+
+_SHARED = (
+    "weights", "scales", "norm_weights", "head_weight", "head_scale", "dtype", "num_heads",
+    "intermediate_size", "vocab_size", "sub_norms", "activation", "eps", "rope_theta", "scale",
+)  # fmt: skip
+
+
+def model_step_arguments(
+    g: torch.Generator,
+    *,
+    new: tuple[int, ...] = (1, 3, 2),
+    lengths: tuple[int, ...] = (7, 3, 12),
+    block_size: int = 4,
+    logit_rows: tuple[int, ...] | None = (0, 3, 5),
+    layers: int = 1,
+    kv_heads: int = 2,
+    head_dim: int = 16,
+    hidden: int = 70,
+    cache_dtype: torch.dtype = torch.float32,
+    **sizes: Any,
+) -> Arguments:
+    """logit_rows None: every token."""
+    given = named("decode_step", decode_step_arguments(
+        g, layers=layers, batch=1, kv_heads=kv_heads, head_dim=head_dim, hidden=hidden, **sizes,
+    ))  # fmt: skip
+    table, blocks = paged(g, list(lengths), block_size)
+    shape = (layers, blocks, block_size, kv_heads, head_dim)
+    keys, key_scale = cache_memory(g, shape, cache_dtype)
+    values, value_scale = cache_memory(g, shape, cache_dtype, 0.5)
+    rows = range(sum(new)) if logit_rows is None else logit_rows
+    return positional(
+        "model_step",
+        x=torch.randn(sum(new), hidden, generator=g),
+        **{name: given[name] for name in _SHARED},
+        key_pool=keys,
+        value_pool=values,
+        **batch_of(list(new), list(lengths), table, block_size),
+        logit_rows=torch.tensor(list(rows), dtype=torch.int64),
+        **dict(zip(("key_scale", "value_scale"), (*key_scale, *value_scale), strict=False)),
+    )
+
+
+def model_step(o: Any, a: Any) -> Tensor:
+    """float32 [r, vocab]: `decode_step` of every sequence on caches made of its blocks."""
+    pools = [getattr(a, name) for name in POOLS]
+    logits = [torch.empty(0, a.vocab_size)]
+    for tokens, length, slots in sequences(a):
+        new = tokens.stop - tokens.start
+        if new == 0:
+            continue
+        caches = [gathered_layers(pool, slots) for pool in pools]
+        logits += o.decode_step(
+            a.x[tokens][None], a.weights, a.scales, a.norm_weights, a.head_weight, a.head_scale,
+            *caches[:2], torch.tensor([length - new]), a.dtype, a.num_heads, a.intermediate_size,
+            a.vocab_size, a.sub_norms, a.activation, a.eps, a.rope_theta, a.scale, 0, *caches[2:],
+        )  # fmt: skip
+        for pool, cache in zip(pools, caches, strict=True):
+            if pool is not None:
+                written = a.slot_mapping[tokens].long()
+                size = pool.shape[2]
+                pool[:, written // size, written % size] = cache[:, 0, :, length - new :].transpose(
+                    1, 2
+                )
+    return torch.cat(logits)[a.logit_rows.long()]
+
+
+def gathered_layers(pool: Tensor | None, slots: Tensor) -> Tensor | None:
+    """[layers, blocks, block_size, KV, ...] -> [layers, 1, KV, slots, ...]."""
+    if pool is None:
+        return None
+    size = pool.shape[2]
+    return pool[:, slots // size, slots % size].transpose(1, 2).contiguous()[:, None]
+
+
+def _model_step_bound(args: Arguments, expected: Tensor) -> Tensor:
+    a = bound("model_step", args, {})
+    length = int(a.seq_lens.max()) if len(a.seq_lens) else 0
+    return step_bound(a, a.key_pool.shape[0], length, expected)
+
+
+def _other_strides(args: Arguments) -> Arguments:
+    """Pools with the memory of our own, heads before positions, behind a gap a layer."""
+    given = named("model_step", args)
+    for name in ("key_pool", "value_pool"):
+        pool = given[name]
+        memory = torch.zeros(pool.shape[0], pool.shape[1] + 1, *pool.transpose(2, 3).shape[2:])
+        view = memory.to(pool.dtype)[:, :-1].transpose(2, 3)
+        view.copy_(pool)
+        given[name] = view
+    return positional("model_step", **given)
+
+
+def _model_step_samples() -> Built:
+    for dtype in ACTIVATIONS:
+        for cache in KV_DTYPES:
+            yield (
+                f"{dtype_name(dtype)}_over_{dtype_name(cache)}",
+                lambda g, d=dtype, c=cache: model_step_arguments(g, dtype=d, cache_dtype=c),
+            )
+    yield "layers", lambda g: model_step_arguments(g, layers=2, head=torch.bfloat16)
+    yield "head_int8", lambda g: model_step_arguments(g, head=("int8", 128))
+    yield "2bit", lambda g: model_step_arguments(g, weight_format="2bit")
+    yield "silu", lambda g: model_step_arguments(g, sub_norms=False, activation="silu")
+    yield "all_logits", lambda g: model_step_arguments(g, logit_rows=None)
+    yield "no_logits", lambda g: model_step_arguments(g, logit_rows=())
+    yield "long_chunk", lambda g: model_step_arguments(
+        g, new=(70, 1), lengths=(130, 66), block_size=16, logit_rows=(69, 70)
+    )  # fmt: skip
+    yield "no_layers", lambda g: model_step_arguments(g, layers=0)
+    yield "no_tokens", lambda g: model_step_arguments(g, new=(0,), lengths=(5,), logit_rows=())
+    yield "no_sequences", lambda g: model_step_arguments(g, new=(), lengths=(), logit_rows=())
+    yield "other_strides", lambda g: _other_strides(model_step_arguments(g, layers=2))
+    yield "strided", lambda g: (
+        lambda x, *rest: (strided(x), *rest)
+    )(*model_step_arguments(g))  # fmt: skip
+
+
+def _scales(a: Named) -> Tensor:
+    return torch.ones(a["key_pool"].shape[:-1])
+
+
+_INT8 = {
+    "key_pool": to("key_pool", torch.int8), "value_pool": to("value_pool", torch.int8),
+    "key_scale": _scales, "value_scale": _scales,
+}  # fmt: skip
+_MODEL_STEP_REJECTIONS: Rejections = [
+    ({"x": lambda a: a["x"].double()}, "x", "of dtype float32, got float64"),
+    ({"x": add_dim("x")}, "x", "with 2 dimensions"),
+    ({"x": lambda a: a["x"][:, :0]}, "x", "at least one feature"),
+    ({"x": lambda a: a["x"][:5]}, "positions", "of shape [5]"),
+    ({"weights": lambda a: a["weights"][:-1]}, "weights", "each of the cache's 1 layers, got 6"),
+    ({"scales": lambda a: a["scales"][:, :6]}, "scales", "of shape [1, 7]"),
+    ({"norm_weights": lambda a: a["norm_weights"][1:]}, "norm_weights", "of shape [424]"),
+    ({"sub_norms": lambda a: False}, "norm_weights", "of shape [210]"),
+    ({"head_weight": lambda a: a["head_weight"].double()}, "head_weight", "float32"),
+    ({"head_scale": lambda a: torch.ones(37)}, "head_scale", "left out"),
+    ({"vocab_size": lambda a: 36}, "vocab_size", "the 37 rows of head_weight, got 36"),
+    ({"key_pool": lambda a: a["key_pool"].half()}, "key_pool", "bfloat16 or int8"),
+    ({"key_pool": lambda a: a["key_pool"][0]}, "key_pool", "with 5 dimensions"),
+    ({"value_pool": lambda a: a["key_pool"]}, "value_pool", "in its own memory"),
+    ({"value_pool": lambda a: a["value_pool"].bfloat16()}, "value_pool", "of dtype float32"),
+    ({"positions": to("positions", F32)}, "positions", "of dtype int64 or int32"),
+    ({"positions": lambda a: a["positions"] - 9}, "positions", "at least 0, got -3"),
+    ({"slot_mapping": lambda a: a["slot_mapping"] * 0}, "slot_mapping", "got 0 twice"),
+    ({"slot_mapping": lambda a: a["slot_mapping"] + 32}, "slot_mapping", "in [0, 32)"),
+    ({"query_start_loc": lambda a: a["query_start_loc"] + 1}, "query_start_loc", "from 0 to"),
+    ({"seq_lens": lambda a: a["seq_lens"] * 100}, "seq_lens", "the 32 positions of the pool"),
+    ({"block_table": lambda a: a["block_table"] + 8}, "block_table", "of blocks in [0, 8)"),
+    ({"logit_rows": lambda a: torch.tensor([0, 6])}, "logit_rows", "rows in [0, 6), got 6"),
+    ({"logit_rows": lambda a: torch.tensor([3, 3])}, "logit_rows", "ascending rows"),
+    ({"logit_rows": lambda a: torch.tensor([[3]])}, "logit_rows", "with 1 dimension"),
+    ({"dtype": lambda a: torch.float16}, "dtype", "float32 or bfloat16, got float16"),
+    ({"num_heads": lambda a: 3}, "num_heads", "a multiple of the cache's 2 heads, got 3"),
+    ({"intermediate_size": lambda a: 149}, "weights (gate)", "149 rows"),
+    ({"intermediate_size": lambda a: 0}, "intermediate_size", "positive"),
+    ({"activation": lambda a: "gelu"}, "activation", "'relu2' or 'silu', got 'gelu'"),
+    ({"eps": lambda a: -1.0}, "eps", "finite and not negative"),
+    ({"rope_theta": lambda a: 0.0}, "rope_theta", "finite and positive"),
+    ({"scale": lambda a: torch.inf}, "scale", "finite"),
+    ({**_INT8, "key_scale": lambda a: None}, "key_scale", "with int8 caches, got none"),
+    ({**_INT8, "value_scale": lambda a: a["key_scale"]}, "value_scale", "in its own memory"),
+    ({**_INT8, "value_scale": lambda a: _scales(a)[:, 1:]}, "value_scale", "shape [1, 8, 4, 2]"),
+]  # fmt: skip
+
+
+def _step_call(g: torch.Generator, **sizes: Any) -> Named:
+    return named("model_step", model_step_arguments(g, **sizes))
+
+
+spec(
+    model_step,
+    composed=True,
+    samples=_model_step_samples,
+    large=[
+        lambda g: model_step_arguments(
+            g, new=(1, 40, 1), lengths=(300, 40, 1), block_size=64, layers=2, hidden=301, heads=6,
+            kv_heads=2, head_dim=40, inner=517, vocab=1021, logit_rows=(0, 40, 41),
+        ),
+        lambda g: model_step_arguments(
+            g, new=(2, 1, 3), lengths=(70, 200, 3), block_size=16, layers=2, hidden=301, heads=6,
+            kv_heads=2, head_dim=40, inner=517, vocab=1021, dtype=torch.bfloat16,
+            cache_dtype=torch.bfloat16,
+        ),
+    ],
+    calls={"": Call(_step_call, _MODEL_STEP_REJECTIONS)},
+    bound=_model_step_bound,
+    mutates=frozenset(POOLS),
+    overlapping=lambda g, dtype: model_step_arguments(g, cache_dtype=dtype, head=("int8", 128)),
+    huge={"int4": lambda g: _step_call(g, head=("int4", 64))},
+)  # fmt: skip
