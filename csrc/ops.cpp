@@ -83,11 +83,12 @@ STABLE_TORCH_LIBRARY(bitnet, m) {
   m.def(
       "kv_cache_update(Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor key, Tensor value, "
       "Tensor start_positions, Tensor(c!)? key_scale=None, Tensor(d!)? value_scale=None) -> ()");
-  // The same over a pool of blocks, read where it lies: query F [tokens, H, D] of all sequences, one
-  //   behind the other; pools float32, bfloat16 or int8 [blocks, block_size, KV, D] with any strides
-  //   of the first three dimensions, scales float32 [blocks, block_size, KV] of int8 pools; integers
-  //   int64 or int32: query_start_loc [n + 1], the first token of each sequence, seq_lens [n], the
-  //   new tokens included, block_table [n, at least its blocks]
+  // The same over a pool of blocks, read where it lies: query F [tokens, H, D] of all sequences,
+  // one
+  //   behind the other; pools float32, bfloat16 or int8 [blocks, block_size, KV, D] with any
+  //   strides of the first three dimensions, scales float32 [blocks, block_size, KV] of int8 pools;
+  //   integers int64 or int32: query_start_loc [n + 1], the first token of each sequence, seq_lens
+  //   [n], the new tokens included, block_table [n, at least its blocks]
   m.def(
       "paged_attention(Tensor query, Tensor key_pool, Tensor value_pool, Tensor query_start_loc, "
       "Tensor seq_lens, Tensor block_table, float scale, Tensor? key_scale=None, Tensor? "
@@ -120,7 +121,10 @@ STABLE_TORCH_LIBRARY(bitnet, m) {
   //   scales as for attention with one more dimension, the layers, before the others (mutated),
   //   start_positions int64 [B], dtype that activations are rounded to, intermediate_size rows of
   //   gate and up, vocab_size V, logits_to_keep: of how many last tokens of each sequence (0: all)
-  //   -> logits float32 [B, T or that many, V]
+  //   -> logits float32 [B, T or that many, V]. biases float32 [layers, rows of the projections in
+  //   biased, by place 0 to 6], scale_sizes: scales of each of the seven projections, 1, N or N *
+  //   ceil(K / 128) (empty: 1), qk_norms: norms of every query and key head, sub_norm_eps: eps if
+  //   left out
   m.def(
       "decode_step(Tensor x, Tensor[] weights, Tensor scales, Tensor norm_weights, Tensor "
       "head_weight, "
@@ -128,18 +132,25 @@ STABLE_TORCH_LIBRARY(bitnet, m) {
       "ScalarType dtype, int num_heads, int intermediate_size, int vocab_size, bool sub_norms, "
       "str activation, "
       "float eps, float rope_theta, float scale, int logits_to_keep=0, "
-      "Tensor(c!)? key_scale=None, Tensor(d!)? value_scale=None) -> Tensor");
-  // The same on the new tokens of any sequences, over pools of blocks as for paged_attention with one
+      "Tensor(c!)? key_scale=None, Tensor(d!)? value_scale=None, Tensor? biases=None, int[] "
+      "biased=[], int[] "
+      "scale_sizes=[], bool qk_norms=False, float? sub_norm_eps=None) -> Tensor");
+  // The same on the new tokens of any sequences, over pools of blocks as for paged_attention with
+  // one
   //   more dimension, the layers, before the others (mutated): x float32 [tokens, K], positions
-  //   [tokens] for the rotation, slot_mapping [tokens], query_start_loc, seq_lens and block_table as
-  //   there, logit_rows [r], ascending: the tokens whose logits are wanted -> logits float32 [r, V]
+  //   [tokens] for the rotation, slot_mapping [tokens], query_start_loc, seq_lens and block_table
+  //   as there, logit_rows [r]: the tokens whose logits are wanted -> logits float32 [r,
+  //   V]
   m.def(
       "model_step(Tensor x, Tensor[] weights, Tensor scales, Tensor norm_weights, Tensor "
       "head_weight, Tensor? head_scale, Tensor(a!) key_pool, Tensor(b!) value_pool, Tensor "
-      "positions, Tensor slot_mapping, Tensor query_start_loc, Tensor seq_lens, Tensor block_table, "
+      "positions, Tensor slot_mapping, Tensor query_start_loc, Tensor seq_lens, Tensor "
+      "block_table, "
       "Tensor logit_rows, ScalarType dtype, int num_heads, int intermediate_size, int vocab_size, "
       "bool sub_norms, str activation, float eps, float rope_theta, float scale, "
-      "Tensor(c!)? key_scale=None, Tensor(d!)? value_scale=None) -> Tensor");
+      "Tensor(c!)? key_scale=None, Tensor(d!)? value_scale=None, Tensor? biases=None, int[] "
+      "biased=[], int[] "
+      "scale_sizes=[], bool qk_norms=False, float? sub_norm_eps=None) -> Tensor");
   // Diagnostics for benchmarks: buffer uint8 -> int64 [1] checksum; -> int64 [1] multiply-adds done
   m.def("_probe_read(Tensor buffer, int streams=1, int distance=0) -> Tensor");
   m.def("_probe_int8_peak(Tensor seed, int iterations) -> Tensor");

@@ -110,11 +110,12 @@ void AttentionPlan::make_tasks(int64_t threads) {
   for (size_t g = 0; g < groups_.size(); ++g) {
     if (groups_[g].counter < 0) tasks_.push_back({static_cast<int32_t>(g), -1});
   }
-  std::stable_sort(tasks_.begin() + split_tasks_, tasks_.end(),
-                   [this](const Task& a, const Task& b) {
-                     return cost_of(groups_[static_cast<size_t>(a.group)]) >
-                            cost_of(groups_[static_cast<size_t>(b.group)]);
-                   });
+  // not stable_sort, which allocates
+  std::sort(tasks_.begin() + split_tasks_, tasks_.end(), [this](const Task& a, const Task& b) {
+    const int64_t left = cost_of(groups_[static_cast<size_t>(a.group)]);
+    const int64_t right = cost_of(groups_[static_cast<size_t>(b.group)]);
+    return left != right ? left > right : a.group < b.group;
+  });
 }
 
 // A counter for each split group, before the states; whole cache lines.

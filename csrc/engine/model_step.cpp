@@ -76,11 +76,13 @@ float* StepPlan::residual(const Place& at) const {
 Projection StepPlan::projection(const Place& at, int which, float* out) const {
   const Weight& w = at.layer->weights[which];
   const auto stride_bytes = w.n_rows * static_cast<int64_t>(sizeof(float));
+  const ScaleForm form = model_.scale_forms[which];
   Projection p{&w,
-               at.layer->scales + which,
-               0,
-               nullptr,
-               {StoreKind::kRound, model_.type, out, stride_bytes}};
+               at.layer->scales[which],
+               form == ScaleForm::kRows ? 1 : 0,
+               at.layer->biases[which],
+               {StoreKind::kRound, model_.type, out, stride_bytes},
+               form == ScaleForm::kGroups};
   if (out == nullptr) {
     p.out.kind = StoreKind::kAdd;
     p.out.data = residual(at);
@@ -111,8 +113,19 @@ QuantizedTokens StepPlan::tokens_of(const Place& at, int64_t k, const StepInput&
   x.tokens = tokens_at(at);
   x.k = k;
   x.padded_k = layout::padded_k(k);
-  x.tile = model_.table->product_blocking(x.tokens).token_tile;
+  // sums over groups are taken of rows as they lie
+  const bool grouped = is_grouped(at);
+  x.tile = grouped ? 0 : model_.table->product_blocking(x.tokens).token_tile;
+  if (!grouped) x.groups = nullptr;
   return x;
+}
+
+bool StepPlan::is_grouped(const Place& at) const {
+  const int which = at.stage == kQkv      ? kQ
+                    : at.stage == kOut    ? kO
+                    : at.stage == kGateUp ? kGate
+                                          : kDown;
+  return model_.scale_forms[which] == ScaleForm::kGroups;
 }
 
 int64_t StepPlan::units(int64_t stage) const {
@@ -148,24 +161,24 @@ void StepPlan::normalise(const Place& at, int64_t j, float* row, const StepInput
     return prepare_head_token(table, m.head, row, j, to.head);
   }
   int64_t n = m.hidden;
-  const auto norm = [&](const float* weight) {
-    apply_norm(table, {weight, m.eps}, m.type, n, row);
+  const auto norm = [&](const float* weight, float eps) {
+    apply_norm(table, {weight, eps}, m.type, n, row);
   };
   if (at.stage == kQkv || at.stage == kGateUp) {
     std::memcpy(row, residual(at) + j * n, static_cast<size_t>(n) * sizeof(float));
     table.round_row(m.type, row, n);
-    norm(at.stage == kQkv ? at.layer->attention_norm : at.layer->mlp_norm);
+    norm(at.stage == kQkv ? at.layer->attention_norm : at.layer->mlp_norm, m.eps);
   } else if (at.stage == kOut) {
     n = m.query();
     const int64_t token = keeps_logit_rows_only(at) ? m.logit_rows[j] : j;
     std::memcpy(row, buffers_.attended + token * n, static_cast<size_t>(n) * sizeof(float));
     table.round_row(m.type, row, n);
-    norm(at.layer->out_norm);
+    norm(at.layer->out_norm, m.sub_eps);
   } else {
     n = m.intermediate;
     m.activation(buffers_.gate + j * n, buffers_.up + j * n, n, row);
     table.round_row(m.type, row, n);
-    norm(at.layer->down_norm);
+    norm(at.layer->down_norm, m.sub_eps);
   }
   tokens_of(at, n, to).quantize(table, row, j);
 }
@@ -210,15 +223,23 @@ void StepPlan::rotate(const StepLayer& layer, int64_t unit, float* row) const {
   const int64_t per_token = m.heads + m.kv_heads, dim = m.dim;
   const int64_t token = unit / per_token, head = unit % per_token;
   const float* cos_sin = buffers_.cos_sin + token * dim;
-  if (head < m.heads) {
-    float* to = buffers_.rotated + token * m.query() + head * dim;
-    table.rope_head(buffers_.q + token * m.query() + head * dim, cos_sin, dim, to);
+  // `to` from a head as the projection has left it; `row`'s second half for what comes between
+  const auto rotated = [&](const float* from, const float* norm, float* to) {
+    if (norm != nullptr) {
+      float* normed = row + dim;
+      std::memcpy(normed, from, static_cast<size_t>(dim) * sizeof(float));
+      apply_norm(table, {norm, m.eps}, m.type, dim, normed);
+      from = normed;
+    }
+    table.rope_head(from, cos_sin, dim, to);
     table.round_row(m.type, to, dim);
-    return;
+  };
+  if (head < m.heads) {
+    const int64_t at = token * m.query() + head * dim;
+    return rotated(buffers_.q + at, layer.q_norm, buffers_.rotated + at);
   }
   const int64_t kv_head = head - m.heads, from = token * m.kv() + kv_head * dim;
-  table.rope_head(buffers_.k + from, cos_sin, dim, row);
-  table.round_row(m.type, row, dim);
+  rotated(buffers_.k + from, layer.k_norm, row);
   store_cache_rows(table, layer.pool, m.slots[token], kv_head, row, buffers_.v + from);
 }
 

@@ -16,13 +16,19 @@ enum LayerWeight { kQ, kK, kV, kO, kGate, kUp, kDown, kLayerWeights };
 
 struct StepLayer {
   Weight weights[kLayerWeights];
-  const float* scales;          // [kLayerWeights]
-  const float* attention_norm;  // [hidden]
-  const float* out_norm;        // [heads * dim], the sub-norm; null: none
-  const float* mlp_norm;        // [hidden]
-  const float* down_norm;       // [intermediate], the sub-norm; null: none
+  const float* scales[kLayerWeights];  // as many as ScaleForm says
+  const float* biases[kLayerWeights];  // [rows], null: none
+  const float* attention_norm;         // [hidden]
+  const float* q_norm;                 // [dim], of a query head before it is rotated; null: none
+  const float* k_norm;                 // [dim], of a key
+  const float* out_norm;               // [heads * dim], the sub-norm; null: none
+  const float* mlp_norm;               // [hidden]
+  const float* down_norm;              // [intermediate], the sub-norm; null: none
   CachePool pool;
 };
+
+// What a projection's scales are for, the same in every layer.
+enum class ScaleForm { kMatrix, kRows, kGroups };
 
 // What is the same for every layer.
 struct StepModel {
@@ -31,7 +37,7 @@ struct StepModel {
   Sequences sequences;
   const int64_t* positions;   // [tokens]
   const int64_t* slots;       // [tokens], where their keys and values go
-  const int64_t* logit_rows;  // [head_tokens], the tokens whose logits are wanted, ascending
+  const int64_t* logit_rows;  // [head_tokens], the tokens whose logits are wanted, in any order
   int64_t head_tokens;
   int64_t hidden, heads, kv_heads, dim, intermediate;
   int64_t n_layers;
@@ -39,7 +45,8 @@ struct StepModel {
   const float* final_norm;  // [hidden]
   DType type;               // what activations are rounded to between operations
   GatedRow activation;
-  float eps;
+  float eps, sub_eps;  // of the norms, of the sub-norms
+  ScaleForm scale_forms[kLayerWeights];
   double rope_theta;
   float attention_scale;
   HeadView head;
@@ -138,6 +145,8 @@ class StepPlan {
   int64_t rotated_heads() const { return model_.tokens * (model_.heads + model_.kv_heads); }
   Projections projections(const Place& at) const;
   Projection projection(const Place& at, int which, float* out) const;
+  // Whether the stage multiplies with scales for every group of input features.
+  bool is_grouped(const Place& at) const;
   // The memory of `from` as the tokens of the stage.
   QuantizedTokens tokens_of(const Place& at, int64_t k, const StepInput& from) const;
   void normalise(const Place& at, int64_t j, float* row, const StepInput& to) const;

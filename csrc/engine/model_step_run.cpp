@@ -17,16 +17,25 @@ int64_t rounded_up(int64_t bytes) {
   return (bytes + step - 1) / step * step;
 }
 
+// Whether the logits of all tokens are wanted, in their order.
+bool keeps_all(const StepModel& m) {
+  bool all = m.head_tokens == m.tokens;
+  for (int64_t j = 0; all && j < m.tokens; ++j) all = m.logit_rows[j] == j;
+  return all;
+}
+
 // tokens: how many it holds normalised.
 StepInput take_input(BumpAllocator& memory, const StepModel& m, const AttentionPlan& attention,
                      int64_t tokens) {
   const int64_t longest = std::max({m.hidden, m.query(), m.intermediate});
   StepInput input{};
-  input.row = memory.take<float>(std::max(longest, m.dim));
+  input.row = memory.take<float>(std::max(longest, 2 * m.dim));
   input.attention = memory.take<float>(attention.thread_floats());
   input.x.codes = memory.take<int8_t>(tokens * layout::padded_k(longest));
   input.x.sums = memory.take<int32_t>(tokens);
   input.x.scales = memory.take<float>(tokens);
+  const bool grouped = std::ranges::count(m.scale_forms, ScaleForm::kGroups) != 0;
+  input.x.groups = memory.take<int32_t>(grouped ? tokens * layout::blocks_for(longest) : 0);
   const int64_t head_tokens = std::min(tokens, m.head_tokens);
   if (char* head = memory.take<char>(head_input_bytes(m.head, head_tokens)); head != nullptr) {
     input.head = bind_head_input(m.head, head_tokens, head);
@@ -38,7 +47,7 @@ StepBuffers take_buffers(BumpAllocator& memory, const StepModel& m, const Attent
                          int64_t partitions) {
   StepBuffers b{};
   b.x = memory.take<float>(m.tokens * m.hidden);
-  b.kept = m.head_tokens == m.tokens ? b.x : memory.take<float>(m.head_tokens * m.hidden);
+  b.kept = keeps_all(m) ? b.x : memory.take<float>(m.head_tokens * m.hidden);
   b.cos_sin = memory.take<float>((m.tokens + 1) * m.dim);  // the last row: frequencies
   b.q = memory.take<float>(m.tokens * m.query());
   b.k = memory.take<float>(m.tokens * m.kv());

@@ -199,9 +199,20 @@ void Product::multiply_grouped(const Projection& p, SumsJob job, int64_t token) 
     const float x_scale = x_.scales[token + m];
     for (int64_t i = 0; i < n; ++i) y[i] *= x_scale;
     if (p.bias != nullptr) table_.add_row(y, p.bias + row, n, y);
-    const int64_t at = (token + m) * p.out.stride_bytes + row * element_size(p.out.type);
-    table_.store_row(p.out.type, y, n, offset_bytes(p.out.data, at));
+    store_values(p.out, y, n, token + m, row);
   }
+}
+
+// Finished values of one token, rows [row, row + n), where the epilogue would put them.
+void Product::store_values(const Output& out, float* y, int64_t n, int64_t token,
+                           int64_t row) const {
+  const int64_t element = out.kind == StoreKind::kStore ? element_size(out.type) : 4;
+  void* to = offset_bytes(out.data, token * out.stride_bytes + row * element);
+  if (out.kind == StoreKind::kStore) return table_.store_row(out.type, y, n, to);
+  table_.round_row(out.type, y, n);
+  auto* floats = static_cast<float*>(to);
+  if (out.kind == StoreKind::kAdd) return table_.add_row(floats, y, n, floats);
+  std::copy(y, y + n, floats);
 }
 
 const void* Product::weights_of(int64_t partitions, int64_t partition) const {

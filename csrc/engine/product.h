@@ -55,6 +55,7 @@ class Product {
   void add_groups(const Projection& p, SumsJob job, int64_t token, float* values) const;
   void multiply_grouped(const Projection& p, SumsJob job, int64_t token) const;
   void store(const Projection& p, const SumsJob& job, int64_t token) const;
+  void store_values(const Output& out, float* y, int64_t n, int64_t token, int64_t row) const;
 
   const KernelTable& table_;
   const QuantizedTokens& x_;

@@ -30,7 +30,6 @@ void TokenBuffer::quantize(const KernelTable& table, const void* x, DType type) 
     }
     view_.quantize(table, values, m);
   });
-  if (view_.groups != nullptr) sum_groups(table);
 }
 
 void TokenBuffer::copy_quantized(const KernelTable& table, const int8_t* x, const float* scales) {
@@ -53,12 +52,10 @@ void TokenBuffer::copy_quantized(const KernelTable& table, const int8_t* x, cons
   if (scales != nullptr) std::copy(scales, scales + view_.tokens, view_.scales);
 }
 
-void TokenBuffer::sum_groups(const KernelTable& table) {
-  for (int64_t m = 0; m < view_.tokens; ++m) {
-    for (int64_t g = 0; g < layout::blocks_for(view_.k); ++g) {
-      view_.groups[g * view_.tokens + m] =
-          table.sum_i8(view_.token(m) + g * layout::kBlockWeights, layout::kBlockWeights);
-    }
+void QuantizedTokens::sum_groups(const KernelTable& table, int64_t m) const {
+  for (int64_t g = 0; g < layout::blocks_for(k); ++g) {
+    groups[g * tokens + m] =
+        table.sum_i8(token(m) + g * layout::kBlockWeights, layout::kBlockWeights);
   }
 }
 

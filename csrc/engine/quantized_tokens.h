@@ -31,7 +31,9 @@ struct QuantizedTokens {
   // Normalised tokens enter one at a time; different ones may do so at once.
   void quantize(const KernelTable& table, const float* x, int64_t m) const {
     scales[m] = table.quantize_row(x, k, padded_k, token(m), step_stride(m), sums + m);
+    if (groups != nullptr) sum_groups(table, m);
   }
+  void sum_groups(const KernelTable& table, int64_t m) const;
 };
 
 // With memory of their own, in the order that `table` asks for.
@@ -46,7 +48,6 @@ class TokenBuffer {
   void copy_quantized(const KernelTable& table, const int8_t* x, const float* scales);
 
  private:
-  void sum_groups(const KernelTable& table);
   Scratch<int8_t> codes_;
   Scratch<int32_t> sums_, groups_;
   Scratch<float> scales_;

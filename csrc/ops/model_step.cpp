@@ -33,12 +33,10 @@ struct Tokens {
     sequences.set(check, a.query_start_loc, a.seq_lens, a.block_table, tokens, blocks, block_size);
     check.dim(a.logit_rows, "logit_rows", 1);
     copy_indices(check, a.logit_rows, "logit_rows", {a.logit_rows.size(0)}, logit_rows);
-    int64_t least = 0;
     for (const int64_t row : logit_rows) {
-      if (!(row >= least && row < tokens))
-        check.fail("logit_rows", "ascending rows in [0, " + std::to_string(tokens) + ")",
+      if (!(row >= 0 && row < tokens))
+        check.fail("logit_rows", "of rows in [0, " + std::to_string(tokens) + ")",
                    std::to_string(row));
-      least = row + 1;
     }
   }
 };
@@ -103,6 +101,7 @@ void unpack_model_step(StableIValue* stack, uint64_t, uint64_t) {
   step.model.take_numbers(a);
   step.key_scale = a.take<std::optional<Tensor>>();
   step.value_scale = a.take<std::optional<Tensor>>();
+  step.model.take_extras(a);
   stack[0] = torch::stable::detail::from(model_step(step));
 }
 

@@ -10,7 +10,13 @@
 
 namespace bitnet::ops {
 
+using engine::kGate;
+using engine::kK;
 using engine::kLayerWeights;
+using engine::kQ;
+using engine::kUp;
+using engine::kV;
+using engine::ScaleForm;
 using engine::StepLayer;
 using engine::StepModel;
 using engine::Weight;
@@ -40,6 +46,14 @@ void StepTensors::take_numbers(Arguments& a) {
   eps = a.take<double>();
   rope_theta = a.take<double>();
   scale = a.take<double>();
+}
+
+void StepTensors::take_extras(Arguments& a) {
+  biases = a.take<std::optional<Tensor>>();
+  biased = a.take<std::vector<int64_t>>();
+  scale_sizes = a.take<std::vector<int64_t>>();
+  qk_norms = a.take<bool>();
+  sub_norm_eps = a.take<std::optional<double>>();
 }
 
 void StepBinding::check_most(const char* argument, const char* what, int64_t got,
@@ -78,6 +92,9 @@ void StepBinding::check_numbers(StepModel& m) const {
   m.eps = static_cast<float>(a.eps);
   if (!(m.eps >= 0.0f && std::isfinite(m.eps)))
     check_.fail("eps", "finite and not negative", std::to_string(m.eps));
+  m.sub_eps = static_cast<float>(a.sub_norm_eps.value_or(a.eps));
+  if (!(m.sub_eps >= 0.0f && std::isfinite(m.sub_eps)))
+    check_.fail("sub_norm_eps", "finite and not negative", std::to_string(m.sub_eps));
   m.rope_theta = a.rope_theta;
   if (!(m.rope_theta > 0.0 && std::isfinite(m.rope_theta)))
     check_.fail("rope_theta", "finite and positive", std::to_string(m.rope_theta));
@@ -116,23 +133,90 @@ void StepBinding::bind_weights(const StepModel& m, std::vector<StepLayer>& layer
   }
 }
 
-// The small parameters: scales [layers, 7]; norm weights in one row, in the order of their use.
+// The scales of a layer's seven projections follow each other, of each as many as scale_sizes says.
+void StepBinding::bind_scales(StepModel& m, std::vector<StepLayer>& layers) const {
+  const StepTensors& a = tensors_;
+  int64_t sizes[kLayerWeights], total = 0;
+  if (!a.scale_sizes.empty() && a.scale_sizes.size() != kLayerWeights)
+    check_.fail("scale_sizes", "empty or 7 numbers",
+                std::to_string(a.scale_sizes.size()) + " numbers");
+  for (int i = 0; i < kLayerWeights; ++i) {
+    const auto [rows, k] = engine::weight_size(m, i);
+    const int64_t groups = rows * layout::blocks_for(k);
+    sizes[i] = a.scale_sizes.empty() ? 1 : a.scale_sizes[static_cast<size_t>(i)];
+    m.scale_forms[i] = sizes[i] == 1      ? ScaleForm::kMatrix
+                       : sizes[i] == rows ? ScaleForm::kRows
+                                          : ScaleForm::kGroups;
+    if (sizes[i] != 1 && sizes[i] != rows && sizes[i] != groups)
+      check_.fail("scale_sizes",
+                  "1, " + std::to_string(rows) + " (one a row) or " + std::to_string(groups) +
+                      " (one a row and 128 input features) for " + kNames[i],
+                  std::to_string(sizes[i]));
+    total += sizes[i];
+  }
+  // They read the same tokens, whose sums groups need.
+  const auto same = [&](int one, int other) {
+    if ((m.scale_forms[one] == ScaleForm::kGroups) != (m.scale_forms[other] == ScaleForm::kGroups))
+      check_.fail(
+          "scale_sizes",
+          std::string("of groups for ") + kNames[one] + " and " + kNames[other] + " or for neither",
+          std::to_string(sizes[one]) + " and " + std::to_string(sizes[other]));
+  };
+  same(kQ, kK), same(kQ, kV), same(kGate, kUp);
+  check_.dtype(a.scales, "scales", ScalarType::Float);
+  check_.shape(a.scales, "scales", {m.n_layers, total});
+  check_.contiguous(a.scales, "scales");
+  const auto* scale = data<float>(a.scales);
+  for (StepLayer& layer : layers) {
+    for (int i = 0; i < kLayerWeights; ++i) {
+      layer.scales[i] = scale;
+      scale += sizes[i];
+    }
+  }
+}
+
+void StepBinding::bind_biases(const StepModel& m, std::vector<StepLayer>& layers) const {
+  const StepTensors& a = tensors_;
+  for (StepLayer& layer : layers) std::ranges::fill(layer.biases, nullptr);
+  const bool given = a.biases.has_value() && a.biases->defined();
+  int64_t total = 0, last = -1;
+  for (const int64_t which : a.biased) {
+    if (!(which > last && which < kLayerWeights))
+      check_.fail("biased", "ascending places from 0 to 6", std::to_string(which));
+    total += engine::weight_size(m, static_cast<int>(which)).rows;
+    last = which;
+  }
+  if (a.biased.empty() == given)
+    check_.fail("biases", given ? "to be left out where biased is empty" : "of dtype float32",
+                given ? "a tensor" : "none");
+  if (!given) return;
+  check_.dtype(*a.biases, "biases", ScalarType::Float);
+  check_.shape(*a.biases, "biases", {m.n_layers, total});
+  check_.contiguous(*a.biases, "biases");
+  const auto* bias = data<float>(*a.biases);
+  for (StepLayer& layer : layers) {
+    for (const int64_t which : a.biased) {
+      layer.biases[which] = bias;
+      bias += engine::weight_size(m, static_cast<int>(which)).rows;
+    }
+  }
+}
+
+// All norm weights in one row, in the order of their use.
 void StepBinding::bind_norms(StepModel& m, std::vector<StepLayer>& layers) const {
   const StepTensors& a = tensors_;
-  check_.dtype(a.scales, "scales", ScalarType::Float);
-  check_.shape(a.scales, "scales", {m.n_layers, kLayerWeights});
-  check_.contiguous(a.scales, "scales");
+  const int64_t heads = a.qk_norms ? 2 * m.dim : 0;
   const int64_t sub = a.sub_norms ? m.query() + m.intermediate : 0;
   check_.dtype(a.norm_weights, "norm_weights", ScalarType::Float);
-  check_.shape(a.norm_weights, "norm_weights", {m.n_layers * (2 * m.hidden + sub) + m.hidden});
+  check_.shape(a.norm_weights, "norm_weights",
+               {m.n_layers * (2 * m.hidden + heads + sub) + m.hidden});
   check_.contiguous(a.norm_weights, "norm_weights");
-  const auto* scale = data<float>(a.scales);
   const auto* norm = data<float>(a.norm_weights);
   const auto next = [&norm](int64_t n) { return (norm += n) - n; };
   for (StepLayer& layer : layers) {
-    layer.scales = scale;
-    scale += kLayerWeights;
     layer.attention_norm = next(m.hidden);
+    layer.q_norm = a.qk_norms ? next(m.dim) : nullptr;
+    layer.k_norm = a.qk_norms ? next(m.dim) : nullptr;
     layer.out_norm = a.sub_norms ? next(m.query()) : nullptr;
     layer.mlp_norm = next(m.hidden);
     layer.down_norm = a.sub_norms ? next(m.intermediate) : nullptr;
@@ -147,6 +231,8 @@ void StepBinding::bind(StepModel& m, std::vector<StepLayer>& layers) const {
   m.head = head_view(Check(op_, "head_"), tensors_.head_weight, tensors_.head_scale, m.hidden,
                      tensors_.vocab_size);
   bind_weights(m, layers);
+  bind_scales(m, layers);
+  bind_biases(m, layers);
   bind_norms(m, layers);
   m.layers = layers.data();
 }
@@ -154,6 +240,7 @@ void StepBinding::bind(StepModel& m, std::vector<StepLayer>& layers) const {
 void StepBinding::keep_apart(const Mutated& mutated, const std::vector<StepLayer>& layers) const {
   mutated.keep_apart(check_, tensors_.scales, "scales");
   mutated.keep_apart(check_, tensors_.norm_weights, "norm_weights");
+  if (tensors_.biases.has_value()) mutated.keep_apart(check_, *tensors_.biases, "biases");
   mutated.keep_apart(check_, tensors_.head_weight, "head_weight");
   if (tensors_.head_scale.has_value())
     mutated.keep_apart(check_, *tensors_.head_scale, "head_scale");

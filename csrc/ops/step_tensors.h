@@ -33,10 +33,16 @@ struct StepTensors {
   bool sub_norms;
   std::string activation;
   double eps, rope_theta, scale;
+  // What a plain model does without.
+  std::optional<Tensor> biases;
+  std::vector<int64_t> biased, scale_sizes;
+  bool qk_norms;
+  std::optional<double> sub_norm_eps;
 
-  // In the order of the schemas: weights to head_scale, and dtype to scale.
+  // In the order of the schemas: weights to head_scale, dtype to scale, and biases to sub_norm_eps.
   void take_weights(Arguments& a);
   void take_numbers(Arguments& a);
+  void take_extras(Arguments& a);
 };
 
 class StepBinding {
@@ -56,6 +62,8 @@ class StepBinding {
   void check_numbers(engine::StepModel& m) const;
   void check_vocab() const;
   void bind_weights(const engine::StepModel& m, std::vector<engine::StepLayer>& layers) const;
+  void bind_scales(engine::StepModel& m, std::vector<engine::StepLayer>& layers) const;
+  void bind_biases(const engine::StepModel& m, std::vector<engine::StepLayer>& layers) const;
   void bind_norms(engine::StepModel& m, std::vector<engine::StepLayer>& layers) const;
 
   Check check_;

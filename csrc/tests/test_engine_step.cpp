@@ -52,7 +52,7 @@ struct Model {
     m.n_layers = kLayers;
     m.type = DType::kBF16;
     m.activation = table.relu2_mul_row;
-    m.eps = 1e-5f;
+    m.eps = m.sub_eps = 1e-5f;
     m.rope_theta = 10000;
     m.attention_scale = 0.177f;
     cut(per_sequence, kept, block_size);
@@ -69,7 +69,9 @@ struct Model {
     packed.reserve(at(kLayers * kLayerWeights));
     for (int64_t i = 0; i < kLayers; ++i) {
       StepLayer layer{};
-      layer.scales = scales.data() + i * kLayerWeights;
+      for (int64_t w = 0; w < kLayerWeights; ++w) {
+        layer.scales[w] = scales.data() + i * kLayerWeights + w;
+      }
       layer.attention_norm = layer.mlp_norm = norms.data();
       layer.out_norm = layer.down_norm = norms.data() + 1;
       layer.pool.block_size = block_size;

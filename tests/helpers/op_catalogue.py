@@ -44,7 +44,8 @@ def results(returned: Any, args: Arguments, op: str) -> list[Tensor]:
     else:
         produced = list(returned)
     # the last ones are scales, which only int8 caches have
-    return produced + [args[index] for index in MUTATED[op] if index < len(args)]
+    mutated = [args[index] for index in MUTATED[op] if index < len(args)]
+    return produced + [tensor for tensor in mutated if tensor is not None]
 
 
 def assert_agrees(op: str, args: Arguments, actual: Tensor, expected: Tensor) -> None:

@@ -35,28 +35,64 @@ def decode_step(o: Any, a: Any) -> Tensor:
     x, tokens, hidden = a.x, a.x.shape[1], a.x.shape[2]
     kv_heads, dim = a.key_cache.shape[2], a.key_cache.shape[4]
     query_rows, kv_rows = a.num_heads * dim, kv_heads * dim
-    sizes = [hidden, query_rows, hidden, a.intermediate_size] if a.sub_norms else [hidden, hidden]
-    *norms, last = a.norm_weights.split([*sizes * len(a.scales), hidden])
+    norm_sizes = [
+        hidden, *([dim, dim] if a.qk_norms else []), *([query_rows] if a.sub_norms else []),
+        hidden, *([a.intermediate_size] if a.sub_norms else []),
+    ]  # fmt: skip
+    *norms, last = a.norm_weights.split([*norm_sizes * len(a.scales), hidden])
     cos_sin = o.rope_table(a.start_positions[:, None] + torch.arange(tokens), dim, a.rope_theta)
+    rows = [query_rows, kv_rows, kv_rows, hidden, a.intermediate_size, a.intermediate_size, hidden]
+    features = [hidden, hidden, hidden, query_rows, hidden, hidden, a.intermediate_size]
+    sub_eps = a.eps if a.sub_norm_eps is None else a.sub_norm_eps
     for layer, scales in enumerate(a.scales):
-        q, k, v, out, gate, up, down = zip(
-            a.weights[7 * layer : 7 * layer + 7], scales.split(1), strict=True
-        )
-        own = norms[len(sizes) * layer : len(sizes) * (layer + 1)]
-        before, sub, after, inner_norm = own if a.sub_norms else (own[0], None, own[1], None)
-        rows = [query_rows, kv_rows, kv_rows]
-        qkv = o.qkv_forward(x.to(a.dtype), before, *q, *k, *v, a.eps, rows)
+        weights = a.weights[7 * layer : 7 * layer + 7]
+        scales = scales.split([*a.scale_sizes] or 1)
+        own = iter(norms[len(norm_sizes) * layer : len(norm_sizes) * (layer + 1)])
+        before = next(own)
+        heads = [next(own), next(own)] if a.qk_norms else None
+        sub = next(own) if a.sub_norms else None
+        after, inner_norm = next(own), next(own, None)
+        biases = dict(zip(a.biased, a.biases[layer].split([rows[i] for i in a.biased]),
+                          strict=True)) if a.biased else {}  # fmt: skip
+
+        def project(i: int, x: Tensor) -> Tensor:
+            grouped = scales[i].numel() > rows[i]  # noqa: B023
+            op = o.group_linear if grouped else o.linear
+            scale = scales[i].view(rows[i], -1) if grouped else scales[i]  # noqa: B023
+            y: Tensor = op(x, weights[i], scale, biases.get(i), rows[i], features[i])  # noqa: B023
+            return y
+
+        plain = not a.scale_sizes and not a.biased and a.sub_norm_eps is None
+        if plain:
+            qkv = o.qkv_forward(
+                x.to(a.dtype), before, *(t for i in range(3) for t in (weights[i], scales[i])),
+                a.eps, rows[:3],
+            )  # fmt: skip
+        else:
+            h = o.rms_norm(x.to(a.dtype), before, a.eps)
+            qkv = [project(i, h) for i in range(3)]
         query, key, value = (t.unflatten(-1, (t.shape[-1] // dim, dim)) for t in qkv)
+        if heads is not None:
+            query, key = o.rms_norm(query, heads[0], a.eps), o.rms_norm(key, heads[1], a.eps)
         caches = a.key_cache[layer], a.value_cache[layer]
         scales_of_caches = [t if t is None else t[layer] for t in (a.key_scale, a.value_scale)]
         positions = a.start_positions
         o.kv_cache_update(*caches, o.rope(key, cos_sin), value, positions, *scales_of_caches)
         query = o.rope(query, cos_sin)
         mixed = o.attention(query, *caches, positions, a.scale, *scales_of_caches).flatten(2)
-        mixed = mixed if sub is None else o.rms_norm(mixed, sub, a.eps)
-        x = x + o.linear(mixed, *out, None, hidden)
-        mlp = *gate, *up, inner_norm, *down, a.eps, a.activation, [a.intermediate_size, hidden]
-        x = x + o.mlp_forward(x.to(a.dtype), after, *mlp)
+        mixed = mixed if sub is None else o.rms_norm(mixed, sub, sub_eps)
+        x = x + project(3, mixed)
+        if plain:
+            mlp = [t for i in (4, 5) for t in (weights[i], scales[i])]
+            mlp += [inner_norm, weights[6], scales[6]]
+            sizes = [a.intermediate_size, hidden]
+            x = x + o.mlp_forward(x.to(a.dtype), after, *mlp, a.eps, a.activation, sizes)
+            continue
+        h = o.rms_norm(x.to(a.dtype), after, a.eps)
+        gate, up = project(4, h), project(5, h)
+        both = torch.cat([gate, up], -1)
+        z = o.relu2_mul(gate, up) if a.activation == "relu2" else o.silu_and_mul(both)
+        x = x + project(6, z if inner_norm is None else o.rms_norm(z, inner_norm, sub_eps))
     kept = x[:, -a.logits_to_keep :]  # 0 keeps everything
     y: Tensor = o.lm_head(o.rms_norm(kept, last, a.eps), a.head_weight, a.head_scale, a.vocab_size)
     return y
@@ -82,12 +118,28 @@ def decode_step_arguments(
     sub_norms: bool = True,
     activation: str = "relu2",
     logits_to_keep: int = 0,
+    biased: tuple[int, ...] = (),
+    row_scales: tuple[int, ...] = (),
+    group_scales: tuple[int, ...] = (),
+    qk_norms: bool = False,
+    sub_norm_eps: float | None = None,
 ) -> Arguments:
-    """The scales of caches that have some come last."""
+    """row_scales, group_scales: the projections, by place, with one a row, or a row and group."""
     query, kv = heads * head_dim, kv_heads * head_dim
     shapes = [(query, hidden), (kv, hidden), (kv, hidden), (hidden, query)]
     shapes += [(inner, hidden), (inner, hidden), (hidden, inner)]
-    gains = layers * (2 * hidden + (query + inner if sub_norms else 0)) + hidden
+    gains = 2 * hidden + (query + inner if sub_norms else 0) + (2 * head_dim if qk_norms else 0)
+    gains = layers * gains + hidden
+    sizes = [
+        n if i in row_scales else n * -(-k // 128) if i in group_scales else 1
+        for i, (n, k) in enumerate(shapes)
+    ]
+    extras: Named = {"qk_norms": qk_norms, "sub_norm_eps": sub_norm_eps}
+    if row_scales or group_scales:
+        extras["scale_sizes"] = sizes
+    if biased:
+        rows = sum(shapes[i][0] for i in biased)
+        extras |= {"biases": torch.randn(layers, rows, generator=g) / 8, "biased": list(biased)}
     cache = (layers, batch, kv_heads, length, head_dim)
     weights = [(random_packed(g, n, k), k) for _ in range(layers) for n, k in shapes]
     if weight_format != "canonical":
@@ -102,7 +154,7 @@ def decode_step_arguments(
         "decode_step",
         x=activations(g, batch, tokens, hidden),
         weights=[weight for weight, _ in weights],
-        scales=positive(g, layers, 7) / 8, norm_weights=gain(g, gains),
+        scales=positive(g, layers, sum(sizes)) / 8, norm_weights=gain(g, gains),
         head_weight=head_parts[0], head_scale=head_parts[1],
         key_cache=keys, value_cache=values,
         start_positions=torch.randint(0, length - tokens + 1, (batch,), generator=g),
@@ -110,6 +162,7 @@ def decode_step_arguments(
         sub_norms=sub_norms, activation=activation, eps=1e-5, rope_theta=10000.0,
         scale=head_dim**-0.5, logits_to_keep=logits_to_keep,
         **dict(zip(("key_scale", "value_scale"), (*key_scale, *value_scale), strict=False)),
+        **(extras if biased or row_scales or group_scales or qk_norms or sub_norm_eps else {}),
     )  # fmt: skip
 
 
@@ -157,6 +210,20 @@ def step_bound(a: Any, layers: int, length: int, expected: Tensor) -> Tensor:
     return torch.full(expected.shape, (relative + 2.0**-15) * norm * longest * 2)
 
 
+EXTRAS: dict[str, Named] = {
+    "biases": {"biased": (0, 1, 2)},
+    "all_biases": {"biased": tuple(range(7)), "dtype": torch.bfloat16},
+    "qk_norms": {"qk_norms": True, "activation": "silu", "sub_norms": False},
+    "sub_norm_eps": {"sub_norm_eps": 1e-2},
+    "row_scales": {"row_scales": (0, 1, 2, 4, 5), "dtype": torch.bfloat16},
+    "group_scales": {"group_scales": tuple(range(7)), "hidden": 140, "qk_norms": True},
+    "everything": {
+        "group_scales": (0, 1, 2, 6), "row_scales": (3,), "biased": (1, 3, 6), "qk_norms": True,
+        "sub_norm_eps": 1e-3, "hidden": 140, "weight_format": "2bit", "dtype": torch.bfloat16,
+    },
+}  # fmt: skip
+
+
 def _decode_step_samples() -> Built:
     for dtype in ACTIVATIONS:
         for cache in KV_DTYPES:
@@ -176,6 +243,10 @@ def _decode_step_samples() -> Built:
     yield "several_tokens", lambda g: decode_step_arguments(g, tokens=3, batch=1)
     yield "last_logits", lambda g: decode_step_arguments(g, tokens=4, batch=2, logits_to_keep=2)
     yield "many_sequences", lambda g: decode_step_arguments(g, batch=5, heads=3, kv_heads=3)
+    yield from (
+        (name, lambda g, e=extras: decode_step_arguments(g, layers=2, tokens=3, **e))
+        for name, extras in EXTRAS.items()
+    )
     yield "no_layers", lambda g: decode_step_arguments(g, layers=0)
     yield "no_batch", lambda g: decode_step_arguments(g, batch=0)
     yield "gaps", lambda g: with_gaps(decode_step_arguments(g, layers=2))
@@ -240,6 +311,22 @@ _DECODE_STEP_REJECTIONS: Rejections = [
     ({"eps": lambda a: -1.0}, "eps", "finite and not negative"),
     ({"rope_theta": lambda a: 0.0}, "rope_theta", "finite and positive"),
     ({"scale": lambda a: torch.inf}, "scale", "finite"),
+    ({"biased": lambda a: [0]}, "biases", "of dtype float32, got none"),
+    ({"biased": lambda a: [1, 1]}, "biased", "ascending places from 0 to 6, got 1"),
+    ({"biased": lambda a: [7]}, "biased", "ascending places from 0 to 6, got 7"),
+    ({"biases": lambda a: torch.zeros(1, 64)}, "biases", "left out where biased is empty"),
+    (
+        {"biased": lambda a: [0], "biases": lambda a: torch.zeros(1, 63)},
+        "biases", "of shape [1, 64], got [1, 63]",
+    ),
+    ({"scale_sizes": lambda a: [1] * 6}, "scale_sizes", "empty or 7 numbers, got 6"),
+    (
+        {"scale_sizes": lambda a: [1, 1, 1, 1, 1, 1, 71]},
+        "scale_sizes", "1, 70 (one a row) or 140 (one a row and 128 input features) for weights (d",
+    ),
+    ({"scale_sizes": lambda a: [64] + [1] * 6}, "scales", "of shape [1, 70], got [1, 7]"),
+    ({"qk_norms": lambda a: True}, "norm_weights", "of shape [456], got [424]"),
+    ({"sub_norm_eps": lambda a: -1.0}, "sub_norm_eps", "finite and not negative"),
     ({**_INT8, "key_scale": lambda a: None}, "key_scale", "with int8 caches, got none"),
     ({**_INT8, "key_scale": lambda a: _scales(a).double()}, "key_scale", "of dtype float32"),
     ({**_INT8, "value_scale": lambda a: a["key_scale"]}, "value_scale", "in its own memory"),

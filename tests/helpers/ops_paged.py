@@ -39,7 +39,7 @@ from op_values import (
     transposed,
 )
 from ops_attention import attention_bound, cache_memory, kv_cache_update
-from ops_model import decode_step_arguments, step_bound
+from ops_model import EXTRAS, decode_step_arguments, step_bound
 
 POOLS = ("key_pool", "value_pool", "key_scale", "value_scale")
 
@@ -444,9 +444,22 @@ spec(
 # model_step ---------------------------------------------------------------------------------------
 
 _SHARED = (
-    "weights", "scales", "norm_weights", "head_weight", "head_scale", "dtype", "num_heads",
-    "intermediate_size", "vocab_size", "sub_norms", "activation", "eps", "rope_theta", "scale",
-)  # fmt: skip
+    "weights",
+    "scales",
+    "norm_weights",
+    "head_weight",
+    "head_scale",
+    "dtype",
+    "num_heads",
+    "intermediate_size",
+    "vocab_size",
+    "sub_norms",
+    "activation",
+    "eps",
+    "rope_theta",
+    "scale",
+)
+_EXTRAS = ("biases", "biased", "scale_sizes", "qk_norms", "sub_norm_eps")  # fmt: skip
 
 
 def model_step_arguments(
@@ -481,6 +494,7 @@ def model_step_arguments(
         **batch_of(list(new), list(lengths), table, block_size),
         logit_rows=torch.tensor(list(rows), dtype=torch.int64),
         **dict(zip(("key_scale", "value_scale"), (*key_scale, *value_scale), strict=False)),
+        **{name: given[name] for name in _EXTRAS if name in given},
     )
 
 
@@ -497,6 +511,7 @@ def model_step(o: Any, a: Any) -> Tensor:
             a.x[tokens][None], a.weights, a.scales, a.norm_weights, a.head_weight, a.head_scale,
             *caches[:2], torch.tensor([length - new]), a.dtype, a.num_heads, a.intermediate_size,
             a.vocab_size, a.sub_norms, a.activation, a.eps, a.rope_theta, a.scale, 0, *caches[2:],
+            a.biases, a.biased, a.scale_sizes, a.qk_norms, a.sub_norm_eps,
         )  # fmt: skip
         for pool, cache in zip(pools, caches, strict=True):
             if pool is not None:
@@ -545,7 +560,13 @@ def _model_step_samples() -> Built:
     yield "head_int8", lambda g: model_step_arguments(g, head=("int8", 128))
     yield "2bit", lambda g: model_step_arguments(g, weight_format="2bit")
     yield "silu", lambda g: model_step_arguments(g, sub_norms=False, activation="silu")
+    yield from (
+        (name, lambda g, e=extras: model_step_arguments(g, layers=2, **e))
+        for name, extras in EXTRAS.items()
+    )
     yield "all_logits", lambda g: model_step_arguments(g, logit_rows=None)
+    yield "logits_in_any_order", lambda g: model_step_arguments(g, logit_rows=(5, 0, 1, 3, 2, 4))
+    yield "logits_twice", lambda g: model_step_arguments(g, logit_rows=(4, 4))
     yield "no_logits", lambda g: model_step_arguments(g, logit_rows=())
     yield "long_chunk", lambda g: model_step_arguments(
         g, new=(70, 1), lengths=(130, 66), block_size=16, logit_rows=(69, 70)
@@ -591,7 +612,7 @@ _MODEL_STEP_REJECTIONS: Rejections = [
     ({"seq_lens": lambda a: a["seq_lens"] * 100}, "seq_lens", "the 32 positions of the pool"),
     ({"block_table": lambda a: a["block_table"] + 8}, "block_table", "of blocks in [0, 8)"),
     ({"logit_rows": lambda a: torch.tensor([0, 6])}, "logit_rows", "rows in [0, 6), got 6"),
-    ({"logit_rows": lambda a: torch.tensor([3, 3])}, "logit_rows", "ascending rows"),
+    ({"logit_rows": lambda a: torch.tensor([-1, 3])}, "logit_rows", "rows in [0, 6), got -1"),
     ({"logit_rows": lambda a: torch.tensor([[3]])}, "logit_rows", "with 1 dimension"),
     ({"dtype": lambda a: torch.float16}, "dtype", "float32 or bfloat16, got float16"),
     ({"num_heads": lambda a: 3}, "num_heads", "a multiple of the cache's 2 heads, got 3"),
@@ -601,6 +622,12 @@ _MODEL_STEP_REJECTIONS: Rejections = [
     ({"eps": lambda a: -1.0}, "eps", "finite and not negative"),
     ({"rope_theta": lambda a: 0.0}, "rope_theta", "finite and positive"),
     ({"scale": lambda a: torch.inf}, "scale", "finite"),
+    ({"biased": lambda a: [0]}, "biases", "of dtype float32, got none"),
+    ({"biased": lambda a: [7]}, "biased", "ascending places from 0 to 6, got 7"),
+    ({"biases": lambda a: torch.zeros(1, 64)}, "biases", "left out where biased is empty"),
+    ({"scale_sizes": lambda a: [1] * 6}, "scale_sizes", "empty or 7 numbers, got 6"),
+    ({"qk_norms": lambda a: True}, "norm_weights", "of shape [456], got [424]"),
+    ({"sub_norm_eps": lambda a: -1.0}, "sub_norm_eps", "finite and not negative"),
     ({**_INT8, "key_scale": lambda a: None}, "key_scale", "with int8 caches, got none"),
     ({**_INT8, "value_scale": lambda a: a["key_scale"]}, "value_scale", "in its own memory"),
     ({**_INT8, "value_scale": lambda a: _scales(a)[:, 1:]}, "value_scale", "shape [1, 8, 4, 2]"),

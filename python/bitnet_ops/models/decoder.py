@@ -9,8 +9,9 @@ It must not know files, text or sampling: it gets tensors and token ids.
 
 from __future__ import annotations
 
+import functools
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
@@ -20,9 +21,11 @@ from bitnet_ops import ops
 from bitnet_ops.config import ModelConfig
 from bitnet_ops.models.layer import ACTIVATION_DTYPES, DecoderLayer, Tensors, norm_weight
 from bitnet_ops.models.step import Step
+from bitnet_ops.models.step_batch import StepBatch
 from bitnet_ops.nn.casting import Cast, dtype_after
 from bitnet_ops.nn.head import HeadWeight
 from bitnet_ops.nn.kv_cache import KVCache
+from bitnet_ops.nn.kv_pool import KVPool
 from bitnet_ops.nn.linear import BitLinear
 from bitnet_ops.nn.packing import PackedWeight
 
@@ -89,6 +92,7 @@ class Decoder(nn.Module):
         super().__init__()
         check_dtype(dtype, type(self).__name__)
         self.config, self.dtype, self.fused_step = config, dtype, fused_step
+        self._scale = config.head_dim**-0.5
         self.model = _Body(config, tensors, dtype, head_format)
         if not config.tie_word_embeddings:
             self.lm_head = _matrix(tensors, "lm_head.weight", head_format)
@@ -132,12 +136,45 @@ class Decoder(nn.Module):
         return self._last_norm(x)
 
     def _states(self, input_ids: Tensor, positions: Tensor, cache: KVCache) -> Tensor:
-        cos_sin = ops.rope_table(positions, self.config.head_dim, self.config.rope_theta)
-        x = self._embed(input_ids)
         start = cache.lengths
+
+        def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            pools, scales = (cache.keys[i], cache.values[i]), cache.scales(i)
+            ops.kv_cache_update(*pools, k, v, start, *scales)
+            return ops.attention(q, *pools, start, self._scale, *scales)
+
+        return self._layers(self._embed(input_ids), positions, attend)
+
+    def _layers(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        attend: Callable[[int, Tensor, Tensor, Tensor], Tensor],
+    ) -> Tensor:
+        """The layers one after the other; attend: the layer's number, query, key and value."""
+        cos_sin = ops.rope_table(positions, self.config.head_dim, self.config.rope_theta)
         for i, layer in enumerate(self.model.layers):
-            x = layer(x, cos_sin, cache.keys[i], cache.values[i], start, *cache.scales(i))
+            x = layer(x, cos_sin, functools.partial(attend, i))
         return x
+
+    def step(self, batch: StepBatch, pool: KVPool) -> Tensor:
+        """Logits f32 [rows, V] of `batch.logit_rows`; keys and values enter the pool.
+
+        The new tokens of any sequences, in any mixture of prompts and decoding: a token's logits
+        are those of its sequence alone, bit for bit.
+        """
+        x = self._embed(batch.token_ids)
+        if (step := self._whole_step()) is not None:
+            return step.paged(x, batch, pool, self.head)
+        where = batch.query_start_loc, batch.seq_lens, batch.block_table
+
+        def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            pools, scales = (pool.key_pool[i], pool.value_pool[i]), pool.scales(i)
+            ops.paged_cache_update(*pools, k, v, batch.slot_mapping, *scales)
+            return ops.paged_attention(q, *pools, *where, self._scale, *scales)
+
+        x = self._layers(x, batch.positions, attend)
+        return self.head(self._last_norm(x[batch.logit_rows]))
 
     def _last_norm(self, x: Tensor) -> Tensor:
         return ops.rms_norm(x, self.model.norm.weight, self.config.rms_norm_eps)

@@ -7,7 +7,7 @@ caches' owners, embeddings or heads.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeGuard
 
 import torch
@@ -65,7 +65,7 @@ def is_plain(projection: nn.Module) -> TypeGuard[BitLinear]:
 
 
 class DecoderLayer(nn.Module):
-    """One layer: x + attention(norm(x)), then x + mlp(norm(x)); x float32 [B, T, hidden]."""
+    """One layer: x + attention(norm(x)), then x + mlp(norm(x)); x float32 [..., hidden]."""
 
     def __init__(self, config: ModelConfig, tensors: Tensors, dtype: torch.dtype) -> None:
         super().__init__()
@@ -77,7 +77,6 @@ class DecoderLayer(nn.Module):
                 continue  # it belongs to the projection of the same name
             parent, _, child = module.rpartition(".")
             self.get_submodule(parent).add_module(child, _leaf(tensors, module))
-        self.scale = config.head_dim**-0.5
         self.bound = 0
         self._bind()
         self.register_load_state_dict_post_hook(_rebind)
@@ -121,30 +120,25 @@ class DecoderLayer(nn.Module):
         self,
         x: Tensor,
         cos_sin: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        start: Tensor,
-        key_scale: Tensor | None = None,
-        value_scale: Tensor | None = None,
+        attend: Callable[[Tensor, Tensor, Tensor], Tensor],
     ) -> Tensor:
-        """x behind the layer; its keys and values are in the cache.
+        """x [..., hidden] behind the layer.
 
-        cos_sin f32 [B, T, head_dim] of the tokens' positions; keys, values [B, KV, L, head_dim] of
-        this layer, written from `start` int64 [B] on, with scales f32 [B, KV, L] or None.
+        cos_sin f32 [..., head_dim] of the tokens' positions. attend: what puts keys and values
+        F [..., KV, head_dim] into this layer's cache and returns the attention of the queries
+        F [..., H, head_dim] over it, in their shape.
         """
         c = self.config
-        b, t, _ = x.shape
+        lead = x.shape[:-1]
         q, k, v = self._qkv(self._rounded(x))
         heads, d = c.num_key_value_heads, c.head_dim
-        q, k = q.view(b, t, -1, d), k.view(b, t, heads, d)
+        q, k = q.view(*lead, -1, d), k.view(*lead, heads, d)
         if self._head_norms is not None:
             q = ops.rms_norm(q, self._head_norms[0], c.rms_norm_eps)
             k = ops.rms_norm(k, self._head_norms[1], c.rms_norm_eps)
-        v = v.view(b, t, heads, d)
+        v = v.view(*lead, heads, d)
         q, k = ops.rope(q, cos_sin), ops.rope(k, cos_sin)
-        ops.kv_cache_update(keys, values, k, v, start, key_scale, value_scale)
-        a = ops.attention(q, keys, values, start, self.scale, key_scale, value_scale)
-        a = a.view(b, t, -1)
+        a = attend(q, k, v).view(*lead, -1)
         if self._sub_norm is not None:
             a = ops.rms_norm(a, self._sub_norm, self._sub_eps)
         x = x + self._out(a)

@@ -1,14 +1,14 @@
-"""A decoder's weights as the arguments of `ops.decode_step`, which runs a whole step in one call.
+"""A decoder's weights as the arguments of `ops.decode_step` and `ops.model_step`, one call a step.
 
-Scales and norm weights are gathered into one tensor each, in whose memory the modules' own buffers
-lie: there is one copy of every number, and a buffer changed in place changes what the step reads.
-It must not know ids, caches' owners or sampling.
+Scales, biases and norm weights are gathered into one tensor each, in whose memory the modules' own
+buffers lie: there is one copy of every number, and a buffer changed in place changes what the step
+reads. It must not know ids, caches' owners or sampling.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -16,15 +16,17 @@ from torch import Tensor, nn
 from bitnet_ops import ops
 from bitnet_ops.config import PROJECTIONS, ModelConfig
 from bitnet_ops.memory.arena import stretch
-from bitnet_ops.models.layer import is_plain
+from bitnet_ops.nn.linear import BitLinear
 
 if TYPE_CHECKING:
+    from bitnet_ops.models.step_batch import StepBatch
     from bitnet_ops.nn.head import HeadWeight
     from bitnet_ops.nn.kv_cache import KVCache
+    from bitnet_ops.nn.kv_pool import KVPool
 
 
 class Step:
-    """What `ops.decode_step` needs of one model, gathered once.
+    """What `ops.decode_step` and `ops.model_step` need of one model, gathered once.
 
     Args:
         config: the architecture.
@@ -36,24 +38,48 @@ class Step:
     def __init__(
         self, config: ModelConfig, layers: Sequence[nn.Module], norm: nn.Module, dtype: torch.dtype
     ) -> None:
-        c = self._config = config
+        c = config
         norms = [layer.get_submodule(name) for layer in layers for name in _norm_names(c)]
         projections = [layer.get_submodule(name) for layer in layers for name in PROJECTIONS]
         self.norm_weights = _gather([*norms, norm], "weight")
-        self.scales = _gather(projections, "weight_scale").view(len(layers), len(PROJECTIONS))
+        self.scales = _gather(projections, "weight_scale").view(len(layers), -1)
         self.weights = [projection.get_buffer("weight") for projection in projections]
-        self._dtype, self._scale = dtype, c.head_dim**-0.5
+        first = projections[: len(PROJECTIONS)]
+        sizes = [projection.get_buffer("weight_scale").numel() for projection in first]
+        biased = [i for i, projection in enumerate(first) if _has_bias(projection)]
+        with_bias = [projection for projection in projections if _has_bias(projection)]
+        self.biases = _gather(with_bias, "bias").view(len(layers), -1) if with_bias else None
+        self._model: dict[str, Any] = {
+            "dtype": dtype,
+            "num_heads": c.num_attention_heads,
+            "intermediate_size": c.intermediate_size,
+            "vocab_size": c.vocab_size,
+            "sub_norms": c.sub_norms,
+            "activation": c.hidden_act,
+            "eps": c.rms_norm_eps,
+            "rope_theta": c.rope_theta,
+            "scale": c.head_dim**-0.5,
+            "biased": biased,
+            "scale_sizes": [] if set(sizes) == {1} else sizes,
+            "qk_norms": c.qk_norm,
+            "sub_norm_eps": c.sub_norm_eps,
+        }
 
     @staticmethod
     def expresses(config: ModelConfig, layers: Sequence[nn.Module]) -> bool:
-        """Whether decode_step can run these layers; composed ops can run all of them."""
-        c = config
-        projections = [layer.get_submodule(p) for layer in layers for p in PROJECTIONS]
-        return (
-            not c.qk_norm
-            and c.sub_norm_eps in (None, c.rms_norm_eps)
-            and all(is_plain(p) and _one_scale(p) for p in projections)
-        )
+        """Whether the whole-model ops can run these layers; composed ops can run all of them.
+
+        They know ternary products with one scale, one a row or one a group, and with biases, the
+        same in every layer; not norms inside a projection, adapters, or biases of another dtype.
+        """
+        if config.linear_norms or not layers:
+            return False
+        forms = [[_form(layer.get_submodule(p)) for p in PROJECTIONS] for layer in layers]
+        first = forms[0]
+        if None in first or any(form != first for form in forms):
+            return False
+        grouped = [form is not None and form[0] for form in first]
+        return len(set(grouped[:3])) == 1 and grouped[4] == grouped[5]
 
     def __call__(
         self, x: Tensor, cache: KVCache, head: HeadWeight, logits_to_keep: int = 0
@@ -62,7 +88,6 @@ class Step:
 
         `logits_to_keep` > 0: of that many last tokens only.
         """
-        c = self._config
         return ops.decode_step(
             x=x,
             weights=self.weights,
@@ -73,35 +98,59 @@ class Step:
             key_cache=cache.key_cache,
             value_cache=cache.value_cache,
             start_positions=cache.lengths,
-            dtype=self._dtype,
-            num_heads=c.num_attention_heads,
-            intermediate_size=c.intermediate_size,
-            vocab_size=c.vocab_size,
-            sub_norms=c.sub_norms,
-            activation=c.hidden_act,
-            eps=c.rms_norm_eps,
-            rope_theta=c.rope_theta,
-            scale=self._scale,
             logits_to_keep=logits_to_keep,
             key_scale=cache.key_scale,
             value_scale=cache.value_scale,
+            biases=self.biases,
+            **self._model,
+        )
+
+    def paged(self, x: Tensor, batch: StepBatch, pool: KVPool, head: HeadWeight) -> Tensor:
+        """Embedded tokens f32 [tokens, hidden] -> logits f32 [rows, V]; the pool is written."""
+        return ops.model_step(
+            x=x,
+            weights=self.weights,
+            scales=self.scales,
+            norm_weights=self.norm_weights,
+            head_weight=head.weight,
+            head_scale=head.scale,
+            key_pool=pool.key_pool,
+            value_pool=pool.value_pool,
+            positions=batch.positions,
+            slot_mapping=batch.slot_mapping,
+            query_start_loc=batch.query_start_loc,
+            seq_lens=batch.seq_lens,
+            block_table=batch.block_table,
+            logit_rows=batch.logit_rows,
+            key_scale=pool.key_scale,
+            value_scale=pool.value_scale,
+            biases=self.biases,
+            **self._model,
         )
 
 
-def _one_scale(projection: nn.Module) -> bool:
-    scale = projection.get_buffer("weight_scale")
-    return scale.dtype == torch.float32 and scale.numel() == 1
+def _has_bias(projection: nn.Module) -> bool:
+    return isinstance(projection, BitLinear) and projection.bias is not None
+
+
+def _form(projection: nn.Module) -> tuple[int, int, bool] | None:
+    """Size of groups, number of scales and bias or none; None for what is no plain product."""
+    if type(projection) is not BitLinear or projection._modules:
+        return None
+    bias, scale = projection.bias, projection.weight_scale
+    if scale.dtype != torch.float32 or (bias is not None and bias.dtype != torch.float32):
+        return None
+    return projection.group_size, scale.numel(), bias is not None
 
 
 def _norm_names(c: ModelConfig) -> tuple[str, ...]:
-    """The norms of a layer in the order in which decode_step uses them."""
-    if not c.sub_norms:
-        return "input_layernorm", "post_attention_layernorm"
+    """The norms of a layer in the order in which the ops use them."""
     return (
         "input_layernorm",
-        "self_attn.attn_sub_norm",
+        *(("self_attn.q_norm", "self_attn.k_norm") if c.qk_norm else ()),
+        *(("self_attn.attn_sub_norm",) if c.sub_norms else ()),
         "post_attention_layernorm",
-        "mlp.ffn_sub_norm",
+        *(("mlp.ffn_sub_norm",) if c.sub_norms else ()),
     )
 
 

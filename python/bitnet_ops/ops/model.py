@@ -271,6 +271,11 @@ def decode_step(
     logits_to_keep: int = 0,
     key_scale: Tensor | None = None,
     value_scale: Tensor | None = None,
+    biases: Tensor | None = None,
+    biased: Sequence[int] = (),
+    scale_sizes: Sequence[int] = (),
+    qk_norms: bool = False,
+    sub_norm_eps: float | None = None,
 ) -> Tensor:
     """All layers, the last norm and the head on new tokens: one call, one parallel region.
 
@@ -283,11 +288,11 @@ def decode_step(
         x: float32 [B, T, K], the embedded tokens; the residual stream stays float32.
         weights: packed q, k, v, o, gate, up, down of the first layer, then of the next; every
             layout that `linear` takes.
-        scales: float32 [layers, 7], the scales of these weights, contiguous.
+        scales: float32 [layers, sum(scale_sizes)], the scales of these weights, contiguous.
         norm_weights: float32, one contiguous row of all norm weights in the order of use: for each
-            layer [K] before q, k, v, ([num_heads * D] before o,) [K] before gate and up,
-            ([intermediate_size] before down;) at the end [K] before the head. In brackets: with
-            sub_norms.
+            layer [K] before q, k, v, ([D] of query heads, [D] of key heads, with qk_norms,)
+            ([num_heads * D] before o, with sub_norms,) [K] before gate and up,
+            ([intermediate_size] before down, with sub_norms;) at the end [K] before the head.
         head_weight, head_scale: as `lm_head` takes them.
         key_cache, value_cache: float32, bfloat16 or int8 [layers, B, KV, L, D], contiguous within
             a layer; both are mutated.
@@ -296,7 +301,7 @@ def decode_step(
         num_heads: query heads H; D is the caches' head dimension.
         intermediate_size: output features of gate and up.
         vocab_size: output features of the head.
-        sub_norms: whether the norms in brackets exist.
+        sub_norms: whether there are norms before o and before down.
         activation: "relu2" or "silu".
         eps: of every norm.
         rope_theta: base of the rotary embedding.
@@ -305,6 +310,14 @@ def decode_step(
             they are computed behind the last layer's attention; 0: all.
         key_scale, value_scale: float32 [layers, B, KV, L] with int8 caches, contiguous within a
             layer; mutated.
+        biases: float32 [layers, rows of all projections in `biased`], contiguous, each added to its
+            projection's output before that is rounded.
+        biased: the places, 0 (q) to 6 (down), of projections with a bias, ascending.
+        scale_sizes: how many scales each of the seven projections has, N rows of K features: 1, N,
+            or N * ceil(K / 128) as `group_linear` takes them; empty: 1 each. Of q, k and v, and of
+            gate and up, all or none have groups.
+        qk_norms: whether every query and key head is normalised before it is rotated.
+        sub_norm_eps: of the norms before o and down; None: eps.
     Returns:
         float32 [B, T, vocab_size], the logits; with logits_to_keep that many tokens at most.
     Raises:
@@ -344,6 +357,11 @@ def model_step(
     scale: float,
     key_scale: Tensor | None = None,
     value_scale: Tensor | None = None,
+    biases: Tensor | None = None,
+    biased: Sequence[int] = (),
+    scale_sizes: Sequence[int] = (),
+    qk_norms: bool = False,
+    sub_norm_eps: float | None = None,
 ) -> Tensor:
     """`decode_step` on the new tokens of any sequences, whose keys and values lie in blocks.
 
@@ -354,15 +372,16 @@ def model_step(
     Args:
         x: float32 [tokens, K], the embedded tokens, one sequence's behind the other's.
         weights, scales, norm_weights, head_weight, head_scale, dtype, num_heads, intermediate_size,
-            vocab_size, sub_norms, activation, eps, rope_theta, scale: as `decode_step` takes them.
+            vocab_size, sub_norms, activation, eps, rope_theta, scale, biases, biased, scale_sizes,
+            qk_norms, sub_norm_eps: as `decode_step` takes them.
         key_pool, value_pool: float32, bfloat16 or int8 [layers, blocks, block_size, KV, D] with any
             strides but a contiguous D; both are mutated.
         positions: int64 or int32 [tokens], where each token stands, for the rotation.
         slot_mapping: int64 or int32 [tokens], all different: where the token's key and value go,
             block * block_size + position in the block.
         query_start_loc, seq_lens, block_table: as `paged_attention` takes them.
-        logit_rows: int64 or int32 [r], ascending: the tokens whose logits are wanted; only they are
-            computed behind the last layer's attention.
+        logit_rows: int64 or int32 [r], in any order: the tokens whose logits are wanted; only they
+            are computed behind the last layer's attention.
         key_scale, value_scale: float32 [layers, blocks, block_size, KV] with int8 pools, mutated.
     Returns:
         float32 [r, vocab_size], the logits.
