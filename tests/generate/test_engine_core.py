@@ -89,21 +89,21 @@ def random_job(r: Random) -> Job:
         adapter=r.choice([None, None, "a"]),
         max_drafts=r.choice([0, 0, 1, 4]),
         arrives=r.choice([0, 0, 1, 2, 6]),
-        aborted=r.choice([None, None, None, r.randrange(12)]),
-        forked=r.choice([None, None, r.randrange(10)]),
+        aborted=r.choice([None, None, None, None, r.randrange(12)]),
+        forked=r.choice([None, r.randrange(6)]),
     )
 
 
 def random_world(r: Random) -> World:
-    block_size = r.choice([1, 4, 16])
-    budget = r.choice([1, 2, 5, 16, 256])
+    block_size = r.choice([1, 4, 4, 16])
+    budget = r.choice([1, 3, 8, 24, 24, 256])
     return World(
         block_size,
-        blocks=max(1, r.choice([16, 30, 45, 64, 100, 200]) // block_size),
+        blocks=max(1, r.choice([16, 30, 45, 45, 64, 64, 100]) // block_size),
         max_positions=r.choice([40, 1000]),
         options=SchedulerOptions(
             token_budget=budget,
-            max_sequences=r.choice([n for n in (1, 2, 4, 16) if n <= budget]),
+            max_sequences=min(budget, r.choice([1, 3, 16, 16])),
             watermark=r.choice([0.0, 0.1]),
             prefix_cache=r.choice([True, False]),
         ),
@@ -190,8 +190,8 @@ class Play:
     def run_model(self, batch: StepBatch) -> Tensor:
         if self.world.while_running and not self.acted:
             self.act()
-        if len(batch.token_ids) > self.world.options.token_budget:
-            raise AssertionError("more tokens than the budget")
+        assert len(batch.token_ids) <= self.world.options.token_budget
+        assert batch.positions.max() < self.world.max_positions
         logits = self.runner(batch)
         if self.now in self.world.broken_steps:
             raise Broken
@@ -245,7 +245,7 @@ SEEN: Counter[str] = Counter()
 
 
 # True randomness keeps examples rich, which count here; use_true_random=False shrinks a failure.
-@hypothesis.settings(max_examples=200)
+@hypothesis.settings(max_examples=1500)
 @hypothesis.given(st.randoms(use_true_random=True))
 def schedules(r: Random) -> None:
     play = Play(random_world(r), [random_job(r) for _ in range(r.randint(2, 8))])
@@ -261,7 +261,7 @@ def test_random_schedules_change_no_token() -> None:
     print(dict(SEEN))
     for what in ("stop", "length", "context", "abort", "SamplingError", "PoolFullError",
                  "preemption", "copy", "fork", "broken"):  # fmt: skip
-        assert SEEN[what] > 300, f"hardly any {what}: {dict(SEEN)}"
+        assert SEEN[what] > 150, f"hardly any {what}: {dict(SEEN)}"
 
 
 # Cases -----------------------------------------------------------------------------------------
@@ -331,7 +331,7 @@ def test_a_nan_ends_its_own_request_alone() -> None:
     """One among seven healthy ones, which go on to their ends."""
     pool = FakePool(100, 4)
     fake = FakeRunner(pool)
-    bad = 3
+    bad, broken = 3, [-1]  # the blocks of the bad one, once it has some
 
     def run(batch: StepBatch) -> Tensor:
         logits = fake(batch)
@@ -346,7 +346,7 @@ def test_a_nan_ends_its_own_request_alone() -> None:
     prompts = [*GOOD[:bad], [9, 9, 9, 9], *GOOD[bad:7]]
     ids = [core.add(prompt, GREEDY, Limits(20)) for prompt in prompts]
     events = core.step()
-    broken = core.request(ids[bad]).blocks
+    broken[:] = core.request(ids[bad]).blocks
     events += core.run()
     got = answers(events)
     for i, prompt in enumerate(prompts):

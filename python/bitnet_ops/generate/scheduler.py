@@ -273,7 +273,7 @@ class Scheduler:
 
     def _preempt(self, plan: StepPlan, request: Request) -> None:
         """Back to the head of the queue: the prefix cache may give some of its blocks again."""
-        plan.steps.pop(request.id, None)
+        plan.steps.pop(request.id, None)  # planned already, if for an older one's prompt
         self.running.remove(request)
         self._free(request)
         request.preemptions += 1
