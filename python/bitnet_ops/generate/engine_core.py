@@ -1,0 +1,353 @@
+"""EngineCore: requests in, events out; admits, steps and aborts many sequences at once.
+
+A step schedules, runs the model once over the tokens of all its requests, chooses their next
+tokens and reports. What the model is, it does not know: a `runner` maps a StepBatch to logits.
+Nor how a token is chosen: `sample_rows` maps samplers and rows of logits to tokens.
+
+Any thread may call add, fork, abort and the rest while another is in step: they wait for its
+bookkeeping only, not for the model. Steps themselves run one at a time.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+from bitnet_ops.generate.blocks import BlockAllocator
+from bitnet_ops.generate.drafts import propose
+from bitnet_ops.generate.request import Event, Failed, Finished, NewToken, Request
+from bitnet_ops.generate.sampling import Sampler, SamplingError
+from bitnet_ops.generate.scheduler import (
+    PlannedStep,
+    Propose,
+    Scheduler,
+    SchedulerOptions,
+    StepPlan,
+)
+from bitnet_ops.models.step_batch import SequenceStep, StepBatch, logit_rounds
+
+if TYPE_CHECKING:
+    from bitnet_ops.generate.engine import Limits
+
+Runner = Callable[[StepBatch], Tensor]
+SampleRows = Callable[[Sequence[Any], Tensor], Sequence["int | Exception"]]
+
+
+class Pool(Protocol):
+    """What the core needs of the memory behind the blocks: KVPool, or a test's own."""
+
+    @property
+    def blocks(self) -> int: ...
+    @property
+    def block_size(self) -> int: ...
+    def copy_block(self, source: int, target: int) -> None: ...
+    def release(self, blocks: Iterable[int]) -> None: ...
+    def grow(self, count: int) -> None: ...
+
+
+class RequestError(ValueError):
+    """A request that cannot be run: without tokens, outside the vocabulary, or too long."""
+
+
+def sample_each(samplers: Sequence[Any], logits: Tensor) -> list[int | Exception]:
+    """One token for every row of logits f32 [r, V] by its sampler, or the row's SamplingError."""
+    tokens: list[int | Exception] = []
+    for sampler, row in zip(samplers, logits, strict=True):
+        try:
+            tokens.append(sampler(row))
+        except SamplingError as error:
+            tokens.append(error)
+    return tokens
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """Counts at one moment: requests, blocks, and preemptions since the beginning."""
+
+    waiting: int
+    running: int
+    blocks: int
+    used_blocks: int
+    cached_blocks: int
+    preemptions: int
+
+
+@dataclass
+class _Outcome:
+    """What a planned step gave: tokens, of which all but the last were drafted, or an error."""
+
+    step: PlannedStep
+    tokens: list[int] = field(default_factory=list)
+    error: Exception | None = None
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the newest token is the draft whose logits the step has computed already."""
+        at, drafts = len(self.tokens) - 1, self.step.drafts
+        return self.error is None and at < len(drafts) and self.tokens[at] == drafts[at]
+
+
+class EngineCore:
+    """Runs requests over one pool.
+
+    Args:
+        runner: logits f32 [r, V] of a StepBatch, whose keys and values it writes into the pool.
+        pool: the memory of the blocks.
+        max_positions: of the model; a prompt may have as many tokens.
+        vocab_size: of the model.
+        options: budgets of a step, prefix cache.
+        make_sampler: the sampler of (params, prompt ids); what params are is between the caller
+            and it.
+        sample_rows: for each row of logits the next token by the sampler beside it, or the
+            exception that ends that request alone.
+        propose: drafts for (ids, at most so many).
+        allocator: of the pool's blocks, if not a new one.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        pool: Pool,
+        *,
+        max_positions: int,
+        vocab_size: int,
+        options: SchedulerOptions | None = None,
+        make_sampler: Callable[[Any, Sequence[int]], Any] = Sampler,
+        sample_rows: SampleRows = sample_each,
+        propose: Propose = propose,
+        allocator: BlockAllocator | None = None,
+    ) -> None:
+        self._runner, self._pool = runner, pool
+        self._max_positions, self._vocab_size = max_positions, vocab_size
+        self._make_sampler, self._sample_rows = make_sampler, sample_rows
+        self._allocator = allocator or BlockAllocator(pool.blocks)
+        self._scheduler = Scheduler(
+            self._allocator, pool.block_size, max_positions, pool.copy_block, options, propose
+        )
+        self._requests: dict[int, Request] = {}
+        self._next_id = 0
+        self._events: list[Event] = []  # of what happened between two steps
+        self._in_flight = StepPlan()
+        self._lock = threading.Lock()  # of all state; never held while the model runs
+        self._stepping = threading.Lock()
+
+    def __repr__(self) -> str:
+        return f"EngineCore({self.stats()})"
+
+    # Requests ------------------------------------------------------------------------------------
+
+    def add(
+        self,
+        prompt_ids: Sequence[int],
+        params: Any,
+        limits: Limits,
+        *,
+        adapter: str | None = None,
+        max_drafts: int = 0,
+    ) -> int:
+        """Queue a request; its id. Its tokens come as events of later steps.
+
+        `adapter`: name of its LoRA adapter. `max_drafts`: the most tokens to draft in a step.
+        Raises RequestError for a prompt that cannot be run, and as make_sampler does.
+        """
+        self._check_prompt(prompt_ids)
+        sampler = self._make_sampler(params, prompt_ids)
+        with self._lock:
+            request = Request(
+                self._next_id, prompt_ids, sampler, limits, adapter=adapter, max_drafts=max_drafts
+            )
+            if not self._register(request):
+                self._scheduler.add(request)
+            return request.id
+
+    def fork(self, id: int, params: Any, limits: Limits) -> int:
+        """Queue a request that goes on from the tokens of request `id`; its id.
+
+        Both share their blocks until they write them. The limits count the tokens that `id` has
+        produced so far; no events repeat these. Raises KeyError where `id` is unknown or ended.
+        """
+        with self._lock:
+            parent = self._requests[id]
+            sampler = self._make_sampler(params, parent.ids.tolist())
+            child = parent.fork(self._next_id, sampler, limits)
+            if not self._register(child):
+                self._scheduler.fork(parent, child)
+            return child.id
+
+    def _register(self, request: Request) -> bool:
+        """Count a new request in; whether its limits leave nothing to do."""
+        self._next_id += 1
+        if (ending := request.end(self._max_positions)) is not None:
+            request.ended = True
+            self._events.append(ending)
+        else:
+            self._requests[request.id] = request
+        return request.ended
+
+    def abort(self, id: int) -> bool:
+        """End a request now, waiting, in its prompt or running; False if it has ended already.
+
+        The next step's events have its Finished with reason "abort".
+        """
+        with self._lock:
+            request = self._requests.get(id)
+            if request is None:
+                return False
+            self._end(request, Finished(id, "abort"))
+            if id not in self._in_flight.steps:  # else the step still writes its blocks
+                self._scheduler.remove(request)
+            return True
+
+    def request(self, id: int) -> Request:
+        """The request `id`, to be read only. Raises KeyError once it has ended."""
+        return self._requests[id]
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would run anything or has events to give."""
+        with self._lock:
+            return bool(self._requests or self._events)
+
+    def _check_prompt(self, ids: Sequence[int]) -> None:
+        if not len(ids):
+            raise RequestError("engine: expected a prompt of at least one token, got an empty one")
+        if not 0 <= min(ids) <= max(ids) < self._vocab_size:
+            raise RequestError(
+                f"engine: expected prompt ids from 0 to {self._vocab_size - 1}, got {min(ids)} to "
+                f"{max(ids)}; the tokenizer belongs to another model"
+            )
+        if len(ids) > self._max_positions:
+            raise RequestError(
+                f"engine: expected a prompt of at most {self._max_positions} tokens "
+                f"(max_position_embeddings), got {len(ids)}; shorten it"
+            )
+
+    # Memory --------------------------------------------------------------------------------------
+
+    def stats(self) -> EngineStats:
+        with self._lock:
+            blocks, scheduler = self._allocator, self._scheduler
+            return EngineStats(
+                waiting=len(scheduler.waiting),
+                running=len(scheduler.running),
+                blocks=blocks.blocks,
+                used_blocks=blocks.used_blocks,
+                cached_blocks=blocks.cached_blocks,
+                preemptions=scheduler.preemptions,
+            )
+
+    def grow(self, blocks: int) -> None:
+        """Make the pool larger by that many blocks, as far as it has reserved room."""
+        with self._stepping, self._lock:
+            self._pool.grow(blocks)
+            self._allocator.add_blocks(blocks)
+
+    def trim(self, *, keep_cached: bool = False) -> None:
+        """Give the memory of free blocks back to the system; the prefix cache goes too."""
+        with self._stepping, self._lock:
+            if not keep_cached:
+                self._allocator.forget_all()
+            self._pool.release(self._allocator.reclaim())
+
+    def forget_prefixes(self) -> None:
+        """Empty the prefix cache, as after a change of weights or of an adapter."""
+        with self._stepping, self._lock:
+            self._allocator.forget_all()
+
+    # Steps ---------------------------------------------------------------------------------------
+
+    def step(self) -> list[Event]:
+        """Compute the next tokens; what happened since the step before, in order.
+
+        An exception of the runner leaves all requests as they were, so that the step can be tried
+        again; one of a single request is its Failed event.
+        """
+        with self._stepping:
+            with self._lock:
+                plan = self._in_flight = self._scheduler.schedule()
+                for request, error in plan.failed:
+                    self._end(request, Failed(request.id, error))
+            outcomes: list[_Outcome] = []
+            try:
+                outcomes = self._run(plan) if plan.steps else []
+            finally:
+                with self._lock:
+                    self._in_flight = StepPlan()
+                    for step in plan.steps.values():
+                        if step.request.ended:  # aborted meanwhile
+                            self._scheduler.remove(step.request)
+                    for outcome in outcomes:
+                        if not outcome.step.request.ended:
+                            self._commit(outcome)
+            with self._lock:
+                events, self._events = self._events, []
+            return events
+
+    def run(self) -> list[Event]:
+        """Step until nothing is left to do; all events."""
+        events = []
+        while self.has_work:
+            events += self.step()
+        return events
+
+    @torch.inference_mode()
+    def _run(self, plan: StepPlan) -> list[_Outcome]:
+        """The model over all planned tokens, then the tokens that their logits give.
+
+        A draft is right if it is the token that its sampler chooses at that place; then the
+        sampler goes on with the logits after the draft. So every sampler sees the logits that it
+        would see without drafts, in the same order, and chooses the same, whatever its method.
+        """
+        steps = list(plan.steps.values())
+        batch = StepBatch.of(
+            [
+                SequenceStep(s.token_ids, s.start, s.request.blocks, s.logits, s.request.adapter)
+                for s in steps
+            ],
+            self._pool.block_size,
+        )
+        logits = self._runner(batch)
+        outcomes = [_Outcome(step) for step in steps]
+        begin = 0
+        for k, members in enumerate(logit_rounds([s.logits for s in steps])):
+            rows = [i for i, at in enumerate(members) if not k or outcomes[at].goes_on]
+            if not rows:
+                break
+            chosen = [outcomes[members[i]] for i in rows]
+            table = logits[begin : begin + len(members)]
+            table = table if len(rows) == len(members) else table[rows]
+            samplers = [outcome.step.request.sampler for outcome in chosen]
+            for outcome, token in zip(chosen, self._sample_rows(samplers, table), strict=True):
+                if isinstance(token, Exception):
+                    outcome.error = token
+                else:
+                    outcome.tokens.append(token)
+            begin += len(members)
+        return outcomes
+
+    def _commit(self, outcome: _Outcome) -> None:
+        """Enter what a step gave into its request, and the request's end."""
+        step, request = outcome.step, outcome.step.request
+        ending: Event | None = None
+        for token in outcome.tokens:
+            finished = ending = request.accept(token, self._max_positions)
+            if finished is None or finished.reason != "stop":
+                self._events.append(NewToken(request.id, token))
+            if finished is not None:
+                break
+        if ending is None and outcome.error is not None:
+            ending = Failed(request.id, outcome.error)
+        self._scheduler.computed(step, max(0, len(outcome.tokens) - 1))
+        if ending is not None:
+            self._scheduler.remove(request, failed=isinstance(ending, Failed))
+            self._end(request, ending)
+
+    def _end(self, request: Request, event: Event) -> None:
+        request.ended = True
+        del self._requests[request.id]
+        self._events.append(event)

@@ -1,0 +1,298 @@
+"""Scheduler: which tokens of which requests the next step computes, and in which blocks.
+
+Every running request that decodes gets its one token first, so that a long prompt does not make
+the others wait: prompts take what is left of the step's token budget, in chunks, oldest first.
+Requests are admitted in the order of their arrival when the pool has blocks for all of their
+tokens; when it is full, the youngest running one gives its blocks back, waits at the head of the
+queue and is computed again later. What a request's tokens are does not depend on any of this.
+It must not know models, tensors or sampling. For one thread at a time.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import insort
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from bitnet_ops.generate.blocks import BlockAllocator, PoolFullError
+from bitnet_ops.generate.drafts import propose
+from bitnet_ops.generate.request import Request
+
+Propose = Callable[[Sequence[int], int], Sequence[int]]
+
+
+@dataclass(frozen=True)
+class SchedulerOptions:
+    """How requests share steps and blocks.
+
+    token_budget: new tokens of a step, at most. A step with a full budget is the longest that a
+        stream waits for its next token while prompts are prefilled.
+    max_sequences: requests that run at once, at most; not above token_budget.
+    watermark: share of the blocks that stay free when a request is admitted beside others, for
+        these to grow into.
+    prefix_cache: find blocks that hold the same tokens already.
+    """
+
+    token_budget: int = 256
+    max_sequences: int = 64
+    watermark: float = 0.01
+    prefix_cache: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("token_budget", "max_sequences"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"engine: expected {name} an integer above 0, got {value!r}")
+        if self.max_sequences > self.token_budget:
+            raise ValueError(
+                f"engine: expected max_sequences at most token_budget {self.token_budget}, got "
+                f"{self.max_sequences}: every running sequence has a token in every step"
+            )
+        if not 0 <= self.watermark < 1:
+            raise ValueError(f"engine: expected watermark from 0 to 1, got {self.watermark!r}")
+
+
+@dataclass
+class PlannedStep:
+    """What a request computes in a step: `tokens` of its ids from `start` on, then `drafts`."""
+
+    request: Request
+    start: int
+    tokens: int
+    drafts: Sequence[int] = ()
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        ids = self.request.ids[self.start : self.start + self.tokens]
+        ids.extend(self.drafts)
+        return ids
+
+    @property
+    def logits(self) -> int:
+        """Rows of logits: of its newest token and each draft; none before the prompt's end."""
+        at_end = self.start + self.tokens == len(self.request.ids)
+        return 1 + len(self.drafts) if at_end else 0
+
+
+@dataclass
+class StepPlan:
+    """`steps`: by the request's id. `failed`: requests that no step can run, with the reason."""
+
+    steps: dict[int, PlannedStep] = field(default_factory=dict)
+    failed: list[tuple[Request, Exception]] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> int:
+        return sum(step.tokens + len(step.drafts) for step in self.steps.values())
+
+
+class Scheduler:
+    """Requests, waiting and running, over one allocator.
+
+    Args:
+        allocator: of the pool's blocks.
+        block_size: positions of a block.
+        max_positions: of the model.
+        copy_block: called with (source, target) when a request is about to write a block that
+            others hold: its contents move into a block of its own.
+        options: budgets.
+        propose: drafts for (ids, at most so many).
+    Attributes: `waiting`, the next one first; `running`, the oldest first; `preemptions`, how many
+    there have been.
+    """
+
+    def __init__(
+        self,
+        allocator: BlockAllocator,
+        block_size: int,
+        max_positions: int,
+        copy_block: Callable[[int, int], None],
+        options: SchedulerOptions | None = None,
+        propose: Propose = propose,
+    ) -> None:
+        self.allocator, self.block_size, self.max_positions = allocator, block_size, max_positions
+        self.options = options or SchedulerOptions()
+        self._copy_block, self._propose = copy_block, propose
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self.preemptions = 0
+
+    # Requests come and go ------------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        self.waiting.append(request)
+
+    def fork(self, parent: Request, child: Request) -> None:
+        """Let `child`, made by parent.fork, go on with the parent's blocks, shared until written.
+
+        It waits, like any other, where the parent has none or too many are running.
+        """
+        if parent.computed and len(self.running) < self.options.max_sequences:
+            child.blocks = parent.blocks[: self._blocks_for(parent.computed)]
+            child.computed = child.reused_tokens = parent.computed
+            self.allocator.share(child.blocks)
+            insort(self.running, child, key=lambda r: r.id)
+        else:
+            self.add(child)
+
+    def remove(self, request: Request, *, failed: bool = False) -> None:
+        """Take a request out, in whatever state; its full blocks stay cached unless it `failed`."""
+        if request in self.running:
+            self.running.remove(request)
+        elif request in self.waiting:
+            self.waiting.remove(request)
+        if failed:
+            self.allocator.forget(request.blocks)
+        self._free(request)
+
+    def computed(self, step: PlannedStep, accepted_drafts: int) -> None:
+        """Keys and values of a step are in the pool; drafts that were rejected are not counted."""
+        request, size = step.request, self.block_size
+        full = request.computed // size
+        request.computed = min(step.start + step.tokens + accepted_drafts, len(request.ids))
+        if self.options.prefix_cache:
+            for i in range(full, request.computed // size):
+                self.allocator.register(request.blocks[i], request.key(i, size))
+        needed = self._blocks_for(len(request.ids))  # the others were for drafts
+        self.allocator.free(request.blocks[needed:])
+        del request.blocks[needed:]
+
+    # The next step -------------------------------------------------------------------------------
+
+    def schedule(self) -> StepPlan:
+        """The plan of the next step; empty only if nobody waits or runs."""
+        plan = StepPlan()
+        for request in [r for r in self.running if r.remaining == 1]:
+            self._plan(plan, request, 1)
+        if self.options.token_budget > plan.tokens:
+            self._draft(plan)
+        for request in [r for r in self.running if r.remaining > 1]:
+            self._plan(plan, request, self.options.token_budget - plan.tokens)
+        self._admit(plan)
+        return plan
+
+    def _plan(self, plan: StepPlan, request: Request, most: int) -> None:
+        """Plan at most `most` tokens of a running request."""
+        tokens = min(request.remaining, most)
+        if tokens and request.blocks and self._make_room(plan, request, tokens):
+            plan.steps[request.id] = PlannedStep(request, request.computed, tokens)
+
+    def _draft(self, plan: StepPlan) -> None:
+        """Add drafts to the planned decode steps, as far as budget and free blocks allow.
+
+        Nobody is preempted for them. Prompts that wait keep half of what is left of the budget,
+        and all free blocks.
+        """
+        left = self.options.token_budget - plan.tokens
+        if self.waiting or len(plan.steps) < len(self.running):
+            left //= 2
+        for step in plan.steps.values():
+            request = step.request
+            most = min(left, request.most_drafts(self.max_positions))
+            drafts = self._propose(request.ids, most) if most > 0 else ()
+            free = 0 if self.waiting else self.allocator.free_blocks - self._reserve()
+            spare = max(0, free)
+            room = (len(request.blocks) + spare) * self.block_size - len(request.ids)
+            if drafts := drafts[: min(most, room)]:
+                missing = self._blocks_for(len(request.ids) + len(drafts)) - len(request.blocks)
+                request.blocks += self.allocator.allocate(max(0, missing))
+                step.drafts = drafts
+                left -= len(drafts)
+
+    def _admit(self, plan: StepPlan) -> None:
+        while self.waiting and len(self.running) < self.options.max_sequences:
+            left = self.options.token_budget - plan.tokens
+            if left < 1:
+                return
+            request = self.waiting[0]
+            hits = self._cached_prefix(request)
+            missing = self._blocks_for(len(request.ids)) - len(hits)
+            needed = missing + self.allocator.count_free(hits)
+            free = self.allocator.free_blocks
+            if needed > free and (not self.running or self._never_fits(request)):
+                self.waiting.popleft()
+                self._fail(plan, request, self._blocks_for(len(request.ids)))
+            elif needed + (self._reserve() if self.running else 0) > free:
+                return
+            else:
+                self.waiting.popleft()
+                self.allocator.share(hits)
+                request.blocks = hits + self.allocator.allocate(missing)
+                request.computed = len(hits) * self.block_size
+                if request.reused_tokens is None:
+                    request.reused_tokens = request.computed
+                insort(self.running, request, key=lambda r: r.id)
+                self._plan(plan, request, left)
+
+    def _never_fits(self, request: Request) -> bool:
+        return self._blocks_for(len(request.ids)) > self.allocator.blocks
+
+    def _cached_prefix(self, request: Request) -> list[int]:
+        """Blocks that hold the request's first tokens; the last one is always left to compute."""
+        if not self.options.prefix_cache:
+            return []
+        full = (len(request.ids) - 1) // self.block_size
+        return self.allocator.match(request.key(i, self.block_size) for i in range(full))
+
+    # Blocks --------------------------------------------------------------------------------------
+
+    def _make_room(self, plan: StepPlan, request: Request, tokens: int) -> bool:
+        """Give a request blocks of its own for its next `tokens`, if need be by preemption.
+
+        False where it has been preempted itself, or can never go on.
+        """
+        while True:
+            end = self._blocks_for(request.computed + tokens)
+            first = request.computed // self.block_size
+            shared = [
+                i
+                for i in range(first, min(end, len(request.blocks)))
+                if self.allocator.references(request.blocks[i]) > 1
+            ]
+            missing = max(0, end - len(request.blocks))
+            if missing + len(shared) <= self.allocator.free_blocks:
+                break
+            victim = self.running[-1]
+            if len(self.running) == 1:
+                self._fail(plan, request, missing + len(shared))
+                return False
+            self._preempt(plan, victim)
+            if victim is request:
+                return False
+        for i in shared:
+            self._own(request, i)
+        request.blocks += self.allocator.allocate(missing)
+        return True
+
+    def _own(self, request: Request, index: int) -> None:
+        shared = request.blocks[index]
+        request.blocks[index] = self.allocator.writable(shared)
+        self._copy_block(shared, request.blocks[index])
+
+    def _preempt(self, plan: StepPlan, request: Request) -> None:
+        """Back to the head of the queue: the prefix cache may give some of its blocks again."""
+        plan.steps.pop(request.id, None)  # planned already, if for an older one's prompt
+        self.running.remove(request)
+        self._free(request)
+        request.preemptions += 1
+        self.preemptions += 1
+        self.waiting.appendleft(request)
+
+    def _fail(self, plan: StepPlan, request: Request, needed: int) -> None:
+        error = PoolFullError(needed, self.allocator.free_blocks, self.allocator.blocks)
+        plan.failed.append((request, error))
+        self.remove(request)
+
+    def _free(self, request: Request) -> None:
+        self.allocator.free(request.blocks)
+        request.blocks = []
+        request.computed = 0
+
+    def _reserve(self) -> int:
+        """Blocks that stay free for running requests to grow into."""
+        return math.ceil(self.options.watermark * self.allocator.blocks)
+
+    def _blocks_for(self, positions: int) -> int:
+        return -(-positions // self.block_size)
