@@ -1,31 +1,41 @@
-"""Generation on token ids: prefill, decode, stop ids, timing; one prompt or a batch of them.
+"""Generation on token ids: prefill, decode, stop ids, timing; one prompt, a batch, or a queue.
 
 A row's tokens do not depend on the other rows of its batch, nor on the prefill chunk: every row is
-prefilled alone, rows decode together, and finished rows leave the batch. An Engine keeps nothing
-between calls: any number of threads may share one, and the model. A Run, a Session and a KVCache
-belong to one thread at a time. The model may be anything with `.config` that maps (input_ids [B,
-T], cache, logits_to_keep) to logits [B, T, V].
+prefilled alone, rows decode together, and finished rows leave the batch. `start`, `generate` and
+`session` keep nothing between calls; a Run, a Session and a KVCache belong to one thread at a time.
+`add`, `step` and `abort` run requests that come and go over one paged cache (engine_core.py). Any
+number of threads may share an Engine, and the model. The model may be anything with `.config` that
+maps (input_ids [B, T], cache, logits_to_keep) to logits [B, T, V]; requests need its `step` too.
 """
 
 from __future__ import annotations
 
 import operator
+import os
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from bitnet_ops.config import ModelConfig
+from bitnet_ops.generate.engine_core import EngineCore, EngineStats
+from bitnet_ops.generate.request import Event
 from bitnet_ops.generate.sampling import Sampler, SamplingParams
+from bitnet_ops.generate.scheduler import SchedulerOptions
 from bitnet_ops.nn.kv_cache import (
     DEFAULT_KV_DTYPE,
     CacheCapacityError,
     KVCache,
     check_kv_dtype,
 )
+from bitnet_ops.nn.kv_pool import DEFAULT_BLOCK_SIZE, KVPool
+
+# One for all engines: a lock inside an engine could not be copied or pickled.
+_MAKING = threading.Lock()
 
 
 class CausalModel(Protocol):
@@ -144,6 +154,11 @@ class Engine:
         kv_dtype: of the caches, torch.float32, torch.bfloat16 (the default) or torch.int8.
         prefill_chunk: prompt tokens per forward; bounds the memory of a long prompt, not its
             result. 128 to 512 are equally fast where it was measured (docs/log.md), more are not.
+        kv_cache_mb: the most memory, in MiB, for the keys and values of the requests of `add`, the
+            prefix cache included; None: a quarter of the machine's, and always enough for one
+            sequence of max_position_embeddings. It is taken as positions are written.
+        block_size: positions of a block of that memory.
+        scheduling: how these requests share steps and blocks.
     """
 
     def __init__(
@@ -152,11 +167,21 @@ class Engine:
         *,
         kv_dtype: torch.dtype = DEFAULT_KV_DTYPE,
         prefill_chunk: int = 256,
+        kv_cache_mb: float | None = None,
+        block_size: int = DEFAULT_BLOCK_SIZE,
+        scheduling: SchedulerOptions | None = None,
     ) -> None:
         check_kv_dtype(kv_dtype, "engine: expected kv_dtype")
         if not isinstance(prefill_chunk, int) or prefill_chunk < 1:
             raise ValueError(f"engine: expected prefill_chunk above 0, got {prefill_chunk!r}")
+        if kv_cache_mb is not None and not kv_cache_mb > 0:
+            raise ValueError(f"engine: expected kv_cache_mb above 0, got {kv_cache_mb!r}")
         self.model, self.kv_dtype, self.prefill_chunk = model, kv_dtype, prefill_chunk
+        self.kv_cache_mb, self.block_size, self.scheduling = kv_cache_mb, block_size, scheduling
+        self._made: EngineCore | None = None  # with the first request
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_made": None}  # a copy has requests and memory of its own
 
     def __repr__(self) -> str:
         return (
@@ -197,6 +222,100 @@ class Engine:
     def session(self) -> Session:
         """An empty conversation that keeps its cache between prompts."""
         return Session(self)
+
+    # Requests that come and go ----------------------------------------------------------------
+
+    @property
+    def _core(self) -> EngineCore:
+        with _MAKING:
+            if self._made is None:
+                self._made = self._make_core()
+            return self._made
+
+    def _make_core(self) -> EngineCore:
+        step = getattr(self.model, "step", None)
+        if step is None:
+            raise TypeError(
+                f"engine: expected a model with step(batch, pool) for requests, got a "
+                f"{type(self.model).__name__}; use generate"
+            )
+        config = self.model.config
+        pool = KVPool(config, 1, self.block_size, self.kv_dtype, max_blocks=self._most_blocks())
+        pool.grow(pool.max_blocks - 1)
+        return EngineCore(
+            lambda batch: step(batch, pool),
+            pool,
+            max_positions=config.max_position_embeddings,
+            vocab_size=config.vocab_size,
+            options=self.scheduling,
+        )
+
+    def _most_blocks(self) -> int:
+        config = self.model.config
+        block_bytes = KVPool(config, 1, self.block_size, self.kv_dtype).block_bytes
+        if self.kv_cache_mb is not None:
+            blocks = int(self.kv_cache_mb * 2**20) // block_bytes
+            if blocks < 1:
+                raise ValueError(
+                    f"engine: expected kv_cache_mb of at least a block's {block_bytes / 2**20:.2f} "
+                    f"MiB, got {self.kv_cache_mb}"
+                )
+            return blocks
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        longest = -(-config.max_position_embeddings // self.block_size)
+        return max(memory // 4 // block_bytes, longest)
+
+    def add(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams | None = None,
+        limits: Limits | None = None,
+        *,
+        max_drafts: int = 0,
+    ) -> int:
+        """Queue a request; its id. Its tokens come as events of the `step`s that follow.
+
+        They are those that `generate` gives for it alone, whatever else runs. `max_drafts`: how
+        many tokens a step may guess from what the text repeats and verify at once; they change the
+        speed, never the tokens. Raises PromptError, SamplingError, TypeError for no list of ids.
+        """
+        (ids,) = self._checked([prompt])
+        return self._core.add(
+            ids, params or SamplingParams(), limits or Limits(), max_drafts=max_drafts
+        )
+
+    def fork(self, id: int, params: SamplingParams, limits: Limits | None = None) -> int:
+        """Queue a request that goes on from all tokens of request `id`, sharing its memory; its id.
+
+        The limits count the tokens that `id` has produced. Raises KeyError for one that has ended.
+        """
+        return self._core.fork(id, params, limits or Limits())
+
+    def step(self) -> list[Event]:
+        """Compute the next tokens of all requests in one go; what happened, in order.
+
+        NewToken, Finished (reason "stop", "length", "context" or "abort") or Failed, which is the
+        end of one request alone. Empty when there is nothing to do.
+        """
+        return self._core.step() if self.has_work else []
+
+    def abort(self, id: int) -> bool:
+        """End a request now, whether it waits or runs; False if it has ended already."""
+        return self._core.abort(id)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a `step` would do or tell anything."""
+        return self._made is not None and self._made.has_work
+
+    def stats(self) -> EngineStats:
+        """Requests and blocks at this moment."""
+        return self._core.stats()
+
+    def trim(self) -> None:
+        """Give all memory that no request uses back to the system; the prefix cache goes too."""
+        if self._made is not None:
+            self._made.trim()
 
     @torch.inference_mode()
     def prefill(self, ids: Sequence[int], cache: KVCache) -> Tensor:

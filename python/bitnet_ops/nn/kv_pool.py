@@ -123,6 +123,12 @@ class KVPool:
             f"kv_heads={heads}, head_dim={dim}, {self.memory_usage_mb():.0f} MiB)"
         )
 
+    def scales(self, layer: int) -> tuple[Tensor | None, Tensor | None]:
+        """One layer's scales of keys and values f32 [blocks, block_size, KV], or None."""
+        if self.key_scale is None or self.value_scale is None:
+            return None, None
+        return self.key_scale[layer], self.value_scale[layer]
+
     @property
     def _memory(self) -> list[_Memory]:
         return [*self._rows, *self._scales]
