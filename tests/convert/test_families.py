@@ -24,7 +24,9 @@ from bitnet_ops.convert.verify.comparison import MIN_TOP1
 from bitnet_ops.formats.sglbitnt import Reader
 from bitnet_ops.language_model import load
 from bitnet_ops.models import expected_tensors
+from bitnet_ops.models.step_batch import SequenceStep, StepBatch
 from bitnet_ops.nn.kv_cache import KVCache
+from bitnet_ops.nn.kv_pool import KVPool
 from bitnet_ops.training import TrainingError, load_for_training
 from hf_families import CASES
 from isa_control import torch_threads
@@ -103,6 +105,16 @@ def test_every_way_of_running_it_is_the_same_bit_for_bit(measured):
     model.fused_step = True
     alone = model(ids[:1], KVCache(model.config, 1, 9, torch.float32))
     assert torch.equal(alone, expected[:1])
+    assert (model._whole_step() is None) == model.config.linear_norms  # all others are one call
+    for fused in (True, False):
+        model.fused_step = fused
+        pool = KVPool(model.config, 6, 4, torch.float32)
+        for begin, end in ((0, 4), (4, 5), (5, 9)):  # chunks, in blocks of both that alternate
+            steps = [SequenceStep(row[begin:end].tolist(), begin, blocks, end - begin)
+                     for row, blocks in zip(ids, ([5, 1, 3], [0, 4, 2]), strict=True)]  # fmt: skip
+            logits = model.step(StepBatch.of(steps, 4), pool)
+            assert torch.equal(logits, expected[:, begin:end].transpose(0, 1).flatten(0, 1))
+    model.fused_step = True
 
 
 @torch.inference_mode()
