@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +123,59 @@ def model_tables(report: Report) -> list[Table]:
     return [table for table in found if table[2]]
 
 
+def _engine_tables(report: Report) -> list[Table]:
+    """The tables of `bench engine` that have rows."""
+
+    def rows(kind: str, cells: Callable[[dict[str, Any]], list[Any]]) -> list[list[str]]:
+        found = [row for row in report["rows"] if row["kind"] == kind]
+        return [[number(c) if isinstance(c, float) else str(c) for c in cells(r)] for r in found]
+
+    tables = [
+        (
+            "Streams that decode together",
+            ["T", "streams", "context", "tok/s", "gap ms", "p99", "reading ms", "computing ms",
+             "share", "outside model", "notes"],
+            rows("streams", lambda r: [
+                r["threads"], r["streams"], r["context"], r["tokens_per_s"], r["gap_ms"]["median"],
+                r["gap_ms"]["p99"], r["reading_ms"], r["computing_ms"], r["share"]["median"],
+                f"{r['outside_model']:.1%}", "disturbed" if r["disturbed"] else "",
+            ]),
+        ),
+        (
+            "A prompt that arrives beside streams",
+            ["T", "streams", "prompt", "step ms", "gap ms", "p99", "longest", "p99 in steps",
+             "first token s", "prompt tok/s"],
+            rows("arrival", lambda r: [
+                r["threads"], r["streams"], r["prompt"], r["step_ms"], *(
+                    r["gap_ms"][name] for name in ("median", "p99", "longest")
+                ), r["longest_in_steps"], r["first_token_s"], r["prompt_tokens_per_s"],
+            ]),
+        ),
+        (
+            "A queue of mixed requests, one every three steps",
+            ["T", "requests", "prompt tokens", "new tokens", "new tok/s", "first ms p50", "p99",
+             "gap ms p50", "p99"],
+            rows("queue", lambda r: [
+                r["threads"], r["requests"], r["prompt_tokens"], r["new_tokens"], r["tokens_per_s"],
+                *r["first_token_ms"].values(), *r["gap_ms"].values(),
+            ]),
+        ),
+        (
+            "A prompt whose beginning is known",
+            ["T", "prefix", "first ms", "next ms"],
+            rows("prefix", lambda r: [r["threads"], r["prefix"], r["first_ms"], r["next_ms"]]),
+        ),
+        (
+            "Verifying drafts, one stream",
+            ["T", "drafts", "step ms", "cost", "gain if all are right"],
+            rows("drafts", lambda r: [
+                r["threads"], r["drafts"], r["step_ms"], r["cost"], r["gain_if_right"],
+            ]),
+        ),
+    ]  # fmt: skip
+    return [table for table in tables if table[2]]
+
+
 def text_table(titles: Sequence[str], cells: Sequence[Sequence[str]]) -> list[str]:
     """A table as aligned lines: to the right where the first row has a number."""
     body = [list(titles), *map(list, cells)]
@@ -201,9 +254,22 @@ def _model_lines(report: Report) -> list[str]:
     ]
 
 
+def _engine_lines(report: Report) -> list[str]:
+    lines = [f"{report['settings']['dummy']}, {report['settings']['kv_dtype']} cache"]
+    for title, titles, cells in _engine_tables(report):
+        lines += ["", title, *text_table(titles, cells)]
+    return [
+        *lines,
+        "",
+        "gap = time between two tokens of a stream. share = the larger of the two limits over it:",
+        "reading the step's bytes once, or the int8 multiply-adds of all its tokens.",
+    ]
+
+
 def lines(report: Report) -> list[str]:
     """The whole report as text."""
-    middle = _model_lines(report) if "models" in report else _ops_lines(report)
+    kind = report["schema"].rpartition(".")[2]
+    middle = {"ops": _ops_lines, "model": _model_lines, "engine": _engine_lines}[kind](report)
     warnings = [f"WARNING: {warning}" for warning in report["warnings"]]
     rows = f"{len(report['rows'])} rows in {report['seconds']:g} s."
     return [*header_lines(report), *middle, rows, *warnings]

@@ -1,4 +1,4 @@
-"""`bitnet-ops bench ops|model`: arguments, progress and exit status of the benchmarks.
+"""`bitnet-ops bench ops|model|engine`: arguments, progress and exit status of the benchmarks.
 
 It must not know how anything is measured.
 """
@@ -28,6 +28,7 @@ from bitnet_ops.cli.arguments import UsageError, add_force, add_json
 from bitnet_ops.dummy.configs import CONFIGS
 
 if TYPE_CHECKING:
+    from bitnet_ops.bench.run_engine import EngineSettings
     from bitnet_ops.bench.run_model import ModelSettings
     from bitnet_ops.bench.run_ops import OpsSettings, Progress
 
@@ -62,6 +63,11 @@ _MODEL_DESCRIPTION = (
     "Time prefill and decode of a model, or of a synthetic one with random weights, against "
     "reading its bytes and against the int8 peak, both alternating with it."
 )
+_ENGINE_DESCRIPTION = (
+    "Time many requests at once: streams that decode together, against reading the step's bytes "
+    "once and against the int8 multiply-adds of its tokens, both alternating with them; a prompt "
+    "that arrives beside streams; a queue of mixed requests; a shared prefix; the cost of drafts."
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -72,11 +78,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model = kinds.add_parser(
         "model", help="prefill and decode of a whole model", description=_MODEL_DESCRIPTION
     )
+    engine = kinds.add_parser(
+        "engine", help="many requests at once", description=_ENGINE_DESCRIPTION
+    )
+    _add_engine_arguments(engine)
     _add_ops_arguments(ops)
     _add_model_arguments(model)
     page = kinds.add_parser("page", add_help=False)
     page.add_argument("rest", nargs=argparse.REMAINDER)
-    for kind in (ops, model):
+    for kind in (ops, model, engine):
         kind.set_defaults(_parser=kind)  # who complains of an unknown option
         kind.add_argument("-t", "--threads", help="thread counts such as 1,2 (default: 1 and all)")
         add_json(kind)
@@ -140,13 +150,34 @@ def _add_model_arguments(model: argparse.ArgumentParser) -> None:
         model.add_argument(option, help=argparse.SUPPRESS)
 
 
+def _add_engine_arguments(engine: argparse.ArgumentParser) -> None:
+    engine.add_argument(
+        "--dummy",
+        default=_DUMMY,
+        help=f"which synthetic model: {', '.join(CONFIGS)} (default: {_DUMMY})",
+    )
+    engine.add_argument(
+        "--formats", default=_FORMATS, help=f"WEIGHTS+HEAD formats (default: {_FORMATS})"
+    )
+    engine.add_argument(
+        "--kv-dtype",
+        choices=KV_DTYPES,
+        default=KV_DTYPES[0],
+        help=f"type of the KV cache (default: {KV_DTYPES[0]})",
+    )
+    engine.add_argument("--streams", help="numbers of streams (default: 1,2,4,8,16,32,64)")
+    engine.add_argument("--contexts", help="tokens behind which they decode (default: 128,2048)")
+    engine.add_argument("--prompt", type=int, help="tokens of the arriving prompt (default: 2048)")
+    engine.add_argument("--quick", action="store_true", help="fewer and shorter measurements")
+
+
 def check(args: argparse.Namespace) -> None:
     """Reject what has moved out of the package, and say where it is."""
     asked = ["page"] if args.kind == "page" else []
     asked += [o for o in _MOVED if getattr(args, o.strip("-").replace("-", "_"), None)]
     for word in asked:
         raise UsageError(
-            f"bench: expected ops or model and their options, got {word}, which is now "
+            f"bench: expected ops, model or engine and their options, got {word}, which is now "
             f"`{_MOVED[word]}` in the project's source tree"
         )
 
@@ -222,6 +253,33 @@ def model_settings(args: argparse.Namespace) -> ModelSettings:
     return settings if args.model is None else _of_model(args, settings)
 
 
+def engine_settings(args: argparse.Namespace) -> EngineSettings:
+    """The settings that the arguments of `bench engine` ask for; ValueError names a wrong one."""
+    from bitnet_ops.bench.run_engine import EngineSettings
+
+    parse_words("--dummy", args.dummy, list(CONFIGS))
+    quick, pairs = args.quick, _pairs(args.formats)
+    if len(pairs) != 1:
+        raise ValueError(f"--formats: expected one pair such as 2bit+int8, got {args.formats}")
+    prompt = (256 if quick else 2048) if args.prompt is None else args.prompt
+    if not 1 <= prompt <= 1 << 16:
+        raise ValueError(f"--prompt: expected 1 to {1 << 16}, got {prompt}")
+    streams = args.streams or ("1,4,16" if quick else "1,2,4,8,16,32,64")
+    return EngineSettings(
+        dummy=args.dummy,
+        formats=pairs[0],
+        kv_dtype=args.kv_dtype,
+        streams=parse_counts("--streams", streams, 64),
+        contexts=parse_counts(
+            "--contexts", args.contexts or ("128" if quick else "128,2048"), 16000
+        ),
+        prompt=prompt,
+        threads=_threads(args),
+        cold_mib=128 if quick else 512,
+        quick=quick,
+    )
+
+
 def _of_model(args: argparse.Namespace, settings: ModelSettings) -> ModelSettings:
     """`settings` for the model args.model: within its context where nothing was asked for."""
     from bitnet_ops.bench.run_model import DECODED
@@ -250,7 +308,7 @@ def _of_model(args: argparse.Namespace, settings: ModelSettings) -> ModelSetting
 
 def run(args: argparse.Namespace) -> int:
     """Run the benchmark; 0, or 1 when a result was wrong."""
-    from bitnet_ops.bench import report, run_model, run_ops
+    from bitnet_ops.bench import report, run_engine, run_model, run_ops
     from bitnet_ops.bench.pinning import pinned
 
     settings: Any
@@ -258,6 +316,8 @@ def run(args: argparse.Namespace) -> int:
     try:
         if args.kind == "ops":
             settings, measure = ops_settings(args), run_ops.run
+        elif args.kind == "engine":
+            settings, measure = engine_settings(args), run_engine.run
         else:
             settings, measure = model_settings(args), run_model.run
         require_output(args.output, replace=args.force)

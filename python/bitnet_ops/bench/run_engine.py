@@ -1,0 +1,349 @@
+"""`bench engine`: many streams at once, an arriving prompt, shared prefixes, speculation.
+
+Decode steps of the engine stand beside their two limits, reading the step's bytes once and the
+int8 multiply-adds of its tokens, all alternating in this process.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor
+
+from bitnet_ops.bench import environment, report
+from bitnet_ops.bench.harness import Budget, Timed, interleave
+from bitnet_ops.bench.limits import MachineLimits, measure_all_limits
+from bitnet_ops.bench.measure import Row
+from bitnet_ops.bench.memory import Workspace
+from bitnet_ops.bench.model import BenchModel
+from bitnet_ops.bench.pinning import use_threads
+from bitnet_ops.bench.run_model import ModelBench, ModelSettings, read_run
+from bitnet_ops.bench.stats import digits, summarize
+from bitnet_ops.generate.engine import Limits
+from bitnet_ops.generate.engine_core import EngineCore
+from bitnet_ops.generate.request import NewToken
+from bitnet_ops.generate.sampling import SamplingParams
+from bitnet_ops.generate.scheduler import SchedulerOptions
+from bitnet_ops.models.step_batch import SequenceStep, StepBatch
+from bitnet_ops.nn.kv_pool import KVPool
+
+Progress = Callable[[str], None]
+_ENDLESS = 1 << 20
+_WARM_STEPS = 3
+_MOST_STEPS = 96  # of a figure
+_ROOM = 2 * _MOST_STEPS  # positions that a stream may grow by meanwhile
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """What to measure: numbers of streams behind contexts, the arriving prompt, and the model."""
+
+    dummy: str = "2b-4t"
+    formats: tuple[str, str] = ("2bit", "int8")
+    kv_dtype: str = "bfloat16"
+    streams: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
+    contexts: tuple[int, ...] = (128, 2048)
+    prompt: int = 2048
+    threads: tuple[int, ...] = (1,)
+    block_size: int = 64
+    cold_mib: int = 512
+    quick: bool = False
+
+    def model(self) -> ModelSettings:
+        return ModelSettings(
+            dummy=self.dummy, formats=(self.formats,), kv_dtype=self.kv_dtype,
+            threads=self.threads, cold_mib=self.cold_mib, quick=self.quick,
+        )  # fmt: skip
+
+
+class Streams:
+    """An engine whose requests may be given a context without computing it.
+
+    While `pretends` is set a step of the model costs nothing and gives equal logits: prompts are
+    admitted at once, and their keys and values are whatever lies in the pool, which is filled with
+    plausible numbers. Attributes: `model_s`, the seconds spent in the model.
+    """
+
+    def __init__(self, model: BenchModel, positions: int, sequences: int, block_size: int) -> None:
+        blocks = -(-positions // block_size) + sequences + 1
+        self._model, self._pool = model, KVPool(model.config, blocks, block_size, model.kv_dtype)
+        self._fill()
+        self.pretends, self.model_s = False, 0.0
+        self._generator = torch.Generator().manual_seed(7)
+        self.core = EngineCore(
+            self._run,
+            self._pool,
+            max_positions=model.config.max_position_embeddings,
+            vocab_size=model.config.vocab_size,
+            options=SchedulerOptions(prefix_cache=False),
+        )
+
+    def _fill(self) -> None:
+        some = torch.randn(self._pool.block_size, self._model.config.head_dim)
+        if not self._model.kv_dtype.is_floating_point:
+            some = (some * 30).clamp(-127, 127)
+        for layer in (*self._pool.key_pool, *self._pool.value_pool):
+            layer.transpose(1, 2).copy_(some.to(self._model.kv_dtype))
+        for scale in (self._pool.key_scale, self._pool.value_scale):
+            if scale is not None:
+                scale.fill_(1 / 30)
+
+    def _run(self, batch: StepBatch) -> Tensor:
+        if self.pretends:
+            return torch.zeros(len(batch.logit_rows), self._model.config.vocab_size)
+        start = time.perf_counter()
+        logits: Tensor = self._model.model.step(batch, self._pool)
+        self.model_s += time.perf_counter() - start
+        return logits
+
+    def ids(self, count: int) -> list[int]:
+        vocab = self._model.config.vocab_size
+        return torch.randint(0, vocab, (count,), generator=self._generator).tolist()
+
+    def add(self, context: int, new_tokens: int = _ENDLESS) -> int:
+        """A greedy request behind `context` random tokens."""
+        return self.core.add(self.ids(context), SamplingParams(), Limits(new_tokens))
+
+    def decoding(self, count: int, context: int) -> list[int]:
+        """`count` requests that decode from now on."""
+        self.pretends = True
+        ids = [self.add(context) for _ in range(count)]
+        while any(self.core.request(i).remaining > 1 for i in ids):
+            self.core.step()
+        self.pretends = False
+        for _ in range(_WARM_STEPS):
+            self.core.step()
+        return ids
+
+
+def streams_row(
+    bench: ModelBench, limits: MachineLimits, streams: int, context: int, block_size: int
+) -> Row:
+    """Tokens of `streams` requests that decode together."""
+    use_threads(limits.threads)
+    budget = Budget(bench.budget().seconds, 4 if bench.settings.quick else 16, _MOST_STEPS)
+    run = Streams(bench.model, streams * (context + _ROOM), streams, block_size)
+    run.decoding(streams, context)
+    run.model_s, steps = 0.0, 0
+    read, read_bytes = read_run(bench, limits)
+    macs = bench.model.macs_per_token() * streams
+    peak, peak_macs = limits.peak.run(macs)
+
+    def step(_: int) -> None:
+        nonlocal steps
+        steps += 1
+        run.core.step()
+
+    rounds = interleave([Timed(step), read, peak], budget, probe=limits.peak.speed)
+    step_s, read_s, peak_s = rounds.usable()
+    needed = bench.model.bytes().step(streams, context + steps // 2)
+    reading = [s * needed / read_bytes for s in read_s]
+    computing = [s * macs / peak_macs for s in peak_s]
+    seconds = summarize(step_s)
+    shares = [max(a, b) / s for a, b, s in zip(reading, computing, step_s, strict=True)]
+    in_model = run.model_s / max(steps, 1)
+    return {
+        "kind": "streams",
+        "threads": limits.threads,
+        "streams": streams,
+        "context": context,
+        "tokens_per_s": digits(streams / seconds.median),
+        "gap_ms": {**seconds.to_dict(1e3), "p99": digits(_percentile(step_s, 0.99) * 1e3)},
+        "reading_ms": digits(summarize(reading).median * 1e3),
+        "computing_ms": digits(summarize(computing).median * 1e3),
+        "share": summarize(shares).to_dict(),
+        "outside_model": digits(max(0.0, 1 - in_model / (sum(rounds.samples[0]) / len(
+            rounds.samples[0])))),
+        "steps": seconds.count,
+        "disturbed": rounds.disturbed,
+    }  # fmt: skip
+
+
+def arrival_row(
+    bench: ModelBench, limits: MachineLimits, streams: int, prompt: int, block_size: int
+) -> Row:
+    """The longest gap of decoding streams while a prompt is prefilled beside them."""
+    use_threads(limits.threads)
+    run = Streams(bench.model, streams * (128 + _ROOM) + prompt + _ROOM, streams + 1, block_size)
+    decoding = run.decoding(streams, 128)
+    alone = summarize([_timed(run.core.step) for _ in range(8)]).median
+    newcomer = run.add(prompt, 8)
+    start, gaps, first = time.perf_counter(), [], 0.0
+    while not first:
+        began = time.perf_counter()
+        events = run.core.step()
+        gaps.append(time.perf_counter() - began)
+        if any(isinstance(e, NewToken) and e.request_id == newcomer for e in events):
+            first = time.perf_counter() - start
+    for i in decoding:
+        run.core.abort(i)
+    return {
+        "kind": "arrival",
+        "threads": limits.threads,
+        "streams": streams,
+        "prompt": prompt,
+        "step_ms": digits(alone * 1e3),
+        "gap_ms": {
+            "median": digits(summarize(gaps).median * 1e3),
+            "p99": digits(_percentile(gaps, 0.99) * 1e3),
+            "longest": digits(max(gaps) * 1e3),
+        },
+        "longest_in_steps": digits(_percentile(gaps, 0.99) / alone),
+        "first_token_s": digits(first),
+        "prompt_tokens_per_s": digits(prompt / first),
+    }
+
+
+def queue_row(bench: ModelBench, limits: MachineLimits, requests: int, block_size: int) -> Row:
+    """Requests of mixed lengths that arrive one every few steps, from nothing to the last token."""
+    use_threads(limits.threads)
+    generator = torch.Generator().manual_seed(3)
+    prompts = torch.randint(16, 129, (requests,), generator=generator).tolist()
+    new = torch.randint(8, 49, (requests,), generator=generator).tolist()
+    run = Streams(bench.model, sum(prompts) + sum(new), requests, block_size)
+    added: dict[int, float] = {}
+    times: dict[int, list[float]] = defaultdict(list)
+    start, step = time.perf_counter(), 0
+    while len(added) < requests or run.core.has_work:
+        if step % 3 == 0 and len(added) < requests:
+            number = len(added)
+            added[run.add(prompts[number], new[number])] = time.perf_counter()
+        for event in run.core.step():
+            if isinstance(event, NewToken):
+                times[event.request_id].append(time.perf_counter())
+        step += 1
+    total = time.perf_counter() - start
+    firsts = [times[i][0] - at for i, at in added.items()]
+    gaps = [b - a for one in times.values() for a, b in zip(one, one[1:], strict=False)]
+    return {
+        "kind": "queue",
+        "threads": limits.threads,
+        "requests": requests,
+        "prompt_tokens": sum(prompts),
+        "new_tokens": sum(new),
+        "tokens_per_s": digits(sum(new) / total),
+        "first_token_ms": _spread(firsts),
+        "gap_ms": _spread(gaps),
+    }
+
+
+def prefix_row(bench: ModelBench, limits: MachineLimits, prefix: int, block_size: int) -> Row:
+    """Time to the first token of a prompt, and of the next one with the same beginning."""
+    use_threads(limits.threads)
+    pool = KVPool(bench.model.config, 4 * (prefix // block_size + 2), block_size,
+                  bench.model.kv_dtype)  # fmt: skip
+    core = EngineCore(
+        lambda batch: bench.model.model.step(batch, pool),
+        pool,
+        max_positions=bench.model.config.max_position_embeddings,
+        vocab_size=bench.model.config.vocab_size,
+    )
+    shared = torch.randint(0, bench.model.config.vocab_size, (prefix,)).tolist()
+    seconds = []
+    for question in range(3):
+        core.add([*shared, question + 1, 5, 6, 7], SamplingParams(), Limits(1))
+        seconds.append(_timed(core.run))
+    return {
+        "kind": "prefix",
+        "threads": limits.threads,
+        "prefix": prefix,
+        "first_ms": digits(seconds[0] * 1e3),
+        "next_ms": digits(min(seconds[1:]) * 1e3),
+    }
+
+
+def drafts_row(bench: ModelBench, limits: MachineLimits, drafts: int, block_size: int) -> Row:
+    """What verifying so many drafted tokens costs, over a decode step without them.
+
+    How many are right depends on the text; a dummy's own repeats nothing.
+    """
+    use_threads(limits.threads)
+    blocks = list(range(256 // block_size + 1))
+    pool = KVPool(bench.model.config, len(blocks), block_size, bench.model.kv_dtype)
+
+    def step(start: int, tokens: int) -> Callable[[int], Tensor]:
+        batch = StepBatch.of([SequenceStep([3] * tokens, start, blocks, tokens)], block_size)
+        return lambda _: bench.model.model.step(batch, pool)
+
+    step(0, 128)(0)
+    runs = [Timed(step(128, n)) for n in (1, 1 + drafts)]
+    one, several = interleave(runs, bench.budget(), probe=limits.peak.speed).usable()
+    cost = summarize(several).median / summarize(one).median
+    return {
+        "kind": "drafts",
+        "threads": limits.threads,
+        "drafts": drafts,
+        "step_ms": digits(summarize(one).median * 1e3),
+        "cost": digits(cost),
+        "gain_if_right": digits((1 + drafts) / cost),
+    }
+
+
+def _timed(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def _percentile(values: list[float], share: float) -> float:
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
+
+
+def _spread(seconds: list[float]) -> dict[str, float]:
+    return {
+        "p50": digits(_percentile(seconds, 0.5) * 1e3),
+        "p99": digits(_percentile(seconds, 0.99) * 1e3),
+    }
+
+
+def _rows(bench: ModelBench, limits: MachineLimits, s: EngineSettings) -> list[Row]:
+    size = s.block_size
+    most = bench.model.config.max_position_embeddings
+    rows = [
+        streams_row(bench, limits, streams, context, size)
+        for context in s.contexts
+        for streams in s.streams
+        if context + 64 < most
+    ]
+    prompt = min(s.prompt, most - 64)
+    rows.append(arrival_row(bench, limits, 8, prompt, size))
+    rows.append(queue_row(bench, limits, 8 if s.quick else 24, size))
+    rows.append(prefix_row(bench, limits, min(512, prompt), size))
+    rows += [drafts_row(bench, limits, drafts, size) for drafts in (1, 3, 7)]
+    return rows
+
+
+def run(settings: EngineSettings, progress: Progress = lambda _: None) -> report.Report:
+    """Measure everything and return the report. Threads are put back as they were."""
+    before, start = torch.get_num_threads(), time.perf_counter()
+    progress("filling memory")
+    ws = Workspace(settings.cold_mib << 20, 0)
+    env = environment.describe(ws, list(settings.threads))
+    rows: list[Row] = []
+    try:
+        with torch.inference_mode():
+            limits = measure_all_limits(ws.ternary, settings.threads, Budget(0.5))
+            progress(f"making {settings.dummy}")
+            model = BenchModel(settings.dummy, *settings.formats, settings.kv_dtype)
+            bench = ModelBench(ws, model, settings.model())
+            for one in limits:
+                progress(f"timing {one.threads} thread(s)")
+                rows += _rows(bench, one, settings)
+    finally:
+        torch.set_num_threads(before)
+    shown = [one.to_dict() for one in limits]
+    return {
+        "schema": "bitnet_ops.bench.engine",
+        "schema_version": report.SCHEMA_VERSION,
+        "ok": True,
+        "seconds": round(time.perf_counter() - start, 1),
+        "environment": env,
+        "settings": asdict(settings),
+        "limits": shown,
+        "warnings": environment.warnings(env, shown),
+        "rows": rows,
+    }

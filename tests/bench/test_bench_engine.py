@@ -1,0 +1,82 @@
+"""`bitnet-ops bench engine` on a tiny model: rows, tables, and that nothing is pretended.
+
+Nothing here asserts a speed.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from bitnet_ops import cli
+from bitnet_ops.bench import report
+from bitnet_ops.bench.model import BenchModel
+from bitnet_ops.bench.run_engine import Streams
+
+
+@pytest.fixture(scope="module")
+def small_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
+    """The command line as a user runs it: (JSON, what it printed)."""
+    output = tmp_path_factory.mktemp("bench-engine") / "out.json"
+    arguments = ["bench", "engine", "--dummy", "tiny", "--quick", "--streams", "1,3"]
+    arguments += ["--contexts", "16,40", "--prompt", "100", "--threads", "1"]
+    arguments += ["--kv-dtype", "int8", "--output", str(output)]
+    done = subprocess.run(
+        [sys.executable, "-m", "bitnet_ops", *arguments], capture_output=True, text=True
+    )
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    return json.loads(output.read_text()), done.stdout
+
+
+@pytest.mark.slow
+def test_small_run_has_every_row_and_table(small_run: tuple[dict[str, Any], str]) -> None:
+    result, text = small_run
+    assert result["schema"] == "bitnet_ops.bench.engine"
+    rows = {kind: [r for r in result["rows"] if r["kind"] == kind] for kind in (
+        "streams", "arrival", "queue", "prefix", "drafts"
+    )}  # fmt: skip
+    assert [(r["context"], r["streams"]) for r in rows["streams"]] == [
+        (16, 1), (16, 3), (40, 1), (40, 3)
+    ]  # fmt: skip
+    for row in rows["streams"]:
+        assert row["tokens_per_s"] == pytest.approx(
+            row["streams"] / row["gap_ms"]["median"] * 1e3, rel=1e-3
+        )
+        assert row["reading_ms"] > 0 and row["computing_ms"] > 0
+        assert 0 <= row["outside_model"] < 1
+    assert rows["arrival"][0]["prompt"] == 100
+    assert rows["queue"][0]["requests"] == 8
+    assert [r["drafts"] for r in rows["drafts"]] == [1, 3, 7]
+    for title, columns, cells in report._engine_tables(result):
+        assert title in text and all(len(row) == len(columns) for row in cells)
+
+
+def test_contexts_are_admitted_without_the_model_and_decoded_with_it() -> None:
+    model = BenchModel("tiny", "2bit", "int8")
+    run = Streams(model, 3 * 200, 3, 16)
+    ids = run.decoding(3, 50)
+    assert run.model_s > 0  # the warm steps
+    before = [run.core.request(i).computed for i in ids]
+    assert all(50 <= n <= 56 for n in before)
+    run.core.step()
+    assert [run.core.request(i).computed for i in ids] == [n + 1 for n in before]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--streams", "0"], "--streams"),
+        (["--prompt", "0"], "--prompt: expected 1 to 65536, got 0"),
+        (["--formats", "2bit+int8,2bit+int4"], "--formats: expected one pair"),
+        (["--dummy", "huge"], "--dummy: expected names among"),
+    ],
+)
+def test_wrong_arguments(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["bench", "engine", *arguments]) == 2
+    assert words in capsys.readouterr().err
