@@ -30,7 +30,7 @@ PYTHON_LAYERS: dict[str, set[str]] = {
     "memory": {"_runtime"},
     "ops": {"_runtime"},
     "formats": {"_runtime", "memory", "untrusted"},
-    "nn": {"_runtime", "config", "ops", "untrusted"},
+    "nn": {"_runtime", "config", "formats", "ops", "untrusted"},
     "integrations": {"config", "nn", "ops"},
     "models": {"config", "memory", "nn", "ops"},
     "generate": {"config", "models", "nn", "untrusted"},
@@ -44,7 +44,8 @@ PYTHON_LAYERS: dict[str, set[str]] = {
     "training": {"config", "convert", "formats", "language_model", "loading", "models", "nn"}
     | {"ops", "untrusted"},
     "dummy": {"config", "formats", "generate", "loading", "models", "nn", "untrusted"},
-    "bench": {"_runtime", "dummy", "formats", "generate", "language_model", "machine", "nn", "ops"},
+    "bench": {"_runtime", "dummy", "formats", "generate", "language_model", "machine", "models"}
+    | {"nn", "ops"},
     "cli": {"*", "integrations"},
     "__main__": {"cli"},
     "__init__": {"*", "integrations"},  # the lazy face: imports at first use what it exports

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from bitnet_ops.language_model import LanguageModel as LanguageModel
     from bitnet_ops.language_model import load as load
     from bitnet_ops.nn.kv_cache import KVCache as KVCache
+    from bitnet_ops.nn.kv_config import KVCacheConfig as KVCacheConfig
+    from bitnet_ops.nn.kv_config import KVCacheDtype as KVCacheDtype
     from bitnet_ops.nn.linear import BitLinear as BitLinear
     from bitnet_ops.nn.packing import PackedWeight as PackedWeight
 
@@ -28,6 +30,8 @@ _LAZY = {
     "BitLinear": "bitnet_ops.nn.linear",
     "BitNetLinearMethod": "bitnet_ops.integrations",
     "KVCache": "bitnet_ops.nn.kv_cache",
+    "KVCacheConfig": "bitnet_ops.nn.kv_config",
+    "KVCacheDtype": "bitnet_ops.nn.kv_config",
     "LanguageModel": "bitnet_ops.language_model",
     "PackedWeight": "bitnet_ops.nn.packing",
     "load": "bitnet_ops.language_model",
