@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from bitnet_ops.generate.blocks import block_key, root_key
+from bitnet_ops.generate.blocks import Contents, block_key, root_key
 
 if TYPE_CHECKING:
     from bitnet_ops.generate.engine import Limits
@@ -104,12 +104,21 @@ class Request:
         return len(self.ids) - self.computed
 
     def key(self, index: int, block_size: int) -> bytes:
-        """The key of its block `index`, all of whose tokens are known."""
+        """The key of its block `index`, all of whose tokens are known; -1: what is before all."""
         while len(self._keys) <= index:
             at = len(self._keys) * block_size
-            parent = self._keys[-1] if self._keys else self._root
+            parent = self.key(len(self._keys) - 1, block_size)
             self._keys.append(block_key(parent, self.ids[at : at + block_size]))
-        return self._keys[index]
+        return self._keys[index] if index >= 0 else self._root
+
+    def contents(self, index: int, block_size: int) -> Contents:
+        """What of block `index` has been computed, at least one token."""
+        at = index * block_size
+        ids = self.ids[at : min(at + block_size, self.computed)]
+        parent = self.key(index - 1, block_size)
+        if len(ids) == block_size:
+            return Contents(self.key(index, block_size), parent, ids)
+        return Contents.of(parent, ids)
 
     def most_drafts(self, max_positions: int) -> int:
         """How many drafts can be of use before a limit ends it."""
