@@ -5,8 +5,9 @@ Random schedules are test_engine_schedules.py's.
 
 from __future__ import annotations
 
+import dataclasses
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ from bitnet_ops.generate.request import Event, Failed, Finished, NewToken
 from bitnet_ops.generate.sampling import SamplingError, SamplingParams
 from bitnet_ops.generate.scheduler import SchedulerOptions
 from bitnet_ops.models.step_batch import StepBatch
+from bitnet_ops.nn.kv_pool import KVPool
 from isa_control import torch_threads
 from paged_fake import (
     VOCAB,
@@ -29,6 +31,7 @@ from paged_fake import (
     alone,
     next_logits,
 )
+from tiny_models import SMALL, config_of
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -142,12 +145,12 @@ def test_blocks_of_a_failed_request_are_not_found_again() -> None:
         return logits * float("nan") if failing else logits
 
     core._runner = run
-    first = core.add([1, 2, 3, 4] * 3, GREEDY, Limits(1))
+    first = core.add([*[1, 2, 3, 4] * 3, 5], GREEDY, Limits(1))
     assert isinstance(core.run()[0], Failed) and core.stats().cached_blocks == 0
     failing = False
-    core.add([1, 2, 3, 4] * 3, GREEDY, Limits(1))
+    core.add([*[1, 2, 3, 4] * 3, 5], GREEDY, Limits(1))
     core.step()
-    assert first == 0 and core.stats().cached_blocks == 3
+    assert first == 0 and core.stats().cached_blocks == 4
 
 
 def test_a_full_pool_fails_the_one_that_cannot_fit() -> None:
@@ -279,7 +282,9 @@ def test_answers_are_found_again_too() -> None:
     core.add([*GOOD[0], *answer[:9], 0], GREEDY, Limits(1))
     core.step()
     assert fake.batches[-1].token_ids.tolist() == [0], "it begins as the block does: copied"
-    assert answers(core.run()) == {}
+    core.add([*GOOD[0], *answer, 1, 2], GREEDY, Limits(1))
+    core.step()
+    assert len(fake.batches[-1].token_ids) == 1, "the original is still there"
 
 
 def test_without_prefix_cache_nothing_is_found() -> None:
@@ -388,6 +393,88 @@ def test_threads_may_add_and_abort_while_one_steps() -> None:
         want = expected(prompt, Limits(8))[0]
         assert got[id] == (want[: len(got[id])] if id in aborted else want)
     assert core.stats().used_blocks == 0
+
+
+def test_threads_share_the_steps_and_each_has_its_inbox() -> None:
+    core, _, _ = engine(blocks=40)
+    got: dict[int, tuple[list[int], str]] = {}
+
+    def client(number: int) -> None:
+        for i in range(20):
+            inbox: deque[Event] = deque()
+            prompt = [number, i % VOCAB, 3, 2]
+            id = core.add(prompt, GREEDY, Limits(8), inbox=inbox)
+            heard: list[Event] = []
+            while not heard or isinstance(heard[-1], NewToken):
+                while not inbox:
+                    assert core.step() == []
+                heard.append(inbox.popleft())
+            if isinstance(heard[-1], Finished):
+                assert answers(heard)[id] == expected(prompt, Limits(8))
+            got[id] = answers(heard)[id]
+
+    threads = [threading.Thread(target=client, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert got.keys() == set(range(80)) and not core.has_work
+
+
+def test_a_fork_has_an_inbox_of_its_own() -> None:
+    core, _, _ = engine()
+    inboxes: list[deque[Event]] = [deque(), deque()]
+    parent = core.add(GOOD[0], GREEDY, Limits(5), inbox=inboxes[0])
+    core.step()
+    child = core.fork(parent, GREEDY, Limits(5), inbox=inboxes[1])
+    assert core.run() == []
+    want = expected(GOOD[0], Limits(5))
+    assert answers(list(inboxes[0])) == {parent: want}
+    assert answers(list(inboxes[1])) == {child: (want[0][1:], "length")}
+
+
+# The memory of the package ---------------------------------------------------------------------
+
+
+def test_on_the_pool_of_the_package() -> None:
+    """Token ids in KVPool's memory: forks, found prefixes, growth, and memory given back."""
+    config = dataclasses.replace(
+        config_of(SMALL["bitnet-offline"]), num_hidden_layers=2, num_key_value_heads=1, head_dim=16
+    )
+    pool = KVPool(config, 6, 64, torch.float32, max_blocks=20)
+    limits, prompt = Limits(20), GOOD[0] * 40
+    other = next(p for i in range(VOCAB) if expected(p := [*prompt, i], limits)[1] == "length")
+
+    def run(batch: StepBatch) -> Tensor:
+        blocks, offsets = batch.slot_mapping // 64, batch.slot_mapping % 64
+        for rows in (pool.key_pool, pool.value_pool):
+            rows[:, blocks, offsets, 0, :] = batch.token_ids.float()[:, None]
+        logits = []
+        for row in batch.logit_rows.tolist():
+            owner = int((batch.query_start_loc <= row).sum()) - 1
+            table, n = batch.block_table[owner], int(batch.positions[row]) + 1
+            read = pool.key_pool[:, table], pool.value_pool[:, table]
+            flat = torch.stack([r.reshape(2, -1, 16)[:, :n] for r in read])
+            assert bool((flat == flat[:1, :1, :, :1]).all())
+            ids = flat[0, 0, :, 0].long().tolist()
+            logits.append(next_logits(ids)[None])
+        return torch.cat(logits)
+
+    core = EngineCore(run, pool, max_positions=1000, vocab_size=VOCAB)
+    core.grow(14)
+    first = core.add(prompt, GREEDY, limits)
+    events = core.step() + core.step()
+    second = core.fork(first, GREEDY, limits)
+    third = core.add(other, GREEDY, limits)
+    events += core.step()
+    assert core.request(third).reused_tokens == len(prompt)
+    events += core.run()
+    got = answers(events)
+    assert got[first] == expected(prompt, limits)
+    assert got[second][0] == got[first][0][2:] and got[third] == expected(other, limits)
+    assert bool(pool.key_pool.any())
+    core.trim()
+    assert not pool.key_pool.any() and not pool.value_pool.any(), "the system gives zeros"
 
 
 def test_the_fake_model_depends_on_every_token() -> None:

@@ -170,6 +170,8 @@ class Scheduler:
         if self.options.prefix_cache:
             for i in range(full, request.computed // size):
                 self.allocator.register(request.blocks[i], request.contents(i, size))
+            if step.tokens > 1:  # others that begin with this prompt need not wait for its end
+                self._register_last(request)
         needed = self._blocks_for(len(request.ids))  # the others were for drafts
         self.allocator.free(request.blocks[needed:])
         del request.blocks[needed:]
@@ -325,14 +327,19 @@ class Scheduler:
         self.remove(request)
 
     def _free(self, request: Request) -> None:
-        """Give its blocks back; the full ones are registered already."""
-        if self.options.prefix_cache and request.computed % self.block_size:
-            last = request.computed // self.block_size
-            contents = request.contents(last, self.block_size)
-            self.allocator.register(request.blocks[last], contents)
+        """Give its blocks back."""
+        if self.options.prefix_cache:
+            self._register_last(request)
         self.allocator.free(request.blocks)
         request.blocks = []
         request.computed = 0
+
+    def _register_last(self, request: Request) -> None:
+        """Let the computed part of its last block be found, where that is not full."""
+        if request.computed % self.block_size:
+            last = request.computed // self.block_size
+            contents = request.contents(last, self.block_size)
+            self.allocator.register(request.blocks[last], contents)
 
     def _reserve(self) -> int:
         """Blocks that stay free for running requests to grow into."""
