@@ -20,20 +20,35 @@ from hypothesis.stateful import (
     rule,
 )
 
-from bitnet_ops.generate.blocks import BlockAllocator, PoolFullError, block_key, root_key
+from bitnet_ops.generate.blocks import (
+    BlockAllocator,
+    Contents,
+    PoolFullError,
+    block_key,
+    root_key,
+)
+
+CONTENTS = st.builds(
+    Contents.of, st.sampled_from([b"p", b"q"]), st.lists(st.integers(0, 2), min_size=1, max_size=3)
+)
+
+
+def contents_of(number: int) -> Contents:
+    return Contents.of(b"", [number])
+
 
 # Against a model -------------------------------------------------------------------------------
 
 
 class Model(RuleBasedStateMachine):
-    """Sequences as lists of blocks, keys as a dict, cached blocks as a list."""
+    """Sequences as lists of blocks, contents as a dict, cached blocks as a list."""
 
     @initialize(blocks=st.integers(1, 12))
     def start(self, blocks: int) -> None:
         self.allocator = BlockAllocator(blocks)
         self.blocks = blocks
         self.sequences: list[list[int]] = []
-        self.keys: dict[bytes, int] = {}
+        self.known: dict[int, Contents] = {}
         self.cached: list[int] = []  # free but known, used longest ago first
 
     def held(self) -> list[int]:
@@ -45,10 +60,7 @@ class Model(RuleBasedStateMachine):
     def evict(self, taken: int) -> None:
         """Taking so many blocks leaves no more cached than free ones."""
         while len(self.cached) > self.free() - taken:
-            self.forget(self.cached.pop(0))
-
-    def forget(self, block: int) -> None:
-        self.keys = {key: at for key, at in self.keys.items() if at != block}
+            del self.known[self.cached.pop(0)]
 
     @rule(count=st.integers(0, 6))
     def allocate(self, count: int) -> None:
@@ -69,7 +81,7 @@ class Model(RuleBasedStateMachine):
         sequence = self.sequences.pop(data.draw(st.integers(0, len(self.sequences) - 1)))
         self.allocator.free(sequence)
         gone = [b for b in reversed(sequence) if b not in self.held()]
-        self.cached += [b for b in gone if b in self.keys.values()]
+        self.cached += [b for b in gone if b in self.known]
 
     @precondition(lambda self: self.sequences)
     @rule(data=st.data())
@@ -92,43 +104,57 @@ class Model(RuleBasedStateMachine):
         if shared:
             self.evict(1)
         else:
-            self.forget(block)
+            self.known.pop(block, None)
         sequence[at] = self.allocator.writable(block)
         assert (sequence[at] != block) == shared
         assert self.held().count(sequence[at]) == 1
 
     @precondition(lambda self: self.held())
-    @rule(data=st.data(), key=st.binary(min_size=1, max_size=1))
-    def register(self, data: st.DataObject, key: bytes) -> None:
+    @rule(data=st.data(), contents=CONTENTS)
+    def register(self, data: st.DataObject, contents: Contents) -> None:
         block = data.draw(st.sampled_from(self.held()))
-        self.allocator.register(block, key)
-        if key not in self.keys:
-            self.forget(block)
-            self.keys[key] = block
+        self.allocator.register(block, contents)
+        if contents not in self.known.values():
+            self.known[block] = contents
 
-    @rule(keys=st.lists(st.binary(min_size=1, max_size=1), max_size=4))
-    def match(self, keys: list[bytes]) -> None:
-        found = self.allocator.match(keys)
-        assert found == [self.keys[k] for k in keys[: len(found)]]
-        assert len(found) == len(keys) or keys[len(found)] not in self.keys
+    @rule(contents=st.lists(CONTENTS, max_size=4))
+    def match(self, contents: list[Contents]) -> None:
+        found = self.allocator.match([c.key for c in contents])
+        assert [self.known[b] for b in found] == contents[: len(found)]
+        assert len(found) == len(contents) or contents[len(found)] not in self.known.values()
         found = list(dict.fromkeys(found))
         assert self.allocator.count_free(found) == sum(b in self.cached for b in found)
         self.allocator.share(found)
         self.cached = [b for b in self.cached if b not in found]
         self.sequences.append(found)
 
-    @precondition(lambda self: self.keys)
+    @rule(wanted=CONTENTS)
+    def nearest(self, wanted: Contents) -> None:
+        def length(block: int) -> int:
+            known, ids = self.known[block], wanted.token_ids
+            if known.parent != wanted.parent:
+                return 0
+            return max(n for n in range(4) if list(known.token_ids[:n]) == list(ids[:n])[:n]
+                       and n <= min(len(ids), len(known.token_ids)))  # fmt: skip
+
+        best = max(map(length, self.known), default=0)
+        found = self.allocator.nearest(wanted.parent, wanted.token_ids)
+        assert (0 if found is None else found[1]) == best
+        assert found is None or length(found[0]) == best > 0
+        assert self.allocator.nearest(wanted.parent, []) is None
+
+    @precondition(lambda self: self.known)
     @rule(data=st.data())
     def forget_one(self, data: st.DataObject) -> None:
-        block = data.draw(st.sampled_from(sorted(self.keys.values())))
+        block = data.draw(st.sampled_from(sorted(self.known)))
         self.allocator.forget([block])
-        self.forget(block)
+        del self.known[block]
         self.cached = [b for b in self.cached if b != block]
 
     @rule()
     def forget_all(self) -> None:
         self.allocator.forget_all()
-        self.keys, self.cached = {}, []
+        self.known, self.cached = {}, []
 
     @rule(count=st.integers(1, 3))
     def grow(self, count: int) -> None:
@@ -154,12 +180,11 @@ class Model(RuleBasedStateMachine):
         )
         for block in range(self.blocks):
             assert a.references(block) == held.count(block)
-        known = {block: key for key, block in self.keys.items()}
-        assert [a.key_of(b) for b in range(self.blocks)] == [
-            known.get(b) for b in range(self.blocks)
-        ]
-        for key, block in self.keys.items():
-            assert a.match([key]) == [block]
+        assert list(map(a.contents, range(self.blocks))) == list(
+            map(self.known.get, range(self.blocks))
+        )
+        for block, contents in self.known.items():
+            assert a.match([contents.key]) == [block]
 
 
 TestModel = Model.TestCase
@@ -177,15 +202,15 @@ def test_100_000_random_operations_lose_no_block() -> None:
         sequence = random_.choice(sequences) if sequences else []
         try:
             if kind == "new":
-                keys = [bytes([random_.randrange(12)]) for _ in range(random_.randrange(4))]
-                hits = allocator.match(dict.fromkeys(keys))
+                keys = {contents_of(random_.randrange(12)).key for _ in range(random_.randrange(4))}
+                hits = allocator.match(keys)
                 allocator.share(hits)
                 sequences.append(hits)
                 operations["hit"] += bool(hits)
                 new = allocator.allocate(random_.randrange(8))
                 hits += new
                 for block in new[: random_.randrange(3)]:
-                    allocator.register(block, bytes([random_.randrange(12)]))
+                    allocator.register(block, contents_of(random_.randrange(12)))
             elif kind == "fork":
                 allocator.share(sequence)
                 sequences.append(list(sequence))
@@ -222,7 +247,7 @@ def test_least_recently_used_contents_go_first_and_tails_before_heads() -> None:
     allocator = BlockAllocator(5)
     first, second = allocator.allocate(2), allocator.allocate(2)
     for block in first + second:
-        allocator.register(block, bytes([block]))
+        allocator.register(block, contents_of(block))
     allocator.free(first)
     allocator.free(second)
     allocator.share([first[0]])  # used again
@@ -245,7 +270,7 @@ def test_a_block_freed_too_often_is_an_error() -> None:
     (block,) = allocator.allocate(1)
     allocator.free([block])
     for wrong in (lambda: allocator.free([block]), lambda: allocator.share([block]),
-                  lambda: allocator.register(block, b"k")):  # fmt: skip
+                  lambda: allocator.register(block, contents_of(1))):  # fmt: skip
         with pytest.raises(ValueError, match="expected a block in use"):
             wrong()
 

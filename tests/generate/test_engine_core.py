@@ -1,22 +1,18 @@
-"""The engine's loop on a model that reads back what it wrote: random schedules, then cases.
+"""The engine's loop on a model that reads back what it wrote: its cases, one by one.
 
-Whatever happens around a request, its tokens are those of the request alone. Whether the real
-step computes right is not a matter of this file.
+Random schedules are test_engine_schedules.py's.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from random import Random
 from typing import Any
 
-import hypothesis
 import pytest
 import torch
-from hypothesis import strategies as st
 from torch import Tensor
 
 from bitnet_ops.generate.engine import Limits
@@ -25,243 +21,23 @@ from bitnet_ops.generate.request import Event, Failed, Finished, NewToken
 from bitnet_ops.generate.sampling import SamplingError, SamplingParams
 from bitnet_ops.generate.scheduler import SchedulerOptions
 from bitnet_ops.models.step_batch import StepBatch
+from bitnet_ops.nn.kv_pool import KVPool
 from isa_control import torch_threads
 from paged_fake import (
     VOCAB,
-    Answer,
     FakePool,
     FakeRunner,
     PoisoningAllocator,
     alone,
     next_logits,
 )
+from tiny_models import SMALL, config_of
 
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Iterator[None]:
     with torch_threads(1):
         yield
-
-
-# Random schedules ------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Job:
-    """A request, when it comes, and what happens to it."""
-
-    prompt: list[int]
-    params: SamplingParams
-    limits: Limits
-    adapter: str | None
-    max_drafts: int
-    arrives: int
-    aborted: int | None  # at that many steps after its arrival
-    forked: int | None
-
-
-@dataclass(frozen=True)
-class World:
-    """The engine that the requests meet."""
-
-    block_size: int
-    blocks: int
-    max_positions: int
-    options: SchedulerOptions
-    while_running: bool  # requests come and go while the model runs, not between steps
-    broken_steps: frozenset[int]  # in which the runner raises
-
-
-PREFIXES = [[1, 2, 3, 4] * 10, [5] * 40, [7, 1, 7, 2, 7, 3, 8, 8] * 5]
-
-
-def random_job(r: Random) -> Job:
-    prefix = r.choice(PREFIXES)[: r.choice([0, 1, 4, 9, 16, 33])]
-    suffix = [r.randrange(VOCAB) for _ in range(r.randint(0 if prefix else 1, 5))]
-    return Job(
-        prefix + suffix,
-        SamplingParams(
-            r.choice([0.0, 0.0, 0.7]),
-            repetition_penalty=r.choice([1.0, 1.0, 1.5]),
-            seed=r.randrange(4),
-        ),
-        Limits(r.choice([0, 1, 5, 12, 20, 20]), r.choice([frozenset(), frozenset({6})])),
-        adapter=r.choice([None, None, "a"]),
-        max_drafts=r.choice([0, 0, 1, 4]),
-        arrives=r.choice([0, 0, 1, 2, 6]),
-        aborted=r.choice([None, None, None, None, r.randrange(12)]),
-        forked=r.choice([None, r.randrange(6)]),
-    )
-
-
-def random_world(r: Random) -> World:
-    block_size = r.choice([1, 4, 4, 16])
-    budget = r.choice([1, 3, 8, 24, 24, 256])
-    return World(
-        block_size,
-        blocks=max(1, r.choice([16, 30, 45, 45, 64, 64, 100]) // block_size),
-        max_positions=r.choice([40, 1000]),
-        options=SchedulerOptions(
-            token_budget=budget,
-            max_sequences=min(budget, r.choice([1, 3, 16, 16])),
-            watermark=r.choice([0.0, 0.1]),
-            prefix_cache=r.choice([True, False]),
-        ),
-        while_running=r.choice([True, False]),
-        broken_steps=r.choice([frozenset(), frozenset(), frozenset({1, 2, 7})]),
-    )
-
-
-class Broken(Exception):
-    pass
-
-
-@dataclass
-class Play:
-    """One schedule on its way."""
-
-    world: World
-    jobs: list[Job]
-    expected: dict[int, Answer] = field(default_factory=dict)
-    tokens: dict[int, list[int]] = field(default_factory=dict)
-    endings: dict[int, str] = field(default_factory=dict)
-    aborted: set[int] = field(default_factory=set)
-    seen: Counter[str] = field(default_factory=Counter)
-
-    def __post_init__(self) -> None:
-        self.pool = FakePool(self.world.blocks, self.world.block_size)
-        self.runner = FakeRunner(self.pool)
-        self.allocator = PoisoningAllocator(self.pool)
-        self.core = EngineCore(
-            self.run_model,
-            self.pool,
-            max_positions=self.world.max_positions,
-            vocab_size=VOCAB,
-            options=self.world.options,
-            allocator=self.allocator,
-        )
-        self.now = 0
-        self.acted = True
-        self.ids: dict[int, int] = {}  # of the jobs
-
-    def answer(self, ids: Sequence[int], job: Job, before: int = 0) -> Answer:
-        return alone(
-            ids,
-            job.params,
-            job.limits,
-            adapter=job.adapter,
-            max_positions=self.world.max_positions,
-            pool_positions=self.world.blocks * self.world.block_size,
-            before=before,
-        )
-
-    def act(self) -> None:
-        """What the callers do at this time."""
-        self.acted = True
-        for i, job in enumerate(self.jobs):
-            since = self.now - job.arrives
-            if since == 0:
-                self.add(i, job)
-            if since >= 0 and since == job.forked:
-                self.fork(self.ids[i], job)
-            if since >= 0 and since == job.aborted and self.core.abort(self.ids[i]):
-                self.aborted.add(self.ids[i])
-
-    def add(self, i: int, job: Job) -> None:
-        if len(job.prompt) > self.world.max_positions:
-            with pytest.raises(RequestError, match="prompt of at most"):
-                self.core.add(job.prompt, job.params, job.limits)
-            job = Job(**{**job.__dict__, "prompt": job.prompt[: self.world.max_positions]})
-        self.ids[i] = self.core.add(
-            job.prompt, job.params, job.limits, adapter=job.adapter, max_drafts=job.max_drafts
-        )
-        self.expected[self.ids[i]] = self.answer(job.prompt, job)
-
-    def fork(self, id: int, job: Job) -> None:
-        try:
-            parent = self.core.request(id)
-        except KeyError:
-            return
-        ids, before = parent.ids.tolist(), parent.output_tokens
-        child = self.core.fork(id, job.params, job.limits)
-        self.expected[child] = self.answer(ids, job, before)
-        self.seen["fork"] += 1
-
-    def run_model(self, batch: StepBatch) -> Tensor:
-        if self.world.while_running and not self.acted:
-            self.act()
-        assert len(batch.token_ids) <= self.world.options.token_budget
-        assert batch.positions.max() < self.world.max_positions
-        logits = self.runner(batch)
-        if self.now in self.world.broken_steps:
-            raise Broken
-        return logits
-
-    def hear(self, events: list[Event]) -> None:
-        for event in events:
-            assert event.request_id not in self.endings, "nothing comes after the end"
-            if isinstance(event, NewToken):
-                self.tokens.setdefault(event.request_id, []).append(event.token_id)
-            elif isinstance(event, Finished):
-                self.endings[event.request_id] = event.reason
-            else:
-                self.endings[event.request_id] = type(event.error).__name__
-
-    def play(self) -> None:
-        while self.now < 8 or self.core.has_work:
-            self.acted = False
-            if not self.world.while_running:
-                self.act()
-            try:
-                self.hear(self.core.step())
-            except Broken:
-                self.seen["broken"] += 1
-            if not self.acted:
-                self.act()  # nothing ran
-            self.now += 1
-            assert self.now < 2000, "the engine stands still"
-        self.check()
-
-    def check(self) -> None:
-        assert self.endings.keys() == self.expected.keys()
-        for id, expected in self.expected.items():
-            tokens = self.tokens.get(id, [])
-            if id in self.aborted:
-                assert self.endings[id] == "abort"
-                assert tokens == expected.tokens[: len(tokens)]
-            else:
-                assert (tokens, self.endings[id]) == (expected.tokens, expected.ending)
-            self.seen[self.endings[id]] += 1
-        stats = self.core.stats()
-        assert (stats.waiting, stats.running, stats.used_blocks) == (0, 0, 0)
-        assert stats.blocks == self.allocator.free_blocks
-        self.seen["preemption"] += stats.preemptions
-        self.seen["copy"] += self.pool.copies
-        self.seen["tokens"] += sum(map(len, self.tokens.values()))
-        self.seen["steps"] += self.now
-
-
-SEEN: Counter[str] = Counter()
-
-
-# True randomness keeps examples rich, which count here; use_true_random=False shrinks a failure.
-@hypothesis.settings(max_examples=1500)
-@hypothesis.given(st.randoms(use_true_random=True))
-def schedules(r: Random) -> None:
-    play = Play(random_world(r), [random_job(r) for _ in range(r.randint(2, 8))])
-    play.play()
-    SEEN.update(play.seen)
-
-
-@pytest.mark.slow
-def test_random_schedules_change_no_token() -> None:
-    """Joins, aborts, forks, preemptions, prefix hits, drafts, chunks, failures, full pools."""
-    SEEN.clear()
-    schedules()
-    print(dict(SEEN))
-    for what in ("stop", "length", "context", "abort", "SamplingError", "PoolFullError",
-                 "preemption", "copy", "fork", "broken"):  # fmt: skip
-        assert SEEN[what] > 150, f"hardly any {what}: {dict(SEEN)}"
 
 
 # Cases -----------------------------------------------------------------------------------------
@@ -369,12 +145,12 @@ def test_blocks_of_a_failed_request_are_not_found_again() -> None:
         return logits * float("nan") if failing else logits
 
     core._runner = run
-    first = core.add([1, 2, 3, 4] * 3, GREEDY, Limits(1))
+    first = core.add([*[1, 2, 3, 4] * 3, 5], GREEDY, Limits(1))
     assert isinstance(core.run()[0], Failed) and core.stats().cached_blocks == 0
     failing = False
-    core.add([1, 2, 3, 4] * 3, GREEDY, Limits(1))
+    core.add([*[1, 2, 3, 4] * 3, 5], GREEDY, Limits(1))
     core.step()
-    assert first == 0 and core.stats().cached_blocks == 3
+    assert first == 0 and core.stats().cached_blocks == 4
 
 
 def test_a_full_pool_fails_the_one_that_cannot_fit() -> None:
@@ -479,7 +255,7 @@ def test_a_broken_runner_leaves_everything_as_it_was() -> None:
 def test_a_repeated_prompt_is_computed_once() -> None:
     core, _, fake = engine()
     prompt = [1, 2, 3] * 8  # six whole blocks
-    for turn, new in enumerate([24, 4, 4]):
+    for turn, new in enumerate([24, 1, 1]):
         core.add(prompt, GREEDY, Limits(1))
         core.step()
         assert len(fake.batches[turn].token_ids) == new, "the last token is always computed"
@@ -502,7 +278,13 @@ def test_answers_are_found_again_too() -> None:
     answer = answers(core.run())[0][0]
     core.add([*GOOD[0], *answer, 1, 2], GREEDY, Limits(1))
     core.step()
-    assert len(fake.batches[-1].token_ids) == (4 + 20 + 2) - 5 * 4
+    assert len(fake.batches[-1].token_ids) == 3, "the last one, which led to no other, and two more"
+    core.add([*GOOD[0], *answer[:9], 0], GREEDY, Limits(1))
+    core.step()
+    assert fake.batches[-1].token_ids.tolist() == [0], "it begins as the block does: copied"
+    core.add([*GOOD[0], *answer, 1, 2], GREEDY, Limits(1))
+    core.step()
+    assert len(fake.batches[-1].token_ids) == 1, "the original is still there"
 
 
 def test_without_prefix_cache_nothing_is_found() -> None:
@@ -542,7 +324,7 @@ def test_memory_of_free_blocks_is_given_back() -> None:
     released: list[int] = []
     pool.release = released.extend  # type: ignore[method-assign]
     core.trim(keep_cached=True)
-    assert len(released) == 1 and core.stats().cached_blocks == 6
+    assert released == [] and core.stats().cached_blocks == 7
     core.trim()
     assert len(released) == 7 and core.stats().cached_blocks == 0
 
@@ -611,6 +393,88 @@ def test_threads_may_add_and_abort_while_one_steps() -> None:
         want = expected(prompt, Limits(8))[0]
         assert got[id] == (want[: len(got[id])] if id in aborted else want)
     assert core.stats().used_blocks == 0
+
+
+def test_threads_share_the_steps_and_each_has_its_inbox() -> None:
+    core, _, _ = engine(blocks=40)
+    got: dict[int, tuple[list[int], str]] = {}
+
+    def client(number: int) -> None:
+        for i in range(20):
+            inbox: deque[Event] = deque()
+            prompt = [number, i % VOCAB, 3, 2]
+            id = core.add(prompt, GREEDY, Limits(8), inbox=inbox)
+            heard: list[Event] = []
+            while not heard or isinstance(heard[-1], NewToken):
+                while not inbox:
+                    assert core.step() == []
+                heard.append(inbox.popleft())
+            if isinstance(heard[-1], Finished):
+                assert answers(heard)[id] == expected(prompt, Limits(8))
+            got[id] = answers(heard)[id]
+
+    threads = [threading.Thread(target=client, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert got.keys() == set(range(80)) and not core.has_work
+
+
+def test_a_fork_has_an_inbox_of_its_own() -> None:
+    core, _, _ = engine()
+    inboxes: list[deque[Event]] = [deque(), deque()]
+    parent = core.add(GOOD[0], GREEDY, Limits(5), inbox=inboxes[0])
+    core.step()
+    child = core.fork(parent, GREEDY, Limits(5), inbox=inboxes[1])
+    assert core.run() == []
+    want = expected(GOOD[0], Limits(5))
+    assert answers(list(inboxes[0])) == {parent: want}
+    assert answers(list(inboxes[1])) == {child: (want[0][1:], "length")}
+
+
+# The memory of the package ---------------------------------------------------------------------
+
+
+def test_on_the_pool_of_the_package() -> None:
+    """Token ids in KVPool's memory: forks, found prefixes, growth, and memory given back."""
+    config = dataclasses.replace(
+        config_of(SMALL["bitnet-offline"]), num_hidden_layers=2, num_key_value_heads=1, head_dim=16
+    )
+    pool = KVPool(config, 6, 64, torch.float32, max_blocks=20)
+    limits, prompt = Limits(20), GOOD[0] * 40
+    other = next(p for i in range(VOCAB) if expected(p := [*prompt, i], limits)[1] == "length")
+
+    def run(batch: StepBatch) -> Tensor:
+        blocks, offsets = batch.slot_mapping // 64, batch.slot_mapping % 64
+        for rows in (pool.key_pool, pool.value_pool):
+            rows[:, blocks, offsets, 0, :] = batch.token_ids.float()[:, None]
+        logits = []
+        for row in batch.logit_rows.tolist():
+            owner = int((batch.query_start_loc <= row).sum()) - 1
+            table, n = batch.block_table[owner], int(batch.positions[row]) + 1
+            read = pool.key_pool[:, table], pool.value_pool[:, table]
+            flat = torch.stack([r.reshape(2, -1, 16)[:, :n] for r in read])
+            assert bool((flat == flat[:1, :1, :, :1]).all())
+            ids = flat[0, 0, :, 0].long().tolist()
+            logits.append(next_logits(ids)[None])
+        return torch.cat(logits)
+
+    core = EngineCore(run, pool, max_positions=1000, vocab_size=VOCAB)
+    core.grow(14)
+    first = core.add(prompt, GREEDY, limits)
+    events = core.step() + core.step()
+    second = core.fork(first, GREEDY, limits)
+    third = core.add(other, GREEDY, limits)
+    events += core.step()
+    assert core.request(third).reused_tokens == len(prompt)
+    events += core.run()
+    got = answers(events)
+    assert got[first] == expected(prompt, limits)
+    assert got[second][0] == got[first][0][2:] and got[third] == expected(other, limits)
+    assert bool(pool.key_pool.any())
+    core.trim()
+    assert not pool.key_pool.any() and not pool.value_pool.any(), "the system gives zeros"
 
 
 def test_the_fake_model_depends_on_every_token() -> None:

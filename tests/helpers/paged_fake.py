@@ -113,7 +113,7 @@ class PoisoningAllocator(BlockAllocator):
 
     def free(self, blocks: Sequence[int]) -> None:
         super().free(blocks)
-        gone = [b for b in blocks if not self.references(b) and self.key_of(b) is None]
+        gone = [b for b in blocks if not self.references(b) and self.contents(b) is None]
         self.pool.slots[gone] = POISON
 
 

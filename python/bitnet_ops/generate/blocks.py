@@ -1,10 +1,11 @@
 """Who owns which block of a paged KV cache: reference counts, copy-on-write, prefix cache.
 
-A block is a number here; the memory behind it is nn.kv_pool's. A block may be registered under a
-key, a hash of all tokens up to its end (`block_key`), and is then found by later sequences that
-begin with the same tokens, also after its last owner has freed it, until it is needed for other
-contents: of the free blocks those without a key are taken first, then the one whose key has not
-been used for longest. It must not know models, tensors or requests. For one thread at a time.
+A block is a number here; the memory behind it is nn.kv_pool's. A block may be registered with its
+contents under a key, a hash of all tokens up to its end (`block_key`), and is then found by later
+sequences that begin with the same tokens, also after its last owner has freed it, until it is
+needed for other contents: of the free blocks those without contents are taken first, then the one
+whose contents have not been used for longest. It must not know models, tensors or requests. For
+one thread at a time.
 """
 
 from __future__ import annotations
@@ -13,8 +14,11 @@ import hashlib
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from itertools import islice
+from typing import NamedTuple
 
 _ROOT = b"bitnet_ops prefix"
+_LOOKED_AT = 32  # blocks that follow the same tokens and begin alike; the newest ones
 
 
 def root_key(extra: str | None = None) -> bytes:
@@ -26,11 +30,23 @@ def root_key(extra: str | None = None) -> bytes:
 
 
 def block_key(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    """The key of a full block that holds `token_ids` and follows the block of key `parent`.
+    """The key of a block that holds `token_ids` and follows the block of key `parent`.
 
     SHA-256, so that no prompt can be made that is taken for another.
     """
     return hashlib.sha256(parent + array("q", token_ids).tobytes()).digest()
+
+
+class Contents(NamedTuple):
+    """What a block holds: `token_ids`, perhaps not to its end, after the block of key `parent`."""
+
+    key: bytes
+    parent: bytes
+    token_ids: Sequence[int]
+
+    @classmethod
+    def of(cls, parent: bytes, token_ids: Sequence[int]) -> Contents:
+        return cls(block_key(parent, token_ids), parent, token_ids)
 
 
 class PoolFullError(RuntimeError):
@@ -51,15 +67,17 @@ class BlockAllocator:
     """Reference counts and contents of the blocks 0 .. `blocks` - 1, all of them free at first.
 
     Attributes: `blocks`, how many there are. Every block is in use (one reference or more), or
-    free; a free one is cached if it still has a key. `used_blocks`, `free_blocks` (cached ones
+    free; a free one is cached if its contents are known. `used_blocks`, `free_blocks` (cached ones
     among them) and `cached_blocks` count them.
     """
 
     def __init__(self, blocks: int) -> None:
         self.blocks = 0
         self._references: list[int] = []
-        self._keys: list[bytes | None] = []
+        self._contents: list[Contents | None] = []
         self._by_key: dict[bytes, int] = {}
+        # by the key before them and their first token; oldest first
+        self._followers: dict[tuple[bytes, int], dict[int, None]] = {}
         # The free blocks, in the order in which they are taken. Blank ones have been used, so the
         # system has given them memory already; untouched ones may have none yet.
         self._blank: list[int] = []
@@ -89,9 +107,9 @@ class BlockAllocator:
         """How many sequences hold `block`; 0 where it is free."""
         return self._references[block]
 
-    def key_of(self, block: int) -> bytes | None:
-        """The key that `block` is registered under, if any."""
-        return self._keys[block]
+    def contents(self, block: int) -> Contents | None:
+        """What `block` is registered with, if anything."""
+        return self._contents[block]
 
     def add_blocks(self, count: int) -> None:
         """Make `count` blocks more, numbered on from `blocks`."""
@@ -100,7 +118,7 @@ class BlockAllocator:
         new = range(self.blocks, self.blocks + count)
         self._untouched[:0] = reversed(new)  # the end is taken first: the lowest number
         self._references += [0] * count
-        self._keys += [None] * count
+        self._contents += [None] * count
         self.blocks += count
 
     # Taking and giving back ---------------------------------------------------------------------
@@ -145,7 +163,7 @@ class BlockAllocator:
             self._references[block] -= 1
             if self._references[block]:
                 continue
-            if self._keys[block] is None:
+            if self._contents[block] is None:
                 self._blank.append(block)
             else:
                 self._cached[block] = None
@@ -153,7 +171,7 @@ class BlockAllocator:
     def writable(self, block: int) -> int:
         """The block to write instead of `block`, whose contents are about to change.
 
-        The same one where nobody else holds it; its key is forgotten. Otherwise a new one, and
+        The same one where nobody else holds it; what it was is forgotten. Otherwise a new one, and
         the reference to `block` is given up: copy what it holds before writing. Raises
         PoolFullError if no block is free for that.
         """
@@ -166,16 +184,19 @@ class BlockAllocator:
 
     # Contents -----------------------------------------------------------------------------------
 
-    def register(self, block: int, key: bytes) -> None:
-        """Let sequences whose tokens have `key` find `block`, which is full and in use.
+    def register(self, block: int, contents: Contents) -> None:
+        """Let sequences of the same tokens find `block`, which is in use.
 
-        Where another block is known under the key already, that one stays.
+        Its owner may write behind the registered tokens, not over them. Where another block is
+        known under the key already, that one stays.
         """
         if not self._references[block]:
             raise ValueError(f"KV pool: expected a block in use to register, got {block}")
-        if key not in self._by_key:
+        if contents.key not in self._by_key:
             self._forget(block)
-            self._keys[block], self._by_key[key] = key, block
+            self._contents[block], self._by_key[contents.key] = contents, block
+            place = contents.parent, contents.token_ids[0]
+            self._followers.setdefault(place, {})[block] = None
 
     def match(self, keys: Iterable[bytes]) -> list[int]:
         """The blocks known under `keys`, up to the first that is not; no reference is taken."""
@@ -185,6 +206,22 @@ class BlockAllocator:
                 break
             found.append(block)
         return found
+
+    def nearest(self, parent: bytes, token_ids: Sequence[int]) -> tuple[int, int] | None:
+        """The block after `parent` that begins like `token_ids` for longest, and how long; or None.
+
+        No reference is taken. To go on from there it has to be copied, but for a free one all of
+        whose contents are wanted.
+        """
+        best = None
+        followers = self._followers.get((parent, token_ids[0]), {}) if token_ids else {}
+        for block in islice(reversed(followers), _LOOKED_AT):
+            contents = self._contents[block]
+            assert contents is not None
+            length = _common_prefix(contents.token_ids, token_ids)
+            if best is None or length > best[1]:
+                best = block, length
+        return best
 
     def count_free(self, blocks: Iterable[int]) -> int:
         """How many of `blocks` are free, so that sharing them leaves fewer to allocate."""
@@ -203,9 +240,13 @@ class BlockAllocator:
         self.forget(list(self._by_key.values()))
 
     def _forget(self, block: int) -> None:
-        if (key := self._keys[block]) is not None:
-            self._keys[block] = None
-            del self._by_key[key]
+        if (contents := self._contents[block]) is not None:
+            self._contents[block] = None
+            del self._by_key[contents.key]
+            place = contents.parent, contents.token_ids[0]
+            del self._followers[place][block]
+            if not self._followers[place]:
+                del self._followers[place]
 
     def reclaim(self) -> list[int]:
         """The free blocks that have been used and are not cached, ascending.
@@ -216,3 +257,10 @@ class BlockAllocator:
         self._untouched += reversed(blocks)
         self._blank.clear()
         return blocks
+
+
+def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    for i, (x, y) in enumerate(zip(a, b, strict=False)):
+        if x != y:
+            return i
+    return min(len(a), len(b))

@@ -11,6 +11,7 @@ bookkeeping only, not for the model. Steps themselves run one at a time.
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -149,23 +150,33 @@ class EngineCore:
         *,
         adapter: str | None = None,
         max_drafts: int = 0,
+        inbox: deque[Event] | None = None,
     ) -> int:
         """Queue a request; its id. Its tokens come as events of later steps.
 
         `adapter`: name of its LoRA adapter. `max_drafts`: the most tokens to draft in a step.
+        `inbox`: gets its events, whoever steps, instead of the list that a step returns.
         Raises RequestError for a prompt that cannot be run, and as make_sampler does.
         """
         self._check_prompt(prompt_ids)
         sampler = self._make_sampler(params, prompt_ids)
         with self._lock:
             request = Request(
-                self._next_id, prompt_ids, sampler, limits, adapter=adapter, max_drafts=max_drafts
+                self._next_id,
+                prompt_ids,
+                sampler,
+                limits,
+                adapter=adapter,
+                max_drafts=max_drafts,
+                inbox=inbox,
             )
             if not self._register(request):
                 self._scheduler.add(request)
             return request.id
 
-    def fork(self, id: int, params: Any, limits: Limits) -> int:
+    def fork(
+        self, id: int, params: Any, limits: Limits, *, inbox: deque[Event] | None = None
+    ) -> int:
         """Queue a request that goes on from the tokens of request `id`; its id.
 
         Both share their blocks until they write them. The limits count the tokens that `id` has
@@ -174,7 +185,7 @@ class EngineCore:
         with self._lock:
             parent = self._requests[id]
             sampler = self._make_sampler(params, parent.ids.tolist())
-            child = parent.fork(self._next_id, sampler, limits)
+            child = parent.fork(self._next_id, sampler, limits, inbox)
             if not self._register(child):
                 self._scheduler.fork(parent, child)
             return child.id
@@ -184,7 +195,7 @@ class EngineCore:
         self._next_id += 1
         if (ending := request.end(self._max_positions)) is not None:
             request.ended = True
-            self._events.append(ending)
+            self._tell(request, ending)
         else:
             self._requests[request.id] = request
         return request.ended
@@ -192,7 +203,7 @@ class EngineCore:
     def abort(self, id: int) -> bool:
         """End a request now, waiting, in its prompt or running; False if it has ended already.
 
-        The next step's events have its Finished with reason "abort".
+        Its last event is a Finished with reason "abort".
         """
         with self._lock:
             request = self._requests.get(id)
@@ -255,7 +266,7 @@ class EngineCore:
             self._pool.release(self._allocator.reclaim())
 
     def forget_prefixes(self) -> None:
-        """Empty the prefix cache, as after a change of weights or of an adapter."""
+        """Empty the prefix cache: for when weights or an adapter change, while no request runs."""
         with self._stepping, self._lock:
             self._allocator.forget_all()
 
@@ -264,6 +275,8 @@ class EngineCore:
     def step(self) -> list[Event]:
         """Compute the next tokens; what happened since the step before, in order.
 
+        Events of requests with an inbox go there. Several threads may each wait for the events of
+        their own requests by calling this until the inbox has one: whose turn it is steps for all.
         An exception of the runner leaves all requests as they were, so that the step can be tried
         again; one of a single request is its Failed event.
         """
@@ -337,7 +350,7 @@ class EngineCore:
         for token in outcome.tokens:
             finished = ending = request.accept(token, self._max_positions)
             if finished is None or finished.reason != "stop":
-                self._events.append(NewToken(request.id, token))
+                self._tell(request, NewToken(request.id, token))
             if finished is not None:
                 break
         if ending is None and outcome.error is not None:
@@ -350,4 +363,7 @@ class EngineCore:
     def _end(self, request: Request, event: Event) -> None:
         request.ended = True
         del self._requests[request.id]
-        self._events.append(event)
+        self._tell(request, event)
+
+    def _tell(self, request: Request, event: Event) -> None:
+        (self._events if request.inbox is None else request.inbox).append(event)

@@ -6,11 +6,12 @@ It must not know tensors, nor how tokens are chosen: its sampler is passed on as
 from __future__ import annotations
 
 from array import array
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from bitnet_ops.generate.blocks import block_key, root_key
+from bitnet_ops.generate.blocks import Contents, block_key, root_key
 
 if TYPE_CHECKING:
     from bitnet_ops.generate.engine import Limits
@@ -54,6 +55,7 @@ class Request:
         sampler: chooses its tokens; opaque.
         limits: when to end.
         adapter: the name of its LoRA adapter, if any.
+        inbox: where its events go, if not to whoever steps.
         max_drafts: the most tokens to draft in a step; 0 for none.
         computed: how many of `ids`, from the first, have keys and values in the pool. The newest
             token never has: it is the input of the next step.
@@ -72,10 +74,11 @@ class Request:
         *,
         adapter: str | None = None,
         max_drafts: int = 0,
+        inbox: deque[Event] | None = None,
     ) -> None:
         self.id, self.sampler, self.limits = id, sampler, limits
         self.ids, self.prompt_tokens = array("q", prompt_ids), len(prompt_ids)
-        self.adapter, self.max_drafts = adapter, max_drafts
+        self.adapter, self.max_drafts, self.inbox = adapter, max_drafts, inbox
         self.computed = 0
         self.blocks: list[int] = []
         self.reused_tokens: int | None = None
@@ -104,12 +107,21 @@ class Request:
         return len(self.ids) - self.computed
 
     def key(self, index: int, block_size: int) -> bytes:
-        """The key of its block `index`, all of whose tokens are known."""
+        """The key of its block `index`, all of whose tokens are known; -1: what is before all."""
         while len(self._keys) <= index:
             at = len(self._keys) * block_size
-            parent = self._keys[-1] if self._keys else self._root
+            parent = self.key(len(self._keys) - 1, block_size)
             self._keys.append(block_key(parent, self.ids[at : at + block_size]))
-        return self._keys[index]
+        return self._keys[index] if index >= 0 else self._root
+
+    def contents(self, index: int, block_size: int) -> Contents:
+        """What of block `index` has been computed, at least one token."""
+        at = index * block_size
+        ids = self.ids[at : min(at + block_size, self.computed)]
+        parent = self.key(index - 1, block_size)
+        if len(ids) == block_size:
+            return Contents(self.key(index, block_size), parent, ids)
+        return Contents.of(parent, ids)
 
     def most_drafts(self, max_positions: int) -> int:
         """How many drafts can be of use before a limit ends it."""
@@ -131,10 +143,18 @@ class Request:
             return Finished(self.id, "context")
         return None
 
-    def fork(self, id: int, sampler: Any, limits: Limits) -> Request:
+    def fork(
+        self, id: int, sampler: Any, limits: Limits, inbox: deque[Event] | None = None
+    ) -> Request:
         """Another request that goes on from the same tokens; its blocks are the scheduler's."""
         twin = Request(
-            id, self.ids, sampler, limits, adapter=self.adapter, max_drafts=self.max_drafts
+            id,
+            self.ids,
+            sampler,
+            limits,
+            adapter=self.adapter,
+            max_drafts=self.max_drafts,
+            inbox=inbox,
         )
         twin.prompt_tokens = self.prompt_tokens
         twin._keys = list(self._keys)

@@ -15,6 +15,7 @@ from bisect import insort
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from bitnet_ops.generate.blocks import BlockAllocator, PoolFullError
 from bitnet_ops.generate.drafts import propose
@@ -74,6 +75,19 @@ class PlannedStep:
         """Rows of logits: of its newest token and each draft; none before the prompt's end."""
         at_end = self.start + self.tokens == len(self.request.ids)
         return 1 + len(self.drafts) if at_end else 0
+
+
+class _Found(NamedTuple):
+    """What the prefix cache has of a request.
+
+    blocks: hold its first `tokens` tokens, and are shared.
+    source: a block whose first `source_tokens` tokens come next; to be copied.
+    """
+
+    blocks: list[int]
+    tokens: int
+    source: int | None = None
+    source_tokens: int = 0
 
 
 @dataclass
@@ -138,13 +152,14 @@ class Scheduler:
             self.add(child)
 
     def remove(self, request: Request, *, failed: bool = False) -> None:
-        """Take a request out, in whatever state; its full blocks stay cached unless it `failed`."""
+        """Take a request out, in any state; unless `failed`, what it computed stays cached."""
         if request in self.running:
             self.running.remove(request)
         elif request in self.waiting:
             self.waiting.remove(request)
         if failed:
             self.allocator.forget(request.blocks)
+            request.computed = 0
         self._free(request)
 
     def computed(self, step: PlannedStep, accepted_drafts: int) -> None:
@@ -154,7 +169,9 @@ class Scheduler:
         request.computed = min(step.start + step.tokens + accepted_drafts, len(request.ids))
         if self.options.prefix_cache:
             for i in range(full, request.computed // size):
-                self.allocator.register(request.blocks[i], request.key(i, size))
+                self.allocator.register(request.blocks[i], request.contents(i, size))
+            if step.tokens > 1:  # others that begin with this prompt need not wait for its end
+                self._register_last(request)
         needed = self._blocks_for(len(request.ids))  # the others were for drafts
         self.allocator.free(request.blocks[needed:])
         del request.blocks[needed:]
@@ -207,34 +224,55 @@ class Scheduler:
             if left < 1:
                 return
             request = self.waiting[0]
-            hits = self._cached_prefix(request)
-            missing = self._blocks_for(len(request.ids)) - len(hits)
-            needed = missing + self.allocator.count_free(hits)
+            found = self._cached_prefix(request)
+            missing = self._blocks_for(len(request.ids)) - len(found.blocks)
+            needed = missing + self.allocator.count_free(found.blocks)
             free = self.allocator.free_blocks
             if needed > free and (not self.running or self._never_fits(request)):
-                self.waiting.popleft()
                 self._fail(plan, request, self._blocks_for(len(request.ids)))
             elif needed + (self._reserve() if self.running else 0) > free:
                 return
             else:
                 self.waiting.popleft()
-                self.allocator.share(hits)
-                request.blocks = hits + self.allocator.allocate(missing)
-                request.computed = len(hits) * self.block_size
-                if request.reused_tokens is None:
-                    request.reused_tokens = request.computed
+                self._take(request, found, missing, spare=free - needed)
                 insort(self.running, request, key=lambda r: r.id)
                 self._plan(plan, request, left)
 
     def _never_fits(self, request: Request) -> bool:
         return self._blocks_for(len(request.ids)) > self.allocator.blocks
 
-    def _cached_prefix(self, request: Request) -> list[int]:
+    def _cached_prefix(self, request: Request) -> _Found:
         """Blocks that hold the request's first tokens; the last one is always left to compute."""
         if not self.options.prefix_cache:
-            return []
-        full = (len(request.ids) - 1) // self.block_size
-        return self.allocator.match(request.key(i, self.block_size) for i in range(full))
+            return _Found([], 0)
+        size, known = self.block_size, len(request.ids) - 1
+        blocks = self.allocator.match(request.key(i, size) for i in range(known // size))
+        at = len(blocks) * size
+        rest = request.ids[at : min(at + size, known)]
+        nearest = self.allocator.nearest(request.key(len(blocks) - 1, size), rest)
+        if nearest is None:
+            return _Found(blocks, at)
+        block, count = nearest
+        contents = self.allocator.contents(block)
+        if self.allocator.count_free([block]) and contents and len(contents.token_ids) == count:
+            return _Found([*blocks, block], at + count)  # may be written behind these tokens
+        return _Found(blocks, at, block, count)
+
+    def _take(self, request: Request, found: _Found, missing: int, *, spare: int) -> None:
+        """Give a request its first blocks: those found, and `missing` new ones."""
+        self.allocator.share(found.blocks)
+        request.computed = found.tokens
+        source = [] if found.source is None else [found.source]
+        if source and self.allocator.count_free(source) <= spare:
+            self.allocator.share(source)  # so that it is not allocated before it is copied
+            request.blocks = found.blocks + self.allocator.allocate(missing)
+            self._copy_block(source[0], request.blocks[len(found.blocks)])
+            request.computed += found.source_tokens
+            self.allocator.free(source)
+        else:
+            request.blocks = found.blocks + self.allocator.allocate(missing)
+        if request.reused_tokens is None:
+            request.reused_tokens = request.computed
 
     # Blocks --------------------------------------------------------------------------------------
 
@@ -245,12 +283,8 @@ class Scheduler:
         """
         while True:
             end = self._blocks_for(request.computed + tokens)
-            first = request.computed // self.block_size
-            shared = [
-                i
-                for i in range(first, min(end, len(request.blocks)))
-                if self.allocator.references(request.blocks[i]) > 1
-            ]
+            written = range(request.computed // self.block_size, min(end, len(request.blocks)))
+            shared = [i for i in written if self.allocator.references(request.blocks[i]) > 1]
             missing = max(0, end - len(request.blocks))
             if missing + len(shared) <= self.allocator.free_blocks:
                 break
@@ -261,15 +295,22 @@ class Scheduler:
             self._preempt(plan, victim)
             if victim is request:
                 return False
-        for i in shared:
+        for i in written:
             self._own(request, i)
         request.blocks += self.allocator.allocate(missing)
         return True
 
     def _own(self, request: Request, index: int) -> None:
-        shared = request.blocks[index]
-        request.blocks[index] = self.allocator.writable(shared)
-        self._copy_block(shared, request.blocks[index])
+        """Make a block its own that it is about to write, and known for nothing it overwrites."""
+        block = request.blocks[index]
+        contents = self.allocator.contents(block)
+        kept = request.computed - index * self.block_size
+        if self.allocator.references(block) > 1:
+            request.blocks[index] = self.allocator.writable(block)
+            self._copy_block(block, request.blocks[index])
+        elif contents is not None and len(contents.token_ids) > kept:
+            # Of a request that this one was forked from while the model ran.
+            self.allocator.forget([block])
 
     def _preempt(self, plan: StepPlan, request: Request) -> None:
         """Back to the head of the queue: the prefix cache may give some of its blocks again."""
@@ -286,9 +327,19 @@ class Scheduler:
         self.remove(request)
 
     def _free(self, request: Request) -> None:
+        """Give its blocks back."""
+        if self.options.prefix_cache:
+            self._register_last(request)
         self.allocator.free(request.blocks)
         request.blocks = []
         request.computed = 0
+
+    def _register_last(self, request: Request) -> None:
+        """Let the computed part of its last block be found, where that is not full."""
+        if request.computed % self.block_size:
+            last = request.computed // self.block_size
+            contents = request.contents(last, self.block_size)
+            self.allocator.register(request.blocks[last], contents)
 
     def _reserve(self) -> int:
         """Blocks that stay free for running requests to grow into."""
