@@ -5,6 +5,7 @@ That the tokens come out right under any of them is test_engine_core.py's matter
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -66,7 +67,7 @@ class Driver:
 
 
 def test_streams_go_on_in_every_step_while_a_long_prompt_is_admitted() -> None:
-    driver = Driver()
+    driver = Driver(most_gap=math.inf)
     for _ in range(15):
         driver.add(3)
     driver.step()
@@ -78,6 +79,22 @@ def test_streams_go_on_in_every_step_while_a_long_prompt_is_admitted() -> None:
         assert sum(counts.values()) <= 256
         steps += 1
     assert steps == -(-2048 // (256 - 15))
+
+
+def test_prompt_tokens_beside_streams_follow_what_steps_cost() -> None:
+    """A token of a prompt costs a tenth of a step: twice a step is ten of them."""
+    driver = Driver()
+    for _ in range(3):
+        driver.add(3)
+    driver.step()
+    for _ in range(3):
+        driver.scheduler.pace.learn(3, 0, 1.0)
+        driver.scheduler.pace.learn(3, 20, 3.0)
+    driver.add(100)
+    assert driver.step() == {0: 1, 1: 1, 2: 1, 3: 10}
+    for id in range(3):
+        driver.scheduler.remove(driver.requests[id])
+    assert driver.step() == {3: 90}  # nobody waits for it
 
 
 def test_prompts_share_a_step_oldest_first() -> None:

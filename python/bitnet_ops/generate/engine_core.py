@@ -11,6 +11,7 @@ bookkeeping only, not for the model. Steps themselves run one at a time.
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -324,7 +325,9 @@ class EngineCore:
             ],
             self._pool.block_size,
         )
+        began = time.perf_counter()
         logits = self._runner(batch)
+        self._scheduler.pace.learn(plan.decoding, plan.prompt_tokens, time.perf_counter() - began)
         outcomes = [_Outcome(step) for step in steps]
         begin = 0
         for k, members in enumerate(logit_rounds([s.logits for s in steps])):

@@ -7,6 +7,8 @@ tokens are computed, never which.
 
 from __future__ import annotations
 
+import math
+
 _LEARNT = 0.2  # weight of the newest step
 _LEAST = 8  # prompt tokens of a step: fewer would waste the reading of the weights
 
@@ -25,10 +27,12 @@ class Pace:
 
     def prompt_tokens(self, most: int) -> int:
         """How many prompt tokens the next step beside streams may have, at most `most`."""
+        if self.most_steps == math.inf:
+            return most
         if self._decode_s is None or self._token_s is None:
             return min(most, 4 * _LEAST)  # a first step, to learn from
         room = self._decode_s * (self.most_steps - 1) / self._token_s
-        return max(min(most, _LEAST), min(most, int(room)))
+        return max(min(most, _LEAST), int(min(most, room)))
 
     def learn(self, decoding: int, prompt_tokens: int, seconds: float) -> None:
         """Enter a step of `decoding` streams and so many prompt tokens."""

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from bitnet_ops.generate.blocks import BlockAllocator, PoolFullError
 from bitnet_ops.generate.drafts import propose
+from bitnet_ops.generate.pace import Pace
 from bitnet_ops.generate.request import Request
 
 Propose = Callable[[Sequence[int], int], Sequence[int]]
@@ -34,12 +35,15 @@ class SchedulerOptions:
     watermark: share of the blocks that stay free when a request is admitted beside others, for
         these to grow into.
     prefix_cache: find blocks that hold the same tokens already.
+    most_gap: beside requests that decode, a step with prompt tokens lasts at most about so many
+        times one without, as far as its costs are known (pace.py); infinity: the whole budget.
     """
 
     token_budget: int = 256
     max_sequences: int = 64
     watermark: float = 0.01
     prefix_cache: bool = True
+    most_gap: float = 2.0
 
     def __post_init__(self) -> None:
         for name in ("token_budget", "max_sequences"):
@@ -51,6 +55,8 @@ class SchedulerOptions:
                 f"engine: expected max_sequences at most token_budget {self.token_budget}, got "
                 f"{self.max_sequences}: every running sequence has a token in every step"
             )
+        if not self.most_gap > 1:
+            raise ValueError(f"engine: expected most_gap above 1, got {self.most_gap!r}")
         if not 0 <= self.watermark < 1:
             raise ValueError(f"engine: expected watermark from 0 to 1, got {self.watermark!r}")
 
@@ -92,14 +98,22 @@ class _Found(NamedTuple):
 
 @dataclass
 class StepPlan:
-    """`steps`: by the request's id. `failed`: requests that no step can run, with the reason."""
+    """`steps`: by the request's id; `decoding`: how many of them decode.
+
+    `failed`: requests that no step can run, with the reason.
+    """
 
     steps: dict[int, PlannedStep] = field(default_factory=dict)
+    decoding: int = 0
     failed: list[tuple[Request, Exception]] = field(default_factory=list)
 
     @property
     def tokens(self) -> int:
         return sum(step.tokens + len(step.drafts) for step in self.steps.values())
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(step.tokens for step in self.steps.values()) - self.decoding
 
 
 class Scheduler:
@@ -128,6 +142,7 @@ class Scheduler:
     ) -> None:
         self.allocator, self.block_size, self.max_positions = allocator, block_size, max_positions
         self.options = options or SchedulerOptions()
+        self.pace = Pace(self.options.most_gap)
         self._copy_block, self._propose = copy_block, propose
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
@@ -183,12 +198,22 @@ class Scheduler:
         plan = StepPlan()
         for request in [r for r in self.running if r.remaining == 1]:
             self._plan(plan, request, 1)
+        plan.decoding = len(plan.steps)
         if self.options.token_budget > plan.tokens:
             self._draft(plan)
+        left = self.options.token_budget - plan.tokens
+        if plan.decoding:
+            left = self.pace.prompt_tokens(left)
+        budget = plan.tokens + left
         for request in [r for r in self.running if r.remaining > 1]:
-            self._plan(plan, request, self.options.token_budget - plan.tokens)
-        self._admit(plan)
+            self._plan(plan, request, budget - plan.tokens)
+        self._admit(plan, budget)
+        plan.decoding = sum(r.remaining == 1 for r in self._planned(plan))
         return plan
+
+    @staticmethod
+    def _planned(plan: StepPlan) -> list[Request]:
+        return [step.request for step in plan.steps.values()]
 
     def _plan(self, plan: StepPlan, request: Request, most: int) -> None:
         """Plan at most `most` tokens of a running request."""
@@ -218,9 +243,9 @@ class Scheduler:
                 step.drafts = drafts
                 left -= len(drafts)
 
-    def _admit(self, plan: StepPlan) -> None:
+    def _admit(self, plan: StepPlan, budget: int) -> None:
         while self.waiting and len(self.running) < self.options.max_sequences:
-            left = self.options.token_budget - plan.tokens
+            left = budget - plan.tokens
             if left < 1:
                 return
             request = self.waiting[0]
