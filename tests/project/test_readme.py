@@ -1,4 +1,4 @@
-"""The examples of README and of the first page run as pasted; the README lists every operator."""
+"""The examples of README, of the first page and of the engine's run as pasted; the README lists every operator."""
 
 import re
 import subprocess
@@ -17,7 +17,8 @@ import operators_table  # noqa: E402
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 STARTED = (ROOT / "docs" / "getting-started.md").read_text(encoding="utf-8")
-EXAMPLES = re.findall(r"```python\n(.*?)```", README + STARTED, flags=re.DOTALL)
+ENGINE = (ROOT / "docs" / "engine.md").read_text(encoding="utf-8")
+EXAMPLES = re.findall(r"```python\n(.*?)```", README + STARTED + ENGINE, flags=re.DOTALL)
 
 
 def test_there_are_examples():
