@@ -113,8 +113,9 @@ class Scheduler:
             others hold: its contents move into a block of its own.
         options: budgets.
         propose: drafts for (ids, at most so many).
-    Attributes: `waiting`, the next one first; `running`, the oldest first; `preemptions`, how many
-    there have been.
+    Attributes: `waiting`, the next one first; `running`, the oldest first; and counts of all that
+    has been: `preemptions`, `reused_tokens` (that the prefix cache spared, those of preempted
+    requests too), `drafted_tokens` and how many of them were right, `accepted_drafts`.
     """
 
     def __init__(
@@ -131,7 +132,7 @@ class Scheduler:
         self._copy_block, self._propose = copy_block, propose
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
-        self.preemptions = 0
+        self.preemptions = self.reused_tokens = self.drafted_tokens = self.accepted_drafts = 0
 
     # Requests come and go ------------------------------------------------------------------------
 
@@ -167,6 +168,8 @@ class Scheduler:
         request, size = step.request, self.block_size
         full = request.computed // size
         request.computed = min(step.start + step.tokens + accepted_drafts, len(request.ids))
+        self.drafted_tokens += len(step.drafts)
+        self.accepted_drafts += accepted_drafts
         if self.options.prefix_cache:
             for i in range(full, request.computed // size):
                 self.allocator.register(request.blocks[i], request.contents(i, size))
@@ -271,6 +274,7 @@ class Scheduler:
             self.allocator.free(source)
         else:
             request.blocks = found.blocks + self.allocator.allocate(missing)
+        self.reused_tokens += request.computed
         if request.reused_tokens is None:
             request.reused_tokens = request.computed
 
