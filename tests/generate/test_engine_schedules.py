@@ -100,6 +100,7 @@ def random_world(r: Random) -> World:
         options=SchedulerOptions(
             token_budget=budget,
             max_sequences=min(budget, r.choice([1, 3, 16, 16])),
+            prefill_beside_decode=r.choice([None, None, 1, 7]),
             watermark=r.choice([0.0, 0.1]),
             prefix_cache=r.choice([True, False]),
         ),

@@ -31,6 +31,8 @@ class SchedulerOptions:
     token_budget: new tokens of a step, at most. A step with a full budget is the longest that a
         stream waits for its next token while prompts are prefilled.
     max_sequences: requests that run at once, at most; not above token_budget.
+    prefill_beside_decode: prompt tokens, at most, of a step in which streams decode: fewer make
+        the streams wait less for each token, and the prompt longer. None: what the budget leaves.
     watermark: share of the blocks that stay free when a request is admitted beside others, for
         these to grow into.
     prefix_cache: find blocks that hold the same tokens already.
@@ -38,12 +40,15 @@ class SchedulerOptions:
 
     token_budget: int = 256
     max_sequences: int = 64
+    prefill_beside_decode: int | None = None
     watermark: float = 0.01
     prefix_cache: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("token_budget", "max_sequences"):
+        for name in ("token_budget", "max_sequences", "prefill_beside_decode"):
             value = getattr(self, name)
+            if name == "prefill_beside_decode" and value is None:
+                continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"engine: expected {name} an integer above 0, got {value!r}")
         if self.max_sequences > self.token_budget:
@@ -92,14 +97,22 @@ class _Found(NamedTuple):
 
 @dataclass
 class StepPlan:
-    """`steps`: by the request's id. `failed`: requests that no step can run, with the reason."""
+    """`steps`: by the request's id. `failed`: requests that no step can run, with the reason.
 
+    `budget`: tokens that it may have.
+    """
+
+    budget: int = 0
     steps: dict[int, PlannedStep] = field(default_factory=dict)
     failed: list[tuple[Request, Exception]] = field(default_factory=list)
 
     @property
     def tokens(self) -> int:
         return sum(step.tokens + len(step.drafts) for step in self.steps.values())
+
+    @property
+    def left(self) -> int:
+        return self.budget - self.tokens
 
 
 class Scheduler:
@@ -183,13 +196,15 @@ class Scheduler:
 
     def schedule(self) -> StepPlan:
         """The plan of the next step; empty only if nobody waits or runs."""
-        plan = StepPlan()
+        plan = StepPlan(self.options.token_budget)
         for request in [r for r in self.running if r.remaining == 1]:
             self._plan(plan, request, 1)
-        if self.options.token_budget > plan.tokens:
+        if plan.left:
             self._draft(plan)
+        if plan.steps and self.options.prefill_beside_decode is not None:
+            plan.budget = min(plan.budget, plan.tokens + self.options.prefill_beside_decode)
         for request in [r for r in self.running if r.remaining > 1]:
-            self._plan(plan, request, self.options.token_budget - plan.tokens)
+            self._plan(plan, request, plan.left)
         self._admit(plan)
         return plan
 
@@ -205,7 +220,7 @@ class Scheduler:
         Nobody is preempted for them. Prompts that wait keep half of what is left of the budget,
         and all free blocks.
         """
-        left = self.options.token_budget - plan.tokens
+        left = plan.left
         if self.waiting or len(plan.steps) < len(self.running):
             left //= 2
         for step in plan.steps.values():
@@ -223,8 +238,7 @@ class Scheduler:
 
     def _admit(self, plan: StepPlan) -> None:
         while self.waiting and len(self.running) < self.options.max_sequences:
-            left = self.options.token_budget - plan.tokens
-            if left < 1:
+            if plan.left < 1:
                 return
             request = self.waiting[0]
             found = self._cached_prefix(request)
@@ -239,7 +253,7 @@ class Scheduler:
                 self.waiting.popleft()
                 self._take(request, found, missing, spare=free - needed)
                 insort(self.running, request, key=lambda r: r.id)
-                self._plan(plan, request, left)
+                self._plan(plan, request, plan.left)
 
     def _never_fits(self, request: Request) -> bool:
         return self._blocks_for(len(request.ids)) > self.allocator.blocks
