@@ -349,6 +349,9 @@ def test_right_drafts_save_steps() -> None:
     got = answers(events)
     assert got[plain] == got[drafted] == ([i % VOCAB for i in range(30)], "length")
     assert steps == 30 - 7, "1 + 4 tokens in every step after the first, the last in one of 4"
+    stats = core.stats()
+    assert stats.drafted_tokens == stats.accepted_drafts == 5 * 4 + 3
+    assert stats.reused_tokens == 21
 
 
 def test_a_stop_id_among_right_drafts_ends_the_text() -> None:

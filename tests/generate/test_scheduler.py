@@ -97,6 +97,16 @@ def test_prompt_tokens_beside_streams_follow_what_steps_cost() -> None:
     assert driver.step() == {3: 90}  # nobody waits for it
 
 
+def test_prompts_beside_streams_may_be_held_short() -> None:
+    driver = Driver(prefill_beside_decode=30, most_gap=math.inf)
+    driver.add(500)
+    assert driver.step() == {0: 256}, "nobody waits for its next token"
+    assert driver.step() == {0: 244}
+    driver.add(100)
+    driver.add(100)
+    assert [driver.step() for _ in range(4)] == [{0: 1, 1: 30}] * 3 + [{0: 1, 1: 10, 2: 20}]
+
+
 def test_prompts_share_a_step_oldest_first() -> None:
     driver = Driver(token_budget=10, max_sequences=4)
     for tokens in (4, 12, 3, 2):
@@ -270,6 +280,7 @@ def test_the_rest_of_a_block_is_written_in_place_if_nobody_has_it() -> None:
     ("wrong", "message"),
     [
         ({"token_budget": 0}, "expected token_budget an integer above 0, got 0"),
+        ({"prefill_beside_decode": 0}, "prefill_beside_decode an integer above 0, got 0"),
         ({"max_sequences": True}, "expected max_sequences an integer above 0, got True"),
         ({"max_sequences": 300}, "expected max_sequences at most token_budget 256, got 300"),
         ({"watermark": 1}, "expected watermark from 0 to 1, got 1"),

@@ -1,4 +1,4 @@
-"""The examples of README, of the first page and of the engine's run as pasted; the README lists every operator."""
+"""The examples of README and of two pages run as pasted; the README lists every operator."""
 
 import re
 import subprocess

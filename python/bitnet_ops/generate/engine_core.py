@@ -69,7 +69,7 @@ def sample_each(samplers: Sequence[Any], logits: Tensor) -> list[int | Exception
 
 @dataclass(frozen=True)
 class EngineStats:
-    """Counts at one moment: requests, blocks, and preemptions since the beginning."""
+    """Counts of requests and blocks at one moment, the others since the beginning (Scheduler)."""
 
     waiting: int
     running: int
@@ -77,6 +77,9 @@ class EngineStats:
     used_blocks: int
     cached_blocks: int
     preemptions: int
+    reused_tokens: int
+    drafted_tokens: int
+    accepted_drafts: int
 
 
 @dataclass
@@ -251,6 +254,9 @@ class EngineCore:
                 used_blocks=blocks.used_blocks,
                 cached_blocks=blocks.cached_blocks,
                 preemptions=scheduler.preemptions,
+                reused_tokens=scheduler.reused_tokens,
+                drafted_tokens=scheduler.drafted_tokens,
+                accepted_drafts=scheduler.accepted_drafts,
             )
 
     def grow(self, blocks: int) -> None:

@@ -32,22 +32,27 @@ class SchedulerOptions:
     token_budget: new tokens of a step, at most. A step with a full budget is the longest that a
         stream waits for its next token while prompts are prefilled.
     max_sequences: requests that run at once, at most; not above token_budget.
+    prefill_beside_decode: prompt tokens, at most, of a step in which streams decode: fewer make
+        the streams wait less for each token, and the prompt longer. None: what the budget leaves.
+    most_gap: beside streams that decode, a step with prompt tokens lasts at most about so many
+        times one without, as far as its costs are known (pace.py); infinity: no such limit.
     watermark: share of the blocks that stay free when a request is admitted beside others, for
         these to grow into.
     prefix_cache: find blocks that hold the same tokens already.
-    most_gap: beside requests that decode, a step with prompt tokens lasts at most about so many
-        times one without, as far as its costs are known (pace.py); infinity: the whole budget.
     """
 
     token_budget: int = 256
     max_sequences: int = 64
+    prefill_beside_decode: int | None = None
+    most_gap: float = 2.0
     watermark: float = 0.01
     prefix_cache: bool = True
-    most_gap: float = 2.0
 
     def __post_init__(self) -> None:
-        for name in ("token_budget", "max_sequences"):
+        for name in ("token_budget", "max_sequences", "prefill_beside_decode"):
             value = getattr(self, name)
+            if name == "prefill_beside_decode" and value is None:
+                continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"engine: expected {name} an integer above 0, got {value!r}")
         if self.max_sequences > self.token_budget:
@@ -98,13 +103,14 @@ class _Found(NamedTuple):
 
 @dataclass
 class StepPlan:
-    """`steps`: by the request's id; `decoding`: how many of them decode.
+    """`steps`: by the request's id. `failed`: requests that no step can run, with the reason.
 
-    `failed`: requests that no step can run, with the reason.
+    `budget`: tokens that it may have. `decoding`: how many requests decode in it.
     """
 
-    steps: dict[int, PlannedStep] = field(default_factory=dict)
+    budget: int = 0
     decoding: int = 0
+    steps: dict[int, PlannedStep] = field(default_factory=dict)
     failed: list[tuple[Request, Exception]] = field(default_factory=list)
 
     @property
@@ -114,6 +120,10 @@ class StepPlan:
     @property
     def prompt_tokens(self) -> int:
         return sum(step.tokens for step in self.steps.values()) - self.decoding
+
+    @property
+    def left(self) -> int:
+        return self.budget - self.tokens
 
 
 class Scheduler:
@@ -127,8 +137,9 @@ class Scheduler:
             others hold: its contents move into a block of its own.
         options: budgets.
         propose: drafts for (ids, at most so many).
-    Attributes: `waiting`, the next one first; `running`, the oldest first; `preemptions`, how many
-    there have been.
+    Attributes: `waiting`, the next one first; `running`, the oldest first; and counts of all that
+    has been: `preemptions`, `reused_tokens` (that the prefix cache spared, those of preempted
+    requests too), `drafted_tokens` and how many of them were right, `accepted_drafts`.
     """
 
     def __init__(
@@ -146,7 +157,7 @@ class Scheduler:
         self._copy_block, self._propose = copy_block, propose
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
-        self.preemptions = 0
+        self.preemptions = self.reused_tokens = self.drafted_tokens = self.accepted_drafts = 0
 
     # Requests come and go ------------------------------------------------------------------------
 
@@ -182,6 +193,8 @@ class Scheduler:
         request, size = step.request, self.block_size
         full = request.computed // size
         request.computed = min(step.start + step.tokens + accepted_drafts, len(request.ids))
+        self.drafted_tokens += len(step.drafts)
+        self.accepted_drafts += accepted_drafts
         if self.options.prefix_cache:
             for i in range(full, request.computed // size):
                 self.allocator.register(request.blocks[i], request.contents(i, size))
@@ -195,25 +208,20 @@ class Scheduler:
 
     def schedule(self) -> StepPlan:
         """The plan of the next step; empty only if nobody waits or runs."""
-        plan = StepPlan()
+        plan = StepPlan(self.options.token_budget)
         for request in [r for r in self.running if r.remaining == 1]:
             self._plan(plan, request, 1)
-        plan.decoding = len(plan.steps)
-        if self.options.token_budget > plan.tokens:
+        if plan.left:
             self._draft(plan)
-        left = self.options.token_budget - plan.tokens
-        if plan.decoding:
-            left = self.pace.prompt_tokens(left)
-        budget = plan.tokens + left
+        if plan.steps:
+            most = self.options.prefill_beside_decode
+            left = plan.left if most is None else min(plan.left, most)
+            plan.budget = plan.tokens + self.pace.prompt_tokens(left)
         for request in [r for r in self.running if r.remaining > 1]:
-            self._plan(plan, request, budget - plan.tokens)
-        self._admit(plan, budget)
-        plan.decoding = sum(r.remaining == 1 for r in self._planned(plan))
+            self._plan(plan, request, plan.left)
+        self._admit(plan)
+        plan.decoding = sum(step.request.remaining == 1 for step in plan.steps.values())
         return plan
-
-    @staticmethod
-    def _planned(plan: StepPlan) -> list[Request]:
-        return [step.request for step in plan.steps.values()]
 
     def _plan(self, plan: StepPlan, request: Request, most: int) -> None:
         """Plan at most `most` tokens of a running request."""
@@ -227,7 +235,7 @@ class Scheduler:
         Nobody is preempted for them. Prompts that wait keep half of what is left of the budget,
         and all free blocks.
         """
-        left = self.options.token_budget - plan.tokens
+        left = plan.left
         if self.waiting or len(plan.steps) < len(self.running):
             left //= 2
         for step in plan.steps.values():
@@ -243,10 +251,9 @@ class Scheduler:
                 step.drafts = drafts
                 left -= len(drafts)
 
-    def _admit(self, plan: StepPlan, budget: int) -> None:
+    def _admit(self, plan: StepPlan) -> None:
         while self.waiting and len(self.running) < self.options.max_sequences:
-            left = budget - plan.tokens
-            if left < 1:
+            if plan.left < 1:
                 return
             request = self.waiting[0]
             found = self._cached_prefix(request)
@@ -261,7 +268,7 @@ class Scheduler:
                 self.waiting.popleft()
                 self._take(request, found, missing, spare=free - needed)
                 insort(self.running, request, key=lambda r: r.id)
-                self._plan(plan, request, left)
+                self._plan(plan, request, plan.left)
 
     def _never_fits(self, request: Request) -> bool:
         return self._blocks_for(len(request.ids)) > self.allocator.blocks
@@ -296,6 +303,7 @@ class Scheduler:
             self.allocator.free(source)
         else:
             request.blocks = found.blocks + self.allocator.allocate(missing)
+        self.reused_tokens += request.computed
         if request.reused_tokens is None:
             request.reused_tokens = request.computed
 
