@@ -51,6 +51,16 @@ inline uint16_t f32_to_f16(float x) {
   return static_cast<uint16_t>(sign | ((rounded - 0x38000000u) >> 13));
 }
 
+// ---- sums in float64 ----------------------------------------------------------------------------
+
+// Sixteen lanes; see generic/defaults.inl.
+struct LaneSums {
+  double lane[16];
+};
+
+// The lowest `count` bits, all 16 if count >= 16; count is positive.
+inline uint32_t first_bits(int64_t count) { return count >= 16 ? 0xffffu : (1u << count) - 1u; }
+
 // ---- attention ----------------------------------------------------------------------------------
 
 struct NoReg {};

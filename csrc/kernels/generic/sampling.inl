@@ -1,0 +1,70 @@
+// Rows of logits and of probabilities over the float primitives: maximum, exponentials, what lies
+// above a bound or between two. Included inside an ISA's anonymous namespace;
+// never mentions an ISA. Contracts: kernel_table.h. The order of sums is part of them.
+
+float max_row(const float* x, int64_t n) {
+  F32x16 best = set1(-__builtin_inff()), magnitude = zero();
+  int64_t i = 0;
+  for (; i + 16 <= n; i += 16) {
+    const F32x16 v = load_n(x + i, 16);
+    best = max(v, best);  // this order passes over a NaN, which the magnitude shows
+    magnitude = max_abs_bits(magnitude, v);
+  }
+  float top = reduce_max(best);
+  uint32_t bits = reduce_abs_bits(magnitude);
+  for (; i < n; ++i) {
+    const uint32_t now = bits_of(x[i]) & 0x7fffffffu;
+    bits = now > bits ? now : bits;
+    top = x[i] > top ? x[i] : top;
+  }
+  return bits > kInfinityBits ? __builtin_nanf("") : top;
+}
+
+// Below this, e^x times any number of tokens is nothing beside the 1 of the largest.
+constexpr float kLeastExponent = -87.0f;
+
+double exp_row(const float* x, int64_t n, float top, float inv_temperature, float* w) {
+  LaneSums sums = {};
+  const F32x16 largest = set1(top), factor = set1(inv_temperature), least = set1(kLeastExponent);
+  for (int64_t i = 0; i < n; i += 16) {
+    const int64_t count = n - i;
+    const F32x16 v = mul(sub(load_n(x + i, count), largest), factor);
+    F32x16 e = where_greater(v, least, exp_f32(v));
+    store_n(w + i, e, count);
+    if (count < 16) e = load_n(w + i, count);  // zeros in the lanes behind the end
+    add_to_lanes(sums, e);
+  }
+  return sum_of_lanes(sums);
+}
+
+template <bool kAbove, bool kSum, bool kBetween>
+Split split_parts(const float* v, int64_t n, float scale, float low, float high, int32_t* ids) {
+  LaneSums sums = {};
+  Split split = {0, 0, 0.0};
+  const F32x16 factor = set1(scale), least = set1(low), most = set1(high);
+  for (int64_t i = 0; i < n; i += 16) {
+    const F32x16 x = mul(load_n(v + i, n - i), factor);
+    uint32_t between = first_bits(n - i);
+    if constexpr (kAbove) {
+      const uint32_t above = less_mask(most, x) & between;
+      split.above += __builtin_popcount(above);
+      between &= ~above;
+    }
+    if constexpr (kSum) add_to_lanes(sums, where_greater(x, most, x));
+    if constexpr (kBetween) {
+      between &= ~less_mask(x, least);
+      split.between += store_indices(ids + split.between, static_cast<int32_t>(i), between, n - i);
+    }
+  }
+  if constexpr (kSum) split.sum_above = sum_of_lanes(sums);
+  return split;
+}
+
+Split split_row(const float* v, int64_t n, float scale, float low, float high, bool sum,
+                int32_t* ids) {
+  const auto run = [&](auto parts) { return parts(v, n, scale, low, high, ids); };
+  if (ids == nullptr)
+    return run(sum ? split_parts<true, true, false> : split_parts<true, false, false>);
+  if (high == __builtin_inff()) return run(split_parts<false, false, true>);
+  return run(sum ? split_parts<true, true, true> : split_parts<true, false, true>);
+}
