@@ -66,6 +66,7 @@ inline float reduce_max(F32x16 x) {
 }
 
 inline uint32_t less_mask(F32x16 a, F32x16 b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ); }
+inline int64_t count_bits(uint32_t x) { return __builtin_popcount(x); }
 inline F32x16 where_greater(F32x16 a, F32x16 b, F32x16 x) {
   return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(a.v, b.v, _CMP_GT_OQ), x.v)};
 }
@@ -80,7 +81,7 @@ inline int64_t store_indices(int32_t* ids, int32_t first, uint32_t mask, int64_t
   } else {
     _mm512_mask_storeu_epi32(ids, first_lanes(room), chosen);
   }
-  return __builtin_popcount(mask);
+  return count_bits(mask);
 }
 struct WideSums {
   double lane[16];

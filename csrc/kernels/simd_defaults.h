@@ -61,6 +61,14 @@ struct LaneSums {
 // The lowest `count` bits, all 16 if count >= 16; count is positive.
 inline uint32_t first_bits(int64_t count) { return count >= 16 ? 0xffffu : (1u << count) - 1u; }
 
+// How many of 16 bits are set: the builtin would be a call where there is no instruction for it.
+inline int64_t count_bits(uint32_t x) {
+  x -= (x >> 1) & 0x5555u;
+  x = (x & 0x3333u) + ((x >> 2) & 0x3333u);
+  x = (x + (x >> 4)) & 0x0f0fu;
+  return (x + (x >> 8)) & 0x1fu;
+}
+
 // ---- attention ----------------------------------------------------------------------------------
 
 struct NoReg {};

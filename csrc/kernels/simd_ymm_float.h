@@ -91,6 +91,7 @@ inline uint32_t less_mask(F32x16 a, F32x16 b) {
   const int hi = _mm256_movemask_ps(_mm256_cmp_ps(a.hi, b.hi, _CMP_LT_OQ));
   return static_cast<uint32_t>(lo | hi << 8);
 }
+inline int64_t count_bits(uint32_t x) { return __builtin_popcount(x); }
 inline F32x16 where_greater(F32x16 a, F32x16 b, F32x16 v) {
   return {_mm256_and_ps(_mm256_cmp_ps(a.lo, b.lo, _CMP_GT_OQ), v.lo),
           _mm256_and_ps(_mm256_cmp_ps(a.hi, b.hi, _CMP_GT_OQ), v.hi)};

@@ -47,7 +47,7 @@ Split split_parts(const float* v, int64_t n, float scale, float low, float high,
     uint32_t between = first_bits(n - i);
     if constexpr (kAbove) {
       const uint32_t above = less_mask(most, x) & between;
-      split.above += __builtin_popcount(above);
+      split.above += count_bits(above);
       between &= ~above;
     }
     if constexpr (kSum) add_to_lanes(sums, where_greater(x, most, x));

@@ -205,7 +205,9 @@ def verify_rows(
         for ahead, edits in enumerate(_edits_after(sampler, draft))
     ]
     tokens = ops.sample_tokens(*_arguments(logits, rows)).tolist() if rows else []
-    results, wanted, at = [], [], 0
+    results: list[list[Sampled]] = []
+    wanted: list[tuple[int, int, int]] = []
+    at = 0
     for sampler, draft in zip(samplers, drafts, strict=True):
         found: list[Sampled] = []
         for ahead, guess in enumerate([*draft, None]):
