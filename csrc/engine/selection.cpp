@@ -17,7 +17,7 @@ namespace bitnet::engine {
 namespace {
 
 constexpr int64_t kListed = 8192;       // so few values are listed without a bracket
-constexpr int64_t kSampleBlocks = 512;  // of 16 values, at most
+constexpr int64_t kSampleBlocks = 256;  // of 16 values, at most
 constexpr int64_t kBuckets = 1024;
 constexpr int64_t kSorted = 32;   // so few are sorted
 constexpr int64_t kBlock = 1024;  // of a row that is gone through in parts
@@ -206,8 +206,10 @@ Bracket estimated(const Values& v, const Question& q, const SelectionMemory& mem
   const List sample = sample_of(v, q.ceiling, memory);
   Bracket bracket = {-kInfinity, kInfinity};
   if (sample.count == 0) return bracket;
+  const KeyRange range = range_of(sample);
+  if (range.least == range.most) return {value_of(range.least), value_of(range.most)};
   Histogram h;
-  fill(h, sample, range_of(sample), q.weight);
+  fill(h, sample, range, q.weight);
   double sum = 0.0;
   for (int64_t b = 0; b < h.used(); ++b) sum += h.sums[b];
   const auto bucket_at = [&h](double target) {
@@ -222,37 +224,34 @@ Bracket estimated(const Values& v, const Question& q, const SelectionMemory& mem
   return bracket;
 }
 
-// How many lie above a bound, or their sum.
-double above(const Values& v, Weight weight, float bound) {
-  const bool sum = weight == Weight::kValue;
-  const Split s = kernels().split_row(v.data, v.count, v.scale, kInfinity, bound, sum, nullptr);
-  return sum ? s.sum_above : static_cast<double>(s.above);
-}
-
 int64_t between(const Values& v, int64_t begin, int64_t end, float low, float high, int32_t* ids) {
   return kernels().split_row(v.data + begin, end - begin, v.scale, low, high, false, ids).between;
 }
 
-// The nth (from 0) of the values that equal `value`.
+// The nth (from 0) of the values that equal `value`, or -1 if there are not so many.
 int64_t nth_equal(const Values& v, float value, int64_t n, int32_t* ids) {
   for (int64_t begin = 0; begin < v.count; begin += kBlock) {
     const int64_t here = between(v, begin, std::min(begin + kBlock, v.count), value, value, ids);
     if (here > n) return begin + ids[n];
     n -= here;
   }
-  return v.count - 1;  // not reached: there are so many
+  return -1;
+}
+
+// What lies above the bracket counts as `weight` says.
+double amount_above(const Split& s, Weight weight) {
+  return weight == Weight::kOne ? static_cast<double>(s.above) : s.sum_above;
 }
 
 // A bracket of one value; where the cut is not in it, `reached` is false.
 Found among_equals(const Values& v, Weight weight, double target, float value, int32_t* ids) {
-  const double before = above(v, weight, value);
+  const bool sum = weight == Weight::kValue;
+  const double before = amount_above(
+      kernels().split_row(v.data, v.count, v.scale, kInfinity, value, sum, nullptr), weight);
   if (before >= target) return {};
-  const double each = weight == Weight::kOne ? 1.0 : static_cast<double>(value);
-  // The number of equals from the start is that of a count; before + equals * each may not reach.
-  const auto from = static_cast<int64_t>(above(v, Weight::kOne, next_below(value)));
-  const auto over = static_cast<int64_t>(above(v, Weight::kOne, value));
-  if (before + static_cast<double>(from - over) * each < target) return {};
-  return {{value, nth_equal(v, value, equals_until(before, each, from - over, target), ids)}, true};
+  const double each = sum ? static_cast<double>(value) : 1.0;
+  const int64_t at = nth_equal(v, value, equals_until(before, each, v.count, target), ids);
+  return {{value, at}, at >= 0};
 }
 
 List listed(const Values& v, int64_t count, const SelectionMemory& memory) {
@@ -267,7 +266,7 @@ Found in_bracket(const Values& v, Weight weight, double target, Bracket bracket,
   const bool sum = weight == Weight::kValue;
   const Split s =
       kernels().split_row(v.data, v.count, v.scale, bracket.low, bracket.high, sum, memory.ids);
-  const double before = sum ? s.sum_above : static_cast<double>(s.above);
+  const double before = amount_above(s, weight);
   if (before >= target || s.between == 0) return {};
   List list = listed(v, s.between, memory);
   return in_list(list, weight, target, before);

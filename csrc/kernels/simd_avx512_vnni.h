@@ -72,7 +72,6 @@ inline F32x16 where_greater(F32x16 a, F32x16 b, F32x16 x) {
 }
 // Without a branch for each index: which lanes are chosen cannot be foreseen.
 inline int64_t store_indices(int32_t* ids, int32_t first, uint32_t mask, int64_t room) {
-  if (mask == 0) return 0;
   const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
   const __m512i all = _mm512_add_epi32(lanes, _mm512_set1_epi32(first));
   const __m512i chosen = _mm512_maskz_compress_epi32(static_cast<__mmask16>(mask), all);

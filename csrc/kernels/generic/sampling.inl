@@ -20,44 +20,51 @@ float max_row(const float* x, int64_t n) {
   return bits > kInfinityBits ? __builtin_nanf("") : top;
 }
 
+// step(i, count) for every 16 elements and for what is left, with a constant count for all but
+// that.
+template <class Step>
+[[gnu::always_inline]] inline void for_lanes(int64_t n, const Step& step) {
+  int64_t i = 0;
+  for (; i + 16 <= n; i += 16) step(i, int64_t{16});
+  if (i < n) step(i, n - i);
+}
+
 // Below this, e^x times any number of tokens is nothing beside the 1 of the largest.
 constexpr float kLeastExponent = -87.0f;
 
 double exp_row(const float* x, int64_t n, float top, float inv_temperature, float* w) {
   LaneSums sums = {};
   const F32x16 largest = set1(top), factor = set1(inv_temperature), least = set1(kLeastExponent);
-  for (int64_t i = 0; i < n; i += 16) {
-    const int64_t count = n - i;
+  for_lanes(n, [&](int64_t i, int64_t count) __attribute__((always_inline)) {
     const F32x16 v = mul(sub(load_n(x + i, count), largest), factor);
     F32x16 e = where_greater(v, least, exp_f32(v));
     store_n(w + i, e, count);
     if (count < 16) e = load_n(w + i, count);  // zeros in the lanes behind the end
     add_to_lanes(sums, e);
-  }
+  });
   return sum_of_lanes(sums);
 }
 
 template <bool kAbove, bool kSum, bool kBetween>
 Split split_parts(const float* v, int64_t n, float scale, float low, float high, int32_t* ids) {
   LaneSums sums = {};
-  Split split = {0, 0, 0.0};
+  int64_t above = 0, between = 0;
   const F32x16 factor = set1(scale), least = set1(low), most = set1(high);
-  for (int64_t i = 0; i < n; i += 16) {
-    const F32x16 x = mul(load_n(v + i, n - i), factor);
-    uint32_t between = first_bits(n - i);
+  for_lanes(n, [&](int64_t i, int64_t count) __attribute__((always_inline)) {
+    const F32x16 x = mul(load_n(v + i, count), factor);
+    uint32_t mask = first_bits(count);
     if constexpr (kAbove) {
-      const uint32_t above = less_mask(most, x) & between;
-      split.above += count_bits(above);
-      between &= ~above;
+      const uint32_t higher = less_mask(most, x) & mask;
+      above += count_bits(higher);
+      mask &= ~higher;
     }
     if constexpr (kSum) add_to_lanes(sums, where_greater(x, most, x));
     if constexpr (kBetween) {
-      between &= ~less_mask(x, least);
-      split.between += store_indices(ids + split.between, static_cast<int32_t>(i), between, n - i);
+      mask &= ~less_mask(x, least);
+      between += store_indices(ids + between, static_cast<int32_t>(i), mask, count);
     }
-  }
-  if constexpr (kSum) split.sum_above = sum_of_lanes(sums);
-  return split;
+  });
+  return {above, between, kSum ? sum_of_lanes(sums) : 0.0};
 }
 
 Split split_row(const float* v, int64_t n, float scale, float low, float high, bool sum,
