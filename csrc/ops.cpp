@@ -115,6 +115,23 @@ STABLE_TORCH_LIBRARY(bitnet, m) {
   m.def(
       "embedding(Tensor ids, Tensor weight, Tensor? scale=None, int? out_features=None, int? "
       "in_features=None) -> Tensor");
+  // logits float32 [R, V], temperature, top_p, min_p and uniforms float64 [R], top_k int64 [R];
+  //   edits of single logits: those of row r are edit_starts[r] .. edit_starts[r + 1] (int64
+  //   [R + 1]) of edit_ids int64 [E] and edits float32 [E, 3] (bias, repetition, subtracted)
+  //   -> int64 [R], -1 for a row without a distribution
+  m.def(
+      "sample_tokens(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, "
+      "Tensor uniforms, Tensor? edit_starts=None, Tensor? edit_ids=None, Tensor? edits=None) -> "
+      "Tensor");
+  // as sample_tokens -> float32 [R, V], what it draws from; NaN for a row without a distribution
+  m.def(
+      "token_probabilities(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor "
+      "min_p, Tensor? edit_starts=None, Tensor? edit_ids=None, Tensor? edits=None) -> Tensor");
+  // logits float32 [R, V], tokens int64 [R] from -1 to V - 1 -> float32 [R]; int64 and float32 [R,
+  //   top]
+  m.def(
+      "top_logprobs(Tensor logits, Tensor tokens, int top) -> (Tensor logprobs, Tensor top_ids, "
+      "Tensor top_logprobs)");
   // A whole model on T new tokens of B sequences: x float32 [B, T, K] embedded tokens; q, k, v, o,
   //   gate, up, down weights of every layer, scales float32 [layers, 7], norm_weights float32 [all
   //   norms in order of use], head_weight and head_scale as lm_head takes them, caches and

@@ -33,7 +33,7 @@ PYTHON_LAYERS: dict[str, set[str]] = {
     "nn": {"_runtime", "config", "formats", "ops", "untrusted"},
     "integrations": {"config", "nn", "ops"},
     "models": {"config", "memory", "nn", "ops"},
-    "generate": {"config", "models", "nn", "untrusted"},
+    "generate": {"config", "models", "nn", "ops", "untrusted"},
     "loading": {"_runtime", "config", "formats", "memory", "models", "nn", "ops"},
     # verify runs the converted model; obtain converts what is not converted, for language_model
     "convert": {"_runtime", "config", "formats", "generate", "loading", "models", "nn", "ops"}

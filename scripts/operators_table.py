@@ -10,7 +10,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from bitnet_ops.ops import head, model, rowwise, ternary
+from bitnet_ops.ops import head, model, rowwise, sampling, ternary
 
 BEGIN, END = "<!-- begin operators -->\n", "<!-- end -->"
 
@@ -18,7 +18,7 @@ BEGIN, END = "<!-- begin operators -->\n", "<!-- end -->"
 def table() -> str:
     """A row a group: the first sentence of its docstring, and its operators."""
     rows = ["| operators of `torch.ops.bitnet` | |", "|---|---|"]
-    for group in (ternary, rowwise, head, model):
+    for group in (ternary, rowwise, head, model, sampling):
         title = (group.__doc__ or "").split(".")[0].removeprefix("The ops ")
         rows.append(f"| {title} | {' '.join(f'`{name}`' for name in group.__all__)} |")
     return "\n".join(rows) + "\n"

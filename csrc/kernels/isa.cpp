@@ -17,6 +17,7 @@ namespace {
 // clang-format off
 #include "kernels/generic/defaults.inl"
 #include "kernels/generic/rows.inl"
+#include "kernels/generic/sampling.inl"
 #include "kernels/generic/canonical.inl"
 #include "kernels/generic/tiles.inl"
 #include "kernels/generic/gemv.inl"

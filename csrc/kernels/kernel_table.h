@@ -92,6 +92,13 @@ struct EpilogueJob {
   int64_t out_stride_bytes;
 };
 
+// A row of values against two bounds, low and high.
+struct Split {
+  int64_t above;     // how many lie above the high one
+  int64_t between;   // how many from the low one to the high one
+  double sum_above;  // of those above, or 0 where it was not asked for
+};
+
 // Positions that attention takes at once.  Part of the definition of its result: see attend_chunk.
 constexpr int64_t kAttentionChunk = 64;
 
@@ -239,6 +246,19 @@ struct KernelTable {
   float (*head_quantize_int4)(const float* w, int64_t n, int64_t group, uint8_t* codes,
                               uint16_t* scale);
 
+  // ---- sampling -----------------------------------------------------------------------------
+  // Sums here are float64: 16 lanes and the tree, as everywhere.
+  // The largest of x, NaN if there is a NaN, -inf of none.
+  float (*max_row)(const float* x, int64_t n);
+  // w[i] = exp((x[i] - top) * inv_temperature), 0 where that exponent is -87 or less or a NaN;
+  // returns the sum.  w may be x.
+  double (*exp_row)(const float* x, int64_t n, float top, float inv_temperature, float* w);
+  // Of the values v[i] * scale, rounded to float32, none a NaN.  ids [n] becomes the indices,
+  // ascending, of those between; what follows them there may be overwritten.  null: they are
+  // not looked for, and `between` is 0.
+  Split (*split_row)(const float* v, int64_t n, float scale, float low, float high, bool sum,
+                     int32_t* ids);
+
   // ---- limits, for benchmarks -----------------------------------------------------------------
   // Reads n_bytes / 128 * 128 bytes as `streams` (1, 2 or 4) sequential streams, prefetching each
   // by software `distance` bytes ahead (0: not at all).  Returns the xor of all 8-byte words.
@@ -260,6 +280,7 @@ struct KernelTable {
   .finish_attention = finish_attention, .head_dense = head_dense, .head_int8 = head_int8,         \
   .head_int4 = head_int4, .head_quantize_token = head_quantize_token,                             \
   .head_quantize_int8 = head_quantize_int8, .head_quantize_int4 = head_quantize_int4,             \
-  .probe_read = probe_read, .probe_int8_peak = probe_int8_peak
+  .max_row = max_row, .exp_row = exp_row, .split_row = split_row, .probe_read = probe_read,       \
+  .probe_int8_peak = probe_int8_peak
 
 }  // namespace bitnet

@@ -65,6 +65,40 @@ inline float reduce_max(F32x16 x) {
   return _mm_cvtss_f32(r);
 }
 
+inline uint32_t less_mask(F32x16 a, F32x16 b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ); }
+inline int64_t count_bits(uint32_t x) { return __builtin_popcount(x); }
+inline F32x16 where_greater(F32x16 a, F32x16 b, F32x16 x) {
+  return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(a.v, b.v, _CMP_GT_OQ), x.v)};
+}
+// Without a branch for each index: which lanes are chosen cannot be foreseen.
+inline int64_t store_indices(int32_t* ids, int32_t first, uint32_t mask, int64_t room) {
+  const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  const __m512i all = _mm512_add_epi32(lanes, _mm512_set1_epi32(first));
+  const __m512i chosen = _mm512_maskz_compress_epi32(static_cast<__mmask16>(mask), all);
+  if (room >= 16) {
+    _mm512_storeu_si512(ids, chosen);
+  } else {
+    _mm512_mask_storeu_epi32(ids, first_lanes(room), chosen);
+  }
+  return count_bits(mask);
+}
+struct WideSums {
+  double lane[16];
+};
+struct LaneSums {
+  __m512d lo, hi;
+};
+inline void add_to_lanes(LaneSums& sums, F32x16 x) {
+  sums.lo = _mm512_add_pd(sums.lo, _mm512_cvtps_pd(low_half(x.v)));
+  sums.hi = _mm512_add_pd(sums.hi, _mm512_cvtps_pd(high_half(x.v)));
+}
+inline WideSums lanes_of_sums(const LaneSums& sums) {
+  WideSums x;
+  _mm512_storeu_pd(x.lane, sums.lo);
+  _mm512_storeu_pd(x.lane + 8, sums.hi);
+  return x;
+}
+
 inline F32x16 from_i32_n(const int32_t* p, int64_t count) {
   return {_mm512_cvtepi32_ps(_mm512_maskz_loadu_epi32(first_lanes(count), p))};
 }

@@ -51,6 +51,24 @@ inline uint16_t f32_to_f16(float x) {
   return static_cast<uint16_t>(sign | ((rounded - 0x38000000u) >> 13));
 }
 
+// ---- sums in float64 ----------------------------------------------------------------------------
+
+// Sixteen lanes; see generic/defaults.inl.
+struct LaneSums {
+  double lane[16];
+};
+
+// The lowest `count` bits, all 16 if count >= 16; count is positive.
+inline uint32_t first_bits(int64_t count) { return count >= 16 ? 0xffffu : (1u << count) - 1u; }
+
+// How many of 16 bits are set: the builtin would be a call where there is no instruction for it.
+inline int64_t count_bits(uint32_t x) {
+  x -= (x >> 1) & 0x5555u;
+  x = (x & 0x3333u) + ((x >> 2) & 0x3333u);
+  x = (x + (x >> 4)) & 0x0f0fu;
+  return (x + (x >> 8)) & 0x1fu;
+}
+
 // ---- attention ----------------------------------------------------------------------------------
 
 struct NoReg {};

@@ -94,6 +94,39 @@ inline float reduce_max(F32x16 x) {
   return a > b ? a : b;
 }
 
+inline uint32_t less_mask(F32x16 a, F32x16 b) {
+  static const uint32_t kBits[4] = {1, 2, 4, 8};
+  const uint32x4_t bits = vld1q_u32(kBits);
+  uint32_t mask = 0;
+  for (int i = 0; i < 4; ++i) {
+    mask |= vaddvq_u32(vandq_u32(vcltq_f32(a.v[i], b.v[i]), bits)) << (4 * i);
+  }
+  return mask;
+}
+inline F32x16 where_greater(F32x16 a, F32x16 b, F32x16 x) {
+  return map([&](int i) {
+    const uint32x4_t greater = vcgtq_f32(a.v[i], b.v[i]);
+    return vreinterpretq_f32_u32(vandq_u32(greater, vreinterpretq_u32_f32(x.v[i])));
+  });
+}
+struct WideSums {
+  double lane[16];
+};
+struct LaneSums {
+  float64x2_t v[8];
+};
+inline void add_to_lanes(LaneSums& sums, F32x16 x) {
+  for (int i = 0; i < 4; ++i) {
+    sums.v[2 * i] = vaddq_f64(sums.v[2 * i], vcvt_f64_f32(vget_low_f32(x.v[i])));
+    sums.v[2 * i + 1] = vaddq_f64(sums.v[2 * i + 1], vcvt_high_f64_f32(x.v[i]));
+  }
+}
+inline WideSums lanes_of_sums(const LaneSums& sums) {
+  WideSums x;
+  for (int i = 0; i < 8; ++i) vst1q_f64(x.lane + 2 * i, sums.v[i]);
+  return x;
+}
+
 // ---- conversions ------------------------------------------------------------------------------
 
 inline F32x16 from_i32_n(const int32_t* p, int64_t count) {

@@ -86,6 +86,34 @@ inline float reduce_max(F32x16 v) {
   return _mm_cvtss_f32(r);
 }
 
+inline uint32_t less_mask(F32x16 a, F32x16 b) {
+  const int lo = _mm256_movemask_ps(_mm256_cmp_ps(a.lo, b.lo, _CMP_LT_OQ));
+  const int hi = _mm256_movemask_ps(_mm256_cmp_ps(a.hi, b.hi, _CMP_LT_OQ));
+  return static_cast<uint32_t>(lo | hi << 8);
+}
+inline int64_t count_bits(uint32_t x) { return __builtin_popcount(x); }
+inline F32x16 where_greater(F32x16 a, F32x16 b, F32x16 v) {
+  return {_mm256_and_ps(_mm256_cmp_ps(a.lo, b.lo, _CMP_GT_OQ), v.lo),
+          _mm256_and_ps(_mm256_cmp_ps(a.hi, b.hi, _CMP_GT_OQ), v.hi)};
+}
+struct WideSums {
+  double lane[16];
+};
+struct LaneSums {
+  __m256d v[4];
+};
+inline void add_to_lanes(LaneSums& sums, F32x16 x) {
+  sums.v[0] = _mm256_add_pd(sums.v[0], _mm256_cvtps_pd(_mm256_castps256_ps128(x.lo)));
+  sums.v[1] = _mm256_add_pd(sums.v[1], _mm256_cvtps_pd(_mm256_extractf128_ps(x.lo, 1)));
+  sums.v[2] = _mm256_add_pd(sums.v[2], _mm256_cvtps_pd(_mm256_castps256_ps128(x.hi)));
+  sums.v[3] = _mm256_add_pd(sums.v[3], _mm256_cvtps_pd(_mm256_extractf128_ps(x.hi, 1)));
+}
+inline WideSums lanes_of_sums(const LaneSums& sums) {
+  WideSums x;
+  for (int i = 0; i < 4; ++i) _mm256_storeu_pd(x.lane + 4 * i, sums.v[i]);
+  return x;
+}
+
 inline F32x16 from_i32_n(const int32_t* p, int64_t count) {
   alignas(32) int32_t buffer[16] = {};
   if (count < 16) {

@@ -351,6 +351,56 @@ inline void add_head_ops(std::vector<RowOp>& ops) {
   }
 }
 
+// A float64 as two floats, so that NaNs compare as such.
+inline void store_double(double value, float* two) {
+  two[0] = static_cast<float>(value);
+  two[1] = static_cast<float>(value - static_cast<double>(two[0]));
+}
+
+inline void add_split_op(std::vector<RowOp>& ops, float low, float high, bool sum, bool ids) {
+  const auto outputs = [](int64_t n) {
+    return std::vector<Shape>{{Kind::kI32, n}, {Kind::kI32, 2}, {Kind::kF32, 2}};
+  };
+  const auto run = [=](const Call& c) {
+    auto* found = static_cast<int32_t*>(c.out[0]);
+    const Split s = c.table.split_row(c.f(0), c.n, 0.75f, low, high, sum, ids ? found : nullptr);
+    for (int64_t i = s.between; i < c.n; ++i) found[i] = -1;  // what lies there is not defined
+    auto* counts = static_cast<int32_t*>(c.out[1]);
+    counts[0] = static_cast<int32_t>(s.above);
+    counts[1] = static_cast<int32_t>(s.between);
+    store_double(s.sum_above, c.y(2));
+  };
+  ops.push_back({"split_row from " + std::to_string(low) + " to " + std::to_string(high) +
+                     (sum ? " sum" : "") + (ids ? " ids" : ""),
+                 "split_row", float_rows(1), outputs, run});
+}
+
+inline void add_sampling_ops(std::vector<RowOp>& ops) {
+  ops.push_back({"max_row", "max_row", float_rows(1),
+                 [](int64_t) { return std::vector<Shape>{{Kind::kF32, 1}}; },
+                 [](const Call& c) { *c.y() = c.table.max_row(c.f(0), c.n); }});
+  const auto outputs = [](int64_t n) {
+    return std::vector<Shape>{{Kind::kF32, n}, {Kind::kF32, 2}};
+  };
+  ops.push_back({"exp_row", "exp_row", float_rows(1), outputs, [](const Call& c) {
+                   store_double(c.table.exp_row(c.f(0), c.n, 2.5f, 0.7f, c.y(0)), c.y(1));
+                 }});
+  ops.push_back({"exp_row in place", "exp_row", float_rows(1), outputs,
+                 [](const Call& c) {
+                   store_double(c.table.exp_row(c.y(0), c.n, 2.5f, 0.7f, c.y(0)), c.y(1));
+                 },
+                 0, 0});
+  constexpr float kInfinity = __builtin_inff();
+  for (const float low : {-kInfinity, -0.5f, 0.0f}) {
+    for (const float high : {0.5f, kInfinity}) {
+      for (const bool sum : {false, true}) add_split_op(ops, low, high, sum, true);
+    }
+  }
+  add_split_op(ops, 0.0f, 0.0f, false, true);
+  add_split_op(ops, kInfinity, -0.25f, true, false);
+  add_split_op(ops, kInfinity, 0.0f, false, false);
+}
+
 inline std::vector<RowOp> all_row_ops() {
   std::vector<RowOp> ops;
   add_integer_ops(ops);
@@ -360,6 +410,7 @@ inline std::vector<RowOp> all_row_ops() {
   add_attention_ops(ops);
   add_int8_attention_ops(ops);
   add_head_ops(ops);
+  add_sampling_ops(ops);
   return ops;
 }
 

@@ -244,8 +244,9 @@ class LanguageModel:
         """Continue `prompt` (text or token ids) and return the continuation alone, as a str.
 
         Options, all neutral by default: max_new_tokens=128, temperature=0 (greedy), top_k=0,
-        top_p=1, min_p=0, repetition_penalty=1, seed=None (see sampling.SamplingParams); stop=(),
-        texts that end the answer and are left out of it; ignore_eos=False. Why it ended is in the
+        top_p=1, min_p=0, repetition_penalty=1, seed=None, frequency_penalty=0, presence_penalty=0,
+        logit_bias=None (see sampling.SamplingParams); stop=(), texts that end the answer and are
+        left out of it; ignore_eos=False. Why it ended is in the
         Completion's `finish_reason`. Raises TypeError for an unknown option or another kind of
         prompt, ValueError for a value out of range, engine.PromptError.
         """

@@ -202,6 +202,22 @@ BAD = [
     ("seed", 2**63),
     ("seed", 1.5),
     ("seed", "7"),
+    ("frequency_penalty", 2.1),
+    ("frequency_penalty", -2.1),
+    ("frequency_penalty", None),
+    ("presence_penalty", float("nan")),
+    ("presence_penalty", "1"),
+    ("logit_bias", [(1, 2.0)]),
+    ("logit_bias", {-1: 1.0}),
+    ("logit_bias", {"7": 1.0}),
+    ("logit_bias", {True: 1.0}),
+    ("logit_bias", {7: 100.5}),
+    ("logit_bias", {7: float("inf")}),
+    ("logit_bias", {7: None}),
+    ("logprobs", -1),
+    ("logprobs", 21),
+    ("logprobs", True),
+    ("logprobs", 1.0),
 ]
 
 

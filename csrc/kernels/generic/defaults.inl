@@ -75,6 +75,49 @@ inline float reduce_max(V v) {
   return x.at[0];
 }
 
+// ---- comparisons, and sums in float64 -----------------------------------------------------------
+
+// Bit i: a[i] < b[i]; not if either is a NaN.
+template <class V>
+inline uint32_t less_mask(V a, V b) {
+  const Lanes x = lanes_of(a), y = lanes_of(b);
+  uint32_t mask = 0;
+  for (int i = 0; i < 16; ++i) mask |= static_cast<uint32_t>(x.at[i] < y.at[i]) << i;
+  return mask;
+}
+// a > b ? v : 0; 0 if either is a NaN.
+template <class V>
+inline V where_greater(V a, V b, V v) {
+  const Lanes x = lanes_of(a), y = lanes_of(b), z = lanes_of(v);
+  return make_lanes([&](int i) { return x.at[i] > y.at[i] ? z.at[i] : 0.0f; });
+}
+// Writes first + i for every bit i of the mask, ascending; returns how many.  Up to `room` elements
+// may be written, and up to 16.
+template <class T>
+inline int64_t store_indices(T* ids, T first, uint32_t mask, int64_t) {
+  int64_t count = 0;
+  for (; mask != 0; mask &= mask - 1) ids[count++] = first + __builtin_ctz(mask);
+  return count;
+}
+template <class S, class V>
+inline void add_to_lanes(S& sums, V v) {
+  const Lanes x = lanes_of(v);
+  for (int i = 0; i < 16; ++i) sums.lane[i] += static_cast<double>(x.at[i]);
+}
+template <class S>
+inline S lanes_of_sums(const S& sums) {
+  return sums;
+}
+// The tree, as of reduce_add.
+template <class S>
+inline double sum_of_lanes(const S& sums) {
+  auto x = lanes_of_sums(sums);
+  for (int width = 8; width >= 1; width /= 2) {
+    for (int i = 0; i < width; ++i) x.lane[i] += x.lane[i + width];
+  }
+  return x.lane[0];
+}
+
 // ---- conversions, of all 16 elements or the first `count` ---------------------------------------
 
 template <class = void>

@@ -18,7 +18,8 @@ class GenerateOptions(TypedDict, total=False):
     """Keywords of LanguageModel.generate, stream, generate_batch and chat; all may be left out.
 
     max_new_tokens: 128; temperature: 0 (greedy); top_k: 0 (all); top_p: 1 (all); min_p: 0 (all);
-    repetition_penalty: 1 (none); seed: None (a fresh one). They are sampling.SamplingParams'.
+    repetition_penalty: 1 (none); seed: None (a fresh one); frequency_penalty, presence_penalty: 0
+    (none); logit_bias: None, or token id -> what is added. They are sampling.SamplingParams'.
     stop: texts that end the answer and are left out of it; ignore_eos: go on past the end of text.
     """
 
@@ -29,6 +30,9 @@ class GenerateOptions(TypedDict, total=False):
     min_p: float
     repetition_penalty: float
     seed: int | None
+    frequency_penalty: float
+    presence_penalty: float
+    logit_bias: Mapping[int, float] | None
     stop: str | Sequence[str]
     ignore_eos: bool
 

@@ -1,19 +1,23 @@
-"""Logits to a token: greedy, temperature, top-k, top-p, min-p, repetition penalty, a seed.
+"""Logits to tokens: greedy, temperature, top-k, top-p, min-p, penalties, biases, a seed a request.
 
 Every default is neutral: without options the most probable token is taken. The filters act in the
-order of transformers: repetition penalty, temperature, top-k, top-p, min-p, then one draw. One row
-of logits goes in, one token id comes out.
+order of transformers: bias and penalties, temperature, top-k, top-p, min-p, then one draw. The rows
+of a batch are one call of `ops.sample_tokens`; what a row gives does not depend on the others.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from bitnet_ops import ops
+from bitnet_ops.generate.logit_edits import LogitEdits
 
 
 class SamplingError(ValueError):
@@ -32,7 +36,13 @@ class SamplingParams:
         repetition_penalty: above 0; logits of tokens already seen are divided by it where positive
             and multiplied where negative (CTRL, arXiv 1909.05858); 1 changes nothing.
         seed: 0 .. 2^63 - 1 for repeatable draws, None for a fresh one.
-    Raises SamplingError on a value outside its range.
+        frequency_penalty: -2 .. 2; taken from a token's logit once for every time it was generated.
+        presence_penalty: -2 .. 2; taken from the logit of every token that was generated.
+        logit_bias: token id -> -100 .. 100, added to its logit before everything else.
+        logprobs: None for none; else the chosen token's logarithm of probability is reported, and
+            those of so many most probable tokens, 0 .. 20: of what the model says, before biases,
+            penalties, temperature and filters.
+    The last four are OpenAI's. Raises SamplingError on a value outside its range.
     """
 
     temperature: float = 0.0
@@ -41,6 +51,10 @@ class SamplingParams:
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     seed: int | None = None
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = None
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
         _check_number("temperature", self.temperature, lambda v: v >= 0, "at least 0")
@@ -50,6 +64,12 @@ class SamplingParams:
         _check_integer("top_k", self.top_k, 2**31, "an integer at least 0 (0 keeps all tokens)")
         if self.seed is not None:
             _check_integer("seed", self.seed, 2**63, "an integer from 0 to 2^63 - 1, or None")
+        for name in ("frequency_penalty", "presence_penalty"):
+            _check_number(name, getattr(self, name), lambda v: -2 <= v <= 2, "from -2 to 2")
+        if self.logprobs is not None:
+            _check_integer("logprobs", self.logprobs, 21, "an integer from 0 to 20, or None")
+        if self.logit_bias is not None:
+            object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
 
     @property
     def greedy(self) -> bool:
@@ -70,19 +90,55 @@ def _check_integer(name: str, value: object, limit: int, expected: str) -> None:
         raise SamplingError(f"sampling: expected {name} {expected}, got {value!r}")
 
 
+def _checked_bias(given: object) -> dict[int, float]:
+    """A copy, so that a later change of the caller's does not pass by the checks."""
+    if not isinstance(given, Mapping):
+        raise SamplingError(
+            f"sampling: expected logit_bias a mapping of token ids to numbers, got {given!r}"
+        )
+    for token, bias in given.items():
+        _check_integer("logit_bias", token, 2**31, "with token ids that are integers at least 0")
+        _check_number("logit_bias", bias, lambda v: -100 <= v <= 100, "of numbers from -100 to 100")
+    return dict(given)
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """What one row of logits gave: a token or an error.
+
+    `logprob` and `top_logprobs` ((token, logarithm), the most probable first) are there if params
+    ask for logprobs.
+    """
+
+    token: int = -1
+    error: SamplingError | None = None
+    logprob: float | None = None
+    top_logprobs: tuple[tuple[int, float], ...] = ()
+
+
 class Sampler:
-    """Draws the tokens of ONE sequence: it owns the random generator and the tokens seen so far.
+    """What the draws of ONE sequence need: the random generator and the tokens seen so far.
+
+    The nth token takes the generator's nth number, whatever else is in its batch and whether it was
+    guessed before: a seed repeats a run.
 
     Args:
         params: the options.
         seen: ids of the prompt, which the repetition penalty counts as used.
-    Attributes: `seed`, the one given or the one chosen, so that a run can be repeated.
+    Attributes: `params`; `seed`, the one given or the one chosen, so that a run can be repeated.
     """
 
     def __init__(self, params: SamplingParams, seen: Iterable[int] = ()) -> None:
         self.params = params
-        self._seen = dict.fromkeys(seen) if params.repetition_penalty != 1 else None
+        self.edits = LogitEdits(
+            params.logit_bias or {},
+            params.repetition_penalty,
+            params.frequency_penalty,
+            params.presence_penalty,
+            seen,
+        )
         self._generator: torch.Generator | None = None
+        self._uniforms: deque[float] = deque()  # drawn from the generator and not used yet
         self.seed = params.seed
         if not params.greedy:
             if self.seed is None:
@@ -94,122 +150,179 @@ class Sampler:
 
         Raises SamplingError if they hold a NaN, or nothing but infinities.
         """
-        if self._seen:
-            logits = _penalised(logits, list(self._seen), self.params.repetition_penalty)
-        token = self._greedy(logits) if self.params.greedy else self._draw(logits)
-        if self._seen is not None:
-            self._seen[token] = None
-        return token
+        (sampled,) = sample_rows([self], logits[None])
+        if sampled.error is not None:
+            raise sampled.error
+        return sampled.token
 
-    def _greedy(self, logits: Tensor) -> int:
-        best, index = logits.max(-1)  # a NaN is the maximum; of equals the first wins
-        if not math.isfinite(float(best)):
-            raise _bad_logits(logits)
-        return int(index)
+    def uniform(self, ahead: int = 0) -> float:
+        """In [0, 1): where the draw of the token falls that is `ahead` of the next one."""
+        if self._generator is None:
+            return 0.0
+        while ahead >= len(self._uniforms):
+            drawn = torch.rand(16, dtype=torch.float64, generator=self._generator)
+            self._uniforms.extend(drawn.tolist())
+        return self._uniforms[ahead]
 
-    def _draw(self, logits: Tensor) -> int:
-        probabilities, ids = filtered(logits, self.params)
-        cumulated = probabilities.cumsum(-1, dtype=torch.float64)
-        point = torch.rand((), dtype=torch.float64, generator=self._generator) * cumulated[-1]
-        index = int(torch.searchsorted(cumulated, point, right=True))
-        return int(ids[min(index, ids.numel() - 1)])
+    def add(self, token: int) -> None:
+        """The next token is this one."""
+        self.edits.add(token)
+        if self._generator is not None:
+            self.uniform()
+            self._uniforms.popleft()
+
+
+def sample_rows(samplers: Sequence[Sampler], logits: Tensor) -> list[Sampled]:
+    """The next token of every sampler, which counts it, from its row of logits f32 [R, V].
+
+    A row without a distribution has its error; it counts nothing and leaves the others alone.
+    """
+    return [only for (only,) in verify_rows(samplers, [()] * len(samplers), logits)]
+
+
+def verify_rows(
+    samplers: Sequence[Sampler], drafts: Sequence[Sequence[int]], logits: Tensor
+) -> list[list[Sampled]]:
+    """The next tokens of every sampler, one at least and at most one more than it has guesses.
+
+    logits f32 [R, V] holds len(drafts[s]) + 1 rows for sampler s: after what it has, after its
+    first guess, and so on. Each row is sampled as if its sampler had got there without guesses;
+    tokens are taken up to and with the first that is not the one guessed. So a guess d is accepted
+    with its probability p(d), otherwise another token comes with p without d: the rejection
+    sampling of arXiv 2211.17192 for guesses that are certain. Which tokens come does not depend on
+    the guesses at all, for any seed.
+    """
+    if len(drafts) != len(samplers) or len(logits) != sum(len(d) + 1 for d in drafts):
+        raise ValueError(
+            f"sampling: expected a list of drafts for each of {len(samplers)} samplers and a row "
+            f"of logits for each draft and one more, got {len(drafts)} lists with "
+            f"{sum(map(len, drafts))} drafts and {len(logits)} rows"
+        )
+    logits = logits.to(torch.float32)
+    rows = [
+        _Row(sampler, edits, ahead)
+        for sampler, draft in zip(samplers, drafts, strict=True)
+        for ahead, edits in enumerate(_edits_after(sampler, draft))
+    ]
+    tokens = ops.sample_tokens(*_arguments(logits, rows)).tolist() if rows else []
+    results: list[list[Sampled]] = []
+    wanted: list[tuple[int, int, int]] = []
+    at = 0
+    for sampler, draft in zip(samplers, drafts, strict=True):
+        found: list[Sampled] = []
+        for ahead, guess in enumerate([*draft, None]):
+            token = tokens[at + ahead]
+            error = rows[at + ahead].error(logits[at + ahead]) if token < 0 else None
+            found.append(Sampled(token, error))
+            if error is not None:
+                break
+            if sampler.params.logprobs is not None:
+                wanted.append((at + ahead, len(results), ahead))
+            sampler.add(token)
+            if token != guess:
+                break
+        results.append(found)
+        at += len(draft) + 1
+    _add_logprobs(samplers, results, logits, wanted)
+    return results
+
+
+@dataclass(frozen=True)
+class _Row:
+    """One row of logits: whose it is, its edits, how far it is ahead of the next token."""
+
+    sampler: Sampler
+    edits: LogitEdits
+    ahead: int
+
+    def fits(self, vocab: int) -> bool:
+        return self.edits.greatest_id < vocab
+
+    def error(self, logits: Tensor) -> SamplingError:
+        """Why the row gave no token."""
+        if not self.fits(len(logits)):
+            return SamplingError(
+                f"sampling: expected token ids below {len(logits)} in logit_bias and among the "
+                f"tokens seen, got {self.edits.greatest_id}"
+            )
+        found = "a NaN" if bool(logits.isnan().any()) else f"a maximum of {float(logits.max())}"
+        return SamplingError(f"sampling: expected finite logits, got {found}; the model is broken")
+
+
+def _edits_after(sampler: Sampler, draft: Sequence[int]) -> Iterable[LogitEdits]:
+    """The edits for the next token, for the one after the first guess, ..."""
+    edits = sampler.edits
+    yield edits
+    for guess in draft:
+        if edits.counts_tokens:
+            edits = edits.copy()
+            edits.add(guess)
+        yield edits
+
+
+def _arguments(logits: Tensor, rows: Sequence[_Row]) -> list[Tensor]:
+    """Those of ops.sample_tokens."""
+    vocab = logits.shape[1]
+    params = [row.sampler.params for row in rows]
+    misfits = [r for r, row in enumerate(rows) if not row.fits(vocab)]
+    if misfits:
+        logits = logits.clone()
+        logits[misfits] = torch.nan
+    arguments = [
+        logits,
+        torch.tensor([p.temperature for p in params], dtype=torch.float64),
+        torch.tensor([p.top_k for p in params]),
+        torch.tensor([p.top_p for p in params], dtype=torch.float64),
+        torch.tensor([p.min_p for p in params], dtype=torch.float64),
+        torch.tensor([row.sampler.uniform(row.ahead) for row in rows], dtype=torch.float64),
+    ]
+    edits = [row.edits.arrays() for row in rows]
+    counts = [0 if r in misfits else len(ids) for r, (ids, _) in enumerate(edits)]
+    if any(counts):
+        taken = [e for e, count in zip(edits, counts, strict=True) if count]
+        arguments += [
+            torch.tensor([0, *np.cumsum(counts)]),
+            torch.from_numpy(np.concatenate([ids for ids, _ in taken])),
+            torch.from_numpy(np.concatenate([values for _, values in taken])),
+        ]
+    return arguments
+
+
+def _add_logprobs(
+    samplers: Sequence[Sampler],
+    results: Sequence[list[Sampled]],
+    logits: Tensor,
+    wanted: Sequence[tuple[int, int, int]],
+) -> None:
+    """Puts logprobs into results; wanted: row of logits, sampler, place among its tokens."""
+    if not wanted:
+        return
+    counts = [samplers[s].params.logprobs or 0 for _, s, _ in wanted]
+    chosen = torch.tensor([results[s][i].token for _, s, i in wanted])
+    if len(wanted) < len(logits):
+        logits = logits[[row for row, _, _ in wanted]]
+    top = min(max(counts), logits.shape[1])
+    found = [part.tolist() for part in ops.top_logprobs(logits, chosen, top)]
+    for (_, s, i), count, logprob, ids, values in zip(wanted, counts, *found, strict=True):
+        pairs = tuple(zip(ids[:count], values[:count], strict=True))
+        results[s][i] = Sampled(results[s][i].token, None, logprob, pairs)
 
 
 def filtered(logits: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
-    """Probabilities f32 [n] and ids int64 [n] of the tokens that the filters leave.
+    """Probabilities f32 [n] and ids int64 [n] of the tokens of logits f32 [V] that may be drawn.
 
-    The probabilities sum to 1. The order is descending with top_k, else that of the vocabulary. Of
-    equally probable tokens at the end of top_p those of lower ids stay. params.temperature must be
-    above 0.
+    The probabilities sum to 1. The order is that in which a draw goes by them: descending with
+    top_k, else that of the vocabulary. Biases and penalties are left out.
     """
-    if not math.isfinite(float(logits.max())):
-        raise _bad_logits(logits)
-    ids = None
-    if 0 < params.top_k < logits.numel():
-        logits, ids = logits.topk(params.top_k)
-    # From the maximum down, so that a tiny temperature overflows to -inf, never to +inf; below
-    # 1e-30 it would become 0 in float32, and 0 / 0 a NaN.
-    temperature = max(params.temperature, 1e-30)
-    probabilities = torch.softmax((logits - logits.max()) / temperature, -1)
-    if ids is None and params.top_p < 1:
-        ids = _nucleus(probabilities, params.top_p)
-        probabilities = probabilities[ids]
-    elif ids is None:
-        ids = torch.arange(logits.numel())
-    elif params.top_p < 1:
-        # A token stays if those before it do not reach top_p yet: so the first always stays.
-        keep = probabilities.cumsum(-1, dtype=torch.float64) - probabilities < params.top_p
-        probabilities, ids = probabilities[keep], ids[keep]
-    if params.min_p > 0:
-        keep = probabilities >= params.min_p * probabilities.max()
-        probabilities, ids = probabilities[keep], ids[keep]
-    return probabilities / probabilities.sum(), ids
-
-
-_SORTED_AT_MOST = 2048  # elements; above, one more pass over the bits is cheaper
-_PEAKED = 0.01  # with so probable a token most others are so improbable that dropping them pays
-
-
-def _nucleus(probabilities: Tensor, top_p: float) -> Tensor:
-    """Ids, ascending, of the fewest tokens whose probabilities f32 [V] reach top_p.
-
-    What sorting would keep, without the sort, which takes 10 ms and more at 128,000 tokens: floats
-    from 0 up are ordered as their bits are, so buckets of their high halves find the bucket in
-    which top_p is reached, and only that one is looked into.
-    """
-    if float(probabilities.max()) < _PEAKED or top_p > 0.999:  # float32 sums miss 1 by 1e-6
-        return _top(probabilities, top_p)
-    # All that are less probable than this have not even half of 1 - top_p together.
-    ids = _true(probabilities >= (1 - top_p) / (2 * probabilities.numel()))
-    return ids[_top(probabilities[ids], top_p)]
-
-
-def _top(probabilities: Tensor, top_p: float) -> Tensor:
-    bits = probabilities.view(torch.int32)
-    high = bits >> 16
-    bucket, before = _reaching(high, probabilities.double(), top_p)
-    members = _true(high == bucket)
-    if members.numel() > _SORTED_AT_MOST:
-        low, above = bits[members] & 0xFFFF, bucket << 16
-        bucket, before = _reaching(low, probabilities[members].double(), top_p, before)
-        keep = bits > above + bucket
-        members = _true(bits == above + bucket)  # of one probability
-    else:
-        keep = high > bucket
-        members = members[probabilities[members].argsort(descending=True, stable=True)]
-    mass = probabilities[members].double()
-    count = int((mass.cumsum(0) - mass + before < top_p).sum())
-    keep.numpy()[members[:count].numpy()] = True
-    return _true(keep)
-
-
-def _true(mask: Tensor) -> Tensor:
-    """Where `mask` holds, int64 ascending; torch's own nonzero takes seven times as long."""
-    return torch.from_numpy(np.flatnonzero(mask.numpy()))
-
-
-def _reaching(keys: Tensor, mass: Tensor, top_p: float, before: float = 0.0) -> tuple[int, float]:
-    """The key at which the mass of all greater ones, after `before`, and its own reach top_p.
-
-    Also the mass before that key. Where rounding never lets it be reached: the least key.
-    """
-    sums = torch.bincount(keys, mass).flip(0)
-    reached = sums.cumsum(0) + before
-    at = min(int(torch.searchsorted(reached, top_p)), int(keys.max() - keys.min()))
-    return len(sums) - 1 - at, float(reached[at - 1]) if at else before
-
-
-def _penalised(logits: Tensor, seen: list[int], penalty: float) -> Tensor:
-    logits = logits.clone()
-    index = torch.tensor(seen)
-    values = logits[index]
-    logits[index] = torch.where(values > 0, values / penalty, values * penalty)
-    return logits
-
-
-def _bad_logits(logits: Tensor) -> SamplingError:
-    found = "a NaN" if bool(torch.isnan(logits).any()) else f"a maximum of {float(logits.max())}"
-    return SamplingError(f"sampling: expected finite logits, got {found}; the model is broken")
+    row = _Row(Sampler(params), LogitEdits({}, 1, 0, 0), 0)
+    temperature, top_k, top_p, min_p = _arguments(logits[None], [row])[1:5]
+    (probabilities,) = ops.token_probabilities(logits[None], temperature, top_k, top_p, min_p)
+    if bool(probabilities[0].isnan()):
+        raise row.error(logits)
+    ids = probabilities.nonzero()[:, 0]
+    if 0 < params.top_k < len(logits):
+        ids = ids[probabilities[ids].argsort(descending=True, stable=True)]
+    return probabilities[ids], ids
 
 
 def _fresh_generator() -> torch.Generator:

@@ -14,11 +14,12 @@ This package knows no files and no models.
 
 from __future__ import annotations
 
-from bitnet_ops.ops import head, model, probes, rowwise, ternary
+from bitnet_ops.ops import head, model, probes, rowwise, sampling, ternary
 from bitnet_ops.ops.head import *  # noqa: F403
 from bitnet_ops.ops.model import *  # noqa: F403
 from bitnet_ops.ops.probes import *  # noqa: F403
 from bitnet_ops.ops.rowwise import *  # noqa: F403
+from bitnet_ops.ops.sampling import *  # noqa: F403
 from bitnet_ops.ops.ternary import *  # noqa: F403
 
 from bitnet_ops.ops import gradients as gradients  # isort: skip  (last: it reads what is registered)
@@ -28,4 +29,5 @@ __all__ += ternary.__all__
 __all__ += rowwise.__all__
 __all__ += head.__all__
 __all__ += model.__all__
+__all__ += sampling.__all__
 __all__ += probes.__all__

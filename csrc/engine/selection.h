@@ -1,0 +1,50 @@
+// Where a row of values must be cut so that the largest ones reach a target, without sorting the
+// row: the rank of top-k, the mass of top-p, the point of a draw. Must not know what is sampled.
+#pragma once
+
+#include <cstdint>
+
+#include "runtime/memory.h"
+
+namespace bitnet::engine {
+
+// Element i is data[i] * scale, rounded to float32.  No NaN; count at least 1, below 2^31.
+struct Values {
+  const float* data;
+  int64_t count;
+  float scale;
+  float at(int64_t i) const { return data[i] * scale; }
+};
+
+// Values are in order by size, descending, and of equals the lower index comes first.  A cut is the
+// last one that stays.
+struct Cut {
+  float value;
+  int64_t index;
+  bool keeps(float other, int64_t at) const {
+    return other > value || (other == value && at <= index);
+  }
+};
+
+// Memory for rows of up to `count` elements.
+struct SelectionMemory {
+  int32_t* ids;
+  int32_t* keys;
+  static SelectionMemory take(BumpAllocator& memory, int64_t count) {
+    return {memory.take<int32_t>(count), memory.take<int32_t>(count)};
+  }
+};
+
+// The element with which there are `count`, 1 to all of them.
+Cut cut_at_count(const Values& values, int64_t count, const SelectionMemory& memory);
+// The first element with which the sum reaches `target`, or the last one if it never does.  Values
+// are at least 0; their sum is `total`, roughly.  Sums are float64, in an order that depends on the
+// values alone.
+Cut cut_at_sum(const Values& values, double target, double total, const SelectionMemory& memory);
+
+// The sum of what a cut keeps, from `begin` to `end`.
+double kept_sum(const Values& values, const Cut& cut, int64_t begin, int64_t end);
+// The indices, ascending, of what a cut keeps, ids [count]; how many.
+int64_t kept_ids(const Values& values, const Cut& cut, int32_t* ids);
+
+}  // namespace bitnet::engine

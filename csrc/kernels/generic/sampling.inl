@@ -1,0 +1,77 @@
+// Rows of logits and of probabilities over the float primitives: maximum, exponentials, what lies
+// above a bound or between two. Included inside an ISA's anonymous namespace;
+// never mentions an ISA. Contracts: kernel_table.h. The order of sums is part of them.
+
+float max_row(const float* x, int64_t n) {
+  F32x16 best = set1(-__builtin_inff()), magnitude = zero();
+  int64_t i = 0;
+  for (; i + 16 <= n; i += 16) {
+    const F32x16 v = load_n(x + i, 16);
+    best = max(v, best);  // this order passes over a NaN, which the magnitude shows
+    magnitude = max_abs_bits(magnitude, v);
+  }
+  float top = reduce_max(best);
+  uint32_t bits = reduce_abs_bits(magnitude);
+  for (; i < n; ++i) {
+    const uint32_t now = bits_of(x[i]) & 0x7fffffffu;
+    bits = now > bits ? now : bits;
+    top = x[i] > top ? x[i] : top;
+  }
+  return bits > kInfinityBits ? __builtin_nanf("") : top;
+}
+
+// step(i, count) for every 16 elements and for what is left, with a constant count for all but
+// that.
+template <class Step>
+[[gnu::always_inline]] inline void for_lanes(int64_t n, const Step& step) {
+  int64_t i = 0;
+  for (; i + 16 <= n; i += 16) step(i, int64_t{16});
+  if (i < n) step(i, n - i);
+}
+
+// Below this, e^x times any number of tokens is nothing beside the 1 of the largest.
+constexpr float kLeastExponent = -87.0f;
+
+double exp_row(const float* x, int64_t n, float top, float inv_temperature, float* w) {
+  LaneSums sums = {};
+  const F32x16 largest = set1(top), factor = set1(inv_temperature), least = set1(kLeastExponent);
+  for_lanes(n, [&](int64_t i, int64_t count) __attribute__((always_inline)) {
+    const F32x16 v = mul(sub(load_n(x + i, count), largest), factor);
+    F32x16 e = where_greater(v, least, exp_f32(v));
+    store_n(w + i, e, count);
+    if (count < 16) e = load_n(w + i, count);  // zeros in the lanes behind the end
+    add_to_lanes(sums, e);
+  });
+  return sum_of_lanes(sums);
+}
+
+template <bool kAbove, bool kSum, bool kBetween>
+Split split_parts(const float* v, int64_t n, float scale, float low, float high, int32_t* ids) {
+  LaneSums sums = {};
+  int64_t above = 0, between = 0;
+  const F32x16 factor = set1(scale), least = set1(low), most = set1(high);
+  for_lanes(n, [&](int64_t i, int64_t count) __attribute__((always_inline)) {
+    const F32x16 x = mul(load_n(v + i, count), factor);
+    uint32_t mask = first_bits(count);
+    if constexpr (kAbove) {
+      const uint32_t higher = less_mask(most, x) & mask;
+      above += count_bits(higher);
+      mask &= ~higher;
+    }
+    if constexpr (kSum) add_to_lanes(sums, where_greater(x, most, x));
+    if constexpr (kBetween) {
+      mask &= ~less_mask(x, least);
+      between += store_indices(ids + between, static_cast<int32_t>(i), mask, count);
+    }
+  });
+  return {above, between, kSum ? sum_of_lanes(sums) : 0.0};
+}
+
+Split split_row(const float* v, int64_t n, float scale, float low, float high, bool sum,
+                int32_t* ids) {
+  const auto run = [&](auto parts) { return parts(v, n, scale, low, high, ids); };
+  if (ids == nullptr)
+    return run(sum ? split_parts<true, true, false> : split_parts<true, false, false>);
+  if (high == __builtin_inff()) return run(split_parts<false, false, true>);
+  return run(sum ? split_parts<true, true, true> : split_parts<true, false, true>);
+}
