@@ -23,7 +23,7 @@ from torch import Tensor
 from bitnet_ops.generate.blocks import BlockAllocator
 from bitnet_ops.generate.drafts import propose
 from bitnet_ops.generate.request import Event, Failed, Finished, NewToken, Request
-from bitnet_ops.generate.sampling import Sampler, SamplingError
+from bitnet_ops.generate.sampling import Sampled, Sampler, sample_rows
 from bitnet_ops.generate.scheduler import (
     PlannedStep,
     Propose,
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from bitnet_ops.generate.engine import Limits
 
 Runner = Callable[[StepBatch], Tensor]
-SampleRows = Callable[[Sequence[Any], Tensor], Sequence["int | Exception"]]
+SampleRows = Callable[[Sequence[Any], Tensor], Sequence[Sampled]]
 
 
 class Pool(Protocol):
@@ -54,17 +54,6 @@ class Pool(Protocol):
 
 class RequestError(ValueError):
     """A request that cannot be run: without tokens, outside the vocabulary, or too long."""
-
-
-def sample_each(samplers: Sequence[Any], logits: Tensor) -> list[int | Exception]:
-    """One token for every row of logits f32 [r, V] by its sampler, or the row's SamplingError."""
-    tokens: list[int | Exception] = []
-    for sampler, row in zip(samplers, logits, strict=True):
-        try:
-            tokens.append(sampler(row))
-        except SamplingError as error:
-            tokens.append(error)
-    return tokens
 
 
 @dataclass(frozen=True)
@@ -84,10 +73,14 @@ class EngineStats:
 
 @dataclass
 class _Outcome:
-    """What a planned step gave: tokens, of which all but the last were drafted, or an error."""
+    """What a planned step gave: tokens, of which all but the last were drafted, or an error.
+
+    `sampled`: the tokens as they were chosen, with their logprobs.
+    """
 
     step: PlannedStep
     tokens: list[int] = field(default_factory=list)
+    sampled: list[Sampled] = field(default_factory=list)
     error: Exception | None = None
 
     @property
@@ -109,7 +102,7 @@ class EngineCore:
         make_sampler: the sampler of (params, prompt ids); what params are is between the caller
             and it.
         sample_rows: for each row of logits the next token by the sampler beside it, or the
-            exception that ends that request alone.
+            error that ends that request alone.
         propose: drafts for (ids, at most so many).
         allocator: of the pool's blocks, if not a new one.
     """
@@ -123,7 +116,7 @@ class EngineCore:
         vocab_size: int,
         options: SchedulerOptions | None = None,
         make_sampler: Callable[[Any, Sequence[int]], Any] = Sampler,
-        sample_rows: SampleRows = sample_each,
+        sample_rows: SampleRows = sample_rows,
         propose: Propose = propose,
         allocator: BlockAllocator | None = None,
     ) -> None:
@@ -345,10 +338,11 @@ class EngineCore:
             table = table if len(rows) == len(members) else table[rows]
             samplers = [outcome.step.request.sampler for outcome in chosen]
             for outcome, token in zip(chosen, self._sample_rows(samplers, table), strict=True):
-                if isinstance(token, Exception):
-                    outcome.error = token
+                if token.error is not None:
+                    outcome.error = token.error
                 else:
-                    outcome.tokens.append(token)
+                    outcome.tokens.append(token.token)
+                    outcome.sampled.append(token)
             begin += len(members)
         return outcomes
 
@@ -356,10 +350,11 @@ class EngineCore:
         """Enter what a step gave into its request, and the request's end."""
         step, request = outcome.step, outcome.step.request
         ending: Event | None = None
-        for token in outcome.tokens:
-            finished = ending = request.accept(token, self._max_positions)
+        for one in outcome.sampled:
+            finished = ending = request.accept(one.token, self._max_positions)
             if finished is None or finished.reason != "stop":
-                self._tell(request, NewToken(request.id, token))
+                new = NewToken(request.id, one.token, one.logprob, one.top_logprobs)
+                self._tell(request, new)
             if finished is not None:
                 break
         if ending is None and outcome.error is not None:

@@ -19,10 +19,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class NewToken:
-    """The request has one more token; stop ids are left out."""
+    """The request has one more token; stop ids are left out.
+
+    `logprob` and `top_logprobs` ((token, logarithm), the most probable first) are there if the
+    request asks for them.
+    """
 
     request_id: int
     token_id: int
+    logprob: float | None = None
+    top_logprobs: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True)
