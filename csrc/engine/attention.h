@@ -13,7 +13,7 @@ struct AttentionShape {
   int64_t batch, tokens, heads, kv_heads;
   int64_t length, dim;  // positions that a cache holds for a sequence; size of a head
   DType query_type;     // of query and out
-  DType cache_type;     // kF32, kBF16 or kInt8
+  DType cache_type;     // any
   float scale;
 };
 

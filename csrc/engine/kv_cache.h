@@ -1,4 +1,4 @@
-// Writing keys and values into a cache of float32, bfloat16 or int8 rows, the last with a scale for
+// Writing keys and values into a cache of floating-point rows, or of int8 ones with a scale for
 // every position.
 #pragma once
 

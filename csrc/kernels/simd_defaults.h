@@ -51,6 +51,36 @@ inline uint16_t f32_to_f16(float x) {
   return static_cast<uint16_t>(sign | ((rounded - 0x38000000u) >> 13));
 }
 
+// 8-bit floats.  Both are a float16 in disguise: E5M2 its upper byte; E4M3 one whose exponent is 8
+// less, save for its only NaN, which would be 480.
+inline float e5m2_to_f32(uint8_t c) { return f16_to_f32(static_cast<uint16_t>(c << 8)); }
+inline float e4m3_to_f32(uint8_t c) {
+  const int32_t nan = (c & 0x7f) == 0x7f ? 0x7e00 : 0;
+  const int32_t half = (c & 0x80) << 8 | (c & 0x7f) << 7 | nan;
+  return f16_to_f32(static_cast<uint16_t>(half)) * 256.0f;
+}
+// The code of a format with so many bits of fraction.  Without branches, so that compilers make
+// vectors of it.
+template <int kFraction, int32_t kBias, int32_t kLargest, int32_t kInfinity>
+[[gnu::always_inline]] inline uint8_t f32_to_f8(float x) {
+  constexpr int kShift = 23 - kFraction;
+  constexpr int32_t kUp = (127 - kBias) << 23;
+  // In a sum with this number the format's smallest step is the last bit, and the sum is rounded.
+  constexpr int32_t kMagic = (127 + 24 - kBias - kFraction) << 23;
+  const auto b = static_cast<int32_t>(bits_of(x)), a = b & 0x7fffffff;
+  const float sum = float_of(static_cast<uint32_t>(a)) + float_of(kMagic);
+  const auto tiny = static_cast<int32_t>(bits_of(sum)) - kMagic;
+  const int32_t half = (1 << (kShift - 1)) - 1 + ((a >> kShift) & 1);  // to even
+  const int32_t normal = static_cast<int32_t>(static_cast<uint32_t>(a) + half - kUp) >> kShift;
+  int32_t code = a < kUp + (1 << 23) ? tiny : normal;
+  code = code > kLargest ? kLargest : code;
+  code = a == 0x7f800000 ? kInfinity : code;
+  code = a > 0x7f800000 ? 0x7f : code;
+  return static_cast<uint8_t>(code | ((b >> 24) & 0x80));
+}
+inline uint8_t f32_to_e4m3(float x) { return f32_to_f8<3, 7, 0x7e, 0x7e>(x); }
+inline uint8_t f32_to_e5m2(float x) { return f32_to_f8<2, 15, 0x7b, 0x7c>(x); }
+
 // ---- attention ----------------------------------------------------------------------------------
 
 struct NoReg {};
