@@ -125,7 +125,7 @@ def test_where_the_types_differ_from_torch(dtype: torch.dtype) -> None:
     ("dtype", "infinite"), [(E4M3, 448.0), (E5M2, math.inf), (torch.float16, math.inf)], ids=str
 )
 def test_what_lies_beyond_a_type(dtype: torch.dtype, infinite: float, isa: str) -> None:
-    """Finite numbers saturate in the 8-bit floats, NaN stays NaN, an infinity where there is one."""
+    """8-bit floats saturate; NaN stays NaN, an infinity where there is one."""
     huge = torch.finfo(torch.float32).max
     x = torch.zeros(256)
     x[:6] = torch.tensor([1e9, -huge, math.inf, -math.inf, math.nan, -0.0])

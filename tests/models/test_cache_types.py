@@ -6,6 +6,7 @@ What each type rounds to is tests/kernels/test_float_caches.py's matter.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,12 +15,13 @@ from torch import Tensor
 import bitnet_ops
 from bitnet_ops import ops
 from bitnet_ops.language_model import LanguageModel
-from bitnet_ops.models import Decoder
 from bitnet_ops.nn.kv_cache import KV_DTYPES, KVCache
 from bitnet_ops.nn.storage import KV_TYPES
 from bounds import assert_equal, assert_within
+from op_catalogue import composed
+from op_schema import named
 from ops_attention import attention_bound, rounded
-from tiny_models import NAMES, SMALL, random_ids, tiny_model
+from ops_model import decode_step_arguments
 
 VAL = Path(__file__).resolve().parents[1] / "data/demo-model/val.txt"
 ROUNDED = [name for name in KV_TYPES if name != "float32"]
@@ -67,38 +69,43 @@ def test_attention_moves_as_far_as_the_rounding_of_the_cache_says(
     assert_within(got.double(), exact, bound + own, name)
 
 
-# Models -------------------------------------------------------------------------------------------
+# A step, and a model ------------------------------------------------------------------------------
 
 
-class RoundedCache(KVCache):
-    """A float32 cache of numbers as a smaller type would hold them, by torch."""
+class Rounding:
+    """The ops, over float32 caches of numbers as a smaller type holds them, by torch's casts."""
 
-    smaller: torch.dtype
+    def __init__(self, smaller: torch.dtype) -> None:
+        self.smaller = smaller
 
-    def update(self, layer: int, key: Tensor, value: Tensor) -> None:
+    def __getattr__(self, op: str) -> Any:
+        return getattr(ops, op)
+
+    def kv_cache_update(self, keys: Tensor, values: Tensor, *new: Any) -> None:
+        key, value, *rest = new
         key, value = (rounded(x, self.smaller).float() for x in (key, value))
-        super().update(layer, key, value)
+        ops.kv_cache_update(keys, values, key, value, *rest)
 
 
-@torch.inference_mode()
-def decode(model: Decoder, ids: Tensor, cache: KVCache) -> Tensor:
-    """Logits of every position of ids [B, T] after a prefill of 5."""
-    logits = [model(ids[:, :5], cache)]
-    logits += [model(ids[:, t : t + 1], cache) for t in range(5, ids.shape[1])]
-    return torch.cat(logits, 1)
-
-
+@pytest.mark.parametrize("tokens", [1, 30])
 @pytest.mark.parametrize("name", [n for n in ROUNDED if not KV_TYPES[n].has_scales])
-@pytest.mark.parametrize("family", NAMES)
-def test_a_model_is_what_it_is_over_the_rounded_numbers(family: str, name: str) -> None:
-    """decode_step over each type, to the bit; the oracle is composed of ops over float32."""
-    model, ids = tiny_model(SMALL[family]), random_ids(1, 2, 12)
-    ours = decode(model, ids, KVCache(model.config, 2, 12, KV_DTYPES[name]))
-    model.fused_step = False
-    oracle = RoundedCache(model.config, 2, 12)
-    oracle.smaller = KV_DTYPES[name]
-    assert_equal(ours, decode(model, ids, oracle), name)
-    assert not torch.equal(ours, decode(model, ids, KVCache(model.config, 2, 12))), "not rounded"
+def test_a_step_is_what_it_is_over_the_rounded_numbers(name: str, tokens: int, isa: str) -> None:
+    """To the bit; the oracle is composed of the other ops over float32 caches."""
+    sizes = {"layers": 2, "heads": 6, "head_dim": 46, "length": 100, "tokens": tokens}
+    made = [
+        named("decode_step", decode_step_arguments(
+            torch.Generator().manual_seed(8), **sizes, cache_dtype=KV_DTYPES[name],
+        ))
+        for _ in range(3)
+    ]  # fmt: skip
+    ours, oracle, exact = made
+    for cache in ("key_cache", "value_cache"):
+        oracle[cache], exact[cache] = oracle[cache].float(), exact[cache].float()
+    got = ops.decode_step(**ours)
+    assert_equal(got, composed(Rounding(KV_DTYPES[name]), "decode_step", **oracle), name)
+    for cache in ("key_cache", "value_cache"):
+        assert_equal(ours[cache].float(), oracle[cache], cache)
+    assert not torch.equal(got, ops.decode_step(**exact)), "nothing was rounded"
 
 
 @pytest.fixture(scope="module")
@@ -106,24 +113,23 @@ def demo() -> LanguageModel:
     return bitnet_ops.load()
 
 
-@pytest.mark.parametrize(
-    ("name", "ratio"), [("float16", 2.0**-1.5), ("float8_e4m3fn", 16.0), ("float8_e5m2", 32.0)]
-)
+@pytest.mark.parametrize(("name", "ratio"), [("float8_e4m3fn", 16.0), ("float8_e5m2", 32.0)])
 def test_logits_move_as_far_as_the_rounding_of_the_cache_says(
     demo: LanguageModel, name: str, ratio: float
 ) -> None:
     """Beside bfloat16, root mean square of all logits.
 
-    A number's relative rounding is 16 or 32 times bfloat16's, or an eighth. Where it moves an
-    activation by more than a step of its int8 codes, the codes move as far; where by less, as
-    often: then the root mean square goes with the root of the rounding.
+    A number's relative rounding is 16 or 32 times bfloat16's. Where it moves an activation by more
+    than a step of its int8 codes, the codes move as far; where by less, as often, and then the root
+    mean square goes with the root of the rounding.
     """
     squares = {}
     parts = [demo.encode(part) for part in VAL.read_text().split("\n\n")[:6]]
     for kind in ("float32", "bfloat16", name):
         caches = [KVCache(demo.config, 1, len(ids), KV_DTYPES[kind]) for ids in parts]
         with torch.inference_mode():
-            logits = [demo.model(torch.tensor([i]), c)[0] for i, c in zip(parts, caches, strict=True)]
+            pairs = zip(parts, caches, strict=True)
+            logits = [demo.model(torch.tensor([ids]), cache)[0] for ids, cache in pairs]
         if kind == "float32":
             exact = torch.cat(logits).double()
         squares[kind] = float((torch.cat(logits).double() - exact).square().sum())
