@@ -12,9 +12,7 @@ from op_values import strided
 N, K, M = 6, 160, 3  # of the good calls: output and input features, tokens
 F64, I32, BOOL, F16, BF16 = torch.float64, torch.int32, torch.bool, torch.float16, torch.bfloat16
 F32 = torch.float32
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FLOATS_TEXT = "of dtype float32, bfloat16 or float16, got "
-KV_TYPES_TEXT = "of dtype float32, bfloat16, float16, float8_e4m3fn, float8_e5m2 or int8, got "
 
 
 def to(name: str, dtype: torch.dtype) -> Change:

@@ -10,13 +10,10 @@ from torch import Tensor
 from bounds import EXP_ERROR, U, smallest, storing_error, sum_error
 from op_changes import (
     BF16,
-    E4M3,
-    E5M2,
     F32,
     F64,
     FLOATS_TEXT,
     I32,
-    KV_TYPES_TEXT,
     add_dim,
     narrow,
     noncontiguous,
@@ -37,6 +34,9 @@ from op_values import (
     strided,
     transposed,
 )
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+KV_TYPES_TEXT = "of dtype float32, bfloat16, float16, float8_e4m3fn, float8_e5m2 or int8, got "
 
 
 def cache_memory(

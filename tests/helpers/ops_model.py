@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from bounds import U, rms_norm_error, storing_error, sum_error
-from op_changes import F64, KV_TYPES_TEXT, to
+from op_changes import F64, to
 from op_schema import bound, named, positional
 from op_spec import Call, Change, Named, Rejections, spec
 from op_values import (
@@ -26,7 +26,7 @@ from op_values import (
     random_packed,
     strided,
 )
-from ops_attention import cache_memory
+from ops_attention import KV_TYPES_TEXT, cache_memory
 from ops_packing import repacked
 
 
