@@ -59,27 +59,30 @@ inline float e4m3_to_f32(uint8_t c) {
   const int32_t half = (c & 0x80) << 8 | (c & 0x7f) << 7 | nan;
   return f16_to_f32(static_cast<uint16_t>(half)) * 256.0f;
 }
-// The code of a format with so many bits of fraction.  Without branches, so that compilers make
-// vectors of it.
+// The codes of 4 numbers in a format with so many bits of fraction.  In the compiler's own vectors:
+// it does not find them in a loop.
 template <int kFraction, int32_t kBias, int32_t kLargest, int32_t kInfinity>
-[[gnu::always_inline]] inline uint8_t f32_to_f8(float x) {
+inline void f32_to_f8(const float* x, uint8_t* codes) {
+  using Ints [[gnu::vector_size(16)]] = int32_t;
+  using Floats [[gnu::vector_size(16)]] = float;
+  using Bytes [[gnu::vector_size(4)]] = uint8_t;
   constexpr int kShift = 23 - kFraction;
   constexpr int32_t kUp = (127 - kBias) << 23;
   // In a sum with this number the format's smallest step is the last bit, and the sum is rounded.
   constexpr int32_t kMagic = (127 + 24 - kBias - kFraction) << 23;
-  const auto b = static_cast<int32_t>(bits_of(x)), a = b & 0x7fffffff;
-  const float sum = float_of(static_cast<uint32_t>(a)) + float_of(kMagic);
-  const auto tiny = static_cast<int32_t>(bits_of(sum)) - kMagic;
-  const int32_t half = (1 << (kShift - 1)) - 1 + ((a >> kShift) & 1);  // to even
-  const int32_t normal = static_cast<int32_t>(static_cast<uint32_t>(a) + half - kUp) >> kShift;
-  int32_t code = a < kUp + (1 << 23) ? tiny : normal;
-  code = code > kLargest ? kLargest : code;
-  code = a == 0x7f800000 ? kInfinity : code;
-  code = a > 0x7f800000 ? 0x7f : code;
-  return static_cast<uint8_t>(code | ((b >> 24) & 0x80));
+  Ints b;
+  __builtin_memcpy(&b, x, sizeof b);
+  const Ints a = b & 0x7fffffff;
+  const Floats sum = __builtin_bit_cast(Floats, a) + __builtin_bit_cast(float, kMagic);
+  const Ints tiny = __builtin_bit_cast(Ints, sum) - kMagic;
+  const Ints normal = (a - kUp + ((1 << (kShift - 1)) - 1) + ((a >> kShift) & 1)) >> kShift;
+  Ints code = a < kUp + (1 << 23) ? tiny : normal;
+  code = code < kLargest ? code : Ints{} + kLargest;
+  code = a == 0x7f800000 ? Ints{} + kInfinity : code;
+  code = a > 0x7f800000 ? Ints{} + 0x7f : code;
+  const Bytes bytes = __builtin_convertvector(code | ((b >> 24) & 0x80), Bytes);
+  __builtin_memcpy(codes, &bytes, sizeof bytes);
 }
-inline uint8_t f32_to_e4m3(float x) { return f32_to_f8<3, 7, 0x7e, 0x7e>(x); }
-inline uint8_t f32_to_e5m2(float x) { return f32_to_f8<2, 15, 0x7b, 0x7c>(x); }
 
 // ---- attention ----------------------------------------------------------------------------------
 

@@ -210,7 +210,7 @@ USAGE_ERRORS: dict[str, tuple[list[str], str]] = {
     "too many threads": (["generate", "x", "--threads", "99999999999"], "from 1 to 1024"),
     "an unknown cache": (
         ["generate", "x", "--kv-dtype", "int4"],
-        "float8_e5m2 or int8, got 'int4'",
+        "float32, bfloat16, float16, float8_e4m3fn, float8_e5m2 or int8, got 'int4'",
     ),
 }
 

@@ -128,14 +128,14 @@ template <class V>
 inline void store_e4m3_n(uint8_t* p, V v, int64_t count) {
   const Lanes x = lanes_of(v);
   uint8_t codes[16];
-  for (int i = 0; i < 16; ++i) codes[i] = f32_to_e4m3(x.at[i]);
+  for (int i = 0; i < 16; i += 4) f32_to_f8<3, 7, 0x7e, 0x7e>(x.at + i, codes + i);
   __builtin_memcpy(p, codes, static_cast<std::size_t>(count < 16 ? count : 16));
 }
 template <class V>
 inline void store_e5m2_n(uint8_t* p, V v, int64_t count) {
   const Lanes x = lanes_of(v);
   uint8_t codes[16];
-  for (int i = 0; i < 16; ++i) codes[i] = f32_to_e5m2(x.at[i]);
+  for (int i = 0; i < 16; i += 4) f32_to_f8<2, 15, 0x7b, 0x7c>(x.at + i, codes + i);
   __builtin_memcpy(p, codes, static_cast<std::size_t>(count < 16 ? count : 16));
 }
 
