@@ -2,8 +2,9 @@
 // behind them stand in ops/ and are registered there; fakes and documentation:
 // python/bitnet_ops/ops.
 //
-// F stands for float32, bfloat16 or float16.  R = 32 * ceil(K / 128), the bytes of a packed row
-// (format/layout.h).  Scales multiply.  Nothing aliases; what is mutated carries an alias mark.
+// F stands for float32, bfloat16 or float16, C for a type of caches: F, float8_e4m3fn, float8_e5m2
+// or int8.  R = 32 * ceil(K / 128), the bytes of a packed row (format/layout.h).  Scales multiply.
+// Nothing aliases; what is mutated carries an alias mark.
 // W stands for a ternary matrix of N x K: canonical uint8 [N, R], or one of the CPU-specific
 // layouts of the kernels that run, 2 bit uint8 [tiles, lines, 4 L] or 1.6 bit uint8 [tiles, lines,
 // L, 4], which need N in out_features (their tiles are padded); with canonical rows it may be left
@@ -72,9 +73,9 @@ STABLE_TORCH_LIBRARY(bitnet, m) {
       "Tensor up_weight, Tensor up_scale, Tensor? sub_norm_weight, Tensor down_weight, "
       "Tensor down_scale, float eps, str activation, int[] out_features=[], int[] "
       "in_features=[]) -> Tensor");
-  // query F [B, T, H, D], caches float32, bfloat16 or int8 [B, KV, L, D], start_positions int64
-  //   [B], scales float32 [B, KV, L] of int8 caches -> F [B, T, H, D]; token t of sequence b sees
-  //   positions 0 .. start_positions[b] + t
+  // query F [B, T, H, D], caches C [B, KV, L, D], start_positions int64 [B], scales float32
+  //   [B, KV, L] of int8 caches -> F [B, T, H, D]; token t of sequence b sees positions
+  //   0 .. start_positions[b] + t
   m.def(
       "attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor start_positions, "
       "float scale, Tensor? key_scale=None, Tensor? value_scale=None) -> Tensor");

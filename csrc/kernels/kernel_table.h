@@ -16,12 +16,15 @@
 
 namespace bitnet {
 
-// Element types of activations in memory.  Inside the kernels everything is float32.  kInt8: keys
-// and values of a cache with a scale for every position, and nothing else.
-enum class DType : int32_t { kF32 = 0, kBF16 = 1, kF16 = 2, kInt8 = 3 };
+// Element types in memory.  Inside the kernels everything is float32.  Activations and weights of
+// heads are kF32, kBF16 or kF16; the rest is for keys and values of a cache and nothing else: kInt8
+// with a scale for every position, kF8E4M3 and kF8E5M2 the 8-bit floats of the Open Compute Project
+// (E4M3FN, without infinities, to 448; E5M2, IEEE's way, to 57344).
+enum class DType : int32_t { kF32 = 0, kBF16 = 1, kF16 = 2, kInt8 = 3, kF8E4M3 = 4, kF8E5M2 = 5 };
 
 constexpr int64_t element_size(DType type) {
-  return type == DType::kF32 ? 4 : type == DType::kInt8 ? 1 : 2;
+  if (type == DType::kF32) return 4;
+  return type == DType::kBF16 || type == DType::kF16 ? 2 : 1;
 }
 
 // One token as the quantised heads take it: x[k] = scale * wide[k], wide = 256 * high + low.  What
@@ -129,7 +132,7 @@ struct AttentionChunk {
   const float* query;      // [rows, dim]; not used with kInt8
   int64_t rows, dim;       // both at least 1
   int64_t rows_per_token;  // row r belongs to token r / rows_per_token
-  DType type;              // of keys and values: kF32, kBF16 or kInt8
+  DType type;              // of keys and values, any
   const void* keys;        // the chunk's first position; the next ones stride_bytes apart
   const void* values;
   int64_t stride_bytes;
@@ -173,9 +176,15 @@ struct KernelTable {
   ProductBlocking (*product_blocking)(int64_t tokens);
 
   // ---- element types ------------------------------------------------------------------------
+  // Every type but kInt8.  Loading is exact, storing rounds half to even.  Beyond the largest
+  // number of a 16-bit type lies infinity, as in a cast of torch.  8-bit floats saturate: a finite
+  // number becomes their largest one, whose error attention can live with; an infinity stays one in
+  // E5M2 and becomes 448 in E4M3, which has none; NaN is 0x7f beside its sign.  So E4M3 is torch's
+  // cast (since 2.13; before, what lies beyond was NaN), and E5M2 but for finite numbers from 61440
+  // on.
   void (*load_row)(DType type, const void* src, int64_t n, float* dst);
-  void (*store_row)(DType type, const float* src, int64_t n, void* dst);  // round half to even
-  void (*round_row)(DType type, float* x, int64_t n);                     // in place: store, load
+  void (*store_row)(DType type, const float* src, int64_t n, void* dst);
+  void (*round_row)(DType type, float* x, int64_t n);  // in place: store, load
 
   // ---- norms and activations ----------------------------------------------------------------
   // y = x * (1 / sqrt(mean(x^2) + eps)), rounded to `type`, times weight.  y may be x.
@@ -196,7 +205,8 @@ struct KernelTable {
   // the sum of w_j * value_j[i], j ascending, one fused multiply-add each.  Chunks are merged in
   // ascending order: top = max of both; a = exp(before - top), b = exp(now - top); sum =
   // fma(now.sum, b, sum * a); acc[i] = fma(now.acc[i], b, acc[i] * a).  out = acc / sum. A chunk
-  // that holds nothing but -inf weighs nothing; a NaN makes the result NaN.
+  // that holds nothing but -inf weighs nothing; a NaN makes the result NaN.  Keys and values of the
+  // smaller floating-point types are what load_row makes of them.
   //
   // With kInt8 (dim <= kMaxInt8Dim) both sums are of integers and exact: s_j = float(dot(wide,
   // keys[j])) * ((query_scale * scale) * key_scale[j]); max, w_j and sum as above; u_j = w_j *

@@ -127,6 +127,20 @@ inline void store_f16_n(uint16_t* p, F32x16 x, int64_t count) {
   _mm256_mask_storeu_epi16(p, first_lanes(count), h);
 }
 
+// 8-bit floats become float16, which is widened at full speed, the smallest numbers included.
+inline F32x16 load_e4m3_n(const uint8_t* p, int64_t count) {
+  const __m256i words = _mm256_cvtepi8_epi16(_mm_maskz_loadu_epi8(first_lanes(count), p));
+  const __m256i h = _mm256_and_si256(_mm256_slli_epi16(words, 7), _mm256_set1_epi16(-0x4080));
+  const __m256i magnitude = _mm256_set1_epi16(0x3f80);  // of NaN, too: there it would be 480
+  const __mmask16 nan = _mm256_cmpeq_epi16_mask(_mm256_and_si256(h, magnitude), magnitude);
+  const __m256i half = _mm256_mask_add_epi16(h, nan, h, _mm256_set1_epi16(0x4000));
+  return {_mm512_mul_ps(_mm512_cvtph_ps(half), _mm512_set1_ps(256.0f))};
+}
+inline F32x16 load_e5m2_n(const uint8_t* p, int64_t count) {
+  const __m256i words = _mm256_cvtepu8_epi16(_mm_maskz_loadu_epi8(first_lanes(count), p));
+  return {_mm512_cvtph_ps(_mm256_slli_epi16(words, 8))};
+}
+
 // ---- attention ----------------------------------------------------------------------------
 
 using Reg = __m512;
@@ -147,7 +161,7 @@ inline __m512 fold_halves(__m512 a, __m512 b) {
 inline __m512 fold_quarters(__m512 a, __m512 b) {
   return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
 }
-template <class E>
+template <DType>
 inline void reduce_eight(const Reg (&sums)[kRegs][8], float* out) {
   const __m512(&v)[8] = sums[0];
   const __m512 a = fold_quarters(fold_halves(v[0], v[1]), fold_halves(v[2], v[3]));

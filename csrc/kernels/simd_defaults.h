@@ -69,6 +69,39 @@ inline int64_t count_bits(uint32_t x) {
   return (x + (x >> 8)) & 0x1fu;
 }
 
+// 8-bit floats.  Both are a float16 in disguise: E5M2 its upper byte; E4M3 one whose exponent is 8
+// less, save for its only NaN, which would be 480.
+inline float e5m2_to_f32(uint8_t c) { return f16_to_f32(static_cast<uint16_t>(c << 8)); }
+inline float e4m3_to_f32(uint8_t c) {
+  const int32_t nan = (c & 0x7f) == 0x7f ? 0x7e00 : 0;
+  const int32_t half = (c & 0x80) << 8 | (c & 0x7f) << 7 | nan;
+  return f16_to_f32(static_cast<uint16_t>(half)) * 256.0f;
+}
+// The codes of 4 numbers in a format with so many bits of fraction.  In the compiler's own vectors:
+// it does not find them in a loop.
+template <int kFraction, int32_t kBias, int32_t kLargest, int32_t kInfinity>
+inline void f32_to_f8(const float* x, uint8_t* codes) {
+  using Ints [[gnu::vector_size(16)]] = int32_t;
+  using Floats [[gnu::vector_size(16)]] = float;
+  using Bytes [[gnu::vector_size(4)]] = uint8_t;
+  constexpr int kShift = 23 - kFraction;
+  constexpr int32_t kUp = (127 - kBias) << 23;
+  // In a sum with this number the format's smallest step is the last bit, and the sum is rounded.
+  constexpr int32_t kMagic = (127 + 24 - kBias - kFraction) << 23;
+  Ints b;
+  __builtin_memcpy(&b, x, sizeof b);
+  const Ints a = b & 0x7fffffff;
+  const Floats sum = __builtin_bit_cast(Floats, a) + __builtin_bit_cast(float, kMagic);
+  const Ints tiny = __builtin_bit_cast(Ints, sum) - kMagic;
+  const Ints normal = (a - kUp + ((1 << (kShift - 1)) - 1) + ((a >> kShift) & 1)) >> kShift;
+  Ints code = a < kUp + (1 << 23) ? tiny : normal;
+  code = code < kLargest ? code : Ints{} + kLargest;
+  code = a == 0x7f800000 ? Ints{} + kInfinity : code;
+  code = a > 0x7f800000 ? Ints{} + 0x7f : code;
+  const Bytes bytes = __builtin_convertvector(code | ((b >> 24) & 0x80), Bytes);
+  __builtin_memcpy(codes, &bytes, sizeof bytes);
+}
+
 // ---- attention ----------------------------------------------------------------------------------
 
 struct NoReg {};

@@ -197,6 +197,41 @@ inline void store_f16_n(uint16_t* p, F32x16 x, int64_t count) {
       count);
 }
 
+// Eight bits as the upper byte of 16 words, in two registers.
+struct UpperBytes {
+  uint16x8_t half[2];
+};
+inline UpperBytes load_upper_n(const uint8_t* p, int64_t count) {
+  uint8_t buffer[16];
+  if (count < 16) {
+    for (int i = 0; i < 16; ++i) buffer[i] = i < count ? p[i] : 0;
+    p = buffer;
+  }
+  const uint8x16_t b = vld1q_u8(p), none = vdupq_n_u8(0);
+  return {{vreinterpretq_u16_u8(vzip1q_u8(none, b)), vreinterpretq_u16_u8(vzip2q_u8(none, b))}};
+}
+inline F32x16 f16_halves_to_f32(uint16x8_t a, uint16x8_t b) {
+  const float16x8_t x = vreinterpretq_f16_u16(a), y = vreinterpretq_f16_u16(b);
+  return {{vcvt_f32_f16(vget_low_f16(x)), vcvt_f32_f16(vget_high_f16(x)),
+           vcvt_f32_f16(vget_low_f16(y)), vcvt_f32_f16(vget_high_f16(y))}};
+}
+// A float16 that is 256 times too small, or NaN.
+inline uint16x8_t e4m3_to_f16(uint16x8_t words) {
+  const int16x8_t shifted = vshrq_n_s16(vreinterpretq_s16_u16(words), 1);
+  const uint16x8_t h = vandq_u16(vreinterpretq_u16_s16(shifted), vdupq_n_u16(0xbf80));
+  const uint16x8_t magnitude = vdupq_n_u16(0x3f80);  // of NaN, too: there it would be 480
+  const uint16x8_t nan = vceqq_u16(vandq_u16(h, magnitude), magnitude);
+  return vorrq_u16(h, vandq_u16(nan, vdupq_n_u16(0x7e00)));
+}
+inline F32x16 load_e4m3_n(const uint8_t* p, int64_t count) {
+  const UpperBytes x = load_upper_n(p, count);
+  return mul(f16_halves_to_f32(e4m3_to_f16(x.half[0]), e4m3_to_f16(x.half[1])), set1(256.0f));
+}
+inline F32x16 load_e5m2_n(const uint8_t* p, int64_t count) {
+  const UpperBytes x = load_upper_n(p, count);
+  return f16_halves_to_f32(x.half[0], x.half[1]);
+}
+
 // ---- attention ----------------------------------------------------------------------------
 
 using Reg = float32x4_t;
@@ -214,7 +249,7 @@ inline float32x4_t fold_pairs(float32x4_t a, float32x4_t b) {
   return vaddq_f32(vcombine_f32(vget_low_f32(a), vget_low_f32(b)),
                    vcombine_f32(vget_high_f32(a), vget_high_f32(b)));
 }
-template <class E>
+template <DType>
 inline void reduce_eight(const Reg (&sums)[kRegs][8], float* out) {
   float32x4_t four[8];
   for (int i = 0; i < 8; ++i) {

@@ -187,6 +187,33 @@ inline void store_f16_n(uint16_t* p, F32x16 v, int64_t count) {
               _mm256_cvtps_ph(v.hi, _MM_FROUND_TO_NEAREST_INT), count);
 }
 
+// 8-bit floats become float16, which F16C widens at full speed, the smallest numbers included.  A
+// code is the upper byte of its word; what lies below it does not matter for E4M3.
+inline __m256 e5m2_words_to_f32(__m128i words) { return _mm256_cvtph_ps(words); }
+inline __m256 e4m3_words_to_f32(__m128i words) {
+  const __m128i h = _mm_and_si128(_mm_srai_epi16(words, 1), _mm_set1_epi16(-0x4080));  // 0xbf80
+  const __m128i magnitude = _mm_set1_epi16(0x3f80);  // of NaN, too: there it would be 480
+  const __m128i nan = _mm_cmpeq_epi16(_mm_and_si128(h, magnitude), magnitude);
+  const __m128i half = _mm_or_si128(h, _mm_and_si128(nan, _mm_set1_epi16(0x7e00)));
+  return _mm256_mul_ps(_mm256_cvtph_ps(half), _mm256_set1_ps(256.0f));
+}
+inline __m128i load_u8_n(const uint8_t* p, int64_t count) {
+  if (count >= 16) return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  alignas(16) uint8_t buffer[16] = {};
+  for (int64_t i = 0; i < count; ++i) buffer[i] = p[i];
+  return _mm_load_si128(reinterpret_cast<const __m128i*>(buffer));
+}
+inline F32x16 load_e4m3_n(const uint8_t* p, int64_t count) {
+  const __m128i b = load_u8_n(p, count), none = _mm_setzero_si128();
+  return {e4m3_words_to_f32(_mm_unpacklo_epi8(none, b)),
+          e4m3_words_to_f32(_mm_unpackhi_epi8(none, b))};
+}
+inline F32x16 load_e5m2_n(const uint8_t* p, int64_t count) {
+  const __m128i b = load_u8_n(p, count), none = _mm_setzero_si128();
+  return {e5m2_words_to_f32(_mm_unpacklo_epi8(none, b)),
+          e5m2_words_to_f32(_mm_unpackhi_epi8(none, b))};
+}
+
 // ---- attention ----------------------------------------------------------------------------
 
 using Reg = __m256;
@@ -199,24 +226,34 @@ inline Reg reg(F32x16 v) {
 inline Reg load_reg(const float* p) { return _mm256_loadu_ps(p); }
 inline Reg reg_fma(Reg a, Reg b, Reg c) { return _mm256_fmadd_ps(a, b, c); }
 
-// bfloat16: the even lanes, then the odd ones.  One load and two simple operations for 16 elements;
-// widening in memory order would need the shuffle ports, which the multiply-adds are short of.
-inline F32x16 load_mixed(const float* p) { return load_n(p, 16); }
-inline F32x16 load_mixed(const uint16_t* p) {
-  const __m256i h = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
-  const __m256i odd = _mm256_and_si256(h, _mm256_set1_epi32(static_cast<int>(0xffff0000u)));
-  return {_mm256_castsi256_ps(_mm256_slli_epi32(h, 16)), _mm256_castsi256_ps(odd)};
+// bfloat16 and 8-bit floats: the even lanes, then the odd ones.  One load and a few simple
+// operations for 16 elements; widening in memory order would need the shuffle ports, which the
+// multiply-adds are short of.  float16 needs neither: its conversion reads memory.
+constexpr bool evens_first(DType type) { return type != DType::kF32 && type != DType::kF16; }
+
+template <DType kType>
+  requires(evens_first(kType))
+inline F32x16 load_mixed(const void* p) {
+  if constexpr (kType == DType::kBF16) {
+    const __m256i h = _mm256_loadu_si256(static_cast<const __m256i*>(p));
+    const __m256i odd = _mm256_and_si256(h, _mm256_set1_epi32(static_cast<int>(0xffff0000u)));
+    return {_mm256_castsi256_ps(_mm256_slli_epi32(h, 16)), _mm256_castsi256_ps(odd)};
+  } else {
+    const __m128i b = _mm_loadu_si128(static_cast<const __m128i*>(p)), even = _mm_slli_epi16(b, 8);
+    if constexpr (kType == DType::kF8E4M3) return {e4m3_words_to_f32(even), e4m3_words_to_f32(b)};
+    return {e5m2_words_to_f32(even), e5m2_words_to_f32(_mm_and_si128(b, _mm_set1_epi16(-0x100)))};
+  }
 }
-template <class E>
+template <DType kType>
 inline F32x16 mix(F32x16 v) {
-  if constexpr (sizeof(E) == 4) return v;
+  if constexpr (!evens_first(kType)) return v;
   const __m256 a = _mm256_permute2f128_ps(v.lo, v.hi, 0x20);
   const __m256 b = _mm256_permute2f128_ps(v.lo, v.hi, 0x31);
   return {_mm256_shuffle_ps(a, b, 0x88), _mm256_shuffle_ps(a, b, 0xdd)};
 }
-template <class E>
+template <DType kType>
 inline F32x16 unmix(F32x16 v) {
-  if constexpr (sizeof(E) == 4) return v;
+  if constexpr (!evens_first(kType)) return v;
   const __m256 a = _mm256_unpacklo_ps(v.lo, v.hi), b = _mm256_unpackhi_ps(v.lo, v.hi);
   return {_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31)};
 }
@@ -238,10 +275,10 @@ inline __m256 fold_eight(const __m256 (&v)[8]) {
   const __m256 b = fold_pairs(fold_halves(v[4], v[5]), fold_halves(v[6], v[7]));
   return fold_neighbours(a, b);
 }
-template <class E>
+template <DType kType>
 inline void reduce_eight(const Reg (&sums)[kRegs][8], float* out) {
   __m256 r;
-  if constexpr (sizeof(E) == 4) {  // lanes 8 apart lie in two registers: they come first
+  if constexpr (!evens_first(kType)) {  // lanes 8 apart lie in two registers: they come first
     __m256 eight[8];
     for (int i = 0; i < 8; ++i) eight[i] = _mm256_add_ps(sums[0][i], sums[1][i]);
     r = fold_eight(eight);

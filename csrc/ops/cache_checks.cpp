@@ -162,13 +162,32 @@ engine::CachePool pool_view(const Tensor& keys, const Tensor& values,
 
 void check_cache_dtype(const Check& check, const Tensor& cache, const char* argument) {
   if (!cache.defined()) check.float_dtype(cache, argument);  // it says so
-  const ScalarType type = cache.scalar_type();
-  if (type != ScalarType::Float && type != ScalarType::BFloat16 && type != ScalarType::Char)
-    check.fail(argument, "of dtype float32, bfloat16 or int8", dtype_name(type));
+  switch (cache.scalar_type()) {
+    case ScalarType::Float:
+    case ScalarType::BFloat16:
+    case ScalarType::Half:
+    case ScalarType::Float8_e4m3fn:
+    case ScalarType::Float8_e5m2:
+    case ScalarType::Char:
+      return;
+    default:
+      check.fail(argument,
+                 "of dtype float32, bfloat16, float16, float8_e4m3fn, float8_e5m2 or int8",
+                 dtype_name(cache.scalar_type()));
+  }
 }
 
 DType cache_type_of(const Tensor& cache) {
-  return cache.scalar_type() == ScalarType::Char ? DType::kInt8 : dtype_of(cache);
+  switch (cache.scalar_type()) {
+    case ScalarType::Char:
+      return DType::kInt8;
+    case ScalarType::Float8_e4m3fn:
+      return DType::kF8E4M3;
+    case ScalarType::Float8_e5m2:
+      return DType::kF8E5M2;
+    default:
+      return dtype_of(cache);
+  }
 }
 
 bool overlap(const Tensor& a, const Tensor& b) {

@@ -12,7 +12,7 @@
 
 namespace bitnet::ops {
 
-// float32, bfloat16 or int8.
+// float32, bfloat16, float16, float8_e4m3fn, float8_e5m2 or int8.
 void check_cache_dtype(const Check& check, const Tensor& cache, const char* argument);
 // Of a tensor that has passed check_cache_dtype.
 DType cache_type_of(const Tensor& cache);

@@ -30,6 +30,10 @@ std::string dtype_name(ScalarType type) {
       return "bool";
     case ScalarType::BFloat16:
       return "bfloat16";
+    case ScalarType::Float8_e4m3fn:
+      return "float8_e4m3fn";
+    case ScalarType::Float8_e5m2:
+      return "float8_e5m2";
     case ScalarType::ComplexFloat:
       return "complex64";
     case ScalarType::ComplexDouble:

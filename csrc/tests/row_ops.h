@@ -13,10 +13,11 @@
 namespace bitnet::test {
 
 // How a buffer's bytes are filled and compared; scratch (floats) may hold anything afterwards.
-enum class Kind { kF32, kI32, kI8, kU16, kBF16, kF16, kScratch };  // kU16: compared bit by bit
+// kU16, kF8E4M3, kF8E5M2: compared bit by bit.
+enum class Kind { kF32, kI32, kI8, kU16, kBF16, kF16, kF8E4M3, kF8E5M2, kScratch };
 inline int64_t size_of(Kind kind) {
   if (kind == Kind::kU16 || kind == Kind::kBF16 || kind == Kind::kF16) return 2;
-  return kind == Kind::kI8 ? 1 : 4;
+  return kind == Kind::kI8 || kind == Kind::kF8E4M3 || kind == Kind::kF8E5M2 ? 1 : 4;
 }
 
 struct Shape {
@@ -45,11 +46,19 @@ struct RowOp {
   int in_place_of = -1;
 };
 
-inline Kind stored_as(DType type) { return type == DType::kF32 ? Kind::kF32 : Kind::kU16; }
-inline const char* name_of(DType type) {
-  return type == DType::kF32 ? "f32" : type == DType::kBF16 ? "bf16" : "f16";
+inline Kind stored_as(DType type) {
+  if (type == DType::kF8E4M3) return Kind::kF8E4M3;
+  if (type == DType::kF8E5M2) return Kind::kF8E5M2;
+  return type == DType::kF32 ? Kind::kF32 : Kind::kU16;
 }
+inline const char* name_of(DType type) {
+  constexpr const char* kNames[] = {"f32", "bf16", "f16", "int8", "e4m3", "e5m2"};
+  return kNames[static_cast<int>(type)];
+}
+// Of activations, and of the rows of a cache.
 inline constexpr DType kTypes[] = {DType::kF32, DType::kBF16, DType::kF16};
+inline constexpr DType kCacheTypes[] = {DType::kF32, DType::kBF16, DType::kF16, DType::kF8E4M3,
+                                        DType::kF8E5M2};
 
 // `floats` float rows in, one out.
 inline std::function<std::vector<Shape>(int64_t)> float_rows(int floats) {
@@ -134,7 +143,7 @@ inline void add_store_ops(std::vector<RowOp>& ops) {
 }
 
 inline void add_type_ops(std::vector<RowOp>& ops) {
-  for (const DType type : kTypes) {
+  for (const DType type : kCacheTypes) {
     const auto typed = [type](int64_t n) { return std::vector<Shape>{{stored_as(type), n}}; };
     const std::string suffix = std::string(" ") + name_of(type);
     ops.push_back({"load_row" + suffix, "load_row", typed, float_rows(1),
@@ -143,6 +152,9 @@ inline void add_type_ops(std::vector<RowOp>& ops) {
                    [type](const Call& c) { c.table.store_row(type, c.f(0), c.n, c.out[0]); }});
     ops.push_back({"round_row" + suffix, "round_row", float_rows(1), float_rows(1),
                    [type](const Call& c) { c.table.round_row(type, c.y(), c.n); }, 0, 0});
+  }
+  for (const DType type : kTypes) {
+    const std::string suffix = std::string(" ") + name_of(type);
     ops.push_back(
         {"rms_norm_row" + suffix, "rms_norm_row", float_rows(2), float_rows(1),
          [type](const Call& c) { c.table.rms_norm_row(c.f(0), c.f(1), c.n, 1e-5f, type, c.y()); }});
@@ -284,7 +296,7 @@ inline void add_int8_attention_ops(std::vector<RowOp>& ops) {
 }
 
 inline void add_attention_ops(std::vector<RowOp>& ops) {
-  for (const DType type : {DType::kF32, DType::kBF16}) {
+  for (const DType type : kCacheTypes) {
     for (const QueryRows q : kQueryRows) {
       for (const bool long_context : {true, false}) add_chunk_op(ops, type, q, long_context, 0);
     }

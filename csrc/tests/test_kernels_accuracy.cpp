@@ -9,6 +9,7 @@
 
 #include "tests/check.h"
 #include "tests/random.h"
+#include "tests/row_ops.h"
 #include "tests/tables.h"
 
 namespace bitnet::test {
@@ -249,18 +250,15 @@ void rms_norm(const KernelTable& table, Flavour flavour) {
 
 // The values of a matrix in `type`, and their bytes.
 struct Matrix {
-  std::vector<uint16_t> half;
+  std::vector<char> stored;
   std::vector<float> value;
-  const void* data(DType type) const {
-    return type == DType::kF32 ? static_cast<const void*>(value.data()) : half.data();
-  }
+  const void* data() const { return stored.data(); }
 };
 Matrix random_matrix(Random& random, DType type, int64_t count, float size) {
   Matrix m;
   for (int64_t i = 0; i < count; ++i) m.value.push_back(random.unit() * size);
-  m.half.resize(m.value.size());
-  scalar_table().store_row(type == DType::kF32 ? DType::kBF16 : type, m.value.data(), count,
-                           m.half.data());
+  m.stored.resize(static_cast<std::size_t>(count * element_size(type)));
+  scalar_table().store_row(type, m.value.data(), count, m.stored.data());
   scalar_table().round_row(type, m.value.data(), count);
   return m;
 }
@@ -273,7 +271,7 @@ void head_dense(const KernelTable& table, DType type) {
     const std::vector<float> x = random_floats(random, Flavour::kUnit, k);
     const Matrix m = random_matrix(random, type, 7 * k, 1.0f);
     float out[7];
-    table.head_dense(x.data(), 1, type, m.data(type), k, 0, 7, 0, out, 7);
+    table.head_dense(x.data(), 1, type, m.data(), k, 0, 7, 0, out, 7);
     for (int64_t row = 0; row < 7; ++row) {
       double sum = 0, magnitude = 0;
       for (int64_t i = 0; i < k; ++i) {
@@ -350,7 +348,7 @@ std::vector<float> attend(const KernelTable& table, DType type, const std::vecto
   std::vector<float> scratch(static_cast<std::size_t>(attention_scratch_floats(1, dim)));
   for (int64_t begin = 0; begin < length; begin += kAttentionChunk) {
     const auto at = [&](const Matrix& m) {
-      return static_cast<const char*>(m.data(type)) + begin * row_bytes;
+      return static_cast<const char*>(m.data()) + begin * row_bytes;
     };
     const int64_t positions = std::min(kAttentionChunk, length - begin);
     const AttentionChunk chunk = {.query = q.data(),
@@ -414,8 +412,7 @@ int main() {
     head_dense(*table, bitnet::DType::kBF16);
     head_dense(*table, bitnet::DType::kF16);
     print_share(*table, "head_dense");
-    attention(*table, bitnet::DType::kF32);
-    attention(*table, bitnet::DType::kBF16);
+    for (const bitnet::DType type : bitnet::test::kCacheTypes) attention(*table, type);
     print_share(*table, "attention");
   }
   return finish("test_kernels_accuracy");

@@ -1,7 +1,7 @@
-// Conversions of every kernel table, to the bit: all 65536 bf16 and f16 patterns read, floats
-// stored at and beside every tie, int8 quantisation with ties at every length.  The reference knows
-// the formats by the value of each code and rounds by searching the nearest one; it shares no bit
-// trick with the kernels.
+// Conversions of every kernel table, to the bit: every pattern of the 16- and 8-bit floats read,
+// floats stored at and beside every tie (8-bit floats: all bf16 and f16 numbers besides), int8
+// quantisation with ties at every length.  The reference knows the formats by the value of each
+// code and rounds by searching the nearest one; it shares no bit trick with the kernels.
 #include <algorithm>
 #include <cmath>
 #include <vector>
@@ -13,13 +13,19 @@
 namespace bitnet::test {
 namespace {
 
-// A 16-bit format: `fraction` bits below the exponent, `bias` of the exponent.
+// A format of `width` bits: `fraction` bits below the exponent, `bias` of the exponent.
 struct Format {
   DType type;
   const char* name;
-  int fraction, bias;
+  int width, fraction, bias;
+  bool infinite, saturates;  // has infinities; finite numbers beyond the largest become it
 
-  int codes() const { return ((1 << (15 - fraction)) - 1) << fraction; }  // finite, positive
+  int patterns() const { return 1 << width; }
+  int sign() const { return patterns() / 2; }
+  // Finite and positive ones; without infinities, only the last pattern is none of them.
+  int codes() const {
+    return infinite ? ((1 << (width - 1 - fraction)) - 1) << fraction : sign() - 1;
+  }
   // The value of a positive code; codes() stands for the first value out of range.
   double value(int code) const {
     const int exponent = code >> fraction, below = code & ((1 << fraction) - 1);
@@ -27,7 +33,7 @@ struct Format {
     return std::ldexp(below + (1 << fraction), exponent - bias - fraction);
   }
   // Nearest code; a tie goes to the even one.  From half way to the first value out of range:
-  // infinity, whose code is that value's.
+  // infinity, whose code is that value's, unless the format saturates.
   uint16_t nearest(float x) const {
     const double magnitude = std::fabs(static_cast<double>(x));
     int low = 0, high = codes();
@@ -36,34 +42,69 @@ struct Format {
       (value(middle) <= magnitude ? low : high) = middle;
     }
     const double below = magnitude - value(low), above = value(high) - magnitude;
-    const int code = below < above ? low : above < below ? high : low % 2 == 0 ? low : high;
-    return static_cast<uint16_t>(code | (std::signbit(x) ? 0x8000 : 0));
+    int code = below < above ? low : above < below ? high : low % 2 == 0 ? low : high;
+    const bool stays = saturates && (std::isfinite(x) || !infinite);
+    if (stays && code == codes()) code = codes() - 1;
+    return static_cast<uint16_t>(code | (std::signbit(x) ? sign() : 0));
   }
 };
 
-constexpr Format kFormats[] = {{DType::kBF16, "bf16", 7, 127}, {DType::kF16, "f16", 10, 15}};
+constexpr Format kFormats[] = {{DType::kBF16, "bf16", 16, 7, 127, true, false},
+                               {DType::kF16, "f16", 16, 10, 15, true, false},
+                               {DType::kF8E4M3, "e4m3", 8, 3, 7, false, true},
+                               {DType::kF8E5M2, "e5m2", 8, 2, 15, true, true}};
+
+// Codes as they lie in memory, and as numbers.
+std::vector<uint8_t> to_memory(const Format& format, const std::vector<uint16_t>& codes) {
+  std::vector<uint8_t> bytes;
+  for (const uint16_t code : codes) {
+    bytes.push_back(static_cast<uint8_t>(code));
+    if (format.width == 16) bytes.push_back(static_cast<uint8_t>(code >> 8));
+  }
+  return bytes;
+}
+std::vector<uint16_t> store(const KernelTable& table, const Format& format,
+                            const std::vector<float>& x) {
+  const std::size_t size = format.width == 16 ? 2 : 1;
+  std::vector<uint8_t> bytes(x.size() * size);
+  table.store_row(format.type, x.data(), static_cast<int64_t>(x.size()), bytes.data());
+  std::vector<uint16_t> codes;
+  for (std::size_t i = 0; i < x.size(); ++i) {
+    const int high = size == 2 ? bytes[2 * i + 1] << 8 : 0;
+    codes.push_back(static_cast<uint16_t>(bytes[size * i] | high));
+  }
+  return codes;
+}
+std::vector<float> load(const KernelTable& table, const Format& format,
+                        const std::vector<uint16_t>& codes) {
+  std::vector<float> x(codes.size());
+  table.load_row(format.type, to_memory(format, codes).data(), static_cast<int64_t>(x.size()),
+                 x.data());
+  return x;
+}
 
 uint32_t bits(float x) { return std::bit_cast<uint32_t>(x); }
 
 // ---- reading ------------------------------------------------------------------------------------
 
 uint32_t expected_float(const Format& format, uint16_t code) {
-  const int positive = code & 0x7fff;
-  const uint32_t sign = code & 0x8000u ? 0x80000000u : 0;
+  const int positive = code & (format.sign() - 1);
+  const uint32_t sign = code & format.sign() ? 0x80000000u : 0;
   if (positive < format.codes()) return sign | bits(static_cast<float>(format.value(positive)));
+  if (!format.infinite) return sign | 0x7ff00000u;  // the only NaN; its fraction is kept
   if (positive == format.codes()) return sign | 0x7f800000u;
-  // NaN: the payload moves up; f16 hardware makes it quiet, bf16 is a shift and keeps it as it is.
+  // NaN: the payload moves up; f16 hardware, which E5M2 goes through, makes it quiet, bf16 is a
+  // shift and keeps it as it is.
   const auto payload = static_cast<uint32_t>(positive - format.codes());
-  const uint32_t quiet = format.type == DType::kF16 ? 0x400000u : 0;
+  const uint32_t quiet = format.type == DType::kBF16 ? 0 : 0x400000u;
   return sign | 0x7f800000u | quiet | (payload << (23 - format.fraction));
 }
 
 void reads_every_pattern(const KernelTable& table, const Format& format) {
   begin_case("%s load_row %s, all patterns", table.name, format.name);
-  std::vector<uint16_t> codes(65536);
+  std::vector<uint16_t> codes(static_cast<std::size_t>(format.patterns()));
   for (std::size_t i = 0; i < codes.size(); ++i) codes[i] = static_cast<uint16_t>(i);
-  std::vector<float> got(65536);
-  table.load_row(format.type, codes.data(), 65536, got.data());
+  const std::vector<float> got = load(table, format, codes);
   for (const uint16_t code : codes) {
     const uint32_t want = expected_float(format, code);
     CHECK(bits(got[code]) == want, "0x%04x: 0x%08x, not 0x%08x", code, bits(got[code]), want);
@@ -84,6 +125,11 @@ std::vector<float> storing_samples(const Format& format) {
       samples.insert(samples.end(), {x, std::nextafter(x, 0.0f), std::nextafter(x, INFINITY)});
     }
   }
+  for (const Format& half : {kFormats[0], kFormats[1]}) {
+    for (int code = 0; format.width == 8 && code < half.codes(); ++code) {
+      samples.push_back(static_cast<float>(half.value(code)));
+    }
+  }
   Random random(3);
   for (int i = 0; i < 200000; ++i) {
     const float x = std::bit_cast<float>(static_cast<uint32_t>(random.next()) & 0x7fffffffu);
@@ -97,12 +143,10 @@ std::vector<float> storing_samples(const Format& format) {
 void stores_nearest(const KernelTable& table, const Format& format,
                     const std::vector<float>& samples, const std::vector<uint16_t>& want) {
   begin_case("%s store_row %s", table.name, format.name);
-  const auto n = static_cast<int64_t>(samples.size());
-  std::vector<uint16_t> got(samples.size());
-  table.store_row(format.type, samples.data(), n, got.data());
-  std::vector<float> rounded = samples, reread(samples.size());
-  table.round_row(format.type, rounded.data(), n);
-  table.load_row(format.type, got.data(), n, reread.data());
+  const std::vector<uint16_t> got = store(table, format, samples);
+  const std::vector<float> reread = load(table, format, got);
+  std::vector<float> rounded = samples;
+  table.round_row(format.type, rounded.data(), static_cast<int64_t>(samples.size()));
   for (std::size_t i = 0; i < samples.size(); ++i) {
     CHECK(got[i] == want[i], "%a: 0x%04x, not 0x%04x", samples[i], got[i], want[i]);
     CHECK(bits(rounded[i]) == bits(reread[i]), "round_row(%a) gives %a", samples[i], rounded[i]);
@@ -118,16 +162,17 @@ void stores_nan(const KernelTable& table) {
     const float x = std::bit_cast<float>(r | 0x7f800000u);
     if (std::isnan(x)) nans.push_back(x);
   }
-  const auto n = static_cast<int64_t>(nans.size());
-  std::vector<uint16_t> bf16(nans.size()), f16(nans.size());
-  table.store_row(DType::kBF16, nans.data(), n, bf16.data());
-  table.store_row(DType::kF16, nans.data(), n, f16.data());
+  std::vector<uint16_t> codes[4];
+  for (int i = 0; i < 4; ++i) codes[i] = store(table, kFormats[i], nans);
+  const auto& [bf16, f16, e4m3, e5m2] = codes;
   for (std::size_t i = 0; i < nans.size(); ++i) {
     CHECK(bf16[i] == 0x7fc0, "0x%08x: 0x%04x", bits(nans[i]), bf16[i]);
     // As F16C and fcvtn do: sign and upper payload stay, the NaN is made quiet.
     const uint32_t b = bits(nans[i]);
     const auto want = static_cast<uint16_t>((b >> 16 & 0x8000u) | 0x7e00u | (b >> 13 & 0x1ffu));
     CHECK(f16[i] == want, "0x%08x: 0x%04x, not 0x%04x", b, f16[i], want);
+    const uint32_t eight = (b >> 24 & 0x80u) | 0x7fu;
+    CHECK(e4m3[i] == eight && e5m2[i] == eight, "0x%08x: 0x%02x, 0x%02x", b, e4m3[i], e5m2[i]);
   }
 }
 

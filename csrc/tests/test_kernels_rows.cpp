@@ -37,6 +37,11 @@ Bytes random_bytes(Random& random, Shape shape, Flavour flavour) {
     // 16 bits: a bf16 of that flavour; as f16 these bits are as good as any.
     if (shape.kind == Kind::kU16)
       bits = std::bit_cast<uint32_t>(random_float(random, flavour)) >> 16;
+    for (const DType type : {DType::kF8E4M3, DType::kF8E5M2}) {
+      if (shape.kind != stored_as(type)) continue;
+      const float x = random_float(random, flavour);
+      scalar_table().store_row(type, &x, 1, &bits);
+    }
     std::memcpy(&bytes[static_cast<std::size_t>(i * size_of(shape.kind))], &bits,
                 static_cast<std::size_t>(size_of(shape.kind)));
   }
@@ -65,7 +70,7 @@ int64_t first_difference(Shape shape, const uint8_t* a, const uint8_t* b) {
 
 std::string hex(Shape shape, const uint8_t* bytes, int64_t i) {
   char text[32];
-  const uint32_t bits = shape.kind == Kind::kI8    ? element<uint8_t>(bytes, i)
+  const uint32_t bits = size_of(shape.kind) == 1   ? element<uint8_t>(bytes, i)
                         : size_of(shape.kind) == 2 ? element<uint16_t>(bytes, i)
                                                    : element<uint32_t>(bytes, i);
   std::snprintf(text, sizeof text, "0x%x", bits);

@@ -63,8 +63,10 @@ def load(
             travels in the package.
         dtype: of the activations inside the layers, float32 or bfloat16.
         kv_dtype: of the KV caches: torch.float32, torch.bfloat16 (the default: half the memory, no
-            measurable loss) or torch.int8 (about half of that again). Where results must equal
-            those of a float32 implementation to the last bits, ask for float32.
+            measurable loss), torch.float16, torch.int8 (about half of that again),
+            torch.float8_e4m3fn or torch.float8_e5m2 (half of bfloat16, and coarser than int8).
+            Where results must equal those of a float32 implementation to the last bits, ask for
+            float32.
         weight_format: how ternary weights lie in memory: "2bit", "1.6bit", "canonical" (the file's
             own rows, mapped) or "auto", the fastest known, which is "2bit". Results are the same.
             "2bit" and "1.6bit" fit the kernels in use now: after forcing another instruction set,

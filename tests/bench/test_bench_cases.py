@@ -149,8 +149,10 @@ def test_every_case_checks_its_result(ws: memory.Workspace, threads: int) -> Non
 def test_attention_reads_the_bytes_of_its_cache(ws: memory.Workspace) -> None:
     model = shapes.MODELS["demo"]
     sizes = [cases_ops.attention_case(ws, model, 512, c).bytes for c in shapes.KV_DTYPES]
-    rows = 2 * model.num_key_value_heads * 512
-    assert sizes == [rows * 2 * model.head_dim, rows * (model.head_dim + 4)]
+    rows, dim = 2 * model.num_key_value_heads * 512, model.head_dim
+    expected = {"bfloat16": 2 * dim, "float16": 2 * dim, "int8": dim + 4}
+    expected |= {"float8_e4m3fn": dim, "float8_e5m2": dim}
+    assert sizes == [rows * expected[c] for c in shapes.KV_DTYPES]
 
 
 def spoiled(function: Callable[..., Any]) -> Callable[..., Any]:

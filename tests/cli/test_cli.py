@@ -208,7 +208,10 @@ USAGE_ERRORS: dict[str, tuple[list[str], str]] = {
     "words for numbers": (["generate", "x", "-n", "many"], "an integer at least 0, got 'many'"),
     "no threads": (["generate", "x", "--threads", "0"], "an integer from 1 to 1024, got '0'"),
     "too many threads": (["generate", "x", "--threads", "99999999999"], "from 1 to 1024"),
-    "an unknown cache": (["generate", "x", "--kv-dtype", "int4"], "bfloat16 or int8, got 'int4'"),
+    "an unknown cache": (
+        ["generate", "x", "--kv-dtype", "int4"],
+        "float32, bfloat16, float16, float8_e4m3fn, float8_e5m2 or int8, got 'int4'",
+    ),
 }
 
 

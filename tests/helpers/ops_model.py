@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from bounds import U, rms_norm_error, storing_error, sum_error
-from op_changes import to
+from op_changes import F64, to
 from op_schema import bound, named, positional
 from op_spec import Call, Change, Named, Rejections, spec
 from op_values import (
@@ -26,7 +26,7 @@ from op_values import (
     random_packed,
     strided,
 )
-from ops_attention import cache_memory
+from ops_attention import KV_TYPES_TEXT, cache_memory
 from ops_packing import repacked
 
 
@@ -292,7 +292,7 @@ _DECODE_STEP_REJECTIONS: Rejections = [
         "vocab_size", "2 tiles of 16",
     ),
     ({"vocab_size": lambda a: 36}, "vocab_size", "the 37 rows of head_weight, got 36"),
-    ({"key_cache": lambda a: a["key_cache"].half()}, "key_cache", "bfloat16 or int8"),
+    ({"key_cache": to("key_cache", F64)}, "key_cache", KV_TYPES_TEXT + "float64"),
     ({"key_cache": lambda a: a["key_cache"].mT.contiguous().mT}, "key_cache", "contiguous within"),
     ({"key_cache": lambda a: a["key_cache"][0]}, "key_cache", "with 5 dimensions"),
     ({"key_cache": lambda a: a["value_cache"]}, "value_cache", "in its own memory"),

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from bitnet_ops import ops
+from bounds import assert_equal
 from isa_control import torch_threads
 from op_catalogue import (
     ALL_SAMPLES,
@@ -89,7 +90,14 @@ def test_opcheck(sample: Sample) -> None:
     if sample.name != "not_finite":
         # opcheck compares NaN as unequal; test_compile.py traces that sample and compares it well.
         utils.append("test_aot_dispatch_dynamic")
+    if any(_is_float8(arg) for arg in sample.args()):
+        # torch's check of the schema multiplies tensors to compare them, which it cannot for these.
+        utils.remove("test_schema")
     torch.library.opcheck(overload, sample.args(), test_utils=utils)
+
+
+def _is_float8(arg: Any) -> bool:
+    return isinstance(arg, torch.Tensor) and arg.is_floating_point() and arg.itemsize == 1
 
 
 @pytest.mark.parametrize("op", [op for op, spec in SPECS.items() if spec.passes_gradient])
@@ -141,7 +149,7 @@ def test_arguments_are_left_alone_and_never_returned(sample: Sample) -> None:
     tensors = {i: a for i, a in enumerate(args) if isinstance(a, torch.Tensor)}
     for index, tensor in tensors.items():
         if index not in MUTATED[sample.op]:
-            assert torch.equal(tensor.nan_to_num(7.0), before[index].nan_to_num(7.0)), index
+            assert_equal(tensor, before[index], str(index))
         for output in fresh:
             assert output.is_contiguous()
             shared = output.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()

@@ -18,7 +18,7 @@ from bitnet_ops import ops
 from op_catalogue import SPECS
 from op_values import Arguments
 
-DTYPES = (torch.float32, torch.bfloat16, torch.int8)
+DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int8)
 Place = tuple[int, int | None]  # index of an argument, and in it where it is a list
 
 

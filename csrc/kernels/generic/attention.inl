@@ -6,16 +6,13 @@
 // pages.
 constexpr int64_t kPrefetchBytes = 4096;
 
-template <class E>
-constexpr DType kTypeOf = sizeof(E) == 2 ? DType::kBF16 : DType::kF32;
-
 inline const void* row_at(const void* base, int64_t stride_bytes, int64_t row) {
   return static_cast<const char*>(base) + row * stride_bytes;
 }
 
-template <class E>
-inline const E* row_of(const void* base, int64_t stride_bytes, int64_t row) {
-  return static_cast<const E*>(row_at(base, stride_bytes, row));
+template <DType kType>
+inline const void* element_at(const void* row, int64_t i) {
+  return static_cast<const char*>(row) + i * element_size(kType);
 }
 
 // `bytes` from `offset` on of a run of memory that continues elsewhere (or nowhere, if null).
@@ -30,14 +27,14 @@ inline const E* row_of(const void* base, int64_t stride_bytes, int64_t row) {
 }
 
 // 16 elements in mixed order, the ones past `count` zero.
-template <class E>
-[[gnu::always_inline]] inline F32x16 load_mixed_n(const E* p, int64_t count) {
-  if (count >= 16) return load_mixed(p);
-  return mix<E>(load_as<kTypeOf<E>>(p, 0, count));
+template <DType kType>
+[[gnu::always_inline]] inline F32x16 load_mixed_n(const void* p, int64_t count) {
+  if (count >= 16) return load_mixed<kType>(p);
+  return mix<kType>(load_as<kType>(p, 0, count));
 }
 
 // Register P of R x J dot products of queries (mixed, padded to whole steps) and keys.
-template <class E, int R, int J, int P>
+template <DType kType, int R, int J, int P>
 [[gnu::always_inline]] inline void dot_regs(const float* query, int64_t padded, const void* keys,
                                             int64_t stride_bytes, int64_t dim, LaneReg (&sums)[8]) {
   LaneReg acc[R * J], key[J];
@@ -46,7 +43,7 @@ template <class E, int R, int J, int P>
   for (int64_t i = 0; i + 16 <= dim; i += 16) {
 #pragma GCC unroll 8
     for (int j = 0; j < J; ++j) {
-      key[j] = reg<P>(load_mixed(row_of<E>(keys, stride_bytes, j) + i));
+      key[j] = reg<P>(load_mixed<kType>(element_at<kType>(row_at(keys, stride_bytes, j), i)));
     }
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
@@ -58,7 +55,8 @@ template <class E, int R, int J, int P>
   if (dim % 16 != 0) {
     const int64_t i = dim / 16 * 16;
     for (int j = 0; j < J; ++j) {
-      key[j] = reg<P>(load_mixed_n(row_of<E>(keys, stride_bytes, j) + i, dim - i));
+      key[j] =
+          reg<P>(load_mixed_n<kType>(element_at<kType>(row_at(keys, stride_bytes, j), i), dim - i));
     }
     for (int r = 0; r < R; ++r) {
       const LaneReg q = load_reg(query + r * padded + i + P * (16 / kRegs));
@@ -70,27 +68,27 @@ template <class E, int R, int J, int P>
 }
 
 // scores[r * kAttentionChunk + j] = dot(query r, key j) for R queries and J keys, R * J <= 8.
-template <class E, int R, int J>
+template <DType kType, int R, int J>
 [[gnu::always_inline]] inline void score_tile(const float* query, int64_t padded, const void* keys,
                                               int64_t stride_bytes, int64_t dim, float* scores) {
   LaneReg sums[kRegs][8];
-  dot_regs<E, R, J, 0>(query, padded, keys, stride_bytes, dim, sums[0]);
+  dot_regs<kType, R, J, 0>(query, padded, keys, stride_bytes, dim, sums[0]);
   if constexpr (kRegs > 1) {
-    dot_regs<E, R, J, 1>(query, padded, keys, stride_bytes, dim, sums[1]);
+    dot_regs<kType, R, J, 1>(query, padded, keys, stride_bytes, dim, sums[1]);
   }
   if constexpr (kRegs > 2) {
-    dot_regs<E, R, J, 2>(query, padded, keys, stride_bytes, dim, sums[2]);
-    dot_regs<E, R, J, 3>(query, padded, keys, stride_bytes, dim, sums[3]);
+    dot_regs<kType, R, J, 2>(query, padded, keys, stride_bytes, dim, sums[2]);
+    dot_regs<kType, R, J, 3>(query, padded, keys, stride_bytes, dim, sums[3]);
   }
   float dots[8];
-  reduce_eight<E>(sums, dots);
+  reduce_eight<kType>(sums, dots);
   for (int r = 0; r < R; ++r) {
     __builtin_memcpy(scores + r * kAttentionChunk, dots + r * J, J * sizeof(float));
   }
 }
 
 // Scores of R queries and `count` keys; prefetches keys, then values.
-template <class E, int R>
+template <DType kType, int R>
 void score_rows(const AttentionChunk& c, const float* query, int64_t padded, int64_t count,
                 bool first_group, float* scores) {
   constexpr int J = 8 / R;
@@ -100,12 +98,12 @@ void score_rows(const AttentionChunk& c, const float* query, int64_t padded, int
     if (first_group) {
       prefetch_run(c.keys, run, c.values, j * c.stride_bytes + kPrefetchBytes, J * c.stride_bytes);
     }
-    score_tile<E, R, J>(query, padded, row_of<E>(c.keys, c.stride_bytes, j), c.stride_bytes, c.dim,
-                        scores + j);
+    score_tile<kType, R, J>(query, padded, row_at(c.keys, c.stride_bytes, j), c.stride_bytes, c.dim,
+                            scores + j);
   }
   for (; j < count; ++j) {
-    score_tile<E, R, 1>(query, padded, row_of<E>(c.keys, c.stride_bytes, j), c.stride_bytes, c.dim,
-                        scores + j);
+    score_tile<kType, R, 1>(query, padded, row_at(c.keys, c.stride_bytes, j), c.stride_bytes, c.dim,
+                            scores + j);
   }
 }
 
@@ -143,7 +141,7 @@ void softmax_scores(float* scores, int64_t count, float* state) {
 // acc[r][b] += sum_j weights[r][j] * values[j][16 b ..], j in [begin, end) ascending, for R rows
 // and B steps; acc in mixed order.  `count` elements of every step: fewer than 16 only in the last
 // one.
-template <class E, int R, int B>
+template <DType kType, int R, int B>
 [[gnu::always_inline]] inline void weigh_tile(const float* weights, const void* values,
                                               int64_t stride_bytes, int64_t count, int64_t begin,
                                               int64_t end, float* acc, int64_t acc_stride) {
@@ -151,10 +149,10 @@ template <class E, int R, int B>
 #pragma GCC unroll 8
   for (int k = 0; k < R * B; ++k) sum[k] = load_n(acc + k / B * acc_stride + 16 * (k % B), 16);
   for (int64_t j = begin; j < end; ++j) {
-    const E* row = row_of<E>(values, stride_bytes, j);
+    const void* row = row_at(values, stride_bytes, j);
     F32x16 v[B];
 #pragma GCC unroll 8
-    for (int b = 0; b < B; ++b) v[b] = load_mixed_n(row + 16 * b, count);
+    for (int b = 0; b < B; ++b) v[b] = load_mixed_n<kType>(element_at<kType>(row, 16 * b), count);
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
       const F32x16 w = set1(weights[r * kAttentionChunk + j]);
@@ -168,39 +166,41 @@ template <class E, int R, int B>
 
 // The same over all of dim, some positions at a time so that a whole row of values is used while it
 // is in cache; prefetches values, then what this thread reads next.
-template <class E, int R>
+template <DType kType, int R>
 void weigh_rows(const AttentionChunk& c, const float* weights, int64_t begin, int64_t end,
                 bool first_group, float* acc, int64_t acc_stride) {
   constexpr int B = R == 1 ? 4 : R == 2 ? 2 : 1;
   constexpr int64_t kPositions = 16;
   const int64_t run = c.positions * c.stride_bytes;
-  const E* values = static_cast<const E*>(c.values);
   for (int64_t j = begin; j < end; j += kPositions) {
     const int64_t stop = j + kPositions < end ? j + kPositions : end;
     int64_t i = 0;
     const auto ask = [&](int64_t steps) {  // the share of these steps in the rows to come
       if (!first_group) return;
-      const int64_t bytes = kPositions * 16 * steps * static_cast<int64_t>(sizeof(E));
+      const int64_t bytes = kPositions * 16 * steps * element_size(kType);
       prefetch_run(c.values, run, c.next,
-                   j * c.stride_bytes + kPrefetchBytes + i * kPositions * sizeof(E), bytes);
+                   j * c.stride_bytes + kPrefetchBytes + i * kPositions * element_size(kType),
+                   bytes);
     };
     for (; B > 1 && i + 16 * B <= c.dim; i += 16 * B) {
       ask(B);
-      weigh_tile<E, R, B>(weights, values + i, c.stride_bytes, 16, j, stop, acc + i, acc_stride);
+      weigh_tile<kType, R, B>(weights, element_at<kType>(c.values, i), c.stride_bytes, 16, j, stop,
+                              acc + i, acc_stride);
     }
     for (; i + 16 <= c.dim; i += 16) {
       ask(1);
-      weigh_tile<E, R, 1>(weights, values + i, c.stride_bytes, 16, j, stop, acc + i, acc_stride);
+      weigh_tile<kType, R, 1>(weights, element_at<kType>(c.values, i), c.stride_bytes, 16, j, stop,
+                              acc + i, acc_stride);
     }
     if (i < c.dim) {
-      weigh_tile<E, R, 1>(weights, values + i, c.stride_bytes, c.dim - i, j, stop, acc + i,
-                          acc_stride);
+      weigh_tile<kType, R, 1>(weights, element_at<kType>(c.values, i), c.stride_bytes, c.dim - i, j,
+                              stop, acc + i, acc_stride);
     }
   }
 }
 
 // R rows from `row` on.
-template <class E, int R>
+template <DType kType, int R>
 void attend_rows(const AttentionChunk& c, int64_t row, float* scratch, float* states) {
   const int64_t padded = attention_padded(c.dim), stride = attention_state_floats(c.dim);
   float* query = scratch + R * kAttentionChunk;
@@ -210,11 +210,11 @@ void attend_rows(const AttentionChunk& c, int64_t row, float* scratch, float* st
     seen[r] = positions_seen(c, row + r);
     for (int64_t i = 0; i < padded; i += 16) {
       const F32x16 q = load_n(c.query + (row + r) * c.dim + i, c.dim - i);
-      store_n(query + r * padded + i, mix<E>(q), 16);
+      store_n(query + r * padded + i, mix<kType>(q), 16);
       store_n(state + r * stride + i, zero(), 16);
     }
   }
-  score_rows<E, R>(c, query, padded, seen[R - 1], row == 0, scratch);
+  score_rows<kType, R>(c, query, padded, seen[R - 1], row == 0, scratch);
   for (int r = 0; r < R; ++r) {
     float* scores = scratch + r * kAttentionChunk;
     for (int64_t j = 0; j < seen[r]; j += 16) {
@@ -222,27 +222,27 @@ void attend_rows(const AttentionChunk& c, int64_t row, float* scratch, float* st
     }
     softmax_scores(scores, seen[r], state + r * stride + padded);
   }
-  weigh_rows<E, R>(c, scratch, 0, seen[0], row == 0, state, stride);
+  weigh_rows<kType, R>(c, scratch, 0, seen[0], row == 0, state, stride);
   for (int r = 0; r < R; ++r) {  // positions that the first row does not see
-    weigh_rows<E, 1>(c, scratch + r * kAttentionChunk, seen[0], seen[r], false, state + r * stride,
-                     stride);
+    weigh_rows<kType, 1>(c, scratch + r * kAttentionChunk, seen[0], seen[r], false,
+                         state + r * stride, stride);
     for (int64_t i = 0; i < padded; i += 16) {
       float* acc = state + r * stride + i;
-      store_n(acc, unmix<E>(load_n(acc, 16)), 16);
+      store_n(acc, unmix<kType>(load_n(acc, 16)), 16);
     }
   }
 }
 
 // Rows from `row` on, a few at a time.
-template <class E>
+template <DType kType>
 void attend_few(const AttentionChunk& c, int64_t row, float* scratch, float* states) {
   while (row < c.rows) {
     const int64_t left = c.rows - row;
     const int64_t take = left >= 6 || left == 4 ? 4 : left == 5 ? 3 : left;
-    if (take == 4) attend_rows<E, 4>(c, row, scratch, states);
-    if (take == 3) attend_rows<E, 3>(c, row, scratch, states);
-    if (take == 2) attend_rows<E, 2>(c, row, scratch, states);
-    if (take == 1) attend_rows<E, 1>(c, row, scratch, states);
+    if (take == 4) attend_rows<kType, 4>(c, row, scratch, states);
+    if (take == 3) attend_rows<kType, 3>(c, row, scratch, states);
+    if (take == 2) attend_rows<kType, 2>(c, row, scratch, states);
+    if (take == 1) attend_rows<kType, 1>(c, row, scratch, states);
     row += take;
   }
 }

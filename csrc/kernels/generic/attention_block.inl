@@ -24,7 +24,7 @@ BlockScratch split_scratch(const AttentionChunk& c, float* scratch) {
   return {scratch, values, query, scores, seen};
 }
 
-template <class E>
+template <DType kType>
 void lay_out_keys(const AttentionChunk& c, float* keys) {
   const int64_t padded = attention_padded(c.dim), steps = padded / 16;
   for (int64_t j = 0; j < c.positions; j += 16) {
@@ -33,8 +33,7 @@ void lay_out_keys(const AttentionChunk& c, float* keys) {
       for (int64_t r = 0; r < 16; ++r) {
         F32x16 v = zero();
         if (j + r < c.positions) {
-          const E* key = row_of<E>(c.keys, c.stride_bytes, j + r);
-          v = load_as<kTypeOf<E>>(key, 16 * s, c.dim - 16 * s);
+          v = load_as<kType>(row_at(c.keys, c.stride_bytes, j + r), 16 * s, c.dim - 16 * s);
         }
         store_n(tile + 16 * r, v, 16);
       }
@@ -43,12 +42,12 @@ void lay_out_keys(const AttentionChunk& c, float* keys) {
   }
 }
 
-template <class E>
+template <DType kType>
 void lay_out_values(const AttentionChunk& c, float* values) {
   for (int64_t j = 0; j < c.positions; ++j) {
-    const E* value = row_of<E>(c.values, c.stride_bytes, j);
+    const void* value = row_at(c.values, c.stride_bytes, j);
     for (int64_t i = 0; i < c.dim; i += 16) {
-      store_n(values + i * kAttentionChunk + 16 * j, load_as<kTypeOf<E>>(value, i, c.dim - i), 16);
+      store_n(values + i * kAttentionChunk + 16 * j, load_as<kType>(value, i, c.dim - i), 16);
     }
   }
 }
@@ -108,7 +107,7 @@ template <int R>
 }
 
 // States of the first `rows` rows, a multiple of kBlockRows.
-template <class E>
+template <DType kType>
 void attend_block(const AttentionChunk& c, int64_t rows, float* scratch, float* states) {
   constexpr int R = kBlockRows;
   const BlockScratch s = split_scratch(c, scratch);
@@ -123,8 +122,8 @@ void attend_block(const AttentionChunk& c, int64_t rows, float* scratch, float* 
     query = s.query;
   }
   for (int64_t r = 0; r < rows; ++r) s.seen[r] = static_cast<int32_t>(positions_seen(c, r));
-  lay_out_keys<E>(c, s.keys);
-  lay_out_values<E>(c, s.values);
+  lay_out_keys<kType>(c, s.keys);
+  lay_out_values<kType>(c, s.values);
   for (int64_t j = 0; j < c.positions; j += 16) {
     for (int64_t r = 0; r < rows; r += R) {
       if (j >= s.seen[r + R - 1]) continue;
@@ -150,22 +149,29 @@ void attend_block(const AttentionChunk& c, int64_t rows, float* scratch, float* 
   }
 }
 
-template <class E>
+template <DType kType>
 void attend_as(const AttentionChunk& c, float* scratch, float* states) {
   const int64_t rows = c.rows < kBlockFewest ? 0 : c.rows / kBlockRows * kBlockRows;
-  if (rows > 0) attend_block<E>(c, rows, scratch, states);
-  attend_few<E>(c, rows, scratch, states);
+  if (rows > 0) attend_block<kType>(c, rows, scratch, states);
+  attend_few<kType>(c, rows, scratch, states);
 }
 
 void attend_int8(const AttentionChunk& c, float* states);
 
 void attend_chunk(const AttentionChunk& chunk, float* scratch, float* states) {
-  if (chunk.type == DType::kInt8) {
-    attend_int8(chunk, states);
-  } else if (chunk.type == DType::kBF16) {
-    attend_as<uint16_t>(chunk, scratch, states);
-  } else {
-    attend_as<float>(chunk, scratch, states);
+  switch (chunk.type) {
+    case DType::kF32:
+      return attend_as<DType::kF32>(chunk, scratch, states);
+    case DType::kBF16:
+      return attend_as<DType::kBF16>(chunk, scratch, states);
+    case DType::kF16:
+      return attend_as<DType::kF16>(chunk, scratch, states);
+    case DType::kF8E4M3:
+      return attend_as<DType::kF8E4M3>(chunk, scratch, states);
+    case DType::kF8E5M2:
+      return attend_as<DType::kF8E5M2>(chunk, scratch, states);
+    case DType::kInt8:
+      return attend_int8(chunk, states);
   }
 }
 

@@ -149,6 +149,14 @@ template <class = void>
 inline F32x16 load_f16_n(const uint16_t* p, int64_t count) {
   return make_lanes([&](int i) { return i < count ? f16_to_f32(p[i]) : 0.0f; });
 }
+template <class = void>
+inline F32x16 load_e4m3_n(const uint8_t* p, int64_t count) {
+  return make_lanes([&](int i) { return i < count ? e4m3_to_f32(p[i]) : 0.0f; });
+}
+template <class = void>
+inline F32x16 load_e5m2_n(const uint8_t* p, int64_t count) {
+  return make_lanes([&](int i) { return i < count ? e5m2_to_f32(p[i]) : 0.0f; });
+}
 template <class V>
 inline void store_bf16_n(uint16_t* p, V v, int64_t count) {
   const Lanes x = lanes_of(v);
@@ -159,11 +167,36 @@ inline void store_f16_n(uint16_t* p, V v, int64_t count) {
   const Lanes x = lanes_of(v);
   for (int i = 0; i < 16 && i < count; ++i) p[i] = f32_to_f16(x.at[i]);
 }
+template <class V>
+inline void store_e4m3_n(uint8_t* p, V v, int64_t count) {
+  const Lanes x = lanes_of(v);
+  uint8_t codes[16];
+  for (int i = 0; i < 16; i += 4) f32_to_f8<3, 7, 0x7e, 0x7e>(x.at + i, codes + i);
+  __builtin_memcpy(p, codes, static_cast<std::size_t>(count < 16 ? count : 16));
+}
+template <class V>
+inline void store_e5m2_n(uint8_t* p, V v, int64_t count) {
+  const Lanes x = lanes_of(v);
+  uint8_t codes[16];
+  for (int i = 0; i < 16; i += 4) f32_to_f8<2, 15, 0x7b, 0x7c>(x.at + i, codes + i);
+  __builtin_memcpy(p, codes, static_cast<std::size_t>(count < 16 ? count : 16));
+}
+
+// Up to 16 elements of a known type, from element i on.  A constant count of 16 is one plain load.
+template <DType kType>
+[[gnu::always_inline]] inline F32x16 load_as(const void* src, int64_t i, int64_t count) {
+  const void* p = static_cast<const char*>(src) + i * element_size(kType);
+  if constexpr (kType == DType::kBF16) return load_bf16_n(static_cast<const uint16_t*>(p), count);
+  if constexpr (kType == DType::kF16) return load_f16_n(static_cast<const uint16_t*>(p), count);
+  if constexpr (kType == DType::kF8E4M3) return load_e4m3_n(static_cast<const uint8_t*>(p), count);
+  if constexpr (kType == DType::kF8E5M2) return load_e5m2_n(static_cast<const uint8_t*>(p), count);
+  if constexpr (kType == DType::kF32) return load_n(static_cast<const float*>(p), count);
+}
 
 // ---- attention ----------------------------------------------------------------------------------
-// Many dot products at once, over elements E of a cache: float, or uint16_t for bfloat16.  A Reg is
-// what one register holds of 16 lanes, kRegs of them make a step.  A step may come in another order
-// than memory's where that loads cheaper: mix brings a row into that order, unmix back.
+// Many dot products at once, over elements of a cache of a known type.  A Reg is what one register
+// holds of 16 lanes, kRegs of them make a step.  A step may come in another order than memory's
+// where that loads cheaper: mix brings a row into that order, unmix back.
 
 inline F32x16 lane_reg(NoReg*) { return zero(); }
 template <class R>
@@ -184,24 +217,20 @@ template <class R>
 inline R reg_fma(R a, R b, R c) {
   return fma(a, b, c);
 }
-template <class = void>
-inline F32x16 load_mixed(const float* p) {
-  return load_n(p, 16);
+template <DType kType>
+[[gnu::always_inline]] inline F32x16 load_mixed(const void* p) {
+  return load_as<kType>(p, 0, 16);
 }
-template <class = void>
-inline F32x16 load_mixed(const uint16_t* p) {
-  return load_bf16_n(p, 16);
-}
-template <class E, class V>
+template <DType kType, class V>
 inline V mix(V v) {
   return v;
 }
-template <class E, class V>
+template <DType kType, class V>
 inline V unmix(V v) {
   return v;
 }
 // out[i] = reduce_add of the 16 lanes, in their unmixed order, whose parts are sums[0..kRegs)[i].
-template <class E, class R>
+template <DType kType, class R>
 inline void reduce_eight(const R (&sums)[1][8], float* out) {
   for (int i = 0; i < 8; ++i) out[i] = reduce_add(sums[0][i]);
 }

@@ -2,21 +2,11 @@
 // Included inside an ISA's anonymous namespace; never mentions an ISA. Contracts: kernel_table.h.
 // The order of sums is part of them.
 
-// Up to 16 elements of a known type, from element i on.  A constant count of 16 is one plain load.
-template <DType kType>
-[[gnu::always_inline]] inline F32x16 load_as(const void* src, int64_t i, int64_t count) {
-  if constexpr (kType == DType::kBF16) {
-    return load_bf16_n(static_cast<const uint16_t*>(src) + i, count);
-  } else if constexpr (kType == DType::kF16) {
-    return load_f16_n(static_cast<const uint16_t*>(src) + i, count);
-  } else {
-    return load_n(static_cast<const float*>(src) + i, count);
-  }
-}
-
 F32x16 load_typed(DType type, const void* src, int64_t i, int64_t count) {
   if (type == DType::kBF16) return load_as<DType::kBF16>(src, i, count);
   if (type == DType::kF16) return load_as<DType::kF16>(src, i, count);
+  if (type == DType::kF8E4M3) return load_as<DType::kF8E4M3>(src, i, count);
+  if (type == DType::kF8E5M2) return load_as<DType::kF8E5M2>(src, i, count);
   return load_as<DType::kF32>(src, i, count);
 }
 
@@ -31,6 +21,10 @@ void store_row(DType type, const float* src, int64_t n, void* dst) {
       store_bf16_n(static_cast<uint16_t*>(dst) + i, v, n - i);
     } else if (type == DType::kF16) {
       store_f16_n(static_cast<uint16_t*>(dst) + i, v, n - i);
+    } else if (type == DType::kF8E4M3) {
+      store_e4m3_n(static_cast<uint8_t*>(dst) + i, v, n - i);
+    } else if (type == DType::kF8E5M2) {
+      store_e5m2_n(static_cast<uint8_t*>(dst) + i, v, n - i);
     } else {
       store_n(static_cast<float*>(dst) + i, v, n - i);
     }
@@ -47,6 +41,15 @@ F32x16 rounded(DType type, F32x16 v) {
   if (type == DType::kF16) {
     store_f16_n(half, v, 16);
     return load_f16_n(half, 16);
+  }
+  uint8_t byte[16];
+  if (type == DType::kF8E4M3) {
+    store_e4m3_n(byte, v, 16);
+    return load_e4m3_n(byte, 16);
+  }
+  if (type == DType::kF8E5M2) {
+    store_e5m2_n(byte, v, 16);
+    return load_e5m2_n(byte, 16);
   }
   return v;
 }

@@ -64,6 +64,9 @@ BITNET_EMULATED simde__m512i maskz_loadu_epi32(unsigned mask, const void* p) {
 BITNET_EMULATED simde__m256i maskz_loadu_epi16(unsigned mask, const void* p) {
   BITNET_LANES(__m256i, i16, 16, masked<int16_t>(mask, p, i));
 }
+BITNET_EMULATED simde__m128i maskz_loadu_epi8(unsigned mask, const void* p) {
+  BITNET_LANES(__m128i, i8, 16, masked<int8_t>(mask, p, i));
+}
 BITNET_EMULATED void mask_storeu_ps(void* p, unsigned mask, simde__m512 a) {
   const auto x = simde__m512_to_private(a);
   for (int i = 0; i < 16; ++i) store_masked<float>(p, mask, i, x.f32[i]);
@@ -170,6 +173,13 @@ BITNET_EMULATED simde__m512i srai_epi32(simde__m512i a, unsigned count) {
   BITNET_LANES(__m512i, i32, 16, x.i32[i] >> (count < 31 ? count : 31));
 }
 
+BITNET_EMULATED unsigned cmpeq_epi16_mask(simde__m256i a, simde__m256i b) {
+  const auto x = simde__m256i_to_private(a), y = simde__m256i_to_private(b);
+  unsigned mask = 0;
+  for (int i = 0; i < 16; ++i) mask |= unsigned{x.i16[i] == y.i16[i]} << i;
+  return mask;
+}
+
 #undef BITNET_LANES
 
 #undef BITNET_EMULATED
@@ -189,6 +199,10 @@ BITNET_EMULATED simde__m512i srai_epi32(simde__m512i a, unsigned count) {
 #define _mm512_maskz_loadu_epi32 emulated::maskz_loadu_epi32
 #undef _mm256_maskz_loadu_epi16
 #define _mm256_maskz_loadu_epi16 emulated::maskz_loadu_epi16
+#undef _mm_maskz_loadu_epi8
+#define _mm_maskz_loadu_epi8 emulated::maskz_loadu_epi8
+#undef _mm256_cmpeq_epi16_mask
+#define _mm256_cmpeq_epi16_mask emulated::cmpeq_epi16_mask
 #undef _mm512_mask_storeu_ps
 #define _mm512_mask_storeu_ps emulated::mask_storeu_ps
 #undef _mm256_mask_storeu_epi16

@@ -307,9 +307,12 @@ def _caches(
     ws: Workspace, shape: tuple[int, int, int, int], kv_dtype: str
 ) -> tuple[list[list[Tensor]], int]:
     """Keys, values and the scales of int8, [B, KV, L, D], cold; and the bytes of one set."""
-    found, size = ws.dense.tensors([shape, shape], KV_DTYPES[kv_dtype])
+    kind, dtype = KV_TYPES[kv_dtype], KV_DTYPES[kv_dtype]
+    # no byte of ternary weights is a NaN of an 8-bit float, for it would hold the code 3
+    eight_bits = kind.itemsize == 1 and dtype.is_floating_point
+    found, size = (ws.ternary if eight_bits else ws.dense).tensors([shape, shape], dtype)
     require_slots(found, f"a cache of {shape[2]} tokens", hot=False)
-    if not KV_TYPES[kv_dtype].has_scales:
+    if not kind.has_scales:
         return found, size
     # any byte is a valid code; scales in memory of their own, as a cache has them
     scaled = [kv + [torch.full(shape[:-1], 0.01) for _ in "kv"] for kv in found]

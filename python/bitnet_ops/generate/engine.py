@@ -151,7 +151,7 @@ class Engine:
 
     Args:
         model: the model; never changed.
-        kv_dtype: of the caches, torch.float32, torch.bfloat16 (the default) or torch.int8.
+        kv_dtype: of the caches, a row of storage.KV_TYPES; torch.bfloat16 by default.
         prefill_chunk: prompt tokens per forward; bounds the memory of a long prompt, not its
             result. 128 to 512 are equally fast where it was measured (docs/log.md), more are not.
         kv_cache_mb: the most memory, in MiB, for the keys and values of the requests of `add`, the

@@ -48,7 +48,8 @@ class KVCache:
             KVCacheConfig, which says all there is to say, and no further argument.
         batch: number of sequences B, at least 1.
         max_len: capacity L in positions, at most config.max_position_embeddings.
-        dtype: torch.float32, in which nothing is rounded, torch.bfloat16 or torch.int8.
+        dtype: torch.float32, in which nothing is rounded, or another row of storage.KV_TYPES:
+            torch.bfloat16, float16, float8_e4m3fn, float8_e5m2 or int8.
     It is for one thread at a time.
     Raises CacheCapacityError or ValueError on anything else. The memory is not initialised: the
     system gives it as positions are written, and slots above a length are never read.

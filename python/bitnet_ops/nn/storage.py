@@ -6,6 +6,7 @@ torch, which would slow every command down.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -68,13 +69,17 @@ class KVType:
     """A type of KV caches, by torch's name of the dtype.
 
     itemsize: bytes of a number. has_scales: whether every row of a key or value has a float32
-    scale beside it. error: the most that writing a row changes a number of it, by the row's absmax.
+    scale beside it. error: the most that writing a row changes a number of it, by the row's absmax;
+    or `floor`, if that is more: half the distance of the smallest numbers. largest: of a row's
+    absmax; what lies beyond is infinity in float16 and becomes `largest` in the 8-bit floats.
     """
 
     name: str
     itemsize: int
     has_scales: bool = False
     error: float = 0.0
+    floor: float = 0.0
+    largest: float = math.inf
 
     def row_bytes(self, head_dim: int) -> int:
         """Of one head's key, or value, of one position."""
@@ -84,6 +89,9 @@ class KVType:
 _KV = (
     KVType("float32", 4),
     KVType("bfloat16", 2, error=2.0**-8),
+    KVType("float16", 2, error=2.0**-11, floor=2.0**-25, largest=65504.0),
+    KVType("float8_e4m3fn", 1, error=2.0**-4, floor=2.0**-10, largest=448.0),
+    KVType("float8_e5m2", 1, error=2.0**-3, floor=2.0**-17, largest=57344.0),
     KVType("int8", 1, has_scales=True, error=0.5001 / 127),
 )
 KV_TYPES = {row.name: row for row in _KV}

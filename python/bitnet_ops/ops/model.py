@@ -130,8 +130,8 @@ def attention(
 
     Args:
         query: F [B, T, H, D], already rotated.
-        key_cache, value_cache: float32, bfloat16 or int8 [B, KV, L, D], contiguous, holding the
-            keys and values of these T tokens too (`kv_cache_update` first).
+        key_cache, value_cache: C [B, KV, L, D], contiguous, holding the keys and values of these T
+            tokens too (`kv_cache_update` first).
         start_positions: int64 [B], how many tokens of each sequence came before.
         scale: multiplies the scores, usually 1 / sqrt(D).
         key_scale, value_scale: float32 [B, KV, L] with int8 caches, whose D is at most 512.
@@ -158,13 +158,17 @@ def kv_cache_update(
     """Write the keys and values of T new tokens into the caches, in place.
 
     `key_cache[b, h, start_positions[b] + t] = key[b, t, h]`, likewise value, rounded to the
-    cache's dtype. A position out of range is an error before anything is written. An int8 cache
-    gets `round(x * (127 / a))`, half to even, and the scale `a / 127`, with a = max(absmax of the
-    row, 1e-30); a row that holds NaN or an infinity becomes zeros with the scale NaN.
+    cache's dtype. A position out of range is an error before anything is written.
+    An 8-bit float cache saturates: a finite number beyond 448 (float8_e4m3fn) or 57344
+    (float8_e5m2) becomes that, never NaN or an infinity; NaN stays NaN; an infinity stays one in
+    float8_e5m2 and becomes 448 in float8_e4m3fn, which has none. The 16-bit types are casts of
+    torch: beyond the largest number lies infinity.
+    An int8 cache gets `round(x * (127 / a))`, half to even, and the scale `a / 127`, with
+    a = max(absmax of the row, 1e-30); a row that holds NaN or an infinity becomes zeros with the
+    scale NaN.
 
     Args:
-        key_cache, value_cache: float32, bfloat16 or int8 [B, KV, L, D], contiguous; both are
-            mutated.
+        key_cache, value_cache: C [B, KV, L, D], contiguous; both are mutated.
         key, value: F [B, T, KV, D], of one dtype.
         start_positions: int64 [B].
         key_scale, value_scale: float32 [B, KV, L] with int8 caches, mutated too.
@@ -294,8 +298,8 @@ def decode_step(
             ([num_heads * D] before o, with sub_norms,) [K] before gate and up,
             ([intermediate_size] before down, with sub_norms;) at the end [K] before the head.
         head_weight, head_scale: as `lm_head` takes them.
-        key_cache, value_cache: float32, bfloat16 or int8 [layers, B, KV, L, D], contiguous within
-            a layer; both are mutated.
+        key_cache, value_cache: C [layers, B, KV, L, D], contiguous within a layer; both are
+            mutated.
         start_positions: int64 [B], how many tokens of each sequence came before.
         dtype: float32 or bfloat16, what activations are rounded to between operations.
         num_heads: query heads H; D is the caches' head dimension.
