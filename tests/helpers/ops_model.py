@@ -372,6 +372,7 @@ spec(
         "no layers": _no_layers,
         "no layers int4": lambda g: _no_layers(g, head=("int4", 64)),
     },
+    list_lengths={"biased": 3, "scale_sizes": 7},
     empty={
         "layers": lambda: (
             torch.empty(0, 1, 8), [random_packed(torch.Generator(), 4, 1)], torch.ones(1, 7),

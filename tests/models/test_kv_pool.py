@@ -141,7 +141,8 @@ def test_released_memory_returns(name: str) -> None:
     assert [resident_bytes(t) for t in rows] == [per_pool * 14 // 20] * 2
     for t in tensors(pool):
         for block in set(range(20)) - set(gone):
-            assert bool((t[:, block].float() == block).all())
+            held = torch.tensor(float(block)).to(t.dtype).float()  # 8-bit floats round some
+            assert bool((t[:, block].float() == held).all())
     write(pool, 4, 9)
     assert bool((pool.key_pool[:, 4] == 9).all())
     pool.release(range(20))

@@ -10,12 +10,10 @@ maps (input_ids [B, T], cache, logits_to_keep) to logits [B, T, V]; requests nee
 
 from __future__ import annotations
 
-import operator
 import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -23,6 +21,8 @@ from torch import Tensor
 
 from bitnet_ops.config import ModelConfig
 from bitnet_ops.generate.engine_core import EngineCore, EngineStats
+from bitnet_ops.generate.generation import Generation, Limits, Timing
+from bitnet_ops.generate.prompts import PromptError, kind_of, token_ids
 from bitnet_ops.generate.request import Event
 from bitnet_ops.generate.sampling import Sampler, SamplingParams
 from bitnet_ops.generate.scheduler import SchedulerOptions
@@ -45,105 +45,6 @@ class CausalModel(Protocol):
     def config(self) -> ModelConfig: ...
 
     def __call__(self, input_ids: Tensor, cache: KVCache, logits_to_keep: int = 0) -> Tensor: ...
-
-
-class PromptError(ValueError):
-    """A prompt that cannot be run: empty, with ids outside the vocabulary, or too long."""
-
-
-def token_ids(prompt: object, who: str = "prompt") -> list[int]:
-    """The ids of one prompt: of a sequence of integers, or of a tensor or array [T] or [1, T].
-
-    Raises TypeError for anything else, texts and booleans included.
-    """
-    values: object = prompt
-    if callable(tolist := getattr(prompt, "tolist", None)):  # a tensor, a NumPy array
-        values = tolist()
-        if isinstance(values, list) and len(values) == 1 and isinstance(values[0], list):
-            values = values[0]
-    if isinstance(values, str | bytes) or not isinstance(values, Sequence):
-        raise TypeError(f"{who}: expected token ids as a list of integers, got {_kind(prompt)}")
-    if all(type(i) is int for i in values):
-        return list(values)
-    ids = []
-    for at, value in enumerate(values):
-        if isinstance(value, bool) or not hasattr(value, "__index__") or isinstance(value, Tensor):
-            raise TypeError(
-                f"{who}: expected token ids as a list of integers, got {_kind(value)} at {at}"
-            )
-        ids.append(operator.index(value))
-    return ids
-
-
-def _kind(value: object) -> str:
-    if isinstance(value, Tensor):
-        return f"a tensor {str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
-    text = repr(value)
-    shown = text if len(text) <= 40 else text[:37] + "..."
-    return "None" if value is None else f"{shown} ({type(value).__name__})"
-
-
-@dataclass
-class Timing:
-    """Seconds spent in the engine (not in the consumer of the stream) for one run.
-
-    `first_token_s`: from the start to the first token(s), prefill included; `decode_s`: the steps
-    after.
-    """
-
-    prompt_tokens: int = 0
-    reused_tokens: int = 0
-    new_tokens: int = 0
-    decoded_tokens: int = 0
-    first_token_s: float = 0.0
-    decode_s: float = 0.0
-
-    @property
-    def decode_tokens_per_s(self) -> float:
-        """Tokens of the decode steps, all rows together, per second; 0 where there was none."""
-        return self.decoded_tokens / self.decode_s if self.decode_s else 0.0
-
-
-@dataclass
-class Generation:
-    """The answer to one prompt. `token_ids` leaves out the stop id.
-
-    `finish_reason`: "stop", "length" (max_new_tokens), "context" (no position is left), "" while it
-    runs or when the consumer broke off. `stop_reason` tells what "stop" was: the stop id, or the
-    stop text that whoever reads the tokens has found; else None.
-    """
-
-    token_ids: list[int] = field(default_factory=list)
-    finish_reason: str = ""
-    seed: int | None = None
-    stop_reason: int | str | None = None
-
-    @property
-    def ending(self) -> str:
-        """Why it ended, in words for people."""
-        if self.finish_reason == "stop" and isinstance(self.stop_reason, str):
-            return f"stop text {self.stop_reason!r}"
-        if self.finish_reason == "stop":
-            return "end of text"
-        words = {
-            "length": "max_new_tokens reached",
-            "context": "context full: no position is left",
-            "": "not finished",
-        }
-        return words.get(self.finish_reason, self.finish_reason)
-
-
-@dataclass(frozen=True)
-class Limits:
-    """When to end: after max_new_tokens (0 or more), or at one of stop_ids."""
-
-    max_new_tokens: int = 128
-    stop_ids: frozenset[int] = frozenset()
-
-    def __post_init__(self) -> None:
-        n = self.max_new_tokens
-        if not isinstance(n, int) or isinstance(n, bool) or n < 0:
-            raise ValueError(f"engine: expected max_new_tokens an integer at least 0, got {n!r}")
 
 
 class Engine:
@@ -334,7 +235,7 @@ class Engine:
     def _checked(self, given: Sequence[Sequence[int]]) -> list[list[int]]:
         config = self.model.config
         if isinstance(given, str | bytes) or not hasattr(given, "__len__"):
-            raise TypeError(f"engine: expected prompts as lists of token ids, got {_kind(given)}")
+            raise TypeError(f"engine: expected prompts as lists of token ids, got {kind_of(given)}")
         if not len(given):
             raise PromptError("engine: expected at least one prompt, got none")
         prompts = [token_ids(prompt, "engine") for prompt in given]
@@ -363,7 +264,7 @@ def _per_prompt(
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
     if not isinstance(params, Sequence) or not all(isinstance(p, SamplingParams) for p in params):
-        raise TypeError(f"engine: expected params as SamplingParams, got {_kind(params)}")
+        raise TypeError(f"engine: expected params as SamplingParams, got {kind_of(params)}")
     if len(params) != count:
         raise ValueError(f"engine: expected params for {count} prompts, got {len(params)}")
     return list(params)

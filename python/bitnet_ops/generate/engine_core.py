@@ -34,7 +34,7 @@ from bitnet_ops.generate.scheduler import (
 from bitnet_ops.models.step_batch import SequenceStep, StepBatch, logit_rounds
 
 if TYPE_CHECKING:
-    from bitnet_ops.generate.engine import Limits
+    from bitnet_ops.generate.generation import Limits
 
 Runner = Callable[[StepBatch], Tensor]
 SampleRows = Callable[[Sequence[Any], Tensor], Sequence[Sampled]]

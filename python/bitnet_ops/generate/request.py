@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from bitnet_ops.generate.blocks import Contents, block_key, root_key
 
 if TYPE_CHECKING:
-    from bitnet_ops.generate.engine import Limits
+    from bitnet_ops.generate.generation import Limits
 
 
 @dataclass(frozen=True)
