@@ -71,6 +71,10 @@ BITNET_EMULATED void mask_storeu_ps(void* p, unsigned mask, simde__m512 a) {
   const auto x = simde__m512_to_private(a);
   for (int i = 0; i < 16; ++i) store_masked<float>(p, mask, i, x.f32[i]);
 }
+BITNET_EMULATED void mask_storeu_epi32(void* p, unsigned mask, simde__m512i a) {
+  const auto x = simde__m512i_to_private(a);
+  for (int i = 0; i < 16; ++i) store_masked<int32_t>(p, mask, i, x.i32[i]);
+}
 BITNET_EMULATED void mask_storeu_epi16(void* p, unsigned mask, simde__m256i a) {
   const auto x = simde__m256i_to_private(a);
   for (int i = 0; i < 16; ++i) store_masked<int16_t>(p, mask, i, x.i16[i]);
@@ -117,6 +121,10 @@ BITNET_EMULATED simde__m512i cvtepu16_epi32(simde__m256i a) {
 BITNET_EMULATED simde__m256i cvtepi32_epi16(simde__m512i a) {
   const auto x = simde__m512i_to_private(a);
   BITNET_LANES(__m256i, i16, 16, static_cast<int16_t>(x.i32[i]));
+}
+BITNET_EMULATED simde__m512d cvtps_pd(simde__m256 a) {
+  const auto x = simde__m256_to_private(a);
+  BITNET_LANES(__m512d, f64, 8, static_cast<double>(x.f32[i]));
 }
 BITNET_EMULATED simde__m512i zextsi256_si512(simde__m256i a) {
   const auto x = simde__m256i_to_private(a);
@@ -205,6 +213,8 @@ BITNET_EMULATED unsigned cmpeq_epi16_mask(simde__m256i a, simde__m256i b) {
 #define _mm256_cmpeq_epi16_mask emulated::cmpeq_epi16_mask
 #undef _mm512_mask_storeu_ps
 #define _mm512_mask_storeu_ps emulated::mask_storeu_ps
+#undef _mm512_mask_storeu_epi32
+#define _mm512_mask_storeu_epi32 emulated::mask_storeu_epi32
 #undef _mm256_mask_storeu_epi16
 #define _mm256_mask_storeu_epi16 emulated::mask_storeu_epi16
 #undef _mm_mask_storeu_epi8
@@ -223,6 +233,8 @@ BITNET_EMULATED unsigned cmpeq_epi16_mask(simde__m256i a, simde__m256i b) {
 #define _mm512_cvtepu16_epi32 emulated::cvtepu16_epi32
 #undef _mm512_cvtepi32_epi16
 #define _mm512_cvtepi32_epi16 emulated::cvtepi32_epi16
+#undef _mm512_cvtps_pd
+#define _mm512_cvtps_pd emulated::cvtps_pd
 #undef _mm512_zextsi256_si512
 #define _mm512_zextsi256_si512 emulated::zextsi256_si512
 #undef _mm512_srai_epi32
