@@ -25,6 +25,7 @@ from bitnet_ops.bench.run_model import ModelBench, ModelSettings, read_run
 from bitnet_ops.bench.stats import digits, summarize
 from bitnet_ops.generate.engine import Limits
 from bitnet_ops.generate.engine_core import EngineCore
+from bitnet_ops.generate.pace import Pace
 from bitnet_ops.generate.request import NewToken
 from bitnet_ops.generate.sampling import SamplingParams
 from bitnet_ops.generate.scheduler import SchedulerOptions
@@ -68,7 +69,14 @@ class Streams:
     plausible numbers. Attributes: `model_s`, the seconds spent in the model.
     """
 
-    def __init__(self, model: BenchModel, positions: int, sequences: int, block_size: int) -> None:
+    def __init__(
+        self,
+        model: BenchModel,
+        positions: int,
+        sequences: int,
+        block_size: int,
+        token_budget: int = SchedulerOptions.token_budget,
+    ) -> None:
         blocks = -(-positions // block_size) + sequences + 1
         self._model, self._pool = model, KVPool(model.config, blocks, block_size, model.kv_dtype)
         self._fill()
@@ -79,7 +87,7 @@ class Streams:
             self._pool,
             max_positions=model.config.max_position_embeddings,
             vocab_size=model.config.vocab_size,
-            options=SchedulerOptions(prefix_cache=False),
+            options=SchedulerOptions(token_budget, prefix_cache=False),
         )
 
     def _fill(self) -> None:
@@ -115,6 +123,8 @@ class Streams:
         while any(self.core.request(i).remaining > 1 for i in ids):
             self.core.step()
         self.pretends = False
+        # what steps cost that computed nothing is to be forgotten
+        self.core._scheduler.pace = Pace(self.core._scheduler.options.most_gap)
         for _ in range(_WARM_STEPS):
             self.core.step()
         return ids
@@ -126,7 +136,8 @@ def streams_row(
     """Tokens of `streams` requests that decode together."""
     use_threads(limits.threads)
     budget = Budget(bench.budget().seconds, 4 if bench.settings.quick else 16, _MOST_STEPS)
-    run = Streams(bench.model, streams * (context + _ROOM), streams, block_size)
+    prompts = streams * context  # all in one step, so that nobody decodes before the last is there
+    run = Streams(bench.model, prompts + streams * _ROOM, streams, block_size, 64 + prompts)
     run.decoding(streams, context)
     run.model_s, steps = 0.0, 0
     read, read_bytes = read_run(bench, limits)
