@@ -77,10 +77,10 @@ void AttentionPlan::make_groups() {
   }
   const CachePool& pool = shape_.pool;
   const bool whole_chunks = pool.block_size % kAttentionChunk == 0 || longest <= pool.block_size;
-  const bool plain = pool.keys.position_bytes == pool.values.position_bytes &&
-                     (!pool.scaled() || (pool.key_scales.position_bytes == sizeof(float) &&
-                                         pool.value_scales.position_bytes == sizeof(float)));
-  gathers_ = !whole_chunks || !plain;
+  evenly_strided_ = pool.keys.position_bytes == pool.values.position_bytes &&
+                    (!pool.scaled() || (pool.key_scales.position_bytes == sizeof(float) &&
+                                        pool.value_scales.position_bytes == sizeof(float)));
+  gathers_ = !whole_chunks || !evenly_strided_;
 }
 
 int64_t AttentionPlan::cost_of(const Group& group) const {
@@ -178,11 +178,8 @@ void AttentionPlan::store_out(const KernelTable& table, const AttentionBuffers& 
 }
 
 bool AttentionPlan::lies_in_place(int64_t begin, int64_t positions) const {
-  return !gathers_ ||
-         (begin % shape_.pool.block_size + positions <= shape_.pool.block_size &&
-          shape_.pool.keys.position_bytes == shape_.pool.values.position_bytes &&
-          (!shape_.pool.scaled() || (shape_.pool.key_scales.position_bytes == sizeof(float) &&
-                                     shape_.pool.value_scales.position_bytes == sizeof(float))));
+  const int64_t block_size = shape_.pool.block_size;
+  return evenly_strided_ && begin % block_size + positions <= block_size;
 }
 
 // A hint for prefetching: rows that have to be put together first are fetched by that copy.

@@ -35,22 +35,6 @@ void check_heads(const Check& check, int64_t heads, int64_t kv_heads, double sca
   if (!std::isfinite(scale)) check.fail("scale", "finite", std::to_string(scale));
 }
 
-// Rows of the last dimension of [..., kv_heads, dim].
-engine::Rows head_rows(const Tensor& t, int64_t count) {
-  return {dtype_of(t), count, t.size(t.dim() - 1), const_cast<void*>(t.const_data_ptr())};
-}
-
-// The slots of a rectangular cache in the order of its new tokens.
-std::vector<int64_t> slots_of(const std::vector<int64_t>& start, int64_t tokens, int64_t length) {
-  std::vector<int64_t> slots;
-  slots.reserve(start.size() * static_cast<size_t>(tokens));
-  for (size_t b = 0; b < start.size(); ++b) {
-    const int64_t first = static_cast<int64_t>(b) * length + start[b];
-    for (int64_t t = 0; t < tokens; ++t) slots.push_back(first + t);
-  }
-  return slots;
-}
-
 }  // namespace
 
 void kv_cache_update(Tensor key_cache, Tensor value_cache, const Tensor& key_in,
@@ -73,12 +57,12 @@ void kv_cache_update(Tensor key_cache, Tensor value_cache, const Tensor& key_in,
   mutated.keep_apart(check, key, "key");
   mutated.keep_apart(check, value, "value");
   mutated.keep_apart(check, start_positions, "start_positions");
-  const int64_t rows = cache.batch * tokens * cache.kv_heads;
-  const bool nothing = key.numel() == 0 && cache_type_of(key_cache) != DType::kInt8;
-  if (rows == 0 || nothing) return;  // heads of no features, maybe very many
-  engine::write_cache(head_rows(key, rows), head_rows(value, rows),
-                      slots_of(start, tokens, cache.length).data(), cache.kv_heads,
-                      pool_view(key_cache, value_cache, key_scale, value_scale, kRectangular));
+  const engine::CachePool pool =
+      pool_view(key_cache, value_cache, key_scale, value_scale, kRectangular);
+  if (key.numel() == 0 && !pool.scaled()) return;  // heads of no features, maybe very many
+  std::vector<int64_t> slots;
+  rectangular_slots(start, tokens, cache.length, slots);
+  engine::write_cache(rows_view(key), rows_view(value), slots.data(), cache.kv_heads, pool);
 }
 
 void paged_cache_update(Tensor key_pool, Tensor value_pool, const Tensor& key_in,
@@ -101,8 +85,7 @@ void paged_cache_update(Tensor key_pool, Tensor value_pool, const Tensor& key_in
   mutated.keep_apart(check, value, "value");
   mutated.keep_apart(check, slot_mapping, "slot_mapping");
   if (key_pool.numel() == 0 || tokens == 0) return;
-  engine::write_cache(head_rows(key, tokens * heads), head_rows(value, tokens * heads),
-                      slots.data(), heads,
+  engine::write_cache(rows_view(key), rows_view(value), slots.data(), heads,
                       pool_view(key_pool, value_pool, key_scale, value_scale, kPaged));
 }
 

@@ -33,13 +33,13 @@ bool check_scale_given(const Check& check, const Tensor& cache, const std::optio
   return true;
 }
 
-float* check_scale(const Check& check, const Tensor& cache, std::optional<Tensor>& scale,
-                   const char* argument, bool layers) {
-  if (!check_scale_given(check, cache, scale, argument)) return nullptr;
+bool check_scale(const Check& check, const Tensor& cache, const std::optional<Tensor>& scale,
+                 const char* argument, bool layers) {
+  if (!check_scale_given(check, cache, scale, argument)) return false;
   if (layers && !dense_layers(*scale))
     check.fail(argument, "contiguous within every layer", "other strides");
   if (!layers) check.contiguous(*scale, argument);
-  return static_cast<float*>(scale->mutable_data_ptr());
+  return true;
 }
 
 // A dimension of memory: how many elements, how far apart.
@@ -223,16 +223,15 @@ void check_positions(const Check& check, const Tensor& positions, int64_t batch,
   }
 }
 
-CacheScales check_cache_scales(const Check& check, const Tensor& key_cache,
-                               const Tensor& value_cache, std::optional<Tensor>& key_scale,
-                               std::optional<Tensor>& value_scale, bool layers) {
-  const CacheScales scales = {check_scale(check, key_cache, key_scale, "key_scale", layers),
-                              check_scale(check, value_cache, value_scale, "value_scale", layers)};
-  if (scales.key == nullptr) return scales;
+void check_cache_scales(const Check& check, const Tensor& key_cache, const Tensor& value_cache,
+                        const std::optional<Tensor>& key_scale,
+                        const std::optional<Tensor>& value_scale, bool layers) {
+  const bool keys = check_scale(check, key_cache, key_scale, "key_scale", layers);
+  const bool values = check_scale(check, value_cache, value_scale, "value_scale", layers);
+  if (!keys || !values) return;
   check_scales_apart(check, key_cache, value_cache, *key_scale, *value_scale, "key_cache");
   if (overlap(*key_scale, *value_scale))
     check.fail("value_scale", "in its own memory", "memory shared with key_scale");
-  return scales;
 }
 
 Mutated::Mutated(const Tensor& key_cache, const Tensor& value_cache,

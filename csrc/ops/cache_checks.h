@@ -28,17 +28,11 @@ bool dense_layers(const Tensor& t);
 void check_positions(const Check& check, const Tensor& positions, int64_t batch, int64_t length,
                      int64_t tokens, std::vector<int64_t>& copy);
 
-// The scales of an int8 cache, null with any other.
-struct CacheScales {
-  float* key = nullptr;
-  float* value = nullptr;
-};
-
 // float32, of the cache's shape but for its last dimension; given if and only if the caches are
 // int8.  `layers`: their first dimension may have gaps, else they are contiguous.
-CacheScales check_cache_scales(const Check& check, const Tensor& key_cache,
-                               const Tensor& value_cache, std::optional<Tensor>& key_scale,
-                               std::optional<Tensor>& value_scale, bool layers);
+void check_cache_scales(const Check& check, const Tensor& key_cache, const Tensor& value_cache,
+                        const std::optional<Tensor>& key_scale,
+                        const std::optional<Tensor>& value_scale, bool layers);
 
 // Which dimensions of a cache's tensors are its blocks, positions and heads; the last one is a row.
 // `layer`: the dimension of layers, or -1.

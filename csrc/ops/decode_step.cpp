@@ -2,7 +2,6 @@
 // cache; engine/model_step.h does the rest.
 #include <algorithm>
 
-#include "ops/paged_batch.h"
 #include "ops/register.h"
 #include "ops/step_tensors.h"
 
@@ -35,28 +34,25 @@ void check_caches(const Check& check, const Tensor& key_cache, const Tensor& val
     check.fail("value_cache", "in its own memory", "memory shared with key_cache");
 }
 
-// Which tokens there are and where they go; a thread keeps its memory.
-struct Tokens {
-  std::vector<int64_t> starts, positions, slots, logit_rows;
-  PagedBatch sequences;
-
-  void set(int64_t per_sequence, int64_t kept, int64_t capacity) {
-    positions.clear(), slots.clear(), logit_rows.clear();
-    for (size_t b = 0; b < starts.size(); ++b) {
-      for (int64_t t = 0; t < per_sequence; ++t) {
-        if (t >= per_sequence - kept) logit_rows.push_back(static_cast<int64_t>(positions.size()));
-        positions.push_back(starts[b] + t);
-        slots.push_back(static_cast<int64_t>(b) * capacity + starts[b] + t);
-      }
+// `tokens` new tokens of every sequence, the logits of the last `kept` of which are wanted.
+void set_tokens(const std::vector<int64_t>& starts, int64_t tokens, int64_t kept, int64_t capacity,
+                StepTokens& to) {
+  to.positions.clear(), to.logit_rows.clear();
+  for (const int64_t start : starts) {
+    for (int64_t t = 0; t < tokens; ++t) {
+      if (t >= tokens - kept) to.logit_rows.push_back(static_cast<int64_t>(to.positions.size()));
+      to.positions.push_back(start + t);
     }
-    sequences.set_rectangular(starts, per_sequence);
   }
-};
+  rectangular_slots(starts, tokens, capacity, to.slots);
+  to.sequences.set_rectangular(starts, tokens);
+}
 
 Tensor decode_step(const DecodeStep& a) {
   const Check check("decode_step");
   thread_local engine::StepState state;
-  thread_local Tokens tokens;
+  thread_local StepTokens tokens;
+  thread_local std::vector<int64_t> starts;
   engine::StepModel m{};
   check.dtype(a.x, "x", ScalarType::Float);
   check.dim(a.x, "x", 3);
@@ -71,9 +67,8 @@ Tensor decode_step(const DecodeStep& a) {
   if (a.key_cache.size(1) != batch)
     check.fail("key_cache", "with the " + std::to_string(batch) + " sequences of x",
                std::to_string(a.key_cache.size(1)));
-  std::optional<Tensor> key_scale = a.key_scale, value_scale = a.value_scale;
-  check_cache_scales(check, a.key_cache, a.value_cache, key_scale, value_scale, true);
-  check_positions(check, a.start_positions, batch, capacity, per_sequence, tokens.starts);
+  check_cache_scales(check, a.key_cache, a.value_cache, a.key_scale, a.value_scale, true);
+  check_positions(check, a.start_positions, batch, capacity, per_sequence, starts);
   if (a.logits_to_keep < 0)
     check.fail("logits_to_keep", "at least 0", std::to_string(a.logits_to_keep));
   const int64_t kept =
@@ -87,17 +82,10 @@ Tensor decode_step(const DecodeStep& a) {
   binding.keep_apart(mutated, state.layers);
   Tensor logits = empty({batch, kept, m.head.rows}, ScalarType::Float);
   if (m.tokens == 0) return logits;
-  tokens.set(per_sequence, kept, capacity);
-  m.sequences = tokens.sequences.view();
-  m.positions = tokens.positions.data();
-  m.slots = tokens.slots.data();
-  m.logit_rows = tokens.logit_rows.data();
-  m.head_tokens = static_cast<int64_t>(tokens.logit_rows.size());
-  for (size_t i = 0; i < state.layers.size(); ++i) {
-    state.layers[i].pool = pool_view(a.key_cache, a.value_cache, a.key_scale, a.value_scale,
-                                     kRectangularLayers, static_cast<int64_t>(i));
-  }
-  engine::run_step(state, m, data<float>(x), mutable_data<float>(logits));
+  set_tokens(starts, per_sequence, kept, capacity, tokens);
+  StepBinding::run(state, m, tokens,
+                   {a.key_cache, a.value_cache, a.key_scale, a.value_scale, kRectangularLayers}, x,
+                   logits);
   return logits;
 }
 

@@ -1,6 +1,5 @@
 // model_step: a whole model on new tokens of any sequences over a pool of blocks;
 // engine/model_step.h does the rest.
-#include "ops/paged_batch.h"
 #include "ops/register.h"
 #include "ops/step_tensors.h"
 
@@ -16,35 +15,29 @@ struct ModelStep {
   std::optional<Tensor> key_scale, value_scale;
 };
 
-// Which tokens there are and where they go; a thread keeps its memory.
-struct Tokens {
-  std::vector<int64_t> positions, slots, logit_rows;
-  PagedBatch sequences;
-
-  void set(const Check& check, const ModelStep& a) {
-    const int64_t tokens = a.x.size(0);
-    const int64_t blocks = a.key_pool.size(kPagedLayers.block);
-    const int64_t block_size = a.key_pool.size(kPagedLayers.position);
-    copy_indices(check, a.positions, "positions", {tokens}, positions);
-    for (const int64_t position : positions) {
-      if (position < 0) check.fail("positions", "at least 0", std::to_string(position));
-    }
-    copy_slots(check, a.slot_mapping, tokens, blocks * block_size, slots);
-    sequences.set(check, a.query_start_loc, a.seq_lens, a.block_table, tokens, blocks, block_size);
-    check.dim(a.logit_rows, "logit_rows", 1);
-    copy_indices(check, a.logit_rows, "logit_rows", {a.logit_rows.size(0)}, logit_rows);
-    for (const int64_t row : logit_rows) {
-      if (!(row >= 0 && row < tokens))
-        check.fail("logit_rows", "of rows in [0, " + std::to_string(tokens) + ")",
-                   std::to_string(row));
-    }
+void set_tokens(const Check& check, const ModelStep& a, StepTokens& to) {
+  const int64_t tokens = a.x.size(0);
+  const int64_t blocks = a.key_pool.size(kPagedLayers.block);
+  const int64_t block_size = a.key_pool.size(kPagedLayers.position);
+  copy_indices(check, a.positions, "positions", {tokens}, to.positions);
+  for (const int64_t position : to.positions) {
+    if (position < 0) check.fail("positions", "at least 0", std::to_string(position));
   }
-};
+  copy_slots(check, a.slot_mapping, tokens, blocks * block_size, to.slots);
+  to.sequences.set(check, a.query_start_loc, a.seq_lens, a.block_table, tokens, blocks, block_size);
+  check.dim(a.logit_rows, "logit_rows", 1);
+  copy_indices(check, a.logit_rows, "logit_rows", {a.logit_rows.size(0)}, to.logit_rows);
+  for (const int64_t row : to.logit_rows) {
+    if (!(row >= 0 && row < tokens))
+      check.fail("logit_rows", "of rows in [0, " + std::to_string(tokens) + ")",
+                 std::to_string(row));
+  }
+}
 
 Tensor model_step(const ModelStep& a) {
   const Check check("model_step");
   thread_local engine::StepState state;
-  thread_local Tokens tokens;
+  thread_local StepTokens tokens;
   engine::StepModel m{};
   check.dtype(a.x, "x", ScalarType::Float);
   check.dim(a.x, "x", 2);
@@ -57,7 +50,7 @@ Tensor model_step(const ModelStep& a) {
   m.dim = a.key_pool.size(4);
   const StepBinding binding("model_step", "key_pool", a.model);
   binding.bind(m, state.layers);
-  tokens.set(check, a);
+  set_tokens(check, a, tokens);
   const Tensor x = as_contiguous(a.x);
   const Mutated mutated(a.key_pool, a.value_pool, a.key_scale, a.value_scale, "key_pool",
                         "value_pool");
@@ -69,18 +62,11 @@ Tensor model_step(const ModelStep& a) {
   mutated.keep_apart(check, a.block_table, "block_table");
   mutated.keep_apart(check, a.logit_rows, "logit_rows");
   binding.keep_apart(mutated, state.layers);
-  m.head_tokens = static_cast<int64_t>(tokens.logit_rows.size());
-  Tensor logits = empty({m.head_tokens, m.head.rows}, ScalarType::Float);
+  Tensor logits =
+      empty({static_cast<int64_t>(tokens.logit_rows.size()), m.head.rows}, ScalarType::Float);
   if (m.tokens == 0) return logits;
-  m.sequences = tokens.sequences.view();
-  m.positions = tokens.positions.data();
-  m.slots = tokens.slots.data();
-  m.logit_rows = tokens.logit_rows.data();
-  for (size_t i = 0; i < state.layers.size(); ++i) {
-    state.layers[i].pool = pool_view(a.key_pool, a.value_pool, a.key_scale, a.value_scale,
-                                     kPagedLayers, static_cast<int64_t>(i));
-  }
-  engine::run_step(state, m, data<float>(x), mutable_data<float>(logits));
+  StepBinding::run(state, m, tokens,
+                   {a.key_pool, a.value_pool, a.key_scale, a.value_scale, kPagedLayers}, x, logits);
   return logits;
 }
 

@@ -125,6 +125,15 @@ engine::Sequences PagedBatch::view() const {
           table_.data(), table_stride_};
 }
 
+void rectangular_slots(const std::vector<int64_t>& starts, int64_t tokens, int64_t length,
+                       std::vector<int64_t>& slots) {
+  slots.clear();
+  for (size_t b = 0; b < starts.size(); ++b) {
+    const int64_t first = static_cast<int64_t>(b) * length + starts[b];
+    for (int64_t t = 0; t < tokens; ++t) slots.push_back(first + t);
+  }
+}
+
 void copy_slots(const Check& check, const Tensor& slot_mapping, int64_t tokens, int64_t slots,
                 std::vector<int64_t>& copy) {
   copy_indices(check, slot_mapping, "slot_mapping", {tokens}, copy);

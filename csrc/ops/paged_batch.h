@@ -32,6 +32,11 @@ class PagedBatch {
   int64_t table_stride_ = 0;
 };
 
+// The slots of a rectangular cache, a block of `length` positions for each sequence, in the order
+// of its new tokens: `tokens` of each, from its start on.
+void rectangular_slots(const std::vector<int64_t>& starts, int64_t tokens, int64_t length,
+                       std::vector<int64_t>& slots);
+
 // Slots [tokens] of a pool, all different.
 void copy_slots(const Check& check, const Tensor& slot_mapping, int64_t tokens, int64_t slots,
                 std::vector<int64_t>& copy);

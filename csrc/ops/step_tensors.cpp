@@ -251,4 +251,18 @@ void StepBinding::keep_apart(const Mutated& mutated, const std::vector<StepLayer
   }
 }
 
+void StepBinding::run(engine::StepState& state, StepModel& m, const StepTokens& tokens,
+                      const StepCaches& caches, const Tensor& x, Tensor& logits) {
+  m.sequences = tokens.sequences.view();
+  m.positions = tokens.positions.data();
+  m.slots = tokens.slots.data();
+  m.logit_rows = tokens.logit_rows.data();
+  m.head_tokens = static_cast<int64_t>(tokens.logit_rows.size());
+  for (size_t i = 0; i < state.layers.size(); ++i) {
+    state.layers[i].pool = pool_view(caches.keys, caches.values, caches.key_scale,
+                                     caches.value_scale, caches.dims, static_cast<int64_t>(i));
+  }
+  engine::run_step(state, m, data<float>(x), mutable_data<float>(logits));
+}
+
 }  // namespace bitnet::ops

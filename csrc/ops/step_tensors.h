@@ -8,6 +8,7 @@
 
 #include "engine/model_step.h"
 #include "ops/cache_checks.h"
+#include "ops/paged_batch.h"
 
 namespace bitnet::ops {
 
@@ -45,6 +46,19 @@ struct StepTensors {
   void take_extras(Arguments& a);
 };
 
+// Which tokens a step computes and where their keys and values go.
+struct StepTokens {
+  std::vector<int64_t> positions, slots, logit_rows;
+  PagedBatch sequences;
+};
+
+// Caches with the dimension of layers, and which dimension is which.
+struct StepCaches {
+  const Tensor &keys, &values;
+  const std::optional<Tensor>&key_scale, &value_scale;
+  CacheDims dims;
+};
+
 class StepBinding {
  public:
   // op: its name; cache: the argument that messages name for the sizes of a cache.
@@ -56,6 +70,9 @@ class StepBinding {
   void bind(engine::StepModel& m, std::vector<engine::StepLayer>& layers) const;
   // What the step reads must not lie in what it writes.
   void keep_apart(const Mutated& mutated, const std::vector<engine::StepLayer>& layers) const;
+  // The step of a bound `m` over its tokens and caches, whose layers are those of `state`.
+  static void run(engine::StepState& state, engine::StepModel& m, const StepTokens& tokens,
+                  const StepCaches& caches, const Tensor& x, Tensor& logits);
 
  private:
   void check_most(const char* argument, const char* what, int64_t got, int64_t most) const;
