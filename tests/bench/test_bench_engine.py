@@ -51,7 +51,7 @@ def test_small_run_has_every_row_and_table(small_run: tuple[dict[str, Any], str]
     assert rows["arrival"][0]["prompt"] == 100
     assert rows["queue"][0]["requests"] == 8
     assert [r["drafts"] for r in rows["drafts"]] == [1, 3, 7]
-    for title, columns, cells in report._engine_tables(result):
+    for title, columns, cells in report.engine_tables(result):
         assert title in text and all(len(row) == len(columns) for row in cells)
 
 

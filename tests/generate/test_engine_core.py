@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from bitnet_ops.generate.engine import Limits
-from bitnet_ops.generate.engine_core import EngineCore, RequestError
+from bitnet_ops.generate.engine_core import EngineCore
+from bitnet_ops.generate.prompts import PromptError
 from bitnet_ops.generate.request import Event, Failed, Finished, NewToken
 from bitnet_ops.generate.sampling import SamplingError, SamplingParams
 from bitnet_ops.generate.scheduler import SchedulerOptions
@@ -221,7 +222,7 @@ def test_nothing_asked_nothing_run() -> None:
 )
 def test_a_bad_prompt_is_rejected_at_once(prompt: list[int], message: str) -> None:
     core, _, _ = engine()
-    with pytest.raises(RequestError, match=message):
+    with pytest.raises(PromptError, match=message):
         core.add(prompt, GREEDY, Limits(1))
     assert not core.has_work
 

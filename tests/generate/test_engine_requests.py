@@ -19,7 +19,7 @@ from bitnet_ops.generate.request import Failed, Finished, NewToken
 from bitnet_ops.generate.sampling import SamplingParams
 from bitnet_ops.generate.scheduler import SchedulerOptions
 from bitnet_ops.nn.kv_cache import KV_DTYPES
-from bitnet_ops.nn.kv_pool import KVPool
+from bitnet_ops.nn.kv_pool import bytes_of_block
 from tiny_models import SMALL, random_ids, tiny_model
 
 # The first runs fused, the second is composed of single ops.
@@ -57,7 +57,7 @@ def alone(name: str, kv_dtype: torch.dtype, prompt: int, params: int) -> list[in
 
 def pool_of(model: Any, kv_dtype: torch.dtype, block_size: int, positions: int) -> float:
     """MiB of a pool for so many positions, in whole blocks."""
-    block = KVPool(model.config, 1, block_size, kv_dtype).block_bytes
+    block = bytes_of_block(model.config, block_size, kv_dtype)
     return -(-positions // block_size) * block / 2**20 * 1.0001
 
 

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from bitnet_ops.generate.engine import Limits
-from bitnet_ops.generate.engine_core import EngineCore, RequestError
+from bitnet_ops.generate.engine_core import EngineCore
+from bitnet_ops.generate.prompts import PromptError
 from bitnet_ops.generate.request import Event, Finished, NewToken
 from bitnet_ops.generate.sampling import SamplingParams
 from bitnet_ops.generate.scheduler import SchedulerOptions
@@ -166,7 +167,7 @@ class Play:
 
     def add(self, i: int, job: Job) -> None:
         if len(job.prompt) > self.world.max_positions:
-            with pytest.raises(RequestError, match="prompt of at most"):
+            with pytest.raises(PromptError, match="prompt of at most"):
                 self.core.add(job.prompt, job.params, job.limits)
             job = Job(**{**job.__dict__, "prompt": job.prompt[: self.world.max_positions]})
         self.ids[i] = self.core.add(

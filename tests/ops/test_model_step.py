@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from bitnet_ops import ops
 from op_schema import named
-from op_values import KV_DTYPES, dtype_name
+from op_values import KV_DTYPES, SCALED_KV_DTYPES, dtype_name
 from ops_model import decode_step_arguments
 
 LENGTHS = (1, 5, 70, 33, 64, 12)  # of the sequences; more than a chunk of 64 positions among them
@@ -51,10 +51,10 @@ class Subject:
     def pools(self, blocks: int, size: int) -> dict[str, Any]:
         """Full of what must never be read: NaN, or codes with the scale NaN."""
         shape = LAYERS, blocks, KV_HEADS, size, HEAD_DIM
-        int8 = self.kv_dtype == torch.int8
-        fill = 77 if int8 else float("nan")
+        scaled = self.kv_dtype in SCALED_KV_DTYPES
+        fill = 77 if scaled else float("nan")
         pools = [torch.full(shape, fill, dtype=self.kv_dtype).transpose(2, 3) for _ in "kv"]
-        scales = [torch.full(p.shape[:-1], float("nan")) if int8 else None for p in pools]
+        scales = [torch.full(p.shape[:-1], float("nan")) if scaled else None for p in pools]
         return dict(
             zip(("key_pool", "value_pool", "key_scale", "value_scale"), [*pools, *scales],
                 strict=True)

@@ -123,7 +123,7 @@ def model_tables(report: Report) -> list[Table]:
     return [table for table in found if table[2]]
 
 
-def _engine_tables(report: Report) -> list[Table]:
+def engine_tables(report: Report) -> list[Table]:
     """The tables of `bench engine` that have rows."""
 
     def rows(kind: str, cells: Callable[[dict[str, Any]], list[Any]]) -> list[list[str]]:
@@ -148,7 +148,7 @@ def _engine_tables(report: Report) -> list[Table]:
             rows("arrival", lambda r: [
                 r["threads"], r["streams"], r["prompt"], r["step_ms"], *(
                     r["gap_ms"][name] for name in ("median", "p99", "longest")
-                ), r["longest_in_steps"], r["first_token_s"], r["prompt_tokens_per_s"],
+                ), r["p99_in_steps"], r["first_token_s"], r["prompt_tokens_per_s"],
             ]),
         ),
         (
@@ -256,7 +256,7 @@ def _model_lines(report: Report) -> list[str]:
 
 def _engine_lines(report: Report) -> list[str]:
     lines = [f"{report['settings']['dummy']}, {report['settings']['kv_dtype']} cache"]
-    for title, titles, cells in _engine_tables(report):
+    for title, titles, cells in engine_tables(report):
         lines += ["", title, *text_table(titles, cells)]
     return [
         *lines,

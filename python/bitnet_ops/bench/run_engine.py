@@ -9,30 +9,30 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from bitnet_ops.bench import environment, report
+from bitnet_ops.bench import report
 from bitnet_ops.bench.harness import Budget, Timed, interleave
-from bitnet_ops.bench.limits import MachineLimits, measure_all_limits
+from bitnet_ops.bench.limits import MachineLimits
 from bitnet_ops.bench.measure import Row
 from bitnet_ops.bench.memory import Workspace
 from bitnet_ops.bench.model import BenchModel
 from bitnet_ops.bench.pinning import use_threads
-from bitnet_ops.bench.run_model import ModelBench, ModelSettings, read_run
-from bitnet_ops.bench.stats import digits, summarize
+from bitnet_ops.bench.run_model import ModelBench, ModelSettings, read_run, time_once
+from bitnet_ops.bench.session import Progress, measured
+from bitnet_ops.bench.stats import digits, percentile, summarize
 from bitnet_ops.generate.engine import Limits
 from bitnet_ops.generate.engine_core import EngineCore
-from bitnet_ops.generate.pace import Pace
-from bitnet_ops.generate.request import NewToken
+from bitnet_ops.generate.request import Event, NewToken
 from bitnet_ops.generate.sampling import SamplingParams
 from bitnet_ops.generate.scheduler import SchedulerOptions
 from bitnet_ops.models.step_batch import SequenceStep, StepBatch
 from bitnet_ops.nn.kv_pool import KVPool
 
-Progress = Callable[[str], None]
 _ENDLESS = 1 << 20
 _WARM_STEPS = 3
 _MOST_STEPS = 96  # of a figure
@@ -66,7 +66,7 @@ class Streams:
 
     While `pretends` is set a step of the model costs nothing and gives equal logits: prompts are
     admitted at once, and their keys and values are whatever lies in the pool, which is filled with
-    plausible numbers. Attributes: `model_s`, the seconds spent in the model.
+    plausible numbers. Attributes: `step_s` and `model_s`, seconds of steps and of their model.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Streams:
         blocks = -(-positions // block_size) + sequences + 1
         self._model, self._pool = model, KVPool(model.config, blocks, block_size, model.kv_dtype)
         self._fill()
-        self.pretends, self.model_s = False, 0.0
+        self.pretends, self.step_s, self.model_s = False, 0.0, 0.0
         self._generator = torch.Generator().manual_seed(7)
         self.core = EngineCore(
             self._run,
@@ -108,6 +108,12 @@ class Streams:
         self.model_s += time.perf_counter() - start
         return logits
 
+    def step(self) -> list[Event]:
+        start = time.perf_counter()
+        events = self.core.step()
+        self.step_s += time.perf_counter() - start
+        return events
+
     def ids(self, count: int) -> list[int]:
         vocab = self._model.config.vocab_size
         return torch.randint(0, vocab, (count,), generator=self._generator).tolist()
@@ -123,8 +129,7 @@ class Streams:
         while any(self.core.request(i).remaining > 1 for i in ids):
             self.core.step()
         self.pretends = False
-        # what steps cost that computed nothing is to be forgotten
-        self.core._scheduler.pace = Pace(self.core._scheduler.options.most_gap)
+        self.core.forget_costs()  # those of steps that computed nothing
         for _ in range(_WARM_STEPS):
             self.core.step()
         return ids
@@ -139,7 +144,7 @@ def streams_row(
     prompts = streams * context  # all in one step, so that nobody decodes before the last is there
     run = Streams(bench.model, prompts + streams * _ROOM, streams, block_size, 64 + prompts)
     run.decoding(streams, context)
-    run.model_s, steps = 0.0, 0
+    run.model_s, run.step_s, steps = 0.0, 0.0, 0
     read, read_bytes = read_run(bench, limits)
     macs = bench.model.macs_per_token() * streams
     peak, peak_macs = limits.peak.run(macs)
@@ -147,7 +152,7 @@ def streams_row(
     def step(_: int) -> None:
         nonlocal steps
         steps += 1
-        run.core.step()
+        run.step()
 
     rounds = interleave([Timed(step), read, peak], budget, probe=limits.peak.speed)
     step_s, read_s, peak_s = rounds.usable()
@@ -156,19 +161,17 @@ def streams_row(
     computing = [s * macs / peak_macs for s in peak_s]
     seconds = summarize(step_s)
     shares = [max(a, b) / s for a, b, s in zip(reading, computing, step_s, strict=True)]
-    in_model = run.model_s / max(steps, 1)
     return {
         "kind": "streams",
         "threads": limits.threads,
         "streams": streams,
         "context": context,
         "tokens_per_s": digits(streams / seconds.median),
-        "gap_ms": {**seconds.to_dict(1e3), "p99": digits(_percentile(step_s, 0.99) * 1e3)},
+        "gap_ms": {**seconds.to_dict(1e3), "p99": digits(percentile(step_s, 99) * 1e3)},
         "reading_ms": digits(summarize(reading).median * 1e3),
         "computing_ms": digits(summarize(computing).median * 1e3),
         "share": summarize(shares).to_dict(),
-        "outside_model": digits(max(0.0, 1 - in_model / (sum(rounds.samples[0]) / len(
-            rounds.samples[0])))),
+        "outside_model": digits(1 - run.model_s / run.step_s),
         "steps": seconds.count,
         "disturbed": rounds.disturbed,
     }  # fmt: skip
@@ -181,7 +184,7 @@ def arrival_row(
     use_threads(limits.threads)
     run = Streams(bench.model, streams * (128 + _ROOM) + prompt + _ROOM, streams + 1, block_size)
     decoding = run.decoding(streams, 128)
-    alone = summarize([_timed(run.core.step) for _ in range(8)]).median
+    alone = summarize([time_once(Timed(lambda _: run.core.step())) for _ in range(8)]).median
     newcomer = run.add(prompt, 8)
     start, gaps, first = time.perf_counter(), [], 0.0
     while not first:
@@ -200,10 +203,10 @@ def arrival_row(
         "step_ms": digits(alone * 1e3),
         "gap_ms": {
             "median": digits(summarize(gaps).median * 1e3),
-            "p99": digits(_percentile(gaps, 0.99) * 1e3),
+            "p99": digits(percentile(gaps, 99) * 1e3),
             "longest": digits(max(gaps) * 1e3),
         },
-        "longest_in_steps": digits(_percentile(gaps, 0.99) / alone),
+        "p99_in_steps": digits(percentile(gaps, 99) / alone),
         "first_token_s": digits(first),
         "prompt_tokens_per_s": digits(prompt / first),
     }
@@ -253,11 +256,13 @@ def prefix_row(bench: ModelBench, limits: MachineLimits, prefix: int, block_size
         max_positions=bench.model.config.max_position_embeddings,
         vocab_size=bench.model.config.vocab_size,
     )
-    shared = torch.randint(0, bench.model.config.vocab_size, (prefix,)).tolist()
+    generator = torch.Generator().manual_seed(5)
+    vocab = bench.model.config.vocab_size
+    shared = torch.randint(0, vocab, (prefix,), generator=generator).tolist()
     seconds = []
     for question in range(3):
         core.add([*shared, question + 1, 5, 6, 7], SamplingParams(), Limits(1))
-        seconds.append(_timed(core.run))
+        seconds.append(time_once(Timed(lambda _: core.run())))
     return {
         "kind": "prefix",
         "threads": limits.threads,
@@ -294,20 +299,10 @@ def drafts_row(bench: ModelBench, limits: MachineLimits, drafts: int, block_size
     }
 
 
-def _timed(call: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
-
-
-def _percentile(values: list[float], share: float) -> float:
-    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
-
-
 def _spread(seconds: list[float]) -> dict[str, float]:
     return {
-        "p50": digits(_percentile(seconds, 0.5) * 1e3),
-        "p99": digits(_percentile(seconds, 0.99) * 1e3),
+        "p50": digits(percentile(seconds, 50) * 1e3),
+        "p99": digits(percentile(seconds, 99) * 1e3),
     }
 
 
@@ -330,31 +325,17 @@ def _rows(bench: ModelBench, limits: MachineLimits, s: EngineSettings) -> list[R
 
 def run(settings: EngineSettings, progress: Progress = lambda _: None) -> report.Report:
     """Measure everything and return the report. Threads are put back as they were."""
-    before, start = torch.get_num_threads(), time.perf_counter()
-    progress("filling memory")
-    ws = Workspace(settings.cold_mib << 20, 0)
-    env = environment.describe(ws, list(settings.threads))
-    rows: list[Row] = []
-    try:
-        with torch.inference_mode():
-            limits = measure_all_limits(ws.ternary, settings.threads, Budget(0.5))
-            progress(f"making {settings.dummy}")
-            model = BenchModel(settings.dummy, *settings.formats, settings.kv_dtype)
-            bench = ModelBench(ws, model, settings.model())
-            for one in limits:
-                progress(f"timing {one.threads} thread(s)")
-                rows += _rows(bench, one, settings)
-    finally:
-        torch.set_num_threads(before)
-    shown = [one.to_dict() for one in limits]
-    return {
-        "schema": "bitnet_ops.bench.engine",
-        "schema_version": report.SCHEMA_VERSION,
-        "ok": True,
-        "seconds": round(time.perf_counter() - start, 1),
-        "environment": env,
-        "settings": asdict(settings),
-        "limits": shown,
-        "warnings": environment.warnings(env, shown),
-        "rows": rows,
-    }
+
+    def rows(ws: Workspace, limits: list[MachineLimits]) -> dict[str, Any]:
+        progress(f"making {settings.dummy}")
+        model = BenchModel(settings.dummy, *settings.formats, settings.kv_dtype)
+        bench = ModelBench(ws, model, settings.model())
+        found: list[Row] = []
+        for one in limits:
+            progress(f"timing {one.threads} thread(s)")
+            found += _rows(bench, one, settings)
+        return {"rows": found}
+
+    return measured(
+        "engine", settings, lambda: Workspace(settings.cold_mib << 20, 0), rows, progress
+    )

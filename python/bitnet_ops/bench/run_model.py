@@ -8,28 +8,25 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from bitnet_ops import _runtime, ops
-from bitnet_ops.bench import environment, report
+from bitnet_ops.bench import report
 from bitnet_ops.bench.harness import Budget, Timed, interleave
 from bitnet_ops.bench.limits import (
     ATTEMPTS,
     PLAUSIBLE,
     MachineLimits,
-    measure_all_limits,
     ping_pong_ns,
 )
 from bitnet_ops.bench.measure import Row
 from bitnet_ops.bench.memory import Workspace
 from bitnet_ops.bench.model import BenchModel
 from bitnet_ops.bench.pinning import use_threads
+from bitnet_ops.bench.session import Progress, measured
 from bitnet_ops.bench.stats import digits, paired_ratios, summarize
 
-Progress = Callable[[str], None]
 DECODED = 64  # tokens behind a context, as in the tg64 of other engines
 _READ_BYTES = 1 << 26
 
@@ -196,41 +193,24 @@ def run(
 
     `more` measures further rows of the model in the first pair of formats.
     """
-    before, start = torch.get_num_threads(), time.perf_counter()
-    progress("filling memory")
-    ws = Workspace(settings.cold_mib << 20, 0)
-    env = environment.describe(ws, list(settings.threads))
-    rows: list[Row] = []
-    models: list[dict[str, Any]] = []
-    try:
-        with torch.inference_mode():
-            limits = measure_all_limits(ws.ternary, settings.threads, Budget(0.5))
-            for number, (weights, head) in enumerate(settings.formats):
-                progress(f"making {settings.model or settings.dummy}, {weights} + {head} head")
-                made = BenchModel(
-                    settings.dummy, weights, head, settings.kv_dtype, file=settings.model
-                )
-                models.append(_describe(made))
-                progress(f"timing {made.label}")
-                bench = ModelBench(ws, made, settings)
-                rows += _rows(bench, limits, first=number == 0)
-                rows += more(bench, limits) if number == 0 else []
-                del bench, made  # before the next one is made
-    finally:
-        torch.set_num_threads(before)
-    shown = [one.to_dict() for one in limits]
-    return {
-        "schema": "bitnet_ops.bench.model",
-        "schema_version": report.SCHEMA_VERSION,
-        "ok": True,
-        "seconds": round(time.perf_counter() - start, 1),
-        "environment": env,
-        "settings": asdict(settings),
-        "limits": shown,
-        "warnings": environment.warnings(env, shown),
-        "models": models,
-        "rows": rows,
-    }
+
+    def rows(ws: Workspace, limits: list[MachineLimits]) -> dict[str, Any]:
+        found: list[Row] = []
+        models: list[dict[str, Any]] = []
+        for number, (weights, head) in enumerate(settings.formats):
+            progress(f"making {settings.model or settings.dummy}, {weights} + {head} head")
+            made = BenchModel(settings.dummy, weights, head, settings.kv_dtype, file=settings.model)
+            models.append(_describe(made))
+            progress(f"timing {made.label}")
+            bench = ModelBench(ws, made, settings)
+            found += _rows(bench, limits, first=number == 0)
+            found += more(bench, limits) if number == 0 else []
+            del bench, made  # before the next one is made
+        return {"models": models, "rows": found}
+
+    return measured(
+        "model", settings, lambda: Workspace(settings.cold_mib << 20, 0), rows, progress
+    )
 
 
 def _describe(model: BenchModel) -> dict[str, Any]:

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from bitnet_ops import machine
-from bitnet_ops.bench import cases_ops, environment, report
+from bitnet_ops.bench import cases_ops, report
 from bitnet_ops.bench.cases import Case
 from bitnet_ops.bench.harness import Budget
-from bitnet_ops.bench.limits import measure_all_limits
+from bitnet_ops.bench.limits import MachineLimits
 from bitnet_ops.bench.measure import Row, measure
 from bitnet_ops.bench.memory import Workspace
+from bitnet_ops.bench.session import Progress, measured
 from bitnet_ops.bench.shapes import HEAD_FORMATS, KV_DTYPES, USUAL, ModelShape, parse_shapes
-
-Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -104,30 +100,13 @@ def run(
 
     `prepare` is given every case before it is measured, and may add baselines to it.
     """
-    before, start = torch.get_num_threads(), time.perf_counter()
-    progress("filling memory")
-    ws = make_workspace(settings)
-    env = environment.describe(ws, list(settings.threads))
     budget, baseline_budget = Budget(settings.seconds), Budget(settings.seconds / 2, min_rounds=1)
-    rows: list[Row] = []
-    try:
-        with torch.inference_mode():
-            progress("limits")
-            limits = measure_all_limits(ws.ternary, settings.threads, Budget(0.5))
-            for case in map(prepare, all_cases(ws, settings)):
-                progress(f"{case.name} {report.shape_text(case.shape)} {case.memory}")
-                rows += [measure(case, one, budget, baseline_budget) for one in limits]
-    finally:
-        torch.set_num_threads(before)
-    shown = [one.to_dict() for one in limits]
-    return {
-        "schema": "bitnet_ops.bench.ops",
-        "schema_version": report.SCHEMA_VERSION,
-        "ok": not any("wrong_result" in row["flags"] for row in rows),
-        "seconds": round(time.perf_counter() - start, 1),
-        "environment": env,
-        "settings": asdict(settings),
-        "limits": shown,
-        "warnings": environment.warnings(env, shown),
-        "rows": rows,
-    }
+
+    def rows(ws: Workspace, limits: list[MachineLimits]) -> dict[str, Any]:
+        found: list[Row] = []
+        for case in map(prepare, all_cases(ws, settings)):
+            progress(f"{case.name} {report.shape_text(case.shape)} {case.memory}")
+            found += [measure(case, one, budget, baseline_budget) for one in limits]
+        return {"ok": not any("wrong_result" in row["flags"] for row in found), "rows": found}
+
+    return measured("ops", settings, lambda: make_workspace(settings), rows, progress)

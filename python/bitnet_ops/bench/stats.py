@@ -31,6 +31,11 @@ def summarize(samples: Sequence[float]) -> Summary:
     return Summary(median, p10, p90, len(samples))
 
 
+def percentile(samples: Sequence[float], rank: float) -> float:
+    """The percentile `rank`, 0 to 100, of at least one sample, linear between neighbours."""
+    return float(np.percentile(samples, rank))
+
+
 def paired_ratios(numerators: Sequence[float], denominators: Sequence[float]) -> list[float]:
     """numerators[r] / denominators[r] of samples taken in the same round r.
 

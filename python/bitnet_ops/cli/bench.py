@@ -30,7 +30,8 @@ from bitnet_ops.dummy.configs import CONFIGS
 if TYPE_CHECKING:
     from bitnet_ops.bench.run_engine import EngineSettings
     from bitnet_ops.bench.run_model import ModelSettings
-    from bitnet_ops.bench.run_ops import OpsSettings, Progress
+    from bitnet_ops.bench.run_ops import OpsSettings
+    from bitnet_ops.bench.session import Progress
 
 
 class _Defaults(NamedTuple):

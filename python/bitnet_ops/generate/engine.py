@@ -22,7 +22,7 @@ from torch import Tensor
 from bitnet_ops.config import ModelConfig
 from bitnet_ops.generate.engine_core import EngineCore, EngineStats
 from bitnet_ops.generate.generation import Generation, Limits, Timing
-from bitnet_ops.generate.prompts import PromptError, kind_of, token_ids
+from bitnet_ops.generate.prompts import PromptError, check_prompt, kind_of, token_ids
 from bitnet_ops.generate.request import Event
 from bitnet_ops.generate.sampling import Sampler, SamplingParams
 from bitnet_ops.generate.scheduler import SchedulerOptions
@@ -32,7 +32,7 @@ from bitnet_ops.nn.kv_cache import (
     KVCache,
     check_kv_dtype,
 )
-from bitnet_ops.nn.kv_pool import DEFAULT_BLOCK_SIZE, KVPool
+from bitnet_ops.nn.kv_pool import DEFAULT_BLOCK_SIZE, KVPool, bytes_of_block
 
 # One for all engines: a lock inside an engine could not be copied or pickled.
 _MAKING = threading.Lock()
@@ -141,8 +141,7 @@ class Engine:
                 f"{type(self.model).__name__}; use generate"
             )
         config = self.model.config
-        pool = KVPool(config, 1, self.block_size, self.kv_dtype, max_blocks=self._most_blocks())
-        pool.grow(pool.max_blocks - 1)
+        pool = KVPool(config, self._most_blocks(), self.block_size, self.kv_dtype)
         return EngineCore(
             lambda batch: step(batch, pool),
             pool,
@@ -153,7 +152,7 @@ class Engine:
 
     def _most_blocks(self) -> int:
         config = self.model.config
-        block_bytes = KVPool(config, 1, self.block_size, self.kv_dtype).block_bytes
+        block_bytes = bytes_of_block(config, self.block_size, self.kv_dtype)
         if self.kv_cache_mb is not None:
             blocks = int(self.kv_cache_mb * 2**20) // block_bytes
             if blocks < 1:
@@ -180,7 +179,7 @@ class Engine:
         many tokens a step may guess from what the text repeats and verify at once; they change the
         speed, never the tokens. Raises PromptError, SamplingError, TypeError for no list of ids.
         """
-        (ids,) = self._checked([prompt])
+        ids = token_ids(prompt, "engine")
         return self._core.add(
             ids, params or SamplingParams(), limits or Limits(), max_drafts=max_drafts
         )
@@ -240,21 +239,7 @@ class Engine:
             raise PromptError("engine: expected at least one prompt, got none")
         prompts = [token_ids(prompt, "engine") for prompt in given]
         for prompt in prompts:
-            if not len(prompt):
-                raise PromptError(
-                    "engine: expected a prompt of at least one token, got an empty one; start it "
-                    "with the model's bos token"
-                )
-            if not 0 <= min(prompt) <= max(prompt) < config.vocab_size:
-                raise PromptError(
-                    f"engine: expected prompt ids from 0 to {config.vocab_size - 1}, got "
-                    f"{min(prompt)} to {max(prompt)}; the tokenizer belongs to another model"
-                )
-            if len(prompt) > config.max_position_embeddings:
-                raise PromptError(
-                    f"engine: expected a prompt of at most {config.max_position_embeddings} tokens "
-                    f"(max_position_embeddings), got {len(prompt)}; shorten it"
-                )
+            check_prompt(prompt, config.vocab_size, config.max_position_embeddings)
         return prompts
 
 

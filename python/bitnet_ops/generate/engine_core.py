@@ -22,6 +22,7 @@ from torch import Tensor
 
 from bitnet_ops.generate.blocks import BlockAllocator
 from bitnet_ops.generate.drafts import propose
+from bitnet_ops.generate.prompts import check_prompt
 from bitnet_ops.generate.request import Event, Failed, Finished, NewToken, Request
 from bitnet_ops.generate.sampling import Sampled, Sampler, sample_rows
 from bitnet_ops.generate.scheduler import (
@@ -52,10 +53,6 @@ class Pool(Protocol):
     def grow(self, count: int) -> None: ...
 
 
-class RequestError(ValueError):
-    """A request that cannot be run: without tokens, outside the vocabulary, or too long."""
-
-
 @dataclass(frozen=True)
 class EngineStats:
     """Counts of requests and blocks at one moment, the others since the beginning (Scheduler)."""
@@ -73,21 +70,17 @@ class EngineStats:
 
 @dataclass
 class _Outcome:
-    """What a planned step gave: tokens, of which all but the last were drafted, or an error.
-
-    `sampled`: the tokens as they were chosen, with their logprobs.
-    """
+    """What a planned step gave: tokens, of which all but the last were drafted, or an error."""
 
     step: PlannedStep
-    tokens: list[int] = field(default_factory=list)
     sampled: list[Sampled] = field(default_factory=list)
     error: Exception | None = None
 
     @property
     def goes_on(self) -> bool:
         """Whether the newest token is the draft whose logits the step has computed already."""
-        at, drafts = len(self.tokens) - 1, self.step.drafts
-        return self.error is None and at < len(drafts) and self.tokens[at] == drafts[at]
+        at, drafts = len(self.sampled) - 1, self.step.drafts
+        return self.error is None and at < len(drafts) and self.sampled[at].token == drafts[at]
 
 
 class EngineCore:
@@ -153,9 +146,9 @@ class EngineCore:
 
         `adapter`: name of its LoRA adapter. `max_drafts`: the most tokens to draft in a step.
         `inbox`: gets its events, whoever steps, instead of the list that a step returns.
-        Raises RequestError for a prompt that cannot be run, and as make_sampler does.
+        Raises PromptError for a prompt that cannot be run, and as make_sampler does.
         """
-        self._check_prompt(prompt_ids)
+        check_prompt(prompt_ids, self._vocab_size, self._max_positions)
         sampler = self._make_sampler(params, prompt_ids)
         with self._lock:
             request = Request(
@@ -221,19 +214,10 @@ class EngineCore:
         with self._lock:
             return bool(self._requests or self._events)
 
-    def _check_prompt(self, ids: Sequence[int]) -> None:
-        if not len(ids):
-            raise RequestError("engine: expected a prompt of at least one token, got an empty one")
-        if not 0 <= min(ids) <= max(ids) < self._vocab_size:
-            raise RequestError(
-                f"engine: expected prompt ids from 0 to {self._vocab_size - 1}, got {min(ids)} to "
-                f"{max(ids)}; the tokenizer belongs to another model"
-            )
-        if len(ids) > self._max_positions:
-            raise RequestError(
-                f"engine: expected a prompt of at most {self._max_positions} tokens "
-                f"(max_position_embeddings), got {len(ids)}; shorten it"
-            )
+    def forget_costs(self) -> None:
+        """Learn anew what steps cost, as on another machine or model."""
+        with self._lock:
+            self._scheduler.forget_costs()
 
     # Memory --------------------------------------------------------------------------------------
 
@@ -337,12 +321,11 @@ class EngineCore:
             table = logits[begin : begin + len(members)]
             table = table if len(rows) == len(members) else table[rows]
             samplers = [outcome.step.request.sampler for outcome in chosen]
-            for outcome, token in zip(chosen, self._sample_rows(samplers, table), strict=True):
-                if token.error is not None:
-                    outcome.error = token.error
+            for outcome, sampled in zip(chosen, self._sample_rows(samplers, table), strict=True):
+                if sampled.error is not None:
+                    outcome.error = sampled.error
                 else:
-                    outcome.tokens.append(token.token)
-                    outcome.sampled.append(token)
+                    outcome.sampled.append(sampled)
             begin += len(members)
         return outcomes
 
@@ -359,7 +342,7 @@ class EngineCore:
                 break
         if ending is None and outcome.error is not None:
             ending = Failed(request.id, outcome.error)
-        self._scheduler.computed(step, max(0, len(outcome.tokens) - 1))
+        self._scheduler.computed(step, max(0, len(outcome.sampled) - 1))
         if ending is not None:
             self._scheduler.remove(request, failed=isinstance(ending, Failed))
             self._end(request, ending)

@@ -43,3 +43,22 @@ def kind_of(value: object) -> str:
     text = repr(value)
     shown = text if len(text) <= 40 else text[:37] + "..."
     return "None" if value is None else f"{shown} ({type(value).__name__})"
+
+
+def check_prompt(ids: Sequence[int], vocab_size: int, max_positions: int) -> None:
+    """Raise PromptError for ids that a model of these sizes cannot run."""
+    if not len(ids):
+        raise PromptError(
+            "engine: expected a prompt of at least one token, got an empty one; start it with the "
+            "model's bos token"
+        )
+    if not 0 <= min(ids) <= max(ids) < vocab_size:
+        raise PromptError(
+            f"engine: expected prompt ids from 0 to {vocab_size - 1}, got {min(ids)} to "
+            f"{max(ids)}; the tokenizer belongs to another model"
+        )
+    if len(ids) > max_positions:
+        raise PromptError(
+            f"engine: expected a prompt of at most {max_positions} tokens "
+            f"(max_position_embeddings), got {len(ids)}; shorten it"
+        )

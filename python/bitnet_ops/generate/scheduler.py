@@ -153,11 +153,15 @@ class Scheduler:
     ) -> None:
         self.allocator, self.block_size, self.max_positions = allocator, block_size, max_positions
         self.options = options or SchedulerOptions()
-        self.pace = Pace(self.options.most_gap)
+        self.forget_costs()
         self._copy_block, self._propose = copy_block, propose
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.preemptions = self.reused_tokens = self.drafted_tokens = self.accepted_drafts = 0
+
+    def forget_costs(self) -> None:
+        """Learn anew what steps cost."""
+        self.pace = Pace(self.options.most_gap)
 
     # Requests come and go ------------------------------------------------------------------------
 

@@ -19,14 +19,14 @@ from bitnet_ops.formats.atomic import atomic_file
 from bitnet_ops.nn.kv_config import KVCacheConfig
 from bitnet_ops.nn.storage import DEFAULT_KV_TYPE, KV_TYPES, KVType
 
-_TYPES = {getattr(torch, name): row for name, row in KV_TYPES.items()}
-KV_DTYPES = {row.name: dtype for dtype, row in _TYPES.items()}
+TYPE_OF = {getattr(torch, name): row for name, row in KV_TYPES.items()}  # a dtype's row
+KV_DTYPES = {row.name: dtype for dtype, row in TYPE_OF.items()}
 DEFAULT_KV_DTYPE = KV_DTYPES[DEFAULT_KV_TYPE]
 
 
 def check_kv_dtype(dtype: object, who: str) -> None:
     """Raise ValueError unless `dtype` is one that a cache can have."""
-    if dtype not in _TYPES:
+    if dtype not in TYPE_OF:
         *most, last = KV_DTYPES
         remedy = f"; pass torch.{dtype}" if isinstance(dtype, str) else ""
         raise ValueError(f"{who} {', '.join(most)} or {last}, got {dtype!r}{remedy}")
@@ -87,7 +87,7 @@ class KVCache:
         # Not zeros: those would touch every page now, of a context that may never be that long.
         keys, values = (torch.empty(shape, dtype=dtype) for _ in "kv")
         scales = (
-            [torch.empty(shape[:-1]) for _ in "kv"] if _TYPES[dtype].has_scales else [None, None]
+            [torch.empty(shape[:-1]) for _ in "kv"] if TYPE_OF[dtype].has_scales else [None, None]
         )
         self._set_memory(keys, values, *scales)
         self.lengths = torch.zeros(shape[1], dtype=torch.int64)
@@ -130,15 +130,21 @@ class KVCache:
     @property
     def type(self) -> KVType:
         """The row of the table of types that it is of."""
-        return _TYPES[self.dtype]
+        return TYPE_OF[self.dtype]
 
     @property
     def nbytes(self) -> int:
         """Bytes of address space of all keys, values and scales, written or not."""
-        return sum(t.nbytes for t in self._memory() if t is not None)
+        return sum(t.nbytes for t in self._named().values())
 
     def _memory(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         return self.key_cache, self.value_cache, self.key_scale, self.value_scale
+
+    def _named(self) -> dict[str, Tensor]:
+        """What there is of the memory, by its attributes' names."""
+        names = "key_cache", "value_cache", "key_scale", "value_scale"
+        pairs = zip(names, self._memory(), strict=True)
+        return {name: tensor for name, tensor in pairs if tensor is not None}
 
     def positions(self, new_tokens: int) -> Tensor:
         """Absolute positions int64 [B, new_tokens] of the tokens that come next.
@@ -214,11 +220,8 @@ class KVCache:
         from safetensors.torch import save
 
         longest = int(self.lengths.max())
-        names = "key_cache", "value_cache", "key_scale", "value_scale"
         tensors = {
-            name: tensor[:, :, :, :longest].contiguous()
-            for name, tensor in zip(names, self._memory(), strict=True)
-            if tensor is not None
+            name: tensor[:, :, :, :longest].contiguous() for name, tensor in self._named().items()
         }
         with atomic_file(path) as file:
             file.write(save({**tensors, "lengths": self.lengths}))
@@ -231,9 +234,8 @@ class KVCache:
             found = load_file(path)
         except Exception as error:  # safetensors' own, which is no ValueError
             raise ValueError(f"KVCache: expected a saved cache, got {path}: {error}") from None
-        names = "key_cache", "value_cache", "key_scale", "value_scale"
-        memory = dict(zip(names, self._memory(), strict=True))
-        wanted = {name for name, tensor in memory.items() if tensor is not None} | {"lengths"}
+        memory = self._named()
+        wanted = {*memory, "lengths"}
         if found.keys() != wanted:
             raise ValueError(
                 f"KVCache: expected the tensors {', '.join(sorted(wanted))} in {path}, got "
@@ -241,8 +243,6 @@ class KVCache:
             )
         longest = int(found["lengths"].max())
         for name, tensor in memory.items():
-            if tensor is None:
-                continue
             shape = [*tensor.shape[:3], longest, *tensor.shape[4:]]
             if list(found[name].shape) != shape or found[name].dtype != tensor.dtype:
                 raise ValueError(
@@ -255,8 +255,7 @@ class KVCache:
                 f"{path}, got {longest} of {found['lengths'].numel()}"
             )
         for name, tensor in memory.items():
-            if tensor is not None:
-                tensor[:, :, :, :longest] = found[name]
+            tensor[:, :, :, :longest] = found[name]
         self.lengths = found["lengths"]
 
     def advance(self, new_tokens: int) -> None:

@@ -16,14 +16,12 @@ import torch
 from torch import Tensor
 
 from bitnet_ops.config import ModelConfig
-from bitnet_ops.nn.kv_cache import DEFAULT_KV_DTYPE, KV_DTYPES, check_kv_dtype
-from bitnet_ops.nn.storage import KV_TYPES
+from bitnet_ops.nn.kv_cache import DEFAULT_KV_DTYPE, TYPE_OF, check_kv_dtype
 
 DEFAULT_BLOCK_SIZE = 64
 # Without it the system may refuse to reserve more than there is memory, written or not. Linux' own
 # number for the Pythons whose mmap does not name it.
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
-_TYPES = {dtype: KV_TYPES[name] for name, dtype in KV_DTYPES.items()}
 
 
 class _Memory:
@@ -56,6 +54,12 @@ class _Memory:
             stop = (first + end) * self.block_bytes // page * page
             if start < stop:
                 self._map.madvise(mmap.MADV_DONTNEED, start, stop - start)
+
+
+def bytes_of_block(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
+    """Bytes of a block of such a pool: keys and values of all layers, with their scales."""
+    rows = config.num_hidden_layers * config.num_key_value_heads * block_size
+    return 2 * rows * TYPE_OF[dtype].row_bytes(config.head_dim)
 
 
 class KVPool:
@@ -91,7 +95,8 @@ class KVPool:
         _check_above("block_size", block_size, 0)
         _check_above("max_blocks", max_blocks, blocks - 1)
         self.blocks, self.block_size, self.max_blocks = blocks, block_size, max_blocks
-        self.dtype, self.type = dtype, _TYPES[dtype]
+        self.dtype, self.type = dtype, TYPE_OF[dtype]
+        self.block_bytes = bytes_of_block(config, block_size, dtype)
         shape = (
             config.num_hidden_layers,
             max_blocks,
@@ -132,12 +137,6 @@ class KVPool:
     @property
     def _memory(self) -> list[_Memory]:
         return [*self._rows, *self._scales]
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of one block: keys and values of all layers, with their scales."""
-        layers = self.key_pool.shape[0]
-        return layers * sum(m.block_bytes for m in self._memory)
 
     def memory_usage_mb(self) -> float:
         """MiB of all `blocks`, scales included, once every position has been written."""
