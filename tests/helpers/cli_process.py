@@ -71,6 +71,15 @@ class Terminal:
             time.sleep(0.3)
             os.write(self._master, (CTRL_C + after).encode())
 
+    def interrupt(self) -> None:
+        """Ctrl-C at once, while the process works."""
+        os.write(self._master, CTRL_C.encode())
+
+    def wait_for_more(self, characters: int) -> None:
+        """Until so much more is shown than what was waited for."""
+        while len(self.text) - self._seen < characters:
+            assert self._read(0.2), f"ended with {self.text[self._seen :]!r}"
+
     def wait_for(self, text: str, timeout: float = 120) -> str:
         """What is shown from here up to `text`, which must come."""
         start = self._seen

@@ -101,18 +101,28 @@ def _converse(turns: _Chat | _Plain, stats: bool) -> int:
     print("/help lists the commands; Ctrl-D ends the conversation", file=sys.stderr)
     try:
         for entry in source:
-            if entry is Command.RESET:
-                turns.reset()
-            elif entry is Command.HELP:
-                print(HELP, file=sys.stderr)
-            elif isinstance(entry, TextError):
-                _complain(entry)
-                failed = True
-            else:
-                failed |= not _answer(turns, cast(str, entry), stats)
-    except KeyboardInterrupt:  # in a script: at a terminal Input and _answer take it
+            try:
+                failed |= not _take(turns, entry, stats)
+            except KeyboardInterrupt:  # between the last piece and the prompt, at a terminal
+                if not source.interactive:
+                    raise
+    except KeyboardInterrupt:  # in a script
         return 130
     return int(failed and not source.interactive)
+
+
+def _take(turns: _Chat | _Plain, entry: str | Command | TextError, stats: bool) -> bool:
+    """Do what an entry says; whether that went well."""
+    if entry is Command.RESET:
+        turns.reset()
+    elif entry is Command.HELP:
+        print(HELP, file=sys.stderr)
+    elif isinstance(entry, TextError):
+        _complain(entry)
+        return False
+    else:
+        return _answer(turns, cast(str, entry), stats)
+    return True
 
 
 def _complain(error: Exception) -> None:
