@@ -21,7 +21,7 @@ MISSED = {
     "instruction set": 8,
     "model family, new maths": 11,
     "packed layout": 22,
-    "KV cache type": 28,
+    "KV cache type": 26,
 }
 
 
