@@ -20,6 +20,7 @@ import pytest
 from bitnet_ops.cli import COMMANDS, main
 from bitnet_ops.language_model import DEMO_DIR
 from bitnet_ops.nn.storage import KV_TYPES
+from cache_types import KV_TYPES_TEXT
 from isa_control import ISAS
 
 EXPECTED = json.loads(
@@ -210,7 +211,7 @@ USAGE_ERRORS: dict[str, tuple[list[str], str]] = {
     "too many threads": (["generate", "x", "--threads", "99999999999"], "from 1 to 1024"),
     "an unknown cache": (
         ["generate", "x", "--kv-dtype", "int4"],
-        "float32, bfloat16, float16, float8_e4m3fn, float8_e5m2 or int8, got 'int4'",
+        f"{KV_TYPES_TEXT}, got 'int4'",
     ),
 }
 

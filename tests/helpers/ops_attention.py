@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
 from bounds import EXP_ERROR, U, smallest, storing_error, sum_error
+from cache_types import E4M3, KV_TYPES_TEXT, rounded
 from op_changes import (
     BF16,
     F32,
@@ -35,8 +34,7 @@ from op_values import (
     transposed,
 )
 
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-KV_TYPES_TEXT = "of dtype float32, bfloat16, float16, float8_e4m3fn, float8_e5m2 or int8, got "
+OF_KV_TYPES = f"of dtype {KV_TYPES_TEXT}, got "
 
 
 def cache_memory(
@@ -192,10 +190,10 @@ _ATTENTION_REJECTIONS: Rejections = [
     ({"query": lambda a: a["query"][..., :8]}, "query", "of shape [2, 3, 4, 16]"),
     ({"query": narrow("query", 0)}, "query", "of shape [2, 3, 4, 16]"),
     ({"query": narrow("query", 2)}, "query", "multiple of the cache's 2 heads, got 3"),
-    ({"key_cache": to("key_cache", F64)}, "key_cache", KV_TYPES_TEXT + "float64"),
+    ({"key_cache": to("key_cache", F64)}, "key_cache", OF_KV_TYPES + "float64"),
     ({"key_scale": value(torch.ones(2, 2, 12))}, "key_scale", "to be left out"),
     ({"value_cache": to("value_cache", BF16)}, "value_cache", "of dtype float32"),
-    ({"value_cache": to("value_cache", E5M2)}, "value_cache", "float32, got float8_e5m2"),
+    ({"value_cache": to("value_cache", E4M3)}, "value_cache", "float32, got float8_e4m3fn"),
     ({"value_cache": narrow("value_cache", 2)}, "value_cache", "shape of key_cache"),
     ({"key_cache": noncontiguous("key_cache")}, "key_cache", "contiguous"),
     ({"value_cache": noncontiguous("value_cache")}, "value_cache", "contiguous"),
@@ -303,22 +301,6 @@ def kv_cache_update(
             cache[b, :, at] = rounded(moved, cache.dtype)
 
 
-# Beyond these the largest number stays, where torch's cast makes an infinity (float8_e5m2) or, up
-# to 2.12, NaN (float8_e4m3fn, of an infinity too, which the type lacks).
-SATURATED = {E4M3: (448.0, math.inf), E5M2: (57344.0, torch.finfo(torch.float32).max)}
-
-
-def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """F [...] as a cache of that dtype holds it: torch's cast but for what saturates."""
-    cast = x.to(dtype)
-    if dtype not in SATURATED:
-        return cast
-    largest, last = SATURATED[dtype]
-    size = x.float().abs()
-    saturates = (size > largest) & (size <= last)
-    return torch.where(saturates, x.float().sign() * largest, cast.float()).to(dtype)
-
-
 def _quantized_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """F [..., D] -> int8 codes and float32 scales [...]."""
     x = x.to(torch.float32)
@@ -369,7 +351,7 @@ _CACHE_UPDATE_REJECTIONS: Rejections = [
     ({"key": narrow("key", 2)}, "key", "[2, 3, 2, 8], got [2, 3, 1, 8]"),
     ({"value": narrow("value", 1)}, "value", "of the shape of key"),
     ({"key": lambda a: a["key"][0]}, "key", "with 4 dimensions"),
-    ({"key_cache": to("key_cache", F64)}, "key_cache", KV_TYPES_TEXT + "float64"),
+    ({"key_cache": to("key_cache", F64)}, "key_cache", OF_KV_TYPES + "float64"),
     ({"value_cache": to("value_cache", E4M3)}, "value_cache", "float32, got float8_e4m3fn"),
     ({"key_cache": noncontiguous("key_cache")}, "key_cache", "contiguous"),
     ({"value_cache": noncontiguous("value_cache")}, "value_cache", "contiguous"),

@@ -26,7 +26,7 @@ from op_values import (
     random_packed,
     strided,
 )
-from ops_attention import KV_TYPES_TEXT, cache_memory
+from ops_attention import OF_KV_TYPES, cache_memory
 from ops_packing import repacked
 
 
@@ -292,7 +292,7 @@ _DECODE_STEP_REJECTIONS: Rejections = [
         "vocab_size", "2 tiles of 16",
     ),
     ({"vocab_size": lambda a: 36}, "vocab_size", "the 37 rows of head_weight, got 36"),
-    ({"key_cache": to("key_cache", F64)}, "key_cache", KV_TYPES_TEXT + "float64"),
+    ({"key_cache": to("key_cache", F64)}, "key_cache", OF_KV_TYPES + "float64"),
     ({"key_cache": lambda a: a["key_cache"].mT.contiguous().mT}, "key_cache", "contiguous within"),
     ({"key_cache": lambda a: a["key_cache"][0]}, "key_cache", "with 5 dimensions"),
     ({"key_cache": lambda a: a["value_cache"]}, "value_cache", "in its own memory"),

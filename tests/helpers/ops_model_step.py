@@ -11,7 +11,7 @@ from op_changes import F32, add_dim, to
 from op_schema import bound, named, positional
 from op_spec import Call, Named, Rejections, spec
 from op_values import ACTIVATIONS, KV_DTYPES, Arguments, Built, dtype_name, strided
-from ops_attention import KV_TYPES_TEXT, cache_memory
+from ops_attention import OF_KV_TYPES, cache_memory
 from ops_model import EXTRAS, decode_step_arguments, step_bound
 from ops_paged import POOLS, batch_of, paged, sequences
 
@@ -172,7 +172,7 @@ _MODEL_STEP_REJECTIONS: Rejections = [
     ({"head_weight": lambda a: a["head_weight"].double()}, "head_weight", "float32"),
     ({"head_scale": lambda a: torch.ones(37)}, "head_scale", "left out"),
     ({"vocab_size": lambda a: 36}, "vocab_size", "the 37 rows of head_weight, got 36"),
-    ({"key_pool": lambda a: a["key_pool"].double()}, "key_pool", KV_TYPES_TEXT + "float64"),
+    ({"key_pool": lambda a: a["key_pool"].double()}, "key_pool", OF_KV_TYPES + "float64"),
     ({"key_pool": lambda a: a["key_pool"][0]}, "key_pool", "with 5 dimensions"),
     ({"value_pool": lambda a: a["key_pool"]}, "value_pool", "in its own memory"),
     ({"value_pool": lambda a: a["value_pool"].bfloat16()}, "value_pool", "of dtype float32"),

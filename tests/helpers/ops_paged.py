@@ -36,7 +36,7 @@ from op_values import (
     strided,
     transposed,
 )
-from ops_attention import KV_TYPES_TEXT, attention_bound, cache_memory, kv_cache_update
+from ops_attention import OF_KV_TYPES, attention_bound, cache_memory, kv_cache_update
 
 POOLS = ("key_pool", "value_pool", "key_scale", "value_scale")
 
@@ -207,7 +207,7 @@ _PAGED_ATTENTION_REJECTIONS: Rejections = [
     ({"query": add_dim("query")}, "query", "with 3 dimensions"),
     ({"query": lambda a: a["query"][..., :8]}, "query", "of shape [6, 4, 16]"),
     ({"query": narrow("query", 1)}, "query", "multiple of the cache's 2 heads, got 3"),
-    ({"key_pool": to("key_pool", F64)}, "key_pool", KV_TYPES_TEXT + "float64"),
+    ({"key_pool": to("key_pool", F64)}, "key_pool", OF_KV_TYPES + "float64"),
     ({"key_pool": lambda a: a["key_pool"][0]}, "key_pool", "with 4 dimensions"),
     ({"key_pool": noncontiguous("key_pool")}, "key_pool", "contiguous in the last dimension"),
     ({"key_pool": _overlapping_rows}, "key_pool", "memory of its own for every element"),
@@ -377,7 +377,7 @@ _PAGED_CACHE_REJECTIONS: Rejections = [
     ({"key": narrow("key", 1)}, "key", "[5, 2, 8], got [5, 1, 8]"),
     ({"value": narrow("value", 0)}, "value", "of the shape of key"),
     ({"key": add_dim("key")}, "key", "with 3 dimensions"),
-    ({"key_pool": to("key_pool", F64)}, "key_pool", KV_TYPES_TEXT + "float64"),
+    ({"key_pool": to("key_pool", F64)}, "key_pool", OF_KV_TYPES + "float64"),
     ({"key_pool": lambda a: torch.zeros(3, 0, 2, 8)}, "value_pool", "of the shape of key_pool"),
     (
         {name: lambda a: torch.zeros(3, 0, 2, 8) for name in ("key_pool", "value_pool")},
@@ -404,7 +404,7 @@ _PAGED_CACHE_INT8_REJECTIONS: Rejections = [
     ({"key": to("key", torch.int8)}, "key", FLOATS_TEXT + "int8"),
     ({"value": to("value", BF16)}, "value", "of dtype float32"),
     ({"key_pool": narrow("key_pool", 0)}, "value_pool", "of the shape"),
-    ({"key_pool": to("key_pool", F64)}, "key_pool", KV_TYPES_TEXT + "float64"),
+    ({"key_pool": to("key_pool", F64)}, "key_pool", OF_KV_TYPES + "float64"),
     ({"value_pool": to("value_pool", F32)}, "value_pool", "dtype int8"),
     ({"slot_mapping": value(torch.tensor([0, 7, 2, 7, 1]))}, "slot_mapping", "got 7 twice"),
     ({"value_scale": value(None)}, "value_scale", "caches, got none"),

@@ -18,9 +18,10 @@ from bitnet_ops.language_model import LanguageModel
 from bitnet_ops.nn.kv_cache import KV_DTYPES, KVCache
 from bitnet_ops.nn.storage import KV_TYPES
 from bounds import assert_equal, assert_within
+from cache_types import rounded
 from op_catalogue import composed
 from op_schema import named
-from ops_attention import attention_bound, rounded
+from ops_attention import attention_bound
 from ops_model import decode_step_arguments
 
 VAL = Path(__file__).resolve().parents[1] / "data/demo-model/val.txt"

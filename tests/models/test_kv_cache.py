@@ -16,6 +16,7 @@ from torch import Tensor
 from bitnet_ops.config import ModelConfig
 from bitnet_ops.nn.kv_cache import KV_DTYPES, CacheCapacityError, KVCache
 from bitnet_ops.nn.storage import KV_TYPES
+from cache_types import KV_TYPES_TEXT
 
 DEMO = Path(__file__).resolve().parents[1] / "data" / "demo-model" / "config.json"
 CONFIG = dataclasses.replace(
@@ -106,8 +107,7 @@ def test_more_positions_than_the_model_has_are_rejected() -> None:
 
 
 def test_bad_arguments() -> None:
-    types = "float32, bfloat16, float16, float8_e4m3fn, float8_e5m2 or int8"
-    with pytest.raises(ValueError, match=f"expected dtype {types}, got torch.float64"):
+    with pytest.raises(ValueError, match=f"expected dtype {KV_TYPES_TEXT}, got torch.float64"):
         KVCache(CONFIG, 1, 8, torch.float64)
     with pytest.raises(ValueError, match="batch above 0, got 0"):
         KVCache(CONFIG, 0, 8)

@@ -21,6 +21,7 @@ from bitnet_ops.language_model import Completion, LanguageModel
 from bitnet_ops.models import decoder
 from bitnet_ops.nn.kv_cache import KVCache
 from bitnet_ops.nn.linear import BitLinear
+from cache_types import KV_TYPES_TEXT
 from isa_control import torch_threads
 from tiny_models import SMALL, random_ids, tiny_model
 
@@ -91,10 +92,9 @@ def test_a_model_runs_without_a_cache(fused: bool) -> None:
 
 @pytest.mark.parametrize("bad", [torch.float64, "int8", None])
 def test_a_wrong_kv_dtype_is_rejected_before_anything_is_read(bad: Any) -> None:
-    types = "float32, bfloat16, float16, float8_e4m3fn, float8_e5m2 or int8"
-    with pytest.raises(ValueError, match=f"kv_dtype {types}, got"):
+    with pytest.raises(ValueError, match=f"kv_dtype {KV_TYPES_TEXT}, got"):
         bitnet_ops.load("/no/such/model", kv_dtype=bad)
-    with pytest.raises(ValueError, match=f"kv_dtype {types}, got"):
+    with pytest.raises(ValueError, match=f"kv_dtype {KV_TYPES_TEXT}, got"):
         Engine(tiny_model(FAMILY), kv_dtype=bad)
 
 
