@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import bitnet_ops
 from bitnet_ops import ops
 from bitnet_ops.integrations import sgl_kernel
 
@@ -106,8 +105,13 @@ def test_another_packing_is_named(shape: tuple[int, ...], dtype: torch.dtype) ->
 def test_our_own_gemv_says_what_a_float_scale_must_be() -> None:
     packed, _ = matrix(8, 128)
     a = torch.zeros(128, dtype=torch.int8)
-    with pytest.raises((RuntimeError, TypeError), match="scale"):
-        bitnet_ops.ops.gemv(packed, a, 0.8)  # type: ignore[arg-type]
+    says = r"x_scale as a tensor or None, got float 0\.8; pass torch\.tensor\(\[0\.8\]\)$"
+    with pytest.raises(RuntimeError, match=says):
+        ops.gemv(packed, a, 0.8)  # type: ignore[arg-type]
+    with torch.inference_mode(), pytest.raises(RuntimeError, match="weight_scale as a tensor"):
+        ops.gemv(packed, a, torch.ones(1), 0.5)  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match=r"weight as a tensor, got str"):
+        ops.gemv("packed", a)  # type: ignore[arg-type]
 
 
 def test_only_who_imports_it_gets_the_names() -> None:
