@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from bitnet_ops import ops as ops
     from bitnet_ops.integrations import BitNetLinearMethod as BitNetLinearMethod
+    from bitnet_ops.integrations.transformers import BitnetOpsConfig as BitnetOpsConfig
+    from bitnet_ops.integrations.transformers import accelerate as accelerate
     from bitnet_ops.language_model import LanguageModel as LanguageModel
     from bitnet_ops.language_model import load as load
     from bitnet_ops.nn.kv_cache import KVCache as KVCache
@@ -29,11 +31,13 @@ if TYPE_CHECKING:
 _LAZY = {
     "BitLinear": "bitnet_ops.nn.linear",
     "BitNetLinearMethod": "bitnet_ops.integrations",
+    "BitnetOpsConfig": "bitnet_ops.integrations.transformers",
     "KVCache": "bitnet_ops.nn.kv_cache",
     "KVCacheConfig": "bitnet_ops.nn.kv_config",
     "KVCacheDtype": "bitnet_ops.nn.kv_config",
     "LanguageModel": "bitnet_ops.language_model",
     "PackedWeight": "bitnet_ops.nn.packing",
+    "accelerate": "bitnet_ops.integrations.transformers",
     "load": "bitnet_ops.language_model",
 }
 

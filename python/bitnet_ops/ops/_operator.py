@@ -6,6 +6,7 @@ It must not know what the ops are.
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
@@ -42,12 +43,40 @@ def operator(fake: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Resul
     def call(*args: Any, **kwargs: Any) -> Any:
         # Under no_grad autograd's kernel, which is Python, would cost 5 us to find nothing to do.
         # Inference mode leaves it out by itself, and a compiled graph has no calls to save.
-        if _is_grad_enabled() or _is_compiling() or _is_inference():
+        if _is_compiling():
             return overload(*args, **kwargs)
-        with _below_autograd():
-            return overload(*args, **kwargs)
+        try:
+            if _is_grad_enabled() or _is_inference():
+                return overload(*args, **kwargs)
+            with _below_autograd():
+                return overload(*args, **kwargs)
+        except RuntimeError as error:
+            _explain_a_wrong_type(name, error)
+            raise
 
     return call
+
+
+_WRONG_TYPE = re.compile(
+    r"Expected a value of type '(.+?)' for argument '(\w+)' but instead found type '(.+?)'\."
+    r"(?:\nPosition: \d+)?(?:\nValue: (.{,60}))?"
+)
+_NUMBERS = {"float", "int"}
+
+
+def _explain_a_wrong_type(name: str, error: RuntimeError) -> None:
+    """The dispatcher's five lines about an argument of another type, in one with the remedy."""
+    found = _WRONG_TYPE.search(str(error))
+    if found is None:
+        return
+    wanted, argument, got, value = found.groups()
+    wanted = wanted.replace("Optional[Tensor]", "a tensor or None").replace("Tensor", "a tensor")
+    remedy = ""
+    if "tensor" in wanted and got in _NUMBERS:
+        remedy = f"; pass torch.tensor([{value}])"
+    raise RuntimeError(
+        f"{name}: expected {argument} as {wanted}, got {got} {value or ''}{remedy}"
+    ) from None
 
 
 def _require_one_device(name: str, args: tuple[Any, ...]) -> None:

@@ -1,0 +1,220 @@
+"""The modules that stand in for transformers' own: ternary linear, RMSNorm, MLP, output head.
+
+Names of submodules, parameters and buffers are those of the modules that they replace, so that
+hooks, `named_modules` and adapters find what they look for. It must not know how models are loaded
+or saved.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers.integrations.bitnet import AutoBitLinear
+from transformers.integrations.bitnet import BitLinear as HFBitLinear
+
+from bitnet_ops import ops
+from bitnet_ops.config.scheme import ScaleRule
+from bitnet_ops.integrations._core import CheckpointError, logical_codes, stored_scale
+from bitnet_ops.nn.head import HeadWeight
+from bitnet_ops.nn.linear import BitLinear
+from bitnet_ops.nn.packing import pack_hf, pack_ternary
+
+
+class TernaryLinear(BitLinear):
+    """BitLinear, with the norm of its inputs where the checkpoint has one (`use_rms_norm`).
+
+    `rule`: how its checkpoint stores scales; `reciprocal`: the scale as stored, if it divides.
+    """
+
+    rms_norm: nn.Module | None
+    rule: ScaleRule = ScaleRule.MULTIPLY
+    reciprocal: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x if self.rms_norm is None else self.rms_norm(x))
+
+    def for_checkpoint(self, divides: bool) -> dict[str, Tensor]:
+        """Weight, scale and bias as transformers' BitLinear or, if not `divides`, AutoBitLinear
+        stores them: quarters of the outputs side by side.
+        """
+        if self.out_features % 4:
+            raise ValueError(
+                "TernaryLinear: expected a multiple of 4 outputs, which transformers' packing "
+                f"takes, got {self.out_features}"
+            )
+        saved = {"weight": pack_hf(self.packed.codes()), "weight_scale": self.weight_scale}
+        bias = self.bias
+        if divides:
+            given = self.reciprocal
+            kept = given is not None and torch.equal(1.0 / given.float(), self.weight_scale)
+            saved["weight_scale"] = cast(Tensor, given) if kept else 1.0 / self.weight_scale
+        elif bias is not None:
+            bias = bias / self.weight_scale.to(bias.dtype)  # y = (x W + bias) * weight_scale there
+        return saved if bias is None else {**saved, "bias": bias}
+
+
+def _has_gradient(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+
+
+class RMSNorm(nn.Module):
+    """`ops.rms_norm` with the parameter of the norm that it replaces, shared.
+
+    Where a gradient is asked for, the same maths in torch's own operators.
+    """
+
+    def __init__(self, weight: nn.Parameter, eps: float) -> None:
+        super().__init__()
+        self.weight, self.variance_epsilon = weight, eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        if _has_gradient(x, self.weight):
+            wide = x.float()
+            root = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.variance_epsilon)
+            return self.weight * (wide * root).to(x.dtype)
+        return ops.rms_norm(x, self.weight, self.variance_epsilon)
+
+    def extra_repr(self) -> str:
+        return f"{tuple(self.weight.shape)}, eps={self.variance_epsilon}"
+
+
+class GatedMLP(nn.Module):
+    """down(norm(act(gate(x), up(x)))): activation and product in one pass, the norm where it is.
+
+    `activation` is "relu2" or "silu".
+    """
+
+    def __init__(self, source: Any, activation: str) -> None:
+        super().__init__()
+        self.activation = activation
+        self.ffn_sub_norm: nn.Module | None
+        self.gate_proj, self.up_proj = source.gate_proj, source.up_proj
+        self.down_proj, self.act_fn = source.down_proj, source.act_fn
+        self.ffn_sub_norm = getattr(source, "ffn_sub_norm", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        if _has_gradient(gate, up):
+            z = self.act_fn(gate) * up
+        elif self.activation == "relu2":
+            z = ops.relu2_mul(gate, up)
+        else:
+            z = ops.silu_and_mul(torch.cat([gate, up], dim=-1))
+        return self.down_proj(z if self.ffn_sub_norm is None else self.ffn_sub_norm(z))
+
+
+class QuantizedHead(nn.Module):
+    """Logits of a head in int8 or int4, in the dtype of its inputs."""
+
+    def __init__(self, weight: Tensor, head_format: str) -> None:
+        super().__init__()
+        self.head = HeadWeight.from_dense(weight.detach(), head_format)
+        self.out_features, self.in_features = weight.shape
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x).to(x.dtype)
+
+
+_AUTO = (ScaleRule.MULTIPLY, ScaleRule.ONLINE)
+
+
+def rule_of(module: nn.Module) -> ScaleRule | None:
+    """How transformers' module holds its weight; None for any other module."""
+    if isinstance(module, AutoBitLinear):
+        return _AUTO[bool(module.online_quant)]
+    return ScaleRule.DIVIDE if isinstance(module, HFBitLinear) else None
+
+
+def ternary_linear(
+    weight: Tensor,
+    weight_scale: Tensor | None,
+    bias: Tensor | None,
+    rms_norm: nn.Module | None,
+    rule: ScaleRule,
+    shape: tuple[int, int],
+    name: str,
+    weight_format: str,
+) -> TernaryLinear:
+    """The layer for what transformers' linear of `shape` (N, K) holds.
+
+    `weight` is packed uint8 [N / 4, K], codes as floating numbers [N, K] (an offline autobitlinear
+    after loading), or masters [N, K], as `rule` says. Raises CheckpointError where it is neither.
+    """
+    if rule is ScaleRule.MULTIPLY and tuple(weight.shape) == shape:
+        codes, scale = _codes(weight, name), None
+    else:
+        codes, scale = logical_codes(weight.detach(), rule, *shape, name)
+    if scale is None:
+        if weight_scale is None:
+            raise CheckpointError(f"bitnet: expected a weight_scale, got none in {name}")
+        scale = stored_scale(weight_scale.detach(), rule, name)
+    if bias is not None and rule is ScaleRule.MULTIPLY:
+        bias = bias.detach() * scale.to(bias.dtype)  # there y = (x W + bias) * weight_scale
+    layer = TernaryLinear.from_packed(
+        pack_ternary(codes, scale), None if bias is None else bias.detach()
+    )
+    layer.repack(weight_format)
+    layer.register_module("rms_norm", rms_norm)
+    layer.rule = rule
+    if rule is ScaleRule.DIVIDE and weight_scale is not None:
+        layer.reciprocal = weight_scale.detach().reshape(1)
+    return layer
+
+
+def _codes(weight: Tensor, name: str) -> Tensor:
+    """int8 codes of what an offline AutoBitLinear holds: -1, 0 and 1, as floating numbers.
+
+    Up to transformers 5.12 as uint8, where -1 is 255 and the module cannot run.
+    """
+    weight = weight.detach()
+    given = weight.view(torch.int8) if weight.dtype == torch.uint8 else weight
+    codes = given.to(torch.int8)
+    if not torch.equal(codes.to(given.dtype), given) or int(codes.abs().amax()) > 1:
+        raise CheckpointError(
+            f"bitnet: expected weights -1, 0 and 1 beside a weight_scale, got others in {name}; "
+            "the checkpoint and its quantization_config disagree"
+        )
+    return codes
+
+
+def replacement(module: nn.Module, name: str, weight_format: str) -> TernaryLinear | None:
+    """Our layer for one of transformers' ternary linears; None for any other module."""
+    rule = rule_of(module)
+    if rule is None:
+        return None
+    source = cast(Any, module)
+    shape = int(source.out_features), int(source.in_features)
+    return ternary_linear(
+        source.weight,
+        getattr(source, "weight_scale", None),
+        source.bias,
+        source.rms_norm,
+        rule,
+        shape,
+        name,
+        weight_format,
+    )
+
+
+# Classes whose forward is: normalise in float32, round to the input's dtype, times the weight.
+NORMS = {"BitNetRMSNorm", "LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm"}
+MLPS = {"BitNetMLP", "LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP"}
+_ACTIVATIONS = {"relu2": "relu2", "silu": "silu", "swish": "silu"}
+
+
+def faster_norm(module: nn.Module) -> RMSNorm | None:
+    """Our norm over the parameter of one of NORMS; None for any other module."""
+    if type(module).__name__ not in NORMS:
+        return None
+    return RMSNorm(cast(nn.Parameter, module.weight), cast(float, module.variance_epsilon))
+
+
+def faster_mlp(module: nn.Module) -> GatedMLP | None:
+    """Our MLP over the linears of one of MLPS; None for any other module or activation."""
+    config = getattr(module, "config", None)
+    activation = _ACTIVATIONS.get(getattr(config, "hidden_act", ""))
+    if type(module).__name__ not in MLPS or activation is None:
+        return None
+    return GatedMLP(module, activation)

@@ -1,0 +1,334 @@
+"""accelerate(model) and quantization_config=BitnetOpsConfig(), against transformers' own modules.
+
+Layers are compared on the same inputs within float32's rounding of the longer way; whole models by
+logits and greedy tokens. Checkpoints are written by hf_writer, which shares no code with the
+package; transformers reads what was saved.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers.integrations.bitnet import AutoBitLinear
+
+import bitnet_ops
+from bitnet_ops.integrations import CheckpointError
+from bitnet_ops.integrations.transformers import BitnetOpsConfig, accelerate, layers
+from hf_writer import FAMILIES, Family, write_checkpoint
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# A norm inside each projection, under transformers' name.
+_NORMED = Family("bitnet-rms-norm", mode="online", inner_norms="rms_norm",
+                 quantization_extra={"use_rms_norm": True, "rms_norm_eps": 1e-6})  # fmt: skip
+_BIASED = Family("qwen2-biased", model_type="qwen2", tied=False, qkv_bias=True, dtype="float32")
+ALL = {**FAMILIES, _NORMED.name: _NORMED, _BIASED.name: _BIASED}
+SOME = ("bitnet-offline", "bitnet-bitlinear", "bitnet-online", "llama-bitlinear", "qwen2-biased")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("checkpoints")
+    return {name: write_checkpoint(root / name, family) for name, family in ALL.items()}
+
+
+def theirs(folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+    """transformers' model. Up to 5.12 it leaves an offline AutoBitLinear's weights as uint8, with
+    which they cannot run: they get the dtype they have in later releases.
+    """
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **options)
+    for module in model.modules():
+        if isinstance(module, AutoBitLinear) and module.weight.dtype == torch.uint8:
+            module.weight = nn.Parameter(module.weight.view(torch.int8).to(dtype))
+    return model.eval()
+
+
+def some_ids(model: Any, batch: int = 2, length: int = 60) -> Tensor:
+    g = torch.Generator().manual_seed(7)
+    return torch.randint(3, model.config.vocab_size, (batch, length), generator=g)
+
+
+def linears(model: nn.Module) -> dict[str, layers.TernaryLinear]:
+    return {n: m for n, m in model.named_modules() if isinstance(m, layers.TernaryLinear)}
+
+
+def assert_same_model(ours: Any, reference: Any) -> None:
+    ids = some_ids(reference)
+    with torch.inference_mode():
+        a, b = ours(ids).logits, reference(ids).logits
+    assert a.dtype == b.dtype
+    assert_same_logits(a, b)
+
+
+def assert_same_logits(a: Tensor, b: Tensor) -> None:
+    """As two right float32 forwards of different order agree.
+
+    An activation at the middle between two int8 steps goes either way, and then single logits move
+    by percents; a wrong row order or scale is off by all there is.
+    """
+    assert float((a - b).abs().max()) <= 0.1 * float(b.abs().max())
+    assert float((a - b).abs().mean()) <= 0.01 * float(b.std())
+    assert (a.argmax(-1) == b.argmax(-1)).float().mean() >= 0.95
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_every_linear_computes_what_transformers_module_does(
+    folders: dict[str, Path], name: str
+) -> None:
+    reference = theirs(folders[name])
+    ours = accelerate(copy.deepcopy(reference), norms=False, mlp=False)
+    assert len(linears(ours)) == 7 * ALL[name].layers
+    g = torch.Generator().manual_seed(1)
+    for path, layer in linears(ours).items():
+        x = torch.randn(3, layer.in_features, generator=g)
+        module = reference.get_submodule(path)
+        with torch.inference_mode():
+            expected, got = module(x), layer(x)
+        # Their weights and activations are rounded numbers, a float32 sum over K of them.
+        scale = float(layer.weight_scale.abs().max())
+        size = x.abs().sum(-1, keepdim=True) * scale * (4.0 if layer.rms_norm is not None else 1.0)
+        bound = layer.in_features * 2.0**-24 * size + 2.0**-20 * expected.abs() + 1e-6
+        assert bool(((got - expected).abs() <= bound).all()), path
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_accelerated_models_give_transformers_tokens(folders: dict[str, Path], name: str) -> None:
+    reference = theirs(folders[name])
+    ours = copy.deepcopy(reference)
+    assert accelerate(ours) is ours
+    assert_same_model(ours, reference)
+    kinds = {type(m).__name__ for m in ours.modules()}
+    assert {"TernaryLinear", "RMSNorm", "GatedMLP"} <= kinds
+    assert not {"BitLinear", "AutoBitLinear"} & kinds
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", SOME)
+def test_loading_by_config_equals_accelerating(
+    folders: dict[str, Path], name: str, dtype: torch.dtype
+) -> None:
+    """Weights arrive packed: no float copy of a ternary matrix is ever there."""
+    swapped = accelerate(theirs(folders[name], dtype))
+    loaded = theirs(folders[name], dtype, quantization_config=BitnetOpsConfig())
+    assert linears(loaded).keys() == linears(swapped).keys()
+    for path, layer in linears(loaded).items():
+        other = linears(swapped)[path]
+        assert torch.equal(layer.weight, other.weight), path
+        torch.testing.assert_close(layer.weight_scale, other.weight_scale, rtol=2.0**-8, atol=0)
+        assert layer.weight_scale.dtype == torch.float32
+    ids = some_ids(loaded)
+    with torch.inference_mode():
+        logits = loaded(ids).logits
+        assert logits.dtype == dtype and bool(logits.isfinite().all())
+    if dtype == torch.float32:
+        assert_same_model(loaded, theirs(folders[name]))
+
+
+def test_scales_stay_float32_in_a_bfloat16_model(folders: dict[str, Path]) -> None:
+    """transformers would round a float32 weight_scale to the model's dtype."""
+    name = "bitnet-offline-fp32"
+    loaded = theirs(folders[name], torch.bfloat16, quantization_config=BitnetOpsConfig())
+    exact = theirs(folders[name], torch.float32, quantization_config=BitnetOpsConfig())
+    for path, layer in linears(loaded).items():
+        assert torch.equal(layer.weight_scale, linears(exact)[path].weight_scale)
+
+
+@pytest.mark.parametrize("by_config", [False, True])
+@pytest.mark.parametrize("name", SOME)
+def test_what_is_saved_is_read_by_transformers_and_by_load(
+    folders: dict[str, Path], name: str, by_config: bool, tmp_path: Path
+) -> None:
+    if by_config:
+        ours = theirs(folders[name], quantization_config=BitnetOpsConfig())
+    else:
+        ours = accelerate(theirs(folders[name]))
+    ours.save_pretrained(tmp_path / "saved")
+    said = json.loads((tmp_path / "saved" / "config.json").read_text())["quantization_config"]
+    assert said["quant_method"] == "bitnet" and said["quantization_mode"] == "offline"
+    transformers.AutoTokenizer.from_pretrained(folders[name]).save_pretrained(tmp_path / "saved")
+    assert_same_model(ours, theirs(tmp_path / "saved"))
+    again = theirs(tmp_path / "saved", quantization_config=BitnetOpsConfig())
+    ids = some_ids(ours)
+    with torch.inference_mode():
+        assert torch.equal(again(ids).logits, ours(ids).logits)
+    exact = {"dtype": torch.float32, "kv_dtype": torch.float32, "head_format": "float32"}
+    lm = bitnet_ops.load(tmp_path / "saved", **exact)
+    with torch.inference_mode():
+        mine = lm.model(ids)
+    assert_same_logits(mine, ours(ids).logits)
+
+
+def test_generate_follows_the_models_own_logits(folders: dict[str, Path]) -> None:
+    ours = accelerate(theirs(folders["bitnet-offline"]))
+    ids = some_ids(ours, batch=1, length=9)
+    done = ours.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0)
+    assert done.shape[1] > ids.shape[1] and torch.equal(done[:, :9], ids)
+    with torch.inference_mode():
+        logits = ours(done[:, :-1]).logits[0, 8:]
+    chosen = logits.gather(1, done[0, 9:, None])[:, 0]
+    # With a cache the sums of attention have another order.
+    assert bool((logits.amax(-1) - chosen <= 0.02 * logits.abs().amax()).all())
+
+
+def test_masters_without_a_quantization_config(folders: dict[str, Path], tmp_path: Path) -> None:
+    masters = dataclasses.replace(FAMILIES["bitnet-online"], quantized=False)
+    folder = write_checkpoint(tmp_path / "m", masters)
+    config = BitnetOpsConfig(linear_class="autobitlinear", quantization_mode="online")
+    ours = theirs(folder, quantization_config=config)
+    assert_same_model(ours, theirs(folders["bitnet-online"]))
+
+
+@pytest.mark.parametrize("head", ["int8", "int4"])
+@pytest.mark.parametrize("name", ["bitnet-offline", "bitnet-offline-untied"])
+def test_a_quantised_head(folders: dict[str, Path], name: str, head: str, tmp_path: Path) -> None:
+    reference = theirs(folders[name])
+    ours = accelerate(copy.deepcopy(reference), head=head)
+    ids = some_ids(reference)
+    with torch.inference_mode():
+        a, b = ours(ids).logits, reference(ids).logits
+    assert 0 < (a - b).abs().mean() < (0.02 if head == "int8" else 0.2) * b.std()
+    ours.save_pretrained(tmp_path)
+    again = theirs(tmp_path)
+    with torch.inference_mode():
+        c = again(ids).logits
+    assert (c - b).abs().mean() < (0.02 if head == "int8" else 0.2) * b.std()
+
+
+def test_torch_compile_finds_no_graph_break_in_a_linear(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
+    monkeypatch.setattr(torch._dynamo.config, "disable", False)
+    ours = accelerate(theirs(folders["bitnet-offline"]))
+    layer = ours.model.layers[0]
+    x = torch.randn(2, 3, 256)
+    for module, given in ((layer.self_attn.q_proj, x), (layer.mlp, x)):
+        torch._dynamo.reset()
+        graphs: list[Any] = []
+
+        def backend(graph: Any, inputs: Any, seen: list[Any] = graphs) -> Any:
+            seen.append(graph)
+            return graph.forward
+
+        with torch.no_grad():
+            compiled = torch.compile(module, fullgraph=True, backend=backend)
+            assert torch.equal(compiled(given), module(given))
+        assert len(graphs) == 1
+
+
+def test_a_peft_style_hook_sees_the_same_names(folders: dict[str, Path]) -> None:
+    reference = theirs(folders["bitnet-offline"])
+    names = {n for n, _ in reference.named_modules()}
+    assert names == {n for n, _ in accelerate(copy.deepcopy(reference)).named_modules()}
+
+
+def test_gradients_reach_the_inputs(folders: dict[str, Path]) -> None:
+    ours = accelerate(theirs(folders["bitnet-offline"]))
+    x = torch.randn(1, 4, 256, requires_grad=True)
+    ours(inputs_embeds=x).logits.square().mean().backward()
+    assert x.grad is not None and bool(x.grad.isfinite().all()) and bool(x.grad.any())
+
+
+# What is rejected ---------------------------------------------------------------------------
+
+
+def test_a_model_without_ternary_layers_is_named() -> None:
+    config = transformers.LlamaConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, vocab_size=50,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="BitLinear or AutoBitLinear layers.*LlamaForCausalLM"):
+        accelerate(transformers.LlamaForCausalLM(config))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"weight_format": "3bit"}, "weight_format"),
+        ({"head": "int3"}, "head_format"),
+    ],
+)
+def test_wrong_options(folders: dict[str, Path], options: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        accelerate(theirs(folders["bitnet-offline"]), **options)
+    with pytest.raises(ValueError, match=message):
+        BitnetOpsConfig(**options)
+
+
+def test_floats_that_are_no_codes_are_rejected(folders: dict[str, Path]) -> None:
+    model = theirs(folders["bitnet-offline"])
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[3, 4] = 0.5
+    with pytest.raises(CheckpointError, match=r"-1, 0 and 1 .* in model.layers.1.mlp.up_proj"):
+        accelerate(model)
+
+
+def test_the_weights_that_transformers_leaves_as_uint8_are_taken(folders: dict[str, Path]) -> None:
+    reference = theirs(folders["bitnet-offline"])
+    ours = copy.deepcopy(reference)
+    for module in ours.modules():
+        if isinstance(module, AutoBitLinear):
+            codes = module.weight.to(torch.int8).view(torch.uint8)
+            module.weight = nn.Parameter(codes, requires_grad=False)
+    assert_same_model(accelerate(ours), reference)
+
+
+def test_a_code_3_is_rejected(folders: dict[str, Path]) -> None:
+    model = theirs(folders["bitnet-bitlinear"])
+    model.model.layers[0].mlp.up_proj.weight[0, 0] = 255
+    with pytest.raises(CheckpointError, match=r"code 3.* in model.layers.0.mlp.up_proj"):
+        accelerate(model)
+
+
+def test_a_missing_tensor_is_named(folders: dict[str, Path], tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    folder = write_checkpoint(tmp_path / "m", FAMILIES["bitnet-offline"])
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.1.self_attn.k_proj.weight_scale"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"weight_scale of model.layers.1.self_attn.k_proj"):
+        theirs(folder, quantization_config=BitnetOpsConfig())
+
+
+def test_other_methods_stay_transformers_business(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "m", FAMILIES["bitnet-offline"])
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "awq", "bits": 4}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match='quant_method "bitnet", got .awq'):
+        theirs(folder, quantization_config=BitnetOpsConfig())
+    folder = write_checkpoint(tmp_path / "n", FAMILIES["bitnet-offline"])
+    other = transformers.BitsAndBytesConfig(load_in_8bit=True)
+    with pytest.raises(ValueError, match="BitNetQuantConfig.*BitsAndBytesConfig"):
+        theirs(folder, quantization_config=other)
+
+
+def test_importing_bitnet_ops_does_not_import_transformers() -> None:
+    code = "import sys, bitnet_ops; bitnet_ops.BitLinear; print('transformers' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_the_examples_of_the_page_run(number: int, tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "transformers.md").read_text(encoding="utf-8")
+    code = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)[number]
+    assert code.count("microsoft/bitnet-b1.58-2B-4T") == 1
+    demo = ROOT / "tests" / "data" / "demo-model"
+    code = code.replace("microsoft/bitnet-b1.58-2B-4T", str(demo))
+    run = [sys.executable, "-c", code]
+    done = subprocess.run(run, capture_output=True, text=True, cwd=tmp_path, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "In the beginning" in done.stdout if number == 0 else (tmp_path / "saved").is_dir()
