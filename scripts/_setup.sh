@@ -5,11 +5,13 @@
 #   BITNET_VENV         where the environment goes (default: .venv in the clone)
 #   BITNET_TORCH_INDEX  package index to take torch from. Set it to the CPU wheel index named on
 #                       pytorch.org when your default index offers a CUDA build (several GB).
+#   BITNET_TEST_JOBS    how many tests run at once (default 2)
 set -euo pipefail
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 VENV="${BITNET_VENV:-$ROOT/.venv}"
 TORCH="torch==2.13.0"
 BUILD_TOOLS=("scikit-build-core>=1.1" "pybind11>=3.0" "cmake>=3.25" ninja) # as in pyproject.toml
+JOBS="${BITNET_TEST_JOBS:-2}"
 export PIP_DISABLE_PIP_VERSION_CHECK=1
 
 say() { printf '[%4ds] %s\n' "$SECONDS" "$*" >&2; }
@@ -88,5 +90,16 @@ ctest_in() {
     -DBITNET_WERROR="${BITNET_WERROR:-OFF}" "$@" >/dev/null
   local log
   log="$(cmake --build "$build" --parallel 2>&1)" || { echo "$log" >&2; return 1; }
-  ctest --test-dir "$build" --output-on-failure --no-tests=error
+  ctest --test-dir "$build" --output-on-failure --no-tests=error --parallel "$JOBS"
+}
+
+# each_of COMMAND... -- FILE...: COMMAND FILE for each, JOBS at once, what one prints in one piece; fails
+# if one does.
+each_of() {
+  local command=()
+  while [ "$1" != -- ]; do command+=("$1") && shift; done
+  shift
+  # shellcheck disable=SC2016  # the inner shell expands
+  printf '%s\0' "$@" | xargs -0 -n 1 -P "$JOBS" bash -c \
+    'text="$("$@" 2>&1)"; status=$?; printf "%s\n" "$text"; exit $status' _ "${command[@]}"
 }
