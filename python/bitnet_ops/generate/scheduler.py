@@ -216,7 +216,7 @@ class Scheduler:
         plan = StepPlan(self.options.token_budget)
         for request in [r for r in self.running if r.remaining == 1]:
             self._plan(plan, request, 1)
-        if plan.left:
+        if plan.left and any(step.request.max_drafts for step in plan.steps.values()):
             self._draft(plan)
         if plan.steps:
             most = self.options.prefill_beside_decode

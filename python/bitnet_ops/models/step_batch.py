@@ -90,7 +90,7 @@ class StepBatch:
         table = [block for t in tables for block in [*t, *[0] * (longest - len(t))]]
         parts = ids, positions, slots, begins, lengths, rows, table
         numbers = torch.from_numpy(np.array([*chain(*parts)], dtype=np.int64))  # in one piece
-        views = numbers.split([len(part) for part in parts])
+        views = numbers.split_with_sizes([len(part) for part in parts])
         return cls(
             token_ids=views[0],
             positions=views[1],
