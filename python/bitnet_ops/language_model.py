@@ -22,13 +22,13 @@ from bitnet_ops.config import ModelConfig
 from bitnet_ops.convert.obtain import LoadError, convert_again, obtain
 from bitnet_ops.formats import sglbitnt
 from bitnet_ops.generate.chat_history import RunIds, without_oldest_turn
+from bitnet_ops.generate.embedding import embed
 from bitnet_ops.generate.engine import Engine, Generation, Run, Session, Timing, token_ids
 from bitnet_ops.generate.options import GenerateOptions, Request, request
 from bitnet_ops.generate.tokenizer import StreamDecoder, Tokenizer, TokenizerError
 from bitnet_ops.loading import cache_files
 from bitnet_ops.loading.weights import load_model
 from bitnet_ops.models import Decoder, check_dtype
-from bitnet_ops.models.embedding import embed
 from bitnet_ops.nn.kv_cache import DEFAULT_KV_DTYPE, check_kv_dtype
 from bitnet_ops.nn.lora import Adapter, apply_adapter, read_adapter
 from bitnet_ops.nn.storage import DEFAULT_HEAD_FORMAT, check_head_format, check_weight_format

@@ -164,9 +164,12 @@ class Decoder(nn.Module):
         The new tokens of any sequences, in any mixture of prompts and decoding: a token's logits
         are those of its sequence alone, bit for bit.
         """
-        x = self._embed(batch.token_ids)
         if (step := self._whole_step()) is not None:
-            return step.paged(x, batch, pool, self.head)
+            return step.paged(self._embed(batch.token_ids), batch, pool, self.head)
+        return self.head(self.step_states(batch, pool))
+
+    def step_states(self, batch: StepBatch, pool: KVPool) -> Tensor:
+        """As step, but what the head would read: f32 [rows, hidden] after the last norm."""
         where = batch.query_start_loc, batch.seq_lens, batch.block_table
 
         def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -174,8 +177,8 @@ class Decoder(nn.Module):
             ops.paged_cache_update(*pools, k, v, batch.slot_mapping, *scales)
             return ops.paged_attention(q, *pools, *where, self._scale, *scales)
 
-        x = self._layers(x, batch.positions, attend)
-        return self.head(self._last_norm(x[batch.logit_rows]))
+        x = self._layers(self._embed(batch.token_ids), batch.positions, attend)
+        return self._last_norm(x[batch.logit_rows])
 
     def weights_version(self) -> int:
         """Another number whenever weights have been replaced, or changed in place by torch."""
