@@ -252,7 +252,7 @@ class LanguageModel:
         Completion's `finish_reason`. Raises TypeError for an unknown option or another kind of
         prompt, ValueError for a value out of range, engine.PromptError.
         """
-        return self._stream("generate", prompt, options).read()
+        return self._stream("generate", prompt, options, patient=True).read()
 
     def stream(
         self, prompt: str | Sequence[int] | Tensor, **options: Unpack[GenerateOptions]
@@ -298,9 +298,13 @@ class LanguageModel:
             )
         return request(call, options, self.stop_ids)
 
-    def _stream(self, call: str, prompt: Any, options: GenerateOptions) -> TextStream:
+    def _stream(
+        self, call: str, prompt: Any, options: GenerateOptions, *, patient: bool = False
+    ) -> TextStream:
         wanted = self._request(call, options)
-        run = self.engine.start([self.encode(prompt)], wanted.params, wanted.limits)
+        run = self.engine.start(
+            [self.encode(prompt)], wanted.params, wanted.limits, patient=patient
+        )
         return TextStream(run, self.tokenizer, wanted.stop)
 
     def _complete(self, prompts: list[list[int]], wanted: Request) -> list[Completion]:
