@@ -22,13 +22,13 @@ from bitnet_ops.config import ModelConfig
 from bitnet_ops.convert.obtain import LoadError, convert_again, obtain
 from bitnet_ops.formats import sglbitnt
 from bitnet_ops.generate.chat_history import RunIds, without_oldest_turn
+from bitnet_ops.generate.embedding import embed
 from bitnet_ops.generate.engine import Engine, Generation, Run, Session, Timing, token_ids
 from bitnet_ops.generate.options import GenerateOptions, Request, request
 from bitnet_ops.generate.tokenizer import StreamDecoder, Tokenizer, TokenizerError
 from bitnet_ops.loading import cache_files
 from bitnet_ops.loading.weights import load_model
 from bitnet_ops.models import Decoder, check_dtype
-from bitnet_ops.models.embedding import embed
 from bitnet_ops.nn.kv_cache import DEFAULT_KV_DTYPE, check_kv_dtype
 from bitnet_ops.nn.lora import Adapter, apply_adapter, read_adapter
 from bitnet_ops.nn.storage import DEFAULT_HEAD_FORMAT, check_head_format, check_weight_format
@@ -252,7 +252,7 @@ class LanguageModel:
         Completion's `finish_reason`. Raises TypeError for an unknown option or another kind of
         prompt, ValueError for a value out of range, engine.PromptError.
         """
-        return self._stream("generate", prompt, options).read()
+        return self._stream("generate", prompt, options, patient=True).read()
 
     def stream(
         self, prompt: str | Sequence[int] | Tensor, **options: Unpack[GenerateOptions]
@@ -298,13 +298,17 @@ class LanguageModel:
             )
         return request(call, options, self.stop_ids)
 
-    def _stream(self, call: str, prompt: Any, options: GenerateOptions) -> TextStream:
+    def _stream(
+        self, call: str, prompt: Any, options: GenerateOptions, *, patient: bool = False
+    ) -> TextStream:
         wanted = self._request(call, options)
-        run = self.engine.start([self.encode(prompt)], wanted.params, wanted.limits)
+        run = self.engine.start(
+            [self.encode(prompt)], wanted.params, wanted.limits, patient=patient
+        )
         return TextStream(run, self.tokenizer, wanted.stop)
 
     def _complete(self, prompts: list[list[int]], wanted: Request) -> list[Completion]:
-        run = self.engine.start(prompts, wanted.params, wanted.limits)
+        run = self.engine.start(prompts, wanted.params, wanted.limits, patient=True)
         texts = [_StopText(self.tokenizer, wanted.stop) for _ in prompts]
         pieces: list[list[str]] = [[] for _ in prompts]
         for row, token in run:
@@ -340,12 +344,12 @@ class TextStream(_Ended):
 
     Attributes, up to date at any time: `generation` (token ids, seed and what follows), `timing`,
     `finish_reason` ("stop", "length" or "context"; "" before the end), `stop_reason`, `ending`.
-    `read` runs it to its end.
+    `read` runs it to its end, `close` ends it where it is.
     """
 
     def __init__(self, run: Run, tokenizer: Tokenizer, stop: tuple[str, ...] = ()) -> None:
         self._run, self._text = run, _StopText(tokenizer, stop)
-        self._iterator = self._pieces()
+        self._iterator = _pieces(run, self._text)  # must not hold self: see Run.__del__
 
     @property
     def generation(self) -> Generation:
@@ -365,14 +369,19 @@ class TextStream(_Ended):
         """What has not been iterated over yet, as one Completion."""
         return Completion("".join(self._iterator), self.generation, self.timing)
 
-    def _pieces(self) -> Iterator[str]:
-        for row, token in self._run:
-            if piece := self._text.push(token):
-                yield piece
-            if self._text.stopped is not None:
-                self._run.cancel(row, "stop", self._text.stopped)
-        if piece := self._text.finish():
+    def close(self) -> None:
+        """End it where it is; so does dropping it."""
+        self._run.close()
+
+
+def _pieces(run: Run, text: _StopText) -> Iterator[str]:
+    for row, token in run:
+        if piece := text.push(token):
             yield piece
+        if text.stopped is not None:
+            run.cancel(row, "stop", text.stopped)
+    if piece := text.finish():
+        yield piece
 
 
 class _StopText:
@@ -465,6 +474,7 @@ class Conversation:
                 pieces.append(piece)
                 yield piece
         finally:
+            stream.close()
             answer = "".join(pieces)
             self._known.ran(prompt, answer, stream.generation.token_ids)
             self.messages.append({"role": "assistant", "content": answer})

@@ -236,6 +236,34 @@ def test_embed_is_the_last_state_at_length_one(embedding):
     torch.testing.assert_close(short, vectors[:, :64] / vectors[:, :64].norm(dim=1, keepdim=True))
 
 
+def test_embed_runs_texts_together_and_changes_no_bit(embedding):
+    """Against each text alone over a rectangular cache; in few steps."""
+    _, lm = embedding
+    texts = [
+        [(7 * n + i) % 200 for i in range(n)] for n in (1, 2, 300, 63, 64, 65, 5, 5, 17, 256, 9)
+    ]
+    texts += [[n] * 3 for n in range(100)]
+    steps = []
+    original = lm.model.step_states
+
+    def counted(batch, pool):
+        steps.append(len(batch.token_ids))
+        return original(batch, pool)
+
+    lm.model.step_states = counted
+    try:
+        vectors = lm.embed(texts)
+    finally:
+        del lm.model.step_states
+    total = sum(map(len, texts))
+    assert sum(steps) == total and len(steps) <= -(-total // 256) + 2
+    for ids, vector in zip(texts, vectors, strict=True):
+        cache = KVCache(lm.config, 1, len(ids))
+        last = lm.model.hidden(torch.tensor([ids]), cache)[0, -1]
+        assert torch.equal(vector, torch.nn.functional.normalize(last, dim=-1))
+    assert lm.embed([]).shape == (0, lm.config.hidden_size)
+
+
 def test_embed_reads_texts(embedding, capsys, monkeypatch):
     folder, lm = embedding
     texts = ["rain on the roof", "sun"]

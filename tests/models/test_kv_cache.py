@@ -140,30 +140,3 @@ def test_row_shares_memory_but_not_lengths(rng: torch.Generator) -> None:
     assert cache.lengths.tolist() == [0, 0, 0] and row.lengths.tolist() == [4]
     cache.set_length(1, 4)
     assert cache.lengths.tolist() == [0, 4, 0]
-
-
-def parts(cache: KVCache) -> list[Tensor]:
-    """Keys, values and scales of every layer."""
-    scales = [s for i in range(len(cache.keys)) for s in cache.scales(i) if s is not None]
-    return [*cache.keys, *cache.values, *scales]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
-@pytest.mark.parametrize("rows", [[0], [2], [1, 3], [0, 2, 3], [0, 1, 2, 3]])
-def test_keep_moves_what_rows_hold(
-    rng: torch.Generator, rows: list[int], dtype: torch.dtype
-) -> None:
-    cache = KVCache(CONFIG, 4, 10, dtype)
-    fill(cache, rng, 6)
-    for row, length in enumerate((6, 2, 5, 3)):
-        cache.set_length(row, length)
-    before = [k.clone() for k in parts(cache)]
-    lengths = cache.lengths
-    small = cache.keep(rows)
-    assert small.batch == len(rows) and small.lengths.tolist() == lengths[rows].tolist()
-    for old, new in zip(before, parts(small), strict=True):
-        assert new.is_contiguous()
-        for target, source in enumerate(rows):
-            n = int(lengths[source])
-            assert torch.equal(new[target, :, :n], old[source, :, :n])
-    assert small.keys[0].data_ptr() == cache.keys[0].data_ptr()

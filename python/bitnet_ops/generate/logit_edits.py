@@ -45,6 +45,10 @@ class LogitEdits:
             for token in prompt:
                 self._edit(token)[_REPETITION] = repetition
 
+    def __bool__(self) -> bool:
+        """Whether there are any now."""
+        return bool(self._slots)
+
     @property
     def counts_tokens(self) -> bool:
         """Whether a generated token changes anything."""

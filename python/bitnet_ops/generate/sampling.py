@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -75,6 +76,12 @@ class SamplingParams:
     def greedy(self) -> bool:
         return self.temperature == 0
 
+    def seeded(self) -> SamplingParams:
+        """The same with a seed, a fresh one where there is none and draws need one."""
+        if self.greedy or self.seed is not None:
+            return self
+        return replace(self, seed=int(torch.randint(2**63 - 1, (), generator=_fresh_generator())))
+
 
 def _check_number(
     name: str, value: object, in_range: Callable[[float], bool], expected: str
@@ -129,7 +136,7 @@ class Sampler:
     """
 
     def __init__(self, params: SamplingParams, seen: Iterable[int] = ()) -> None:
-        self.params = params
+        self.params = params = params.seeded()
         self.edits = LogitEdits(
             params.logit_bias or {},
             params.repetition_penalty,
@@ -141,8 +148,7 @@ class Sampler:
         self._uniforms: deque[float] = deque()  # drawn from the generator and not used yet
         self.seed = params.seed
         if not params.greedy:
-            if self.seed is None:
-                self.seed = int(torch.randint(2**63 - 1, (), generator=_fresh_generator()))
+            assert self.seed is not None
             self._generator = torch.Generator().manual_seed(self.seed)
 
     def __call__(self, logits: Tensor) -> int:
@@ -268,14 +274,19 @@ def _arguments(logits: Tensor, rows: Sequence[_Row]) -> list[Tensor]:
     if misfits:
         logits = logits.clone()
         logits[misfits] = torch.nan
-    arguments = [
-        logits,
-        torch.tensor([p.temperature for p in params], dtype=torch.float64),
-        torch.tensor([p.top_k for p in params]),
-        torch.tensor([p.top_p for p in params], dtype=torch.float64),
-        torch.tensor([p.min_p for p in params], dtype=torch.float64),
-        torch.tensor([row.sampler.uniform(row.ahead) for row in rows], dtype=torch.float64),
-    ]
+    if all(p.greedy for p in params):
+        arguments = [logits, *_greedy_options(len(rows))]
+    else:
+        arguments = [
+            logits,
+            torch.tensor([p.temperature for p in params], dtype=torch.float64),
+            torch.tensor([p.top_k for p in params]),
+            torch.tensor([p.top_p for p in params], dtype=torch.float64),
+            torch.tensor([p.min_p for p in params], dtype=torch.float64),
+            torch.tensor([row.sampler.uniform(row.ahead) for row in rows], dtype=torch.float64),
+        ]
+    if not any(row.edits for row in rows):
+        return arguments
     edits = [row.edits.arrays() for row in rows]
     counts = [0 if r in misfits else len(ids) for r, (ids, _) in enumerate(edits)]
     if any(counts):
@@ -286,6 +297,13 @@ def _arguments(logits: Tensor, rows: Sequence[_Row]) -> list[Tensor]:
             torch.from_numpy(np.concatenate([values for _, values in taken])),
         ]
     return arguments
+
+
+@lru_cache(64)
+def _greedy_options(rows: int) -> tuple[Tensor, ...]:
+    """Temperature, top-k, top-p, min-p and uniforms, of which greedy rows read the first alone."""
+    zeros = torch.zeros(rows, dtype=torch.float64)
+    return zeros, torch.zeros(rows, dtype=torch.int64), torch.ones_like(zeros), zeros, zeros
 
 
 def _add_logprobs(

@@ -98,6 +98,7 @@ class Decoder(nn.Module):
             self.lm_head = _matrix(tensors, "lm_head.weight", head_format)
         # the `bound` of every layer when the step was gathered, and the step: published together
         self._step: tuple[list[int], Step | None] | None = None
+        self._watched: tuple[list[int], list[Tensor]] | None = None
         self.eval()
 
     @property
@@ -163,9 +164,12 @@ class Decoder(nn.Module):
         The new tokens of any sequences, in any mixture of prompts and decoding: a token's logits
         are those of its sequence alone, bit for bit.
         """
-        x = self._embed(batch.token_ids)
         if (step := self._whole_step()) is not None:
-            return step.paged(x, batch, pool, self.head)
+            return step.paged(self._embed(batch.token_ids), batch, pool, self.head)
+        return self.head(self.step_states(batch, pool))
+
+    def step_states(self, batch: StepBatch, pool: KVPool) -> Tensor:
+        """As step, but what the head would read: f32 [rows, hidden] after the last norm."""
         where = batch.query_start_loc, batch.seq_lens, batch.block_table
 
         def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -173,8 +177,20 @@ class Decoder(nn.Module):
             ops.paged_cache_update(*pools, k, v, batch.slot_mapping, *scales)
             return ops.paged_attention(q, *pools, *where, self._scale, *scales)
 
-        x = self._layers(x, batch.positions, attend)
-        return self.head(self._last_norm(x[batch.logit_rows]))
+        x = self._layers(self._embed(batch.token_ids), batch.positions, attend)
+        return self._last_norm(x[batch.logit_rows])
+
+    def weights_version(self) -> int:
+        """Another number whenever weights have been replaced, or changed in place by torch."""
+        self._whole_step()  # gathering moves them
+        layers = cast("list[DecoderLayer]", self.model.layers)
+        bound = [layer.bound for layer in layers]
+        if self._watched is None or self._watched[0] != bound:
+            # What a layer computes with changes only with `bound`; to look for it takes 100 us.
+            self._watched = bound, [b for layer in layers for b in layer.buffers()]
+        outer = self.model.norm, self.model.embed_tokens, self.head
+        buffers = [*self._watched[1], *(b for module in outer for b in module.buffers())]
+        return hash(tuple((b.data_ptr(), 0 if b.is_inference() else b._version) for b in buffers))
 
     def _last_norm(self, x: Tensor) -> Tensor:
         return ops.rms_norm(x, self.model.norm.weight, self.config.rms_norm_eps)
@@ -228,7 +244,7 @@ class Decoder(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         # What a step has gathered is memory that it shares with this model's buffers; a copy, from
         # `copy.deepcopy` or a pickle, gathers anew from its own.
-        return {**self.__dict__, "_step": None}
+        return {**self.__dict__, "_step": None, "_watched": None}
 
     def _checked(self, input_ids: Tensor, cache: KVCache | None) -> KVCache:
         """The cache to write, once the ids are known to fit it."""

@@ -301,22 +301,6 @@ class KVCache:
         self.lengths = self.lengths.clone()
         self.lengths[index] = length
 
-    def keep(self, rows: list[int]) -> KVCache:
-        """A cache of the sequences `rows` (ascending) over the same memory; self is used up.
-
-        Kept sequences move to the front, copying only the positions they have.
-        """
-        lengths = self.lengths.tolist()
-        for target, source in enumerate(rows):
-            if target != source:  # source > target, for rows ascend: nothing needed is overwritten
-                for t in self._memory():
-                    if t is not None:
-                        t[:, target, :, : lengths[source]] = t[:, source, :, : lengths[source]]
-        n = len(rows)
-        view = self._view(slice(n))
-        view.lengths = self.lengths[rows]
-        return view
-
     def _view(self, rows: slice) -> KVCache:
         view = KVCache.__new__(KVCache)
         keys, values, *scales = self._memory()
