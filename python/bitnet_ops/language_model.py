@@ -304,7 +304,7 @@ class LanguageModel:
         return TextStream(run, self.tokenizer, wanted.stop)
 
     def _complete(self, prompts: list[list[int]], wanted: Request) -> list[Completion]:
-        run = self.engine.start(prompts, wanted.params, wanted.limits)
+        run = self.engine.start(prompts, wanted.params, wanted.limits, patient=True)
         texts = [_StopText(self.tokenizer, wanted.stop) for _ in prompts]
         pieces: list[list[str]] = [[] for _ in prompts]
         for row, token in run:
@@ -340,12 +340,12 @@ class TextStream(_Ended):
 
     Attributes, up to date at any time: `generation` (token ids, seed and what follows), `timing`,
     `finish_reason` ("stop", "length" or "context"; "" before the end), `stop_reason`, `ending`.
-    `read` runs it to its end.
+    `read` runs it to its end, `close` ends it where it is.
     """
 
     def __init__(self, run: Run, tokenizer: Tokenizer, stop: tuple[str, ...] = ()) -> None:
         self._run, self._text = run, _StopText(tokenizer, stop)
-        self._iterator = self._pieces()
+        self._iterator = _pieces(run, self._text)  # must not hold self: see Run.__del__
 
     @property
     def generation(self) -> Generation:
@@ -365,14 +365,19 @@ class TextStream(_Ended):
         """What has not been iterated over yet, as one Completion."""
         return Completion("".join(self._iterator), self.generation, self.timing)
 
-    def _pieces(self) -> Iterator[str]:
-        for row, token in self._run:
-            if piece := self._text.push(token):
-                yield piece
-            if self._text.stopped is not None:
-                self._run.cancel(row, "stop", self._text.stopped)
-        if piece := self._text.finish():
+    def close(self) -> None:
+        """End it where it is; so does dropping it."""
+        self._run.close()
+
+
+def _pieces(run: Run, text: _StopText) -> Iterator[str]:
+    for row, token in run:
+        if piece := text.push(token):
             yield piece
+        if text.stopped is not None:
+            run.cancel(row, "stop", text.stopped)
+    if piece := text.finish():
+        yield piece
 
 
 class _StopText:
@@ -465,6 +470,7 @@ class Conversation:
                 pieces.append(piece)
                 yield piece
         finally:
+            stream.close()
             answer = "".join(pieces)
             self._known.ran(prompt, answer, stream.generation.token_ids)
             self.messages.append({"role": "assistant", "content": answer})

@@ -17,7 +17,10 @@ from torch import Tensor
 
 from bitnet_ops.dummy import model as dummy
 from bitnet_ops.generate.chat_history import RunIds, without_oldest_turn
+from bitnet_ops.generate.engine import Engine
 from bitnet_ops.language_model import DEMO_DIR, LanguageModel, load
+from bitnet_ops.models.step_batch import StepBatch
+from bitnet_ops.nn.kv_pool import KVPool
 
 # As most templates: the prompt ends where the answer begins, and answers are stripped.
 TEMPLATE = (
@@ -38,26 +41,27 @@ def lm(tmp_path_factory: pytest.TempPathFactory) -> LanguageModel:
 
 
 class Counted:
-    """A model that counts the tokens that enter it, by forward."""
+    """A model that counts the tokens that enter it, by step."""
 
     def __init__(self, model: Any) -> None:
         self._model, self.calls = model, list[int]()
         self.config = model.config
 
-    def __call__(self, ids: Tensor, cache: Any, keep: int = 0) -> Tensor:
-        self.calls.append(ids.numel())
-        return self._model(ids, cache, keep)
+    def step(self, batch: StepBatch, pool: KVPool) -> Tensor:
+        self.calls.append(len(batch.token_ids))
+        logits: Tensor = self._model.step(batch, pool)
+        return logits
 
 
 @pytest.fixture
 def counted(lm: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> Iterator[Counted]:
     model = Counted(lm.model)
-    monkeypatch.setattr(lm.engine, "model", model)
+    monkeypatch.setattr(lm, "engine", Engine(model))
     yield model
 
 
 def prefilled(counted: Counted, new_tokens: int) -> int:
-    """Tokens of the forwards before the first answer token; then forgets all."""
+    """Tokens of the steps before the first answer token; then forgets all."""
     found = sum(counted.calls) - (new_tokens - 1)
     counted.calls.clear()
     return found
@@ -175,5 +179,5 @@ def test_the_tokens_are_those_of_a_fresh_run(tmp_path: Path) -> None:
         assert talk.last is not None
         prompt = talk.last._run._prompts[0]
         with torch.inference_mode():
-            fresh = lm.engine.generate([prompt], limits=talk._request.limits)[0].token_ids
+            fresh = Engine(lm.model).generate([prompt], limits=talk._request.limits)[0].token_ids
         assert talk.last.generation.token_ids == fresh

@@ -17,8 +17,11 @@ import bitnet_ops
 from bitnet_ops.config import ModelConfig
 from bitnet_ops.generate.engine import Engine, Generation, Limits, PromptError, Run
 from bitnet_ops.generate.sampling import SamplingError, SamplingParams
+from bitnet_ops.generate.scheduler import SchedulerOptions
 from bitnet_ops.models import Decoder
-from bitnet_ops.nn.kv_cache import KV_DTYPES, CacheCapacityError, KVCache
+from bitnet_ops.models.step_batch import StepBatch
+from bitnet_ops.nn.kv_cache import KV_DTYPES
+from bitnet_ops.nn.kv_pool import KVPool
 from isa_control import torch_threads
 from tiny_models import SMALL, config_of, tiny_model
 
@@ -32,19 +35,22 @@ CONFIG = dataclasses.replace(
 
 
 class Counting:
-    """A model whose best next token is the last one plus 1; it records every call."""
+    """A model whose best next token is the last one plus 1.
+
+    It records every step: the new tokens of its sequences and where they begin.
+    """
 
     config: ModelConfig = CONFIG
 
     def __init__(self) -> None:
         self.calls: list[tuple[list[list[int]], list[int]]] = []
 
-    def __call__(self, input_ids: Tensor, cache: KVCache, logits_to_keep: int = 0) -> Tensor:
-        self.calls.append((input_ids.tolist(), cache.lengths.tolist()))
-        cache.positions(input_ids.shape[1])
-        cache.advance(input_ids.shape[1])
-        kept = input_ids[:, -logits_to_keep:]
-        return torch.nn.functional.one_hot((kept + 1) % VOCAB, VOCAB).float() * 9
+    def step(self, batch: StepBatch, pool: KVPool) -> Tensor:
+        ids = [part.tolist() for part in batch.token_ids.tensor_split(batch.query_start_loc[1:-1])]
+        ends = batch.seq_lens.tolist()
+        self.calls.append((ids, [end - len(new) for end, new in zip(ends, ids, strict=True)]))
+        last = batch.token_ids[batch.logit_rows]
+        return torch.nn.functional.one_hot((last + 1) % VOCAB, VOCAB).float() * 9
 
 
 def generate(prompts: list[list[int]], n: int = 5, **limits: Any) -> list[Generation]:
@@ -104,7 +110,7 @@ def test_a_batch_retires_rows_one_by_one() -> None:
     generations = engine.generate([[9], [1, 2], [29], [20]], None, limits)
     assert [g.token_ids for g in generations] == [[10, 11], [3, 4, 5, 6], [], [21, 22, 23, 24]]
     assert [g.finish_reason for g in generations] == ["stop", "length", "stop", "length"]
-    decodes = [(ids, at) for ids, at in model.calls[4:]]
+    decodes = [(ids, at) for ids, at in model.calls[1:]]
     assert decodes == [
         ([[10], [3], [21]], [1, 2, 1]),
         ([[11], [4], [22]], [2, 3, 2]),
@@ -116,7 +122,7 @@ def test_streaming_gives_tokens_as_they_come() -> None:
     run = Engine(model := Counting()).start([[1], [5]], None, Limits(2))
     assert model.calls == [], "nothing is computed before the first step"
     assert run.step() == [(0, 2), (1, 6)]
-    assert len(model.calls) == 2 and run.active
+    assert len(model.calls) == 1 and run.active
     assert run.step() == [(0, 3), (1, 7)]
     assert not run.active and list(run) == []
 
@@ -177,8 +183,8 @@ def test_bad_limits() -> None:
 
 def test_a_broken_model_is_an_error_not_a_token() -> None:
     class Broken(Counting):
-        def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-            return super().__call__(*args, **kwargs) * float("nan")
+        def step(self, batch: StepBatch, pool: KVPool) -> Tensor:
+            return super().step(batch, pool) * float("nan")
 
     with pytest.raises(SamplingError, match="expected finite logits, got a NaN"):
         Engine(Broken()).generate([[1]])
@@ -209,13 +215,18 @@ MIXED = [
 ]
 
 
+def fresh(model: Any, kv_dtype: torch.dtype = torch.bfloat16) -> Engine:
+    """An engine that finds nothing of earlier runs."""
+    return Engine(model, kv_dtype=kv_dtype, scheduling=SchedulerOptions(prefix_cache=False))
+
+
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES.values())
 def test_a_row_is_what_it_is_alone(model: Decoder, kv_dtype: torch.dtype) -> None:
     """Batched == single, token for token, for every way of sampling and rows that end early."""
-    engine = Engine(model, kv_dtype=kv_dtype)
+    engine, single = Engine(model, kv_dtype=kv_dtype), fresh(model, kv_dtype)
     limits = Limits(12, frozenset({13, 15}))
     together = engine.generate(PROMPTS, MIXED, limits)
-    alone = [engine.generate([p], m, limits)[0] for p, m in zip(PROMPTS, MIXED, strict=True)]
+    alone = [single.generate([p], m, limits)[0] for p, m in zip(PROMPTS, MIXED, strict=True)]
     assert together == alone
     reordered = engine.generate(PROMPTS[::-1], MIXED[::-1], limits)
     assert reordered[::-1] == alone
@@ -235,7 +246,7 @@ def finish(run: Run) -> list[int]:
 
 def test_a_session_keeps_its_prefix_and_its_tokens(model: Decoder) -> None:
     """Turns over one cache give the tokens of fresh runs, and run only what is new."""
-    session, engine = Engine(model).session(), Engine(model)
+    session, engine = Engine(model).session(), fresh(model)
     history, known = [0, 40, 41], 0
     for turn in range(4):
         run = session.start(history, None, Limits(5))
@@ -247,12 +258,12 @@ def test_a_session_keeps_its_prefix_and_its_tokens(model: Decoder) -> None:
 
 
 def test_a_session_survives_edits_and_breaks(model: Decoder) -> None:
-    session, engine = Engine(model).session(), Engine(model)
+    session, engine = Engine(model).session(), fresh(model)
     finish(session.start([0, 1, 2, 3, 4, 5], None, Limits(6)))
     edited = [0, 1, 2, 9, 4]
     run = session.start(edited, None, Limits(6))
-    assert run.timing.reused_tokens == 3
     run.step()
+    assert run.timing.reused_tokens == 3
     run.step()  # and the consumer leaves
     for prompt in (edited, [0, 1], [7, 7, 7]):
         answer = finish(session.start(prompt, None, Limits(6)))
@@ -270,8 +281,10 @@ def test_a_session_ends_with_the_context() -> None:
     assert finish(session.start([0] * 5, None, Limits(2))) == [1, 2]
 
 
-def test_the_cache_is_as_large_as_needed() -> None:
-    run = Engine(Counting()).start([[1, 2], [3]], None, Limits(7))
-    assert run.cache.max_len == 9
-    with pytest.raises(CacheCapacityError):
-        run.cache.positions(10)
+def test_a_session_without_a_prefix_cache_computes_everything() -> None:
+    engine = fresh(model := Counting())
+    session = engine.session()
+    for prompt in ([1, 2, 3], [1, 2, 3, 4, 5]):
+        run = session.start(prompt, None, Limits(2))
+        assert finish(run) == [prompt[-1] + 1, prompt[-1] + 2] and run.timing.reused_tokens == 0
+    assert [len(ids[0]) for ids, _ in model.calls] == [3, 1, 5, 1]

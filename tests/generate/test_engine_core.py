@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from bitnet_ops.generate.engine import Limits
 from bitnet_ops.generate.engine_core import EngineCore
 from bitnet_ops.generate.prompts import PromptError
-from bitnet_ops.generate.request import Event, Failed, Finished, NewToken
+from bitnet_ops.generate.request import Event, Failed, Finished, Inbox, NewToken
 from bitnet_ops.generate.sampling import SamplingError, SamplingParams
 from bitnet_ops.generate.scheduler import SchedulerOptions
 from bitnet_ops.models.step_batch import StepBatch
@@ -405,7 +405,7 @@ def test_threads_share_the_steps_and_each_has_its_inbox() -> None:
 
     def client(number: int) -> None:
         for i in range(20):
-            inbox: deque[Event] = deque()
+            inbox = Inbox()
             prompt = [number, i % VOCAB, 3, 2]
             id = core.add(prompt, GREEDY, Limits(8), inbox=inbox)
             heard: list[Event] = []
@@ -427,7 +427,7 @@ def test_threads_share_the_steps_and_each_has_its_inbox() -> None:
 
 def test_a_fork_has_an_inbox_of_its_own() -> None:
     core, _, _ = engine()
-    inboxes: list[deque[Event]] = [deque(), deque()]
+    inboxes = [Inbox(), Inbox()]
     parent = core.add(GOOD[0], GREEDY, Limits(5), inbox=inboxes[0])
     core.step()
     child = core.fork(parent, GREEDY, Limits(5), inbox=inboxes[1])

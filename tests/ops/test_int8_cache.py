@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import bitnet_ops
-from bitnet_ops.generate.engine import Limits
+from bitnet_ops.generate.engine import Engine, Limits
 from bitnet_ops.language_model import LanguageModel
 from bitnet_ops.nn.kv_cache import KVCache
 from isa_control import ISAS, forced_isa, torch_threads
@@ -96,6 +96,6 @@ def test_a_session_goes_on_as_a_fresh_run_would(demo: LanguageModel) -> None:
         for _ in run:
             pass
         answer = run.generations[0].token_ids
-        (fresh,) = demo.engine.generate([history], None, Limits(6))
+        (fresh,) = Engine(demo.model, kv_dtype=torch.int8).generate([history], None, Limits(6))
         assert answer == fresh.token_ids
         history = [*history, *answer]

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from bitnet_ops.bench.harness import Timed
 from bitnet_ops.dummy import model as dummy
-from bitnet_ops.generate.engine import Engine
+from bitnet_ops.generate.engine import Engine, Limits
+from bitnet_ops.generate.scheduler import SchedulerOptions
 from bitnet_ops.language_model import load
 from bitnet_ops.nn.kv_cache import KV_DTYPES, KVCache
 from bitnet_ops.nn.storage import KV_TYPES, LAYOUTS
@@ -62,7 +62,6 @@ class BenchModel:
         # what the model holds, not what was asked for: a figure under a wrong name is a lie
         self.weight_format, self.head_format = self._weight_format(), self._head_format()
         self.kv_dtype = KV_DTYPES[kv_dtype]
-        self.engine = Engine(self.model, kv_dtype=self.kv_dtype)
         self._generator = torch.Generator().manual_seed(1)
 
     @property
@@ -148,14 +147,11 @@ class BenchModel:
         return Timed(step)
 
     def prefill_run(self, tokens: int) -> Timed:
-        """A prompt of `tokens` random tokens into an empty cache, as the engine does it."""
+        """A prompt of `tokens` random tokens into an empty cache, by the engine."""
         prompt = torch.randint(
             0, self.config.vocab_size, (tokens,), generator=self._generator
         ).tolist()
-        cache = self.cache(1, 0, tokens)
-
-        def prefill(_: int) -> Tensor:
-            cache.clear()
-            return self.engine.prefill(prompt, cache)
-
-        return Timed(prefill)
+        engine = Engine(
+            self.model, kv_dtype=self.kv_dtype, scheduling=SchedulerOptions(prefix_cache=False)
+        )
+        return Timed(lambda _: engine.generate([prompt], limits=Limits(1)))

@@ -4,8 +4,8 @@ A block is a number here; the memory behind it is nn.kv_pool's. A block may be r
 contents under a key, a hash of all tokens up to its end (`block_key`), and is then found by later
 sequences that begin with the same tokens, also after its last owner has freed it, until it is
 needed for other contents: of the free blocks those without contents are taken first, then the one
-whose contents have not been used for longest. It must not know models, tensors or requests. For
-one thread at a time.
+whose contents have not been used for longest. `most_cached` bounds how many are kept so. It must
+not know models, tensors or requests. For one thread at a time.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import hashlib
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from itertools import islice
 from typing import NamedTuple
 
@@ -21,12 +22,15 @@ _ROOT = b"bitnet_ops prefix"
 _LOOKED_AT = 32  # blocks that follow the same tokens and begin alike; the newest ones
 
 
-def root_key(extra: str | None = None) -> bytes:
+@lru_cache(256)
+def root_key(extra: str | None = None, epoch: int = 0) -> bytes:
     """The key before the first block; `extra`: what K and V depend on besides the tokens.
 
-    Such as the name of an adapter: sequences of different roots never share a block.
+    Such as the name of an adapter; `epoch` counts changes of the weights. Sequences of different
+    roots never share a block.
     """
-    return hashlib.sha256(_ROOT + (b"" if extra is None else b":" + extra.encode())).digest()
+    name = b"" if extra is None else b":" + extra.encode()
+    return hashlib.sha256(_ROOT + b"%d" % epoch + name).digest()
 
 
 def block_key(parent: bytes, token_ids: Sequence[int]) -> bytes:
@@ -66,22 +70,26 @@ class PoolFullError(RuntimeError):
 class BlockAllocator:
     """Reference counts and contents of the blocks 0 .. `blocks` - 1, all of them free at first.
 
+    Args:
+        blocks: how many; one that is never taken costs nothing.
+        most_cached: how many free blocks keep their contents, at most; None: all of them.
     Attributes: `blocks`, how many there are. Every block is in use (one reference or more), or
     free; a free one is cached if its contents are known. `used_blocks`, `free_blocks` (cached ones
     among them) and `cached_blocks` count them.
     """
 
-    def __init__(self, blocks: int) -> None:
-        self.blocks = 0
-        self._references: list[int] = []
+    def __init__(self, blocks: int, most_cached: int | None = None) -> None:
+        self.blocks, self._most_cached = 0, most_cached
+        self._references: list[int] = []  # of the blocks that have been taken once
         self._contents: list[Contents | None] = []
         self._by_key: dict[bytes, int] = {}
         # by the key before them and their first token; oldest first
         self._followers: dict[tuple[bytes, int], dict[int, None]] = {}
         # The free blocks, in the order in which they are taken. Blank ones have been used, so the
-        # system has given them memory already; untouched ones may have none yet.
+        # system has given them memory already; reclaimed ones, and those from
+        # len(self._references) on, which have never been taken, have none.
         self._blank: list[int] = []
-        self._untouched: list[int] = []
+        self._reclaimed: list[int] = []
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self.add_blocks(blocks)
 
@@ -93,7 +101,8 @@ class BlockAllocator:
 
     @property
     def free_blocks(self) -> int:
-        return len(self._blank) + len(self._untouched) + len(self._cached)
+        never_taken = self.blocks - len(self._references)
+        return len(self._blank) + len(self._reclaimed) + never_taken + len(self._cached)
 
     @property
     def used_blocks(self) -> int:
@@ -105,20 +114,16 @@ class BlockAllocator:
 
     def references(self, block: int) -> int:
         """How many sequences hold `block`; 0 where it is free."""
-        return self._references[block]
+        return self._references[block] if block < len(self._references) else 0
 
     def contents(self, block: int) -> Contents | None:
         """What `block` is registered with, if anything."""
-        return self._contents[block]
+        return self._contents[block] if block < len(self._contents) else None
 
     def add_blocks(self, count: int) -> None:
         """Make `count` blocks more, numbered on from `blocks`."""
         if count < 0 or (not count and not self.blocks):
             raise ValueError(f"KV pool: expected blocks to add above 0, got {count}")
-        new = range(self.blocks, self.blocks + count)
-        self._untouched[:0] = reversed(new)  # the end is taken first: the lowest number
-        self._references += [0] * count
-        self._contents += [None] * count
         self.blocks += count
 
     # Taking and giving back ---------------------------------------------------------------------
@@ -135,8 +140,12 @@ class BlockAllocator:
     def _take(self) -> int:
         if self._blank:
             block = self._blank.pop()
-        elif self._untouched:
-            block = self._untouched.pop()
+        elif self._reclaimed:
+            block = self._reclaimed.pop()
+        elif len(self._references) < self.blocks:
+            block = len(self._references)
+            self._references.append(0)
+            self._contents.append(None)
         else:
             block, _ = self._cached.popitem(last=False)
             self._forget(block)
@@ -146,7 +155,7 @@ class BlockAllocator:
     def share(self, blocks: Iterable[int]) -> None:
         """One more reference to each: a fork, or blocks that `match` has found."""
         for block in blocks:
-            if not self._references[block]:
+            if not self.references(block):
                 if block not in self._cached:
                     raise ValueError(f"KV pool: expected a block in use or cached, got {block}")
                 del self._cached[block]
@@ -158,7 +167,7 @@ class BlockAllocator:
         The last ones count as used longest ago: without the first nobody could find them.
         """
         for block in reversed(blocks):
-            if not self._references[block]:
+            if not self.references(block):
                 raise ValueError(f"KV pool: expected a block in use, got {block}, freed before")
             self._references[block] -= 1
             if self._references[block]:
@@ -167,6 +176,9 @@ class BlockAllocator:
                 self._blank.append(block)
             else:
                 self._cached[block] = None
+        if self._most_cached is not None:
+            while len(self._cached) > self._most_cached:
+                self.forget([next(iter(self._cached))])
 
     def writable(self, block: int) -> int:
         """The block to write instead of `block`, whose contents are about to change.
@@ -190,7 +202,7 @@ class BlockAllocator:
         Its owner may write behind the registered tokens, not over them. Where another block is
         known under the key already, that one stays.
         """
-        if not self._references[block]:
+        if not self.references(block):
             raise ValueError(f"KV pool: expected a block in use to register, got {block}")
         if contents.key not in self._by_key:
             self._forget(block)
@@ -225,7 +237,7 @@ class BlockAllocator:
 
     def count_free(self, blocks: Iterable[int]) -> int:
         """How many of `blocks` are free, so that sharing them leaves fewer to allocate."""
-        return sum(not self._references[block] for block in blocks)
+        return sum(not self.references(block) for block in blocks)
 
     def forget(self, blocks: Iterable[int]) -> None:
         """Nobody shall find `blocks` by their contents any more."""
@@ -251,10 +263,10 @@ class BlockAllocator:
     def reclaim(self) -> list[int]:
         """The free blocks that have been used and are not cached, ascending.
 
-        Their memory may be given back to the system: they count as untouched from now on.
+        Their memory may be given back to the system: those that have some are taken before them.
         """
         blocks = sorted(self._blank)
-        self._untouched += reversed(blocks)
+        self._reclaimed += reversed(blocks)
         self._blank.clear()
         return blocks
 

@@ -5,7 +5,8 @@ tokens and reports. What the model is, it does not know: a `runner` maps a StepB
 Nor how a token is chosen: `sample_rows` maps samplers and rows of logits to tokens.
 
 Any thread may call add, fork, abort and the rest while another is in step: they wait for its
-bookkeeping only, not for the model. Steps themselves run one at a time.
+bookkeeping only, not for the model. Steps themselves run one at a time, for all requests, whoever
+calls for them: one who drives the engine (`step`), or whoever waits for events of its own (`wait`).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch import Tensor
 from bitnet_ops.generate.blocks import BlockAllocator
 from bitnet_ops.generate.drafts import propose
 from bitnet_ops.generate.prompts import check_prompt
-from bitnet_ops.generate.request import Event, Failed, Finished, NewToken, Request
+from bitnet_ops.generate.request import Event, Failed, Finished, Inbox, NewToken, Request
 from bitnet_ops.generate.sampling import Sampled, Sampler, sample_rows
 from bitnet_ops.generate.scheduler import (
     PlannedStep,
@@ -39,6 +40,16 @@ if TYPE_CHECKING:
 
 Runner = Callable[[StepBatch], Tensor]
 SampleRows = Callable[[Sequence[Any], Tensor], Sequence[Sampled]]
+
+
+class InterruptedStepError(RuntimeError):
+    """An interrupt (Ctrl-C) came while a step was entered into the books."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "engine: expected a step to be done to its end, got an interrupt in its bookkeeping; "
+            "the requests of that moment are lost, ask again"
+        )
 
 
 class Pool(Protocol):
@@ -98,6 +109,7 @@ class EngineCore:
             error that ends that request alone.
         propose: drafts for (ids, at most so many).
         allocator: of the pool's blocks, if not a new one.
+        most_cached: how many blocks that no request uses the prefix cache keeps; None: all.
     """
 
     def __init__(
@@ -112,20 +124,38 @@ class EngineCore:
         sample_rows: SampleRows = sample_rows,
         propose: Propose = propose,
         allocator: BlockAllocator | None = None,
+        most_cached: int | None = None,
     ) -> None:
         self._runner, self._pool = runner, pool
         self._max_positions, self._vocab_size = max_positions, vocab_size
         self._make_sampler, self._sample_rows = make_sampler, sample_rows
-        self._allocator = allocator or BlockAllocator(pool.blocks)
-        self._scheduler = Scheduler(
-            self._allocator, pool.block_size, max_positions, pool.copy_block, options, propose
-        )
+        self._allocator = allocator or BlockAllocator(pool.blocks, most_cached)
+        self._most_cached, self._options, self._propose = most_cached, options, propose
+        self._scheduler = self._make_scheduler()
         self._requests: dict[int, Request] = {}
-        self._next_id = 0
+        self._next_id = self._epoch = 0
         self._events: list[Event] = []  # of what happened between two steps
         self._in_flight = StepPlan()
+        self._abandoned: deque[int] = deque()
+        self._entered_s = 0.0  # to enter the last step; it counts to the next
+        # An interrupt may come between any two lines. `_torn` is set while the books are changed,
+        # `_drawn` from the first draw of a step until its tokens are entered: who finds one set
+        # that he did not set himself starts anew.
+        self._torn = self._drawn = False
         self._lock = threading.Lock()  # of all state; never held while the model runs
         self._stepping = threading.Lock()
+        self._stepped = threading.Condition(self._lock)
+
+    def _make_scheduler(self) -> Scheduler:
+        pool = self._pool
+        return Scheduler(
+            self._allocator,
+            pool.block_size,
+            self._max_positions,
+            pool.copy_block,
+            self._options,
+            self._propose,
+        )
 
     def __repr__(self) -> str:
         return f"EngineCore({self.stats()})"
@@ -140,17 +170,20 @@ class EngineCore:
         *,
         adapter: str | None = None,
         max_drafts: int = 0,
-        inbox: deque[Event] | None = None,
+        inbox: Inbox | None = None,
+        patient: bool = False,
     ) -> int:
         """Queue a request; its id. Its tokens come as events of later steps.
 
         `adapter`: name of its LoRA adapter. `max_drafts`: the most tokens to draft in a step.
         `inbox`: gets its events, whoever steps, instead of the list that a step returns.
+        `patient`: nobody waits for its single tokens, only for all of them.
         Raises PromptError for a prompt that cannot be run, and as make_sampler does.
         """
         check_prompt(prompt_ids, self._vocab_size, self._max_positions)
         sampler = self._make_sampler(params, prompt_ids)
         with self._lock:
+            self._open()
             request = Request(
                 self._next_id,
                 prompt_ids,
@@ -159,14 +192,15 @@ class EngineCore:
                 adapter=adapter,
                 max_drafts=max_drafts,
                 inbox=inbox,
+                patient=patient,
+                epoch=self._epoch,
             )
             if not self._register(request):
                 self._scheduler.add(request)
+            self._torn = False
             return request.id
 
-    def fork(
-        self, id: int, params: Any, limits: Limits, *, inbox: deque[Event] | None = None
-    ) -> int:
+    def fork(self, id: int, params: Any, limits: Limits, *, inbox: Inbox | None = None) -> int:
         """Queue a request that goes on from the tokens of request `id`; its id.
 
         Both share their blocks until they write them. The limits count the tokens that `id` has
@@ -176,9 +210,14 @@ class EngineCore:
             parent = self._requests[id]
             sampler = self._make_sampler(params, parent.ids.tolist())
             child = parent.fork(self._next_id, sampler, limits, inbox)
-            if not self._register(child):
+            self._open()
+            ended = parent.ended  # by what `_open` found
+            if not ended and not self._register(child):
                 self._scheduler.fork(parent, child)
-            return child.id
+            self._torn = False
+        if ended:
+            raise KeyError(id)
+        return child.id
 
     def _register(self, request: Request) -> bool:
         """Count a new request in; whether its limits leave nothing to do."""
@@ -196,13 +235,42 @@ class EngineCore:
         Its last event is a Finished with reason "abort".
         """
         with self._lock:
-            request = self._requests.get(id)
-            if request is None:
-                return False
-            self._end(request, Finished(id, "abort"))
-            if id not in self._in_flight.steps:  # else the step still writes its blocks
-                self._scheduler.remove(request)
-            return True
+            self._open()
+            known = self._abort(id)
+            self._torn = False
+            return known
+
+    def _abort(self, id: int) -> bool:
+        request = self._requests.get(id)
+        if request is None:
+            return False
+        self._end(request, Finished(id, "abort"))
+        if id not in self._in_flight.steps:  # else the step still writes its blocks
+            self._scheduler.remove(request)
+        return True
+
+    def abandon(self, ids: Iterable[int]) -> None:
+        """Abort requests before the next step; takes no lock, so that a finalizer may call it."""
+        self._abandoned.extend(ids)
+
+    def _open(self) -> None:
+        """The books are about to change; called with the lock, to be ended by `_torn = False`.
+
+        Where an interrupt has cut off an earlier change nothing of it can be trusted: all requests
+        fail, and the blocks are counted anew.
+        """
+        if self._torn:
+            self._start_anew()
+        self._torn = True
+        while self._abandoned:
+            self._abort(self._abandoned.popleft())
+
+    def _start_anew(self) -> None:
+        self._in_flight, self._drawn = StepPlan(), False
+        self._allocator = BlockAllocator(self._pool.blocks, self._most_cached)
+        self._scheduler = self._make_scheduler()
+        for request in list(self._requests.values()):
+            self._end(request, Failed(request.id, InterruptedStepError()))
 
     def request(self, id: int) -> Request:
         """The request `id`, to be read only. Raises KeyError once it has ended."""
@@ -212,6 +280,9 @@ class EngineCore:
     def has_work(self) -> bool:
         """Whether a step would run anything or has events to give."""
         with self._lock:
+            if self._abandoned:
+                self._open()
+                self._torn = False
             return bool(self._requests or self._events)
 
     def forget_costs(self) -> None:
@@ -223,6 +294,8 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         with self._lock:
+            self._open()
+            self._torn = False
             blocks, scheduler = self._allocator, self._scheduler
             return EngineStats(
                 waiting=len(scheduler.waiting),
@@ -239,51 +312,59 @@ class EngineCore:
     def grow(self, blocks: int) -> None:
         """Make the pool larger by that many blocks, as far as it has reserved room."""
         with self._stepping, self._lock:
+            self._open()
             self._pool.grow(blocks)
             self._allocator.add_blocks(blocks)
+            self._torn = False
 
     def trim(self, *, keep_cached: bool = False) -> None:
         """Give the memory of free blocks back to the system; the prefix cache goes too."""
         with self._stepping, self._lock:
+            self._open()
             if not keep_cached:
                 self._allocator.forget_all()
             self._pool.release(self._allocator.reclaim())
+            self._torn = False
 
     def forget_prefixes(self) -> None:
-        """Empty the prefix cache: for when weights or an adapter change, while no request runs."""
-        with self._stepping, self._lock:
+        """Requests from now on share nothing with earlier ones: weights or an adapter changed."""
+        with self._lock:
+            self._open()
+            self._epoch += 1
             self._allocator.forget_all()
+            self._torn = False
 
     # Steps ---------------------------------------------------------------------------------------
 
     def step(self) -> list[Event]:
         """Compute the next tokens; what happened since the step before, in order.
 
-        Events of requests with an inbox go there. Several threads may each wait for the events of
-        their own requests by calling this until the inbox has one: whose turn it is steps for all.
-        An exception of the runner leaves all requests as they were, so that the step can be tried
-        again; one of a single request is its Failed event.
+        Events of requests with an inbox go there. An exception of the runner leaves all requests as
+        they were, so that the step can be tried again; one of a single request is its Failed event.
         """
         with self._stepping:
+            self._step()
+        with self._lock:
+            self._stepped.notify_all()
+            events, self._events = self._events, []
+        return events
+
+    def wait(self, inbox: Inbox) -> None:
+        """Until `inbox` has an event: takes steps, or waits for those that another thread takes.
+
+        It must be the inbox of a request that has not ended. Raises what the runner raises.
+        """
+        while not inbox:
             with self._lock:
-                plan = self._in_flight = self._scheduler.schedule()
-                for request, error in plan.failed:
-                    self._end(request, Failed(request.id, error))
-            outcomes: list[_Outcome] = []
-            try:
-                outcomes = self._run(plan) if plan.steps else []
-            finally:
-                with self._lock:
-                    self._in_flight = StepPlan()
-                    for step in plan.steps.values():
-                        if step.request.ended:  # aborted meanwhile
-                            self._scheduler.remove(step.request)
-                    for outcome in outcomes:
-                        if not outcome.step.request.ended:
-                            self._commit(outcome)
+                if self._stepping.locked():
+                    # Whoever steps says so afterwards, unless an interrupt keeps him from it.
+                    self._stepped.wait(timeout=1.0)
+                    continue
+            with self._stepping:
+                if not inbox:
+                    self._step()
             with self._lock:
-                events, self._events = self._events, []
-            return events
+                self._stepped.notify_all()
 
     def run(self) -> list[Event]:
         """Step until nothing is left to do; all events."""
@@ -291,6 +372,54 @@ class EngineCore:
         while self.has_work:
             events += self.step()
         return events
+
+    def _step(self) -> None:
+        began = time.perf_counter() - self._entered_s
+        with self._lock:
+            plan = self._plan()
+        outcomes: list[_Outcome] = []
+        try:
+            outcomes = self._run(plan) if plan.steps else []
+        finally:
+            entering = time.perf_counter()
+            with self._lock:
+                self._enter(plan, outcomes, entering - began)
+        self._entered_s = time.perf_counter() - entering
+
+    def _plan(self) -> StepPlan:
+        self._torn |= self._drawn
+        self._open()
+        self._take_out_ended()  # an interrupt may have come before this was done
+        plan = self._in_flight = self._scheduler.schedule()
+        for request, error in plan.failed:
+            self._end(request, Failed(request.id, error))
+        self._torn = False
+        return plan
+
+    def _take_out_ended(self) -> None:
+        """End the step in flight: those that were aborted meanwhile give their blocks back."""
+        steps, self._in_flight = self._in_flight.steps, StepPlan()
+        for step in steps.values():
+            if step.request.ended:
+                self._scheduler.remove(step.request)
+
+    def _enter(self, plan: StepPlan, outcomes: Sequence[_Outcome], seconds: float) -> None:
+        """Enter what a planned step gave into the books."""
+        self._open()
+        if self._in_flight is not plan:  # `_open` had to start anew
+            self._torn = False
+            return
+        for inbox in {
+            id(i): i for s in plan.steps.values() if (i := s.request.inbox) is not None
+        }.values():
+            inbox.seconds += seconds
+        self._take_out_ended()
+        for outcome in outcomes:
+            if not outcome.step.request.ended:
+                self._commit(outcome)
+        self._torn = False
+        if outcomes:
+            self._drawn = False  # else drawing has failed, and the samplers have gone on
 
     @torch.inference_mode()
     def _run(self, plan: StepPlan) -> list[_Outcome]:
@@ -312,7 +441,7 @@ class EngineCore:
         logits = self._runner(batch)
         self._scheduler.pace.learn(plan.decoding, plan.prompt_tokens, time.perf_counter() - began)
         outcomes = [_Outcome(step) for step in steps]
-        begin = 0
+        self._drawn, begin = True, 0
         for k, members in enumerate(logit_rounds([s.logits for s in steps])):
             rows = [i for i, at in enumerate(members) if not k or outcomes[at].goes_on]
             if not rows:

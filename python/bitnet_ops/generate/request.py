@@ -51,6 +51,20 @@ class Failed:
 Event = NewToken | Finished | Failed
 
 
+class Inbox(deque[Event]):
+    """The events of some requests, for whoever waits for them.
+
+    `seconds`: of the steps that these requests took part in, whoever called them.
+    `reused_tokens`: of their prompts, that the prefix cache spared.
+    """
+
+    __slots__ = ("reused_tokens", "seconds")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seconds, self.reused_tokens = 0.0, 0
+
+
 class Request:
     """One sequence.
 
@@ -62,6 +76,8 @@ class Request:
         limits: when to end.
         adapter: the name of its LoRA adapter, if any.
         inbox: where its events go, if not to whoever steps.
+        patient: nobody waits for its single tokens, so that others' prompts need not be held short.
+        epoch: of the weights that it began with.
         max_drafts: the most tokens to draft in a step; 0 for none.
         computed: how many of `ids`, from the first, have keys and values in the pool. The newest
             token never has: it is the input of the next step.
@@ -80,18 +96,21 @@ class Request:
         *,
         adapter: str | None = None,
         max_drafts: int = 0,
-        inbox: deque[Event] | None = None,
+        inbox: Inbox | None = None,
+        patient: bool = False,
+        epoch: int = 0,
     ) -> None:
         self.id, self.sampler, self.limits = id, sampler, limits
         self.ids, self.prompt_tokens = array("q", prompt_ids), len(prompt_ids)
         self.adapter, self.max_drafts, self.inbox = adapter, max_drafts, inbox
+        self.patient, self.epoch = patient, epoch
         self.computed = 0
         self.blocks: list[int] = []
         self.reused_tokens: int | None = None
         self.preemptions = 0
         self.ended = False
         self._keys: list[bytes] = []
-        self._root = root_key(adapter)
+        self._root = root_key(adapter, epoch)
 
     def __repr__(self) -> str:
         return (
@@ -149,9 +168,7 @@ class Request:
             return Finished(self.id, "context")
         return None
 
-    def fork(
-        self, id: int, sampler: Any, limits: Limits, inbox: deque[Event] | None = None
-    ) -> Request:
+    def fork(self, id: int, sampler: Any, limits: Limits, inbox: Inbox | None = None) -> Request:
         """Another request that goes on from the same tokens; its blocks are the scheduler's."""
         twin = Request(
             id,
@@ -161,6 +178,8 @@ class Request:
             adapter=self.adapter,
             max_drafts=self.max_drafts,
             inbox=inbox,
+            patient=self.patient,
+            epoch=self.epoch,
         )
         twin.prompt_tokens = self.prompt_tokens
         twin._keys = list(self._keys)

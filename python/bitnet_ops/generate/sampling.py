@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -75,6 +75,12 @@ class SamplingParams:
     def greedy(self) -> bool:
         return self.temperature == 0
 
+    def seeded(self) -> SamplingParams:
+        """The same with a seed, a fresh one where there is none and draws need one."""
+        if self.greedy or self.seed is not None:
+            return self
+        return replace(self, seed=int(torch.randint(2**63 - 1, (), generator=_fresh_generator())))
+
 
 def _check_number(
     name: str, value: object, in_range: Callable[[float], bool], expected: str
@@ -129,7 +135,7 @@ class Sampler:
     """
 
     def __init__(self, params: SamplingParams, seen: Iterable[int] = ()) -> None:
-        self.params = params
+        self.params = params = params.seeded()
         self.edits = LogitEdits(
             params.logit_bias or {},
             params.repetition_penalty,
@@ -141,8 +147,7 @@ class Sampler:
         self._uniforms: deque[float] = deque()  # drawn from the generator and not used yet
         self.seed = params.seed
         if not params.greedy:
-            if self.seed is None:
-                self.seed = int(torch.randint(2**63 - 1, (), generator=_fresh_generator()))
+            assert self.seed is not None
             self._generator = torch.Generator().manual_seed(self.seed)
 
     def __call__(self, logits: Tensor) -> int:

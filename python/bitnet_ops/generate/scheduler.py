@@ -35,7 +35,8 @@ class SchedulerOptions:
     prefill_beside_decode: prompt tokens, at most, of a step in which streams decode: fewer make
         the streams wait less for each token, and the prompt longer. None: what the budget leaves.
     most_gap: beside streams that decode, a step with prompt tokens lasts at most about so many
-        times one without, as far as its costs are known (pace.py); infinity: no such limit.
+        times one without, as far as its costs are known (pace.py); infinity: no such limit. Patient
+        requests, whose single tokens nobody waits for, do not count as streams.
     watermark: share of the blocks that stay free when a request is admitted beside others, for
         these to grow into.
     prefix_cache: find blocks that hold the same tokens already.
@@ -220,7 +221,9 @@ class Scheduler:
         if plan.steps:
             most = self.options.prefill_beside_decode
             left = plan.left if most is None else min(plan.left, most)
-            plan.budget = plan.tokens + self.pace.prompt_tokens(left)
+            if any(not step.request.patient for step in plan.steps.values()):
+                left = self.pace.prompt_tokens(left)
+            plan.budget = plan.tokens + left
         for request in [r for r in self.running if r.remaining > 1]:
             self._plan(plan, request, plan.left)
         self._admit(plan)
@@ -310,6 +313,8 @@ class Scheduler:
         self.reused_tokens += request.computed
         if request.reused_tokens is None:
             request.reused_tokens = request.computed
+            if request.inbox is not None:
+                request.inbox.reused_tokens += request.computed
 
     # Blocks --------------------------------------------------------------------------------------
 

@@ -176,6 +176,11 @@ class Decoder(nn.Module):
         x = self._layers(x, batch.positions, attend)
         return self.head(self._last_norm(x[batch.logit_rows]))
 
+    def weights_version(self) -> int:
+        """Another number whenever weights have been replaced, or changed in place by torch."""
+        buffers = (*self.buffers(), *self.parameters())
+        return hash(tuple((b.data_ptr(), 0 if b.is_inference() else b._version) for b in buffers))
+
     def _last_norm(self, x: Tensor) -> Tensor:
         return ops.rms_norm(x, self.model.norm.weight, self.config.rms_norm_eps)
 
