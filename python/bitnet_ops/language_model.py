@@ -454,9 +454,7 @@ class Conversation:
             raise TypeError(f"say: expected a text, got a {type(content).__name__}")
         messages, ids = self._fitting([*self.messages, {"role": "user", "content": content}])
         wanted = self._request
-        run = self._session.start(
-            ids, wanted.params, wanted.limits, max_drafts=wanted.max_drafts
-        )
+        run = self._session.start(ids, wanted.params, wanted.limits, max_drafts=wanted.max_drafts)
         self.dropped = len(self.messages) + 1 - len(messages)
         self.messages[:] = messages
         self.last = TextStream(run, self._lm.tokenizer, self._request.stop)

@@ -64,7 +64,9 @@ class Text:
 
 def best(cost: Cost, rate: float) -> tuple[float, int]:
     """Seconds for each token with the best fixed number of drafts, and that number."""
-    return min((cost(1 + k) / sum(rate**i for i in range(k + 1)), k) for k in range(MOST_DRAFTS + 1))
+    return min(
+        (cost(1 + k) / sum(rate**i for i in range(k + 1)), k) for k in range(MOST_DRAFTS + 1)
+    )
 
 
 @pytest.mark.parametrize("cost", MACHINES)
@@ -182,9 +184,7 @@ def test_tokens_are_the_same_and_time_follows_the_text(
     tokens, seconds = {}, {}
     for drafts in (0, "auto"):
         machine, pool = Machine(cost, monkeypatch), FakePool(200, 4)
-        core = EngineCore(
-            machine.runner(pool, logits), pool, max_positions=1000, vocab_size=VOCAB
-        )
+        core = EngineCore(machine.runner(pool, logits), pool, max_positions=1000, vocab_size=VOCAB)
         core.add(list(range(VOCAB)) * 2, params, Limits(400), max_drafts=drafts)
         events = core.run()
         tokens[drafts] = [e.token_id for e in events if isinstance(e, NewToken)]

@@ -213,7 +213,8 @@ class Engine:
 
         They are those that `generate` gives for it alone, whatever else runs. `max_drafts`: how
         many tokens a step may guess from what the text repeats and verify at once, or "auto": as
-        many as make it faster here; they change the speed, never the tokens. Raises PromptError, SamplingError, TypeError for no list of ids.
+        many as make it faster here; they change the speed, never the tokens. Raises PromptError,
+        SamplingError, TypeError for no list of ids.
         """
         ids = token_ids(prompt, "engine")
         return self._ready().add(
