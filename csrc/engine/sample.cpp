@@ -14,7 +14,7 @@
 namespace bitnet::engine {
 namespace {
 
-constexpr int64_t kBlock = 1024;
+constexpr int64_t kBlock = kSelectionBlock;
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 // One thread's memory.
@@ -23,11 +23,15 @@ struct RowMemory {
   float* weights;  // exponentials
   int32_t* kept;   // ids of a row that was thinned out
   double* sums;    // of blocks
+  float* bounds;   // of blocks: their largest
   SelectionMemory selection;
 
   static RowMemory take(BumpAllocator& memory, int64_t vocab) {
-    return {memory.take<float>(vocab), memory.take<float>(vocab), memory.take<int32_t>(vocab),
+    return {memory.take<float>(vocab),
+            memory.take<float>(vocab),
+            memory.take<int32_t>(vocab),
             memory.take<double>((vocab + kBlock - 1) / kBlock),
+            memory.take<float>((vocab + kBlock - 1) / kBlock),
             SelectionMemory::take(memory, vocab)};
   }
 };
@@ -53,10 +57,12 @@ struct Largest {
   int64_t index;
 };
 
-Largest largest_of(const float* x, int64_t n) {
+// block_largest: of each block, where it is not null.
+Largest largest_of(const float* x, int64_t n, float* block_largest = nullptr) {
   Largest best = {-kInfinity, 0};
   for (int64_t begin = 0; begin < n; begin += kBlock) {
     const float value = kernels().max_row(x + begin, std::min(kBlock, n - begin));
+    if (block_largest != nullptr) block_largest[begin / kBlock] = value;
     if (std::isnan(value)) return {value, begin};
     if (value > best.value) best = {value, begin};
   }
@@ -88,6 +94,7 @@ struct Distribution {
   double sum;          // of their exponentials, p.data
   const int32_t* ids;  // their tokens; null: all of the vocabulary
   Cut cut;             // what top_p and min_p leave
+  bool summed;         // memory.sums holds what the cut keeps of each block
 
   int64_t token(int64_t i) const { return ids == nullptr ? i : ids[i]; }
 };
@@ -110,6 +117,14 @@ float inverse_of(double temperature) {
   return static_cast<float>(1.0 / std::clamp(temperature, 1e-30, 1e30));
 }
 
+// Bounds of the blocks' exponentials, in place of their largest logits.  The kernel's exponential
+// need not be monotone: it is right within an ulp.
+void bound_weights(float* bounds, int64_t n, float largest, float inv_temperature) {
+  const int64_t blocks = (n + kBlock - 1) / kBlock;
+  kernels().exp_row(bounds, blocks, largest, inv_temperature, bounds);
+  for (int64_t b = 0; b < blocks; ++b) bounds[b] *= 1.000001f;
+}
+
 Distribution distribution_of(const float* x, int64_t n, float largest, const SamplingOptions& o,
                              const RowMemory& memory) {
   const bool thinned = o.top_k > 0 && o.top_k < n;
@@ -123,10 +138,19 @@ Distribution distribution_of(const float* x, int64_t n, float largest, const Sam
     sum += kernels().exp_row(x + begin, std::min(kBlock, n - begin), largest, inv_temperature,
                              memory.weights + begin);
   }
-  Distribution d = {
-      {memory.weights, n, static_cast<float>(1.0 / sum)}, sum, thinned ? memory.kept : nullptr, {}};
+  Distribution d = {{memory.weights, n, static_cast<float>(1.0 / sum)},
+                    sum,
+                    thinned ? memory.kept : nullptr,
+                    {},
+                    !thinned && o.top_p < 1.0 && o.min_p == 0.0 && sums_exactly(n, o.top_p)};
   d.cut = all_of(d.p);
-  if (o.top_p < 1.0) d.cut = cut_at_sum(d.p, o.top_p, 1.0, memory.selection);
+  if (d.summed) {
+    bound_weights(memory.bounds, n, largest, inv_temperature);
+    d.p.block_bounds = memory.bounds;
+    d.cut = cut_and_block_sums(d.p, o.top_p, memory.selection, memory.sums);
+  } else if (o.top_p < 1.0) {
+    d.cut = cut_at_sum(d.p, o.top_p, 1.0, memory.selection);
+  }
   if (o.min_p > 0.0) {
     const float least = static_cast<float>(o.min_p) * d.p.scale;  // the largest weight is 1
     d.cut = stricter(d.cut, {least, n - 1});
@@ -140,7 +164,9 @@ int64_t draw_ascending(const Distribution& d, double uniform, const RowMemory& m
   const int64_t n = d.p.count;
   double all = 0.0, before = 0.0;
   for (int64_t begin = 0; begin < n; begin += kBlock) {
-    all += sums[begin / kBlock] = kept_sum(d.p, d.cut, begin, std::min(begin + kBlock, n));
+    double& sum = sums[begin / kBlock];
+    if (!d.summed) sum = kept_sum(d.p, d.cut, begin, std::min(begin + kBlock, n));
+    all += sum;
   }
   const double point = uniform * all;
   int64_t last = 0;  // of a positive probability
@@ -212,7 +238,7 @@ int64_t draw_of_all(const float* x, int64_t n, float largest, const SamplingOpti
 }
 
 int64_t sample_row(const float* x, int64_t n, const SamplingOptions& o, const RowMemory& memory) {
-  const Largest largest = largest_of(x, n);
+  const Largest largest = largest_of(x, n, memory.bounds);
   if (!std::isfinite(largest.value)) return -1;
   if (o.temperature == 0.0) return largest.index;
   if (o.top_p == 1.0 && o.min_p == 0.0 && (o.top_k == 0 || o.top_k >= n))
@@ -224,7 +250,7 @@ int64_t sample_row(const float* x, int64_t n, const SamplingOptions& o, const Ro
 
 void probabilities_of_row(const float* x, int64_t n, const SamplingOptions& o,
                           const RowMemory& memory, float* out) {
-  const Largest largest = largest_of(x, n);
+  const Largest largest = largest_of(x, n, memory.bounds);
   const bool good = std::isfinite(largest.value);
   std::fill_n(out, n, good ? 0.0f : std::numeric_limits<float>::quiet_NaN());
   if (!good) return;

@@ -10,6 +10,7 @@
 #include <bit>
 #include <cmath>
 #include <limits>
+#include <numeric>
 
 #include "kernels/dispatch.h"
 
@@ -19,8 +20,8 @@ namespace {
 constexpr int64_t kListed = 8192;       // so few values are listed without a bracket
 constexpr int64_t kSampleBlocks = 256;  // of 16 values, at most
 constexpr int64_t kBuckets = 1024;
-constexpr int64_t kSorted = 32;   // so few are sorted
-constexpr int64_t kBlock = 1024;  // of a row that is gone through in parts
+constexpr int64_t kSorted = 32;  // so few are sorted
+constexpr int64_t kBlock = kSelectionBlock;
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 // What an element adds to the sum that has to reach the target: 1, or its value.
@@ -119,7 +120,33 @@ int64_t equals_until(double before, double weight, int64_t n, double target) {
   return i - 1;
 }
 
-Found in_sorted(List& list, Weight weight, double target, double before) {
+// Where what a cut keeps of a list goes to; sums null: nowhere.
+struct KeptSums {
+  double* sums = nullptr;  // of blocks
+  void add(int32_t key, int32_t id) const {
+    if (sums != nullptr) sums[id / kBlock] += static_cast<double>(value_of(key));
+  }
+  // Of the list what lies in buckets above this one.
+  void add_above(const List& list, const Histogram& h, int64_t cut_bucket) const {
+    if (sums == nullptr) return;
+    double sum = 0.0;  // of one block: ids ascend, and a sum in memory is slow to come back
+    int32_t block = 0;
+    for (int64_t i = 0; i < list.count; ++i) {
+      const auto now = static_cast<int32_t>(list.ids[i] / kBlock);
+      if (now != block) {
+        sums[block] += sum;
+        sum = 0.0;
+        block = now;
+      }
+      // Without a branch, since which ones cannot be foreseen: others become the key of 0.
+      const int32_t mask = -static_cast<int32_t>(h.bucket(list.keys[i]) < cut_bucket);
+      sum += static_cast<double>(value_of(list.keys[i] & mask));
+    }
+    sums[block] += sum;
+  }
+};
+
+Found in_sorted(List& list, Weight weight, double target, double before, const KeptSums& kept) {
   struct Entry {
     int32_t key, id;
   } entries[kSorted];
@@ -129,6 +156,7 @@ Found in_sorted(List& list, Weight weight, double target, double before) {
   });
   for (int64_t i = 0; i < list.count; ++i) {
     before += weight_of(weight, entries[i].key);
+    kept.add(entries[i].key, entries[i].id);
     if (before >= target || i + 1 == list.count)
       return {{value_of(entries[i].key), entries[i].id}, before >= target};
   }
@@ -136,19 +164,22 @@ Found in_sorted(List& list, Weight weight, double target, double before) {
 }
 
 // Uses the list up.
-Found in_list(List& list, Weight weight, double target, double before) {
+Found in_list(List& list, Weight weight, double target, double before,
+              const KeptSums& kept_sums = {}) {
   Histogram h;
   for (;;) {
     const KeyRange range = range_of(list);
     if (range.least == range.most) {
       const double each = weight_of(weight, range.least);
       const int64_t i = equals_until(before, each, list.count, target);
+      for (int64_t j = 0; j <= i; ++j) kept_sums.add(list.keys[j], list.ids[j]);
       return {{value_of(range.least), list.ids[i]},
               before + static_cast<double>(i + 1) * each >= target};
     }
-    if (list.count <= kSorted) return in_sorted(list, weight, target, before);
+    if (list.count <= kSorted) return in_sorted(list, weight, target, before, kept_sums);
     fill(h, list, range, weight);
     const int64_t b = bucket_where_reached(h, target, before);
+    kept_sums.add_above(list, h, b);
     int64_t kept = 0;
     for (int64_t i = 0; i < list.count; ++i) {
       list.ids[kept] = list.ids[i];
@@ -171,6 +202,7 @@ struct Question {
   Weight weight;
   double share;
   float ceiling;
+  double deviations = 4;  // of room on each side
 };
 
 // Every few vectors of the row, without what a sample would miss or what would stretch its range of
@@ -218,7 +250,7 @@ Bracket estimated(const Values& v, const Question& q, const SelectionMemory& mem
   };
   const double middle = q.share * sum;
   const int64_t at = bucket_at(middle);
-  const double room = 4 * std::sqrt(variance(h, q, at)) + 8 * each_of(h, q.weight, at);
+  const double room = q.deviations * std::sqrt(variance(h, q, at)) + 8 * each_of(h, q.weight, at);
   if (middle > room) bracket.high = h.largest(bucket_at(middle - room));
   if (middle + room < sum) bracket.low = h.smallest(bucket_at(middle + room));
   return bracket;
@@ -272,6 +304,32 @@ Found in_bracket(const Values& v, Weight weight, double target, Bracket bracket,
   return in_list(list, weight, target, before);
 }
 
+// Lists, in memory.ids, the elements from `low` to `high`; block_sums: of those above.  How many.
+int64_t split_blocks(const Values& v, float low, float high, const SelectionMemory& memory,
+                     double* block_sums) {
+  int64_t count = 0;
+  for (int64_t begin = 0; begin < v.count; begin += kBlock) {
+    const int64_t b = begin / kBlock;
+    block_sums[b] = 0.0;
+    if (v.block_bounds != nullptr && v.block_bounds[b] * v.scale < low) continue;
+    int32_t* const ids = memory.ids + count;
+    const bool sum = high < kInfinity;
+    const Split s = kernels().split_row(v.data + begin, std::min(kBlock, v.count - begin), v.scale,
+                                        low, high, sum, ids);
+    block_sums[b] = s.sum_above;
+    for (int64_t i = 0; i < s.between; ++i) ids[i] += static_cast<int32_t>(begin);
+    count += s.between;
+  }
+  return count;
+}
+
+// False only if no element exceeds `value`.
+bool may_exceed(const Values& v, float value) {
+  if (v.block_bounds == nullptr) return true;
+  const int64_t blocks = (v.count + kBlock - 1) / kBlock;
+  return *std::max_element(v.block_bounds, v.block_bounds + blocks) * v.scale > value;
+}
+
 }  // namespace
 
 Cut cut_at_count(const Values& values, int64_t count, const SelectionMemory& memory) {
@@ -300,6 +358,38 @@ Cut cut_at_sum(const Values& values, double target, double total, const Selectio
     if (found.reached) return found.cut;
   }
   return in_bracket(values, Weight::kValue, target, {-kInfinity, kInfinity}, memory).cut;
+}
+
+bool sums_exactly(int64_t count, double target) {
+  // Values below `least` sum to less than what the target leaves over: none of them is kept.  Those
+  // from 2^-29 on are multiples of 2^-52, and so is every sum of them; sums below 2 are exact.
+  const double least = (1.0 - 1e-6 - target) / static_cast<double>(count);
+  return least >= 0x1p-29;
+}
+
+Cut cut_and_block_sums(const Values& v, double target, const SelectionMemory& memory,
+                       double* block_sums) {
+  const int64_t blocks = (v.count + kBlock - 1) / kBlock;
+  const auto in = [&](float low, float high) {
+    List list = listed(v, split_blocks(v, low, high, memory, block_sums), memory);
+    const double before = std::accumulate(block_sums, block_sums + blocks, 0.0);
+    if (before >= target || list.count == 0) return Found{};
+    return in_list(list, Weight::kValue, target, before, {block_sums});
+  };
+  // As in cut_at_sum, with a longer list of what is much and less room: a bracket that does not
+  // hold the cut is rare enough.
+  if (v.count > kListed) {
+    const float much = may_exceed(v, 0x1p-9f) ? 0x1p-14f : kInfinity;  // a flat row has nothing
+    List list = listed(v, split_blocks(v, much, kInfinity, memory, block_sums), memory);
+    double head = 0.0;
+    for (int64_t i = 0; i < list.count; ++i) head += static_cast<double>(value_of(list.keys[i]));
+    if (head >= target) return in_list(list, Weight::kValue, target, 0.0, {block_sums}).cut;
+    const double share = std::clamp((target - head) / (1.0 - head), 0.0, 1.0);
+    const Bracket bracket = estimated(v, {Weight::kValue, share, much, 3}, memory);
+    const Found found = in(bracket.low, bracket.high);
+    if (found.reached) return found.cut;
+  }
+  return in(-kInfinity, kInfinity).cut;
 }
 
 double kept_sum(const Values& values, const Cut& cut, int64_t begin, int64_t end) {

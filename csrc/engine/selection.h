@@ -8,11 +8,16 @@
 
 namespace bitnet::engine {
 
+// A row is gone through in parts of so many elements.
+constexpr int64_t kSelectionBlock = 1024;
+
 // Element i is data[i] * scale, rounded to float32.  No NaN; count at least 1, below 2^31.
 struct Values {
   const float* data;
   int64_t count;
   float scale;
+  // Of each block a bound that no element of `data` exceeds; null: none is known.
+  const float* block_bounds = nullptr;
   float at(int64_t i) const { return data[i] * scale; }
 };
 
@@ -41,6 +46,14 @@ Cut cut_at_count(const Values& values, int64_t count, const SelectionMemory& mem
 // are at least 0; their sum is `total`, roughly.  Sums are float64, in an order that depends on the
 // values alone.
 Cut cut_at_sum(const Values& values, double target, double total, const SelectionMemory& memory);
+
+// Whether no sum of cut_at_sum and of what its cut keeps rounds, whatever the order, for a total of
+// 1 and the rounding of float32.
+bool sums_exactly(int64_t count, double target);
+// cut_at_sum where sums_exactly holds, with less work; block_sums [blocks] becomes what the cut
+// keeps of each block, equal to kept_sum.
+Cut cut_and_block_sums(const Values& values, double target, const SelectionMemory& memory,
+                       double* block_sums);
 
 // The sum of what a cut keeps, from `begin` to `end`.
 double kept_sum(const Values& values, const Cut& cut, int64_t begin, int64_t end);

@@ -261,7 +261,7 @@ struct KernelTable {
   // The largest of x, NaN if there is a NaN, -inf of none.
   float (*max_row)(const float* x, int64_t n);
   // w[i] = exp((x[i] - top) * inv_temperature), 0 where that exponent is -87 or less or a NaN;
-  // returns the sum.  w may be x.
+  // returns the sum.  No x exceeds top.  w may be x.
   double (*exp_row)(const float* x, int64_t n, float top, float inv_temperature, float* w);
   // Of the values v[i] * scale, rounded to float32, none a NaN.  ids [n] becomes the indices,
   // ascending, of those between; what follows them there may be overwritten.  null: they are

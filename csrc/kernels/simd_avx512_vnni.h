@@ -34,6 +34,10 @@ inline F32x16 pow2(F32x16 n) {
   const __m512i e = _mm512_add_epi32(_mm512_cvttps_epi32(n.v), _mm512_set1_epi32(127));
   return {_mm512_castsi512_ps(_mm512_slli_epi32(e, 23))};
 }
+inline F32x16 times_pow2(F32x16 p, F32x16 shifted) {
+  const __m512i n = _mm512_slli_epi32(_mm512_castps_si512(shifted.v), 23);
+  return {_mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(p.v), n))};
+}
 inline F32x16 max_abs_bits(F32x16 acc, F32x16 x) {
   const __m512i b = _mm512_and_si512(_mm512_castps_si512(x.v), _mm512_set1_epi32(0x7fffffff));
   return {_mm512_castsi512_ps(_mm512_max_epi32(_mm512_castps_si512(acc.v), b))};

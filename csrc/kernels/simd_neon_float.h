@@ -69,6 +69,12 @@ inline F32x16 pow2(F32x16 n) {
     return vreinterpretq_f32_s32(vshlq_n_s32(e, 23));
   });
 }
+inline F32x16 times_pow2(F32x16 p, F32x16 shifted) {
+  return map([&](int i) {
+    const uint32x4_t n = vshlq_n_u32(vreinterpretq_u32_f32(shifted.v[i]), 23);
+    return vreinterpretq_f32_u32(vaddq_u32(vreinterpretq_u32_f32(p.v[i]), n));
+  });
+}
 inline F32x16 max_abs_bits(F32x16 acc, F32x16 x) {
   return map([&](int i) {
     const uint32x4_t b = vandq_u32(vreinterpretq_u32_f32(x.v[i]), vdupq_n_u32(0x7fffffffu));

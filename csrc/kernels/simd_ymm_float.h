@@ -57,6 +57,13 @@ inline __m256 pow2_half(__m256 n) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(e, 23));
 }
 inline F32x16 pow2(F32x16 n) { return {pow2_half(n.lo), pow2_half(n.hi)}; }
+inline __m256 times_pow2_half(__m256 p, __m256 shifted) {
+  const __m256i n = _mm256_slli_epi32(_mm256_castps_si256(shifted), 23);
+  return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(p), n));
+}
+inline F32x16 times_pow2(F32x16 p, F32x16 shifted) {
+  return {times_pow2_half(p.lo, shifted.lo), times_pow2_half(p.hi, shifted.hi)};
+}
 inline __m256 max_abs_bits_half(__m256 acc, __m256 x) {
   const __m256i b = _mm256_and_si256(_mm256_castps_si256(x), _mm256_set1_epi32(0x7fffffff));
   return _mm256_castsi256_ps(_mm256_max_epi32(_mm256_castps_si256(acc), b));

@@ -24,6 +24,7 @@ from bitnet_ops.formats import sglbitnt
 from bitnet_ops.generate.chat_history import RunIds, without_oldest_turn
 from bitnet_ops.generate.embedding import embed
 from bitnet_ops.generate.engine import Engine, Generation, Run, Session, Timing, token_ids
+from bitnet_ops.generate.generation import TokenLogprobs
 from bitnet_ops.generate.options import GenerateOptions, Request, request
 from bitnet_ops.generate.tokenizer import StreamDecoder, Tokenizer, TokenizerError
 from bitnet_ops.loading import cache_files
@@ -166,8 +167,9 @@ class Completion(str, _Ended):
     """The text of an answer: a plain str that also knows how it came about.
 
     Attributes: `finish_reason` ("stop", "length" or "context"), `stop_reason` (the stop text, or
-    the id that ended the text, else None), `ending` (both in words), `token_ids`, `timing` (of the
-    whole batch) and `generation`, which also has the seed.
+    the id that ended the text, else None), `ending` (both in words), `token_ids`, `logprobs` (of
+    each of these, if asked for), `timing` (of the whole batch) and `generation`, which also has the
+    seed.
     """
 
     generation: Generation
@@ -184,6 +186,10 @@ class Completion(str, _Ended):
     @property
     def token_ids(self) -> list[int]:
         return self.generation.token_ids
+
+    @property
+    def logprobs(self) -> list[TokenLogprobs]:
+        return self.generation.logprobs
 
 
 class LanguageModel:
@@ -247,9 +253,10 @@ class LanguageModel:
 
         Options, all neutral by default: max_new_tokens=128, temperature=0 (greedy), top_k=0,
         top_p=1, min_p=0, repetition_penalty=1, seed=None, frequency_penalty=0, presence_penalty=0,
-        logit_bias=None (see sampling.SamplingParams); stop=(), texts that end the answer and are
-        left out of it; ignore_eos=False. Why it ended is in the
-        Completion's `finish_reason`. Raises TypeError for an unknown option or another kind of
+        logit_bias=None, logprobs=None (see sampling.SamplingParams); stop=(), texts that end the
+        answer and are left out of it; ignore_eos=False; speculation="off" (see GenerateOptions).
+        Why it ended is in the Completion's `finish_reason`, what its tokens' probabilities were in
+        `logprobs`. Raises TypeError for an unknown option or another kind of
         prompt, ValueError for a value out of range, engine.PromptError.
         """
         return self._stream("generate", prompt, options, patient=True).read()
@@ -302,13 +309,16 @@ class LanguageModel:
         self, call: str, prompt: Any, options: GenerateOptions, *, patient: bool = False
     ) -> TextStream:
         wanted = self._request(call, options)
-        run = self.engine.start(
-            [self.encode(prompt)], wanted.params, wanted.limits, patient=patient
-        )
+        run = self._start([self.encode(prompt)], wanted, patient=patient)
         return TextStream(run, self.tokenizer, wanted.stop)
 
+    def _start(self, prompts: list[list[int]], wanted: Request, *, patient: bool = False) -> Run:
+        return self.engine.start(
+            prompts, wanted.params, wanted.limits, patient=patient, max_drafts=wanted.max_drafts
+        )
+
     def _complete(self, prompts: list[list[int]], wanted: Request) -> list[Completion]:
-        run = self.engine.start(prompts, wanted.params, wanted.limits, patient=True)
+        run = self._start(prompts, wanted, patient=True)
         texts = [_StopText(self.tokenizer, wanted.stop) for _ in prompts]
         pieces: list[list[str]] = [[] for _ in prompts]
         for row, token in run:
@@ -445,7 +455,8 @@ class Conversation:
         if not isinstance(content, str):
             raise TypeError(f"say: expected a text, got a {type(content).__name__}")
         messages, ids = self._fitting([*self.messages, {"role": "user", "content": content}])
-        run = self._session.start(ids, self._request.params, self._request.limits)
+        wanted = self._request
+        run = self._session.start(ids, wanted.params, wanted.limits, max_drafts=wanted.max_drafts)
         self.dropped = len(self.messages) + 1 - len(messages)
         self.messages[:] = messages
         self.last = TextStream(run, self._lm.tokenizer, self._request.stop)

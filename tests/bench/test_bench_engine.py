@@ -37,7 +37,7 @@ def test_small_run_has_every_row_and_table(small_run: tuple[dict[str, Any], str]
     result, text = small_run
     assert result["schema"] == "bitnet_ops.bench.engine"
     rows = {kind: [r for r in result["rows"] if r["kind"] == kind] for kind in (
-        "streams", "arrival", "queue", "prefix", "drafts"
+        "streams", "arrival", "queue", "prefix", "drafts", "speculation"
     )}  # fmt: skip
     assert [(r["context"], r["streams"]) for r in rows["streams"]] == [
         (16, 1), (16, 3), (40, 1), (40, 3)
@@ -51,6 +51,14 @@ def test_small_run_has_every_row_and_table(small_run: tuple[dict[str, Any], str]
     assert rows["arrival"][0]["prompt"] == 100
     assert rows["queue"][0]["requests"] == 8
     assert [r["drafts"] for r in rows["drafts"]] == [1, 3, 7]
+    repetitive, free = rows["speculation"]
+    assert repetitive["text"] == "repetitive" and free["text"] == "free"
+    for row in (repetitive, free):
+        assert 0 <= row["accepted"] <= row["drafted"]
+        assert row["speedup"] == pytest.approx(
+            row["auto_tokens_per_s"] / row["off_tokens_per_s"], rel=1e-2
+        )
+    assert repetitive["accepted"] == repetitive["drafted"], "a circle is foreseen"
     for title, columns, cells in report.engine_tables(result):
         assert title in text and all(len(row) == len(columns) for row in cells)
 

@@ -156,3 +156,73 @@ def test_a_closed_stdin_is_one_line() -> None:
         timeout=120,
     )
     assert done.returncode == 1 and done.stderr.count(b"\n") == 1 and b"stdin" in done.stderr
+
+
+# Logprobs, penalties, speculation ---------------------------------------------------------------
+
+
+def test_logprobs_are_lines_of_json_behind_the_text(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", PROMPT, "-n", "3", "--logprobs", "2"]) == 0
+    out, err = capsys.readouterr()
+    assert out == PROMPT + CONTINUED + "\n"
+    *lines, remark = err.splitlines()
+    tokens = [json.loads(line) for line in lines]
+    assert "".join(t["token"] for t in tokens) == CONTINUED and "ended:" in remark
+    for token in tokens:
+        assert set(token) == {"token_id", "token", "logprob", "top_logprobs"}
+        best, second = token["top_logprobs"]
+        assert best == {k: v for k, v in token.items() if k != "top_logprobs"}, "greedy"
+        assert second["logprob"] <= best["logprob"] <= 0
+
+
+def test_logprobs_in_the_json_object(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", PROMPT, "-n", "4", "--logprobs", "0", "--json"]) == 0
+    out, err = capsys.readouterr()
+    report = json.loads(out)
+    assert err == "" and report["sampling"]["logprobs"] == 0
+    assert [t["token_id"] for t in report["logprobs"]] == report["token_ids"]
+    assert all(t["top_logprobs"] == [] and t["logprob"] <= 0 for t in report["logprobs"])
+    assert main(["generate", PROMPT, "-n", "4", "--json"]) == 0
+    assert "logprobs" not in json.loads(capsys.readouterr().out)
+
+
+def test_penalties_and_biases_reach_the_sampler(capsys: pytest.CaptureFixture[str]) -> None:
+    def ids(*words: str) -> list[int]:
+        assert main(["generate", PROMPT, "-n", "30", "--json", *words]) == 0
+        return json.loads(capsys.readouterr().out)["token_ids"]
+
+    plain = ids()
+    assert ids("--logit-bias", f"{plain[0]}=-100")[0] != plain[0]
+    assert set(ids("--logit-bias", "7=100", "--logit-bias", "9=-1", "--ignore-eos")) == {7}
+    assert len(set(ids("--frequency-penalty", "2"))) > len(set(plain))
+    assert len(set(ids("--presence-penalty", "2"))) > len(set(plain))
+
+
+@pytest.mark.parametrize("how", ["off", "auto", "5"])
+def test_speculation_leaves_the_text_alone(how: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["generate", "-p", "so " * 40, "-n", "40", "--ignore-eos", "--json"]
+    texts = []
+    for more in ([], ["--speculation", how]):
+        assert main([*words, *more, "--temp", "0.7", "--seed", "2"]) == 0
+        texts.append(json.loads(capsys.readouterr().out)["text"])
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--logit-bias", "7"], "--logit-bias: expected ID=B, a token id and a number from -100"),
+        (["--logit-bias", "x=1"], "--logit-bias: expected ID=B, a token id and a number from -100"),
+        (["--logit-bias", "7=101"], "to 100, got '7=101'"),
+        (["--logprobs", "21"], "--logprobs: expected an integer from 0 to 20, got '21'"),
+        (["--frequency-penalty", "3"], "--frequency-penalty: expected a number from -2 to 2, got"),
+        (["--speculation", "fast"], "expected off, auto or an integer at least 0, got 'fast'"),
+        (["--speculation", "-1"], "expected off, auto or an integer at least 0, got '-1'"),
+    ],
+)
+def test_what_is_out_of_range(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", PROMPT, *words]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and message in err and err.count("\n") == 1

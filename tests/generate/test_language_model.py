@@ -321,6 +321,45 @@ def test_batches_of_texts(demo: LanguageModel) -> None:
     assert demo.generate_batch(prompts, **options) == [demo.generate(p, **options) for p in prompts]
 
 
+def test_logprobs_are_those_of_the_models_logits(demo: LanguageModel) -> None:
+    """Against a log softmax in float64 over the whole text at once."""
+    sampled = {"temperature": 0.8, "seed": 3, "frequency_penalty": 1.0}
+    for options in ({}, sampled):
+        answer = demo.generate("In the", max_new_tokens=12, logprobs=3, **options)
+        ids = demo.encode("In the")
+        cache = KVCache(demo.config, 1, 64, demo.engine.kv_dtype)
+        logits = demo.model(torch.tensor([[*ids, *answer.token_ids]]), cache)[0, len(ids) - 1 : -1]
+        expected = torch.log_softmax(logits.double(), -1)
+        assert [one.token_id for one in answer.logprobs] == answer.token_ids
+        for one, row in zip(answer.logprobs, expected, strict=True):
+            assert one.logprob == pytest.approx(float(row[one.token_id]), abs=1e-5)
+            best = row.topk(3)
+            assert [token for token, _ in one.top_logprobs] == best.indices.tolist()
+            values = [value for _, value in one.top_logprobs]
+            assert values == pytest.approx(best.values.tolist(), abs=1e-5)
+
+
+def test_logprobs_come_from_every_way_to_generate(demo: LanguageModel) -> None:
+    alone = [demo.generate(p, max_new_tokens=6, logprobs=1).logprobs for p in ("In the", "And")]
+    batch = demo.generate_batch(["In the", "And"], max_new_tokens=6, logprobs=1)
+    assert [c.logprobs for c in batch] == alone
+    stream = demo.stream("And", max_new_tokens=6, logprobs=1, speculation="auto")
+    stream.read()
+    assert stream.generation.logprobs == alone[1]
+    assert demo.generate("And", max_new_tokens=6).logprobs == []
+
+
+@pytest.mark.parametrize("how", ["auto", 1, 7])
+def test_speculation_changes_no_text(demo: LanguageModel, how: Any) -> None:
+    text = "the son of Adam, which was the son of Adam, which was"
+    for options in ({}, {"temperature": 0.9, "seed": 4}):
+        plain = demo.generate(text, max_new_tokens=40, **options)
+        assert demo.generate(text, max_new_tokens=40, speculation=how, **options) == plain
+        batch = demo.generate_batch([text, "In"], max_new_tokens=40, speculation=how, **options)
+        assert batch[0] == plain
+    assert demo.engine.stats().drafted_tokens > 0
+
+
 def test_bad_options(demo: LanguageModel) -> None:
     with pytest.raises(SamplingError, match="top_p"):
         demo.generate("x", top_p=2)

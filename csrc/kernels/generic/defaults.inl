@@ -39,6 +39,12 @@ inline V pow2(V n) {
     return float_of(static_cast<uint32_t>(e + 127) << 23);
   });
 }
+// p * 2^n for shifted = 1.5 * 2^23 + n, whose lowest bits are those of n; p and the result normal.
+template <class V>
+inline V times_pow2(V p, V shifted) {
+  const Lanes x = lanes_of(p), y = lanes_of(shifted);
+  return make_lanes([&](int i) { return float_of(bits_of(x.at[i]) + (bits_of(y.at[i]) << 23)); });
+}
 // Largest |x| so far, compared as bit patterns: exact, order-free, and NaN > infinity > finite.
 template <class V>
 inline V max_abs_bits(V acc, V x) {

@@ -128,15 +128,18 @@ void relu2_mul_row(const float* gate, const float* up, int64_t n, float* y) {
   }
 }
 
-// e^x within 1 ulp: x = n ln 2 + r with |r| <= ln 2 / 2, a degree-7 Taylor polynomial in r, times
-// 2^n. Clamped to [-87, 89]: at the low end 2^n stays a normal number, from 88.4 on it is 2^128,
-// infinity, so that silu of any large negative number is zero.  A NaN passes through.
-F32x16 exp_f32(F32x16 x) {
-  const F32x16 v = min(set1(89.0f), max(set1(-87.0f), x));
+// x = n ln 2 + r with |r| <= ln 2 / 2.
+struct ExpParts {
+  F32x16 shifted;   // 1.5 * 2^23 + n
+  F32x16 n;         // an integer
+  F32x16 fraction;  // e^r, a degree-7 Taylor polynomial
+};
+
+inline ExpParts exp_parts(F32x16 x) {
   const F32x16 magic =
       set1(12582912.0f);  // adding and subtracting it rounds to an integer, half to even
-  const F32x16 n = sub(add(mul(v, set1(1.44269504088896341f)), magic), magic);
-  F32x16 r = fma(n, set1(-0.693359375f), v);  // ln 2 in two parts; the first has few bits: exact
+  const F32x16 shifted = add(mul(x, set1(1.44269504088896341f)), magic), n = sub(shifted, magic);
+  F32x16 r = fma(n, set1(-0.693359375f), x);  // ln 2 in two parts; the first has few bits: exact
   r = fma(n, set1(2.12194440e-4f), r);
   F32x16 p = set1(1.0f / 5040.0f);
   p = fma(p, r, set1(1.0f / 720.0f));
@@ -146,7 +149,14 @@ F32x16 exp_f32(F32x16 x) {
   p = fma(p, r, set1(0.5f));
   p = fma(p, r, set1(1.0f));
   p = fma(p, r, set1(1.0f));
-  return mul(p, pow2(n));
+  return {shifted, n, p};
+}
+
+// e^x within 1 ulp.  Clamped to [-87, 89]: at the low end 2^n stays a normal number, from 88.4 on
+// it is 2^128, infinity, so that silu of any large negative number is zero.  A NaN passes through.
+F32x16 exp_f32(F32x16 x) {
+  const ExpParts e = exp_parts(min(set1(89.0f), max(set1(-87.0f), x)));
+  return mul(e.fraction, pow2(e.n));
 }
 
 void silu_mul_row(const float* gate, const float* up, int64_t n, float* y) {

@@ -29,6 +29,13 @@ template <class Step>
   if (i < n) step(i, n - i);
 }
 
+// exp_f32 of x from just above -87, where the result is a normal number, to 0; anything else gives
+// anything.
+inline F32x16 exp_below_zero(F32x16 x) {
+  const ExpParts e = exp_parts(x);
+  return times_pow2(e.fraction, e.shifted);
+}
+
 // Below this, e^x times any number of tokens is nothing beside the 1 of the largest.
 constexpr float kLeastExponent = -87.0f;
 
@@ -37,7 +44,7 @@ double exp_row(const float* x, int64_t n, float top, float inv_temperature, floa
   const F32x16 largest = set1(top), factor = set1(inv_temperature), least = set1(kLeastExponent);
   for_lanes(n, [&](int64_t i, int64_t count) __attribute__((always_inline)) {
     const F32x16 v = mul(sub(load_n(x + i, count), largest), factor);
-    F32x16 e = where_greater(v, least, exp_f32(v));
+    F32x16 e = where_greater(v, least, exp_below_zero(v));
     store_n(w + i, e, count);
     if (count < 16) e = load_n(w + i, count);  // zeros in the lanes behind the end
     add_to_lanes(sums, e);

@@ -172,6 +172,14 @@ def engine_tables(report: Report) -> list[Table]:
                 r["threads"], r["drafts"], r["step_ms"], r["cost"], r["gain_if_right"],
             ]),
         ),
+        (
+            "Automatic speculation, one stream",
+            ["T", "text", "tokens", "off tok/s", "auto tok/s", "speed", "drafted", "right"],
+            rows("speculation", lambda r: [
+                r["threads"], r["text"], r["tokens"], r["off_tokens_per_s"],
+                r["auto_tokens_per_s"], r["speedup"], r["drafted"], r["accepted"],
+            ]),
+        ),
     ]  # fmt: skip
     return [table for table in tables if table[2]]
 

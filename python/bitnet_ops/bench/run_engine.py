@@ -66,7 +66,8 @@ class Streams:
 
     While `pretends` is set a step of the model costs nothing and gives equal logits: prompts are
     admitted at once, and their keys and values are whatever lies in the pool, which is filled with
-    plausible numbers. Attributes: `step_s` and `model_s`, seconds of steps and of their model.
+    plausible numbers. Attributes: `step_s` and `model_s`, seconds of steps and of their model;
+    `script`: what every request's text is, if the model's logits are not to say that.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class Streams:
         self._model, self._pool = model, KVPool(model.config, blocks, block_size, model.kv_dtype)
         self._fill()
         self.pretends, self.step_s, self.model_s = False, 0.0, 0.0
+        self.script: list[int] | None = None
         self._generator = torch.Generator().manual_seed(7)
         self.core = EngineCore(
             self._run,
@@ -106,6 +108,9 @@ class Streams:
         start = time.perf_counter()
         logits: Tensor = self._model.model.step(batch, self._pool)
         self.model_s += time.perf_counter() - start
+        if self.script is not None:
+            for row, position in zip(logits, batch.positions[batch.logit_rows], strict=True):
+                row[self.script[int(position) + 1]] = 1e9
         return logits
 
     def step(self) -> list[Event]:
@@ -299,6 +304,54 @@ def drafts_row(bench: ModelBench, limits: MachineLimits, drafts: int, block_size
     }
 
 
+def _script(text: str, count: int, vocab: int) -> list[int]:
+    """A text of so many tokens: one that goes round in a circle, or words by Zipf's law."""
+    generator = torch.Generator().manual_seed(11)
+    if text == "repetitive":
+        circle = torch.randint(0, vocab, (48,), generator=generator).tolist()
+        return (circle * (count // 48 + 1))[:count]
+    weights = 1 / torch.arange(1, min(vocab, 4096) + 1)
+    return torch.multinomial(weights, count, replacement=True, generator=generator).tolist()
+
+
+def speculation_row(
+    bench: ModelBench, limits: MachineLimits, text: str, tokens: int, block_size: int
+) -> Row:
+    """One stream with and without automatic speculation on the same text, step by step in turn.
+
+    The model computes every step; what its logits should have said, the text says.
+    """
+    use_threads(limits.threads)
+    context = 128
+    script = _script(text, context + tokens + 16, bench.model.config.vocab_size)
+    runs: list[Streams] = []
+    for drafts in (0, "auto"):
+        run = Streams(bench.model, len(script), 1, block_size)
+        run.script, run.pretends = script, True
+        run.core.add(script[:context], SamplingParams(), Limits(tokens + 1), max_drafts=drafts)
+        run.core.step()
+        run.pretends, run.step_s = False, 0.0
+        run.core.forget_costs()
+        runs.append(run)
+    while any(run.core.has_work for run in runs):
+        for run in runs:
+            if run.core.has_work:
+                run.step()
+    off, auto = (tokens / run.step_s for run in runs)
+    stats = runs[1].core.stats()
+    return {
+        "kind": "speculation",
+        "threads": limits.threads,
+        "text": text,
+        "tokens": tokens,
+        "off_tokens_per_s": digits(off),
+        "auto_tokens_per_s": digits(auto),
+        "speedup": digits(auto / off),
+        "drafted": stats.drafted_tokens,
+        "accepted": stats.accepted_drafts,
+    }
+
+
 def _spread(seconds: list[float]) -> dict[str, float]:
     return {
         "p50": digits(percentile(seconds, 50) * 1e3),
@@ -320,6 +373,10 @@ def _rows(bench: ModelBench, limits: MachineLimits, s: EngineSettings) -> list[R
     rows.append(queue_row(bench, limits, 8 if s.quick else 24, size))
     rows.append(prefix_row(bench, limits, min(512, prompt), size))
     rows += [drafts_row(bench, limits, drafts, size) for drafts in (1, 3, 7)]
+    rows += [
+        speculation_row(bench, limits, text, 48 if s.quick else 192, size)
+        for text in ("repetitive", "free")
+    ]
     return rows
 
 

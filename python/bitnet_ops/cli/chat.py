@@ -20,6 +20,7 @@ from bitnet_ops.cli.generate import (
     add_sampling_arguments,
     figures,
     open_model,
+    print_logprobs,
     sampling_options,
     why_it_ended,
 )
@@ -88,7 +89,16 @@ def run(args: argparse.Namespace) -> int:
 def _options(args: argparse.Namespace, *, demo: bool) -> dict[str, Any]:
     """What was asked for; of the demo, where nothing about sampling was, samples."""
     options = sampling_options(args)
-    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
+    names = (
+        "temperature",
+        "top_k",
+        "top_p",
+        "min_p",
+        "repetition_penalty",
+        "frequency_penalty",
+        "presence_penalty",
+        "seed",
+    )
     if demo and all(getattr(args, name) is None for name in names):
         return {**options, **_DEMO_SAMPLING}
     return options
@@ -157,6 +167,9 @@ class _Chat:
     def stream(self) -> TextStream | None:
         return self.conversation.last
 
+    def tell(self, stream: TextStream) -> None:
+        print_logprobs(self._lm, stream)
+
     def remark(self, stream: TextStream, stats: bool) -> str:
         return _remark(self._lm, stream, self._options, stats)
 
@@ -177,6 +190,9 @@ class _Plain:
 
     def stream(self) -> TextStream | None:
         return self._stream
+
+    def tell(self, stream: TextStream) -> None:
+        print_logprobs(self._lm, stream)
 
     def remark(self, stream: TextStream, stats: bool) -> str:
         return _remark(self._lm, stream, self._options, stats)
@@ -208,6 +224,8 @@ def _answer(turns: _Chat | _Plain, text: str, stats: bool) -> bool:
         return False
     print(flush=True)
     stream = turns.stream()
+    if stream is not None:
+        turns.tell(stream)
     remark = turns.remark(stream, stats) if stream is not None else ""
     if remark:
         print(f"({remark})" if not stats else remark, file=sys.stderr)

@@ -30,7 +30,15 @@ if TYPE_CHECKING:
     from bitnet_ops.language_model import LanguageModel, TextStream
 
 _MODEL_HELP = "a converted model (directory or .bin; default: the embedded demo)"
-_NEUTRAL = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+_NEUTRAL = {
+    "temperature": 0.0,
+    "top_k": 0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+}
 # A word that can only be a model: a path by its beginning or its end, or ORG/NAME of a hub.
 _LIKE_A_MODEL = re.compile(
     r"(~?/|\.\.?/)\S*|\S+\.(bin|gguf|safetensors)|[\w.-]*[A-Za-z][\w.-]*/[\w.-]*[-\d][\w.-]*"
@@ -117,6 +125,32 @@ def add_sampling_arguments(
     add("--top-p", type=share, metavar="P", help="1 keeps all (default)")
     add("--min-p", type=floor, metavar="P", help="0 keeps all (default)")
     add("--repetition-penalty", type=penalty, metavar="R", help="1 is none (default)")
+    openai = number("from -2 to 2", lambda v: -2 <= v <= 2)
+    add("--frequency-penalty", type=openai, metavar="F", help="0 is none (default)")
+    add("--presence-penalty", type=openai, metavar="F", help="0 is none (default)")
+    add(
+        "--logit-bias",
+        action="append",
+        default=[],
+        type=_token_and_bias,
+        metavar="ID=B",
+        help="add B, -100 to 100, to the logit of token ID; repeatable",
+    )
+    add(
+        "--logprobs",
+        type=integer(0, 20),
+        metavar="N",
+        help="tell the logarithm of each token's probability, and those of the N most probable: "
+        "a line of JSON a token on stderr, behind the text, or in --json's object",
+    )
+    add(
+        "--speculation",
+        type=_speculation,
+        default="off",
+        metavar="off|auto|N",
+        help="guess up to N next tokens from what the text repeats and verify them at once, or as "
+        "many as make it faster here; same text (default off)",
+    )
     add("--seed", type=integer(0, 2**63 - 1), metavar="S", help="makes sampling repeatable")
     add(
         "--stop",
@@ -128,6 +162,27 @@ def add_sampling_arguments(
     )
 
 
+def _token_and_bias(text: str) -> tuple[int, float]:
+    expected = "expected ID=B, a token id and a number from -100 to 100"
+    token, _, bias = text.partition("=")
+    try:
+        parsed = integer(0, 2**31 - 1)(token), number("", lambda v: -100 <= v <= 100)(bias)
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(f"{expected}, got {text!r}") from None
+    return parsed
+
+
+def _speculation(text: str) -> str | int:
+    if text in ("off", "auto"):
+        return text
+    try:
+        return integer(0)(text)
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(
+            f"expected off, auto or an integer at least 0, got {text!r}"
+        ) from None
+
+
 def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
     """The keyword arguments of LanguageModel.stream that the command line gives."""
     for text in args.stop:
@@ -137,7 +192,10 @@ def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
         "max_new_tokens": args.max_new_tokens,
         **{name: _NEUTRAL[name] if value is None else value for name, value in given.items()},
         "seed": args.seed,
+        "logit_bias": dict(args.logit_bias) or None,
+        "logprobs": args.logprobs,
         "stop": args.stop,
+        "speculation": args.speculation,
     }
 
 
@@ -232,6 +290,28 @@ def why_it_ended(lm: LanguageModel, stream: TextStream, options: dict[str, Any])
     return f"ended: {reasons.get(reason, reason)}"
 
 
+def logprob_objects(lm: LanguageModel, stream: TextStream) -> list[dict[str, Any]]:
+    """For each token of an answer what --logprobs tells, as JSON has it."""
+
+    def entry(token_id: int, logprob: float) -> dict[str, Any]:
+        text = lm.tokenizer.decode([token_id], skip_special_tokens=False)
+        return {"token_id": token_id, "token": text, "logprob": logprob}
+
+    return [
+        {
+            **entry(one.token_id, one.logprob),
+            "top_logprobs": [entry(*pair) for pair in one.top_logprobs],
+        }
+        for one in stream.generation.logprobs
+    ]
+
+
+def print_logprobs(lm: LanguageModel, stream: TextStream) -> None:
+    """A line of JSON for each token of an answer, if they were asked for."""
+    for one in logprob_objects(lm, stream):
+        print(json.dumps(one), file=sys.stderr)  # ASCII alone, whatever the tokens hold
+
+
 def check(args: argparse.Namespace) -> None:
     """Make MODEL and PROMPT of what was given."""
     args.model, args.prompt = model_and_prompt(args)
@@ -253,6 +333,7 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(_report(lm, args, prompt, text, stream, load_s), ensure_ascii=False))
         return 0
     status = _print_stream(prompt, stream)
+    print_logprobs(lm, stream)
     demo = "the embedded demo | " if model is None else ""
     print(f"{demo}{figures(stream)} | {why_it_ended(lm, stream, options)}", file=sys.stderr)
     return status
@@ -289,6 +370,7 @@ def _report(
         "prompt": prompt,
         "text": text,
         "token_ids": g.token_ids,
+        **({} if args.logprobs is None else {"logprobs": logprob_objects(lm, stream)}),
         "finish_reason": g.finish_reason,
         "sampling": {**options, "seed": g.seed},
         "prompt_tokens": t.prompt_tokens,

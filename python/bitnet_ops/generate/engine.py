@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -117,15 +117,17 @@ class Engine:
         limits: Limits | None = None,
         *,
         patient: bool = False,
+        max_drafts: int | Literal["auto"] = 0,
     ) -> Run:
         """A run over `prompts`, at least one; nothing is computed before its first step.
 
         `params` is shared or one per prompt. `patient`: only the end is waited for, so that others'
-        prompts may delay its single tokens. Raises PromptError, TypeError for what is no list of
-        token ids.
+        prompts may delay its single tokens. `max_drafts`: see `add`. Raises PromptError, TypeError
+        for what is no list of token ids.
         """
         ids = self._checked(prompts)
-        return Run(self._ready, ids, _per_prompt(params, len(ids)), limits or Limits(), patient)
+        each = _per_prompt(params, len(ids))
+        return Run(self._ready, ids, each, limits or Limits(), patient, max_drafts)
 
     def generate(
         self,
@@ -205,13 +207,14 @@ class Engine:
         params: SamplingParams | None = None,
         limits: Limits | None = None,
         *,
-        max_drafts: int = 0,
+        max_drafts: int | Literal["auto"] = 0,
     ) -> int:
         """Queue a request; its id. Its tokens come as events of the `step`s that follow.
 
         They are those that `generate` gives for it alone, whatever else runs. `max_drafts`: how
-        many tokens a step may guess from what the text repeats and verify at once; they change the
-        speed, never the tokens. Raises PromptError, SamplingError, TypeError for no list of ids.
+        many tokens a step may guess from what the text repeats and verify at once, or "auto": as
+        many as make it faster here; they change the speed, never the tokens. Raises PromptError,
+        SamplingError, TypeError for no list of ids.
         """
         ids = token_ids(prompt, "engine")
         return self._ready().add(
@@ -290,9 +293,11 @@ class Session:
         prompt: Sequence[int],
         params: SamplingParams | None = None,
         limits: Limits | None = None,
+        *,
+        max_drafts: int | Literal["auto"] = 0,
     ) -> Run:
         """A run over `prompt`, the WHOLE conversation so far. Raises PromptError."""
-        return self.engine.start([prompt], params, limits)
+        return self.engine.start([prompt], params, limits, max_drafts=max_drafts)
 
 
 __all__ = [

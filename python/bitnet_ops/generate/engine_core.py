@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -33,6 +33,7 @@ from bitnet_ops.generate.scheduler import (
     SchedulerOptions,
     StepPlan,
 )
+from bitnet_ops.generate.speculation import check_drafts
 from bitnet_ops.models.step_batch import SequenceStep, StepBatch, logit_rounds
 
 if TYPE_CHECKING:
@@ -169,18 +170,20 @@ class EngineCore:
         limits: Limits,
         *,
         adapter: str | None = None,
-        max_drafts: int = 0,
+        max_drafts: int | Literal["auto"] = 0,
         inbox: Inbox | None = None,
         patient: bool = False,
     ) -> int:
         """Queue a request; its id. Its tokens come as events of later steps.
 
-        `adapter`: name of its LoRA adapter. `max_drafts`: the most tokens to draft in a step.
+        `adapter`: name of its LoRA adapter. `max_drafts`: the most tokens to draft in a step;
+        "auto": as many as make this request faster on this machine (speculation.py).
         `inbox`: gets its events, whoever steps, instead of the list that a step returns.
         `patient`: nobody waits for its single tokens, only for all of them.
         Raises PromptError for a prompt that cannot be run, and as make_sampler does.
         """
         check_prompt(prompt_ids, self._vocab_size, self._max_positions)
+        check_drafts(max_drafts, "engine: expected max_drafts")
         sampler = self._make_sampler(params, prompt_ids)
         with self._lock:
             self._open()
@@ -439,7 +442,7 @@ class EngineCore:
         )
         began = time.perf_counter()
         logits = self._runner(batch)
-        self._scheduler.pace.learn(plan.decoding, plan.prompt_tokens, time.perf_counter() - began)
+        self._scheduler.learn(plan, time.perf_counter() - began)
         outcomes = [_Outcome(step) for step in steps]
         self._drawn, begin = True, 0
         for k, members in enumerate(logit_rounds([s.logits for s in steps])):

@@ -26,9 +26,24 @@ class Timing:
         return self.decoded_tokens / self.decode_s if self.decode_s else 0.0
 
 
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Logarithms of probabilities at one place of an answer, before all options of sampling.
+
+    `top_logprobs`: (token id, logarithm) of the most probable tokens there, the first one first;
+    the chosen one need not be among them.
+    """
+
+    token_id: int
+    logprob: float
+    top_logprobs: tuple[tuple[int, float], ...] = ()
+
+
 @dataclass
 class Generation:
     """The answer to one prompt. `token_ids` leaves out the stop id.
+
+    `logprobs`: of each of token_ids, if they were asked for; else empty.
 
     `finish_reason`: "stop", "length" (max_new_tokens), "context" (no position is left), "" while it
     runs or when the consumer broke off. `stop_reason` tells what "stop" was: the stop id, or the
@@ -39,6 +54,7 @@ class Generation:
     finish_reason: str = ""
     seed: int | None = None
     stop_reason: int | str | None = None
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
 
     @property
     def ending(self) -> str:

@@ -8,10 +8,11 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict
 
 from bitnet_ops.generate.engine import Limits
 from bitnet_ops.generate.sampling import SamplingParams
+from bitnet_ops.generate.speculation import check_drafts
 
 
 class GenerateOptions(TypedDict, total=False):
@@ -19,8 +20,12 @@ class GenerateOptions(TypedDict, total=False):
 
     max_new_tokens: 128; temperature: 0 (greedy); top_k: 0 (all); top_p: 1 (all); min_p: 0 (all);
     repetition_penalty: 1 (none); seed: None (a fresh one); frequency_penalty, presence_penalty: 0
-    (none); logit_bias: None, or token id -> what is added. They are sampling.SamplingParams'.
+    (none); logit_bias: None, or token id -> what is added; logprobs: None, or for how many of the
+    most probable tokens the logarithms of probabilities are wanted beside the chosen one's: they
+    are in Generation.logprobs. They are sampling.SamplingParams'.
     stop: texts that end the answer and are left out of it; ignore_eos: go on past the end of text.
+    speculation: "off", or how many tokens a step may guess from what the text repeats and verify at
+    once, or "auto": as many as make it faster on this machine. Tokens are the same.
     """
 
     max_new_tokens: int
@@ -33,8 +38,10 @@ class GenerateOptions(TypedDict, total=False):
     frequency_penalty: float
     presence_penalty: float
     logit_bias: Mapping[int, float] | None
+    logprobs: int | None
     stop: str | Sequence[str]
     ignore_eos: bool
+    speculation: int | Literal["off", "auto"]
 
 
 NAMES = tuple(GenerateOptions.__annotations__)
@@ -48,6 +55,7 @@ class Request:
     params: SamplingParams
     limits: Limits
     stop: tuple[str, ...] = ()
+    max_drafts: int | Literal["auto"] = 0
 
 
 def request(call: str, options: Mapping[str, Any], stop_ids: frozenset[int]) -> Request:
@@ -71,7 +79,11 @@ def request(call: str, options: Mapping[str, Any], stop_ids: frozenset[int]) -> 
         options.get("max_new_tokens", Limits.max_new_tokens),
         frozenset() if ignore_eos else stop_ids,
     )
-    return Request(params, limits, _stop_texts(call, options.get("stop", ())))
+    speculation = options.get("speculation", "off")
+    if speculation == "off":
+        speculation = 0
+    check_drafts(speculation, f'{call}: expected speculation "off",')
+    return Request(params, limits, _stop_texts(call, options.get("stop", ())), speculation)
 
 
 def _stop_texts(call: str, stop: Any) -> tuple[str, ...]:

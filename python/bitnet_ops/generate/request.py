@@ -9,9 +9,10 @@ from array import array
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from bitnet_ops.generate.blocks import Contents, block_key, root_key
+from bitnet_ops.generate.speculation import AUTO, MOST_DRAFTS, Acceptance
 
 if TYPE_CHECKING:
     from bitnet_ops.generate.generation import Limits
@@ -79,6 +80,7 @@ class Request:
         patient: nobody waits for its single tokens, so that others' prompts need not be held short.
         epoch: of the weights that it began with.
         max_drafts: the most tokens to draft in a step; 0 for none.
+        acceptance: says how many of these are worth it, if that is wanted.
         computed: how many of `ids`, from the first, have keys and values in the pool. The newest
             token never has: it is the input of the next step.
         blocks: its block table; empty while it waits.
@@ -95,14 +97,16 @@ class Request:
         limits: Limits,
         *,
         adapter: str | None = None,
-        max_drafts: int = 0,
+        max_drafts: int | Literal["auto"] = 0,
         inbox: Inbox | None = None,
         patient: bool = False,
         epoch: int = 0,
     ) -> None:
         self.id, self.sampler, self.limits = id, sampler, limits
         self.ids, self.prompt_tokens = array("q", prompt_ids), len(prompt_ids)
-        self.adapter, self.max_drafts, self.inbox = adapter, max_drafts, inbox
+        self.adapter, self.inbox = adapter, inbox
+        self.max_drafts = MOST_DRAFTS if max_drafts == AUTO else max_drafts
+        self.acceptance = Acceptance() if max_drafts == AUTO else None
         self.patient, self.epoch = patient, epoch
         self.computed = 0
         self.blocks: list[int] = []
@@ -176,7 +180,7 @@ class Request:
             sampler,
             limits,
             adapter=self.adapter,
-            max_drafts=self.max_drafts,
+            max_drafts=self.max_drafts if self.acceptance is None else AUTO,
             inbox=inbox,
             patient=self.patient,
             epoch=self.epoch,

@@ -7,9 +7,10 @@ must not know models, memory or how tokens are chosen.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Literal
 
 from bitnet_ops.generate.engine_core import EngineCore
-from bitnet_ops.generate.generation import Generation, Limits, Timing
+from bitnet_ops.generate.generation import Generation, Limits, Timing, TokenLogprobs
 from bitnet_ops.generate.request import Failed, Inbox, NewToken
 from bitnet_ops.generate.sampling import SamplingParams
 
@@ -31,12 +32,13 @@ class Run:
         params: Sequence[SamplingParams],
         limits: Limits,
         patient: bool = False,
+        max_drafts: int | Literal["auto"] = 0,
     ) -> None:
         self._rows: dict[int, int] = {}  # by the id of the request, of those that have not ended
         self._get_core = core
         self._core: EngineCore | None = None
         self._prompts, self._params = prompts, [p.seeded() for p in params]
-        self.limits, self._patient = limits, patient
+        self.limits, self._patient, self._max_drafts = limits, patient, max_drafts
         self.generations = [Generation(seed=p.seed) for p in self._params]
         self.timing = Timing(prompt_tokens=sum(map(len, prompts)))
         self._active = set(range(len(prompts)))
@@ -105,6 +107,7 @@ class Run:
                 self.limits,
                 inbox=self._inbox,
                 patient=self._patient,
+                max_drafts=self._max_drafts,
             )
             self._rows[id] = row
         return core
@@ -136,6 +139,10 @@ class Run:
         if isinstance(event, NewToken):
             self._silent.discard(row)
             generation.token_ids.append(event.token_id)
+            if event.logprob is not None:
+                generation.logprobs.append(
+                    TokenLogprobs(event.token_id, event.logprob, event.top_logprobs)
+                )
             timing.new_tokens += 1
             timing.decoded_tokens += not first
             return row, event.token_id

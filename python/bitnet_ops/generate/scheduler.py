@@ -21,6 +21,7 @@ from bitnet_ops.generate.blocks import BlockAllocator, PoolFullError
 from bitnet_ops.generate.drafts import propose
 from bitnet_ops.generate.pace import Pace
 from bitnet_ops.generate.request import Request
+from bitnet_ops.generate.speculation import StepCosts
 
 Propose = Callable[[Sequence[int], int], Sequence[int]]
 
@@ -162,7 +163,13 @@ class Scheduler:
 
     def forget_costs(self) -> None:
         """Learn anew what steps cost."""
-        self.pace = Pace(self.options.most_gap)
+        self.pace, self.costs = Pace(self.options.most_gap), StepCosts()
+
+    def learn(self, plan: StepPlan, seconds: float) -> None:
+        """Enter how long the model took over a planned step."""
+        self.pace.learn(plan.decoding, plan.prompt_tokens, seconds)
+        if plan.decoding and not plan.prompt_tokens:
+            self.costs.learn(plan.tokens, seconds)
 
     # Requests come and go ------------------------------------------------------------------------
 
@@ -200,6 +207,8 @@ class Scheduler:
         request.computed = min(step.start + step.tokens + accepted_drafts, len(request.ids))
         self.drafted_tokens += len(step.drafts)
         self.accepted_drafts += accepted_drafts
+        if step.drafts and request.acceptance is not None:
+            request.acceptance.learn(len(step.drafts), accepted_drafts)
         if self.options.prefix_cache:
             for i in range(full, request.computed // size):
                 self.allocator.register(request.blocks[i], request.contents(i, size))
@@ -245,9 +254,14 @@ class Scheduler:
         left = plan.left
         if self.waiting or len(plan.steps) < len(self.running):
             left //= 2
+        tokens, streams = plan.tokens, len(plan.steps)
+        expected = float(streams)
         for step in plan.steps.values():
             request = step.request
             most = min(left, request.most_drafts(self.max_positions))
+            acceptance = request.acceptance
+            if most > 0 and acceptance is not None:
+                most = min(most, acceptance.choose(self.costs, tokens, expected, streams))
             drafts = self._propose(request.ids, most) if most > 0 else ()
             free = 0 if self.waiting else self.allocator.free_blocks - self._reserve()
             spare = max(0, free)
@@ -257,6 +271,9 @@ class Scheduler:
                 request.blocks += self.allocator.allocate(max(0, missing))
                 step.drafts = drafts
                 left -= len(drafts)
+                tokens += len(drafts)
+                if acceptance is not None:
+                    expected += acceptance.tokens(len(drafts)) - 1
 
     def _admit(self, plan: StepPlan) -> None:
         while self.waiting and len(self.running) < self.options.max_sequences:

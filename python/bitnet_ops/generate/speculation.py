@@ -1,0 +1,113 @@
+"""Automatic speculation: how many drafts are worth their cost in a step.
+
+A draft that is right saves a step, one that is wrong has cost its share of one. What tokens cost is
+learnt from the steps of this machine, how many drafts are right from each request's own text. It
+decides how many tokens are drafted, never which tokens come.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+AUTO: Literal["auto"] = "auto"
+MOST_DRAFTS = 8  # of a step, for one request
+
+_LEARNT = 0.2  # weight of the newest step
+_UNKNOWN = 0.3  # share of a token's step that one more costs, until that has been measured
+_GAIN = 1.03  # drafts promise at least so much; costs are not known more exactly
+_PROBING = 0.02  # share of the time that may go into finding out whether drafts pay again
+_PROBE = 2  # drafts of a probe
+_KEPT, _MOST_WEIGHT = 0.93, 16.0  # of what is known of a text, which may change its ways
+
+
+class StepCosts:
+    """Learns the seconds of a step without prompt tokens by its tokens."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[int, float] = {}
+
+    def learn(self, tokens: int, seconds: float) -> None:
+        before = self._seconds.get(tokens, seconds)
+        self._seconds[tokens] = before + _LEARNT * (seconds - before)
+
+    def of(self, tokens: int) -> float:
+        """Seconds of a step, between two known ones on the line through them."""
+        known = self._seconds
+        if tokens in known or not known:
+            return known.get(tokens, _guess(tokens))
+        fewer = max((t for t in known if t < tokens), default=None)
+        more = min((t for t in known if t > tokens), default=None)
+        if fewer is None:
+            assert more is not None
+            return known[more] * _guess(tokens) / _guess(more)
+        if more is not None:
+            share = (tokens - fewer) / (more - fewer)
+            return known[fewer] + share * (known[more] - known[fewer])
+        least = min(known)
+        each = (
+            (known[fewer] - known[least]) / (fewer - least)
+            if least < fewer
+            else _UNKNOWN * known[fewer] / fewer
+        )
+        return known[fewer] + max(0.0, each) * (tokens - fewer)
+
+
+def _guess(tokens: int) -> float:
+    return 1 + _UNKNOWN * (tokens - 1)
+
+
+class Acceptance:
+    """Learns how often the drafts of one request are right, and says how many to ask for.
+
+    `rate`: the chance of a draft to be right if those before it are.
+    """
+
+    def __init__(self) -> None:
+        self._right, self._wrong = 1.2, 0.8  # hopeful: the first drafts tell
+        self._credit = 0.0  # saved up for a probe, in steps
+
+    def __repr__(self) -> str:
+        return f"Acceptance(rate={self.rate:.2f})"
+
+    @property
+    def rate(self) -> float:
+        return self._right / (self._right + self._wrong)
+
+    def tokens(self, drafts: int) -> float:
+        """How many tokens a step with so many drafts gives, on average."""
+        rate = self.rate
+        return math.fsum(rate**i for i in range(drafts + 1))
+
+    def choose(self, costs: StepCosts, tokens: int, expected: float, streams: int) -> int:
+        """How many drafts to add to a step of so many tokens.
+
+        `expected`: how many tokens the step will give to its `streams` without them.
+        """
+        without = costs.of(tokens)
+
+        def speed(drafts: int) -> float:
+            seconds = max(without, costs.of(tokens + drafts))
+            return (expected - 1 + self.tokens(drafts)) / seconds
+
+        best = max(range(1, MOST_DRAFTS + 1), key=speed)
+        if speed(best) > _GAIN * expected / without:
+            return best
+        extra = max(without, costs.of(tokens + _PROBE)) / without - 1
+        self._credit = min(self._credit + _PROBING / streams, extra + _PROBING)
+        return _PROBE if self._credit > extra else 0
+
+    def learn(self, drafts: int, right: int) -> None:
+        """Enter that the first `right` of the drafts of a step were."""
+        self._right = _KEPT * self._right + right
+        self._wrong = _KEPT * self._wrong + (right < drafts)
+        share = min(1.0, _MOST_WEIGHT / (self._right + self._wrong))
+        self._right, self._wrong = share * self._right, share * self._wrong
+        self._credit = math.inf if right == drafts else 0.0  # what was right is tried again
+
+
+def check_drafts(value: object, expected: str) -> None:
+    """Raise ValueError unless value is "auto" or a number of drafts; `expected` begins its text."""
+    good = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    if not good and value != AUTO:
+        raise ValueError(f'{expected} "auto" or an integer at least 0, got {value!r}')
