@@ -91,6 +91,12 @@ def _many_tokens(keys: list[bytes], parts: list[Any]) -> None:
     _without_key("tokenizer.ggml.token_type")(keys, parts)
 
 
+def _with_both(keys: list[bytes], parts: list[Any]) -> None:
+    """Factors of frequencies, and a scaling by a factor too."""
+    _tensor("rope_freqs.weight", (32,), 0, np.full(32, 8, "<f4").tobytes())(keys, parts)
+    keys.append(key(f"{ARCH}.rope.scaling.factor", "f32", 4.0))
+
+
 REJECTIONS: list[tuple[str, str, Change]] = [
     ("gguf-architecture", "'gemma3'", _replace_key("general.architecture", "str", "gemma3")),
     ("gguf-architecture", "None", _without_key("general.architecture")),
@@ -104,9 +110,21 @@ REJECTIONS: list[tuple[str, str, Change]] = [
      _replace_key("tokenizer.ggml.eos_token_id", "u32", 300)),
     ("gguf-maths", "sliding_window", _replace_key(f"{ARCH}.attention.sliding_window", "u32", 64)),
     ("gguf-maths", "expert_count", _replace_key(f"{ARCH}.expert_count", "u32", 8)),
-    ("gguf-maths", "'yarn'", _replace_key(f"{ARCH}.rope.scaling.type", "str", "yarn")),
-    ("gguf-maths", "factors other than 1",
-     _tensor("rope_freqs.weight", (32,), 0, np.full(32, 8, "<f4").tobytes())),
+    ("gguf-maths", "'ntk'", _replace_key(f"{ARCH}.rope.scaling.type", "str", "ntk")),
+    ("gguf-metadata", "as a string", _replace_key(f"{ARCH}.rope.scaling.type", "u32", 2)),
+    ("gguf-maths", "attn_factor of 1 with rope scaling linear, got 2.0",
+     _replace_key(f"{ARCH}.rope.scaling.attn_factor", "f32", 2.0)),
+    ("gguf-maths", "yarn_log_multiplier",
+     _replace_key(f"{ARCH}.rope.scaling.yarn_log_multiplier", "f32", 0.1)),
+    ("missing-tensor", "rope_factors_long", _replace_key(f"{ARCH}.rope.scaling.type", "str",
+                                                         "longrope")),
+    ("shape", "a number for every pair",
+     _tensor("rope_freqs.weight", (16, 2), 0, np.full(32, 8, "<f4").tobytes())),
+    ("unsupported-model", "short_factor to be 32 numbers",
+     _tensor("rope_freqs.weight", (31,), 0, np.full(31, 8, "<f4").tobytes())),
+    ("gguf-maths", "rope_freqs.weight alone",
+     _tensor("rope_factors_long.weight", (32,), 0, np.full(32, 8, "<f4").tobytes())),
+    ("gguf-maths", "both at once", _with_both),
     ("missing-tensor", "blk.1.ffn_up", _without_tensor("blk.1.ffn_up.weight")),
     ("missing-tensor", "token_embd", _without_tensor("token_embd.weight")),
     ("missing-tensor", "99 layers", _replace_key(f"{ARCH}.block_count", "u32", 99)),

@@ -24,7 +24,9 @@ from bitnet_ops.convert.gguf.config import (
     gguf_name,
     hf_config,
     hf_name,
+    shortest,
 )
+from bitnet_ops.convert.gguf.rope import FACTOR_TENSORS
 from bitnet_ops.convert.gguf.tensors import DENSE, dense, ternary
 from bitnet_ops.convert.gguf.tokenizer import tokenizer_files
 from bitnet_ops.convert.hf.checkpoint import copy_files
@@ -36,7 +38,7 @@ from bitnet_ops.formats.gguf_layouts import I2S_LAYOUTS
 from bitnet_ops.models import TensorSpec, expected_tensors
 
 EXACT_NAMES, EXACT_SCALES = "bitnet_ops.scale_names", "bitnet_ops.scales"
-_ROPE_FACTORS = "rope_freqs.weight"
+_MAX_FACTORS = 1 << 16  # a number for every pair of a head
 
 
 class GgufSource(Source):
@@ -59,11 +61,11 @@ class GgufSource(Source):
         self.path, self.nbytes, self.reader = reader.path, reader.size, reader
         self.i2s_layout, self._assume_online, self._tokenizer = i2s_layout, assume_online, tokenizer
         self.architecture = architecture_of(reader.metadata)
-        self.infos, remarks = _named(reader, self.architecture)
+        self.infos, factors = _named(reader, self.architecture)
         if EMBEDDING not in self.infos or len(self.infos[EMBEDDING].shape) != 2:
             reject("missing-tensor", "token_embd.weight, a matrix", "no such tensor")
         vocab_size, tied = self.infos[EMBEDDING].shape[0], HEAD not in self.infos
-        config, more = hf_config(reader.metadata, self.architecture, vocab_size, tied)
+        config, more = hf_config(reader.metadata, self.architecture, vocab_size, tied, factors)
         model = model_of(config)
         if model.num_hidden_layers > len(self.infos):  # before a list of billions of names is made
             found = f"{len(self.infos)} tensors in all"
@@ -75,6 +77,8 @@ class GgufSource(Source):
                 found = f"{self.infos[name].type.name} {list(self.infos[name].shape)}"
                 reject("shape", f"{self.infos[name].name} of shape {list(spec.shape)}", found)
         self.exact_scales = _exact_scales(reader.metadata)  # by GGUF name
+        ones = [n for n, v in factors.items() if set(v) == {1.0} and "rope_scaling" not in config]
+        remarks = [f"{name} holds ones alone; ignored" for name in ones]
         self.remarks = [*remarks, *more, *model.notes]
         kinds = _kinds(specs, self.infos)
         named = f"gguf {self.architecture.name}"
@@ -163,14 +167,17 @@ class GgufSource(Source):
         return {self.path.name: file_sha256(self.path)}
 
 
-def _named(reader: Reader, architecture: Architecture) -> tuple[dict[str, TensorInfo], list[str]]:
-    infos, unknown, remarks = {}, [], []
+def _named(
+    reader: Reader, architecture: Architecture
+) -> tuple[dict[str, TensorInfo], dict[str, list[float]]]:
+    """The tensors by Hugging Face name, and the values of those that stretch rotary embedding."""
+    infos, unknown, factors = {}, [], {}
     for name, info in reader.tensors.items():
-        if name == _ROPE_FACTORS:
-            if (dense(reader, info) != 1).any():
-                reject("gguf-maths", f"no {name}", "factors other than 1", "scaled rotary "
-                       "embedding (Llama 3.1 and later) is not implemented")  # fmt: skip
-            remarks.append(f"{name} holds ones alone; ignored")
+        if name in FACTOR_TENSORS:
+            if info.type.name != "F32" or len(info.shape) != 1 or info.shape[0] > _MAX_FACTORS:
+                found = f"{info.type.name} {list(info.shape)}"
+                reject("shape", f"{name} as F32, a number for every pair of a head", found)
+            factors[name] = [shortest(value) for value in dense(reader, info).tolist()]
             continue
         renamed = hf_name(name, architecture)
         if renamed is None or renamed in infos:
@@ -180,7 +187,7 @@ def _named(reader: Reader, architecture: Architecture) -> tuple[dict[str, Tensor
     if unknown:
         reject("unknown-tensor", f"the tensors of {architecture.name} alone", listed(unknown),
                "this kind of model is not implemented")  # fmt: skip
-    return infos, remarks
+    return infos, factors
 
 
 def _check_names(
