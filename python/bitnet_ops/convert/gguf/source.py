@@ -27,7 +27,7 @@ from bitnet_ops.convert.gguf.config import (
     shortest,
 )
 from bitnet_ops.convert.gguf.rope import FACTOR_TENSORS
-from bitnet_ops.convert.gguf.tensors import DENSE, dense, ternary
+from bitnet_ops.convert.gguf.tensors import DENSE, PACKED_DENSE, dense, ternary
 from bitnet_ops.convert.gguf.tokenizer import tokenizer_files
 from bitnet_ops.convert.hf.checkpoint import copy_files
 from bitnet_ops.convert.report import file_sha256
@@ -58,6 +58,7 @@ class GgufSource(Source):
         assume_online: bool = False,
         tokenizer: str | Path | None = None,
     ) -> None:
+        q2_block = reader.q2_block
         self.path, self.nbytes, self.reader = reader.path, reader.size, reader
         self.i2s_layout, self._assume_online, self._tokenizer = i2s_layout, assume_online, tokenizer
         self.architecture = architecture_of(reader.metadata)
@@ -80,6 +81,7 @@ class GgufSource(Source):
         ones = [n for n, v in factors.items() if set(v) == {1.0} and "rope_scaling" not in config]
         remarks = [f"{name} holds ones alone; ignored" for name in ones]
         self.remarks = [*remarks, *more, *model.notes]
+        self.remarks += _stored_dense(specs, self.infos)
         kinds = _kinds(specs, self.infos)
         named = f"gguf {self.architecture.name}"
         self.plan = Plan(
@@ -92,6 +94,7 @@ class GgufSource(Source):
                 "format_version": 1,
                 "source_linear_class": "gguf",
                 "source_mode": kinds + (f" layout {i2s_layout}" if "I2_S" in kinds else ""),
+                **({"source_q2_block": q2_block} if q2_block else {}),
                 "source_architecture": self.architecture.name,
                 "converter_version": importlib.metadata.version("bitnet-ops"),
             },
@@ -100,13 +103,21 @@ class GgufSource(Source):
     @classmethod
     @contextmanager
     def opened(
-        cls, file: str | Path, *, i2s_layout: str = "a", **options: Any
+        cls,
+        file: str | Path,
+        *,
+        i2s_layout: str = "a",
+        q2_block: int | None = None,
+        **options: Any,
     ) -> Iterator[GgufSource]:
-        """The source in `file`; what the reader rejects comes as ConvertError."""
+        """The source in `file`; what the reader rejects comes as ConvertError.
+
+        `q2_block`: as the Reader takes it.
+        """
         if i2s_layout not in I2S_LAYOUTS:
             reject("i2s-layout", f"a layout among {', '.join(I2S_LAYOUTS)}", repr(i2s_layout))
         try:
-            with Reader(Path(file)) as reader:
+            with Reader(Path(file), q2_block) as reader:
                 yield cls(reader, i2s_layout=i2s_layout, **options)
         except GgufError as error:
             raise ConvertError(f"gguf-{error.code}", f"convert: {error.message}") from error
@@ -224,6 +235,15 @@ def _exact_scales(metadata: dict[str, Any]) -> dict[str, float]:
     ):
         reject("gguf-metadata", f"{EXACT_NAMES} and {EXACT_SCALES} of one length", "other values")
     return dict(zip(names, scales.astype(float).tolist(), strict=True))
+
+
+def _stored_dense(specs: dict[str, TensorSpec], infos: dict[str, TensorInfo]) -> list[str]:
+    """A remark on embedding and head that the file holds as ternary blocks."""
+    names = [
+        n for n, s in specs.items() if s.kind == "dense" and infos[n].type.name in PACKED_DENSE
+    ]
+    found = ", ".join(f"{infos[name].name} ({infos[name].type.name})" for name in names)
+    return [f"ternary {found}: stored dense as float16, every value exactly"] if names else []
 
 
 def _kinds(specs: dict[str, TensorSpec], infos: dict[str, TensorInfo]) -> str:
