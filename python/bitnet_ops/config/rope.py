@@ -42,6 +42,7 @@ class RopeScaling:
     mscale, mscale_all_dim: of yarn; 0: not stated.
     extension: of longrope, what divides each frequency: its long_factor where
         max_position_embeddings is beyond the original, else its short_factor.
+    lists_differ: those two; transformers would then change from one to the other.
     """
 
     kind: str
@@ -56,6 +57,7 @@ class RopeScaling:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     extension: tuple[float, ...] = ()
+    lists_differ: bool = False
 
 
 def read_rope(
@@ -73,8 +75,9 @@ def read_rope(
     scaling = next(iter(found.values()), None)
     if scaling is not None and scaling.kind == "yarn" and theta <= 1:
         raise reject("rope_theta", theta, "above 1 with yarn", "repair config.json")
-    remarks = [_switch(name, block, scaling) for name, block in blocks.items() if scaling]
-    return theta, scaling, tuple(dict.fromkeys(filter(None, remarks)))
+    if scaling is None or not scaling.lists_differ:
+        return theta, scaling, ()
+    return theta, scaling, (_switch(scaling, positions),)
 
 
 def _block(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -150,6 +153,7 @@ def _scaling(
         which = "long_factor" if positions > original else "short_factor"
         lists = {key: _extension(name, block, key, head_dim) for key in _LISTS}
         options["extension"] = lists[which]
+        options["lists_differ"] = len(set(lists.values())) > 1
     else:
         _check_factor(name, kind, own, options)
     return RopeScaling(kind, original=original, **options)
@@ -187,13 +191,11 @@ def _extension(
     return numbers
 
 
-def _switch(name: str, block: Mapping[str, Any], scaling: RopeScaling) -> str | None:
-    """A remark on lists that differ: keys in the cache cannot be turned anew, so one is taken."""
-    if scaling.kind != "longrope" or block["short_factor"] == block["long_factor"]:
-        return None
-    taken = "long" if list(scaling.extension) == block["long_factor"] else "short"
+def _switch(scaling: RopeScaling, positions: int) -> str:
+    """The remark on lists that differ: keys in a cache cannot be turned anew, so one is taken."""
+    taken = "long" if positions > scaling.original else "short"
     return (
-        f"{name}: short_factor and long_factor differ; {taken}_factor is taken at every position "
+        f"longrope: short_factor and long_factor differ; {taken}_factor is taken at every position "
         f"(transformers changes to long_factor when a text passes {scaling.original} positions). "
         "max_position_embeddings decides: up to that number short_factor, above it long_factor"
     )
