@@ -53,8 +53,9 @@ STABLE_TORCH_LIBRARY(bitnet, m) {
   m.def("relu2_mul(Tensor gate, Tensor up) -> Tensor");
   // x F [..., 2 d] (gate, then up) -> F [..., d]
   m.def("silu_and_mul(Tensor x) -> Tensor");
-  // positions int64 [...] -> float32 [..., head_dim]: cosines, then sines
-  m.def("rope_table(Tensor positions, int head_dim, float theta) -> Tensor");
+  // positions int64 [...], inv_freq float32 [D / 2] -> float32 [..., D]: cosines, then sines, both
+  //   times attention_factor
+  m.def("rope_table(Tensor positions, Tensor inv_freq, float attention_factor=1.0) -> Tensor");
   // x F [..., H, D], cos_sin float32 [..., D] -> F [..., H, D]
   m.def("rope(Tensor x, Tensor cos_sin) -> Tensor");
   // x F [..., K], norm_weight F [K], {q,k,v}_weight W, {q,k,v}_scale float32 [1] or [N],
@@ -137,7 +138,8 @@ STABLE_TORCH_LIBRARY(bitnet, m) {
   //   gate, up, down weights of every layer, scales float32 [layers, 7], norm_weights float32 [all
   //   norms in order of use], head_weight and head_scale as lm_head takes them, caches and
   //   scales as for attention with one more dimension, the layers, before the others (mutated),
-  //   start_positions int64 [B], dtype that activations are rounded to, intermediate_size rows of
+  //   start_positions int64 [B], inv_freq float32 [D / 2] and attention_factor as rope_table takes
+  //   them, dtype that activations are rounded to, intermediate_size rows of
   //   gate and up, vocab_size V, logits_to_keep: of how many last tokens of each sequence (0: all)
   //   -> logits float32 [B, T or that many, V]. biases float32 [layers, rows of the projections in
   //   biased, by place 0 to 6], scale_sizes: scales of each of the seven projections, 1, N or N *
@@ -149,7 +151,7 @@ STABLE_TORCH_LIBRARY(bitnet, m) {
       "Tensor? head_scale, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor start_positions, "
       "ScalarType dtype, int num_heads, int intermediate_size, int vocab_size, bool sub_norms, "
       "str activation, "
-      "float eps, float rope_theta, float scale, int logits_to_keep=0, "
+      "float eps, Tensor inv_freq, float attention_factor, float scale, int logits_to_keep=0, "
       "Tensor(c!)? key_scale=None, Tensor(d!)? value_scale=None, Tensor? biases=None, int[] "
       "biased=[], int[] "
       "scale_sizes=[], bool qk_norms=False, float? sub_norm_eps=None) -> Tensor");
@@ -165,7 +167,8 @@ STABLE_TORCH_LIBRARY(bitnet, m) {
       "positions, Tensor slot_mapping, Tensor query_start_loc, Tensor seq_lens, Tensor "
       "block_table, "
       "Tensor logit_rows, ScalarType dtype, int num_heads, int intermediate_size, int vocab_size, "
-      "bool sub_norms, str activation, float eps, float rope_theta, float scale, "
+      "bool sub_norms, str activation, float eps, Tensor inv_freq, float attention_factor, float "
+      "scale, "
       "Tensor(c!)? key_scale=None, Tensor(d!)? value_scale=None, Tensor? biases=None, int[] "
       "biased=[], int[] "
       "scale_sizes=[], bool qk_norms=False, float? sub_norm_eps=None) -> Tensor");

@@ -47,7 +47,7 @@ struct StepModel {
   GatedRow activation;
   float eps, sub_eps;  // of the norms, of the sub-norms
   ScaleForm scale_forms[kLayerWeights];
-  double rope_theta;
+  Rope rope;  // of dim / 2 frequencies
   float attention_scale;
   HeadView head;
 

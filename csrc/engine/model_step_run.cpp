@@ -48,7 +48,7 @@ StepBuffers take_buffers(BumpAllocator& memory, const StepModel& m, const Attent
   StepBuffers b{};
   b.x = memory.take<float>(m.tokens * m.hidden);
   b.kept = keeps_all(m) ? b.x : memory.take<float>(m.head_tokens * m.hidden);
-  b.cos_sin = memory.take<float>((m.tokens + 1) * m.dim);  // the last row: frequencies
+  b.cos_sin = memory.take<float>(m.tokens * m.dim);
   b.q = memory.take<float>(m.tokens * m.query());
   b.k = memory.take<float>(m.tokens * m.kv());
   b.v = memory.take<float>(m.tokens * m.kv());
@@ -78,10 +78,8 @@ int64_t partitions_of(const StepModel& m, const AttentionShape& shape) {
 
 void fill_inputs(const StepModel& m, const float* x, const StepBuffers& b) {
   std::copy(x, x + m.tokens * m.hidden, b.x);
-  float* frequencies = b.cos_sin + m.tokens * m.dim;
-  rope_frequencies(m.dim, m.rope_theta, frequencies);
   for (int64_t token = 0; token < m.tokens; ++token) {
-    rope_angles(m.positions[token], frequencies, m.dim / 2, b.cos_sin + token * m.dim);
+    rope_angles(m.positions[token], m.rope, m.dim / 2, b.cos_sin + token * m.dim);
   }
   for (int64_t j = 0; m.n_layers == 0 && j < m.head_tokens; ++j) keep_logit_row(m, b, j);
 }

@@ -90,30 +90,20 @@ void rope(const Rows& x, const float* cos_sin, int64_t heads, const Rows& y) {
   });
 }
 
-void rope_table(const int64_t* positions, int64_t count, int64_t head_dim, double theta,
+void rope_table(const int64_t* positions, int64_t count, const Rope& rope, int64_t half,
                 float* out) {
-  if (count == 0) return;
-  Scratch<float> inv_freq(head_dim / 2);
-  rope_frequencies(head_dim, theta, inv_freq.get());
-  parallel_ranges(count, head_dim * 16, kMinElements, [&](int64_t begin, int64_t end) {
+  parallel_ranges(count, half * 32, kMinElements, [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t) {
-      rope_angles(positions[t], inv_freq.get(), head_dim / 2, out + t * head_dim);
+      rope_angles(positions[t], rope, half, out + t * 2 * half);
     }
   });
 }
 
-void rope_frequencies(int64_t head_dim, double theta, float* inv_freq) {
-  for (int64_t i = 0; i < head_dim / 2; ++i) {
-    const float exponent = static_cast<float>(2 * i) / static_cast<float>(head_dim);
-    inv_freq[i] = 1.0f / static_cast<float>(std::pow(theta, static_cast<double>(exponent)));
-  }
-}
-
-void rope_angles(int64_t position, const float* inv_freq, int64_t half, float* row) {
+void rope_angles(int64_t position, const Rope& rope, int64_t half, float* row) {
   for (int64_t i = 0; i < half; ++i) {
-    const double angle = static_cast<float>(position) * inv_freq[i];
-    row[i] = static_cast<float>(std::cos(angle));
-    row[half + i] = static_cast<float>(std::sin(angle));
+    const double angle = static_cast<float>(position) * rope.inv_freq[i];
+    row[i] = static_cast<float>(std::cos(angle)) * rope.attention_factor;
+    row[half + i] = static_cast<float>(std::sin(angle)) * rope.attention_factor;
   }
 }
 

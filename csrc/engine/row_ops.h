@@ -32,14 +32,17 @@ void relu2_mul(const Rows& gate, const Rows& up, const Rows& y);
 void silu_and_mul(const Rows& x, const Rows& y);
 // Rows of heads, `heads` of a token, whose angles are cos_sin [count / heads, width].
 void rope(const Rows& x, const float* cos_sin, int64_t heads, const Rows& y);
-// out [count, head_dim]: cosines, then sines
-void rope_table(const int64_t* positions, int64_t count, int64_t head_dim, double theta,
+// Rotary embedding: pair i of a head turns by position * inv_freq[i]; cosines and sines are
+// multiplied by attention_factor, which some scalings of the context call for (1: plain).
+struct Rope {
+  const float* inv_freq;
+  float attention_factor;
+};
+// out [count, 2 * half]: cosines, then sines
+void rope_table(const int64_t* positions, int64_t count, const Rope& rope, int64_t half,
                 float* out);
 
-// inv_freq[i] = theta^(-2 i / head_dim) for i < head_dim / 2, each step rounded to float32 as in
-// the Hugging Face models.
-void rope_frequencies(int64_t head_dim, double theta, float* inv_freq);
 // row [2 * half]: cosines, then sines.  The angle is a float32 product of float32 factors.
-void rope_angles(int64_t position, const float* inv_freq, int64_t half, float* row);
+void rope_angles(int64_t position, const Rope& rope, int64_t half, float* row);
 
 }  // namespace bitnet::engine

@@ -76,21 +76,24 @@ Tensor silu_and_mul(const Tensor& x_in) {
   return y;
 }
 
-Tensor rope_table(const Tensor& positions_in, int64_t head_dim, double theta) {
+Tensor rope_table(const Tensor& positions_in, const Tensor& inv_freq_in, double attention_factor) {
   const Check check("rope_table");
   check.dtype(positions_in, "positions", ScalarType::Long);
-  if (!(head_dim >= 2 && head_dim % 2 == 0))
-    check.fail("head_dim", "even and positive", std::to_string(head_dim));
-  constexpr int64_t kMostHeadDim = 65536;
-  if (head_dim > kMostHeadDim)
-    check.fail("head_dim", "at most " + std::to_string(kMostHeadDim), std::to_string(head_dim));
-  if (!(theta > 0.0 && std::isfinite(theta)))
-    check.fail("theta", "finite and positive", std::to_string(theta));
-  const Tensor positions = as_contiguous(positions_in);
+  check.dtype(inv_freq_in, "inv_freq", ScalarType::Float);
+  check.dim(inv_freq_in, "inv_freq", 1);
+  const int64_t half = inv_freq_in.numel();
+  constexpr int64_t kMostFrequencies = 32768;
+  if (half < 1 || half > kMostFrequencies)
+    check.fail("inv_freq", "with 1 to " + std::to_string(kMostFrequencies) + " frequencies",
+               std::to_string(half));
+  if (!(attention_factor > 0.0 && std::isfinite(attention_factor)))
+    check.fail("attention_factor", "finite and positive", std::to_string(attention_factor));
+  const Tensor positions = as_contiguous(positions_in), inv_freq = as_contiguous(inv_freq_in);
   Shape shape = shape_of(positions);
-  shape.push_back(head_dim);
+  shape.push_back(2 * half);
   Tensor table = empty(shape, ScalarType::Float);
-  engine::rope_table(data<int64_t>(positions), positions.numel(), head_dim, theta,
+  const engine::Rope rope{data<float>(inv_freq), static_cast<float>(attention_factor)};
+  engine::rope_table(data<int64_t>(positions), positions.numel(), rope, half,
                      mutable_data<float>(table));
   return table;
 }

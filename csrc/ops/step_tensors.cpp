@@ -44,7 +44,8 @@ void StepTensors::take_numbers(Arguments& a) {
   sub_norms = a.take<bool>();
   activation = a.take<std::string>();
   eps = a.take<double>();
-  rope_theta = a.take<double>();
+  inv_freq = a.take<Tensor>();
+  attention_factor = a.take<double>();
   scale = a.take<double>();
 }
 
@@ -95,9 +96,12 @@ void StepBinding::check_numbers(StepModel& m) const {
   m.sub_eps = static_cast<float>(a.sub_norm_eps.value_or(a.eps));
   if (!(m.sub_eps >= 0.0f && std::isfinite(m.sub_eps)))
     check_.fail("sub_norm_eps", "finite and not negative", std::to_string(m.sub_eps));
-  m.rope_theta = a.rope_theta;
-  if (!(m.rope_theta > 0.0 && std::isfinite(m.rope_theta)))
-    check_.fail("rope_theta", "finite and positive", std::to_string(m.rope_theta));
+  check_.dtype(a.inv_freq, "inv_freq", ScalarType::Float);
+  check_.shape(a.inv_freq, "inv_freq", {m.dim / 2});
+  check_.contiguous(a.inv_freq, "inv_freq");
+  m.rope = {data<float>(a.inv_freq), static_cast<float>(a.attention_factor)};
+  if (!(a.attention_factor > 0.0 && std::isfinite(a.attention_factor)))
+    check_.fail("attention_factor", "finite and positive", std::to_string(a.attention_factor));
   m.attention_scale = static_cast<float>(a.scale);
   if (!std::isfinite(a.scale)) check_.fail("scale", "finite", std::to_string(a.scale));
 }
@@ -240,6 +244,7 @@ void StepBinding::bind(StepModel& m, std::vector<StepLayer>& layers) const {
 void StepBinding::keep_apart(const Mutated& mutated, const std::vector<StepLayer>& layers) const {
   mutated.keep_apart(check_, tensors_.scales, "scales");
   mutated.keep_apart(check_, tensors_.norm_weights, "norm_weights");
+  mutated.keep_apart(check_, tensors_.inv_freq, "inv_freq");
   if (tensors_.biases.has_value()) mutated.keep_apart(check_, *tensors_.biases, "biases");
   mutated.keep_apart(check_, tensors_.head_weight, "head_weight");
   if (tensors_.head_scale.has_value())

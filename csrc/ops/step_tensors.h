@@ -33,7 +33,9 @@ struct StepTensors {
   int64_t num_heads, intermediate_size, vocab_size;
   bool sub_norms;
   std::string activation;
-  double eps, rope_theta, scale;
+  double eps;
+  Tensor inv_freq;
+  double attention_factor, scale;
   // What a plain model does without.
   std::optional<Tensor> biases;
   std::vector<int64_t> biased, scale_sizes;

@@ -1,6 +1,7 @@
 // A whole model step on plain threads: the same logits and caches, bit for bit, for every number of
 // threads, for prompts, drafts and single tokens. Built with BITNET_SANITIZE=thread it proves that
 // the stages hand their memory over.
+#include <cmath>
 #include <cstring>
 #include <vector>
 
@@ -36,7 +37,7 @@ struct Model {
   StepModel m{};
   std::vector<std::vector<uint8_t>> packed;
   std::vector<StepLayer> layers;
-  std::vector<float> scales, norms, head, keys, values;
+  std::vector<float> frequencies, scales, norms, head, keys, values;
   std::vector<int64_t> query_start, lengths, blocks, positions, slots, logit_rows;
 
   // kept: of how many last tokens of the first sequence the logits are wanted, with those of the
@@ -53,7 +54,10 @@ struct Model {
     m.type = DType::kBF16;
     m.activation = table.relu2_mul_row;
     m.eps = m.sub_eps = 1e-5f;
-    m.rope_theta = 10000;
+    for (int64_t i = 0; i < m.dim / 2; ++i) {
+      frequencies.push_back(std::pow(10000.0f, -2.0f * static_cast<float>(i) / 32.0f));
+    }
+    m.rope = {frequencies.data(), 1.25f};
     m.attention_scale = 0.177f;
     cut(per_sequence, kept, block_size);
     Random random(9);

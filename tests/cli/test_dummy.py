@@ -13,6 +13,7 @@ import torch
 
 from bitnet_ops.cli import main
 from bitnet_ops.dummy import model as dummy
+from bitnet_ops.dummy.configs import CONFIGS
 from bitnet_ops.generate.engine import Engine, Limits
 from bitnet_ops.language_model import load
 from bitnet_ops.models import expected_tensors
@@ -27,6 +28,9 @@ def parameters(name: str) -> int:
 def test_shapes_are_those_of_the_real_models() -> None:
     assert round(parameters("2b-4t") / 1e6) == 2413  # BitNet b1.58 2B4T
     assert round(parameters("0.7b") / 1e6) == 778  # bitnet_b1_58-large: 679 and two matrices of 49
+    assert parameters("bonsai-1.7b") == 1_720_028_160  # as published
+    assert parameters("bonsai-4b") == 4_021_784_576
+    assert parameters("bonsai-8b") == 8_188_548_096
     assert dummy.config("2b-4t").num_key_value_heads == 5
     assert dummy.config("0.7b").head_dim == 96
 
@@ -43,6 +47,32 @@ def test_codes_are_random_and_valid() -> None:
     assert 0.38 < zeros / total < 0.42
     rows = sum(t.out_features for t in tensors.values() if isinstance(t, PackedWeight))
     assert len(seen) == rows  # no two rows alike
+
+
+def test_bonsai_has_yarn_and_scales_of_groups() -> None:
+    """A few of its tensors: a whole one takes gigabytes."""
+    config = dummy.config("bonsai-8b")
+    assert config.rope_scaling is not None and config.rope_scaling.kind == "yarn"
+    assert config.max_position_embeddings == 4 * config.rope_scaling.original == 65536
+    assert not config.tie_word_embeddings and config.qk_norm and config.vocab_size == 151669
+    name = "model.layers.0.self_attn.k_proj.weight"
+    specs = {name: expected_tensors(config)[name]}
+    pool = dummy._pool(specs, 0)
+    tensor = dummy._tensor(specs[name], pool, grouped=True)
+    assert isinstance(tensor, PackedWeight)
+    assert tensor.scale.shape == (1024, 32) and tensor.group_size == 128
+    assert tensor.scale.unique().numel() > 100
+
+
+def test_a_file_with_scales_of_groups(tmp_path: Path) -> None:
+    source = {**CONFIGS["tiny"], "bitnet_ops": {"format_version": 1}}
+    specs = dict(expected_tensors(dummy.config("tiny")))
+    dummy._write_model(tmp_path / "model.bin", source, specs, 0, grouped=True)
+    model = load(tmp_path).model
+    assert model.model.layers[0].mlp.down_proj.group_size == 128
+    with torch.inference_mode():
+        logits = model(torch.arange(20)[None], KVCache(model.config, 1, 20))
+    assert torch.isfinite(logits).all() and 0.1 < float(logits.std()) < 2
 
 
 def test_a_seed_gives_a_model() -> None:
@@ -73,5 +103,7 @@ def test_the_file_is_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 
 def test_unknown_names_are_rejected() -> None:
-    with pytest.raises(ValueError, match="expected a name among 2b-4t, 0.7b, tiny, got '7b'"):
+    with pytest.raises(
+        ValueError, match="expected a name among 2b-4t, 0.7b, bonsai-1.7b, .*, got '7b'"
+    ):
         dummy.decoder("7b")

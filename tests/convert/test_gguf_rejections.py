@@ -82,13 +82,19 @@ def _i2s_with(at: int, value: int) -> Change:
 
 def _q2_0_groups(keys: list[bytes], parts: list[Any]) -> None:
     codes = np.ones((256, 256), dtype=np.int8)
-    scales = np.linspace(0.5, 1.5, 256 * 4).reshape(256, 4)
+    scales = np.linspace(0.5, 1.5, 256 * 4).reshape(256, 4) * [1, 0.98, 1, 1]  # beyond 2^-7
     _tensor(Q, (256, 256), 42, q2_0(codes, scales))(keys, parts)
 
 
 def _many_tokens(keys: list[bytes], parts: list[Any]) -> None:
     _replace_key("tokenizer.ggml.tokens", "[str]", [f"t{i}" for i in range(301)])(keys, parts)
     _without_key("tokenizer.ggml.token_type")(keys, parts)
+
+
+def _with_both(keys: list[bytes], parts: list[Any]) -> None:
+    """Factors of frequencies, and a scaling by a factor too."""
+    _tensor("rope_freqs.weight", (32,), 0, np.full(32, 8, "<f4").tobytes())(keys, parts)
+    keys.append(key(f"{ARCH}.rope.scaling.factor", "f32", 4.0))
 
 
 REJECTIONS: list[tuple[str, str, Change]] = [
@@ -104,9 +110,21 @@ REJECTIONS: list[tuple[str, str, Change]] = [
      _replace_key("tokenizer.ggml.eos_token_id", "u32", 300)),
     ("gguf-maths", "sliding_window", _replace_key(f"{ARCH}.attention.sliding_window", "u32", 64)),
     ("gguf-maths", "expert_count", _replace_key(f"{ARCH}.expert_count", "u32", 8)),
-    ("gguf-maths", "'yarn'", _replace_key(f"{ARCH}.rope.scaling.type", "str", "yarn")),
-    ("gguf-maths", "factors other than 1",
-     _tensor("rope_freqs.weight", (32,), 0, np.full(32, 8, "<f4").tobytes())),
+    ("gguf-maths", "'ntk'", _replace_key(f"{ARCH}.rope.scaling.type", "str", "ntk")),
+    ("gguf-metadata", "as a string", _replace_key(f"{ARCH}.rope.scaling.type", "u32", 2)),
+    ("gguf-maths", "attn_factor of 1 with rope scaling linear, got 2.0",
+     _replace_key(f"{ARCH}.rope.scaling.attn_factor", "f32", 2.0)),
+    ("gguf-maths", "yarn_log_multiplier",
+     _replace_key(f"{ARCH}.rope.scaling.yarn_log_multiplier", "f32", 0.1)),
+    ("missing-tensor", "rope_factors_long", _replace_key(f"{ARCH}.rope.scaling.type", "str",
+                                                         "longrope")),
+    ("shape", "a number for every pair",
+     _tensor("rope_freqs.weight", (16, 2), 0, np.full(32, 8, "<f4").tobytes())),
+    ("unsupported-model", "short_factor to be 32 numbers",
+     _tensor("rope_freqs.weight", (31,), 0, np.full(31, 8, "<f4").tobytes())),
+    ("gguf-maths", "rope_freqs.weight alone",
+     _tensor("rope_factors_long.weight", (32,), 0, np.full(32, 8, "<f4").tobytes())),
+    ("gguf-maths", "both at once", _with_both),
     ("missing-tensor", "blk.1.ffn_up", _without_tensor("blk.1.ffn_up.weight")),
     ("missing-tensor", "token_embd", _without_tensor("token_embd.weight")),
     ("missing-tensor", "99 layers", _replace_key(f"{ARCH}.block_count", "u32", 99)),

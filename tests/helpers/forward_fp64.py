@@ -4,6 +4,8 @@ torch.float64 arithmetic only, written from the published maths of BitNet b1.58 
 of bitnet_ops, none of transformers). Slow and obvious: whole sequences, head by head, no cache.
 """
 
+import math
+
 import torch
 
 import hf_writer
@@ -49,13 +51,28 @@ def rms_norm(x, gain, eps):
     return x / (x.square().mean(dim=-1, keepdim=True) + eps).sqrt() * gain
 
 
-def rotate(x, theta):
+def rotary(family):
+    """(frequency of every pair, what multiplies cosines and sines), plain or by YaRN's paper."""
+    d, theta = family.head_dim, family.theta
+    frequencies = theta ** (-2.0 * torch.arange(d // 2, dtype=torch.float64) / d)
+    yarn = family.config_extra.get("rope_scaling")
+    if yarn is None:
+        return frequencies, 1.0
+    assert set(yarn) == {"type", "factor", "original_max_position_embeddings"}
+    turns = [yarn["original_max_position_embeddings"] / (r * 2 * math.pi) for r in (32, 1)]
+    low, high = (d * math.log(t) / (2 * math.log(theta)) for t in turns)
+    low, high = max(math.floor(low), 0), min(math.ceil(high), d - 1)
+    ramp = ((torch.arange(d // 2, dtype=torch.float64) - low) / (high - low)).clamp(0, 1)
+    slowed = frequencies / yarn["factor"] * ramp + frequencies * (1 - ramp)
+    return slowed, 0.1 * math.log(yarn["factor"]) + 1
+
+
+def rotate(x, frequencies, factor):
     """Half-split RoPE of x [T, heads, d] at positions 0..T-1."""
     tokens, _, d = x.shape
-    frequencies = theta ** (-2.0 * torch.arange(d // 2, dtype=torch.float64) / d)
     angles = torch.arange(tokens, dtype=torch.float64)[:, None, None] * frequencies
     first, second = x[..., : d // 2], x[..., d // 2 :]
-    cos, sin = angles.cos(), angles.sin()
+    cos, sin = angles.cos() * factor, angles.sin() * factor
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
@@ -139,7 +156,8 @@ class Network:
         if family.qk_norm:
             q = rms_norm(q, get("self_attn.q_norm"), family.eps)
             k = rms_norm(k, get("self_attn.k_norm"), family.eps)
-        q, k = rotate(q, family.theta), rotate(k, family.theta)
+        rope = rotary(family)
+        q, k = rotate(q, *rope), rotate(k, *rope)
         a = causal_attention(q, k, v.reshape(tokens, family.kv_heads, family.head_dim))
         if family.sub_norms:
             a = self._sub_norm(a, get("self_attn.attn_sub_norm"))

@@ -83,6 +83,35 @@ def i2s(codes: np.ndarray, scale: float, layout: str = "a", rubbish: bytes = b"\
     return out.tobytes() + struct.pack("<f", scale) + rubbish
 
 
+def ptq1_0(codes: np.ndarray, scales: np.ndarray) -> bytes:
+    """int8 codes [N, K] and float scales [N, K / 128] as Prism's PTQ1_0, byte by byte.
+
+    Five weights a byte, the first the most significant digit of a fraction of 243; which five, says
+    `_PTQ1_RUNS`. The last two bytes hold four, one place higher. The scale comes last.
+    """
+    out = b""
+    for row, row_scales in zip(codes, scales, strict=True):
+        for j, scale in enumerate(row_scales):
+            digits = [int(c) + 1 for c in row[j * 128 : (j + 1) * 128]]
+            body = []
+            for first, stride, count in _PTQ1_RUNS:
+                number = 0
+                for n in range(count):
+                    number = 3 * number + digits[first + n * stride]
+                number *= 3 ** (5 - count)
+                body.append(-(-number * 256 // 243))
+            out += bytes(body) + struct.pack("<e", scale)
+    return out
+
+
+# of every byte: its first weight, how far the next one is, how many there are
+_PTQ1_RUNS = [
+    *((first, 16, 5) for first in range(16)),
+    *((80 + first, 8, 5) for first in range(8)),
+    *((120 + first, 2, 4) for first in range(2)),
+]
+
+
 def q2_0(codes: np.ndarray, scales: np.ndarray, block: int = 64) -> bytes:
     """int8 codes [N, K] and float scales [N, K / block] as Q2_0, block by block."""
     out = b""

@@ -72,6 +72,10 @@ _SUBLN = _family("llama-online", "subln-smollm2", hidden=576, inter=320, heads=9
 _RMS = {"inner_norms": "rms_norm", "linear_class": "autobitlinear", "dtype": "float32"}
 _QWEN3 = {"model_type": "qwen3", "qk_norm": True, "eps": 1e-6, "theta": 1000000.0, "hidden": 192,
           "heads": 4, "head_dim": 64}  # fmt: skip
+_YARN = {
+    "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8192},
+    "max_position_embeddings": 32768,
+}
 _QWEN2 = {"model_type": "qwen2", "qkv_bias": True, "eps": 1e-6, "hidden": 192, "heads": 4}
 _EMBEDDING = _family("llama-online", "qwen3-embedding", **_QWEN3, architecture="Qwen3Model",
                      inner_norms="norm", tied=True, quantized=False)  # fmt: skip
@@ -118,8 +122,10 @@ CASES = {
         Case("13", "TriLM with several scales in a matrix", "llama whose values are -s, 0, s",
              _family("llama-bitlinear", "trilm-blocks", dense_ternary=True, quantized=False,
                      dtype="float16", scale_blocks=True)),
-        Case("14", "PrismML Ternary-Bonsai, unpacked", "qwen3, -s, 0, s in groups of 128",
+        Case("14", "prism-ml/Ternary-Bonsai-{1.7B,4B,8B}-unpacked",
+             "qwen3 with YaRN, -s, 0, s in groups of 128",
              _family("llama-bitlinear", "bonsai", **{**_QWEN3, "hidden": 256, "inter": 384},
-                     dense_ternary=True, quantized=False, dtype="float16", scale_groups=True)),
+                     vocab=517, dense_ternary=True, quantized=False, dtype="float16",
+                     scale_groups=True, config_extra=_YARN)),
     )
 }  # fmt: skip

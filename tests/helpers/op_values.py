@@ -98,3 +98,9 @@ def quantized_head(
             packed[row // 16, :, 4 * (row % 16) + j] = byte
     scale = (positive(rng, tiles, groups, 16) * 0.01).to(torch.bfloat16)
     return packed.to(torch.uint8), scale
+
+
+def frequencies(head_dim: int, theta: float = 10000.0) -> Tensor:
+    """inv_freq float32 [head_dim / 2] of a plain rotary embedding."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
+    return (theta**-exponents).to(torch.float32)

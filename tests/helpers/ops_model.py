@@ -20,6 +20,7 @@ from op_values import (
     Built,
     activations,
     dtype_name,
+    frequencies,
     gain,
     positive,
     quantized_head,
@@ -40,7 +41,8 @@ def decode_step(o: Any, a: Any) -> Tensor:
         hidden, *([a.intermediate_size] if a.sub_norms else []),
     ]  # fmt: skip
     *norms, last = a.norm_weights.split([*norm_sizes * len(a.scales), hidden])
-    cos_sin = o.rope_table(a.start_positions[:, None] + torch.arange(tokens), dim, a.rope_theta)
+    positions = a.start_positions[:, None] + torch.arange(tokens)
+    cos_sin = o.rope_table(positions, a.inv_freq, a.attention_factor)
     rows = [query_rows, kv_rows, kv_rows, hidden, a.intermediate_size, a.intermediate_size, hidden]
     features = [hidden, hidden, hidden, query_rows, hidden, hidden, a.intermediate_size]
     sub_eps = a.eps if a.sub_norm_eps is None else a.sub_norm_eps
@@ -159,8 +161,9 @@ def decode_step_arguments(
         key_cache=keys, value_cache=values,
         start_positions=torch.randint(0, length - tokens + 1, (batch,), generator=g),
         dtype=dtype, num_heads=heads, intermediate_size=inner, vocab_size=vocab,
-        sub_norms=sub_norms, activation=activation, eps=1e-5, rope_theta=10000.0,
-        scale=head_dim**-0.5, logits_to_keep=logits_to_keep,
+        sub_norms=sub_norms, activation=activation, eps=1e-5,
+        inv_freq=frequencies(head_dim), attention_factor=1.25, scale=head_dim**-0.5,
+        logits_to_keep=logits_to_keep,
         **dict(zip(("key_scale", "value_scale"), (*key_scale, *value_scale), strict=False)),
         **(extras if biased or row_scales or group_scales or qk_norms or sub_norm_eps else {}),
     )  # fmt: skip
@@ -309,7 +312,11 @@ _DECODE_STEP_REJECTIONS: Rejections = [
     ({"intermediate_size": lambda a: 149}, "weights (gate)", "149 rows"),
     ({"activation": lambda a: "gelu"}, "activation", "'relu2' or 'silu', got 'gelu'"),
     ({"eps": lambda a: -1.0}, "eps", "finite and not negative"),
-    ({"rope_theta": lambda a: 0.0}, "rope_theta", "finite and positive"),
+    ({"inv_freq": lambda a: a["inv_freq"][1:]}, "inv_freq", "of shape [8], got [7]"),
+    ({"inv_freq": lambda a: a["inv_freq"].double()}, "inv_freq", "of dtype float32"),
+    ({"inv_freq": lambda a: strided(a["inv_freq"])}, "inv_freq", "contiguous"),
+    ({"attention_factor": lambda a: 0.0}, "attention_factor", "finite and positive"),
+    ({"attention_factor": lambda a: torch.inf}, "attention_factor", "finite and positive"),
     ({"scale": lambda a: torch.inf}, "scale", "finite"),
     ({"biased": lambda a: [0]}, "biases", "of dtype float32, got none"),
     ({"biased": lambda a: [1, 1]}, "biased", "ascending places from 0 to 6, got 1"),

@@ -28,7 +28,8 @@ _SHARED = (
     "sub_norms",
     "activation",
     "eps",
-    "rope_theta",
+    "inv_freq",
+    "attention_factor",
     "scale",
 )
 _EXTRAS = ("biases", "biased", "scale_sizes", "qk_norms", "sub_norm_eps")  # fmt: skip
@@ -82,8 +83,8 @@ def model_step(o: Any, a: Any) -> Tensor:
         logits += o.decode_step(
             a.x[tokens][None], a.weights, a.scales, a.norm_weights, a.head_weight, a.head_scale,
             *caches[:2], torch.tensor([length - new]), a.dtype, a.num_heads, a.intermediate_size,
-            a.vocab_size, a.sub_norms, a.activation, a.eps, a.rope_theta, a.scale, 0, *caches[2:],
-            a.biases, a.biased, a.scale_sizes, a.qk_norms, a.sub_norm_eps,
+            a.vocab_size, a.sub_norms, a.activation, a.eps, a.inv_freq, a.attention_factor,
+            a.scale, 0, *caches[2:], a.biases, a.biased, a.scale_sizes, a.qk_norms, a.sub_norm_eps,
         )  # fmt: skip
         for pool, cache in zip(pools, caches, strict=True):
             if pool is not None:
@@ -192,7 +193,8 @@ _MODEL_STEP_REJECTIONS: Rejections = [
     ({"intermediate_size": lambda a: 0}, "intermediate_size", "positive"),
     ({"activation": lambda a: "gelu"}, "activation", "'relu2' or 'silu', got 'gelu'"),
     ({"eps": lambda a: -1.0}, "eps", "finite and not negative"),
-    ({"rope_theta": lambda a: 0.0}, "rope_theta", "finite and positive"),
+    ({"inv_freq": lambda a: a["inv_freq"][1:]}, "inv_freq", "of shape [8], got [7]"),
+    ({"attention_factor": lambda a: -1.0}, "attention_factor", "finite and positive"),
     ({"scale": lambda a: torch.inf}, "scale", "finite"),
     ({"biased": lambda a: [0]}, "biases", "of dtype float32, got none"),
     ({"biased": lambda a: [7]}, "biased", "ascending places from 0 to 6, got 7"),

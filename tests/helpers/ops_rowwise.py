@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +18,7 @@ from op_values import (
     Built,
     activations,
     dtype_name,
+    frequencies,
     gain,
     strided,
     transposed,
@@ -227,57 +227,56 @@ spec(
 # rope_table ---------------------------------------------------------------------------------------
 
 
-def rope_table(positions: Tensor, head_dim: int, theta: float) -> Tensor:
-    """int64 [...] -> float32 [..., head_dim]: cosines, then sines."""
-    exponent = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
-    angle = positions.to(torch.float64)[..., None] / theta**exponent
-    return torch.cat([angle.cos(), angle.sin()], dim=-1).to(torch.float32)
+def rope_table(positions: Tensor, inv_freq: Tensor, attention_factor: float = 1.0) -> Tensor:
+    """int64 [...], float32 [D / 2] -> float32 [..., D]: cosines, then sines."""
+    angle = positions.to(torch.float64)[..., None] * inv_freq.double()
+    return (torch.cat([angle.cos(), angle.sin()], dim=-1) * attention_factor).to(torch.float32)
 
 
 def _rope_table_bound(args: Arguments, expected: Tensor) -> Tensor:
-    positions, head_dim, theta = args
-    exponent = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
-    angle = positions.double()[..., None] / theta**exponent
-    # The exponent is rounded to float32 first (where head_dim is no power of two), and theta^e has
-    # the relative derivative ln theta; then the power, its reciprocal and the angle are rounded.
-    # cos and sin have slope 1 at most and are rounded themselves.
-    error = angle.abs() * (exponent * abs(math.log(theta)) + 4) * U + 2 * U
+    positions, inv_freq, *factor = args
+    angle = positions.double()[..., None] * inv_freq.double()
+    # A position above 2^24 and the angle are rounded; cos and sin have slope 1 at most and are
+    # rounded themselves, as are the factor and the product with it.
+    error = (angle.abs() * 2 * U + 3 * U) * max([1.0, *factor])
     return torch.cat([error, error], dim=-1)
 
 
 def _rope_table_samples() -> Built:
-    yield "vector", lambda g: (torch.arange(7), 16, 10000.0)
-    yield "batch", lambda g: (torch.randint(0, 4096, (2, 5), generator=g), 128, 500000.0)
-    yield "scalar", lambda g: (torch.tensor(100), 6, 10000.0)
-    yield "none", lambda g: (torch.zeros(0, dtype=torch.int64), 8, 10000.0)
-    yield "strided", lambda g: (torch.arange(20)[::3], 2, 1000042.0)
+    yield "vector", lambda g: (torch.arange(7), frequencies(16))
+    yield "batch", lambda g: (
+        torch.randint(0, 4096, (2, 5), generator=g), frequencies(128, 5e5), 1.1386294
+    )  # fmt: skip
+    yield "scalar", lambda g: (torch.tensor(100), frequencies(6), 0.5)
+    yield "none", lambda g: (torch.zeros(0, dtype=torch.int64), frequencies(8))
+    yield "strided", lambda g: (torch.arange(20)[::3], strided(frequencies(16)))
 
 
 _ROPE_TABLE_REJECTIONS: Rejections = [
     ({"positions": to("positions", I32)}, "positions", "of dtype int64, got int32"),
     ({"positions": to("positions", F16)}, "positions", "got float16"),
-    ({"head_dim": value(15)}, "head_dim", "even and positive, got 15"),
-    ({"head_dim": value(0)}, "head_dim", "even and positive, got 0"),
-    ({"head_dim": value(-2)}, "head_dim", "even and positive, got -2"),
-    ({"theta": value(0.0)}, "theta", "finite and positive"),
-    ({"theta": value(float("nan"))}, "theta", "finite and positive, got nan"),
+    ({"inv_freq": to("inv_freq", F64)}, "inv_freq", "of dtype float32, got float64"),
+    ({"inv_freq": lambda a: a["inv_freq"][None]}, "inv_freq", "with 1 dimension"),
+    ({"inv_freq": lambda a: a["inv_freq"][:0]}, "inv_freq", "1 to 32768 frequencies, got 0"),
+    ({"inv_freq": lambda a: torch.ones(32769)}, "inv_freq", "1 to 32768 frequencies, got 32769"),
+    ({"attention_factor": value(0.0)}, "attention_factor", "finite and positive"),
+    ({"attention_factor": value(float("nan"))}, "attention_factor", "finite and positive, got nan"),
 ]  # fmt: skip
 
 spec(
     rope_table,
     samples=_rope_table_samples,
-    large=[lambda g: (torch.arange(600), 126, 5e5)],
+    large=[lambda g: (torch.arange(600), frequencies(126, 5e5), 1.25)],
     calls={
         "": Call(
-            lambda g: {"positions": torch.arange(5), "head_dim": 16, "theta": 1e4},
+            lambda g: {"positions": torch.arange(5), "inv_freq": frequencies(16)},
             _ROPE_TABLE_REJECTIONS,
         ),
     },
     bound=_rope_table_bound,
     empty={
-        "": lambda: (torch.empty(0, dtype=torch.int64), 2**31, 1e4),
-        "rows": lambda: (torch.empty(2**40, 0, dtype=torch.int64), 64, 1e4),
-        "out": lambda: (torch.zeros(2**20, dtype=torch.int64), 65536, 1e4),
+        "rows": lambda: (torch.empty(2**40, 0, dtype=torch.int64), torch.ones(32)),
+        "out": lambda: (torch.zeros(2**20, dtype=torch.int64), torch.ones(32768)),
     },
 )
 

@@ -71,7 +71,8 @@ def make_stack(
             "sub_norms": True,
             "activation": "relu2",
             "eps": 1e-5,
-            "rope_theta": 5e5,
+            "inv_freq": 5e5 ** (-torch.arange(0, head_dim, 2) / head_dim),
+            "attention_factor": 1.0,
             "scale": head_dim**-0.5,
         }
     )

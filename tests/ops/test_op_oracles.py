@@ -27,7 +27,7 @@ from bounds import (
     sum_error,
 )
 from op_catalogue import reference
-from op_values import activations, gain, pack_codes, positive, random_codes
+from op_values import activations, frequencies, gain, pack_codes, positive, random_codes
 from ops_attention import attention_arguments, attention_bound
 
 
@@ -139,7 +139,7 @@ def test_rope_table_equals_bitnetrotaryembedding(
     )  # fmt: skip
     positions = torch.randint(0, 8192, (3, 11), generator=rng)
     cos, sin = hf_model.BitNetRotaryEmbedding(config)(torch.zeros(1), positions)
-    table = impl.rope_table(positions, 128, theta)
+    table = impl.rope_table(positions, frequencies(128, theta))
     angle = positions.double()[..., None] / theta ** (torch.arange(0, 128, 2).double() / 128)
     # Both round the frequency (power, division) and the angle to float32.
     assert_within(table[..., :64], cos[..., :64], angle * 8 * U + 4 * U)

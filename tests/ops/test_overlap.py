@@ -144,11 +144,12 @@ def test_heads_that_overflow_a_product_are_rejected() -> None:
     """heads * D = 8 modulo 2^64: the weights would fit, and the loops would not."""
     x, weight = torch.zeros(1, 1, 8), torch.full((8, 32), 0x55, dtype=torch.uint8)
     caches = [torch.zeros(1, 1, 1, 4, 8) for _ in "kv"]
-    sizes = torch.float32, 2**61 + 1, 8, 5, False, "relu2", 1e-5, 1e4, 1.0
+    sizes = torch.float32, 2**61 + 1, 8, 5, False, "relu2", 1e-5
+    rope = torch.ones(4), 1.0, 1.0
     start = torch.zeros(1, dtype=torch.int64)
     scales, norms = torch.ones(1, 7), torch.ones(24)
     rejected = r"^decode_step: expected num_heads with at most 524288 "
     with pytest.raises(RuntimeError, match=rejected):
         ops.decode_step(
-            x, [weight] * 7, scales, norms, torch.zeros(5, 8), None, *caches, start, *sizes
+            x, [weight] * 7, scales, norms, torch.zeros(5, 8), None, *caches, start, *sizes, *rope
         )

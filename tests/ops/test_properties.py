@@ -19,7 +19,7 @@ from bitnet_ops import ops
 from bounds import assert_equal, assert_within
 from isa_control import ISAS, forced_isa, torch_threads
 from op_catalogue import reference
-from op_values import int8_values, pack_codes, positive, random_codes
+from op_values import frequencies, int8_values, pack_codes, positive, random_codes
 from ops_attention import attention_arguments, attention_bound
 
 FLOATS = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
@@ -230,7 +230,7 @@ def test_every_16_bit_pattern_is_loaded_exactly(dtype: torch.dtype, isa: str) ->
 def test_rope_table_rows_are_points_of_the_unit_circle(
     position: int, head_dim: int, theta: float
 ) -> None:
-    table = ops.rope_table(torch.tensor([position, 0]), head_dim, theta)
+    table = ops.rope_table(torch.tensor([position, 0]), frequencies(head_dim, theta))
     cos, sin = table.double().chunk(2, -1)
     assert bool(((cos**2 + sin**2 - 1).abs() < 4 * 2.0**-23).all())
     assert table[1].tolist() == [1.0] * (head_dim // 2) + [0.0] * (head_dim // 2)

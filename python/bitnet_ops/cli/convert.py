@@ -59,6 +59,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of a GGUF file's I2_S tensors: a (x86, the default), b (ARM), c (newer x86 files)",
     )
     parser.add_argument(
+        "--q2-block",
+        type=int,
+        choices=(64, 128),
+        help="weights that share a scale in a GGUF file's tensors of type number 42, where its "
+        "sizes do not tell: 64 (Q2_0) or 128 (Prism's earlier files)",
+    )
+    parser.add_argument(
         "--tokenizer",
         metavar="DIR",
         help='take the tokenizer files from DIR instead of a GGUF file\'s metadata, or "none"',
@@ -101,7 +108,8 @@ def _convert(args: argparse.Namespace, progress: Progress | None) -> ConvertRepo
     )
     source = hub.local(args.source)
     if is_bin(source):
-        others = ("verify", "assume_online", "i2s_layout", "tokenizer", "allow_pickle", "lora")
+        others = ("verify", "assume_online", "i2s_layout", "q2_block", "tokenizer", "allow_pickle",
+                  "lora")  # fmt: skip
         given = [f"--{name.replace('_', '-')}" for name in others if getattr(args, name)]
         if given:
             got = f"{', '.join(given)} for {args.source}"
@@ -109,8 +117,9 @@ def _convert(args: argparse.Namespace, progress: Progress | None) -> ConvertRepo
         del common["assume_online"]
         return convert_bin(source, args.destination, trust_scales=args.trust_scales, **common)
     if not is_gguf(source):
-        if args.i2s_layout or args.tokenizer:
-            reject("gguf-option", "a GGUF file with --i2s-layout and --tokenizer", args.source)
+        if args.i2s_layout or args.q2_block or args.tokenizer:
+            options = "--i2s-layout, --q2-block and --tokenizer"
+            reject("gguf-option", f"a GGUF file with {options}", args.source)
         own = dict(trust_scales=args.trust_scales, allow_pickle=args.allow_pickle, lora=args.lora)
         proof = dict(verify=args.verify, text=args.text)
         return convert(source, args.destination, **own, **proof, **common)
@@ -122,6 +131,7 @@ def _convert(args: argparse.Namespace, progress: Progress | None) -> ConvertRepo
         source,
         args.destination,
         i2s_layout=layout,
+        q2_block=args.q2_block,
         tokenizer=args.tokenizer,
         verify=args.verify,
         text=args.text,

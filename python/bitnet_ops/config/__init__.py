@@ -9,7 +9,6 @@ tensors or files: a dict goes in, numbers come out.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,13 +21,13 @@ from bitnet_ops.config.families import (
     family_of,
 )
 from bitnet_ops.config.families import PROJECTIONS as PROJECTIONS
+from bitnet_ops.config.rope import RopeScaling as RopeScaling
+from bitnet_ops.config.rope import read_rope
 from bitnet_ops.config.scheme import SchemeError, quantization_options
+from bitnet_ops.config.values import UnsupportedModelError as UnsupportedModelError
+from bitnet_ops.config.values import epsilon, flag, integer, reject
 
 PRIVATE_BLOCK = "bitnet_ops"
-
-
-class UnsupportedModelError(ValueError):
-    """A model that this package cannot run; the message names field, value and remedy."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,8 @@ class ModelConfig:
     `sub_norms`: RMSNorm on the attention output and on the MLP's product (the BitNet architecture),
     with `sub_norm_eps` (None: rms_norm_eps). `linear_norms`: RMSNorm on the input of each of the
     seven projections, with `linear_norm_eps`. `qk_norm`: RMSNorm on every head of queries and keys
-    (Qwen3). `biases`: the projections of a layer that have one (Qwen2: q, k and v).
+    (Qwen3). `rope_scaling`: how rotary embedding is stretched to a long context, None: not at all.
+    `biases`: the projections of a layer that have one (Qwen2: q, k and v).
     `embedding_only`: the model gives hidden states and has no head. `eos_token_ids`: every id that
     ends a text; may be empty. `notes`: remarks for the user.
     """
@@ -63,6 +63,7 @@ class ModelConfig:
     linear_norms: bool = False
     linear_norm_eps: float = 1e-6
     qk_norm: bool = False
+    rope_scaling: RopeScaling | None = None
     biases: tuple[str, ...] = ()
     embedding_only: bool = False
     notes: tuple[str, ...] = field(default=(), compare=False)
@@ -92,7 +93,8 @@ class ModelConfig:
         family = _family(config)
         _reject_other_maths(config)
         _check_quantization(config)
-        result = cls(**_fields(config, family), notes=_notes(config))
+        fields, remarks = _fields(config, family)
+        result = cls(**fields, notes=(*_notes(config), *remarks))
         _check_consistency(result)
         return result
 
@@ -102,15 +104,11 @@ class ModelConfig:
 _ACTIVATIONS = ("relu2", "silu")
 
 
-def _reject(name: str, value: object, expected: str, remedy: str) -> UnsupportedModelError:
-    return UnsupportedModelError(f"config: expected {name} {expected}, got {value!r}; {remedy}")
-
-
 def _family(config: Mapping[str, Any]) -> Family:
     """The family of config; rejects an architecture without an implementation."""
     model_type, family = config.get("model_type"), family_of(config)
     if family is None:
-        raise _reject(
+        raise reject(
             "model_type",
             model_type,
             "one of " + ", ".join(sorted(BY_MODEL_TYPE)),
@@ -121,7 +119,7 @@ def _family(config: Mapping[str, Any]) -> Family:
         not isinstance(names, list) or len(names) != 1 or names[0] not in known
     ):
         expected = " or ".join(f"[{name!r}]" for name in known)
-        raise _reject(
+        raise reject(
             "architectures",
             names,
             f"{expected} for {model_type}",
@@ -130,7 +128,7 @@ def _family(config: Mapping[str, Any]) -> Family:
     for name, value in family.required.items():
         if config.get(name) != value:
             expected = f"{value} for {family.classes[0]}"
-            raise _reject(name, config.get(name), expected, "other widths do not run")
+            raise reject(name, config.get(name), expected, "other widths do not run")
     return family
 
 
@@ -175,18 +173,18 @@ def _reject_other_maths(config: Mapping[str, Any]) -> None:
     for name in ONEBIT.required:
         if config.get(name) is not None and family_of(config) is not ONEBIT:
             remedy = "that key belongs to the 1bitLLM architecture"
-            raise _reject(name, config[name], "to be absent for this architecture", remedy)
+            raise reject(name, config[name], "to be absent for this architecture", remedy)
     for name, (allowed, meaning) in _MATHS.items():
         value = config.get(name)
         if value is not None and value not in allowed:
             expected = f"to be absent or {allowed[0]!r}" if allowed else "to be absent"
-            raise _reject(name, value, expected, f"it asks for {meaning}, which is not implemented")
+            raise reject(name, value, expected, f"it asks for {meaning}, which is not implemented")
     if config.get("use_sliding_window", True) and config.get("sliding_window") is not None:
         remedy = "it asks for sliding-window attention, which is not implemented"
-        raise _reject("sliding_window", config["sliding_window"], "to be absent", remedy)
+        raise reject("sliding_window", config["sliding_window"], "to be absent", remedy)
     kinds = config.get("layer_types")
     if kinds is not None and (not isinstance(kinds, list) or set(kinds) - {"full_attention"}):
-        raise _reject(
+        raise reject(
             "layer_types",
             kinds,
             "to hold only 'full_attention'",
@@ -205,7 +203,7 @@ def _check_quantization(config: Mapping[str, Any]) -> None:
         raise UnsupportedModelError(f"config: quantization_config: {error}") from None
     asked = block.get("use_rms_norm")
     if asked not in (None, False, True):
-        raise _reject(
+        raise reject(
             "quantization_config.use_rms_norm",
             asked,
             "False or True",
@@ -216,88 +214,20 @@ def _check_quantization(config: Mapping[str, Any]) -> None:
 # Fields --------------------------------------------------------------------------------------
 
 
-def _integer(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
-    value = config.get(name)
-    if value is None and default is not None:
-        return default
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**31:
-        raise _reject(name, value, "to be a positive integer", "repair config.json")
-    return value
-
-
-def _positive(config: Mapping[str, Any], name: str, default: float) -> float:
-    value = config.get(name, default)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise _reject(name, value, "to be a number", "repair config.json")
-    if not (math.isfinite(value) and value > 0):
-        raise _reject(name, value, "to be finite and above 0", "repair config.json")
-    return float(value)
-
-
-def _epsilon(config: Mapping[str, Any], name: str, default: float) -> float:
-    """What a norm adds to a mean of squares; published models have 1e-5 and 1e-6."""
-    value = _positive(config, name, default)
-    if not 1e-30 <= value <= 1:  # float32 has it, and it is not more than the squares
-        raise _reject(name, value, "to be from 1e-30 to 1", "repair config.json")
-    return value
-
-
-def _flag(config: Mapping[str, Any], name: str, default: bool) -> bool:
-    value = config.get(name, default)
-    if not isinstance(value, bool):
-        raise _reject(name, value, "to be true or false", "repair config.json")
-    return value
-
-
-def _rope_theta(config: Mapping[str, Any], default: float) -> float:
-    """theta from `rope_theta`, `rope_parameters.rope_theta` or `rope_scaling.rope_theta`."""
-    found: dict[str, float] = {}
-    if config.get("rope_theta") is not None:
-        found["rope_theta"] = _positive(config, "rope_theta", default)
-    for name in ("rope_parameters", "rope_scaling"):
-        block = config.get(name)
-        if block is None:
-            continue
-        if not isinstance(block, Mapping):
-            raise _reject(name, block, "to be an object", "repair config.json")
-        kind = block.get("rope_type", block.get("type", "default"))
-        if kind != "default":
-            raise _reject(
-                f"{name}.rope_type", kind, "'default'", "scaled rotary embedding is not implemented"
-            )
-        if block.get("rope_theta") is not None:
-            found[f"{name}.rope_theta"] = _positive(block, "rope_theta", default)
-        for option, value in block.items():
-            whole = option == "partial_rotary_factor" and value == 1
-            if (
-                option not in ("rope_type", "type", "rope_theta")
-                and value is not None
-                and not whole
-            ):
-                remedy = "another rotary embedding than the plain one is not implemented"
-                raise _reject(f"{name}.{option}", value, "to be absent", remedy)
-    for key, theta in found.items():
-        if not 1 <= theta <= 1e30:  # its powers from 0 to -1 are numbers in float32
-            raise _reject(key, theta, "to be from 1 to 1e30", "repair config.json")
-    if len(set(found.values())) > 1:
-        raise _reject("rope_theta", found, "to be the same in every spelling", "keep one of them")
-    return next(iter(found.values()), default)
-
-
 def _token_ids(config: Mapping[str, Any], name: str) -> tuple[int, ...]:
     value = config.get(name)
     values = [] if value is None else value if isinstance(value, list) else [value]
     for v in values:
         if not isinstance(v, int) or isinstance(v, bool) or v < 0:
-            raise _reject(name, value, "to be a token id or a list of them", "repair config.json")
+            raise reject(name, value, "to be a token id or a list of them", "repair config.json")
     return tuple(dict.fromkeys(values))
 
 
 def _head_dim(config: Mapping[str, Any], hidden: int, heads: int, default: int | None) -> int:
     if config.get("head_dim") is not None or default is not None:
-        return _integer(config, "head_dim", default)
+        return integer(config, "head_dim", default)
     if hidden % heads:
-        raise _reject(
+        raise reject(
             "hidden_size",
             hidden,
             f"to be a multiple of num_attention_heads {heads}",
@@ -306,37 +236,43 @@ def _head_dim(config: Mapping[str, Any], hidden: int, heads: int, default: int |
     return hidden // heads
 
 
-def _fields(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    heads = _integer(config, "num_attention_heads")
-    hidden = _integer(config, "hidden_size")
+def _fields(config: Mapping[str, Any], family: Family) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """(fields of ModelConfig, remarks on them)."""
+    heads = integer(config, "num_attention_heads")
+    hidden = integer(config, "hidden_size")
     act = config.get("hidden_act", family.hidden_act)
     if act not in _ACTIVATIONS:
-        raise _reject(
+        raise reject(
             "hidden_act", act, "one of " + ", ".join(_ACTIVATIONS), "others are not implemented"
         )
     bos = _token_ids(config, "bos_token_id")
     kv_heads = None if family.kv_heads_needed else heads
     classes = config.get("architectures")
     only_embeds = classes is not None and classes[0].endswith("Model")
-    return {
+    head_dim = _head_dim(config, hidden, heads, family.head_dim)
+    positions = integer(config, "max_position_embeddings", 2048)
+    theta, scaling, remarks = read_rope(config, family.rope_theta, head_dim, positions)
+    fields = {
         "model_type": config["model_type"],
-        "vocab_size": _integer(config, "vocab_size"),
+        "vocab_size": integer(config, "vocab_size"),
         "hidden_size": hidden,
-        "intermediate_size": _integer(config, "intermediate_size"),
-        "num_hidden_layers": _integer(config, "num_hidden_layers"),
+        "intermediate_size": integer(config, "intermediate_size"),
+        "num_hidden_layers": integer(config, "num_hidden_layers"),
         "num_attention_heads": heads,
-        "num_key_value_heads": _integer(config, "num_key_value_heads", kv_heads),
-        "head_dim": _head_dim(config, hidden, heads, family.head_dim),
+        "num_key_value_heads": integer(config, "num_key_value_heads", kv_heads),
+        "head_dim": head_dim,
         "hidden_act": act,
-        "rms_norm_eps": _epsilon(config, "rms_norm_eps", family.rms_norm_eps),
-        "rope_theta": _rope_theta(config, family.rope_theta),
-        "max_position_embeddings": _integer(config, "max_position_embeddings", 2048),
-        "tie_word_embeddings": only_embeds or _flag(config, "tie_word_embeddings", False),
+        "rms_norm_eps": epsilon(config, "rms_norm_eps", family.rms_norm_eps),
+        "rope_theta": theta,
+        "rope_scaling": scaling,
+        "max_position_embeddings": positions,
+        "tie_word_embeddings": only_embeds or flag(config, "tie_word_embeddings", False),
         "embedding_only": only_embeds,
         "bos_token_id": bos[0] if bos else None,
         "eos_token_ids": _token_ids(config, "eos_token_id"),
         **_norms_and_biases(config, family),
     }
+    return fields, remarks
 
 
 def _norms_and_biases(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
@@ -347,16 +283,16 @@ def _norms_and_biases(config: Mapping[str, Any], family: Family) -> dict[str, An
     """
     found = config.get(PRIVATE_BLOCK) or {}
     if not isinstance(found, Mapping):
-        raise _reject(PRIVATE_BLOCK, found, "to be an object", "convert the model again")
+        raise reject(PRIVATE_BLOCK, found, "to be an object", "convert the model again")
     quantization = config.get("quantization_config") or {}
     asked = quantization.get("use_rms_norm") or False
-    eps = _epsilon(quantization, "rms_norm_eps", 1e-6) if asked else 1e-6
+    eps = epsilon(quantization, "rms_norm_eps", 1e-6) if asked else 1e-6
     sub_eps = found.get("sub_norm_eps")
     return {
-        "sub_norms": _flag(found, "sub_norms", family.sub_norms),
-        "sub_norm_eps": None if sub_eps is None else _epsilon(found, "sub_norm_eps", 1e-6),
-        "linear_norms": _flag(found, "linear_norms", asked),
-        "linear_norm_eps": _epsilon(found, "linear_norm_eps", eps),
+        "sub_norms": flag(found, "sub_norms", family.sub_norms),
+        "sub_norm_eps": None if sub_eps is None else epsilon(found, "sub_norm_eps", 1e-6),
+        "linear_norms": flag(found, "linear_norms", asked),
+        "linear_norm_eps": epsilon(found, "linear_norm_eps", eps),
         "qk_norm": family.qk_norm,
         "biases": family.biases,
     }
@@ -365,16 +301,16 @@ def _norms_and_biases(config: Mapping[str, Any], family: Family) -> dict[str, An
 def _check_consistency(c: ModelConfig) -> None:
     """Relations between fields that no single field shows."""
     if c.num_attention_heads % c.num_key_value_heads:
-        raise _reject(
+        raise reject(
             "num_attention_heads",
             c.num_attention_heads,
             f"to be a multiple of num_key_value_heads {c.num_key_value_heads}",
             "repair config.json",
         )
     if c.head_dim % 2:
-        raise _reject("head_dim", c.head_dim, "to be even", "rotary embedding turns pairs")
+        raise reject("head_dim", c.head_dim, "to be even", "rotary embedding turns pairs")
     if c.sub_norms and c.num_attention_heads * c.head_dim != c.hidden_size:
-        raise _reject(
+        raise reject(
             "head_dim",
             c.head_dim,
             f"to be hidden_size / num_attention_heads = {c.hidden_size} / {c.num_attention_heads}",
@@ -382,7 +318,7 @@ def _check_consistency(c: ModelConfig) -> None:
         )
     ids = [*c.eos_token_ids, *([] if c.bos_token_id is None else [c.bos_token_id])]
     if any(i >= c.vocab_size for i in ids):
-        raise _reject(
+        raise reject(
             "bos_token_id and eos_token_id",
             ids,
             f"below vocab_size {c.vocab_size}",
@@ -411,7 +347,8 @@ _HARMLESS = frozenset(
 _READ = frozenset(
     """model_type architectures vocab_size hidden_size intermediate_size num_hidden_layers
     num_attention_heads num_key_value_heads head_dim hidden_act rms_norm_eps rope_theta
-    rope_parameters rope_scaling max_position_embeddings tie_word_embeddings layer_types
+    rope_parameters rope_scaling max_position_embeddings
+    original_max_position_embeddings tie_word_embeddings layer_types
     quantization_config weight_bits input_bits sliding_window max_window_layers
     """.split()
 ) | {PRIVATE_BLOCK}

@@ -87,6 +87,7 @@ def convert_gguf(
     dst: str | Path,
     *,
     i2s_layout: str = "a",
+    q2_block: int | None = None,
     tokenizer: str | Path | None = None,
     assume_online: bool = False,
     verify: bool = False,
@@ -99,6 +100,8 @@ def convert_gguf(
 
     Args:
         i2s_layout: "a", "b" or "c", the order of bytes of I2_S tensors; the file does not say.
+        q2_block: 64 or 128, how many weights share a scale in tensors of type number 42, where the
+            file's sizes and keys do not say.
         tokenizer: a folder whose tokenizer files to take instead of the file's metadata, or "none".
         assume_online: dense projections that are not ternary are masters; ternarise by absmean.
         verify: compare every weight and full logits with the file, decoded a second time; a result
@@ -110,7 +113,7 @@ def convert_gguf(
     started, target = time.perf_counter(), Path(dst)
     proof = (text,) if verify else None
     options: dict[str, Any] = dict(i2s_layout=i2s_layout, assume_online=assume_online)
-    options["tokenizer"] = tokenizer
+    options |= dict(tokenizer=tokenizer, q2_block=q2_block)
     with _write_errors(target), GgufSource.opened(file, **options) as source:
         check_destination(source.path, target, force=force)
         return _run(source, target, started, force, format_version, progress, proof)
@@ -194,6 +197,7 @@ def _write(source: Source, output: Path, version: int, progress: Progress | None
 def _write_ternary(source: Source, name: str, writer: Writer, totals: TernaryTotals) -> None:
     found, k = source.ternary(name), source.plan.specs[name].shape[1]
     totals.add(ops.unpack(found.rows, k) if found.codes is None else found.codes, found.scale)
+    totals.uneven.add(found.uneven)
     writer.add_packed(name, found.rows, found.scale, k, found.group_size)
     if found.remark is not None and found.remark not in source.remarks:
         source.remarks.append(found.remark)

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from bitnet_ops.convert.source import Uneven
 from bitnet_ops.formats.destination import REPORT_FILE, SUMMARY_FILE
 
 
@@ -29,6 +30,7 @@ class TernaryTotals:
     zeros: int = 0
     smallest_scale: float = float("inf")
     largest_scale: float = 0.0
+    uneven: Uneven = field(default_factory=Uneven)
 
     def add(self, codes: torch.Tensor, scale: float | torch.Tensor) -> None:
         """Count one projection: codes int8 [N, K] and its multiplying scales.
@@ -94,6 +96,8 @@ class ConvertReport:
             f"{t.largest_scale:.4g}), {self.dense_parameters:,} parameters dense",
             f"{self.source_bytes:,} bytes -> {self.output_bytes:,} bytes in {self.seconds:.1f} s",
         ]
+        if t.uneven.groups:
+            result.append(t.uneven.line())
         if self.verification is not None:
             result.append(proof_line(self.verification))
         return result + [f"note: {remark}" for remark in self.remarks]

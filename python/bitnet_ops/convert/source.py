@@ -50,12 +50,39 @@ class Plan:
         return [name for name, spec in self.specs.items() if spec.kind == "ternary"]
 
 
+@dataclass
+class Uneven:
+    """Groups of weights with two magnitudes of nearly one size, of which the larger was taken.
+
+    largest_error: of a weight. largest_relative: of a weight, by its group's scale.
+    """
+
+    groups: int = 0
+    largest_error: float = 0.0
+    largest_relative: float = 0.0
+
+    def add(self, other: Uneven | None) -> None:
+        """Count those of `other` too."""
+        if other is not None:
+            self.groups += other.groups
+            self.largest_error = max(self.largest_error, other.largest_error)
+            self.largest_relative = max(self.largest_relative, other.largest_relative)
+
+    def line(self) -> str:
+        """What a user must know of them."""
+        return (
+            f"{self.groups:,} groups of weights hold two magnitudes within 2^-7 of each other; the "
+            f"larger was taken (a weight is off by {self.largest_error:.3g} at most, "
+            f"{100 * self.largest_relative:.2g} %)"
+        )
+
+
 @dataclass(frozen=True)
 class Ternary:
     """A ternary matrix: canonical rows uint8 [N, R], multiplying scales, codes int8 [N, K] or None.
 
     `scale`: f32 [1] or [N], or with `group_size` 128 f32 [N, ceil(K / 128)]. `remark`: for the
-    report.
+    report. `uneven`: groups whose weights are not all exactly code * scale.
     """
 
     rows: Tensor
@@ -63,14 +90,20 @@ class Ternary:
     remark: str | None = None
     group_size: int = 0
     codes: Tensor | None = None
+    uneven: Uneven | None = None
 
     @classmethod
     def packed(
-        cls, codes: Tensor, scale: Tensor | float, remark: str | None = None, group_size: int = 0
+        cls,
+        codes: Tensor,
+        scale: Tensor | float,
+        remark: str | None = None,
+        group_size: int = 0,
+        uneven: Uneven | None = None,
     ) -> Ternary:
         """Of codes int8 [N, K]."""
         scale = torch.tensor([scale]) if isinstance(scale, float) else scale
-        return cls(ops.pack(codes), scale, remark, group_size, codes)
+        return cls(ops.pack(codes), scale, remark, group_size, codes, uneven)
 
 
 class Source:

@@ -10,6 +10,45 @@ from typing import Any
 # 16384 positions, more than the originals have, so that long contexts can be measured; no result
 # depends on the number.
 _COMMON = {"max_position_embeddings": 16384, "rms_norm_eps": 1e-5}
+# Models whose ternary matrices have a scale for every 128 weights of a row.
+GROUPED = ("bonsai-1.7b", "bonsai-4b", "bonsai-8b")
+
+
+def _bonsai(
+    layers: int,
+    hidden: int,
+    intermediate: int,
+    *,
+    heads: int,
+    tied: bool,
+    theta: float = 1e6,
+    original: int = 8192,
+) -> dict[str, Any]:
+    """Qwen3 with YaRN by 4, on whatever the length."""
+    return {
+        "model_type": "qwen3",
+        "vocab_size": 151669,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": theta,
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": original,
+        },
+        "max_position_embeddings": 4 * original,
+        "bos_token_id": 151643,
+        "eos_token_id": 151645,
+        "tie_word_embeddings": tied,
+    }
+
+
 CONFIGS: dict[str, dict[str, Any]] = {
     # microsoft/bitnet-b1.58-2B-4T
     "2b-4t": {
@@ -43,6 +82,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
         **_COMMON,
     },
+    # prism-ml/Ternary-Bonsai; the originals have no bos, which the dummy's tokenizer needs
+    "bonsai-1.7b": _bonsai(28, 2048, 6144, heads=16, tied=True),
+    "bonsai-4b": _bonsai(36, 2560, 9728, heads=32, theta=5e6, tied=True),
+    "bonsai-8b": _bonsai(36, 4096, 12288, heads=32, original=16384, tied=False),
     # for tests: grouped queries, K that is no multiple of 128, N that fills no tile
     "tiny": {
         "model_type": "bitnet",

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from bitnet_ops.config import ModelConfig
 from bitnet_ops.dummy import tokenizer as dummy_tokenizer
-from bitnet_ops.dummy.configs import CONFIGS
+from bitnet_ops.dummy.configs import CONFIGS, GROUPED
 from bitnet_ops.formats import destination, sglbitnt
 from bitnet_ops.loading.weights import repack_all
 from bitnet_ops.models import Decoder, TensorSpec, build, expected_tensors
@@ -76,19 +76,21 @@ def write(
     target = Path(directory)
     target.parent.mkdir(parents=True, exist_ok=True)
     with destination.new_folder(target, replace=force) as folder:
-        _write_model(folder / sglbitnt.MODEL_FILE, source, expected_tensors(model_config), seed)
+        specs, grouped = expected_tensors(model_config), name in GROUPED
+        _write_model(folder / sglbitnt.MODEL_FILE, source, specs, seed, grouped)
     return target / sglbitnt.MODEL_FILE
 
 
 def _write_model(
-    file: Path, source: dict[str, Any], specs: dict[str, TensorSpec], seed: int
+    file: Path, source: dict[str, Any], specs: dict[str, TensorSpec], seed: int, grouped: bool
 ) -> None:
     pool = _pool(specs, seed)
     with sglbitnt.Writer(file, source, len(specs), specs) as writer:
         for tensor_name, spec in specs.items():
-            tensor = _tensor(tensor_name, spec, pool)
+            tensor = _tensor(spec, pool, grouped)
             if isinstance(tensor, PackedWeight):
-                writer.add_packed(tensor_name, tensor.weight, tensor.scale, tensor.in_features)
+                parts = tensor.weight, tensor.scale, tensor.in_features, tensor.group_size
+                writer.add_packed(tensor_name, *parts)
             else:
                 writer.add_dense(tensor_name, tensor)
     dummy_tokenizer.write(file.parent, source)
@@ -98,7 +100,7 @@ def tensors(name: str, seed: int = 0) -> dict[str, Tensor | PackedWeight]:
     """Every tensor of the model `name`, as `models.build` takes them."""
     specs = expected_tensors(config(name))
     pool = _pool(specs, seed)
-    return {n: _tensor(n, spec, pool) for n, spec in specs.items()}
+    return {n: _tensor(spec, pool, name in GROUPED) for n, spec in specs.items()}
 
 
 def _pool(specs: dict[str, TensorSpec], seed: int) -> _Pool:
@@ -106,12 +108,15 @@ def _pool(specs: dict[str, TensorSpec], seed: int) -> _Pool:
     return _Pool(seed, min(_POOL, largest | 1))
 
 
-def _tensor(name: str, spec: TensorSpec, pool: _Pool) -> Tensor | PackedWeight:
+def _tensor(spec: TensorSpec, pool: _Pool, grouped: bool) -> Tensor | PackedWeight:
     if spec.kind == "ternary":
         n, k = spec.shape
         # The sum of K products with activations near 1 comes out near 1.
         scale = torch.tensor([(_NONZERO * k) ** -0.5])
-        return PackedWeight(pool.packed(n, k), scale, n, k)
+        if not grouped:
+            return PackedWeight(pool.packed(n, k), scale, n, k)
+        scales = scale * pool.norm_weight(n * -(-k // BLOCK)).float().view(n, -1)
+        return PackedWeight(pool.packed(n, k), scales, n, k, group_size=BLOCK)
     if len(spec.shape) == 2:
         return pool.matrix(*spec.shape)
     return pool.norm_weight(spec.shape[0])

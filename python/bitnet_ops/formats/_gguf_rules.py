@@ -2,7 +2,7 @@
 
 The table is our own because the official package has no I2_S and cannot express its size (a scale
 behind the codes, not one a block). Sources: ggml's `ggml.h` and the GGUF specification; Microsoft's
-fork for 36 to 39.
+fork for 36 to 39, Prism's for 142 and 143.
 """
 
 from __future__ import annotations
@@ -81,6 +81,12 @@ _TILED = (
     "its bytes are tiled by a kernel_config.ini that is not in the file; convert the original "
     "checkpoint, or an I2_S or TQ2_0 file of the model"
 )
+_SHERRY = (
+    "its groups of four weights with one zero (Sherry, Hy-MT) are not implemented; use another file"
+)
+# Files of OxiBonsai say so in one of these keys: their blocks of number 42 are as large as Prism's
+# earlier ones, but the scale stands behind the codes, whose order is not known here.
+OXIBONSAI_KEYS = ("oxibonsai.quant_format", "general.quantization_version")
 _TYPES = (
     TensorType("F32", 0, 1, 4),
     TensorType("F16", 1, 1, 2),
@@ -119,8 +125,13 @@ _TYPES = (
     TensorType("Q1_0", 41, 128, 18),
     TensorType("Q2_0", 42, 64, 18),
     TensorType("Q2_0_128", 42, 128, 34),  # Prism's files before the type was official
+    TensorType("STQ1_0", 42, 256, 42, rejected=_SHERRY),
+    TensorType("STQ1_0", 43, 256, 42, rejected=_SHERRY),
+    TensorType("PQ2_0", 142, 128, 34),
+    TensorType("PTQ1_0", 143, 128, 28),
 )
 TYPES = {t.name: t for t in _TYPES}
+Q2_BLOCKS = {64: "Q2_0", 128: "Q2_0_128"}  # what number 42 is taken for on the caller's word
 BY_NUMBER: dict[int, tuple[TensorType, ...]] = {}
 for _type in _TYPES:
     BY_NUMBER[_type.number] = (*BY_NUMBER.get(_type.number, ()), _type)

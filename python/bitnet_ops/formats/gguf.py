@@ -23,6 +23,9 @@ from bitnet_ops.formats._gguf_rules import (
     FORK_REJECTED,
     MAGIC,
     MAX_TENSORS,
+    OXIBONSAI_KEYS,
+    Q2_BLOCKS,
+    TYPES,
     GgufError,
     TensorType,
     fail,
@@ -33,6 +36,7 @@ from bitnet_ops.formats._gguf_writer import Writer
 
 __all__ = [
     "MAX_TENSORS",
+    "Q2_BLOCKS",
     "GgufError",
     "Reader",
     "StringArray",
@@ -42,6 +46,10 @@ __all__ = [
     "is_gguf",
     "is_strings",
 ]
+
+
+Q2_NUMBER = TYPES["Q2_0"].number
+_Q2_REMEDY = "say which with --q2-block 64 (Q2_0) or --q2-block 128 (Prism's earlier files)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +80,13 @@ class Reader:
 
     `metadata` maps keys to int, float, bool, str, a StringArray (which behaves as a list of str),
     or a numpy array of numbers; `tensors` maps names to TensorInfo in the order of the file. A
-    context manager. Raises GgufError for a file that is damaged, cut off, or of a kind that cannot
-    be read.
+    context manager. `q2_block`: 64 or 128, the weights of a block of type number 42 where the file
+    does not say; None: its sizes and keys decide. Raises GgufError for a file that is damaged, cut
+    off, or of a kind that cannot be read.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
+    def __init__(self, path: str | os.PathLike[str], q2_block: int | None = None) -> None:
+        self.path, self.q2_block = Path(path), q2_block
         try:
             with open_regular(self.path) as file:
                 self.size = os.fstat(file.fileno()).st_size
@@ -175,17 +184,21 @@ class Reader:
         """The type that the number means here, and its bytes; numbers collide, sizes decide."""
         where, shape, number = f"tensor {record.name!r}", record.shape, record.number
         official = BY_NUMBER.get(number, ())
+        if number == Q2_NUMBER and self.q2_block is not None:
+            official = (TYPES[Q2_BLOCKS[self.q2_block]],)
         sizes = [(t, size) for t in official if (size := t.nbytes(shape)) is not None]
         fitting = [(t, size) for t, size in sizes if rooms.fits(size, room, last)]
         if len(fitting) > 1:  # so small that padding hides the difference: ask the other tensors
             agreed = rooms.agreed(number)
             fitting = [(t, size) for t, size in fitting if t in agreed]
         if len(fitting) == 1:
+            self._check_readable(where, fitting[0][0])
             return fitting[0]
         if fitting:
             names = " or ".join(t.name for t, _ in fitting)
-            self._fail("ambiguous", where, f"a size that tells {names} apart, got {room} bytes",
-                       "export the model again as TQ2_0")  # fmt: skip
+            remedy = _Q2_REMEDY if number == Q2_NUMBER else "export the model again as TQ2_0"
+            got = f"a size that tells {names} apart, got {room} bytes"
+            self._fail("ambiguous", where, got, remedy)
         fork = FORK_REJECTED.get(number)
         if fork is not None and (not official or "bitnet" in self.architecture):
             self._fail("tiled", where, f"a type that can be read, got {fork.name}: {fork.rejected}",
@@ -202,7 +215,23 @@ class Reader:
             got = f"the end of the file at {self.size - extra}, got {extra} more bytes"
             self._fail("trailing_bytes", "file", got)
         expected = " or ".join(f"{size} bytes ({t.name})" for t, size in sizes)
-        self._fail("size", where, f"{expected} for {list(shape)}, got room for {max(room, 0)}")
+        remedy = f"the file is damaged, or holds {fork.name}: {fork.rejected}" if fork else ""
+        got = f"{expected} for {list(shape)}, got room for {max(room, 0)}"
+        self._fail("size", where, got, remedy)
+
+    def _check_readable(self, where: str, kind: TensorType) -> None:
+        """Reject a type that is known by its size and cannot be read."""
+        if kind.rejected:
+            self._fail("unreadable", where, f"a type that can be read, got {kind.name}: "
+                       f"{kind.rejected}", "see docs/gguf.md")  # fmt: skip
+        if kind.name != Q2_BLOCKS[128] or self.q2_block is not None:
+            return
+        for key in OXIBONSAI_KEYS:
+            value = self.metadata.get(key)
+            if isinstance(value, str):
+                got = f"{key} = {value[:40]!r}: TQ2_0_g128 of OxiBonsai, whose scales come last"
+                self._fail("unreadable", where, f"Q2_0, whose scales come first, got {got}",
+                           f"{_Q2_REMEDY}, if it is Prism's")  # fmt: skip
 
 
 class _Rooms:

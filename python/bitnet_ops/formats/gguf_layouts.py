@@ -1,4 +1,4 @@
-"""The ternary layouts of GGUF <-> canonical rows: I2_S in its three forms, TQ1_0, TQ2_0, Q2_0.
+"""The ternary layouts of GGUF <-> canonical rows: I2_S in three forms, TQ, Q2_0 and Prism's types.
 
 Canonical rows are those of FORMAT.md, uint8 [N, 32 * ceil(K / 128)]; codes 0, 1, 2 stand for -1, 0,
 +1. Sources of the layouts: ggml `ggml-quants.c`, Microsoft `ggml-bitnet-mad.cpp`; docs/gguf.md has
@@ -18,7 +18,16 @@ Floats = NDArray[np.float32]
 
 I2S_LAYOUTS = ("a", "b", "c")
 I2S_BLOCKS = {"a": 128, "b": 64, "c": 1}  # weights whose codes share bytes
-TERNARY_TYPES = ("I2_S", "TQ1_0", "TQ2_0", "Q2_0", "Q2_0_128")
+# name -> weights and bytes of a block, and whether its scale (float16) comes before the codes
+_BLOCKS = {
+    "TQ1_0": (256, 54, False),
+    "TQ2_0": (256, 66, False),
+    "Q2_0": (64, 18, True),
+    "Q2_0_128": (128, 34, True),
+    "PQ2_0": (128, 34, True),
+    "PTQ1_0": (128, 28, False),
+}
+TERNARY_TYPES = ("I2_S", *_BLOCKS)
 _ZEROS = 0x55  # four codes 1
 _CHUNK = 1 << 22  # weights decoded at a time, which bounds the temporaries
 _POWERS = np.array([81, 27, 9, 3, 1], dtype=np.uint16)
@@ -55,8 +64,7 @@ class Decoded:
 
 def check_shape(type_name: str, n: int, k: int, layout: str = "a") -> None:
     """Raise LayoutError unless an N x K matrix can be stored as `type_name`."""
-    step = {"I2_S": I2S_BLOCKS[layout], "Q2_0": 64, "Q2_0_128": 128}
-    multiple = step.get(type_name, 256)
+    multiple = I2S_BLOCKS[layout] if type_name == "I2_S" else _BLOCKS[type_name][0]
     name = f"I2_S layout {layout}" if type_name == "I2_S" else type_name
     if k % multiple:
         raise LayoutError("row_length", f"expected K a multiple of {multiple} for {name}, got {k}")
@@ -73,16 +81,14 @@ def decode(type_name: str, data: Bytes, n: int, k: int, layout: str = "a") -> De
     if type_name == "I2_S":
         return _decode_i2s(data, n, k, layout)
     check_shape(type_name, n, k)
-    blocks = {"TQ1_0": (256, 54), "TQ2_0": (256, 66), "Q2_0": (64, 18), "Q2_0_128": (128, 34)}
-    size, nbytes = blocks[type_name]
+    size, nbytes, first = _BLOCKS[type_name]
     stored = data.reshape(n, k // size, nbytes)
-    first = type_name.startswith("Q2_0")
     scales = (stored[..., :2] if first else stored[..., -2:]).copy().view(np.float16)[..., 0]
     scales = scales.astype(np.float32)
     if not (np.isfinite(scales) & (scales >= 0)).all():
         bad = scales[~(np.isfinite(scales) & (scales >= 0))][0]
         raise LayoutError("scale", f"expected finite scales of 0 and above, got {bad}")
-    body = {"TQ1_0": _tq1_rows, "TQ2_0": _tq2_rows}.get(type_name, _q2_rows)
+    body = {"TQ1_0": _tq1_rows, "TQ2_0": _tq2_rows, "PTQ1_0": _ptq1_rows}.get(type_name, _q2_rows)
     rows = np.empty((n, packed_bytes(k)), dtype=np.uint8)
     for part in _parts(n, k):
         rows[part] = body(stored[part], k)
@@ -95,6 +101,17 @@ def decode(type_name: str, data: Bytes, n: int, k: int, layout: str = "a") -> De
             rows[part][empty] = _ZEROS
     _check_codes(rows)
     return Decoded(rows, scales, size)
+
+
+def values(type_name: str, data: Bytes, n: int, k: int) -> NDArray[np.float16]:
+    """The N x K matrix stored as `data`, its values exact: codes times scales of float16."""
+    out = np.empty((n, k), dtype=np.float16)
+    for part in _parts(n, k):
+        rows = data.reshape(n, -1)[part]
+        found = decode(type_name, rows, len(rows), k)
+        codes = unpack_rows(found.rows, k).astype(np.float32) - 1
+        out[part] = codes * np.repeat(found.scales, found.block, axis=1)
+    return out
 
 
 def encode(type_name: str, rows: Bytes, k: int, scale: float) -> Bytes:
@@ -222,12 +239,21 @@ def _tq2_rows(stored: Bytes, k: int) -> Bytes:
 
 
 def _tq1_rows(stored: Bytes, k: int) -> Bytes:
-    long, short, last = stored[..., :32], stored[..., 32:48], stored[..., 48:52]
-    parts = [
-        _TRITS[long].swapaxes(-1, -2).reshape(*stored.shape[:2], 160),
-        _TRITS[short].swapaxes(-1, -2).reshape(*stored.shape[:2], 80),
-        _TRITS[last][..., :4].swapaxes(-1, -2).reshape(*stored.shape[:2], 16),
-    ]
+    return _trit_rows(stored, k, ((32, 5), (16, 5), (4, 4)))
+
+
+def _ptq1_rows(stored: Bytes, k: int) -> Bytes:
+    """As TQ1_0, with half as many bytes in each run."""
+    return _trit_rows(stored, k, ((16, 5), (8, 5), (2, 4)))
+
+
+def _trit_rows(stored: Bytes, k: int, runs: tuple[tuple[int, int], ...]) -> Bytes:
+    """Runs of bytes, each with its trits: first that of all bytes, then the second of all, ..."""
+    parts, at = [], 0
+    for count, trits in runs:
+        digits = _TRITS[stored[..., at : at + count]][..., :trits]
+        parts.append(digits.swapaxes(-1, -2).reshape(*stored.shape[:2], count * trits))
+        at += count
     return pack_rows(np.concatenate(parts, axis=-1).reshape(-1, k))
 
 

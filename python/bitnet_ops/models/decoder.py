@@ -28,6 +28,7 @@ from bitnet_ops.nn.kv_cache import KVCache
 from bitnet_ops.nn.kv_pool import KVPool
 from bitnet_ops.nn.linear import BitLinear
 from bitnet_ops.nn.packing import PackedWeight
+from bitnet_ops.nn.rotary import rotary
 
 # Gathering rebinds buffers, so one thread does it while others wait. One lock for all models, for
 # it takes milliseconds, once, and a lock inside a model could not be copied or pickled.
@@ -92,7 +93,7 @@ class Decoder(nn.Module):
         super().__init__()
         check_dtype(dtype, type(self).__name__)
         self.config, self.dtype, self.fused_step = config, dtype, fused_step
-        self._scale = config.head_dim**-0.5
+        self._scale, self._rope = config.head_dim**-0.5, rotary(config)
         self.model = _Body(config, tensors, dtype, head_format)
         if not config.tie_word_embeddings:
             self.lm_head = _matrix(tensors, "lm_head.weight", head_format)
@@ -153,7 +154,7 @@ class Decoder(nn.Module):
         attend: Callable[[int, Tensor, Tensor, Tensor], Tensor],
     ) -> Tensor:
         """The layers one after the other; attend: the layer's number, query, key and value."""
-        cos_sin = ops.rope_table(positions, self.config.head_dim, self.config.rope_theta)
+        cos_sin = ops.rope_table(positions, *self._rope)
         for i, layer in enumerate(self.model.layers):
             x = layer(x, cos_sin, functools.partial(attend, i))
         return x
@@ -235,7 +236,7 @@ class Decoder(nn.Module):
             return self._step  # another thread was faster
         step = None
         if Step.expresses(self.config, layers):
-            step = Step(self.config, layers, self.model.norm, self.dtype)
+            step = Step(self.config, layers, self.model.norm, self._rope, self.dtype)
         for layer in layers:  # their buffers are views now
             layer._bind()
         self._step = [layer.bound for layer in layers], step

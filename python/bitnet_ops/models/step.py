@@ -17,6 +17,7 @@ from bitnet_ops import ops
 from bitnet_ops.config import PROJECTIONS, ModelConfig
 from bitnet_ops.memory.arena import stretch
 from bitnet_ops.nn.linear import BitLinear
+from bitnet_ops.nn.rotary import Rotary
 
 if TYPE_CHECKING:
     from bitnet_ops.models.step_batch import StepBatch
@@ -32,11 +33,17 @@ class Step:
         config: the architecture.
         layers: the decoder's layers, with the submodules of a Hugging Face checkpoint.
         norm: the last norm; `weight` f32 [hidden].
+        rope: the table of the rotary embedding.
         dtype: of the activations.
     """
 
     def __init__(
-        self, config: ModelConfig, layers: Sequence[nn.Module], norm: nn.Module, dtype: torch.dtype
+        self,
+        config: ModelConfig,
+        layers: Sequence[nn.Module],
+        norm: nn.Module,
+        rope: Rotary,
+        dtype: torch.dtype,
     ) -> None:
         c = config
         norms = [layer.get_submodule(name) for layer in layers for name in _norm_names(c)]
@@ -57,7 +64,8 @@ class Step:
             "sub_norms": c.sub_norms,
             "activation": c.hidden_act,
             "eps": c.rms_norm_eps,
-            "rope_theta": c.rope_theta,
+            "inv_freq": rope.inv_freq,
+            "attention_factor": rope.attention_factor,
             "scale": c.head_dim**-0.5,
             "biased": biased,
             "scale_sizes": [] if set(sizes) == {1} else sizes,

@@ -270,7 +270,8 @@ def decode_step(
     sub_norms: bool,
     activation: str,
     eps: float,
-    rope_theta: float,
+    inv_freq: Tensor,
+    attention_factor: float,
     scale: float,
     logits_to_keep: int = 0,
     key_scale: Tensor | None = None,
@@ -308,7 +309,7 @@ def decode_step(
         sub_norms: whether there are norms before o and before down.
         activation: "relu2" or "silu".
         eps: of every norm.
-        rope_theta: base of the rotary embedding.
+        inv_freq, attention_factor: of the rotary embedding, as `rope_table` takes them.
         scale: multiplies the attention scores, usually 1 / sqrt(D).
         logits_to_keep: above 0, only that many last tokens of each sequence get logits, and only
             they are computed behind the last layer's attention; 0: all.
@@ -357,7 +358,8 @@ def model_step(
     sub_norms: bool,
     activation: str,
     eps: float,
-    rope_theta: float,
+    inv_freq: Tensor,
+    attention_factor: float,
     scale: float,
     key_scale: Tensor | None = None,
     value_scale: Tensor | None = None,
@@ -376,8 +378,8 @@ def model_step(
     Args:
         x: float32 [tokens, K], the embedded tokens, one sequence's behind the other's.
         weights, scales, norm_weights, head_weight, head_scale, dtype, num_heads, intermediate_size,
-            vocab_size, sub_norms, activation, eps, rope_theta, scale, biases, biased, scale_sizes,
-            qk_norms, sub_norm_eps: as `decode_step` takes them.
+            vocab_size, sub_norms, activation, eps, inv_freq, attention_factor, scale, biases,
+            biased, scale_sizes, qk_norms, sub_norm_eps: as `decode_step` takes them.
         key_pool, value_pool: float32, bfloat16 or int8 [layers, blocks, block_size, KV, D] with any
             strides but a contiguous D; both are mutated.
         positions: int64 or int32 [tokens], where each token stands, for the rotation.

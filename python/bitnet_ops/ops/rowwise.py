@@ -89,21 +89,21 @@ def silu_and_mul(x: Tensor) -> Tensor:
 
 
 @operator
-def rope_table(positions: Tensor, head_dim: int, theta: float) -> Tensor:
-    """Cosines and sines of rotary embeddings: angle `positions * theta^(-2i / head_dim)`.
+def rope_table(positions: Tensor, inv_freq: Tensor, attention_factor: float = 1.0) -> Tensor:
+    """Cosines and sines of rotary embeddings: angle `positions * inv_freq`.
 
     Args:
         positions: int64 [...], absolute token positions.
-        head_dim: D, even.
-        theta: base of the frequencies (config field rope_theta), > 0.
+        inv_freq: float32 [D/2], a plain model's are `theta^(-2i / D)`.
+        attention_factor: multiplies cosines and sines, > 0; scalings of the context ask for it.
     Returns:
         float32 [..., D]: D/2 cosines, then D/2 sines. The angle is rounded to float32, as
         transformers does.
     Raises:
-        RuntimeError: another dtype, an odd head_dim, a theta that is not positive and finite.
+        RuntimeError: another dtype, no frequencies, a factor that is not positive and finite.
     Source: Su et al. 2021 (arXiv 2104.09864); transformers BitNetRotaryEmbedding.
     """
-    return positions.new_empty([*positions.shape, head_dim], dtype=torch.float32)
+    return positions.new_empty([*positions.shape, 2 * inv_freq.shape[0]], dtype=torch.float32)
 
 
 @operator

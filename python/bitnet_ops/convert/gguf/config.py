@@ -15,6 +15,7 @@ import numpy as np
 
 from bitnet_ops.config.families import FAMILIES, Family
 from bitnet_ops.convert.errors import reject
+from bitnet_ops.convert.gguf import rope
 from bitnet_ops.formats.gguf import is_strings
 
 
@@ -84,19 +85,16 @@ _MATHS: dict[str, tuple[Any, ...]] = {
     "expert_count": (0,),
     "expert_used_count": (0,),
     "pooling_type": (0,),
-    "rope.scaling.type": ("none",),
-    "rope.scaling.factor": (1.0,),
-    "rope.scale_linear": (1.0,),
-    "rope.scaling.attn_factor": (1.0,),
+    **rope.FIXED,
 }
 _READ = {
     "context_length", "embedding_length", "block_count", "feed_forward_length", "vocab_size",
     "attention.head_count", "attention.head_count_kv", "attention.key_length",
     "attention.value_length", "attention.layer_norm_rms_epsilon", "rope.dimension_count",
-    "rope.freq_base",
+    "rope.freq_base", *rope.READ,
 }  # fmt: skip
 _SHOWN_KEYS = 32  # unknown keys that are named one by one
-_HARMLESS = {"rope.scaling.original_context_length", "rope.scaling.finetuned"}
+_HARMLESS = {"rope.scaling.finetuned"}
 
 
 def architecture_of(metadata: Mapping[str, Any]) -> Architecture:
@@ -121,9 +119,17 @@ def architecture_of(metadata: Mapping[str, Any]) -> Architecture:
 
 
 def hf_config(
-    metadata: Mapping[str, Any], architecture: Architecture, vocab_size: int, tied: bool
+    metadata: Mapping[str, Any],
+    architecture: Architecture,
+    vocab_size: int,
+    tied: bool,
+    factors: Mapping[str, list[float]],
 ) -> tuple[dict[str, Any], list[str]]:
-    """(config.json as a dict, remarks); `vocab_size` is the number of rows of the embedding."""
+    """(config.json as a dict, remarks).
+
+    `vocab_size`: the number of rows of the embedding; `factors`: the values of the tensors that
+    stretch rotary embedding, by name.
+    """
     keys = _Keys(metadata, architecture.name)
     remarks = keys.reject_other_maths()
     stated = keys.integer("vocab_size", vocab_size)
@@ -147,6 +153,9 @@ def hf_config(
     if "rope.freq_base" not in keys:
         remarks.append("rope.freq_base is absent: 10000, as llama.cpp takes it")
     config["rope_theta"] = keys.decimal("rope.freq_base", 10000.0)
+    scaling = rope.rope_scaling(keys, config["max_position_embeddings"], factors)
+    if scaling is not None:
+        config["rope_scaling"] = scaling
     config |= special_ids(metadata, vocab_size)
     return config, remarks
 
@@ -225,6 +234,12 @@ class _Keys:
             reject("gguf-metadata", f"{self.name(key)} as a positive integer", repr(value)[:60])
         return value
 
+    def text(self, key: str, default: str) -> str:
+        value = self._get(key, default)
+        if not isinstance(value, str):
+            reject("gguf-metadata", f"{self.name(key)} as a string", repr(value)[:60])
+        return value
+
     def per_layer(self, key: str, default: int | None = None) -> int:
         """An integer, or an array that repeats one for every layer."""
         value = self._get(key, default)
@@ -267,8 +282,6 @@ class _Keys:
                     shown = f"metadata key {full} = {str(value)[:60]}"
                     remarks.append(f"{shown}: unknown here; ignored")
             elif is_strings(value) or isinstance(value, np.ndarray) or value not in _MATHS[key]:
-                if key == "rope.scaling.type" and isinstance(value, str) and value == "linear":
-                    continue  # by a factor that must be 1
                 expected = f"{full} to be absent or {_MATHS[key][0]!r}"
                 reject("gguf-maths", expected, repr(value)[:60], "it asks for maths that is not "
                        "implemented")  # fmt: skip

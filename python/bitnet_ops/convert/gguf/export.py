@@ -26,6 +26,7 @@ from bitnet_ops.convert.gguf.config import (
     gguf_name,
     head_rows,
 )
+from bitnet_ops.convert.gguf.rope import exported
 from bitnet_ops.convert.gguf.source import EXACT_NAMES, EXACT_SCALES
 from bitnet_ops.convert.gguf.vocabulary import Keys, vocabulary_keys
 from bitnet_ops.convert.progress import Progress
@@ -234,6 +235,7 @@ class _Export:
             f"{a}.attention.layer_norm_rms_epsilon": ("float32", c.rms_norm_eps),
             f"{a}.rope.dimension_count": ("uint32", c.head_dim),
             f"{a}.rope.freq_base": ("float32", c.rope_theta),
+            **exported(c.rope_scaling, a),
         }
         if self.type != "I2_S":
             metadata[EXACT_NAMES] = ("[string]", list(self._scales))

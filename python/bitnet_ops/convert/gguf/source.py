@@ -24,8 +24,10 @@ from bitnet_ops.convert.gguf.config import (
     gguf_name,
     hf_config,
     hf_name,
+    shortest,
 )
-from bitnet_ops.convert.gguf.tensors import DENSE, dense, ternary
+from bitnet_ops.convert.gguf.rope import FACTOR_TENSORS
+from bitnet_ops.convert.gguf.tensors import DENSE, PACKED_DENSE, dense, ternary
 from bitnet_ops.convert.gguf.tokenizer import tokenizer_files
 from bitnet_ops.convert.hf.checkpoint import copy_files
 from bitnet_ops.convert.report import file_sha256
@@ -36,7 +38,7 @@ from bitnet_ops.formats.gguf_layouts import I2S_LAYOUTS
 from bitnet_ops.models import TensorSpec, expected_tensors
 
 EXACT_NAMES, EXACT_SCALES = "bitnet_ops.scale_names", "bitnet_ops.scales"
-_ROPE_FACTORS = "rope_freqs.weight"
+_MAX_FACTORS = 1 << 16  # a number for every pair of a head
 
 
 class GgufSource(Source):
@@ -56,14 +58,15 @@ class GgufSource(Source):
         assume_online: bool = False,
         tokenizer: str | Path | None = None,
     ) -> None:
+        q2_block = reader.q2_block
         self.path, self.nbytes, self.reader = reader.path, reader.size, reader
         self.i2s_layout, self._assume_online, self._tokenizer = i2s_layout, assume_online, tokenizer
         self.architecture = architecture_of(reader.metadata)
-        self.infos, remarks = _named(reader, self.architecture)
+        self.infos, factors = _named(reader, self.architecture)
         if EMBEDDING not in self.infos or len(self.infos[EMBEDDING].shape) != 2:
             reject("missing-tensor", "token_embd.weight, a matrix", "no such tensor")
         vocab_size, tied = self.infos[EMBEDDING].shape[0], HEAD not in self.infos
-        config, more = hf_config(reader.metadata, self.architecture, vocab_size, tied)
+        config, more = hf_config(reader.metadata, self.architecture, vocab_size, tied, factors)
         model = model_of(config)
         if model.num_hidden_layers > len(self.infos):  # before a list of billions of names is made
             found = f"{len(self.infos)} tensors in all"
@@ -75,7 +78,10 @@ class GgufSource(Source):
                 found = f"{self.infos[name].type.name} {list(self.infos[name].shape)}"
                 reject("shape", f"{self.infos[name].name} of shape {list(spec.shape)}", found)
         self.exact_scales = _exact_scales(reader.metadata)  # by GGUF name
+        ones = [n for n, v in factors.items() if set(v) == {1.0} and "rope_scaling" not in config]
+        remarks = [f"{name} holds ones alone; ignored" for name in ones]
         self.remarks = [*remarks, *more, *model.notes]
+        self.remarks += _stored_dense(specs, self.infos)
         kinds = _kinds(specs, self.infos)
         named = f"gguf {self.architecture.name}"
         self.plan = Plan(
@@ -88,6 +94,7 @@ class GgufSource(Source):
                 "format_version": 1,
                 "source_linear_class": "gguf",
                 "source_mode": kinds + (f" layout {i2s_layout}" if "I2_S" in kinds else ""),
+                **({"source_q2_block": q2_block} if q2_block else {}),
                 "source_architecture": self.architecture.name,
                 "converter_version": importlib.metadata.version("bitnet-ops"),
             },
@@ -96,13 +103,21 @@ class GgufSource(Source):
     @classmethod
     @contextmanager
     def opened(
-        cls, file: str | Path, *, i2s_layout: str = "a", **options: Any
+        cls,
+        file: str | Path,
+        *,
+        i2s_layout: str = "a",
+        q2_block: int | None = None,
+        **options: Any,
     ) -> Iterator[GgufSource]:
-        """The source in `file`; what the reader rejects comes as ConvertError."""
+        """The source in `file`; what the reader rejects comes as ConvertError.
+
+        `q2_block`: as the Reader takes it.
+        """
         if i2s_layout not in I2S_LAYOUTS:
             reject("i2s-layout", f"a layout among {', '.join(I2S_LAYOUTS)}", repr(i2s_layout))
         try:
-            with Reader(Path(file)) as reader:
+            with Reader(Path(file), q2_block) as reader:
                 yield cls(reader, i2s_layout=i2s_layout, **options)
         except GgufError as error:
             raise ConvertError(f"gguf-{error.code}", f"convert: {error.message}") from error
@@ -163,14 +178,17 @@ class GgufSource(Source):
         return {self.path.name: file_sha256(self.path)}
 
 
-def _named(reader: Reader, architecture: Architecture) -> tuple[dict[str, TensorInfo], list[str]]:
-    infos, unknown, remarks = {}, [], []
+def _named(
+    reader: Reader, architecture: Architecture
+) -> tuple[dict[str, TensorInfo], dict[str, list[float]]]:
+    """The tensors by Hugging Face name, and the values of those that stretch rotary embedding."""
+    infos, unknown, factors = {}, [], {}
     for name, info in reader.tensors.items():
-        if name == _ROPE_FACTORS:
-            if (dense(reader, info) != 1).any():
-                reject("gguf-maths", f"no {name}", "factors other than 1", "scaled rotary "
-                       "embedding (Llama 3.1 and later) is not implemented")  # fmt: skip
-            remarks.append(f"{name} holds ones alone; ignored")
+        if name in FACTOR_TENSORS:
+            if info.type.name != "F32" or len(info.shape) != 1 or info.shape[0] > _MAX_FACTORS:
+                found = f"{info.type.name} {list(info.shape)}"
+                reject("shape", f"{name} as F32, a number for every pair of a head", found)
+            factors[name] = [shortest(value) for value in dense(reader, info).tolist()]
             continue
         renamed = hf_name(name, architecture)
         if renamed is None or renamed in infos:
@@ -180,7 +198,7 @@ def _named(reader: Reader, architecture: Architecture) -> tuple[dict[str, Tensor
     if unknown:
         reject("unknown-tensor", f"the tensors of {architecture.name} alone", listed(unknown),
                "this kind of model is not implemented")  # fmt: skip
-    return infos, remarks
+    return infos, factors
 
 
 def _check_names(
@@ -217,6 +235,15 @@ def _exact_scales(metadata: dict[str, Any]) -> dict[str, float]:
     ):
         reject("gguf-metadata", f"{EXACT_NAMES} and {EXACT_SCALES} of one length", "other values")
     return dict(zip(names, scales.astype(float).tolist(), strict=True))
+
+
+def _stored_dense(specs: dict[str, TensorSpec], infos: dict[str, TensorInfo]) -> list[str]:
+    """A remark on embedding and head that the file holds as ternary blocks."""
+    names = [
+        n for n, s in specs.items() if s.kind == "dense" and infos[n].type.name in PACKED_DENSE
+    ]
+    found = ", ".join(f"{infos[name].name} ({infos[name].type.name})" for name in names)
+    return [f"ternary {found}: stored dense as float16, every value exactly"] if names else []
 
 
 def _kinds(specs: dict[str, TensorSpec], infos: dict[str, TensorInfo]) -> str:

@@ -16,13 +16,16 @@ from torch import Tensor
 from bitnet_ops import ops
 from bitnet_ops.convert.errors import reject
 from bitnet_ops.convert.gguf.config import head_rows
-from bitnet_ops.convert.source import Ternary
-from bitnet_ops.convert.ternary import check_finite
+from bitnet_ops.convert.source import Ternary, Uneven
+from bitnet_ops.convert.ternary import SPREAD, check_finite
 from bitnet_ops.formats import gguf_layouts as layouts
 from bitnet_ops.formats.gguf import Reader, TensorInfo
 from bitnet_ops.nn.quantize import MIN_SCALE
 
 DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+# Embeddings and heads of these types are stored dense, in the dtype of their scales.
+PACKED_DENSE = ("Q2_0", "Q2_0_128", "PQ2_0", "PTQ1_0")
+_CODES = {"code_3": "code-3", "scale": "bad-scale", "row_length": "gguf-row-length"}
 GROUP = 128  # weights that share a scale where a matrix has several
 _CHUNK_ELEMS = 1 << 22
 _SMALLEST = 2.0**-126  # the smallest normal float32
@@ -73,16 +76,15 @@ def _from_layout(reader: Reader, info: TensorInfo, layout: str, exact: float | N
     try:
         decoded = layouts.decode(info.type.name, reader.data(info.name), n, k, layout)
     except layouts.LayoutError as error:
-        code = {"code_3": "code-3", "scale": "bad-scale", "row_length": "gguf-row-length"}
-        reject(code[error.code], f"{info.name} as {info.type.name}", str(error), _hint(info))
+        reject(_CODES[error.code], f"{info.name} as {info.type.name}", str(error), _hint(info))
     rows = torch.from_numpy(decoded.rows)  # of layout a the mapping itself
     scale = decoded.one_scale()
     if scale is None and decoded.scales.any():
-        groups = _group_scales(info, decoded)
+        groups, uneven = _group_scales(info, decoded)
         remark = (
             "scales for groups of 128 weights; such models were trained without int8 activations"
         )
-        return Ternary(rows, groups, remark, GROUP)
+        return Ternary(rows, groups, remark, GROUP, uneven=uneven)
     if scale is None:
         return Ternary(rows, torch.tensor([exact or MIN_SCALE]), f"{info.name} holds zeros alone")
     if exact is not None:
@@ -92,23 +94,32 @@ def _from_layout(reader: Reader, info: TensorInfo, layout: str, exact: float | N
     return Ternary(rows, torch.tensor([scale]))
 
 
-def _group_scales(info: TensorInfo, decoded: layouts.Decoded) -> Tensor:
-    """f32 [N, ceil(K / 128)]; blocks of 64 must agree in pairs, but for blocks of zeros."""
-    scales = decoded.scales
+def _group_scales(info: TensorInfo, decoded: layouts.Decoded) -> tuple[Tensor, Uneven | None]:
+    """f32 [N, ceil(K / 128)], and the groups whose halves differ.
+
+    Blocks of 64 must agree in pairs, to SPREAD of the larger, which is taken; blocks of zeros agree
+    with all.
+    """
+    scales, uneven = decoded.scales, None
     if decoded.block < GROUP:
         if scales.shape[1] % 2:
             scales = np.pad(scales, ((0, 0), (0, 1)))
         first, second = scales[:, ::2], scales[:, 1::2]
-        if ((first != second) & (first != 0) & (second != 0)).any():
+        larger = np.maximum(first, second)
+        below = larger - np.where((first == 0) | (second == 0), larger, np.minimum(first, second))
+        if (below > larger * SPREAD).any():
             reject(
                 "group-scales",
                 f"one scale for every {GROUP} weights of {info.name}",
                 f"another one for every {decoded.block}",
                 "smaller groups are not supported",
             )
-        scales = np.maximum(first, second)
+        if below.any():
+            relative = float((below[below > 0] / larger[below > 0]).max())
+            uneven = Uneven(int((below > 0).sum()), float(below.max()), relative)
+        scales = larger
     scales = np.repeat(scales, max(1, decoded.block // GROUP), axis=1)
-    return torch.from_numpy(np.ascontiguousarray(scales))
+    return torch.from_numpy(np.ascontiguousarray(scales)), uneven
 
 
 def _hint(info: TensorInfo) -> str:
@@ -146,14 +157,26 @@ def _is_ternary(tensor: Tensor, magnitude: float) -> bool:
 
 
 def dense(reader: Reader, info: TensorInfo) -> Tensor:
-    """The tensor in its dtype, zero-copy; other types than F32, F16, BF16 come as float32."""
+    """The tensor in its dtype, zero-copy for F32, F16 and BF16.
+
+    Ternary types of float16 scales come as float16, exactly; other types as float32.
+    """
     data: Any = reader.data(info.name)
     if info.type.name in DENSE:
         tensor = torch.from_numpy(data).view(DENSE[info.type.name]).view(info.shape)
+    elif info.type.name in PACKED_DENSE and len(info.shape) == 2:
+        tensor = _values(info, data)
     else:
         tensor = _dequantised(info, data)
     check_finite(info.name, tensor)
     return tensor
+
+
+def _values(info: TensorInfo, data: Any) -> Tensor:
+    try:
+        return torch.from_numpy(layouts.values(info.type.name, data, *info.shape))
+    except layouts.LayoutError as error:
+        reject(_CODES[error.code], f"{info.name} as {info.type.name}", str(error), _hint(info))
 
 
 def _dequantised(info: TensorInfo, data: Any) -> Tensor:

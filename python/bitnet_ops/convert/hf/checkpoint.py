@@ -7,6 +7,7 @@ request, as tensors alone. It must not know what a tensor means; that is plan.py
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
 import shutil
 import warnings
@@ -20,6 +21,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from bitnet_ops.convert.errors import ConvertError, listed, reject
+from bitnet_ops.convert.hf import mlx
 from bitnet_ops.untrusted import UntrustedFileError, check_links, printable, read_json_object
 
 SINGLE = "model.safetensors"
@@ -64,8 +66,9 @@ class Checkpoint:
 
     `config` is config.json as a dict, `tensors` maps every tensor's name to its TensorRecord.
     `allow_pickle`: where there are no safetensors, take pytorch_model.bin or its shards; `pickled`
-    says that this happened. Raises ConvertError for anything that is not a complete, unambiguous
-    checkpoint.
+    says that this happened. `packed_mlx`: the shapes of the weights that an MLX package holds in 2
+    bits; `config` and `tensors` are then those of the floating checkpoint. Raises ConvertError for
+    anything that is not a complete, unambiguous checkpoint.
     """
 
     def __init__(self, folder: str | Path, *, allow_pickle: bool = False) -> None:
@@ -80,13 +83,36 @@ class Checkpoint:
         self.tensors = _records(self._files)
         if index is not None:
             _check_index(self.folder, index, self.tensors)
+        self.packed_mlx: dict[str, tuple[int, int]] = {}
+        if mlx.is_mlx(self.config):
+            self._see_mlx()
+
+    def _see_mlx(self) -> None:
+        """Let an MLX package look like the floating checkpoint that it stands for."""
+        self.config = mlx.plain_config(self.config)
+        stored = self.tensors
+        self.packed_mlx = mlx.quantized({n: (r.dtype, r.shape) for n, r in stored.items()})
+        parts = {part for name in self.packed_mlx for part in mlx.parts_of(name)}
+        self.tensors = {n: record for n, record in stored.items() if n not in parts}
+        for name, shape in self.packed_mlx.items():
+            dtype = stored[mlx.parts_of(name)[0]].dtype
+            self.tensors[name] = dataclasses.replace(stored[name], dtype=dtype, shape=shape)
+        self._stored = stored
 
     def tensor(self, name: str) -> torch.Tensor:
         """The tensor `name`, in the dtype and shape of the file; a view of its mapping.
 
+        Of an MLX package the values that it stands for, made anew at each call.
+
         Raises ConvertError("source-changed") if the file is no longer the one that was opened.
         """
+        if name in self.packed_mlx:
+            return mlx.dequantized(name, self._as_stored)
         return self._files[self.tensors[name].file].get_tensor(name)
+
+    def _as_stored(self, name: str) -> torch.Tensor:
+        tensor: torch.Tensor = self._files[self._stored[name].file].get_tensor(name)
+        return tensor
 
     @property
     def weight_bytes(self) -> int:

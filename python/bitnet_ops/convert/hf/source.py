@@ -29,6 +29,8 @@ from bitnet_ops.convert.ternary import (
 from bitnet_ops.formats.destination import TOKENIZER_FILES
 from bitnet_ops.nn.lora import CONFIG_FILE, WEIGHTS_FILE, Adapter, LoraError, read_adapter
 
+_ROWS_LOOKED_AT = 1024  # of an embedding, for a remark
+
 
 class HfSource(Source):
     """A planned checkpoint.
@@ -94,8 +96,8 @@ class HfSource(Source):
         if scheme.storage is Storage.PACKED:
             return Ternary.packed(*self.codes(name))
         if scheme.storage is Storage.TERNARY:
-            codes, scales, group_size = from_ternary(name, self.tensor(name))
-            return Ternary.packed(codes, scales, None, group_size)
+            codes, scales, group_size, uneven = from_ternary(name, self.tensor(name))
+            return Ternary.packed(codes, scales, None, group_size, uneven)
         return Ternary.packed(*from_masters(name, self.tensor(name), scheme))
 
     def codes(self, name: str) -> tuple[Tensor, float]:
@@ -156,6 +158,14 @@ class HfSource(Source):
                 "if the head is its own matrix, set tie_word_embeddings to false",
             )
 
+    def _ternary_dense(self) -> list[str]:
+        """A remark on embedding and head that are ternary by groups too, as some rows say."""
+        names = [name for name in (EMBEDDING, HEAD) if name in self.plan.specs]
+        found = [name for name in names if looks_ternary(self.tensor(name)[:_ROWS_LOOKED_AT])]
+        if not found:
+            return []
+        return [f"ternary {', '.join(found)}: stored dense, every value exactly"]
+
     def _remarks(self) -> list[str]:
         plan, checkpoint = self.plan, self.checkpoint
         remarks = list(plan.remarks)
@@ -172,6 +182,12 @@ class HfSource(Source):
             f"quantization_config key {key}: unknown here; ignored"
             for key in unknown_options(checkpoint.config)
         ]
+        if checkpoint.packed_mlx:
+            remarks.append(
+                f"MLX package: {len(checkpoint.packed_mlx)} matrices of 2 bits in groups"
+            )
+        if plan.scheme.storage is Storage.TERNARY:
+            remarks += self._ternary_dense()
         if plan.tied_head:
             remarks.append(f"{HEAD} repeats the embedding and was not written")
         if buffers := sum(name.endswith(".rotary_emb.inv_freq") for name in plan.stored):

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from bitnet_ops import ops
-from bitnet_ops.config import UnsupportedModelError
+from bitnet_ops.config import PROJECTIONS, UnsupportedModelError
 from bitnet_ops.config.scheme import stated_linear_class
 from bitnet_ops.convert.errors import ConvertError
 from bitnet_ops.convert.gguf.config import PERMUTED
@@ -25,6 +25,8 @@ from bitnet_ops.convert.gguf.source import GgufSource
 from bitnet_ops.convert.gguf.tensors import dense, ternary
 from bitnet_ops.convert.hf.checkpoint import Checkpoint
 from bitnet_ops.convert.hf.names import find_naming
+from bitnet_ops.convert.source import Uneven
+from bitnet_ops.convert.ternary import looks_ternary, uneven_of
 from bitnet_ops.formats import gguf, gguf_layouts
 from bitnet_ops.formats.sglbitnt import MODEL_FILE, Reader, SglbitntError, model_file
 from bitnet_ops.loading import hub
@@ -70,7 +72,10 @@ class Contents(Protocol):
     nbytes: int
     config: Mapping[str, Any]
     entries: dict[str, Entry]
-    remarks: list[str]
+
+    @property
+    def remarks(self) -> list[str]:
+        """For what could not be told, or what reading has found."""
 
     def values(self, name: str) -> Values:
         """The tensor `name`, read and checked."""
@@ -182,8 +187,13 @@ class CheckpointContents:
         self.kind, self.nbytes = "Hugging Face checkpoint", self.source.weight_bytes
         self.config: Mapping[str, Any] = self.source.config
         self._linear_class = stated_linear_class(self.config)
+        self._uneven: dict[str, Uneven | None] = {}
         naming = find_naming(self.config, self.source.tensors)
-        self.remarks = list(naming.remarks)
+        self._remarks = list(naming.remarks)
+        if packed := self.source.packed_mlx:
+            self._remarks.append(
+                f"MLX package: {len(packed)} matrices of 2 bits, shown as the values they stand for"
+            )
         self.entries = {}
         for name, stored in naming.stored.items():
             if stored.endswith("_scale") and self._packed(stored.removesuffix("_scale")):
@@ -223,8 +233,24 @@ class CheckpointContents:
         return multiplying_scale(self.source.tensor(f"{entry.stored}_scale"), self._linear_class)
 
     def counts(self, name: str) -> tuple[int, int, int] | None:
-        codes = self.values(name).codes
-        return None if codes is None else _counts(codes)
+        found = self.values(name)
+        if found.codes is None and name.removesuffix(".weight").endswith(PROJECTIONS):
+            assert found.dense is not None
+            plain = found.dense.is_floating_point() and looks_ternary(found.dense)
+            self._uneven[name] = uneven_of(found.dense) if plain else None
+        return None if found.codes is None else _counts(found.codes)
+
+    @property
+    def remarks(self) -> list[str]:
+        return [*self._remarks, *_uneven_lines(self._uneven)]
+
+
+def _uneven_lines(found: Mapping[str, Uneven | None]) -> list[str]:
+    """A remark on the groups with two magnitudes in the tensors read so far."""
+    total = Uneven()
+    for uneven in found.values():
+        total.add(uneven)
+    return [total.line()] if total.groups else []
 
 
 class GgufContents:
@@ -233,15 +259,16 @@ class GgufContents:
     def __init__(self, path: Path, i2s_layout: str = "a") -> None:
         self.path, self.reader, self._layout = path, gguf.Reader(path), i2s_layout
         self.kind, self.nbytes = "GGUF", self.reader.size
-        self.remarks: list[str] = []
+        self._remarks: list[str] = []
+        self._uneven: dict[str, Uneven | None] = {}
         self._source: GgufSource | None = None
         try:
             self._source = GgufSource(self.reader, i2s_layout=i2s_layout)
             self.config: Mapping[str, Any] = self._source.plan.hf_config
-            infos, self.remarks = self._source.infos, self._source.remarks
+            infos, self._remarks = self._source.infos, self._source.remarks
         except ConvertError as error:
             self.config, infos = {}, dict(self.reader.tensors)
-            self.remarks = [f"names are the file's own: {error}"]
+            self._remarks = [f"names are the file's own: {error}"]
         self._infos = infos
         self.entries = {
             name: Entry(name, info.name, info.type.name, info.shape, info.nbytes)
@@ -265,7 +292,12 @@ class GgufContents:
             exact_scale=source.exact_scales.get(info.name) if source else None,
             head_dim=source.plan.config.head_dim if source and heads else None,
         )
+        self._uneven[name] = found.uneven
         return Values(codes=ops.unpack(found.rows, info.shape[1]), scales=found.scale)
+
+    @property
+    def remarks(self) -> list[str]:
+        return [*self._remarks, *_uneven_lines(self._uneven)]
 
     def memory(self, name: str) -> memoryview:
         return self.reader.data(self._infos[name].name).data

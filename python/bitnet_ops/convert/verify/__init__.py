@@ -17,7 +17,7 @@ from bitnet_ops.convert.hf.source import HfSource
 from bitnet_ops.convert.report import file_sha256, proof_line, table_lines
 from bitnet_ops.convert.verify.comparison import Verification, verify_conversion
 from bitnet_ops.convert.verify.proof import tensor_table
-from bitnet_ops.formats.gguf import is_gguf
+from bitnet_ops.formats.gguf import Q2_BLOCKS, is_gguf
 from bitnet_ops.formats.sglbitnt import Reader, SglbitntError, model_file
 
 
@@ -67,7 +67,9 @@ def _against_gguf(
 ) -> tuple[Verification, dict[str, str]]:
     block = config.pop(PRIVATE_BLOCK, None) or {}
     layout = str(block.get("source_mode", "")).partition(" layout ")[2] or "a"
-    with GgufSource.opened(file, i2s_layout=layout) as source:
+    block_size = block.get("source_q2_block")
+    q2_block = block_size if block_size in Q2_BLOCKS else None
+    with GgufSource.opened(file, i2s_layout=layout, q2_block=q2_block) as source:
         _reject_another(config, source.plan.hf_config)
         return verify_conversion(source, path, text=text), source.hashes()
 

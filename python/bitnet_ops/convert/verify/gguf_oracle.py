@@ -20,6 +20,7 @@ from bitnet_ops.convert.verify.plain_forward import PlainOracle
 
 _DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _CHUNK = 1 << 20
+_Q2_BLOCKS = {"Q2_0": 64, "Q2_0_128": 128, "PQ2_0": 128}
 
 
 class GgufOracle(PlainOracle):
@@ -59,8 +60,10 @@ def _values(kind: str, data: Any, shape: tuple[int, ...], layout: str) -> Tensor
         return torch.from_numpy(data.copy()).view(_DENSE[kind]).float()
     if kind == "I2_S":
         return torch.from_numpy(_i2s_values(data, shape, layout))
-    if kind.startswith("Q2_0"):
-        return torch.from_numpy(_q2_values(data, 128 if kind.endswith("128") else 64))
+    if kind in _Q2_BLOCKS:
+        return torch.from_numpy(_q2_values(data, _Q2_BLOCKS[kind]))
+    if kind == "PTQ1_0":
+        return torch.from_numpy(_ptq1_values(data))
     try:
         import gguf
     except ImportError:
@@ -86,6 +89,24 @@ def _i2s_values(data: Any, shape: tuple[int, ...], layout: str) -> Any:
             byte, lane = i // block * (block // 4) + i % (block // 4), i % block // (block // 4)
         codes = (data[byte] >> (6 - 2 * lane).astype(np.uint8)) & 3
         out[i] = (codes.astype(np.float32) - 1) * scale
+    return out
+
+
+def _ptq1_values(data: Any) -> Any:
+    """For every weight of a block its byte, and how many trits of that byte come before its own.
+
+    A byte b stands for the fraction b / 256, whose first ternary digits are the trits.
+    """
+    blocks = data.reshape(-1, 28)
+    j = np.arange(128)
+    byte = np.where(j < 80, j % 16, np.where(j < 120, 16 + j % 8, 24 + j % 2))
+    trit = np.where(j < 80, j // 16, np.where(j < 120, (j - 80) // 8, (j - 120) // 2))
+    scales = blocks[:, 26:].copy().view("<f2").astype(np.float32)
+    out = np.empty((len(blocks), 128), dtype=np.float32)
+    for begin in range(0, len(blocks), _CHUNK // 128):
+        part = slice(begin, begin + _CHUNK // 128)
+        scaled = blocks[part, byte].astype(np.int64) * 3 ** (trit + 1)
+        out[part] = (scaled // 256 % 3 - 1) * scales[part]
     return out
 
 

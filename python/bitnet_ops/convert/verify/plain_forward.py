@@ -1,7 +1,8 @@
 """A plain fp32 forward of a checkpoint, read from the source itself: the oracle of last resort.
 
 Written from the published maths with torch's own operators; it uses neither our ops nor our
-packing, ternarisation or model code, so that a mistake there cannot cancel out. Streams layer by
+packing, ternarisation or model code, so that a mistake there cannot cancel out; of the model it
+shares the table of rotary frequencies, which the tests hold against transformers. Streams layer by
 layer: memory is bounded by one layer's weights. Slow, and used by `convert --verify` alone.
 """
 
@@ -17,6 +18,7 @@ from bitnet_ops.config.scheme import ScaleRule, Storage
 from bitnet_ops.convert.hf.plan import scale_name
 from bitnet_ops.convert.hf.source import HfSource
 from bitnet_ops.convert.source import Source
+from bitnet_ops.nn.rotary import Rotary, rotary
 
 Get = Callable[[str], Tensor]
 
@@ -28,6 +30,7 @@ class PlainOracle:
 
     def __init__(self, source: Source, *, int8_activations: bool = True) -> None:
         self._source, self._plan = source, source.plan
+        self._rope = rotary(source.plan.config)
         self.int8_activations = int8_activations
 
     def projection(self, weight_name: str) -> tuple[Tensor, float | Tensor]:
@@ -109,7 +112,7 @@ class PlainOracle:
         if c.qk_norm:
             q = self._norm(q, get("self_attn.q_norm.weight"))
             k = self._norm(k, get("self_attn.k_norm.weight"))
-        q, k = _rotate(q, c.rope_theta), _rotate(k, c.rope_theta)
+        q, k = _rotate(q, self._rope), _rotate(k, self._rope)
         group = c.num_attention_heads // c.num_key_value_heads
         k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
         scores = torch.einsum("thd,shd->hts", q, k) / c.head_dim**0.5
@@ -150,11 +153,10 @@ def _round_to_int8(x: Tensor) -> Tensor:
     return (x * multiplier).round().clamp(-128, 127) / multiplier
 
 
-def _rotate(x: Tensor, theta: float) -> Tensor:
+def _rotate(x: Tensor, rope: Rotary) -> Tensor:
     """Half-split RoPE of x [T, heads, d] at positions 0..T-1."""
-    tokens, _, d = x.shape
-    inv_freq = 1.0 / theta ** (torch.arange(0, d, 2, dtype=torch.float32) / d)
-    angles = torch.outer(torch.arange(tokens, dtype=torch.float32), inv_freq).unsqueeze(1)
+    positions = torch.arange(len(x), dtype=torch.float32)
+    angles = torch.outer(positions, rope.inv_freq).unsqueeze(1)
     first, second = x.chunk(2, dim=-1)
-    cos, sin = angles.cos(), angles.sin()
+    cos, sin = (f(angles) * rope.attention_factor for f in (torch.cos, torch.sin))
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)

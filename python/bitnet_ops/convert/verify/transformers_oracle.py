@@ -35,6 +35,9 @@ class HfOracle:
             raise OracleUnavailable("its classes have other names for these tensors")
         if not plan.scheme.rounds_activations:
             raise OracleUnavailable("its class would not quantise the activations")
+        scaling = plan.config.rope_scaling
+        if scaling is not None and scaling.lists_differ:
+            raise OracleUnavailable("it changes the list of longrope with the length of a text")
         if plan.config.embedding_only:
             raise OracleUnavailable("an embedding model has no logits there")
         with _quiet_and_eager() as transformers:
