@@ -61,7 +61,7 @@ def test_bonsai_has_yarn_and_scales_of_groups() -> None:
     tensor = dummy._tensor(specs[name], pool, grouped=True)
     assert isinstance(tensor, PackedWeight)
     assert tensor.scale.shape == (1024, 32) and tensor.group_size == 128
-    assert tensor.scale.unique().numel() > 100
+    assert tensor.scale.unique().numel() > 30  # bfloat16 has 39 numbers from 0.9 to 1.1
 
 
 def test_a_file_with_scales_of_groups(tmp_path: Path) -> None:

@@ -239,20 +239,20 @@ def _tq2_rows(stored: Bytes, k: int) -> Bytes:
 
 
 def _tq1_rows(stored: Bytes, k: int) -> Bytes:
-    return _trit_rows(stored, k, ((32, 5), (16, 5), (4, 4)))
+    return _digit_rows(stored, k, ((32, 5), (16, 5), (4, 4)))
 
 
 def _ptq1_rows(stored: Bytes, k: int) -> Bytes:
     """As TQ1_0, with half as many bytes in each run."""
-    return _trit_rows(stored, k, ((16, 5), (8, 5), (2, 4)))
+    return _digit_rows(stored, k, ((16, 5), (8, 5), (2, 4)))
 
 
-def _trit_rows(stored: Bytes, k: int, runs: tuple[tuple[int, int], ...]) -> Bytes:
-    """Runs of bytes, each with its trits: first that of all bytes, then the second of all, ..."""
+def _digit_rows(stored: Bytes, k: int, runs: tuple[tuple[int, int], ...]) -> Bytes:
+    """Runs of bytes of so many ternary digits: the first of all bytes, the second of all, ..."""
     parts, at = [], 0
-    for count, trits in runs:
-        digits = _TRITS[stored[..., at : at + count]][..., :trits]
-        parts.append(digits.swapaxes(-1, -2).reshape(*stored.shape[:2], count * trits))
+    for count, places in runs:
+        digits = _TRITS[stored[..., at : at + count]][..., :places]
+        parts.append(digits.swapaxes(-1, -2).reshape(*stored.shape[:2], count * places))
         at += count
     return pack_rows(np.concatenate(parts, axis=-1).reshape(-1, k))
 

@@ -22,7 +22,7 @@ _OPTIONS = {"group_size", "bits", "mode", "quant_method"}
 _GROUPS = (32, 64, 128)
 _CODES = 16  # a word
 _CHUNK_WORDS = 1 << 20
-_PARTS = (".scales", ".biases")
+_PARTS = tuple(f".{part}" for part in "scales biases".split())
 
 
 def is_mlx(config: Mapping[str, Any]) -> bool:
@@ -80,21 +80,21 @@ def quantized(shapes: Mapping[str, tuple[str, tuple[int, ...]]]) -> dict[str, tu
     return found
 
 
-def parts_of(name: str) -> tuple[str, str]:
+def parts_of(name: str) -> tuple[str, ...]:
     """The names of the scales and biases of a quantised weight."""
     module = name.removesuffix(".weight")
-    return module + _PARTS[0], module + _PARTS[1]
+    return tuple(module + part for part in _PARTS)
 
 
 def dequantized(name: str, tensor: Callable[[str], Tensor]) -> Tensor:
     """The values [N, K] of the quantised weight `name`, in the dtype of its scales."""
     words = tensor(name).view(torch.int32)
-    scales, biases = (tensor(part) for part in parts_of(name))
+    scales, offsets = (tensor(part) for part in parts_of(name))
     if not torch.isfinite(scales).all() or not (scales >= 0).all():
         reject("bad-scale", f"finite scales of 0 and above in {parts_of(name)[0]}", "another one")
-    if not torch.equal(biases, -scales):
-        row, group = (biases != -scales).nonzero()[0].tolist()
-        got = f"{float(biases[row, group]):.6g} beside {float(scales[row, group]):.6g}"
+    if not torch.equal(offsets, -scales):
+        row, group = (offsets != -scales).nonzero()[0].tolist()
+        got = f"{float(offsets[row, group]):.6g} beside {float(scales[row, group]):.6g}"
         reject("mlx-bias", f"biases = -scales in {parts_of(name)[1]}", f"{got} at [{row}, {group}]",
                "the package holds other values than -s, 0 and s")  # fmt: skip
     n, k = len(words), _CODES * words.shape[1]

@@ -93,19 +93,19 @@ def _i2s_values(data: Any, shape: tuple[int, ...], layout: str) -> Any:
 
 
 def _ptq1_values(data: Any) -> Any:
-    """For every weight of a block its byte, and how many trits of that byte come before its own.
+    """For every weight of a block its byte, and how many digits of that byte come before its own.
 
-    A byte b stands for the fraction b / 256, whose first ternary digits are the trits.
+    A byte b stands for the fraction b / 256, whose first ternary digits are the codes.
     """
     blocks = data.reshape(-1, 28)
     j = np.arange(128)
     byte = np.where(j < 80, j % 16, np.where(j < 120, 16 + j % 8, 24 + j % 2))
-    trit = np.where(j < 80, j // 16, np.where(j < 120, (j - 80) // 8, (j - 120) // 2))
+    place = np.where(j < 80, j // 16, np.where(j < 120, (j - 80) // 8, (j - 120) // 2))
     scales = blocks[:, 26:].copy().view("<f2").astype(np.float32)
     out = np.empty((len(blocks), 128), dtype=np.float32)
     for begin in range(0, len(blocks), _CHUNK // 128):
         part = slice(begin, begin + _CHUNK // 128)
-        scaled = blocks[part, byte].astype(np.int64) * 3 ** (trit + 1)
+        scaled = blocks[part, byte].astype(np.int64) * 3 ** (place + 1)
         out[part] = (scaled // 256 % 3 - 1) * scales[part]
     return out
 
