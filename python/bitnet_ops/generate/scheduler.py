@@ -214,9 +214,10 @@ class Scheduler:
                 self.allocator.register(request.blocks[i], request.contents(i, size))
             if step.tokens > 1:  # others that begin with this prompt need not wait for its end
                 self._register_last(request)
-        needed = self._blocks_for(len(request.ids))  # the others were for drafts
-        self.allocator.free(request.blocks[needed:])
-        del request.blocks[needed:]
+        needed = self._blocks_for(len(request.ids))
+        if needed < len(request.blocks):  # the others were for drafts
+            self.allocator.free(request.blocks[needed:])
+            del request.blocks[needed:]
 
     # The next step -------------------------------------------------------------------------------
 
@@ -242,8 +243,20 @@ class Scheduler:
     def _plan(self, plan: StepPlan, request: Request, most: int) -> None:
         """Plan at most `most` tokens of a running request."""
         tokens = min(request.remaining, most)
-        if tokens and request.blocks and self._make_room(plan, request, tokens):
-            plan.steps[request.id] = PlannedStep(request, request.computed, tokens)
+        if tokens and request.blocks:
+            goes_on = tokens == 1 and self._next_is_its_own(request)
+            if goes_on or self._make_room(plan, request, tokens):
+                plan.steps[request.id] = PlannedStep(request, request.computed, tokens)
+
+    def _next_is_its_own(self, request: Request) -> bool:
+        """Whether it may write its next position as it is: the usual case, found out quickly."""
+        index, kept = divmod(request.computed, self.block_size)
+        if index >= len(request.blocks):
+            return False
+        block = request.blocks[index]
+        contents = self.allocator.contents(block)
+        known = contents is not None and len(contents.token_ids) > kept
+        return not known and self.allocator.references(block) == 1
 
     def _draft(self, plan: StepPlan) -> None:
         """Add drafts to the planned decode steps, as far as budget and free blocks allow.
