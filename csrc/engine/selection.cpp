@@ -126,25 +126,34 @@ struct KeptSums {
   void add(int32_t key, int32_t id) const {
     if (sums != nullptr) sums[id / kBlock] += static_cast<double>(value_of(key));
   }
-  // Of the list what lies in buckets above this one.
-  void add_above(const List& list, const Histogram& h, int64_t cut_bucket) const {
-    if (sums == nullptr) return;
-    double sum = 0.0;  // of one block: ids ascend, and a sum in memory is slow to come back
-    int32_t block = 0;
-    for (int64_t i = 0; i < list.count; ++i) {
-      const auto now = static_cast<int32_t>(list.ids[i] / kBlock);
+};
+
+// Thins the list out to one bucket; sums, if not null: of blocks, get what lies in buckets above.
+// Without branches that depend on values: which ones cannot be foreseen.
+int64_t keep_bucket(List& list, const Histogram& h, int64_t bucket, double* sums) {
+  double above = 0.0;  // of one block: ids ascend, and a sum in memory is slow to come back
+  int32_t block = 0;
+  int64_t kept = 0;
+  for (int64_t i = 0; i < list.count; ++i) {
+    const int32_t id = list.ids[i], key = list.keys[i];
+    const int64_t at = h.bucket(key);
+    if (sums != nullptr) {
+      const auto now = static_cast<int32_t>(id / kBlock);
       if (now != block) {
-        sums[block] += sum;
-        sum = 0.0;
+        sums[block] += above;
+        above = 0.0;
         block = now;
       }
-      // Without a branch, since which ones cannot be foreseen: others become the key of 0.
-      const int32_t mask = -static_cast<int32_t>(h.bucket(list.keys[i]) < cut_bucket);
-      sum += static_cast<double>(value_of(list.keys[i] & mask));
+      const int32_t mask = -static_cast<int32_t>(at < bucket);  // others become the key of 0
+      above += static_cast<double>(value_of(key & mask));
     }
-    sums[block] += sum;
+    list.ids[kept] = id;
+    list.keys[kept] = key;
+    kept += at == bucket;
   }
-};
+  if (sums != nullptr) sums[block] += above;
+  return kept;
+}
 
 Found in_sorted(List& list, Weight weight, double target, double before, const KeptSums& kept) {
   struct Entry {
@@ -179,13 +188,7 @@ Found in_list(List& list, Weight weight, double target, double before,
     if (list.count <= kSorted) return in_sorted(list, weight, target, before, kept_sums);
     fill(h, list, range, weight);
     const int64_t b = bucket_where_reached(h, target, before);
-    kept_sums.add_above(list, h, b);
-    int64_t kept = 0;
-    for (int64_t i = 0; i < list.count; ++i) {
-      list.ids[kept] = list.ids[i];
-      list.keys[kept] = list.keys[i];
-      kept += h.bucket(list.keys[i]) == b;
-    }
+    const int64_t kept = keep_bucket(list, h, b, kept_sums.sums);
     list.count = kept;
     if (kept == 0) return {};  // not reached: the bucket of the least key is not empty
   }

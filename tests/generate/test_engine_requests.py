@@ -71,7 +71,7 @@ def schedules(draw: st.DrawFn) -> dict[str, Any]:
                 st.integers(0, len(PARAMS) - 1),
                 st.integers(0, 8),  # the step before which it comes
                 st.one_of(st.none(), st.none(), st.integers(0, 10)),  # ... and is aborted
-                st.sampled_from([0, 0, 3]),  # drafts
+                st.sampled_from([0, 3, "auto"]),  # drafts
             ),
             min_size=1,
             max_size=7,

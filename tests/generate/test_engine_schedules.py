@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from random import Random
+from typing import Literal
 
 import hypothesis
 import pytest
@@ -51,7 +52,7 @@ class Job:
     params: SamplingParams
     limits: Limits
     adapter: str | None
-    max_drafts: int
+    max_drafts: int | Literal["auto"]
     arrives: int
     aborted: int | None  # at that many steps after its arrival
     forked: int | None
@@ -84,7 +85,7 @@ def random_job(r: Random) -> Job:
         ),
         Limits(r.choice([0, 1, 5, 12, 20, 20]), r.choice([frozenset(), frozenset({6})])),
         adapter=r.choice([None, None, "a"]),
-        max_drafts=r.choice([0, 0, 1, 4]),
+        max_drafts=r.choice([0, 0, 1, 4, "auto"]),
         arrives=r.choice([0, 0, 1, 2, 6]),
         aborted=r.choice([None, None, None, None, r.randrange(12)]),
         forked=r.choice([None, r.randrange(6)]),
