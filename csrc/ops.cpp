@@ -144,7 +144,10 @@ STABLE_TORCH_LIBRARY(bitnet, m) {
   //   -> logits float32 [B, T or that many, V]. biases float32 [layers, rows of the projections in
   //   biased, by place 0 to 6], scale_sizes: scales of each of the seven projections, 1, N or N *
   //   ceil(K / 128) (empty: 1), qk_norms: norms of every query and key head, sub_norm_eps: eps if
-  //   left out
+  //   left out, linear_norm_eps: of norms inside projections, which there are if it is given;
+  //   lora_weights F [all A, and B in tiles of 16 rows] of each adapter, lora_ranks int64 and
+  //   lora_scalings float32 [adapters, layers, 7] (rank 0: none), lora_indices int64 [B], the
+  //   adapter of each sequence, -1: none
   m.def(
       "decode_step(Tensor x, Tensor[] weights, Tensor scales, Tensor norm_weights, Tensor "
       "head_weight, "
@@ -154,13 +157,15 @@ STABLE_TORCH_LIBRARY(bitnet, m) {
       "float eps, Tensor inv_freq, float attention_factor, float scale, int logits_to_keep=0, "
       "Tensor(c!)? key_scale=None, Tensor(d!)? value_scale=None, Tensor? biases=None, int[] "
       "biased=[], int[] "
-      "scale_sizes=[], bool qk_norms=False, float? sub_norm_eps=None) -> Tensor");
+      "scale_sizes=[], bool qk_norms=False, float? sub_norm_eps=None, float? "
+      "linear_norm_eps=None, Tensor[]? lora_weights=None, Tensor? lora_ranks=None, Tensor? "
+      "lora_scalings=None, Tensor? lora_indices=None) -> Tensor");
   // The same on the new tokens of any sequences, over pools of blocks as for paged_attention with
   // one
   //   more dimension, the layers, before the others (mutated): x float32 [tokens, K], positions
   //   [tokens] for the rotation, slot_mapping [tokens], query_start_loc, seq_lens and block_table
-  //   as there, logit_rows [r]: the tokens whose logits are wanted -> logits float32 [r,
-  //   V]
+  //   as there, logit_rows [r]: the tokens whose logits are wanted, lora_indices [sequences] ->
+  //   logits float32 [r, V]
   m.def(
       "model_step(Tensor x, Tensor[] weights, Tensor scales, Tensor norm_weights, Tensor "
       "head_weight, Tensor? head_scale, Tensor(a!) key_pool, Tensor(b!) value_pool, Tensor "
@@ -171,7 +176,9 @@ STABLE_TORCH_LIBRARY(bitnet, m) {
       "scale, "
       "Tensor(c!)? key_scale=None, Tensor(d!)? value_scale=None, Tensor? biases=None, int[] "
       "biased=[], int[] "
-      "scale_sizes=[], bool qk_norms=False, float? sub_norm_eps=None) -> Tensor");
+      "scale_sizes=[], bool qk_norms=False, float? sub_norm_eps=None, float? "
+      "linear_norm_eps=None, Tensor[]? lora_weights=None, Tensor? lora_ranks=None, Tensor? "
+      "lora_scalings=None, Tensor? lora_indices=None) -> Tensor");
   // Diagnostics for benchmarks: buffer uint8 -> int64 [1] checksum; -> int64 [1] multiply-adds done
   m.def("_probe_read(Tensor buffer, int streams=1, int distance=0) -> Tensor");
   m.def("_probe_int8_peak(Tensor seed, int iterations) -> Tensor");

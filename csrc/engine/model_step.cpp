@@ -41,10 +41,11 @@ WeightSize weight_size(const StepModel& m, int which) {
 
 // Normalising every token on every thread costs tokens * (partitions - 1) rows of work too many,
 // about 0.2 us each; a stage of its own costs a barrier and a trip of the codes between caches.
-StepPlan::StepPlan(const StepModel& model, const AttentionPlan& attention,
+StepPlan::StepPlan(const StepModel& model, const AttentionPlan& attention, const StepSides& sides,
                    const StepBuffers& buffers, int64_t partitions)
     : model_(model),
       attention_(attention),
+      sides_(sides),
       buffers_(buffers),
       partitions_(partitions),
       split_norms_(splits_norms(model.tokens, partitions)) {}
@@ -72,11 +73,37 @@ float* StepPlan::residual(const Place& at) const {
   return keeps_logit_rows_only(at) ? buffers_.kept : buffers_.x;
 }
 
-// out null: rounded and added to the residual stream.
-Projection StepPlan::projection(const Place& at, int which, float* out) const {
+StepPlan::StageWeights StepPlan::weights_at(const Place& at) {
+  if (at.layer == nullptr) return {};
+  switch (at.stage) {
+    case kQkv:
+    case kExpandQkv:
+      return {kQ, 3};
+    case kOut:
+    case kExpandOut:
+      return {kO, 1};
+    case kGateUp:
+    case kExpandGateUp:
+      return {kGate, 2};
+    case kDownStage:
+    case kExpandDown:
+      return {kDown, 1};
+    default:
+      return {};
+  }
+}
+
+float* StepPlan::output(const Place& at, int which) const {
+  float* const own[] = {buffers_.q, buffers_.k, buffers_.v, nullptr, buffers_.gate, buffers_.up};
+  if (which != kO && which != kDown) return own[which];
+  return has_side(at, which) ? buffers_.projected : nullptr;
+}
+
+Projection StepPlan::projection(const Place& at, int which) const {
   const Weight& w = at.layer->weights[which];
   const auto stride_bytes = w.n_rows * static_cast<int64_t>(sizeof(float));
   const ScaleForm form = model_.scale_forms[which];
+  float* out = output(at, which);
   Projection p{&w,
                at.layer->scales[which],
                form == ScaleForm::kRows ? 1 : 0,
@@ -91,25 +118,17 @@ Projection StepPlan::projection(const Place& at, int which, float* out) const {
 }
 
 StepPlan::Projections StepPlan::projections(const Place& at) const {
-  if (at.layer == nullptr) return {};
-  switch (at.stage) {
-    case kQkv:
-      return {3,
-              {projection(at, kQ, buffers_.q), projection(at, kK, buffers_.k),
-               projection(at, kV, buffers_.v)}};
-    case kOut:
-      return {1, {projection(at, kO, nullptr)}};
-    case kGateUp:
-      return {2, {projection(at, kGate, buffers_.gate), projection(at, kUp, buffers_.up)}};
-    case kDownStage:
-      return {1, {projection(at, kDown, nullptr)}};
-    default:
-      return {};
-  }
+  Projections p;
+  if (expands(at)) return p;
+  const StageWeights weights = weights_at(at);
+  p.count = weights.count;
+  for (int i = 0; i < p.count; ++i) p.at[i] = projection(at, weights.first + i);
+  return p;
 }
 
-QuantizedTokens StepPlan::tokens_of(const Place& at, int64_t k, const StepInput& from) const {
-  QuantizedTokens x = from.x;
+QuantizedTokens StepPlan::tokens_of(const Place& at, int64_t k, const StepInput& from,
+                                    int input) const {
+  QuantizedTokens x = from.x[input];
   x.tokens = tokens_at(at);
   x.k = k;
   x.padded_k = layout::padded_k(k);
@@ -121,19 +140,27 @@ QuantizedTokens StepPlan::tokens_of(const Place& at, int64_t k, const StepInput&
 }
 
 bool StepPlan::is_grouped(const Place& at) const {
-  const int which = at.stage == kQkv      ? kQ
-                    : at.stage == kOut    ? kO
-                    : at.stage == kGateUp ? kGate
-                                          : kDown;
-  return model_.scale_forms[which] == ScaleForm::kGroups;
+  return model_.scale_forms[weights_at(at).first] == ScaleForm::kGroups;
+}
+
+template <class F>
+void StepPlan::for_each_product(const Place& at, const StepInput& from, F&& f) const {
+  const Projections p = projections(at);
+  const int products = model_.inner_norms ? p.count : std::min(p.count, 1);
+  for (int i = 0; i < products; ++i) {
+    const QuantizedTokens x = tokens_of(at, p.at[i].weight->k, from, i);
+    f(Product(*model_.table, x, p.at + i, model_.inner_norms ? 1 : p.count));
+  }
 }
 
 int64_t StepPlan::units(int64_t stage) const {
   const Place at = place(stage);
   if (tokens_at(at) == 0) return 0;
-  if (const Projections p = projections(at); p.count != 0) {
-    const QuantizedTokens x = tokens_of(at, p.at[0].weight->k, buffers_.shared);
-    return Product(*model_.table, x, p.at, p.count).units();
+  if (weights_at(at).count != 0) {
+    if (expands(at)) return expand_units_at(at);
+    int64_t units = shrink_units_at(at);
+    for_each_product(at, buffers_.shared, [&](const Product& p) { units += p.units(); });
+    return units;
   }
   if (at.layer == nullptr && at.stage == kHead)
     return (model_.head.rows + kHeadRows - 1) / kHeadRows;
@@ -144,11 +171,13 @@ int64_t StepPlan::units(int64_t stage) const {
 }
 
 ClaimRule StepPlan::claim(int64_t stage) const {
-  const Place at = place(stage);
-  const Projections p = projections(at);
-  if (p.count == 0) return {1, 64};
-  const QuantizedTokens x = tokens_of(at, p.at[0].weight->k, buffers_.shared);
-  return Product(*model_.table, x, p.at, p.count).claim();
+  ClaimRule rule{1, 64};
+  bool first = true;
+  for_each_product(place(stage), buffers_.shared, [&](const Product& p) {
+    if (first) rule = p.claim();
+    first = false;
+  });
+  return rule;
 }
 
 // What the stage at `at` multiplies by, for one token: norm (or activation and sub-norm), int8.
@@ -180,13 +209,32 @@ void StepPlan::normalise(const Place& at, int64_t j, float* row, const StepInput
     table.round_row(m.type, row, n);
     norm(at.layer->down_norm, m.sub_eps);
   }
-  tokens_of(at, n, to).quantize(table, row, j);
+  enter(at, j, n, row, to);
+}
+
+void StepPlan::enter(const Place& at, int64_t j, int64_t n, float* row, const StepInput& to) const {
+  const KernelTable& table = *model_.table;
+  const StageWeights weights = weights_at(at);
+  const int64_t row_bytes = n * static_cast<int64_t>(sizeof(float));
+  const AdapterGroups& with = groups(at);
+  for (int i = 0; i < (model_.inner_norms ? weights.count : 1); ++i) {
+    float* input = row;
+    if (model_.inner_norms) {
+      input = row + n;  // others need the row as it is
+      std::memcpy(input, row, static_cast<size_t>(row_bytes));
+      const float* norm = at.layer->inner_norms[weights.first + i];
+      apply_norm(table, {norm, model_.inner_eps}, model_.type, n, input);
+    }
+    tokens_of(at, n, to, i).quantize(table, input, j);
+    if (with.with_adapter() == 0 || with.place(j) >= with.with_adapter()) continue;
+    std::memcpy(to.side_rows[i] + with.place(j) * n, input, static_cast<size_t>(row_bytes));
+  }
 }
 
 void StepPlan::prepare(int64_t stage, int64_t slot) const {
   const Place at = place(stage);
   const bool head = at.layer == nullptr && at.stage == kHead;
-  if (split_norms_ || (!head && projections(at).count == 0)) return;
+  if (split_norms_ || (!head && (weights_at(at).count == 0 || expands(at)))) return;
   const StepInput& own = buffers_.own[slot];
   for (int64_t j = 0; j < tokens_at(at); ++j) normalise(at, j, own.row, own);
 }
@@ -195,9 +243,16 @@ void StepPlan::run(int64_t stage, int64_t begin, int64_t end, int64_t slot) cons
   const Place at = place(stage);
   const StepInput& own = buffers_.own[slot];
   const StepInput& input = split_norms_ ? buffers_.shared : own;
-  if (const Projections p = projections(at); p.count != 0) {
-    const QuantizedTokens x = tokens_of(at, p.at[0].weight->k, input);
-    return Product(*model_.table, x, p.at, p.count).run(begin, end);
+  if (weights_at(at).count != 0) {
+    if (expands(at)) return expand_at(at, begin, end);
+    int64_t offset = shrink_units_at(at);
+    if (begin < offset) shrink_at(at, input, begin, std::min(end, offset));
+    return for_each_product(at, input, [&](const Product& p) {
+      const int64_t first = std::max(begin - offset, int64_t{0});
+      const int64_t last = std::min(end - offset, p.units());
+      if (first < last) p.run(first, last);
+      offset += p.units();
+    });
   }
   if (at.layer == nullptr && at.stage == kHead) return logits(begin, end, input);
   for (int64_t unit = begin; unit < end; ++unit) {
@@ -261,13 +316,19 @@ void StepPlan::prefetch_next(int64_t stage, int64_t slot) const {
   const auto prefetch = [](const void* from) {
     for (int64_t i = 0; i < kBytes; i += kLine) __builtin_prefetch(offset_bytes(from, i));
   };
-  if (projections(place(stage)).count == 0) return;
+  if (weights_at(place(stage)).count == 0) return;
   for (int64_t next = stage + 1; next < stages(); ++next) {
     const Place at = place(next);
     if (tokens_at(at) == 0) return;
-    if (const Projections p = projections(at); p.count != 0) {
-      const QuantizedTokens x = tokens_of(at, p.at[0].weight->k, buffers_.shared);
-      return prefetch(Product(*model_.table, x, p.at, p.count).weights_of(partitions_, slot));
+    if (weights_at(at).count != 0 && !expands(at)) {
+      int64_t unit = partition_begin(units(next), partitions_, slot) - shrink_units_at(at);
+      const void* from = nullptr;
+      for_each_product(at, buffers_.shared, [&](const Product& p) {
+        if (from == nullptr && unit < p.units()) from = p.weights_of(std::max(unit, int64_t{0}));
+        unit -= p.units();
+      });
+      if (from != nullptr) prefetch(from);
+      return;
     }
     if (at.layer == nullptr && at.stage == kHead) {
       const int64_t row = partition_begin(units(next), partitions_, slot) * kHeadRows;

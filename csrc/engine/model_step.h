@@ -8,6 +8,7 @@
 #include "engine/attention.h"
 #include "engine/head.h"
 #include "engine/product.h"
+#include "engine/side_paths.h"
 
 namespace bitnet::engine {
 
@@ -24,6 +25,7 @@ struct StepLayer {
   const float* out_norm;               // [heads * dim], the sub-norm; null: none
   const float* mlp_norm;               // [hidden]
   const float* down_norm;              // [intermediate], the sub-norm; null: none
+  const float* inner_norms[kLayerWeights];  // [k], of a projection's own input; null: none
   CachePool pool;
 };
 
@@ -45,14 +47,21 @@ struct StepModel {
   const float* final_norm;  // [hidden]
   DType type;               // what activations are rounded to between operations
   GatedRow activation;
-  float eps, sub_eps;  // of the norms, of the sub-norms
+  float eps, sub_eps, inner_eps;  // of the norms, the sub-norms, the norms inside projections
+  bool inner_norms;               // whether every projection has one
   ScaleForm scale_forms[kLayerWeights];
   Rope rope;  // of dim / 2 frequencies
   float attention_scale;
   HeadView head;
+  int64_t adapters;               // LoRA, 0: none
+  const SidePath* side_paths;     // [n_layers, kLayerWeights, adapters]
+  const int64_t* token_adapters;  // [tokens], -1: none; not read where there are no adapters
 
   int64_t query() const { return heads * dim; }
   int64_t kv() const { return kv_heads * dim; }
+  // How many different inputs the projections of a stage have.
+  int64_t inputs() const { return inner_norms ? kMostInputs : 1; }
+  static constexpr int64_t kMostInputs = 3;
 };
 
 // Rows and input features of a layer's weight.
@@ -63,10 +72,13 @@ WeightSize weight_size(const StepModel& m, int which);
 
 // Normalised and quantised tokens, of one thread or of all.
 struct StepInput {
-  float* row;         // [longest row]
-  QuantizedTokens x;  // room for tokens of the longest row; each stage sets their number and k
-  HeadInput head;     // what the output head multiplies by
-  float* attention;   // [attention.thread_floats()], a thread's own
+  float* row;  // [longest row], and once more where projections have norms of their own
+  // Of every input of a stage: room for tokens of the longest row, whose number and k each stage
+  // sets, and for those with an adapter, by place, what has been quantised.
+  QuantizedTokens x[StepModel::kMostInputs];
+  float* side_rows[StepModel::kMostInputs];
+  HeadInput head;    // what the output head multiplies by
+  float* attention;  // [attention.thread_floats()], a thread's own
 };
 
 // Memory that all threads share; every row is written by one unit of one stage.
@@ -78,10 +90,24 @@ struct StepBuffers {
   float *q, *k, *v;           // [tokens, query], [tokens, kv] twice
   float *rotated, *attended;  // [tokens, query]
   float *gate, *up;           // [tokens, intermediate], of the tokens that a layer's end computes
+  float* projected;           // [tokens, hidden], what o and down give where side paths add to it
+  float* side_inner[3];       // [tokens with an adapter, most_rank], of each projection of a stage
   float* attention;           // [attention.shared_floats()], prepared
   float* logits;              // [head_tokens, vocab]
   StepInput shared;           // what a stage of its own normalises and quantises, for all
   StepInput* own;             // [partitions]
+};
+
+// Which tokens of the step go through side paths; empty where none has an adapter.
+struct StepSides {
+  AdapterGroups all, kept;  // of the step's tokens, and of those whose logits are wanted
+  int64_t most_rank = 0;
+  std::vector<uint8_t> has;  // [n_layers * kLayerWeights], whether any token has a side path there
+
+  void build(const StepModel& m);
+
+ private:
+  std::vector<int64_t> kept_adapters_;
 };
 
 // Row j of buffers.kept from buffers.x.
@@ -89,8 +115,8 @@ void keep_logit_row(const StepModel& m, const StepBuffers& buffers, int64_t j);
 
 class StepPlan {
  public:
-  StepPlan(const StepModel& model, const AttentionPlan& attention, const StepBuffers& buffers,
-           int64_t partitions);
+  StepPlan(const StepModel& model, const AttentionPlan& attention, const StepSides& sides,
+           const StepBuffers& buffers, int64_t partitions);
 
   // The plan of runtime/staged_executor.h.
   int64_t stages() const { return model_.n_layers * kStagesOfLayer + kStagesOfEnd; }
@@ -108,17 +134,22 @@ class StepPlan {
  private:
   // Norm...: normalise and quantise, as a stage of its own where that is worth a barrier; otherwise
   // every thread does it for itself when it enters the stage behind, and the stage has no units.
+  // The stage of a product computes x A^T of its side paths as well; Expand... the rest of them.
   enum Stage {
     kNormQkv,
     kQkv,
+    kExpandQkv,
     kRotate,
     kAttend,
     kNormOut,
     kOut,
+    kExpandOut,
     kNormGateUp,
     kGateUp,
+    kExpandGateUp,
     kNormDown,
     kDownStage,
+    kExpandDown,
     kStagesOfLayer,
     kNormHead = 0,
     kHead,
@@ -128,7 +159,10 @@ class StepPlan {
     const StepLayer* layer;  // null behind the last
     int stage;
   };
-  // What a stage multiplies; none where it does something else.
+  // The weights that a stage multiplies, from `first` on; none where it does something else.
+  struct StageWeights {
+    int first = 0, count = 0;
+  };
   struct Projections {
     int count = 0;
     Projection at[3];
@@ -143,19 +177,44 @@ class StepPlan {
   // Whether the rows of their own have to be filled in this layer.
   bool copies_logit_rows(const Place& at) const;
   int64_t rotated_heads() const { return model_.tokens * (model_.heads + model_.kv_heads); }
+  static StageWeights weights_at(const Place& at);
+  static bool expands(const Place& at) {
+    return at.stage == kExpandQkv || at.stage == kExpandOut || at.stage == kExpandGateUp ||
+           at.stage == kExpandDown;
+  }
+  // What the projection writes; null: rounded, it is added to the residual stream.
+  float* output(const Place& at, int which) const;
   Projections projections(const Place& at) const;
-  Projection projection(const Place& at, int which, float* out) const;
+  Projection projection(const Place& at, int which) const;
+  // Calls f with each product of the stage over the tokens of `from`: one of all projections, or
+  // one of each where they have inputs of their own.
+  template <class F>
+  void for_each_product(const Place& at, const StepInput& from, F&& f) const;
   // Whether the stage multiplies with scales for every group of input features.
   bool is_grouped(const Place& at) const;
   // The memory of `from` as the tokens of the stage.
-  QuantizedTokens tokens_of(const Place& at, int64_t k, const StepInput& from) const;
+  QuantizedTokens tokens_of(const Place& at, int64_t k, const StepInput& from, int input) const;
   void normalise(const Place& at, int64_t j, float* row, const StepInput& to) const;
+  // row [n], rounded, becomes token j of the stage's inputs.
+  void enter(const Place& at, int64_t j, int64_t n, float* row, const StepInput& to) const;
+  const AdapterGroups& groups(const Place& at) const;
+  bool has_side(const Place& at, int which) const;
+  // Of a stage's weight `which`, its i-th.
+  SideProjection side(const Place& at, int which, int i, const StepInput& from) const;
+  // Calls f with the side paths of each projection of the stage that has any in this step.
+  template <class F>
+  void for_each_side(const Place& at, const StepInput& from, F&& f) const;
+  int64_t shrink_units_at(const Place& at) const;
+  void shrink_at(const Place& at, const StepInput& from, int64_t begin, int64_t end) const;
+  int64_t expand_units_at(const Place& at) const;
+  void expand_at(const Place& at, int64_t begin, int64_t end) const;
   void rotate(const StepLayer& layer, int64_t unit, float* row) const;
   void attend(const StepLayer& layer, int64_t task, float* own) const;
   void logits(int64_t begin, int64_t end, const StepInput& from) const;
 
   StepModel model_;
   const AttentionPlan& attention_;
+  const StepSides& sides_;
   StepBuffers buffers_;
   int64_t partitions_;
   bool split_norms_;
@@ -164,7 +223,9 @@ class StepPlan {
 // What a thread keeps between its steps, so that a step of the same size allocates nothing.
 struct StepState {
   std::vector<StepLayer> layers;
+  std::vector<SidePath> side_paths;
   AttentionPlan attention;
+  StepSides sides;
   Workspace memory;
   StagedExecutor executor;
 };

@@ -24,18 +24,26 @@ bool keeps_all(const StepModel& m) {
   return all;
 }
 
-// tokens: how many it holds normalised.
+// What tokens need that are to be held normalised.
+struct Sizes {
+  int64_t tokens, with_adapter;
+};
+
 StepInput take_input(BumpAllocator& memory, const StepModel& m, const AttentionPlan& attention,
-                     int64_t tokens) {
+                     const Sizes& sizes) {
   const int64_t longest = std::max({m.hidden, m.query(), m.intermediate});
-  StepInput input{};
-  input.row = memory.take<float>(std::max(longest, 2 * m.dim));
-  input.attention = memory.take<float>(attention.thread_floats());
-  input.x.codes = memory.take<int8_t>(tokens * layout::padded_k(longest));
-  input.x.sums = memory.take<int32_t>(tokens);
-  input.x.scales = memory.take<float>(tokens);
+  const int64_t tokens = sizes.tokens;
   const bool grouped = std::ranges::count(m.scale_forms, ScaleForm::kGroups) != 0;
-  input.x.groups = memory.take<int32_t>(grouped ? tokens * layout::blocks_for(longest) : 0);
+  StepInput input{};
+  input.row = memory.take<float>(std::max(m.inner_norms ? 2 * longest : longest, 2 * m.dim));
+  input.attention = memory.take<float>(attention.thread_floats());
+  for (int64_t i = 0; i < m.inputs(); ++i) {
+    input.x[i].codes = memory.take<int8_t>(tokens * layout::padded_k(longest));
+    input.x[i].sums = memory.take<int32_t>(tokens);
+    input.x[i].scales = memory.take<float>(tokens);
+    input.x[i].groups = memory.take<int32_t>(grouped ? tokens * layout::blocks_for(longest) : 0);
+    input.side_rows[i] = memory.take<float>(sizes.with_adapter * longest);
+  }
   const int64_t head_tokens = std::min(tokens, m.head_tokens);
   if (char* head = memory.take<char>(head_input_bytes(m.head, head_tokens)); head != nullptr) {
     input.head = bind_head_input(m.head, head_tokens, head);
@@ -44,7 +52,7 @@ StepInput take_input(BumpAllocator& memory, const StepModel& m, const AttentionP
 }
 
 StepBuffers take_buffers(BumpAllocator& memory, const StepModel& m, const AttentionPlan& attention,
-                         int64_t partitions) {
+                         const StepSides& sides, int64_t partitions) {
   StepBuffers b{};
   b.x = memory.take<float>(m.tokens * m.hidden);
   b.kept = keeps_all(m) ? b.x : memory.take<float>(m.head_tokens * m.hidden);
@@ -56,12 +64,16 @@ StepBuffers take_buffers(BumpAllocator& memory, const StepModel& m, const Attent
   b.attended = memory.take<float>(m.tokens * m.query());
   b.gate = memory.take<float>(m.tokens * m.intermediate);
   b.up = memory.take<float>(m.tokens * m.intermediate);
+  const int64_t with_adapter = sides.all.with_adapter();
+  b.projected = memory.take<float>(with_adapter == 0 ? 0 : m.tokens * m.hidden);
+  for (float*& inner : b.side_inner) inner = memory.take<float>(with_adapter * sides.most_rank);
   b.attention = memory.take<float>(attention.shared_floats());
   const bool split = StepPlan::splits_norms(m.tokens, partitions);
-  b.shared = take_input(memory, m, attention, split ? m.tokens : 0);
+  const Sizes all{m.tokens, with_adapter}, none{0, 0};
+  b.shared = take_input(memory, m, attention, split ? all : none);
   b.own = memory.take<StepInput>(partitions);
   for (int64_t p = 0; p < partitions; ++p) {
-    const StepInput own = take_input(memory, m, attention, split ? 0 : m.tokens);
+    const StepInput own = take_input(memory, m, attention, split ? none : all);
     if (b.own != nullptr) b.own[p] = own;
   }
   return b;
@@ -93,17 +105,19 @@ void run_step(StepState& state, const StepModel& m, const float* x, float* logit
   const int64_t partitions = partitions_of(m, shape);
   AttentionPlan& attention = state.attention;
   attention.build(shape, m.sequences, partitions);
+  StepSides& sides = state.sides;
+  sides.build(m);
   BumpAllocator count(nullptr);
-  take_buffers(count, m, attention, partitions);
+  take_buffers(count, m, attention, sides, partitions);
   Workspace passing;  // for a long prompt at once: not worth keeping
   const bool keep = count.used() <= kMostKeptBytes;
   Workspace& workspace = keep ? state.memory : passing;
   BumpAllocator memory(workspace.reserve(keep ? rounded_up(count.used()) : count.used()));
-  StepBuffers buffers = take_buffers(memory, m, attention, partitions);
+  StepBuffers buffers = take_buffers(memory, m, attention, sides, partitions);
   buffers.logits = logits;
   attention.prepare(buffers.attention);
   fill_inputs(m, x, buffers);
-  state.executor.run(partitions, StepPlan(m, attention, buffers, partitions));
+  state.executor.run(partitions, StepPlan(m, attention, sides, buffers, partitions));
 }
 
 }  // namespace bitnet::engine

@@ -215,8 +215,7 @@ void Product::store_values(const Output& out, float* y, int64_t n, int64_t token
   std::copy(y, y + n, floats);
 }
 
-const void* Product::weights_of(int64_t partitions, int64_t partition) const {
-  const int64_t unit = partition_begin(units(), partitions, partition);
+const void* Product::weights_of(int64_t unit) const {
   int64_t block = blocking_.tokens_outermost ? unit % row_blocks_ : unit / token_blocks_;
   const Projection* p = projections_;
   while (block >= p->weight->row_blocks && p + 1 < projections_ + count_)

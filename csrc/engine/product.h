@@ -44,8 +44,8 @@ class Product {
   int64_t units() const { return row_blocks_ * token_blocks_; }
   ClaimRule claim() const;
   void run(int64_t begin, int64_t end) const;
-  // The weights of the first unit of a partition.
-  const void* weights_of(int64_t partitions, int64_t partition) const;
+  // The weights of a unit.
+  const void* weights_of(int64_t unit) const;
 
  private:
   int64_t row_blocks_at_once(int64_t block_rows) const;

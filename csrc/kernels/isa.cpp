@@ -30,6 +30,7 @@ namespace {
 #include "kernels/generic/attention_block.inl"
 #include "kernels/generic/attention_int8.inl"
 #include "kernels/generic/head.inl"
+#include "kernels/generic/side_paths.inl"
 #include "kernels/generic/probes.inl"
 // clang-format on
 

@@ -233,6 +233,12 @@ struct KernelTable {
   void (*head_dense)(const float* x, int64_t tokens, DType type, const void* weight, int64_t k,
                      int64_t row_begin, int64_t row_end, int64_t prefetch_bytes, float* out,
                      int64_t out_stride);
+  // The same products times `scale` for a short k, `rank`, and rows that lie in tiles of 16:
+  // element j of row n at tiles[(n / 16 * rank + j) * 16 + n % 16].  The last tile is whole,
+  // row_begin a multiple of 16.
+  void (*dense_tiles)(const float* x, int64_t tokens, DType type, const void* tiles, int64_t rank,
+                      float scale, int64_t row_begin, int64_t row_end, float* out,
+                      int64_t out_stride);
   // int8 and int4 sum integers exactly and round where they say so, never in between.
   // int8: float(sum_k w[n][k] * wide[k]) * (scale[n] * x.scale); weight [*, k], k <=
   // layout::kHeadMaxK.
@@ -287,8 +293,8 @@ struct KernelTable {
   .rms_norm_row = rms_norm_row, .add_row = add_row, .relu2_mul_row = relu2_mul_row,               \
   .silu_mul_row = silu_mul_row, .rope_head = rope_head, .attend_chunk = attend_chunk,             \
   .quantize_query = quantize_query, .merge_attention = merge_attention,                           \
-  .finish_attention = finish_attention, .head_dense = head_dense, .head_int8 = head_int8,         \
-  .head_int4 = head_int4, .head_quantize_token = head_quantize_token,                             \
+  .finish_attention = finish_attention, .head_dense = head_dense, .dense_tiles = dense_tiles,     \
+  .head_int8 = head_int8, .head_int4 = head_int4, .head_quantize_token = head_quantize_token,     \
   .head_quantize_int8 = head_quantize_int8, .head_quantize_int4 = head_quantize_int4,             \
   .max_row = max_row, .exp_row = exp_row, .split_row = split_row, .probe_read = probe_read,       \
   .probe_int8_peak = probe_int8_peak

@@ -75,6 +75,8 @@ Tensor decode_step(const DecodeStep& a) {
       a.logits_to_keep == 0 ? per_sequence : std::min(a.logits_to_keep, per_sequence);
   const StepBinding binding("decode_step", "key_cache", a.model);
   binding.bind(m, state.layers);
+  set_tokens(starts, per_sequence, kept, capacity, tokens);
+  binding.bind_adapters(m, state.side_paths, tokens);
   const Tensor x = as_contiguous(a.x);
   const Mutated mutated(a.key_cache, a.value_cache, a.key_scale, a.value_scale);
   mutated.keep_apart(check, x, "x");
@@ -82,7 +84,6 @@ Tensor decode_step(const DecodeStep& a) {
   binding.keep_apart(mutated, state.layers);
   Tensor logits = empty({batch, kept, m.head.rows}, ScalarType::Float);
   if (m.tokens == 0) return logits;
-  set_tokens(starts, per_sequence, kept, capacity, tokens);
   StepBinding::run(state, m, tokens,
                    {a.key_cache, a.value_cache, a.key_scale, a.value_scale, kRectangularLayers}, x,
                    logits);

@@ -51,6 +51,7 @@ Tensor model_step(const ModelStep& a) {
   const StepBinding binding("model_step", "key_pool", a.model);
   binding.bind(m, state.layers);
   set_tokens(check, a, tokens);
+  binding.bind_adapters(m, state.side_paths, tokens);
   const Tensor x = as_contiguous(a.x);
   const Mutated mutated(a.key_pool, a.value_pool, a.key_scale, a.value_scale, "key_pool",
                         "value_pool");

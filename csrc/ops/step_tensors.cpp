@@ -10,19 +10,23 @@
 
 namespace bitnet::ops {
 
+using engine::kDown;
 using engine::kGate;
 using engine::kK;
 using engine::kLayerWeights;
+using engine::kO;
 using engine::kQ;
 using engine::kUp;
 using engine::kV;
 using engine::ScaleForm;
+using engine::SidePath;
 using engine::StepLayer;
 using engine::StepModel;
 using engine::Weight;
 
 namespace {
 
+constexpr int64_t kMaxLoraRank = 1 << 16;  // products with it stay far from overflow
 constexpr const char* kNames[] = {"weights (q)",    "weights (k)",  "weights (v)",   "weights (o)",
                                   "weights (gate)", "weights (up)", "weights (down)"};
 
@@ -55,6 +59,11 @@ void StepTensors::take_extras(Arguments& a) {
   scale_sizes = a.take<std::vector<int64_t>>();
   qk_norms = a.take<bool>();
   sub_norm_eps = a.take<std::optional<double>>();
+  linear_norm_eps = a.take<std::optional<double>>();
+  lora_weights = a.take<std::optional<std::vector<Tensor>>>();
+  lora_ranks = a.take<std::optional<Tensor>>();
+  lora_scalings = a.take<std::optional<Tensor>>();
+  lora_indices = a.take<std::optional<Tensor>>();
 }
 
 void StepBinding::check_most(const char* argument, const char* what, int64_t got,
@@ -96,6 +105,10 @@ void StepBinding::check_numbers(StepModel& m) const {
   m.sub_eps = static_cast<float>(a.sub_norm_eps.value_or(a.eps));
   if (!(m.sub_eps >= 0.0f && std::isfinite(m.sub_eps)))
     check_.fail("sub_norm_eps", "finite and not negative", std::to_string(m.sub_eps));
+  m.inner_norms = a.linear_norm_eps.has_value();
+  m.inner_eps = static_cast<float>(a.linear_norm_eps.value_or(0.0));
+  if (!(m.inner_eps >= 0.0f && std::isfinite(m.inner_eps)))
+    check_.fail("linear_norm_eps", "finite and not negative", std::to_string(m.inner_eps));
   check_.dtype(a.inv_freq, "inv_freq", ScalarType::Float);
   check_.shape(a.inv_freq, "inv_freq", {m.dim / 2});
   check_.contiguous(a.inv_freq, "inv_freq");
@@ -211,19 +224,30 @@ void StepBinding::bind_norms(StepModel& m, std::vector<StepLayer>& layers) const
   const StepTensors& a = tensors_;
   const int64_t heads = a.qk_norms ? 2 * m.dim : 0;
   const int64_t sub = a.sub_norms ? m.query() + m.intermediate : 0;
+  int64_t inner = 0;
+  for (int i = 0; m.inner_norms && i < kLayerWeights; ++i) inner += engine::weight_size(m, i).k;
   check_.dtype(a.norm_weights, "norm_weights", ScalarType::Float);
   check_.shape(a.norm_weights, "norm_weights",
-               {m.n_layers * (2 * m.hidden + heads + sub) + m.hidden});
+               {m.n_layers * (2 * m.hidden + heads + sub + inner) + m.hidden});
   check_.contiguous(a.norm_weights, "norm_weights");
   const auto* norm = data<float>(a.norm_weights);
   const auto next = [&norm](int64_t n) { return (norm += n) - n; };
   for (StepLayer& layer : layers) {
+    const auto inside = [&](std::initializer_list<int> projections) {
+      for (const int i : projections) {
+        layer.inner_norms[i] = m.inner_norms ? next(engine::weight_size(m, i).k) : nullptr;
+      }
+    };
     layer.attention_norm = next(m.hidden);
+    inside({kQ, kK, kV});
     layer.q_norm = a.qk_norms ? next(m.dim) : nullptr;
     layer.k_norm = a.qk_norms ? next(m.dim) : nullptr;
     layer.out_norm = a.sub_norms ? next(m.query()) : nullptr;
+    inside({kO});
     layer.mlp_norm = next(m.hidden);
+    inside({kGate, kUp});
     layer.down_norm = a.sub_norms ? next(m.intermediate) : nullptr;
+    inside({kDown});
   }
   m.final_norm = norm;
 }
@@ -241,11 +265,87 @@ void StepBinding::bind(StepModel& m, std::vector<StepLayer>& layers) const {
   m.layers = layers.data();
 }
 
+// lora_weights[adapter]: A and the tiles of B of each projection that it is beside, layer by layer.
+void StepBinding::bind_side_paths(const StepModel& m, int64_t adapter, const int64_t* ranks,
+                                  const float* scalings, std::vector<SidePath>& paths) const {
+  const Tensor& weights = (*tensors_.lora_weights)[static_cast<size_t>(adapter)];
+  check_.float_dtype(weights, "lora_weights");
+  check_.contiguous(weights, "lora_weights");
+  const DType type = dtype_of(weights);
+  const int64_t size = element_size(type);
+  int64_t taken = 0;
+  const auto next = [&](int64_t n) {
+    taken += n;
+    return offset_bytes(weights.const_data_ptr(), (taken - n) * size);
+  };
+  for (int64_t i = 0; i < m.n_layers * kLayerWeights; ++i) {
+    const auto [rows, k] = engine::weight_size(m, static_cast<int>(i % kLayerWeights));
+    const int64_t rank = ranks[i];
+    if (!(rank >= 0 && rank <= kMaxLoraRank))
+      check_.fail("lora_ranks", "from 0 to " + std::to_string(kMaxLoraRank), std::to_string(rank));
+    const void* a = next(rank * k);
+    const void* b = next(engine::side_tiles(rows) * engine::kSideTileRows * rank);
+    paths[static_cast<size_t>(i * m.adapters + adapter)] = {type, a, b, rank, scalings[i]};
+  }
+  check_.shape(weights, "lora_weights", {taken});
+}
+
+void StepBinding::bind_adapters(StepModel& m, std::vector<SidePath>& paths,
+                                StepTokens& tokens) const {
+  const StepTensors& a = tensors_;
+  for (const auto& [t, argument] :
+       {std::pair{&a.lora_ranks, "lora_ranks"}, std::pair{&a.lora_scalings, "lora_scalings"},
+        std::pair{&a.lora_indices, "lora_indices"}}) {
+    const bool given = t->has_value() && (*t)->defined();
+    if (given != a.lora_weights.has_value())
+      check_.fail(argument, given ? "to be left out without lora_weights" : "with lora_weights",
+                  given ? "a tensor" : "none");
+  }
+  m.adapters = a.lora_weights.has_value() ? static_cast<int64_t>(a.lora_weights->size()) : 0;
+  if (!a.lora_weights.has_value()) return;
+  const Tensor &ranks = *a.lora_ranks, &scalings = *a.lora_scalings, &indices = *a.lora_indices;
+  const std::vector<int64_t> table = {m.adapters, m.n_layers, kLayerWeights};
+  check_.dtype(ranks, "lora_ranks", ScalarType::Long);
+  check_.shape(ranks, "lora_ranks", table);
+  check_.contiguous(ranks, "lora_ranks");
+  check_.dtype(scalings, "lora_scalings", ScalarType::Float);
+  check_.shape(scalings, "lora_scalings", table);
+  check_.contiguous(scalings, "lora_scalings");
+  const int64_t each = m.n_layers * kLayerWeights;
+  paths.resize(static_cast<size_t>(each * m.adapters));
+  for (int64_t i = 0; i < m.adapters; ++i) {
+    bind_side_paths(m, i, data<int64_t>(ranks) + i * each, data<float>(scalings) + i * each, paths);
+  }
+  const engine::Sequences sequences = tokens.sequences.view();
+  std::vector<int64_t> of_sequences;
+  copy_indices(check_, indices, "lora_indices", {sequences.count}, of_sequences);
+  tokens.adapters.assign(static_cast<size_t>(m.tokens), -1);
+  for (int64_t s = 0; s < sequences.count; ++s) {
+    const int64_t adapter = of_sequences[static_cast<size_t>(s)];
+    if (!(adapter >= -1 && adapter < m.adapters))
+      check_.fail("lora_indices", "from -1 (none) to " + std::to_string(m.adapters - 1),
+                  std::to_string(adapter));
+    for (int64_t t = sequences.query_start[s]; t < sequences.query_start[s + 1]; ++t) {
+      tokens.adapters[static_cast<size_t>(t)] = adapter;
+    }
+  }
+  m.side_paths = paths.data();
+  m.token_adapters = tokens.adapters.data();
+}
+
 void StepBinding::keep_apart(const Mutated& mutated, const std::vector<StepLayer>& layers) const {
   mutated.keep_apart(check_, tensors_.scales, "scales");
   mutated.keep_apart(check_, tensors_.norm_weights, "norm_weights");
   mutated.keep_apart(check_, tensors_.inv_freq, "inv_freq");
   if (tensors_.biases.has_value()) mutated.keep_apart(check_, *tensors_.biases, "biases");
+  for (const Tensor& t : tensors_.lora_weights.value_or(std::vector<Tensor>{})) {
+    mutated.keep_apart(check_, t, "lora_weights");
+  }
+  for (const auto& [t, argument] : {std::pair{&tensors_.lora_ranks, "lora_ranks"},
+                                    std::pair{&tensors_.lora_scalings, "lora_scalings"},
+                                    std::pair{&tensors_.lora_indices, "lora_indices"}}) {
+    if (t->has_value()) mutated.keep_apart(check_, **t, argument);
+  }
   mutated.keep_apart(check_, tensors_.head_weight, "head_weight");
   if (tensors_.head_scale.has_value())
     mutated.keep_apart(check_, *tensors_.head_scale, "head_scale");

@@ -40,9 +40,11 @@ struct StepTensors {
   std::optional<Tensor> biases;
   std::vector<int64_t> biased, scale_sizes;
   bool qk_norms;
-  std::optional<double> sub_norm_eps;
+  std::optional<double> sub_norm_eps, linear_norm_eps;
+  std::optional<std::vector<Tensor>> lora_weights;
+  std::optional<Tensor> lora_ranks, lora_scalings, lora_indices;
 
-  // In the order of the schemas: weights to head_scale, dtype to scale, and biases to sub_norm_eps.
+  // In the order of the schemas: weights to head_scale, dtype to scale, and biases to lora_indices.
   void take_weights(Arguments& a);
   void take_numbers(Arguments& a);
   void take_extras(Arguments& a);
@@ -51,6 +53,7 @@ struct StepTensors {
 // Which tokens a step computes and where their keys and values go.
 struct StepTokens {
   std::vector<int64_t> positions, slots, logit_rows;
+  std::vector<int64_t> adapters;  // of each token, -1: none
   PagedBatch sequences;
 };
 
@@ -70,6 +73,9 @@ class StepBinding {
   // Checks everything against m.hidden, n_layers, kv_heads and dim, and fills in the rest of `m`
   // but for tokens and caches. The layers, without their pools, lie in `layers`.
   void bind(engine::StepModel& m, std::vector<engine::StepLayer>& layers) const;
+  // Behind `bind` and the tokens' sequences: the adapters, whose side paths lie in `paths`.
+  void bind_adapters(engine::StepModel& m, std::vector<engine::SidePath>& paths,
+                     StepTokens& tokens) const;
   // What the step reads must not lie in what it writes.
   void keep_apart(const Mutated& mutated, const std::vector<engine::StepLayer>& layers) const;
   // The step of a bound `m` over its tokens and caches, whose layers are those of `state`.
@@ -84,6 +90,8 @@ class StepBinding {
   void bind_scales(engine::StepModel& m, std::vector<engine::StepLayer>& layers) const;
   void bind_biases(const engine::StepModel& m, std::vector<engine::StepLayer>& layers) const;
   void bind_norms(engine::StepModel& m, std::vector<engine::StepLayer>& layers) const;
+  void bind_side_paths(const engine::StepModel& m, int64_t adapter, const int64_t* ranks,
+                       const float* scalings, std::vector<engine::SidePath>& paths) const;
 
   Check check_;
   const char* op_;

@@ -330,6 +330,15 @@ inline void add_head_ops(std::vector<RowOp>& ops) {
                    [type](const Call& c) {
                      c.table.head_dense(c.f(0), 3, type, c.in[1], c.n, 1, 6, 1024, c.y(), 5);
                    }});
+    // rows 16..20 of two tiles
+    ops.push_back({std::string("dense_tiles ") + name_of(type), "dense_tiles",
+                   [type](int64_t n) {
+                     return std::vector<Shape>{{Kind::kF32, 3 * n}, {stored_as(type), 32 * n}};
+                   },
+                   [](int64_t) { return std::vector<Shape>{{Kind::kF32, 15}}; },
+                   [type](const Call& c) {
+                     c.table.dense_tiles(c.f(0), 3, type, c.in[1], c.n, 0.3f, 16, 21, c.y(), 5);
+                   }});
   }
   const auto padded = [](int64_t n) { return (n + 127) / 128 * 128; };
   ops.push_back({"head_quantize_token", "head_quantize_token", float_rows(1),

@@ -37,12 +37,15 @@ struct Model {
   StepModel m{};
   std::vector<std::vector<uint8_t>> packed;
   std::vector<StepLayer> layers;
-  std::vector<float> frequencies, scales, norms, head, keys, values;
+  std::vector<float> frequencies, scales, norms, head, keys, values, factors;
+  std::vector<engine::SidePath> side_paths;
+  std::vector<int64_t> adapters;
   std::vector<int64_t> query_start, lengths, blocks, positions, slots, logit_rows;
 
   // kept: of how many last tokens of the first sequence the logits are wanted, with those of the
   // second one's.
-  Model(const KernelTable& table, int64_t per_sequence, int64_t kept, int64_t block_size) {
+  Model(const KernelTable& table, int64_t per_sequence, int64_t kept, int64_t block_size,
+        bool extras) {
     m.table = &table;
     m.tokens = per_sequence + 1;
     m.hidden = 192;
@@ -86,6 +89,35 @@ struct Model {
       layers.push_back(layer);
     }
     m.layers = layers.data();
+    if (!extras) return;
+    add_adapters(random);
+    add_inner_norms();
+  }
+
+  // Two adapters of the ranks 3 and 20 beside some projections: the first sequence has the second
+  // of them, the other one the first.
+  void add_adapters(Random& random) {
+    m.adapters = 2;
+    factors = random_floats(random, 40 * (m.intermediate + 16), 0.0f);
+    side_paths.resize(at(kLayers * kLayerWeights * 2));
+    for (int64_t i = 0; i < kLayers * kLayerWeights; ++i) {
+      side_paths[at(2 * i)] = {DType::kF32, factors.data(), factors.data() + i,
+                               i % 3 == 0 ? int64_t{3} : 0, 0.02f};
+      side_paths[at(2 * i + 1)] = {DType::kF32, factors.data() + i, factors.data(),
+                                   i % 4 == 1 ? 0 : int64_t{20}, 0.01f};
+    }
+    adapters.assign(at(m.tokens), 1);
+    adapters.back() = 0;
+    m.side_paths = side_paths.data();
+    m.token_adapters = adapters.data();
+  }
+
+  void add_inner_norms() {
+    m.inner_norms = true;
+    m.inner_eps = 1e-6f;
+    for (StepLayer& layer : layers) {
+      for (int w = 0; w < kLayerWeights; ++w) layer.inner_norms[w] = norms.data() + 2 * w;
+    }
   }
 
   static int64_t at_most_blocks(int64_t block_size) { return 2 * (kCapacity / block_size + 1); }
@@ -150,20 +182,23 @@ bool equal(const std::vector<float>& a, const std::vector<float>& b) {
   return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
 }
 
-void same_on_every_number_of_threads(const KernelTable& table, int64_t tokens, int64_t kept) {
+// extras: adapters, and norms inside projections.
+void same_on_every_number_of_threads(const KernelTable& table, int64_t tokens, int64_t kept,
+                                     bool extras) {
   StepState state;
   pool_threads = 1;
-  Model alone(scalar_table(), tokens, kept, kCapacity);
+  Model alone(scalar_table(), tokens, kept, kCapacity, extras);
   const std::vector<float> expected = alone.step(state);
   float largest = 0;
   for (const float v : expected) largest = v > largest ? v : largest;
   CHECK(largest > 0.1f, "the logits say nothing");
   for (const int64_t block_size : {kCapacity, int64_t{16}, int64_t{1}}) {
     for (const int64_t threads : {1, 2, 3, 5}) {
-      begin_case("%s, %d tokens, blocks of %d, %d threads", table.name, static_cast<int>(tokens),
-                 static_cast<int>(block_size), static_cast<int>(threads));
+      begin_case("%s, %d tokens, blocks of %d, %d threads%s", table.name, static_cast<int>(tokens),
+                 static_cast<int>(block_size), static_cast<int>(threads),
+                 extras ? ", adapters" : "");
       pool_threads = threads;
-      Model model(table, tokens, kept, block_size);
+      Model model(table, tokens, kept, block_size, extras);
       CHECK(equal(model.step(state), expected), "other logits");
       if (block_size != kCapacity) continue;
       CHECK(equal(model.keys, alone.keys) && equal(model.values, alone.values), "other caches");
@@ -180,10 +215,12 @@ int main() {
   announce("test_engine_step");
   use_plain_threads();
   for (const bitnet::KernelTable* table : tables_under_test()) {
-    same_on_every_number_of_threads(*table, 1, 1);
-    same_on_every_number_of_threads(*table, 4, 4);
-    same_on_every_number_of_threads(*table, 45, 2);
-    same_on_every_number_of_threads(*table, 40, 1);
+    for (const bool extras : {false, true}) {
+      same_on_every_number_of_threads(*table, 1, 1, extras);
+      same_on_every_number_of_threads(*table, 4, 4, extras);
+      same_on_every_number_of_threads(*table, 45, 2, extras);
+      same_on_every_number_of_threads(*table, 40, 1, extras);
+    }
   }
   return finish("test_engine_step");
 }

@@ -5,6 +5,7 @@
 // 4 times in the tree.
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <vector>
 
 #include "tests/check.h"
@@ -285,6 +286,34 @@ void head_dense(const KernelTable& table, DType type) {
   }
 }
 
+// Rows in tiles give what head_dense gives for them as they lie, times a factor, bit for bit.
+void dense_tiles(const KernelTable& table, DType type) {
+  constexpr int64_t kRows = 37, kPadded = 48, kTokens = 3;
+  const int64_t size = element_size(type);
+  for (int64_t k = 1; k <= 70; ++k) {
+    begin_case("%s dense_tiles k=%d type=%d", table.name, static_cast<int>(k),
+               static_cast<int>(type));
+    Random random(static_cast<uint64_t>(k));
+    const std::vector<float> x = random_floats(random, Flavour::kUnit, kTokens * k);
+    const Matrix m = random_matrix(random, type, kPadded * k, 1.0f);
+    std::vector<uint8_t> tiles(m.stored.size());
+    for (int64_t i = 0; i < kPadded * k; ++i) {
+      const int64_t n = i / k, j = i % k, to = (n / 16 * k + j) * 16 + n % 16;
+      std::memcpy(&tiles[static_cast<std::size_t>(to * size)],
+                  &m.stored[static_cast<std::size_t>(i * size)], static_cast<std::size_t>(size));
+    }
+    float rows[kTokens * kRows], out[kTokens * kRows];
+    table.head_dense(x.data(), kTokens, type, m.data(), k, 0, kRows, 0, rows, kRows);
+    table.dense_tiles(x.data(), kTokens, type, tiles.data(), k, 0.37f, 0, 16, out, kRows);
+    table.dense_tiles(x.data(), kTokens, type, tiles.data(), k, 0.37f, 16, kRows, out + 16, kRows);
+    for (int64_t i = 0; i < kTokens * kRows; ++i) {
+      const float want = rows[i] * 0.37f;
+      CHECK(std::memcmp(&out[i], &want, sizeof(float)) == 0, "value %d: %a, not %a",
+            static_cast<int>(i), static_cast<double>(out[i]), static_cast<double>(want));
+    }
+  }
+}
+
 // Softmax in float64 of one head, and how far the kernel may be from it.
 struct Attention {
   std::vector<double> out, bound;
@@ -412,6 +441,7 @@ int main() {
     head_dense(*table, bitnet::DType::kBF16);
     head_dense(*table, bitnet::DType::kF16);
     print_share(*table, "head_dense");
+    for (const bitnet::DType type : bitnet::test::kTypes) dense_tiles(*table, type);
     for (const bitnet::DType type : bitnet::test::kCacheTypes) attention(*table, type);
     print_share(*table, "attention");
   }

@@ -31,7 +31,7 @@ from bitnet_ops.loading import cache_files
 from bitnet_ops.loading.weights import load_model
 from bitnet_ops.models import Decoder, check_dtype
 from bitnet_ops.nn.kv_cache import DEFAULT_KV_DTYPE, check_kv_dtype
-from bitnet_ops.nn.lora import Adapter, apply_adapter, read_adapter
+from bitnet_ops.nn.lora import Adapter, read_adapter
 from bitnet_ops.nn.storage import DEFAULT_HEAD_FORMAT, check_head_format, check_weight_format
 from bitnet_ops.untrusted import UntrustedFileError, read_json_object
 
@@ -40,6 +40,7 @@ if sys.version_info >= (3, 11):
 else:
     from typing_extensions import Unpack  # torch depends on it
 
+_Folder = str | os.PathLike[str]
 DEMO_DIR = Path(__file__).parent / "data" / "demo"
 GENERATION_CONFIG = "generation_config.json"
 
@@ -53,7 +54,7 @@ def load(
     head_format: str = DEFAULT_HEAD_FORMAT,
     cache: bool | str | os.PathLike[str] | None = None,
     convert: bool = True,
-    lora: str | os.PathLike[str] | None = None,
+    lora: _Folder | Mapping[str, _Folder] | None = None,
 ) -> LanguageModel:
     """Open a model.
 
@@ -79,8 +80,9 @@ def load(
             directory, False, or None: if BITNET_OPS_CACHE is set. Files there are safe to delete.
         convert: convert what is no converted model, once: the result is kept in the cache directory
             (for cache=None too, as for True). False rejects it.
-        lora: a PEFT directory whose LoRA adapter runs beside the ternary projections; None is none.
-            Its projections, and with them single tokens, run part by part instead of fused.
+        lora: a PEFT directory whose LoRA adapter runs beside the ternary projections, for every
+            text; or several by name, of which each call may choose one (`adapter=`). More can be
+            added and removed later: `LanguageModel.add_adapter`.
     Returns the LanguageModel.
     Raises LoadError, hub.HubError, convert.ConvertError, formats.sglbitnt.SglbitntError,
     config.UnsupportedModelError, models.TensorError, lora.LoraError or tokenizer.TokenizerError:
@@ -91,17 +93,17 @@ def load(
     check_kv_dtype(kv_dtype, "load: expected kv_dtype")
     check_weight_format(weight_format)
     check_head_format(head_format)
-    adapter = None if lora is None else read_adapter(lora)
+    adapters = _read_adapters(lora)
     found = obtain(DEMO_DIR if path is None else path, convert=convert, cache=cache)
     form = dtype, kv_dtype, weight_format, head_format
     cache_dir = cache_files.directory(cache)
     try:
-        return _open(found.file, *form, cache_dir, adapter)
+        return _open(found.file, *form, cache_dir, adapters)
     except sglbitnt.SglbitntError as error:
         if found.source is None:
             raise
         found = convert_again(found, error)
-    return _open(found.file, *form, cache_dir, adapter)
+    return _open(found.file, *form, cache_dir, adapters)
 
 
 def _open(
@@ -111,16 +113,24 @@ def _open(
     weight_format: str,
     head_format: str,
     cache: Path | None,
-    adapter: Adapter | None,
+    adapters: Mapping[str | None, Adapter],
 ) -> LanguageModel:
     model = load_model(file, dtype, weight_format, head_format, cache)
-    if adapter is not None:
-        apply_adapter(model, adapter)
+    for name, adapter in adapters.items():
+        model.add_adapter(adapter, name)
     folder = file.parent
     tokenizer = Tokenizer.from_dir(folder) if (folder / "tokenizer.json").is_file() else None
     return LanguageModel(
         model, tokenizer, _stop_ids(folder, model.config), kv_dtype=kv_dtype, path=file
     )
+
+
+def _read_adapters(lora: _Folder | Mapping[str, _Folder] | None) -> dict[str | None, Adapter]:
+    if lora is None:
+        return {}
+    if not isinstance(lora, Mapping):
+        return {None: read_adapter(lora)}
+    return {name: read_adapter(folder) for name, folder in lora.items()}
 
 
 def _stop_ids(folder: Path, config: ModelConfig) -> frozenset[int]:
@@ -232,6 +242,18 @@ class LanguageModel:
             )
         return self._tokenizer
 
+    def add_adapter(self, name: str, folder: str | os.PathLike[str]) -> None:
+        """Load the LoRA adapter of a PEFT directory, for calls and requests that name it.
+
+        For one thread while no other runs the model. Raises LoraError for one that does not fit,
+        and for a name that is taken.
+        """
+        self.model.add_adapter(read_adapter(folder), name)
+
+    def remove_adapter(self, name: str) -> None:
+        """Undo `add_adapter`, once no request uses it. Raises LoraError for an unknown name."""
+        self.model.remove_adapter(name)
+
     def encode(self, prompt: str | Sequence[int] | Tensor) -> list[int]:
         """Token ids of one prompt: of a text, or ids (a list, a tensor [T] or [1, T]) as they are.
 
@@ -314,7 +336,12 @@ class LanguageModel:
 
     def _start(self, prompts: list[list[int]], wanted: Request, *, patient: bool = False) -> Run:
         return self.engine.start(
-            prompts, wanted.params, wanted.limits, patient=patient, max_drafts=wanted.max_drafts
+            prompts,
+            wanted.params,
+            wanted.limits,
+            patient=patient,
+            max_drafts=wanted.max_drafts,
+            adapter=wanted.adapter,
         )
 
     def _complete(self, prompts: list[list[int]], wanted: Request) -> list[Completion]:
@@ -456,7 +483,13 @@ class Conversation:
             raise TypeError(f"say: expected a text, got a {type(content).__name__}")
         messages, ids = self._fitting([*self.messages, {"role": "user", "content": content}])
         wanted = self._request
-        run = self._session.start(ids, wanted.params, wanted.limits, max_drafts=wanted.max_drafts)
+        run = self._session.start(
+            ids,
+            wanted.params,
+            wanted.limits,
+            max_drafts=wanted.max_drafts,
+            adapter=wanted.adapter,
+        )
         self.dropped = len(self.messages) + 1 - len(messages)
         self.messages[:] = messages
         self.last = TextStream(run, self._lm.tokenizer, self._request.stop)

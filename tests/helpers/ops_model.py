@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from op_values import (
     strided,
 )
 from ops_attention import OF_KV_TYPES, cache_memory
+from ops_lora import LORA_REJECTIONS, lora_arguments, lora_factors, with_side_paths
 from ops_packing import repacked
 
 
@@ -36,24 +38,31 @@ def decode_step(o: Any, a: Any) -> Tensor:
     x, tokens, hidden = a.x, a.x.shape[1], a.x.shape[2]
     kv_heads, dim = a.key_cache.shape[2], a.key_cache.shape[4]
     query_rows, kv_rows = a.num_heads * dim, kv_heads * dim
+    rows = [query_rows, kv_rows, kv_rows, hidden, a.intermediate_size, a.intermediate_size, hidden]
+    features = [hidden, hidden, hidden, query_rows, hidden, hidden, a.intermediate_size]
+    inner = features if a.linear_norm_eps is not None else []
     norm_sizes = [
-        hidden, *([dim, dim] if a.qk_norms else []), *([query_rows] if a.sub_norms else []),
-        hidden, *([a.intermediate_size] if a.sub_norms else []),
+        hidden, *inner[:3], *([dim, dim] if a.qk_norms else []),
+        *([query_rows] if a.sub_norms else []), *inner[3:4],
+        hidden, *inner[4:6], *([a.intermediate_size] if a.sub_norms else []), *inner[6:],
     ]  # fmt: skip
     *norms, last = a.norm_weights.split([*norm_sizes * len(a.scales), hidden])
     positions = a.start_positions[:, None] + torch.arange(tokens)
     cos_sin = o.rope_table(positions, a.inv_freq, a.attention_factor)
-    rows = [query_rows, kv_rows, kv_rows, hidden, a.intermediate_size, a.intermediate_size, hidden]
-    features = [hidden, hidden, hidden, query_rows, hidden, hidden, a.intermediate_size]
     sub_eps = a.eps if a.sub_norm_eps is None else a.sub_norm_eps
     for layer, scales in enumerate(a.scales):
         weights = a.weights[7 * layer : 7 * layer + 7]
         scales = scales.split([*a.scale_sizes] or 1)
         own = iter(norms[len(norm_sizes) * layer : len(norm_sizes) * (layer + 1)])
-        before = next(own)
+        before, inside = next(own), [next(own) for _ in inner[:3]]
         heads = [next(own), next(own)] if a.qk_norms else None
         sub = next(own) if a.sub_norms else None
-        after, inner_norm = next(own), next(own, None)
+        inside += [next(own) for _ in inner[3:4]]
+        after = next(own)
+        inside += [next(own) for _ in inner[4:6]]
+        inner_norm = next(own) if a.sub_norms else None
+        inside += list(own)
+        sides = lora_factors(a, layer, list(zip(rows, features, strict=True)))
         biases = dict(zip(a.biased, a.biases[layer].split([rows[i] for i in a.biased]),
                           strict=True)) if a.biased else {}  # fmt: skip
 
@@ -61,10 +70,13 @@ def decode_step(o: Any, a: Any) -> Tensor:
             grouped = scales[i].numel() > rows[i]  # noqa: B023
             op = o.group_linear if grouped else o.linear
             scale = scales[i].view(rows[i], -1) if grouped else scales[i]  # noqa: B023
+            if inside:  # noqa: B023
+                x = o.rms_norm(x, inside[i], a.linear_norm_eps)  # noqa: B023
             y: Tensor = op(x, weights[i], scale, biases.get(i), rows[i], features[i])  # noqa: B023
-            return y
+            return with_side_paths(o, a, sides, i, x, y) if sides else y  # noqa: B023
 
         plain = not a.scale_sizes and not a.biased and a.sub_norm_eps is None
+        plain = plain and not inside and not sides
         if plain:
             qkv = o.qkv_forward(
                 x.to(a.dtype), before, *(t for i in range(3) for t in (weights[i], scales[i])),
@@ -125,18 +137,28 @@ def decode_step_arguments(
     group_scales: tuple[int, ...] = (),
     qk_norms: bool = False,
     sub_norm_eps: float | None = None,
+    linear_norm_eps: float | None = None,
+    adapters: Sequence[int] = (),
 ) -> Arguments:
-    """row_scales, group_scales: the projections, by place, with one a row, or a row and group."""
+    """row_scales, group_scales: the projections, by place, with one a row, or a row and group.
+
+    adapters: of each sequence; empty: no LoRA at all.
+    """
     query, kv = heads * head_dim, kv_heads * head_dim
     shapes = [(query, hidden), (kv, hidden), (kv, hidden), (hidden, query)]
     shapes += [(inner, hidden), (inner, hidden), (hidden, inner)]
     gains = 2 * hidden + (query + inner if sub_norms else 0) + (2 * head_dim if qk_norms else 0)
+    gains += sum(k for _, k in shapes) if linear_norm_eps is not None else 0
     gains = layers * gains + hidden
     sizes = [
         n if i in row_scales else n * -(-k // 128) if i in group_scales else 1
         for i, (n, k) in enumerate(shapes)
     ]
     extras: Named = {"qk_norms": qk_norms, "sub_norm_eps": sub_norm_eps}
+    if linear_norm_eps is not None:
+        extras["linear_norm_eps"] = linear_norm_eps
+    if adapters:
+        extras |= lora_arguments(g, layers, shapes, adapters)
     if row_scales or group_scales:
         extras["scale_sizes"] = sizes
     if biased:
@@ -165,7 +187,7 @@ def decode_step_arguments(
         inv_freq=frequencies(head_dim), attention_factor=1.25, scale=head_dim**-0.5,
         logits_to_keep=logits_to_keep,
         **dict(zip(("key_scale", "value_scale"), (*key_scale, *value_scale), strict=False)),
-        **(extras if biased or row_scales or group_scales or qk_norms or sub_norm_eps else {}),
+        **{name: v for name, v in extras.items() if v is not None and v is not False},
     )  # fmt: skip
 
 
@@ -220,6 +242,8 @@ EXTRAS: dict[str, Named] = {
     "sub_norm_eps": {"sub_norm_eps": 1e-2},
     "row_scales": {"row_scales": (0, 1, 2, 4, 5), "dtype": torch.bfloat16},
     "group_scales": {"group_scales": tuple(range(7)), "hidden": 140, "qk_norms": True},
+    "norms_inside": {"linear_norm_eps": 1e-3, "activation": "silu", "sub_norms": False},
+    "norms_inside_too": {"linear_norm_eps": 1e-6, "qk_norms": True, "dtype": torch.bfloat16},
     "everything": {
         "group_scales": (0, 1, 2, 6), "row_scales": (3,), "biased": (1, 3, 6), "qk_norms": True,
         "sub_norm_eps": 1e-3, "hidden": 140, "weight_format": "2bit", "dtype": torch.bfloat16,
@@ -250,6 +274,17 @@ def _decode_step_samples() -> Built:
         (name, lambda g, e=extras: decode_step_arguments(g, layers=2, tokens=3, **e))
         for name, extras in EXTRAS.items()
     )
+    for dtype in ACTIVATIONS:
+        yield (
+            f"adapters_{dtype_name(dtype)}",
+            lambda g, d=dtype: decode_step_arguments(
+                g, layers=2, tokens=3, batch=4, adapters=(2, -1, 0, 1), dtype=d
+            ),
+        )
+    yield "adapters_last", lambda g: decode_step_arguments(
+        g, layers=2, tokens=3, batch=3, adapters=(1, 1, -1), logits_to_keep=1, linear_norm_eps=1e-5
+    )  # fmt: skip
+    yield "nobody_has_an_adapter", lambda g: decode_step_arguments(g, adapters=(-1, -1))
     yield "no_layers", lambda g: decode_step_arguments(g, layers=0)
     yield "no_batch", lambda g: decode_step_arguments(g, batch=0)
     yield "gaps", lambda g: with_gaps(decode_step_arguments(g, layers=2))
@@ -334,6 +369,8 @@ _DECODE_STEP_REJECTIONS: Rejections = [
     ({"scale_sizes": lambda a: [64] + [1] * 6}, "scales", "of shape [1, 70], got [1, 7]"),
     ({"qk_norms": lambda a: True}, "norm_weights", "of shape [456], got [424]"),
     ({"sub_norm_eps": lambda a: -1.0}, "sub_norm_eps", "finite and not negative"),
+    ({"linear_norm_eps": lambda a: -1.0}, "linear_norm_eps", "finite and not negative"),
+    ({"linear_norm_eps": lambda a: 1e-5}, "norm_weights", "of shape [988], got [424]"),
     ({**_INT8, "key_scale": lambda a: None}, "key_scale", "with int8 caches, got none"),
     ({**_INT8, "key_scale": lambda a: _scales(a).double()}, "key_scale", "of dtype float32"),
     ({**_INT8, "value_scale": lambda a: a["key_scale"]}, "value_scale", "in its own memory"),
@@ -370,6 +407,7 @@ spec(
     ],
     calls={
         "": Call(_step_call, _DECODE_STEP_REJECTIONS),
+        "adapters": Call(lambda g, **s: _step_call(g, adapters=(0, -1), **s), LORA_REJECTIONS),
     },
     bound=_decode_step_bound,
     mutates=frozenset({"key_cache", "value_cache", "key_scale", "value_scale"}),

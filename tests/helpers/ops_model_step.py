@@ -12,6 +12,7 @@ from op_schema import bound, named, positional
 from op_spec import Call, Named, Rejections, spec
 from op_values import ACTIVATIONS, KV_DTYPES, Arguments, Built, dtype_name, strided
 from ops_attention import OF_KV_TYPES, cache_memory
+from ops_lora import LORA_REJECTIONS
 from ops_model import EXTRAS, decode_step_arguments, step_bound
 from ops_paged import POOLS, batch_of, paged, sequences
 
@@ -32,7 +33,18 @@ _SHARED = (
     "attention_factor",
     "scale",
 )
-_EXTRAS = ("biases", "biased", "scale_sizes", "qk_norms", "sub_norm_eps")  # fmt: skip
+_EXTRAS = (
+    "biases",
+    "biased",
+    "scale_sizes",
+    "qk_norms",
+    "sub_norm_eps",
+    "linear_norm_eps",
+    "lora_weights",
+    "lora_ranks",
+    "lora_scalings",
+    "lora_indices",
+)
 
 
 def model_step_arguments(
@@ -75,7 +87,7 @@ def model_step(o: Any, a: Any) -> Tensor:
     """float32 [r, vocab]: `decode_step` of every sequence on caches made of its blocks."""
     pools = [getattr(a, name) for name in POOLS]
     logits = [torch.empty(0, a.vocab_size)]
-    for tokens, length, slots in sequences(a):
+    for i, (tokens, length, slots) in enumerate(sequences(a)):
         new = tokens.stop - tokens.start
         if new == 0:
             continue
@@ -85,6 +97,8 @@ def model_step(o: Any, a: Any) -> Tensor:
             *caches[:2], torch.tensor([length - new]), a.dtype, a.num_heads, a.intermediate_size,
             a.vocab_size, a.sub_norms, a.activation, a.eps, a.inv_freq, a.attention_factor,
             a.scale, 0, *caches[2:], a.biases, a.biased, a.scale_sizes, a.qk_norms, a.sub_norm_eps,
+            a.linear_norm_eps, a.lora_weights, a.lora_ranks, a.lora_scalings,
+            None if a.lora_indices is None else a.lora_indices[i : i + 1],
         )  # fmt: skip
         for pool, cache in zip(pools, caches, strict=True):
             if pool is not None:
@@ -137,6 +151,18 @@ def _model_step_samples() -> Built:
         (name, lambda g, e=extras: model_step_arguments(g, layers=2, **e))
         for name, extras in EXTRAS.items()
     )
+    for dtype in ACTIVATIONS:
+        yield (
+            f"adapters_{dtype_name(dtype)}",
+            lambda g, d=dtype: model_step_arguments(
+                g, new=(1, 3, 2, 1, 4), lengths=(7, 3, 12, 2, 4), logit_rows=(0, 3, 5, 6, 8),
+                layers=2, adapters=(2, 0, -1, 2, 1), dtype=d, linear_norm_eps=1e-5,
+            ),
+        )  # fmt: skip
+    yield "adapters_of_a_long_chunk", lambda g: model_step_arguments(
+        g, new=(70, 1, 40), lengths=(130, 66, 40), block_size=16, logit_rows=(69, 70),
+        adapters=(1, 0, 1), inner=300,
+    )  # fmt: skip
     yield "all_logits", lambda g: model_step_arguments(g, logit_rows=None)
     yield "logits_in_any_order", lambda g: model_step_arguments(g, logit_rows=(5, 0, 1, 3, 2, 4))
     yield "logits_twice", lambda g: model_step_arguments(g, logit_rows=(4, 4))
@@ -202,6 +228,7 @@ _MODEL_STEP_REJECTIONS: Rejections = [
     ({"scale_sizes": lambda a: [1] * 6}, "scale_sizes", "empty or 7 numbers, got 6"),
     ({"qk_norms": lambda a: True}, "norm_weights", "of shape [456], got [424]"),
     ({"sub_norm_eps": lambda a: -1.0}, "sub_norm_eps", "finite and not negative"),
+    ({"linear_norm_eps": lambda a: -1.0}, "linear_norm_eps", "finite and not negative"),
     ({**_INT8, "key_scale": lambda a: None}, "key_scale", "with int8 caches, got none"),
     ({**_INT8, "value_scale": lambda a: a["key_scale"]}, "value_scale", "in its own memory"),
     ({**_INT8, "value_scale": lambda a: _scales(a)[:, 1:]}, "value_scale", "shape [1, 8, 4, 2]"),
@@ -227,7 +254,10 @@ spec(
             cache_dtype=torch.bfloat16,
         ),
     ],
-    calls={"": Call(_step_call, _MODEL_STEP_REJECTIONS)},
+    calls={
+        "": Call(_step_call, _MODEL_STEP_REJECTIONS),
+        "adapters": Call(lambda g, **s: _step_call(g, adapters=(0, -1, 2), **s), LORA_REJECTIONS),
+    },
     bound=_model_step_bound,
     mutates=frozenset(POOLS),
     overlapping=lambda g, dtype: model_step_arguments(g, cache_dtype=dtype, head=("int8", 128)),

@@ -27,6 +27,7 @@ from bitnet_ops.generate.scheduler import SchedulerOptions
 from bitnet_ops.models.step_batch import StepBatch
 from bitnet_ops.nn.kv_cache import DEFAULT_KV_DTYPE, CacheCapacityError, check_kv_dtype
 from bitnet_ops.nn.kv_pool import DEFAULT_BLOCK_SIZE, KVPool, bytes_of_block
+from bitnet_ops.nn.lora import LoraError
 
 _PREFIX_CACHE_MB = 256  # of an engine that nobody has told how much memory it may have
 
@@ -118,16 +119,18 @@ class Engine:
         *,
         patient: bool = False,
         max_drafts: int | Literal["auto"] = 0,
+        adapter: str | None = None,
     ) -> Run:
         """A run over `prompts`, at least one; nothing is computed before its first step.
 
         `params` is shared or one per prompt. `patient`: only the end is waited for, so that others'
-        prompts may delay its single tokens. `max_drafts`: see `add`. Raises PromptError, TypeError
-        for what is no list of token ids.
+        prompts may delay its single tokens. `max_drafts`, `adapter`: see `add`. Raises PromptError,
+        LoraError, TypeError for what is no list of token ids.
         """
         ids = self._checked(prompts)
+        _check_adapter(self.model, adapter)
         each = _per_prompt(params, len(ids))
-        return Run(self._ready, ids, each, limits or Limits(), patient, max_drafts)
+        return Run(self._ready, ids, each, limits or Limits(), patient, max_drafts, adapter)
 
     def generate(
         self,
@@ -207,18 +210,25 @@ class Engine:
         params: SamplingParams | None = None,
         limits: Limits | None = None,
         *,
+        adapter: str | None = None,
         max_drafts: int | Literal["auto"] = 0,
     ) -> int:
         """Queue a request; its id. Its tokens come as events of the `step`s that follow.
 
-        They are those that `generate` gives for it alone, whatever else runs. `max_drafts`: how
-        many tokens a step may guess from what the text repeats and verify at once, or "auto": as
-        many as make it faster here; they change the speed, never the tokens. Raises PromptError,
-        SamplingError, TypeError for no list of ids.
+        They are those that `generate` gives for it alone, whatever else runs. `adapter`: name of
+        its LoRA adapter, one that the model has loaded. `max_drafts`: how many tokens a step may
+        guess from what the text repeats and verify at once, or "auto": as many as make it faster
+        here; they change the speed, never the tokens. Raises PromptError, SamplingError, LoraError,
+        TypeError for no list of ids.
         """
         ids = token_ids(prompt, "engine")
+        _check_adapter(self.model, adapter)
         return self._ready().add(
-            ids, params or SamplingParams(), limits or Limits(), max_drafts=max_drafts
+            ids,
+            params or SamplingParams(),
+            limits or Limits(),
+            adapter=adapter,
+            max_drafts=max_drafts,
         )
 
     def fork(self, id: int, params: SamplingParams, limits: Limits | None = None) -> int:
@@ -266,6 +276,17 @@ class Engine:
         return prompts
 
 
+def _check_adapter(model: CausalModel, name: str | None) -> None:
+    if name is None:
+        return
+    adapters = getattr(model, "adapters", None)
+    if adapters is None:
+        raise LoraError(
+            f"lora: expected a model with adapters, got a {type(model).__name__}; leave out adapter"
+        )
+    adapters.check(name)
+
+
 def _per_prompt(
     params: SamplingParams | Sequence[SamplingParams] | None, count: int
 ) -> list[SamplingParams]:
@@ -295,9 +316,10 @@ class Session:
         limits: Limits | None = None,
         *,
         max_drafts: int | Literal["auto"] = 0,
+        adapter: str | None = None,
     ) -> Run:
-        """A run over `prompt`, the WHOLE conversation so far. Raises PromptError."""
-        return self.engine.start([prompt], params, limits, max_drafts=max_drafts)
+        """A run over `prompt`, the WHOLE conversation so far. Raises PromptError, LoraError."""
+        return self.engine.start([prompt], params, limits, max_drafts=max_drafts, adapter=adapter)
 
 
 __all__ = [

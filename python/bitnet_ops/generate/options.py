@@ -26,6 +26,7 @@ class GenerateOptions(TypedDict, total=False):
     stop: texts that end the answer and are left out of it; ignore_eos: go on past the end of text.
     speculation: "off", or how many tokens a step may guess from what the text repeats and verify at
     once, or "auto": as many as make it faster on this machine. Tokens are the same.
+    adapter: None, or the name of a LoRA adapter that the model has loaded.
     """
 
     max_new_tokens: int
@@ -42,6 +43,7 @@ class GenerateOptions(TypedDict, total=False):
     stop: str | Sequence[str]
     ignore_eos: bool
     speculation: int | Literal["off", "auto"]
+    adapter: str | None
 
 
 NAMES = tuple(GenerateOptions.__annotations__)
@@ -56,6 +58,7 @@ class Request:
     limits: Limits
     stop: tuple[str, ...] = ()
     max_drafts: int | Literal["auto"] = 0
+    adapter: str | None = None
 
 
 def request(call: str, options: Mapping[str, Any], stop_ids: frozenset[int]) -> Request:
@@ -83,7 +86,11 @@ def request(call: str, options: Mapping[str, Any], stop_ids: frozenset[int]) -> 
     if speculation == "off":
         speculation = 0
     check_drafts(speculation, f'{call}: expected speculation "off",')
-    return Request(params, limits, _stop_texts(call, options.get("stop", ())), speculation)
+    adapter = options.get("adapter")
+    if adapter is not None and not isinstance(adapter, str):
+        raise TypeError(f"{call}: expected adapter as a name or None, got {adapter!r}")
+    stop = _stop_texts(call, options.get("stop", ()))
+    return Request(params, limits, stop, speculation, adapter)
 
 
 def _stop_texts(call: str, stop: Any) -> tuple[str, ...]:

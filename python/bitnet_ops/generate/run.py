@@ -33,12 +33,14 @@ class Run:
         limits: Limits,
         patient: bool = False,
         max_drafts: int | Literal["auto"] = 0,
+        adapter: str | None = None,
     ) -> None:
         self._rows: dict[int, int] = {}  # by the id of the request, of those that have not ended
         self._get_core = core
         self._core: EngineCore | None = None
         self._prompts, self._params = prompts, [p.seeded() for p in params]
         self.limits, self._patient, self._max_drafts = limits, patient, max_drafts
+        self._adapter = adapter
         self.generations = [Generation(seed=p.seed) for p in self._params]
         self.timing = Timing(prompt_tokens=sum(map(len, prompts)))
         self._active = set(range(len(prompts)))
@@ -107,6 +109,7 @@ class Run:
                 self.limits,
                 inbox=self._inbox,
                 patient=self._patient,
+                adapter=self._adapter,
                 max_drafts=self._max_drafts,
             )
             self._rows[id] = row

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from bitnet_ops import ops
 from bitnet_ops.config import ModelConfig
+from bitnet_ops.models.adapters import Adapters, PackedAdapter, Side
 from bitnet_ops.models.layer import ACTIVATION_DTYPES, DecoderLayer, Tensors, norm_weight
 from bitnet_ops.models.step import Step
 from bitnet_ops.models.step_batch import StepBatch
@@ -27,6 +28,7 @@ from bitnet_ops.nn.head import HeadWeight
 from bitnet_ops.nn.kv_cache import KVCache
 from bitnet_ops.nn.kv_pool import KVPool
 from bitnet_ops.nn.linear import BitLinear
+from bitnet_ops.nn.lora import Adapter, check_fits
 from bitnet_ops.nn.packing import PackedWeight
 from bitnet_ops.nn.rotary import rotary
 
@@ -99,8 +101,22 @@ class Decoder(nn.Module):
             self.lm_head = _matrix(tensors, "lm_head.weight", head_format)
         # the `bound` of every layer when the step was gathered, and the step: published together
         self._step: tuple[list[int], Step | None] | None = None
+        self.adapters = Adapters()
         self._watched: tuple[list[int], list[Tensor]] | None = None
         self.eval()
+
+    def add_adapter(self, adapter: Adapter, name: str | None = None) -> None:
+        """Load a LoRA adapter beside the ternary projections, for sequences that name it.
+
+        `name` None: for all that name none. Raises LoraError where the adapter names what is no
+        ternary projection of the model or has another shape, and for a name that is taken.
+        """
+        check_fits(self, adapter)
+        self.adapters.add(name, PackedAdapter.of(adapter, self.config.num_hidden_layers))
+
+    def remove_adapter(self, name: str | None = None) -> None:
+        """Undo `add_adapter`. Raises LoraError for a name that is unknown."""
+        self.adapters.remove(name)
 
     @property
     def weight_format(self) -> str:
@@ -109,64 +125,82 @@ class Decoder(nn.Module):
         return found.pop() if len(found) == 1 else "mixed"
 
     def forward(
-        self, input_ids: Tensor, cache: KVCache | None = None, logits_to_keep: int = 0
+        self,
+        input_ids: Tensor,
+        cache: KVCache | None = None,
+        logits_to_keep: int = 0,
+        adapter: str | None = None,
     ) -> Tensor:
         """Append input_ids int64 [B, T] to the cache's B sequences; logits f32 [B, T, V].
 
         Without a cache the sequences start at position 0, in a float32 cache that is then dropped.
         `logits_to_keep` > 0 gives the logits of that many last tokens only. The cache's lengths
-        grow by T once everything is computed; after an error they are what they were. Raises
-        ValueError on another shape, dtype, batch or id, CacheCapacityError without room.
+        grow by T once everything is computed; after an error they are what they were. `adapter`:
+        the name of the sequences' LoRA adapter (`add_adapter`), the same for all tokens of a
+        cache. Raises ValueError on another shape, dtype, batch, id or name, CacheCapacityError
+        without room.
         """
         cache = self._checked(input_ids, cache)
         positions = cache.positions(input_ids.shape[1])
         if (step := self._whole_step()) is not None:
-            logits = step(self._embed(input_ids), cache, self.head, logits_to_keep)
+            sides = self.adapters.step_arguments([adapter] * cache.batch)
+            logits = step(self._embed(input_ids), cache, self.head, logits_to_keep, sides)
             cache.advance(input_ids.shape[1])
             return logits
-        x = self._states(input_ids, positions, cache)
+        x = self._states(input_ids, positions, cache, adapter)
         cache.advance(input_ids.shape[1])
         kept = x[:, -logits_to_keep:]  # 0 keeps everything
         return self.head(self._last_norm(kept))
 
-    def hidden(self, input_ids: Tensor, cache: KVCache | None = None) -> Tensor:
+    def hidden(
+        self, input_ids: Tensor, cache: KVCache | None = None, adapter: str | None = None
+    ) -> Tensor:
         """As forward, but what the head would read: f32 [B, T, hidden] after the last norm."""
         cache = self._checked(input_ids, cache)
         positions = cache.positions(input_ids.shape[1])
-        x = self._states(input_ids, positions, cache)
+        x = self._states(input_ids, positions, cache, adapter)
         cache.advance(input_ids.shape[1])
         return self._last_norm(x)
 
-    def _states(self, input_ids: Tensor, positions: Tensor, cache: KVCache) -> Tensor:
+    def _states(
+        self, input_ids: Tensor, positions: Tensor, cache: KVCache, adapter: str | None
+    ) -> Tensor:
         start = cache.lengths
+        sides = self.adapters.sides([adapter], None)
 
         def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             pools, scales = (cache.keys[i], cache.values[i]), cache.scales(i)
             ops.kv_cache_update(*pools, k, v, start, *scales)
             return ops.attention(q, *pools, start, self._scale, *scales)
 
-        return self._layers(self._embed(input_ids), positions, attend)
+        return self._layers(self._embed(input_ids), positions, attend, sides)
 
     def _layers(
         self,
         x: Tensor,
         positions: Tensor,
         attend: Callable[[int, Tensor, Tensor, Tensor], Tensor],
+        sides: Sequence[Sequence[Side]],
     ) -> Tensor:
-        """The layers one after the other; attend: the layer's number, query, key and value."""
+        """The layers one after the other; attend: the layer's number, query, key and value.
+
+        sides: of each layer what runs beside it; empty where nothing does.
+        """
         cos_sin = ops.rope_table(positions, *self._rope)
         for i, layer in enumerate(self.model.layers):
-            x = layer(x, cos_sin, functools.partial(attend, i))
+            x = layer(x, cos_sin, functools.partial(attend, i), sides[i] if sides else ())
         return x
 
     def step(self, batch: StepBatch, pool: KVPool) -> Tensor:
         """Logits f32 [rows, V] of `batch.logit_rows`; keys and values enter the pool.
 
         The new tokens of any sequences, in any mixture of prompts and decoding: a token's logits
-        are those of its sequence alone, bit for bit.
+        are those of its sequence alone with its adapter, bit for bit. Raises ValueError on the name
+        of an unknown adapter.
         """
         if (step := self._whole_step()) is not None:
-            return step.paged(self._embed(batch.token_ids), batch, pool, self.head)
+            sides = self.adapters.step_arguments(batch.adapter_names)
+            return step.paged(self._embed(batch.token_ids), batch, pool, self.head, sides)
         return self.head(self.step_states(batch, pool))
 
     def step_states(self, batch: StepBatch, pool: KVPool) -> Tensor:
@@ -178,11 +212,16 @@ class Decoder(nn.Module):
             ops.paged_cache_update(*pools, k, v, batch.slot_mapping, *scales)
             return ops.paged_attention(q, *pools, *where, self._scale, *scales)
 
-        x = self._layers(self._embed(batch.token_ids), batch.positions, attend)
+        owners = torch.repeat_interleave(batch.query_start_loc.diff())
+        sides = self.adapters.sides(batch.adapter_names, owners)
+        x = self._layers(self._embed(batch.token_ids), batch.positions, attend, sides)
         return self._last_norm(x[batch.logit_rows])
 
     def weights_version(self) -> int:
-        """Another number whenever weights have been replaced, or changed in place by torch."""
+        """Another number whenever weights have been replaced, or changed in place by torch.
+
+        Or adapters been loaded or removed.
+        """
         self._whole_step()  # gathering moves them
         layers = cast("list[DecoderLayer]", self.model.layers)
         bound = [layer.bound for layer in layers]
@@ -191,7 +230,8 @@ class Decoder(nn.Module):
             self._watched = bound, [b for layer in layers for b in layer.buffers()]
         outer = self.model.norm, self.model.embed_tokens, self.head
         buffers = [*self._watched[1], *(b for module in outer for b in module.buffers())]
-        return hash(tuple((b.data_ptr(), 0 if b.is_inference() else b._version) for b in buffers))
+        versions = ((b.data_ptr(), 0 if b.is_inference() else b._version) for b in buffers)
+        return hash((self.adapters.version, *versions))
 
     def _last_norm(self, x: Tensor) -> Tensor:
         return ops.rms_norm(x, self.model.norm.weight, self.config.rms_norm_eps)

@@ -7,7 +7,7 @@ caches' owners, embeddings or heads.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeGuard
 
 import torch
@@ -15,10 +15,12 @@ from torch import Tensor, nn
 
 from bitnet_ops import ops
 from bitnet_ops.config import PROJECTIONS, ModelConfig
+from bitnet_ops.models.adapters import Side
 from bitnet_ops.models.tensors import layer_tensors
 from bitnet_ops.nn.casting import Cast, dtype_after, same_dtype
 from bitnet_ops.nn.head import HeadWeight
 from bitnet_ops.nn.linear import BitLinear
+from bitnet_ops.nn.lora import add_side_path
 from bitnet_ops.nn.packing import PackedWeight
 
 Tensors = Mapping[str, Tensor | PackedWeight | HeadWeight]
@@ -121,16 +123,18 @@ class DecoderLayer(nn.Module):
         x: Tensor,
         cos_sin: Tensor,
         attend: Callable[[Tensor, Tensor, Tensor], Tensor],
+        sides: Sequence[Side] = (),
     ) -> Tensor:
         """x [..., hidden] behind the layer.
 
         cos_sin f32 [..., head_dim] of the tokens' positions. attend: what puts keys and values
         F [..., KV, head_dim] into this layer's cache and returns the attention of the queries
-        F [..., H, head_dim] over it, in their shape.
+        F [..., H, head_dim] over it, in their shape. sides: of adapters, those for some rows of an
+        x [tokens, hidden] only or for all.
         """
         c = self.config
         lead = x.shape[:-1]
-        q, k, v = self._qkv(self._rounded(x))
+        q, k, v = self._qkv(self._rounded(x), sides)
         heads, d = c.num_key_value_heads, c.head_dim
         q, k = q.view(*lead, -1, d), k.view(*lead, heads, d)
         if self._head_norms is not None:
@@ -141,12 +145,12 @@ class DecoderLayer(nn.Module):
         a = attend(q, k, v).view(*lead, -1)
         if self._sub_norm is not None:
             a = ops.rms_norm(a, self._sub_norm, self._sub_eps)
-        x = x + self._out(a)
-        return x + self._mlp(self._rounded(x))
+        x = x + self._out(a, sides)
+        return x + self._mlp(self._rounded(x), sides)
 
-    def _qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _qkv(self, x: Tensor, sides: Sequence[Side]) -> tuple[Tensor, Tensor, Tensor]:
         norm, eps = self._input_norm, self.config.rms_norm_eps
-        if self._fused_qkv:
+        if self._fused_qkv and not sides:
             q, k, v = (self._packed[name] for name in _QKV)
             return ops.qkv_forward(
                 x,
@@ -162,16 +166,16 @@ class DecoderLayer(nn.Module):
                 q.in_features,
             )
         h = ops.rms_norm(x, norm, eps)
-        query, key, value = (self._project(name, h) for name in _QKV)
+        query, key, value = (self._project(name, h, sides) for name in _QKV)
         return query, key, value
 
-    def _out(self, a: Tensor) -> Tensor:
-        plain = self._packed.get(_OUT)
-        return self._project(_OUT, a) if plain is None else plain.linear(a)
+    def _out(self, a: Tensor, sides: Sequence[Side]) -> Tensor:
+        plain = None if sides else self._packed.get(_OUT)
+        return self._project(_OUT, a, sides) if plain is None else plain.linear(a)
 
-    def _mlp(self, x: Tensor) -> Tensor:
+    def _mlp(self, x: Tensor, sides: Sequence[Side]) -> Tensor:
         c = self.config
-        if self._fused_mlp:
+        if self._fused_mlp and not sides:
             gate, up, down = (self._packed[name] for name in _MLP)
             return ops.mlp_forward(
                 x,
@@ -189,20 +193,27 @@ class DecoderLayer(nn.Module):
                 (gate.in_features, down.in_features),
             )
         h = ops.rms_norm(x, self._mlp_norm, c.rms_norm_eps)
-        g, u = self._project(_MLP[0], h), self._project(_MLP[1], h)
+        g, u = (self._project(name, h, sides) for name in _MLP[:2])
         if c.hidden_act == "relu2":
             z = ops.relu2_mul(g, u)
         else:
             z = ops.silu_and_mul(torch.cat([g, u], dim=-1))
         if self._ffn_norm is not None:
             z = ops.rms_norm(z, self._ffn_norm, self._sub_eps)
-        return self._project(_MLP[2], z)
+        return self._project(_MLP[2], z, sides)
 
-    def _project(self, name: str, x: Tensor) -> Tensor:
-        """A projection with whatever lies inside it: its norm first, its bias last."""
+    def _project(self, name: str, x: Tensor, sides: Sequence[Side]) -> Tensor:
+        """A projection with what lies inside it, its norm first, its bias last, and beside it."""
         if self._inner_norms:
             x = ops.rms_norm(x, self._inner_norms[name], self.config.linear_norm_eps)
         y: Tensor = self._projections[name](x)
+        for rows, paths in sides:
+            if (lora := paths.get(name)) is None:
+                continue
+            if rows is None:
+                y = add_side_path(y, x, lora)
+            else:
+                y = y.index_copy(0, rows, add_side_path(y[rows], x[rows], lora))
         return y
 
 

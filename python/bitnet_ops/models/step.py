@@ -7,7 +7,8 @@ reads. It must not know ids, caches' owners or sampling.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from bitnet_ops.nn.head import HeadWeight
     from bitnet_ops.nn.kv_cache import KVCache
     from bitnet_ops.nn.kv_pool import KVPool
+
+_NO_ADAPTERS: Mapping[str, Any] = MappingProxyType({})
 
 
 class Step:
@@ -71,18 +74,21 @@ class Step:
             "scale_sizes": [] if set(sizes) == {1} else sizes,
             "qk_norms": c.qk_norm,
             "sub_norm_eps": c.sub_norm_eps,
+            "linear_norm_eps": c.linear_norm_eps if c.linear_norms else None,
         }
 
     @staticmethod
     def expresses(config: ModelConfig, layers: Sequence[nn.Module]) -> bool:
         """Whether the whole-model ops can run these layers; composed ops can run all of them.
 
-        They know ternary products with one scale, one a row or one a group, and with biases, the
-        same in every layer; not norms inside a projection, adapters, or biases of another dtype.
+        They know ternary products with one scale, one a row or one a group, with biases, and with
+        norms inside, the same in every layer; not another class of layer, or biases of another
+        dtype.
         """
-        if config.linear_norms or not layers:
+        if not layers:
             return False
-        forms = [[_form(layer.get_submodule(p)) for p in PROJECTIONS] for layer in layers]
+        inside = {"rms_norm"} if config.linear_norms else set()
+        forms = [[_form(layer.get_submodule(p), inside) for p in PROJECTIONS] for layer in layers]
         first = forms[0]
         if None in first or any(form != first for form in forms):
             return False
@@ -90,11 +96,16 @@ class Step:
         return len(set(grouped[:3])) == 1 and grouped[4] == grouped[5]
 
     def __call__(
-        self, x: Tensor, cache: KVCache, head: HeadWeight, logits_to_keep: int = 0
+        self,
+        x: Tensor,
+        cache: KVCache,
+        head: HeadWeight,
+        logits_to_keep: int = 0,
+        adapters: Mapping[str, Any] = _NO_ADAPTERS,
     ) -> Tensor:
         """Embedded tokens f32 [B, T, hidden] -> logits f32 [B, T, V]; the cache is written.
 
-        `logits_to_keep` > 0: of that many last tokens only.
+        `logits_to_keep` > 0: of that many last tokens only. `adapters`: Adapters.step_arguments.
         """
         return ops.decode_step(
             x=x,
@@ -111,9 +122,17 @@ class Step:
             value_scale=cache.value_scale,
             biases=self.biases,
             **self._model,
+            **adapters,
         )
 
-    def paged(self, x: Tensor, batch: StepBatch, pool: KVPool, head: HeadWeight) -> Tensor:
+    def paged(
+        self,
+        x: Tensor,
+        batch: StepBatch,
+        pool: KVPool,
+        head: HeadWeight,
+        adapters: Mapping[str, Any] = _NO_ADAPTERS,
+    ) -> Tensor:
         """Embedded tokens f32 [tokens, hidden] -> logits f32 [rows, V]; the pool is written."""
         return ops.model_step(
             x=x,
@@ -134,6 +153,7 @@ class Step:
             value_scale=pool.value_scale,
             biases=self.biases,
             **self._model,
+            **adapters,
         )
 
 
@@ -141,9 +161,12 @@ def _has_bias(projection: nn.Module) -> bool:
     return isinstance(projection, BitLinear) and projection.bias is not None
 
 
-def _form(projection: nn.Module) -> tuple[int, int, bool] | None:
-    """Size of groups, number of scales and bias or none; None for what is no plain product."""
-    if type(projection) is not BitLinear or projection._modules:
+def _form(projection: nn.Module, inside: set[str]) -> tuple[int, int, bool] | None:
+    """Size of groups, number of scales and bias or none; None for what is no plain product.
+
+    inside: the names of modules that may lie in it.
+    """
+    if type(projection) is not BitLinear or projection._modules.keys() - inside:
         return None
     bias, scale = projection.bias, projection.weight_scale
     if scale.dtype != torch.float32 or (bias is not None and bias.dtype != torch.float32):
@@ -153,12 +176,21 @@ def _form(projection: nn.Module) -> tuple[int, int, bool] | None:
 
 def _norm_names(c: ModelConfig) -> tuple[str, ...]:
     """The norms of a layer in the order in which the ops use them."""
+    q, k, v, o, gate, up, down = PROJECTIONS
+
+    def inside(*projections: str) -> tuple[str, ...]:
+        return tuple(f"{name}.rms_norm" for name in projections if c.linear_norms)
+
     return (
         "input_layernorm",
+        *inside(q, k, v),
         *(("self_attn.q_norm", "self_attn.k_norm") if c.qk_norm else ()),
         *(("self_attn.attn_sub_norm",) if c.sub_norms else ()),
+        *inside(o),
         "post_attention_layernorm",
+        *inside(gate, up),
         *(("mlp.ffn_sub_norm",) if c.sub_norms else ()),
+        *inside(down),
     )
 
 

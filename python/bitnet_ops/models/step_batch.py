@@ -54,6 +54,11 @@ class StepBatch:
     logit_rows: Tensor
     adapters: tuple[str | None, ...] = ()
 
+    @property
+    def adapter_names(self) -> tuple[str | None, ...]:
+        """Of each sequence; a batch made without any has none."""
+        return self.adapters or (None,) * len(self.seq_lens)
+
     @classmethod
     def of(cls, sequences: Sequence[SequenceStep], block_size: int) -> StepBatch:
         """The batch of `sequences`, at least one. Raises ValueError for what cannot be run."""

@@ -73,6 +73,11 @@ class LoraWeight:
     b: Tensor
     scaling: float
 
+    def to(self, dtype: torch.dtype) -> LoraWeight:
+        """With contiguous factors of `dtype`."""
+        a, b = (factor.to(dtype).contiguous() for factor in (self.a, self.b))
+        return LoraWeight(a, b, self.scaling)
+
     def delta(self) -> Tensor:
         """What the side path adds to the weight: `B A * scaling`, float32 [N, K]."""
         return (self.b.float() @ self.a.float()) * self.scaling
@@ -234,8 +239,14 @@ def _check_targets(config: Mapping[str, Any], modules: list[str]) -> None:
 # Running ------------------------------------------------------------------------------------------
 
 
+def add_side_path(y: Tensor, x: Tensor, lora: LoraWeight) -> Tensor:
+    """y F [..., N] + the side path of x F [..., K], added in float32 and rounded to y's dtype."""
+    side = ops.lm_head(ops.lm_head(x, lora.a), lora.b)
+    return (y.float() + side * lora.scaling).to(y.dtype)
+
+
 class LoraBitLinear(BitLinear):
-    """A BitLinear with a side path; as it is no plain BitLinear, no fused op takes its place."""
+    """A BitLinear with a side path, for use on its own: a decoder takes adapters by name."""
 
     lora: LoraWeight
 
@@ -247,35 +258,18 @@ class LoraBitLinear(BitLinear):
         return layer
 
     def forward(self, x: Tensor) -> Tensor:
-        base = super().forward(x)  # first: it knows its in_features and rejects another x by name
-        side = ops.lm_head(ops.lm_head(x, self.lora.a), self.lora.b)
-        return (base.float() + side * self.lora.scaling).to(x.dtype)
+        # the projection first: it knows its in_features and rejects another x by name
+        return add_side_path(super().forward(x), x, self.lora)
 
 
-def apply_adapter(model: nn.Module, adapter: Adapter) -> None:
-    """Put the side paths of `adapter` beside the projections of `model`, a Decoder, in place.
-
-    Raises LoraError where the adapter names what is no ternary projection of the model, or has
-    another shape; the model is unchanged then.
-    """
+def check_fits(model: nn.Module, adapter: Adapter) -> None:
+    """Raise LoraError unless each of the adapter's modules is a ternary projection of `model`."""
     modules = dict(model.named_modules())
-    layers: dict[str, BitLinear] = {}
     for name, lora in adapter.weights.items():
         base = modules.get(name)
-        if not isinstance(base, BitLinear) or isinstance(base, LoraBitLinear):
+        if type(base) is not BitLinear:
             found = "no such module" if base is None else f"a {type(base).__name__}"
             _reject(f"{name} to be a ternary projection", found, "the adapter is another model's")
         shape, expected = (len(lora.b), lora.a.shape[1]), (base.out_features, base.in_features)
         if shape != expected:
             _reject(f"{name} as {list(expected)}", list(shape), "the adapter is another model's")
-        layers[name] = base
-    for name, base in layers.items():
-        contiguous = LoraWeight(
-            adapter.weights[name].a.contiguous(),
-            adapter.weights[name].b.contiguous(),
-            adapter.weights[name].scaling,
-        )
-        model.set_submodule(name, LoraBitLinear.from_base(base, contiguous))
-    for module in model.modules():
-        if callable(bind := getattr(module, "_bind", None)):
-            bind()  # a layer keeps its projections at hand

@@ -281,6 +281,11 @@ def decode_step(
     scale_sizes: Sequence[int] = (),
     qk_norms: bool = False,
     sub_norm_eps: float | None = None,
+    linear_norm_eps: float | None = None,
+    lora_weights: list[Tensor] | None = None,
+    lora_ranks: Tensor | None = None,
+    lora_scalings: Tensor | None = None,
+    lora_indices: Tensor | None = None,
 ) -> Tensor:
     """All layers, the last norm and the head on new tokens: one call, one parallel region.
 
@@ -297,7 +302,9 @@ def decode_step(
         norm_weights: float32, one contiguous row of all norm weights in the order of use: for each
             layer [K] before q, k, v, ([D] of query heads, [D] of key heads, with qk_norms,)
             ([num_heads * D] before o, with sub_norms,) [K] before gate and up,
-            ([intermediate_size] before down, with sub_norms;) at the end [K] before the head.
+            ([intermediate_size] before down, with sub_norms;) at the end [K] before the head. With
+            linear_norm_eps each projection's own, of its input features, right behind the norm
+            before it: q's, k's and v's, o's, gate's and up's, down's.
         head_weight, head_scale: as `lm_head` takes them.
         key_cache, value_cache: C [layers, B, KV, L, D], contiguous within a layer; both are
             mutated.
@@ -323,12 +330,22 @@ def decode_step(
             gate and up, all or none have groups.
         qk_norms: whether every query and key head is normalised before it is rotated.
         sub_norm_eps: of the norms before o and down; None: eps.
+        linear_norm_eps: of the norms inside projections, each of which normalises its input once
+            more, by a weight of its own; None: there are none.
+        lora_weights: F [n] each, contiguous: of each adapter the factors A [rank, K] and B
+            [ceil(N / 16), rank, 16], whose lanes are rows of B, the last ones zeros, of every
+            projection that it is beside, in the order of `weights`. An adapted projection
+            gives `y + lm_head(lm_head(x, A), B) * scaling`, rounded as y is, where x is what the
+            projection reads, before it is quantised.
+        lora_ranks: int64 [adapters, layers, 7]; 0: nothing beside that projection.
+        lora_scalings: float32 [adapters, layers, 7].
+        lora_indices: int64 or int32 [B], the adapter of each sequence, -1: none.
     Returns:
         float32 [B, T, vocab_size], the logits; with logits_to_keep that many tokens at most.
     Raises:
         RuntimeError: a wrong dtype or shape, an odd D, H not a multiple of KV, a position outside
             the caches; nothing has been written then.
-    Source: transformers BitNetForCausalLM, LlamaForCausalLM.
+    Source: transformers BitNetForCausalLM, LlamaForCausalLM; LoRA, arXiv 2106.09685.
     """
     batch, tokens, _ = x.shape
     kept = min(logits_to_keep, tokens) if logits_to_keep else tokens
@@ -368,6 +385,11 @@ def model_step(
     scale_sizes: Sequence[int] = (),
     qk_norms: bool = False,
     sub_norm_eps: float | None = None,
+    linear_norm_eps: float | None = None,
+    lora_weights: list[Tensor] | None = None,
+    lora_ranks: Tensor | None = None,
+    lora_scalings: Tensor | None = None,
+    lora_indices: Tensor | None = None,
 ) -> Tensor:
     """`decode_step` on the new tokens of any sequences, whose keys and values lie in blocks.
 
@@ -379,7 +401,8 @@ def model_step(
         x: float32 [tokens, K], the embedded tokens, one sequence's behind the other's.
         weights, scales, norm_weights, head_weight, head_scale, dtype, num_heads, intermediate_size,
             vocab_size, sub_norms, activation, eps, inv_freq, attention_factor, scale, biases,
-            biased, scale_sizes, qk_norms, sub_norm_eps: as `decode_step` takes them.
+            biased, scale_sizes, qk_norms, sub_norm_eps, linear_norm_eps, lora_weights, lora_ranks,
+            lora_scalings: as `decode_step` takes them.
         key_pool, value_pool: float32, bfloat16 or int8 [layers, blocks, block_size, KV, D] with any
             strides but a contiguous D; both are mutated.
         positions: int64 or int32 [tokens], where each token stands, for the rotation.
@@ -389,6 +412,7 @@ def model_step(
         logit_rows: int64 or int32 [r], in any order: the tokens whose logits are wanted; only they
             are computed behind the last layer's attention.
         key_scale, value_scale: float32 [layers, blocks, block_size, KV] with int8 pools, mutated.
+        lora_indices: int64 or int32 [n], the adapter of each sequence, -1: none.
     Returns:
         float32 [r, vocab_size], the logits.
     Raises:

@@ -1,0 +1,128 @@
+// The two products of side paths, cut into units; see side_paths.h.
+#include "engine/side_paths.h"
+
+#include <algorithm>
+#include <numeric>
+
+namespace bitnet::engine {
+namespace {
+
+// Four rows are the streams in which head_dense reads one token's weights.
+constexpr int64_t kShrinkRows = 4, kShrinkTokens = 64;
+constexpr int64_t kExpandTokens = 32, kExpandRows = 128;
+static_assert(kExpandRows % kSideTileRows == 0);
+
+int64_t ceil_div(int64_t n, int64_t size) { return (n + size - 1) / size; }
+
+int64_t units_of(const AdapterGroups::Group& group, const SidePath& path) {
+  return ceil_div(path.rank, kShrinkRows) * ceil_div(group.end - group.begin, kShrinkTokens);
+}
+
+// Rows [begin, end) of A x the tokens at places [first, last) of the group.
+void shrink_block(const KernelTable& table, const SideProjection& p,
+                  const AdapterGroups::Group& group, int64_t begin, int64_t end, int64_t first,
+                  int64_t last) {
+  const SidePath& path = p.paths[group.adapter];
+  float* out = p.inner + group.begin * p.most_rank + (first - group.begin) * path.rank + begin;
+  table.head_dense(p.x + first * p.k, last - first, path.type, path.a, p.k, begin, end,
+                   p.prefetch_bytes, out, path.rank);
+}
+
+// Outputs [begin, begin + n) of one token: `side` is what its side path gives, null: it has none.
+void finish(const KernelTable& table, const SideProjection& p, int64_t token, int64_t begin,
+            int64_t n, const float* side) {
+  float* y = p.y + token * p.rows + begin;
+  if (side != nullptr) {
+    table.add_row(y, side, n, y);
+    table.round_row(p.type, y, n);
+  }
+  if (p.residual == nullptr) return;
+  float* to = p.residual + token * p.rows + begin;
+  table.add_row(to, y, n, to);
+}
+
+// Outputs [begin, begin + n) of the tokens at places [first, last).
+void expand_block(const KernelTable& table, const AdapterGroups& groups, const SideProjection& p,
+                  int64_t first, int64_t last, int64_t begin, int64_t n) {
+  alignas(64) float side[kExpandTokens * kExpandRows];
+  for (const AdapterGroups::Group& group : groups.groups()) {
+    const int64_t from = std::max(first, group.begin), to = std::min(last, group.end);
+    const SidePath& path = p.paths[group.adapter];
+    if (from >= to) continue;
+    if (path.rank != 0) {
+      const float* x = p.inner + group.begin * p.most_rank + (from - group.begin) * path.rank;
+      table.dense_tiles(x, to - from, path.type, path.b, path.rank, path.scaling, begin, begin + n,
+                        side, n);
+    }
+    for (int64_t place = from; place < to; ++place) {
+      finish(table, p, groups.token(place), begin, n,
+             path.rank == 0 ? nullptr : side + (place - from) * n);
+    }
+  }
+  for (int64_t place = std::max(first, groups.with_adapter()); place < last; ++place) {
+    finish(table, p, groups.token(place), begin, n, nullptr);
+  }
+}
+
+}  // namespace
+
+void AdapterGroups::build(const int64_t* adapters, int64_t count) {
+  const auto at = [](int64_t i) { return static_cast<size_t>(i); };
+  tokens_.resize(at(count)), places_.resize(at(count)), groups_.clear();
+  std::iota(tokens_.begin(), tokens_.end(), 0);
+  // -1, which is none, becomes the largest; a token's number keeps the order among equals
+  const auto key = [&](int64_t token) { return static_cast<uint64_t>(adapters[token]); };
+  std::ranges::sort(tokens_, [&](int64_t one, int64_t other) {
+    return key(one) != key(other) ? key(one) < key(other) : one < other;
+  });
+  for (int64_t place = 0; place < count; ++place) {
+    const int64_t token = tokens_[at(place)], adapter = adapters[token];
+    places_[at(token)] = place;
+    if (adapter < 0) continue;
+    if (groups_.empty() || groups_.back().adapter != adapter)
+      groups_.push_back({adapter, place, place});
+    groups_.back().end = place + 1;
+  }
+}
+
+int64_t shrink_units(const AdapterGroups& groups, const SideProjection& p) {
+  int64_t units = 0;
+  for (const auto& group : groups.groups()) units += units_of(group, p.paths[group.adapter]);
+  return units;
+}
+
+void shrink(const KernelTable& table, const AdapterGroups& groups, const SideProjection& p,
+            int64_t begin, int64_t end) {
+  int64_t offset = 0;  // of the group's units among all
+  for (const auto& group : groups.groups()) {
+    const SidePath& path = p.paths[group.adapter];
+    const int64_t units = units_of(group, path), row_blocks = ceil_div(path.rank, kShrinkRows);
+    const int64_t last = std::min(end - offset, units);
+    for (int64_t unit = std::max(begin - offset, int64_t{0}); unit < last; ++unit) {
+      const int64_t row = unit % row_blocks * kShrinkRows;
+      const int64_t place = group.begin + unit / row_blocks * kShrinkTokens;
+      shrink_block(table, p, group, row, std::min(row + kShrinkRows, path.rank), place,
+                   std::min(place + kShrinkTokens, group.end));
+    }
+    offset += units;
+  }
+}
+
+int64_t expand_units(const AdapterGroups& groups, const SideProjection& p) {
+  const int64_t places = p.residual == nullptr ? groups.with_adapter() : groups.count();
+  return ceil_div(places, kExpandTokens) * ceil_div(p.rows, kExpandRows);
+}
+
+void expand(const KernelTable& table, const AdapterGroups& groups, const SideProjection& p,
+            int64_t begin, int64_t end) {
+  const int64_t places = p.residual == nullptr ? groups.with_adapter() : groups.count();
+  const int64_t row_blocks = ceil_div(p.rows, kExpandRows);
+  for (int64_t unit = begin; unit < end; ++unit) {
+    const int64_t first = unit / row_blocks * kExpandTokens;
+    const int64_t row = unit % row_blocks * kExpandRows;
+    expand_block(table, groups, p, first, std::min(first + kExpandTokens, places), row,
+                 std::min(kExpandRows, p.rows - row));
+  }
+}
+
+}  // namespace bitnet::engine
