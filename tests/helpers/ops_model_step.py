@@ -13,7 +13,7 @@ from op_spec import Call, Named, Rejections, spec
 from op_values import ACTIVATIONS, KV_DTYPES, Arguments, Built, dtype_name, strided
 from ops_attention import OF_KV_TYPES, cache_memory
 from ops_lora import LORA_REJECTIONS
-from ops_model import EXTRAS, decode_step_arguments, step_bound
+from ops_model import EXTRAS, clear_of_ties, decode_step_arguments, step_bound
 from ops_paged import POOLS, batch_of, paged, sequences
 
 _SHARED = (
@@ -141,7 +141,11 @@ def _model_step_samples() -> Built:
         for cache in KV_DTYPES:
             yield (
                 f"{dtype_name(dtype)}_over_{dtype_name(cache)}",
-                lambda g, d=dtype, c=cache: model_step_arguments(g, dtype=d, cache_dtype=c),
+                clear_of_ties(
+                    "model_step",
+                    lambda g, d=dtype, c=cache: model_step_arguments(g, dtype=d, cache_dtype=c),
+                    _model_step_bound,
+                ),
             )
     yield "layers", lambda g: model_step_arguments(g, layers=2, head=torch.bfloat16)
     yield "head_int8", lambda g: model_step_arguments(g, head=("int8", 128))
@@ -256,7 +260,10 @@ spec(
     ],
     calls={
         "": Call(_step_call, _MODEL_STEP_REJECTIONS),
-        "adapters": Call(lambda g, **s: _step_call(g, adapters=(0, -1, 2), **s), LORA_REJECTIONS),
+        "adapters": Call(
+            lambda g, **s: _step_call(g, adapters=(0, -1, 2), **s),
+            [*_MODEL_STEP_REJECTIONS, *LORA_REJECTIONS],
+        ),
     },
     bound=_model_step_bound,
     mutates=frozenset(POOLS),

@@ -98,7 +98,7 @@ def _reject(name: str) -> None:
 
 
 # Nothing of these could require a gradient. Every other op rejects, a new one too.
-_NO_FLOATS = {"pack", "unpack", "prepack", "unprepack", "rope_table"}
+_NO_FLOATS = {"pack", "unpack", "prepack", "unprepack"}
 
 for _registered in sorted(torch._C._dispatch_get_all_op_names()):
     _namespace, _, _name = _registered.partition("::")
