@@ -243,6 +243,20 @@ def test_gradients_reach_the_inputs(folders: dict[str, Path]) -> None:
 # What is rejected ---------------------------------------------------------------------------
 
 
+def test_norms_and_mlps_that_compute_something_else_stay() -> None:
+    """Gemma's norm scales by 1 + weight, its MLP has another activation."""
+    from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+    class PlusOneRMSNorm(LlamaRMSNorm):
+        def forward(self, hidden_states: Tensor) -> Tensor:
+            return super().forward(hidden_states) * 2
+
+    assert layers.faster_norm(PlusOneRMSNorm(64)) is None
+    assert layers.faster_norm(GemmaRMSNorm(64)) is None
+    assert isinstance(layers.faster_norm(LlamaRMSNorm(64)), layers.RMSNorm)
+
+
 def test_a_model_without_ternary_layers_is_named() -> None:
     config = transformers.LlamaConfig(
         hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=2,

@@ -209,8 +209,8 @@ def accelerate(
     Args:
         model: holds transformers' BitLinear or AutoBitLinear modules (`quant_method` "bitnet").
         weight_format: layout of the weights in memory, as `PackedWeight.repack` has them.
-        norms: swap the RMSNorms that compute what `ops.rms_norm` does (layers.NORMS).
-        mlp: one op for activation and product in the MLPs of layers.MLPS.
+        norms: swap the RMSNorms that compute what `ops.rms_norm` does.
+        mlp: one op for activation and product in gated MLPs.
         head: None leaves the output head; "int8" or "int4" quantises it, which changes logits by
             its rounding. An embedding that is tied to it stays as it is.
     Returns:
