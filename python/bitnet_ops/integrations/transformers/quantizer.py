@@ -1,7 +1,7 @@
-"""accelerate(model), and the quantizer "bitnet_ops" by which transformers loads and saves.
+"""accelerate(model), and the quantiser "bitnet_ops" by which transformers loads and saves.
 
 A checkpoint says `quant_method: "bitnet"`, which is transformers' own name and must go on meaning
-its own quantizer; so ours is asked for by `quantization_config=BitnetOpsConfig()`. What it saves
+its own quantiser; so ours is asked for by `quantization_config=BitnetOpsConfig()`. What it saves
 says "bitnet" again, packed as transformers packs: every reader of such checkpoints takes it.
 """
 
@@ -29,7 +29,7 @@ from bitnet_ops.integrations.transformers import layers
 from bitnet_ops.nn.storage import check_head_format, check_weight_format
 
 METHOD = "bitnet_ops"
-# What a checkpoint of transformers' own quantizer says, which ours reads too.
+# What a checkpoint of transformers' own quantiser says, which ours reads too.
 _CHECKPOINT_KEYS = (
     "linear_class",
     "quantization_mode",
