@@ -23,6 +23,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 # tests that press it would wait for nothing.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # nohup: for this process, not its children
+    signal.signal(signal.SIGHUP, lambda number, frame: None)
 
 import hypothesis
 import pytest

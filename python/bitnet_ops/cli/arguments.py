@@ -31,6 +31,13 @@ def listed(words: Iterable[object]) -> str:
     return f"{', '.join(most)} or {last}" if most else last
 
 
+class _Help(argparse.HelpFormatter):
+    """argparse's, with room for `--repetition-penalty R` beside its help."""
+
+    def __init__(self, prog: str, **options: Any) -> None:
+        super().__init__(prog, **{**options, "max_help_position": 30})
+
+
 class Parser(argparse.ArgumentParser):
     """argparse whose errors are UsageErrors in the project's style.
 
@@ -39,7 +46,7 @@ class Parser(argparse.ArgumentParser):
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **{"allow_abbrev": False, **options})
+        super().__init__(*args, **{"allow_abbrev": False, "formatter_class": _Help, **options})
 
     @property
     def command(self) -> str:

@@ -81,14 +81,13 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         "--cache",
         metavar="DIR",
         type=non_empty,
-        help="keep the repacked model in DIR for later runs; auto: in the user's cache directory "
-        "(default: BITNET_OPS_CACHE if set, else none)",
+        help="keep repacked models there, or auto (default: $BITNET_OPS_CACHE)",
     )
     group.add_argument(
         "--no-convert",
         dest="convert",
         action="store_false",
-        help="take converted models alone; others are converted once, into the cache",
+        help="reject what is not converted, instead of converting it once",
     )
     group.add_argument(
         "--lora", metavar="DIR", help="run the LoRA adapter of a PEFT directory beside the model"
@@ -97,7 +96,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         "--head-format",
         choices=tuple(HEAD_FORMATS),
         default="int8",
-        help="of the output head and a tied embedding (default int8; stored: as in the file)",
+        help="of head and tied embedding (default int8; stored: as in the file)",
     )
 
 
@@ -140,16 +139,14 @@ def add_sampling_arguments(
         "--logprobs",
         type=integer(0, 20),
         metavar="N",
-        help="tell the logarithm of each token's probability, and those of the N most probable: "
-        "a line of JSON a token on stderr, behind the text, or in --json's object",
+        help="log probability of each token and N others, in JSON, on stderr",
     )
     add(
         "--speculation",
         type=_speculation,
         default="off",
         metavar="off|auto|N",
-        help="guess up to N next tokens from what the text repeats and verify them at once, or as "
-        "many as make it faster here; same text (default off)",
+        help="N guesses a step where the text repeats; same text (default off)",
     )
     add("--seed", type=integer(0, 2**63 - 1), metavar="S", help="makes sampling repeatable")
     add(
