@@ -93,7 +93,7 @@ def test_ambiguous_types_are_settled_once(tmp_path: Path, monkeypatch: pytest.Mo
         with Reader(tmp_path / "x") as reader:
             assert {info.type.name for info in reader.tensors.values()} == {"Q2_0"}
         counts[many] = calls
-    assert counts[1000] <= 2.1 * counts[500] and counts[1000] <= 6 * 1001
+    assert counts[1000] <= 2.1 * counts[500] and counts[1000] <= 5 * 1001 + 1
 
 
 def test_a_name_twice_among_many(tmp_path: Path) -> None:

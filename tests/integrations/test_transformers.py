@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers.integrations.bitnet import AutoBitLinear
 
@@ -199,6 +200,9 @@ def test_a_quantised_head(folders: dict[str, Path], name: str, head: str, tmp_pa
         a, b = ours(ids).logits, reference(ids).logits
     assert 0 < (a - b).abs().mean() < (0.02 if head == "int8" else 0.2) * b.std()
     ours.save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    tied = reference.config.tie_word_embeddings
+    assert tied or saved["lm_head.weight"].dtype == torch.float32  # as the model's head was
     again = theirs(tmp_path)
     with torch.inference_mode():
         c = again(ids).logits
@@ -306,8 +310,6 @@ def test_a_code_3_is_rejected(folders: dict[str, Path]) -> None:
 
 
 def test_a_missing_tensor_is_named(folders: dict[str, Path], tmp_path: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
     folder = write_checkpoint(tmp_path / "m", FAMILIES["bitnet-offline"])
     tensors = load_file(folder / "model.safetensors")
     del tensors["model.layers.1.self_attn.k_proj.weight_scale"]

@@ -25,11 +25,10 @@ from bitnet_ops.nn.packing import pack_hf, pack_ternary
 class TernaryLinear(BitLinear):
     """BitLinear, with the norm of its inputs where the checkpoint has one (`use_rms_norm`).
 
-    `rule`: how its checkpoint stores scales; `reciprocal`: the scale as stored, if it divides.
+    `reciprocal`: the scale as its checkpoint stores it, if it divides there.
     """
 
     rms_norm: nn.Module | None
-    rule: ScaleRule = ScaleRule.MULTIPLY
     reciprocal: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -106,12 +105,17 @@ class GatedMLP(nn.Module):
 
 
 class QuantizedHead(nn.Module):
-    """Logits of a head in int8 or int4, in the dtype of its inputs."""
+    """Logits of a head in int8 or int4, in the dtype of its inputs; `dtype` is what it was."""
 
     def __init__(self, weight: Tensor, head_format: str) -> None:
         super().__init__()
         self.head = HeadWeight.from_dense(weight.detach(), head_format)
         self.out_features, self.in_features = weight.shape
+        self.dtype = weight.dtype
+
+    def for_checkpoint(self) -> Tensor:
+        """A floating head again, F [V, K], rounded as the codes are."""
+        return self.head.embed(torch.arange(self.out_features)).to(self.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(x).to(x.dtype)
@@ -157,7 +161,6 @@ def ternary_linear(
     )
     layer.repack(weight_format)
     layer.register_module("rms_norm", rms_norm)
-    layer.rule = rule
     if rule is ScaleRule.DIVIDE and weight_scale is not None:
         layer.reciprocal = weight_scale.detach().reshape(1)
     return layer
@@ -199,7 +202,7 @@ def replacement(module: nn.Module, name: str, weight_format: str) -> TernaryLine
 
 
 _ACTIVATIONS = {"relu2": "relu2", "silu": "silu", "swish": "silu"}
-_PROBED: dict[type, bool] = {}  # whether ours computes what a class of transformers' does
+_PROVED: set[type] = set()  # classes of transformers' that ours compute the same as
 
 
 def faster_norm(module: nn.Module) -> RMSNorm | None:
@@ -222,17 +225,18 @@ def faster_mlp(module: nn.Module) -> GatedMLP | None:
 
 
 def _same(theirs: nn.Module, ours: nn.Module, features: int) -> bool:
-    """Whether both agree on three random tokens, tried once for a class.
+    """Whether both agree on three random tokens, tried until a class has agreed once.
 
     Some norms scale by 1 + weight, some MLPs clamp: what a name promises does not show that.
     """
     kind = type(theirs)
-    if kind not in _PROBED:
+    if kind not in _PROVED:
         dtype = next((p.dtype for p in theirs.parameters() if p.is_floating_point()), None)
         x = torch.randn(3, features, generator=torch.Generator().manual_seed(1))
         x = x.to(torch.float32 if dtype is None else dtype)
         with torch.inference_mode():
             expected, got = theirs(x).float(), ours(x).float()
         error = (got - expected).abs().max()
-        _PROBED[kind] = bool(error <= 0.02 * expected.abs().max())
-    return _PROBED[kind]
+        if bool(error <= 0.02 * expected.abs().max()):
+            _PROVED.add(kind)
+    return kind in _PROVED

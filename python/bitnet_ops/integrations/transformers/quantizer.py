@@ -306,23 +306,14 @@ def _saved_state(model: nn.Module, config: BitnetOpsConfig) -> dict[str, Tensor]
                 raise ValueError(f"save_pretrained: {name}: {error}") from None
             state.update({prefix + key: tensor for key, tensor in saved.items()})
         elif isinstance(module, layers.QuantizedHead):
-            _save_head(state, prefix, module, tied=_is_tied(model))
+            state = {key: tensor for key, tensor in state.items() if not key.startswith(prefix)}
+            if not _is_tied(model):  # else the embedding has the weight
+                state[prefix + "weight"] = module.for_checkpoint()
     return state
 
 
 def _is_tied(model: nn.Module) -> bool:
     return bool(getattr(getattr(model, "config", None), "tie_word_embeddings", False))
-
-
-def _save_head(
-    state: dict[str, Tensor], prefix: str, head: layers.QuantizedHead, *, tied: bool
-) -> None:
-    """A floating head again, rounded as it is; of a tied one the embedding has the weight."""
-    for key in [key for key in state if key.startswith(prefix)]:
-        del state[key]
-    if not tied:
-        ids = torch.arange(head.out_features)
-        state[prefix + "weight"] = head.head.embed(ids).to(torch.bfloat16)
 
 
 def _let_our_config_meet_bitnet() -> None:
