@@ -1,6 +1,6 @@
 """The model class `bitnet_ops` of EleutherAI's lm-evaluation-harness.
 
-    python -m bitnet_ops.integrations.lm_eval --model bitnet_ops \\
+    python -m bitnet_ops.evaluation --model bitnet_ops \\
         --model_args path=my-model --tasks arc_easy
 
 is the harness's own command line with the class registered. In Python: import this module, then

@@ -22,7 +22,7 @@ from lm_eval.tasks import TaskManager
 
 from bitnet_ops.generate.prompts import PromptError
 from bitnet_ops.generate.scoring import score
-from bitnet_ops.integrations.lm_eval import BitnetOpsLM, EvaluationError
+from bitnet_ops.evaluation import BitnetOpsLM, EvaluationError
 from bitnet_ops.language_model import load
 
 DEMO = Path(__file__).resolve().parents[1] / "data" / "demo-model"
@@ -210,7 +210,7 @@ def test_generation_settings_that_it_does_not_know() -> None:
 @pytest.mark.slow
 def test_the_harness_command_line(tasks: Path, tmp_path: Path) -> None:
     command = [
-        *(sys.executable, "-m", "bitnet_ops.integrations.lm_eval", "run"),
+        *(sys.executable, "-m", "bitnet_ops.evaluation", "run"),
         *("--model", "bitnet_ops", "--model_args", f"path={DEMO},max_length=256"),
         *("--include_path", str(tasks), "--tasks", "demo_until", "--limit", "2"),
         *("--output_path", str(tmp_path / "out")),
