@@ -33,7 +33,7 @@ def measure(shape: tuple[int, int], seconds: float) -> None:
     """One row, for the instruction set of this process."""
     import torch
 
-    from bitnet_ops import _runtime, ops
+    from bitnet_ops import _runtime
     from bitnet_ops.bench.harness import Budget, Timed, interleave
     from bitnet_ops.nn.packing import pack_ternary
 
