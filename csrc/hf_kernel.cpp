@@ -8,12 +8,14 @@
 #include "kernels/kernel_table.h"
 #include "runtime/regions.h"
 
+#define BITNET_EXPORTED __attribute__((visibility("default")))
+
 extern "C" {
 
 // Writes at most 4 sizes of the uint8 tensor of an N x K matrix; returns how many, 0 for an unknown
 // layout.
-int64_t bitnet_packed_shape(const char* name, int64_t out_features, int64_t in_features,
-                            int64_t* sizes) {
+BITNET_EXPORTED int64_t bitnet_packed_shape(const char* name, int64_t out_features,
+                                            int64_t in_features, int64_t* sizes) {
   for (const auto& layout : bitnet::layout::kWeightLayouts) {
     if (std::strcmp(name, layout.name) != 0) continue;
     const auto shape = layout.shape(out_features, in_features, bitnet::kernels().tile_lanes);
@@ -24,7 +26,7 @@ int64_t bitnet_packed_shape(const char* name, int64_t out_features, int64_t in_f
 }
 
 // The number of dimensions of a layout, 0 for an unknown one.
-int64_t bitnet_layout_dimensions(const char* name) {
+BITNET_EXPORTED int64_t bitnet_layout_dimensions(const char* name) {
   for (const auto& layout : bitnet::layout::kWeightLayouts) {
     if (std::strcmp(name, layout.name) == 0) return layout.dimensions;
   }
@@ -32,8 +34,8 @@ int64_t bitnet_layout_dimensions(const char* name) {
 }
 
 // In the child of a fork: whether ops run on one thread from now on.
-int bitnet_mark_forked() { return bitnet::mark_forked() ? 1 : 0; }
+BITNET_EXPORTED int bitnet_mark_forked() { return bitnet::mark_forked() ? 1 : 0; }
 
 // The instruction set in use.
-const char* bitnet_isa() { return bitnet::kernels().name; }
+BITNET_EXPORTED const char* bitnet_isa() { return bitnet::kernels().name; }
 }
