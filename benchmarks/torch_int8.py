@@ -22,7 +22,7 @@ def with_int8(case: Case) -> Case:
         return case
     sizes = case.shape["N"], case.shape["K"], case.shape["M"]
     found = {
-        "torch_int8_onednn": _lazy(lambda: _onednn_linear(*sizes)),
+        "torch_int8_onednn": _lazy(lambda: onednn_linear(*sizes)),
         "torch_int8_fbgemm": _lazy(lambda: _fbgemm_linear(*sizes)),
     }
     return dataclasses.replace(case, baselines=case.baselines | found)
@@ -34,7 +34,7 @@ def _lazy(make: Callable[[], Call]) -> Timed:
     return Timed(lambda _: made()(), warm=True)
 
 
-def _onednn_linear(n: int, k: int, m: int) -> Call:
+def onednn_linear(n: int, k: int, m: int) -> Call:
     weight = torch.randint(-127, 128, (n, k), dtype=torch.int8)
     packed = torch.ops.onednn.qlinear_prepack(weight, [m, k])
     x = torch.randint(0, 128, (m, k), dtype=torch.uint8)

@@ -10,9 +10,9 @@
 // L, 4], which need N in out_features (their tiles are padded); with canonical rows it may be left
 // out. in_features is the K that the weight was packed for, against which x is checked: padded rows
 // do not record it, so without it any K that needs as many bytes is taken.
-#include <torch/csrc/stable/library.h>
+#include "ops/namespace.h"
 
-STABLE_TORCH_LIBRARY(bitnet, m) {
+BITNET_LIBRARY(m) {
   // codes int8 [N, K] in {-1, 0, 1} -> uint8 [N, R]
   m.def("pack(Tensor codes) -> Tensor");
   // weight uint8 [N, R] -> int8 [N, in_features]

@@ -46,6 +46,7 @@ PYTHON_LAYERS: dict[str, set[str]] = {
     "dummy": {"config", "formats", "generate", "loading", "models", "nn", "untrusted"},
     "bench": {"_runtime", "dummy", "formats", "generate", "language_model", "machine", "models"}
     | {"nn", "ops"},
+    "evaluation": {"generate", "language_model"},
     "cli": {"*", "integrations"},
     "__main__": {"cli"},
     "__init__": {"*", "integrations"},  # the lazy face: imports at first use what it exports
@@ -59,6 +60,7 @@ GUARDED_PACKAGES: dict[str, tuple[str, ...]] = {
         "convert.verify",
         "training.model",
     ),
+    "lm_eval": ("evaluation",),
     "benchmarks": (),  # of the source tree, not of the wheel
     "sglang": ("integrations.sglang",),
     "vllm": ("integrations.vllm",),

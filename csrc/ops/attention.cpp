@@ -139,7 +139,7 @@ Tensor paged_attention(const Tensor& query_in, const Tensor& key_pool, const Ten
   return out;
 }
 
-STABLE_TORCH_LIBRARY_IMPL(bitnet, CPU, m) {
+BITNET_LIBRARY_IMPL(m) {
   BITNET_OP(m, attention);
   BITNET_OP(m, kv_cache_update);
   BITNET_OP(m, paged_attention);

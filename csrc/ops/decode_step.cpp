@@ -109,6 +109,6 @@ void unpack_decode_step(StableIValue* stack, uint64_t, uint64_t) {
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(bitnet, CPU, m) { m.impl("decode_step", &unpack_decode_step); }
+BITNET_LIBRARY_IMPL(m) { m.impl("decode_step", &unpack_decode_step); }
 
 }  // namespace bitnet::ops

@@ -121,7 +121,7 @@ Tensor mlp_forward(const Tensor& x_in, const Tensor& norm_weight, const Tensor& 
   return out;
 }
 
-STABLE_TORCH_LIBRARY_IMPL(bitnet, CPU, m) {
+BITNET_LIBRARY_IMPL(m) {
   BITNET_OP(m, qkv_forward);
   BITNET_OP(m, mlp_forward);
 }

@@ -194,7 +194,7 @@ Tensor embedding(const Tensor& ids_in, const Tensor& weight, std::optional<Tenso
   return rows;
 }
 
-STABLE_TORCH_LIBRARY_IMPL(bitnet, CPU, m) {
+BITNET_LIBRARY_IMPL(m) {
   BITNET_OP(m, quantize_head);
   BITNET_OP(m, lm_head);
   BITNET_OP(m, embedding);

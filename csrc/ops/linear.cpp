@@ -144,7 +144,7 @@ Tensor group_linear(const Tensor& x, const Tensor& weight, const Tensor& weight_
   return project(x, projection, bias, shape);
 }
 
-STABLE_TORCH_LIBRARY_IMPL(bitnet, CPU, m) {
+BITNET_LIBRARY_IMPL(m) {
   BITNET_OP(m, quantize_activations);
   BITNET_OP(m, gemv);
   BITNET_OP(m, gemm);

@@ -94,6 +94,6 @@ void unpack_model_step(StableIValue* stack, uint64_t, uint64_t) {
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(bitnet, CPU, m) { m.impl("model_step", &unpack_model_step); }
+BITNET_LIBRARY_IMPL(m) { m.impl("model_step", &unpack_model_step); }
 
 }  // namespace bitnet::ops

@@ -116,7 +116,7 @@ Tensor rope(const Tensor& x_in, const Tensor& cos_sin_in) {
   return y;
 }
 
-STABLE_TORCH_LIBRARY_IMPL(bitnet, CPU, m) {
+BITNET_LIBRARY_IMPL(m) {
   BITNET_OP(m, rms_norm);
   BITNET_OP(m, add_rms_norm);
   BITNET_OP(m, relu2_mul);

@@ -84,7 +84,7 @@ Tensor unprepack(const Tensor& weight, int64_t out_features, int64_t in_features
   return out;
 }
 
-STABLE_TORCH_LIBRARY_IMPL(bitnet, CPU, m) {
+BITNET_LIBRARY_IMPL(m) {
   BITNET_OP(m, pack);
   BITNET_OP(m, unpack);
   BITNET_OP(m, prepack);

@@ -59,7 +59,7 @@ Tensor probe_int8_peak(const Tensor& seed, int64_t iterations) {
   return int64_result(macs.load());
 }
 
-STABLE_TORCH_LIBRARY_IMPL(bitnet, CPU, m) {
+BITNET_LIBRARY_IMPL(m) {
   m.impl("_probe_read", TORCH_BOX(&Op<&probe_read>::call));
   m.impl("_probe_int8_peak", TORCH_BOX(&Op<&probe_int8_peak>::call));
 }

@@ -4,6 +4,7 @@
 
 #include <utility>
 
+#include "ops/namespace.h"
 #include "ops/torch_views.h"
 #include "runtime/float_state.h"
 
@@ -22,5 +23,5 @@ struct Op<kFunction> {
 
 }  // namespace bitnet::ops
 
-// Within STABLE_TORCH_LIBRARY_IMPL(bitnet, CPU, m): the function `name` is torch.ops.bitnet.<name>.
+// Within BITNET_LIBRARY_IMPL(m): the function `name` is torch.ops.bitnet.<name>.
 #define BITNET_OP(m, name) m.impl(#name, TORCH_BOX(&::bitnet::ops::Op<&::bitnet::ops::name>::call))

@@ -190,7 +190,7 @@ std::tuple<Tensor, Tensor, Tensor> top_logprobs(const Tensor& logits_in, const T
   return {of_tokens, ids, of_ids};
 }
 
-STABLE_TORCH_LIBRARY_IMPL(bitnet, CPU, m) {
+BITNET_LIBRARY_IMPL(m) {
   BITNET_OP(m, sample_tokens);
   BITNET_OP(m, token_probabilities);
   BITNET_OP(m, top_logprobs);

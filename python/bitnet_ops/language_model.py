@@ -25,6 +25,7 @@ from bitnet_ops.generate.chat_history import RunIds, without_oldest_turn
 from bitnet_ops.generate.embedding import embed
 from bitnet_ops.generate.engine import Engine, Run, Session, token_ids
 from bitnet_ops.generate.options import GenerateOptions, Request, request
+from bitnet_ops.generate.scoring import Score, score
 from bitnet_ops.generate.text import Completion, StopText, TextStream
 from bitnet_ops.generate.tokenizer import Tokenizer, TokenizerError
 from bitnet_ops.loading import cache_files
@@ -262,6 +263,22 @@ class LanguageModel:
         """
         given = [texts] if isinstance(texts, str) else _several("embed", texts)
         return embed(self.model, [self.encode(text) for text in given], dimensions)
+
+    def score(
+        self,
+        texts: str | Sequence[str] | Sequence[Sequence[int]],
+        *,
+        adapter: str | None = None,
+    ) -> list[Score]:
+        """How probable texts (or token ids) are: for each, its tokens from the second one on.
+
+        A Score has `logprobs` f32 [tokens - 1] and `greedy`, whether each was the most probable;
+        perplexity is `score.logprobs.mean().neg().exp()`. Raises PromptError for a text without
+        tokens or longer than the context.
+        """
+        given = [texts] if isinstance(texts, str) else _several("score", texts)
+        ids = [self.encode(text) for text in given]
+        return score(self.model, ids, kv_dtype=self.engine.kv_dtype, adapter=adapter)
 
     def chat(self, **options: Unpack[GenerateOptions]) -> Conversation:
         """A conversation through the model's chat template; options as for `generate`.

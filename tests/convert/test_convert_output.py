@@ -258,7 +258,8 @@ def test_progress_counts_every_tensor(tmp_path):
     assert seen[0][2] == "model.embed_tokens.weight"
 
 
-def test_progress_bar_on_a_terminal(tmp_path):
+@pytest.mark.parametrize("script", ["convert_hf.py", "convert_to_sglkernel.py"])
+def test_progress_bar_on_a_terminal(tmp_path, script):
     """Under a pseudo-terminal the bar is drawn on stderr and stdout stays clean."""
     source = write(tmp_path, FAMILIES["bitnet-offline"])
     master, slave = os.openpty()
@@ -273,9 +274,9 @@ def test_progress_bar_on_a_terminal(tmp_path):
 
     reader = threading.Thread(target=collect)
     reader.start()
-    script = [sys.executable, str(ROOT / "scripts" / "convert_hf.py"), str(source)]
+    command = [sys.executable, str(ROOT / "scripts" / script), str(source), str(tmp_path / "out")]
     result = subprocess.run(
-        [*script, str(tmp_path / "out")],
+        command,
         stdout=subprocess.PIPE,
         stderr=slave,
         text=True,

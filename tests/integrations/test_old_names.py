@@ -114,6 +114,29 @@ def test_our_own_gemv_says_what_a_float_scale_must_be() -> None:
         ops.gemv("packed", a)  # type: ignore[arg-type]
 
 
+def _calls() -> dict[str, tuple[object, ...]]:
+    """Arguments of one call of each operator."""
+    packed, _ = matrix(40, 128)
+    up, down = matrix(128, 128)[0], matrix(128, 128)[0]
+    codes = torch.randint(-128, 128, (3, 128), generator=G).to(torch.int8)
+    x, norm = torch.randn(128, generator=G), torch.ones(128)
+    return {
+        "bitnet_gemv_cpu": (packed, codes[0], 0.8),
+        "bitnet_gemm_cpu": (packed, codes, 0.8),
+        "bitnet_quantize_activations_cpu": (x[None],),
+        "bitnet_qkv_forward_cpu": (x, packed, up, packed, 0.5, 1.0, 2.0),
+        "bitnet_mlp_forward_cpu": (x, up, up, down, 0.5, 1.0, 2.0, norm, 1e-5),
+        "rmsnorm_cpu": (x[None].bfloat16(), norm.bfloat16(), 1e-5),
+        "silu_and_mul_cpu": (x[None],),
+    }
+
+
+@pytest.mark.parametrize("name", sgl_kernel.NAMES)
+def test_shapes_for_the_compiler_are_those_of_the_call(name: str) -> None:
+    checks = "test_schema", "test_faketensor"
+    torch.library.opcheck(getattr(old, name).default, _calls()[name], test_utils=checks)
+
+
 def test_only_who_imports_it_gets_the_names() -> None:
     code = (
         "import torch, bitnet_ops; print(hasattr(torch.ops.sgl_kernel, 'bitnet_gemv_cpu'))\n"

@@ -1,0 +1,72 @@
+"""What scripts/prove_hf_kernel checks of a built kernel: `prove.py FOLDER`.
+
+Two copies of the operators live in this process, the installed package's and the kernel's; they
+have to agree bit for bit, each under its own name.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+from kernel_abi_check import ObjectFile
+from kernels import get_local_kernel, get_loaded_kernels
+
+import bitnet_ops
+
+
+def check_abi(library: Path) -> None:
+    """No symbol newer than manylinux_2_28, none of Python, and of torch the stable C ones alone."""
+    found = ObjectFile(str(library))
+    old = found.check_manylinux("manylinux_2_28")
+    assert not old, f"expected symbols of manylinux_2_28 or older, got {old}"
+    python = found.check_python_abi("3.10")
+    assert not python, f"expected no symbols outside Python's stable ABI, got {python}"
+
+
+def check_operators(kernel: object) -> int:
+    """How many operators there are; a product, a norm and a shape under torch.compile agree."""
+    kernel_ops = kernel._ops.ops  # type: ignore[attr-defined]
+    names = {n for n in bitnet_ops.ops.__all__ if hasattr(torch.ops.bitnet, n)}
+    missing = [n for n in sorted(names) if not hasattr(kernel, n) or not hasattr(kernel_ops, n)]
+    assert not missing, f"expected every operator in the kernel, got none of {missing}"
+    generator = torch.Generator().manual_seed(1)
+    codes = torch.randint(-1, 2, (96, 384), generator=generator, dtype=torch.int8)
+    x = torch.randn(5, 384, generator=generator)
+    results = []
+    for ops in (bitnet_ops.ops, kernel):
+        packed = ops.prepack(ops.pack(codes), 384, "2bit")  # type: ignore[attr-defined]
+        scale = torch.tensor([0.5])
+        linear = ops.linear(x, packed, scale, None, 96, 384)  # type: ignore[attr-defined]
+        norm = ops.rms_norm(x, torch.ones(384), 1e-5)  # type: ignore[attr-defined]
+        results.append((packed, linear, norm))
+    for ours, theirs in zip(*results, strict=True):
+        assert torch.equal(ours, theirs), "expected the kernel's results to be the package's"
+    weight = results[1][0]
+
+    def product(x: torch.Tensor) -> torch.Tensor:
+        return kernel.linear(x, weight, torch.ones(1), None, 96, 384)  # type: ignore[attr-defined]
+
+    compiled = torch.compile(product, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x), product(x))
+    assert product(x).shape == (5, 96)
+    return len(names)
+
+
+def main(folder: Path) -> None:
+    (variant,) = (folder / "build").iterdir()
+    (library,) = variant.glob("*.so")
+    check_abi(library)
+    kernel = get_local_kernel(folder)
+    (loaded,) = get_loaded_kernels()
+    assert loaded.metadata.name.python_name == "bitnet_ops"
+    assert library.name.startswith(loaded.metadata.id)
+    with torch.inference_mode():
+        count = check_operators(kernel)
+    size = library.stat().st_size / 2**20
+    print(f"{variant.name}: {count} operators under torch.ops.{loaded.metadata.id}, {size:.1f} MiB")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
