@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 import bitnet_ops
-from bitnet_ops.nn.kv_cache import KV_DTYPES, KVCache
+from bitnet_ops.nn.kv_cache import KVCache
+from bitnet_ops.nn.kv_types import KV_DTYPES
 from compare_heads import PROMPTS, Figures, chapters
 
 

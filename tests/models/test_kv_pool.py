@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from bitnet_ops.config import ModelConfig
-from bitnet_ops.nn.kv_cache import KV_DTYPES
 from bitnet_ops.nn.kv_pool import KVPool
+from bitnet_ops.nn.kv_types import KV_DTYPES
 from bitnet_ops.nn.storage import KV_TYPES
 
 DEMO = Path(__file__).resolve().parents[1] / "data" / "demo-model" / "config.json"
@@ -61,13 +61,13 @@ def test_shapes_and_order_in_memory(name: str) -> None:
     pool = KVPool(CONFIG, 5, 16, KV_DTYPES[name])
     for rows in (pool.key_pool, pool.value_pool):
         assert rows.shape == (3, 5, 16, 2, 32) and rows.dtype == KV_DTYPES[name]
-        assert rows.stride() == (5 * 2 * 16 * 32, 2 * 16 * 32, 32, 16 * 32, 1)
+        assert rows.stride() == (2 * 16 * 32, 3 * 2 * 16 * 32, 32, 16 * 32, 1)
     assert pool.key_pool.data_ptr() != pool.value_pool.data_ptr()
     for scales in (pool.key_scale, pool.value_scale):
         assert (scales is not None) == kind.has_scales
         if scales is not None:
             assert scales.shape == (3, 5, 16, 2) and scales.dtype == torch.float32
-            assert scales.stride() == (5 * 2 * 16, 2 * 16, 1, 16)
+            assert scales.stride() == (2 * 16, 3 * 2 * 16, 1, 16)
     assert pool.block_bytes == 2 * 3 * 2 * 16 * kind.row_bytes(32)
     assert pool.memory_usage_mb() == pytest.approx(5 * pool.block_bytes / 2**20)
 

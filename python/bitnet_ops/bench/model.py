@@ -13,7 +13,8 @@ from bitnet_ops.dummy import model as dummy
 from bitnet_ops.generate.engine import Engine, Limits
 from bitnet_ops.generate.scheduler import SchedulerOptions
 from bitnet_ops.language_model import load
-from bitnet_ops.nn.kv_cache import KV_DTYPES, KVCache
+from bitnet_ops.nn.kv_cache import KVCache
+from bitnet_ops.nn.kv_types import KV_DTYPES
 from bitnet_ops.nn.storage import KV_TYPES, LAYOUTS
 
 _PROJECTIONS = {
@@ -117,21 +118,14 @@ class BenchModel:
     def cache(self, batch: int, context: int, room: int) -> KVCache:
         """A cache in which every sequence has `context` random positions."""
         cache = KVCache(self.config, batch, context + room, self.kv_dtype)
-        for tensor in (*cache.keys, *cache.values) if context else ():
-            # 64 random positions repeated: the values matter to nobody, the addresses do
-            some = torch.randn(64, self.config.head_dim, generator=self._generator)
-            some = (some * 30).clamp(-127, 127) if not self.kv_dtype.is_floating_point else some
-            some = some.to(self.kv_dtype)
-            tensor.copy_(some.repeat(-(-tensor.shape[2] // 64), 1)[: tensor.shape[2]])
-        for scale in (cache.key_scale, cache.value_scale):
-            if scale is not None and context:
-                scale.fill_(1 / 30)
-        self._set_lengths(cache, context)
+        c = self.config
+        # 64 random positions repeated: the values matter to nobody, the addresses do
+        some = torch.randn(64, c.num_key_value_heads, c.head_dim, generator=self._generator)
+        repeats = -(-context // 64), 1, 1
+        rows = some.bfloat16().repeat(repeats)[:context].expand(batch, -1, -1, -1)
+        for layer in range(c.num_hidden_layers if context else 0):
+            cache.update(layer, rows, rows, 0)
         return cache
-
-    def _set_lengths(self, cache: KVCache, length: int) -> None:
-        for row in range(cache.batch):
-            cache.set_length(row, length)
 
     def decode_run(self, batch: int, context: int, tokens: int) -> Timed:
         """Greedy decoding: call i is the step behind context + i mod `tokens` positions."""
@@ -141,7 +135,7 @@ class BenchModel:
         def step(i: int) -> None:
             nonlocal ids
             if i % tokens == 0:
-                self._set_lengths(cache, context)
+                cache.truncate(context)
             ids = self.model(ids, cache, 1)[:, -1].argmax(-1, keepdim=True)
 
         return Timed(step)

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from bitnet_ops.generate.blocks import BlockAllocator
 from bitnet_ops.generate.drafts import propose
 from bitnet_ops.generate.prompts import check_prompt
 from bitnet_ops.generate.request import Event, Failed, Finished, Inbox, NewToken, Request
@@ -35,6 +34,7 @@ from bitnet_ops.generate.scheduler import (
 )
 from bitnet_ops.generate.speculation import check_drafts
 from bitnet_ops.models.step_batch import SequenceStep, StepBatch, logit_rounds
+from bitnet_ops.nn.blocks import BlockAllocator
 
 if TYPE_CHECKING:
     from bitnet_ops.generate.generation import Limits
