@@ -162,8 +162,7 @@ class Decoder(nn.Module):
         cache = self._checked(input_ids, cache)
         rows, tokens = input_ids.shape
         kept = min(kept, tokens) or tokens  # 0 keeps everything
-        cache.prepare(tokens)
-        parts = zip(input_ids.tolist(), cache.lengths.tolist(), cache.blocks, strict=True)
+        parts = zip(input_ids.tolist(), cache.prepare(tokens), cache.blocks, strict=True)
         batch = StepBatch.of(
             [SequenceStep(ids, start, blocks, kept, adapter) for ids, start, blocks in parts],
             cache.pool.block_size,

@@ -132,6 +132,10 @@ class KVCache:
 
         Raises CacheCapacityError if one sequence has no room for them.
         """
+        self._check_room(new_tokens)
+        return self.lengths.unsqueeze(1) + torch.arange(new_tokens)
+
+    def _check_room(self, new_tokens: int) -> None:
         longest = max(row.length for row in self._rows)
         if longest + new_tokens > self.max_len:
             raise CacheCapacityError(
@@ -139,21 +143,22 @@ class KVCache:
                 f"{longest} of {self.max_len} positions are taken: make the cache or the prompt "
                 "shorter by that much, or start a new sequence"
             )
-        return self.lengths.unsqueeze(1) + torch.arange(new_tokens)
 
     @property
     def blocks(self) -> list[list[int]]:
         """Of each sequence the blocks that its positions lie in, in order; to be read only."""
         return [row.blocks for row in self._rows]
 
-    def prepare(self, new_tokens: int) -> None:
-        """Let every sequence write that many positions into its blocks.
+    def prepare(self, new_tokens: int) -> list[int]:
+        """Let every sequence write that many positions into its blocks; where each begins.
 
         For a step that writes the pool itself; `advance` follows. Raises CacheCapacityError or
         PoolFullError, before anything is written, if one sequence has no room for them.
         """
-        self.positions(new_tokens)
-        prepare(self._rows, [(row.length, row.length + new_tokens) for row in self._rows])
+        self._check_room(new_tokens)
+        starts = [row.length for row in self._rows]
+        prepare(self._rows, [(start, start + new_tokens) for start in starts])
+        return starts
 
     def advance(self, new_tokens: int) -> None:
         """Count `new_tokens` positions, which every layer has written, in every sequence."""
@@ -214,8 +219,7 @@ class KVCache:
             )
         tokens = key.shape[1]
         if seq_pos is None:
-            self.positions(tokens)
-            starts = [row.length for row in self._rows]
+            starts = self.prepare(tokens)
         else:
             at = torch.as_tensor(seq_pos, dtype=torch.int64)
             starts = at.expand(self.batch).tolist()
@@ -224,7 +228,7 @@ class KVCache:
                     f"KVCache: expected seq_pos from 0 to {self.max_len - tokens} for {tokens} "
                     f"tokens, got {at.tolist()}"
                 )
-        prepare(self._rows, [(start, start + tokens) for start in starts])
+            prepare(self._rows, [(start, start + tokens) for start in starts])
         self.pool.update(layer_idx, key.flatten(0, 1), value.flatten(0, 1),
                          self._slots(starts, tokens))  # fmt: skip
         if seq_pos is not None:

@@ -109,7 +109,7 @@ def prepare(sequences: Sequence[SequenceBlocks], ranges: Sequence[tuple[int, int
         for sequence, (begin, end) in zip(sequences, ranges, strict=True):
             blocks, needed = sequence.blocks, -(-end // size)
             lacking.append(max(0, needed - len(blocks)))
-            written = range(begin // size, min(needed, len(blocks)))
+            written = range(begin // size, min(needed, len(blocks)) if begin < end else 0)
             shared += [(blocks, i) for i in written if allocator.references(blocks[i]) > 1]
         new = allocator.allocate(sum(lacking) + len(shared))
         for blocks, i in shared:
