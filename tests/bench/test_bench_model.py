@@ -41,7 +41,7 @@ def rows(result: dict[str, Any], kind: str) -> list[dict[str, Any]]:
 @pytest.mark.slow
 def test_small_run_has_every_row(small_run: tuple[dict[str, Any], str]) -> None:
     result, _ = small_run
-    assert (result["schema"], result["schema_version"]) == ("bitnet_ops.bench.model", 3)
+    assert (result["schema"], result["schema_version"]) == ("bitnet_ops.bench.model", 4)
     # for each of two thread counts: two contexts, one more batch
     decode = rows(result, "decode")
     assert [(r["threads"], r["batch"], r["context"]) for r in decode] == [
@@ -106,7 +106,7 @@ def test_decode_runs_start_again_behind_their_context(kv_dtype: str) -> None:
         (["--formats", "3bit+int8"], "--formats: expected names among canonical"),
         (["--formats", "auto+int3"], "--formats: expected names among bf16, int8, int4"),
         (["--prompts", "0"], "--prompts: expected integers from 1 to 8192, got '0'"),
-        (["--contexts", "-1"], "--contexts: expected integers from 0 to 16000, got '-1'"),
+        (["--contexts", "-1"], "--contexts: expected integers from 0 to 16320, got '-1'"),
     ],
 )
 def test_bad_arguments_are_rejected_before_anything_runs(

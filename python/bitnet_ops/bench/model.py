@@ -62,13 +62,18 @@ class BenchModel:
         self.config = self.model.config
         # what the model holds, not what was asked for: a figure under a wrong name is a lie
         self.weight_format, self.head_format = self._weight_format(), self._head_format()
-        self.kv_dtype = KV_DTYPES[kv_dtype]
+        self.use_kv_dtype(kv_dtype)
         self._generator = torch.Generator().manual_seed(1)
+
+    def use_kv_dtype(self, name: str) -> None:
+        """Caches are of that type from now on, one of KV_TYPES."""
+        self.kv_dtype = KV_DTYPES[name]
 
     @property
     def formats(self) -> dict[str, str]:
         """The fields of a row that say what was measured."""
-        return {"weights": self.weight_format, "head": self.head_format}
+        kv = str(self.kv_dtype).removeprefix("torch.")
+        return {"weights": self.weight_format, "head": self.head_format, "kv": kv}
 
     @property
     def label(self) -> str:
@@ -101,7 +106,7 @@ class BenchModel:
                 sizes["body"] += tensor.nbytes
         c = self.config
         # a key and a value, and the scale of each in an int8 cache
-        row = KV_TYPES[str(self.kv_dtype).removeprefix("torch.")].row_bytes(c.head_dim)
+        row = KV_TYPES[self.formats["kv"]].row_bytes(c.head_dim)
         per_position = 2 * row * c.num_hidden_layers * c.num_key_value_heads
         return StepBytes(sizes["body"], sizes["head"], per_position)
 
