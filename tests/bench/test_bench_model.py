@@ -26,6 +26,7 @@ def small_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any],
     output = tmp_path_factory.mktemp("bench-model") / "out.json"
     arguments = ["bench", "model", "--dummy", "tiny", "--quick", "--prompts", "16"]
     arguments += ["--contexts", "0,8", "--batches", "1,2", "--threads", "1,2"]
+    arguments += ["--kv-dtype", "bfloat16,int8"]
     arguments += ["--output", str(output)]
     done = subprocess.run(
         [sys.executable, "-m", "bitnet_ops", *arguments], capture_output=True, text=True
@@ -42,17 +43,20 @@ def rows(result: dict[str, Any], kind: str) -> list[dict[str, Any]]:
 def test_small_run_has_every_row(small_run: tuple[dict[str, Any], str]) -> None:
     result, _ = small_run
     assert (result["schema"], result["schema_version"]) == ("bitnet_ops.bench.model", 4)
-    # for each of two thread counts: two contexts, one more batch
+    # for each of two thread counts: two contexts, one more batch, and the contexts with int8
     decode = rows(result, "decode")
-    assert [(r["threads"], r["batch"], r["context"]) for r in decode] == [
-        (t, b, c) for t in (1, 2) for b, c in ((1, 0), (1, 8), (2, 0))
+    expected_rows = [("bfloat16", 1, 0), ("bfloat16", 1, 8), ("bfloat16", 2, 0)]
+    expected_rows += [("int8", 1, 0), ("int8", 1, 8)]
+    assert [(r["threads"], r["kv"], r["batch"], r["context"]) for r in decode] == [
+        (t, *row) for t in (1, 2) for row in expected_rows
     ]
     for row in decode:
         assert row["steps"] >= 3 and row["tokens_per_s"] > 0
         assert 0 < row["share"]["p10"] <= row["share"]["median"] <= row["share"]["p90"]
         expected = row["batch"] / row["step_ms"]["median"] * 1e3
         assert row["tokens_per_s"] == pytest.approx(expected, rel=1e-3)
-    assert len(rows(result, "prefill")) == 2 and len(result["rows"]) == 8
+    assert [r["kv"] for r in rows(result, "prefill")] == ["bfloat16", "int8"] * 2
+    assert len(result["rows"]) == 14
     for limit in result["limits"]:
         assert limit["unstable"] or limit["read_gb_s"] > 0
 

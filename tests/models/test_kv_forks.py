@@ -5,6 +5,7 @@ Random schedules are test_kv_schedules.py's matter.
 
 from __future__ import annotations
 
+import copy
 import threading
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,9 @@ from torch import Tensor
 
 import bitnet_ops
 from bitnet_ops import KVCache, KVCacheConfig, KVCacheDtype
+from bitnet_ops.nn import kv_sequence
 from bitnet_ops.nn.blocks import PoolFullError
+from bitnet_ops.nn.kv_pool import KVPool
 
 SIZES: dict[str, Any] = {"num_layers": 2, "num_kv_heads": 4, "head_dim": 64, "block_size": 16}
 
@@ -91,6 +94,37 @@ def test_a_full_pool_names_the_blocks_needed_and_free() -> None:
     cache.clear()
     assert twin.free_blocks == 1
     write(twin, 12)
+
+
+def test_forks_beyond_the_addresses_share_what_there_is() -> None:
+    """There is room for 32 forks; those after them can be made, and write while a block is free."""
+    cache = KVCache(config(16))
+    write(cache, 1)
+    twins = [cache.fork() for _ in range(40)]
+    for twin in twins[:32]:
+        write(twin, 1)
+    assert (cache.used_blocks, cache.free_blocks) == (33, 0)
+    with pytest.raises(PoolFullError, match="expected 1 free blocks, got 0 of 33"):
+        write(twins[32], 1)
+    del twin, twins[:2]
+    write(twins[30], 1)
+    assert (cache.used_blocks, cache.free_blocks) == (32, 1)
+
+
+def test_without_addresses_for_forks_a_cache_is_made_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def scarce(*arguments: Any, max_blocks: int | None = None) -> KVPool:
+        if max_blocks is not None:
+            raise MemoryError("no addresses")
+        return KVPool(*arguments)
+
+    monkeypatch.setattr(kv_sequence, "KVPool", scarce)
+    cache = KVCache(config(40))
+    write(cache, 16)
+    twin = copy.deepcopy(cache)
+    write(twin, 16)
+    assert cache.pool.blocks == 3 and twin.lengths.tolist() == [32]
 
 
 def test_saved_caches_enter_a_pool_that_is_full_of_their_own(tmp_path: Path) -> None:

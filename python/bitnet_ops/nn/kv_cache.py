@@ -277,6 +277,9 @@ class KVCache:
         rows = self._rows if row is None else [self._rows[row]]
         return self._over([each.fork() for each in rows])
 
+    def __deepcopy__(self, _: object) -> KVCache:
+        return self.fork()
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the positions that there are to a safetensors file. Raises OSError."""
         from safetensors.torch import save
