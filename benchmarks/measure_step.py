@@ -35,7 +35,7 @@ class StepContext:
             self.bench = None  # first, so that both are never there at once
             self.asked = weight_format, head_format
             made = BenchModel(
-                self.settings.dummy, weight_format, head_format, self.settings.kv_dtype
+                self.settings.dummy, weight_format, head_format, self.settings.kv_dtypes[0]
             )
             self.bench = ModelBench(self.ws, made, self.settings)
         assert self.bench is not None

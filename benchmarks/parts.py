@@ -22,6 +22,7 @@ from bitnet_ops.bench.pinning import use_threads
 from bitnet_ops.bench.report import Table, number
 from bitnet_ops.bench.run_model import DECODED, ModelBench, read_run
 from bitnet_ops.bench.stats import digits, summarize
+from bitnet_ops.models.step_batch import SequenceStep, StepBatch
 from bitnet_ops.nn.kv_cache import KVCache
 
 Call = Callable[[], object]
@@ -75,14 +76,21 @@ def _product(module: torch.nn.Module, inputs: _Inputs) -> Call:
 
 def _attention_calls(model: BenchModel, cache: KVCache) -> list[Call]:
     c = model.config
-    query = torch.randn(cache.batch, 1, c.num_attention_heads, c.head_dim).bfloat16()
-    start, scale = cache.lengths - 1, c.head_dim**-0.5
+    lengths = cache.lengths.tolist()
+    batch = StepBatch.of(
+        [
+            SequenceStep([0], length - 1, blocks)
+            for length, blocks in zip(lengths, cache.blocks, strict=True)
+        ],
+        cache.pool.block_size,
+    )
+    query = torch.randn(cache.batch, c.num_attention_heads, c.head_dim).bfloat16()
+    scale = c.head_dim**-0.5
 
     def call(layer: int) -> Call:
-        keys, values, scales = cache.keys[layer], cache.values[layer], cache.scales(layer)
-        return lambda: ops.attention(query, keys, values, start, scale, *scales)
+        return lambda: cache.pool.attend(layer, query, batch, scale)
 
-    return [call(layer) for layer in range(len(cache.keys))]
+    return [call(layer) for layer in range(c.num_hidden_layers)]
 
 
 def _head_call(model: BenchModel, batch: int) -> Call:

@@ -31,7 +31,7 @@ from bitnet_ops.generate.tokenizer import Tokenizer, TokenizerError
 from bitnet_ops.loading import cache_files
 from bitnet_ops.loading.weights import load_model
 from bitnet_ops.models import Decoder, check_dtype
-from bitnet_ops.nn.kv_cache import DEFAULT_KV_DTYPE, check_kv_dtype
+from bitnet_ops.nn.kv_types import DEFAULT_KV_DTYPE, check_kv_dtype
 from bitnet_ops.nn.lora import Adapter, read_adapter
 from bitnet_ops.nn.storage import DEFAULT_HEAD_FORMAT, check_head_format, check_weight_format
 from bitnet_ops.untrusted import UntrustedFileError, read_json_object

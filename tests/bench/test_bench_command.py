@@ -180,7 +180,7 @@ def small_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any],
 @pytest.mark.slow
 def test_small_run_has_every_row_with_its_limit(small_run: tuple[dict[str, Any], str]) -> None:
     result, _ = small_run
-    assert (result["schema"], result["schema_version"]) == ("bitnet_ops.bench.ops", 3)
+    assert (result["schema"], result["schema_version"]) == ("bitnet_ops.bench.ops", 4)
     assert result["ok"] is True
     assert set(result["environment"]) == ENVIRONMENT_FIELDS
     assert result["environment"]["isa"] == _runtime.isa()

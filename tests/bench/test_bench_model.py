@@ -26,6 +26,7 @@ def small_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any],
     output = tmp_path_factory.mktemp("bench-model") / "out.json"
     arguments = ["bench", "model", "--dummy", "tiny", "--quick", "--prompts", "16"]
     arguments += ["--contexts", "0,8", "--batches", "1,2", "--threads", "1,2"]
+    arguments += ["--kv-dtype", "bfloat16,int8"]
     arguments += ["--output", str(output)]
     done = subprocess.run(
         [sys.executable, "-m", "bitnet_ops", *arguments], capture_output=True, text=True
@@ -41,18 +42,21 @@ def rows(result: dict[str, Any], kind: str) -> list[dict[str, Any]]:
 @pytest.mark.slow
 def test_small_run_has_every_row(small_run: tuple[dict[str, Any], str]) -> None:
     result, _ = small_run
-    assert (result["schema"], result["schema_version"]) == ("bitnet_ops.bench.model", 3)
-    # for each of two thread counts: two contexts, one more batch
+    assert (result["schema"], result["schema_version"]) == ("bitnet_ops.bench.model", 4)
+    # for each of two thread counts: two contexts, one more batch, and the contexts with int8
     decode = rows(result, "decode")
-    assert [(r["threads"], r["batch"], r["context"]) for r in decode] == [
-        (t, b, c) for t in (1, 2) for b, c in ((1, 0), (1, 8), (2, 0))
+    expected_rows = [("bfloat16", 1, 0), ("bfloat16", 1, 8), ("bfloat16", 2, 0)]
+    expected_rows += [("int8", 1, 0), ("int8", 1, 8)]
+    assert [(r["threads"], r["kv"], r["batch"], r["context"]) for r in decode] == [
+        (t, *row) for t in (1, 2) for row in expected_rows
     ]
     for row in decode:
         assert row["steps"] >= 3 and row["tokens_per_s"] > 0
         assert 0 < row["share"]["p10"] <= row["share"]["median"] <= row["share"]["p90"]
         expected = row["batch"] / row["step_ms"]["median"] * 1e3
         assert row["tokens_per_s"] == pytest.approx(expected, rel=1e-3)
-    assert len(rows(result, "prefill")) == 2 and len(result["rows"]) == 8
+    assert [r["kv"] for r in rows(result, "prefill")] == ["bfloat16", "int8"] * 2
+    assert len(result["rows"]) == 14
     for limit in result["limits"]:
         assert limit["unstable"] or limit["read_gb_s"] > 0
 
@@ -83,7 +87,7 @@ def test_an_int8_cache_has_a_byte_for_a_number_and_four_for_a_scale() -> None:
     tiny = model.BenchModel("tiny", "canonical", "bf16", "int8")
     cache = tiny.cache(2, 6, 0)
     assert tiny.bytes().per_position == 2 * 3 * 2 * (32 + 4)
-    assert cache.nbytes == 2 * 6 * tiny.bytes().per_position
+    assert cache.nbytes == 2 * 64 * tiny.bytes().per_position  # a block for each sequence
 
 
 @pytest.mark.parametrize("kv_dtype", KV_TYPES)
@@ -95,7 +99,7 @@ def test_decode_runs_start_again_behind_their_context(kv_dtype: str) -> None:
             run.call(i)
         cache = tiny.cache(2, 5, 3)
     assert cache.lengths.tolist() == [5, 5] and cache.max_len == 8
-    assert torch.isfinite(cache.keys[0].float()).all()
+    assert all(torch.isfinite(rows).all() and rows.abs().sum() > 0 for rows in cache.get(0))
 
 
 @pytest.mark.parametrize(
@@ -106,7 +110,7 @@ def test_decode_runs_start_again_behind_their_context(kv_dtype: str) -> None:
         (["--formats", "3bit+int8"], "--formats: expected names among canonical"),
         (["--formats", "auto+int3"], "--formats: expected names among bf16, int8, int4"),
         (["--prompts", "0"], "--prompts: expected integers from 1 to 8192, got '0'"),
-        (["--contexts", "-1"], "--contexts: expected integers from 0 to 16000, got '-1'"),
+        (["--contexts", "-1"], "--contexts: expected integers from 0 to 16320, got '-1'"),
     ],
 )
 def test_bad_arguments_are_rejected_before_anything_runs(

@@ -20,8 +20,8 @@ from bitnet_ops.generate.sampling import SamplingError, SamplingParams
 from bitnet_ops.generate.scheduler import SchedulerOptions
 from bitnet_ops.models import Decoder
 from bitnet_ops.models.step_batch import StepBatch
-from bitnet_ops.nn.kv_cache import KV_DTYPES
 from bitnet_ops.nn.kv_pool import KVPool
+from bitnet_ops.nn.kv_types import KV_DTYPES
 from isa_control import torch_threads
 from tiny_models import SMALL, config_of, tiny_model
 

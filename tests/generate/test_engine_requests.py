@@ -18,8 +18,7 @@ from bitnet_ops.generate.engine import Engine, Limits
 from bitnet_ops.generate.request import Failed, Finished, NewToken
 from bitnet_ops.generate.sampling import SamplingParams
 from bitnet_ops.generate.scheduler import SchedulerOptions
-from bitnet_ops.nn.kv_cache import KV_DTYPES
-from bitnet_ops.nn.kv_pool import bytes_of_block
+from bitnet_ops.nn.kv_types import KV_DTYPES, bytes_of_block
 from tiny_models import SMALL, random_ids, tiny_model
 
 # The first runs fused, the second is composed of single ops.

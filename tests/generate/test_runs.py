@@ -21,7 +21,8 @@ from bitnet_ops.generate.engine_core import EngineCore, InterruptedStepError
 from bitnet_ops.generate.request import Failed, Inbox, NewToken
 from bitnet_ops.generate.sampling import SamplingError, SamplingParams
 from bitnet_ops.models.step_batch import StepBatch
-from bitnet_ops.nn.kv_pool import KVPool, bytes_of_block
+from bitnet_ops.nn.kv_pool import KVPool
+from bitnet_ops.nn.kv_types import bytes_of_block
 from isa_control import torch_threads
 from tiny_models import SMALL, config_of, tiny_model
 

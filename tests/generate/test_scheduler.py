@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from bitnet_ops.generate.blocks import BlockAllocator, PoolFullError
 from bitnet_ops.generate.engine import Limits
 from bitnet_ops.generate.request import Request
 from bitnet_ops.generate.scheduler import Scheduler, SchedulerOptions
+from bitnet_ops.nn.blocks import BlockAllocator, PoolFullError
 
 LIMITS = Limits(10_000)
 

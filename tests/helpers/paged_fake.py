@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bitnet_ops.generate.blocks import BlockAllocator
 from bitnet_ops.generate.engine import Limits
 from bitnet_ops.generate.sampling import Sampler, SamplingError, SamplingParams
 from bitnet_ops.models.step_batch import StepBatch
+from bitnet_ops.nn.blocks import BlockAllocator
 
 VOCAB = 11
 POISON = -(10**6)

@@ -15,7 +15,8 @@ from torch import Tensor
 import bitnet_ops
 from bitnet_ops import ops
 from bitnet_ops.language_model import LanguageModel
-from bitnet_ops.nn.kv_cache import KV_DTYPES, KVCache
+from bitnet_ops.nn.kv_cache import KVCache
+from bitnet_ops.nn.kv_types import KV_DTYPES
 from bitnet_ops.nn.storage import KV_TYPES
 from bounds import assert_equal, assert_within
 from cache_types import rounded

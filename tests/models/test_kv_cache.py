@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from bitnet_ops.config import ModelConfig
-from bitnet_ops.nn.kv_cache import KV_DTYPES, CacheCapacityError, KVCache
+from bitnet_ops.nn.kv_cache import KVCache
+from bitnet_ops.nn.kv_types import KV_DTYPES, CacheCapacityError
 from bitnet_ops.nn.storage import KV_TYPES
 from cache_types import KV_TYPES_TEXT
 
@@ -32,7 +33,7 @@ def tokens(rng: torch.Generator, batch: int, count: int) -> tuple[Tensor, Tensor
 
 def fill(cache: KVCache, rng: torch.Generator, count: int) -> list[tuple[Tensor, Tensor]]:
     """Append `count` random tokens to every sequence and layer; what was written, per layer."""
-    written = [tokens(rng, cache.batch, count) for _ in cache.keys]
+    written = [tokens(rng, cache.batch, count) for _ in range(CONFIG.num_hidden_layers)]
     for layer, (key, value) in enumerate(written):
         cache.update(layer, key, value)
     cache.advance(count)
@@ -40,13 +41,13 @@ def fill(cache: KVCache, rng: torch.Generator, count: int) -> list[tuple[Tensor,
 
 
 def test_shapes_and_memory() -> None:
-    cache = KVCache(CONFIG, 3, 20)
-    assert [tuple(k.shape) for k in cache.keys] == [(3, 2, 20, 8)] * 2
-    assert cache.batch == 3 and cache.dtype == torch.float32
-    assert cache.nbytes == 2 * 2 * 3 * 2 * 20 * 8 * 4
-    assert KVCache(CONFIG, 3, 20, torch.bfloat16).nbytes == cache.nbytes // 2
-    assert KVCache(CONFIG, 3, 20, torch.int8).nbytes == cache.nbytes // 4 + 2 * 2 * 3 * 2 * 20 * 4
-    assert cache.lengths.tolist() == [0, 0, 0]
+    """In whole blocks of 64 positions."""
+    cache = KVCache(CONFIG, 3, 70)
+    assert cache.batch == 3 and cache.dtype == torch.float32 and cache.max_len == 70
+    assert cache.nbytes == 2 * 2 * 3 * 2 * 128 * 8 * 4
+    assert KVCache(CONFIG, 3, 70, torch.bfloat16).nbytes == cache.nbytes // 2
+    assert KVCache(CONFIG, 3, 70, torch.int8).nbytes == cache.nbytes // 4 + 2 * 2 * 3 * 2 * 128 * 4
+    assert cache.lengths.tolist() == [0, 0, 0] and cache.used_blocks == 0
 
 
 @pytest.mark.parametrize("name", KV_TYPES)
@@ -54,24 +55,17 @@ def test_update_writes_after_each_length(rng: torch.Generator, name: str) -> Non
     """Rounded to the cache's type by torch, or with a scale for every row; no further off."""
     kind, dtype = KV_TYPES[name], KV_DTYPES[name]
     cache = KVCache(CONFIG, 2, 10, dtype)
-    assert cache.type is kind and cache.nbytes == 2 * 2 * 2 * 2 * 10 * kind.row_bytes(8)
+    assert cache.type is kind and cache.nbytes == 2 * 2 * 2 * 2 * 64 * kind.row_bytes(8)
     cache.set_length(1, 3)
     (written, _) = fill(cache, rng, 4)
-    held = (cache.keys[0], cache.values[0])
-    for codes, scale, new in zip(held, cache.scales(0), written, strict=True):
-        assert (scale is not None) == kind.has_scales
+    for held, new in zip(cache.get(0), written, strict=True):
         for row, start in ((0, 0), (1, 3)):
-            at = slice(start, start + 4)
-            want, got = new[row].transpose(0, 1), codes[row, :, at]
-            if scale is None:
-                assert torch.equal(got.double(), want.to(dtype).double())
-                stored = got.double()
-            else:
-                assert scale.shape == (2, CONFIG.num_key_value_heads, 10)
-                stored = got.double() * scale[row, :, at].double()[..., None]
+            want, got = new[row].transpose(0, 1), held[row, :, start : start + 4]
+            if not kind.has_scales:
+                assert torch.equal(got, want.to(dtype).float())
             bound = kind.error * want.double().abs().amax(-1, keepdim=True)
             bound = bound.clamp(min=kind.floor)
-            assert bool(((stored - want.double()).abs() <= bound).all())
+            assert bool(((got.double() - want.double()).abs() <= bound).all())
     assert cache.lengths.tolist() == [4, 7]
 
 
@@ -86,16 +80,20 @@ def test_positions_are_absolute_and_per_sequence(rng: torch.Generator) -> None:
     assert cache.positions(1).tolist() == [[1], [6]]
 
 
-def test_capacity_is_checked_before_anything_is_written() -> None:
+def test_capacity_is_checked_before_anything_is_written(rng: torch.Generator) -> None:
     cache = KVCache(CONFIG, 2, 10)
-    cache.keys[0].zero_()
+    fill(cache, rng, 1)
     cache.set_length(1, 8)
+    before = cache.get(0)
     with pytest.raises(CacheCapacityError, match="at most 2 new tokens, got 3; 8 of 10 positions"):
         cache.positions(3)
     assert cache.positions(2).shape == (2, 2)
-    with pytest.raises(RuntimeError, match="kv_cache_update"):
-        cache.update(0, *tokens(torch.Generator(), 2, 3))
-    assert torch.equal(cache.keys[0], torch.zeros_like(cache.keys[0]))
+    for write in (lambda: cache.update(0, *tokens(rng, 2, 3)), lambda: cache.prepare(3)):
+        with pytest.raises(CacheCapacityError, match="at most 2 new tokens, got 3"):
+            write()
+    for a, b in zip(cache.get(0), before, strict=True):
+        assert torch.equal(a[:, :, :1], b[:, :, :1])
+    assert cache.lengths.tolist() == [1, 8]
 
 
 def test_more_positions_than_the_model_has_are_rejected() -> None:
@@ -127,16 +125,15 @@ def test_clear_and_truncate(rng: torch.Generator) -> None:
     cache.clear()
     assert cache.lengths.tolist() == [0, 0]
     ((key, _), _) = fill(cache, rng, 2)
-    assert torch.equal(cache.keys[0][:, :, :2], key.transpose(1, 2))
+    assert torch.equal(cache.get(0)[0], key.transpose(1, 2))
 
 
-def test_row_shares_memory_but_not_lengths(rng: torch.Generator) -> None:
-    cache = KVCache(CONFIG, 3, 10)
-    cache.keys[0].zero_()
+def test_a_row_is_the_sequence_itself(rng: torch.Generator) -> None:
+    cache = KVCache(CONFIG, 3, 200)
     row = cache.row(1)
-    ((key, _), _) = fill(row, rng, 4)
-    assert torch.equal(cache.keys[0][1, :, :4], key[0].transpose(0, 1))
-    assert not cache.keys[0][0].any() and not cache.keys[0][2].any()
-    assert cache.lengths.tolist() == [0, 0, 0] and row.lengths.tolist() == [4]
-    cache.set_length(1, 4)
-    assert cache.lengths.tolist() == [0, 4, 0]
+    ((key, _), _) = fill(row, rng, 70)
+    assert cache.lengths.tolist() == [0, 70, 0] and row.lengths.tolist() == [70]
+    assert torch.equal(cache.get(0)[0][1], key[0].transpose(0, 1))
+    cache.truncate(5)
+    assert row.lengths.tolist() == [5] and cache.used_blocks == 1
+    assert torch.equal(row.get(0)[0], key[:, :5].transpose(1, 2))

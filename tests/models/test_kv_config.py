@@ -10,6 +10,7 @@ import torch
 
 import bitnet_ops
 from bitnet_ops import KVCache, KVCacheConfig, KVCacheDtype
+from bitnet_ops.nn.kv_types import CacheCapacityError
 from bitnet_ops.nn.storage import KV_TYPES
 
 SIZES: dict[str, Any] = {"max_seq_len": 20, "num_layers": 2, "num_kv_heads": 3, "head_dim": 16}
@@ -128,5 +129,15 @@ def test_other_wrong_calls() -> None:
         cache.truncate([1, 2])
     with pytest.raises(ValueError, match="expected length at least 0"):
         cache.truncate(-1)
-    with pytest.raises(RuntimeError, match=r"start_positions in \[0, 19\]"):
-        cache.update(0, *rows(0, 1, 1), 20)
+    for at in (20, -1):
+        with pytest.raises(
+            CacheCapacityError, match=f"seq_pos from 0 to 19 for 1 tokens, got {at}"
+        ):
+            cache.update(0, *rows(0, 1, 1), at)
+    with pytest.raises(ValueError, match=r"key and value \[1, T, KV, D\], got \[2, 1, 3, 16\]"):
+        cache.update(0, *rows(0, 2, 1), 0)
+    for layer in (-1, 2):
+        with pytest.raises(IndexError, match=f"a layer from 0 to 1, got {layer}"):
+            cache.get(layer)
+    with pytest.raises(RuntimeError, match="paged_cache_update: expected key"):
+        cache.update(0, torch.zeros(1, 1, 2, 16), torch.zeros(1, 1, 2, 16))

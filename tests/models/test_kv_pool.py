@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from bitnet_ops.config import ModelConfig
-from bitnet_ops.nn.kv_cache import KV_DTYPES
 from bitnet_ops.nn.kv_pool import KVPool
+from bitnet_ops.nn.kv_types import KV_DTYPES
 from bitnet_ops.nn.storage import KV_TYPES
 
 DEMO = Path(__file__).resolve().parents[1] / "data" / "demo-model" / "config.json"
@@ -61,13 +61,13 @@ def test_shapes_and_order_in_memory(name: str) -> None:
     pool = KVPool(CONFIG, 5, 16, KV_DTYPES[name])
     for rows in (pool.key_pool, pool.value_pool):
         assert rows.shape == (3, 5, 16, 2, 32) and rows.dtype == KV_DTYPES[name]
-        assert rows.stride() == (5 * 2 * 16 * 32, 2 * 16 * 32, 32, 16 * 32, 1)
+        assert rows.stride() == (2 * 16 * 32, 3 * 2 * 16 * 32, 32, 16 * 32, 1)
     assert pool.key_pool.data_ptr() != pool.value_pool.data_ptr()
     for scales in (pool.key_scale, pool.value_scale):
         assert (scales is not None) == kind.has_scales
         if scales is not None:
             assert scales.shape == (3, 5, 16, 2) and scales.dtype == torch.float32
-            assert scales.stride() == (5 * 2 * 16, 2 * 16, 1, 16)
+            assert scales.stride() == (2 * 16, 3 * 2 * 16, 1, 16)
     assert pool.block_bytes == 2 * 3 * 2 * 16 * kind.row_bytes(32)
     assert pool.memory_usage_mb() == pytest.approx(5 * pool.block_bytes / 2**20)
 
@@ -127,6 +127,37 @@ def test_a_copied_block_is_equal_and_its_own(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", KV_TYPES)
+def test_contents_leave_and_enter_as_they_are_stored(name: str) -> None:
+    """By block and by layer; what lies behind the length stays."""
+    source, target = (KVPool(CONFIG, 6, 16, KV_DTYPES[name]) for _ in "ab")
+    generator = torch.Generator().manual_seed(2)
+    key, value = (torch.randn(40, 2, 32, generator=generator) for _ in "kv")
+    blocks = [4, 0, 3]
+    slots = torch.tensor([blocks[p // 16] * 16 + p % 16 for p in range(40)])
+    for layer in range(3):
+        source.update(layer, key + layer, value - layer, slots)
+    found = source.stored(blocks, 40)
+    assert found["key"].shape == (3, 2, 40, 32) and found["key"].dtype == KV_DTYPES[name]
+    for i in range(40):
+        block, offset = blocks[i // 16], i % 16
+        for part, pool in (("key", source.key_pool), ("value", source.value_pool)):
+            stored, there = found[part][:, :, i], pool[:, block, offset]
+            assert torch.equal(stored.view(torch.uint8), there.contiguous().view(torch.uint8))
+    write(target, 5, 1)
+    target.store([5, 2, 1], found)
+    for layer in range(3):
+        expected = source.read(layer, blocks, 40)
+        for a, b, exact in zip(
+            target.read(layer, [5, 2, 1], 40), expected, (key + layer, value - layer), strict=True
+        ):
+            assert torch.equal(a, b) and a.shape == (2, 40, 32) and a.dtype == torch.float32
+            size = exact.abs().amax(-1, keepdim=True) * KV_TYPES[name].error
+            assert bool(((a.transpose(0, 1) - exact).abs() <= size).all())
+    rest = target.key_pool[:, 1, 8:].float()
+    assert not rest.any(), "behind the length"
+
+
+@pytest.mark.parametrize("name", KV_TYPES)
 def test_released_memory_returns(name: str) -> None:
     """Counted by the system; blocks beside the released ones keep their contents."""
     config = dataclasses.replace(CONFIG, num_key_value_heads=4, head_dim=128)
@@ -147,6 +178,44 @@ def test_released_memory_returns(name: str) -> None:
     assert bool((pool.key_pool[:, 4] == 9).all())
     pool.release(range(20))
     assert sum(resident_bytes(t) for t in tensors(pool)) <= len(tensors(pool)) * 2 * 4096
+
+
+def mapped(tensor: Tensor) -> dict[str, int | str]:
+    """What the system says of the mapping under `tensor`: the fields of smaps, sizes in KiB."""
+    address, found = tensor.untyped_storage().data_ptr(), {}
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name, *words = line.split()
+        if name.endswith(":"):
+            if inside:
+                found[name[:-1]] = int(words[0]) if words[-1] == "kB" else " ".join(words)
+        else:
+            begin, end = (int(part, 16) for part in name.split("-"))
+            inside = begin <= address < end
+    return found
+
+
+def test_a_large_pool_has_huge_pages_and_gives_them_back() -> None:
+    """Counted by the system; where it has none, none are counted."""
+    config = dataclasses.replace(CONFIG, num_key_value_heads=4, head_dim=128)
+    pool = KVPool(config, 512, 64, torch.bfloat16, max_blocks=1024)
+    block_kb = pool.block_bytes // 2 >> 10
+    for block in range(512):
+        pool.key_pool[:, block] = 1
+    written = mapped(pool.key_pool)
+    assert block_kb * 512 <= int(written["Rss"]) <= block_kb * 512 + 4096
+    enabled = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    if enabled.exists() and "[never]" not in enabled.read_text():
+        assert "hg" in str(written["VmFlags"]).split(), "not advised"
+        assert int(written["AnonHugePages"]) >= 2048
+    else:
+        assert not written["AnonHugePages"]
+    pool.release(range(0, 512, 2))
+    assert int(mapped(pool.key_pool)["Rss"]) <= block_kb * 256 + 4096
+    assert bool((pool.key_pool[:, 1::2] == 1).all())
+    pool.release(range(512))
+    nothing = mapped(pool.key_pool)
+    assert int(nothing["Rss"]) <= 4096 and int(nothing["AnonHugePages"]) <= 4096
 
 
 def test_blocks_that_are_no_whole_pages_lose_only_themselves() -> None:
@@ -195,6 +264,8 @@ def test_blocks_outside_the_pool_are_rejected(block: int) -> None:
         lambda: pool.copy_block(block, 1),
         lambda: pool.copy_block(1, block),
         lambda: pool.release([block]),
+        lambda: pool.read(0, [block], 1),
+        lambda: pool.stored([block], 1),
     ):
         with pytest.raises(ValueError, match=f"expected a block from 0 to 3, got {block}"):
             act()

@@ -23,7 +23,8 @@ from bitnet_ops.config import ModelConfig
 from bitnet_ops.generate.engine import Limits
 from bitnet_ops.language_model import LanguageModel
 from bitnet_ops.models import Decoder, expected_tensors
-from bitnet_ops.nn.kv_cache import CacheCapacityError, KVCache
+from bitnet_ops.nn.kv_cache import KVCache
+from bitnet_ops.nn.kv_types import CacheCapacityError
 from hf_writer import Family, make_network
 from isa_control import ISAS, forced_isa, torch_threads
 from tiny_models import NAMES, SMALL, config_of, random_ids, tiny_model
@@ -223,7 +224,6 @@ def test_rows_of_different_lengths_decode_together(model: Decoder) -> None:
     cache, token = KVCache(model.config, 3, 20), torch.tensor([[5], [6], [7]])
     for i, prompt in enumerate(prompts):
         model(prompt, cache.row(i))
-        cache.set_length(i, prompt.shape[1])
     together = model(token, cache)
     for i, prompt in enumerate(prompts):
         alone = run(model, torch.cat([prompt, token[i : i + 1]], 1))
@@ -237,10 +237,9 @@ def test_slots_above_a_length_are_never_read(model: Decoder, dtype: torch.dtype)
     """NaN and infinities in every unwritten slot of the cache change no bit."""
     ids = random_ids(8, 2, 40)
     clean, poisoned = (KVCache(model.config, 2, 48, dtype) for _ in range(2))
-    for tensors in (poisoned.keys, poisoned.values):
-        for tensor in tensors:
-            tensor.fill_(float("nan"))
-            tensor[:, :, 1::2] = float("inf")
+    for tensor in (poisoned.pool.key_pool, poisoned.pool.value_pool):
+        tensor.fill_(float("nan"))
+        tensor[:, :, 1::2] = float("inf")
     for piece in ids.split([1, 22, 1, 16], dim=1):
         assert torch.equal(model(piece, poisoned), model(piece, clean))
 

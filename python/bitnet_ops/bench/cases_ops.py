@@ -21,7 +21,7 @@ from bitnet_ops.bench.cases import Case, Result, baseline_cycle, cycle, equal, e
 from bitnet_ops.bench.limits import read_limit
 from bitnet_ops.bench.memory import Workspace, require_slots
 from bitnet_ops.bench.shapes import ModelShape
-from bitnet_ops.nn.kv_cache import KV_DTYPES
+from bitnet_ops.nn.kv_types import KV_DTYPES
 from bitnet_ops.nn.packing import PackedWeight, pack_ternary
 from bitnet_ops.nn.storage import KV_TYPES
 

@@ -13,7 +13,8 @@ from bitnet_ops.dummy import model as dummy
 from bitnet_ops.generate.engine import Engine, Limits
 from bitnet_ops.generate.scheduler import SchedulerOptions
 from bitnet_ops.language_model import load
-from bitnet_ops.nn.kv_cache import KV_DTYPES, KVCache
+from bitnet_ops.nn.kv_cache import KVCache
+from bitnet_ops.nn.kv_types import KV_DTYPES
 from bitnet_ops.nn.storage import KV_TYPES, LAYOUTS
 
 _PROJECTIONS = {
@@ -61,13 +62,18 @@ class BenchModel:
         self.config = self.model.config
         # what the model holds, not what was asked for: a figure under a wrong name is a lie
         self.weight_format, self.head_format = self._weight_format(), self._head_format()
-        self.kv_dtype = KV_DTYPES[kv_dtype]
+        self.use_kv_dtype(kv_dtype)
         self._generator = torch.Generator().manual_seed(1)
+
+    def use_kv_dtype(self, name: str) -> None:
+        """Caches are of that type from now on, one of KV_TYPES."""
+        self.kv_dtype = KV_DTYPES[name]
 
     @property
     def formats(self) -> dict[str, str]:
         """The fields of a row that say what was measured."""
-        return {"weights": self.weight_format, "head": self.head_format}
+        kv = str(self.kv_dtype).removeprefix("torch.")
+        return {"weights": self.weight_format, "head": self.head_format, "kv": kv}
 
     @property
     def label(self) -> str:
@@ -100,7 +106,7 @@ class BenchModel:
                 sizes["body"] += tensor.nbytes
         c = self.config
         # a key and a value, and the scale of each in an int8 cache
-        row = KV_TYPES[str(self.kv_dtype).removeprefix("torch.")].row_bytes(c.head_dim)
+        row = KV_TYPES[self.formats["kv"]].row_bytes(c.head_dim)
         per_position = 2 * row * c.num_hidden_layers * c.num_key_value_heads
         return StepBytes(sizes["body"], sizes["head"], per_position)
 
@@ -117,21 +123,14 @@ class BenchModel:
     def cache(self, batch: int, context: int, room: int) -> KVCache:
         """A cache in which every sequence has `context` random positions."""
         cache = KVCache(self.config, batch, context + room, self.kv_dtype)
-        for tensor in (*cache.keys, *cache.values) if context else ():
-            # 64 random positions repeated: the values matter to nobody, the addresses do
-            some = torch.randn(64, self.config.head_dim, generator=self._generator)
-            some = (some * 30).clamp(-127, 127) if not self.kv_dtype.is_floating_point else some
-            some = some.to(self.kv_dtype)
-            tensor.copy_(some.repeat(-(-tensor.shape[2] // 64), 1)[: tensor.shape[2]])
-        for scale in (cache.key_scale, cache.value_scale):
-            if scale is not None and context:
-                scale.fill_(1 / 30)
-        self._set_lengths(cache, context)
+        c = self.config
+        # 64 random positions repeated: the values matter to nobody, the addresses do
+        some = torch.randn(64, c.num_key_value_heads, c.head_dim, generator=self._generator)
+        repeats = -(-context // 64), 1, 1
+        rows = some.bfloat16().repeat(repeats)[:context].expand(batch, -1, -1, -1)
+        for layer in range(c.num_hidden_layers if context else 0):
+            cache.update(layer, rows, rows, 0)
         return cache
-
-    def _set_lengths(self, cache: KVCache, length: int) -> None:
-        for row in range(cache.batch):
-            cache.set_length(row, length)
 
     def decode_run(self, batch: int, context: int, tokens: int) -> Timed:
         """Greedy decoding: call i is the step behind context + i mod `tokens` positions."""
@@ -141,7 +140,7 @@ class BenchModel:
         def step(i: int) -> None:
             nonlocal ids
             if i % tokens == 0:
-                self._set_lengths(cache, context)
+                cache.truncate(context)
             ids = self.model(ids, cache, 1)[:, -1].argmax(-1, keepdim=True)
 
         return Timed(step)

@@ -15,7 +15,7 @@ from bitnet_ops.bench.measure import IMPOSSIBLE
 from bitnet_ops.formats.destination import file_kind, new_file
 
 # 3: baselines, unstable limits, cold_bytes
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 Report = dict[str, Any]
 Table = tuple[str, list[str], list[list[str]]]  # title, column titles, cells
 
@@ -80,13 +80,13 @@ def ops_cells(row: dict[str, Any]) -> list[str]:
     ]
 
 
-_DECODE = ["weights", "head", "T", "batch", "context", "tok/s", "ms", "MB/step", "limit tok/s"]
-_DECODE += ["share", "regions", "ping-pong ns", "notes"]
+_DECODE = ["weights", "head", "kv", "T", "batch", "context", "tok/s", "ms", "MB/step"]
+_DECODE += ["limit tok/s", "share", "regions", "ping-pong ns", "notes"]
 
 
 def _decode_cells(row: dict[str, Any]) -> list[str]:
     return [
-        *(str(row[name]) for name in ("weights", "head", "threads", "batch", "context")),
+        *(str(row[name]) for name in ("weights", "head", "kv", "threads", "batch", "context")),
         number(row["tokens_per_s"]),
         number(row["step_ms"]["median"]),
         number(row["bytes_per_step"] / 1e6),
@@ -98,12 +98,12 @@ def _decode_cells(row: dict[str, Any]) -> list[str]:
     ]
 
 
-_PREFILL = ["weights", "head", "T", "tokens", "tok/s", "s", "GMAC/s", "share of int8 peak"]
+_PREFILL = ["weights", "head", "kv", "T", "tokens", "tok/s", "s", "GMAC/s", "share of int8 peak"]
 
 
 def _prefill_cells(row: dict[str, Any]) -> list[str]:
     return [
-        *(str(row[name]) for name in ("weights", "head", "threads", "tokens")),
+        *(str(row[name]) for name in ("weights", "head", "kv", "threads", "tokens")),
         *(number(row[name]) for name in ("tokens_per_s", "seconds", "gmac_s")),
         f"{row['share']:.2f}",
     ]
@@ -249,7 +249,7 @@ def _model_lines(report: Report) -> list[str]:
         f"{model_name(report)}, {model['weights']} weights + {model['head']} head: "
         f"{(model['body'] + model['head_bytes']) / 1e6:.0f} MB a token at context 0, and "
         f"{model['per_position'] / 1e3:.1f} kB for each cached token, "
-        f"{report['settings']['kv_dtype']}"
+        f"{model['kv']}"
         for model in report["models"]
     ]
     for title, titles, cells in model_tables(report):

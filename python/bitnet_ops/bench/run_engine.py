@@ -56,7 +56,7 @@ class EngineSettings:
 
     def model(self) -> ModelSettings:
         return ModelSettings(
-            dummy=self.dummy, formats=(self.formats,), kv_dtype=self.kv_dtype,
+            dummy=self.dummy, formats=(self.formats,), kv_dtypes=(self.kv_dtype,),
             threads=self.threads, cold_mib=self.cold_mib, quick=self.quick,
         )  # fmt: skip
 

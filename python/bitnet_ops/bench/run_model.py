@@ -38,7 +38,8 @@ class ModelSettings:
     dummy: which synthetic model; model: a model file instead, None for none.
     formats: pairs of weight format and head format; the first one gets every measurement, the
         others the decode step at context 0.
-    kv_dtype: of the caches, one of KV_TYPES.
+    kv_dtypes: of the caches, of KV_TYPES; the first one gets every measurement, the others one
+        sequence behind every context, and the prompts.
     """
 
     dummy: str = "2b-4t"
@@ -47,7 +48,7 @@ class ModelSettings:
     contexts: tuple[int, ...] = (0, 2048, 8192)
     batches: tuple[int, ...] = (1, 2, 4, 8)
     threads: tuple[int, ...] = (1,)
-    kv_dtype: str = "bfloat16"
+    kv_dtypes: tuple[str, ...] = ("bfloat16",)
     cold_mib: int = 512
     quick: bool = False
     model: str | None = None
@@ -173,11 +174,15 @@ def _rows(bench: ModelBench, all_limits: list[MachineLimits], *, first: bool) ->
         return [decode_row(bench, limits, 1, 0) for limits in all_limits]
     rows, most = [], max(s.threads)
     for limits in all_limits:
-        rows += [decode_row(bench, limits, 1, context) for context in s.contexts]
-        rows += [decode_row(bench, limits, b, 0) for b in s.batches if b > 1]
-        for tokens in s.prompts:
-            if tokens <= 512 or limits.threads == most:
-                rows.append(prefill_row(bench, limits, tokens, 3 if tokens <= 128 else 1))
+        for kv_dtype in s.kv_dtypes:
+            bench.model.use_kv_dtype(kv_dtype)
+            rows += [decode_row(bench, limits, 1, context) for context in s.contexts]
+            if kv_dtype == s.kv_dtypes[0]:
+                rows += [decode_row(bench, limits, b, 0) for b in s.batches if b > 1]
+            for tokens in s.prompts:
+                if tokens <= 512 or limits.threads == most:
+                    rows.append(prefill_row(bench, limits, tokens, 3 if tokens <= 128 else 1))
+        bench.model.use_kv_dtype(s.kv_dtypes[0])
     return rows
 
 
@@ -199,7 +204,9 @@ def run(
         models: list[dict[str, Any]] = []
         for number, (weights, head) in enumerate(settings.formats):
             progress(f"making {settings.model or settings.dummy}, {weights} + {head} head")
-            made = BenchModel(settings.dummy, weights, head, settings.kv_dtype, file=settings.model)
+            made = BenchModel(
+                settings.dummy, weights, head, settings.kv_dtypes[0], file=settings.model
+            )
             models.append(_describe(made))
             progress(f"timing {made.label}")
             bench = ModelBench(ws, made, settings)

@@ -139,9 +139,9 @@ def _add_model_arguments(model: argparse.ArgumentParser) -> None:
     )
     model.add_argument(
         "--kv-dtype",
-        choices=KV_DTYPES,
         default=KV_DTYPES[0],
-        help=f"type of the KV cache (default: {KV_DTYPES[0]})",
+        help=f"types of the KV cache, of {', '.join(KV_DTYPES)}, or all; the first one gets every "
+        f"measurement, the others one sequence and the prompts (default: {KV_DTYPES[0]})",
     )
     model.add_argument("--prompts", help="tokens of the prompts (default: 128,512,2048)")
     model.add_argument("--contexts", help="tokens behind which to decode (default: 0,2048,8192)")
@@ -241,11 +241,15 @@ def model_settings(args: argparse.Namespace) -> ModelSettings:
     settings = ModelSettings(
         dummy=args.dummy or _DUMMY,
         formats=_pairs(args.formats),
-        kv_dtype=args.kv_dtype,
+        kv_dtypes=parse_words(
+            "--kv-dtype",
+            ",".join(KV_DTYPES) if args.kv_dtype == "all" else args.kv_dtype,
+            KV_DTYPES,
+        ),
         prompts=parse_counts(
             "--prompts", args.prompts or ("128" if quick else "128,512,2048"), 8192
         ),
-        contexts=parse_counts("--contexts", contexts, 16000, least=0),
+        contexts=parse_counts("--contexts", contexts, 16384 - 64, least=0),
         batches=parse_counts("--batches", args.batches or ("1,4" if quick else "1,2,4,8"), 64),
         threads=_threads(args),
         cold_mib=128 if quick else 512,

@@ -18,7 +18,8 @@ from bitnet_ops.generate.request import Failed
 from bitnet_ops.generate.sampling import Sampled
 from bitnet_ops.generate.scheduler import SchedulerOptions
 from bitnet_ops.models import Decoder
-from bitnet_ops.nn.kv_pool import DEFAULT_BLOCK_SIZE, KVPool
+from bitnet_ops.nn.kv_pool import KVPool
+from bitnet_ops.nn.kv_types import DEFAULT_BLOCK_SIZE
 
 _OPTIONS = SchedulerOptions(prefix_cache=False, most_gap=float("inf"))
 

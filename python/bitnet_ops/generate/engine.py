@@ -25,8 +25,14 @@ from bitnet_ops.generate.run import Run
 from bitnet_ops.generate.sampling import SamplingParams
 from bitnet_ops.generate.scheduler import SchedulerOptions
 from bitnet_ops.models.step_batch import StepBatch
-from bitnet_ops.nn.kv_cache import DEFAULT_KV_DTYPE, CacheCapacityError, check_kv_dtype
-from bitnet_ops.nn.kv_pool import DEFAULT_BLOCK_SIZE, KVPool, bytes_of_block
+from bitnet_ops.nn.kv_pool import KVPool
+from bitnet_ops.nn.kv_types import (
+    DEFAULT_BLOCK_SIZE,
+    DEFAULT_KV_DTYPE,
+    CacheCapacityError,
+    bytes_of_block,
+    check_kv_dtype,
+)
 from bitnet_ops.nn.lora import LoraError
 
 _PREFIX_CACHE_MB = 256  # of an engine that nobody has told how much memory it may have

@@ -14,14 +14,14 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from bitnet_ops.generate.blocks import BlockAllocator
 from bitnet_ops.generate.drafts import propose
 from bitnet_ops.generate.prompts import check_prompt
 from bitnet_ops.generate.request import Event, Failed, Finished, Inbox, NewToken, Request
@@ -35,6 +35,7 @@ from bitnet_ops.generate.scheduler import (
 )
 from bitnet_ops.generate.speculation import check_drafts
 from bitnet_ops.models.step_batch import SequenceStep, StepBatch, logit_rounds
+from bitnet_ops.nn.blocks import BlockAllocator
 
 if TYPE_CHECKING:
     from bitnet_ops.generate.generation import Limits
@@ -185,8 +186,7 @@ class EngineCore:
         check_prompt(prompt_ids, self._vocab_size, self._max_positions)
         check_drafts(max_drafts, "engine: expected max_drafts")
         sampler = self._make_sampler(params, prompt_ids)
-        with self._lock:
-            self._open()
+        with self._lock, self._changed():
             request = Request(
                 self._next_id,
                 prompt_ids,
@@ -200,7 +200,6 @@ class EngineCore:
             )
             if not self._register(request):
                 self._scheduler.add(request)
-            self._torn = False
             return request.id
 
     def fork(self, id: int, params: Any, limits: Limits, *, inbox: Inbox | None = None) -> int:
@@ -213,11 +212,10 @@ class EngineCore:
             parent = self._requests[id]
             sampler = self._make_sampler(params, parent.ids.tolist())
             child = parent.fork(self._next_id, sampler, limits, inbox)
-            self._open()
-            ended = parent.ended  # by what `_open` found
-            if not ended and not self._register(child):
-                self._scheduler.fork(parent, child)
-            self._torn = False
+            with self._changed():
+                ended = parent.ended  # by what was found when the books were opened
+                if not ended and not self._register(child):
+                    self._scheduler.fork(parent, child)
         if ended:
             raise KeyError(id)
         return child.id
@@ -237,11 +235,8 @@ class EngineCore:
 
         Its last event is a Finished with reason "abort".
         """
-        with self._lock:
-            self._open()
-            known = self._abort(id)
-            self._torn = False
-            return known
+        with self._lock, self._changed():
+            return self._abort(id)
 
     def _abort(self, id: int) -> bool:
         request = self._requests.get(id)
@@ -256,17 +251,20 @@ class EngineCore:
         """Abort requests before the next step; takes no lock, so that a finalizer may call it."""
         self._abandoned.extend(ids)
 
-    def _open(self) -> None:
-        """The books are about to change; called with the lock, to be ended by `_torn = False`.
+    @contextmanager
+    def _changed(self) -> Iterator[None]:
+        """While the books change, with the lock held; what was abandoned is aborted first.
 
-        Where an interrupt has cut off an earlier change nothing of it can be trusted: all requests
-        fail, and the blocks are counted anew.
+        Where an interrupt or another error has cut off an earlier change nothing of it can be
+        trusted: all requests fail, and the blocks are counted anew.
         """
         if self._torn:
             self._start_anew()
         self._torn = True
         while self._abandoned:
             self._abort(self._abandoned.popleft())
+        yield
+        self._torn = False  # not after an error
 
     def _start_anew(self) -> None:
         self._in_flight, self._drawn = StepPlan(), False
@@ -284,8 +282,8 @@ class EngineCore:
         """Whether a step would run anything or has events to give."""
         with self._lock:
             if self._abandoned:
-                self._open()
-                self._torn = False
+                with self._changed():
+                    pass
             return bool(self._requests or self._events)
 
     def forget_costs(self) -> None:
@@ -297,8 +295,8 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         with self._lock:
-            self._open()
-            self._torn = False
+            with self._changed():
+                pass  # what was abandoned does not count
             blocks, scheduler = self._allocator, self._scheduler
             return EngineStats(
                 waiting=len(scheduler.waiting),
@@ -314,28 +312,22 @@ class EngineCore:
 
     def grow(self, blocks: int) -> None:
         """Make the pool larger by that many blocks, as far as it has reserved room."""
-        with self._stepping, self._lock:
-            self._open()
+        with self._stepping, self._lock, self._changed():
             self._pool.grow(blocks)
             self._allocator.add_blocks(blocks)
-            self._torn = False
 
     def trim(self, *, keep_cached: bool = False) -> None:
         """Give the memory of free blocks back to the system; the prefix cache goes too."""
-        with self._stepping, self._lock:
-            self._open()
+        with self._stepping, self._lock, self._changed():
             if not keep_cached:
                 self._allocator.forget_all()
             self._pool.release(self._allocator.reclaim())
-            self._torn = False
 
     def forget_prefixes(self) -> None:
         """Requests from now on share nothing with earlier ones: weights or an adapter changed."""
-        with self._lock:
-            self._open()
+        with self._lock, self._changed():
             self._epoch += 1
             self._allocator.forget_all()
-            self._torn = False
 
     # Steps ---------------------------------------------------------------------------------------
 
@@ -391,12 +383,11 @@ class EngineCore:
 
     def _plan(self) -> StepPlan:
         self._torn |= self._drawn
-        self._open()
-        self._take_out_ended()  # an interrupt may have come before this was done
-        plan = self._in_flight = self._scheduler.schedule()
-        for request, error in plan.failed:
-            self._end(request, Failed(request.id, error))
-        self._torn = False
+        with self._changed():
+            self._take_out_ended()  # an interrupt may have come before this was done
+            plan = self._in_flight = self._scheduler.schedule()
+            for request, error in plan.failed:
+                self._end(request, Failed(request.id, error))
         return plan
 
     def _take_out_ended(self) -> None:
@@ -408,19 +399,17 @@ class EngineCore:
 
     def _enter(self, plan: StepPlan, outcomes: Sequence[_Outcome], seconds: float) -> None:
         """Enter what a planned step gave into the books."""
-        self._open()
-        if self._in_flight is not plan:  # `_open` had to start anew
-            self._torn = False
-            return
-        for inbox in {
-            id(i): i for s in plan.steps.values() if (i := s.request.inbox) is not None
-        }.values():
-            inbox.seconds += seconds
-        self._take_out_ended()
-        for outcome in outcomes:
-            if not outcome.step.request.ended:
-                self._commit(outcome)
-        self._torn = False
+        with self._changed():
+            if self._in_flight is not plan:  # `_changed` had to start anew
+                return
+            for inbox in {
+                id(i): i for s in plan.steps.values() if (i := s.request.inbox) is not None
+            }.values():
+                inbox.seconds += seconds
+            self._take_out_ended()
+            for outcome in outcomes:
+                if not outcome.step.request.ended:
+                    self._commit(outcome)
         if outcomes:
             self._drawn = False  # else drawing has failed, and the samplers have gone on
 

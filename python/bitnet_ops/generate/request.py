@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from bitnet_ops.generate.blocks import Contents, block_key, root_key
 from bitnet_ops.generate.speculation import AUTO, MOST_DRAFTS, Acceptance
+from bitnet_ops.nn.blocks import Contents, block_key, root_key
 
 if TYPE_CHECKING:
     from bitnet_ops.generate.generation import Limits

@@ -17,11 +17,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from bitnet_ops.generate.blocks import BlockAllocator, PoolFullError
 from bitnet_ops.generate.drafts import propose
 from bitnet_ops.generate.pace import Pace
 from bitnet_ops.generate.request import Request
 from bitnet_ops.generate.speculation import StepCosts
+from bitnet_ops.nn.blocks import BlockAllocator, PoolFullError
 
 Propose = Callable[[Sequence[int], int], Sequence[int]]
 

@@ -9,6 +9,7 @@ It must not know files, text or sampling: it gets tensors and token ids.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +23,7 @@ from bitnet_ops.config import ModelConfig
 from bitnet_ops.models.adapters import Adapters, PackedAdapter, Side
 from bitnet_ops.models.layer import ACTIVATION_DTYPES, DecoderLayer, Tensors, norm_weight
 from bitnet_ops.models.step import Step
-from bitnet_ops.models.step_batch import StepBatch
+from bitnet_ops.models.step_batch import SequenceStep, StepBatch
 from bitnet_ops.nn.casting import Cast, dtype_after
 from bitnet_ops.nn.head import HeadWeight
 from bitnet_ops.nn.kv_cache import KVCache
@@ -79,7 +80,7 @@ class Decoder(nn.Module):
         dtype: of what the layers compute on, float32 or bfloat16; the residual stays float32.
         head_format: of the output head, and of the embedding tied to it: one of HEAD_FORMATS.
             "stored" shares the tensor as it is.
-        fused_step: run tokens through the one op decode_step instead of an op for every part of a
+        fused_step: run tokens through the one op model_step instead of an op for every part of a
             layer; the results are the same bit for bit.
     """
 
@@ -140,40 +141,36 @@ class Decoder(nn.Module):
         cache. Raises ValueError on another shape, dtype, batch, id or name, CacheCapacityError
         without room.
         """
-        cache = self._checked(input_ids, cache)
-        positions = cache.positions(input_ids.shape[1])
-        if (step := self._whole_step()) is not None:
-            sides = self.adapters.step_arguments([adapter] * cache.batch)
-            logits = step(self._embed(input_ids), cache, self.head, logits_to_keep, sides)
-            cache.advance(input_ids.shape[1])
-            return logits
-        x = self._states(input_ids, positions, cache, adapter)
+        cache, batch = self._batch_over(input_ids, cache, logits_to_keep, adapter)
+        logits = self.step(batch, cache.pool)
         cache.advance(input_ids.shape[1])
-        kept = x[:, -logits_to_keep:]  # 0 keeps everything
-        return self.head(self._last_norm(kept))
+        return logits.view(cache.batch, -1, logits.shape[-1])
 
     def hidden(
         self, input_ids: Tensor, cache: KVCache | None = None, adapter: str | None = None
     ) -> Tensor:
         """As forward, but what the head would read: f32 [B, T, hidden] after the last norm."""
-        cache = self._checked(input_ids, cache)
-        positions = cache.positions(input_ids.shape[1])
-        x = self._states(input_ids, positions, cache, adapter)
+        cache, batch = self._batch_over(input_ids, cache, 0, adapter)
+        x = self.step_states(batch, cache.pool)
         cache.advance(input_ids.shape[1])
-        return self._last_norm(x)
+        return x.view(cache.batch, -1, x.shape[-1])
 
-    def _states(
-        self, input_ids: Tensor, positions: Tensor, cache: KVCache, adapter: str | None
-    ) -> Tensor:
-        start = cache.lengths
-        sides = self.adapters.sides([adapter], None)
-
-        def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            pools, scales = (cache.keys[i], cache.values[i]), cache.scales(i)
-            ops.kv_cache_update(*pools, k, v, start, *scales)
-            return ops.attention(q, *pools, start, self._scale, *scales)
-
-        return self._layers(self._embed(input_ids), positions, attend, sides)
+    def _batch_over(
+        self, input_ids: Tensor, cache: KVCache | None, kept: int, adapter: str | None
+    ) -> tuple[KVCache, StepBatch]:
+        """The cache and the step that appends `input_ids` to it, with room for them."""
+        cache = self._checked(input_ids, cache)
+        rows, tokens = input_ids.shape
+        kept = min(kept, tokens) or tokens  # 0 keeps everything
+        parts = zip(input_ids.tolist(), cache.prepare(tokens), cache.blocks, strict=True)
+        batch = StepBatch.of(
+            [SequenceStep(ids, start, blocks, kept, adapter) for ids, start, blocks in parts],
+            cache.pool.block_size,
+        )
+        if rows > 1:  # by sequence, not by round
+            at = torch.arange(rows * tokens).view(rows, tokens)[:, tokens - kept :]
+            batch = dataclasses.replace(batch, logit_rows=at.flatten())
+        return cache, batch
 
     def _layers(
         self,
@@ -200,17 +197,15 @@ class Decoder(nn.Module):
         """
         if (step := self._whole_step()) is not None:
             sides = self.adapters.step_arguments(batch.adapter_names)
-            return step.paged(self._embed(batch.token_ids), batch, pool, self.head, sides)
+            return step(self._embed(batch.token_ids), batch, pool, self.head, sides)
         return self.head(self.step_states(batch, pool))
 
     def step_states(self, batch: StepBatch, pool: KVPool) -> Tensor:
         """As step, but what the head would read: f32 [rows, hidden] after the last norm."""
-        where = batch.query_start_loc, batch.seq_lens, batch.block_table
 
         def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            pools, scales = (pool.key_pool[i], pool.value_pool[i]), pool.scales(i)
-            ops.paged_cache_update(*pools, k, v, batch.slot_mapping, *scales)
-            return ops.paged_attention(q, *pools, *where, self._scale, *scales)
+            pool.update(i, k, v, batch.slot_mapping)
+            return pool.attend(i, q, batch, self._scale)
 
         owners = torch.repeat_interleave(batch.query_start_loc.diff())
         sides = self.adapters.sides(batch.adapter_names, owners)
@@ -319,10 +314,10 @@ class Decoder(nn.Module):
                 f"model: expected input_ids with the cache's {cache.batch} sequences, "
                 f"got {input_ids.shape[0]}"
             )
-        if len(cache.keys) != self.config.num_hidden_layers:
+        if (layers := cache.config.num_layers) != self.config.num_hidden_layers:
             raise ValueError(
                 f"model: expected a cache of {self.config.num_hidden_layers} layers, "
-                f"got {len(cache.keys)}; make it from this model's config"
+                f"got {layers}; make it from this model's config"
             )
 
     def _embed(self, input_ids: Tensor) -> Tensor:

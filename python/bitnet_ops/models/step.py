@@ -1,4 +1,4 @@
-"""A decoder's weights as the arguments of `ops.decode_step` and `ops.model_step`, one call a step.
+"""A decoder's weights as the arguments of `ops.model_step`, one call a step.
 
 Scales, biases and norm weights are gathered into one tensor each, in whose memory the modules' own
 buffers lie: there is one copy of every number, and a buffer changed in place changes what the step
@@ -23,14 +23,13 @@ from bitnet_ops.nn.rotary import Rotary
 if TYPE_CHECKING:
     from bitnet_ops.models.step_batch import StepBatch
     from bitnet_ops.nn.head import HeadWeight
-    from bitnet_ops.nn.kv_cache import KVCache
     from bitnet_ops.nn.kv_pool import KVPool
 
 _NO_ADAPTERS: Mapping[str, Any] = MappingProxyType({})
 
 
 class Step:
-    """What `ops.decode_step` and `ops.model_step` need of one model, gathered once.
+    """What `ops.model_step` needs of one model, gathered once.
 
     Args:
         config: the architecture.
@@ -98,42 +97,15 @@ class Step:
     def __call__(
         self,
         x: Tensor,
-        cache: KVCache,
-        head: HeadWeight,
-        logits_to_keep: int = 0,
-        adapters: Mapping[str, Any] = _NO_ADAPTERS,
-    ) -> Tensor:
-        """Embedded tokens f32 [B, T, hidden] -> logits f32 [B, T, V]; the cache is written.
-
-        `logits_to_keep` > 0: of that many last tokens only. `adapters`: Adapters.step_arguments.
-        """
-        return ops.decode_step(
-            x=x,
-            weights=self.weights,
-            scales=self.scales,
-            norm_weights=self.norm_weights,
-            head_weight=head.weight,
-            head_scale=head.scale,
-            key_cache=cache.key_cache,
-            value_cache=cache.value_cache,
-            start_positions=cache.lengths,
-            logits_to_keep=logits_to_keep,
-            key_scale=cache.key_scale,
-            value_scale=cache.value_scale,
-            biases=self.biases,
-            **self._model,
-            **adapters,
-        )
-
-    def paged(
-        self,
-        x: Tensor,
         batch: StepBatch,
         pool: KVPool,
         head: HeadWeight,
         adapters: Mapping[str, Any] = _NO_ADAPTERS,
     ) -> Tensor:
-        """Embedded tokens f32 [tokens, hidden] -> logits f32 [rows, V]; the pool is written."""
+        """Embedded tokens f32 [tokens, hidden] -> logits f32 [rows, V]; the pool is written.
+
+        `adapters`: Adapters.step_arguments.
+        """
         return ops.model_step(
             x=x,
             weights=self.weights,

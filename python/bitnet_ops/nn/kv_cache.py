@@ -1,58 +1,47 @@
-"""KVCache: keys and values of every layer, with the length of every sequence.
+"""KVCache: keys and values of every layer of a batch of sequences, without an engine.
 
-The lengths ARE the positions: the next token of sequence b stands at position lengths[b]. Keys are
-stored after the rotary embedding. A slot at or above its sequence's length is never read.
-It must not know models, sampling or text.
+An interface over a pool of blocks (kv_pool.py): a sequence has the blocks that its positions take,
+and shares them with its forks until one of them writes. The lengths ARE the positions: the next
+token of sequence b stands at position lengths[b]. Keys are stored after the rotary embedding. A
+slot at or above its sequence's length is never read. It must not know models, sampling or text.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from bitnet_ops import ops
 from bitnet_ops.config import ModelConfig
 from bitnet_ops.formats.atomic import atomic_file
-from bitnet_ops.nn.kv_config import KVCacheConfig
-from bitnet_ops.nn.storage import DEFAULT_KV_TYPE, KV_TYPES, KVType
+from bitnet_ops.nn.kv_config import KVCacheConfig, KVCacheDtype
+from bitnet_ops.nn.kv_pool import KVPool
+from bitnet_ops.nn.kv_sequence import BlockStore, SequenceBlocks, prepare, renew
+from bitnet_ops.nn.kv_types import TYPE_OF, CacheCapacityError, check_kv_dtype
+from bitnet_ops.nn.storage import KVType
 
-TYPE_OF = {getattr(torch, name): row for name, row in KV_TYPES.items()}  # a dtype's row
-KV_DTYPES = {row.name: dtype for dtype, row in TYPE_OF.items()}
-DEFAULT_KV_DTYPE = KV_DTYPES[DEFAULT_KV_TYPE]
-
-
-def check_kv_dtype(dtype: object, who: str) -> None:
-    """Raise ValueError unless `dtype` is one that a cache can have."""
-    if dtype not in TYPE_OF:
-        *most, last = KV_DTYPES
-        remedy = f"; pass torch.{dtype}" if isinstance(dtype, str) else ""
-        raise ValueError(f"{who} {', '.join(most)} or {last}, got {dtype!r}{remedy}")
-
-
-class CacheCapacityError(ValueError):
-    """More positions were asked for than the cache, or the model's context, has."""
+# in a file: what KVPool.stored calls them
+_SAVED = {"key_cache": "key", "value_cache": "value", "key_scale": "key_scale",
+          "value_scale": "value_scale"}  # fmt: skip
 
 
 class KVCache:
-    """Keys and values, per layer a tensor [B, KV, L, D] of `dtype`, and `lengths` int64 [B].
-
-    `keys` and `values` list the layers; they are views of `key_cache` and `value_cache`
-    [layers, B, KV, L, D]. With int8, `key_scale` and `value_scale` float32 [layers, B, KV, L] hold
-    the scale of every position; else they are None.
+    """Keys and values of `batch` sequences of at most `max_len` positions.
 
     Args:
         config: the model's config (layers, kv heads, head_dim, max_position_embeddings); or a
             KVCacheConfig, which says all there is to say, and no further argument.
         batch: number of sequences B, at least 1.
-        max_len: capacity L in positions, at most config.max_position_embeddings.
+        max_len: positions of a sequence, at most; not above config.max_position_embeddings.
         dtype: torch.float32, in which nothing is rounded, or another row of storage.KV_TYPES:
             torch.bfloat16, float16, float8_e4m3fn, float8_e5m2 or int8.
-    It is for one thread at a time.
-    Raises CacheCapacityError or ValueError on anything else. The memory is not initialised: the
-    system gives it as positions are written, and slots above a length are never read.
+    Attributes: `config`, the KVCacheConfig; `pool`, the memory.
+    A cache is for one thread at a time; its forks may be other threads'. Memory is taken as
+    positions are written. Raises CacheCapacityError or ValueError on anything else, PoolFullError,
+    which names the blocks needed and free, where a write finds no room; nothing is written then.
     """
 
     def __init__(
@@ -62,104 +51,156 @@ class KVCache:
         max_len: int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        if isinstance(config, KVCacheConfig):
-            if (batch, max_len, dtype) != (None, None, None):
-                raise ValueError("KVCache: expected a KVCacheConfig and nothing else, got more")
-            c = config
-            sizes = c.num_layers, c.batch, c.num_kv_heads, c.max_seq_len, c.head_dim
-            self._allocate(sizes, KV_DTYPES[c.dtype.value])
-            return
-        if batch is None or max_len is None:
-            raise TypeError("KVCache: expected batch and max_len beside a model's config")
-        dtype = torch.float32 if dtype is None else dtype
-        check_kv_dtype(dtype, "KVCache: expected dtype")
-        if batch < 1:
-            raise ValueError(f"KVCache: expected batch above 0, got {batch}")
-        if not 1 <= max_len <= config.max_position_embeddings:
-            raise CacheCapacityError(
-                f"KVCache: expected max_len from 1 to max_position_embeddings "
-                f"{config.max_position_embeddings}, got {max_len}; the model has no more positions"
-            )
-        heads, layers = config.num_key_value_heads, config.num_hidden_layers
-        self._allocate((layers, batch, heads, max_len, config.head_dim), dtype)
+        if not isinstance(config, KVCacheConfig):
+            config = _config_of(config, batch, max_len, dtype)
+        elif (batch, max_len, dtype) != (None, None, None):
+            raise ValueError("KVCache: expected a KVCacheConfig and nothing else, got more")
+        store = BlockStore(config)
+        self._hold(config, [store.enter() for _ in range(config.batch)])
 
-    def _allocate(self, shape: tuple[int, int, int, int, int], dtype: torch.dtype) -> None:
-        # Not zeros: those would touch every page now, of a context that may never be that long.
-        keys, values = (torch.empty(shape, dtype=dtype) for _ in "kv")
-        scales = (
-            [torch.empty(shape[:-1]) for _ in "kv"] if TYPE_OF[dtype].has_scales else [None, None]
-        )
-        self._set_memory(keys, values, *scales)
-        self.lengths = torch.zeros(shape[1], dtype=torch.int64)
-        self.max_len = shape[3]
+    def _hold(self, config: KVCacheConfig, rows: list[SequenceBlocks]) -> None:
+        self.config, self._rows = config, rows
+        self._store: BlockStore = rows[0].store
+        self.pool: KVPool = self._store.pool
 
-    def _set_memory(
-        self,
-        key_cache: Tensor,
-        value_cache: Tensor,
-        key_scale: Tensor | None,
-        value_scale: Tensor | None,
-    ) -> None:
-        self.key_cache, self.value_cache = key_cache, value_cache
-        self.key_scale, self.value_scale = key_scale, value_scale
-        self.keys, self.values = list(key_cache.unbind()), list(value_cache.unbind())
+    def _over(self, rows: list[SequenceBlocks]) -> KVCache:
+        """Another cache in the same pool."""
+        cache = KVCache.__new__(KVCache)
+        cache._hold(self.config, rows)
+        return cache
 
     def __repr__(self) -> str:
-        layers, batch, heads, length, dim = self.key_cache.shape
-        dtype = str(self.dtype).removeprefix("torch.")
+        c = self.config
         return (
-            f"KVCache({dtype}, layers={layers}, batch={batch}, kv_heads={heads}, head_dim={dim}, "
-            f"max_len={length}, lengths={self.lengths.tolist()})"
+            f"KVCache({c.dtype.value}, layers={c.num_layers}, batch={self.batch}, "
+            f"kv_heads={c.num_kv_heads}, head_dim={c.head_dim}, max_len={self.max_len}, "
+            f"lengths={[row.length for row in self._rows]})"
         )
 
-    def scales(self, layer: int) -> tuple[Tensor | None, Tensor | None]:
-        """One layer's scales of keys and values f32 [B, KV, L], as the ops take them."""
-        if self.key_scale is None or self.value_scale is None:
-            return None, None
-        return self.key_scale[layer], self.value_scale[layer]
+    # Sizes ----------------------------------------------------------------------------------------
 
     @property
     def batch(self) -> int:
         """The number of sequences B."""
-        return self.lengths.shape[0]
+        return len(self._rows)
+
+    @property
+    def max_len(self) -> int:
+        """Positions of a sequence, at most."""
+        return self.config.max_seq_len
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.key_cache.dtype
+        return self.pool.dtype
 
     @property
     def type(self) -> KVType:
         """The row of the table of types that it is of."""
-        return TYPE_OF[self.dtype]
+        return self.pool.type
+
+    @property
+    def lengths(self) -> Tensor:
+        """How many positions each sequence has, int64 [B]; a copy."""
+        return torch.tensor([row.length for row in self._rows])
 
     @property
     def nbytes(self) -> int:
-        """Bytes of address space of all keys, values and scales, written or not."""
-        return sum(t.nbytes for t in self._named().values())
+        """Bytes of address space of its own keys, values and scales, written or not."""
+        blocks = self.batch * self.config.blocks_per_sequence
+        if self.config.blocks is not None:
+            blocks = self.config.blocks
+        return blocks * self.pool.block_bytes
 
-    def _memory(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        return self.key_cache, self.value_cache, self.key_scale, self.value_scale
+    def memory_usage_mb(self) -> float:
+        """MiB of its own keys, values and scales, once every position is written."""
+        return self.nbytes / 2**20
 
-    def _named(self) -> dict[str, Tensor]:
-        """What there is of the memory, by its attributes' names."""
-        names = "key_cache", "value_cache", "key_scale", "value_scale"
-        pairs = zip(names, self._memory(), strict=True)
-        return {name: tensor for name, tensor in pairs if tensor is not None}
+    @property
+    def used_blocks(self) -> int:
+        """Blocks of the pool that this cache, its forks or what it is a fork of hold."""
+        return self._store.counts()[0]
+
+    @property
+    def free_blocks(self) -> int:
+        """Blocks of the pool that nobody holds."""
+        return self._store.counts()[1]
+
+    # Positions ------------------------------------------------------------------------------------
 
     def positions(self, new_tokens: int) -> Tensor:
         """Absolute positions int64 [B, new_tokens] of the tokens that come next.
 
-        Raises CacheCapacityError, before anything is written, if one sequence has no room for them.
+        Raises CacheCapacityError if one sequence has no room for them.
         """
-        longest = int(self.lengths.max())
+        self._check_room(new_tokens)
+        return self.lengths.unsqueeze(1) + torch.arange(new_tokens)
+
+    def _check_room(self, new_tokens: int) -> None:
+        longest = max(row.length for row in self._rows)
         if longest + new_tokens > self.max_len:
             raise CacheCapacityError(
                 f"KVCache: expected at most {self.max_len - longest} new tokens, got {new_tokens}; "
                 f"{longest} of {self.max_len} positions are taken: make the cache or the prompt "
                 "shorter by that much, or start a new sequence"
             )
-        start = self.lengths.unsqueeze(1)
-        return start if new_tokens == 1 else start + torch.arange(new_tokens)
+
+    @property
+    def blocks(self) -> list[list[int]]:
+        """Of each sequence the blocks that its positions lie in, in order; to be read only."""
+        return [row.blocks for row in self._rows]
+
+    def prepare(self, new_tokens: int) -> list[int]:
+        """Let every sequence write that many positions into its blocks; where each begins.
+
+        For a step that writes the pool itself; `advance` follows. Raises CacheCapacityError or
+        PoolFullError, before anything is written, if one sequence has no room for them.
+        """
+        self._check_room(new_tokens)
+        starts = [row.length for row in self._rows]
+        prepare(self._rows, [(start, start + new_tokens) for start in starts])
+        return starts
+
+    def advance(self, new_tokens: int) -> None:
+        """Count `new_tokens` positions, which every layer has written, in every sequence."""
+        for row in self._rows:
+            row.length += new_tokens
+
+    def set_length(self, index: int, length: int) -> None:
+        """Say that sequence `index` holds `length` positions; new ones have undefined contents."""
+        if not 0 <= length <= self.max_len:
+            raise CacheCapacityError(
+                f"KVCache: expected length from 0 to {self.max_len}, got {length}"
+            )
+        row = self._rows[index]
+        row.truncate(length)
+        prepare([row], [(row.length, length)])
+        row.length = length
+
+    def truncate(self, length: int | Sequence[int] | Tensor) -> None:
+        """Forget the positions from `length` on in every sequence that has them.
+
+        length: one for all sequences, or one for each. Blocks without positions become free.
+        """
+        ends = torch.as_tensor(length, dtype=torch.int64)
+        if ends.shape not in ((), (self.batch,)):
+            raise ValueError(
+                f"KVCache: expected one length, or one for each of {self.batch} sequences, got "
+                f"{length}"
+            )
+        if int(ends.min()) < 0:
+            raise ValueError(f"KVCache: expected length at least 0, got {length}")
+        for row, end in zip(self._rows, ends.expand(self.batch).tolist(), strict=True):
+            row.truncate(end)
+
+    def clear(self) -> None:
+        """Forget everything; the memory stays, free for others of the pool."""
+        self.truncate(0)
+
+    def trim(self) -> None:
+        """Give the memory of the pool's free blocks back to the system."""
+        self._store.trim()
+
+    # Contents -------------------------------------------------------------------------------------
 
     def update(
         self, layer_idx: int, key: Tensor, value: Tensor, seq_pos: int | Tensor | None = None
@@ -170,13 +211,37 @@ class KVCache:
         writes at the same place, and `advance` moves them. With seq_pos, an integer or int64 [B],
         from that position on; a sequence then holds at least what was written.
         """
-        caches = self.keys[layer_idx], self.values[layer_idx]
-        start = self.lengths
+        self._check_layer(layer_idx)
+        if key.dim() != 4 or key.shape[0] != self.batch or value.shape != key.shape:
+            raise ValueError(
+                f"KVCache: expected key and value [{self.batch}, T, KV, D], got "
+                f"{list(key.shape)} and {list(value.shape)}"
+            )
+        tokens = key.shape[1]
+        if seq_pos is None:
+            starts = self.prepare(tokens)
+        else:
+            at = torch.as_tensor(seq_pos, dtype=torch.int64)
+            starts = at.expand(self.batch).tolist()
+            if min(starts) < 0 or max(starts) + tokens > self.max_len:
+                raise CacheCapacityError(
+                    f"KVCache: expected seq_pos from 0 to {self.max_len - tokens} for {tokens} "
+                    f"tokens, got {at.tolist()}"
+                )
+            prepare(self._rows, [(start, start + tokens) for start in starts])
+        self.pool.update(layer_idx, key.flatten(0, 1), value.flatten(0, 1),
+                         self._slots(starts, tokens))  # fmt: skip
         if seq_pos is not None:
-            start = torch.as_tensor(seq_pos, dtype=torch.int64).expand(self.batch).contiguous()
-        ops.kv_cache_update(*caches, key, value, start, *self.scales(layer_idx))
-        if seq_pos is not None:
-            self.lengths = self.lengths.maximum(start + key.shape[1])
+            for row, start in zip(self._rows, starts, strict=True):
+                row.length = max(row.length, start + tokens)
+
+    def _slots(self, starts: Sequence[int], tokens: int) -> Tensor:
+        """Where `tokens` of each sequence lie in the pool, int64 [B * tokens]."""
+        size = self.pool.block_size
+        positions = np.add.outer(starts, np.arange(tokens))
+        rows = zip(self._rows, positions // size, strict=True)
+        blocks = np.stack([np.array(row.blocks, dtype=np.int64)[at] for row, at in rows])
+        return torch.from_numpy((blocks * size + positions % size).reshape(-1))
 
     def get(self, layer_idx: int) -> tuple[Tensor, Tensor]:
         """Keys and values f32 [B, KV, longest length, D] of one layer, whatever their type.
@@ -184,127 +249,124 @@ class KVCache:
         What attention reads: an int8 cache's codes times their scales. Zeros stand behind the end
         of a shorter sequence.
         """
-        longest = int(self.lengths.max())
-        behind = torch.arange(longest) >= self.lengths.view(-1, 1, 1)  # [B, 1, longest]
-        found = []
-        rows = self.keys[layer_idx], self.values[layer_idx]
-        for row, scale in zip(rows, self.scales(layer_idx), strict=True):
-            wide = row[:, :, :longest].float()
-            if scale is not None:
-                wide = wide * scale[:, :, :longest, None]
-            found.append(wide.masked_fill(behind.unsqueeze(-1), 0.0))
-        return found[0], found[1]
+        self._check_layer(layer_idx)
+        c = self.config
+        longest = max(row.length for row in self._rows)
+        shape = self.batch, c.num_kv_heads, longest, c.head_dim
+        keys, values = torch.zeros(shape), torch.zeros(shape)
+        for i, row in enumerate(self._rows):
+            key, value = self.pool.read(layer_idx, row.blocks, row.length)
+            keys[i, :, : row.length], values[i, :, : row.length] = key, value
+        return keys, values
 
-    def memory_usage_mb(self) -> float:
-        """MiB of all keys, values and scales, once every position is written."""
-        return self.nbytes / 2**20
+    def _check_layer(self, layer: int) -> None:
+        if not 0 <= layer < self.config.num_layers:
+            raise IndexError(
+                f"KVCache: expected a layer from 0 to {self.config.num_layers - 1}, got {layer}"
+            )
+
+    def row(self, index: int) -> KVCache:
+        """Sequence `index` as a cache of batch 1: the same sequence, not a copy."""
+        return self._over([self._rows[index]])
 
     def fork(self, row: int | None = None) -> KVCache:
-        """A cache of its own with the contents of this one, or of sequence `row` alone."""
-        twin = self._view(slice(None) if row is None else slice(row, row + 1))
-        longest = int(self.lengths.max())
-        copies = []
-        for tensor in twin._memory():
-            copy = None if tensor is None else torch.empty(tensor.shape, dtype=tensor.dtype)
-            if copy is not None and tensor is not None:
-                copy[:, :, :, :longest] = tensor[:, :, :, :longest]
-            copies.append(copy)
-        keys, values, *scales = copies
-        assert keys is not None and values is not None
-        twin._set_memory(keys, values, *scales)
-        twin.lengths = (self.lengths if row is None else self.lengths[row : row + 1]).clone()
-        return twin
+        """A cache of its own with the contents of this one, or of sequence `row` alone.
+
+        Nothing is copied: both hold the same blocks until one of them writes.
+        """
+        rows = self._rows if row is None else [self._rows[row]]
+        return self._over([each.fork() for each in rows])
+
+    def __deepcopy__(self, _: object) -> KVCache:
+        return self.fork()
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the positions that there are to a safetensors file. Raises OSError."""
         from safetensors.torch import save
 
-        longest = int(self.lengths.max())
-        tensors = {
-            name: tensor[:, :, :, :longest].contiguous() for name, tensor in self._named().items()
-        }
+        longest = max(row.length for row in self._rows)
+        rows = [self.pool.stored(row.blocks, row.length) for row in self._rows]
+        tensors = {"lengths": self.lengths}
+        for name, part in _SAVED.items():
+            if part not in rows[0]:
+                continue
+            first = rows[0][part]  # [layers, KV, length] and D, which scales lack
+            layers, heads, _, *dim = first.shape
+            whole = torch.zeros((layers, self.batch, heads, longest, *dim), dtype=first.dtype)
+            for i, row in enumerate(rows):
+                whole[:, i, :, : row[part].shape[2]] = row[part]
+            tensors[name] = whole
         with atomic_file(path) as file:
-            file.write(save({**tensors, "lengths": self.lengths}))
+            file.write(save(tensors))
 
     def restore(self, path: str | os.PathLike[str]) -> None:
-        """Take back what `save` has written. Raises ValueError for another shape or dtype."""
+        """Take back what `save` has written; after an error everything is as it was.
+
+        Raises ValueError for another shape or dtype, PoolFullError without room.
+        """
         from safetensors.torch import load_file
 
         try:
             found = load_file(path)
         except Exception as error:  # safetensors' own, which is no ValueError
             raise ValueError(f"KVCache: expected a saved cache, got {path}: {error}") from None
-        memory = self._named()
-        wanted = {*memory, "lengths"}
-        if found.keys() != wanted:
+        lengths = self._check_saved(found, path)
+        renew(self._rows, lengths)
+        for i, row in enumerate(self._rows):
+            parts = {
+                part: found[name][:, i, :, : row.length]
+                for name, part in _SAVED.items()
+                if name in found
+            }
+            self.pool.store(row.blocks, parts)
+
+    def _check_saved(self, found: Mapping[str, Tensor], path: object) -> list[int]:
+        """The lengths of the saved sequences, once all of them are known to fit."""
+        names = [*_SAVED] if self.type.has_scales else ["key_cache", "value_cache"]
+        if found.keys() != (wanted := {*names, "lengths"}):
             raise ValueError(
                 f"KVCache: expected the tensors {', '.join(sorted(wanted))} in {path}, got "
                 f"{', '.join(sorted(found))}"
             )
-        longest = int(found["lengths"].max())
-        for name, tensor in memory.items():
-            shape = [*tensor.shape[:3], longest, *tensor.shape[4:]]
-            if list(found[name].shape) != shape or found[name].dtype != tensor.dtype:
+        lengths: list[int] = found["lengths"].flatten().tolist()
+        longest = max(lengths, default=0)
+        c = self.config
+        for name in names:
+            shape = [c.num_layers, self.batch, c.num_kv_heads, longest]
+            dtype = torch.float32 if name.endswith("scale") else self.dtype
+            shape += [] if name.endswith("scale") else [c.head_dim]
+            if list(found[name].shape) != shape or found[name].dtype != dtype:
                 raise ValueError(
-                    f"KVCache: expected {name} {tensor.dtype} {shape} in {path}, got "
+                    f"KVCache: expected {name} {dtype} {shape} in {path}, got "
                     f"{found[name].dtype} {list(found[name].shape)}"
                 )
-        if longest > self.max_len or found["lengths"].shape != self.lengths.shape:
+        if longest > self.max_len or len(lengths) != self.batch or min(lengths) < 0:
             raise CacheCapacityError(
                 f"KVCache: expected at most {self.max_len} positions of {self.batch} sequences in "
-                f"{path}, got {longest} of {found['lengths'].numel()}"
+                f"{path}, got {lengths}"
             )
-        for name, tensor in memory.items():
-            tensor[:, :, :, :longest] = found[name]
-        self.lengths = found["lengths"]
+        return lengths
 
-    def advance(self, new_tokens: int) -> None:
-        """Count `new_tokens` positions, which every layer has written, in every sequence."""
-        # Not in place: callers may hold the positions, which for one token are a view of the
-        # lengths.
-        self.lengths = self.lengths + new_tokens
 
-    def clear(self) -> None:
-        """Forget everything; the memory stays."""
-        self.lengths = torch.zeros_like(self.lengths)
-
-    def truncate(self, length: int | Sequence[int] | Tensor) -> None:
-        """Forget the positions from `length` on in every sequence that has them.
-
-        length: one for all sequences, or one for each.
-        """
-        ends = torch.as_tensor(length, dtype=torch.int64)
-        if ends.shape not in ((), self.lengths.shape):
-            raise ValueError(
-                f"KVCache: expected one length, or one for each of {self.batch} sequences, got "
-                f"{length}"
-            )
-        if int(ends.min()) < 0:
-            raise ValueError(f"KVCache: expected length at least 0, got {length}")
-        self.lengths = self.lengths.minimum(ends)
-
-    def row(self, index: int) -> KVCache:
-        """Sequence `index` as a cache of batch 1 over the same memory; its lengths are its own.
-
-        Give the result's length back with `set_length` after using it.
-        """
-        view = self._view(slice(index, index + 1))
-        view.lengths = self.lengths[index : index + 1].clone()
-        return view
-
-    def set_length(self, index: int, length: int) -> None:
-        """Say that sequence `index` holds `length` positions."""
-        if not 0 <= length <= self.max_len:
-            raise CacheCapacityError(
-                f"KVCache: expected length from 0 to {self.max_len}, got {length}"
-            )
-        self.lengths = self.lengths.clone()
-        self.lengths[index] = length
-
-    def _view(self, rows: slice) -> KVCache:
-        view = KVCache.__new__(KVCache)
-        keys, values, *scales = self._memory()
-        scales = [None if t is None else t[:, rows] for t in scales]
-        view._set_memory(keys[:, rows], values[:, rows], *scales)
-        view.max_len = self.max_len
-        return view
+def _config_of(
+    config: ModelConfig, batch: int | None, max_len: int | None, dtype: torch.dtype | None
+) -> KVCacheConfig:
+    if batch is None or max_len is None:
+        raise TypeError("KVCache: expected batch and max_len beside a model's config")
+    dtype = torch.float32 if dtype is None else dtype
+    check_kv_dtype(dtype, "KVCache: expected dtype")
+    if batch < 1:
+        raise ValueError(f"KVCache: expected batch above 0, got {batch}")
+    if not 1 <= max_len <= config.max_position_embeddings:
+        raise CacheCapacityError(
+            f"KVCache: expected max_len from 1 to max_position_embeddings "
+            f"{config.max_position_embeddings}, got {max_len}; the model has no more positions"
+        )
+    return KVCacheConfig(
+        max_len,
+        config.num_hidden_layers,
+        config.num_key_value_heads,
+        config.head_dim,
+        KVCacheDtype(TYPE_OF[dtype].name),
+        batch,
+    )

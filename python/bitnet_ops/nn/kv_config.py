@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
-from bitnet_ops.nn.storage import KV_TYPES
+import torch
+
+from bitnet_ops.nn.kv_types import DEFAULT_BLOCK_SIZE, KV_DTYPES, bytes_of_block
 
 
 class KVCacheDtype(enum.Enum):
@@ -28,6 +30,10 @@ class KVCacheConfig:
         num_layers, num_kv_heads, head_dim: of the model.
         dtype: a KVCacheDtype, or its name or value ("BF16", "bfloat16").
         batch: number of sequences.
+        block_size: positions of a block, the piece in which a sequence gets memory; 16 to 128 are
+            usual.
+        blocks: how many blocks the cache and its forks have together; None: as many as each
+            sequence of each of them needs at its longest.
     Raises ValueError for a size below 1, or for an unknown dtype.
     """
 
@@ -37,10 +43,14 @@ class KVCacheConfig:
     head_dim: int
     dtype: KVCacheDtype = KVCacheDtype.BF16
     batch: int = 1
+    block_size: int = DEFAULT_BLOCK_SIZE
+    blocks: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_seq_len", "num_layers", "num_kv_heads", "head_dim", "batch"):
-            value = getattr(self, name)
+        for field in fields(self):
+            name, value = field.name, getattr(self, field.name)
+            if name == "dtype" or (name == "blocks" and value is None):
+                continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(
                     f"KVCacheConfig: expected {name} an integer above 0, got {value!r}"
@@ -48,11 +58,34 @@ class KVCacheConfig:
         object.__setattr__(self, "dtype", _dtype(self.dtype))
 
     @property
+    def blocks_per_sequence(self) -> int:
+        """Of the longest."""
+        return -(-self.max_seq_len // self.block_size)
+
+    @property
+    def own_blocks(self) -> int:
+        """How many the cache has before it is forked."""
+        return self.batch * self.blocks_per_sequence if self.blocks is None else self.blocks
+
+    @property
+    def num_hidden_layers(self) -> int:
+        """Layers, as a model's config names them."""
+        return self.num_layers
+
+    @property
+    def num_key_value_heads(self) -> int:
+        """Heads of keys and values, as a model's config names them."""
+        return self.num_kv_heads
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return KV_DTYPES[self.dtype.value]
+
+    @property
     def memory_mb(self) -> float:
-        """MiB of all keys, values and scales, once every position is written."""
-        row = KV_TYPES[self.dtype.value].row_bytes(self.head_dim)
-        rows = self.num_layers * self.batch * self.num_kv_heads * self.max_seq_len
-        return 2 * rows * row / 2**20
+        """MiB of all keys, values and scales, once every position of every block is written."""
+        block = bytes_of_block(self, self.block_size, self.torch_dtype)
+        return self.own_blocks * block / 2**20
 
 
 def _dtype(given: object) -> KVCacheDtype:

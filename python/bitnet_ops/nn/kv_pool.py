@@ -10,15 +10,23 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from bitnet_ops.config import ModelConfig
-from bitnet_ops.nn.kv_cache import DEFAULT_KV_DTYPE, TYPE_OF, check_kv_dtype
+from bitnet_ops import _runtime, ops
+from bitnet_ops.nn.kv_types import (
+    DEFAULT_BLOCK_SIZE,
+    DEFAULT_KV_DTYPE,
+    TYPE_OF,
+    KVSizes,
+    bytes_of_block,
+    check_kv_dtype,
+)
 
-DEFAULT_BLOCK_SIZE = 64
+_HUGE_PAGE = 2 << 20
 # Without it the system may refuse to reserve more than there is memory, written or not. Linux' own
 # number for the Pythons whose mmap does not name it.
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
@@ -27,10 +35,13 @@ _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 class _Memory:
     """Numbers [layers, max_blocks, *block] of anonymous memory, reserved but not touched.
 
-    In this order a block is one stretch of bytes in every layer.
+    In memory a block has all its layers one behind the other: one stretch, which a few huge pages
+    hold and which goes back to the system as a whole. With the layers outermost the first position
+    of a sequence would take a huge page in each, and a freed block would leave holes in as many.
     """
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        layers, max_blocks, *block = shape
         nbytes = math.prod(shape) * dtype.itemsize
         # Private: of shared memory the system would take nothing back.
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
@@ -41,25 +52,30 @@ class _Memory:
                 f"KVPool: expected {nbytes >> 20} MiB of address space, got: {error}; make "
                 "max_blocks smaller"
             ) from None
-        self.tensor = torch.frombuffer(self._map, dtype=dtype).view(shape)
-        self.block_bytes = math.prod(shape[2:]) * dtype.itemsize
+        numbers = torch.frombuffer(self._map, dtype=dtype)
+        self.tensor = numbers.view(max_blocks, layers, *block).transpose(0, 1)
+        self.block_bytes = nbytes // max_blocks
+        if nbytes >= _HUGE_PAGE:
+            _runtime.advise_huge_pages(numbers.data_ptr(), nbytes)
 
     def release(self, begin: int, end: int) -> None:
         """Give the memory of blocks [begin, end) back, except pages shared with other blocks."""
-        layers, max_blocks = self.tensor.shape[:2]
         page = mmap.PAGESIZE
-        for layer in range(layers):
-            first = layer * max_blocks
-            start = -(-(first + begin) * self.block_bytes // page) * page
-            stop = (first + end) * self.block_bytes // page * page
-            if start < stop:
-                self._map.madvise(mmap.MADV_DONTNEED, start, stop - start)
+        start = -(-begin * self.block_bytes // page) * page
+        stop = end * self.block_bytes // page * page
+        if start < stop:
+            self._map.madvise(mmap.MADV_DONTNEED, start, stop - start)
 
 
-def bytes_of_block(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
-    """Bytes of a block of such a pool: keys and values of all layers, with their scales."""
-    rows = config.num_hidden_layers * config.num_key_value_heads * block_size
-    return 2 * rows * TYPE_OF[dtype].row_bytes(config.head_dim)
+class Attended(Protocol):
+    """Whose positions queries attend to, in the ops' terms; a StepBatch is one."""
+
+    @property
+    def query_start_loc(self) -> Tensor: ...
+    @property
+    def seq_lens(self) -> Tensor: ...
+    @property
+    def block_table(self) -> Tensor: ...
 
 
 class KVPool:
@@ -67,11 +83,11 @@ class KVPool:
 
     Attributes: `key_pool` and `value_pool` [layers, blocks, block_size, kv_heads, head_dim] of
     `dtype`; `key_scale` and `value_scale` float32 [layers, blocks, block_size, kv_heads] where the
-    dtype has a scale for every row, else None. In memory kv_heads stands before block_size. `grow`
-    replaces them by longer ones over the same memory.
+    dtype has a scale for every row, else None. In memory the order is [blocks, layers, kv_heads,
+    block_size, head_dim]. `grow` replaces them by longer ones over the same memory.
 
     Args:
-        config: the model's config (layers, kv heads, head_dim).
+        config: a model's config, or a KVCacheConfig (layers, kv heads, head_dim).
         blocks: how many blocks there are, at least 1.
         block_size: positions of a block, at least 1; 16 to 128 are usual.
         dtype: one of KV_DTYPES' values.
@@ -82,7 +98,7 @@ class KVPool:
 
     def __init__(
         self,
-        config: ModelConfig,
+        config: KVSizes,
         blocks: int,
         block_size: int = DEFAULT_BLOCK_SIZE,
         dtype: torch.dtype = DEFAULT_KV_DTYPE,
@@ -155,6 +171,64 @@ class KVPool:
         self.blocks += count
         self._set_views()
 
+    # Contents -------------------------------------------------------------------------------------
+
+    def update(self, layer: int, key: Tensor, value: Tensor, slots: Tensor) -> None:
+        """Write key and value F [tokens, KV, D] of one layer into their slots, as the op does."""
+        pools = self.key_pool[layer], self.value_pool[layer]
+        ops.paged_cache_update(*pools, key, value, slots, *self.scales(layer))
+
+    def attend(self, layer: int, query: Tensor, batch: Attended, scale: float) -> Tensor:
+        """`ops.paged_attention` of one layer: query F [tokens, H, D] -> F [tokens, H, D]."""
+        pools = self.key_pool[layer], self.value_pool[layer]
+        where = batch.query_start_loc, batch.seq_lens, batch.block_table
+        return ops.paged_attention(query, *pools, *where, scale, *self.scales(layer))
+
+    def stored(self, blocks: Sequence[int], length: int) -> dict[str, Tensor]:
+        """Copies of the first `length` positions of the sequence that lies in `blocks`.
+
+        As they are stored: "key" and "value" of `dtype` [layers, KV, length, D], and with scales
+        "key_scale" and "value_scale" f32 [layers, KV, length].
+        """
+        index = self._blocks_of(blocks, length)
+        return {
+            name: memory.tensor[:, index].transpose(1, 2).flatten(2, 3)[:, :, :length]
+            for name, memory in self._named().items()
+        }
+
+    def store(self, blocks: Sequence[int], found: Mapping[str, Tensor]) -> None:
+        """Write what `stored` has given into `blocks`, from their first position on."""
+        length = found["key"].shape[2]
+        index = self._blocks_of(blocks, length)
+        for name, memory in self._named().items():
+            whole = memory.tensor[:, index]  # a copy
+            rows = whole.transpose(1, 2).flatten(2, 3)
+            rows[:, :, :length] = found[name]
+            memory.tensor[:, index] = rows.unflatten(2, (-1, self.block_size)).transpose(1, 2)
+
+    def read(self, layer: int, blocks: Sequence[int], length: int) -> tuple[Tensor, Tensor]:
+        """Keys and values f32 [KV, length, D] of one layer, as attention reads them.
+
+        Of the sequence that lies in `blocks`; codes are multiplied by their scales.
+        """
+        index = self._blocks_of(blocks, length)
+        wide = [m.tensor[layer, index].float() for m in self._rows]
+        for rows, scale in zip(wide, self._scales, strict=False):
+            rows *= scale.tensor[layer, index].unsqueeze(-1)
+        key, value = (rows.transpose(0, 1).flatten(1, 2)[:, :length] for rows in wide)
+        return key, value
+
+    def _blocks_of(self, blocks: Sequence[int], length: int) -> Tensor:
+        """The numbers of the blocks that hold the first `length` positions."""
+        used = blocks[: -(-length // self.block_size)]
+        for block in used:
+            self._check_index(block)
+        return torch.tensor(used, dtype=torch.int64)
+
+    def _named(self) -> dict[str, _Memory]:
+        names = "key", "value", "key_scale", "value_scale"
+        return dict(zip(names, self._memory, strict=False))
+
     def copy_block(self, source: int, target: int) -> None:
         """Block `target` becomes a copy of block `source`, in all layers."""
         for index in (source, target):
@@ -165,8 +239,8 @@ class KVPool:
     def release(self, blocks: Iterable[int]) -> None:
         """Give the memory of `blocks` back to the system; their contents are lost.
 
-        They can be written again at any time. Pages that lie in other blocks too stay: a block is
-        whole pages in every layer if kv_heads * block_size * head_dim numbers are, scales seldom.
+        They can be written again at any time. Pages that lie in other blocks too stay, of 4 KiB;
+        of a huge page that does the system takes the released part back when it is short of memory.
         """
         for begin, end in _runs(sorted(set(blocks))):
             self._check_index(begin)

@@ -1,6 +1,6 @@
 """Who owns which block of a paged KV cache: reference counts, copy-on-write, prefix cache.
 
-A block is a number here; the memory behind it is nn.kv_pool's. A block may be registered with its
+A block is a number here; the memory behind it is kv_pool's. A block may be registered with its
 contents under a key, a hash of all tokens up to its end (`block_key`), and is then found by later
 sequences that begin with the same tokens, also after its last owner has freed it, until it is
 needed for other contents: of the free blocks those without contents are taken first, then the one

@@ -20,7 +20,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from bitnet_ops.generate.blocks import (
+from bitnet_ops.nn.blocks import (
     BlockAllocator,
     Contents,
     PoolFullError,
