@@ -149,11 +149,17 @@ void AttentionPlan::load_query(const KernelTable& table, const AttentionBuffers&
                                const Group& group, const Query& query, float* row) const {
   const int64_t n = rows_per_token_ * shape_.dim;  // the heads of a group lie side by side
   const int64_t dim = shape_.dim, padded = wide_padded(dim);
+  const bool rounds = shape_.pool.type == DType::kBF16;  // attend_chunk takes such numbers
   for (int64_t t = 0; t < group.tokens; ++t) {
     const int64_t first = ((group.token + t) * shape_.kv_heads + group.kv_head) * n;
     const void* from = offset_bytes(buffers.query, first * element_size(shape_.query_type));
     if (query.rows != nullptr) {
       table.load_row(shape_.query_type, from, n, query.rows + t * n);
+      for (int64_t h = 0; rounds && h < rows_per_token_; ++h) {
+        float* q = query.rows + t * n + h * dim;
+        table.store_cache_row(shape_.pool.type, q, dim, row);
+        table.load_row(shape_.pool.type, row, dim, q);
+      }
       continue;
     }
     for (int64_t h = 0; h < rows_per_token_; ++h) {

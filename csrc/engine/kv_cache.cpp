@@ -11,7 +11,7 @@ void store_row(const KernelTable& table, const CachePool& pool, const PoolView& 
                const PoolView& scales, int64_t slot, int64_t head, const float* row) {
   const int64_t block = slot / pool.block_size, position = slot % pool.block_size;
   char* to = rows.at(block, position, head);
-  if (!pool.scaled()) return table.store_row(pool.type, row, pool.dim, to);
+  if (!pool.scaled()) return table.store_cache_row(pool.type, row, pool.dim, to);
   *reinterpret_cast<float*>(scales.at(block, position, head)) =
       table.head_quantize_int8(row, pool.dim, reinterpret_cast<int8_t*>(to));
 }

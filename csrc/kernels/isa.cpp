@@ -28,6 +28,7 @@ namespace {
 #include "kernels/generic/epilogue.inl"
 #include "kernels/generic/attention.inl"
 #include "kernels/generic/attention_block.inl"
+#include "kernels/generic/attention_pairs.inl"
 #include "kernels/generic/attention_int8.inl"
 #include "kernels/generic/head.inl"
 #include "kernels/generic/probes.inl"

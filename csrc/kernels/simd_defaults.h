@@ -110,11 +110,17 @@ constexpr int kRegs = 1;
 
 // Rows of queries that meet a step of keys or values at once, where there are many of them.
 constexpr int kBlockRows = 4;
+// Vectors of sums that the chains of pairs of bfloat16 have at least, where there are few rows.
+constexpr int kPairTiles = 4;
 
-// to[c * stride + r] = tile[16 * r + c], for r and c in [0, 16).
-inline void transpose_16(const float* tile, float* to, int64_t stride) {
-  for (int c = 0; c < 16; ++c) {
-    for (int r = 0; r < 16; ++r) to[c * stride + r] = tile[16 * r + c];
+// to[c * stride + r] = row r's word c, for r and c in [0, 16): words of 32 bits, whatever they
+// hold; rows row_bytes apart, of any alignment.
+inline void transpose_16(const void* rows, int64_t row_bytes, float* to, int64_t stride) {
+  for (int r = 0; r < 16; ++r) {
+    for (int c = 0; c < 16; ++c) {
+      const char* word = static_cast<const char*>(rows) + r * row_bytes + 4 * c;
+      __builtin_memcpy(to + c * stride + r, word, 4);
+    }
   }
 }
 

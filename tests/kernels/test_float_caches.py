@@ -70,7 +70,9 @@ def float32_samples(dtype: torch.dtype) -> Tensor:
 
 
 def expected_cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """torch's cast, and the saturated numbers where the contract differs from it."""
+    """torch's cast but for the largest 8-bit floats, and bfloat16's smallest, which are zeros."""
+    if dtype == torch.bfloat16:
+        x = torch.where(x.float().abs() < 2.0**-55, torch.zeros_like(x), x)
     cast = x.to(dtype)
     if dtype not in EIGHT_BITS:
         return cast
@@ -135,7 +137,7 @@ def test_what_lies_beyond_a_type(dtype: torch.dtype, infinite: float, isa: str) 
     assert got[4].isnan() and not got[5:].any() and got[5].signbit()
 
 
-@pytest.mark.parametrize("dtype", EIGHT_BITS, ids=str)
+@pytest.mark.parametrize("dtype", [*EIGHT_BITS, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("tokens", [1, 40])
 def test_a_nan_in_a_cache_reaches_the_tokens_that_see_it(
     tokens: int, dtype: torch.dtype, isa: str, rng: torch.Generator
@@ -157,12 +159,15 @@ def test_a_nan_in_a_cache_reaches_the_tokens_that_see_it(
         assert bool(dirty[:, tokens // 2 :, :, 6:].isnan().all()) == (cache is keys)
 
 
-@pytest.mark.parametrize("dtype", [*EIGHT_BITS, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [*EIGHT_BITS, torch.float16], ids=str)
 @pytest.mark.parametrize("head_dim", [5, 32, 37, 100, 128])
 def test_attention_is_that_over_the_decoded_numbers(
     head_dim: int, dtype: torch.dtype, isa: str, rng: torch.Generator
 ) -> None:
-    """To the bit: every type has the arithmetic of float32, whatever the shape."""
+    """To the bit: these types have the arithmetic of float32, whatever the shape.
+
+    That of bfloat16 is tests/ops/test_bfloat16_order.py's matter.
+    """
     for group, tokens in ((1, 1), (2, 1), (3, 1), (4, 2), (5, 1), (2, 30)):
         for length in (30, 64, 150):
             shape = (2, 2, length, head_dim)

@@ -113,8 +113,9 @@ inline int64_t positions_seen(const AttentionChunk& c, int64_t row) {
   return visible < c.positions ? visible : c.positions;
 }
 
-// scores [count] -> exp(scores - max), zeros up to the next multiple of 16.  state gets the maximum
-// and the sum.
+// scores [count] -> exp(scores - max), rounded as caches of that type want it, zeros up to the next
+// multiple of 16.  state gets the maximum and the sum.
+template <DType kWeights = DType::kF32>
 void softmax_scores(float* scores, int64_t count, float* state) {
   const float infinity = __builtin_inff();
   const int64_t whole = (count + 15) / 16 * 16;
@@ -126,7 +127,8 @@ void softmax_scores(float* scores, int64_t count, float* state) {
   const bool weightless = top == -infinity;
   const F32x16 shift = set1(weightless ? 0.0f : top);
   for (int64_t j = 0; j < whole; j += 16) {
-    store_n(scores + j, exp_f32(sub(load_n(scores + j, 16), shift)), 16);
+    const F32x16 w = exp_f32(sub(load_n(scores + j, 16), shift));
+    store_n(scores + j, kWeights == DType::kBF16 ? cached_bf16(w) : w, 16);
   }
   for (int64_t j = 0; weightless && j < count; ++j)
     scores[j] = scores[j] == scores[j] ? 0 : scores[j];

@@ -126,7 +126,10 @@ def attention(
     Positions are taken in chunks of 64, whose softmaxes are merged in ascending order, so a token's
     result does not depend on how prefill was split. Positions that score -inf weigh nothing.
     Over int8 caches queries and weights become 16-bit integers and both sums are exact, so the
-    result is off by those roundings alone (csrc/kernels/kernel_table.h, attend_chunk).
+    result is off by those roundings alone. Over bfloat16 caches queries and weights become bfloat16
+    (what is below 2^-55: 0) and sums run in the order of the matrix instruction TDPBF16PS: for
+    every 32 features, or positions of a chunk, one chain over the even and one over the odd ones
+    (csrc/kernels/kernel_table.h, attend_chunk, defines both).
 
     Args:
         query: F [B, T, H, D], already rotated.
@@ -162,7 +165,7 @@ def kv_cache_update(
     An 8-bit float cache saturates: a finite number beyond 448 (float8_e4m3fn) or 57344
     (float8_e5m2) becomes that, never NaN or an infinity; NaN stays NaN; an infinity stays one in
     float8_e5m2 and becomes 448 in float8_e4m3fn, which has none. The 16-bit types are casts of
-    torch: beyond the largest number lies infinity.
+    torch (beyond the largest number lies infinity), but what is below 2^-55 becomes 0 in bfloat16.
     An int8 cache gets `round(x * (127 / a))`, half to even, and the scale `a / 127`, with
     a = max(absmax of the row, 1e-30); a row that holds NaN or an infinity becomes zeros with the
     scale NaN.
