@@ -41,7 +41,7 @@ template <int P, int R, int J>
 [[gnu::always_inline]] inline void score_chain(const float* query, int64_t query_stride,
                                                const PairKeys& keys, int64_t begin, int64_t end,
                                                Ahead& ahead, F32x16 (&acc)[R * J]) {
-  constexpr int kLines = J == 1 ? 1 - P : J / 2;  // as many in all as the chunk's values have
+  constexpr int kLines = J < 4 ? 1 - P : 1;
 #pragma GCC unroll 16
   for (int i = 0; i < R * J; ++i) acc[i] = zero();
 #pragma GCC unroll 4
@@ -62,14 +62,14 @@ template <int P, int R, int J>
   }
 }
 
-// sums[i] = (begin == 0 ? 0 : sums[i]) + (first[i] + second[i]), for N vectors.
+// sums[i] += first[i] + second[i], for N vectors.
 template <int N>
-[[gnu::always_inline]] inline void add_chains(int64_t begin, const float* first,
-                                              const F32x16 (&second)[N], float* sums) {
+[[gnu::always_inline]] inline void add_chains(const float* first, const F32x16 (&second)[N],
+                                              float* sums) {
 #pragma GCC unroll 16
   for (int i = 0; i < N; ++i) {
-    const F32x16 before = begin == 0 ? zero() : load_n(sums + 16 * i, 16);
-    store_n(sums + 16 * i, add(before, add(load_n(first + 16 * i, 16), second[i])), 16);
+    const F32x16 both = add(load_n(first + 16 * i, 16), second[i]);
+    store_n(sums + 16 * i, add(load_n(sums + 16 * i, 16), both), 16);
   }
 }
 
@@ -86,16 +86,15 @@ template <int R, int J>
   constexpr int64_t kPairs = kPairGroup / 2;
   Ahead ahead = hints;
   alignas(64) float first[R * J * 16], sums[R * J * 16];
-  int64_t k = 0;
-  do {  // there is at least one pair
+  for (int i = 0; i < R * J; ++i) store_n(sums + 16 * i, zero(), 16);
+  for (int64_t k = 0; k < pairs; k += kPairs) {
     const int64_t end = k + kPairs < pairs ? k + kPairs : pairs;
     F32x16 acc[R * J];
     score_chain<0, R, J>(query, query_stride, keys, k, end, ahead, acc);
     store_chain(acc, first);
     score_chain<1, R, J>(query, query_stride, keys, k, end, ahead, acc);
-    add_chains(k, first, acc, sums);
-    k += kPairs;
-  } while (k < pairs);
+    add_chains(first, acc, sums);
+  }
   hints = ahead;
   for (int r = 0; r < R; ++r) {
     for (int j = 0; j < J; ++j) {
@@ -134,16 +133,15 @@ template <int R, int B>
                                    int64_t count, Ahead& hints, float* out, int64_t out_stride) {
   Ahead ahead = hints;
   alignas(64) float first[R * B * 16], sums[R * B * 16];
-  int64_t j = 0;
-  do {  // there is at least one position
+  for (int i = 0; i < R * B; ++i) store_n(sums + 16 * i, zero(), 16);
+  for (int64_t j = 0; j < count; j += kPairGroup) {
     const int64_t end = j + kPairGroup < count ? j + kPairGroup : count;
     F32x16 acc[R * B];
     weigh_chain<0, R, B>(weights, values, step, j, end, ahead, acc);
     store_chain(acc, first);
     weigh_chain<1, R, B>(weights, values, step, j, end, ahead, acc);
-    add_chains(j, first, acc, sums);
-    j += kPairGroup;
-  } while (j < count);
+    add_chains(first, acc, sums);
+  }
   hints = ahead;
   for (int i = 0; i < R * B; ++i) {
     store_n(out + i / B * out_stride + 16 * (step + i % B),
@@ -225,6 +223,7 @@ void lay_out_panel(PairChunk& chunk) {
       words = tile, stride = 64;
     }
     transpose_16(words, stride, panel + 4 * i, 16);
+    chunk.ahead.ask(8);  // half of the values' lines; the scores ask for the others
   }
   chunk.laid_out += 16;
 }
