@@ -17,6 +17,7 @@ from bitnet_ops import ops
 from op_schema import named
 from op_values import KV_DTYPES, SCALED_KV_DTYPES, dtype_name
 from ops_model import decode_step_arguments
+from ops_paged import PANEL_DTYPES
 
 LENGTHS = (1, 5, 70, 33, 64, 12)  # of the sequences; more than a chunk of 64 positions among them
 KV_HEADS, HEAD_DIM, HIDDEN, LAYERS = 2, 16, 64, 2
@@ -61,6 +62,11 @@ class Subject:
         )  # fmt: skip
 
 
+def layouts(dtype: torch.dtype, size: int) -> tuple[str, ...]:
+    """In which a pool of such blocks may be."""
+    return ("rows", "panels") if dtype in PANEL_DTYPES and size % 16 == 0 else ("rows",)
+
+
 SUBJECTS = {dtype: Subject(dtype) for dtype in KV_DTYPES}
 
 
@@ -97,6 +103,7 @@ def test_logits_do_not_depend_on_the_schedule(
     for row, blocks in zip(table, order.split([*columns, 1]), strict=False):
         row[: len(blocks)] = blocks
     pools = subject.pools(len(order), size)
+    pools["layout"] = layouts(kv_dtype, size)[seed % len(layouts(kv_dtype, size))]
     done = dict.fromkeys(range(len(LENGTHS)), 0)
     for call in calls:
         positions = [torch.arange(done[s], done[s] + n) for s, n in call]

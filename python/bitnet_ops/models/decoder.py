@@ -209,8 +209,8 @@ class Decoder(nn.Module):
 
         def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             pools, scales = (pool.key_pool[i], pool.value_pool[i]), pool.scales(i)
-            ops.paged_cache_update(*pools, k, v, batch.slot_mapping, *scales)
-            return ops.paged_attention(q, *pools, *where, self._scale, *scales)
+            ops.paged_cache_update(*pools, k, v, batch.slot_mapping, *scales, pool.layout)
+            return ops.paged_attention(q, *pools, *where, self._scale, *scales, pool.layout)
 
         owners = torch.repeat_interleave(batch.query_start_loc.diff())
         sides = self.adapters.sides(batch.adapter_names, owners)

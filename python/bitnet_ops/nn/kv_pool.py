@@ -19,6 +19,7 @@ from bitnet_ops.config import ModelConfig
 from bitnet_ops.nn.kv_cache import DEFAULT_KV_DTYPE, TYPE_OF, check_kv_dtype
 
 DEFAULT_BLOCK_SIZE = 64
+PANEL = 16  # positions that lie together in the layout "panels"
 # Without it the system may refuse to reserve more than there is memory, written or not. Linux' own
 # number for the Pythons whose mmap does not name it.
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
@@ -56,6 +57,24 @@ class _Memory:
                 self._map.madvise(mmap.MADV_DONTNEED, start, stop - start)
 
 
+def best_layout(dtype: torch.dtype, block_size: int, head_dim: int) -> str:
+    """How a pool should lie: "panels" (`ops.paged_attention`) where they are possible, or "rows"."""
+    possible = dtype in (torch.bfloat16, torch.int8)
+    return "panels" if possible and not (block_size % PANEL or head_dim % PANEL) else "rows"
+
+
+def rows_of_panels(memory: Tensor, *, keys: bool) -> Tensor:
+    """The rows [..., positions, D] of such memory in panels; a copy."""
+    *outer, positions, dim = memory.shape
+    word = 4 // memory.itemsize
+    panels = *outer, positions // PANEL
+    if keys:
+        words = memory.reshape(*panels, dim // word, PANEL, word).transpose(-3, -2)
+    else:
+        words = memory.reshape(*panels, PANEL // word, dim, word).transpose(-2, -1)
+    return words.reshape(memory.shape)
+
+
 def bytes_of_block(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
     """Bytes of a block of such a pool: keys and values of all layers, with their scales."""
     rows = config.num_hidden_layers * config.num_key_value_heads * block_size
@@ -68,7 +87,9 @@ class KVPool:
     Attributes: `key_pool` and `value_pool` [layers, blocks, block_size, kv_heads, head_dim] of
     `dtype`; `key_scale` and `value_scale` float32 [layers, blocks, block_size, kv_heads] where the
     dtype has a scale for every row, else None. In memory kv_heads stands before block_size. `grow`
-    replaces them by longer ones over the same memory.
+    replaces them by longer ones over the same memory. `layout`: "panels" if the 16 rows that their
+    views show together lie as `ops.paged_attention` says, which is faster to read, else "rows";
+    `rows` reads either.
 
     Args:
         config: the model's config (layers, kv heads, head_dim).
@@ -76,6 +97,8 @@ class KVPool:
         block_size: positions of a block, at least 1; 16 to 128 are usual.
         dtype: one of KV_DTYPES' values.
         max_blocks: how many blocks `grow` can reach; `blocks` unless given. Address space only.
+        layout: "rows" or "panels"; unless given, panels where they are possible: of bfloat16 and
+            int8, if block_size and head_dim are multiples of 16.
     Contents are not initialised. Raises ValueError on anything else, MemoryError without address
     space.
     """
@@ -88,6 +111,7 @@ class KVPool:
         dtype: torch.dtype = DEFAULT_KV_DTYPE,
         *,
         max_blocks: int | None = None,
+        layout: str | None = None,
     ) -> None:
         check_kv_dtype(dtype, "KVPool: expected dtype")
         max_blocks = blocks if max_blocks is None else max_blocks
@@ -96,6 +120,13 @@ class KVPool:
         _check_above("max_blocks", max_blocks, blocks - 1)
         self.blocks, self.block_size, self.max_blocks = blocks, block_size, max_blocks
         self.dtype, self.type = dtype, TYPE_OF[dtype]
+        best = best_layout(dtype, block_size, config.head_dim)
+        if layout not in (None, "rows", best):
+            raise ValueError(
+                f'KVPool: expected layout "rows" or, of bfloat16 and int8 with block_size and head_dim '
+                f'that are multiples of {PANEL}, "panels", got {layout!r}'
+            )
+        self.layout = layout or best
         self.block_bytes = bytes_of_block(config, block_size, dtype)
         shape = (
             config.num_hidden_layers,
@@ -125,7 +156,7 @@ class KVPool:
         dtype = str(self.dtype).removeprefix("torch.")
         return (
             f"KVPool({dtype}, layers={layers}, blocks={blocks} of {size} positions, "
-            f"kv_heads={heads}, head_dim={dim}, {self.memory_usage_mb():.0f} MiB)"
+            f"kv_heads={heads}, head_dim={dim}, {self.layout}, {self.memory_usage_mb():.0f} MiB)"
         )
 
     def scales(self, layer: int) -> tuple[Tensor | None, Tensor | None]:
@@ -133,6 +164,17 @@ class KVPool:
         if self.key_scale is None or self.value_scale is None:
             return None, None
         return self.key_scale[layer], self.value_scale[layer]
+
+    def rows(self, layer: int, blocks: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of blocks [n], as they are stored, [n, block_size, kv_heads, head_dim].
+
+        Copies, whatever the layout; those of int8 are to be multiplied with `scales`.
+        """
+        found = (m.tensor[layer, : self.blocks][blocks] for m in self._rows)
+        if self.layout == "panels":
+            found = (rows_of_panels(m, keys=k) for m, k in zip(found, (True, False), strict=True))
+        keys, values = (rows.transpose(1, 2) for rows in found)
+        return keys, values
 
     @property
     def _memory(self) -> list[_Memory]:
