@@ -5,7 +5,6 @@ Each is the rectangular op on every sequence alone, over caches that are gathere
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cache_panels import in_panels, moved, panel_samples, rows_of
 from op_changes import (
     BF16,
     F32,
@@ -39,7 +39,6 @@ from op_values import (
 )
 from ops_attention import OF_KV_TYPES, attention_bound, cache_memory, kv_cache_update
 
-PANEL_DTYPES = (torch.bfloat16, torch.int8)
 POOLS = ("key_pool", "value_pool", "key_scale", "value_scale")
 
 
@@ -89,46 +88,6 @@ def gathered(pool: Tensor | None, slots: Tensor) -> Tensor | None:
         return None
     rows = pool.flatten(0, 1) if pool.dim() in (3, 4) else pool.flatten(1, 2)
     return rows[slots].transpose(0, 1).contiguous()[None]
-
-
-def panel_places(block_size: int, dim: int, itemsize: int, *, keys: bool) -> Tensor:
-    """Where the number [position, feature] of a block and head lies in panels: [block_size, dim]."""
-    word, p, i = 4 // itemsize, torch.arange(block_size)[:, None], torch.arange(dim)[None]
-    panel, p = p // 16 * 16 * dim, p % 16
-    if keys:
-        return panel + (i // word * 16 + p) * word + i % word
-    return panel + (p // word * dim + i) * word + p % word
-
-
-def rows_of(a: SimpleNamespace) -> SimpleNamespace:
-    """The same arguments with rows in the pools."""
-    a = SimpleNamespace(**vars(a))
-    if a.layout == "panels":
-        a.key_pool, a.value_pool = (
-            _moved(pool, keys, into=False)
-            for pool, keys in ((a.key_pool, True), (a.value_pool, False))
-        )
-    return a
-
-
-def _moved(pool: Tensor, keys: bool, into: bool) -> Tensor:
-    """[..., block_size, KV, D] between rows and panels; kv_heads before block_size in memory."""
-    flat = pool.transpose(-3, -2).contiguous()
-    at = panel_places(*flat.shape[-2:], flat.itemsize, keys=keys).flatten()
-    numbers, moved = flat.flatten(-2), torch.empty_like(flat).flatten(-2)
-    if into:
-        moved[..., at] = numbers
-    else:
-        moved = numbers[..., at]
-    return moved.view_as(flat).transpose(-3, -2)
-
-
-def in_panels(args: Arguments, pools: int) -> Arguments:
-    """Arguments whose pools, from place `pools` on, hold rows, with the same in panels instead."""
-    before, (keys, values), after = args[:pools], args[pools : pools + 2], args[pools + 2 :]
-    moved = _moved(keys, True, into=True), _moved(values, False, into=True)
-    scales = () if keys.dtype in SCALED_KV_DTYPES else (None, None)
-    return (*before, *moved, *after, *scales, "panels")
 
 
 # paged_attention ----------------------------------------------------------------------------------
@@ -221,15 +180,10 @@ def _paged_attention_samples() -> Built:
         yield f"int8_blocks_of_{size}", lambda g, n=size: paged_attention_arguments(
             g, new=(1, 70), lengths=(65, 131), block_size=n, cache_dtype=torch.int8
         )  # fmt: skip
-    for size, dim, cache in itertools.product((16, 64, 80), (16, 48, 128), PANEL_DTYPES):
-        yield f"panels_of_{dtype_name(cache)}_{dim}_in_blocks_of_{size}", lambda g, n=size, d=dim, c=cache: (
-            in_panels(
-                paged_attention_arguments(
-                    g, new=(1, 70, 3), lengths=(65, 131, 30), block_size=n, head_dim=d, cache_dtype=c
-                ),
-                1,
-            )
-        )  # fmt: skip
+    yield from panel_samples(
+        paged_attention_arguments, 1, (16, 64, 80), (16, 48, 128),
+        new=(1, 70, 3), lengths=(65, 131, 30),
+    )  # fmt: skip
     yield "slots", lambda g: paged_attention_arguments(g, block_size=1, kv_heads=1, heads=1)
     yield "heads_outermost", lambda g: _in_another_order(
         paged_attention_arguments(g, new=(2, 70), lengths=(90, 71), block_size=64), (0, 2, 1, 3)
@@ -428,10 +382,10 @@ def paged_cache_update(
     """Every slot as a cache of one position, written by `kv_cache_update`."""
     if layout == "panels":
         pools = (key_pool, True), (value_pool, False)
-        rows = [_moved(pool, keys, into=False) for pool, keys in pools]
+        rows = [moved(pool, keys=keys, into=False) for pool, keys in pools]
         paged_cache_update(*rows, key, value, slot_mapping, key_scale, value_scale)
         for (pool, keys), new in zip(pools, rows, strict=True):
-            pool.copy_(_moved(new, keys, into=True))
+            pool.copy_(moved(new, keys=keys, into=True))
         return
     size = key_pool.shape[1]
     for token, slot in enumerate(slot_mapping.tolist()):
@@ -449,12 +403,7 @@ def _paged_cache_samples() -> Built:
                 f"{dtype_name(dtype)}_into_{dtype_name(cache)}",
                 lambda g, d=dtype, c=cache: paged_cache_arguments(g, dtype=d, cache_dtype=c),
             )
-    for size, dim, cache in itertools.product((16, 48), (16, 80, 512), PANEL_DTYPES):
-        yield f"panels_of_{dtype_name(cache)}_{dim}_in_blocks_of_{size}", lambda g, n=size, d=dim, c=cache: (
-            in_panels(
-                paged_cache_arguments(g, tokens=20, block_size=n, head_dim=d, cache_dtype=c), 0
-            )
-        )  # fmt: skip
+    yield from panel_samples(paged_cache_arguments, 0, (16, 48), (16, 80, 512), tokens=20)
     yield "whole_pool", lambda g: paged_cache_arguments(g, tokens=12)
     yield "no_tokens", lambda g: paged_cache_arguments(g, tokens=0)
     yield "slots", lambda g: paged_cache_arguments(g, blocks=12, block_size=1)

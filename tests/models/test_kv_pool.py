@@ -99,7 +99,7 @@ def test_which_pools_lie_in_panels() -> None:
     assert layout(torch.bfloat16, 24) == layout(torch.float16) == layout(torch.float32) == "rows"
     assert layout(torch.int8, layout="rows") == "rows"
     for block_size, dtype in ((24, torch.int8), (64, torch.float16)):
-        with pytest.raises(ValueError, match='expected layout "rows" or, of bf.* got \'panels\''):
+        with pytest.raises(ValueError, match="expected layout \"rows\" or, of bf.* got 'panels'"):
             layout(dtype, block_size, layout="panels")
 
 

@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bitnet_ops import ops
+from cache_panels import PANEL_DTYPES
 from op_schema import named
 from op_values import KV_DTYPES, SCALED_KV_DTYPES, dtype_name
 from ops_model import decode_step_arguments
-from ops_paged import PANEL_DTYPES
 
 LENGTHS = (1, 5, 70, 33, 64, 12)  # of the sequences; more than a chunk of 64 positions among them
 KV_HEADS, HEAD_DIM, HIDDEN, LAYERS = 2, 16, 64, 2

@@ -58,7 +58,7 @@ class _Memory:
 
 
 def best_layout(dtype: torch.dtype, block_size: int, head_dim: int) -> str:
-    """How a pool should lie: "panels" (`ops.paged_attention`) where they are possible, or "rows"."""
+    """How a pool should lie: in "panels" (`ops.paged_attention`) where possible, or "rows"."""
     possible = dtype in (torch.bfloat16, torch.int8)
     return "panels" if possible and not (block_size % PANEL or head_dim % PANEL) else "rows"
 
@@ -123,8 +123,8 @@ class KVPool:
         best = best_layout(dtype, block_size, config.head_dim)
         if layout not in (None, "rows", best):
             raise ValueError(
-                f'KVPool: expected layout "rows" or, of bfloat16 and int8 with block_size and head_dim '
-                f'that are multiples of {PANEL}, "panels", got {layout!r}'
+                'KVPool: expected layout "rows" or, of bfloat16 and int8 with block_size and '
+                f'head_dim that are multiples of {PANEL}, "panels", got {layout!r}'
             )
         self.layout = layout or best
         self.block_bytes = bytes_of_block(config, block_size, dtype)
