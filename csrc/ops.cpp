@@ -90,16 +90,18 @@ BITNET_LIBRARY(m) {
   //   behind the other; pools float32, bfloat16 or int8 [blocks, block_size, KV, D] with any
   //   strides of the first three dimensions, scales float32 [blocks, block_size, KV] of int8 pools;
   //   integers int64 or int32: query_start_loc [n + 1], the first token of each sequence, seq_lens
-  //   [n], the new tokens included, block_table [n, at least its blocks]
+  //   [n], the new tokens included, block_table [n, at least its blocks]; layout: how bfloat16 and
+  //   int8 pools hold 16 positions of a head, "rows" or "panels"
   m.def(
       "paged_attention(Tensor query, Tensor key_pool, Tensor value_pool, Tensor query_start_loc, "
       "Tensor seq_lens, Tensor block_table, float scale, Tensor? key_scale=None, Tensor? "
-      "value_scale=None) -> Tensor");
+      "value_scale=None, str layout=\"rows\") -> Tensor");
   // writes key, value F [tokens, KV, D] into slot_mapping [tokens] of such pools, slot = block *
   //   block_size + position (mutated)
   m.def(
       "paged_cache_update(Tensor(a!) key_pool, Tensor(b!) value_pool, Tensor key, Tensor value, "
-      "Tensor slot_mapping, Tensor(c!)? key_scale=None, Tensor(d!)? value_scale=None) -> ()");
+      "Tensor slot_mapping, Tensor(c!)? key_scale=None, Tensor(d!)? value_scale=None, str "
+      "layout=\"rows\") -> ()");
   // weight F [V, K], format "int8" -> int8 [V, K], float32 [V]; format "int4", group_size G (64 or
   //   128) -> uint8 [ceil(V / 16), ceil(K / G) * G / 8, 64], bfloat16 [ceil(V / 16), ceil(K / G),
   //   16]
@@ -178,7 +180,7 @@ BITNET_LIBRARY(m) {
       "biased=[], int[] "
       "scale_sizes=[], bool qk_norms=False, float? sub_norm_eps=None, float? "
       "linear_norm_eps=None, Tensor[]? lora_weights=None, Tensor? lora_ranks=None, Tensor? "
-      "lora_scalings=None, Tensor? lora_indices=None) -> Tensor");
+      "lora_scalings=None, Tensor? lora_indices=None, str layout=\"rows\") -> Tensor");
   // Diagnostics for benchmarks: buffer uint8 -> int64 [1] checksum; -> int64 [1] multiply-adds done
   m.def("_probe_read(Tensor buffer, int streams=1, int distance=0) -> Tensor");
   m.def("_probe_int8_peak(Tensor seed, int iterations) -> Tensor");

@@ -77,10 +77,11 @@ void AttentionPlan::make_groups() {
   }
   const CachePool& pool = shape_.pool;
   const bool whole_chunks = pool.block_size % kAttentionChunk == 0 || longest <= pool.block_size;
+  const bool in_place = pool.in_panels() && !pool.scaled();  // panels are, but not their scales
   evenly_strided_ = pool.keys.position_bytes == pool.values.position_bytes &&
                     (!pool.scaled() || (pool.key_scales.position_bytes == sizeof(float) &&
                                         pool.value_scales.position_bytes == sizeof(float)));
-  gathers_ = !whole_chunks || !evenly_strided_;
+  gathers_ = !in_place && (!whole_chunks || !evenly_strided_);
 }
 
 int64_t AttentionPlan::cost_of(const Group& group) const {
@@ -135,6 +136,7 @@ int64_t AttentionPlan::query_floats() const {
 
 int64_t AttentionPlan::gathered_floats() const {
   if (!gathers_) return 0;
+  if (shape_.pool.in_panels()) return 2 * kAttentionChunk;  // scales
   const int64_t bytes = kAttentionChunk * shape_.pool.row_bytes();
   return 2 * kAttentionChunk + 2 * attention_padded((bytes + 3) / 4);
 }
@@ -149,11 +151,17 @@ void AttentionPlan::load_query(const KernelTable& table, const AttentionBuffers&
                                const Group& group, const Query& query, float* row) const {
   const int64_t n = rows_per_token_ * shape_.dim;  // the heads of a group lie side by side
   const int64_t dim = shape_.dim, padded = wide_padded(dim);
+  const bool rounds = shape_.pool.type == DType::kBF16;  // attend_chunk takes such numbers
   for (int64_t t = 0; t < group.tokens; ++t) {
     const int64_t first = ((group.token + t) * shape_.kv_heads + group.kv_head) * n;
     const void* from = offset_bytes(buffers.query, first * element_size(shape_.query_type));
     if (query.rows != nullptr) {
       table.load_row(shape_.query_type, from, n, query.rows + t * n);
+      for (int64_t h = 0; rounds && h < rows_per_token_; ++h) {
+        float* q = query.rows + t * n + h * dim;
+        table.store_cache_row(shape_.pool.type, q, dim, row);
+        table.load_row(shape_.pool.type, row, dim, q);
+      }
       continue;
     }
     for (int64_t h = 0; h < rows_per_token_; ++h) {
@@ -183,13 +191,28 @@ bool AttentionPlan::lies_in_place(int64_t begin, int64_t positions) const {
 }
 
 // A hint for prefetching: rows that have to be put together first are fetched by that copy.
-const void* AttentionPlan::keys_in_place(const CachePool& pool, const Group& group,
-                                         int64_t chunk) const {
-  const int64_t begin = chunk * kAttentionChunk;
-  const int64_t end = std::min(begin + kAttentionChunk, group.position + group.tokens);
-  if (!lies_in_place(begin, end - begin)) return nullptr;
-  const int64_t block = sequences_.blocks(group.sequence)[begin / pool.block_size];
-  return pool.keys.at(block, begin % pool.block_size, group.kv_head);
+const void* AttentionPlan::keys_in_place(const CachePool& pool, const Next& next) const {
+  const int64_t begin = next.chunk * kAttentionChunk;
+  if (next.group == nullptr || !lies_in_place(begin, positions_of(*next.group, next.chunk))) {
+    return nullptr;
+  }
+  const int64_t block = sequences_.blocks(next.group->sequence)[begin / pool.block_size];
+  return pool.keys.at(block, begin % pool.block_size, next.group->kv_head);
+}
+
+int64_t AttentionPlan::positions_of(const Group& group, int64_t chunk) const {
+  return std::min(kAttentionChunk, group.position + group.tokens - chunk * kAttentionChunk);
+}
+
+// Those behind the last position stay null.
+void AttentionPlan::find_panels(const CachePool& pool, const PoolView& view, const Group& group,
+                                int64_t chunk, const void* (&panels)[kChunkPanels]) const {
+  const int64_t* blocks = sequences_.blocks(group.sequence);
+  const int64_t begin = chunk * kAttentionChunk, positions = positions_of(group, chunk);
+  for (int64_t i = 0; i * kPanelPositions < positions; ++i) {
+    const int64_t at = begin + i * kPanelPositions;
+    panels[i] = view.at(blocks[at / pool.block_size], at % pool.block_size, group.kv_head);
+  }
 }
 
 // The rows where they are if they follow each other at equal distances, else copies in `memory`.
@@ -210,13 +233,16 @@ AttentionPlan::ChunkRows AttentionPlan::rows_of_chunk(const CachePool& pool, con
   float* value_scale = key_scale + kAttentionChunk;
   auto* keys = reinterpret_cast<char*>(value_scale + kAttentionChunk);
   char* values = keys + 4 * attention_padded((kAttentionChunk * row_bytes + 3) / 4);
-  for (int64_t i = 0; i < positions; ++i) {
+  const bool rows = !pool.in_panels();
+  for (int64_t i = 0; i < positions && (rows || pool.scaled()); ++i) {
     const int64_t block = blocks[(begin + i) / pool.block_size];
     const int64_t at = (begin + i) % pool.block_size;
-    std::memcpy(keys + i * row_bytes, pool.keys.at(block, at, head),
-                static_cast<size_t>(row_bytes));
-    std::memcpy(values + i * row_bytes, pool.values.at(block, at, head),
-                static_cast<size_t>(row_bytes));
+    if (rows) {
+      std::memcpy(keys + i * row_bytes, pool.keys.at(block, at, head),
+                  static_cast<size_t>(row_bytes));
+      std::memcpy(values + i * row_bytes, pool.values.at(block, at, head),
+                  static_cast<size_t>(row_bytes));
+    }
     if (!pool.scaled()) continue;
     key_scale[i] = *floats(pool.key_scales.at(block, at, head));
     value_scale[i] = *floats(pool.value_scales.at(block, at, head));
@@ -231,14 +257,14 @@ int64_t AttentionPlan::rows_before(const Group& group, int64_t chunk) const {
 
 // States of the rows that see any of the chunk.
 int64_t AttentionPlan::attend(const KernelTable& table, const AttentionBuffers& buffers,
-                              const Group& group, int64_t chunk, const void* next,
+                              const Group& group, int64_t chunk, const Next& next,
                               const Query& query, float* own, float* states) const {
   const int64_t begin = chunk * kAttentionChunk;
   const int64_t skipped = rows_before(group, chunk);
-  const int64_t positions = std::min(kAttentionChunk, group.position + group.tokens - begin);
+  const int64_t positions = positions_of(group, chunk);
   const ChunkRows rows = rows_of_chunk(buffers.pool, group, begin, positions, gathered_at(own));
   const bool int8 = shape_.pool.scaled();
-  const AttentionChunk piece = {
+  AttentionChunk piece = {
       .query = int8 ? nullptr : query.rows + skipped * shape_.dim,
       .rows = rows_of(group) - skipped,
       .dim = shape_.dim,
@@ -250,11 +276,20 @@ int64_t AttentionPlan::attend(const KernelTable& table, const AttentionBuffers& 
       .positions = positions,
       .first_visible = group.position + 1 + skipped / rows_per_token_ - begin,
       .scale = shape_.scale,
-      .next = next,
+      .next = keys_in_place(buffers.pool, next),
       .int8 = int8 ? Int8Attention{query.wide + skipped * wide_padded(shape_.dim),
                                    query.scale + skipped, rows.key_scale, rows.value_scale}
                    : Int8Attention{},
+      .layout = shape_.pool.layout,
   };
+  if (shape_.pool.in_panels()) {
+    const CachePool& pool = buffers.pool;
+    find_panels(pool, pool.keys, group, chunk, piece.panels.keys);
+    find_panels(pool, pool.values, group, chunk, piece.panels.values);
+    if (next.group != nullptr) {
+      find_panels(pool, pool.keys, *next.group, next.chunk, piece.panels.next);
+    }
+  }
   table.attend_chunk(piece, scratch_at(own), states + skipped * state_floats());
   return skipped;
 }
@@ -287,10 +322,10 @@ void AttentionPlan::run_chunk(const KernelTable& table, const AttentionBuffers& 
                               int64_t task, float* shared, float* own) const {
   const auto [g, chunk] = tasks_[static_cast<size_t>(task)];
   const Group& group = groups_[static_cast<size_t>(g)];
-  const void* next = nullptr;
+  Next next;
   if (task + 1 < split_tasks_) {
     const Task after = tasks_[static_cast<size_t>(task + 1)];
-    next = keys_in_place(buffers.pool, groups_[static_cast<size_t>(after.group)], after.chunk);
+    next = {&groups_[static_cast<size_t>(after.group)], after.chunk};
   }
   const int64_t chunk_floats = rows_of(group) * state_floats();
   float* states = shared + counter_floats() + group.states;
@@ -314,7 +349,7 @@ void AttentionPlan::run_group(const KernelTable& table, const AttentionBuffers& 
   const Query query = query_at(own);
   load_query(table, buffers, group, query, row_at(own));
   for (int64_t c = 0; c < group.chunks; ++c) {
-    const void* next = c + 1 == group.chunks ? nullptr : keys_in_place(buffers.pool, group, c + 1);
+    const Next next = c + 1 == group.chunks ? Next{} : Next{&group, c + 1};
     attend(table, buffers, group, c, next, query, own, c == 0 ? states : later);
     if (c > 0) merge(table, group, c, later, states);
   }

@@ -80,6 +80,11 @@ class AttentionPlan {
     int64_t stride_bytes;
     const float *key_scale, *value_scale;
   };
+  // The chunk that a thread reads next; no group: none.
+  struct Next {
+    const Group* group = nullptr;
+    int64_t chunk = 0;
+  };
 
   void choose_block_tokens(int64_t threads);
   void make_groups();
@@ -99,11 +104,14 @@ class AttentionPlan {
                   const Query& query, float* row) const;
   // Whether a chunk's rows lie as the kernels want them; keys of a chunk that does, else null.
   bool lies_in_place(int64_t begin, int64_t positions) const;
-  const void* keys_in_place(const CachePool& pool, const Group& group, int64_t chunk) const;
+  const void* keys_in_place(const CachePool& pool, const Next& next) const;
   ChunkRows rows_of_chunk(const CachePool& pool, const Group& group, int64_t begin,
                           int64_t positions, float* memory) const;
+  int64_t positions_of(const Group& group, int64_t chunk) const;
+  void find_panels(const CachePool& pool, const PoolView& view, const Group& group, int64_t chunk,
+                   const void* (&panels)[kChunkPanels]) const;
   int64_t attend(const KernelTable& table, const AttentionBuffers& buffers, const Group& group,
-                 int64_t chunk, const void* next, const Query& query, float* own,
+                 int64_t chunk, const Next& next, const Query& query, float* own,
                  float* states) const;
   void merge(const KernelTable& table, const Group& group, int64_t chunk, const float* later,
              float* states) const;

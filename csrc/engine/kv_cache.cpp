@@ -1,17 +1,62 @@
 // Cache writes; see kv_cache.h.
 #include "engine/kv_cache.h"
 
+#include <algorithm>
+#include <cstring>
+
 #include "kernels/dispatch.h"
 #include "runtime/parallel.h"
 
 namespace bitnet::engine {
 namespace {
 
+// Elements [first, first + count) of a row into its place in a panel; first and count are multiples
+// of a word's elements, but for the last piece.
+template <class T>
+void put_in_panel(bool keys, const T* codes, int64_t first, int64_t count, int64_t dim,
+                  int64_t position, char* panel) {
+  constexpr int64_t kWord = 4, kEach = kWord / static_cast<int64_t>(sizeof(T));
+  const auto put = [](char* to, const T* from, size_t bytes) { std::memcpy(to, from, bytes); };
+  if (keys) {
+    for (int64_t i = 0; i < count; i += kEach) {
+      const int64_t word = (first + i) / kEach * kPanelPositions + position;
+      put(panel + word * kWord, codes + i, kWord);
+    }
+    return;
+  }
+  // Neighbouring positions share a word: only its own part of it is written.
+  char* to = panel + (position / kEach * dim + first) * kWord +
+             position % kEach * static_cast<int64_t>(sizeof(T));
+  for (int64_t i = 0; i < count; ++i) put(to + i * kWord, codes + i, sizeof(T));
+}
+
+void store_in_panel(const KernelTable& table, const CachePool& pool, bool keys, int64_t slot,
+                    int64_t head, const float* row) {
+  const PoolView& view = keys ? pool.keys : pool.values;
+  const int64_t block = slot / pool.block_size, at = slot % pool.block_size;
+  const int64_t position = at % kPanelPositions;
+  char* panel = view.at(block, at - position, head);
+  if (pool.scaled()) {
+    int8_t codes[kMaxInt8Dim];
+    const PoolView& scales = keys ? pool.key_scales : pool.value_scales;
+    *reinterpret_cast<float*>(scales.at(block, at, head)) =
+        table.head_quantize_int8(row, pool.dim, codes);
+    return put_in_panel(keys, codes, 0, pool.dim, pool.dim, position, panel);
+  }
+  constexpr int64_t kPiece = 256;
+  for (int64_t i = 0; i < pool.dim; i += kPiece) {
+    uint16_t codes[kPiece];
+    const int64_t count = std::min(kPiece, pool.dim - i);
+    table.store_cache_row(pool.type, row + i, count, codes);
+    put_in_panel(keys, codes, i, count, pool.dim, position, panel);
+  }
+}
+
 void store_row(const KernelTable& table, const CachePool& pool, const PoolView& rows,
                const PoolView& scales, int64_t slot, int64_t head, const float* row) {
   const int64_t block = slot / pool.block_size, position = slot % pool.block_size;
   char* to = rows.at(block, position, head);
-  if (!pool.scaled()) return table.store_row(pool.type, row, pool.dim, to);
+  if (!pool.scaled()) return table.store_cache_row(pool.type, row, pool.dim, to);
   *reinterpret_cast<float*>(scales.at(block, position, head)) =
       table.head_quantize_int8(row, pool.dim, reinterpret_cast<int8_t*>(to));
 }
@@ -20,6 +65,10 @@ void store_row(const KernelTable& table, const CachePool& pool, const PoolView& 
 
 void store_cache_rows(const KernelTable& table, const CachePool& pool, int64_t slot, int64_t head,
                       const float* key, const float* value) {
+  if (pool.in_panels()) {
+    store_in_panel(table, pool, true, slot, head, key);
+    return store_in_panel(table, pool, false, slot, head, value);
+  }
   store_row(table, pool, pool.keys, pool.key_scales, slot, head, key);
   store_row(table, pool, pool.values, pool.value_scales, slot, head, value);
 }

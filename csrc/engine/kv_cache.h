@@ -17,16 +17,20 @@ struct PoolView {
   }
 };
 
-// The pool of one layer. A row's `dim` elements lie side by side.
+// The pool of one layer. A row's `dim` elements lie side by side; in panels, which begin where the
+// row of their first position would, those of 16 positions lie as kernel_table.h says, and
+// block_size is a multiple of 16.
 struct CachePool {
   DType type = DType::kF32;
   int64_t block_size = 1;  // positions of a block
   int64_t dim = 0;
   PoolView keys, values;
   PoolView key_scales, value_scales;  // float32, of int8 pools
+  CacheLayout layout = CacheLayout::kRows;
 
   int64_t row_bytes() const { return dim * element_size(type); }
   bool scaled() const { return type == DType::kInt8; }
+  bool in_panels() const { return layout == CacheLayout::kPanels; }
 };
 
 // Sequences whose new tokens follow each other, sequence by sequence, and the blocks that hold

@@ -7,6 +7,7 @@
 // bytes. Integer results are equal on every ISA.  Float results are bit-identical on every ISA:
 // sums run in 16 lanes (lane = index mod 16, ascending, fused multiply-add, tails padded with
 // zeros), the lanes are added as a tree (8+8, 4+4, 2+2, 1+1), and exp is one shared polynomial.
+// Attention over bfloat16 caches has an order of its own, that of a matrix unit.
 #pragma once
 
 #include <cstddef>
@@ -105,13 +106,20 @@ struct Split {
 // Positions that attention takes at once.  Part of the definition of its result: see attend_chunk.
 constexpr int64_t kAttentionChunk = 64;
 
+// Of bfloat16 caches: how many elements, or positions, a chain of sums takes before it is added to
+// what came before; and the least magnitude of what is written, multiplied or weighed.  Every
+// product of two such numbers is a multiple of 2^-124, so no sum of them is ever denormal, and
+// units that flush denormals agree with those that do not.
+constexpr int64_t kPairGroup = 32;
+constexpr float kLeastCached = 0x1p-55f;
+
 // The state of a query row: acc [dim rounded up to 16], then max, sum, and 14 zeros.
 constexpr int64_t attention_padded(int64_t dim) { return (dim + 15) / 16 * 16; }
 constexpr int64_t attention_state_floats(int64_t dim) { return attention_padded(dim) + 16; }
 // What attend_chunk needs for `rows` query rows: keys, values, queries and scores in a layout of
 // its own, whichever of them an ISA uses.
 constexpr int64_t attention_scratch_floats(int64_t rows, int64_t dim) {
-  return 2 * kAttentionChunk * attention_padded(dim) +
+  return 16 + 2 * kAttentionChunk * attention_padded(dim) +
          (rows + 4) * (attention_padded(dim) + kAttentionChunk + 1);
 }
 
@@ -127,13 +135,28 @@ struct Int8Attention {
   const float* value_scale;  // [positions]
 };
 
+// How the keys and values of a head's positions lie.  kRows: a row of dim elements for each.
+// kPanels, of kBF16 and kInt8 where dim is a multiple of kPanelPositions: so many positions are a
+// panel of as many rows' size, in words of 32 bits with what one step of a dot product adds up, w =
+// 2 or 4 elements.  A panel of keys is [dim / w][positions][w], one of values [positions / w] [dim]
+// [w]: matrix and dot product units read either as it lies.
+enum class CacheLayout { kRows, kPanels };
+constexpr int64_t kPanelPositions = 16;
+constexpr int64_t kChunkPanels = kAttentionChunk / kPanelPositions;
+
+// Where the panels of a chunk begin.
+struct ChunkPanels {
+  const void *keys[kChunkPanels], *values[kChunkPanels];  // those of [0, positions) whole
+  const void* next[kChunkPanels];  // keys that this thread reads next, a hint; null where none
+};
+
 // Query rows that share a KV head, and one chunk of its positions.
 struct AttentionChunk {
-  const float* query;      // [rows, dim]; not used with kInt8
+  const float* query;      // [rows, dim], with kBF16 of such numbers; not used with kInt8
   int64_t rows, dim;       // both at least 1
   int64_t rows_per_token;  // row r belongs to token r / rows_per_token
   DType type;              // of keys and values, any
-  const void* keys;        // the chunk's first position; the next ones stride_bytes apart
+  const void* keys;        // kRows: the chunk's first position; the next ones stride_bytes apart
   const void* values;
   int64_t stride_bytes;
   int64_t positions;      // in the chunk, 1 .. kAttentionChunk; all readable
@@ -141,6 +164,8 @@ struct AttentionChunk {
   float scale;
   const void* next;  // what this thread reads after the chunk, a hint for prefetching; may be null
   Int8Attention int8 = {};  // with kInt8
+  CacheLayout layout = CacheLayout::kRows;
+  ChunkPanels panels = {};  // kPanels, instead of keys, values, stride_bytes and next
 };
 
 struct KernelTable {
@@ -185,6 +210,9 @@ struct KernelTable {
   void (*load_row)(DType type, const void* src, int64_t n, float* dst);
   void (*store_row)(DType type, const float* src, int64_t n, void* dst);
   void (*round_row)(DType type, float* x, int64_t n);  // in place: store, load
+  // store_row as caches want it: in bfloat16, a number below kLeastCached becomes 0.  Queries of
+  // bfloat16 caches are rounded so, too.
+  void (*store_cache_row)(DType type, const float* src, int64_t n, void* dst);
 
   // ---- norms and activations ----------------------------------------------------------------
   // y = x * (1 / sqrt(mean(x^2) + eps)), rounded to `type`, times weight.  y may be x.
@@ -207,6 +235,13 @@ struct KernelTable {
   // fma(now.sum, b, sum * a); acc[i] = fma(now.acc[i], b, acc[i] * a).  out = acc / sum. A chunk
   // that holds nothing but -inf weighs nothing; a NaN makes the result NaN.  Keys and values of the
   // smaller floating-point types are what load_row makes of them.
+  //
+  // With kBF16 everything that is multiplied is a bfloat16, and sums take the order of the matrix
+  // instruction TDPBF16PS.  dot(query, key): from d = 0, for every kPairGroup elements d = d + (t0
+  // + t1), t0 and t1 the sums of the products of the even and of the odd elements among them, from
+  // 0, ascending, one fused multiply-add each.  acc[i] likewise over the positions of the chunk,
+  // even and odd ones, of value_j[i] times w_j; w_j = exp(s_j - max) rounded as store_cache_row
+  // does, and sum is that of the rounded ones.  max, the lanes of sum and the merge as above.
   //
   // With kInt8 (dim <= kMaxInt8Dim) both sums are of integers and exact: s_j = float(dot(wide,
   // keys[j])) * ((query_scale * scale) * key_scale[j]); max, w_j and sum as above; u_j = w_j *
@@ -290,11 +325,12 @@ struct KernelTable {
   .ternary_gemm = ternary_gemm, .tile_lanes = lanes, .tile_gemm = tile_gemm, .sum_i8 = sum_i8,    \
   .quantize_row = quantize_row, .store_block = store_block, .product_blocking = product_blocking, \
   .load_row = load_row, .store_row = store_row, .round_row = round_row,                           \
-  .rms_norm_row = rms_norm_row, .add_row = add_row, .relu2_mul_row = relu2_mul_row,               \
-  .silu_mul_row = silu_mul_row, .rope_head = rope_head, .attend_chunk = attend_chunk,             \
-  .quantize_query = quantize_query, .merge_attention = merge_attention,                           \
-  .finish_attention = finish_attention, .head_dense = head_dense, .dense_tiles = dense_tiles,     \
-  .head_int8 = head_int8, .head_int4 = head_int4, .head_quantize_token = head_quantize_token,     \
+  .store_cache_row = store_cache_row, .rms_norm_row = rms_norm_row, .add_row = add_row,           \
+  .relu2_mul_row = relu2_mul_row, .silu_mul_row = silu_mul_row, .rope_head = rope_head,           \
+  .attend_chunk = attend_chunk, .quantize_query = quantize_query,                                 \
+  .merge_attention = merge_attention, .finish_attention = finish_attention,                       \
+  .head_dense = head_dense, .dense_tiles = dense_tiles, .head_int8 = head_int8,                   \
+  .head_int4 = head_int4, .head_quantize_token = head_quantize_token,                             \
   .head_quantize_int8 = head_quantize_int8, .head_quantize_int4 = head_quantize_int4,             \
   .max_row = max_row, .exp_row = exp_row, .split_row = split_row, .probe_read = probe_read,       \
   .probe_int8_peak = probe_int8_peak

@@ -4,204 +4,10 @@
 
 #include <immintrin.h>
 
-#include "kernels/simd_defaults.h"
+#include "kernels/simd_zmm_float.h"
 
 namespace bitnet::BITNET_ISA {
 namespace {
-
-struct F32x16 {
-  __m512 v;
-};
-
-inline __mmask16 first_lanes(int64_t count) {
-  return count >= 16 ? static_cast<__mmask16>(0xffff) : static_cast<__mmask16>((1u << count) - 1u);
-}
-inline F32x16 set1(float x) { return {_mm512_set1_ps(x)}; }
-inline F32x16 load_n(const float* p, int64_t count) {
-  return {_mm512_maskz_loadu_ps(first_lanes(count), p)};
-}
-inline void store_n(float* p, F32x16 x, int64_t count) {
-  _mm512_mask_storeu_ps(p, first_lanes(count), x.v);
-}
-inline F32x16 add(F32x16 a, F32x16 b) { return {_mm512_add_ps(a.v, b.v)}; }
-inline F32x16 sub(F32x16 a, F32x16 b) { return {_mm512_sub_ps(a.v, b.v)}; }
-inline F32x16 mul(F32x16 a, F32x16 b) { return {_mm512_mul_ps(a.v, b.v)}; }
-inline F32x16 div(F32x16 a, F32x16 b) { return {_mm512_div_ps(a.v, b.v)}; }
-inline F32x16 fma(F32x16 a, F32x16 b, F32x16 c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
-inline F32x16 max(F32x16 a, F32x16 b) { return {_mm512_max_ps(a.v, b.v)}; }
-inline F32x16 min(F32x16 a, F32x16 b) { return {_mm512_min_ps(a.v, b.v)}; }
-inline F32x16 pow2(F32x16 n) {
-  const __m512i e = _mm512_add_epi32(_mm512_cvttps_epi32(n.v), _mm512_set1_epi32(127));
-  return {_mm512_castsi512_ps(_mm512_slli_epi32(e, 23))};
-}
-inline F32x16 times_pow2(F32x16 p, F32x16 shifted) {
-  const __m512i n = _mm512_slli_epi32(_mm512_castps_si512(shifted.v), 23);
-  return {_mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(p.v), n))};
-}
-inline F32x16 max_abs_bits(F32x16 acc, F32x16 x) {
-  const __m512i b = _mm512_and_si512(_mm512_castps_si512(x.v), _mm512_set1_epi32(0x7fffffff));
-  return {_mm512_castsi512_ps(_mm512_max_epi32(_mm512_castps_si512(acc.v), b))};
-}
-inline __m256 low_half(__m512 x) { return _mm512_castps512_ps256(x); }
-inline __m256 high_half(__m512 x) {
-  return _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(x), 1));
-}
-inline uint32_t reduce_abs_bits(F32x16 acc) {
-  const __m256i m =
-      _mm256_max_epi32(_mm256_castps_si256(low_half(acc.v)), _mm256_castps_si256(high_half(acc.v)));
-  __m128i r = _mm_max_epi32(_mm256_castsi256_si128(m), _mm256_extracti128_si256(m, 1));
-  r = _mm_max_epi32(r, _mm_shuffle_epi32(r, 0x4e));
-  r = _mm_max_epi32(r, _mm_shuffle_epi32(r, 0xb1));
-  return static_cast<uint32_t>(_mm_cvtsi128_si32(r));
-}
-inline float reduce_add(F32x16 x) {
-  const __m256 eight = _mm256_add_ps(low_half(x.v), high_half(x.v));
-  __m128 r = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
-  r = _mm_add_ps(r, _mm_movehl_ps(r, r));
-  r = _mm_add_ss(r, _mm_movehdup_ps(r));
-  return _mm_cvtss_f32(r);
-}
-inline float reduce_max(F32x16 x) {
-  const __m256 eight = _mm256_max_ps(low_half(x.v), high_half(x.v));
-  __m128 r = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
-  r = _mm_max_ps(r, _mm_movehl_ps(r, r));
-  r = _mm_max_ss(r, _mm_movehdup_ps(r));
-  return _mm_cvtss_f32(r);
-}
-
-inline uint32_t less_mask(F32x16 a, F32x16 b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ); }
-inline int64_t count_bits(uint32_t x) { return __builtin_popcount(x); }
-inline F32x16 where_greater(F32x16 a, F32x16 b, F32x16 x) {
-  return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(a.v, b.v, _CMP_GT_OQ), x.v)};
-}
-// Without a branch for each index: which lanes are chosen cannot be foreseen.
-inline int64_t store_indices(int32_t* ids, int32_t first, uint32_t mask, int64_t room) {
-  const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-  const __m512i all = _mm512_add_epi32(lanes, _mm512_set1_epi32(first));
-  const __m512i chosen = _mm512_maskz_compress_epi32(static_cast<__mmask16>(mask), all);
-  if (room >= 16) {
-    _mm512_storeu_si512(ids, chosen);
-  } else {
-    _mm512_mask_storeu_epi32(ids, first_lanes(room), chosen);
-  }
-  return count_bits(mask);
-}
-struct WideSums {
-  double lane[16];
-};
-struct LaneSums {
-  __m512d lo, hi;
-};
-inline void add_to_lanes(LaneSums& sums, F32x16 x) {
-  sums.lo = _mm512_add_pd(sums.lo, _mm512_cvtps_pd(low_half(x.v)));
-  sums.hi = _mm512_add_pd(sums.hi, _mm512_cvtps_pd(high_half(x.v)));
-}
-inline WideSums lanes_of_sums(const LaneSums& sums) {
-  WideSums x;
-  _mm512_storeu_pd(x.lane, sums.lo);
-  _mm512_storeu_pd(x.lane + 8, sums.hi);
-  return x;
-}
-
-inline F32x16 from_i32_n(const int32_t* p, int64_t count) {
-  return {_mm512_cvtepi32_ps(_mm512_maskz_loadu_epi32(first_lanes(count), p))};
-}
-inline void to_i8_n(int8_t* p, F32x16 x, int64_t count) {
-  const __m128i bytes = _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(x.v));
-  _mm_mask_storeu_epi8(p, first_lanes(count), bytes);
-}
-inline F32x16 load_bf16_n(const uint16_t* p, int64_t count) {
-  const __m256i h = _mm256_maskz_loadu_epi16(first_lanes(count), p);
-  return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16))};
-}
-inline F32x16 load_f16_n(const uint16_t* p, int64_t count) {
-  return {_mm512_cvtph_ps(_mm256_maskz_loadu_epi16(first_lanes(count), p))};
-}
-inline void store_bf16_n(uint16_t* p, F32x16 x, int64_t count) {
-  const __m512i b = _mm512_castps_si512(x.v);
-  const __m512i lsb = _mm512_and_si512(_mm512_srli_epi32(b, 16), _mm512_set1_epi32(1));
-  const __m512i bias = _mm512_add_epi32(lsb, _mm512_set1_epi32(0x7fff));
-  const __m512i rounded = _mm512_srli_epi32(_mm512_add_epi32(b, bias), 16);
-  const __mmask16 nan = _mm512_cmp_ps_mask(x.v, x.v, _CMP_UNORD_Q);
-  const __m512i r = _mm512_mask_blend_epi32(nan, rounded, _mm512_set1_epi32(0x7fc0));
-  _mm256_mask_storeu_epi16(p, first_lanes(count), _mm512_cvtepi32_epi16(r));
-}
-inline void store_f16_n(uint16_t* p, F32x16 x, int64_t count) {
-  const __m256i h = _mm512_cvtps_ph(x.v, _MM_FROUND_TO_NEAREST_INT);
-  _mm256_mask_storeu_epi16(p, first_lanes(count), h);
-}
-
-// 8-bit floats become float16, which is widened at full speed, the smallest numbers included.
-inline F32x16 load_e4m3_n(const uint8_t* p, int64_t count) {
-  const __m256i words = _mm256_cvtepi8_epi16(_mm_maskz_loadu_epi8(first_lanes(count), p));
-  const __m256i h = _mm256_and_si256(_mm256_slli_epi16(words, 7), _mm256_set1_epi16(-0x4080));
-  const __m256i magnitude = _mm256_set1_epi16(0x3f80);  // of NaN, too: there it would be 480
-  const __mmask16 nan = _mm256_cmpeq_epi16_mask(_mm256_and_si256(h, magnitude), magnitude);
-  const __m256i half = _mm256_mask_add_epi16(h, nan, h, _mm256_set1_epi16(0x4000));
-  return {_mm512_mul_ps(_mm512_cvtph_ps(half), _mm512_set1_ps(256.0f))};
-}
-inline F32x16 load_e5m2_n(const uint8_t* p, int64_t count) {
-  const __m256i words = _mm256_cvtepu8_epi16(_mm_maskz_loadu_epi8(first_lanes(count), p));
-  return {_mm512_cvtph_ps(_mm256_slli_epi16(words, 8))};
-}
-
-// ---- attention ----------------------------------------------------------------------------
-
-using Reg = __m512;
-constexpr int kRegs = 1;
-
-template <int P>
-inline Reg reg(F32x16 v) {
-  return v.v;
-}
-inline Reg load_reg(const float* p) { return _mm512_loadu_ps(p); }
-inline Reg reg_fma(Reg a, Reg b, Reg c) { return _mm512_fmadd_ps(a, b, c); }
-
-// Lanes 8 apart of a and b: {two quarters of a, two quarters of b}.
-inline __m512 fold_halves(__m512 a, __m512 b) {
-  return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
-}
-// Then 4 apart: four quarters, one for each of the four sums in a and b.
-inline __m512 fold_quarters(__m512 a, __m512 b) {
-  return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
-}
-template <DType>
-inline void reduce_eight(const Reg (&sums)[kRegs][8], float* out) {
-  const __m512(&v)[8] = sums[0];
-  const __m512 a = fold_quarters(fold_halves(v[0], v[1]), fold_halves(v[2], v[3]));
-  const __m512 b = fold_quarters(fold_halves(v[4], v[5]), fold_halves(v[6], v[7]));
-  const __m512 c = _mm512_add_ps(_mm512_shuffle_ps(a, b, 0x44), _mm512_shuffle_ps(a, b, 0xee));
-  const __m512 d = _mm512_add_ps(c, _mm512_shuffle_ps(c, c, 0xb1));  // a in lane 0, b in lane 2
-  const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 2, 6, 10, 14, 0, 4, 8, 12, 2, 6, 10, 14);
-  _mm256_storeu_ps(out, low_half(_mm512_permutexvar_ps(order, d)));
-}
-
-constexpr int kBlockRows = 12;
-
-// Quarter by quarter: 4 x 4 blocks of single lanes, then whole quarters.
-inline void transpose_16(const float* tile, float* to, int64_t stride) {
-  __m512 column[4][4];  // [k][c]: lane c of each quarter, for rows 4 k .. 4 k + 3
-  for (int k = 0; k < 4; ++k) {
-    __m512 row[4];
-    for (int r = 0; r < 4; ++r) row[r] = _mm512_loadu_ps(tile + 16 * (4 * k + r));
-    const __m512 a = _mm512_unpacklo_ps(row[0], row[1]), b = _mm512_unpackhi_ps(row[0], row[1]);
-    const __m512 c = _mm512_unpacklo_ps(row[2], row[3]), d = _mm512_unpackhi_ps(row[2], row[3]);
-    column[k][0] = _mm512_shuffle_ps(a, c, 0x44);
-    column[k][1] = _mm512_shuffle_ps(a, c, 0xee);
-    column[k][2] = _mm512_shuffle_ps(b, d, 0x44);
-    column[k][3] = _mm512_shuffle_ps(b, d, 0xee);
-  }
-  for (int c = 0; c < 4; ++c) {
-    const __m512 a = _mm512_shuffle_f32x4(column[0][c], column[1][c], 0x44);
-    const __m512 b = _mm512_shuffle_f32x4(column[2][c], column[3][c], 0x44);
-    const __m512 d = _mm512_shuffle_f32x4(column[0][c], column[1][c], 0xee);
-    const __m512 e = _mm512_shuffle_f32x4(column[2][c], column[3][c], 0xee);
-    _mm512_storeu_ps(to + c * stride, _mm512_shuffle_f32x4(a, b, 0x88));
-    _mm512_storeu_ps(to + (c + 4) * stride, _mm512_shuffle_f32x4(a, b, 0xdd));
-    _mm512_storeu_ps(to + (c + 8) * stride, _mm512_shuffle_f32x4(d, e, 0x88));
-    _mm512_storeu_ps(to + (c + 12) * stride, _mm512_shuffle_f32x4(d, e, 0xdd));
-  }
-}
 
 // ---- canonical rows -----------------------------------------------------------------------------
 
@@ -252,6 +58,9 @@ inline int32_t reduce(Acc acc) {
 // call of a function or lambda that does nothing else.
 [[gnu::always_inline]] inline void prefetch(const void* p) {
   __asm__ volatile("prefetcht0 (%0)" : : "r"(p));
+}
+[[gnu::always_inline]] inline void prefetch_l2(const void* p) {
+  __asm__ volatile("prefetcht1 (%0)" : : "r"(p));
 }
 
 #if !defined(BITNET_EMULATE)
@@ -408,6 +217,31 @@ inline void store_cache_sums(const CacheSum (&sums)[kCacheAccs], int32_t* out) {
   const __m512i b = _mm512_shuffle_i32x4(sums[0], sums[1], 0xee);
   _mm512_storeu_si512(out, a);
   _mm512_storeu_si512(out + 16, b);
+}
+
+// ---- panels -------------------------------------------------------------------------------------
+
+constexpr int kQuadTiles = 8;
+constexpr bool kQuadHalves = true;
+constexpr int32_t kQuadOffset = 128;
+
+using QuadWords = __m512i;  // the numbers + 128, for vpdpbusd takes one operand without a sign
+using QuadFactor = __m512i;
+struct QuadSums {
+  __m512i low, high;
+};
+
+inline QuadWords quad_words(const void* p) {
+  return _mm512_xor_si512(_mm512_loadu_si512(p), _mm512_set1_epi8(-128));
+}
+inline QuadFactor quad_factor(const int32_t* word) { return _mm512_set1_epi32(*word); }
+inline void quad_add(QuadSums& acc, QuadWords w, QuadFactor first, QuadFactor second) {
+  acc.low = tile_dot(acc.low, w, first);
+  acc.high = tile_dot(acc.high, w, second);
+}
+inline void store_quads(const QuadSums& acc, int32_t excess, int32_t* out) {
+  const __m512i sum = _mm512_add_epi32(_mm512_slli_epi32(acc.high, 8), acc.low);
+  _mm512_storeu_si512(out, _mm512_sub_epi32(sum, _mm512_set1_epi32(excess)));
 }
 
 // ---- heads --------------------------------------------------------------------------------------

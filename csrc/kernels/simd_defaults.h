@@ -110,11 +110,17 @@ constexpr int kRegs = 1;
 
 // Rows of queries that meet a step of keys or values at once, where there are many of them.
 constexpr int kBlockRows = 4;
+// Vectors of sums that the chains of pairs of bfloat16 have at least, where there are few rows.
+constexpr int kPairTiles = 4;
 
-// to[c * stride + r] = tile[16 * r + c], for r and c in [0, 16).
-inline void transpose_16(const float* tile, float* to, int64_t stride) {
-  for (int c = 0; c < 16; ++c) {
-    for (int r = 0; r < 16; ++r) to[c * stride + r] = tile[16 * r + c];
+// to[c * stride + r] = row r's word c, for r and c in [0, 16): words of 32 bits, whatever they
+// hold; rows row_bytes apart, of any alignment.
+inline void transpose_16(const void* rows, int64_t row_bytes, float* to, int64_t stride) {
+  for (int r = 0; r < 16; ++r) {
+    for (int c = 0; c < 16; ++c) {
+      const char* word = static_cast<const char*>(rows) + r * row_bytes + 4 * c;
+      __builtin_memcpy(to + c * stride + r, word, 4);
+    }
   }
 }
 
@@ -195,6 +201,9 @@ inline Partial dot(Partial p, const Codes& c, const Activations& a) {
 inline Acc widen(Acc acc, Partial p) { return acc + p; }
 inline int32_t reduce(Acc acc) { return acc; }
 inline void prefetch(const void*) {}
+// Into the second level cache: what is used much later.  Few requests of the first level can wait
+// for memory at a time, and while they are all taken, what it has at hand waits with them.
+inline void prefetch_l2(const void*) {}
 
 // ---- tiles of the CPU-specific layouts ---------------------------------------------------------
 // A k-step of a tile is kTileLanes lanes of 4 bytes.  A decoder (TwoBit, Base3, ...;
@@ -366,6 +375,40 @@ inline CacheSum cache_sum(CacheSum acc, const CacheValues& v, CacheWeights w) {
 }
 inline void store_cache_sums(const CacheSum (&sums)[kCacheAccs], int32_t* out) {
   for (int i = 0; i < kCacheStep; ++i) out[i] = sums[0].lane[i];
+}
+
+// ---- panels -------------------------------------------------------------------------------------
+// Words of four neighbouring numbers, 16 lanes of them.  quad_add adds the products of each lane's
+// four with four 16-bit factors to that lane; store_quads stores the sums less an excess.  The
+// factors come as two words (generic/attention_quads.inl): with kQuadHalves their low and high
+// bytes, and the sums may be kQuadOffset times the factors' sum too large; else numbers 0 and 2,
+// and 1 and 3, 16 bits each.
+
+constexpr int kQuadTiles = 4;  // QuadSums that fit into registers
+constexpr bool kQuadHalves = false;
+constexpr int32_t kQuadOffset = 0;
+
+struct QuadWords {
+  const int8_t* at;
+};
+struct QuadSums {
+  int32_t lane[16];
+};
+using QuadFactor = const int32_t*;
+
+inline QuadWords quad_words(const void* p) { return {static_cast<const int8_t*>(p)}; }
+inline QuadFactor quad_factor(const int32_t* word) { return word; }
+inline void quad_add(QuadSums& acc, QuadWords w, QuadFactor first, QuadFactor second) {
+  int16_t a[2], b[2];
+  __builtin_memcpy(a, first, 4);
+  __builtin_memcpy(b, second, 4);
+  for (int i = 0; i < 16; ++i) {
+    const int8_t* v = w.at + 4 * i;
+    acc.lane[i] += v[0] * a[0] + v[1] * b[0] + v[2] * a[1] + v[3] * b[1];
+  }
+}
+inline void store_quads(const QuadSums& acc, int32_t, int32_t* out) {
+  for (int i = 0; i < 16; ++i) out[i] = acc.lane[i];
 }
 
 // ---- heads --------------------------------------------------------------------------------------

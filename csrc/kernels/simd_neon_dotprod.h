@@ -62,6 +62,9 @@ inline int32_t reduce(Acc acc) { return vaddvq_s32(acc); }
 [[gnu::always_inline]] inline void prefetch(const void* p) {
   __asm__ volatile("prfm pldl1keep, [%0]" : : "r"(p));
 }
+[[gnu::always_inline]] inline void prefetch_l2(const void* p) {
+  __asm__ volatile("prfm pldl2keep, [%0]" : : "r"(p));
+}
 
 template <class T>
 [[gnu::always_inline]] inline void pin(T& v) {
@@ -231,6 +234,38 @@ inline CacheSum cache_sum(CacheSum acc, const CacheValues& v, CacheWeights w) {
 }
 inline void store_cache_sums(const CacheSum (&sums)[kCacheAccs], int32_t* out) {
   for (int i = 0; i < kCacheAccs; ++i) vst1q_s32(out + 4 * i, sums[i]);
+}
+
+// ---- panels -------------------------------------------------------------------------------------
+
+constexpr int kQuadTiles = 2;
+constexpr bool kQuadHalves = true;
+
+struct QuadWords {
+  int8x16_t quarter[4];
+};
+struct QuadSums {
+  int32x4_t low[4], high[4];
+};
+using QuadFactor = int8x16_t;
+
+inline QuadWords quad_words(const void* p) {
+  const auto* at = static_cast<const int8_t*>(p);
+  return {{vld1q_s8(at), vld1q_s8(at + 16), vld1q_s8(at + 32), vld1q_s8(at + 48)}};
+}
+inline QuadFactor quad_factor(const int32_t* word) {
+  return vreinterpretq_s8_s32(vld1q_dup_s32(word));
+}
+inline void quad_add(QuadSums& acc, const QuadWords& w, QuadFactor first, QuadFactor second) {
+  for (int i = 0; i < 4; ++i) {
+    acc.low[i] = vdotq_s32(acc.low[i], w.quarter[i], first);
+    acc.high[i] = vdotq_s32(acc.high[i], w.quarter[i], second);
+  }
+}
+inline void store_quads(const QuadSums& acc, int32_t, int32_t* out) {
+  for (int i = 0; i < 4; ++i) {
+    vst1q_s32(out + 4 * i, vaddq_s32(vshlq_n_s32(acc.high[i], 8), acc.low[i]));
+  }
 }
 
 // ---- heads --------------------------------------------------------------------------------------

@@ -269,13 +269,16 @@ inline void reduce_eight(const Reg (&sums)[kRegs][8], float* out) {
 
 constexpr int kBlockRows = 6;  // 24 of 32 registers hold sums
 
-inline void transpose_16(const float* tile, float* to, int64_t stride) {
+inline float32x4_t load_words(const char* p) {
+  return vreinterpretq_f32_u8(vld1q_u8(reinterpret_cast<const uint8_t*>(p)));
+}
+inline void transpose_16(const void* rows, int64_t row_bytes, float* to, int64_t stride) {
   for (int r = 0; r < 16; r += 4) {
     for (int c = 0; c < 16; c += 4) {
-      const float32x4x2_t a =
-          vtrnq_f32(vld1q_f32(tile + 16 * r + c), vld1q_f32(tile + 16 * r + c + 16));
+      const char* from = static_cast<const char*>(rows) + r * row_bytes + 4 * c;
+      const float32x4x2_t a = vtrnq_f32(load_words(from), load_words(from + row_bytes));
       const float32x4x2_t b =
-          vtrnq_f32(vld1q_f32(tile + 16 * r + c + 32), vld1q_f32(tile + 16 * r + c + 48));
+          vtrnq_f32(load_words(from + 2 * row_bytes), load_words(from + 3 * row_bytes));
       for (int i = 0; i < 2; ++i) {
         vst1q_f32(to + (c + i) * stride + r,
                   vcombine_f32(vget_low_f32(a.val[i]), vget_low_f32(b.val[i])));
@@ -284,6 +287,16 @@ inline void transpose_16(const float* tile, float* to, int64_t stride) {
       }
     }
   }
+}
+
+template <int P>
+inline F32x16 load_of_pairs(const void* p) {
+  return map([&](int i) {
+    const auto* bytes = static_cast<const uint8_t*>(p) + 16 * i;
+    const uint32x4_t w = vreinterpretq_u32_u8(vld1q_u8(bytes));
+    return vreinterpretq_f32_u32(P == 0 ? vshlq_n_u32(w, 16)
+                                        : vandq_u32(w, vdupq_n_u32(0xffff0000u)));
+  });
 }
 
 }  // namespace

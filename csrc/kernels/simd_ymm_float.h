@@ -189,6 +189,18 @@ inline __m128i f32_half_to_bf16(__m256 x) {
 inline void store_bf16_n(uint16_t* p, F32x16 v, int64_t count) {
   store_u16_n(p, f32_half_to_bf16(v.lo), f32_half_to_bf16(v.hi), count);
 }
+inline __m256 cached_bf16_half(__m256 x) {
+  const __m256i b = _mm256_castps_si256(x);
+  const __m256i lsb = _mm256_and_si256(_mm256_srli_epi32(b, 16), _mm256_set1_epi32(1));
+  const __m256i rounded = _mm256_add_epi32(b, _mm256_add_epi32(lsb, _mm256_set1_epi32(0x7fff)));
+  const __m256 upper = _mm256_castsi256_ps(_mm256_set1_epi32(static_cast<int>(0xffff0000u)));
+  const __m256 size = _mm256_and_ps(x, _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff)));
+  const __m256 keep = _mm256_cmp_ps(size, _mm256_set1_ps(kLeastCached), _CMP_NLT_UQ);
+  const __m256 nan = _mm256_cmp_ps(x, x, _CMP_UNORD_Q);
+  const __m256 kept = _mm256_and_ps(_mm256_and_ps(_mm256_castsi256_ps(rounded), upper), keep);
+  return _mm256_blendv_ps(kept, x, nan);
+}
+inline F32x16 cached_bf16(F32x16 x) { return {cached_bf16_half(x.lo), cached_bf16_half(x.hi)}; }
 inline void store_f16_n(uint16_t* p, F32x16 v, int64_t count) {
   store_u16_n(p, _mm256_cvtps_ph(v.lo, _MM_FROUND_TO_NEAREST_INT),
               _mm256_cvtps_ph(v.hi, _MM_FROUND_TO_NEAREST_INT), count);
@@ -298,10 +310,13 @@ inline void reduce_eight(const Reg (&sums)[kRegs][8], float* out) {
 
 constexpr int kBlockRows = 6;  // 12 of 16 registers hold sums
 
-inline void transpose_8(const float* tile, float* to, int64_t stride) {
+inline __m256 load_words(const char* p) {
+  return _mm256_castsi256_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+inline void transpose_8(const char* rows, int64_t row_bytes, float* to, int64_t stride) {
   __m256 a[8], b[8];
   for (int i = 0; i < 8; i += 2) {
-    const __m256 x = _mm256_loadu_ps(tile + 16 * i), y = _mm256_loadu_ps(tile + 16 * (i + 1));
+    const __m256 x = load_words(rows + i * row_bytes), y = load_words(rows + (i + 1) * row_bytes);
     a[i] = _mm256_unpacklo_ps(x, y);
     a[i + 1] = _mm256_unpackhi_ps(x, y);
   }
@@ -316,10 +331,26 @@ inline void transpose_8(const float* tile, float* to, int64_t stride) {
     _mm256_storeu_ps(to + (i + 4) * stride, _mm256_permute2f128_ps(b[i], b[i + 4], 0x31));
   }
 }
-inline void transpose_16(const float* tile, float* to, int64_t stride) {
+inline void transpose_16(const void* rows, int64_t row_bytes, float* to, int64_t stride) {
   for (int r = 0; r < 16; r += 8) {
-    for (int c = 0; c < 16; c += 8) transpose_8(tile + 16 * r + c, to + c * stride + r, stride);
+    const char* from = static_cast<const char*>(rows) + r * row_bytes;
+    for (int c = 0; c < 16; c += 8) {
+      transpose_8(from + 4 * c, row_bytes, to + c * stride + r, stride);
+    }
   }
+}
+
+// Numbers P of 16 pairs of bfloat16: of the pairs 0..7, then 8..15.
+template <int P>
+inline __m256 number_of_pairs(const __m256i* p) {
+  const __m256i w = _mm256_loadu_si256(p);
+  const __m256i odd = _mm256_set1_epi32(static_cast<int>(0xffff0000u));
+  return _mm256_castsi256_ps(P == 0 ? _mm256_slli_epi32(w, 16) : _mm256_and_si256(w, odd));
+}
+template <int P>
+inline F32x16 load_of_pairs(const void* p) {
+  const auto* w = static_cast<const __m256i*>(p);
+  return {number_of_pairs<P>(w), number_of_pairs<P>(w + 1)};
 }
 
 }  // namespace

@@ -47,6 +47,9 @@ inline int32_t reduce(Acc acc) {
 [[gnu::always_inline]] inline void prefetch(const void* p) {
   __asm__ volatile("prefetcht0 (%0)" : : "r"(p));
 }
+[[gnu::always_inline]] inline void prefetch_l2(const void* p) {
+  __asm__ volatile("prefetcht1 (%0)" : : "r"(p));
+}
 
 // ---- tiles: 8 lanes -------------------------------------------------------
 
@@ -206,6 +209,37 @@ inline CacheSum cache_sum(CacheSum acc, const CacheValues& v, CacheWeights w) {
 inline void store_cache_sums(const CacheSum (&sums)[kCacheAccs], int32_t* out) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), sums[0]);
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + 8), sums[1]);
+}
+
+// ---- panels -------------------------------------------------------------------------------------
+
+struct QuadWords {
+  __m256i even[2], odd[2];  // numbers 0 and 2, 1 and 3 of lanes 0..7 and 8..15
+};
+struct QuadSums {
+  __m256i half[2];
+};
+using QuadFactor = __m256i;
+
+inline QuadWords quad_words(const void* p) {
+  const auto* at = static_cast<const __m256i*>(p);
+  const __m256i a = load_bytes(at), b = load_bytes(at + 1);
+  return {{_mm256_srai_epi16(_mm256_slli_epi16(a, 8), 8),
+           _mm256_srai_epi16(_mm256_slli_epi16(b, 8), 8)},
+          {_mm256_srai_epi16(a, 8), _mm256_srai_epi16(b, 8)}};
+}
+inline QuadFactor quad_factor(const int32_t* word) { return _mm256_set1_epi32(*word); }
+[[gnu::always_inline]] inline void quad_add(QuadSums& acc, const QuadWords& w, QuadFactor first,
+                                            QuadFactor second) {
+#pragma GCC unroll 2
+  for (int i = 0; i < 2; ++i) {
+    acc.half[i] = add_pairs(acc.half[i], w.even[i], first);
+    acc.half[i] = add_pairs(acc.half[i], w.odd[i], second);
+  }
+}
+inline void store_quads(const QuadSums& acc, int32_t, int32_t* out) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), acc.half[0]);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + 8), acc.half[1]);
 }
 
 // ---- heads --------------------------------------------------------------------------------------

@@ -67,9 +67,11 @@ void kv_cache_update(Tensor key_cache, Tensor value_cache, const Tensor& key_in,
 
 void paged_cache_update(Tensor key_pool, Tensor value_pool, const Tensor& key_in,
                         const Tensor& value_in, const Tensor& slot_mapping,
-                        std::optional<Tensor> key_scale, std::optional<Tensor> value_scale) {
+                        std::optional<Tensor> key_scale, std::optional<Tensor> value_scale,
+                        std::string layout_name) {
   const Check check("paged_cache_update");
   check_pool(check, key_pool, value_pool, kPaged);
+  const CacheLayout layout = check_layout(check, key_pool, value_pool, layout_name, kPaged);
   check_pool_scales(check, key_pool, value_pool, key_scale, value_scale);
   check.float_dtype(key_in, "key");
   check.dim(key_in, "key", 3);
@@ -86,7 +88,7 @@ void paged_cache_update(Tensor key_pool, Tensor value_pool, const Tensor& key_in
   mutated.keep_apart(check, slot_mapping, "slot_mapping");
   if (key_pool.numel() == 0 || tokens == 0) return;
   engine::write_cache(rows_view(key), rows_view(value), slots.data(), heads,
-                      pool_view(key_pool, value_pool, key_scale, value_scale, kPaged));
+                      pool_view(key_pool, value_pool, key_scale, value_scale, kPaged, 0, layout));
 }
 
 Tensor attention(const Tensor& query_in, const Tensor& key_cache, const Tensor& value_cache,
@@ -117,9 +119,10 @@ Tensor attention(const Tensor& query_in, const Tensor& key_cache, const Tensor& 
 Tensor paged_attention(const Tensor& query_in, const Tensor& key_pool, const Tensor& value_pool,
                        const Tensor& query_start_loc, const Tensor& seq_lens,
                        const Tensor& block_table, double scale, std::optional<Tensor> key_scale,
-                       std::optional<Tensor> value_scale) {
+                       std::optional<Tensor> value_scale, std::string layout_name) {
   const Check check("paged_attention");
   check_pool(check, key_pool, value_pool, kPaged);
+  const CacheLayout layout = check_layout(check, key_pool, value_pool, layout_name, kPaged);
   check_pool_scales(check, key_pool, value_pool, key_scale, value_scale);
   check.float_dtype(query_in, "query");
   check.dim(query_in, "query", 3);
@@ -133,7 +136,8 @@ Tensor paged_attention(const Tensor& query_in, const Tensor& key_pool, const Ten
   const Tensor query = as_contiguous(query_in);
   Tensor out = empty(shape_of(query), query.scalar_type());
   if (query.numel() == 0) return out;
-  const engine::CachePool pool = pool_view(key_pool, value_pool, key_scale, value_scale, kPaged);
+  const engine::CachePool pool =
+      pool_view(key_pool, value_pool, key_scale, value_scale, kPaged, 0, layout);
   engine::attend({heads, kv_heads, dim, dtype_of(query), static_cast<float>(scale), pool},
                  sequences.view(), {query.const_data_ptr(), out.mutable_data_ptr(), pool});
   return out;

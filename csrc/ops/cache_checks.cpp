@@ -129,6 +129,31 @@ void check_pool(const Check& check, const Tensor& key_pool, const Tensor& value_
     check.fail("value_pool", "in its own memory", "memory shared with key_pool");
 }
 
+CacheLayout check_layout(const Check& check, const Tensor& key_pool, const Tensor& value_pool,
+                         const std::string& layout, const CacheDims& dims) {
+  if (layout == "rows") return CacheLayout::kRows;
+  if (layout != "panels") check.fail("layout", "\"rows\" or \"panels\"", '"' + layout + '"');
+  const DType type = cache_type_of(key_pool);
+  if (type != DType::kBF16 && type != DType::kInt8)
+    check.fail("layout", "\"rows\" unless the pool is bfloat16 or int8",
+               "\"panels\" of " + std::string(dtype_name(key_pool.scalar_type())));
+  const int row = key_pool.dim() - 1;
+  for (const auto& [d, what] : {std::pair(dims.position, " positions"), {row, " features"}}) {
+    if (key_pool.size(d) % kPanelPositions != 0)
+      check.fail(
+          "key_pool",
+          "with a multiple of " + std::to_string(kPanelPositions) + what + " for layout \"panels\"",
+          std::to_string(key_pool.size(d)));
+  }
+  for (const auto& [pool, name] :
+       {std::pair(&key_pool, "key_pool"), std::pair(&value_pool, "value_pool")}) {
+    if (pool->numel() > 0 && pool->stride(dims.position) != pool->size(row))
+      check.fail(name, "with the positions of a block side by side for layout \"panels\"",
+                 "stride " + std::to_string(pool->stride(dims.position)));
+  }
+  return CacheLayout::kPanels;
+}
+
 void check_pool_scales(const Check& check, const Tensor& key_pool, const Tensor& value_pool,
                        const std::optional<Tensor>& key_scale,
                        const std::optional<Tensor>& value_scale) {
@@ -145,14 +170,15 @@ void check_pool_scales(const Check& check, const Tensor& key_pool, const Tensor&
 engine::CachePool pool_view(const Tensor& keys, const Tensor& values,
                             const std::optional<Tensor>& key_scale,
                             const std::optional<Tensor>& value_scale, const CacheDims& dims,
-                            int64_t layer) {
+                            int64_t layer, CacheLayout layout) {
   engine::CachePool pool{cache_type_of(keys),
                          keys.size(dims.position),
                          keys.size(keys.dim() - 1),
                          view_of(keys, dims, layer),
                          view_of(values, dims, layer),
                          {},
-                         {}};
+                         {},
+                         layout};
   if (pool.scaled()) {
     pool.key_scales = view_of(*key_scale, dims, layer);
     pool.value_scales = view_of(*value_scale, dims, layer);

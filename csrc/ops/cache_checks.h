@@ -4,6 +4,7 @@
 #pragma once
 
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "engine/kv_cache.h"
@@ -47,6 +48,10 @@ inline constexpr CacheDims kPaged{0, 1, 2}, kPagedLayers{1, 2, 3, 0};
 // their rows may alternate in one block of memory, as some engines keep them.
 void check_pool(const Check& check, const Tensor& key_pool, const Tensor& value_pool,
                 const CacheDims& dims);
+// "rows" or "panels", as a pool that has passed check_pool can be; panels need bfloat16 or int8,
+// blocks and rows of whole panels, and the positions of a block side by side.
+CacheLayout check_layout(const Check& check, const Tensor& key_pool, const Tensor& value_pool,
+                         const std::string& layout, const CacheDims& dims);
 // float32, of the pool's shape but for its last dimension and with rows of their own; given if and
 // only if the pool is int8.
 void check_pool_scales(const Check& check, const Tensor& key_pool, const Tensor& value_pool,
@@ -57,7 +62,7 @@ void check_pool_scales(const Check& check, const Tensor& key_pool, const Tensor&
 engine::CachePool pool_view(const Tensor& keys, const Tensor& values,
                             const std::optional<Tensor>& key_scale,
                             const std::optional<Tensor>& value_scale, const CacheDims& dims,
-                            int64_t layer = 0);
+                            int64_t layer = 0, CacheLayout layout = CacheLayout::kRows);
 
 // The memory that an op writes to beside its results: both caches and, of int8 caches, their
 // scales.  What the op only reads must lie elsewhere, for it is read while they are written.

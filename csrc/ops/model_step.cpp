@@ -13,6 +13,7 @@ struct ModelStep {
   Tensor key_pool, value_pool;
   Tensor positions, slot_mapping, query_start_loc, seq_lens, block_table, logit_rows;
   std::optional<Tensor> key_scale, value_scale;
+  std::string layout;
 };
 
 void set_tokens(const Check& check, const ModelStep& a, StepTokens& to) {
@@ -43,6 +44,7 @@ Tensor model_step(const ModelStep& a) {
   check.dim(a.x, "x", 2);
   check_pool(check, a.key_pool, a.value_pool, kPagedLayers);
   check_pool_scales(check, a.key_pool, a.value_pool, a.key_scale, a.value_scale);
+  const CacheLayout layout = check_layout(check, a.key_pool, a.value_pool, a.layout, kPagedLayers);
   m.tokens = a.x.size(0);
   m.hidden = a.x.size(1);
   m.n_layers = a.key_pool.size(0);
@@ -67,7 +69,8 @@ Tensor model_step(const ModelStep& a) {
       empty({static_cast<int64_t>(tokens.logit_rows.size()), m.head.rows}, ScalarType::Float);
   if (m.tokens == 0) return logits;
   StepBinding::run(state, m, tokens,
-                   {a.key_pool, a.value_pool, a.key_scale, a.value_scale, kPagedLayers}, x, logits);
+                   {a.key_pool, a.value_pool, a.key_scale, a.value_scale, kPagedLayers, layout}, x,
+                   logits);
   return logits;
 }
 
@@ -89,6 +92,7 @@ void unpack_model_step(StableIValue* stack, uint64_t, uint64_t) {
   step.key_scale = a.take<std::optional<Tensor>>();
   step.value_scale = a.take<std::optional<Tensor>>();
   step.model.take_extras(a);
+  step.layout = a.take<std::string>();
   stack[0] = torch::stable::detail::from(model_step(step));
 }
 

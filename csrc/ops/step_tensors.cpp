@@ -364,8 +364,9 @@ void StepBinding::run(engine::StepState& state, StepModel& m, const StepTokens& 
   m.logit_rows = tokens.logit_rows.data();
   m.head_tokens = static_cast<int64_t>(tokens.logit_rows.size());
   for (size_t i = 0; i < state.layers.size(); ++i) {
-    state.layers[i].pool = pool_view(caches.keys, caches.values, caches.key_scale,
-                                     caches.value_scale, caches.dims, static_cast<int64_t>(i));
+    state.layers[i].pool =
+        pool_view(caches.keys, caches.values, caches.key_scale, caches.value_scale, caches.dims,
+                  static_cast<int64_t>(i), caches.layout);
   }
   engine::run_step(state, m, data<float>(x), mutable_data<float>(logits));
 }

@@ -62,6 +62,7 @@ struct StepCaches {
   const Tensor &keys, &values;
   const std::optional<Tensor>&key_scale, &value_scale;
   CacheDims dims;
+  CacheLayout layout = CacheLayout::kRows;
 };
 
 class StepBinding {

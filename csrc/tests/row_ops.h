@@ -151,6 +151,9 @@ inline void add_type_ops(std::vector<RowOp>& ops) {
                    [type](const Call& c) { c.table.load_row(type, c.in[0], c.n, c.y()); }});
     ops.push_back({"store_row" + suffix, "store_row", float_rows(1), typed,
                    [type](const Call& c) { c.table.store_row(type, c.f(0), c.n, c.out[0]); }});
+    ops.push_back(
+        {"store_cache_row" + suffix, "store_cache_row", float_rows(1), typed,
+         [type](const Call& c) { c.table.store_cache_row(type, c.f(0), c.n, c.out[0]); }});
     ops.push_back({"round_row" + suffix, "round_row", float_rows(1), float_rows(1),
                    [type](const Call& c) { c.table.round_row(type, c.y(), c.n); }, 0, 0});
   }

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "tests/check.h"
+#include "tests/panels.h"
 #include "tests/random.h"
 #include "tests/tables.h"
 
@@ -87,6 +88,16 @@ Attended attend(const KernelTable& table, const std::vector<float>& query, int64
         .next = nullptr,
         .int8 = {wide.data(), factors.data(), &keys.scales[at(begin)], &values.scales[at(begin)]}};
     table.attend_chunk(chunk, scratch.data(), (begin == 0 ? result.states : later).data());
+    const std::vector<float>& states = begin == 0 ? result.states : later;
+    CHECK(equal_in_panels<int8_t>(table, chunk, 77, scratch, states.data()),
+          "%d positions in panels give other states than in rows", static_cast<int>(positions));
+    AttentionChunk causal = chunk;  // rows that see one position more each
+    causal.rows_per_token = 1;
+    causal.first_visible = std::max<int64_t>(1, positions - rows / 2);
+    std::vector<float> seen(states.size());
+    table.attend_chunk(causal, scratch.data(), seen.data());
+    CHECK(equal_in_panels<int8_t>(table, causal, 77, scratch, seen.data()),
+          "%d positions in panels give other causal states", static_cast<int>(positions));
     if (begin > 0) table.merge_attention(rows, dim, later.data(), result.states.data());
   }
   return result;

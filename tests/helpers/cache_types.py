@@ -15,13 +15,16 @@ LARGEST = {E4M3: 448.0, E5M2: 57344.0}
 OVERFLOW = {E4M3: 464.0, E5M2: 61440.0}
 # What an infinity becomes: E4M3FN has none.
 INFINITE = {E4M3: 448.0}
+BF16_LEAST = 2.0**-55  # what is smaller becomes 0 in a bfloat16 cache
 
 
 def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """F [...] as a cache of that dtype holds it: torch's cast but for what saturates.
+    """F [...] as a cache of that dtype holds it: torch's cast but for what saturates or vanishes.
 
     There torch's cast makes an infinity (E5M2) or, up to 2.12, NaN (E4M3, of an infinity too).
     """
+    if dtype == torch.bfloat16:
+        x = torch.where(x.float().abs() < BF16_LEAST, torch.zeros_like(x), x)
     cast = x.to(dtype)
     if dtype not in LARGEST:
         return cast

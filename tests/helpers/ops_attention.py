@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from bounds import EXP_ERROR, U, smallest, storing_error, sum_error
-from cache_types import E4M3, KV_TYPES_TEXT, rounded
+from cache_types import BF16_LEAST, E4M3, KV_TYPES_TEXT, rounded
 from op_changes import (
     BF16,
     F32,
@@ -108,6 +108,8 @@ def attention_bound(args: Arguments, expected: Tensor) -> Tensor:
         return torch.zeros(expected.shape, dtype=torch.float64)
     if len(args) > 5:
         return int8_attention_bound(args, expected)
+    if args[1].dtype == torch.bfloat16:
+        return bfloat16_attention_bound(args, expected)
     query, key_cache, value_cache, starts, scale = args
     tokens, heads, head_dim = query.shape[1:]
     group = heads // key_cache.shape[1]
@@ -124,6 +126,35 @@ def attention_bound(args: Arguments, expected: Tensor) -> Tensor:
     bound = relative[..., None] * largest[:, None]
     stored = storing_error(expected.dtype) * expected.double().abs()
     return bound + stored + smallest(expected.dtype)
+
+
+BF16_STEP = 2.0**-8  # what rounding to bfloat16 moves a number by, relative to it
+
+
+def bfloat16_error(magnitude: Tensor) -> Tensor:
+    """Relative to the weighted magnitudes of values: queries and weights rounded to bfloat16.
+
+    magnitude: the largest sum of |query * key| * scale. Scores move by a step of it, and by less
+    than 32 U of it in two chains of 16 and adding them up; then every weight by a factor, in
+    numerator and denominator.
+    """
+    factor = torch.exp(2 * magnitude * (BF16_STEP + 32 * U))
+    return factor * (1 + BF16_STEP) / (1 - BF16_STEP) - 1
+
+
+def bfloat16_attention_bound(args: Arguments, expected: Tensor) -> Tensor:
+    """Queries and weights rounded to 8 bits, everything else as with the other caches."""
+    query, keys, values, starts, scale = args
+    tokens, heads, head_dim = query.shape[1:]
+    assert head_dim <= 256 and abs(scale) <= 1  # 16 + 1 + 8 roundings of a score
+    group, length = heads // keys.shape[1], int((starts + tokens).max())
+    wide = keys[:, :, :length].double().abs().repeat_interleave(group, dim=1)
+    size = query.double().abs() + BF16_LEAST
+    magnitude = torch.einsum("bthd,bhld->bthl", size, wide).amax(-1) * abs(scale)
+    largest = values[:, :, :length].double().abs().amax(2).repeat_interleave(group, dim=1)
+    moved = bfloat16_error(magnitude)[..., None] + length * BF16_LEAST
+    floats = attention_bound((query, keys.float(), values.float(), starts, scale), expected)
+    return floats + 1.01 * moved * largest[:, None]
 
 
 def int8_attention_bound(args: Arguments, expected: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cache_panels import in_panels, moved, panel_samples, rows_of
 from op_changes import (
     BF16,
     F32,
@@ -118,6 +119,7 @@ def paged_attention_arguments(
 
 def _rectangular(a: SimpleNamespace) -> Iterator[tuple[slice, Arguments]]:
     """The arguments of `attention` for every sequence alone."""
+    a = rows_of(a)
     for tokens, length, slots in sequences(a):
         pools = [gathered(getattr(a, name), slots) for name in POOLS]
         query = a.query[tokens][None]
@@ -178,6 +180,10 @@ def _paged_attention_samples() -> Built:
         yield f"int8_blocks_of_{size}", lambda g, n=size: paged_attention_arguments(
             g, new=(1, 70), lengths=(65, 131), block_size=n, cache_dtype=torch.int8
         )  # fmt: skip
+    yield from panel_samples(
+        paged_attention_arguments, 1, (16, 64, 80), (16, 48, 128),
+        new=(1, 70, 3), lengths=(65, 131, 30),
+    )  # fmt: skip
     yield "slots", lambda g: paged_attention_arguments(g, block_size=1, kv_heads=1, heads=1)
     yield "heads_outermost", lambda g: _in_another_order(
         paged_attention_arguments(g, new=(2, 70), lengths=(90, 71), block_size=64), (0, 2, 1, 3)
@@ -253,6 +259,28 @@ _PAGED_ATTENTION_REJECTIONS: Rejections = [
     ),
     ({"block_table": lambda a: a["block_table"] - 9}, "block_table", "of blocks in [0, 8), got -"),
     ({"scale": value(float("nan"))}, "scale", "finite, got nan"),
+    ({"layout": value("tiles")}, "layout", '"rows" or "panels", got "tiles"'),
+    (
+        {"layout": value("panels")},
+        "layout", '"rows" unless the pool is bfloat16 or int8, got "panels" of float32',
+    ),
+]  # fmt: skip
+_PANELS_REJECTIONS: Rejections = [
+    (
+        {name: lambda a, n=name: a[n][:, :8] for name in ("key_pool", "value_pool")},
+        "key_pool", 'a multiple of 16 positions for layout "panels", got 8',
+    ),
+    (
+        {
+            **{name: lambda a, n=name: a[n][..., :8] for name in ("key_pool", "value_pool")},
+            "query": lambda a: a["query"][..., :8],
+        },
+        "key_pool", 'a multiple of 16 features for layout "panels", got 8',
+    ),
+    (
+        {"value_pool": lambda a: a["value_pool"].contiguous()},
+        "value_pool", 'positions of a block side by side for layout "panels", got stride 32',
+    ),
 ]  # fmt: skip
 _PAGED_ATTENTION_INT8_REJECTIONS: Rejections = [
     ({"key_scale": value(None)}, "key_scale", "int8 caches, got none"),
@@ -295,6 +323,13 @@ spec(
         "": Call(
             lambda g: named("paged_attention", paged_attention_arguments(g)),
             _PAGED_ATTENTION_REJECTIONS,
+        ),
+        "panels": Call(
+            lambda g: named(
+                "paged_attention",
+                in_panels(paged_attention_arguments(g, block_size=16, cache_dtype=BF16), 1),
+            ),
+            _PANELS_REJECTIONS,
         ),
         "int8": Call(
             lambda g: named(
@@ -342,8 +377,16 @@ def paged_cache_update(
     slot_mapping: Tensor,
     key_scale: Tensor | None = None,
     value_scale: Tensor | None = None,
+    layout: str = "rows",
 ) -> None:
     """Every slot as a cache of one position, written by `kv_cache_update`."""
+    if layout == "panels":
+        pools = (key_pool, True), (value_pool, False)
+        rows = [moved(pool, keys=keys, into=False) for pool, keys in pools]
+        paged_cache_update(*rows, key, value, slot_mapping, key_scale, value_scale)
+        for (pool, keys), new in zip(pools, rows, strict=True):
+            pool.copy_(moved(new, keys=keys, into=True))
+        return
     size = key_pool.shape[1]
     for token, slot in enumerate(slot_mapping.tolist()):
         at = slot // size, slot % size
@@ -360,6 +403,7 @@ def _paged_cache_samples() -> Built:
                 f"{dtype_name(dtype)}_into_{dtype_name(cache)}",
                 lambda g, d=dtype, c=cache: paged_cache_arguments(g, dtype=d, cache_dtype=c),
             )
+    yield from panel_samples(paged_cache_arguments, 0, (16, 48), (16, 80, 512), tokens=20)
     yield "whole_pool", lambda g: paged_cache_arguments(g, tokens=12)
     yield "no_tokens", lambda g: paged_cache_arguments(g, tokens=0)
     yield "slots", lambda g: paged_cache_arguments(g, blocks=12, block_size=1)

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from bitnet_ops import ops
 from bitnet_ops.config import ModelConfig
 from bitnet_ops.nn.kv_pool import KVPool
 from bitnet_ops.nn.kv_types import KV_DTYPES
@@ -70,6 +71,43 @@ def test_shapes_and_order_in_memory(name: str) -> None:
             assert scales.stride() == (2 * 16, 3 * 2 * 16, 1, 16)
     assert pool.block_bytes == 2 * 3 * 2 * 16 * kind.row_bytes(32)
     assert pool.memory_usage_mb() == pytest.approx(5 * pool.block_bytes / 2**20)
+
+
+@pytest.mark.parametrize("layout", ["rows", "panels"])
+@pytest.mark.parametrize("name", ["bfloat16", "int8"])
+def test_rows_of_either_layout(name: str, layout: str) -> None:
+    """What the op writes is read back as rows, and a copied block's likewise."""
+    pool = KVPool(CONFIG, 4, 32, KV_DTYPES[name], layout=layout)
+    g = torch.Generator().manual_seed(3)
+    keys, values = (torch.randint(-127, 128, (32, 2, 32), generator=g).float() for _ in "kv")
+    keys[..., 0] = values[..., 0] = 127  # so that int8 holds the numbers themselves
+    slots = torch.randperm(32, generator=g) + 2 * 32
+    pools = pool.key_pool[1], pool.value_pool[1]
+    ops.paged_cache_update(*pools, keys, values, slots, *pool.scales(1), pool.layout)
+    pool.copy_block(2, 0)
+    found = pool.stored([2, 0], 64)
+    pool.store([3, 1], {key: rows[:, :, :50] for key, rows in found.items()})
+    again = pool.stored([3, 1], 50)
+    for key, wanted in (("key", keys), ("value", values)):
+        rows = found[key][1]
+        assert rows.shape == (2, 64, 32) and rows.dtype == KV_DTYPES[name]
+        for block in rows.split(32, dim=1):
+            assert torch.equal(block.transpose(0, 1).float()[slots - 2 * 32], wanted)
+        assert torch.equal(again[key][1], rows[:, :50])
+    for read, wanted in zip(pool.read(1, [2], 32), (keys, values), strict=True):
+        torch.testing.assert_close(read.transpose(0, 1)[slots - 2 * 32], wanted, rtol=1e-6, atol=0)
+
+
+def test_which_pools_lie_in_panels() -> None:
+    def layout(dtype: torch.dtype, block_size: int = 64, **more: str) -> str:
+        return KVPool(CONFIG, 1, block_size, dtype, **more).layout  # type: ignore[arg-type]
+
+    assert layout(torch.bfloat16) == layout(torch.int8, 16) == "panels"
+    assert layout(torch.bfloat16, 24) == layout(torch.float16) == layout(torch.float32) == "rows"
+    assert layout(torch.int8, layout="rows") == "rows"
+    for block_size, dtype in ((24, torch.int8), (64, torch.float16)):
+        with pytest.raises(ValueError, match="expected layout \"rows\" or, of bf.* got 'panels'"):
+            layout(dtype, block_size, layout="panels")
 
 
 def test_memory_of_8k_positions_of_a_large_model() -> None:

@@ -15,7 +15,12 @@ from bitnet_ops.nn.kv_types import KV_DTYPES
 from bounds import EXP_ERROR, U, assert_equal, storing_error, sum_error
 from isa_control import every_configuration, forced_isa, torch_threads
 from op_values import Arguments
-from ops_attention import attention_arguments, int8_attention_bound
+from ops_attention import (
+    BF16_LEAST,
+    attention_arguments,
+    bfloat16_error,
+    int8_attention_bound,
+)
 
 CHUNK = 64  # positions, as kernel_table.h defines the arithmetic
 # Around 16 lanes, around one, two and four chunks, and far beyond.
@@ -56,6 +61,9 @@ def exact(args: Arguments) -> tuple[Tensor, Tensor]:
             heavy = torch.einsum("hl,hld->hd", weights, v.abs())
             # Weights below e^-87 are e^-87.
             floor = length * 2.0**-125 * v.abs().amax(1)
+            if keys.dtype == torch.bfloat16:
+                relative = relative + bfloat16_error(magnitude)
+                floor = floor + length * BF16_LEAST * v.abs().amax(1)
             bound[b, t] = 1.01 * relative[:, None] * heavy + floor
     return result, bound + storing_error(query.dtype) * result.abs()
 

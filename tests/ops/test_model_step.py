@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bitnet_ops import ops
+from cache_panels import PANEL_DTYPES
 from op_schema import named
 from op_values import KV_DTYPES, SCALED_KV_DTYPES, dtype_name
 from ops_model import decode_step_arguments
@@ -61,6 +62,11 @@ class Subject:
         )  # fmt: skip
 
 
+def layouts(dtype: torch.dtype, size: int) -> tuple[str, ...]:
+    """In which a pool of such blocks may be."""
+    return ("rows", "panels") if dtype in PANEL_DTYPES and size % 16 == 0 else ("rows",)
+
+
 SUBJECTS = {dtype: Subject(dtype) for dtype in KV_DTYPES}
 
 
@@ -97,6 +103,7 @@ def test_logits_do_not_depend_on_the_schedule(
     for row, blocks in zip(table, order.split([*columns, 1]), strict=False):
         row[: len(blocks)] = blocks
     pools = subject.pools(len(order), size)
+    pools["layout"] = layouts(kv_dtype, size)[seed % len(layouts(kv_dtype, size))]
     done = dict.fromkeys(range(len(LENGTHS)), 0)
     for call in calls:
         positions = [torch.arange(done[s], done[s] + n) for s, n in call]

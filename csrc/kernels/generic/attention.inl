@@ -4,7 +4,7 @@
 
 // How far ahead of its use memory is asked for.  The hardware's own prefetcher stops at 4 KiB
 // pages.
-constexpr int64_t kPrefetchBytes = 4096;
+constexpr int64_t kPrefetchBytes = 8192;
 
 inline const void* row_at(const void* base, int64_t stride_bytes, int64_t row) {
   return static_cast<const char*>(base) + row * stride_bytes;
@@ -23,7 +23,7 @@ inline const void* element_at(const void* row, int64_t i) {
     if (next == nullptr) return;
     from = static_cast<const char*>(next) + (offset - length);
   }
-  for (int64_t i = 0; i < bytes; i += 64) prefetch(from + i);
+  for (int64_t i = 0; i < bytes; i += 64) prefetch_l2(from + i);
 }
 
 // 16 elements in mixed order, the ones past `count` zero.
@@ -113,8 +113,9 @@ inline int64_t positions_seen(const AttentionChunk& c, int64_t row) {
   return visible < c.positions ? visible : c.positions;
 }
 
-// scores [count] -> exp(scores - max), zeros up to the next multiple of 16.  state gets the maximum
-// and the sum.
+// scores [count] -> exp(scores - max), rounded as caches of that type want it, zeros up to the next
+// multiple of 16.  state gets the maximum and the sum.
+template <DType kWeights = DType::kF32>
 void softmax_scores(float* scores, int64_t count, float* state) {
   const float infinity = __builtin_inff();
   const int64_t whole = (count + 15) / 16 * 16;
@@ -126,7 +127,8 @@ void softmax_scores(float* scores, int64_t count, float* state) {
   const bool weightless = top == -infinity;
   const F32x16 shift = set1(weightless ? 0.0f : top);
   for (int64_t j = 0; j < whole; j += 16) {
-    store_n(scores + j, exp_f32(sub(load_n(scores + j, 16), shift)), 16);
+    const F32x16 w = exp_f32(sub(load_n(scores + j, 16), shift));
+    store_n(scores + j, kWeights == DType::kBF16 ? cached_bf16(w) : w, 16);
   }
   for (int64_t j = 0; weightless && j < count; ++j)
     scores[j] = scores[j] == scores[j] ? 0 : scores[j];

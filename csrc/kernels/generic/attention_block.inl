@@ -37,7 +37,7 @@ void lay_out_keys(const AttentionChunk& c, float* keys) {
         }
         store_n(tile + 16 * r, v, 16);
       }
-      transpose_16(tile, keys + j * padded + 16 * s, padded);
+      transpose_16(tile, 64, keys + j * padded + 16 * s, padded);
     }
   }
 }
@@ -156,6 +156,7 @@ void attend_as(const AttentionChunk& c, float* scratch, float* states) {
   attend_few<kType>(c, rows, scratch, states);
 }
 
+void attend_pairs(const AttentionChunk& c, float* scratch, float* states);
 void attend_int8(const AttentionChunk& c, float* states);
 
 void attend_chunk(const AttentionChunk& chunk, float* scratch, float* states) {
@@ -163,7 +164,7 @@ void attend_chunk(const AttentionChunk& chunk, float* scratch, float* states) {
     case DType::kF32:
       return attend_as<DType::kF32>(chunk, scratch, states);
     case DType::kBF16:
-      return attend_as<DType::kBF16>(chunk, scratch, states);
+      return attend_pairs(chunk, scratch, states);
     case DType::kF16:
       return attend_as<DType::kF16>(chunk, scratch, states);
     case DType::kF8E4M3:

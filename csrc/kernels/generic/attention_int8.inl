@@ -205,8 +205,8 @@ void attend_int8_rows(const AttentionChunk& c, int64_t row, float* states) {
   const int64_t most = positions_seen(c, row + R - 1);
   // The scales of the next chunk lie behind this one's but for the last chunk of a head.
   for (int64_t i = 0; row == 0 && c.next != nullptr && i < kAttentionChunk; i += 16) {
-    prefetch(c.int8.key_scale + kAttentionChunk + i);
-    prefetch(c.int8.value_scale + kAttentionChunk + i);
+    prefetch_l2(c.int8.key_scale + kAttentionChunk + i);
+    prefetch_l2(c.int8.value_scale + kAttentionChunk + i);
   }
   dot_rows<R>(c, c.int8.query + row * wide_padded(c.dim), most, row == 0, dots);
   for (int r = 0; r < R; ++r) {
@@ -217,7 +217,10 @@ void attend_int8_rows(const AttentionChunk& c, int64_t row, float* states) {
   sum_rows<R>(c, weights, factors, most, row == 0, state, stride);
 }
 
+void attend_quads(const AttentionChunk& c, float* states);
+
 void attend_int8(const AttentionChunk& c, float* states) {
+  if (c.layout == CacheLayout::kPanels) return attend_quads(c, states);
   for (int64_t row = 0; row < c.rows;) {
     const int64_t left = c.rows - row;
     const int64_t take = left >= 6 || left == 4 ? 4 : left == 5 ? 3 : left;

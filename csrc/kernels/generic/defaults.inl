@@ -168,6 +168,15 @@ inline void store_bf16_n(uint16_t* p, V v, int64_t count) {
   const Lanes x = lanes_of(v);
   for (int i = 0; i < 16 && i < count; ++i) p[i] = f32_to_bf16(x.at[i]);
 }
+// As a bfloat16 cache holds it, kLeastCached included.
+template <class V>
+inline V cached_bf16(V v) {
+  const Lanes x = lanes_of(v);
+  return make_lanes([&](int i) {
+    const float size = x.at[i] < 0 ? -x.at[i] : x.at[i];
+    return size < kLeastCached ? 0.0f : bf16_to_f32(f32_to_bf16(x.at[i]));
+  });
+}
 template <class V>
 inline void store_f16_n(uint16_t* p, V v, int64_t count) {
   const Lanes x = lanes_of(v);
@@ -234,6 +243,15 @@ inline V mix(V v) {
 template <DType kType, class V>
 inline V unmix(V v) {
   return v;
+}
+// Numbers P (0 or 1) of 16 pairs of bfloat16.
+template <int P, class T>
+inline F32x16 load_of_pairs(const T* p) {
+  return make_lanes([&](int i) {
+    uint16_t h;
+    __builtin_memcpy(&h, reinterpret_cast<const char*>(p) + 4 * i + 2 * P, 2);
+    return bf16_to_f32(h);
+  });
 }
 // out[i] = reduce_add of the 16 lanes, in their unmixed order, whose parts are sums[0..kRegs)[i].
 template <DType kType, class R>

@@ -54,6 +54,14 @@ F32x16 rounded(DType type, F32x16 v) {
   return v;
 }
 
+void store_cache_row(DType type, const float* src, int64_t n, void* dst) {
+  if (type != DType::kBF16) return store_row(type, src, n, dst);
+  for (int64_t i = 0; i < n; i += 16) {
+    const F32x16 v = cached_bf16(load_n(src + i, n - i));
+    store_bf16_n(static_cast<uint16_t*>(dst) + i, v, n - i);
+  }
+}
+
 void round_row(DType type, float* x, int64_t n) {
   if (type == DType::kF32) return;
   for (int64_t i = 0; i < n; i += 16) store_n(x + i, rounded(type, load_n(x + i, n - i)), n - i);

@@ -124,6 +124,7 @@ class Step:
             key_scale=pool.key_scale,
             value_scale=pool.value_scale,
             biases=self.biases,
+            layout=pool.layout,
             **self._model,
             **adapters,
         )

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from bitnet_ops import _runtime, ops
+from bitnet_ops.nn.kv_panels import PANEL, best_layout, panels_of_rows, rows_of_panels
 from bitnet_ops.nn.kv_types import (
     DEFAULT_BLOCK_SIZE,
     DEFAULT_KV_DTYPE,
@@ -27,6 +28,8 @@ from bitnet_ops.nn.kv_types import (
 )
 
 _HUGE_PAGE = 2 << 20
+_ROWS = "key", "value"
+_NAMES = *_ROWS, "key_scale", "value_scale"
 # Without it the system may refuse to reserve more than there is memory, written or not. Linux' own
 # number for the Pythons whose mmap does not name it.
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
@@ -84,7 +87,9 @@ class KVPool:
     Attributes: `key_pool` and `value_pool` [layers, blocks, block_size, kv_heads, head_dim] of
     `dtype`; `key_scale` and `value_scale` float32 [layers, blocks, block_size, kv_heads] where the
     dtype has a scale for every row, else None. In memory the order is [blocks, layers, kv_heads,
-    block_size, head_dim]. `grow` replaces them by longer ones over the same memory.
+    block_size, head_dim]. `grow` replaces them by longer ones over the same memory. `layout`:
+    "panels" if the 16 rows that their views show together lie as `ops.paged_attention` says, which
+    is faster to read, else "rows"; `read` and `stored` read either.
 
     Args:
         config: a model's config, or a KVCacheConfig (layers, kv heads, head_dim).
@@ -92,6 +97,8 @@ class KVPool:
         block_size: positions of a block, at least 1; 16 to 128 are usual.
         dtype: one of KV_DTYPES' values.
         max_blocks: how many blocks `grow` can reach; `blocks` unless given. Address space only.
+        layout: "rows" or "panels"; unless given, panels where they are possible: of bfloat16 and
+            int8, if block_size and head_dim are multiples of 16.
     Contents are not initialised. Raises ValueError on anything else, MemoryError without address
     space.
     """
@@ -104,6 +111,7 @@ class KVPool:
         dtype: torch.dtype = DEFAULT_KV_DTYPE,
         *,
         max_blocks: int | None = None,
+        layout: str | None = None,
     ) -> None:
         check_kv_dtype(dtype, "KVPool: expected dtype")
         max_blocks = blocks if max_blocks is None else max_blocks
@@ -112,6 +120,13 @@ class KVPool:
         _check_above("max_blocks", max_blocks, blocks - 1)
         self.blocks, self.block_size, self.max_blocks = blocks, block_size, max_blocks
         self.dtype, self.type = dtype, TYPE_OF[dtype]
+        best = best_layout(dtype, block_size, config.head_dim)
+        if layout not in (None, "rows", best):
+            raise ValueError(
+                'KVPool: expected layout "rows" or, of bfloat16 and int8 with block_size and '
+                f'head_dim that are multiples of {PANEL}, "panels", got {layout!r}'
+            )
+        self.layout = layout or best
         self.block_bytes = bytes_of_block(config, block_size, dtype)
         shape = (
             config.num_hidden_layers,
@@ -141,7 +156,7 @@ class KVPool:
         dtype = str(self.dtype).removeprefix("torch.")
         return (
             f"KVPool({dtype}, layers={layers}, blocks={blocks} of {size} positions, "
-            f"kv_heads={heads}, head_dim={dim}, {self.memory_usage_mb():.0f} MiB)"
+            f"kv_heads={heads}, head_dim={dim}, {self.layout}, {self.memory_usage_mb():.0f} MiB)"
         )
 
     def scales(self, layer: int) -> tuple[Tensor | None, Tensor | None]:
@@ -176,13 +191,13 @@ class KVPool:
     def update(self, layer: int, key: Tensor, value: Tensor, slots: Tensor) -> None:
         """Write key and value F [tokens, KV, D] of one layer into their slots, as the op does."""
         pools = self.key_pool[layer], self.value_pool[layer]
-        ops.paged_cache_update(*pools, key, value, slots, *self.scales(layer))
+        ops.paged_cache_update(*pools, key, value, slots, *self.scales(layer), self.layout)
 
     def attend(self, layer: int, query: Tensor, batch: Attended, scale: float) -> Tensor:
         """`ops.paged_attention` of one layer: query F [tokens, H, D] -> F [tokens, H, D]."""
         pools = self.key_pool[layer], self.value_pool[layer]
         where = batch.query_start_loc, batch.seq_lens, batch.block_table
-        return ops.paged_attention(query, *pools, *where, scale, *self.scales(layer))
+        return ops.paged_attention(query, *pools, *where, scale, *self.scales(layer), self.layout)
 
     def stored(self, blocks: Sequence[int], length: int) -> dict[str, Tensor]:
         """Copies of the first `length` positions of the sequence that lies in `blocks`.
@@ -192,8 +207,8 @@ class KVPool:
         """
         index = self._blocks_of(blocks, length)
         return {
-            name: memory.tensor[:, index].transpose(1, 2).flatten(2, 3)[:, :, :length]
-            for name, memory in self._named().items()
+            name: rows.transpose(1, 2).flatten(2, 3)[:, :, :length]
+            for name, rows in ((name, self._rows_at(name, index)) for name in self._named())
         }
 
     def store(self, blocks: Sequence[int], found: Mapping[str, Tensor]) -> None:
@@ -201,10 +216,12 @@ class KVPool:
         length = found["key"].shape[2]
         index = self._blocks_of(blocks, length)
         for name, memory in self._named().items():
-            whole = memory.tensor[:, index]  # a copy
-            rows = whole.transpose(1, 2).flatten(2, 3)
+            rows = self._rows_at(name, index).transpose(1, 2).flatten(2, 3)
             rows[:, :, :length] = found[name]
-            memory.tensor[:, index] = rows.unflatten(2, (-1, self.block_size)).transpose(1, 2)
+            whole = rows.unflatten(2, (-1, self.block_size)).transpose(1, 2)
+            if self.layout == "panels" and name in _ROWS:
+                whole = panels_of_rows(whole, keys=name == "key")
+            memory.tensor[:, index] = whole
 
     def read(self, layer: int, blocks: Sequence[int], length: int) -> tuple[Tensor, Tensor]:
         """Keys and values f32 [KV, length, D] of one layer, as attention reads them.
@@ -212,11 +229,22 @@ class KVPool:
         Of the sequence that lies in `blocks`; codes are multiplied by their scales.
         """
         index = self._blocks_of(blocks, length)
-        wide = [m.tensor[layer, index].float() for m in self._rows]
+        wide = [self._rows_at(name, index, layer).float() for name in _ROWS]
         for rows, scale in zip(wide, self._scales, strict=False):
             rows *= scale.tensor[layer, index].unsqueeze(-1)
         key, value = (rows.transpose(0, 1).flatten(1, 2)[:, :length] for rows in wide)
         return key, value
+
+    def _rows_at(self, name: str, index: Tensor, layer: int | slice = slice(None)) -> Tensor:
+        """Copies [layers, blocks, KV, block_size, ...] of what `_named` calls so, whatever the layout.
+
+        Of one `layer`, the dimension of layers is left out.
+        """
+        memory = self._named()[name].tensor[layer]
+        found = memory.index_select(memory.dim() - (4 if name in _ROWS else 3), index)
+        if self.layout == "panels" and name in _ROWS:
+            return rows_of_panels(found, keys=name == "key")
+        return found
 
     def _blocks_of(self, blocks: Sequence[int], length: int) -> Tensor:
         """The numbers of the blocks that hold the first `length` positions."""
@@ -226,8 +254,7 @@ class KVPool:
         return torch.tensor(used, dtype=torch.int64)
 
     def _named(self) -> dict[str, _Memory]:
-        names = "key", "value", "key_scale", "value_scale"
-        return dict(zip(names, self._memory, strict=False))
+        return dict(zip(_NAMES, self._memory, strict=False))
 
     def copy_block(self, source: int, target: int) -> None:
         """Block `target` becomes a copy of block `source`, in all layers."""

@@ -88,7 +88,7 @@ class KVType:
 
 _KV = (
     KVType("float32", 4),
-    KVType("bfloat16", 2, error=2.0**-8),
+    KVType("bfloat16", 2, error=2.0**-8, floor=2.0**-55),
     KVType("float16", 2, error=2.0**-11, floor=2.0**-25, largest=65504.0),
     KVType("float8_e4m3fn", 1, error=2.0**-4, floor=2.0**-10, largest=448.0),
     KVType("float8_e5m2", 1, error=2.0**-3, floor=2.0**-17, largest=57344.0),

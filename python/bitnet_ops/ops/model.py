@@ -126,7 +126,10 @@ def attention(
     Positions are taken in chunks of 64, whose softmaxes are merged in ascending order, so a token's
     result does not depend on how prefill was split. Positions that score -inf weigh nothing.
     Over int8 caches queries and weights become 16-bit integers and both sums are exact, so the
-    result is off by those roundings alone (csrc/kernels/kernel_table.h, attend_chunk).
+    result is off by those roundings alone. Over bfloat16 caches queries and weights become bfloat16
+    (what is below 2^-55: 0) and sums run in the order of the matrix instruction TDPBF16PS: for
+    every 32 features, or positions of a chunk, one chain over the even and one over the odd ones
+    (csrc/kernels/kernel_table.h, attend_chunk, defines both).
 
     Args:
         query: F [B, T, H, D], already rotated.
@@ -162,7 +165,7 @@ def kv_cache_update(
     An 8-bit float cache saturates: a finite number beyond 448 (float8_e4m3fn) or 57344
     (float8_e5m2) becomes that, never NaN or an infinity; NaN stays NaN; an infinity stays one in
     float8_e5m2 and becomes 448 in float8_e4m3fn, which has none. The 16-bit types are casts of
-    torch: beyond the largest number lies infinity.
+    torch (beyond the largest number lies infinity), but what is below 2^-55 becomes 0 in bfloat16.
     An int8 cache gets `round(x * (127 / a))`, half to even, and the scale `a / 127`, with
     a = max(absmax of the row, 1e-30); a row that holds NaN or an infinity becomes zeros with the
     scale NaN.
@@ -190,6 +193,7 @@ def paged_attention(
     scale: float,
     key_scale: Tensor | None = None,
     value_scale: Tensor | None = None,
+    layout: str = "rows",
 ) -> Tensor:
     """Causal grouped-query attention of any sequences' new tokens over a pool of blocks.
 
@@ -212,6 +216,10 @@ def paged_attention(
         scale: multiplies the scores, usually 1 / sqrt(D).
         key_scale, value_scale: float32 [blocks, block_size, KV] with int8 pools, whose D is at most
             512; any strides.
+        layout: "rows", or "panels" of a bfloat16 or int8 pool as `paged_cache_update` writes them,
+            with the same results: in the place of 16 rows of a head, whose stride is then D, their
+            numbers by words of w = 2 (bfloat16) or 4: keys [D / w, 16, w], values [16 / w, D, w].
+            block_size and D are multiples of 16.
     Returns:
         query.dtype [tokens, H, D].
     Raises:
@@ -231,6 +239,7 @@ def paged_cache_update(
     slot_mapping: Tensor,
     key_scale: Tensor | None = None,
     value_scale: Tensor | None = None,
+    layout: str = "rows",
 ) -> None:
     """Write the keys and values of new tokens into their slots of the pools, in place.
 
@@ -244,6 +253,7 @@ def paged_cache_update(
         key, value: F [tokens, KV, D], of one dtype.
         slot_mapping: int64 or int32 [tokens], all different.
         key_scale, value_scale: float32 [blocks, block_size, KV] with int8 pools, mutated too.
+        layout: "rows" or "panels", as `paged_attention` takes it.
     Raises:
         RuntimeError: a wrong dtype or shape, a slot outside the pool or given twice, overlapping
             tensors.
@@ -390,6 +400,7 @@ def model_step(
     lora_ranks: Tensor | None = None,
     lora_scalings: Tensor | None = None,
     lora_indices: Tensor | None = None,
+    layout: str = "rows",
 ) -> Tensor:
     """`decode_step` on the new tokens of any sequences, whose keys and values lie in blocks.
 
@@ -413,6 +424,7 @@ def model_step(
             are computed behind the last layer's attention.
         key_scale, value_scale: float32 [layers, blocks, block_size, KV] with int8 pools, mutated.
         lora_indices: int64 or int32 [n], the adapter of each sequence, -1: none.
+        layout: "rows" or "panels", as `paged_attention` takes it.
     Returns:
         float32 [r, vocab_size], the logits.
     Raises:

@@ -1,0 +1,193 @@
+// Attention against int8 caches in panels: every load is four numbers each of 16 positions (keys)
+// or 16 features (values) side by side, so that a lane is a sum of its own and nothing is added
+// across lanes.  The integers are attention_int8.inl's, and so is all that is done with floats.
+// Included inside an ISA's anonymous namespace; never mentions an ISA.
+
+constexpr int64_t kQuadBytes = 64;  // four numbers of 16 lanes
+
+// How many panels of keys, or steps of values, meet R rows at once.
+constexpr int quad_tiles(int rows) {
+  return kQuadTiles >= 4 * rows ? 4 : kQuadTiles >= 2 * rows ? 2 : 1;
+}
+
+// 16-bit numbers as quad_add takes them, two words for each four: [first words][second words].
+struct QuadFactors {
+  const int32_t* words;
+  int64_t quads;   // fours of a row
+  int64_t stride;  // words from one row to the next
+};
+
+// Two halves of each number as bytes, whole = 256 * high + low; or the numbers of even and of odd
+// places as they are.  Returns what the sums of products with them are too large by.
+int32_t quad_factors(const int16_t* x, int64_t n, int32_t* words) {
+  int32_t sum = 0;
+  if constexpr (kQuadHalves) {
+    auto* low = reinterpret_cast<int8_t*>(words);
+    int8_t* high = low + n;
+    for (int64_t i = 0; i < n; ++i) {
+      low[i] = static_cast<int8_t>(x[i]);
+      high[i] = static_cast<int8_t>((x[i] + 128) >> 8);
+      sum += x[i];  // 512 * 32512 * kQuadOffset < 2^31
+    }
+  } else {
+    auto* even = reinterpret_cast<int16_t*>(words);
+    int16_t* odd = even + n / 2;
+    for (int64_t i = 0; i < n; i += 2) even[i / 2] = x[i], odd[i / 2] = x[i + 1];
+  }
+  return sum * kQuadOffset;
+}
+
+// acc[r * J + j] += the products of J words' numbers with the k-th four factors of R rows.
+template <int R, int J>
+[[gnu::always_inline]] inline void quad_step(const QuadFactors& f, int64_t k,
+                                             const QuadWords (&words)[J], QuadSums (&acc)[R * J]) {
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r) {
+    const int32_t* at = f.words + r * f.stride + k;
+    const QuadFactor first = quad_factor(at), second = quad_factor(at + f.quads);
+#pragma GCC unroll 4
+    for (int j = 0; j < J; ++j) quad_add(acc[r * J + j], words[j], first, second);
+  }
+}
+
+// dots[r * kAttentionChunk + 16 j ..] of R queries and J panels of keys.
+template <int R, int J>
+[[gnu::noinline]] void dot_quads(QuadFactors query, const int32_t* excess, const char* const* keys,
+                                 const char* const* hints, int32_t* dots) {
+  QuadSums acc[R * J];
+#pragma GCC unroll 16
+  for (int i = 0; i < R * J; ++i) acc[i] = QuadSums{};
+  for (int64_t k = 0; k < query.quads; ++k) {
+    QuadWords words[J];
+#pragma GCC unroll 4
+    for (int j = 0; j < J; ++j) {
+      prefetch_l2(hints[j] + k * kQuadBytes);
+      words[j] = quad_words(keys[j] + k * kQuadBytes);
+    }
+    quad_step<R, J>(query, k, words, acc);
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < R * J; ++i) {
+    store_quads(acc[i], excess[i / J], dots + i / J * kAttentionChunk + 16 * (i % J));
+  }
+}
+
+// out[r][16 step ..] of B steps: sums of the values at the first 4 * weights.quads positions at
+// most, times the row's factor.
+template <int R, int B>
+[[gnu::noinline]] void sum_quads(QuadFactors weights, const int32_t* excess, const float* factors,
+                                 const char* const* values, const char* const* hints, int64_t dim,
+                                 int64_t fours, int64_t step, float* out, int64_t out_stride) {
+  constexpr int64_t kFours = kPanelPositions / 4;
+  QuadSums acc[R * B];
+#pragma GCC unroll 16
+  for (int i = 0; i < R * B; ++i) acc[i] = QuadSums{};
+  for (int64_t k = 0; k < fours; ++k) {
+    const int64_t at = k % kFours * 4 * dim + step * kQuadBytes;
+    const char *line = values[k / kFours] + at, *hint = hints[k / kFours] + at;
+    QuadWords words[B];
+#pragma GCC unroll 4
+    for (int b = 0; b < B; ++b) {
+      prefetch_l2(hint + b * kQuadBytes);
+      words[b] = quad_words(line + b * kQuadBytes);
+    }
+    quad_step<R, B>(weights, k, words, acc);
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < R * B; ++i) {
+    int32_t sums[16];
+    store_quads(acc[i], excess[i / B], sums);
+    store_n(out + i / B * out_stride + 16 * (step + i % B),
+            mul(from_i32_n(sums, 16), set1(factors[i / B])), 16);
+  }
+}
+
+// A chunk's panels, and what is asked for while they are read: the values during the products with
+// keys, then the keys to come; the panels themselves where there is nothing to ask for.
+struct QuadPanels {
+  const char *keys[kChunkPanels], *values[kChunkPanels];
+  const char *beside[kChunkPanels], *next[kChunkPanels];
+
+  void ask_no_more() {
+    for (int64_t i = 0; i < kChunkPanels; ++i) beside[i] = keys[i], next[i] = values[i];
+  }
+};
+
+// The keys of a chunk against R queries; `most`: positions that any of them sees.
+template <int R>
+void dot_panels(const AttentionChunk& c, const QuadPanels& panels, const int16_t* wide,
+                int64_t most, int32_t* dots) {
+  constexpr int J = quad_tiles(R);
+  alignas(64) int32_t words[R * kMaxInt8Dim / 2];
+  int32_t excess[R];
+  const int64_t stride = c.dim / 2;
+  for (int r = 0; r < R; ++r) {
+    excess[r] = quad_factors(wide + r * wide_padded(c.dim), c.dim, words + r * stride);
+  }
+  const QuadFactors query = {words, c.dim / 4, stride};
+  int64_t i = 0;
+  for (; J > 1 && 16 * (i + J - 1) < most; i += J) {
+    dot_quads<R, J>(query, excess, panels.keys + i, panels.beside + i, dots + 16 * i);
+  }
+  for (; 16 * i < most; ++i) {
+    dot_quads<R, 1>(query, excess, panels.keys + i, panels.beside + i, dots + 16 * i);
+  }
+}
+
+// R rows from `row` on.
+template <int R>
+void attend_quad_rows(const AttentionChunk& c, const QuadPanels& panels, int64_t row,
+                      float* states) {
+  constexpr int B = quad_tiles(R);
+  const int64_t stride = attention_state_floats(c.dim), padded = attention_padded(c.dim);
+  float* state = states + row * stride;
+  alignas(64) int32_t dots[R * kAttentionChunk], words[R * kAttentionChunk / 2];
+  alignas(64) int16_t weights[R * kAttentionChunk];
+  int32_t excess[R];
+  float factors[R];
+  const int64_t most = positions_seen(c, row + R - 1);
+  dot_panels<R>(c, panels, c.int8.query + row * wide_padded(c.dim), most, dots);
+  for (int r = 0; r < R; ++r) {
+    int16_t* own = weights + r * kAttentionChunk;
+    factors[r] =
+        weigh_positions(c.int8, dots + r * kAttentionChunk, c.int8.query_scale[row + r] * c.scale,
+                        positions_seen(c, row + r), own, state + r * stride + padded);
+    excess[r] = quad_factors(own, kAttentionChunk, words + r * (kAttentionChunk / 2));
+  }
+  const QuadFactors rows = {words, kAttentionChunk / 4, kAttentionChunk / 2};
+  const int64_t fours = (most + 3) / 4, steps = c.dim / 16;
+  int64_t b = 0;
+  for (; B > 1 && b + B <= steps; b += B) {
+    sum_quads<R, B>(rows, excess, factors, panels.values, panels.next, c.dim, fours, b, state,
+                    stride);
+  }
+  for (; b < steps; ++b) {
+    sum_quads<R, 1>(rows, excess, factors, panels.values, panels.next, c.dim, fours, b, state,
+                    stride);
+  }
+}
+
+void attend_quads(const AttentionChunk& c, float* states) {
+  QuadPanels panels;
+  for (int64_t i = 0; i < kChunkPanels; ++i) {
+    const void *values = c.panels.values[i], *next = c.panels.next[i];
+    panels.keys[i] = static_cast<const char*>(c.panels.keys[i]);
+    panels.values[i] = panels.beside[i] = static_cast<const char*>(values);
+    panels.next[i] = static_cast<const char*>(next == nullptr ? values : next);
+  }
+  // The scales of the next chunk lie behind this one's, or are put together elsewhere.
+  for (int64_t i = 0; c.panels.next[0] != nullptr && i < kAttentionChunk; i += 16) {
+    prefetch_l2(c.int8.key_scale + kAttentionChunk + i);
+    prefetch_l2(c.int8.value_scale + kAttentionChunk + i);
+  }
+  for (int64_t row = 0; row < c.rows;) {
+    const int64_t left = c.rows - row;
+    const int64_t take = left >= 6 || left == 4 ? 4 : left == 5 ? 3 : left;
+    if (take == 4) attend_quad_rows<4>(c, panels, row, states);
+    if (take == 3) attend_quad_rows<3>(c, panels, row, states);
+    if (take == 2) attend_quad_rows<2>(c, panels, row, states);
+    if (take == 1) attend_quad_rows<1>(c, panels, row, states);
+    row += take;
+    panels.ask_no_more();
+  }
+}
