@@ -35,7 +35,8 @@ inline __m256i add_pairs(__m256i acc, __m256i a, __m256i b) {
 // ---- tiles: simd_vnni_tiles.h
 // ------------------------------------------------------------
 
-constexpr int kTwoBitUnroll = 2, kTwoBitTokens = 5;  // 8 parts hide the latency of the dot
+constexpr int kTwoBitUnroll = 2, kTwoBitTokens = 6;  // 10 parts hide the latency of the dot
+constexpr int kTokensOfTwoSets = 3;
 constexpr int kBase3Unroll = 1, kBase3Tokens = 3;
 inline TileAcc tile_dot(TileAcc p, TileCodes c, TileX x) {
 #if defined(BITNET_EMULATE)
