@@ -20,14 +20,15 @@ from check_isa_symbols import ROOT, build_objects, isa_objects, run
 
 # Functions whose name matches, and what a dot product is in them.
 CHECKED = {
-    re.compile(r"tile|tile_direct|add_panel"): re.compile(r"(\{vex\} )?(vpdpbusd|vpmaddubsw)\b"),
+    re.compile(r"tile|tile_direct|add_panel|head8_rows|head_int8|head4_rows"): re.compile(
+        r"(\{vex\} )?(vpdpbusd|vpmaddubsw)\b"
+    ),
     re.compile(r"int8_rows|dot_rows|sum_strip"): re.compile(r"(\{vex\} )?(vpdpwssd|vpmaddwd)\b"),
 }
 STACK_STORE = re.compile(r"vmov\S+\s+%[yz]mm\d+,[^%]*\(%r[sb]p")
 # Stack stores that are accepted in one loop of a function whose name holds the text, and why.
 ACCEPTED = {
     "Base3Digits": 1,  # five digits and their remainders in 16 registers
-    "tile_direct<TwoBit, 5>": 1,  # AVX-VNNI: ten sums and five tokens in 16 registers
     "tile_to_out<4, 4>": 2,  # the canonical 4 x 4 tile of AVX512 (docs/log.md)
 }
 Instruction = tuple[int, str]

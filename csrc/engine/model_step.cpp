@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <iterator>
 
 #include "engine/fused.h"
 #include "engine/kv_cache.h"
@@ -54,6 +55,17 @@ StepPlan::Place StepPlan::place(int64_t stage) const {
   const int64_t layer = stage / kStagesOfLayer;
   return {layer < model_.n_layers ? model_.layers + layer : nullptr,
           static_cast<int>(stage % kStagesOfLayer)};
+}
+
+const char* StepPlan::name(int64_t stage) const {
+  static constexpr const char* kLayer[] = {
+      "norm qkv",       "qkv",       "expand qkv", "rotate",       "attend",
+      "norm out",       "out",       "expand out", "norm gate/up", "gate/up",
+      "expand gate/up", "norm down", "down",       "expand down"};
+  static constexpr const char* kEnd[] = {"norm head", "head"};
+  static_assert(std::size(kLayer) == kStagesOfLayer && std::size(kEnd) == kStagesOfEnd);
+  const Place at = place(stage);
+  return (at.layer == nullptr ? kEnd : kLayer)[at.stage];
 }
 
 bool StepPlan::keeps_logit_rows_only(const Place& at) const {

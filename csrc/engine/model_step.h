@@ -126,6 +126,9 @@ class StepPlan {
   void run(int64_t stage, int64_t begin, int64_t end, int64_t slot) const;
   void prefetch_next(int64_t stage, int64_t slot) const;
 
+  // What a stage does, in a word.
+  const char* name(int64_t stage) const;
+
   // Whether tokens are normalised and quantised in stages of their own, into buffers.shared.
   static bool splits_norms(int64_t tokens, int64_t partitions) {
     return partitions > 1 && tokens > 2;
@@ -230,7 +233,16 @@ struct StepState {
   StagedExecutor executor;
 };
 
+// What the stages of a step cost: for benchmarks.
+struct StageTimes {
+  std::vector<const char*> names;
+  std::vector<double> seconds;
+};
+
 // The whole step: x float32 [tokens, hidden] -> logits float32 [head_tokens, vocab].
 void run_step(StepState& state, const StepModel& model, const float* x, float* logits);
+// The same, the work of `partitions` threads done by this one alone, with a clock beside it.
+void run_step_timed(StepState& state, const StepModel& model, int64_t partitions, const float* x,
+                    float* logits, StageTimes& times);
 
 }  // namespace bitnet::engine

@@ -1,6 +1,7 @@
 // The memory of a model step, taken from one block that a thread keeps, and its one parallel
 // region; see model_step.h.
 #include <algorithm>
+#include <chrono>
 
 #include "engine/model_step.h"
 #include "format/layout.h"
@@ -79,6 +80,11 @@ StepBuffers take_buffers(BumpAllocator& memory, const StepModel& m, const Attent
   return b;
 }
 
+AttentionShape shape_of(const StepModel& m) {
+  return {m.heads,     m.kv_heads,        m.dim,
+          DType::kF32, m.attention_scale, m.n_layers == 0 ? CachePool{} : m.layers[0].pool};
+}
+
 // Threads worth a region: each stage should be worth a barrier.
 int64_t partitions_of(const StepModel& m, const AttentionShape& shape) {
   int64_t weights = 0;
@@ -96,20 +102,16 @@ void fill_inputs(const StepModel& m, const float* x, const StepBuffers& b) {
   for (int64_t j = 0; m.n_layers == 0 && j < m.head_tokens; ++j) keep_logit_row(m, b, j);
 }
 
-}  // namespace
-
-void run_step(StepState& state, const StepModel& m, const float* x, float* logits) {
-  const AttentionShape shape{
-      m.heads,     m.kv_heads,        m.dim,
-      DType::kF32, m.attention_scale, m.n_layers == 0 ? CachePool{} : m.layers[0].pool};
-  const int64_t partitions = partitions_of(m, shape);
+// A step's plan over memory of its state, ready to run on so many partitions.
+StepPlan make_plan(StepState& state, Workspace& passing, const StepModel& m, int64_t partitions,
+                   const float* x, float* logits) {
+  const AttentionShape shape = shape_of(m);
   AttentionPlan& attention = state.attention;
   attention.build(shape, m.sequences, partitions);
   StepSides& sides = state.sides;
   sides.build(m);
   BumpAllocator count(nullptr);
   take_buffers(count, m, attention, sides, partitions);
-  Workspace passing;  // for a long prompt at once: not worth keeping
   const bool keep = count.used() <= kMostKeptBytes;
   Workspace& workspace = keep ? state.memory : passing;
   BumpAllocator memory(workspace.reserve(keep ? rounded_up(count.used()) : count.used()));
@@ -117,7 +119,53 @@ void run_step(StepState& state, const StepModel& m, const float* x, float* logit
   buffers.logits = logits;
   attention.prepare(buffers.attention);
   fill_inputs(m, x, buffers);
-  state.executor.run(partitions, StepPlan(m, attention, sides, buffers, partitions));
+  return StepPlan(m, attention, sides, buffers, partitions);
+}
+
+// A plan that measures its stages.
+struct TimedPlan {
+  using Clock = std::chrono::steady_clock;
+
+  const StepPlan& plan;
+  StageTimes& times;
+
+  template <class F>
+  void timed(int64_t stage, F&& f) const {
+    const auto start = Clock::now();
+    f();
+    const std::chrono::duration<double> took = Clock::now() - start;
+    times.seconds[static_cast<size_t>(stage)] += took.count();
+  }
+  int64_t stages() const { return plan.stages(); }
+  int64_t units(int64_t stage) const { return plan.units(stage); }
+  ClaimRule claim(int64_t stage) const { return plan.claim(stage); }
+  void prepare(int64_t stage, int64_t slot) const {
+    timed(stage, [&] { plan.prepare(stage, slot); });
+  }
+  void run(int64_t stage, int64_t begin, int64_t end, int64_t slot) const {
+    timed(stage, [&] { plan.run(stage, begin, end, slot); });
+  }
+  void prefetch_next(int64_t stage, int64_t slot) const { plan.prefetch_next(stage, slot); }
+};
+
+}  // namespace
+
+void run_step(StepState& state, const StepModel& m, const float* x, float* logits) {
+  Workspace passing;  // for a long prompt at once: not worth keeping
+  const int64_t partitions = partitions_of(m, shape_of(m));
+  state.executor.run(partitions, make_plan(state, passing, m, partitions, x, logits));
+}
+
+void run_step_timed(StepState& state, const StepModel& m, int64_t partitions, const float* x,
+                    float* logits, StageTimes& times) {
+  Workspace passing;
+  const StepPlan plan = make_plan(state, passing, m, partitions, x, logits);
+  times.names.clear();
+  for (int64_t stage = 0; stage < plan.stages(); ++stage) times.names.push_back(plan.name(stage));
+  times.seconds.assign(times.names.size(), 0.0);
+  const TimedPlan timed{plan, times};
+  state.executor.start(partitions, timed);
+  state.executor.work(0, partitions, timed);
 }
 
 }  // namespace bitnet::engine

@@ -45,6 +45,15 @@ inline Activations load_x_tail(const int8_t* p) {
 }
 constexpr bool kDotInTwoSteps = false;
 inline Partial dot(Partial p, Codes c, Activations x) { return _mm512_dpbusd_epi32(p, c, x); }
+// The same in place: g++ 12 copies and spills the accumulators of the intrinsic.
+inline __m512i add_dot(__m512i acc, __m512i u, __m512i s) {
+#if defined(BITNET_EMULATE)
+  return _mm512_dpbusd_epi32(acc, u, s);
+#else
+  __asm__("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(u), "v"(s));
+  return acc;
+#endif
+}
 inline Acc widen(Acc acc, Partial p) { return _mm512_add_epi32(acc, p); }
 inline int32_t reduce(Acc acc) {
   const __m256i eight =
@@ -95,8 +104,7 @@ inline uint64_t reduce_lines(LineXor a, LineXor b) {
   return static_cast<uint64_t>(_mm_extract_epi64(r, 0) ^ _mm_extract_epi64(r, 1));
 }
 
-// ---- tiles: 16 lanes; decoders in simd_vnni_tiles.h
-// --------------------------------------
+// ---- tiles: 16 lanes; decoders in simd_vnni_tiles.h ---------------------------------------------
 
 constexpr int64_t kTileLanes = 16;
 constexpr int kTileAccs = 24, kPanelAccs = 24;       // 2 bit x 6 tokens, of 32 registers
@@ -112,7 +120,7 @@ using TileSum = __m512i;
 inline TileStep load_step(const uint8_t* p) {
   TileStep v = _mm512_loadu_si512(p);
 #if !defined(BITNET_EMULATE)
-  __asm__("" : "+v"(v));  // else g++ 12 loads it again for every mask
+  __asm__("" : "+v"(v));  // else g++ 12 loads it again for every use
 #endif
   return v;
 }
@@ -122,15 +130,7 @@ inline TileX broadcast_x(const int8_t* p) {
   __builtin_memcpy(&four, p, 4);
   return _mm512_set1_epi32(four);
 }
-inline TileAcc tile_dot(TileAcc p, TileCodes c, TileX x) {
-#if defined(BITNET_EMULATE)
-  return _mm512_dpbusd_epi32(p, c, x);
-#else
-  // g++ 12 copies and spills the accumulators of the intrinsic
-  __asm__("vpdpbusd %2, %1, %0" : "+v"(p) : "v"(c), "v"(x));
-  return p;
-#endif
-}
+inline TileAcc tile_dot(TileAcc p, TileCodes c, TileX x) { return add_dot(p, c, x); }
 inline TileSum load_sum(const int32_t* p) { return _mm512_loadu_si512(p); }
 inline void store_sum(int32_t* p, TileSum s) { _mm512_storeu_si512(p, s); }
 inline TileSum set1_sum(int32_t x) { return _mm512_set1_epi32(x); }
@@ -178,14 +178,16 @@ inline __m512i sum_halves(__m512i a, __m512i b) {
 inline __m512i sum_quarters(__m512i a, __m512i b) {
   return _mm512_add_epi32(_mm512_shuffle_i32x4(a, b, 0x88), _mm512_shuffle_i32x4(a, b, 0xdd));
 }
-inline void reduce_dots(const CacheDot (&v)[8], int32_t* out) {
+inline __m256i reduce_eight_dots(const CacheDot (&v)[8]) {
   const __m512i a = sum_quarters(sum_halves(v[0], v[1]), sum_halves(v[2], v[3]));
   const __m512i b = sum_quarters(sum_halves(v[4], v[5]), sum_halves(v[6], v[7]));
   const __m512i c = _mm512_add_epi32(_mm512_unpacklo_epi64(a, b), _mm512_unpackhi_epi64(a, b));
   const __m512i d = _mm512_add_epi32(c, _mm512_srli_epi64(c, 32));
   const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 2, 6, 10, 14, 0, 4, 8, 12, 2, 6, 10, 14);
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(out),
-                      _mm512_castsi512_si256(_mm512_permutexvar_epi32(order, d)));
+  return _mm512_castsi512_si256(_mm512_permutexvar_epi32(order, d));
+}
+inline void reduce_dots(const CacheDot (&v)[8], int32_t* out) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), reduce_eight_dots(v));
 }
 
 // ---- values -------------------------------------------------------------------------------------
@@ -244,91 +246,8 @@ inline void store_quads(const QuadSums& acc, int32_t excess, int32_t* out) {
   _mm512_storeu_si512(out, _mm512_sub_epi32(sum, _mm512_set1_epi32(excess)));
 }
 
-// ---- heads --------------------------------------------------------------------------------------
-
-constexpr int kHeadStreams = 1;
-constexpr int kHead4Streams = 1;
-constexpr int kHeadPairRows = 4;  // rows of a dense tile at two tokens
-
-inline void store_i16(int16_t* p, F32x16 v) {
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
-                      _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(v.v)));
-}
-inline int64_t head_distance(int64_t tuned) { return tuned; }
-
-// ---- bfloat16 -----------------------------------------------------------------------------------
-
-// ---- int8 ---------------------------------------------------------------------------------------
-
-// Overflow bound: layout::kHeadMaxK.
-constexpr int64_t kHead8Step = 64;
-constexpr int64_t kHead8FlushSteps = int64_t{1} << 20;
-constexpr int kHead8Unroll = 4;
-constexpr int kHead8Rows = 2;
-constexpr int kHead8Tokens = 4;
-constexpr int64_t kHead8Offset = 128;
-
-using Head8Weights = __m512i;
-struct Head8Acc {
-  __m512i high, low;
-};
-
-inline Head8Weights head8_weights(const int8_t* p) {
-  return _mm512_xor_si512(_mm512_loadu_si512(p), _mm512_set1_epi8(-128));
-}
-inline Head8Acc head8_dot(Head8Acc acc, Head8Weights w, const HeadToken& x, int64_t i) {
-  return {_mm512_dpbusd_epi32(acc.high, w, _mm512_loadu_si512(x.high + i)),
-          _mm512_dpbusd_epi32(acc.low, w, _mm512_loadu_si512(x.low + i))};
-}
-inline Head8Acc head8_add(Head8Acc a, Head8Acc b) {
-  return {_mm512_add_epi32(a.high, b.high), _mm512_add_epi32(a.low, b.low)};
-}
-// The bound above is that of the whole sum, so `reduce` may add in int32.
-inline int64_t head8_sum(Head8Acc acc) {
-  return 256 * int64_t{reduce(acc.high)} + int64_t{reduce(acc.low)};
-}
-
-// ---- int4 ---------------------------------------------------------------------------------------
-
-constexpr int kHead4Tokens = 4;
-
-// Two chains of vpdpbusd for each of high and low: one alone would wait for its latency.
-struct Head4Acc {
-  __m512i high[2], low[2];
-};
-
-inline __m512i broadcast4(const int8_t* p) {
-  int32_t v;
-  __builtin_memcpy(&v, p, 4);
-  return _mm512_set1_epi32(v);
-}
-template <int T>
-[[gnu::always_inline]] inline void head4_block(const uint8_t* p, const HeadToken* x, int64_t k,
-                                               Head4Acc (&acc)[T]) {
-  const __m512i mask = _mm512_set1_epi8(15);
-#pragma GCC unroll 4
-  for (int j = 0; j < 4; ++j) {
-    const __m512i raw = _mm512_loadu_si512(p + layout::kHeadStepBytes * j);
-    const __m512i lo = _mm512_and_si512(raw, mask);
-    const __m512i hi = _mm512_and_si512(_mm512_srli_epi16(raw, 4), mask);
-#pragma GCC unroll 4
-    for (int t = 0; t < T; ++t) {
-      const int8_t* high = x[t].high + k + layout::kHeadStepFeatures * j;
-      const int8_t* low = x[t].low + k + layout::kHeadStepFeatures * j;
-      acc[t].high[0] = _mm512_dpbusd_epi32(acc[t].high[0], lo, broadcast4(high));
-      acc[t].high[1] = _mm512_dpbusd_epi32(acc[t].high[1], hi, broadcast4(high + 4));
-      acc[t].low[0] = _mm512_dpbusd_epi32(acc[t].low[0], lo, broadcast4(low));
-      acc[t].low[1] = _mm512_dpbusd_epi32(acc[t].low[1], hi, broadcast4(low + 4));
-    }
-  }
-}
-inline F32x16 head4_float(const Head4Acc& acc, int32_t offset) {
-  const __m512i high = _mm512_slli_epi32(_mm512_add_epi32(acc.high[0], acc.high[1]), 8);
-  const __m512i sum = _mm512_add_epi32(high, _mm512_add_epi32(acc.low[0], acc.low[1]));
-  return {_mm512_cvtepi32_ps(_mm512_sub_epi32(sum, _mm512_set1_epi32(offset)))};
-}
-
 }  // namespace
 }  // namespace bitnet::BITNET_ISA
 
+#include "kernels/simd_avx512_heads.h"
 #include "kernels/simd_vnni_tiles.h"

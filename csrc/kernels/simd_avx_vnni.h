@@ -35,7 +35,8 @@ inline __m256i add_pairs(__m256i acc, __m256i a, __m256i b) {
 // ---- tiles: simd_vnni_tiles.h
 // ------------------------------------------------------------
 
-constexpr int kTwoBitUnroll = 2, kTwoBitTokens = 5;  // 8 parts hide the latency of the dot
+constexpr int kTwoBitUnroll = 2, kTwoBitTokens = 6;  // 10 parts hide the latency of the dot
+constexpr int kTokensOfTwoSets = 3;
 constexpr int kBase3Unroll = 1, kBase3Tokens = 3;
 inline TileAcc tile_dot(TileAcc p, TileCodes c, TileX x) {
 #if defined(BITNET_EMULATE)
@@ -73,7 +74,8 @@ inline Head8Weights head8_weights(const int8_t* p) {
   return _mm256_xor_si256(load_bytes(p), _mm256_set1_epi8(-128));
 }
 inline Head8Acc head8_dot(Head8Acc acc, Head8Weights w, const HeadToken& x, int64_t i) {
-  return {dot(acc.high, w, load_bytes(x.high + i)), dot(acc.low, w, load_bytes(x.low + i))};
+  return {tile_dot(acc.high, w, load_bytes(x.high + i)),
+          tile_dot(acc.low, w, load_bytes(x.low + i))};
 }
 inline Head8Acc head8_add(Head8Acc a, Head8Acc b) {
   return {_mm256_add_epi32(a.high, b.high), _mm256_add_epi32(a.low, b.low)};
@@ -98,10 +100,10 @@ struct Head4Acc {
                                               Head4Chains& c) {
   const __m256i raw = load_bytes(p);
   const __m256i lo = low_codes(raw), hi = high_codes(raw);
-  c.high[0] = dot(c.high[0], lo, x[0]);
-  c.high[1] = dot(c.high[1], hi, x[1]);
-  c.low[0] = dot(c.low[0], lo, x[2]);
-  c.low[1] = dot(c.low[1], hi, x[3]);
+  c.high[0] = tile_dot(c.high[0], lo, x[0]);
+  c.high[1] = tile_dot(c.high[1], hi, x[1]);
+  c.low[0] = tile_dot(c.low[0], lo, x[2]);
+  c.low[1] = tile_dot(c.low[1], hi, x[3]);
 }
 [[gnu::always_inline]] inline __m256i head4_total(const Head4Chains& c) {
   return _mm256_add_epi32(_mm256_slli_epi32(_mm256_add_epi32(c.high[0], c.high[1]), 8),

@@ -213,8 +213,10 @@ inline void prefetch_l2(const void*) {}
 
 constexpr int64_t kTileLanes = 8;
 constexpr int kTileAccs = 8, kPanelAccs = 8;
-constexpr int kPanelFrom = 0;    // never decode to memory
-constexpr int kTileStreams = 0;  // one tile after the other, sums in registers
+constexpr bool kFewRegisters = false;  // tokens are broadcast one at a time
+constexpr int kTokensOfTwoSets = 0;    // so few tokens in two passes have two sets of sums
+constexpr int kPanelFrom = 0;          // never decode to memory
+constexpr int kTileStreams = 0;        // one tile after the other, sums in registers
 
 struct TileStep {
   uint8_t byte[32];

@@ -54,6 +54,7 @@ inline int32_t reduce(Acc acc) {
 // ---- tiles: 8 lanes -------------------------------------------------------
 
 constexpr int64_t kTileLanes = 8;
+constexpr bool kFewRegisters = true;
 constexpr int kTileAccs = 10;   // accumulators that leave registers for decoding
 constexpr int kPanelAccs = 12;  // the same where the codes are in memory
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import pytest
 
 from bitnet_ops.generate.pace import Pace
@@ -30,6 +32,24 @@ def test_steps_last_as_long_as_was_asked(
     expected = max(min(decode_s * most_steps, full), decode_s + 8 * token_s)
     assert max(seconds[1:]) <= expected * 1.001
     assert seconds[-1] >= min(expected, full) - token_s * 1.001
+
+
+@pytest.mark.parametrize("noise", [0.03, 0.06, 0.1])
+def test_hardly_any_step_of_a_restless_machine_lasts_longer(noise: float) -> None:
+    decode_s, token_s, gaps = 0.035, 0.0023, list[float]()
+    for seed in range(40):
+        random, pace = Random(seed), Pace(2.0)
+        for _ in range(8):
+            pace.learn(8, 0, decode_s * random.gauss(1, noise))
+        for step in range(100):
+            tokens = pace.prompt_tokens(248)
+            seconds = (decode_s + token_s * tokens) * random.gauss(1, noise)
+            pace.learn(8, tokens, seconds)
+            if step >= 10:  # it has seen some
+                gaps.append(seconds / decode_s)
+    gaps.sort()
+    assert gaps[int(0.99 * len(gaps))] < 2 * (1 + noise)
+    assert sum(gaps) / len(gaps) > 1.5, "half of what the limit leaves is the prompt's"
 
 
 def test_a_prompt_always_goes_on() -> None:

@@ -287,3 +287,26 @@ template <class A>
 inline TileSum tile_acc_sum(const A& acc) {
   return acc;
 }
+
+// ---- heads --------------------------------------------------------------------------------------
+
+// What head8_dot takes of a token from feature i on, loaded once for all rows.
+struct Head8At {
+  const HeadToken& token;
+  int64_t i;
+};
+template <class = void>
+[[gnu::always_inline]] inline Head8At head8_token(const HeadToken& token, int64_t i) {
+  return {token, i};
+}
+template <class A, class W>
+[[gnu::always_inline]] inline A head8_dot(A acc, const W& w, const Head8At& x) {
+  return head8_dot(acc, w, x.token, x.i);
+}
+
+// head8_sum of each of at most 8.
+template <class A, int N>
+[[gnu::always_inline]] inline void head8_sums(const A (&acc)[N], int64_t (&sums)[8]) {
+#pragma GCC unroll 8
+  for (int i = 0; i < N; ++i) sums[i] = head8_sum(acc[i]);
+}

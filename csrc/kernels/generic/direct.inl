@@ -46,9 +46,11 @@ template <class D, int F0, int FN, int T, int U, bool kPrefetch>
 template <class D, int T>
 [[gnu::noinline]] void tile_direct(const uint8_t* w, int64_t k_steps, const int8_t* x,
                                    int64_t x_stride, int64_t ahead, TileSums<D>& sums) {
-  constexpr int U = T == 1 ? D::kUnroll : 1;
   constexpr bool kOnePass = D::kDots * T <= kTileAccs;
   constexpr int kHalf = kOnePass ? D::kDots : (D::kDots + 1) / 2;
+  // a second set of sums where one is too small to hide the latency of the dot, and room for it
+  constexpr bool kTwoSets = !kOnePass && T <= kTokensOfTwoSets && 2 * kHalf * T <= kPanelAccs;
+  constexpr int U = T == 1 ? D::kUnroll : kTwoSets ? 2 : 1;
   constexpr int64_t kBlock = kOnePass ? D::kFlush : (D::kFlush < 128 ? D::kFlush : 128);
   int64_t s = 0;
   do {  // k-steps > 0

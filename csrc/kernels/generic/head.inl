@@ -137,13 +137,14 @@ template <int R, int T, int U>
     }
 #pragma GCC unroll 8
     for (int u = 0; u < U; ++u) {
+      Head8Weights v[R];
 #pragma GCC unroll 4
-      for (int r = 0; r < R; ++r) {
-        const Head8Weights v = head8_weights(w + r * step + i + u * kHead8Step);
+      for (int r = 0; r < R; ++r) v[r] = head8_weights(w + r * step + i + u * kHead8Step);
 #pragma GCC unroll 4
-        for (int t = 0; t < T; ++t) {
-          acc[r][t][u] = head8_dot(acc[r][t][u], v, x[t], i + u * kHead8Step);
-        }
+      for (int t = 0; t < T; ++t) {
+        const auto a = head8_token(x[t], i + u * kHead8Step);
+#pragma GCC unroll 4
+        for (int r = 0; r < R; ++r) acc[r][t][u] = head8_dot(acc[r][t][u], v[r], a);
       }
     }
   }
@@ -165,16 +166,18 @@ template <int R, int T, int U>
 template <int R, int T, int U>
 [[gnu::always_inline]] inline void head8_fold(const Head8Acc (&acc)[R][T][U],
                                               int64_t (&sums)[R][T]) {
-#pragma GCC unroll 4
-  for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 4
-    for (int t = 0; t < T; ++t) {
-      Head8Acc all = acc[r][t][0];
+  Head8Acc all[R * T];
 #pragma GCC unroll 8
-      for (int u = 1; u < U; ++u) all = head8_add(all, acc[r][t][u]);
-      sums[r][t] += head8_sum(all);
-    }
+  for (int i = 0; i < R * T; ++i) {
+    all[i] = acc[i / T][i % T][0];
+#pragma GCC unroll 8
+    for (int u = 1; u < U; ++u) all[i] = head8_add(all[i], acc[i / T][i % T][u]);
   }
+  static_assert(R * T <= 8);
+  alignas(64) int64_t more[8];
+  head8_sums(all, more);
+#pragma GCC unroll 8
+  for (int i = 0; i < R * T; ++i) sums[i / T][i % T] += more[i];
 }
 
 // The last weights of a row, fewer than a step: nothing behind the row is read.
@@ -185,7 +188,8 @@ template <int R, int T>
     int8_t last[kHead8Step] = {};
     for (int64_t j = i; j < k; ++j) last[j - i] = w[r * step + j];
     const Head8Weights v = head8_weights(last);
-    for (int t = 0; t < T; ++t) sums[r][t] += head8_sum(head8_dot(Head8Acc{}, v, x[t], i));
+    for (int t = 0; t < T; ++t)
+      sums[r][t] += head8_sum(head8_dot(Head8Acc{}, v, head8_token(x[t], i)));
   }
 }
 
@@ -245,21 +249,17 @@ void head_int8(const int8_t* weight, const float* scale, int64_t k, int64_t row_
                int64_t row_end, const HeadToken* x, int64_t tokens, int64_t prefetch_bytes,
                float* out, int64_t out_stride) {
   const int64_t count = row_end - row_begin;
-  const int64_t distance = head_distance(prefetch_bytes);
   const int8_t* w = weight + row_begin * k;
   const float* s = scale + row_begin;
-  const int64_t chunk = tokens == 1 || tokens == kHead8Tokens ? count : kHeadRowChunk;
+  const int64_t chunk = tokens <= kHead8Tokens ? count : kHeadRowChunk;
+  const int64_t distance = head_distance(prefetch_bytes);
   for (int64_t n = 0; n < count; n += chunk) {
     const int64_t part = count - n < chunk ? count - n : chunk;
-    int64_t t = 0;
-    for (; t + kHead8Tokens <= tokens; t += kHead8Tokens) {
-      head8_rows<kHead8Rows, kHead8Tokens, 1>(w + n * k, s + n, k, part, x + t, distance,
-                                              out + t * out_stride + n, out_stride);
-    }
-    for (; t < tokens; ++t) {
-      head8_rows<kHeadStreams, 1, kHead8Unroll>(w + n * k, s + n, k, part, x + t, distance,
-                                                out + t * out_stride + n, out_stride);
-    }
+    for_token_groups<kHead8Tokens>(tokens, [&]<int T>(int64_t t) {
+      constexpr int R = T == 1 ? kHeadStreams : kHead8Rows, U = T == 1 ? kHead8Unroll : 1;
+      head8_rows<R, T, U>(w + n * k, s + n, k, part, x + t, distance, out + t * out_stride + n,
+                          out_stride);
+    });
   }
 }
 
@@ -359,13 +359,9 @@ void head_int4(const uint8_t* weight, const uint16_t* scale, int64_t groups, int
   for (int64_t n = row_begin; n < row_end; n += kHeadRowChunk) {
     const int64_t end = row_end - n < kHeadRowChunk ? row_end : n + kHeadRowChunk;
     float* y = out + n - row_begin;
-    int64_t t = 0;
-    for (; t + kHead4Tokens <= tokens; t += kHead4Tokens) {
-      head4_rows<1, kHead4Tokens>(head, n, end, x + t, y + t * out_stride, out_stride);
-    }
-    for (; t < tokens; ++t) {
-      head4_rows<1, 1>(head, n, end, x + t, y + t * out_stride, out_stride);
-    }
+    for_token_groups<kHead4Tokens>(tokens, [&]<int T>(int64_t t) {
+      head4_rows<1, T>(head, n, end, x + t, y + t * out_stride, out_stride);
+    });
   }
 }
 

@@ -24,18 +24,6 @@ void fill_panel(const uint8_t* w, int64_t count, int64_t ahead, Panel<D>& panel)
   }
 }
 
-// acc[f][t] += c[f] times token t, for t from `first` on.
-template <int first, int FN, int T>
-[[gnu::always_inline]] inline void add_token(const TileCodes (&c)[FN], const int8_t* x,
-                                             int64_t x_stride, TileAcc (&acc)[FN][T]) {
-  if constexpr (first < T) {
-    const TileX a = broadcast_x(x + first * x_stride);
-    repeat<FN>([&]<int f>()
-                   BITNET_INLINE_LAMBDA { acc[f][first] = tile_dot(acc[f][first], c[f], a); });
-    add_token<first + 1>(c, x, x_stride, acc);
-  }
-}
-
 // tile_dot keeps its part in place by itself.  Not inlined: in one large function g++ 12 gives up
 // on keeping parts in registers.
 template <class D, int F0, int FN, int T>

@@ -47,12 +47,37 @@ template <class D, int F, int F0, int FN, int T>
   }
 }
 
+// The dots F.. of a prepared k-step.
+template <class D, int F, int FN>
+[[gnu::always_inline]] inline void take_codes(const typename D::Prepared& prepared,
+                                              TileCodes (&c)[FN]) {
+  repeat<FN>([&]<int f>() BITNET_INLINE_LAMBDA { c[f] = D::template codes<F + f>(prepared); });
+}
+
+// acc[f][t] += c[f] times token t, for t from `first` on: one token in registers at a time.
+template <int first, int FN, int T>
+[[gnu::always_inline]] inline void add_token(const TileCodes (&c)[FN], const int8_t* x,
+                                             int64_t x_stride, TileAcc (&acc)[FN][T]) {
+  if constexpr (first < T) {
+    const TileX a = broadcast_x(x + first * x_stride);
+    repeat<FN>([&]<int f>()
+                   BITNET_INLINE_LAMBDA { acc[f][first] = tile_dot(acc[f][first], c[f], a); });
+    add_token<first + 1>(c, x, x_stride, acc);
+  }
+}
+
 template <class D, int F0, int FN, int T>
 [[gnu::always_inline]] inline void add_step(const typename D::Prepared& prepared, const int8_t* x,
                                             int64_t x_stride, TileAcc (&acc)[FN][T]) {
-  TileX a[T];
-  repeat<T>([&]<int t>() BITNET_INLINE_LAMBDA { a[t] = broadcast_x(x + t * x_stride); });
-  add_fields<D, F0, F0, FN, T>(prepared, a, acc);
+  if constexpr (kFewRegisters && FN <= 2) {  // with all tokens in registers a sum would be spilled
+    TileCodes c[FN];
+    take_codes<D, F0>(prepared, c);
+    add_token<0>(c, x, x_stride, acc);
+  } else {
+    TileX a[T];
+    repeat<T>([&]<int t>() BITNET_INLINE_LAMBDA { a[t] = broadcast_x(x + t * x_stride); });
+    add_fields<D, F0, F0, FN, T>(prepared, a, acc);
+  }
 }
 
 template <class D, int T>

@@ -274,6 +274,7 @@ class Scheduler:
             most = min(left, request.most_drafts(self.max_positions))
             acceptance = request.acceptance
             if most > 0 and acceptance is not None:
+                acceptance.read(request.ids, self._propose)
                 most = min(most, acceptance.choose(self.costs, tokens, expected, streams))
             drafts = self._propose(request.ids, most) if most > 0 else ()
             free = 0 if self.waiting else self.allocator.free_blocks - self._reserve()

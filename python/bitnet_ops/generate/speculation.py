@@ -8,6 +8,7 @@ decides how many tokens are drafted, never which tokens come.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 AUTO: Literal["auto"] = "auto"
@@ -16,8 +17,9 @@ MOST_DRAFTS = 8  # of a step, for one request
 _LEARNT = 0.2  # weight of the newest step
 _UNKNOWN = 0.3  # share of a token's step that one more costs, until that has been measured
 _GAIN = 1.03  # drafts promise at least so much; costs are not known more exactly
-_PROBING = 0.02  # share of the time that may go into finding out whether drafts pay again
-_PROBE = 2  # drafts of a probe
+_PROBING = 0.02  # share of the time so far that finding out whether drafts pay may have cost
+_PROBE = 1  # drafts of a probe: what comes behind a wrong one tells nothing
+_READ, _READ_WEIGHT = 16, 0.5  # tokens of a text looked up before the first draft, and their weight
 _KEPT, _MOST_WEIGHT = 0.93, 16.0  # of what is known of a text, which may change its ways
 
 
@@ -60,15 +62,37 @@ def _guess(tokens: int) -> float:
 class Acceptance:
     """Learns how often the drafts of one request are right, and says how many to ask for.
 
+    Drafts that promise nothing are tried all the same, one at a time, as soon as their cost is
+    within a small share of the time so far; what drafts have lost counts, so that texts that do not
+    repeat themselves are never much slower, however short.
+
     `rate`: the chance of a draft to be right if those before it are.
     """
 
     def __init__(self) -> None:
-        self._right, self._wrong = 1.2, 0.8  # hopeful: the first drafts tell
-        self._credit = 0.0  # saved up for a probe, in steps
+        self._right, self._wrong = 0.1, 1.9  # little is promised: the text itself tells
+        self._credit = 0.0  # saved up for probes, in steps
+        self._extra: Callable[[int], float] = lambda drafts: 0.0  # of the last choice, in steps
+        self._has_read = False
 
     def __repr__(self) -> str:
         return f"Acceptance(rate={self.rate:.2f})"
+
+    def read(
+        self, ids: Sequence[int], propose: Callable[[Sequence[int], int], Sequence[int]]
+    ) -> None:
+        """Learn from the text before the first draft: would drafts of its last tokens be right?
+
+        That costs no step. Only the first call does anything.
+        """
+        if self._has_read:
+            return
+        self._has_read = True
+        for i in range(max(1, len(ids) - _READ), len(ids)):
+            if draft := propose(ids[:i], 1):
+                right = draft[0] == ids[i]
+                self._right += _READ_WEIGHT * right
+                self._wrong += _READ_WEIGHT * (not right)
 
     @property
     def rate(self) -> float:
@@ -90,12 +114,16 @@ class Acceptance:
             seconds = max(without, costs.of(tokens + drafts))
             return (expected - 1 + self.tokens(drafts)) / seconds
 
+        def extra(drafts: int) -> float:
+            return max(without, costs.of(tokens + drafts)) / without - 1
+
+        self._extra = extra
+        most = extra(_PROBE) + _PROBING  # no more than one probe is saved up
+        self._credit = min(self._credit + _PROBING / streams, most)
         best = max(range(1, MOST_DRAFTS + 1), key=speed)
         if speed(best) > _GAIN * expected / without:
             return best
-        extra = max(without, costs.of(tokens + _PROBE)) / without - 1
-        self._credit = min(self._credit + _PROBING / streams, extra + _PROBING)
-        return _PROBE if self._credit > extra else 0
+        return _PROBE if self._credit > extra(_PROBE) else 0
 
     def learn(self, drafts: int, right: int) -> None:
         """Enter that the first `right` of the drafts of a step were."""
@@ -103,7 +131,11 @@ class Acceptance:
         self._wrong = _KEPT * self._wrong + (right < drafts)
         share = min(1.0, _MOST_WEIGHT / (self._right + self._wrong))
         self._right, self._wrong = share * self._right, share * self._wrong
-        self._credit = math.inf if right == drafts else 0.0  # what was right is tried again
+        lost = self._extra(drafts) - right
+        if right == drafts:
+            self._credit = math.inf  # what was right is tried again
+        elif lost > 0:
+            self._credit -= lost
 
 
 def check_drafts(value: object, expected: str) -> None:
