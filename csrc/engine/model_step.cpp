@@ -105,11 +105,14 @@ Projection StepPlan::projection(const Place& at, int which) const {
   const ScaleForm form = model_.scale_forms[which];
   float* out = output(at, which);
   Projection p{&w,
-               at.layer->scales[which],
+               static_cast<const float*>(at.layer->scales[which]),
                form == ScaleForm::kRows ? 1 : 0,
                at.layer->biases[which],
-               {StoreKind::kRound, model_.type, out, stride_bytes},
-               form == ScaleForm::kGroups};
+               {StoreKind::kRound, model_.type, out, stride_bytes}};
+  if (form == ScaleForm::kGroups) {
+    const bool blocked = w.format != WeightFormat::kCanonical;
+    p.groups = {at.layer->scales[which], blocked ? model_.group_scale_type : DType::kF32, blocked};
+  }
   if (out == nullptr) {
     p.out.kind = StoreKind::kAdd;
     p.out.data = residual(at);
@@ -135,7 +138,9 @@ QuantizedTokens StepPlan::tokens_of(const Place& at, int64_t k, const StepInput&
   // sums over groups are taken of rows as they lie
   const bool grouped = is_grouped(at);
   x.tile = grouped ? 0 : model_.table->product_blocking(x.tokens).token_tile;
+  x.format = grouped ? model_.activations : ActivationFormat::kInt8;
   if (!grouped) x.groups = nullptr;
+  if (x.format == ActivationFormat::kInt8) x.group_scales = nullptr;
   return x;
 }
 
