@@ -12,8 +12,12 @@
 namespace bitnet::engine {
 namespace {
 
-constexpr int64_t kHeadRows = 32;  // of a unit: they stay in cache while every token meets them
-static_assert(kHeadRows % layout::kHeadTileRows == 0);
+// Of a unit: they stay in cache while every token meets them.
+int64_t head_unit_rows(const HeadView& head) {
+  constexpr int64_t kRows = 32;
+  static_assert(kRows % layout::kHeadTileRows == 0);
+  return head.format == HeadFormat::kTernary ? head.unit_rows() : kRows;
+}
 
 }  // namespace
 
@@ -168,7 +172,7 @@ int64_t StepPlan::units(int64_t stage) const {
     return units;
   }
   if (at.layer == nullptr && at.stage == kHead)
-    return (model_.head.rows + kHeadRows - 1) / kHeadRows;
+    return (model_.head.rows + head_unit_rows(model_.head) - 1) / head_unit_rows(model_.head);
   if (at.layer != nullptr && at.stage == kRotate)
     return rotated_heads() + (copies_logit_rows(at) ? model_.head_tokens : 0);
   if (at.layer != nullptr && at.stage == kAttend) return attention_.tasks();
@@ -310,8 +314,8 @@ void StepPlan::attend(const StepLayer& layer, int64_t task, float* own) const {
 
 void StepPlan::logits(int64_t begin, int64_t end, const StepInput& from) const {
   const HeadView& head = model_.head;
-  const int64_t first = begin * kHeadRows;
-  head_rows(*model_.table, head, first, std::min(end * kHeadRows, head.rows), from.head,
+  const int64_t unit = head_unit_rows(head), first = begin * unit;
+  head_rows(*model_.table, head, first, std::min(end * unit, head.rows), from.head,
             model_.head_tokens, buffers_.logits + first, head.rows);
 }
 
@@ -336,7 +340,8 @@ void StepPlan::prefetch_next(int64_t stage, int64_t slot) const {
       return;
     }
     if (at.layer == nullptr && at.stage == kHead) {
-      const int64_t row = partition_begin(units(next), partitions_, slot) * kHeadRows;
+      const int64_t row =
+          partition_begin(units(next), partitions_, slot) * head_unit_rows(model_.head);
       return prefetch(offset_bytes(model_.head.weight, row * model_.head.row_bytes()));
     }
   }

@@ -49,6 +49,20 @@ struct QuantizedTokens {
     if (groups != nullptr) sum_groups(table, m);
   }
   void sum_groups(const KernelTable& table, int64_t m) const;
+  // Tokens with scales of groups as integers [tokens, k] and their scales [tokens, groups]: int8
+  // of kInt8Group, int16 of kInt16Group.
+  template <class T>
+  void copy_codes(T* to, float* to_scales) const {
+    for (int64_t m = 0; m < tokens; ++m) {
+      const int8_t* high = token(m);
+      for (int64_t i = 0; i < k; ++i) {
+        to[m * k + i] =
+            static_cast<T>(sizeof(T) == 1 ? high[i] : 256 * high[i] + high[padded_k + i]);
+      }
+      const int64_t count = (k + layout::kBlockWeights - 1) / layout::kBlockWeights;
+      for (int64_t g = 0; g < count; ++g) to_scales[m * count + g] = group_scales[g * tokens + m];
+    }
+  }
 
  private:
   void quantize_groups(const KernelTable& table, const float* x, int64_t m) const;
