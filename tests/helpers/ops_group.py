@@ -49,7 +49,7 @@ def quantize_activation_groups(
             most = group.abs().amax(dim=-1, keepdim=True)
             bad = ~group.isfinite().all(dim=-1, keepdim=True)
             most = most.clamp(min=1e-30)
-            q = (group * (32512.0 / most)).round().where(~bad, 0).to(torch.int16)
+            q = (group * (torch.tensor(32512.0) / most)).round().where(~bad, 0).to(torch.int16)
             scale = (most / 32512.0).where(~bad, torch.nan).squeeze(-1)
         codes.append(q)
         scales.append(scale)
