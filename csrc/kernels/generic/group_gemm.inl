@@ -68,6 +68,10 @@ template <class D, int T, int kPlanes, class S>
   constexpr bool kWhole = D::kFlush >= kMostGroupSteps;
   const int64_t stride = tile.job.x_stride, ahead = tile.job.prefetch_bytes;
   TileSum total[D::kDots][kRows];
+  if constexpr (!kWhole) {
+    repeat<D::kDots * kRows>(
+        [&]<int i>() BITNET_INLINE_LAMBDA { total[i / kRows][i % kRows] = set1_sum(0); });
+  }
   for (int64_t s = 0; s < steps; s += kWhole ? kMostGroupSteps : D::kFlush) {
     const int64_t count = kWhole || steps - s < D::kFlush ? steps - s : D::kFlush;
     TileAcc acc[kUnroll][D::kDots][kRows];
@@ -80,7 +84,11 @@ template <class D, int T, int kPlanes, class S>
       repeat<kUnroll - 1>([&]<int u>() BITNET_INLINE_LAMBDA {
         sum = add_sum(sum, tile_acc_sum(acc[u + 1][f][r]));
       });
-      total[f][r] = kWhole || s == 0 ? sum : add_sum(total[f][r], sum);
+      if constexpr (kWhole) {
+        total[f][r] = sum;
+      } else {
+        total[f][r] = add_sum(total[f][r], sum);
+      }
     });
   }
   repeat<T>([&]<int t>() BITNET_INLINE_LAMBDA {
