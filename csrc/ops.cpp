@@ -25,6 +25,12 @@ BITNET_LIBRARY(m) {
   m.def("quantize_weights(Tensor weight) -> (Tensor codes, Tensor scale)");
   // x F [..., K] -> q int8 [..., K], scale float32 [...] (per token, absmax)
   m.def("quantize_activations(Tensor x) -> (Tensor q, Tensor scale)");
+  // x F [..., K], activation_format "int8_group" or "int16_group" -> q int8 or int16 [..., K],
+  // scale
+  //   float32 [..., ceil(K / 128)] (per token and group of 128 features, absmax)
+  m.def(
+      "quantize_activation_groups(Tensor x, str activation_format=\"int8_group\") -> (Tensor q, "
+      "Tensor scale)");
   // weight W, x int8 [K], x_scale float32 [1], weight_scale float32 [1] or [N]
   //   -> [N], int32 without scales, float32 with both
   m.def(
@@ -39,10 +45,12 @@ BITNET_LIBRARY(m) {
   m.def(
       "linear(Tensor x, Tensor weight, Tensor weight_scale, Tensor? bias=None, "
       "int? out_features=None, int? in_features=None) -> Tensor");
-  // x F [..., K], weight W, weight_scale float32 [N, ceil(K / 128)], bias F [N] -> F [..., N]
+  // x F [..., K], weight W, weight_scale S, bias F [N], activation_format A -> F [..., N].  S:
+  //   float32 [N, G], G = ceil(K / 128), or beside a CPU-specific layout float32 or float16 [tiles,
+  //   G, rows of a tile].  A: "int8" (one scale a token), "int8_group" or "int16_group"
   m.def(
       "group_linear(Tensor x, Tensor weight, Tensor weight_scale, Tensor? bias=None, "
-      "int? out_features=None, int? in_features=None) -> Tensor");
+      "int? out_features=None, int? in_features=None, str activation_format=\"int8\") -> Tensor");
   // x F [..., K], weight F [K] -> F [..., K]
   m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor");
   // x, residual F [..., K], weight F [K] -> y, residual_out F [..., K]
@@ -58,22 +66,22 @@ BITNET_LIBRARY(m) {
   m.def("rope_table(Tensor positions, Tensor inv_freq, float attention_factor=1.0) -> Tensor");
   // x F [..., H, D], cos_sin float32 [..., D] -> F [..., H, D]
   m.def("rope(Tensor x, Tensor cos_sin) -> Tensor");
-  // x F [..., K], norm_weight F [K], {q,k,v}_weight W, {q,k,v}_scale float32 [1] or [N],
+  // x F [..., K], norm_weight F [K], {q,k,v}_weight W, {q,k,v}_scale float32 [1], [N] or S,
   //   out_features [N of q, of k, of v] or empty -> q, k, v F [..., N of each]
   m.def(
       "qkv_forward(Tensor x, Tensor norm_weight, Tensor q_weight, Tensor q_scale, Tensor k_weight, "
       "Tensor k_scale, Tensor v_weight, Tensor v_scale, float eps, int[] out_features=[], int? "
-      "in_features=None) -> "
+      "in_features=None, str activation_format=\"int8\") -> "
       "(Tensor q, Tensor k, "
       "Tensor v)");
   // x F [..., K], norm_weight F [K], gate_ and up_weight W of I x K, sub_norm_weight F [I],
-  //   down_weight W of N x I, scales float32 [1] or per row, activation "relu2" or "silu",
+  //   down_weight W of N x I, scales float32 [1], per row or S, activation "relu2" or "silu",
   //   out_features [I, N] or empty, in_features [K, I] or empty -> F [..., N], without the residual
   m.def(
       "mlp_forward(Tensor x, Tensor norm_weight, Tensor gate_weight, Tensor gate_scale, "
       "Tensor up_weight, Tensor up_scale, Tensor? sub_norm_weight, Tensor down_weight, "
       "Tensor down_scale, float eps, str activation, int[] out_features=[], int[] "
-      "in_features=[]) -> Tensor");
+      "in_features=[], str activation_format=\"int8\") -> Tensor");
   // query F [B, T, H, D], caches C [B, KV, L, D], start_positions int64 [B], scales float32
   //   [B, KV, L] of int8 caches -> F [B, T, H, D]; token t of sequence b sees positions
   //   0 .. start_positions[b] + t
@@ -108,9 +116,8 @@ BITNET_LIBRARY(m) {
   m.def(
       "quantize_head(Tensor weight, str format, int group_size=128) -> (Tensor packed, Tensor "
       "scale)");
-  // x F [..., K], weight F [V, K], or weight and scale as quantize_head returns them, out_features
-  // V
-  //   where the weight is padded -> float32 [..., V]
+  // x F [..., K], weight F [V, K], or weight and scale as quantize_head returns them, or W and S,
+  //   out_features V where the weight is padded -> float32 [..., V]
   m.def(
       "lm_head(Tensor x, Tensor weight, Tensor? scale=None, int? out_features=None, int? "
       "in_features=None) -> Tensor");
@@ -144,12 +151,13 @@ BITNET_LIBRARY(m) {
   //   them, dtype that activations are rounded to, intermediate_size rows of
   //   gate and up, vocab_size V, logits_to_keep: of how many last tokens of each sequence (0: all)
   //   -> logits float32 [B, T or that many, V]. biases float32 [layers, rows of the projections in
-  //   biased, by place 0 to 6], scale_sizes: scales of each of the seven projections, 1, N or N *
-  //   ceil(K / 128) (empty: 1), qk_norms: norms of every query and key head, sub_norm_eps: eps if
-  //   left out, linear_norm_eps: of norms inside projections, which there are if it is given;
-  //   lora_weights F [all A, and B in tiles of 16 rows] of each adapter, lora_ranks int64 and
-  //   lora_scalings float32 [adapters, layers, 7] (rank 0: none), lora_indices int64 [B], the
-  //   adapter of each sequence, -1: none
+  //   biased, by place 0 to 6], scale_sizes: scales of each of the seven projections, 1 or N
+  //   (empty: 1), or of those in grouped, by place, all of S, [N, G] beside canonical rows and
+  //   tiles beside other layouts (scales may be float16 where all are such), activation_format A,
+  //   qk_norms: norms of every query and key head, sub_norm_eps: eps if left out, linear_norm_eps:
+  //   of norms inside projections, which there are if it is given; lora_weights F [all A, and B in
+  //   tiles of 16 rows] of each adapter, lora_ranks int64 and lora_scalings float32 [adapters,
+  //   layers, 7] (rank 0: none), lora_indices int64 [B], the adapter of each sequence, -1: none
   m.def(
       "decode_step(Tensor x, Tensor[] weights, Tensor scales, Tensor norm_weights, Tensor "
       "head_weight, "
@@ -161,7 +169,8 @@ BITNET_LIBRARY(m) {
       "biased=[], int[] "
       "scale_sizes=[], bool qk_norms=False, float? sub_norm_eps=None, float? "
       "linear_norm_eps=None, Tensor[]? lora_weights=None, Tensor? lora_ranks=None, Tensor? "
-      "lora_scalings=None, Tensor? lora_indices=None) -> Tensor");
+      "lora_scalings=None, Tensor? lora_indices=None, int[] grouped=[], str "
+      "activation_format=\"int8\") -> Tensor");
   // The same on the new tokens of any sequences, over pools of blocks as for paged_attention with
   // one
   //   more dimension, the layers, before the others (mutated): x float32 [tokens, K], positions
@@ -180,7 +189,8 @@ BITNET_LIBRARY(m) {
       "biased=[], int[] "
       "scale_sizes=[], bool qk_norms=False, float? sub_norm_eps=None, float? "
       "linear_norm_eps=None, Tensor[]? lora_weights=None, Tensor? lora_ranks=None, Tensor? "
-      "lora_scalings=None, Tensor? lora_indices=None, str layout=\"rows\") -> Tensor");
+      "lora_scalings=None, Tensor? lora_indices=None, int[] grouped=[], str "
+      "activation_format=\"int8\", str layout=\"rows\") -> Tensor");
   // Diagnostics for benchmarks: buffer uint8 -> int64 [1] checksum; -> int64 [1] multiply-adds done
   m.def("_probe_read(Tensor buffer, int streams=1, int distance=0) -> Tensor");
   m.def("_probe_int8_peak(Tensor seed, int iterations) -> Tensor");

@@ -27,9 +27,9 @@ void quantize_normed(const KernelTable& table, const Rows& x, const Norm& norm,
 }  // namespace
 
 void norm_and_multiply(const Rows& x, const Norm& norm, const Projection* projections,
-                       int64_t count) {
+                       int64_t count, ActivationFormat activations) {
   const KernelTable& table = kernels();
-  const TokenBuffer tokens(table, x.count, x.width);
+  const TokenBuffer tokens(table, x.count, x.width, projections[0].grouped(), activations);
   quantize_normed(table, x, norm, tokens.view());
   multiply(table, tokens.view(), projections, count);
 }
@@ -38,22 +38,24 @@ void mlp(const Rows& x, const Mlp& m, const Rows& y) {
   const KernelTable& table = kernels();
   // relu(gate)^2 * up passes the range of float16 in healthy models: float32 in between.
   const DType type = x.type == DType::kF16 ? DType::kF32 : x.type;
-  const int64_t tokens = x.count, n = m.gate.n_rows, half = tokens * n;
+  const int64_t tokens = x.count, n = m.gate_up[0].weight->n_rows, half = tokens * n;
   Scratch<float> gate_up(2 * half);
-  Projection both[] = {
-      make_projection(m.gate, m.gate_scale, m.gate_scales, DType::kF32, gate_up.get()),
-      make_projection(m.up, m.up_scale, m.up_scales, DType::kF32, gate_up.get() + half)};
-  for (Projection& p : both) p.out.kind = StoreKind::kRound, p.out.type = type;
-  norm_and_multiply(x, m.norm, both, 2);
+  Projection both[] = {m.gate_up[0], m.gate_up[1]};
+  for (int i = 0; i < 2; ++i) {
+    both[i].out = {StoreKind::kRound, type, gate_up.get() + i * half,
+                   n * static_cast<int64_t>(sizeof(float))};
+  }
+  norm_and_multiply(x, m.norm, both, 2, m.activations);
 
-  const TokenBuffer inner(table, tokens, n);
+  const TokenBuffer inner(table, tokens, n, m.down.grouped(), m.activations);
   parallel_rows(tokens, n, n, [&](int64_t t, float* row) {
     m.activation(gate_up.get() + t * n, gate_up.get() + half + t * n, n, row);
     table.round_row(type, row, n);
     apply_norm(table, m.sub_norm, type, n, row);
     inner.view().quantize(table, row, t);
   });
-  const Projection last = make_projection(m.down, m.down_scale, m.down_scales, y.type, y.data);
+  Projection last = m.down;
+  last.out.data = y.data;
   multiply(table, inner.view(), &last, 1);
 }
 

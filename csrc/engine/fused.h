@@ -19,14 +19,13 @@ void apply_norm(const KernelTable& table, const Norm& norm, DType type, int64_t 
 
 // Every token of x normalised, quantised, and multiplied by all projections.
 void norm_and_multiply(const Rows& x, const Norm& norm, const Projection* projections,
-                       int64_t count);
+                       int64_t count, ActivationFormat activations = ActivationFormat::kInt8);
 
 // y = down(sub_norm(activation(gate(norm(x)), up(norm(x))))) without the residual.
 struct Mlp {
   Norm norm, sub_norm;
-  Weight gate, up, down;
-  const float *gate_scale, *up_scale, *down_scale;
-  int64_t gate_scales, up_scales, down_scales;  // 1, or one per row
+  Projection gate_up[2], down;   // where they go is set here
+  ActivationFormat activations;  // where projections have scales of groups
   GatedRow activation;
 };
 void mlp(const Rows& x, const Mlp& m, const Rows& y);

@@ -50,6 +50,8 @@ void embed_row(const KernelTable& table, const HeadView& head, int64_t id, float
       return embed_int8(head, id, out);
     case HeadFormat::kInt4:
       return embed_int4(head, id, out);
+    case HeadFormat::kTernary:
+      return embed_ternary(head, id, out);
   }
 }
 
@@ -92,11 +94,13 @@ bool quantize_tile(const KernelTable& table, const Rows& w, int64_t tile, int64_
 int64_t HeadView::row_bytes() const {
   if (format == HeadFormat::kDense) return k * element_size(type);
   if (format == HeadFormat::kInt8) return k + 4;
+  if (format == HeadFormat::kTernary) return ternary.block_bytes / ternary.block_rows;
   return groups() * (group / 2 + 2);
 }
 
 int64_t head_input_bytes(const HeadView& head, int64_t tokens) {
   if (head.format == HeadFormat::kDense) return aligned(tokens * head.k * 4);
+  if (head.format == HeadFormat::kTernary) return ternary_input_bytes(head, tokens);
   const int64_t padded = layout::head_padded_k(head.k);
   return aligned(tokens * static_cast<int64_t>(sizeof(HeadToken))) +
          tokens * (4 * padded + aligned(padded / 64 * 4));
@@ -106,6 +110,10 @@ HeadInput bind_head_input(const HeadView& head, int64_t tokens, void* memory) {
   HeadInput input{head.k, layout::head_padded_k(head.k), nullptr, nullptr};
   if (head.format == HeadFormat::kDense) {
     input.dense = static_cast<float*>(memory);
+    return input;
+  }
+  if (head.format == HeadFormat::kTernary) {
+    input.ternary = bind_ternary_input(head, tokens, memory);
     return input;
   }
   const int64_t padded = input.padded_k;
@@ -128,6 +136,7 @@ void prepare_head_token(const KernelTable& table, const HeadView& head, const fl
     std::memcpy(input.dense + m * head.k, x, static_cast<size_t>(head.k) * sizeof(float));
     return;
   }
+  if (head.format == HeadFormat::kTernary) return input.ternary.quantize(table, x, m);
   HeadToken& token = input.tokens[m];
   // The buffers are the caller's; HeadToken is how the kernels see them, hence its const.
   auto* sums = const_cast<int32_t*>(token.sums);
@@ -153,6 +162,8 @@ void head_rows(const KernelTable& table, const HeadView& head, int64_t row_begin
                              static_cast<const uint16_t*>(head.scale), head.groups(), head.group,
                              row_begin, row_end, input.tokens, tokens, head.prefetch_bytes, out,
                              out_stride);
+    case HeadFormat::kTernary:
+      return ternary_rows(table, head, row_begin, row_end, input.ternary, tokens, out, out_stride);
   }
 }
 

@@ -4,12 +4,13 @@
 
 #include <cstdint>
 
+#include "engine/group_product.h"
 #include "engine/row_ops.h"
 #include "format/layout.h"
 
 namespace bitnet::engine {
 
-enum class HeadFormat : int32_t { kDense, kInt8, kInt4 };
+enum class HeadFormat : int32_t { kDense, kInt8, kInt4, kTernary };
 
 // Borrowed memory.  Layouts: format/layout.h.
 struct HeadView {
@@ -20,9 +21,15 @@ struct HeadView {
   int64_t rows, k;         // V and K
   int64_t group;           // int4: 64 or 128 features
   int64_t prefetch_bytes;  // tuning().prefetch_bytes
+  // kTernary alone, a ternary matrix with scales of groups: its tokens are of 16 bits in groups.
+  Weight ternary = {};
+  GroupScales ternary_scales = {};
 
   // The smallest run of rows that a thread may take, and the bytes a row costs to read.
-  int64_t unit_rows() const { return format == HeadFormat::kInt4 ? layout::kHeadTileRows : 1; }
+  int64_t unit_rows() const {
+    if (format == HeadFormat::kTernary) return ternary.block_rows;
+    return format == HeadFormat::kInt4 ? layout::kHeadTileRows : 1;
+  }
   int64_t groups() const { return group == 0 ? 0 : (k + group - 1) / group; }
   int64_t row_bytes() const;
 };
@@ -30,8 +37,9 @@ struct HeadView {
 // The tokens that meet a head, over memory of the caller (head_input_bytes, aligned to 64).
 struct HeadInput {
   int64_t k, padded_k;
-  float* dense;       // [tokens, k], of a dense head
-  HeadToken* tokens;  // [tokens], of a quantised head
+  float* dense;                  // [tokens, k], of a dense head
+  HeadToken* tokens;             // [tokens], of a quantised head
+  QuantizedTokens ternary = {};  // of a ternary head
 };
 
 // Down to head_rows nothing allocates, throws or opens a parallel region, so that a whole model
@@ -52,6 +60,14 @@ void head_rows(const KernelTable& table, const HeadView& head, int64_t row_begin
 void lm_head(const HeadView& head, const Rows& x, float* logits);
 // out [count, k]: row ids[i] as float32, the weight itself or code * scale, rounded once.
 void embed(const HeadView& head, const int64_t* ids, int64_t count, float* out);
+
+// A ternary head's part of the functions above; engine/ternary_head.cpp.
+int64_t ternary_input_bytes(const HeadView& head, int64_t tokens);
+QuantizedTokens bind_ternary_input(const HeadView& head, int64_t tokens, void* memory);
+void ternary_rows(const KernelTable& table, const HeadView& head, int64_t row_begin,
+                  int64_t row_end, const QuantizedTokens& x, int64_t tokens, float* out,
+                  int64_t out_stride);
+void embed_ternary(const HeadView& head, int64_t id, float* out);
 
 // codes int8 [count, width], scales [count].  Returns a row that holds NaN or an infinity, or -1.
 int64_t quantize_head_int8(const Rows& weight, int8_t* codes, float* scales);

@@ -13,8 +13,12 @@
 namespace bitnet::engine {
 namespace {
 
-constexpr int64_t kHeadRows = 32;  // of a unit: they stay in cache while every token meets them
-static_assert(kHeadRows % layout::kHeadTileRows == 0);
+// Of a unit: they stay in cache while every token meets them.
+int64_t head_unit_rows(const HeadView& head) {
+  constexpr int64_t kRows = 32;
+  static_assert(kRows % layout::kHeadTileRows == 0);
+  return head.format == HeadFormat::kTernary ? head.unit_rows() : kRows;
+}
 
 }  // namespace
 
@@ -117,11 +121,14 @@ Projection StepPlan::projection(const Place& at, int which) const {
   const ScaleForm form = model_.scale_forms[which];
   float* out = output(at, which);
   Projection p{&w,
-               at.layer->scales[which],
+               static_cast<const float*>(at.layer->scales[which]),
                form == ScaleForm::kRows ? 1 : 0,
                at.layer->biases[which],
-               {StoreKind::kRound, model_.type, out, stride_bytes},
-               form == ScaleForm::kGroups};
+               {StoreKind::kRound, model_.type, out, stride_bytes}};
+  if (form == ScaleForm::kGroups) {
+    const bool blocked = w.format != WeightFormat::kCanonical;
+    p.groups = {at.layer->scales[which], blocked ? model_.group_scale_type : DType::kF32, blocked};
+  }
   if (out == nullptr) {
     p.out.kind = StoreKind::kAdd;
     p.out.data = residual(at);
@@ -147,7 +154,9 @@ QuantizedTokens StepPlan::tokens_of(const Place& at, int64_t k, const StepInput&
   // sums over groups are taken of rows as they lie
   const bool grouped = is_grouped(at);
   x.tile = grouped ? 0 : model_.table->product_blocking(x.tokens).token_tile;
+  x.format = grouped ? model_.activations : ActivationFormat::kInt8;
   if (!grouped) x.groups = nullptr;
+  if (x.format == ActivationFormat::kInt8) x.group_scales = nullptr;
   return x;
 }
 
@@ -175,7 +184,7 @@ int64_t StepPlan::units(int64_t stage) const {
     return units;
   }
   if (at.layer == nullptr && at.stage == kHead)
-    return (model_.head.rows + kHeadRows - 1) / kHeadRows;
+    return (model_.head.rows + head_unit_rows(model_.head) - 1) / head_unit_rows(model_.head);
   if (at.layer != nullptr && at.stage == kRotate)
     return rotated_heads() + (copies_logit_rows(at) ? model_.head_tokens : 0);
   if (at.layer != nullptr && at.stage == kAttend) return attention_.tasks();
@@ -317,8 +326,8 @@ void StepPlan::attend(const StepLayer& layer, int64_t task, float* own) const {
 
 void StepPlan::logits(int64_t begin, int64_t end, const StepInput& from) const {
   const HeadView& head = model_.head;
-  const int64_t first = begin * kHeadRows;
-  head_rows(*model_.table, head, first, std::min(end * kHeadRows, head.rows), from.head,
+  const int64_t unit = head_unit_rows(head), first = begin * unit;
+  head_rows(*model_.table, head, first, std::min(end * unit, head.rows), from.head,
             model_.head_tokens, buffers_.logits + first, head.rows);
 }
 
@@ -343,7 +352,8 @@ void StepPlan::prefetch_next(int64_t stage, int64_t slot) const {
       return;
     }
     if (at.layer == nullptr && at.stage == kHead) {
-      const int64_t row = partition_begin(units(next), partitions_, slot) * kHeadRows;
+      const int64_t row =
+          partition_begin(units(next), partitions_, slot) * head_unit_rows(model_.head);
       return prefetch(offset_bytes(model_.head.weight, row * model_.head.row_bytes()));
     }
   }

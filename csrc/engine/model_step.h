@@ -17,7 +17,7 @@ enum LayerWeight { kQ, kK, kV, kO, kGate, kUp, kDown, kLayerWeights };
 
 struct StepLayer {
   Weight weights[kLayerWeights];
-  const float* scales[kLayerWeights];  // as many as ScaleForm says
+  const void* scales[kLayerWeights];   // as many as ScaleForm says, float32 but for kGroups
   const float* biases[kLayerWeights];  // [rows], null: none
   const float* attention_norm;         // [hidden]
   const float* q_norm;                 // [dim], of a query head before it is rotated; null: none
@@ -29,7 +29,8 @@ struct StepLayer {
   CachePool pool;
 };
 
-// What a projection's scales are for, the same in every layer.
+// What a projection's scales are for, the same in every layer.  Of groups they lie as GroupScales
+// has them: [rows, groups] beside canonical weights, blocked beside the CPU-specific ones.
 enum class ScaleForm { kMatrix, kRows, kGroups };
 
 // What is the same for every layer.
@@ -50,7 +51,9 @@ struct StepModel {
   float eps, sub_eps, inner_eps;  // of the norms, the sub-norms, the norms inside projections
   bool inner_norms;               // whether every projection has one
   ScaleForm scale_forms[kLayerWeights];
-  Rope rope;  // of dim / 2 frequencies
+  DType group_scale_type;        // of the scales of groups, kF32 or kF16
+  ActivationFormat activations;  // what projections with scales of groups multiply by
+  Rope rope;                     // of dim / 2 frequencies
   float attention_scale;
   HeadView head;
   int64_t adapters;               // LoRA, 0: none

@@ -35,14 +35,17 @@ StepInput take_input(BumpAllocator& memory, const StepModel& m, const AttentionP
   const int64_t longest = std::max({m.hidden, m.query(), m.intermediate});
   const int64_t tokens = sizes.tokens;
   const bool grouped = std::ranges::count(m.scale_forms, ScaleForm::kGroups) != 0;
+  const bool scaled = grouped && m.activations != ActivationFormat::kInt8;
+  const int64_t planes = grouped ? planes_of(m.activations) : 1;
   StepInput input{};
   input.row = memory.take<float>(std::max(m.inner_norms ? 2 * longest : longest, 2 * m.dim));
   input.attention = memory.take<float>(attention.thread_floats());
   for (int64_t i = 0; i < m.inputs(); ++i) {
-    input.x[i].codes = memory.take<int8_t>(tokens * layout::padded_k(longest));
+    input.x[i].codes = memory.take<int8_t>(tokens * planes * layout::padded_k(longest));
     input.x[i].sums = memory.take<int32_t>(tokens);
     input.x[i].scales = memory.take<float>(tokens);
     input.x[i].groups = memory.take<int32_t>(grouped ? tokens * layout::blocks_for(longest) : 0);
+    input.x[i].group_scales = memory.take<float>(scaled ? tokens * layout::blocks_for(longest) : 0);
     input.side_rows[i] = memory.take<float>(sizes.with_adapter * longest);
   }
   const int64_t head_tokens = std::min(tokens, m.head_tokens);

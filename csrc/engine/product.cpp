@@ -9,19 +9,12 @@
 namespace bitnet::engine {
 namespace {
 
-// Each group adds to values that are read again, so both they and the sums have to fit.
-constexpr int64_t kGroupedTokens = 32, kGroupedRows = layout::kMostBlockRows;
-
 int64_t ceil_div(int64_t n, int64_t size) { return (n + size - 1) / size; }
 
+// Tokens with groups are rows as they lie, and the values of a call stay in L1 as its sums would.
 ProductBlocking blocking_of(const KernelTable& table, int64_t tokens, bool grouped) {
-  ProductBlocking blocking = table.product_blocking(tokens);
-  if (grouped) {
-    blocking.tokens = kGroupedTokens;
-    blocking.rows = kGroupedRows;
-    blocking.sums = kGroupedTokens * kGroupedRows;
-  }
-  return blocking;
+  const ProductBlocking blocking = table.product_blocking(tokens);
+  return grouped ? ProductBlocking{.claim_parts = blocking.claim_parts} : blocking;
 }
 
 }  // namespace
@@ -46,7 +39,7 @@ Product::Product(const KernelTable& table, const QuantizedTokens& x, const Proje
       x_(x),
       projections_(projections),
       count_(count),
-      blocking_(blocking_of(table, x.tokens, projections[0].grouped)),
+      blocking_(blocking_of(table, x.tokens, projections[0].grouped())),
       token_blocks_(ceil_div(x.tokens, blocking_.tokens)),
       block_tokens_(token_blocks_ == 0 ? 1 : ceil_div(x.tokens, token_blocks_)) {
   if (x.tile != 0) block_tokens_ = ceil_div(block_tokens_, x.tile) * x.tile;
@@ -126,7 +119,7 @@ void Product::multiply(const Projection& p, int64_t block, int64_t blocks,
       .out = sums,
       .out_stride = blocks * p.weight->block_rows,
   };
-  if (p.grouped) return multiply_grouped(p, job, token);
+  if (p.grouped()) return multiply_grouped(p, job, token);
   multiply_sums(table_, *p.weight, job);
   store(p, job, token);
 }
@@ -152,52 +145,19 @@ void Product::store(const Projection& p, const SumsJob& job, int64_t token) cons
   table_.store_block(out);
 }
 
-// values[m * out_stride + i]: the sum over all groups, before x_scale.
-void Product::add_groups(const Projection& p, SumsJob job, int64_t token, float* values) const {
-  static constexpr auto kOnes = [] {
-    struct {
-      float at[kGroupedTokens];
-    } ones{};
-    for (float& one : ones.at) one = 1.0f;
-    return ones;
-  }();
-  float scales[kGroupedRows];
-  const int64_t row = job.block_begin * p.weight->block_rows;
-  const int64_t groups = layout::blocks_for(p.weight->k);
-  EpilogueJob add{
-      .sums = job.out,
-      .sums_stride = job.out_stride,
-      .rows = std::min(job.out_stride, p.weight->n_rows - row),
-      .tokens = job.tokens,
-      .w_scale = scales,
-      .w_scale_step = 1,
-      .x_scale = kOnes.at,
-      .bias = nullptr,
-      .kind = StoreKind::kStore,
-      .type = DType::kF32,
-      .out = values,
-      .out_stride_bytes = job.out_stride * static_cast<int64_t>(sizeof(float)),
-  };
-  const int8_t* x = job.x;
-  for (job.group = 0; job.group < groups; ++job.group) {
-    job.x = x + job.group * layout::kBlockWeights;
-    job.x_sum = x_.groups + job.group * x_.tokens + token;
-    multiply_sums(table_, *p.weight, job);
-    for (int64_t i = 0; i < add.rows; ++i) scales[i] = p.scale[(row + i) * groups + job.group];
-    table_.store_block(add);
-    add.kind = StoreKind::kAdd;
-  }
-}
-
-void Product::multiply_grouped(const Projection& p, SumsJob job, int64_t token) const {
-  alignas(64) float values[kGroupedTokens * kGroupedRows];
-  add_groups(p, job, token, values);
+void Product::multiply_grouped(const Projection& p, const SumsJob& job, int64_t token) const {
+  alignas(64) float values[kMaxProductSums];
+  multiply_groups(table_, *p.weight, p.groups, x_,
+                  {.block_begin = job.block_begin,
+                   .block_end = job.block_end,
+                   .token = token,
+                   .tokens = job.tokens,
+                   .out = values,
+                   .out_stride = job.out_stride});
   const int64_t row = job.block_begin * p.weight->block_rows;
   const int64_t n = std::min(job.out_stride, p.weight->n_rows - row);
   for (int64_t m = 0; m < job.tokens; ++m) {
     float* y = values + m * job.out_stride;
-    const float x_scale = x_.scales[token + m];
-    for (int64_t i = 0; i < n; ++i) y[i] *= x_scale;
     if (p.bias != nullptr) table_.add_row(y, p.bias + row, n, y);
     store_values(p.out, y, n, token + m, row);
   }

@@ -3,6 +3,7 @@
 // step goes through it.
 #pragma once
 
+#include "engine/group_product.h"
 #include "engine/quantized_tokens.h"
 #include "engine/weights.h"
 #include "runtime/staged_executor.h"
@@ -17,15 +18,17 @@ struct Output {
   int64_t stride_bytes;
 };
 
-// float(sum) * (scale[n] * x_scale[m]) + bias[n].  grouped: scale is [n_rows, ceil(K / 128)], and
-// float(sum of a group) * its scale is added in ascending order before x_scale multiplies.
+// float(sum) * (scale[n] * x_scale[m]) + bias[n], or with scales of groups,
+// engine/group_product.h's sum of them + bias[n].
 struct Projection {
   const Weight* weight;
   const float* scale;
   int64_t scale_step;  // 0: one scale, 1: one per row
   const float* bias;   // may be null
   Output out;
-  bool grouped = false;
+  GroupScales groups = {};
+
+  bool grouped() const { return groups.data != nullptr; }
 };
 
 // A contiguous result [tokens, n_rows] of `type`.
@@ -52,8 +55,7 @@ class Product {
   void run_rows_outermost(const Projection& p, int64_t begin, int64_t end) const;
   void run_tokens_outermost(int64_t begin, int64_t end) const;
   void multiply(const Projection& p, int64_t block, int64_t blocks, int64_t token_block) const;
-  void add_groups(const Projection& p, SumsJob job, int64_t token, float* values) const;
-  void multiply_grouped(const Projection& p, SumsJob job, int64_t token) const;
+  void multiply_grouped(const Projection& p, const SumsJob& job, int64_t token) const;
   void store(const Projection& p, const SumsJob& job, int64_t token) const;
   void store_values(const Output& out, float* y, int64_t n, int64_t token, int64_t row) const;
 

@@ -9,15 +9,18 @@
 
 namespace bitnet::engine {
 
-TokenBuffer::TokenBuffer(const KernelTable& table, int64_t tokens, int64_t k, bool group_sums)
-    : codes_(tokens * layout::padded_k(k)),
+TokenBuffer::TokenBuffer(const KernelTable& table, int64_t tokens, int64_t k, bool group_sums,
+                         ActivationFormat format)
+    : codes_(tokens * planes_of(format) * layout::padded_k(k)),
       sums_(tokens),
       groups_(group_sums ? tokens * layout::blocks_for(k) : 0),
       scales_(tokens),
+      group_scales_(format == ActivationFormat::kInt8 ? 0 : tokens * layout::blocks_for(k)),
       view_{tokens, k, layout::padded_k(k),
             // sums over 128 codes are taken of rows as they lie
             group_sums ? 0 : table.product_blocking(tokens).token_tile, codes_.get(), sums_.get(),
-            scales_.get(), group_sums ? groups_.get() : nullptr} {}
+            scales_.get(), group_sums ? groups_.get() : nullptr, format,
+            format == ActivationFormat::kInt8 ? nullptr : group_scales_.get()} {}
 
 void TokenBuffer::quantize(const KernelTable& table, const void* x, DType type) {
   const int64_t k = view_.k, row_bytes = k * element_size(type);
@@ -50,6 +53,24 @@ void TokenBuffer::copy_quantized(const KernelTable& table, const int8_t* x, cons
     view_.sums[m] = table.sum_i8(from, k);
   }
   if (scales != nullptr) std::copy(scales, scales + view_.tokens, view_.scales);
+}
+
+// A group is quantised as a row of its own would be.
+void QuantizedTokens::quantize_groups(const KernelTable& table, const float* x, int64_t m) const {
+  constexpr int64_t kGroup = layout::kBlockWeights;
+  for (int64_t g = 0; g < layout::blocks_for(k); ++g) {
+    const int64_t from = g * kGroup, n = std::min(kGroup, k - from), at = g * tokens + m;
+    int8_t* to = token(m) + from;
+    if (format == ActivationFormat::kInt8Group) {
+      group_scales[at] = table.quantize_row(x + from, n, kGroup, to, kTokenStep, groups + at);
+    } else {
+      int16_t wide[kGroup];
+      int32_t sums_of_64[kGroup / 64];
+      group_scales[at] =
+          table.head_quantize_token(x + from, n, kGroup, wide, to, to + padded_k, sums_of_64);
+      groups[at] = sums_of_64[0] + sums_of_64[1];
+    }
+  }
 }
 
 void QuantizedTokens::sum_groups(const KernelTable& table, int64_t m) const {

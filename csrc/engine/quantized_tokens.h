@@ -7,6 +7,14 @@
 
 namespace bitnet::engine {
 
+// What tokens become: int8 with one scale a token; int8 with a scale for every group of 128
+// features; or 16 bits with such scales, as two planes of int8.
+enum class ActivationFormat : int32_t { kInt8 = 0, kInt8Group = 1, kInt16Group = 2 };
+
+constexpr int64_t planes_of(ActivationFormat format) {
+  return format == ActivationFormat::kInt16Group ? 2 : 1;
+}
+
 // Borrowed memory.  In row-major order token m is padded_k codes at codes + m * padded_k.  In
 // tiles, every `tile` tokens lie together, and of these 64 codes of each in turn.
 struct QuantizedTokens {
@@ -16,10 +24,16 @@ struct QuantizedTokens {
   int32_t* sums;    // of a token's codes
   float* scales;    // what a code is worth
   int32_t* groups;  // [groups, tokens], sums over 128 codes; null where nobody needs them
+  ActivationFormat format = ActivationFormat::kInt8;
+  // [groups, tokens], what the codes of a group are worth, in the formats that have such: sums and
+  // scales of whole tokens are not used there, and tokens lie in row-major order.
+  float* group_scales = nullptr;
+
+  int64_t planes() const { return planes_of(format); }
 
   int64_t stride() const { return tile == 0 ? padded_k : kTokenStep; }
   int8_t* token(int64_t m) const {
-    if (tile == 0) return codes + m * padded_k;
+    if (tile == 0) return codes + m * planes() * padded_k;
     return codes + m / tile * tile * padded_k + m % tile * kTokenStep;
   }
   // From 64 codes of a token to its next 64: a last tile that is not full has shorter steps.
@@ -30,16 +44,35 @@ struct QuantizedTokens {
   }
   // Normalised tokens enter one at a time; different ones may do so at once.
   void quantize(const KernelTable& table, const float* x, int64_t m) const {
+    if (format != ActivationFormat::kInt8) return quantize_groups(table, x, m);
     scales[m] = table.quantize_row(x, k, padded_k, token(m), step_stride(m), sums + m);
     if (groups != nullptr) sum_groups(table, m);
   }
   void sum_groups(const KernelTable& table, int64_t m) const;
+  // Tokens with scales of groups as integers [tokens, k] and their scales [tokens, groups]: int8
+  // of kInt8Group, int16 of kInt16Group.
+  template <class T>
+  void copy_codes(T* to, float* to_scales) const {
+    for (int64_t m = 0; m < tokens; ++m) {
+      const int8_t* high = token(m);
+      for (int64_t i = 0; i < k; ++i) {
+        to[m * k + i] =
+            static_cast<T>(sizeof(T) == 1 ? high[i] : 256 * high[i] + high[padded_k + i]);
+      }
+      const int64_t count = (k + layout::kBlockWeights - 1) / layout::kBlockWeights;
+      for (int64_t g = 0; g < count; ++g) to_scales[m * count + g] = group_scales[g * tokens + m];
+    }
+  }
+
+ private:
+  void quantize_groups(const KernelTable& table, const float* x, int64_t m) const;
 };
 
 // With memory of their own, in the order that `table` asks for.
 class TokenBuffer {
  public:
-  TokenBuffer(const KernelTable& table, int64_t tokens, int64_t k, bool group_sums = false);
+  TokenBuffer(const KernelTable& table, int64_t tokens, int64_t k, bool group_sums = false,
+              ActivationFormat format = ActivationFormat::kInt8);
   const QuantizedTokens& view() const { return view_; }
 
   // Every token of a contiguous [tokens, k] of `type`.
@@ -50,7 +83,7 @@ class TokenBuffer {
  private:
   Scratch<int8_t> codes_;
   Scratch<int32_t> sums_, groups_;
-  Scratch<float> scales_;
+  Scratch<float> scales_, group_scales_;
   QuantizedTokens view_;
 };
 

@@ -25,6 +25,7 @@ namespace {
 #include "kernels/generic/panel.inl"
 #include "kernels/generic/matrix.inl"
 #include "kernels/generic/tile_gemm.inl"
+#include "kernels/generic/group_gemm.inl"
 #include "kernels/generic/epilogue.inl"
 #include "kernels/generic/attention.inl"
 #include "kernels/generic/attention_block.inl"

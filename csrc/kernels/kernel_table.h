@@ -73,6 +73,32 @@ struct ProductBlocking {
   bool tokens_outermost = false;  // all rows for a block of tokens before the next, or the reverse
 };
 
+// A product whose rows have a scale for every group of 128 or 64 weights along K.  A token is one
+// row of int8 codes, or two: planes high and low of 16-bit codes, 256 * high + low, |code| <=
+// 32512.
+struct GroupJob {
+  layout::WeightFormat format;  // kTwoBit or kBase3
+  const uint8_t* tiles;         // k-step 0 of the first tile
+  int64_t tile_stride;          // bytes from one tile to the next
+  int64_t k_steps;              // to be multiplied, a multiple of 16
+  int64_t group_steps;          // of a group, 32 or 16; the last group may be shorter
+  int64_t tile_count;
+  const int8_t* x;  // plane p of token m at x + (m * planes + p) * x_stride
+  int64_t x_stride;
+  int64_t planes;        // 1 or 2
+  const int32_t* x_sum;  // of the codes of group g and token m at [g * x_group_stride + m]
+  const float* x_scale;  // likewise, what a code is worth; null: 1
+  int64_t x_group_stride;
+  int64_t tokens;
+  DType scale_type;   // kF32 or kF16
+  const void* scale;  // row i of the job's tile t, group g: [t * scale_stride + g * rows + i]
+  int64_t scale_stride;
+  bool add;    // to what is there; else the sum begins with 0
+  float* out;  // row i of the job and token m at out[m * out_stride + i]
+  int64_t out_stride;
+  int64_t prefetch_bytes;
+};
+
 // What becomes of a block of sums.
 enum class StoreKind : int32_t {
   kSums,   // stored as they are, int32; the scales are not used
@@ -188,6 +214,17 @@ struct KernelTable {
   // sums, before they are divided by 256, within 256 * 2 * 128 * K <= 2^31.
   int64_t tile_lanes;
   void (*tile_gemm)(const TileJob& job);
+  // y = fma(float(sum of a group), w_scale * x_scale, y), groups ascending, from 0 or `out` on.
+  // Each sum is an exact integer, below 2^23 whatever the planes, so its float is exact; the
+  // product of the scales is rounded, and taken as w_scale where there is no x_scale.  Bounds: a
+  // group of two planes is 128 codes up to 32512; times a byte of 255 below 2^31, and base-3 sums
+  // before they are divided, 256 * 2 * 128 * 32512, too.
+  void (*group_gemm)(const GroupJob& job);
+  // The same step for sums that are there: out = fma(float(sum), w_scale * x_scale, out), of row i
+  // and token m: sums[m * sums_stride + i], w_scale[i], x_scale[m] (null: 1), out[m * out_stride +
+  // i].
+  void (*add_group)(const int32_t* sums, int64_t sums_stride, int64_t rows, int64_t tokens,
+                    const float* w_scale, const float* x_scale, float* out, int64_t out_stride);
   // Sum of n int8 values; n <= 2^24 keeps it inside int32.
   int32_t (*sum_i8)(const int8_t* x, int64_t n);
   // q[i] = clamp(round_half_even(x[i] * s), -128, 127) with s = 127 * (1 / max(absmax, 1e-5));
@@ -322,7 +359,8 @@ struct KernelTable {
 // The rows of an ISA's table: each function has the name of its row.  One left out would be a null
 // pointer at run time; -Wmissing-field-initializers and the table test see that.
 #define BITNET_KERNELS(lanes)                                                                     \
-  .ternary_gemm = ternary_gemm, .tile_lanes = lanes, .tile_gemm = tile_gemm, .sum_i8 = sum_i8,    \
+  .ternary_gemm = ternary_gemm, .tile_lanes = lanes, .tile_gemm = tile_gemm,                      \
+  .group_gemm = group_gemm, .add_group = add_group, .sum_i8 = sum_i8,                             \
   .quantize_row = quantize_row, .store_block = store_block, .product_blocking = product_blocking, \
   .load_row = load_row, .store_row = store_row, .round_row = round_row,                           \
   .store_cache_row = store_cache_row, .rms_norm_row = rms_norm_row, .add_row = add_row,           \

@@ -147,6 +147,21 @@ inline TileStep add_bytes(TileStep a, TileStep b) { return _mm512_add_epi8(a, b)
 inline TileStep avg_bytes(TileStep a, TileStep b) { return _mm512_avg_epu8(a, b); }
 inline TileStep set1_byte(int b) { return _mm512_set1_epi8(static_cast<char>(b)); }
 
+// Sums as floats, lane by lane, for scales of groups.
+using TileFloats = __m512;
+inline TileFloats floats_of(TileSum s) { return _mm512_cvtepi32_ps(s); }
+inline TileFloats load_floats(const float* p) { return _mm512_loadu_ps(p); }
+inline TileFloats load_floats(const uint16_t* p) {
+  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+inline void store_floats(float* p, TileFloats v) { _mm512_storeu_ps(p, v); }
+inline TileFloats set1_floats(float x) { return _mm512_set1_ps(x); }
+inline TileFloats mul_floats(TileFloats a, TileFloats b) { return _mm512_mul_ps(a, b); }
+inline TileFloats fma_floats(TileFloats a, TileFloats b, TileFloats c) {
+  return _mm512_fmadd_ps(a, b, c);
+}
+inline TileSum times_256(TileSum s) { return _mm512_slli_epi32(s, 8); }
+
 // ---- int8 caches --------------------------------------------------------------------------------
 
 constexpr int64_t kCacheStep = 32;

@@ -261,6 +261,43 @@ inline TileSum sub_sum(TileSum a, const TileSum& b) {
   return a;
 }
 
+// Sums as floats, lane by lane, for scales of groups; float16 as its bits.
+struct TileFloats {
+  float lane[8];
+};
+inline TileFloats floats_of(const TileSum& s) {
+  TileFloats v;
+  for (int i = 0; i < 8; ++i) v.lane[i] = static_cast<float>(s.lane[i]);
+  return v;
+}
+inline TileFloats load_floats(const float* p) {
+  TileFloats v;
+  for (int i = 0; i < 8; ++i) v.lane[i] = p[i];
+  return v;
+}
+inline TileFloats load_floats(const uint16_t* p) {
+  TileFloats v;
+  for (int i = 0; i < 8; ++i) v.lane[i] = f16_to_f32(p[i]);
+  return v;
+}
+inline void store_floats(float* p, const TileFloats& v) {
+  for (int i = 0; i < 8; ++i) p[i] = v.lane[i];
+}
+inline TileFloats set1_floats(float x) { return {{x, x, x, x, x, x, x, x}}; }
+inline TileFloats mul_floats(TileFloats a, const TileFloats& b) {
+  for (int i = 0; i < 8; ++i) a.lane[i] *= b.lane[i];
+  return a;
+}
+// a * b + c with one rounding.
+inline TileFloats fma_floats(TileFloats a, const TileFloats& b, const TileFloats& c) {
+  for (int i = 0; i < 8; ++i) a.lane[i] = __builtin_fmaf(a.lane[i], b.lane[i], c.lane[i]);
+  return a;
+}
+inline TileSum times_256(TileSum s) {
+  for (int32_t& v : s.lane) v *= 256;
+  return s;
+}
+
 struct TwoBit {
   static constexpr int kFields = 4, kDots = 4, kUnroll = 1, kTokens = 2, kZeroCode = 1;
   static constexpr int64_t kFlush = int64_t{1} << 30;

@@ -102,6 +102,21 @@ inline TileSum set1_sum(int32_t x) { return vdupq_n_s32(x); }
 inline TileSum add_sum(TileSum a, TileSum b) { return vaddq_s32(a, b); }
 inline TileSum sub_sum(TileSum a, TileSum b) { return vsubq_s32(a, b); }
 
+// Sums as floats, lane by lane, for scales of groups.
+using TileFloats = float32x4_t;
+inline TileFloats floats_of(TileSum s) { return vcvtq_f32_s32(s); }
+inline TileFloats load_floats(const float* p) { return vld1q_f32(p); }
+inline TileFloats load_floats(const uint16_t* p) {
+  return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p)));
+}
+inline void store_floats(float* p, TileFloats v) { vst1q_f32(p, v); }
+inline TileFloats set1_floats(float x) { return vdupq_n_f32(x); }
+inline TileFloats mul_floats(TileFloats a, TileFloats b) { return vmulq_f32(a, b); }
+inline TileFloats fma_floats(TileFloats a, TileFloats b, TileFloats c) {
+  return vfmaq_f32(c, a, b);
+}
+inline TileSum times_256(TileSum s) { return vshlq_n_s32(s, 8); }
+
 // The dot takes signed bytes: fields 1 and 2 keep their factor, field 3 is shifted down.
 struct TwoBit {
   static constexpr int kFields = 4, kDots = 4, kUnroll = 2, kTokens = 5, kZeroCode = 1;

@@ -96,6 +96,21 @@ inline TileStep add_bytes(TileStep a, TileStep b) { return _mm256_add_epi8(a, b)
 inline TileStep avg_bytes(TileStep a, TileStep b) { return _mm256_avg_epu8(a, b); }
 inline TileStep set1_byte(int b) { return _mm256_set1_epi8(static_cast<char>(b)); }
 
+// Sums as floats, lane by lane, for scales of groups.
+using TileFloats = __m256;
+inline TileFloats floats_of(TileSum s) { return _mm256_cvtepi32_ps(s); }
+inline TileFloats load_floats(const float* p) { return _mm256_loadu_ps(p); }
+inline TileFloats load_floats(const uint16_t* p) {
+  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+inline void store_floats(float* p, TileFloats v) { _mm256_storeu_ps(p, v); }
+inline TileFloats set1_floats(float x) { return _mm256_set1_ps(x); }
+inline TileFloats mul_floats(TileFloats a, TileFloats b) { return _mm256_mul_ps(a, b); }
+inline TileFloats fma_floats(TileFloats a, TileFloats b, TileFloats c) {
+  return _mm256_fmadd_ps(a, b, c);
+}
+inline TileSum times_256(TileSum s) { return _mm256_slli_epi32(s, 8); }
+
 #if !defined(BITNET_EMULATE)
 template <class T>
 [[gnu::always_inline]] inline void pin(T& v) {

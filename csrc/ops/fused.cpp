@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "ops/checks.h"
+#include "ops/group_scales.h"
 #include "ops/register.h"
 #include "ops/weight_view.h"
 
@@ -41,7 +42,8 @@ std::tuple<Tensor, Tensor, Tensor> qkv_forward(const Tensor& x_in, const Tensor&
                                                const Tensor& k_weight, const Tensor& k_scale,
                                                const Tensor& v_weight, const Tensor& v_scale,
                                                double eps, std::vector<int64_t> out_features,
-                                               std::optional<int64_t> in_features) {
+                                               std::optional<int64_t> in_features,
+                                               std::string activation_format) {
   const Check check("qkv_forward");
   check_input(check, x_in, norm_weight, eps);
   check_features(check, out_features, "out_features", 3);
@@ -50,21 +52,21 @@ std::tuple<Tensor, Tensor, Tensor> qkv_forward(const Tensor& x_in, const Tensor&
   const Weight wq = weight_view_at(check, q_weight, "q_weight", shape.back(), out_features, 0);
   const Weight wk = weight_view_at(check, k_weight, "k_weight", shape.back(), out_features, 1);
   const Weight wv = weight_view_at(check, v_weight, "v_weight", shape.back(), out_features, 2);
-  check.weight_scale(q_scale, "q_scale", wq.n_rows);
-  check.weight_scale(k_scale, "k_scale", wk.n_rows);
-  check.weight_scale(v_scale, "v_scale", wv.n_rows);
+  const engine::ActivationFormat format = ops::activation_format(check, activation_format);
   const Tensor x = as_contiguous(x_in);
   const Scratch<float> norm = float_vector(norm_weight);
   Tensor q = empty(with_last(shape, wq.n_rows), x.scalar_type());
   Tensor k = empty(with_last(shape, wk.n_rows), x.scalar_type());
   Tensor v = empty(with_last(shape, wv.n_rows), x.scalar_type());
-  const auto projection = [&](const Weight& w, const Tensor& scale, Tensor& out) {
-    return engine::make_projection(w, data<float>(scale), scale.numel(), dtype_of(x),
-                                   out.mutable_data_ptr());
+  static constexpr const char* kScales[] = {"q_scale", "k_scale", "v_scale"};
+  const auto projection = [&](const Weight& w, const Tensor& scale, int i, Tensor& out) {
+    return scaled_projection(check, w, scale, kScales[i], dtype_of(x), out.mutable_data_ptr());
   };
-  const Projection projections[] = {projection(wq, q_scale, q), projection(wk, k_scale, k),
-                                    projection(wv, v_scale, v)};
-  engine::norm_and_multiply(rows_view(x), {norm.get(), static_cast<float>(eps)}, projections, 3);
+  const Projection projections[] = {projection(wq, q_scale, 0, q), projection(wk, k_scale, 1, k),
+                                    projection(wv, v_scale, 2, v)};
+  check_activations(check, projections, 3, format, kScales);
+  engine::norm_and_multiply(rows_view(x), {norm.get(), static_cast<float>(eps)}, projections, 3,
+                            format);
   return {q, k, v};
 }
 
@@ -72,7 +74,8 @@ Tensor mlp_forward(const Tensor& x_in, const Tensor& norm_weight, const Tensor& 
                    const Tensor& gate_scale, const Tensor& up_weight, const Tensor& up_scale,
                    std::optional<Tensor> sub_norm_weight, const Tensor& down_weight,
                    const Tensor& down_scale, double eps, std::string activation,
-                   std::vector<int64_t> out_features, std::vector<int64_t> in_features) {
+                   std::vector<int64_t> out_features, std::vector<int64_t> in_features,
+                   std::string activation_format) {
   const Check check("mlp_forward");
   check_input(check, x_in, norm_weight, eps);
   check_features(check, out_features, "out_features", 2);
@@ -82,8 +85,12 @@ Tensor mlp_forward(const Tensor& x_in, const Tensor& norm_weight, const Tensor& 
   const Weight gate =
       weight_view_at(check, gate_weight, "gate_weight", shape.back(), out_features, 0);
   const Weight up = weight_view_at(check, up_weight, "up_weight", shape.back(), out_features, 0);
-  check.weight_scale(gate_scale, "gate_scale", gate.n_rows);
-  check.weight_scale(up_scale, "up_scale", up.n_rows);
+  static constexpr const char* kScales[] = {"gate_scale", "up_scale", "down_scale"};
+  const Projection gate_up[] = {
+      scaled_projection(check, gate, gate_scale, kScales[0], DType::kF32, nullptr),
+      scaled_projection(check, up, up_scale, kScales[1], DType::kF32, nullptr)};
+  const engine::ActivationFormat format = ops::activation_format(check, activation_format);
+  check_activations(check, gate_up, 2, format, kScales);
   const int64_t inner = gate.n_rows;
   if (up.n_rows != inner)
     check.fail("up_weight", "with the rows of gate_weight (" + std::to_string(inner) + ")",
@@ -94,7 +101,9 @@ Tensor mlp_forward(const Tensor& x_in, const Tensor& norm_weight, const Tensor& 
                    " input features of down_weight (in_features) as rows",
                std::to_string(inner));
   const Weight down = weight_view_at(check, down_weight, "down_weight", inner, out_features, 1);
-  check.weight_scale(down_scale, "down_scale", down.n_rows);
+  const Projection down_projection =
+      scaled_projection(check, down, down_scale, kScales[2], dtype_of(x_in), nullptr);
+  check_activations(check, &down_projection, 1, format, kScales + 2);
   if (sub_norm_weight.has_value()) check.vector(*sub_norm_weight, "sub_norm_weight", inner);
   const engine::GatedRow gated = activation_row(check, activation);
 
@@ -106,15 +115,9 @@ Tensor mlp_forward(const Tensor& x_in, const Tensor& norm_weight, const Tensor& 
   const engine::Mlp m{
       .norm = {norm.get(), static_cast<float>(eps)},
       .sub_norm = {sub_norm_weight.has_value() ? sub_norm.get() : nullptr, static_cast<float>(eps)},
-      .gate = gate,
-      .up = up,
-      .down = down,
-      .gate_scale = data<float>(gate_scale),
-      .up_scale = data<float>(up_scale),
-      .down_scale = data<float>(down_scale),
-      .gate_scales = gate_scale.numel(),
-      .up_scales = up_scale.numel(),
-      .down_scales = down_scale.numel(),
+      .gate_up = {gate_up[0], gate_up[1]},
+      .down = down_projection,
+      .activations = format,
       .activation = gated,
   };
   engine::mlp(rows_view(x), m, rows_view(out));

@@ -1,7 +1,9 @@
 // quantize_head, lm_head, embedding: checks, results, and the view of a head's tensors.
 #include "ops/checks.h"
+#include "ops/group_scales.h"
 #include "ops/head_view.h"
 #include "ops/register.h"
+#include "ops/weight_view.h"
 #include "runtime/pages.h"
 #include "runtime/tuning.h"
 
@@ -101,13 +103,39 @@ engine::HeadView int4_view(const Check& check, const Tensor& weight,
           tuning().prefetch_bytes};
 }
 
+// A ternary matrix with scales of groups, in any layout of weights.
+engine::HeadView ternary_view(const Check& check, const Tensor& weight, const Tensor& scale,
+                              int64_t k, std::optional<int64_t> rows) {
+  if (k < 0) check.fail("in_features", "given for a ternary weight, whose rows are padded", "None");
+  check_in_features(check, k);
+  engine::HeadView view{engine::HeadFormat::kTernary,
+                        DType::kF32,
+                        weight.const_data_ptr(),
+                        scale.const_data_ptr(),
+                        0,
+                        k,
+                        engine::kGroupWeights,
+                        tuning().prefetch_bytes};
+  view.ternary = weight_view(check, weight, "weight", k, rows);
+  view.ternary_scales = group_scales(check, view.ternary, scale, "scale");
+  view.rows = view.ternary.n_rows;
+  return view;
+}
+
 }  // namespace
+
+bool is_ternary_head(const Tensor& weight, const std::optional<Tensor>& scale) {
+  if (weight.scalar_type() != ScalarType::Byte || !scale.has_value() || !scale->defined())
+    return false;
+  return scale->scalar_type() == ScalarType::Float || scale->scalar_type() == ScalarType::Half;
+}
 
 engine::HeadView head_view(const Check& check, const Tensor& weight,
                            const std::optional<Tensor>& scale, int64_t k,
                            std::optional<int64_t> out_features) {
   if (!weight.defined()) check.fail("weight", "to be a tensor", "None");
   const ScalarType type = weight.scalar_type();
+  if (is_ternary_head(weight, scale)) return ternary_view(check, weight, *scale, k, out_features);
   if (type == ScalarType::Byte) return int4_view(check, weight, scale, k, out_features);
   const engine::HeadView view = type == ScalarType::Char ? int8_view(check, weight, scale, k)
                                                          : dense_view(check, weight, scale, k);

@@ -9,7 +9,11 @@
 
 namespace bitnet::ops {
 
-// weight F [V, k], int8 [V, k] with scale float32 [V], or uint8 tiles with their bfloat16 scales.
+// Whether these are a ternary matrix and its scales; those of int4 tiles are bfloat16.
+bool is_ternary_head(const Tensor& weight, const std::optional<Tensor>& scale);
+
+// weight F [V, k], int8 [V, k] with scale float32 [V], uint8 tiles with their bfloat16 scales, or a
+// ternary matrix with scales of groups (ops/group_scales.h).
 // k < 0: as many features as the weight has.
 engine::HeadView head_view(const Check& check, const Tensor& weight,
                            const std::optional<Tensor>& scale, int64_t k,

@@ -1,9 +1,10 @@
-// quantize_activations, gemv, gemm, linear, group_linear: checks and results; engine/product.h does
-// the rest.
+// quantize_activations, quantize_activation_groups, gemv, gemm, linear, group_linear: checks and
+// results; engine/product.h does the rest.
 #include "engine/product.h"
 
 #include "format/layout.h"
 #include "ops/checks.h"
+#include "ops/group_scales.h"
 #include "ops/register.h"
 #include "ops/weight_view.h"
 
@@ -61,12 +62,12 @@ Shape check_x(const Check& check, const Tensor& x, std::optional<int64_t> in_fea
 
 // Float activations x any projection of them; `shape`: of the result.
 Tensor project(const Tensor& x_in, Projection projection, const std::optional<Tensor>& bias,
-               Shape shape) {
+               Shape shape, engine::ActivationFormat format) {
   const Weight& weight = *projection.weight;
   const int64_t tokens = product(shape, 0, shape.size() - 1);
   const Tensor x = as_contiguous(x_in);
   const KernelTable& table = kernels();
-  TokenBuffer rows(table, tokens, weight.k, projection.grouped);
+  TokenBuffer rows(table, tokens, weight.k, projection.grouped(), format);
   rows.quantize(table, x.const_data_ptr(), dtype_of(x));
   shape.back() = weight.n_rows;
   Tensor out = empty(shape, x.scalar_type());
@@ -89,6 +90,34 @@ std::tuple<Tensor, Tensor> quantize_activations(const Tensor& x_in) {
   Tensor q = empty(shape, ScalarType::Char);
   Tensor scale = empty(Shape(shape.begin(), shape.end() - 1), ScalarType::Float);
   engine::quantize_rows(rows_view(x), mutable_data<int8_t>(q), mutable_data<float>(scale));
+  return {q, scale};
+}
+
+std::tuple<Tensor, Tensor> quantize_activation_groups(const Tensor& x_in,
+                                                      std::string activation_format) {
+  const Check check("quantize_activation_groups");
+  check.float_dtype(x_in, "x");
+  check.min_dim(x_in, "x", 1);
+  const Shape shape = shape_of(x_in);
+  const int64_t k = shape.back(), tokens = product(shape, 0, shape.size() - 1);
+  if (k < 1) check.fail("x", "with at least one feature in the last dimension", "0");
+  const engine::ActivationFormat format = ops::activation_format(check, activation_format);
+  if (format == engine::ActivationFormat::kInt8)
+    check.fail("activation_format", "int8_group or int16_group", "int8 (quantize_activations)");
+  const bool wide = format == engine::ActivationFormat::kInt16Group;
+  Shape scales = shape;
+  scales.back() = layout::blocks_for(k);
+  Tensor q = empty(shape, wide ? ScalarType::Short : ScalarType::Char);
+  Tensor scale = empty(scales, ScalarType::Float);
+  const Tensor x = as_contiguous(x_in);
+  TokenBuffer rows(kernels(), tokens, k, true, format);
+  rows.quantize(kernels(), x.const_data_ptr(), dtype_of(x));
+  const engine::QuantizedTokens& from = rows.view();
+  if (wide) {
+    from.copy_codes(mutable_data<int16_t>(q), mutable_data<float>(scale));
+  } else {
+    from.copy_codes(mutable_data<int8_t>(q), mutable_data<float>(scale));
+  }
   return {q, scale};
 }
 
@@ -125,27 +154,24 @@ Tensor linear(const Tensor& x, const Tensor& weight, const Tensor& weight_scale,
   return project(x,
                  engine::make_projection(w, data<float>(weight_scale), weight_scale.numel(),
                                          dtype_of(x), nullptr),
-                 bias, shape);
+                 bias, shape, engine::ActivationFormat::kInt8);
 }
 
 Tensor group_linear(const Tensor& x, const Tensor& weight, const Tensor& weight_scale,
                     std::optional<Tensor> bias, std::optional<int64_t> out_features,
-                    std::optional<int64_t> in_features) {
+                    std::optional<int64_t> in_features, std::string activation_format) {
   const Check check("group_linear");
   const Shape shape = check_x(check, x, in_features);
   const Weight w = weight_view(check, weight, "weight", shape.back(), out_features);
-  check.dtype(weight_scale, "weight_scale", ScalarType::Float);
-  check.shape(weight_scale, "weight_scale", {w.n_rows, layout::blocks_for(w.k)});
-  check.contiguous(weight_scale, "weight_scale");
+  Projection projection = engine::make_projection(w, nullptr, 1, dtype_of(x), nullptr);
+  projection.groups = group_scales(check, w, weight_scale, "weight_scale");
   if (bias.has_value()) check.vector(*bias, "bias", w.n_rows);
-  Projection projection =
-      engine::make_projection(w, data<float>(weight_scale), w.n_rows, dtype_of(x), nullptr);
-  projection.grouped = true;
-  return project(x, projection, bias, shape);
+  return project(x, projection, bias, shape, ops::activation_format(check, activation_format));
 }
 
 BITNET_LIBRARY_IMPL(m) {
   BITNET_OP(m, quantize_activations);
+  BITNET_OP(m, quantize_activation_groups);
   BITNET_OP(m, gemv);
   BITNET_OP(m, gemm);
   BITNET_OP(m, linear);

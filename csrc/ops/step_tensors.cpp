@@ -5,6 +5,7 @@
 #include <cmath>
 
 #include "format/layout.h"
+#include "ops/group_scales.h"
 #include "ops/head_view.h"
 #include "ops/weight_view.h"
 
@@ -64,6 +65,8 @@ void StepTensors::take_extras(Arguments& a) {
   lora_ranks = a.take<std::optional<Tensor>>();
   lora_scalings = a.take<std::optional<Tensor>>();
   lora_indices = a.take<std::optional<Tensor>>();
+  grouped = a.take<std::vector<int64_t>>();
+  activation_format = a.take<std::string>();
 }
 
 void StepBinding::check_most(const char* argument, const char* what, int64_t got,
@@ -122,7 +125,8 @@ void StepBinding::check_numbers(StepModel& m) const {
 void StepBinding::check_vocab() const {
   const Tensor& head_weight = tensors_.head_weight;
   const int64_t vocab = tensors_.vocab_size;
-  if (!head_weight.defined() || head_weight.dim() < 1) return;  // head_view has words for that
+  if (!head_weight.defined() || head_weight.dim() < 1) return;    // head_view has words for that
+  if (is_ternary_head(head_weight, tensors_.head_scale)) return;  // of any layout: head_view knows
   const bool tiles = head_weight.dim() == 3;
   const int64_t rows = head_weight.size(0);
   const int64_t padded = tiles ? rows * layout::kHeadTileRows : rows;
@@ -150,44 +154,84 @@ void StepBinding::bind_weights(const StepModel& m, std::vector<StepLayer>& layer
   }
 }
 
+// How many scales a layer's weight `which` has, and in which form.
+int64_t StepBinding::scales_of(StepModel& m, const std::vector<StepLayer>& layers,
+                               int which) const {
+  const StepTensors& a = tensors_;
+  const auto [rows, k] = engine::weight_size(m, which);
+  const int64_t size = a.scale_sizes.empty() ? 1 : a.scale_sizes[static_cast<size_t>(which)];
+  const bool grouped = std::ranges::count(a.grouped, which) != 0;
+  m.scale_forms[which] = grouped     ? ScaleForm::kGroups
+                         : size == 1 ? ScaleForm::kMatrix
+                                     : ScaleForm::kRows;
+  if (!grouped) {
+    if (size != 1 && size != rows)
+      check_.fail("scale_sizes",
+                  "1 or " + std::to_string(rows) + " (one a row) for " + kNames[which] +
+                      ", which is not in grouped",
+                  std::to_string(size));
+    return size;
+  }
+  int64_t expected = rows * layout::blocks_for(k);
+  for (const StepLayer& layer : layers) {
+    const Weight& w = layer.weights[which];
+    if (w.format != layers[0].weights[which].format)
+      check_.fail(kNames[which], "in one layout in every layer, for it has scales of groups",
+                  "another one");
+    if (w.format != engine::WeightFormat::kCanonical)
+      expected = w.row_blocks * w.block_rows * layout::blocks_for(k);
+  }
+  if (size != expected)
+    check_.fail("scale_sizes",
+                std::to_string(expected) + " (one a row and 128 input features) for " +
+                    kNames[which] + ", which is in grouped",
+                std::to_string(size));
+  return size;
+}
+
 // The scales of a layer's seven projections follow each other, of each as many as scale_sizes says.
 void StepBinding::bind_scales(StepModel& m, std::vector<StepLayer>& layers) const {
   const StepTensors& a = tensors_;
-  int64_t sizes[kLayerWeights], total = 0;
+  int64_t sizes[kLayerWeights], total = 0, last = -1;
   if (!a.scale_sizes.empty() && a.scale_sizes.size() != kLayerWeights)
     check_.fail("scale_sizes", "empty or 7 numbers",
                 std::to_string(a.scale_sizes.size()) + " numbers");
-  for (int i = 0; i < kLayerWeights; ++i) {
-    const auto [rows, k] = engine::weight_size(m, i);
-    const int64_t groups = rows * layout::blocks_for(k);
-    sizes[i] = a.scale_sizes.empty() ? 1 : a.scale_sizes[static_cast<size_t>(i)];
-    m.scale_forms[i] = sizes[i] == 1      ? ScaleForm::kMatrix
-                       : sizes[i] == rows ? ScaleForm::kRows
-                                          : ScaleForm::kGroups;
-    if (sizes[i] != 1 && sizes[i] != rows && sizes[i] != groups)
-      check_.fail("scale_sizes",
-                  "1, " + std::to_string(rows) + " (one a row) or " + std::to_string(groups) +
-                      " (one a row and 128 input features) for " + kNames[i],
-                  std::to_string(sizes[i]));
-    total += sizes[i];
+  for (const int64_t which : a.grouped) {
+    if (!(which > last && which < kLayerWeights))
+      check_.fail("grouped", "ascending places from 0 to 6", std::to_string(which));
+    last = which;
   }
+  for (int i = 0; i < kLayerWeights; ++i) total += sizes[i] = scales_of(m, layers, i);
+  m.activations = ops::activation_format(check_, a.activation_format);
+  if (a.grouped.empty() && m.activations != engine::ActivationFormat::kInt8)
+    check_.fail("activation_format", "int8 where grouped is empty", a.activation_format);
   // They read the same tokens, whose sums groups need.
   const auto same = [&](int one, int other) {
     if ((m.scale_forms[one] == ScaleForm::kGroups) != (m.scale_forms[other] == ScaleForm::kGroups))
-      check_.fail(
-          "scale_sizes",
-          std::string("of groups for ") + kNames[one] + " and " + kNames[other] + " or for neither",
-          std::to_string(sizes[one]) + " and " + std::to_string(sizes[other]));
+      check_.fail("grouped",
+                  std::string("with ") + kNames[one] + " and " + kNames[other] + " or with neither",
+                  "one of them");
   };
   same(kQ, kK), same(kQ, kV), same(kGate, kUp);
-  check_.dtype(a.scales, "scales", ScalarType::Float);
+  const bool half = a.scales.defined() && a.scales.scalar_type() == ScalarType::Half;
+  if (!half) check_.dtype(a.scales, "scales", ScalarType::Float);
+  m.group_scale_type = half ? DType::kF16 : DType::kF32;
+  for (int i = 0; half && i < kLayerWeights && !layers.empty(); ++i) {
+    if (m.scale_forms[i] != ScaleForm::kGroups ||
+        layers[0].weights[i].format == engine::WeightFormat::kCanonical)
+      check_.fail("scales",
+                  std::string("of dtype float32 unless all are of groups, beside CPU-specific "
+                              "layouts, as those of ") +
+                      kNames[i] + " are not",
+                  "float16");
+  }
   check_.shape(a.scales, "scales", {m.n_layers, total});
   check_.contiguous(a.scales, "scales");
-  const auto* scale = data<float>(a.scales);
+  const auto* scale = static_cast<const char*>(a.scales.const_data_ptr());
   for (StepLayer& layer : layers) {
     for (int i = 0; i < kLayerWeights; ++i) {
       layer.scales[i] = scale;
-      scale += sizes[i];
+      scale += sizes[i] * element_size(m.group_scale_type);
     }
   }
 }

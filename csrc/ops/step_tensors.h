@@ -43,8 +43,11 @@ struct StepTensors {
   std::optional<double> sub_norm_eps, linear_norm_eps;
   std::optional<std::vector<Tensor>> lora_weights;
   std::optional<Tensor> lora_ranks, lora_scalings, lora_indices;
+  std::vector<int64_t> grouped;
+  std::string activation_format;
 
-  // In the order of the schemas: weights to head_scale, dtype to scale, and biases to lora_indices.
+  // In the order of the schemas: weights to head_scale, dtype to scale, and biases to
+  // activation_format.
   void take_weights(Arguments& a);
   void take_numbers(Arguments& a);
   void take_extras(Arguments& a);
@@ -89,6 +92,8 @@ class StepBinding {
   void check_vocab() const;
   void bind_weights(const engine::StepModel& m, std::vector<engine::StepLayer>& layers) const;
   void bind_scales(engine::StepModel& m, std::vector<engine::StepLayer>& layers) const;
+  int64_t scales_of(engine::StepModel& m, const std::vector<engine::StepLayer>& layers,
+                    int which) const;
   void bind_biases(const engine::StepModel& m, std::vector<engine::StepLayer>& layers) const;
   void bind_norms(engine::StepModel& m, std::vector<engine::StepLayer>& layers) const;
   void bind_side_paths(const engine::StepModel& m, int64_t adapter, const int64_t* ranks,

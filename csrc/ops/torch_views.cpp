@@ -53,6 +53,8 @@ int32_t aoti_dtype(ScalarType type) {
       return aoti_torch_dtype_uint8();
     case ScalarType::Char:
       return aoti_torch_dtype_int8();
+    case ScalarType::Short:
+      return aoti_torch_dtype_int16();
     case ScalarType::Int:
       return aoti_torch_dtype_int32();
     case ScalarType::Long:

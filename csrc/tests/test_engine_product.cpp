@@ -56,8 +56,8 @@ struct Tokens {
   std::vector<float> scales;
   TokenBuffer buffer;
 
-  Tokens(Random& random, const KernelTable& table, int64_t tokens, int64_t k, bool groups)
-      : buffer(table, tokens, k, groups) {
+  Tokens(Random& random, const KernelTable& table, int64_t tokens, int64_t k)
+      : buffer(table, tokens, k) {
     std::vector<float> x(at(tokens * k));
     for (float& v : x) v = random.unit();
     buffer.quantize(table, x.data(), DType::kF32);
@@ -89,20 +89,8 @@ float rounded(DType type, float v) {
 // What the projection makes of row n and token m, as a float of its type.
 float expected(const Matrix& w, const Tokens& x, const Projection& p, int64_t n, int64_t m) {
   const int64_t k = w.weight.k;
-  float y;
-  if (!p.grouped) {
-    const float scale = p.scale[p.scale_step * n] * x.scales[at(m)];
-    y = static_cast<float>(dot(w, x, n, m, 0, k)) * scale;
-  } else {
-    const int64_t groups = layout::blocks_for(k);
-    y = 0;
-    for (int64_t g = 0; g < groups; ++g) {
-      const float v =
-          static_cast<float>(dot(w, x, n, m, g * 128, g * 128 + 128)) * p.scale[n * groups + g];
-      y = g == 0 ? v : y + v;
-    }
-    y *= x.scales[at(m)];
-  }
+  const float scale = p.scale[p.scale_step * n] * x.scales[at(m)];
+  float y = static_cast<float>(dot(w, x, n, m, 0, k)) * scale;
   if (p.bias != nullptr) y += p.bias[n];
   return rounded(p.out.type, y);
 }
@@ -191,22 +179,17 @@ void check_floats(const Matrix& w, const Tokens& x, const KernelTable& table, Pr
 void check_table(const KernelTable& table, int64_t n, int64_t k, int64_t tokens) {
   Random random(static_cast<uint64_t>(n * 1000 + k + tokens));
   const std::vector<float> scales = random_floats(random, n), bias = random_floats(random, n);
-  const std::vector<float> group_scales = random_floats(random, n * layout::blocks_for(k));
   for (const WeightFormat format : kFormats) {
     begin_case("%s format %d, %dx%d, %d tokens", table.name, static_cast<int>(format),
                static_cast<int>(n), static_cast<int>(k), static_cast<int>(tokens));
     const Matrix w(random, table, format, n, k);
-    const Tokens x(random, table, tokens, k, false);
+    const Tokens x(random, table, tokens, k);
     check_sums(w, x, table, random);
     for (const int64_t step : {0, 1}) {
       const Projection p{&w.weight, scales.data(), step, step == 0 ? nullptr : bias.data(), {}};
       check_typed(w, x, table, p, random);
       check_floats(w, x, table, p, random);
     }
-    if (x.buffer.view().tile != 0) continue;  // sums over groups are taken of rows
-    const Tokens grouped(random, table, tokens, k, true);
-    check_typed(w, grouped, table, {&w.weight, group_scales.data(), 1, bias.data(), {}, true},
-                random);
   }
 }
 
@@ -272,7 +255,7 @@ void tokens_in_tiles() {
   begin_case("claims of a tiled product");
   Random random(5);
   const Matrix w(random, table, WeightFormat::kTwoBit, 320, 64);
-  const Tokens x(random, table, 100, 64, false);
+  const Tokens x(random, table, 100, 64);
   const Projection p = make_sums(w.weight, nullptr);
   const ClaimRule rule = Product(table, x.buffer.view(), &p, 1).claim();
   CHECK(rule.least * w.weight.block_rows == 64 && rule.parts == 3, "least %d, parts %d",
@@ -288,7 +271,7 @@ void on_threads(const KernelTable& table) {
   const Matrix q(random, table, WeightFormat::kTwoBit, 500, k);
   const Matrix v(random, table, WeightFormat::kBase3, 130, k);
   const Matrix c(random, table, WeightFormat::kCanonical, 77, k);
-  const Tokens x(random, table, tokens, k, false);
+  const Tokens x(random, table, tokens, k);
   const float scale = 0.5f;
   for (const int64_t threads : {1, 2, 3, 7}) {
     begin_case("%s, %d threads", table.name, static_cast<int>(threads));

@@ -33,7 +33,12 @@ from bitnet_ops.loading.weights import load_model
 from bitnet_ops.models import Decoder, check_dtype
 from bitnet_ops.nn.kv_types import DEFAULT_KV_DTYPE, check_kv_dtype
 from bitnet_ops.nn.lora import Adapter, read_adapter
-from bitnet_ops.nn.storage import DEFAULT_HEAD_FORMAT, check_head_format, check_weight_format
+from bitnet_ops.nn.storage import (
+    DEFAULT_HEAD_FORMAT,
+    check_activation_format,
+    check_head_format,
+    check_weight_format,
+)
 from bitnet_ops.untrusted import UntrustedFileError, read_json_object
 
 if sys.version_info >= (3, 11):
@@ -53,6 +58,7 @@ def load(
     kv_dtype: torch.dtype = DEFAULT_KV_DTYPE,
     weight_format: str = "auto",
     head_format: str = DEFAULT_HEAD_FORMAT,
+    activation_format: str = "auto",
     cache: bool | str | os.PathLike[str] | None = None,
     convert: bool = True,
     lora: _Folder | Mapping[str, _Folder] | None = None,
@@ -76,6 +82,11 @@ def load(
             load again.
         head_format: of the output head, and of the embedding where it is tied: "int8", "int4",
             "bf16", "float32", or "stored", as the file has it.
+            A matrix that the file holds as ternary weights stays what it is in every format.
+        activation_format: what ternary weights with scales of groups multiply by: "int8" (one scale
+            a token), "int8_group" (one for every 128 features of a token), "int16_group" (16 bits,
+            as the heads have them; twice the arithmetic) or "auto", which is "int8_group". Models
+            with a scale a matrix or a row, which were trained with it, take "int8" alone.
         cache: keep the repacked model in a file, which makes later loads faster: True
             (in bitnet_ops in the user's cache directory, or where BITNET_OPS_CACHE says), a
             directory, False, or None: if BITNET_OPS_CACHE is set. Files there are safe to delete.
@@ -94,9 +105,10 @@ def load(
     check_kv_dtype(kv_dtype, "load: expected kv_dtype")
     check_weight_format(weight_format)
     check_head_format(head_format)
+    check_activation_format(activation_format)
     adapters = _read_adapters(lora)
     found = obtain(DEMO_DIR if path is None else path, convert=convert, cache=cache)
-    form = dtype, kv_dtype, weight_format, head_format
+    form = dtype, kv_dtype, weight_format, head_format, activation_format
     cache_dir = cache_files.directory(cache)
     try:
         return _open(found.file, *form, cache_dir, adapters)
@@ -113,10 +125,12 @@ def _open(
     kv_dtype: torch.dtype,
     weight_format: str,
     head_format: str,
+    activation_format: str,
     cache: Path | None,
     adapters: Mapping[str | None, Adapter],
 ) -> LanguageModel:
     model = load_model(file, dtype, weight_format, head_format, cache)
+    model.set_activation_format(activation_format)
     for name, adapter in adapters.items():
         model.add_adapter(adapter, name)
     folder = file.parent

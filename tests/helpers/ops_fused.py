@@ -23,6 +23,7 @@ from op_values import (
     random_packed,
     strided,
 )
+from ops_group import blocked
 from ops_linear import check_in_features
 from ops_packing import repacked
 
@@ -45,12 +46,25 @@ def _is_gain(arg: Any) -> bool:
 # qkv_forward --------------------------------------------------------------------------------------
 
 
+def _project(
+    o: Any, x: Tensor, weight: Tensor, scale: Tensor, rows: int | None, k: int | None, form: str
+) -> Tensor:
+    """linear, or group_linear with scales of groups."""
+    y: Tensor = (
+        o.group_linear(x, weight, scale, None, rows, k, form)
+        if scale.dim() > 1
+        else o.linear(x, weight, scale, None, rows, k)
+    )
+    return y
+
+
 def qkv_forward(o: Any, a: Any) -> tuple[Tensor, ...]:
     """rms_norm, then three linears."""
     check_in_features(a.x, a.in_features)
     hidden, rows = o.rms_norm(a.x, a.norm_weight, a.eps), a.out_features or (None, None, None)
     shards = (a.q_weight, a.q_scale), (a.k_weight, a.k_scale), (a.v_weight, a.v_scale)
-    return tuple(o.linear(hidden, *s, None, n) for s, n in zip(shards, rows, strict=True))
+    form = a.activation_format
+    return tuple(_project(o, hidden, *s, n, None, form) for s, n in zip(shards, rows, strict=True))
 
 
 def qkv_arguments(g: torch.Generator, x: Tensor, k: int, gain_dtype: torch.dtype) -> Arguments:
@@ -64,6 +78,31 @@ def repacked_qkv_arguments(g: torch.Generator, k: int, fmt: str) -> Arguments:
     for index in (2, 4, 6):
         args[index] = repacked(args[index], k, fmt)
     return (*args, rows)
+
+
+def grouped_arguments(op: str, g: torch.Generator, form: str, fmt: str) -> Arguments:
+    """Of qkv_forward or mlp_forward with scales of groups, blocked beside tiles."""
+    k, inner = 300, 200
+    rows = (12, 4, 6) if op == "qkv_forward" else (inner, inner, k)
+    widths = (k, k, k) if op == "qkv_forward" else (k, k, inner)
+    shards = []
+    for n, width in zip(rows, widths, strict=True):
+        weight, groups = random_packed(g, n, width), -(-width // 128)
+        scale = positive(g, n, groups)
+        if fmt != "canonical":
+            weight = repacked(weight, width, fmt)
+            scale = blocked(g, weight, groups, n, torch.float16)
+        shards.append((weight, scale))
+    x, norm = activations(g, 3, k), gain(g, k)
+    (q, qs), (kw, ks), (v, vs) = shards
+    if op == "qkv_forward":
+        return x, norm, q, qs, kw, ks, v, vs, 1e-5, [*rows], k, form
+    sub = gain(g, inner)
+    return x, norm, q, qs, kw, ks, sub, v, vs, 1e-5, "silu", [inner, k], [k, inner], form
+
+
+def _rng() -> torch.Generator:
+    return torch.Generator().manual_seed(5)
 
 
 def _qkv_forward_samples() -> Built:
@@ -96,6 +135,10 @@ _QKV_FORWARD_REJECTIONS: Rejections = [
     ({"k_scale": value(torch.ones(3))}, "k_scale", "per output row (4), got 3"),
     ({"q_scale": value(torch.ones(3))}, "q_scale", "per output row (8), got 3"),
     ({"v_scale": to("v_scale", F64)}, "v_scale", "of dtype float32, got float64"),
+    ({"k_scale": lambda a: positive(_rng(), 4, 2)}, "k_scale", "like q_scale, or neither, got gro"),
+    ({"v_scale": lambda a: torch.ones(4, 1)}, "v_scale", "of shape [4, 2], got [4, 1]"),
+    ({"activation_format": value("int8_group")}, "activation_format", "int8 for weights without"),
+    ({"activation_format": value("fp8")}, "activation_format", "or int16_group, got fp8"),
     ({"eps": value(float("nan"))}, "eps", "finite and not negative, got nan"),
 ]  # fmt: skip
 
@@ -135,15 +178,16 @@ def mlp_forward(o: Any, a: Any) -> Tensor:
     hidden = o.rms_norm(a.x, a.norm_weight, a.eps)
     if a.x.dtype == torch.float16:
         hidden = hidden.float()  # squared ReLU overflows float16: the op keeps float32 from here
-    gate = o.linear(hidden, a.gate_weight, a.gate_scale, None, inner)
-    up = o.linear(hidden, a.up_weight, a.up_scale, None, inner)
+    form = a.activation_format
+    gate = _project(o, hidden, a.gate_weight, a.gate_scale, inner, None, form)
+    up = _project(o, hidden, a.up_weight, a.up_scale, inner, None, form)
     if a.activation == "relu2":
         product = o.relu2_mul(gate, up)
     else:
         product = o.silu_and_mul(torch.cat([gate, up], dim=-1))
     if a.sub_norm_weight is not None:
         product = o.rms_norm(product, a.sub_norm_weight, a.eps)
-    y: Tensor = o.linear(product, a.down_weight, a.down_scale, None, outer, second)
+    y = _project(o, product, a.down_weight, a.down_scale, outer, second, form)
     return y.to(a.x.dtype)
 
 
@@ -191,6 +235,9 @@ _MLP_FORWARD_REJECTIONS: Rejections = [
     ({"in_features": value([161, 150])}, "x", "with the 161 input features of the weight"),
     ({"gate_scale": value(torch.ones(3))}, "gate_scale", "per output row (150), got 3"),
     ({"up_scale": value(torch.ones(3))}, "up_scale", "per output row (150), got 3"),
+    ({"up_scale": lambda a: positive(_rng(), 150, 2)}, "up_scale", "like gate_scale, or neither"),
+    ({"activation_format": value("int16_group")}, "activation_format", "without scales of groups"),
+    ({"activation_format": value("")}, "activation_format", "or int16_group, got "),
     ({"activation": value("gelu")}, "activation", "'relu2' or 'silu', got 'gelu'"),
     ({"activation": value("")}, "activation", "'relu2' or 'silu', got ''"),
     ({"up_weight": narrow("up_weight", 0)}, "up_weight", "rows of gate_weight"),

@@ -24,16 +24,21 @@ from op_schema import named
 from op_spec import Call, Rejections, fixed, spec
 from op_values import (
     FLOATS,
+    FORMATS,
     HEAD_FORMATS,
     Arguments,
     Built,
     activations,
     dtype_name,
+    positive,
     quantized_head,
+    random_packed,
     strided,
     transposed,
 )
-from ops_linear import check_in_features
+from ops_group import blocked, fma, quantize_activation_groups
+from ops_linear import check_in_features, codes_of
+from ops_packing import BLOCK, repacked
 
 # quantize_head ------------------------------------------------------------------------------------
 
@@ -145,6 +150,39 @@ def _int4_logits(wide: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
     return total
 
 
+def ternary_head(
+    g: torch.Generator, v: int, k: int, weight_format: str, dtype: torch.dtype = F16
+) -> Arguments:
+    """weight, scale, v and k of a ternary head with scales of groups."""
+    weight, groups = random_packed(g, v, k), -(-k // BLOCK)
+    if weight_format == "canonical":
+        return weight, positive(g, v, groups), v, k
+    weight = repacked(weight, k, weight_format)
+    return weight, blocked(g, weight, groups, v, dtype), v, k
+
+
+def _is_ternary(weight: Tensor, scale: Tensor) -> bool:
+    return weight.dtype == torch.uint8 and scale.dtype != BF16
+
+
+def _row_scales(scale: Tensor, rows: int) -> Tensor:
+    """float32 [rows, groups] of scales in either form."""
+    return torch.cat([*scale.float()], dim=1).T[:rows] if scale.dim() == 3 else scale
+
+
+def _ternary_logits(x: Tensor, weight: Tensor, scale: Tensor, rows: int | None) -> Tensor:
+    """float32 [M, K] times ternary codes, every group of x in 16 bits -> float32 [M, V]."""
+    codes = codes_of(weight, x.shape[-1], rows).to(torch.int64)
+    scales = _row_scales(scale, len(codes))
+    q, x_scales = quantize_activation_groups(x, "int16_group")
+    total = torch.zeros(len(x), len(codes))
+    for group, begin in enumerate(range(0, x.shape[-1], BLOCK)):
+        part = slice(begin, begin + BLOCK)
+        sums = q[:, part].to(torch.int64) @ codes[:, part].T
+        total = fma(sums.float(), scales[:, group] * x_scales[:, group, None], total)
+    return total
+
+
 def lm_head(
     x: Tensor,
     weight: Tensor,
@@ -156,6 +194,9 @@ def lm_head(
     check_in_features(x, in_features)
     if scale is None:
         return (x.to(torch.float64) @ weight.to(torch.float64).T).to(torch.float32)
+    if _is_ternary(weight, scale):
+        y = _ternary_logits(x.reshape(-1, x.shape[-1]), weight, scale, out_features)
+        return y.reshape(*x.shape[:-1], y.shape[-1])
     wide, x_scale = _head_activations(x.reshape(-1, x.shape[-1]))
     if weight.dtype == torch.int8:
         sums = (wide @ weight.to(torch.int64).T).to(torch.float64).to(torch.float32)
@@ -204,6 +245,18 @@ def _lm_head_samples() -> Built:
                 g, strided(activations(g, 2, 3, 33)), 5, f, n
             ),
         )
+    for x in FLOATS:
+        for fmt in ("canonical", *FORMATS):
+            yield f"{dtype_name(x)}_ternary_{fmt}", lambda g, x=x, f=fmt: (
+                activations(g, 3, 300, dtype=x), *ternary_head(g, 85, 300, f),
+            )  # fmt: skip
+    for fmt in FORMATS:  # many tokens, whole tiles; one token, scales that are no float16
+        yield f"tokens_ternary_{fmt}", lambda g, f=fmt: (
+            activations(g, 19, 128), *ternary_head(g, 160, 128, f),
+        )  # fmt: skip
+        yield f"token_ternary_{fmt}", lambda g, f=fmt: (
+            activations(g, 1, 64), *ternary_head(g, 7, 64, f, torch.float32),
+        )  # fmt: skip
     yield "no_out_features", lambda g: (
         activations(g, 2, 64), *quantized_head(g, 32, 64, "int4", 64),
     )  # fmt: skip
@@ -243,12 +296,21 @@ _LM_HEAD_INT4_REJECTIONS: Rejections = [
     ({"x": value(torch.ones(2, 128))}, "weight", "2 groups of 64 features for 128"),
     ({"x": value(torch.ones(2, 193))}, "weight", "4 groups of 64 features for 193"),
     ({"scale": value(None)}, "scale", "with a quantised weight"),
-    ({"scale": to("scale", F16)}, "scale", "of dtype bfloat16, got float16"),
+    ({"scale": to("scale", F64)}, "scale", "of dtype bfloat16, got float64"),
     ({"scale": narrow("scale")}, "scale", "of shape [1, 3, 16], got [1, 3, 15]"),
     ({"scale": narrow("scale", 1)}, "scale", "lines, got 2 groups"),
     ({"scale": lambda a: a["scale"][0]}, "scale", "with 3 dimensions"),
     ({"out_features": value(17)}, "out_features", "to fill 1 tiles of 16 rows"),
     ({"out_features": value(-1)}, "out_features", "tiles of 16 rows, got -1"),
+]  # fmt: skip
+
+_LM_HEAD_TERNARY_REJECTIONS: Rejections = [
+    ({"x": lambda a: a["x"][:, :64], "in_features": value(64)}, "weight", "prepacked for"),
+    ({"out_features": value(None)}, "out_features", "given, for weight is in a CPU-specific"),
+    ({"out_features": value(100)}, "weight", "100 x 160 prepacked for"),
+    ({"weight": noncontiguous("weight")}, "weight", "contiguous"),
+    ({"scale": narrow("scale")}, "scale", "of shape ["),
+    ({"scale": noncontiguous("scale")}, "scale", "contiguous"),
 ]  # fmt: skip
 
 spec(
@@ -271,6 +333,10 @@ spec(
         "int4": Call(
             lambda g: named("lm_head", head_arguments(g, activations(g, M, K), 11, "int4", 64)),
             _LM_HEAD_INT4_REJECTIONS,
+        ),
+        "ternary": Call(
+            lambda g: named("lm_head", (activations(g, M, K), *ternary_head(g, 11, K, "2bit"))),
+            _LM_HEAD_TERNARY_REJECTIONS,
         ),
     },
     bound=_lm_head_bound,
@@ -300,6 +366,11 @@ def embedding(
     """Rows of a head in any format, int64 [...] -> float32 [..., K]."""
     if scale is None:
         rows = weight.to(torch.float32)
+    elif _is_ternary(weight, scale):
+        assert in_features is not None
+        codes = codes_of(weight, in_features, out_features)
+        scales = _row_scales(scale, len(codes)).repeat_interleave(BLOCK, dim=1)
+        rows = codes.to(torch.float32) * scales[:, :in_features]
     elif weight.dtype == torch.int8:
         rows = weight.to(torch.float32) * scale[:, None]
     else:
@@ -316,6 +387,10 @@ def _embedding_samples() -> Built:
     for form, group in HEAD_FORMATS:
         yield f"{form}_{group}", lambda g, f=form, n=group: (
             torch.tensor([36, 0, 17, 36]), *quantized_head(g, 37, 300, f, n), 37, 300,
+        )  # fmt: skip
+    for fmt in ("canonical", *FORMATS):
+        yield f"ternary_{fmt}", lambda g, f=fmt: (
+            torch.tensor([84, 0, 17, 64, 84]), *ternary_head(g, 85, 300, f),
         )  # fmt: skip
     yield "scalar", lambda g: (torch.tensor(2), torch.randn(5, 7, generator=g))
     yield "no_ids", lambda g: (
@@ -334,6 +409,13 @@ _EMBEDDING_REJECTIONS: Rejections = [
     ({"in_features": value(-1)}, "in_features", "at least 0, got -1"),
     ({"out_features": value(10)}, "out_features", "rows 11, got 10"),
     ({"scale": value(torch.ones(11))}, "scale", "left out for a float weight"),
+]  # fmt: skip
+_EMBEDDING_TERNARY_REJECTIONS: Rejections = [
+    ({"in_features": value(None)}, "in_features", "given for a ternary weight"),
+    ({"ids": value(torch.tensor([11]))}, "ids", "from 0 to 10, got 11"),
+    ({"out_features": value(-1)}, "out_features", "from 0 to"),
+    ({"scale": noncontiguous("scale")}, "scale", "contiguous"),
+    ({"weight": narrow("weight")}, "weight", "contiguous"),
 ]  # fmt: skip
 _EMBEDDING_INT4_REJECTIONS: Rejections = [
     ({"ids": value(torch.tensor([11]))}, "ids", "from 0 to 10, got 11"),
@@ -367,6 +449,12 @@ spec(
                 (torch.tensor([0, 10]), *quantized_head(g, 11, K, "int4", 64), 11, K),
             ),
             _EMBEDDING_INT4_REJECTIONS,
+        ),
+        "ternary": Call(
+            lambda g: named(
+                "embedding", (torch.tensor([0, 10]), *ternary_head(g, 11, K, "2bit"))
+            ),
+            _EMBEDDING_TERNARY_REJECTIONS,
         ),
     },
     empty={"": lambda: (torch.empty(0, dtype=torch.int64), torch.empty(0, 2**62))},

@@ -34,10 +34,10 @@ from op_values import (
     strided,
     transposed,
 )
-from ops_packing import BLOCK, quantize_activations, repacked, unpack, unprepack
+from ops_packing import quantize_activations, repacked, unpack, unprepack
 
 
-def _codes_of(weight: Tensor, in_features: int, out_features: int | None) -> Tensor:
+def codes_of(weight: Tensor, in_features: int, out_features: int | None) -> Tensor:
     """int8 [N, K] of a canonical or repacked weight."""
     if weight.dim() > 2:
         assert out_features is not None
@@ -131,7 +131,7 @@ def gemm(
 ) -> Tensor:
     """packed [N, R] times int8 [M, K] -> int32 [M, N], or float32 [M, N] with both scales."""
     check_in_features(x, in_features)
-    codes = _codes_of(weight, x.shape[-1], out_features)
+    codes = codes_of(weight, x.shape[-1], out_features)
     sums = (x.to(torch.int64) @ codes.to(torch.int64).T).to(torch.int32)
     if x_scale is None or weight_scale is None:
         return sums
@@ -302,95 +302,4 @@ spec(
             torch.ones(1).expand(2**40, 128), random_packed(torch.Generator(), 4, 1), torch.ones(1),
         ),
     },
-)  # fmt: skip
-
-# group_linear -------------------------------------------------------------------------------------
-
-
-def group_linear(
-    x: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None = None,
-    out_features: int | None = None,
-    in_features: int | None = None,
-) -> Tensor:
-    """F [..., K], scales float32 [N, ceil(K / 128)] -> x.dtype [..., N]; groups ascending."""
-    check_in_features(x, in_features)
-    q, scale = quantize_activations(x)
-    k = x.shape[-1]
-    codes = _codes_of(weight, k, out_features).to(torch.int64)
-    q = q.reshape(-1, k).to(torch.int64)
-    y = torch.zeros(len(q), len(codes))
-    for group, begin in enumerate(range(0, k, BLOCK)):
-        sums = q[:, begin : begin + BLOCK] @ codes[:, begin : begin + BLOCK].T
-        product = sums.to(torch.float32) * weight_scale[:, group]
-        y = product if group == 0 else y + product
-    y = y * scale.reshape(-1, 1)
-    if bias is not None:
-        y = y + bias.to(torch.float32)
-    return y.to(x.dtype).reshape(*x.shape[:-1], len(codes))
-
-
-def _group_linear_samples() -> Built:
-    for dtype in FLOATS:
-        yield dtype_name(dtype), lambda g, d=dtype: (
-            activations(g, 3, 300, dtype=d), random_packed(g, 17, 300), positive(g, 17, 3),
-        )  # fmt: skip
-        yield f"{dtype_name(dtype)}_bias", lambda g, d=dtype: (
-            activations(g, 2, 33, dtype=d), random_packed(g, 5, 33), positive(g, 5, 1),
-            torch.randn(5, generator=g).to(d),
-        )  # fmt: skip
-    yield "vector", lambda g: (activations(g, 256), random_packed(g, 6, 256), positive(g, 6, 2))
-    yield "leading_dims", lambda g: (
-        activations(g, 2, 1, 3, 64), random_packed(g, 6, 64), positive(g, 6, 1),
-    )  # fmt: skip
-    yield "no_tokens", lambda g: (
-        activations(g, 2, 0, 130), random_packed(g, 6, 130), positive(g, 6, 2),
-    )  # fmt: skip
-    yield "zero_groups", lambda g: (
-        activations(g, 3, 300), random_packed(g, 17, 300), positive(g, 17, 3).round(),
-    )  # fmt: skip
-    for fmt in FORMATS:
-        for k in (64, 129, 200, 300):  # a last group of one line's worth, of half, of all lines
-            yield f"private_{fmt}_{k}", lambda g, f=fmt, k=k: (
-                activations(g, 3, k), repacked(random_packed(g, 85, k), k, f),
-                positive(g, 85, -(-k // 128)), torch.randn(85, generator=g), 85,
-            )  # fmt: skip
-
-
-_GROUP_LINEAR_REJECTIONS: Rejections = [
-    ({"out_features": value(7)}, "out_features", "the 6 rows of weight, or nothing, got 7"),
-    ({"in_features": value(161)}, "x", "with the 161 input features of the weight"),
-    ({"x": to("x", F64)}, "x", FLOATS_TEXT + "float64"),
-    ({"x": lambda a: a["x"][:, :0]}, "weight", "input features, got 0"),
-    ({"weight": to("weight", torch.int8)}, "weight", "of dtype uint8, got int8"),
-    ({"weight_scale": to("weight_scale", F16)}, "weight_scale", "got float16"),
-    ({"weight_scale": value(torch.ones(1))}, "weight_scale", "[6, 2], got [1]"),
-    ({"weight_scale": narrow("weight_scale")}, "weight_scale", "got [6, 1]"),
-    ({"weight_scale": noncontiguous("weight_scale")}, "weight_scale", "contiguous"),
-    ({"bias": narrow("bias")}, "bias", "of shape [6], got [5]"),
-]  # fmt: skip
-
-spec(
-    group_linear,
-    samples=_group_linear_samples,
-    large=[
-        lambda g: (
-            activations(g, 37, 301), random_packed(g, 517, 301), positive(g, 517, 3),
-            torch.randn(517, generator=g),
-        ),
-    ],
-    calls={
-        "": Call(
-            lambda g: {
-                "x": activations(g, M, K), "weight": random_packed(g, N, K),
-                "weight_scale": positive(g, N, 2), "bias": gain(g, N),
-            },
-            _GROUP_LINEAR_REJECTIONS,
-        ),
-    },
-    rows={"": lambda g, dtype: fixed(random_packed(g, 21, 64), positive(g, 21, 1))},
-    poison_spreads=True,
-    passes_gradient=frozenset({"x", "bias"}),
 )  # fmt: skip

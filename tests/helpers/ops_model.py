@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bitnet_ops import _runtime
+from bitnet_ops.nn.storage import LAYOUTS
 from bounds import U, rms_norm_error, storing_error, sum_error
 from op_changes import F64, to
 from op_schema import bound, named, positional
@@ -67,12 +69,19 @@ def decode_step(o: Any, a: Any) -> Tensor:
                           strict=True)) if a.biased else {}  # fmt: skip
 
         def project(i: int, x: Tensor) -> Tensor:
-            grouped = scales[i].numel() > rows[i]  # noqa: B023
-            op = o.group_linear if grouped else o.linear
-            scale = scales[i].view(rows[i], -1) if grouped else scales[i]  # noqa: B023
+            weight, scale = weights[i], scales[i]  # noqa: B023
             if inside:  # noqa: B023
                 x = o.rms_norm(x, inside[i], a.linear_norm_eps)  # noqa: B023
-            y: Tensor = op(x, weights[i], scale, biases.get(i), rows[i], features[i])  # noqa: B023
+            more = weight, scale, biases.get(i), rows[i], features[i]  # noqa: B023
+            if i in a.grouped:
+                groups = -(-features[i] // 128)
+                form = (rows[i], groups)
+                if weight.dim() > 2:
+                    form = (len(weight), groups, -1)
+                more = weight, scale.view(form), *more[2:], a.activation_format
+                y: Tensor = o.group_linear(x, *more)
+            else:
+                y = o.linear(x, *more)
             return with_side_paths(o, a, sides, i, x, y) if sides else y  # noqa: B023
 
         plain = not a.scale_sizes and not a.biased and a.sub_norm_eps is None
@@ -139,6 +148,7 @@ def decode_step_arguments(
     sub_norm_eps: float | None = None,
     linear_norm_eps: float | None = None,
     adapters: Sequence[int] = (),
+    activation_format: str | None = None,
 ) -> Arguments:
     """row_scales, group_scales: the projections, by place, with one a row, or a row and group.
 
@@ -150,8 +160,10 @@ def decode_step_arguments(
     gains = 2 * hidden + (query + inner if sub_norms else 0) + (2 * head_dim if qk_norms else 0)
     gains += sum(k for _, k in shapes) if linear_norm_eps is not None else 0
     gains = layers * gains + hidden
+    tiled = LAYOUTS[weight_format]["fields"] * _runtime.tile_lanes()
+    block = 1 if weight_format == "canonical" else tiled
     sizes = [
-        n if i in row_scales else n * -(-k // 128) if i in group_scales else 1
+        n if i in row_scales else -(-n // block) * block * -(-k // 128) if i in group_scales else 1
         for i, (n, k) in enumerate(shapes)
     ]
     extras: Named = {"qk_norms": qk_norms, "sub_norm_eps": sub_norm_eps}
@@ -160,7 +172,9 @@ def decode_step_arguments(
     if adapters:
         extras |= lora_arguments(g, layers, shapes, adapters)
     if row_scales or group_scales:
-        extras["scale_sizes"] = sizes
+        extras |= {"scale_sizes": sizes, "grouped": list(group_scales)}
+    if activation_format is not None:
+        extras["activation_format"] = activation_format
     if biased:
         rows = sum(shapes[i][0] for i in biased)
         extras |= {"biases": torch.randn(layers, rows, generator=g) / 8, "biased": list(biased)}
@@ -242,6 +256,14 @@ EXTRAS: dict[str, Named] = {
     "sub_norm_eps": {"sub_norm_eps": 1e-2},
     "row_scales": {"row_scales": (0, 1, 2, 4, 5), "dtype": torch.bfloat16},
     "group_scales": {"group_scales": tuple(range(7)), "hidden": 140, "qk_norms": True},
+    "int8_groups": {
+        "group_scales": tuple(range(7)), "hidden": 140, "activation_format": "int8_group",
+        "weight_format": "2bit",
+    },
+    "int16_groups": {
+        "group_scales": (0, 1, 2, 3), "hidden": 140, "activation_format": "int16_group",
+        "weight_format": "1.6bit", "dtype": torch.bfloat16,
+    },
     "norms_inside": {"linear_norm_eps": 1e-3, "activation": "silu", "sub_norms": False},
     "norms_inside_too": {"linear_norm_eps": 1e-6, "qk_norms": True, "dtype": torch.bfloat16},
     "everything": {
@@ -400,8 +422,20 @@ _DECODE_STEP_REJECTIONS: Rejections = [
     ({"scale_sizes": lambda a: [1] * 6}, "scale_sizes", "empty or 7 numbers, got 6"),
     (
         {"scale_sizes": lambda a: [1, 1, 1, 1, 1, 1, 71]},
-        "scale_sizes", "1, 70 (one a row) or 140 (one a row and 128 input features) for weights (d",
+        "scale_sizes", "1 or 70 (one a row) for weights (down), which is not in grouped, got 71",
     ),
+    (
+        {"scale_sizes": lambda a: [1, 1, 1, 1, 1, 1, 70], "grouped": lambda a: [6]},
+        "scale_sizes", "140 (one a row and 128 input features) for weights (down), which is in gro",
+    ),
+    ({"grouped": lambda a: [6, 3]}, "grouped", "ascending places from 0 to 6, got 3"),
+    (
+        {"scale_sizes": lambda a: [64] + [1] * 6, "grouped": lambda a: [0]},
+        "grouped", "weights (q) and weights (k) or with neither, got one of them",
+    ),
+    ({"activation_format": lambda a: "int8_group"}, "activation_format", "where grouped is empty"),
+    ({"activation_format": lambda a: "int2"}, "activation_format", "or int16_group, got int2"),
+    ({"scales": lambda a: a["scales"].half()}, "scales", "as those of weights (q) are not, got f"),
     ({"scale_sizes": lambda a: [64] + [1] * 6}, "scales", "of shape [1, 70], got [1, 7]"),
     ({"qk_norms": lambda a: True}, "norm_weights", "of shape [456], got [424]"),
     ({"sub_norm_eps": lambda a: -1.0}, "sub_norm_eps", "finite and not negative"),
@@ -456,7 +490,7 @@ spec(
         "no layers": _no_layers,
         "no layers int4": lambda g: _no_layers(g, head=("int4", 64)),
     },
-    list_lengths={"biased": 3, "scale_sizes": 7},
+    list_lengths={"biased": 3, "scale_sizes": 7, "grouped": 3},
     empty={
         "layers": lambda: (
             torch.empty(0, 1, 8), [random_packed(torch.Generator(), 4, 1)], torch.ones(1, 7),

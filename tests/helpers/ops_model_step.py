@@ -44,6 +44,8 @@ _EXTRAS = (
     "lora_ranks",
     "lora_scalings",
     "lora_indices",
+    "grouped",
+    "activation_format",
 )
 
 
@@ -98,7 +100,8 @@ def model_step(o: Any, a: Any) -> Tensor:
             a.vocab_size, a.sub_norms, a.activation, a.eps, a.inv_freq, a.attention_factor,
             a.scale, 0, *caches[2:], a.biases, a.biased, a.scale_sizes, a.qk_norms, a.sub_norm_eps,
             a.linear_norm_eps, a.lora_weights, a.lora_ranks, a.lora_scalings,
-            None if a.lora_indices is None else a.lora_indices[i : i + 1],
+            None if a.lora_indices is None else a.lora_indices[i : i + 1], a.grouped,
+            a.activation_format,
         )  # fmt: skip
         for pool, cache in zip(pools, caches, strict=True):
             if pool is not None:
@@ -230,6 +233,8 @@ _MODEL_STEP_REJECTIONS: Rejections = [
     ({"biased": lambda a: [7]}, "biased", "ascending places from 0 to 6, got 7"),
     ({"biases": lambda a: torch.zeros(1, 64)}, "biases", "left out where biased is empty"),
     ({"scale_sizes": lambda a: [1] * 6}, "scale_sizes", "empty or 7 numbers, got 6"),
+    ({"grouped": lambda a: [7]}, "grouped", "ascending places from 0 to 6, got 7"),
+    ({"activation_format": lambda a: "int8_group"}, "activation_format", "where grouped is empty"),
     ({"qk_norms": lambda a: True}, "norm_weights", "of shape [456], got [424]"),
     ({"sub_norm_eps": lambda a: -1.0}, "sub_norm_eps", "finite and not negative"),
     ({"linear_norm_eps": lambda a: -1.0}, "linear_norm_eps", "finite and not negative"),
@@ -269,5 +274,5 @@ spec(
     mutates=frozenset(POOLS),
     overlapping=lambda g, dtype: model_step_arguments(g, cache_dtype=dtype, head=("int8", 128)),
     huge={"int4": lambda g: _step_call(g, head=("int4", 64))},
-    list_lengths={"biased": 3, "scale_sizes": 7},
+    list_lengths={"biased": 3, "scale_sizes": 7, "grouped": 3},
 )  # fmt: skip

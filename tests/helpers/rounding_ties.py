@@ -23,17 +23,21 @@ OTHER_CPU = 2.0**-22  # relative: sums in another order err by a few units in th
 
 
 class TieWatch:
-    """The smallest distance of any activation of `modules` to a rounding tie of its int8 code."""
+    """The smallest distance of any activation of `modules` to a rounding tie of its int8 code.
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self.margin = 0.5
+    `group`: how many features share a scale; None: all of a token.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], group: int | None = None) -> None:
+        self.margin, self._group = 0.5, group
         for module in modules:
             module.register_forward_pre_hook(self._note, prepend=True)
 
     def _note(self, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        x = inputs[0].detach().double()
-        scaled = x * (127.0 / x.abs().amax(-1, keepdim=True).clamp(min=1e-5))
-        self.margin = min(self.margin, float((scaled - scaled.floor() - 0.5).abs().min()))
+        whole = inputs[0].detach().double()
+        for x in whole.split(self._group or whole.shape[-1], dim=-1):
+            scaled = x * (127.0 / x.abs().amax(-1, keepdim=True).clamp(min=1e-5))
+            self.margin = min(self.margin, float((scaled - scaled.floor() - 0.5).abs().min()))
 
 
 @contextlib.contextmanager

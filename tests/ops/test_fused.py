@@ -13,8 +13,8 @@ from bitnet_ops import ops
 from bounds import assert_equal
 from isa_control import every_configuration
 from op_catalogue import composed
-from op_values import FLOATS, activations, gain, positive, random_packed
-from ops_fused import mlp_arguments
+from op_values import FLOATS, FORMATS, activations, gain, positive, random_packed
+from ops_fused import grouped_arguments, mlp_arguments
 
 # Leading dimensions: one token, a vector, several tokens, a batch, none.
 LEADING = [(1,), (), (7,), (2, 3), (0,)]
@@ -55,6 +55,20 @@ def test_mlp_forward_is_its_composition(
         fused = ops.mlp_forward(*args)
         assert_equal(fused, composed(ops, "mlp_forward", *args), configuration)
         assert fused.shape == x.shape and fused.dtype == dtype
+
+
+@pytest.mark.parametrize("form", ["int8", "int8_group", "int16_group"])
+@pytest.mark.parametrize("weight_format", ["canonical", *FORMATS])
+@pytest.mark.parametrize("op", ["qkv_forward", "mlp_forward"])
+def test_scales_of_groups(op: str, weight_format: str, form: str, rng: torch.Generator) -> None:
+    args = grouped_arguments(op, rng, form, weight_format)
+    fused = getattr(ops, op)(*args)
+    expected = composed(ops, op, *args)
+    if isinstance(fused, torch.Tensor):
+        fused, expected = (fused,), (expected,)
+    for ours, theirs in zip(fused, expected, strict=True):
+        assert_equal(ours, theirs)
+        assert bool((ours != 0).any())
 
 
 def test_gains_of_another_dtype_and_scales_per_row(rng: torch.Generator) -> None:

@@ -15,6 +15,7 @@ from bitnet_ops.generate.scheduler import SchedulerOptions
 from bitnet_ops.language_model import load
 from bitnet_ops.nn.kv_cache import KVCache
 from bitnet_ops.nn.kv_types import KV_DTYPES
+from bitnet_ops.nn.packing import blocked_scales
 from bitnet_ops.nn.storage import KV_TYPES, LAYOUTS
 
 _PROJECTIONS = {
@@ -90,9 +91,7 @@ class BenchModel:
         return self.model.model.embed_tokens if tied else self.model.lm_head
 
     def _head_format(self) -> str:
-        dtype = dict(self.head().named_buffers())["weight"].dtype
-        names = {torch.int8: "int8", torch.uint8: "int4", torch.bfloat16: "bf16"}
-        return names.get(dtype, str(dtype).removeprefix("torch."))
+        return str(self.head().head_format)
 
     def bytes(self) -> StepBytes:
         """From the tensors that the model holds, so that padding and scales count."""
@@ -102,8 +101,15 @@ class BenchModel:
         for name, tensor in self.model.named_buffers():
             if name.startswith(head):
                 sizes["head"] += tensor.nbytes
-            elif "_proj." in name:
+            elif "_proj." in name and not name.endswith(".weight_scale"):
                 sizes["body"] += tensor.nbytes
+        for _, modules in self.projections():
+            for module in modules:
+                scale = module.weight_scale
+                # those of groups are read as the kernels want them
+                sizes["body"] += (
+                    blocked_scales(module.packed) if module.group_size else scale
+                ).nbytes
         c = self.config
         # a key and a value, and the scale of each in an int8 cache
         row = KV_TYPES[self.formats["kv"]].row_bytes(c.head_dim)

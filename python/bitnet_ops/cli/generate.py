@@ -23,7 +23,13 @@ from bitnet_ops.cli.arguments import (
     number,
 )
 from bitnet_ops.cli.texts import checked, read_stdin
-from bitnet_ops.nn.storage import DEFAULT_KV_TYPE, HEAD_FORMATS, KV_TYPES, WEIGHT_FORMATS
+from bitnet_ops.nn.storage import (
+    ACTIVATION_FORMATS,
+    DEFAULT_KV_TYPE,
+    HEAD_FORMATS,
+    KV_TYPES,
+    WEIGHT_FORMATS,
+)
 from bitnet_ops.untrusted import printable
 
 if TYPE_CHECKING:
@@ -97,6 +103,12 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         choices=tuple(HEAD_FORMATS),
         default="int8",
         help="of head and tied embedding (default int8; stored: as in the file)",
+    )
+    group.add_argument(
+        "--activation-format",
+        choices=("auto", *ACTIVATION_FORMATS),
+        default="auto",
+        help="of what weights with scales of groups multiply (default auto: int8_group)",
     )
 
 
@@ -249,6 +261,7 @@ def open_model(path: str | None, args: argparse.Namespace) -> LanguageModel:
         kv_dtype=KV_DTYPES[args.kv_dtype],
         weight_format=args.weight_format,
         head_format=args.head_format,
+        activation_format=args.activation_format,
         cache=True if args.cache == "auto" else args.cache,
         convert=args.convert,
         lora=args.lora,

@@ -82,8 +82,9 @@ class BinSource(Source):
 
     def _check(self, name: str, spec: TensorSpec) -> None:
         info = self._reader.tensors[name]
-        rows = spec.kind == "ternary" and info.shape[0] == spec.shape[0]
-        if info.packed != (spec.kind == "ternary") or not (rows or info.shape == spec.shape):
+        ternary = spec.kind == "ternary" or (spec.may_be_ternary and info.packed)
+        rows = ternary and info.shape[0] == spec.shape[0]
+        if info.packed != ternary or not (rows or info.shape == spec.shape):
             form = f"{info.dtype} {list(info.shape)}".removeprefix("torch.")
             reject("shape", f"{name} {spec.kind} of shape {list(spec.shape)}", form)
         if info.packed:
@@ -105,6 +106,9 @@ class BinSource(Source):
     def dense(self, name: str) -> Tensor:
         self._reader.check_data(name)
         return self._reader.tensor(name)
+
+    def holds_ternary(self, name: str) -> bool:
+        return self._reader.tensors[name].packed
 
     def ternary(self, name: str) -> Ternary:
         self._reader.check_data(name)

@@ -26,6 +26,7 @@ from bitnet_ops.convert.hf.source import HfSource
 from bitnet_ops.convert.progress import Progress
 from bitnet_ops.convert.report import ConvertReport, TernaryTotals, file_sha256
 from bitnet_ops.convert.source import Source
+from bitnet_ops.convert.ternary import from_ternary, looks_ternary
 from bitnet_ops.formats.destination import MODEL_FILE
 from bitnet_ops.formats.sglbitnt import SglbitntError, Writer
 
@@ -186,12 +187,29 @@ def _write(source: Source, output: Path, version: int, progress: Progress | None
         for done, (name, spec) in enumerate(specs.items()):
             if progress is not None:
                 progress(done, len(specs), name)
-            if spec.kind == "dense":
-                writer.add_dense(name, source.dense(name))
+            if spec.kind == "dense" and not source.holds_ternary(name):
+                _write_dense(source, name, writer)
             else:
                 _write_ternary(source, name, writer, totals)
             source.release(name)
     return totals
+
+
+def _write_dense(source: Source, name: str, writer: Writer) -> None:
+    """A dense tensor as it is; an embedding or a head of ternary values as codes and scales."""
+    tensor, spec = source.dense(name), source.plan.specs[name]
+    if not (spec.may_be_ternary and looks_ternary(tensor) and bool(tensor.any())):
+        return writer.add_dense(name, tensor)
+    if writer.version == 1:
+        source.remarks.append(f"ternary {name}: stored dense, every value exactly")
+        return writer.add_dense(name, tensor)
+    codes, scale, group_size, uneven = from_ternary(name, tensor)
+    half = scale.half()
+    scale = half if torch.equal(half.float(), scale) else scale
+    writer.add_packed(name, ops.pack(codes), scale, tensor.shape[1], group_size)
+    source.remarks.append(f"ternary {name}: stored as codes and scales")
+    if uneven is not None:
+        source.remarks.append(f"{name}: {uneven.line()}")
 
 
 def _write_ternary(source: Source, name: str, writer: Writer, totals: TernaryTotals) -> None:

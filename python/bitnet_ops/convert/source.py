@@ -127,6 +127,10 @@ class Source:
         """The dense tensor `name`, checked."""
         raise NotImplementedError
 
+    def holds_ternary(self, name: str) -> bool:
+        """Whether an embedding or a head is packed ternary weights in the source already."""
+        return False
+
     def ternary(self, name: str) -> Ternary:
         """The ternary matrix `name`, checked, and ternarised if need be."""
         raise NotImplementedError

@@ -109,13 +109,14 @@ def _pool(specs: dict[str, TensorSpec], seed: int) -> _Pool:
 
 
 def _tensor(spec: TensorSpec, pool: _Pool, grouped: bool) -> Tensor | PackedWeight:
-    if spec.kind == "ternary":
+    if spec.kind == "ternary" or (grouped and spec.may_be_ternary):
         n, k = spec.shape
         # The sum of K products with activations near 1 comes out near 1.
         scale = torch.tensor([(_NONZERO * k) ** -0.5])
         if not grouped:
             return PackedWeight(pool.packed(n, k), scale, n, k)
         scales = scale * pool.norm_weight(n * -(-k // BLOCK)).float().view(n, -1)
+        scales = scales.half().float()  # as the originals have them
         return PackedWeight(pool.packed(n, k), scales, n, k, group_size=BLOCK)
     if len(spec.shape) == 2:
         return pool.matrix(*spec.shape)

@@ -24,7 +24,7 @@ from bitnet_ops.loading.model_contents import model_config, own_tensors
 from bitnet_ops.memory.arena import Arena, aligned
 from bitnet_ops.models import Decoder, TensorError, TensorSpec, build, check_names, expected_tensors
 from bitnet_ops.nn.head import HeadWeight
-from bitnet_ops.nn.packing import PackedWeight, choose_format, packed_shape
+from bitnet_ops.nn.packing import PackedWeight, blocked_shape, choose_format, packed_shape
 from bitnet_ops.nn.storage import HEAD_FORMATS, check_head_format
 
 Tensors = dict[str, Tensor | PackedWeight | HeadWeight]
@@ -70,7 +70,7 @@ def load_tensors(
     formats = {
         name: choose_format(weight_format, spec.shape[1])
         for name, spec in expected_tensors(config).items()
-        if spec.kind == "ternary"
+        if spec.kind == "ternary" or _stored_ternary(reader, name, spec)
     }
     if cache is None or all(format == "canonical" for format in formats.values()):
         return _read(reader, config, formats, head_format)
@@ -104,6 +104,8 @@ def _check_cached(
     for name, spec in specs.items():
         if spec.kind == "ternary":
             wanted = _ternary_form(reader.tensors[name], spec, formats[name])
+        elif name in formats:
+            wanted = _ternary_head_form(spec, formats[name], tensors[name])
         elif name == head and head_format != "stored":
             wanted = _head_form(spec, head_format)
         else:
@@ -116,6 +118,24 @@ def _ternary_form(info: sglbitnt.TensorInfo, spec: TensorSpec, format: str) -> t
     n, k = spec.shape
     scales = {"tensor": 1, "row": n, "group": n * -(-k // 128)}.get(info.scale_kind)
     return "ternary", n, k, format, info.group_size, packed_shape(n, k, format), scales
+
+
+def _stored_ternary(reader: sglbitnt.Reader, name: str, spec: TensorSpec) -> bool:
+    """Whether an embedding or a head lies in the file as packed ternary weights."""
+    return spec.may_be_ternary and reader.tensors[name].packed
+
+
+def _ternary_head_form(
+    spec: TensorSpec, format: str, found: Tensor | PackedWeight | HeadWeight
+) -> tuple[Any, ...]:
+    n, k = spec.shape
+    weight = torch.empty(packed_shape(n, k, format), dtype=torch.uint8, device="meta")
+    scale = torch.empty(n, -(-k // 128), device="meta")
+    shape = blocked_shape(PackedWeight.unchecked(weight, scale, n, k, format, 128))
+    dtype = torch.float32  # or what all of them fit in
+    if format != "canonical" and isinstance(found, HeadWeight) and found.scale is not None:
+        dtype = torch.float16 if found.scale.dtype == torch.float16 else dtype
+    return "head", n, k, torch.uint8, tuple(weight.shape), (dtype, shape)
 
 
 def _head_form(spec: TensorSpec, head_format: str) -> tuple[Any, ...]:
@@ -170,8 +190,10 @@ def _read(
     arena = Arena(_arena_bytes((shape[0], shape[1], format) for shape, format in shapes))
     tensors: Tensors = {}
     for name, spec in specs.items():
-        if spec.kind == "ternary" and reader.tensors[name].packed:
-            tensors[name] = _ternary(reader, name, spec, formats[name], arena)
+        if name in formats and reader.tensors[name].packed:
+            packed = _ternary(reader, name, spec, formats[name], arena)
+            ternary = spec.kind == "ternary"
+            tensors[name] = packed if ternary else HeadWeight.from_packed(packed)
             continue
         if name == f"{head}.weight" and HEAD_FORMATS[head_format].quantized:
             tensors[name] = _quantised_head(reader, name, spec, head_format)

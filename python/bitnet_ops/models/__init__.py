@@ -93,7 +93,7 @@ def _check_tensor(
         kind, shape = "dense", (tensor.out_features, tensor.in_features)
     else:
         kind, shape = "dense", tuple(tensor.shape)
-    if kind != spec.kind:
+    if kind != spec.kind and not (kind == "ternary" and spec.may_be_ternary):
         raise TensorError(f"model: expected {name} {spec.kind}, got {kind}")
     if shape != spec.shape:
         raise TensorError(f"model: expected {name} {list(spec.shape)}, got {list(shape)}")

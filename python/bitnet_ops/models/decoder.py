@@ -32,6 +32,7 @@ from bitnet_ops.nn.linear import BitLinear
 from bitnet_ops.nn.lora import Adapter, check_fits
 from bitnet_ops.nn.packing import PackedWeight
 from bitnet_ops.nn.rotary import rotary
+from bitnet_ops.nn.storage import check_activation_format
 
 # Gathering rebinds buffers, so one thread does it while others wait. One lock for all models, for
 # it takes milliseconds, once, and a lock inside a model could not be copied or pickled.
@@ -44,7 +45,7 @@ def _matrix(tensors: Tensors, name: str, head_format: str) -> HeadWeight:
     if isinstance(tensor, HeadWeight):
         return tensor
     if isinstance(tensor, PackedWeight):
-        raise TypeError(f"model: expected {name} dense, got a PackedWeight")
+        return HeadWeight.from_packed(tensor)
     return HeadWeight.from_dense(tensor, head_format)
 
 
@@ -118,6 +119,28 @@ class Decoder(nn.Module):
     def remove_adapter(self, name: str | None = None) -> None:
         """Undo `add_adapter`. Raises LoraError for a name that is unknown."""
         self.adapters.remove(name)
+
+    @property
+    def activation_format(self) -> str:
+        """What projections with scales of groups multiply by; "int8" where there are none."""
+        found = {m.activation_format for m in self.modules() if isinstance(m, BitLinear)}
+        found = found - {"int8"} or found
+        return found.pop() if len(found) == 1 else "mixed"
+
+    def set_activation_format(self, activation_format: str) -> None:
+        """Set it for every projection with scales of groups: one of ACTIVATION_FORMATS, or "auto".
+
+        Raises ValueError for another, and for a model without such projections unless it is "auto"
+        or "int8".
+        """
+        check_activation_format(activation_format)
+        linears = [m for m in self.modules() if isinstance(m, BitLinear)]
+        grouped = [m for m in linears if m.group_size]
+        for linear in grouped or linears:
+            linear.set_activation_format(activation_format)
+        for layer in self.modules():
+            if isinstance(layer, DecoderLayer):
+                layer._bind()  # what has been gathered is out of date
 
     @property
     def weight_format(self) -> str:

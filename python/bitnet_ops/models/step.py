@@ -18,6 +18,7 @@ from bitnet_ops import ops
 from bitnet_ops.config import PROJECTIONS, ModelConfig
 from bitnet_ops.memory.arena import stretch
 from bitnet_ops.nn.linear import BitLinear
+from bitnet_ops.nn.packing import blocked_scales
 from bitnet_ops.nn.rotary import Rotary
 
 if TYPE_CHECKING:
@@ -51,10 +52,15 @@ class Step:
         norms = [layer.get_submodule(name) for layer in layers for name in _norm_names(c)]
         projections = [layer.get_submodule(name) for layer in layers for name in PROJECTIONS]
         self.norm_weights = _gather([*norms, norm], "weight")
-        self.scales = _gather(projections, "weight_scale").view(len(layers), -1)
         self.weights = [projection.get_buffer("weight") for projection in projections]
         first = projections[: len(PROJECTIONS)]
-        sizes = [projection.get_buffer("weight_scale").numel() for projection in first]
+        grouped = [i for i, projection in enumerate(first) if _group_size(projection)]
+        if grouped:
+            flat, sizes = _blocked(projections)
+        else:
+            flat = _gather(projections, "weight_scale")
+            sizes = [projection.get_buffer("weight_scale").numel() for projection in first]
+        self.scales = flat.view(len(layers), -1)
         biased = [i for i, projection in enumerate(first) if _has_bias(projection)]
         with_bias = [projection for projection in projections if _has_bias(projection)]
         self.biases = _gather(with_bias, "bias").view(len(layers), -1) if with_bias else None
@@ -74,6 +80,8 @@ class Step:
             "qk_norms": c.qk_norm,
             "sub_norm_eps": c.sub_norm_eps,
             "linear_norm_eps": c.linear_norm_eps if c.linear_norms else None,
+            "grouped": grouped,
+            "activation_format": first[grouped[0]].activation_format if grouped else "int8",
         }
 
     @staticmethod
@@ -92,7 +100,8 @@ class Step:
         if None in first or any(form != first for form in forms):
             return False
         grouped = [form is not None and form[0] for form in first]
-        return len(set(grouped[:3])) == 1 and grouped[4] == grouped[5]
+        formats = {form[3] for form in first if form is not None and form[0]}
+        return len(set(grouped[:3])) == 1 and grouped[4] == grouped[5] and len(formats) < 2
 
     def __call__(
         self,
@@ -130,12 +139,32 @@ class Step:
         )
 
 
+def _group_size(projection: nn.Module) -> int:
+    return projection.group_size if isinstance(projection, BitLinear) else 0
+
+
+def _blocked(projections: Sequence[nn.Module]) -> tuple[Tensor, list[int]]:
+    """All scales one behind the other, those of groups as the kernels read them, and their sizes.
+
+    A copy: the modules keep rows of scales, which files and state_dicts have.
+    """
+    parts = [
+        blocked_scales(p.packed) if _group_size(p) else p.get_buffer("weight_scale")
+        for p in projections
+        if isinstance(p, BitLinear)
+    ]
+    half = all(part.dtype == torch.float16 for part in parts)
+    dtype = torch.float16 if half else torch.float32
+    sizes = [part.numel() for part in parts[: len(PROJECTIONS)]]
+    return torch.cat([part.flatten().to(dtype) for part in parts]), sizes
+
+
 def _has_bias(projection: nn.Module) -> bool:
     return isinstance(projection, BitLinear) and projection.bias is not None
 
 
-def _form(projection: nn.Module, inside: set[str]) -> tuple[int, int, bool] | None:
-    """Size of groups, number of scales and bias or none; None for what is no plain product.
+def _form(projection: nn.Module, inside: set[str]) -> tuple[int, int, bool, str, bool] | None:
+    """Size of groups, number of scales, bias or none and what x becomes; None for no plain product.
 
     inside: the names of modules that may lie in it.
     """
@@ -144,7 +173,9 @@ def _form(projection: nn.Module, inside: set[str]) -> tuple[int, int, bool] | No
     bias, scale = projection.bias, projection.weight_scale
     if scale.dtype != torch.float32 or (bias is not None and bias.dtype != torch.float32):
         return None
-    return projection.group_size, scale.numel(), bias is not None
+    size, canonical = projection.group_size, projection.weight_format == "canonical"
+    form = projection.activation_format if size else "int8"
+    return size, scale.numel(), bias is not None, form, bool(size) and canonical
 
 
 def _norm_names(c: ModelConfig) -> tuple[str, ...]:

@@ -13,22 +13,27 @@ from bitnet_ops.config import ModelConfig
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """What a model needs under a name: kind "ternary" or "dense", and the logical shape."""
+    """What a model needs under a name: kind "ternary" or "dense", and the logical shape.
+
+    may_be_ternary: of a dense matrix, an embedding or a head: packed ternary weights do as well.
+    """
 
     kind: str
     shape: tuple[int, ...]
+    may_be_ternary: bool = False
 
 
 def expected_tensors(config: ModelConfig) -> dict[str, TensorSpec]:
     """Every tensor of the model, in file order, under its Hugging Face name."""
     c = config
-    specs = {"model.embed_tokens.weight": TensorSpec("dense", (c.vocab_size, c.hidden_size))}
+    vocabulary = TensorSpec("dense", (c.vocab_size, c.hidden_size), may_be_ternary=True)
+    specs = {"model.embed_tokens.weight": vocabulary}
     for layer in range(c.num_hidden_layers):
         for name, spec in layer_tensors(c).items():
             specs[f"model.layers.{layer}.{name}"] = spec
     specs["model.norm.weight"] = TensorSpec("dense", (c.hidden_size,))
     if not c.tie_word_embeddings:
-        specs["lm_head.weight"] = TensorSpec("dense", (c.vocab_size, c.hidden_size))
+        specs["lm_head.weight"] = vocabulary
     return specs
 
 

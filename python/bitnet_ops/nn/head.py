@@ -1,4 +1,4 @@
-"""HeadWeight: one matrix as output head and as embedding, dense or quantised to int8 or int4.
+"""HeadWeight: one matrix as output head and as embedding, dense, int8, int4 or ternary.
 
 A tied model holds it once: logits and embedding rows come from the same storage. Activations meet
 a quantised head as 16-bit integers. It must not know models or files.
@@ -11,7 +11,13 @@ from torch import Tensor, nn
 
 from bitnet_ops import ops
 from bitnet_ops.nn.casting import Cast, dtype_after, same_dtype
-from bitnet_ops.nn.storage import DEFAULT_HEAD_FORMAT, HEAD_FORMATS, check_head_format
+from bitnet_ops.nn.packing import PackedWeight, blocked_scales
+from bitnet_ops.nn.storage import (
+    BLOCK,
+    DEFAULT_HEAD_FORMAT,
+    HEAD_FORMATS,
+    check_head_format,
+)
 
 _DENSE = {h.name: getattr(torch, h.dtype) for h in HEAD_FORMATS.values() if h.dtype}
 _NAMES = {dtype: name for name, dtype in _DENSE.items()} | {torch.float16: "float16"}
@@ -20,8 +26,9 @@ _NAMES = {dtype: name for name, dtype in _DENSE.items()} | {torch.float16: "floa
 class HeadWeight(nn.Module):
     """A matrix [V, K]; calling it gives logits, `embed` gives rows.
 
-    Buffers: `weight` F [V, K], or int8 or int4 codes as `ops.quantize_head` returns them, then with
-    their `scale`, else None. The row of id n is the weight itself, or code * scale.
+    Buffers: `weight` F [V, K], or int8 or int4 codes as `ops.quantize_head` returns them, or a
+    ternary matrix in any layout, these with their `scale`, else None. The row of id n is the weight
+    itself, or code * scale.
     """
 
     weight: Tensor
@@ -52,12 +59,24 @@ class HeadWeight(nn.Module):
             tensor = tensor.to(_DENSE[head_format])
         return cls(tensor, scale, rows, features)
 
+    @classmethod
+    def from_packed(cls, packed: PackedWeight) -> HeadWeight:
+        """The head of a ternary matrix [V, K], in the layout that it has; its weight is shared."""
+        groups = -(-packed.in_features // BLOCK)
+        if not packed.group_size:
+            scale = packed.scale.reshape(-1, 1).expand(packed.out_features, groups).contiguous()
+            parts = packed.weight, scale, packed.out_features, packed.in_features, packed.format
+            packed = PackedWeight.unchecked(*parts, BLOCK)
+        return cls(packed.weight, blocked_scales(packed), packed.out_features, packed.in_features)
+
     @property
     def head_format(self) -> str:
-        """What it is now: "int8", "int4", "bf16", "float32" or "float16"."""
+        """What it is now: "int8", "int4", "ternary", "bf16", "float32" or "float16"."""
         if self.scale is None:
             return _NAMES[self.weight.dtype]
-        return "int8" if self.weight.dtype == torch.int8 else "int4"
+        if self.weight.dtype == torch.int8:
+            return "int8"
+        return "int4" if self.scale.dtype == torch.bfloat16 else "ternary"
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits f32 [..., V] of x F [..., K]."""

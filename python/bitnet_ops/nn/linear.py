@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from bitnet_ops import ops
 from bitnet_ops.nn.casting import Cast, dtype_after, same_dtype
 from bitnet_ops.nn.packing import BLOCK, PackedWeight, pack_ternary, packed_row_bytes
+from bitnet_ops.nn.storage import GROUP_ACTIVATION_FORMAT, check_activation_format
 
 _ALL_ZERO_CODES = 0b01010101  # four times code 1, the weight 0
 _Layer = TypeVar("_Layer", bound="BitLinear")
@@ -28,7 +29,8 @@ class BitLinear(nn.Module):
     Buffers: `weight` uint8, [N, 32 * ceil(K / 128)] where `weight_format` is "canonical", else as
     `PackedWeight.repack` makes it ("auto", the default, is "2bit" and up to several times faster
     for more than one token),
-    `weight_scale` f32 (multiplies), [1], [N], or [N, ceil(K / 128)] where `group_size` is 128,
+    `weight_scale` f32 (multiplies), [1], [N], or [N, ceil(K / 128)] where `group_size` is 128; then
+    `activation_format` says what x becomes, as of `ops.group_linear`,
     `bias` F [N] or None; `.to(dtype)` casts the bias alone, for the output has x's dtype. Gradients
     reach x and the bias (see ops.linear), never the packed weight. `state_dict` gives canonical
     rows (a copy for another layout) and `load_state_dict` takes them, so that a checkpoint fits
@@ -40,6 +42,7 @@ class BitLinear(nn.Module):
     weight: Tensor
     weight_scale: Tensor
     bias: Tensor | None
+    activation_format: str = "int8"
 
     def __init__(
         self,
@@ -59,6 +62,7 @@ class BitLinear(nn.Module):
         if group_size not in (0, BLOCK):
             raise ValueError(f"BitLinear: expected group_size 0 or {BLOCK}, got {group_size}")
         self.weight_format, self.group_size = "canonical", group_size
+        self.set_activation_format("auto")
         shape = (out_features, packed_row_bytes(in_features))
         self.register_buffer("weight", torch.full(shape, _ALL_ZERO_CODES, dtype=torch.uint8))
         scales = (out_features, -(-in_features // BLOCK)) if group_size else (1,)
@@ -77,6 +81,7 @@ class BitLinear(nn.Module):
         nn.Module.__init__(layer)
         layer.in_features, layer.out_features = packed.in_features, packed.out_features
         layer.weight_format, layer.group_size = packed.format, packed.group_size
+        layer.set_activation_format("auto")
         layer.register_buffer("weight", packed.weight)
         layer.register_buffer(
             "weight_scale", packed.scale if packed.group_size else packed.scale.reshape(-1)
@@ -98,6 +103,21 @@ class BitLinear(nn.Module):
         layer = cls.from_packed(packed, None if bias is None else bias.detach())
         return layer.repack(weight_format)
 
+    def set_activation_format(self, activation_format: str) -> None:
+        """What x becomes, one of ACTIVATION_FORMATS, or "auto": the best that is as fast as int8.
+
+        Raises ValueError for another, and without groups for any but "auto" and "int8".
+        """
+        check_activation_format(activation_format)
+        if activation_format == "auto":
+            activation_format = GROUP_ACTIVATION_FORMAT if self.group_size else "int8"
+        if activation_format != "int8" and not self.group_size:
+            raise ValueError(
+                "BitLinear: expected activation_format 'int8' or 'auto' for weights without "
+                f"scales of groups, got {activation_format!r}"
+            )
+        self.activation_format = activation_format
+
     @property
     def packed(self) -> PackedWeight:
         """The layer's weight and scales, shared."""
@@ -118,8 +138,10 @@ class BitLinear(nn.Module):
     prepack = repack  # its earlier name
 
     def forward(self, x: Tensor) -> Tensor:
-        op = ops.group_linear if self.group_size else ops.linear
-        return op(x, self.weight, self.weight_scale, self.bias, self.out_features, self.in_features)
+        args = (x, self.weight, self.weight_scale, self.bias, self.out_features, self.in_features)
+        if self.group_size:
+            return ops.group_linear(*args, self.activation_format)
+        return ops.linear(*args)
 
     def _apply(self, fn: Cast, recurse: bool = True) -> BitLinear:
         # Codes and scales are the format's: casting the layer casts its bias alone.

@@ -17,7 +17,13 @@ from torch import Tensor
 
 from bitnet_ops import _runtime, ops
 from bitnet_ops.nn.storage import BLOCK as BLOCK
-from bitnet_ops.nn.storage import FORMATS, LAYOUTS, USUAL_FORMAT, check_weight_format
+from bitnet_ops.nn.storage import (
+    FORMATS,
+    GROUP_ACTIVATION_FORMAT,
+    LAYOUTS,
+    USUAL_FORMAT,
+    check_weight_format,
+)
 
 _BLOCK_BYTES = BLOCK // LAYOUTS["canonical"]["fields"]
 
@@ -84,8 +90,10 @@ class PackedWeight:
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x F [..., K] -> x.dtype [..., N], as `ops.linear`, or `ops.group_linear` with groups."""
-        op = ops.group_linear if self.group_size else ops.linear
-        return op(x, self.weight, self.scale, bias, self.out_features, self.in_features)
+        args = (x, self.weight, self.scale, bias, self.out_features, self.in_features)
+        if self.group_size:
+            return ops.group_linear(*args, GROUP_ACTIVATION_FORMAT)
+        return ops.linear(*args)
 
     def repack(self, weight_format: str = "auto") -> PackedWeight:
         """The same matrix in the layout that `weight_format` means; self where it has it already.
@@ -153,6 +161,39 @@ class PackedWeight:
         # the kernels it was made for decide the lanes, and only the tensor says which those were
         lanes = math.prod(self.weight.shape[2:]) // LAYOUTS[self.format]["k_step"]
         return packed_shape(self.out_features, self.in_features, self.format, min(lanes, 16) or 1)
+
+
+def blocked_shape(packed: PackedWeight) -> tuple[int, ...]:
+    """Of `blocked_scales`."""
+    if packed.format == "canonical":
+        return tuple(packed.scale.shape)
+    layout, weight = LAYOUTS[packed.format], packed.weight
+    lanes = math.prod(weight.shape[2:]) // layout["k_step"]
+    return len(weight), packed.scale.shape[1], layout["fields"] * lanes
+
+
+def blocked_scales(packed: PackedWeight) -> Tensor:
+    """The scales of groups as the kernels read them beside `packed`'s weight.
+
+    [N, groups] as they are for canonical rows; else [tiles, groups, rows of a tile], zeros behind
+    the last row, float16 where that holds every scale exactly, or else float32.
+    """
+    scale = packed.scale
+    if packed.format == "canonical":
+        return scale
+    tiles, groups, rows = blocked_shape(packed)
+    padded = scale.new_zeros(tiles * rows, groups)
+    padded[: packed.out_features] = scale
+    blocked = padded.view(tiles, rows, groups).transpose(1, 2).contiguous()
+    half = blocked.to(torch.float16)
+    return half if torch.equal(half.float(), blocked) else blocked
+
+
+def row_scales(blocked: Tensor, out_features: int) -> Tensor:
+    """float32 [N, groups] of what `blocked_scales` has made."""
+    if blocked.dim() == 2:
+        return blocked
+    return blocked.transpose(1, 2).flatten(0, 1)[:out_features].float()
 
 
 def choose_format(weight_format: str, in_features: int) -> str:

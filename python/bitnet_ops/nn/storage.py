@@ -29,6 +29,20 @@ def check_weight_format(weight_format: str) -> None:
     _check("weight_format", weight_format, WEIGHT_FORMATS)
 
 
+# Activations --------------------------------------------------------------------------------------
+
+# What ternary weights with scales of groups multiply by: int8 with one scale a token; int8, or 16
+# bits, with a scale for every group of 128 features. Weights without groups take "int8".
+ACTIVATION_FORMATS = ("int8", "int8_group", "int16_group")
+# What "auto" means with groups: docs/model-files.md has the figures.
+GROUP_ACTIVATION_FORMAT = "int8_group"
+
+
+def check_activation_format(activation_format: str) -> None:
+    """Raise ValueError unless `activation_format` is "auto" or one of ACTIVATION_FORMATS."""
+    _check("activation_format", activation_format, ("auto", *ACTIVATION_FORMATS))
+
+
 # Output heads -------------------------------------------------------------------------------------
 
 

@@ -63,6 +63,8 @@ def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     if wanted[0]:
         rows = weight if weight.dim() == _CANONICAL["dimensions"] else _ops.unprepack(weight, n, k)
         codes = _ops.unpack(rows, k).float()
+        if scale.dim() == 3:  # beside row blocks: nn.packing.blocked_scales
+            scale = scale.transpose(1, 2).flatten(0, 1)[:n].float()
         if scale.dim() == 2 and scale.numel() > n:  # or one group, which is a row's
             codes = codes * scale.repeat_interleave(_CANONICAL["k_step"], dim=1)[:, :k]
         else:

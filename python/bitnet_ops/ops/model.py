@@ -39,20 +39,23 @@ def qkv_forward(
     eps: float,
     out_features: Sequence[int] = (),
     in_features: int | None = None,
+    activation_format: str = "int8",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Norm, quantisation and the three attention projections in one op.
 
-    `h = rms_norm(x, norm_weight, eps)`, then `linear(h, w, scale)` for q, k and v: equal to that
-    composition bit for bit. Every projection keeps its own scale.
+    `h = rms_norm(x, norm_weight, eps)`, then `linear(h, w, scale)` for q, k and v, or
+    `group_linear` where scales have more than one dimension: equal to that composition bit for
+    bit. Every projection keeps its own scale.
 
     Args:
         x: F [..., K].
         norm_weight: F [K].
         q_weight, k_weight, v_weight: packed uint8 [N_i, 32 * ceil(K / 128)], or `prepack`'s.
-        q_scale, k_scale, v_scale: float32 [1] or [N_i].
+        q_scale, k_scale, v_scale: float32 [1] or [N_i], or all of groups, as `group_linear`'s.
         eps: as `rms_norm`.
         out_features: the three N_i; needed with CPU-specific layouts, else it may be empty.
         in_features: the K that the weights were packed for; None takes any that fits their bytes.
+        activation_format: as of `group_linear`; "int8" without groups.
     Returns:
         (q, k, v), x.dtype [..., N_i].
     Raises:
@@ -81,6 +84,7 @@ def mlp_forward(
     activation: str,
     out_features: Sequence[int] = (),
     in_features: Sequence[int] = (),
+    activation_format: str = "int8",
 ) -> Tensor:
     """Norm, gate and up, activation, sub-norm and down projection in one op; no residual inside.
 
@@ -95,11 +99,13 @@ def mlp_forward(
         gate_weight, up_weight: packed uint8 [I, 32 * ceil(K / 128)], or CPU-specific layouts.
         sub_norm_weight: F [I] or None.
         down_weight: packed uint8 [N, 32 * ceil(I / 128)], or such a layout.
-        gate_scale, up_scale, down_scale: float32 [1] or one per row.
+        gate_scale, up_scale, down_scale: float32 [1] or one per row; or of groups as `group_linear`
+            has them, which then stands for `linear`: gate's and up's or neither.
         eps: as `rms_norm`, for both norms.
         activation: "relu2" or "silu".
         out_features: (I, N); needed with CPU-specific layouts, else it may be empty.
         in_features: (K, I), what gate and up, and down were packed for; empty takes any that fit.
+        activation_format: as of `group_linear`; "int8" unless all scales are of groups.
     Returns:
         x.dtype [..., N].
     Raises:
@@ -296,6 +302,8 @@ def decode_step(
     lora_ranks: Tensor | None = None,
     lora_scalings: Tensor | None = None,
     lora_indices: Tensor | None = None,
+    grouped: Sequence[int] = (),
+    activation_format: str = "int8",
 ) -> Tensor:
     """All layers, the last norm and the head on new tokens: one call, one parallel region.
 
@@ -308,7 +316,8 @@ def decode_step(
         x: float32 [B, T, K], the embedded tokens; the residual stream stays float32.
         weights: packed q, k, v, o, gate, up, down of the first layer, then of the next; every
             layout that `linear` takes.
-        scales: float32 [layers, sum(scale_sizes)], the scales of these weights, contiguous.
+        scales: float32 [layers, sum(scale_sizes)], the scales of these weights, contiguous; float16
+            where all are of groups, beside CPU-specific layouts.
         norm_weights: float32, one contiguous row of all norm weights in the order of use: for each
             layer [K] before q, k, v, ([D] of query heads, [D] of key heads, with qk_norms,)
             ([num_heads * D] before o, with sub_norms,) [K] before gate and up,
@@ -335,9 +344,9 @@ def decode_step(
         biases: float32 [layers, rows of all projections in `biased`], contiguous, each added to its
             projection's output before that is rounded.
         biased: the places, 0 (q) to 6 (down), of projections with a bias, ascending.
-        scale_sizes: how many scales each of the seven projections has, N rows of K features: 1, N,
-            or N * ceil(K / 128) as `group_linear` takes them; empty: 1 each. Of q, k and v, and of
-            gate and up, all or none have groups.
+        scale_sizes: how many scales each of the seven projections has, N rows of K features: 1 or
+            N, or if it is in `grouped` the elements of what `group_linear` takes, [N, ceil(K /
+            128)] beside canonical rows and blocked beside other layouts; empty: 1 each.
         qk_norms: whether every query and key head is normalised before it is rotated.
         sub_norm_eps: of the norms before o and down; None: eps.
         linear_norm_eps: of the norms inside projections, each of which normalises its input once
@@ -350,6 +359,9 @@ def decode_step(
         lora_ranks: int64 [adapters, layers, 7]; 0: nothing beside that projection.
         lora_scalings: float32 [adapters, layers, 7].
         lora_indices: int64 or int32 [B], the adapter of each sequence, -1: none.
+        grouped: the places, 0 to 6, of projections with scales of groups, ascending; q, k and v,
+            and gate and up, all or none.
+        activation_format: what those multiply by, as of `group_linear`; "int8" without them.
     Returns:
         float32 [B, T, vocab_size], the logits; with logits_to_keep that many tokens at most.
     Raises:
@@ -400,6 +412,8 @@ def model_step(
     lora_ranks: Tensor | None = None,
     lora_scalings: Tensor | None = None,
     lora_indices: Tensor | None = None,
+    grouped: Sequence[int] = (),
+    activation_format: str = "int8",
     layout: str = "rows",
 ) -> Tensor:
     """`decode_step` on the new tokens of any sequences, whose keys and values lie in blocks.
@@ -413,7 +427,7 @@ def model_step(
         weights, scales, norm_weights, head_weight, head_scale, dtype, num_heads, intermediate_size,
             vocab_size, sub_norms, activation, eps, inv_freq, attention_factor, scale, biases,
             biased, scale_sizes, qk_norms, sub_norm_eps, linear_norm_eps, lora_weights, lora_ranks,
-            lora_scalings: as `decode_step` takes them.
+            lora_scalings, grouped, activation_format: as `decode_step` takes them.
         key_pool, value_pool: float32, bfloat16 or int8 [layers, blocks, block_size, KV, D] with any
             strides but a contiguous D; both are mutated.
         positions: int64 or int32 [tokens], where each token stands, for the rotation.

@@ -19,6 +19,7 @@ __all__ = [
     "gemm",
     "linear",
     "group_linear",
+    "quantize_activation_groups",
 ]
 
 
@@ -151,6 +152,32 @@ def quantize_activations(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @operator
+def quantize_activation_groups(
+    x: Tensor, activation_format: str = "int8_group"
+) -> tuple[Tensor, Tensor]:
+    """Quantise every group of 128 features of a token by its absmax, to int8 or to 16 bits.
+
+    int8_group: `quantize_activations` of each group. int16_group: `a = max(absmax, 1e-30)`,
+    `q = round_half_even(x * (32512 / a))`, `scale = a / 32512`; |q| <= 32512 so that two int8
+    planes hold it, `q = 256 * high + low`.
+
+    Args:
+        x: F [..., K], K >= 1; the last group may be shorter.
+        activation_format: "int8_group" or "int16_group".
+    Returns:
+        (q, scale): int8 or int16 [..., K] and float32 [..., ceil(K / 128)]. A group with a NaN or
+        an infinity gets q = 0 and a scale of NaN.
+    Raises:
+        RuntimeError: a wrong dtype or no features; another format.
+    Source: GGUF's Q8_0, with groups of 128 and float32 scales.
+    """
+    dtype = torch.int16 if activation_format == "int16_group" else torch.int8
+    groups = (x.shape[-1] + 127) // 128
+    scale = x.new_empty([*x.shape[:-1], groups], dtype=torch.float32)
+    return x.new_empty(x.shape, dtype=dtype), scale
+
+
+@operator
 def gemv(
     weight: Tensor,
     x: Tensor,
@@ -246,25 +273,31 @@ def group_linear(
     bias: Tensor | None = None,
     out_features: int | None = None,
     in_features: int | None = None,
+    activation_format: str = "int8",
 ) -> Tensor:
     """A ternary linear with one scale for every 128 weights of a row (a group along K).
 
-    `y = round_F(sum_g(float32(sum over group g of w * q) * weight_scale[:, g]) * scale + bias)`:
-    the sum of a group is an exact integer, the groups are multiplied and added in float32 in
-    ascending order, each operation rounded.
+    The sum of a group, s_g, is an exact integer; groups are added in ascending order by one fused
+    multiply-add in float32 each, `acc = fma(float32(s_g), f_g, acc)` from 0, where f_g is
+    `weight_scale[:, g]` and at last `y = round_F(acc * scale + bias)`, with one scale a token; or,
+    with a scale for every group of x too, `f_g = weight_scale[:, g] * scale[g]` and
+    `y = round_F(acc + bias)`.
 
     Args:
         x: F [..., K], any strides and any number of leading dimensions.
         weight, out_features, in_features: as `gemv`.
-        weight_scale: float32 [N, ceil(K / 128)], contiguous.
+        weight_scale: float32 [N, ceil(K / 128)], contiguous; or, beside a CPU-specific layout,
+            float32 or float16 as `nn.packing.blocked_scales` makes them, which is faster.
         bias: F [N], added in float32, or None.
+        activation_format: what x becomes: "int8" as of `quantize_activations`, "int8_group" or
+            "int16_group" as of `quantize_activation_groups`.
     Returns:
         x.dtype [..., N]. A row of x with a NaN or an infinity gives a row of NaN.
     Gradients: as `linear`, with every code times the scale of its group.
     Raises:
         RuntimeError: a wrong dtype, shape or stride; a K other than in_features; a weight_scale
-            that requires grad.
+            that requires grad; another activation_format.
     Source: Q2_0 of GGUF and its models (PrismML Ternary-Bonsai), which have 16-bit activations;
-        the 8-bit ones here are those of arXiv 2402.17764.
+        int8 a token as in arXiv 2402.17764, scales of groups as GGUF's Q8_0 has them.
     """
     return x.new_empty(projection_shape(x, weight, out_features))

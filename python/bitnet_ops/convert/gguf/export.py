@@ -159,6 +159,9 @@ class _Export:
         for name, spec in self.specs.items():
             if spec.kind == "ternary":
                 self._check(name, spec)
+            elif reader.tensors[name].packed:
+                reject("group-scales", f"{name} as dense values", "packed ternary weights",
+                       "GGUF's ternary types cannot hold its scales")  # fmt: skip
 
     def _check(self, name: str, spec: TensorSpec) -> None:
         rows, columns = spec.shape

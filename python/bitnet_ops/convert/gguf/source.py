@@ -27,7 +27,7 @@ from bitnet_ops.convert.gguf.config import (
     shortest,
 )
 from bitnet_ops.convert.gguf.rope import FACTOR_TENSORS
-from bitnet_ops.convert.gguf.tensors import DENSE, PACKED_DENSE, dense, ternary
+from bitnet_ops.convert.gguf.tensors import DENSE, dense, ternary
 from bitnet_ops.convert.gguf.tokenizer import tokenizer_files
 from bitnet_ops.convert.hf.checkpoint import copy_files
 from bitnet_ops.convert.report import file_sha256
@@ -81,7 +81,6 @@ class GgufSource(Source):
         ones = [n for n, v in factors.items() if set(v) == {1.0} and "rope_scaling" not in config]
         remarks = [f"{name} holds ones alone; ignored" for name in ones]
         self.remarks = [*remarks, *more, *model.notes]
-        self.remarks += _stored_dense(specs, self.infos)
         kinds = _kinds(specs, self.infos)
         named = f"gguf {self.architecture.name}"
         self.plan = Plan(
@@ -235,15 +234,6 @@ def _exact_scales(metadata: dict[str, Any]) -> dict[str, float]:
     ):
         reject("gguf-metadata", f"{EXACT_NAMES} and {EXACT_SCALES} of one length", "other values")
     return dict(zip(names, scales.astype(float).tolist(), strict=True))
-
-
-def _stored_dense(specs: dict[str, TensorSpec], infos: dict[str, TensorInfo]) -> list[str]:
-    """A remark on embedding and head that the file holds as ternary blocks."""
-    names = [
-        n for n, s in specs.items() if s.kind == "dense" and infos[n].type.name in PACKED_DENSE
-    ]
-    found = ", ".join(f"{infos[name].name} ({infos[name].type.name})" for name in names)
-    return [f"ternary {found}: stored dense as float16, every value exactly"] if names else []
 
 
 def _kinds(specs: dict[str, TensorSpec], infos: dict[str, TensorInfo]) -> str:

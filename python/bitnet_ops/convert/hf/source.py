@@ -29,8 +29,6 @@ from bitnet_ops.convert.ternary import (
 from bitnet_ops.formats.destination import TOKENIZER_FILES
 from bitnet_ops.nn.lora import CONFIG_FILE, WEIGHTS_FILE, Adapter, LoraError, read_adapter
 
-_ROWS_LOOKED_AT = 1024  # of an embedding, for a remark
-
 
 class HfSource(Source):
     """A planned checkpoint.
@@ -158,14 +156,6 @@ class HfSource(Source):
                 "if the head is its own matrix, set tie_word_embeddings to false",
             )
 
-    def _ternary_dense(self) -> list[str]:
-        """A remark on embedding and head that are ternary by groups too, as some rows say."""
-        names = [name for name in (EMBEDDING, HEAD) if name in self.plan.specs]
-        found = [name for name in names if looks_ternary(self.tensor(name)[:_ROWS_LOOKED_AT])]
-        if not found:
-            return []
-        return [f"ternary {', '.join(found)}: stored dense, every value exactly"]
-
     def _remarks(self) -> list[str]:
         plan, checkpoint = self.plan, self.checkpoint
         remarks = list(plan.remarks)
@@ -186,8 +176,6 @@ class HfSource(Source):
             remarks.append(
                 f"MLX package: {len(checkpoint.packed_mlx)} matrices of 2 bits in groups"
             )
-        if plan.scheme.storage is Storage.TERNARY:
-            remarks += self._ternary_dense()
         if plan.tied_head:
             remarks.append(f"{HEAD} repeats the embedding and was not written")
         if buffers := sum(name.endswith(".rotary_emb.inv_freq") for name in plan.stored):

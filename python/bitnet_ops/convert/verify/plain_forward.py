@@ -21,6 +21,8 @@ from bitnet_ops.convert.source import Source
 from bitnet_ops.nn.rotary import Rotary, rotary
 
 Get = Callable[[str], Tensor]
+_GROUP = 128  # weights that share a scale, and the features that meet them
+_WITH_GROUPS = (Storage.TERNARY, Storage.GGUF)
 
 
 class PlainOracle:
@@ -97,7 +99,10 @@ class PlainOracle:
         if c.linear_norms:
             x = self._norm(x, get(f"{name}.rms_norm.weight"), c.linear_norm_eps)
         weight = get(f"{name}.weight")
-        y = (_round_to_int8(x) if self.int8_activations else x) @ weight.t()
+        if self.int8_activations:
+            groups = self._plan.scheme.storage in _WITH_GROUPS and _has_groups(weight)
+            x = _round_groups(x) if groups else _round_to_int8(x)
+        y = x @ weight.t()
         if name not in c.biases:
             return y
         # transformers' offline AutoBitLinear scales x W + bias as a whole
@@ -151,6 +156,17 @@ def _round_to_int8(x: Tensor) -> Tensor:
     """Activations on 255 levels per token: absmax, half to even."""
     multiplier = 127.0 / x.abs().amax(-1, keepdim=True).clamp(min=1e-5)
     return (x * multiplier).round().clamp(-128, 127) / multiplier
+
+
+def _has_groups(weight: Tensor) -> bool:
+    """Whether a row of ternary weights has more than one magnitude."""
+    size = weight.abs()
+    return not bool(((size == 0) | (size == size.amax(1, keepdim=True))).all())
+
+
+def _round_groups(x: Tensor) -> Tensor:
+    """Every 128 features of a token on levels of their own."""
+    return torch.cat([_round_to_int8(part) for part in x.split(_GROUP, dim=-1)], dim=-1)
 
 
 def _rotate(x: Tensor, rope: Rotary) -> Tensor:

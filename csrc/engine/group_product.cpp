@@ -1,0 +1,146 @@
+// Which kernel a product with scales of groups takes, by layout of the weights and of the scales;
+// see group_product.h. Nothing here throws or allocates.
+#include "engine/group_product.h"
+
+#include <algorithm>
+
+#include "format/layout.h"
+#include "runtime/tuning.h"
+
+namespace bitnet::engine {
+namespace {
+
+constexpr int64_t kGroupSteps = kGroupWeights / layout::kTileStepK;
+
+GroupJob job_of(const Weight& w, const QuantizedTokens& x, const GroupsJob& job) {
+  return {.format = w.format,
+          .tiles = w.data + job.block_begin * w.block_bytes,
+          .tile_stride = w.block_bytes,
+          .k_steps = w.k_steps,
+          .group_steps = kGroupSteps,
+          .tile_count = job.block_end - job.block_begin,
+          .x = x.token(job.token),
+          .x_stride = x.padded_k,
+          .planes = x.planes(),
+          .x_sum = x.groups + job.token,
+          .x_scale = x.group_scales == nullptr ? nullptr : x.group_scales + job.token,
+          .x_group_stride = x.tokens,
+          .tokens = job.tokens,
+          .scale_type = DType::kF32,
+          .scale = nullptr,
+          .scale_stride = 0,
+          .add = false,
+          .out = job.out,
+          .out_stride = job.out_stride,
+          .prefetch_bytes = tuning().prefetch_bytes};
+}
+
+// Scales as the kernels read them: one call.
+void multiply_blocked(const KernelTable& table, const Weight& w, const GroupScales& scales,
+                      const QuantizedTokens& x, const GroupsJob& job) {
+  const int64_t stride = layout::blocks_for(w.k) * w.block_rows;
+  GroupJob all = job_of(w, x, job);
+  all.scale_type = scales.type;
+  all.scale = offset_bytes(scales.data, job.block_begin * stride * element_size(scales.type));
+  all.scale_stride = stride;
+  table.group_gemm(all);
+}
+
+// Scales of rows: some groups of a row block are brought beside each other, then multiplied.
+void multiply_gathered(const KernelTable& table, const Weight& w, const float* scales,
+                       const QuantizedTokens& x, const GroupsJob& job) {
+  constexpr int64_t kGathered = 32;
+  float gathered[kGathered * layout::kMostBlockRows];
+  const int64_t groups = layout::blocks_for(w.k), step_bytes = w.block_bytes / w.k_steps;
+  for (int64_t block = job.block_begin; block < job.block_end; ++block) {
+    const int64_t row = block * w.block_rows, rows = std::min(w.block_rows, w.n_rows - row);
+    GroupsJob one = job;
+    one.block_begin = block;
+    one.block_end = block + 1;
+    one.out = job.out + (block - job.block_begin) * w.block_rows;
+    GroupJob part = job_of(w, x, one);
+    part.scale = gathered;
+    for (int64_t g = 0; g < groups; g += kGathered) {
+      const int64_t count = std::min(kGathered, groups - g), step = g * kGroupSteps;
+      for (int64_t i = 0; i < count * w.block_rows; ++i) {
+        const int64_t r = i % w.block_rows;
+        gathered[i] = r < rows ? scales[(row + r) * groups + g + i / w.block_rows] : 0.0f;
+      }
+      GroupJob now = part;
+      now.tiles += step * step_bytes;
+      now.k_steps = std::min(count * kGroupSteps, w.k_steps - step);
+      now.x += g * kGroupWeights;
+      now.x_sum += g * x.tokens;
+      if (now.x_scale != nullptr) now.x_scale += g * x.tokens;
+      now.add = g != 0;
+      table.group_gemm(now);
+    }
+  }
+}
+
+// Canonical rows: exact sums of one group at a time, one plane after the other.
+void multiply_rows(const KernelTable& table, const Weight& w, const float* scales,
+                   const QuantizedTokens& x, const GroupsJob& job) {
+  constexpr int64_t kRows = layout::kMostBlockRows, kTokens = 16;
+  int32_t sums[kTokens * kRows], planes[2 * kTokens * kRows], x_sum[2 * kTokens];
+  float w_scale[kRows];
+  const int64_t groups = layout::blocks_for(w.k), begin = job.block_begin * w.block_rows;
+  const int64_t end = std::min(job.block_end * w.block_rows, w.n_rows);
+  const int64_t blocks = kRows / w.block_rows, per_token = x.planes();
+  for (int64_t row = begin; row < end; row += blocks * w.block_rows) {
+    const int64_t rows = std::min(blocks * w.block_rows, end - row);
+    for (int64_t m = 0; m < job.tokens; m += kTokens) {
+      const int64_t tokens = std::min(kTokens, job.tokens - m), first = job.token + m;
+      float* out = job.out + m * job.out_stride + (row - begin);
+      for (int64_t t = 0; t < tokens; ++t) std::fill_n(out + t * job.out_stride, rows, 0.0f);
+      for (int64_t g = 0; g < groups; ++g) {
+        const int8_t* codes = x.token(first) + g * kGroupWeights;
+        for (int64_t r = 0; r < tokens * per_token; ++r) {
+          x_sum[r] = table.sum_i8(codes + r * x.padded_k, kGroupWeights);
+        }
+        multiply_sums(table, w,
+                      {.block_begin = row / w.block_rows,
+                       .block_end = (row + rows + w.block_rows - 1) / w.block_rows,
+                       .group = g,
+                       .x = codes,
+                       .x_stride = x.padded_k,
+                       .x_step_stride = kTokenStep,
+                       .x_sum = x_sum,
+                       .tokens = tokens * per_token,
+                       .out = per_token == 2 ? planes : sums,
+                       .out_stride = kRows});
+        for (int64_t i = 0; per_token == 2 && i < tokens * kRows; ++i) {
+          const int32_t* both = planes + i / kRows * 2 * kRows + i % kRows;
+          if (i % kRows < rows) sums[i] = 256 * both[0] + both[kRows];
+        }
+        for (int64_t i = 0; i < rows; ++i) w_scale[i] = scales[(row + i) * groups + g];
+        table.add_group(sums, kRows, rows, tokens, w_scale,
+                        x.group_scales == nullptr ? nullptr : x.group_scales + g * x.tokens + first,
+                        out, job.out_stride);
+      }
+    }
+  }
+}
+
+}  // namespace
+
+void multiply_groups(const KernelTable& table, const Weight& weight, const GroupScales& scales,
+                     const QuantizedTokens& x, const GroupsJob& job) {
+  if (scales.blocked) {
+    multiply_blocked(table, weight, scales, x, job);
+  } else {
+    const bool canonical = weight.format == WeightFormat::kCanonical;
+    (canonical ? multiply_rows : multiply_gathered)(table, weight,
+                                                    static_cast<const float*>(scales.data), x, job);
+  }
+  if (x.group_scales != nullptr) return;
+  const int64_t rows = std::min((job.block_end - job.block_begin) * weight.block_rows,
+                                weight.n_rows - job.block_begin * weight.block_rows);
+  for (int64_t m = 0; m < job.tokens; ++m) {
+    const float x_scale = x.scales[job.token + m];
+    float* y = job.out + m * job.out_stride;
+    for (int64_t i = 0; i < rows; ++i) y[i] *= x_scale;
+  }
+}
+
+}  // namespace bitnet::engine

@@ -1,0 +1,35 @@
+// Products of weights that have a scale for every group of 128 along K with tokens in any
+// ActivationFormat: sums of groups are exact integers, their floats are added by one fused
+// multiply-add each, in ascending order, on every ISA.
+#pragma once
+
+#include "engine/quantized_tokens.h"
+#include "engine/weights.h"
+
+namespace bitnet::engine {
+
+// float32 [n_rows, groups]; or as the kernels read them, beside row blocks: float32 or float16
+// [row_blocks, groups, block_rows], whose rows past n_rows mean nothing.
+struct GroupScales {
+  const void* data = nullptr;
+  DType type = DType::kF32;
+  bool blocked = false;
+};
+
+constexpr int64_t kGroupWeights = layout::kBlockWeights;
+
+// A run of row blocks x some tokens.
+struct GroupsJob {
+  int64_t block_begin, block_end;
+  int64_t token, tokens;  // from `token` on, `tokens` of them
+  float* out;             // row i of the run and token m at out[m * out_stride + i]
+  int64_t out_stride;     // at least the rows of the row blocks
+};
+
+// y = sum over g of float(sum of the group's codes) * (scale[n, g] * x.group_scales[g, m]), each
+// step one fused multiply-add; or, with one scale a token, the same without it, times x.scales[m].
+// Writes whole row blocks, rows past n_rows included, except in the canonical layout.
+void multiply_groups(const KernelTable& table, const Weight& weight, const GroupScales& scales,
+                     const QuantizedTokens& x, const GroupsJob& job);
+
+}  // namespace bitnet::engine

@@ -1,0 +1,243 @@
+// The ternary product of rows that have a scale for every group of weights, over tiles.  Over
+// tiles.inl, direct.inl and panel.inl.  Included inside an ISA's anonymous namespace; never
+// mentions an ISA.  See group_gemm in kernel_table.h for the contract.
+
+constexpr int64_t kMostGroupSteps = 32;
+
+// A tile and the tokens from `token` on.
+template <class S, int kPlanes>
+struct GroupTile {
+  const GroupJob& job;
+  const uint8_t* w;
+  const S* scale;
+  const int8_t* x;
+  int64_t token;
+  float* out;
+};
+
+template <class D, class S>
+[[gnu::always_inline]] inline void load_scales(const S* scale, TileFloats (&to)[D::kFields]) {
+  repeat<D::kFields>([&]<int f>()
+                         BITNET_INLINE_LAMBDA { to[f] = load_floats(scale + f * kTileLanes); });
+}
+
+// Adds the sums of codes of group g, scaled, to the floats of token t.
+template <class D, class S, int kPlanes>
+[[gnu::always_inline]] inline void add_scaled(const GroupTile<S, kPlanes>& tile, int64_t g,
+                                              int64_t t, const TileSum (&sums)[D::kFields],
+                                              const TileFloats (&scale)[D::kFields]) {
+  const GroupJob& job = tile.job;
+  const int64_t at = g * job.x_group_stride + tile.token + t;
+  const TileSum zeros = set1_sum(job.x_sum[at] * D::kZeroCode);
+  float* y = tile.out + t * job.out_stride;
+  // times 1 is exact
+  const TileFloats x_scale = set1_floats(job.x_scale == nullptr ? 1.0f : job.x_scale[at]);
+  repeat<D::kFields>([&]<int f>() BITNET_INLINE_LAMBDA {
+    const TileFloats factor = mul_floats(scale[f], x_scale);
+    const TileFloats v = floats_of(sub_sum(sums[f], zeros));
+    store_floats(y + f * kTileLanes, fma_floats(v, factor, load_floats(y + f * kTileLanes)));
+  });
+}
+
+// The same of a decoder's dots.
+template <class D, class S, int kPlanes>
+[[gnu::always_inline]] inline void add_dots(const GroupTile<S, kPlanes>& tile, int64_t g, int64_t t,
+                                            TileSum (&dots)[D::kDots],
+                                            const TileFloats (&scale)[D::kFields]) {
+  D::finish(dots);
+  TileSum sums[D::kFields];
+  repeat<D::kFields>([&]<int f>() BITNET_INLINE_LAMBDA { sums[f] = dots[f]; });
+  add_scaled<D>(tile, g, t, sums, scale);
+}
+
+// 256 * high + low of two planes, or the one plane.
+template <int kPlanes>
+[[gnu::always_inline]] inline TileSum join_planes(TileSum high, TileSum low) {
+  if constexpr (kPlanes == 1) return high;
+  return add_sum(times_256(high), low);
+}
+
+// T tokens x a group, sums in registers up to D::kFlush steps at a time.
+template <class D, int T, int kPlanes, class S>
+[[gnu::always_inline]] inline void group_in_registers(const GroupTile<S, kPlanes>& tile, int64_t g,
+                                                      const uint8_t* w, int64_t steps,
+                                                      const int8_t* x,
+                                                      const TileFloats (&scales)[D::kFields]) {
+  constexpr int kRows = T * kPlanes;
+  constexpr int kUnroll = kRows == 1 ? D::kUnroll : 1;
+  constexpr bool kWhole = D::kFlush >= kMostGroupSteps;
+  const int64_t stride = tile.job.x_stride, ahead = tile.job.prefetch_bytes;
+  TileSum total[D::kDots][kRows];
+  if constexpr (!kWhole) {
+    repeat<D::kDots * kRows>(
+        [&]<int i>() BITNET_INLINE_LAMBDA { total[i / kRows][i % kRows] = set1_sum(0); });
+  }
+  for (int64_t s = 0; s < steps; s += kWhole ? kMostGroupSteps : D::kFlush) {
+    const int64_t count = kWhole || steps - s < D::kFlush ? steps - s : D::kFlush;
+    TileAcc acc[kUnroll][D::kDots][kRows];
+    repeat<kUnroll>([&]<int u>() BITNET_INLINE_LAMBDA { clear_accs(acc[u]); });
+    add_steps<D, 0, D::kDots, kRows, kUnroll, true>(w + s * kStepBytes, count,
+                                                    x + s * layout::kTileStepK, stride, ahead, acc);
+    repeat<D::kDots * kRows>([&]<int i>() BITNET_INLINE_LAMBDA {
+      constexpr int f = i / kRows, r = i % kRows;
+      TileSum sum = tile_acc_sum(acc[0][f][r]);
+      repeat<kUnroll - 1>([&]<int u>() BITNET_INLINE_LAMBDA {
+        sum = add_sum(sum, tile_acc_sum(acc[u + 1][f][r]));
+      });
+      if constexpr (kWhole) {
+        total[f][r] = sum;
+      } else {
+        total[f][r] = add_sum(total[f][r], sum);
+      }
+    });
+  }
+  repeat<T>([&]<int t>() BITNET_INLINE_LAMBDA {
+    TileSum dots[D::kDots];
+    repeat<D::kDots>([&]<int f>() BITNET_INLINE_LAMBDA {
+      dots[f] = join_planes<kPlanes>(total[f][t * kPlanes], total[f][t * kPlanes + kPlanes - 1]);
+    });
+    add_dots<D>(tile, g, t, dots, scales);
+  });
+}
+
+// T tokens x one tile, group by group.
+template <class D, int T, int kPlanes, class S>
+[[gnu::noinline]] void tile_groups(const GroupTile<S, kPlanes>& tile) {
+  constexpr int kRows = T * kPlanes, kParts = D::kDots * kRows;
+  // sums of several blocks need as many registers again
+  constexpr bool kInRegisters =
+      D::kFlush >= kMostGroupSteps ? kParts <= kTileAccs : 2 * kParts <= kTileAccs;
+  const GroupJob& job = tile.job;
+  const int64_t group_steps = job.group_steps, ahead = job.prefetch_bytes;
+  for (int64_t g = 0, s = 0; s < job.k_steps; ++g, s += group_steps) {
+    const int64_t left = job.k_steps - s, steps = left < group_steps ? left : group_steps;
+    const uint8_t* w = tile.w + s * kStepBytes;
+    const int8_t* x = tile.x + s * layout::kTileStepK;
+    const S* scale = tile.scale + g * D::kFields * kTileLanes;
+    prefetch(scale + ahead / 16);
+    TileFloats scales[D::kFields];
+    if constexpr (kInRegisters) {
+      load_scales<D>(scale, scales);
+      group_in_registers<D, T, kPlanes>(tile, g, w, steps, x, scales);
+    } else {
+      TileSums<D> sums;
+      tile_direct<D, kRows>(w, steps, x, job.x_stride, ahead, sums);
+      load_scales<D>(scale, scales);
+      for (int t = 0; t < T; ++t) {
+        TileSum dots[D::kDots];
+        repeat<D::kDots>([&]<int f>() BITNET_INLINE_LAMBDA {
+          dots[f] = join_planes<kPlanes>(load_sum(sums.at[t * kPlanes][f]),
+                                         load_sum(sums.at[t * kPlanes + kPlanes - 1][f]));
+        });
+        add_dots<D>(tile, g, t, dots, scales);
+      }
+    }
+  }
+}
+
+// Many tokens x one tile: a group is decoded to memory once, then meets every token.  D: a decoder
+// whose dots are its fields.
+template <class D, int kPlanes, class S>
+void tile_groups_panel(const GroupTile<S, kPlanes>& tile, int64_t tokens, Panel<D>& panel) {
+  constexpr int kHalf = (D::kFields + 1) / 2;
+  constexpr int kRows = kPanelAccs / kHalf < kMostTokens ? kPanelAccs / kHalf : kMostTokens;
+  static_assert(D::kPanelSteps >= kMostGroupSteps);
+  const GroupJob& job = tile.job;
+  for (int64_t g = 0, s = 0; s < job.k_steps; ++g, s += job.group_steps) {
+    const int64_t left = job.k_steps - s, count = left < job.group_steps ? left : job.group_steps;
+    fill_panel<D>(tile.w + s * kStepBytes, count, job.prefetch_bytes, panel);
+    for_token_groups<kRows>(tokens * kPlanes, [&]<int R>(int64_t row) {
+      const int8_t* x = tile.x + row * job.x_stride + s * layout::kTileStepK;
+      add_panel<D, 0, kHalf, R>(panel, count, true, x, job.x_stride, panel.sums + row);
+      add_panel<D, kHalf, D::kFields - kHalf, R>(panel, count, true, x, job.x_stride,
+                                                 panel.sums + row);
+    });
+    TileFloats scales[D::kFields];
+    load_scales<D>(tile.scale + g * D::kFields * kTileLanes, scales);
+    for (int64_t t = 0; t < tokens; ++t) {
+      const auto* high = panel.sums[t * kPlanes];
+      const auto* low = panel.sums[t * kPlanes + kPlanes - 1];
+      TileSum sums[D::kFields];
+      repeat<D::kFields>([&]<int f>() BITNET_INLINE_LAMBDA {
+        sums[f] = join_planes<kPlanes>(load_sum(high[f]), load_sum(low[f]));
+      });
+      add_scaled<D>(tile, g, t, sums, scales);
+    }
+  }
+}
+
+// The job's tile i from token `token` on.
+template <class D, int kPlanes, class S>
+GroupTile<S, kPlanes> group_tile(const GroupJob& job, int64_t i, int64_t token) {
+  return {job,
+          job.tiles + i * job.tile_stride,
+          static_cast<const S*>(job.scale) + i * job.scale_stride,
+          job.x + token * kPlanes * job.x_stride,
+          token,
+          job.out + token * job.out_stride + i * D::kFields * kTileLanes};
+}
+
+template <class D, int T, int kPlanes, class S>
+void tiles_groups(const GroupJob& job, int64_t token) {
+  for (int64_t i = 0; i < job.tile_count; ++i) {
+    tile_groups<D, T, kPlanes, S>(group_tile<D, kPlanes, S>(job, i, token));
+  }
+}
+
+template <class D, int kPlanes, class S>
+void tiles_groups_panel(const GroupJob& job) {
+  constexpr int64_t kTokens = kPanelTokens / kPlanes;
+  Panel<D> panel;
+  for (int64_t i = 0; i < job.tile_count; ++i) {
+    for (int64_t m = 0; m < job.tokens; m += kTokens) {
+      const int64_t tokens = job.tokens - m < kTokens ? job.tokens - m : kTokens;
+      tile_groups_panel<D, kPlanes, S>(group_tile<D, kPlanes, S>(job, i, m), tokens, panel);
+    }
+  }
+}
+
+// D1 decodes for one row of codes, DN for several, DP to memory.
+template <class D1, class DN, class DP, int kPlanes, class S>
+void any_group_gemm(const GroupJob& job) {
+  constexpr int64_t kRows = D1::kFields * kTileLanes;
+  for (int64_t m = 0; m < job.tokens && !job.add; ++m) {
+    for (int64_t i = 0; i < job.tile_count * kRows; ++i) job.out[m * job.out_stride + i] = 0.0f;
+  }
+  if (job.tokens * kPlanes == 1) return tiles_groups<D1, 1, kPlanes, S>(job, 0);
+  if constexpr (kPanelFrom > 0) {
+    if (job.tokens * kPlanes >= kPanelFrom) return tiles_groups_panel<DP, kPlanes, S>(job);
+  }
+  constexpr int kTokens = DN::kTokens < kPlanes ? 1 : DN::kTokens / kPlanes;
+  for_token_groups<kTokens>(
+      job.tokens, [&]<int T>(int64_t token) { tiles_groups<DN, T, kPlanes, S>(job, token); });
+}
+
+template <int kPlanes, class S>
+void group_gemm_as(const GroupJob& job) {
+  if (job.format == layout::WeightFormat::kBase3)
+    return any_group_gemm<Base3, Base3Digits, Base3Digits, kPlanes, S>(job);
+  any_group_gemm<TwoBit, TwoBit, TwoBitPlain, kPlanes, S>(job);
+}
+
+void group_gemm(const GroupJob& job) {
+  if (job.scale_type == DType::kF16) {
+    if (job.planes == 2) return group_gemm_as<2, uint16_t>(job);
+    return group_gemm_as<1, uint16_t>(job);
+  }
+  if (job.planes == 2) return group_gemm_as<2, float>(job);
+  group_gemm_as<1, float>(job);
+}
+
+void add_group(const int32_t* sums, int64_t sums_stride, int64_t rows, int64_t tokens,
+               const float* w_scale, const float* x_scale, float* out, int64_t out_stride) {
+  for (int64_t m = 0; m < tokens; ++m) {
+    const F32x16 xs = set1(x_scale == nullptr ? 1.0f : x_scale[m]);
+    float* y = out + m * out_stride;
+    for (int64_t i = 0; i < rows; i += 16) {
+      const int64_t count = rows - i < 16 ? rows - i : 16;
+      const F32x16 factor = mul(load_n(w_scale + i, count), xs);
+      const F32x16 v = from_i32_n(sums + m * sums_stride + i, count);
+      store_n(y + i, fma(v, factor, load_n(y + i, count)), count);
+    }
+  }
+}
