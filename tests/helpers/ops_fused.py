@@ -191,8 +191,8 @@ _MLP_FORWARD_REJECTIONS: Rejections = [
     ({"in_features": value([161, 150])}, "x", "with the 161 input features of the weight"),
     ({"gate_scale": value(torch.ones(3))}, "gate_scale", "per output row (150), got 3"),
     ({"up_scale": value(torch.ones(3))}, "up_scale", "per output row (150), got 3"),
-    ({"activation": value("gelu")}, "activation", "'relu2' or 'silu', got 'gelu'"),
-    ({"activation": value("")}, "activation", "'relu2' or 'silu', got ''"),
+    ({"activation": value("gelu")}, "activation", "'relu2', 'silu' or 'gelu_pytorch_tanh', got"),
+    ({"activation": value("")}, "activation", "'relu2', 'silu' or 'gelu_pytorch_tanh', got ''"),
     ({"up_weight": narrow("up_weight", 0)}, "up_weight", "rows of gate_weight"),
     ({"gate_weight": narrow("gate_weight")}, "gate_weight", "32-byte blocks"),
     (

@@ -32,6 +32,11 @@ from ops_attention import OF_KV_TYPES, cache_memory
 from ops_lora import LORA_REJECTIONS, lora_arguments, lora_factors, with_side_paths
 from ops_packing import repacked
 
+GATED: dict[str, Callable[[Any], Any]] = {
+    "silu": lambda o: o.silu_and_mul,
+    "gelu_pytorch_tanh": lambda o: o.gelu_tanh_and_mul,
+}
+
 
 def decode_step(o: Any, a: Any) -> Tensor:
     """float32 [B, T, K] through every layer and the head -> float32 [B, T, vocab]."""
@@ -41,42 +46,73 @@ def decode_step(o: Any, a: Any) -> Tensor:
     rows = [query_rows, kv_rows, kv_rows, hidden, a.intermediate_size, a.intermediate_size, hidden]
     features = [hidden, hidden, hidden, query_rows, hidden, hidden, a.intermediate_size]
     inner = features if a.linear_norm_eps is not None else []
+    width = a.intermediate_size
+    if a.dropped_neurons is not None:
+        width += a.dropped_neurons.shape[1]
+        inner = [*inner[:6], width] if inner else []
     norm_sizes = [
         hidden, *inner[:3], *([dim, dim] if a.qk_norms else []),
         *([query_rows] if a.sub_norms else []), *inner[3:4],
-        hidden, *inner[4:6], *([a.intermediate_size] if a.sub_norms else []), *inner[6:],
+        hidden, *inner[4:6], *([width] if a.sub_norms else []), *inner[6:],
     ]  # fmt: skip
+    if a.post_norms:
+        after_o = 1 + len(inner[:4]) + (2 if a.qk_norms else 0) + (1 if a.sub_norms else 0)
+        norm_sizes = [*norm_sizes[:after_o], hidden, *norm_sizes[after_o:], hidden]
     *norms, last = a.norm_weights.split([*norm_sizes * len(a.scales), hidden])
     positions = a.start_positions[:, None] + torch.arange(tokens)
-    cos_sin = o.rope_table(positions, a.inv_freq, a.attention_factor)
+    wide_cos_sin = o.rope_table(positions, a.inv_freq, a.attention_factor)
     sub_eps = a.eps if a.sub_norm_eps is None else a.sub_norm_eps
     for layer, scales in enumerate(a.scales):
         weights = a.weights[7 * layer : 7 * layer + 7]
+        cos_sin = wide_cos_sin
+        if layer in a.local_layers:
+            cos_sin = o.rope_table(a.start_positions[:, None] + torch.arange(tokens),
+                                   a.local_inv_freq)  # fmt: skip
+        kept = torch.arange(width)
+        if a.dropped_neurons is not None:
+            kept = kept[~torch.isin(kept, a.dropped_neurons[layer])]
         scales = scales.split([*a.scale_sizes] or 1)
         own = iter(norms[len(norm_sizes) * layer : len(norm_sizes) * (layer + 1)])
         before, inside = next(own), [next(own) for _ in inner[:3]]
         heads = [next(own), next(own)] if a.qk_norms else None
         sub = next(own) if a.sub_norms else None
         inside += [next(own) for _ in inner[3:4]]
+        post_o = next(own) if a.post_norms else None
         after = next(own)
         inside += [next(own) for _ in inner[4:6]]
         inner_norm = next(own) if a.sub_norms else None
-        inside += list(own)
-        sides = lora_factors(a, layer, list(zip(rows, features, strict=True)))
+        inside += [next(own) for _ in inner[6:]]
+        post_down = next(own) if a.post_norms else None
+        seen = [*features[:6], width]  # by side paths
+        sides = lora_factors(a, layer, list(zip(rows, seen, strict=True)))
         biases = dict(zip(a.biased, a.biases[layer].split([rows[i] for i in a.biased]),
                           strict=True)) if a.biased else {}  # fmt: skip
+
+        def spread(x: Tensor) -> Tensor:
+            return x.new_zeros(*x.shape[:-1], width).index_copy(-1, kept, x)  # noqa: B023
+
+        def normed(x: Tensor, gain: Tensor, eps: float, is_inner: bool = True) -> Tensor:
+            if not is_inner or a.dropped_neurons is None:
+                return o.rms_norm(x, gain, eps)  # type: ignore[no-any-return]
+            y: Tensor = o.rms_norm(spread(x), gain, eps)
+            return y[..., kept]  # noqa: B023
+
+        def added(y: Tensor, gain: Tensor | None) -> Tensor:
+            return y if gain is None else o.rms_norm(y, gain, a.eps)  # type: ignore[no-any-return]
 
         def project(i: int, x: Tensor) -> Tensor:
             grouped = scales[i].numel() > rows[i]  # noqa: B023
             op = o.group_linear if grouped else o.linear
             scale = scales[i].view(rows[i], -1) if grouped else scales[i]  # noqa: B023
             if inside:  # noqa: B023
-                x = o.rms_norm(x, inside[i], a.linear_norm_eps)  # noqa: B023
+                x = normed(x, inside[i], a.linear_norm_eps, i == 6)  # noqa: B023
             y: Tensor = op(x, weights[i], scale, biases.get(i), rows[i], features[i])  # noqa: B023
+            if sides and i == 6:  # noqa: B023
+                x = spread(x)
             return with_side_paths(o, a, sides, i, x, y) if sides else y  # noqa: B023
 
         plain = not a.scale_sizes and not a.biased and a.sub_norm_eps is None
-        plain = plain and not inside and not sides
+        plain = plain and not inside and not sides and a.dropped_neurons is None
         if plain:
             qkv = o.qkv_forward(
                 x.to(a.dtype), before, *(t for i in range(3) for t in (weights[i], scales[i])),
@@ -95,21 +131,23 @@ def decode_step(o: Any, a: Any) -> Tensor:
         query = o.rope(query, cos_sin)
         mixed = o.attention(query, *caches, positions, a.scale, *scales_of_caches).flatten(2)
         mixed = mixed if sub is None else o.rms_norm(mixed, sub, sub_eps)
-        x = x + project(3, mixed)
+        x = x + added(project(3, mixed), post_o)
         if plain:
             mlp = [t for i in (4, 5) for t in (weights[i], scales[i])]
             mlp += [inner_norm, weights[6], scales[6]]
             sizes = [a.intermediate_size, hidden]
-            x = x + o.mlp_forward(x.to(a.dtype), after, *mlp, a.eps, a.activation, sizes)
+            y = o.mlp_forward(x.to(a.dtype), after, *mlp, a.eps, a.activation, sizes)
+            x = x + added(y, post_down)
             continue
         h = o.rms_norm(x.to(a.dtype), after, a.eps)
         gate, up = project(4, h), project(5, h)
         both = torch.cat([gate, up], -1)
-        z = o.relu2_mul(gate, up) if a.activation == "relu2" else o.silu_and_mul(both)
-        x = x + project(6, z if inner_norm is None else o.rms_norm(z, inner_norm, sub_eps))
-    kept = x[:, -a.logits_to_keep :]  # 0 keeps everything
-    y: Tensor = o.lm_head(o.rms_norm(kept, last, a.eps), a.head_weight, a.head_scale, a.vocab_size)
-    return y
+        z = o.relu2_mul(gate, up) if a.activation == "relu2" else GATED[a.activation](o)(both)
+        z = z if inner_norm is None else normed(z, inner_norm, sub_eps)
+        x = x + added(project(6, z), post_down)
+    last_x = o.rms_norm(x[:, -a.logits_to_keep :], last, a.eps)  # 0 keeps everything
+    logits: Tensor = o.lm_head(last_x, a.head_weight, a.head_scale, a.vocab_size)
+    return logits
 
 
 def decode_step_arguments(
@@ -139,16 +177,20 @@ def decode_step_arguments(
     sub_norm_eps: float | None = None,
     linear_norm_eps: float | None = None,
     adapters: Sequence[int] = (),
+    dropped: int = 0,
+    post_norms: bool = False,
+    local_layers: Sequence[int] = (),
 ) -> Arguments:
     """row_scales, group_scales: the projections, by place, with one a row, or a row and group.
 
-    adapters: of each sequence; empty: no LoRA at all.
+    adapters: of each sequence; empty: no LoRA at all. dropped: how many neurons of each layer.
     """
     query, kv = heads * head_dim, kv_heads * head_dim
     shapes = [(query, hidden), (kv, hidden), (kv, hidden), (hidden, query)]
     shapes += [(inner, hidden), (inner, hidden), (hidden, inner)]
-    gains = 2 * hidden + (query + inner if sub_norms else 0) + (2 * head_dim if qk_norms else 0)
-    gains += sum(k for _, k in shapes) if linear_norm_eps is not None else 0
+    gains = 2 * hidden + (2 * head_dim if qk_norms else 0) + (2 * hidden if post_norms else 0)
+    gains += query + inner + dropped if sub_norms else 0
+    gains += sum(k for _, k in shapes) + dropped if linear_norm_eps is not None else 0
     gains = layers * gains + hidden
     sizes = [
         n if i in row_scales else n * -(-k // 128) if i in group_scales else 1
@@ -157,8 +199,16 @@ def decode_step_arguments(
     extras: Named = {"qk_norms": qk_norms, "sub_norm_eps": sub_norm_eps}
     if linear_norm_eps is not None:
         extras["linear_norm_eps"] = linear_norm_eps
+    if dropped:
+        places = [torch.randperm(inner + dropped, generator=g)[:dropped] for _ in range(layers)]
+        extras["dropped_neurons"] = torch.stack([p.sort().values for p in places])
+    if post_norms:
+        extras["post_norms"] = True
+    if local_layers:
+        extras |= {"local_inv_freq": frequencies(head_dim) / 3, "local_layers": list(local_layers)}
     if adapters:
-        extras |= lora_arguments(g, layers, shapes, adapters)
+        seen = [*shapes[:6], (hidden, inner + dropped)]
+        extras |= lora_arguments(g, layers, seen, adapters)
     if row_scales or group_scales:
         extras["scale_sizes"] = sizes
     if biased:
@@ -244,7 +294,13 @@ EXTRAS: dict[str, Named] = {
     "group_scales": {"group_scales": tuple(range(7)), "hidden": 140, "qk_norms": True},
     "norms_inside": {"linear_norm_eps": 1e-3, "activation": "silu", "sub_norms": False},
     "norms_inside_too": {"linear_norm_eps": 1e-6, "qk_norms": True, "dtype": torch.bfloat16},
-    "everything": {
+    "dropped_neurons": {"dropped": 9},
+    "dropped_and_norms_inside": {"dropped": 20, "linear_norm_eps": 1e-6, "dtype": torch.bfloat16},
+    "gemma": {
+        "post_norms": True, "qk_norms": True, "linear_norm_eps": 1e-6, "sub_norms": False,
+        "activation": "gelu_pytorch_tanh", "local_layers": (0,),
+    },
+    "everything": {"dropped": 3, "post_norms": True, "local_layers": (1,),
         "group_scales": (0, 1, 2, 6), "row_scales": (3,), "biased": (1, 3, 6), "qk_norms": True,
         "sub_norm_eps": 1e-3, "hidden": 140, "weight_format": "2bit", "dtype": torch.bfloat16,
     },
@@ -320,6 +376,14 @@ def _decode_step_samples() -> Built:
     yield "adapters_last", lambda g: decode_step_arguments(
         g, layers=2, tokens=3, batch=3, adapters=(1, 1, -1), logits_to_keep=1, linear_norm_eps=1e-5
     )  # fmt: skip
+    yield "adapters_and_dropped_neurons", lambda g: decode_step_arguments(
+        g, layers=2, tokens=3, batch=2, adapters=(1, 0), dropped=7, linear_norm_eps=1e-5,
+        post_norms=True,
+    )  # fmt: skip
+    yield "adapters_and_dropped_neurons", lambda g: decode_step_arguments(
+        g, layers=2, tokens=3, batch=2, adapters=(1, 0), dropped=7, linear_norm_eps=1e-5,
+        post_norms=True,
+    )  # fmt: skip
     yield "nobody_has_an_adapter", lambda g: decode_step_arguments(g, adapters=(-1, -1))
     yield "no_layers", lambda g: decode_step_arguments(g, layers=0)
     yield "no_batch", lambda g: decode_step_arguments(g, batch=0)
@@ -327,6 +391,9 @@ def _decode_step_samples() -> Built:
     yield "strided", lambda g: (
         lambda x, *rest: (strided(x), *rest)
     )(*decode_step_arguments(g))  # fmt: skip
+
+
+GAINS_2 = torch.ones(426)  # of the good call with two dropped neurons
 
 
 def replaced(index: int, new: Tensor) -> Change:
@@ -381,7 +448,7 @@ _DECODE_STEP_REJECTIONS: Rejections = [
     ({"num_heads": lambda a: 0}, "num_heads", "got 0"),
     ({"intermediate_size": lambda a: 0}, "intermediate_size", "positive"),
     ({"intermediate_size": lambda a: 149}, "weights (gate)", "149 rows"),
-    ({"activation": lambda a: "gelu"}, "activation", "'relu2' or 'silu', got 'gelu'"),
+    ({"activation": lambda a: "gelu"}, "activation", "'relu2', 'silu' or 'gelu_pytorch_tanh', got"),
     ({"eps": lambda a: -1.0}, "eps", "finite and not negative"),
     ({"inv_freq": lambda a: a["inv_freq"][1:]}, "inv_freq", "of shape [8], got [7]"),
     ({"inv_freq": lambda a: a["inv_freq"].double()}, "inv_freq", "of dtype float32"),
@@ -407,6 +474,35 @@ _DECODE_STEP_REJECTIONS: Rejections = [
     ({"sub_norm_eps": lambda a: -1.0}, "sub_norm_eps", "finite and not negative"),
     ({"linear_norm_eps": lambda a: -1.0}, "linear_norm_eps", "finite and not negative"),
     ({"linear_norm_eps": lambda a: 1e-5}, "norm_weights", "of shape [988], got [424]"),
+    ({"dropped_neurons": lambda a: torch.zeros(1, 3)}, "norm_weights", "of shape [427], got [424]"),
+    (
+        {"dropped_neurons": lambda a: torch.zeros(3, dtype=torch.int64)},
+        "dropped_neurons", "with 2 dimensions",
+    ),
+    (
+        {"dropped_neurons": lambda a: torch.tensor([[4, 4]]), "norm_weights": lambda a: GAINS_2},
+        "dropped_neurons", "ascending neurons below 152, got 4",
+    ),
+    (
+        {"dropped_neurons": lambda a: torch.tensor([[4, 152]]), "norm_weights": lambda a: GAINS_2},
+        "dropped_neurons", "ascending neurons below 152, got 152",
+    ),
+    (
+        {"dropped_neurons": lambda a: torch.ones(1, 2), "norm_weights": lambda a: GAINS_2},
+        "dropped_neurons", "of dtype int64, got float32",
+    ),
+    (
+        {"dropped_neurons": lambda a: torch.ones(2, 2).long(), "norm_weights": lambda a: GAINS_2},
+        "dropped_neurons", "of shape [1, 2], got [2, 2]",
+    ),
+    ({"post_norms": lambda a: True}, "norm_weights", "of shape [564], got [424]"),
+    ({"local_layers": lambda a: [0]}, "local_layers", "empty without local_inv_freq, got 1"),
+    ({"local_inv_freq": lambda a: torch.ones(8)}, "local_layers", "with local_inv_freq, got 0"),
+    ({"local_inv_freq": lambda a: torch.ones(7)}, "local_inv_freq", "of shape [8], got [7]"),
+    (
+        {"local_inv_freq": lambda a: torch.ones(8), "local_layers": lambda a: [1]},
+        "local_layers", "of layers below 1, got 1",
+    ),
     ({**_INT8, "key_scale": lambda a: None}, "key_scale", "with int8 caches, got none"),
     ({**_INT8, "key_scale": lambda a: _scales(a).double()}, "key_scale", "of dtype float32"),
     ({**_INT8, "value_scale": lambda a: a["key_scale"]}, "value_scale", "in its own memory"),
@@ -456,7 +552,7 @@ spec(
         "no layers": _no_layers,
         "no layers int4": lambda g: _no_layers(g, head=("int4", 64)),
     },
-    list_lengths={"biased": 3, "scale_sizes": 7},
+    list_lengths={"biased": 3, "scale_sizes": 7, "local_layers": 1},
     empty={
         "layers": lambda: (
             torch.empty(0, 1, 8), [random_packed(torch.Generator(), 4, 1)], torch.ones(1, 7),

@@ -167,7 +167,7 @@ def test_block_diffusion_bitnet_is_noted() -> None:
 
 
 REJECTED = {
-    "another model_type": ({"model_type": "mamba"}, "model_type one of bitnet, llama, qwen2"),
+    "another model_type": ({"model_type": "mamba"}, "model_type one of bitnet, gemma3_text, llama"),
     "model_type of another": ({"model_type": "qwen3"}, "architectures ['Qwen3ForCausalLM']"),
     "no model_type": ({"model_type": ...}, "model_type"),
     "an unhashable model_type": ({"model_type": ["bitnet"]}, "model_type"),
