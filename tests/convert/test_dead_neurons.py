@@ -229,8 +229,9 @@ def test_version_1_and_copies_of_files(tmp_path: Path) -> None:
     ids = random_ids(PACKED, 1, 8)
     models = [load_model(tmp_path / name / "model.bin") for name in ("new", "copy")]
     assert torch.equal(*(logits(model, ids) for model in models))
-    with pytest.raises(ConvertError, match="convert its source with --keep-dead"):
+    with pytest.raises(ConvertError, match="convert its source with --keep-dead") as caught:
         convert_bin(tmp_path / "new", tmp_path / "older", format_version=1)
+    assert caught.value.code == "dropped-neurons"
 
 
 def test_training_starts_from_all_neurons(tmp_path: Path) -> None:
