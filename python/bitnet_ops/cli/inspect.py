@@ -109,10 +109,10 @@ def _summary(report: dict[str, Any]) -> list[str]:
         )
     if t["tensors"]:
         lines.append(f"all     {t['bits_per_parameter']:.3f} bits per parameter")
-    if neurons := report["neurons"]:
+    if (neurons := report["neurons"]) and neurons["dead"]:
         lines.append(
             f"neurons {neurons['neurons']:>13,} of all MLPs, {neurons['dead']:,} with gate and up "
-            f"rows of zeros, {neurons['left_out']:,} left out as such"
+            f"rows of zeros, {neurons['left_out']:,} of these without weights in the file"
         )
     block = report["bitnet_ops"] or {}
     lines += [f"{key}: {_short(value)}" for key, value in block.items() if key not in _APART]

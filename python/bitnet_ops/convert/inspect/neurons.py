@@ -18,7 +18,7 @@ def dead_neurons(source: Contents) -> dict[str, int] | None:
     """`neurons` of all layers, `dead`: gate and up rows all zero, `left_out`: without weights."""
     gates = [name for name in source.entries if name.endswith(_GATE)]
     pairs = [(name, name.removesuffix(_GATE) + _UP) for name in gates]
-    pairs = [pair for pair in pairs if pair[1] in source.entries]
+    pairs = [pair for pair in pairs if _are_matrices(source, *pair)]
     if not pairs:
         return None
     stored = dead = 0
@@ -29,6 +29,14 @@ def dead_neurons(source: Contents) -> dict[str, int] | None:
             dead += int((zeros & _zero_rows(source, up)).sum())
     left_out = _left_out(source, len(pairs))
     return {"neurons": stored + left_out, "dead": dead + left_out, "left_out": left_out}
+
+
+def _are_matrices(source: Contents, gate: str, up: str) -> bool:
+    """Of one shape; what a file holds need not be a model."""
+    if up not in source.entries:
+        return False
+    shapes = source.entries[gate].shape, source.entries[up].shape
+    return shapes[0] == shapes[1] and len(shapes[0]) == 2
 
 
 def _zero_rows(source: Contents, name: str) -> Tensor:
