@@ -61,6 +61,8 @@ BITNET_LIBRARY(m) {
   m.def("relu2_mul(Tensor gate, Tensor up) -> Tensor");
   // x F [..., 2 d] (gate, then up) -> F [..., d]
   m.def("silu_and_mul(Tensor x) -> Tensor");
+  // x F [..., 2 d] (gate, then up) -> F [..., d], gelu by tanh
+  m.def("gelu_tanh_and_mul(Tensor x) -> Tensor");
   // positions int64 [...], inv_freq float32 [D / 2] -> float32 [..., D]: cosines, then sines, both
   //   times attention_factor
   m.def("rope_table(Tensor positions, Tensor inv_freq, float attention_factor=1.0) -> Tensor");
@@ -75,7 +77,8 @@ BITNET_LIBRARY(m) {
       "(Tensor q, Tensor k, "
       "Tensor v)");
   // x F [..., K], norm_weight F [K], gate_ and up_weight W of I x K, sub_norm_weight F [I],
-  //   down_weight W of N x I, scales float32 [1], per row or S, activation "relu2" or "silu",
+  //   down_weight W of N x I, scales float32 [1], per row or S, activation "relu2", "silu" or
+  //   "gelu_pytorch_tanh",
   //   out_features [I, N] or empty, in_features [K, I] or empty -> F [..., N], without the residual
   m.def(
       "mlp_forward(Tensor x, Tensor norm_weight, Tensor gate_weight, Tensor gate_scale, "
@@ -157,7 +160,11 @@ BITNET_LIBRARY(m) {
   //   qk_norms: norms of every query and key head, sub_norm_eps: eps if left out, linear_norm_eps:
   //   of norms inside projections, which there are if it is given; lora_weights F [all A, and B in
   //   tiles of 16 rows] of each adapter, lora_ranks int64 and lora_scalings float32 [adapters,
-  //   layers, 7] (rank 0: none), lora_indices int64 [B], the adapter of each sequence, -1: none
+  //   layers, 7] (rank 0: none), lora_indices int64 [B], the adapter of each sequence, -1: none;
+  //   dropped_neurons int64 [layers, d]: places of neurons that are always zero and have no
+  //   weights, among the intermediate_size + d that norms before down are of; post_norms: norms of
+  //   what o and down give, before it is added; local_inv_freq float32 [D / 2]: of the layers
+  //   local_layers, instead of inv_freq
   m.def(
       "decode_step(Tensor x, Tensor[] weights, Tensor scales, Tensor norm_weights, Tensor "
       "head_weight, "
@@ -170,7 +177,8 @@ BITNET_LIBRARY(m) {
       "scale_sizes=[], bool qk_norms=False, float? sub_norm_eps=None, float? "
       "linear_norm_eps=None, Tensor[]? lora_weights=None, Tensor? lora_ranks=None, Tensor? "
       "lora_scalings=None, Tensor? lora_indices=None, int[] grouped=[], str "
-      "activation_format=\"int8\") -> Tensor");
+      "activation_format=\"int8\", Tensor? dropped_neurons=None, bool post_norms=False, Tensor? "
+      "local_inv_freq=None, int[] local_layers=[]) -> Tensor");
   // The same on the new tokens of any sequences, over pools of blocks as for paged_attention with
   // one
   //   more dimension, the layers, before the others (mutated): x float32 [tokens, K], positions
@@ -190,7 +198,8 @@ BITNET_LIBRARY(m) {
       "scale_sizes=[], bool qk_norms=False, float? sub_norm_eps=None, float? "
       "linear_norm_eps=None, Tensor[]? lora_weights=None, Tensor? lora_ranks=None, Tensor? "
       "lora_scalings=None, Tensor? lora_indices=None, int[] grouped=[], str "
-      "activation_format=\"int8\", str layout=\"rows\") -> Tensor");
+      "activation_format=\"int8\", Tensor? dropped_neurons=None, bool post_norms=False, Tensor? "
+      "local_inv_freq=None, int[] local_layers=[], str layout=\"rows\") -> Tensor");
   // Diagnostics for benchmarks: buffer uint8 -> int64 [1] checksum; -> int64 [1] multiply-adds done
   m.def("_probe_read(Tensor buffer, int streams=1, int distance=0) -> Tensor");
   m.def("_probe_int8_peak(Tensor seed, int iterations) -> Tensor");

@@ -80,7 +80,8 @@ class Measured:
         self.lm = load(self.result, head_format="stored")
         twin = self.source
         if case.twin is not None:
-            twin = hf_writer.write_checkpoint(folder / "twin", case.twin, network=self.network)
+            network = self.network if case.fold is None else case.fold(self.network)
+            twin = hf_writer.write_checkpoint(folder / "twin", case.twin, network=network)
         self.hf = compare_hf.load_hf(twin)
         if case.adjust is not None:
             case.adjust(self.hf)
@@ -109,7 +110,7 @@ class Measured:
 
         name = f"transformers {transformers.__version__}"
         if self.case.twin is not None:
-            name += ", tensors renamed"
+            name += ", tensors renamed" if self.case.fold is None else ", factors folded"
         if self.family.dense_ternary:
             name += " (floating activations)"
         return name

@@ -20,12 +20,36 @@ int64_t head_unit_rows(const HeadView& head) {
   return head.format == HeadFormat::kTernary ? head.unit_rows() : kRows;
 }
 
+int64_t float_bytes(int64_t n) { return n * static_cast<int64_t>(sizeof(float)); }
+
+// row [n] -> [n + count]: zeros come to the places `dropped`, which ascend. From the end, in place.
+void spread(const int64_t* dropped, int64_t count, int64_t n, float* row) {
+  for (int64_t i = count - 1; i >= 0; --i) {
+    const int64_t begin = dropped[i] - i;  // of those behind it, as they lie now
+    std::memmove(row + dropped[i] + 1, row + begin, static_cast<size_t>(float_bytes(n - begin)));
+    row[dropped[i]] = 0.0f;
+    n = begin;
+  }
+}
+
+// row [width] -> [width - count], back again.
+void gather(const int64_t* dropped, int64_t count, int64_t width, float* row) {
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t begin = dropped[i] + 1, end = i + 1 < count ? dropped[i + 1] : width;
+    std::memmove(row + dropped[i] - i, row + begin, static_cast<size_t>(float_bytes(end - begin)));
+  }
+}
+
 }  // namespace
 
 void keep_logit_row(const StepModel& m, const StepBuffers& buffers, int64_t j) {
   if (buffers.kept == buffers.x) return;
   std::memcpy(buffers.kept + j * m.hidden, buffers.x + m.logit_rows[j] * m.hidden,
               static_cast<size_t>(m.hidden) * sizeof(float));
+}
+
+int64_t input_width(const StepModel& m, int which) {
+  return which == kDown ? m.full_width() : weight_size(m, which).k;
 }
 
 WeightSize weight_size(const StepModel& m, int which) {
@@ -112,7 +136,7 @@ StepPlan::StageWeights StepPlan::weights_at(const Place& at) {
 float* StepPlan::output(const Place& at, int which) const {
   float* const own[] = {buffers_.q, buffers_.k, buffers_.v, nullptr, buffers_.gate, buffers_.up};
   if (which != kO && which != kDown) return own[which];
-  return has_side(at, which) ? buffers_.projected : nullptr;
+  return model_.post_norms || has_side(at, which) ? buffers_.projected : nullptr;
 }
 
 Projection StepPlan::projection(const Place& at, int which) const {
@@ -188,6 +212,7 @@ int64_t StepPlan::units(int64_t stage) const {
   if (at.layer != nullptr && at.stage == kRotate)
     return rotated_heads() + (copies_logit_rows(at) ? model_.head_tokens : 0);
   if (at.layer != nullptr && at.stage == kAttend) return attention_.tasks();
+  if (is_post(at)) return model_.post_norms ? tokens_at(at) : 0;
   return split_norms_ ? tokens_at(at) : 0;
 }
 
@@ -228,6 +253,8 @@ void StepPlan::normalise(const Place& at, int64_t j, float* row, const StepInput
     n = m.intermediate;
     m.activation(buffers_.gate + j * n, buffers_.up + j * n, n, row);
     table.round_row(m.type, row, n);
+    spread(at.layer->dropped, m.dropped, n, row);
+    n = m.full_width();
     norm(at.layer->down_norm, m.sub_eps);
   }
   enter(at, j, n, row, to);
@@ -236,19 +263,20 @@ void StepPlan::normalise(const Place& at, int64_t j, float* row, const StepInput
 void StepPlan::enter(const Place& at, int64_t j, int64_t n, float* row, const StepInput& to) const {
   const KernelTable& table = *model_.table;
   const StageWeights weights = weights_at(at);
-  const int64_t row_bytes = n * static_cast<int64_t>(sizeof(float));
+  const int64_t dropped = at.stage == kDownStage ? model_.dropped : 0, k = n - dropped;
   const AdapterGroups& with = groups(at);
   for (int i = 0; i < (model_.inner_norms ? weights.count : 1); ++i) {
     float* input = row;
     if (model_.inner_norms) {
       input = row + n;  // others need the row as it is
-      std::memcpy(input, row, static_cast<size_t>(row_bytes));
+      std::memcpy(input, row, static_cast<size_t>(float_bytes(n)));
       const float* norm = at.layer->inner_norms[weights.first + i];
       apply_norm(table, {norm, model_.inner_eps}, model_.type, n, input);
     }
-    tokens_of(at, n, to, i).quantize(table, input, j);
-    if (with.with_adapter() == 0 || with.place(j) >= with.with_adapter()) continue;
-    std::memcpy(to.side_rows[i] + with.place(j) * n, input, static_cast<size_t>(row_bytes));
+    if (with.with_adapter() != 0 && with.place(j) < with.with_adapter())
+      std::memcpy(to.side_rows[i] + with.place(j) * n, input, static_cast<size_t>(float_bytes(n)));
+    gather(at.layer->dropped, dropped, n, input);
+    tokens_of(at, k, to, i).quantize(table, input, j);
   }
 }
 
@@ -281,10 +309,23 @@ void StepPlan::run(int64_t stage, int64_t begin, int64_t end, int64_t slot) cons
       rotate(*at.layer, unit, own.row);
     } else if (at.layer != nullptr && at.stage == kAttend) {
       attend(*at.layer, unit, own.attention);
+    } else if (is_post(at)) {
+      add_normed(at, unit, own.row);
     } else {  // a norm stage stands right before the stage it is for
       normalise({at.layer, at.stage + 1}, unit, own.row, buffers_.shared);
     }
   }
+}
+
+// What o or down gave for token j, normalised, is added to the residual stream.
+void StepPlan::add_normed(const Place& at, int64_t j, float* row) const {
+  const StepModel& m = model_;
+  const float* norm = at.stage == kPostOut ? at.layer->out_post_norm : at.layer->down_post_norm;
+  const int64_t n = m.hidden;
+  std::memcpy(row, buffers_.projected + j * n, static_cast<size_t>(float_bytes(n)));
+  apply_norm(*m.table, {norm, m.eps}, m.type, n, row);
+  float* to = residual(at) + j * n;
+  m.table->add_row(to, row, n, to);
 }
 
 // Unit = a token and a query head, or a token and a key/value head, which also enters the cache;
@@ -298,7 +339,7 @@ void StepPlan::rotate(const StepLayer& layer, int64_t unit, float* row) const {
   const KernelTable& table = *m.table;
   const int64_t per_token = m.heads + m.kv_heads, dim = m.dim;
   const int64_t token = unit / per_token, head = unit % per_token;
-  const float* cos_sin = buffers_.cos_sin + token * dim;
+  const float* cos_sin = buffers_.cos_sin + (token + (layer.local_rope ? m.tokens : 0)) * dim;
   // `to` from a head as the projection has left it; `row`'s second half for what comes between
   const auto rotated = [&](const float* from, const float* norm, float* to) {
     if (norm != nullptr) {

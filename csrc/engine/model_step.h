@@ -24,8 +24,13 @@ struct StepLayer {
   const float* k_norm;                 // [dim], of a key
   const float* out_norm;               // [heads * dim], the sub-norm; null: none
   const float* mlp_norm;               // [hidden]
-  const float* down_norm;              // [intermediate], the sub-norm; null: none
-  const float* inner_norms[kLayerWeights];  // [k], of a projection's own input; null: none
+  const float* out_post_norm;          // [hidden], of what attention adds; null: none
+  const float* down_norm;              // [full_width()], the sub-norm; null: none
+  const float* down_post_norm;         // [hidden], of what the MLP adds; null: none
+  const int64_t* dropped;              // [StepModel::dropped], ascending
+  bool local_rope;                     // turned by StepModel::local_rope instead
+  // [k], down's [full_width()], of a projection's own input; null: none
+  const float* inner_norms[kLayerWeights];
   CachePool pool;
 };
 
@@ -43,6 +48,9 @@ struct StepModel {
   const int64_t* logit_rows;  // [head_tokens], the tokens whose logits are wanted, in any order
   int64_t head_tokens;
   int64_t hidden, heads, kv_heads, dim, intermediate;
+  // Neurons of each layer's MLP that are always zero and have no weights. What norms and side paths
+  // before down sum has them in their places, so that sums are the same with and without them.
+  int64_t dropped;
   int64_t n_layers;
   const StepLayer* layers;
   const float* final_norm;  // [hidden]
@@ -50,10 +58,12 @@ struct StepModel {
   GatedRow activation;
   float eps, sub_eps, inner_eps;  // of the norms, the sub-norms, the norms inside projections
   bool inner_norms;               // whether every projection has one
+  bool post_norms;                // whether what o and down give is normalised before it is added
   ScaleForm scale_forms[kLayerWeights];
   DType group_scale_type;        // of the scales of groups, kF32 or kF16
   ActivationFormat activations;  // what projections with scales of groups multiply by
   Rope rope;                     // of dim / 2 frequencies
+  Rope local_rope;               // of some layers; no frequencies: of none
   float attention_scale;
   HeadView head;
   int64_t adapters;               // LoRA, 0: none
@@ -62,6 +72,7 @@ struct StepModel {
 
   int64_t query() const { return heads * dim; }
   int64_t kv() const { return kv_heads * dim; }
+  int64_t full_width() const { return intermediate + dropped; }
   // How many different inputs the projections of a stage have.
   int64_t inputs() const { return inner_norms ? kMostInputs : 1; }
   static constexpr int64_t kMostInputs = 3;
@@ -72,6 +83,8 @@ struct WeightSize {
   int64_t rows, k;
 };
 WeightSize weight_size(const StepModel& m, int which);
+// Features of what norms and side paths in front of it see: of down all neurons.
+int64_t input_width(const StepModel& m, int which);
 
 // Normalised and quantised tokens, of one thread or of all.
 struct StepInput {
@@ -89,11 +102,12 @@ struct StepBuffers {
   float* x;                   // [tokens, hidden], the residual stream
   float* kept;                // [head_tokens, hidden], the same behind the last attention; x itself
                               // where every token's logits are wanted
-  float* cos_sin;             // [tokens, dim]
+  float* cos_sin;             // [tokens, dim], and once more of the local rope
   float *q, *k, *v;           // [tokens, query], [tokens, kv] twice
   float *rotated, *attended;  // [tokens, query]
   float *gate, *up;           // [tokens, intermediate], of the tokens that a layer's end computes
   float* projected;           // [tokens, hidden], what o and down give where side paths add to it
+                              // or a norm follows
   float* side_inner[3];       // [tokens with an adapter, most_rank], of each projection of a stage
   float* attention;           // [attention.shared_floats()], prepared
   float* logits;              // [head_tokens, vocab]
@@ -141,6 +155,8 @@ class StepPlan {
   // Norm...: normalise and quantise, as a stage of its own where that is worth a barrier; otherwise
   // every thread does it for itself when it enters the stage behind, and the stage has no units.
   // The stage of a product computes x A^T of its side paths as well; Expand... the rest of them.
+  // Post...: the norm of what a product gave, which is then added; without units where there is
+  // none.
   enum Stage {
     kNormQkv,
     kQkv,
@@ -150,12 +166,14 @@ class StepPlan {
     kNormOut,
     kOut,
     kExpandOut,
+    kPostOut,
     kNormGateUp,
     kGateUp,
     kExpandGateUp,
     kNormDown,
     kDownStage,
     kExpandDown,
+    kPostDown,
     kStagesOfLayer,
     kNormHead = 0,
     kHead,
@@ -180,6 +198,9 @@ class StepPlan {
   bool keeps_logit_rows_only(const Place& at) const;
   int64_t tokens_at(const Place& at) const;
   float* residual(const Place& at) const;
+  static bool is_post(const Place& at) {
+    return at.layer != nullptr && (at.stage == kPostOut || at.stage == kPostDown);
+  }
   // Whether the rows of their own have to be filled in this layer.
   bool copies_logit_rows(const Place& at) const;
   int64_t rotated_heads() const { return model_.tokens * (model_.heads + model_.kv_heads); }
@@ -201,7 +222,7 @@ class StepPlan {
   // The memory of `from` as the tokens of the stage.
   QuantizedTokens tokens_of(const Place& at, int64_t k, const StepInput& from, int input) const;
   void normalise(const Place& at, int64_t j, float* row, const StepInput& to) const;
-  // row [n], rounded, becomes token j of the stage's inputs.
+  // row [n], rounded, becomes token j of the stage's inputs; down's without the dropped neurons.
   void enter(const Place& at, int64_t j, int64_t n, float* row, const StepInput& to) const;
   const AdapterGroups& groups(const Place& at) const;
   bool has_side(const Place& at, int which) const;
@@ -214,6 +235,7 @@ class StepPlan {
   void shrink_at(const Place& at, const StepInput& from, int64_t begin, int64_t end) const;
   int64_t expand_units_at(const Place& at) const;
   void expand_at(const Place& at, int64_t begin, int64_t end) const;
+  void add_normed(const Place& at, int64_t j, float* row) const;
   void rotate(const StepLayer& layer, int64_t unit, float* row) const;
   void attend(const StepLayer& layer, int64_t task, float* own) const;
   void logits(int64_t begin, int64_t end, const StepInput& from) const;

@@ -32,7 +32,7 @@ struct Sizes {
 
 StepInput take_input(BumpAllocator& memory, const StepModel& m, const AttentionPlan& attention,
                      const Sizes& sizes) {
-  const int64_t longest = std::max({m.hidden, m.query(), m.intermediate});
+  const int64_t longest = std::max({m.hidden, m.query(), m.full_width()});
   const int64_t tokens = sizes.tokens;
   const bool grouped = std::ranges::count(m.scale_forms, ScaleForm::kGroups) != 0;
   const bool scaled = grouped && m.activations != ActivationFormat::kInt8;
@@ -60,7 +60,7 @@ StepBuffers take_buffers(BumpAllocator& memory, const StepModel& m, const Attent
   StepBuffers b{};
   b.x = memory.take<float>(m.tokens * m.hidden);
   b.kept = keeps_all(m) ? b.x : memory.take<float>(m.head_tokens * m.hidden);
-  b.cos_sin = memory.take<float>(m.tokens * m.dim);
+  b.cos_sin = memory.take<float>((m.local_rope.inv_freq == nullptr ? 1 : 2) * m.tokens * m.dim);
   b.q = memory.take<float>(m.tokens * m.query());
   b.k = memory.take<float>(m.tokens * m.kv());
   b.v = memory.take<float>(m.tokens * m.kv());
@@ -69,7 +69,8 @@ StepBuffers take_buffers(BumpAllocator& memory, const StepModel& m, const Attent
   b.gate = memory.take<float>(m.tokens * m.intermediate);
   b.up = memory.take<float>(m.tokens * m.intermediate);
   const int64_t with_adapter = sides.all.with_adapter();
-  b.projected = memory.take<float>(with_adapter == 0 ? 0 : m.tokens * m.hidden);
+  const bool projects = m.post_norms || with_adapter != 0;
+  b.projected = memory.take<float>(projects ? m.tokens * m.hidden : 0);
   for (float*& inner : b.side_inner) inner = memory.take<float>(with_adapter * sides.most_rank);
   b.attention = memory.take<float>(attention.shared_floats());
   const bool split = StepPlan::splits_norms(m.tokens, partitions);
@@ -101,6 +102,9 @@ void fill_inputs(const StepModel& m, const float* x, const StepBuffers& b) {
   std::copy(x, x + m.tokens * m.hidden, b.x);
   for (int64_t token = 0; token < m.tokens; ++token) {
     rope_angles(m.positions[token], m.rope, m.dim / 2, b.cos_sin + token * m.dim);
+    if (m.local_rope.inv_freq == nullptr) continue;
+    float* local = b.cos_sin + (m.tokens + token) * m.dim;
+    rope_angles(m.positions[token], m.local_rope, m.dim / 2, local);
   }
   for (int64_t j = 0; m.n_layers == 0 && j < m.head_tokens; ++j) keep_logit_row(m, b, j);
 }

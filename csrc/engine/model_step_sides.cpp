@@ -39,19 +39,18 @@ bool StepPlan::has_side(const Place& at, int which) const {
 SideProjection StepPlan::side(const Place& at, int which, int i, const StepInput& from) const {
   const StepModel& m = model_;
   const int64_t layer = at.layer - m.layers;
-  const WeightSize size = weight_size(m, which);
   const bool added = which == kO || which == kDown;
   return {
       .paths = m.side_paths + (layer * kLayerWeights + which) * m.adapters,
-      .k = size.k,
-      .rows = size.rows,
+      .k = input_width(m, which),
+      .rows = weight_size(m, which).rows,
       .x = from.side_rows[m.inner_norms ? i : 0],
       .inner = buffers_.side_inner[i],
       .most_rank = sides_.most_rank,
       .prefetch_bytes = m.head.prefetch_bytes,
       .type = m.type,
       .y = output(at, which),
-      .residual = added ? residual(at) : nullptr,
+      .residual = added && !m.post_norms ? residual(at) : nullptr,
   };
 }
 

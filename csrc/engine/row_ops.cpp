@@ -59,6 +59,7 @@ void add_rms_norm(const Rows& x, const Rows& residual, const float* norm_weight,
 GatedRow gated_row(const KernelTable& table, std::string_view hidden_act) {
   if (hidden_act == "relu2") return table.relu2_mul_row;
   if (hidden_act == "silu") return table.silu_mul_row;
+  if (hidden_act == "gelu_pytorch_tanh") return table.gelu_mul_row;
   return nullptr;
 }
 
@@ -72,11 +73,11 @@ void relu2_mul(const Rows& gate, const Rows& up, const Rows& y) {
   });
 }
 
-void silu_and_mul(const Rows& x, const Rows& y) {
+void gated(const Rows& x, GatedRow activation, const Rows& y) {
   const int64_t d = y.width;
   for_rows(x, 2 * d, [&](int64_t r, float* row) {
     load(x, r, row);
-    kernels().silu_mul_row(row, row + d, d, row);
+    activation(row, row + d, d, row);
     store(y, r, row);
   });
 }

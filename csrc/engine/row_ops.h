@@ -24,12 +24,13 @@ void rms_norm(const Rows& x, const float* norm_weight, float eps, const Rows& y)
 // sum = x + residual, y = rms_norm(sum)
 void add_rms_norm(const Rows& x, const Rows& residual, const float* norm_weight, float eps,
                   const Rows& y, const Rows& sum);
-// The gated product of a config's hidden_act, "relu2" or "silu"; null for any other name.
+// The gated product of a config's hidden_act, "relu2", "silu" or "gelu_pytorch_tanh"; null for any
+// other name.
 using GatedRow = void (*)(const float* gate, const float* up, int64_t n, float* y);
 GatedRow gated_row(const KernelTable& table, std::string_view hidden_act);
 void relu2_mul(const Rows& gate, const Rows& up, const Rows& y);
 // x [count, 2 d]: gate, then up; y [count, d]
-void silu_and_mul(const Rows& x, const Rows& y);
+void gated(const Rows& x, GatedRow activation, const Rows& y);
 // Rows of heads, `heads` of a token, whose angles are cos_sin [count / heads, width].
 void rope(const Rows& x, const float* cos_sin, int64_t heads, const Rows& y);
 // Rotary embedding: pair i of a head turns by position * inv_freq[i]; cosines and sines are

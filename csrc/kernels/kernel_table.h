@@ -258,6 +258,7 @@ struct KernelTable {
   void (*add_row)(const float* a, const float* b, int64_t n, float* y);  // y may be a or b
   void (*relu2_mul_row)(const float* gate, const float* up, int64_t n, float* y);  // y may be gate
   void (*silu_mul_row)(const float* gate, const float* up, int64_t n, float* y);   // y may be gate
+  void (*gelu_mul_row)(const float* gate, const float* up, int64_t n, float* y);   // y may be gate
   // Half-split rotation of one head: x [dim], cos_sin [dim] (cos, then sin); dim even.  y may not
   // be x.
   void (*rope_head)(const float* x, const float* cos_sin, int64_t dim, float* y);
@@ -364,7 +365,8 @@ struct KernelTable {
   .quantize_row = quantize_row, .store_block = store_block, .product_blocking = product_blocking, \
   .load_row = load_row, .store_row = store_row, .round_row = round_row,                           \
   .store_cache_row = store_cache_row, .rms_norm_row = rms_norm_row, .add_row = add_row,           \
-  .relu2_mul_row = relu2_mul_row, .silu_mul_row = silu_mul_row, .rope_head = rope_head,           \
+  .relu2_mul_row = relu2_mul_row, .silu_mul_row = silu_mul_row, .gelu_mul_row = gelu_mul_row,     \
+  .rope_head = rope_head,                                                                         \
   .attend_chunk = attend_chunk, .quantize_query = quantize_query,                                 \
   .merge_attention = merge_attention, .finish_attention = finish_attention,                       \
   .head_dense = head_dense, .dense_tiles = dense_tiles, .head_int8 = head_int8,                   \

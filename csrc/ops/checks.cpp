@@ -139,7 +139,8 @@ void Check::vector(const Tensor& t, const char* argument, int64_t n) const {
 
 engine::GatedRow activation_row(const Check& check, const std::string& activation) {
   const engine::GatedRow row = engine::gated_row(kernels(), activation);
-  if (row == nullptr) check.fail("activation", "'relu2' or 'silu'", "'" + activation + "'");
+  if (row == nullptr)
+    check.fail("activation", "'relu2', 'silu' or 'gelu_pytorch_tanh'", "'" + activation + "'");
   return row;
 }
 

@@ -75,6 +75,7 @@ Tensor decode_step(const DecodeStep& a) {
       a.logits_to_keep == 0 ? per_sequence : std::min(a.logits_to_keep, per_sequence);
   const StepBinding binding("decode_step", "key_cache", a.model);
   binding.bind(m, state.layers);
+  binding.bind_places(m, state.layers, tokens.dropped);
   set_tokens(starts, per_sequence, kept, capacity, tokens);
   binding.bind_adapters(m, state.side_paths, tokens);
   const Tensor x = as_contiguous(a.x);

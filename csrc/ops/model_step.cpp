@@ -52,6 +52,7 @@ Tensor model_step(const ModelStep& a) {
   m.dim = a.key_pool.size(4);
   const StepBinding binding("model_step", "key_pool", a.model);
   binding.bind(m, state.layers);
+  binding.bind_places(m, state.layers, tokens.dropped);
   set_tokens(check, a, tokens);
   binding.bind_adapters(m, state.side_paths, tokens);
   const Tensor x = as_contiguous(a.x);

@@ -1,5 +1,5 @@
-// rms_norm, add_rms_norm, relu2_mul, silu_and_mul, rope_table, rope: checks and results;
-// engine/row_ops.h does the rest.
+// rms_norm, add_rms_norm, relu2_mul, silu_and_mul, gelu_tanh_and_mul, rope_table, rope: checks and
+// results; engine/row_ops.h does the rest.
 #include "engine/row_ops.h"
 
 #include <cmath>
@@ -62,8 +62,10 @@ Tensor relu2_mul(const Tensor& gate_in, const Tensor& up_in) {
   return y;
 }
 
-Tensor silu_and_mul(const Tensor& x_in) {
-  const Check check("silu_and_mul");
+namespace {
+
+// x [..., 2 d], gate then up, under one activation.
+Tensor gated(const Check& check, const Tensor& x_in, engine::GatedRow activation) {
   check.float_dtype(x_in, "x");
   check.min_dim(x_in, "x", 1);
   Shape shape = shape_of(x_in);
@@ -72,8 +74,18 @@ Tensor silu_and_mul(const Tensor& x_in) {
   const Tensor x = as_contiguous(x_in);
   shape.back() /= 2;
   Tensor y = empty(shape, x.scalar_type());
-  engine::silu_and_mul(rows_view(x), rows_view(y));
+  engine::gated(rows_view(x), activation, rows_view(y));
   return y;
+}
+
+}  // namespace
+
+Tensor silu_and_mul(const Tensor& x) {
+  return gated(Check("silu_and_mul"), x, kernels().silu_mul_row);
+}
+
+Tensor gelu_tanh_and_mul(const Tensor& x) {
+  return gated(Check("gelu_tanh_and_mul"), x, kernels().gelu_mul_row);
 }
 
 Tensor rope_table(const Tensor& positions_in, const Tensor& inv_freq_in, double attention_factor) {
@@ -121,6 +133,7 @@ BITNET_LIBRARY_IMPL(m) {
   BITNET_OP(m, add_rms_norm);
   BITNET_OP(m, relu2_mul);
   BITNET_OP(m, silu_and_mul);
+  BITNET_OP(m, gelu_tanh_and_mul);
   BITNET_OP(m, rope_table);
   BITNET_OP(m, rope);
 }

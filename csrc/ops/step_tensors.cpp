@@ -67,6 +67,10 @@ void StepTensors::take_extras(Arguments& a) {
   lora_indices = a.take<std::optional<Tensor>>();
   grouped = a.take<std::vector<int64_t>>();
   activation_format = a.take<std::string>();
+  dropped_neurons = a.take<std::optional<Tensor>>();
+  post_norms = a.take<bool>();
+  local_inv_freq = a.take<std::optional<Tensor>>();
+  local_layers = a.take<std::vector<int64_t>>();
 }
 
 void StepBinding::check_most(const char* argument, const char* what, int64_t got,
@@ -102,6 +106,13 @@ void StepBinding::check_numbers(StepModel& m) const {
   check_most(cache_, "features of a head", m.dim, kMaxInFeatures);
   check_most("num_heads", "heads of that size", m.heads, kMaxInFeatures / m.dim);
   check_most("intermediate_size", "features", m.intermediate, kMaxInFeatures);
+  m.dropped = 0;
+  if (a.dropped_neurons.has_value()) {
+    check_.dim(*a.dropped_neurons, "dropped_neurons", 2);
+    m.dropped = a.dropped_neurons->size(1);
+    check_most("dropped_neurons", "neurons of a layer", m.dropped, kMaxInFeatures - m.intermediate);
+  }
+  m.post_norms = a.post_norms;
   m.eps = static_cast<float>(a.eps);
   if (!(m.eps >= 0.0f && std::isfinite(m.eps)))
     check_.fail("eps", "finite and not negative", std::to_string(m.eps));
@@ -118,6 +129,13 @@ void StepBinding::check_numbers(StepModel& m) const {
   m.rope = {data<float>(a.inv_freq), static_cast<float>(a.attention_factor)};
   if (!(a.attention_factor > 0.0 && std::isfinite(a.attention_factor)))
     check_.fail("attention_factor", "finite and positive", std::to_string(a.attention_factor));
+  m.local_rope = {nullptr, 1.0f};
+  if (a.local_inv_freq.has_value()) {
+    check_.dtype(*a.local_inv_freq, "local_inv_freq", ScalarType::Float);
+    check_.shape(*a.local_inv_freq, "local_inv_freq", {m.dim / 2});
+    check_.contiguous(*a.local_inv_freq, "local_inv_freq");
+    m.local_rope.inv_freq = data<float>(*a.local_inv_freq);
+  }
   m.attention_scale = static_cast<float>(a.scale);
   if (!std::isfinite(a.scale)) check_.fail("scale", "finite", std::to_string(a.scale));
 }
@@ -267,19 +285,20 @@ void StepBinding::bind_biases(const StepModel& m, std::vector<StepLayer>& layers
 void StepBinding::bind_norms(StepModel& m, std::vector<StepLayer>& layers) const {
   const StepTensors& a = tensors_;
   const int64_t heads = a.qk_norms ? 2 * m.dim : 0;
-  const int64_t sub = a.sub_norms ? m.query() + m.intermediate : 0;
+  const int64_t sub = a.sub_norms ? m.query() + m.full_width() : 0;
+  const int64_t post = a.post_norms ? 2 * m.hidden : 0;
   int64_t inner = 0;
-  for (int i = 0; m.inner_norms && i < kLayerWeights; ++i) inner += engine::weight_size(m, i).k;
+  for (int i = 0; m.inner_norms && i < kLayerWeights; ++i) inner += engine::input_width(m, i);
   check_.dtype(a.norm_weights, "norm_weights", ScalarType::Float);
   check_.shape(a.norm_weights, "norm_weights",
-               {m.n_layers * (2 * m.hidden + heads + sub + inner) + m.hidden});
+               {m.n_layers * (2 * m.hidden + heads + sub + post + inner) + m.hidden});
   check_.contiguous(a.norm_weights, "norm_weights");
   const auto* norm = data<float>(a.norm_weights);
   const auto next = [&norm](int64_t n) { return (norm += n) - n; };
   for (StepLayer& layer : layers) {
     const auto inside = [&](std::initializer_list<int> projections) {
       for (const int i : projections) {
-        layer.inner_norms[i] = m.inner_norms ? next(engine::weight_size(m, i).k) : nullptr;
+        layer.inner_norms[i] = m.inner_norms ? next(engine::input_width(m, i)) : nullptr;
       }
     };
     layer.attention_norm = next(m.hidden);
@@ -288,10 +307,12 @@ void StepBinding::bind_norms(StepModel& m, std::vector<StepLayer>& layers) const
     layer.k_norm = a.qk_norms ? next(m.dim) : nullptr;
     layer.out_norm = a.sub_norms ? next(m.query()) : nullptr;
     inside({kO});
+    layer.out_post_norm = a.post_norms ? next(m.hidden) : nullptr;
     layer.mlp_norm = next(m.hidden);
     inside({kGate, kUp});
-    layer.down_norm = a.sub_norms ? next(m.intermediate) : nullptr;
+    layer.down_norm = a.sub_norms ? next(m.full_width()) : nullptr;
     inside({kDown});
+    layer.down_post_norm = a.post_norms ? next(m.hidden) : nullptr;
   }
   m.final_norm = norm;
 }
@@ -309,6 +330,43 @@ void StepBinding::bind(StepModel& m, std::vector<StepLayer>& layers) const {
   m.layers = layers.data();
 }
 
+// Copied first, for they become addresses.
+void StepBinding::bind_places(StepModel& m, std::vector<StepLayer>& layers,
+                              std::vector<int64_t>& places) const {
+  const StepTensors& a = tensors_;
+  places.clear();
+  if (a.dropped_neurons.has_value()) {
+    const Tensor& dropped = *a.dropped_neurons;
+    check_.dtype(dropped, "dropped_neurons", ScalarType::Long);
+    check_.shape(dropped, "dropped_neurons", {m.n_layers, m.dropped});
+    check_.contiguous(dropped, "dropped_neurons");
+    const auto* from = data<int64_t>(dropped);
+    places.assign(from, from + dropped.numel());
+  }
+  for (size_t i = 0; i < layers.size(); ++i) {
+    const int64_t* own = places.data() + static_cast<int64_t>(i) * m.dropped;
+    for (int64_t j = 0; j < m.dropped; ++j) {
+      if (!(own[j] > (j == 0 ? -1 : own[j - 1]) && own[j] < m.full_width()))
+        check_.fail("dropped_neurons",
+                    "of ascending neurons below " + std::to_string(m.full_width()),
+                    std::to_string(own[j]));
+    }
+    layers[i].dropped = own;
+    layers[i].local_rope = false;
+  }
+  if (a.local_inv_freq.has_value() == a.local_layers.empty())
+    check_.fail(
+        "local_layers",
+        a.local_layers.empty() ? "with local_inv_freq" : "to be empty without local_inv_freq",
+        std::to_string(a.local_layers.size()) + " layers");
+  for (const int64_t layer : a.local_layers) {
+    if (!(layer >= 0 && layer < m.n_layers))
+      check_.fail("local_layers", "of layers below " + std::to_string(m.n_layers),
+                  std::to_string(layer));
+    layers[static_cast<size_t>(layer)].local_rope = true;
+  }
+}
+
 // lora_weights[adapter]: A and the tiles of B of each projection that it is beside, layer by layer.
 void StepBinding::bind_side_paths(const StepModel& m, int64_t adapter, const int64_t* ranks,
                                   const float* scalings, std::vector<SidePath>& paths) const {
@@ -323,7 +381,8 @@ void StepBinding::bind_side_paths(const StepModel& m, int64_t adapter, const int
     return offset_bytes(weights.const_data_ptr(), (taken - n) * size);
   };
   for (int64_t i = 0; i < m.n_layers * kLayerWeights; ++i) {
-    const auto [rows, k] = engine::weight_size(m, static_cast<int>(i % kLayerWeights));
+    const int which = static_cast<int>(i % kLayerWeights);
+    const int64_t rows = engine::weight_size(m, which).rows, k = engine::input_width(m, which);
     const int64_t rank = ranks[i];
     if (!(rank >= 0 && rank <= kMaxLoraRank))
       check_.fail("lora_ranks", "from 0 to " + std::to_string(kMaxLoraRank), std::to_string(rank));
@@ -381,6 +440,10 @@ void StepBinding::keep_apart(const Mutated& mutated, const std::vector<StepLayer
   mutated.keep_apart(check_, tensors_.scales, "scales");
   mutated.keep_apart(check_, tensors_.norm_weights, "norm_weights");
   mutated.keep_apart(check_, tensors_.inv_freq, "inv_freq");
+  if (tensors_.local_inv_freq.has_value())
+    mutated.keep_apart(check_, *tensors_.local_inv_freq, "local_inv_freq");
+  if (tensors_.dropped_neurons.has_value())
+    mutated.keep_apart(check_, *tensors_.dropped_neurons, "dropped_neurons");
   if (tensors_.biases.has_value()) mutated.keep_apart(check_, *tensors_.biases, "biases");
   for (const Tensor& t : tensors_.lora_weights.value_or(std::vector<Tensor>{})) {
     mutated.keep_apart(check_, t, "lora_weights");

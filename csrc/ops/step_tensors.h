@@ -45,9 +45,12 @@ struct StepTensors {
   std::optional<Tensor> lora_ranks, lora_scalings, lora_indices;
   std::vector<int64_t> grouped;
   std::string activation_format;
+  std::optional<Tensor> dropped_neurons;
+  bool post_norms;
+  std::optional<Tensor> local_inv_freq;
+  std::vector<int64_t> local_layers;
 
-  // In the order of the schemas: weights to head_scale, dtype to scale, and biases to
-  // activation_format.
+  // In the order of the schemas: weights to head_scale, dtype to scale, and biases to local_layers.
   void take_weights(Arguments& a);
   void take_numbers(Arguments& a);
   void take_extras(Arguments& a);
@@ -57,6 +60,7 @@ struct StepTensors {
 struct StepTokens {
   std::vector<int64_t> positions, slots, logit_rows;
   std::vector<int64_t> adapters;  // of each token, -1: none
+  std::vector<int64_t> dropped;   // [layers, StepModel::dropped], neurons
   PagedBatch sequences;
 };
 
@@ -77,6 +81,9 @@ class StepBinding {
   // Checks everything against m.hidden, n_layers, kv_heads and dim, and fills in the rest of `m`
   // but for tokens and caches. The layers, without their pools, lie in `layers`.
   void bind(engine::StepModel& m, std::vector<engine::StepLayer>& layers) const;
+  // Behind `bind`: the dropped neurons, copied to `places`, and the layers of the local rope.
+  void bind_places(engine::StepModel& m, std::vector<engine::StepLayer>& layers,
+                   std::vector<int64_t>& places) const;
   // Behind `bind` and the tokens' sequences: the adapters, whose side paths lie in `paths`.
   void bind_adapters(engine::StepModel& m, std::vector<engine::SidePath>& paths,
                      StepTokens& tokens) const;

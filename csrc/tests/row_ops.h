@@ -181,6 +181,7 @@ inline void add_elementwise_ops(std::vector<RowOp>& ops) {
   add("add_row", &KernelTable::add_row);
   add("relu2_mul_row", &KernelTable::relu2_mul_row);
   add("silu_mul_row", &KernelTable::silu_mul_row);
+  add("gelu_mul_row", &KernelTable::gelu_mul_row);
   ops.push_back({"add_row in place of b", "add_row", float_rows(2), float_rows(1),
                  [](const Call& c) { c.table.add_row(c.f(0), c.y(), c.n, c.y()); }, 0, 1});
   const auto pair = [](int64_t n) { return std::vector<Shape>{{Kind::kF32, 2 * n}}; };

@@ -39,7 +39,7 @@ struct Model {
   std::vector<StepLayer> layers;
   std::vector<float> frequencies, scales, norms, head, keys, values, factors;
   std::vector<engine::SidePath> side_paths;
-  std::vector<int64_t> adapters;
+  std::vector<int64_t> adapters, dropped;
   std::vector<int64_t> query_start, lengths, blocks, positions, slots, logit_rows;
 
   // kept: of how many last tokens of the first sequence the logits are wanted, with those of the
@@ -53,6 +53,7 @@ struct Model {
     m.kv_heads = 2;
     m.dim = 32;
     m.intermediate = 456;
+    if (extras) drop_neurons();
     m.n_layers = kLayers;
     m.type = DType::kBF16;
     m.activation = table.relu2_mul_row;
@@ -81,6 +82,8 @@ struct Model {
       }
       layer.attention_norm = layer.mlp_norm = norms.data();
       layer.out_norm = layer.down_norm = norms.data() + 1;
+      layer.out_post_norm = layer.down_post_norm = norms.data() + 3;
+      layer.dropped = dropped.data() + i * m.dropped;
       layer.pool.block_size = block_size;
       layer.pool.dim = m.dim;
       layer.pool.keys = rows_of(keys.data() + i * cache, block_size);
@@ -92,6 +95,9 @@ struct Model {
     if (!extras) return;
     add_adapters(random);
     add_inner_norms();
+    m.post_norms = true;
+    m.local_rope = {norms.data(), 1.0f};
+    layers[1].local_rope = true;
   }
 
   // Two adapters of the ranks 3 and 20 beside some projections: the first sequence has the second
@@ -110,6 +116,12 @@ struct Model {
     adapters.back() = 0;
     m.side_paths = side_paths.data();
     m.token_adapters = adapters.data();
+  }
+
+  // The first, the last, two neighbours, and others in the second layer.
+  void drop_neurons() {
+    dropped = {0, 17, 18, 459, 5, 100, 101, 458};
+    m.dropped = 4;
   }
 
   void add_inner_norms() {
@@ -182,7 +194,7 @@ bool equal(const std::vector<float>& a, const std::vector<float>& b) {
   return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
 }
 
-// extras: adapters, and norms inside projections.
+// extras: adapters, norms inside and behind projections, dropped neurons, two ropes.
 void same_on_every_number_of_threads(const KernelTable& table, int64_t tokens, int64_t kept,
                                      bool extras) {
   StepState state;

@@ -31,6 +31,12 @@ def test_shapes_are_those_of_the_real_models() -> None:
     assert parameters("bonsai-1.7b") == 1_720_028_160  # as published
     assert parameters("bonsai-4b") == 4_021_784_576
     assert parameters("bonsai-8b") == 8_188_548_096
+    assert parameters("llama3-8b") == 8_030_261_248  # Meta's Llama 3 8B
+    assert parameters("llama2-7b") == 6_738_415_616  # Llama 2 7B
+    assert parameters("2048x24") == 1_188_136_960
+    assert round(parameters("falcon3-7b") / 1e7) == 746
+    assert round(parameters("bitcpm-3b") / 1e6) == 3606  # 7.21 GB in bfloat16
+    assert round(parameters("bitcpm-0.5b") / 1e6) == 434
     assert dummy.config("2b-4t").num_key_value_heads == 5
     assert dummy.config("0.7b").head_dim == 96
 

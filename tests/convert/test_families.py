@@ -163,6 +163,10 @@ REMARKS = {
     "trilm-blocks": "without activation quantisation",
     "bonsai": "without activation quantisation",
     "qwen3-embedding": "embedding model",
+    "bitcpm-llama": "without activation quantisation",
+    "bitcpm-minicpm": "code shipped with a checkpoint is never run",
+    "bitnet-embedding-270m": "norms inside projections multiply by w, not by 1 + w",
+    "gemma3": "layers with a window of 512 positions",
 }
 
 

@@ -134,6 +134,8 @@ def test_each_architecture_is_told_by_its_tensors() -> None:
         ([f"{layer}attn_sub_norm.weight", f"{layer[:-10]}mlp.ffn_sub_norm.weight"], "silu", None),
     ]
     for family in (case.family for case in CASES.values()):
+        if family.model_type == "minicpm":  # a Llama by its tensors, whose factors Llama refuses
+            continue
         plain = dataclasses.replace(family, spelling="", inner_norms="", architecture=None)
         names = [n if n.endswith(".bias") else f"{n}.weight" for n in make_network(plain)]
         rows.append((names, plain.activation, plain.model_type))

@@ -52,12 +52,17 @@ def rms_norm(x, gain, eps):
 
 
 def rotary(family):
-    """(frequency of every pair, what multiplies cosines and sines), plain or by YaRN's paper."""
+    """(frequency of every pair, what multiplies cosines and sines) of a config's rope_scaling."""
     d, theta = family.head_dim, family.theta
     frequencies = theta ** (-2.0 * torch.arange(d // 2, dtype=torch.float64) / d)
     yarn = family.config_extra.get("rope_scaling")
     if yarn is None:
         return frequencies, 1.0
+    kind = yarn.get("rope_type", yarn.get("type"))
+    if kind == "longrope":
+        return frequencies / torch.tensor(yarn["long_factor"], dtype=torch.float64), 1.0
+    if kind == "llama3":
+        return _llama3(frequencies, yarn), 1.0
     assert set(yarn) == {"type", "factor", "original_max_position_embeddings"}
     turns = [yarn["original_max_position_embeddings"] / (r * 2 * math.pi) for r in (32, 1)]
     low, high = (d * math.log(t) / (2 * math.log(theta)) for t in turns)
@@ -65,6 +70,23 @@ def rotary(family):
     ramp = ((torch.arange(d // 2, dtype=torch.float64) - low) / (high - low)).clamp(0, 1)
     slowed = frequencies / yarn["factor"] * ramp + frequencies * (1 - ramp)
     return slowed, 0.1 * math.log(yarn["factor"]) + 1
+
+
+def _llama3(frequencies, options):
+    """By how often a pair turns within the original context: pair by pair, as Meta's code does."""
+    out, original = [], options["original_max_position_embeddings"]
+    low, high = options["low_freq_factor"], options["high_freq_factor"]
+    for frequency in frequencies.tolist():
+        turns = original * frequency / (2 * math.pi)
+        kept = min(max((turns - low) / (high - low), 0.0), 1.0)
+        out.append(kept * frequency + (1 - kept) * frequency / options["factor"])
+    return torch.tensor(out, dtype=torch.float64)
+
+
+def local_rotary(family):
+    """Of Gemma's layers with a window: a base of their own, never scaled."""
+    base, d = family.config_extra["rope_local_base_freq"], family.head_dim
+    return base ** (-2.0 * torch.arange(d // 2, dtype=torch.float64) / d), 1.0
 
 
 def rotate(x, frequencies, factor):
@@ -76,19 +98,22 @@ def rotate(x, frequencies, factor):
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
-def causal_attention(q, k, v):
-    """q [T, H, d], k and v [T, KV, d] -> [T, H * d]."""
+def causal_attention(q, k, v, scale=None):
+    """q [T, H, d], k and v [T, KV, d] -> [T, H * d]; scale None: 1 / sqrt(d)."""
     tokens, heads, d = q.shape
     group, output = heads // k.shape[1], torch.empty_like(q)
     future = torch.ones(tokens, tokens, dtype=torch.bool).triu(1)
     for head in range(heads):
-        scores = q[:, head] @ k[:, head // group].T / d**0.5
+        scores = q[:, head] @ k[:, head // group].T * (d**-0.5 if scale is None else scale)
         weights = scores.masked_fill(future, float("-inf")).softmax(dim=-1)
         output[:, head] = weights @ v[:, head // group]
     return output.reshape(tokens, heads * d)
 
 
 def activation(family, gate):
+    if family.activation == "gelu_pytorch_tanh":
+        inner = math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
+        return gate / 2 * (1 + inner.tanh())
     relu2 = family.activation == "relu2"
     return gate.clamp(min=0).square() if relu2 else gate / (1 + (-gate).exp())
 
@@ -105,6 +130,17 @@ class Network:
             name: self._ternary(name, value) if isinstance(value, dict) else torch.from_numpy(value)
             for name, value in network.items()
         }
+        for name, value in self.tensors.items():  # what a norm multiplies by
+            if family.gemma and name.endswith("norm") and not name.endswith("rms_norm"):
+                self.tensors[name] = 1 + value
+        extra = family.config_extra
+        self.embedding = self.residual = self.logits = 1.0
+        if family.gemma:
+            self.embedding = family.hidden**0.5
+        if family.model_type == "minicpm":
+            self.embedding = extra["scale_emb"]
+            self.residual = extra["scale_depth"] / family.layers**0.5
+            self.logits = family.hidden / extra["dim_model_base"]
 
     def _ternary(self, name, value):
         if not self.family.dense_ternary:
@@ -121,15 +157,20 @@ class Network:
     def hidden(self, ids, margins):
         """Token ids -> float64 hidden states [T, hidden] after the last norm."""
         family = self.family
-        x = self.tensors["model.embed_tokens"][torch.tensor(ids)]
+        x = self.tensors["model.embed_tokens"][torch.tensor(ids)] * self.embedding
         for layer in range(family.layers):
 
             def get(suffix, prefix=f"model.layers.{layer}."):
                 return self.tensors[prefix + suffix]
 
-            x = x + self._attention(get, x, margins)
-            x = x + self._mlp(get, x, margins)
-        return rms_norm(x, self.tensors["model.norm"], family.eps)
+            a = self._attention(get, x, margins, layer) * self.residual
+            x = x + (self._gemma_norm(get, "post_attention", a) if family.gemma else a)
+            y = self._mlp(get, x, margins) * self.residual
+            x = x + (self._gemma_norm(get, "post_feedforward", y) if family.gemma else y)
+        return rms_norm(x, self.tensors["model.norm"], family.eps) / self.logits
+
+    def _gemma_norm(self, get, name, x):
+        return rms_norm(x, get(f"{name}_layernorm"), self.family.eps)
 
     def _linear(self, get, name, x, margins):
         """A projection with the norm inside it and its bias."""
@@ -147,7 +188,7 @@ class Network:
         eps = self.family.sub_eps
         return rms_norm(x, gain, self.family.eps if eps is None else eps)
 
-    def _attention(self, get, x, margins):
+    def _attention(self, get, x, margins, layer):
         family, tokens = self.family, len(x)
         h = rms_norm(x, get("input_layernorm"), family.eps)
         q, k, v = (self._linear(get, f"self_attn.{n}_proj", h, margins) for n in "qkv")
@@ -156,15 +197,22 @@ class Network:
         if family.qk_norm:
             q = rms_norm(q, get("self_attn.q_norm"), family.eps)
             k = rms_norm(k, get("self_attn.k_norm"), family.eps)
-        rope = rotary(family)
+        rope, scale = rotary(family), None
+        if family.gemma:
+            scale = family.config_extra["query_pre_attn_scalar"] ** -0.5
+            if family.config_extra["layer_types"][layer] == "sliding_attention":
+                assert tokens <= family.config_extra["sliding_window"]
+                rope = local_rotary(family)
         q, k = rotate(q, *rope), rotate(k, *rope)
-        a = causal_attention(q, k, v.reshape(tokens, family.kv_heads, family.head_dim))
+        v = v.reshape(tokens, family.kv_heads, family.head_dim)
+        a = causal_attention(q, k, v, scale)
         if family.sub_norms:
             a = self._sub_norm(a, get("self_attn.attn_sub_norm"))
         return self._linear(get, "self_attn.o_proj", a, margins)
 
     def _mlp(self, get, x, margins):
-        h = rms_norm(x, get("post_attention_layernorm"), self.family.eps)
+        norm = "pre_feedforward_layernorm" if self.family.gemma else "post_attention_layernorm"
+        h = rms_norm(x, get(norm), self.family.eps)
         gate = self._linear(get, "mlp.gate_proj", h, margins)
         z = activation(self.family, gate) * self._linear(get, "mlp.up_proj", h, margins)
         if self.family.sub_norms:

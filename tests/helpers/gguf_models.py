@@ -124,7 +124,7 @@ def tensors(
             out.append((tensor_name(name), value.shape, *dense(value, form)))
             continue
         codes = value["codes"]
-        if architecture == "llama" and name.endswith(("q_proj", "k_proj")):
+        if architecture in ("llama", "minicpm") and name.endswith(("q_proj", "k_proj")):
             heads = family.heads if name.endswith("q_proj") else family.kv_heads
             codes = permute(codes, heads)
         form = stored(kind, codes, scale_of(family, value), layout)

@@ -15,7 +15,8 @@ from hf_writer import FAMILIES, Family
 class Case:
     """`row` and `checkpoints`: of the table. `twin`: None where transformers loads the family.
 
-    `options`: of `convert`. `adjust`: changes transformers' model after loading.
+    `options`: of `convert`. `fold`: changes the network for the twin. `adjust`: changes
+    transformers' model after loading.
     """
 
     row: str
@@ -25,6 +26,7 @@ class Case:
     twin: Family | None = None
     options: dict = field(default_factory=dict)
     adjust: object = None
+    fold: object = None  # changes the network, for the twin
 
 
 def _family(base, name, **changes):
@@ -80,6 +82,57 @@ _QWEN2 = {"model_type": "qwen2", "qkv_bias": True, "eps": 1e-6, "hidden": 192, "
 _EMBEDDING = _family("llama-online", "qwen3-embedding", **_QWEN3, architecture="Qwen3Model",
                      inner_norms="norm", tied=True, quantized=False)  # fmt: skip
 
+# MiniCPM4's two lists are equal; the published ones have 64 numbers from 0.99 to 40.7
+_LONG = [round(1.0 + 0.02 * i + 0.01 * i * i, 4) for i in range(32)]
+_LONGROPE = {
+    "rope_scaling": {"rope_type": "longrope", "long_factor": _LONG, "short_factor": _LONG,
+                     "original_max_position_embeddings": 32768},
+    "max_position_embeddings": 32768,
+}  # fmt: skip
+_WEIGHT_ONLY = {"dense_ternary": True, "quantized": False, "theta": 10000.0, "dtype": "float32"}
+_CPM = _family("llama-bitlinear", "bitcpm-llama", **_WEIGHT_ONLY, kv_heads=1, hidden=160, heads=4,
+               inter=640, vocab=449, config_extra=_LONGROPE)  # fmt: skip
+_MINICPM = _family("llama-bitlinear", "bitcpm-minicpm", **_WEIGHT_ONLY, model_type="minicpm",
+                   kv_heads=1, tied=True, inter=1024, vocab=449, config_extra={
+                       **_LONGROPE, "scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 64,
+                       "auto_map": {"AutoModel": "modeling_minicpm.MiniCPMModel"},
+                   })  # fmt: skip
+
+
+def _folded(network):
+    """MiniCPM's factors in the weights of a plain Llama with a head of its own."""
+    folded = {}
+    for name, value in network.items():
+        if name.endswith(("o_proj", "down_proj")):
+            scale = value["stored_scale"] * 1.4 / _MINICPM.layers**0.5
+            value = {**value, "stored_scale": scale}
+        folded[name] = value
+    embedding = network["model.embed_tokens"]
+    return {**folded, "model.embed_tokens": embedding * 12,
+            "lm_head": embedding / (_MINICPM.hidden / 64)}  # fmt: skip
+
+
+def _gemma(local, theta):
+    return {
+        "query_pre_attn_scalar": 256, "sliding_window": 512, "rope_local_base_freq": local,
+        "layer_types": ["sliding_attention", "full_attention"], "rope_theta": theta,
+        "max_position_embeddings": 2048, "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+    }  # fmt: skip
+
+
+_GEMMA = {"model_type": "gemma3_text", "qk_norm": True, "eps": 1e-6, "hidden": 160, "heads": 2,
+          "kv_heads": 1, "head_dim": 256, "tied": True, "vocab": 451,
+          "linear_class": "autobitlinear", "mode": "online", "dtype": "float32"}  # fmt: skip
+_GEMMA_EMBEDDING = _family("llama-online", "bitnet-embedding-270m", **_GEMMA, theta=10000.0,
+                           architecture="Gemma3TextModel", inner_norms="norm", quantized=False,
+                           config_extra=_gemma(10000.0, 10000.0))  # fmt: skip
+_LLAMA3 = {
+    "rope_scaling": {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0,
+                     "high_freq_factor": 4.0, "original_max_position_embeddings": 8192},
+    "max_position_embeddings": 131072,
+}  # fmt: skip
+
 CASES = {
     case.family.name: case
     for case in (
@@ -127,5 +180,21 @@ CASES = {
              _family("llama-bitlinear", "bonsai", **{**_QWEN3, "hidden": 256, "inter": 384},
                      vocab=517, dense_ternary=True, quantized=False, dtype="float16",
                      scale_groups=True, config_extra=_YARN)),
+        Case("15", "openbmb/BitCPM-CANN-{1B,3B}", "llama with longrope whose values are -s, 0, s",
+             _CPM),
+        Case("15", "openbmb/BitCPM-CANN-{0.5B,8B}",
+             "minicpm (scale_emb, scale_depth, dim_model_base)", _MINICPM, dataclasses.replace(
+                 _MINICPM, model_type="llama", tied=False, config_extra=_LONGROPE),
+             fold=_folded),
+        Case("16", "microsoft/BitNet-embedding-270M", "Gemma3TextModel with <projection>.norm",
+             _GEMMA_EMBEDDING, dataclasses.replace(
+                 _GEMMA_EMBEDDING, architecture="Gemma3ForCausalLM", inner_norms="rms_norm",
+                 quantized=True)),
+        Case("16", "Gemma 3 with ternary projections", "gemma3_text, autobitlinear online",
+             _family("llama-online", "gemma3", **_GEMMA, theta=1000000.0,
+                     config_extra=_gemma(10000.0, 1000000.0))),
+        Case("5", "Llama 3.1, 3.2 with rope_type llama3", "llama, bitnet (bitlinear)",
+             _family("llama-bitlinear", "llama3-scaled", theta=500000.0, kv_heads=1, tied=True,
+                     dtype="float32", config_extra=_LLAMA3)),
     )
 }  # fmt: skip

@@ -61,7 +61,12 @@ class Family:
 
     @property
     def activation(self):
-        return self.act or ("relu2" if self.model_type == "bitnet" else "silu")
+        default = {"bitnet": "relu2", "gemma3_text": "gelu_pytorch_tanh"}
+        return self.act or default.get(self.model_type, "silu")
+
+    @property
+    def gemma(self):
+        return self.model_type == "gemma3_text"
 
     @property
     def headless(self):
@@ -152,6 +157,8 @@ def norm_shapes(family):
     if family.sub_norms:
         shapes["self_attn.attn_sub_norm"] = family.heads * family.head_dim
         shapes["mlp.ffn_sub_norm"] = family.inter
+    if family.gemma:
+        shapes |= {f"{at}_feedforward_layernorm": family.hidden for at in ("pre", "post")}
     if family.qk_norm:
         shapes |= {"self_attn.q_norm": family.head_dim, "self_attn.k_norm": family.head_dim}
     if family.inner_norms:
@@ -184,7 +191,8 @@ def _gains(rng, family, suffix, length):
     before = "input_layernorm", "q_proj.rms_norm", "k_proj.rms_norm"
     if suffix.endswith(before) and large_scale:
         return rng.uniform(0.03, 0.1, length)
-    return rng.uniform(0.5, 1.5, length)
+    stored = 1.0 if family.gemma and not suffix.endswith("rms_norm") else 0.0  # norms are 1 + w
+    return rng.uniform(0.5, 1.5, length) - stored
 
 
 def make_network(family):
@@ -201,7 +209,7 @@ def make_network(family):
             suffix = f"self_attn.{name}_proj"
             rows = projection_shapes(family)[suffix][0]
             network[f"{prefix}{suffix}.bias"] = rng.normal(0, 0.3, rows)
-    network["model.norm"] = rng.uniform(0.5, 1.5, family.hidden)
+    network["model.norm"] = rng.uniform(0.5, 1.5, family.hidden) - (1.0 if family.gemma else 0.0)
     if not family.tied and not family.headless:
         network["lm_head"] = rng.normal(0, 0.05, (family.vocab, family.hidden))
     return {
@@ -271,7 +279,8 @@ def stored_name(family, name):
 
 def class_of(model_type):
     """transformers' class of causal models, as config.json names it."""
-    return ("BitNet" if model_type == "bitnet" else model_type.capitalize()) + "ForCausalLM"
+    names = {"bitnet": "BitNet", "gemma3_text": "Gemma3", "minicpm": "MiniCPM"}
+    return names.get(model_type, model_type.capitalize()) + "ForCausalLM"
 
 
 def config_dict(family):
@@ -296,7 +305,7 @@ def config_dict(family):
         "num_attention_heads": family.heads,
         "num_key_value_heads": family.kv_heads,
         "head_dim": family.head_dim,
-        "hidden_act": family.activation,
+        "hidden_activation" if family.gemma else "hidden_act": family.activation,
         "max_position_embeddings": 512,
         "rms_norm_eps": family.eps,
         "tie_word_embeddings": family.tied,

@@ -11,9 +11,8 @@ from torch import Tensor
 from bitnet_ops import _runtime
 from bitnet_ops.nn.storage import LAYOUTS
 from bounds import U, rms_norm_error, storing_error, sum_error
-from op_changes import F64, to
 from op_schema import bound, named, positional
-from op_spec import Call, Change, Named, Rejections, reference, spec
+from op_spec import Call, Named, reference, spec
 from op_values import (
     ACTIVATIONS,
     FORMATS,
@@ -30,9 +29,15 @@ from op_values import (
     random_packed,
     strided,
 )
-from ops_attention import OF_KV_TYPES, cache_memory
+from ops_attention import cache_memory
 from ops_lora import LORA_REJECTIONS, lora_arguments, lora_factors, with_side_paths
 from ops_packing import repacked
+from ops_step_rejections import DECODE_STEP_REJECTIONS
+
+GATED: dict[str, Callable[[Any], Any]] = {
+    "silu": lambda o: o.silu_and_mul,
+    "gelu_pytorch_tanh": lambda o: o.gelu_tanh_and_mul,
+}
 
 
 def decode_step(o: Any, a: Any) -> Tensor:
@@ -43,35 +48,64 @@ def decode_step(o: Any, a: Any) -> Tensor:
     rows = [query_rows, kv_rows, kv_rows, hidden, a.intermediate_size, a.intermediate_size, hidden]
     features = [hidden, hidden, hidden, query_rows, hidden, hidden, a.intermediate_size]
     inner = features if a.linear_norm_eps is not None else []
+    width = a.intermediate_size
+    if a.dropped_neurons is not None:
+        width += a.dropped_neurons.shape[1]
+        inner = [*inner[:6], width] if inner else []
     norm_sizes = [
         hidden, *inner[:3], *([dim, dim] if a.qk_norms else []),
         *([query_rows] if a.sub_norms else []), *inner[3:4],
-        hidden, *inner[4:6], *([a.intermediate_size] if a.sub_norms else []), *inner[6:],
+        hidden, *inner[4:6], *([width] if a.sub_norms else []), *inner[6:],
     ]  # fmt: skip
+    if a.post_norms:
+        after_o = 1 + len(inner[:4]) + (2 if a.qk_norms else 0) + (1 if a.sub_norms else 0)
+        norm_sizes = [*norm_sizes[:after_o], hidden, *norm_sizes[after_o:], hidden]
     *norms, last = a.norm_weights.split([*norm_sizes * len(a.scales), hidden])
     positions = a.start_positions[:, None] + torch.arange(tokens)
-    cos_sin = o.rope_table(positions, a.inv_freq, a.attention_factor)
+    wide_cos_sin = o.rope_table(positions, a.inv_freq, a.attention_factor)
     sub_eps = a.eps if a.sub_norm_eps is None else a.sub_norm_eps
     for layer, scales in enumerate(a.scales):
         weights = a.weights[7 * layer : 7 * layer + 7]
+        cos_sin = wide_cos_sin
+        if layer in a.local_layers:
+            cos_sin = o.rope_table(a.start_positions[:, None] + torch.arange(tokens),
+                                   a.local_inv_freq)  # fmt: skip
+        kept = torch.arange(width)
+        if a.dropped_neurons is not None:
+            kept = kept[~torch.isin(kept, a.dropped_neurons[layer])]
         scales = scales.split([*a.scale_sizes] or 1)
         own = iter(norms[len(norm_sizes) * layer : len(norm_sizes) * (layer + 1)])
         before, inside = next(own), [next(own) for _ in inner[:3]]
         heads = [next(own), next(own)] if a.qk_norms else None
         sub = next(own) if a.sub_norms else None
         inside += [next(own) for _ in inner[3:4]]
+        post_o = next(own) if a.post_norms else None
         after = next(own)
         inside += [next(own) for _ in inner[4:6]]
         inner_norm = next(own) if a.sub_norms else None
-        inside += list(own)
-        sides = lora_factors(a, layer, list(zip(rows, features, strict=True)))
+        inside += [next(own) for _ in inner[6:]]
+        post_down = next(own) if a.post_norms else None
+        seen = [*features[:6], width]  # by side paths
+        sides = lora_factors(a, layer, list(zip(rows, seen, strict=True)))
         biases = dict(zip(a.biased, a.biases[layer].split([rows[i] for i in a.biased]),
                           strict=True)) if a.biased else {}  # fmt: skip
+
+        def spread(x: Tensor) -> Tensor:
+            return x.new_zeros(*x.shape[:-1], width).index_copy(-1, kept, x)  # noqa: B023
+
+        def normed(x: Tensor, gain: Tensor, eps: float, is_inner: bool = True) -> Tensor:
+            if not is_inner or a.dropped_neurons is None:
+                return o.rms_norm(x, gain, eps)  # type: ignore[no-any-return]
+            y: Tensor = o.rms_norm(spread(x), gain, eps)
+            return y[..., kept]  # noqa: B023
+
+        def added(y: Tensor, gain: Tensor | None) -> Tensor:
+            return y if gain is None else o.rms_norm(y, gain, a.eps)  # type: ignore[no-any-return]
 
         def project(i: int, x: Tensor) -> Tensor:
             weight, scale = weights[i], scales[i]  # noqa: B023
             if inside:  # noqa: B023
-                x = o.rms_norm(x, inside[i], a.linear_norm_eps)  # noqa: B023
+                x = normed(x, inside[i], a.linear_norm_eps, i == 6)  # noqa: B023
             more = weight, scale, biases.get(i), rows[i], features[i]  # noqa: B023
             if i in a.grouped:
                 groups = -(-features[i] // 128)
@@ -82,10 +116,12 @@ def decode_step(o: Any, a: Any) -> Tensor:
                 y: Tensor = o.group_linear(x, *more)
             else:
                 y = o.linear(x, *more)
+            if sides and i == 6:  # noqa: B023
+                x = spread(x)
             return with_side_paths(o, a, sides, i, x, y) if sides else y  # noqa: B023
 
         plain = not a.scale_sizes and not a.biased and a.sub_norm_eps is None
-        plain = plain and not inside and not sides
+        plain = plain and not inside and not sides and a.dropped_neurons is None
         if plain:
             qkv = o.qkv_forward(
                 x.to(a.dtype), before, *(t for i in range(3) for t in (weights[i], scales[i])),
@@ -104,21 +140,23 @@ def decode_step(o: Any, a: Any) -> Tensor:
         query = o.rope(query, cos_sin)
         mixed = o.attention(query, *caches, positions, a.scale, *scales_of_caches).flatten(2)
         mixed = mixed if sub is None else o.rms_norm(mixed, sub, sub_eps)
-        x = x + project(3, mixed)
+        x = x + added(project(3, mixed), post_o)
         if plain:
             mlp = [t for i in (4, 5) for t in (weights[i], scales[i])]
             mlp += [inner_norm, weights[6], scales[6]]
             sizes = [a.intermediate_size, hidden]
-            x = x + o.mlp_forward(x.to(a.dtype), after, *mlp, a.eps, a.activation, sizes)
+            y = o.mlp_forward(x.to(a.dtype), after, *mlp, a.eps, a.activation, sizes)
+            x = x + added(y, post_down)
             continue
         h = o.rms_norm(x.to(a.dtype), after, a.eps)
         gate, up = project(4, h), project(5, h)
         both = torch.cat([gate, up], -1)
-        z = o.relu2_mul(gate, up) if a.activation == "relu2" else o.silu_and_mul(both)
-        x = x + project(6, z if inner_norm is None else o.rms_norm(z, inner_norm, sub_eps))
-    kept = x[:, -a.logits_to_keep :]  # 0 keeps everything
-    y: Tensor = o.lm_head(o.rms_norm(kept, last, a.eps), a.head_weight, a.head_scale, a.vocab_size)
-    return y
+        z = o.relu2_mul(gate, up) if a.activation == "relu2" else GATED[a.activation](o)(both)
+        z = z if inner_norm is None else normed(z, inner_norm, sub_eps)
+        x = x + added(project(6, z), post_down)
+    last_x = o.rms_norm(x[:, -a.logits_to_keep :], last, a.eps)  # 0 keeps everything
+    logits: Tensor = o.lm_head(last_x, a.head_weight, a.head_scale, a.vocab_size)
+    return logits
 
 
 def decode_step_arguments(
@@ -149,16 +187,20 @@ def decode_step_arguments(
     linear_norm_eps: float | None = None,
     adapters: Sequence[int] = (),
     activation_format: str | None = None,
+    dropped: int = 0,
+    post_norms: bool = False,
+    local_layers: Sequence[int] = (),
 ) -> Arguments:
     """row_scales, group_scales: the projections, by place, with one a row, or a row and group.
 
-    adapters: of each sequence; empty: no LoRA at all.
+    adapters: of each sequence; empty: no LoRA at all. dropped: how many neurons of each layer.
     """
     query, kv = heads * head_dim, kv_heads * head_dim
     shapes = [(query, hidden), (kv, hidden), (kv, hidden), (hidden, query)]
     shapes += [(inner, hidden), (inner, hidden), (hidden, inner)]
-    gains = 2 * hidden + (query + inner if sub_norms else 0) + (2 * head_dim if qk_norms else 0)
-    gains += sum(k for _, k in shapes) if linear_norm_eps is not None else 0
+    gains = 2 * hidden + (2 * head_dim if qk_norms else 0) + (2 * hidden if post_norms else 0)
+    gains += query + inner + dropped if sub_norms else 0
+    gains += sum(k for _, k in shapes) + dropped if linear_norm_eps is not None else 0
     gains = layers * gains + hidden
     tiled = LAYOUTS[weight_format]["fields"] * _runtime.tile_lanes()
     block = 1 if weight_format == "canonical" else tiled
@@ -169,8 +211,16 @@ def decode_step_arguments(
     extras: Named = {"qk_norms": qk_norms, "sub_norm_eps": sub_norm_eps}
     if linear_norm_eps is not None:
         extras["linear_norm_eps"] = linear_norm_eps
+    if dropped:
+        places = [torch.randperm(inner + dropped, generator=g)[:dropped] for _ in range(layers)]
+        extras["dropped_neurons"] = torch.stack([p.sort().values for p in places])
+    if post_norms:
+        extras["post_norms"] = True
+    if local_layers:
+        extras |= {"local_inv_freq": frequencies(head_dim) / 3, "local_layers": list(local_layers)}
     if adapters:
-        extras |= lora_arguments(g, layers, shapes, adapters)
+        seen = [*shapes[:6], (hidden, inner + dropped)]
+        extras |= lora_arguments(g, layers, seen, adapters)
     if row_scales or group_scales:
         extras |= {"scale_sizes": sizes, "grouped": list(group_scales)}
     if activation_format is not None:
@@ -266,7 +316,13 @@ EXTRAS: dict[str, Named] = {
     },
     "norms_inside": {"linear_norm_eps": 1e-3, "activation": "silu", "sub_norms": False},
     "norms_inside_too": {"linear_norm_eps": 1e-6, "qk_norms": True, "dtype": torch.bfloat16},
-    "everything": {
+    "dropped_neurons": {"dropped": 9},
+    "dropped_and_norms_inside": {"dropped": 20, "linear_norm_eps": 1e-6, "dtype": torch.bfloat16},
+    "gemma": {
+        "post_norms": True, "qk_norms": True, "linear_norm_eps": 1e-6, "sub_norms": False,
+        "activation": "gelu_pytorch_tanh", "local_layers": (0,),
+    },
+    "everything": {"dropped": 3, "post_norms": True, "local_layers": (1,),
         "group_scales": (0, 1, 2, 6), "row_scales": (3,), "biased": (1, 3, 6), "qk_norms": True,
         "sub_norm_eps": 1e-3, "hidden": 140, "weight_format": "2bit", "dtype": torch.bfloat16,
     },
@@ -342,6 +398,14 @@ def _decode_step_samples() -> Built:
     yield "adapters_last", lambda g: decode_step_arguments(
         g, layers=2, tokens=3, batch=3, adapters=(1, 1, -1), logits_to_keep=1, linear_norm_eps=1e-5
     )  # fmt: skip
+    yield "adapters_and_dropped_neurons", lambda g: decode_step_arguments(
+        g, layers=2, tokens=3, batch=2, adapters=(1, 0), dropped=7, linear_norm_eps=1e-5,
+        post_norms=True,
+    )  # fmt: skip
+    yield "adapters_and_dropped_neurons", lambda g: decode_step_arguments(
+        g, layers=2, tokens=3, batch=2, adapters=(1, 0), dropped=7, linear_norm_eps=1e-5,
+        post_norms=True,
+    )  # fmt: skip
     yield "nobody_has_an_adapter", lambda g: decode_step_arguments(g, adapters=(-1, -1))
     yield "no_layers", lambda g: decode_step_arguments(g, layers=0)
     yield "no_batch", lambda g: decode_step_arguments(g, batch=0)
@@ -349,104 +413,6 @@ def _decode_step_samples() -> Built:
     yield "strided", lambda g: (
         lambda x, *rest: (strided(x), *rest)
     )(*decode_step_arguments(g))  # fmt: skip
-
-
-def replaced(index: int, new: Tensor) -> Change:
-    return lambda a: [new if i == index else w for i, w in enumerate(a["weights"])]
-
-
-def _scales(a: Named) -> Tensor:
-    return torch.ones(a["key_cache"].shape[:-1])
-
-
-_INT8: dict[str, Change] = {  # what makes the good call one with int8 caches
-    "key_cache": to("key_cache", torch.int8), "value_cache": to("value_cache", torch.int8),
-    "key_scale": _scales, "value_scale": _scales,
-}  # fmt: skip
-_DECODE_STEP_REJECTIONS: Rejections = [
-    ({"x": lambda a: a["x"].double()}, "x", "of dtype float32, got float64"),
-    ({"x": lambda a: a["x"][0]}, "x", "with 3 dimensions"),
-    ({"x": lambda a: a["x"][:1]}, "key_cache", "with the 1 sequences of x"),
-    ({"x": lambda a: a["x"][..., :0]}, "x", "at least one feature"),
-    ({"x": lambda a: a["x"][..., :40]}, "head_weight", "of shape [37, 40], got [37, 70]"),
-    ({"weights": replaced(0, torch.zeros(64, 64, dtype=torch.uint8))}, "weights (q)", "a row"),
-    ({"weights": lambda a: a["weights"][:-1]}, "weights", "each of the cache's 1 layers, got 6"),
-    ({"weights": replaced(3, torch.zeros(4))}, "weights (o)", "of dtype uint8"),
-    ({"weights": replaced(5, torch.zeros(9, 32, dtype=torch.uint8))}, "weights (up)", "150 rows"),
-    ({"scales": lambda a: a["scales"][:, :6]}, "scales", "of shape [1, 7]"),
-    ({"scales": lambda a: strided(a["scales"])}, "scales", "contiguous"),
-    ({"scales": lambda a: a["scales"].double()}, "scales", "of dtype float32"),
-    ({"norm_weights": lambda a: a["norm_weights"][1:]}, "norm_weights", "of shape [424]"),
-    ({"sub_norms": lambda a: False}, "norm_weights", "of shape [210]"),
-    ({"logits_to_keep": lambda a: -1}, "logits_to_keep", "at least 0, got -1"),
-    ({"norm_weights": lambda a: a["norm_weights"].bfloat16()}, "norm_weights", "of dtype float32"),
-    ({"head_weight": lambda a: a["head_weight"][1:]}, "vocab_size", "the 36 rows of head_weight"),
-    ({"head_weight": lambda a: a["head_weight"].double()}, "head_weight", "float32"),
-    ({"head_scale": lambda a: torch.ones(37)}, "head_scale", "left out"),
-    (
-        {"head_weight": lambda a: torch.zeros(2, 16, 64, dtype=torch.uint8)},
-        "vocab_size", "2 tiles of 16",
-    ),
-    ({"vocab_size": lambda a: 36}, "vocab_size", "the 37 rows of head_weight, got 36"),
-    ({"key_cache": to("key_cache", F64)}, "key_cache", OF_KV_TYPES + "float64"),
-    ({"key_cache": lambda a: a["key_cache"].mT.contiguous().mT}, "key_cache", "contiguous within"),
-    ({"key_cache": lambda a: a["key_cache"][0]}, "key_cache", "with 5 dimensions"),
-    ({"key_cache": lambda a: a["value_cache"]}, "value_cache", "in its own memory"),
-    ({"value_cache": lambda a: a["value_cache"].bfloat16()}, "value_cache", "of dtype float32"),
-    ({"value_cache": lambda a: a["value_cache"][..., :-2]}, "value_cache", "contiguous within"),
-    ({"start_positions": lambda a: torch.tensor([0, 12])}, "start_positions", "12 for sequence 1"),
-    ({"start_positions": lambda a: torch.tensor([-1, 1])}, "start_positions", "-1 for sequence 0"),
-    ({"start_positions": lambda a: torch.tensor([0])}, "start_positions", "of shape [2]"),
-    ({"start_positions": lambda a: torch.zeros(2)}, "start_positions", "of dtype int64"),
-    ({"dtype": lambda a: torch.float16}, "dtype", "float32 or bfloat16, got float16"),
-    ({"num_heads": lambda a: 3}, "num_heads", "a multiple of the cache's 2 heads, got 3"),
-    ({"num_heads": lambda a: 0}, "num_heads", "got 0"),
-    ({"intermediate_size": lambda a: 0}, "intermediate_size", "positive"),
-    ({"intermediate_size": lambda a: 149}, "weights (gate)", "149 rows"),
-    ({"activation": lambda a: "gelu"}, "activation", "'relu2' or 'silu', got 'gelu'"),
-    ({"eps": lambda a: -1.0}, "eps", "finite and not negative"),
-    ({"inv_freq": lambda a: a["inv_freq"][1:]}, "inv_freq", "of shape [8], got [7]"),
-    ({"inv_freq": lambda a: a["inv_freq"].double()}, "inv_freq", "of dtype float32"),
-    ({"inv_freq": lambda a: strided(a["inv_freq"])}, "inv_freq", "contiguous"),
-    ({"attention_factor": lambda a: 0.0}, "attention_factor", "finite and positive"),
-    ({"attention_factor": lambda a: torch.inf}, "attention_factor", "finite and positive"),
-    ({"scale": lambda a: torch.inf}, "scale", "finite"),
-    ({"biased": lambda a: [0]}, "biases", "of dtype float32, got none"),
-    ({"biased": lambda a: [1, 1]}, "biased", "ascending places from 0 to 6, got 1"),
-    ({"biased": lambda a: [7]}, "biased", "ascending places from 0 to 6, got 7"),
-    ({"biases": lambda a: torch.zeros(1, 64)}, "biases", "left out where biased is empty"),
-    (
-        {"biased": lambda a: [0], "biases": lambda a: torch.zeros(1, 63)},
-        "biases", "of shape [1, 64], got [1, 63]",
-    ),
-    ({"scale_sizes": lambda a: [1] * 6}, "scale_sizes", "empty or 7 numbers, got 6"),
-    (
-        {"scale_sizes": lambda a: [1, 1, 1, 1, 1, 1, 71]},
-        "scale_sizes", "1 or 70 (one a row) for weights (down), which is not in grouped, got 71",
-    ),
-    (
-        {"scale_sizes": lambda a: [1, 1, 1, 1, 1, 1, 70], "grouped": lambda a: [6]},
-        "scale_sizes", "140 (one a row and 128 input features) for weights (down), which is in gro",
-    ),
-    ({"grouped": lambda a: [6, 3]}, "grouped", "ascending places from 0 to 6, got 3"),
-    (
-        {"scale_sizes": lambda a: [64] + [1] * 6, "grouped": lambda a: [0]},
-        "grouped", "weights (q) and weights (k) or with neither, got one of them",
-    ),
-    ({"activation_format": lambda a: "int8_group"}, "activation_format", "where grouped is empty"),
-    ({"activation_format": lambda a: "int2"}, "activation_format", "or int16_group, got int2"),
-    ({"scales": lambda a: a["scales"].half()}, "scales", "as those of weights (q) are not, got f"),
-    ({"scale_sizes": lambda a: [64] + [1] * 6}, "scales", "of shape [1, 70], got [1, 7]"),
-    ({"qk_norms": lambda a: True}, "norm_weights", "of shape [456], got [424]"),
-    ({"sub_norm_eps": lambda a: -1.0}, "sub_norm_eps", "finite and not negative"),
-    ({"linear_norm_eps": lambda a: -1.0}, "linear_norm_eps", "finite and not negative"),
-    ({"linear_norm_eps": lambda a: 1e-5}, "norm_weights", "of shape [988], got [424]"),
-    ({**_INT8, "key_scale": lambda a: None}, "key_scale", "with int8 caches, got none"),
-    ({**_INT8, "key_scale": lambda a: _scales(a).double()}, "key_scale", "of dtype float32"),
-    ({**_INT8, "value_scale": lambda a: a["key_scale"]}, "value_scale", "in its own memory"),
-    ({**_INT8, "value_scale": lambda a: _scales(a)[:, 1:]}, "value_scale", "shape [1, 2, 2, 12]"),
-    ({**_INT8, "value_scale": lambda a: strided(_scales(a))}, "value_scale", "contiguous within"),
-]  # fmt: skip
 
 
 def _step_call(g: torch.Generator, **sizes: Any) -> Named:
@@ -476,10 +442,10 @@ spec(
         ),
     ],
     calls={
-        "": Call(_step_call, _DECODE_STEP_REJECTIONS),
+        "": Call(_step_call, DECODE_STEP_REJECTIONS),
         "adapters": Call(
             lambda g, **s: _step_call(g, adapters=(0, -1), **s),
-            [*_DECODE_STEP_REJECTIONS, *LORA_REJECTIONS],
+            [*DECODE_STEP_REJECTIONS, *LORA_REJECTIONS],
         ),
     },
     bound=_decode_step_bound,
@@ -490,7 +456,7 @@ spec(
         "no layers": _no_layers,
         "no layers int4": lambda g: _no_layers(g, head=("int4", 64)),
     },
-    list_lengths={"biased": 3, "scale_sizes": 7, "grouped": 3},
+    list_lengths={"biased": 3, "scale_sizes": 7, "grouped": 3, "local_layers": 1},
     empty={
         "layers": lambda: (
             torch.empty(0, 1, 8), [random_packed(torch.Generator(), 4, 1)], torch.ones(1, 7),

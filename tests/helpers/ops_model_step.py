@@ -46,6 +46,10 @@ _EXTRAS = (
     "lora_indices",
     "grouped",
     "activation_format",
+    "dropped_neurons",
+    "post_norms",
+    "local_inv_freq",
+    "local_layers",
 )
 
 
@@ -101,7 +105,7 @@ def model_step(o: Any, a: Any) -> Tensor:
             a.scale, 0, *caches[2:], a.biases, a.biased, a.scale_sizes, a.qk_norms, a.sub_norm_eps,
             a.linear_norm_eps, a.lora_weights, a.lora_ranks, a.lora_scalings,
             None if a.lora_indices is None else a.lora_indices[i : i + 1], a.grouped,
-            a.activation_format,
+            a.activation_format, a.dropped_neurons, a.post_norms, a.local_inv_freq, a.local_layers,
         )  # fmt: skip
         for pool, cache in zip(pools, caches, strict=True):
             if pool is not None:
@@ -224,7 +228,7 @@ _MODEL_STEP_REJECTIONS: Rejections = [
     ({"num_heads": lambda a: 3}, "num_heads", "a multiple of the cache's 2 heads, got 3"),
     ({"intermediate_size": lambda a: 149}, "weights (gate)", "149 rows"),
     ({"intermediate_size": lambda a: 0}, "intermediate_size", "positive"),
-    ({"activation": lambda a: "gelu"}, "activation", "'relu2' or 'silu', got 'gelu'"),
+    ({"activation": lambda a: "gelu"}, "activation", "'relu2', 'silu' or 'gelu_pytorch_tanh', got"),
     ({"eps": lambda a: -1.0}, "eps", "finite and not negative"),
     ({"inv_freq": lambda a: a["inv_freq"][1:]}, "inv_freq", "of shape [8], got [7]"),
     ({"attention_factor": lambda a: -1.0}, "attention_factor", "finite and positive"),
@@ -238,6 +242,11 @@ _MODEL_STEP_REJECTIONS: Rejections = [
     ({"qk_norms": lambda a: True}, "norm_weights", "of shape [456], got [424]"),
     ({"sub_norm_eps": lambda a: -1.0}, "sub_norm_eps", "finite and not negative"),
     ({"linear_norm_eps": lambda a: -1.0}, "linear_norm_eps", "finite and not negative"),
+    ({"dropped_neurons": lambda a: torch.zeros(3).long()}, "dropped_neurons", "with 2 dimensions"),
+    ({"dropped_neurons": lambda a: torch.ones(1, 2)}, "norm_weights", "of shape [426], got [424]"),
+    ({"post_norms": lambda a: True}, "norm_weights", "of shape [564], got [424]"),
+    ({"local_layers": lambda a: [0]}, "local_layers", "empty without local_inv_freq, got 1"),
+    ({"local_inv_freq": lambda a: torch.ones(8)}, "local_layers", "with local_inv_freq, got 0"),
     ({**_INT8, "key_scale": lambda a: None}, "key_scale", "with int8 caches, got none"),
     ({**_INT8, "value_scale": lambda a: a["key_scale"]}, "value_scale", "in its own memory"),
     ({**_INT8, "value_scale": lambda a: _scales(a)[:, 1:]}, "value_scale", "shape [1, 8, 4, 2]"),
@@ -274,5 +283,5 @@ spec(
     mutates=frozenset(POOLS),
     overlapping=lambda g, dtype: model_step_arguments(g, cache_dtype=dtype, head=("int8", 128)),
     huge={"int4": lambda g: _step_call(g, head=("int4", 64))},
-    list_lengths={"biased": 3, "scale_sizes": 7, "grouped": 3},
+    list_lengths={"biased": 3, "scale_sizes": 7, "grouped": 3, "local_layers": 1},
 )  # fmt: skip

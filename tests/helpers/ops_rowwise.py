@@ -224,6 +224,35 @@ spec(
     empty={"": lambda: (torch.empty(2**40, 0),)},
 )
 
+# gelu_tanh_and_mul --------------------------------------------------------------------------------
+
+
+def gelu_tanh_and_mul(x: Tensor) -> Tensor:
+    """[..., 2d] -> [..., d]: gelu of the first half, by tanh, * second half."""
+    gate, up = x.to(torch.float64).chunk(2, dim=-1)
+    y = torch.nn.functional.gelu(gate, approximate="tanh") * up
+    return y.to(torch.float32).to(x.dtype)
+
+
+def _gelu_tanh_and_mul_bound(args: Arguments, expected: Tensor) -> Tensor:
+    gate, up = args[0].double().abs().chunk(2, dim=-1)
+    # The exponent of exp(-2 t) is off by 6 roundings of its size, at most 89 where it matters; then
+    # exp, + 1, /, * up. Far below zero the oracle's 1 + tanh(t) itself loses its digits, and the
+    # value is less than 2^-40 of the gate.
+    relative = 89 * 6 * U + EXP_ERROR + 3 * U + storing_error(expected.dtype)
+    return expected.double().abs() * relative + 2.0**-40 * gate * up + smallest(expected.dtype)
+
+
+spec(
+    gelu_tanh_and_mul,
+    samples=_silu_and_mul_samples,
+    large=[lambda g: (torch.randn(61, 2062, generator=g) * 20,)],
+    calls={"": Call(lambda g: {"x": activations(g, M, K)}, _SILU_AND_MUL_REJECTIONS)},
+    bound=_gelu_tanh_and_mul_bound,
+    rows={"": lambda g, dtype: fixed()},
+    empty={"": lambda: (torch.empty(2**40, 0),)},
+)
+
 # rope_table ---------------------------------------------------------------------------------------
 
 

@@ -175,6 +175,18 @@ void silu_mul_row(const float* gate, const float* up, int64_t n, float* y) {
   }
 }
 
+// gelu(g) = g / 2 * (1 + tanh(t)) = g / (1 + e^(-2 t)), t = sqrt(2 / pi) * (g + 0.044715 g^3): the
+// approximation by tanh, without the cancellation of 1 + tanh.
+void gelu_mul_row(const float* gate, const float* up, int64_t n, float* y) {
+  for (int64_t i = 0; i < n; i += 16) {
+    const F32x16 g = load_n(gate + i, n - i);
+    const F32x16 inner = fma(mul(mul(g, g), set1(0.044715f)), g, g);
+    const F32x16 power = mul(inner, set1(-1.5957691216057308f));  // -2 sqrt(2 / pi)
+    const F32x16 denominator = add(set1(1.0f), exp_f32(power));
+    store_n(y + i, mul(div(g, denominator), load_n(up + i, n - i)), n - i);
+  }
+}
+
 void rope_head(const float* x, const float* cos_sin, int64_t dim, float* y) {
   const int64_t half = dim / 2;
   for (int64_t i = 0; i < half; i += 16) {

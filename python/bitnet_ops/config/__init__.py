@@ -21,8 +21,12 @@ from bitnet_ops.config.families import (
     family_of,
 )
 from bitnet_ops.config.families import PROJECTIONS as PROJECTIONS
+from bitnet_ops.config.neurons import Dropped, read_dropped
 from bitnet_ops.config.rope import RopeScaling as RopeScaling
 from bitnet_ops.config.rope import read_rope
+from bitnet_ops.config.scalings import KEYS as SCALING_KEYS
+from bitnet_ops.config.scalings import Scalings as Scalings
+from bitnet_ops.config.scalings import read_scalings
 from bitnet_ops.config.scheme import SchemeError, quantization_options
 from bitnet_ops.config.values import UnsupportedModelError as UnsupportedModelError
 from bitnet_ops.config.values import epsilon, flag, integer, reject
@@ -39,6 +43,10 @@ class ModelConfig:
     seven projections, with `linear_norm_eps`. `qk_norm`: RMSNorm on every head of queries and keys
     (Qwen3). `rope_scaling`: how rotary embedding is stretched to a long context, None: not at all.
     `biases`: the projections of a layer that have one (Qwen2: q, k and v).
+    `post_norms`: RMSNorm on what attention and MLP give, before it is added (Gemma 3).
+    `scalings`: constant factors, and what single layers do otherwise (config/scalings.py).
+    `dropped_neurons`: of each layer the neurons of its MLP that are always zero and have no weights
+    in the file (config/neurons.py); intermediate_size counts them.
     `embedding_only`: the model gives hidden states and has no head. `eos_token_ids`: every id that
     ends a text; may be empty. `notes`: remarks for the user.
     """
@@ -66,7 +74,27 @@ class ModelConfig:
     rope_scaling: RopeScaling | None = None
     biases: tuple[str, ...] = ()
     embedding_only: bool = False
+    post_norms: bool = False
+    scalings: Scalings = Scalings()
+    dropped_neurons: Dropped = ()
     notes: tuple[str, ...] = field(default=(), compare=False)
+
+    @property
+    def stored_neurons(self) -> int:
+        """The neurons of a layer's MLP that have weights."""
+        dropped = len(self.dropped_neurons[0]) if self.dropped_neurons else 0
+        return self.intermediate_size - dropped
+
+    @property
+    def attention_scale(self) -> float:
+        """What multiplies the attention scores."""
+        scale = self.scalings.attention
+        return float(self.head_dim**-0.5) if scale is None else scale
+
+    @property
+    def mlp_norm(self) -> str:
+        """The norm in front of the MLP; its usual name is that of another one in Gemma 3."""
+        return "pre_feedforward_layernorm" if self.post_norms else "post_attention_layernorm"
 
     @property
     def as_transformers(self) -> bool:
@@ -74,6 +102,8 @@ class ModelConfig:
         return (
             not self.linear_norms
             and not self.embedding_only
+            and not self.post_norms
+            and self.scalings == Scalings()
             and self.sub_norm_eps is None
             and self.sub_norms == BY_MODEL_TYPE[self.model_type].sub_norms
         )
@@ -94,6 +124,9 @@ class ModelConfig:
         _reject_other_maths(config)
         _check_quantization(config)
         fields, remarks = _fields(config, family)
+        found = config.get(PRIVATE_BLOCK) or {}
+        sizes = fields["num_hidden_layers"], fields["intermediate_size"]
+        fields["dropped_neurons"] = read_dropped(found, *sizes)
         result = cls(**fields, notes=(*_notes(config), *remarks))
         _check_consistency(result)
         return result
@@ -101,7 +134,7 @@ class ModelConfig:
 
 # Architectures ------------------------------------------------------------------------------
 
-_ACTIVATIONS = ("relu2", "silu")
+_ACTIVATIONS = ("relu2", "silu", "gelu_pytorch_tanh")
 
 
 def _family(config: Mapping[str, Any]) -> Family:
@@ -166,6 +199,8 @@ _MATHS: dict[str, tuple[tuple[Any, ...], str]] = {
     "is_encoder_decoder": ((False,), "an encoder"),
     "add_cross_attention": ((False,), "cross-attention"),
     "group_size": ((), "one scale per group of weights"),
+    "sparse_config": ((), "sparse attention"),
+    "use_bidirectional_attention": ((False,), "attention to later tokens"),
 }
 
 
@@ -174,11 +209,15 @@ def _reject_other_maths(config: Mapping[str, Any]) -> None:
         if config.get(name) is not None and family_of(config) is not ONEBIT:
             remedy = "that key belongs to the 1bitLLM architecture"
             raise reject(name, config[name], "to be absent for this architecture", remedy)
+    family = family_of(config)
+    read = SCALING_KEYS[family.scalings] if family is not None and family.scalings else frozenset()
     for name, (allowed, meaning) in _MATHS.items():
-        value = config.get(name)
+        value = None if name in read else config.get(name)
         if value is not None and value not in allowed:
             expected = f"to be absent or {allowed[0]!r}" if allowed else "to be absent"
             raise reject(name, value, expected, f"it asks for {meaning}, which is not implemented")
+    if "sliding_window" in read:
+        return
     if config.get("use_sliding_window", True) and config.get("sliding_window") is not None:
         remedy = "it asks for sliding-window attention, which is not implemented"
         raise reject("sliding_window", config["sliding_window"], "to be absent", remedy)
@@ -240,7 +279,8 @@ def _fields(config: Mapping[str, Any], family: Family) -> tuple[dict[str, Any], 
     """(fields of ModelConfig, remarks on them)."""
     heads = integer(config, "num_attention_heads")
     hidden = integer(config, "hidden_size")
-    act = config.get("hidden_act", family.hidden_act)
+    named = "hidden_activation" if family.scalings == "gemma3_text" else "hidden_act"
+    act = config.get(named) or config.get("hidden_act", family.hidden_act)
     if act not in _ACTIVATIONS:
         raise reject(
             "hidden_act", act, "one of " + ", ".join(_ACTIVATIONS), "others are not implemented"
@@ -251,7 +291,10 @@ def _fields(config: Mapping[str, Any], family: Family) -> tuple[dict[str, Any], 
     only_embeds = classes is not None and classes[0].endswith("Model")
     head_dim = _head_dim(config, hidden, heads, family.head_dim)
     positions = integer(config, "max_position_embeddings", 2048)
+    scalings, config, more = read_scalings(config, family.scalings, hidden, positions)
     theta, scaling, remarks = read_rope(config, family.rope_theta, head_dim, positions)
+    if scalings.window is not None:
+        positions = min(positions, scalings.window)
     fields = {
         "model_type": config["model_type"],
         "vocab_size": integer(config, "vocab_size"),
@@ -266,13 +309,15 @@ def _fields(config: Mapping[str, Any], family: Family) -> tuple[dict[str, Any], 
         "rope_theta": theta,
         "rope_scaling": scaling,
         "max_position_embeddings": positions,
-        "tie_word_embeddings": only_embeds or flag(config, "tie_word_embeddings", False),
+        "tie_word_embeddings": only_embeds or flag(config, "tie_word_embeddings", family.tied),
         "embedding_only": only_embeds,
+        "post_norms": family.post_norms,
+        "scalings": scalings,
         "bos_token_id": bos[0] if bos else None,
         "eos_token_ids": _token_ids(config, "eos_token_id"),
         **_norms_and_biases(config, family),
     }
-    return fields, remarks
+    return fields, (*remarks, *more)
 
 
 def _norms_and_biases(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
@@ -369,7 +414,8 @@ def _notes(config: Mapping[str, Any]) -> tuple[str, ...]:
             "run as an ordinary causal model"
         )
     for name, value in config.items():
-        if name in _READ or name in _HARMLESS or name in _MATHS or value is None:
+        known = name in _READ or name in _HARMLESS or name in _MATHS
+        if known or name in SCALING_KEYS.get(str(config["model_type"]), ()) or value is None:
             continue
         remark = _REMARKS.get(name, "unknown here; ignored")
         notes.append(f"config key {name} = {str(value)[:60]}: {remark}")

@@ -24,7 +24,10 @@ class Family:
     model_type, classes: of config.json. `classes` of a name that ends in Model have no head.
     hidden_act, rms_norm_eps, rope_theta, head_dim: defaults; None: hidden_size / heads.
     kv_heads_needed: num_key_value_heads must be stated; otherwise absent means as many as queries.
-    sub_norms, qk_norm, biases: parts, as ModelConfig has them.
+    sub_norms, qk_norm, biases, post_norms: parts, as ModelConfig has them.
+    norm_offset: what a norm multiplies by is this more than what a checkpoint stores.
+    scalings: it has those of config/scalings.py, by the keys that are read there.
+    tied: what tie_word_embeddings means where config.json is silent.
     required: keys of config.json that must have these values.
     only_by_class: `classes` decide; model_type alone means another row.
     renamed: how checkpoints spell parts of names of tensors -> as here.
@@ -42,6 +45,10 @@ class Family:
     sub_norms: bool = False
     qk_norm: bool = False
     biases: tuple[str, ...] = ()
+    post_norms: bool = False
+    norm_offset: float = 0.0
+    scalings: str = ""
+    tied: bool = False
     required: Mapping[str, Any] = field(default_factory=dict)
     only_by_class: bool = False
     renamed: Mapping[str, str] = field(default_factory=dict)
@@ -102,6 +109,26 @@ FAMILIES = (
         qk_norm=True,
         gguf=("qwen3",),
     ),
+    Family(
+        "minicpm",
+        ("MiniCPMForCausalLM",),
+        scalings="minicpm",
+        gguf=("minicpm",),
+        gguf_permuted=True,
+    ),
+    Family(
+        "gemma3_text",
+        ("Gemma3ForCausalLM", "Gemma3TextModel"),
+        hidden_act="gelu_pytorch_tanh",
+        rope_theta=1000000.0,
+        head_dim=256,
+        kv_heads_needed=True,
+        qk_norm=True,
+        post_norms=True,
+        norm_offset=1.0,
+        scalings="gemma3_text",
+        tied=True,
+    ),
 )
 
 # model_type -> the family that it means where no class says otherwise
@@ -132,3 +159,8 @@ def model_type_of_class(name: object) -> str | None:
     """The one model_type whose checkpoints name the class `name`; None for none and for several."""
     found = {family.model_type for family in FAMILIES if name in family.classes}
     return found.pop() if len(found) == 1 else None
+
+
+def norm_offset(model_type: str) -> float:
+    """What a norm of this model_type multiplies by beyond what a checkpoint stores."""
+    return BY_MODEL_TYPE[model_type].norm_offset

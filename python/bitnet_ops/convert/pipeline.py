@@ -18,6 +18,7 @@ import torch
 from bitnet_ops import ops
 from bitnet_ops.config import PRIVATE_BLOCK
 from bitnet_ops.convert.bin_source import BinSource
+from bitnet_ops.convert.dead_neurons import DropDead
 from bitnet_ops.convert.destination import building, check_destination
 from bitnet_ops.convert.errors import ConvertError, reject
 from bitnet_ops.convert.gguf.source import GgufSource
@@ -25,7 +26,7 @@ from bitnet_ops.convert.hf.checkpoint import Checkpoint
 from bitnet_ops.convert.hf.source import HfSource
 from bitnet_ops.convert.progress import Progress
 from bitnet_ops.convert.report import ConvertReport, TernaryTotals, file_sha256
-from bitnet_ops.convert.source import Source
+from bitnet_ops.convert.source import Source, Ternary
 from bitnet_ops.convert.ternary import from_ternary, looks_ternary
 from bitnet_ops.formats.destination import MODEL_FILE
 from bitnet_ops.formats.sglbitnt import SglbitntError, Writer
@@ -43,6 +44,7 @@ def convert(
     trust_scales: bool = False,
     allow_pickle: bool = False,
     lora: str | Path | None = None,
+    keep_dead: bool = False,
     masters: dict[str, Any] | None = None,
     progress: Progress | None = None,
 ) -> ConvertReport:
@@ -63,6 +65,8 @@ def convert(
             weights_only=True, which runs no code of the file.
         lora: a PEFT directory whose LoRA adapter is merged into the masters before they are
             ternarised; packed sources have no masters.
+        keep_dead: keep neurons whose gate and up rows are all zero, which version 2 of the file
+            leaves out; results are the same bit for bit.
         masters: what is known of the masters, for the report; `quantize` gives it.
         progress: called as progress(done, total, tensor_name) before each tensor.
 
@@ -80,7 +84,8 @@ def convert(
     source.check()
     proof = (text,) if verify else None
     with _write_errors(target):
-        return _run(source, target, started, force, format_version, progress, proof, masters)
+        dead = None if keep_dead or format_version == 1 else DropDead(source)
+        return _run(source, target, started, force, format_version, progress, proof, masters, dead)
 
 
 def convert_gguf(
@@ -95,6 +100,7 @@ def convert_gguf(
     text: str | Path | None = None,
     force: bool = False,
     format_version: int = 2,
+    keep_dead: bool = False,
     progress: Progress | None = None,
 ) -> ConvertReport:
     """Convert the GGUF file `file` into the new folder `dst`.
@@ -107,7 +113,7 @@ def convert_gguf(
         assume_online: dense projections that are not ternary are masters; ternarise by absmean.
         verify: compare every weight and full logits with the file, decoded a second time; a result
             that does not agree is rejected and not kept.
-        text, force, format_version, progress: as for `convert`.
+        text, force, format_version, keep_dead, progress: as for `convert`.
 
     Returns the report, which also lies in `dst`. Raises ConvertError; nothing is left at `dst`.
     """
@@ -117,7 +123,8 @@ def convert_gguf(
     options |= dict(tokenizer=tokenizer, q2_block=q2_block)
     with _write_errors(target), GgufSource.opened(file, **options) as source:
         check_destination(source.path, target, force=force)
-        return _run(source, target, started, force, format_version, progress, proof)
+        dead = None if keep_dead or format_version == 1 else DropDead(source)
+        return _run(source, target, started, force, format_version, progress, proof, dead=dead)
 
 
 def convert_bin(
@@ -145,6 +152,13 @@ def convert_bin(
     with _write_errors(target), BinSource.opened(src, trust_scales=trust_scales) as source:
         check_destination(source.path, target, force=force)
         source.check()
+        if format_version == 1 and source.plan.config.dropped_neurons:
+            reject(
+                "dropped-neurons",
+                "a file with all neurons, as readers of version 1 want it",
+                f"{source.path.name}, which leaves out those that are always zero",
+                "convert its source with --keep-dead",
+            )
         return _run(source, target, started, force, format_version, progress)
 
 
@@ -165,12 +179,15 @@ def _run(
     progress: Progress | None,
     proof: tuple[str | Path | None] | None = None,
     masters: dict[str, Any] | None = None,
+    dead: DropDead | None = None,
 ) -> ConvertReport:
     """Write, prove, report; `proof` holds the text to compare on, None asks for no proof."""
     with building(target, force=force) as folder:
-        totals = _write(source, folder / MODEL_FILE, version, progress)
+        totals = _write(source, folder / MODEL_FILE, version, progress, dead)
         source.check_result(folder / MODEL_FILE)
         report = _report(source, folder, totals)
+        if dead is not None and dead.remark is not None:
+            report.remarks.append(dead.remark)
         if proof is not None:
             text = proof[0]
             _prove(source, folder, report, None if text is None else Path(text))
@@ -180,9 +197,17 @@ def _run(
     return report
 
 
-def _write(source: Source, output: Path, version: int, progress: Progress | None) -> TernaryTotals:
-    totals, specs = TernaryTotals(), source.plan.specs
-    config = {**source.plan.hf_config, PRIVATE_BLOCK: source.plan.block}
+def _write(
+    source: Source,
+    output: Path,
+    version: int,
+    progress: Progress | None,
+    dead: DropDead | None,
+) -> TernaryTotals:
+    totals, specs, block = TernaryTotals(), source.plan.specs, source.plan.block
+    if dead is not None:
+        specs, block = dead.specs, {**block, **dead.block}
+    config = {**source.plan.hf_config, PRIVATE_BLOCK: block}
     with Writer(output, config, len(specs), specs, version=version) as writer:
         for done, (name, spec) in enumerate(specs.items()):
             if progress is not None:
@@ -190,7 +215,10 @@ def _write(source: Source, output: Path, version: int, progress: Progress | None
             if spec.kind == "dense" and not source.holds_ternary(name):
                 _write_dense(source, name, writer)
             else:
-                _write_ternary(source, name, writer, totals)
+                found = source.ternary(name)
+                if dead is not None:
+                    found = dead.without(name, found)
+                _write_ternary(source, name, found, specs[name].shape[1], writer, totals)
             source.release(name)
     return totals
 
@@ -212,8 +240,9 @@ def _write_dense(source: Source, name: str, writer: Writer) -> None:
         source.remarks.append(f"{name}: {uneven.line()}")
 
 
-def _write_ternary(source: Source, name: str, writer: Writer, totals: TernaryTotals) -> None:
-    found, k = source.ternary(name), source.plan.specs[name].shape[1]
+def _write_ternary(
+    source: Source, name: str, found: Ternary, k: int, writer: Writer, totals: TernaryTotals
+) -> None:
     totals.add(ops.unpack(found.rows, k) if found.codes is None else found.codes, found.scale)
     totals.uneven.add(found.uneven)
     writer.add_packed(name, found.rows, found.scale, k, found.group_size)

@@ -49,6 +49,38 @@ def _bonsai(
     }
 
 
+def _llama(
+    layers: int,
+    hidden: int,
+    intermediate: int,
+    *,
+    heads: int,
+    kv_heads: int,
+    vocab: int,
+    theta: float,
+    head_dim: int | None = None,
+    eps: float = 1e-5,
+) -> dict[str, Any]:
+    """Llama with a head of its own."""
+    return {
+        "model_type": "llama",
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim or hidden // heads,
+        "hidden_act": "silu",
+        "rope_theta": theta,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "tie_word_embeddings": False,
+        **_COMMON,
+        "rms_norm_eps": eps,
+    }
+
+
 CONFIGS: dict[str, dict[str, Any]] = {
     # microsoft/bitnet-b1.58-2B-4T
     "2b-4t": {
@@ -86,6 +118,30 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "bonsai-1.7b": _bonsai(28, 2048, 6144, heads=16, tied=True),
     "bonsai-4b": _bonsai(36, 2560, 9728, heads=32, theta=5e6, tied=True),
     "bonsai-8b": _bonsai(36, 4096, 12288, heads=32, original=16384, tied=False),
+    # tiiuae/Falcon3-7B-1.58bit: heads of 256
+    "falcon3-7b": _llama(
+        28, 3072, 23040, heads=12, kv_heads=4, vocab=131072, theta=1000042.0, head_dim=256, eps=1e-6
+    ),
+    # HF1BitLLM/Llama3-8B-1.58-100B-tokens
+    "llama3-8b": _llama(32, 4096, 14336, heads=32, kv_heads=8, vocab=128256, theta=500000.0),
+    # the dimensions by which earlier kernels for these models were judged (no published model has
+    # them as ternary weights): Llama-2-7B's, and a layer of 2048 with an MLP of 5632 (TinyLlama's),
+    # 24 of them
+    "llama2-7b": _llama(32, 4096, 11008, heads=32, kv_heads=32, vocab=32000, theta=10000.0),
+    "2048x24": _llama(24, 2048, 5632, heads=32, kv_heads=4, vocab=32000, theta=10000.0),
+    # openbmb/BitCPM-CANN: the Llama class of the 3B, minicpm of the 0.5B; their LongRoPE has one
+    # divisor for each frequency, which costs nothing, and is left out
+    "bitcpm-3b": _llama(
+        32, 2560, 10240, heads=32, kv_heads=2, vocab=73448, theta=10000.0, head_dim=128
+    ),
+    "bitcpm-0.5b": {
+        **_llama(24, 1024, 4096, heads=16, kv_heads=2, vocab=73448, theta=10000.0),
+        "model_type": "minicpm",
+        "scale_emb": 12,
+        "scale_depth": 1.4,
+        "dim_model_base": 256,
+        "tie_word_embeddings": True,
+    },
     # for tests: grouped queries, K that is no multiple of 128, N that fills no tile
     "tiny": {
         "model_type": "bitnet",

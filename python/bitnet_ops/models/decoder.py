@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from bitnet_ops import ops
 from bitnet_ops.config import ModelConfig
-from bitnet_ops.models.adapters import Adapters, PackedAdapter, Side
+from bitnet_ops.models.adapters import Adapters, PackedAdapter, Side, scaled, without_dropped
 from bitnet_ops.models.layer import ACTIVATION_DTYPES, DecoderLayer, Tensors, norm_weight
 from bitnet_ops.models.step import Step
 from bitnet_ops.models.step_batch import SequenceStep, StepBatch
@@ -31,7 +31,7 @@ from bitnet_ops.nn.kv_pool import KVPool
 from bitnet_ops.nn.linear import BitLinear
 from bitnet_ops.nn.lora import Adapter, check_fits
 from bitnet_ops.nn.packing import PackedWeight
-from bitnet_ops.nn.rotary import rotary
+from bitnet_ops.nn.rotary import local_rotary, rotary
 from bitnet_ops.nn.storage import check_activation_format
 
 # Gathering rebinds buffers, so one thread does it while others wait. One lock for all models, for
@@ -60,10 +60,12 @@ class _Body(nn.Module):
         embedding_format = head_format if config.tie_word_embeddings else "stored"
         self.embed_tokens = _matrix(tensors, "model.embed_tokens.weight", embedding_format)
         self.layers = nn.ModuleList(
-            DecoderLayer(config, _below(tensors, f"model.layers.{i}."), dtype)
+            DecoderLayer(config, _below(tensors, f"model.layers.{i}."), dtype, i)
             for i in range(config.num_hidden_layers)
         )
         self.norm = norm_weight(tensors["model.norm.weight"])
+        if config.scalings.logits != 1:  # exact where it is a power of 2
+            self.norm = norm_weight(self.norm.weight / config.scalings.logits)
 
 
 class Decoder(nn.Module):
@@ -97,7 +99,7 @@ class Decoder(nn.Module):
         super().__init__()
         check_dtype(dtype, type(self).__name__)
         self.config, self.dtype, self.fused_step = config, dtype, fused_step
-        self._scale, self._rope = config.head_dim**-0.5, rotary(config)
+        self._scale, self._rope = config.attention_scale, rotary(config)
         self.model = _Body(config, tensors, dtype, head_format)
         if not config.tie_word_embeddings:
             self.lm_head = _matrix(tensors, "lm_head.weight", head_format)
@@ -113,7 +115,9 @@ class Decoder(nn.Module):
         `name` None: for all that name none. Raises LoraError where the adapter names what is no
         ternary projection of the model or has another shape, and for a name that is taken.
         """
-        check_fits(self, adapter)
+        adapter = without_dropped(adapter, self.config)
+        check_fits(self, adapter, self.config.intermediate_size)
+        adapter = scaled(adapter, self.config.scalings.residual)
         self.adapters.add(name, PackedAdapter.of(adapter, self.config.num_hidden_layers))
 
     def remove_adapter(self, name: str | None = None) -> None:
@@ -206,9 +210,12 @@ class Decoder(nn.Module):
 
         sides: of each layer what runs beside it; empty where nothing does.
         """
-        cos_sin = ops.rope_table(positions, *self._rope)
+        cos_sin = local = ops.rope_table(positions, *self._rope)
+        if (frequencies := local_rotary(self.config)) is not None:
+            local = ops.rope_table(positions, frequencies)
         for i, layer in enumerate(self.model.layers):
-            x = layer(x, cos_sin, functools.partial(attend, i), sides[i] if sides else ())
+            angles = local if i in self.config.scalings.local else cos_sin
+            x = layer(x, angles, functools.partial(attend, i), sides[i] if sides else ())
         return x
 
     def step(self, batch: StepBatch, pool: KVPool) -> Tensor:
@@ -218,6 +225,7 @@ class Decoder(nn.Module):
         are those of its sequence alone with its adapter, bit for bit. Raises ValueError on the name
         of an unknown adapter.
         """
+        self._check_window(batch.positions)
         if (step := self._whole_step()) is not None:
             sides = self.adapters.step_arguments(batch.adapter_names)
             return step(self._embed(batch.token_ids), batch, pool, self.head, sides)
@@ -225,6 +233,7 @@ class Decoder(nn.Module):
 
     def step_states(self, batch: StepBatch, pool: KVPool) -> Tensor:
         """As step, but what the head would read: f32 [rows, hidden] after the last norm."""
+        self._check_window(batch.positions)
 
         def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             pool.update(i, k, v, batch.slot_mapping)
@@ -343,9 +352,20 @@ class Decoder(nn.Module):
                 f"got {layers}; make it from this model's config"
             )
 
+    def _check_window(self, positions: Tensor) -> None:
+        window = self.config.scalings.window
+        if window is not None and positions.numel() and int(positions.max()) >= window:
+            raise ValueError(
+                f"model: expected texts of at most {window} tokens, got position "
+                f"{int(positions.max())}; beyond that some layers would need sliding windows, "
+                "which are not implemented"
+            )
+
     def _embed(self, input_ids: Tensor) -> Tensor:
         try:
-            return self.model.embed_tokens.embed(input_ids)
+            x = self.model.embed_tokens.embed(input_ids)
+            scale = self.config.scalings.embedding
+            return x if scale == 1 else x * scale
         except RuntimeError:
             low, high = int(input_ids.min()), int(input_ids.max())
             if low >= 0 and high < self.config.vocab_size:

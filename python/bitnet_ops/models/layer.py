@@ -8,6 +8,7 @@ caches' owners, embeddings or heads.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeGuard
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from bitnet_ops import ops
 from bitnet_ops.config import PROJECTIONS, ModelConfig
+from bitnet_ops.config.neurons import kept
 from bitnet_ops.models.adapters import Side
 from bitnet_ops.models.tensors import layer_tensors
 from bitnet_ops.nn.casting import Cast, dtype_after, same_dtype
@@ -25,6 +27,7 @@ from bitnet_ops.nn.packing import PackedWeight
 
 Tensors = Mapping[str, Tensor | PackedWeight | HeadWeight]
 ACTIVATION_DTYPES = (torch.float32, torch.bfloat16)  # relu2 overflows float16
+_ADDED = PROJECTIONS[3], PROJECTIONS[6]  # what they give is added to the residual stream
 _QKV, _OUT, _MLP = PROJECTIONS[:3], PROJECTIONS[3], PROJECTIONS[4:]
 
 
@@ -69,16 +72,24 @@ def is_plain(projection: nn.Module) -> TypeGuard[BitLinear]:
 class DecoderLayer(nn.Module):
     """One layer: x + attention(norm(x)), then x + mlp(norm(x)); x float32 [..., hidden]."""
 
-    def __init__(self, config: ModelConfig, tensors: Tensors, dtype: torch.dtype) -> None:
+    def __init__(
+        self, config: ModelConfig, tensors: Tensors, dtype: torch.dtype, index: int = 0
+    ) -> None:
         super().__init__()
         self.config, self.dtype = config, dtype
+        # where the neurons that have weights stand among all
+        self._neurons: Tensor | None = None
+        if config.dropped_neurons:
+            places = kept(config.dropped_neurons[index], config.intermediate_size)
+            self._neurons = torch.tensor(places, device="cpu")
         self.self_attn, self.mlp = nn.Module(), nn.Module()
         for name in layer_tensors(config):
             module, _, kind = name.rpartition(".")
             if kind == "bias":
                 continue  # it belongs to the projection of the same name
             parent, _, child = module.rpartition(".")
-            self.get_submodule(parent).add_module(child, _leaf(tensors, module))
+            scale = config.scalings.residual if module in _ADDED else 1.0
+            self.get_submodule(parent).add_module(child, _leaf(tensors, module, scale))
         self.bound = 0
         self._bind()
         self.register_load_state_dict_post_hook(_rebind)
@@ -94,7 +105,9 @@ class DecoderLayer(nn.Module):
         heads = ("self_attn.q_norm", "self_attn.k_norm")
         self._head_norms = (norm_of(heads[0]), norm_of(heads[1])) if c.qk_norm else None
         self._sub_norm = norm_of("self_attn.attn_sub_norm") if c.sub_norms else None
-        self._mlp_norm = norm_of("post_attention_layernorm")
+        self._mlp_norm = norm_of(c.mlp_norm)
+        names = ("post_attention_layernorm", "post_feedforward_layernorm")
+        self._post_norms = (norm_of(names[0]), norm_of(names[1])) if c.post_norms else (None, None)
         self._ffn_norm = norm_of("mlp.ffn_sub_norm") if c.sub_norms else None
         inner = PROJECTIONS if c.linear_norms else ()
         self._inner_norms = {name: norm_of(f"{name}.rms_norm") for name in inner}
@@ -102,6 +115,8 @@ class DecoderLayer(nn.Module):
         self._packed = {n: m.packed for n, m in self._projections.items() if is_plain(m)}
         self._fused_qkv = self._packed.keys() >= {*_QKV}
         self._fused_mlp = self._packed.keys() >= {*_MLP} and self._sub_eps == c.rms_norm_eps
+        if self._ffn_norm is not None and self._neurons is not None:
+            self._fused_mlp = False
         self.bound += 1  # what others have gathered from the buffers is out of date
 
     @property
@@ -145,8 +160,11 @@ class DecoderLayer(nn.Module):
         a = attend(q, k, v).view(*lead, -1)
         if self._sub_norm is not None:
             a = ops.rms_norm(a, self._sub_norm, self._sub_eps)
-        x = x + self._out(a, sides)
-        return x + self._mlp(self._rounded(x), sides)
+        x = x + self._post(self._out(a, sides), self._post_norms[0])
+        return x + self._post(self._mlp(self._rounded(x), sides), self._post_norms[1])
+
+    def _post(self, y: Tensor, weight: Tensor | None) -> Tensor:
+        return y if weight is None else ops.rms_norm(y, weight, self.config.rms_norm_eps)
 
     def _qkv(self, x: Tensor, sides: Sequence[Side]) -> tuple[Tensor, Tensor, Tensor]:
         norm, eps = self._input_norm, self.config.rms_norm_eps
@@ -197,19 +215,35 @@ class DecoderLayer(nn.Module):
         if c.hidden_act == "relu2":
             z = ops.relu2_mul(g, u)
         else:
-            z = ops.silu_and_mul(torch.cat([g, u], dim=-1))
+            gated = ops.silu_and_mul if c.hidden_act == "silu" else ops.gelu_tanh_and_mul
+            z = gated(torch.cat([g, u], dim=-1))
         if self._ffn_norm is not None:
-            z = ops.rms_norm(z, self._ffn_norm, self._sub_eps)
+            z = self._norm_of_all(z, self._ffn_norm, self._sub_eps)
         return self._project(_MLP[2], z, sides)
+
+    def _norm_of_all(self, z: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """A norm over all neurons of the MLP, those without weights too."""
+        normed = ops.rms_norm(self._with_all(z), weight, eps)
+        return normed if self._neurons is None else normed[..., self._neurons]
+
+    def _with_all(self, z: Tensor) -> Tensor:
+        """What neurons give, with zeros for those without weights."""
+        if self._neurons is None or z.shape[-1] != len(self._neurons):
+            return z
+        whole = z.new_zeros(*z.shape[:-1], self.config.intermediate_size)
+        return whole.index_copy(-1, self._neurons, z)
 
     def _project(self, name: str, x: Tensor, sides: Sequence[Side]) -> Tensor:
         """A projection with what lies inside it, its norm first, its bias last, and beside it."""
         if self._inner_norms:
-            x = ops.rms_norm(x, self._inner_norms[name], self.config.linear_norm_eps)
+            norm = self._norm_of_all if name == _MLP[2] else ops.rms_norm
+            x = norm(x, self._inner_norms[name], self.config.linear_norm_eps)
         y: Tensor = self._projections[name](x)
         for rows, paths in sides:
             if (lora := paths.get(name)) is None:
                 continue
+            if name == _MLP[2]:
+                x = self._with_all(x)  # twice is once
             if rows is None:
                 y = add_side_path(y, x, lora)
             else:
@@ -217,9 +251,12 @@ class DecoderLayer(nn.Module):
         return y
 
 
-def _leaf(tensors: Tensors, module: str) -> nn.Module:
+def _leaf(tensors: Tensors, module: str, scale: float) -> nn.Module:
+    """The module over its tensors; what a projection gives is multiplied by `scale`."""
     tensor, bias = tensors[f"{module}.weight"], tensors.get(f"{module}.bias")
     if isinstance(tensor, PackedWeight):
+        if scale != 1:
+            tensor = replace(tensor, scale=tensor.scale * scale)
         return BitLinear.from_packed(tensor, None if bias is None else _dense(bias))
     return norm_weight(tensor)
 

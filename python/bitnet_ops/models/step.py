@@ -19,7 +19,7 @@ from bitnet_ops.config import PROJECTIONS, ModelConfig
 from bitnet_ops.memory.arena import stretch
 from bitnet_ops.nn.linear import BitLinear
 from bitnet_ops.nn.packing import blocked_scales
-from bitnet_ops.nn.rotary import Rotary
+from bitnet_ops.nn.rotary import Rotary, local_rotary
 
 if TYPE_CHECKING:
     from bitnet_ops.models.step_batch import StepBatch
@@ -67,14 +67,14 @@ class Step:
         self._model: dict[str, Any] = {
             "dtype": dtype,
             "num_heads": c.num_attention_heads,
-            "intermediate_size": c.intermediate_size,
+            "intermediate_size": c.stored_neurons,
             "vocab_size": c.vocab_size,
             "sub_norms": c.sub_norms,
             "activation": c.hidden_act,
             "eps": c.rms_norm_eps,
             "inv_freq": rope.inv_freq,
             "attention_factor": rope.attention_factor,
-            "scale": c.head_dim**-0.5,
+            "scale": c.attention_scale,
             "biased": biased,
             "scale_sizes": [] if set(sizes) == {1} else sizes,
             "qk_norms": c.qk_norm,
@@ -82,7 +82,12 @@ class Step:
             "linear_norm_eps": c.linear_norm_eps if c.linear_norms else None,
             "grouped": grouped,
             "activation_format": first[grouped[0]].activation_format if grouped else "int8",
+            "post_norms": c.post_norms,
         }
+        if (local := local_rotary(c)) is not None:
+            self._model |= {"local_inv_freq": local, "local_layers": list(c.scalings.local)}
+        if c.dropped_neurons:
+            self._model["dropped_neurons"] = torch.tensor(c.dropped_neurons, device="cpu")
 
     @staticmethod
     def expresses(config: ModelConfig, layers: Sequence[nn.Module]) -> bool:
@@ -191,10 +196,12 @@ def _norm_names(c: ModelConfig) -> tuple[str, ...]:
         *(("self_attn.q_norm", "self_attn.k_norm") if c.qk_norm else ()),
         *(("self_attn.attn_sub_norm",) if c.sub_norms else ()),
         *inside(o),
-        "post_attention_layernorm",
+        *(("post_attention_layernorm",) if c.post_norms else ()),
+        c.mlp_norm,
         *inside(gate, up),
         *(("mlp.ffn_sub_norm",) if c.sub_norms else ()),
         *inside(down),
+        *(("post_feedforward_layernorm",) if c.post_norms else ()),
     )
 
 

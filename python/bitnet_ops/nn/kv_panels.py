@@ -32,7 +32,7 @@ def rows_of_panels(memory: Tensor, *, keys: bool) -> Tensor:
 
 
 def panels_of_rows(rows: Tensor, *, keys: bool) -> Tensor:
-    """What `rows_of_panels` undoes: rows [..., positions, D] as panels of the same shape; a copy."""
+    """What `rows_of_panels` undoes: rows [..., positions, D] as panels of that shape; a copy."""
     *outer, positions, dim = rows.shape
     word = 4 // rows.itemsize
     panels = *outer, positions // PANEL

@@ -236,7 +236,7 @@ class KVPool:
         return key, value
 
     def _rows_at(self, name: str, index: Tensor, layer: int | slice = slice(None)) -> Tensor:
-        """Copies [layers, blocks, KV, block_size, ...] of what `_named` calls so, whatever the layout.
+        """Copies [layers, blocks, KV, block_size, ...] of what `_named` calls so, in rows.
 
         Of one `layer`, the dimension of layers is left out.
         """

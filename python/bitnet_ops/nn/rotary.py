@@ -40,6 +40,12 @@ def rotary(config: ModelConfig) -> Rotary:
     return Rotary(1.0 / (extension * powers), _longrope_attention(scaling))
 
 
+def local_rotary(config: ModelConfig) -> Tensor | None:
+    """The frequencies of the layers with a base of their own, whose attention factor is 1."""
+    theta = config.scalings.local_theta
+    return None if theta is None else 1.0 / _powers(theta, config.head_dim)
+
+
 def _powers(theta: float, head_dim: int) -> Tensor:
     """theta^(2 i / head_dim), its exponent rounded to float32 first."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim

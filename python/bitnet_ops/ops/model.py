@@ -89,9 +89,10 @@ def mlp_forward(
     """Norm, gate and up, activation, sub-norm and down projection in one op; no residual inside.
 
     `h = rms_norm(x)`, `z = act(linear(h, gate), linear(h, up))`, `y = linear(rms_norm(z), down)`,
-    where act is `relu2_mul` or `silu_and_mul`; without sub_norm_weight the second norm is left
-    out. Equal to that composition bit for bit for float32 and bfloat16. For float16 everything
-    between the first norm and y stays float32, because squared ReLU overflows float16.
+    where act is `relu2_mul`, `silu_and_mul` or `gelu_tanh_and_mul`; without sub_norm_weight the
+    second norm is left out. Equal to that composition bit for bit for float32 and bfloat16. For
+    float16 everything between the first norm and y stays float32, because squared ReLU overflows
+    float16.
 
     Args:
         x: F [..., K].
@@ -102,7 +103,7 @@ def mlp_forward(
         gate_scale, up_scale, down_scale: float32 [1] or one per row; or of groups as `group_linear`
             has them, which then stands for `linear`: gate's and up's or neither.
         eps: as `rms_norm`, for both norms.
-        activation: "relu2" or "silu".
+        activation: "relu2", "silu" or "gelu_pytorch_tanh".
         out_features: (I, N); needed with CPU-specific layouts, else it may be empty.
         in_features: (K, I), what gate and up, and down were packed for; empty takes any that fit.
         activation_format: as of `group_linear`; "int8" unless all scales are of groups.
@@ -304,6 +305,10 @@ def decode_step(
     lora_indices: Tensor | None = None,
     grouped: Sequence[int] = (),
     activation_format: str = "int8",
+    dropped_neurons: Tensor | None = None,
+    post_norms: bool = False,
+    local_inv_freq: Tensor | None = None,
+    local_layers: Sequence[int] = (),
 ) -> Tensor:
     """All layers, the last norm and the head on new tokens: one call, one parallel region.
 
@@ -323,7 +328,8 @@ def decode_step(
             ([num_heads * D] before o, with sub_norms,) [K] before gate and up,
             ([intermediate_size] before down, with sub_norms;) at the end [K] before the head. With
             linear_norm_eps each projection's own, of its input features, right behind the norm
-            before it: q's, k's and v's, o's, gate's and up's, down's.
+            before it: q's, k's and v's, o's, gate's and up's, down's. With post_norms [K] behind
+            o's and [K] behind down's.
         head_weight, head_scale: as `lm_head` takes them.
         key_cache, value_cache: C [layers, B, KV, L, D], contiguous within a layer; both are
             mutated.
@@ -333,7 +339,7 @@ def decode_step(
         intermediate_size: output features of gate and up.
         vocab_size: output features of the head.
         sub_norms: whether there are norms before o and before down.
-        activation: "relu2" or "silu".
+        activation: "relu2", "silu" or "gelu_pytorch_tanh".
         eps: of every norm.
         inv_freq, attention_factor: of the rotary embedding, as `rope_table` takes them.
         scale: multiplies the attention scores, usually 1 / sqrt(D).
@@ -362,6 +368,14 @@ def decode_step(
         grouped: the places, 0 to 6, of projections with scales of groups, ascending; q, k and v,
             and gate and up, all or none.
         activation_format: what those multiply by, as of `group_linear`; "int8" without them.
+        dropped_neurons: int64 [layers, d], of each layer the ascending places of neurons of its MLP
+            that are always zero and have no weights, among intermediate_size + d. The norms before
+            down, their weights, and A of down's side paths are of all these; results are as if
+            gate and up had rows of zeros there.
+        post_norms: whether what o and what down give is normalised before it is added to x.
+        local_inv_freq: float32 [D/2], the frequencies of the layers in local_layers, whose
+            attention factor is 1; None: every layer has those of inv_freq.
+        local_layers: the layers that turn by local_inv_freq.
     Returns:
         float32 [B, T, vocab_size], the logits; with logits_to_keep that many tokens at most.
     Raises:
@@ -414,6 +428,10 @@ def model_step(
     lora_indices: Tensor | None = None,
     grouped: Sequence[int] = (),
     activation_format: str = "int8",
+    dropped_neurons: Tensor | None = None,
+    post_norms: bool = False,
+    local_inv_freq: Tensor | None = None,
+    local_layers: Sequence[int] = (),
     layout: str = "rows",
 ) -> Tensor:
     """`decode_step` on the new tokens of any sequences, whose keys and values lie in blocks.
@@ -427,7 +445,8 @@ def model_step(
         weights, scales, norm_weights, head_weight, head_scale, dtype, num_heads, intermediate_size,
             vocab_size, sub_norms, activation, eps, inv_freq, attention_factor, scale, biases,
             biased, scale_sizes, qk_norms, sub_norm_eps, linear_norm_eps, lora_weights, lora_ranks,
-            lora_scalings, grouped, activation_format: as `decode_step` takes them.
+            lora_scalings, grouped, activation_format, dropped_neurons, post_norms, local_inv_freq,
+            local_layers: as `decode_step` takes them.
         key_pool, value_pool: float32, bfloat16 or int8 [layers, blocks, block_size, KV, D] with any
             strides but a contiguous D; both are mutated.
         positions: int64 or int32 [tokens], where each token stands, for the rotation.

@@ -12,6 +12,7 @@ __all__ = [
     "add_rms_norm",
     "relu2_mul",
     "silu_and_mul",
+    "gelu_tanh_and_mul",
     "rope_table",
     "rope",
 ]
@@ -84,6 +85,24 @@ def silu_and_mul(x: Tensor) -> Tensor:
     Raises:
         RuntimeError: a wrong dtype, no dimension, an odd last one.
     Source: Shazeer 2020 (arXiv 2002.05202).
+    """
+    return x.new_empty([*x.shape[:-1], x.shape[-1] // 2])
+
+
+@operator
+def gelu_tanh_and_mul(x: Tensor) -> Tensor:
+    """GEGLU product of a fused projection: `gelu(x[..., :d]) * x[..., d:]`, in float32.
+
+    `gelu(a) = a / 2 * (1 + tanh(sqrt(2 / pi) * (a + 0.044715 a^3)))`, torch's approximate="tanh".
+
+    Args:
+        x: F [..., 2d].
+    Returns:
+        x.dtype [..., d].
+    Raises:
+        RuntimeError: a wrong dtype, no dimension, an odd last one.
+    Source: Hendrycks and Gimpel (arXiv 1606.08415); Shazeer 2020 (arXiv 2002.05202); transformers
+        Gemma3MLP.
     """
     return x.new_empty([*x.shape[:-1], x.shape[-1] // 2])
 

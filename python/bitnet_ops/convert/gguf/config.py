@@ -7,6 +7,7 @@ for bitnet-b1.58 and bitnet-25. Knows names and numbers; must not read the data 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -93,6 +94,7 @@ _READ = {
     "attention.value_length", "attention.layer_norm_rms_epsilon", "rope.dimension_count",
     "rope.freq_base", *rope.READ,
 }  # fmt: skip
+SCALING_KEYS = frozenset({"embedding_scale", "residual_scale", "logit_scale"})  # of minicpm
 _SHOWN_KEYS = 32  # unknown keys that are named one by one
 _HARMLESS = {"rope.scaling.finetuned"}
 
@@ -150,6 +152,8 @@ def hf_config(
         "max_position_embeddings": keys.integer("context_length"),
         "tie_word_embeddings": tied,
     }
+    if architecture.family.scalings == "minicpm":
+        config |= keys.minicpm(hidden, config["num_hidden_layers"])
     if "rope.freq_base" not in keys:
         remarks.append("rope.freq_base is absent: 10000, as llama.cpp takes it")
     config["rope_theta"] = keys.decimal("rope.freq_base", 10000.0)
@@ -269,12 +273,23 @@ class _Keys:
             reject("gguf-metadata", expected, repr(stated))
         return next(iter(stated.values()))
 
+    def minicpm(self, hidden: int, layers: int) -> dict[str, float]:
+        """MiniCPM's factors as config.json has them: residual_scale is by the depth already, and
+        logit_scale divides. None has a default, since converters of several years wrote others.
+        """
+        return {
+            "scale_emb": self.decimal("embedding_scale"),
+            "scale_depth": self.decimal("residual_scale") * math.sqrt(layers),
+            "dim_model_base": hidden / self.decimal("logit_scale"),
+        }
+
     def reject_other_maths(self) -> list[str]:
         """Reject keys that ask for other maths; returns a remark for every unknown key."""
         remarks, unknown = [], 0
+        own = SCALING_KEYS if self._prefix == "minicpm" else frozenset()
         for full, value in self._metadata.items():
             key = full.removeprefix(f"{self._prefix}.")
-            if key == full or key in _READ or key in _HARMLESS:
+            if key == full or key in _READ or key in _HARMLESS or key in own:
                 continue
             if key not in _MATHS:
                 unknown += 1

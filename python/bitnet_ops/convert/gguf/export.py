@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from bitnet_ops.config import ModelConfig, UnsupportedModelError
+from bitnet_ops.config import ModelConfig, Scalings, UnsupportedModelError
+from bitnet_ops.convert.dead_neurons import restored
 from bitnet_ops.convert.destination import building_file
 from bitnet_ops.convert.errors import ConvertError, reject
 from bitnet_ops.convert.gguf.config import (
@@ -138,6 +139,7 @@ def architecture_for(model: ModelConfig) -> Architecture:
     odd = [
         name for name in ("linear_norms", "sub_norm_eps", "embedding_only") if getattr(model, name)
     ]
+    odd += ["scalings"] if model.scalings != Scalings() else []
     if not names or odd:
         found = f"{model.model_type} with {model.hidden_act}, sub_norms {model.sub_norms}"
         found += f", {', '.join(odd)}" if odd else ""
@@ -150,9 +152,10 @@ class _Export:
 
     def __init__(self, reader: Reader, type_name: str) -> None:
         self.type, self.rounding = type_name, 0.0
-        self.model = model_config(reader)
+        self.stored = model_config(reader)
+        self.model = dataclasses.replace(self.stored, dropped_neurons=())
         self.architecture = architecture_for(self.model)
-        check_names(self.model, own_tensors(reader, self.model))
+        check_names(self.stored, own_tensors(reader, self.stored))
         self.specs: dict[str, TensorSpec] = dict(expected_tensors(self.model))
         self._reader = reader
         self._scales: dict[str, float] = {}
@@ -210,8 +213,9 @@ class _Export:
         if spec.kind == "dense":
             tensor = tensor.float() if len(spec.shape) == 1 else tensor
             return tensor.contiguous().view(-1).view(torch.uint8).numpy()
-        self._reader.check_in_features(name, spec.shape[1])
-        rows = tensor.numpy()
+        stored = expected_tensors(self.stored)[name].shape if self.stored.dropped_neurons else None
+        self._reader.check_in_features(name, (stored or spec.shape)[1])
+        rows = restored(name, tensor, self.stored).numpy()
         if self.architecture.permuted and name.endswith(PERMUTED):
             rows = rows[np.argsort(head_rows(len(rows), self.model.head_dim))]
         scale = self._reader.tensors[name].scale

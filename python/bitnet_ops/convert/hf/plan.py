@@ -33,8 +33,7 @@ from bitnet_ops.models import TensorSpec, expected_tensors
 FLOATING = {"F32", "BF16", "F16"}
 _ARCHITECTURES = {
     "qwen3_5": "a hybrid attention and scales per group",
-    "gemma3": "Gemma's (1 + w) norms, scaled embeddings and per-linear norms",
-    "gemma3_text": "Gemma's (1 + w) norms, scaled embeddings and per-linear norms",
+    "gemma3": "images beside the text",
 }
 # A part of an unexpected tensor's name -> (code, what it betrays). First match wins.
 _BETRAYALS = (

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from bitnet_ops.config.families import norm_offset
 from bitnet_ops.config.scheme import Storage
 from bitnet_ops.convert.errors import ConvertError, reject
 from bitnet_ops.convert.hf.checkpoint import Checkpoint, check_pooling, copy_files
@@ -59,6 +60,7 @@ class HfSource(Source):
         )
         self.adapter: Adapter | None = None
         self._lora, self._trusted = lora, trust_scales
+        self._inner_offset = 0.0
 
     def check(self) -> None:
         """Read the adapter and all scales, compare a repeated head, list the remarks."""
@@ -69,6 +71,7 @@ class HfSource(Source):
             check_scale_sense(scales, self.plan.scheme)
         if self.plan.config.embedding_only:
             check_pooling(self.path)
+        self._inner_offset = self._find_inner_offset()
         if self.plan.tied_head:
             self._check_tied_head()
         self.remarks = self._remarks()
@@ -85,6 +88,8 @@ class HfSource(Source):
     def dense(self, name: str) -> Tensor:
         tensor = self.tensor(name)
         check_finite(name, tensor)
+        if name.endswith("norm.weight"):
+            return tensor.float() + offset if (offset := self._norm_offset(name)) else tensor
         if name.endswith(".bias") and self.plan.scheme.bias_is_scaled:
             return tensor.float() * self._scale(f"{name.removesuffix('.bias')}.weight")
         return tensor
@@ -116,6 +121,32 @@ class HfSource(Source):
             for name in (CONFIG_FILE, WEIGHTS_FILE):
                 hashes[name] = file_sha256(self.adapter.folder / name)
         return hashes
+
+    def _norm_offset(self, name: str) -> float:
+        """What a norm multiplies by is the stored weight and this."""
+        inside = name.endswith(".rms_norm.weight")
+        return self._inner_offset if inside else norm_offset(self.plan.config.model_type)
+
+    def _find_inner_offset(self) -> float:
+        """0 or 1 for norms inside projections, whose sense no config.json states.
+
+        In a family whose other norms multiply by 1 + w they may or may not. Trained weights lie
+        near the 1 they started from, or near 0; where they say neither, nothing is guessed.
+        """
+        offset = norm_offset(self.plan.config.model_type)
+        if not offset or not self.plan.config.linear_norms:
+            return 0.0
+        names = [name for name in self.plan.specs if name.endswith(".rms_norm.weight")]
+        medians = [float(self.tensor(name).float().median()) for name in names]
+        low, high = min(medians), max(medians)
+        if low <= 0.5 <= high or low < -0.5:
+            reject(
+                "inner-norms",
+                f"norms inside projections that are all near 1 (w) or all near 0 ({offset:g} + w)",
+                f"medians from {low:.3g} to {high:.3g}",
+                "the checkpoint does not say which of them it means",
+            )
+        return 0.0 if low > 0.5 else offset
 
     def _scale(self, name: str) -> float:
         """The multiplying scale of the packed weight `name`."""
@@ -176,6 +207,9 @@ class HfSource(Source):
             remarks.append(
                 f"MLX package: {len(checkpoint.packed_mlx)} matrices of 2 bits in groups"
             )
+        if plan.config.linear_norms and norm_offset(plan.config.model_type):
+            sense = "1 + w" if self._inner_offset else "w, not by 1 + w as others do here"
+            remarks.append(f"norms inside projections multiply by {sense}: so their values say")
         if plan.tied_head:
             remarks.append(f"{HEAD} repeats the embedding and was not written")
         if buffers := sum(name.endswith(".rotary_emb.inv_freq") for name in plan.stored):

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from bitnet_ops import ops
 from bitnet_ops.config import PROJECTIONS, UnsupportedModelError
+from bitnet_ops.config.families import family_of
 from bitnet_ops.config.scheme import stated_linear_class
 from bitnet_ops.convert.errors import ConvertError
 from bitnet_ops.convert.gguf.config import PERMUTED
@@ -220,8 +221,16 @@ class CheckpointContents:
     def values(self, name: str) -> Values:
         tensor = self._tensor(name)
         if self.entries[name].format != "ternary":
-            return Values(dense=tensor)
+            return Values(dense=self._multiplier(name, tensor))
         return Values(codes=unpack_hf(tensor, 4 * tensor.shape[0]), scales=self.scales(name))
+
+    def _multiplier(self, name: str, tensor: Tensor) -> Tensor:
+        """A norm as what it multiplies by, 1 + w where the family stores w; others as they are."""
+        family = family_of(self.config)
+        if family is None or not family.norm_offset or not name.endswith("norm.weight"):
+            return tensor
+        plain = name.endswith(".rms_norm.weight") and float(tensor.float().median()) > 0.5
+        return tensor if plain else tensor.float() + family.norm_offset
 
     def memory(self, name: str) -> memoryview:
         return self._tensor(name).reshape(-1).view(torch.uint8).numpy().data

@@ -32,7 +32,11 @@ class PlainOracle:
 
     def __init__(self, source: Source, *, int8_activations: bool = True) -> None:
         self._source, self._plan = source, source.plan
-        self._rope = rotary(source.plan.config)
+        config = source.plan.config
+        self._rope = rotary(config)
+        theta, half = config.scalings.local_theta or 1.0, config.head_dim // 2
+        exponents = torch.arange(half, dtype=torch.float64) / half
+        self._local_rope = Rotary((theta**-exponents).float(), 1.0)
         self.int8_activations = int8_activations
 
     def projection(self, weight_name: str) -> tuple[Tensor, float | Tensor]:
@@ -53,21 +57,35 @@ class PlainOracle:
         """fp32 logits [T, V] of every sequence of token ids."""
         config = self._plan.config
         embedding = self._dense("model.embed_tokens")
-        states = [embedding[torch.tensor(ids)] for ids in sequences]
+        factors = config.scalings
+        states = [embedding[torch.tensor(ids)] * factors.embedding for ids in sequences]
         for layer in range(config.num_hidden_layers):
             weights: dict[str, Tensor] = {}
             get = self._layer(f"model.layers.{layer}.", weights)
-            states = [self._block(x, get) for x in states]
+            rope = self._rope
+            if factors.local_theta is not None and layer in factors.local:
+                rope = self._local_rope
+            states = [self._block(x, get, rope) for x in states]
         states = [self._norm(x, self._dense("model.norm")) for x in states]
         head = embedding if config.tie_word_embeddings else self._dense("lm_head")
-        return [x @ head.t() for x in states]
+        return [x / factors.logits @ head.t() for x in states]
 
     def _read(self, name: str) -> Tensor:
         assert isinstance(self._source, HfSource)
         return self._source.tensor(name)
 
     def _dense(self, name: str) -> Tensor:
-        return self._read(f"{name}.weight").float()
+        return self._value(f"{name}.weight")
+
+    def _value(self, name: str) -> Tensor:
+        """A dense tensor; a norm as what it multiplies by."""
+        value = self._read(name).float()
+        if not name.endswith("norm.weight") or not isinstance(self._source, HfSource):
+            return value
+        # Gemma's norms store it less 1; of those inside projections their values say it
+        gemma = self._plan.config.model_type == "gemma3_text"
+        inside = name.endswith(".rms_norm.weight")
+        return value + 1 if gemma and (not inside or bool(value.median() < 0.5)) else value
 
     def _layer(self, prefix: str, weights: dict[str, Tensor]) -> Get:
         """A getter of a layer's tensors by suffix; ternary ones arrive as fp32 codes * scale."""
@@ -76,7 +94,7 @@ class PlainOracle:
             if suffix not in weights:
                 name = f"{prefix}{suffix}"
                 if self._plan.specs[name].kind == "dense":
-                    weights[suffix] = self._read(name).float()
+                    weights[suffix] = self._value(name)
                 else:
                     codes, scale = self.projection(name)
                     weights[suffix] = codes.float() * scale
@@ -84,9 +102,16 @@ class PlainOracle:
 
         return get
 
-    def _block(self, x: Tensor, get: Get) -> Tensor:
-        x = x + self._attention(self._norm(x, get("input_layernorm.weight")), get)
-        return x + self._mlp(self._norm(x, get("post_attention_layernorm.weight")), get)
+    def _block(self, x: Tensor, get: Get, rope: Rotary) -> Tensor:
+        c = self._plan.config
+        a = self._attention(self._norm(x, get("input_layernorm.weight")), get, rope)
+        if not c.post_norms:
+            x = x + a * c.scalings.residual
+            y = self._mlp(self._norm(x, get("post_attention_layernorm.weight")), get)
+            return x + y * c.scalings.residual
+        x = x + self._norm(a, get("post_attention_layernorm.weight"))
+        y = self._mlp(self._norm(x, get("pre_feedforward_layernorm.weight")), get)
+        return x + self._norm(y, get("post_feedforward_layernorm.weight"))
 
     def _norm(self, x: Tensor, gain: Tensor, eps: float | None = None) -> Tensor:
         eps = self._plan.config.rms_norm_eps if eps is None else eps
@@ -109,7 +134,7 @@ class PlainOracle:
         scale = float(weight.abs().max()) if self._plan.scheme.bias_is_scaled else 1.0
         return y + get(f"{name}.bias") * scale
 
-    def _attention(self, h: Tensor, get: Get) -> Tensor:
+    def _attention(self, h: Tensor, get: Get, rope: Rotary) -> Tensor:
         c = self._plan.config
         q, k, v = (
             self._linear(h, f"self_attn.{p}_proj", get).view(len(h), -1, c.head_dim) for p in "qkv"
@@ -117,10 +142,10 @@ class PlainOracle:
         if c.qk_norm:
             q = self._norm(q, get("self_attn.q_norm.weight"))
             k = self._norm(k, get("self_attn.k_norm.weight"))
-        q, k = _rotate(q, self._rope), _rotate(k, self._rope)
+        q, k = _rotate(q, rope), _rotate(k, rope)
         group = c.num_attention_heads // c.num_key_value_heads
         k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-        scores = torch.einsum("thd,shd->hts", q, k) / c.head_dim**0.5
+        scores = torch.einsum("thd,shd->hts", q, k) * c.attention_scale
         future = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1)
         weights = scores.masked_fill(future, float("-inf")).softmax(-1)
         a = torch.einsum("hts,shd->thd", weights, v).reshape(len(h), -1)
@@ -131,7 +156,10 @@ class PlainOracle:
     def _mlp(self, h: Tensor, get: Get) -> Tensor:
         c = self._plan.config
         gate, up = self._linear(h, "mlp.gate_proj", get), self._linear(h, "mlp.up_proj", get)
-        z = F.relu(gate).square() if c.hidden_act == "relu2" else F.silu(gate)
+        if c.hidden_act == "gelu_pytorch_tanh":
+            z = F.gelu(gate, approximate="tanh")
+        else:
+            z = F.relu(gate).square() if c.hidden_act == "relu2" else F.silu(gate)
         z = z * up
         if c.sub_norms:
             z = self._norm(z, get("mlp.ffn_sub_norm.weight"), c.sub_norm_eps)
