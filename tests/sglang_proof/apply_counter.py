@@ -1,4 +1,6 @@
-"""A second SGLang plug-in, for the proof only: counts our apply() in whichever process calls it.
+"""A second SGLang plug-in, for the proof only: counts our calls in whichever process makes them.
+
+Counted are apply() of a linear, and the step of a whole model.
 
 l4_engine.py makes it an entry point beside bitnet-ops' own. Each process writes its calls to a file
 `apply-<pid>` in BITNET_PROOF_DIR: a mapped 8-byte counter, since a scheduler may be killed without
@@ -28,23 +30,31 @@ class Counter:
 
 
 def install():
-    """Wrap BitNetLinearMethod.apply of this process."""
+    """Wrap BitNetLinearMethod.apply and Decoder.step of this process."""
     from bitnet_ops.integrations.sglang.linear import BitNetLinearMethod
+    from bitnet_ops.models import Decoder
 
     folder = Path(os.environ["BITNET_PROOF_DIR"])
     counter = Counter(folder / f"apply-{os.getpid()}")
-    apply, seen = BitNetLinearMethod.apply, set()
+    apply, step, seen = BitNetLinearMethod.apply, Decoder.step, set()
 
-    def counted(self, layer, *args, **kwargs):
-        result = apply(self, layer, *args, **kwargs)
+    def count(kind):
         counter.add_one()
-        kind = f"{type(layer).__name__} {args[0].dim()}-d {args[0].dtype}"
         if kind not in seen:
             seen.add(kind)
             (folder / f"layers-{os.getpid()}").write_text("\n".join(sorted(seen)))
+
+    def counted(self, layer, *args, **kwargs):
+        result = apply(self, layer, *args, **kwargs)
+        count(f"{type(layer).__name__} {args[0].dim()}-d {args[0].dtype}")
         return result
 
-    BitNetLinearMethod.apply = counted
+    def counted_step(self, batch, pool):
+        logits = step(self, batch, pool)
+        count(f"{type(self).__name__}.step {self.dtype} over {pool.key_pool.dtype}")
+        return logits
+
+    BitNetLinearMethod.apply, Decoder.step = counted, counted_step
 
 
 def read_counts(folder):

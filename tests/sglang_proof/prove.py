@@ -1,7 +1,9 @@
 """Climbs the ladder of the SGLang integration with the real package, for scripts/prove_sglang.
 
 L2: the real linear classes (l2_layers.py). L4: the real engine (l4_engine.py) against transformers
-(oracle.py), with apply() counted inside the spawned scheduler. L0 and L1 are in the ordinary suite.
+(oracle.py), our calls counted inside the spawned scheduler. L5: the launcher's HTTP server and the
+`openai` client (l5_server.py). L6, with --speed: tokens per second (speed_engine.py). L0 and L1
+are in the ordinary suite.
 Prints versions, rungs, the token comparison, calls and times; exit status 1 if a rung fails.
 Standard library only: torch and the rest live in the proof's environment.
 """
@@ -11,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -19,12 +22,16 @@ from pathlib import Path
 from environment import HERE, ROOT, Environment, ProofError, run_logged
 
 DEMO = ROOT / "tests" / "data" / "demo-model"
+CONVERTED = ROOT / "python" / "bitnet_ops" / "data" / "demo"  # the same model as a model.bin
+STUBS = ROOT / "python" / "bitnet_ops" / "integrations" / "sglang" / "stubs"
 START = time.monotonic()
 # Name, checkpoint, dtype, SGLang's model_impl, ternary linears a layer as that model has them, how
-# many prompts and new tokens. The first is the proof; the second is the other stored form, through
-# SGLang's fallback to transformers' model, in the dtype that servers use.
+# many prompts and new tokens. The first is the linear method; the second a converted model, in one
+# op a forward (no linear is asked); the third the other stored form, through SGLang's fallback to
+# transformers' model, in the dtype that servers use.
 ENGINE_RUNS = (
     ("packed-fp32", "packed", "float32", "auto", 4, 8, 48),
+    ("whole-fp32", "converted", "float32", "auto", 0, 8, 48),
     ("online-bf16", "online", "bfloat16", "transformers", 7, 4, 24),
 )
 # In bfloat16 two right programs differ by some per cent of the largest logit (about 10 here); a
@@ -46,7 +53,8 @@ def child_environment(stubs: bool) -> dict[str, str]:
     # generating then took 14 times as long (25.3 s against 1.8 s).
     env |= {"OMP_WAIT_POLICY": "passive"}
     if stubs:
-        env |= {"PYTHONPATH": str(HERE / "stubs"), "SGLANG_USE_CPU_ENGINE": "1"}
+        folders = os.pathsep.join(str(STUBS / name) for name in ("vision", "kernels"))
+        env |= {"PYTHONPATH": folders, "SGLANG_USE_CPU_ENGINE": "1"}
     return env
 
 
@@ -109,7 +117,15 @@ class Ladder:
     def checkpoints(self) -> dict[str, Path]:
         packed = self.work / "packed"
         self.script("pack_offline.py", "pack", DEMO, packed, stubs=False)
-        return {"packed": packed, "online": DEMO}
+        return {"packed": packed, "online": DEMO, "converted": self.serving(CONVERTED, "stored")}
+
+    def serving(self, model: Path, head: str = "int8") -> Path:
+        """The folder that the launcher would make of a converted model."""
+        folder = self.work / f"serving-{model.name}"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        self.script("serving_folder.py", f"serving-{model.name}", model, folder, head, stubs=False)
+        return folder
 
     def oracle(
         self, name: str, checkpoint: Path, dtype: str, expected: list[dict], count: int
@@ -132,7 +148,8 @@ class Ladder:
     def engine(self, run: tuple, checkpoints: dict[str, Path], expected: list[dict]) -> None:
         """L4"""
         name, source, dtype, model_impl, linears, prompts, count = run
-        oracle = self.oracle(name, checkpoints[source], dtype, expected[:prompts], count)
+        source_of_truth = DEMO if source == "converted" else checkpoints[source]
+        oracle = self.oracle(name, source_of_truth, dtype, expected[:prompts], count)
         result, folder = self.work / f"l4-{name}.json", self.work / f"plugin-{name}"
         result.unlink(missing_ok=True)
         arguments = (checkpoints[source], oracle, result, folder, model_impl, dtype)
@@ -140,10 +157,25 @@ class Ladder:
         report = self.report[f"L4 {name}"] = json.loads(result.read_text())
         layers = json.loads((DEMO / "config.json").read_text())["num_hidden_layers"]
         judge_tokens(name, report)
-        judge_calls(name, report, linears * layers)
+        judge_calls(name, report, linears * layers or 1)
         say(
             f"L4 reached ({name}): engine start {report['engine_start_s']} s, generation "
             f"{report['generate_s']} s, {seconds:.0f} s in all"
+        )
+
+    def server(self, expected: list[dict]) -> None:
+        """L5"""
+        result = self.work / "l5.json"
+        result.unlink(missing_ok=True)
+        case = self.work / "l5-expected.json"
+        case.write_text(json.dumps(expected[0]))
+        # Without the stand-ins: what the launcher starts has to have its own.
+        arguments = (CONVERTED, case, result)
+        seconds = self.script("l5_server.py", "l5", *arguments, stubs=False)
+        report = self.report["L5"] = json.loads(result.read_text())
+        say(
+            f"L5 reached: bitnet-ops sglang ready after {report['ready_s']} s; {report['checked']} "
+            f"answered the openai client, {seconds:.0f} s in all"
         )
 
 
@@ -200,6 +232,7 @@ def climb(ladder: Ladder) -> None:
     checkpoints = ladder.checkpoints()
     for run in ENGINE_RUNS:
         ladder.rung(f"L4 {run[0]}", lambda run=run: ladder.engine(run, checkpoints, expected))
+    ladder.rung("L5", lambda: ladder.server(expected))
     ladder.facts()  # torch is still the CPU build after all that was imported and spawned
 
 
@@ -221,7 +254,7 @@ def main() -> int:
     ladder.report["wall_s"] = round(time.monotonic() - START)
     (ladder.work / "report.json").write_text(json.dumps(ladder.report, indent=1))
     failed = ladder.report["failed"]
-    say(f"failed: {', '.join(failed)}" if failed else "all rungs reached: L2, L4")
+    say(f"failed: {', '.join(failed)}" if failed else "all rungs reached: L2, L4, L5")
     return 1 if failed else 0
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import mmap
 from collections.abc import Iterable, Iterator
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -60,6 +61,20 @@ def bytes_of_block(config: ModelConfig, block_size: int, dtype: torch.dtype) -> 
     """Bytes of a block of such a pool: keys and values of all layers, with their scales."""
     rows = config.num_hidden_layers * config.num_key_value_heads * block_size
     return 2 * rows * TYPE_OF[dtype].row_bytes(config.head_dim)
+
+
+class PagedPool(Protocol):
+    """What a model's step needs of a pool: KVPool's, or the memory of another engine."""
+
+    @property
+    def key_pool(self) -> Tensor: ...
+    @property
+    def value_pool(self) -> Tensor: ...
+    @property
+    def key_scale(self) -> Tensor | None: ...
+    @property
+    def value_scale(self) -> Tensor | None: ...
+    def scales(self, layer: int) -> tuple[Tensor | None, Tensor | None]: ...
 
 
 class KVPool:
