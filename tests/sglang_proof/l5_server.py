@@ -7,8 +7,11 @@ EXPECTED: {"prompt", "greedy_text", ...} as in the demo model's expected.json.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -67,6 +70,20 @@ def check(client, name, expected):
     return ["completion", "stream", "three prompts at once", "prompt logprobs", "chat"]
 
 
+def run_page(port):
+    """What the client of docs/sglang.md prints."""
+    page = Path(__file__).resolve().parents[2] / "docs" / "sglang.md"
+    (code,) = re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.S | re.M)
+    if code.count(":30000/") != 1:
+        sys.exit(f"l5: expected the client of {page} to name port 30000, got {code}")
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(compile(code.replace(":30000/", f":{port}/"), str(page), "exec"), {})
+    if not printed.getvalue().strip():
+        sys.exit(f"l5: expected the client of {page} to print an answer, got nothing")
+    return "docs/sglang.md"
+
+
 def main():
     model, expected, result = sys.argv[1:]
     port = free_port()
@@ -79,6 +96,7 @@ def main():
         names = wait_until_ready(client, process)
         ready = time.monotonic() - start
         checked = check(client, names[0], json.loads(Path(expected).read_text()))
+        checked.append(run_page(port))
         process.send_signal(signal.SIGTERM)
         process.wait(60)
     finally:

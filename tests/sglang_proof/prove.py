@@ -178,6 +178,43 @@ class Ladder:
             f"answered the openai client, {seconds:.0f} s in all"
         )
 
+    def speed(self, name: str) -> None:
+        """L6: tokens per second of a synthetic model in SGLang, in our engine, and of SGLang's
+        own bfloat16 on a Llama of the same dimensions."""
+        model, bf16 = self.work / f"dummy-{name}", self.work / f"bf16-{name}"
+        if not (model / "model.bin").exists():
+            words = [self.env.python, "-m", "bitnet_ops", "dummy", name, model]
+            run_logged(words, self.work / "dummy.log")
+        folder = self.serving(model)
+        config = json.loads((folder / "config.json").read_text())
+        config |= {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+        config |= {"hidden_act": "silu", "torch_dtype": "bfloat16"}
+        bf16.mkdir(exist_ok=True)
+        (bf16 / "config.json").write_text(json.dumps(config))
+        rows: dict[str, dict[str, float]] = {}
+        for label, paths in (("l6-ours", (folder, model)), ("l6-bf16", (bf16,))):
+            result = self.work / f"{label}.json"
+            result.unlink(missing_ok=True)
+            self.script("speed_engine.py", label, result, *paths, timeout=3600)
+            rows |= json.loads(result.read_text())
+        self.report["L6"] = rows
+        for line in table_of_speed(rows):
+            say(f"  L6 {line}")
+        say(f"L6 reached: tokens per second of {name}, random weights, the same tokens of both")
+
+
+def table_of_speed(rows: dict[str, dict[str, float]]) -> list[str]:
+    """A line for each engine, and the share of our engine's speed that is left in SGLang."""
+    columns = list(rows["own engine"])
+    lines = ["tokens per second".ljust(22) + "".join(c.rjust(12) for c in columns)]
+    for name, row in rows.items():
+        lines.append(name.ljust(22) + "".join(f"{row[c]:12.2f}" for c in columns))
+    ours, own = rows["SGLang, ours in it"], rows["own engine"]
+    lines.append(
+        "share of own engine".ljust(22) + "".join(f"{ours[c] / own[c]:12.2f}" for c in columns)
+    )
+    return lines
+
 
 def judge_tokens(name: str, report: dict) -> None:
     """Every token equal up to the first difference, which must be a near-tie of transformers."""
@@ -223,16 +260,21 @@ def arguments() -> argparse.Namespace:
     default = os.environ.get("BITNET_SGLANG_VENV", work / "venv")
     parser.add_argument("--venv", type=Path, default=default, help="default: build/sglang/venv")
     parser.add_argument("--work", type=Path, default=work, help="logs, checkpoints, report.json")
+    parser.add_argument(
+        "--speed", metavar="NAME", nargs="?", const="2b-4t", help="L6 too, of a synthetic model"
+    )
     return parser.parse_args()
 
 
-def climb(ladder: Ladder) -> None:
+def climb(ladder: Ladder, speed: str | None = None) -> None:
     expected = json.loads((DEMO / "expected.json").read_text())["cases"]
     ladder.rung("L2", ladder.layers)
     checkpoints = ladder.checkpoints()
     for run in ENGINE_RUNS:
         ladder.rung(f"L4 {run[0]}", lambda run=run: ladder.engine(run, checkpoints, expected))
     ladder.rung("L5", lambda: ladder.server(expected))
+    if speed:
+        ladder.rung("L6", lambda: ladder.speed(speed))
     ladder.facts()  # torch is still the CPU build after all that was imported and spawned
 
 
@@ -247,7 +289,7 @@ def main() -> int:
             "python {python}, torch {torch}, sglang {sglang}, transformers {transformers}, "
             "bitnet-ops {bitnet_ops} on {isa}; no nvidia package".format(**facts)
         )
-        climb(ladder)
+        climb(ladder, options.speed)
     except ProofError as error:
         ladder.report["failed"].append("set-up")
         say(f"FAILED: {error}")

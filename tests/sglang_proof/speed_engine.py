@@ -1,9 +1,10 @@
-"""Rung L6: tokens per second of one model, by SGLang or by this project's own engine.
+"""Rung L6: tokens per second of one model in SGLang and in this project's own engine, by turns.
 
 Runs in the proof's environment. Prompts are random ids, so that no prefix is found again. A prompt
-alone gives the speed of prompts; what more tokens take beyond it, that of decoding. Minima of
-several rounds, for the machine may have other work.
-Usage: speed_engine.py own|sglang MODEL RESULT.json [KEY=VALUE ... for sgl.Engine]
+alone gives the speed of prompts; what more tokens take beyond it, that of decoding. The engines
+take turns and the fastest round counts, for the machine may have other work.
+Usage: speed_engine.py RESULT.json [SERVING_FOLDER MODEL | BF16_CONFIG_FOLDER]
+With one folder: SGLang alone, on a model of random bfloat16 weights of that config.json.
 """
 
 from __future__ import annotations
@@ -14,86 +15,97 @@ import sys
 import time
 from pathlib import Path
 
-PROMPTS, BATCHES, NEW, ROUNDS = (128, 512), (1, 16), 32, 3
-SHORT = 16  # tokens of a prompt where decoding is measured
+PROMPTS, BATCHES, ROUNDS = (128, 512), (1, 16), 3
+SHORT, NEW = 16, 24  # tokens of a prompt where decoding is measured, and new ones
+SETTINGS = {
+    "device": "cpu",
+    "attention_backend": "torch_native",
+    "sampling_backend": "pytorch",
+    "disable_overlap_schedule": True,
+    "sleep_on_idle": True,
+    "max_total_tokens": 4096,
+    "max_running_requests": 16,
+    "skip_server_warmup": True,
+    "skip_tokenizer_init": True,
+    "log_level": "warning",
+}
 
 
-def measure(generate, vocab_size, setup):
-    """{name: tokens per second}; generate(prompts, new tokens) runs all of them to their ends."""
-    draw = random.Random(1)
+class Served:
+    """SGLang's engine, in processes of its own."""
 
-    def prompts(count, length):
-        return [[draw.randrange(vocab_size) for _ in range(length)] for _ in range(count)]
+    def __init__(self, folder, **settings):
+        import sglang
 
-    def fastest(count, length, new):
-        times = []
-        for _ in range(ROUNDS):
-            asked = prompts(count, length)
+        start = time.monotonic()
+        self.engine = sglang.Engine(model_path=folder, **{**SETTINGS, **settings})
+        self.start_s = round(time.monotonic() - start, 1)
+
+    def __call__(self, prompts, new):
+        sampling = {"temperature": 0, "max_new_tokens": new, "ignore_eos": True}
+        answers = self.engine.generate(input_ids=prompts, sampling_params=sampling)
+        return [list(answer["output_ids"]) for answer in answers]
+
+
+class Own:
+    """This project's engine, in this process."""
+
+    def __init__(self, model):
+        import bitnet_ops
+
+        start = time.monotonic()
+        self.lm = bitnet_ops.load(model)
+        self.start_s = round(time.monotonic() - start, 1)
+
+    def __call__(self, prompts, new):
+        done = self.lm.generate_batch(prompts, max_new_tokens=new, ignore_eos=True)
+        return [list(one.token_ids) for one in done]
+
+
+def seconds(engines, draw, count, length, new):
+    """{name: fastest seconds} of `count` prompts of `length` ids with `new` tokens each."""
+    best = dict.fromkeys(engines, float("inf"))
+    for _ in range(ROUNDS):
+        asked = [[draw(1000) for _ in range(length)] for _ in range(count)]
+        answers = {}
+        for name, generate in engines.items():
             start = time.perf_counter()
-            generate(asked, new)
-            times.append(time.perf_counter() - start)
-        return min(times)
+            answers[name] = generate(asked, new)
+            best[name] = min(best[name], time.perf_counter() - start)
+        if len({json.dumps(tokens) for tokens in answers.values()}) > 1:
+            sys.exit(f"speed: expected the same tokens of all engines, got {answers}")
+    return best
 
-    generate(prompts(1, SHORT), 4)
-    result = dict(setup)
+
+def measure(engines):
+    """{engine: {what: tokens per second}}"""
+    draw = random.Random(1).randrange
+    result = {name: {"start_s": engine.start_s} for name, engine in engines.items()}
+    seconds(engines, draw, 1, SHORT, 2)
     for length in PROMPTS:
-        result[f"prompt {length}"] = round(length / fastest(1, length, 1), 1)
+        for name, s in seconds(engines, draw, 1, length, 1).items():
+            result[name][f"prompt {length}"] = round(length / s, 1)
     for batch in BATCHES:
-        more = fastest(batch, SHORT, NEW + 1) - fastest(batch, SHORT, 1)
-        result[f"batch {batch}"] = round(batch * NEW / more, 2)
+        long, short = (seconds(engines, draw, batch, SHORT, new) for new in (NEW + 1, 1))
+        for name in engines:
+            speed = batch * NEW / (long[name] - short[name])
+            result[name][f"batch {batch}"] = round(speed, 2)
     return result
 
 
-def own(model):
-    import bitnet_ops
-
-    start = time.monotonic()
-    lm = bitnet_ops.load(model, cache=True)
-    ready = time.monotonic() - start
-
-    def generate(prompts, new):
-        lm.generate_batch(prompts, max_new_tokens=new, ignore_eos=True)
-
-    return measure(generate, lm.config.vocab_size, {"start_s": round(ready, 1)})
-
-
-def served(model, overrides):
-    import sglang
-
-    start = time.monotonic()
-    settings = {
-        "device": "cpu",
-        "attention_backend": "torch_native",
-        "sampling_backend": "pytorch",
-        "disable_overlap_schedule": True,
-        "disable_cuda_graph": True,
-        "max_total_tokens": 16384,
-        "max_running_requests": 16,
-        "skip_server_warmup": True,
-        "log_level": "warning",
-    }
-    engine = sglang.Engine(model_path=model, **{**settings, **overrides})
-    ready = time.monotonic() - start
-    vocab_size = json.loads((Path(model) / "config.json").read_text())["vocab_size"]
-
-    def generate(prompts, new):
-        engine.generate(
-            input_ids=prompts,
-            sampling_params={"temperature": 0, "max_new_tokens": new, "ignore_eos": True},
-        )
-
-    try:
-        return measure(generate, vocab_size, {"start_s": round(ready, 1)})
-    finally:
-        engine.shutdown()
-
-
 def main():
-    who, model, result, *settings = sys.argv[1:]
-    overrides = dict(setting.split("=", 1) for setting in settings)
-    report = own(model) if who == "own" else served(model, overrides)
+    result, *folders = sys.argv[1:]
+    if len(folders) == 2:
+        served = Served(folders[0], dtype="float32", kv_cache_dtype="bfloat16")
+        engines = {"SGLang, ours in it": served, "own engine": Own(folders[1])}
+    else:
+        served = Served(folders[0], dtype="bfloat16", load_format="dummy")
+        engines = {"SGLang's bf16": served}
+    try:
+        report = measure(engines)
+    finally:
+        served.engine.shutdown()
     Path(result).write_text(json.dumps(report, indent=1))
-    print(who, report)
 
 
 if __name__ == "__main__":  # the engine spawns: children import this module again

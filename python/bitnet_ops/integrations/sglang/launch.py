@@ -21,7 +21,7 @@ STUBS = Path(__file__).parent / "stubs"
 # What a CPU needs; whatever the user says comes behind it and wins.
 ARGUMENTS = (
     *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
-    *("--disable-overlap-schedule", "--disable-cuda-graph", "--skip-server-warmup"),
+    *("--disable-overlap-schedule", "--skip-server-warmup"),
     "--sleep-on-idle",  # a scheduler that polls takes a core from the others, clients among them
     *("--dtype", "float32", "--kv-cache-dtype", "bfloat16"),
     *("--max-total-tokens", "32768", "--max-running-requests", "32"),
