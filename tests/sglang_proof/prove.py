@@ -26,9 +26,9 @@ CONVERTED = ROOT / "python" / "bitnet_ops" / "data" / "demo"  # the same model a
 STUBS = ROOT / "python" / "bitnet_ops" / "integrations" / "sglang" / "stubs"
 START = time.monotonic()
 # Name, checkpoint, dtype, SGLang's model_impl, ternary linears a layer as that model has them, how
-# many prompts and new tokens. The first is the linear method; the second a converted model, in one
-# op a forward (no linear is asked); the third the other stored form, through SGLang's fallback to
-# transformers' model, in the dtype that servers use.
+# many prompts and new tokens. The first is the linear method with our attention; the second a
+# converted model, in one op a forward (no linear is asked); the third the other stored form,
+# through SGLang's fallback to transformers' model, in the dtype that servers use.
 ENGINE_RUNS = (
     ("packed-fp32", "packed", "float32", "auto", 4, 8, 48),
     ("whole-fp32", "converted", "float32", "auto", 0, 8, 48),
@@ -55,6 +55,7 @@ def child_environment(stubs: bool) -> dict[str, str]:
     if stubs:
         folders = os.pathsep.join(str(STUBS / name) for name in ("vision", "kernels"))
         env |= {"PYTHONPATH": folders, "SGLANG_USE_CPU_ENGINE": "1"}
+        env |= {"BITNET_OPS_SGLANG_ATTENTION": "1"}
     return env
 
 
@@ -158,6 +159,8 @@ class Ladder:
         layers = json.loads((DEMO / "config.json").read_text())["num_hidden_layers"]
         judge_tokens(name, report)
         judge_calls(name, report, linears * layers or 1)
+        if linears and not any(kind.startswith("paged_attention") for kind in report["kinds"]):
+            raise ProofError(f"expected our attention, got {report['kinds']}")
         say(
             f"L4 reached ({name}): engine start {report['engine_start_s']} s, generation "
             f"{report['generate_s']} s, {seconds:.0f} s in all"

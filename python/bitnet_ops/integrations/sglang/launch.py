@@ -93,6 +93,7 @@ def environment(base: Mapping[str, str], *, whole: bool) -> dict[str, str]:
         env["PYTHONPATH"] = os.pathsep.join(path)
     env["SGLANG_USE_CPU_ENGINE"] = "1"
     env.setdefault("HF_HUB_OFFLINE", "1")  # everything lies on this machine already
+    env[sglang.ATTENTION_VARIABLE] = "1"
     if whole:
         env.setdefault("SGLANG_DISABLED_MODEL_ARCHS", ",".join(_unused_models()))
     return env
