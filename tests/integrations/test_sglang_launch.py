@@ -62,7 +62,8 @@ def test_a_plug_in_that_would_not_be_loaded_is_an_error(monkeypatch, installed):
 
 
 def test_the_command_and_its_environment(installed, monkeypatch, capsys):
-    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    for name in ("HF_HUB_OFFLINE", "SGLANG_USE_CPU_ENGINE", "OMP_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
     words = ["sglang", str(DEMO_DIR), "--port", "8123", "--threads", "2", "--print"]
     assert main([*words, "--", "--max-total-tokens", "64"]) == 0
     lines = capsys.readouterr().out.splitlines()

@@ -21,7 +21,7 @@ CONFIG_CLASS = "bitnet_ops.integrations.sglang.config:BitNetConfig"
 MODEL_PACKAGE = "bitnet_ops.integrations.sglang.models"
 ATTENTION_VARIABLE = "BITNET_OPS_SGLANG_ATTENTION"  # 1: our attention as torch_native
 ENTRY_POINT_GROUP = "sglang.srt.plugins"
-TESTED_VERSIONS = ("0.5.20",)
+TESTED_VERSIONS = ("0.5.20", "0.5.21")
 
 logger = logging.getLogger(__name__)
 
