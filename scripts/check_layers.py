@@ -31,10 +31,11 @@ PYTHON_LAYERS: dict[str, set[str]] = {
     "ops": {"_runtime"},
     "formats": {"_runtime", "memory", "untrusted"},
     "nn": {"_runtime", "config", "formats", "ops", "untrusted"},
-    "integrations": {"config", "nn", "ops"},
     "models": {"config", "memory", "nn", "ops"},
     "generate": {"config", "models", "nn", "ops", "untrusted"},
     "loading": {"_runtime", "config", "formats", "memory", "models", "nn", "ops"},
+    # what an engine of others serves: its linears, or a whole model in its cache
+    "integrations": {"config", "formats", "loading", "models", "nn", "ops"},
     # verify runs the converted model; obtain converts what is not converted, for language_model
     "convert": {"_runtime", "config", "formats", "generate", "loading", "models", "nn", "ops"}
     | {"untrusted"},
@@ -97,6 +98,11 @@ CPP_LAYERS: list[tuple[str, str, str]] = [
         "bindings",
         r"bindings.*|runtime/.*|format/.*|kernels/(dispatch|features|kernel_table)\.h",
         NO_TORCH,
+    ),
+    (
+        "hf_kernel",
+        r"runtime/.*|format/layout\.h|kernels/(dispatch|kernel_table)\.h",
+        NO_TORCH_NO_PYTHON,
     ),
     (
         "ops",

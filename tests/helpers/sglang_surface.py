@@ -17,6 +17,7 @@ from torch import nn
 
 # Engine modules of ours that were loaded against another surface must be loaded afresh.
 PLUGIN_MODULES = (
+    "bitnet_ops.integrations.sglang.attention",
     "bitnet_ops.integrations.sglang.config",
     "bitnet_ops.integrations.sglang.linear",
     "bitnet_ops.integrations.sglang.models",
@@ -300,7 +301,11 @@ CONFORMANCE = (
 
 def _modules(table_type):
     """{dotted name: module} of the surface, with fresh tables of the given kind."""
-    choices = ["awq", "fp8"]
+    choices, backends = ["awq", "fp8"], {"torch_native": None}
+
+    def register_attention_backend(name):
+        return lambda make: backends.update({name: make})
+
     contents = {
         "sglang": {},
         "sglang.srt": {},
@@ -317,6 +322,11 @@ def _modules(table_type):
         "sglang.srt.server_args": {
             "CHOICES": choices,
             "add_quantization_method_choices": choices.extend,
+        },
+        "sglang.srt.layers.attention": {},
+        "sglang.srt.layers.attention.attention_registry": {
+            "ATTENTION_BACKENDS": backends,
+            "register_attention_backend": register_attention_backend,
         },
         "sglang.srt.models": {},
         "sglang.srt.models.registry": {"ModelRegistry": ModelRegistry()},

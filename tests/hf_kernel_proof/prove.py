@@ -11,9 +11,9 @@ from pathlib import Path
 
 import torch
 from kernel_abi_check import ObjectFile
-from kernels import get_local_kernel, get_loaded_kernels
 
 import bitnet_ops
+from kernels import get_loaded_kernels, get_local_kernel
 
 
 def check_abi(library: Path) -> None:

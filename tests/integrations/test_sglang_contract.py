@@ -96,6 +96,17 @@ def test_register_enters_both_tables_the_choices_and_the_model(surface):
     assert "sglang.srt.models.registry" not in sys.modules  # importing it imports every model
 
 
+def test_torch_natives_attention_is_replaced_only_where_asked_for(monkeypatch, no_variable):
+    name = "sglang.srt.layers.attention.attention_registry"
+    monkeypatch.delenv(plugin.ATTENTION_VARIABLE, raising=False)
+    backends = sglang_surface.install(monkeypatch)[name].ATTENTION_BACKENDS
+    plugin.register()
+    assert backends == {"torch_native": None}
+    monkeypatch.setenv(plugin.ATTENTION_VARIABLE, "1")
+    plugin.register()
+    assert backends == {"torch_native": plugin._attention_backend}
+
+
 def test_register_twice_changes_nothing(surface):
     plugin.register()
     assert surface["sglang.srt.server_args"].CHOICES == ["awq", "fp8", "bitnet"]

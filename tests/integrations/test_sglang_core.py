@@ -191,7 +191,7 @@ def test_column_parallel_ranks_reassemble(rule, ranks):
 
 
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_row_parallel_ranks_reassemble_though_the_width_is_no_multiple_of_128(rule, ranks):
     rows, columns = 16, 300
     blocks = []
@@ -248,6 +248,12 @@ REJECTED = {
         r"got \[16, 64\]",
     ),
     "three dimensions": (ScaleRule.MULTIPLY, _weight, torch.zeros(16, 128, 1, dtype=U8), "got"),
+    "the other order": (
+        ScaleRule.MULTIPLY,
+        _weight,
+        torch.zeros(64, 32, dtype=U8),
+        "packed along the inputs, not in transformers' order",
+    ),
     "code 3": (ScaleRule.MULTIPLY, _weight, torch.full((16, 128), 3, dtype=U8), "code 3 at row 0"),
     "masters where packed": (
         ScaleRule.DIVIDE,

@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "sglang_proof"))
 import environment  # noqa: E402  (lives beside the proof, which is no package)
 
 TESTED = plugin.TESTED_VERSIONS[-1]
+ALL = ", ".join(plugin.TESTED_VERSIONS)
 
 
 @pytest.fixture
@@ -37,7 +38,7 @@ def report():
 def test_without_sglang_the_plug_in_waits_and_nothing_is_wrong(monkeypatch):
     monkeypatch.setattr(plugin, "sglang_version", lambda: "unknown")
     line, problems = report()
-    assert line == f"sglang    not installed; plug-in registered, tested with {TESTED}"
+    assert line == f"sglang    not installed; plug-in registered, tested with {ALL}"
     assert problems == []
     status = plugin.status()
     assert status["version"] is None and not status["active"] and not status["version_tested"]
@@ -45,7 +46,7 @@ def test_without_sglang_the_plug_in_waits_and_nothing_is_wrong(monkeypatch):
 
 def test_with_sglang_it_is_active(installed):
     line, problems = report()
-    assert line == f"sglang    {TESTED}, plug-in active, tested with {TESTED}"
+    assert line == f"sglang    {TESTED}, plug-in active, tested with {ALL}"
     assert problems == [] and plugin.status()["active"]
 
 

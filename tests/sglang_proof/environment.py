@@ -17,7 +17,11 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
-TORCH, SGLANG = "torch==2.13.0", "sglang==0.5.20"
+TORCH = "torch==2.13.0"
+VERSION = os.environ.get("BITNET_SGLANG_VERSION", "0.5.20")
+SGLANG = f"sglang=={VERSION}"
+# What another version pins otherwise than requirements.txt has it.
+PINS = {"0.5.21": ["xgrammar==0.2.7"]}
 # Everything that the built package depends on.
 SOURCES = ("pyproject.toml", "CMakeLists.txt", "cmake", "build_backend", "csrc", "python")
 
@@ -62,6 +66,8 @@ class Environment:
         self._pip("sglang", lazily, "--no-deps", SGLANG)
         requirements = HERE / "requirements.txt"
         self._pip("requirements", lazily, "-c", self.constraint, "-r", requirements)
+        if VERSION in PINS:
+            self._pip("pins", lazily, "-c", self.constraint, *PINS[VERSION])
 
     def _pip(self, log: str, *arguments) -> None:
         command = [self.python, "-m", "pip", "install", "--disable-pip-version-check", *arguments]

@@ -1,7 +1,9 @@
 """Climbs the ladder of the SGLang integration with the real package, for scripts/prove_sglang.
 
 L2: the real linear classes (l2_layers.py). L4: the real engine (l4_engine.py) against transformers
-(oracle.py), with apply() counted inside the spawned scheduler. L0 and L1 are in the ordinary suite.
+(oracle.py), our calls counted inside the spawned scheduler. L5: the launcher's HTTP server and the
+`openai` client (l5_server.py). L6, with --speed: tokens per second (speed_engine.py). L0 and L1
+are in the ordinary suite.
 Prints versions, rungs, the token comparison, calls and times; exit status 1 if a rung fails.
 Standard library only: torch and the rest live in the proof's environment.
 """
@@ -11,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -19,12 +22,16 @@ from pathlib import Path
 from environment import HERE, ROOT, Environment, ProofError, run_logged
 
 DEMO = ROOT / "tests" / "data" / "demo-model"
+CONVERTED = ROOT / "python" / "bitnet_ops" / "data" / "demo"  # the same model as a model.bin
+STUBS = ROOT / "python" / "bitnet_ops" / "integrations" / "sglang" / "stubs"
 START = time.monotonic()
 # Name, checkpoint, dtype, SGLang's model_impl, ternary linears a layer as that model has them, how
-# many prompts and new tokens. The first is the proof; the second is the other stored form, through
-# SGLang's fallback to transformers' model, in the dtype that servers use.
+# many prompts and new tokens. The first is the linear method with our attention; the second a
+# converted model, in one op a forward (no linear is asked); the third the other stored form,
+# through SGLang's fallback to transformers' model, in the dtype that servers use.
 ENGINE_RUNS = (
     ("packed-fp32", "packed", "float32", "auto", 4, 8, 48),
+    ("whole-fp32", "converted", "float32", "auto", 0, 8, 48),
     ("online-bf16", "online", "bfloat16", "transformers", 7, 4, 24),
 )
 # In bfloat16 two right programs differ by some per cent of the largest logit (about 10 here); a
@@ -46,7 +53,9 @@ def child_environment(stubs: bool) -> dict[str, str]:
     # generating then took 14 times as long (25.3 s against 1.8 s).
     env |= {"OMP_WAIT_POLICY": "passive"}
     if stubs:
-        env |= {"PYTHONPATH": str(HERE / "stubs"), "SGLANG_USE_CPU_ENGINE": "1"}
+        folders = os.pathsep.join(str(STUBS / name) for name in ("vision", "kernels"))
+        env |= {"PYTHONPATH": folders, "SGLANG_USE_CPU_ENGINE": "1"}
+        env |= {"BITNET_OPS_SGLANG_ATTENTION": "1"}
     return env
 
 
@@ -109,7 +118,15 @@ class Ladder:
     def checkpoints(self) -> dict[str, Path]:
         packed = self.work / "packed"
         self.script("pack_offline.py", "pack", DEMO, packed, stubs=False)
-        return {"packed": packed, "online": DEMO}
+        return {"packed": packed, "online": DEMO, "converted": self.serving(CONVERTED, "stored")}
+
+    def serving(self, model: Path, head: str = "int8") -> Path:
+        """The folder that the launcher would make of a converted model."""
+        folder = self.work / f"serving-{model.name}"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        self.script("serving_folder.py", f"serving-{model.name}", model, folder, head, stubs=False)
+        return folder
 
     def oracle(
         self, name: str, checkpoint: Path, dtype: str, expected: list[dict], count: int
@@ -132,7 +149,8 @@ class Ladder:
     def engine(self, run: tuple, checkpoints: dict[str, Path], expected: list[dict]) -> None:
         """L4"""
         name, source, dtype, model_impl, linears, prompts, count = run
-        oracle = self.oracle(name, checkpoints[source], dtype, expected[:prompts], count)
+        source_of_truth = DEMO if source == "converted" else checkpoints[source]
+        oracle = self.oracle(name, source_of_truth, dtype, expected[:prompts], count)
         result, folder = self.work / f"l4-{name}.json", self.work / f"plugin-{name}"
         result.unlink(missing_ok=True)
         arguments = (checkpoints[source], oracle, result, folder, model_impl, dtype)
@@ -140,11 +158,65 @@ class Ladder:
         report = self.report[f"L4 {name}"] = json.loads(result.read_text())
         layers = json.loads((DEMO / "config.json").read_text())["num_hidden_layers"]
         judge_tokens(name, report)
-        judge_calls(name, report, linears * layers)
+        judge_calls(name, report, linears * layers or 1)
+        if linears and not any(kind.startswith("paged_attention") for kind in report["kinds"]):
+            raise ProofError(f"expected our attention, got {report['kinds']}")
         say(
             f"L4 reached ({name}): engine start {report['engine_start_s']} s, generation "
             f"{report['generate_s']} s, {seconds:.0f} s in all"
         )
+
+    def server(self, expected: list[dict]) -> None:
+        """L5"""
+        result = self.work / "l5.json"
+        result.unlink(missing_ok=True)
+        case = self.work / "l5-expected.json"
+        case.write_text(json.dumps(expected[0]))
+        # Without the stand-ins: what the launcher starts has to have its own.
+        arguments = (CONVERTED, case, result)
+        seconds = self.script("l5_server.py", "l5", *arguments, stubs=False)
+        report = self.report["L5"] = json.loads(result.read_text())
+        say(
+            f"L5 reached: bitnet-ops sglang ready after {report['ready_s']} s; {report['checked']} "
+            f"answered the openai client, {seconds:.0f} s in all"
+        )
+
+    def speed(self, name: str) -> None:
+        """L6: tokens per second of a synthetic model in SGLang, in our engine, and of SGLang's
+        own bfloat16 on a Llama of the same dimensions."""
+        model, bf16 = self.work / f"dummy-{name}", self.work / f"bf16-{name}"
+        if not (model / "model.bin").exists():
+            words = [self.env.python, "-m", "bitnet_ops", "dummy", name, model]
+            run_logged(words, self.work / "dummy.log")
+        folder = self.serving(model)
+        config = json.loads((folder / "config.json").read_text())
+        config |= {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+        config |= {"hidden_act": "silu", "torch_dtype": "bfloat16"}
+        bf16.mkdir(exist_ok=True)
+        (bf16 / "config.json").write_text(json.dumps(config))
+        rows: dict[str, dict[str, float]] = {}
+        for label, paths in (("l6-ours", (folder, model)), ("l6-bf16", (bf16,))):
+            result = self.work / f"{label}.json"
+            result.unlink(missing_ok=True)
+            self.script("speed_engine.py", label, result, *paths, timeout=3600)
+            rows |= json.loads(result.read_text())
+        self.report["L6"] = rows
+        for line in table_of_speed(rows):
+            say(f"  L6 {line}")
+        say(f"L6 reached: tokens per second of {name}, random weights, the same tokens of both")
+
+
+def table_of_speed(rows: dict[str, dict[str, float]]) -> list[str]:
+    """A line for each engine, and the share of our engine's speed that is left in SGLang."""
+    columns = list(rows["own engine"])
+    lines = ["tokens per second".ljust(22) + "".join(c.rjust(12) for c in columns)]
+    for name, row in rows.items():
+        lines.append(name.ljust(22) + "".join(f"{row[c]:12.2f}" for c in columns))
+    ours, own = rows["SGLang, ours in it"], rows["own engine"]
+    lines.append(
+        "share of own engine".ljust(22) + "".join(f"{ours[c] / own[c]:12.2f}" for c in columns)
+    )
+    return lines
 
 
 def judge_tokens(name: str, report: dict) -> None:
@@ -191,15 +263,21 @@ def arguments() -> argparse.Namespace:
     default = os.environ.get("BITNET_SGLANG_VENV", work / "venv")
     parser.add_argument("--venv", type=Path, default=default, help="default: build/sglang/venv")
     parser.add_argument("--work", type=Path, default=work, help="logs, checkpoints, report.json")
+    parser.add_argument(
+        "--speed", metavar="NAME", nargs="?", const="2b-4t", help="L6 too, of a synthetic model"
+    )
     return parser.parse_args()
 
 
-def climb(ladder: Ladder) -> None:
+def climb(ladder: Ladder, speed: str | None = None) -> None:
     expected = json.loads((DEMO / "expected.json").read_text())["cases"]
     ladder.rung("L2", ladder.layers)
     checkpoints = ladder.checkpoints()
     for run in ENGINE_RUNS:
         ladder.rung(f"L4 {run[0]}", lambda run=run: ladder.engine(run, checkpoints, expected))
+    ladder.rung("L5", lambda: ladder.server(expected))
+    if speed:
+        ladder.rung("L6", lambda: ladder.speed(speed))
     ladder.facts()  # torch is still the CPU build after all that was imported and spawned
 
 
@@ -214,14 +292,14 @@ def main() -> int:
             "python {python}, torch {torch}, sglang {sglang}, transformers {transformers}, "
             "bitnet-ops {bitnet_ops} on {isa}; no nvidia package".format(**facts)
         )
-        climb(ladder)
+        climb(ladder, options.speed)
     except ProofError as error:
         ladder.report["failed"].append("set-up")
         say(f"FAILED: {error}")
     ladder.report["wall_s"] = round(time.monotonic() - START)
     (ladder.work / "report.json").write_text(json.dumps(ladder.report, indent=1))
     failed = ladder.report["failed"]
-    say(f"failed: {', '.join(failed)}" if failed else "all rungs reached: L2, L4")
+    say(f"failed: {', '.join(failed)}" if failed else "all rungs reached: L2, L4, L5")
     return 1 if failed else 0
 
 

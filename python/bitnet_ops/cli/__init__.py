@@ -23,6 +23,7 @@ COMMANDS = {
     "generate": ("bitnet_ops.cli.generate", "continue a text"),
     "chat": ("bitnet_ops.cli.chat", "converse with a model"),
     "embed": ("bitnet_ops.cli.embed", "turn texts into vectors"),
+    "sglang": ("bitnet_ops.cli.sglang", "serve a model with SGLang"),
     "convert": ("bitnet_ops.cli.convert", "convert a Hugging Face or GGUF model"),
     "export": ("bitnet_ops.cli.export", "write a converted model as a GGUF file"),
     "quantize": ("bitnet_ops.cli.quantize", "ternarise masters trained for b1.58"),
@@ -71,6 +72,11 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     if not args.command and not args.version and not extra:
         parser.print_help(sys.stderr)
         raise SystemExit(EXIT_USAGE)
+    # What stands behind -- is for the program that a command starts, if it starts one.
+    passed_on = getattr(args, "passed_on", None)
+    if passed_on is not None and extra[:1] == ["--"]:
+        passed_on += extra[1:]
+        extra = []
     # argparse takes positionals in one go; `generate MODEL --option x PROMPT` leaves PROMPT over.
     rest = getattr(args, "positionals", None)
     if rest is not None and not any(e.startswith("-") and e != "-" for e in extra):

@@ -168,10 +168,16 @@ def logical_codes(
         )
     expected = (rows if online else -(-rows // 4), columns)
     if tuple(loaded.shape) != expected:
+        along_inputs = [(rows, packed_row_bytes(columns)), (rows, -(-columns // 4))]
+        remedy = "the tensor is short, or the engine padded the heads"
+        if not online and tuple(loaded.shape) in along_inputs:
+            remedy = (
+                "these bytes are packed along the inputs, not in transformers' order: use the "
+                "original checkpoint, or convert it and serve the model.bin"
+            )
         raise CheckpointError(
             f"bitnet: expected weight {list(expected)} for {rows} outputs and {columns} inputs, "
-            f"got {list(loaded.shape)}{_of(name)}; the tensor is short, or the engine padded "
-            "the heads"
+            f"got {list(loaded.shape)}{_of(name)}; {remedy}"
         )
     if online:
         return ops.quantize_weights(loaded.detach().contiguous())

@@ -27,7 +27,7 @@ from bitnet_ops.models.step_batch import SequenceStep, StepBatch
 from bitnet_ops.nn.casting import Cast, dtype_after
 from bitnet_ops.nn.head import HeadWeight
 from bitnet_ops.nn.kv_cache import KVCache
-from bitnet_ops.nn.kv_pool import KVPool
+from bitnet_ops.nn.kv_pool import PagedPool
 from bitnet_ops.nn.linear import BitLinear
 from bitnet_ops.nn.lora import Adapter, check_fits
 from bitnet_ops.nn.packing import PackedWeight
@@ -218,7 +218,7 @@ class Decoder(nn.Module):
             x = layer(x, angles, functools.partial(attend, i), sides[i] if sides else ())
         return x
 
-    def step(self, batch: StepBatch, pool: KVPool) -> Tensor:
+    def step(self, batch: StepBatch, pool: PagedPool) -> Tensor:
         """Logits f32 [rows, V] of `batch.logit_rows`; keys and values enter the pool.
 
         The new tokens of any sequences, in any mixture of prompts and decoding: a token's logits
@@ -231,7 +231,7 @@ class Decoder(nn.Module):
             return step(self._embed(batch.token_ids), batch, pool, self.head, sides)
         return self.head(self.step_states(batch, pool))
 
-    def step_states(self, batch: StepBatch, pool: KVPool) -> Tensor:
+    def step_states(self, batch: StepBatch, pool: PagedPool) -> Tensor:
         """As step, but what the head would read: f32 [rows, hidden] after the last norm."""
         self._check_window(batch.positions)
 

@@ -24,7 +24,7 @@ from bitnet_ops.nn.rotary import Rotary, local_rotary
 if TYPE_CHECKING:
     from bitnet_ops.models.step_batch import StepBatch
     from bitnet_ops.nn.head import HeadWeight
-    from bitnet_ops.nn.kv_pool import KVPool
+    from bitnet_ops.nn.kv_pool import PagedPool
 
 _NO_ADAPTERS: Mapping[str, Any] = MappingProxyType({})
 
@@ -112,7 +112,7 @@ class Step:
         self,
         x: Tensor,
         batch: StepBatch,
-        pool: KVPool,
+        pool: PagedPool,
         head: HeadWeight,
         adapters: Mapping[str, Any] = _NO_ADAPTERS,
     ) -> Tensor:

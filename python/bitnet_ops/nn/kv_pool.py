@@ -81,7 +81,39 @@ class Attended(Protocol):
     def block_table(self) -> Tensor: ...
 
 
-class KVPool:
+class PagedPool:
+    """What a model's step needs of a pool: KVPool's, or the memory of another engine.
+
+    key_pool, value_pool: [layers, blocks, block_size, kv_heads, head_dim]; key_scale, value_scale:
+    float32 [layers, blocks, block_size, kv_heads] or None; layout: of the pools, as
+    `ops.paged_attention` takes it.
+    """
+
+    key_pool: Tensor
+    value_pool: Tensor
+    key_scale: Tensor | None = None
+    value_scale: Tensor | None = None
+    layout: str = "rows"
+
+    def scales(self, layer: int) -> tuple[Tensor | None, Tensor | None]:
+        """One layer's scales of keys and values f32 [blocks, block_size, KV], or None."""
+        if self.key_scale is None or self.value_scale is None:
+            return None, None
+        return self.key_scale[layer], self.value_scale[layer]
+
+    def update(self, layer: int, key: Tensor, value: Tensor, slots: Tensor) -> None:
+        """Write key and value F [tokens, KV, D] of one layer into their slots, as the op does."""
+        pools = self.key_pool[layer], self.value_pool[layer]
+        ops.paged_cache_update(*pools, key, value, slots, *self.scales(layer), self.layout)
+
+    def attend(self, layer: int, query: Tensor, batch: Attended, scale: float) -> Tensor:
+        """`ops.paged_attention` of one layer: query F [tokens, H, D] -> F [tokens, H, D]."""
+        pools = self.key_pool[layer], self.value_pool[layer]
+        where = batch.query_start_loc, batch.seq_lens, batch.block_table
+        return ops.paged_attention(query, *pools, *where, scale, *self.scales(layer), self.layout)
+
+
+class KVPool(PagedPool):
     """Keys and values of all layers, as the ops of a paged cache take them.
 
     Attributes: `key_pool` and `value_pool` [layers, blocks, block_size, kv_heads, head_dim] of
@@ -144,8 +176,6 @@ class KVPool:
         n = slice(self.blocks)
         key, value = (m.tensor[:, n].transpose(2, 3) for m in self._rows)
         self.key_pool, self.value_pool = key, value
-        self.key_scale: Tensor | None = None
-        self.value_scale: Tensor | None = None
         if self._scales:
             self.key_scale, self.value_scale = (
                 m.tensor[:, n].transpose(2, 3) for m in self._scales
@@ -158,12 +188,6 @@ class KVPool:
             f"KVPool({dtype}, layers={layers}, blocks={blocks} of {size} positions, "
             f"kv_heads={heads}, head_dim={dim}, {self.layout}, {self.memory_usage_mb():.0f} MiB)"
         )
-
-    def scales(self, layer: int) -> tuple[Tensor | None, Tensor | None]:
-        """One layer's scales of keys and values f32 [blocks, block_size, KV], or None."""
-        if self.key_scale is None or self.value_scale is None:
-            return None, None
-        return self.key_scale[layer], self.value_scale[layer]
 
     @property
     def _memory(self) -> list[_Memory]:
@@ -187,17 +211,6 @@ class KVPool:
         self._set_views()
 
     # Contents -------------------------------------------------------------------------------------
-
-    def update(self, layer: int, key: Tensor, value: Tensor, slots: Tensor) -> None:
-        """Write key and value F [tokens, KV, D] of one layer into their slots, as the op does."""
-        pools = self.key_pool[layer], self.value_pool[layer]
-        ops.paged_cache_update(*pools, key, value, slots, *self.scales(layer), self.layout)
-
-    def attend(self, layer: int, query: Tensor, batch: Attended, scale: float) -> Tensor:
-        """`ops.paged_attention` of one layer: query F [tokens, H, D] -> F [tokens, H, D]."""
-        pools = self.key_pool[layer], self.value_pool[layer]
-        where = batch.query_start_loc, batch.seq_lens, batch.block_table
-        return ops.paged_attention(query, *pools, *where, scale, *self.scales(layer), self.layout)
 
     def stored(self, blocks: Sequence[int], length: int) -> dict[str, Tensor]:
         """Copies of the first `length` positions of the sequence that lies in `blocks`.

@@ -19,8 +19,9 @@ from typing import Any
 METHOD = "bitnet"
 CONFIG_CLASS = "bitnet_ops.integrations.sglang.config:BitNetConfig"
 MODEL_PACKAGE = "bitnet_ops.integrations.sglang.models"
+ATTENTION_VARIABLE = "BITNET_OPS_SGLANG_ATTENTION"  # 1: our attention as torch_native
 ENTRY_POINT_GROUP = "sglang.srt.plugins"
-TESTED_VERSIONS = ("0.5.20",)
+TESTED_VERSIONS = ("0.5.20", "0.5.21")
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +80,22 @@ def _put_choice() -> None:
         add([METHOD])
 
 
+def _put_attention() -> None:
+    """Put our paged attention in the place of torch_native's, if the launcher has asked for it.
+
+    Under that name, for SGLang takes every backend of another name for one that runs Triton. Not
+    unasked: models of others may use torch_native in the same process.
+    """
+    if os.environ.get(ATTENTION_VARIABLE) == "1":
+        registry = importlib.import_module("sglang.srt.layers.attention.attention_registry")
+        registry.register_attention_backend("torch_native")(_attention_backend)
+
+
+def _attention_backend(model_runner: Any) -> Any:
+    module = importlib.import_module(f"{__name__}.attention")
+    return module.BitnetAttentionBackend(model_runner)
+
+
 def _put_model() -> None:
     """Offer the fused BitNetForCausalLM; without it SGLang runs transformers' model unfused.
 
@@ -103,6 +120,7 @@ def register() -> None:
     try:
         _put_everywhere()
         _put_choice()
+        _put_attention()
         _put_model()
     except Exception:
         logger.exception(

@@ -1,0 +1,96 @@
+"""`bitnet-ops sglang MODEL`: serve a model with SGLang's OpenAI-compatible server.
+
+Converts what is no converted model, as `generate` does, and starts SGLang in this process's place.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import tempfile
+from pathlib import Path
+
+from bitnet_ops.cli.arguments import add_threads, integer
+from bitnet_ops.nn.storage import DEFAULT_HEAD_FORMAT, HEAD_FORMATS
+
+_PATIENCE_S = 30.0  # for the requests that a server is answering when it is to end
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the subcommand's arguments to `parser`."""
+    parser.usage = "bitnet-ops sglang MODEL [options] [-- options of SGLang]"
+    parser.description = (
+        "Start SGLang's OpenAI-compatible HTTP server on a model, with all that SGLang needs on a "
+        "CPU. Needs sglang in the same environment (docs/sglang.md). What stands behind -- is "
+        "passed on to sglang.launch_server and wins over what is set here."
+    )
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help="converted directory, .bin, checkpoint folder, .gguf, or Hugging Face id",
+    )
+    parser.set_defaults(passed_on=[])  # what stands behind --
+    parser.add_argument("--host", default="127.0.0.1", help="default 127.0.0.1")
+    parser.add_argument(
+        "--port", type=integer(1, 65535), default=30000, metavar="P", help="default 30000"
+    )
+    add_threads(parser)
+    parser.add_argument(
+        "--head-format",
+        choices=tuple(HEAD_FORMATS),
+        default=DEFAULT_HEAD_FORMAT,
+        help=f"of the output head (default {DEFAULT_HEAD_FORMAT})",
+    )
+    parser.add_argument(
+        "--per-layer",
+        action="store_true",
+        help="serve a checkpoint folder as it is, by SGLang's own model code with our linears: "
+        "slower, and for more than one rank or LoRA",
+    )
+    parser.add_argument(
+        "--untested", action="store_true", help="try another version of sglang than those tested"
+    )
+    parser.add_argument(
+        "--print", action="store_true", help="print the command and its environment; start nothing"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the subcommand; returns SGLang's exit status."""
+    from bitnet_ops.convert.obtain import obtain
+    from bitnet_ops.integrations.sglang import launch, serving
+
+    launch.check_version(args.untested)
+    with tempfile.TemporaryDirectory(prefix="bitnet-ops-sglang-") as temporary:
+        folder, name = Path(args.model), Path(args.model).resolve().name
+        if not args.per_layer:
+            file = obtain(args.model).file
+            folder = serving.write_folder(file, Path(temporary), args.head_format)
+        env = launch.environment(os.environ, whole=not args.per_layer)
+        if args.threads:
+            env["OMP_NUM_THREADS"] = str(args.threads)
+        options = ["--host", args.host, "--port", str(args.port), *args.passed_on]
+        words = launch.command(folder, name, options)
+        if args.print:
+            changed = {key: env[key] for key in sorted(env) if os.environ.get(key) != env[key]}
+            print(*(f"{key}={value}" for key, value in changed.items()), *words, sep="\n")
+            return 0
+        return _serve(words, env)
+
+
+def _serve(words: list[str], env: dict[str, str]) -> int:
+    """Run the server until it ends; Ctrl-C and a kill reach it as they reach this process."""
+    process = subprocess.Popen(words, env=env)
+    signal.signal(signal.SIGTERM, lambda *_: process.terminate())
+    try:
+        return process.wait()
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            try:
+                process.wait(_PATIENCE_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()

@@ -1,0 +1,137 @@
+"""BitnetOpsForCausalLM: a converted model of any family, in SGLang, in one op a forward.
+
+The config.json that the launcher writes (`sglang/serving.py`) names this class and a model.bin.
+Weights are loaded as `bitnet_ops.load` loads them; keys and values lie in SGLang's own pool, so its
+scheduler, prefix cache and chunked prompts work as ever. Loaded by SGLang's registry only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from sglang.srt.layers.logits_processor import LogitsProcessor, LogitsProcessorOutput
+from sglang.srt.model_executor.forward_context import get_attn_backend
+from sglang.srt.runtime_context import get_parallel
+from torch import Tensor, nn
+
+from bitnet_ops.integrations import _paged
+from bitnet_ops.integrations._core import CheckpointError, check_activation_dtype
+from bitnet_ops.integrations.sglang.serving import head_format, model_file
+from bitnet_ops.loading import cache_files
+from bitnet_ops.loading.weights import load_model
+from bitnet_ops.models import Decoder
+from bitnet_ops.models.step_batch import StepBatch
+
+
+class _Head:
+    """The output head as SGLang's logits processor takes one that has no `weight`.
+
+    No module, for SGLang would look for its parameters, and for what to do after loading.
+    """
+
+    def __init__(self, decoder: Decoder) -> None:
+        self.decoder, self.quant_method = decoder, self
+
+    def apply(self, layer: object, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Logits f32 [rows, V] of hidden states [rows, hidden]."""
+        del layer, bias
+        return self.decoder.head(x)
+
+
+class BitnetOpsForCausalLM(nn.Module):
+    """The decoder of bitnet_ops behind SGLang's interface of a model; one rank."""
+
+    # SGLang's loader is to look for our file, not for a checkpoint's; it is read by load_weights.
+    allow_patterns_overrides = ["model.bin"]
+    fall_back_to_pt_during_load = False
+
+    def __init__(self, config: Any, quant_config: Any = None, prefix: str = "") -> None:
+        super().__init__()
+        del prefix
+        parallel = get_parallel()
+        if parallel.tp_size > 1 or parallel.pp_size > 1:
+            raise CheckpointError(
+                "bitnet: expected tensor- and pipeline-parallel size 1, got "
+                f"{parallel.tp_size} and {parallel.pp_size}; a converted model runs on one rank: "
+                "serve the Hugging Face checkpoint of a Llama-type model instead"
+            )
+        self.config, self.quant_config = config, quant_config
+        self.dtype = torch.get_default_dtype()
+        check_activation_dtype(self.dtype)
+        self.logits_processor = LogitsProcessor(config)
+        self._head: _Head | None = None  # of the loaded model
+        self._pools: tuple[Any, _paged.EnginePool] | None = None
+
+    @property
+    def decoder(self) -> Decoder:
+        assert self._head is not None, "load_weights comes first"
+        return self._head.decoder
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Load the model file that config.json names; SGLang's iterator is not asked."""
+        del weights
+        cache = cache_files.directory(None)
+        decoder = load_model(
+            model_file(self.config), self.dtype, "auto", head_format(self.config), cache
+        )
+        self._head = _Head(decoder)
+
+    @torch.no_grad()
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        forward_batch: Any,
+        input_embeds: Tensor | None = None,
+    ) -> Any:
+        """Logits as SGLang's logits processor returns them; K and V enter SGLang's pool."""
+        if input_embeds is not None:
+            raise ValueError(
+                "bitnet: expected token ids, got input_embeds; a converted model takes none"
+            )
+        mode = forward_batch.forward_mode
+        if mode.is_idle():
+            return LogitsProcessorOutput(next_token_logits=torch.empty(0, self.config.vocab_size))
+        pool = self._pool()
+        hidden = bool(forward_batch.return_logprob and not mode.is_decode())
+        hidden |= bool(forward_batch.capture_hidden_mode.need_capture())
+        batch = _batch(input_ids, positions, forward_batch, all_rows=hidden)
+        if hidden:
+            states = self.decoder.step_states(batch, pool)
+            return self.logits_processor(input_ids, states, self._head, forward_batch)
+        return LogitsProcessorOutput(next_token_logits=self.decoder.step(batch, pool))
+
+    def _pool(self) -> _paged.EnginePool:
+        """SGLang's K and V of all layers, which become one tensor each before the first write."""
+        owner = get_attn_backend().token_to_kv_pool
+        if self._pools is None or self._pools[0] is not owner:
+            stacked: list[Tensor] = []
+            for name in ("k_buffer", "v_buffer"):
+                whole = _paged.stack_layers(getattr(owner, name))
+                setattr(owner, name, list(whole.unbind(0)))
+                stacked.append(_paged.in_blocks(whole, 1))
+            owner._init_data_ptrs_and_strides()
+            self._pools = owner, _paged.EnginePool(stacked[0], stacked[1])
+        return self._pools[1]
+
+
+def _batch(input_ids: Tensor, positions: Tensor, fb: Any, *, all_rows: bool) -> StepBatch:
+    """SGLang's forward as a StepBatch over slots: blocks of one position."""
+    mode, lengths = fb.forward_mode, fb.seq_lens
+    table = get_attn_backend().req_to_token_pool.req_to_token
+    longest = int(lengths.max())
+    slots = table[:, :longest].index_select(0, fb.req_pool_indices)
+    where = input_ids, positions, fb.out_cache_loc
+    if mode.is_decode():
+        return _paged.decode_batch(*where, lengths, slots)
+    if mode.is_target_verify() or not mode.is_extend():
+        raise ValueError(
+            f"bitnet: expected prompts or single tokens, got {mode}; speculative decoding is not "
+            "supported for a converted model"
+        )
+    return _paged.prompt_batch(*where, fb.extend_seq_lens, lengths, slots, all_rows=all_rows)
+
+
+EntryClass = BitnetOpsForCausalLM
