@@ -31,8 +31,8 @@ PYTHON_LAYERS: dict[str, set[str]] = {
     "ops": {"_runtime"},
     "formats": {"_runtime", "memory", "untrusted"},
     "nn": {"_runtime", "config", "formats", "ops", "untrusted"},
-    "integrations": {"config", "nn", "ops"},
     "models": {"config", "memory", "nn", "ops"},
+    "integrations": {"config", "models", "nn", "ops"},
     "generate": {"config", "models", "nn", "ops", "untrusted"},
     "loading": {"_runtime", "config", "formats", "memory", "models", "nn", "ops"},
     # verify runs the converted model; obtain converts what is not converted, for language_model

@@ -168,10 +168,16 @@ def logical_codes(
         )
     expected = (rows if online else -(-rows // 4), columns)
     if tuple(loaded.shape) != expected:
+        along_inputs = (rows, -(-columns // 4)), (rows, packed_row_bytes(columns))
         raise CheckpointError(
             f"bitnet: expected weight {list(expected)} for {rows} outputs and {columns} inputs, "
-            f"got {list(loaded.shape)}{_of(name)}; the tensor is short, or the engine padded "
-            "the heads"
+            f"got {list(loaded.shape)}{_of(name)}; "
+            + (
+                "it is packed along the inputs, Hugging Face packs along the outputs: convert the "
+                "source checkpoint again"
+                if tuple(loaded.shape) in along_inputs
+                else "the tensor is short, or the engine padded the heads"
+            )
         )
     if online:
         return ops.quantize_weights(loaded.detach().contiguous())
