@@ -135,6 +135,10 @@ class LinearBase(nn.Module):
             raise ValueError("All linear layers should support quant method.")
         self.tp_rank, self.tp_size = tp_rank or 0, tp_size or 1
 
+
+class _StockLinear(LinearBase):
+    """What the stand-ins of the concrete linears share; the real ones each have their own."""
+
     def _make_bias(self, bias, rows):
         if not bias:
             self.register_parameter("bias", None)
@@ -151,7 +155,7 @@ class LinearBase(nn.Module):
         return self.quant_method.apply(self, x, bias), self.bias if self.skip_bias_add else None
 
 
-class ReplicatedLinear(LinearBase):
+class ReplicatedLinear(_StockLinear):
     def __init__(
         self,
         input_size,
@@ -180,7 +184,7 @@ class ReplicatedLinear(LinearBase):
         self._make_bias(bias, output_size)
 
 
-class ColumnParallelLinear(LinearBase):
+class ColumnParallelLinear(_StockLinear):
     def __init__(
         self,
         input_size,
@@ -258,7 +262,7 @@ class QKVParallelLinear(ColumnParallelLinear):
         )
 
 
-class RowParallelLinear(LinearBase):
+class RowParallelLinear(_StockLinear):
     """The real one asks the process group for rank and size; here they are arguments."""
 
     def __init__(

@@ -249,6 +249,19 @@ def test_tensors_missing_misplaced_or_misshapen_are_rejected(surface):
             model.compute_logits(torch.zeros(1, 256))
 
 
+def test_vllms_default_dtype_while_it_loads_changes_nothing(surface):
+    ids, found = prompt_ids(cases()[0]), []
+    for default in (torch.float32, torch.bfloat16):
+        torch.set_default_dtype(default)
+        try:
+            model, name = loaded(vllm_config(surface, head="int8"))
+            assert torch.get_default_dtype() == default
+        finally:
+            torch.set_default_dtype(torch.float32)
+        found.append(step(model, name, [(ids, 0)], [[4, 1, 0]])[0])
+    assert torch.equal(*found)
+
+
 def test_what_some_writers_add_is_passed_over(surface):
     model = make(vllm_config(surface))
     more = {

@@ -42,12 +42,11 @@ ENGINE_RUNS = (
 # A Llama-type checkpoint, in vLLM's own Llama class, on one and on two ranks.
 RANK_PROMPTS = ("What is a", "two ranks", "0123456789", "the quick brown fox")
 RANK_TOKENS = 24
-# Engine, name in the table, checkpoint, options of vllm.LLM. vLLM compiles what it can by default.
+# Name in the table, checkpoint, options of vllm.LLM. vLLM compiles what it can by default.
 SPEED_RUNS = (
-    ("vllm", "vLLM, its own bfloat16", "plain", {}),
-    ("vllm", "vLLM, our linear method", "packed", TRANSFORMERS),
-    ("vllm", "vLLM, our model class", "packed", {}),
-    ("own", "our own engine", "packed", {}),
+    ("vLLM, its own bfloat16", "plain", {}),
+    ("vLLM, our linear method", "packed", TRANSFORMERS),
+    ("vLLM, our model class", "packed", {}),
 )
 # In bfloat16 two right programs differ by some per cent of the largest logit (about 10 here); a
 # token may differ only where transformers' own lead is below that. In float32 none may.
@@ -60,7 +59,8 @@ def say(text: str) -> None:
 
 def child_environment(threads: int) -> dict[str, str]:
     """os.environ without what would lead a child astray; no network at run time."""
-    dropped = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "VLLM_PLUGINS")
+    # Without bytecode every process would compile thousands of files of vLLM anew.
+    dropped = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "VLLM_PLUGINS", "PYTHONDONTWRITEBYTECODE")
     env = {key: value for key, value in os.environ.items() if key not in dropped}
     env |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     env |= {"VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
@@ -191,27 +191,30 @@ class Ladder:
         if not (folder / "plain" / "tokenizer.json").exists():
             self.script(HERE / "write_dims.py", "dims", folder, options.layers, options.vocabulary)
         table = self.report["tokens/s"] = {}
-        for i, (engine, name, source, extra) in enumerate(SPEED_RUNS):
+        for i, (name, source, extra) in enumerate(SPEED_RUNS):
             result = self.work / f"speed-{i}.json"
             result.unlink(missing_ok=True)
-            extra = {"cache": str(self.work / "cache")} if engine == "own" else extra
-            arguments = (engine, folder / source, result, "1,16", "33", json.dumps(extra))
+            places = folder / source, folder / "packed", result
+            arguments = (*places, "1,16", "33", self.work / "cache", json.dumps(extra))
             seconds = self.script(HERE / "vllm_speed.py", f"speed-{i}", *arguments)
-            table[name] = json.loads(result.read_text())["tokens_per_s"]
+            table[name] = json.loads(result.read_text())["batches"]
             say(f"  measured {name}: {table[name]}, {seconds:.0f} s")
         print_table(table, options)
 
 
 def print_table(table: dict, options: argparse.Namespace) -> None:
-    """Rates, and their share of our own engine's."""
-    own = table["our own engine"]
+    """Rates, and their share of our own engine's, which ran in turn with each."""
     say(
         f"decode tokens/s, {options.layers} layers of 2B-4T's dims, vocabulary "
-        f"{options.vocabulary}, {options.threads} threads (share of our own engine):"
+        f"{options.vocabulary}, {options.threads} threads (share of our own engine, which took "
+        "turns with each):"
     )
-    for name, rates in table.items():
-        cells = [f"batch {n}: {rate:7.1f} ({rate / own[n]:.2f})" for n, rate in rates.items()]
+    for name, batches in table.items():
+        cells = [f"batch {n}: {r['vllm']:7.1f} ({r['share']:.2f})" for n, r in batches.items()]
         say(f"  {name:<26}{'   '.join(cells)}")
+    own = {n: max(batches[n]["own"] for batches in table.values()) for n in batches}
+    cells = [f"batch {n}: {rate:7.1f}       " for n, rate in own.items()]
+    say(f"  {'our own engine':<26}{'   '.join(cells)}")
 
 
 def judge_tokens(name: str, report: dict) -> None:

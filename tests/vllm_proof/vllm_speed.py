@@ -1,18 +1,22 @@
-"""Decode tokens/s of one engine on one checkpoint, for the table of scripts/prove_vllm.
+"""Decode tokens/s of vLLM and of our own engine, in turn in one process, for scripts/prove_vllm.
 
-Usage: vllm_speed.py ENGINE CHECKPOINT RESULT.json BATCHES TOKENS [OPTIONS of vllm.LLM as JSON]
-ENGINE: "vllm", or "own" for bitnet_ops' own. A rate is that of the tokens after the first: the
-time for TOKENS less the time for one, so that prompts do not count; the best of three.
+Usage: vllm_speed.py CHECKPOINT OWN_CHECKPOINT RESULT.json BATCHES TOKENS CACHE [OPTIONS]
+OPTIONS: of vllm.LLM, as JSON. Both engines run in this process and take turns, so that what else
+runs on the machine meets both. A rate is that of the tokens after the first: the time for TOKENS
+less the time for one, so that prompts do not count.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import statistics
 import sys
 import time
 from pathlib import Path
 
-PROMPT_TOKENS, REPEATS = 32, 3
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+PROMPT_TOKENS, ROUNDS = 32, 5
 
 
 def prompts_for(batch):
@@ -37,46 +41,57 @@ def vllm_engine(checkpoint, options):
     return run
 
 
-def own_engine(checkpoint, options):
-    """run(prompts, tokens) of bitnet_ops.load; the conversion is kept beside the result."""
+def own_engine(checkpoint, cache):
+    """run(prompts, tokens) of bitnet_ops.load; the conversion is kept in `cache`."""
     import torch
 
     import bitnet_ops
 
-    model = bitnet_ops.load(checkpoint, dtype=torch.bfloat16, cache=options["cache"])
+    model = bitnet_ops.load(checkpoint, dtype=torch.bfloat16, cache=cache)
 
     def run(prompts, tokens):
-        # a seed changes nothing of greedy tokens; other prompts' prefixes are not kept
         answers = model.generate_batch(prompts, max_new_tokens=tokens, ignore_eos=True)
         return [len(answer.token_ids) for answer in answers]
 
     return run
 
 
-def rate(run, batch, tokens):
-    """Tokens/s of all sequences together."""
-    prompts, best = prompts_for(batch), {}
+def seconds_of(run, prompts, tokens):
+    """How long `tokens` tokens a prompt take, less the time for one."""
+    times = []
     for count in (1, tokens):
-        seconds = []
-        for _ in range(REPEATS):
-            start = time.perf_counter()
-            assert run(prompts, count) == [count] * batch
-            seconds.append(time.perf_counter() - start)
-        best[count] = min(seconds)
-    return batch * (tokens - 1) / (best[tokens] - best[1])
+        start = time.perf_counter()
+        assert run(prompts, count) == [count] * len(prompts)
+        times.append(time.perf_counter() - start)
+    return times[1] - times[0]
+
+
+def rates(theirs, own, batch, tokens):
+    """Best tokens/s of both, all sequences together, and the median of the rounds' quotients."""
+    prompts, new = prompts_for(batch), batch * (tokens - 1)
+    seconds_of(theirs, prompts, tokens)  # warm
+    rounds = []
+    for turn in range(ROUNDS):
+        order = (theirs, own) if turn % 2 else (own, theirs)
+        taken = {run: seconds_of(run, prompts, tokens) for run in order}
+        rounds.append((taken[theirs], taken[own]))
+    share = statistics.median(own_s / their_s for their_s, own_s in rounds)
+    best = [min(column) for column in zip(*rounds, strict=True)]
+    return {"vllm": new / best[0], "own": new / best[1], "share": share}
 
 
 def main():
-    engine, checkpoint, result, batches, tokens = sys.argv[1:6]
-    options = json.loads(sys.argv[6]) if len(sys.argv) > 6 else {}
-    make = vllm_engine if engine == "vllm" else own_engine
+    checkpoint, own_checkpoint, result, batches, tokens, cache = sys.argv[1:7]
+    options = json.loads(sys.argv[7]) if len(sys.argv) > 7 else {}
     start = time.monotonic()
-    run = make(checkpoint, options)
-    report = {"start_s": round(time.monotonic() - start, 1), "tokens_per_s": {}}
+    theirs = vllm_engine(checkpoint, options)
+    report = {"start_s": round(time.monotonic() - start, 1), "batches": {}}
+    own = own_engine(own_checkpoint, cache)
     for batch in map(int, batches.split(",")):
-        report["tokens_per_s"][batch] = round(rate(run, batch, int(tokens)), 1)
-    Path(result).write_text(json.dumps(report, indent=1))
+        found = rates(theirs, own, batch, int(tokens))
+        report["batches"][batch] = {key: round(value, 2) for key, value in found.items()}
+        Path(result).write_text(json.dumps(report, indent=1))
 
 
-if __name__ == "__main__":  # vLLM spawns: children import this module again
+if __name__ == "__main__":
     main()

@@ -8,7 +8,8 @@ our linear method. Contract: vllm 0.32.0 model_executor/models/interfaces_base.p
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -33,6 +34,21 @@ from bitnet_ops.nn.packing import PackedWeight
 from bitnet_ops.nn.storage import DEFAULT_HEAD_FORMAT, HEAD_FORMATS, check_head_format
 
 HEAD_OPTION = "bitnet_head_format"  # of --additional-config
+
+
+def _float32_default(function: Callable) -> Callable:
+    """vLLM loads with the model's dtype as torch's default; scales and angles are float32."""
+
+    @functools.wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float32)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            torch.set_default_dtype(before)
+
+    return called
 
 
 class BitNetForCausalLM(nn.Module):
@@ -79,7 +95,7 @@ class BitNetForCausalLM(nn.Module):
             raise ValueError("bitnet: expected token ids, got embeddings: not supported")
         decoder, metadata = self._loaded(), get_forward_context().attn_metadata
         if metadata is None:  # vLLM tries how much memory a step needs, without a cache
-            return torch.zeros(len(input_ids), self.config.hidden_size)
+            return torch.zeros(len(input_ids), self.config.hidden_size, dtype=torch.float32)
         m = metadata[self.kv.name]
         n = m.num_actual_tokens
         batch = StepBatch(
@@ -108,6 +124,7 @@ class BitNetForCausalLM(nn.Module):
         return self.decoder
 
     @torch.no_grad()
+    @_float32_default
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Load a checkpoint's tensors by their Hugging Face names, strictly.
 
