@@ -43,7 +43,9 @@ def page_program(block, model, port=PAGE_PORT):
     code = block.replace(PAGE_MODEL, str(model)).replace(PAGE_PORT, str(port))
     file = Path(os.environ.get("BITNET_PROOF_WORK", ".")) / "page_program.py"
     file.write_text(code)
-    done = subprocess.run([sys.executable, file], capture_output=True, text=True, timeout=600)
+    env = {**os.environ, "VLLM_LOGGING_LEVEL": "ERROR"}  # vLLM logs to where programs print
+    run = {"capture_output": True, "text": True, "timeout": 900, "env": env}
+    done = subprocess.run([sys.executable, file], **run)
     if done.returncode:
         sys.exit(f"a program of {PAGE.name} failed:\n{code}\n{done.stderr[-4000:]}")
     return done.stdout.splitlines()[-1]
