@@ -207,10 +207,13 @@ def print_table(table: dict, options: argparse.Namespace) -> None:
     say(
         f"decode tokens/s, {options.layers} layers of 2B-4T's dims, vocabulary "
         f"{options.vocabulary}, {options.threads} threads (share of our own engine, which took "
-        "turns with each):"
+        "turns with each, by the clock and by processor time):"
     )
     for name, batches in table.items():
-        cells = [f"batch {n}: {r['vllm']:7.1f} ({r['share']:.2f})" for n, r in batches.items()]
+        cells = [
+            f"batch {n}: {r['vllm']:7.1f} ({r['share']:.2f}, {r['cpu_share']:.2f})"
+            for n, r in batches.items()
+        ]
         say(f"  {name:<26}{'   '.join(cells)}")
     own = {n: max(batches[n]["own"] for batches in table.values()) for n in batches}
     cells = [f"batch {n}: {rate:7.1f}       " for n, rate in own.items()]

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import statistics
 import sys
 import time
 from pathlib import Path
@@ -57,27 +56,39 @@ def own_engine(checkpoint, cache):
 
 
 def seconds_of(run, prompts, tokens):
-    """How long `tokens` tokens a prompt take, less the time for one."""
-    times = []
-    for count in (1, tokens):
-        start = time.perf_counter()
-        assert run(prompts, count) == [count] * len(prompts)
-        times.append(time.perf_counter() - start)
-    return times[1] - times[0]
+    """[by the clock, of processor time] of `tokens` tokens a prompt."""
+    start = time.perf_counter(), time.process_time()
+    assert run(prompts, tokens) == [tokens] * len(prompts)
+    return [time.perf_counter() - start[0], time.process_time() - start[1]]
 
 
 def rates(theirs, own, batch, tokens):
-    """Best tokens/s of both, all sequences together, and the median of the rounds' quotients."""
-    prompts, new = prompts_for(batch), batch * (tokens - 1)
-    seconds_of(theirs, prompts, tokens)  # warm
-    rounds = []
-    for turn in range(ROUNDS):
-        order = (theirs, own) if turn % 2 else (own, theirs)
-        taken = {run: seconds_of(run, prompts, tokens) for run in order}
-        rounds.append((taken[theirs], taken[own]))
-    share = statistics.median(own_s / their_s for their_s, own_s in rounds)
-    best = [min(column) for column in zip(*rounds, strict=True)]
-    return {"vllm": new / best[0], "own": new / best[1], "share": share}
+    """Tokens/s of both, all sequences together, and their quotients, by the clock and by processor.
+
+    Each is the best of the rounds. Processor times hold on a machine that others use, where a
+    barrier of threads waits for whoever is on their cores.
+    """
+    prompts, taken = prompts_for(batch), {}
+    for turn in range(-1, ROUNDS):  # one to warm up
+        for run in (theirs, own) if turn % 2 else (own, theirs):
+            for count in (1, tokens):
+                seconds = seconds_of(run, prompts, count)
+                if turn >= 0:
+                    taken.setdefault((run, count), []).append(seconds)
+    best = {key: [min(column) for column in zip(*rows, strict=True)] for key, rows in taken.items()}
+    their_s, own_s = (
+        [long - short for short, long in zip(best[run, 1], best[run, tokens], strict=True)]
+        for run in (theirs, own)
+    )
+    new = batch * (tokens - 1)
+    return {
+        "vllm": new / their_s[0],
+        "own": new / own_s[0],
+        "share": own_s[0] / their_s[0],
+        "cpu_share": own_s[1] / their_s[1],
+        "cpu_ms_a_step": 1000 * their_s[1] / (tokens - 1),
+        "own_cpu_ms_a_step": 1000 * own_s[1] / (tokens - 1),
+    }
 
 
 def main():
