@@ -52,6 +52,8 @@ def test_json_has_every_field(facts: dict[str, Any]) -> None:
         "pages": {"page_bytes", "transparent_huge_pages"},
         "sglang": {"installed", "version", "entry_point", "active", "SGLANG_PLUGINS", "tested"}
         | {"version_tested"},
+        "vllm": {"installed", "version", "entry_point", "active", "VLLM_PLUGINS", "tested"}
+        | {"version_tested"},
     }
     for name, inner in fields.items():
         assert set(facts[name]) == inner, name
@@ -114,7 +116,7 @@ def test_text_fits_a_screen(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(lines) <= 40
     # a path is not cut, or nobody could copy it
     assert all(len(line) <= 100 or len(line.split()) == 1 for line in lines)
-    labels = "torch cpu features amx isa threads openmp memory pages sglang"
+    labels = "torch cpu features amx isa threads openmp memory pages sglang vllm"
     for label in labels.split():
         assert any(line.startswith(f"{label} ") for line in lines), label
 
@@ -134,6 +136,7 @@ def healthy() -> dict[str, Any]:
         "memory": {"total": 8 * GIB, "available": 8 * GIB, "limit": None},
         "pages": {"page_bytes": 4096, "transparent_huge_pages": "madvise"},
         "sglang": {"installed": False, "active": False},
+        "vllm": {"installed": False, "active": False},
     }
 
 

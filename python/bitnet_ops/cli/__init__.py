@@ -33,6 +33,7 @@ COMMANDS = {
         "bitnet_ops.cli.doctor",
         "CPU features, kernels, threads, torch: what is used and why",
     ),
+    "vllm": ("bitnet_ops.cli.vllm", "serve a model with vLLM, where that is installed"),
     "dummy": ("bitnet_ops.cli.dummy", "write a synthetic model of a real one's size"),
     "bench": ("bitnet_ops.cli.bench", "measure the kernels against this machine's limits"),
 }

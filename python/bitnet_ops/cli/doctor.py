@@ -50,7 +50,7 @@ def collect() -> Facts:
     """Every fact, and the problems found in them, as JSON-ready values."""
     import torch
 
-    from bitnet_ops.integrations import sglang
+    from bitnet_ops.integrations import sglang, vllm
 
     facts: Facts = {"schema": "bitnet_ops.cli.doctor", "schema_version": SCHEMA_VERSION}
     facts["package"] = {
@@ -77,6 +77,7 @@ def collect() -> Facts:
     }
     facts["load_average"] = machine.load_average()
     facts["sglang"] = sglang.status()
+    facts["vllm"] = vllm.status()
     facts["problems"] = find_problems(facts)
     return facts
 
@@ -161,7 +162,8 @@ def find_problems(facts: Facts) -> list[dict[str, str]]:
         *_thread_problems(facts["threads"]),
         *_openmp_problems(facts["openmp_runtimes"]),
         *_memory_problems(facts["memory"], facts["pages"]),
-        *_sglang_problems(facts["sglang"]),
+        *_plugin_problems("sglang", facts["sglang"], "SGLANG_PLUGINS"),
+        *_plugin_problems("vllm", facts["vllm"], "VLLM_PLUGINS"),
     ]
     return [dict(zip(("severity", "problem", "remedy"), row, strict=True)) for row in found]
 
@@ -226,13 +228,13 @@ def _memory_problems(memory: Facts, pages: Facts) -> list[tuple[str, str, str]]:
     return found
 
 
-def _sglang_problems(status: Facts) -> list[tuple[str, str, str]]:
+def _plugin_problems(engine: str, status: Facts, variable: str) -> list[tuple[str, str, str]]:
     if not status["installed"] or status["active"]:
         return []
-    problem = f"sglang {status['version']} is installed and will not load our plug-in"
+    problem = f"{engine} {status['version']} is installed and will not load our plug-in"
     if not status["entry_point"]:
         return [("warning", problem, "install bitnet-ops with pip into the same environment")]
-    remedy = f"add bitnet to SGLANG_PLUGINS={status['SGLANG_PLUGINS']}, or unset it"
+    remedy = f"add bitnet to {variable}={status[variable]}, or unset it"
     return [("warning", problem, remedy)]
 
 
@@ -258,7 +260,7 @@ def _wrapped(line: str) -> list[str]:
 def _all_lines(facts: Facts) -> list[str]:
     lines = [*_package_lines(facts), *_cpu_lines(facts), *_isa_lines(facts["isa"])]
     lines += [*_weights_lines(facts["weights"]), *_thread_lines(facts), *_memory_lines(facts)]
-    lines += [_line("sglang", _sglang_text(facts["sglang"])), ""]
+    lines += [_line(engine, _plugin_text(facts[engine])) for engine in ("sglang", "vllm")] + [""]
     for problem in facts["problems"]:
         lines += [f"{problem['severity'].upper()}: {problem['problem']}"]
         lines += [f"  remedy: {problem['remedy']}"]
@@ -361,7 +363,7 @@ def _memory_lines(facts: Facts) -> list[str]:
     ]
 
 
-def _sglang_text(status: Facts) -> str:
+def _plugin_text(status: Facts) -> str:
     tested = f"tested with {', '.join(status['tested'])}"
     if not status["installed"]:
         ready = "registered" if status["entry_point"] else "not registered"

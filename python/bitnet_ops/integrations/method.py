@@ -2,7 +2,8 @@
 
 The contract that SGLang and vLLM share (create_weights, process_weights_after_loading, apply), and
 the plain call that users of earlier BitNet kernels had (plain.py). State belongs to the layer,
-never to the method. It must not import an engine: `sglang/linear.py` adds the engine's base class.
+never to the method. It must not import an engine: `sglang/linear.py` and `vllm/linear.py` add the
+engine's base class.
 """
 
 from __future__ import annotations
@@ -118,7 +119,9 @@ class BitNetLinearMethod:
                 f"bitnet: expected a whole checkpoint, got one already split by rank{of}: not "
                 "supported"
             )
-        if getattr(layer, "with_bias", False) and self.rule is ScaleRule.MULTIPLY:
+        # SGLang's name for it, then vLLM's
+        with_bias = getattr(layer, "with_bias", False) or getattr(layer, "has_bias", False)
+        if with_bias and self.rule is ScaleRule.MULTIPLY:
             raise CheckpointError(
                 f"bitnet: expected no bias (linear class {self.rule.value}), got one{of}; "
                 "transformers multiplies such a bias by the weight scale, no checkpoint is known "

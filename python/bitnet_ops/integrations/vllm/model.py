@@ -1,0 +1,252 @@
+"""BitNetForCausalLM for vLLM: the whole decoder in one op, over vLLM's own paged KV cache.
+
+vLLM schedules, samples and keeps the cache; `Decoder.step` reads and writes that cache in place.
+Loaded by vLLM's registry only, by name. On one rank: elsewhere vLLM's own model classes run with
+our linear method. Contract: vllm 0.32.0 model_executor/models/interfaces_base.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.forward_context import get_forward_context
+
+from bitnet_ops import ops
+from bitnet_ops.config import ModelConfig
+from bitnet_ops.integrations._core import (
+    CheckpointError,
+    logical_codes,
+    stored_scale,
+)
+from bitnet_ops.integrations._settings import FUSED
+from bitnet_ops.integrations.vllm.config import BitNetConfig
+from bitnet_ops.integrations.vllm.kv_layer import KVLayer
+from bitnet_ops.models.decoder import Decoder
+from bitnet_ops.models.step_batch import StepBatch
+from bitnet_ops.models.tensors import TensorSpec, expected_tensors
+from bitnet_ops.nn.head import HeadWeight
+from bitnet_ops.nn.packing import PackedWeight
+from bitnet_ops.nn.storage import DEFAULT_HEAD_FORMAT, HEAD_FORMATS, check_head_format
+
+HEAD_OPTION = "bitnet_head_format"  # of --additional-config
+
+
+def _float32_default(function: Callable) -> Callable:
+    """vLLM loads with the model's dtype as torch's default; scales and angles are float32."""
+
+    @functools.wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float32)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            torch.set_default_dtype(before)
+
+    return called
+
+
+class BitNetForCausalLM(nn.Module):
+    """Any ternary model of `bitnet_ops.config` with quant_method "bitnet", on one rank.
+
+    Option (--additional-config): bitnet_head_format, one of nn.storage.HEAD_FORMATS.
+    """
+
+    packed_modules_mapping = FUSED  # what the linear method's classes ask for; nothing fused here
+
+    def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+        super().__init__()
+        _check_parallel(vllm_config.parallel_config)
+        model, quantization = vllm_config.model_config, vllm_config.quant_config
+        if not isinstance(quantization, BitNetConfig):
+            found = quantization.get_name() if quantization is not None else "none"
+            raise CheckpointError(
+                f"bitnet: expected a checkpoint with quant_method 'bitnet', got {found}; use "
+                "vLLM's own model class"
+            )
+        self.settings, self.dtype = quantization.settings, model.dtype
+        self.config = read_config(model.hf_config)
+        self.head_format = (vllm_config.additional_config or {}).get(
+            HEAD_OPTION, DEFAULT_HEAD_FORMAT
+        )
+        check_head_format(self.head_format)
+        self.kv = KVLayer(self.config, vllm_config, "model.layers.0.kv")
+        self.decoder: Decoder | None = None
+        self.head: HeadWeight | None = None
+
+    def embed_input_ids(self, input_ids: Tensor) -> Tensor:
+        """Embedded tokens f32 [tokens, hidden]."""
+        return self._loaded().model.embed_tokens.embed(input_ids.long())
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        intermediate_tensors: Any = None,
+        inputs_embeds: Tensor | None = None,
+    ) -> Tensor:
+        """Hidden states f32 [tokens, hidden] after the last norm; the KV cache is written."""
+        if inputs_embeds is not None:
+            raise ValueError("bitnet: expected token ids, got embeddings: not supported")
+        decoder, metadata = self._loaded(), get_forward_context().attn_metadata
+        if metadata is None:  # vLLM tries how much memory a step needs, without a cache
+            return torch.zeros(len(input_ids), self.config.hidden_size, dtype=torch.float32)
+        m = metadata[self.kv.name]
+        n = m.num_actual_tokens
+        batch = StepBatch(
+            token_ids=input_ids[:n].long(),
+            positions=positions[:n],
+            slot_mapping=m.slot_mapping,
+            query_start_loc=m.query_start_loc,
+            seq_lens=m.seq_lens,
+            block_table=m.block_table,
+            logit_rows=torch.arange(n),
+        )
+        states = decoder.step(batch, self.kv)
+        if n == len(input_ids):
+            return states
+        return torch.cat([states, states.new_zeros(len(input_ids) - n, states.shape[1])])
+
+    def compute_logits(self, hidden_states: Tensor) -> Tensor:
+        """Logits f32 [rows, vocabulary]."""
+        if self.head is None:
+            raise _nothing_loaded()
+        return self.head(hidden_states)
+
+    def _loaded(self) -> Decoder:
+        if self.decoder is None:
+            raise _nothing_loaded()
+        return self.decoder
+
+    @torch.no_grad()
+    @_float32_default
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Load a checkpoint's tensors by their Hugging Face names, strictly.
+
+        Raises CheckpointError for a tensor without a place, of another shape or dtype, and for one
+        that is missing.
+        """
+        loader = Loader(self.config, self.settings.rule, self._check_skipped())
+        for name, tensor in weights:
+            loader.add(name, tensor)
+        tensors = loader.finish()
+        embedding = tensors["model.embed_tokens.weight"]
+        tied = self.config.tie_word_embeddings
+        self.head = HeadWeight.from_dense(
+            embedding if tied else tensors["lm_head.weight"], self.head_format
+        )
+        # vLLM takes the head's product apart from the step, on the rows that it wants; the step's
+        # own head is the identity, which hands out the hidden states.
+        size = self.config.hidden_size
+        identity = "int8" if HEAD_FORMATS[self.head_format].quantized else "float32"
+        tensors["model.embed_tokens.weight"] = (
+            self.head if tied else HeadWeight.from_dense(embedding, "stored")
+        )
+        tensors["lm_head.weight"] = HeadWeight.from_dense(torch.eye(size), identity)
+        inner = dataclasses.replace(self.config, vocab_size=size, tie_word_embeddings=False)
+        self.decoder = Decoder(inner, tensors, self.dtype)
+
+    def _check_skipped(self) -> dict[str, TensorSpec]:
+        """The tensors that a checkpoint must have; all projections must be ternary."""
+        specs = expected_tensors(self.config)
+        for name, spec in specs.items():
+            if spec.kind == "ternary" and self.settings.is_skipped(
+                name.removesuffix(".weight"), {}
+            ):
+                raise CheckpointError(
+                    f"bitnet: expected every projection ternary, got {name} in "
+                    "modules_to_not_convert; serve it with --model-impl transformers"
+                )
+        return specs
+
+
+class Loader:
+    """Tensors of a checkpoint, one after the other, into what a Decoder is made of.
+
+    Args:
+        config: the architecture.
+        rule: how the checkpoint stores weights and scales.
+        specs: `expected_tensors(config)`.
+    """
+
+    def __init__(self, config: ModelConfig, rule: Any, specs: dict[str, TensorSpec]) -> None:
+        self.config, self.rule, self.specs = config, rule, specs
+        self.tensors: dict[str, Any] = {}
+        self.scales: dict[str, Tensor] = {}
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Take one tensor; what is ternary is packed at once, so one matrix at most is large."""
+        if name.endswith(".rotary_emb.inv_freq"):
+            return  # written by old transformers; computed from the config
+        if name == "lm_head.weight" and self.config.tie_word_embeddings:
+            return  # some writers store the tied head a second time
+        target = name.removesuffix("_scale")
+        spec = self.specs.get(target)
+        if spec is None or (target != name and spec.kind != "ternary"):
+            raise CheckpointError(
+                f"bitnet: expected only tensors of {self.config.model_type}, got {name!r} "
+                f"{list(tensor.shape)}; config.json and the weights disagree"
+            )
+        if target != name:
+            self.scales[target] = stored_scale(tensor, self.rule, name)
+        elif spec.kind == "dense":
+            self.tensors[name] = _dense(name, tensor, spec)
+        else:
+            rows, columns = spec.shape
+            codes, scale = logical_codes(tensor, self.rule, rows, columns, name)
+            packed = PackedWeight(ops.pack(codes), torch.ones(1), rows, columns)
+            self.tensors[name] = packed.repack()
+            if scale is not None:
+                self.scales[name] = scale
+
+    def finish(self) -> dict[str, Any]:
+        """All tensors, scales in place. Raises CheckpointError where one never came."""
+        ternary = [name for name, spec in self.specs.items() if spec.kind == "ternary"]
+        missing = [name for name in self.specs if name not in self.tensors]
+        missing += [f"{name}_scale" for name in ternary if name not in self.scales]
+        if missing:
+            raise CheckpointError(
+                f"bitnet: expected every tensor of {self.config.model_type}, got none for "
+                f"{missing[:4]}{' and more' if len(missing) > 4 else ''}; the checkpoint is "
+                "incomplete, or stored as another linear_class"
+            )
+        for name in ternary:
+            self.tensors[name] = dataclasses.replace(self.tensors[name], scale=self.scales[name])
+        return self.tensors
+
+
+def _dense(name: str, tensor: Tensor, spec: TensorSpec) -> Tensor:
+    if not tensor.is_floating_point() or tuple(tensor.shape) != spec.shape:
+        raise CheckpointError(
+            f"bitnet: expected {name} floating-point {list(spec.shape)}, got {tensor.dtype} "
+            f"{list(tensor.shape)}"
+        )
+    return tensor.detach().clone()  # vLLM's may be a view of a file that it closes
+
+
+def read_config(hf_config: Any) -> ModelConfig:
+    """The architecture, from the config that vLLM holds (with the user's --hf-overrides)."""
+    # The class of --hf-overrides is ours; model_type says which family it is.
+    return ModelConfig.from_hf({**hf_config.to_dict(), "architectures": None})
+
+
+def _check_parallel(parallel: Any) -> None:
+    sizes = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+    if sizes != (1, 1):
+        raise CheckpointError(
+            f"bitnet: expected tensor- and pipeline-parallel size 1, got {sizes[0]} and "
+            f"{sizes[1]}; the whole decoder is one op, and BitNet's sub-norms span all ranks: use "
+            "more threads instead; Llama- and Qwen-type models run split in vLLM's own classes"
+        )
+
+
+def _nothing_loaded() -> CheckpointError:
+    return CheckpointError(
+        "bitnet: expected a checkpoint's weights, got none; --load-format dummy is not supported: "
+        "use `bitnet-ops dummy`, or --model-impl transformers"
+    )

@@ -1,0 +1,102 @@
+"""`bitnet-ops vllm`: the command that it becomes, and what is set where the user set nothing."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from bitnet_ops import machine
+from bitnet_ops.cli import main, vllm
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "quantization_config": {"quant_method": "bitnet"},
+}
+OWN_CLASS = ["--hf-overrides", '{"architectures": ["BitnetOpsForCausalLM"]}']
+
+
+@pytest.fixture
+def executed(monkeypatch):
+    """What main hands to os.execve, with a vllm that can be found."""
+    calls = []
+    monkeypatch.setattr(vllm.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(vllm.os, "execve", lambda *call: calls.append(call))
+
+    def run(*argv):
+        with pytest.raises(TypeError):  # execve does not return; here run() gives None
+            vllm_main(*argv)
+        return calls.pop()
+
+    return run
+
+
+def vllm_main(*argv):
+    from bitnet_ops.cli import _parse
+
+    args = _parse(["vllm", *argv])
+    return int(args._module.run(args))
+
+
+def folder(tmp_path, config):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return str(tmp_path)
+
+
+def test_it_becomes_vllms_server_and_hands_on_what_it_does_not_know(executed):
+    program, command, env = executed("org/name", "--port", "1", "--dtype=bfloat16", "-x")
+    assert program == command[0] == sys.executable
+    assert command[1:5] == ["-m", "vllm.entrypoints.openai.api_server", "--model", "org/name"]
+    assert command[5:] == ["--host", "127.0.0.1", "--port", "1", "--dtype=bfloat16", "-x"]
+    assert env["VLLM_CPU_OMP_THREADS_BIND"] == "nobind" and "PATH" in env
+
+
+@pytest.mark.parametrize("given", [["--host", "0.0.0.0"], ["--host=0.0.0.0"]])
+def test_a_host_of_the_users_is_kept(executed, given):
+    assert executed("m", *given)[1][5:] == given
+
+
+def test_the_users_environment_wins(executed, monkeypatch):
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0-1")
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "40")
+    env = executed("m")[2]
+    assert env["VLLM_CPU_OMP_THREADS_BIND"] == "0-1" and env["VLLM_CPU_KVCACHE_SPACE"] == "40"
+
+
+@pytest.mark.parametrize(("gib", "space"), [(None, "1"), (1, "1"), (8, "2"), (13, "3"), (64, "4")])
+def test_the_cache_takes_a_quarter_of_the_memory_at_most_four_gib(monkeypatch, gib, space):
+    available = None if gib is None else gib << 30
+    monkeypatch.setattr(machine, "memory_bytes", lambda: {"available": available})
+    env = vllm.environment(6)
+    assert env["VLLM_CPU_KVCACHE_SPACE"] == space and env["OMP_NUM_THREADS"] == "6"
+
+
+def test_a_llama_that_is_ternary_asks_for_our_class_unless_the_user_chose(executed, tmp_path):
+    model = folder(tmp_path, LLAMA)
+    assert executed(model)[1][7:] == OWN_CLASS
+    for given in (["-tp", "2"], ["--tensor-parallel-size=2"], ["--model-impl", "vllm"]):
+        assert executed(model, *given)[1][7:] == given
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {**LLAMA, "architectures": ["BitNetForCausalLM"]},
+        {**LLAMA, "quantization_config": {"quant_method": "awq"}},
+        {**LLAMA, "quantization_config": None},
+        {"architectures": ["LlamaForCausalLM"]},
+    ],
+)
+def test_others_are_left_to_vllm(executed, tmp_path, config):
+    assert executed(folder(tmp_path, config))[1][7:] == []
+
+
+def test_without_vllm_the_page_is_named(monkeypatch, capsys):
+    monkeypatch.setattr(vllm.importlib.util, "find_spec", lambda name: None)
+    assert main(["vllm", "m"]) == 1
+    err = capsys.readouterr().err
+    assert "expected vLLM in this environment, got none; docs/vllm.md says how" in err
+    assert (Path(__file__).resolve().parents[2] / "docs" / "vllm.md").exists()
