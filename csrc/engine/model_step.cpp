@@ -87,9 +87,9 @@ StepPlan::Place StepPlan::place(int64_t stage) const {
 
 const char* StepPlan::name(int64_t stage) const {
   static constexpr const char* kLayer[] = {
-      "norm qkv",       "qkv",       "expand qkv", "rotate",       "attend",
-      "norm out",       "out",       "expand out", "norm gate/up", "gate/up",
-      "expand gate/up", "norm down", "down",       "expand down"};
+      "norm qkv",  "qkv",        "expand qkv",  "rotate",       "attend",  "norm out",
+      "out",       "expand out", "post out",    "norm gate/up", "gate/up", "expand gate/up",
+      "norm down", "down",       "expand down", "post down"};
   static constexpr const char* kEnd[] = {"norm head", "head"};
   static_assert(std::size(kLayer) == kStagesOfLayer && std::size(kEnd) == kStagesOfEnd);
   const Place at = place(stage);

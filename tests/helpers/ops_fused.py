@@ -237,7 +237,7 @@ _MLP_FORWARD_REJECTIONS: Rejections = [
     ({"up_scale": value(torch.ones(3))}, "up_scale", "per output row (150), got 3"),
     ({"up_scale": lambda a: positive(_rng(), 150, 2)}, "up_scale", "like gate_scale, or neither"),
     ({"activation_format": value("int16_group")}, "activation_format", "without scales of groups"),
-    ({"activation_format": value("")}, "activation_format", "or int16_group, got "),
+    ({"activation_format": value("q8")}, "activation_format", "or int16_group, got q8"),
     ({"activation": value("gelu")}, "activation", "'relu2', 'silu' or 'gelu_pytorch_tanh', got"),
     ({"activation": value("")}, "activation", "'relu2', 'silu' or 'gelu_pytorch_tanh', got ''"),
     ({"up_weight": narrow("up_weight", 0)}, "up_weight", "rows of gate_weight"),

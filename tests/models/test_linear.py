@@ -131,14 +131,22 @@ def test_forward_is_the_definition(rng: torch.Generator, shape: tuple[int, ...])
 
 @pytest.mark.parametrize("weight_format", FORMATS)
 @pytest.mark.parametrize("k", [64, 128, 200, 384])
-def test_group_scales_are_the_definition(rng: torch.Generator, k: int, weight_format: str) -> None:
+@pytest.mark.parametrize("form", ["int8", "int8_group", "int16_group"])
+def test_group_scales_are_the_definition(
+    rng: torch.Generator, k: int, weight_format: str, form: str
+) -> None:
     codes, groups = random_codes(rng, 37, k), -(-k // 128)
     scales = torch.rand(37, groups, generator=rng) + 0.1
     layer = BitLinear.from_packed(pack_ternary(codes, scales, 128)).prepack(weight_format)
     x, bias = torch.randn(3, k, generator=rng), torch.randn(37, generator=rng)
     weight = codes.double() * scales.double().repeat_interleave(128, dim=1)[:, :k]
-    s = 127 / x.double().abs().amax(-1, keepdim=True).clamp_min(1e-5)
-    expected = (x.double() * s).round().clamp(-128, 127) / s @ weight.T
+    assert layer.activation_format == "int8_group"  # what "auto" means
+    layer.set_activation_format(form)
+    rounded = []
+    for part in x.double().split(k if form == "int8" else 128, dim=-1):
+        s = (32512 if form == "int16_group" else 127) / part.abs().amax(-1, keepdim=True)
+        rounded.append((part * s).round() / s)
+    expected = torch.cat(rounded, -1) @ weight.T
     # a rounding of a product and of an addition a group, of magnitudes that groups may cancel
     sizes = (x.double().abs() @ weight.abs().T) * (2 * groups + 3) * 2.0**-24 + 1e-6
     assert bool(((layer(x).double() - expected).abs() <= sizes).all())

@@ -47,7 +47,9 @@ def a_layer(
     dense = codes.double() * torch.stack(
         [wide[:, min(k // 128, wide.shape[1] - 1)].double().expand(N) for k in range(K)], dim=1
     )
-    return BitLinear.from_packed(packed, random(3, N, dtype=dtype)).prepack(weight_format), dense
+    layer = BitLinear.from_packed(packed, random(3, N, dtype=dtype)).prepack(weight_format)
+    layer.set_activation_format("int8")  # which rounded_like_the_op has
+    return layer, dense
 
 
 def rounded_like_the_op(x: Tensor) -> Tensor:
