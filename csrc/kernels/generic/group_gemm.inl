@@ -72,7 +72,8 @@ template <class D, int T, int kPlanes, class S>
     repeat<D::kDots * kRows>(
         [&]<int i>() BITNET_INLINE_LAMBDA { total[i / kRows][i % kRows] = set1_sum(0); });
   }
-  for (int64_t s = 0; s < steps; s += kWhole ? kMostGroupSteps : D::kFlush) {
+  int64_t s = 0;
+  do {  // a group has at least one step
     const int64_t count = kWhole || steps - s < D::kFlush ? steps - s : D::kFlush;
     TileAcc acc[kUnroll][D::kDots][kRows];
     repeat<kUnroll>([&]<int u>() BITNET_INLINE_LAMBDA { clear_accs(acc[u]); });
@@ -90,7 +91,8 @@ template <class D, int T, int kPlanes, class S>
         total[f][r] = add_sum(total[f][r], sum);
       }
     });
-  }
+    s += D::kFlush;
+  } while (!kWhole && s < steps);
   repeat<T>([&]<int t>() BITNET_INLINE_LAMBDA {
     TileSum dots[D::kDots];
     repeat<D::kDots>([&]<int f>() BITNET_INLINE_LAMBDA {
