@@ -366,8 +366,7 @@ struct KernelTable {
   .load_row = load_row, .store_row = store_row, .round_row = round_row,                           \
   .store_cache_row = store_cache_row, .rms_norm_row = rms_norm_row, .add_row = add_row,           \
   .relu2_mul_row = relu2_mul_row, .silu_mul_row = silu_mul_row, .gelu_mul_row = gelu_mul_row,     \
-  .rope_head = rope_head,                                                                         \
-  .attend_chunk = attend_chunk, .quantize_query = quantize_query,                                 \
+  .rope_head = rope_head, .attend_chunk = attend_chunk, .quantize_query = quantize_query,         \
   .merge_attention = merge_attention, .finish_attention = finish_attention,                       \
   .head_dense = head_dense, .dense_tiles = dense_tiles, .head_int8 = head_int8,                   \
   .head_int4 = head_int4, .head_quantize_token = head_quantize_token,                             \

@@ -159,13 +159,13 @@ class RowTest {
   std::vector<std::unique_ptr<Arena>> arenas_;
 };
 
-// Rows of the table that are not float rows; test_kernels_gemm, _tiles, _head, test_kernels and
-// test_engine have them.
+// Rows of the table that are not float rows; test_kernels_gemm, _tiles, _head, test_kernels,
+// test_engine and test_group_product have them.
 void check_that_list_is_complete(const std::vector<RowOp>& ops) {
   begin_case("list of row ops");
-  std::set<std::string> rows = {"ternary_gemm", "tile_lanes",      "tile_gemm",
-                                "sum_i8",       "head_int8",       "head_int4",
-                                "probe_read",   "probe_int8_peak", "product_blocking"};
+  std::set<std::string> rows = {"ternary_gemm",     "tile_lanes", "tile_gemm",  "sum_i8",
+                                "head_int8",        "head_int4",  "probe_read", "probe_int8_peak",
+                                "product_blocking", "group_gemm", "add_group"};
   for (const RowOp& op : ops) rows.insert(op.row);
   const std::size_t pointers =
       (sizeof(KernelTable) - offsetof(KernelTable, ternary_gemm)) / sizeof(void*);

@@ -41,7 +41,10 @@ class Margins:
 
 def bit_linear(x, weight, margins):
     """x [T, K] through the (codes, scale) of `ternary`."""
-    codes, scale = weight
+    codes, scale, *group = weight
+    if group:  # scales of groups of inputs: activations are rounded by these, too
+        parts = zip(x.split(group[0], dim=1), codes.split(group[0], dim=1), strict=True)
+        return sum(bit_linear(part, (c, scale), margins) for part, c in parts)
     integers, multiplier = quantize_activations(x)
     margins.note(x * multiplier)
     return integers @ codes.T / multiplier * scale
@@ -145,8 +148,9 @@ class Network:
     def _ternary(self, name, value):
         if not self.family.dense_ternary:
             return ternary(value, self.family.reciprocal)
-        dense = value["codes"] * hf_writer.dense_scales(self.family, name, value)
-        return torch.from_numpy(dense), 1.0
+        scales = hf_writer.dense_scales(self.family, name, value)
+        dense = torch.from_numpy(value["codes"] * scales)
+        return (dense, 1.0, 128) if (scales != scales[:, :1]).any() else (dense, 1.0)
 
     def forward(self, ids, margins):
         """Token ids -> float64 logits [T, vocab]."""
@@ -176,8 +180,8 @@ class Network:
         """A projection with the norm inside it and its bias."""
         if self.family.inner_norms:
             x = rms_norm(x, get(f"{name}.rms_norm"), self.family.inner_eps)
-        codes, scale = get(name)
-        y = bit_linear(x, (codes, scale), margins) if self.int8 else x @ codes.T * scale
+        codes, scale = get(name)[:2]
+        y = bit_linear(x, get(name), margins) if self.int8 else x @ codes.T * scale
         if not (self.family.qkv_bias and name[-6:] in ("q_proj", "k_proj", "v_proj")):
             return y
         # offline AutoBitLinear of transformers multiplies x W + bias by weight_scale
