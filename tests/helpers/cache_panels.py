@@ -38,7 +38,8 @@ def rows_of(a: SimpleNamespace) -> SimpleNamespace:
 def moved(pool: Tensor, *, keys: bool, into: bool) -> Tensor:
     """[..., block_size, KV, D] between rows and panels; kv_heads before block_size in memory."""
     flat = pool.transpose(-3, -2).contiguous()
-    at = panel_places(*flat.shape[-2:], flat.itemsize, keys=keys).flatten()
+    block_size, dim = flat.shape[-2:]
+    at = panel_places(block_size, dim, flat.itemsize, keys=keys).flatten()
     numbers = flat.flatten(-2)
     if not into:
         return numbers[..., at].view_as(flat).transpose(-3, -2)
