@@ -402,10 +402,6 @@ def _decode_step_samples() -> Built:
         g, layers=2, tokens=3, batch=2, adapters=(1, 0), dropped=7, linear_norm_eps=1e-5,
         post_norms=True,
     )  # fmt: skip
-    yield "adapters_and_dropped_neurons", lambda g: decode_step_arguments(
-        g, layers=2, tokens=3, batch=2, adapters=(1, 0), dropped=7, linear_norm_eps=1e-5,
-        post_norms=True,
-    )  # fmt: skip
     yield "nobody_has_an_adapter", lambda g: decode_step_arguments(g, adapters=(-1, -1))
     yield "no_layers", lambda g: decode_step_arguments(g, layers=0)
     yield "no_batch", lambda g: decode_step_arguments(g, batch=0)
