@@ -17,8 +17,8 @@ from bitnet_ops.bench import report, run_model
 from bitnet_ops.bench.harness import Budget, Timed, interleave
 from bitnet_ops.bench.limits import MachineLimits
 from bitnet_ops.bench.measure import Row
+from bitnet_ops.bench.page.render import engine_table
 from bitnet_ops.bench.pinning import pinned, unpinned, use_threads
-from bitnet_ops.bench.report import Table, number
 from bitnet_ops.bench.run_model import DECODED, ModelBench, ModelSettings, time_once
 from bitnet_ops.bench.shapes import USUAL, parse_counts, parse_words
 from bitnet_ops.bench.stats import digits, paired_ratios, summarize
@@ -79,24 +79,6 @@ def all_rows(
     return rows
 
 
-def table(rows: Sequence[Row]) -> Table:
-    """One line for each row of the kind "engine"."""
-    cells = []
-    for row in rows:
-        measured = "tokens_per_s" in row
-        notes = [row["note"]] if "note" in row else []
-        cells.append(
-            [
-                *(str(row[name]) for name in ("name", "threads", "what", "tokens")),
-                number(row["tokens_per_s"]) if measured else "-",
-                number(row["speedup"]) if measured else "-",
-                ", ".join(notes + ["disturbed"] * bool(row.get("disturbed"))),
-            ]
-        )
-    titles = ["engine", "T", "what", "tokens", "its tok/s", "ours is x faster", "notes"]
-    return "Other engines in this run, same threads", titles, cells
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     import torch
 
@@ -142,7 +124,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     result["missing"] = engines.missing(asked)
     if args.output:
         report.write_json(result, args.output, replace=args.force)
-    title, titles, cells = table([row for row in result["rows"] if row["kind"] == "engine"])
+    title, titles, cells = engine_table([row for row in result["rows"] if row["kind"] == "engine"])
     text = [*report.lines(result), "", title, *report.text_table(titles, cells)]
     text += [f"not installed here: {', '.join(result['missing'])}"] * bool(result["missing"])
     print(report.as_json(result) if args.json else "\n".join(text))

@@ -46,7 +46,7 @@ PYTHON_LAYERS: dict[str, set[str]] = {
     | {"ops", "untrusted"},
     "dummy": {"config", "formats", "generate", "loading", "models", "nn", "untrusted"},
     "bench": {"_runtime", "dummy", "formats", "generate", "language_model", "machine", "models"}
-    | {"nn", "ops"},
+    | {"nn", "ops", "untrusted"},
     "evaluation": {"generate", "language_model"},
     "cli": {"*", "integrations"},
     "__main__": {"cli"},

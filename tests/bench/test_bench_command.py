@@ -284,9 +284,7 @@ def test_a_wrong_result_is_not_ok(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("arguments", "entry"),
     [
-        (["page", "docs/performance.md", "--quick"], "benchmarks.update_performance"),
-        (["ops", "--check"], "benchmarks.goals"),
-        (["ops", "--plots", "x"], "benchmarks.plots"),
+        (["ops", "--plots", "x"], "bitnet_ops.bench.page.plots"),
         (["model", "--rivals", "none"], "benchmarks.compare_engines"),
         (["model", "--rival-seconds", "5"], "benchmarks.compare_engines"),
     ],

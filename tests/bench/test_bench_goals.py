@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import goals, measure_goals, measure_step, results
-from benchmarks.goal_table import AMX as AMX_ISA
-from benchmarks.goal_table import GOALS, Goal, parse_row, read_table
-from benchmarks.results import Cpu, Measured
 from bitnet_ops import _runtime
 from bitnet_ops.bench import run_ops
+from bitnet_ops.bench.page import goals, measure_goals, measure_step, results
+from bitnet_ops.bench.page.goal_table import AMX as AMX_ISA
+from bitnet_ops.bench.page.goal_table import GOALS, Goal, parse_row, read_table
+from bitnet_ops.bench.page.results import Cpu, Measured
 
 HERE = Cpu(frozenset({"avx2", "scalar"}), frozenset({"avx2"}), 2)
 AMX = Cpu(frozenset({"amx_int8", "avx512_vnni"}), frozenset({"amx_int8", "avx512_vbmi"}), 2)

@@ -17,9 +17,6 @@ from test_bench import SyntheticPeak, measure_synthetic, synthetic_case
 from test_bench_command import tiny_report
 from test_bench_goals import AMX, HERE, TINY, goal, status
 
-from benchmarks import goals, measure_goals, measure_step, parts, results
-from benchmarks.goal_table import GOALS, LEAST_OVERHEAD
-from benchmarks.results import Cpu, Measured
 from bitnet_ops import _runtime, machine
 from bitnet_ops.bench import (
     harness,
@@ -31,6 +28,9 @@ from bitnet_ops.bench import (
 )
 from bitnet_ops.bench.harness import Budget, Timed
 from bitnet_ops.bench.memory import Workspace
+from bitnet_ops.bench.page import goals, measure_goals, measure_step, parts, results
+from bitnet_ops.bench.page.goal_table import GOALS, LEAST_OVERHEAD
+from bitnet_ops.bench.page.results import Cpu, Measured
 
 # --- cold memory ---------------------------------------------------------------------------------
 

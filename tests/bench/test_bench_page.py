@@ -14,7 +14,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks import page, update_performance
+from benchmarks import update_performance
+from bitnet_ops import cli
+from bitnet_ops.bench.page import render
+from bitnet_ops.bench.page.render import FIGURES
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -25,7 +28,7 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 
 def test_the_page_is_what_its_figures_say() -> None:
-    assert (DOCS / "performance.md").read_text(encoding="utf-8") == page.render(DOCS)
+    assert (DOCS / "performance.md").read_text(encoding="utf-8") == render.render(DOCS)
 
 
 def test_every_picture_and_machine_of_the_repository_is_on_the_page() -> None:
@@ -33,8 +36,8 @@ def test_every_picture_and_machine_of_the_repository_is_on_the_page() -> None:
     stored = sorted((DOCS / "plots").iterdir())
     assert stored
     for folder in stored:
-        figures = json.loads((folder / page.FIGURES).read_text(encoding="utf-8"))
-        assert page.slug(figures["environment"]) == folder.name
+        figures = json.loads((folder / FIGURES).read_text(encoding="utf-8"))
+        assert render.slug(figures["environment"]) == folder.name
         assert f"\n## {figures['environment']['cpu']}, {figures['environment']['isa']}\n" in text
         for file in folder.glob("*.png"):
             assert f"![{file.stem}](plots/{folder.name}/{file.name})" in text
@@ -52,7 +55,7 @@ def test_the_page_does_not_claim_an_idle_machine_beside_other_processes() -> Non
         assert f"; {len(disturbed)} of " in section.split("**State**")[1].splitlines()[0]
 
 
-def figures(load: list[float] | None, *notes: str) -> page.Figures:
+def figures(load: list[float] | None, *notes: str) -> render.Figures:
     return {
         "environment": {"load_average": load, "cpus_available": 2},
         "goals": {"table": ["", [], [["a", note] for note in notes]]},
@@ -63,36 +66,36 @@ def figures(load: list[float] | None, *notes: str) -> page.Figures:
 
 def test_the_state_is_one_honest_line() -> None:
     busy = "load average 1.45 on 2 CPUs before, so other processes ran; 2 of 3 rows disturbed"
-    assert page.state_line(figures([1.45], "x", "y (disturbed)")).endswith(
+    assert render.state_line(figures([1.45], "x", "y (disturbed)")).endswith(
         f"{busy}: use the ratios only"
     )
-    assert page.state_line(figures([0.1], "x")).endswith(
+    assert render.state_line(figures([0.1], "x")).endswith(
         "load average 0.1 on 2 CPUs before; 1 of 2 rows disturbed: use the ratios only"
     )
     quiet = figures(None, "x") | {"models": []}
-    assert page.state_line(quiet).endswith(
+    assert render.state_line(quiet).endswith(
         "load average unknown on 2 CPUs before; 0 of 1 rows disturbed"
     )
 
 
 def test_unstable_limits_have_no_figures_on_the_page() -> None:
-    (stored, *_) = sorted(DOCS.glob(f"plots/*/{page.FIGURES}"))
+    (stored, *_) = sorted(DOCS.glob(f"plots/*/{FIGURES}"))
     shown = json.loads(stored.read_text(encoding="utf-8"))
     none = {"read_gb_s": None, "int8_peak_gmac_s": None, "read_forms_gb_s": {}}
     shown["limits"] = [{"threads": 2, "unstable": True, "read_form": "1 stream"} | none]
-    (line,) = [x for x in page.machine_lines(shown) if x.startswith("- limits")]
+    (line,) = [x for x in render.machine_lines(shown) if x.startswith("- limits")]
     assert line == "- limits with 2 thread(s): none, others had the CPUs"
 
 
 def test_figures_survive_being_stored(tmp_path: Path) -> None:
     made = {"a": [["x", "|"], []], "b": {"c": [1, 2.5], "d": None, "e": {}}, "f": "µ"}
-    page.write_figures(made, tmp_path / "f.json")
+    render.write_figures(made, tmp_path / "f.json")
     assert json.loads((tmp_path / "f.json").read_text(encoding="utf-8")) == made
 
 
 def test_slug_names_cpu_and_kernels() -> None:
     environment: dict[str, Any] = {"cpu": "Intel(R) Xeon(R) @ 2.0 (family 6)", "isa": "amx_int8"}
-    assert page.slug(environment) == "intel-r-xeon-r-2-0-family-6-amx-int8"
+    assert render.slug(environment) == "intel-r-xeon-r-2-0-family-6-amx-int8"
 
 
 # --- a page of this machine ----------------------------------------------------------------------
@@ -102,15 +105,20 @@ def test_slug_names_cpu_and_kernels() -> None:
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A page beside another machine's figures, written in --quick by the command line."""
     file = tmp_path_factory.mktemp("docs") / "performance.md"
-    (other,) = sorted(DOCS.glob(f"plots/amd-epyc-family-25-model-1-avx2/{page.FIGURES}"))
+    (other,) = sorted(DOCS.glob(f"plots/amd-epyc-family-25-model-1-avx2/{FIGURES}"))
     folder = file.parent / "plots" / "other-cpu"
     folder.mkdir(parents=True)
-    (folder / page.FIGURES).write_text(
+    (folder / FIGURES).write_text(
         other.read_text(encoding="utf-8").replace("AMD EPYC", "Another CPU"), encoding="utf-8"
     )
-    arguments = ["benchmarks.update_performance", str(file), "--quick"]
+    arguments = ["bitnet_ops", "bench", "page", str(file), "--quick"]
     arguments += ["--data", str(file.parent / "data")]
-    subprocess.run([sys.executable, "-m", *arguments], check=True, cwd=ROOT)
+    done = subprocess.run(
+        [sys.executable, "-m", *arguments], check=True, cwd=ROOT, capture_output=True, text=True
+    )
+    first, second = done.stdout.splitlines()
+    assert first == f"wrote {file}"
+    assert (Path(second.removeprefix("this machine's figures and plots: ")) / FIGURES).is_file()
     return file
 
 
@@ -148,15 +156,25 @@ def test_goals_of_other_cpus_are_named_as_not_timed(written: Path) -> None:
 @pytest.mark.slow
 def test_stored_figures_give_the_same_page_again(written: Path) -> None:
     before = written.read_text(encoding="utf-8")
-    written.write_text("edited by hand")
-    assert update_performance.main([str(written), "--stored"]) == 0
+    written.write_text(render.HEADER + "edited by hand")
+    assert cli.main(["bench", "page", str(written), "--stored"]) == 0
     assert written.read_text(encoding="utf-8") == before
 
 
 def test_page_needs_a_directory(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "page", "/nowhere/at/all.md"]) == 2
+    assert "expected a file in a directory that exists" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):
         update_performance.main(["/nowhere/at/all.md"])
     assert "expected a file in a directory that exists" in capsys.readouterr().err
+
+
+def test_another_file_is_not_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "notes.md"
+    file.write_text("mine")
+    assert cli.main(["bench", "page", str(file), "--quick"]) == 2
+    assert "expected a page that bench page wrote, or a new file" in capsys.readouterr().err
+    assert file.read_text() == "mine"
 
 
 def test_script_calls_the_entry_point() -> None:

@@ -14,12 +14,13 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import compare_engines, engine_gguf, engines, parts, plots
+from benchmarks import engine_gguf, engines
 from bitnet_ops.bench import run_model
 from bitnet_ops.bench.harness import Budget
 from bitnet_ops.bench.limits import measure_limits
 from bitnet_ops.bench.memory import Workspace
 from bitnet_ops.bench.model import BenchModel
+from bitnet_ops.bench.page import parts, plots, render
 from bitnet_ops.dummy import model as dummy
 from bitnet_ops.nn.storage import KV_TYPES
 
@@ -27,9 +28,9 @@ ROOT = Path(__file__).resolve().parents[2]
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
-def entry(name: str, *arguments: str | Path) -> str:
-    """What `python -m benchmarks.NAME` prints."""
-    command = [sys.executable, "-m", f"benchmarks.{name}", *map(str, arguments)]
+def entry(name: str, *arguments: str | Path, package: str = "benchmarks") -> str:
+    """What `python -m PACKAGE.NAME` prints."""
+    command = [sys.executable, "-m", f"{package}.{name}", *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -52,14 +53,14 @@ def test_an_engine_is_timed_beside_ours(compared: tuple[dict[str, Any], str, Pat
         *(("decode", 1), ("prefill", 16), ("prefill", 64))
     ]
     assert all(("note" in row) != (row.get("tokens_per_s", 0) > 0) for row in rows)
-    title, columns, cells = compare_engines.table(rows)
+    title, columns, cells = render.engine_table(rows)
     assert title in text and "hf-bf16" in text and {len(row) for row in cells} == {len(columns)}
     assert result["missing"] == []
 
 
 @pytest.mark.slow
 def test_plots_are_pictures(compared: tuple[dict[str, Any], str, Path], tmp_path: Path) -> None:
-    text = entry("plots", compared[2], tmp_path)
+    text = entry("plots", compared[2], tmp_path, package="bitnet_ops.bench.page")
     drawn = sorted(tmp_path.iterdir())
     assert [p.name for p in drawn] == ["batch.png", "context.png", "parts.png", "threads.png"]
     for path in drawn:
@@ -68,7 +69,7 @@ def test_plots_are_pictures(compared: tuple[dict[str, Any], str, Path], tmp_path
         assert f"wrote {path}" in text
 
 
-@pytest.mark.parametrize("name", ["goals", "update_performance", "compare_engines", "plots"])
+@pytest.mark.parametrize("name", ["update_performance", "compare_engines"])
 def test_every_entry_point_says_what_it_does(name: str) -> None:
     assert f"python -m benchmarks.{name}" in entry(name, "--help")
 

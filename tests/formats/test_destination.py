@@ -21,9 +21,9 @@ from typing import Any
 import pytest
 
 import hf_writer
-from benchmarks import plots
 from bitnet_ops import training
 from bitnet_ops.bench import report, run_ops
+from bitnet_ops.bench.page import plots
 from bitnet_ops.cli import bench, main
 from bitnet_ops.convert import ConvertError, convert, pipeline
 from bitnet_ops.convert.gguf.export import export_gguf
@@ -295,12 +295,12 @@ def writers(
         "training.export": trained,
         "export": lambda t, force: export_gguf(DEMO_DIR, t, tokenizer=False, force=force),
         "bench --output": lambda t, force: run_bench(t, monkeypatch, force),
-        "benchmarks.plots": lambda t, force: run_plots(t.with_suffix(".png"), monkeypatch, force),
+        "bench.page.plots": lambda t, force: run_plots(t.with_suffix(".png"), monkeypatch, force),
     }
 
 
 COMMANDS = ("convert", "quantize", "dummy", "training.export", "export")
-COMMANDS += ("bench --output", "benchmarks.plots")
+COMMANDS += ("bench --output", "bench.page.plots")
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -310,7 +310,7 @@ def test_every_command_keeps_the_rule(
     assert set(writers) == set(COMMANDS)
     write, home = writers[name], tmp_path / "home"
     home.mkdir()
-    target = home / ("out.png" if name == "benchmarks.plots" else "out")
+    target = home / ("out.png" if name == "bench.page.plots" else "out")
     write(target, False)
     first = tree(home)
     with pytest.raises((ConvertError, DestinationError), match="destination-exists"):

@@ -103,6 +103,34 @@ def attention(
     return out.to(torch.float32).to(query.dtype)
 
 
+def attention_over_bfloat16(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    start_positions: Tensor,
+    scale: float,
+    *no_scales: None,
+) -> Tensor:
+    """`attention` with the roundings of the definition to bfloat16: of queries and of weights.
+
+    Weights are rounded relative to the largest of their chunk of 64 positions; sums are float64.
+    """
+    out = torch.empty(query.shape, dtype=torch.float64)
+    group = query.shape[2] // key_cache.shape[1]
+    wide = rounded(query, BF16).double()
+    for b, start in enumerate(start_positions.tolist()):
+        for t in range(query.shape[1]):
+            for h in range(query.shape[2]):
+                visible = slice(0, start + t + 1)
+                scores = key_cache[b, h // group, visible].double() @ wide[b, t, h] * scale
+                tops = torch.cat([c.max().expand(len(c)) for c in scores.split(64)])
+                weights = rounded(torch.exp(scores - tops).float(), BF16).double()
+                weights *= torch.exp(tops - scores.max())
+                values = value_cache[b, h // group, visible].double()
+                out[b, t, h] = weights @ values / weights.sum()
+    return out.to(torch.float32).to(query.dtype)
+
+
 def attention_bound(args: Arguments, expected: Tensor) -> Tensor:
     if expected.numel() == 0:
         return torch.zeros(expected.shape, dtype=torch.float64)

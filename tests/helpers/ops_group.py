@@ -127,11 +127,11 @@ def group_linear(
 
 
 def blocked(g: torch.Generator, weight: Tensor, groups: int, n: int, dtype: torch.dtype) -> Tensor:
-    """Random scales beside the tiles `weight`, zeros behind row n."""
+    """Random scales beside the tiles `weight`, zeros behind row n; equal whatever their size."""
     fields = 5 if weight.dim() == 4 else 4
     rows = weight[0, 0].numel() // 4 * fields
-    scales = positive(g, weight.shape[0] * rows, groups)
-    scales[n:] = 0
+    scales = torch.zeros(weight.shape[0] * rows, groups)
+    scales[:n] = positive(g, n, groups)
     return scales.view(-1, rows, groups).transpose(1, 2).to(dtype).contiguous()
 
 

@@ -29,7 +29,7 @@ from op_values import (
     random_packed,
     strided,
 )
-from ops_attention import cache_memory
+from ops_attention import attention_over_bfloat16, cache_memory
 from ops_lora import LORA_REJECTIONS, lora_arguments, lora_factors, with_side_paths
 from ops_packing import repacked
 from ops_step_rejections import DECODE_STEP_REJECTIONS
@@ -138,7 +138,10 @@ def decode_step(o: Any, a: Any) -> Tensor:
         positions = a.start_positions
         o.kv_cache_update(*caches, o.rope(key, cos_sin), value, positions, *scales_of_caches)
         query = o.rope(query, cos_sin)
-        mixed = o.attention(query, *caches, positions, a.scale, *scales_of_caches).flatten(2)
+        # whose codes behind it bear no bound: bfloat16's coarse roundings must be the definition's
+        coarse = o is reference and caches[0].dtype == torch.bfloat16
+        attend = attention_over_bfloat16 if coarse else o.attention
+        mixed = attend(query, *caches, positions, a.scale, *scales_of_caches).flatten(2)
         mixed = mixed if sub is None else o.rms_norm(mixed, sub, sub_eps)
         x = x + added(project(3, mixed), post_o)
         if plain:
@@ -204,10 +207,6 @@ def decode_step_arguments(
     gains = layers * gains + hidden
     tiled = LAYOUTS[weight_format]["fields"] * _runtime.tile_lanes()
     block = 1 if weight_format == "canonical" else tiled
-    sizes = [
-        n if i in row_scales else -(-n // block) * block * -(-k // 128) if i in group_scales else 1
-        for i, (n, k) in enumerate(shapes)
-    ]
     extras: Named = {"qk_norms": qk_norms, "sub_norm_eps": sub_norm_eps}
     if linear_norm_eps is not None:
         extras["linear_norm_eps"] = linear_norm_eps
@@ -221,8 +220,6 @@ def decode_step_arguments(
     if adapters:
         seen = [*shapes[:6], (hidden, inner + dropped)]
         extras |= lora_arguments(g, layers, seen, adapters)
-    if row_scales or group_scales:
-        extras |= {"scale_sizes": sizes, "grouped": list(group_scales)}
     if activation_format is not None:
         extras["activation_format"] = activation_format
     if biased:
@@ -238,11 +235,17 @@ def decode_step_arguments(
         head_parts = (torch.randn(vocab, hidden, generator=g).to(head), None)
     keys, key_scale = cache_memory(g, cache, cache_dtype)
     values, value_scale = cache_memory(g, cache, cache_dtype, 0.5)
+    kinds = [
+        "row" if i in row_scales else "group" * (i in group_scales) for i in range(len(shapes))
+    ]
+    scales, sizes = _scales(g, layers, list(zip(shapes, kinds, strict=True)), block)
+    if row_scales or group_scales:
+        extras |= {"scale_sizes": sizes, "grouped": list(group_scales)}
     return positional(
         "decode_step",
         x=activations(g, batch, tokens, hidden),
         weights=[weight for weight, _ in weights],
-        scales=positive(g, layers, sum(sizes)) / 8, norm_weights=gain(g, gains),
+        scales=scales, norm_weights=gain(g, gains),
         head_weight=head_parts[0], head_scale=head_parts[1],
         key_cache=keys, value_cache=values,
         start_positions=torch.randint(0, length - tokens + 1, (batch,), generator=g),
@@ -253,6 +256,25 @@ def decode_step_arguments(
         **dict(zip(("key_scale", "value_scale"), (*key_scale, *value_scale), strict=False)),
         **{name: v for name, v in extras.items() if v is not None and v is not False},
     )  # fmt: skip
+
+
+def _scales(
+    g: torch.Generator, layers: int, of: list[tuple[tuple[int, int], str]], block: int
+) -> tuple[Tensor, list[int]]:
+    """Scales of all layers, and how many each projection has: by row, by row and group, or one.
+
+    Those of groups lie in blocks of rows, zeros behind the last; they are equal whatever the block.
+    """
+    drawn = []
+    for _ in range(layers):
+        for (n, k), kind in of:
+            scales = positive(g, n if kind else 1, -(-k // 128) if kind == "group" else 1)
+            if kind == "group":
+                blocks = torch.zeros(-(-n // block) * block, scales.shape[1])
+                blocks[:n] = scales
+                scales = blocks.view(-1, block, scales.shape[1]).transpose(1, 2)
+            drawn.append(scales.flatten())
+    return torch.cat(drawn).view(layers, -1) / 8, [len(one) for one in drawn[: len(of)]]
 
 
 def with_gaps(arguments: Arguments) -> Arguments:

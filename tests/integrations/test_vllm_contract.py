@@ -324,8 +324,11 @@ def test_misshapen_shards_and_bytes_of_the_other_order_are_rejected(config_class
     weight = checkpoint(rule, 128, 192, 1)[0]
     for wrong, message in (
         (weight[:8], r"expected weight \[32, 192\] for 128 outputs.*got \[8, 192\].*is short"),
-        (torch.zeros(128, 48, dtype=torch.uint8), r"got \[128, 48\] in layer; it is packed along"),
-        (torch.zeros(128, 64, dtype=torch.uint8), r"got \[128, 64\] in layer; it is packed along"),
+        (
+            torch.zeros(128, 48, dtype=torch.uint8),
+            r"got \[128, 48\] in layer; .*packed along",
+        ),
+        (torch.zeros(128, 64, dtype=torch.uint8), r"got \[128, 64\] in layer; .*packed along"),
         (weight | 3, "3"),
         (weight.float(), "expected packed uint8 weights"),
     ):

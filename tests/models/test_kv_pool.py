@@ -172,13 +172,15 @@ def test_contents_leave_and_enter_as_they_are_stored(name: str) -> None:
     key, value = (torch.randn(40, 2, 32, generator=generator) for _ in "kv")
     blocks = [4, 0, 3]
     slots = torch.tensor([blocks[p // 16] * 16 + p % 16 for p in range(40)])
+    rows = KVPool(CONFIG, 6, 16, KV_DTYPES[name], layout="rows")  # as their views show them
     for layer in range(3):
-        source.update(layer, key + layer, value - layer, slots)
+        for pool in (source, rows):
+            pool.update(layer, key + layer, value - layer, slots)
     found = source.stored(blocks, 40)
     assert found["key"].shape == (3, 2, 40, 32) and found["key"].dtype == KV_DTYPES[name]
     for i in range(40):
         block, offset = blocks[i // 16], i % 16
-        for part, pool in (("key", source.key_pool), ("value", source.value_pool)):
+        for part, pool in (("key", rows.key_pool), ("value", rows.value_pool)):
             stored, there = found[part][:, :, i], pool[:, block, offset]
             assert torch.equal(stored.view(torch.uint8), there.contiguous().view(torch.uint8))
     write(target, 5, 1)
@@ -191,7 +193,7 @@ def test_contents_leave_and_enter_as_they_are_stored(name: str) -> None:
             assert torch.equal(a, b) and a.shape == (2, 40, 32) and a.dtype == torch.float32
             size = exact.abs().amax(-1, keepdim=True) * KV_TYPES[name].error
             assert bool(((a.transpose(0, 1) - exact).abs() <= size).all())
-    rest = target.key_pool[:, 1, 8:].float()
+    rest = target.stored([5, 2, 1], 48)["key"][:, :, 40:].float()
     assert not rest.any(), "behind the length"
 
 

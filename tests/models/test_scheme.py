@@ -57,5 +57,5 @@ def test_every_family_is_one_row() -> None:
     assert {family.model_type for family in FAMILIES} == set(BY_MODEL_TYPE)
     names = [name for family in FAMILIES for name in family.gguf]
     assert len(names) == len(set(names)) >= 5
-    shown = [(f.hidden_act, frozenset(f.telling_parts)) for f in BY_MODEL_TYPE.values()]
+    shown = [(f.hidden_act, frozenset(f.telling_parts), f.scalings) for f in BY_MODEL_TYPE.values()]
     assert len(set(shown)) == len(shown)  # or a file without model_type could be two of them

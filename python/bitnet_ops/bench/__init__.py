@@ -2,5 +2,5 @@
 
 Read in this order: stats, harness (timing), memory, limits, shapes, cases and cases_ops (what is
 timed), measure (one row), run_ops, model, run_model, report. What this project measures for itself
-(goals, pages, other engines) is in benchmarks/ of the source tree.
+(other engines) is in benchmarks/ of the source tree.
 """

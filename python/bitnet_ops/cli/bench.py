@@ -1,4 +1,4 @@
-"""`bitnet-ops bench ops|model|engine`: arguments, progress and exit status of the benchmarks.
+"""`bitnet-ops bench ops|model|engine|page`: arguments, progress and exit status of the benchmarks.
 
 It must not know how anything is measured.
 """
@@ -46,11 +46,9 @@ _MOST_TOKENS = 4096
 _MOST_THREADS = 1024
 _DUMMY = "2b-4t"
 _FORMATS = "auto+int8"
-# What earlier versions had here, and where the source tree has it now.
+# What earlier versions had here, and where it is now.
 _MOVED = {
-    "page": "python -m benchmarks.update_performance",
-    "--check": "python -m benchmarks.goals",
-    "--plots": "python -m benchmarks.plots",
+    "--plots": "python -m bitnet_ops.bench.page.plots",
     "--rivals": "python -m benchmarks.compare_engines --engines",
     "--rival-seconds": "python -m benchmarks.compare_engines --seconds",
 }
@@ -63,6 +61,13 @@ _OPS_DESCRIPTION = (
 _MODEL_DESCRIPTION = (
     "Time prefill and decode of a model, or of a synthetic one with random weights, against "
     "reading its bytes and against the int8 peak, both alternating with it."
+)
+_PAGE = "bitnet-ops-page/performance.md"
+_PAGE_DESCRIPTION = (
+    "Measure this machine, about a quarter of an hour on an idle one, and write or complete a page "
+    "in Markdown with a section for every kind of CPU: goals for speed, a large and a small model, "
+    "every op, plots where matplotlib is installed. To contribute the section of your CPU, send "
+    "the folder that the last line names to the project, for its docs/plots."
 )
 _ENGINE_DESCRIPTION = (
     "Time many requests at once: streams that decode together, against reading the step's bytes "
@@ -85,8 +90,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_engine_arguments(engine)
     _add_ops_arguments(ops)
     _add_model_arguments(model)
-    page = kinds.add_parser("page", add_help=False)
-    page.add_argument("rest", nargs=argparse.REMAINDER)
+    page = kinds.add_parser(
+        "page", help="a page on this kind of CPU, to contribute", description=_PAGE_DESCRIPTION
+    )
+    _add_page_arguments(page)
     for kind in (ops, model, engine):
         kind.set_defaults(_parser=kind)  # who complains of an unknown option
         kind.add_argument("-t", "--threads", help="thread counts such as 1,2 (default: 1 and all)")
@@ -98,7 +105,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_ops_arguments(ops: argparse.ArgumentParser) -> None:
     ops.add_argument("--quick", action="store_true", help="below a minute on two cores; less exact")
-    ops.add_argument("--check", action="store_true", help=argparse.SUPPRESS)
+    ops.add_argument(
+        "--check",
+        action="store_true",
+        help="measure the goals for speed instead; exit status 1 when one is missed",
+    )
     ops.add_argument(
         "--shapes",
         default="2b-4t",
@@ -172,14 +183,23 @@ def _add_engine_arguments(engine: argparse.ArgumentParser) -> None:
     engine.add_argument("--quick", action="store_true", help="fewer and shorter measurements")
 
 
+def _add_page_arguments(page: argparse.ArgumentParser) -> None:
+    page.add_argument("page", nargs="?", metavar="FILE", help=f"the page (default: {_PAGE})")
+    page.add_argument("--stored", action="store_true", help="measure nothing, write the page")
+    page.add_argument(
+        "--data",
+        metavar="DIR",
+        help="keep the JSON of every step in DIR; a step whose file is there is not run again",
+    )
+    page.add_argument("--quick", action="store_true", help="tiny shapes, to try the page itself")
+
+
 def check(args: argparse.Namespace) -> None:
     """Reject what has moved out of the package, and say where it is."""
-    asked = ["page"] if args.kind == "page" else []
-    asked += [o for o in _MOVED if getattr(args, o.strip("-").replace("-", "_"), None)]
-    for word in asked:
+    for word in (o for o in _MOVED if getattr(args, o.strip("-").replace("-", "_"), None)):
         raise UsageError(
-            f"bench: expected ops, model or engine and their options, got {word}, which is now "
-            f"`{_MOVED[word]}` in the project's source tree"
+            f"bench: expected ops, model, engine or page and their options, got {word}, which is "
+            f"now `{_MOVED[word]}`, in the project's source tree"
         )
 
 
@@ -311,15 +331,53 @@ def _of_model(args: argparse.Namespace, settings: ModelSettings) -> ModelSetting
     )
 
 
+def _goal_settings(args: argparse.Namespace) -> OpsSettings:
+    """As for `bench ops`, of the shapes of one model that the goals speak of."""
+    from bitnet_ops.bench.page.goals import DUMMIES
+
+    if args.shapes not in DUMMIES:
+        raise ValueError(
+            f"--shapes: expected with --check {' or '.join(DUMMIES)}, got {args.shapes}"
+        )
+    return ops_settings(args)
+
+
+def _run_page(args: argparse.Namespace) -> int:
+    from bitnet_ops.bench.page import measure, render
+
+    page = Path(args.page or _PAGE)
+    if args.page is None:
+        page.parent.mkdir(exist_ok=True)
+    try:
+        measure.check(page)
+        if args.stored:
+            render.write(page)
+        else:
+            data = None if args.data is None else Path(args.data)
+            with progress_line() as progress:
+                folder = measure.write(page, progress, quick=args.quick, data=data)
+    except ValueError as error:
+        raise UsageError(f"bench page: {error}") from error
+    print(f"wrote {page}")
+    if not args.stored:
+        print(f"this machine's figures and plots: {folder}")
+    return 0
+
+
 def run(args: argparse.Namespace) -> int:
-    """Run the benchmark; 0, or 1 when a result was wrong."""
+    """Run the benchmark; 0, or 1 when a result was wrong or a goal missed."""
     from bitnet_ops.bench import report, run_engine, run_model, run_ops
+    from bitnet_ops.bench.page import goals
     from bitnet_ops.bench.pinning import pinned
 
+    if args.kind == "page":
+        return _run_page(args)
     settings: Any
     measure: Callable[..., dict[str, Any]]
     try:
-        if args.kind == "ops":
+        if args.kind == "ops" and args.check:
+            settings, measure = _goal_settings(args), goals.run
+        elif args.kind == "ops":
             settings, measure = ops_settings(args), run_ops.run
         elif args.kind == "engine":
             settings, measure = engine_settings(args), run_engine.run
@@ -332,7 +390,11 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"bench {args.kind}: {error}") from error
     with progress_line() as progress, pinned():
         result = measure(settings, progress)
-    print(report.as_json(result) if args.json else "\n".join(report.lines(result)))
+    if args.kind == "ops" and args.check:
+        lines = [*report.header_lines(result), "", *result["lines"]]
+    else:
+        lines = report.lines(result)
+    print(report.as_json(result) if args.json else "\n".join(lines))
     if args.output:
         report.write_json(result, args.output, replace=args.force)
     return 0 if result["ok"] else 1

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from bitnet_ops.config import ModelConfig
 from bitnet_ops.config.families import BY_MODEL_TYPE, QK_NORMS, SUB_NORMS, model_type_of_class
+from bitnet_ops.config.scalings import KEYS as SCALING_KEYS
 from bitnet_ops.config.scheme import stated_linear_class
 from bitnet_ops.formats.sglbitnt import Reader, TensorInfo
 from bitnet_ops.models import TensorError, expected_tensors
@@ -67,8 +68,10 @@ def _from_names(config: Mapping[str, Any], names: Iterable[str]) -> str | None:
         return None
     parts = {part for name in names if ".layers." in name for part in name.split(".")[-2:]}
     found = (config["hidden_act"], parts & _TELLING)
-    rows = BY_MODEL_TYPE.items()
-    return next((k for k, row in rows if (row.hidden_act, row.telling_parts) == found), None)
+    same = [k for k, row in BY_MODEL_TYPE.items() if (row.hidden_act, row.telling_parts) == found]
+    # MiniCPM's layers are Llama's but for factors that its config states
+    keys = {name: stated & SCALING_KEYS[BY_MODEL_TYPE[name].scalings] for name in same}
+    return max(same, key=lambda name: len(keys[name]), default=None)
 
 
 def own_tensors(reader: Reader, config: ModelConfig) -> dict[str, TensorInfo]:

@@ -1,4 +1,4 @@
-"""docs/performance.md, a pure function of the figures stored below docs/plots/.
+"""The page, a pure function of the figures stored below plots/ of its folder.
 
 One figures.json for each kind of machine met, beside its pictures: the state of the machine and the
 tables, with figures as they are shown.
@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import compare_engines, parts, plots, results
 from bitnet_ops.bench import report
-from bitnet_ops.bench.measure import IMPOSSIBLE
+from bitnet_ops.bench.measure import IMPOSSIBLE, Row
+from bitnet_ops.bench.page import parts, plots, results
 from bitnet_ops.bench.report import Report, Table, number, optional
 from bitnet_ops.formats.atomic import atomic_file
 
@@ -26,7 +26,7 @@ _LOAD = "load average"  # how the warning begins that the line on the state make
 
 HEADER = """# Performance
 
-Written by `scripts/update_performance` from the figures below [plots](plots); do not edit by hand.
+Written by `bitnet-ops bench page` from the figures below [plots](plots); do not edit by hand.
 A section is one run on one machine, and says in what state the machine was. Figures are medians;
 ratios are paired with their limit in the same process.
 
@@ -87,9 +87,27 @@ def _model(model: Report) -> dict[str, Any]:
     rows = {kind: [r for r in model["rows"] if r["kind"] == kind] for kind in ("parts", "engine")}
     tables: list[Table] = report.model_tables(model)
     tables += [parts.parts_table(rows["parts"])] if rows["parts"] else []
-    tables += [compare_engines.table(rows["engine"])] if rows["engine"] else []
+    tables += [engine_table(rows["engine"])] if rows["engine"] else []
     name = model["settings"]["dummy"]
     return {"name": name, "sizes": sizes, "missing": model.get("missing", []), "tables": tables}
+
+
+def engine_table(rows: Sequence[Row]) -> Table:
+    """One line for each row of the kind "engine"."""
+    cells = []
+    for row in rows:
+        measured = "tokens_per_s" in row
+        notes = [row["note"]] if "note" in row else []
+        cells.append(
+            [
+                *(str(row[name]) for name in ("name", "threads", "what", "tokens")),
+                number(row["tokens_per_s"]) if measured else "-",
+                number(row["speedup"]) if measured else "-",
+                ", ".join(notes + ["disturbed"] * bool(row.get("disturbed"))),
+            ]
+        )
+    titles = ["engine", "T", "what", "tokens", "its tok/s", "ours is x faster", "notes"]
+    return "Other engines in this run, same threads", titles, cells
 
 
 def _products(measured: Report) -> Table:
@@ -273,10 +291,13 @@ def write(page: Path) -> None:
         file.write(render(page.parent).encode())
 
 
-def store(measured: Report, checked: Report, models: Sequence[Report], page: Path) -> None:
-    """Keep the figures of this machine and its pictures below plots/ of the page's folder."""
+def store(measured: Report, checked: Report, models: Sequence[Report], page: Path) -> Path:
+    """Keep this machine's figures and pictures below plots/ of the page's folder: where."""
     folder = page.parent / "plots" / slug(measured["environment"])
-    plots.draw_ops(measured, folder)
-    for model in models:
+    folder.mkdir(parents=True, exist_ok=True)
+    if plots.available():
+        plots.draw_ops(measured, folder)
+    for model in models if plots.available() else ():
         plots.draw_model(model, folder, prefix=f"{model['settings']['dummy']}-")
     write_figures(condense(measured, checked, models), folder / FIGURES)
+    return folder

@@ -12,12 +12,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from benchmarks.goal_table import LEAST_OVERHEAD
 from bitnet_ops import ops
 from bitnet_ops.bench.harness import Budget, Timed, interleave
 from bitnet_ops.bench.limits import MachineLimits
 from bitnet_ops.bench.measure import Row
 from bitnet_ops.bench.model import BenchModel
+from bitnet_ops.bench.page.goal_table import LEAST_OVERHEAD
 from bitnet_ops.bench.pinning import use_threads
 from bitnet_ops.bench.report import Table, number
 from bitnet_ops.bench.run_model import DECODED, ModelBench, read_run

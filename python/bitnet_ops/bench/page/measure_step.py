@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from benchmarks.parts import parts_row
-from benchmarks.results import Measured
 from bitnet_ops.bench import run_model
 from bitnet_ops.bench.limits import MachineLimits
 from bitnet_ops.bench.memory import Workspace
 from bitnet_ops.bench.model import BenchModel
+from bitnet_ops.bench.page.parts import parts_row
+from bitnet_ops.bench.page.results import Measured
 from bitnet_ops.bench.pinning import use_threads
 from bitnet_ops.bench.run_model import ModelBench
 from bitnet_ops.bench.shapes import USUAL

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.plots REPORT... FOLDER`: pictures from reports of `bitnet-ops bench`.
+"""`python -m bitnet_ops.bench.page.plots REPORT... FOLDER`: pictures from reports of bench.
 
 Rooflines, and tokens per second against everything. Needs matplotlib.
 """
@@ -29,9 +29,14 @@ _MARKS = dict(zip(FORMATS, "os^vDP", strict=False))
 _PICTURE = file_kind("an earlier plot to replace", lambda head: head.startswith(b"\x89PNG\r\n"))
 
 
+def available() -> bool:
+    """Whether pictures can be drawn: they need matplotlib."""
+    return importlib.util.find_spec("matplotlib") is not None
+
+
 def require(directory: str, names: Iterable[str] = (), *, replace: bool = True) -> None:
     """Complain before anything is measured: no matplotlib, no folder, plots `names` there."""
-    if importlib.util.find_spec("matplotlib") is None:
+    if not available():
         raise ValueError("plots: expected matplotlib, got no such module; pip install matplotlib")
     path = Path(directory)
     path.mkdir(parents=True, exist_ok=True)
@@ -230,7 +235,9 @@ def _draw(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.plots", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m bitnet_ops.bench.page.plots", description=__doc__
+    )
     parser.add_argument("reports", nargs="+", type=Path, metavar="REPORT", help="of --output")
     parser.add_argument("folder", type=Path, metavar="FOLDER")
     parser.add_argument("--force", action="store_true", help="replace plots that exist")

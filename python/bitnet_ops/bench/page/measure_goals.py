@@ -11,9 +11,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.goal_table import Goal
-from benchmarks.results import Measured
-from benchmarks.torch_int8 import with_int8
 from bitnet_ops import _runtime, machine
 from bitnet_ops.bench import cases_ops
 from bitnet_ops.bench.cases import Case
@@ -21,6 +18,9 @@ from bitnet_ops.bench.harness import Budget, Timed, interleave
 from bitnet_ops.bench.limits import PLAIN, MachineLimits, measure_limits
 from bitnet_ops.bench.measure import Row, measure
 from bitnet_ops.bench.memory import Workspace
+from bitnet_ops.bench.page.goal_table import Goal
+from bitnet_ops.bench.page.results import Measured
+from bitnet_ops.bench.page.torch_int8 import with_int8
 from bitnet_ops.bench.pinning import use_threads
 from bitnet_ops.bench.shapes import USUAL, ModelShape
 from bitnet_ops.bench.stats import paired_ratios, summarize

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.goal_table import Goal
+from bitnet_ops.bench.page.goal_table import Goal
 from bitnet_ops.bench.report import text_table
 
 STRETCH, MET, MISSED = "stretch", "met", "MISSED"

@@ -1,29 +1,21 @@
-"""`python -m benchmarks.goals`: every goal for speed measured at every thread count.
-
-Exit status 1 names every target that was missed or could not be measured.
-"""
+"""`bitnet-ops bench ops --check`: every goal for speed measured at every thread count."""
 
 from __future__ import annotations
 
-import argparse
-import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from benchmarks import measure_goals, measure_step, results
-from benchmarks.goal_table import GOALS, Goal
-from benchmarks.results import Cpu, Measured, Result
 from bitnet_ops import _runtime, machine
 from bitnet_ops.bench import environment, report, run_model
 from bitnet_ops.bench.limits import ATTEMPTS
-from bitnet_ops.bench.pinning import pinned
+from bitnet_ops.bench.page import measure_goals, measure_step, results
+from bitnet_ops.bench.page.goal_table import GOALS, Goal
+from bitnet_ops.bench.page.results import Cpu, Measured, Result
 from bitnet_ops.bench.run_ops import OpsSettings, make_workspace
-from bitnet_ops.bench.shapes import MODELS, parse_counts
-from bitnet_ops.cli.arguments import add_force, add_json
-from bitnet_ops.cli.bench import progress_line, require_output
+from bitnet_ops.bench.shapes import MODELS
 
 Progress = Callable[[str], None]
 # The synthetic model that goes with the shapes of a model.
@@ -123,39 +115,3 @@ def build(
         "goals": [result.to_dict() for result in found if result.applies],
         "lines": results.lines(found),
     }
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.goals", description=__doc__)
-    parser.add_argument("--shapes", choices=DUMMIES, default="2b-4t", help="default: 2b-4t")
-    parser.add_argument("-t", "--threads", help="thread counts such as 1,2 (default: 1 and all)")
-    parser.add_argument("--seconds", type=float, default=0.4, help="for one row (default: 0.4)")
-    parser.add_argument("--cold-mib", type=int, default=512, help="default: 512")
-    parser.add_argument("--quick", action="store_true", help="figures that show nothing")
-    add_json(parser)
-    parser.add_argument("--output", metavar="FILE", help="also write everything to FILE, as JSON")
-    add_force(parser, "an earlier report")
-    args = parser.parse_args(argv)
-    try:
-        threads = args.threads or ",".join(map(str, sorted({1, torch.get_num_threads()})))
-        settings = OpsSettings(
-            shapes=args.shapes,
-            threads=parse_counts("--threads", threads, 1024),
-            quick=args.quick,
-            cold_mib=args.cold_mib,
-            seconds=args.seconds,
-        )
-        require_output(args.output, replace=args.force)
-    except ValueError as error:
-        parser.error(str(error))
-    with progress_line() as progress, pinned():
-        result = run(settings, progress)
-    if args.output:
-        report.write_json(result, args.output, replace=args.force)
-    text = [*report.header_lines(result), "", *result["lines"]]
-    print(report.as_json(result) if args.json else "\n".join(text))
-    return 0 if result["ok"] else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())
