@@ -224,6 +224,7 @@ _MODEL_STEP_REJECTIONS: Rejections = [
     ({"logit_rows": lambda a: torch.tensor([0, 6])}, "logit_rows", "rows in [0, 6), got 6"),
     ({"logit_rows": lambda a: torch.tensor([-1, 3])}, "logit_rows", "rows in [0, 6), got -1"),
     ({"logit_rows": lambda a: torch.tensor([[3]])}, "logit_rows", "with 1 dimension"),
+    ({"layout": lambda a: "tiles"}, "layout", '"rows" or "panels", got "tiles"'),
     ({"dtype": lambda a: torch.float16}, "dtype", "float32 or bfloat16, got float16"),
     ({"num_heads": lambda a: 3}, "num_heads", "a multiple of the cache's 2 heads, got 3"),
     ({"intermediate_size": lambda a: 149}, "weights (gate)", "149 rows"),

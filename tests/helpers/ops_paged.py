@@ -281,6 +281,13 @@ _PANELS_REJECTIONS: Rejections = [
         {"value_pool": lambda a: a["value_pool"].contiguous()},
         "value_pool", 'positions of a block side by side for layout "panels", got stride 32',
     ),
+    ({"query_start_loc": narrow("query_start_loc")}, "query_start_loc", "of shape [4]"),
+    ({"seq_lens": value(torch.tensor([7, 2, 12]))}, "seq_lens", "at least the 3 new"),
+    ({"block_table": lambda a: a["block_table"] + 8}, "block_table", "of blocks in [0, 5)"),
+    ({"scale": value(float("nan"))}, "scale", "finite, got nan"),
+    ({"layout": value("tiles")}, "layout", '"rows" or "panels", got "tiles"'),
+    ({"key_scale": value(torch.ones(8, 16, 2))}, "key_scale", ""),
+    ({"value_scale": value(torch.ones(8, 16, 2))}, "value_scale", ""),
 ]  # fmt: skip
 _PAGED_ATTENTION_INT8_REJECTIONS: Rejections = [
     ({"key_scale": value(None)}, "key_scale", "int8 caches, got none"),
@@ -416,6 +423,7 @@ def _paged_cache_samples() -> Built:
 
 
 _PAGED_CACHE_REJECTIONS: Rejections = [
+    ({"layout": value("tiles")}, "layout", '"rows" or "panels", got "tiles"'),
     ({"key": to("key", F64)}, "key", FLOATS_TEXT + "float64"),
     ({"value": to("value", BF16)}, "value", "of dtype float32, got bfloat16"),
     ({"key": narrow("key", 1)}, "key", "[5, 2, 8], got [5, 1, 8]"),

@@ -108,7 +108,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         "--activation-format",
         choices=("auto", *ACTIVATION_FORMATS),
         default="auto",
-        help="of what weights with scales of groups multiply (default auto: int8_group)",
+        help="for grouped weights (default auto: int8_group)",
     )
 
 
