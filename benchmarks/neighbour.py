@@ -1,9 +1,10 @@
 """`python -m benchmarks.neighbour`: decode and prompts beside what disturbs two threads.
 
-Each scenario runs in a process of its own on a model of 2B-4T's dims with few layers: alone with one
-and with two threads, with both threads forced onto one CPU, put there and let go again, and beside a
-busy process bound to the second CPU at nice 0, at nice 19 and in another scheduling group. Of every
-scenario the median of some runs and the worst one are printed, as shares of one thread alone too.
+Each scenario runs in a process of its own on a model of 2B-4T's dims with few layers: alone with
+one and with two threads, with both threads forced onto one CPU, put there and let go again, and
+beside a busy process bound to the second CPU at nice 0, at nice 19 and in another scheduling group.
+Of every scenario the median of some runs and the worst one are printed, and their shares of one
+thread alone.
 """
 
 from __future__ import annotations
