@@ -71,7 +71,10 @@ int32_t aoti_dtype(ScalarType type) {
 }  // namespace
 
 Tensor empty(const Shape& shape, ScalarType type) {
-  Shape strides(shape.size());
+  constexpr size_t kUsual = 8;
+  int64_t usual[kUsual];  // without an allocation
+  Shape many(shape.size() > kUsual ? shape.size() : 0);
+  int64_t* const strides = many.empty() ? usual : many.data();
   int64_t step = 1;
   bool overflow = false;
   for (size_t i = shape.size(); i-- > 0;) {
@@ -79,10 +82,9 @@ Tensor empty(const Shape& shape, ScalarType type) {
     overflow |= __builtin_mul_overflow(step, std::max<int64_t>(shape[i], 1), &step);
   }
   AtenTensorHandle handle = nullptr;
-  if (overflow ||
-      aoti_torch_empty_strided(static_cast<int64_t>(shape.size()), shape.data(), strides.data(),
-                               aoti_dtype(type), aoti_torch_device_type_cpu(), 0,
-                               &handle) != AOTI_TORCH_SUCCESS) {
+  if (overflow || aoti_torch_empty_strided(static_cast<int64_t>(shape.size()), shape.data(),
+                                           strides, aoti_dtype(type), aoti_torch_device_type_cpu(),
+                                           0, &handle) != AOTI_TORCH_SUCCESS) {
     throw std::runtime_error("bitnet: expected memory for a result of shape " + shape_text(shape) +
                              ", got none; ask for less at once");
   }
@@ -92,6 +94,11 @@ Tensor empty(const Shape& shape, ScalarType type) {
 Shape shape_of(const Tensor& t) {
   const auto sizes = t.sizes();
   return Shape(sizes.begin(), sizes.end());
+}
+
+bool has_shape(const Tensor& t, const int64_t* sizes, size_t dimensions) {
+  const auto got = t.sizes();
+  return std::equal(got.begin(), got.end(), sizes, sizes + dimensions);
 }
 
 std::string shape_text(const Shape& shape) {

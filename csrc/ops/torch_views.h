@@ -25,6 +25,8 @@ using Shape = std::vector<int64_t>;
 Tensor empty(const Shape& shape, ScalarType type);
 
 Shape shape_of(const Tensor& t);
+// Whether that is the shape, without a copy of it.
+bool has_shape(const Tensor& t, const int64_t* sizes, size_t dimensions);
 std::string shape_text(const Shape& shape);
 int64_t product(const Shape& shape, size_t begin, size_t end);
 

@@ -35,12 +35,12 @@ Weight tile_view(const Check& check, const Tensor& t, const char* argument, int6
   if (n < 0 || n > kMostRows)  // before it is rounded up to whole tiles
     check.fail("out_features", "from 0 to " + std::to_string(kMostRows), std::to_string(n));
   const WeightFormat format = t.dim() == 4 ? WeightFormat::kBase3 : WeightFormat::kTwoBit;
-  const Shape expected = tile_shape(format, n, k, lanes);
-  if (shape_of(t) != expected)
+  const layout::TensorShape expected = layout::layout_of(format).shape(n, k, lanes);
+  if (!has_shape(t, expected.size, static_cast<size_t>(expected.dimensions)))
     check.fail(argument,
-               "of shape " + shape_text(expected) + " (" + std::to_string(n) + " x " +
-                   std::to_string(k) + " prepacked for " + kernels().name +
-                   "; prepack again after changing the instruction set)",
+               "of shape " + shape_text(tile_shape(format, n, k, lanes)) + " (" +
+                   std::to_string(n) + " x " + std::to_string(k) + " prepacked for " +
+                   kernels().name + "; prepack again after changing the instruction set)",
                shape_text(shape_of(t)));
   return engine::tile_weight(t.const_data_ptr(), format, n, k, lanes);
 }

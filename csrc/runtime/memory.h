@@ -14,22 +14,29 @@ inline const void* offset_bytes(const void* p, int64_t n) {
 inline void* offset_bytes(void* p, int64_t n) { return static_cast<char*>(p) + n; }
 
 // `count` elements of `size` bytes, aligned to 64; std::runtime_error where there is no memory.
+// A thread keeps a few small blocks that it has released, so that a small op that is called again
+// and again allocates nothing but its result; any thread may release a block.
 void* allocate_scratch(int64_t count, size_t size);
+void release_scratch(void* memory, int64_t count, size_t size);
 
 // Uninitialised memory, 64-byte aligned.  Allocated before a parallel region, never inside.
 template <class T>
 class Scratch {
  public:
-  explicit Scratch(int64_t count) : data_(static_cast<T*>(allocate_scratch(count, sizeof(T)))) {}
-  Scratch(Scratch&& other) noexcept : data_(other.data_) { other.data_ = nullptr; }
+  explicit Scratch(int64_t count)
+      : data_(static_cast<T*>(allocate_scratch(count, sizeof(T)))), count_(count) {}
+  Scratch(Scratch&& other) noexcept : data_(other.data_), count_(other.count_) {
+    other.data_ = nullptr;
+  }
   Scratch(const Scratch&) = delete;
   Scratch& operator=(const Scratch&) = delete;
-  ~Scratch() { ::operator delete(data_, std::align_val_t{64}); }
+  ~Scratch() { release_scratch(data_, count_, sizeof(T)); }
   T* get() { return data_; }
   const T* get() const { return data_; }
 
  private:
   T* data_;
+  int64_t count_;
 };
 
 // Hands out pieces of one block. Used two times over: with a null block it only counts.

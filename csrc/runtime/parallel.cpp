@@ -1,6 +1,7 @@
 // The process's thread pool, and what surrounds every region on it.
 #include "runtime/parallel.h"
 
+#include "runtime/crowding.h"
 #include "runtime/float_state.h"
 #include "runtime/regions.h"
 
@@ -23,7 +24,9 @@ int64_t thread_count() { return usable_threads(g_pool.thread_count()); }
 int64_t partitions_for(int64_t items, int64_t work, int64_t min_work) {
   const int64_t worthwhile = work / min_work;
   if (items <= 1 || worthwhile <= 1) return 1;  // no call into the pool for small work
-  return std::max<int64_t>(1, std::min({items, worthwhile, thread_count()}));
+  const int64_t threads = thread_count();
+  if (threads <= 1) return 1;
+  return std::min({items, worthwhile, crowding().threads(threads, steady_ns())});
 }
 
 void run_region(int64_t partitions, void (*body)(int64_t, int64_t, void*), void* context) {

@@ -4,13 +4,9 @@
 #include "runtime/staged_executor.h"
 
 #include <algorithm>
-#include <chrono>
-#include <thread>
 
 namespace bitnet {
 namespace {
-
-using Clock = std::chrono::steady_clock;
 
 inline void relax() {
 #if defined(__x86_64__)
@@ -33,12 +29,29 @@ int64_t units_to_take(const ClaimRule& rule, int64_t left) {
 
 }  // namespace
 
-// Long enough for the end of a neighbour's last claim, since waking a sleeper takes as long again;
-// short against a time slice, which is what a neighbour loses when another process gets its core.
-// With more threads than cores the one waited for may need this very core: no spinning then.
-int64_t StagedExecutor::spin_budget(int64_t partitions) {
-  static const int64_t cores = std::max<int64_t>(1, std::thread::hardware_concurrency());
-  return partitions > cores ? 0 : 50'000;
+// Spinning takes long enough for the end of a neighbour's last claim, since waking a sleeper takes
+// as long again; it is short against a time slice, which is what a neighbour loses when another
+// process gets its core.  With more threads than cores the one waited for may need this very core:
+// no spinning then.
+void StagedExecutor::reset(int64_t partitions) {
+  partitions_ = partitions;
+  spin_ns_ = partitions > allowed_cpus() ? 0 : 50'000;
+  ended_.store(0, std::memory_order_relaxed);
+  for (int64_t p = 0; p < partitions; ++p) cpus_[p].store(-1, std::memory_order_relaxed);
+}
+
+StagedExecutor::Shift::Shift(StagedExecutor& executor_in, int64_t begin)
+    : executor(executor_in), slot(begin), timed(executor_in.sampled_ && begin == 0) {
+  if (timed) cpu_ns_before = thread_cpu_ns();
+}
+
+// Without the time it waited, the processor time of the caller was for its own share of the work.
+StagedExecutor::Shift::~Shift() {
+  executor.cpus_[slot].store(-1, std::memory_order_relaxed);
+  if (!timed || own_ns <= 0) return;
+  const auto busy = static_cast<double>(thread_cpu_ns() - cpu_ns_before - spun_ns);
+  executor.alone_ns_ =
+      std::max<int64_t>(1, static_cast<int64_t>(busy * static_cast<double>(stages_ns) / own_ns));
 }
 
 void StagedExecutor::deal(int64_t units) {
@@ -52,24 +65,79 @@ void StagedExecutor::deal(int64_t units) {
 void StagedExecutor::publish(int64_t stage, int64_t units) {
   state_.store(static_cast<uint64_t>(stage) << kStageShift | static_cast<uint64_t>(units),
                std::memory_order_release);
-  opened_.fetch_add(1, std::memory_order_seq_cst);
+  opened_.store(static_cast<uint32_t>(stage), std::memory_order_seq_cst);
   if (sleepers_.load(std::memory_order_seq_cst) != 0) opened_.notify_all();
+  if (stage < stages_ || asides_.load(std::memory_order_seq_cst) == 0) return;
+  ended_.store(1, std::memory_order_seq_cst);
+  wake_all(ended_);
 }
 
-int64_t StagedExecutor::wait_for(int64_t stage) {
-  const auto open_stage = [this] { return stage_of(state_.load(std::memory_order_acquire)); };
-  int64_t open = open_stage();
-  if (open >= stage) return open;
-  constexpr int64_t kClockEverySpins = 32;
-  const auto deadline = Clock::now() + std::chrono::nanoseconds(spin_ns_);
-  for (int64_t spins = 1; (open = open_stage()) < stage; ++spins) {
-    if (spins % kClockEverySpins == 0 && Clock::now() >= deadline) break;
+int64_t StagedExecutor::slot_on(int32_t cpu, int64_t slots, int64_t own) const {
+  for (int64_t p = 0; cpu >= 0 && p < slots; ++p) {
+    if (p != own && cpus_[p].load(std::memory_order_relaxed) == cpu) return p;
+  }
+  return -1;
+}
+
+// The thread that has the CPU may itself be blocked (a page that comes from a disk): where it has
+// come no further meanwhile, this one works.
+bool StagedExecutor::stands_aside(Shift& shift) {
+  constexpr int kMostMoves = 2;
+  constexpr int64_t kFirstPauseNs = 1'000'000, kLongestPauseNs = 64'000'000;
+  const int32_t cpu = current_cpu();
+  if (cpu != shift.cpu) {
+    shift.cpu = cpu;
+    cpus_[shift.slot].store(cpu, std::memory_order_relaxed);
+  }
+  const int64_t other = slot_on(cpu, shift.slot, shift.slot);
+  if (other < 0) {
+    shift.pause_ns = 0;
+    return false;
+  }
+  // where there are CPUs for all; the system may want the thread where it was, so not for ever
+  if (spin_ns_ != 0 && shift.moves < kMostMoves && may_spread() && leave_cpu(cpu)) {
+    ++shift.moves;
+    return true;
+  }
+  const uint64_t left = ranges_[other].value.load(std::memory_order_relaxed);
+  if (shift.pause_ns != 0 && left == shift.left) {
+    shift.pause_ns = 0;
+    return false;
+  }
+  shift.left = left;
+  shift.pause_ns = std::clamp(2 * shift.pause_ns, kFirstPauseNs, kLongestPauseNs);
+  shift.cpu = -1;
+  cpus_[shift.slot].store(-1, std::memory_order_relaxed);
+  asides_.fetch_add(1, std::memory_order_seq_cst);
+  if (opened_.load(std::memory_order_seq_cst) < stages_) wait_at_most(ended_, 0, shift.pause_ns);
+  asides_.fetch_sub(1, std::memory_order_relaxed);
+  return true;
+}
+
+// A thread that waits for one whose CPU it has itself must not spin.
+void StagedExecutor::spin_for(int64_t stage, Shift& shift) {
+  constexpr int64_t kClockEverySpins = 32, kFirstLook = 64, kLookEverySpins = 1024;
+  const int64_t began = steady_ns(), deadline = began + spin_ns_;
+  int64_t now = began;
+  for (int64_t spins = 1; open_stage() < stage; ++spins) {
+    if (spins % kClockEverySpins == 0 && (now = steady_ns()) >= deadline) break;
+    if ((spins == kFirstLook || spins % kLookEverySpins == 0) && shift.cpu >= 0 &&
+        slot_on(current_cpu(), partitions_, shift.slot) >= 0) {
+      break;
+    }
     relax();
   }
+  if (shift.timed) shift.spun_ns += steady_ns() - began;
+}
+
+int64_t StagedExecutor::wait_for(int64_t stage, Shift& shift) {
+  int64_t open = open_stage();
+  if (open >= stage) return open;
+  if (spin_ns_ != 0) spin_for(stage, shift);
   while ((open = open_stage()) < stage) {
     sleepers_.fetch_add(1, std::memory_order_seq_cst);
     const uint32_t seen = opened_.load(std::memory_order_seq_cst);
-    if (open_stage() < stage) opened_.wait(seen, std::memory_order_seq_cst);
+    if (seen < stage) opened_.wait(seen, std::memory_order_seq_cst);
     sleepers_.fetch_sub(1, std::memory_order_relaxed);
   }
   return open;

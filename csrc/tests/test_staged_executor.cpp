@@ -1,11 +1,17 @@
 // The executor of one region, on plain threads: every unit of every stage runs exactly once and
 // sees all of the stage before, however the partitions reach the threads; a waiting thread gives
-// its core away. Built with BITNET_SANITIZE=thread it proves the ordering.
+// its core away, and two on one core are as fast as one. Built with BITNET_SANITIZE=thread it
+// proves the ordering.
 #include "runtime/staged_executor.h"
 
-#include <ctime>
+#if defined(__linux__)
+#include <sched.h>
+#endif
 
+#include <algorithm>
 #include <chrono>
+#include <cstdio>
+#include <ctime>
 #include <functional>
 #include <memory>
 #include <thread>
@@ -246,6 +252,110 @@ void claims_follow_their_rule() {
         static_cast<long long>(claims.sizes.front()));
 }
 
+// Many more threads than CPUs, as in a container that grants two of 64: most stand aside.
+void many_threads_on_few_cpus() {
+  const auto executor = std::make_unique<StagedExecutor>();
+  std::vector<int64_t> sizes;
+  for (int64_t s = 0; s < 300; ++s) sizes.push_back(1 + s * 5 % 37);
+  for (const int64_t threads : {16, 33}) {
+    begin_case("%lld threads", static_cast<long long>(threads));
+    const Waves waves(sizes, threads, 2);
+    std::vector<Span> spans;
+    for (int64_t s = 0; s < threads; ++s) spans.push_back({s, s + 1});
+    run_spans(threads, spans, *executor, waves);
+    check_waves(waves, "many");
+  }
+}
+
+// Stages of 64 units of some microseconds each.
+struct Busy {
+  mutable std::atomic<uint64_t> sink{0};
+  int64_t stages() const { return 300; }
+  int64_t units(int64_t) const { return 64; }
+  ClaimRule claim(int64_t) const { return {1, 8}; }
+  void prepare(int64_t, int64_t) const {}
+  void prefetch_next(int64_t, int64_t) const {}
+  void run(int64_t, int64_t begin, int64_t end, int64_t) const {
+    uint64_t sum = 0;
+    for (int64_t i = begin * 400; i < end * 400; ++i) sum = sum * 31 + static_cast<uint64_t>(i);
+    sink.fetch_add(sum, std::memory_order_relaxed);
+  }
+};
+
+// Processor time of all threads, which other processes change little.
+double cpu_seconds_of(int64_t threads, const Busy& busy, StagedExecutor& executor) {
+  const auto now = [] {
+    timespec t{};
+    clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &t);
+    return static_cast<double>(t.tv_sec) + 1e-9 * static_cast<double>(t.tv_nsec);
+  };
+  const double begin = now();
+  executor.start(threads, busy);
+  std::vector<std::thread> others;
+  for (int64_t t = 1; t < threads; ++t)
+    others.emplace_back([&, t] { executor.work(t, t + 1, busy); });
+  executor.work(0, 1, busy);
+  for (std::thread& other : others) other.join();
+  return now() - begin;
+}
+
+// Two threads bound to one CPU get about as much done as one: a thread that spun for the other
+// would take its time away, up to 50 us a stage. The best of some runs, for other processes may
+// disturb.
+void two_threads_on_one_cpu() {
+#if defined(__linux__)
+  begin_case("two threads on one CPU");
+  cpu_set_t before, one;
+  CHECK(sched_getaffinity(0, sizeof before, &before) == 0, "no affinity mask");
+  CPU_ZERO(&one);
+  CPU_SET(static_cast<size_t>(sched_getcpu()), &one);
+  CHECK(sched_setaffinity(0, sizeof one, &one) == 0, "not bound");
+  const auto executor = std::make_unique<StagedExecutor>();
+  const Busy busy;
+  double alone = 1e9, both = 1e9;
+  for (int run = 0; run < 7; ++run) {
+    alone = std::min(alone, cpu_seconds_of(1, busy, *executor));
+    both = std::min(both, cpu_seconds_of(2, busy, *executor));
+  }
+  sched_setaffinity(0, sizeof before, &before);
+  std::printf("one CPU: one thread %.2f ms, two %.2f ms\n", alone * 1e3, both * 1e3);
+  CHECK(both < 2 * alone, "one thread %.3f ms, two on its CPU %.3f ms", alone * 1e3, both * 1e3);
+#endif
+}
+
+// Others rest when they have been in the way for a trial's time, ever longer, and until they gain.
+void others_rest_while_they_gain_nothing() {
+  begin_case("rests");
+  constexpr int64_t kMs = 1'000'000;
+  Crowding crowding;
+  int64_t now = 0;
+  const auto regions = [&](int count, int64_t alone) {
+    for (int i = 0; i < count; ++i) crowding.sample(now += 5 * kMs, 5 * kMs, alone);
+  };
+  const auto rests = [&] { return crowding.threads(8, now) == 1; };
+  regions(100, 9 * kMs);
+  CHECK(!rests(), "rest although two threads gain");
+  regions(9, 4 * kMs);
+  CHECK(!rests(), "rest after 45 ms without a gain");
+  regions(1, 9 * kMs);
+  regions(9, 4 * kMs);
+  CHECK(!rests(), "rest although one window in between gained");
+  int64_t last = 0;
+  for (int trial = 0; trial < 6; ++trial) {
+    const int64_t begin = now;
+    while (!rests()) regions(1, 4 * kMs);
+    CHECK(now - begin <= 50 * kMs, "no rest after 50 ms without a gain");
+    int64_t rest = 0;
+    while (rests()) now += kMs, rest += kMs;
+    CHECK(rest >= last && rest >= 200 * kMs && rest <= 1000 * kMs, "a rest of %lld ms",
+          static_cast<long long>(rest / kMs));
+    last = rest;
+  }
+  CHECK(last == 1000 * kMs, "the last rest is %lld ms", static_cast<long long>(last / kMs));
+  regions(1, 9 * kMs);
+  CHECK(!rests(), "rest after a gain");
+}
+
 }  // namespace
 }  // namespace bitnet::test
 
@@ -259,5 +369,8 @@ int main() {
   a_waiting_thread_sleeps();
   claims_follow_their_rule();
   others_take_over_from_a_partition_that_stands_still();
+  many_threads_on_few_cpus();
+  two_threads_on_one_cpu();
+  others_rest_while_they_gain_nothing();
   return finish("test_staged_executor");
 }

@@ -17,6 +17,7 @@ _OPENMP = re.compile(r"lib(gomp|omp|iomp5)\b")
 _THREAD_VARIABLES = (
     *("OMP_NUM_THREADS", "OMP_THREAD_LIMIT", "OMP_DYNAMIC", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT"),
     *("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY", "MKL_NUM_THREADS"),
+    *("BITNET_OPS_SPREAD", "BITNET_OPS_REST"),
 )
 # a limit of this size or more is how cgroup v1 spells "no limit"
 _NO_LIMIT_BYTES = 1 << 60
@@ -103,6 +104,35 @@ def cpus_available(root: Path = _ROOT) -> int:
     """How many threads can run at the same time: the affinity mask, cut by the quota."""
     quota = cpu_quota(root)
     return max(1, min(len(affinity()), int(quota) if quota is not None else len(affinity())))
+
+
+def one_of_each_core_first(cpus: list[int], root: Path = _ROOT) -> list[int]:
+    """The CPUs in an order in which siblings of a physical core come after one of each core."""
+    first: list[int] = []
+    siblings: list[int] = []
+    seen: set[str] = set()
+    for cpu in cpus:
+        core = _text(root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+        core = core or str(cpu)
+        (siblings if core in seen else first).append(cpu)
+        seen.add(core)
+    return first + siblings
+
+
+def physical_cores(root: Path = _ROOT) -> int:
+    """Physical cores with a CPU in the affinity mask."""
+    path = "sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
+    return len({_text(root / path.format(cpu)) or str(cpu) for cpu in affinity()})
+
+
+def default_threads(root: Path = _ROOT) -> int:
+    """The threads of our own processes: one a physical core of the affinity mask, by the quota."""
+    return max(1, min(physical_cores(root), cpus_available(root)))
+
+
+def numa_nodes(root: Path = _ROOT) -> int:
+    """Nodes with memory of their own; 1 where the system tells of none."""
+    return max(1, len(list((root / "sys/devices/system/node").glob("node[0-9]*"))))
 
 
 def memory_bytes(root: Path = _ROOT) -> dict[str, int | None]:

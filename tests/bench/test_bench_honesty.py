@@ -256,9 +256,9 @@ def test_one_cpu_of_each_core_comes_first(tmp_path: Path) -> None:
         folder = tmp_path / f"sys/devices/system/cpu/cpu{cpu}/topology"
         folder.mkdir(parents=True)
         (folder / "thread_siblings_list").write_text(f"{siblings}\n")
-    assert pinning.one_of_each_core_first([0, 1, 2, 3], tmp_path) == [0, 1, 2, 3]
-    assert pinning.one_of_each_core_first([0, 2, 1, 3], tmp_path) == [0, 1, 2, 3]
-    assert pinning.one_of_each_core_first([0, 9], tmp_path) == [0, 9]
+    assert machine.one_of_each_core_first([0, 1, 2, 3], tmp_path) == [0, 1, 2, 3]
+    assert machine.one_of_each_core_first([0, 2, 1, 3], tmp_path) == [0, 1, 2, 3]
+    assert machine.one_of_each_core_first([0, 9], tmp_path) == [0, 9]
 
 
 # --- the peak of AMX -----------------------------------------------------------------------------

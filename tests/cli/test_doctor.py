@@ -45,7 +45,7 @@ def test_json_has_every_field(facts: dict[str, Any]) -> None:
         "isa": {"selected", "BITNET_OPS_ISA", "error", "table"},
         "amx": {"on_cpu", "permission"},
         "threads": {"torch", "logical_cpus", "affinity", "cgroup_quota", "available"}
-        | {"environment"},
+        | {"environment", "physical_cores", "numa_nodes"},
         "weights": {"format", "tile_lanes", "tuned_to", "prefetch_bytes", "cache"},
         "torch": {"version", "location", "abi_floor"},
         "memory": {"total", "available", "limit"},
@@ -131,7 +131,10 @@ def healthy() -> dict[str, Any]:
     return {
         "isa": {"selected": "avx2", "BITNET_OPS_ISA": None, "error": None, "table": rows},
         "amx": {"on_cpu": False, "permission": None},
-        "threads": {"torch": 4, "available": 4, "environment": {"OMP_NUM_THREADS": "4"}},
+        "threads": {
+            **{"torch": 4, "available": 4, "numa_nodes": 1},
+            "environment": {"OMP_NUM_THREADS": "4"},
+        },
         "openmp_runtimes": ["/torch/libgomp.so.1"],
         "memory": {"total": 8 * GIB, "available": 8 * GIB, "limit": None},
         "pages": {"page_bytes": 4096, "transparent_huge_pages": "madvise"},
@@ -151,6 +154,7 @@ def test_healthy_machine_has_no_problems(healthy: dict[str, Any]) -> None:
         ("openmp_runtimes", [], "no OpenMP runtime is mapped"),
         ("threads.available", 2, "torch uses 4 threads, 2 can run at the same time"),
         ("threads.torch", 1, "torch uses 1 of 4 CPUs"),
+        ("threads.numa_nodes", 2, "2 memory nodes"),
         ("threads.environment", {"OMP_PROC_BIND": "true"}, "pins the main thread"),
         ("threads.environment", {"GOMP_CPU_AFFINITY": "0-3"}, "pins the main thread"),
         ("memory.available", GIB, "1.0 GiB of memory"),

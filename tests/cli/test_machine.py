@@ -94,6 +94,31 @@ def test_available_cpus_are_whole_and_at_least_one(
         assert machine.cpus_available() == expected
 
 
+def test_default_threads_are_physical_cores_within_the_quota(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    topology = "sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
+    root = write(tmp_path, {topology.format(i): f"{i % 4},{i % 4 + 4}\n" for i in range(8)})
+    for mask, quota, expected in (
+        (range(8), None, 4),
+        (range(8), 3.0, 3),
+        ([0, 4], None, 1),
+        ([0, 1, 5], None, 2),
+        (range(8), 0.5, 1),
+    ):
+        monkeypatch.setattr(machine, "affinity", lambda m=mask: list(m))
+        monkeypatch.setattr(machine, "cpu_quota", lambda root, q=quota: q)
+        assert machine.default_threads(root) == expected, (mask, quota)
+
+
+def test_numa_nodes(tmp_path: Path) -> None:
+    assert machine.numa_nodes(tmp_path) == 1
+    nodes = "sys/devices/system/node/"
+    names = ("node0/meminfo", "node1/meminfo", "possible")
+    root = write(tmp_path, {nodes + name: "" for name in names})
+    assert machine.numa_nodes(root) == 2
+
+
 def test_memory_and_its_limit(tmp_path: Path) -> None:
     meminfo = "MemTotal:       2048 kB\nMemFree: 1 kB\nMemAvailable:   1024 kB\n"
     root = write(
@@ -137,7 +162,7 @@ def test_openmp_runtimes_in_maps(tmp_path: Path) -> None:
 
 def test_thread_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):
-        if name.startswith(("OMP_", "GOMP_", "KMP_", "MKL_")):
+        if name.startswith(("OMP_", "GOMP_", "KMP_", "MKL_", "BITNET_OPS_")):
             monkeypatch.delenv(name)
     assert machine.thread_environment() == {}
     monkeypatch.setenv("OMP_NUM_THREADS", "3")

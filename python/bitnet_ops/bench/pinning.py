@@ -30,7 +30,7 @@ def pinned() -> Iterator[None]:
     if not hasattr(os, "sched_setaffinity") or _cpus:
         yield
         return
-    _cpus = one_of_each_core_first(machine.affinity())
+    _cpus = machine.one_of_each_core_first(machine.affinity())
     try:
         yield
     finally:
@@ -91,22 +91,6 @@ def free_all(allowed: list[int]) -> None:
     _pinned.clear()
     for tid in _threads():
         _set(tid, set(allowed))
-
-
-def one_of_each_core_first(cpus: list[int], root: Path = Path("/")) -> list[int]:
-    """The CPUs in an order in which siblings of a physical core come after one of each core."""
-    first: list[int] = []
-    siblings: list[int] = []
-    seen: set[str] = set()
-    for cpu in cpus:
-        path = root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
-        try:
-            core = path.read_text().strip()
-        except OSError:
-            core = str(cpu)
-        (siblings if core in seen else first).append(cpu)
-        seen.add(core)
-    return first + siblings
 
 
 def _threads() -> list[int]:

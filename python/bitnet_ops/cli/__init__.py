@@ -102,6 +102,16 @@ def _close_pipe() -> int:
     return EXIT_PIPE
 
 
+def _use_default_threads() -> None:
+    """Where the user has set nothing: no second thread on a core, none beyond the quota."""
+    import torch
+
+    from bitnet_ops import machine
+
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(min(torch.get_num_threads(), machine.default_threads()))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command.
 
@@ -114,7 +124,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.version:
             status = _print_version()
         else:
+            if argv is None:
+                os.environ.setdefault("BITNET_OPS_SPREAD", "1")  # a host process is asked first
             importlib.import_module("bitnet_ops.ops")  # torch and the op library, before Ctrl-C
+            if argv is None:
+                _use_default_threads()
             _interrupt.as_exception()
             status = int(args._module.run(args))
         if sys.stdout is not None:

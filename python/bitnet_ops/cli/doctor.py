@@ -151,6 +151,8 @@ def _threads() -> Facts:
         "affinity": machine.affinity(),
         "cgroup_quota": machine.cpu_quota(),
         "available": machine.cpus_available(),
+        "physical_cores": machine.physical_cores(),
+        "numa_nodes": machine.numa_nodes(),
         "environment": machine.thread_environment(),
     }
 
@@ -201,6 +203,10 @@ def _thread_problems(threads: Facts) -> list[tuple[str, str, str]]:
     if 2 * used < available:
         problem = f"torch uses {used} of {available} CPUs"
         return [("warning", problem, "raise or unset OMP_NUM_THREADS")]
+    if threads["numa_nodes"] > 1:
+        problem = f"{threads['numa_nodes']} memory nodes: weights lie on the one that loads them"
+        remedy = "run under numactl --interleave=all, or one process a node (numactl -N 0 -m 0)"
+        return [("warning", problem, remedy)]
     return []
 
 
@@ -335,14 +341,15 @@ def _weights_lines(weights: Facts) -> list[str]:
 
 def _thread_lines(facts: Facts) -> list[str]:
     threads = facts["threads"]
-    quota = threads["cgroup_quota"]
+    quota, cores = threads["cgroup_quota"], threads["physical_cores"]
+    share = "none" if quota is None else f"{quota:g}"
     environment = " ".join(f"{k}={v}" for k, v in threads["environment"].items())
     load = facts["load_average"]
     return [
         _line(
             "threads",
             f"torch {threads['torch']}; CPUs {threads['logical_cpus']}, in the affinity mask "
-            f"{len(threads['affinity'])}, quota {'none' if quota is None else f'{quota:g}'}; "
+            f"{len(threads['affinity'])} on {cores} cores, quota {share}; "
             f"load {'unknown' if load is None else load[0]}",
         ),
         _line("", environment or "no OMP_* variable set"),

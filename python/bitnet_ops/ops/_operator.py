@@ -6,9 +6,10 @@ It must not know what the ops are.
 from __future__ import annotations
 
 import functools
+import inspect
 import re
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,6 +33,10 @@ def operator(fake: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Resul
     """
     name = fake.__name__
     overload = getattr(torch.ops.bitnet, name).default  # a look-up costs a quarter of a microsecond
+    # what overload(...) calls in turn; a release of torch without it pays for the call
+    kernel = getattr(overload, "_op", overload)
+    defaults = {p.name: p.default for p in inspect.signature(fake).parameters.values()}
+    orders: dict[tuple[object, ...], _Order] = {}  # of calls by how arguments were named
 
     def checked(*args: Any) -> Any:
         _require_one_device(name, args)
@@ -45,16 +50,38 @@ def operator(fake: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Resul
         # Inference mode leaves it out by itself, and a compiled graph has no calls to save.
         if _is_compiling():
             return overload(*args, **kwargs)
+        if kwargs:
+            key = (len(args), *kwargs)
+            order = orders.get(key)
+            if order is None:
+                order = orders[key] = _order(defaults, len(args), kwargs)
+            if order:
+                args += tuple([kwargs.get(name, value) for name, value in order])
+                kwargs = _NOTHING
         try:
             if _is_grad_enabled() or _is_inference():
-                return overload(*args, **kwargs)
+                return kernel(*args, **kwargs)
             with _below_autograd():
-                return overload(*args, **kwargs)
+                return kernel(*args, **kwargs)
         except RuntimeError as error:
             _explain_a_wrong_type(name, error)
             raise
 
     return call
+
+
+_Order: TypeAlias = tuple[tuple[str, Any], ...]
+_NOTHING: dict[str, Any] = {}
+
+
+def _order(defaults: dict[str, Any], given: int, kwargs: dict[str, Any]) -> _Order:
+    """The arguments behind the first `given`, each with its default; torch makes text of keywords.
+
+    Empty where a call does not fit, for torch to reject as it was made.
+    """
+    rest = list(defaults.items())[given:]
+    complete = all(name in kwargs or value is not inspect.Parameter.empty for name, value in rest)
+    return tuple(rest) if complete and kwargs.keys() <= {name for name, _ in rest} else ()
 
 
 _WRONG_TYPE = re.compile(

@@ -1,0 +1,129 @@
+// The clocks, the CPU of a thread, and when others rest; see crowding.h.
+#include "runtime/crowding.h"
+
+#include <algorithm>
+#include <chrono>
+#include <climits>
+#include <cstdlib>
+#include <cstring>
+#include <ctime>
+#include <thread>
+
+#if defined(__linux__)
+#include <linux/futex.h>
+#include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+namespace bitnet {
+namespace {
+
+int64_t count_allowed_cpus() {
+  int64_t cpus = std::thread::hardware_concurrency();
+#if defined(__linux__)
+  cpu_set_t set;
+  if (sched_getaffinity(0, sizeof set, &set) == 0) cpus = CPU_COUNT(&set);
+#endif
+  return std::max<int64_t>(1, cpus);
+}
+
+// When the library is loaded: later a thread may be bound that asks for all.
+const int64_t g_allowed_cpus = count_allowed_cpus();
+
+bool is_set_to(const char* variable, const char* value) {
+  const char* text = std::getenv(variable);
+  return text != nullptr && std::strcmp(text, value) == 0;
+}
+
+}  // namespace
+
+int32_t current_cpu() {
+#if defined(__linux__)
+  return sched_getcpu();
+#else
+  return -1;
+#endif
+}
+
+int64_t allowed_cpus() { return g_allowed_cpus; }
+
+int64_t thread_cpu_ns() {
+  timespec t{};
+  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);
+  return static_cast<int64_t>(t.tv_sec) * 1'000'000'000 + t.tv_nsec;
+}
+
+int64_t steady_ns() {
+  const auto now = std::chrono::steady_clock::now().time_since_epoch();
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(now).count();
+}
+
+bool may_spread() {
+  static const bool allowed = is_set_to("BITNET_OPS_SPREAD", "1");
+  return allowed;
+}
+
+bool may_rest() {
+  static const bool allowed = !is_set_to("BITNET_OPS_REST", "0");
+  return allowed;
+}
+
+bool leave_cpu([[maybe_unused]] int32_t cpu) {
+#if defined(__linux__)
+  cpu_set_t before, without;
+  if (cpu < 0 || cpu >= CPU_SETSIZE || sched_getaffinity(0, sizeof before, &before) != 0)
+    return false;
+  without = before;
+  CPU_CLR(cpu, &without);
+  if (CPU_COUNT(&without) == 0 || sched_setaffinity(0, sizeof without, &without) != 0) return false;
+  sched_setaffinity(0, sizeof before, &before);
+  return true;
+#else
+  return false;
+#endif
+}
+
+void wait_at_most(std::atomic<uint32_t>& word, uint32_t value, int64_t ns) {
+#if defined(__linux__)
+  static_assert(sizeof word == sizeof(uint32_t));  // a futex
+  const timespec time{static_cast<time_t>(ns / 1'000'000'000),
+                      static_cast<long>(ns % 1'000'000'000)};
+  syscall(SYS_futex, &word, FUTEX_WAIT_PRIVATE, value, &time, nullptr, 0);
+#else
+  if (word == value) std::this_thread::sleep_for(std::chrono::nanoseconds(ns));
+#endif
+}
+
+void wake_all([[maybe_unused]] std::atomic<uint32_t>& word) {
+#if defined(__linux__)
+  syscall(SYS_futex, &word, FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
+#endif
+}
+
+// A region gains where one thread alone would have taken longer.  While others rest nobody knows
+// whether they would be of use again, so that the rest ends with a trial.  A thread that has slept
+// is often woken on the CPU of who wakes it, and the system takes tens of milliseconds to move it:
+// a trial is as long, and the rests after it grow to twenty times that.
+void Crowding::sample(int64_t now, int64_t wall, int64_t alone) {
+  last_sample_ = now;
+  wall_ += wall;
+  alone_ += alone;
+  if (wall_ < kWindowNs) return;
+  const bool gained = alone_ > wall_ + wall_ / 20;
+  bad_ns_ = gained ? 0 : bad_ns_ + wall_;
+  if (gained) rests_ = 0;
+  wall_ = alone_ = 0;
+  if (bad_ns_ < kTrialNs || !may_rest()) return;
+  constexpr int kMostDoublings = 3;
+  rest_until_ = now + std::min((4 * bad_ns_) << rests_, kMostRestNs);
+  rests_ = std::min(rests_ + 1, kMostDoublings);
+  bad_ns_ = 0;
+}
+
+Crowding& crowding() {
+  thread_local Crowding mine;
+  return mine;
+}
+
+}  // namespace bitnet
