@@ -27,10 +27,10 @@ BITNET_LIBRARY(m) {
   m.def("quantize_activations(Tensor x) -> (Tensor q, Tensor scale)");
   // x F [..., K], activation_format "int8_group" or "int16_group" -> q int8 or int16 [..., K],
   // scale
-  //   float32 [..., ceil(K / 128)] (per token and group of 128 features, absmax)
+  //   float32 [..., ceil(K / group_size)] (per token and group of 128 or 64 features, absmax)
   m.def(
-      "quantize_activation_groups(Tensor x, str activation_format=\"int8_group\") -> (Tensor q, "
-      "Tensor scale)");
+      "quantize_activation_groups(Tensor x, str activation_format=\"int8_group\", int "
+      "group_size=128) -> (Tensor q, Tensor scale)");
   // weight W, x int8 [K], x_scale float32 [1], weight_scale float32 [1] or [N]
   //   -> [N], int32 without scales, float32 with both
   m.def(

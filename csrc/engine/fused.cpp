@@ -29,7 +29,7 @@ void quantize_normed(const KernelTable& table, const Rows& x, const Norm& norm,
 void norm_and_multiply(const Rows& x, const Norm& norm, const Projection* projections,
                        int64_t count, ActivationFormat activations) {
   const KernelTable& table = kernels();
-  const TokenBuffer tokens(table, x.count, x.width, projections[0].grouped(), activations);
+  const TokenBuffer tokens(table, x.count, x.width, projections[0].group(), activations);
   quantize_normed(table, x, norm, tokens.view());
   multiply(table, tokens.view(), projections, count);
 }
@@ -47,7 +47,7 @@ void mlp(const Rows& x, const Mlp& m, const Rows& y) {
   }
   norm_and_multiply(x, m.norm, both, 2, m.activations);
 
-  const TokenBuffer inner(table, tokens, n, m.down.grouped(), m.activations);
+  const TokenBuffer inner(table, tokens, n, m.down.group(), m.activations);
   parallel_rows(tokens, n, n, [&](int64_t t, float* row) {
     m.activation(gate_up.get() + t * n, gate_up.get() + half + t * n, n, row);
     table.round_row(type, row, n);

@@ -10,14 +10,12 @@
 namespace bitnet::engine {
 namespace {
 
-constexpr int64_t kGroupSteps = kGroupWeights / layout::kTileStepK;
-
 GroupJob job_of(const Weight& w, const QuantizedTokens& x, const GroupsJob& job) {
   return {.format = w.format,
           .tiles = w.data + job.block_begin * w.block_bytes,
           .tile_stride = w.block_bytes,
           .k_steps = w.k_steps,
-          .group_steps = kGroupSteps,
+          .group_steps = x.group / layout::kTileStepK,
           .tile_count = job.block_end - job.block_begin,
           .x = x.token(job.token),
           .x_stride = x.padded_k,
@@ -38,7 +36,7 @@ GroupJob job_of(const Weight& w, const QuantizedTokens& x, const GroupsJob& job)
 // Scales as the kernels read them: one call.
 void multiply_blocked(const KernelTable& table, const Weight& w, const GroupScales& scales,
                       const QuantizedTokens& x, const GroupsJob& job) {
-  const int64_t stride = layout::blocks_for(w.k) * w.block_rows;
+  const int64_t stride = x.group_count() * w.block_rows;
   GroupJob all = job_of(w, x, job);
   all.scale_type = scales.type;
   all.scale = offset_bytes(scales.data, job.block_begin * stride * element_size(scales.type));
@@ -51,7 +49,8 @@ void multiply_gathered(const KernelTable& table, const Weight& w, const float* s
                        const QuantizedTokens& x, const GroupsJob& job) {
   constexpr int64_t kGathered = 32;
   float gathered[kGathered * layout::kMostBlockRows];
-  const int64_t groups = layout::blocks_for(w.k), step_bytes = w.block_bytes / w.k_steps;
+  const int64_t groups = x.group_count(), step_bytes = w.block_bytes / w.k_steps;
+  const int64_t group_steps = x.group / layout::kTileStepK;
   for (int64_t block = job.block_begin; block < job.block_end; ++block) {
     const int64_t row = block * w.block_rows, rows = std::min(w.block_rows, w.n_rows - row);
     GroupsJob one = job;
@@ -61,15 +60,15 @@ void multiply_gathered(const KernelTable& table, const Weight& w, const float* s
     GroupJob part = job_of(w, x, one);
     part.scale = gathered;
     for (int64_t g = 0; g < groups; g += kGathered) {
-      const int64_t count = std::min(kGathered, groups - g), step = g * kGroupSteps;
+      const int64_t count = std::min(kGathered, groups - g), step = g * group_steps;
       for (int64_t i = 0; i < count * w.block_rows; ++i) {
         const int64_t r = i % w.block_rows;
         gathered[i] = r < rows ? scales[(row + r) * groups + g + i / w.block_rows] : 0.0f;
       }
       GroupJob now = part;
       now.tiles += step * step_bytes;
-      now.k_steps = std::min(count * kGroupSteps, w.k_steps - step);
-      now.x += g * kGroupWeights;
+      now.k_steps = std::min(count * group_steps, w.k_steps - step);
+      now.x += g * x.group;
       now.x_sum += g * x.tokens;
       if (now.x_scale != nullptr) now.x_scale += g * x.tokens;
       now.add = g != 0;
@@ -78,13 +77,32 @@ void multiply_gathered(const KernelTable& table, const Weight& w, const float* s
   }
 }
 
+// The codes of group g of `rows` planes, whole blocks of 128 of them: a group of 64 lies in a copy
+// whose other half is zero.
+struct GroupCodes {
+  const int8_t* at;
+  int64_t stride;
+};
+
+GroupCodes codes_of_group(const QuantizedTokens& x, int64_t token, int64_t rows, int64_t g,
+                          int8_t* copies) {
+  const int8_t* codes = x.token(token) + g * x.group;
+  if (x.group == kGroupWeights) return {codes, x.padded_k};
+  std::fill_n(copies, rows * kGroupWeights, int8_t{0});
+  for (int64_t r = 0; r < rows; ++r) {
+    std::copy_n(codes + r * x.padded_k, x.group, copies + r * kGroupWeights + g % 2 * x.group);
+  }
+  return {copies, kGroupWeights};
+}
+
 // Canonical rows: exact sums of one group at a time, one plane after the other.
 void multiply_rows(const KernelTable& table, const Weight& w, const float* scales,
                    const QuantizedTokens& x, const GroupsJob& job) {
   constexpr int64_t kRows = layout::kMostBlockRows, kTokens = 16;
   int32_t sums[kTokens * kRows], planes[2 * kTokens * kRows], x_sum[2 * kTokens];
   float w_scale[kRows];
-  const int64_t groups = layout::blocks_for(w.k), begin = job.block_begin * w.block_rows;
+  int8_t copies[2 * kTokens * kGroupWeights];
+  const int64_t groups = x.group_count(), begin = job.block_begin * w.block_rows;
   const int64_t end = std::min(job.block_end * w.block_rows, w.n_rows);
   const int64_t blocks = kRows / w.block_rows, per_token = x.planes();
   for (int64_t row = begin; row < end; row += blocks * w.block_rows) {
@@ -94,16 +112,16 @@ void multiply_rows(const KernelTable& table, const Weight& w, const float* scale
       float* out = job.out + m * job.out_stride + (row - begin);
       for (int64_t t = 0; t < tokens; ++t) std::fill_n(out + t * job.out_stride, rows, 0.0f);
       for (int64_t g = 0; g < groups; ++g) {
-        const int8_t* codes = x.token(first) + g * kGroupWeights;
+        const GroupCodes codes = codes_of_group(x, first, tokens * per_token, g, copies);
         for (int64_t r = 0; r < tokens * per_token; ++r) {
-          x_sum[r] = table.sum_i8(codes + r * x.padded_k, kGroupWeights);
+          x_sum[r] = table.sum_i8(codes.at + r * codes.stride, kGroupWeights);
         }
         multiply_sums(table, w,
                       {.block_begin = row / w.block_rows,
                        .block_end = (row + rows + w.block_rows - 1) / w.block_rows,
-                       .group = g,
-                       .x = codes,
-                       .x_stride = x.padded_k,
+                       .group = g * x.group / kGroupWeights,
+                       .x = codes.at,
+                       .x_stride = codes.stride,
                        .x_step_stride = kTokenStep,
                        .x_sum = x_sum,
                        .tokens = tokens * per_token,

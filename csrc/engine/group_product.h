@@ -1,4 +1,4 @@
-// Products of weights that have a scale for every group of 128 along K with tokens in any
+// Products of weights that have a scale for every group of 128 or 64 along K with tokens in any
 // ActivationFormat: sums of groups are exact integers, their floats are added by one fused
 // multiply-add each, in ascending order, on every ISA.
 #pragma once
@@ -14,9 +14,8 @@ struct GroupScales {
   const void* data = nullptr;
   DType type = DType::kF32;
   bool blocked = false;
+  int64_t group = kGroupWeights;  // weights of a group, or kSmallGroup
 };
-
-constexpr int64_t kGroupWeights = layout::kBlockWeights;
 
 // A run of row blocks x some tokens.
 struct GroupsJob {
@@ -28,7 +27,8 @@ struct GroupsJob {
 
 // y = sum over g of float(sum of the group's codes) * (scale[n, g] * x.group_scales[g, m]), each
 // step one fused multiply-add; or, with one scale a token, the same without it, times x.scales[m].
-// Writes whole row blocks, rows past n_rows included, except in the canonical layout.
+// x has groups of as many features.  Writes whole row blocks, rows past n_rows included, except in
+// the canonical layout.
 void multiply_groups(const KernelTable& table, const Weight& weight, const GroupScales& scales,
                      const QuantizedTokens& x, const GroupsJob& job);
 

@@ -19,7 +19,7 @@ struct HeadView {
   const void* weight;      // dense [rows, k], int8 [rows, k], uint8 [tiles, lines, 64]
   const void* scale;       // null, float32 [rows], bfloat16 bits [tiles, groups, 16]
   int64_t rows, k;         // V and K
-  int64_t group;           // int4: 64 or 128 features
+  int64_t group;           // int4 and ternary: 64 or 128 features
   int64_t prefetch_bytes;  // tuning().prefetch_bytes
   // kTernary alone, a ternary matrix with scales of groups: its tokens are of 16 bits in groups.
   Weight ternary = {};

@@ -151,7 +151,8 @@ Projection StepPlan::projection(const Place& at, int which) const {
                {StoreKind::kRound, model_.type, out, stride_bytes}};
   if (form == ScaleForm::kGroups) {
     const bool blocked = w.format != WeightFormat::kCanonical;
-    p.groups = {at.layer->scales[which], blocked ? model_.group_scale_type : DType::kF32, blocked};
+    p.groups = {at.layer->scales[which], blocked ? model_.group_scale_type : DType::kF32, blocked,
+                model_.group_weights[which]};
   }
   if (out == nullptr) {
     p.out.kind = StoreKind::kAdd;
@@ -179,6 +180,7 @@ QuantizedTokens StepPlan::tokens_of(const Place& at, int64_t k, const StepInput&
   const bool grouped = is_grouped(at);
   x.tile = grouped ? 0 : model_.table->product_blocking(x.tokens).token_tile;
   x.format = grouped ? model_.activations : ActivationFormat::kInt8;
+  if (grouped) x.group = model_.group_weights[weights_at(at).first];
   if (!grouped) x.groups = nullptr;
   if (x.format == ActivationFormat::kInt8) x.group_scales = nullptr;
   return x;

@@ -60,10 +60,11 @@ struct StepModel {
   bool inner_norms;               // whether every projection has one
   bool post_norms;                // whether what o and down give is normalised before it is added
   ScaleForm scale_forms[kLayerWeights];
-  DType group_scale_type;        // of the scales of groups, kF32 or kF16
-  ActivationFormat activations;  // what projections with scales of groups multiply by
-  Rope rope;                     // of dim / 2 frequencies
-  Rope local_rope;               // of some layers; no frequencies: of none
+  int64_t group_weights[kLayerWeights];  // of kGroups: 128 or 64, alike where tokens are the same
+  DType group_scale_type;                // of the scales of groups, kF32 or kF16
+  ActivationFormat activations;          // what projections with scales of groups multiply by
+  Rope rope;                             // of dim / 2 frequencies
+  Rope local_rope;                       // of some layers; no frequencies: of none
   float attention_scale;
   HeadView head;
   int64_t adapters;               // LoRA, 0: none

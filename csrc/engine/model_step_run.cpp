@@ -36,6 +36,7 @@ StepInput take_input(BumpAllocator& memory, const StepModel& m, const AttentionP
   const int64_t tokens = sizes.tokens;
   const bool grouped = std::ranges::count(m.scale_forms, ScaleForm::kGroups) != 0;
   const bool scaled = grouped && m.activations != ActivationFormat::kInt8;
+  const int64_t groups = tokens * groups_for(longest, kSmallGroup);  // at most
   const int64_t planes = grouped ? planes_of(m.activations) : 1;
   StepInput input{};
   input.row = memory.take<float>(std::max(m.inner_norms ? 2 * longest : longest, 2 * m.dim));
@@ -44,8 +45,8 @@ StepInput take_input(BumpAllocator& memory, const StepModel& m, const AttentionP
     input.x[i].codes = memory.take<int8_t>(tokens * planes * layout::padded_k(longest));
     input.x[i].sums = memory.take<int32_t>(tokens);
     input.x[i].scales = memory.take<float>(tokens);
-    input.x[i].groups = memory.take<int32_t>(grouped ? tokens * layout::blocks_for(longest) : 0);
-    input.x[i].group_scales = memory.take<float>(scaled ? tokens * layout::blocks_for(longest) : 0);
+    input.x[i].groups = memory.take<int32_t>(grouped ? groups : 0);
+    input.x[i].group_scales = memory.take<float>(scaled ? groups : 0);
     input.side_rows[i] = memory.take<float>(sizes.with_adapter * longest);
   }
   const int64_t head_tokens = std::min(tokens, m.head_tokens);

@@ -29,6 +29,7 @@ struct Projection {
   GroupScales groups = {};
 
   bool grouped() const { return groups.data != nullptr; }
+  int64_t group() const { return grouped() ? groups.group : 0; }
 };
 
 // A contiguous result [tokens, n_rows] of `type`.

@@ -9,18 +9,19 @@
 
 namespace bitnet::engine {
 
-TokenBuffer::TokenBuffer(const KernelTable& table, int64_t tokens, int64_t k, bool group_sums,
+TokenBuffer::TokenBuffer(const KernelTable& table, int64_t tokens, int64_t k, int64_t group,
                          ActivationFormat format)
     : codes_(tokens * planes_of(format) * layout::padded_k(k)),
       sums_(tokens),
-      groups_(group_sums ? tokens * layout::blocks_for(k) : 0),
+      groups_(group == 0 ? 0 : tokens * groups_for(k, group)),
       scales_(tokens),
-      group_scales_(format == ActivationFormat::kInt8 ? 0 : tokens * layout::blocks_for(k)),
+      group_scales_(format == ActivationFormat::kInt8 ? 0 : tokens * groups_for(k, group)),
       view_{tokens, k, layout::padded_k(k),
-            // sums over 128 codes are taken of rows as they lie
-            group_sums ? 0 : table.product_blocking(tokens).token_tile, codes_.get(), sums_.get(),
-            scales_.get(), group_sums ? groups_.get() : nullptr, format,
-            format == ActivationFormat::kInt8 ? nullptr : group_scales_.get()} {}
+            // sums over groups are taken of rows as they lie
+            group != 0 ? 0 : table.product_blocking(tokens).token_tile, codes_.get(), sums_.get(),
+            scales_.get(), group == 0 ? nullptr : groups_.get(), format,
+            format == ActivationFormat::kInt8 ? nullptr : group_scales_.get(),
+            group == 0 ? kGroupWeights : group} {}
 
 void TokenBuffer::quantize(const KernelTable& table, const void* x, DType type) {
   const int64_t k = view_.k, row_bytes = k * element_size(type);
@@ -55,28 +56,27 @@ void TokenBuffer::copy_quantized(const KernelTable& table, const int8_t* x, cons
   if (scales != nullptr) std::copy(scales, scales + view_.tokens, view_.scales);
 }
 
-// A group is quantised as a row of its own would be.
+// A group is quantised as a row of its own would be. Where K ends in the first half of 128, groups
+// of 64 leave the second as it is: nobody reads it.
 void QuantizedTokens::quantize_groups(const KernelTable& table, const float* x, int64_t m) const {
-  constexpr int64_t kGroup = layout::kBlockWeights;
-  for (int64_t g = 0; g < layout::blocks_for(k); ++g) {
-    const int64_t from = g * kGroup, n = std::min(kGroup, k - from), at = g * tokens + m;
+  for (int64_t g = 0; g < group_count(); ++g) {
+    const int64_t from = g * group, n = std::min(group, k - from), at = g * tokens + m;
     int8_t* to = token(m) + from;
     if (format == ActivationFormat::kInt8Group) {
-      group_scales[at] = table.quantize_row(x + from, n, kGroup, to, kTokenStep, groups + at);
+      group_scales[at] = table.quantize_row(x + from, n, group, to, kTokenStep, groups + at);
     } else {
-      int16_t wide[kGroup];
-      int32_t sums_of_64[kGroup / 64];
+      int16_t wide[kGroupWeights];
+      int32_t sums_of_64[kGroupWeights / 64] = {};
       group_scales[at] =
-          table.head_quantize_token(x + from, n, kGroup, wide, to, to + padded_k, sums_of_64);
+          table.head_quantize_token(x + from, n, group, wide, to, to + padded_k, sums_of_64);
       groups[at] = sums_of_64[0] + sums_of_64[1];
     }
   }
 }
 
 void QuantizedTokens::sum_groups(const KernelTable& table, int64_t m) const {
-  for (int64_t g = 0; g < layout::blocks_for(k); ++g) {
-    groups[g * tokens + m] =
-        table.sum_i8(token(m) + g * layout::kBlockWeights, layout::kBlockWeights);
+  for (int64_t g = 0; g < group_count(); ++g) {
+    groups[g * tokens + m] = table.sum_i8(token(m) + g * group, group);
   }
 }
 

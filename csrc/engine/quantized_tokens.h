@@ -7,9 +7,14 @@
 
 namespace bitnet::engine {
 
-// What tokens become: int8 with one scale a token; int8 with a scale for every group of 128
+// What tokens become: int8 with one scale a token; int8 with a scale for every group of
 // features; or 16 bits with such scales, as two planes of int8.
 enum class ActivationFormat : int32_t { kInt8 = 0, kInt8Group = 1, kInt16Group = 2 };
+
+// A group of scales along K: 128 weights or features, or 64.
+constexpr int64_t kGroupWeights = layout::kBlockWeights;
+constexpr int64_t kSmallGroup = kGroupWeights / 2;
+constexpr int64_t groups_for(int64_t k, int64_t group) { return (k + group - 1) / group; }
 
 constexpr int64_t planes_of(ActivationFormat format) {
   return format == ActivationFormat::kInt16Group ? 2 : 1;
@@ -23,12 +28,14 @@ struct QuantizedTokens {
   int8_t* codes;
   int32_t* sums;    // of a token's codes
   float* scales;    // what a code is worth
-  int32_t* groups;  // [groups, tokens], sums over 128 codes; null where nobody needs them
+  int32_t* groups;  // [groups, tokens], sums over a group; null where nobody needs them
   ActivationFormat format = ActivationFormat::kInt8;
   // [groups, tokens], what the codes of a group are worth, in the formats that have such: sums and
   // scales of whole tokens are not used there, and tokens lie in row-major order.
   float* group_scales = nullptr;
+  int64_t group = kGroupWeights;  // features of a group, as of the weights that meet them
 
+  int64_t group_count() const { return groups_for(k, group); }
   int64_t planes() const { return planes_of(format); }
 
   int64_t stride() const { return tile == 0 ? padded_k : kTokenStep; }
@@ -59,7 +66,7 @@ struct QuantizedTokens {
         to[m * k + i] =
             static_cast<T>(sizeof(T) == 1 ? high[i] : 256 * high[i] + high[padded_k + i]);
       }
-      const int64_t count = (k + layout::kBlockWeights - 1) / layout::kBlockWeights;
+      const int64_t count = group_count();
       for (int64_t g = 0; g < count; ++g) to_scales[m * count + g] = group_scales[g * tokens + m];
     }
   }
@@ -68,10 +75,11 @@ struct QuantizedTokens {
   void quantize_groups(const KernelTable& table, const float* x, int64_t m) const;
 };
 
-// With memory of their own, in the order that `table` asks for.
+// With memory of their own, in the order that `table` asks for.  group: 0 where nobody needs
+// groups.
 class TokenBuffer {
  public:
-  TokenBuffer(const KernelTable& table, int64_t tokens, int64_t k, bool group_sums = false,
+  TokenBuffer(const KernelTable& table, int64_t tokens, int64_t k, int64_t group = 0,
               ActivationFormat format = ActivationFormat::kInt8);
   const QuantizedTokens& view() const { return view_; }
 

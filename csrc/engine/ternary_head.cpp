@@ -22,7 +22,7 @@ struct Sizes {
 
 Sizes sizes_of(const HeadView& head, int64_t tokens) {
   return {aligned(tokens * planes_of(kFormat) * layout::padded_k(head.k)),
-          aligned(tokens * layout::blocks_for(head.k) * 4)};
+          aligned(tokens * head.groups() * 4)};
 }
 
 // The code of weight (r, k) of a row block.
@@ -65,6 +65,7 @@ QuantizedTokens bind_ternary_input(const HeadView& head, int64_t tokens, void* m
   x.codes = reinterpret_cast<int8_t*>(bytes);
   x.groups = reinterpret_cast<int32_t*>(bytes + sizes.codes);
   x.format = kFormat;
+  x.group = head.group;
   x.group_scales = reinterpret_cast<float*>(bytes + sizes.codes + sizes.groups);
   return x;
 }
@@ -97,15 +98,15 @@ void embed_ternary(const HeadView& head, int64_t id, float* out) {
   const Weight& w = head.ternary;
   const GroupScales& scales = head.ternary_scales;
   const int64_t block = id / w.block_rows, r = id % w.block_rows;
-  const int64_t groups = layout::blocks_for(w.k);
+  const int64_t groups = head.groups();
   const uint8_t* bytes = w.data + block * w.block_bytes;
   for (int64_t g = 0; g < groups; ++g) {
     const int64_t at = scales.blocked ? (block * groups + g) * w.block_rows + r : id * groups + g;
     const float scale = scales.type == DType::kF16
                             ? f16_value(static_cast<const uint16_t*>(scales.data)[at])
                             : static_cast<const float*>(scales.data)[at];
-    const int64_t end = std::min((g + 1) * kGroupWeights, w.k);
-    for (int64_t k = g * kGroupWeights; k < end; ++k) {
+    const int64_t end = std::min((g + 1) * head.group, w.k);
+    for (int64_t k = g * head.group; k < end; ++k) {
       out[k] = static_cast<float>(code_of(w, bytes, r, k) - 1) * scale;
     }
   }

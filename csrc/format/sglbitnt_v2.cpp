@@ -160,9 +160,10 @@ void read_scale_fields(Cursor& in, const Where& where, TensorRecord& tensor) {
   tensor.scale_dtype = static_cast<DType>(dtype);
   if (tensor.scale_kind != ScaleKind::kGroup) return;
   tensor.group_size = in.value<std::uint32_t>(where, "the group size");
-  if (tensor.group_size != layout::kBlockWeights) {
+  if (tensor.group_size != layout::kBlockWeights &&
+      tensor.group_size != layout::kBlockWeights / 2) {
     fail(ErrorCode::kGroupSize, at + 4, where,
-         "a group size of " + str(layout::kBlockWeights) + ", got " + str(tensor.group_size));
+         "a group size of 128 or 64, got " + str(tensor.group_size));
   }
 }
 
@@ -189,7 +190,8 @@ void read_place(Cursor& in, const Where& where, const char* what, std::uint64_t 
 std::uint64_t scales_bytes(const TensorRecord& tensor) {
   std::uint64_t count = tensor.dims[0];  // below 2^31, as are the groups: no overflow
   if (tensor.scale_kind == ScaleKind::kGroup)
-    count *= static_cast<std::uint64_t>(layout::blocks_for(tensor.in_features));
+    count *= (static_cast<std::uint64_t>(tensor.in_features) + tensor.group_size - 1) /
+             tensor.group_size;
   return count * (tensor.scale_dtype == DType::kF32 ? 4 : 2);
 }
 

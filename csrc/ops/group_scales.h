@@ -1,5 +1,5 @@
-// The scale of a projection as a tensor: one, one a row, or one for every group of 128 weights; and
-// the names of ActivationFormat.
+// The scale of a projection as a tensor: one, one a row, or one for every group of 128 or 64
+// weights; and the names of ActivationFormat.
 #pragma once
 
 #include <string>

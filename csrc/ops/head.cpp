@@ -114,10 +114,11 @@ engine::HeadView ternary_view(const Check& check, const Tensor& weight, const Te
                         scale.const_data_ptr(),
                         0,
                         k,
-                        engine::kGroupWeights,
+                        0,
                         tuning().prefetch_bytes};
   view.ternary = weight_view(check, weight, "weight", k, rows);
   view.ternary_scales = group_scales(check, view.ternary, scale, "scale");
+  view.group = view.ternary_scales.group;
   view.rows = view.ternary.n_rows;
   return view;
 }

@@ -67,7 +67,7 @@ Tensor project(const Tensor& x_in, Projection projection, const std::optional<Te
   const int64_t tokens = product(shape, 0, shape.size() - 1);
   const Tensor x = as_contiguous(x_in);
   const KernelTable& table = kernels();
-  TokenBuffer rows(table, tokens, weight.k, projection.grouped(), format);
+  TokenBuffer rows(table, tokens, weight.k, projection.group(), format);
   rows.quantize(table, x.const_data_ptr(), dtype_of(x));
   shape.back() = weight.n_rows;
   Tensor out = empty(shape, x.scalar_type());
@@ -94,7 +94,8 @@ std::tuple<Tensor, Tensor> quantize_activations(const Tensor& x_in) {
 }
 
 std::tuple<Tensor, Tensor> quantize_activation_groups(const Tensor& x_in,
-                                                      std::string activation_format) {
+                                                      std::string activation_format,
+                                                      int64_t group_size) {
   const Check check("quantize_activation_groups");
   check.float_dtype(x_in, "x");
   check.min_dim(x_in, "x", 1);
@@ -104,13 +105,15 @@ std::tuple<Tensor, Tensor> quantize_activation_groups(const Tensor& x_in,
   const engine::ActivationFormat format = ops::activation_format(check, activation_format);
   if (format == engine::ActivationFormat::kInt8)
     check.fail("activation_format", "int8_group or int16_group", "int8 (quantize_activations)");
+  if (group_size != engine::kGroupWeights && group_size != engine::kSmallGroup)
+    check.fail("group_size", "128 or 64", std::to_string(group_size));
   const bool wide = format == engine::ActivationFormat::kInt16Group;
   Shape scales = shape;
-  scales.back() = layout::blocks_for(k);
+  scales.back() = engine::groups_for(k, group_size);
   Tensor q = empty(shape, wide ? ScalarType::Short : ScalarType::Char);
   Tensor scale = empty(scales, ScalarType::Float);
   const Tensor x = as_contiguous(x_in);
-  TokenBuffer rows(kernels(), tokens, k, true, format);
+  TokenBuffer rows(kernels(), tokens, k, group_size, format);
   rows.quantize(kernels(), x.const_data_ptr(), dtype_of(x));
   const engine::QuantizedTokens& from = rows.view();
   if (wide) {

@@ -190,20 +190,22 @@ int64_t StepBinding::scales_of(StepModel& m, const std::vector<StepLayer>& layer
                   std::to_string(size));
     return size;
   }
-  int64_t expected = rows * layout::blocks_for(k);
+  int64_t stored_rows = rows;
   for (const StepLayer& layer : layers) {
     const Weight& w = layer.weights[which];
     if (w.format != layers[0].weights[which].format)
       check_.fail(kNames[which], "in one layout in every layer, for it has scales of groups",
                   "another one");
-    if (w.format != engine::WeightFormat::kCanonical)
-      expected = w.row_blocks * w.block_rows * layout::blocks_for(k);
+    if (w.format != engine::WeightFormat::kCanonical) stored_rows = w.row_blocks * w.block_rows;
   }
-  if (size != expected)
+  const int64_t large = stored_rows * engine::groups_for(k, engine::kGroupWeights);
+  const int64_t small = stored_rows * engine::groups_for(k, engine::kSmallGroup);
+  if (size != large && size != small)
     check_.fail("scale_sizes",
-                std::to_string(expected) + " (one a row and 128 input features) for " +
-                    kNames[which] + ", which is in grouped",
+                std::to_string(large) + " (one a row and 128 input features) or " +
+                    std::to_string(small) + " (64) for " + kNames[which] + ", which is in grouped",
                 std::to_string(size));
+  m.group_weights[which] = size == large ? engine::kGroupWeights : engine::kSmallGroup;
   return size;
 }
 
@@ -229,6 +231,11 @@ void StepBinding::bind_scales(StepModel& m, std::vector<StepLayer>& layers) cons
       check_.fail("grouped",
                   std::string("with ") + kNames[one] + " and " + kNames[other] + " or with neither",
                   "one of them");
+    if (m.scale_forms[one] == ScaleForm::kGroups && m.group_weights[one] != m.group_weights[other])
+      check_.fail("scale_sizes",
+                  std::string("of groups of one size for ") + kNames[one] + " and " + kNames[other],
+                  std::to_string(m.group_weights[one]) + " and " +
+                      std::to_string(m.group_weights[other]) + " weights");
   };
   same(kQ, kK), same(kQ, kV), same(kGate, kUp);
   const bool half = a.scales.defined() && a.scales.scalar_type() == ScalarType::Half;

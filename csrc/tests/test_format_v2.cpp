@@ -74,7 +74,7 @@ struct Spec {
   const char* name;
   std::uint32_t dtype;
   std::vector<std::uint32_t> dims;
-  std::uint32_t kind = 0, scale_dtype = 1;
+  std::uint32_t kind = 0, scale_dtype = 1, group = 128;
 };
 
 // Rows of weights 0 and +1, padding codes 1.
@@ -111,14 +111,15 @@ void add(Seed& seed, Buffer& index, std::size_t base, const Spec& spec) {
   seed.number(index, base, spec.kind);
   if (spec.kind == 1) seed.number(index, base, 0.5F);
   if (spec.kind >= 2) seed.number(index, base, spec.scale_dtype);
-  if (spec.kind == 3) seed.number(index, base, std::uint32_t{128});
+  if (spec.kind == 3) seed.number(index, base, spec.group);
   const std::size_t item = spec.dtype == 1 ? 4 : 2;
   // dense fills are finite, and one bit away from NaN
   const std::uint8_t fill = spec.dtype == 2 ? 0x7b : 0x7f;
   place(seed, index, base,
         spec.dtype == 0 ? packed_rows(spec.dims[0]) : Buffer(items * item, fill));
   if (spec.kind < 2) return;
-  const std::size_t scales = spec.dims[0] * (spec.kind == 3 ? (spec.dims[1] + 127) / 128 : 1);
+  const std::size_t scales =
+      spec.dims[0] * (spec.kind == 3 ? (spec.dims[1] + spec.group - 1) / spec.group : 1);
   place(seed, index, base, Buffer(scales * (spec.scale_dtype == 1 ? 4 : 2), 0x3b));
 }
 
@@ -165,6 +166,7 @@ std::vector<Seed> make_seeds() {
   seeds.push_back(make_seed("{\"a\":\"\xc3\xa9\"}", {{"packed.\xc3\xa9", 0, {3, kK}, 3, 2},
                                                      {"rows", 0, {2, kK}, 2, 1},
                                                      {"groups", 0, {1, kK}, 3, 1},
+                                                     {"small groups", 0, {2, kK}, 3, 2, 64},
                                                      {"f32", 1, {5}},
                                                      {"f16", 2, {1, 2, 3}},
                                                      {"bf16", 3, {1, 1, 1, 1, 1, 1, 1, 7}}}));

@@ -33,9 +33,9 @@ std::size_t at(int64_t i) { return static_cast<std::size_t>(i); }
 
 // A matrix in one layout, the codes it was made of, and its scales in both forms.
 struct Matrix {
-  int64_t n, k, groups;
-  std::vector<int8_t> codes;  // [n, k]
-  std::vector<float> scales;  // [n, groups], all of them float16 numbers
+  int64_t n, k, group, groups;  // weights of a group, and how many of them a row has
+  std::vector<int8_t> codes;    // [n, k]
+  std::vector<float> scales;    // [n, groups], all of them float16 numbers
   std::vector<uint8_t> canonical, tiles;
   std::vector<float> blocked;       // [row_blocks, groups, block_rows]
   std::vector<uint16_t> blocked16;  // the same
@@ -43,10 +43,11 @@ struct Matrix {
 
   template <class Code>
   Matrix(Random& random, const KernelTable& table, WeightFormat format, int64_t n_rows,
-         int64_t columns, Code code)
+         int64_t columns, int64_t group_weights, Code code)
       : n(n_rows),
         k(columns),
-        groups(layout::blocks_for(k)),
+        group(group_weights),
+        groups((k + group - 1) / group),
         canonical(at(n * layout::row_bytes_for(k))) {
     for (int64_t i = 0; i < n * k; ++i) codes.push_back(static_cast<int8_t>(code(i / k, i % k)));
     for (int64_t i = 0; i < n * groups; ++i) {
@@ -72,10 +73,10 @@ struct Matrix {
   }
 
   std::vector<engine::GroupScales> forms() const {
-    std::vector<engine::GroupScales> all = {{scales.data(), DType::kF32, false}};
+    std::vector<engine::GroupScales> all = {{scales.data(), DType::kF32, false, group}};
     if (weight.format == WeightFormat::kCanonical) return all;
-    all.push_back({blocked.data(), DType::kF32, true});
-    all.push_back({blocked16.data(), DType::kF16, true});
+    all.push_back({blocked.data(), DType::kF32, true, group});
+    all.push_back({blocked16.data(), DType::kF16, true, group});
     return all;
   }
 };
@@ -106,9 +107,9 @@ void quantize_part(const float* x, int64_t count, ActivationFormat format, Quant
   q.worth.push_back(worth);
 }
 
-Quantized quantized(const float* x, int64_t k, ActivationFormat format) {
+Quantized quantized(const float* x, int64_t k, int64_t group, ActivationFormat format) {
   Quantized q;
-  const int64_t part = format == ActivationFormat::kInt8 ? k : 128;
+  const int64_t part = format == ActivationFormat::kInt8 ? k : group;
   for (int64_t from = 0; from < k; from += part) {
     quantize_part(x + from, std::min(part, k - from), format, q);
   }
@@ -120,7 +121,7 @@ float expected(const Matrix& w, const Quantized& x, int64_t n) {
   float y = 0;
   for (int64_t g = 0; g < w.groups; ++g) {
     int64_t sum = 0;
-    for (int64_t i = g * 128; i < std::min(g * 128 + 128, w.k); ++i) {
+    for (int64_t i = g * w.group; i < std::min((g + 1) * w.group, w.k); ++i) {
       sum += int64_t{w.codes[at(n * w.k + i)]} * x.codes[at(i)];
     }
     const float scale = w.scales[at(n * w.groups + g)];
@@ -148,7 +149,7 @@ float answer(const Matrix& w, const Quantized& x, ActivationFormat format, int64
 void check_product(const KernelTable& table, const Matrix& w, const engine::GroupScales& scales,
                    ActivationFormat format, const std::vector<float>& x, int64_t tokens,
                    Random& random) {
-  TokenBuffer buffer(table, tokens, w.k, true, format);
+  TokenBuffer buffer(table, tokens, w.k, w.group, format);
   buffer.quantize(table, x.data(), DType::kF32);
   std::vector<float> bias(at(w.n));
   for (float& b : bias) b = random.unit();
@@ -156,7 +157,7 @@ void check_product(const KernelTable& table, const Matrix& w, const engine::Grou
   for (float& b : before) b = random.unit();
   std::vector<float> want(before.size());
   for (int64_t m = 0; m < tokens; ++m) {
-    const Quantized q = quantized(x.data() + m * w.k, w.k, format);
+    const Quantized q = quantized(x.data() + m * w.k, w.k, w.group, format);
     for (int64_t n = 0; n < w.n; ++n) want[at(m * w.n + n)] = answer(w, q, format, n);
   }
   struct Way {
@@ -189,19 +190,20 @@ void check_product(const KernelTable& table, const Matrix& w, const engine::Grou
   }
 }
 
-void check_size(const KernelTable& table, int64_t n, int64_t k, int64_t tokens) {
-  Random random(static_cast<uint64_t>(n * 1000 + k + tokens));
+void check_size(const KernelTable& table, int64_t n, int64_t k, int64_t tokens, int64_t group) {
+  Random random(static_cast<uint64_t>(n * 1000 + k + tokens + group));
   std::vector<float> x(at(tokens * k));
   for (float& v : x) v = random.unit() * std::ldexp(1.0f, static_cast<int>(random.next() % 8));
   for (const WeightFormat format : kFormats) {
-    const Matrix w(random, table, format, n, k,
+    const Matrix w(random, table, format, n, k, group,
                    [&](int64_t, int64_t) { return static_cast<int>(random.next() % 3) - 1; });
     for (const ActivationFormat activations : kActivations) {
       for (const engine::GroupScales& scales : w.forms()) {
-        begin_case("%s format %d, %dx%d, %d tokens, activations %d, blocked %d type %d", table.name,
-                   static_cast<int>(format), static_cast<int>(n), static_cast<int>(k),
-                   static_cast<int>(tokens), static_cast<int>(activations), scales.blocked,
-                   static_cast<int>(scales.type));
+        begin_case(
+            "%s format %d, %dx%d, %d tokens, activations %d, groups of %d, blocked %d type %d",
+            table.name, static_cast<int>(format), static_cast<int>(n), static_cast<int>(k),
+            static_cast<int>(tokens), static_cast<int>(activations), static_cast<int>(group),
+            scales.blocked, static_cast<int>(scales.type));
         check_product(table, w, scales, activations, x, tokens, random);
       }
     }
@@ -209,7 +211,7 @@ void check_size(const KernelTable& table, int64_t n, int64_t k, int64_t tokens) 
 }
 
 // All weights of one sign meet the largest codes of one sign, and signs that swing.
-void worst_cases(const KernelTable& table) {
+void worst_cases(const KernelTable& table, int64_t group) {
   const int64_t k = 384, n = 90, tokens = 7;
   Random random(9);
   for (const int sign : {-1, 1}) {
@@ -219,7 +221,7 @@ void worst_cases(const KernelTable& table) {
       x[at(i)] = static_cast<float>(turned ? -sign : sign) * 3.0f;
     }
     for (const WeightFormat format : kFormats) {
-      const Matrix w(random, table, format, n, k, [](int64_t row, int64_t i) {
+      const Matrix w(random, table, format, n, k, group, [](int64_t row, int64_t i) {
         return row % 3 == 2 && i % 64 < 32 ? -1 : row % 3 == 1 ? -1 : 1;
       });
       for (const ActivationFormat activations : kActivations) {
@@ -235,7 +237,7 @@ void worst_cases(const KernelTable& table) {
 void not_finite(const KernelTable& table) {
   const int64_t k = 300, n = 20, tokens = 3;
   Random random(4);
-  const Matrix w(random, table, WeightFormat::kTwoBit, n, k,
+  const Matrix w(random, table, WeightFormat::kTwoBit, n, k, 128,
                  [](int64_t row, int64_t i) { return static_cast<int>((row + i) % 3) - 1; });
   for (const float bad :
        {std::numeric_limits<float>::quiet_NaN(), -std::numeric_limits<float>::infinity()}) {
@@ -243,7 +245,7 @@ void not_finite(const KernelTable& table) {
     x[at(k + 299)] = bad;
     for (const ActivationFormat activations : kActivations) {
       begin_case("%s not finite, activations %d", table.name, static_cast<int>(activations));
-      TokenBuffer buffer(table, tokens, k, true, activations);
+      TokenBuffer buffer(table, tokens, k, w.group, activations);
       buffer.quantize(table, x.data(), DType::kF32);
       const Projection p{
           &w.weight,       nullptr, 0, nullptr, {StoreKind::kStore, DType::kF32, out.data(), n * 4},
@@ -266,15 +268,17 @@ int main() {
   announce("test_group_product");
   use_plain_threads();
   for (const bitnet::KernelTable* table : tables_under_test()) {
-    for (const int64_t tokens : {1, 2, 3, 5, 6, 17, 66}) {
-      if (thinning(*table) > 1 && tokens > 6) continue;
-      check_size(*table, 150, 200, tokens);
+    for (const int64_t group : {128, 64}) {
+      for (const int64_t tokens : {1, 2, 3, 5, 6, 17, 66}) {
+        if (thinning(*table) > 1 && tokens > 6) continue;
+        check_size(*table, 150, 200, tokens, group);
+      }
+      check_size(*table, 1, 1, 6, group);
+      check_size(*table, 33, 128, 2, group);
+      check_size(*table, 260, 64, 9, group);
+      check_size(*table, 97, 4400, 3, group);  // more groups than are gathered at once
+      worst_cases(*table, group);
     }
-    check_size(*table, 1, 1, 6);
-    check_size(*table, 33, 128, 2);
-    check_size(*table, 260, 64, 9);
-    check_size(*table, 97, 4400, 3);  // more groups than are gathered at once
-    worst_cases(*table);
     not_finite(*table);
   }
   return finish("test_group_product");

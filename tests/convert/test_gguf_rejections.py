@@ -22,7 +22,7 @@ from bitnet_ops.convert.gguf.source import GgufSource
 from bitnet_ops.convert.gguf.tokenizer import tokenizer_files
 from bitnet_ops.formats.gguf import Reader as GgufReader
 from bitnet_ops.formats.sglbitnt import Reader
-from gguf_bytes import gguf, key, q2_0
+from gguf_bytes import gguf, key
 from gguf_models import byte_tokenizer, metadata, model_file, tensors
 from hf_writer import make_network
 
@@ -80,12 +80,6 @@ def _i2s_with(at: int, value: int) -> Change:
     return change
 
 
-def _q2_0_groups(keys: list[bytes], parts: list[Any]) -> None:
-    codes = np.ones((256, 256), dtype=np.int8)
-    scales = np.linspace(0.5, 1.5, 256 * 4).reshape(256, 4) * [1, 0.98, 1, 1]  # beyond 2^-7
-    _tensor(Q, (256, 256), 42, q2_0(codes, scales))(keys, parts)
-
-
 def _many_tokens(keys: list[bytes], parts: list[Any]) -> None:
     _replace_key("tokenizer.ggml.tokens", "[str]", [f"t{i}" for i in range(301)])(keys, parts)
     _without_key("tokenizer.ggml.token_type")(keys, parts)
@@ -140,7 +134,6 @@ REJECTIONS: list[tuple[str, str, Change]] = [
                                   np.full(256, np.nan, "<f4").tobytes())),
     ("code-3", "code 3", _i2s_with(100, 0xFF)),
     ("bad-scale", "scale above 0", _i2s_with(256 * 64 + 3, 0xFF)),
-    ("group-scales", "another one for every 64", _q2_0_groups),
     ("gguf-tiled", "TL1", _tensor(Q, (256, 256), 38, bytes(256 * 64 + 32))),
     ("tokenizer-pre", "'falcon'", _replace_key("tokenizer.ggml.pre", "str", "falcon")),
     ("tokenizer-model", "'t5'", _replace_key("tokenizer.ggml.model", "str", "t5")),

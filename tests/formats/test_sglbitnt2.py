@@ -169,7 +169,7 @@ def mutant(generator: random.Random) -> bytes:
                 data=odd(b"", b"\x55" * 32, b"\x57" * size) or body,
                 kind=kind if generator.random() < 0.95 else generator.randrange(6),
                 scale_dtype=generator.choice([1, 2]) if generator.random() < 0.95 else 3,
-                group_size=128 if generator.random() < 0.95 else 64,
+                group_size=128 if generator.random() < 0.95 else 32,
                 offset=odd(0, 64, 128, 2**63),
                 nbytes=odd(0, 32, 64, 2**40),
                 checksum=odd(0, 1) if generator.random() < 0.3 else None,
@@ -285,7 +285,7 @@ REJECTIONS: dict[str, tuple[str, Callable[[Writer], None]]] = {
     "groups_unannounced": ("scale_kind", lambda w: w.add_packed("n", PACKED, F32)),
     "groups_of_another_count": (
         "scale_kind", lambda w: w.add_packed("n", PACKED, torch.ones(2, 3), 200, 128)),
-    "group_size_64": ("group_size", lambda w: w.add_packed("n", PACKED, F32, 200, 64)),
+    "group_size_32": ("group_size", lambda w: w.add_packed("n", PACKED, F32, 200, 32)),
     "scales_double": ("scale_dtype", lambda w: w.add_packed("n", PACKED, F32.double(), 200, 128)),
     "scales_negative": ("scale_value", lambda w: w.add_packed("n", PACKED, -F32, 200, 128)),
     "scales_minus_zero": ("scale_value", lambda w: w.add_packed("n", PACKED, F32 * -0.0, 200, 128)),

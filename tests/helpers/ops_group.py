@@ -1,4 +1,4 @@
-"""Specs of the products whose weights have a scale for every group of 128 features."""
+"""Specs of the products whose weights have a scale for every group of 128 or 64 features."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
 
 
 def quantize_activation_groups(
-    x: Tensor, activation_format: str = "int8_group"
+    x: Tensor, activation_format: str = "int8_group", group_size: int = BLOCK
 ) -> tuple[Tensor, Tensor]:
-    """Each group of 128 as a row of its own."""
+    """Each group as a row of its own."""
     codes, scales = [], []
-    for group in x.float().split(BLOCK, dim=-1):
+    for group in x.float().split(group_size, dim=-1):
         if activation_format == "int8_group":
             q, scale = quantize_activations(group)
         else:
@@ -66,6 +66,8 @@ def _quantize_samples() -> Built:
         yield f"{form}_short", lambda g, f=form: (transposed(activations(g, 4, 5)), f)
         yield f"{form}_zeros", lambda g, f=form: (torch.zeros(2, 257), f)
         yield f"{form}_no_tokens", lambda g, f=form: (torch.zeros(0, 130), f)
+        for k in (64, 65, 320):
+            yield f"{form}_64_{k}", lambda g, f=form, k=k: (activations(g, 3, k), f, 64)
 
 
 spec(
@@ -81,6 +83,7 @@ spec(
                 ({"x": lambda a: a["x"][:, :0]}, "x", "at least one feature"),
                 ({"activation_format": value("int8")}, "activation_format", "(quantize_activat"),
                 ({"activation_format": value("q8")}, "activation_format", "or int16_group, got q8"),
+                ({"group_size": value(32)}, "group_size", "128 or 64, got 32"),
             ],
         ),
     },
@@ -105,16 +108,17 @@ def group_linear(
     codes = codes_of(weight, k, out_features).to(torch.int64)
     if weight_scale.dim() == 3:  # [blocks, groups, rows of a block]
         weight_scale = torch.cat([*weight_scale.float()], dim=1).T[: len(codes)]
+    size = BLOCK if weight_scale.shape[1] == -(-k // BLOCK) else BLOCK // 2
     x_rows = x.reshape(-1, k)
     q, scale = (
         quantize_activations(x_rows)
         if whole
-        else quantize_activation_groups(x_rows, activation_format)
+        else quantize_activation_groups(x_rows, activation_format, size)
     )
     q = q.to(torch.int64)
     y = torch.zeros(len(q), len(codes))
-    for group, begin in enumerate(range(0, k, BLOCK)):
-        sums = q[:, begin : begin + BLOCK] @ codes[:, begin : begin + BLOCK].T
+    for group, begin in enumerate(range(0, k, size)):
+        sums = q[:, begin : begin + size] @ codes[:, begin : begin + size].T
         factor = weight_scale[:, group].expand(y.shape)
         if not whole:
             factor = factor * scale[:, group, None]
@@ -135,9 +139,11 @@ def blocked(g: torch.Generator, weight: Tensor, groups: int, n: int, dtype: torc
     return scales.view(-1, rows, groups).transpose(1, 2).to(dtype).contiguous()
 
 
-def _tiled(g: torch.Generator, fmt: str, k: int, dtype: torch.dtype, form: str) -> Arguments:
+def _tiled(
+    g: torch.Generator, fmt: str, k: int, dtype: torch.dtype, form: str, size: int = BLOCK
+) -> Arguments:
     weight = repacked(random_packed(g, 85, k), k, fmt)
-    scales = blocked(g, weight, -(-k // 128), 85, dtype)
+    scales = blocked(g, weight, -(-k // size), 85, dtype)
     return activations(g, 3, k), weight, scales, None, 85, k, form
 
 
@@ -165,8 +171,14 @@ def _group_linear_samples() -> Built:
             activations(g, 3, 300), random_packed(g, 17, 300), positive(g, 17, 3), None, None, None,
             f,
         )  # fmt: skip
+    for form in ("int8", "int8_group", "int16_group"):
+        yield f"64_{form}", lambda g, f=form: (
+            activations(g, 3, 300), random_packed(g, 17, 300), positive(g, 17, 5), None, None, None,
+            f,
+        )  # fmt: skip
     for fmt in FORMATS:
         for form in ("int8", "int8_group", "int16_group"):
+            yield f"64_blocked_{fmt}_{form}", lambda g, f=fmt, a=form: _tiled(g, f, 200, F16, a, 64)
             for dtype in (torch.float32, F16):
                 yield (
                     f"blocked_{fmt}_{form}_{dtype_name(dtype)}",

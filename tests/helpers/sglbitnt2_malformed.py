@@ -88,7 +88,7 @@ FIELDS = {
     "v2_scale_nan": (one(scale=float("nan")), "scale_value"),
     "v2_scale_dtype_3": (grouped(scale_dtype=3), "scale_dtype"),
     "v2_scale_dtype_0": (file(Tensor(kind=2, scale_dtype=0)), "scale_dtype"),
-    "v2_group_size_64": (grouped(group_size=64), "group_size"),
+    "v2_group_size_32": (grouped(group_size=32), "group_size"),
     "v2_group_size_0": (grouped(group_size=0), "group_size"),
     "v2_offset_0": (one(offset=0), "offset"),
     "v2_offset_unaligned": (one(offset=65), "offset"),

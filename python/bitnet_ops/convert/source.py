@@ -81,8 +81,8 @@ class Uneven:
 class Ternary:
     """A ternary matrix: canonical rows uint8 [N, R], multiplying scales, codes int8 [N, K] or None.
 
-    `scale`: f32 [1] or [N], or with `group_size` 128 f32 [N, ceil(K / 128)]. `remark`: for the
-    report. `uneven`: groups whose weights are not all exactly code * scale.
+    `scale`: f32 [1] or [N], or with `group_size` G, 128 or 64, f32 [N, ceil(K / G)]. `remark`: for
+    the report. `uneven`: groups whose weights are not all exactly code * scale.
     """
 
     rows: Tensor

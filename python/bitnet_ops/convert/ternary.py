@@ -15,6 +15,7 @@ from bitnet_ops.convert.errors import reject
 from bitnet_ops.convert.source import Uneven
 from bitnet_ops.nn.packing import BLOCK, unpack_hf
 from bitnet_ops.nn.quantize import multiplying_scale
+from bitnet_ops.nn.storage import GROUP_SIZES
 
 SPREAD = 2.0**-7  # of the magnitudes of a group, relative; a few published groups have 0.005
 _CHUNK_ELEMS = 1 << 22  # bounds the temporaries of the checks, whatever a tensor's size
@@ -114,42 +115,44 @@ def looks_ternary(dense: torch.Tensor) -> bool:
 def from_ternary(
     name: str, dense: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, int, Uneven | None]:
-    """Floating [N, K] of -s, 0 and s -> (codes int8 [N, K], scales, group size 0 or 128, uneven).
+    """Floating [N, K] of -s, 0 and s -> (codes int8 [N, K], scales, group size, uneven).
 
-    Every value is looked at. Scales are f32 [1], [N] (one a row) or [N, ceil(K / 128)]. A group may
-    hold magnitudes that differ by SPREAD: the largest is its scale, as of the packers of Q2_0.
+    Every value is looked at. Scales are f32 [1], [N] (one a row; size 0) or, with size 128 or else
+    64, [N, groups]. A group may hold magnitudes that differ by SPREAD: the largest is its scale, as
+    of the packers of Q2_0.
     """
     check_finite(name, dense)
     magnitude = dense.abs()
     largest = magnitude.amax()
     if largest == 0:
         reject("bad-scale", f"a value other than zero in {name}", "zeros alone")
-    scales = _scales_of(magnitude)
-    if scales is None:
+    found = _scales_of(magnitude)
+    if found is None:
         reject(
             "not-ternary",
-            f"only -s, 0 and s in every group of {BLOCK} weights of a row of {name}",
+            f"only -s, 0 and s in every group of {GROUP_SIZES[-1]} weights of a row of {name}",
             _example(dense),
             "if these are masters, convert with --assume-online",
         )
+    scales, group_size = found
     scales = torch.where(scales == 0, largest, scales).float()  # of a part without weights: any
-    group_size = BLOCK if scales.dim() == 2 else 0
-    return dense.sign().to(torch.int8), scales, group_size, uneven_of(dense)
+    return dense.sign().to(torch.int8), scales, group_size, uneven_of(dense, group_size or BLOCK)
 
 
 def _example(dense: torch.Tensor) -> str:
     """The first value that is too far below the largest of its group."""
-    groups = _groups(dense.abs())
+    size = GROUP_SIZES[-1]
+    groups = _groups(dense.abs(), size)
     largest = groups.amax(dim=2, keepdim=True)
     bad = ((groups != 0) & (groups < largest * (1 - SPREAD))).flatten(1)
     row, column = bad.nonzero()[0].tolist()
-    beside = float(largest[row, column // BLOCK])
+    beside = float(largest[row, column // size])
     return f"{float(dense[row, column]):.6g} at [{row}, {column}] beside {beside:.6g}"
 
 
-def uneven_of(dense: torch.Tensor) -> Uneven | None:
+def uneven_of(dense: torch.Tensor, size: int = BLOCK) -> Uneven | None:
     """The groups of a ternary matrix with two magnitudes; None where there are none."""
-    groups = _groups(dense.abs())
+    groups = _groups(dense.abs(), size)
     largest = groups.amax(dim=2, keepdim=True)
     uneven = ((groups != 0) & (groups != largest)).any(dim=2)
     if not uneven.any():
@@ -159,21 +162,26 @@ def uneven_of(dense: torch.Tensor) -> Uneven | None:
     return Uneven(int(uneven.sum()), float(errors.max()), float((errors / scales).max()))
 
 
-def _groups(magnitude: torch.Tensor) -> torch.Tensor:
-    """[N, K] -> [N, ceil(K / 128), 128], filled up with 0."""
-    padded = F.pad(magnitude, (0, -magnitude.shape[1] % BLOCK))
-    return padded.view(len(magnitude), -1, BLOCK)
+def _groups(magnitude: torch.Tensor, size: int) -> torch.Tensor:
+    """[N, K] -> [N, groups, size], filled up with 0."""
+    padded = F.pad(magnitude, (0, -magnitude.shape[1] % size))
+    return padded.view(len(magnitude), -1, size)
 
 
-def _scales_of(magnitude: torch.Tensor) -> torch.Tensor | None:
-    """[1], [N] or [N, groups]: the fewest scales that explain all magnitudes; None if none do."""
+def _scales_of(magnitude: torch.Tensor) -> tuple[torch.Tensor, int] | None:
+    """The fewest scales that explain all magnitudes, [1], [N] or [N, groups]; None if none do.
+
+    With how many weights of a row share one, 0 where all do.
+    """
     by_row = magnitude.amax(dim=1)
     largest = by_row.amax()
     if ((magnitude == 0) | (magnitude == largest)).all():
-        return largest.reshape(1)
+        return largest.reshape(1), 0
     if ((magnitude == 0) | (magnitude == by_row.unsqueeze(1))).all():
-        return by_row
-    groups = _groups(magnitude)
-    by_group = groups.amax(dim=2)
-    fits = ((groups == 0) | (groups >= by_group.unsqueeze(2) * (1 - SPREAD))).all()
-    return by_group if fits else None
+        return by_row, 0
+    for size in GROUP_SIZES:
+        groups = _groups(magnitude, size)
+        by_group = groups.amax(dim=2)
+        if ((groups == 0) | (groups >= by_group.unsqueeze(2) * (1 - SPREAD))).all():
+            return by_group, size
+    return None

@@ -48,6 +48,8 @@ def fail(
 
 def has_control(name: str) -> bool:
     """Whether a name has control characters, U+0000-001F or U+007F-009F."""
+    if name.isprintable():  # most are, and this is quick
+        return False
     return any(unicodedata.category(c) == "Cc" for c in name)
 
 

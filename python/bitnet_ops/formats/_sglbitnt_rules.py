@@ -25,6 +25,7 @@ MAX_DIMS = 8
 MAX_DIM = 2**31 - 1
 ROW_BLOCK_BYTES = 32  # a packed row is a number of blocks of 32 bytes, 128 weights each
 ROW_BLOCK_WEIGHTS = 128
+GROUP_SIZES = (128, 64)  # weights along K that may share a scale
 PRIVATE_BLOCK = "bitnet_ops"
 PRIVATE_VERSION = 1  # of the block "bitnet_ops" in the config
 

@@ -20,6 +20,7 @@ from bitnet_ops import _runtime
 from bitnet_ops.formats._sglbitnt_layouts import LAYOUTS, Record, Version1, Version2
 from bitnet_ops.formats._sglbitnt_rules import (
     DTYPES,
+    GROUP_SIZES,
     MAX_DIM,
     MAX_DIMS,
     MAX_NAME_BYTES,
@@ -82,14 +83,16 @@ class Writer:
     ) -> None:
         """Add a ternary weight: packed rows, uint8 [N, 32*ceil(K/128)], and multiplying scales.
 
-        `scale`: a number, or a tensor of one element, f32 or f16 [N], or, with `group_size` 128,
-        [N, ceil(K/128)]; version 1 holds one number. `in_features`: the true K, against which row
-        bytes and padding codes are checked; None means that rows are full, K = 4 * row bytes.
+        `scale`: a number, or a tensor of one element, f32 or f16 [N], or, with `group_size` G,
+        128 or 64, [N, ceil(K/G)]; version 1 holds one number. `in_features`: the true K, against
+        which row bytes and padding codes are checked; None means that rows are full, K = 4 * row
+        bytes.
         """
         self._check_tensor(name, weight, packed=True)
-        scales = self._stored_scales(name, weight, scale, group_size)
+        whole = weight.shape[1] * _WEIGHTS_PER_BYTE
+        scales = self._stored_scales(name, weight, scale, group_size, in_features or whole)
         if in_features is None:
-            in_features = weight.shape[1] * _WEIGHTS_PER_BYTE
+            in_features = whole
         else:
             self._check_padding(name, weight, in_features)
         self._write(Record(name, weight, scales, in_features, group_size))
@@ -164,19 +167,20 @@ class Writer:
                 self._fail("invalid_code", self._where(name), "codes 0, 1 and 2, got code 3")
 
     def _stored_scales(
-        self, name: str, weight: Tensor, scale: float | Tensor, group_size: int
+        self, name: str, weight: Tensor, scale: float | Tensor, group_size: int, k: int
     ) -> Tensor:
         """`scale` as the file holds it: f32 [1], or f32 or f16 [N] or [N, groups]."""
         if not isinstance(scale, Tensor) or (scale.numel() == 1 and group_size == 0):
             return self._one_scale(name, float(scale))
-        rows, blocks = weight.shape[0], weight.shape[1] // ROW_BLOCK_BYTES
+        rows = weight.shape[0]
         where = self._where(name)
         if self.version == 1:
             self._fail("scale_kind", where, f"one scale, got {list(scale.shape)}", "use version 2")
-        if group_size not in (0, ROW_BLOCK_WEIGHTS):
-            limit = f"a group size of {ROW_BLOCK_WEIGHTS}, or 0 for scales per row"
+        if group_size not in (0, *GROUP_SIZES):
+            sizes = " or ".join(map(str, GROUP_SIZES))
+            limit = f"a group size of {sizes}, or 0 for scales per row"
             self._fail("group_size", where, f"{limit}, got {group_size}")
-        shape = [rows, blocks] if group_size else [rows]
+        shape = [rows, -(-k // group_size)] if group_size else [rows]
         if list(scale.shape) != shape:
             self._fail("scale_kind", where, f"scales {shape}, got {list(scale.shape)}")
         if scale.dtype not in (torch.float32, torch.float16):

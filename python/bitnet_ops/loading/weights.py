@@ -24,7 +24,7 @@ from bitnet_ops.loading.model_contents import model_config, own_tensors
 from bitnet_ops.memory.arena import Arena, aligned
 from bitnet_ops.models import Decoder, TensorError, TensorSpec, build, check_names, expected_tensors
 from bitnet_ops.nn.head import HeadWeight
-from bitnet_ops.nn.packing import PackedWeight, blocked_shape, choose_format, packed_shape
+from bitnet_ops.nn.packing import BLOCK, PackedWeight, blocked_shape, choose_format, packed_shape
 from bitnet_ops.nn.storage import HEAD_FORMATS, check_head_format
 
 Tensors = dict[str, Tensor | PackedWeight | HeadWeight]
@@ -105,7 +105,7 @@ def _check_cached(
         if spec.kind == "ternary":
             wanted = _ternary_form(reader.tensors[name], spec, formats[name])
         elif name in formats:
-            wanted = _ternary_head_form(spec, formats[name], tensors[name])
+            wanted = _ternary_head_form(reader.tensors[name], spec, formats[name], tensors[name])
         elif name == head and head_format != "stored":
             wanted = _head_form(spec, head_format)
         else:
@@ -116,7 +116,9 @@ def _check_cached(
 
 def _ternary_form(info: sglbitnt.TensorInfo, spec: TensorSpec, format: str) -> tuple[Any, ...]:
     n, k = spec.shape
-    scales = {"tensor": 1, "row": n, "group": n * -(-k // 128)}.get(info.scale_kind)
+    scales = {"tensor": 1, "row": n, "group": n * -(-k // (info.group_size or 1))}.get(
+        info.scale_kind
+    )
     return "ternary", n, k, format, info.group_size, packed_shape(n, k, format), scales
 
 
@@ -126,12 +128,16 @@ def _stored_ternary(reader: sglbitnt.Reader, name: str, spec: TensorSpec) -> boo
 
 
 def _ternary_head_form(
-    spec: TensorSpec, format: str, found: Tensor | PackedWeight | HeadWeight
+    info: sglbitnt.TensorInfo,
+    spec: TensorSpec,
+    format: str,
+    found: Tensor | PackedWeight | HeadWeight,
 ) -> tuple[Any, ...]:
     n, k = spec.shape
     weight = torch.empty(packed_shape(n, k, format), dtype=torch.uint8, device="meta")
-    scale = torch.empty(n, -(-k // 128), device="meta")
-    shape = blocked_shape(PackedWeight.unchecked(weight, scale, n, k, format, 128))
+    size = info.group_size or BLOCK
+    scale = torch.empty(n, -(-k // size), device="meta")
+    shape = blocked_shape(PackedWeight.unchecked(weight, scale, n, k, format, size))
     dtype = torch.float32  # or what all of them fit in
     if format != "canonical" and isinstance(found, HeadWeight) and found.scale is not None:
         dtype = torch.float16 if found.scale.dtype == torch.float16 else dtype

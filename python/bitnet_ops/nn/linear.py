@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from bitnet_ops import ops
 from bitnet_ops.nn.casting import Cast, dtype_after, same_dtype
-from bitnet_ops.nn.packing import BLOCK, PackedWeight, pack_ternary, packed_row_bytes
+from bitnet_ops.nn.packing import PackedWeight, check_group_size, pack_ternary, packed_row_bytes
 from bitnet_ops.nn.storage import GROUP_ACTIVATION_FORMAT, check_activation_format
 
 _ALL_ZERO_CODES = 0b01010101  # four times code 1, the weight 0
@@ -29,8 +29,8 @@ class BitLinear(nn.Module):
     Buffers: `weight` uint8, [N, 32 * ceil(K / 128)] where `weight_format` is "canonical", else as
     `PackedWeight.repack` makes it ("auto", the default, is "2bit" and up to several times faster
     for more than one token),
-    `weight_scale` f32 (multiplies), [1], [N], or [N, ceil(K / 128)] where `group_size` is 128; then
-    `activation_format` says what x becomes, as of `ops.group_linear`,
+    `weight_scale` f32 (multiplies), [1], [N], or [N, ceil(K / G)] where `group_size` G is 128 or
+    64; then `activation_format` says what x becomes, as of `ops.group_linear`,
     `bias` F [N] or None; `.to(dtype)` casts the bias alone, for the output has x's dtype. Gradients
     reach x and the bias (see ops.linear), never the packed weight. `state_dict` gives canonical
     rows (a copy for another layout) and `load_state_dict` takes them, so that a checkpoint fits
@@ -59,13 +59,12 @@ class BitLinear(nn.Module):
                 f"{in_features} and {out_features}"
             )
         self.in_features, self.out_features = in_features, out_features
-        if group_size not in (0, BLOCK):
-            raise ValueError(f"BitLinear: expected group_size 0 or {BLOCK}, got {group_size}")
+        check_group_size("BitLinear", group_size)
         self.weight_format, self.group_size = "canonical", group_size
         self.set_activation_format("auto")
         shape = (out_features, packed_row_bytes(in_features))
         self.register_buffer("weight", torch.full(shape, _ALL_ZERO_CODES, dtype=torch.uint8))
-        scales = (out_features, -(-in_features // BLOCK)) if group_size else (1,)
+        scales = (out_features, -(-in_features // group_size)) if group_size else (1,)
         self.register_buffer("weight_scale", torch.full(scales, float("nan")))
         self.register_buffer("bias", torch.zeros(out_features) if bias else None)
         self.repack(weight_format)

@@ -20,6 +20,7 @@ from bitnet_ops.nn.storage import BLOCK as BLOCK
 from bitnet_ops.nn.storage import (
     FORMATS,
     GROUP_ACTIVATION_FORMAT,
+    GROUP_SIZES,
     LAYOUTS,
     USUAL_FORMAT,
     check_weight_format,
@@ -45,8 +46,8 @@ class PackedWeight:
     """A ternary matrix that knows its own shape: `weight` uint8 and `scale` f32.
 
     Entry (n, k) has the value code(n, k) * scale, and `scale` is [1], [N] (one a row), or, with
-    `group_size` 128, [N, ceil(K / 128)] (one for 128 weights of a row). `weight` has the shape of
-    its `format`, one of FORMATS: canonical rows uint8 [N, 32 * ceil(K / 128)], or what `repack`
+    `group_size` G, 128 or 64, [N, ceil(K / G)] (one for G weights of a row). `weight` has the shape
+    of its `format`, one of FORMATS: canonical rows uint8 [N, 32 * ceil(K / 128)], or what `repack`
     makes. Raises ValueError where the parts disagree.
     """
 
@@ -129,22 +130,18 @@ class PackedWeight:
         """The weights float32 [N, K]: codes times scales. Raises RuntimeError on a code 3."""
         if not self.group_size:
             return self.codes().float() * self.scale.reshape(-1, 1)
-        scale = self.scale.repeat_interleave(self.group_size, dim=1)
-        return self.codes().float() * scale[:, : self.in_features]
+        return self.codes().float() * spread_scales(self.scale, self.group_size, self.in_features)
 
     def _check_scale(self) -> None:
-        if self.group_size not in (0, BLOCK):
-            raise ValueError(
-                f"PackedWeight: expected group_size 0 or {BLOCK}, got {self.group_size}"
-            )
+        check_group_size("PackedWeight", self.group_size)
         shape, rows = list(self.scale.shape), self.out_features
+        groups = -(-self.in_features // self.group_size) if self.group_size else 1
         if self.group_size:
-            fits = shape == [rows, -(-self.in_features // BLOCK)]
+            fits = shape == [rows, groups]
         else:
             fits = self.scale.numel() == 1 or shape == [rows]
         if self.scale.dtype != torch.float32 or not fits:
-            groups = f"[{rows}, {-(-self.in_features // BLOCK)}]"
-            expected = groups if self.group_size else f"[1] or [{rows}]"
+            expected = f"[{rows}, {groups}]" if self.group_size else f"[1] or [{rows}]"
             raise ValueError(
                 f"PackedWeight: expected scale float32 {expected}, got {self.scale.dtype} {shape}"
             )
@@ -161,6 +158,18 @@ class PackedWeight:
         # the kernels it was made for decide the lanes, and only the tensor says which those were
         lanes = math.prod(self.weight.shape[2:]) // LAYOUTS[self.format]["k_step"]
         return packed_shape(self.out_features, self.in_features, self.format, min(lanes, 16) or 1)
+
+
+def check_group_size(where: str, group_size: int) -> None:
+    """Raise ValueError unless it is 0 (no groups) or one of GROUP_SIZES."""
+    if group_size not in (0, *GROUP_SIZES):
+        sizes = " or ".join(map(str, (0, *GROUP_SIZES)))
+        raise ValueError(f"{where}: expected group_size {sizes}, got {group_size}")
+
+
+def spread_scales(scale: Tensor, group_size: int, in_features: int) -> Tensor:
+    """[N, groups] -> [N, K], every weight's own."""
+    return scale.repeat_interleave(group_size, dim=1)[:, :in_features]
 
 
 def blocked_shape(packed: PackedWeight) -> tuple[int, ...]:
@@ -211,7 +220,7 @@ def choose_format(weight_format: str, in_features: int) -> str:
 def pack_ternary(codes: Tensor, scale: Tensor | float = 1.0, group_size: int = 0) -> PackedWeight:
     """Pack codes int8 [N, K] in {-1, 0, 1}, with the multiplicative `scale`, to a PackedWeight.
 
-    `scale`: a number, or f32 [1], [N], or with `group_size` 128 [N, ceil(K / 128)].
+    `scale`: a number, or f32 [1], [N], or with `group_size` G [N, ceil(K / G)].
     Raises RuntimeError if a code lies outside {-1, 0, 1}.
     """
     packed = ops.pack(codes)

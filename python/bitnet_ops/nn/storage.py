@@ -31,8 +31,9 @@ def check_weight_format(weight_format: str) -> None:
 
 # Activations --------------------------------------------------------------------------------------
 
+GROUP_SIZES = (BLOCK, BLOCK // 2)  # weights along K that may share a scale
 # What ternary weights with scales of groups multiply by: int8 with one scale a token; int8, or 16
-# bits, with a scale for every group of 128 features. Weights without groups take "int8".
+# bits, with a scale for every group of features. Weights without groups take "int8".
 ACTIVATION_FORMATS = ("int8", "int8_group", "int16_group")
 # What "auto" means with groups: docs/model-files.md has the figures.
 GROUP_ACTIVATION_FORMAT = "int8_group"

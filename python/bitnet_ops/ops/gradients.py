@@ -66,7 +66,9 @@ def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         if scale.dim() == 3:  # beside row blocks: nn.packing.blocked_scales
             scale = scale.transpose(1, 2).flatten(0, 1)[:n].float()
         if scale.dim() == 2 and scale.numel() > n:  # or one group, which is a row's
-            codes = codes * scale.repeat_interleave(_CANONICAL["k_step"], dim=1)[:, :k]
+            block = _CANONICAL["k_step"]
+            size = block if scale.shape[1] == -(-k // block) else block // 2
+            codes = codes * scale.repeat_interleave(size, dim=1)[:, :k]
         else:
             g = g * scale.reshape(-1)
         x_grad = (g @ codes).to(x_dtype)

@@ -153,9 +153,9 @@ def quantize_activations(x: Tensor) -> tuple[Tensor, Tensor]:
 
 @operator
 def quantize_activation_groups(
-    x: Tensor, activation_format: str = "int8_group"
+    x: Tensor, activation_format: str = "int8_group", group_size: int = 128
 ) -> tuple[Tensor, Tensor]:
-    """Quantise every group of 128 features of a token by its absmax, to int8 or to 16 bits.
+    """Quantise every group of features of a token by its absmax, to int8 or to 16 bits.
 
     int8_group: `quantize_activations` of each group. int16_group: `a = max(absmax, 1e-30)`,
     `q = round_half_even(x * (32512 / a))`, `scale = a / 32512`; |q| <= 32512 so that two int8
@@ -164,15 +164,16 @@ def quantize_activation_groups(
     Args:
         x: F [..., K], K >= 1; the last group may be shorter.
         activation_format: "int8_group" or "int16_group".
+        group_size: 128 or 64 features.
     Returns:
-        (q, scale): int8 or int16 [..., K] and float32 [..., ceil(K / 128)]. A group with a NaN or
-        an infinity gets q = 0 and a scale of NaN.
+        (q, scale): int8 or int16 [..., K] and float32 [..., ceil(K / group_size)]. A group with a
+        NaN or an infinity gets q = 0 and a scale of NaN.
     Raises:
-        RuntimeError: a wrong dtype or no features; another format.
-    Source: GGUF's Q8_0, with groups of 128 and float32 scales.
+        RuntimeError: a wrong dtype or no features; another format or size.
+    Source: GGUF's Q8_0, with larger groups and float32 scales.
     """
     dtype = torch.int16 if activation_format == "int16_group" else torch.int8
-    groups = (x.shape[-1] + 127) // 128
+    groups = (x.shape[-1] + group_size - 1) // group_size
     scale = x.new_empty([*x.shape[:-1], groups], dtype=torch.float32)
     return x.new_empty(x.shape, dtype=dtype), scale
 
@@ -275,7 +276,7 @@ def group_linear(
     in_features: int | None = None,
     activation_format: str = "int8",
 ) -> Tensor:
-    """A ternary linear with one scale for every 128 weights of a row (a group along K).
+    """A ternary linear with one scale for every G = 128 or 64 weights of a row (a group along K).
 
     The sum of a group, s_g, is an exact integer; groups are added in ascending order by one fused
     multiply-add in float32 each, `acc = fma(float32(s_g), f_g, acc)` from 0, where f_g is
@@ -286,11 +287,12 @@ def group_linear(
     Args:
         x: F [..., K], any strides and any number of leading dimensions.
         weight, out_features, in_features: as `gemv`.
-        weight_scale: float32 [N, ceil(K / 128)], contiguous; or, beside a CPU-specific layout,
-            float32 or float16 as `nn.packing.blocked_scales` makes them, which is faster.
+        weight_scale: float32 [N, ceil(K / G)], contiguous, whose shape tells G; or, beside a
+            CPU-specific layout, float32 or float16 as `nn.packing.blocked_scales` makes them, which
+            is faster.
         bias: F [N], added in float32, or None.
         activation_format: what x becomes: "int8" as of `quantize_activations`, "int8_group" or
-            "int16_group" as of `quantize_activation_groups`.
+            "int16_group" as of `quantize_activation_groups`, in groups of G.
     Returns:
         x.dtype [..., N]. A row of x with a NaN or an infinity gives a row of NaN.
     Gradients: as `linear`, with every code times the scale of its group.

@@ -20,13 +20,13 @@ from bitnet_ops.convert.source import Ternary, Uneven
 from bitnet_ops.convert.ternary import SPREAD, check_finite
 from bitnet_ops.formats import gguf_layouts as layouts
 from bitnet_ops.formats.gguf import Reader, TensorInfo
+from bitnet_ops.nn.packing import BLOCK
 from bitnet_ops.nn.quantize import MIN_SCALE
 
 DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # Embeddings and heads of these types are stored dense, in the dtype of their scales.
 PACKED_DENSE = ("Q2_0", "Q2_0_128", "PQ2_0", "PTQ1_0")
 _CODES = {"code_3": "code-3", "scale": "bad-scale", "row_length": "gguf-row-length"}
-GROUP = 128  # weights that share a scale where a matrix has several
 _CHUNK_ELEMS = 1 << 22
 _SMALLEST = 2.0**-126  # the smallest normal float32
 
@@ -80,11 +80,10 @@ def _from_layout(reader: Reader, info: TensorInfo, layout: str, exact: float | N
     rows = torch.from_numpy(decoded.rows)  # of layout a the mapping itself
     scale = decoded.one_scale()
     if scale is None and decoded.scales.any():
-        groups, uneven = _group_scales(info, decoded)
-        remark = (
-            "scales for groups of 128 weights; such models were trained without int8 activations"
-        )
-        return Ternary(rows, groups, remark, GROUP, uneven=uneven)
+        groups, size, uneven = _group_scales(decoded)
+        kind = f"scales for groups of {size} weights"
+        remark = f"{kind}; such models were trained without int8 activations"
+        return Ternary(rows, groups, remark, size, uneven=uneven)
     if scale is None:
         return Ternary(rows, torch.tensor([exact or MIN_SCALE]), f"{info.name} holds zeros alone")
     if exact is not None:
@@ -94,32 +93,26 @@ def _from_layout(reader: Reader, info: TensorInfo, layout: str, exact: float | N
     return Ternary(rows, torch.tensor([scale]))
 
 
-def _group_scales(info: TensorInfo, decoded: layouts.Decoded) -> tuple[Tensor, Uneven | None]:
-    """f32 [N, ceil(K / 128)], and the groups whose halves differ.
+def _group_scales(decoded: layouts.Decoded) -> tuple[Tensor, int, Uneven | None]:
+    """f32 [N, groups], the weights of a group, and the groups whose halves differ.
 
-    Blocks of 64 must agree in pairs, to SPREAD of the larger, which is taken; blocks of zeros agree
-    with all.
+    Blocks of 64 that agree in pairs, to SPREAD of the larger, are groups of 128, which are faster;
+    the larger is taken, and blocks of zeros agree with all.
     """
     scales, uneven = decoded.scales, None
-    if decoded.block < GROUP:
-        if scales.shape[1] % 2:
-            scales = np.pad(scales, ((0, 0), (0, 1)))
-        first, second = scales[:, ::2], scales[:, 1::2]
+    if decoded.block < BLOCK:
+        pairs = np.pad(scales, ((0, 0), (0, scales.shape[1] % 2)))
+        first, second = pairs[:, ::2], pairs[:, 1::2]
         larger = np.maximum(first, second)
         below = larger - np.where((first == 0) | (second == 0), larger, np.minimum(first, second))
         if (below > larger * SPREAD).any():
-            reject(
-                "group-scales",
-                f"one scale for every {GROUP} weights of {info.name}",
-                f"another one for every {decoded.block}",
-                "smaller groups are not supported",
-            )
+            return torch.from_numpy(scales), decoded.block, None
         if below.any():
             relative = float((below[below > 0] / larger[below > 0]).max())
             uneven = Uneven(int((below > 0).sum()), float(below.max()), relative)
         scales = larger
-    scales = np.repeat(scales, max(1, decoded.block // GROUP), axis=1)
-    return torch.from_numpy(np.ascontiguousarray(scales)), uneven
+    scales = np.repeat(scales, max(1, decoded.block // BLOCK), axis=1)
+    return torch.from_numpy(np.ascontiguousarray(scales)), BLOCK, uneven
 
 
 def _hint(info: TensorInfo) -> str:

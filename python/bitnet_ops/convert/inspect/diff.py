@@ -17,7 +17,8 @@ from torch import Tensor
 from bitnet_ops import ops
 from bitnet_ops.config import PRIVATE_BLOCK
 from bitnet_ops.convert.inspect.sources import Contents, Values, open_source
-from bitnet_ops.nn.packing import BLOCK
+from bitnet_ops.nn.packing import spread_scales
+from bitnet_ops.nn.storage import GROUP_SIZES
 
 _NOT_THERE = "(not there)"
 
@@ -77,7 +78,8 @@ def _same_values(dense: Values, ternary: Values) -> bool:
         return False
     scales, columns = ternary.scales, ternary.codes.shape[1]
     if scales.dim() == 2:
-        scales = scales.repeat_interleave(BLOCK, dim=1)[:, :columns]
+        size = next(size for size in GROUP_SIZES if -(-columns // size) == scales.shape[1])
+        scales = spread_scales(scales, size, columns)
     else:
         scales = scales[:, None]
     return torch.equal(dense.dense, (ternary.codes * scales).to(dense.dense.dtype))
@@ -106,6 +108,9 @@ def _ratios(a: Tensor, b: Tensor) -> Tensor:
     """b / a of every scale, 1 where both are 0."""
     if a.dim() != b.dim():  # one of them has groups
         a, b = (t if t.dim() == 2 else t[:, None] for t in (a, b))
+    if 1 < a.shape[-1] != b.shape[-1] > 1 and a.dim() == 2:  # of another size: 128 are two of 64
+        most = max(a.shape[1], b.shape[1])
+        a, b = (t.repeat_interleave(-(-most // t.shape[1]), dim=1)[:, :most] for t in (a, b))
     left, right = torch.broadcast_tensors(a.double(), b.double())
     return torch.where(left == right, torch.ones_like(left), right / left).reshape(-1)
 

@@ -37,7 +37,7 @@ from bitnet_ops.generate.tokenizer import Tokenizer
 from bitnet_ops.loading.model_contents import model_config
 from bitnet_ops.loading.weights import load_model
 from bitnet_ops.nn.kv_cache import KVCache
-from bitnet_ops.nn.packing import BLOCK
+from bitnet_ops.nn.packing import BLOCK, spread_scales
 
 PIECE_TOKENS = 512  # of a text; a plain forward's attention is quadratic
 MAX_TEXT_TOKENS = 4096
@@ -283,10 +283,11 @@ def _compare_weights(plan: Plan, file: Path, oracle: Oracle, result: Verificatio
         dropped = model_config(reader).dropped_neurons
         for name in plan.ternary:
             codes, scale = _stored(name, *oracle.projection(name), dropped, result)
-            scale = scale if isinstance(scale, float) else _larger_of_groups(scale)
+            group = reader.tensors[name].group_size or BLOCK
+            scale = scale if isinstance(scale, float) else _larger_of_groups(scale, group)
             ours, scales = ops.unpack(reader.tensor(name), codes.shape[1]), reader.scales(name)
             if scales.dim() == 2:
-                scales = scales.repeat_interleave(BLOCK, dim=1)[:, : codes.shape[1]]
+                scales = spread_scales(scales, group, codes.shape[1])
             elif len(scales) > 1:
                 scales = scales.unsqueeze(1)
             if plan.scheme.storage is Storage.GGUF:  # every value to the last bit
@@ -317,13 +318,13 @@ def _stored(
     return codes.index_select(dim, rest), scale
 
 
-def _larger_of_groups(scale: Tensor) -> Tensor:
+def _larger_of_groups(scale: Tensor, size: int) -> Tensor:
     """Every weight's scale [N, K] as the conversion means it: a group's largest, if all are near.
 
     Where the magnitudes of a group lie further apart than that they stay, and will differ.
     """
     n, k = scale.shape
-    groups = F.pad(scale, (0, -k % BLOCK)).view(n, -1, BLOCK)
+    groups = F.pad(scale, (0, -k % size)).view(n, -1, size)
     largest = groups.amax(2, keepdim=True)
     near = ((groups == 0) | (largest - groups <= largest / 128)).all(2, keepdim=True)
     merged = torch.where(near & (groups != 0), largest, groups)

@@ -21,7 +21,7 @@ from bitnet_ops.convert.source import Source
 from bitnet_ops.nn.rotary import Rotary, rotary
 
 Get = Callable[[str], Tensor]
-_GROUP = 128  # weights that share a scale, and the features that meet them
+_GROUPS = (128, 64)  # weights that share a scale, and the features that meet them
 _WITH_GROUPS = (Storage.TERNARY, Storage.GGUF)
 
 
@@ -125,8 +125,8 @@ class PlainOracle:
             x = self._norm(x, get(f"{name}.rms_norm.weight"), c.linear_norm_eps)
         weight = get(f"{name}.weight")
         if self.int8_activations:
-            groups = self._plan.scheme.storage in _WITH_GROUPS and _has_groups(weight)
-            x = _round_groups(x) if groups else _round_to_int8(x)
+            group = _group_of(weight) if self._plan.scheme.storage in _WITH_GROUPS else 0
+            x = _round_groups(x, group) if group else _round_to_int8(x)
         y = x @ weight.t()
         if name not in c.biases:
             return y
@@ -186,15 +186,21 @@ def _round_to_int8(x: Tensor) -> Tensor:
     return (x * multiplier).round().clamp(-128, 127) / multiplier
 
 
-def _has_groups(weight: Tensor) -> bool:
-    """Whether a row of ternary weights has more than one magnitude."""
+def _group_of(weight: Tensor) -> int:
+    """How many weights share a magnitude, 2^-7 apart at most; 0 where all of a row do."""
     size = weight.abs()
-    return not bool(((size == 0) | (size == size.amax(1, keepdim=True))).all())
+    if ((size == 0) | (size == size.amax(1, keepdim=True))).all():
+        return 0
+    for group in _GROUPS:
+        parts = size.split(group, dim=1)
+        if all(((p == 0) | (p >= p.amax(1, keepdim=True) * (1 - 2**-7))).all() for p in parts):
+            return group
+    return _GROUPS[-1]
 
 
-def _round_groups(x: Tensor) -> Tensor:
-    """Every 128 features of a token on levels of their own."""
-    return torch.cat([_round_to_int8(part) for part in x.split(_GROUP, dim=-1)], dim=-1)
+def _round_groups(x: Tensor, group: int) -> Tensor:
+    """Every `group` features of a token on levels of their own."""
+    return torch.cat([_round_to_int8(part) for part in x.split(group, dim=-1)], dim=-1)
 
 
 def _rotate(x: Tensor, rope: Rotary) -> Tensor:

@@ -1,0 +1,126 @@
+"""`python -m benchmarks.compare_bonsai --xllamacpp PYTHON`: Bonsai's sizes beside llama.cpp.
+
+Ours by groups of 128 with int8 activations by groups (`bench model --dummy bonsai-1.7b`), theirs on
+a file of the same dimensions in Q2_0, groups of 64; both in turns. PYTHON is the interpreter of an
+environment with xllamacpp.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.bonsai_gguf import write_random
+from bitnet_ops.bench import report, run_model
+from bitnet_ops.bench.limits import MachineLimits
+from bitnet_ops.bench.measure import Row
+from bitnet_ops.bench.pinning import pinned, unpinned, use_threads
+from bitnet_ops.bench.run_model import ModelBench, ModelSettings, time_once
+from bitnet_ops.bench.shapes import USUAL
+from bitnet_ops.cli.bench import progress_line
+from bitnet_ops.dummy import model as dummy
+from bitnet_ops.dummy.configs import GROUPED
+
+_DECODED, _ROUNDS = 32, 3
+
+
+class LlamaCpp:
+    """llama.cpp in a process of its own, on the file `path`."""
+
+    def __init__(self, python: str, path: Path, threads: int) -> None:
+        worker = Path(__file__).with_name("xllamacpp_worker.py")
+        self._process = subprocess.Popen(
+            [python, str(worker), str(path), str(threads)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+        )  # fmt: skip
+        self._answer()
+
+    def ask(self, prompt: int, tokens: int) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{prompt} {tokens}\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith("{"):
+                answer: dict[str, Any] = json.loads(line)
+                return answer
+        raise RuntimeError("llama.cpp: expected an answer, got the end of its process")
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(60)
+
+
+def rows_of(bench: ModelBench, limits: Sequence[MachineLimits], theirs: LlamaCpp) -> list[Row]:
+    """Decoding behind nothing and one prompt, ours and theirs in turns; medians."""
+    most = max(limits, key=lambda one: one.threads)
+    use_threads(most.threads)
+    prompt = bench.settings.prompts[0]
+    decode, prefill = bench.model.decode_run(1, 0, 64), bench.model.prefill_run(prompt)
+    figures: dict[str, list[float]] = {}
+    peak = 0
+    with unpinned():
+        for _ in range(_ROUNDS):
+            begin = time.perf_counter()
+            for i in range(_DECODED):
+                decode.call(i)
+            rate = _DECODED / (time.perf_counter() - begin)
+            figures.setdefault("decode", []).append(rate)
+            figures.setdefault("prefill", []).append(prompt / time_once(prefill))
+            time.sleep(0.05)  # threads of ours that still spin
+            answer = theirs.ask(8, _DECODED)
+            figures.setdefault("llama.cpp decode", []).append(answer["predicted_per_second"])
+            answer = theirs.ask(prompt, 1)
+            figures.setdefault("llama.cpp prefill", []).append(answer["prompt_per_second"])
+            peak = answer["peak_kib"]
+            time.sleep(0.05)
+    found = {name: statistics.median(values) for name, values in figures.items()}
+    return [{"kind": "bonsai", "prompt": prompt, **found, "llama.cpp peak MiB": peak / 1024}]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    name = "python -m benchmarks.compare_bonsai"
+    parser = argparse.ArgumentParser(prog=name, description=__doc__)
+    parser.add_argument("--dummy", choices=GROUPED, default=GROUPED[0])
+    parser.add_argument("--xllamacpp", required=True, metavar="PYTHON")
+    parser.add_argument("--prompt", type=int, default=128, help="tokens (default: 128)")
+    parser.add_argument("-t", "--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--file", type=Path, help="keep the GGUF file here, and take it if there")
+    args = parser.parse_args(argv)
+    settings = ModelSettings(
+        dummy=args.dummy, formats=((USUAL, "int8"),), prompts=(args.prompt,), contexts=(0,),
+        batches=(1,), threads=(args.threads,), cold_mib=256, quick=True,
+    )  # fmt: skip
+    with tempfile.TemporaryDirectory(prefix="bitnet-ops-bonsai-") as folder:
+        path = args.file or Path(folder) / "random.gguf"
+        if not path.exists():
+            write_random(dummy.config(args.dummy), path)
+        theirs = LlamaCpp(args.xllamacpp, path, args.threads)
+        try:
+            with progress_line() as progress, pinned():
+                result = run_model.run(
+                    settings, progress, lambda bench, limits: rows_of(bench, limits, theirs)
+                )
+        finally:
+            theirs.close()
+    row = next(row for row in result["rows"] if row["kind"] == "bonsai")
+    print("\n".join([*report.lines(result), "", json.dumps(row)]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
