@@ -6,14 +6,20 @@ have to agree bit for bit, each under its own name.
 
 from __future__ import annotations
 
+import importlib
+import re
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import torch
 from kernel_abi_check import ObjectFile
 
 import bitnet_ops
 from kernels import get_loaded_kernels, get_local_kernel
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "hf-kernels.md"
+PAGE_FOLDER = "bitnet-ops-kernel"
 
 
 def check_abi(library: Path) -> None:
@@ -25,9 +31,9 @@ def check_abi(library: Path) -> None:
     assert not python, f"expected no symbols outside Python's stable ABI, got {python}"
 
 
-def check_operators(kernel: object) -> int:
+def check_operators(kernel: ModuleType) -> int:
     """How many operators there are; a product, a norm and a shape under torch.compile agree."""
-    kernel_ops = kernel._ops.ops  # type: ignore[attr-defined]
+    kernel_ops = importlib.import_module("._ops", kernel.__name__).ops
     names = {n for n in bitnet_ops.ops.__all__ if hasattr(torch.ops.bitnet, n)}
     missing = [n for n in sorted(names) if not hasattr(kernel, n) or not hasattr(kernel_ops, n)]
     assert not missing, f"expected every operator in the kernel, got none of {missing}"
@@ -54,6 +60,27 @@ def check_operators(kernel: object) -> int:
     return len(names)
 
 
+def check_errors(kernel: ModuleType) -> None:
+    """A bad argument reaches Python as the package's one line: exceptions cross the library."""
+    try:
+        kernel.pack(torch.zeros(2, 2))  # type: ignore[attr-defined]
+    except RuntimeError as error:
+        assert "pack: expected" in str(error), error
+    else:
+        raise AssertionError("expected pack of floating numbers to be rejected, got a result")
+
+
+def run_page(folder: Path) -> None:
+    """The example of docs/hf-kernels.md, with this kernel; what it computes is finite."""
+    (block,) = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    assert block.count(PAGE_FOLDER) == 1
+    names: dict[str, object] = {}
+    exec(block.replace(PAGE_FOLDER, str(folder)), names)
+    y = names["y"]
+    assert isinstance(y, torch.Tensor) and y.shape == (1, 64) and bool(y.isfinite().all())
+
+
+
 def main(folder: Path) -> None:
     (variant,) = (folder / "build").iterdir()
     (library,) = variant.glob("*.so")
@@ -64,6 +91,8 @@ def main(folder: Path) -> None:
     assert library.name.startswith(loaded.metadata.id)
     with torch.inference_mode():
         count = check_operators(kernel)
+        check_errors(kernel)
+    run_page(folder)
     size = library.stat().st_size / 2**20
     print(f"{variant.name}: {count} operators under torch.ops.{loaded.metadata.id}, {size:.1f} MiB")
 
