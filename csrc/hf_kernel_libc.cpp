@@ -1,6 +1,7 @@
 // What would ask for a newer glibc or libstdc++ than manylinux_2_28 has (2.28, GLIBCXX_3.4.25), for
-// the copy of the op library that stands alone: it is built on any machine and loaded on older ones.
-// CMakeLists.txt links it with --wrap=log,--wrap=fstat. tests/hf_kernel_proof/prove.py checks.
+// the copy of the op library that stands alone: it is built on any machine and loaded on older
+// ones. CMakeLists.txt links it with --wrap=log,--wrap=fstat. tests/hf_kernel_proof/prove.py
+// checks.
 #include <sys/stat.h>
 
 #include <new>

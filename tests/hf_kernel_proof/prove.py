@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import re
 import sys
+import warnings
 from pathlib import Path
 from types import ModuleType
 
@@ -60,6 +61,24 @@ def check_operators(kernel: ModuleType) -> int:
     return len(names)
 
 
+def check_gradients(kernel: ModuleType) -> None:
+    """Both copies have their own: equal ones of linear, and a message where there is none."""
+    packed = kernel.prepack(kernel.pack(torch.ones(96, 384, dtype=torch.int8)), 384, "2bit")
+    found = []
+    for ops in (bitnet_ops.ops, kernel):
+        x = torch.randn(2, 384, generator=torch.Generator().manual_seed(2)).requires_grad_()
+        ops.linear(x, packed, torch.tensor([0.5]), None, 96, 384).square().sum().backward()
+        found.append(x.grad)
+        wanting = torch.ones(2, 384, requires_grad=True)
+        try:
+            ops.quantize_activations(wanting)
+        except RuntimeError as error:
+            assert "quantize_activations: expected" in str(error), error
+        else:
+            raise AssertionError("expected an op without a gradient to say so, got a result")
+    assert torch.equal(*found), "expected the package's gradient"
+
+
 def check_errors(kernel: ModuleType) -> None:
     """A bad argument reaches Python as the package's one line: exceptions cross the library."""
     try:
@@ -80,18 +99,20 @@ def run_page(folder: Path) -> None:
     assert isinstance(y, torch.Tensor) and y.shape == (1, 64) and bool(y.isfinite().all())
 
 
-
 def main(folder: Path) -> None:
     (variant,) = (folder / "build").iterdir()
     (library,) = variant.glob("*.so")
     check_abi(library)
+    warnings.simplefilter("error")  # torch warns where one copy's operators replace another's
     kernel = get_local_kernel(folder)
+    warnings.resetwarnings()
     (loaded,) = get_loaded_kernels()
     assert loaded.metadata.name.python_name == "bitnet_ops"
     assert library.name.startswith(loaded.metadata.id)
     with torch.inference_mode():
         count = check_operators(kernel)
         check_errors(kernel)
+    check_gradients(kernel)
     run_page(folder)
     size = library.stat().st_size / 2**20
     print(f"{variant.name}: {count} operators under torch.ops.{loaded.metadata.id}, {size:.1f} MiB")

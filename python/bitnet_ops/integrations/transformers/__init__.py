@@ -17,8 +17,8 @@ except ImportError as error:
     except importlib.metadata.PackageNotFoundError:
         _found = "none"
     raise ImportError(
-        f"bitnet_ops.accelerate: expected a transformers with BitNet's linear classes, got {_found} "
-        f"({error}); tested with {' and '.join(TESTED_VERSIONS)}: pip install "
+        f"bitnet_ops.accelerate: expected a transformers with BitNet's linear classes, got "
+        f"{_found} ({error}); tested with {' and '.join(TESTED_VERSIONS)}: pip install "
         f"transformers=={TESTED_VERSIONS[0]}"
     ) from error
 
