@@ -6,14 +6,21 @@ have to agree bit for bit, each under its own name.
 
 from __future__ import annotations
 
+import importlib
+import re
 import sys
+import warnings
 from pathlib import Path
+from types import ModuleType
 
 import torch
 from kernel_abi_check import ObjectFile
 
 import bitnet_ops
 from kernels import get_loaded_kernels, get_local_kernel
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "hf-kernels.md"
+PAGE_FOLDER = "bitnet-ops-kernel"
 
 
 def check_abi(library: Path) -> None:
@@ -25,9 +32,9 @@ def check_abi(library: Path) -> None:
     assert not python, f"expected no symbols outside Python's stable ABI, got {python}"
 
 
-def check_operators(kernel: object) -> int:
+def check_operators(kernel: ModuleType) -> int:
     """How many operators there are; a product, a norm and a shape under torch.compile agree."""
-    kernel_ops = kernel._ops.ops  # type: ignore[attr-defined]
+    kernel_ops = importlib.import_module("._ops", kernel.__name__).ops
     names = {n for n in bitnet_ops.ops.__all__ if hasattr(torch.ops.bitnet, n)}
     missing = [n for n in sorted(names) if not hasattr(kernel, n) or not hasattr(kernel_ops, n)]
     assert not missing, f"expected every operator in the kernel, got none of {missing}"
@@ -54,16 +61,59 @@ def check_operators(kernel: object) -> int:
     return len(names)
 
 
+def check_gradients(kernel: ModuleType) -> None:
+    """Both copies have their own: equal ones of linear, and a message where there is none."""
+    packed = kernel.prepack(kernel.pack(torch.ones(96, 384, dtype=torch.int8)), 384, "2bit")
+    found = []
+    for ops in (bitnet_ops.ops, kernel):
+        x = torch.randn(2, 384, generator=torch.Generator().manual_seed(2)).requires_grad_()
+        ops.linear(x, packed, torch.tensor([0.5]), None, 96, 384).square().sum().backward()
+        found.append(x.grad)
+        wanting = torch.ones(2, 384, requires_grad=True)
+        try:
+            ops.quantize_activations(wanting)
+        except RuntimeError as error:
+            assert "quantize_activations: expected" in str(error), error
+        else:
+            raise AssertionError("expected an op without a gradient to say so, got a result")
+    assert torch.equal(*found), "expected the package's gradient"
+
+
+def check_errors(kernel: ModuleType) -> None:
+    """A bad argument reaches Python as the package's one line: exceptions cross the library."""
+    try:
+        kernel.pack(torch.zeros(2, 2))  # type: ignore[attr-defined]
+    except RuntimeError as error:
+        assert "pack: expected" in str(error), error
+    else:
+        raise AssertionError("expected pack of floating numbers to be rejected, got a result")
+
+
+def run_page(folder: Path) -> None:
+    """The example of docs/hf-kernels.md, with this kernel; what it computes is finite."""
+    (block,) = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    assert block.count(PAGE_FOLDER) == 1
+    names: dict[str, object] = {}
+    exec(block.replace(PAGE_FOLDER, str(folder)), names)
+    y = names["y"]
+    assert isinstance(y, torch.Tensor) and y.shape == (1, 64) and bool(y.isfinite().all())
+
+
 def main(folder: Path) -> None:
     (variant,) = (folder / "build").iterdir()
     (library,) = variant.glob("*.so")
     check_abi(library)
+    warnings.simplefilter("error")  # torch warns where one copy's operators replace another's
     kernel = get_local_kernel(folder)
+    warnings.resetwarnings()
     (loaded,) = get_loaded_kernels()
     assert loaded.metadata.name.python_name == "bitnet_ops"
     assert library.name.startswith(loaded.metadata.id)
     with torch.inference_mode():
         count = check_operators(kernel)
+        check_errors(kernel)
+    check_gradients(kernel)
+    run_page(folder)
     size = library.stat().st_size / 2**20
     print(f"{variant.name}: {count} operators under torch.ops.{loaded.metadata.id}, {size:.1f} MiB")
 

@@ -13,6 +13,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -209,26 +210,50 @@ def test_a_quantised_head(folders: dict[str, Path], name: str, head: str, tmp_pa
     assert (c - b).abs().mean() < (0.02 if head == "int8" else 0.2) * b.std()
 
 
-def test_torch_compile_finds_no_graph_break_in_a_linear(
-    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def compile_counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """(module) -> (compiled as one graph, list of its graphs), also where torch.compile is off."""
     monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
-    monkeypatch.setattr(torch._dynamo.config, "disable", False)
-    ours = accelerate(theirs(folders["bitnet-offline"]))
-    layer = ours.model.layers[0]
-    x = torch.randn(2, 3, 256)
-    for module, given in ((layer.self_attn.q_proj, x), (layer.mlp, x)):
+
+    def compiled(module: nn.Module) -> tuple[Any, list[Any]]:
         torch._dynamo.reset()
         graphs: list[Any] = []
 
-        def backend(graph: Any, inputs: Any, seen: list[Any] = graphs) -> Any:
-            seen.append(graph)
+        def backend(graph: Any, inputs: Any) -> Any:
+            graphs.append(graph)
             return graph.forward
 
+        return torch.compile(module, fullgraph=True, backend=backend), graphs
+
+    with torch._dynamo.config.patch(disable=False):
+        yield compiled
+
+
+def test_torch_compile_finds_no_graph_break_in_a_linear(
+    folders: dict[str, Path], compile_counted: Any
+) -> None:
+    ours = accelerate(theirs(folders["bitnet-offline"]))
+    layer = ours.model.layers[0]
+    x = torch.randn(2, 3, 256)
+    for module in (layer.self_attn.q_proj, layer.mlp):
+        compiled, graphs = compile_counted(module)
         with torch.no_grad():
-            compiled = torch.compile(module, fullgraph=True, backend=backend)
-            assert torch.equal(compiled(given), module(given))
+            assert torch.equal(compiled(x), module(x))
         assert len(graphs) == 1
+
+
+@pytest.mark.parametrize("name", [_NORMED.name, _BIASED.name])
+def test_torch_compile_takes_a_whole_model_as_one_graph(
+    folders: dict[str, Path], name: str, compile_counted: Any
+) -> None:
+    """Linears with a norm, with a bias, in MLPs of both kinds, and an int8 head: no graph break."""
+    ours = accelerate(theirs(folders[name]), head="int8")
+    ids = some_ids(ours, batch=1, length=5)
+    compiled, graphs = compile_counted(ours)
+    with torch.no_grad():
+        logits = compiled(ids, use_cache=False).logits
+        assert torch.equal(logits, ours(ids, use_cache=False).logits)
+    assert len(graphs) == 1
 
 
 def test_a_peft_style_hook_sees_the_same_names(folders: dict[str, Path]) -> None:

