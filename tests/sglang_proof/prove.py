@@ -1,9 +1,10 @@
 """Climbs the ladder of the SGLang integration with the real package, for scripts/prove_sglang.
 
 L2: the real linear classes (l2_layers.py). L4: the real engine (l4_engine.py) against transformers
-(oracle.py), our calls counted inside the spawned scheduler. L5: the launcher's HTTP server and the
-`openai` client (l5_server.py). L6, with --speed: tokens per second (speed_engine.py). L0 and L1
-are in the ordinary suite.
+(oracle.py), our calls counted inside the spawned scheduler; two tensor-parallel ranks and, with
+--only families, checkpoints of every kind against our own engine (own_tokens.py). L5: the
+launcher's HTTP server and the `openai` client (l5_server.py). L6, with --speed: tokens per second
+(speed_engine.py). L0 and L1 are in the ordinary suite.
 Prints versions, rungs, the token comparison, calls and times; exit status 1 if a rung fails.
 Standard library only: torch and the rest live in the proof's environment.
 """
@@ -17,6 +18,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from environment import HERE, ROOT, Environment, ProofError, run_logged
@@ -34,6 +36,15 @@ ENGINE_RUNS = (
     ("whole-fp32", "converted", "float32", "auto", 0, 8, 48),
     ("online-bf16", "online", "bfloat16", "transformers", 7, 4, 24),
 )
+# Kinds of own_tokens.py by how SGLang serves them: linears of ours a layer, 0 for one op a forward.
+# "NAME" is the checkpoint folder, "NAME-bin" the converted model, which is what the launcher makes
+# of a folder too. Bonsai's scales a group of weights are no quantisation method of SGLang's.
+FAMILY_RUNS = (
+    *(("bitnet", 4), ("llama", 4), ("qwen3", 4)),
+    *((f"{name}-bin", 0) for name in ("bitnet", "llama", "qwen3", "bonsai")),
+)
+OWN_TOKENS = 24
+RUNGS = ("layers", "engine", "ranks", "families", "server")
 # In bfloat16 two right programs differ by some per cent of the largest logit (about 10 here); a
 # token may differ only where transformers' own lead is below that. In float32 none may: these
 # prompts were chosen for their leads (the smallest is 0.04).
@@ -65,6 +76,7 @@ class Ladder:
     def __init__(self, environment: Environment):
         self.env, self.work = environment, environment.work
         self.report: dict = {"failed": []}
+        self.kinds: Path | None = None  # once own_tokens.py has made them
 
     def script(self, name: str, log: str, *arguments, stubs: bool = True, timeout: float = 900):
         command = [self.env.python, HERE / name, *arguments]
@@ -151,20 +163,71 @@ class Ladder:
         name, source, dtype, model_impl, linears, prompts, count = run
         source_of_truth = DEMO if source == "converted" else checkpoints[source]
         oracle = self.oracle(name, source_of_truth, dtype, expected[:prompts], count)
-        result, folder = self.work / f"l4-{name}.json", self.work / f"plugin-{name}"
-        result.unlink(missing_ok=True)
-        arguments = (checkpoints[source], oracle, result, folder, model_impl, dtype)
-        seconds = self.script("l4_engine.py", f"l4-{name}", *arguments)
-        report = self.report[f"L4 {name}"] = json.loads(result.read_text())
         layers = json.loads((DEMO / "config.json").read_text())["num_hidden_layers"]
+        options = {"dtype": dtype, "model_impl": model_impl}
+        report = self.served(name, checkpoints[source], oracle, options)
         judge_tokens(name, report)
         judge_calls(name, report, linears * layers or 1)
         if linears and not any(kind.startswith("paged_attention") for kind in report["kinds"]):
             raise ProofError(f"expected our attention, got {report['kinds']}")
         say(
             f"L4 reached ({name}): engine start {report['engine_start_s']} s, generation "
-            f"{report['generate_s']} s, {seconds:.0f} s in all"
+            f"{report['generate_s']} s, {report['seconds']} s in all"
         )
+
+    def served(self, name: str, checkpoint: Path, oracle: Path, options: dict) -> dict:
+        """The report of l4_engine.py."""
+        result, folder = self.work / f"l4-{name}.json", self.work / f"plugin-{name}"
+        result.unlink(missing_ok=True)
+        arguments = (checkpoint, oracle, result, folder, json.dumps(options))
+        seconds = self.script("l4_engine.py", f"l4-{name}", *arguments)
+        report = self.report[f"L4 {name}"] = json.loads(result.read_text())
+        report["seconds"] = round(seconds)
+        return report
+
+    def own(self) -> Path:
+        """The folder of own_tokens.py."""
+        if self.kinds is None:
+            folder = self.work / "kinds"
+            self.script("own_tokens.py", "own", folder, OWN_TOKENS, stubs=False)
+            self.kinds = folder
+        return self.kinds
+
+    def kind(self, run: tuple[str, int], ranks: int = 1) -> list[list[int]]:
+        """A tiny checkpoint gives our own engine's tokens; returns them."""
+        (source, linears), name = run, f"{run[0]}-tp{ranks}"
+        kinds, oracle = self.own(), self.own() / f"{run[0].removesuffix('-bin')}.json"
+        folder = kinds / source
+        if not linears:
+            folder = self.serving(folder, "stored")
+        options = {"dtype": "float32", "kv_cache_dtype": "bfloat16", "tp_size": ranks}
+        report = self.served(name, folder, oracle, options)
+        judge_tokens(name, report, "our own engine")
+        layers = json.loads((folder / "config.json").read_text())["num_hidden_layers"]
+        judge_calls(name, report, linears * layers or 1, ranks)
+        say(f"L4 reached ({name}): engine start {report['engine_start_s']} s")
+        return [row["tokens"] for row in report["prompts"]]
+
+    def ranks(self) -> None:
+        """Two ranks of SGLang's own Llama class give one rank's tokens, and our engine's."""
+        found = [self.kind(("llama", 4), ranks) for ranks in (1, 2)]
+        if found[0] != found[1]:
+            raise ProofError(f"expected two ranks to give one rank's tokens, got {found}")
+        say("tensor parallel: 2 ranks give the tokens of 1 rank and of our engine (Llama type)")
+
+    def refused(self) -> None:
+        """What SGLang's interface cannot serve as it is, the launcher says, with the remedy."""
+        bonsai = self.own() / "bonsai"
+        for words, reason in (
+            (["--per-layer"], "leave out --per-layer, which converts the model"),
+            (["--", "--tp", "2"], "expected --tp 1 for a converted model, got 2"),
+        ):
+            command = [self.env.python, "-m", "bitnet_ops", "sglang", bonsai, "--print", *words]
+            env = child_environment(stubs=False)
+            done = subprocess.run(command, capture_output=True, text=True, env=env)
+            if done.returncode != 1 or reason not in done.stderr:
+                raise ProofError(f"expected {reason!r}, got {done.returncode} and {done.stderr}")
+            say(f"  L4 bonsai: {done.stderr.strip()}")
 
     def server(self, expected: list[dict]) -> None:
         """L5"""
@@ -219,14 +282,14 @@ def table_of_speed(rows: dict[str, dict[str, float]]) -> list[str]:
     return lines
 
 
-def judge_tokens(name: str, report: dict) -> None:
-    """Every token equal up to the first difference, which must be a near-tie of transformers."""
+def judge_tokens(name: str, report: dict, oracle: str = "transformers") -> None:
+    """Every token equal up to the first difference, which must be a near-tie of the oracle."""
     rows = report["prompts"]
     same, total = sum(row["same"] for row in rows), sum(row["of"] for row in rows)
     whole = sum(row["same"] == row["of"] for row in rows)
     say(
-        f"  L4 {name}: {whole} of {len(rows)} continuations equal to transformers, {same} of "
-        f"{total} tokens before the first difference; transformers' smallest lead "
+        f"  L4 {name}: {whole} of {len(rows)} continuations equal to {oracle}, {same} of "
+        f"{total} tokens before the first difference; its smallest lead "
         f"{min(row['smallest_lead'] for row in rows)}"
     )
     allowed = ALLOWED_LEAD[report["dtype"]]
@@ -235,24 +298,24 @@ def judge_tokens(name: str, report: dict) -> None:
         if lead is not None:
             say(f"     {row['prompt']!r} differs at token {row['same']}, where the lead is {lead}")
         if not row["prompt_ids_equal"] or (lead is not None and lead > allowed):
-            raise ProofError(f"expected transformers' tokens, got {row}")
+            raise ProofError(f"expected the tokens of {oracle}, got {row}")
     if 2 * same < total:
         raise ProofError(f"expected at least half of the tokens before a near-tie, got {same}")
 
 
-def judge_calls(name: str, report: dict, per_forward: int) -> None:
-    """apply() ran in exactly one other process, the scheduler, once a linear and forward."""
+def judge_calls(name: str, report: dict, per_forward: int, ranks: int = 1) -> None:
+    """apply() ran in one other process a rank, its scheduler, once a linear and forward."""
     own = str(report["own_pid"])
     elsewhere = {pid: n for pid, n in report["apply_calls"].items() if pid != own and n}
     here = report["apply_calls"].get(own, 0)
     text = f"{elsewhere} in spawned processes, {here} in the parent; {', '.join(report['kinds'])}"
     say(f"  L4 {name}: apply() calls {text}")
     tokens = report["prompts"][0]["of"]
-    ok = len(elsewhere) == 1 and here == 0
+    ok = len(elsewhere) == ranks and here == 0
     ok = ok and all(n % per_forward == 0 and n >= tokens * per_forward for n in elsewhere.values())
     if not ok:
         raise ProofError(
-            f"expected apply() in one spawned process, {per_forward} calls for each of at least "
+            f"expected apply() in {ranks} spawned processes, {per_forward} calls for each of at least "
             f"{tokens} forwards, got {text}"
         )
 
@@ -266,16 +329,30 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--speed", metavar="NAME", nargs="?", const="2b-4t", help="L6 too, of a synthetic model"
     )
+    usual = [name for name in RUNGS if name != "families"]
+    parser.add_argument(
+        "--only", nargs="*", choices=RUNGS, default=usual, help=f"rungs (default {usual})"
+    )
     return parser.parse_args()
 
 
-def climb(ladder: Ladder, speed: str | None = None) -> None:
+def climb(ladder: Ladder, only: Sequence[str], speed: str | None = None) -> None:
     expected = json.loads((DEMO / "expected.json").read_text())["cases"]
-    ladder.rung("L2", ladder.layers)
-    checkpoints = ladder.checkpoints()
-    for run in ENGINE_RUNS:
-        ladder.rung(f"L4 {run[0]}", lambda run=run: ladder.engine(run, checkpoints, expected))
-    ladder.rung("L5", lambda: ladder.server(expected))
+    if "layers" in only:
+        ladder.rung("L2", ladder.layers)
+    if {"engine", "server"} & {*only}:
+        checkpoints = ladder.checkpoints()
+    if "engine" in only:
+        for run in ENGINE_RUNS:
+            ladder.rung(f"L4 {run[0]}", lambda run=run: ladder.engine(run, checkpoints, expected))
+    if "ranks" in only:
+        ladder.rung("L4 ranks", ladder.ranks)
+    if "families" in only:
+        for run in FAMILY_RUNS:
+            ladder.rung(f"L4 {run[0]}", lambda run=run: ladder.kind(run))
+        ladder.rung("L4 refused", ladder.refused)
+    if "server" in only:
+        ladder.rung("L5", lambda: ladder.server(expected))
     if speed:
         ladder.rung("L6", lambda: ladder.speed(speed))
     ladder.facts()  # torch is still the CPU build after all that was imported and spawned
@@ -292,14 +369,18 @@ def main() -> int:
             "python {python}, torch {torch}, sglang {sglang}, transformers {transformers}, "
             "bitnet-ops {bitnet_ops} on {isa}; no nvidia package".format(**facts)
         )
-        climb(ladder, options.speed)
+        climb(ladder, options.only, options.speed)
     except ProofError as error:
         ladder.report["failed"].append("set-up")
         say(f"FAILED: {error}")
     ladder.report["wall_s"] = round(time.monotonic() - START)
     (ladder.work / "report.json").write_text(json.dumps(ladder.report, indent=1))
     failed = ladder.report["failed"]
-    say(f"failed: {', '.join(failed)}" if failed else "all rungs reached: L2, L4, L5")
+    say(
+        f"failed: {', '.join(failed)}"
+        if failed
+        else f"all rungs reached: {', '.join(options.only)}"
+    )
     return 1 if failed else 0
 
 

@@ -65,10 +65,13 @@ def run(args: argparse.Namespace) -> int:
     launch.check_version(args.untested)
     with tempfile.TemporaryDirectory(prefix="bitnet-ops-sglang-") as temporary:
         folder, name = Path(args.model), Path(args.model).resolve().name
-        if not args.per_layer:
+        if args.per_layer:
+            launch.check_checkpoint(folder, launch.ranks(args.passed_on))
+        else:
+            launch.check_whole(launch.ranks(args.passed_on))
             file = obtain(args.model).file
             folder = serving.write_folder(file, Path(temporary), args.head_format)
-        env = launch.environment(os.environ, whole=not args.per_layer)
+        env = launch.environment(os.environ, launch.architectures(folder))
         if args.threads:
             env["OMP_NUM_THREADS"] = str(args.threads)
         options = ["--host", args.host, "--port", str(args.port), *args.passed_on]
