@@ -16,15 +16,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "helpers"))
 
+import bitnet_ops
 import bonsai
 import hf_writer
-
-import bitnet_ops
 from bitnet_ops.convert import convert
 
-CANDIDATES = [
-    f"{word} {number}" for word in ("What is", "two ranks", "fox") for number in range(20)
-]
+CANDIDATES = [f"{text} {i}" for text in ("What is", "two ranks", "fox") for i in range(20)]
 PROMPTS = 4
 LLAMA = hf_writer.FAMILIES["llama-autobitlinear"]
 QWEN3 = {"model_type": "qwen3", "qk_norm": True, "eps": 1e-6, "theta": 1e6, "heads": 4}

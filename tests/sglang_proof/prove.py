@@ -315,8 +315,8 @@ def judge_calls(name: str, report: dict, per_forward: int, ranks: int = 1) -> No
     ok = ok and all(n % per_forward == 0 and n >= tokens * per_forward for n in elsewhere.values())
     if not ok:
         raise ProofError(
-            f"expected apply() in {ranks} spawned processes, {per_forward} calls for each of at least "
-            f"{tokens} forwards, got {text}"
+            f"expected apply() in {ranks} spawned processes, {per_forward} calls for each of at "
+            f"least {tokens} forwards, got {text}"
         )
 
 
