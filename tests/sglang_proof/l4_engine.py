@@ -51,7 +51,8 @@ def leave_out_models(folder):
     """As the launcher does: SGLang's other models, whose import takes half of a start."""
     from bitnet_ops.integrations.sglang import launch
 
-    os.environ.update(launch.environment(os.environ, launch.architectures(folder)))
+    name = "SGLANG_DISABLED_MODEL_ARCHS"
+    os.environ[name] = launch.environment(os.environ, launch.architectures(folder))[name]
 
 
 def first_difference(ours, theirs):

@@ -44,6 +44,14 @@ FAMILY_RUNS = (
     *((f"{name}-bin", 0) for name in ("bitnet", "llama", "qwen3", "bonsai")),
 )
 OWN_TOKENS = 24
+# Rows of the table of speed: SGLang's own bfloat16, our linear method in SGLang's loop (as the
+# launcher's --per-layer starts it), and one op a forward.
+SPEED_RUNS = {
+    "bf16": ("bf16", {"dtype": "bfloat16", "load_format": "dummy"}),
+    "method": ("packed", {"dtype": "float32", "kv_cache_dtype": "bfloat16"}),
+    "whole": ("serving", {"dtype": "float32", "kv_cache_dtype": "bfloat16"}),
+}
+VOCABULARY = 32768  # beside 8 layers what 128256 are beside 30
 RUNGS = ("layers", "engine", "ranks", "families", "server")
 # In bfloat16 two right programs differ by some per cent of the largest logit (about 10 here); a
 # token may differ only where transformers' own lead is below that. In float32 none may: these
@@ -55,8 +63,11 @@ def say(text: str) -> None:
     print(f"[{time.monotonic() - START:5.0f} s] {text}", flush=True)
 
 
-def child_environment(stubs: bool) -> dict[str, str]:
-    """os.environ without what would lead a child astray; no network at run time."""
+def child_environment(stubs: bool | str) -> dict[str, str]:
+    """os.environ without what would lead a child astray; no network at run time.
+
+    `stubs`: with what SGLang needs here; "plain": and with its own attention.
+    """
     dropped = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "SGLANG_PLUGINS", "SGLANG_PLATFORM")
     env = {key: value for key, value in os.environ.items() if key not in dropped}
     env |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -66,7 +77,7 @@ def child_environment(stubs: bool) -> dict[str, str]:
     if stubs:
         folders = os.pathsep.join(str(STUBS / name) for name in ("vision", "kernels"))
         env |= {"PYTHONPATH": folders, "SGLANG_USE_CPU_ENGINE": "1"}
-        env |= {"BITNET_OPS_SGLANG_ATTENTION": "1"}
+        env |= {"BITNET_OPS_SGLANG_ATTENTION": "0" if stubs == "plain" else "1"}
     return env
 
 
@@ -78,7 +89,9 @@ class Ladder:
         self.report: dict = {"failed": []}
         self.kinds: Path | None = None  # once own_tokens.py has made them
 
-    def script(self, name: str, log: str, *arguments, stubs: bool = True, timeout: float = 900):
+    def script(
+        self, name: str, log: str, *arguments, stubs: bool | str = True, timeout: float = 900
+    ):
         command = [self.env.python, HERE / name, *arguments]
         return run_logged(command, self.work / f"{log}.log", timeout, child_environment(stubs))
 
@@ -244,41 +257,66 @@ class Ladder:
             f"answered the openai client, {seconds:.0f} s in all"
         )
 
-    def speed(self, name: str) -> None:
-        """L6: tokens per second of a synthetic model in SGLang, in our engine, and of SGLang's
-        own bfloat16 on a Llama of the same dimensions."""
-        model, bf16 = self.work / f"dummy-{name}", self.work / f"bf16-{name}"
-        if not (model / "model.bin").exists():
-            words = [self.env.python, "-m", "bitnet_ops", "dummy", name, model]
-            run_logged(words, self.work / "dummy.log")
-        folder = self.serving(model)
-        config = json.loads((folder / "config.json").read_text())
-        config |= {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
-        config |= {"hidden_act": "silu", "torch_dtype": "bfloat16"}
+    def dims(self, layers: int) -> dict[str, Path]:
+        """Models of 2B-4T's dimensions: a checkpoint, and a Llama's config.json for SGLang's own
+        bfloat16 on random weights."""
+        folder = self.work / f"dims-{layers}-{VOCABULARY}"
+        if not (folder / "plain" / "tokenizer.json").exists():
+            writer = ROOT / "tests" / "vllm_proof" / "write_dims.py"
+            self.script(writer, "dims", folder, layers, VOCABULARY, stubs=False)
+        bf16 = folder / "bf16"
         bf16.mkdir(exist_ok=True)
-        (bf16 / "config.json").write_text(json.dumps(config))
-        rows: dict[str, dict[str, float]] = {}
-        for label, paths in (("l6-ours", (folder, model)), ("l6-bf16", (bf16,))):
-            result = self.work / f"{label}.json"
+        config = json.loads((folder / "plain" / "config.json").read_text())
+        config |= {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+        (bf16 / "config.json").write_text(json.dumps({**config, "hidden_act": "silu"}))
+        return {"packed": folder / "packed", "bf16": bf16}
+
+    def speed(self, layers: int, parts: Sequence[str]) -> None:
+        """L6: tokens per second in SGLang and in our engine, which take turns."""
+        models = self.dims(layers)
+        for part in parts:
+            source, options = SPEED_RUNS[part]
+            folder = models.get(source) or self.serving(models["packed"])
+            own = [] if part == "bf16" else [models["packed"]]
+            result, plugin = self.work / f"speed-{layers}-{part}.json", self.work / "plugin-speed"
             result.unlink(missing_ok=True)
-            self.script("speed_engine.py", label, result, *paths, timeout=3600)
-            rows |= json.loads(result.read_text())
-        self.report["L6"] = rows
-        for line in table_of_speed(rows):
+            arguments = (result, folder, json.dumps(options), plugin, *own)
+            stubs = "plain" if part == "bf16" else True
+            seconds = self.script("speed_engine.py", f"speed-{part}", *arguments, stubs=stubs)
+            say(f"  L6 {part}: {seconds:.0f} s")
+        found = {
+            part: json.loads(file.read_text())
+            for part in SPEED_RUNS
+            if (file := self.work / f"speed-{layers}-{part}.json").exists()
+        }
+        self.report["L6"] = found
+        for line in table_of_speed(found):
             say(f"  L6 {line}")
-        say(f"L6 reached: tokens per second of {name}, random weights, the same tokens of both")
+        say(f"L6 reached: {layers} layers of 2B-4T's dimensions, vocabulary {VOCABULARY}")
+        if "whole" in found and not found["whole"]["same_tokens"]:
+            raise ProofError(
+                "expected one op a forward to give our own engine's tokens, got others"
+            )
 
 
-def table_of_speed(rows: dict[str, dict[str, float]]) -> list[str]:
-    """A line for each engine, and the share of our engine's speed that is left in SGLang."""
-    columns = list(rows["own engine"])
-    lines = ["tokens per second".ljust(22) + "".join(c.rjust(12) for c in columns)]
-    for name, row in rows.items():
-        lines.append(name.ljust(22) + "".join(f"{row[c]:12.2f}" for c in columns))
-    ours, own = rows["SGLang, ours in it"], rows["own engine"]
-    lines.append(
-        "share of own engine".ljust(22) + "".join(f"{ours[c] / own[c]:12.2f}" for c in columns)
-    )
+def table_of_speed(found: dict[str, dict]) -> list[str]:
+    """Tokens per second; the share of our own engine, which took turns with each; and of the
+    milliseconds of a forward those that are spent in our calls."""
+    columns = [what for what in next(iter(found.values()))["engines"]["SGLang"] if " " in what]
+    lines = ["tokens per second".ljust(24) + "".join(c.rjust(26) for c in columns) + "   start"]
+    for part, report in found.items():
+        row, own = report["engines"]["SGLang"], report["engines"].get("own")
+        cells = ""
+        for what in columns:
+            cell = row[what]
+            share = f" ({cell['rate'] / own[what]['rate']:.2f})" if own else ""
+            spent = f"{cell['ours_ms']:.1f}/{cell['ms']:.1f} ms"
+            cells += f"{cell['rate']:.1f}{share} {spent}".rjust(26)
+        lines.append(f"SGLang, {part}".ljust(24) + cells + f"{row['start_s']:6.1f} s")
+    owns = [report["engines"]["own"] for report in found.values() if "own" in report["engines"]]
+    if owns:
+        best = {what: max(own[what]["rate"] for own in owns) for what in columns}
+        lines.append("own engine".ljust(24) + "".join(f"{best[c]:.1f}".rjust(26) for c in columns))
     return lines
 
 
@@ -327,7 +365,14 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--venv", type=Path, default=default, help="default: build/sglang/venv")
     parser.add_argument("--work", type=Path, default=work, help="logs, checkpoints, report.json")
     parser.add_argument(
-        "--speed", metavar="NAME", nargs="?", const="2b-4t", help="L6 too, of a synthetic model"
+        "--speed", metavar="LAYERS", type=int, nargs="?", const=8, help="L6 too (default 8 layers)"
+    )
+    parser.add_argument(
+        "--parts",
+        nargs="+",
+        choices=SPEED_RUNS,
+        default=[*SPEED_RUNS],
+        help="rows of L6 to measure",
     )
     usual = [name for name in RUNGS if name != "families"]
     parser.add_argument(
@@ -336,7 +381,8 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def climb(ladder: Ladder, only: Sequence[str], speed: str | None = None) -> None:
+def climb(ladder: Ladder, options: argparse.Namespace) -> None:
+    only = options.only
     expected = json.loads((DEMO / "expected.json").read_text())["cases"]
     if "layers" in only:
         ladder.rung("L2", ladder.layers)
@@ -353,8 +399,8 @@ def climb(ladder: Ladder, only: Sequence[str], speed: str | None = None) -> None
         ladder.rung("L4 refused", ladder.refused)
     if "server" in only:
         ladder.rung("L5", lambda: ladder.server(expected))
-    if speed:
-        ladder.rung("L6", lambda: ladder.speed(speed))
+    if options.speed:
+        ladder.rung("L6", lambda: ladder.speed(options.speed, options.parts))
     ladder.facts()  # torch is still the CPU build after all that was imported and spawned
 
 
@@ -369,7 +415,7 @@ def main() -> int:
             "python {python}, torch {torch}, sglang {sglang}, transformers {transformers}, "
             "bitnet-ops {bitnet_ops} on {isa}; no nvidia package".format(**facts)
         )
-        climb(ladder, options.only, options.speed)
+        climb(ladder, options)
     except ProofError as error:
         ladder.report["failed"].append("set-up")
         say(f"FAILED: {error}")
