@@ -164,6 +164,20 @@ def test_ranks_that_hold_equal_parts_are_started(installed, tmp_path, capsys, wo
     assert folder in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("cpus", "count", "bound", "threads"),
+    [({4, 5, 6, 7, 9}, 2, "4,5|6,7", "2"), ({0, 1}, 2, "0|1", "1"), ({3}, 2, "3|3", "1")],
+)
+def test_ranks_share_the_processors(monkeypatch, cpus, count, bound, threads):
+    monkeypatch.setattr(launch, "_imports", lambda module: True)
+    monkeypatch.setattr(launch.machine, "affinity", lambda: cpus)
+    env = launch.environment({}, [], count)
+    assert env["SGLANG_CPU_OMP_THREADS_BIND"] == bound and env["OMP_NUM_THREADS"] == threads
+    assert "OMP_NUM_THREADS" not in launch.environment({}, [])
+    chosen = {"SGLANG_CPU_OMP_THREADS_BIND": "1|2", "OMP_NUM_THREADS": "7"}
+    assert chosen.items() <= launch.environment(chosen, [], count).items()
+
+
 def test_a_folder_without_config_json_is_not_served_per_layer(installed, tmp_path, capsys):
     assert main(["sglang", str(tmp_path), "--per-layer", "--print"]) == 1
     assert "expected config.json in" in capsys.readouterr().err
@@ -232,7 +246,7 @@ def test_folders_that_cannot_be_served(tmp_path, monkeypatch):
 
 
 def test_the_page_installs_what_the_proof_installs_and_starts_what_the_launcher_starts(
-    installed, capsys
+    installed, capsys, tmp_path
 ):
     """Its client is run by the proof (l5_server.py)."""
     page = (ROOT / "docs" / "sglang.md").read_text(encoding="utf-8")
@@ -250,3 +264,7 @@ def test_the_page_installs_what_the_proof_installs_and_starts_what_the_launcher_
         words.insert(words.index("--") if "--" in words else len(words), "--print")
         assert main(words) == 0
         assert "sglang.launch_server" in capsys.readouterr().out
+    (ranks,) = re.findall(r"`bitnet-ops (sglang my-folder --per-layer -- .*?)`", page)
+    words = ranks.replace("my-folder", write_config(tmp_path)).split()
+    assert main([*words[:2], "--print", *words[2:]]) == 0
+    assert capsys.readouterr().out.splitlines()[-2:] == ["--tp", "2"]

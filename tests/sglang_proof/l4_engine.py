@@ -47,12 +47,14 @@ def install_counter(folder):
     os.environ["BITNET_PROOF_DIR"] = str(folder)
 
 
-def leave_out_models(folder):
-    """As the launcher does: SGLang's other models, whose import takes half of a start."""
+def set_environment(folder, ranks=1):
+    """As the launcher does: SGLang's other models left out, whose import takes half of a start, and
+    the processors shared out."""
     from bitnet_ops.integrations.sglang import launch
 
-    name = "SGLANG_DISABLED_MODEL_ARCHS"
-    os.environ[name] = launch.environment(os.environ, launch.architectures(folder))[name]
+    wanted = launch.environment(os.environ, launch.architectures(folder), ranks)
+    names = ("SGLANG_DISABLED_MODEL_ARCHS", "SGLANG_CPU_OMP_THREADS_BIND", "OMP_NUM_THREADS")
+    os.environ.update({name: wanted[name] for name in names if name in wanted})
 
 
 def first_difference(ours, theirs):
@@ -102,7 +104,7 @@ def compare(oracle, answers):
 def main():
     checkpoint, oracle_path, result, work, given = sys.argv[1:]
     oracle, options = json.loads(Path(oracle_path).read_text()), json.loads(given)
-    leave_out_models(Path(checkpoint))
+    set_environment(Path(checkpoint), options.get("tp_size", 1))
     install_counter(Path(work))
     import apply_counter
 

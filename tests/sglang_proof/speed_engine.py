@@ -17,7 +17,7 @@ import sys
 import time
 from pathlib import Path
 
-from l4_engine import install_counter, leave_out_models
+from l4_engine import install_counter, set_environment
 
 PROMPTS, BATCHES, ROUNDS = (128, 512), (1, 16), 3
 SHORT, NEW = 16, 24  # tokens of a prompt where decoding is measured, and new ones
@@ -123,7 +123,7 @@ def measure(engines):
 
 def main():
     result, folder, given, work, *own = sys.argv[1:]
-    leave_out_models(Path(folder))
+    set_environment(Path(folder))
     install_counter(Path(work))
     # The model's own threads decide here too: SGLang's schedulers take their number from torch.
     engines = {"SGLang": Served(folder, work, json.loads(given))}
