@@ -88,6 +88,7 @@ class Ladder:
         self.env, self.work = environment, environment.work
         self.report: dict = {"failed": []}
         self.kinds: Path | None = None  # once own_tokens.py has made them
+        self.tokens: dict[str, list[list[int]]] = {}  # of the kinds that were served
 
     def script(
         self, name: str, log: str, *arguments, stubs: bool | str = True, timeout: float = 900
@@ -209,6 +210,8 @@ class Ladder:
     def kind(self, run: tuple[str, int], ranks: int = 1) -> list[list[int]]:
         """A tiny checkpoint gives our own engine's tokens; returns them."""
         (source, linears), name = run, f"{run[0]}-tp{ranks}"
+        if name in self.tokens:
+            return self.tokens[name]
         kinds, oracle = self.own(), self.own() / f"{run[0].removesuffix('-bin')}.json"
         folder = kinds / source
         if not linears:
@@ -219,7 +222,8 @@ class Ladder:
         layers = json.loads((folder / "config.json").read_text())["num_hidden_layers"]
         judge_calls(name, report, linears * layers or 1, ranks)
         say(f"L4 reached ({name}): engine start {report['engine_start_s']} s")
-        return [row["tokens"] for row in report["prompts"]]
+        self.tokens[name] = [row["tokens"] for row in report["prompts"]]
+        return self.tokens[name]
 
     def ranks(self) -> None:
         """Two ranks of SGLang's own Llama class give one rank's tokens, and our engine's."""
