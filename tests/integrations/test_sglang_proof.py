@@ -105,6 +105,28 @@ def test_the_table_of_speed_has_shares_and_what_is_ours_of_a_forward():
     assert own.split() == ["own", "engine", "100.0"]
 
 
+@pytest.mark.parametrize(
+    ("part", "calls", "same", "reason"),
+    [
+        ("whole", 1, True, None),
+        ("method", 32, False, None),  # its head is not quantised
+        ("bf16", 0, True, None),
+        ("whole", 1, False, "tokens of our own engine"),
+        ("whole", 0, True, "expected 1 calls of ours"),
+        ("method", 28, True, "expected 32 calls of ours"),
+        ("bf16", 1, True, "expected 0 calls of ours"),
+    ],
+)
+def test_a_row_that_times_something_else_fails(part, calls, same, reason):
+    row = {"start_s": 1.0, "batch 1": {"calls": calls}, "prompt 128": {"calls": 3}}
+    found = {part: {"engines": {"SGLang": row}, "same_tokens": same}}
+    if reason is None:
+        prove.judge_speed(found, 8)
+        return
+    with pytest.raises(environment.ProofError, match=reason):
+        prove.judge_speed(found, 8)
+
+
 def test_speed_counts_a_decode_as_what_tokens_take_beyond_the_prompt(monkeypatch):
     """A made-up engine of 10 ms a forward, 4 of them in one call of ours."""
     clock = {"now": 0.0, "calls": 0}

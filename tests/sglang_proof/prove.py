@@ -324,6 +324,18 @@ def table_of_speed(found: dict[str, dict]) -> list[str]:
     return lines
 
 
+def judge_speed(found: dict[str, dict], layers: int) -> None:
+    """What was timed is what the row says: our calls in each decoding forward, our tokens."""
+    for part, calls in (("bf16", 0), ("method", 4 * layers), ("whole", 1)):
+        if part in found:
+            row = found[part]["engines"]["SGLang"]
+            got = [row[what]["calls"] for what in row if what.startswith("batch")]
+            if got != [calls] * len(got):
+                raise ProofError(f"expected {calls} calls of ours a forward ({part}), got {got}")
+    if "whole" in found and not found["whole"]["same_tokens"]:
+        raise ProofError("expected the tokens of our own engine of one op a forward, got others")
+
+
 def judge_tokens(name: str, report: dict, oracle: str = "transformers") -> None:
     """Every token equal up to the first difference, which must be a near-tie of the oracle."""
     rows = report["prompts"]
