@@ -282,7 +282,7 @@ def test_replicated_linear_serves_what_transformers_computes(config_class, rule)
 
 
 @pytest.mark.parametrize("rule", list(ScaleRule))
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_merged_and_column_parallel_linears_on_every_rank(config_class, rule, ranks):
     parts = [checkpoint(rule, 32, 192, seed) for seed in (2, 3)]
     columns, halves = [], []
@@ -329,18 +329,35 @@ def test_qkv_on_every_rank_with_kv_heads_split_or_replicated(config_class, rule,
 
 
 @pytest.mark.parametrize("rule", list(ScaleRule))
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_row_parallel_linear_holds_its_columns_on_every_rank(config_class, rule, ranks):
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_row_parallel_linears_of_all_ranks_add_up_to_what_one_computes(
+    config_class, rule, ranks, monkeypatch
+):
+    """Each holds its columns, and rounds its inputs with the absmax of the whole token."""
+    from bitnet_ops.integrations.sglang import linear
+
+    absmax = X.abs().amax(-1).view(-1, 1)
+    monkeypatch.setattr(
+        linear.BitNetLinearMethod, "max_over_ranks", lambda self, x: torch.maximum(x, absmax)
+    )
     part = checkpoint(rule, 24, 192, 7)
-    codes = []
+    codes, total = [], torch.zeros(1, 5, 24)
     for rank in range(ranks):
         cls = sglang_surface.RowParallelLinear
         layer = make(config_class, rule, cls, 192, 24, tp_rank=rank, tp_size=ranks)
         fill(layer, [part], [None])
         codes.append(ops.unpack(canonical_rows(layer), 192 // ranks))
+        total += layer(X.chunk(ranks, -1)[rank].contiguous())[0]
     assert torch.equal(torch.cat(codes, 1), part[2])
-    if ranks == 1:
-        assert_equals_transformers(rule, layer(X)[0], X, part)
+    assert_equals_transformers(rule, total, X, part)
+
+
+def test_a_layer_of_some_columns_rejects_an_input_of_all(config_class):
+    cls, rule = sglang_surface.RowParallelLinear, ScaleRule.MULTIPLY
+    layer = make(config_class, rule, cls, 192, 24, tp_rank=0, tp_size=2)
+    fill(layer, [checkpoint(rule, 24, 192, 7)], [None])
+    with pytest.raises(ValueError, match=r"expected x \[..., 96\], got \[1, 5, 192\]"):
+        layer(X)
 
 
 def test_parameters_do_not_carry_the_engines_clipping_loader(config_class):

@@ -6,6 +6,7 @@ sglang itself is not needed: the words, the environment and the folder are looke
 from __future__ import annotations
 
 import dataclasses
+import importlib.machinery
 import itertools
 import json
 import re
@@ -80,10 +81,118 @@ def test_the_command_and_its_environment(installed, monkeypatch, capsys):
 def test_only_what_is_missing_has_a_stand_in(monkeypatch):
     monkeypatch.setattr(launch, "_imports", lambda module: module == "sgl_kernel")
     assert launch.stub_paths() == [str(launch.STUBS / "vision")]
-    env = launch.environment({"PYTHONPATH": "theirs"}, whole=False)
+    env = launch.environment({"PYTHONPATH": "theirs"}, [])
     assert env["PYTHONPATH"].split(":") == [str(launch.STUBS / "vision"), "theirs"]
     monkeypatch.setattr(launch, "_imports", lambda module: True)
-    assert "PYTHONPATH" not in launch.environment({}, whole=True)
+    assert "PYTHONPATH" not in launch.environment({}, [])
+
+
+def test_sglangs_other_models_are_left_out(tmp_path, monkeypatch):
+    models = tmp_path / "srt" / "models"
+    models.mkdir(parents=True)
+    (models / "__init__.py").touch()
+    (models / "a.py").write_text("class AForCausalLM(Base):\n    pass\nEntryClass = AForCausalLM\n")
+    (models / "b.py").write_text("from a import AForCausalLM\nclass B(AForCausalLM):\n    pass\n")
+    (models / "transformers.py").touch()
+    found = importlib.machinery.ModuleSpec("sglang", None, is_package=True)
+    found.submodule_search_locations = [str(tmp_path)]
+    monkeypatch.setattr(launch.importlib.util, "find_spec", lambda name: found)
+    monkeypatch.setattr(launch, "_imports", lambda module: True)
+    left_out = {
+        name: launch.environment({}, [name])["SGLANG_DISABLED_MODEL_ARCHS"]
+        for name in ("AForCausalLM", serving.ARCHITECTURE)
+    }
+    assert left_out == {"AForCausalLM": "b", serving.ARCHITECTURE: "a,b"}
+    chosen = {"SGLANG_DISABLED_MODEL_ARCHS": "c"}
+    assert launch.environment(chosen, [])["SGLANG_DISABLED_MODEL_ARCHS"] == "c"
+
+
+def write_config(folder, **changes):
+    """The config.json of a checkpoint that two ranks can serve, but for `changes`."""
+    config = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "num_attention_heads": 20,
+        "num_key_value_heads": 4,
+        "intermediate_size": 6912,
+        "quantization_config": {"quant_method": "bitnet", "linear_class": "bitlinear"},
+        **changes,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "ranks", "message"),
+    [
+        # BitNet 2B-4T: sub-norms, and five KV heads
+        (
+            {
+                "model_type": "bitnet",
+                "architectures": ["BitNetForCausalLM"],
+                "num_key_value_heads": 5,
+            },
+            2,
+            "expected --tp 1 for BitNetForCausalLM, got 2; its sub-norms are means over all heads",
+        ),
+        ({"num_key_value_heads": 5}, 2, "num_key_value_heads to divide evenly over --tp 2, got 5"),
+        ({"num_attention_heads": 18}, 4, "num_attention_heads to divide evenly over --tp 4"),
+        ({"intermediate_size": 6911}, 2, "intermediate_size to divide evenly over --tp 2"),
+        ({"quantization_config": None}, 1, "quant_method 'bitnet' in .* got None; leave out --per"),
+        ({"quantization_config": {"quant_method": "awq"}}, 2, "got 'awq'"),
+        (
+            {"quantization_config": {"quant_method": "bitnet", "use_rms_norm": True}},
+            1,
+            "use_rms_norm false .* leave out --per-layer",
+        ),
+        ({}, 0, "--tp of at least 1, got 0"),
+    ],
+)
+def test_checkpoints_that_cannot_be_served_per_layer(
+    installed, tmp_path, capsys, changes, ranks, message
+):
+    words = ["sglang", write_config(tmp_path, **changes), "--per-layer", "--print", "--"]
+    assert main([*words, "--tp", str(ranks)]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.search(message, line), line
+
+
+@pytest.mark.parametrize("words", [[], ["--tp", "2"], ["--tp-size=4"], ["--tp", "8"]])
+def test_ranks_that_hold_equal_parts_are_started(installed, tmp_path, capsys, words):
+    folder = write_config(tmp_path, num_attention_heads=24)
+    assert main(["sglang", folder, "--per-layer", "--print", "--", *words]) == 0
+    assert folder in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("cpus", "count", "bound", "threads"),
+    [({4, 5, 6, 7, 9}, 2, "4,5|6,7", "2"), ({0, 1}, 2, "0|1", "1"), ({3}, 2, "3|3", "1")],
+)
+def test_ranks_share_the_processors(monkeypatch, cpus, count, bound, threads):
+    monkeypatch.setattr(launch, "_imports", lambda module: True)
+    monkeypatch.setattr(launch.machine, "affinity", lambda: cpus)
+    env = launch.environment({}, [], count)
+    assert env["SGLANG_CPU_OMP_THREADS_BIND"] == bound and env["OMP_NUM_THREADS"] == threads
+    assert "OMP_NUM_THREADS" not in launch.environment({}, [])
+    chosen = {"SGLANG_CPU_OMP_THREADS_BIND": "1|2", "OMP_NUM_THREADS": "7"}
+    assert chosen.items() <= launch.environment(chosen, [], count).items()
+
+
+def test_a_folder_without_config_json_is_not_served_per_layer(installed, tmp_path, capsys):
+    assert main(["sglang", str(tmp_path), "--per-layer", "--print"]) == 1
+    assert "expected config.json in" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["--tp", "2"], ["--tensor-parallel-size", "2"], ["--tp-size=2"]])
+def test_a_converted_model_is_one_rank(installed, capsys, words):
+    assert main(["sglang", str(DEMO_DIR), "--print", "--", *words]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "expected --tp 1 for a converted model, got 2; for a Llama" in line
+
+
+def test_ranks_are_the_last_ones_named():
+    assert launch.ranks(["--tp", "2", "--max-total-tokens", "64", "--tp-size", "4"]) == 4
+    assert launch.ranks(["--tp", "two"]) == 1  # SGLang says it
 
 
 @pytest.mark.parametrize(
@@ -137,7 +246,7 @@ def test_folders_that_cannot_be_served(tmp_path, monkeypatch):
 
 
 def test_the_page_installs_what_the_proof_installs_and_starts_what_the_launcher_starts(
-    installed, capsys
+    installed, capsys, tmp_path
 ):
     """Its client is run by the proof (l5_server.py)."""
     page = (ROOT / "docs" / "sglang.md").read_text(encoding="utf-8")
@@ -155,3 +264,7 @@ def test_the_page_installs_what_the_proof_installs_and_starts_what_the_launcher_
         words.insert(words.index("--") if "--" in words else len(words), "--print")
         assert main(words) == 0
         assert "sglang.launch_server" in capsys.readouterr().out
+    (ranks,) = re.findall(r"`bitnet-ops (sglang my-folder --per-layer -- .*?)`", page)
+    words = ranks.replace("my-folder", write_config(tmp_path)).split()
+    assert main([*words[:2], "--print", *words[2:]]) == 0
+    assert capsys.readouterr().out.splitlines()[-2:] == ["--tp", "2"]

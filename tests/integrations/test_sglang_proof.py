@@ -19,6 +19,7 @@ import apply_counter  # noqa: E402  (lives beside the proof, which is no package
 import environment  # noqa: E402
 import l4_engine  # noqa: E402
 import prove  # noqa: E402
+import speed_engine  # noqa: E402
 
 ROW = {
     "prompt": "p",
@@ -47,6 +48,7 @@ def changed(row=None, **top):
 def test_good_reports_pass():
     prove.judge_tokens("x", changed())
     prove.judge_calls("x", changed(), 24)
+    prove.judge_calls("x", changed(apply_calls={"2": 24 * 48, "3": 24 * 48}), 24, ranks=2)
     near_tie = {"same": 30, "lead_at_difference": 0.03}
     prove.judge_tokens("x", changed(near_tie, dtype="bfloat16"))
 
@@ -83,6 +85,71 @@ def test_calls_elsewhere_or_too_few_fail(calls):
         prove.judge_calls("x", changed(apply_calls=calls), 24)
 
 
+def test_two_ranks_that_are_one_fail():
+    with pytest.raises(environment.ProofError, match="expected apply.. in 2 spawned"):
+        prove.judge_calls("x", changed(), 24, ranks=2)
+
+
+def test_the_table_of_speed_has_shares_and_what_is_ours_of_a_forward():
+    def row(rate, ours_ms):
+        return {"start_s": 7.5, "batch 1": {"rate": rate, "ms": 10.0, "ours_ms": ours_ms}}
+
+    found = {
+        "bf16": {"engines": {"SGLang": row(5.0, 0.0)}},
+        "whole": {"engines": {"SGLang": row(80.0, 8.0), "own": row(100.0, 0.0)}},
+    }
+    title, bf16, whole, own = prove.table_of_speed(found)
+    assert title.split() == ["tokens", "per", "second", "batch", "1", "start"]
+    assert bf16.split() == ["SGLang,", "bf16", "5.0", "0.0/10.0", "ms", "7.5", "s"]
+    assert whole.split()[2:] == ["80.0", "(0.80)", "8.0/10.0", "ms", "7.5", "s"]
+    assert own.split() == ["own", "engine", "100.0"]
+
+
+@pytest.mark.parametrize(
+    ("part", "calls", "same", "reason"),
+    [
+        ("whole", 1, True, None),
+        ("method", 32, False, None),  # its head is not quantised
+        ("bf16", 0, True, None),
+        ("whole", 1, False, "tokens of our own engine"),
+        ("whole", 0, True, "expected 1 calls of ours"),
+        ("method", 28, True, "expected 32 calls of ours"),
+        ("bf16", 1, True, "expected 0 calls of ours"),
+    ],
+)
+def test_a_row_that_times_something_else_fails(part, calls, same, reason):
+    row = {"start_s": 1.0, "batch 1": {"calls": calls}, "prompt 128": {"calls": 3}}
+    found = {part: {"engines": {"SGLang": row}, "same_tokens": same}}
+    if reason is None:
+        prove.judge_speed(found, 8)
+        return
+    with pytest.raises(environment.ProofError, match=reason):
+        prove.judge_speed(found, 8)
+
+
+def test_speed_counts_a_decode_as_what_tokens_take_beyond_the_prompt(monkeypatch):
+    """A made-up engine of 10 ms a forward, 4 of them in one call of ours."""
+    clock = {"now": 0.0, "calls": 0}
+
+    class Engine:
+        start_s = 1.0
+
+        def __call__(self, prompts, new):
+            clock["now"] += 0.01 * new
+            clock["calls"] += new
+            return [[7] * new for _ in prompts]
+
+        def calls(self):
+            return clock["calls"], 0.004 * clock["calls"]
+
+    monkeypatch.setattr(speed_engine.time, "perf_counter", lambda: clock["now"])
+    report = speed_engine.measure({"SGLang": Engine(), "own": Engine()})
+    assert report["same_tokens"]
+    rows = report["engines"]["SGLang"]
+    assert rows["batch 16"] == {"rate": 1600.0, "ms": 10.0, "ours_ms": 4.0, "calls": 1.0}
+    assert rows["prompt 512"]["rate"] == 51200.0
+
+
 def test_comparison_counts_to_the_first_difference():
     case = {"prompt": "p", "prompt_ids": [0, 5], "tokens": [7, 8, 9], "leads": [1.0, 0.5, 0.25]}
     answer = {"output_ids": [7, 4, 9], "meta_info": {"prompt_tokens": 2}, "text": "t"}
@@ -96,6 +163,8 @@ def test_counter_survives_in_its_file(tmp_path):
     for _ in range(3):
         counter.add_one()
     assert apply_counter.read_counts(tmp_path) == {77: 3}
+    counter.add_one(ns=250)
+    assert apply_counter.read_times(tmp_path) == {77: (4, 250)}
 
 
 def test_a_failing_or_hanging_command_is_an_error_with_the_end_of_its_log(tmp_path):

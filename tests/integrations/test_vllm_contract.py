@@ -263,7 +263,9 @@ def test_row_parallel_linears_of_all_ranks_add_up_to_what_one_computes(
     from bitnet_ops.integrations.vllm import linear
 
     absmax = X.abs().amax(-1).view(-1, 1)
-    monkeypatch.setattr(linear, "max_over_ranks", lambda x: torch.maximum(x, absmax))
+    monkeypatch.setattr(
+        linear.BitNetLinearMethod, "max_over_ranks", lambda self, x: torch.maximum(x, absmax)
+    )
     part = checkpoint(rule, 24, 192, 7)
     codes, total = [], torch.zeros(1, 5, 24)
     for rank in range(ranks):
@@ -324,10 +326,7 @@ def test_misshapen_shards_and_bytes_of_the_other_order_are_rejected(config_class
     weight = checkpoint(rule, 128, 192, 1)[0]
     for wrong, message in (
         (weight[:8], r"expected weight \[32, 192\] for 128 outputs.*got \[8, 192\].*is short"),
-        (
-            torch.zeros(128, 48, dtype=torch.uint8),
-            r"got \[128, 48\] in layer; .*packed along",
-        ),
+        (torch.zeros(128, 48, dtype=torch.uint8), r"got \[128, 48\] in layer; .*packed along"),
         (torch.zeros(128, 64, dtype=torch.uint8), r"got \[128, 64\] in layer; .*packed along"),
         (weight | 3, "3"),
         (weight.float(), "expected packed uint8 weights"),

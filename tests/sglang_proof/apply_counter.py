@@ -2,9 +2,10 @@
 
 Counted are apply() of a linear, and the step of a whole model; that our attention ran is noted.
 
-l4_engine.py makes it an entry point beside bitnet-ops' own. Each process writes its calls to a file
-`apply-<pid>` in BITNET_PROOF_DIR: a mapped 8-byte counter, since a scheduler may be killed without
-a chance to report, and `layers-<pid>` with the kinds of layer and input seen.
+l4_engine.py makes it an entry point beside bitnet-ops' own. Each process writes its calls, and the
+nanoseconds they took, to a file `apply-<pid>` in BITNET_PROOF_DIR: two mapped numbers, since a
+scheduler may be killed without a chance to report, and speed_engine.py reads them on the way; and
+`layers-<pid>` with the kinds of layer and input seen.
 """
 
 from __future__ import annotations
@@ -12,21 +13,22 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+import time
 from pathlib import Path
 
 
 class Counter:
-    """A counter in a shared mapping of a file."""
+    """Calls and their nanoseconds in a shared mapping of a file."""
 
     def __init__(self, path):
         self.file = open(path, "w+b")
-        self.file.write(bytes(8))
+        self.file.write(bytes(16))
         self.file.flush()
-        self.map = mmap.mmap(self.file.fileno(), 8)
+        self.map = mmap.mmap(self.file.fileno(), 16)
 
-    def add_one(self):
-        (value,) = struct.unpack("<Q", self.map[:])
-        self.map[:] = struct.pack("<Q", value + 1)
+    def add_one(self, ns=0):
+        calls, total = struct.unpack("<QQ", self.map[:])
+        self.map[:] = struct.pack("<QQ", calls + 1, total + ns)
 
 
 def install():
@@ -42,20 +44,22 @@ def install():
     def write_kinds():
         (folder / f"layers-{os.getpid()}").write_text("\n".join(sorted(seen)))
 
-    def count(kind):
-        counter.add_one()
+    def count(kind, start):
+        counter.add_one(time.perf_counter_ns() - start)
         if kind not in seen:
             seen.add(kind)
             write_kinds()
 
     def counted(self, layer, *args, **kwargs):
+        start = time.perf_counter_ns()
         result = apply(self, layer, *args, **kwargs)
-        count(f"{type(layer).__name__} {args[0].dim()}-d {args[0].dtype}")
+        count(f"{type(layer).__name__} {args[0].dim()}-d {args[0].dtype}", start)
         return result
 
     def counted_step(self, batch, pool):
+        start = time.perf_counter_ns()
         logits = step(self, batch, pool)
-        count(f"{type(self).__name__}.step {self.dtype} over {pool.key_pool.dtype}")
+        count(f"{type(self).__name__}.step {self.dtype} over {pool.key_pool.dtype}", start)
         return logits
 
     attend = ops.paged_attention
@@ -73,8 +77,13 @@ def install():
 
 def read_counts(folder):
     """{pid: calls} of all processes that had the counter."""
+    return {pid: calls for pid, (calls, _) in read_times(folder).items()}
+
+
+def read_times(folder):
+    """{pid: (calls, nanoseconds)} of all processes that had the counter."""
     return {
-        int(path.name.split("-")[1]): struct.unpack("<Q", path.read_bytes())[0]
+        int(path.name.split("-")[1]): struct.unpack("<QQ", path.read_bytes())
         for path in Path(folder).glob("apply-*")
     }
 

@@ -416,6 +416,24 @@ def check_model_file_loads_strictly():
     equal("gains", model.norm.weight.data, gains)
 
 
+def check_several_ranks_are_refused_where_one_computes():
+    """By the model classes themselves too, for who starts SGLang without our launcher."""
+    from bitnet_ops.integrations.sglang.models import bitnet, whole
+
+    two = types.SimpleNamespace(tp_size=2, pp_size=1)
+    reasons = {
+        bitnet: (bitnet.BitNetForCausalLM, "the sub-norms span all heads"),
+        whole: (whole.BitnetOpsForCausalLM, "a converted model runs on one rank"),
+    }
+    for module, (model_class, reason) in reasons.items():
+        seen = module.get_parallel
+        try:
+            module.get_parallel = lambda: two
+            rejected(model_class.__name__, reason, lambda cls=model_class: cls(None))
+        finally:
+            module.get_parallel = seen
+
+
 CHECKS = [value for name, value in list(globals().items()) if name.startswith("check_")]
 
 

@@ -1,9 +1,10 @@
-"""Rung L4: the real sgl.Engine serves a BitNet checkpoint; are its greedy tokens transformers'?
+"""Rung L4: the real sgl.Engine serves a BitNet checkpoint; are its greedy tokens the oracle's?
 
 Runs in the proof's environment with the import stubs on PYTHONPATH. The engine spawns its
-scheduler; `apply()` is counted inside it by a second plug-in (apply_counter.py).
-Usage: l4_engine.py CHECKPOINT ORACLE.json RESULT.json WORK_FOLDER MODEL_IMPL DTYPE
-MODEL_IMPL is SGLang's: "auto" takes our fused model file, "transformers" transformers' model.
+schedulers; `apply()` is counted inside them by a second plug-in (apply_counter.py).
+Usage: l4_engine.py CHECKPOINT ORACLE.json RESULT.json WORK_FOLDER OPTIONS
+OPTIONS: of sgl.Engine, as JSON. model_impl "auto" takes our fused model file, "transformers"
+transformers' model.
 """
 
 from __future__ import annotations
@@ -46,20 +47,30 @@ def install_counter(folder):
     os.environ["BITNET_PROOF_DIR"] = str(folder)
 
 
+def set_environment(folder, ranks=1):
+    """As the launcher does: SGLang's other models left out, whose import takes half of a start, and
+    the processors shared out."""
+    from bitnet_ops.integrations.sglang import launch
+
+    wanted = launch.environment(os.environ, launch.architectures(folder), ranks)
+    names = ("SGLANG_DISABLED_MODEL_ARCHS", "SGLANG_CPU_OMP_THREADS_BIND", "OMP_NUM_THREADS")
+    os.environ.update({name: wanted[name] for name in names if name in wanted})
+
+
 def first_difference(ours, theirs):
     """The index of the first differing token, or the common length."""
     pairs = enumerate(zip(ours, theirs, strict=True))
     return next((i for i, (a, b) in pairs if a != b), len(ours))
 
 
-def generate(checkpoint, oracle, model_impl, dtype):
+def generate(checkpoint, oracle, options):
     """(engine start seconds, generation seconds, the engine's answers) for the oracle's prompts."""
     import sglang
 
     count = len(oracle["cases"][0]["tokens"])
     sampling = {"temperature": 0, "max_new_tokens": count, "ignore_eos": True}
     start = time.monotonic()
-    engine = sglang.Engine(model_path=checkpoint, dtype=dtype, model_impl=model_impl, **SETTINGS)
+    engine = sglang.Engine(model_path=checkpoint, **SETTINGS, **options)
     ready = time.monotonic()
     try:
         answers = engine.generate([case["prompt"] for case in oracle["cases"]], sampling)
@@ -84,22 +95,23 @@ def compare(oracle, answers):
                 "lead_at_difference": case["leads"][same] if same < len(ours) else None,
                 "smallest_lead": min(case["leads"]),
                 "text": answer["text"],
+                "tokens": ours,
             }
         )
     return rows
 
 
 def main():
-    checkpoint, oracle_path, result, work, model_impl, dtype = sys.argv[1:]
-    oracle = json.loads(Path(oracle_path).read_text())
+    checkpoint, oracle_path, result, work, given = sys.argv[1:]
+    oracle, options = json.loads(Path(oracle_path).read_text()), json.loads(given)
+    set_environment(Path(checkpoint), options.get("tp_size", 1))
     install_counter(Path(work))
     import apply_counter
 
-    started, seconds, answers = generate(checkpoint, oracle, model_impl, dtype)
+    started, seconds, answers = generate(checkpoint, oracle, options)
     counts = apply_counter.read_counts(work)
     report = {
-        "model_impl": model_impl,
-        "dtype": dtype,
+        **options,
         "engine_start_s": round(started, 1),
         "generate_s": round(seconds, 1),
         "prompts": compare(oracle, answers),

@@ -65,11 +65,15 @@ def run(args: argparse.Namespace) -> int:
     launch.check_version(args.untested)
     with tempfile.TemporaryDirectory(prefix="bitnet-ops-sglang-") as temporary:
         folder, name = Path(args.model), Path(args.model).resolve().name
-        if not args.per_layer:
+        ranks = launch.ranks(args.passed_on)
+        if args.per_layer:
+            launch.check_checkpoint(folder, ranks)
+        else:
+            launch.check_whole(ranks)
             file = obtain(args.model).file
             folder = serving.write_folder(file, Path(temporary), args.head_format)
-        env = launch.environment(os.environ, whole=not args.per_layer)
-        if args.threads:
+        env = launch.environment(os.environ, launch.architectures(folder), ranks)
+        if args.threads:  # of each rank
             env["OMP_NUM_THREADS"] = str(args.threads)
         options = ["--host", args.host, "--port", str(args.port), *args.passed_on]
         words = launch.command(folder, name, options)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bitnet_ops import ops
 from bitnet_ops.integrations import plain
 from bitnet_ops.integrations._core import (
     CheckpointError,
@@ -87,8 +88,9 @@ class BitNetLinearMethod:
         Raises CheckpointError for float16, uneven splits, pre-sharded checkpoints, and a bias
         where transformers would multiply it by the weight scale.
 
-        A layer split over its inputs (row-parallel) quantises each rank's columns with their own
-        absmax, so its reduced result is close, not equal, to that of one rank.
+        All ranks of a layer split over its inputs (row-parallel) quantise their columns with the
+        absmax of the whole token (`max_over_ranks`), so that their sum is what one rank computes,
+        but for the rounding of that sum.
         """
         del skip_block_quant_check, extra_weight_attrs
         check_activation_dtype(params_dtype, self.name)
@@ -141,6 +143,13 @@ class BitNetLinearMethod:
         """Whether the engine runs on dummy weights; an engine's sub-class knows."""
         return False
 
+    def max_over_ranks(self, x: Tensor) -> Tensor:
+        """The largest x of all tensor-parallel ranks, on each of them; x may be overwritten.
+
+        An engine's sub-class asks its group; here there is one rank.
+        """
+        return x
+
     def apply(self, layer: nn.Module | Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Either apply(layer, x, bias=None), the engines' form, or the plain call
         apply(packed_weight, scale, x, out_features, in_features, bias=None, packing=None).
@@ -154,7 +163,8 @@ class BitNetLinearMethod:
         return self.apply_layer(layer, *args, **kwargs)
 
     def apply_layer(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """y = BitLinear(x) with the layer's parameters; see `apply`.
+        """y = BitLinear(x) with the layer's parameters; see `apply`. Of a layer split over its
+        inputs: this rank's summand.
 
         The product of one token takes 60 us and less, so this goes the short ways: attributes that
         nn.Module need not search for, and no Python call before something is wrong.
@@ -165,16 +175,29 @@ class BitNetLinearMethod:
         if dtype is not _BFLOAT16 and dtype is not _FLOAT32:
             check_activation_dtype(dtype, self.name)
         weight, scale = parameters["weight"], parameters["weight_scale"]
+        if state.columns.parts != 1:
+            return self._apply_columns(state, weight, scale, x, bias)
         try:
             y: Tensor = _LINEAR(x, weight, scale, bias, state.out_features, state.in_features)
         except RuntimeError:
-            if x.shape[-1:] != (state.in_features,):  # in the words of a layer
-                raise ValueError(
-                    f"apply: expected x [..., {state.in_features}], got {list(x.shape)}; a layer "
-                    "split over its inputs takes its rank's columns only"
-                ) from None
+            _check_columns(state, x)
             raise
         return y
+
+    def _apply_columns(
+        self, state: LayerState, weight: Tensor, scale: Tensor, x: Tensor, bias: Tensor | None
+    ) -> Tensor:
+        """`apply_layer` of this rank's columns, rounded as those of the whole token."""
+        _check_columns(state, x)
+        rows = x.reshape(-1, state.in_features)
+        absmax = self.max_over_ranks(rows.abs().amax(-1, keepdim=True))
+        # The largest value of all ranks joins each row, so that the op rounds with it.
+        q, x_scale = ops.quantize_activations(torch.cat([rows, absmax], -1))
+        shape = state.out_features, state.in_features
+        y = ops.gemm(weight, q[:, :-1].contiguous(), x_scale, scale, *shape)
+        if bias is not None:
+            y += bias
+        return y.to(x.dtype).view(*x.shape[:-1], state.out_features)
 
     def repack(
         self, packed_weight: Tensor, out_features: int, in_features: int, packing: str | None = None
@@ -201,6 +224,15 @@ class BitNetLinearMethod:
         return plain.apply_packed(
             packed_weight, scale, x, out_features, in_features, bias, packing=packing
         )
+
+
+def _check_columns(state: LayerState, x: Tensor) -> None:
+    """Reject an input of another width, in the words of a layer."""
+    if x.shape[-1:] != (state.in_features,):
+        raise ValueError(
+            f"apply: expected x [..., {state.in_features}], got {list(x.shape)}; a layer split "
+            "over its inputs takes its rank's columns only"
+        ) from None
 
 
 def _shards(

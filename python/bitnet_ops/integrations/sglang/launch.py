@@ -7,15 +7,19 @@ sglang: a wrong set-up is to be said in a line, not after ten seconds.
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import os
-import pkgutil
+import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from bitnet_ops import machine
+from bitnet_ops.config.families import family_of
 from bitnet_ops.integrations import sglang
+from bitnet_ops.untrusted import read_json_object
 
 STUBS = Path(__file__).parent / "stubs"
 # What a CPU needs; whatever the user says comes behind it and wins.
@@ -27,8 +31,7 @@ ARGUMENTS = (
     *("--max-total-tokens", "32768", "--max-running-requests", "32"),
     *("--log-level", "warning"),
 )
-# Models of SGLang that others of its modules count on; importing all 200 takes half of a start.
-_KEPT_MODELS = ("llama", "qwen2", "qwen3", "transformers", "registry", "utils")
+_FALLBACK = "transformers"  # the module of SGLang that runs what it has no class for
 
 
 class LaunchError(RuntimeError):
@@ -61,6 +64,81 @@ def check_version(allow_untested: bool = False) -> str:
     return version
 
 
+def ranks(options: Sequence[str]) -> int:
+    """How many tensor-parallel ranks SGLang's `options` ask for; what is no number is left to it.
+
+    Raises LaunchError where they ask for none.
+    """
+    parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
+    parser.add_argument("--tp-size", "--tensor-parallel-size", "--tp", type=int, default=1)
+    try:
+        found: int = parser.parse_known_args(list(options))[0].tp_size
+    except argparse.ArgumentError:
+        return 1
+    if found < 1:
+        raise LaunchError(f"sglang: expected --tp of at least 1, got {found}")
+    return found
+
+
+def check_whole(count: int) -> None:
+    """Raise LaunchError for several ranks of a converted model, which is one op a forward."""
+    if count > 1:
+        raise LaunchError(
+            f"sglang: expected --tp 1 for a converted model, got {count}; for a Llama- or "
+            "Qwen-type checkpoint folder add --per-layer, else give the one rank more --threads"
+        )
+
+
+def check_checkpoint(folder: Path, count: int) -> None:
+    """Raise LaunchError for a checkpoint folder that SGLang's own model code with our linears
+    cannot serve on `count` ranks.
+    """
+    file = folder / "config.json"
+    if not file.is_file():
+        raise LaunchError(
+            f"sglang: expected config.json in {folder} (--per-layer), got none; leave out "
+            "--per-layer for other forms of a model"
+        )
+    config = read_json_object(file)
+    settings = config.get("quantization_config")
+    method = settings.get("quant_method") if isinstance(settings, dict) else None
+    if method != sglang.METHOD:
+        raise LaunchError(
+            f"sglang: expected quant_method '{sglang.METHOD}' in {file} (--per-layer), got "
+            f"{method!r}; leave out --per-layer, which converts the model"
+        )
+    if isinstance(settings, dict) and settings.get("use_rms_norm"):
+        raise LaunchError(
+            f"sglang: expected use_rms_norm false in {file} (--per-layer), got true: SGLang's "
+            "model code has no norm inside a projection; leave out --per-layer"
+        )
+    if count > 1:
+        _check_split(config, count)
+
+
+def _check_split(config: Mapping[str, object], count: int) -> None:
+    """Raise LaunchError for a model that does not fall into `count` equal ranks."""
+    family = family_of(config)
+    if family is not None and family.sub_norms:
+        raise LaunchError(
+            f"sglang: expected --tp 1 for {family.classes[0]}, got {count}; its sub-norms are "
+            "means over all heads and the whole intermediate size, of which a rank holds a part: "
+            "give the one rank more --threads"
+        )
+    heads = config.get("num_attention_heads")
+    for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+        size = config.get(key, heads)
+        if not isinstance(size, int):
+            continue  # SGLang, or our loader, says it
+        # fewer key/value heads than ranks are held twice and more
+        whole = size % count == 0 or (key == "num_key_value_heads" and count % size == 0)
+        if not whole:
+            raise LaunchError(
+                f"sglang: expected {key} to divide evenly over --tp {count}, got {size}; SGLang "
+                "would pad it, and packed weights cannot be padded: choose another --tp"
+            )
+
+
 def _imports(module: str) -> bool:
     """Whether `module` can be imported, tried in a process of its own."""
     if importlib.util.find_spec(module) is None:
@@ -75,18 +153,41 @@ def stub_paths() -> list[str]:
     return [str(STUBS / folder) for module, folder in needed.items() if not _imports(module)]
 
 
-def _unused_models() -> list[str]:
-    """SGLang's models that no model of ours needs, found without importing sglang."""
+def _unused_models(architectures: Sequence[str]) -> list[str]:
+    """SGLang's modules without a model class of these names, found without importing sglang."""
     spec = importlib.util.find_spec("sglang")
     if spec is None or not spec.submodule_search_locations:
         return []
     folder = Path(next(iter(spec.submodule_search_locations))) / "srt" / "models"
-    names = [module.name for module in pkgutil.iter_modules([str(folder)])]
-    return [name for name in names if name not in _KEPT_MODELS]
+    defined = re.compile("|".join(rf"^class {re.escape(name)}\b" for name in architectures), re.M)
+    return [
+        file.stem
+        for file in sorted(folder.glob("*.py"))
+        if file.stem not in ("__init__", _FALLBACK)
+        and not (architectures and defined.search(file.read_text(encoding="utf-8")))
+    ]
 
 
-def environment(base: Mapping[str, str], *, whole: bool) -> dict[str, str]:
-    """`base` with what SGLang needs on a CPU. `whole`: it serves a converted model and no other."""
+def architectures(folder: Path) -> list[str]:
+    """The model classes that the config.json of `folder` names."""
+    found = read_json_object(folder / "config.json").get("architectures")
+    return [name for name in found if isinstance(name, str)] if isinstance(found, list) else []
+
+
+def _cpus_of_ranks(count: int) -> list[list[int]]:
+    """The processors of each rank; there are fewer of them than ranks where some share one."""
+    cpus = sorted(machine.affinity())
+    each = max(1, len(cpus) // count)
+    return [[cpus[(rank * each + i) % len(cpus)] for i in range(each)] for rank in range(count)]
+
+
+def environment(base: Mapping[str, str], classes: Sequence[str], count: int = 1) -> dict[str, str]:
+    """`base` with what SGLang needs on a CPU to serve a model of one of these classes on `count`
+    ranks.
+
+    Other models are left out: importing all 200 takes half of a start. Ranks share the processors,
+    which SGLang does not do by itself within a NUMA node.
+    """
     env = dict(base)
     path = [*stub_paths(), *filter(None, [env.get("PYTHONPATH")])]
     if path:
@@ -94,8 +195,12 @@ def environment(base: Mapping[str, str], *, whole: bool) -> dict[str, str]:
     env["SGLANG_USE_CPU_ENGINE"] = "1"
     env.setdefault("HF_HUB_OFFLINE", "1")  # everything lies on this machine already
     env[sglang.ATTENTION_VARIABLE] = "1"
-    if whole:
-        env.setdefault("SGLANG_DISABLED_MODEL_ARCHS", ",".join(_unused_models()))
+    env.setdefault("SGLANG_DISABLED_MODEL_ARCHS", ",".join(_unused_models(classes)))
+    if count > 1:
+        parts = _cpus_of_ranks(count)
+        bound = "|".join(",".join(map(str, part)) for part in parts)
+        env.setdefault("SGLANG_CPU_OMP_THREADS_BIND", bound)
+        env.setdefault("OMP_NUM_THREADS", str(len(parts[0])))
     return env
 
 

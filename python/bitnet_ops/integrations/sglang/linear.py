@@ -5,7 +5,9 @@ Loaded by `register()` only, since it imports sglang. `_core` loads, `method` co
 
 from __future__ import annotations
 
+import torch
 from sglang.srt.layers.quantization.base_config import LinearMethodBase
+from torch import Tensor
 
 from bitnet_ops.integrations import method
 
@@ -15,6 +17,14 @@ class BitNetLinearMethod(method.BitNetLinearMethod, LinearMethodBase):
 
     # The engine has no plain call, so the step that tells the two apart is left out.
     apply = method.BitNetLinearMethod.apply_layer  # type: ignore[assignment]
+
+    def max_over_ranks(self, x: Tensor) -> Tensor:
+        """The largest x of the tensor-parallel ranks, on each of them; x is overwritten."""
+        from sglang.srt.distributed import get_tp_group
+
+        group = get_tp_group().device_group
+        torch.distributed.all_reduce(x, op=torch.distributed.ReduceOp.MAX, group=group)
+        return x
 
     def weights_may_be_absent(self) -> bool:
         """True under `--load-format dummy`, where no tensor arrives before the post-load hook."""
