@@ -18,7 +18,7 @@ TokenBuffer::TokenBuffer(const KernelTable& table, int64_t tokens, int64_t k, bo
       group_scales_(format == ActivationFormat::kInt8 ? 0 : tokens * layout::blocks_for(k)),
       view_{tokens, k, layout::padded_k(k),
             // sums over 128 codes are taken of rows as they lie
-            group_sums ? 0 : table.product_blocking(tokens).token_tile, codes_.get(), sums_.get(),
+            group_sums ? 0 : table.product_blocking(tokens, k).token_tile, codes_.get(), sums_.get(),
             scales_.get(), group_sums ? groups_.get() : nullptr, format,
             format == ActivationFormat::kInt8 ? nullptr : group_scales_.get()} {}
 
