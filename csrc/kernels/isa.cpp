@@ -34,6 +34,7 @@ namespace {
 #include "kernels/generic/attention_pairs.inl"
 #include "kernels/generic/attention_int8.inl"
 #include "kernels/generic/attention_quads.inl"
+#include "kernels/generic/matrix_head.inl"
 #include "kernels/generic/head.inl"
 #include "kernels/generic/side_paths.inl"
 #include "kernels/generic/probes.inl"

@@ -44,6 +44,10 @@ struct MatrixUnit {
   static void multiply() {
     emulated::tile_dpbsud(C, A, B);
   }
+  template <int C, int A, int B>
+  static void multiply_signed() {
+    emulated::tile_dpbssd(C, A, B);
+  }
 #else
   static void configure(const Config& c) { __asm__ volatile("ldtilecfg %0" : : "m"(c) : "memory"); }
   static void release() { __asm__ volatile("tilerelease" : : : "memory"); }
@@ -68,6 +72,11 @@ struct MatrixUnit {
   template <int C, int A, int B>
   static void multiply() {
     __asm__ volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(C), "i"(A), "i"(B));
+  }
+  // The same of two signed operands.
+  template <int C, int A, int B>
+  static void multiply_signed() {
+    __asm__ volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(C), "i"(A), "i"(B));
   }
 #endif
 };
