@@ -178,7 +178,7 @@ QuantizedTokens StepPlan::tokens_of(const Place& at, int64_t k, const StepInput&
   x.padded_k = layout::padded_k(k);
   // sums over groups are taken of rows as they lie
   const bool grouped = is_grouped(at);
-  x.tile = grouped ? 0 : model_.table->product_blocking(x.tokens).token_tile;
+  x.tile = grouped ? 0 : model_.table->product_blocking(x.tokens, k).token_tile;
   x.format = grouped ? model_.activations : ActivationFormat::kInt8;
   if (grouped) x.group = model_.group_weights[weights_at(at).first];
   if (!grouped) x.groups = nullptr;

@@ -12,8 +12,8 @@ namespace {
 int64_t ceil_div(int64_t n, int64_t size) { return (n + size - 1) / size; }
 
 // Tokens with groups are rows as they lie, and the values of a call stay in L1 as its sums would.
-ProductBlocking blocking_of(const KernelTable& table, int64_t tokens, bool grouped) {
-  const ProductBlocking blocking = table.product_blocking(tokens);
+ProductBlocking blocking_of(const KernelTable& table, const QuantizedTokens& x, bool grouped) {
+  const ProductBlocking blocking = table.product_blocking(x.tokens, x.k);
   return grouped ? ProductBlocking{.claim_parts = blocking.claim_parts} : blocking;
 }
 
@@ -39,26 +39,36 @@ Product::Product(const KernelTable& table, const QuantizedTokens& x, const Proje
       x_(x),
       projections_(projections),
       count_(count),
-      blocking_(blocking_of(table, x.tokens, projections[0].grouped())),
+      blocking_(blocking_of(table, x, projections[0].grouped())),
       token_blocks_(ceil_div(x.tokens, blocking_.tokens)),
       block_tokens_(token_blocks_ == 0 ? 1 : ceil_div(x.tokens, token_blocks_)) {
   if (x.tile != 0) block_tokens_ = ceil_div(block_tokens_, x.tile) * x.tile;
   for (int64_t i = 0; i < count; ++i) {
     row_blocks_ += projections[i].weight->row_blocks;
     most_block_rows_ = std::max(most_block_rows_, projections[i].weight->block_rows);
+    all_finished_ = all_finished_ && finishes(*projections[i].weight);
   }
 }
 
 ClaimRule Product::claim() const {
   const int64_t across = blocking_.tokens_outermost ? 1 : token_blocks_;
-  const int64_t most = row_blocks_at_once(most_block_rows_) * across;
+  const int64_t most = blocks_at_once(most_block_rows_, all_finished_) * across;
   const int64_t least = std::min(blocking_.least_rows / most_block_rows_, row_blocks_) * across;
   return {std::max<int64_t>(least, 1), std::max(least, most), blocking_.claim_parts};
 }
 
-int64_t Product::row_blocks_at_once(int64_t block_rows) const {
-  return std::max<int64_t>(1,
-                           std::min(blocking_.rows, blocking_.sums / block_tokens_) / block_rows);
+bool Product::finishes(const Weight& weight) const {
+  return blocking_.finishes_sums && weight.format != WeightFormat::kCanonical;
+}
+
+int64_t Product::blocks_at_once(int64_t block_rows, bool finished) const {
+  const int64_t rows =
+      finished ? blocking_.rows : std::min(blocking_.rows, blocking_.sums / block_tokens_);
+  return std::max<int64_t>(1, rows / block_rows);
+}
+
+int64_t Product::row_blocks_at_once(const Weight& weight) const {
+  return blocks_at_once(weight.block_rows, finishes(weight));
 }
 
 void Product::run(int64_t begin, int64_t end) const {
@@ -76,7 +86,7 @@ void Product::run(int64_t begin, int64_t end) const {
 // A run of consecutive units reads consecutive weights: whole row blocks, each for all tokens, as
 // far as they go.
 void Product::run_rows_outermost(const Projection& p, int64_t begin, int64_t end) const {
-  const int64_t most = row_blocks_at_once(p.weight->block_rows);
+  const int64_t most = row_blocks_at_once(*p.weight);
   while (begin < end) {
     const int64_t block = begin / token_blocks_, token_block = begin % token_blocks_;
     const int64_t whole = token_block == 0 ? std::min((end - begin) / token_blocks_, most) : 0;
@@ -96,8 +106,8 @@ void Product::run_tokens_outermost(int64_t begin, int64_t end) const {
     int64_t block = begin % row_blocks_;  // among those of all matrices
     const Projection* p = projections_;
     while (block >= p->weight->row_blocks) block -= p++->weight->row_blocks;
-    const int64_t count = std::min(
-        {end - begin, p->weight->row_blocks - block, row_blocks_at_once(p->weight->block_rows)});
+    const int64_t count =
+        std::min({end - begin, p->weight->row_blocks - block, row_blocks_at_once(*p->weight)});
     multiply(*p, block, count, token_block);
     begin += count;
   }
@@ -120,11 +130,10 @@ void Product::multiply(const Projection& p, int64_t block, int64_t blocks,
       .out_stride = blocks * p.weight->block_rows,
   };
   if (p.grouped()) return multiply_grouped(p, job, token);
-  multiply_sums(table_, *p.weight, job);
-  store(p, job, token);
+  multiply_and_store(table_, *p.weight, job, epilogue_of(p, job, token));
 }
 
-void Product::store(const Projection& p, const SumsJob& job, int64_t token) const {
+EpilogueJob Product::epilogue_of(const Projection& p, const SumsJob& job, int64_t token) const {
   const int64_t row = job.block_begin * p.weight->block_rows;
   EpilogueJob out{
       .sums = job.out,
@@ -142,7 +151,7 @@ void Product::store(const Projection& p, const SumsJob& job, int64_t token) cons
   };
   const int64_t column = row * (p.out.kind == StoreKind::kStore ? element_size(p.out.type) : 4);
   out.out = offset_bytes(p.out.data, token * p.out.stride_bytes + column);
-  table_.store_block(out);
+  return out;
 }
 
 void Product::multiply_grouped(const Projection& p, const SumsJob& job, int64_t token) const {

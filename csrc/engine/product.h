@@ -52,12 +52,15 @@ class Product {
   const void* weights_of(int64_t unit) const;
 
  private:
-  int64_t row_blocks_at_once(int64_t block_rows) const;
+  // Whether the product with it stores no sums.
+  bool finishes(const Weight& weight) const;
+  int64_t blocks_at_once(int64_t block_rows, bool finished) const;
+  int64_t row_blocks_at_once(const Weight& weight) const;
   void run_rows_outermost(const Projection& p, int64_t begin, int64_t end) const;
   void run_tokens_outermost(int64_t begin, int64_t end) const;
   void multiply(const Projection& p, int64_t block, int64_t blocks, int64_t token_block) const;
   void multiply_grouped(const Projection& p, const SumsJob& job, int64_t token) const;
-  void store(const Projection& p, const SumsJob& job, int64_t token) const;
+  EpilogueJob epilogue_of(const Projection& p, const SumsJob& job, int64_t token) const;
   void store_values(const Output& out, float* y, int64_t n, int64_t token, int64_t row) const;
 
   const KernelTable& table_;
@@ -66,6 +69,7 @@ class Product {
   int64_t count_;
   ProductBlocking blocking_;
   int64_t row_blocks_ = 0, most_block_rows_ = 1;
+  bool all_finished_ = true;
   int64_t token_blocks_, block_tokens_;  // as equal as can be, so that more tokens never cost less
 };
 

@@ -14,19 +14,23 @@ namespace {
 constexpr int64_t kCanonicalBlockRows = 16;
 constexpr int64_t kGroup = layout::kBlockWeights;
 
+TileJob tile_job(const Weight& w, const SumsJob& job) {
+  return {w.format,
+          w.data + job.block_begin * w.block_bytes,
+          w.k_steps,
+          job.block_end - job.block_begin,
+          job.x,
+          job.x_stride,
+          job.x_sum,
+          job.tokens,
+          job.out,
+          job.out_stride,
+          tuning().prefetch_bytes,
+          job.x_step_stride};
+}
+
 void multiply_tiles(const KernelTable& table, const Weight& w, const SumsJob& job) {
-  TileJob tiles{w.format,
-                w.data + job.block_begin * w.block_bytes,
-                w.k_steps,
-                job.block_end - job.block_begin,
-                job.x,
-                job.x_stride,
-                job.x_sum,
-                job.tokens,
-                job.out,
-                job.out_stride,
-                tuning().prefetch_bytes,
-                job.x_step_stride};
+  TileJob tiles = tile_job(w, job);
   if (job.group < 0) return table.tile_gemm(tiles);
   // a group's k-steps of one tile are consecutive, those of the next tile are not
   constexpr int64_t kGroupSteps = kGroup / layout::kTileStepK;
@@ -89,6 +93,14 @@ Weight tile_weight(const void* data, WeightFormat format, int64_t n_rows, int64_
 void multiply_sums(const KernelTable& table, const Weight& weight, const SumsJob& job) {
   const bool canonical = weight.format == WeightFormat::kCanonical;
   (canonical ? multiply_canonical : multiply_tiles)(table, weight, job);
+}
+
+void multiply_and_store(const KernelTable& table, const Weight& weight, const SumsJob& job,
+                        const EpilogueJob& epilogue) {
+  if (weight.format != WeightFormat::kCanonical)
+    return table.tile_product(tile_job(weight, job), epilogue);
+  multiply_canonical(table, weight, job);
+  table.store_block(epilogue);
 }
 
 }  // namespace bitnet::engine

@@ -51,5 +51,8 @@ struct SumsJob {
 // The exact sums of the job.  Zeros stand in x from k to the next multiple of 128.  Writes whole
 // row blocks, rows past n_rows included, except in the canonical layout.
 void multiply_sums(const KernelTable& table, const Weight& weight, const SumsJob& job);
+// Then store_block of them; job.out is where they may be on the way.
+void multiply_and_store(const KernelTable& table, const Weight& weight, const SumsJob& job,
+                        const EpilogueJob& epilogue);
 
 }  // namespace bitnet::engine

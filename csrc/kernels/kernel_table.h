@@ -71,6 +71,7 @@ struct ProductBlocking {
   int64_t claim_parts = 8;        // a claim takes one in so many of the units that are left
   int64_t token_tile = 0;         // 0: row-major; else tokens of a tile, 64 codes of each in turn
   bool tokens_outermost = false;  // all rows for a block of tokens before the next, or the reverse
+  bool finishes_sums = false;     // tile_product stores none, so `sums` does not bound its rows
 };
 
 // A product whose rows have a scale for every group of 128 or 64 weights along K.  A token is one
@@ -202,7 +203,8 @@ struct KernelTable {
   // ---- integer core -------------------------------------------------------------------------
   // out[m * out_stride + n] = sum_k (code[n][k] - 1) * x[m][k] for n in [row_begin, row_end).
   // weight: canonical layout, row n at weight + n * row_bytes.  x: int8, row m at x + m * x_stride,
-  // readable for 4 * row_bytes elements with zeros past K.  x_sum[m] = sum_k x[m][k].  Row
+  // readable for 4 * row_bytes elements with zeros past K; x_stride 64, which no row has, says that
+  // tokens are in tiles, as product_blocking may ask for.  x_sum[m] = sum_k x[m][k].  Row
   // row_begin is written at out[0] (prefetch_bytes as in TileJob), so a caller passes out for its
   // own range. Bound: |sum of code * x| <= 3 * 128 * K < 2^31 for K <= 5.5e6 whatever the bytes
   // are.
@@ -214,6 +216,9 @@ struct KernelTable {
   // sums, before they are divided by 256, within 256 * 2 * 128 * K <= 2^31.
   int64_t tile_lanes;
   void (*tile_gemm)(const TileJob& job);
+  // tile_gemm(job), then store_block(epilogue), in one go: the sums at job.out, which are what the
+  // epilogue takes, may not be written.
+  void (*tile_product)(const TileJob& job, const EpilogueJob& epilogue);
   // y = fma(float(sum of a group), w_scale * x_scale, y), groups ascending, from 0 or `out` on.
   // Each sum is an exact integer, below 2^23 whatever the planes, so its float is exact; the
   // product of the scales is rounded, and taken as w_scale where there is no x_scale.  Bounds: a
@@ -235,7 +240,8 @@ struct KernelTable {
                         int32_t* sum);
   // Finishes a block of a product: scales, adds a bias, rounds, stores.
   void (*store_block)(const EpilogueJob& job);
-  ProductBlocking (*product_blocking)(int64_t tokens);
+  // How products of k features cut their work for so many tokens, in whatever format weights are.
+  ProductBlocking (*product_blocking)(int64_t tokens, int64_t k);
 
   // ---- element types ------------------------------------------------------------------------
   // Every type but kInt8.  Loading is exact, storing rounds half to even.  Beyond the largest
@@ -359,19 +365,19 @@ struct KernelTable {
 
 // The rows of an ISA's table: each function has the name of its row.  One left out would be a null
 // pointer at run time; -Wmissing-field-initializers and the table test see that.
-#define BITNET_KERNELS(lanes)                                                                     \
-  .ternary_gemm = ternary_gemm, .tile_lanes = lanes, .tile_gemm = tile_gemm,                      \
-  .group_gemm = group_gemm, .add_group = add_group, .sum_i8 = sum_i8,                             \
-  .quantize_row = quantize_row, .store_block = store_block, .product_blocking = product_blocking, \
-  .load_row = load_row, .store_row = store_row, .round_row = round_row,                           \
-  .store_cache_row = store_cache_row, .rms_norm_row = rms_norm_row, .add_row = add_row,           \
-  .relu2_mul_row = relu2_mul_row, .silu_mul_row = silu_mul_row, .gelu_mul_row = gelu_mul_row,     \
-  .rope_head = rope_head, .attend_chunk = attend_chunk, .quantize_query = quantize_query,         \
-  .merge_attention = merge_attention, .finish_attention = finish_attention,                       \
-  .head_dense = head_dense, .dense_tiles = dense_tiles, .head_int8 = head_int8,                   \
-  .head_int4 = head_int4, .head_quantize_token = head_quantize_token,                             \
-  .head_quantize_int8 = head_quantize_int8, .head_quantize_int4 = head_quantize_int4,             \
-  .max_row = max_row, .exp_row = exp_row, .split_row = split_row, .probe_read = probe_read,       \
+#define BITNET_KERNELS(lanes)                                                                 \
+  .ternary_gemm = ternary_gemm, .tile_lanes = lanes, .tile_gemm = tile_gemm,                  \
+  .tile_product = tile_product, .group_gemm = group_gemm, .add_group = add_group,             \
+  .sum_i8 = sum_i8, .quantize_row = quantize_row, .store_block = store_block,                 \
+  .product_blocking = product_blocking, .load_row = load_row, .store_row = store_row,         \
+  .round_row = round_row, .store_cache_row = store_cache_row, .rms_norm_row = rms_norm_row,   \
+  .add_row = add_row, .relu2_mul_row = relu2_mul_row, .silu_mul_row = silu_mul_row,           \
+  .gelu_mul_row = gelu_mul_row, .rope_head = rope_head, .attend_chunk = attend_chunk,         \
+  .quantize_query = quantize_query, .merge_attention = merge_attention,                       \
+  .finish_attention = finish_attention, .head_dense = head_dense, .dense_tiles = dense_tiles, \
+  .head_int8 = head_int8, .head_int4 = head_int4, .head_quantize_token = head_quantize_token, \
+  .head_quantize_int8 = head_quantize_int8, .head_quantize_int4 = head_quantize_int4,         \
+  .max_row = max_row, .exp_row = exp_row, .split_row = split_row, .probe_read = probe_read,   \
   .probe_int8_peak = probe_int8_peak
 
 }  // namespace bitnet

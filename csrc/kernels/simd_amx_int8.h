@@ -11,7 +11,6 @@ namespace {
 // Eight tiles of up to 16 rows x 64 bytes.  The memory clobbers keep decoding stores and tile loads
 // in order; g++ 12's own intrinsics lack them.
 struct MatrixUnit {
-  using Decoder = TwoBit;
   static constexpr int64_t kFromTokens = 5;  // fewer are as fast by vpdpbusd
 
   // What ldtilecfg reads.
@@ -21,9 +20,7 @@ struct MatrixUnit {
     uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
   };
 
-  static void prefetch(const uint8_t* p) {
-    _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T1);
-  }
+  static F32x16 floats(TileSum s) { return {floats_of(s)}; }
 #if defined(BITNET_EMULATE_TILES)
   static void configure(const Config& c) { emulated::tile_configure(c.rows, c.row_bytes); }
   static void release() { emulated::tile_release(); }
@@ -46,6 +43,10 @@ struct MatrixUnit {
   template <int C, int A, int B>
   static void multiply() {
     emulated::tile_dpbsud(C, A, B);
+  }
+  template <int C, int A, int B>
+  static void multiply_signed() {
+    emulated::tile_dpbssd(C, A, B);
   }
 #else
   static void configure(const Config& c) { __asm__ volatile("ldtilecfg %0" : : "m"(c) : "memory"); }
@@ -71,6 +72,11 @@ struct MatrixUnit {
   template <int C, int A, int B>
   static void multiply() {
     __asm__ volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(C), "i"(A), "i"(B));
+  }
+  // The same of two signed operands.
+  template <int C, int A, int B>
+  static void multiply_signed() {
+    __asm__ volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(C), "i"(A), "i"(B));
   }
 #endif
 };

@@ -143,6 +143,7 @@ inline TileSum shift_sum(TileSum s) {
 inline TileCodes and_bytes(TileStep v, int mask) {
   return _mm512_and_si512(v, _mm512_set1_epi8(static_cast<char>(mask)));
 }
+inline TileStep high_fields(TileStep v) { return _mm512_srli_epi16(v, 4); }  // with other bits
 inline TileStep add_bytes(TileStep a, TileStep b) { return _mm512_add_epi8(a, b); }
 inline TileStep avg_bytes(TileStep a, TileStep b) { return _mm512_avg_epu8(a, b); }
 inline TileStep set1_byte(int b) { return _mm512_set1_epi8(static_cast<char>(b)); }

@@ -13,7 +13,7 @@ constexpr int kTileStreams = 0;  // one tile after the other, sums in registers
 struct TwoBit {
   static constexpr int kFields = 4, kDots = 4, kUnroll = kTwoBitUnroll, kTokens = kTwoBitTokens;
   static constexpr int kZeroCode = 1;
-  static constexpr bool kLastDotIsRaw = true;
+  static constexpr int kRawDot = 3;
   static constexpr int64_t kFlush = int64_t{1} << 30;
   using Prepared = TileStep;
   static Prepared prepare(TileStep v) { return v; }
@@ -33,6 +33,7 @@ using TwoBitPlain = TwoBit;
 // d_i = (3 q_i - q_{i+1}) / 256, and so is its sum.  10 byte additions and 6 dots for 5 rows.
 struct Base3 {
   static constexpr int kFields = 5, kDots = 6, kUnroll = kBase3Unroll, kTokens = 1, kZeroCode = 1;
+  static constexpr int kRawDot = 0;
   static constexpr int64_t kFlush = int64_t{1} << 30;
   struct Prepared {
     TileStep q[6];

@@ -223,7 +223,7 @@ void tiled_gemm(const TileJob& job, void (*gemm)(const TileJob&)) {
 void tokens_in_tiles() {
   KernelTable table = scalar_table();
   table.name = "tiled";
-  table.product_blocking = [](int64_t) {
+  table.product_blocking = [](int64_t, int64_t) {
     return ProductBlocking{.tokens = 64,
                            .rows = 64,
                            .sums = 64 * 64,
@@ -233,6 +233,10 @@ void tokens_in_tiles() {
                            .tokens_outermost = true};
   };
   table.tile_gemm = [](const TileJob& job) { tiled_gemm(job, scalar_table().tile_gemm); };
+  table.tile_product = [](const TileJob& job, const EpilogueJob& epilogue) {
+    tiled_gemm(job, scalar_table().tile_gemm);
+    scalar_table().store_block(epilogue);
+  };
   table.ternary_gemm = [](const uint8_t* weight, int64_t row_bytes, int64_t begin, int64_t end,
                           const int8_t* x, int64_t x_stride, const int32_t* x_sum, int64_t tokens,
                           int32_t* out, int64_t out_stride, int64_t ahead) {
@@ -291,19 +295,49 @@ void on_threads(const KernelTable& table) {
   pool_threads = 1;
 }
 
+// Every number of tokens of a few widths; minutes.
+[[maybe_unused]] void sweep(const KernelTable& table) {
+  std::vector<int64_t> tokens;
+  for (int64_t m = 1; m <= 64; ++m) tokens.push_back(m);
+  for (const int64_t m : {96, 97, 127, 128, 129, 385, 512}) tokens.push_back(m);
+  const float scale = 0.5f;
+  for (const int64_t k : {192, 2560, 6912}) {
+    for (const WeightFormat format : kFormats) {
+      Random random(static_cast<uint64_t>(k));
+      const Matrix w(random, table, format, 85, k);
+      for (const int64_t m : tokens) {
+        begin_case("%s format %d, K=%d, %d tokens", table.name, static_cast<int>(format),
+                   static_cast<int>(k), static_cast<int>(m));
+        const Tokens x(random, table, m, k);
+        std::vector<float> out(at(m * w.weight.n_rows));
+        const Projection p = engine::make_projection(w.weight, &scale, 1, DType::kF32, out.data());
+        run_in_pieces(random, Product(table, x.buffer.view(), &p, 1));
+        check_stored(w, x, p, out, out);
+      }
+    }
+  }
+}
+
 }  // namespace
 }  // namespace bitnet::test
 
-int main() {
+// With the argument "sweep" also every number of tokens, on the best table.
+int main(int argc, char**) {
   using namespace bitnet::test;
   announce("test_engine_product");
   use_plain_threads();
   for (const bitnet::KernelTable* table : tables_under_test()) {
     on_threads(*table);
 #if !defined(__SANITIZE_THREAD__)  // the rest has one thread
-    for (const int64_t tokens : {1, 2, 3, 17, 65, 130}) {
+    for (const int64_t tokens : {1, 2, 3, 5, 17, 48, 65, 130}) {
       if (thinning(*table) > 1 && tokens > 17) continue;
       check_table(*table, 150, 200, tokens);
+    }
+    // tiles of tokens: a chunk of 128 and one token more; K of the fewest operands, and of three
+    // blocks of them
+    if (thinning(*table) == 1) {
+      check_table(*table, 70, 192, 129);
+      check_table(*table, 90, 1900, 37);
     }
     check_table(*table, 1, 1, 6);
     check_table(*table, 700, 130, 9);
@@ -311,7 +345,9 @@ int main() {
   }
 #if !defined(__SANITIZE_THREAD__)
   tokens_in_tiles();
+  if (argc > 1) sweep(*tables_under_test().front());
 #else
+  static_cast<void>(argc);
   static_cast<void>(tokens_in_tiles);
   static_cast<void>(check_table);
 #endif

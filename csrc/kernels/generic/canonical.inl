@@ -163,25 +163,4 @@ void token_block(const uint8_t* w, int64_t row_bytes, int64_t rows, const int8_t
   }
 }
 
-void ternary_gemm(const uint8_t* weight, int64_t row_bytes, int64_t row_begin, int64_t row_end,
-                  const int8_t* x, int64_t x_stride, const int32_t* x_sum, int64_t tokens,
-                  int32_t* out, int64_t out_stride, int64_t prefetch_bytes) {
-  const uint8_t* w = weight + row_begin * row_bytes;
-  const int64_t rows = row_end - row_begin;
-  if (tokens == 1) {
-    if constexpr (kGemvStreams) {
-      rows_in_streams<kGemvRows>(w, row_bytes, rows, x, *x_sum, prefetch_bytes, out);
-    } else {
-      rows_at_tokens<kGemvRows, 1>(w, row_bytes, rows, x, x_stride, x_sum, prefetch_bytes, out,
-                                   out_stride);
-    }
-    return;
-  }
-  for (int64_t t = 0; t < tokens; t += kTokenBlock) {
-    const int64_t count = tokens - t < kTokenBlock ? tokens - t : kTokenBlock;
-    token_block(w, row_bytes, rows, x + t * x_stride, x_stride, x_sum + t, count,
-                out + t * out_stride, out_stride);
-  }
-}
-
 int32_t sum_i8(const int8_t* x, int64_t n) { return sum_i8_vector(x, n); }

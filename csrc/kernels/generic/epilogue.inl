@@ -77,6 +77,3 @@ void store_block(const EpilogueJob& job) {
       return store_block_typed<StoreKind::kAdd>(job);
   }
 }
-
-// What suits vector units: tokens one after the other, sums in L1, small claims at the end.
-ProductBlocking product_blocking(int64_t) { return {}; }

@@ -1,6 +1,6 @@
 // The ternary product of rows that have a scale for every group of weights, over tiles.  Over
-// tiles.inl, direct.inl and panel.inl.  Included inside an ISA's anonymous namespace; never
-// mentions an ISA.  See group_gemm in kernel_table.h for the contract.
+// tiles.inl, direct.inl, panel.inl and matrix.inl.  Included inside an ISA's anonymous namespace;
+// never mentions an ISA.  See group_gemm in kernel_table.h for the contract.
 
 constexpr int64_t kMostGroupSteps = 32;
 
@@ -198,12 +198,67 @@ void tiles_groups_panel(const GroupJob& job) {
   }
 }
 
-// D1 decodes for one row of codes, DN for several, DP to memory.
+// Rows of codes x one tile by a matrix unit: the sums of a group leave it before the next begins.
+template <class U, class D, int kPlanes, class S>
+void tile_groups_matrix(const GroupTile<S, kPlanes>& tile, int64_t tokens,
+                        MatrixScratch<D>& scratch) {
+  constexpr int N = D::kDots, kOperandTiles = 7 - N;
+  const GroupJob& job = tile.job;
+  uint32_t slot = 0;
+  for (int64_t g = 0, s = 0; s < job.k_steps; ++g, s += job.group_steps) {
+    const int64_t end = job.k_steps - s < job.group_steps ? job.k_steps : s + job.group_steps;
+    repeat<N>([&]<int d>() BITNET_INLINE_LAMBDA { U::template zero<d>(); });
+    for (int64_t at = s; at < end; at += kOperandSteps, ++slot) {
+      const uint8_t* w = tile.w + at * kStepBytes;
+      uint8_t (*operands)[kOperandBytes] = scratch.ring[slot % kRingSlots];
+      for (int64_t i = 0; i < kOperandBytes; i += 64) prefetch(w + job.prefetch_bytes + i);
+      decode_lines<D, 0, N, 0, 16>(w, operands);
+      U::template load_once<N>(tile.x + at * layout::kTileStepK, job.x_stride);
+      repeat<N>([&]<int d>() BITNET_INLINE_LAMBDA {
+        constexpr int b = N + 1 + d % kOperandTiles;
+        U::template load<b>(operand_of<D, N, d>(w, operands), 64);
+        U::template multiply<d, N, b>();
+      });
+    }
+    repeat<N>([&]<int d>() BITNET_INLINE_LAMBDA { U::template store<d>(scratch.sums[d][0], 64); });
+    TileFloats scales[D::kFields];
+    load_scales<D>(tile.scale + g * D::kFields * kTileLanes, scales);
+    for (int64_t t = 0; t < tokens; ++t) {
+      TileSum dots[N];
+      repeat<N>([&]<int d>() BITNET_INLINE_LAMBDA {
+        const auto& sums = scratch.sums[d];
+        dots[d] = join_planes<kPlanes>(load_sum(sums[t * kPlanes]),
+                                       load_sum(sums[t * kPlanes + kPlanes - 1]));
+      });
+      add_dots<D>(tile, g, t, dots, scales);
+    }
+  }
+}
+
+template <class U, class D, int kPlanes, class S>
+void tiles_groups_matrix(const GroupJob& job) {
+  constexpr int64_t kTokens = 16 / kPlanes;
+  MatrixScratch<D> scratch;
+  for (int64_t m = 0; m < job.tokens; m += kTokens) {
+    const int64_t tokens = job.tokens - m < kTokens ? job.tokens - m : kTokens;
+    configure_for<U>(tokens * kPlanes, D::kDots);
+    for (int64_t i = 0; i < job.tile_count; ++i) {
+      tile_groups_matrix<U, D, kPlanes, S>(group_tile<D, kPlanes, S>(job, i, m), tokens, scratch);
+    }
+  }
+  U::release();
+}
+
+// D1 decodes for one row of codes and for a matrix unit, DN for several, DP to memory.
 template <class D1, class DN, class DP, int kPlanes, class S>
 void any_group_gemm(const GroupJob& job) {
   constexpr int64_t kRows = D1::kFields * kTileLanes;
   for (int64_t m = 0; m < job.tokens && !job.add; ++m) {
     for (int64_t i = 0; i < job.tile_count * kRows; ++i) job.out[m * job.out_stride + i] = 0.0f;
+  }
+  if constexpr (MatrixUnit::kFromTokens > 0) {
+    if (job.tokens * kPlanes >= MatrixUnit::kFromTokens)
+      return tiles_groups_matrix<MatrixUnit, D1, kPlanes, S>(job);
   }
   if (job.tokens * kPlanes == 1) return tiles_groups<D1, 1, kPlanes, S>(job, 0);
   if constexpr (kPanelFrom > 0) {

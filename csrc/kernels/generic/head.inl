@@ -248,6 +248,15 @@ void head8_rows(const int8_t* w, const float* scale, int64_t k, int64_t count, c
 void head_int8(const int8_t* weight, const float* scale, int64_t k, int64_t row_begin,
                int64_t row_end, const HeadToken* x, int64_t tokens, int64_t prefetch_bytes,
                float* out, int64_t out_stride) {
+  if constexpr (MatrixUnit::kFromTokens > 0) {
+    if (tokens >= MatrixUnit::kFromTokens) {
+      const int64_t done =
+          matrix_head8<MatrixUnit>(weight + row_begin * k, scale + row_begin, k,
+                                   row_end - row_begin, x, tokens, out, out_stride);
+      row_begin += done;
+      out += done;
+    }
+  }
   const int64_t count = row_end - row_begin;
   const int8_t* w = weight + row_begin * k;
   const float* s = scale + row_begin;
@@ -353,6 +362,16 @@ void head_int4(const uint8_t* weight, const uint16_t* scale, int64_t groups, int
                int64_t row_begin, int64_t row_end, const HeadToken* x, int64_t tokens,
                int64_t prefetch_bytes, float* out, int64_t out_stride) {
   const Head4 head{weight, scale, groups, group, head_distance(prefetch_bytes)};
+  if constexpr (MatrixUnit::kFromTokens > 0) {
+    if (tokens >= MatrixUnit::kFromTokens) {
+      const int64_t tile = row_begin / layout::kHeadTileRows;
+      const int64_t done = matrix_head4<MatrixUnit>(
+          weight + tile * head.tile_bytes(), scale + tile * head.tile_scales(), groups, group,
+          row_end - row_begin, x, tokens, out, out_stride);
+      row_begin += done;
+      out += done;
+    }
+  }
   if (tokens == 1) {
     return head4_rows<kHead4Streams, 1>(head, row_begin, row_end, x, out, out_stride);
   }

@@ -1,6 +1,6 @@
-// The products over tiles: which algorithm takes how many tokens.  Over gemv.inl,
-// direct.inl, panel.inl and matrix.inl.  Included inside an ISA's anonymous namespace; never
-// mentions an ISA.  See tile_gemm in kernel_table.h for the contract.
+// The products over tiles: which algorithm takes how many tokens, and how the work is cut for it.
+// Over gemv.inl, direct.inl, panel.inl, matrix.inl and epilogue.inl.  Included inside an ISA's
+// anonymous namespace; never mentions an ISA.  See tile_gemm in kernel_table.h for the contract.
 
 // D1 decodes for one token, DN on the fly for several, DP to memory from kPanelFrom tokens on.
 template <class D1, class DN, class DP>
@@ -21,11 +21,37 @@ void any_tile_gemm(const TileJob& job) {
 }
 
 void tile_gemm(const TileJob& job) {
+  if constexpr (MatrixUnit::kFromTokens > 0) {
+    if (takes_matrix<MatrixUnit>(job)) return tiles_matrix<MatrixUnit>(job, nullptr);
+  }
   if (job.format == layout::WeightFormat::kBase3) {
     return any_tile_gemm<Base3, Base3Digits, Base3Digits>(job);
   }
-  if constexpr (MatrixUnit::kFromTokens > 0) {
-    if (job.tokens >= MatrixUnit::kFromTokens) return tiles_matrix<MatrixUnit>(job);
-  }
   any_tile_gemm<TwoBit, TwoBit, TwoBitPlain>(job);
+}
+
+void tile_product(const TileJob& job, const EpilogueJob& epilogue) {
+  if constexpr (MatrixUnit::kFromTokens > 0) {
+    if (takes_matrix<MatrixUnit>(job)) return tiles_matrix<MatrixUnit>(job, &epilogue);
+  }
+  tile_gemm(job);
+  store_block(epilogue);
+}
+
+// Vector units take tokens one after the other, sums in L1, small claims at the end.  A matrix unit
+// wants its tokens in tiles, finishes its sums itself, and has something to begin with every claim.
+ProductBlocking product_blocking([[maybe_unused]] int64_t tokens, [[maybe_unused]] int64_t k) {
+  if constexpr (MatrixUnit::kFromTokens > 0) {
+    constexpr int64_t kLeast = kDecodeAhead * kOperandSteps * layout::kTileStepK;
+    if (tokens >= MatrixUnit::kFromTokens && (k + 63) / 64 * 64 >= kLeast) {
+      return {.tokens = kMatrixChunk,
+              .sums = kMatrixChunk * 64,
+              .least_rows = kMatrixLeastRows,
+              .claim_parts = 3,
+              .token_tile = kMatrixTokens,
+              .tokens_outermost = true,
+              .finishes_sums = true};
+    }
+  }
+  return {};
 }

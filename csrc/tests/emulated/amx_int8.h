@@ -1,7 +1,7 @@
 // AMX tiles as plain C++, for the tests: every kernel of amx_int8 on a CPU without a matrix unit.
-// By the operation sections of LDTILECFG, TILELOADD, TILESTORED and TDPBSUD.  What the processor
-// answers with a fault ends the program: a tile used without a configuration, shapes that differ.
-// Must not know the vector instructions: those may be native or emulated (immintrin.h).
+// By the operation sections of LDTILECFG, TILELOADD, TILESTORED, TDPBSUD and TDPBSSD.  What the
+// processor answers with a fault ends the program: a tile used without a configuration, shapes that
+// differ. Must not know the vector instructions: those may be native or emulated (immintrin.h).
 #pragma once
 
 #include <cstdint>
@@ -47,7 +47,9 @@ inline thread_local TileState g_tiles;
                      static_cast<unsigned>(g_tiles.row_bytes[n]));
   }
 }
-[[maybe_unused]] inline void tile_dpbsud(int c, int a, int b) {
+// B: the type of the right operand's bytes.
+template <class B>
+[[maybe_unused]] inline void tile_dpbs(int c, int a, int b) {
   TileState& s = g_tiles;
   tile_require(s.configured && s.rows[c] == s.rows[a] && s.row_bytes[c] == s.row_bytes[b] &&
                s.row_bytes[a] == 4 * s.rows[b]);
@@ -58,12 +60,14 @@ inline thread_local TileState g_tiles;
     for (int k = 0; k < s.row_bytes[a]; ++k) {
       const int x = static_cast<int8_t>(s.bytes[a][m][k]);
       for (int n = 0; n < columns; ++n) {
-        sums[n] += static_cast<uint32_t>(x * s.bytes[b][k / 4][4 * n + k % 4]);
+        sums[n] += static_cast<uint32_t>(x * static_cast<B>(s.bytes[b][k / 4][4 * n + k % 4]));
       }
     }
     __builtin_memcpy(s.bytes[c][m], sums, static_cast<unsigned>(s.row_bytes[c]));
   }
 }
+[[maybe_unused]] inline void tile_dpbsud(int c, int a, int b) { tile_dpbs<uint8_t>(c, a, b); }
+[[maybe_unused]] inline void tile_dpbssd(int c, int a, int b) { tile_dpbs<int8_t>(c, a, b); }
 
 }  // namespace emulated
 }  // namespace
