@@ -18,8 +18,8 @@ TokenBuffer::TokenBuffer(const KernelTable& table, int64_t tokens, int64_t k, in
       group_scales_(format == ActivationFormat::kInt8 ? 0 : tokens * groups_for(k, group)),
       view_{tokens, k, layout::padded_k(k),
             // sums over groups are taken of rows as they lie
-            group != 0 ? 0 : table.product_blocking(tokens, k).token_tile, codes_.get(), sums_.get(),
-            scales_.get(), group == 0 ? nullptr : groups_.get(), format,
+            group != 0 ? 0 : table.product_blocking(tokens, k).token_tile, codes_.get(),
+            sums_.get(), scales_.get(), group == 0 ? nullptr : groups_.get(), format,
             format == ActivationFormat::kInt8 ? nullptr : group_scales_.get(),
             group == 0 ? kGroupWeights : group} {}
 

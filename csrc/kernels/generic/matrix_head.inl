@@ -117,10 +117,12 @@ int64_t matrix_head8(const int8_t* w, const float* scale, int64_t k, int64_t row
 
 // ---- int4 ---------------------------------------------------------------------------------------
 
-// 64 features of a tile as an operand: codes 0..15.
+// 64 features of a tile as an operand: codes 0..15.  Step is TileStep: a template, because only an
+// ISA with a matrix unit has steps of whole lines and high_fields.
+template <class Step>
 [[gnu::always_inline]] inline void decode_head4(const uint8_t* w, uint8_t* operand) {
   repeat<8>([&]<int i>() BITNET_INLINE_LAMBDA {
-    const auto raw = load_step(w + i * layout::kHeadStepBytes);
+    const Step raw = load_step(w + i * layout::kHeadStepBytes);
     store_step(operand + 2 * i * 64, and_bytes(raw, 15));
     store_step(operand + (2 * i + 1) * 64, and_bytes(high_fields(raw), 15));
   });
@@ -153,8 +155,8 @@ int64_t matrix_head4(const uint8_t* weight, const uint16_t* scale, int64_t group
         for (int64_t s = g * steps; s < (g + 1) * steps; ++s) {
           for (int64_t i = 0; i < 2 * step_bytes; i += 64)
             prefetch_l2(w + 2 * tile_bytes + 2 * s * step_bytes + i);
-          decode_head4(w + s * step_bytes, scratch.operand[0]);
-          decode_head4(w + tile_bytes + s * step_bytes, scratch.operand[1]);
+          decode_head4<TileStep>(w + s * step_bytes, scratch.operand[0]);
+          decode_head4<TileStep>(w + tile_bytes + s * step_bytes, scratch.operand[1]);
           U::template load<4>(scratch.tokens[s][0], 64);
           U::template load<6>(scratch.operand[0], 64);
           U::template multiply<0, 4, 6>();
