@@ -2,6 +2,7 @@
 // (scripts/build_hf_kernel); in the package the module _runtime answers it.
 #include <cstdint>
 #include <cstring>
+#include <iterator>
 
 #include "format/layout.h"
 #include "kernels/dispatch.h"
@@ -23,6 +24,12 @@ BITNET_EXPORTED int64_t bitnet_packed_shape(const char* name, int64_t out_featur
     return shape.dimensions;
   }
   return 0;
+}
+
+// The name of the layout at that place, null behind the last one.
+BITNET_EXPORTED const char* bitnet_layout_name(int64_t place) {
+  const auto count = static_cast<int64_t>(std::size(bitnet::layout::kWeightLayouts));
+  return place < 0 || place >= count ? nullptr : bitnet::layout::kWeightLayouts[place].name;
 }
 
 // The number of dimensions of a layout, 0 for an unknown one.

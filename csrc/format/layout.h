@@ -62,6 +62,8 @@ constexpr int base3_byte(int v) { return (256 * v + 242) / 243; }
 // ---- every layout of ternary weights ------------------------------------------------------------
 
 enum class WeightFormat : int32_t { kCanonical = 0, kTwoBit = 1, kBase3 = 2 };
+constexpr WeightFormat kWeightFormats[] = {WeightFormat::kCanonical, WeightFormat::kTwoBit,
+                                           WeightFormat::kBase3};
 
 struct TensorShape {
   int64_t dimensions, size[4];

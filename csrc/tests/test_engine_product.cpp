@@ -24,8 +24,6 @@ using engine::TokenBuffer;
 using engine::Weight;
 using engine::WeightFormat;
 
-constexpr WeightFormat kFormats[] = {WeightFormat::kCanonical, WeightFormat::kTwoBit,
-                                     WeightFormat::kBase3};
 constexpr DType kTypes[] = {DType::kF32, DType::kBF16, DType::kF16};
 
 std::size_t at(int64_t i) { return static_cast<std::size_t>(i); }
@@ -179,7 +177,7 @@ void check_floats(const Matrix& w, const Tokens& x, const KernelTable& table, Pr
 void check_table(const KernelTable& table, int64_t n, int64_t k, int64_t tokens) {
   Random random(static_cast<uint64_t>(n * 1000 + k + tokens));
   const std::vector<float> scales = random_floats(random, n), bias = random_floats(random, n);
-  for (const WeightFormat format : kFormats) {
+  for (const WeightFormat format : layout::kWeightFormats) {
     begin_case("%s format %d, %dx%d, %d tokens", table.name, static_cast<int>(format),
                static_cast<int>(n), static_cast<int>(k), static_cast<int>(tokens));
     const Matrix w(random, table, format, n, k);
@@ -302,7 +300,7 @@ void on_threads(const KernelTable& table) {
   for (const int64_t m : {96, 97, 127, 128, 129, 385, 512}) tokens.push_back(m);
   const float scale = 0.5f;
   for (const int64_t k : {192, 2560, 6912}) {
-    for (const WeightFormat format : kFormats) {
+    for (const WeightFormat format : layout::kWeightFormats) {
       Random random(static_cast<uint64_t>(k));
       const Matrix w(random, table, format, 85, k);
       for (const int64_t m : tokens) {

@@ -24,8 +24,6 @@ using engine::TokenBuffer;
 using engine::Weight;
 using engine::WeightFormat;
 
-constexpr WeightFormat kFormats[] = {WeightFormat::kCanonical, WeightFormat::kTwoBit,
-                                     WeightFormat::kBase3};
 constexpr ActivationFormat kActivations[] = {ActivationFormat::kInt8, ActivationFormat::kInt8Group,
                                              ActivationFormat::kInt16Group};
 
@@ -194,7 +192,7 @@ void check_size(const KernelTable& table, int64_t n, int64_t k, int64_t tokens, 
   Random random(static_cast<uint64_t>(n * 1000 + k + tokens + group));
   std::vector<float> x(at(tokens * k));
   for (float& v : x) v = random.unit() * std::ldexp(1.0f, static_cast<int>(random.next() % 8));
-  for (const WeightFormat format : kFormats) {
+  for (const WeightFormat format : layout::kWeightFormats) {
     const Matrix w(random, table, format, n, k, group,
                    [&](int64_t, int64_t) { return static_cast<int>(random.next() % 3) - 1; });
     for (const ActivationFormat activations : kActivations) {
@@ -220,7 +218,7 @@ void worst_cases(const KernelTable& table, int64_t group) {
       const bool turned = i % k >= 128 && i % 64 < 32;
       x[at(i)] = static_cast<float>(turned ? -sign : sign) * 3.0f;
     }
-    for (const WeightFormat format : kFormats) {
+    for (const WeightFormat format : layout::kWeightFormats) {
       const Matrix w(random, table, format, n, k, group, [](int64_t row, int64_t i) {
         return row % 3 == 2 && i % 64 < 32 ? -1 : row % 3 == 1 ? -1 : 1;
       });
