@@ -22,6 +22,7 @@ import bitnet_ops.integrations.sglang as plugin
 from bitnet_ops.cli import main
 from bitnet_ops.integrations.sglang import launch, serving
 from bitnet_ops.language_model import DEMO_DIR
+from bitnet_ops.loading import hub
 from bitnet_ops.loading.weights import load_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -176,6 +177,13 @@ def test_ranks_share_the_processors(monkeypatch, cpus, count, bound, threads):
     assert "OMP_NUM_THREADS" not in launch.environment({}, [])
     chosen = {"SGLANG_CPU_OMP_THREADS_BIND": "1|2", "OMP_NUM_THREADS": "7"}
     assert chosen.items() <= launch.environment(chosen, [], count).items()
+
+
+def test_an_id_of_the_hub_is_the_folder_where_it_lies(installed, tmp_path, capsys, monkeypatch):
+    folder = write_config(tmp_path)
+    monkeypatch.setattr(hub, "fetch", lambda repo: {"org/name": tmp_path}[repo])
+    assert main(["sglang", "org/name", "--per-layer", "--print"]) == 0
+    assert folder in capsys.readouterr().out.splitlines()
 
 
 def test_a_folder_without_config_json_is_not_served_per_layer(installed, tmp_path, capsys):

@@ -61,12 +61,14 @@ def run(args: argparse.Namespace) -> int:
     """Run the subcommand; returns SGLang's exit status."""
     from bitnet_ops.convert.obtain import obtain
     from bitnet_ops.integrations.sglang import launch, serving
+    from bitnet_ops.loading import hub
 
     launch.check_version(args.untested)
     with tempfile.TemporaryDirectory(prefix="bitnet-ops-sglang-") as temporary:
         folder, name = Path(args.model), Path(args.model).resolve().name
         ranks = launch.ranks(args.passed_on)
         if args.per_layer:
+            folder = hub.local(args.model)
             launch.check_checkpoint(folder, ranks)
         else:
             launch.check_whole(ranks)
