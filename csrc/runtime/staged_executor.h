@@ -70,7 +70,8 @@ class StagedExecutor {
           c->executor.work(begin, end, c->plan);
         },
         &context);
-    if (alone_ns_ == 0) return;  // not sampled, or the caller did nothing that tells
+    // where another thread did everything, nothing is known unless that was on the caller's CPU
+    if (!sampled_ || (alone_ns_ == 0 && !met_)) return;
     const int64_t now = steady_ns();
     crowding().sample(now, now - begin, met_ ? busy_ns_ : alone_ns_);
   }
