@@ -142,10 +142,10 @@ def report(binary: Path, options: argparse.Namespace, name: str) -> None:
             f"  check: {threads} thread(s) {found / 1e6:.2f} ms by the model, "
             f"{measured[threads] / 1e6:.2f} measured ({found / measured[threads]:.2f})"
         )
-    one = step(stages, Machine(1))[0]
     print("  threads   GB/s   times 1   waiting   barriers   by groups of 8")
     for label, machine in machines(options.bandwidth):
         plan, _ = read_plan(run_bench(binary, options, name, machine.threads))
+        one = step(plan, Machine(1))[0]  # of the same measurement of the same units
         ns, waiting, barriers = step(plan, machine)
         grouped = step(plan, replace(machine, group=8))[2]
         print(
