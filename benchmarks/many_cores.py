@@ -56,11 +56,8 @@ def read_plan(text: str) -> tuple[list[Stage], dict[int, float]]:
     for line in text.splitlines():
         words = shlex.split(line)
         if words[:1] == ["plan"] and int(words[2]) > 0:
-            numbers = [float(word) for word in words[3:8]]
-            least, most, parts = map(int, numbers[:3])
-            stages.append(
-                Stage(words[1], int(words[2]), least, most, parts, *numbers[3:], int(words[8]))
-            )
+            units, least, most, parts, ns, prepare_ns, size = map(int, words[2:9])
+            stages.append(Stage(words[1], units, least, most, parts, ns, prepare_ns, size))
         elif words[:1] == ["threads"]:
             measured[int(words[1])] = float(words[2])
     return stages, measured
