@@ -263,6 +263,9 @@ struct StepState {
 struct StageTimes {
   std::vector<const char*> names;
   std::vector<double> seconds;
+  std::vector<double> prepare_seconds;  // of these, what every thread does for itself
+  std::vector<int64_t> units;
+  std::vector<ClaimRule> claims;
 };
 
 // The whole step: x float32 [tokens, hidden] -> logits float32 [head_tokens, vocab].

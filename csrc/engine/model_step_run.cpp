@@ -148,7 +148,10 @@ struct TimedPlan {
   int64_t units(int64_t stage) const { return plan.units(stage); }
   ClaimRule claim(int64_t stage) const { return plan.claim(stage); }
   void prepare(int64_t stage, int64_t slot) const {
+    const double before = times.seconds[static_cast<size_t>(stage)];
     timed(stage, [&] { plan.prepare(stage, slot); });
+    times.prepare_seconds[static_cast<size_t>(stage)] =
+        times.seconds[static_cast<size_t>(stage)] - before;
   }
   void run(int64_t stage, int64_t begin, int64_t end, int64_t slot) const {
     timed(stage, [&] { plan.run(stage, begin, end, slot); });
@@ -169,8 +172,15 @@ void run_step_timed(StepState& state, const StepModel& m, int64_t partitions, co
   Workspace passing;
   const StepPlan plan = make_plan(state, passing, m, partitions, x, logits);
   times.names.clear();
-  for (int64_t stage = 0; stage < plan.stages(); ++stage) times.names.push_back(plan.name(stage));
+  times.units.clear();
+  times.claims.clear();
+  for (int64_t stage = 0; stage < plan.stages(); ++stage) {
+    times.names.push_back(plan.name(stage));
+    times.units.push_back(plan.units(stage));
+    times.claims.push_back(plan.claim(stage));
+  }
   times.seconds.assign(times.names.size(), 0.0);
+  times.prepare_seconds.assign(times.names.size(), 0.0);
   const TimedPlan timed{plan, times};
   state.executor.start(partitions, timed);
   state.executor.work(0, partitions, timed);

@@ -37,21 +37,27 @@ void StagedExecutor::reset(int64_t partitions) {
   partitions_ = partitions;
   spin_ns_ = partitions > allowed_cpus() ? 0 : 50'000;
   ended_.store(0, std::memory_order_relaxed);
+  met_.store(false, std::memory_order_relaxed);
   for (int64_t p = 0; p < partitions; ++p) cpus_[p].store(-1, std::memory_order_relaxed);
 }
 
 StagedExecutor::Shift::Shift(StagedExecutor& executor_in, int64_t begin)
     : executor(executor_in), slot(begin), timed(executor_in.sampled_ && begin == 0) {
   if (timed) cpu_ns_before = thread_cpu_ns();
+  const int32_t of_caller = executor.caller_cpu_.load(std::memory_order_relaxed);
+  if (slot != 0 && of_caller >= 0 && of_caller == current_cpu())
+    executor.met_.store(true, std::memory_order_relaxed);
 }
 
-// Without the time it waited, the processor time of the caller was for its own share of the work.
+// The time of the caller was for its own share of the work.
 StagedExecutor::Shift::~Shift() {
   executor.cpus_[slot].store(-1, std::memory_order_relaxed);
   if (!timed || own_ns <= 0) return;
+  const double parts = static_cast<double>(stages_ns) / own_ns;
   const auto busy = static_cast<double>(thread_cpu_ns() - cpu_ns_before - spun_ns);
+  executor.busy_ns_ = static_cast<int64_t>(busy * parts);
   executor.alone_ns_ =
-      std::max<int64_t>(1, static_cast<int64_t>(busy * static_cast<double>(stages_ns) / own_ns));
+      std::max<int64_t>(1, static_cast<int64_t>(static_cast<double>(stages_ns) * parts));
 }
 
 void StagedExecutor::deal(int64_t units) {
@@ -94,6 +100,7 @@ bool StagedExecutor::stands_aside(Shift& shift) {
     shift.pause_ns = 0;
     return false;
   }
+  met_.store(true, std::memory_order_relaxed);
   // where there are CPUs for all; the system may want the thread where it was, so not for ever
   if (spin_ns_ != 0 && shift.moves < kMostMoves && may_spread() && leave_cpu(cpu)) {
     ++shift.moves;

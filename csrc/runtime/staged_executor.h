@@ -61,7 +61,8 @@ class StagedExecutor {
     if (partitions == 1) return work(0, 1, plan);
     const int64_t begin = steady_ns();
     sampled_ = crowding().wants_sample(begin);
-    alone_ns_ = 0;
+    alone_ns_ = busy_ns_ = 0;
+    caller_cpu_.store(current_cpu(), std::memory_order_relaxed);
     run_region(
         partitions,
         [](int64_t begin, int64_t end, void* raw) {
@@ -69,9 +70,10 @@ class StagedExecutor {
           c->executor.work(begin, end, c->plan);
         },
         &context);
-    if (alone_ns_ == 0) return;  // not sampled, or the caller did nothing that tells
+    // where another thread did everything, nothing is known unless that was on the caller's CPU
+    if (!sampled_ || (alone_ns_ == 0 && !met_)) return;
     const int64_t now = steady_ns();
-    crowding().sample(now, now - begin, alone_ns_);
+    crowding().sample(now, now - begin, met_ ? busy_ns_ : alone_ns_);
   }
 
   // The same in parts.  Before the region, by one thread.
@@ -181,7 +183,12 @@ class StagedExecutor {
   int64_t partitions_ = 1, stages_ = 0, units_ = 0;
   int64_t spin_ns_ = 0;
   bool sampled_ = false;
-  int64_t alone_ns_ = 0;  // what the region would have taken its caller alone, 0: unknown
+  // What the region would have taken its caller alone, 0: unknown: by the clock, which counts the
+  // time that other processes took from it, and by its processor time, for it may be another thread
+  // of the region that took it: one that met the caller on its CPU.
+  int64_t alone_ns_ = 0, busy_ns_ = 0;
+  std::atomic<int32_t> caller_cpu_{-1};
+  std::atomic<bool> met_{false};
   alignas(64) std::atomic<uint64_t> state_{0};
   // The open stage. Waiting threads read this line, which is written once a stage, and sleepers
   // watch it; state_ changes with every thread that enters or leaves.

@@ -1,6 +1,9 @@
 // Where the time of a model step goes, stage by stage, without torch: bench_step [model] [streams]
 // [context] [layers] [head rows] [steps] [isa]. One thread does the work of two; of each stage the
 // best of several steps counts, so that other processes disturb little. Weights are random bytes.
+// With BENCH_STEP_PLAN=partitions it prints the plan for so many, a line a stage: "plan" name units
+// least most parts nanoseconds, those of preparing, bytes of weights; benchmarks/many_cores.py
+// reads them.
 #include <algorithm>
 #include <chrono>
 #include <cmath>
@@ -16,6 +19,7 @@
 #include "runtime/tuning.h"
 #include "tests/random.h"
 #include "tests/tables.h"
+#include "tests/threads.h"
 
 namespace bitnet::test {
 namespace {
@@ -138,15 +142,57 @@ struct Bench {
   }
 };
 
+// What a stage of that name reads of weights.
+int64_t weight_bytes(const engine::StepModel& m, const std::string& name) {
+  const std::map<std::string, std::vector<int>> stages = {
+      {"qkv", {engine::kQ, engine::kK, engine::kV}},
+      {"out", {engine::kO}},
+      {"gate/up", {engine::kGate, engine::kUp}},
+      {"down", {engine::kDown}}};
+  if (name == "head") return m.head.rows * m.head.row_bytes();
+  int64_t bytes = 0;
+  if (const auto found = stages.find(name); found != stages.end())
+    for (const int w : found->second) bytes += m.layers[0].weights[w].bytes();
+  return bytes;
+}
+
+// Nanoseconds of whole steps on so many threads, the best one.
+void report_threads(const Bench& bench, const Settings& s, int64_t threads) {
+  engine::StepState state;
+  std::vector<float> logits = bench.logits;
+  pool_threads = threads;
+  double best = 1e9;
+  for (int64_t i = 0; i < 3 * s.steps; ++i) {
+    const auto start = std::chrono::steady_clock::now();
+    engine::run_step(state, bench.m, bench.x.data(), logits.data());
+    const std::chrono::duration<double> took = std::chrono::steady_clock::now() - start;
+    best = std::min(best, took.count());
+  }
+  std::printf("threads %lld %.0f\n", static_cast<long long>(threads), best * 1e9);
+}
+
 void report(const Bench& bench, const Settings& s, int64_t partitions) {
   engine::StepState state;
   engine::StageTimes times;
-  std::vector<double> best;
+  std::vector<double> best, prepare;
   std::vector<float> logits = bench.logits;
   for (int64_t i = 0; i < s.steps; ++i) {
     engine::run_step_timed(state, bench.m, partitions, bench.x.data(), logits.data(), times);
-    if (best.empty()) best = times.seconds;
+    if (best.empty()) best = times.seconds, prepare = times.prepare_seconds;
+    for (std::size_t j = 0; j < best.size(); ++j)
+      prepare[j] = std::min(prepare[j], times.prepare_seconds[j]);
     for (std::size_t j = 0; j < best.size(); ++j) best[j] = std::min(best[j], times.seconds[j]);
+  }
+  if (std::getenv("BENCH_STEP_PLAN") != nullptr) {
+    for (std::size_t j = 0; j < best.size(); ++j) {
+      const ClaimRule& rule = times.claims[j];
+      std::printf("plan \"%s\" %lld %lld %lld %lld %.0f %.0f %lld\n", times.names[j],
+                  static_cast<long long>(times.units[j]), static_cast<long long>(rule.least),
+                  static_cast<long long>(rule.most), static_cast<long long>(rule.parts),
+                  best[j] * 1e9, prepare[j] * 1e9,
+                  static_cast<long long>(weight_bytes(bench.m, times.names[j])));
+    }
+    return;
   }
   std::map<std::string, double> of_name;
   double all = 0;
@@ -196,7 +242,12 @@ int main(int argc, char** argv) {
     std::printf("%s, %s, %d tokens behind %d positions, %d layers, head of %d rows\n", table->name,
                 s.sizes.name, static_cast<int>(s.streams), static_cast<int>(s.context),
                 static_cast<int>(s.layers), static_cast<int>(s.vocab));
-    report(Bench(*table, s), s, 2);
+    const Bench bench(*table, s);
+    const char* plan = std::getenv("BENCH_STEP_PLAN");
+    report(bench, s, plan == nullptr ? 2 : std::max(1, std::atoi(plan)));
+    if (plan == nullptr || std::atoi(plan) > 2) continue;
+    use_plain_threads();
+    for (const int64_t threads : {1, 2}) report_threads(bench, s, threads);
   }
   return 0;
 }

@@ -307,6 +307,39 @@ print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
     assert (run.stdout, run.stderr) == ("0\n", "")
 
 
+# The CPUs ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs Linux")
+def test_two_threads_on_one_cpu_take_the_time_of_one() -> None:
+    """A call whose second thread only takes its CPU away would take a hundred times as long."""
+    code = """
+import os, time, torch
+from bitnet_ops import ops
+weight = ops.pack(torch.randint(-1, 2, (2560, 2560), dtype=torch.int8))
+x, scale = torch.randn(1, 2560), torch.ones(1)
+def seconds(threads, runs):  # of processor time: what other processes do matters little
+    torch.set_num_threads(threads)
+    best = 1e9
+    for _ in range(runs):
+        before = time.process_time()
+        for _ in range(100):
+            ops.linear(x, weight, scale)
+        best = min(best, time.process_time() - before)
+    return best
+torch.set_num_threads(2)
+ops.linear(x, weight, scale)  # the second thread is made
+for thread in os.listdir("/proc/self/task"):
+    os.sched_setaffinity(int(thread), {min(os.sched_getaffinity(0))})
+print(seconds(2, 5) / seconds(1, 5))
+"""
+    ours = ("OMP_", "GOMP_", "BITNET_OPS_REST", "BITNET_OPS_SPREAD")
+    env = {k: v for k, v in os.environ.items() if not k.startswith(ours)}
+    command = [sys.executable, "-c", code]
+    run = subprocess.run(command, capture_output=True, text=True, check=True, env=env)
+    assert float(run.stdout) < 3, run.stdout
+
+
 # The process ------------------------------------------------------------------------------------
 
 
