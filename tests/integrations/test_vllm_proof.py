@@ -11,6 +11,7 @@ import importlib.metadata
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -126,6 +127,41 @@ def test_calls_elsewhere_or_too_few_fail(change, ranks):
 def test_a_server_that_answers_otherwise_fails(change):
     with pytest.raises(vllm_environment.ProofError, match="over HTTP"):
         prove_vllm.judge_server({**SERVED, **change})
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_every_rung_asked_for_is_climbed_and_speed_last(tmp_path, jobs):
+    class Ladder(prove_vllm.Ladder):
+        def __init__(self):
+            self.work, self.report, self.climbed = tmp_path, {"failed": []}, []
+
+        def script(self, *arguments, threads=0):
+            return 0.0
+
+        def tables(self):
+            self.climbed.append("tables")
+
+        def tokens(self, run, checkpoints, expected):
+            self.climbed.append(run[0])
+
+        def server(self, checkpoint, expected):
+            raise vllm_environment.ProofError("lame")
+
+        def ranks(self):
+            self.climbed.append("ranks")
+
+        def speed(self, options):
+            self.climbed.append("speed")
+
+    ladder = Ladder()
+    rungs = ["tables", "tokens", "server", "ranks", "speed"]
+    prove_vllm.climb(ladder, SimpleNamespace(only=rungs, jobs=jobs))
+    runs = [run[0] for run in prove_vllm.ENGINE_RUNS]
+    assert sorted(ladder.climbed) == sorted(["tables", "ranks", "speed", *runs])
+    assert ladder.climbed[-1] == "speed" and ladder.report["failed"] == ["server"]
+    ladder.climbed.clear()
+    prove_vllm.climb(ladder, SimpleNamespace(only=["tables"], jobs=jobs))
+    assert ladder.climbed == ["tables"]
 
 
 def test_calls_are_counted_in_their_process(tmp_path):

@@ -283,7 +283,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--venv", type=Path, default=default, help="default: build/vllm/venv")
     parser.add_argument("--work", type=Path, default=work, help="logs, checkpoints, report.json")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--jobs", type=int, default=2, help="rungs at once; speed is always alone")
+    parser.add_argument("--jobs", type=int, default=1, help="rungs at once; speed is always alone")
     parser.add_argument("--layers", type=int, default=8, help="of the model that is timed")
     parser.add_argument("--vocabulary", type=int, default=32768, help="of the model that is timed")
     runs = range(len(SPEED_RUNS))
