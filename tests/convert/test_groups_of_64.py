@@ -25,10 +25,11 @@ from bitnet_ops.language_model import load
 from bitnet_ops.models.step_batch import SequenceStep, StepBatch
 from bitnet_ops.nn.head import HeadWeight
 from bitnet_ops.nn.kv_pool import KVPool
+from bitnet_ops.nn.storage import FORMATS
 from isa_control import torch_threads
 
 INTER = 320
-FORMS = ["unpacked", "mlx", "Q2_0"]
+FILES = ["unpacked", "mlx", "Q2_0"]
 EVERY_64 = {"group_size": 64, "bits": 2, "mode": "affine"}
 
 
@@ -86,7 +87,7 @@ def model_folder(tmp_path: Path) -> Path:
     return converted(tmp_path / "model", make(), "Q2_0")
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", FILES)
 def test_every_code_and_scale_survives(tmp_path: Path, form: str) -> None:
     made = make()
     with Reader(converted(tmp_path, made, form) / "model.bin") as reader:
@@ -142,7 +143,7 @@ def test_every_layout_and_path_gives_the_same_bits(
     model_folder: Path, activation_format: str
 ) -> None:
     ids, found = torch.arange(20)[None] * 13 % bonsai.VOCAB, []
-    for weight_format in ("2bit", "1.6bit", "canonical"):
+    for weight_format in FORMATS:
         model = load(
             model_folder, weight_format=weight_format, activation_format=activation_format
         ).model
