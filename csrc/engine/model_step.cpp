@@ -62,7 +62,7 @@ WeightSize weight_size(const StepModel& m, int which) {
     case kO:
       return {m.hidden, m.query()};
     case kDown:
-      return {m.hidden, m.intermediate};
+      return {m.hidden, m.down_width()};
     default:
       return {m.intermediate, m.hidden};
   }
@@ -265,7 +265,8 @@ void StepPlan::normalise(const Place& at, int64_t j, float* row, const StepInput
 void StepPlan::enter(const Place& at, int64_t j, int64_t n, float* row, const StepInput& to) const {
   const KernelTable& table = *model_.table;
   const StageWeights weights = weights_at(at);
-  const int64_t dropped = at.stage == kDownStage ? model_.dropped : 0, k = n - dropped;
+  const bool down = at.stage == kDownStage;
+  const int64_t k = down ? model_.down_width() : n, dropped = n - k;
   const AdapterGroups& with = groups(at);
   for (int i = 0; i < (model_.inner_norms ? weights.count : 1); ++i) {
     float* input = row;

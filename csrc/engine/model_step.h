@@ -51,6 +51,7 @@ struct StepModel {
   // Neurons of each layer's MLP that are always zero and have no weights. What norms and side paths
   // before down sum has them in their places, so that sums are the same with and without them.
   int64_t dropped;
+  bool whole_down;  // down has columns for these too: its scales of groups count them
   int64_t n_layers;
   const StepLayer* layers;
   const float* final_norm;  // [hidden]
@@ -74,6 +75,7 @@ struct StepModel {
   int64_t query() const { return heads * dim; }
   int64_t kv() const { return kv_heads * dim; }
   int64_t full_width() const { return intermediate + dropped; }
+  int64_t down_width() const { return whole_down ? full_width() : intermediate; }
   // How many different inputs the projections of a stage have.
   int64_t inputs() const { return inner_norms ? kMostInputs : 1; }
   static constexpr int64_t kMostInputs = 3;

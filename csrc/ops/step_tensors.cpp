@@ -112,6 +112,7 @@ void StepBinding::check_numbers(StepModel& m) const {
     m.dropped = a.dropped_neurons->size(1);
     check_most("dropped_neurons", "neurons of a layer", m.dropped, kMaxInFeatures - m.intermediate);
   }
+  m.whole_down = std::ranges::count(a.grouped, int64_t{kDown}) != 0;
   m.post_norms = a.post_norms;
   m.eps = static_cast<float>(a.eps);
   if (!(m.eps >= 0.0f && std::isfinite(m.eps)))

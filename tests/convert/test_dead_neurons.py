@@ -184,12 +184,33 @@ def test_a_layer_without_any_keeps_all(dead: int, tmp_path: Path) -> None:
         assert "dropped_neurons" not in reader.config["bitnet_ops"]
 
 
-def test_groups_of_columns_are_not_cut(tmp_path: Path) -> None:
+def test_columns_of_groups_stay(tmp_path: Path) -> None:
+    """Of down with scales of groups; rows of gate and up go. No result changes by a bit."""
     family = dataclasses.replace(CASES["bonsai"].family, name="dead-bonsai", hidden=128, inter=768)
     source = write(tmp_path / "source", family, [places(family, 30)] * family.layers)
-    convert(source, tmp_path / "out")
+    report = convert(source, tmp_path / "out", verify=True)
+    assert report.verification is not None and report.verification["passed"]
+    assert any("columns of down, which has scales of groups" in r for r in report.remarks)
+    convert(source, tmp_path / "with", keep_dead=True)
     with Reader(tmp_path / "out" / "model.bin") as reader:
-        assert "dropped_neurons" not in reader.config["bitnet_ops"]
+        assert reader.config["bitnet_ops"]["whole_down"] is True
+        for name, info in reader.tensors.items():
+            if name.endswith(("gate_proj.weight", "up_proj.weight")):
+                assert info.shape[0] == 738
+            if name.endswith("down_proj.weight"):
+                assert info.in_features == 768 and info.group_size == 128
+    assert inspect(tmp_path / "out")["neurons"]["left_out"] == 30 * family.layers
+    ids = random_ids(family, 3, 12)
+    for activation_format in ("int8", "int8_group", "int16_group"):
+        found = []
+        for name in ("with", "out"):
+            model = load_model(tmp_path / name / "model.bin")
+            model.set_activation_format(activation_format)
+            found.append(logits(model, ids))
+            model.fused_step = False
+            found.append(logits(model, ids))
+        assert found[0].abs().max() > 0.1
+        assert all(torch.equal(one, found[0]) for one in found[1:])
 
 
 # Other ways in and out ----------------------------------------------------------------------------

@@ -92,7 +92,8 @@ def _with_both(keys: list[bytes], parts: list[Any]) -> None:
 
 
 REJECTIONS: list[tuple[str, str, Change]] = [
-    ("gguf-architecture", "'gemma3'", _replace_key("general.architecture", "str", "gemma3")),
+    ("gguf-architecture", "'gemma3'; convert the Hugging Face", _replace_key(
+        "general.architecture", "str", "gemma3")),
     ("gguf-architecture", "None", _without_key("general.architecture")),
     ("gguf-split", "one of 2 parts", _replace_key("split.count", "u32", 2)),
     ("gguf-metadata", "block_count", _without_key(f"{ARCH}.block_count")),

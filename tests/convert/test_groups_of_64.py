@@ -29,7 +29,7 @@ from bitnet_ops.nn.storage import FORMATS
 from isa_control import torch_threads
 
 INTER = 320
-FORMS = ["unpacked", "mlx", "Q2_0"]
+FILES = ["unpacked", "mlx", "Q2_0"]
 EVERY_64 = {"group_size": 64, "bits": 2, "mode": "affine"}
 
 
@@ -87,7 +87,7 @@ def model_folder(tmp_path: Path) -> Path:
     return converted(tmp_path / "model", make(), "Q2_0")
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", FILES)
 def test_every_code_and_scale_survives(tmp_path: Path, form: str) -> None:
     made = make()
     with Reader(converted(tmp_path, made, form) / "model.bin") as reader:

@@ -332,7 +332,7 @@ ROWS = [
                 for n, t in list(d.tensors.items()) if n.endswith("_scale")]),
     ("ternary-but-one", "not-ternary", "trilm", "0.011.* at \\[0, 7\\] beside",
      poke(DOWN, 7, 0.011)),
-    ("ternary-by-odd-columns", "not-ternary", "trilm", "every group of 128 weights of a row",
+    ("ternary-by-odd-columns", "not-ternary", "trilm", "every group of 64 weights of a row",
      tensor(DOWN, lambda old: torch.cat([old[:, :200], old[:, 200:] * 2], dim=1))),
     ("ternary-zeros", "bad-scale", "trilm", "zeros alone", tensor(DOWN, lambda old: old * 0)),
     ("ternary-nan", "non-finite", "trilm", "nan at element 7", poke(DOWN, 7, float("nan"))),

@@ -154,17 +154,19 @@ def test_group_scales_are_the_definition(
     assert bool(((layer(x).double() - expected - bias).abs() <= sizes + 1e-6).all())
 
 
-def test_group_scales_survive_a_state_dict(rng: torch.Generator) -> None:
-    packed = pack_ternary(random_codes(rng, 5, 300), torch.rand(5, 3, generator=rng), 128)
-    source, target = BitLinear.from_packed(packed), BitLinear(300, 5, group_size=128)
+@pytest.mark.parametrize(("size", "groups"), [(128, 3), (64, 5)])
+def test_group_scales_survive_a_state_dict(rng: torch.Generator, size: int, groups: int) -> None:
+    packed = pack_ternary(random_codes(rng, 5, 300), torch.rand(5, groups, generator=rng), size)
+    source, target = BitLinear.from_packed(packed), BitLinear(300, 5, group_size=size)
     x = torch.randn(2, 300, generator=rng)
     assert bool(target(x).isnan().all())
     target.load_state_dict(source.prepack("2bit").state_dict())
-    assert torch.equal(target(x), source(x)) and "group_size=128" in repr(target)
-    with pytest.raises(ValueError, match="group_size 0 or 128, got 64"):
-        BitLinear(300, 5, group_size=64)
-    with pytest.raises(ValueError, match=r"scale float32 \[5, 3\], got torch.float32 \[5, 2\]"):
-        pack_ternary(random_codes(rng, 5, 300), torch.ones(5, 2), 128)
+    assert torch.equal(target(x), source(x)) and f"group_size={size}" in repr(target)
+    with pytest.raises(ValueError, match="group_size 0 or 128 or 64, got 32"):
+        BitLinear(300, 5, group_size=32)
+    expected = rf"scale float32 \[5, {groups}\], got torch.float32 \[5, 2\]"
+    with pytest.raises(ValueError, match=expected):
+        pack_ternary(random_codes(rng, 5, 300), torch.ones(5, 2), size)
 
 
 def test_scales_per_row(rng: torch.Generator) -> None:

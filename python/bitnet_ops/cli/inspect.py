@@ -12,7 +12,7 @@ from typing import Any
 from bitnet_ops.cli.arguments import add_json
 
 # of the private block: not shown as they stand
-_APART = ("format_version", "verified", "dropped_neurons")
+_APART = ("format_version", "verified", "dropped_neurons", "whole_down")
 _WIDEST = 200  # characters of a value of the private block
 _COLUMNS = ("tensor", "format", "shape", "scale", "-1 / 0 / +1 %", "sha256")
 _LEAST = 3  # columns that are shown however narrow the terminal is: a name is never broken

@@ -21,7 +21,7 @@ from bitnet_ops.config.families import (
     family_of,
 )
 from bitnet_ops.config.families import PROJECTIONS as PROJECTIONS
-from bitnet_ops.config.neurons import Dropped, read_dropped
+from bitnet_ops.config.neurons import Dropped, read_dropped, read_whole_down
 from bitnet_ops.config.rope import RopeScaling as RopeScaling
 from bitnet_ops.config.rope import read_rope
 from bitnet_ops.config.scalings import KEYS as SCALING_KEYS
@@ -46,7 +46,8 @@ class ModelConfig:
     `post_norms`: RMSNorm on what attention and MLP give, before it is added (Gemma 3).
     `scalings`: constant factors, and what single layers do otherwise (config/scalings.py).
     `dropped_neurons`: of each layer the neurons of its MLP that are always zero and have no weights
-    in the file (config/neurons.py); intermediate_size counts them.
+    in the file (config/neurons.py); intermediate_size counts them. `whole_down`: down has columns
+    for them all the same.
     `embedding_only`: the model gives hidden states and has no head. `eos_token_ids`: every id that
     ends a text; may be empty. `notes`: remarks for the user.
     """
@@ -77,6 +78,7 @@ class ModelConfig:
     post_norms: bool = False
     scalings: Scalings = Scalings()
     dropped_neurons: Dropped = ()
+    whole_down: bool = False
     notes: tuple[str, ...] = field(default=(), compare=False)
 
     @property
@@ -84,6 +86,11 @@ class ModelConfig:
         """The neurons of a layer's MLP that have weights."""
         dropped = len(self.dropped_neurons[0]) if self.dropped_neurons else 0
         return self.intermediate_size - dropped
+
+    @property
+    def down_columns(self) -> int:
+        """The neurons that a layer's down has columns for."""
+        return self.intermediate_size if self.whole_down else self.stored_neurons
 
     @property
     def attention_scale(self) -> float:
@@ -127,6 +134,7 @@ class ModelConfig:
         found = config.get(PRIVATE_BLOCK) or {}
         sizes = fields["num_hidden_layers"], fields["intermediate_size"]
         fields["dropped_neurons"] = read_dropped(found, *sizes)
+        fields["whole_down"] = read_whole_down(found)
         result = cls(**fields, notes=(*_notes(config), *remarks))
         _check_consistency(result)
         return result

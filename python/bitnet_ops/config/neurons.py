@@ -13,6 +13,7 @@ from typing import Any
 from bitnet_ops.config.values import reject
 
 KEY = "dropped_neurons"  # of the private block: a list, of each layer one where they differ
+WHOLE_DOWN = "whole_down"  # likewise: whether down has columns for them all the same
 Dropped = tuple[tuple[int, ...], ...]
 
 
@@ -28,6 +29,15 @@ def read_dropped(found: Mapping[str, Any], layers: int, width: int) -> Dropped:
         raise _wrong(value, f"{layers} lists of one length, one a layer, or one list for all")
     checked: dict[int, tuple[int, ...]] = {}  # one list may stand for all layers
     return tuple(checked.setdefault(id(one), _places(one, value, width)) for one in lists)
+
+
+def read_whole_down(found: Mapping[str, Any]) -> bool:
+    """Whether down has columns for the dropped neurons."""
+    value = found.get(WHOLE_DOWN, False)
+    if type(value) is not bool or (value and not found.get(KEY)):
+        expected = f"to be true or false, and true beside {KEY} alone"
+        raise reject(f"bitnet_ops.{WHOLE_DOWN}", str(value)[:60], expected, "convert it again")
+    return value
 
 
 def _places(one: object, value: object, width: int) -> tuple[int, ...]:

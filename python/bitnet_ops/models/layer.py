@@ -115,7 +115,7 @@ class DecoderLayer(nn.Module):
         self._packed = {n: m.packed for n, m in self._projections.items() if is_plain(m)}
         self._fused_qkv = self._packed.keys() >= {*_QKV}
         self._fused_mlp = self._packed.keys() >= {*_MLP} and self._sub_eps == c.rms_norm_eps
-        if self._ffn_norm is not None and self._neurons is not None:
+        if self._neurons is not None and (self._ffn_norm is not None or c.whole_down):
             self._fused_mlp = False
         self.bound += 1  # what others have gathered from the buffers is out of date
 
@@ -217,6 +217,8 @@ class DecoderLayer(nn.Module):
         else:
             gated = ops.silu_and_mul if c.hidden_act == "silu" else ops.gelu_tanh_and_mul
             z = gated(torch.cat([g, u], dim=-1))
+        if c.whole_down:
+            z = self._with_all(z)
         if self._ffn_norm is not None:
             z = self._norm_of_all(z, self._ffn_norm, self._sub_eps)
         return self._project(_MLP[2], z, sides)
@@ -224,7 +226,8 @@ class DecoderLayer(nn.Module):
     def _norm_of_all(self, z: Tensor, weight: Tensor, eps: float) -> Tensor:
         """A norm over all neurons of the MLP, those without weights too."""
         normed = ops.rms_norm(self._with_all(z), weight, eps)
-        return normed if self._neurons is None else normed[..., self._neurons]
+        whole = self._neurons is None or self.config.whole_down
+        return normed if whole else normed[..., self._neurons]
 
     def _with_all(self, z: Tensor) -> Tensor:
         """What neurons give, with zeros for those without weights."""

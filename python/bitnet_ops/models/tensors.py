@@ -66,6 +66,6 @@ def layer_tensors(c: ModelConfig) -> dict[str, TensorSpec]:
     linear("mlp.gate_proj", stored, hidden)
     linear("mlp.up_proj", stored, hidden)
     norm("mlp.ffn_sub_norm", inner, c.sub_norms)
-    linear("mlp.down_proj", hidden, stored, inner)
+    linear("mlp.down_proj", hidden, c.down_columns, inner)
     norm("post_feedforward_layernorm", hidden, c.post_norms)
     return specs

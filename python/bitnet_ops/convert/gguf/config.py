@@ -98,6 +98,12 @@ SCALING_KEYS = frozenset({"embedding_scale", "residual_scale", "logit_scale"})  
 _SHOWN_KEYS = 32  # unknown keys that are named one by one
 _HARMLESS = {"rope.scaling.finetuned"}
 
+# What to do with the file of an architecture that is read in another form.
+_CHECKPOINT = (
+    "convert the Hugging Face checkpoint: the norms inside projections have no settled names"
+)
+_ELSEWHERE = {"gemma3": _CHECKPOINT, "gemma-embedding": _CHECKPOINT}
+
 
 def architecture_of(metadata: Mapping[str, Any]) -> Architecture:
     """The architecture of a file; ConvertError for one that is not implemented."""
@@ -107,7 +113,7 @@ def architecture_of(metadata: Mapping[str, Any]) -> Architecture:
             "gguf-architecture",
             f"general.architecture among {', '.join(ARCHITECTURES)}",
             repr(name)[:60],
-            "other architectures are not implemented",
+            _ELSEWHERE.get(str(name), "other architectures are not implemented"),
         )
     parts = metadata.get("split.count", 0)
     if type(parts) is not int or parts not in (0, 1):

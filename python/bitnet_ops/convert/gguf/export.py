@@ -153,7 +153,7 @@ class _Export:
     def __init__(self, reader: Reader, type_name: str) -> None:
         self.type, self.rounding = type_name, 0.0
         self.stored = model_config(reader)
-        self.model = dataclasses.replace(self.stored, dropped_neurons=())
+        self.model = dataclasses.replace(self.stored, dropped_neurons=(), whole_down=False)
         self.architecture = architecture_for(self.model)
         check_names(self.stored, own_tensors(reader, self.stored))
         self.specs: dict[str, TensorSpec] = dict(expected_tensors(self.model))

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from bitnet_ops import ops
 from bitnet_ops.config import ModelConfig
-from bitnet_ops.config.neurons import Dropped, kept
+from bitnet_ops.config.neurons import kept
 from bitnet_ops.config.scheme import Storage
 from bitnet_ops.convert.errors import reject
 from bitnet_ops.convert.gguf.source import GgufSource
@@ -280,9 +280,9 @@ def text_sequences(folder: Path, config: ModelConfig, text: Path) -> list[list[i
 
 def _compare_weights(plan: Plan, file: Path, oracle: Oracle, result: Verification) -> None:
     with Reader(file) as reader:
-        dropped = model_config(reader).dropped_neurons
+        config = model_config(reader)
         for name in plan.ternary:
-            codes, scale = _stored(name, *oracle.projection(name), dropped, result)
+            codes, scale = _stored(name, *oracle.projection(name), config, result)
             group = reader.tensors[name].group_size or BLOCK
             scale = scale if isinstance(scale, float) else _larger_of_groups(scale, group)
             ours, scales = ops.unpack(reader.tensor(name), codes.shape[1]), reader.scales(name)
@@ -303,12 +303,12 @@ def _compare_weights(plan: Plan, file: Path, oracle: Oracle, result: Verificatio
 
 
 def _stored(
-    name: str, codes: Tensor, scale: float | Tensor, dropped: Dropped, result: Verification
+    name: str, codes: Tensor, scale: float | Tensor, config: ModelConfig, result: Verification
 ) -> tuple[Tensor, float | Tensor]:
     """A projection without the neurons that the file leaves out; gate and up must be zero there."""
-    if not dropped or ".mlp." not in name:
+    dropped, dim = config.dropped_neurons, 1 if name.endswith("down_proj.weight") else 0
+    if not dropped or ".mlp." not in name or (dim == 1 and config.whole_down):
         return codes, scale
-    dim = 1 if name.endswith("down_proj.weight") else 0
     places = dropped[int(name.split(".")[2])]
     rest = torch.tensor(kept(places, codes.shape[dim]))
     if dim == 0 and codes[list(places)].any():
