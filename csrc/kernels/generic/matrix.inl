@@ -358,9 +358,3 @@ void matrix_product(const TileJob& job, const EpilogueJob* epilogue) {
   if (whole < job.tokens) matrix_blocks<U>(to, whole, job.tokens, whole == 0, scratch);
   U::release();
 }
-
-template <class U>
-void tiles_matrix(const TileJob& job, const EpilogueJob* epilogue) {
-  if (job.format == layout::WeightFormat::kBase3) return matrix_product<U, Base3>(job, epilogue);
-  matrix_product<U, TwoBit>(job, epilogue);
-}
