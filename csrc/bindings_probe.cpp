@@ -1,6 +1,7 @@
-// Latency between two cores, for benchmarks: bitnet_ops._runtime.ping_pong_ns.  On a virtual
-// machine it tells whether the cores share a cache, which decides bandwidth and the cost of a
-// parallel region.  Must not know torch or the kernels.
+// What the hardware does, asked of itself: the latency between two cores, for benchmarks
+// (ping_pong_ns; on a virtual machine it tells whether they share a cache, which decides bandwidth
+// and the cost of a parallel region), and AMX's products against their model (check_amx). Must not
+// know torch.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -15,6 +16,8 @@
 #include <string>
 #include <thread>
 #include <vector>
+
+#include "kernels/tile_check.h"
 
 namespace py = pybind11;
 
@@ -102,9 +105,34 @@ std::vector<double> ping_pong_ns(int cpu_a, int cpu_b, int64_t batches, int64_t 
   return nanoseconds;
 }
 
+py::list check_amx(int64_t products, uint64_t seed) {
+  if (products < 1 || products > 1'000'000)
+    throw std::invalid_argument("check_amx: expected products from 1 to 1000000, got " +
+                                std::to_string(products));
+  bitnet::TileCheck checks[bitnet::kTileInstructions];
+  {
+    const py::gil_scoped_release unlocked;
+    bitnet::check_tile_unit(products, seed, checks);
+  }
+  py::list rows;
+  for (const bitnet::TileCheck& check : checks) {
+    py::dict row;
+    row["instruction"] = check.instruction;
+    row["available"] = check.available;
+    row["outputs"] = check.outputs;
+    row["different"] = check.different;
+    row["first_difference"] = check.first;
+    rows.append(row);
+  }
+  return rows;
+}
+
 }  // namespace
 
 void bind_probe(py::module_& m) {
+  m.def("check_amx", &check_amx, py::arg("products"), py::arg("seed") = 0,
+        "Random tile products by this CPU's AMX and by the model in plain C++: one row for each "
+        "instruction, with how many outputs differ. Asks the system for tiles.");
   m.def("ping_pong_ns", &ping_pong_ns, py::arg("cpu_a"), py::arg("cpu_b"), py::arg("batches") = 25,
         py::arg("round_trips") = 100, py::arg("timeout_s") = 0.25,
         py::call_guard<py::gil_scoped_release>(),

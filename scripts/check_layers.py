@@ -81,6 +81,7 @@ CPP_LAYERS: list[tuple[str, str, str]] = [
         NO_TORCH_NO_PYTHON,
     ),
     ("kernels/features", r"kernels/features\.h", NO_TORCH_NO_PYTHON),
+    ("kernels/tile_check", r"kernels/(tile_check|features)\.h", NO_TORCH_NO_PYTHON),
     ("kernels/", r"kernels/(?!dispatch).*|format/layout\.h", INTRINSICS),
     ("runtime/", r"runtime/.*", NO_TORCH_NO_PYTHON),
     ("format/", r"format/.*", NO_TORCH_NO_PYTHON),
@@ -96,7 +97,7 @@ CPP_LAYERS: list[tuple[str, str, str]] = [
     ),
     (
         "bindings",
-        r"bindings.*|runtime/.*|format/.*|kernels/(dispatch|features|kernel_table)\.h",
+        r"bindings.*|runtime/.*|format/.*|kernels/(dispatch|features|kernel_table|tile_check)\.h",
         NO_TORCH,
     ),
     (

@@ -74,6 +74,12 @@ def mark_forked() -> bool:
 def advise_huge_pages(data_ptr: int, nbytes: int) -> int:
     """Ask for huge pages behind memory (a hint); the bytes accepted, 0 where there are none."""
 
+def check_amx(products: int, seed: int = 0) -> list[dict[str, object]]:
+    """Random tile products by this CPU's AMX and by the model in plain C++, a row an instruction.
+
+    Keys: instruction, available, outputs, different, first_difference. Asks the system for tiles.
+    """
+
 def ping_pong_ns(
     cpu_a: int, cpu_b: int, batches: int = 25, round_trips: int = 100, timeout_s: float = 0.25
 ) -> list[float]:

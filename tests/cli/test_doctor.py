@@ -180,6 +180,46 @@ def test_each_problem_is_found_with_a_remedy(
     assert found["severity"] == ("error" if path == "isa.error" else "warning")
 
 
+NOT_HERE = {"available": False, "outputs": 0, "different": 0, "first_difference": ""}
+SAME = {"available": True, "outputs": 5, "different": 0, "first_difference": ""}
+OTHER = {"available": True, "outputs": 5, "different": 2, "first_difference": "row 1 gave 7"}
+
+
+@pytest.mark.parametrize(
+    ("answer", "status", "text"),
+    [
+        (NOT_HERE, 1, ["not here, not checked", "nothing was checked"]),
+        (SAME, 0, ["5 outputs, all as in the model"]),
+        (OTHER, 1, ["2 of 5 outputs differ; row 1 gave 7", "BITNET_OPS_ISA"]),
+    ],
+)
+def test_check_amx_says_what_the_unit_did(
+    answer: dict[str, Any],
+    status: int,
+    text: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(
+        _runtime, "check_amx", lambda products: [{"instruction": "tdpbf16ps", **answer}]
+    )
+    assert cli.main(["doctor", "--check-amx"]) == status
+    out = capsys.readouterr().out
+    assert "tdpbf16ps" in out and all(part in out for part in text)
+
+
+def test_check_amx_asks_this_cpu(capsys: pytest.CaptureFixture[str]) -> None:
+    has = _runtime.cpu_features().get("amx_int8", False)
+    status = cli.main(["doctor", "--check-amx", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    names = [row["instruction"] for row in found["checks"]]
+    assert names == ["tdpbf16ps", "tdpbssd", "tdpbsud", "tdpbusd"]
+    if "BITNET_TEST_EMULATED" not in os.environ:
+        assert any(row["available"] for row in found["checks"]) == has
+    assert not any(row["different"] for row in found["checks"])
+    assert status == (0 if found["good"] else 1)
+
+
 def test_binding_switched_off_is_no_problem(healthy: dict[str, Any]) -> None:
     healthy["threads"]["environment"] = {"OMP_PROC_BIND": "FALSE"}
     assert doctor.find_problems(healthy) == []

@@ -212,7 +212,7 @@ void tile_groups_matrix(const GroupTile<S, kPlanes>& tile, int64_t tokens,
       const uint8_t* w = tile.w + at * kStepBytes;
       uint8_t (*operands)[kOperandBytes] = scratch.ring[slot % kRingSlots];
       for (int64_t i = 0; i < kOperandBytes; i += 64) prefetch(w + job.prefetch_bytes + i);
-      decode_lines<D, 0, N, 0, 16>(w, operands);
+      decode_lines<U, D, 0, N, 0, 16>(w, operands);
       U::template load_once<N>(tile.x + at * layout::kTileStepK, job.x_stride);
       repeat<N>([&]<int d>() BITNET_INLINE_LAMBDA {
         constexpr int b = N + 1 + d % kOperandTiles;

@@ -51,13 +51,27 @@ struct MatrixWalk {
   }
 };
 
+// What the dots from First on of a k-step are taken out of.  The powers of base-3 are a chain of
+// sums; where it would begin with its fifth link, a product is shorter.
+template <class U, class D, int First>
+[[gnu::always_inline]] inline typename D::Prepared prepare_from(TileStep v) {
+  if constexpr (D::kFields == 5 && First == 4) {
+    typename D::Prepared p;
+    p.q[4] = U::times_81(v);
+    p.q[5] = add_bytes(p.q[4], add_bytes(p.q[4], p.q[4]));
+    return p;
+  } else {
+    return D::prepare(v);
+  }
+}
+
 // k-steps [From, To) of the dots First .. First + N - 1, but for the raw one.  A slot's operands
 // are those dots in turn: of a pass over two of them, of all of them without the raw one.
-template <class D, int First, int N, int From, int To>
+template <class U, class D, int First, int N, int From, int To>
 [[gnu::always_inline]] inline void decode_lines(const uint8_t* w, uint8_t (*slot)[kOperandBytes]) {
   repeat<To - From>([&]<int i>() BITNET_INLINE_LAMBDA {
     constexpr int64_t at = (From + i) * 64;
-    const auto v = D::prepare(load_step(w + at));
+    const auto v = prepare_from<U, D, First>(load_step(w + at));
     repeat<N>([&]<int n>() BITNET_INLINE_LAMBDA {
       constexpr int dot = First + n, raw = D::kRawDot;
       constexpr int place = N == 2 ? n : dot - (dot > raw ? 1 : 0);
@@ -92,13 +106,13 @@ template <class U, class D, int P, int Next>
   U::template load_once<4>(a, t.row);
   U::template load<6>(operand_of<D, 2, 2 * P>(w, slot), 64);
   U::template multiply<0, 4, 6>();
-  decode_lines<D, 2 * Next, 2, 0, 5>(next, next_slot);
+  decode_lines<U, D, 2 * Next, 2, 0, 5>(next, next_slot);
   U::template load<7>(operand_of<D, 2, 2 * P + 1>(w, slot), 64);
   U::template multiply<1, 4, 7>();
-  decode_lines<D, 2 * Next, 2, 5, 10>(next, next_slot);
+  decode_lines<U, D, 2 * Next, 2, 5, 10>(next, next_slot);
   U::template load_once<5>(a + 16 * t.row, t.row);
   U::template multiply<2, 5, 6>();
-  decode_lines<D, 2 * Next, 2, 10, 16>(next, next_slot);
+  decode_lines<U, D, 2 * Next, 2, 10, 16>(next, next_slot);
   U::template multiply<3, 5, 7>();
 }
 
@@ -172,7 +186,7 @@ template <class U, class D>
     repeat<N>([&]<int d>() BITNET_INLINE_LAMBDA {
       constexpr int b = N + 1 + d % kOperandTiles;
       U::template load<b>(operand_of<D, N, d>(w, slot), 64);
-      decode_lines<D, 0, N, d * 16 / N, (d + 1) * 16 / N>(decode, to);
+      decode_lines<U, D, 0, N, d * 16 / N, (d + 1) * 16 / N>(decode, to);
       U::template multiply<d, N, b>();
     });
     decode += kOperandBytes;
@@ -301,9 +315,9 @@ void matrix_blocks(const MatrixResult<D>& to, int64_t token, int64_t end, bool f
   repeat<kDecodeAhead>([&]<int i>() BITNET_INLINE_LAMBDA {
     const uint8_t* w = job.tiles + i * kOperandBytes;
     if (small) {
-      decode_lines<D, 0, D::kDots, 0, 16>(w, scratch.ring[i]);
+      decode_lines<U, D, 0, D::kDots, 0, 16>(w, scratch.ring[i]);
     } else {
-      decode_lines<D, 0, 2, 0, 16>(w, scratch.ring[i]);
+      decode_lines<U, D, 0, 2, 0, 16>(w, scratch.ring[i]);
     }
   });
   for (int64_t i = 0; i < job.tile_count; ++i) {
@@ -343,10 +357,4 @@ void matrix_product(const TileJob& job, const EpilogueJob* epilogue) {
   if (whole > 0) matrix_blocks<U>(to, 0, whole, true, scratch);
   if (whole < job.tokens) matrix_blocks<U>(to, whole, job.tokens, whole == 0, scratch);
   U::release();
-}
-
-template <class U>
-void tiles_matrix(const TileJob& job, const EpilogueJob* epilogue) {
-  if (job.format == layout::WeightFormat::kBase3) return matrix_product<U, Base3>(job, epilogue);
-  matrix_product<U, TwoBit>(job, epilogue);
 }

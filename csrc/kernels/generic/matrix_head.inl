@@ -22,9 +22,9 @@ struct alignas(4096) HeadScratch {
 inline void pack_head_tokens(const HeadToken* x, int64_t tokens, int64_t steps, bool columns,
                              HeadScratch& scratch) {
   for (int64_t t = 0; t < kHeadUnitTokens; ++t) scratch.scales[t] = t < tokens ? x[t].scale : 0.0f;
+  alignas(64) uint8_t rows[kHeadUnitTokens][64] = {};  // those of no token stay zeros
   for (int64_t s = 0; s < steps; ++s) {
     for (int p = 0; p < 2; ++p) {
-      alignas(64) uint8_t rows[kHeadUnitTokens][64] = {};
       for (int64_t t = 0; t < tokens; ++t)
         __builtin_memcpy(rows[t], (p == 0 ? x[t].high : x[t].low) + 64 * s, 64);
       if (columns) {

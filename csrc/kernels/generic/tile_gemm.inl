@@ -20,6 +20,12 @@ void any_tile_gemm(const TileJob& job) {
                             [&]<int T>(int64_t token) { tiles_direct<DN, T>(job, token); });
 }
 
+template <class U>
+void tiles_matrix(const TileJob& job, const EpilogueJob* epilogue) {
+  if (job.format == layout::WeightFormat::kBase3) return matrix_product<U, Base3>(job, epilogue);
+  matrix_product<U, TwoBit>(job, epilogue);
+}
+
 void tile_gemm(const TileJob& job) {
   if constexpr (MatrixUnit::kFromTokens > 0) {
     if (takes_matrix<MatrixUnit>(job)) return tiles_matrix<MatrixUnit>(job, nullptr);

@@ -1,7 +1,8 @@
 """`bitnet-ops doctor`: what this machine offers, what the package uses of it, and why.
 
 `collect` gathers facts, `find_problems` judges them, `render` prints both on one screen. It changes
-nothing and measures nothing (that is `bitnet-ops bench`).
+nothing and measures nothing (that is `bitnet-ops bench`). `--check-amx` holds the CPU's tile
+products against the model that every other instruction set follows, and does nothing else.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ _GIB = 1 << 30
 _COMFORTABLE_BYTES = int(1.5 * _GIB)
 _COLUMNS = 100
 _LABEL = 10
+# of each kind of operand and instruction: some ten million outputs in a few seconds
+_AMX_PRODUCTS = 2000
 
 Facts = dict[str, Any]
 
@@ -37,13 +40,48 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json", action="store_true", help="one JSON object on stdout instead of text"
     )
+    parser.add_argument(
+        "--check-amx",
+        action="store_true",
+        help="only compare AMX's products with their model over random operands; exit status 1 "
+        "when one differs or there is no AMX to ask",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the report; 1 when the package cannot work as the environment is set, else 0."""
+    if args.check_amx:
+        return _check_amx(args.json)
     facts = collect()
     print(json.dumps(facts, indent=1) if args.json else "\n".join(render(facts)))
     return 1 if any(problem["severity"] == "error" for problem in facts["problems"]) else 0
+
+
+def _check_amx(as_json: bool) -> int:
+    """Ask the CPU's AMX; 0 when it answered as the model does, else 1, also where there is none."""
+    rows = _runtime.check_amx(_AMX_PRODUCTS)
+    asked = [row for row in rows if row["available"]]
+    good = bool(asked) and not any(row["different"] for row in asked)
+    if as_json:
+        print(json.dumps({"cpu": machine.cpu_model(), "good": good, "checks": rows}, indent=1))
+        return 0 if good else 1
+    print(_line("cpu", machine.cpu_model()))
+    for row in rows:
+        print(_line("amx", f"{row['instruction']}: {_amx_answer(row)}"))
+    if not asked:
+        print(_line("", "nothing was checked: this CPU, or the system, offers no AMX"))
+    elif not good:
+        print(_line("", "results on this CPU are not those of others: set BITNET_OPS_ISA="))
+        print(_line("", "avx512_vnni, and please report the lines above"))
+    return 0 if good else 1
+
+
+def _amx_answer(row: Facts) -> str:
+    if not row["available"]:
+        return "not here, not checked"
+    if row["different"]:
+        return f"{row['different']} of {row['outputs']} outputs differ; {row['first_difference']}"
+    return f"{row['outputs']} outputs, all as in the model"
 
 
 def collect() -> Facts:
