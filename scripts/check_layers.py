@@ -35,7 +35,9 @@ PYTHON_LAYERS: dict[str, set[str]] = {
     "generate": {"config", "models", "nn", "ops", "untrusted"},
     "loading": {"_runtime", "config", "formats", "memory", "models", "nn", "ops"},
     # what an engine of others serves: its linears, or a whole model in its cache
-    "integrations": {"config", "formats", "loading", "models", "nn", "ops"},
+    # its launchers look at the machine and at config files of checkpoints before they start
+    "integrations": {"config", "formats", "loading", "models", "nn", "ops"}
+    | {"machine", "untrusted"},
     # verify runs the converted model; obtain converts what is not converted, for language_model
     "convert": {"_runtime", "config", "formats", "generate", "loading", "models", "nn", "ops"}
     | {"untrusted"},

@@ -157,8 +157,8 @@ void silu(const KernelTable& table) {
 }
 
 // g / (1 + e^-2t) * up with t = sqrt(2 / pi) (g + 0.044715 g^3): the power is off by 6 roundings of
-// its size, which e^power multiplies; where it lies beyond exp_f32's range the result is zero, off by
-// at most 14 e^-87, or g.
+// its size, which e^power multiplies; where it lies beyond exp_f32's range the result is zero, off
+// by at most 14 e^-87, or g.
 void gelu(const KernelTable& table) {
   begin_case("%s gelu_mul_row", table.name);
   std::vector<float> gate = {-3e38f, -1e30f, -1e10f, -20.0f, 0.0f, 20.0f, 1e30f, 3e38f};
