@@ -52,6 +52,9 @@ def decode_step(o: Any, a: Any) -> Tensor:
     if a.dropped_neurons is not None:
         width += a.dropped_neurons.shape[1]
         inner = [*inner[:6], width] if inner else []
+    # columns of scales of groups stay where they are, or they would change groups
+    whole_down = 6 in a.grouped and a.dropped_neurons is not None
+    features[6] = width if whole_down else features[6]
     norm_sizes = [
         hidden, *inner[:3], *([dim, dim] if a.qk_norms else []),
         *([query_rows] if a.sub_norms else []), *inner[3:4],
@@ -107,6 +110,8 @@ def decode_step(o: Any, a: Any) -> Tensor:
             if inside:  # noqa: B023
                 x = normed(x, inside[i], a.linear_norm_eps, i == 6)  # noqa: B023
             more = weight, scale, biases.get(i), rows[i], features[i]  # noqa: B023
+            if i == 6 and whole_down:
+                x = spread(x)
             if i in a.grouped:
                 groups = -(-features[i] // 128)
                 form = (rows[i], groups)
@@ -116,7 +121,7 @@ def decode_step(o: Any, a: Any) -> Tensor:
                 y: Tensor = o.group_linear(x, *more)
             else:
                 y = o.linear(x, *more)
-            if sides and i == 6:  # noqa: B023
+            if sides and i == 6 and not whole_down:  # noqa: B023
                 x = spread(x)
             return with_side_paths(o, a, sides, i, x, y) if sides else y  # noqa: B023
 
@@ -200,10 +205,12 @@ def decode_step_arguments(
     """
     query, kv = heads * head_dim, kv_heads * head_dim
     shapes = [(query, hidden), (kv, hidden), (kv, hidden), (hidden, query)]
-    shapes += [(inner, hidden), (inner, hidden), (hidden, inner)]
+    shapes += [(inner, hidden), (inner, hidden)]
+    shapes += [(hidden, inner + dropped if 6 in group_scales else inner)]
     gains = 2 * hidden + (2 * head_dim if qk_norms else 0) + (2 * hidden if post_norms else 0)
     gains += query + inner + dropped if sub_norms else 0
-    gains += sum(k for _, k in shapes) + dropped if linear_norm_eps is not None else 0
+    if linear_norm_eps is not None:
+        gains += sum(k for _, k in shapes[:6]) + inner + dropped
     gains = layers * gains + hidden
     tiled = LAYOUTS[weight_format]["fields"] * _runtime.tile_lanes()
     block = 1 if weight_format == "canonical" else tiled
@@ -266,7 +273,7 @@ def _scales(
     Those of groups lie in blocks of rows, zeros behind the last; they are equal whatever the block.
     """
     drawn = []
-    for _ in range(layers):
+    for _ in range(max(layers, 1)):
         for (n, k), kind in of:
             scales = positive(g, n if kind else 1, -(-k // 128) if kind == "group" else 1)
             if kind == "group":
@@ -274,7 +281,8 @@ def _scales(
                 blocks[:n] = scales
                 scales = blocks.view(-1, block, scales.shape[1]).transpose(1, 2)
             drawn.append(scales.flatten())
-    return torch.cat(drawn).view(layers, -1) / 8, [len(one) for one in drawn[: len(of)]]
+    sizes = [len(one) for one in drawn[: len(of)]]
+    return torch.cat(drawn).view(-1, sum(sizes))[:layers] / 8, sizes
 
 
 def with_gaps(arguments: Arguments) -> Arguments:

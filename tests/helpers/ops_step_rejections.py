@@ -88,7 +88,7 @@ DECODE_STEP_REJECTIONS: Rejections = [
     ),
     (
         {"scale_sizes": lambda a: [1, 1, 1, 1, 1, 1, 70], "grouped": lambda a: [6]},
-        "scale_sizes", "140 (one a row and 128 input features) for weights (down), which is in gro",
+        "scale_sizes", "140 (one a row and 128 input features) or 210 (64) for weights (down)",
     ),
     ({"grouped": lambda a: [6, 3]}, "grouped", "ascending places from 0 to 6, got 3"),
     (

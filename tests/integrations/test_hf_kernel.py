@@ -65,8 +65,11 @@ def test_an_import_that_it_does_not_know_is_named(build: ModuleType) -> None:
 
 
 def test_the_layouts_are_the_packages(build: ModuleType) -> None:
-    for name in _runtime.layouts():
-        assert f'"{name}"' in build.RUNTIME
+    """Both ask csrc/format/layout.h; the proof compares what they give."""
+    source = (ROOT / "csrc" / "hf_kernel.cpp").read_text(encoding="utf-8")
+    table = (ROOT / "csrc" / "format" / "layout.h").read_text(encoding="utf-8")
+    assert "bitnet_layout_name" in build.RUNTIME and "kWeightLayouts[place].name" in source
+    assert [*_runtime.layouts()] == re.findall(r'^    \{"([^"]+)", (?:true|false)', table, re.M)
 
 
 def test_another_source_has_another_namespace(

@@ -42,6 +42,6 @@ def install():
 def read_counts(folder, kind):
     """{pid: calls} of all processes that had the counter; kind: "apply" or "step"."""
     return {
-        int(path.name.split("-")[1]): struct.unpack("<Q", path.read_bytes())[0]
+        int(path.name.split("-")[1]): struct.unpack_from("<Q", path.read_bytes())[0]
         for path in Path(folder).glob(f"{kind}-*")
     }
