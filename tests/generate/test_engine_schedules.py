@@ -6,6 +6,7 @@ real step computes right is not a matter of this file.
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -249,7 +250,7 @@ MUST_HAPPEN = (*ENDINGS, "preemption", "copy", "fork", "broken", "reused", "reje
 
 
 # True randomness keeps examples rich, which count here; use_true_random=False shrinks a failure.
-@hypothesis.settings(max_examples=1500)
+@hypothesis.settings(max_examples=500 * int(os.environ.get("BITNET_TEST_SCHEDULES", "1")))
 @hypothesis.given(st.randoms(use_true_random=True))
 def schedules(r: Random) -> None:
     play = Play(random_world(r), [random_job(r) for _ in range(r.randint(2, 8))])
