@@ -263,5 +263,5 @@ def test_random_schedules_change_no_token() -> None:
     """Joins, aborts, forks, preemptions, prefix hits, drafts, chunks, failures, full pools."""
     SEEN.clear()
     schedules()
-    rare = [what for what in MUST_HAPPEN if SEEN[what] < 150]
+    rare = [what for what in MUST_HAPPEN if SEEN[what] < 40]
     assert not rare, f"hardly any {rare}: {dict(SEEN)}"
