@@ -121,6 +121,16 @@ def test_text_fits_a_screen(capsys: pytest.CaptureFixture[str]) -> None:
         assert any(line.startswith(f"{label} ") for line in lines), label
 
 
+def test_every_line_stands_when_no_runtime_is_found(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "openmp_runtimes", lambda: [])
+    assert cli.main(["doctor"]) == 0
+    text = capsys.readouterr().out
+    assert "openmp    none found among the libraries of this process\n" in text
+    assert "no OpenMP runtime is mapped" in text
+
+
 @pytest.fixture
 def healthy() -> dict[str, Any]:
     """Facts without a problem, on a machine of the tests' own."""

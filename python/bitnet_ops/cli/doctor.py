@@ -383,6 +383,7 @@ def _thread_lines(facts: Facts) -> list[str]:
     share = "none" if quota is None else f"{quota:g}"
     environment = " ".join(f"{k}={v}" for k, v in threads["environment"].items())
     load = facts["load_average"]
+    runtimes = facts["openmp_runtimes"] or ["none found among the libraries of this process"]
     return [
         _line(
             "threads",
@@ -391,7 +392,7 @@ def _thread_lines(facts: Facts) -> list[str]:
             f"load {'unknown' if load is None else load[0]}",
         ),
         _line("", environment or "no OMP_* variable set"),
-        *[_line("openmp" if i == 0 else "", p) for i, p in enumerate(facts["openmp_runtimes"])],
+        *[_line("openmp" if i == 0 else "", path) for i, path in enumerate(runtimes)],
     ]
 
 
