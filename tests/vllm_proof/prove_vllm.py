@@ -45,7 +45,7 @@ RANK_PROMPTS = ("What is a", "two ranks", "0123456789", "the quick brown fox")
 RANK_TOKENS = 24
 # Name in the table, checkpoint, options of vllm.LLM. vLLM compiles what it can by default.
 SPEED_RUNS = (
-    ("vLLM, its own bfloat16", "plain", {}),
+    ("vLLM, its own bfloat16", "plain", TRANSFORMERS),  # it has no class of its own
     ("vLLM, our linear method", "packed", {**TRANSFORMERS, "enforce_eager": True}),
     ("vLLM, our model class", "packed", {}),
 )

@@ -66,8 +66,8 @@ class BitNetForCausalLM(nn.Module):
         if not isinstance(quantization, BitNetConfig):
             found = quantization.get_name() if quantization is not None else "none"
             raise CheckpointError(
-                f"bitnet: expected a checkpoint with quant_method 'bitnet', got {found}; use "
-                "vLLM's own model class"
+                f"bitnet: expected a checkpoint with quant_method 'bitnet', got {found}; run it as "
+                "vLLM would without this plug-in: --model-impl transformers"
             )
         self.settings, self.dtype = quantization.settings, model.dtype
         self.config = read_config(model.hf_config)
