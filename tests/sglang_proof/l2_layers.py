@@ -306,7 +306,15 @@ def start_gloo():
     init_distributed_environment(
         backend="gloo", world_size=1, rank=0, local_rank=0, distributed_init_method=method
     )
-    initialize_model_parallel(1)
+    if "tensor_model_parallel_size" in inspect.signature(initialize_model_parallel).parameters:
+        initialize_model_parallel(1)
+        return
+    from sglang.srt.runtime_context import get_parallel  # since 0.5.21 widths are stated there
+
+    names = "tp_size moe_ep_size pp_size attn_dp_size attn_cp_size moe_dp_size attn_dcp_size"
+    widths = dict.fromkeys([*names.split(), "shared_experts_tp_size"], 1)
+    get_parallel().override_permanently(**widths)
+    initialize_model_parallel()
 
 
 # Rejections ---------------------------------------------------------------------------------------
