@@ -212,9 +212,11 @@ void multiply(const KernelTable& table, const QuantizedTokens& x, const Projecti
   if (product.units() == 0) return;
   int64_t macs = 0;
   for (int64_t i = 0; i < count; ++i) macs += projections[i].weight->n_rows * x.k * x.tokens;
-  thread_local StagedExecutor executor;
   const int64_t most = std::min(product.units(), StagedExecutor::kMaxPartitions);
-  executor.run(partitions_for(most, macs, kMinMacs), OneStage{product});
+  const int64_t partitions = partitions_for(most, macs, kMinMacs);
+  if (partitions == 1) return product.run(0, product.units());  // nobody to share claims with
+  thread_local StagedExecutor executor;
+  executor.run(partitions, OneStage{product});
 }
 
 }  // namespace bitnet::engine

@@ -9,19 +9,37 @@
 
 namespace bitnet::engine {
 
+namespace {
+
+// A view with its arrays in `memory`.
+QuantizedTokens carve(BumpAllocator& memory, const KernelTable& table, int64_t tokens, int64_t k,
+                      int64_t group, ActivationFormat format) {
+  const int64_t padded = layout::padded_k(k);
+  const int64_t groups = group == 0 ? 0 : tokens * groups_for(k, group);
+  QuantizedTokens view{tokens, k, padded,
+                       // sums over groups are taken of rows as they lie
+                       group != 0 ? 0 : table.product_blocking(tokens, k).token_tile,
+                       memory.take<int8_t>(tokens * planes_of(format) * padded),
+                       memory.take<int32_t>(tokens), memory.take<float>(tokens),
+                       group == 0 ? nullptr : memory.take<int32_t>(groups), format};
+  if (format != ActivationFormat::kInt8) view.group_scales = memory.take<float>(groups);
+  if (group != 0) view.group = group;
+  return view;
+}
+
+}  // namespace
+
+// One block for all arrays: a small op spends more on asking for memory than on filling it.
 TokenBuffer::TokenBuffer(const KernelTable& table, int64_t tokens, int64_t k, int64_t group,
                          ActivationFormat format)
-    : codes_(tokens * planes_of(format) * layout::padded_k(k)),
-      sums_(tokens),
-      groups_(group == 0 ? 0 : tokens * groups_for(k, group)),
-      scales_(tokens),
-      group_scales_(format == ActivationFormat::kInt8 ? 0 : tokens * groups_for(k, group)),
-      view_{tokens, k, layout::padded_k(k),
-            // sums over groups are taken of rows as they lie
-            group != 0 ? 0 : table.product_blocking(tokens, k).token_tile, codes_.get(),
-            sums_.get(), scales_.get(), group == 0 ? nullptr : groups_.get(), format,
-            format == ActivationFormat::kInt8 ? nullptr : group_scales_.get(),
-            group == 0 ? kGroupWeights : group} {}
+    : memory_([&] {
+        BumpAllocator counted(nullptr);
+        carve(counted, table, tokens, k, group, format);
+        return counted.used();
+      }()) {
+  BumpAllocator memory(memory_.get());
+  view_ = carve(memory, table, tokens, k, group, format);
+}
 
 void TokenBuffer::quantize(const KernelTable& table, const void* x, DType type) {
   const int64_t k = view_.k, row_bytes = k * element_size(type);

@@ -89,9 +89,7 @@ class TokenBuffer {
   void copy_quantized(const KernelTable& table, const int8_t* x, const float* scales);
 
  private:
-  Scratch<int8_t> codes_;
-  Scratch<int32_t> sums_, groups_;
-  Scratch<float> scales_, group_scales_;
+  Scratch<char> memory_;
   QuantizedTokens view_;
 };
 

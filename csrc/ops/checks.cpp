@@ -2,6 +2,9 @@
 // alone.
 #include "ops/checks.h"
 
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
 #include <stdexcept>
 
 #include "format/layout.h"
@@ -66,34 +69,33 @@ void Check::float_dtype(const Tensor& t, const char* argument) const {
 }
 
 void Check::dim(const Tensor& t, const char* argument, int64_t dim) const {
+  if (!t.defined()) fail(argument, "to be a tensor", "None");
   if (t.dim() != dim)
-    fail(argument, "with " + std::to_string(dim) + " dimensions",
-         "shape " + shape_text(shape_of(t)));
+    fail(argument, "with " + std::to_string(dim) + " dimensions", "shape " + shape_text(t.sizes()));
 }
 
 void Check::min_dim(const Tensor& t, const char* argument, int64_t dim) const {
   if (t.dim() < dim)
     fail(argument, "with at least " + std::to_string(dim) + " dimension(s)",
-         "shape " + shape_text(shape_of(t)));
+         "shape " + shape_text(t.sizes()));
 }
 
 void Check::shape(const Tensor& t, const char* argument, const Shape& expected) const {
-  if (!has_shape(t, expected.data(), expected.size()))
-    fail(argument, "of shape " + shape_text(expected), shape_text(shape_of(t)));
+  if (!has_shape(t, expected))
+    fail(argument, "of shape " + shape_text(expected), shape_text(t.sizes()));
 }
 
 void Check::same_shape(const Tensor& t, const char* argument, const Tensor& like,
                        const char* like_name) const {
-  const Shape got = shape_of(t), expected = shape_of(like);
-  if (got != expected)
-    fail(argument, "of the shape of " + std::string(like_name) + " " + shape_text(expected),
-         shape_text(got));
+  if (!has_shape(t, like.sizes()))
+    fail(argument, "of the shape of " + std::string(like_name) + " " + shape_text(like.sizes()),
+         shape_text(t.sizes()));
 }
 
 void Check::contiguous(const Tensor& t, const char* argument) const {
   if (!t.is_contiguous())
     fail(argument, "contiguous (call .contiguous() once, when loading)",
-         "a strided view of shape " + shape_text(shape_of(t)));
+         "a strided view of shape " + shape_text(t.sizes()));
 }
 
 void Check::packed(const Tensor& t, const char* argument) const {
@@ -134,7 +136,7 @@ void Check::weight_scale(const Tensor& t, const char* argument, int64_t n) const
 
 void Check::vector(const Tensor& t, const char* argument, int64_t n) const {
   float_dtype(t, argument);
-  if (!has_shape(t, &n, 1)) shape(t, argument, {n});
+  shape(t, argument, {n});
 }
 
 engine::GatedRow activation_row(const Check& check, const std::string& activation) {
@@ -145,21 +147,28 @@ engine::GatedRow activation_row(const Check& check, const std::string& activatio
 }
 
 Tensor as_contiguous(const Tensor& t) {
-  if (t.is_contiguous()) return t;
+  if (t.is_contiguous()) return Tensor::borrow(t);
   try {
-    return torch::stable::contiguous(t);
+    AtenTensorHandle of_torch = nullptr, dense = nullptr;
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_new_tensor_handle(t.handle(), &of_torch));
+    const auto copy = torch::stable::contiguous(torch::stable::Tensor(of_torch));
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_new_tensor_handle(copy.get(), &dense));
+    return Tensor(dense);
   } catch (const std::exception&) {  // its text is of torch's own source files
     throw std::runtime_error(
         "bitnet: expected memory for a contiguous copy of an argument of shape " +
-        shape_text(shape_of(t)) + ", got none; pass fewer elements at once");
+        shape_text(t.sizes()) + ", got none; pass fewer elements at once");
   }
 }
 
-Scratch<float> float_vector(const Tensor& t) {
-  const Tensor dense = as_contiguous(t);
-  Scratch<float> values(dense.numel());
-  kernels().load_row(dtype_of(dense), dense.const_data_ptr(), dense.numel(), values.get());
-  return values;
+FloatVector::FloatVector(const Tensor& t) : dense_(as_contiguous(t)) {
+  if (dense_.scalar_type() == ScalarType::Float) {
+    values_ = data<float>(dense_);
+    return;
+  }
+  const int64_t count = dense_.numel();
+  values_ = converted_.emplace(count).get();
+  kernels().load_row(dtype_of(dense_), dense_.const_data_ptr(), count, converted_->get());
 }
 
 }  // namespace bitnet::ops

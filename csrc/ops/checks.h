@@ -53,9 +53,20 @@ std::string dtype_name(ScalarType type);
 // The gated product of the argument `activation`, "relu2" or "silu".
 engine::GatedRow activation_row(const Check& check, const std::string& activation);
 
-// t, or a contiguous copy of it.
+// t itself, which has to stay, or a contiguous copy of it.
 Tensor as_contiguous(const Tensor& t);
-// A 1-D float tensor as float32 values, whatever its type and strides.
-Scratch<float> float_vector(const Tensor& t);
+
+// A 1-D float tensor as float32 values, whatever its type and strides: its own memory, which has to
+// stay, where they lie there so.
+class FloatVector {
+ public:
+  explicit FloatVector(const Tensor& t);
+  const float* get() const { return values_; }
+
+ private:
+  Tensor dense_;
+  std::optional<Scratch<float>> converted_;
+  const float* values_;
+};
 
 }  // namespace bitnet::ops

@@ -54,7 +54,7 @@ std::tuple<Tensor, Tensor, Tensor> qkv_forward(const Tensor& x_in, const Tensor&
   const Weight wv = weight_view_at(check, v_weight, "v_weight", shape.back(), out_features, 2);
   const engine::ActivationFormat format = ops::activation_format(check, activation_format);
   const Tensor x = as_contiguous(x_in);
-  const Scratch<float> norm = float_vector(norm_weight);
+  const FloatVector norm(norm_weight);
   Tensor q = empty(with_last(shape, wq.n_rows), x.scalar_type());
   Tensor k = empty(with_last(shape, wk.n_rows), x.scalar_type());
   Tensor v = empty(with_last(shape, wv.n_rows), x.scalar_type());
@@ -67,7 +67,7 @@ std::tuple<Tensor, Tensor, Tensor> qkv_forward(const Tensor& x_in, const Tensor&
   check_activations(check, projections, 3, format, kScales);
   engine::norm_and_multiply(rows_view(x), {norm.get(), static_cast<float>(eps)}, projections, 3,
                             format);
-  return {q, k, v};
+  return {std::move(q), std::move(k), std::move(v)};
 }
 
 Tensor mlp_forward(const Tensor& x_in, const Tensor& norm_weight, const Tensor& gate_weight,
@@ -108,13 +108,13 @@ Tensor mlp_forward(const Tensor& x_in, const Tensor& norm_weight, const Tensor& 
   const engine::GatedRow gated = activation_row(check, activation);
 
   const Tensor x = as_contiguous(x_in);
-  const Scratch<float> norm = float_vector(norm_weight);
-  const Scratch<float> sub_norm =
-      sub_norm_weight.has_value() ? float_vector(*sub_norm_weight) : Scratch<float>(0);
+  const FloatVector norm(norm_weight);
+  std::optional<FloatVector> sub_norm;
+  if (sub_norm_weight.has_value()) sub_norm.emplace(*sub_norm_weight);
   Tensor out = empty(with_last(shape, down.n_rows), x.scalar_type());
   const engine::Mlp m{
       .norm = {norm.get(), static_cast<float>(eps)},
-      .sub_norm = {sub_norm_weight.has_value() ? sub_norm.get() : nullptr, static_cast<float>(eps)},
+      .sub_norm = {sub_norm.has_value() ? sub_norm->get() : nullptr, static_cast<float>(eps)},
       .gate_up = {gate_up[0], gate_up[1]},
       .down = down_projection,
       .activations = format,

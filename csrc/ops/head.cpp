@@ -177,7 +177,7 @@ std::tuple<Tensor, Tensor> quantize_head(const Tensor& weight_in, std::string fo
     check.fail("weight", "finite",
                "a NaN or an infinity in row" +
                    (int8 ? " " + text(bad) : "s " + text(bad) + " and the 15 behind it"));
-  return {packed, scale};
+  return {std::move(packed), std::move(scale)};
 }
 
 Tensor lm_head(const Tensor& x_in, const Tensor& weight, std::optional<Tensor> scale,
@@ -188,7 +188,7 @@ Tensor lm_head(const Tensor& x_in, const Tensor& weight, std::optional<Tensor> s
   Shape shape = shape_of(x_in);
   check.in_features(in_features, shape.back());
   const engine::HeadView head = head_view(check, weight, scale, shape.back(), out_features);
-  const int64_t tokens = product(shape, 0, shape.size() - 1);
+  const int64_t tokens = rows_of(shape);
   shape.back() = head.rows;
   Tensor logits = empty(shape, ScalarType::Float);
   if (logits.numel() == 0) return logits;  // of no features and no rows there may be many tokens

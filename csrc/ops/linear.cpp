@@ -64,7 +64,7 @@ Shape check_x(const Check& check, const Tensor& x, std::optional<int64_t> in_fea
 Tensor project(const Tensor& x_in, Projection projection, const std::optional<Tensor>& bias,
                Shape shape, engine::ActivationFormat format) {
   const Weight& weight = *projection.weight;
-  const int64_t tokens = product(shape, 0, shape.size() - 1);
+  const int64_t tokens = rows_of(shape);
   const Tensor x = as_contiguous(x_in);
   const KernelTable& table = kernels();
   TokenBuffer rows(table, tokens, weight.k, projection.group(), format);
@@ -72,8 +72,8 @@ Tensor project(const Tensor& x_in, Projection projection, const std::optional<Te
   shape.back() = weight.n_rows;
   Tensor out = empty(shape, x.scalar_type());
   projection.out.data = out.mutable_data_ptr();
-  const Scratch<float> bias_values = bias.has_value() ? float_vector(*bias) : Scratch<float>(0);
-  if (bias.has_value()) projection.bias = bias_values.get();
+  std::optional<FloatVector> bias_values;
+  if (bias.has_value()) projection.bias = bias_values.emplace(*bias).get();
   engine::multiply(table, rows.view(), &projection, 1);
   return out;
 }
@@ -90,7 +90,7 @@ std::tuple<Tensor, Tensor> quantize_activations(const Tensor& x_in) {
   Tensor q = empty(shape, ScalarType::Char);
   Tensor scale = empty(Shape(shape.begin(), shape.end() - 1), ScalarType::Float);
   engine::quantize_rows(rows_view(x), mutable_data<int8_t>(q), mutable_data<float>(scale));
-  return {q, scale};
+  return {std::move(q), std::move(scale)};
 }
 
 std::tuple<Tensor, Tensor> quantize_activation_groups(const Tensor& x_in,
@@ -100,7 +100,7 @@ std::tuple<Tensor, Tensor> quantize_activation_groups(const Tensor& x_in,
   check.float_dtype(x_in, "x");
   check.min_dim(x_in, "x", 1);
   const Shape shape = shape_of(x_in);
-  const int64_t k = shape.back(), tokens = product(shape, 0, shape.size() - 1);
+  const int64_t k = shape.back(), tokens = rows_of(shape);
   if (k < 1) check.fail("x", "with at least one feature in the last dimension", "0");
   const engine::ActivationFormat format = ops::activation_format(check, activation_format);
   if (format == engine::ActivationFormat::kInt8)
@@ -121,11 +121,11 @@ std::tuple<Tensor, Tensor> quantize_activation_groups(const Tensor& x_in,
   } else {
     from.copy_codes(mutable_data<int8_t>(q), mutable_data<float>(scale));
   }
-  return {q, scale};
+  return {std::move(q), std::move(scale)};
 }
 
-Tensor gemv(const Tensor& weight, const Tensor& x, std::optional<Tensor> x_scale,
-            std::optional<Tensor> weight_scale, std::optional<int64_t> out_features,
+Tensor gemv(const Tensor& weight, const Tensor& x, const std::optional<Tensor>& x_scale,
+            const std::optional<Tensor>& weight_scale, std::optional<int64_t> out_features,
             std::optional<int64_t> in_features) {
   const Check check("gemv");
   check.dtype(x, "x", ScalarType::Char);
@@ -135,8 +135,8 @@ Tensor gemv(const Tensor& weight, const Tensor& x, std::optional<Tensor> x_scale
   return ternary_matmul(check, w, x, x_scale, weight_scale, 1, {w.n_rows});
 }
 
-Tensor gemm(const Tensor& weight, const Tensor& x, std::optional<Tensor> x_scale,
-            std::optional<Tensor> weight_scale, std::optional<int64_t> out_features,
+Tensor gemm(const Tensor& weight, const Tensor& x, const std::optional<Tensor>& x_scale,
+            const std::optional<Tensor>& weight_scale, std::optional<int64_t> out_features,
             std::optional<int64_t> in_features) {
   const Check check("gemm");
   check.dtype(x, "x", ScalarType::Char);
@@ -147,7 +147,7 @@ Tensor gemm(const Tensor& weight, const Tensor& x, std::optional<Tensor> x_scale
 }
 
 Tensor linear(const Tensor& x, const Tensor& weight, const Tensor& weight_scale,
-              std::optional<Tensor> bias, std::optional<int64_t> out_features,
+              const std::optional<Tensor>& bias, std::optional<int64_t> out_features,
               std::optional<int64_t> in_features) {
   const Check check("linear");
   const Shape shape = check_x(check, x, in_features);
@@ -161,8 +161,8 @@ Tensor linear(const Tensor& x, const Tensor& weight, const Tensor& weight_scale,
 }
 
 Tensor group_linear(const Tensor& x, const Tensor& weight, const Tensor& weight_scale,
-                    std::optional<Tensor> bias, std::optional<int64_t> out_features,
-                    std::optional<int64_t> in_features, std::string activation_format) {
+                    const std::optional<Tensor>& bias, std::optional<int64_t> out_features,
+                    std::optional<int64_t> in_features, const std::string& activation_format) {
   const Check check("group_linear");
   const Shape shape = check_x(check, x, in_features);
   const Weight w = weight_view(check, weight, "weight", shape.back(), out_features);

@@ -27,8 +27,9 @@ Tensor rms_norm(const Tensor& x_in, const Tensor& weight, double eps) {
   check_norm(check, x_in, weight, eps);
   const Tensor x = as_contiguous(x_in);
   Tensor y = empty(shape_of(x), x.scalar_type());
-  const Scratch<float> values = float_vector(weight);
-  engine::rms_norm(rows_view(x), values.get(), static_cast<float>(eps), rows_view(y));
+  const FloatVector values(weight);
+  const engine::Rows rows = rows_view(x);
+  engine::rms_norm(rows, values.get(), static_cast<float>(eps), rows_like(rows, y));
   return y;
 }
 
@@ -40,10 +41,11 @@ std::tuple<Tensor, Tensor> add_rms_norm(const Tensor& x_in, const Tensor& residu
   check.same_shape(residual_in, "residual", x_in, "x");
   const Tensor x = as_contiguous(x_in), residual = as_contiguous(residual_in);
   Tensor y = empty(shape_of(x), x.scalar_type()), sum = empty(shape_of(x), x.scalar_type());
-  const Scratch<float> values = float_vector(weight);
-  engine::add_rms_norm(rows_view(x), rows_view(residual), values.get(), static_cast<float>(eps),
-                       rows_view(y), rows_view(sum));
-  return {y, sum};
+  const FloatVector values(weight);
+  const engine::Rows rows = rows_view(x);
+  engine::add_rms_norm(rows, rows_view(residual), values.get(), static_cast<float>(eps),
+                       rows_like(rows, y), rows_like(rows, sum));
+  return {std::move(y), std::move(sum)};
 }
 
 Tensor relu2_mul(const Tensor& gate_in, const Tensor& up_in) {
@@ -58,7 +60,8 @@ Tensor relu2_mul(const Tensor& gate_in, const Tensor& up_in) {
   check.same_shape(up_in, "up", gate_in, "gate");
   const Tensor gate = as_contiguous(gate_in), up = as_contiguous(up_in);
   Tensor y = empty(shape_of(gate), gate.scalar_type());
-  engine::relu2_mul(rows_view(gate), rows_view(up), rows_view(y));
+  const engine::Rows rows = rows_view(gate);
+  engine::relu2_mul(rows, rows_view(up), rows_like(rows, y));
   return y;
 }
 
@@ -124,7 +127,8 @@ Tensor rope(const Tensor& x_in, const Tensor& cos_sin_in) {
   check.shape(cos_sin_in, "cos_sin", expected);
   const Tensor x = as_contiguous(x_in), cos_sin = as_contiguous(cos_sin_in);
   Tensor y = empty(shape, x.scalar_type());
-  engine::rope(rows_view(x), data<float>(cos_sin), heads, rows_view(y));
+  const engine::Rows rows = rows_view(x);
+  engine::rope(rows, data<float>(cos_sin), heads, rows_like(rows, y));
   return y;
 }
 

@@ -51,7 +51,7 @@ std::tuple<Tensor, Tensor> quantize_weights(const Tensor& weight_in) {
   if (!engine::quantize_weights(rows_view(weight), mutable_data<int8_t>(codes),
                                 mutable_data<float>(scale)))
     check.fail("weight", "with finite values", "NaN or infinity");
-  return {codes, scale};
+  return {std::move(codes), std::move(scale)};
 }
 
 Tensor prepack(const Tensor& weight, int64_t in_features, std::string format) {

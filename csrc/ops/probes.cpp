@@ -60,8 +60,8 @@ Tensor probe_int8_peak(const Tensor& seed, int64_t iterations) {
 }
 
 BITNET_LIBRARY_IMPL(m) {
-  m.impl("_probe_read", TORCH_BOX(&Op<&probe_read>::call));
-  m.impl("_probe_int8_peak", TORCH_BOX(&Op<&probe_int8_peak>::call));
+  m.impl("_probe_read", &Op<&probe_read>::boxed);
+  m.impl("_probe_int8_peak", &Op<&probe_int8_peak>::boxed);
 }
 
 }  // namespace bitnet::ops

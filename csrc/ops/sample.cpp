@@ -187,7 +187,7 @@ std::tuple<Tensor, Tensor, Tensor> top_logprobs(const Tensor& logits_in, const T
   Tensor of_ids = empty({rows, top}, ScalarType::Float);
   engine::top_logprobs(logit_rows(check, logits), tokens.get(), top, mutable_data<float>(of_tokens),
                        mutable_data<int64_t>(ids), mutable_data<float>(of_ids));
-  return {of_tokens, ids, of_ids};
+  return {std::move(of_tokens), std::move(ids), std::move(of_ids)};
 }
 
 BITNET_LIBRARY_IMPL(m) {

@@ -415,7 +415,7 @@ void StepBinding::bind_adapters(StepModel& m, std::vector<SidePath>& paths,
   m.adapters = a.lora_weights.has_value() ? static_cast<int64_t>(a.lora_weights->size()) : 0;
   if (!a.lora_weights.has_value()) return;
   const Tensor &ranks = *a.lora_ranks, &scalings = *a.lora_scalings, &indices = *a.lora_indices;
-  const std::vector<int64_t> table = {m.adapters, m.n_layers, kLayerWeights};
+  const Shape table = {m.adapters, m.n_layers, kLayerWeights};
   check_.dtype(ranks, "lora_ranks", ScalarType::Long);
   check_.shape(ranks, "lora_ranks", table);
   check_.contiguous(ranks, "lora_ranks");
@@ -453,8 +453,8 @@ void StepBinding::keep_apart(const Mutated& mutated, const std::vector<StepLayer
   if (tensors_.dropped_neurons.has_value())
     mutated.keep_apart(check_, *tensors_.dropped_neurons, "dropped_neurons");
   if (tensors_.biases.has_value()) mutated.keep_apart(check_, *tensors_.biases, "biases");
-  for (const Tensor& t : tensors_.lora_weights.value_or(std::vector<Tensor>{})) {
-    mutated.keep_apart(check_, t, "lora_weights");
+  if (tensors_.lora_weights.has_value()) {
+    for (const Tensor& t : *tensors_.lora_weights) mutated.keep_apart(check_, t, "lora_weights");
   }
   for (const auto& [t, argument] : {std::pair{&tensors_.lora_ranks, "lora_ranks"},
                                     std::pair{&tensors_.lora_scalings, "lora_scalings"},

@@ -9,6 +9,7 @@
 #include "engine/model_step.h"
 #include "ops/cache_checks.h"
 #include "ops/paged_batch.h"
+#include "ops/register.h"
 
 namespace bitnet::ops {
 
@@ -18,7 +19,7 @@ class Arguments {
   explicit Arguments(const StableIValue* next) : next_(next) {}
   template <class T>
   T take() {
-    return torch::stable::detail::to<T>(*next_++);
+    return Argument<T>::take(*next_++);
   }
 
  private:

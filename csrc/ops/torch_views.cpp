@@ -3,6 +3,7 @@
 #include "ops/torch_views.h"
 
 #include <pthread.h>
+#include <torch/csrc/stable/c/shim.h>
 
 #include <algorithm>
 #include <stdexcept>
@@ -47,34 +48,10 @@ const ThreadPool kTorchThreads = {
 };
 [[maybe_unused]] const bool g_threads_given = (set_thread_pool(kTorchThreads), true);
 
-int32_t aoti_dtype(ScalarType type) {
-  switch (type) {
-    case ScalarType::Byte:
-      return aoti_torch_dtype_uint8();
-    case ScalarType::Char:
-      return aoti_torch_dtype_int8();
-    case ScalarType::Short:
-      return aoti_torch_dtype_int16();
-    case ScalarType::Int:
-      return aoti_torch_dtype_int32();
-    case ScalarType::Long:
-      return aoti_torch_dtype_int64();
-    case ScalarType::BFloat16:
-      return aoti_torch_dtype_bfloat16();
-    case ScalarType::Half:
-      return aoti_torch_dtype_float16();
-    default:
-      return aoti_torch_dtype_float32();
-  }
-}
-
 }  // namespace
 
 Tensor empty(const Shape& shape, ScalarType type) {
-  constexpr size_t kUsual = 8;
-  int64_t usual[kUsual];  // without an allocation
-  Shape many(shape.size() > kUsual ? shape.size() : 0);
-  int64_t* const strides = many.empty() ? usual : many.data();
+  int64_t strides[Shape::kMostDimensions];
   int64_t step = 1;
   bool overflow = false;
   for (size_t i = shape.size(); i-- > 0;) {
@@ -83,8 +60,8 @@ Tensor empty(const Shape& shape, ScalarType type) {
   }
   AtenTensorHandle handle = nullptr;
   if (overflow || aoti_torch_empty_strided(static_cast<int64_t>(shape.size()), shape.data(),
-                                           strides, aoti_dtype(type), aoti_torch_device_type_cpu(),
-                                           0, &handle) != AOTI_TORCH_SUCCESS) {
+                                           strides, code_of(type), aoti_torch_device_type_cpu(), 0,
+                                           &handle) != AOTI_TORCH_SUCCESS) {
     throw std::runtime_error("bitnet: expected memory for a result of shape " + shape_text(shape) +
                              ", got none; ask for less at once");
   }
@@ -93,15 +70,14 @@ Tensor empty(const Shape& shape, ScalarType type) {
 
 Shape shape_of(const Tensor& t) {
   const auto sizes = t.sizes();
-  return Shape(sizes.begin(), sizes.end());
+  return Shape(sizes.data(), sizes.data() + sizes.size());
 }
 
-bool has_shape(const Tensor& t, const int64_t* sizes, size_t dimensions) {
-  const auto got = t.sizes();
-  return std::equal(got.begin(), got.end(), sizes, sizes + dimensions);
+bool has_shape(const Tensor& t, std::span<const int64_t> shape) {
+  return std::ranges::equal(t.sizes(), shape);
 }
 
-std::string shape_text(const Shape& shape) {
+std::string shape_text(std::span<const int64_t> shape) {
   std::string text = "[";
   for (size_t i = 0; i < shape.size(); ++i) {
     text += (i == 0 ? "" : ", ") + std::to_string(shape[i]);
@@ -109,10 +85,10 @@ std::string shape_text(const Shape& shape) {
   return text + "]";
 }
 
-int64_t product(const Shape& shape, size_t begin, size_t end) {
-  int64_t n = 1;
-  for (size_t i = begin; i < end; ++i) n *= shape[i];
-  return n;
+int64_t rows_of(std::span<const int64_t> sizes) {
+  int64_t rows = 1;
+  for (const int64_t size : sizes.first(sizes.size() - 1)) rows *= size;
+  return rows;
 }
 
 DType dtype_of(const Tensor& t) {
@@ -132,9 +108,14 @@ ScalarType scalar_type_of(DType type) {
 }
 
 engine::Rows rows_view(const Tensor& t) {
-  const Shape shape = shape_of(t);
-  return {dtype_of(t), product(shape, 0, shape.size() - 1), shape.back(),
-          const_cast<void*>(t.const_data_ptr())};
+  const auto sizes = t.sizes();
+  return {dtype_of(t), rows_of(sizes), sizes.back(), const_cast<void*>(t.const_data_ptr())};
+}
+
+engine::Rows rows_like(const engine::Rows& like, Tensor& t) {
+  engine::Rows rows = like;
+  rows.data = t.mutable_data_ptr();
+  return rows;
 }
 
 }  // namespace bitnet::ops

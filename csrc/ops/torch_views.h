@@ -1,34 +1,24 @@
-// Torch tensors as the engine's pointers, sizes and types, and back. Torch is included here and in
-// ops.cpp alone.
+// Torch tensors as the engine's pointers, sizes and types, and back.
 #pragma once
 
-#include <torch/csrc/inductor/aoti_torch/c/shim.h>
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
-
 #include <cstdint>
+#include <span>
 #include <string>
-#include <vector>
 
 #include "engine/row_ops.h"
 #include "kernels/dispatch.h"
+#include "ops/tensor.h"
 
 namespace bitnet::ops {
-
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-using Shape = std::vector<int64_t>;
 
 // A new uninitialised contiguous CPU tensor.
 Tensor empty(const Shape& shape, ScalarType type);
 
 Shape shape_of(const Tensor& t);
-// Whether that is the shape, without a copy of it.
-bool has_shape(const Tensor& t, const int64_t* sizes, size_t dimensions);
-std::string shape_text(const Shape& shape);
-int64_t product(const Shape& shape, size_t begin, size_t end);
+bool has_shape(const Tensor& t, std::span<const int64_t> shape);
+std::string shape_text(std::span<const int64_t> shape);
+// The product of all sizes but the last.
+int64_t rows_of(std::span<const int64_t> sizes);
 
 // Element type of an activation tensor; float32, bfloat16 or float16 were checked before.
 DType dtype_of(const Tensor& t);
@@ -46,5 +36,7 @@ T* mutable_data(Tensor& t) {
 
 // A contiguous float tensor of at least one dimension as rows of its last one.
 engine::Rows rows_view(const Tensor& t);
+// A new tensor of the shape and type of the one that `like` is a view of.
+engine::Rows rows_like(const engine::Rows& like, Tensor& t);
 
 }  // namespace bitnet::ops

@@ -36,7 +36,7 @@ Weight tile_view(const Check& check, const Tensor& t, const char* argument, int6
     check.fail("out_features", "from 0 to " + std::to_string(kMostRows), std::to_string(n));
   const WeightFormat format = t.dim() == 4 ? WeightFormat::kBase3 : WeightFormat::kTwoBit;
   const layout::TensorShape expected = layout::layout_of(format).shape(n, k, lanes);
-  if (!has_shape(t, expected.size, static_cast<size_t>(expected.dimensions)))
+  if (!has_shape(t, {expected.size, static_cast<size_t>(expected.dimensions)}))
     check.fail(argument,
                "of shape " + shape_text(tile_shape(format, n, k, lanes)) + " (" +
                    std::to_string(n) + " x " + std::to_string(k) + " prepacked for " +

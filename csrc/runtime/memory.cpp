@@ -12,21 +12,19 @@ namespace {
 
 constexpr std::align_val_t kAlignment{64};
 
-// Whether the thread's kept blocks are gone: other objects of it may release theirs later.
-thread_local bool t_ended = false;
-
 // Blocks of 64 bytes times a power of two, a few of each size: the first bytes of a kept one point
-// to the next.
+// to the next. Without constructor or destructor, so that a thread's are found by one address.
 class KeptBlocks {
  public:
   static constexpr int kSizes = 12;  // 64 bytes to 128 KiB
   static constexpr int kMostOfEach = 4;
 
-  ~KeptBlocks() {
+  // At the thread's end: other objects of it may still release theirs, which are kept no more.
+  void end() {
     for (int i = 0; i < kSizes; ++i) {
       while (void* block = take(i)) ::operator delete(block, kAlignment);
+      count_[i] = kMostOfEach;
     }
-    t_ended = true;
   }
   void* take(int i) {
     void* block = first_[i];
@@ -37,6 +35,7 @@ class KeptBlocks {
   }
   bool keep(int i, void* block) {
     if (count_[i] == kMostOfEach) return false;
+    if (!ends_) end_with_thread();
     *static_cast<void**>(block) = first_[i];
     first_[i] = block;
     ++count_[i];
@@ -44,11 +43,23 @@ class KeptBlocks {
   }
 
  private:
+  void end_with_thread();
+
   void* first_[kSizes] = {};
   int count_[kSizes] = {};
+  bool ends_ = false;
 };
 
-thread_local KeptBlocks t_kept;
+constinit thread_local KeptBlocks t_kept;
+
+struct Ending {
+  ~Ending() { t_kept.end(); }
+};
+
+void KeptBlocks::end_with_thread() {
+  thread_local Ending ending;
+  ends_ = true;
+}
 
 // Which size has room for so many bytes; kSizes: none. Under the address sanitizer every block is
 // new, so that it sees what is used too late.
@@ -72,7 +83,7 @@ void* allocate_scratch(int64_t count, size_t size) {
   if (bytes_of(count, size, &bytes)) {
     const int kept = size_of(bytes);
     if (kept < KeptBlocks::kSizes) {
-      if (void* block = t_ended ? nullptr : t_kept.take(kept)) return block;
+      if (void* block = t_kept.take(kept)) return block;
       bytes = size_t{64} << kept;
     }
     void* memory = ::operator new(bytes, kAlignment, std::nothrow);
@@ -87,7 +98,7 @@ void release_scratch(void* memory, int64_t count, size_t size) {
   size_t bytes = 0;
   if (memory == nullptr || !bytes_of(count, size, &bytes)) return;
   const int kept = size_of(bytes);
-  if (kept == KeptBlocks::kSizes || t_ended || !t_kept.keep(kept, memory))
+  if (kept == KeptBlocks::kSizes || !t_kept.keep(kept, memory))
     ::operator delete(memory, kAlignment);
 }
 
