@@ -112,8 +112,8 @@ class PagedPool:
         """`ops.paged_attention` of one layer: query F [tokens, H, D] -> F [tokens, H, D]."""
         pools = self.key_pool[layer], self.value_pool[layer]
         where = batch.query_start_loc, batch.seq_lens, batch.block_table
-        how = *self.scales(layer), self.layout, window
-        return ops.paged_attention(query, *pools, *where, scale, *how)
+        scales = self.scales(layer)
+        return ops.paged_attention(query, *pools, *where, scale, *scales, self.layout, window)
 
 
 class KVPool(PagedPool):
