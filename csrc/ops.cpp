@@ -87,10 +87,10 @@ BITNET_LIBRARY(m) {
       "in_features=[], str activation_format=\"int8\") -> Tensor");
   // query F [B, T, H, D], caches C [B, KV, L, D], start_positions int64 [B], scales float32
   //   [B, KV, L] of int8 caches -> F [B, T, H, D]; token t of sequence b sees positions
-  //   0 .. start_positions[b] + t
+  //   0 .. p = start_positions[b] + t, with a window p - window + 1 .. p
   m.def(
       "attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor start_positions, "
-      "float scale, Tensor? key_scale=None, Tensor? value_scale=None) -> Tensor");
+      "float scale, Tensor? key_scale=None, Tensor? value_scale=None, int window=0) -> Tensor");
   // writes key, value F [B, T, KV, D] at positions start_positions[b] + t of the caches and of
   //   their scales (mutated)
   m.def(
@@ -106,7 +106,7 @@ BITNET_LIBRARY(m) {
   m.def(
       "paged_attention(Tensor query, Tensor key_pool, Tensor value_pool, Tensor query_start_loc, "
       "Tensor seq_lens, Tensor block_table, float scale, Tensor? key_scale=None, Tensor? "
-      "value_scale=None, str layout=\"rows\") -> Tensor");
+      "value_scale=None, str layout=\"rows\", int window=0) -> Tensor");
   // writes key, value F [tokens, KV, D] into slot_mapping [tokens] of such pools, slot = block *
   //   block_size + position (mutated)
   m.def(
@@ -164,7 +164,8 @@ BITNET_LIBRARY(m) {
   //   dropped_neurons int64 [layers, d]: places of neurons that are always zero and have no
   //   weights, among the intermediate_size + d that norms before down are of; post_norms: norms of
   //   what o and down give, before it is added; local_inv_freq float32 [D / 2]: of the layers
-  //   local_layers, instead of inv_freq
+  //   local_layers, instead of inv_freq; windows: of each layer, as attention takes it (empty:
+  //   none)
   m.def(
       "decode_step(Tensor x, Tensor[] weights, Tensor scales, Tensor norm_weights, Tensor "
       "head_weight, "
@@ -178,7 +179,7 @@ BITNET_LIBRARY(m) {
       "linear_norm_eps=None, Tensor[]? lora_weights=None, Tensor? lora_ranks=None, Tensor? "
       "lora_scalings=None, Tensor? lora_indices=None, int[] grouped=[], str "
       "activation_format=\"int8\", Tensor? dropped_neurons=None, bool post_norms=False, Tensor? "
-      "local_inv_freq=None, int[] local_layers=[]) -> Tensor");
+      "local_inv_freq=None, int[] local_layers=[], int[] windows=[]) -> Tensor");
   // The same on the new tokens of any sequences, over pools of blocks as for paged_attention with
   // one
   //   more dimension, the layers, before the others (mutated): x float32 [tokens, K], positions
@@ -199,7 +200,8 @@ BITNET_LIBRARY(m) {
       "linear_norm_eps=None, Tensor[]? lora_weights=None, Tensor? lora_ranks=None, Tensor? "
       "lora_scalings=None, Tensor? lora_indices=None, int[] grouped=[], str "
       "activation_format=\"int8\", Tensor? dropped_neurons=None, bool post_norms=False, Tensor? "
-      "local_inv_freq=None, int[] local_layers=[], str layout=\"rows\") -> Tensor");
+      "local_inv_freq=None, int[] local_layers=[], str layout=\"rows\", int[] windows=[]) -> "
+      "Tensor");
   // Diagnostics for benchmarks: buffer uint8 -> int64 [1] checksum; -> int64 [1] multiply-adds done
   m.def("_probe_read(Tensor buffer, int streams=1, int distance=0) -> Tensor");
   m.def("_probe_int8_peak(Tensor seed, int iterations) -> Tensor");

@@ -27,7 +27,9 @@ int64_t chunks_of(int64_t positions) { return (positions + kAttentionChunk - 1) 
 int64_t attention_work(const AttentionShape& shape, const Sequences& sequences) {
   int64_t positions = 0;
   for (int64_t s = 0; s < sequences.count; ++s) {
-    positions += sequences.lengths[s] * sequences.tokens(s);
+    const int64_t length = sequences.lengths[s];
+    positions +=
+        (shape.window == 0 ? length : std::min(length, shape.window)) * sequences.tokens(s);
   }
   return positions * shape.heads * shape.dim;
 }
@@ -69,8 +71,10 @@ void AttentionPlan::make_groups() {
     if (tokens > 0) longest = std::max(longest, sequences_.lengths[s]);
     for (int64_t h = 0; h < shape_.kv_heads; ++h) {
       for (int64_t t = 0; t < tokens; t += block_tokens_) {
-        const int64_t count = std::min(block_tokens_, tokens - t);
-        groups_.push_back({s, h, first + t, count, start + t, chunks_of(start + t + count)});
+        const int64_t count = std::min(block_tokens_, tokens - t), position = start + t;
+        const int64_t chunk = first_seen(position) / kAttentionChunk;
+        groups_.push_back(
+            {s, h, first + t, count, position, chunk, chunks_of(position + count) - chunk});
         most_rows_ = std::max(most_rows_, count * rows_per_token_);
       }
     }
@@ -103,7 +107,7 @@ void AttentionPlan::make_tasks(int64_t threads) {
     group.counter = split_groups_++;
     group.states = states_floats_;
     states_floats_ += floats;
-    for (int64_t c = 0; c < group.chunks; ++c) {
+    for (int64_t c = group.first_chunk; c < group.end_chunk(); ++c) {
       tasks_.push_back({static_cast<int32_t>(g), static_cast<int32_t>(c)});
     }
   }
@@ -204,12 +208,13 @@ int64_t AttentionPlan::positions_of(const Group& group, int64_t chunk) const {
   return std::min(kAttentionChunk, group.position + group.tokens - chunk * kAttentionChunk);
 }
 
-// Those behind the last position stay null.
+// Those behind the last position stay null, and so do those that the group sees nothing of.
 void AttentionPlan::find_panels(const CachePool& pool, const PoolView& view, const Group& group,
                                 int64_t chunk, const void* (&panels)[kChunkPanels]) const {
   const int64_t* blocks = sequences_.blocks(group.sequence);
   const int64_t begin = chunk * kAttentionChunk, positions = positions_of(group, chunk);
-  for (int64_t i = 0; i * kPanelPositions < positions; ++i) {
+  for (int64_t i = hidden_in(group, chunk) / kPanelPositions; i * kPanelPositions < positions;
+       ++i) {
     const int64_t at = begin + i * kPanelPositions;
     panels[i] = view.at(blocks[at / pool.block_size], at % pool.block_size, group.kv_head);
   }
@@ -234,7 +239,8 @@ AttentionPlan::ChunkRows AttentionPlan::rows_of_chunk(const CachePool& pool, con
   auto* keys = reinterpret_cast<char*>(value_scale + kAttentionChunk);
   char* values = keys + 4 * attention_padded((kAttentionChunk * row_bytes + 3) / 4);
   const bool rows = !pool.in_panels();
-  for (int64_t i = 0; i < positions && (rows || pool.scaled()); ++i) {
+  const int64_t hidden = hidden_in(group, begin / kAttentionChunk);
+  for (int64_t i = hidden; i < positions && (rows || pool.scaled()); ++i) {
     const int64_t block = blocks[(begin + i) / pool.block_size];
     const int64_t at = (begin + i) % pool.block_size;
     if (rows) {
@@ -250,15 +256,31 @@ AttentionPlan::ChunkRows AttentionPlan::rows_of_chunk(const CachePool& pool, con
   return {keys, values, row_bytes, key_scale, value_scale};
 }
 
+int64_t AttentionPlan::first_seen(int64_t position) const {
+  return shape_.window == 0 ? 0 : std::max<int64_t>(0, position - shape_.window + 1);
+}
+
+// Positions of the chunk that no row of the group sees, since they lie before all windows.
+int64_t AttentionPlan::hidden_in(const Group& group, int64_t chunk) const {
+  return std::max<int64_t>(0, first_seen(group.position) - chunk * kAttentionChunk);
+}
+
 // Rows whose token stands before the chunk: it shows them nothing.
 int64_t AttentionPlan::rows_before(const Group& group, int64_t chunk) const {
   return std::max<int64_t>(0, chunk * kAttentionChunk - group.position) * rows_per_token_;
 }
 
-// States of the rows that see any of the chunk.
-int64_t AttentionPlan::attend(const KernelTable& table, const AttentionBuffers& buffers,
-                              const Group& group, int64_t chunk, const Next& next,
-                              const Query& query, float* own, float* states) const {
+// Rows whose window does not begin behind the chunk.
+int64_t AttentionPlan::rows_up_to(const Group& group, int64_t chunk) const {
+  if (shape_.window == 0 || shape_.window >= group.position + group.tokens) return rows_of(group);
+  const int64_t last = (chunk + 1) * kAttentionChunk + shape_.window - 2;  // a token that sees it
+  return std::min(group.tokens, last - group.position + 1) * rows_per_token_;
+}
+
+// States of the rows that see any of the chunk: [rows_before, rows_up_to).
+void AttentionPlan::attend(const KernelTable& table, const AttentionBuffers& buffers,
+                           const Group& group, int64_t chunk, const Next& next, const Query& query,
+                           float* own, float* states) const {
   const int64_t begin = chunk * kAttentionChunk;
   const int64_t skipped = rows_before(group, chunk);
   const int64_t positions = positions_of(group, chunk);
@@ -266,7 +288,7 @@ int64_t AttentionPlan::attend(const KernelTable& table, const AttentionBuffers& 
   const bool int8 = shape_.pool.scaled();
   AttentionChunk piece = {
       .query = int8 ? nullptr : query.rows + skipped * shape_.dim,
-      .rows = rows_of(group) - skipped,
+      .rows = rows_up_to(group, chunk) - skipped,
       .dim = shape_.dim,
       .rows_per_token = rows_per_token_,
       .type = shape_.pool.type,
@@ -282,6 +304,7 @@ int64_t AttentionPlan::attend(const KernelTable& table, const AttentionBuffers& 
                    : Int8Attention{},
       .layout = shape_.pool.layout,
   };
+  if (shape_.window != 0) piece.first_hidden = piece.first_visible - shape_.window;
   if (shape_.pool.in_panels()) {
     const CachePool& pool = buffers.pool;
     find_panels(pool, pool.keys, group, chunk, piece.panels.keys);
@@ -291,14 +314,17 @@ int64_t AttentionPlan::attend(const KernelTable& table, const AttentionBuffers& 
     }
   }
   table.attend_chunk(piece, scratch_at(own), states + skipped * state_floats());
-  return skipped;
 }
 
-// The states of a chunk into those of all chunks before it.
+// The states of a chunk into those of all chunks before it; of rows that see none of these, the
+// last ones, they are the first.
 void AttentionPlan::merge(const KernelTable& table, const Group& group, int64_t chunk,
                           const float* later, float* states) const {
-  const int64_t skipped = rows_before(group, chunk), at = skipped * state_floats();
-  table.merge_attention(rows_of(group) - skipped, shape_.dim, later + at, states + at);
+  const int64_t begin = rows_before(group, chunk), end = rows_up_to(group, chunk);
+  const int64_t others = std::clamp(rows_up_to(group, chunk - 1), begin, end);
+  const int64_t at = begin * state_floats(), first = others * state_floats();
+  table.merge_attention(others - begin, shape_.dim, later + at, states + at);
+  std::copy(later + first, later + end * state_floats(), states + first);
 }
 
 void AttentionPlan::prepare(float* shared) const {
@@ -331,13 +357,14 @@ void AttentionPlan::run_chunk(const KernelTable& table, const AttentionBuffers& 
   float* states = shared + counter_floats() + group.states;
   const Query query = query_at(own);
   load_query(table, buffers, group, query, row_at(own));
-  attend(table, buffers, group, chunk, next, query, own, states + chunk * chunk_floats);
+  const auto states_of = [&](int64_t c) { return states + (c - group.first_chunk) * chunk_floats; };
+  attend(table, buffers, group, chunk, next, query, own, states_of(chunk));
   // acq_rel: the last one sees what the others wrote.
   std::atomic_ref<int32_t> left(reinterpret_cast<int32_t*>(shared)[group.counter]);
   if (left.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
   left.store(static_cast<int32_t>(group.chunks), std::memory_order_relaxed);
-  for (int64_t c = 1; c < group.chunks; ++c) {
-    merge(table, group, c, states + c * chunk_floats, states);
+  for (int64_t c = group.first_chunk + 1; c < group.end_chunk(); ++c) {
+    merge(table, group, c, states_of(c), states);
   }
   store_out(table, buffers, group, states, row_at(own));
 }
@@ -348,12 +375,40 @@ void AttentionPlan::run_group(const KernelTable& table, const AttentionBuffers& 
   float* later = states + rows_of(group) * state_floats();
   const Query query = query_at(own);
   load_query(table, buffers, group, query, row_at(own));
-  for (int64_t c = 0; c < group.chunks; ++c) {
-    const Next next = c + 1 == group.chunks ? Next{} : Next{&group, c + 1};
-    attend(table, buffers, group, c, next, query, own, c == 0 ? states : later);
-    if (c > 0) merge(table, group, c, later, states);
+  for (int64_t c = group.first_chunk; c < group.end_chunk(); ++c) {
+    const Next next = c + 1 == group.end_chunk() ? Next{} : Next{&group, c + 1};
+    attend(table, buffers, group, c, next, query, own, c == group.first_chunk ? states : later);
+    if (c > group.first_chunk) merge(table, group, c, later, states);
   }
   store_out(table, buffers, group, states, row_at(own));
+}
+
+size_t AttentionPlans::find(int64_t window) const {
+  size_t at = 0;
+  while (at < used_ && plans_[at].window() != window) ++at;
+  return at;
+}
+
+void AttentionPlans::add(const AttentionShape& shape, const Sequences& sequences, int64_t threads) {
+  if (find(shape.window) < used_) return;
+  if (used_ == plans_.size()) plans_.emplace_back();
+  plans_[used_++].build(shape, sequences, threads);
+}
+
+int64_t AttentionPlans::shared_before(size_t plan) const {
+  int64_t floats = 0;
+  for (size_t i = 0; i < plan; ++i) floats += plans_[i].shared_floats();
+  return floats;
+}
+
+int64_t AttentionPlans::thread_floats() const {
+  int64_t most = 0;
+  for (size_t i = 0; i < used_; ++i) most = std::max(most, plans_[i].thread_floats());
+  return most;
+}
+
+void AttentionPlans::prepare(float* shared) const {
+  for (size_t i = 0; i < used_; ++i) plans_[i].prepare(shared + shared_before(i));
 }
 
 void attend(const AttentionShape& shape, const Sequences& sequences,

@@ -15,7 +15,8 @@ struct AttentionShape {
   int64_t heads, kv_heads, dim;
   DType query_type;  // of query and out
   float scale;
-  CachePool pool;  // its strides; the data is that of each call
+  CachePool pool;      // its strides; the data is that of each call
+  int64_t window = 0;  // a token at p sees positions p - window + 1 .. p; 0: all up to p
 };
 
 struct AttentionBuffers {
@@ -24,7 +25,7 @@ struct AttentionBuffers {
   CachePool pool;     // of the layer, with the shape's strides; the new tokens' keys included
 };
 
-// Multiply-adds of one half of attention, about.
+// Multiply-adds of one half of attention with that window, about.
 int64_t attention_work(const AttentionShape& shape, const Sequences& sequences);
 
 // How to use it, with threads that the caller owns:
@@ -39,13 +40,15 @@ int64_t attention_work(const AttentionShape& shape, const Sequences& sequences);
 // A group is a block of tokens of one sequence times the query heads of one KV head. One that is
 // more than a fair part of all the work is split: each chunk of its positions is a task, and
 // whoever finishes the last one merges them, so no barrier is needed in between. Any other group is
-// one task. The result is the same, bit for bit, whatever the plan.
+// one task. The result is the same, bit for bit, whatever the plan. Chunks before a group's window
+// are no part of it: what they hold is not read, and they cost nothing.
 class AttentionPlan {
  public:
   // The sequences' arrays are read as long as the plan is used; checked by the caller. Memory of an
   // earlier plan is used again.
   void build(const AttentionShape& shape, const Sequences& sequences, int64_t threads);
 
+  int64_t window() const { return shape_.window; }
   int64_t tasks() const { return static_cast<int64_t>(tasks_.size()); }
   // Tasks [0, split_tasks()) are chunks; those behind are groups, the dearest first.
   int64_t split_tasks() const { return split_tasks_; }
@@ -61,8 +64,10 @@ class AttentionPlan {
     int64_t sequence, kv_head;
     int64_t token, tokens;  // of all tokens: [token, token + tokens)
     int64_t position;       // of the first
-    int64_t chunks;         // that its last token sees
-    int64_t counter = -1;   // split: which counter, and where its states begin
+    int64_t first_chunk;    // that its first token sees
+    int64_t chunks;         // from there on, to the last one that its last token sees
+    int64_t end_chunk() const { return first_chunk + chunks; }
+    int64_t counter = -1;  // split: which counter, and where its states begin
     int64_t states = 0;
   };
   struct Task {
@@ -110,12 +115,14 @@ class AttentionPlan {
   int64_t positions_of(const Group& group, int64_t chunk) const;
   void find_panels(const CachePool& pool, const PoolView& view, const Group& group, int64_t chunk,
                    const void* (&panels)[kChunkPanels]) const;
-  int64_t attend(const KernelTable& table, const AttentionBuffers& buffers, const Group& group,
-                 int64_t chunk, const Next& next, const Query& query, float* own,
-                 float* states) const;
+  void attend(const KernelTable& table, const AttentionBuffers& buffers, const Group& group,
+              int64_t chunk, const Next& next, const Query& query, float* own, float* states) const;
   void merge(const KernelTable& table, const Group& group, int64_t chunk, const float* later,
              float* states) const;
+  int64_t first_seen(int64_t position) const;
   int64_t rows_before(const Group& group, int64_t chunk) const;
+  int64_t rows_up_to(const Group& group, int64_t chunk) const;
+  int64_t hidden_in(const Group& group, int64_t chunk) const;
   void store_out(const KernelTable& table, const AttentionBuffers& buffers, const Group& group,
                  const float* states, float* row) const;
   void run_chunk(const KernelTable& table, const AttentionBuffers& buffers, int64_t task,
@@ -131,6 +138,31 @@ class AttentionPlan {
   int64_t split_groups_ = 0, split_tasks_ = 0, states_floats_ = 0;
   bool evenly_strided_ = true;  // as the kernels take a chunk's rows and scales
   bool gathers_ = false;        // some chunk's rows have to be put together
+};
+
+// A step's plans: one for each window of its layers, over the same sequences.
+class AttentionPlans {
+ public:
+  // Removes all; their memory is used again.
+  void clear() { used_ = 0; }
+  // Builds that of shape.window, unless there is one.
+  void add(const AttentionShape& shape, const Sequences& sequences, int64_t threads);
+  const AttentionPlan& of(int64_t window) const { return plans_[find(window)]; }
+
+  // `shared` holds that of each plan, one behind the other; a thread's own serves all.
+  int64_t shared_floats() const { return shared_before(used_); }
+  int64_t thread_floats() const;
+  float* shared_of(int64_t window, float* shared) const {
+    return shared + shared_before(find(window));
+  }
+  void prepare(float* shared) const;
+
+ private:
+  size_t find(int64_t window) const;  // used_: there is none
+  int64_t shared_before(size_t plan) const;
+
+  std::vector<AttentionPlan> plans_;
+  size_t used_ = 0;
 };
 
 // All of it in one parallel region.

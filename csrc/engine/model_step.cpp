@@ -70,7 +70,7 @@ WeightSize weight_size(const StepModel& m, int which) {
 
 // Normalising every token on every thread costs tokens * (partitions - 1) rows of work too many,
 // about 0.2 us each; a stage of its own costs a barrier and a trip of the codes between caches.
-StepPlan::StepPlan(const StepModel& model, const AttentionPlan& attention, const StepSides& sides,
+StepPlan::StepPlan(const StepModel& model, const AttentionPlans& attention, const StepSides& sides,
                    const StepBuffers& buffers, int64_t partitions)
     : model_(model),
       attention_(attention),
@@ -213,7 +213,7 @@ int64_t StepPlan::units(int64_t stage) const {
     return (model_.head.rows + head_unit_rows(model_.head) - 1) / head_unit_rows(model_.head);
   if (at.layer != nullptr && at.stage == kRotate)
     return rotated_heads() + (copies_logit_rows(at) ? model_.head_tokens : 0);
-  if (at.layer != nullptr && at.stage == kAttend) return attention_.tasks();
+  if (at.layer != nullptr && at.stage == kAttend) return attention_.of(at.layer->window).tasks();
   if (is_post(at)) return model_.post_norms ? tokens_at(at) : 0;
   return split_norms_ ? tokens_at(at) : 0;
 }
@@ -365,7 +365,8 @@ void StepPlan::rotate(const StepLayer& layer, int64_t unit, float* row) const {
 
 void StepPlan::attend(const StepLayer& layer, int64_t task, float* own) const {
   const AttentionBuffers buffers{buffers_.rotated, buffers_.attended, layer.pool};
-  attention_.run(*model_.table, buffers, task, buffers_.attention, own);
+  float* shared = attention_.shared_of(layer.window, buffers_.attention);
+  attention_.of(layer.window).run(*model_.table, buffers, task, shared, own);
 }
 
 void StepPlan::logits(int64_t begin, int64_t end, const StepInput& from) const {

@@ -29,6 +29,7 @@ struct StepLayer {
   const float* down_post_norm;         // [hidden], of what the MLP adds; null: none
   const int64_t* dropped;              // [StepModel::dropped], ascending
   bool local_rope;                     // turned by StepModel::local_rope instead
+  int64_t window;                      // AttentionShape::window
   // [k], down's [full_width()], of a projection's own input; null: none
   const float* inner_norms[kLayerWeights];
   CachePool pool;
@@ -135,7 +136,7 @@ void keep_logit_row(const StepModel& m, const StepBuffers& buffers, int64_t j);
 
 class StepPlan {
  public:
-  StepPlan(const StepModel& model, const AttentionPlan& attention, const StepSides& sides,
+  StepPlan(const StepModel& model, const AttentionPlans& attention, const StepSides& sides,
            const StepBuffers& buffers, int64_t partitions);
 
   // The plan of runtime/staged_executor.h.
@@ -244,7 +245,7 @@ class StepPlan {
   void logits(int64_t begin, int64_t end, const StepInput& from) const;
 
   StepModel model_;
-  const AttentionPlan& attention_;
+  const AttentionPlans& attention_;
   const StepSides& sides_;
   StepBuffers buffers_;
   int64_t partitions_;
@@ -255,7 +256,7 @@ class StepPlan {
 struct StepState {
   std::vector<StepLayer> layers;
   std::vector<SidePath> side_paths;
-  AttentionPlan attention;
+  AttentionPlans attention;
   StepSides sides;
   Workspace memory;
   StagedExecutor executor;

@@ -30,7 +30,7 @@ struct Sizes {
   int64_t tokens, with_adapter;
 };
 
-StepInput take_input(BumpAllocator& memory, const StepModel& m, const AttentionPlan& attention,
+StepInput take_input(BumpAllocator& memory, const StepModel& m, const AttentionPlans& attention,
                      const Sizes& sizes) {
   const int64_t longest = std::max({m.hidden, m.query(), m.full_width()});
   const int64_t tokens = sizes.tokens;
@@ -56,7 +56,7 @@ StepInput take_input(BumpAllocator& memory, const StepModel& m, const AttentionP
   return input;
 }
 
-StepBuffers take_buffers(BumpAllocator& memory, const StepModel& m, const AttentionPlan& attention,
+StepBuffers take_buffers(BumpAllocator& memory, const StepModel& m, const AttentionPlans& attention,
                          const StepSides& sides, int64_t partitions) {
   StepBuffers b{};
   b.x = memory.take<float>(m.tokens * m.hidden);
@@ -85,16 +85,18 @@ StepBuffers take_buffers(BumpAllocator& memory, const StepModel& m, const Attent
   return b;
 }
 
-AttentionShape shape_of(const StepModel& m) {
-  return {m.heads,     m.kv_heads,        m.dim,
-          DType::kF32, m.attention_scale, m.n_layers == 0 ? CachePool{} : m.layers[0].pool};
+AttentionShape shape_of(const StepModel& m, const StepLayer& layer) {
+  return {m.heads, m.kv_heads, m.dim, DType::kF32, m.attention_scale, layer.pool, layer.window};
 }
 
 // Threads worth a region: each stage should be worth a barrier.
-int64_t partitions_of(const StepModel& m, const AttentionShape& shape) {
-  int64_t weights = 0;
+int64_t partitions_of(const StepModel& m) {
+  int64_t weights = 0, attention = 0;
   for (int i = 0; i < kLayerWeights; ++i) weights += weight_size(m, i).rows * weight_size(m, i).k;
-  const int64_t per_stage = (m.tokens * weights + attention_work(shape, m.sequences)) / 4;
+  for (int64_t i = 0; i < m.n_layers; ++i) {
+    attention += attention_work(shape_of(m, m.layers[i]), m.sequences) / m.n_layers;
+  }
+  const int64_t per_stage = (m.tokens * weights + attention) / 4;
   return std::min(partitions_for(StagedExecutor::kMaxPartitions, per_stage, kMinMacs),
                   StagedExecutor::kMaxPartitions);
 }
@@ -113,9 +115,11 @@ void fill_inputs(const StepModel& m, const float* x, const StepBuffers& b) {
 // A step's plan over memory of its state, ready to run on so many partitions.
 StepPlan make_plan(StepState& state, Workspace& passing, const StepModel& m, int64_t partitions,
                    const float* x, float* logits) {
-  const AttentionShape shape = shape_of(m);
-  AttentionPlan& attention = state.attention;
-  attention.build(shape, m.sequences, partitions);
+  AttentionPlans& attention = state.attention;
+  attention.clear();
+  for (int64_t i = 0; i < m.n_layers; ++i) {
+    attention.add(shape_of(m, m.layers[i]), m.sequences, partitions);
+  }
   StepSides& sides = state.sides;
   sides.build(m);
   BumpAllocator count(nullptr);
@@ -163,7 +167,7 @@ struct TimedPlan {
 
 void run_step(StepState& state, const StepModel& m, const float* x, float* logits) {
   Workspace passing;  // for a long prompt at once: not worth keeping
-  const int64_t partitions = partitions_of(m, shape_of(m));
+  const int64_t partitions = partitions_of(m);
   state.executor.run(partitions, make_plan(state, passing, m, partitions, x, logits));
 }
 

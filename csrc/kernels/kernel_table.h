@@ -132,6 +132,8 @@ struct Split {
 
 // Positions that attention takes at once.  Part of the definition of its result: see attend_chunk.
 constexpr int64_t kAttentionChunk = 64;
+// AttentionChunk::first_hidden of tokens that see the chunk from its first position on.
+constexpr int64_t kNothingHidden = INT64_MIN / 2;
 
 // Of bfloat16 caches: how many elements, or positions, a chain of sums takes before it is added to
 // what came before; and the least magnitude of what is written, multiplied or weighed.  Every
@@ -193,6 +195,10 @@ struct AttentionChunk {
   Int8Attention int8 = {};  // with kInt8
   CacheLayout layout = CacheLayout::kRows;
   ChunkPanels panels = {};  // kPanels, instead of keys, values, stride_bytes and next
+  // A sliding window: token t does not see the first max(0, first_hidden + t), but some of the
+  // rest. Of what lies before the first position that any token sees nothing is read but in the
+  // panel and among the 16 scales that hold that position; panels before that one may be null.
+  int64_t first_hidden = kNothingHidden;
 };
 
 struct KernelTable {
@@ -278,7 +284,8 @@ struct KernelTable {
   // ascending order: top = max of both; a = exp(before - top), b = exp(now - top); sum =
   // fma(now.sum, b, sum * a); acc[i] = fma(now.acc[i], b, acc[i] * a).  out = acc / sum. A chunk
   // that holds nothing but -inf weighs nothing; a NaN makes the result NaN.  Keys and values of the
-  // smaller floating-point types are what load_row makes of them.
+  // smaller floating-point types are what load_row makes of them.  Positions that a token does not
+  // see take no part, whatever they hold; a token's first chunk is the first it sees any of.
   //
   // With kBF16 everything that is multiplied is a bfloat16, and sums take the order of the matrix
   // instruction TDPBF16PS.  dot(query, key): from d = 0, for every kPairGroup elements d = d + (t0

@@ -93,7 +93,7 @@ void paged_cache_update(Tensor key_pool, Tensor value_pool, const Tensor& key_in
 
 Tensor attention(const Tensor& query_in, const Tensor& key_cache, const Tensor& value_cache,
                  const Tensor& start_positions, double scale, std::optional<Tensor> key_scale,
-                 std::optional<Tensor> value_scale) {
+                 std::optional<Tensor> value_scale, int64_t window) {
   const Check check("attention");
   const CacheSizes cache = check_caches(check, key_cache, value_cache);
   check_cache_scales(check, key_cache, value_cache, key_scale, value_scale, false);
@@ -102,6 +102,7 @@ Tensor attention(const Tensor& query_in, const Tensor& key_cache, const Tensor& 
   const int64_t tokens = query_in.size(1), heads = query_in.size(2), dim = cache.dim;
   check.shape(query_in, "query", {cache.batch, tokens, heads, dim});
   check_heads(check, heads, cache.kv_heads, scale);
+  check_window(check, window, "window");
   std::vector<int64_t> start;
   check_positions(check, start_positions, cache.batch, cache.length, tokens, start);
   const Tensor query = as_contiguous(query_in);
@@ -111,15 +112,16 @@ Tensor attention(const Tensor& query_in, const Tensor& key_cache, const Tensor& 
   sequences.set_rectangular(start, tokens);
   const engine::CachePool pool =
       pool_view(key_cache, value_cache, key_scale, value_scale, kRectangular);
-  engine::attend({heads, cache.kv_heads, dim, dtype_of(query), static_cast<float>(scale), pool},
-                 sequences.view(), {query.const_data_ptr(), out.mutable_data_ptr(), pool});
+  engine::attend(
+      {heads, cache.kv_heads, dim, dtype_of(query), static_cast<float>(scale), pool, window},
+      sequences.view(), {query.const_data_ptr(), out.mutable_data_ptr(), pool});
   return out;
 }
 
 Tensor paged_attention(const Tensor& query_in, const Tensor& key_pool, const Tensor& value_pool,
                        const Tensor& query_start_loc, const Tensor& seq_lens,
                        const Tensor& block_table, double scale, std::optional<Tensor> key_scale,
-                       std::optional<Tensor> value_scale, std::string layout_name) {
+                       std::optional<Tensor> value_scale, std::string layout_name, int64_t window) {
   const Check check("paged_attention");
   check_pool(check, key_pool, value_pool, kPaged);
   const CacheLayout layout = check_layout(check, key_pool, value_pool, layout_name, kPaged);
@@ -130,6 +132,7 @@ Tensor paged_attention(const Tensor& query_in, const Tensor& key_pool, const Ten
   const int64_t kv_heads = key_pool.size(kPaged.head);
   check.shape(query_in, "query", {tokens, heads, dim});
   check_heads(check, heads, kv_heads, scale);
+  check_window(check, window, "window");
   PagedBatch sequences;
   sequences.set(check, query_start_loc, seq_lens, block_table, tokens, key_pool.size(0),
                 key_pool.size(1));
@@ -138,7 +141,7 @@ Tensor paged_attention(const Tensor& query_in, const Tensor& key_pool, const Ten
   if (query.numel() == 0) return out;
   const engine::CachePool pool =
       pool_view(key_pool, value_pool, key_scale, value_scale, kPaged, 0, layout);
-  engine::attend({heads, kv_heads, dim, dtype_of(query), static_cast<float>(scale), pool},
+  engine::attend({heads, kv_heads, dim, dtype_of(query), static_cast<float>(scale), pool, window},
                  sequences.view(), {query.const_data_ptr(), out.mutable_data_ptr(), pool});
   return out;
 }

@@ -129,6 +129,17 @@ void check_pool(const Check& check, const Tensor& key_pool, const Tensor& value_
     check.fail("value_pool", "in its own memory", "memory shared with key_pool");
 }
 
+void check_window(const Check& check, int64_t window, const char* argument) {
+  if (window < 0) check.fail(argument, "at least 0 (none)", std::to_string(window));
+}
+
+void check_windows(const Check& check, const std::vector<int64_t>& windows, int64_t layers) {
+  if (!windows.empty() && static_cast<int64_t>(windows.size()) != layers)
+    check.fail("windows", "of " + std::to_string(layers) + " layers, or empty",
+               std::to_string(windows.size()) + " windows");
+  for (const int64_t window : windows) check_window(check, window, "windows");
+}
+
 CacheLayout check_layout(const Check& check, const Tensor& key_pool, const Tensor& value_pool,
                          const std::string& layout, const CacheDims& dims) {
   if (layout == "rows") return CacheLayout::kRows;

@@ -52,6 +52,9 @@ void check_pool(const Check& check, const Tensor& key_pool, const Tensor& value_
 // blocks and rows of whole panels, and the positions of a block side by side.
 CacheLayout check_layout(const Check& check, const Tensor& key_pool, const Tensor& value_pool,
                          const std::string& layout, const CacheDims& dims);
+// Of sliding-window attention, not negative; 0: none. `windows`: one for each layer, or empty.
+void check_window(const Check& check, int64_t window, const char* argument);
+void check_windows(const Check& check, const std::vector<int64_t>& windows, int64_t layers);
 // float32, of the pool's shape but for its last dimension and with rows of their own; given if and
 // only if the pool is int8.
 void check_pool_scales(const Check& check, const Tensor& key_pool, const Tensor& value_pool,

@@ -105,6 +105,7 @@ void unpack_decode_step(StableIValue* stack, uint64_t, uint64_t) {
   step.key_scale = a.take<std::optional<Tensor>>();
   step.value_scale = a.take<std::optional<Tensor>>();
   step.model.take_extras(a);
+  step.model.take_windows(a);
   put(stack, decode_step(step));
 }
 

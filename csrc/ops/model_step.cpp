@@ -94,6 +94,7 @@ void unpack_model_step(StableIValue* stack, uint64_t, uint64_t) {
   step.value_scale = a.take<std::optional<Tensor>>();
   step.model.take_extras(a);
   step.layout = a.take<std::string>();
+  step.model.take_windows(a);
   put(stack, model_step(step));
 }
 

@@ -342,6 +342,7 @@ void StepBinding::bind(StepModel& m, std::vector<StepLayer>& layers) const {
 void StepBinding::bind_places(StepModel& m, std::vector<StepLayer>& layers,
                               std::vector<int64_t>& places) const {
   const StepTensors& a = tensors_;
+  check_windows(check_, a.windows, m.n_layers);
   places.clear();
   if (a.dropped_neurons.has_value()) {
     const Tensor& dropped = *a.dropped_neurons;
@@ -361,6 +362,7 @@ void StepBinding::bind_places(StepModel& m, std::vector<StepLayer>& layers,
     }
     layers[i].dropped = own;
     layers[i].local_rope = false;
+    layers[i].window = a.windows.empty() ? 0 : a.windows[i];
   }
   if (a.local_inv_freq.has_value() == a.local_layers.empty())
     check_.fail(

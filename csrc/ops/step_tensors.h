@@ -50,11 +50,13 @@ struct StepTensors {
   bool post_norms;
   std::optional<Tensor> local_inv_freq;
   std::vector<int64_t> local_layers;
+  std::vector<int64_t> windows;
 
   // In the order of the schemas: weights to head_scale, dtype to scale, and biases to local_layers.
   void take_weights(Arguments& a);
   void take_numbers(Arguments& a);
   void take_extras(Arguments& a);
+  void take_windows(Arguments& a) { windows = a.take<std::vector<int64_t>>(); }  // the last one
 };
 
 // Which tokens a step computes and where their keys and values go.
@@ -82,7 +84,8 @@ class StepBinding {
   // Checks everything against m.hidden, n_layers, kv_heads and dim, and fills in the rest of `m`
   // but for tokens and caches. The layers, without their pools, lie in `layers`.
   void bind(engine::StepModel& m, std::vector<engine::StepLayer>& layers) const;
-  // Behind `bind`: the dropped neurons, copied to `places`, and the layers of the local rope.
+  // Behind `bind`: the dropped neurons, copied to `places`, the layers of the local rope, and the
+  // layers' windows.
   void bind_places(engine::StepModel& m, std::vector<engine::StepLayer>& layers,
                    std::vector<int64_t>& places) const;
   // Behind `bind` and the tokens' sequences: the adapters, whose side paths lie in `paths`.

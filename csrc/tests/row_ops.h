@@ -194,9 +194,18 @@ inline void add_elementwise_ops(std::vector<RowOp>& ops) {
 // Query rows of a chunk of attention: more than one tile of them, tokens that see less than all.
 struct QueryRows {
   int64_t rows, per_token, unseen;  // the first token does not see the last `unseen` positions
+  int64_t hidden = kNothingHidden;  // nor the first `hidden`, as far as all tokens see something
+
+  int64_t visible(int64_t length) const { return length - unseen < 1 ? 1 : length - unseen; }
+  int64_t first_hidden(int64_t length) const {
+    const int64_t most = length - 1 - (rows - 1) / per_token;  // for the last token
+    return hidden == kNothingHidden ? hidden : std::min({hidden, visible(length) - 1, most});
+  }
 };
-inline constexpr QueryRows kQueryRows[] = {{1, 1, 0}, {2, 2, 0},  {3, 3, 0},  {4, 4, 0},
-                                           {5, 1, 3}, {9, 3, 20}, {12, 4, 1}, {29, 3, 5}};
+inline constexpr QueryRows kQueryRows[] = {
+    {1, 1, 0},     {2, 2, 0},      {3, 3, 0},  {4, 4, 0},      {5, 1, 3},
+    {9, 3, 20},    {12, 4, 1},     {29, 3, 5}, {1, 1, 0, 33},  {5, 1, 3, 18},
+    {4, 1, 4, 59}, {9, 3, 20, -1}, {12, 1, 8}, {29, 1, 30, 5}, {29, 1, 30, 31}};
 
 // n is the number of positions, or the dimension of the head.  The last row of keys and values ends
 // with its last element, however wide the stride.
@@ -216,7 +225,6 @@ inline void add_chunk_op(std::vector<RowOp>& ops, DType type, QueryRows q, bool 
                               {Kind::kScratch, attention_scratch_floats(q.rows, dim(n))}};
   };
   const auto run = [=](const Call& c) {
-    const int64_t visible = length(c.n) - q.unseen;
     const AttentionChunk chunk = {.query = c.f(0),
                                   .rows = q.rows,
                                   .dim = dim(c.n),
@@ -226,9 +234,10 @@ inline void add_chunk_op(std::vector<RowOp>& ops, DType type, QueryRows q, bool 
                                   .values = c.in[2],
                                   .stride_bytes = (dim(c.n) + slack) * element_size(type),
                                   .positions = length(c.n),
-                                  .first_visible = visible < 1 ? 1 : visible,
+                                  .first_visible = q.visible(length(c.n)),
                                   .scale = 0.25f,
-                                  .next = nullptr};
+                                  .next = nullptr,
+                                  .first_hidden = q.first_hidden(length(c.n))};
     c.table.attend_chunk(chunk, c.y(1), c.y(0));
   };
   ops.push_back({std::string("attend_chunk ") + name_of(type) + " rows " + std::to_string(q.rows) +
@@ -258,7 +267,7 @@ inline void add_int8_chunk_op(std::vector<RowOp>& ops, QueryRows q, bool long_co
                               {Kind::kScratch, attention_scratch_floats(q.rows, dim(n))}};
   };
   const auto run = [=](const Call& c) {
-    const int64_t visible = length(c.n) - q.unseen, padded = wide_padded(dim(c.n));
+    const int64_t padded = wide_padded(dim(c.n));
     std::vector<int16_t> wide(static_cast<std::size_t>(q.rows * padded));
     std::vector<float> factors;
     for (int64_t r = 0; r < q.rows; ++r) {
@@ -274,10 +283,11 @@ inline void add_int8_chunk_op(std::vector<RowOp>& ops, QueryRows q, bool long_co
                                   .values = c.in[2],
                                   .stride_bytes = dim(c.n) + slack,
                                   .positions = length(c.n),
-                                  .first_visible = visible < 1 ? 1 : visible,
+                                  .first_visible = q.visible(length(c.n)),
                                   .scale = 0.25f,
                                   .next = nullptr,
-                                  .int8 = {wide.data(), factors.data(), c.f(3), c.f(4)}};
+                                  .int8 = {wide.data(), factors.data(), c.f(3), c.f(4)},
+                                  .first_hidden = q.first_hidden(length(c.n))};
     c.table.attend_chunk(chunk, c.y(1), c.y(0));
   };
   ops.push_back({"attend_chunk int8 rows " + std::to_string(q.rows) +

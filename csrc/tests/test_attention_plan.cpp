@@ -4,8 +4,10 @@
 // computes.
 #include "engine/attention.h"
 
+#include <cmath>
 #include <cstring>
 
+#include <algorithm>
 #include <atomic>
 #include <memory>
 #include <thread>
@@ -27,6 +29,8 @@ using engine::PoolView;
 using engine::Sequences;
 
 constexpr int64_t kDim = 16, kLength = 400;
+
+size_t at(int64_t i) { return static_cast<size_t>(i); }
 
 // A cache [batch, kv_heads, kLength, kDim], one long block for each sequence.
 struct Cache {
@@ -116,12 +120,13 @@ struct Case {
   int64_t heads, kv_heads;
   std::vector<int64_t> starts, tokens;
   enum { kSplit, kWhole, kBoth } kind;  // of its groups, with four threads
+  int64_t window = 0;
 };
 
 void equal_to_one_thread(const Case& c) {
   const Cache cache(static_cast<int64_t>(c.starts.size()), c.kv_heads);
   const Batch batch(c.starts, c.tokens);
-  const AttentionShape shape{c.heads, c.kv_heads, kDim, DType::kF32, 0.25f, cache.pool()};
+  const AttentionShape shape{c.heads, c.kv_heads, kDim, DType::kF32, 0.25f, cache.pool(), c.window};
   const Layers alone(shape, batch, 1);
   run_layers(alone, 1);
   for (const int64_t threads : {2, 3, 4}) {
@@ -142,6 +147,51 @@ void equal_to_one_thread(const Case& c) {
   }
 }
 
+// Of a split plan, of a step of one token: the chunks that its window reaches, and no more.
+void windows_cut_the_work() {
+  const Cache cache(1, 2);
+  const Batch batch({399}, {1});
+  for (const auto& [window, chunks] :
+       {std::pair{0, 7}, {1, 1}, {16, 1}, {17, 2}, {80, 2}, {81, 3}, {400, 7}, {401, 7}}) {
+    begin_case("a window of %d positions", window);
+    AttentionPlan plan;
+    plan.build({4, 2, kDim, DType::kF32, 0.25f, cache.pool(), window}, batch.view(), 4);
+    CHECK(plan.tasks() == 2 * chunks, "%d tasks, not %d for each of 2 heads",
+          static_cast<int>(plan.tasks()), chunks);
+  }
+}
+
+// Every token by the definition, in double precision.
+void by_definition(int64_t start, int64_t tokens, int64_t window) {
+  begin_case("%d tokens from %d on, a window of %d", static_cast<int>(tokens),
+             static_cast<int>(start), static_cast<int>(window));
+  const Cache cache(1, 1);
+  const Batch batch({start}, {tokens});
+  const AttentionShape shape{1, 1, kDim, DType::kF32, 0.25f, cache.pool(), window};
+  const Layers layers(shape, batch, 1);
+  run_layers(layers, 1);
+  for (int64_t t = 0; t < tokens; ++t) {
+    const int64_t position = start + t, first = std::max<int64_t>(0, position - window + 1);
+    std::vector<double> out(kDim);
+    double sum = 0;
+    for (int64_t j = first; j <= position; ++j) {
+      double score = 0;
+      for (int64_t i = 0; i < kDim; ++i) {
+        score += 0.25 * layers.rows[0][at(t * kDim + i)] * cache.keys[at(j * kDim + i)];
+      }
+      sum += std::exp(score);
+      for (int64_t i = 0; i < kDim; ++i) {
+        out[at(i)] += std::exp(score) * cache.values[at(j * kDim + i)];
+      }
+    }
+    for (int64_t i = 0; i < kDim; ++i) {
+      const double found = layers.rows[1][at(t * kDim + i)], want = out[at(i)] / sum;
+      CHECK(std::fabs(found - want) < 1e-5, "token %d: %g, not %g", static_cast<int>(t), found,
+            want);
+    }
+  }
+}
+
 }  // namespace
 }  // namespace bitnet::test
 
@@ -156,5 +206,12 @@ int main() {
   equal_to_one_thread({4, 4, starts, tokens, Case::kWhole});
   starts[7] = 300, tokens[7] = 90, tokens[8] = 0;  // a prompt's chunk, and one with nothing to do
   equal_to_one_thread({4, 4, starts, tokens, Case::kBoth});
+  equal_to_one_thread({4, 2, {399}, {1}, Case::kSplit, 100});
+  equal_to_one_thread({4, 2, {397, 70}, {3, 3}, Case::kSplit, 150});
+  equal_to_one_thread({4, 4, starts, tokens, Case::kBoth, 10});
+  equal_to_one_thread({4, 4, starts, tokens, Case::kBoth, 70});
+  windows_cut_the_work();
+  for (const int64_t window : {1, 2, 15, 63, 64, 65, 130, 399}) by_definition(0, 400, window);
+  for (const int64_t window : {1, 63, 64, 65, 200}) by_definition(350, 50, window);
   return finish("test_attention_plan");
 }

@@ -98,6 +98,7 @@ struct Model {
     m.post_norms = true;
     m.local_rope = {norms.data(), 1.0f};
     layers[1].local_rope = true;
+    layers[1].window = 7;
   }
 
   // Two adapters of the ranks 3 and 20 beside some projections: the first sequence has the second
@@ -194,7 +195,7 @@ bool equal(const std::vector<float>& a, const std::vector<float>& b) {
   return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
 }
 
-// extras: adapters, norms inside and behind projections, dropped neurons, two ropes.
+// extras: adapters, norms inside and behind projections, dropped neurons, two ropes, a window.
 void same_on_every_number_of_threads(const KernelTable& table, int64_t tokens, int64_t kept,
                                      bool extras) {
   StepState state;

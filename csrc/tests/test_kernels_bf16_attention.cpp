@@ -62,7 +62,8 @@ std::vector<float> spread_floats(Random& random, int64_t n) {
 // States of `rows` query rows over one chunk.
 std::vector<float> attend(const KernelTable& table, const std::vector<float>& query, int64_t rows,
                           int64_t per_token, const Rows& keys, const Rows& values,
-                          int64_t positions, int64_t first_visible, float scale) {
+                          int64_t positions, int64_t first_visible, float scale,
+                          int64_t first_hidden = kNothingHidden) {
   const int64_t dim = keys.dim;
   std::vector<float> states(at(rows * attention_state_floats(dim)));
   std::vector<float> scratch(at(attention_scratch_floats(rows, dim)),
@@ -78,7 +79,8 @@ std::vector<float> attend(const KernelTable& table, const std::vector<float>& qu
                                 .positions = positions,
                                 .first_visible = first_visible,
                                 .scale = scale,
-                                .next = nullptr};
+                                .next = nullptr,
+                                .first_hidden = first_hidden};
   table.attend_chunk(chunk, scratch.data(), states.data());
   CHECK(equal_in_panels<uint16_t>(table, chunk, 0x7fc0, scratch, states.data()),
         "%d positions in panels give other states than in rows", static_cast<int>(positions));
@@ -221,6 +223,39 @@ void rows_are_independent(const KernelTable& table) {
   }
 }
 
+// Beside others, over a chunk whose positions outside of a row's window hold no numbers, as alone.
+void windows(const KernelTable& table) {
+  constexpr int64_t kDim = 40;
+  for (const int64_t rows : {1, 2, 3, 4, 7, 29}) {
+    for (const int64_t window : {35, 40, 51}) {
+      for (const int64_t first : {1, 36, 45, 64}) {  // positions up to the first row's token
+        const int64_t hidden = std::min(first - window, 63 - (rows - 1));
+        begin_case("%s bf16 attention, %d rows, a window of %d, first sees %d", table.name,
+                   int(rows), int(window), int(first));
+        Random random(static_cast<uint64_t>(rows * 100 + window));
+        const std::vector<float> query = cached(random_floats(random, Flavour::kUnit, rows * kDim));
+        const std::vector<float> numbers = cached(random_floats(random, Flavour::kUnit, 64 * kDim));
+        const Rows keys = rows_of(numbers, kDim), values = keys;
+        const std::vector<float> all =
+            attend(table, query, rows, 1, keys, values, 64, first, 0.3f, hidden);
+        for (int64_t r = 0; r < rows; ++r) {
+          const int64_t begin = std::max<int64_t>(0, hidden + r);
+          const int64_t end = std::min<int64_t>(first + r, 64);
+          std::vector<float> seen = numbers;
+          std::fill(seen.begin(), seen.begin() + begin * kDim, NAN);
+          std::fill(seen.begin() + end * kDim, seen.end(), INFINITY);
+          const std::vector<float> one(query.begin() + r * kDim, query.begin() + (r + 1) * kDim);
+          const std::vector<float> alone = attend(table, one, 1, 1, rows_of(seen, kDim),
+                                                  rows_of(seen, kDim), 64, end, 0.3f, begin);
+          CHECK(std::memcmp(&all[at(r) * alone.size()], alone.data(),
+                            alone.size() * sizeof(float)) == 0,
+                "row %d differs from the same row alone", int(r));
+        }
+      }
+    }
+  }
+}
+
 // ---- small numbers ------------------------------------------------------------------------------
 
 void written(const KernelTable& table) {
@@ -273,6 +308,7 @@ int main() {
   for (const bitnet::KernelTable* table : tables_under_test()) {
     order(*table);
     rows_are_independent(*table);
+    windows(*table);
     written(*table);
     flushing_changes_nothing(*table);
   }

@@ -98,6 +98,11 @@ Attended attend(const KernelTable& table, const std::vector<float>& query, int64
     table.attend_chunk(causal, scratch.data(), seen.data());
     CHECK(equal_in_panels<int8_t>(table, causal, 77, scratch, seen.data()),
           "%d positions in panels give other causal states", static_cast<int>(positions));
+    AttentionChunk windowed = causal;  // and whose first ones do not see the first ones
+    windowed.first_hidden = std::min({positions / 2, windowed.first_visible - 1, positions - rows});
+    table.attend_chunk(windowed, scratch.data(), seen.data());
+    CHECK(equal_in_panels<int8_t>(table, windowed, 77, scratch, seen.data()),
+          "%d positions in panels give other states in a window", static_cast<int>(positions));
     if (begin > 0) table.merge_attention(rows, dim, later.data(), result.states.data());
   }
   return result;

@@ -166,7 +166,6 @@ REMARKS = {
     "bitcpm-llama": "without activation quantisation",
     "bitcpm-minicpm": "code shipped with a checkpoint is never run",
     "bitnet-embedding-270m": "norms inside projections multiply by w, not by 1 + w",
-    "gemma3": "layers with a window of 512 positions",
 }
 
 

@@ -7,7 +7,6 @@ spellings of a config, windows, adapters, and the senses that no config states.
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -23,10 +22,7 @@ from bitnet_ops.convert import ConvertError, convert, convert_gguf
 from bitnet_ops.language_model import load
 from bitnet_ops.loading.weights import load_model
 from bitnet_ops.models import Decoder
-from bitnet_ops.models.step_batch import SequenceStep, StepBatch
-from bitnet_ops.nn.kv_cache import CacheCapacityError, KVCache
-from bitnet_ops.nn.kv_config import KVCacheConfig
-from bitnet_ops.nn.kv_pool import KVPool
+from bitnet_ops.nn.kv_cache import KVCache
 from bitnet_ops.nn.lora import Adapter, LoraWeight
 from bitnet_ops.nn.rotary import local_rotary, rotary
 from gguf_bytes import gguf, key
@@ -183,7 +179,18 @@ def test_gemma_layers_by_pattern() -> None:
     assert config(GEMMA, **changes).scalings.local == (0, 1, 2, 3, 4, 6, 7)
     assert config(GEMMA, **changes, sliding_window_pattern=2).scalings.local == (0, 2, 4, 6)
     full = config(GEMMA, layer_types=["full_attention"] * 2)
-    assert full.scalings.window is None and full.max_position_embeddings == 2048
+    assert full.windows == () and full.scalings.local == ()
+
+
+def test_gemma_windows() -> None:
+    """Of the layers that turn by the local base; published ones have 512 positions."""
+    assert config(GEMMA).windows == (5, 0) and config(GEMMA).max_position_embeddings == 2048
+    assert config(GEMMA, sliding_window=512).windows == (512, 0)
+    assert config(GEMMA, sliding_window=...).windows == (4096, 0)
+    with pytest.raises(UnsupportedModelError, match="sliding_window to be a positive integer"):
+        config(GEMMA, sliding_window=0)
+    with pytest.raises(UnsupportedModelError, match="num_hidden_layers at most 65536"):
+        config(GEMMA, layer_types=..., num_hidden_layers=10**9)
 
 
 @pytest.mark.parametrize(
@@ -215,23 +222,13 @@ def gemma(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
     return load_model(folder / "out" / "model.bin")
 
 
-def test_texts_end_where_a_window_would_begin_to_matter(gemma: Decoder) -> None:
-    """512 tokens see each other in every layer; the next one is refused on every path."""
-    assert gemma.config.max_position_embeddings == 512
-    ids = torch.zeros(1, 512, dtype=torch.int64)
-    with pytest.raises(CacheCapacityError, match="max_position_embeddings 512"):
-        KVCache(gemma.config, 1, 513)
-    cache = KVCache(KVCacheConfig(600, 2, 1, 256, "float32"))
-    gemma(ids, cache, 1)
-    words = "expected texts of at most 512 tokens, got position 512"
-    with pytest.raises(ValueError, match=words):
-        gemma(ids[:, :1], cache)
-    with pytest.raises(ValueError, match=words):
-        gemma.hidden(ids[:, :1], cache)
-    pool = KVPool(gemma.config, 40, 16, torch.float32)
-    batch = StepBatch.of([SequenceStep([0] * 513, 0, list(range(40)))], 16)
-    with pytest.raises(ValueError, match=words):
-        gemma.step(batch, pool)
+def test_texts_go_on_beyond_the_window(gemma: Decoder) -> None:
+    """A token's logits are those of the text before it, whatever the chunks: 600 tokens."""
+    ids = torch.randint(0, GEMMA.vocab, (1, 600), generator=torch.Generator().manual_seed(2))
+    whole = gemma(ids, KVCache(gemma.config, 1, 600, torch.float32))
+    cache = KVCache(gemma.config, 1, 600, torch.float32)
+    parts = [gemma(part, cache) for part in ids.split([511, 1, 1, 87], dim=1)]
+    assert torch.equal(torch.cat(parts, dim=1), whole)
 
 
 def test_the_step_is_the_composition_of_ops(gemma: Decoder) -> None:
@@ -292,5 +289,3 @@ def test_texts_become_vectors(tmp_path: Path) -> None:
     vectors = load(tmp_path / "out").embed(["a text", "another"])
     assert vectors.shape == (2, EMBEDDING.hidden)
     assert (vectors.norm(dim=1) - 1).abs().max() < 1e-5
-    text = json.loads((tmp_path / "out" / "report.json").read_text())["remarks"]
-    assert any("texts end there" in remark for remark in text)

@@ -101,14 +101,25 @@ def rotate(x, frequencies, factor):
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
-def causal_attention(q, k, v, scale=None):
+def window_of(family, layer):
+    """How many positions a token of the layer sees, itself included; None: all before it."""
+    extra, sliding = family.config_extra, False
+    if "layer_types" in extra:
+        sliding = extra["layer_types"][layer] == "sliding_attention"
+    elif extra.get("use_sliding_window"):
+        sliding = layer >= extra["max_window_layers"]
+    return extra["sliding_window"] if sliding else None
+
+
+def causal_attention(q, k, v, scale=None, window=None):
     """q [T, H, d], k and v [T, KV, d] -> [T, H * d]; scale None: 1 / sqrt(d)."""
     tokens, heads, d = q.shape
     group, output = heads // k.shape[1], torch.empty_like(q)
-    future = torch.ones(tokens, tokens, dtype=torch.bool).triu(1)
+    back = torch.arange(tokens)[:, None] - torch.arange(tokens)  # from a token to another
+    unseen = (back < 0) | (back >= (tokens if window is None else window))
     for head in range(heads):
         scores = q[:, head] @ k[:, head // group].T * (d**-0.5 if scale is None else scale)
-        weights = scores.masked_fill(future, float("-inf")).softmax(dim=-1)
+        weights = scores.masked_fill(unseen, float("-inf")).softmax(dim=-1)
         output[:, head] = weights @ v[:, head // group]
     return output.reshape(tokens, heads * d)
 
@@ -205,11 +216,10 @@ class Network:
         if family.gemma:
             scale = family.config_extra["query_pre_attn_scalar"] ** -0.5
             if family.config_extra["layer_types"][layer] == "sliding_attention":
-                assert tokens <= family.config_extra["sliding_window"]
                 rope = local_rotary(family)
         q, k = rotate(q, *rope), rotate(k, *rope)
         v = v.reshape(tokens, family.kv_heads, family.head_dim)
-        a = causal_attention(q, k, v, scale)
+        a = causal_attention(q, k, v, scale, window_of(family, layer))
         if family.sub_norms:
             a = self._sub_norm(a, get("self_attn.attn_sub_norm"))
         return self._linear(get, "self_attn.o_proj", a, margins)

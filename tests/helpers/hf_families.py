@@ -112,9 +112,9 @@ def _folded(network):
             "lm_head": embedding / (_MINICPM.hidden / 64)}  # fmt: skip
 
 
-def _gemma(local, theta):
+def _gemma(local, theta):  # published windows have 512 positions: 5 are less than any text here
     return {
-        "query_pre_attn_scalar": 256, "sliding_window": 512, "rope_local_base_freq": local,
+        "query_pre_attn_scalar": 256, "sliding_window": 5, "rope_local_base_freq": local,
         "layer_types": ["sliding_attention", "full_attention"], "rope_theta": theta,
         "max_position_embeddings": 2048, "attn_logit_softcapping": None,
         "final_logit_softcapping": None,

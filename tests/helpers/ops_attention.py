@@ -19,7 +19,7 @@ from op_changes import (
     to,
     value,
 )
-from op_schema import named
+from op_schema import named, positional
 from op_spec import Call, Rejections, spec
 from op_values import (
     CACHE_DTYPES,
@@ -76,6 +76,16 @@ def _dequantized(cache: Tensor, scale: Tensor | None) -> Tensor:
     return wide if scale is None else wide * scale.to(torch.float64)[..., None]
 
 
+def with_window(op: str, args: Arguments, window: int) -> Arguments:
+    return positional(op, **{**named(op, args), "window": window})
+
+
+def seen_from(position: int, window: int) -> slice:
+    """The positions that a token at `position` sees: all up to itself, or the last `window`."""
+    first = position - window + 1 if window else 0
+    return slice(max(first, 0), position + 1)
+
+
 def attention(
     query: Tensor,
     key_cache: Tensor,
@@ -84,6 +94,7 @@ def attention(
     scale: float,
     key_scale: Tensor | None = None,
     value_scale: Tensor | None = None,
+    window: int = 0,
 ) -> Tensor:
     """F [B, T, H, D] over caches [B, KV, L, D] -> query.dtype [B, T, H, D]."""
     key_cache, value_cache = (
@@ -95,7 +106,7 @@ def attention(
     for b, start in enumerate(start_positions.tolist()):
         for t in range(query.shape[1]):
             for h in range(query.shape[2]):
-                visible = slice(0, start + t + 1)
+                visible = seen_from(start + t, window)
                 keys = key_cache[b, h // heads_per_kv, visible]
                 values = value_cache[b, h // heads_per_kv, visible]
                 scores = keys @ query[b, t, h].to(torch.float64) * scale
@@ -109,7 +120,9 @@ def attention_over_bfloat16(
     value_cache: Tensor,
     start_positions: Tensor,
     scale: float,
-    *no_scales: None,
+    key_scale: None = None,
+    value_scale: None = None,
+    window: int = 0,
 ) -> Tensor:
     """`attention` with the roundings of the definition to bfloat16: of queries and of weights.
 
@@ -121,9 +134,10 @@ def attention_over_bfloat16(
     for b, start in enumerate(start_positions.tolist()):
         for t in range(query.shape[1]):
             for h in range(query.shape[2]):
-                visible = slice(0, start + t + 1)
+                visible = seen_from(start + t, window)
                 scores = key_cache[b, h // group, visible].double() @ wide[b, t, h] * scale
-                tops = torch.cat([c.max().expand(len(c)) for c in scores.split(64)])
+                chunks = torch.arange(visible.start, visible.stop) // 64
+                tops = torch.stack([scores[chunks == c].max() for c in chunks])
                 weights = rounded(torch.exp(scores - tops).float(), BF16).double()
                 weights *= torch.exp(tops - scores.max())
                 values = value_cache[b, h // group, visible].double()
@@ -134,8 +148,9 @@ def attention_over_bfloat16(
 def attention_bound(args: Arguments, expected: Tensor) -> Tensor:
     if expected.numel() == 0:
         return torch.zeros(expected.shape, dtype=torch.float64)
-    if len(args) > 5:
-        return int8_attention_bound(args, expected)
+    if len(args) > 5 and args[5] is not None:
+        return int8_attention_bound(args[:7], expected)
+    args = args[:5]  # a window leaves out terms of what follows
     if args[1].dtype == torch.bfloat16:
         return bfloat16_attention_bound(args, expected)
     query, key_cache, value_cache, starts, scale = args
@@ -230,6 +245,24 @@ def _attention_samples() -> Built:
     yield "long", lambda g: attention_arguments(g, length=70, tokens=2, batch=1)
     yield "no_tokens", lambda g: attention_arguments(g, tokens=0)
     yield "no_batch", lambda g: attention_arguments(g, batch=0)
+    for cache in KV_DTYPES:
+        for window in (5, 70):
+            yield (
+                f"window_of_{window}_over_{dtype_name(cache)}",
+                lambda g, c=cache, w=window: with_window(
+                    "attention",
+                    attention_arguments(
+                        g, batch=1, tokens=90, length=150, heads=3, kv_heads=1, cache_dtype=c
+                    ),
+                    w,
+                ),
+            )
+    yield (
+        "decode_in_a_window",
+        lambda g: with_window(
+            "attention", attention_arguments(g, tokens=1, length=300, cache_dtype=BF16), 100
+        ),
+    )
     yield "strided_query", lambda g: (
         lambda q, *rest: (strided(q), *rest)
     )(*attention_arguments(g))  # fmt: skip
@@ -272,6 +305,7 @@ _ATTENTION_REJECTIONS: Rejections = [
     ),
     ({"scale": value(float("nan"))}, "scale", "finite, got nan"),
     ({"scale": value(float("inf"))}, "scale", "finite, got inf"),
+    ({"window": value(-1)}, "window", "at least 0 (none), got -1"),
 ]  # fmt: skip
 _ATTENTION_INT8_REJECTIONS: Rejections = [
     ({"key_scale": value(None)}, "key_scale", "int8 caches, got none"),

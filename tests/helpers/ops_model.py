@@ -146,7 +146,8 @@ def decode_step(o: Any, a: Any) -> Tensor:
         # whose codes behind it bear no bound: bfloat16's coarse roundings must be the definition's
         coarse = o is reference and caches[0].dtype == torch.bfloat16
         attend = attention_over_bfloat16 if coarse else o.attention
-        mixed = attend(query, *caches, positions, a.scale, *scales_of_caches).flatten(2)
+        seen_by = [*scales_of_caches, a.windows[layer] if a.windows else 0]
+        mixed = attend(query, *caches, positions, a.scale, *seen_by).flatten(2)
         mixed = mixed if sub is None else o.rms_norm(mixed, sub, sub_eps)
         x = x + added(project(3, mixed), post_o)
         if plain:
@@ -198,6 +199,7 @@ def decode_step_arguments(
     dropped: int = 0,
     post_norms: bool = False,
     local_layers: Sequence[int] = (),
+    windows: Sequence[int] = (),
 ) -> Arguments:
     """row_scales, group_scales: the projections, by place, with one a row, or a row and group.
 
@@ -224,6 +226,8 @@ def decode_step_arguments(
         extras["post_norms"] = True
     if local_layers:
         extras |= {"local_inv_freq": frequencies(head_dim) / 3, "local_layers": list(local_layers)}
+    if windows:
+        extras["windows"] = list(windows)
     if adapters:
         seen = [*shapes[:6], (hidden, inner + dropped)]
         extras |= lora_arguments(g, layers, seen, adapters)
@@ -350,9 +354,10 @@ EXTRAS: dict[str, Named] = {
     "dropped_and_norms_inside": {"dropped": 20, "linear_norm_eps": 1e-6, "dtype": torch.bfloat16},
     "gemma": {
         "post_norms": True, "qk_norms": True, "linear_norm_eps": 1e-6, "sub_norms": False,
-        "activation": "gelu_pytorch_tanh", "local_layers": (0,),
+        "activation": "gelu_pytorch_tanh", "local_layers": (0,), "windows": (3, 0),
     },
-    "everything": {"dropped": 3, "post_norms": True, "local_layers": (1,),
+    "windows": {"windows": (5, 2)},
+    "everything": {"windows": (0, 4), "dropped": 3, "post_norms": True, "local_layers": (1,),
         "group_scales": (0, 1, 2, 6), "row_scales": (3,), "biased": (1, 3, 6), "qk_norms": True,
         "sub_norm_eps": 1e-3, "hidden": 140, "weight_format": "2bit", "dtype": torch.bfloat16,
     },
@@ -482,7 +487,7 @@ spec(
         "no layers": _no_layers,
         "no layers int4": lambda g: _no_layers(g, head=("int4", 64)),
     },
-    list_lengths={"biased": 3, "scale_sizes": 7, "grouped": 3, "local_layers": 1},
+    list_lengths={"biased": 3, "scale_sizes": 7, "grouped": 3, "local_layers": 1, "windows": 1},
     empty={
         "layers": lambda: (
             torch.empty(0, 1, 8), [random_packed(torch.Generator(), 4, 1)], torch.ones(1, 7),

@@ -50,6 +50,7 @@ _EXTRAS = (
     "post_norms",
     "local_inv_freq",
     "local_layers",
+    "windows",
 )
 
 
@@ -106,6 +107,7 @@ def model_step(o: Any, a: Any) -> Tensor:
             a.linear_norm_eps, a.lora_weights, a.lora_ranks, a.lora_scalings,
             None if a.lora_indices is None else a.lora_indices[i : i + 1], a.grouped,
             a.activation_format, a.dropped_neurons, a.post_norms, a.local_inv_freq, a.local_layers,
+            a.windows,
         )  # fmt: skip
         for pool, cache in zip(pools, caches, strict=True):
             if pool is not None:
@@ -248,6 +250,8 @@ _MODEL_STEP_REJECTIONS: Rejections = [
     ({"post_norms": lambda a: True}, "norm_weights", "of shape [564], got [424]"),
     ({"local_layers": lambda a: [0]}, "local_layers", "empty without local_inv_freq, got 1"),
     ({"local_inv_freq": lambda a: torch.ones(8)}, "local_layers", "with local_inv_freq, got 0"),
+    ({"windows": lambda a: [4, 4]}, "windows", "of 1 layers, or empty, got 2 windows"),
+    ({"windows": lambda a: [-1]}, "windows", "at least 0 (none), got -1"),
     ({**_INT8, "key_scale": lambda a: None}, "key_scale", "with int8 caches, got none"),
     ({**_INT8, "value_scale": lambda a: a["key_scale"]}, "value_scale", "in its own memory"),
     ({**_INT8, "value_scale": lambda a: _scales(a)[:, 1:]}, "value_scale", "shape [1, 8, 4, 2]"),
@@ -284,5 +288,5 @@ spec(
     mutates=frozenset(POOLS),
     overlapping=lambda g, dtype: model_step_arguments(g, cache_dtype=dtype, head=("int8", 128)),
     huge={"int4": lambda g: _step_call(g, head=("int4", 64))},
-    list_lengths={"biased": 3, "scale_sizes": 7, "grouped": 3, "local_layers": 1},
+    list_lengths={"biased": 3, "scale_sizes": 7, "grouped": 3, "local_layers": 1, "windows": 1},
 )  # fmt: skip

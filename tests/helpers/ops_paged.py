@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cache_panels import in_panels, moved, panel_samples, rows_of
+from cache_panels import PANEL_DTYPES, in_panels, moved, panel_samples, rows_of
 from op_changes import (
     BF16,
     F32,
@@ -37,7 +37,13 @@ from op_values import (
     strided,
     transposed,
 )
-from ops_attention import OF_KV_TYPES, attention_bound, cache_memory, kv_cache_update
+from ops_attention import (
+    OF_KV_TYPES,
+    attention_bound,
+    cache_memory,
+    kv_cache_update,
+    with_window,
+)
 
 POOLS = ("key_pool", "value_pool", "key_scale", "value_scale")
 
@@ -124,8 +130,7 @@ def _rectangular(a: SimpleNamespace) -> Iterator[tuple[slice, Arguments]]:
         pools = [gathered(getattr(a, name), slots) for name in POOLS]
         query = a.query[tokens][None]
         start = torch.tensor([length - query.shape[1]])
-        scales = [] if pools[2] is None else pools[2:]
-        yield tokens, (query, *pools[:2], start, a.scale, *scales)
+        yield tokens, (query, *pools[:2], start, a.scale, *pools[2:], a.window)
 
 
 def paged_attention(o: Any, a: Any) -> Tensor:
@@ -184,6 +189,22 @@ def _paged_attention_samples() -> Built:
         paged_attention_arguments, 1, (16, 64, 80), (16, 48, 128),
         new=(1, 70, 3), lengths=(65, 131, 30),
     )  # fmt: skip
+    long = {"new": (1, 70, 3), "lengths": (165, 131, 30), "block_size": 16}
+    for cache in KV_DTYPES:
+        name = f"window_over_{dtype_name(cache)}"
+        yield name, lambda g, c=cache: with_window(
+            "paged_attention", paged_attention_arguments(g, **long, cache_dtype=c), 66
+        )  # fmt: skip
+    for cache in PANEL_DTYPES:
+        name = f"window_over_panels_of_{dtype_name(cache)}"
+        yield (
+            name,
+            lambda g, c=cache: with_window(
+                "paged_attention",
+                in_panels(paged_attention_arguments(g, **long, cache_dtype=c), 1),
+                21,
+            ),
+        )
     yield "slots", lambda g: paged_attention_arguments(g, block_size=1, kv_heads=1, heads=1)
     yield "heads_outermost", lambda g: _in_another_order(
         paged_attention_arguments(g, new=(2, 70), lengths=(90, 71), block_size=64), (0, 2, 1, 3)
@@ -264,6 +285,7 @@ _PAGED_ATTENTION_REJECTIONS: Rejections = [
         {"layout": value("panels")},
         "layout", '"rows" unless the pool is bfloat16 or int8, got "panels" of float32',
     ),
+    ({"window": value(-7)}, "window", "at least 0 (none), got -7"),
 ]  # fmt: skip
 _PANELS_REJECTIONS: Rejections = [
     (

@@ -127,6 +127,8 @@ DECODE_STEP_REJECTIONS: Rejections = [
     ({"post_norms": lambda a: True}, "norm_weights", "of shape [564], got [424]"),
     ({"local_layers": lambda a: [0]}, "local_layers", "empty without local_inv_freq, got 1"),
     ({"local_inv_freq": lambda a: torch.ones(8)}, "local_layers", "with local_inv_freq, got 0"),
+    ({"windows": lambda a: [4, 4]}, "windows", "of 1 layers, or empty, got 2 windows"),
+    ({"windows": lambda a: [-1]}, "windows", "at least 0 (none), got -1"),
     ({"local_inv_freq": lambda a: torch.ones(7)}, "local_inv_freq", "of shape [8], got [7]"),
     (
         {"local_inv_freq": lambda a: torch.ones(8), "local_layers": lambda a: [1]},

@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from bitnet_ops import ops
 from cache_panels import PANEL_DTYPES
@@ -25,14 +26,18 @@ KV_HEADS, HEAD_DIM, HIDDEN, LAYERS = 2, 16, 64, 2
 
 
 class Subject:
-    """A tiny model, sequences, and what each gives alone, one token after the other."""
+    """A tiny model, sequences, and what each gives alone, one token after the other.
 
-    def __init__(self, kv_dtype: torch.dtype) -> None:
+    windows: of its layers, none or all of them.
+    """
+
+    def __init__(self, kv_dtype: torch.dtype, windows: tuple[int, ...]) -> None:
         g = torch.Generator().manual_seed(5)
-        self.kv_dtype = kv_dtype
+        self.kv_dtype, self.windows = kv_dtype, windows
         arguments = decode_step_arguments(
             g, layers=LAYERS, hidden=HIDDEN, heads=4, kv_heads=KV_HEADS, head_dim=HEAD_DIM, batch=1,
             inner=96, length=max(LENGTHS), weight_format="2bit", cache_dtype=kv_dtype,
+            windows=windows,
         )  # fmt: skip
         self.model: dict[str, Any] = named("decode_step", arguments)
         cache_names = ("key_cache", "value_cache", "key_scale", "value_scale")
@@ -50,12 +55,26 @@ class Subject:
             ]
             self.alone.append(torch.cat(rows))
 
+    @property
+    def poison(self) -> float:
+        """What must never be read: NaN, or codes with the scale NaN."""
+        return 77 if self.kv_dtype in SCALED_KV_DTYPES else float("nan")
+
+    def spoil(self, pools: dict[str, Any], blocks: Tensor, length: int) -> None:
+        """Poison the blocks of a sequence that lie before the windows of all tokens to come."""
+        size = pools["key_pool"].shape[2]
+        for block in blocks[: max(length + 1 - max(self.windows), 0) // size].tolist():
+            for name in ("key_pool", "value_pool"):
+                pools[name][:, block] = self.poison
+            for name in ("key_scale", "value_scale"):
+                if pools[name] is not None:
+                    pools[name][:, block] = float("nan")
+
     def pools(self, blocks: int, size: int) -> dict[str, Any]:
-        """Full of what must never be read: NaN, or codes with the scale NaN."""
+        """Full of what must never be read."""
         shape = LAYERS, blocks, KV_HEADS, size, HEAD_DIM
         scaled = self.kv_dtype in SCALED_KV_DTYPES
-        fill = 77 if scaled else float("nan")
-        pools = [torch.full(shape, fill, dtype=self.kv_dtype).transpose(2, 3) for _ in "kv"]
+        pools = [torch.full(shape, self.poison, dtype=self.kv_dtype).transpose(2, 3) for _ in "kv"]
         scales = [torch.full(p.shape[:-1], float("nan")) if scaled else None for p in pools]
         return dict(
             zip(("key_pool", "value_pool", "key_scale", "value_scale"), [*pools, *scales],
@@ -68,7 +87,8 @@ def layouts(dtype: torch.dtype, size: int) -> tuple[str, ...]:
     return ("rows", "panels") if dtype in PANEL_DTYPES and size % 16 == 0 else ("rows",)
 
 
-SUBJECTS = {dtype: Subject(dtype) for dtype in KV_DTYPES}
+WINDOWS = (), (20, 7), (37, 37)  # of the layers
+SUBJECTS = {(dtype, windows): Subject(dtype, windows) for dtype in KV_DTYPES for windows in WINDOWS}
 
 
 @st.composite
@@ -97,7 +117,7 @@ def test_logits_do_not_depend_on_the_schedule(
     kv_dtype: torch.dtype, schedule: tuple[int, int, list[list[tuple[int, int]]]]
 ) -> None:
     size, seed, calls = schedule
-    subject = SUBJECTS[kv_dtype]
+    subject = SUBJECTS[kv_dtype, WINDOWS[seed % len(WINDOWS)]]
     columns = [-(-n // size) for n in LENGTHS]
     order = torch.randperm(sum(columns) + 1, generator=torch.Generator().manual_seed(seed))
     table = torch.full((len(LENGTHS), max(columns)), -1)  # what is not needed is not looked at
@@ -127,3 +147,5 @@ def test_logits_do_not_depend_on_the_schedule(
         )  # fmt: skip
         expected = torch.cat([subject.alone[s][p] for s, p in zip(rows, positions, strict=True)])
         assert torch.equal(logits, expected)
+        for s in rows if subject.windows else []:
+            subject.spoil(pools, table[s], done[s])

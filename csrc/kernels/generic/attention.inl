@@ -87,13 +87,13 @@ template <DType kType, int R, int J>
   }
 }
 
-// Scores of R queries and `count` keys; prefetches keys, then values.
+// Scores of R queries and keys [begin, count); prefetches keys, then values.
 template <DType kType, int R>
-void score_rows(const AttentionChunk& c, const float* query, int64_t padded, int64_t count,
-                bool first_group, float* scores) {
+void score_rows(const AttentionChunk& c, const float* query, int64_t padded, int64_t begin,
+                int64_t count, bool first_group, float* scores) {
   constexpr int J = 8 / R;
   const int64_t run = c.positions * c.stride_bytes;
-  int64_t j = 0;
+  int64_t j = begin;
   for (; j + J <= count; j += J) {
     if (first_group) {
       prefetch_run(c.keys, run, c.values, j * c.stride_bytes + kPrefetchBytes, J * c.stride_bytes);
@@ -107,18 +107,25 @@ void score_rows(const AttentionChunk& c, const float* query, int64_t padded, int
   }
 }
 
-// How many positions of the chunk a row sees.
+// Behind the last position of the chunk that a row sees.
 inline int64_t positions_seen(const AttentionChunk& c, int64_t row) {
   const int64_t visible = c.first_visible + row / c.rows_per_token;
   return visible < c.positions ? visible : c.positions;
 }
 
-// scores [count] -> exp(scores - max), rounded as caches of that type want it, zeros up to the next
-// multiple of 16.  state gets the maximum and the sum.
+// The first one it sees.
+inline int64_t positions_hidden(const AttentionChunk& c, int64_t row) {
+  const int64_t hidden = c.first_hidden + row / c.rows_per_token;
+  return hidden > 0 ? hidden : 0;
+}
+
+// scores [begin, count) -> exp(scores - max), rounded as caches of that type want it, zeros before
+// them and up to the next multiple of 16.  state gets the maximum and the sum.
 template <DType kWeights = DType::kF32>
-void softmax_scores(float* scores, int64_t count, float* state) {
+void softmax_scores(float* scores, int64_t begin, int64_t count, float* state) {
   const float infinity = __builtin_inff();
   const int64_t whole = (count + 15) / 16 * 16;
+  for (int64_t j = 0; j < begin; ++j) scores[j] = -infinity;
   for (int64_t j = count; j < whole; ++j) scores[j] = -infinity;
   F32x16 best = set1(-infinity);
   for (int64_t j = 0; j < whole; j += 16) best = max(best, load_n(scores + j, 16));
@@ -130,8 +137,9 @@ void softmax_scores(float* scores, int64_t count, float* state) {
     const F32x16 w = exp_f32(sub(load_n(scores + j, 16), shift));
     store_n(scores + j, kWeights == DType::kBF16 ? cached_bf16(w) : w, 16);
   }
-  for (int64_t j = 0; weightless && j < count; ++j)
+  for (int64_t j = begin; weightless && j < count; ++j)
     scores[j] = scores[j] == scores[j] ? 0 : scores[j];
+  for (int64_t j = 0; j < begin; ++j) scores[j] = 0.0f;
   for (int64_t j = count; j < whole; ++j) scores[j] = 0.0f;
   F32x16 sum = zero();
   for (int64_t j = 0; j < whole; j += 16) sum = add(sum, load_n(scores + j, 16));
@@ -201,32 +209,48 @@ void weigh_rows(const AttentionChunk& c, const float* weights, int64_t begin, in
   }
 }
 
+// The positions that all of R rows see; where there are none, nothing at the end of the first
+// row's.
+struct CommonRange {
+  int64_t begin, end;
+};
+inline CommonRange seen_by_all(int64_t last_hidden, int64_t first_seen) {
+  return {last_hidden < first_seen ? last_hidden : first_seen, first_seen};
+}
+
 // R rows from `row` on.
 template <DType kType, int R>
 void attend_rows(const AttentionChunk& c, int64_t row, float* scratch, float* states) {
   const int64_t padded = attention_padded(c.dim), stride = attention_state_floats(c.dim);
   float* query = scratch + R * kAttentionChunk;
   float* state = states + row * stride;
-  int64_t seen[R];
+  int64_t seen[R], hidden[R];
   for (int r = 0; r < R; ++r) {
     seen[r] = positions_seen(c, row + r);
+    hidden[r] = positions_hidden(c, row + r);
     for (int64_t i = 0; i < padded; i += 16) {
       const F32x16 q = load_n(c.query + (row + r) * c.dim + i, c.dim - i);
       store_n(query + r * padded + i, mix<kType>(q), 16);
       store_n(state + r * stride + i, zero(), 16);
     }
   }
-  score_rows<kType, R>(c, query, padded, seen[R - 1], row == 0, scratch);
+  score_rows<kType, R>(c, query, padded, hidden[0], seen[R - 1], row == 0, scratch);
   for (int r = 0; r < R; ++r) {
     float* scores = scratch + r * kAttentionChunk;
-    for (int64_t j = 0; j < seen[r]; j += 16) {
+    for (int64_t j = hidden[0] / 16 * 16; j < seen[r]; j += 16) {
       store_n(scores + j, mul(set1(c.scale), load_n(scores + j, 16)), 16);
     }
-    softmax_scores(scores, seen[r], state + r * stride + padded);
+    softmax_scores(scores, hidden[r], seen[r], state + r * stride + padded);
   }
-  weigh_rows<kType, R>(c, scratch, 0, seen[0], row == 0, state, stride);
+  const CommonRange all = seen_by_all(hidden[R - 1], seen[0]);
+  for (int r = 0; r < R; ++r) {  // positions that the last row does not see
+    weigh_rows<kType, 1>(c, scratch + r * kAttentionChunk, hidden[r], all.begin, false,
+                         state + r * stride, stride);
+  }
+  weigh_rows<kType, R>(c, scratch, all.begin, all.end, row == 0, state, stride);
   for (int r = 0; r < R; ++r) {  // positions that the first row does not see
-    weigh_rows<kType, 1>(c, scratch + r * kAttentionChunk, seen[0], seen[r], false,
+    const int64_t begin = hidden[r] > all.end ? hidden[r] : all.end;
+    weigh_rows<kType, 1>(c, scratch + r * kAttentionChunk, begin, seen[r], false,
                          state + r * stride, stride);
     for (int64_t i = 0; i < padded; i += 16) {
       float* acc = state + r * stride + i;

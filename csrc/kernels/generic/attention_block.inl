@@ -12,7 +12,7 @@ struct BlockScratch {
   float* values;  // [step][position][16]
   float* query;   // [rows, padded], if dim is no multiple of 16
   float* scores;  // [rows, kAttentionChunk]
-  int32_t* seen;  // [rows], how many positions each sees
+  int32_t* seen;  // [rows], behind the last position that each sees
 };
 
 BlockScratch split_scratch(const AttentionChunk& c, float* scratch) {
@@ -24,15 +24,16 @@ BlockScratch split_scratch(const AttentionChunk& c, float* scratch) {
   return {scratch, values, query, scores, seen};
 }
 
+// From the panel of position `begin` on.
 template <DType kType>
-void lay_out_keys(const AttentionChunk& c, float* keys) {
+void lay_out_keys(const AttentionChunk& c, int64_t begin, float* keys) {
   const int64_t padded = attention_padded(c.dim), steps = padded / 16;
-  for (int64_t j = 0; j < c.positions; j += 16) {
+  for (int64_t j = begin / 16 * 16; j < c.positions; j += 16) {
     for (int64_t s = 0; s < steps; ++s) {
       float tile[256];
       for (int64_t r = 0; r < 16; ++r) {
         F32x16 v = zero();
-        if (j + r < c.positions) {
+        if (j + r >= begin && j + r < c.positions) {
           v = load_as<kType>(row_at(c.keys, c.stride_bytes, j + r), 16 * s, c.dim - 16 * s);
         }
         store_n(tile + 16 * r, v, 16);
@@ -43,8 +44,8 @@ void lay_out_keys(const AttentionChunk& c, float* keys) {
 }
 
 template <DType kType>
-void lay_out_values(const AttentionChunk& c, float* values) {
-  for (int64_t j = 0; j < c.positions; ++j) {
+void lay_out_values(const AttentionChunk& c, int64_t begin, float* values) {
+  for (int64_t j = begin; j < c.positions; ++j) {
     const void* value = row_at(c.values, c.stride_bytes, j);
     for (int64_t i = 0; i < c.dim; i += 16) {
       store_n(values + i * kAttentionChunk + 16 * j, load_as<kType>(value, i, c.dim - i), 16);
@@ -88,14 +89,15 @@ void score_panel(const float* query, int64_t query_stride, const float* panel, i
   }
 }
 
-// acc[r] = sum_j weights[r][j] * values[j], j in [0, count), for R rows and one step of values.
+// acc[r] = sum_j weights[r][j] * values[j], j in [begin, end), for R rows and one step of values;
+// added to what acc holds unless it is the `first`.
 template <int R>
 [[gnu::always_inline]] inline void weigh_step(const float* weights, const float* values,
-                                              int64_t begin, int64_t end, float* acc,
+                                              int64_t begin, int64_t end, bool first, float* acc,
                                               int64_t acc_stride) {
   F32x16 sum[R];
 #pragma GCC unroll 16
-  for (int r = 0; r < R; ++r) sum[r] = begin == 0 ? zero() : load_n(acc + r * acc_stride, 16);
+  for (int r = 0; r < R; ++r) sum[r] = first ? zero() : load_n(acc + r * acc_stride, 16);
 #pragma GCC unroll 4
   for (int64_t j = begin; j < end; ++j) {
     const F32x16 v = load_n(values + 16 * j, 16);
@@ -122,27 +124,36 @@ void attend_block(const AttentionChunk& c, int64_t rows, float* scratch, float* 
     query = s.query;
   }
   for (int64_t r = 0; r < rows; ++r) s.seen[r] = static_cast<int32_t>(positions_seen(c, r));
-  lay_out_keys<kType>(c, s.keys);
-  lay_out_values<kType>(c, s.values);
-  for (int64_t j = 0; j < c.positions; j += 16) {
+  const int64_t begin = positions_hidden(c, 0);
+  lay_out_keys<kType>(c, begin, s.keys);
+  lay_out_values<kType>(c, begin, s.values);
+  for (int64_t j = begin / 16 * 16; j < c.positions; j += 16) {
     for (int64_t r = 0; r < rows; r += R) {
-      if (j >= s.seen[r + R - 1]) continue;
+      if (j >= s.seen[r + R - 1] || j + 16 <= positions_hidden(c, r)) continue;
       score_panel(query + r * padded, padded, s.keys + j * padded, padded, set1(c.scale),
                   s.scores + r * kAttentionChunk + j);
     }
   }
   for (int64_t r = 0; r < rows; ++r) {
-    softmax_scores(s.scores + r * kAttentionChunk, s.seen[r], states + r * stride + padded);
+    softmax_scores(s.scores + r * kAttentionChunk, positions_hidden(c, r), s.seen[r],
+                   states + r * stride + padded);
   }
   for (int64_t i = 0; i < padded; i += 16) {
     const float* values = s.values + i * kAttentionChunk;
     for (int64_t r = 0; r < rows; r += R) {
-      const int64_t common = s.seen[r];
-      weigh_step<R>(s.scores + r * kAttentionChunk, values, 0, common, states + r * stride + i,
-                    stride);
+      const int64_t first_hidden = positions_hidden(c, r);
+      const CommonRange all = seen_by_all(positions_hidden(c, r + R - 1), s.seen[r]);
+      const bool heads = first_hidden < all.begin;  // positions that the last row does not see
+      for (int64_t k = r; heads && k < r + R; ++k) {
+        weigh_step<1>(s.scores + k * kAttentionChunk, values, positions_hidden(c, k), all.begin,
+                      true, states + k * stride + i, stride);
+      }
+      weigh_step<R>(s.scores + r * kAttentionChunk, values, all.begin, all.end, !heads,
+                    states + r * stride + i, stride);
       for (int64_t k = r + 1; k < r + R; ++k) {
-        if (s.seen[k] == common) continue;
-        weigh_step<1>(s.scores + k * kAttentionChunk, values, common, s.seen[k],
+        if (s.seen[k] == all.end) continue;
+        const int64_t hidden = positions_hidden(c, k), from = hidden > all.end ? hidden : all.end;
+        weigh_step<1>(s.scores + k * kAttentionChunk, values, from, s.seen[k], false,
                       states + k * stride + i, stride);
       }
     }

@@ -66,14 +66,14 @@ template <int R, int J>
   }
 }
 
-// Dot products of R queries and `count` keys; prefetches keys, then values.
+// Dot products of R queries and keys [begin, count); prefetches keys, then values.
 template <int R>
-void dot_rows(const AttentionChunk& c, const int16_t* query, int64_t count, bool first_group,
-              int32_t* dots) {
+void dot_rows(const AttentionChunk& c, const int16_t* query, int64_t begin, int64_t count,
+              bool first_group, int32_t* dots) {
   constexpr int J = 8 / R;
   const int64_t run = c.positions * c.stride_bytes, padded = wide_padded(c.dim);
   const auto* keys = static_cast<const int8_t*>(c.keys);
-  int64_t j = 0;
+  int64_t j = begin;
   for (; j + J <= count; j += J) {
     const int64_t at = j * c.stride_bytes;
     if (first_group) prefetch_run(keys, run, c.values, at + kPrefetchBytes, J * c.stride_bytes);
@@ -84,20 +84,28 @@ void dot_rows(const AttentionChunk& c, const int16_t* query, int64_t count, bool
   }
 }
 
-// What a row's sums of values need: weights of 16 bits, zeros behind the positions it sees, and the
-// factor that makes values of their sums.  state gets the maximum and the sum of the softmax.
-float weigh_positions(const Int8Attention& cache, const int32_t* dots, float factor, int64_t count,
-                      int16_t* weights, float* state) {
+// What a row's sums of values need: weights of 16 bits, zeros beside the positions [begin, count)
+// that it sees, and the factor that makes values of their sums.  state gets the maximum and the sum
+// of the softmax.
+float weigh_positions(const Int8Attention& cache, const int32_t* dots, float factor, int64_t begin,
+                      int64_t count, int16_t* weights, float* state) {
   float w[kAttentionChunk];
-  const int64_t whole = (count + 15) / 16 * 16;
-  for (int64_t j = 0; j < whole; j += 16) {
+  const int64_t first = begin / 16 * 16, whole = (count + 15) / 16 * 16;
+  for (int64_t j = first; j < whole; j += 16) {
     const F32x16 scale = mul(set1(factor), load_n(cache.key_scale + j, count - j));
     store_n(w + j, mul(from_i32_n(dots + j, count - j), scale), 16);
   }
-  softmax_scores(w, count, state);
+  softmax_scores(w, begin, count, state);
   F32x16 best = zero();
-  for (int64_t j = 0; j < whole; j += 16) {
-    const F32x16 u = mul(load_n(w + j, 16), load_n(cache.value_scale + j, count - j));
+  for (int64_t j = first; j < whole; j += 16) {
+    F32x16 value_scale = load_n(cache.value_scale + j, count - j);
+    if (j < begin) {  // 0 times an infinity would be a NaN
+      float seen[16];
+      store_n(seen, value_scale, 16);
+      for (int64_t i = 0; i < begin - j; ++i) seen[i] = 0.0f;
+      value_scale = load_n(seen, 16);
+    }
+    const F32x16 u = mul(load_n(w + j, 16), value_scale);
     best = max_abs_bits(best, u);
     store_n(w + j, u, 16);
   }
@@ -133,19 +141,23 @@ template <int R, int B>
   }
 }
 
-// acc[r][i ..] of B steps from one element on: sums over `count` positions times the row's factor.
-// `width` elements of every step are wanted.
+// acc[r][i ..] of B steps from one element on: sums over positions [begin, count) times the row's
+// factor.  `width` elements of every step are wanted.
 template <int R, int B>
 [[gnu::noinline]] void sum_strip(const int16_t* weights, const float* factors, const int8_t* values,
-                                 int64_t stride, int64_t count, int64_t width, float* acc,
-                                 int64_t acc_stride) {
+                                 int64_t stride, int64_t begin, int64_t count, int64_t width,
+                                 float* acc, int64_t acc_stride) {
   CacheSum sums[R * B][kCacheAccs];
 #pragma GCC unroll 8
   for (int k = 0; k < R * B; ++k) {
 #pragma GCC unroll 4
     for (int p = 0; p < kCacheAccs; ++p) sums[k][p] = CacheSum{};
   }
-  int64_t j = 0;
+  int64_t j = begin;
+  if (j % 2 != 0) {  // a first position at an odd place: the one before it has the weight zero
+    sum_pair<R, B>(weights + j - 1, values + j * stride, values + j * stride, sums);
+    ++j;
+  }
   for (; j + 2 <= count; j += 2) {
     const int8_t* a = values + j * stride;
     sum_pair<R, B>(weights + j, a, a + stride, sums);
@@ -166,8 +178,8 @@ template <int R, int B>
 
 // The same over all of dim; prefetches what this thread reads next.
 template <int R>
-void sum_rows(const AttentionChunk& c, const int16_t* weights, const float* factors, int64_t count,
-              bool first_group, float* acc, int64_t acc_stride) {
+void sum_rows(const AttentionChunk& c, const int16_t* weights, const float* factors, int64_t begin,
+              int64_t count, bool first_group, float* acc, int64_t acc_stride) {
   constexpr int B = R == 1 ? 4 : R == 2 ? 2 : 1;
   const int64_t run = c.positions * c.stride_bytes;
   const auto* values = static_cast<const int8_t*>(c.values);
@@ -179,18 +191,20 @@ void sum_rows(const AttentionChunk& c, const int16_t* weights, const float* fact
   int64_t i = 0;
   for (; B > 1 && i + B * kCacheStep <= c.dim; i += B * kCacheStep) {
     ask(i, B * kCacheStep);
-    sum_strip<R, B>(weights, factors, values + i, c.stride_bytes, count, kCacheStep, acc + i,
+    sum_strip<R, B>(weights, factors, values + i, c.stride_bytes, begin, count, kCacheStep, acc + i,
                     acc_stride);
   }
   for (; i + kCacheStep <= c.dim; i += kCacheStep) {
     ask(i, kCacheStep);
-    sum_strip<R, 1>(weights, factors, values + i, c.stride_bytes, count, kCacheStep, acc + i,
+    sum_strip<R, 1>(weights, factors, values + i, c.stride_bytes, begin, count, kCacheStep, acc + i,
                     acc_stride);
   }
   if (i < c.dim) {
     int8_t last[kAttentionChunk * kCacheStep];
-    copy_last_step(values, c.stride_bytes, count, i, c.dim, last);
-    sum_strip<R, 1>(weights, factors, last, kCacheStep, count, c.dim - i, acc + i, acc_stride);
+    copy_last_step(values + begin * c.stride_bytes, c.stride_bytes, count - begin, i, c.dim,
+                   last + begin * kCacheStep);
+    sum_strip<R, 1>(weights, factors, last, kCacheStep, begin, count, c.dim - i, acc + i,
+                    acc_stride);
   }
 }
 
@@ -202,19 +216,20 @@ void attend_int8_rows(const AttentionChunk& c, int64_t row, float* states) {
   alignas(64) int32_t dots[R * kAttentionChunk];
   alignas(64) int16_t weights[R * kAttentionChunk];
   float factors[R];
-  const int64_t most = positions_seen(c, row + R - 1);
+  const int64_t from = positions_hidden(c, row), most = positions_seen(c, row + R - 1);
   // The scales of the next chunk lie behind this one's but for the last chunk of a head.
   for (int64_t i = 0; row == 0 && c.next != nullptr && i < kAttentionChunk; i += 16) {
     prefetch_l2(c.int8.key_scale + kAttentionChunk + i);
     prefetch_l2(c.int8.value_scale + kAttentionChunk + i);
   }
-  dot_rows<R>(c, c.int8.query + row * wide_padded(c.dim), most, row == 0, dots);
+  dot_rows<R>(c, c.int8.query + row * wide_padded(c.dim), from, most, row == 0, dots);
   for (int r = 0; r < R; ++r) {
-    factors[r] = weigh_positions(c.int8, dots + r * kAttentionChunk,
-                                 c.int8.query_scale[row + r] * c.scale, positions_seen(c, row + r),
-                                 weights + r * kAttentionChunk, state + r * stride + padded);
+    factors[r] =
+        weigh_positions(c.int8, dots + r * kAttentionChunk, c.int8.query_scale[row + r] * c.scale,
+                        positions_hidden(c, row + r), positions_seen(c, row + r),
+                        weights + r * kAttentionChunk, state + r * stride + padded);
   }
-  sum_rows<R>(c, weights, factors, most, row == 0, state, stride);
+  sum_rows<R>(c, weights, factors, from, most, row == 0, state, stride);
 }
 
 void attend_quads(const AttentionChunk& c, float* states);

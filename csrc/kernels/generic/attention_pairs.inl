@@ -179,20 +179,23 @@ template <int P, int R, int B, class Values>
   }
 }
 
-// out[r][16 step ..] of B steps: sums over the first `count` positions.
+// out[r][16 step ..] of B steps: sums over positions [begin, count).
 template <int R, int B, class Values>
-[[gnu::noinline]] void weigh_pairs(const float* weights, Values values, int64_t step, int64_t count,
-                                   float* out, int64_t out_stride) {
+[[gnu::noinline]] void weigh_pairs(const float* weights, Values values, int64_t step, int64_t begin,
+                                   int64_t count, float* out, int64_t out_stride) {
   alignas(64) float first[R * B * 16], sums[R * B * 16];
   for (int i = 0; i < R * B; ++i) store_n(sums + 16 * i, zero(), 16);
-  for (int64_t j = 0; j < count; j += kPairGroup) {
+  for (int64_t j = begin / kPairGroup * kPairGroup; j < count; j += kPairGroup) {
     const int64_t end = j + kPairGroup < count ? j + kPairGroup : count;
-    const int64_t from = j / 2, both = end / 2;  // a last position may lack the odd one
+    const int64_t start = j < begin ? begin : j;
+    // a last position may lack the odd one, the first one the even one
+    const int64_t from = (start + 1) / 2, both = end / 2;
     F32x16 acc[R * B];
     clear(acc);
     if constexpr (kBothChains<R * B>) {
       F32x16 odd[R * B];
       clear(odd);
+      if (start % 2 != 0) weigh_pair_step<1, R, B>(weights, values, step, start / 2, odd);
 #pragma GCC unroll 4
       for (int64_t i = from; i < both; ++i) {
         values.template ask<B>(i, step);
@@ -211,7 +214,7 @@ template <int R, int B, class Values>
       store_chain(acc, first);
       clear(acc);
 #pragma GCC unroll 4
-      for (int64_t i = from; i < both; ++i) {
+      for (int64_t i = start / 2; i < both; ++i) {
         weigh_pair_step<1, R, B>(weights, values, step, i, acc);
       }
       add_chains(first, acc, sums);
@@ -249,6 +252,7 @@ struct PairChunk {
     for (int64_t i = 0; i < kChunkPanels; ++i) hints[i] = keys[i];
     values.ask_no_more();
   }
+  int64_t hidden() const { return positions_hidden(c, 0); }  // from every row
   int64_t steps() const { return attention_padded(c.dim) / 16; }
   int64_t pairs() const { return (c.dim + 1) / 2; }
   int64_t panel_floats() const { return 16 * ((pairs() + 15) / 16 * 16); }
@@ -259,7 +263,8 @@ PairChunk<Values> pair_chunk(const AttentionChunk& c, float* scratch) {
   const int64_t padded = attention_padded(c.dim);
   while (reinterpret_cast<uintptr_t>(scratch) % 64 != 0) ++scratch;  // whole cache lines
   float* query = scratch + 2 * kAttentionChunk * padded;
-  return {c, {}, {}, scratch, query, query + (c.rows + 4) * padded, 0, {}};
+  const int64_t laid_out = positions_hidden(c, 0) / 16 * 16;
+  return {c, {}, {}, scratch, query, query + (c.rows + 4) * padded, laid_out, {}};
 }
 
 PairChunk<RowValues> chunk_of_rows(const AttentionChunk& c, float* scratch) {
@@ -281,7 +286,7 @@ PairChunk<RowValues> chunk_of_rows(const AttentionChunk& c, float* scratch) {
   // the last step of the last position may not be read.
   auto* values = reinterpret_cast<char*>(chunk.panels + kAttentionChunk * attention_padded(c.dim));
   chunk.values = {values, values, 32, 32 * kAttentionChunk};
-  for (int64_t j = 0; j < c.positions; ++j) {
+  for (int64_t j = chunk.hidden(); j < c.positions; ++j) {
     const auto* row = static_cast<const char*>(row_at(c.values, c.stride_bytes, j));
     for (int64_t i = 0; i < c.dim; i += 16) {
       char* to = values + 32 * j + 2 * kAttentionChunk * i;
@@ -315,16 +320,17 @@ void lay_out_panel(PairChunk<Values>& chunk) {
   const AttentionChunk& c = chunk.c;
   const int64_t j = chunk.laid_out, row_bytes = 2 * c.dim;
   const int64_t rows = j + 16 < c.positions ? 16 : c.positions - j;
+  const int64_t first = chunk.hidden() > j ? chunk.hidden() - j : 0;
   const auto* keys = static_cast<const char*>(row_at(c.keys, c.stride_bytes, j));
   float* panel = chunk.panels + j / 16 * chunk.panel_floats();
   for (int64_t i = 0; i < row_bytes; i += 64) {
     const void* words = keys + i;
     int64_t stride = c.stride_bytes;
     alignas(64) char tile[16 * 64];
-    if (rows < 16 || i + 64 > row_bytes) {
+    if (first > 0 || rows < 16 || i + 64 > row_bytes) {
       const int64_t bytes = i + 64 < row_bytes ? 64 : row_bytes - i;
       __builtin_memset(tile, 0, sizeof tile);
-      for (int64_t r = 0; r < rows; ++r) {
+      for (int64_t r = first; r < rows; ++r) {
         __builtin_memcpy(tile + 64 * r, keys + r * c.stride_bytes + i, bytes);
       }
       words = tile, stride = 64;
@@ -339,12 +345,12 @@ constexpr int pair_tiles(int rows) {
   return kPairTiles >= 8 * rows ? 4 : kPairTiles >= 4 * rows ? 2 : 1;
 }
 
-// Scores of R rows and the first `count` positions.
+// Scores of R rows and positions [begin, count).
 template <int R, class Values>
 void score_pair_rows(PairChunk<Values>& chunk, const float* query, int64_t query_stride,
-                     int64_t count) {
+                     int64_t begin, int64_t count) {
   constexpr int J = pair_tiles(R);
-  int64_t j = 0;
+  int64_t j = begin / 16 * 16;
   for (; J > 1 && j + 16 * (J - 1) < count; j += 16 * J) {
     while (chunk.laid_out < j + 16 * J) lay_out_panel(chunk);
     score_pairs<R, J>(query, query_stride, chunk.keys + j / 16, chunk.pairs(), chunk.c.scale,
@@ -357,17 +363,17 @@ void score_pair_rows(PairChunk<Values>& chunk, const float* query, int64_t query
   }
 }
 
-// Weighted values of R rows over the first `count` positions.
+// Weighted values of R rows over positions [begin, count).
 template <int R, class Values>
-void weigh_pair_rows(PairChunk<Values>& chunk, const float* weights, int64_t count, float* out,
-                     int64_t out_stride) {
+void weigh_pair_rows(PairChunk<Values>& chunk, const float* weights, int64_t begin, int64_t count,
+                     float* out, int64_t out_stride) {
   constexpr int B = pair_tiles(R);
   int64_t b = 0;
   for (; B > 1 && b + B <= chunk.steps(); b += B) {
-    weigh_pairs<R, B>(weights, chunk.values, b, count, out, out_stride);
+    weigh_pairs<R, B>(weights, chunk.values, b, begin, count, out, out_stride);
   }
   for (; b < chunk.steps(); ++b) {
-    weigh_pairs<R, 1>(weights, chunk.values, b, count, out, out_stride);
+    weigh_pairs<R, 1>(weights, chunk.values, b, begin, count, out, out_stride);
   }
 }
 
@@ -378,7 +384,7 @@ void attend_pair_rows(PairChunk<Values>& chunk, int64_t row, float* states) {
   const int64_t padded = attention_padded(c.dim), stride = attention_state_floats(c.dim);
   float* state = states + row * stride;
   const float* query = c.query + row * c.dim;
-  int64_t query_stride = c.dim, seen[R];
+  int64_t query_stride = c.dim, hidden[R], seen[R];
   if (c.dim % 2 != 0) {
     for (int r = 0; r < R; ++r) {
       __builtin_memcpy(chunk.query + r * padded, query + r * c.dim, sizeof(float) * c.dim);
@@ -386,21 +392,24 @@ void attend_pair_rows(PairChunk<Values>& chunk, int64_t row, float* states) {
     }
     query = chunk.query, query_stride = padded;
   }
-  for (int r = 0; r < R; ++r) seen[r] = positions_seen(c, row + r);
-  const int64_t most = seen[R - 1];
-  score_pair_rows<R>(chunk, query, query_stride, most);
+  for (int r = 0; r < R; ++r) {
+    hidden[r] = positions_hidden(c, row + r), seen[r] = positions_seen(c, row + r);
+  }
+  const int64_t from = hidden[0], most = seen[R - 1];
+  score_pair_rows<R>(chunk, query, query_stride, from, most);
   for (int r = 0; r < R; ++r) {
     float* scores = chunk.scores + r * kAttentionChunk;
-    softmax_scores<DType::kBF16>(scores, seen[r], state + r * stride + padded);
+    softmax_scores<DType::kBF16>(scores, hidden[r], seen[r], state + r * stride + padded);
     for (int64_t j = (seen[r] + 15) / 16 * 16; j < kAttentionChunk; ++j) scores[j] = 0.0f;
   }
   // What a row does not see weighs 0 and adds 0, unless it is infinite or a NaN.
-  if (seen[0] == most || finite_values(chunk.values, chunk.steps(), seen[0], most)) {
-    return weigh_pair_rows<R>(chunk, chunk.scores, most, state, stride);
+  if (finite_values(chunk.values, chunk.steps(), from, hidden[R - 1]) &&
+      finite_values(chunk.values, chunk.steps(), seen[0], most)) {
+    return weigh_pair_rows<R>(chunk, chunk.scores, from, most, state, stride);
   }
   for (int r = 0; r < R; ++r) {
-    weigh_pair_rows<1>(chunk, chunk.scores + r * kAttentionChunk, seen[r], state + r * stride,
-                       stride);
+    weigh_pair_rows<1>(chunk, chunk.scores + r * kAttentionChunk, hidden[r], seen[r],
+                       state + r * stride, stride);
   }
 }
 

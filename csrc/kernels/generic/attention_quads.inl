@@ -72,17 +72,18 @@ template <int R, int J>
   }
 }
 
-// out[r][16 step ..] of B steps: sums of the values at the first 4 * weights.quads positions at
-// most, times the row's factor.
+// out[r][16 step ..] of B steps: sums of the values at positions 4 * from .. 4 * fours, times the
+// row's factor.
 template <int R, int B>
 [[gnu::noinline]] void sum_quads(QuadFactors weights, const int32_t* excess, const float* factors,
                                  const char* const* values, const char* const* hints, int64_t dim,
-                                 int64_t fours, int64_t step, float* out, int64_t out_stride) {
+                                 int64_t from, int64_t fours, int64_t step, float* out,
+                                 int64_t out_stride) {
   constexpr int64_t kFours = kPanelPositions / 4;
   QuadSums acc[R * B];
 #pragma GCC unroll 16
   for (int i = 0; i < R * B; ++i) acc[i] = QuadSums{};
-  for (int64_t k = 0; k < fours; ++k) {
+  for (int64_t k = from; k < fours; ++k) {
     const int64_t at = k % kFours * 4 * dim + step * kQuadBytes;
     const char *line = values[k / kFours] + at, *hint = hints[k / kFours] + at;
     QuadWords words[B];
@@ -113,10 +114,10 @@ struct QuadPanels {
   }
 };
 
-// The keys of a chunk against R queries; `most`: positions that any of them sees.
+// The keys of a chunk against R queries; they see nothing beside positions [from, most).
 template <int R>
 void dot_panels(const AttentionChunk& c, const QuadPanels& panels, const int16_t* wide,
-                int64_t most, int32_t* dots) {
+                int64_t from, int64_t most, int32_t* dots) {
   constexpr int J = quad_tiles(R);
   alignas(64) int32_t words[R * kMaxInt8Dim / 2];
   int32_t excess[R];
@@ -125,7 +126,7 @@ void dot_panels(const AttentionChunk& c, const QuadPanels& panels, const int16_t
     excess[r] = quad_factors(wide + r * wide_padded(c.dim), c.dim, words + r * stride);
   }
   const QuadFactors query = {words, c.dim / 4, stride};
-  int64_t i = 0;
+  int64_t i = from / 16;
   for (; J > 1 && 16 * (i + J - 1) < most; i += J) {
     dot_quads<R, J>(query, excess, panels.keys + i, panels.beside + i, dots + 16 * i);
   }
@@ -145,25 +146,25 @@ void attend_quad_rows(const AttentionChunk& c, const QuadPanels& panels, int64_t
   alignas(64) int16_t weights[R * kAttentionChunk];
   int32_t excess[R];
   float factors[R];
-  const int64_t most = positions_seen(c, row + R - 1);
-  dot_panels<R>(c, panels, c.int8.query + row * wide_padded(c.dim), most, dots);
+  const int64_t from = positions_hidden(c, row), most = positions_seen(c, row + R - 1);
+  dot_panels<R>(c, panels, c.int8.query + row * wide_padded(c.dim), from, most, dots);
   for (int r = 0; r < R; ++r) {
     int16_t* own = weights + r * kAttentionChunk;
-    factors[r] =
-        weigh_positions(c.int8, dots + r * kAttentionChunk, c.int8.query_scale[row + r] * c.scale,
-                        positions_seen(c, row + r), own, state + r * stride + padded);
+    factors[r] = weigh_positions(
+        c.int8, dots + r * kAttentionChunk, c.int8.query_scale[row + r] * c.scale,
+        positions_hidden(c, row + r), positions_seen(c, row + r), own, state + r * stride + padded);
     excess[r] = quad_factors(own, kAttentionChunk, words + r * (kAttentionChunk / 2));
   }
   const QuadFactors rows = {words, kAttentionChunk / 4, kAttentionChunk / 2};
-  const int64_t fours = (most + 3) / 4, steps = c.dim / 16;
+  const int64_t fours = (most + 3) / 4, first = from / 4, steps = c.dim / 16;
   int64_t b = 0;
   for (; B > 1 && b + B <= steps; b += B) {
-    sum_quads<R, B>(rows, excess, factors, panels.values, panels.next, c.dim, fours, b, state,
-                    stride);
+    sum_quads<R, B>(rows, excess, factors, panels.values, panels.next, c.dim, first, fours, b,
+                    state, stride);
   }
   for (; b < steps; ++b) {
-    sum_quads<R, 1>(rows, excess, factors, panels.values, panels.next, c.dim, fours, b, state,
-                    stride);
+    sum_quads<R, 1>(rows, excess, factors, panels.values, panels.next, c.dim, first, fours, b,
+                    state, stride);
   }
 }
 

@@ -332,7 +332,8 @@ def attention_case(
     query_bhtd = query.transpose(1, 2)
 
     def decode(keys: Tensor, values: Tensor, *scales: Tensor) -> Tensor:
-        return ops.attention(query, keys, values, start, scale, *scales)
+        key_scale, value_scale = scales or (None, None)
+        return ops.attention(query, keys, values, start, scale, key_scale, value_scale)
 
     def torch_op(keys: Tensor, values: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(query_bhtd, keys, values, enable_gqa=True)

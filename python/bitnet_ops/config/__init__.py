@@ -30,6 +30,8 @@ from bitnet_ops.config.scalings import read_scalings
 from bitnet_ops.config.scheme import SchemeError, quantization_options
 from bitnet_ops.config.values import UnsupportedModelError as UnsupportedModelError
 from bitnet_ops.config.values import epsilon, flag, integer, reject
+from bitnet_ops.config.windows import KEYS as WINDOW_KEYS
+from bitnet_ops.config.windows import read_windows
 
 PRIVATE_BLOCK = "bitnet_ops"
 
@@ -45,6 +47,8 @@ class ModelConfig:
     `biases`: the projections of a layer that have one (Qwen2: q, k and v).
     `post_norms`: RMSNorm on what attention and MLP give, before it is added (Gemma 3).
     `scalings`: constant factors, and what single layers do otherwise (config/scalings.py).
+    `windows`: of every layer how many positions a token sees, itself included, 0: all before it;
+    empty where that is so in every layer (config/windows.py).
     `dropped_neurons`: of each layer the neurons of its MLP that are always zero and have no weights
     in the file (config/neurons.py); intermediate_size counts them. `whole_down`: down has columns
     for them all the same.
@@ -77,6 +81,7 @@ class ModelConfig:
     embedding_only: bool = False
     post_norms: bool = False
     scalings: Scalings = Scalings()
+    windows: tuple[int, ...] = ()
     dropped_neurons: Dropped = ()
     whole_down: bool = False
     notes: tuple[str, ...] = field(default=(), compare=False)
@@ -97,6 +102,10 @@ class ModelConfig:
         """What multiplies the attention scores."""
         scale = self.scalings.attention
         return float(self.head_dim**-0.5) if scale is None else scale
+
+    def window(self, layer: int) -> int:
+        """How many positions a token of the layer sees, itself included; 0: all before it."""
+        return self.windows[layer] if self.windows else 0
 
     @property
     def mlp_norm(self) -> str:
@@ -185,7 +194,7 @@ _MATHS: dict[str, tuple[tuple[Any, ...], str]] = {
     "qk_norm": ((False,), "norms on queries and keys"),
     "qk_layernorm": ((False,), "norms on queries and keys"),
     "use_rms_norm": ((False,), "an RMSNorm inside every linear layer"),
-    "use_sliding_window": ((False,), "sliding-window attention"),
+    "use_sliding_window": ((False,), "sliding-window attention in this architecture"),
     "attention_chunk_size": ((), "chunked attention"),
     "no_rope_layers": (([],), "layers without rotary embedding"),
     "partial_rotary_factor": ((1, 1.0), "rotary embedding of a part of each head"),
@@ -212,13 +221,18 @@ _MATHS: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 
 
+def _keys_of(family: Family | None) -> frozenset[str]:
+    """Keys that the family gives a meaning."""
+    return SCALING_KEYS[family.scalings] | WINDOW_KEYS[family.windows] if family else frozenset()
+
+
 def _reject_other_maths(config: Mapping[str, Any]) -> None:
     for name in ONEBIT.required:
         if config.get(name) is not None and family_of(config) is not ONEBIT:
             remedy = "that key belongs to the 1bitLLM architecture"
             raise reject(name, config[name], "to be absent for this architecture", remedy)
     family = family_of(config)
-    read = SCALING_KEYS[family.scalings] if family is not None and family.scalings else frozenset()
+    read = _keys_of(family)
     for name, (allowed, meaning) in _MATHS.items():
         value = None if name in read else config.get(name)
         if value is not None and value not in allowed:
@@ -227,7 +241,7 @@ def _reject_other_maths(config: Mapping[str, Any]) -> None:
     if "sliding_window" in read:
         return
     if config.get("use_sliding_window", True) and config.get("sliding_window") is not None:
-        remedy = "it asks for sliding-window attention, which is not implemented"
+        remedy = "this architecture has no sliding windows: which layers they are of is not clear"
         raise reject("sliding_window", config["sliding_window"], "to be absent", remedy)
     kinds = config.get("layer_types")
     if kinds is not None and (not isinstance(kinds, list) or set(kinds) - {"full_attention"}):
@@ -299,10 +313,9 @@ def _fields(config: Mapping[str, Any], family: Family) -> tuple[dict[str, Any], 
     only_embeds = classes is not None and classes[0].endswith("Model")
     head_dim = _head_dim(config, hidden, heads, family.head_dim)
     positions = integer(config, "max_position_embeddings", 2048)
-    scalings, config, more = read_scalings(config, family.scalings, hidden, positions)
+    windows = read_windows(config, family.windows)
+    scalings, config = read_scalings(config, family.scalings, hidden)
     theta, scaling, remarks = read_rope(config, family.rope_theta, head_dim, positions)
-    if scalings.window is not None:
-        positions = min(positions, scalings.window)
     fields = {
         "model_type": config["model_type"],
         "vocab_size": integer(config, "vocab_size"),
@@ -321,11 +334,12 @@ def _fields(config: Mapping[str, Any], family: Family) -> tuple[dict[str, Any], 
         "embedding_only": only_embeds,
         "post_norms": family.post_norms,
         "scalings": scalings,
+        "windows": windows,
         "bos_token_id": bos[0] if bos else None,
         "eos_token_ids": _token_ids(config, "eos_token_id"),
         **_norms_and_biases(config, family),
     }
-    return fields, (*remarks, *more)
+    return fields, remarks
 
 
 def _norms_and_biases(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
@@ -423,7 +437,7 @@ def _notes(config: Mapping[str, Any]) -> tuple[str, ...]:
         )
     for name, value in config.items():
         known = name in _READ or name in _HARMLESS or name in _MATHS
-        if known or name in SCALING_KEYS.get(str(config["model_type"]), ()) or value is None:
+        if known or name in _keys_of(family_of(config)) or value is None:
             continue
         remark = _REMARKS.get(name, "unknown here; ignored")
         notes.append(f"config key {name} = {str(value)[:60]}: {remark}")

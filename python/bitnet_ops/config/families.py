@@ -27,6 +27,7 @@ class Family:
     sub_norms, qk_norm, biases, post_norms: parts, as ModelConfig has them.
     norm_offset: what a norm multiplies by is this more than what a checkpoint stores.
     scalings: it has those of config/scalings.py, by the keys that are read there.
+    windows: layers may have sliding windows, as config/windows.py reads them.
     tied: what tie_word_embeddings means where config.json is silent.
     required: keys of config.json that must have these values.
     only_by_class: `classes` decide; model_type alone means another row.
@@ -48,6 +49,7 @@ class Family:
     post_norms: bool = False
     norm_offset: float = 0.0
     scalings: str = ""
+    windows: str = ""
     tied: bool = False
     required: Mapping[str, Any] = field(default_factory=dict)
     only_by_class: bool = False
@@ -100,6 +102,7 @@ FAMILIES = (
         ("Qwen2ForCausalLM", "Qwen2Model"),
         kv_heads_needed=True,
         biases=PROJECTIONS[:3],
+        windows="qwen",
     ),
     Family(
         "qwen3",
@@ -107,6 +110,7 @@ FAMILIES = (
         head_dim=128,
         kv_heads_needed=True,
         qk_norm=True,
+        windows="qwen",
         gguf=("qwen3",),
     ),
     Family(
@@ -127,6 +131,7 @@ FAMILIES = (
         post_norms=True,
         norm_offset=1.0,
         scalings="gemma3_text",
+        windows="gemma3",
         tied=True,
     ),
 )

@@ -13,18 +13,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from bitnet_ops.config.values import integer, number, positive, reject
+from bitnet_ops.config.windows import FULL, SLIDING, layer_kinds
 
 # family -> the keys of config.json that are read here
 KEYS: dict[str, frozenset[str]] = {
     "": frozenset(),
     "minicpm": frozenset({"scale_emb", "scale_depth", "dim_model_base", "mup_denominator"}),
     "gemma3_text": frozenset(
-        {"query_pre_attn_scalar", "sliding_window", "layer_types", "sliding_window_pattern",
-         "_sliding_window_pattern", "rope_local_base_freq", "hidden_activation"}
+        {"query_pre_attn_scalar", "rope_local_base_freq", "hidden_activation"}
     ),
-}  # fmt: skip
-_FULL, _SLIDING = "full_attention", "sliding_attention"
-_PATTERN = 6  # of Gemma 3: every sixth layer sees everything
+}
 
 
 @dataclass(frozen=True)
@@ -33,8 +31,6 @@ class Scalings:
 
     logits: what the last states are divided by. attention: of the scores, None: 1 / sqrt(head_dim).
     local_theta: the base of the rotary embedding of the layers `local`; None: they have no other.
-    window: some layers see no more positions than this; up to that many they see all, and longer
-    texts are rejected.
     """
 
     embedding: float = 1.0
@@ -43,18 +39,17 @@ class Scalings:
     attention: float | None = None
     local_theta: float | None = None
     local: tuple[int, ...] = ()
-    window: int | None = None
 
 
 def read_scalings(
-    config: Mapping[str, Any], kind: str, hidden: int, positions: int
-) -> tuple[Scalings, Mapping[str, Any], tuple[str, ...]]:
-    """(scalings, config.json with a rotary embedding that all layers share, remarks)."""
+    config: Mapping[str, Any], kind: str, hidden: int
+) -> tuple[Scalings, Mapping[str, Any]]:
+    """(scalings, config.json with a rotary embedding that all layers share)."""
     if kind == "minicpm":
-        return _minicpm(config, hidden), config, ()
+        return _minicpm(config, hidden), config
     if kind == "gemma3_text":
-        return _gemma(config, hidden, positions)
-    return Scalings(), config, ()
+        return _gemma(config, hidden)
+    return Scalings(), config
 
 
 def _stated(config: Mapping[str, Any], name: str) -> float:
@@ -80,59 +75,32 @@ def _minicpm(config: Mapping[str, Any], hidden: int) -> Scalings:
     )
 
 
-def _gemma(
-    config: Mapping[str, Any], hidden: int, positions: int
-) -> tuple[Scalings, Mapping[str, Any], tuple[str, ...]]:
-    layers = integer(config, "num_hidden_layers")
+def _gemma(config: Mapping[str, Any], hidden: int) -> tuple[Scalings, Mapping[str, Any]]:
     plain, local_theta = _gemma_rope(config)
-    local = tuple(i for i, kind in enumerate(_layer_types(config, layers)) if kind == _SLIDING)
-    remarks: tuple[str, ...] = ()
-    window = None
-    if local:
-        window = integer(config, "sliding_window", 4096)
-        if window < positions:
-            remarks = (
-                f"layers with a window of {window} positions: texts end there, since sliding "
-                "windows are not implemented and up to that length they see everything",
-            )
-        else:
-            window = None
+    kinds = layer_kinds(config, "gemma3")
+    local = tuple(i for i, kind in enumerate(kinds) if kind == SLIDING)
     scalings = Scalings(
         embedding=math.sqrt(hidden),
         attention=positive(config, "query_pre_attn_scalar", 256) ** -0.5,
         local_theta=local_theta if local else None,
         local=local,
-        window=window,
     )
-    return scalings, plain, remarks
+    return scalings, plain
 
 
 def _gemma_rope(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], float]:
     """(config with the rotary embedding of full layers, theta of the sliding ones)."""
     block = config.get("rope_parameters")
-    if not isinstance(block, Mapping) or not {_FULL, _SLIDING} & block.keys():
+    if not isinstance(block, Mapping) or not {FULL, SLIDING} & block.keys():
         return config, positive(config, "rope_local_base_freq", 10000.0)
-    unknown = block.keys() - {_FULL, _SLIDING}
+    unknown = block.keys() - {FULL, SLIDING}
     if unknown:
-        expected = f"to have {_FULL} and {_SLIDING} alone"
+        expected = f"to have {FULL} and {SLIDING} alone"
         raise reject("rope_parameters", sorted(unknown), expected, "repair config.json")
-    own = block.get(_SLIDING) or {}
+    own = block.get(SLIDING) or {}
     kind = own.get("rope_type", "default") if isinstance(own, Mapping) else own
     if kind != "default":
-        name = f"rope_parameters.{_SLIDING}.rope_type"
+        name = f"rope_parameters.{SLIDING}.rope_type"
         raise reject(name, kind, "'default'", "scaled rotary embedding there is not implemented")
-    theta = number(f"rope_parameters.{_SLIDING}.rope_theta", own.get("rope_theta", 10000.0))
-    return {**config, "rope_parameters": block.get(_FULL) or {}}, theta
-
-
-def _layer_types(config: Mapping[str, Any], layers: int) -> list[str]:
-    kinds = config.get("layer_types")
-    if kinds is None:
-        names = ("sliding_window_pattern", "_sliding_window_pattern")
-        name = next((name for name in names if config.get(name) is not None), names[0])
-        pattern = integer(config, name, _PATTERN)
-        return [_SLIDING if (i + 1) % pattern else _FULL for i in range(layers)]
-    if not isinstance(kinds, list) or len(kinds) != layers or set(kinds) - {_FULL, _SLIDING}:
-        expected = f"to be {layers} of {_FULL!r} and {_SLIDING!r}"
-        raise reject("layer_types", str(kinds)[:60], expected, "other layers are not implemented")
-    return kinds
+    theta = number(f"rope_parameters.{SLIDING}.rope_theta", own.get("rope_theta", 10000.0))
+    return {**config, "rope_parameters": block.get(FULL) or {}}, theta

@@ -225,7 +225,6 @@ class Decoder(nn.Module):
         are those of its sequence alone with its adapter, bit for bit. Raises ValueError on the name
         of an unknown adapter.
         """
-        self._check_window(batch.positions)
         if (step := self._whole_step()) is not None:
             sides = self.adapters.step_arguments(batch.adapter_names)
             return step(self._embed(batch.token_ids), batch, pool, self.head, sides)
@@ -233,11 +232,10 @@ class Decoder(nn.Module):
 
     def step_states(self, batch: StepBatch, pool: PagedPool) -> Tensor:
         """As step, but what the head would read: f32 [rows, hidden] after the last norm."""
-        self._check_window(batch.positions)
 
         def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             pool.update(i, k, v, batch.slot_mapping)
-            return pool.attend(i, q, batch, self._scale)
+            return pool.attend(i, q, batch, self._scale, self.config.window(i))
 
         owners = torch.repeat_interleave(batch.query_start_loc.diff())
         sides = self.adapters.sides(batch.adapter_names, owners)
@@ -350,15 +348,6 @@ class Decoder(nn.Module):
             raise ValueError(
                 f"model: expected a cache of {self.config.num_hidden_layers} layers, "
                 f"got {layers}; make it from this model's config"
-            )
-
-    def _check_window(self, positions: Tensor) -> None:
-        window = self.config.scalings.window
-        if window is not None and positions.numel() and int(positions.max()) >= window:
-            raise ValueError(
-                f"model: expected texts of at most {window} tokens, got position "
-                f"{int(positions.max())}; beyond that some layers would need sliding windows, "
-                "which are not implemented"
             )
 
     def _embed(self, input_ids: Tensor) -> Tensor:

@@ -83,6 +83,7 @@ class Step:
             "grouped": grouped,
             "activation_format": first[grouped[0]].activation_format if grouped else "int8",
             "post_norms": c.post_norms,
+            "windows": list(c.windows),
         }
         if (local := local_rotary(c)) is not None:
             self._model |= {"local_inv_freq": local, "local_layers": list(c.scalings.local)}

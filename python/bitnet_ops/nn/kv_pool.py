@@ -106,11 +106,14 @@ class PagedPool:
         pools = self.key_pool[layer], self.value_pool[layer]
         ops.paged_cache_update(*pools, key, value, slots, *self.scales(layer), self.layout)
 
-    def attend(self, layer: int, query: Tensor, batch: Attended, scale: float) -> Tensor:
+    def attend(
+        self, layer: int, query: Tensor, batch: Attended, scale: float, window: int = 0
+    ) -> Tensor:
         """`ops.paged_attention` of one layer: query F [tokens, H, D] -> F [tokens, H, D]."""
         pools = self.key_pool[layer], self.value_pool[layer]
         where = batch.query_start_loc, batch.seq_lens, batch.block_table
-        return ops.paged_attention(query, *pools, *where, scale, *self.scales(layer), self.layout)
+        scales = self.scales(layer)
+        return ops.paged_attention(query, *pools, *where, scale, *scales, self.layout, window)
 
 
 class KVPool(PagedPool):

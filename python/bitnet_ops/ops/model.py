@@ -125,13 +125,17 @@ def attention(
     scale: float,
     key_scale: Tensor | None = None,
     value_scale: Tensor | None = None,
+    window: int = 0,
 ) -> Tensor:
     """Causal grouped-query attention over a KV cache, prefill and decode alike.
 
     `softmax(scale * q k^T) v` in float32; token t of sequence b sees the cache positions
-    0 .. start_positions[b] + t; query head h reads key/value head h // (H / KV).
+    0 .. p = start_positions[b] + t, with a window p - window + 1 .. p; query head h reads key/value
+    head h // (H / KV).
     Positions are taken in chunks of 64, whose softmaxes are merged in ascending order, so a token's
-    result does not depend on how prefill was split. Positions that score -inf weigh nothing.
+    result does not depend on how prefill was split. Positions that score -inf weigh nothing. Chunks
+    before the window are not read and cost nothing; positions of its first chunk that lie before it
+    take no part, whatever they hold.
     Over int8 caches queries and weights become 16-bit integers and both sums are exact, so the
     result is off by those roundings alone. Over bfloat16 caches queries and weights become bfloat16
     (what is below 2^-55: 0) and sums run in the order of the matrix instruction TDPBF16PS: for
@@ -145,12 +149,13 @@ def attention(
         start_positions: int64 [B], how many tokens of each sequence came before.
         scale: multiplies the scores, usually 1 / sqrt(D).
         key_scale, value_scale: float32 [B, KV, L] with int8 caches, whose D is at most 512.
+        window: of a sliding window, how many positions a token sees, itself included; 0: all.
     Returns:
         query.dtype [B, T, H, D].
     Raises:
         RuntimeError: a wrong dtype or shape, H not a multiple of KV, a position beyond L, scales
-            without int8 caches or the other way round.
-    Source: Vaswani et al. 2017; GQA, arXiv 2305.13245.
+            without int8 caches or the other way round, a negative window.
+    Source: Vaswani et al. 2017; GQA, arXiv 2305.13245; windows as in Mistral 7B, arXiv 2310.06825.
     """
     return query.new_empty(query.shape)
 
@@ -201,6 +206,7 @@ def paged_attention(
     key_scale: Tensor | None = None,
     value_scale: Tensor | None = None,
     layout: str = "rows",
+    window: int = 0,
 ) -> Tensor:
     """Causal grouped-query attention of any sequences' new tokens over a pool of blocks.
 
@@ -227,11 +233,13 @@ def paged_attention(
             with the same results: in the place of 16 rows of a head, whose stride is then D, their
             numbers by words of w = 2 (bfloat16) or 4: keys [D / w, 16, w], values [16 / w, D, w].
             block_size and D are multiples of 16.
+        window: as of `attention`; blocks that lie wholly before it are not read, though the table
+            has to name some.
     Returns:
         query.dtype [tokens, H, D].
     Raises:
         RuntimeError: a wrong dtype or shape, H not a multiple of KV, a block outside the pool, a
-            table too narrow for a length.
+            table too narrow for a length, a negative window.
     Source: PagedAttention, arXiv 2309.06180; names as in vLLM.
     """
     return query.new_empty(query.shape)
@@ -309,6 +317,7 @@ def decode_step(
     post_norms: bool = False,
     local_inv_freq: Tensor | None = None,
     local_layers: Sequence[int] = (),
+    windows: Sequence[int] = (),
 ) -> Tensor:
     """All layers, the last norm and the head on new tokens: one call, one parallel region.
 
@@ -376,6 +385,7 @@ def decode_step(
         local_inv_freq: float32 [D/2], the frequencies of the layers in local_layers, whose
             attention factor is 1; None: every layer has those of inv_freq.
         local_layers: the layers that turn by local_inv_freq.
+        windows: the sliding window of each layer, as `attention` takes it; empty: no layer has one.
     Returns:
         float32 [B, T, vocab_size], the logits; with logits_to_keep that many tokens at most.
     Raises:
@@ -433,6 +443,7 @@ def model_step(
     local_inv_freq: Tensor | None = None,
     local_layers: Sequence[int] = (),
     layout: str = "rows",
+    windows: Sequence[int] = (),
 ) -> Tensor:
     """`decode_step` on the new tokens of any sequences, whose keys and values lie in blocks.
 
@@ -446,7 +457,7 @@ def model_step(
             vocab_size, sub_norms, activation, eps, inv_freq, attention_factor, scale, biases,
             biased, scale_sizes, qk_norms, sub_norm_eps, linear_norm_eps, lora_weights, lora_ranks,
             lora_scalings, grouped, activation_format, dropped_neurons, post_norms, local_inv_freq,
-            local_layers: as `decode_step` takes them.
+            local_layers, windows: as `decode_step` takes them.
         key_pool, value_pool: float32, bfloat16 or int8 [layers, blocks, block_size, KV, D] with any
             strides but a contiguous D; both are mutated.
         positions: int64 or int32 [tokens], where each token stands, for the rotation.

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from bitnet_ops.config.families import FAMILIES, Family
+from bitnet_ops.config.windows import FULL, SLIDING
 from bitnet_ops.convert.errors import reject
 from bitnet_ops.convert.gguf import rope
 from bitnet_ops.formats.gguf import is_strings
@@ -73,7 +74,6 @@ PERMUTED = ("self_attn.q_proj.weight", "self_attn.k_proj.weight")
 # Keys of an architecture that change the maths: the values that leave it as implemented.
 _MATHS: dict[str, tuple[Any, ...]] = {
     "use_parallel_residual": (False,),
-    "attention.sliding_window": (0,),
     "attention.causal": (True,),
     "attention.scale": (0.0,),
     "attention.clamp_kqv": (0.0,),
@@ -88,11 +88,12 @@ _MATHS: dict[str, tuple[Any, ...]] = {
     "pooling_type": (0,),
     **rope.FIXED,
 }
+_WINDOW, _PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
 _READ = {
     "context_length", "embedding_length", "block_count", "feed_forward_length", "vocab_size",
     "attention.head_count", "attention.head_count_kv", "attention.key_length",
     "attention.value_length", "attention.layer_norm_rms_epsilon", "rope.dimension_count",
-    "rope.freq_base", *rope.READ,
+    "rope.freq_base", _WINDOW, _PATTERN, *rope.READ,
 }  # fmt: skip
 SCALING_KEYS = frozenset({"embedding_scale", "residual_scale", "logit_scale"})  # of minicpm
 _SHOWN_KEYS = 32  # unknown keys that are named one by one
@@ -160,6 +161,7 @@ def hf_config(
     }
     if architecture.family.scalings == "minicpm":
         config |= keys.minicpm(hidden, config["num_hidden_layers"])
+    config |= keys.windows(architecture.family, config["num_hidden_layers"])
     if "rope.freq_base" not in keys:
         remarks.append("rope.freq_base is absent: 10000, as llama.cpp takes it")
     config["rope_theta"] = keys.decimal("rope.freq_base", 10000.0)
@@ -288,6 +290,30 @@ class _Keys:
             "scale_depth": self.decimal("residual_scale") * math.sqrt(layers),
             "dim_model_base": hidden / self.decimal("logit_scale"),
         }
+
+    def windows(self, family: Family, layers: int) -> dict[str, Any]:
+        """Sliding windows as config.json has them.
+
+        A window that no text outgrows is none. Another one needs a flag for each layer, as
+        llama.cpp has them where any layers may have windows; a number there, of the layers of a
+        period, it reads in two ways.
+        """
+        window, context = self._get(_WINDOW, 0), self.integer("context_length")
+        if type(window) is not int or window < 0:
+            reject("gguf-metadata", f"{self.name(_WINDOW)} as an integer", repr(window)[:60])
+        if window == 0 or window >= context:
+            return {}
+        if not family.windows:
+            expected = f"{self.name(_WINDOW)} to be absent, 0 or at least the context of {context}"
+            reject("gguf-maths", expected, repr(window), "this architecture has no windows: which "
+                   "layers it is of is not clear")  # fmt: skip
+        flags = self._metadata.get(self.name(_PATTERN))
+        if not isinstance(flags, np.ndarray) or flags.dtype != bool or len(flags) != layers:
+            expected = f"{self.name(_PATTERN)} as a flag for each of {layers} layers"
+            reject("gguf-maths", expected, repr(flags)[:60], "which layers have a window is not "
+                   "clear")  # fmt: skip
+        kinds = [SLIDING if flag else FULL for flag in flags.tolist()]
+        return {"use_sliding_window": True, "sliding_window": window, "layer_types": kinds}
 
     def reject_other_maths(self) -> list[str]:
         """Reject keys that ask for other maths; returns a remark for every unknown key."""

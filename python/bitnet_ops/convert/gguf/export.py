@@ -140,6 +140,7 @@ def architecture_for(model: ModelConfig) -> Architecture:
         name for name in ("linear_norms", "sub_norm_eps", "embedding_only") if getattr(model, name)
     ]
     odd += ["scalings"] if model.scalings != Scalings() else []
+    odd += ["sliding windows"] if model.windows else []
     if not names or odd:
         found = f"{model.model_type} with {model.hidden_act}, sub_norms {model.sub_norms}"
         found += f", {', '.join(odd)}" if odd else ""

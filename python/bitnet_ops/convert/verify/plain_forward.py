@@ -65,7 +65,7 @@ class PlainOracle:
             rope = self._rope
             if factors.local_theta is not None and layer in factors.local:
                 rope = self._local_rope
-            states = [self._block(x, get, rope) for x in states]
+            states = [self._block(x, get, rope, config.window(layer)) for x in states]
         states = [self._norm(x, self._dense("model.norm")) for x in states]
         head = embedding if config.tie_word_embeddings else self._dense("lm_head")
         return [x / factors.logits @ head.t() for x in states]
@@ -102,9 +102,9 @@ class PlainOracle:
 
         return get
 
-    def _block(self, x: Tensor, get: Get, rope: Rotary) -> Tensor:
+    def _block(self, x: Tensor, get: Get, rope: Rotary, window: int) -> Tensor:
         c = self._plan.config
-        a = self._attention(self._norm(x, get("input_layernorm.weight")), get, rope)
+        a = self._attention(self._norm(x, get("input_layernorm.weight")), get, rope, window)
         if not c.post_norms:
             x = x + a * c.scalings.residual
             y = self._mlp(self._norm(x, get("post_attention_layernorm.weight")), get)
@@ -134,7 +134,7 @@ class PlainOracle:
         scale = float(weight.abs().max()) if self._plan.scheme.bias_is_scaled else 1.0
         return y + get(f"{name}.bias") * scale
 
-    def _attention(self, h: Tensor, get: Get, rope: Rotary) -> Tensor:
+    def _attention(self, h: Tensor, get: Get, rope: Rotary, window: int) -> Tensor:
         c = self._plan.config
         q, k, v = (
             self._linear(h, f"self_attn.{p}_proj", get).view(len(h), -1, c.head_dim) for p in "qkv"
@@ -146,8 +146,11 @@ class PlainOracle:
         group = c.num_attention_heads // c.num_key_value_heads
         k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
         scores = torch.einsum("thd,shd->hts", q, k) * c.attention_scale
-        future = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1)
-        weights = scores.masked_fill(future, float("-inf")).softmax(-1)
+        everything = torch.ones(scores.shape[1:], dtype=torch.bool)
+        unseen = everything.triu(1)
+        if window:
+            unseen |= everything.tril(-window)
+        weights = scores.masked_fill(unseen, float("-inf")).softmax(-1)
         a = torch.einsum("hts,shd->thd", weights, v).reshape(len(h), -1)
         if c.sub_norms:
             a = self._norm(a, get("self_attn.attn_sub_norm.weight"), c.sub_norm_eps)

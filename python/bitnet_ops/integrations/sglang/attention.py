@@ -1,8 +1,9 @@
 """Our paged attention over SGLang's own pool, for any model of plain decoder layers.
 
 Keys and values are written and read where SGLang has them, a slot being a block of one position;
-torch_native gathers those of every request first. What our op does not do (sliding windows,
-logit caps, cross attention, other pools) goes to torch_native. Loaded when a backend is made.
+torch_native gathers those of every request first. What our op does not do (logit caps, cross
+attention, other pools) goes to torch_native, and so do SGLang's layers with a sliding window, which
+may have pools of their own. Loaded when a backend is made.
 """
 
 from __future__ import annotations
