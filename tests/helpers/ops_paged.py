@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cache_panels import PANEL_DTYPES, in_panels, moved, panel_samples, rows_of
+from cache_panels import in_panels, moved, panel_samples, rows_of, window_samples
 from op_changes import (
     BF16,
     F32,
@@ -37,13 +37,7 @@ from op_values import (
     strided,
     transposed,
 )
-from ops_attention import (
-    OF_KV_TYPES,
-    attention_bound,
-    cache_memory,
-    kv_cache_update,
-    with_window,
-)
+from ops_attention import OF_KV_TYPES, attention_bound, cache_memory, kv_cache_update
 
 POOLS = ("key_pool", "value_pool", "key_scale", "value_scale")
 
@@ -189,22 +183,9 @@ def _paged_attention_samples() -> Built:
         paged_attention_arguments, 1, (16, 64, 80), (16, 48, 128),
         new=(1, 70, 3), lengths=(65, 131, 30),
     )  # fmt: skip
-    long = {"new": (1, 70, 3), "lengths": (165, 131, 30), "block_size": 16}
-    for cache in KV_DTYPES:
-        name = f"window_over_{dtype_name(cache)}"
-        yield name, lambda g, c=cache: with_window(
-            "paged_attention", paged_attention_arguments(g, **long, cache_dtype=c), 66
-        )  # fmt: skip
-    for cache in PANEL_DTYPES:
-        name = f"window_over_panels_of_{dtype_name(cache)}"
-        yield (
-            name,
-            lambda g, c=cache: with_window(
-                "paged_attention",
-                in_panels(paged_attention_arguments(g, **long, cache_dtype=c), 1),
-                21,
-            ),
-        )
+    yield from window_samples(
+        paged_attention_arguments, 1, new=(1, 70, 3), lengths=(165, 131, 30), block_size=16
+    )
     yield "slots", lambda g: paged_attention_arguments(g, block_size=1, kv_heads=1, heads=1)
     yield "heads_outermost", lambda g: _in_another_order(
         paged_attention_arguments(g, new=(2, 70), lengths=(90, 71), block_size=64), (0, 2, 1, 3)

@@ -23,6 +23,7 @@ from bitnet_ops.language_model import load
 from bitnet_ops.models import Decoder
 from bitnet_ops.nn.kv_cache import KVCache
 from bitnet_ops.nn.kv_types import KV_DTYPES
+from hf_families import CASES
 from tiny_models import random_ids, tiny_model
 
 FP32_ROUNDING = 5e-6
@@ -30,26 +31,24 @@ WINDOW = 5
 KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
 
 
-def family(name: str, **extra: Any) -> hf_writer.Family:
-    """A Qwen of three layers, written as published ones are."""
+def family(base: str, name: str, **extra: Any) -> hf_writer.Family:
+    """A published Qwen with three layers, one scale a matrix, and windows."""
     return dataclasses.replace(
-        hf_writer.FAMILIES["llama-bitlinear"], name=f"windows-{name}", hidden=192, heads=4,
-        head_dim=64, layers=3, eps=1e-6, dtype="float32", vocab=260,
-        model_type="qwen2" if name == "qwen2" else "qwen3", qk_norm=name != "qwen2",
-        qkv_bias=name == "qwen2",
+        CASES[base].family, name=f"windows-{name}", layers=3, vocab=260, dtype="float32",
+        dense_ternary=False, quantized=True, scale_groups=False,
         config_extra={"use_sliding_window": True, "sliding_window": WINDOW, **extra},
     )  # fmt: skip
 
 
 FAMILIES = {
-    "behind a full layer": family("behind", max_window_layers=1),
-    "by layer_types": family("types", layer_types=KINDS, max_window_layers=3),
-    "qwen2": family("qwen2", max_window_layers=0),
+    "behind a full layer": family("bonsai", "behind", max_window_layers=1),
+    "by layer_types": family("bonsai", "types", layer_types=KINDS, max_window_layers=3),
+    "everywhere": family("qwen2-rms-norm-div", "everywhere", max_window_layers=0),
 }
 WINDOWS = {
     "behind a full layer": (0, WINDOW, WINDOW),
     "by layer_types": (WINDOW, 0, WINDOW),
-    "qwen2": (WINDOW,) * 3,
+    "everywhere": (WINDOW,) * 3,
 }
 
 
@@ -104,7 +103,7 @@ TEXT = random_ids(3, 1, 200)
 @pytest.fixture(scope="module", params=[5, 70])
 def model(request: pytest.FixtureRequest) -> Decoder:
     """Layers with a window of less than a chunk of attention, or of more, and one without."""
-    return tiny_model(family("tiny", layer_types=KINDS, sliding_window=request.param))
+    return tiny_model(family("bonsai", "tiny", layer_types=KINDS, sliding_window=request.param))
 
 
 def in_chunks(model: Decoder, kv_dtype: torch.dtype, *sizes: int) -> Tensor:
@@ -163,11 +162,11 @@ def windows(name: str, **changes: Any) -> tuple[int, ...]:
 def test_what_qwen_configs_mean() -> None:
     """As transformers' Qwen3Config reads them; one that is off may state a window."""
     off = {"use_sliding_window": False}
-    assert windows("qwen2", **off) == windows("qwen2", use_sliding_window=...) == ()
-    assert windows("qwen2", sliding_window=None) == ()
-    assert windows("qwen2", sliding_window=...) == (4096,) * 3
-    assert windows("qwen2", max_window_layers=...) == ()  # 28 layers in front have none
-    assert windows("qwen2", max_window_layers=2) == (0, 0, WINDOW)
+    assert windows("everywhere", **off) == windows("everywhere", use_sliding_window=...) == ()
+    assert windows("everywhere", sliding_window=None) == ()
+    assert windows("everywhere", sliding_window=...) == (4096,) * 3
+    assert windows("everywhere", max_window_layers=...) == ()  # 28 layers in front have none
+    assert windows("everywhere", max_window_layers=2) == (0, 0, WINDOW)
     assert windows("by layer_types", layer_types=["full_attention"] * 3) == ()
     assert windows("by layer_types", layer_types=["full_attention"] * 3, **off) == ()
 
