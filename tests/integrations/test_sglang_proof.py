@@ -205,3 +205,11 @@ def test_the_project_is_installed_as_a_wheel_and_only_after_a_change(tmp_path, m
         made.clear()
         venv.ensure(lambda text: None)
         assert made == expected
+
+
+def test_a_started_server_may_keep_its_bytecode(monkeypatch):
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    monkeypatch.setenv("KEPT", "1")
+    for stubs in (False, True):
+        env = prove.child_environment(stubs)
+        assert "PYTHONDONTWRITEBYTECODE" not in env and env["KEPT"] == "1"
