@@ -186,3 +186,30 @@ def test_digest_follows_the_sources(tmp_path, monkeypatch):
     second = environment.digest_of_sources()
     (tmp_path / "folder" / "b.txt").write_text("2")
     assert len({first, second, environment.digest_of_sources()}) == 3
+
+
+def test_the_project_is_installed_as_a_wheel_and_only_after_a_change(tmp_path, monkeypatch):
+    """Of the packages nothing is made again for an edit of the sources, and nothing is built."""
+    made, digests = [], ["1", "1", "2"]
+    monkeypatch.setattr(environment, "digest_of_sources", lambda: digests.pop(0))
+    venv = environment.Environment(tmp_path / "venv", tmp_path / "work")
+    venv.folder.mkdir()
+    monkeypatch.setattr(venv, "_make", lambda say: made.append("packages"))
+    monkeypatch.setattr(venv, "_wheel", lambda: "project.whl")
+    monkeypatch.setattr(venv, "_pip", lambda log, *words: made.append((log, *words)))
+    project = [
+        ("project", "--no-deps", "--force-reinstall", "project.whl"),
+        ("dependencies", "-c", venv.constraint, "project.whl"),
+    ]
+    for expected in (["packages", *project], [], project):
+        made.clear()
+        venv.ensure(lambda text: None)
+        assert made == expected
+
+
+def test_a_started_server_may_keep_its_bytecode(monkeypatch):
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    monkeypatch.setenv("KEPT", "1")
+    for stubs in (False, True):
+        env = prove.child_environment(stubs)
+        assert "PYTHONDONTWRITEBYTECODE" not in env and env["KEPT"] == "1"

