@@ -168,12 +168,20 @@ PYBIND11_MODULE(_runtime, m) {
         "In the child of a fork: ops run on one thread if the parent had used a region; returns "
         "whether.");
   m.def(
-      "advise_huge_pages",
+      "prepare_pages",
       [](uintptr_t data_ptr, int64_t nbytes) {
-        return bitnet::advise_huge_pages(reinterpret_cast<const void*>(data_ptr), nbytes);
+        return bitnet::prepare_pages(reinterpret_cast<const void*>(data_ptr), nbytes);
       },
       py::arg("data_ptr"), py::arg("nbytes"),
-      "Ask for huge pages behind memory (a hint); the bytes accepted, 0 where there are none.");
+      "Ask for huge pages behind fresh memory (a hint), and for the placement of "
+      "BITNET_OPS_MEMORY; the bytes in huge pages, 0 where there are none.");
+  m.def(
+      "memory_placement",
+      [] {
+        const bool interleaved = bitnet::placement() == bitnet::Placement::kInterleave;
+        return std::string(interleaved ? "interleave" : "first_touch");
+      },
+      "What BITNET_OPS_MEMORY says; RuntimeError where that is neither of the two.");
   bind_format(m);
   bind_probe(m);
 }

@@ -32,6 +32,13 @@ void spread(const int64_t* dropped, int64_t count, int64_t n, float* row) {
   }
 }
 
+// The job's row but for its codes.
+void normalise_row(const KernelTable& table, const NormJob& job) {
+  if (job.y != job.x) std::memcpy(job.y, job.x, static_cast<size_t>(float_bytes(job.n)));
+  table.round_row(job.type, job.y, job.n);
+  apply_norm(table, {job.weight, job.eps}, job.type, job.n, job.y);
+}
+
 // row [width] -> [width - count], back again.
 void gather(const int64_t* dropped, int64_t count, int64_t width, float* row) {
   for (int64_t i = 0; i < count; ++i) {
@@ -41,6 +48,15 @@ void gather(const int64_t* dropped, int64_t count, int64_t width, float* row) {
 }
 
 }  // namespace
+
+void fill_token(const StepModel& m, const StepBuffers& buffers, int64_t token) {
+  const int64_t at = token * m.hidden;
+  std::copy_n(buffers.input + at, m.hidden, buffers.x + at);
+  rope_angles(m.positions[token], m.rope, m.dim / 2, buffers.cos_sin + token * m.dim);
+  if (m.local_rope.inv_freq == nullptr) return;
+  float* local = buffers.cos_sin + (m.tokens + token) * m.dim;
+  rope_angles(m.positions[token], m.local_rope, m.dim / 2, local);
+}
 
 void keep_logit_row(const StepModel& m, const StepBuffers& buffers, int64_t j) {
   if (buffers.kept == buffers.x) return;
@@ -71,10 +87,11 @@ WeightSize weight_size(const StepModel& m, int which) {
 // Normalising every token on every thread costs tokens * (partitions - 1) rows of work too many,
 // about 0.2 us each; a stage of its own costs a barrier and a trip of the codes between caches.
 StepPlan::StepPlan(const StepModel& model, const AttentionPlans& attention, const StepSides& sides,
-                   const StepBuffers& buffers, int64_t partitions)
+                   const StepCuts& cuts, const StepBuffers& buffers, int64_t partitions)
     : model_(model),
       attention_(attention),
       sides_(sides),
+      cuts_(cuts),
       buffers_(buffers),
       partitions_(partitions),
       split_norms_(splits_norms(model.tokens, partitions)) {}
@@ -133,31 +150,27 @@ StepPlan::StageWeights StepPlan::weights_at(const Place& at) {
   }
 }
 
-float* StepPlan::output(const Place& at, int which) const {
-  float* const own[] = {buffers_.q, buffers_.k, buffers_.v, nullptr, buffers_.gate, buffers_.up};
+void* StepPlan::output(const Place& at, int which) const {
+  void* const own[] = {buffers_.q, buffers_.k, buffers_.v, nullptr, buffers_.gate, buffers_.up};
   if (which != kO && which != kDown) return own[which];
   return model_.post_norms || has_side(at, which) ? buffers_.projected : nullptr;
 }
 
 Projection StepPlan::projection(const Place& at, int which) const {
   const Weight& w = at.layer->weights[which];
-  const auto stride_bytes = w.n_rows * static_cast<int64_t>(sizeof(float));
   const ScaleForm form = model_.scale_forms[which];
-  float* out = output(at, which);
+  void* out = output(at, which);
   Projection p{&w,
                static_cast<const float*>(at.layer->scales[which]),
                form == ScaleForm::kRows ? 1 : 0,
                at.layer->biases[which],
-               {StoreKind::kRound, model_.type, out, stride_bytes}};
+               {StoreKind::kStore, model_.type, out, w.n_rows * element_size(model_.type)}};
   if (form == ScaleForm::kGroups) {
     const bool blocked = w.format != WeightFormat::kCanonical;
     p.groups = {at.layer->scales[which], blocked ? model_.group_scale_type : DType::kF32, blocked,
                 model_.group_weights[which]};
   }
-  if (out == nullptr) {
-    p.out.kind = StoreKind::kAdd;
-    p.out.data = residual(at);
-  }
+  if (out == nullptr) p.out = {StoreKind::kAdd, model_.type, residual(at), float_bytes(w.n_rows)};
   return p;
 }
 
@@ -193,10 +206,12 @@ bool StepPlan::is_grouped(const Place& at) const {
 template <class F>
 void StepPlan::for_each_product(const Place& at, const StepInput& from, F&& f) const {
   const Projections p = projections(at);
+  const int first = weights_at(at).first;
+  const ProductCut& cut = (keeps_logit_rows_only(at) ? cuts_.of_kept : cuts_.of_all)[first];
   const int products = model_.inner_norms ? p.count : std::min(p.count, 1);
   for (int i = 0; i < products; ++i) {
     const QuantizedTokens x = tokens_of(at, p.at[i].weight->k, from, i);
-    f(Product(*model_.table, x, p.at + i, model_.inner_norms ? 1 : p.count));
+    f(Product(*model_.table, x, p.at + i, model_.inner_norms ? 1 : p.count, cut, buffers_.parts));
   }
 }
 
@@ -237,50 +252,74 @@ void StepPlan::normalise(const Place& at, int64_t j, float* row, const StepInput
                        row);
     return prepare_head_token(table, m.head, row, j, to.head);
   }
-  int64_t n = m.hidden;
-  const auto norm = [&](const float* weight, float eps) {
-    apply_norm(table, {weight, eps}, m.type, n, row);
-  };
+  NormJob job{nullptr, m.hidden, m.type, nullptr, m.eps, row};
   if (at.stage == kQkv || at.stage == kGateUp) {
-    std::memcpy(row, residual(at) + j * n, static_cast<size_t>(n) * sizeof(float));
-    table.round_row(m.type, row, n);
-    norm(at.stage == kQkv ? at.layer->attention_norm : at.layer->mlp_norm, m.eps);
+    job.x = residual(at) + j * job.n;
+    job.weight = at.stage == kQkv ? at.layer->attention_norm : at.layer->mlp_norm;
   } else if (at.stage == kOut) {
-    n = m.query();
     const int64_t token = keeps_logit_rows_only(at) ? m.logit_rows[j] : j;
-    std::memcpy(row, buffers_.attended + token * n, static_cast<size_t>(n) * sizeof(float));
-    table.round_row(m.type, row, n);
-    norm(at.layer->out_norm, m.sub_eps);
+    job.n = m.query();
+    job.x = buffers_.attended + token * job.n;
+    job.weight = at.layer->out_norm;
+    job.eps = m.sub_eps;
   } else {
-    n = m.intermediate;
-    m.activation(buffers_.gate + j * n, buffers_.up + j * n, n, row);
-    table.round_row(m.type, row, n);
-    spread(at.layer->dropped, m.dropped, n, row);
-    n = m.full_width();
-    norm(at.layer->down_norm, m.sub_eps);
+    activate(j, row);
+    spread(at.layer->dropped, m.dropped, m.intermediate, row);
+    job = {row, m.full_width(), m.type, at.layer->down_norm, m.sub_eps, row};
   }
-  enter(at, j, n, row, to);
+  if (!m.inner_norms) return enter(at, j, job, 0, to);
+  normalise_row(table, job);
+  const StageWeights weights = weights_at(at);
+  for (int i = 0; i < weights.count; ++i) {  // others need the row as it is
+    const float* weight = at.layer->inner_norms[weights.first + i];
+    enter(at, j, {row, job.n, m.type, weight, m.inner_eps, row + job.n}, i, to);
+  }
 }
 
-void StepPlan::enter(const Place& at, int64_t j, int64_t n, float* row, const StepInput& to) const {
-  const KernelTable& table = *model_.table;
-  const StageWeights weights = weights_at(at);
-  const bool down = at.stage == kDownStage;
-  const int64_t k = down ? model_.down_width() : n, dropped = n - k;
-  const AdapterGroups& with = groups(at);
-  for (int i = 0; i < (model_.inner_norms ? weights.count : 1); ++i) {
-    float* input = row;
-    if (model_.inner_norms) {
-      input = row + n;  // others need the row as it is
-      std::memcpy(input, row, static_cast<size_t>(float_bytes(n)));
-      const float* norm = at.layer->inner_norms[weights.first + i];
-      apply_norm(table, {norm, model_.inner_eps}, model_.type, n, input);
-    }
-    if (with.with_adapter() != 0 && with.place(j) < with.with_adapter())
-      std::memcpy(to.side_rows[i] + with.place(j) * n, input, static_cast<size_t>(float_bytes(n)));
-    gather(at.layer->dropped, dropped, n, input);
-    tokens_of(at, k, to, i).quantize(table, input, j);
+void StepPlan::load(const void* buffer, int64_t from, int64_t n, float* row) const {
+  const DType type = model_.type;
+  model_.table->load_row(type, offset_bytes(buffer, from * element_size(type)), n, row);
+}
+
+// In pieces that stay in the first-level cache from loading to rounding.
+void StepPlan::activate(int64_t j, float* row) const {
+  constexpr int64_t kPiece = 512;
+  alignas(64) float gate[kPiece], up[kPiece];
+  if (model_.type == DType::kF32) {  // nothing to load or round
+    const auto at = [&](const void* buffer) {
+      return static_cast<const float*>(buffer) + j * model_.intermediate;
+    };
+    return model_.activation(at(buffers_.gate), at(buffers_.up), model_.intermediate, row);
   }
+  for (int64_t i = 0; i < model_.intermediate; i += kPiece) {
+    const int64_t from = j * model_.intermediate + i;
+    const int64_t n = std::min(kPiece, model_.intermediate - i);
+    load(buffers_.gate, from, n, gate);
+    load(buffers_.up, from, n, up);
+    model_.activation(gate, up, n, row + i);
+    model_.table->round_row(model_.type, row + i, n);
+  }
+}
+
+void StepPlan::enter(const Place& at, int64_t j, const NormJob& job, int i,
+                     const StepInput& to) const {
+  const KernelTable& table = *model_.table;
+  const int64_t k = at.stage == kDownStage ? model_.down_width() : job.n;
+  const QuantizedTokens x = tokens_of(at, k, to, i);
+  const bool at_once = k == job.n && x.format == ActivationFormat::kInt8 && x.groups == nullptr;
+  if (at_once) {
+    x.quantize_normed(table, job, j);
+  } else {
+    normalise_row(table, job);
+  }
+  const AdapterGroups& with = groups(at);
+  if (with.with_adapter() != 0 && with.place(j) < with.with_adapter()) {
+    std::memcpy(to.side_rows[i] + with.place(j) * job.n, job.y,
+                static_cast<size_t>(float_bytes(job.n)));
+  }
+  if (at_once) return;
+  gather(at.layer->dropped, job.n - k, job.n, job.y);
+  x.quantize(table, job.y, j);
 }
 
 void StepPlan::prepare(int64_t stage, int64_t slot) const {
@@ -315,6 +354,7 @@ void StepPlan::run(int64_t stage, int64_t begin, int64_t end, int64_t slot) cons
     } else if (is_post(at)) {
       add_normed(at, unit, own.row);
     } else {  // a norm stage stands right before the stage it is for
+      if (at.layer == model_.layers && at.stage == kNormQkv) fill_token(model_, buffers_, unit);
       normalise({at.layer, at.stage + 1}, unit, own.row, buffers_.shared);
     }
   }
@@ -325,7 +365,7 @@ void StepPlan::add_normed(const Place& at, int64_t j, float* row) const {
   const StepModel& m = model_;
   const float* norm = at.stage == kPostOut ? at.layer->out_post_norm : at.layer->down_post_norm;
   const int64_t n = m.hidden;
-  std::memcpy(row, buffers_.projected + j * n, static_cast<size_t>(float_bytes(n)));
+  load(buffers_.projected, j * n, n, row);
   apply_norm(*m.table, {norm, m.eps}, m.type, n, row);
   float* to = residual(at) + j * n;
   m.table->add_row(to, row, n, to);
@@ -343,24 +383,22 @@ void StepPlan::rotate(const StepLayer& layer, int64_t unit, float* row) const {
   const int64_t per_token = m.heads + m.kv_heads, dim = m.dim;
   const int64_t token = unit / per_token, head = unit % per_token;
   const float* cos_sin = buffers_.cos_sin + (token + (layer.local_rope ? m.tokens : 0)) * dim;
-  // `to` from a head as the projection has left it; `row`'s second half for what comes between
-  const auto rotated = [&](const float* from, const float* norm, float* to) {
-    if (norm != nullptr) {
-      float* normed = row + dim;
-      std::memcpy(normed, from, static_cast<size_t>(dim) * sizeof(float));
-      apply_norm(table, {norm, m.eps}, m.type, dim, normed);
-      from = normed;
-    }
-    table.rope_head(from, cos_sin, dim, to);
+  // `to` from a head as the projection has left it; `row`'s second half for what is loaded
+  float* loaded = row + dim;
+  const auto rotated = [&](const void* buffer, int64_t from, const float* norm, float* to) {
+    load(buffer, from, dim, loaded);
+    apply_norm(table, {norm, m.eps}, m.type, dim, loaded);
+    table.rope_head(loaded, cos_sin, dim, to);
     table.round_row(m.type, to, dim);
   };
   if (head < m.heads) {
     const int64_t at = token * m.query() + head * dim;
-    return rotated(buffers_.q + at, layer.q_norm, buffers_.rotated + at);
+    return rotated(buffers_.q, at, layer.q_norm, buffers_.rotated + at);
   }
   const int64_t kv_head = head - m.heads, from = token * m.kv() + kv_head * dim;
-  rotated(buffers_.k + from, layer.k_norm, row);
-  store_cache_rows(table, layer.pool, m.slots[token], kv_head, row, buffers_.v + from);
+  rotated(buffers_.k, from, layer.k_norm, row);
+  load(buffers_.v, from, dim, loaded);
+  store_cache_rows(table, layer.pool, m.slots[token], kv_head, row, loaded);
 }
 
 void StepPlan::attend(const StepLayer& layer, int64_t task, float* own) const {

@@ -103,16 +103,19 @@ struct StepInput {
 
 // Memory that all threads share; every row is written by one unit of one stage.
 struct StepBuffers {
-  float* x;                   // [tokens, hidden], the residual stream
-  float* kept;                // [head_tokens, hidden], the same behind the last attention; x itself
-                              // where every token's logits are wanted
-  float* cos_sin;             // [tokens, dim], and once more of the local rope
-  float *q, *k, *v;           // [tokens, query], [tokens, kv] twice
+  const float* input;  // [tokens, hidden], of the caller
+  float* x;            // [tokens, hidden], the residual stream
+  float* kept;         // [head_tokens, hidden], the same behind the last attention; x itself
+                       // where every token's logits are wanted
+  float* cos_sin;      // [tokens, dim], and once more of the local rope
+  // What projections give is rounded to StepModel::type and lies in it.
+  void *q, *k, *v;            // [tokens, query], [tokens, kv] twice
   float *rotated, *attended;  // [tokens, query]
-  float *gate, *up;           // [tokens, intermediate], of the tokens that a layer's end computes
-  float* projected;           // [tokens, hidden], what o and down give where side paths add to it
+  void *gate, *up;            // [tokens, intermediate], of the tokens that a layer's end computes
+  void* projected;            // [tokens, hidden], what o and down give where side paths add to it
                               // or a norm follows
   float* side_inner[3];       // [tokens with an adapter, most_rank], of each projection of a stage
+  PartSums parts;             // of the stage that runs
   float* attention;           // [attention.shared_floats()], prepared
   float* logits;              // [head_tokens, vocab]
   StepInput shared;           // what a stage of its own normalises and quantises, for all
@@ -131,13 +134,25 @@ struct StepSides {
   std::vector<int64_t> kept_adapters_;
 };
 
+// How the products of a step are cut for its partitions.
+struct StepCuts {
+  // By the first weight of a stage: over all tokens, and over those whose logits are wanted.
+  ProductCut of_all[kLayerWeights], of_kept[kLayerWeights];
+  int64_t cells = 0, sums = 0;  // of PartSums, the most that a stage needs
+
+  void build(const StepModel& m, int64_t partitions);
+};
+
+// A token's row of buffers.x from the input, and its angles.
+void fill_token(const StepModel& m, const StepBuffers& buffers, int64_t token);
+
 // Row j of buffers.kept from buffers.x.
 void keep_logit_row(const StepModel& m, const StepBuffers& buffers, int64_t j);
 
 class StepPlan {
  public:
   StepPlan(const StepModel& model, const AttentionPlans& attention, const StepSides& sides,
-           const StepBuffers& buffers, int64_t partitions);
+           const StepCuts& cuts, const StepBuffers& buffers, int64_t partitions);
 
   // The plan of runtime/staged_executor.h.
   int64_t stages() const { return model_.n_layers * kStagesOfLayer + kStagesOfEnd; }
@@ -214,7 +229,7 @@ class StepPlan {
            at.stage == kExpandDown;
   }
   // What the projection writes; null: rounded, it is added to the residual stream.
-  float* output(const Place& at, int which) const;
+  void* output(const Place& at, int which) const;
   Projections projections(const Place& at) const;
   Projection projection(const Place& at, int which) const;
   // Calls f with each product of the stage over the tokens of `from`: one of all projections, or
@@ -226,8 +241,12 @@ class StepPlan {
   // The memory of `from` as the tokens of the stage.
   QuantizedTokens tokens_of(const Place& at, int64_t k, const StepInput& from, int input) const;
   void normalise(const Place& at, int64_t j, float* row, const StepInput& to) const;
-  // row [n], rounded, becomes token j of the stage's inputs; down's without the dropped neurons.
-  void enter(const Place& at, int64_t j, int64_t n, float* row, const StepInput& to) const;
+  // Values [from, from + n) of a buffer of StepModel::type.
+  void load(const void* buffer, int64_t from, int64_t n, float* row) const;
+  // row [intermediate] = activation(gate) * up of token j, rounded.
+  void activate(int64_t j, float* row) const;
+  // What the job gives becomes token j of the stage's input i; down's without the dropped neurons.
+  void enter(const Place& at, int64_t j, const NormJob& job, int i, const StepInput& to) const;
   const AdapterGroups& groups(const Place& at) const;
   bool has_side(const Place& at, int which) const;
   // Of a stage's weight `which`, its i-th.
@@ -247,6 +266,7 @@ class StepPlan {
   StepModel model_;
   const AttentionPlans& attention_;
   const StepSides& sides_;
+  const StepCuts& cuts_;
   StepBuffers buffers_;
   int64_t partitions_;
   bool split_norms_;
@@ -258,6 +278,7 @@ struct StepState {
   std::vector<SidePath> side_paths;
   AttentionPlans attention;
   StepSides sides;
+  StepCuts cuts;
   Workspace memory;
   StagedExecutor executor;
 };

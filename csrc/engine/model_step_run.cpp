@@ -25,6 +25,20 @@ bool keeps_all(const StepModel& m) {
   return all;
 }
 
+ProductShape shape_of(const StepModel& m, int first, int count, int64_t tokens) {
+  const bool grouped = m.scale_forms[first] == ScaleForm::kGroups;
+  ProductShape shape{tokens, m.layers[0].weights[first].k, 0, 1, grouped, !grouped};
+  // products with inputs of their own are several, and their cells would have to be told apart
+  if (m.inner_norms && count != 1) shape.splits_k = false;
+  for (int i = first; i < first + count; ++i) {
+    const Weight& w = m.layers[0].weights[i];
+    shape.row_blocks += w.row_blocks;
+    shape.block_rows = std::max(shape.block_rows, w.block_rows);
+    if (w.format == WeightFormat::kCanonical) shape.splits_k = false;
+  }
+  return shape;
+}
+
 // What tokens need that are to be held normalised.
 struct Sizes {
   int64_t tokens, with_adapter;
@@ -57,22 +71,24 @@ StepInput take_input(BumpAllocator& memory, const StepModel& m, const AttentionP
 }
 
 StepBuffers take_buffers(BumpAllocator& memory, const StepModel& m, const AttentionPlans& attention,
-                         const StepSides& sides, int64_t partitions) {
+                         const StepSides& sides, const StepCuts& cuts, int64_t partitions) {
   StepBuffers b{};
   b.x = memory.take<float>(m.tokens * m.hidden);
   b.kept = keeps_all(m) ? b.x : memory.take<float>(m.head_tokens * m.hidden);
   b.cos_sin = memory.take<float>((m.local_rope.inv_freq == nullptr ? 1 : 2) * m.tokens * m.dim);
-  b.q = memory.take<float>(m.tokens * m.query());
-  b.k = memory.take<float>(m.tokens * m.kv());
-  b.v = memory.take<float>(m.tokens * m.kv());
+  const auto take = [&](int64_t count) { return memory.take<char>(count * element_size(m.type)); };
+  b.q = take(m.tokens * m.query());
+  b.k = take(m.tokens * m.kv());
+  b.v = take(m.tokens * m.kv());
   b.rotated = memory.take<float>(m.tokens * m.query());
   b.attended = memory.take<float>(m.tokens * m.query());
-  b.gate = memory.take<float>(m.tokens * m.intermediate);
-  b.up = memory.take<float>(m.tokens * m.intermediate);
+  b.gate = take(m.tokens * m.intermediate);
+  b.up = take(m.tokens * m.intermediate);
   const int64_t with_adapter = sides.all.with_adapter();
   const bool projects = m.post_norms || with_adapter != 0;
-  b.projected = memory.take<float>(projects ? m.tokens * m.hidden : 0);
+  b.projected = take(projects ? m.tokens * m.hidden : 0);
   for (float*& inner : b.side_inner) inner = memory.take<float>(with_adapter * sides.most_rank);
+  b.parts = {memory.take<int32_t>(cuts.sums), memory.take<int32_t>(cuts.cells)};
   b.attention = memory.take<float>(attention.shared_floats());
   const bool split = StepPlan::splits_norms(m.tokens, partitions);
   const Sizes all{m.tokens, with_adapter}, none{0, 0};
@@ -101,14 +117,10 @@ int64_t partitions_of(const StepModel& m) {
                   StagedExecutor::kMaxPartitions);
 }
 
-void fill_inputs(const StepModel& m, const float* x, const StepBuffers& b) {
-  std::copy(x, x + m.tokens * m.hidden, b.x);
-  for (int64_t token = 0; token < m.tokens; ++token) {
-    rope_angles(m.positions[token], m.rope, m.dim / 2, b.cos_sin + token * m.dim);
-    if (m.local_rope.inv_freq == nullptr) continue;
-    float* local = b.cos_sin + (m.tokens + token) * m.dim;
-    rope_angles(m.positions[token], m.local_rope, m.dim / 2, local);
-  }
+// What the first norm stage would fill, where the plan has none.
+void fill_inputs(const StepModel& m, const StepBuffers& b, int64_t partitions) {
+  if (m.n_layers != 0 && StepPlan::splits_norms(m.tokens, partitions)) return;
+  for (int64_t token = 0; token < m.tokens; ++token) fill_token(m, b, token);
   for (int64_t j = 0; m.n_layers == 0 && j < m.head_tokens; ++j) keep_logit_row(m, b, j);
 }
 
@@ -122,16 +134,20 @@ StepPlan make_plan(StepState& state, Workspace& passing, const StepModel& m, int
   }
   StepSides& sides = state.sides;
   sides.build(m);
+  StepCuts& cuts = state.cuts;
+  cuts.build(m, partitions);
   BumpAllocator count(nullptr);
-  take_buffers(count, m, attention, sides, partitions);
+  take_buffers(count, m, attention, sides, cuts, partitions);
   const bool keep = count.used() <= kMostKeptBytes;
   Workspace& workspace = keep ? state.memory : passing;
   BumpAllocator memory(workspace.reserve(keep ? rounded_up(count.used()) : count.used()));
-  StepBuffers buffers = take_buffers(memory, m, attention, sides, partitions);
+  StepBuffers buffers = take_buffers(memory, m, attention, sides, cuts, partitions);
   buffers.logits = logits;
+  std::fill_n(buffers.parts.done, cuts.cells, 0);
   attention.prepare(buffers.attention);
-  fill_inputs(m, x, buffers);
-  return StepPlan(m, attention, sides, buffers, partitions);
+  buffers.input = x;
+  fill_inputs(m, buffers, partitions);
+  return StepPlan(m, attention, sides, cuts, buffers, partitions);
 }
 
 // A plan that measures its stages.
@@ -164,6 +180,22 @@ struct TimedPlan {
 };
 
 }  // namespace
+
+// The weights of a projection have one format in all layers.
+void StepCuts::build(const StepModel& m, int64_t partitions) {
+  *this = {};
+  if (partitions == 1 || m.n_layers == 0) return;
+  const auto cut = [&](int first, int count, int64_t tokens, ProductCut& to) {
+    to = cut_for(*m.table, shape_of(m, first, count, tokens), partitions);
+    cells = std::max(cells, to.cells);
+    sums = std::max(sums, to.sums);
+  };
+  cut(kQ, 3, m.tokens, of_all[kQ]);
+  for (const auto& [first, count] : {std::pair{kO, 1}, {kGate, 2}, {kDown, 1}}) {
+    cut(first, count, m.tokens, of_all[first]);
+    cut(first, count, m.head_tokens, of_kept[first]);
+  }
+}
 
 void run_step(StepState& state, const StepModel& m, const float* x, float* logits) {
   Workspace passing;  // for a long prompt at once: not worth keeping

@@ -3,6 +3,7 @@
 #include "engine/product.h"
 
 #include <algorithm>
+#include <atomic>
 
 #include "format/layout.h"
 
@@ -12,12 +13,72 @@ namespace {
 int64_t ceil_div(int64_t n, int64_t size) { return (n + size - 1) / size; }
 
 // Tokens with groups are rows as they lie, and the values of a call stay in L1 as its sums would.
-ProductBlocking blocking_of(const KernelTable& table, const QuantizedTokens& x, bool grouped) {
-  const ProductBlocking blocking = table.product_blocking(x.tokens, x.k);
+ProductBlocking blocking_of(const KernelTable& table, int64_t tokens, int64_t k, bool grouped) {
+  const ProductBlocking blocking = table.product_blocking(tokens, k);
   return grouped ? ProductBlocking{.claim_parts = blocking.claim_parts} : blocking;
 }
 
+// Tokens of a block when they are cut into about so many, in whole tiles.
+int64_t tokens_of_block(int64_t tokens, int64_t blocks, int64_t tile) {
+  const int64_t each = ceil_div(tokens, blocks);
+  return tile == 0 ? each : ceil_div(each, tile) * tile;
+}
+
+// Units of equal work that so many threads take at once, one each, again and again.
+int64_t rounds(int64_t units, int64_t threads) { return ceil_div(units, threads); }
+
+constexpr int64_t kMostPartTokens = 32;
+
+// Whether threads work for at least 7/8 of the time until the last of the units is done.
+bool end_together(int64_t units, int64_t threads) {
+  return 7 * rounds(units, threads) * threads <= 8 * units;
+}
+
 }  // namespace
+
+// Blocks of fewer tokens decode the same weights more often, and below 16 that shows. Parts of K
+// decode nothing twice, but their sums go through memory, once for each part: they have to be
+// worth it, and 32 tokens' sums of a row block are as much as stays in L1 beside the rest.  A
+// matrix unit multiplies about four times as much in the same time, and reads tiles of tokens.
+ProductCut cut_for(const KernelTable& table, const ProductShape& s, int64_t threads) {
+  constexpr int64_t kLeastTokens = 16, kMostParts = 8, kUnitsPerThread = 8;
+  if (threads == 1) return {};
+  const ProductBlocking blocking = blocking_of(table, s.tokens, s.k, s.grouped);
+  ProductCut best{ceil_div(s.tokens, blocking.tokens), 1};
+  int64_t most = best.token_blocks * s.row_blocks;  // units of the best
+  if (most == 0 || end_together(most, threads)) return best;
+  const int64_t least_macs = blocking.finishes_sums ? 4 * kMinMacs : kMinMacs;
+  const int64_t least_tokens = std::max(kLeastTokens, blocking.token_tile);
+  const auto found = [&](const ProductCut& cut) {
+    const int64_t units = cut.token_blocks * cut.k_parts * s.row_blocks;
+    if (rounds(units, threads) * most >= rounds(most, threads) * units) return false;
+    best = cut;
+    most = units;
+    return end_together(units, threads);
+  };
+  const auto fits = [&](int64_t tokens, int64_t k) {
+    return tokens * k * s.block_rows >= least_macs;
+  };
+  ProductCut cut = best;
+  for (int64_t n = cut.token_blocks + 1; n <= ceil_div(s.tokens, least_tokens); ++n) {
+    const int64_t tokens = tokens_of_block(s.tokens, n, blocking.token_tile);
+    if (ceil_div(s.tokens, tokens) != n || !fits(tokens, s.k)) continue;
+    cut.token_blocks = n;
+    if (found(cut)) return best;
+  }
+  const int64_t tokens = tokens_of_block(s.tokens, cut.token_blocks, blocking.token_tile);
+  if (!s.splits_k || tokens > kMostPartTokens) return best;
+  for (cut.k_parts = 2; cut.k_parts <= kMostParts; ++cut.k_parts) {
+    if (!fits(tokens, s.k / cut.k_parts)) break;
+    if (cut.token_blocks * cut.k_parts * s.row_blocks > kUnitsPerThread * threads) break;
+    if (found(cut)) break;
+  }
+  if (best.k_parts != 1) {
+    best.cells = best.token_blocks * s.row_blocks;
+    best.sums = best.cells * best.k_parts * s.block_rows * tokens;
+  }
+  return best;
+}
 
 Projection make_projection(const Weight& weight, const float* scale, int64_t scale_count,
                            DType type, void* out) {
@@ -34,15 +95,18 @@ Projection make_sums(const Weight& weight, int32_t* out) {
 }
 
 Product::Product(const KernelTable& table, const QuantizedTokens& x, const Projection* projections,
-                 int64_t count)
+                 int64_t count, const ProductCut& cut, const PartSums& parts)
     : table_(table),
       x_(x),
       projections_(projections),
       count_(count),
-      blocking_(blocking_of(table, x, projections[0].grouped())),
+      blocking_(blocking_of(table, x.tokens, x.k, projections[0].grouped())),
+      parts_(parts),
       token_blocks_(ceil_div(x.tokens, blocking_.tokens)),
-      block_tokens_(token_blocks_ == 0 ? 1 : ceil_div(x.tokens, token_blocks_)) {
-  if (x.tile != 0) block_tokens_ = ceil_div(block_tokens_, x.tile) * x.tile;
+      k_parts_(cut.k_parts) {
+  finer_ = cut.token_blocks > token_blocks_ || k_parts_ > 1;
+  if (cut.token_blocks != 0) token_blocks_ = cut.token_blocks;
+  block_tokens_ = token_blocks_ == 0 ? 1 : tokens_of_block(x.tokens, token_blocks_, x.tile);
   for (int64_t i = 0; i < count; ++i) {
     row_blocks_ += projections[i].weight->row_blocks;
     most_block_rows_ = std::max(most_block_rows_, projections[i].weight->block_rows);
@@ -51,6 +115,7 @@ Product::Product(const KernelTable& table, const QuantizedTokens& x, const Proje
 }
 
 ClaimRule Product::claim() const {
+  if (finer_) return {1, std::max(k_parts_, token_blocks_), blocking_.claim_parts};
   const int64_t across = blocking_.tokens_outermost ? 1 : token_blocks_;
   const int64_t most = blocks_at_once(most_block_rows_, all_finished_) * across;
   const int64_t least = std::min(blocking_.least_rows / most_block_rows_, row_blocks_) * across;
@@ -72,6 +137,7 @@ int64_t Product::row_blocks_at_once(const Weight& weight) const {
 }
 
 void Product::run(int64_t begin, int64_t end) const {
+  if (k_parts_ != 1) return run_parts(begin, end);
   if (blocking_.tokens_outermost) return run_tokens_outermost(begin, end);
   int64_t offset = 0;  // of the matrix's units among all
   for (int64_t i = 0; i < count_; ++i) {
@@ -103,14 +169,60 @@ void Product::run_rows_outermost(const Projection& p, int64_t begin, int64_t end
 void Product::run_tokens_outermost(int64_t begin, int64_t end) const {
   while (begin < end) {
     const int64_t token_block = begin / row_blocks_;
-    int64_t block = begin % row_blocks_;  // among those of all matrices
-    const Projection* p = projections_;
-    while (block >= p->weight->row_blocks) block -= p++->weight->row_blocks;
+    int64_t block = begin % row_blocks_;
+    const Projection& p = find(block);
     const int64_t count =
-        std::min({end - begin, p->weight->row_blocks - block, row_blocks_at_once(*p->weight)});
-    multiply(*p, block, count, token_block);
+        std::min({end - begin, p.weight->row_blocks - block, row_blocks_at_once(*p.weight)});
+    multiply(p, block, count, token_block);
     begin += count;
   }
+}
+
+const Projection& Product::find(int64_t& block) const {
+  const Projection* p = projections_;
+  while (block >= p->weight->row_blocks && p + 1 < projections_ + count_)
+    block -= p++->weight->row_blocks;
+  return *p;
+}
+
+// The parts of a cell follow each other, so a run of units reads consecutive weights here, too.
+void Product::run_parts(int64_t begin, int64_t end) const {
+  for (; begin < end; ++begin) {
+    const int64_t cell = begin / k_parts_;
+    int64_t block = cell / token_blocks_;
+    const Projection& p = find(block);
+    multiply_part(p, block, cell, begin % k_parts_);
+  }
+}
+
+// Where a part of K begins, a multiple of the codes of a token that always lie together.
+int64_t Product::part_begin(const Weight& weight, int64_t part) const {
+  const int64_t steps = weight.k_steps * layout::kTileStepK / kTokenStep;
+  return steps * part / k_parts_ * kTokenStep;
+}
+
+// The first part has the tokens' sums, which are to be taken off once.
+void Product::multiply_part(const Projection& p, int64_t block, int64_t cell, int64_t part) const {
+  static constexpr int32_t kNoSums[kMostPartTokens] = {};
+  const int64_t size = sums_of_part(), token = cell % token_blocks_ * block_tokens_;
+  int32_t* sums = parts_.sums + cell * k_parts_ * size;
+  if (token >= x_.tokens) return;
+  SumsJob job = job_of(p, block, 1, token, sums + part * size);
+  job.k_begin = part_begin(*p.weight, part);
+  job.k_count = part_begin(*p.weight, part + 1) - job.k_begin;
+  job.x += job.k_begin / kTokenStep * job.x_step_stride;
+  if (part != 0) job.x_sum = kNoSums;
+  multiply_sums(table_, *p.weight, job);
+  std::atomic_ref<int32_t> done(parts_.done[cell]);
+  if (done.fetch_add(1, std::memory_order_acq_rel) + 1 != k_parts_) return;
+  done.store(0, std::memory_order_relaxed);  // the end of the stage tells the others
+  const int64_t count = job.tokens * job.out_stride;
+  for (int64_t other = 1; other < k_parts_; ++other) {
+    const int32_t* from = sums + other * size;
+    for (int64_t i = 0; i < count; ++i) sums[i] += from[i];
+  }
+  job.out = sums;
+  table_.store_block(epilogue_of(p, job, token));
 }
 
 void Product::multiply(const Projection& p, int64_t block, int64_t blocks,
@@ -118,7 +230,14 @@ void Product::multiply(const Projection& p, int64_t block, int64_t blocks,
   alignas(64) int32_t sums[kMaxProductSums];
   const int64_t token = token_block * block_tokens_;
   if (token >= x_.tokens) return;  // blocks of whole tiles may be fewer
-  const SumsJob job{
+  const SumsJob job = job_of(p, block, blocks, token, sums);
+  if (p.grouped()) return multiply_grouped(p, job, token);
+  multiply_and_store(table_, *p.weight, job, epilogue_of(p, job, token));
+}
+
+SumsJob Product::job_of(const Projection& p, int64_t block, int64_t blocks, int64_t token,
+                        int32_t* sums) const {
+  return {
       .block_begin = block,
       .block_end = block + blocks,
       .x = x_.token(token),
@@ -129,8 +248,6 @@ void Product::multiply(const Projection& p, int64_t block, int64_t blocks,
       .out = sums,
       .out_stride = blocks * p.weight->block_rows,
   };
-  if (p.grouped()) return multiply_grouped(p, job, token);
-  multiply_and_store(table_, *p.weight, job, epilogue_of(p, job, token));
 }
 
 EpilogueJob Product::epilogue_of(const Projection& p, const SumsJob& job, int64_t token) const {
@@ -185,11 +302,12 @@ void Product::store_values(const Output& out, float* y, int64_t n, int64_t token
 }
 
 const void* Product::weights_of(int64_t unit) const {
-  int64_t block = blocking_.tokens_outermost ? unit % row_blocks_ : unit / token_blocks_;
-  const Projection* p = projections_;
-  while (block >= p->weight->row_blocks && p + 1 < projections_ + count_)
-    block -= p++->weight->row_blocks;
-  return p->weight->data + block * p->weight->block_bytes;
+  const int64_t cell = unit / k_parts_;
+  const bool tokens_outermost = blocking_.tokens_outermost && k_parts_ == 1;
+  int64_t block = tokens_outermost ? cell % row_blocks_ : cell / token_blocks_;
+  const Weight& w = *find(block).weight;
+  const int64_t steps = k_parts_ == 1 ? 0 : part_begin(w, unit % k_parts_) / layout::kTileStepK;
+  return w.data + block * w.block_bytes + steps * (k_parts_ == 1 ? 0 : w.block_bytes / w.k_steps);
 }
 
 namespace {
@@ -208,12 +326,18 @@ struct OneStage {
 
 void multiply(const KernelTable& table, const QuantizedTokens& x, const Projection* projections,
               int64_t count) {
-  const Product product(table, x, projections, count);
-  if (product.units() == 0) return;
+  ProductShape shape{x.tokens, x.k, 0, 1, projections[0].grouped(), false};
   int64_t macs = 0;
-  for (int64_t i = 0; i < count; ++i) macs += projections[i].weight->n_rows * x.k * x.tokens;
-  const int64_t most = std::min(product.units(), StagedExecutor::kMaxPartitions);
-  const int64_t partitions = partitions_for(most, macs, kMinMacs);
+  for (int64_t i = 0; i < count; ++i) {
+    const Weight& w = *projections[i].weight;
+    macs += w.n_rows * x.k * x.tokens;
+    shape.row_blocks += w.row_blocks;
+    shape.block_rows = std::max(shape.block_rows, w.block_rows);
+  }
+  const int64_t threads = partitions_for(StagedExecutor::kMaxPartitions, macs, kMinMacs);
+  const Product product(table, x, projections, count, cut_for(table, shape, threads));
+  if (product.units() == 0) return;
+  const int64_t partitions = std::min(product.units(), threads);
   if (partitions == 1) return product.run(0, product.units());  // nobody to share claims with
   thread_local StagedExecutor executor;
   executor.run(partitions, OneStage{product});

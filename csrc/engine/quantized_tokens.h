@@ -55,6 +55,10 @@ struct QuantizedTokens {
     scales[m] = table.quantize_row(x, k, padded_k, token(m), step_stride(m), sums + m);
     if (groups != nullptr) sum_groups(table, m);
   }
+  // Likewise, kInt8 without groups: normalised on the way.
+  void quantize_normed(const KernelTable& table, const NormJob& job, int64_t m) const {
+    scales[m] = table.norm_quantize_row(job, padded_k, token(m), step_stride(m), sums + m);
+  }
   void sum_groups(const KernelTable& table, int64_t m) const;
   // Tokens with scales of groups as integers [tokens, k] and their scales [tokens, groups]: int8
   // of kInt8Group, int16 of kInt16Group.

@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <numeric>
 
+#include "runtime/memory.h"
+
 namespace bitnet::engine {
 namespace {
 
@@ -29,16 +31,19 @@ void shrink_block(const KernelTable& table, const SideProjection& p,
 }
 
 // Outputs [begin, begin + n) of one token: `side` is what its side path gives, null: it has none.
+// They stay where nothing is to be added to the residual stream.
 void finish(const KernelTable& table, const SideProjection& p, int64_t token, int64_t begin,
             int64_t n, const float* side) {
-  float* y = p.y + token * p.rows + begin;
+  alignas(64) float row[kExpandRows];
+  const int64_t at = token * p.rows + begin;
+  void* y = offset_bytes(p.y, at * element_size(p.type));
+  table.load_row(p.type, y, n, row);
   if (side != nullptr) {
-    table.add_row(y, side, n, y);
-    table.round_row(p.type, y, n);
+    table.add_row(row, side, n, row);
+    if (p.residual == nullptr) return table.store_row(p.type, row, n, y);
+    table.round_row(p.type, row, n);
   }
-  if (p.residual == nullptr) return;
-  float* to = p.residual + token * p.rows + begin;
-  table.add_row(to, y, n, to);
+  if (p.residual != nullptr) table.add_row(p.residual + at, row, n, p.residual + at);
 }
 
 // Outputs [begin, begin + n) of the tokens at places [first, last).

@@ -53,7 +53,7 @@ struct SideProjection {
   int64_t most_rank;
   int64_t prefetch_bytes;
   DType type;       // what outputs are rounded to
-  float* y;         // [tokens, rows], the projection's outputs, rounded
+  void* y;          // [tokens, rows] of it, the projection's outputs
   float* residual;  // [tokens, rows]: what outputs are added to; null: they stay in y
 };
 

@@ -12,7 +12,6 @@ namespace bitnet::engine {
 namespace {
 
 constexpr int64_t kCanonicalBlockRows = 16;
-constexpr int64_t kGroup = layout::kBlockWeights;
 
 TileJob tile_job(const Weight& w, const SumsJob& job) {
   return {w.format,
@@ -31,12 +30,10 @@ TileJob tile_job(const Weight& w, const SumsJob& job) {
 
 void multiply_tiles(const KernelTable& table, const Weight& w, const SumsJob& job) {
   TileJob tiles = tile_job(w, job);
-  if (job.group < 0) return table.tile_gemm(tiles);
-  // a group's k-steps of one tile are consecutive, those of the next tile are not
-  constexpr int64_t kGroupSteps = kGroup / layout::kTileStepK;
-  const int64_t first = job.group * kGroupSteps;
-  tiles.tiles += first * (w.block_bytes / w.k_steps);
-  tiles.k_steps = std::min(kGroupSteps, w.k_steps - first);
+  if (job.k_count == 0) return table.tile_gemm(tiles);
+  // a range's k-steps of one tile are consecutive, those of the next tile are not
+  tiles.tiles += job.k_begin / layout::kTileStepK * (w.block_bytes / w.k_steps);
+  tiles.k_steps = job.k_count / layout::kTileStepK;
   tiles.tile_count = 1;
   for (int64_t block = job.block_begin; block < job.block_end; ++block) {
     table.tile_gemm(tiles);
@@ -48,7 +45,7 @@ void multiply_tiles(const KernelTable& table, const Weight& w, const SumsJob& jo
 void multiply_canonical(const KernelTable& table, const Weight& w, const SumsJob& job) {
   const int64_t row_bytes = layout::row_bytes_for(w.k), begin = job.block_begin * w.block_rows;
   const int64_t end = std::min(job.block_end * w.block_rows, w.n_rows);
-  if (job.group < 0)
+  if (job.k_count == 0)
     return table.ternary_gemm(w.data, row_bytes, begin, end, job.x, job.x_stride, job.x_sum,
                               job.tokens, job.out, job.out_stride, tuning().prefetch_bytes);
   uint8_t rows[layout::kMostBlockRows * layout::kBlockBytes];
@@ -56,7 +53,7 @@ void multiply_canonical(const KernelTable& table, const Weight& w, const SumsJob
     const int64_t n = std::min(layout::kMostBlockRows, end - from);
     for (int64_t i = 0; i < n; ++i) {
       std::memcpy(rows + i * layout::kBlockBytes,
-                  w.data + (from + i) * row_bytes + job.group * layout::kBlockBytes,
+                  w.data + (from + i) * row_bytes + layout::row_bytes_for(job.k_begin),
                   static_cast<size_t>(layout::kBlockBytes));
     }
     table.ternary_gemm(rows, layout::kBlockBytes, 0, n, job.x, job.x_stride, job.x_sum, job.tokens,

@@ -36,11 +36,13 @@ struct Weight {
 Weight canonical_weight(const void* data, int64_t n_rows, int64_t k);
 Weight tile_weight(const void* data, WeightFormat format, int64_t n_rows, int64_t k, int64_t lanes);
 
-// A run of row blocks x some tokens, all of K or one block of 128 of it.
+// A run of row blocks x some tokens, all of K or a range of it: of tiles any multiple of 64 that
+// begins at one, of canonical rows one block of 128.
 struct SumsJob {
   int64_t block_begin, block_end;
-  int64_t group = -1;  // -1: all of K
-  const int8_t* x;     // token m at x + m * x_stride, its next 64 k at x_step_stride
+  int64_t k_begin = 0, k_count = 0;  // 0: all of K
+  // Token m from k_begin on at x + m * x_stride, its next 64 k at x_step_stride.
+  const int8_t* x;
   int64_t x_stride, x_step_stride;
   const int32_t* x_sum;  // of the codes that are multiplied
   int64_t tokens;

@@ -123,6 +123,17 @@ struct EpilogueJob {
   int64_t out_stride_bytes;
 };
 
+// A row on its way into a product: x rounded to `type` and, with a weight, normalised and rounded
+// again, is y, which is what is quantised.
+struct NormJob {
+  const float* x;  // [n]
+  int64_t n;
+  DType type;           // kF32, kBF16 or kF16
+  const float* weight;  // [n], of the norm; null: none
+  float eps;
+  float* y;  // [n], may be x
+};
+
 // A row of values against two bounds, low and high.
 struct Split {
   int64_t above;     // how many lie above the high one
@@ -267,6 +278,10 @@ struct KernelTable {
   // y = x * (1 / sqrt(mean(x^2) + eps)), rounded to `type`, times weight.  y may be x.
   void (*rms_norm_row)(const float* x, const float* weight, int64_t n, float eps, DType type,
                        float* y);
+  // y = round_row(x), then rms_norm_row and round_row of it where there is a weight; q, *sum and
+  // the result as of quantize_row(y, n).  All of it in three passes, or two without a weight.
+  float (*norm_quantize_row)(const NormJob& job, int64_t n_padded, int8_t* q, int64_t step_stride,
+                             int32_t* sum);
   void (*add_row)(const float* a, const float* b, int64_t n, float* y);  // y may be a or b
   void (*relu2_mul_row)(const float* gate, const float* up, int64_t n, float* y);  // y may be gate
   void (*silu_mul_row)(const float* gate, const float* up, int64_t n, float* y);   // y may be gate
@@ -378,11 +393,12 @@ struct KernelTable {
   .sum_i8 = sum_i8, .quantize_row = quantize_row, .store_block = store_block,                 \
   .product_blocking = product_blocking, .load_row = load_row, .store_row = store_row,         \
   .round_row = round_row, .store_cache_row = store_cache_row, .rms_norm_row = rms_norm_row,   \
-  .add_row = add_row, .relu2_mul_row = relu2_mul_row, .silu_mul_row = silu_mul_row,           \
-  .gelu_mul_row = gelu_mul_row, .rope_head = rope_head, .attend_chunk = attend_chunk,         \
-  .quantize_query = quantize_query, .merge_attention = merge_attention,                       \
-  .finish_attention = finish_attention, .head_dense = head_dense, .dense_tiles = dense_tiles, \
-  .head_int8 = head_int8, .head_int4 = head_int4, .head_quantize_token = head_quantize_token, \
+  .norm_quantize_row = norm_quantize_row, .add_row = add_row, .relu2_mul_row = relu2_mul_row, \
+  .silu_mul_row = silu_mul_row, .gelu_mul_row = gelu_mul_row, .rope_head = rope_head,         \
+  .attend_chunk = attend_chunk, .quantize_query = quantize_query,                             \
+  .merge_attention = merge_attention, .finish_attention = finish_attention,                   \
+  .head_dense = head_dense, .dense_tiles = dense_tiles, .head_int8 = head_int8,               \
+  .head_int4 = head_int4, .head_quantize_token = head_quantize_token,                         \
   .head_quantize_int8 = head_quantize_int8, .head_quantize_int4 = head_quantize_int4,         \
   .max_row = max_row, .exp_row = exp_row, .split_row = split_row, .probe_read = probe_read,   \
   .probe_int8_peak = probe_int8_peak

@@ -196,6 +196,9 @@ inline void store_bf16_n(uint16_t* p, F32x16 x, int64_t count) {
                 f32x4_to_bf16(x.v[3])}},
               count);
 }
+inline F32x16 rounded_bf16(F32x16 x) {
+  return map([&](int i) { return vreinterpretq_f32_u32(vshll_n_u16(f32x4_to_bf16(x.v[i]), 16)); });
+}
 inline uint16x4_t f32x4_to_f16(float32x4_t x) { return vreinterpret_u16_f16(vcvt_f16_f32(x)); }
 inline void store_f16_n(uint16_t* p, F32x16 x, int64_t count) {
   store_u16_n(

@@ -189,6 +189,16 @@ inline __m128i f32_half_to_bf16(__m256 x) {
 inline void store_bf16_n(uint16_t* p, F32x16 v, int64_t count) {
   store_u16_n(p, f32_half_to_bf16(v.lo), f32_half_to_bf16(v.hi), count);
 }
+inline __m256 rounded_bf16_half(__m256 x) {
+  const __m256i b = _mm256_castps_si256(x);
+  const __m256i lsb = _mm256_and_si256(_mm256_srli_epi32(b, 16), _mm256_set1_epi32(1));
+  const __m256i rounded = _mm256_add_epi32(b, _mm256_add_epi32(lsb, _mm256_set1_epi32(0x7fff)));
+  const __m256i upper = _mm256_set1_epi32(static_cast<int>(0xffff0000u));
+  const __m256 kept = _mm256_castsi256_ps(_mm256_and_si256(rounded, upper));
+  const __m256 nan = _mm256_cmp_ps(x, x, _CMP_UNORD_Q);
+  return _mm256_blendv_ps(kept, _mm256_castsi256_ps(_mm256_set1_epi32(0x7fc00000)), nan);
+}
+inline F32x16 rounded_bf16(F32x16 x) { return {rounded_bf16_half(x.lo), rounded_bf16_half(x.hi)}; }
 inline __m256 cached_bf16_half(__m256 x) {
   const __m256i b = _mm256_castps_si256(x);
   const __m256i lsb = _mm256_and_si256(_mm256_srli_epi32(b, 16), _mm256_set1_epi32(1));

@@ -126,6 +126,15 @@ inline void store_bf16_n(uint16_t* p, F32x16 x, int64_t count) {
   const __m512i r = _mm512_mask_blend_epi32(nan, rounded, _mm512_set1_epi32(0x7fc0));
   _mm256_mask_storeu_epi16(p, first_lanes(count), _mm512_cvtepi32_epi16(r));
 }
+inline F32x16 rounded_bf16(F32x16 x) {
+  const __m512i b = _mm512_castps_si512(x.v);
+  const __m512i lsb = _mm512_and_si512(_mm512_srli_epi32(b, 16), _mm512_set1_epi32(1));
+  const __m512i rounded = _mm512_add_epi32(b, _mm512_add_epi32(lsb, _mm512_set1_epi32(0x7fff)));
+  const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
+  const __mmask16 nan = _mm512_cmp_ps_mask(x.v, x.v, _CMP_UNORD_Q);
+  return {_mm512_castsi512_ps(
+      _mm512_mask_mov_epi32(_mm512_and_si512(rounded, upper), nan, _mm512_set1_epi32(0x7fc00000)))};
+}
 inline F32x16 cached_bf16(F32x16 x) {
   const __m512i b = _mm512_castps_si512(x.v);
   const __m512i lsb = _mm512_and_si512(_mm512_srli_epi32(b, 16), _mm512_set1_epi32(1));

@@ -167,7 +167,7 @@ std::tuple<Tensor, Tensor> quantize_head(const Tensor& weight_in, std::string fo
   Tensor scale = int8 ? empty({rows.count}, ScalarType::Float)
                       : empty({tiles, groups, layout::kHeadTileRows}, ScalarType::BFloat16);
   // fresh memory that a step reads once a token; a rejection is no error
-  static_cast<void>(advise_huge_pages(packed.const_data_ptr(), packed.numel()));
+  static_cast<void>(prepare_pages(packed.const_data_ptr(), packed.numel()));
   const int64_t bad =
       int8 ? engine::quantize_head_int8(rows, mutable_data<int8_t>(packed),
                                         mutable_data<float>(scale))

@@ -28,9 +28,11 @@ int64_t thread_count();
 // least one, and no more than `items`.
 int64_t partitions_for(int64_t items, int64_t work, int64_t min_work);
 
-// First item of partition p when `items` are dealt out contiguously to `partitions`.
+// First item of partition p when `items` are dealt out contiguously to `partitions`. Those that
+// have one more are spread evenly: what is too little for all threads is work for some of every
+// socket and every group of cores, so that all of the memory's channels read.
 constexpr int64_t partition_begin(int64_t items, int64_t partitions, int64_t p) {
-  return items / partitions * p + std::min(p, items % partitions);
+  return items / partitions * p + (items % partitions * p + partitions - 1) / partitions;
 }
 
 // Work below which a second thread costs more than it saves (a region is about 1 microsecond).

@@ -96,6 +96,26 @@ inline void add_integer_ops(std::vector<RowOp>& ops) {
                  }});
 }
 
+// With and without a norm, and in place.
+inline void add_norm_quantize_op(std::vector<RowOp>& ops, DType type, bool norm, bool in_place) {
+  const auto padded = [](int64_t n) { return (n + 127) / 128 * 128; };
+  ops.push_back({std::string("norm_quantize_row ") + name_of(type) + (norm ? "" : " no weight") +
+                     (in_place ? " in place" : ""),
+                 "norm_quantize_row", float_rows(2),
+                 [padded](int64_t n) {
+                   return std::vector<Shape>{
+                       {Kind::kF32, n}, {Kind::kI8, padded(n)}, {Kind::kI32, 1}, {Kind::kF32, 1}};
+                 },
+                 [=](const Call& c) {
+                   const NormJob job{in_place ? c.y() : c.f(0), c.n,   type,
+                                     norm ? c.f(1) : nullptr,   1e-5f, c.y()};
+                   *c.y(3) =
+                       c.table.norm_quantize_row(job, padded(c.n), static_cast<int8_t*>(c.out[1]),
+                                                 kTokenStep, static_cast<int32_t*>(c.out[2]));
+                 },
+                 0, in_place ? 0 : -1});
+}
+
 // Two tokens of n rows.  A block that is added to starts as input 4.
 inline void add_store_op(std::vector<RowOp>& ops, StoreKind kind, const char* name, DType type,
                          int64_t step, bool bias) {
@@ -158,6 +178,9 @@ inline void add_type_ops(std::vector<RowOp>& ops) {
                    [type](const Call& c) { c.table.round_row(type, c.y(), c.n); }, 0, 0});
   }
   for (const DType type : kTypes) {
+    add_norm_quantize_op(ops, type, true, false);
+    add_norm_quantize_op(ops, type, false, false);
+    add_norm_quantize_op(ops, type, true, true);
     const std::string suffix = std::string(" ") + name_of(type);
     ops.push_back(
         {"rms_norm_row" + suffix, "rms_norm_row", float_rows(2), float_rows(1),

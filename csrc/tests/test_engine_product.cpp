@@ -18,6 +18,7 @@ namespace {
 
 using engine::make_sums;
 using engine::Product;
+using engine::ProductCut;
 using engine::Projection;
 using engine::QuantizedTokens;
 using engine::TokenBuffer;
@@ -174,6 +175,70 @@ void check_floats(const Matrix& w, const Tokens& x, const KernelTable& table, Pr
   }
 }
 
+// Two matrices in more blocks of tokens and parts of K than one thread would cut them into, twice
+// over the same memory for parts.
+void check_cuts(const KernelTable& table, int64_t k, int64_t tokens) {
+  constexpr int64_t kMostTokens = 64;
+  Random random(static_cast<uint64_t>(k + tokens));
+  const float scale = 0.5f;
+  const Matrix q(random, table, WeightFormat::kTwoBit, 150, k);
+  const Matrix v(random, table, WeightFormat::kBase3, 170, k);
+  const Tokens x(random, table, tokens, k);
+  const int64_t row_blocks = q.weight.row_blocks + v.weight.row_blocks;
+  for (const ProductCut& cut : {ProductCut{2, 1}, {1, 2}, {2, 3}, {3, 2}}) {
+    const int64_t each = (tokens + cut.token_blocks - 1) / cut.token_blocks;
+    if (each > 32) continue;
+    begin_case("%s, K=%d, %d tokens in %d blocks, %d parts", table.name, static_cast<int>(k),
+               static_cast<int>(tokens), static_cast<int>(cut.token_blocks),
+               static_cast<int>(cut.k_parts));
+    const int64_t cells = row_blocks * cut.token_blocks;
+    std::vector<int32_t> sums(at(cells * cut.k_parts * kMostTokens * v.weight.block_rows), 77);
+    std::vector<int32_t> done(at(cells), 0);
+    std::vector<float> of_q(at(tokens * q.weight.n_rows)), of_v(at(tokens * v.weight.n_rows));
+    const Projection both[] = {
+        engine::make_projection(q.weight, &scale, 1, DType::kF32, of_q.data()),
+        engine::make_projection(v.weight, &scale, 1, DType::kF32, of_v.data())};
+    const Product product(table, x.buffer.view(), both, 2, cut, {sums.data(), done.data()});
+    CHECK(product.units() == cells * cut.k_parts, "%d units", static_cast<int>(product.units()));
+    for (int i = 0; i < 2; ++i) {
+      std::ranges::fill(of_q, -1.0f);
+      std::ranges::fill(of_v, -1.0f);
+      run_in_pieces(random, product);
+      check_stored(q, x, both[0], of_q, of_q);
+      check_stored(v, x, both[1], of_v, of_v);
+      for (const int32_t count : done) CHECK(count == 0, "%d parts are said to be there", count);
+    }
+  }
+}
+
+// What is cut for many threads makes them end together; one and two threads keep what is best for
+// one.
+void cuts_for_threads(const KernelTable& table) {
+  constexpr int64_t kRows = 2560, kWide = 6912;
+  const layout::WeightLayout& layout = layout::layout_of(WeightFormat::kTwoBit);
+  const int64_t row_blocks = layout.row_blocks(kRows, table.tile_lanes);
+  const auto cut_of = [&](int64_t tokens, bool splits_k, int64_t threads) {
+    const int64_t rows = layout.block_rows(table.tile_lanes);
+    return engine::cut_for(table, {tokens, kWide, row_blocks, rows, false, splits_k}, threads);
+  };
+  for (const int64_t tokens : {1, 16, 128, 512}) {
+    const int64_t most = table.product_blocking(tokens, kWide).tokens;
+    for (const int64_t threads : {1, 2, 8, 16, 32, 64}) {
+      begin_case("%s, %d tokens for %d threads", table.name, static_cast<int>(tokens),
+                 static_cast<int>(threads));
+      const ProductCut cut = cut_of(tokens, true, threads), plain = cut_of(tokens, false, threads);
+      CHECK(plain.k_parts == 1 && plain.sums == 0, "%d parts", static_cast<int>(plain.k_parts));
+      const int64_t blocks = (tokens + most - 1) / most;
+      if (threads < 3)
+        CHECK(cut.token_blocks == (threads == 1 ? 0 : blocks) && cut.k_parts == 1, "another cut");
+      if (threads < 3 || tokens == 1) continue;
+      const int64_t units = cut.token_blocks * cut.k_parts * row_blocks;
+      const int64_t rounds = (units + threads - 1) / threads;
+      CHECK(7 * rounds * threads <= 8 * units, "%d units", static_cast<int>(units));
+    }
+  }
+}
+
 void check_table(const KernelTable& table, int64_t n, int64_t k, int64_t tokens) {
   Random random(static_cast<uint64_t>(n * 1000 + k + tokens));
   const std::vector<float> scales = random_floats(random, n), bias = random_floats(random, n);
@@ -200,7 +265,8 @@ int64_t tiled_k = 0;
 // Reads the tiles back into rows; tile i begins i * kTile * padded k further on.
 void tiled_gemm(const TileJob& job, void (*gemm)(const TileJob&)) {
   const int64_t padded = layout::padded_k(tiled_k);
-  std::vector<int8_t> rows(at(job.tokens * padded));
+  const int64_t k = job.k_steps * layout::kTileStepK;  // all of it or a part
+  std::vector<int8_t> rows(at(job.tokens * k));
   for (int64_t m = 0; m < job.tokens; ++m) {
     const int64_t tile = m / kTile, left = job.tokens - tile * kTile;
     const bool last = left < kTile;  // a tile that is not full has shorter steps
@@ -208,12 +274,12 @@ void tiled_gemm(const TileJob& job, void (*gemm)(const TileJob&)) {
     CHECK(tile != 0 || job.x_step_stride == step_stride, "step stride %d",
           static_cast<int>(job.x_step_stride));
     const int8_t* x = job.x + tile * kTile * padded + m % kTile * job.x_stride;
-    for (int64_t s = 0; s < padded / kTokenStep; ++s)
-      std::memcpy(rows.data() + m * padded + s * kTokenStep, x + s * step_stride, kTokenStep);
+    for (int64_t s = 0; s < k / kTokenStep; ++s)
+      std::memcpy(rows.data() + m * k + s * kTokenStep, x + s * step_stride, kTokenStep);
   }
   TileJob plain = job;
   plain.x = rows.data();
-  plain.x_stride = padded;
+  plain.x_stride = k;
   plain.x_step_stride = kTokenStep;
   gemm(plain);
 }
@@ -253,6 +319,7 @@ void tokens_in_tiles() {
   for (const int64_t tokens : {1, 31, 32, 33, 64, 65, 100}) {
     tiled_k = 300;
     check_table(table, 70, tiled_k, tokens);
+    check_cuts(table, tiled_k, tokens);
   }
   begin_case("claims of a tiled product");
   Random random(5);
@@ -337,6 +404,8 @@ int main(int argc, char**) {
       check_table(*table, 70, 192, 129);
       check_table(*table, 90, 1900, 37);
     }
+    for (const int64_t tokens : {1, 7, 37}) check_cuts(*table, 700, tokens);
+    cuts_for_threads(*table);
     check_table(*table, 1, 1, 6);
     check_table(*table, 700, 130, 9);
 #endif
@@ -348,6 +417,8 @@ int main(int argc, char**) {
   static_cast<void>(argc);
   static_cast<void>(tokens_in_tiles);
   static_cast<void>(check_table);
+  static_cast<void>(check_cuts);
+  static_cast<void>(cuts_for_threads);
 #endif
   return finish("test_engine_product");
 }

@@ -2,6 +2,7 @@
 // threads, for prompts, drafts and single tokens. Built with BITNET_SANITIZE=thread it proves that
 // the stages hand their memory over.
 #include <cmath>
+#include <cstdlib>
 #include <cstring>
 #include <vector>
 
@@ -43,16 +44,16 @@ struct Model {
   std::vector<int64_t> query_start, lengths, blocks, positions, slots, logit_rows;
 
   // kept: of how many last tokens of the first sequence the logits are wanted, with those of the
-  // second one's.
+  // second one's. wide: of the size at which products are cut for many threads.
   Model(const KernelTable& table, int64_t per_sequence, int64_t kept, int64_t block_size,
-        bool extras) {
+        bool extras, bool wide = false) {
     m.table = &table;
     m.tokens = per_sequence + 1;
-    m.hidden = 192;
-    m.heads = 6;
+    m.hidden = wide ? 1024 : 192;
+    m.heads = wide ? 32 : 6;
     m.kv_heads = 2;
     m.dim = 32;
-    m.intermediate = 456;
+    m.intermediate = wide ? 2100 : 456;
     if (extras) drop_neurons();
     m.n_layers = kLayers;
     m.type = DType::kBF16;
@@ -66,7 +67,7 @@ struct Model {
     cut(per_sequence, kept, block_size);
     Random random(9);
     scales.assign(at(kLayers * kLayerWeights), 0.05f);
-    norms = random_floats(random, 1000, 1.0f);
+    norms = random_floats(random, wide ? 2200 : 1000, 1.0f);
     head = random_floats(random, kVocab * m.hidden, 0.0f);
     m.head = {
         engine::HeadFormat::kDense, DType::kF32, head.data(), nullptr, kVocab, m.hidden, 0, 2048};
@@ -220,12 +221,35 @@ void same_on_every_number_of_threads(const KernelTable& table, int64_t tokens, i
   pool_threads = 1;
 }
 
+// More threads than CPUs, so that a thread may lose its CPU anywhere: parts of K are added up by
+// whoever comes last.
+void wide_products_on_many_threads(const KernelTable& table, int64_t tokens) {
+  StepState state;
+  pool_threads = 1;
+  const std::vector<float> expected =
+      Model(scalar_table(), tokens, 1, kCapacity, false, true).step(state);
+  Model model(table, tokens, 1, kCapacity, false, true);
+  bool parts = false;
+  for (const int64_t threads : {6, 64}) {
+    begin_case("%s, wide, %d tokens, %d threads", table.name, static_cast<int>(tokens),
+               static_cast<int>(threads));
+    pool_threads = threads;
+    for (int64_t i = 0; i < (thinning(table) == 1 ? 3 : 1); ++i)
+      CHECK(equal(model.step(state), expected), "other logits");
+    parts = parts || state.cuts.sums != 0;
+  }
+  CHECK(parts || table.tile_lanes < 16, "K was never cut");
+  pool_threads = 1;
+}
+
 }  // namespace
 }  // namespace bitnet::test
 
 int main() {
   using namespace bitnet::test;
   announce("test_engine_step");
+  // more threads than CPUs gain nothing, and those that rest prove nothing
+  setenv("BITNET_OPS_REST", "0", 1);
   use_plain_threads();
   for (const bitnet::KernelTable* table : tables_under_test()) {
     for (const bool extras : {false, true}) {
@@ -234,6 +258,7 @@ int main() {
       same_on_every_number_of_threads(*table, 45, 2, extras);
       same_on_every_number_of_threads(*table, 40, 1, extras);
     }
+    wide_products_on_many_threads(*table, 15);
   }
   return finish("test_engine_step");
 }

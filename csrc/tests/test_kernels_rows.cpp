@@ -172,6 +172,36 @@ void check_that_list_is_complete(const std::vector<RowOp>& ops) {
   CHECK(rows.size() == pointers, "%zu rows are tested, the table has %zu", rows.size(), pointers);
 }
 
+// norm_quantize_row against the rows of the table that it stands for.
+void check_fused_norm(const KernelTable& table, int64_t n, DType type, bool norm, Flavour flavour) {
+  begin_case("%s norm_quantize_row %s%s n=%lld %s in steps", table.name, name_of(type),
+             norm ? "" : " no weight", static_cast<long long>(n), name_of(flavour));
+  Random random(static_cast<uint64_t>(n) * 8 + static_cast<uint64_t>(flavour));
+  const auto size = static_cast<std::size_t>(n), padded = (size + 127) / 128 * 128;
+  std::vector<float> x(size), weight(size), y(size), want;
+  for (float& v : x) v = random_float(random, flavour);
+  for (float& v : weight) v = random.unit();
+  std::vector<int8_t> q(padded), want_q(padded);
+  int32_t sum = 0, want_sum = 0;
+  const auto codes = static_cast<int64_t>(padded);
+  const float* w = norm ? weight.data() : nullptr;
+  const float got = table.norm_quantize_row({x.data(), n, type, w, 1e-5f, y.data()}, codes,
+                                            q.data(), kTokenStep, &sum);
+  want = x;
+  table.round_row(type, want.data(), n);
+  if (norm) table.rms_norm_row(want.data(), w, n, 1e-5f, type, want.data());
+  if (norm) table.round_row(type, want.data(), n);
+  const float expected =
+      table.quantize_row(want.data(), n, codes, want_q.data(), kTokenStep, &want_sum);
+  CHECK(std::bit_cast<uint32_t>(got) == std::bit_cast<uint32_t>(expected), "scale %a, not %a",
+        static_cast<double>(got), static_cast<double>(expected));
+  CHECK(q == want_q && sum == want_sum, "other codes");
+  const auto as_bytes = [](const std::vector<float>& row) {
+    return reinterpret_cast<const uint8_t*>(row.data());
+  };
+  CHECK(first_difference({Kind::kF32, n}, as_bytes(y), as_bytes(want)) < 0, "another row");
+}
+
 }  // namespace
 }  // namespace bitnet::test
 
@@ -189,6 +219,16 @@ int main() {
     for (const int64_t n : lengths) {
       for (const Flavour flavour : kFlavours) {
         if (n >= op.smallest_n) test.run(op, tables_under_test(), n, flavour);
+      }
+    }
+  }
+  for (const bitnet::KernelTable* table : tables_under_test()) {
+    for (const int64_t n : {1, 15, 16, 17, 100, 2560}) {
+      for (const Flavour flavour : kFlavours) {
+        for (const bitnet::DType type : kTypes) {
+          check_fused_norm(*table, n, type, true, flavour);
+          check_fused_norm(*table, n, type, false, flavour);
+        }
       }
     }
   }

@@ -71,8 +71,14 @@ def region_count() -> int:
 def mark_forked() -> bool:
     """For the child of a fork: ops run on one thread from now on if the parent opened a region."""
 
-def advise_huge_pages(data_ptr: int, nbytes: int) -> int:
-    """Ask for huge pages behind memory (a hint); the bytes accepted, 0 where there are none."""
+def prepare_pages(data_ptr: int, nbytes: int) -> int:
+    """Ask for huge pages behind fresh memory (a hint), and for the placement of BITNET_OPS_MEMORY.
+
+    Returns the bytes in huge pages, 0 where there are none.
+    """
+
+def memory_placement() -> str:
+    """What BITNET_OPS_MEMORY says, "first_touch" or "interleave"; RuntimeError where it errs."""
 
 def check_amx(products: int, seed: int = 0) -> list[dict[str, object]]:
     """Random tile products by this CPU's AMX and by the model in plain C++, a row an instruction.

@@ -17,7 +17,7 @@ _OPENMP = re.compile(r"lib(gomp|omp|iomp5)\b")
 _THREAD_VARIABLES = (
     *("OMP_NUM_THREADS", "OMP_THREAD_LIMIT", "OMP_DYNAMIC", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT"),
     *("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY", "MKL_NUM_THREADS"),
-    *("BITNET_OPS_SPREAD", "BITNET_OPS_REST"),
+    *("BITNET_OPS_SPREAD", "BITNET_OPS_REST", "BITNET_OPS_MEMORY"),
 )
 # a limit of this size or more is how cgroup v1 spells "no limit"
 _NO_LIMIT_BYTES = 1 << 60
@@ -133,6 +133,16 @@ def default_threads(root: Path = _ROOT) -> int:
 def numa_nodes(root: Path = _ROOT) -> int:
     """Nodes with memory of their own; 1 where the system tells of none."""
     return max(1, len(list((root / "sys/devices/system/node").glob("node[0-9]*"))))
+
+
+def placement_effect(placement: str, root: Path = _ROOT) -> str:
+    """What BITNET_OPS_MEMORY does here, "first_touch" or "interleave", in words."""
+    nodes = numa_nodes(root)
+    if placement != "interleave":
+        return "each page on the memory node of the thread that writes it first"
+    if nodes == 1:
+        return "interleave, without effect on one memory node"
+    return f"interleaved over {nodes} memory nodes"
 
 
 def memory_bytes(root: Path = _ROOT) -> dict[str, int | None]:

@@ -49,7 +49,7 @@ def test_json_has_every_field(facts: dict[str, Any]) -> None:
         "weights": {"format", "tile_lanes", "tuned_to", "prefetch_bytes", "cache"},
         "torch": {"version", "location", "abi_floor"},
         "memory": {"total", "available", "limit"},
-        "pages": {"page_bytes", "transparent_huge_pages"},
+        "pages": {"page_bytes", "transparent_huge_pages", "placement", "placement_error"},
         "sglang": {"installed", "version", "entry_point", "active", "SGLANG_PLUGINS", "tested"}
         | {"version_tested"},
         "vllm": {"installed", "version", "entry_point", "active", "VLLM_PLUGINS", "tested"}
@@ -110,6 +110,27 @@ def test_unavailable_isa_is_an_error_with_the_list() -> None:
     assert "isa       none (BITNET_OPS_ISA=avx99)" in done.stdout
 
 
+def test_placement_is_shown() -> None:
+    facts = json.loads(run_doctor("--json", BITNET_OPS_MEMORY="interleave").stdout)
+    assert facts["pages"]["placement"] == "interleave"
+    assert facts["threads"]["environment"]["BITNET_OPS_MEMORY"] == "interleave"
+    assert not any("MEMORY" in problem["problem"] for problem in facts["problems"])
+
+
+def test_unknown_placement_is_an_error_with_the_remedy() -> None:
+    done = run_doctor(BITNET_OPS_MEMORY="everywhere")
+    assert done.returncode == 1 and done.stderr == ""
+    said = " ".join(done.stdout.split())
+    expected = "BITNET_OPS_MEMORY: expected first_touch or interleave, got 'everywhere'"
+    assert f"ERROR: {expected}" in said and "remedy: unset BITNET_OPS_MEMORY" in said
+
+
+def test_interleaved_nodes_are_no_problem(healthy: dict[str, Any]) -> None:
+    healthy["threads"]["numa_nodes"] = 2
+    healthy["pages"]["placement"] = "interleave"
+    assert doctor.find_problems(healthy) == []
+
+
 def test_text_fits_a_screen(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["doctor"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -147,7 +168,10 @@ def healthy() -> dict[str, Any]:
         },
         "openmp_runtimes": ["/torch/libgomp.so.1"],
         "memory": {"total": 8 * GIB, "available": 8 * GIB, "limit": None},
-        "pages": {"page_bytes": 4096, "transparent_huge_pages": "madvise"},
+        "pages": {
+            **{"page_bytes": 4096, "transparent_huge_pages": "madvise"},
+            **{"placement": "first_touch", "placement_error": None},
+        },
         "sglang": {"installed": False, "active": False},
         "vllm": {"installed": False, "active": False},
     }
@@ -170,6 +194,7 @@ def test_healthy_machine_has_no_problems(healthy: dict[str, Any]) -> None:
         ("memory.available", GIB, "1.0 GiB of memory"),
         ("memory.limit", GIB // 2, "0.5 GiB of memory"),
         ("pages.transparent_huge_pages", "never", "transparent huge pages are off"),
+        ("pages.placement_error", "BITNET_OPS_MEMORY: expected ...", "BITNET_OPS_MEMORY: expected"),
         ("amx.permission", "rejected", "the operating system rejects its tile state"),
         ("isa.selected", "scalar", "scalar is in use although avx2 is available"),
         ("isa.error", "BITNET_OPS_ISA: expected ...", "BITNET_OPS_ISA: expected"),
@@ -187,7 +212,7 @@ def test_each_problem_is_found_with_a_remedy(
         facts["isa"]["selected"] = "scalar"
     (found,) = doctor.find_problems(facts)
     assert problem in found["problem"] and found["remedy"]
-    assert found["severity"] == ("error" if path == "isa.error" else "warning")
+    assert found["severity"] == ("error" if path.endswith("error") else "warning")
 
 
 NOT_HERE = {"available": False, "outputs": 0, "different": 0, "first_difference": ""}

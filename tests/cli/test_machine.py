@@ -119,6 +119,17 @@ def test_numa_nodes(tmp_path: Path) -> None:
     assert machine.numa_nodes(root) == 2
 
 
+def test_effect_of_a_placement_depends_on_the_nodes(tmp_path: Path) -> None:
+    first = "each page on the memory node of the thread that writes it first"
+    assert machine.placement_effect("first_touch", tmp_path) == first
+    one = machine.placement_effect("interleave", tmp_path)
+    assert one == "interleave, without effect on one memory node"
+    nodes = {f"sys/devices/system/node/node{i}/meminfo": "" for i in range(4)}
+    root = write(tmp_path, nodes)
+    assert machine.placement_effect("interleave", root) == "interleaved over 4 memory nodes"
+    assert machine.placement_effect("first_touch", root) == first
+
+
 def test_memory_and_its_limit(tmp_path: Path) -> None:
     meminfo = "MemTotal:       2048 kB\nMemFree: 1 kB\nMemAvailable:   1024 kB\n"
     root = write(

@@ -7,6 +7,8 @@ static_assert(TwoBit::kFields == layout::layout_of(layout::WeightFormat::kTwoBit
 static_assert(Base3::kFields == layout::layout_of(layout::WeightFormat::kBase3).fields);
 static_assert(sizeof(TileStep) == 4 * kTileLanes && sizeof(TileSum) == 4 * kTileLanes);
 
+#define BITNET_INLINE_LAMBDA __attribute__((always_inline))
+
 // ---- 16 float lanes -----------------------------------------------------------------------------
 
 struct Lanes {
@@ -167,6 +169,12 @@ template <class V>
 inline void store_bf16_n(uint16_t* p, V v, int64_t count) {
   const Lanes x = lanes_of(v);
   for (int i = 0; i < 16 && i < count; ++i) p[i] = f32_to_bf16(x.at[i]);
+}
+// As it would come back from memory as bfloat16.
+template <class V>
+inline V rounded_bf16(V v) {
+  const Lanes x = lanes_of(v);
+  return make_lanes([&](int i) { return bf16_to_f32(f32_to_bf16(x.at[i])); });
 }
 // As a bfloat16 cache holds it, kLeastCached included.
 template <class V>

@@ -1,16 +1,6 @@
 // The epilogue of the ternary product: a block of exact sums scaled, rounded and stored. Contract:
 // store_block in kernel_table.h.
 
-// y as it would come back from memory of that type.
-template <DType kType>
-[[gnu::always_inline]] inline F32x16 rounded_as(F32x16 v) {
-  if constexpr (kType == DType::kF32) {
-    return v;
-  } else {
-    return rounded(kType, v);
-  }
-}
-
 template <StoreKind kKind, DType kType>
 [[gnu::always_inline]] inline void store_lanes(F32x16 v, void* out, int64_t i, int64_t count) {
   if constexpr (kKind == StoreKind::kStore && kType == DType::kBF16) {

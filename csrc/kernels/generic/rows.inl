@@ -2,56 +2,85 @@
 // Included inside an ISA's anonymous namespace; never mentions an ISA. Contracts: kernel_table.h.
 // The order of sums is part of them.
 
-F32x16 load_typed(DType type, const void* src, int64_t i, int64_t count) {
-  if (type == DType::kBF16) return load_as<DType::kBF16>(src, i, count);
-  if (type == DType::kF16) return load_as<DType::kF16>(src, i, count);
-  if (type == DType::kF8E4M3) return load_as<DType::kF8E4M3>(src, i, count);
-  if (type == DType::kF8E5M2) return load_as<DType::kF8E5M2>(src, i, count);
-  return load_as<DType::kF32>(src, i, count);
+// f(i, count) for every 16 elements: a constant 16 where they are whole.
+template <class F>
+[[gnu::always_inline]] inline void for_lanes(int64_t n, const F& f) {
+  int64_t i = 0;
+  for (; i + 16 <= n; i += 16) f(i, int64_t{16});
+  if (i < n) f(i, n - i);
+}
+
+// f.template operator()<type>() of a type in memory; every other one is float32.
+template <class F>
+[[gnu::always_inline]] inline auto with_type(DType type, const F& f) {
+  if (type == DType::kBF16) return f.template operator()<DType::kBF16>();
+  if (type == DType::kF16) return f.template operator()<DType::kF16>();
+  if (type == DType::kF8E4M3) return f.template operator()<DType::kF8E4M3>();
+  if (type == DType::kF8E5M2) return f.template operator()<DType::kF8E5M2>();
+  return f.template operator()<DType::kF32>();
+}
+
+template <DType kType>
+void load_row_as(const void* src, int64_t n, float* dst) {
+  for_lanes(n, [&](int64_t i, int64_t count) BITNET_INLINE_LAMBDA {
+    store_n(dst + i, load_as<kType>(src, i, count), count);
+  });
 }
 
 void load_row(DType type, const void* src, int64_t n, float* dst) {
-  for (int64_t i = 0; i < n; i += 16) store_n(dst + i, load_typed(type, src, i, n - i), n - i);
+  with_type(type, [&]<DType kType>() { load_row_as<kType>(src, n, dst); });
+}
+
+template <DType kType>
+[[gnu::always_inline]] inline void store_as(void* dst, int64_t i, F32x16 v, int64_t count) {
+  if constexpr (kType == DType::kBF16) {
+    store_bf16_n(static_cast<uint16_t*>(dst) + i, v, count);
+  } else if constexpr (kType == DType::kF16) {
+    store_f16_n(static_cast<uint16_t*>(dst) + i, v, count);
+  } else if constexpr (kType == DType::kF8E4M3) {
+    store_e4m3_n(static_cast<uint8_t*>(dst) + i, v, count);
+  } else if constexpr (kType == DType::kF8E5M2) {
+    store_e5m2_n(static_cast<uint8_t*>(dst) + i, v, count);
+  } else {
+    store_n(static_cast<float*>(dst) + i, v, count);
+  }
+}
+
+template <DType kType>
+void store_row_as(const float* src, int64_t n, void* dst) {
+  for_lanes(n, [&](int64_t i, int64_t count) BITNET_INLINE_LAMBDA {
+    store_as<kType>(dst, i, load_n(src + i, count), count);
+  });
 }
 
 void store_row(DType type, const float* src, int64_t n, void* dst) {
-  for (int64_t i = 0; i < n; i += 16) {
-    const F32x16 v = load_n(src + i, n - i);
-    if (type == DType::kBF16) {
-      store_bf16_n(static_cast<uint16_t*>(dst) + i, v, n - i);
-    } else if (type == DType::kF16) {
-      store_f16_n(static_cast<uint16_t*>(dst) + i, v, n - i);
-    } else if (type == DType::kF8E4M3) {
-      store_e4m3_n(static_cast<uint8_t*>(dst) + i, v, n - i);
-    } else if (type == DType::kF8E5M2) {
-      store_e5m2_n(static_cast<uint8_t*>(dst) + i, v, n - i);
-    } else {
-      store_n(static_cast<float*>(dst) + i, v, n - i);
-    }
-  }
+  with_type(type, [&]<DType kType>() { store_row_as<kType>(src, n, dst); });
 }
 
 // v as it would come back from memory of that type.
-F32x16 rounded(DType type, F32x16 v) {
-  uint16_t half[16];
-  if (type == DType::kBF16) {
-    store_bf16_n(half, v, 16);
-    return load_bf16_n(half, 16);
-  }
-  if (type == DType::kF16) {
+template <DType kType>
+[[gnu::always_inline]] inline F32x16 rounded_as(F32x16 v) {
+  if constexpr (kType == DType::kBF16) {
+    return rounded_bf16(v);
+  } else if constexpr (kType == DType::kF16) {
+    uint16_t half[16];
     store_f16_n(half, v, 16);
     return load_f16_n(half, 16);
-  }
-  uint8_t byte[16];
-  if (type == DType::kF8E4M3) {
+  } else if constexpr (kType == DType::kF8E4M3) {
+    uint8_t byte[16];
     store_e4m3_n(byte, v, 16);
     return load_e4m3_n(byte, 16);
-  }
-  if (type == DType::kF8E5M2) {
+  } else if constexpr (kType == DType::kF8E5M2) {
+    uint8_t byte[16];
     store_e5m2_n(byte, v, 16);
     return load_e5m2_n(byte, 16);
+  } else {
+    return v;
   }
-  return v;
+}
+
+F32x16 rounded(DType type, F32x16 v) {
+  return with_type(type, [&]<DType kType>() { return rounded_as<kType>(v); });
 }
 
 void store_cache_row(DType type, const float* src, int64_t n, void* dst) {
@@ -62,9 +91,16 @@ void store_cache_row(DType type, const float* src, int64_t n, void* dst) {
   }
 }
 
+template <DType kType>
+void round_row_as(float* x, int64_t n) {
+  for_lanes(n, [&](int64_t i, int64_t count) BITNET_INLINE_LAMBDA {
+    store_n(x + i, rounded_as<kType>(load_n(x + i, count)), count);
+  });
+}
+
 void round_row(DType type, float* x, int64_t n) {
   if (type == DType::kF32) return;
-  for (int64_t i = 0; i < n; i += 16) store_n(x + i, rounded(type, load_n(x + i, n - i)), n - i);
+  with_type(type, [&]<DType kType>() { round_row_as<kType>(x, n); });
 }
 
 // ---- int8 activations --------------------------------------------------------------------------
@@ -84,9 +120,9 @@ inline float absmax_of(uint32_t bits) {
   return absmax > 1e-30f ? absmax : 1e-30f;
 }
 
-float quantize_row(const float* x, int64_t n, int64_t n_padded, int8_t* q, int64_t step_stride,
-                   int32_t* sum) {
-  const uint32_t bits = absmax_bits(x, n);
+// bits: of the largest magnitude.
+float quantize_by(uint32_t bits, const float* x, int64_t n, int64_t n_padded, int8_t* q,
+                  int64_t step_stride, int32_t* sum) {
   const bool finite = bits < kInfinityBits;
   const float absmax = __builtin_bit_cast(float, bits);
   // Two roundings, as torch computes 127 / t for a tensor t: codes equal Hugging Face's bit for
@@ -98,16 +134,26 @@ float quantize_row(const float* x, int64_t n, int64_t n_padded, int8_t* q, int64
   for (int64_t from = 0; from < n_padded; from += step, q += step_stride) {
     const int64_t end = n_padded - from < step ? n_padded - from : step;
     const int64_t left = finite ? n - from : 0, count = left < end ? (left < 0 ? 0 : left) : end;
-    for (int64_t i = 0; i < count; i += 16) {
-      to_i8_n(q + i, mul(load_n(x + from + i, count - i), s), count - i);
-    }
+    for_lanes(count, [&](int64_t i, int64_t lanes) BITNET_INLINE_LAMBDA {
+      to_i8_n(q + i, mul(load_n(x + from + i, lanes), s), lanes);
+    });
     for (int64_t i = count; i < end; ++i) q[i] = 0;
     *sum += sum_i8_vector(q, count);
   }
   return finite ? 1.0f / inv_scale : __builtin_nanf("");
 }
 
+float quantize_row(const float* x, int64_t n, int64_t n_padded, int8_t* q, int64_t step_stride,
+                   int32_t* sum) {
+  return quantize_by(absmax_bits(x, n), x, n, n_padded, q, step_stride, sum);
+}
+
 // ---- norms and activations ---------------------------------------------------------------------
+
+F32x16 rstd_of(F32x16 squares, int64_t n, float eps) {
+  const float mean = reduce_add(squares) / static_cast<float>(n);
+  return set1(1.0f / __builtin_sqrtf(mean + eps));
+}
 
 void rms_norm_row(const float* x, const float* weight, int64_t n, float eps, DType type, float* y) {
   F32x16 squares = zero();
@@ -115,25 +161,63 @@ void rms_norm_row(const float* x, const float* weight, int64_t n, float eps, DTy
     const F32x16 v = load_n(x + i, n - i);
     squares = fma(v, v, squares);
   }
-  const float mean = reduce_add(squares) / static_cast<float>(n);
-  const F32x16 rstd = set1(1.0f / __builtin_sqrtf(mean + eps));
+  const F32x16 rstd = rstd_of(squares, n, eps);
   for (int64_t i = 0; i < n; i += 16) {
     const F32x16 v = rounded(type, mul(load_n(x + i, n - i), rstd));
     store_n(y + i, mul(v, load_n(weight + i, n - i)), n - i);
   }
 }
 
-void add_row(const float* a, const float* b, int64_t n, float* y) {
-  for (int64_t i = 0; i < n; i += 16) {
-    store_n(y + i, add(load_n(a + i, n - i), load_n(b + i, n - i)), n - i);
+// The chain of sums of squares leaves time for rounding, the rounding for the largest magnitude.
+template <DType kType>
+float norm_quantize_as(const NormJob& job, int64_t n_padded, int8_t* q, int64_t step_stride,
+                       int32_t* sum) {
+  const float *x = job.x, *weight = job.weight;
+  float* y = job.y;
+  F32x16 squares = zero(), best = zero();
+  if (weight == nullptr) {
+    for_lanes(job.n, [&](int64_t i, int64_t count) BITNET_INLINE_LAMBDA {
+      const F32x16 v = rounded_as<kType>(load_n(x + i, count));
+      store_n(y + i, v, count);
+      best = max_abs_bits(best, v);
+    });
+  } else {
+    for_lanes(job.n, [&](int64_t i, int64_t count) BITNET_INLINE_LAMBDA {
+      const F32x16 v = rounded_as<kType>(load_n(x + i, count));
+      store_n(y + i, v, count);
+      squares = fma(v, v, squares);
+    });
+    const F32x16 rstd = rstd_of(squares, job.n, job.eps);
+    for_lanes(job.n, [&](int64_t i, int64_t count) BITNET_INLINE_LAMBDA {
+      const F32x16 v = rounded_as<kType>(mul(load_n(y + i, count), rstd));
+      const F32x16 weighted = rounded_as<kType>(mul(v, load_n(weight + i, count)));
+      store_n(y + i, weighted, count);
+      best = max_abs_bits(best, weighted);
+    });
   }
+  return quantize_by(reduce_abs_bits(best), y, job.n, n_padded, q, step_stride, sum);
+}
+
+float norm_quantize_row(const NormJob& job, int64_t n_padded, int8_t* q, int64_t step_stride,
+                        int32_t* sum) {
+  if (job.type == DType::kBF16)
+    return norm_quantize_as<DType::kBF16>(job, n_padded, q, step_stride, sum);
+  if (job.type == DType::kF16)
+    return norm_quantize_as<DType::kF16>(job, n_padded, q, step_stride, sum);
+  return norm_quantize_as<DType::kF32>(job, n_padded, q, step_stride, sum);
+}
+
+void add_row(const float* a, const float* b, int64_t n, float* y) {
+  for_lanes(n, [&](int64_t i, int64_t count) BITNET_INLINE_LAMBDA {
+    store_n(y + i, add(load_n(a + i, count), load_n(b + i, count)), count);
+  });
 }
 
 void relu2_mul_row(const float* gate, const float* up, int64_t n, float* y) {
-  for (int64_t i = 0; i < n; i += 16) {
-    const F32x16 g = max(zero(), load_n(gate + i, n - i));  // this order keeps a NaN
-    store_n(y + i, mul(mul(g, g), load_n(up + i, n - i)), n - i);
-  }
+  for_lanes(n, [&](int64_t i, int64_t count) BITNET_INLINE_LAMBDA {
+    const F32x16 g = max(zero(), load_n(gate + i, count));  // this order keeps a NaN
+    store_n(y + i, mul(mul(g, g), load_n(up + i, count)), count);
+  });
 }
 
 // x = n ln 2 + r with |r| <= ln 2 / 2.
@@ -189,11 +273,10 @@ void gelu_mul_row(const float* gate, const float* up, int64_t n, float* y) {
 
 void rope_head(const float* x, const float* cos_sin, int64_t dim, float* y) {
   const int64_t half = dim / 2;
-  for (int64_t i = 0; i < half; i += 16) {
-    const int64_t count = half - i;
+  for_lanes(half, [&](int64_t i, int64_t count) BITNET_INLINE_LAMBDA {
     const F32x16 a = load_n(x + i, count), b = load_n(x + half + i, count);
     const F32x16 c = load_n(cos_sin + i, count), s = load_n(cos_sin + half + i, count);
     store_n(y + i, sub(mul(a, c), mul(b, s)), count);
     store_n(y + half + i, add(mul(b, c), mul(a, s)), count);
-  }
+  });
 }

@@ -20,15 +20,6 @@ float max_row(const float* x, int64_t n) {
   return bits > kInfinityBits ? __builtin_nanf("") : top;
 }
 
-// step(i, count) for every 16 elements and for what is left, with a constant count for all but
-// that.
-template <class Step>
-[[gnu::always_inline]] inline void for_lanes(int64_t n, const Step& step) {
-  int64_t i = 0;
-  for (; i + 16 <= n; i += 16) step(i, int64_t{16});
-  if (i < n) step(i, n - i);
-}
-
 // exp_f32 of x from just above -87, where the result is a normal number, to 0; anything else gives
 // anything.
 inline F32x16 exp_below_zero(F32x16 x) {
@@ -42,7 +33,7 @@ constexpr float kLeastExponent = -87.0f;
 double exp_row(const float* x, int64_t n, float top, float inv_temperature, float* w) {
   LaneSums sums = {};
   const F32x16 largest = set1(top), factor = set1(inv_temperature), least = set1(kLeastExponent);
-  for_lanes(n, [&](int64_t i, int64_t count) __attribute__((always_inline)) {
+  for_lanes(n, [&](int64_t i, int64_t count) BITNET_INLINE_LAMBDA {
     const F32x16 v = mul(sub(load_n(x + i, count), largest), factor);
     F32x16 e = where_greater(v, least, exp_below_zero(v));
     store_n(w + i, e, count);
@@ -57,7 +48,7 @@ Split split_parts(const float* v, int64_t n, float scale, float low, float high,
   LaneSums sums = {};
   int64_t above = 0, between = 0;
   const F32x16 factor = set1(scale), least = set1(low), most = set1(high);
-  for_lanes(n, [&](int64_t i, int64_t count) __attribute__((always_inline)) {
+  for_lanes(n, [&](int64_t i, int64_t count) BITNET_INLINE_LAMBDA {
     const F32x16 x = mul(load_n(v + i, count), factor);
     uint32_t mask = first_bits(count);
     if constexpr (kAbove) {

@@ -28,8 +28,6 @@ template <int N, int I = 0, class F>
   }
 }
 
-#define BITNET_INLINE_LAMBDA __attribute__((always_inline))
-
 template <int FN, int T>
 [[gnu::always_inline]] inline void clear_accs(TileAcc (&acc)[FN][T]) {
   repeat<FN * T>([&]<int I>() BITNET_INLINE_LAMBDA { acc[I / T][I % T] = set1_sum(0); });

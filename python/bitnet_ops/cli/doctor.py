@@ -109,10 +109,7 @@ def collect() -> Facts:
         "abi_floor": _runtime.build_info()["torch_abi_floor"],
     }
     facts["memory"] = machine.memory_bytes()
-    facts["pages"] = {
-        "page_bytes": machine.page_bytes(),
-        "transparent_huge_pages": machine.transparent_huge_pages(),
-    }
+    facts["pages"] = _pages()
     facts["load_average"] = machine.load_average()
     facts["sglang"] = sglang.status()
     facts["vllm"] = vllm.status()
@@ -195,6 +192,21 @@ def _threads() -> Facts:
     }
 
 
+def _pages() -> Facts:
+    """Sizes of pages, and where they lie: BITNET_OPS_MEMORY, or why it cannot be followed."""
+    placement, error = None, None
+    try:
+        placement = _runtime.memory_placement()
+    except RuntimeError as failure:
+        error = str(failure)
+    return {
+        "page_bytes": machine.page_bytes(),
+        "transparent_huge_pages": machine.transparent_huge_pages(),
+        "placement": placement,
+        "placement_error": error,
+    }
+
+
 def find_problems(facts: Facts) -> list[dict[str, str]]:
     """What is wrong in `facts`: {"severity": "error" | "warning", "problem", "remedy"} each."""
     found = [
@@ -202,6 +214,7 @@ def find_problems(facts: Facts) -> list[dict[str, str]]:
         *_thread_problems(facts["threads"]),
         *_openmp_problems(facts["openmp_runtimes"]),
         *_memory_problems(facts["memory"], facts["pages"]),
+        *_placement_problems(facts["threads"], facts["pages"]),
         *_plugin_problems("sglang", facts["sglang"], "SGLANG_PLUGINS"),
         *_plugin_problems("vllm", facts["vllm"], "VLLM_PLUGINS"),
     ]
@@ -241,9 +254,15 @@ def _thread_problems(threads: Facts) -> list[tuple[str, str, str]]:
     if 2 * used < available:
         problem = f"torch uses {used} of {available} CPUs"
         return [("warning", problem, "raise or unset OMP_NUM_THREADS")]
-    if threads["numa_nodes"] > 1:
+    return []
+
+
+def _placement_problems(threads: Facts, pages: Facts) -> list[tuple[str, str, str]]:
+    if pages["placement_error"]:
+        return [("error", pages["placement_error"], "unset BITNET_OPS_MEMORY, or name one of them")]
+    if threads["numa_nodes"] > 1 and pages["placement"] != "interleave":
         problem = f"{threads['numa_nodes']} memory nodes: weights lie on the one that loads them"
-        remedy = "run under numactl --interleave=all, or one process a node (numactl -N 0 -m 0)"
+        remedy = "set BITNET_OPS_MEMORY=interleave, or run a process a node (numactl -N 0 -m 0)"
         return [("warning", problem, remedy)]
     return []
 
@@ -406,6 +425,7 @@ def _memory_lines(facts: Facts) -> list[str]:
             f"limit {_size(memory['limit']) if memory['limit'] else 'none'}",
         ),
         _line("pages", f"{_size(pages['page_bytes'])}; transparent huge pages: {huge}"),
+        _line("", machine.placement_effect(pages["placement"] or "first_touch")),
     ]
 
 

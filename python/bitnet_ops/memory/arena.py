@@ -46,7 +46,7 @@ class Arena:
         self.memory = memory[start : start + nbytes]
         self._used = 0
         if nbytes >= _HUGE_PAGE:
-            _runtime.advise_huge_pages(memory.data_ptr(), memory.nbytes)
+            _runtime.prepare_pages(memory.data_ptr(), memory.nbytes)
 
     def take(self, shape: Sequence[int], dtype: torch.dtype = torch.uint8) -> Tensor:
         """The next tensor, contiguous and aligned to ALIGNMENT; its contents are undefined.

@@ -59,7 +59,7 @@ class _Memory:
         self.tensor = numbers.view(max_blocks, layers, *block).transpose(0, 1)
         self.block_bytes = nbytes // max_blocks
         if nbytes >= _HUGE_PAGE:
-            _runtime.advise_huge_pages(numbers.data_ptr(), nbytes)
+            _runtime.prepare_pages(numbers.data_ptr(), nbytes)
 
     def release(self, begin: int, end: int) -> None:
         """Give the memory of blocks [begin, end) back, except pages shared with other blocks."""
