@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,11 @@ def calls(namespace: str) -> Iterator[tuple[str, Callable[[], Any]]]:
     yield "rms_norm", lambda: ops.rms_norm.default(x, gain, 1e-5)
 
 
+def repeat(run: Callable[[], Any], _: int) -> None:
+    for _ in range(COUNTED):
+        run()
+
+
 def measure(seconds: float) -> None:
     """The table of times."""
     from statistics import median
@@ -64,11 +70,10 @@ def measure(seconds: float) -> None:
     from bitnet_ops.bench.harness import Budget, Timed, interleave
 
     for (name, ours), (_, floor) in zip(calls(OURS), calls(FLOOR), strict=True):
-        runs = [Timed(lambda _, run=run: [run() for _ in range(COUNTED)], warm=True)
-                for run in (ours, floor)]  # fmt: skip
+        runs = [Timed(partial(repeat, run), warm=True) for run in (ours, floor)]
         rounds = interleave(runs, Budget(seconds, min_rounds=20))
-        each = [1e9 * median(samples) / COUNTED for samples in rounds.usable()]
-        print_row(name, *each, "  disturbed" if rounds.disturbed else "")
+        ours_ns, floor_ns = (1e9 * median(samples) / COUNTED for samples in rounds.usable())
+        print_row(name, ours_ns, floor_ns, "  disturbed" if rounds.disturbed else "")
 
 
 def print_row(name: str, ours: float, floor: float, note: str = "") -> None:
@@ -106,8 +111,8 @@ def count(library: Path, folder: Path) -> None:
             found[name[1]] = int(total[1]) / COUNTED
     if not found:
         raise SystemExit("bench_calls: expected valgrind/callgrind.h, found none")
-    for name in [key.split()[1] for key in sorted(found) if key.startswith(f"{OURS} ")]:
-        print_row(name, found[f"{OURS} {name}"], found[f"{FLOOR} {name}"])
+    for op in [key.split()[1] for key in sorted(found) if key.startswith(f"{OURS} ")]:
+        print_row(op, found[f"{OURS} {op}"], found[f"{FLOOR} {op}"])
 
 
 def main() -> None:
