@@ -136,10 +136,21 @@ def test_text_fits_a_screen(capsys: pytest.CaptureFixture[str]) -> None:
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) <= 40
     # a path is not cut, or nobody could copy it
-    assert all(len(line) <= 100 or len(line.split()) == 1 for line in lines)
+    assert all(len(line) <= 100 or line[10:].startswith("/") for line in lines)
     labels = "torch cpu features amx isa threads openmp memory pages sglang vllm"
     for label in labels.split():
         assert any(line.startswith(f"{label} ") for line in lines), label
+
+
+def test_a_long_path_stands_beside_its_label(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # a wheel of another package brings a runtime of its own, in a folder of any depth or name
+    paths = [f"/{'deep/' * 20}a folder/libgomp-e985bcbb.so.1.0.0", "/usr/lib/libgomp.so.1"]
+    monkeypatch.setattr(machine, "openmp_runtimes", lambda: paths)
+    assert cli.main(["doctor"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert f"openmp    {paths[0]}" in lines and f"          {paths[1]}" in lines
 
 
 def test_every_line_stands_when_no_runtime_is_found(

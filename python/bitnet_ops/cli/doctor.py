@@ -311,6 +311,8 @@ def _wrapped(line: str) -> list[str]:
     indent = 2 if line.startswith(("ERROR", "WARNING")) else 4 if line[:2] == "  " else _LABEL
     if line[:_LABEL].isspace():
         indent = _LABEL
+    if line[_LABEL:].startswith("/"):
+        return [line]  # a path stands beside its label, whole, however long it is
     return textwrap.wrap(
         line,
         _COLUMNS,
