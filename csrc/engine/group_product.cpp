@@ -3,6 +3,7 @@
 #include "engine/group_product.h"
 
 #include <algorithm>
+#include <cstring>
 
 #include "format/layout.h"
 #include "runtime/tuning.h"
@@ -44,6 +45,52 @@ void multiply_blocked(const KernelTable& table, const Weight& w, const GroupScal
   table.group_gemm(all);
 }
 
+using Four = float __attribute__((vector_size(16)));
+
+Four load_four(const float* from) {
+  Four v;
+  std::memcpy(&v, from, sizeof(v));
+  return v;
+}
+
+// Elements I of a and b one behind the other; each compiler has its own word for it.
+template <int... I>
+Four shuffled(Four a, Four b) {
+#if defined(__clang__)
+  return __builtin_shufflevector(a, b, I...);
+#else
+  using Indexes = int32_t __attribute__((vector_size(16)));
+  return __builtin_shuffle(a, b, Indexes{I...});
+#endif
+}
+
+// out[g * block_rows + r] = scales[r * stride + g] for r < rows and g < count, zero for the other
+// rows.  By 4 x 4: element by element a row of one token took a third of its product's time.
+void gather_scales(const float* scales, int64_t stride, int64_t rows, int64_t count,
+                   int64_t block_rows, float* out) {
+  static_assert(layout::kMostBlockRows % 4 == 0);
+  const int64_t whole_rows = rows / 4 * 4, whole = count / 4 * 4;
+  for (int64_t r = 0; r < whole_rows; r += 4) {
+    const float* from = scales + r * stride;
+    for (int64_t g = 0; g < whole; g += 4) {
+      const Four a = load_four(from + g), b = load_four(from + stride + g);
+      const Four c = load_four(from + 2 * stride + g), d = load_four(from + 3 * stride + g);
+      const Four ab = shuffled<0, 4, 1, 5>(a, b), cd = shuffled<0, 4, 1, 5>(c, d);
+      const Four ab2 = shuffled<2, 6, 3, 7>(a, b), cd2 = shuffled<2, 6, 3, 7>(c, d);
+      const Four columns[4] = {shuffled<0, 1, 4, 5>(ab, cd), shuffled<2, 3, 6, 7>(ab, cd),
+                               shuffled<0, 1, 4, 5>(ab2, cd2), shuffled<2, 3, 6, 7>(ab2, cd2)};
+      for (int64_t i = 0; i < 4; ++i) {
+        std::memcpy(out + (g + i) * block_rows + r, &columns[i], sizeof(Four));
+      }
+    }
+  }
+  for (int64_t g = 0; g < count; ++g) {
+    for (int64_t r = g < whole ? whole_rows : 0; r < block_rows; ++r) {
+      out[g * block_rows + r] = r < rows ? scales[r * stride + g] : 0.0f;
+    }
+  }
+}
+
 // Scales of rows: some groups of a row block are brought beside each other, then multiplied.
 void multiply_gathered(const KernelTable& table, const Weight& w, const float* scales,
                        const QuantizedTokens& x, const GroupsJob& job) {
@@ -61,10 +108,7 @@ void multiply_gathered(const KernelTable& table, const Weight& w, const float* s
     part.scale = gathered;
     for (int64_t g = 0; g < groups; g += kGathered) {
       const int64_t count = std::min(kGathered, groups - g), step = g * group_steps;
-      for (int64_t i = 0; i < count * w.block_rows; ++i) {
-        const int64_t r = i % w.block_rows;
-        gathered[i] = r < rows ? scales[(row + r) * groups + g + i / w.block_rows] : 0.0f;
-      }
+      gather_scales(scales + row * groups + g, groups, rows, count, w.block_rows, gathered);
       GroupJob now = part;
       now.tiles += step * step_bytes;
       now.k_steps = std::min(count * group_steps, w.k_steps - step);

@@ -7,11 +7,13 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import bitnet_ops
 from bitnet_ops import _runtime, cli, machine
 from bitnet_ops.cli import doctor
 from bitnet_ops.language_model import load
@@ -65,6 +67,7 @@ def test_facts_are_those_of_the_process(facts: dict[str, Any]) -> None:
     assert facts["torch"]["version"] == torch.__version__
     assert facts["torch"]["abi_floor"] == "2.10"
     assert facts["package"]["build"] == _runtime.build_info()
+    assert facts["package"]["location"] == str(Path(bitnet_ops.__file__).parent)
     assert facts["cpu"]["features"] == _runtime.cpu_features()
     assert facts["threads"]["affinity"] == machine.affinity()
 
