@@ -150,9 +150,26 @@ void run_in_pieces(const Product& product) {
   }
 }
 
-// What is made of the sums; the last two are of groups.
-enum class Kind { kSums, kFloats, kGroups64, kGroups128 };
-constexpr Kind kKinds[] = {Kind::kSums, Kind::kFloats, Kind::kGroups64, Kind::kGroups128};
+// What is made of the sums: stored, finished as floats, likewise from three parts of K, of groups.
+enum class Kind { kSums, kFloats, kParts, kGroups64, kGroups128 };
+constexpr Kind kKinds[] = {Kind::kSums, Kind::kFloats, Kind::kParts, Kind::kGroups64,
+                           Kind::kGroups128};
+
+// Parts of K are those of tiles, and at least 192 features on a matrix unit.
+bool has_kind(const Matrix& w, Kind kind) {
+  return kind != Kind::kParts || (w.blocked() && w.weight.k >= 3 * 192);
+}
+
+// The product cut for many threads, a part of K at a time.
+void run_in_parts(const KernelTable& table, const TokenBuffer& buffer, const Projection& p) {
+  constexpr int64_t kParts = 3, kTokens = 32;
+  const int64_t token_blocks = (buffer.view().tokens + kTokens - 1) / kTokens;
+  const int64_t cells = p.weight->row_blocks * token_blocks;
+  std::vector<int32_t> sums(at(cells * kParts * kTokens * p.weight->block_rows), 77);
+  std::vector<int32_t> done(at(cells), 0);
+  run_in_pieces(
+      Product(table, buffer.view(), &p, 1, {token_blocks, kParts}, {sums.data(), done.data()}));
+}
 
 template <class T>
 void compare(const std::vector<T>& out, const std::vector<int64_t>& want, int64_t n,
@@ -189,7 +206,11 @@ void check(const KernelTable& table, const Data& data, const Matrix& w, Kind kin
   Projection p = engine::make_projection(w.weight, ones.data(), 1, DType::kF32, out.data());
   if (grouped) p.scale = nullptr;
   if (grouped) p.groups = {w.scales[size].data(), DType::kF32, w.blocked(), kGroups[size]};
-  run_in_pieces(Product(table, buffer.view(), &p, 1));
+  if (kind == Kind::kParts) {
+    run_in_parts(table, buffer, p);
+  } else {
+    run_in_pieces(Product(table, buffer.view(), &p, 1));
+  }
   compare(out, grouped ? data.grouped[size] : data.plain, w.n, first);
 }
 
@@ -227,7 +248,7 @@ void check_sizes(const KernelTable& table, const Data& data, const Sizes& sizes)
       for (const Kind kind : kKinds) {
         const std::size_t turn = at(tokens + static_cast<int64_t>(kind)) % matrices.size();
         for (std::size_t i = 0; i < matrices.size(); ++i) {
-          if (tokens > 16 && i != turn) continue;
+          if ((tokens > 16 && i != turn) || !has_kind(matrices[i], kind)) continue;
           for (int64_t first = 0; first < starts; ++first) {
             check(table, data, matrices[i], kind, first, tokens);
           }

@@ -88,10 +88,10 @@ def test_the_work_of_dots(scripts: None) -> None:
 def test_loads_of_dots_stand_apart_where_a_model_needs_it(scripts: None) -> None:
     from count_loops import with_loads_apart
 
-    text = "vpand (%rdi),%ymm0,%ymm1\n{vex} vpdpbusd 0x20(%rax,%rbx,1),%ymm1,%ymm3"
-    assert with_loads_apart(text) == (
-        "vpand (%rdi),%ymm0,%ymm1\nvmovups 0x20(%rax,%rbx,1),%ymm2\n{vex} vpdpbusd %ymm2,%ymm1,%ymm3"
-    )
+    mask = "vpand (%rdi),%ymm0,%ymm1\n"
+    apart = "vmovups 0x20(%rax,%rbx,1),%ymm2\n{vex} vpdpbusd %ymm2,%ymm1,%ymm3"
+    text = mask + "{vex} vpdpbusd 0x20(%rax,%rbx,1),%ymm1,%ymm3"
+    assert with_loads_apart(text) == mask + apart
 
 
 def test_the_page_has_the_rows_of_the_script(scripts: None) -> None:
