@@ -15,7 +15,7 @@ using Partial = __m256i;  // 8 x int32
 
 constexpr bool kDotInTwoSteps = false;
 inline Partial dot(Partial p, Codes c, Activations x) {
-#if defined(BITNET_EMULATE)
+#if defined(BITNET_EMULATE) || defined(BITNET_EMULATE_DOTS)
   return _mm256_dpbusd_epi32(p, c, x);
 #else
   return _mm256_dpbusd_avx_epi32(p, c, x);
@@ -24,7 +24,7 @@ inline Partial dot(Partial p, Codes c, Activations x) {
 inline Acc widen(Acc acc, Partial p) { return _mm256_add_epi32(acc, p); }
 // acc + the sums of neighbouring products of 16-bit numbers, for simd_ymm_int.h.
 inline __m256i add_pairs(__m256i acc, __m256i a, __m256i b) {
-#if defined(BITNET_EMULATE)
+#if defined(BITNET_EMULATE) || defined(BITNET_EMULATE_DOTS)
   return _mm256_dpwssd_epi32(acc, a, b);
 #else
   __asm__("%{vex%} vpdpwssd %2, %1, %0" : "+x"(acc) : "x"(a), "x"(b));
@@ -39,7 +39,7 @@ constexpr int kTwoBitUnroll = 2, kTwoBitTokens = 6;  // 10 parts hide the latenc
 constexpr int kTokensOfTwoSets = 3;
 constexpr int kBase3Unroll = 1, kBase3Tokens = 3;
 inline TileAcc tile_dot(TileAcc p, TileCodes c, TileX x) {
-#if defined(BITNET_EMULATE)
+#if defined(BITNET_EMULATE) || defined(BITNET_EMULATE_DOTS)
   return _mm256_dpbusd_epi32(p, c, x);
 #else
   // g++ 12 copies and spills the accumulators of the intrinsic

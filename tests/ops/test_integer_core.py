@@ -19,7 +19,7 @@ from op_values import int8_values, pack_codes, random_codes
 # Around the sizes of a field, a block and two blocks; then the widths of real models; then the
 # largest promised, and 8192 and beyond, where an earlier kernel changed layout and overflowed.
 SMALL_K = (1, 3, 31, 32, 33, 63, 64, 65, 95, 96, 97, 127, 128, 129, 255, 256, 257)
-MODEL_K = (576, 640, 3200, 6912, 8064, 8192, 8640, 14336, 23040, 27648, 32768)
+MODEL_K = (192, 576, 640, 2560, 3200, 6912, 8064, 8192, 8640, 11008, 14336, 23040, 27648, 32768)
 TOKENS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 17, 33)
 
 

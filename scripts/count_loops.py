@@ -1,0 +1,409 @@
+#!/usr/bin/env python3
+"""Counts the inner loops of products, heads and attention in the object code, before and now.
+
+    python scripts/count_loops.py                          counts; an error for a loop not found
+    python scripts/count_loops.py --before 059cbe2 --write docs/counts.md
+
+With --write also what llvm-mca (17 or newer, BITNET_LLVM_MCA or `llvm-mca` on the path) makes of
+them, as tables between the marks of the page. The kernel objects are built in build/kernels, those
+of the commit to compare with in build/before-COMMIT; --objects and --before take folders of a
+build, too. Standard library only; needs objdump.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from check_isa_symbols import ROOT, build_objects, isa_objects, run
+from object_loops import Object, Turn
+
+BEGIN, END = "<!-- tables: scripts/count_loops.py -->", "<!-- end of tables -->"
+DOT = {
+    "bytes": r"(\{vex\} )?vpdpbusd\b",
+    "words": r"(\{vex\} )?vpdpwssd\b",
+    "floats": r"vfmadd\w+ps\b",
+    "tiles": r"tdpb\w+\b",
+}
+WORK = 1024  # multiply-adds that counts and cycles are given for
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A loop of one ISA: where it stands, and what part of its dots' multiply-adds is the work."""
+
+    what: str
+    now: str
+    before: str = ""  # where it stood in the commit to compare with; "": it had none
+    dot: str = "bytes"
+    share: float = 1.0
+    pick: str = "all"  # of the loops found: all, the first, the last, the least for a dot
+
+
+BASE3, PLANES = 5 / 6, 1 / 2  # six dots for five rows; two dots for a number of 16 bits
+
+ZMM = (
+    Loop("`2bit`, 1 token", "tile_direct<TwoBit, 1>", "group_direct<TwoBit, 1>"),
+    Loop("`2bit`, 4 tokens", "tile_direct<TwoBit, 4>", "group_direct<TwoBit, 4>"),
+    Loop("`2bit`, prompts (5)", "tile_direct<TwoBit, 5>", "group_direct<TwoBit, 5>"),
+    Loop("`1.6bit`, 1 token", "tile_direct<Base3, 1>", "group_direct<Trits, 1>", share=BASE3),
+    Loop("`1.6bit`, prompts (4)", "tile_direct<Base3Digits, 4>", "group_direct<TritDigits, 4>"),
+    Loop("canonical, 1 token", "tile_to_out<4, 1>", "tile_to_out<4, 1>"),
+    Loop("canonical, prompts (4)", "tile_to_out<4, 4>", "tile_to_out<4, 4>"),
+    Loop("groups, `2bit`, 1 token", "tile_groups<TwoBit, 1, 1, unsigned short>"),
+    Loop("groups, `2bit`, prompts (5)", "tile_groups<TwoBit, 5, 1, unsigned short>"),
+    Loop("int8 head, 1 token", "head8_rows<1, 1, 4>", "head8_rows<1, 1, 4>", share=PLANES),
+    Loop(
+        "int8 head, 4 tokens",
+        "head8_rows<2, 4, 1>",
+        "head8_rows<2, 4, 1>",
+        share=PLANES,
+        pick="least",
+    ),
+    Loop("int4 head, 1 token", "head4_rows<1, 1>", "head4_rows<1, 1>", share=PLANES),
+    Loop("int4 head, 4 tokens", "head4_rows<1, 4>", "head4_rows<1, 4>", share=PLANES),
+    Loop("int8 scores, 4 queries", "dot_quads<4, 2>", "attend_int8_rows<4>", share=PLANES),
+    Loop("int8 values, 4 queries", "sum_quads<4, 2>", "sum_strip<4, 1>", share=PLANES),
+    Loop("bf16 scores, 4 queries", "score_pairs<4, 2>", "score_rows<unsigned short, 4>", "floats"),
+    Loop("bf16 scores, 12 queries", "score_pairs<12, 1>", "score_panel", "floats"),
+    Loop(
+        "bf16 values, 4 queries",
+        "weigh_pairs<4, 2, PanelValues>",
+        "weigh_rows<unsigned short, 4>",
+        "floats",
+    ),
+    Loop(
+        "bf16 values, 12 queries",
+        "weigh_pairs<12, 1, PanelValues>",
+        "attend_block<unsigned short>",
+        "floats",
+    ),
+)  # fmt: skip
+
+YMM = (
+    Loop("`2bit`, 1 token", "tile_direct<TwoBit, 1>", "group_direct<TwoBit, 1>"),
+    Loop("`2bit`, 3 tokens", "tile_direct<TwoBit, 3>", "group_direct<TwoBit, 3>"),
+    Loop("`2bit`, 4 tokens", "tile_direct<TwoBit, 4>", "group_direct<TwoBit, 4>"),
+    Loop("`2bit`, prompts (5 -> 6)", "tile_direct<TwoBit, 6>", "group_direct<TwoBit, 5>"),
+    Loop("`1.6bit`, 1 token", "tile_direct<Base3, 1>", "group_direct<Trits, 1>", share=BASE3),
+    Loop("`1.6bit`, prompts (3)", "tile_direct<Base3Digits, 3>", "group_direct<TritDigits, 3>"),
+    Loop("canonical, 1 token", "tile_to_out<4, 1>", "tile_to_out<4, 1>"),
+    Loop("canonical, prompts (4)", "tile_to_out<2, 4>", "tile_to_out<2, 4>"),
+    Loop("groups, `2bit`, 1 token", "tile_groups<TwoBit, 1, 1, unsigned short>"),
+    Loop("int8 head, 1 token", r"head_int8\(", "head8_rows<1, 1, 4>", share=PLANES, pick="last"),
+    Loop("int8 head, 2 tokens", r"head_int8\(", "head8_rows<2, 2, 1>", share=PLANES, pick="least"),
+    Loop("int4 head, 1 token", "head4_rows<1, 1>", "head4_rows<1, 1>", share=PLANES),
+    Loop("int4 head, 2 tokens", r"head_int4\(", "head4_rows<1, 2>", share=PLANES),
+    Loop("int8 scores, 4 queries", "dot_quads<4, 1>", "attend_int8_rows<4>", "words"),
+    Loop("int8 values, 4 queries", "sum_quads<4, 1>", "sum_strip<4, 1>", "words"),
+    Loop("bf16 scores, 4 queries", "score_pairs<4, 1>", "score_rows<unsigned short, 4>", "floats"),
+    Loop("bf16 scores, 6 queries", "score_pairs<6, 1>", "score_panel", "floats"),
+    Loop(
+        "bf16 values, 4 queries",
+        "weigh_pairs<4, 1, PanelValues>",
+        "weigh_rows<unsigned short, 2>",
+        "floats",
+    ),
+    Loop(
+        "bf16 values, 6 queries",
+        "weigh_pairs<6, 1, PanelValues>",
+        "attend_block<unsigned short>",
+        "floats",
+    ),
+)  # fmt: skip
+
+UNIT = "MatrixUnit, "
+AMX = (
+    Loop("`2bit`, up to 16 tokens", f"tile_1xn<{UNIT}TwoBit>", dot="tiles"),
+    Loop("`2bit`, fields 0, 1", f"segment_2x2<{UNIT}TwoBit, 0>", dot="tiles", pick="first"),
+    Loop("`2bit`, field 2, raw", f"segment_2x2<{UNIT}TwoBit, 1>", dot="tiles", pick="first"),
+    Loop("`1.6bit`, up to 16 tokens", f"tile_1xn<{UNIT}Base3>", dot="tiles", share=BASE3),
+    *(
+        Loop(f"`1.6bit`, {q}", f"segment_2x2<{UNIT}Base3, {i}>", "", "tiles", BASE3, "first")
+        for i, q in enumerate(("q, 3 q", "9 q, 27 q", "81 q, 243 q"))
+    ),
+    Loop("canonical, up to 16 tokens", f"rows_x_tokens<{UNIT}false>", dot="tiles"),
+    Loop("canonical, 32 tokens", f"rows_x_tokens<{UNIT}true>", dot="tiles"),
+    Loop(
+        "groups, `2bit`, 16 tokens",
+        f"tiles_groups_matrix<{UNIT}TwoBit, 1, unsigned short>",
+        dot="tiles",
+    ),
+    Loop(
+        "groups, `1.6bit`, 16 tokens",
+        f"tiles_groups_matrix<{UNIT}Base3, 1, unsigned short>",
+        dot="tiles",
+        share=BASE3,
+    ),
+    Loop("int8 head, 16 tokens", "head8_unit<MatrixUnit>", dot="tiles", share=PLANES, pick="first"),
+    Loop("int4 head, 16 tokens", "matrix_head4<MatrixUnit>", dot="tiles", share=PLANES),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Cpu:
+    """A CPU as llvm-mca knows it, and what its model is wrong about, said in other instructions."""
+
+    name: str
+    options: tuple[str, ...]
+    replace: tuple[tuple[str, str], ...] = ()
+    dot_cycles: float = 0.5  # of a dot product of the ISA's width that waits for nothing
+    loads_apart: bool = False  # of dots: in the model a sum waits for the operand's load, too
+
+
+# The model of sapphirerapids has one port for multiplications of 512 bits, the CPU two, as Ice
+# Lake, in whose model only those of floats have one. Zen 4 starts a vpdpbusd of 512 bits every
+# cycle, not every second one: as a multiply-add of floats, which has its ports and latency.
+SAPPHIRE_RAPIDS = Cpu(
+    "Sapphire Rapids", ("-mcpu=icelake-server",), ((r"vfmadd\w+ps(.*%zmm)", r"vpdpbusd\1"),)
+)
+ZEN_4 = Cpu("Zen 4", ("-mcpu=znver4",), ((r"vpdp(busd|wssd)", "vfmadd231ps"),), 1.0)
+ALDER_LAKE = Cpu("Alder Lake", ("-mcpu=alderlake",), loads_apart=True)
+# Of AMX: a tile load is 16 loads, a store 16 stores; the products have a unit of their own. What is
+# left has no multiplication of 512 bits.
+TILES = (
+    (r"tileload\w+.*", "\n".join(["vmovups (%rsi),%zmm31"] * 16)),
+    (r"tilestored.*", "\n".join(["vmovups %zmm31,(%rsi)"] * 16)),
+    (r"(tdpb|tilezero|tilerelease).*", ""),
+)
+BESIDE_TILES = Cpu("Sapphire Rapids", ("-mcpu=sapphirerapids",), TILES)
+TILE_CYCLES, TILE_WORK = 16, 16 * 16 * 64  # of a product of two tiles
+
+ISAS = {
+    "avx512_vnni": (ZMM, (SAPPHIRE_RAPIDS, ZEN_4)),
+    "avx_vnni": (YMM, (ALDER_LAKE,)),
+    "amx_int8": (AMX, (BESIDE_TILES,)),
+}
+
+
+@dataclass(frozen=True)
+class Count:
+    """One loop, for WORK multiply-adds."""
+
+    turn: float  # multiply-adds of a turn, all passes of it
+    instructions: float
+    vector: float  # those on vector registers
+    dots: float
+    cycles: tuple[float, ...] = ()  # by llvm-mca, for each CPU
+
+
+def dot_work(turn: Turn, pattern: str) -> int:
+    """Multiply-adds of the dot products of a turn."""
+    lanes = {"bytes": 4, "words": 2, "floats": 1}
+    kind = next(kind for kind, dot in DOT.items() if dot == pattern)
+    dots = [text for text in turn.text if re.match(pattern, text)]
+    if kind == "tiles":
+        return TILE_WORK * len(dots)
+    return sum((16 if "%zmm" in text else 8) * lanes[kind] for text in dots)
+
+
+def with_loads_apart(text: str) -> str:
+    """Dots of 256 bits whose operand is in memory, as a load and a dot."""
+    free = [f"%ymm{i}" for i in range(16) if not re.search(rf"%ymm{i}\b", text)]
+    register = (free or ["%ymm15"])[0]
+    return re.sub(
+        r"^((?:\{vex\} )?(?:vpdp|vfmadd)\w+\s+)([^%,]*\([^)]*\))(,.*)$",
+        rf"vmovups \2,{register}\n\1{register}\3",
+        text,
+        flags=re.MULTILINE,
+    )
+
+
+def mca_cycles(turn: Turn, cpu: Cpu, tool: str) -> float:
+    """Cycles of a turn in the long run."""
+    turns, text = 100, "\n".join(turn.text)
+    for wrong, right in cpu.replace:
+        text = re.sub(wrong, right, text)
+    if cpu.loads_apart:
+        text = with_loads_apart(text)
+    if any("vfmadd" in right for _, right in cpu.replace):
+        text = text.replace("{vex} ", "")
+    done = subprocess.run(
+        [tool, "-mtriple=x86_64", *cpu.options, f"-iterations={turns}"],
+        input=text, capture_output=True, text=True,
+    )  # fmt: skip
+    found = re.search(r"^Total Cycles:\s+(\d+)", done.stdout, flags=re.MULTILINE)
+    if done.returncode or not found:
+        raise SystemExit(f"count_loops: {tool} on {cpu.name}: {done.stderr.strip()[:300]}")
+    return int(found[1]) / turns
+
+
+def picked(turns: list[Turn], pick: str) -> list[Turn]:
+    """The loops that a row speaks of: passes over the same work, or one of several."""
+    if pick == "least":
+        return [min(turns, key=lambda turn: len(turn.text) / turn.dots)] if turns else []
+    if pick == "first":
+        return turns[:1]
+    if pick == "last":
+        return turns[-1:]
+    return turns
+
+
+def count(
+    objects: Object, name: str, loop: Loop, cpus: tuple[Cpu, ...], tool: str | None
+) -> Count | None:
+    """The loop of that name in an object, None if it has none."""
+    dot = DOT[loop.dot]
+    turns = objects.turns(name, dot)
+    if not turns and loop.dot == "bytes":  # int8 caches were multiplied in words
+        dot = DOT["words"]
+        turns = objects.turns(name, dot)
+    turns = picked(turns, loop.pick)
+    if not turns:
+        return None
+    share = 1.0 if dot == DOT["words"] else loop.share
+    work = share * sum(dot_work(turn, dot) for turn in turns)
+    texts = [text for turn in turns for text in turn.text]
+    each = WORK / work
+    cycles = tuple(sum(mca_cycles(t, cpu, tool) for t in turns) * each for cpu in cpus if tool)
+    return Count(
+        work / len(turns),
+        len(texts) * each,
+        sum("mm" in text for text in texts) * each,
+        sum(turn.dots for turn in turns) * each,
+        cycles,
+    )
+
+
+Counted = tuple[Loop, Count | None, Count]
+
+
+def counted(
+    isa: str, now: dict[str, Path], before: dict[str, Path], tool: str | None
+) -> Iterator[Counted]:
+    """Every loop of an ISA, as it was and as it is."""
+    loops, cpus = ISAS[isa]
+    new = Object(now[isa])
+    old = Object(before[isa]) if isa in before else None
+    for loop in loops:
+        found = count(new, loop.now, loop, cpus, tool)
+        if found is None:
+            raise SystemExit(f"count_loops: {isa}: expected a loop in {loop.now}, found none")
+        was = count(old, loop.before, loop, cpus, tool) if old and loop.before else None
+        yield loop, was, found
+
+
+def change(before: float | None, now: float, form: str = ".1f") -> str:
+    """`before -> now`, or `now` where there was nothing or it did not change."""
+    is_now = format(now, form)
+    if before is None or format(before, form) == is_now:
+        return is_now
+    return f"{before:{form}} -> {is_now}"
+
+
+def vector_table(isa: str, rows: list[Counted]) -> Iterator[str]:
+    """The table of an ISA whose dot products are vector instructions."""
+    cpus = ISAS[isa][1]
+    yield (
+        "| | multiply-adds a turn | instructions | of them dots | "
+        + " | ".join(f"cycles, {cpu.name} | of its dots" for cpu in cpus)
+        + " |"
+    )
+    yield "|---|" + "---|" * (3 + 2 * len(cpus))
+    for loop, was, now in rows:
+        cells = [
+            loop.what,
+            f"{now.turn:.0f}",
+            change(was and was.instructions, now.instructions),
+            change(was and was.dots, now.dots),
+        ]
+        for i, cpu in enumerate(cpus):
+            cells.append(change(was and was.cycles[i], now.cycles[i]))
+            cells.append(f"{now.dots * cpu.dot_cycles / now.cycles[i]:.2f}".lstrip("0"))
+        yield "| " + " | ".join(cells) + " |"
+
+
+def tile_table(rows: list[Counted]) -> Iterator[str]:
+    """The table of the matrix unit: its own cycles, and those of what stands beside it."""
+    yield "| | products a turn | instructions | on vectors | cycles beside / of the unit | rate |"
+    yield "|---|---|---|---|---|---|"
+    for loop, _, now in rows:
+        turns = now.turn / WORK
+        products = now.dots * turns
+        unit, beside = products * TILE_CYCLES, now.cycles[0] * turns
+        cells = (
+            loop.what,
+            f"{products:.0f}",
+            f"{now.instructions * turns:.0f}",
+            f"{now.vector * turns:.0f}",
+            f"{beside:.0f} / {unit:.0f}",
+            f"{now.turn / max(unit, beside):.0f}",
+        )
+        yield "| " + " | ".join(cells) + " |"
+
+
+def tables(now: dict[str, Path], before: dict[str, Path], tool: str) -> str:
+    """What stands between the marks of the page."""
+    lines = []
+    for isa in ISAS:
+        rows = list(counted(isa, now, before, tool))
+        table = tile_table(rows) if isa == "amx_int8" else vector_table(isa, rows)
+        lines += [f"### `{isa}`", "", *table, ""]
+    return "\n".join(lines)
+
+
+def objects_of(where: str) -> dict[str, Path]:
+    """ISA -> object, of a folder of a build or of a commit, which is built."""
+    folder = Path(where)
+    if not folder.is_dir():
+        source = ROOT / "build" / f"source-{where}"
+        folder = ROOT / "build" / f"before-{where}"
+        if not source.is_dir():
+            run("git", "-C", ROOT, "worktree", "add", "--detach", source, where)
+        options = ("-DBITNET_KERNELS_ONLY=ON",)
+        run("cmake", "-S", source, "-B", folder, *options)
+        run("cmake", "--build", folder, "--parallel", "2", "--target", "bitnet_kernels")
+    return isa_objects(folder)
+
+
+def mca() -> str:
+    """llvm-mca, new enough to know these CPUs."""
+    tool = os.environ.get("BITNET_LLVM_MCA", "llvm-mca")
+    try:
+        text = run(tool, "--version")
+    except FileNotFoundError:
+        text = ""
+    version = re.search(r"version (\d+)", text)
+    if not version or int(version[1]) < 17:
+        got = version[1] if version else "none"
+        raise SystemExit(
+            f"count_loops: expected llvm-mca 17 or newer, got {got}; install one (Debian: llvm-19) "
+            "and name it in BITNET_LLVM_MCA"
+        )
+    return tool
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--objects", default="", help="folder of a build (default: build/kernels)")
+    parser.add_argument(
+        "--before", default="", help="commit to compare with, or folder of its build"
+    )
+    parser.add_argument("--write", type=Path, help="page whose tables are renewed")
+    arguments = parser.parse_args()
+    if not arguments.objects:
+        build_objects(ROOT / "build" / "kernels")
+    now = objects_of(arguments.objects or str(ROOT / "build" / "kernels"))
+    before = objects_of(arguments.before) if arguments.before else {}
+    if not arguments.write:
+        for isa in ISAS:
+            for loop, was, found in counted(isa, now, before, None):
+                counts = change(was and was.instructions, found.instructions)
+                print(f"{isa:12} {loop.what:28} {counts}")
+        return 0
+    page = arguments.write.read_text(encoding="utf-8")
+    head, _, rest = page.partition(BEGIN + "\n")
+    _, _, tail = rest.partition(END)
+    text = tables(now, before, mca())
+    arguments.write.write_text(f"{head}{BEGIN}\n\n{text}\n{END}{tail}", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
