@@ -295,6 +295,52 @@ void partitions_begin_where_they_should() {
   }
 }
 
+// A thread that takes a stage for open which is over, as are five more when it goes on, must not
+// claim: not of those either, whose units are not what it knows.
+struct Late {
+  static inline thread_local bool late = false;
+  std::vector<int64_t> sizes = {1, 40, 3, 0, 64, 2, 500};
+  mutable std::vector<std::atomic<int64_t>> runs = std::vector<std::atomic<int64_t>>(7);
+  mutable std::atomic<int64_t> reached{0}, by_late{0};
+  mutable std::atomic<bool> entered{false};
+  int64_t stages() const { return static_cast<int64_t>(sizes.size()); }
+  int64_t units(int64_t stage) const { return sizes[static_cast<size_t>(stage)]; }
+  ClaimRule claim(int64_t stage) const {
+    if (late && stage == 0) {
+      entered = true;
+      while (reached < 6) std::this_thread::yield();
+    }
+    return {1, 4};
+  }
+  void prepare(int64_t, int64_t) const {}
+  void prefetch_next(int64_t, int64_t) const {}
+  void run(int64_t stage, int64_t begin, int64_t end, int64_t) const {
+    while (!entered) std::this_thread::yield();
+    runs[static_cast<size_t>(stage)] += end - begin;
+    if (late && stage < 6) by_late += end - begin;
+    reached = stage;
+  }
+};
+
+void a_late_thread_claims_of_no_stage_that_is_over() {
+  const auto executor = std::make_unique<StagedExecutor>();
+  for (const int64_t partitions : {4, 30}) {
+    begin_case("a late thread of %lld partitions", static_cast<long long>(partitions));
+    const Late plan;
+    executor->start(partitions, plan);
+    std::thread other([&] {
+      Late::late = true;
+      executor->work(partitions - 1, partitions, plan);
+    });
+    executor->work(0, 1, plan);
+    other.join();
+    for (size_t s = 0; s < plan.sizes.size(); ++s)
+      CHECK(plan.runs[s] == plan.sizes[s], "stage %zu: %lld units", s,
+            static_cast<long long>(plan.runs[s].load()));
+    CHECK(plan.by_late == 0, "it did %lld units", static_cast<long long>(plan.by_late.load()));
+  }
+}
+
 // The most stages of a plan, the most units of a stage that is shared, and one unit more.
 struct Limits {
   int64_t n_stages, n_units;
@@ -441,6 +487,7 @@ int main() {
   waiting_threads_sleep();
   claims_follow_their_rule();
   partitions_begin_where_they_should();
+  a_late_thread_claims_of_no_stage_that_is_over();
   plans_at_the_limits();
   others_take_over_from_a_partition_that_stands_still();
   many_threads_on_few_cpus();
