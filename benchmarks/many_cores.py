@@ -2,10 +2,18 @@
 
 The real plan of stages (units, claim rules, weights of each stage, as `bench_step` prints them for
 so many threads) runs in a simulator: threads claim units as runtime/staged_executor.h says, a unit
-takes what it takes here on one thread, reading is bounded by the memory's bandwidth, and threads
-that enter and leave a stage pass one after the other. It is checked against 1 and 2 real threads.
-It knows neither caches nor frequencies: what it answers is whether the plan has enough units and
-what barriers cost.
+takes what it takes here on one thread, reading is bounded by the memory's bandwidth, and what
+threads write for each other costs transfers of cache lines. Two schemes: "shared", in which every
+thread entered and left a stage by changing one line and one thread dealt out the ranges of all,
+and "grouped", which is built. It is checked against 1 and 2 real threads. It knows neither caches
+nor frequencies: what it answers is whether the plan has enough units and what barriers cost.
+
+Where the assumed latencies come from: 15 to 19 ns between cores of one L3 and up to 79.5 between
+those of two (AnandTech on the Ryzen 9 7950X), 40 to 42 within one mesh (Intel's Memory Latency
+Checker on a Xeon E5-2660 v4, quoted by J. McCalpin), 70 cycles at least for a contended increment
+(T. Downs, "A concurrency cost hierarchy"). Across sockets, for who reads a line one after the
+other, and for how many misses a core has in flight: plausible, without a source.
+`build/kernels/bench_stages THREADS` measures a machine that is at hand.
 """
 
 from __future__ import annotations
@@ -44,16 +52,60 @@ class Stage:
 
 @dataclass(frozen=True)
 class Machine:
-    """What the model takes a CPU to be: ns of an atomic change of a shared line, GB/s of memory."""
+    """What the model takes a CPU to be, in ns; the bandwidth in GB/s of all threads together."""
 
     threads: int
-    group: int = 0  # arrivals counted by groups of so many threads, 0: all on one line
-    line_ns: float = 60.0
-    group_line_ns: float = 25.0  # within a group of cores
-    publish_ns: float = 150.0
+    scheme: str = "grouped"  # or "shared"
+    barrier: bool = True  # False: stages begin and end for nothing, claims cost what they do
+    group: int = 8  # cores of one cache, whose arrivals are counted together
+    line_ns: float = 60.0  # a change of a line, or a read, that a core of another group had
+    group_line_ns: float = 25.0  # that one of the same group had
+    publish_ns: float = 150.0  # until the first waiting thread has read the changed word
+    reader_ns: float = 5.0  # each further one
+    in_flight: int = 8  # misses of a core that overlap
     claim_ns: float = 25.0
-    steal_ns: float = 120.0
-    bandwidth: float = 0.0  # GB/s of all threads together, 0: without a bound
+    bandwidth: float = 0.0  # 0: without a bound
+
+    @property
+    def groups(self) -> int:
+        return -(-self.threads // self.group)
+
+    @property
+    def far_ns(self) -> float:
+        """What a line costs that all threads share."""
+        return self.line_ns if self.groups > 1 else self.group_line_ns
+
+    def scan_ns(self, near: int, far: int) -> float:
+        """Reading so many lines that others have written."""
+        return (near * self.group_line_ns + far * self.far_ns) / self.in_flight
+
+    def opening(self) -> list[float]:
+        """When each thread may claim, after the last one of the stage before has arrived."""
+        if self.threads == 1 or not self.barrier:
+            return [0.0] * self.threads
+        if self.scheme == "grouped":
+            return [self.publish_ns + i * self.reader_ns for i in range(self.threads)]
+        dealt = self.threads * self.far_ns / self.in_flight + self.publish_ns
+        # a change of the one line each, then the own range that another thread has written; that
+        # a compare and swap fails beside others is not counted
+        turn = max(self.reader_ns, self.far_ns)
+        return [dealt + (i + 1) * turn + self.far_ns for i in range(self.threads)]
+
+    def last_look_ns(self) -> float:
+        """What a thread reads until it knows that nothing is left to claim."""
+        if self.threads == 1 or not self.barrier:
+            return 0.0
+        if self.scheme == "grouped" and self.groups > 1:
+            return self.scan_ns(self.group, self.groups)
+        return self.scan_ns(0, self.threads)
+
+    def arrivals_ns(self) -> float:
+        """Until the last thread has counted: half of them are taken to end together."""
+        if self.threads == 1 or not self.barrier:
+            return 0.0
+        if self.scheme == "grouped" and self.groups > 1:
+            return (self.group * self.group_line_ns + self.groups * self.line_ns) / 2
+        return self.threads * self.far_ns / 2
 
 
 def read_plan(text: str) -> tuple[list[Stage], dict[int, float]]:
@@ -69,60 +121,85 @@ def read_plan(text: str) -> tuple[list[Stage], dict[int, float]]:
     return stages, measured
 
 
-def arrivals_ns(machine: Machine) -> float:
-    """Until the last of all threads has changed the count, which they do one after the other."""
-    if machine.group == 0 or machine.threads <= machine.group:
-        return machine.threads * machine.line_ns
-    groups = -(-machine.threads // machine.group)
-    return machine.group * machine.group_line_ns + groups * machine.line_ns
+class Ranges:
+    """The unclaimed units of each partition, dealt out as partition_begin of parallel.h does."""
+
+    def __init__(self, stage: Stage, machine: Machine) -> None:
+        threads = machine.threads
+        begins = [-(-stage.units * p // threads) for p in range(threads + 1)]
+        self.left = [after - before for before, after in itertools.pairwise(begins)]
+        self.stage, self.machine = stage, machine
+
+    def slowest(self, first: int, last: int) -> int:
+        return max(range(first, last), key=self.left.__getitem__)
+
+    def victim(self, thread: int) -> tuple[int, float] | None:
+        """Whose units a thread takes next, and what the claim costs; None: nothing is left."""
+        m = self.machine
+        if self.left[thread]:
+            return thread, m.claim_ns if m.threads > 1 else 0.0
+        if m.scheme == "shared" or m.groups == 1:
+            found = self.slowest(0, m.threads)
+            return (found, m.far_ns + m.scan_ns(0, m.threads)) if self.left[found] else None
+        own = thread // m.group
+        for i in range(m.groups):
+            first = (own + i) % m.groups * m.group
+            found = self.slowest(first, min(first + m.group, m.threads))
+            if self.left[found] and i == 0:
+                return found, m.group_line_ns + m.scan_ns(m.group, 0)
+            if self.left[found]:
+                return found, m.line_ns + m.scan_ns(1, m.group + i)
+        return None
+
+    def take(self, victim: int) -> int:
+        left, stage = self.left[victim], self.stage
+        taken = min(max(left // stage.parts, stage.least), stage.most, left)
+        self.left[victim] -= taken
+        return taken
 
 
 def simulate(stage: Stage, machine: Machine) -> tuple[float, float]:
     """(ns of the stage, ns of it that the mean thread does not work)."""
     threads = machine.threads
-    busy = min(threads, stage.units)
     work_ns = stage.ns - stage.prepare_ns
     if machine.bandwidth and stage.bytes:
-        at_once = busy * stage.bytes / work_ns  # bytes a ns are GB/s
+        at_once = min(threads, stage.units) * stage.bytes / work_ns  # bytes a ns are GB/s
         work_ns *= max(1.0, at_once / machine.bandwidth)
     unit_ns = work_ns / stage.units
-    # dealt out as partition_begin of runtime/parallel.h does
-    begins = [-(-stage.units * p // threads) for p in range(threads + 1)]
-    left = [after - before for before, after in itertools.pairwise(begins)]
-    entering = arrivals_ns(machine) / threads if threads > 1 else 0.0
-    ready = [(i * entering, i) for i in range(threads)]
+    ranges = Ranges(stage, machine)
+    ready = [(at, i) for i, at in enumerate(machine.opening())]
     worked, end = 0.0, 0.0
     entered: set[int] = set()
     while ready:
         now, thread = heapq.heappop(ready)
-        victim = thread if left[thread] else max(range(threads), key=left.__getitem__)
-        if not left[victim]:
+        found = ranges.victim(thread)
+        if found is None:
             end = max(end, now)
             continue
-        take = min(max(left[victim] // stage.parts, stage.least), stage.most, left[victim])
-        left[victim] -= take
-        took = take * unit_ns
+        victim, cost = found
+        took = ranges.take(victim) * unit_ns
         if thread not in entered:
             entered.add(thread)
             took += stage.prepare_ns
         worked += took
-        cost = machine.claim_ns if victim == thread else machine.steal_ns
-        heapq.heappush(ready, (now + took + (cost if threads > 1 else 0.0), thread))
-    # leaving overlaps but for those who end together: half of them, and then the word is written
-    if threads > 1:
-        end += arrivals_ns(machine) / 2 + machine.publish_ns
+        heapq.heappush(ready, (now + took + cost, thread))
+    end += machine.last_look_ns() + machine.arrivals_ns()
     return end, end - worked / threads
 
 
-def step(stages: list[Stage], machine: Machine) -> tuple[float, float, float]:
-    """(ns of the step, share that threads wait, share of barriers alone)."""
+def step(stages: list[Stage], machine: Machine) -> tuple[float, float]:
+    """(ns of the step, share that threads wait)."""
     total = waiting = 0.0
     for stage in stages:
         ns, idle = simulate(stage, machine)
         total += ns
         waiting += idle
-    barrier = arrivals_ns(machine) * 1.5 + machine.publish_ns if machine.threads > 1 else 0.0
-    return total, waiting / total, len(stages) * barrier / total
+    return total, waiting / total
+
+
+def lost(stages: list[Stage], machine: Machine) -> float:
+    """The share of a step by which it is longer than if stages began and ended for nothing."""
+    return 1 - step(stages, replace(machine, barrier=False))[0] / step(stages, machine)[0]
 
 
 def run_bench(binary: Path, options: argparse.Namespace, name: str, threads: int) -> str:
@@ -147,25 +224,31 @@ def report(binary: Path, options: argparse.Namespace, name: str) -> None:
             f"{measured[threads] / 1e6:.2f} measured ({found / measured[threads]:.2f})"
         )
     # the finer a plan is cut, the more one thread may take for it: both times are shown
-    print("  threads   GB/s  on 1, ms   on all   times 1   waiting   barriers   by groups of 8")
-    for label, machine in machines(options.bandwidth):
+    print(
+        "  threads   GB/s  on 1, ms   on all   times 1   waiting   barriers   shared: all  barriers"
+    )
+    for label, machine in machines(options):
         plan, _ = read_plan(run_bench(binary, options, name, machine.threads))
         one = step(plan, Machine(1))[0]  # of the same measurement of the same units
-        ns, waiting, barriers = step(plan, machine)
-        grouped = step(plan, replace(machine, group=8))[2]
+        ns, waiting = step(plan, machine)
+        before = replace(machine, scheme="shared")
         print(
             f"  {label:>7}  {machine.bandwidth:5.0f}  {one / 1e6:8.2f}  {ns / 1e6:7.3f}"
-            f"   {one / ns:7.1f}   {waiting:6.1%}"
-            f"    {barriers:6.1%}     {grouped:6.1%}"
+            f"   {one / ns:7.1f}   {waiting:6.1%}    {lost(plan, machine):6.1%}"
+            f"       {step(plan, before)[0] / 1e6:7.3f}    {lost(plan, before):6.1%}"
         )
 
 
-def machines(bandwidth: float) -> list[tuple[str, Machine]]:
+def machines(options: argparse.Namespace) -> list[tuple[str, Machine]]:
     """Servers of one socket, whose memory 8 threads fill half, and one of two sockets."""
     shares = {8: 0.5, 16: 1.0, 32: 1.0, 64: 1.0}
-    found = [(str(n), Machine(n, bandwidth=bandwidth * share)) for n, share in shares.items()]
-    two = Machine(64, line_ns=120.0, publish_ns=300.0, bandwidth=2 * bandwidth)
-    return [*found, ("2 x 32", two)]
+    one = Machine(1, line_ns=options.line_ns, group_line_ns=options.group_line_ns)
+    found = [
+        (str(n), replace(one, threads=n, bandwidth=options.bandwidth * share))
+        for n, share in shares.items()
+    ]
+    far = replace(one, line_ns=2 * one.line_ns, publish_ns=2 * one.publish_ns)
+    return [*found, ("2 x 32", replace(far, threads=64, bandwidth=2 * options.bandwidth))]
 
 
 def main() -> None:
@@ -180,6 +263,8 @@ def main() -> None:
     parser.add_argument(
         "--local-bandwidth", type=float, default=0.0, help="GB/s of this machine's, for the check"
     )
+    parser.add_argument("--line-ns", type=float, default=Machine.line_ns)
+    parser.add_argument("--group-line-ns", type=float, default=Machine.group_line_ns)
     options = parser.parse_args()
     for name in options.kinds:
         report(options.binary, options, name)

@@ -7,6 +7,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <ctime>
+#include <numeric>
 #include <thread>
 
 #if defined(__linux__)
@@ -19,17 +20,24 @@
 namespace bitnet {
 namespace {
 
-int64_t count_allowed_cpus() {
-  int64_t cpus = std::thread::hardware_concurrency();
+std::vector<int32_t> list_allowed_cpus() {
+  std::vector<int32_t> cpus;
 #if defined(__linux__)
   cpu_set_t set;
-  if (sched_getaffinity(0, sizeof set, &set) == 0) cpus = CPU_COUNT(&set);
+  if (sched_getaffinity(0, sizeof set, &set) == 0) {
+    for (int32_t cpu = 0; cpu < CPU_SETSIZE; ++cpu)
+      if (CPU_ISSET(cpu, &set)) cpus.push_back(cpu);
+  }
 #endif
-  return std::max<int64_t>(1, cpus);
+  if (cpus.empty()) {
+    cpus.resize(std::max(1u, std::thread::hardware_concurrency()));
+    std::iota(cpus.begin(), cpus.end(), 0);
+  }
+  return cpus;
 }
 
 // When the library is loaded: later a thread may be bound that asks for all.
-const int64_t g_allowed_cpus = count_allowed_cpus();
+const std::vector<int32_t> g_allowed_cpus = list_allowed_cpus();
 
 bool is_set_to(const char* variable, const char* value) {
   const char* text = std::getenv(variable);
@@ -46,7 +54,9 @@ int32_t current_cpu() {
 #endif
 }
 
-int64_t allowed_cpus() { return g_allowed_cpus; }
+const std::vector<int32_t>& allowed_cpu_list() { return g_allowed_cpus; }
+
+int64_t allowed_cpus() { return static_cast<int64_t>(g_allowed_cpus.size()); }
 
 int64_t thread_cpu_ns() {
   timespec t{};

@@ -5,12 +5,14 @@
 
 #include <atomic>
 #include <cstdint>
+#include <vector>
 
 namespace bitnet {
 
 // The CPU that the calling thread runs on, -1 where the system does not tell.
 int32_t current_cpu();
-// The CPUs of the affinity mask when the library was loaded, at least 1.
+// The CPUs of the affinity mask when the library was loaded, at least one.
+const std::vector<int32_t>& allowed_cpu_list();
 int64_t allowed_cpus();
 // Processor time of the calling thread.
 int64_t thread_cpu_ns();

@@ -1,6 +1,6 @@
 // Claims, the barrier and sleeping; see staged_executor.h for the rules. Plain memory that a stage
-// wrote is handed to the next by state_ alone: released when a thread leaves, acquired when one
-// waits or enters.
+// wrote is handed to the next by who arrive, who complete a group, then the root, and by open_:
+// each releases what it acquired before. Claims order nothing.
 #include "runtime/staged_executor.h"
 
 #include <algorithm>
@@ -16,11 +16,19 @@ inline void relax() {
 #endif
 }
 
-constexpr uint64_t pack(int64_t begin, int64_t end) {
-  return static_cast<uint64_t>(begin) << 32 | static_cast<uint64_t>(end);
+constexpr int kStageShift = 48, kEndShift = 24, kInverseShift = 40;
+constexpr uint64_t kUnitMask = (uint64_t{1} << kEndShift) - 1;
+
+constexpr uint64_t tag_of(int64_t stage) { return static_cast<uint64_t>(stage) + 1; }
+constexpr int64_t end_of(uint64_t word) {
+  return static_cast<int64_t>(word >> kEndShift & kUnitMask);
 }
-constexpr UnitRange unpack(uint64_t value) {
-  return {static_cast<int64_t>(value >> 32), static_cast<int64_t>(value & 0xffffffffu)};
+constexpr int64_t left_of(uint64_t word) { return static_cast<int64_t>(word & kUnitMask); }
+constexpr uint64_t without_front(uint64_t word, int64_t units) {
+  return word - static_cast<uint64_t>(units);
+}
+constexpr uint64_t without_back(uint64_t word, int64_t units) {
+  return word - (static_cast<uint64_t>(units) << kEndShift | static_cast<uint64_t>(units));
 }
 
 int64_t units_to_take(const ClaimRule& rule, int64_t left) {
@@ -34,11 +42,23 @@ int64_t units_to_take(const ClaimRule& rule, int64_t left) {
 // process gets its core.  With more threads than cores the one waited for may need this very core:
 // no spinning then.
 void StagedExecutor::reset(int64_t partitions) {
+  if (partitions != partitions_) groups_ = CoreGroups(partitions);
   partitions_ = partitions;
+  const auto divisor = static_cast<uint64_t>(partitions);
+  inverse_ = ((uint64_t{1} << kInverseShift) + divisor - 1) / divisor;
   spin_ns_ = partitions > allowed_cpus() ? 0 : 50'000;
   ended_.store(0, std::memory_order_relaxed);
   met_.store(false, std::memory_order_relaxed);
-  for (int64_t p = 0; p < partitions; ++p) cpus_[p].store(-1, std::memory_order_relaxed);
+  for (int64_t p = 0; p < partitions; ++p) {
+    cpus_[p].store(-1, std::memory_order_relaxed);
+    ranges_[p].value.store(0, std::memory_order_relaxed);
+  }
+  done_.store(0, std::memory_order_relaxed);
+  opened_.store(0, std::memory_order_relaxed);
+  for (int64_t g = 0; g < groups_.count(); ++g) {
+    group_lines_[g].done.store(0, std::memory_order_relaxed);
+    group_lines_[g].drained.store(0, std::memory_order_relaxed);
+  }
 }
 
 StagedExecutor::Shift::Shift(StagedExecutor& executor_in, int64_t begin)
@@ -60,20 +80,14 @@ StagedExecutor::Shift::~Shift() {
       std::max<int64_t>(1, static_cast<int64_t>(static_cast<double>(stages_ns) * parts));
 }
 
-void StagedExecutor::deal(int64_t units) {
-  for (int64_t p = 0; p < partitions_; ++p) {
-    ranges_[p].value.store(
-        pack(partition_begin(units, partitions_, p), partition_begin(units, partitions_, p + 1)),
-        std::memory_order_relaxed);
+void StagedExecutor::publish(OpenStage open) {
+  open_.store(static_cast<uint64_t>(open.stage) << 32 | static_cast<uint64_t>(open.units),
+              std::memory_order_seq_cst);
+  if (sleepers_.load(std::memory_order_seq_cst) != 0) {
+    opened_.store(static_cast<uint32_t>(tag_of(open.stage)), std::memory_order_seq_cst);
+    opened_.notify_all();
   }
-}
-
-void StagedExecutor::publish(int64_t stage, int64_t units) {
-  state_.store(static_cast<uint64_t>(stage) << kStageShift | static_cast<uint64_t>(units),
-               std::memory_order_release);
-  opened_.store(static_cast<uint32_t>(stage), std::memory_order_seq_cst);
-  if (sleepers_.load(std::memory_order_seq_cst) != 0) opened_.notify_all();
-  if (stage < stages_ || asides_.load(std::memory_order_seq_cst) == 0) return;
+  if (open.stage < stages_ || asides_.load(std::memory_order_seq_cst) == 0) return;
   ended_.store(1, std::memory_order_seq_cst);
   wake_all(ended_);
 }
@@ -116,7 +130,8 @@ bool StagedExecutor::stands_aside(Shift& shift) {
   shift.cpu = -1;
   cpus_[shift.slot].store(-1, std::memory_order_relaxed);
   asides_.fetch_add(1, std::memory_order_seq_cst);
-  if (opened_.load(std::memory_order_seq_cst) < stages_) wait_at_most(ended_, 0, shift.pause_ns);
+  if (open_stage(std::memory_order_seq_cst).stage < stages_)
+    wait_at_most(ended_, 0, shift.pause_ns);
   asides_.fetch_sub(1, std::memory_order_relaxed);
   return true;
 }
@@ -126,7 +141,7 @@ void StagedExecutor::spin_for(int64_t stage, Shift& shift) {
   constexpr int64_t kClockEverySpins = 32, kFirstLook = 64, kLookEverySpins = 1024;
   const int64_t began = steady_ns(), deadline = began + spin_ns_;
   int64_t now = began;
-  for (int64_t spins = 1; open_stage() < stage; ++spins) {
+  for (int64_t spins = 1; open_stage().stage < stage; ++spins) {
     if (spins % kClockEverySpins == 0 && (now = steady_ns()) >= deadline) break;
     if ((spins == kFirstLook || spins % kLookEverySpins == 0) && shift.cpu >= 0 &&
         slot_on(current_cpu(), partitions_, shift.slot) >= 0) {
@@ -137,79 +152,125 @@ void StagedExecutor::spin_for(int64_t stage, Shift& shift) {
   if (shift.timed) shift.spun_ns += steady_ns() - began;
 }
 
-int64_t StagedExecutor::wait_for(int64_t stage, Shift& shift) {
-  int64_t open = open_stage();
-  if (open >= stage) return open;
+StagedExecutor::OpenStage StagedExecutor::wait_for(int64_t stage, Shift& shift) {
+  OpenStage open = open_stage();
+  if (open.stage >= stage) return open;
   if (spin_ns_ != 0) spin_for(stage, shift);
-  while ((open = open_stage()) < stage) {
+  while ((open = open_stage()).stage < stage) {
     sleepers_.fetch_add(1, std::memory_order_seq_cst);
     const uint32_t seen = opened_.load(std::memory_order_seq_cst);
-    if (seen < stage) opened_.wait(seen, std::memory_order_seq_cst);
+    if (open_stage(std::memory_order_seq_cst).stage < stage)
+      opened_.wait(seen, std::memory_order_seq_cst);
     sleepers_.fetch_sub(1, std::memory_order_relaxed);
   }
   return open;
 }
 
-bool StagedExecutor::enter(int64_t stage) {
-  uint64_t state = state_.load(std::memory_order_acquire);
-  while (stage_of(state) == stage && (state & kUnitsMask) != 0) {
-    if (state_.compare_exchange_weak(state, state + kOneInside, std::memory_order_acq_rel,
-                                     std::memory_order_acquire)) {
+// Who brings the last units of a group, or the last group, sets the count back: nobody adds to it
+// before the next stage is open. Who did them all alone need not count.
+bool StagedExecutor::arrive(OpenStage open, int64_t group, int64_t done) {
+  const auto completes = [](std::atomic<int64_t>& count, int64_t units, int64_t all) {
+    if (units == all) return true;
+    if (count.fetch_add(units, std::memory_order_acq_rel) + units != all) return false;
+    count.store(0, std::memory_order_relaxed);
+    return true;
+  };
+  if (groups_.count() > 1) {
+    const int64_t all =
+        begin_of(groups_.begin(group + 1), open.units) - begin_of(groups_.begin(group), open.units);
+    if (!completes(group_lines_[group].done, done, all)) return false;
+    done = all;
+  }
+  return completes(done_, done, open.units);
+}
+
+// n / partitions_ = n * inverse_ >> 40 for n below 2^24 and up to 256 partitions: the product fits
+// 64 bits, and what the inverse is too large by, less than 2^8, adds less than 2^-8 to the
+// quotient's fraction, which is at most 255/256.
+int64_t StagedExecutor::begin_of(int64_t partition, int64_t units) const {
+  const auto quotient = [&](int64_t n) {
+    return static_cast<int64_t>(static_cast<uint64_t>(n) * inverse_ >> kInverseShift);
+  };
+  const int64_t each = quotient(units), more = units - each * partitions_;
+  return each * partition + quotient(more * partition + partitions_ - 1);
+}
+
+[[gnu::noinline]] uint64_t StagedExecutor::whole_range(OpenStage open, int64_t partition) const {
+  const bool all = partitions_ == 1;
+  const int64_t begin = all ? 0 : begin_of(partition, open.units);
+  const int64_t end = all ? open.units : begin_of(partition + 1, open.units);
+  return tag_of(open.stage) << kStageShift | static_cast<uint64_t>(end) << kEndShift |
+         static_cast<uint64_t>(end - begin);
+}
+
+// Of a stage that is over, which a thread may still take for the open one, nothing is left.
+inline uint64_t StagedExecutor::in_stage(OpenStage open, uint64_t word, int64_t partition) const {
+  const uint64_t tag = word >> kStageShift;
+  if (tag == tag_of(open.stage)) return word;
+  return tag < tag_of(open.stage) ? whole_range(open, partition) : 0;
+}
+
+bool StagedExecutor::claim_front(Turn& turn, int64_t partition) {
+  std::atomic<uint64_t>& range = ranges_[partition].value;
+  uint64_t word = range.load(std::memory_order_relaxed);
+  for (;;) {
+    const uint64_t now = in_stage(turn.open, word, partition);
+    const int64_t left = left_of(now);
+    if (left == 0) return false;
+    const int64_t take = units_to_take(turn.rule, left), begin = end_of(now) - left;
+    if (range.compare_exchange_weak(word, without_front(now, take), std::memory_order_relaxed)) {
+      turn.claimed = {begin, begin + take};
+      turn.group = groups_.of(partition);
       return true;
     }
+  }
+}
+
+bool StagedExecutor::claim_back(Turn& turn, int64_t first, int64_t last) {
+  for (;;) {
+    int64_t slowest = 0, most = 0;
+    uint64_t read = 0, now = 0;
+    for (int64_t p = first; p < last; ++p) {
+      const uint64_t word = ranges_[p].value.load(std::memory_order_relaxed);
+      const uint64_t candidate = in_stage(turn.open, word, p);
+      if (left_of(candidate) <= most) continue;
+      slowest = p;
+      most = left_of(candidate);
+      read = word;
+      now = candidate;
+    }
+    if (most == 0) return false;
+    const int64_t take = units_to_take(turn.rule, most), end = end_of(now);
+    if (ranges_[slowest].value.compare_exchange_strong(read, without_back(now, take),
+                                                       std::memory_order_relaxed)) {
+      turn.claimed = {end - take, end};
+      turn.group = groups_.of(slowest);
+      return true;
+    }
+  }
+}
+
+bool StagedExecutor::claim(Turn& turn) {
+  for (; turn.begin < turn.end; ++turn.begin) {
+    if (claim_front(turn, turn.begin)) return true;
+  }
+  return partitions_ > 1 && claim_from_others(turn);
+}
+
+// Of a group that has nothing left a thread of another one reads one word, not its ranges.
+bool StagedExecutor::claim_from_others(Turn& turn) {
+  const int64_t groups = groups_.count();
+  if (groups == 1) return claim_back(turn, 0, partitions_);
+  const auto tag = static_cast<uint32_t>(tag_of(turn.open.stage));
+  const int64_t own = groups_.of(turn.end - 1);
+  for (int64_t i = 0; i < groups; ++i) {
+    const int64_t g = own + i < groups ? own + i : own + i - groups;
+    std::atomic<uint32_t>& drained = group_lines_[g].drained;
+    if (drained.load(std::memory_order_relaxed) >= tag) continue;
+    if (claim_back(turn, groups_.begin(g), groups_.begin(g + 1))) return true;
+    drained.store(tag, std::memory_order_relaxed);
   }
   return false;
-}
-
-bool StagedExecutor::leave(int64_t done) {
-  const uint64_t change = kOneInside + static_cast<uint64_t>(done);
-  const uint64_t state = state_.fetch_sub(change, std::memory_order_acq_rel) - change;
-  return (state & ((uint64_t{1} << kStageShift) - 1)) == 0;
-}
-
-bool StagedExecutor::claim_front(Range& range, const ClaimRule& rule, UnitRange& claimed) {
-  uint64_t value = range.value.load(std::memory_order_relaxed);
-  for (;;) {
-    const UnitRange left = unpack(value);
-    if (left.size() <= 0) return false;
-    const int64_t take = units_to_take(rule, left.size());
-    if (range.value.compare_exchange_weak(value, pack(left.begin + take, left.end),
-                                          std::memory_order_relaxed)) {
-      claimed = {left.begin, left.begin + take};
-      return true;
-    }
-  }
-}
-
-bool StagedExecutor::claim_back(const ClaimRule& rule, UnitRange& claimed) {
-  for (;;) {
-    Range* slowest = nullptr;
-    uint64_t value = 0;
-    int64_t most = 0;
-    for (int64_t p = 0; p < partitions_; ++p) {
-      const uint64_t candidate = ranges_[p].value.load(std::memory_order_relaxed);
-      if (unpack(candidate).size() > most) {
-        most = unpack(candidate).size();
-        slowest = &ranges_[p];
-        value = candidate;
-      }
-    }
-    if (slowest == nullptr) return false;
-    const UnitRange left = unpack(value);
-    const int64_t take = units_to_take(rule, left.size());
-    if (slowest->value.compare_exchange_strong(value, pack(left.begin, left.end - take),
-                                               std::memory_order_relaxed)) {
-      claimed = {left.end - take, left.end};
-      return true;
-    }
-  }
-}
-
-bool StagedExecutor::claim(int64_t begin, int64_t end, const ClaimRule& rule, UnitRange& claimed) {
-  for (int64_t p = begin; p < end; ++p) {
-    if (claim_front(ranges_[p], rule, claimed)) return true;
-  }
-  return claim_back(rule, claimed);
 }
 
 }  // namespace bitnet

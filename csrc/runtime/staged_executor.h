@@ -3,10 +3,17 @@
 //
 // A stage is `units` equal pieces of work, dealt out contiguously to the partitions, so that each
 // partition reads one sequential stream.  A thread claims units from the front of its own
-// partitions, then helps the slowest partition from the back of its range.  A stage ends when all
-// of its units are done and the threads that entered it have left.  A thread that arrives late,
-// brings several partitions or never comes at all delays nobody: any one thread can finish the plan
-// alone, however the pool deals partitions to threads, and threads that find nothing to do sleep.
+// partitions, then helps the slowest partition of its group of cores, then those of other groups,
+// from the back of their ranges.  A stage ends when all of its units are done.  A thread that
+// arrives late, brings several partitions or never comes at all delays nobody: any one thread can
+// finish the plan alone, however the pool deals partitions to threads, and threads that find
+// nothing to do sleep.
+//
+// What is counted are units, not threads: a thread that did some adds them, once, to the line of
+// the group (core_groups.h) whose units they are, and who completes a group adds the whole group to
+// the root. So a line is changed by the threads of one group and the root by one thread of each.
+// Nobody enters a stage and nobody deals out its units: the word of a partition's range carries the
+// stage that it is of, and one of an earlier stage means that nothing of it is claimed.
 //
 // Threads that share a CPU only take it from each other: one that finds a thread of a lower
 // partition on its CPU stands aside, claims nothing and sleeps, and nobody
@@ -16,6 +23,7 @@
 #include <atomic>
 #include <cstdint>
 
+#include "runtime/core_groups.h"
 #include "runtime/crowding.h"
 #include "runtime/parallel.h"
 
@@ -36,7 +44,9 @@ struct ClaimRule {
 class StagedExecutor {
  public:
   static constexpr int64_t kMaxPartitions = 256;
-  static constexpr int64_t kMaxUnits = int64_t{1} << 31;  // of one stage
+  static constexpr int64_t kMaxStages = (int64_t{1} << 16) - 2;  // of one plan
+  // Of a stage that is shared: one with more is done by one thread.
+  static constexpr int64_t kMaxUnits = (int64_t{1} << 24) - 1;
 
   // `partitions` in [1, kMaxPartitions].  Runs one plan, then start() makes it ready for another.
   StagedExecutor() = default;
@@ -81,7 +91,7 @@ class StagedExecutor {
   void start(int64_t partitions, const StagePlan& plan) {
     reset(partitions);
     stages_ = plan.stages();
-    open(0, plan);
+    open(0, plan, 0);
   }
 
   // In the region: the part of the thread that was given partitions [begin, end).  Returns when the
@@ -89,33 +99,46 @@ class StagedExecutor {
   template <class StagePlan>
   void work(int64_t begin, int64_t end, const StagePlan& plan) {
     Shift shift(*this, begin);
-    for (int64_t stage = 0; (stage = wait_for(stage, shift)) < stages_; ++stage) {
-      if (stands_aside(shift)) {
-        --stage;  // it may be open still when the thread comes back
-        continue;
-      }
-      if (!enter(stage)) continue;
-      const ClaimRule rule = plan.claim(stage);
-      int64_t done = 0;
-      UnitRange claimed;
+    for (int64_t next = 0;;) {
+      const OpenStage open = wait_for(next, shift);
+      if (open.stage >= stages_) return;
+      next = open.stage;  // it may be open still when a thread comes back that stood aside
+      if (stands_aside(shift)) continue;
+      ++next;
+      Turn turn{begin, end, open, plan.claim(open.stage)};
+      int64_t done = 0, group = 0, done_of_group = 0;
       shift.begin_stage();
-      while (claim(begin, end, rule, claimed)) {
-        if (done == 0) plan.prepare(stage, begin);
-        plan.run(stage, claimed.begin, claimed.end, begin);
-        done += claimed.size();
+      while (claim(turn)) {
+        if (done == 0) plan.prepare(open.stage, begin);
+        if (turn.group != group) {  // what it has claimed is not done, so the stage goes on
+          if (done_of_group != 0) arrive(open, group, done_of_group);
+          group = turn.group;
+          done_of_group = 0;
+        }
+        plan.run(open.stage, turn.claimed.begin, turn.claimed.end, begin);
+        done += turn.claimed.size();
+        done_of_group += turn.claimed.size();
       }
-      shift.end_stage(done, units_);
-      if (done != 0) plan.prefetch_next(stage, begin);
-      if (leave(done)) open(stage + 1, plan);
+      shift.end_stage(done, open.units);
+      if (done == 0) continue;
+      plan.prefetch_next(open.stage, begin);
+      if (arrive(open, group, done_of_group)) this->open(open.stage + 1, plan, begin);
     }
   }
 
  private:
-  // stage (20 bits) | threads inside (12 bits) | units not done (32 bits)
-  static constexpr int kStageShift = 44, kInsideShift = 32;
-  static constexpr uint64_t kUnitsMask = (uint64_t{1} << 32) - 1;
-  static constexpr uint64_t kOneInside = uint64_t{1} << kInsideShift;
-  static int64_t stage_of(uint64_t state) { return static_cast<int64_t>(state >> kStageShift); }
+  // What waiting threads wait for: stage (32 bits) | its units (32 bits).
+  struct OpenStage {
+    int64_t stage = 0, units = 0;
+  };
+  // A thread's part in a stage.
+  struct Turn {
+    int64_t begin, end;  // its partitions, of which those before `begin` have nothing left
+    OpenStage open;
+    ClaimRule rule;
+    UnitRange claimed = {};
+    int64_t group = 0;  // whose units these are
+  };
 
   // What a thread knows of itself while it is in work(). Of a sampled region the caller's keeps the
   // time of each stage too, and what share of its units it did itself.
@@ -143,44 +166,74 @@ class StagedExecutor {
     double own_ns = 0;
   };
 
-  // A partition's range of unclaimed units: begin | end, 32 bits each.
+  // A partition's unclaimed units: stage + 1 (16 bits) | end (24 bits) | how many (24 bits). Where
+  // the stage is an earlier one, all of the partition's units of the open one are unclaimed.
   struct alignas(64) Range {
     std::atomic<uint64_t> value{0};
   };
 
-  // Deals out the units of `stage`, or of the first stage behind it that has any, and opens it.
-  // By the one thread that no other thread is inside with.
+  // A group of cores: how many units of its partitions are done in the open stage, and, on a line
+  // of its own, of which stage (+ 1) nothing is left to claim.
+  struct Group {
+    alignas(64) std::atomic<int64_t> done{0};
+    alignas(64) std::atomic<uint32_t> drained{0};
+  };
+
+  // Opens `stage`, or the first one behind it that has units.  By the one thread that arrive()
+  // chose, when all units before are done.
   template <class StagePlan>
-  void open(int64_t stage, const StagePlan& plan) {
+  void open(int64_t stage, const StagePlan& plan, int64_t slot) {
     int64_t units = 0;
-    while (stage < stages_ && (units = plan.units(stage)) == 0) ++stage;
-    units_ = stage < stages_ ? units : 0;
-    deal(units_);
-    publish(stage, units_);
+    for (; stage < stages_; ++stage) {
+      units = plan.units(stage);
+      if (units > kMaxUnits) {
+        run_alone(stage, plan, slot);
+      } else if (units != 0) {
+        break;
+      }
+    }
+    publish({stage, stage < stages_ ? units : 0});
+  }
+
+  template <class StagePlan>
+  static void run_alone(int64_t stage, const StagePlan& plan, int64_t slot) {
+    const int64_t units = plan.units(stage), most = plan.claim(stage).most;
+    plan.prepare(stage, slot);
+    for (int64_t begin = 0; begin < units; begin += most)
+      plan.run(stage, begin, begin + most < units ? begin + most : units, slot);
   }
 
   void reset(int64_t partitions);
-  void deal(int64_t units);
-  void publish(int64_t stage, int64_t units);
+  void publish(OpenStage open);
+  OpenStage open_stage(std::memory_order order = std::memory_order_acquire) const {
+    const uint64_t word = open_.load(order);
+    return {static_cast<int64_t>(word >> 32), static_cast<int64_t>(word & 0xffffffffu)};
+  }
   // Blocks until stage `stage` or a later one is open; which one.
-  int64_t wait_for(int64_t stage, Shift& shift);
+  OpenStage wait_for(int64_t stage, Shift& shift);
   void spin_for(int64_t stage, Shift& shift);
-  int64_t open_stage() const { return opened_.load(std::memory_order_acquire); }
   // Notes the thread's CPU. Where a thread of a lower partition is on it and gets on with the work,
   // sleeps for a while, but not longer than the plan lasts, and returns true.
   bool stands_aside(Shift& shift);
   // Which of the threads of partitions [0, slots) other than `own` was last seen on `cpu`; -1:
   // none.
   int64_t slot_on(int32_t cpu, int64_t slots, int64_t own) const;
-  // False when the stage has no unit left that is not done.
-  bool enter(int64_t stage);
-  // True for the thread that has to open the next stage.
-  bool leave(int64_t done);
-  bool claim(int64_t begin, int64_t end, const ClaimRule& rule, UnitRange& claimed);
-  bool claim_front(Range& range, const ClaimRule& rule, UnitRange& claimed);
-  bool claim_back(const ClaimRule& rule, UnitRange& claimed);
+  // Adds units of `group` that are done. True for the thread that has to open the next stage.
+  bool arrive(OpenStage open, int64_t group, int64_t done);
+  bool claim(Turn& turn);
+  bool claim_from_others(Turn& turn);
+  bool claim_front(Turn& turn, int64_t partition);
+  // From who has most left of the partitions [first, last).
+  bool claim_back(Turn& turn, int64_t first, int64_t last);
+  // The word of a partition's range, read as `word`, as it is in the open stage.
+  uint64_t in_stage(OpenStage open, uint64_t word, int64_t partition) const;
+  uint64_t whole_range(OpenStage open, int64_t partition) const;
+  // partition_begin, without its divisions.
+  int64_t begin_of(int64_t partition, int64_t units) const;
 
-  int64_t partitions_ = 1, stages_ = 0, units_ = 0;
+  int64_t partitions_ = 1, stages_ = 0;
+  uint64_t inverse_ = 0;  // of the partitions
+  CoreGroups groups_{1};
   int64_t spin_ns_ = 0;
   bool sampled_ = false;
   // What the region would have taken its caller alone, 0: unknown: by the clock, which counts the
@@ -189,13 +242,15 @@ class StagedExecutor {
   int64_t alone_ns_ = 0, busy_ns_ = 0;
   std::atomic<int32_t> caller_cpu_{-1};
   std::atomic<bool> met_{false};
-  alignas(64) std::atomic<uint64_t> state_{0};
-  // The open stage. Waiting threads read this line, which is written once a stage, and sleepers
-  // watch it; state_ changes with every thread that enters or leaves.
-  alignas(64) std::atomic<uint32_t> opened_{0};
+  // Waiting threads read this line, which is written once a stage and by nobody else.
+  alignas(64) std::atomic<uint64_t> open_{0};
+  alignas(64) std::atomic<int64_t> done_{0};  // units of the open stage, of whole groups
+  // Who sleep until a stage opens, and what they watch: changed when one opens while some sleep.
   alignas(64) std::atomic<uint32_t> sleepers_{0};
+  std::atomic<uint32_t> opened_{0};
   std::atomic<uint32_t> asides_{0}, ended_{0};  // who stand aside, and what they watch
   Range ranges_[kMaxPartitions];
+  Group group_lines_[CoreGroups::kMostGroups];
   // Of each thread, by its first partition, the CPU it was last seen on; -1: not there or aside.
   // Written when a thread has moved, so that reading all of them costs little.
   alignas(64) std::atomic<int32_t> cpus_[kMaxPartitions];

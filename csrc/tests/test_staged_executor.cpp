@@ -14,7 +14,9 @@
 #include <ctime>
 #include <functional>
 #include <memory>
+#include <numeric>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "tests/check.h"
@@ -111,8 +113,10 @@ void every_way_to_deal_partitions_to_threads() {
       {3, {{0, 2}, {2, 3}}},
       {4, {{0, 1}, {1, 2}, {2, 3}, {3, 4}}},
       {7, {{0, 3}, {3, 4}, {4, 7}}},
-      {5, {{0, 1}}},          // four partitions whose threads never come
-      {5, {{4, 5}, {1, 2}}},  // partition 0 never comes
+      {5, {{0, 1}}},                       // four partitions whose threads never come
+      {5, {{4, 5}, {1, 2}}},               // partition 0 never comes
+      {20, {{0, 5}, {5, 15}, {15, 20}}},   // threads with partitions of two groups
+      {64, {{63, 64}, {0, 1}, {20, 29}}},  // groups of which nobody comes
       {StagedExecutor::kMaxPartitions, {{0, 1}, {1, 200}, {200, StagedExecutor::kMaxPartitions}}},
   };
   for (const auto& [partitions, spans] : ways) {
@@ -181,21 +185,25 @@ struct Slow {
   }
 };
 
-void a_waiting_thread_sleeps() {
-  begin_case("sleep");
+void waiting_threads_sleep() {
   const auto executor = std::make_unique<StagedExecutor>();
   const Slow slow{std::chrono::milliseconds(300)};
-  double cpu = 0.0;  // of both threads: either may be the one that gets the slow unit
-  executor->start(2, slow);
-  std::thread other([&] {
-    executor->work(1, 2, slow);
-    cpu += thread_cpu_seconds();
-  });
-  const double before = thread_cpu_seconds();
-  executor->work(0, 1, slow);
-  const double mine = thread_cpu_seconds() - before;
-  other.join();
-  CHECK(cpu + mine < 0.1, "waiting 0.3 s took %.3f s of processor time", cpu + mine);
+  for (const int64_t threads : {2, 64}) {
+    begin_case("%lld threads sleep", static_cast<long long>(threads));
+    std::vector<double> cpu(static_cast<size_t>(threads));  // any may get the slow unit
+    executor->start(threads, slow);
+    const auto work = [&](int64_t t) {
+      const double before = thread_cpu_seconds();
+      executor->work(t, t + 1, slow);
+      cpu[static_cast<size_t>(t)] = thread_cpu_seconds() - before;
+    };
+    std::vector<std::thread> others;
+    for (int64_t t = 1; t < threads; ++t) others.emplace_back(work, t);
+    work(0);
+    for (std::thread& other : others) other.join();
+    const double all = std::accumulate(cpu.begin(), cpu.end(), 0.0);
+    CHECK(all < 0.1, "waiting 0.3 s took %.3f s of processor time", all);
+  }
 }
 
 // A partition that stands still loses all but the chunk it holds to the others.
@@ -252,12 +260,122 @@ void claims_follow_their_rule() {
         static_cast<long long>(claims.sizes.front()));
 }
 
+// What the first claim of a thread takes that takes all of its partition: where a partition begins.
+struct FirstClaim {
+  int64_t n_units;
+  mutable UnitRange first;
+  int64_t stages() const { return 1; }
+  int64_t units(int64_t) const { return n_units; }
+  ClaimRule claim(int64_t) const { return {1, n_units, 1}; }
+  void prepare(int64_t, int64_t) const {}
+  void prefetch_next(int64_t, int64_t) const {}
+  void run(int64_t, int64_t begin, int64_t end, int64_t) const {
+    if (first.size() == 0) first = {begin, end};
+  }
+};
+
+void partitions_begin_where_they_should() {
+  const auto executor = std::make_unique<StagedExecutor>();
+  for (const int64_t partitions : {1, 2, 3, 7, 9, 64, 255, 256}) {
+    for (const int64_t units : {partitions, partitions + 1, 5 * partitions - 1, int64_t{1'000'003},
+                                StagedExecutor::kMaxUnits}) {
+      begin_case("%lld units, %lld partitions", static_cast<long long>(units),
+                 static_cast<long long>(partitions));
+      for (int64_t p = 0; p < partitions; ++p) {
+        const FirstClaim plan{units, {}};
+        executor->start(partitions, plan);
+        executor->work(p, p + 1, plan);
+        const int64_t begin = partition_begin(units, partitions, p);
+        const int64_t end = partition_begin(units, partitions, p + 1);
+        CHECK(plan.first.begin == begin && plan.first.end == end, "partition %lld is %lld to %lld",
+              static_cast<long long>(p), static_cast<long long>(plan.first.begin),
+              static_cast<long long>(plan.first.end));
+      }
+    }
+  }
+}
+
+// A thread that takes a stage for open which is over, as are five more when it goes on, must not
+// claim: not of those either, whose units are not what it knows.
+struct Late {
+  static inline thread_local bool late = false;
+  std::vector<int64_t> sizes = {1, 40, 3, 0, 64, 2, 500};
+  mutable std::vector<std::atomic<int64_t>> runs = std::vector<std::atomic<int64_t>>(7);
+  mutable std::atomic<int64_t> reached{0}, by_late{0};
+  mutable std::atomic<bool> entered{false};
+  int64_t stages() const { return static_cast<int64_t>(sizes.size()); }
+  int64_t units(int64_t stage) const { return sizes[static_cast<size_t>(stage)]; }
+  ClaimRule claim(int64_t stage) const {
+    if (late && stage == 0) {
+      entered = true;
+      while (reached < 6) std::this_thread::yield();
+    }
+    return {1, 4};
+  }
+  void prepare(int64_t, int64_t) const {}
+  void prefetch_next(int64_t, int64_t) const {}
+  void run(int64_t stage, int64_t begin, int64_t end, int64_t) const {
+    while (!entered) std::this_thread::yield();
+    runs[static_cast<size_t>(stage)] += end - begin;
+    if (late && stage < 6) by_late += end - begin;
+    reached = stage;
+  }
+};
+
+void a_late_thread_claims_of_no_stage_that_is_over() {
+  const auto executor = std::make_unique<StagedExecutor>();
+  for (const int64_t partitions : {4, 30}) {
+    begin_case("a late thread of %lld partitions", static_cast<long long>(partitions));
+    const Late plan;
+    executor->start(partitions, plan);
+    std::thread other([&] {
+      Late::late = true;
+      executor->work(partitions - 1, partitions, plan);
+    });
+    executor->work(0, 1, plan);
+    other.join();
+    for (size_t s = 0; s < plan.sizes.size(); ++s)
+      CHECK(plan.runs[s] == plan.sizes[s], "stage %zu: %lld units", s,
+            static_cast<long long>(plan.runs[s].load()));
+    CHECK(plan.by_late == 0, "it did %lld units", static_cast<long long>(plan.by_late.load()));
+  }
+}
+
+// The most stages of a plan, the most units of a stage that is shared, and one unit more.
+struct Limits {
+  int64_t n_stages, n_units;
+  mutable std::atomic<int64_t> done{0};
+  int64_t stages() const { return n_stages; }
+  int64_t units(int64_t) const { return n_units; }
+  ClaimRule claim(int64_t) const { return {1, int64_t{1} << 20}; }
+  void prepare(int64_t, int64_t) const {}
+  void prefetch_next(int64_t, int64_t) const {}
+  void run(int64_t, int64_t begin, int64_t end, int64_t) const { done += end - begin; }
+};
+
+void plans_at_the_limits() {
+  constexpr int64_t kMost = StagedExecutor::kMaxUnits;
+  const auto executor = std::make_unique<StagedExecutor>();
+  for (const auto& [stages, units] : {std::pair{StagedExecutor::kMaxStages, int64_t{2}},
+                                      std::pair{int64_t{3}, kMost},
+                                      {int64_t{3}, kMost + 1}}) {
+    begin_case("%lld stages of %lld units", static_cast<long long>(stages),
+               static_cast<long long>(units));
+    const Limits plan{stages, units};
+    executor->start(2, plan);
+    std::thread other([&] { executor->work(1, 2, plan); });
+    executor->work(0, 1, plan);
+    other.join();
+    CHECK(plan.done == stages * units, "%lld units done", static_cast<long long>(plan.done.load()));
+  }
+}
+
 // Many more threads than CPUs, as in a container that grants two of 64: most stand aside.
 void many_threads_on_few_cpus() {
   const auto executor = std::make_unique<StagedExecutor>();
   std::vector<int64_t> sizes;
   for (int64_t s = 0; s < 300; ++s) sizes.push_back(1 + s * 5 % 37);
-  for (const int64_t threads : {16, 33}) {
+  for (const int64_t threads : {16, 33, 64}) {
     begin_case("%lld threads", static_cast<long long>(threads));
     const Waves waves(sizes, threads, 2);
     std::vector<Span> spans;
@@ -366,8 +484,11 @@ int main() {
   short_stages();
   partitions_in_sequence_on_one_thread();
   no_stages_and_empty_stages();
-  a_waiting_thread_sleeps();
+  waiting_threads_sleep();
   claims_follow_their_rule();
+  partitions_begin_where_they_should();
+  a_late_thread_claims_of_no_stage_that_is_over();
+  plans_at_the_limits();
   others_take_over_from_a_partition_that_stands_still();
   many_threads_on_few_cpus();
   two_threads_on_one_cpu();

@@ -80,6 +80,9 @@ def prepare_pages(data_ptr: int, nbytes: int) -> int:
 def memory_placement() -> str:
     """What BITNET_OPS_MEMORY says, "first_touch" or "interleave"; RuntimeError where it errs."""
 
+def interleaves_pages() -> bool:
+    """Whether fresh memory is dealt out over several memory nodes; raises as memory_placement."""
+
 def check_amx(products: int, seed: int = 0) -> list[dict[str, object]]:
     """Random tile products by this CPU's AMX and by the model in plain C++, a row an instruction.
 

@@ -96,6 +96,24 @@ def test_weights_from_the_cache_are_one_sequential_read(model_dir: Path, cache: 
         assert after.data_ptr() == before.data_ptr() + -(-before.nbytes // 64) * 64
 
 
+def test_a_cache_is_read_where_pages_are_dealt_out_to_memory_nodes(
+    model_dir: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Into memory of our own, for pages of a file lie where the system has cached it."""
+    mapped = []
+
+    def map_and_note(descriptor: int) -> torch.Tensor:
+        mapped.append(descriptor)
+        return map_all(descriptor)
+
+    monkeypatch.setattr(load_cache, "map_huge", map_and_note)
+    expected = tokens(load(model_dir, cache=cache))
+    assert tokens(load(model_dir, cache=cache)) == expected and len(mapped) == 1
+    monkeypatch.setattr(load_cache._runtime, "interleaves_pages", lambda: True)
+    assert tokens(load_without_warning(model_dir, cache=cache)) == expected
+    assert len(mapped) == 1
+
+
 def test_a_file_for_every_format_and_source(model_dir: Path, cache: Path) -> None:
     every = len(CPU_SPECIFIC)
     # "auto" is one of those; the file's own rows are mapped

@@ -4,7 +4,8 @@ A file belongs to one source file (by content, not by path), one set of layouts 
 lanes; its name is the hash of all that. It may be deleted at any time. A file that is damaged, cut
 off, of another kind or open to other users is ignored with a warning and made again. It is mapped
 where the system maps it in huge pages, which serve every later token, and else read into huge pages
-of our own. It must not know what the tensors are for.
+of our own; also where these are dealt out over several memory nodes, for pages of a file lie where
+the system has cached it. It must not know what the tensors are for.
 
 Format: a header of 64 bytes (magic, version, bytes of JSON, bytes after the header, hash), then the
 JSON that lists the tensors and then their data, everything filled up to 64 bytes with zeros. The
@@ -233,7 +234,7 @@ def _read_body(descriptor: int, size: int) -> tuple[Tensor, list[bytes]]:
 
     Chunks are those of the file, so that each is a huge page or two of the page cache.
     """
-    mapping = map_huge(descriptor)
+    mapping = None if _runtime.interleaves_pages() else map_huge(descriptor)
     memory = Arena(size).memory if mapping is None else mapping
     target = memoryview(memory.numpy().data)
 
