@@ -107,8 +107,13 @@ Cut stricter(const Cut& a, const Cut& b) { return a.keeps(b.value, b.index) ? b 
 // Thins the row x out to its k largest.
 void keep_largest(const float*& x, int64_t n, int64_t k, const RowMemory& memory) {
   const Values values = {x, n, 1.0f};
-  kept_ids(values, cut_at_count(values, k, memory.selection), memory.kept);
-  for (int64_t i = 0; i < k; ++i) memory.logits[i] = x[memory.kept[i]];  // in place too: ids >= i
+  const Cut cut = cut_at_count(values, k, memory.selection);
+  kept_ids(values, cut, memory.kept);
+  if (k < n / 8) {
+    for (int64_t i = 0; i < k; ++i) memory.logits[i] = x[memory.kept[i]];  // in place too: ids >= i
+  } else {
+    kept_values(values, cut, memory.logits);
+  }
   x = memory.logits;
 }
 
@@ -117,12 +122,25 @@ float inverse_of(double temperature) {
   return static_cast<float>(1.0 / std::clamp(temperature, 1e-30, 1e30));
 }
 
+// The kernel's exponentials are right within an ulp: none exceeds this.
+constexpr float kRoundedOne = 1.000001f;
+
 // Bounds of the blocks' exponentials, in place of their largest logits.  The kernel's exponential
-// need not be monotone: it is right within an ulp.
+// need not be monotone.
 void bound_weights(float* bounds, int64_t n, float largest, float inv_temperature) {
   const int64_t blocks = (n + kBlock - 1) / kBlock;
   kernels().exp_row(bounds, blocks, largest, inv_temperature, bounds);
-  for (int64_t b = 0; b < blocks; ++b) bounds[b] *= 1.000001f;
+  for (int64_t b = 0; b < blocks; ++b) bounds[b] *= kRoundedOne;
+}
+
+// What the cut keeps of each block, and of all.
+double sum_blocks(const Distribution& d, double* sums) {
+  double all = 0.0;
+  for (int64_t begin = 0; begin < d.p.count; begin += kBlock) {
+    const int64_t end = std::min(begin + kBlock, d.p.count);
+    all += sums[begin / kBlock] = kept_sum(d.p, d.cut, begin, end);
+  }
+  return all;
 }
 
 Distribution distribution_of(const float* x, int64_t n, float largest, const SamplingOptions& o,
@@ -142,19 +160,25 @@ Distribution distribution_of(const float* x, int64_t n, float largest, const Sam
                     sum,
                     thinned ? memory.kept : nullptr,
                     {},
-                    !thinned && o.top_p < 1.0 && o.min_p == 0.0 && sums_exactly(n, o.top_p)};
+                    false};
+  d.p.bound = kRoundedOne;
   d.cut = all_of(d.p);
-  if (d.summed) {
+  const float least = static_cast<float>(o.min_p) * d.p.scale;  // the largest weight is 1
+  if (!thinned && o.top_p < 1.0 && sums_exactly(n, o.top_p)) {
+    d.summed = true;
+    if (o.min_p > 0.0) {
+      d.cut = {least, n - 1};
+      // If less than top_p is left, top_p keeps more.  The sum may round where min_p leaves values
+      // that top_p does not, but then it is well above top_p.
+      if (sum_blocks(d, memory.sums) < o.top_p) return d;
+    }
     bound_weights(memory.bounds, n, largest, inv_temperature);
     d.p.block_bounds = memory.bounds;
-    d.cut = cut_and_block_sums(d.p, o.top_p, memory.selection, memory.sums);
-  } else if (o.top_p < 1.0) {
-    d.cut = cut_at_sum(d.p, o.top_p, 1.0, memory.selection);
+    d.cut = cut_at_sum(d.p, o.top_p, memory.selection, memory.sums);
+    return d;
   }
-  if (o.min_p > 0.0) {
-    const float least = static_cast<float>(o.min_p) * d.p.scale;  // the largest weight is 1
-    d.cut = stricter(d.cut, {least, n - 1});
-  }
+  if (o.top_p < 1.0) d.cut = cut_at_sum(d.p, o.top_p, memory.selection);
+  if (o.min_p > 0.0) d.cut = stricter(d.cut, {least, n - 1});
   return d;
 }
 
@@ -162,12 +186,9 @@ Distribution distribution_of(const float* x, int64_t n, float largest, const Sam
 int64_t draw_ascending(const Distribution& d, double uniform, const RowMemory& memory) {
   double* const sums = memory.sums;
   const int64_t n = d.p.count;
-  double all = 0.0, before = 0.0;
-  for (int64_t begin = 0; begin < n; begin += kBlock) {
-    double& sum = sums[begin / kBlock];
-    if (!d.summed) sum = kept_sum(d.p, d.cut, begin, std::min(begin + kBlock, n));
-    all += sum;
-  }
+  const double all =
+      d.summed ? std::accumulate(sums, sums + (n + kBlock - 1) / kBlock, 0.0) : sum_blocks(d, sums);
+  double before = 0.0;
   const double point = uniform * all;
   int64_t last = 0;  // of a positive probability
   for (int64_t begin = 0; begin < n; begin += kBlock) {
@@ -201,7 +222,7 @@ int64_t least_kept(const Distribution& d) {
 int64_t draw_descending(const Distribution& d, double uniform, const SelectionMemory& memory) {
   const double all = kept_sum(d.p, d.cut, 0, d.p.count);
   const double point = std::nextafter(uniform * all, 2.0);  // passed, not only reached
-  const Cut at = cut_at_sum(d.p, point, 1.0, memory);
+  const Cut at = cut_at_sum(d.p, point, memory);
   // Rounding: summed in another order, what is kept may fall short of the point.
   return at.value > 0.0f && d.cut.keeps(at.value, at.index) ? at.index : least_kept(d);
 }

@@ -136,7 +136,7 @@ struct NormJob {
 
 // A row of values against two bounds, low and high.
 struct Split {
-  int64_t above;     // how many lie above the high one
+  int64_t above;     // how many lie above the high one, or 0 where their sum was asked for
   int64_t between;   // how many from the low one to the high one
   double sum_above;  // of those above, or 0 where it was not asked for
 };
@@ -370,11 +370,14 @@ struct KernelTable {
   // w[i] = exp((x[i] - top) * inv_temperature), 0 where that exponent is -87 or less or a NaN;
   // returns the sum.  No x exceeds top.  w may be x.
   double (*exp_row)(const float* x, int64_t n, float top, float inv_temperature, float* w);
-  // Of the values v[i] * scale, rounded to float32, none a NaN.  ids [n] becomes the indices,
-  // ascending, of those between; what follows them there may be overwritten.  null: they are
-  // not looked for, and `between` is 0.
+  // Of the values v[i] * scale, rounded to float32, none a NaN.  values [n] becomes those between,
+  // in their order; what follows them there may be overwritten.  It may be v.  null: they are not
+  // looked for, and `between` is 0.
   Split (*split_row)(const float* v, int64_t n, float scale, float low, float high, bool sum,
-                     int32_t* ids);
+                     float* values);
+  // The indices of those between, ascending, ids [n]; what follows them may be overwritten. Returns
+  // how many.
+  int64_t (*find_row)(const float* v, int64_t n, float scale, float low, float high, int32_t* ids);
 
   // ---- limits, for benchmarks -----------------------------------------------------------------
   // Reads n_bytes / 128 * 128 bytes as `streams` (1, 2 or 4) sequential streams, prefetching each
@@ -400,7 +403,7 @@ struct KernelTable {
   .head_dense = head_dense, .dense_tiles = dense_tiles, .head_int8 = head_int8,               \
   .head_int4 = head_int4, .head_quantize_token = head_quantize_token,                         \
   .head_quantize_int8 = head_quantize_int8, .head_quantize_int4 = head_quantize_int4,         \
-  .max_row = max_row, .exp_row = exp_row, .split_row = split_row, .probe_read = probe_read,   \
-  .probe_int8_peak = probe_int8_peak
+  .max_row = max_row, .exp_row = exp_row, .split_row = split_row, .find_row = find_row,       \
+  .probe_read = probe_read, .probe_int8_peak = probe_int8_peak
 
 }  // namespace bitnet

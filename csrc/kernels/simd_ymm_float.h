@@ -103,6 +103,55 @@ inline F32x16 where_greater(F32x16 a, F32x16 b, F32x16 v) {
   return {_mm256_and_ps(_mm256_cmp_ps(a.lo, b.lo, _CMP_GT_OQ), v.lo),
           _mm256_and_ps(_mm256_cmp_ps(a.hi, b.hi, _CMP_GT_OQ), v.hi)};
 }
+// Byte j of entry m is the place of bit j of those that m has.
+struct BitPlaces {
+  uint64_t of[256];
+};
+constexpr BitPlaces bit_places() {
+  BitPlaces places = {};
+  for (int mask = 0; mask < 256; ++mask) {
+    for (uint64_t bit = 0, shift = 0; bit < 8; ++bit) {
+      if ((mask >> bit & 1) == 0) continue;
+      places.of[mask] |= bit << shift;
+      shift += 8;
+    }
+  }
+  return places;
+}
+constexpr BitPlaces kBitPlaces = bit_places();
+inline __m256i chosen_lanes(uint32_t mask) {  // of 8
+  const auto places = static_cast<long long>(kBitPlaces.of[mask & 0xff]);
+  return _mm256_cvtepu8_epi32(_mm_cvtsi64_si128(places));
+}
+// Without a branch for each lane: which ones are chosen cannot be foreseen, but mostly none is.
+inline int64_t store_chosen(float* values, F32x16 x, uint32_t mask, int64_t room) {
+  if (mask == 0) return 0;
+  if (room < 16) {
+    float lanes[16];
+    store_n(lanes, x, 16);
+    int64_t count = 0;
+    for (; mask != 0; mask &= mask - 1) values[count++] = lanes[__builtin_ctz(mask)];
+    return count;
+  }
+  const int64_t count = count_bits(mask & 0xff);
+  _mm256_storeu_ps(values, _mm256_permutevar8x32_ps(x.lo, chosen_lanes(mask)));
+  _mm256_storeu_ps(values + count, _mm256_permutevar8x32_ps(x.hi, chosen_lanes(mask >> 8)));
+  return count + count_bits(mask >> 8);
+}
+inline int64_t store_indices(int32_t* ids, int32_t first, uint32_t mask, int64_t room) {
+  if (mask == 0) return 0;
+  if (room < 16) {
+    int64_t count = 0;
+    for (; mask != 0; mask &= mask - 1) ids[count++] = first + __builtin_ctz(mask);
+    return count;
+  }
+  const int64_t count = count_bits(mask & 0xff);
+  const __m256i lo = _mm256_add_epi32(chosen_lanes(mask), _mm256_set1_epi32(first));
+  const __m256i hi = _mm256_add_epi32(chosen_lanes(mask >> 8), _mm256_set1_epi32(first + 8));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(ids), lo);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(ids + count), hi);
+  return count + count_bits(mask >> 8);
+}
 struct WideSums {
   double lane[16];
 };

@@ -71,8 +71,8 @@ inline float reduce_max(F32x16 x) {
 
 inline uint32_t less_mask(F32x16 a, F32x16 b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ); }
 inline int64_t count_bits(uint32_t x) { return __builtin_popcount(x); }
-inline F32x16 where_greater(F32x16 a, F32x16 b, F32x16 x) {
-  return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(a.v, b.v, _CMP_GT_OQ), x.v)};
+inline F32x16 where_greater(F32x16 a, F32x16 b, F32x16 x) {  // less_mask's instruction, to share it
+  return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(b.v, a.v, _CMP_LT_OQ), x.v)};
 }
 // Without a branch for each index: which lanes are chosen cannot be foreseen.
 inline int64_t store_indices(int32_t* ids, int32_t first, uint32_t mask, int64_t room) {
@@ -83,6 +83,15 @@ inline int64_t store_indices(int32_t* ids, int32_t first, uint32_t mask, int64_t
     _mm512_storeu_si512(ids, chosen);
   } else {
     _mm512_mask_storeu_epi32(ids, first_lanes(room), chosen);
+  }
+  return count_bits(mask);
+}
+inline int64_t store_chosen(float* values, F32x16 x, uint32_t mask, int64_t room) {
+  const __m512 chosen = _mm512_maskz_compress_ps(static_cast<__mmask16>(mask), x.v);
+  if (room >= 16) {
+    _mm512_storeu_ps(values, chosen);
+  } else {
+    _mm512_mask_storeu_ps(values, first_lanes(room), chosen);
   }
   return count_bits(mask);
 }

@@ -419,22 +419,38 @@ inline void store_double(double value, float* two) {
   two[1] = static_cast<float>(value - static_cast<double>(two[0]));
 }
 
-inline void add_split_op(std::vector<RowOp>& ops, float low, float high, bool sum, bool ids) {
+inline void add_split_op(std::vector<RowOp>& ops, float low, float high, bool sum, bool values,
+                         bool in_place = false) {
   const auto outputs = [](int64_t n) {
-    return std::vector<Shape>{{Kind::kI32, n}, {Kind::kI32, 2}, {Kind::kF32, 2}};
+    return std::vector<Shape>{{Kind::kF32, n}, {Kind::kI32, 2}, {Kind::kF32, 2}};
   };
   const auto run = [=](const Call& c) {
-    auto* found = static_cast<int32_t*>(c.out[0]);
-    const Split s = c.table.split_row(c.f(0), c.n, 0.75f, low, high, sum, ids ? found : nullptr);
-    for (int64_t i = s.between; i < c.n; ++i) found[i] = -1;  // what lies there is not defined
+    const float* from = in_place ? c.y(0) : c.f(0);
+    const Split s = c.table.split_row(from, c.n, 0.75f, low, high, sum, values ? c.y(0) : nullptr);
+    for (int64_t i = s.between; i < c.n; ++i) c.y(0)[i] = -1;  // what lies there is not defined
     auto* counts = static_cast<int32_t*>(c.out[1]);
     counts[0] = static_cast<int32_t>(s.above);
     counts[1] = static_cast<int32_t>(s.between);
     store_double(s.sum_above, c.y(2));
   };
-  ops.push_back({"split_row from " + std::to_string(low) + " to " + std::to_string(high) +
-                     (sum ? " sum" : "") + (ids ? " ids" : ""),
-                 "split_row", float_rows(1), outputs, run});
+  const std::string name = "split_row from " + std::to_string(low) + " to " + std::to_string(high) +
+                           (sum ? " sum" : "") + (values ? " values" : "");
+  ops.push_back({name + (in_place ? " in place" : ""), "split_row", float_rows(1), outputs, run, 0,
+                 in_place ? 0 : -1});
+}
+
+inline void add_find_op(std::vector<RowOp>& ops, float low, float high) {
+  const auto outputs = [](int64_t n) {
+    return std::vector<Shape>{{Kind::kI32, n}, {Kind::kI32, 1}};
+  };
+  const auto run = [=](const Call& c) {
+    auto* ids = static_cast<int32_t*>(c.out[0]);
+    const int64_t found = c.table.find_row(c.f(0), c.n, 0.75f, low, high, ids);
+    for (int64_t i = found; i < c.n; ++i) ids[i] = -1;  // what lies there is not defined
+    *static_cast<int32_t*>(c.out[1]) = static_cast<int32_t>(found);
+  };
+  ops.push_back({"find_row from " + std::to_string(low) + " to " + std::to_string(high), "find_row",
+                 float_rows(1), outputs, run});
 }
 
 inline void add_sampling_ops(std::vector<RowOp>& ops) {
@@ -455,9 +471,14 @@ inline void add_sampling_ops(std::vector<RowOp>& ops) {
   constexpr float kInfinity = __builtin_inff();
   for (const float low : {-kInfinity, -0.5f, 0.0f}) {
     for (const float high : {0.5f, kInfinity}) {
-      for (const bool sum : {false, true}) add_split_op(ops, low, high, sum, true);
+      for (const bool sum : {false, true}) {
+        add_split_op(ops, low, high, sum, true);
+        add_split_op(ops, low, high, sum, true, true);
+      }
+      add_find_op(ops, low, high);
     }
   }
+  add_find_op(ops, 0.0f, 0.0f);
   add_split_op(ops, 0.0f, 0.0f, false, true);
   add_split_op(ops, kInfinity, -0.25f, true, false);
   add_split_op(ops, kInfinity, 0.0f, false, false);

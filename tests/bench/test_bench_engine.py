@@ -16,6 +16,7 @@ from bitnet_ops import cli
 from bitnet_ops.bench import report
 from bitnet_ops.bench.model import BenchModel
 from bitnet_ops.bench.run_engine import Streams
+from bitnet_ops.bench.run_sampling import logits
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +38,7 @@ def test_small_run_has_every_row_and_table(small_run: tuple[dict[str, Any], str]
     result, text = small_run
     assert result["schema"] == "bitnet_ops.bench.engine"
     rows = {kind: [r for r in result["rows"] if r["kind"] == kind] for kind in (
-        "streams", "arrival", "queue", "prefix", "drafts", "speculation"
+        "streams", "arrival", "queue", "prefix", "drafts", "speculation", "sampling"
     )}  # fmt: skip
     assert [(r["context"], r["streams"]) for r in rows["streams"]] == [
         (16, 1), (16, 3), (40, 1), (40, 3)
@@ -59,8 +60,21 @@ def test_small_run_has_every_row_and_table(small_run: tuple[dict[str, Any], str]
             row["auto_tokens_per_s"] / row["off_tokens_per_s"], rel=1e-2
         )
     assert repetitive["accepted"] == repetitive["drafted"], "a circle is foreseen"
+    shapes, filters = ({r[name] for r in rows["sampling"]} for name in ("logits", "filter"))
+    assert len(shapes) == 4 and len(rows["sampling"]) == len(shapes) * len(filters)
+    assert all(r["ms"]["median"] > 0 and r["one_row_ms"] > 0 for r in rows["sampling"])
     for title, columns, cells in report.engine_tables(result):
         assert title in text and all(len(row) == len(columns) for row in cells)
+
+
+def test_logits_have_the_shapes_they_are_named_after() -> None:
+    kept = {}
+    for shape in ("language-like", "flat", "heavy-tailed", "equal"):
+        p = logits(shape, 3, 20_000).softmax(-1).sort(-1, descending=True).values
+        kept[shape] = (p.cumsum(-1) < 0.9).sum(-1)  # tokens in the nucleus of .9
+    assert bool((kept["language-like"] < 60).all())
+    assert bool((kept["heavy-tailed"] > 200).all() and (kept["heavy-tailed"] < 8000).all())
+    assert bool((kept["flat"] > 10_000).all() and (kept["equal"] > 17_000).all())
 
 
 def test_contexts_are_admitted_without_the_model_and_decoded_with_it() -> None:

@@ -43,13 +43,14 @@ def logits_of(kind: str, n: int, seed: int) -> Tensor:
         "signed zeros": torch.where(x > 0, 0.0, -0.0),
         "sorted": (x * 4).sort().values,
         "certain": torch.zeros(n).index_fill(0, torch.tensor([n // 2]), 200.0),
+        "heavy tail": (torch.randperm(n, generator=g) + 1).log().mul(-1.1).bfloat16().float(),
     }
     return kinds[kind]
 
 
 KINDS = [
     "normal", "wide", "heads", "uniform", "nearly flat", "flat", "ties", "rare ties",
-    "few possible", "signed zeros", "sorted", "certain",
+    "few possible", "signed zeros", "sorted", "certain", "heavy tail",
 ]  # fmt: skip
 
 
@@ -109,7 +110,7 @@ def points(p: Floats, order: npt.NDArray[np.int64], uniforms: Floats) -> npt.NDA
 @pytest.mark.parametrize(
     "chosen",
     [(1.0, 0, 1.0, 0.0), (1.0, 0, 0.9, 0.0), (1.0, 0, 1.0, 0.1), (1.0, 40, 1.0, 0.0),
-     (1.0, 9000, 0.9, 0.01)],
+     (1.0, 9000, 0.9, 0.01), (1.0, 0, 0.9, 0.1), (1.0, 0, 0.9, 1e-4)],
     ids=str,
 )  # fmt: skip
 def test_a_draw_falls_where_the_sums_say(

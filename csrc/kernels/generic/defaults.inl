@@ -107,6 +107,15 @@ inline int64_t store_indices(T* ids, T first, uint32_t mask, int64_t) {
   for (; mask != 0; mask &= mask - 1) ids[count++] = first + __builtin_ctz(mask);
   return count;
 }
+// Writes the lanes of v whose bits the mask has; the rest as store_indices.
+template <class V>
+inline int64_t store_chosen(float* values, V v, uint32_t mask, int64_t) {
+  if (mask == 0) return 0;
+  const Lanes x = lanes_of(v);
+  int64_t count = 0;
+  for (; mask != 0; mask &= mask - 1) values[count++] = x.at[__builtin_ctz(mask)];
+  return count;
+}
 template <class S, class V>
 inline void add_to_lanes(S& sums, V v) {
   const Lanes x = lanes_of(v);

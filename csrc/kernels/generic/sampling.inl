@@ -1,5 +1,5 @@
 // Rows of logits and of probabilities over the float primitives: maximum, exponentials, what lies
-// above a bound or between two. Included inside an ISA's anonymous namespace;
+// above a bound or between two, and where. Included inside an ISA's anonymous namespace;
 // never mentions an ISA. Contracts: kernel_table.h. The order of sums is part of them.
 
 float max_row(const float* x, int64_t n) {
@@ -43,33 +43,45 @@ double exp_row(const float* x, int64_t n, float top, float inv_temperature, floa
   return sum_of_lanes(sums);
 }
 
-template <bool kAbove, bool kSum, bool kBetween>
-Split split_parts(const float* v, int64_t n, float scale, float low, float high, int32_t* ids) {
+template <bool kCount, bool kSum, bool kBetween>
+Split split_parts(const float* v, int64_t n, float scale, float low, float high, float* values) {
   LaneSums sums = {};
   int64_t above = 0, between = 0;
   const F32x16 factor = set1(scale), least = set1(low), most = set1(high);
   for_lanes(n, [&](int64_t i, int64_t count) BITNET_INLINE_LAMBDA {
     const F32x16 x = mul(load_n(v + i, count), factor);
     uint32_t mask = first_bits(count);
-    if constexpr (kAbove) {
+    if constexpr (kCount || kSum) {
       const uint32_t higher = less_mask(most, x) & mask;
-      above += count_bits(higher);
+      if constexpr (kCount) above += count_bits(higher);
       mask &= ~higher;
     }
     if constexpr (kSum) add_to_lanes(sums, where_greater(x, most, x));
     if constexpr (kBetween) {
       mask &= ~less_mask(x, least);
-      between += store_indices(ids + between, static_cast<int32_t>(i), mask, count);
+      between += store_chosen(values + between, x, mask, count);
     }
   });
   return {above, between, kSum ? sum_of_lanes(sums) : 0.0};
 }
 
 Split split_row(const float* v, int64_t n, float scale, float low, float high, bool sum,
-                int32_t* ids) {
-  const auto run = [&](auto parts) { return parts(v, n, scale, low, high, ids); };
-  if (ids == nullptr)
-    return run(sum ? split_parts<true, true, false> : split_parts<true, false, false>);
+                float* values) {
+  const auto run = [&](auto parts) { return parts(v, n, scale, low, high, values); };
+  if (values == nullptr)
+    return run(sum ? split_parts<false, true, false> : split_parts<true, false, false>);
   if (high == __builtin_inff()) return run(split_parts<false, false, true>);
-  return run(sum ? split_parts<true, true, true> : split_parts<true, false, true>);
+  return run(sum ? split_parts<false, true, true> : split_parts<true, false, true>);
+}
+
+int64_t find_row(const float* v, int64_t n, float scale, float low, float high, int32_t* ids) {
+  int64_t found = 0;
+  const F32x16 factor = set1(scale), least = set1(low), most = set1(high);
+  for_lanes(n, [&](int64_t i, int64_t count) BITNET_INLINE_LAMBDA {
+    const F32x16 x = mul(load_n(v + i, count), factor);
+    const uint32_t outside = less_mask(x, least) | less_mask(most, x);
+    const uint32_t mask = first_bits(count) & ~outside;
+    found += store_indices(ids + found, static_cast<int32_t>(i), mask, count);
+  });
+  return found;
 }

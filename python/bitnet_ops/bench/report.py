@@ -180,6 +180,14 @@ def engine_tables(report: Report) -> list[Table]:
                 r["auto_tokens_per_s"], r["speedup"], r["drafted"], r["accepted"],
             ]),
         ),
+        (
+            "Sampling",
+            ["T", "logits", "filter", "rows", "vocabulary", "ms", "p90", "one row ms", "notes"],
+            rows("sampling", lambda r: [
+                r["threads"], r["logits"], r["filter"], r["rows"], r["vocab"], r["ms"]["median"],
+                r["ms"]["p90"], r["one_row_ms"], "disturbed" if r["disturbed"] else "",
+            ]),
+        ),
     ]  # fmt: skip
     return [table for table in tables if table[2]]
 

@@ -1,4 +1,4 @@
-"""`bench engine`: many streams at once, an arriving prompt, shared prefixes, speculation.
+"""`bench engine`: many streams at once, an arriving prompt, shared prefixes, speculation, sampling.
 
 Decode steps of the engine stand beside their two limits, reading the step's bytes once and the
 int8 multiply-adds of its tokens, all alternating in this process.
@@ -23,6 +23,7 @@ from bitnet_ops.bench.memory import Workspace
 from bitnet_ops.bench.model import BenchModel
 from bitnet_ops.bench.pinning import use_threads
 from bitnet_ops.bench.run_model import ModelBench, ModelSettings, read_run, time_once
+from bitnet_ops.bench.run_sampling import sampling_rows
 from bitnet_ops.bench.session import Progress, measured
 from bitnet_ops.bench.stats import digits, percentile, summarize
 from bitnet_ops.generate.engine import Limits
@@ -377,6 +378,7 @@ def _rows(bench: ModelBench, limits: MachineLimits, s: EngineSettings) -> list[R
         speculation_row(bench, limits, text, 48 if s.quick else 192, size)
         for text in ("repetitive", "free")
     ]
+    rows += sampling_rows(limits, s.quick)
     return rows
 
 
