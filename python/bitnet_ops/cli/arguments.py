@@ -81,6 +81,8 @@ class Parser(argparse.ArgumentParser):
         word = (options or list(words))[0].partition("=")[0]
         kind = "an option of this command" if options else "no further argument"
         guess = did_you_mean(word, self.known_options()) if options else ""
+        # of a command that hands options on: where those stand
+        guess = guess or (self.get_default("options_of_others") or "" if options else "")
         self.reject(f"expected {kind}, got {word}{guess}")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
@@ -143,5 +145,9 @@ def add_force(parser: argparse.ArgumentParser, what: str) -> None:
 
 def add_threads(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
-        "-t", "--threads", type=integer(1, 1024), metavar="N", help="default: torch's choice"
+        "-t",
+        "--threads",
+        type=integer(1, 1024),
+        metavar="N",
+        help="default: $OMP_NUM_THREADS, else one a physical core within the quota",
     )

@@ -93,7 +93,7 @@ def collect() -> Facts:
     facts: Facts = {"schema": "bitnet_ops.cli.doctor", "schema_version": SCHEMA_VERSION}
     facts["package"] = {
         "version": metadata.version("bitnet-ops"),
-        "location": str(Path(__file__).parent),
+        "location": str(Path(__file__).parents[1]),
         "python": platform.python_version(),
         "build": _runtime.build_info(),
     }

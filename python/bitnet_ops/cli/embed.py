@@ -6,7 +6,7 @@ import argparse
 import json
 
 from bitnet_ops.cli.arguments import UsageError, add_json, integer
-from bitnet_ops.cli.generate import add_model_arguments, open_model
+from bitnet_ops.cli.generate import MODEL_HELP, add_model_arguments, open_model
 from bitnet_ops.cli.texts import checked, read_stdin
 
 
@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "positionals",
         nargs="*",
         metavar="MODEL TEXT",
-        help="a converted model (directory or .bin), then texts; - reads lines from stdin",
+        help=f"a model ({MODEL_HELP}), then texts; - reads lines from stdin",
     )
     parser.add_argument("-m", "--model", metavar="MODEL", help="the model, by name")
     add_model_arguments(parser)

@@ -35,7 +35,8 @@ from bitnet_ops.untrusted import printable
 if TYPE_CHECKING:
     from bitnet_ops.language_model import LanguageModel, TextStream
 
-_MODEL_HELP = "a converted model (directory or .bin; default: the embedded demo)"
+# What `load` takes; every command that opens a model says it in these words.
+MODEL_HELP = "converted directory, .bin, checkpoint folder, .gguf, or Hugging Face id"
 _NEUTRAL = {
     "temperature": 0.0,
     "top_k": 0,
@@ -53,12 +54,15 @@ _LIKE_A_MODEL = re.compile(
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "bitnet-ops generate [MODEL] PROMPT [options]"
+    parser.description = (
+        "Continue a text. Prompt and continuation go to stdout; speed, and why it ended, to stderr."
+    )
     parser.add_argument(
         "positionals",
         nargs="*",
         metavar="[MODEL] PROMPT",
-        help="a model (converted directory, .bin, checkpoint folder, .gguf, or Hugging Face id; "
-        "default: the embedded demo), and the text to continue (- reads it from stdin)",
+        help=f"a model ({MODEL_HELP}; default: the embedded demo), and the text to continue "
+        "(- reads it from stdin)",
     )
     parser.add_argument("-m", "--model", metavar="MODEL", help="the model, by name")
     parser.add_argument("-p", "--prompt", metavar="TEXT", help="the text to continue, by name")
@@ -241,7 +245,7 @@ def model_and_prompt(args: argparse.Namespace) -> tuple[str | None, str]:
 def looks_like_a_model(word: str) -> bool:
     """Whether `word`, given alone, is a model rather than a text to continue."""
     try:
-        exists = Path(word).expanduser().exists()
+        exists = word != "" and Path(word).expanduser().exists()  # Path("") is the folder here
     except (OSError, ValueError, RuntimeError):  # too long for a name, a NUL, no such user
         exists = False
     return exists or bool(_LIKE_A_MODEL.fullmatch(word))

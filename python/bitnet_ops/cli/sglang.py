@@ -32,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="converted directory, .bin, checkpoint folder, .gguf, or Hugging Face id",
     )
     parser.set_defaults(passed_on=[])  # what stands behind --
+    parser.set_defaults(options_of_others="; SGLang's options stand behind --")
     parser.add_argument("--host", default="127.0.0.1", help="default 127.0.0.1")
     parser.add_argument(
         "--port", type=integer(1, 65535), default=30000, metavar="P", help="default 30000"

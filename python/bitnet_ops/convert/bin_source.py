@@ -59,7 +59,8 @@ class BinSource(Source):
             "converter_version": importlib.metadata.version("bitnet-ops"),
         }
         block = config.get(PRIVATE_BLOCK, made)
-        origin = str(block.get("source_linear_class")), str(block.get("source_mode"))
+        keys = "source_linear_class", "source_mode"  # a synthetic model's block has neither
+        origin = tuple(str(block.get(key, made[key])) for key in keys)
         scheme = Scheme(Storage.SGLBITNT, None, *origin)
         self.plan = Plan(model, scheme, specs, {n: n for n in specs}, config, block)
         self.remarks = list(model.notes)

@@ -74,7 +74,9 @@ class Checkpoint:
     def __init__(self, folder: str | Path, *, allow_pickle: bool = False) -> None:
         self.folder = Path(folder)
         if not self.folder.is_dir():
-            reject("source-missing", "a folder with config.json and safetensors", str(folder))
+            found = "a file" if self.folder.exists() else "no such file or directory"
+            where = f"a folder with config.json and safetensors at {folder}"
+            reject("source-missing", where, found)
         self.config = _read_object(self.folder / "config.json", "config-missing", "config-json")
         names, index = _weight_files(self.folder, allow_pickle)
         _check_links(self.folder, names)
