@@ -248,6 +248,24 @@ def test_debug_shows_the_traceback() -> None:
     assert done.returncode == 1 and "Traceback" in done.stderr and "LoadError" in done.stderr
 
 
+def test_a_warning_is_one_line_without_source_code(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    done = cli("generate", "x", "-n", "2", "--cache", str(tmp_path / "file"))
+    warning, figures = done.stderr.splitlines()
+    assert done.returncode == 0 and warning.startswith("bitnet-ops: warning: cache: expected room")
+    assert ".py" not in warning and figures.startswith("the embedded demo | ")
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "latin-1", "ascii"])
+def test_json_is_json_in_every_encoding(encoding: str) -> None:
+    done = subprocess.run(
+        [*COMMAND, "generate", "h\u00e9 \u4e2d \U0001f30d", "-n", "1", "--json"],
+        capture_output=True,
+        env=environment(PYTHONIOENCODING=encoding),
+    )
+    assert json.loads(done.stdout.decode(encoding))["prompt"] == "h\u00e9 \u4e2d \U0001f30d"
+
+
 def test_a_closed_pipe_is_silent() -> None:
     process = subprocess.Popen(
         [*COMMAND, "generate", "In the beginning", "-n", "200", "--ignore-eos"],

@@ -65,6 +65,7 @@ def test_facts_are_those_of_the_process(facts: dict[str, Any]) -> None:
     assert facts["torch"]["version"] == torch.__version__
     assert facts["torch"]["abi_floor"] == "2.10"
     assert facts["package"]["build"] == _runtime.build_info()
+    assert facts["package"]["location"].endswith("/bitnet_ops")
     assert facts["cpu"]["features"] == _runtime.cpu_features()
     assert facts["threads"]["affinity"] == machine.affinity()
 

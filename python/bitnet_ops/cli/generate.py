@@ -22,6 +22,7 @@ from bitnet_ops.cli.arguments import (
     non_empty,
     number,
 )
+from bitnet_ops.cli.streams import json_text
 from bitnet_ops.cli.texts import checked, read_stdin
 from bitnet_ops.nn.storage import (
     ACTIVATION_FORMATS,
@@ -344,7 +345,7 @@ def run(args: argparse.Namespace) -> int:
     stream = lm.stream(prompt, ignore_eos=args.ignore_eos, **options)
     if args.json:
         text = "".join(stream)
-        print(json.dumps(_report(lm, args, prompt, text, stream, load_s), ensure_ascii=False))
+        print(json_text(_report(lm, args, prompt, text, stream, load_s)))
         return 0
     status = _print_stream(prompt, stream)
     print_logprobs(lm, stream)

@@ -5,14 +5,16 @@ Also what it says beside its result: a warning is one line, as an error is.
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import io
+import json
 import os
 import signal
 import sys
 import warnings
 from types import FrameType
-from typing import NoReturn, TextIO
+from typing import Any, NoReturn, TextIO
 
 from bitnet_ops.untrusted import printable
 
@@ -37,6 +39,15 @@ def prepare(*, own_process: bool) -> None:
         for number in (signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) == signal.SIG_DFL:  # nohup ignores SIGHUP
                 signal.signal(number, _terminate)
+
+
+def json_text(value: Any, indent: int | None = None) -> str:
+    """`value` as JSON for stdout: as it is where that is UTF-8, in ASCII where it is not.
+
+    There `backslashreplace` would write a letter as \\xe9, which no reader of JSON takes.
+    """
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    return json.dumps(value, indent=indent, ensure_ascii=codecs.lookup(encoding).name != "utf-8")
 
 
 def _warn(
