@@ -91,6 +91,7 @@ def test_generate_json(threads: str) -> None:
         "text": CASE["greedy_text"],
         "token_ids": CASE["greedy_ids"],
         "finish_reason": "length",
+        "stop_reason": None,
         "sampling": {
             "max_new_tokens": 48,
             "temperature": 0.0,

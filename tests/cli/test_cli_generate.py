@@ -115,7 +115,7 @@ def test_what_looks_like_a_model(model: str, word: str, expected: bool) -> None:
     [
         (["-n", "5", "--ignore-eos"], "ended: the limit of 5 tokens (-n)"),
         (["-n", "100000", "--ignore-eos"], "ended: the model's context of 1024 tokens is full"),
-        (["--stop", "Thou"], "ended: a stop text, or the model's own end"),
+        (["--stop", "Thou"], "ended: the stop text 'Thou'"),
     ],
 )
 def test_why_it_ended_is_said(

@@ -294,15 +294,15 @@ def figures(stream: TextStream) -> str:
 
 def why_it_ended(lm: LanguageModel, stream: TextStream, options: dict[str, Any]) -> str:
     """Why the text ends where it does, for people."""
-    reason = stream.generation.finish_reason
+    reason, text = stream.generation.finish_reason, stream.generation.stop_reason
     context = lm.config.max_position_embeddings
     reasons = {
         "": "it was interrupted",
-        "stop": "a stop text, or the model's own end" if options["stop"] else "the model's own end",
+        "stop": f"the stop text {text!r}" if isinstance(text, str) else "the model's own end",
         "length": f"the limit of {options['max_new_tokens']} tokens (-n)",
         "context": f"the model's context of {context} tokens is full",
     }
-    return f"ended: {reasons.get(reason, reason)}"
+    return f"ended: {printable(reasons.get(reason, reason))}"
 
 
 def logprob_objects(lm: LanguageModel, stream: TextStream) -> list[dict[str, Any]]:
@@ -387,6 +387,7 @@ def _report(
         "token_ids": g.token_ids,
         **({} if args.logprobs is None else {"logprobs": logprob_objects(lm, stream)}),
         "finish_reason": g.finish_reason,
+        "stop_reason": g.stop_reason,  # the stop text, or the id that ends a text
         "sampling": {**options, "seed": g.seed},
         "prompt_tokens": t.prompt_tokens,
         "new_tokens": t.new_tokens,
