@@ -25,7 +25,13 @@ from torch import Tensor, nn
 
 from bitnet_ops import ops
 from bitnet_ops.nn.linear import BitLinear
-from bitnet_ops.untrusted import UntrustedFileError, check_links, read_json_object
+from bitnet_ops.untrusted import (
+    LFS_POINTER,
+    UntrustedFileError,
+    check_links,
+    is_lfs_pointer,
+    read_json_object,
+)
 from bitnet_ops.untrusted.patterns import PatternError, matches
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
@@ -173,6 +179,8 @@ def _read_factors(path: Path) -> dict[str, dict[str, Tensor]]:
     if not file.is_file():
         found = "adapter_model.bin" if (path / "adapter_model.bin").is_file() else "no such file"
         _reject(f"{WEIGHTS_FILE} in {path}", found, "pickles are never opened; save as safetensors")
+    if is_lfs_pointer(file):
+        raise LoraError(f"lora: expected the weights in {file}, got {LFS_POINTER}")
     pairs: dict[str, dict[str, Tensor]] = {}
     try:
         with safe_open(str(file), framework="pt") as tensors:
