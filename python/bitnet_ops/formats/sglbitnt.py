@@ -155,7 +155,7 @@ class Reader:
         """
         info = self._mapped(name)
         if info.scale is not None:
-            return torch.tensor([info.scale])
+            return torch.tensor([info.scale], dtype=torch.float32)
         if not info.packed:
             raise ValueError(f"scales: expected a packed tensor, got {name} {info.dtype}")
         stored = stretch(self._bytes, info.scales_offset, info.scales_offset + info.scales_nbytes)

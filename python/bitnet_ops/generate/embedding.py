@@ -37,7 +37,7 @@ def embed(
     hidden = model.config.hidden_size
     if dimensions is not None and not 1 <= dimensions <= hidden:
         raise ValueError(f"embed: expected dimensions from 1 to {hidden}, got {dimensions}")
-    rows = torch.empty(len(sequences), hidden)
+    rows = torch.empty(len(sequences), hidden, dtype=torch.float32)
     for number, ids in enumerate(sequences, start=1):
         if not len(ids):
             raise ValueError(

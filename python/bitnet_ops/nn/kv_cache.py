@@ -265,7 +265,7 @@ class KVCache:
         c = self.config
         longest = max(row.length for row in self._rows)
         shape = self.batch, c.num_kv_heads, longest, c.head_dim
-        keys, values = torch.zeros(shape), torch.zeros(shape)
+        keys, values = (torch.zeros(shape, dtype=torch.float32) for _ in range(2))
         for i, row in enumerate(self._rows):
             key, value = self.pool.read(layer_idx, row.blocks, row.length)
             keys[i, :, : row.length], values[i, :, : row.length] = key, value

@@ -72,8 +72,10 @@ class BitLinear(nn.Module):
         shape = (out_features, packed_row_bytes(in_features))
         self.register_buffer("weight", torch.full(shape, _ALL_ZERO_CODES, dtype=torch.uint8))
         scales = (out_features, -(-in_features // group_size)) if group_size else (1,)
-        self.register_buffer("weight_scale", torch.full(scales, float("nan")))
-        self.register_buffer("bias", torch.zeros(out_features) if bias else None)
+        self.register_buffer("weight_scale", torch.full(scales, float("nan"), dtype=torch.float32))
+        self.register_buffer(
+            "bias", torch.zeros(out_features, dtype=torch.float32) if bias else None
+        )
         self.repack(weight_format)
 
     @classmethod
