@@ -143,11 +143,14 @@ def add_force(parser: argparse.ArgumentParser, what: str) -> None:
     parser.add_argument("--force", action="store_true", help=f"replace {what} if it exists")
 
 
-def add_threads(parser: argparse._ActionsContainer) -> None:
+def add_threads(
+    parser: argparse._ActionsContainer,
+    default: str = "$OMP_NUM_THREADS, else one a physical core within the quota",
+) -> None:
     parser.add_argument(
         "-t",
         "--threads",
         type=integer(1, 1024),
         metavar="N",
-        help="default: $OMP_NUM_THREADS, else one a physical core within the quota",
+        help=f"default: {default}",
     )

@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--port", type=integer(1, 65535), default=30000, metavar="P", help="default 30000"
     )
-    add_threads(parser)
+    add_threads(parser, "$OMP_NUM_THREADS, else SGLang's choice; of each rank")
     parser.add_argument(
         "--head-format",
         choices=tuple(HEAD_FORMATS),
