@@ -79,7 +79,7 @@ class BinSource(Source):
             with Reader(file, check_codes=False) as reader:
                 yield cls(file, reader, trust_scales=trust_scales)
         except SglbitntError as error:
-            raise ConvertError(f"bin-{error.code}", f"convert: {error}") from error
+            raise ConvertError(f"bin-{error.code}", f"convert: {error.message}") from error
 
     def _check(self, name: str, spec: TensorSpec) -> None:
         info = self._reader.tensors[name]
