@@ -59,8 +59,8 @@ class BinSource(Source):
             "converter_version": importlib.metadata.version("bitnet-ops"),
         }
         block = config.get(PRIVATE_BLOCK, made)
-        keys = "source_linear_class", "source_mode"  # a synthetic model's block has neither
-        origin = tuple(str(block.get(key, made[key])) for key in keys)
+        known = {**made, **block}  # the block of a synthetic model has neither
+        origin = str(known["source_linear_class"]), str(known["source_mode"])
         scheme = Scheme(Storage.SGLBITNT, None, *origin)
         self.plan = Plan(model, scheme, specs, {n: n for n in specs}, config, block)
         self.remarks = list(model.notes)
