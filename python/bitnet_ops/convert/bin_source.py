@@ -58,7 +58,7 @@ class BinSource(Source):
             "source_mode": f"version {reader.version}",
             "converter_version": importlib.metadata.version("bitnet-ops"),
         }
-        block = config.get(PRIVATE_BLOCK, made)
+        block = config.get(PRIVATE_BLOCK) or made  # null is none
         known = {**made, **block}  # the block of a synthetic model has neither
         origin = str(known["source_linear_class"]), str(known["source_mode"])
         scheme = Scheme(Storage.SGLBITNT, None, *origin)
