@@ -168,8 +168,13 @@ def _stop_ids(folder: Path, config: ModelConfig) -> frozenset[int]:
 
 
 class LanguageModel:
-    """A model, its tokenizer (or None) and an engine.
+    """A model, its tokenizer (or None) and an engine; `load` makes one.
 
+    Args:
+        model, tokenizer: what runs; without a tokenizer prompts are token ids.
+        stop_ids: ids that end a text; None: those of the model's config.
+        kv_dtype: of keys and values, as of `load`.
+        path: where the model came from, for messages.
     Attributes: `config`, `model`, `tokenizer`, `engine`, `stop_ids` (end of text), `path`.
     Any number of threads may share one; a TextStream and a Conversation belong to one thread each.
     """
@@ -195,6 +200,7 @@ class LanguageModel:
 
     @property
     def config(self) -> ModelConfig:
+        """The model's: sizes, context, end-of-text ids, under Hugging Face's names."""
         return self.model.config
 
     @property

@@ -91,6 +91,7 @@ def test_generate_json(threads: str) -> None:
         "text": CASE["greedy_text"],
         "token_ids": CASE["greedy_ids"],
         "finish_reason": "length",
+        "stop_reason": None,
         "sampling": {
             "max_new_tokens": 48,
             "temperature": 0.0,
@@ -246,6 +247,24 @@ def test_an_unavailable_isa_is_an_error_with_the_list() -> None:
 def test_debug_shows_the_traceback() -> None:
     done = cli("generate", "/nowhere/model", "x", BITNET_OPS_DEBUG="1")
     assert done.returncode == 1 and "Traceback" in done.stderr and "LoadError" in done.stderr
+
+
+def test_a_warning_is_one_line_without_source_code(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    done = cli("generate", "x", "-n", "2", "--cache", str(tmp_path / "file"))
+    warning, figures = done.stderr.splitlines()
+    assert done.returncode == 0 and warning.startswith("bitnet-ops: warning: cache: expected room")
+    assert ".py" not in warning and figures.startswith("the embedded demo | ")
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_json_is_json_in_every_encoding(encoding: str) -> None:
+    done = subprocess.run(
+        [*COMMAND, "generate", "h\u00e9 \u4e2d \U0001f30d", "-n", "1", "--json"],
+        capture_output=True,
+        env=environment(PYTHONIOENCODING=encoding),
+    )
+    assert json.loads(done.stdout.decode(encoding))["prompt"] == "h\u00e9 \u4e2d \U0001f30d"
 
 
 def test_a_closed_pipe_is_silent() -> None:

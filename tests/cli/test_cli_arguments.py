@@ -99,9 +99,16 @@ def test_the_fields_names_are_aliases(command: str) -> None:
         (["bench", "model", "--dumy", "tiny"], "did you mean --dummy?"),
         (["bench", "modl"], "did you mean model?"),
         (["inspect", "a", "--difff", "b"], "did you mean --diff?"),
+        (["bench"], "expected ops|model|engine|page, got none"),
+        (["vllm"], "expected MODEL, got none"),
+        (["vllm", "--port", "1", "m"], "got --port; vLLM's options stand behind MODEL"),
+        (["sglang", "m", "--max-total-tokens", "1"], "SGLang's options stand behind --;"),
+        (["sglang", "m", "--prot", "1"], "got --prot; did you mean --port?"),
     ],
 )
-def test_did_you_mean(words: list[str], guess: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_was_meant_is_said(
+    words: list[str], guess: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(words) == 2
     assert guess in capsys.readouterr().err
 

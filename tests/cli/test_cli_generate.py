@@ -62,6 +62,12 @@ def test_every_way_to_say_model_and_prompt(
     assert out == PROMPT + CONTINUED + "\n" and "demo" not in err
 
 
+def test_an_empty_prompt_is_a_prompt(capsys: pytest.CaptureFixture[str]) -> None:
+    """Behind the model's bos token; it is not the folder at hand, which Path("") is."""
+    assert main(["generate", "", "-n", "3"]) == 0
+    assert "prompt 1 tokens" in capsys.readouterr().err
+
+
 def test_aliases_do_what_they_stand_for(capsys: pytest.CaptureFixture[str]) -> None:
     def report(*words: str) -> dict[str, object]:
         assert main(["generate", "-p", PROMPT, "--json", *words]) == 0
@@ -97,6 +103,7 @@ def test_model_and_prompt_exchanged(model: str, capsys: pytest.CaptureFixture[st
         ("x" * 5000, False),
         ("nul\0", False),
         ("~nobody-of-this-name", False),
+        ("", False),
     ],
 )
 def test_what_looks_like_a_model(model: str, word: str, expected: bool) -> None:
@@ -108,7 +115,7 @@ def test_what_looks_like_a_model(model: str, word: str, expected: bool) -> None:
     [
         (["-n", "5", "--ignore-eos"], "ended: the limit of 5 tokens (-n)"),
         (["-n", "100000", "--ignore-eos"], "ended: the model's context of 1024 tokens is full"),
-        (["--stop", "Thou"], "ended: a stop text, or the model's own end"),
+        (["--stop", "Thou"], "ended: the stop text 'Thou'"),
     ],
 )
 def test_why_it_ended_is_said(

@@ -85,6 +85,17 @@ def test_generate_chat_and_embed_run_on_a_dummy(tiny: Path) -> None:
     assert b" cached)" in done.stderr
 
 
+def test_a_text_without_tokens_is_named(tiny: Path) -> None:
+    done = cli("embed", str(tiny), "a", "")
+    assert done.returncode == 1
+    assert b"expected at least one token in every text, got none in text 2 of 2" in done.stderr
+
+
+def test_converting_a_dummy_says_what_it_was(tiny: Path, tmp_path: Path) -> None:
+    done = cli("convert", str(tiny), str(tmp_path / "again"))
+    assert done.returncode == 0 and b"\nbitnet, SGLBITNT version 2\n" in done.stdout
+
+
 # bench model MODEL ----------------------------------------------------------------------------
 
 

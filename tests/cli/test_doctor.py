@@ -48,7 +48,8 @@ def test_json_has_every_field(facts: dict[str, Any]) -> None:
         "amx": {"on_cpu", "permission"},
         "threads": {"torch", "logical_cpus", "affinity", "cgroup_quota", "available"}
         | {"environment", "physical_cores", "numa_nodes"},
-        "weights": {"format", "tile_lanes", "tuned_to", "prefetch_bytes", "cache"},
+        "weights": {"format", "tile_lanes", "tuned_to", "prefetch_bytes", "cache"}
+        | {"tuning_error"},
         "torch": {"version", "location", "abi_floor"},
         "memory": {"total", "available", "limit"},
         "pages": {"page_bytes", "transparent_huge_pages", "placement", "placement_error"},
@@ -128,6 +129,14 @@ def test_unknown_placement_is_an_error_with_the_remedy() -> None:
     assert f"ERROR: {expected}" in said and "remedy: unset BITNET_OPS_MEMORY" in said
 
 
+def test_a_prefetch_distance_that_is_none_is_an_error_with_the_remedy() -> None:
+    done = run_doctor(BITNET_OPS_PREFETCH="far")
+    assert done.returncode == 1 and done.stderr == ""
+    said = " ".join(done.stdout.split())
+    expected = "BITNET_OPS_PREFETCH: expected bytes from 0 to 65536, got 'far'"
+    assert f"ERROR: {expected}" in said and "remedy: unset BITNET_OPS_PREFETCH" in said
+
+
 def test_interleaved_nodes_are_no_problem(healthy: dict[str, Any]) -> None:
     healthy["threads"]["numa_nodes"] = 2
     healthy["pages"]["placement"] = "interleave"
@@ -181,6 +190,7 @@ def healthy() -> dict[str, Any]:
             "environment": {"OMP_NUM_THREADS": "4"},
         },
         "openmp_runtimes": ["/torch/libgomp.so.1"],
+        "weights": {"tuning_error": None},
         "memory": {"total": 8 * GIB, "available": 8 * GIB, "limit": None},
         "pages": {
             **{"page_bytes": 4096, "transparent_huge_pages": "madvise"},
@@ -209,6 +219,7 @@ def test_healthy_machine_has_no_problems(healthy: dict[str, Any]) -> None:
         ("memory.limit", GIB // 2, "0.5 GiB of memory"),
         ("pages.transparent_huge_pages", "never", "transparent huge pages are off"),
         ("pages.placement_error", "BITNET_OPS_MEMORY: expected ...", "BITNET_OPS_MEMORY: expected"),
+        ("weights.tuning_error", "BITNET_OPS_PREFETCH: expected ...", "BITNET_OPS_PREFETCH: exp"),
         ("amx.permission", "rejected", "the operating system rejects its tile state"),
         ("isa.selected", "scalar", "scalar is in use although avx2 is available"),
         ("isa.error", "BITNET_OPS_ISA: expected ...", "BITNET_OPS_ISA: expected"),

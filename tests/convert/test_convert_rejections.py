@@ -16,6 +16,9 @@ import rejection_rows
 from bitnet_ops.cli import main
 from bitnet_ops.convert import ConvertError, convert
 from bitnet_ops.convert.quantize import quantize
+from bitnet_ops.formats.gguf import Reader as GgufReader
+from bitnet_ops.formats.sglbitnt import Reader as SglbitntReader
+from bitnet_ops.untrusted import UntrustedFileError, read_json_object
 from hf_writer import FAMILIES
 from rejection_rows import EVERY, Q_PROJ, ROWS, Draft, without_quantization
 
@@ -179,6 +182,30 @@ def test_truncated_safetensors(size, source, tmp_path):
     data = (source / "model.safetensors").read_bytes()
     (source / "model.safetensors").write_bytes(data[:size])
     check_rejected(tmp_path, "safetensors-corrupt", "download it again")
+
+
+LFS_POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n"
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json"])
+def test_a_clone_without_git_lfs(name, source, tmp_path):
+    """Weights are what git-lfs has not brought; some repositories keep tokenizers there too."""
+    (source / name).write_text(LFS_POINTER)
+    check_rejected(tmp_path, "lfs-pointer", "got a Git LFS pointer in its place; run git lfs pull")
+
+
+def test_files_that_are_git_lfs_pointers(tmp_path):
+    for name, kind in (("m.bin", SglbitntReader), ("m.gguf", GgufReader)):
+        (tmp_path / name).write_text(LFS_POINTER)
+        with pytest.raises(ValueError, match=f"{name}: expected .*, got a Git LFS pointer .*magic"):
+            kind(tmp_path / name)
+    with pytest.raises(UntrustedFileError, match="got a Git LFS pointer"):
+        read_json_object(tmp_path / "m.bin")
+
+
+def test_an_adapter_is_no_model(source, tmp_path):
+    (source / "config.json").rename(source / "adapter_config.json")
+    check_rejected(tmp_path, "config-missing", "got a LoRA adapter; name the model it is for")
 
 
 def test_huge_safetensors_header(source, tmp_path):

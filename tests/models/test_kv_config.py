@@ -134,6 +134,10 @@ def test_other_wrong_calls() -> None:
             CacheCapacityError, match=f"seq_pos from 0 to 19 for 1 tokens, got {at}"
         ):
             cache.update(0, *rows(0, 1, 1), at)
+    with pytest.raises(
+        ValueError, match=r"seq_pos one integer, or one for each of 1 .*, got \[2\]"
+    ):
+        cache.update(0, *rows(0, 1, 1), torch.tensor([0, 1]))
     with pytest.raises(ValueError, match=r"key and value \[1, T, KV, D\], got \[2, 1, 3, 16\]"):
         cache.update(0, *rows(0, 2, 1), 0)
     for layer in (-1, 2):

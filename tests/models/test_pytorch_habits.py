@@ -51,6 +51,29 @@ def test_bfloat16_is_the_model_built_in_bfloat16() -> None:
     assert model.float().dtype == torch.float32
 
 
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16])
+def test_torchs_default_dtype_changes_nothing(default: torch.dtype, demo: LanguageModel) -> None:
+    """Scripts set it to float64, and loaders of other libraries to the model's own."""
+    prompt, options = "In the beginning", {"max_new_tokens": 4, "temperature": 0.7, "seed": 1}
+    expected = demo.generate(prompt, **options)  # type: ignore[arg-type]
+    vector, (score,) = demo.embed(prompt), demo.score([prompt])
+    torch.set_default_dtype(default)
+    try:
+        lm = bitnet_ops.load()
+        assert lm.generate(prompt, **options) == expected  # type: ignore[arg-type]
+        assert torch.equal(lm.embed(prompt), vector)
+        assert torch.equal(lm.score([prompt])[0].logprobs, score.logprobs)
+        layer = BitLinear.from_float(torch.ones(4, 128, dtype=torch.float32))
+        assert layer.weight_scale.dtype == torch.float32
+        assert BitLinear(128, 4, bias=True).bias.dtype == torch.float32  # type: ignore[union-attr]
+        key = torch.ones(1, 1, demo.config.num_key_value_heads, demo.config.head_dim)
+        cache = KVCache(demo.config, 1, 8)
+        cache.update(0, key.float(), key.float(), 0)
+        assert cache.get(0)[0].dtype == torch.float32
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 @pytest.mark.parametrize("cast", ["half", "double"])
 def test_other_dtypes_are_rejected_at_once_and_change_nothing(cast: str) -> None:
     model, ids = tiny_model(FAMILY), random_ids(2, 1, 5)

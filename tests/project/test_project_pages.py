@@ -31,17 +31,25 @@ def links_of(page: Path) -> list[str]:
     return [inline or reference for inline, reference in LINK.findall(text)]
 
 
+def anchors_of(page: Path) -> set[str]:
+    """What a link to a heading of `page` has behind #."""
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_every_link_into_the_project_leads_to_a_file(page: Path) -> None:
     for link in links_of(page):
-        target = link.split("#")[0]
+        target, _, anchor = link.partition("#")
         if target.startswith(ADDRESS + "/blob/main/"):
             path = ROOT / target.removeprefix(ADDRESS + "/blob/main/")
-        elif "://" in target or not target:
+        elif "://" in target:
             continue
         else:
-            path = page.parent / target
+            path = page.parent / target if target else page
         assert path.exists(), f"{page.name}: {link}"
+        assert not anchor or anchor in anchors_of(path), f"{page.name}: {link}"
 
 
 def test_the_readme_reads_the_same_on_a_package_index() -> None:

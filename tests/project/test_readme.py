@@ -1,4 +1,7 @@
-"""The examples of README and of two pages run as pasted; the README lists every operator."""
+"""The examples of README and of two pages run as pasted; the README lists every operator.
+
+Its figures for speed are those of the pages that it names.
+"""
 
 import re
 import subprocess
@@ -29,6 +32,29 @@ def test_there_are_examples():
 def test_example_runs_as_pasted(code):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
+
+
+FIGURE = re.compile(r"\d+(?:\.\d+)?")
+
+
+def figures_of_speed() -> list[tuple[str, str, str]]:
+    """Page, figure and row of each figure in the tables below "Speed"."""
+    section = README.split("\n## Speed\n")[1].split("\n## ")[0]
+    found = []
+    for row in re.findall(r"^\|.*\|$", section, flags=re.MULTILINE):
+        cells = [cell.strip() for cell in row.strip("|").split("|")]
+        if page := re.fullmatch(r"\[(docs/\w+\.md)\]", cells[-1]):
+            figures = [cell for cell in cells if FIGURE.fullmatch(cell)]
+            assert figures, row
+            found += [(page[1], figure, row) for figure in figures]
+    return found
+
+
+def test_the_figures_for_speed_are_those_of_the_pages() -> None:
+    assert len(figures_of_speed()) > 10
+    for page, figure, row in figures_of_speed():
+        text = (ROOT / page).read_text(encoding="utf-8")
+        assert re.search(rf"(?<![\d.]){re.escape(figure)}(?![\d.]*\d)", text), f"{page}: {row}"
 
 
 def test_the_table_lists_every_operator() -> None:

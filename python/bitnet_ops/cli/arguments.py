@@ -81,6 +81,8 @@ class Parser(argparse.ArgumentParser):
         word = (options or list(words))[0].partition("=")[0]
         kind = "an option of this command" if options else "no further argument"
         guess = did_you_mean(word, self.known_options()) if options else ""
+        # of a command that hands options on: where those stand
+        guess = guess or (self.get_default("options_of_others") or "" if options else "")
         self.reject(f"expected {kind}, got {word}{guess}")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
@@ -141,7 +143,14 @@ def add_force(parser: argparse.ArgumentParser, what: str) -> None:
     parser.add_argument("--force", action="store_true", help=f"replace {what} if it exists")
 
 
-def add_threads(parser: argparse._ActionsContainer) -> None:
+def add_threads(
+    parser: argparse._ActionsContainer,
+    default: str = "$OMP_NUM_THREADS, else one a physical core within the quota",
+) -> None:
     parser.add_argument(
-        "-t", "--threads", type=integer(1, 1024), metavar="N", help="default: torch's choice"
+        "-t",
+        "--threads",
+        type=integer(1, 1024),
+        metavar="N",
+        help=f"default: {default}",
     )

@@ -79,7 +79,7 @@ _ENGINE_DESCRIPTION = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the subcommand's arguments to `parser`."""
     parser.description = "Measure against limits of this machine, taken in the same process."
-    kinds = parser.add_subparsers(dest="kind", metavar="KIND", required=True)
+    kinds = parser.add_subparsers(dest="kind", metavar="ops|model|engine|page", required=True)
     ops = kinds.add_parser("ops", help="every op on model shapes", description=_OPS_DESCRIPTION)
     model = kinds.add_parser(
         "model", help="prefill and decode of a whole model", description=_MODEL_DESCRIPTION

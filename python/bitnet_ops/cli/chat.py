@@ -16,6 +16,7 @@ from bitnet_ops.cli.arguments import UsageError
 from bitnet_ops.cli.chat_input import HELP, Command, Input
 from bitnet_ops.cli.errors import one_line
 from bitnet_ops.cli.generate import (
+    MODEL_HELP,
     add_model_arguments,
     add_sampling_arguments,
     figures,
@@ -36,11 +37,14 @@ _DEMO_SAMPLING = {"temperature": 0.7, "top_k": 40, "seed": 0}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "bitnet-ops chat [MODEL] [options]"
+    parser.description = (
+        "Converse with a model through its own chat template; /help lists what can be typed."
+    )
     parser.add_argument(
         "positional_model",
         nargs="?",
         metavar="MODEL",
-        help="a converted model (directory or .bin; default: the embedded demo)",
+        help=f"{MODEL_HELP} (default: the embedded demo)",
     )
     parser.add_argument("-m", "--model", metavar="MODEL", help="the model, by name")
     parser.add_argument("--system", metavar="TEXT", help="a system message to begin with")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from bitnet_ops.cli.streams import json_text
 from bitnet_ops.convert.progress import progress_bar
 from bitnet_ops.untrusted import printable
 
@@ -27,7 +27,7 @@ def show(work: Callable[..., Report], *, as_json: bool, wrote: str | None = None
     with progress_bar(enabled=sys.stderr.isatty() and not as_json) as progress:
         report = work(progress=progress)
     if as_json:
-        print(json.dumps(report.to_dict(), indent=1, ensure_ascii=False))
+        print(json_text(report.to_dict(), indent=1))
     else:
         lines = [*([f"wrote {wrote}"] if wrote else []), *report.lines()]
         print("\n".join(map(printable, lines)))

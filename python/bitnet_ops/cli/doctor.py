@@ -166,13 +166,18 @@ def _amx(features: dict[str, bool], forced: str | None) -> Facts:
 
 
 def _weights() -> Facts:
-    """The layout that weight_format="auto" means, and what reading it is tuned to."""
-    tuning = _runtime.tuning()
+    """The layout of weight_format="auto", and what reading it is tuned to, or why it is not."""
+    tuning, error = {"cpu": None, "prefetch_bytes": None}, None
+    try:
+        tuning = dict(_runtime.tuning())
+    except RuntimeError as failure:  # BITNET_OPS_PREFETCH
+        error = str(failure)
     return {
         "format": "2bit",
         "tile_lanes": _runtime.tile_lanes(),
         "tuned_to": tuning["cpu"],
         "prefetch_bytes": tuning["prefetch_bytes"],
+        "tuning_error": error,
         "cache": os.environ.get("BITNET_OPS_CACHE") or None,
     }
 
@@ -214,6 +219,7 @@ def find_problems(facts: Facts) -> list[dict[str, str]]:
         *_thread_problems(facts["threads"]),
         *_openmp_problems(facts["openmp_runtimes"]),
         *_memory_problems(facts["memory"], facts["pages"]),
+        *_tuning_problems(facts["weights"]),
         *_placement_problems(facts["threads"], facts["pages"]),
         *_plugin_problems("sglang", facts["sglang"], "SGLANG_PLUGINS"),
         *_plugin_problems("vllm", facts["vllm"], "VLLM_PLUGINS"),
@@ -255,6 +261,11 @@ def _thread_problems(threads: Facts) -> list[tuple[str, str, str]]:
         problem = f"torch uses {used} of {available} CPUs"
         return [("warning", problem, "raise or unset OMP_NUM_THREADS")]
     return []
+
+
+def _tuning_problems(weights: Facts) -> list[tuple[str, str, str]]:
+    error = weights["tuning_error"]
+    return [("error", error, "unset BITNET_OPS_PREFETCH, or name such a number")] if error else []
 
 
 def _placement_problems(threads: Facts, pages: Facts) -> list[tuple[str, str, str]]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 
 from bitnet_ops.cli.arguments import UsageError, add_json, integer
-from bitnet_ops.cli.generate import add_model_arguments, open_model
+from bitnet_ops.cli.generate import MODEL_HELP, add_model_arguments, open_model
+from bitnet_ops.cli.streams import json_text
 from bitnet_ops.cli.texts import checked, read_stdin
 
 
@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "positionals",
         nargs="*",
         metavar="MODEL TEXT",
-        help="a converted model (directory or .bin), then texts; - reads lines from stdin",
+        help=f"a model ({MODEL_HELP}), then texts; - reads lines from stdin",
     )
     parser.add_argument("-m", "--model", metavar="MODEL", help="the model, by name")
     add_model_arguments(parser)
@@ -54,11 +54,11 @@ def run(args: argparse.Namespace) -> int:
     ]
     if args.json:
         whole = {"model": str(lm.path), "texts": rows, "similarity": cosines}
-        print(json.dumps(whole, ensure_ascii=False))
+        print(json_text(whole))
     elif cosines is not None:
         print("\n".join("\t".join(f"{value:.6f}" for value in row) for row in cosines))
     else:
-        print("\n".join(json.dumps(row, ensure_ascii=False) for row in rows))
+        print("\n".join(json_text(row) for row in rows))
     return 0
 
 

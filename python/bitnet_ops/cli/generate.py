@@ -22,6 +22,7 @@ from bitnet_ops.cli.arguments import (
     non_empty,
     number,
 )
+from bitnet_ops.cli.streams import json_text
 from bitnet_ops.cli.texts import checked, read_stdin
 from bitnet_ops.nn.storage import (
     ACTIVATION_FORMATS,
@@ -35,7 +36,8 @@ from bitnet_ops.untrusted import printable
 if TYPE_CHECKING:
     from bitnet_ops.language_model import LanguageModel, TextStream
 
-_MODEL_HELP = "a converted model (directory or .bin; default: the embedded demo)"
+# What `load` takes; every command that opens a model says it in these words.
+MODEL_HELP = "converted directory, .bin, checkpoint folder, .gguf, or Hugging Face id"
 _NEUTRAL = {
     "temperature": 0.0,
     "top_k": 0,
@@ -53,12 +55,15 @@ _LIKE_A_MODEL = re.compile(
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "bitnet-ops generate [MODEL] PROMPT [options]"
+    parser.description = (
+        "Continue a text. Prompt and continuation go to stdout; speed, and why it ended, to stderr."
+    )
     parser.add_argument(
         "positionals",
         nargs="*",
         metavar="[MODEL] PROMPT",
-        help="a model (converted directory, .bin, checkpoint folder, .gguf, or Hugging Face id; "
-        "default: the embedded demo), and the text to continue (- reads it from stdin)",
+        help=f"a model ({MODEL_HELP}; default: the embedded demo), and the text to continue "
+        "(- reads it from stdin)",
     )
     parser.add_argument("-m", "--model", metavar="MODEL", help="the model, by name")
     parser.add_argument("-p", "--prompt", metavar="TEXT", help="the text to continue, by name")
@@ -241,7 +246,7 @@ def model_and_prompt(args: argparse.Namespace) -> tuple[str | None, str]:
 def looks_like_a_model(word: str) -> bool:
     """Whether `word`, given alone, is a model rather than a text to continue."""
     try:
-        exists = Path(word).expanduser().exists()
+        exists = word != "" and Path(word).expanduser().exists()  # Path("") is the folder here
     except (OSError, ValueError, RuntimeError):  # too long for a name, a NUL, no such user
         exists = False
     return exists or bool(_LIKE_A_MODEL.fullmatch(word))
@@ -289,15 +294,15 @@ def figures(stream: TextStream) -> str:
 
 def why_it_ended(lm: LanguageModel, stream: TextStream, options: dict[str, Any]) -> str:
     """Why the text ends where it does, for people."""
-    reason = stream.generation.finish_reason
+    reason, text = stream.generation.finish_reason, stream.generation.stop_reason
     context = lm.config.max_position_embeddings
     reasons = {
         "": "it was interrupted",
-        "stop": "a stop text, or the model's own end" if options["stop"] else "the model's own end",
+        "stop": f"the stop text {text!r}" if isinstance(text, str) else "the model's own end",
         "length": f"the limit of {options['max_new_tokens']} tokens (-n)",
         "context": f"the model's context of {context} tokens is full",
     }
-    return f"ended: {reasons.get(reason, reason)}"
+    return f"ended: {printable(reasons.get(reason, reason))}"
 
 
 def logprob_objects(lm: LanguageModel, stream: TextStream) -> list[dict[str, Any]]:
@@ -340,7 +345,7 @@ def run(args: argparse.Namespace) -> int:
     stream = lm.stream(prompt, ignore_eos=args.ignore_eos, **options)
     if args.json:
         text = "".join(stream)
-        print(json.dumps(_report(lm, args, prompt, text, stream, load_s), ensure_ascii=False))
+        print(json_text(_report(lm, args, prompt, text, stream, load_s)))
         return 0
     status = _print_stream(prompt, stream)
     print_logprobs(lm, stream)
@@ -382,6 +387,7 @@ def _report(
         "token_ids": g.token_ids,
         **({} if args.logprobs is None else {"logprobs": logprob_objects(lm, stream)}),
         "finish_reason": g.finish_reason,
+        "stop_reason": g.stop_reason,  # the stop text, or the id that ends a text
         "sampling": {**options, "seed": g.seed},
         "prompt_tokens": t.prompt_tokens,
         "new_tokens": t.new_tokens,

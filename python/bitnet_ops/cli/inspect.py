@@ -10,6 +10,7 @@ import sys
 from typing import Any
 
 from bitnet_ops.cli.arguments import add_json
+from bitnet_ops.cli.streams import json_text
 
 # of the private block: not shown as they stand
 _APART = ("format_version", "verified", "dropped_neurons", "whole_down")
@@ -42,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
         return _print_diff(args)
     report = inspect(args.file)
     if args.json:
-        print(json.dumps(report, indent=1, ensure_ascii=False))
+        print(json_text(report, indent=1))
     else:
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
         print("\n".join(lines(report, width)))
@@ -57,7 +58,7 @@ def _print_diff(args: argparse.Namespace) -> int:
     except Exception as error:
         error.status = 2  # type: ignore[attr-defined]  # 1 says that they differ, as diff(1) does
         raise
-    as_json = json.dumps(found, indent=1, ensure_ascii=False) if args.json else None
+    as_json = json_text(found, indent=1) if args.json else None
     print(as_json or "\n".join(inspect_diff.lines(found)))
     return 0 if found["equal"] else 1
 

@@ -9,11 +9,13 @@ import argparse
 import os
 import signal
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
 from bitnet_ops.cli.arguments import add_threads, integer
 from bitnet_ops.nn.storage import DEFAULT_HEAD_FORMAT, HEAD_FORMATS
+from bitnet_ops.untrusted import printable
 
 _PATIENCE_S = 30.0  # for the requests that a server is answering when it is to end
 
@@ -32,11 +34,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="converted directory, .bin, checkpoint folder, .gguf, or Hugging Face id",
     )
     parser.set_defaults(passed_on=[])  # what stands behind --
+    parser.set_defaults(options_of_others="; SGLang's options stand behind --")
     parser.add_argument("--host", default="127.0.0.1", help="default 127.0.0.1")
     parser.add_argument(
         "--port", type=integer(1, 65535), default=30000, metavar="P", help="default 30000"
     )
-    add_threads(parser)
+    add_threads(parser, "$OMP_NUM_THREADS, else SGLang's choice; of each rank")
     parser.add_argument(
         "--head-format",
         choices=tuple(HEAD_FORMATS),
@@ -83,6 +86,8 @@ def run(args: argparse.Namespace) -> int:
             changed = {key: env[key] for key in sorted(env) if os.environ.get(key) != env[key]}
             print(*(f"{key}={value}" for key, value in changed.items()), *words, sep="\n")
             return 0
+        print(f"starting SGLang with the model {printable(name)}; its imports take half a minute "
+              "and more, GET /health answers when it is ready", file=sys.stderr)  # fmt: skip
         return _serve(words, env)
 
 

@@ -1,14 +1,22 @@
-"""What a process is given: standard streams that may be closed, signals, bytes that are no text."""
+"""What a process is given: standard streams that may be closed, signals, bytes that are no text.
+
+Also what it says beside its result: a warning is one line, as an error is.
+"""
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import io
+import json
 import os
 import signal
 import sys
+import warnings
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn, TextIO
+
+from bitnet_ops.untrusted import printable
 
 
 class ClosedStdin(io.TextIOWrapper):
@@ -19,16 +27,41 @@ def prepare(*, own_process: bool) -> None:
     """Make the process fit for any command: every stream is there, any text can be printed.
 
     `own_process`: also end by SIGTERM and SIGHUP as by an exception, so that what is half written
-    is removed.
+    is removed, and print warnings in a line each.
     """
     _open_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError):  # a stand-in without the method
             stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     if own_process:
+        if os.environ.get("BITNET_OPS_DEBUG") != "1":
+            warnings.showwarning = _warn
         for number in (signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) == signal.SIG_DFL:  # nohup ignores SIGHUP
                 signal.signal(number, _terminate)
+
+
+def json_text(value: Any, indent: int | None = None) -> str:
+    """`value` as JSON for stdout: as it is where that is UTF-8, in ASCII where it is not.
+
+    There `backslashreplace` would write a letter as \\xe9, which no reader of JSON takes.
+    """
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    return json.dumps(value, indent=indent, ensure_ascii=codecs.lookup(encoding).name != "utf-8")
+
+
+def _warn(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """The hook of `warnings`, without the place in the source, which helps nobody at a terminal."""
+    with contextlib.suppress(OSError):  # the reader of stderr is gone
+        text = printable(" ".join(str(message).split()))
+        print(f"bitnet-ops: warning: {text}", file=file or sys.stderr)
 
 
 def _terminate(number: int, frame: FrameType | None) -> NoReturn:

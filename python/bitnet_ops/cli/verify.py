@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
 
 from bitnet_ops.cli.arguments import add_json
+from bitnet_ops.cli.streams import json_text
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,7 +28,7 @@ def run(args: argparse.Namespace) -> int:
 
     result = verify(args.file, args.source, text=args.text, lora=args.lora)
     if args.json:
-        print(json.dumps(result, indent=1, ensure_ascii=False))
+        print(json_text(result, indent=1))
     else:
         print("\n".join(lines(result)))
     failures = result["verification"]["failures"]

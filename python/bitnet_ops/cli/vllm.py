@@ -28,14 +28,21 @@ class EngineMissingError(RuntimeError):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the subcommand's arguments to `parser`."""
+    parser.usage = "bitnet-ops vllm MODEL [options of vLLM]"
     parser.description = (
-        "Serve a Hugging Face BitNet checkpoint with vLLM and this package's kernels. Binds "
-        "127.0.0.1 unless --host is given."
+        "Start vLLM's OpenAI-compatible HTTP server on a Hugging Face BitNet checkpoint, with this "
+        "package's kernels. Needs vllm in the same environment (docs/vllm.md). Binds 127.0.0.1 "
+        "unless --host is given."
     )
     parser.add_argument("model", metavar="MODEL", help="checkpoint folder or Hugging Face id")
+    parser.set_defaults(options_of_others="; vLLM's options stand behind MODEL")
+    # not required, or argparse would call it "..." among what is missing beside MODEL
     parser.add_argument(
-        "options", nargs=argparse.REMAINDER, metavar="...", help="vLLM's own, such as --port 8000"
-    )
+        "options",
+        nargs=argparse.REMAINDER,
+        metavar="OPTIONS",
+        help="vLLM's own, behind MODEL, such as --port 8000",
+    ).required = False
 
 
 def run(args: argparse.Namespace) -> int:

@@ -58,8 +58,9 @@ class BinSource(Source):
             "source_mode": f"version {reader.version}",
             "converter_version": importlib.metadata.version("bitnet-ops"),
         }
-        block = config.get(PRIVATE_BLOCK, made)
-        origin = str(block.get("source_linear_class")), str(block.get("source_mode"))
+        block = config.get(PRIVATE_BLOCK) or made  # null is none
+        known = {**made, **block}  # the block of a synthetic model has neither
+        origin = str(known["source_linear_class"]), str(known["source_mode"])
         scheme = Scheme(Storage.SGLBITNT, None, *origin)
         self.plan = Plan(model, scheme, specs, {n: n for n in specs}, config, block)
         self.remarks = list(model.notes)
@@ -78,7 +79,7 @@ class BinSource(Source):
             with Reader(file, check_codes=False) as reader:
                 yield cls(file, reader, trust_scales=trust_scales)
         except SglbitntError as error:
-            raise ConvertError(f"bin-{error.code}", f"convert: {error}") from error
+            raise ConvertError(f"bin-{error.code}", f"convert: {error.message}") from error
 
     def _check(self, name: str, spec: TensorSpec) -> None:
         info = self._reader.tensors[name]

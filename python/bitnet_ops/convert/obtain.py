@@ -158,7 +158,8 @@ def _name(source: Path) -> str:
         name = file.relative_to(source).as_posix()
         about.append([name, status.st_size, *times, _sampled(file, status.st_size)])
     key = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:32]
-    return re.sub(r"[^A-Za-z0-9._-]", "_", source.stem or "model").lstrip(".")[:40] + f"-{key}"
+    name = source.name if source.is_dir() else source.stem  # bitnet-b1.58-2B-4T has no ending
+    return re.sub(r"[^A-Za-z0-9._-]", "_", name or "model").lstrip(".")[:40] + f"-{key}"
 
 
 def _sampled(file: Path, size: int) -> str:

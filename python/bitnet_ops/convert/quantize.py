@@ -204,7 +204,7 @@ def _write_packed(source: HfSource, folder: Path, progress: Progress | None) -> 
                 continue
             codes, scale, _ = from_masters(name, source.tensor(name), plan.scheme)
             yield name, pack_hf(codes)
-            yield scale_name(name), torch.tensor([scale])
+            yield scale_name(name), torch.tensor([scale], dtype=torch.float32)
 
     write_safetensors(folder / "model.safetensors", forms, tensors())
     quantization = {

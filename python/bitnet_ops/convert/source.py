@@ -102,7 +102,7 @@ class Ternary:
         uneven: Uneven | None = None,
     ) -> Ternary:
         """Of codes int8 [N, K]."""
-        scale = torch.tensor([scale]) if isinstance(scale, float) else scale
+        scale = torch.tensor([scale], dtype=torch.float32) if isinstance(scale, float) else scale
         return cls(ops.pack(codes), scale, remark, group_size, codes, uneven)
 
 

@@ -33,6 +33,7 @@ from bitnet_ops.formats._gguf_rules import (
 )
 from bitnet_ops.formats._gguf_strings import StringArray, is_strings
 from bitnet_ops.formats._gguf_writer import Writer
+from bitnet_ops.untrusted import LFS_POINTER, is_lfs_pointer
 
 __all__ = [
     "MAX_TENSORS",
@@ -87,6 +88,8 @@ class Reader:
 
     def __init__(self, path: str | os.PathLike[str], q2_block: int | None = None) -> None:
         self.path, self.q2_block = Path(path), q2_block
+        if is_lfs_pointer(self.path):
+            raise GgufError("magic", f"{self.path}: expected a GGUF file, got {LFS_POINTER}")
         try:
             with open_regular(self.path) as file:
                 self.size = os.fstat(file.fileno()).st_size

@@ -27,6 +27,7 @@ from bitnet_ops.formats._sglbitnt_rules import (
 from bitnet_ops.formats._sglbitnt_writer import Writer
 from bitnet_ops.formats.content_hash import content_hash
 from bitnet_ops.memory.arena import Arena, stretch
+from bitnet_ops.untrusted import LFS_POINTER, is_lfs_pointer
 
 __all__ = [
     "MODEL_FILE",
@@ -100,6 +101,8 @@ class Reader:
 
     def __init__(self, path: str | os.PathLike[str], check_codes: bool = True) -> None:
         self.path = Path(path)
+        if is_lfs_pointer(self.path):
+            raise SglbitntError("magic", f"{self.path}: expected a model, got {LFS_POINTER}")
         with typed_errors():
             self._file = _runtime.SglbitntFile(os.fsencode(self.path), check_codes)
         self.version: int = self._file.version
@@ -152,7 +155,7 @@ class Reader:
         """
         info = self._mapped(name)
         if info.scale is not None:
-            return torch.tensor([info.scale])
+            return torch.tensor([info.scale], dtype=torch.float32)
         if not info.packed:
             raise ValueError(f"scales: expected a packed tensor, got {name} {info.dtype}")
         stored = stretch(self._bytes, info.scales_offset, info.scales_offset + info.scales_nbytes)

@@ -37,9 +37,13 @@ def embed(
     hidden = model.config.hidden_size
     if dimensions is not None and not 1 <= dimensions <= hidden:
         raise ValueError(f"embed: expected dimensions from 1 to {hidden}, got {dimensions}")
-    rows = torch.empty(len(sequences), hidden)
-    if any(not len(ids) for ids in sequences):
-        raise ValueError("embed: expected at least one token in every text, got none")
+    rows = torch.empty(len(sequences), hidden, dtype=torch.float32)
+    for number, ids in enumerate(sequences, start=1):
+        if not len(ids):
+            raise ValueError(
+                f"embed: expected at least one token in every text, got none in text {number} of "
+                f"{len(sequences)}"
+            )
     if len(sequences):
         _last_states(model, sequences, rows)
     rows = rows[:, :dimensions]

@@ -7,7 +7,7 @@ of a batch are one call of `ops.sample_tokens`; what a row gives does not depend
 
 from __future__ import annotations
 
-import math
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -87,7 +87,8 @@ def _check_number(
     name: str, value: object, in_range: Callable[[float], bool], expected: str
 ) -> None:
     if isinstance(value, int | float) and not isinstance(value, bool):
-        if math.isfinite(value) and in_range(value):
+        # compared, not converted: an integer may be too large for a float
+        if abs(value) <= sys.float_info.max and in_range(value):
             return
     raise SamplingError(f"sampling: expected {name} {expected}, got {value!r}")
 

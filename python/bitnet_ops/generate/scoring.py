@@ -162,7 +162,7 @@ def _steps(lengths: Sequence[int]) -> Iterator[list[tuple[int, int, int]]]:
 
 def _of_states(model: Decoder, states: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """(logprobs, greedy) of `targets` where the head reads `states`; few rows at once."""
-    logprobs = torch.empty(len(targets))
+    logprobs = torch.empty(len(targets), dtype=torch.float32)
     greedy = torch.empty(len(targets), dtype=torch.bool)
     for begin in range(0, len(targets), _LOGIT_ROWS):
         part = slice(begin, begin + _LOGIT_ROWS)

@@ -215,7 +215,7 @@ def _packed(state: LayerState, weight: Tensor) -> PackedWeight:
     """The layer's weight in the layout that it has now: canonical, or that which `repack` makes."""
     format = "canonical" if weight.dim() == 2 else _FORMAT
     shape = state.out_features, state.in_features
-    return PackedWeight.unchecked(weight, torch.ones(1), *shape, format, 0)
+    return PackedWeight.unchecked(weight, torch.ones(1, dtype=torch.float32), *shape, format, 0)
 
 
 def _store_rows(state: LayerState, param: Tensor, shard: Shard, rows: Tensor) -> None:

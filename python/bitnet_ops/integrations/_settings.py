@@ -6,11 +6,11 @@ It must not import an engine, nor know weights.
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bitnet_ops.integrations._core import CheckpointError, scale_rule
+from bitnet_ops.untrusted.patterns import PatternError, matches
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class Settings:
     def __init__(self, checkpoint: Mapping[str, Any] | None = None) -> None:
         settings = dict(checkpoint or {})
         self.rule = scale_rule(settings)
-        self.listed = list(settings.get("modules_to_not_convert") or [])
+        self.listed = listed_modules(settings)
 
     def is_skipped(self, prefix: str, fused: Mapping[str, Sequence[str]]) -> bool:
         """Whether the layer of that name is left unquantised; a fused one by all of its parts.
@@ -58,7 +58,7 @@ class Settings:
         """
         parent, _, leaf = prefix.rpartition(".")
         names = [f"{parent}.{part}" if parent else part for part in fused.get(leaf, [leaf])]
-        hits = [any(_matches(entry, name) for entry in self.listed) for name in names]
+        hits = [is_listed(name, self.listed) for name in names]
         if any(hits) and not all(hits):
             raise CheckpointError(
                 f"bitnet: expected all or none of {names} in modules_to_not_convert, got a part; "
@@ -76,5 +76,29 @@ class Settings:
             )
 
 
-def _matches(entry: str, name: str) -> bool:
-    return name.endswith(entry) or re.match(entry, name) is not None
+def listed_modules(settings: Mapping[str, Any]) -> list[str]:
+    """modules_to_not_convert of a quantization_config; CheckpointError if it is no list of texts.
+
+    A text alone would be taken for its letters, and "m" begins the name of every layer.
+    """
+    listed = settings.get("modules_to_not_convert")
+    if listed is None:
+        return []
+    if not isinstance(listed, list | tuple) or not all(isinstance(one, str) for one in listed):
+        raise CheckpointError(
+            f"bitnet: expected modules_to_not_convert as a list of names, got {listed!r}; repair "
+            "config.json"
+        )
+    return list(listed)
+
+
+def is_listed(name: str, entries: Sequence[str]) -> bool:
+    """Whether an entry of modules_to_not_convert matches the module `name`."""
+    if name.endswith(tuple(entries)):
+        return True
+    try:
+        return any(row[0] for row in matches(entries, [name]))
+    except PatternError as error:
+        raise CheckpointError(
+            f"bitnet: expected {error}; repair modules_to_not_convert in config.json"
+        ) from None

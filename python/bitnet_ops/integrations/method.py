@@ -44,6 +44,7 @@ class BitNetLinearMethod:
         compute_dtype: for the plain call only: x is converted to it first. None: x as it is.
         packing: for the plain call only: how its weights are packed, "interleaved" or
             "consecutive", where the call itself does not say.
+    Raises ValueError for another packing.
 
     The plain call, with weights repacked once:
 
@@ -163,8 +164,9 @@ class BitNetLinearMethod:
         return self.apply_layer(layer, *args, **kwargs)
 
     def apply_layer(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """y = BitLinear(x) with the layer's parameters; see `apply`. Of a layer split over its
-        inputs: this rank's summand.
+        """y = BitLinear(x) + bias with the layer's parameters; see `apply`. Of a layer split over
+        its inputs: this rank's summand. Raises CheckpointError for a dtype that is not served,
+        RuntimeError for an x of another width.
 
         The product of one token takes 60 us and less, so this goes the short ways: attributes that
         nn.Module need not search for, and no Python call before something is wrong.

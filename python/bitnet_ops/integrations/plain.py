@@ -79,7 +79,7 @@ def repack(
         ValueError: as `apply_packed`; RuntimeError on a code 3 and for in_features above 32768.
     """
     rows = canonical(packed_weight, out_features, in_features, packing)
-    unit = torch.ones(1)
+    unit = torch.ones(1, dtype=torch.float32)
     return PackedWeight(rows, unit, out_features, in_features).repack("2bit").weight
 
 

@@ -55,7 +55,7 @@ def bitnet_gemm_cpu(packed: Tensor, activations: Tensor, scale: float) -> Tensor
 def bitnet_quantize_activations_cpu(x: Tensor) -> tuple[Tensor, Tensor]:
     """(int8 of x's shape, float32 [1]): one scale for all, absmax / 127, which multiplies."""
     largest = x.abs().amax().float()
-    scale = torch.where(largest < 1e-6, torch.ones(()), largest / 127)
+    scale = torch.where(largest < 1e-6, torch.ones((), dtype=torch.float32), largest / 127)
     codes = (x.float() / scale).round().clamp(-127, 127).to(torch.int8)
     return codes, scale.reshape(1)
 

@@ -208,7 +208,7 @@ def _value(entry: Mapping[str, Any], data: Tensor) -> Value:
     if kind == "ternary":
         n, k, format, group_size = about[:4]
         if scale is None:
-            scale = torch.tensor([float(about[4])])
+            scale = torch.tensor([float(about[4])], dtype=torch.float32)
         if group_size:
             scale = scale.view(n, -1)
         return PackedWeight(weight, scale, n, k, format, group_size)

@@ -136,7 +136,7 @@ def _ternary_head_form(
     n, k = spec.shape
     weight = torch.empty(packed_shape(n, k, format), dtype=torch.uint8, device="meta")
     size = info.group_size or BLOCK
-    scale = torch.empty(n, -(-k // size), device="meta")
+    scale = torch.empty(n, -(-k // size), dtype=torch.float32, device="meta")
     shape = blocked_shape(PackedWeight.unchecked(weight, scale, n, k, format, size))
     dtype = torch.float32  # or what all of them fit in
     if format != "canonical" and isinstance(found, HeadWeight) and found.scale is not None:
@@ -145,7 +145,9 @@ def _ternary_head_form(
 
 
 def _head_form(spec: TensorSpec, head_format: str) -> tuple[Any, ...]:
-    like = HeadWeight.from_dense(torch.empty(spec.shape, device="meta"), head_format)
+    like = HeadWeight.from_dense(
+        torch.empty(spec.shape, dtype=torch.float32, device="meta"), head_format
+    )
     return _form(like)
 
 
@@ -256,7 +258,9 @@ def _quantised_head(
     if info.packed or info.shape != spec.shape:
         return reader.tensor(name)  # `build` rejects it
     rows, features = spec.shape
-    whole = ops.quantize_head(torch.empty(spec.shape, device="meta"), head_format)
+    whole = ops.quantize_head(
+        torch.empty(spec.shape, dtype=torch.float32, device="meta"), head_format
+    )
     arena = Arena(sum(aligned(part.nbytes) for part in whole))
     weight, scale = (arena.take(part.shape, part.dtype) for part in whole)
     reader.check_sum(name)

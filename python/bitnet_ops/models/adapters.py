@@ -98,7 +98,9 @@ class PackedAdapter:
         pairs = [layer.get(p) for layer in layers for p in PROJECTIONS]
         shape = num_layers, len(PROJECTIONS)
         ranks = torch.tensor([len(lora.a) if lora else 0 for lora in pairs], dtype=torch.int64)
-        scalings = torch.tensor([lora.scaling if lora else 0.0 for lora in pairs])
+        scalings = torch.tensor(
+            [lora.scaling if lora else 0.0 for lora in pairs], dtype=torch.float32
+        )
         return cls(weights, ranks.view(shape), scalings.view(shape), tuple(layers))
 
 

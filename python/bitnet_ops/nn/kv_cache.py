@@ -91,6 +91,7 @@ class KVCache:
 
     @property
     def dtype(self) -> torch.dtype:
+        """Of what is stored; `get` gives float32 whatever it is."""
         return self.pool.dtype
 
     @property
@@ -166,7 +167,10 @@ class KVCache:
             row.length += new_tokens
 
     def set_length(self, index: int, length: int) -> None:
-        """Say that sequence `index` holds `length` positions; new ones have undefined contents."""
+        """Say that sequence `index` holds `length` positions; new ones have undefined contents.
+
+        Raises CacheCapacityError for a length below 0 or above max_len, PoolFullError.
+        """
         if not 0 <= length <= self.max_len:
             raise CacheCapacityError(
                 f"KVCache: expected length from 0 to {self.max_len}, got {length}"
@@ -180,6 +184,7 @@ class KVCache:
         """Forget the positions from `length` on in every sequence that has them.
 
         length: one for all sequences, or one for each. Blocks without positions become free.
+        Raises ValueError for a negative length, or for as many as there are no sequences.
         """
         ends = torch.as_tensor(length, dtype=torch.int64)
         if ends.shape not in ((), (self.batch,)):
@@ -205,11 +210,13 @@ class KVCache:
     def update(
         self, layer_idx: int, key: Tensor, value: Tensor, seq_pos: int | Tensor | None = None
     ) -> None:
-        """Write key and value F [B, T, KV, D] of one layer.
+        """Write key and value F [B, T, KV, D] of the layer `layer_idx`, from 0 on.
 
         Without seq_pos after each sequence's length; the lengths do not move, for every layer
         writes at the same place, and `advance` moves them. With seq_pos, an integer or int64 [B],
         from that position on; a sequence then holds at least what was written.
+        Raises ValueError for other shapes, CacheCapacityError for positions beyond max_len,
+        PoolFullError.
         """
         self._check_layer(layer_idx)
         if key.dim() != 4 or key.shape[0] != self.batch or value.shape != key.shape:
@@ -222,6 +229,11 @@ class KVCache:
             starts = self.prepare(tokens)
         else:
             at = torch.as_tensor(seq_pos, dtype=torch.int64)
+            if at.shape not in ((), (self.batch,)):
+                raise ValueError(
+                    f"KVCache: expected seq_pos one integer, or one for each of {self.batch} "
+                    f"sequences, got {list(at.shape)}"
+                )
             starts = at.expand(self.batch).tolist()
             if min(starts) < 0 or max(starts) + tokens > self.max_len:
                 raise CacheCapacityError(
@@ -244,7 +256,7 @@ class KVCache:
         return torch.from_numpy((blocks * size + positions % size).reshape(-1))
 
     def get(self, layer_idx: int) -> tuple[Tensor, Tensor]:
-        """Keys and values f32 [B, KV, longest length, D] of one layer, whatever their type.
+        """Keys and values f32 [B, KV, longest length, D] of layer `layer_idx`, whatever their type.
 
         What attention reads: an int8 cache's codes times their scales. Zeros stand behind the end
         of a shorter sequence.
@@ -253,7 +265,7 @@ class KVCache:
         c = self.config
         longest = max(row.length for row in self._rows)
         shape = self.batch, c.num_kv_heads, longest, c.head_dim
-        keys, values = torch.zeros(shape), torch.zeros(shape)
+        keys, values = (torch.zeros(shape, dtype=torch.float32) for _ in range(2))
         for i, row in enumerate(self._rows):
             key, value = self.pool.read(layer_idx, row.blocks, row.length)
             keys[i, :, : row.length], values[i, :, : row.length] = key, value

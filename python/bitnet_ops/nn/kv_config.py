@@ -11,7 +11,10 @@ from bitnet_ops.nn.kv_types import DEFAULT_BLOCK_SIZE, KV_DTYPES, bytes_of_block
 
 
 class KVCacheDtype(enum.Enum):
-    """Types of keys and values; FP8 is OCP's E4M3FN and E5M2, INT8 has a scale for every row."""
+    """Types of keys and values; FP8 is OCP's E4M3FN and E5M2.
+
+    INT8 has a float32 scale, absmax / 127, for every position of every head.
+    """
 
     FP32 = "float32"
     BF16 = "bfloat16"
@@ -79,6 +82,7 @@ class KVCacheConfig:
 
     @property
     def torch_dtype(self) -> torch.dtype:
+        """`dtype` as torch names it."""
         return KV_DTYPES[self.dtype.value]
 
     @property

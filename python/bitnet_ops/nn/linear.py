@@ -26,9 +26,16 @@ _ACTIVATIONS = (torch.float32, torch.bfloat16, torch.float16)
 class BitLinear(nn.Module):
     """y = int8(x) @ (codes * weight_scale)^T + bias; x F [..., K] -> [..., N] in x's dtype.
 
-    Buffers: `weight` uint8, [N, 32 * ceil(K / 128)] where `weight_format` is "canonical", else as
-    `PackedWeight.repack` makes it ("auto", the default, is "2bit" and up to several times faster
-    for more than one token),
+    Args:
+        in_features, out_features: K and N, above 0.
+        bias: whether there is one; zeros until it is loaded.
+        group_size: 0 for one scale a matrix or row, 128 or 64 for one a group of so many weights.
+        weight_format: "auto", "2bit", "1.6bit" or "canonical".
+    Raises ValueError for any other size or format.
+
+    F is float32, bfloat16 or float16. Buffers: `weight` uint8, [N, 32 * ceil(K / 128)] where
+    `weight_format` is "canonical", else as `PackedWeight.repack` makes it ("auto", the default, is
+    "2bit" and up to several times faster for more than one token),
     `weight_scale` f32 (multiplies), [1], [N], or [N, ceil(K / G)] where `group_size` G is 128 or
     64; then `activation_format` says what x becomes, as of `ops.group_linear`,
     `bias` F [N] or None; `.to(dtype)` casts the bias alone, for the output has x's dtype. Gradients
@@ -65,8 +72,10 @@ class BitLinear(nn.Module):
         shape = (out_features, packed_row_bytes(in_features))
         self.register_buffer("weight", torch.full(shape, _ALL_ZERO_CODES, dtype=torch.uint8))
         scales = (out_features, -(-in_features // group_size)) if group_size else (1,)
-        self.register_buffer("weight_scale", torch.full(scales, float("nan")))
-        self.register_buffer("bias", torch.zeros(out_features) if bias else None)
+        self.register_buffer("weight_scale", torch.full(scales, float("nan"), dtype=torch.float32))
+        self.register_buffer(
+            "bias", torch.zeros(out_features, dtype=torch.float32) if bias else None
+        )
         self.repack(weight_format)
 
     @classmethod
@@ -74,7 +83,7 @@ class BitLinear(nn.Module):
         """A layer over `packed`, whose tensors are shared, not copied, in the layout they have.
 
         Rows as `pack_ternary` makes them are the slow layout: `.repack()` once, where they are
-        used more than once.
+        used more than once. `bias` F [N]. Raises ValueError for a bias of another shape.
         """
         layer = cls.__new__(cls)
         nn.Module.__init__(layer)
@@ -96,7 +105,10 @@ class BitLinear(nn.Module):
     def from_float(
         cls, weight: Tensor, bias: Tensor | None = None, weight_format: str = "auto"
     ) -> BitLinear:
-        """Ternarise a master weight F [N, K] by absmean, one scale for the matrix."""
+        """Ternarise a master weight F [N, K] by absmean, one scale for the matrix; bias F [N].
+
+        Raises RuntimeError for values that are not finite, ValueError as `from_packed`.
+        """
         codes, scale = ops.quantize_weights(weight.detach())
         packed = pack_ternary(codes, scale)
         layer = cls.from_packed(packed, None if bias is None else bias.detach())
@@ -137,6 +149,10 @@ class BitLinear(nn.Module):
     prepack = repack  # its earlier name
 
     def forward(self, x: Tensor) -> Tensor:
+        """x F [..., K] -> [..., N] in x's dtype.
+
+        Raises RuntimeError for another dtype or width, or a layer that is packed for other kernels.
+        """
         args = (x, self.weight, self.weight_scale, self.bias, self.out_features, self.in_features)
         if self.group_size:
             return ops.group_linear(*args, self.activation_format)
@@ -179,6 +195,7 @@ class BitLinear(nn.Module):
         super()._load_from_state_dict({**state_dict, key: weight}, prefix, *args)
 
     def extra_repr(self) -> str:
+        """What stands in the brackets of repr()."""
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, "
             f"bias={self.bias is not None}, weight_format={self.weight_format}"

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,14 @@ from torch import Tensor, nn
 
 from bitnet_ops import ops
 from bitnet_ops.nn.linear import BitLinear
-from bitnet_ops.untrusted import UntrustedFileError, check_links, read_json_object
+from bitnet_ops.untrusted import (
+    LFS_POINTER,
+    UntrustedFileError,
+    check_links,
+    is_lfs_pointer,
+    read_json_object,
+)
+from bitnet_ops.untrusted.patterns import PatternError, matches
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -110,7 +118,12 @@ def read_adapter(folder: str | os.PathLike[str]) -> Adapter:
     config = _read_config(path)
     _check_config(config)
     pairs = _read_factors(path)
-    weights = {module: _weight(module, factors, config) for module, factors in pairs.items()}
+    ranks = _values("rank_pattern", "r", list(pairs), config)
+    alphas = _values("alpha_pattern", "lora_alpha", list(pairs), config)
+    weights = {
+        module: _weight(module, factors, int(ranks[module]), alphas[module], config)
+        for module, factors in pairs.items()
+    }
     _check_targets(config, list(weights))
     return Adapter(path, config["r"], weights)
 
@@ -154,8 +167,7 @@ def _check_config(config: Mapping[str, Any]) -> None:
         )
     for key in ("r", "lora_alpha"):
         value = config.get(key)
-        right = isinstance(value, int | float) and not isinstance(value, bool) and value > 0
-        if not right or (key == "r" and not isinstance(value, int)):
+        if not _is_positive(value) or (key == "r" and not isinstance(value, int)):
             _reject(f"{key} as a number above zero", repr(value), f"repair {CONFIG_FILE}")
     for key in ("rank_pattern", "alpha_pattern"):
         if not isinstance(config.get(key) or {}, dict):
@@ -167,6 +179,8 @@ def _read_factors(path: Path) -> dict[str, dict[str, Tensor]]:
     if not file.is_file():
         found = "adapter_model.bin" if (path / "adapter_model.bin").is_file() else "no such file"
         _reject(f"{WEIGHTS_FILE} in {path}", found, "pickles are never opened; save as safetensors")
+    if is_lfs_pointer(file):
+        raise LoraError(f"lora: expected the weights in {file}, got {LFS_POINTER}")
     pairs: dict[str, dict[str, Tensor]] = {}
     try:
         with safe_open(str(file), framework="pt") as tensors:
@@ -192,24 +206,42 @@ def _reject_tensor(name: str) -> NoReturn:
     _reject(f"tensors {_PREFIX}<module>.lora_A.weight and lora_B.weight alone", name, remedy)
 
 
-def _pattern(patterns: Mapping[str, Any], module: str, default: float) -> float:
-    """The value of the first pattern that matches the end of `module`, as peft matches it."""
-    for pattern, value in patterns.items():
-        try:
-            if re.match(rf"(.*\.)?({pattern})$", module):
-                return float(value)
-        except (re.error, TypeError, ValueError) as error:
-            _reject("patterns of numbers", f"{pattern!r}: {value!r} ({error})", "repair the config")
-    return default
+def _values(
+    pattern_key: str, key: str, modules: list[str], config: Mapping[str, Any]
+) -> dict[str, float]:
+    """For each module the value of the first pattern that matches its end, as peft matches it."""
+    patterns: Mapping[str, Any] = config.get(pattern_key) or {}
+    try:
+        rows = matches(list(patterns), modules, within=r"(.*\.)?(%s)$")
+    except PatternError as error:
+        raise LoraError(f"lora: expected {error}; repair {pattern_key} in {CONFIG_FILE}") from None
+    found = dict.fromkeys(modules, float(config[key]))
+    for (pattern, value), row in reversed(list(zip(patterns.items(), rows, strict=True))):
+        if any(row) and not _is_positive(value):
+            _reject(f"patterns of numbers above zero in {pattern_key}", f"{pattern!r}: {value!r}",
+                    f"repair {CONFIG_FILE}")  # fmt: skip
+        found |= {module: float(value) for module, hit in zip(modules, row, strict=True) if hit}
+    return found
 
 
-def _weight(module: str, factors: Mapping[str, Tensor], config: Mapping[str, Any]) -> LoraWeight:
+def _is_positive(value: object) -> bool:
+    """Whether `value` is a number above zero that a float holds."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return 0 < value <= sys.float_info.max
+
+
+def _weight(
+    module: str,
+    factors: Mapping[str, Tensor],
+    rank: int,
+    alpha: float,
+    config: Mapping[str, Any],
+) -> LoraWeight:
     if len(factors) < 2:
         absent = "B" if "A" in factors else "A"
         _reject(f"lora_A and lora_B of {module}", f"no lora_{absent}", "the file is incomplete")
     a, b = factors["A"], factors["B"]
-    rank = int(_pattern(config.get("rank_pattern") or {}, module, config["r"]))
-    alpha = _pattern(config.get("alpha_pattern") or {}, module, config["lora_alpha"])
     for factor, tensor in factors.items():
         if not tensor.is_floating_point() or tensor.dim() != 2:
             found = f"{tensor.dtype} {list(tensor.shape)}"

@@ -15,6 +15,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
+_LFS = b"version https://git-lfs.github.com/spec/"  # how a pointer begins
+LFS_POINTER = "a Git LFS pointer in its place; run git lfs pull in its folder, or download it"
 JSON_LIMIT_BYTES = 64 << 20  # a shard index of the largest public models is a few MB
 _DEEPEST = 64  # levels of nesting; published files have less than ten
 
@@ -70,6 +72,8 @@ def read_text(path: str | os.PathLike[str], *, limit: int = JSON_LIMIT_BYTES) ->
         if isinstance(error, UntrustedFileError):
             raise
         _reject(f"a readable file {path}", str(error))
+    if data.startswith(_LFS):
+        _reject(f"the contents of {path}", LFS_POINTER)
     if len(data) > limit:
         _reject(f"{path} below {limit >> 20} MiB", "more")
     try:
@@ -125,6 +129,18 @@ def _no_constant(text: str) -> NoReturn:
 
 def _reject(expected: str, got: str) -> NoReturn:
     raise UntrustedFileError(f"expected {expected}, got {got}")
+
+
+# Git LFS ------------------------------------------------------------------------------------------
+
+
+def is_lfs_pointer(path: str | os.PathLike[str]) -> bool:
+    """Whether `path` is the few lines that a clone without git-lfs has in the place of a file."""
+    try:
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            return stat.S_ISREG(os.fstat(file.fileno()).st_mode) and file.read(len(_LFS)) == _LFS
+    except (OSError, ValueError):  # whoever reads it says what is wrong
+        return False
 
 
 # Links --------------------------------------------------------------------------------------------

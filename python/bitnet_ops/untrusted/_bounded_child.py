@@ -1,14 +1,15 @@
 """The child process of bounded.py: a script of its own, which never imports the package.
 
-It renders untrusted chat templates and runs untrusted tokenizers. Frames of JSON, 8 bytes of
-length before each, come on stdin and go to stdout; the first one says where modules lie and how
-much memory there is.
+It renders untrusted chat templates, and runs untrusted tokenizers and regular expressions. Frames
+of JSON, 8 bytes of length before each, come on stdin and go to stdout; the first one says where
+modules lie and how much memory there is.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import signal
 import struct
@@ -179,9 +180,22 @@ def _decode(ids: list[int], skip_special_tokens: bool) -> str:
     return text
 
 
+# Regular expressions ------------------------------------------------------------------------------
+
+
+def _prepare_patterns() -> None:
+    """Their module is there."""
+
+
+def _match(patterns: list[str], names: list[str]) -> list[list[bool]]:
+    compiled = [re.compile(pattern) for pattern in patterns]
+    return [[pattern.match(name) is not None for name in names] for pattern in compiled]
+
+
 _KINDS: dict[str, Any] = {
     "templates": (_prepare_templates, {"render": _render}),
     "tokenizer": (_prepare_tokenizers, {"open": _open, "encode": _encode, "decode": _decode}),
+    "patterns": (_prepare_patterns, {"match": _match}),
 }
 
 if __name__ == "__main__":

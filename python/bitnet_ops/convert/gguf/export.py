@@ -181,7 +181,7 @@ class _Export:
         except layouts.LayoutError as error:
             code = "gguf-row-length" if error.code == "row_length" else "bad-scale"
             remedy = "i2_s takes K % 128 == 0, tq1_0 and tq2_0 K % 256 == 0"
-            reject(code, f"{name} as {self.type}", f"{error}", remedy)
+            raise ConvertError(code, f"convert: {name}: {error}; {remedy}") from None
         self._scales[gguf_name(name, self.architecture)] = scale
 
     def write(

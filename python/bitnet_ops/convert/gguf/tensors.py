@@ -85,12 +85,16 @@ def _from_layout(reader: Reader, info: TensorInfo, layout: str, exact: float | N
         remark = f"{kind}; such models were trained without int8 activations"
         return Ternary(rows, groups, remark, size, uneven=uneven)
     if scale is None:
-        return Ternary(rows, torch.tensor([exact or MIN_SCALE]), f"{info.name} holds zeros alone")
+        return Ternary(
+            rows,
+            torch.tensor([exact or MIN_SCALE], dtype=torch.float32),
+            f"{info.name} holds zeros alone",
+        )
     if exact is not None:
         if float(np.float16(np.float32(exact))) != scale:
             reject("bad-scale", f"{info.name} with the scale {exact} as float16", f"{scale}")
         scale = exact
-    return Ternary(rows, torch.tensor([scale]))
+    return Ternary(rows, torch.tensor([scale], dtype=torch.float32))
 
 
 def _group_scales(decoded: layouts.Decoded) -> tuple[Tensor, int, Uneven | None]:
@@ -127,9 +131,13 @@ def _from_dense(info: TensorInfo, tensor: Tensor, assume_online: bool) -> Ternar
     scale = float(tensor.abs().max())
     if scale == 0.0:
         codes, remark = torch.zeros(tensor.shape, dtype=torch.int8), "holds zeros alone"
-        return Ternary(ops.pack(codes), torch.tensor([MIN_SCALE]), f"{info.name} {remark}")
+        return Ternary(
+            ops.pack(codes), torch.tensor([MIN_SCALE], dtype=torch.float32), f"{info.name} {remark}"
+        )
     if _is_ternary(tensor, scale):
-        return Ternary(ops.pack(tensor.sign().to(torch.int8)), torch.tensor([scale]))
+        return Ternary(
+            ops.pack(tensor.sign().to(torch.int8)), torch.tensor([scale], dtype=torch.float32)
+        )
     if not assume_online:
         reject(
             "gguf-not-ternary",

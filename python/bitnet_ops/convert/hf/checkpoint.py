@@ -22,7 +22,14 @@ from safetensors import SafetensorError, safe_open
 
 from bitnet_ops.convert.errors import ConvertError, listed, reject
 from bitnet_ops.convert.hf import mlx
-from bitnet_ops.untrusted import UntrustedFileError, check_links, printable, read_json_object
+from bitnet_ops.untrusted import (
+    LFS_POINTER,
+    UntrustedFileError,
+    check_links,
+    is_lfs_pointer,
+    printable,
+    read_json_object,
+)
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -74,7 +81,13 @@ class Checkpoint:
     def __init__(self, folder: str | Path, *, allow_pickle: bool = False) -> None:
         self.folder = Path(folder)
         if not self.folder.is_dir():
-            reject("source-missing", "a folder with config.json and safetensors", str(folder))
+            found = "a file" if self.folder.exists() else "no such file or directory"
+            where = f"a folder with config.json and safetensors at {folder}"
+            reject("source-missing", where, found)
+        config, adapter = self.folder / "config.json", self.folder / "adapter_config.json"
+        if adapter.is_file() and not config.is_file():
+            reject("config-missing", f"config.json in {folder}", "a LoRA adapter",
+                   "name the model it is for, and this folder by --lora")  # fmt: skip
         self.config = _read_object(self.folder / "config.json", "config-missing", "config-json")
         names, index = _weight_files(self.folder, allow_pickle)
         _check_links(self.folder, names)
@@ -160,6 +173,8 @@ def copy_files(source: Path, folder: Path, names: Iterable[str]) -> list[str]:
     present = [name for name in names if (source / name).is_file()]
     _check_links(source, present)
     for name in present:
+        if is_lfs_pointer(source / name):
+            reject("lfs-pointer", f"the contents of {name}", LFS_POINTER)
         shutil.copyfile(source / name, folder / name)
     return present
 
@@ -236,6 +251,8 @@ def _shard_names(folder: Path, index: str, weight_map: dict[str, str]) -> list[s
 
 
 def _open(path: Path) -> Any:
+    if is_lfs_pointer(path):
+        reject("lfs-pointer", f"the weights in {path.name}", LFS_POINTER)
     return PickleFile(path) if path.suffix == ".bin" else _Shard(path)
 
 

@@ -95,5 +95,5 @@ def _found(
         found |= {"linear_norms": True}
         eps = config.get("rms_norm_eps")
         if isinstance(eps, int | float):
-            found["linear_norm_eps"] = float(eps)
+            found["linear_norm_eps"] = eps  # ModelConfig checks it
     return found, tuple(remarks)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import math
-import re
 import statistics
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -24,11 +23,12 @@ from bitnet_ops.config.scheme import (
     Storage,
     decide_scheme,
 )
-from bitnet_ops.convert.errors import listed, reject
+from bitnet_ops.convert.errors import ConvertError, listed, reject
 from bitnet_ops.convert.hf.checkpoint import TensorRecord
 from bitnet_ops.convert.hf.names import find_naming
 from bitnet_ops.convert.source import EMBEDDING, HEAD, Plan, model_of
 from bitnet_ops.models import TensorSpec, expected_tensors
+from bitnet_ops.untrusted.patterns import PatternError, matches
 
 FLOATING = {"F32", "BF16", "F16"}
 _ARCHITECTURES = {
@@ -334,14 +334,15 @@ def check_exclusions(config: dict[str, Any], projections: list[str]) -> None:
         return
     if not isinstance(entries, list) or not all(isinstance(entry, str) for entry in entries):
         reject("modules-to-not-convert", "modules_to_not_convert as a list of names", repr(entries))
-    if not _excluded("lm_head", entries):
+    excluded = _excluded(["lm_head", *projections], entries)
+    if "lm_head" not in excluded:
         reject(
             "quantised-head",
             "the output head left unquantised",
             f"modules_to_not_convert {entries!r} without lm_head, which asks for a ternary head",
             "a ternary head is not supported; add lm_head to the list if it was not ternarised",
         )
-    kept = [name for name in projections if _excluded(name, entries)]
+    kept = [name for name in projections if name in excluded]
     if kept:
         reject(
             "modules-to-not-convert",
@@ -351,8 +352,14 @@ def check_exclusions(config: dict[str, Any], projections: list[str]) -> None:
         )
 
 
-def _excluded(module: str, entries: list[str]) -> bool:
+def _excluded(modules: list[str], entries: list[str]) -> set[str]:
+    """Those of `modules` that an entry leaves out."""
     try:
-        return any(re.match(entry, module) or module.endswith(entry) for entry in entries)
-    except re.error as error:
-        reject("modules-to-not-convert", "valid regular expressions", f"{entries!r}: {error}")
+        rows = matches(entries, modules)
+    except PatternError as error:
+        raise ConvertError(
+            "modules-to-not-convert",
+            f"convert: expected {error}; repair modules_to_not_convert in config.json",
+        ) from None
+    found = {name for row in rows for name, hit in zip(modules, row, strict=True) if hit}
+    return found | {name for name in modules if name.endswith(tuple(entries))}

@@ -179,7 +179,7 @@ def _unpack_quarters(packed: Tensor) -> Tensor:
 def _ternarise(masters: Tensor) -> tuple[Tensor, float]:
     """fp32 [N, K] -> (codes, absmean), with the mean taken in double precision."""
     absmean = max(float(masters.abs().mean(dtype=torch.float64)), 1e-5)
-    codes = (masters * (1.0 / torch.tensor(absmean))).round().clamp(-1, 1)
+    codes = (masters * (1.0 / torch.tensor(absmean, dtype=torch.float32))).round().clamp(-1, 1)
     return codes.to(torch.int8), absmean
 
 

@@ -8,7 +8,6 @@ srt/layers/quantization/base_config.py.
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,6 +22,7 @@ from sglang.srt.layers.quantization.base_config import QuantizationConfig
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 
 from bitnet_ops.integrations._core import ACTIVATION_DTYPES, CheckpointError, scale_rule
+from bitnet_ops.integrations._settings import is_listed, listed_modules
 from bitnet_ops.integrations.sglang import METHOD
 from bitnet_ops.integrations.sglang.linear import BitNetLinearMethod
 
@@ -62,7 +62,7 @@ class BitNetConfig(QuantizationConfig):
         super().__init__()
         settings = dict(checkpoint or {})
         self.rule = scale_rule(settings)
-        self.modules_to_not_convert: list[str] = list(settings.get("modules_to_not_convert") or [])
+        self.modules_to_not_convert = listed_modules(settings)
         # SGLang's __init__ leaves an empty mapping that nobody fills.
         self.packed_modules_mapping = {**FUSED, **(packed_modules_mapping or {})}
 
@@ -115,17 +115,13 @@ class BitNetConfig(QuantizationConfig):
         parent, _, leaf = prefix.rpartition(".")
         parts = self.packed_modules_mapping.get(leaf, [leaf])
         names = [f"{parent}.{part}" if parent else part for part in parts]
-        hits = [any(self._matches(e, n) for e in self.modules_to_not_convert) for n in names]
+        hits = [is_listed(name, self.modules_to_not_convert) for name in names]
         if any(hits) and not all(hits):
             raise CheckpointError(
                 f"bitnet: expected all or none of {names} in modules_to_not_convert, got a part; "
                 f"SGLang fuses them into {prefix}"
             )
         return all(hits)
-
-    @staticmethod
-    def _matches(entry: str, name: str) -> bool:
-        return name.endswith(entry) or re.match(entry, name) is not None
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
         """Our method for a ternary linear, the unquantised one for a skipped linear, else None.

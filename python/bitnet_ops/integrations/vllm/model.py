@@ -199,7 +199,9 @@ class Loader:
         else:
             rows, columns = spec.shape
             codes, scale = logical_codes(tensor, self.rule, rows, columns, name)
-            packed = PackedWeight(ops.pack(codes), torch.ones(1), rows, columns)
+            packed = PackedWeight(
+                ops.pack(codes), torch.ones(1, dtype=torch.float32), rows, columns
+            )
             self.tensors[name] = packed.repack()
             if scale is not None:
                 self.scales[name] = scale
