@@ -183,7 +183,7 @@ def test_a_list_that_is_none_is_rejected(config_class, listed):
 def test_an_expression_that_is_none_or_does_not_end_is_rejected(config_class, entry, monkeypatch):
     monkeypatch.setattr(patterns, "_CPU_S", 0.2)
     config = config_class({"modules_to_not_convert": [entry]})
-    with pytest.raises(CheckpointError, match="expected .*regular expressions .*got"):
+    with pytest.raises(CheckpointError, match="expected .*regular expressions.*got"):
         config.is_skipped("model.layers.0.self_attn.o_proj" * 2)
 
 
