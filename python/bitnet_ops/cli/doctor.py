@@ -167,7 +167,8 @@ def _amx(features: dict[str, bool], forced: str | None) -> Facts:
 
 def _weights() -> Facts:
     """The layout of weight_format="auto", and what reading it is tuned to, or why it is not."""
-    tuning, error = {"cpu": None, "prefetch_bytes": None}, None
+    tuning: Facts = {"cpu": None, "prefetch_bytes": None}
+    error = None
     try:
         tuning = dict(_runtime.tuning())
     except RuntimeError as failure:  # BITNET_OPS_PREFETCH
