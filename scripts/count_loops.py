@@ -18,7 +18,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from check_isa_symbols import ROOT, build_objects, isa_objects, run
@@ -44,18 +44,25 @@ class Loop:
     dot: str = "bytes"
     share: float = 1.0
     pick: str = "all"  # of the loops found: all, the first, the last, the least for a dot
+    share_before: float = 0.0  # 0: the same share
 
 
 BASE3, PLANES = 5 / 6, 1 / 2  # six dots for five rows; two dots for a number of 16 bits
+SIX = {"share": BASE3, "share_before": 1.0}  # where there were five
 
 ZMM = (
     Loop("`2bit`, 1 token", "tile_direct<TwoBit, 1>", "group_direct<TwoBit, 1>"),
     Loop("`2bit`, 4 tokens", "tile_direct<TwoBit, 4>", "group_direct<TwoBit, 4>"),
-    Loop("`2bit`, prompts (5)", "tile_direct<TwoBit, 5>", "group_direct<TwoBit, 5>"),
+    Loop("`2bit`, from 5 tokens on", "tile_direct<TwoBit, 5>", "group_direct<TwoBit, 5>"),
     Loop("`1.6bit`, 1 token", "tile_direct<Base3, 1>", "group_direct<Trits, 1>", share=BASE3),
-    Loop("`1.6bit`, prompts (4)", "tile_direct<Base3Digits, 4>", "group_direct<TritDigits, 4>"),
-    Loop("canonical, 1 token", "tile_to_out<4, 1>", "tile_to_out<4, 1>"),
-    Loop("canonical, prompts (4)", "tile_to_out<4, 4>", "tile_to_out<4, 4>"),
+    Loop("`1.6bit`, 2 tokens", "tile_direct<Base3, 2>", "group_direct<TritDigits, 2>", **SIX),
+    Loop("`1.6bit`, 3 tokens", "tile_direct<Base3, 3>", "group_direct<TritDigits, 3>", **SIX),
+    Loop("`1.6bit`, 4 tokens", "tile_direct<Base3, 4>", "group_direct<TritDigits, 4>", **SIX),
+    Loop("`1.6bit`, 4 tokens, AMD", "tile_direct<Base3Digits, 4>", "group_direct<TritDigits, 4>"),
+    Loop("canonical, 1 token", "tile_to_out<true, 4, 1>", "tile_to_out<4, 1>"),
+    Loop("canonical, 4 tokens", "tile_to_out<true, 4, 4>", "tile_to_out<4, 4>"),
+    Loop("panel of `2bit` and canonical (6)", "add_panel<TwoBitPlain, 0, 4, 6>", "group_direct<TwoBit, 5>"),
+    Loop("panel of `1.6bit` (4)", "add_panel<Base3Digits, 0, 5, 4>", "group_direct<TritDigits, 4>"),
     Loop("groups, `2bit`, 1 token", "tile_groups<TwoBit, 1, 1, unsigned short>"),
     Loop("groups, `2bit`, prompts (5)", "tile_groups<TwoBit, 5, 1, unsigned short>"),
     Loop("int8 head, 1 token", "head8_rows<1, 1, 4>", "head8_rows<1, 1, 4>", share=PLANES),
@@ -90,11 +97,14 @@ YMM = (
     Loop("`2bit`, 1 token", "tile_direct<TwoBit, 1>", "group_direct<TwoBit, 1>"),
     Loop("`2bit`, 3 tokens", "tile_direct<TwoBit, 3>", "group_direct<TwoBit, 3>"),
     Loop("`2bit`, 4 tokens", "tile_direct<TwoBit, 4>", "group_direct<TwoBit, 4>"),
-    Loop("`2bit`, prompts (5 -> 6)", "tile_direct<TwoBit, 6>", "group_direct<TwoBit, 5>"),
+    Loop("`2bit`, from 6 tokens on (5 -> 6)", "tile_direct<TwoBit, 6>", "group_direct<TwoBit, 5>"),
     Loop("`1.6bit`, 1 token", "tile_direct<Base3, 1>", "group_direct<Trits, 1>", share=BASE3),
-    Loop("`1.6bit`, prompts (3)", "tile_direct<Base3Digits, 3>", "group_direct<TritDigits, 3>"),
-    Loop("canonical, 1 token", "tile_to_out<4, 1>", "tile_to_out<4, 1>"),
-    Loop("canonical, prompts (4)", "tile_to_out<2, 4>", "tile_to_out<2, 4>"),
+    Loop("`1.6bit`, 2 tokens", "tile_direct<Base3, 2>", "group_direct<TritDigits, 2>", **SIX),
+    Loop("`1.6bit`, 3 tokens", "tile_direct<Base3, 3>", "group_direct<TritDigits, 3>", **SIX),
+    Loop("canonical, 1 token", "tile_to_out<true, 4, 1>", "tile_to_out<4, 1>"),
+    Loop("canonical, 4 tokens", "tile_to_out<true, 2, 4>", "tile_to_out<2, 4>"),
+    Loop("panel of `1.6bit` (4)", "add_panel<Base3Digits, 0, 3, 4>", "group_direct<TritDigits, 3>"),
+    Loop("panel of canonical rows (6)", "add_panel<CanonicalRows, 0, 2, 6>", "tile_to_out<2, 4>"),
     Loop("groups, `2bit`, 1 token", "tile_groups<TwoBit, 1, 1, unsigned short>"),
     Loop("int8 head, 1 token", r"head_int8\(", "head8_rows<1, 1, 4>", share=PLANES, pick="last"),
     Loop("int8 head, 2 tokens", r"head_int8\(", "head8_rows<2, 2, 1>", share=PLANES, pick="least"),
@@ -285,7 +295,8 @@ def counted(
         found = count(new, loop.now, loop, cpus, tool)
         if found is None:
             raise SystemExit(f"count_loops: {isa}: expected a loop in {loop.now}, found none")
-        was = count(old, loop.before, loop, cpus, tool) if old and loop.before else None
+        as_it_was = replace(loop, share=loop.share_before or loop.share)
+        was = count(old, loop.before, as_it_was, cpus, tool) if old and loop.before else None
         yield loop, was, found
 
 

@@ -129,7 +129,9 @@ bool Product::finishes(const Weight& weight) const {
 int64_t Product::blocks_at_once(int64_t block_rows, bool finished) const {
   const int64_t rows =
       finished ? blocking_.rows : std::min(blocking_.rows, blocking_.sums / block_tokens_);
-  return std::max<int64_t>(1, rows / block_rows);
+  const int64_t blocks = std::max<int64_t>(1, rows / block_rows);
+  const int64_t multiple = block_rows == 1 ? blocking_.row_multiple : 1;
+  return blocks < multiple ? blocks : blocks / multiple * multiple;
 }
 
 int64_t Product::row_blocks_at_once(const Weight& weight) const {

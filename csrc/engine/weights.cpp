@@ -25,7 +25,8 @@ TileJob tile_job(const Weight& w, const SumsJob& job) {
           job.out,
           job.out_stride,
           tuning().prefetch_bytes,
-          job.x_step_stride};
+          job.x_step_stride,
+          tuning().shared_ports};
 }
 
 void multiply_tiles(const KernelTable& table, const Weight& w, const SumsJob& job) {

@@ -55,6 +55,7 @@ struct TileJob {
   // From 64 codes of a token to its next 64: 64 in row-major order, the only one unless
   // product_blocking asks for tiles of tokens.
   int64_t x_step_stride = 64;
+  bool shared_ports = false;  // Tuning::shared_ports; a matter of time, not of sums
 };
 
 // Codes of a token that always lie together.
@@ -68,6 +69,7 @@ struct ProductBlocking {
   int64_t rows = 512;             // likewise, rounded to whole row blocks, at least one
   int64_t sums = 64 * 80;         // likewise: tokens * rows, so that they stay in L1
   int64_t least_rows = 0;         // that a thread claims, as far as there are so many
+  int64_t row_multiple = 1;       // canonical rows that are multiplied together
   int64_t claim_parts = 8;        // a claim takes one in so many of the units that are left
   int64_t token_tile = 0;         // 0: row-major; else tokens of a tile, 64 codes of each in turn
   bool tokens_outermost = false;  // all rows for a block of tokens before the next, or the reverse
@@ -98,6 +100,7 @@ struct GroupJob {
   float* out;  // row i of the job and token m at out[m * out_stride + i]
   int64_t out_stride;
   int64_t prefetch_bytes;
+  bool shared_ports = false;  // as in TileJob
 };
 
 // What becomes of a block of sums.

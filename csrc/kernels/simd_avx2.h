@@ -46,8 +46,10 @@ inline __m256i add_pairs(__m256i acc, __m256i a, __m256i b) {
 
 // ---- tiles ----------------------------------------------------------------------------
 
-constexpr int kPanelFrom = 10;   // tokens from which decoding to memory pays
-constexpr int kTileStreams = 2;  // tiles side by side for one token
+constexpr int64_t kTilePanelFrom = 10;  // tokens from which decoding to memory pays
+constexpr int64_t kRowPanelFrom = 16;   // the same of canonical rows
+constexpr int64_t kRowPanelFlush = 32;  // canonical codes may be 3
+constexpr int kTileStreams = 2;         // tiles side by side for one token
 
 // 16 x int16: |pair| <= 2 * 128 * code, so codes up to 8 are safe for 16 k-steps (32768 is reached
 // only as -32768), codes up to 2 for 64 and codes up to 3 for 42.
@@ -81,14 +83,16 @@ struct TwoBit {
 };
 
 struct TwoBitPlain {
-  static constexpr int kFields = 4, kZeroCode = 1;
+  static constexpr int kFields = 4, kDots = 4, kZeroCode = 1;
   static constexpr int64_t kPanelSteps = 64;
+  static constexpr int64_t panel_from(bool) { return kTilePanelFrom; }
   using Prepared = TileStep;
   static Prepared prepare(TileStep v) { return v; }
   template <int F>
   static TileCodes codes(const Prepared& s) {
     return and_bytes(shift_bytes<2 * F>(s), 3);
   }
+  static void finish(TileSum (&)[4]) {}
 };
 
 // q is a fraction in base 3: its next digit is the integer part of 3 q / 256, which with 1 added
@@ -96,6 +100,7 @@ struct TwoBitPlain {
 struct Base3Digits {
   static constexpr int kFields = 5, kDots = 5, kUnroll = 1, kTokens = 3, kZeroCode = 2;
   static constexpr int64_t kFlush = 32, kPanelSteps = 32;
+  static constexpr int64_t panel_from(bool) { return kTilePanelFrom; }
   struct Prepared {
     TileStep q[5];
   };

@@ -109,7 +109,10 @@ inline uint64_t reduce_lines(LineXor a, LineXor b) {
 constexpr int64_t kTileLanes = 16;
 constexpr int kTileAccs = 24, kPanelAccs = 24;       // 2 bit x 6 tokens, of 32 registers
 constexpr int kTwoBitUnroll = 4, kTwoBitTokens = 5;  // 16 parts hide the latency of the dot
-constexpr int kBase3Unroll = 2, kBase3Tokens = 4;
+constexpr int kBase3Unroll = 2, kBase3Tokens = 4, kBase3DigitsTokens = 4;
+constexpr int64_t kTwoBitPanelFrom = 32, kBase3PanelFrom = 24, kRowPanelFrom = 32;
+constexpr int64_t kRowPanelFlush = int64_t{1} << 30;
+constexpr int64_t kVnniPanelSteps = 128;
 
 using TileStep = __m512i;
 using TileCodes = __m512i;

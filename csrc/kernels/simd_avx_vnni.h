@@ -37,7 +37,10 @@ inline __m256i add_pairs(__m256i acc, __m256i a, __m256i b) {
 
 constexpr int kTwoBitUnroll = 2, kTwoBitTokens = 6;  // 10 parts hide the latency of the dot
 constexpr int kTokensOfTwoSets = 3;
-constexpr int kBase3Unroll = 1, kBase3Tokens = 3;
+constexpr int kBase3Unroll = 1, kBase3Tokens = 3, kBase3DigitsTokens = 3;
+constexpr int64_t kTwoBitPanelFrom = 0, kBase3PanelFrom = 8, kRowPanelFrom = 16;
+constexpr int64_t kRowPanelFlush = int64_t{1} << 30;
+constexpr int64_t kVnniPanelSteps = 64;
 inline TileAcc tile_dot(TileAcc p, TileCodes c, TileX x) {
 #if defined(BITNET_EMULATE) || defined(BITNET_EMULATE_DOTS)
   return _mm256_dpbusd_epi32(p, c, x);

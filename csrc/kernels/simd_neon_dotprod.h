@@ -77,7 +77,7 @@ inline void renew(T&) {}  // needless: sdot adds into its accumulator
 
 constexpr int64_t kTileLanes = 4;
 constexpr int kTileAccs = 24, kPanelAccs = 24;
-constexpr int kPanelFrom = 0;    // never decode to memory
+constexpr int64_t kRowPanelFrom = 0, kRowPanelFlush = 1;  // never transpose canonical rows
 constexpr int kTileStreams = 0;  // one tile after the other, sums in registers
 
 using TileStep = uint8x16_t;

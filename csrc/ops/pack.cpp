@@ -12,6 +12,22 @@ namespace bitnet::ops {
 using engine::Weight;
 using engine::WeightFormat;
 
+namespace {
+
+// The CPU-specific layout that is called `name`.
+WeightFormat cpu_specific_format(const Check& check, const std::string& name) {
+  std::string names;
+  for (const WeightFormat format : layout::kWeightFormats) {
+    const layout::WeightLayout& layout = layout::layout_of(format);
+    if (!layout.cpu_specific) continue;
+    if (name == layout.name) return format;
+    names += std::string(names.empty() ? "'" : " or '") + layout.name + "'";
+  }
+  check.fail("format", names, "'" + name + "'");
+}
+
+}  // namespace
+
 Tensor pack(const Tensor& codes_in) {
   const Check check("pack");
   check.dtype(codes_in, "codes", ScalarType::Char);
@@ -56,13 +72,11 @@ std::tuple<Tensor, Tensor> quantize_weights(const Tensor& weight_in) {
 
 Tensor prepack(const Tensor& weight, int64_t in_features, std::string format) {
   const Check check("prepack");
-  if (format != "2bit" && format != "1.6bit")
-    check.fail("format", "'2bit' or '1.6bit'", "'" + format + "'");
+  const WeightFormat to = cpu_specific_format(check, format);
   check.packed_for(weight, "weight", in_features);
   if (in_features > layout::kTileMaxK)
     check.fail("in_features", "at most 32768 in a CPU-specific layout; use the canonical one",
                std::to_string(in_features));
-  const WeightFormat to = format == "2bit" ? WeightFormat::kTwoBit : WeightFormat::kBase3;
   const int64_t lanes = kernels().tile_lanes;
   Tensor out = empty(tile_shape(to, weight.size(0), in_features, lanes), ScalarType::Byte);
   auto* tiles = mutable_data<uint8_t>(out);

@@ -1,6 +1,5 @@
-// The table of CPU makes and the override by the
-// environment; see tuning.h. Distances measured:
-// docs/log.md. Must not know kernels.
+// The table of CPU makes and the override by the environment; see tuning.h.  Distances measured:
+// docs/log.md; ports: docs/counts.md.  Must not know kernels.
 #include "runtime/tuning.h"
 
 #include <cstdlib>
@@ -42,9 +41,9 @@ int64_t parse_distance(const char* text) {
 
 Tuning choose() {
   const std::string vendor = cpu_vendor();
-  Tuning row{"unknown", 2048};
-  if (vendor == "AuthenticAMD") row = {"AMD", 6144};
-  if (vendor == "GenuineIntel") row = {"Intel", 2048};
+  Tuning row{"unknown", 2048, true};
+  if (vendor == "AuthenticAMD") row = {"AMD", 6144, false};
+  if (vendor == "GenuineIntel") row = {"Intel", 2048, true};
   if (const char* wanted = std::getenv("BITNET_OPS_PREFETCH"); wanted != nullptr && *wanted != 0) {
     row.prefetch_bytes = parse_distance(wanted);
   }

@@ -1,6 +1,5 @@
-// What depends on the make of the CPU and not on its
-// features: one small table, read once. A wrong row costs
-// time, never correctness. Must not know kernels.
+// What depends on the make of the CPU and not on its features: one small table, read once. A wrong
+// row costs time, never correctness. Must not know kernels.
 #pragma once
 
 #include <cstdint>
@@ -10,6 +9,8 @@ namespace bitnet {
 struct Tuning {
   const char* cpu;         // what the row is for, shown by `bitnet-ops doctor`
   int64_t prefetch_bytes;  // distance ahead of a weight stream
+  // Vectors of 512 bits have two ports for everything, so decoding a weight delays its products.
+  bool shared_ports;
 };
 
 // The row of this CPU; BITNET_OPS_PREFETCH=bytes (0 to 65536) overrides the distance.  Throws

@@ -150,16 +150,19 @@ void all_lengths(GemmTest& test, const std::vector<const KernelTable*>& tables) 
 // * 4.
 void worst_cases(GemmTest& test, const std::vector<const KernelTable*>& tables) {
   for (const int64_t k : {int64_t{1024}, int64_t{1152}, int64_t{14336}, kLargestK}) {
+    // enough rows and tokens for the products that transpose rows
+    const int64_t rows = k <= 1152 ? kRows : 5, tokens = k <= 1152 ? 33 : 5;
     for (const uint8_t code : {0, 1, 2, 3}) {
       for (const int activation : {127, -128, -127}) {
         const Problem p = make_problem(
-            k, 5, 5, [&](int64_t, int64_t) { return code; },
+            k, rows, tokens, [&](int64_t, int64_t) { return code; },
             [&](int64_t, int64_t) { return static_cast<int8_t>(activation); });
         const int64_t extreme = k * (int64_t{code} - 1) * activation;
         CHECK(p.answer[0] == extreme, "the reference itself is wrong");
         for (const KernelTable* table : tables) {
           test.run(*table, p, 0, 5, 1, 0);
           test.run(*table, p, 0, 5, 5, 0);
+          if (rows > 5) test.run(*table, p, 0, rows, tokens, 0);
         }
       }
     }

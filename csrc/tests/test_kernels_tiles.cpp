@@ -93,29 +93,38 @@ class TileTest {
     for (int64_t t = 0; t < tokens; ++t) std::copy_n(&p.x[at(t * kp)], kp, x + t * x_stride);
     const int32_t* sums = sums_.place_copy(p.sums.data(), tokens, where);
     int32_t* out = out_.place<int32_t>((tokens - 1) * out_stride + rows, where);
-    const TileJob job{p.fields == 5 ? layout::WeightFormat::kBase3 : layout::WeightFormat::kTwoBit,
-                      w,
-                      p.k_steps,
-                      p.tiles - begin,
-                      x,
-                      x_stride,
-                      sums,
-                      tokens,
-                      out,
-                      out_stride,
-                      tokens % 2 * 6144};
-    table.tile_gemm(job);
-    for (int64_t t = 0; t < tokens; ++t) {
-      for (int64_t n = 0; n < rows; ++n) {
-        const int64_t want = p.answer[at((t + 1) * p.rows() - rows + n)];
-        CHECK(out[t * out_stride + n] == want, "token %d row %d: %d, not %lld", static_cast<int>(t),
-              static_cast<int>(n), out[t * out_stride + n], static_cast<long long>(want));
-      }
+    TileJob job{p.fields == 5 ? layout::WeightFormat::kBase3 : layout::WeightFormat::kTwoBit,
+                w,
+                p.k_steps,
+                p.tiles - begin,
+                x,
+                x_stride,
+                sums,
+                tokens,
+                out,
+                out_stride,
+                tokens % 2 * 6144};
+    for (const bool shared_ports : {false, true}) {
+      job.shared_ports = shared_ports;
+      std::fill_n(out, (tokens - 1) * out_stride + rows, 77);
+      table.tile_gemm(job);
+      check(p, job, rows);
+      CHECK(out_.intact(), "wrote outside of out");
     }
-    CHECK(out_.intact(), "wrote outside of out");
   }
 
  private:
+  static void check(const Problem& p, const TileJob& job, int64_t rows) {
+    for (int64_t t = 0; t < job.tokens; ++t) {
+      for (int64_t n = 0; n < rows; ++n) {
+        const int64_t want = p.answer[at((t + 1) * p.rows() - rows + n)];
+        const int32_t got = job.out[t * job.out_stride + n];
+        CHECK(got == want, "shared ports %d, token %d row %d: %d, not %lld", job.shared_ports,
+              static_cast<int>(t), static_cast<int>(n), got, static_cast<long long>(want));
+      }
+    }
+  }
+
   Arena weight_{3 * kLargestK * 16}, x_{kMostTokens * (kLargestK + 64)}, sums_{4096},
       out_{kMostTokens * 1024};
 };

@@ -121,20 +121,21 @@ def test_placement_is_shown() -> None:
     assert not any("MEMORY" in problem["problem"] for problem in facts["problems"])
 
 
-def test_unknown_placement_is_an_error_with_the_remedy() -> None:
-    done = run_doctor(BITNET_OPS_MEMORY="everywhere")
+@pytest.mark.parametrize(
+    ("variable", "text", "expected"),
+    [
+        ("BITNET_OPS_MEMORY", "everywhere", "first_touch or interleave"),
+        ("BITNET_OPS_PREFETCH", "far", "bytes from 0 to 65536"),
+    ],
+)
+def test_an_ill_set_variable_is_an_error_with_the_remedy(
+    variable: str, text: str, expected: str
+) -> None:
+    done = run_doctor(**{variable: text})
     assert done.returncode == 1 and done.stderr == ""
     said = " ".join(done.stdout.split())
-    expected = "BITNET_OPS_MEMORY: expected first_touch or interleave, got 'everywhere'"
-    assert f"ERROR: {expected}" in said and "remedy: unset BITNET_OPS_MEMORY" in said
-
-
-def test_a_prefetch_distance_that_is_none_is_an_error_with_the_remedy() -> None:
-    done = run_doctor(BITNET_OPS_PREFETCH="far")
-    assert done.returncode == 1 and done.stderr == ""
-    said = " ".join(done.stdout.split())
-    expected = "BITNET_OPS_PREFETCH: expected bytes from 0 to 65536, got 'far'"
-    assert f"ERROR: {expected}" in said and "remedy: unset BITNET_OPS_PREFETCH" in said
+    assert f"ERROR: {variable}: expected {expected}, got '{text}'" in said
+    assert f"remedy: unset {variable}" in said
 
 
 def test_interleaved_nodes_are_no_problem(healthy: dict[str, Any]) -> None:

@@ -20,7 +20,7 @@ PAGE = ROOT / "CONTRIBUTING.md"
 MISSED = {
     "instruction set": 8,
     "model family, new maths": 11,
-    "packed layout": 23,  # one more than it was: its inner loops are counted (count_loops.py)
+    "packed layout": 22,
     "KV cache type": 14,
 }
 

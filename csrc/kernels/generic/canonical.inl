@@ -39,7 +39,7 @@ template <bool kTail, int R, int T>
 }
 
 // acc += the products of k-steps [u, stop), plus the half step behind them if kTail.
-template <bool kTail, int R, int T>
+template <bool kTail, bool kPrefetch, int R, int T>
 [[gnu::always_inline]] inline void accumulate_steps(const uint8_t* w, int64_t apart,
                                                     const int8_t* x, int64_t x_stride, int64_t u,
                                                     int64_t stop, int64_t ahead, Acc (&acc)[R][T]) {
@@ -53,8 +53,8 @@ template <bool kTail, int R, int T>
   }
   for (; u < stop; ++u) {
     const uint8_t* p = w + u * kStepBytes;
-    if constexpr (T == 1) {
-      if constexpr (kGemvStreams) {
+    if constexpr (kPrefetch) {
+      if constexpr (T == 1 && kGemvStreams) {
         if (kStepBytes >= 64 || u % 2 == 0) {  // one request per cache line of 64 bytes
 #pragma GCC unroll 8
           for (int r = 0; r < R; ++r) prefetch(p + r * apart + ahead / R);
@@ -79,7 +79,7 @@ template <bool kTail, int R, int T>
 }
 
 // R rows, `apart` bytes from one to the next, x T tokens over the whole of K.
-template <int R, int T>
+template <bool kPrefetch, int R, int T>
 [[gnu::always_inline]] inline void tile(const uint8_t* w, int64_t row_bytes, int64_t apart,
                                         const int8_t* x, int64_t x_stride, int64_t ahead,
                                         Acc (&acc)[R][T]) {
@@ -92,21 +92,21 @@ template <int R, int T>
   }
   int64_t u = 0;
   for (; steps - u > kFlushSteps; u += kFlushSteps) {
-    accumulate_steps<false>(w, apart, x, x_stride, u, u + kFlushSteps, ahead, acc);
+    accumulate_steps<false, kPrefetch>(w, apart, x, x_stride, u, u + kFlushSteps, ahead, acc);
   }
-  accumulate_steps<false>(w, apart, x, x_stride, u, steps, ahead, acc);
+  accumulate_steps<false, kPrefetch>(w, apart, x, x_stride, u, steps, ahead, acc);
   if constexpr (kStepBlocks > 1) {
     if (steps * kStepBytes != row_bytes) {
-      accumulate_steps<true>(w, apart, x, x_stride, steps, steps, ahead, acc);
+      accumulate_steps<true, kPrefetch>(w, apart, x, x_stride, steps, steps, ahead, acc);
     }
   }
 }
 
-template <int R, int T>
+template <bool kPrefetch, int R, int T>
 void tile_to_out(const uint8_t* w, int64_t row_bytes, const int8_t* x, int64_t x_stride,
                  const int32_t* x_sum, int64_t ahead, int32_t* out, int64_t out_stride) {
   Acc acc[R][T];
-  tile<R, T>(w, row_bytes, row_bytes, x, x_stride, ahead, acc);
+  tile<kPrefetch, R, T>(w, row_bytes, row_bytes, x, x_stride, ahead, acc);
 #pragma GCC unroll 8
   for (int t = 0; t < T; ++t) {
 #pragma GCC unroll 8
@@ -121,45 +121,44 @@ void rows_in_streams(const uint8_t* w, int64_t row_bytes, int64_t rows, const in
   const int64_t each = rows / R;
   for (int64_t n = 0; n < each; ++n) {
     Acc acc[R][1];
-    tile<R, 1>(w + n * row_bytes, row_bytes, each * row_bytes, x, 0, ahead, acc);
+    tile<true, R, 1>(w + n * row_bytes, row_bytes, each * row_bytes, x, 0, ahead, acc);
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) out[n + r * each] = reduce(acc[r][0]) - x_sum;
   }
   for (int64_t n = R * each; n < rows; ++n) {
-    tile_to_out<1, 1>(w + n * row_bytes, row_bytes, x, 0, &x_sum, ahead, out + n, 0);
+    tile_to_out<true, 1, 1>(w + n * row_bytes, row_bytes, x, 0, &x_sum, ahead, out + n, 0);
   }
 }
 
-// All rows of a range at T tokens.
-template <int R, int T>
+// All rows of a range at T tokens.  kPrefetch: this pass meets the weights first.
+template <bool kPrefetch, int R, int T>
 void rows_at_tokens(const uint8_t* w, int64_t row_bytes, int64_t rows, const int8_t* x,
                     int64_t x_stride, const int32_t* x_sum, int64_t ahead, int32_t* out,
                     int64_t out_stride) {
   int64_t n = 0;
   for (; n + R <= rows; n += R) {
-    tile_to_out<R, T>(w + n * row_bytes, row_bytes, x, x_stride, x_sum, ahead, out + n, out_stride);
+    tile_to_out<kPrefetch, R, T>(w + n * row_bytes, row_bytes, x, x_stride, x_sum, ahead, out + n,
+                                 out_stride);
   }
   for (; n < rows; ++n) {
-    tile_to_out<1, T>(w + n * row_bytes, row_bytes, x, x_stride, x_sum, ahead, out + n, out_stride);
+    tile_to_out<kPrefetch, 1, T>(w + n * row_bytes, row_bytes, x, x_stride, x_sum, ahead, out + n,
+                                 out_stride);
   }
 }
 
 // Rows outermost, so that a tile of weights meets every token of the block while it is in L1.
 void token_block(const uint8_t* w, int64_t row_bytes, int64_t rows, const int8_t* x,
-                 int64_t x_stride, const int32_t* x_sum, int64_t tokens, int32_t* out,
-                 int64_t out_stride) {
+                 int64_t x_stride, const int32_t* x_sum, int64_t tokens, int64_t ahead,
+                 int32_t* out, int64_t out_stride) {
   for (int64_t n = 0; n < rows; n += kTileRows) {
     const int64_t group = rows - n < kTileRows ? rows - n : kTileRows;
     const uint8_t* wn = w + n * row_bytes;
-    int64_t t = 0;
-    for (; t + kTileTokens <= tokens; t += kTileTokens) {
-      rows_at_tokens<kTileRows, kTileTokens>(wn, row_bytes, group, x + t * x_stride, x_stride,
-                                             x_sum + t, 0, out + t * out_stride + n, out_stride);
-    }
-    for (; t < tokens; ++t) {
-      rows_at_tokens<kTileRows, 1>(wn, row_bytes, group, x + t * x_stride, x_stride, x_sum + t, 0,
-                                   out + t * out_stride + n, out_stride);
-    }
+    for_token_groups<kTileTokens>(tokens, [&]<int T>(int64_t t) {
+      const auto pass =
+          t == 0 ? rows_at_tokens<true, kTileRows, T> : rows_at_tokens<false, kTileRows, T>;
+      pass(wn, row_bytes, group, x + t * x_stride, x_stride, x_sum + t, ahead,
+           out + t * out_stride + n, out_stride);
+    });
   }
 }
 

@@ -1,6 +1,6 @@
-// The product over canonical rows: which algorithm takes how many tokens.  Over canonical.inl and
-// matrix_rows.inl.  Included inside an ISA's anonymous namespace; never mentions an ISA.  See
-// ternary_gemm in kernel_table.h for the contract.
+// The product over canonical rows: which algorithm takes how many tokens.  Over canonical.inl,
+// canonical_panel.inl and matrix_rows.inl.  Included inside an ISA's anonymous namespace; never
+// mentions an ISA.  See ternary_gemm in kernel_table.h for the contract.
 
 void ternary_gemm(const uint8_t* weight, int64_t row_bytes, int64_t row_begin, int64_t row_end,
                   const int8_t* x, int64_t x_stride, const int32_t* x_sum, int64_t tokens,
@@ -16,14 +16,22 @@ void ternary_gemm(const uint8_t* weight, int64_t row_bytes, int64_t row_begin, i
     if constexpr (kGemvStreams) {
       rows_in_streams<kGemvRows>(w, row_bytes, rows, x, *x_sum, prefetch_bytes, out);
     } else {
-      rows_at_tokens<kGemvRows, 1>(w, row_bytes, rows, x, x_stride, x_sum, prefetch_bytes, out,
-                                   out_stride);
+      rows_at_tokens<true, kGemvRows, 1>(w, row_bytes, rows, x, x_stride, x_sum, prefetch_bytes,
+                                         out, out_stride);
     }
     return;
   }
+  int64_t n = 0;  // rows that are done
+  if constexpr (kRowPanelFrom > 0) {
+    if (tokens >= kRowPanelFrom && row_bytes >= kUnitBytes) {
+      n = rows / kPanelRows * kPanelRows;
+      rows_panel<CanonicalRows>(w, row_bytes, n, x, x_stride, x_sum, tokens, out, out_stride);
+    }
+  }
+  if (n == rows) return;
   for (int64_t t = 0; t < tokens; t += kTokenBlock) {
     const int64_t count = tokens - t < kTokenBlock ? tokens - t : kTokenBlock;
-    token_block(w, row_bytes, rows, x + t * x_stride, x_stride, x_sum + t, count,
-                out + t * out_stride, out_stride);
+    token_block(w + n * row_bytes, row_bytes, rows - n, x + t * x_stride, x_stride, x_sum + t,
+                count, prefetch_bytes, out + t * out_stride + n, out_stride);
   }
 }

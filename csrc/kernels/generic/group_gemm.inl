@@ -138,32 +138,26 @@ template <class D, int T, int kPlanes, class S>
 }
 
 // Many tokens x one tile: a group is decoded to memory once, then meets every token.  D: a decoder
-// whose dots are its fields.
+// that has one dot for a field.
 template <class D, int kPlanes, class S>
 void tile_groups_panel(const GroupTile<S, kPlanes>& tile, int64_t tokens, Panel<D>& panel) {
-  constexpr int kHalf = (D::kFields + 1) / 2;
-  constexpr int kRows = kPanelAccs / kHalf < kMostTokens ? kPanelAccs / kHalf : kMostTokens;
   static_assert(D::kPanelSteps >= kMostGroupSteps);
   const GroupJob& job = tile.job;
   for (int64_t g = 0, s = 0; s < job.k_steps; ++g, s += job.group_steps) {
     const int64_t left = job.k_steps - s, count = left < job.group_steps ? left : job.group_steps;
     fill_panel<D>(tile.w + s * kStepBytes, count, job.prefetch_bytes, panel);
-    for_token_groups<kRows>(tokens * kPlanes, [&]<int R>(int64_t row) {
-      const int8_t* x = tile.x + row * job.x_stride + s * layout::kTileStepK;
-      add_panel<D, 0, kHalf, R>(panel, count, true, x, job.x_stride, panel.sums + row);
-      add_panel<D, kHalf, D::kFields - kHalf, R>(panel, count, true, x, job.x_stride,
-                                                 panel.sums + row);
-    });
+    add_panel_rows(panel, 0, count, true, tile.x + s * layout::kTileStepK, job.x_stride,
+                   tokens * kPlanes);
     TileFloats scales[D::kFields];
     load_scales<D>(tile.scale + g * D::kFields * kTileLanes, scales);
     for (int64_t t = 0; t < tokens; ++t) {
       const auto* high = panel.sums[t * kPlanes];
       const auto* low = panel.sums[t * kPlanes + kPlanes - 1];
-      TileSum sums[D::kFields];
+      TileSum dots[D::kFields];
       repeat<D::kFields>([&]<int f>() BITNET_INLINE_LAMBDA {
-        sums[f] = join_planes<kPlanes>(load_sum(high[f]), load_sum(low[f]));
+        dots[f] = join_planes<kPlanes>(load_sum(high[f]), load_sum(low[f]));
       });
-      add_scaled<D>(tile, g, t, sums, scales);
+      add_dots<D>(tile, g, t, dots, scales);
     }
   }
 }
@@ -261,18 +255,23 @@ void any_group_gemm(const GroupJob& job) {
       return tiles_groups_matrix<MatrixUnit, D1, kPlanes, S>(job);
   }
   if (job.tokens * kPlanes == 1) return tiles_groups<D1, 1, kPlanes, S>(job, 0);
-  if constexpr (kPanelFrom > 0) {
-    if (job.tokens * kPlanes >= kPanelFrom) return tiles_groups_panel<DP, kPlanes, S>(job);
+  if constexpr (HasPanel<DP>) {
+    if (takes_panel<DP>(job.tokens * kPlanes, job.shared_ports))
+      return tiles_groups_panel<DP, kPlanes, S>(job);
   }
   constexpr int kTokens = DN::kTokens < kPlanes ? 1 : DN::kTokens / kPlanes;
-  for_token_groups<kTokens>(
-      job.tokens, [&]<int T>(int64_t token) { tiles_groups<DN, T, kPlanes, S>(job, token); });
+  for_token_groups<kTokens>(job.tokens, [&]<int T>(int64_t token) {
+    if constexpr (HasWide<DN, T * kPlanes>) {
+      if (!job.shared_ports) return tiles_groups<typename DN::Wide, T, kPlanes, S>(job, token);
+    }
+    tiles_groups<DN, T, kPlanes, S>(job, token);
+  });
 }
 
 template <int kPlanes, class S>
 void group_gemm_as(const GroupJob& job) {
   if (job.format == layout::WeightFormat::kBase3)
-    return any_group_gemm<Base3, Base3Digits, Base3Digits, kPlanes, S>(job);
+    return any_group_gemm<Base3, Base3, Base3Digits, kPlanes, S>(job);
   any_group_gemm<TwoBit, TwoBit, TwoBitPlain, kPlanes, S>(job);
 }
 

@@ -2,19 +2,15 @@
 // 96 + i of a block in one byte, so 16 rows x 32 bytes, transposed in words of 4, are eight lines
 // that masked with one field are half an operand, and with the next field the other half: two
 // operands a block, in the order of the tokens as they are.  Shifting the fields down costs less
-// than an accumulator for each of them would.  Over canonical.inl and matrix.inl.  Included inside
-// an ISA's anonymous namespace; never mentions an ISA.
+// than an accumulator for each of them would.  Over canonical_panel.inl and matrix.inl.  Included
+// inside an ISA's anonymous namespace; never mentions an ISA.
 
-constexpr int64_t kUnitBlocks = 2;                                 // blocks transposed at once
-constexpr int64_t kUnitBytes = kUnitBlocks * layout::kBlockBytes;  // of a row
-constexpr int64_t kUnitOperands = 4;                               // that they make for 16 rows
-constexpr int64_t kGroupRows = 16;
+constexpr int64_t kUnitOperands = 4;  // that they make for 16 rows
 constexpr int64_t kRowsAtOnce = 2 * kGroupRows;
 
 struct alignas(4096) RowScratch {
   uint8_t operands[2][kUnitOperands][2][kOperandBytes];  // of this unit and the next
-  float columns[16][16];                                 // bytes of 16 rows, transposed
-  uint8_t edge[kGroupRows][kUnitBytes];
+  Columns columns;
   int32_t sums[2][kMatrixTokens][16];
 };
 
@@ -23,18 +19,8 @@ struct RowGroup {
   const uint8_t* w;
   int64_t row_bytes, rows;
 
-  // What is not there becomes zeros: it meets sums that nobody reads.
-  void transpose(int64_t unit, RowScratch& scratch) const {
-    const uint8_t* from = w + unit * kUnitBytes;
-    const int64_t left = row_bytes - unit * kUnitBytes;
-    if (rows >= kGroupRows && left >= kUnitBytes)
-      return transpose_16(from, row_bytes, scratch.columns[0], 16);
-    const int64_t bytes = left < kUnitBytes ? left : kUnitBytes;
-    __builtin_memset(scratch.edge, 0, sizeof scratch.edge);
-    for (int64_t r = 0; r < rows && r < kGroupRows; ++r) {
-      for (int64_t i = 0; i < bytes; ++i) scratch.edge[r][i] = from[r * row_bytes + i];
-    }
-    transpose_16(scratch.edge, kUnitBytes, scratch.columns[0], 16);
+  void transpose(int64_t unit, Columns& columns) const {
+    columns.transpose(w, row_bytes, rows, unit);
   }
 };
 
@@ -42,7 +28,7 @@ template <int G>
 [[gnu::always_inline]] inline void mask_fields(RowScratch& scratch,
                                                uint8_t (*to)[2][kOperandBytes]) {
   repeat<16>([&]<int c>() BITNET_INLINE_LAMBDA {
-    const Raw raw = load_raw(reinterpret_cast<const uint8_t*>(scratch.columns[c]));
+    const Raw raw = scratch.columns.raw(c, 0);
     repeat<4>([&]<int f>() BITNET_INLINE_LAMBDA {
       constexpr int64_t operand = c / 8 * 2 + f / 2, line = f % 2 * 8 + c % 8;
       store_step(to[operand][G] + line * 64, codes<f>(raw));
@@ -57,7 +43,7 @@ template <int Q>
   constexpr int G = Q / 2;
   if (groups[G].rows <= 0) return;
   if constexpr (Q % 2 == 0) {
-    groups[G].transpose(unit, scratch);
+    groups[G].transpose(unit, scratch.columns);
   } else {
     mask_fields<G>(scratch, scratch.operands[unit % 2]);
   }

@@ -2,7 +2,7 @@
 // Over gemv.inl, direct.inl, panel.inl, matrix.inl and epilogue.inl.  Included inside an ISA's
 // anonymous namespace; never mentions an ISA.  See tile_gemm in kernel_table.h for the contract.
 
-// D1 decodes for one token, DN on the fly for several, DP to memory from kPanelFrom tokens on.
+// D1 decodes for one token, DN on the fly for several, DP to memory where it has a panel.
 template <class D1, class DN, class DP>
 void any_tile_gemm(const TileJob& job) {
   if (job.tokens == 1) {
@@ -12,12 +12,16 @@ void any_tile_gemm(const TileJob& job) {
       return tiles_direct<D1, 1>(job, 0);
     }
   }
-  if constexpr (kPanelFrom > 0) {
-    if (job.tokens >= kPanelFrom) return tiles_panel<DP>(job);
+  if constexpr (HasPanel<DP>) {
+    if (takes_panel<DP>(job.tokens, job.shared_ports)) return tiles_panel<DP>(job);
   }
   constexpr int kTokens = DN::kTokens;
-  for_token_groups<kTokens>(job.tokens,
-                            [&]<int T>(int64_t token) { tiles_direct<DN, T>(job, token); });
+  for_token_groups<kTokens>(job.tokens, [&]<int T>(int64_t token) {
+    if constexpr (HasWide<DN, T>) {
+      if (!job.shared_ports) return tiles_direct<typename DN::Wide, T>(job, token);
+    }
+    tiles_direct<DN, T>(job, token);
+  });
 }
 
 template <class U>
@@ -31,7 +35,7 @@ void tile_gemm(const TileJob& job) {
     if (takes_matrix<MatrixUnit>(job)) return tiles_matrix<MatrixUnit>(job, nullptr);
   }
   if (job.format == layout::WeightFormat::kBase3) {
-    return any_tile_gemm<Base3, Base3Digits, Base3Digits>(job);
+    return any_tile_gemm<Base3, Base3, Base3Digits>(job);
   }
   any_tile_gemm<TwoBit, TwoBit, TwoBitPlain>(job);
 }
@@ -58,6 +62,9 @@ ProductBlocking product_blocking([[maybe_unused]] int64_t tokens, [[maybe_unused
               .tokens_outermost = true,
               .finishes_sums = true};
     }
+  }
+  if constexpr (kRowPanelFrom > 0) {
+    if (tokens >= kRowPanelFrom) return {.least_rows = kPanelRows, .row_multiple = kPanelRows};
   }
   return {};
 }

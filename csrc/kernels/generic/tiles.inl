@@ -13,6 +13,11 @@ constexpr int64_t kPanelTokens = 64;
 constexpr int64_t kStepBytes = kTileLanes * layout::kTileStepK;
 constexpr int64_t kStepMultiple = 16;  // a tile has a multiple of so many k-steps
 
+// Decoders that have another, D::Wide, of fewer dots and more other operations: better for so many
+// tokens where those do not compete for ports.
+template <class D, int T>
+concept HasWide = requires { typename D::Wide; } && T >= D::kWideFrom;
+
 template <class D>
 struct TileSums {
   alignas(64) int32_t at[kMostTokens][D::kDots][kTileLanes];
