@@ -61,7 +61,11 @@ ZMM = (
     Loop("`1.6bit`, 4 tokens, AMD", "tile_direct<Base3Digits, 4>", "group_direct<TritDigits, 4>"),
     Loop("canonical, 1 token", "tile_to_out<true, 4, 1>", "tile_to_out<4, 1>"),
     Loop("canonical, 4 tokens", "tile_to_out<true, 4, 4>", "tile_to_out<4, 4>"),
-    Loop("panel of `2bit` and canonical (6)", "add_panel<TwoBitPlain, 0, 4, 6>", "group_direct<TwoBit, 5>"),
+    Loop(
+        "panel of `2bit` and canonical (6)",
+        "add_panel<TwoBitPlain, 0, 4, 6>",
+        "group_direct<TwoBit, 5>",
+    ),
     Loop("panel of `1.6bit` (4)", "add_panel<Base3Digits, 0, 5, 4>", "group_direct<TritDigits, 4>"),
     Loop("groups, `2bit`, 1 token", "tile_groups<TwoBit, 1, 1, unsigned short>"),
     Loop("groups, `2bit`, prompts (5)", "tile_groups<TwoBit, 5, 1, unsigned short>"),

@@ -183,7 +183,7 @@ def test_doctor_names_what_is_wrong_and_never_raises(monkeypatch, no_variable):
 
 def test_config_can_be_made_without_arguments_and_answers_as_sglang_asks(config_class):
     config = config_class()
-    assert config.get_name() == "bitnet" and config.rule is ScaleRule.DIVIDE
+    assert config.get_name() == "bitnet" and config.settings.rule is ScaleRule.DIVIDE
     assert config.get_supported_act_dtypes() == [torch.bfloat16, torch.float32]
     assert config_class.get_min_capability() == 0 and config_class.get_config_filenames() == []
     assert config.get_scaled_act_names() == []
