@@ -21,7 +21,7 @@ from bitnet_ops.bench.cases import Case, Result, baseline_cycle, cycle, equal, e
 from bitnet_ops.bench.limits import read_limit
 from bitnet_ops.bench.memory import Workspace, require_slots
 from bitnet_ops.bench.shapes import ModelShape
-from bitnet_ops.nn.kv_types import KV_DTYPES
+from bitnet_ops.nn.kv_types import DEFAULT_BLOCK_SIZE, KV_DTYPES
 from bitnet_ops.nn.packing import PackedWeight, pack_ternary
 from bitnet_ops.nn.storage import KV_TYPES
 
@@ -322,24 +322,68 @@ def _caches(
 def attention_case(
     ws: Workspace, model: ModelShape, context: int, kv_dtype: str = "bfloat16"
 ) -> Case:
-    """attention of one new token over a cache of `context` tokens, cold."""
-    heads, kv_heads, dim = model.num_attention_heads, model.num_key_value_heads, model.head_dim
-    shape = (1, kv_heads, context, dim)
-    caches, size = _caches(ws, shape, kv_dtype)
-    plain, _ = _caches(ws, shape, "bfloat16")
-    query = torch.randn(1, 1, heads, dim, generator=ws.generator).bfloat16()
-    start, scale = torch.tensor([context - 1]), dim**-0.5
-    query_bhtd = query.transpose(1, 2)
+    """attention of one new token over a cache of `context` tokens in rows, cold."""
+    caches, size = _caches(ws, _cache_shape(model, context), kv_dtype)
+    query = _one_query(ws, model)[:, None]
+    start, scale = torch.tensor([context - 1]), model.head_dim**-0.5
 
     def decode(keys: Tensor, values: Tensor, *scales: Tensor) -> Tensor:
         key_scale, value_scale = scales or (None, None)
         return ops.attention(query, keys, values, start, scale, key_scale, value_scale)
 
+    return _decode_case(ws, model, context, kv_dtype, "attention", decode, caches, size)
+
+
+def paged_attention_case(
+    ws: Workspace, model: ModelShape, context: int, kv_dtype: str = "bfloat16"
+) -> Case:
+    """paged_attention of one new token over a pool as `KVPool` has it (blocks, panels), cold."""
+    block = DEFAULT_BLOCK_SIZE
+    kv_heads, _, dim = _cache_shape(model, context)[1:]
+    blocks = -(-context // block)
+    found, size = _caches(ws, (blocks, kv_heads, block, dim), kv_dtype)
+    pools = [[t.transpose(1, 2) for t in tensors] for tensors in found]
+    query = _one_query(ws, model)
+    where = torch.tensor([0, 1]), torch.tensor([context]), torch.arange(blocks)[None]
+
+    def decode(keys: Tensor, values: Tensor, *scales: Tensor) -> Tensor:
+        key_scale, value_scale = scales or (None, None)
+        return ops.paged_attention(
+            query, keys, values, *where, dim**-0.5, key_scale, value_scale, "panels"
+        )
+
+    return _decode_case(ws, model, context, kv_dtype, "paged_attention", decode, pools, size)
+
+
+def _cache_shape(model: ModelShape, context: int) -> tuple[int, int, int, int]:
+    return 1, model.num_key_value_heads, context, model.head_dim
+
+
+def _one_query(ws: Workspace, model: ModelShape) -> Tensor:
+    shape = 1, model.num_attention_heads, model.head_dim
+    return torch.randn(shape, generator=ws.generator).bfloat16()
+
+
+def _decode_case(
+    ws: Workspace,
+    model: ModelShape,
+    context: int,
+    kv_dtype: str,
+    name: str,
+    decode: Callable[..., Tensor],
+    caches: list[list[Tensor]],
+    size: int,
+) -> Case:
+    """`decode` over caches of `size` bytes, beside torch's attention over as many positions."""
+    heads, kv_heads, dim = model.num_attention_heads, model.num_key_value_heads, model.head_dim
+    plain, _ = _caches(ws, _cache_shape(model, context), "bfloat16")
+    query = _one_query(ws, model)[:, :, None]
+
     def torch_op(keys: Tensor, values: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(query_bhtd, keys, values, enable_gqa=True)
+        return F.scaled_dot_product_attention(query, keys, values, enable_gqa=True)
 
     return Case(
-        name="attention",
+        name=name,
         shape={"M": 1, "context": context, "heads": heads, "kv_heads": kv_heads, "head_dim": dim},
         bytes=size,
         macs=2 * heads * context * dim,
