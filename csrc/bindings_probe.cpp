@@ -1,7 +1,7 @@
 // What the hardware does, asked of itself: the latency between two cores, for benchmarks
 // (ping_pong_ns; on a virtual machine it tells whether they share a cache, which decides bandwidth
-// and the cost of a parallel region), and AMX's products against their model (check_amx). Must not
-// know torch.
+// and the cost of a parallel region), and the products of AMX and of vdpbf16ps against their models
+// (check_amx). Must not know torch.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -17,6 +17,7 @@
 #include <thread>
 #include <vector>
 
+#include "kernels/pair_unit.h"
 #include "kernels/tile_check.h"
 
 namespace py = pybind11;
@@ -110,20 +111,24 @@ py::list check_amx(int64_t products, uint64_t seed) {
     throw std::invalid_argument("check_amx: expected products from 1 to 1000000, got " +
                                 std::to_string(products));
   bitnet::TileCheck checks[bitnet::kTileInstructions];
+  bitnet::PairCheck pairs;
   {
     const py::gil_scoped_release unlocked;
     bitnet::check_tile_unit(products, seed, checks);
+    pairs = bitnet::check_pair_unit(products, seed);
   }
   py::list rows;
-  for (const bitnet::TileCheck& check : checks) {
+  const auto add = [&rows](const char* instruction, const auto& check, const char* first) {
     py::dict row;
-    row["instruction"] = check.instruction;
+    row["instruction"] = instruction;
     row["available"] = check.available;
     row["outputs"] = check.outputs;
     row["different"] = check.different;
-    row["first_difference"] = check.first;
+    row["first_difference"] = first;
     rows.append(row);
-  }
+  };
+  for (const bitnet::TileCheck& check : checks) add(check.instruction, check, check.first);
+  add("vdpbf16ps", pairs, "");
   return rows;
 }
 
@@ -131,8 +136,8 @@ py::list check_amx(int64_t products, uint64_t seed) {
 
 void bind_probe(py::module_& m) {
   m.def("check_amx", &check_amx, py::arg("products"), py::arg("seed") = 0,
-        "Random tile products by this CPU's AMX and by the model in plain C++: one row for each "
-        "instruction, with how many outputs differ. Asks the system for tiles.");
+        "Random products by this CPU's AMX and vdpbf16ps and by their models in plain C++: one row "
+        "for each instruction, with how many outputs differ. Asks the system for tiles.");
   m.def("ping_pong_ns", &ping_pong_ns, py::arg("cpu_a"), py::arg("cpu_b"), py::arg("batches") = 25,
         py::arg("round_trips") = 100, py::arg("timeout_s") = 0.25,
         py::call_guard<py::gil_scoped_release>(),

@@ -84,12 +84,17 @@ CPP_LAYERS: list[tuple[str, str, str]] = [
     ),
     ("kernels/features", r"kernels/features\.h", NO_TORCH_NO_PYTHON),
     ("kernels/tile_check", r"kernels/(tile_check|features)\.h", NO_TORCH_NO_PYTHON),
+    (
+        "kernels/pair_unit",
+        r"kernels/(dispatch|features|kernel_table|pair_unit)\.h",
+        NO_TORCH_NO_PYTHON,
+    ),
     ("kernels/", r"kernels/(?!dispatch).*|format/layout\.h", INTRINSICS),
     ("runtime/", r"runtime/.*", NO_TORCH_NO_PYTHON),
     ("format/", r"format/.*", NO_TORCH_NO_PYTHON),
     (
         "engine/",
-        r"engine/.*|runtime/.*|format/layout\.h|kernels/(dispatch|kernel_table)\.h",
+        r"engine/.*|runtime/.*|format/layout\.h|kernels/(dispatch|kernel_table|pair_unit)\.h",
         NO_TORCH_NO_PYTHON + r"(?<!mmintrin\.h)(?<!arm_neon\.h)",
     ),
     (
@@ -99,7 +104,7 @@ CPP_LAYERS: list[tuple[str, str, str]] = [
     ),
     (
         "bindings",
-        r"bindings.*|runtime/.*|format/.*|kernels/(dispatch|features|kernel_table|tile_check)\.h",
+        r"bindings.*|runtime/.*|format/.*|kernels/(dispatch|features|kernel_table|pair_unit|tile_check)\.h",
         NO_TORCH,
     ),
     (

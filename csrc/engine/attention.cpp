@@ -7,6 +7,7 @@
 #include <cstring>
 
 #include "kernels/dispatch.h"
+#include "kernels/pair_unit.h"
 #include "runtime/parallel.h"
 
 namespace bitnet::engine {
@@ -299,6 +300,7 @@ void AttentionPlan::attend(const KernelTable& table, const AttentionBuffers& buf
       .first_visible = group.position + 1 + skipped / rows_per_token_ - begin,
       .scale = shape_.scale,
       .next = keys_in_place(buffers.pool, next),
+      .pair_unit = pair_unit_in_order(),
       .int8 = int8 ? Int8Attention{query.wide + skipped * wide_padded(shape_.dim),
                                    query.scale + skipped, rows.key_scale, rows.value_scale}
                    : Int8Attention{},

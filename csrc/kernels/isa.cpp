@@ -33,6 +33,8 @@ namespace {
 #include "kernels/generic/attention.inl"
 #include "kernels/generic/attention_block.inl"
 #include "kernels/generic/attention_pairs.inl"
+#include "kernels/generic/attention_unit.inl"
+#include "kernels/generic/attention_pair_chunks.inl"
 #include "kernels/generic/attention_int8.inl"
 #include "kernels/generic/attention_quads.inl"
 #include "kernels/generic/matrix_head.inl"

@@ -163,7 +163,7 @@ constexpr int64_t attention_state_floats(int64_t dim) { return attention_padded(
 // its own, whichever of them an ISA uses.
 constexpr int64_t attention_scratch_floats(int64_t rows, int64_t dim) {
   return 16 + 2 * kAttentionChunk * attention_padded(dim) +
-         (rows + 4) * (attention_padded(dim) + kAttentionChunk + 1);
+         (rows + 4) * (2 * attention_padded(dim) + kAttentionChunk + 1);
 }
 
 // Elements of a quantised query row, and the longest one: 128 * 32512 * 512 < 2^31.
@@ -206,6 +206,8 @@ struct AttentionChunk {
   int64_t first_visible;  // at least 1: token t sees the first min(positions, first_visible + t)
   float scale;
   const void* next;  // what this thread reads after the chunk, a hint for prefetching; may be null
+  // add_pairs may be used (pair_unit.h): a matter of time, not of sums.
+  bool pair_unit = false;
   Int8Attention int8 = {};  // with kInt8
   CacheLayout layout = CacheLayout::kRows;
   ChunkPanels panels = {};  // kPanels, instead of keys, values, stride_bytes and next
@@ -320,6 +322,11 @@ struct KernelTable {
   // attend_chunk writes the states of all rows (layout above) for one chunk.  scratch:
   // attention_scratch_floats(chunk.rows, chunk.dim).
   void (*attend_chunk)(const AttentionChunk& chunk, float* scratch, float* states);
+  // What an instruction for pairs of bfloat16 makes of sums[16], in `steps` steps: sum = fma(lower
+  // halves, fma(upper halves, sum)) of words a[16 * step + lane] and b[16 * step + lane].  Returns
+  // false, and does nothing, without such an instruction; the CPU has to have it where `required`
+  // does not name it: pair_unit.h.
+  bool (*add_pairs)(const float* a, const float* b, int64_t steps, float* sums);
   // One query row for int8 keys: wide[i] = round_half_even(x[i] * (32512 / a)) with a = max(absmax,
   // 1e-30), zeros from n to n_padded.  Returns a / 32512; a row holding NaN or an infinity gives
   // zeros and returns NaN.
@@ -401,7 +408,7 @@ struct KernelTable {
   .round_row = round_row, .store_cache_row = store_cache_row, .rms_norm_row = rms_norm_row,   \
   .norm_quantize_row = norm_quantize_row, .add_row = add_row, .relu2_mul_row = relu2_mul_row, \
   .silu_mul_row = silu_mul_row, .gelu_mul_row = gelu_mul_row, .rope_head = rope_head,         \
-  .attend_chunk = attend_chunk, .quantize_query = quantize_query,                             \
+  .attend_chunk = attend_chunk, .add_pairs = add_pairs, .quantize_query = quantize_query,     \
   .merge_attention = merge_attention, .finish_attention = finish_attention,                   \
   .head_dense = head_dense, .dense_tiles = dense_tiles, .head_int8 = head_int8,               \
   .head_int4 = head_int4, .head_quantize_token = head_quantize_token,                         \

@@ -140,6 +140,11 @@ template <class T>
   __asm__ volatile("" : "+m"(v));
 }
 
+// No unit for pairs of bfloat16; simd_zmm_float.h has one and shows what it must hold.
+struct PairUnit {
+  static constexpr bool kHere = false;
+};
+
 // No unit that multiplies whole tiles; simd_amx_int8.h has one.
 struct MatrixUnit {
   static constexpr int64_t kFromTokens = 0;  // never

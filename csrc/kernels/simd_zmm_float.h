@@ -242,5 +242,59 @@ inline F32x16 load_of_pairs(const void* p) {
   return {_mm512_castsi512_ps(P == 0 ? _mm512_slli_epi32(w, 16) : _mm512_and_si512(w, odd))};
 }
 
+// vdpbf16ps, which a CPU of this ISA may have or not: AttentionChunk::pair_unit.
+struct PairUnit {
+  static constexpr bool kHere = true;
+  using Words = __m512i;
+  struct Chains {
+    Words even, odd;
+  };
+
+  // Of words {0, 1} and {2, 3}, lower half first: {2, 0} and {3, 1}.
+  static Chains chains_of(const void* first, const void* second) {
+    const __m512i a = _mm512_loadu_si512(first), b = _mm512_loadu_si512(second);
+    return {_mm512_mask_mov_epi16(b, 0xaaaaaaaau, _mm512_slli_epi32(a, 16)),
+            _mm512_mask_mov_epi16(a, 0x55555555u, _mm512_srli_epi32(b, 16))};
+  }
+  // Of 16 numbers of position 0, 1, 2 and 3 each.
+  static Chains chains_of_rows(const char* data, int64_t stride) {
+    const auto row = [&](int i) { return _mm512_cvtepu16_epi32(load_words(data + i * stride)); };
+    return {_mm512_or_si512(_mm512_slli_epi32(row(0), 16), row(2)),
+            _mm512_or_si512(_mm512_slli_epi32(row(1), 16), row(3))};
+  }
+  // 16 bfloat16 numbers, as floats, to the eight words that meet them: {2, 0}, {3, 1}, {6, 4} ...
+  static void store_words(const float* x, float* words) {
+    const __m512i v = _mm512_loadu_si512(x);
+    const __m512i later = _mm512_srli_epi32(_mm512_unpackhi_epi64(v, v), 16);
+    // not compressed into memory, which some CPUs do by microcode
+    const __m512i met = _mm512_maskz_compress_epi64(0x55, _mm512_or_si512(v, later));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(words), _mm512_castsi512_si256(met));
+  }
+  static Words load(const float* words) { return _mm512_loadu_si512(words); }
+  // In place: g++ 12 copies the sums of a function that returns them.
+#if defined(BITNET_EMULATE)
+  static void add(F32x16& sum, Words a, Words b) {
+    const Words upper = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
+    const auto high = [&](Words w) { return _mm512_castsi512_ps(_mm512_and_si512(w, upper)); };
+    const auto low = [&](Words w) { return _mm512_castsi512_ps(_mm512_slli_epi32(w, 16)); };
+    sum.v = _mm512_fmadd_ps(low(a), low(b), _mm512_fmadd_ps(high(a), high(b), sum.v));
+  }
+  static void add(F32x16& sum, Words a, const float* word) { add(sum, a, broadcast(word)); }
+#else
+  [[gnu::always_inline]] static void add(F32x16& sum, Words a, Words b) {
+    __asm__("vdpbf16ps %2, %1, %0" : "+v"(sum.v) : "v"(a), "v"(b));
+  }
+  [[gnu::always_inline]] static void add(F32x16& sum, Words a, const float* word) {
+    __asm__("vdpbf16ps %2%{1to16%}, %1, %0" : "+v"(sum.v) : "v"(a), "m"(*word));
+  }
+#endif
+  static Words broadcast(const float* word) { return _mm512_castps_si512(_mm512_set1_ps(*word)); }
+
+ private:
+  static __m256i load_words(const char* p) {
+    return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  }
+};
+
 }  // namespace
 }  // namespace bitnet::BITNET_ISA

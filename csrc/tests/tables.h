@@ -14,6 +14,7 @@
 #include "kernels/dispatch.h"
 #include "kernels/isa_tables.h"
 #include "kernels/kernel_table.h"
+#include "kernels/pair_unit.h"
 #include "tests/check.h"
 
 namespace bitnet {
@@ -39,6 +40,13 @@ inline std::vector<const KernelTable*> tables_under_test() {
   BITNET_EMULATED_ISAS(BITNET_PUSH)
 #undef BITNET_PUSH
   return tables;
+}
+
+// Whether AttentionChunk::pair_unit may be set: on this CPU, or where the instruction is emulated.
+inline bool may_use_pair_unit(const KernelTable& table) {
+  float sums[16] = {};
+  const bool here = is_emulated(table) || pair_unit_in_order();
+  return here && table.add_pairs(sums, sums, 0, sums);
 }
 
 // The table that every other one must equal: the last of the list, plain C++.

@@ -59,6 +59,11 @@ std::vector<float> spread_floats(Random& random, int64_t n) {
   return x;
 }
 
+// AttentionChunk::pair_unit of every chunk; main() runs all without and, where it may, with it.
+bool by_pair_unit = false;
+
+const char* with_unit() { return by_pair_unit ? "by pairs" : ""; }
+
 // States of `rows` query rows over one chunk.
 std::vector<float> attend(const KernelTable& table, const std::vector<float>& query, int64_t rows,
                           int64_t per_token, const Rows& keys, const Rows& values,
@@ -80,6 +85,7 @@ std::vector<float> attend(const KernelTable& table, const std::vector<float>& qu
                                 .first_visible = first_visible,
                                 .scale = scale,
                                 .next = nullptr,
+                                .pair_unit = by_pair_unit,
                                 .first_hidden = first_hidden};
   table.attend_chunk(chunk, scratch.data(), states.data());
   CHECK(equal_in_panels<uint16_t>(table, chunk, 0x7fc0, scratch, states.data()),
@@ -163,8 +169,8 @@ void order(const KernelTable& table) {
     if (thinning(table) > 1 && dim > 33 && dim != 100) continue;
     for (const int64_t positions : {1, 2, 3, 16, 17, 31, 32, 33, 34, 50, 63, 64}) {
       for (const bool wide : {false, true}) {
-        begin_case("%s bf16 attention, order, dim %d, %d positions, wide %d", table.name, int(dim),
-                   int(positions), int(wide));
+        begin_case("%s bf16 attention %s, order, dim %d, %d positions, wide %d", table.name,
+                   with_unit(), int(dim), int(positions), int(wide));
         Random random(static_cast<uint64_t>(dim * 100 + positions));
         const auto floats = [&](int64_t n) {
           return cached(wide ? spread_floats(random, n) : random_floats(random, Flavour::kUnit, n));
@@ -195,8 +201,8 @@ void rows_are_independent(const KernelTable& table) {
       for (const int64_t per_token : {1, 3, 4}) {
         for (const int64_t first : {1, 30, 47, 64}) {
           for (const float behind : {1.0f, INFINITY}) {  // what the last position holds
-            begin_case("%s bf16 attention, %d rows, %d a token, dim %d, first sees %d", table.name,
-                       int(rows), int(per_token), int(dim), int(first));
+            begin_case("%s bf16 attention %s, %d rows, %d a token, dim %d, first sees %d",
+                       table.name, with_unit(), int(rows), int(per_token), int(dim), int(first));
             Random random(static_cast<uint64_t>(dim * 10 + rows));
             const std::vector<float> query =
                 cached(random_floats(random, Flavour::kUnit, rows * dim));
@@ -224,29 +230,28 @@ void rows_are_independent(const KernelTable& table) {
 }
 
 // Beside others, over a chunk whose positions outside of a row's window hold no numbers, as alone.
-void windows(const KernelTable& table) {
-  constexpr int64_t kDim = 40;
+void windows(const KernelTable& table, int64_t dim) {
   for (const int64_t rows : {1, 2, 3, 4, 7, 29}) {
     for (const int64_t window : {35, 40, 51}) {
       for (const int64_t first : {1, 36, 45, 64}) {  // positions up to the first row's token
         const int64_t hidden = std::min(first - window, 63 - (rows - 1));
-        begin_case("%s bf16 attention, %d rows, a window of %d, first sees %d", table.name,
-                   int(rows), int(window), int(first));
+        begin_case("%s bf16 attention %s, %d rows, dim %d, a window of %d, first sees %d",
+                   table.name, with_unit(), int(rows), int(dim), int(window), int(first));
         Random random(static_cast<uint64_t>(rows * 100 + window));
-        const std::vector<float> query = cached(random_floats(random, Flavour::kUnit, rows * kDim));
-        const std::vector<float> numbers = cached(random_floats(random, Flavour::kUnit, 64 * kDim));
-        const Rows keys = rows_of(numbers, kDim), values = keys;
+        const std::vector<float> query = cached(random_floats(random, Flavour::kUnit, rows * dim));
+        const std::vector<float> numbers = cached(random_floats(random, Flavour::kUnit, 64 * dim));
+        const Rows keys = rows_of(numbers, dim), values = keys;
         const std::vector<float> all =
             attend(table, query, rows, 1, keys, values, 64, first, 0.3f, hidden);
         for (int64_t r = 0; r < rows; ++r) {
           const int64_t begin = std::max<int64_t>(0, hidden + r);
           const int64_t end = std::min<int64_t>(first + r, 64);
           std::vector<float> seen = numbers;
-          std::fill(seen.begin(), seen.begin() + begin * kDim, NAN);
-          std::fill(seen.begin() + end * kDim, seen.end(), INFINITY);
-          const std::vector<float> one(query.begin() + r * kDim, query.begin() + (r + 1) * kDim);
-          const std::vector<float> alone = attend(table, one, 1, 1, rows_of(seen, kDim),
-                                                  rows_of(seen, kDim), 64, end, 0.3f, begin);
+          std::fill(seen.begin(), seen.begin() + begin * dim, NAN);
+          std::fill(seen.begin() + end * dim, seen.end(), INFINITY);
+          const std::vector<float> one(query.begin() + r * dim, query.begin() + (r + 1) * dim);
+          const std::vector<float> alone = attend(table, one, 1, 1, rows_of(seen, dim),
+                                                  rows_of(seen, dim), 64, end, 0.3f, begin);
           CHECK(std::memcmp(&all[at(r) * alone.size()], alone.data(),
                             alone.size() * sizeof(float)) == 0,
                 "row %d differs from the same row alone", int(r));
@@ -280,7 +285,8 @@ void written(const KernelTable& table) {
 #if defined(__SSE__)
 void flushing_changes_nothing(const KernelTable& table) {
   for (const int64_t rows : {1, 4, 24}) {
-    begin_case("%s bf16 attention with denormals flushed, %d rows", table.name, int(rows));
+    begin_case("%s bf16 attention %s with denormals flushed, %d rows", table.name, with_unit(),
+               int(rows));
     Random random(9);
     constexpr int64_t kDim = 96;
     const std::vector<float> query = cached(spread_floats(random, rows * kDim));
@@ -306,11 +312,16 @@ int main() {
   using namespace bitnet::test;
   announce("test_kernels_bf16_attention");
   for (const bitnet::KernelTable* table : tables_under_test()) {
-    order(*table);
-    rows_are_independent(*table);
-    windows(*table);
+    for (const bool unit : {false, true}) {
+      if (unit && !may_use_pair_unit(*table)) continue;
+      by_pair_unit = unit;
+      order(*table);
+      rows_are_independent(*table);
+      windows(*table, 40);
+      windows(*table, 64);
+      flushing_changes_nothing(*table);
+    }
     written(*table);
-    flushing_changes_nothing(*table);
   }
   return finish("test_kernels_bf16_attention");
 }

@@ -269,14 +269,27 @@ def test_check_amx_says_what_the_unit_did(
     assert "tdpbf16ps" in out and all(part in out for part in text)
 
 
+def test_check_amx_does_not_worry_of_pairs_that_are_not_used(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"instruction": "tdpbf16ps", **SAME}, {"instruction": "vdpbf16ps", **OTHER}]
+    monkeypatch.setattr(_runtime, "check_amx", lambda products: rows)
+    assert cli.main(["doctor", "--check-amx"]) == 0
+    assert "vdpbf16ps: 2 of 5 outputs differ; it is not used here" in capsys.readouterr().out
+    monkeypatch.setattr(_runtime, "check_amx", lambda products: rows[1:])
+    assert cli.main(["doctor", "--check-amx"]) == 1  # no AMX was asked
+
+
 def test_check_amx_asks_this_cpu(capsys: pytest.CaptureFixture[str]) -> None:
     has = _runtime.cpu_features().get("amx_int8", False)
     status = cli.main(["doctor", "--check-amx", "--json"])
     found = json.loads(capsys.readouterr().out)
     names = [row["instruction"] for row in found["checks"]]
-    assert names == ["tdpbf16ps", "tdpbssd", "tdpbsud", "tdpbusd"]
+    assert names == ["tdpbf16ps", "tdpbssd", "tdpbsud", "tdpbusd", "vdpbf16ps"]
+    *tiles, pairs = found["checks"]
     if "BITNET_TEST_EMULATED" not in os.environ:
-        assert any(row["available"] for row in found["checks"]) == has
+        assert any(row["available"] for row in tiles) == has
+        assert pairs["available"] == _runtime.cpu_features().get("avx512_bf16", False)
     assert not any(row["different"] for row in found["checks"])
     assert status == (0 if found["good"] else 1)
 

@@ -25,6 +25,25 @@ struct RowValues {
   [[gnu::always_inline]] F32x16 load(int64_t pair, int64_t step) const {
     return load_mixed<DType::kBF16>(data + (2 * pair + P) * position_bytes + step * step_bytes);
   }
+  // Four positions at a time, and what to ask for there: from a pair on, a panel's worth of them.
+  struct Fours {
+    const char *at, *hint;
+  };
+  Fours fours(int64_t pair, int64_t step) const {
+    const int64_t offset = 2 * pair * position_bytes + step * step_bytes;
+    return {data + offset, next + offset};
+  }
+  template <class Unit, int B>
+  [[gnu::always_inline]] void take(Fours& from, typename Unit::Chains (&to)[B]) const {
+    for (int i = 0; i < 4; ++i) {
+      for (int b = 0; b < (B + 1) / 2; ++b) prefetch_l2(from.hint + i * position_bytes + 64 * b);
+    }
+#pragma GCC unroll 4
+    for (int b = 0; b < B; ++b) {
+      to[b] = Unit::chains_of_rows(from.at + b * step_bytes, position_bytes);
+    }
+    from = {from.at + 4 * position_bytes, from.hint + 4 * position_bytes};
+  }
   template <int B>
   [[gnu::always_inline]] void ask(int64_t pair, int64_t step) const {
     const char* at = next + 2 * pair * position_bytes + step * step_bytes;
@@ -41,17 +60,37 @@ struct PanelValues {
   const char *panels[kChunkPanels], *next[kChunkPanels];
   int64_t pair_bytes;  // of all dim
 
+  static constexpr uint64_t kPanelPairs = kPanelPositions / 2;
   [[gnu::always_inline]] int64_t offset(int64_t pair, int64_t step) const {
-    return pair % (kPanelPositions / 2) * pair_bytes + step * kPairBytes;
+    const auto in_panel = static_cast<int64_t>(static_cast<uint64_t>(pair) % kPanelPairs);
+    return in_panel * pair_bytes + step * kPairBytes;
   }
+  static uint64_t panel(int64_t pair) { return static_cast<uint64_t>(pair) / kPanelPairs; }
   template <int P>
   [[gnu::always_inline]] F32x16 load(int64_t pair, int64_t step) const {
-    const void* words = panels[pair / (kPanelPositions / 2)] + offset(pair, step);
+    const void* words = panels[panel(pair)] + offset(pair, step);
     return load_of_pairs<P>(words);
+  }
+  // As of RowValues.
+  struct Fours {
+    const char *at, *hint;
+  };
+  Fours fours(int64_t pair, int64_t step) const {
+    return {panels[panel(pair)] + offset(pair, step), next[panel(pair)] + offset(pair, step)};
+  }
+  template <class Unit, int B>
+  [[gnu::always_inline]] void take(Fours& from, typename Unit::Chains (&to)[B]) const {
+#pragma GCC unroll 4
+    for (int b = 0; b < B; ++b) {
+      prefetch_l2(from.hint + kPairBytes * b);
+      prefetch_l2(from.hint + pair_bytes + kPairBytes * b);
+      to[b] = Unit::chains_of(from.at + kPairBytes * b, from.at + pair_bytes + kPairBytes * b);
+    }
+    from = {from.at + 2 * pair_bytes, from.hint + 2 * pair_bytes};
   }
   template <int B>
   [[gnu::always_inline]] void ask(int64_t pair, int64_t step) const {
-    const char* at = next[pair / (kPanelPositions / 2)] + offset(pair, step);
+    const char* at = next[panel(pair)] + offset(pair, step);
     for (int b = 0; b < B; ++b) prefetch_l2(at + kPairBytes * b);
   }
   void ask_no_more() {
@@ -93,6 +132,16 @@ template <int N>
 [[gnu::always_inline]] inline void clear(F32x16 (&acc)[N]) {
 #pragma GCC unroll 16
   for (int i = 0; i < N; ++i) acc[i] = zero();
+}
+
+template <int R, int J>
+[[gnu::always_inline]] inline void store_scores(const float* sums, float scale, float* scores) {
+  for (int r = 0; r < R; ++r) {
+    for (int j = 0; j < J; ++j) {
+      const F32x16 dots = load_n(sums + 16 * (r * J + j), 16);
+      store_n(scores + r * kAttentionChunk + 16 * j, mul(set1(scale), dots), 16);
+    }
+  }
 }
 
 // One pair's elements P of J panels times those of R queries.
@@ -155,12 +204,7 @@ template <int R, int J>
       add_chains(first, acc, sums);
     }
   }
-  for (int r = 0; r < R; ++r) {
-    for (int j = 0; j < J; ++j) {
-      const F32x16 dots = load_n(sums + 16 * (r * J + j), 16);
-      store_n(scores + r * kAttentionChunk + 16 * j, mul(set1(scale), dots), 16);
-    }
-  }
+  store_scores<R, J>(sums, scale, scores);
 }
 
 // B steps of the values at a pair's position P, times the weights of R rows.
@@ -179,264 +223,64 @@ template <int P, int R, int B, class Values>
   }
 }
 
-// out[r][16 step ..] of B steps: sums over positions [begin, count).
+// sums[r][b] of B steps += the weighted positions of [begin, count) in the group that begins at j.
 template <int R, int B, class Values>
-[[gnu::noinline]] void weigh_pairs(const float* weights, Values values, int64_t step, int64_t begin,
-                                   int64_t count, float* out, int64_t out_stride) {
-  alignas(64) float first[R * B * 16], sums[R * B * 16];
-  for (int i = 0; i < R * B; ++i) store_n(sums + 16 * i, zero(), 16);
-  for (int64_t j = begin / kPairGroup * kPairGroup; j < count; j += kPairGroup) {
-    const int64_t end = j + kPairGroup < count ? j + kPairGroup : count;
-    const int64_t start = j < begin ? begin : j;
-    // a last position may lack the odd one, the first one the even one
-    const int64_t from = (start + 1) / 2, both = end / 2;
-    F32x16 acc[R * B];
-    clear(acc);
-    if constexpr (kBothChains<R * B>) {
-      F32x16 odd[R * B];
-      clear(odd);
-      if (start % 2 != 0) weigh_pair_step<1, R, B>(weights, values, step, start / 2, odd);
+[[gnu::always_inline]] inline void weigh_group(const float* weights, const Values& values,
+                                               int64_t step, int64_t j, int64_t begin,
+                                               int64_t count, float* sums) {
+  const int64_t end = j + kPairGroup < count ? j + kPairGroup : count;
+  const int64_t start = j < begin ? begin : j;
+  // a last position may lack the odd one, the first one the even one
+  const int64_t from = (start + 1) / 2, both = end / 2;
+  F32x16 acc[R * B];
+  clear(acc);
+  if constexpr (kBothChains<R * B>) {
+    F32x16 odd[R * B];
+    clear(odd);
+    if (start % 2 != 0) weigh_pair_step<1, R, B>(weights, values, step, start / 2, odd);
 #pragma GCC unroll 4
-      for (int64_t i = from; i < both; ++i) {
-        values.template ask<B>(i, step);
-        weigh_pair_step<0, R, B>(weights, values, step, i, acc);
-        weigh_pair_step<1, R, B>(weights, values, step, i, odd);
-      }
-      if (end % 2 != 0) weigh_pair_step<0, R, B>(weights, values, step, both, acc);
-      add_chains(acc, odd, sums);
-    } else {
-#pragma GCC unroll 4
-      for (int64_t i = from; i < both; ++i) {
-        values.template ask<B>(i, step);
-        weigh_pair_step<0, R, B>(weights, values, step, i, acc);
-      }
-      if (end % 2 != 0) weigh_pair_step<0, R, B>(weights, values, step, both, acc);
-      store_chain(acc, first);
-      clear(acc);
-#pragma GCC unroll 4
-      for (int64_t i = start / 2; i < both; ++i) {
-        weigh_pair_step<1, R, B>(weights, values, step, i, acc);
-      }
-      add_chains(first, acc, sums);
+    for (int64_t i = from; i < both; ++i) {
+      values.template ask<B>(i, step);
+      weigh_pair_step<0, R, B>(weights, values, step, i, acc);
+      weigh_pair_step<1, R, B>(weights, values, step, i, odd);
     }
+    if (end % 2 != 0) weigh_pair_step<0, R, B>(weights, values, step, both, acc);
+    add_chains(acc, odd, sums);
+  } else {
+    alignas(64) float first[R * B * 16];
+#pragma GCC unroll 4
+    for (int64_t i = from; i < both; ++i) {
+      values.template ask<B>(i, step);
+      weigh_pair_step<0, R, B>(weights, values, step, i, acc);
+    }
+    if (end % 2 != 0) weigh_pair_step<0, R, B>(weights, values, step, both, acc);
+    store_chain(acc, first);
+    clear(acc);
+#pragma GCC unroll 4
+    for (int64_t i = start / 2; i < both; ++i) {
+      weigh_pair_step<1, R, B>(weights, values, step, i, acc);
+    }
+    add_chains(first, acc, sums);
   }
+}
+
+template <int R, int B, class Values>
+[[gnu::always_inline]] inline void store_sums(const float* sums, int64_t step, float* out,
+                                              int64_t out_stride) {
   for (int i = 0; i < R * B; ++i) {
     store_n(out + i / B * out_stride + 16 * (step + i % B),
             Values::in_order(load_n(sums + 16 * i, 16)), 16);
   }
 }
 
-// Whether the values of some positions are numbers, so that a weight of 0 makes 0 of them.
-template <class Values>
-bool finite_values(const Values& values, int64_t steps, int64_t begin, int64_t end) {
-  F32x16 best = zero();
-  for (int64_t j = begin; j < end; ++j) {
-    for (int64_t b = 0; b < steps; ++b) {
-      best = max_abs_bits(
-          best, j % 2 == 0 ? values.template load<0>(j / 2, b) : values.template load<1>(j / 2, b));
-    }
+// out[r][16 step ..] of B steps: sums over positions [begin, count).
+template <int R, int B, class Values>
+[[gnu::noinline]] void weigh_pairs(const float* weights, Values values, int64_t step, int64_t begin,
+                                   int64_t count, float* out, int64_t out_stride) {
+  alignas(64) float sums[R * B * 16];
+  for (int i = 0; i < R * B; ++i) store_n(sums + 16 * i, zero(), 16);
+  for (int64_t j = begin / kPairGroup * kPairGroup; j < count; j += kPairGroup) {
+    weigh_group<R, B>(weights, values, step, j, begin, count, sums);
   }
-  return reduce_abs_bits(best) < kInfinityBits;
-}
-
-// One chunk for all its rows: its keys in panels, laid out so far or as the cache has them.
-template <class Values>
-struct PairChunk {
-  const AttentionChunk& c;
-  const char *keys[kChunkPanels], *hints[kChunkPanels];  // hints: the values, beside the keys
-  float *panels, *query, *scores;                        // scratch
-  int64_t laid_out;                                      // positions whose keys are in panels
-  Values values;
-
-  void ask_no_more() {
-    for (int64_t i = 0; i < kChunkPanels; ++i) hints[i] = keys[i];
-    values.ask_no_more();
-  }
-  int64_t hidden() const { return positions_hidden(c, 0); }  // from every row
-  int64_t steps() const { return attention_padded(c.dim) / 16; }
-  int64_t pairs() const { return (c.dim + 1) / 2; }
-  int64_t panel_floats() const { return 16 * ((pairs() + 15) / 16 * 16); }
-};
-
-template <class Values>
-PairChunk<Values> pair_chunk(const AttentionChunk& c, float* scratch) {
-  const int64_t padded = attention_padded(c.dim);
-  while (reinterpret_cast<uintptr_t>(scratch) % 64 != 0) ++scratch;  // whole cache lines
-  float* query = scratch + 2 * kAttentionChunk * padded;
-  const int64_t laid_out = positions_hidden(c, 0) / 16 * 16;
-  return {c, {}, {}, scratch, query, query + (c.rows + 4) * padded, laid_out, {}};
-}
-
-PairChunk<RowValues> chunk_of_rows(const AttentionChunk& c, float* scratch) {
-  PairChunk<RowValues> chunk = pair_chunk<RowValues>(c, scratch);
-  const bool dense = c.stride_bytes == 2 * c.dim;  // rows without gaps: as many lines as the keys
-  for (int64_t i = 0; i < kChunkPanels; ++i) {
-    chunk.keys[i] = reinterpret_cast<const char*>(chunk.panels + i * chunk.panel_floats());
-    const bool some = dense && 16 * i < c.positions;
-    chunk.hints[i] =
-        some ? static_cast<const char*>(row_at(c.values, c.stride_bytes, 16 * i)) : chunk.keys[i];
-  }
-  if (c.rows < kBlockFewest && c.dim % 16 == 0) {
-    const auto* data = static_cast<const char*>(c.values);
-    const auto* next = static_cast<const char*>(c.next);
-    chunk.values = {data, next == nullptr ? data : next, c.stride_bytes, 32};
-    return chunk;
-  }
-  // Side by side for many rows, since lines that are far apart can displace each other; and where
-  // the last step of the last position may not be read.
-  auto* values = reinterpret_cast<char*>(chunk.panels + kAttentionChunk * attention_padded(c.dim));
-  chunk.values = {values, values, 32, 32 * kAttentionChunk};
-  for (int64_t j = chunk.hidden(); j < c.positions; ++j) {
-    const auto* row = static_cast<const char*>(row_at(c.values, c.stride_bytes, j));
-    for (int64_t i = 0; i < c.dim; i += 16) {
-      char* to = values + 32 * j + 2 * kAttentionChunk * i;
-      if (i + 16 <= c.dim) {
-        __builtin_memcpy(to, row + 2 * i, 32);
-      } else {
-        __builtin_memset(to, 0, 32);
-        __builtin_memcpy(to, row + 2 * i, 2 * (c.dim - i));
-      }
-    }
-  }
-  return chunk;
-}
-
-PairChunk<PanelValues> chunk_of_panels(const AttentionChunk& c, float* scratch) {
-  PairChunk<PanelValues> chunk = pair_chunk<PanelValues>(c, scratch);
-  chunk.values.pair_bytes = 4 * c.dim;
-  for (int64_t i = 0; i < kChunkPanels; ++i) {
-    const void *values = c.panels.values[i], *next = c.panels.next[i];
-    chunk.keys[i] = static_cast<const char*>(c.panels.keys[i]);
-    chunk.hints[i] = chunk.values.panels[i] = static_cast<const char*>(values);
-    chunk.values.next[i] = static_cast<const char*>(next == nullptr ? values : next);
-  }
-  chunk.laid_out = kAttentionChunk;
-  return chunk;
-}
-
-// Lays out the keys of the next 16 positions.
-template <class Values>
-void lay_out_panel(PairChunk<Values>& chunk) {
-  const AttentionChunk& c = chunk.c;
-  const int64_t j = chunk.laid_out, row_bytes = 2 * c.dim;
-  const int64_t rows = j + 16 < c.positions ? 16 : c.positions - j;
-  const int64_t first = chunk.hidden() > j ? chunk.hidden() - j : 0;
-  const auto* keys = static_cast<const char*>(row_at(c.keys, c.stride_bytes, j));
-  float* panel = chunk.panels + j / 16 * chunk.panel_floats();
-  for (int64_t i = 0; i < row_bytes; i += 64) {
-    const void* words = keys + i;
-    int64_t stride = c.stride_bytes;
-    alignas(64) char tile[16 * 64];
-    if (first > 0 || rows < 16 || i + 64 > row_bytes) {
-      const int64_t bytes = i + 64 < row_bytes ? 64 : row_bytes - i;
-      __builtin_memset(tile, 0, sizeof tile);
-      for (int64_t r = first; r < rows; ++r) {
-        __builtin_memcpy(tile + 64 * r, keys + r * c.stride_bytes + i, bytes);
-      }
-      words = tile, stride = 64;
-    }
-    transpose_16(words, stride, panel + 4 * i, 16);
-  }
-  chunk.laid_out += 16;
-}
-
-// How many panels, or steps of values, meet R rows at once.
-constexpr int pair_tiles(int rows) {
-  return kPairTiles >= 8 * rows ? 4 : kPairTiles >= 4 * rows ? 2 : 1;
-}
-
-// Scores of R rows and positions [begin, count).
-template <int R, class Values>
-void score_pair_rows(PairChunk<Values>& chunk, const float* query, int64_t query_stride,
-                     int64_t begin, int64_t count) {
-  constexpr int J = pair_tiles(R);
-  int64_t j = begin / 16 * 16;
-  for (; J > 1 && j + 16 * (J - 1) < count; j += 16 * J) {
-    while (chunk.laid_out < j + 16 * J) lay_out_panel(chunk);
-    score_pairs<R, J>(query, query_stride, chunk.keys + j / 16, chunk.pairs(), chunk.c.scale,
-                      chunk.hints + j / 16, chunk.scores + j);
-  }
-  for (; j < count; j += 16) {
-    while (chunk.laid_out < j + 16) lay_out_panel(chunk);
-    score_pairs<R, 1>(query, query_stride, chunk.keys + j / 16, chunk.pairs(), chunk.c.scale,
-                      chunk.hints + j / 16, chunk.scores + j);
-  }
-}
-
-// Weighted values of R rows over positions [begin, count).
-template <int R, class Values>
-void weigh_pair_rows(PairChunk<Values>& chunk, const float* weights, int64_t begin, int64_t count,
-                     float* out, int64_t out_stride) {
-  constexpr int B = pair_tiles(R);
-  int64_t b = 0;
-  for (; B > 1 && b + B <= chunk.steps(); b += B) {
-    weigh_pairs<R, B>(weights, chunk.values, b, begin, count, out, out_stride);
-  }
-  for (; b < chunk.steps(); ++b) {
-    weigh_pairs<R, 1>(weights, chunk.values, b, begin, count, out, out_stride);
-  }
-}
-
-// R rows from `row` on.
-template <int R, class Values>
-void attend_pair_rows(PairChunk<Values>& chunk, int64_t row, float* states) {
-  const AttentionChunk& c = chunk.c;
-  const int64_t padded = attention_padded(c.dim), stride = attention_state_floats(c.dim);
-  float* state = states + row * stride;
-  const float* query = c.query + row * c.dim;
-  int64_t query_stride = c.dim, hidden[R], seen[R];
-  if (c.dim % 2 != 0) {
-    for (int r = 0; r < R; ++r) {
-      __builtin_memcpy(chunk.query + r * padded, query + r * c.dim, sizeof(float) * c.dim);
-      chunk.query[r * padded + c.dim] = 0.0f;
-    }
-    query = chunk.query, query_stride = padded;
-  }
-  for (int r = 0; r < R; ++r) {
-    hidden[r] = positions_hidden(c, row + r), seen[r] = positions_seen(c, row + r);
-  }
-  const int64_t from = hidden[0], most = seen[R - 1];
-  score_pair_rows<R>(chunk, query, query_stride, from, most);
-  for (int r = 0; r < R; ++r) {
-    float* scores = chunk.scores + r * kAttentionChunk;
-    softmax_scores<DType::kBF16>(scores, hidden[r], seen[r], state + r * stride + padded);
-    for (int64_t j = (seen[r] + 15) / 16 * 16; j < kAttentionChunk; ++j) scores[j] = 0.0f;
-  }
-  // What a row does not see weighs 0 and adds 0, unless it is infinite or a NaN.
-  if (finite_values(chunk.values, chunk.steps(), from, hidden[R - 1]) &&
-      finite_values(chunk.values, chunk.steps(), seen[0], most)) {
-    return weigh_pair_rows<R>(chunk, chunk.scores, from, most, state, stride);
-  }
-  for (int r = 0; r < R; ++r) {
-    weigh_pair_rows<1>(chunk, chunk.scores + r * kAttentionChunk, hidden[r], seen[r],
-                       state + r * stride, stride);
-  }
-}
-
-template <class Values>
-void attend_pair_chunk(PairChunk<Values> chunk, float* states) {
-  const AttentionChunk& c = chunk.c;
-  int64_t row = 0;
-  for (; c.rows >= kBlockFewest && row + kBlockRows <= c.rows; row += kBlockRows) {
-    attend_pair_rows<kBlockRows>(chunk, row, states);
-    chunk.ask_no_more();
-  }
-  while (row < c.rows) {
-    const int64_t left = c.rows - row;
-    const int64_t take = left >= 6 || left == 4 ? 4 : left == 5 ? 3 : left;
-    if (take == 4) attend_pair_rows<4>(chunk, row, states);
-    if (take == 3) attend_pair_rows<3>(chunk, row, states);
-    if (take == 2) attend_pair_rows<2>(chunk, row, states);
-    if (take == 1) attend_pair_rows<1>(chunk, row, states);
-    row += take;
-    chunk.ask_no_more();
-  }
-}
-
-void attend_pairs(const AttentionChunk& c, float* scratch, float* states) {
-  if (c.layout == CacheLayout::kPanels) {
-    attend_pair_chunk(chunk_of_panels(c, scratch), states);
-  } else {
-    attend_pair_chunk(chunk_of_rows(c, scratch), states);
-  }
+  store_sums<R, B, Values>(sums, step, out, out_stride);
 }

@@ -1,0 +1,121 @@
+// The model of the instruction and random operands; see pair_unit.h.
+#include "kernels/pair_unit.h"
+
+#include <bit>
+#include <cmath>
+
+#include "kernels/dispatch.h"
+#include "kernels/features.h"
+
+namespace bitnet {
+namespace {
+
+constexpr int kLanes = 16, kSteps = 16;
+constexpr int64_t kFirstUse = 40;  // products of a kind: 60,000 pairs in all
+
+class Numbers {
+ public:
+  explicit Numbers(uint64_t seed) : state_(seed) {}
+  uint32_t bits() {
+    state_ = state_ * 6364136223846793005u + 1442695040888963407u;
+    return static_cast<uint32_t>(state_ >> 32);
+  }
+  uint32_t below(uint32_t n) { return static_cast<uint32_t>(uint64_t{bits()} * n >> 32); }
+
+ private:
+  uint64_t state_;
+};
+
+// A bfloat16, as the upper half of a word, whose exponent is in [least, least + range).
+struct Kind {
+  uint32_t least, range;
+  bool takes_back;  // every other step takes back the one before it, but for some last bits
+};
+constexpr Kind kKinds[] = {
+    {120, 10, false},  // of a size
+    {72, 62, false},   // as caches hold them, from 2^-55 on
+    {100, 28, false}, {118, 12, true}, {72, 62, true}, {126, 2, false},  // ties
+};
+
+uint32_t bf16_bits(Numbers& numbers, const Kind& kind) {
+  const uint32_t exponent = kind.least + numbers.below(kind.range);
+  return (numbers.bits() & 0x807f0000u) | exponent << 23;
+}
+
+uint32_t word(Numbers& numbers, const Kind& kind) {
+  const uint32_t upper = bf16_bits(numbers, kind);
+  return upper | bf16_bits(numbers, kind) >> 16;
+}
+
+struct Operands {
+  uint32_t a[kSteps * kLanes], b[kSteps * kLanes];
+};
+
+Operands random_operands(Numbers& numbers, const Kind& kind) {
+  Operands t;
+  for (int i = 0; i < kSteps * kLanes; ++i) {
+    t.a[i] = word(numbers, kind);
+    t.b[i] = word(numbers, kind);
+    if (kind.takes_back && i / kLanes % 2 != 0) {
+      t.a[i] = t.a[i - kLanes] ^ 0x80008000u ^ (numbers.below(8) == 0 ? 0x10000u : 0u);
+      t.b[i] = t.b[i - kLanes] ^ (numbers.below(8) == 0 ? 1u : 0u);
+    }
+  }
+  return t;
+}
+
+float upper(uint32_t word) { return std::bit_cast<float>(word & 0xffff0000u); }
+float lower(uint32_t word) { return std::bit_cast<float>(word << 16); }
+
+}  // namespace
+
+PairCheck check_pairs(AddPairs add_pairs, int64_t products, uint64_t seed) {
+  PairCheck check;
+  Numbers numbers(seed);
+  for (int64_t n = 0; n < products; ++n) {
+    for (const Kind& kind : kKinds) {
+      const Operands t = random_operands(numbers, kind);
+      float a[kSteps * kLanes], b[kSteps * kLanes], sums[kLanes], want[kLanes];
+      for (int i = 0; i < kSteps * kLanes; ++i) {
+        a[i] = std::bit_cast<float>(t.a[i]);
+        b[i] = std::bit_cast<float>(t.b[i]);
+      }
+      for (int lane = 0; lane < kLanes; ++lane) {
+        sums[lane] = want[lane] = upper(bf16_bits(numbers, kind));
+      }
+      check.available = add_pairs(a, b, kSteps, sums);
+      if (!check.available) return check;
+      for (int i = 0; i < kSteps * kLanes; ++i) {
+        float& sum = want[i % kLanes];
+        sum = std::fmaf(upper(t.a[i]), upper(t.b[i]), sum);
+        sum = std::fmaf(lower(t.a[i]), lower(t.b[i]), sum);
+      }
+      for (int lane = 0; lane < kLanes; ++lane) {
+        ++check.outputs;
+        if (std::bit_cast<uint32_t>(sums[lane]) != std::bit_cast<uint32_t>(want[lane])) {
+          ++check.different;
+        }
+      }
+    }
+  }
+  return check;
+}
+
+PairCheck check_pair_unit(int64_t products, uint64_t seed) {
+  if ((cpu_features() & kAvx512Bf16) == 0) return {};
+  for (const KernelTable* table : available_tables()) {
+    const PairCheck check = check_pairs(table->add_pairs, products, seed);
+    if (check.available) return check;
+  }
+  return {};
+}
+
+bool pair_unit_in_order() {
+  static const bool in_order = [] {
+    const PairCheck check = check_pair_unit(kFirstUse, 1);
+    return check.available && check.different == 0;
+  }();
+  return in_order;
+}
+
+}  // namespace bitnet
