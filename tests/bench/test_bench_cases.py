@@ -142,7 +142,7 @@ def test_every_case_checks_its_result(ws: memory.Workspace, threads: int) -> Non
     names = {case.name for case in found}
     assert names == {
         *("gemv", "gemm", "linear", "qkv_forward", "mlp_forward", "quantize_activations"),
-        *("rms_norm", "relu2_mul", "attention", "lm_head"),
+        *("rms_norm", "relu2_mul", "attention", "paged_attention", "lm_head"),
     }
 
 
@@ -153,6 +153,9 @@ def test_attention_reads_the_bytes_of_its_cache(ws: memory.Workspace) -> None:
     expected = {"bfloat16": 2 * dim, "float16": 2 * dim, "int8": dim + 4}
     expected |= {"float8_e4m3fn": dim, "float8_e5m2": dim}
     assert sizes == [rows * expected[c] for c in shapes.KV_DTYPES]
+    for cache in ("bfloat16", "int8"):
+        case = cases_ops.paged_attention_case(ws, model, 500, cache)
+        assert case.bytes == rows * expected[cache]  # whole blocks
 
 
 def spoiled(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -172,7 +175,7 @@ def spoiled(function: Callable[..., Any]) -> Callable[..., Any]:
     "name",
     [
         *("gemv", "gemm", "linear", "qkv_forward", "mlp_forward", "quantize_activations"),
-        *("rms_norm", "relu2_mul", "attention", "lm_head"),
+        *("rms_norm", "relu2_mul", "attention", "paged_attention", "lm_head"),
     ],
 )
 def test_every_check_sees_a_wrong_result(

@@ -196,9 +196,9 @@ def test_small_run_has_every_row_with_its_limit(small_run: tuple[dict[str, Any],
         assert limit["read_gb_s"] > 0 and limit["int8_peak_gmac_s"] > 0
     for row in result["rows"]:
         assert_row(row)
-    # matrices: 5 shapes x (cold, hot at M = 1; cold at M = 2); fused: 3 ops x 3; the rest 14,
-    # attention over five types of cache among them
-    assert len(result["rows"]) == 2 * (5 * 3 + 3 * 3 + 14)
+    # matrices: 5 shapes x (cold, hot at M = 1; cold at M = 2); fused: 3 ops x 3; the rest 16,
+    # attention over five types of cache in rows and two in panels among them
+    assert len(result["rows"]) == 2 * (5 * 3 + 3 * 3 + 16)
     assert result["settings"]["tokens"] == [1, 2]
 
 

@@ -227,10 +227,10 @@ def head(c: Context, threads: int, head: str) -> Measured:
 
 
 def attention(c: Context, threads: int, cache: str, contexts: tuple[int, ...]) -> Measured:
-    """Share of reading of decode attention."""
+    """Share of reading of decode attention over a pool of blocks, as the engine has one."""
 
     def share(context: int) -> tuple[float, str, bool]:
-        case = cases_ops.attention_case(c.ws, c.model, context, cache)
+        case = cases_ops.paged_attention_case(c.ws, c.model, context, cache)
         return _share(c.row(case, threads), "read", f"context {context}")
 
     return worst(share(context) for context in contexts)
