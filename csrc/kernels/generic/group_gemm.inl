@@ -262,7 +262,8 @@ void any_group_gemm(const GroupJob& job) {
   constexpr int kTokens = DN::kTokens < kPlanes ? 1 : DN::kTokens / kPlanes;
   for_token_groups<kTokens>(job.tokens, [&]<int T>(int64_t token) {
     if constexpr (HasWide<DN, T * kPlanes>) {
-      if (!job.shared_ports) return tiles_groups<typename DN::Wide, T, kPlanes, S>(job, token);
+      if (!job.shared_ports)
+        return tiles_groups<typename WideOr<DN>::Type, T, kPlanes, S>(job, token);
     }
     tiles_groups<DN, T, kPlanes, S>(job, token);
   });

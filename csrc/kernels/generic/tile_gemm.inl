@@ -18,7 +18,7 @@ void any_tile_gemm(const TileJob& job) {
   constexpr int kTokens = DN::kTokens;
   for_token_groups<kTokens>(job.tokens, [&]<int T>(int64_t token) {
     if constexpr (HasWide<DN, T>) {
-      if (!job.shared_ports) return tiles_direct<typename DN::Wide, T>(job, token);
+      if (!job.shared_ports) return tiles_direct<typename WideOr<DN>::Type, T>(job, token);
     }
     tiles_direct<DN, T>(job, token);
   });

@@ -17,6 +17,16 @@ constexpr int64_t kStepMultiple = 16;  // a tile has a multiple of so many k-ste
 // tokens where those do not compete for ports.
 template <class D, int T>
 concept HasWide = requires { typename D::Wide; } && T >= D::kWideFrom;
+// D::Wide, or D where it has none: clang looks a name up even where HasWide forbids its use.
+template <class D>
+struct WideOr {
+  using Type = D;
+};
+template <class D>
+  requires requires { typename D::Wide; }
+struct WideOr<D> {
+  using Type = typename D::Wide;
+};
 
 template <class D>
 struct TileSums {
