@@ -83,10 +83,11 @@ CPP_LAYERS: list[tuple[str, str, str]] = [
         NO_TORCH_NO_PYTHON,
     ),
     ("kernels/features", r"kernels/features\.h", NO_TORCH_NO_PYTHON),
-    ("kernels/tile_check", r"kernels/(tile_check|features)\.h", NO_TORCH_NO_PYTHON),
+    ("kernels/check_words", "", NO_TORCH_NO_PYTHON),
+    ("kernels/tile_check", r"kernels/(check_words|features|tile_check)\.h", NO_TORCH_NO_PYTHON),
     (
         "kernels/pair_unit",
-        r"kernels/(dispatch|features|kernel_table|pair_unit)\.h",
+        r"kernels/(check_words|dispatch|features|kernel_table|pair_unit)\.h",
         NO_TORCH_NO_PYTHON,
     ),
     ("kernels/", r"kernels/(?!dispatch).*|format/layout\.h", INTRINSICS),
@@ -104,7 +105,8 @@ CPP_LAYERS: list[tuple[str, str, str]] = [
     ),
     (
         "bindings",
-        r"bindings.*|runtime/.*|format/.*|kernels/(dispatch|features|kernel_table|pair_unit|tile_check)\.h",
+        r"bindings.*|runtime/.*|format/.*|"
+        r"kernels/(dispatch|features|kernel_table|pair_unit|tile_check)\.h",
         NO_TORCH,
     ),
     (

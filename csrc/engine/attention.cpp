@@ -40,6 +40,7 @@ void AttentionPlan::build(const AttentionShape& shape, const Sequences& sequence
   shape_ = shape;
   sequences_ = sequences;
   rows_per_token_ = shape.heads / shape.kv_heads;
+  pair_unit_ = shape.pool.type == DType::kBF16 && pair_unit_in_order();
   choose_block_tokens(threads);
   make_groups();
   make_tasks(threads);
@@ -300,7 +301,7 @@ void AttentionPlan::attend(const KernelTable& table, const AttentionBuffers& buf
       .first_visible = group.position + 1 + skipped / rows_per_token_ - begin,
       .scale = shape_.scale,
       .next = keys_in_place(buffers.pool, next),
-      .pair_unit = pair_unit_in_order(),
+      .pair_unit = pair_unit_,
       .int8 = int8 ? Int8Attention{query.wide + skipped * wide_padded(shape_.dim),
                                    query.scale + skipped, rows.key_scale, rows.value_scale}
                    : Int8Attention{},

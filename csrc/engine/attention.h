@@ -135,6 +135,7 @@ class AttentionPlan {
   std::vector<Group> groups_;
   std::vector<Task> tasks_;
   int64_t rows_per_token_ = 1, block_tokens_ = 1, most_rows_ = 0;
+  bool pair_unit_ = false;  // AttentionChunk::pair_unit
   int64_t split_groups_ = 0, split_tasks_ = 0, states_floats_ = 0;
   bool evenly_strided_ = true;  // as the kernels take a chunk's rows and scales
   bool gathers_ = false;        // some chunk's rows have to be put together

@@ -163,7 +163,7 @@ constexpr int64_t attention_state_floats(int64_t dim) { return attention_padded(
 // its own, whichever of them an ISA uses.
 constexpr int64_t attention_scratch_floats(int64_t rows, int64_t dim) {
   return 16 + 2 * kAttentionChunk * attention_padded(dim) +
-         (rows + 4) * (2 * attention_padded(dim) + kAttentionChunk + 1);
+         (rows + 4) * (attention_padded(dim) + kAttentionChunk + 1);
 }
 
 // Elements of a quantised query row, and the longest one: 128 * 32512 * 512 < 2^31.

@@ -4,6 +4,7 @@
 #include <bit>
 #include <cmath>
 
+#include "kernels/check_words.h"
 #include "kernels/dispatch.h"
 #include "kernels/features.h"
 
@@ -12,19 +13,6 @@ namespace {
 
 constexpr int kLanes = 16, kSteps = 16;
 constexpr int64_t kFirstUse = 40;  // products of a kind: 60,000 pairs in all
-
-class Numbers {
- public:
-  explicit Numbers(uint64_t seed) : state_(seed) {}
-  uint32_t bits() {
-    state_ = state_ * 6364136223846793005u + 1442695040888963407u;
-    return static_cast<uint32_t>(state_ >> 32);
-  }
-  uint32_t below(uint32_t n) { return static_cast<uint32_t>(uint64_t{bits()} * n >> 32); }
-
- private:
-  uint64_t state_;
-};
 
 // A bfloat16, as the upper half of a word, whose exponent is in [least, least + range).
 struct Kind {
@@ -37,12 +25,12 @@ constexpr Kind kKinds[] = {
     {100, 28, false}, {118, 12, true}, {72, 62, true}, {126, 2, false},  // ties
 };
 
-uint32_t bf16_bits(Numbers& numbers, const Kind& kind) {
+uint32_t bf16_bits(RandomWords& numbers, const Kind& kind) {
   const uint32_t exponent = kind.least + numbers.below(kind.range);
   return (numbers.bits() & 0x807f0000u) | exponent << 23;
 }
 
-uint32_t word(Numbers& numbers, const Kind& kind) {
+uint32_t word(RandomWords& numbers, const Kind& kind) {
   const uint32_t upper = bf16_bits(numbers, kind);
   return upper | bf16_bits(numbers, kind) >> 16;
 }
@@ -51,7 +39,7 @@ struct Operands {
   uint32_t a[kSteps * kLanes], b[kSteps * kLanes];
 };
 
-Operands random_operands(Numbers& numbers, const Kind& kind) {
+Operands random_operands(RandomWords& numbers, const Kind& kind) {
   Operands t;
   for (int i = 0; i < kSteps * kLanes; ++i) {
     t.a[i] = word(numbers, kind);
@@ -64,14 +52,11 @@ Operands random_operands(Numbers& numbers, const Kind& kind) {
   return t;
 }
 
-float upper(uint32_t word) { return std::bit_cast<float>(word & 0xffff0000u); }
-float lower(uint32_t word) { return std::bit_cast<float>(word << 16); }
-
 }  // namespace
 
 PairCheck check_pairs(AddPairs add_pairs, int64_t products, uint64_t seed) {
   PairCheck check;
-  Numbers numbers(seed);
+  RandomWords numbers(seed);
   for (int64_t n = 0; n < products; ++n) {
     for (const Kind& kind : kKinds) {
       const Operands t = random_operands(numbers, kind);
@@ -81,14 +66,14 @@ PairCheck check_pairs(AddPairs add_pairs, int64_t products, uint64_t seed) {
         b[i] = std::bit_cast<float>(t.b[i]);
       }
       for (int lane = 0; lane < kLanes; ++lane) {
-        sums[lane] = want[lane] = upper(bf16_bits(numbers, kind));
+        sums[lane] = want[lane] = std::bit_cast<float>(bf16_bits(numbers, kind));
       }
       check.available = add_pairs(a, b, kSteps, sums);
       if (!check.available) return check;
       for (int i = 0; i < kSteps * kLanes; ++i) {
         float& sum = want[i % kLanes];
-        sum = std::fmaf(upper(t.a[i]), upper(t.b[i]), sum);
-        sum = std::fmaf(lower(t.a[i]), lower(t.b[i]), sum);
+        sum = std::fmaf(bf16_half(t.a[i], 1), bf16_half(t.b[i], 1), sum);
+        sum = std::fmaf(bf16_half(t.a[i], 0), bf16_half(t.b[i], 0), sum);
       }
       for (int lane = 0; lane < kLanes; ++lane) {
         ++check.outputs;

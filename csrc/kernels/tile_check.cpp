@@ -5,16 +5,13 @@
 #include <cmath>
 #include <cstdio>
 
+#include "kernels/check_words.h"
 #include "kernels/features.h"
 
 namespace bitnet {
 namespace {
 
 // ---- the model ----------------------------------------------------------------------------------
-
-float bf16(uint32_t word, int half) {
-  return std::bit_cast<float>(half == 0 ? word << 16 : word & 0xffff0000u);
-}
 
 float without_denormal(float x) { return std::fabs(x) < 0x1p-126f ? std::copysign(0.0f, x) : x; }
 
@@ -44,8 +41,8 @@ float flushed_add(float a, float b) { return flushed_fma(a, 1.0f, b); }
 uint32_t bf16_output(const TileOperands& t, int m, int n) {
   float even = 0, odd = 0;
   for (int k = 0; k < t.depth; ++k) {
-    even = flushed_fma(bf16(t.a[m][k], 0), bf16(t.b[k][n], 0), even);
-    odd = flushed_fma(bf16(t.a[m][k], 1), bf16(t.b[k][n], 1), odd);
+    even = flushed_fma(bf16_half(t.a[m][k], 0), bf16_half(t.b[k][n], 0), even);
+    odd = flushed_fma(bf16_half(t.a[m][k], 1), bf16_half(t.b[k][n], 1), odd);
   }
   return std::bit_cast<uint32_t>(
       flushed_add(std::bit_cast<float>(t.c[m][n]), flushed_add(even, odd)));
@@ -69,21 +66,6 @@ uint32_t int8_output(const TileOperands& t, int m, int n, bool signed_a, bool si
 
 // ---- operands -----------------------------------------------------------------------------------
 
-class Numbers {
- public:
-  explicit Numbers(uint64_t seed) : state_(seed) {}
-  uint32_t bits() {
-    uint64_t z = (state_ += 0x9e3779b97f4a7c15u);
-    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
-    z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
-    return static_cast<uint32_t>((z ^ (z >> 31)) >> 32);
-  }
-  uint32_t below(uint32_t n) { return bits() % n; }
-
- private:
-  uint64_t state_;
-};
-
 // Floats whose exponent is in [least, least + range), some of them special.
 struct Kind {
   uint32_t least, range;      // of a and b
@@ -102,7 +84,7 @@ constexpr Kind kKinds[] = {
     {72, 100, 26, 200, 0x7fffff, 9},  // as caches hold them, and specials
 };
 
-uint32_t float_bits(Numbers& numbers, uint32_t least, uint32_t range, const Kind& kind) {
+uint32_t float_bits(RandomWords& numbers, uint32_t least, uint32_t range, const Kind& kind) {
   const uint32_t sign = numbers.bits() & 0x80000000u;
   const uint32_t fraction = numbers.bits() & kind.fraction;
   if (kind.special_in != 0 && numbers.below(kind.special_in) == 0) {
@@ -112,7 +94,7 @@ uint32_t float_bits(Numbers& numbers, uint32_t least, uint32_t range, const Kind
   return sign | (least + numbers.below(range)) << 23 | fraction;
 }
 
-TileOperands random_operands(TileInstruction instruction, const Kind& kind, Numbers& numbers) {
+TileOperands random_operands(TileInstruction instruction, const Kind& kind, RandomWords& numbers) {
   TileOperands t;
   t.rows = static_cast<int32_t>(1 + numbers.below(16));
   t.depth = static_cast<int32_t>(1 + numbers.below(16));
@@ -236,7 +218,7 @@ TileCheck check_product(TileInstruction instruction, int64_t products, uint64_t 
   check.instruction = name_of(instruction);
   check.available = true;
   const bool floats = instruction == TileInstruction::kBf16;
-  Numbers numbers(seed);
+  RandomWords numbers(seed);
   for (int64_t i = 0; i < products; ++i) {
     for (const Kind& kind : kKinds) {
       const TileOperands before = random_operands(instruction, kind, numbers);

@@ -231,7 +231,6 @@ void worst_cases(const KernelTable& table, int64_t group) {
   }
 }
 
-// A NaN or an infinity makes its own token NaN and no other.
 // The same table for CPUs with other ports than this one's; one at a time.
 KernelTable other_ports(const KernelTable& table) {
   static const KernelTable* plain;
@@ -245,6 +244,7 @@ KernelTable other_ports(const KernelTable& table) {
   return other;
 }
 
+// A NaN or an infinity makes its own token NaN and no other.
 void not_finite(const KernelTable& table) {
   const int64_t k = 300, n = 20, tokens = 3;
   Random random(4);

@@ -151,7 +151,7 @@ void weigh_pair_rows(PairChunk<Values>& chunk, const float* weights, int64_t beg
                      float* out, int64_t out_stride) {
   constexpr int B = pair_tiles(R);
   alignas(64) float words[PairUnit::kHere ? R * kAttentionChunk / 2 : 1];
-  store_words<PairUnit>(chunk.by_unit ? R * kAttentionChunk : 0, weights, words);
+  if (chunk.by_unit) store_words<PairUnit>(R * kAttentionChunk, weights, words);
   const auto weigh = [&]<int N>(int64_t b) {
     if constexpr (PairUnit::kHere) {
       if (chunk.by_unit) {

@@ -21,6 +21,7 @@ from bitnet_ops.bench.cases import Case, Result, baseline_cycle, cycle, equal, e
 from bitnet_ops.bench.limits import read_limit
 from bitnet_ops.bench.memory import Workspace, require_slots
 from bitnet_ops.bench.shapes import ModelShape
+from bitnet_ops.nn.kv_panels import best_layout
 from bitnet_ops.nn.kv_types import DEFAULT_BLOCK_SIZE, KV_DTYPES
 from bitnet_ops.nn.packing import PackedWeight, pack_ternary
 from bitnet_ops.nn.storage import KV_TYPES
@@ -334,14 +335,19 @@ def attention_case(
     return _decode_case(ws, model, context, kv_dtype, "attention", decode, caches, size)
 
 
+def pool_layout(model: ModelShape, kv_dtype: str) -> str:
+    """How the engine's pool lies for that model."""
+    return best_layout(KV_DTYPES[kv_dtype], DEFAULT_BLOCK_SIZE, model.head_dim)
+
+
 def paged_attention_case(
     ws: Workspace, model: ModelShape, context: int, kv_dtype: str = "bfloat16"
 ) -> Case:
-    """paged_attention of one new token over a pool as `KVPool` has it (blocks, panels), cold."""
-    block = DEFAULT_BLOCK_SIZE
-    kv_heads, _, dim = _cache_shape(model, context)[1:]
+    """paged_attention of one new token over a pool as `KVPool` has it, cold."""
+    block, dim = DEFAULT_BLOCK_SIZE, model.head_dim
+    layout = pool_layout(model, kv_dtype)
     blocks = -(-context // block)
-    found, size = _caches(ws, (blocks, kv_heads, block, dim), kv_dtype)
+    found, size = _caches(ws, (blocks, model.num_key_value_heads, block, dim), kv_dtype)
     pools = [[t.transpose(1, 2) for t in tensors] for tensors in found]
     query = _one_query(ws, model)
     where = torch.tensor([0, 1]), torch.tensor([context]), torch.arange(blocks)[None]
@@ -349,7 +355,7 @@ def paged_attention_case(
     def decode(keys: Tensor, values: Tensor, *scales: Tensor) -> Tensor:
         key_scale, value_scale = scales or (None, None)
         return ops.paged_attention(
-            query, keys, values, *where, dim**-0.5, key_scale, value_scale, "panels"
+            query, keys, values, *where, dim**-0.5, key_scale, value_scale, layout
         )
 
     return _decode_case(ws, model, context, kv_dtype, "paged_attention", decode, pools, size)

@@ -58,8 +58,8 @@ def model_cases(ws: Workspace, model: ModelShape, settings: OpsSettings) -> Iter
     for context in (512,) if settings.quick else (128, 512, 2048, 8192):
         for kv_dtype in KV_DTYPES:
             yield cases_ops.attention_case(ws, model, context, kv_dtype)
-        for kv_dtype in ("bfloat16", "int8"):  # those that lie in panels
-            yield cases_ops.paged_attention_case(ws, model, context, kv_dtype)
+            if cases_ops.pool_layout(model, kv_dtype) == "panels":
+                yield cases_ops.paged_attention_case(ws, model, context, kv_dtype)
     for head_format in HEAD_FORMATS:
         yield cases_ops.head_case(ws, model, head_format)
 
