@@ -313,7 +313,8 @@ void AttentionPlan::attend(const KernelTable& table, const AttentionBuffers& buf
     find_panels(pool, pool.keys, group, chunk, piece.panels.keys);
     find_panels(pool, pool.values, group, chunk, piece.panels.values);
     if (next.group != nullptr) {
-      find_panels(pool, pool.keys, *next.group, next.chunk, piece.panels.next);
+      find_panels(pool, pool.keys, *next.group, next.chunk, piece.panels.next_keys);
+      find_panels(pool, pool.values, *next.group, next.chunk, piece.panels.next_values);
     }
   }
   table.attend_chunk(piece, scratch_at(own), states + skipped * state_floats());
@@ -337,18 +338,25 @@ void AttentionPlan::prepare(float* shared) const {
   }
 }
 
-void AttentionPlan::run(const KernelTable& table, const AttentionBuffers& buffers, int64_t task,
-                        float* shared, float* own) const {
-  if (task < split_tasks_) {
-    run_chunk(table, buffers, task, shared, own);
-  } else {
-    run_group(table, buffers, groups_[static_cast<size_t>(tasks_[static_cast<size_t>(task)].group)],
-              own);
+void AttentionPlan::run(const KernelTable& table, const AttentionBuffers& buffers, int64_t begin,
+                        int64_t end, float* shared, float* own) const {
+  const Query query = query_at(own);
+  int32_t loaded = -1;  // the group whose query that is
+  for (int64_t i = begin; i < end; ++i) {
+    const Task& task = tasks_[static_cast<size_t>(i)];
+    const Group& group = groups_[static_cast<size_t>(task.group)];
+    if (task.group != loaded) load_query(table, buffers, group, query, row_at(own));
+    loaded = task.group;
+    if (i < split_tasks_) {
+      run_chunk(table, buffers, i, query, shared, own);
+    } else {
+      run_group(table, buffers, group, query, own);
+    }
   }
 }
 
 void AttentionPlan::run_chunk(const KernelTable& table, const AttentionBuffers& buffers,
-                              int64_t task, float* shared, float* own) const {
+                              int64_t task, const Query& query, float* shared, float* own) const {
   const auto [g, chunk] = tasks_[static_cast<size_t>(task)];
   const Group& group = groups_[static_cast<size_t>(g)];
   Next next;
@@ -358,8 +366,6 @@ void AttentionPlan::run_chunk(const KernelTable& table, const AttentionBuffers& 
   }
   const int64_t chunk_floats = rows_of(group) * state_floats();
   float* states = shared + counter_floats() + group.states;
-  const Query query = query_at(own);
-  load_query(table, buffers, group, query, row_at(own));
   const auto states_of = [&](int64_t c) { return states + (c - group.first_chunk) * chunk_floats; };
   attend(table, buffers, group, chunk, next, query, own, states_of(chunk));
   // acq_rel: the last one sees what the others wrote.
@@ -373,11 +379,9 @@ void AttentionPlan::run_chunk(const KernelTable& table, const AttentionBuffers& 
 }
 
 void AttentionPlan::run_group(const KernelTable& table, const AttentionBuffers& buffers,
-                              const Group& group, float* own) const {
+                              const Group& group, const Query& query, float* own) const {
   float* states = scratch_at(own) + attention_scratch_floats(most_rows_, shape_.dim);
   float* later = states + rows_of(group) * state_floats();
-  const Query query = query_at(own);
-  load_query(table, buffers, group, query, row_at(own));
   for (int64_t c = group.first_chunk; c < group.end_chunk(); ++c) {
     const Next next = c + 1 == group.end_chunk() ? Next{} : Next{&group, c + 1};
     attend(table, buffers, group, c, next, query, own, c == group.first_chunk ? states : later);
@@ -430,11 +434,11 @@ void attend(const AttentionShape& shape, const Sequences& sequences,
   run_partitions(partitions, [&](int64_t p) {
     float* mine = threads.get() + p * own;
     // equal tasks: a sequential stream for each thread; then the dear ones first
-    const int64_t end = partition_begin(tasks.split_tasks(), partitions, p + 1);
-    for (int64_t i = partition_begin(tasks.split_tasks(), partitions, p); i < end; ++i)
-      tasks.run(table, buffers, i, shared.get(), mine);
+    const int64_t split = tasks.split_tasks();
+    tasks.run(table, buffers, partition_begin(split, partitions, p),
+              partition_begin(split, partitions, p + 1), shared.get(), mine);
     for (int64_t i = next++; i < tasks.tasks(); i = next++)
-      tasks.run(table, buffers, i, shared.get(), mine);
+      tasks.run(table, buffers, i, i + 1, shared.get(), mine);
   });
 }
 

@@ -32,10 +32,10 @@ int64_t attention_work(const AttentionShape& shape, const Sequences& sequences);
 //   plan.build(shape, sequences, threads);                // per step, not per layer
 //   shared: plan.shared_floats() floats, per thread: plan.thread_floats() floats
 //   plan.prepare(shared)                                  // one thread, before the first task
-//   any thread, any order, each task once:  plan.run(table, buffers, task, shared, own)
+//   any thread, any order, each task once:  plan.run(table, buffers, begin, end, shared, own)
 // When every task has returned and the threads have synchronised, `out` is complete, and `shared`
-// is prepared again for the next layer. A thread should take neighbouring tasks, in ascending
-// order: they read neighbouring memory.
+// is prepared again for the next layer. A thread should take neighbouring tasks together: they read
+// neighbouring memory, and chunks of one group share its query.
 //
 // A group is a block of tokens of one sequence times the query heads of one KV head. One that is
 // more than a fair part of all the work is split: each chunk of its positions is a task, and
@@ -56,8 +56,9 @@ class AttentionPlan {
   int64_t thread_floats() const;
 
   void prepare(float* shared) const;
-  void run(const KernelTable& table, const AttentionBuffers& buffers, int64_t task, float* shared,
-           float* own) const;
+  // Tasks [begin, end).
+  void run(const KernelTable& table, const AttentionBuffers& buffers, int64_t begin, int64_t end,
+           float* shared, float* own) const;
 
  private:
   struct Group {
@@ -126,9 +127,9 @@ class AttentionPlan {
   void store_out(const KernelTable& table, const AttentionBuffers& buffers, const Group& group,
                  const float* states, float* row) const;
   void run_chunk(const KernelTable& table, const AttentionBuffers& buffers, int64_t task,
-                 float* shared, float* own) const;
+                 const Query& query, float* shared, float* own) const;
   void run_group(const KernelTable& table, const AttentionBuffers& buffers, const Group& group,
-                 float* own) const;
+                 const Query& query, float* own) const;
 
   AttentionShape shape_{};
   Sequences sequences_;

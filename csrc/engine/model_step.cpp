@@ -346,11 +346,12 @@ void StepPlan::run(int64_t stage, int64_t begin, int64_t end, int64_t slot) cons
     });
   }
   if (at.layer == nullptr && at.stage == kHead) return logits(begin, end, input);
+  if (at.layer != nullptr && at.stage == kAttend) {
+    return attend(*at.layer, begin, end, own.attention);
+  }
   for (int64_t unit = begin; unit < end; ++unit) {
     if (at.layer != nullptr && at.stage == kRotate) {
       rotate(*at.layer, unit, own.row);
-    } else if (at.layer != nullptr && at.stage == kAttend) {
-      attend(*at.layer, unit, own.attention);
     } else if (is_post(at)) {
       add_normed(at, unit, own.row);
     } else {  // a norm stage stands right before the stage it is for
@@ -401,10 +402,10 @@ void StepPlan::rotate(const StepLayer& layer, int64_t unit, float* row) const {
   store_cache_rows(table, layer.pool, m.slots[token], kv_head, row, loaded);
 }
 
-void StepPlan::attend(const StepLayer& layer, int64_t task, float* own) const {
+void StepPlan::attend(const StepLayer& layer, int64_t begin, int64_t end, float* own) const {
   const AttentionBuffers buffers{buffers_.rotated, buffers_.attended, layer.pool};
   float* shared = attention_.shared_of(layer.window, buffers_.attention);
-  attention_.of(layer.window).run(*model_.table, buffers, task, shared, own);
+  attention_.of(layer.window).run(*model_.table, buffers, begin, end, shared, own);
 }
 
 void StepPlan::logits(int64_t begin, int64_t end, const StepInput& from) const {

@@ -260,7 +260,7 @@ class StepPlan {
   void expand_at(const Place& at, int64_t begin, int64_t end) const;
   void add_normed(const Place& at, int64_t j, float* row) const;
   void rotate(const StepLayer& layer, int64_t unit, float* row) const;
-  void attend(const StepLayer& layer, int64_t task, float* own) const;
+  void attend(const StepLayer& layer, int64_t begin, int64_t end, float* own) const;
   void logits(int64_t begin, int64_t end, const StepInput& from) const;
 
   StepModel model_;

@@ -190,7 +190,8 @@ constexpr int64_t kChunkPanels = kAttentionChunk / kPanelPositions;
 // Where the panels of a chunk begin.
 struct ChunkPanels {
   const void *keys[kChunkPanels], *values[kChunkPanels];  // those of [0, positions) whole
-  const void* next[kChunkPanels];  // keys that this thread reads next, a hint; null where none
+  // Those that this thread reads next, a hint; null where none.
+  const void *next_keys[kChunkPanels], *next_values[kChunkPanels];
 };
 
 // Query rows that share a KV head, and one chunk of its positions.

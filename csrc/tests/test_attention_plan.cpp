@@ -98,10 +98,8 @@ struct Layers {
   void run(int64_t stage, int64_t begin, int64_t end, int64_t slot) const {
     const auto layer = static_cast<size_t>(stage);
     const AttentionBuffers buffers{rows[layer].data(), rows[layer + 1].data(), shape.pool};
-    for (int64_t task = begin; task < end; ++task) {
-      plan.run(*scalar::table(), buffers, task, shared.data(),
-               own[static_cast<size_t>(slot)].data());
-    }
+    plan.run(*scalar::table(), buffers, begin, end, shared.data(),
+             own[static_cast<size_t>(slot)].data());
   }
 };
 

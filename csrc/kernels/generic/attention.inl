@@ -15,6 +15,11 @@ inline const void* element_at(const void* row, int64_t i) {
   return static_cast<const char*>(row) + i * element_size(kType);
 }
 
+// What to ask for: what comes next, if that is known, else what is read anyway.
+inline const char* ask_first(const void* next, const char* otherwise) {
+  return next == nullptr ? otherwise : static_cast<const char*>(next);
+}
+
 // `bytes` from `offset` on of a run of memory that continues elsewhere (or nowhere, if null).
 [[gnu::always_inline]] inline void prefetch_run(const void* run, int64_t length, const void* next,
                                                 int64_t offset, int64_t bytes) {

@@ -19,7 +19,7 @@ bool finite_values(const Values& values, int64_t steps, int64_t begin, int64_t e
 template <class Values>
 struct PairChunk {
   const AttentionChunk& c;
-  const char *keys[kChunkPanels], *hints[kChunkPanels];  // hints: the values, beside the keys
+  const char *keys[kChunkPanels], *hints[kChunkPanels];  // hints: what to ask for beside the keys
   float *panels, *query, *scores;                        // scratch
   int64_t laid_out;                                      // positions whose keys are in panels
   bool by_unit;
@@ -83,10 +83,11 @@ PairChunk<PanelValues> chunk_of_panels(const AttentionChunk& c, float* scratch) 
   PairChunk<PanelValues> chunk = pair_chunk<PanelValues>(c, scratch);
   chunk.values.pair_bytes = 4 * c.dim;
   for (int64_t i = 0; i < kChunkPanels; ++i) {
-    const void *values = c.panels.values[i], *next = c.panels.next[i];
+    const auto* values = static_cast<const char*>(c.panels.values[i]);
     chunk.keys[i] = static_cast<const char*>(c.panels.keys[i]);
-    chunk.hints[i] = chunk.values.panels[i] = static_cast<const char*>(values);
-    chunk.values.next[i] = static_cast<const char*>(next == nullptr ? values : next);
+    chunk.values.panels[i] = values;
+    chunk.hints[i] = ask_first(c.panels.next_keys[i], values);
+    chunk.values.next[i] = ask_first(c.panels.next_values[i], values);
   }
   chunk.laid_out = kAttentionChunk;
   return chunk;

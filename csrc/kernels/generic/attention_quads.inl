@@ -103,14 +103,15 @@ template <int R, int B>
   }
 }
 
-// A chunk's panels, and what is asked for while they are read: the values during the products with
-// keys, then the keys to come; the panels themselves where there is nothing to ask for.
+// A chunk's panels, and what is asked for while they are read: those of the next one, a whole chunk
+// ahead, because nothing is asked for during the softmax in between; the panels themselves where
+// there is nothing to ask for.
 struct QuadPanels {
   const char *keys[kChunkPanels], *values[kChunkPanels];
-  const char *beside[kChunkPanels], *next[kChunkPanels];
+  const char *next_keys[kChunkPanels], *next_values[kChunkPanels];
 
   void ask_no_more() {
-    for (int64_t i = 0; i < kChunkPanels; ++i) beside[i] = keys[i], next[i] = values[i];
+    for (int64_t i = 0; i < kChunkPanels; ++i) next_keys[i] = keys[i], next_values[i] = values[i];
   }
 };
 
@@ -128,10 +129,10 @@ void dot_panels(const AttentionChunk& c, const QuadPanels& panels, const int16_t
   const QuadFactors query = {words, c.dim / 4, stride};
   int64_t i = from / 16;
   for (; J > 1 && 16 * (i + J - 1) < most; i += J) {
-    dot_quads<R, J>(query, excess, panels.keys + i, panels.beside + i, dots + 16 * i);
+    dot_quads<R, J>(query, excess, panels.keys + i, panels.next_keys + i, dots + 16 * i);
   }
   for (; 16 * i < most; ++i) {
-    dot_quads<R, 1>(query, excess, panels.keys + i, panels.beside + i, dots + 16 * i);
+    dot_quads<R, 1>(query, excess, panels.keys + i, panels.next_keys + i, dots + 16 * i);
   }
 }
 
@@ -159,25 +160,25 @@ void attend_quad_rows(const AttentionChunk& c, const QuadPanels& panels, int64_t
   const int64_t fours = (most + 3) / 4, first = from / 4, steps = c.dim / 16;
   int64_t b = 0;
   for (; B > 1 && b + B <= steps; b += B) {
-    sum_quads<R, B>(rows, excess, factors, panels.values, panels.next, c.dim, first, fours, b,
-                    state, stride);
+    sum_quads<R, B>(rows, excess, factors, panels.values, panels.next_values, c.dim, first, fours,
+                    b, state, stride);
   }
   for (; b < steps; ++b) {
-    sum_quads<R, 1>(rows, excess, factors, panels.values, panels.next, c.dim, first, fours, b,
-                    state, stride);
+    sum_quads<R, 1>(rows, excess, factors, panels.values, panels.next_values, c.dim, first, fours,
+                    b, state, stride);
   }
 }
 
 void attend_quads(const AttentionChunk& c, float* states) {
   QuadPanels panels;
   for (int64_t i = 0; i < kChunkPanels; ++i) {
-    const void *values = c.panels.values[i], *next = c.panels.next[i];
     panels.keys[i] = static_cast<const char*>(c.panels.keys[i]);
-    panels.values[i] = panels.beside[i] = static_cast<const char*>(values);
-    panels.next[i] = static_cast<const char*>(next == nullptr ? values : next);
+    panels.values[i] = static_cast<const char*>(c.panels.values[i]);
+    panels.next_keys[i] = ask_first(c.panels.next_keys[i], panels.values[i]);
+    panels.next_values[i] = ask_first(c.panels.next_values[i], panels.values[i]);
   }
   // The scales of the next chunk lie behind this one's, or are put together elsewhere.
-  for (int64_t i = 0; c.panels.next[0] != nullptr && i < kAttentionChunk; i += 16) {
+  for (int64_t i = 0; c.panels.next_keys[0] != nullptr && i < kAttentionChunk; i += 16) {
     prefetch_l2(c.int8.key_scale + kAttentionChunk + i);
     prefetch_l2(c.int8.value_scale + kAttentionChunk + i);
   }
