@@ -111,6 +111,8 @@ constexpr int kRegs = 1;
 
 // Rows of queries that meet a step of keys or values at once, where there are many of them.
 constexpr int kBlockRows = 4;
+// Rows whose softmax is taken side by side.
+constexpr int kSoftmaxRows = 4;
 // Vectors of sums that the chains of pairs of bfloat16 have at least, where there are few rows.
 constexpr int kPairTiles = 4;
 

@@ -198,6 +198,32 @@ def test_positions_that_score_minus_infinity_weigh_nothing(
     assert bool(ops.attention(query, all_dark, values, starts, scale).isnan().all())
 
 
+@pytest.mark.parametrize("cache", CACHES, ids=str)
+@pytest.mark.parametrize("tokens", [1, 9])
+def test_a_head_that_scores_minus_infinity_leaves_its_neighbours_alone(
+    tokens: int, cache: torch.dtype, isa: str, rng: torch.Generator
+) -> None:
+    """Heads of a group have their softmax taken side by side; to one of them, by overflow, a whole
+    chunk weighs nothing, and what is left it weighs equally."""
+    args = attention_arguments(
+        rng, batch=1, tokens=tokens, heads=4, kv_heads=1, length=2 * CHUNK, head_dim=32,
+        cache_dtype=cache,
+    )  # fmt: skip
+    query, keys, values, starts, scale, *factors = at_position(args, 2 * CHUNK - tokens)
+    query[:, :, 2] = 1e38
+    keys[:, :, :CHUNK] = -100 if cache == torch.int8 else -1
+    keys[:, :, CHUNK:] = 0
+    out = ops.attention(query, keys, values, starts, scale, *factors)
+    for head in range(4):
+        alone = ops.attention(query[:, :, head : head + 1], keys, values, starts, scale, *factors)
+        assert_equal(out[:, :, head : head + 1], alone, f"head {head}")
+    seen = values.double() * factors[1][..., None] if factors else values.double()
+    for t in range(tokens):
+        left = seen[0, 0, CHUNK : 2 * CHUNK - tokens + t + 1]
+        error = float((out[0, t, 2].double() - left.mean(0)).abs().max())
+        assert error <= 2.0**-12 * float(left.abs().max())
+
+
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
 def test_a_poisoned_position_reaches_the_tokens_that_see_it(
     poison: float, isa: str, rng: torch.Generator

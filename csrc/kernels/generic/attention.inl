@@ -153,6 +153,76 @@ void softmax_scores(float* scores, int64_t begin, int64_t count, float* state) {
   state[1] = reduce_add(sum);
 }
 
+// softmax_scores of R rows that see the whole chunk, each step for all of them before the next, so
+// that their chains of dependent instructions overlap: the same bits.
+template <int R, DType kWeights = DType::kF32>
+void softmax_whole_chunks(float* scores, float* state, int64_t state_stride) {
+  const float infinity = __builtin_inff();
+  F32x16 best[R];
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r) best[r] = set1(-infinity);
+#pragma GCC unroll 4
+  for (int j = 0; j < kAttentionChunk; j += 16) {
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) {
+      best[r] = max(best[r], load_n(scores + r * kAttentionChunk + j, 16));
+    }
+  }
+  float top[R];
+  bool weightless = false;
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r) {
+    top[r] = reduce_max(best[r]);
+    weightless = weightless || top[r] == -infinity;
+  }
+  if (weightless) {  // rare
+    for (int r = 0; r < R; ++r) {
+      softmax_scores<kWeights>(scores + r * kAttentionChunk, 0, kAttentionChunk,
+                               state + r * state_stride);
+    }
+    return;
+  }
+  F32x16 sum[R];
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r) sum[r] = zero();
+#pragma GCC unroll 1
+  for (int j = 0; j < kAttentionChunk; j += 16) {
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) {
+      float* at = scores + r * kAttentionChunk + j;
+      const F32x16 e = exp_f32(sub(load_n(at, 16), set1(top[r])));
+      const F32x16 w = kWeights == DType::kBF16 ? cached_bf16(e) : e;
+      store_n(at, w, 16);
+      sum[r] = add(sum[r], w);
+    }
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r) {
+    float* own = state + r * state_stride;
+    store_n(own, zero(), 16);
+    own[0] = top[r];
+    own[1] = reduce_add(sum[r]);
+  }
+}
+
+// softmax_scores of R rows, of which row r sees the positions [hidden[r], seen[r]); both ascend.
+template <DType kWeights = DType::kF32, int R>
+void softmax_rows(float* scores, const int64_t (&hidden)[R], const int64_t (&seen)[R], float* state,
+                  int64_t state_stride) {
+  constexpr int kTogether = R < kSoftmaxRows ? R : kSoftmaxRows;
+  int r = 0;
+  if (hidden[R - 1] == 0 && seen[0] == kAttentionChunk) {
+    for (; r + kTogether <= R; r += kTogether) {
+      softmax_whole_chunks<kTogether, kWeights>(scores + r * kAttentionChunk,
+                                                state + r * state_stride, state_stride);
+    }
+  }
+  for (; r < R; ++r) {
+    softmax_scores<kWeights>(scores + r * kAttentionChunk, hidden[r], seen[r],
+                             state + r * state_stride);
+  }
+}
+
 // acc[r][b] += sum_j weights[r][j] * values[j][16 b ..], j in [begin, end) ascending, for R rows
 // and B steps; acc in mixed order.  `count` elements of every step: fewer than 16 only in the last
 // one.
@@ -245,8 +315,8 @@ void attend_rows(const AttentionChunk& c, int64_t row, float* scratch, float* st
     for (int64_t j = hidden[0] / 16 * 16; j < seen[r]; j += 16) {
       store_n(scores + j, mul(set1(c.scale), load_n(scores + j, 16)), 16);
     }
-    softmax_scores(scores, hidden[r], seen[r], state + r * stride + padded);
   }
+  softmax_rows(scratch, hidden, seen, state + padded, stride);
   const CommonRange all = seen_by_all(hidden[R - 1], seen[0]);
   for (int r = 0; r < R; ++r) {  // positions that the last row does not see
     weigh_rows<kType, 1>(c, scratch + r * kAttentionChunk, hidden[r], all.begin, false,

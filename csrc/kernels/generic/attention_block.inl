@@ -134,9 +134,11 @@ void attend_block(const AttentionChunk& c, int64_t rows, float* scratch, float* 
                   s.scores + r * kAttentionChunk + j);
     }
   }
-  for (int64_t r = 0; r < rows; ++r) {
-    softmax_scores(s.scores + r * kAttentionChunk, positions_hidden(c, r), s.seen[r],
-                   states + r * stride + padded);
+  for (int64_t r = 0; r < rows; r += R) {
+    int64_t hidden[R], seen[R];
+    for (int k = 0; k < R; ++k) hidden[k] = positions_hidden(c, r + k), seen[k] = s.seen[r + k];
+    softmax_rows(s.scores + r * kAttentionChunk, hidden, seen, states + r * stride + padded,
+                 stride);
   }
   for (int64_t i = 0; i < padded; i += 16) {
     const float* values = s.values + i * kAttentionChunk;

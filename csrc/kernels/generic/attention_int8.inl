@@ -66,10 +66,11 @@ template <int R, int J>
   }
 }
 
-// Dot products of R queries and keys [begin, count); prefetches keys, then values.
+// Dot products of R queries and keys [begin, count); prefetches keys, then values.  Apart, because
+// check_spills takes what a caller lays out between its blocks for a part of its loops.
 template <int R>
-void dot_rows(const AttentionChunk& c, const int16_t* query, int64_t begin, int64_t count,
-              bool first_group, int32_t* dots) {
+[[gnu::noinline]] void dot_rows(const AttentionChunk& c, const int16_t* query, int64_t begin,
+                                int64_t count, bool first_group, int32_t* dots) {
   constexpr int J = 8 / R;
   const int64_t run = c.positions * c.stride_bytes, padded = wide_padded(c.dim);
   const auto* keys = static_cast<const int8_t*>(c.keys);
@@ -84,18 +85,20 @@ void dot_rows(const AttentionChunk& c, const int16_t* query, int64_t begin, int6
   }
 }
 
-// What a row's sums of values need: weights of 16 bits, zeros beside the positions [begin, count)
-// that it sees, and the factor that makes values of their sums.  state gets the maximum and the sum
-// of the softmax.
-float weigh_positions(const Int8Attention& cache, const int32_t* dots, float factor, int64_t begin,
-                      int64_t count, int16_t* weights, float* state) {
-  float w[kAttentionChunk];
-  const int64_t first = begin / 16 * 16, whole = (count + 15) / 16 * 16;
-  for (int64_t j = first; j < whole; j += 16) {
+// Scores of the positions [begin, count) from a row's dot products.
+void scale_dots(const Int8Attention& cache, const int32_t* dots, float factor, int64_t begin,
+                int64_t count, float* scores) {
+  for (int64_t j = begin / 16 * 16; j < (count + 15) / 16 * 16; j += 16) {
     const F32x16 scale = mul(set1(factor), load_n(cache.key_scale + j, count - j));
-    store_n(w + j, mul(from_i32_n(dots + j, count - j), scale), 16);
+    store_n(scores + j, mul(from_i32_n(dots + j, count - j), scale), 16);
   }
-  softmax_scores(w, begin, count, state);
+}
+
+// What a row's sums of values need: weights of 16 bits from those of the softmax in w, zeros beside
+// the positions [begin, count) that it sees, and the factor that makes values of their sums.
+float integer_weights(const Int8Attention& cache, float* w, int64_t begin, int64_t count,
+                      int16_t* weights) {
+  const int64_t first = begin / 16 * 16, whole = (count + 15) / 16 * 16;
   F32x16 best = zero();
   for (int64_t j = first; j < whole; j += 16) {
     F32x16 value_scale = load_n(cache.value_scale + j, count - j);
@@ -117,6 +120,25 @@ float weigh_positions(const Int8Attention& cache, const int32_t* dots, float fac
   for (; !poisoned && j < whole; j += 16) store_i16(weights + j, mul(load_n(w + j, 16), s));
   for (; j < kAttentionChunk; ++j) weights[j] = 0;
   return poisoned ? __builtin_nanf("") : largest / kWideMax;
+}
+
+// R rows' integer weights and factors from their dot products, at kAttentionChunk from one row to
+// the next; states get the maximum and the sum of the softmax.
+template <int R>
+void weigh_positions(const AttentionChunk& c, int64_t row, const int32_t* dots, int16_t* weights,
+                     float* factors, float* state, int64_t state_stride) {
+  float w[R * kAttentionChunk];
+  int64_t hidden[R], seen[R];
+  for (int r = 0; r < R; ++r) {
+    hidden[r] = positions_hidden(c, row + r), seen[r] = positions_seen(c, row + r);
+    scale_dots(c.int8, dots + r * kAttentionChunk, c.int8.query_scale[row + r] * c.scale, hidden[r],
+               seen[r], w + r * kAttentionChunk);
+  }
+  softmax_rows(w, hidden, seen, state, state_stride);
+  for (int r = 0; r < R; ++r) {
+    factors[r] = integer_weights(c.int8, w + r * kAttentionChunk, hidden[r], seen[r],
+                                 weights + r * kAttentionChunk);
+  }
 }
 
 // sums[r][b] += weights of two positions times B steps of values.
@@ -223,12 +245,7 @@ void attend_int8_rows(const AttentionChunk& c, int64_t row, float* states) {
     prefetch_l2(c.int8.value_scale + kAttentionChunk + i);
   }
   dot_rows<R>(c, c.int8.query + row * wide_padded(c.dim), from, most, row == 0, dots);
-  for (int r = 0; r < R; ++r) {
-    factors[r] =
-        weigh_positions(c.int8, dots + r * kAttentionChunk, c.int8.query_scale[row + r] * c.scale,
-                        positions_hidden(c, row + r), positions_seen(c, row + r),
-                        weights + r * kAttentionChunk, state + r * stride + padded);
-  }
+  weigh_positions<R>(c, row, dots, weights, factors, state + padded, stride);
   sum_rows<R>(c, weights, factors, from, most, row == 0, state, stride);
 }
 

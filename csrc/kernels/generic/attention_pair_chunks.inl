@@ -188,9 +188,9 @@ void attend_pair_rows(PairChunk<Values>& chunk, int64_t row, float* states) {
   }
   const int64_t from = hidden[0], most = seen[R - 1];
   score_pair_rows<R>(chunk, query, query_stride, from, most);
+  softmax_rows<DType::kBF16>(chunk.scores, hidden, seen, state + padded, stride);
   for (int r = 0; r < R; ++r) {
     float* scores = chunk.scores + r * kAttentionChunk;
-    softmax_scores<DType::kBF16>(scores, hidden[r], seen[r], state + r * stride + padded);
     for (int64_t j = (seen[r] + 15) / 16 * 16; j < kAttentionChunk; ++j) scores[j] = 0.0f;
   }
   // What a row does not see weighs 0 and adds 0, unless it is infinite or a NaN.

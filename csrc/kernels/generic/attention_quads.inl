@@ -149,12 +149,10 @@ void attend_quad_rows(const AttentionChunk& c, const QuadPanels& panels, int64_t
   float factors[R];
   const int64_t from = positions_hidden(c, row), most = positions_seen(c, row + R - 1);
   dot_panels<R>(c, panels, c.int8.query + row * wide_padded(c.dim), from, most, dots);
+  weigh_positions<R>(c, row, dots, weights, factors, state + padded, stride);
   for (int r = 0; r < R; ++r) {
-    int16_t* own = weights + r * kAttentionChunk;
-    factors[r] = weigh_positions(
-        c.int8, dots + r * kAttentionChunk, c.int8.query_scale[row + r] * c.scale,
-        positions_hidden(c, row + r), positions_seen(c, row + r), own, state + r * stride + padded);
-    excess[r] = quad_factors(own, kAttentionChunk, words + r * (kAttentionChunk / 2));
+    excess[r] = quad_factors(weights + r * kAttentionChunk, kAttentionChunk,
+                             words + r * (kAttentionChunk / 2));
   }
   const QuadFactors rows = {words, kAttentionChunk / 4, kAttentionChunk / 2};
   const int64_t fours = (most + 3) / 4, first = from / 4, steps = c.dim / 16;
