@@ -159,6 +159,7 @@ PYBIND11_MODULE(_runtime, m) {
         py::dict row;
         row["cpu"] = bitnet::tuning().cpu;
         row["prefetch_bytes"] = bitnet::tuning().prefetch_bytes;
+        row["head_into_l2"] = bitnet::tuning().head_into_l2;
         return row;
       },
       "What is tuned to the make of the CPU.");

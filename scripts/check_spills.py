@@ -35,6 +35,10 @@ ACCEPTED = {
     # six operands, the tokens and 24 sums are more than 32 registers; on 256 bits 6 and 16
     "Base3, 4": 2,
     "Base3, 2": 2,
+    # int4: two planes of two tokens, or of two tiles, and their sums; of 253, 266 and 212
+    # instructions for 64 dots
+    "head4_rows<1, 2": 31,
+    "head4_rows<2, 1": 17,
 }
 Instruction = tuple[int, str]
 

@@ -8,6 +8,7 @@
 
 #include "kernels/dispatch.h"
 #include "runtime/parallel.h"
+#include "runtime/tuning.h"
 
 namespace bitnet::engine {
 namespace {
@@ -106,6 +107,8 @@ int64_t head_input_bytes(const HeadView& head, int64_t tokens) {
          tokens * (4 * padded + aligned(padded / 64 * 4));
 }
 
+Prefetch head_prefetch() { return {tuning().prefetch_bytes, tuning().head_into_l2}; }
+
 HeadInput bind_head_input(const HeadView& head, int64_t tokens, void* memory) {
   HeadInput input{head.k, layout::head_padded_k(head.k), nullptr, nullptr};
   if (head.format == HeadFormat::kDense) {
@@ -152,16 +155,15 @@ void head_rows(const KernelTable& table, const HeadView& head, int64_t row_begin
   switch (head.format) {
     case HeadFormat::kDense:
       return table.head_dense(input.dense, tokens, head.type, head.weight, head.k, row_begin,
-                              row_end, head.prefetch_bytes, out, out_stride);
+                              row_end, head.ahead, out, out_stride);
     case HeadFormat::kInt8:
       return table.head_int8(static_cast<const int8_t*>(head.weight),
                              static_cast<const float*>(head.scale), head.k, row_begin, row_end,
-                             input.tokens, tokens, head.prefetch_bytes, out, out_stride);
+                             input.tokens, tokens, head.ahead, out, out_stride);
     case HeadFormat::kInt4:
       return table.head_int4(static_cast<const uint8_t*>(head.weight),
                              static_cast<const uint16_t*>(head.scale), head.groups(), head.group,
-                             row_begin, row_end, input.tokens, tokens, head.prefetch_bytes, out,
-                             out_stride);
+                             row_begin, row_end, input.tokens, tokens, head.ahead, out, out_stride);
     case HeadFormat::kTernary:
       return ternary_rows(table, head, row_begin, row_end, input.ternary, tokens, out, out_stride);
   }

@@ -15,12 +15,12 @@ enum class HeadFormat : int32_t { kDense, kInt8, kInt4, kTernary };
 // Borrowed memory.  Layouts: format/layout.h.
 struct HeadView {
   HeadFormat format;
-  DType type;              // of a dense head's weights
-  const void* weight;      // dense [rows, k], int8 [rows, k], uint8 [tiles, lines, 64]
-  const void* scale;       // null, float32 [rows], bfloat16 bits [tiles, groups, 16]
-  int64_t rows, k;         // V and K
-  int64_t group;           // int4 and ternary: 64 or 128 features
-  int64_t prefetch_bytes;  // tuning().prefetch_bytes
+  DType type;          // of a dense head's weights
+  const void* weight;  // dense [rows, k], int8 [rows, k], uint8 [tiles, lines, 64]
+  const void* scale;   // null, float32 [rows], bfloat16 bits [tiles, groups, 16]
+  int64_t rows, k;     // V and K
+  int64_t group;       // int4 and ternary: 64 or 128 features
+  Prefetch ahead;      // head_prefetch()
   // kTernary alone, a ternary matrix with scales of groups: its tokens are of 16 bits in groups.
   Weight ternary = {};
   GroupScales ternary_scales = {};
@@ -33,6 +33,9 @@ struct HeadView {
   int64_t groups() const { return group == 0 ? 0 : (k + group - 1) / group; }
   int64_t row_bytes() const;
 };
+
+// How this CPU likes a head's weights to be asked for.
+Prefetch head_prefetch();
 
 // The tokens that meet a head, over memory of the caller (head_input_bytes, aligned to 64).
 struct HeadInput {

@@ -47,7 +47,7 @@ SideProjection StepPlan::side(const Place& at, int which, int i, const StepInput
       .x = from.side_rows[m.inner_norms ? i : 0],
       .inner = buffers_.side_inner[i],
       .most_rank = sides_.most_rank,
-      .prefetch_bytes = m.head.prefetch_bytes,
+      .ahead = m.head.ahead,
       .type = m.type,
       .y = output(at, which),
       .residual = added && !m.post_norms ? residual(at) : nullptr,

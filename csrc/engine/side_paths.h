@@ -51,7 +51,7 @@ struct SideProjection {
   const float* x;  // [with_adapter, k], by place: what the projection read, not yet quantised
   float* inner;    // [with_adapter, most_rank]: x A^T, of a group in rows of its own rank
   int64_t most_rank;
-  int64_t prefetch_bytes;
+  Prefetch ahead;
   DType type;       // what outputs are rounded to
   void* y;          // [tokens, rows] of it, the projection's outputs
   float* residual;  // [tokens, rows]: what outputs are added to; null: they stay in y

@@ -28,6 +28,13 @@ constexpr int64_t element_size(DType type) {
   return type == DType::kBF16 || type == DType::kF16 ? 2 : 1;
 }
 
+// How far ahead of their stream the heads ask for weights, and for which cache: into_l2 where loads
+// into L1 are too few at once to keep the memory busy.  Depends on the CPU; never changes results.
+struct Prefetch {
+  int64_t bytes;
+  bool into_l2 = false;
+};
+
 // One token as the quantised heads take it: x[k] = scale * wide[k], wide = 256 * high + low.  What
 // an ISA does not use is still there: the memory is the caller's and looks the same everywhere.
 struct HeadToken {
@@ -339,11 +346,10 @@ struct KernelTable {
 
   // ---- output head --------------------------------------------------------------------------
   // Logits of rows [row_begin, row_end) for every token: out[m * out_stride + n - row_begin].  Each
-  // weight is read from memory once, whatever the number of tokens; prefetch_bytes: how far ahead
-  // of their stream to prefetch, which depends on the CPU. dense: dot(x, row) in the lane order; x
-  // [tokens, k] float32, weight [*, k] contiguous.
+  // weight is read from memory once, whatever the number of tokens. dense: dot(x, row) in the lane
+  // order; x [tokens, k] float32, weight [*, k] contiguous.
   void (*head_dense)(const float* x, int64_t tokens, DType type, const void* weight, int64_t k,
-                     int64_t row_begin, int64_t row_end, int64_t prefetch_bytes, float* out,
+                     int64_t row_begin, int64_t row_end, Prefetch ahead, float* out,
                      int64_t out_stride);
   // The same products times `scale` for a short k, `rank`, and rows that lie in tiles of 16:
   // element j of row n at tiles[(n / 16 * rank + j) * 16 + n % 16].  The last tile is whole,
@@ -355,13 +361,13 @@ struct KernelTable {
   // int8: float(sum_k w[n][k] * wide[k]) * (scale[n] * x.scale); weight [*, k], k <=
   // layout::kHeadMaxK.
   void (*head_int8)(const int8_t* weight, const float* scale, int64_t k, int64_t row_begin,
-                    int64_t row_end, const HeadToken* x, int64_t tokens, int64_t prefetch_bytes,
-                    float* out, int64_t out_stride);
+                    int64_t row_end, const HeadToken* x, int64_t tokens, Prefetch ahead, float* out,
+                    int64_t out_stride);
   // int4: layout "head int4" of format/layout.h; acc = fma(float(sum of a group), its scale, acc),
   // groups ascending, from 0; then acc * x.scale.  row_begin: a multiple of 16.
   void (*head_int4)(const uint8_t* weight, const uint16_t* scale, int64_t groups, int64_t group,
                     int64_t row_begin, int64_t row_end, const HeadToken* x, int64_t tokens,
-                    int64_t prefetch_bytes, float* out, int64_t out_stride);
+                    Prefetch ahead, float* out, int64_t out_stride);
   // Quantises one token to 16 bits: wide and the result as of quantize_query, n_padded a multiple
   // of 128; wide = 256 * high + low, all in int8; sums[j] = sum of wide[64 j .. 64 j + 63].
   float (*head_quantize_token)(const float* x, int64_t n, int64_t n_padded, int16_t* wide,

@@ -5,7 +5,6 @@
 #include "ops/register.h"
 #include "ops/weight_view.h"
 #include "runtime/pages.h"
-#include "runtime/tuning.h"
 
 namespace bitnet::ops {
 namespace {
@@ -35,7 +34,7 @@ engine::HeadView dense_view(const Check& check, const Tensor& weight,
           weight.size(0),
           weight.size(1),
           0,
-          tuning().prefetch_bytes};
+          engine::head_prefetch()};
 }
 
 const Tensor& required_scale(const Check& check, const std::optional<Tensor>& scale) {
@@ -62,7 +61,7 @@ engine::HeadView int8_view(const Check& check, const Tensor& weight,
           weight.size(0),
           weight.size(1),
           0,
-          tuning().prefetch_bytes};
+          engine::head_prefetch()};
 }
 
 // The group size follows from the shapes: lines = groups * group / 8.
@@ -100,7 +99,7 @@ engine::HeadView int4_view(const Check& check, const Tensor& weight,
           rows,
           k,
           group,
-          tuning().prefetch_bytes};
+          engine::head_prefetch()};
 }
 
 // A ternary matrix with scales of groups, in any layout of weights.
@@ -115,7 +114,7 @@ engine::HeadView ternary_view(const Check& check, const Tensor& weight, const Te
                         0,
                         k,
                         0,
-                        tuning().prefetch_bytes};
+                        engine::head_prefetch()};
   view.ternary = weight_view(check, weight, "weight", k, rows);
   view.ternary_scales = group_scales(check, view.ternary, scale, "scale");
   view.group = view.ternary_scales.group;

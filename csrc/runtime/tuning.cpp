@@ -13,39 +13,57 @@
 namespace bitnet {
 namespace {
 
-std::string cpu_vendor() {
+struct Cpu {
+  std::string vendor;
+  unsigned family = 0;
+};
+
+Cpu this_cpu() {
+  Cpu cpu;
 #if defined(__x86_64__)
   unsigned a = 0, b = 0, c = 0, d = 0;
   if (__get_cpuid(0, &a, &b, &c, &d) != 0) {
-    std::string vendor;
     for (const unsigned word : {b, d, c}) {
       for (int shift = 0; shift < 32; shift += 8) {
-        vendor += static_cast<char>(word >> shift & 0xff);
+        cpu.vendor += static_cast<char>(word >> shift & 0xff);
       }
     }
-    return vendor;
+  }
+  if (__get_cpuid(1, &a, &b, &c, &d) != 0) {
+    cpu.family = a >> 8 & 0xf;
+    if (cpu.family == 0xf) cpu.family += a >> 20 & 0xff;
   }
 #endif
-  return "";
+  return cpu;
 }
 
-int64_t parse_distance(const char* text) {
+[[noreturn]] void reject(const char* text) {
+  throw std::runtime_error(
+      std::string("BITNET_OPS_PREFETCH: expected bytes from 0 to 65536, got '") + text +
+      "'; :L1 or :L2 may follow, for where heads are fetched to");
+}
+
+void override_by(const char* text, Tuning& row) {
   char* end = nullptr;
   const long value = std::strtol(text, &end, 10);
-  if (*text == '\0' || *end != '\0' || value < 0 || value > 65536) {
-    throw std::runtime_error(
-        std::string("BITNET_OPS_PREFETCH: expected bytes from 0 to 65536, got '") + text + "'");
-  }
-  return value;
+  const std::string level = end;
+  const bool known = level.empty() || level == ":L1" || level == ":L2";
+  if (end == text || !known || value < 0 || value > 65536) reject(text);
+  row.prefetch_bytes = value;
+  if (!level.empty()) row.head_into_l2 = level == ":L2";
 }
 
 Tuning choose() {
-  const std::string vendor = cpu_vendor();
-  Tuning row{"unknown", 2048, true};
-  if (vendor == "AuthenticAMD") row = {"AMD", 6144, false};
-  if (vendor == "GenuineIntel") row = {"Intel", 2048, true};
+  constexpr unsigned kZen5 = 0x1a;
+  const Cpu cpu = this_cpu();
+  Tuning row{"unknown", 2048, false, true};
+  if (cpu.vendor == "AuthenticAMD") {
+    const bool newer = cpu.family >= kZen5;
+    row = {newer ? "AMD Zen 5 and later" : "AMD up to Zen 4", 6144, !newer, false};
+  }
+  if (cpu.vendor == "GenuineIntel") row = {"Intel", 2048, false, true};
   if (const char* wanted = std::getenv("BITNET_OPS_PREFETCH"); wanted != nullptr && *wanted != 0) {
-    row.prefetch_bytes = parse_distance(wanted);
+    override_by(wanted, row);
   }
   return row;
 }

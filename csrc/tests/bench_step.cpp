@@ -83,7 +83,7 @@ struct Bench {
               s.vocab,
               m.hidden,
               0,
-              tuning().prefetch_bytes};
+              engine::head_prefetch()};
     for (int64_t i = 0; i < m.tokens * m.hidden; ++i) x.push_back(random.unit());
     logits.resize(at(m.head_tokens * s.vocab));
   }

@@ -76,12 +76,15 @@ class HeadTest {
     for (int64_t n = 0; n < row_end; ++n) scales.push_back(0.5f + 0.01f * static_cast<float>(n));
     const int8_t* w = arenas_[0]->place_copy(codes.data(), row_end * tokens.k, where());
     const float* s = arenas_[1]->place_copy(scales.data(), row_end, where());
-    float* out = result(row_end - row_begin, count);
-    table.head_int8(w, s, tokens.k, row_begin, row_end, x.data(), count, 1024, out, stride_);
-    for (int64_t t = 0; t < count; ++t) {
-      for (int64_t n = row_begin; n < row_end; ++n) {
-        const int64_t sum = dot(&codes[at(n * tokens.k)], tokens, t, 0, tokens.k);
-        check(out, t, n - row_begin, static_cast<float>(sum) * (scales[at(n)] * x[at(t)].scale));
+    for (const bool into_l2 : {false, true}) {
+      float* out = result(row_end - row_begin, count);
+      table.head_int8(w, s, tokens.k, row_begin, row_end, x.data(), count, {1024, into_l2}, out,
+                      stride_);
+      for (int64_t t = 0; t < count; ++t) {
+        for (int64_t n = row_begin; n < row_end; ++n) {
+          const int64_t sum = dot(&codes[at(n * tokens.k)], tokens, t, 0, tokens.k);
+          check(out, t, n - row_begin, static_cast<float>(sum) * (scales[at(n)] * x[at(t)].scale));
+        }
       }
     }
     CHECK(arenas_[2]->intact(), "wrote outside of out");
@@ -104,18 +107,21 @@ class HeadTest {
         arenas_[0]->place_copy(bytes.data(), static_cast<int64_t>(bytes.size()), where());
     const uint16_t* s =
         arenas_[1]->place_copy(scales.data(), static_cast<int64_t>(scales.size()), where());
-    float* out = result(row_end - row_begin, count);
-    table.head_int4(w, s, groups, group, row_begin, row_end, x.data(), count, 1024, out, stride_);
-    for (int64_t t = 0; t < count; ++t) {
-      for (int64_t n = row_begin; n < row_end; ++n) {
-        float acc = 0;
-        for (int64_t g = 0; g < groups; ++g) {
-          const int64_t end = std::min((g + 1) * group, tokens.k);
-          const int64_t sum = dot(&codes[at(n * tokens.k)], tokens, t, g * group, end);
-          const uint32_t scale = scales[at((n / 16 * groups + g) * 16 + n % 16)];
-          acc = std::fmaf(static_cast<float>(sum), std::bit_cast<float>(scale << 16), acc);
+    for (const bool into_l2 : {false, true}) {
+      float* out = result(row_end - row_begin, count);
+      table.head_int4(w, s, groups, group, row_begin, row_end, x.data(), count, {1024, into_l2},
+                      out, stride_);
+      for (int64_t t = 0; t < count; ++t) {
+        for (int64_t n = row_begin; n < row_end; ++n) {
+          float acc = 0;
+          for (int64_t g = 0; g < groups; ++g) {
+            const int64_t end = std::min((g + 1) * group, tokens.k);
+            const int64_t sum = dot(&codes[at(n * tokens.k)], tokens, t, g * group, end);
+            const uint32_t scale = scales[at((n / 16 * groups + g) * 16 + n % 16)];
+            acc = std::fmaf(static_cast<float>(sum), std::bit_cast<float>(scale << 16), acc);
+          }
+          check(out, t, n - row_begin, acc * x[at(t)].scale);
         }
-        check(out, t, n - row_begin, acc * x[at(t)].scale);
       }
     }
     CHECK(arenas_[2]->intact(), "wrote outside of out");

@@ -59,8 +59,11 @@ def packed_shape(
     k-steps, lanes, 4]. Raises ValueError for another layout.
     """
 
-def tuning() -> dict[str, str | int]:
-    """ "cpu": the row of the tuning table in use; "prefetch_bytes": BITNET_OPS_PREFETCH or its."""
+def tuning() -> dict[str, str | int | bool]:
+    """ "cpu": the row of the tuning table in use; the rest: BITNET_OPS_PREFETCH or the row's.
+
+    "prefetch_bytes": how far ahead weights are prefetched; "head_into_l2": a head's only into L2.
+    """
 
 def build_info() -> dict[str, str | int]:
     """Compiler, torch and ABI floor of this build."""

@@ -48,7 +48,7 @@ def test_json_has_every_field(facts: dict[str, Any]) -> None:
         "amx": {"on_cpu", "permission"},
         "threads": {"torch", "logical_cpus", "affinity", "cgroup_quota", "available"}
         | {"environment", "physical_cores", "numa_nodes"},
-        "weights": {"format", "tile_lanes", "tuned_to", "prefetch_bytes", "cache"}
+        "weights": {"format", "tile_lanes", "tuned_to", "prefetch_bytes", "head_into_l2", "cache"}
         | {"tuning_error"},
         "torch": {"version", "location", "abi_floor"},
         "memory": {"total", "available", "limit"},

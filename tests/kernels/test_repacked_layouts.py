@@ -6,6 +6,7 @@ with sums that torch computes from the codes.
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
@@ -151,7 +152,12 @@ def test_code_3_is_rejected_both_ways(fmt: str) -> None:
 def test_an_ill_set_prefetch_distance_is_one_clear_error(tmp_path: Path) -> None:
 
     program = "import bitnet_ops; print(bitnet_ops._runtime.tuning())"
-    for value, good in (("4096", True), ("-1", False), ("far", False), ("65537", False)):
+    for value, good in (
+        ("4096", {"prefetch_bytes": 4096}),
+        ("4096:L1", {"prefetch_bytes": 4096, "head_into_l2": False}),
+        ("4096:L2", {"prefetch_bytes": 4096, "head_into_l2": True}),
+        *((bad, None) for bad in ("-1", "far", "65537", "4096:L3", "4096:", ":L2", "4096 ")),
+    ):
         done = subprocess.run(
             [sys.executable, "-c", program],
             env={"BITNET_OPS_PREFETCH": value, "PATH": "/usr/bin:/bin"},
@@ -159,9 +165,9 @@ def test_an_ill_set_prefetch_distance_is_one_clear_error(tmp_path: Path) -> None
             text=True,
             cwd=tmp_path,
         )
-        assert (done.returncode == 0) == good, done.stderr
-        if good:
-            assert "4096" in done.stdout
+        assert (done.returncode == 0) == (good is not None), done.stderr
+        if good is not None:
+            assert good.items() <= ast.literal_eval(done.stdout).items()
         else:
             expected = f"BITNET_OPS_PREFETCH: expected bytes from 0 to 65536, got '{value}'"
             assert expected in done.stderr

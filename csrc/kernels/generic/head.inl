@@ -10,6 +10,31 @@ constexpr int64_t kHeadRowChunk = 32;
 
 // ---- dense --------------------------------------------------------------------------------------
 
+// Asks for what a stream of weights reads `bytes` later; the hint is part of the instruction.
+template <bool kIntoL2>
+struct Ahead {
+  int64_t bytes;
+  [[gnu::always_inline]] void operator()(const void* p) const {
+    const void* line = static_cast<const char*>(p) + bytes;
+    if constexpr (kIntoL2) {
+      prefetch_l2(line);
+    } else {
+      prefetch(line);
+    }
+  }
+};
+
+// rows(ahead) by the hint that is wanted.
+template <class F>
+[[gnu::always_inline]] inline void with_ahead(const Prefetch& wanted, const F& rows) {
+  const int64_t bytes = head_distance(wanted.bytes);
+  if (wanted.into_l2) {
+    rows(Ahead<true>{bytes});
+  } else {
+    rows(Ahead<false>{bytes});
+  }
+}
+
 // The primitives of a type: bfloat16 may have its lanes in an order of the ISA's own until they are
 // added up.
 template <DType kType>
@@ -47,10 +72,9 @@ template <DType kType, int R, int T>
 
 // R rows, step_bytes apart, x T tokens; a dot product keeps its own 16 lanes, ascending, then the
 // tree, so the grouping changes nothing.
-template <DType kType, int R, int T>
+template <DType kType, int R, int T, class A>
 [[gnu::always_inline]] inline void dense_tile(const float* x, int64_t k, const void* rows,
-                                              int64_t step_bytes, int64_t distance,
-                                              float (&y)[R][T]) {
+                                              int64_t step_bytes, A ahead, float (&y)[R][T]) {
   F32x16 acc[R][T];
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r) {
@@ -61,8 +85,7 @@ template <DType kType, int R, int T>
   for (; i + 16 <= k; i += 16) {
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) {
-      prefetch(static_cast<const char*>(row_at(rows, step_bytes, r)) + i * element_size(kType) +
-               distance);
+      ahead(row_at(row_at(rows, step_bytes, r), element_size(kType), i));
     }
     dense_step<kType>(x, k, rows, step_bytes, i, 16, acc);
   }
@@ -75,65 +98,66 @@ template <DType kType, int R, int T>
 }
 
 // T tokens against `count` rows, in R streams.
-template <DType kType, int R, int T>
-void dense_rows(const float* x, int64_t k, const void* rows, int64_t count, int64_t distance,
-                float* out, int64_t out_stride) {
+template <DType kType, int R, int T, class A>
+void dense_rows(const float* x, int64_t k, const void* rows, int64_t count, A ahead, float* out,
+                int64_t out_stride) {
   const int64_t row_bytes = k * element_size(kType), part = count / R;
   for (int64_t n = 0; n < part; ++n) {
     float y[R][T];
-    dense_tile<kType, R, T>(x, k, row_at(rows, row_bytes, n), part * row_bytes, distance, y);
+    dense_tile<kType, R, T>(x, k, row_at(rows, row_bytes, n), part * row_bytes, ahead, y);
     for (int t = 0; t < T; ++t) {
       for (int r = 0; r < R; ++r) out[t * out_stride + n + r * part] = y[r][t];
     }
   }
   for (int64_t n = R * part; n < count; ++n) {
     float y[1][T];
-    dense_tile<kType, 1, T>(x, k, row_at(rows, row_bytes, n), 0, distance, y);
+    dense_tile<kType, 1, T>(x, k, row_at(rows, row_bytes, n), 0, ahead, y);
     for (int t = 0; t < T; ++t) out[t * out_stride + n] = y[0][t];
   }
 }
 
-template <DType kType>
-void dense_as(const float* x, int64_t tokens, const void* rows, int64_t k, int64_t count,
-              int64_t distance, float* out, int64_t out_stride) {
+template <DType kType, class A>
+void dense_as(const float* x, int64_t tokens, const void* rows, int64_t k, int64_t count, A ahead,
+              float* out, int64_t out_stride) {
   const int64_t chunk = tokens <= 2 ? count : kHeadRowChunk;
   for (int64_t n = 0; n < count; n += chunk) {
     const int64_t part = count - n < chunk ? count - n : chunk;
     const void* w = row_at(rows, k * element_size(kType), n);
     int64_t t = 0;
     for (; t + 2 <= tokens; t += 2) {
-      dense_rows<kType, kHeadPairRows, 2>(x + t * k, k, w, part, distance, out + t * out_stride + n,
+      dense_rows<kType, kHeadPairRows, 2>(x + t * k, k, w, part, ahead, out + t * out_stride + n,
                                           out_stride);
     }
     if (t < tokens) {
-      dense_rows<kType, 4, 1>(x + t * k, k, w, part, distance, out + t * out_stride + n,
-                              out_stride);
+      dense_rows<kType, 4, 1>(x + t * k, k, w, part, ahead, out + t * out_stride + n, out_stride);
     }
   }
 }
 
 void head_dense(const float* x, int64_t tokens, DType type, const void* weight, int64_t k,
-                int64_t row_begin, int64_t row_end, int64_t prefetch_bytes, float* out,
+                int64_t row_begin, int64_t row_end, Prefetch wanted, float* out,
                 int64_t out_stride) {
-  const auto rows = type == DType::kBF16  ? dense_as<DType::kBF16>
-                    : type == DType::kF16 ? dense_as<DType::kF16>
-                                          : dense_as<DType::kF32>;
-  rows(x, tokens, row_at(weight, k * element_size(type), row_begin), k, row_end - row_begin,
-       head_distance(prefetch_bytes), out, out_stride);
+  with_ahead(wanted, [&]<class A>(A ahead) {
+    const auto rows = type == DType::kBF16  ? dense_as<DType::kBF16, A>
+                      : type == DType::kF16 ? dense_as<DType::kF16, A>
+                                            : dense_as<DType::kF32, A>;
+    rows(x, tokens, row_at(weight, k * element_size(type), row_begin), k, row_end - row_begin,
+         ahead, out, out_stride);
+  });
 }
 
 // ---- int8 ---------------------------------------------------------------------------------------
 
 // acc += the products of weights [i, stop) of R rows, `step` bytes apart; a multiple of U steps.
-template <int R, int T, int U>
+template <int R, int T, int U, class A>
 [[gnu::always_inline]] inline int64_t head8_steps(const int8_t* w, int64_t step, const HeadToken* x,
-                                                  int64_t distance, int64_t i, int64_t stop,
+                                                  A ahead, int64_t i, int64_t stop,
                                                   Head8Acc (&acc)[R][T][U]) {
   for (; i + U * kHead8Step <= stop; i += U * kHead8Step) {
 #pragma GCC unroll 8
     for (int64_t line = 0; line < U * kHead8Step; line += 64) {
 #pragma GCC unroll 4
-      for (int r = 0; r < R; ++r) prefetch(w + r * step + i + line + distance);
+      for (int r = 0; r < R; ++r) ahead(w + r * step + i + line);
     }
 #pragma GCC unroll 8
     for (int u = 0; u < U; ++u) {
@@ -142,9 +166,9 @@ template <int R, int T, int U>
       for (int r = 0; r < R; ++r) v[r] = head8_weights(w + r * step + i + u * kHead8Step);
 #pragma GCC unroll 4
       for (int t = 0; t < T; ++t) {
-        const auto a = head8_token(x[t], i + u * kHead8Step);
+        const auto v_x = head8_token(x[t], i + u * kHead8Step);
 #pragma GCC unroll 4
-        for (int r = 0; r < R; ++r) acc[r][t][u] = head8_dot(acc[r][t][u], v[r], a);
+        for (int r = 0; r < R; ++r) acc[r][t][u] = head8_dot(acc[r][t][u], v[r], v_x);
       }
     }
   }
@@ -174,6 +198,10 @@ template <int R, int T, int U>
     for (int u = 1; u < U; ++u) all[i] = head8_add(all[i], acc[i / T][i % T][u]);
   }
   static_assert(R * T <= 8);
+  if constexpr (R * T == 1) {  // eight at once would add up seven of nothing for every row
+    sums[0][0] += head8_sum(all[0]);
+    return;
+  }
   alignas(64) int64_t more[8];
   head8_sums(all, more);
 #pragma GCC unroll 8
@@ -194,10 +222,9 @@ template <int R, int T>
 }
 
 // R rows, `step` bytes apart, x T tokens, U accumulators each.
-template <int R, int T, int U>
+template <int R, int T, int U, class A>
 [[gnu::always_inline]] inline void head8_tile(const int8_t* w, int64_t step, int64_t k,
-                                              const HeadToken* x, int64_t distance,
-                                              int64_t (&sums)[R][T]) {
+                                              const HeadToken* x, A ahead, int64_t (&sums)[R][T]) {
   constexpr int64_t kFlush = kHead8FlushSteps * kHead8Step;
   const int64_t whole = k / kHead8Step * kHead8Step;
 #pragma GCC unroll 4
@@ -210,12 +237,12 @@ template <int R, int T, int U>
     const int64_t stop = whole - i < kFlush ? whole : i + kFlush;
     Head8Acc acc[R][T][U];
     head8_clear(acc);
-    i = head8_steps(w, step, x, distance, i, stop, acc);
+    i = head8_steps(w, step, x, ahead, i, stop, acc);
     head8_fold(acc, sums);
     if (U > 1 && i < stop) {
       Head8Acc rest[R][T][1];
       head8_clear(rest);
-      i = head8_steps(w, step, x, distance, i, stop, rest);
+      i = head8_steps(w, step, x, ahead, i, stop, rest);
       head8_fold(rest, sums);
     }
   }
@@ -223,13 +250,13 @@ template <int R, int T, int U>
 }
 
 // T tokens against `count` rows, in R streams.
-template <int R, int T, int U>
-void head8_rows(const int8_t* w, const float* scale, int64_t k, int64_t count, const HeadToken* x,
-                int64_t distance, float* out, int64_t out_stride) {
+template <int R, int T, int U, class A>
+[[gnu::noinline]] void head8_rows(const int8_t* w, const float* scale, int64_t k, int64_t count,
+                                  const HeadToken* x, A ahead, float* out, int64_t out_stride) {
   const int64_t part = count / R;
   const auto tile = [&]<int kRows>(int64_t n) __attribute__((always_inline)) {
     int64_t sums[kRows][T];
-    head8_tile<kRows, T, U>(w + n * k, part * k, k, x, distance, sums);
+    head8_tile<kRows, T, U>(w + n * k, part * k, k, x, ahead, sums);
 #pragma GCC unroll 4
     for (int t = 0; t < T; ++t) {
 #pragma GCC unroll 4
@@ -246,8 +273,8 @@ void head8_rows(const int8_t* w, const float* scale, int64_t k, int64_t count, c
 }
 
 void head_int8(const int8_t* weight, const float* scale, int64_t k, int64_t row_begin,
-               int64_t row_end, const HeadToken* x, int64_t tokens, int64_t prefetch_bytes,
-               float* out, int64_t out_stride) {
+               int64_t row_end, const HeadToken* x, int64_t tokens, Prefetch wanted, float* out,
+               int64_t out_stride) {
   if constexpr (MatrixUnit::kFromTokens > 0) {
     if (tokens >= MatrixUnit::kFromTokens) {
       const int64_t done =
@@ -261,23 +288,24 @@ void head_int8(const int8_t* weight, const float* scale, int64_t k, int64_t row_
   const int8_t* w = weight + row_begin * k;
   const float* s = scale + row_begin;
   const int64_t chunk = tokens <= kHead8Tokens ? count : kHeadRowChunk;
-  const int64_t distance = head_distance(prefetch_bytes);
-  for (int64_t n = 0; n < count; n += chunk) {
-    const int64_t part = count - n < chunk ? count - n : chunk;
-    for_token_groups<kHead8Tokens>(tokens, [&]<int T>(int64_t t) {
-      constexpr int R = T == 1 ? kHeadStreams : kHead8Rows, U = T == 1 ? kHead8Unroll : 1;
-      head8_rows<R, T, U>(w + n * k, s + n, k, part, x + t, distance, out + t * out_stride + n,
-                          out_stride);
-    });
-  }
+  with_ahead(wanted, [&](auto ahead) {
+    for (int64_t n = 0; n < count; n += chunk) {
+      const int64_t part = count - n < chunk ? count - n : chunk;
+      for_token_groups<kHead8Tokens>(tokens, [&]<int T>(int64_t t) {
+        constexpr int R = T == 1 ? kHeadStreams : kHead8Rows, U = T == 1 ? kHead8Unroll : 1;
+        head8_rows<R, T, U>(w + n * k, s + n, k, part, x + t, ahead, out + t * out_stride + n,
+                            out_stride);
+      });
+    }
+  });
 }
 
 // ---- int4 ---------------------------------------------------------------------------------------
 
 // One group of S tiles, `step` bytes apart, x T tokens from feature k on.
-template <int S, int T>
+template <int S, int T, class A>
 [[gnu::always_inline]] inline void head4_group(const uint8_t* w, int64_t step, int64_t lines,
-                                               const HeadToken* x, int64_t k, int64_t distance,
+                                               const HeadToken* x, int64_t k, A ahead,
                                                Head4Acc (&acc)[S][T]) {
 #pragma GCC unroll 4
   for (int s = 0; s < S; ++s) {
@@ -289,25 +317,27 @@ template <int S, int T>
     for (int s = 0; s < S; ++s) {
       const uint8_t* p = w + s * step + line * layout::kHeadStepBytes;
 #pragma GCC unroll 4
-      for (int j = 0; j < 4; ++j) prefetch(p + j * layout::kHeadStepBytes + distance);
+      for (int j = 0; j < 4; ++j) ahead(p + j * layout::kHeadStepBytes);
       head4_block(p, x, k + line * layout::kHeadStepFeatures, acc[s]);
     }
   }
 }
 
 // What head_int4 is given, and the sizes of a tile in it.
+template <class A>
 struct Head4 {
   const uint8_t* weight;
   const uint16_t* scale;
-  int64_t groups, group, distance;
+  int64_t groups, group;
+  A ahead;
   int64_t lines() const { return group / layout::kHeadStepFeatures; }
   int64_t tile_bytes() const { return groups * lines() * layout::kHeadStepBytes; }
   int64_t tile_scales() const { return groups * layout::kHeadTileRows; }
 };
 
 // Tiles tile, tile + step, ... (S of them) x T tokens.
-template <int S, int T>
-[[gnu::always_inline]] inline void head4_tiles(const Head4& head, int64_t tile, int64_t step,
+template <int S, int T, class A>
+[[gnu::always_inline]] inline void head4_tiles(const Head4<A>& head, int64_t tile, int64_t step,
                                                const HeadToken* x, F32x16 (&acc)[S][T]) {
   const uint8_t* w = head.weight + tile * head.tile_bytes();
   const uint16_t* scale = head.scale + tile * head.tile_scales();
@@ -319,7 +349,7 @@ template <int S, int T>
   for (int64_t g = 0; g < head.groups; ++g) {
     Head4Acc sums[S][T];
     head4_group(w + g * head.lines() * layout::kHeadStepBytes, step * head.tile_bytes(),
-                head.lines(), x, g * head.group, head.distance, sums);
+                head.lines(), x, g * head.group, head.ahead, sums);
 #pragma GCC unroll 4
     for (int s = 0; s < S; ++s) {
       const uint16_t* from = scale + s * step * head.tile_scales();
@@ -335,9 +365,9 @@ template <int S, int T>
 }
 
 // T tokens against the tiles of [row_begin, row_end), in S streams.
-template <int S, int T>
-void head4_rows(const Head4& head, int64_t row_begin, int64_t row_end, const HeadToken* x,
-                float* out, int64_t out_stride) {
+template <int S, int T, class A>
+[[gnu::noinline]] void head4_rows(const Head4<A>& head, int64_t row_begin, int64_t row_end,
+                                  const HeadToken* x, float* out, int64_t out_stride) {
   constexpr int64_t kRows = layout::kHeadTileRows;
   const int64_t first = row_begin / kRows, tiles = (row_end - row_begin + kRows - 1) / kRows;
   const int64_t part = tiles / S;
@@ -360,28 +390,33 @@ void head4_rows(const Head4& head, int64_t row_begin, int64_t row_end, const Hea
 
 void head_int4(const uint8_t* weight, const uint16_t* scale, int64_t groups, int64_t group,
                int64_t row_begin, int64_t row_end, const HeadToken* x, int64_t tokens,
-               int64_t prefetch_bytes, float* out, int64_t out_stride) {
-  const Head4 head{weight, scale, groups, group, head_distance(prefetch_bytes)};
+               Prefetch wanted, float* out, int64_t out_stride) {
   if constexpr (MatrixUnit::kFromTokens > 0) {
     if (tokens >= MatrixUnit::kFromTokens) {
       const int64_t tile = row_begin / layout::kHeadTileRows;
+      const Head4<Ahead<false>> whole{weight, scale, groups, group, {}};  // for the sizes alone
       const int64_t done = matrix_head4<MatrixUnit>(
-          weight + tile * head.tile_bytes(), scale + tile * head.tile_scales(), groups, group,
+          weight + tile * whole.tile_bytes(), scale + tile * whole.tile_scales(), groups, group,
           row_end - row_begin, x, tokens, out, out_stride);
       row_begin += done;
       out += done;
     }
   }
-  if (tokens == 1) {
-    return head4_rows<kHead4Streams, 1>(head, row_begin, row_end, x, out, out_stride);
-  }
-  for (int64_t n = row_begin; n < row_end; n += kHeadRowChunk) {
-    const int64_t end = row_end - n < kHeadRowChunk ? row_end : n + kHeadRowChunk;
-    float* y = out + n - row_begin;
-    for_token_groups<kHead4Tokens>(tokens, [&]<int T>(int64_t t) {
-      head4_rows<1, T>(head, n, end, x + t, y + t * out_stride, out_stride);
-    });
-  }
+  // In several streams it is bound by arithmetic, which wants its lines in L1.
+  wanted.into_l2 = wanted.into_l2 && kHead4Streams == 1;
+  with_ahead(wanted, [&]<class A>(A ahead) {
+    const Head4<A> head{weight, scale, groups, group, ahead};
+    if (tokens == 1) {
+      return head4_rows<kHead4Streams, 1>(head, row_begin, row_end, x, out, out_stride);
+    }
+    for (int64_t n = row_begin; n < row_end; n += kHeadRowChunk) {
+      const int64_t end = row_end - n < kHeadRowChunk ? row_end : n + kHeadRowChunk;
+      float* y = out + n - row_begin;
+      for_token_groups<kHead4Tokens>(tokens, [&]<int T>(int64_t t) {
+        head4_rows<1, T>(head, n, end, x + t, y + t * out_stride, out_stride);
+      });
+    }
+  });
 }
 
 // ---- quantisation -------------------------------------------------------------------------------

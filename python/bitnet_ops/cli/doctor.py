@@ -170,7 +170,7 @@ def _amx(features: dict[str, bool], forced: str | None) -> Facts:
 
 def _weights() -> Facts:
     """The layout of weight_format="auto", and what reading it is tuned to, or why it is not."""
-    tuning: Facts = {"cpu": None, "prefetch_bytes": None}
+    tuning: Facts = {"cpu": None, "prefetch_bytes": None, "head_into_l2": None}
     error = None
     try:
         tuning = dict(_runtime.tuning())
@@ -181,6 +181,7 @@ def _weights() -> Facts:
         "tile_lanes": _runtime.tile_lanes(),
         "tuned_to": tuning["cpu"],
         "prefetch_bytes": tuning["prefetch_bytes"],
+        "head_into_l2": tuning["head_into_l2"],
         "tuning_error": error,
         "cache": os.environ.get("BITNET_OPS_CACHE") or None,
     }
@@ -403,6 +404,8 @@ def _isa_lines(isa: Facts) -> list[str]:
 def _weights_lines(weights: Facts) -> list[str]:
     distance = weights["prefetch_bytes"]
     ahead = f"prefetch {distance} bytes ahead" if distance else "no software prefetch"
+    if distance and weights["head_into_l2"]:
+        ahead += ", heads into L2"
     return [
         _line(
             "weights",
