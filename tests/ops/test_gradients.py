@@ -17,6 +17,7 @@ from bitnet_ops import ops
 from bitnet_ops.nn.linear import BitLinear
 from bitnet_ops.nn.packing import pack_ternary
 from bitnet_ops.nn.storage import FORMATS
+from bitnet_ops.ops import gradients
 
 N, K = 9, 200
 
@@ -136,6 +137,21 @@ def test_without_a_bias_and_without_grad_mode(call: Callable[..., Tensor]) -> No
         with mode:
             quiet = call(x, layer.weight, layer.weight_scale)
         assert not quiet.requires_grad and torch.equal(quiet, y)
+
+
+def test_autograd_is_left_out_where_nothing_wants_a_gradient(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(gradients, "_reject_grad", lambda op, name, value: asked.append(name))
+    x, weight = random(1, 2, K), torch.ones(K)
+    torch.ops.bitnet.rms_norm(x, weight, 1e-5)
+    assert asked == ["x", "weight", "eps"]
+    asked.clear()
+    ops.rms_norm(x, weight, 1e-5)
+    assert asked == []
+    ops.rms_norm(x, weight=weight.requires_grad_(), eps=1e-5)
+    assert asked == ["x", "weight", "eps"]
 
 
 def test_a_weight_changed_before_backward_is_an_error() -> None:

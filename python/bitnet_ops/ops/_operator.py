@@ -24,12 +24,27 @@ _is_grad_enabled, _is_inference = torch.is_grad_enabled, torch.is_inference_mode
 _is_compiling = torch.compiler.is_compiling
 
 
-def operator(fake: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+def _wants_gradient(args: tuple[Any, ...]) -> bool:
+    for arg in args:
+        if isinstance(arg, Tensor) and arg.requires_grad:
+            return True
+    return False
+
+
+def differentiable(fake: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    """`operator` for an op that has a gradient."""
+    return operator(fake, always_autograd=True)
+
+
+def operator(
+    fake: Callable[_Arguments, _Result], *, always_autograd: bool = False
+) -> Callable[_Arguments, _Result]:
     """The callable of torch.ops.bitnet.<name>, with the signature and docstring of `fake`.
 
     The function's body is the op's fake kernel: it makes the shape, dtype and layout of the
     outputs for torch.compile and torch.export. It sees no data and checks nothing but what shapes
-    its output: the C++ kernel checks everything.
+    its output: the C++ kernel checks everything. always_autograd: autograd is to see every call in
+    grad mode, not only those with an argument that requires a gradient.
     """
     name = fake.__name__
     overload = getattr(torch.ops.bitnet, name).default  # a look-up costs a quarter of a microsecond
@@ -46,8 +61,8 @@ def operator(fake: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Resul
 
     @functools.wraps(fake)
     def call(*args: Any, **kwargs: Any) -> Any:
-        # Under no_grad autograd's kernel, which is Python, would cost 5 us to find nothing to do.
-        # Inference mode leaves it out by itself, and a compiled graph has no calls to save.
+        # Autograd's kernel, which is Python, would cost 5 us, or 40 with many arguments, to find
+        # nothing to do. Inference mode leaves it out by itself, and a compiled graph has no calls.
         if _is_compiling():
             return overload(*args, **kwargs)
         if kwargs:
@@ -59,7 +74,9 @@ def operator(fake: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Resul
                 args += tuple([kwargs.get(name, value) for name, value in order])
                 kwargs = _NOTHING
         try:
-            if _is_grad_enabled() or _is_inference():
+            if _is_inference():
+                return kernel(*args, **kwargs)
+            if _is_grad_enabled() and (always_autograd or kwargs or _wants_gradient(args)):
                 return kernel(*args, **kwargs)
             with _below_autograd():
                 return kernel(*args, **kwargs)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from bitnet_ops import _runtime
-from bitnet_ops.ops._operator import operator
+from bitnet_ops.ops._operator import differentiable, operator
 
 __all__ = [
     "pack",
@@ -235,7 +235,7 @@ def gemm(
     return x.new_empty((x.shape[0], _rows(weight, out_features)), dtype=_product_dtype(x_scale))
 
 
-@operator
+@differentiable
 def linear(
     x: Tensor,
     weight: Tensor,
@@ -266,7 +266,7 @@ def linear(
     return x.new_empty(projection_shape(x, weight, out_features))
 
 
-@operator
+@differentiable
 def group_linear(
     x: Tensor,
     weight: Tensor,
