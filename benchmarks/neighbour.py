@@ -4,7 +4,8 @@ Each scenario runs in a process of its own on a model of 2B-4T's dims with few l
 one and with two threads, with both threads forced onto one CPU, put there and let go again, and
 beside a busy process bound to the second CPU at nice 0, at nice 19 and in another scheduling group.
 Of every scenario the median of some runs and the worst one are printed, and their shares of one
-thread alone.
+thread alone. `--before PYTHON`, the interpreter of an environment with an older version, measures
+each scenario with that version first.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
+_ROOT = Path(__file__).resolve().parent.parent  # where `-m benchmarks...` is found
 _SPIN = "import os, sys\nos.nice(int(sys.argv[1]))\nos.sched_setaffinity(0, {int(sys.argv[2])})\n"
 _SPIN += "print(flush=True)\nwhile True:\n    sum(range(100000))\n"
 
@@ -74,13 +77,10 @@ def measure(scenario: Scenario, layers: int, runs: int, prompt: int) -> dict[str
     """Tokens a second of `runs` runs of decoding and of prompts."""
     import torch
 
-    from bitnet_ops.bench.model import BenchModel
-    from bitnet_ops.dummy.configs import CONFIGS
+    from benchmarks.versions import bench_model, cut_model
 
-    cut = {"num_hidden_layers": layers, "vocab_size": 32000, "bos_token_id": 0, "eos_token_id": 1}
-    CONFIGS["2b-4t-cut"] = {**CONFIGS["2b-4t"], **cut}
     torch.set_num_threads(scenario.threads)
-    model = BenchModel("2b-4t-cut", "auto", "int8")
+    model = bench_model(cut_model(layers, vocab_size=32000))
     cpus = os.sched_getaffinity(0)
     steps = 16
     ids = torch.randint(0, 32000, (1, prompt))
@@ -104,11 +104,11 @@ def measure(scenario: Scenario, layers: int, runs: int, prompt: int) -> dict[str
     return found
 
 
-def _in_a_process(name: str, options: argparse.Namespace) -> dict[str, list[float]]:
-    command = [sys.executable, "-m", "benchmarks.neighbour", "--one", name]
+def _in_a_process(python: str, name: str, options: argparse.Namespace) -> dict[str, list[float]]:
+    command = [python, "-m", "benchmarks.neighbour", "--one", name]
     for option in ("layers", "runs", "prompt"):
         command += [f"--{option}", str(getattr(options, option))]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd=_ROOT)
     result: dict[str, list[float]] = json.loads(done.stdout)
     return result
 
@@ -119,6 +119,9 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--prompt", type=int, default=128, help="tokens")
     parser.add_argument("--only", nargs="+", default=list(SCENARIOS), choices=list(SCENARIOS))
+    parser.add_argument(
+        "--before", metavar="PYTHON", help="measure this interpreter's version, too"
+    )
     parser.add_argument("--one", choices=list(SCENARIOS), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
@@ -126,16 +129,21 @@ def main() -> None:
         print(json.dumps(found))
         return
     print("tokens/s: median (worst) of", options.runs, "runs, and their share of one thread alone")
-    alone: dict[str, float] = {}
+    versions = {"now": sys.executable}
+    if options.before:
+        versions = {"before": options.before, **versions}
+    alone: dict[tuple[str, str], float] = {}
     for name in options.only:
-        found = _in_a_process(name, options)
-        cells = []
-        for kind, rates in found.items():
-            middle, worst = statistics.median(rates), min(rates)
-            alone.setdefault(kind, middle)
-            shares = f"{middle / alone[kind]:.2f} ({worst / alone[kind]:.2f})"
-            cells.append(f"{kind} {middle:7.1f} ({worst:7.1f})  {shares}")
-        print(f"{name:24}" + "   ".join(cells), flush=True)
+        for version, python in versions.items():
+            found = _in_a_process(python, name, options)
+            cells = []
+            for kind, rates in found.items():
+                middle, worst = statistics.median(rates), min(rates)
+                one = alone.setdefault((version, kind), middle)
+                shares = f"{middle / one:.2f} ({worst / one:.2f})"
+                cells.append(f"{kind} {middle:7.1f} ({worst:7.1f})  {shares}")
+            label = f"{version:7}" if options.before else ""
+            print(f"{name:24}{label}" + "   ".join(cells), flush=True)
 
 
 if __name__ == "__main__":

@@ -26,8 +26,8 @@ void shrink_block(const KernelTable& table, const SideProjection& p,
                   int64_t last) {
   const SidePath& path = p.paths[group.adapter];
   float* out = p.inner + group.begin * p.most_rank + (first - group.begin) * path.rank + begin;
-  table.head_dense(p.x + first * p.k, last - first, path.type, path.a, p.k, begin, end,
-                   p.ahead, out, path.rank);
+  table.head_dense(p.x + first * p.k, last - first, path.type, path.a, p.k, begin, end, p.ahead,
+                   out, path.rank);
 }
 
 // Outputs [begin, begin + n) of one token: `side` is what its side path gives, null: it has none.

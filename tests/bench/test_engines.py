@@ -6,15 +6,17 @@ Nothing here asserts a speed.
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks import engine_gguf, engines
+from benchmarks import engine_gguf, engines, versions
 from bitnet_ops.bench import run_model
 from bitnet_ops.bench.harness import Budget
 from bitnet_ops.bench.limits import measure_limits
@@ -69,7 +71,9 @@ def test_plots_are_pictures(compared: tuple[dict[str, Any], str, Path], tmp_path
         assert f"wrote {path}" in text
 
 
-@pytest.mark.parametrize("name", ["update_performance", "compare_engines"])
+@pytest.mark.parametrize(
+    "name", ["update_performance", "compare_engines", "before_after", "neighbour"]
+)
 def test_every_entry_point_says_what_it_does(name: str) -> None:
     assert f"python -m benchmarks.{name}" in entry(name, "--help")
 
@@ -78,6 +82,40 @@ def test_apply_beside_its_op_runs() -> None:
     text = entry("bench_apply", "--shape", "64x128", "--tokens", "1", "--threads", "1",
                  "--seconds", "0.01")  # fmt: skip
     assert "apply adds" in text and "64x128" in text
+
+
+def test_two_versions_take_turns() -> None:
+    """This version beside itself: a row for each measurement, its ratios positive."""
+    options = ["--dummy", "tiny", "--turns", "2", "--prompts", "8", "--contexts", "0", "16"]
+    text = entry("before_after", sys.executable, *options, "--kv-dtype", "int8")
+    rows = [line for line in text.splitlines() if "->" in line]
+    assert [row[:22].strip() for row in rows] == [
+        *("prompt of 8", "decode behind 0", "decode behind 16")
+    ]
+    for row in rows:
+        ratio, low, high = (float(n) for n in re.findall(r"\d+\.\d\d", row))
+        assert 0 < low <= ratio <= high
+
+
+def test_a_version_that_ends_is_told() -> None:
+    command = [sys.executable, "-m", "benchmarks.before_after", "false"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 1 and "got the end of a version's process" in done.stderr
+
+
+def test_versions_know_older_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    older = types.ModuleType("bitnet_ops.bench.subject")
+    older.Subject = lambda *asked: asked  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "bitnet_ops.bench.model", None)
+    monkeypatch.setitem(sys.modules, older.__name__, older)
+    assert versions.bench_model("tiny") == ("tiny", "auto", "int8")
+
+
+def test_neighbour_measures_each_version() -> None:
+    options = ["--runs", "1", "--layers", "1", "--prompt", "4", "--only", "one thread"]
+    text = entry("neighbour", *options, "--before", sys.executable)
+    rows = [line.split()[2] for line in text.splitlines() if line.startswith("one thread")]
+    assert rows == ["before", "now"]
 
 
 def test_plots_without_matplotlib_say_what_to_install(

@@ -1,0 +1,158 @@
+"""`python -m benchmarks.before_after PYTHON`: this version and an older one by turns, whole models.
+
+PYTHON is the interpreter of an environment in which the older version is installed. Each version
+has a process with the model loaded; in every turn both take the same measurement one after the
+other, the order changing, so that what a host's other guests take is taken from both. Printed are
+both medians and the median and range of the ratios of the turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from bitnet_ops import machine
+
+_ROOT = Path(__file__).resolve().parent.parent
+_REST_S = 0.05  # for threads of the other process that still spin
+_STEPS = 32  # decoded tokens a turn
+
+
+class Version:
+    """One version of the package with a model in memory, asked by lines."""
+
+    def __init__(self, python: str, dummy: str, threads: int) -> None:
+        command = [python, "-m", "benchmarks.before_after", "--work", dummy, str(threads), "-"]
+        self._process = subprocess.Popen(
+            command, cwd=_ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self.about: dict[str, Any] = self._answer()
+
+    def __enter__(self) -> Version:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+    def _answer(self) -> Any:
+        assert self._process.stdout
+        line = self._process.stdout.readline()
+        if not line:
+            raise SystemExit("before_after: expected an answer, got the end of a version's process")
+        return json.loads(line)
+
+    def rate(self, what: str, kv: str, size: int) -> float:
+        """Tokens a second of a prompt of `size` tokens, or of decoding behind so many."""
+        time.sleep(_REST_S)
+        assert self._process.stdin
+        print(what, kv, size, file=self._process.stdin, flush=True)
+        return float(self._answer())
+
+
+def _work(dummy: str, threads: int) -> None:
+    """The process of a version: a line in, tokens a second out."""
+    import torch
+
+    import bitnet_ops
+    from benchmarks.versions import bench_model
+    from bitnet_ops import _runtime
+
+    torch.set_num_threads(threads)
+    model = bench_model(dummy)
+    about = {"isa": _runtime.isa(), "build": _runtime.build_info(), "at": bitnet_ops.__file__}
+    print(json.dumps(about), flush=True)
+    asked = ""
+    for line in sys.stdin:
+        what, kv, size = line.split()
+        if line != asked:  # caches and prompts are made once, outside of the time
+            model.kv_dtype = getattr(torch, kv)
+            run = _run(model, what, int(size))
+            asked = line
+        calls, tokens = (1, int(size)) if what == "prompt" else (_STEPS, _STEPS)
+        start = time.perf_counter()
+        for i in range(calls):
+            run.call(i)
+        print(tokens / (time.perf_counter() - start), flush=True)
+
+
+def _run(model: Any, what: str, size: int) -> Any:
+    return model.prefill_run(size) if what == "prompt" else model.decode_run(1, size, _STEPS)
+
+
+def _row(what: str, kv: str, size: int, turns: Iterator[tuple[float, float]]) -> str:
+    before, after = zip(*turns, strict=True)
+    ratios = [b / a for a, b in zip(before, after, strict=True)]
+    name = f"prompt of {size:,}" if what == "prompt" else f"decode behind {size:,}"
+    return (
+        f"{name:22}{kv:10}{statistics.median(before):9.1f} ->{statistics.median(after):9.1f}"
+        f"{statistics.median(ratios):9.2f}  ({min(ratios):.2f}-{max(ratios):.2f})"
+    )
+
+
+def _turns(
+    before: Version, after: Version, what: str, kv: str, size: int, count: int
+) -> Iterator[tuple[float, float]]:
+    for version in (before, after):  # pages and caches
+        if what == "decode" or size <= 512:
+            version.rate(what, kv, size)
+    for turn in range(count):
+        if turn % 2:
+            second = after.rate(what, kv, size)
+            yield before.rate(what, kv, size), second
+        else:
+            yield before.rate(what, kv, size), after.rate(what, kv, size)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.before_after", description=(__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument("before", metavar="PYTHON", help="interpreter of the older version")
+    parser.add_argument("--dummy", default="2b-4t")
+    parser.add_argument("--threads", "-t", type=int, default=2)
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--prompts", type=int, nargs="*", default=[128, 512, 2048, 8192])
+    parser.add_argument("--contexts", type=int, nargs="*", default=[0, 2048, 8192])
+    parser.add_argument("--kv-dtype", nargs="+", default=["bfloat16", "int8"])
+    parser.add_argument("--work", nargs=2, help=argparse.SUPPRESS)
+    return parser
+
+
+def main() -> None:
+    options = _parser().parse_args()
+    if options.work:
+        _work(options.work[0], int(options.work[1]))
+        return
+    with ExitStack() as stack:
+        before, after = (
+            stack.enter_context(Version(python, options.dummy, options.threads))
+            for python in (options.before, sys.executable)
+        )
+        print(f"{options.dummy}, {options.threads} threads, {machine.cpu_model()}")
+        for name, version in (("before", before), ("after", after)):
+            print(f"{name}: {version.about}")
+        print(f"tokens/s, medians of {options.turns} turns; ratio (range)", flush=True)
+        for kv in options.kv_dtype:
+            for what, sizes in (("prompt", options.prompts), ("decode", options.contexts)):
+                for size in sizes:
+                    turns = _turns(before, after, what, kv, size, options.turns)
+                    print(_row(what, kv, size, turns), flush=True)
+
+
+if __name__ == "__main__":
+    main()
