@@ -17,6 +17,9 @@ from bitnet_ops import machine
 
 # A sample shorter than this is made of several calls: the clock itself takes some 50 ns.
 _SAMPLE_NS = 20_000
+# One of cold runs is made of as many calls as the slowest run makes in this time: long against
+# finding its code and the other threads again, short against a time slice.
+_COLD_SAMPLE_NS = 1_000_000
 _MOST_CALLS = 64
 # A call longer than this reloads every cache many times over; going warm into it changes nothing.
 _NEVER_WARM_NS = 50_000_000
@@ -37,10 +40,14 @@ class Timed:
         memory on every call.
     warm: one untimed call goes before every sample, so that a hot run finds its operands in the
         cache whatever the run before it did.
+    cold: every call reads other memory. Calls in a row make a sample, as a token's do; all cold
+        runs of a measurement make as many, so that they stay as far from each other's memory as
+        they were at first.
     """
 
     call: Callable[[int], object]
     warm: bool = False
+    cold: bool = False
 
 
 @dataclass(frozen=True)
@@ -86,9 +93,9 @@ class _Sampler:
     def __init__(self, run: Timed, clock: Clock) -> None:
         self._call, self._warm, self._clock, self._next = run.call, run.warm, clock, 0
         # The first call pays for page faults and thread start; the shorter of two is the usual one.
-        single = min(self._take(1), self._take(1))
-        self._calls = min(_MOST_CALLS, max(1, math.ceil(_SAMPLE_NS / max(single, 1))))
-        self._warm = run.warm and single < _NEVER_WARM_NS
+        self.single_ns = max(min(self._take(1), self._take(1)), 1)
+        self.calls = min(_MOST_CALLS, math.ceil(_SAMPLE_NS / self.single_ns))
+        self._warm = run.warm and self.single_ns < _NEVER_WARM_NS
 
     def _take(self, calls: int) -> int:
         """Nanoseconds of `calls` calls."""
@@ -104,7 +111,18 @@ class _Sampler:
 
     def sample(self) -> float:
         """Seconds per call."""
-        return self._take(self._calls) / self._calls * 1e-9
+        return self._take(self.calls) / self.calls * 1e-9
+
+
+def _samplers(runs: Sequence[Timed], clock: Clock) -> list[_Sampler]:
+    samplers = [_Sampler(run, clock) for run in runs]
+    cold = [sampler for run, sampler in zip(runs, samplers, strict=True) if run.cold]
+    if cold:
+        in_a_row = _COLD_SAMPLE_NS // max(sampler.single_ns for sampler in cold)
+        calls = max(min(in_a_row, _MOST_CALLS), *(sampler.calls for sampler in cold), 1)
+        for sampler in cold:
+            sampler.calls = calls
+    return samplers
 
 
 @dataclass
@@ -154,7 +172,7 @@ def interleave(
     state of the machine and may be paired. The garbage collector is off meanwhile. `waited` is a
     running account of nanoseconds spent waiting for a CPU; `probe` runs between rounds.
     """
-    samplers = [_Sampler(run, clock) for run in runs]
+    samplers = _samplers(runs, clock)
     rounds = Rounds([[] for _ in runs], probe=probe)
     collecting = gc.isenabled()
     gc.disable()

@@ -71,7 +71,9 @@ class ReadLimit:
         shift, streams = count // 2, form.streams
         distance = form.distance
         return Timed(
-            lambda i: ops._probe_read(slots[(i + shift) % count], streams, distance), self.warm
+            lambda i: ops._probe_read(slots[(i + shift) % count], streams, distance),
+            warm=self.warm,
+            cold=not self.warm,
         )
 
 

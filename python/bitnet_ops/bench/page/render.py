@@ -37,7 +37,9 @@ ratios are paired with their limit in the same process.
 - Rounds in which other processes had the CPUs are left out, and those in which the int8 loop ran
   more than 6 % below its best, for then another guest uses the same physical cores. *disturbed*:
   nearly all rounds were like that, so all of them count.
-- **hot**: operands are in a cache; **cold**: they come from memory, cycled over 512 MiB.
+- **hot**: operands are in a cache; **cold**: they come from memory, cycled over 512 MiB, in calls
+  one after the other for about a millisecond, as those of a token are (before 2026-11-24: single
+  calls between other work, which first have to find their code and the other threads).
 - **ping-pong**: round trip of a cache line between two cores; it tells where a hypervisor put them.
 
 Goals that are missed, with the reasons: [missed-goals.md](missed-goals.md).
