@@ -164,6 +164,11 @@ def test_a_long_path_stands_beside_its_label(
     assert cli.main(["doctor"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert f"openmp    {paths[0]}" in lines and f"          {paths[1]}" in lines
+    # and nowhere else, where it would not fit
+    assert all(len(line) <= 100 or line[10:].startswith("/") for line in lines)
+    assert "2 OpenMP runtimes in one process: libgomp-e985bcbb.so.1.0.0, libgomp.so.1" in " ".join(
+        lines
+    )
 
 
 def test_every_line_stands_when_no_runtime_is_found(

@@ -285,7 +285,8 @@ def _placement_problems(threads: Facts, pages: Facts) -> list[tuple[str, str, st
 
 def _openmp_problems(runtimes: list[str]) -> list[tuple[str, str, str]]:
     if len(runtimes) > 1:
-        problem = f"{len(runtimes)} OpenMP runtimes in one process: {', '.join(runtimes)}"
+        names = ", ".join(path.rpartition("/")[2] for path in runtimes)  # the paths stand above
+        problem = f"{len(runtimes)} OpenMP runtimes in one process: {names}"
         remedy = "keep torch's; find the package or LD_PRELOAD that brings in the other"
         return [("warning", problem, remedy)]
     if not runtimes:
