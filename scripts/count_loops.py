@@ -131,6 +131,7 @@ YMM = (
         "head8_rows<2, 2, 1, Ahead<false>",
         "head8_rows<2, 2, 1>",
         share=PLANES,
+        pick="least",
     ),
     Loop("int4 head, 1 token", "head4_rows<1, 1, Ahead<false>", "head4_rows<1, 1>", share=PLANES),
     Loop("int4 head, 2 tokens", "head4_rows<1, 2, Ahead<false>", "head4_rows<1, 2>", share=PLANES),
