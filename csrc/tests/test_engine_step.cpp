@@ -71,7 +71,7 @@ struct Model {
     norms = random_floats(random, wide ? 1100 : 1000, 1.0f);
     head = random_floats(random, kVocab * m.hidden, 0.0f);
     m.head = {
-        engine::HeadFormat::kDense, DType::kF32, head.data(), nullptr, kVocab, m.hidden, 0, 2048};
+        engine::HeadFormat::kDense, DType::kF32, head.data(), nullptr, kVocab, m.hidden, 0, {2048}};
     m.final_norm = norms.data();
     const int64_t cache = at_most_blocks(block_size) * block_size * m.kv_heads * m.dim;
     keys.assign(at(kLayers * cache), 0.25f);
