@@ -25,6 +25,7 @@ from bitnet_ops import machine
 _ROOT = Path(__file__).resolve().parent.parent
 _REST_S = 0.05  # for threads of the other process that still spin
 _STEPS = 32  # decoded tokens a turn
+_LONG_PROMPT = 512  # a longer one takes seconds, beside which its first pages are nothing
 
 
 class Version:
@@ -107,8 +108,8 @@ def _row(what: str, kv: str, size: int, turns: Iterator[tuple[float, float]]) ->
 def _turns(
     before: Version, after: Version, what: str, kv: str, size: int, count: int
 ) -> Iterator[tuple[float, float]]:
-    for version in (before, after):  # pages and caches
-        if what == "decode" or size <= 512:
+    if what == "decode" or size <= _LONG_PROMPT:  # pages and caches
+        for version in (before, after):
             version.rate(what, kv, size)
     for turn in range(count):
         if turn % 2:

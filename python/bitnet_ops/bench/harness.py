@@ -119,7 +119,7 @@ def _samplers(runs: Sequence[Timed], clock: Clock) -> list[_Sampler]:
     cold = [sampler for run, sampler in zip(runs, samplers, strict=True) if run.cold]
     if cold:
         in_a_row = _COLD_SAMPLE_NS // max(sampler.single_ns for sampler in cold)
-        calls = max(min(in_a_row, _MOST_CALLS), *(sampler.calls for sampler in cold), 1)
+        calls = max(min(in_a_row, _MOST_CALLS), *(sampler.calls for sampler in cold))
         for sampler in cold:
             sampler.calls = calls
     return samplers
