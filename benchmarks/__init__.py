@@ -2,7 +2,7 @@
 
 Run from the root of the source tree, each with --help:
     python -m benchmarks.goals                the goals for speed: target, stretch, measured
-    python -m benchmarks.update_performance   docs/performance.md, of this machine or as stored
+    python -m benchmarks.update_performance   docs/notes/performance.md, measured or as stored
     python -m benchmarks.compare_engines      other engines on a model of the same dimensions
     python -m benchmarks.plots                pictures from the reports of `bitnet-ops bench`
     python -m benchmarks.bench_apply          a layer's apply in a serving engine, beside its op

@@ -1,4 +1,4 @@
-"""Table look-up (lut_prototype.cpp) against this package's GEMV, alternating, for docs/lut.md.
+"""Table look-up (lut_prototype.cpp) and this package's GEMV, alternating, for docs/notes/lut.md.
 
     python -m benchmarks.bench_lut [--shape 1024x2560] [--seconds 2]
 

@@ -1,4 +1,4 @@
-// A table look-up GEMV for ternary weights, the best exact form found, for docs/lut.md alone.
+// A table look-up GEMV for ternary weights, the best exact form found, for docs/notes/lut.md alone.
 //
 // Two weights make one 4-bit index into nine sums of two activations; 16 bits hold a sum, so a
 // table is two registers, of low and of high bytes. 128 rows share a line: byte r of it holds the

@@ -23,7 +23,7 @@ _ENGINE_SECONDS = 60.0
 def main(argv: Sequence[str] | None = None) -> int:
     name = "python -m benchmarks.update_performance"
     parser = argparse.ArgumentParser(prog=name, description=__doc__)
-    parser.add_argument("page", type=Path, help="for instance docs/performance.md")
+    parser.add_argument("page", type=Path, help="for instance docs/notes/performance.md")
     parser.add_argument("--stored", action="store_true", help="measure nothing, write the page")
     parser.add_argument(
         "--data",

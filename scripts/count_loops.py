@@ -2,7 +2,7 @@
 """Counts the inner loops of products, heads and attention in the object code, before and now.
 
     python scripts/count_loops.py                          counts; an error for a loop not found
-    python scripts/count_loops.py --before 059cbe2 --write docs/counts.md
+    python scripts/count_loops.py --before 059cbe2 --write docs/notes/counts.md
 
 With --write also what llvm-mca (17 or newer, BITNET_LLVM_MCA or `llvm-mca` on the path) makes of
 them, as tables between the marks of the page. The kernel objects are built in build/kernels, those

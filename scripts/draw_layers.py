@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Draws the tables of check_layers.py as Mermaid graphs into docs/architecture.md.
+"""Draws the tables of check_layers.py as Mermaid graphs into docs/reference/architecture.md.
 
-    python scripts/draw_layers.py [--write docs/architecture.md]
+    python scripts/draw_layers.py [--write docs/reference/architecture.md]
 
 An arrow means "may import" or "may include". Arrows that follow from others are left out, and
 layers that may import each other share a box. Standard library only.

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Converts a tiny checkpoint of every family and measures it against an oracle: docs/families.md.
+"""Converts a tiny checkpoint of every family against an oracle: docs/reference/families.md.
 
-    python scripts/families_table.py [--write docs/families.md]
+    python scripts/families_table.py [--write docs/reference/families.md]
 
 The checkpoints are written by tests/helpers/hf_writer.py; the oracle is transformers in fp32, and a
 float64 forward where transformers does not compute what this package computes. Needs transformers

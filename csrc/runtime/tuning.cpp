@@ -1,5 +1,5 @@
 // The table of CPU makes and the override by the environment; see tuning.h.  Distances measured:
-// docs/log.md; ports: docs/counts.md.  Must not know kernels.
+// docs/log.md; ports: docs/notes/counts.md.  Must not know kernels.
 #include "runtime/tuning.h"
 
 #include <cstdlib>

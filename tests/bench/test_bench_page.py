@@ -1,4 +1,4 @@
-"""docs/performance.md: what its figures say and nothing else; a machine's own section.
+"""docs/notes/performance.md: what its figures say and nothing else; a machine's own section.
 
 Nothing here asserts a speed.
 """
@@ -20,7 +20,7 @@ from bitnet_ops.bench.page import render
 from bitnet_ops.bench.page.render import FIGURES
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCS = ROOT / "docs"
+DOCS = ROOT / "docs" / "notes"
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
@@ -180,4 +180,4 @@ def test_another_file_is_not_replaced(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_script_calls_the_entry_point() -> None:
     script = ROOT / "scripts" / "update_performance"
     assert os.access(script, os.X_OK)
-    assert "-m benchmarks.update_performance docs/performance.md" in script.read_text()
+    assert "-m benchmarks.update_performance docs/notes/performance.md" in script.read_text()

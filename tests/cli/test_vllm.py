@@ -98,5 +98,5 @@ def test_without_vllm_the_page_is_named(monkeypatch, capsys):
     monkeypatch.setattr(vllm.importlib.util, "find_spec", lambda name: None)
     assert main(["vllm", "m"]) == 1
     err = capsys.readouterr().err
-    assert "expected vLLM in this environment, got none; docs/vllm.md says how" in err
-    assert (Path(__file__).resolve().parents[2] / "docs" / "vllm.md").exists()
+    assert "expected vLLM in this environment, got none; docs/guide/vllm.md says how" in err
+    assert (Path(__file__).resolve().parents[2] / "docs" / "guide" / "vllm.md").exists()

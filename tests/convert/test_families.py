@@ -1,8 +1,8 @@
 """Every published family as a tiny checkpoint: converts, agrees with an oracle, is recognised.
 
 The checkpoints and the oracles are those of scripts/families_table.py (transformers in fp32 and a
-float64 forward), whose table docs/families.md shows. Bounds: on a prompt that keeps clear of
-rounding ties only fp32 rounding is left; elsewhere a code may move by a step.
+float64 forward), whose table docs/reference/families.md shows. Bounds: on a prompt that keeps
+clear of rounding ties only fp32 rounding is left; elsewhere a code may move by a step.
 """
 
 import importlib.util
@@ -300,6 +300,6 @@ def test_what_embed_and_embedding_models_reject(embedding, capsys, tmp_path):
 
 
 def test_the_page_lists_every_family():
-    page = (ROOT / "docs" / "families.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "reference" / "families.md").read_text(encoding="utf-8")
     for case in CASES.values():
         assert f"| {case.row} | {case.checkpoints} | {case.recognised} | yes |" in page

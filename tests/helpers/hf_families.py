@@ -1,4 +1,4 @@
-"""The published families as tiny checkpoints, by the row of the table in docs/families.md.
+"""The published families as tiny checkpoints, by the row of docs/reference/families.md.
 
 Each Case has the family as its publishers store it (written by hf_writer) and, where transformers'
 classes know the maths but not the spelling, a twin: the same network under transformers' names,

@@ -19,7 +19,7 @@ from kernel_abi_check import ObjectFile
 import bitnet_ops
 from kernels import get_loaded_kernels, get_local_kernel
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "hf-kernels.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "guide" / "hf-kernels.md"
 PAGE_FOLDER = "bitnet-ops-kernel"
 
 
@@ -90,7 +90,7 @@ def check_errors(kernel: ModuleType) -> None:
 
 
 def run_page(folder: Path) -> None:
-    """The example of docs/hf-kernels.md, with this kernel; what it computes is finite."""
+    """The example of docs/guide/hf-kernels.md, with this kernel; what it computes is finite."""
     (block,) = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
     assert block.count(PAGE_FOLDER) == 1
     names: dict[str, object] = {}

@@ -65,6 +65,8 @@ def test_cpp_runs_what_python_exported(exported: Path, tmp_path: Path) -> None:
 
 
 def test_the_page_has_the_lines_that_are_tested() -> None:
-    lines = re.findall(r"```bash\n(.*?)```", (ROOT / "docs/export.md").read_text(), re.DOTALL)[0]
+    lines = re.findall(
+        r"```bash\n(.*?)```", (ROOT / "docs/guide/export.md").read_text(), re.DOTALL
+    )[0]
     assert "examples/export/export.py" in lines and "cmake -S examples/export" in lines
     assert "build/export/run" in lines

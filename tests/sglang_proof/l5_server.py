@@ -71,8 +71,8 @@ def check(client, name, expected):
 
 
 def run_page(port):
-    """What the client of docs/sglang.md prints."""
-    page = Path(__file__).resolve().parents[2] / "docs" / "sglang.md"
+    """What the client of docs/guide/sglang.md prints."""
+    page = Path(__file__).resolve().parents[2] / "docs" / "guide" / "sglang.md"
     (code,) = re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.S | re.M)
     if code.count(":30000/") != 1:
         sys.exit(f"l5: expected the client of {page} to name port 30000, got {code}")
@@ -81,7 +81,7 @@ def run_page(port):
         exec(compile(code.replace(":30000/", f":{port}/"), str(page), "exec"), {})
     if not printed.getvalue().strip():
         sys.exit(f"l5: expected the client of {page} to print an answer, got nothing")
-    return "docs/sglang.md"
+    return "docs/guide/sglang.md"
 
 
 def main():

@@ -266,8 +266,8 @@ def judge_server(report: dict) -> None:
     """The client got transformers' tokens, whole and streamed, and an error where it should."""
     say(
         f"  server: {len(report['tokens'])} tokens, {report['chunks']} streamed chunks, unknown "
-        f"model answered with {report['unknown_model_status']}; docs/vllm.md's client and program "
-        f"print {report['page_client']!r} and {report['page_program']!r}"
+        f"model answered with {report['unknown_model_status']}; docs/guide/vllm.md's client and "
+        f"program print {report['page_client']!r} and {report['page_program']!r}"
     )
     ok = report["tokens"] == report["expected_tokens"] and report["text"] == report["streamed"]
     ok = ok and report["usage"] == len(report["tokens"]) and len(report["models"]) == 1

@@ -1,6 +1,6 @@
 """Rung L4, HTTP: `bitnet-ops vllm` and the openai client; tokens of a completion are transformers'.
 
-The command and the programs are those of docs/vllm.md, with another model and port.
+The command and the programs are those of docs/guide/vllm.md, with another model and port.
 Usage: vllm_server.py CHECKPOINT ORACLE.json RESULT.json
 """
 
@@ -19,7 +19,7 @@ import urllib.request
 from pathlib import Path
 
 READY_S = 400
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "vllm.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "guide" / "vllm.md"
 PAGE_MODEL, PAGE_PORT = "microsoft/bitnet-b1.58-2B-4T", "8000"
 # for tokens equal to transformers'; what comes last counts
 EXACT = ("--dtype", "float32", "--max-model-len", "256")

@@ -67,7 +67,7 @@ _PAGE_DESCRIPTION = (
     "Measure this machine, about a quarter of an hour on an idle one, and write or complete a page "
     "in Markdown with a section for every kind of CPU: goals for speed, a large and a small model, "
     "every op, plots where matplotlib is installed. To contribute the section of your CPU, send "
-    "the folder that the last line names to the project, for its docs/plots."
+    "the folder that the last line names to the project, for its docs/notes/plots."
 )
 _ENGINE_DESCRIPTION = (
     "Time many requests at once: streams that decode together, against reading the step's bytes "

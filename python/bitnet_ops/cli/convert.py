@@ -22,8 +22,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the subcommand's arguments to `parser`."""
     parser.description = (
         "Convert a Hugging Face checkpoint (BitNet b1.58, 1bitLLM, ternary Llama, Qwen, Gemma 3, "
-        "MiniCPM, TriLM, Bonsai; docs/families.md), a GGUF file or an older .bin file to a folder "
-        "with model.bin, the tokenizer and report.json."
+        "MiniCPM, TriLM, Bonsai; docs/reference/families.md), a GGUF file or an older .bin file to "
+        "a folder with model.bin, the tokenizer and report.json."
     )
     parser.add_argument(
         "source",

@@ -25,8 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "bitnet-ops sglang MODEL [options] [-- options of SGLang]"
     parser.description = (
         "Start SGLang's OpenAI-compatible HTTP server on a model, with all that SGLang needs on a "
-        "CPU. Needs sglang in the same environment (docs/sglang.md). What stands behind -- is "
-        "passed on to sglang.launch_server and wins over what is set here."
+        "CPU. Needs sglang in the same environment (docs/guide/sglang.md). What stands behind -- "
+        "is passed on to sglang.launch_server and wins over what is set here."
     )
     parser.add_argument(
         "model",

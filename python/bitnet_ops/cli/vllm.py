@@ -31,8 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "bitnet-ops vllm MODEL [options of vLLM]"
     parser.description = (
         "Start vLLM's OpenAI-compatible HTTP server on a Hugging Face BitNet checkpoint, with this "
-        "package's kernels. Needs vllm in the same environment (docs/vllm.md). Binds 127.0.0.1 "
-        "unless --host is given."
+        "package's kernels. Needs vllm in the same environment (docs/guide/vllm.md). Binds "
+        "127.0.0.1 unless --host is given."
     )
     parser.add_argument("model", metavar="MODEL", help="checkpoint folder or Hugging Face id")
     parser.set_defaults(options_of_others="; vLLM's options stand behind MODEL")
@@ -49,7 +49,8 @@ def run(args: argparse.Namespace) -> int:
     """Become vLLM's server; returns only by an exception."""
     if importlib.util.find_spec("vllm") is None:
         raise EngineMissingError(
-            "vllm: expected vLLM in this environment, got none; docs/vllm.md says how to install it"
+            "vllm: expected vLLM in this environment, got none; "
+            "docs/guide/vllm.md says how to install it"
         )
     command = [sys.executable, "-m", _SERVER, "--model", args.model]
     command += [*_defaults(args.model, args.options), *args.options]

@@ -1,7 +1,7 @@
 """Were these master weights trained to be ternary? A statistic that says so, and a measurement.
 
 Zeros, kurtosis and the distance to ternary do not tell: masters trained for b1.58 are bell-shaped
-like any (docs/training.md has the figures). What training leaves is a pile-up at the rounding
+like any (docs/guide/training.md has the figures). What training leaves is a pile-up at the rounding
 threshold |w| = absmean / 2, where weights flip to and fro. A smooth density is locally straight: in
 ordinary weights a narrow window around the threshold holds as much as the two halves beside it, an
 excess of 1, whatever the distribution. The measurement runs the model with its masters rounded and

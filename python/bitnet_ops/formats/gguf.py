@@ -205,7 +205,7 @@ class Reader:
         fork = FORK_REJECTED.get(number)
         if fork is not None and (not official or "bitnet" in self.architecture):
             self._fail("tiled", where, f"a type that can be read, got {fork.name}: {fork.rejected}",
-                       "see docs/gguf.md")  # fmt: skip
+                       "see docs/guide/gguf.md")  # fmt: skip
         if not official:
             known = "I2_S, TQ1_0, TQ2_0, Q2_0, F16 ..."
             self._fail("type", where, f"a known tensor type ({known}), got number {number}",
@@ -226,7 +226,7 @@ class Reader:
         """Reject a type that is known by its size and cannot be read."""
         if kind.rejected:
             self._fail("unreadable", where, f"a type that can be read, got {kind.name}: "
-                       f"{kind.rejected}", "see docs/gguf.md")  # fmt: skip
+                       f"{kind.rejected}", "see docs/guide/gguf.md")  # fmt: skip
         if kind.name != Q2_BLOCKS[128] or self.q2_block is not None:
             return
         for key in OXIBONSAI_KEYS:

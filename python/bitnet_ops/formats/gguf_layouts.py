@@ -1,8 +1,8 @@
 """The ternary layouts of GGUF <-> canonical rows: I2_S in three forms, TQ, Q2_0 and Prism's types.
 
 Canonical rows are those of FORMAT.md, uint8 [N, 32 * ceil(K / 128)]; codes 0, 1, 2 stand for -1, 0,
-+1. Sources of the layouts: ggml `ggml-quants.c`, Microsoft `ggml-bitnet-mad.cpp`; docs/gguf.md has
-them in words. numpy only.
++1. Sources of the layouts: ggml `ggml-quants.c`, Microsoft `ggml-bitnet-mad.cpp`.
+docs/guide/gguf.md has them in words. numpy only.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ def repack(
         packed_weight, packing: as `apply_packed`.
     Returns:
         uint8 of three dimensions, for `apply_packed` in place of packed_weight; it fits the
-        instruction set in use and no other (docs/layouts.md).
+        instruction set in use and no other (docs/reference/layouts.md).
     Raises:
         ValueError: as `apply_packed`; RuntimeError on a code 3 and for in_features above 32768.
     """

@@ -3,7 +3,7 @@
     import bitnet_ops.integrations.sgl_kernel
 
 defines those of NAMES that the process does not have yet. Arguments, shapes and scales are the old
-ones; the results are right where the old ones were not (docs/old-names.md). New code calls
+ones; the results are right where the old ones were not (docs/guide/old-names.md). New code calls
 `torch.ops.bitnet.*`: a call here costs some microseconds of Python more.
 """
 
@@ -30,7 +30,7 @@ def _rows(weight: Tensor, in_features: int, op: str, argument: str) -> int:
     if weight.dtype != torch.uint8 or weight.dim() != 2 or weight.shape[1] != wide:
         raise ValueError(
             f"{op}: expected {argument} packed as uint8 [outputs, {wide}] for {in_features} inputs "
-            f"(blocks of 128, interleaved: docs/layouts.md), got {weight.dtype} "
+            f"(blocks of 128, interleaved: docs/reference/layouts.md), got {weight.dtype} "
             f"{list(weight.shape)}"
         )
     return weight.shape[0]

@@ -35,7 +35,7 @@ GROUP_SIZES = (BLOCK, BLOCK // 2)  # weights along K that may share a scale
 # What ternary weights with scales of groups multiply by: int8 with one scale a token; int8, or 16
 # bits, with a scale for every group of features. Weights without groups take "int8".
 ACTIVATION_FORMATS = ("int8", "int8_group", "int16_group")
-# What "auto" means with groups: docs/model-files.md has the figures.
+# What "auto" means with groups: docs/reference/model-files.md has the figures.
 GROUP_ACTIVATION_FORMAT = "int8_group"
 
 

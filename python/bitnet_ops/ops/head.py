@@ -26,8 +26,8 @@ def quantize_head(weight: Tensor, format: str, group_size: int = 128) -> tuple[T
 
     "int8": one scale a row, `scale = absmax / 127`, `code = round_half_even(w * (127 / absmax))`.
     "int4": one scale per `group_size` features of a row, `scale = bfloat16(absmax / 7)`, `code =
-    clamp(round_half_even(w * (1 / scale)), -8, 7)`, in tiles of 16 rows (docs/layouts.md); rows
-    and features are padded with code 0. absmax is at least 1e-30.
+    clamp(round_half_even(w * (1 / scale)), -8, 7)`, in tiles of 16 rows
+    (docs/reference/layouts.md); rows and features are padded with code 0. absmax is at least 1e-30.
 
     Args:
         weight: F [V, K], finite, 1 <= K <= 65536.

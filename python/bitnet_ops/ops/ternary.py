@@ -91,7 +91,7 @@ def prepack(weight: Tensor, in_features: int, format: str) -> Tensor:
         lines = 16 * ceil(K / 64).
     Raises:
         RuntimeError: as `unpack`; another format; K above 32768.
-    Source: docs/layouts.md.
+    Source: docs/reference/layouts.md.
     """
     return weight.new_empty(_runtime.packed_shape(format, weight.shape[0], in_features))
 

@@ -5,7 +5,7 @@
     training.export(model, "deployed/", form="bin", tokenizer="checkpoint/")
 
 `TrainableBitLinear` is the layer people train; `bitnet_ops.BitLinear` is the packed layer that runs
-afterwards. docs/training.md has the whole story. Nothing here uses the inference ops in a forward.
+afterwards. docs/guide/training.md has the whole story. No forward here uses inference ops.
 """
 
 from bitnet_ops.training.export import export

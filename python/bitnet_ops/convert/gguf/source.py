@@ -151,7 +151,7 @@ class GgufSource(Source):
         if any(info.type.name == "I2_S" for info in self.infos.values()):
             self.remarks.append(
                 "I2_S has three layouts that no file tells apart: if the model talks nonsense, "
-                "convert again with another --i2s-layout (docs/gguf.md)"
+                "convert again with another --i2s-layout (docs/guide/gguf.md)"
             )
         return files
 

@@ -43,8 +43,8 @@ def check_version(allow_untested: bool = False) -> str:
     version, tested = sglang.sglang_version(), " or ".join(sglang.TESTED_VERSIONS)
     if version == "unknown":
         raise LaunchError(
-            f"sglang: expected sglang {tested} beside bitnet-ops, got none; docs/sglang.md says "
-            "how to install it for a CPU"
+            f"sglang: expected sglang {tested} beside bitnet-ops, got none; docs/guide/sglang.md "
+            "says how to install it for a CPU"
         )
     if version not in sglang.TESTED_VERSIONS and not allow_untested:
         raise LaunchError(
