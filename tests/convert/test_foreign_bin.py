@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -291,6 +292,26 @@ def test_scales_of_rows_and_groups_are_kept(tmp_path: Path) -> None:
     with pytest.raises(ConvertError) as caught:
         convert_bin(tmp_path / "model.bin", tmp_path / "v1", format_version=1)
     assert caught.value.code == "bin-scale_kind" and not (tmp_path / "v1").exists()
+
+
+def test_a_file_that_leaves_out_neurons_is_to_be_made_again(
+    tmp_path: Path, ours: Callable[[str], Path]
+) -> None:
+    """Earlier converters left out MLP neurons that are always zero, and listed them."""
+    with Reader(ours("llama-bitlinear") / "model.bin") as reader:
+        block = {**reader.config["bitnet_ops"], "dropped_neurons": [0, 5]}
+        config = {**reader.config, "bitnet_ops": block}
+        with Writer(tmp_path / "model.bin", config, len(reader.tensors), reader.tensors) as writer:
+            for name, info in reader.tensors.items():
+                if info.packed:
+                    k = info.in_features
+                    writer.add_packed(name, reader.tensor(name), reader.scales(name), k)
+                else:
+                    writer.add_dense(name, reader.tensor(name))
+    for read in (load, partial(convert_bin, dst=tmp_path / "out")):
+        with pytest.raises(ValueError, match="convert the source again"):
+            read(tmp_path / "model.bin")
+    assert not (tmp_path / "out").exists()
 
 
 def test_rejections(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

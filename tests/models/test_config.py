@@ -217,6 +217,10 @@ REJECTED = {
     "bits of 1bitLLM": ({"weight_bits": 1}, "weight_bits to be absent"),
     "window switched on": ({"use_sliding_window": True}, "use_sliding_window"),
     "private block no object": ({"bitnet_ops": [1]}, "bitnet_ops to be an object"),
+    "left-out neurons": (
+        {"bitnet_ops": {"dropped_neurons": [3, 7]}},
+        "bitnet_ops.dropped_neurons to be absent, got '[3, 7]'",
+    ),
     "private sub-norms": ({"bitnet_ops": {"sub_norms": 1}}, "sub_norms to be true or false"),
     "missing hidden_size": ({"hidden_size": ...}, "hidden_size to be a positive integer"),
     "a float size": ({"hidden_size": 2560.0}, "hidden_size to be a positive integer"),

@@ -80,12 +80,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="read pytorch_model*.bin where there are no safetensors (tensors alone, no code)",
     )
-    parser.add_argument(
-        "--keep-dead",
-        action="store_true",
-        help="keep the neurons whose gate and up rows are all zero; without it they are left out, "
-        "which changes no result",
-    )
     add_json(parser)
 
 
@@ -110,18 +104,17 @@ def _convert(args: argparse.Namespace, progress: Progress | None) -> ConvertRepo
         force=args.force,
         assume_online=args.assume_online,
         format_version=int(args.format.removeprefix("v")),
-        keep_dead=args.keep_dead,
         progress=progress,
     )
     source = hub.local(args.source)
     if is_bin(source):
         others = ("verify", "assume_online", "i2s_layout", "q2_block", "tokenizer", "allow_pickle",
-                  "lora", "keep_dead")  # fmt: skip
+                  "lora")  # fmt: skip
         given = [f"--{name.replace('_', '-')}" for name in others if getattr(args, name)]
         if given:
             got = f"{', '.join(given)} for {args.source}"
             reject("bin-option", "a .bin file, copied bit for bit and compared, without it", got)
-        del common["assume_online"], common["keep_dead"]
+        del common["assume_online"]
         return convert_bin(source, args.destination, trust_scales=args.trust_scales, **common)
     if not is_gguf(source):
         if args.i2s_layout or args.q2_block or args.tokenizer:

@@ -13,7 +13,7 @@ from bitnet_ops.cli.arguments import add_json
 from bitnet_ops.cli.streams import json_text
 
 # of the private block: not shown as they stand
-_APART = ("format_version", "verified", "dropped_neurons", "whole_down")
+_APART = ("format_version", "verified")
 _WIDEST = 200  # characters of a value of the private block
 _COLUMNS = ("tensor", "format", "shape", "scale", "-1 / 0 / +1 %", "sha256")
 _LEAST = 3  # columns that are shown however narrow the terminal is: a name is never broken
@@ -110,11 +110,6 @@ def _summary(report: dict[str, Any]) -> list[str]:
         )
     if t["tensors"]:
         lines.append(f"all     {t['bits_per_parameter']:.3f} bits per parameter")
-    if (neurons := report["neurons"]) and neurons["dead"]:
-        lines.append(
-            f"neurons {neurons['neurons']:>13,} of all MLPs, {neurons['dead']:,} with gate and up "
-            f"rows of zeros, {neurons['left_out']:,} of these without weights in the file"
-        )
     block = report["bitnet_ops"] or {}
     lines += [f"{key}: {_short(value)}" for key, value in block.items() if key not in _APART]
     if isinstance(verified := block.get("verified"), dict):

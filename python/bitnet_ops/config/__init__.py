@@ -21,7 +21,6 @@ from bitnet_ops.config.families import (
     family_of,
 )
 from bitnet_ops.config.families import PROJECTIONS as PROJECTIONS
-from bitnet_ops.config.neurons import Dropped, read_dropped, read_whole_down
 from bitnet_ops.config.rope import RopeScaling as RopeScaling
 from bitnet_ops.config.rope import read_rope
 from bitnet_ops.config.scalings import KEYS as SCALING_KEYS
@@ -49,9 +48,6 @@ class ModelConfig:
     `scalings`: constant factors, and what single layers do otherwise (config/scalings.py).
     `windows`: of every layer how many positions a token sees, itself included, 0: all before it;
     empty where that is so in every layer (config/windows.py).
-    `dropped_neurons`: of each layer the neurons of its MLP that are always zero and have no weights
-    in the file (config/neurons.py); intermediate_size counts them. `whole_down`: down has columns
-    for them all the same.
     `embedding_only`: the model gives hidden states and has no head. `eos_token_ids`: every id that
     ends a text; may be empty. `notes`: remarks for the user.
     """
@@ -82,20 +78,7 @@ class ModelConfig:
     post_norms: bool = False
     scalings: Scalings = Scalings()
     windows: tuple[int, ...] = ()
-    dropped_neurons: Dropped = ()
-    whole_down: bool = False
     notes: tuple[str, ...] = field(default=(), compare=False)
-
-    @property
-    def stored_neurons(self) -> int:
-        """The neurons of a layer's MLP that have weights."""
-        dropped = len(self.dropped_neurons[0]) if self.dropped_neurons else 0
-        return self.intermediate_size - dropped
-
-    @property
-    def down_columns(self) -> int:
-        """The neurons that a layer's down has columns for."""
-        return self.intermediate_size if self.whole_down else self.stored_neurons
 
     @property
     def attention_scale(self) -> float:
@@ -139,11 +122,8 @@ class ModelConfig:
         family = _family(config)
         _reject_other_maths(config)
         _check_quantization(config)
+        _reject_dropped_neurons(config)
         fields, remarks = _fields(config, family)
-        found = config.get(PRIVATE_BLOCK) or {}
-        sizes = fields["num_hidden_layers"], fields["intermediate_size"]
-        fields["dropped_neurons"] = read_dropped(found, *sizes)
-        fields["whole_down"] = read_whole_down(found)
         result = cls(**fields, notes=(*_notes(config), *remarks))
         _check_consistency(result)
         return result
@@ -269,6 +249,18 @@ def _check_quantization(config: Mapping[str, Any]) -> None:
             asked,
             "False or True",
             "other quantisations are not implemented: convert a BitNet b1.58 checkpoint",
+        )
+
+
+def _reject_dropped_neurons(config: Mapping[str, Any]) -> None:
+    """Reject a model.bin of an earlier converter that left out rows of its MLPs."""
+    block = config.get(PRIVATE_BLOCK)
+    if isinstance(block, Mapping) and block.get("dropped_neurons") is not None:
+        raise reject(
+            f"{PRIVATE_BLOCK}.dropped_neurons",
+            str(block["dropped_neurons"])[:60],
+            "to be absent",
+            "files that leave out neurons are no longer read: convert the source again",
         )
 
 

@@ -18,7 +18,6 @@ import torch
 from bitnet_ops import ops
 from bitnet_ops.config import PRIVATE_BLOCK
 from bitnet_ops.convert.bin_source import BinSource
-from bitnet_ops.convert.dead_neurons import DropDead
 from bitnet_ops.convert.destination import building, check_destination
 from bitnet_ops.convert.errors import ConvertError, reject
 from bitnet_ops.convert.gguf.source import GgufSource
@@ -44,7 +43,6 @@ def convert(
     trust_scales: bool = False,
     allow_pickle: bool = False,
     lora: str | Path | None = None,
-    keep_dead: bool = False,
     masters: dict[str, Any] | None = None,
     progress: Progress | None = None,
 ) -> ConvertReport:
@@ -65,8 +63,6 @@ def convert(
             weights_only=True, which runs no code of the file.
         lora: a PEFT directory whose LoRA adapter is merged into the masters before they are
             ternarised; packed sources have no masters.
-        keep_dead: keep neurons whose gate and up rows are all zero, which version 2 of the file
-            leaves out; results are the same bit for bit.
         masters: what is known of the masters, for the report; `quantize` gives it.
         progress: called as progress(done, total, tensor_name) before each tensor.
 
@@ -84,8 +80,7 @@ def convert(
     source.check()
     proof = (text,) if verify else None
     with _write_errors(target):
-        dead = None if keep_dead or format_version == 1 else DropDead(source)
-        return _run(source, target, started, force, format_version, progress, proof, masters, dead)
+        return _run(source, target, started, force, format_version, progress, proof, masters)
 
 
 def convert_gguf(
@@ -100,7 +95,6 @@ def convert_gguf(
     text: str | Path | None = None,
     force: bool = False,
     format_version: int = 2,
-    keep_dead: bool = False,
     progress: Progress | None = None,
 ) -> ConvertReport:
     """Convert the GGUF file `file` into the new folder `dst`.
@@ -113,7 +107,7 @@ def convert_gguf(
         assume_online: dense projections that are not ternary are masters; ternarise by absmean.
         verify: compare every weight and full logits with the file, decoded a second time; a result
             that does not agree is rejected and not kept.
-        text, force, format_version, keep_dead, progress: as for `convert`.
+        text, force, format_version, progress: as for `convert`.
 
     Returns the report, which also lies in `dst`. Raises ConvertError; nothing is left at `dst`.
     """
@@ -123,8 +117,7 @@ def convert_gguf(
     options |= dict(tokenizer=tokenizer, q2_block=q2_block)
     with _write_errors(target), GgufSource.opened(file, **options) as source:
         check_destination(source.path, target, force=force)
-        dead = None if keep_dead or format_version == 1 else DropDead(source)
-        return _run(source, target, started, force, format_version, progress, proof, dead=dead)
+        return _run(source, target, started, force, format_version, progress, proof)
 
 
 def convert_bin(
@@ -152,13 +145,6 @@ def convert_bin(
     with _write_errors(target), BinSource.opened(src, trust_scales=trust_scales) as source:
         check_destination(source.path, target, force=force)
         source.check()
-        if format_version == 1 and source.plan.config.dropped_neurons:
-            reject(
-                "dropped-neurons",
-                "a file with all neurons, as readers of version 1 want it",
-                f"{source.path.name}, which leaves out those that are always zero",
-                "convert its source with --keep-dead",
-            )
         return _run(source, target, started, force, format_version, progress)
 
 
@@ -179,15 +165,12 @@ def _run(
     progress: Progress | None,
     proof: tuple[str | Path | None] | None = None,
     masters: dict[str, Any] | None = None,
-    dead: DropDead | None = None,
 ) -> ConvertReport:
     """Write, prove, report; `proof` holds the text to compare on, None asks for no proof."""
     with building(target, force=force) as folder:
-        totals = _write(source, folder / MODEL_FILE, version, progress, dead)
+        totals = _write(source, folder / MODEL_FILE, version, progress)
         source.check_result(folder / MODEL_FILE)
         report = _report(source, folder, totals)
-        if dead is not None and dead.remark is not None:
-            report.remarks.append(dead.remark)
         if proof is not None:
             text = proof[0]
             _prove(source, folder, report, None if text is None else Path(text))
@@ -197,17 +180,9 @@ def _run(
     return report
 
 
-def _write(
-    source: Source,
-    output: Path,
-    version: int,
-    progress: Progress | None,
-    dead: DropDead | None,
-) -> TernaryTotals:
-    totals, specs, block = TernaryTotals(), source.plan.specs, source.plan.block
-    if dead is not None:
-        specs, block = dead.specs, {**block, **dead.block}
-    config = {**source.plan.hf_config, PRIVATE_BLOCK: block}
+def _write(source: Source, output: Path, version: int, progress: Progress | None) -> TernaryTotals:
+    totals, specs = TernaryTotals(), source.plan.specs
+    config = {**source.plan.hf_config, PRIVATE_BLOCK: source.plan.block}
     with Writer(output, config, len(specs), specs, version=version) as writer:
         for done, (name, spec) in enumerate(specs.items()):
             if progress is not None:
@@ -216,9 +191,7 @@ def _write(
                 _write_dense(source, name, writer)
             else:
                 found = source.ternary(name)
-                if dead is not None:
-                    found = dead.without(name, found)
-                _write_ternary(source, name, found, specs[name].shape[1], writer, totals)
+                _write_ternary(source, name, found, spec.shape[1], writer, totals)
             source.release(name)
     return totals
 

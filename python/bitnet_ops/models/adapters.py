@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bitnet_ops.config import PROJECTIONS, ModelConfig
-from bitnet_ops.config.neurons import kept
+from bitnet_ops.config import PROJECTIONS
 from bitnet_ops.memory.arena import Arena
 from bitnet_ops.nn.lora import Adapter, LoraError, LoraWeight
 
@@ -33,31 +32,6 @@ def scaled(adapter: Adapter, residual: float) -> Adapter:
         name: replace(lora, scaling=lora.scaling * residual) if name.endswith(added) else lora
         for name, lora in adapter.weights.items()
     }
-    return replace(adapter, weights=weights)
-
-
-def without_dropped(adapter: Adapter, config: ModelConfig) -> Adapter:
-    """`adapter` for a model whose file leaves out neurons that are always zero.
-
-    Rows of gate's and up's B go with theirs; down's A keeps all columns, so that its sums stay what
-    they are. Raises LoraError where the adapter would wake one of them.
-    """
-    weights = dict(adapter.weights)
-    for layer, dropped in enumerate(config.dropped_neurons):
-        places = torch.tensor(kept(dropped, config.intermediate_size))
-        for projection in PROJECTIONS[4:6]:
-            name = _name(layer, projection)
-            if (lora := weights.get(name)) is None:
-                continue
-            if len(lora.b) != config.intermediate_size:
-                continue  # another model's, which is said elsewhere
-            if lora.b[list(dropped)].any():
-                raise LoraError(
-                    f"lora: expected zeros in lora_B of {name} for the {len(dropped)} neurons that "
-                    "this model's file leaves out, got others; convert the model again with "
-                    "--keep-dead"
-                )
-            weights[name] = replace(lora, b=lora.b[places])
     return replace(adapter, weights=weights)
 
 

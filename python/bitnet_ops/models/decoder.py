@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from bitnet_ops import ops
 from bitnet_ops.config import ModelConfig
-from bitnet_ops.models.adapters import Adapters, PackedAdapter, Side, scaled, without_dropped
+from bitnet_ops.models.adapters import Adapters, PackedAdapter, Side, scaled
 from bitnet_ops.models.layer import ACTIVATION_DTYPES, DecoderLayer, Tensors, norm_weight
 from bitnet_ops.models.step import Step
 from bitnet_ops.models.step_batch import SequenceStep, StepBatch
@@ -60,7 +60,7 @@ class _Body(nn.Module):
         embedding_format = head_format if config.tie_word_embeddings else "stored"
         self.embed_tokens = _matrix(tensors, "model.embed_tokens.weight", embedding_format)
         self.layers = nn.ModuleList(
-            DecoderLayer(config, _below(tensors, f"model.layers.{i}."), dtype, i)
+            DecoderLayer(config, _below(tensors, f"model.layers.{i}."), dtype)
             for i in range(config.num_hidden_layers)
         )
         self.norm = norm_weight(tensors["model.norm.weight"])
@@ -115,8 +115,7 @@ class Decoder(nn.Module):
         `name` None: for all that name none. Raises LoraError where the adapter names what is no
         ternary projection of the model or has another shape, and for a name that is taken.
         """
-        adapter = without_dropped(adapter, self.config)
-        check_fits(self, adapter, self.config.intermediate_size)
+        check_fits(self, adapter)
         adapter = scaled(adapter, self.config.scalings.residual)
         self.adapters.add(name, PackedAdapter.of(adapter, self.config.num_hidden_layers))
 

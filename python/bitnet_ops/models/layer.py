@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from bitnet_ops import ops
 from bitnet_ops.config import PROJECTIONS, ModelConfig
-from bitnet_ops.config.neurons import kept
 from bitnet_ops.models.adapters import Side
 from bitnet_ops.models.tensors import layer_tensors
 from bitnet_ops.nn.casting import Cast, dtype_after, same_dtype
@@ -72,16 +71,9 @@ def is_plain(projection: nn.Module) -> TypeGuard[BitLinear]:
 class DecoderLayer(nn.Module):
     """One layer: x + attention(norm(x)), then x + mlp(norm(x)); x float32 [..., hidden]."""
 
-    def __init__(
-        self, config: ModelConfig, tensors: Tensors, dtype: torch.dtype, index: int = 0
-    ) -> None:
+    def __init__(self, config: ModelConfig, tensors: Tensors, dtype: torch.dtype) -> None:
         super().__init__()
         self.config, self.dtype = config, dtype
-        # where the neurons that have weights stand among all
-        self._neurons: Tensor | None = None
-        if config.dropped_neurons:
-            places = kept(config.dropped_neurons[index], config.intermediate_size)
-            self._neurons = torch.tensor(places, device="cpu")
         self.self_attn, self.mlp = nn.Module(), nn.Module()
         for name in layer_tensors(config):
             module, _, kind = name.rpartition(".")
@@ -115,8 +107,6 @@ class DecoderLayer(nn.Module):
         self._packed = {n: m.packed for n, m in self._projections.items() if is_plain(m)}
         self._fused_qkv = self._packed.keys() >= {*_QKV}
         self._fused_mlp = self._packed.keys() >= {*_MLP} and self._sub_eps == c.rms_norm_eps
-        if self._neurons is not None and (self._ffn_norm is not None or c.whole_down):
-            self._fused_mlp = False
         self.bound += 1  # what others have gathered from the buffers is out of date
 
     @property
@@ -217,36 +207,18 @@ class DecoderLayer(nn.Module):
         else:
             gated = ops.silu_and_mul if c.hidden_act == "silu" else ops.gelu_tanh_and_mul
             z = gated(torch.cat([g, u], dim=-1))
-        if c.whole_down:
-            z = self._with_all(z)
         if self._ffn_norm is not None:
-            z = self._norm_of_all(z, self._ffn_norm, self._sub_eps)
+            z = ops.rms_norm(z, self._ffn_norm, self._sub_eps)
         return self._project(_MLP[2], z, sides)
-
-    def _norm_of_all(self, z: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """A norm over all neurons of the MLP, those without weights too."""
-        normed = ops.rms_norm(self._with_all(z), weight, eps)
-        whole = self._neurons is None or self.config.whole_down
-        return normed if whole else normed[..., self._neurons]
-
-    def _with_all(self, z: Tensor) -> Tensor:
-        """What neurons give, with zeros for those without weights."""
-        if self._neurons is None or z.shape[-1] != len(self._neurons):
-            return z
-        whole = z.new_zeros(*z.shape[:-1], self.config.intermediate_size)
-        return whole.index_copy(-1, self._neurons, z)
 
     def _project(self, name: str, x: Tensor, sides: Sequence[Side]) -> Tensor:
         """A projection with what lies inside it, its norm first, its bias last, and beside it."""
         if self._inner_norms:
-            norm = self._norm_of_all if name == _MLP[2] else ops.rms_norm
-            x = norm(x, self._inner_norms[name], self.config.linear_norm_eps)
+            x = ops.rms_norm(x, self._inner_norms[name], self.config.linear_norm_eps)
         y: Tensor = self._projections[name](x)
         for rows, paths in sides:
             if (lora := paths.get(name)) is None:
                 continue
-            if name == _MLP[2]:
-                x = self._with_all(x)  # twice is once
             if rows is None:
                 y = add_side_path(y, x, lora)
             else:

@@ -67,7 +67,7 @@ class Step:
         self._model: dict[str, Any] = {
             "dtype": dtype,
             "num_heads": c.num_attention_heads,
-            "intermediate_size": c.stored_neurons,
+            "intermediate_size": c.intermediate_size,
             "vocab_size": c.vocab_size,
             "sub_norms": c.sub_norms,
             "activation": c.hidden_act,
@@ -87,8 +87,6 @@ class Step:
         }
         if (local := local_rotary(c)) is not None:
             self._model |= {"local_inv_freq": local, "local_layers": list(c.scalings.local)}
-        if c.dropped_neurons:
-            self._model["dropped_neurons"] = torch.tensor(c.dropped_neurons, device="cpu")
 
     @staticmethod
     def expresses(config: ModelConfig, layers: Sequence[nn.Module]) -> bool:

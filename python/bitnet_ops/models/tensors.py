@@ -40,18 +40,18 @@ def expected_tensors(config: ModelConfig) -> dict[str, TensorSpec]:
 def layer_tensors(c: ModelConfig) -> dict[str, TensorSpec]:
     """The tensors of one layer, without its prefix; a module comes before what lies inside it."""
     query, key = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
-    hidden, inner, stored = c.hidden_size, c.intermediate_size, c.stored_neurons
+    hidden, inner = c.hidden_size, c.intermediate_size
     specs: dict[str, TensorSpec] = {}
 
     def norm(name: str, length: int, present: bool = True) -> None:
         if present:
             specs[f"{name}.weight"] = TensorSpec("dense", (length,))
 
-    def linear(name: str, rows: int, columns: int, width: int | None = None) -> None:
+    def linear(name: str, rows: int, columns: int) -> None:
         specs[f"{name}.weight"] = TensorSpec("ternary", (rows, columns))
         if name in c.biases:
             specs[f"{name}.bias"] = TensorSpec("dense", (rows,))
-        norm(f"{name}.rms_norm", width or columns, c.linear_norms)
+        norm(f"{name}.rms_norm", columns, c.linear_norms)
 
     norm("input_layernorm", hidden)
     linear("self_attn.q_proj", query, hidden)
@@ -63,9 +63,9 @@ def layer_tensors(c: ModelConfig) -> dict[str, TensorSpec]:
     linear("self_attn.o_proj", hidden, query)
     norm("post_attention_layernorm", hidden)
     norm(c.mlp_norm, hidden, c.post_norms)
-    linear("mlp.gate_proj", stored, hidden)
-    linear("mlp.up_proj", stored, hidden)
+    linear("mlp.gate_proj", inner, hidden)
+    linear("mlp.up_proj", inner, hidden)
     norm("mlp.ffn_sub_norm", inner, c.sub_norms)
-    linear("mlp.down_proj", hidden, c.down_columns, inner)
+    linear("mlp.down_proj", hidden, inner)
     norm("post_feedforward_layernorm", hidden, c.post_norms)
     return specs

@@ -294,11 +294,8 @@ class LoraBitLinear(BitLinear):
         return add_side_path(super().forward(x), x, self.lora)
 
 
-def check_fits(model: nn.Module, adapter: Adapter, inputs: int | None = None) -> None:
-    """Raise LoraError unless each of the adapter's modules is a ternary projection of `model`.
-
-    inputs: of down projections, where some of them have no weights.
-    """
+def check_fits(model: nn.Module, adapter: Adapter) -> None:
+    """Raise LoraError unless each of the adapter's modules is a ternary projection of `model`."""
     modules = dict(model.named_modules())
     for name, lora in adapter.weights.items():
         base = modules.get(name)
@@ -306,7 +303,5 @@ def check_fits(model: nn.Module, adapter: Adapter, inputs: int | None = None) ->
             found = "no such module" if base is None else f"a {type(base).__name__}"
             _reject(f"{name} to be a ternary projection", found, "the adapter is another model's")
         shape, expected = (len(lora.b), lora.a.shape[1]), (base.out_features, base.in_features)
-        if inputs is not None and name.endswith("mlp.down_proj"):
-            expected = (base.out_features, inputs)
         if shape != expected:
             _reject(f"{name} as {list(expected)}", list(shape), "the adapter is another model's")

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from bitnet_ops import ops
 from bitnet_ops.config import PRIVATE_BLOCK, ModelConfig
 from bitnet_ops.config.scheme import Storage
-from bitnet_ops.convert.dead_neurons import restored
 from bitnet_ops.convert.hf.checkpoint import Checkpoint
 from bitnet_ops.convert.hf.source import HfSource
 from bitnet_ops.formats.sglbitnt import Reader, model_file
@@ -186,9 +185,7 @@ def _from_file(file: Path) -> tuple[dict[str, Any], Iterator[tuple[str, Tensor]]
                     f"{info.scale_kind}; a TrainableBitLinear has one for its matrix"
                 )
             if info.scale is not None:
-                whole = restored(name, tensor, model)
-                columns = model.intermediate_size if name.endswith("down_proj.weight") else None
-                codes = ops.unpack(whole, columns or spec.shape[1])
+                codes = ops.unpack(tensor, spec.shape[1])
                 tensor = masters_from_codes(codes, info.scale)
             yield name, tensor
 

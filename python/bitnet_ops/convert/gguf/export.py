@@ -17,7 +17,6 @@ import numpy as np
 import torch
 
 from bitnet_ops.config import ModelConfig, Scalings, UnsupportedModelError
-from bitnet_ops.convert.dead_neurons import restored
 from bitnet_ops.convert.destination import building_file
 from bitnet_ops.convert.errors import ConvertError, reject
 from bitnet_ops.convert.gguf.config import (
@@ -153,10 +152,9 @@ class _Export:
 
     def __init__(self, reader: Reader, type_name: str) -> None:
         self.type, self.rounding = type_name, 0.0
-        self.stored = model_config(reader)
-        self.model = dataclasses.replace(self.stored, dropped_neurons=(), whole_down=False)
+        self.model = model_config(reader)
         self.architecture = architecture_for(self.model)
-        check_names(self.stored, own_tensors(reader, self.stored))
+        check_names(self.model, own_tensors(reader, self.model))
         self.specs: dict[str, TensorSpec] = dict(expected_tensors(self.model))
         self._reader = reader
         self._scales: dict[str, float] = {}
@@ -214,9 +212,8 @@ class _Export:
         if spec.kind == "dense":
             tensor = tensor.float() if len(spec.shape) == 1 else tensor
             return tensor.contiguous().view(-1).view(torch.uint8).numpy()
-        stored = expected_tensors(self.stored)[name].shape if self.stored.dropped_neurons else None
-        self._reader.check_in_features(name, (stored or spec.shape)[1])
-        rows = restored(name, tensor, self.stored).numpy()
+        self._reader.check_in_features(name, spec.shape[1])
+        rows = tensor.numpy()
         if self.architecture.permuted and name.endswith(PERMUTED):
             rows = rows[np.argsort(head_rows(len(rows), self.model.head_dim))]
         scale = self._reader.tensors[name].scale

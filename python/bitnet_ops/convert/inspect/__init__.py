@@ -13,17 +13,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from bitnet_ops.config import PRIVATE_BLOCK
-from bitnet_ops.convert.inspect.neurons import dead_neurons
 from bitnet_ops.convert.inspect.sources import Contents, open_source
 
 
 def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Everything about the model at `path` as plain numbers and strings.
 
-    Keys: file, kind, bytes, model_type, bitnet_ops (the config's private block or None), neurons
-    (of all MLPs: neurons, dead, those whose gate and up rows are all zero, and left_out, those
-    whose weights the file leaves out for that; None without MLPs), tensors (a list: name, format,
-    shape, scale, scales, minus, zero, plus, nbytes, sha256), totals, remarks.
+    Keys: file, kind, bytes, model_type, bitnet_ops (the config's private block or None), tensors
+    (a list: name, format, shape, scale, scales, minus, zero, plus, nbytes, sha256), totals and
+    remarks.
     Shapes are logical, [N, K]; where nothing gives K it is 4 times the row bytes, and a remark says
     so. `scale` is a tensor's only one; where there are more, `scales` has their shape, smallest and
     largest. Raises SglbitntError, GgufError or ConvertError for a file that is damaged.
@@ -36,7 +34,6 @@ def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
         "bytes": source.nbytes,
         "model_type": source.config.get("model_type"),
         "bitnet_ops": source.config.get(PRIVATE_BLOCK),
-        "neurons": dead_neurons(source),
         "tensors": rows,
         "totals": _totals(rows),
         "remarks": source.remarks,

@@ -23,7 +23,6 @@ from torch import Tensor
 
 from bitnet_ops import ops
 from bitnet_ops.config import ModelConfig
-from bitnet_ops.config.neurons import kept
 from bitnet_ops.config.scheme import Storage
 from bitnet_ops.convert.errors import reject
 from bitnet_ops.convert.gguf.source import GgufSource
@@ -34,7 +33,6 @@ from bitnet_ops.convert.verify.plain_forward import PlainOracle
 from bitnet_ops.convert.verify.transformers_oracle import HfOracle, OracleUnavailable
 from bitnet_ops.formats.sglbitnt import Reader, model_file
 from bitnet_ops.generate.tokenizer import Tokenizer
-from bitnet_ops.loading.model_contents import model_config
 from bitnet_ops.loading.weights import load_model
 from bitnet_ops.nn.kv_cache import KVCache
 from bitnet_ops.nn.packing import BLOCK, spread_scales
@@ -280,9 +278,8 @@ def text_sequences(folder: Path, config: ModelConfig, text: Path) -> list[list[i
 
 def _compare_weights(plan: Plan, file: Path, oracle: Oracle, result: Verification) -> None:
     with Reader(file) as reader:
-        config = model_config(reader)
         for name in plan.ternary:
-            codes, scale = _stored(name, *oracle.projection(name), config, result)
+            codes, scale = oracle.projection(name)
             group = reader.tensors[name].group_size or BLOCK
             scale = scale if isinstance(scale, float) else _larger_of_groups(scale, group)
             ours, scales = ops.unpack(reader.tensor(name), codes.shape[1]), reader.scales(name)
@@ -300,22 +297,6 @@ def _compare_weights(plan: Plan, file: Path, oracle: Oracle, result: Verificatio
             result.weights_different += different
             result.scale_relative_difference = max(result.scale_relative_difference, relative)
             _judge_weights(plan, name, different / codes.numel(), relative, result)
-
-
-def _stored(
-    name: str, codes: Tensor, scale: float | Tensor, config: ModelConfig, result: Verification
-) -> tuple[Tensor, float | Tensor]:
-    """A projection without the neurons that the file leaves out; gate and up must be zero there."""
-    dropped, dim = config.dropped_neurons, 1 if name.endswith("down_proj.weight") else 0
-    if not dropped or ".mlp." not in name or (dim == 1 and config.whole_down):
-        return codes, scale
-    places = dropped[int(name.split(".")[2])]
-    rest = torch.tensor(kept(places, codes.shape[dim]))
-    if dim == 0 and codes[list(places)].any():
-        result.failures.append(f"weights of {name} were left out that are not zero")
-    if isinstance(scale, Tensor):
-        scale = scale.index_select(dim, rest)
-    return codes.index_select(dim, rest), scale
 
 
 def _larger_of_groups(scale: Tensor, size: int) -> Tensor:
