@@ -20,7 +20,6 @@ from bitnet_ops import _runtime, machine, ops
 from bitnet_ops.bench.harness import Budget, Timed, interleave
 from bitnet_ops.bench.stats import paired_ratios
 from bitnet_ops.integrations import BitNetLinearMethod, ScaleRule
-from bitnet_ops.integrations._core import make_params
 from bitnet_ops.nn import packing
 
 LINEAR = torch.ops.bitnet.linear
@@ -32,10 +31,11 @@ def loaded_layer(rows: int, columns: int) -> tuple[Any, torch.Tensor]:
     generator = torch.Generator().manual_seed(rows + columns)
     codes = torch.randint(-1, 2, (rows, columns), generator=generator, dtype=torch.int8)
     layer: Any = nn.Module()
-    make_params(layer, columns, [rows], rule=ScaleRule.MULTIPLY)
+    method = BitNetLinearMethod(ScaleRule.MULTIPLY)
+    method.create_weights(layer, columns, [rows], columns, rows, torch.bfloat16)
     layer.weight.weight_loader(layer.weight, packing.pack_hf(codes))
     layer.weight_scale.weight_loader(layer.weight_scale, torch.tensor([0.5]))
-    BitNetLinearMethod().process_weights_after_loading(layer)
+    method.process_weights_after_loading(layer)
     return layer, ops.pack(codes)
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from bitnet_ops import ops
-from bitnet_ops.integrations import sgl_kernel
+from bitnet_ops.integrations import old_names
 
 ROOT = Path(__file__).resolve().parents[2]
 old = torch.ops.sgl_kernel
@@ -131,7 +131,7 @@ def _calls() -> dict[str, tuple[object, ...]]:
     }
 
 
-@pytest.mark.parametrize("name", sgl_kernel.NAMES)
+@pytest.mark.parametrize("name", old_names.NAMES)
 def test_shapes_for_the_compiler_are_those_of_the_call(name: str) -> None:
     checks = "test_schema", "test_faketensor"
     torch.library.opcheck(getattr(old, name).default, _calls()[name], test_utils=checks)
@@ -140,7 +140,7 @@ def test_shapes_for_the_compiler_are_those_of_the_call(name: str) -> None:
 def test_only_who_imports_it_gets_the_names() -> None:
     code = (
         "import torch, bitnet_ops; print(hasattr(torch.ops.sgl_kernel, 'bitnet_gemv_cpu'))\n"
-        "import bitnet_ops.integrations.sgl_kernel as s\n"
+        "import bitnet_ops.integrations.old_names as s\n"
         "print(hasattr(torch.ops.sgl_kernel, 'bitnet_gemv_cpu'), s.KEPT)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -153,7 +153,7 @@ def test_names_of_another_library_are_left_alone() -> None:
         "other = torch.library.Library('sgl_kernel', 'FRAGMENT')\n"
         "other.define('rmsnorm_cpu(Tensor x, Tensor weight, float eps) -> Tensor')\n"
         "other.impl('rmsnorm_cpu', lambda x, weight, eps: x + 1, 'CPU')\n"
-        "import bitnet_ops.integrations.sgl_kernel as s\n"
+        "import bitnet_ops.integrations.old_names as s\n"
         "x = torch.zeros(1, 4)\n"
         "print(s.KEPT, torch.ops.sgl_kernel.rmsnorm_cpu(x, x[0], 1e-6).sum().item())"
     )
@@ -163,4 +163,4 @@ def test_names_of_another_library_are_left_alone() -> None:
 
 def test_the_page_lists_every_name() -> None:
     page = (ROOT / "docs" / "guide" / "old-names.md").read_text(encoding="utf-8")
-    assert set(sgl_kernel.NAMES) <= set(re.findall(r"`(\w+)`", page))
+    assert set(old_names.NAMES) <= set(re.findall(r"`(\w+)`", page))

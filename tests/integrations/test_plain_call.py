@@ -10,10 +10,11 @@ import warnings
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 from bitnet_ops import BitNetLinearMethod, ops
 from bitnet_ops.integrations import ScaleRule
-from bitnet_ops.integrations.plain import apply_packed
+from bitnet_ops.integrations.plain_call import apply_packed
 from bitnet_ops.nn import packing
 from hf_flavours import hf_bound, hf_linear, hf_packed, random_codes
 
@@ -171,6 +172,31 @@ def test_by_keyword_with_bias_and_compute_dtype():
     assert y.dtype == torch.bfloat16
     expected = torch.ops.bitnet.linear(x.bfloat16(), ops.pack(codes), torch.tensor([0.5]), bias)
     assert torch.equal(y, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:apply. a consecutive weight")
+@pytest.mark.parametrize("repacked", [False, True], ids=["as it is", "repacked"])
+@pytest.mark.parametrize("name", PACKED)
+def test_the_call_compiles_as_one_graph(name, repacked, monkeypatch):
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)  # conftest.py sets it for the oracles
+    torch._dynamo.reset()
+    counters.clear()
+    method, x = BitNetLinearMethod(packing=name), random_input(3, 256)
+    weight = ops.pack(
+        random_codes(40, 256)
+    )  # both packings have this shape, and all codes are good
+    if repacked:
+        weight = method.repack(weight, 40, 256)
+
+    def call(weight, x):
+        return method.apply(weight, 0.5, x, 40, 256)
+
+    with torch.no_grad():
+        compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+        assert torch.equal(compiled(weight, x), call(weight, x))
+    assert counters["stats"]["unique_graphs"] == 1  # else eager was compared with eager
+    torch._dynamo.reset()
 
 
 def test_one_scale_a_row():

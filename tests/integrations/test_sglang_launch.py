@@ -20,6 +20,7 @@ import torch
 
 import bitnet_ops.integrations.sglang as plugin
 from bitnet_ops.cli import main
+from bitnet_ops.integrations.plugin import Plugin
 from bitnet_ops.integrations.sglang import launch, serving
 from bitnet_ops.language_model import DEMO_DIR
 from bitnet_ops.loading import hub
@@ -29,18 +30,18 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests" / "sglang_proof"))
 import environment  # noqa: E402  (lives beside the proof, which is no package)
 
-TESTED = plugin.TESTED_VERSIONS[0]
+TESTED = plugin.PLUGIN.tested[0]
 
 
 @pytest.fixture
 def installed(monkeypatch):
     """sglang of a tested version is installed, nothing restricts its plug-ins."""
-    monkeypatch.setattr(plugin, "sglang_version", lambda: TESTED)
+    monkeypatch.setattr(Plugin, "version", lambda self: TESTED)
     monkeypatch.delenv("SGLANG_PLUGINS", raising=False)
 
 
 def test_without_sglang_one_line_says_what_is_missing(monkeypatch, capsys):
-    monkeypatch.setattr(plugin, "sglang_version", lambda: "unknown")
+    monkeypatch.setattr(Plugin, "version", lambda self: "unknown")
     assert main(["sglang", str(DEMO_DIR)]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert f"expected sglang {TESTED}" in line and "got none" in line
@@ -48,7 +49,7 @@ def test_without_sglang_one_line_says_what_is_missing(monkeypatch, capsys):
 
 
 def test_another_version_is_an_error_that_can_be_waived(monkeypatch, installed):
-    monkeypatch.setattr(plugin, "sglang_version", lambda: "9.9.9")
+    monkeypatch.setattr(Plugin, "version", lambda self: "9.9.9")
     with pytest.raises(launch.LaunchError, match="which were tested, got 9.9.9; .*--untested"):
         launch.check_version()
     assert launch.check_version(allow_untested=True) == "9.9.9"
@@ -59,7 +60,7 @@ def test_a_plug_in_that_would_not_be_loaded_is_an_error(monkeypatch, installed):
     monkeypatch.setenv("SGLANG_PLUGINS", "others")
     with pytest.raises(launch.LaunchError, match="SGLANG_PLUGINS=others without bitnet"):
         launch.check_version()
-    monkeypatch.setattr(plugin, "_entry_point_installed", lambda: False)
+    monkeypatch.setattr(Plugin, "has_entry_point", lambda self: False)
     with pytest.raises(launch.LaunchError, match="no entry point"):
         launch.check_version()
 
@@ -266,7 +267,7 @@ def test_the_page_installs_what_the_proof_installs_and_starts_what_the_launcher_
         "pip install -r tests/sglang_proof/requirements.txt",
         "pip install .",
     ]
-    assert f"Tested with SGLang {' and '.join(plugin.TESTED_VERSIONS)};" in page
+    assert f"Tested with SGLang {' and '.join(plugin.PLUGIN.tested)};" in page
     behind = re.findall(r"`bitnet-ops (sglang my-model --.*?)`", page)
     for text in (start.removeprefix("bitnet-ops "), *behind):
         words = text.replace("my-model", str(DEMO_DIR)).split()

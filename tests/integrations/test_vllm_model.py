@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 import bitnet_ops.integrations.vllm as plugin
-import vllm_surface
+import engine_surfaces
 from bitnet_ops.integrations import CheckpointError
 
 DEMO = Path(__file__).resolve().parents[1] / "data" / "demo-model"
@@ -24,8 +24,7 @@ BLOCK = 32
 
 @pytest.fixture
 def surface(monkeypatch):
-    monkeypatch.setattr(plugin, "vllm_version", lambda: plugin.TESTED_VERSIONS[-1])
-    modules = vllm_surface.install(monkeypatch)
+    modules = engine_surfaces.install(monkeypatch, engine_surfaces.vllm())
     plugin.register()
     return modules
 
@@ -93,7 +92,7 @@ def step(model, name, sequences, tables):
         block_table_tensor=torch.tensor(tables).int(),
         slot_mapping=torch.tensor(slots),
     )
-    vllm_surface.ForwardContext.attn_metadata = {name: builder.build(0, common)}
+    engine_surfaces.ForwardContext.attn_metadata = {name: builder.build(0, common)}
     padding = [0] * 3  # vLLM may pad what it hands over
     hidden = model(
         input_ids=torch.tensor(ids + padding).int(), positions=torch.tensor(positions + padding)

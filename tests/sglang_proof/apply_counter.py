@@ -32,14 +32,14 @@ class Counter:
 
 
 def install():
-    """Wrap BitNetLinearMethod.apply, Decoder.step and paged_attention of this process."""
+    """Wrap Method.apply, Decoder.step and paged_attention of this process."""
     from bitnet_ops import ops
-    from bitnet_ops.integrations.sglang.linear import BitNetLinearMethod
+    from bitnet_ops.integrations.sglang.quantization import SGLangLinearMethod as Method
     from bitnet_ops.models import Decoder
 
     folder = Path(os.environ["BITNET_PROOF_DIR"])
     counter = Counter(folder / f"apply-{os.getpid()}")
-    apply, step, seen = BitNetLinearMethod.apply, Decoder.step, set()
+    apply, step, seen = Method.apply, Decoder.step, set()
 
     def write_kinds():
         (folder / f"layers-{os.getpid()}").write_text("\n".join(sorted(seen)))
@@ -71,7 +71,7 @@ def install():
             write_kinds()
         return attend(query, *args)
 
-    BitNetLinearMethod.apply, Decoder.step = counted, counted_step
+    Method.apply, Decoder.step = counted, counted_step
     ops.paged_attention = counted_attention
 
 

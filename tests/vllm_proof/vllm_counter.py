@@ -31,11 +31,11 @@ def count_calls(cls, name, path):
 
 def install():
     """Count in this process."""
-    from bitnet_ops.integrations.vllm.linear import BitNetLinearMethod
+    from bitnet_ops.integrations.vllm.quantization import VLLMLinearMethod
     from bitnet_ops.models.decoder import Decoder
 
     folder = Path(os.environ["BITNET_PROOF_DIR"])
-    count_calls(BitNetLinearMethod, "apply", folder / f"apply-{os.getpid()}")
+    count_calls(VLLMLinearMethod, "apply", folder / f"apply-{os.getpid()}")
     count_calls(Decoder, "step", folder / f"step-{os.getpid()}")
 
 

@@ -1,48 +1,39 @@
 """The SGLang plug-in: `register()` is the entry point of group `sglang.srt.plugins`.
 
 SGLang calls it in the launching process and first thing in every scheduler it spawns. Importing
-this module does not import sglang; `register` and `doctor` do, `status` does not.
-SGLang logs and swallows an exception of a plug-in, and then reports "Unknown quantization method";
-so a failure is logged here too, with its cause. It must not know weights or kernels.
+this module does not import sglang; `register` and `doctor` do, `status` does not. It must not know
+weights or kernels.
 """
 
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
-import logging
 import os
 import sys
 from collections.abc import MutableMapping
 from typing import Any
 
-METHOD = "bitnet"
-CONFIG_CLASS = "bitnet_ops.integrations.sglang.config:BitNetConfig"
+from bitnet_ops.integrations.plugin import METHOD, Plugin
+
+CONFIG_CLASS = "bitnet_ops.integrations.sglang.quantization:BitNetConfig"
 MODEL_PACKAGE = "bitnet_ops.integrations.sglang.models"
 ATTENTION_VARIABLE = "BITNET_OPS_SGLANG_ATTENTION"  # 1: our attention as torch_native
-ENTRY_POINT_GROUP = "sglang.srt.plugins"
-TESTED_VERSIONS = ("0.5.20", "0.5.21")
-
-logger = logging.getLogger(__name__)
+_TABLES = "QUANTIZATION_METHODS", "CPU_QUANTIZATION_METHODS"  # the second where SGLang sees AMX
+_QUANTIZATION = "sglang.srt.layers.quantization"
 
 
-class RegistrationError(RuntimeError):
-    """This SGLang's tables are of a kind that the plug-in does not know."""
+def _allows(listed: str | None) -> bool:
+    return not listed or METHOD in [name.strip() for name in listed.split(",")]
 
 
-def sglang_version() -> str:
-    """The installed distribution's version, or "unknown"."""
-    try:
-        return importlib.metadata.version("sglang")
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"
-
-
-def _unsupported(what: str, found: object) -> RegistrationError:
-    return RegistrationError(
-        f"bitnet: expected {what}, got {found} in sglang {sglang_version()}; tested with sglang "
-        f"{', '.join(TESTED_VERSIONS)}: install that version, or report this one"
-    )
+PLUGIN = Plugin(
+    engine="sglang",
+    distributions=("sglang",),
+    group="sglang.srt.plugins",
+    variable="SGLANG_PLUGINS",
+    allows=_allows,
+    tested=("0.5.20", "0.5.21"),
+)
 
 
 def put_method(table: Any, name: str) -> None:
@@ -56,17 +47,16 @@ def put_method(table: Any, name: str) -> None:
     elif isinstance(getattr(table, "specs", None), MutableMapping):
         table.specs[METHOD] = CONFIG_CLASS
     else:
-        raise _unsupported(
+        raise PLUGIN.unsupported(
             f"{name} to be a mutable mapping or to have .specs", type(table).__name__
         )
 
 
 def _put_everywhere() -> None:
-    quantization = importlib.import_module("sglang.srt.layers.quantization")
-    # The first table is consulted always; the second as well where SGLang sees AMX.
-    for name in ("QUANTIZATION_METHODS", "CPU_QUANTIZATION_METHODS"):
+    quantization = importlib.import_module(_QUANTIZATION)
+    for name in _TABLES:
         if not hasattr(quantization, name):
-            raise _unsupported(f"the table {name}", "none")
+            raise PLUGIN.unsupported(f"the table {name}", "none")
         put_method(getattr(quantization, name), name)
 
 
@@ -117,92 +107,34 @@ def register() -> None:
 
     Raises RegistrationError, or ImportError if sglang cannot be imported; both are logged first.
     """
-    try:
+    with PLUGIN.registering():
         _put_everywhere()
         _put_choice()
         _put_attention()
         _put_model()
-    except Exception:
-        logger.exception(
-            "bitnet_ops could not register with sglang %s: a BitNet checkpoint will fail with "
-            "'Unknown quantization method'; run bitnet_ops.integrations.sglang.doctor()",
-            sglang_version(),
-        )
-        raise
-    logger.info("bitnet_ops registered the quantisation method %r with sglang", METHOD)
 
 
 def status() -> dict[str, Any]:
-    """What can be known of the plug-in without importing sglang, which takes seconds.
-
-    Keys: installed (bool), version (of sglang, or None), entry_point (registered for this Python:
-    SGLang will find the plug-in), active (sglang is installed, finds it and may load it),
-    SGLANG_PLUGINS (the user's list of plug-ins to load, or None), tested (sglang versions),
-    version_tested (bool).
-    """
-    version = sglang_version()
-    installed = version != "unknown"
-    listed = os.environ.get("SGLANG_PLUGINS") or None
-    allowed = listed is None or METHOD in [name.strip() for name in listed.split(",")]
-    entry_point = _entry_point_installed()
-    return {
-        "installed": installed,
-        "version": version if installed else None,
-        "entry_point": entry_point,
-        "active": installed and entry_point and allowed,
-        "SGLANG_PLUGINS": listed,
-        "tested": list(TESTED_VERSIONS),
-        "version_tested": version in TESTED_VERSIONS,
-    }
+    """`Plugin.status`: imports no engine."""
+    return PLUGIN.status()
 
 
 def doctor() -> dict[str, Any]:
-    """What a user with a failing set-up should look at; `problems` is empty when all is well.
-
-    Keys: sglang (version), tested (versions), entry_point (found among installed distributions),
-    registered ({table: bool}), model_package, cpu_engine (SGLANG_USE_CPU_ENGINE is 1),
-    problems (one sentence each). Calls register() first; never raises.
-    """
-    report: dict[str, Any] = {
-        "sglang": sglang_version(),
-        "tested": list(TESTED_VERSIONS),
-        "entry_point": _entry_point_installed(),
-        "model_package": os.environ.get("SGLANG_EXTERNAL_MODEL_PACKAGE"),
-        "cpu_engine": os.environ.get("SGLANG_USE_CPU_ENGINE") == "1",
-    }
-    problems: list[str] = []
-    try:
-        register()
-        report.update(_registered())
-        problems += [
-            f"{key} lacks {METHOD!r}" for key, ok in report["registered"].items() if not ok
-        ]
-    except Exception as error:  # a diagnosis must survive whatever it diagnoses
-        problems.append(f"registration failed: {type(error).__name__}: {error}")
-    if not report["entry_point"]:
-        problems.append(
-            f"no entry point of group {ENTRY_POINT_GROUP}: spawned schedulers will not know "
-            f"{METHOD!r}; install bitnet-ops with pip (a source tree on PYTHONPATH has none)"
-        )
+    """`Plugin.doctor`, with the keys model_package and cpu_engine (SGLANG_USE_CPU_ENGINE is 1)."""
+    report = PLUGIN.doctor(register, _registered)
+    report["cpu_engine"] = os.environ.get("SGLANG_USE_CPU_ENGINE") == "1"
     if not report["cpu_engine"]:
-        problems.append("SGLANG_USE_CPU_ENGINE is not 1: sglang will not use the CPU")
-    report["problems"] = problems
+        report["problems"].append("SGLANG_USE_CPU_ENGINE is not 1: sglang will not use the CPU")
     return report
 
 
-def _entry_point_installed() -> bool:
-    points = importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)
-    return any(point.value == f"{__name__}:register" for point in points)
-
-
-def _holds_method(table: Any) -> bool:
-    return METHOD in table or METHOD in getattr(table, "specs", ())
-
-
 def _registered() -> dict[str, Any]:
-    quantization = importlib.import_module("sglang.srt.layers.quantization")
-    tables = ("QUANTIZATION_METHODS", "CPU_QUANTIZATION_METHODS")
+    quantization = importlib.import_module(_QUANTIZATION)
+    tables = {name: getattr(quantization, name) for name in _TABLES}
     return {
-        "registered": {name: _holds_method(getattr(quantization, name)) for name in tables},
+        "registered": {
+            name: METHOD in table or METHOD in getattr(table, "specs", ())
+            for name, table in tables.items()
+        },
         "model_package": os.environ.get("SGLANG_EXTERNAL_MODEL_PACKAGE"),
     }

@@ -16,7 +16,7 @@ from sglang.srt.layers.radix_attention import AttentionType
 from torch import Tensor
 
 from bitnet_ops import ops
-from bitnet_ops.integrations import _paged
+from bitnet_ops.integrations import paged
 
 
 class BitnetAttentionBackend(TorchNativeAttnBackend):
@@ -51,7 +51,7 @@ class BitnetAttentionBackend(TorchNativeAttnBackend):
             and layer.sliding_window_size in (None, -1)
             and not layer.logit_cap
             and not self.use_sliding_window_kv_pool
-            and self.token_to_kv_pool.get_key_buffer(layer.layer_id).dtype in _paged.POOL_DTYPES
+            and self.token_to_kv_pool.get_key_buffer(layer.layer_id).dtype in paged.POOL_DTYPES
         )
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, layer: Any, slots: Tensor) -> Tensor:

@@ -40,13 +40,13 @@ class LaunchError(RuntimeError):
 
 def check_version(allow_untested: bool = False) -> str:
     """The installed version of sglang. Raises LaunchError for none, or one that was not tested."""
-    version, tested = sglang.sglang_version(), " or ".join(sglang.TESTED_VERSIONS)
+    version, tested = sglang.PLUGIN.version(), " or ".join(sglang.PLUGIN.tested)
     if version == "unknown":
         raise LaunchError(
             f"sglang: expected sglang {tested} beside bitnet-ops, got none; docs/guide/sglang.md "
             "says how to install it for a CPU"
         )
-    if version not in sglang.TESTED_VERSIONS and not allow_untested:
+    if version not in sglang.PLUGIN.tested and not allow_untested:
         raise LaunchError(
             f"sglang: expected version {tested}, which were tested, got {version}; install one of "
             "them, or add --untested to try"

@@ -16,7 +16,7 @@ from transformers.integrations.bitnet import BitLinear as HFBitLinear
 
 from bitnet_ops import ops
 from bitnet_ops.config.scheme import ScaleRule
-from bitnet_ops.integrations._core import CheckpointError, logical_codes, stored_scale
+from bitnet_ops.integrations.checkpoint import CheckpointError, logical_codes, stored_scale
 from bitnet_ops.nn.head import HeadWeight
 from bitnet_ops.nn.linear import BitLinear
 from bitnet_ops.nn.packing import pack_hf, pack_ternary

@@ -24,7 +24,7 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from bitnet_ops.config.scheme import ScaleRule, SchemeError, quantized_scheme
-from bitnet_ops.integrations._core import CheckpointError
+from bitnet_ops.integrations.checkpoint import CheckpointError
 from bitnet_ops.integrations.transformers import layers
 from bitnet_ops.nn.storage import check_head_format, check_weight_format
 

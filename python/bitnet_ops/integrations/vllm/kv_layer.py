@@ -19,7 +19,7 @@ from vllm.v1.attention.backend import AttentionBackend, AttentionMetadataBuilder
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheLayout
 
 from bitnet_ops.config import ModelConfig
-from bitnet_ops.integrations._core import CheckpointError
+from bitnet_ops.integrations.checkpoint import CheckpointError
 from bitnet_ops.nn.kv_panels import best_layout
 from bitnet_ops.nn.kv_pool import PagedPool
 

@@ -18,14 +18,14 @@ from vllm.forward_context import get_forward_context
 
 from bitnet_ops import ops
 from bitnet_ops.config import ModelConfig
-from bitnet_ops.integrations._core import (
+from bitnet_ops.integrations.checkpoint import (
+    FUSED,
     CheckpointError,
     logical_codes,
     stored_scale,
 )
-from bitnet_ops.integrations._settings import FUSED
-from bitnet_ops.integrations.vllm.config import BitNetConfig
 from bitnet_ops.integrations.vllm.kv_layer import KVLayer
+from bitnet_ops.integrations.vllm.quantization import BitNetConfig
 from bitnet_ops.models.decoder import Decoder
 from bitnet_ops.models.step_batch import StepBatch
 from bitnet_ops.models.tensors import TensorSpec, expected_tensors

@@ -26,7 +26,7 @@ from sglang.srt.runtime_context import get_parallel
 from torch import Tensor, nn
 
 from bitnet_ops import ops
-from bitnet_ops.integrations._core import CheckpointError
+from bitnet_ops.integrations.checkpoint import CheckpointError
 
 # checkpoint's layer -> (fused layer, shard id)
 FUSED = {

@@ -16,8 +16,8 @@ from sglang.srt.model_executor.forward_context import get_attn_backend
 from sglang.srt.runtime_context import get_parallel
 from torch import Tensor, nn
 
-from bitnet_ops.integrations import _paged
-from bitnet_ops.integrations._core import CheckpointError, check_activation_dtype
+from bitnet_ops.integrations import paged
+from bitnet_ops.integrations.checkpoint import CheckpointError, check_activation_dtype
 from bitnet_ops.integrations.sglang.serving import head_format, model_file
 from bitnet_ops.loading import cache_files
 from bitnet_ops.loading.weights import load_model
@@ -62,7 +62,7 @@ class BitnetOpsForCausalLM(nn.Module):
         check_activation_dtype(self.dtype)
         self.logits_processor = LogitsProcessor(config)
         self._head: _Head | None = None  # of the loaded model
-        self._pools: tuple[Any, _paged.EnginePool] | None = None
+        self._pools: tuple[Any, paged.EnginePool] | None = None
 
     @property
     def decoder(self) -> Decoder:
@@ -103,17 +103,17 @@ class BitnetOpsForCausalLM(nn.Module):
             return self.logits_processor(input_ids, states, self._head, forward_batch)
         return LogitsProcessorOutput(next_token_logits=self.decoder.step(batch, pool))
 
-    def _pool(self) -> _paged.EnginePool:
+    def _pool(self) -> paged.EnginePool:
         """SGLang's K and V of all layers, which become one tensor each before the first write."""
         owner = get_attn_backend().token_to_kv_pool
         if self._pools is None or self._pools[0] is not owner:
             stacked: list[Tensor] = []
             for name in ("k_buffer", "v_buffer"):
-                whole = _paged.stack_layers(getattr(owner, name))
+                whole = paged.stack_layers(getattr(owner, name))
                 setattr(owner, name, list(whole.unbind(0)))
-                stacked.append(_paged.in_blocks(whole, 1))
+                stacked.append(paged.in_blocks(whole, 1))
             owner._init_data_ptrs_and_strides()
-            self._pools = owner, _paged.EnginePool(stacked[0], stacked[1])
+            self._pools = owner, paged.EnginePool(stacked[0], stacked[1])
         return self._pools[1]
 
 
@@ -125,13 +125,13 @@ def _batch(input_ids: Tensor, positions: Tensor, fb: Any, *, all_rows: bool) -> 
     slots = table[:, :longest].index_select(0, fb.req_pool_indices)
     where = input_ids, positions, fb.out_cache_loc
     if mode.is_decode():
-        return _paged.decode_batch(*where, lengths, slots)
+        return paged.decode_batch(*where, lengths, slots)
     if mode.is_target_verify() or not mode.is_extend():
         raise ValueError(
             f"bitnet: expected prompts or single tokens, got {mode}; speculative decoding is not "
             "supported for a converted model"
         )
-    return _paged.prompt_batch(*where, fb.extend_seq_lens, lengths, slots, all_rows=all_rows)
+    return paged.prompt_batch(*where, fb.extend_seq_lens, lengths, slots, all_rows=all_rows)
 
 
 EntryClass = BitnetOpsForCausalLM

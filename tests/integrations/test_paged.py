@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bitnet_ops.integrations import _paged
+from bitnet_ops.integrations import paged
 from bitnet_ops.nn.kv_cache import KVCache
 from tiny_models import SMALL, random_ids, tiny_model
 
@@ -34,10 +34,10 @@ class Engine:
     def pool(self):
         stacked = []
         for i, buffers in enumerate(self.buffers):
-            whole = _paged.stack_layers(buffers)
+            whole = paged.stack_layers(buffers)
             self.buffers[i] = list(whole.unbind(0))
-            stacked.append(_paged.in_blocks(whole, 1))
-        return _paged.EnginePool(*stacked)
+            stacked.append(paged.in_blocks(whole, 1))
+        return paged.EnginePool(*stacked)
 
 
 @pytest.mark.parametrize("family", ["bitnet-offline", "llama3-8b-like", "falcon3-like"])
@@ -49,7 +49,7 @@ def test_prompts_and_tokens_in_an_engines_slots(family, dtype):
     ids = [random_ids(i, 1, length + 1) for i, length in enumerate(lengths)]
     slots = [slot for r, length in enumerate(lengths) for slot in engine.take(r, 0, length)]
     sizes = torch.tensor(lengths)
-    batch = _paged.prompt_batch(
+    batch = paged.prompt_batch(
         torch.cat([row[0, :-1] for row in ids]),
         torch.cat([torch.arange(length) for length in lengths]),
         torch.tensor(slots),
@@ -59,7 +59,7 @@ def test_prompts_and_tokens_in_an_engines_slots(family, dtype):
     )
     first = model.step(batch, pool)
     slots = [engine.take(r, length, length + 1)[0] for r, length in enumerate(lengths)]
-    batch = _paged.decode_batch(
+    batch = paged.decode_batch(
         torch.cat([row[0, -1:] for row in ids]),
         sizes,
         torch.tensor(slots),
@@ -81,7 +81,7 @@ def test_all_rows_of_a_prompt_have_states():
     engine = Engine(model.config, torch.float32, seed=4)
     ids = random_ids(7, 1, 6)
     new = torch.tensor([6])
-    batch = _paged.prompt_batch(
+    batch = paged.prompt_batch(
         ids[0],
         torch.arange(6),
         torch.tensor(engine.take(0, 0, 6)),
@@ -96,14 +96,14 @@ def test_all_rows_of_a_prompt_have_states():
 
 def test_layers_that_lie_in_one_tensor_stay_where_they_are():
     whole = torch.zeros(3, 8, 2, 4, dtype=torch.bfloat16)
-    stacked = _paged.stack_layers(list(whole.unbind(0)))
+    stacked = paged.stack_layers(list(whole.unbind(0)))
     assert stacked.data_ptr() == whole.data_ptr() and stacked.shape == whole.shape
-    apart = _paged.stack_layers([whole[0], whole[2]])
+    apart = paged.stack_layers([whole[0], whole[2]])
     assert apart.data_ptr() != whole.data_ptr() and apart.shape == (2, 8, 2, 4)
 
 
 def test_what_the_ops_cannot_take_is_said():
     with pytest.raises(ValueError, match="float32 or bfloat16, got torch.float8_e5m2"):
-        _paged.stack_layers([torch.zeros(2, 1, 4, dtype=torch.float8_e5m2)])
+        paged.stack_layers([torch.zeros(2, 1, 4, dtype=torch.float8_e5m2)])
     with pytest.raises(ValueError, match="layers of one shape and dtype"):
-        _paged.stack_layers([torch.zeros(2, 1, 4), torch.zeros(3, 1, 4)])
+        paged.stack_layers([torch.zeros(2, 1, 4), torch.zeros(3, 1, 4)])

@@ -1,6 +1,6 @@
 """The operators of earlier BitNet kernels under their old names, `torch.ops.sgl_kernel.bitnet_*`.
 
-    import bitnet_ops.integrations.sgl_kernel
+    import bitnet_ops.integrations.old_names
 
 defines those of NAMES that the process does not have yet. Arguments, shapes and scales are the old
 ones; the results are right where the old ones were not (docs/guide/old-names.md). New code calls

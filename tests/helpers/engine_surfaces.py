@@ -1,0 +1,223 @@
+"""Stand-ins for what our plug-ins touch of SGLang and vLLM, where these are not installed.
+
+Tables, registries and base classes by name; they compute nothing. tests/engines holds the plug-ins
+against the real packages. It must not import bitnet_ops.
+"""
+
+from __future__ import annotations
+
+import enum
+import importlib
+import sys
+import types
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import torch
+from torch import nn
+
+
+class LinearMethodBase:
+    pass
+
+
+class UnquantizedLinearMethod(LinearMethodBase):
+    pass
+
+
+class QuantizationConfig:
+    def __init__(self):
+        self.packed_modules_mapping = {}
+
+
+class LinearBase(nn.Module):
+    """`tp_size` is an attribute of the real ones too."""
+
+    def __init__(self, quant_config=None, prefix="", tp_size=1):
+        super().__init__()
+        self.tp_size = tp_size
+        self.quant_method = quant_config.get_quant_method(self, prefix=prefix)
+        assert self.quant_method is not None  # what a None for a skipped layer ends in
+
+
+class ReplicatedLinear(LinearBase):
+    pass
+
+
+class ColumnParallelLinear(LinearBase):
+    pass
+
+
+class RowParallelLinear(LinearBase):
+    pass
+
+
+class OddLinear(LinearBase):
+    """A linear of a kind that the plug-ins do not know."""
+
+
+class LazyTable(Mapping):
+    """A read-only registry of "module:Class" strings, as SGLang plans it."""
+
+    def __init__(self):
+        self.specs = {"awq": "somewhere:AWQConfig"}
+
+    def __getitem__(self, key):
+        module, name = self.specs[key].split(":")
+        return getattr(importlib.import_module(module), name)
+
+    def __iter__(self):
+        return iter(self.specs)
+
+    def __len__(self):
+        return len(self.specs)
+
+
+class FrozenTable(LazyTable):
+    """A read-only registry of a kind that nobody foresaw."""
+
+    def __init__(self):
+        self.entries = ()
+
+    def __iter__(self):
+        return iter(self.entries)
+
+    def __len__(self):
+        return 0
+
+
+def _named(*classes):
+    return {cls.__name__: cls for cls in classes}
+
+
+LINEARS = _named(LinearBase, ReplicatedLinear, ColumnParallelLinear, RowParallelLinear)
+
+
+def sglang(table_type=dict):
+    """{dotted name: its members} of SGLang's surface, with fresh tables of the given kind."""
+    choices, backends, packages = ["awq", "fp8"], {"torch_native": None}, []
+
+    def register(package_name, overwrite=False):
+        packages.append((package_name, overwrite))
+
+    layers = "sglang.srt.layers"
+    return {
+        f"{layers}.quantization": {
+            "QUANTIZATION_METHODS": table_type(),
+            "CPU_QUANTIZATION_METHODS": table_type(),
+        },
+        f"{layers}.quantization.base_config": _named(LinearMethodBase, QuantizationConfig),
+        f"{layers}.quantization.unquant": _named(UnquantizedLinearMethod),
+        f"{layers}.linear": LINEARS,
+        "sglang.srt.server_args": {
+            "CHOICES": choices,
+            "add_quantization_method_choices": choices.extend,
+        },
+        f"{layers}.attention.attention_registry": {
+            "ATTENTION_BACKENDS": backends,
+            "register_attention_backend": lambda n: lambda make: backends.update({n: make}),
+        },
+        "sglang.srt.models.registry": {
+            "ModelRegistry": types.SimpleNamespace(register=register, packages=packages)
+        },
+    }
+
+
+M = TypeVar("M")
+
+
+class AttentionLayerBase:
+    pass
+
+
+class AttentionBackend:
+    pass
+
+
+class AttentionMetadataBuilder(Generic[M]):
+    def __init__(self, kv_cache_spec, layer_names, vllm_config, device):
+        pass
+
+
+class KVCacheLayout(enum.Enum):
+    LBHNC = (0, 1, 2, 3, 4)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FullAttentionSpec:
+    block_size: int
+    num_kv_heads: int
+    head_size: int
+    dtype: torch.dtype
+
+
+class ForwardContext:
+    """What get_forward_context returns; a test sets attn_metadata."""
+
+    attn_metadata = None
+
+
+def _kv_dtype(kv_cache_dtype, model_config):
+    named = {"bfloat16": torch.bfloat16, "fp8": torch.uint8}
+    return model_config.dtype if kv_cache_dtype == "auto" else named[kv_cache_dtype]
+
+
+def vllm():
+    """{dotted name: its members} of vLLM's surface, with fresh tables."""
+    methods, classes, models = ["awq", "fp8"], {}, {"LlamaForCausalLM": "vllm's own"}
+    ForwardContext.attn_metadata = None
+
+    def register_quantization_config(name):
+        def enter(cls):
+            if name not in methods:
+                methods.append(name)
+            classes[name] = cls
+            return cls
+
+        return enter
+
+    registry = types.SimpleNamespace(
+        models=models,
+        get_supported_archs=models.keys,
+        register_model=models.__setitem__,
+    )
+    layers = "vllm.model_executor.layers"
+    return {
+        f"{layers}.quantization": {
+            "QUANTIZATION_METHODS": methods,
+            "CLASSES": classes,
+            "register_quantization_config": register_quantization_config,
+        },
+        f"{layers}.quantization.base_config": _named(QuantizationConfig),
+        f"{layers}.linear": LINEARS | _named(LinearMethodBase, UnquantizedLinearMethod),
+        f"{layers}.attention_layer_base": _named(AttentionLayerBase),
+        "vllm.model_executor.models": {"ModelRegistry": registry},
+        "vllm.config": {},
+        "vllm.forward_context": {"get_forward_context": lambda: ForwardContext},
+        "vllm.utils.torch_utils": {"kv_cache_dtype_str_to_dtype": _kv_dtype},
+        "vllm.v1.attention.backend": _named(AttentionBackend, AttentionMetadataBuilder),
+        "vllm.v1.kv_cache_interface": _named(FullAttentionSpec, KVCacheLayout),
+    }
+
+
+def install(monkeypatch, contents, hidden=()):
+    """Put the modules into sys.modules for one test, `hidden` left out; {dotted name: module}.
+
+    Modules of ours that import the engine are loaded afresh.
+    """
+    engine = next(iter(contents)).split(".")[0]
+    ours = f"bitnet_ops.integrations.{engine}."
+    for name in list(sys.modules):
+        free = name.removeprefix(ours) in ("launch", "serving")
+        if name.split(".")[0] == engine or (name.startswith(ours) and not free):
+            monkeypatch.delitem(sys.modules, name)
+    parents = {".".join(name.split(".")[:i]): {} for name in contents for i in range(1, 9)}
+    modules = {}
+    for name, members in {**parents, **contents}.items():
+        modules[name] = types.ModuleType(name)
+        modules[name].__path__ = []
+        vars(modules[name]).update(members)
+        if name not in hidden:
+            monkeypatch.setitem(sys.modules, name, modules[name])
+    return modules
