@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # always import its own layer. "*" = all rows above but those of NEVER_BY_STAR.
 PYTHON_LAYERS: dict[str, set[str]] = {
     "_runtime": set(),
+    "errors": set(),  # every layer may import it
     "_interrupt": set(),
     "config": set(),
     "machine": set(),
@@ -152,7 +153,7 @@ def own_layer(name: str, layers: set[str]) -> str | None:
 
 def may_import(layer: str, target: str) -> bool:
     allowed, order = PYTHON_LAYERS[layer], list(PYTHON_LAYERS)
-    if target == layer or target in allowed:
+    if target in (layer, "errors") or target in allowed:
         return True
     below = order.index(target) < order.index(layer)
     return "*" in allowed and below and target not in NEVER_BY_STAR

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from bitnet_ops import ops as ops
+    from bitnet_ops.errors import BitNetError as BitNetError
     from bitnet_ops.integrations import BitNetLinearMethod as BitNetLinearMethod
     from bitnet_ops.integrations.transformers import BitnetOpsConfig as BitnetOpsConfig
     from bitnet_ops.integrations.transformers import accelerate as accelerate
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 # Public name -> module that defines it; resolved by __getattr__ at first use.
 _LAZY = {
     "BitLinear": "bitnet_ops.nn.linear",
+    "BitNetError": "bitnet_ops.errors",
     "BitNetLinearMethod": "bitnet_ops.integrations",
     "BitnetOpsConfig": "bitnet_ops.integrations.transformers",
     "KVCache": "bitnet_ops.nn.kv_cache",

@@ -13,6 +13,7 @@ import pytest
 import transformers
 
 from bitnet_ops.config import ModelConfig, UnsupportedModelError
+from bitnet_ops.config.families import BY_MODEL_TYPE
 from hf_families import CASES
 from hf_writer import class_of
 
@@ -71,7 +72,7 @@ def read(base: dict[str, Any], **changes: Any) -> ModelConfig:
 def test_reads_the_demo_config() -> None:
     c = ModelConfig.from_hf(json.loads(DEMO.read_text()))
     assert c == ModelConfig(
-        model_type="bitnet",
+        family=BY_MODEL_TYPE["bitnet"],
         vocab_size=4096,
         hidden_size=256,
         intermediate_size=768,

@@ -20,6 +20,7 @@ import bitnet_ops
 import forward_fp64
 from bitnet_ops import _runtime
 from bitnet_ops.config import ModelConfig
+from bitnet_ops.config.families import BY_MODEL_TYPE
 from bitnet_ops.generate.engine import Limits
 from bitnet_ops.language_model import LanguageModel
 from bitnet_ops.models import Decoder, expected_tensors
@@ -355,7 +356,7 @@ def test_names_are_those_of_hugging_face(model: Decoder) -> None:
 
 def test_2b_4t_has_332_tensors() -> None:
     config = ModelConfig(
-        model_type="bitnet",
+        family=BY_MODEL_TYPE["bitnet"],
         vocab_size=128256,
         hidden_size=2560,
         intermediate_size=6912,

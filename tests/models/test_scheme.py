@@ -42,11 +42,14 @@ def test_a_quantization_config_means_one_thing(linear_class: str | None, mode: s
     if key in TABLE:
         scheme = quantized_scheme(block)
         assert (scheme.storage, scheme.rule) == TABLE[key]
-        assert decide_scheme({"quantization_config": block}) == scheme
+        assert decide_scheme({"quantization_config": block}, None) == scheme
         assert scale_rule(block) is scheme.rule
         assert quantization_options(block) == key
         return
-    for read in (quantized_scheme, lambda block: decide_scheme({"quantization_config": block})):
+    for read in (
+        quantized_scheme,
+        lambda block: decide_scheme({"quantization_config": block}, None),
+    ):
         with pytest.raises(SchemeError):
             read(block)
     with pytest.raises(CheckpointError, match="linear_class|quantization_mode"):

@@ -24,13 +24,11 @@ from bitnet_ops.config.families import PROJECTIONS as PROJECTIONS
 from bitnet_ops.config.rope import RopeScaling as RopeScaling
 from bitnet_ops.config.rope import read_rope
 from bitnet_ops.config.scalings import KEYS as SCALING_KEYS
+from bitnet_ops.config.scalings import WINDOW_KEYS, read_scalings, read_windows
 from bitnet_ops.config.scalings import Scalings as Scalings
-from bitnet_ops.config.scalings import read_scalings
 from bitnet_ops.config.scheme import SchemeError, quantization_options
 from bitnet_ops.config.values import UnsupportedModelError as UnsupportedModelError
 from bitnet_ops.config.values import epsilon, flag, integer, reject
-from bitnet_ops.config.windows import KEYS as WINDOW_KEYS
-from bitnet_ops.config.windows import read_windows
 
 PRIVATE_BLOCK = "bitnet_ops"
 
@@ -39,6 +37,7 @@ PRIVATE_BLOCK = "bitnet_ops"
 class ModelConfig:
     """The architecture of one model; names as Hugging Face spells them, sizes in elements.
 
+    `family`: the row of config/families.py that the model belongs to.
     `sub_norms`: RMSNorm on the attention output and on the MLP's product (the BitNet architecture),
     with `sub_norm_eps` (None: rms_norm_eps). `linear_norms`: RMSNorm on the input of each of the
     seven projections, with `linear_norm_eps`. `qk_norm`: RMSNorm on every head of queries and keys
@@ -52,7 +51,7 @@ class ModelConfig:
     ends a text; may be empty. `notes`: remarks for the user.
     """
 
-    model_type: str
+    family: Family
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -79,6 +78,11 @@ class ModelConfig:
     scalings: Scalings = Scalings()
     windows: tuple[int, ...] = ()
     notes: tuple[str, ...] = field(default=(), compare=False)
+
+    @property
+    def model_type(self) -> str:
+        """As config.json says it."""
+        return self.family.model_type
 
     @property
     def attention_scale(self) -> float:
@@ -120,11 +124,11 @@ class ModelConfig:
                 "pass the parsed config.json of a causal language model"
             )
         family = _family(config)
-        _reject_other_maths(config)
+        _reject_other_maths(config, family)
         _check_quantization(config)
         _reject_dropped_neurons(config)
         fields, remarks = _fields(config, family)
-        result = cls(**fields, notes=(*_notes(config), *remarks))
+        result = cls(**fields, notes=(*_notes(config, family), *remarks))
         _check_consistency(result)
         return result
 
@@ -201,17 +205,16 @@ _MATHS: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 
 
-def _keys_of(family: Family | None) -> frozenset[str]:
+def _keys_of(family: Family) -> frozenset[str]:
     """Keys that the family gives a meaning."""
-    return SCALING_KEYS[family.scalings] | WINDOW_KEYS[family.windows] if family else frozenset()
+    return SCALING_KEYS[family.scalings] | WINDOW_KEYS[family.windows]
 
 
-def _reject_other_maths(config: Mapping[str, Any]) -> None:
+def _reject_other_maths(config: Mapping[str, Any], family: Family) -> None:
     for name in ONEBIT.required:
-        if config.get(name) is not None and family_of(config) is not ONEBIT:
+        if config.get(name) is not None and family != ONEBIT:
             remedy = "that key belongs to the 1bitLLM architecture"
             raise reject(name, config[name], "to be absent for this architecture", remedy)
-    family = family_of(config)
     read = _keys_of(family)
     for name, (allowed, meaning) in _MATHS.items():
         value = None if name in read else config.get(name)
@@ -309,7 +312,7 @@ def _fields(config: Mapping[str, Any], family: Family) -> tuple[dict[str, Any], 
     scalings, config = read_scalings(config, family.scalings, hidden)
     theta, scaling, remarks = read_rope(config, family.rope_theta, head_dim, positions)
     fields = {
-        "model_type": config["model_type"],
+        "family": family,
         "vocab_size": integer(config, "vocab_size"),
         "hidden_size": hidden,
         "intermediate_size": integer(config, "intermediate_size"),
@@ -419,7 +422,7 @@ _REMARKS = {
 }
 
 
-def _notes(config: Mapping[str, Any]) -> tuple[str, ...]:
+def _notes(config: Mapping[str, Any], family: Family) -> tuple[str, ...]:
     """One remark for every key that is neither read nor known to be harmless."""
     notes = []
     if config["model_type"] == "bitnet" and config.get("architectures") == ["BitnetForCausalLM"]:
@@ -429,7 +432,7 @@ def _notes(config: Mapping[str, Any]) -> tuple[str, ...]:
         )
     for name, value in config.items():
         known = name in _READ or name in _HARMLESS or name in _MATHS
-        if known or name in _keys_of(family_of(config)) or value is None:
+        if known or name in _keys_of(family) or value is None:
             continue
         remark = _REMARKS.get(name, "unknown here; ignored")
         notes.append(f"config key {name} = {str(value)[:60]}: {remark}")

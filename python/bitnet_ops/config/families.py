@@ -1,8 +1,7 @@
 """The families of checkpoints, one row each: what their config.json means and how files name them.
 
-Whatever depends on the family reads it here: ModelConfig, the converter's names, GGUF's metadata,
-the check of .bin files without a model_type. A family whose maths exists is one more row. It must
-not know torch, tensors or files.
+Whatever depends on the family reads its row: a ModelConfig carries it, so that the row is looked
+up once, by `family_of`. A family whose maths exists is one more row.
 """
 
 from __future__ import annotations
@@ -51,9 +50,9 @@ class Family:
     scalings: str = ""
     windows: str = ""
     tied: bool = False
-    required: Mapping[str, Any] = field(default_factory=dict)
+    required: Mapping[str, Any] = field(default_factory=dict, compare=False)
     only_by_class: bool = False
-    renamed: Mapping[str, str] = field(default_factory=dict)
+    renamed: Mapping[str, str] = field(default_factory=dict, compare=False)
     gguf: tuple[str, ...] = ()
     gguf_permuted: bool = False
 
@@ -164,8 +163,3 @@ def model_type_of_class(name: object) -> str | None:
     """The one model_type whose checkpoints name the class `name`; None for none and for several."""
     found = {family.model_type for family in FAMILIES if name in family.classes}
     return found.pop() if len(found) == 1 else None
-
-
-def norm_offset(model_type: str) -> float:
-    """What a norm of this model_type multiplies by beyond what a checkpoint stores."""
-    return BY_MODEL_TYPE[model_type].norm_offset

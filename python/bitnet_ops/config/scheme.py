@@ -26,10 +26,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from bitnet_ops.config.families import ONEBIT, family_of
+from bitnet_ops.config.families import ONEBIT, Family
+from bitnet_ops.errors import BitNetError
 
 
-class SchemeError(ValueError):
+class SchemeError(BitNetError, ValueError):
     """A quantisation that is not implemented; `code` names the reason."""
 
     def __init__(self, code: str, expected: str, found: str, remedy: str = "") -> None:
@@ -146,6 +147,7 @@ def quantized_scheme(quantization: object) -> Scheme:
 
 def decide_scheme(
     config: Mapping[str, Any],
+    family: Family | None,
     *,
     assume_online: bool = False,
     bitlinear_norms: bool = False,
@@ -153,7 +155,8 @@ def decide_scheme(
 ) -> Scheme:
     """The Scheme of a checkpoint with this config.json; SchemeError if unsupported or silent.
 
-    `bitlinear_norms`: a norm as of BitLinear code lies inside the projections (hf/names.py).
+    `family`: of config.json, None for an unknown one.
+    `bitlinear_norms`: a norm as of BitLinear code lies inside the projections.
     `looks_ternary`: the values of a projection are -s, 0 and s.
     """
     quantization = config.get("quantization_config")
@@ -161,7 +164,7 @@ def decide_scheme(
         _reject_groups(quantization)
         return quantized_scheme(quantization)
     masters = Storage.MASTERS, ScaleRule.ONLINE
-    if family_of(config) is ONEBIT:
+    if family == ONEBIT:
         return Scheme(*masters, "1bitllm", "online")
     if bitlinear_norms:
         remark = (

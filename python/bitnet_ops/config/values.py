@@ -9,8 +9,10 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from bitnet_ops.errors import BitNetError
 
-class UnsupportedModelError(ValueError):
+
+class UnsupportedModelError(BitNetError, ValueError):
     """A model that this package cannot run; the message names field, value and remedy."""
 
 

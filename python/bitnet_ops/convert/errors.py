@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from typing import NoReturn
 
+from bitnet_ops.errors import BitNetError
 from bitnet_ops.untrusted import printable
 
 
-class ConvertError(ValueError):
+class ConvertError(BitNetError, ValueError):
     """A checkpoint, a destination or a result that is rejected; `code` names the reason.
 
     str() is the message with the code in brackets behind it.

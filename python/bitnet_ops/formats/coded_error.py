@@ -6,10 +6,11 @@ here.
 
 from __future__ import annotations
 
+from bitnet_ops.errors import BitNetError
 from bitnet_ops.untrusted import printable
 
 
-class CodedError(ValueError):
+class CodedError(BitNetError, ValueError):
     """`code` is the rule's short name, `message` the line for people; str() is both."""
 
     def __init__(self, code: str, message: str) -> None:

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from bitnet_ops.errors import BitNetError
 from bitnet_ops.formats.renames import exchange, is_at, locked, rename_new, try_lock
 from bitnet_ops.formats.sglbitnt import MODEL_FILE
 
@@ -40,7 +41,7 @@ _MODEL_NAMES = {MODEL_FILE, REPORT_FILE, SUMMARY_FILE, *TOKENIZER_FILES}
 _MODEL_MAGIC = b"SGLBITNT"
 
 
-class DestinationError(ValueError):
+class DestinationError(BitNetError, ValueError):
     """A destination that is rejected; `code` names the reason, `expected`, `found`, `remedy` it."""
 
     def __init__(self, code: str, expected: str, found: str, remedy: str = "") -> None:

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from bitnet_ops.errors import BitNetError
+
 Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
 
@@ -33,7 +35,7 @@ _CHUNK = 1 << 22  # weights decoded at a time, which bounds the temporaries
 _POWERS = np.array([81, 27, 9, 3, 1], dtype=np.uint16)
 
 
-class LayoutError(ValueError):
+class LayoutError(BitNetError, ValueError):
     """Bytes that are no ternary matrix of the layout, or a shape that the layout cannot hold.
 
     `code` is "row_length", "code_3" or "scale".

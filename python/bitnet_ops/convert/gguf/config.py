@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from bitnet_ops.config.families import FAMILIES, Family
-from bitnet_ops.config.windows import FULL, SLIDING
+from bitnet_ops.config.scalings import FULL, SLIDING
 from bitnet_ops.convert.errors import reject
 from bitnet_ops.convert.gguf import rope
 from bitnet_ops.formats.gguf import is_strings

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from bitnet_ops.config.families import PROJECTIONS, Family, family_of
+from bitnet_ops.config.families import PROJECTIONS, Family
 from bitnet_ops.convert.errors import reject
 
 _HEADLESS = ("embed_tokens.", "layers.", "norm.")
@@ -45,11 +45,10 @@ class Naming:
     remarks: tuple[str, ...]
 
 
-def find_naming(config: Mapping[str, Any], names: Iterable[str]) -> Naming:
+def find_naming(config: Mapping[str, Any], family: Family | None, names: Iterable[str]) -> Naming:
     """The Naming of a checkpoint; ConvertError if two of its tensors are one tensor here."""
     names = list(names)
     headless = any(name.startswith("embed_tokens.") for name in names)
-    family = family_of(config)
     table = {**_INNER, **(family.renamed if family is not None else {})}
     subln = any(part in name for name in names for part in _SUBLN)
     if subln:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from bitnet_ops.config import PRIVATE_BLOCK, ModelConfig
-from bitnet_ops.config.families import BY_MODEL_TYPE
+from bitnet_ops.config.families import BY_MODEL_TYPE, family_of
 from bitnet_ops.config.scheme import (
     KNOWN_KEYS,
     ScaleRule,
@@ -70,10 +70,12 @@ def make_plan(
     about one of them, and only where nothing else says what the weights are.
     """
     _explain_architecture(config)
-    naming = find_naming(config, tensors)
+    family = family_of(config)
+    naming = find_naming(config, family, tensors)
     try:
         scheme = decide_scheme(
             config,
+            family,
             assume_online=assume_online,
             bitlinear_norms=naming.bitlinear_norms,
             looks_ternary=_asked(config, tensors, looks_ternary),

@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from bitnet_ops.config.families import norm_offset
 from bitnet_ops.config.scheme import Storage
 from bitnet_ops.convert.errors import ConvertError, reject
 from bitnet_ops.convert.hf.checkpoint import Checkpoint, check_pooling, copy_files
@@ -125,7 +124,7 @@ class HfSource(Source):
     def _norm_offset(self, name: str) -> float:
         """What a norm multiplies by is the stored weight and this."""
         inside = name.endswith(".rms_norm.weight")
-        return self._inner_offset if inside else norm_offset(self.plan.config.model_type)
+        return self._inner_offset if inside else self.plan.config.family.norm_offset
 
     def _find_inner_offset(self) -> float:
         """0 or 1 for norms inside projections, whose sense no config.json states.
@@ -133,7 +132,7 @@ class HfSource(Source):
         In a family whose other norms multiply by 1 + w they may or may not. Trained weights lie
         near the 1 they started from, or near 0; where they say neither, nothing is guessed.
         """
-        offset = norm_offset(self.plan.config.model_type)
+        offset = self.plan.config.family.norm_offset
         if not offset or not self.plan.config.linear_norms:
             return 0.0
         names = [name for name in self.plan.specs if name.endswith(".rms_norm.weight")]
@@ -207,7 +206,7 @@ class HfSource(Source):
             remarks.append(
                 f"MLX package: {len(checkpoint.packed_mlx)} matrices of 2 bits in groups"
             )
-        if plan.config.linear_norms and norm_offset(plan.config.model_type):
+        if plan.config.linear_norms and plan.config.family.norm_offset:
             sense = "1 + w" if self._inner_offset else "w, not by 1 + w as others do here"
             remarks.append(f"norms inside projections multiply by {sense}: so their values say")
         if plan.tied_head:

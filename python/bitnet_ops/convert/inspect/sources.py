@@ -189,7 +189,8 @@ class CheckpointContents:
         self.config: Mapping[str, Any] = self.source.config
         self._linear_class = stated_linear_class(self.config)
         self._uneven: dict[str, Uneven | None] = {}
-        naming = find_naming(self.config, self.source.tensors)
+        self._family = family_of(self.config)
+        naming = find_naming(self.config, self._family, self.source.tensors)
         self._remarks = list(naming.remarks)
         if packed := self.source.packed_mlx:
             self._remarks.append(
@@ -226,7 +227,7 @@ class CheckpointContents:
 
     def _multiplier(self, name: str, tensor: Tensor) -> Tensor:
         """A norm as what it multiplies by, 1 + w where the family stores w; others as they are."""
-        family = family_of(self.config)
+        family = self._family
         if family is None or not family.norm_offset or not name.endswith("norm.weight"):
             return tensor
         plain = name.endswith(".rms_norm.weight") and float(tensor.float().median()) > 0.5
