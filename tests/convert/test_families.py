@@ -1,14 +1,12 @@
 """Every published family as a tiny checkpoint: converts, agrees with an oracle, is recognised.
 
-The checkpoints and the oracles are those of scripts/families_table.py (transformers in fp32 and a
-float64 forward), whose table docs/reference/families.md shows. Bounds: on a prompt that keeps
+The checkpoints and the oracles are those of measured_family (transformers in fp32 and a float64
+forward), whose figures docs/reference/families.md shows. Bounds: on a prompt that keeps
 clear of rounding ties only fp32 rounding is left; elsewhere a code may move by a step.
 """
 
-import importlib.util
 import io
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -30,22 +28,10 @@ from bitnet_ops.nn.kv_pool import KVPool
 from bitnet_ops.training import TrainingError, load_for_training
 from hf_families import CASES
 from isa_control import torch_threads
+from measured_family import Measured, relative
 
 ROOT = Path(__file__).resolve().parents[2]
 FP32_ROUNDING = 5e-6
-
-
-def _script(name):
-    sys.path.insert(0, str(ROOT / "scripts"))
-    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    sys.path.remove(str(ROOT / "scripts"))
-    return module
-
-
-table = _script("families_table")
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +43,7 @@ def one_thread():
 @pytest.fixture(scope="module", params=CASES)
 def measured(request, tmp_path_factory):
     with torch_threads(1):
-        return table.Measured(CASES[request.param], tmp_path_factory.mktemp(request.param))
+        return Measured(CASES[request.param], tmp_path_factory.mktemp(request.param))
 
 
 def test_family_agrees_with_its_oracle(measured, record_property):
@@ -127,7 +113,7 @@ def test_bfloat16_activations(measured):
     steps = [model(torch.tensor([[i]]), caches[1])[0] for i in ids]
     assert torch.equal(torch.cat(steps), logits)
     exact, _ = forward_fp64.forward(measured.family, measured.network, ids)
-    assert table.relative(logits, exact) < 0.25  # bfloat16 moves a fifth of all codes by a step
+    assert relative(logits, exact) < 0.25  # bfloat16 moves a fifth of all codes by a step
     assert (logits - exact).square().mean() < 0.01 * exact.square().mean()
 
 

@@ -3,18 +3,17 @@
 Bounds: the integer part of a linear is exact, so without rounding ties two right forwards agree to
 fp32 rounding, and tiny models on prompts chosen to keep clear of ties must. With a tie one code
 moves by a whole step, and later layers multiply it; so on long texts loss, argmax and margins are
-what can agree. The transformers side is scripts/compare_hf.py, which leaves everything to
+what can agree. The transformers side is compare_hf, which leaves everything to
 transformers.
 """
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+import compare_hf
 import forward_fp64
 import hf_writer
 from bitnet_ops import ops
@@ -27,21 +26,9 @@ from bitnet_ops.nn.packing import PackedWeight
 from hf_writer import FAMILIES
 from isa_control import torch_threads
 
-ROOT = Path(__file__).resolve().parents[2]
 DEMO = Path(__file__).resolve().parents[1] / "data" / "demo-model"
 FP32_ROUNDING = 5e-6  # relative to the largest logit; observed 3e-7 to 9e-7
 CLEAR_OF_TIES = 2e-5  # of a code; fp32 errs by about 1e-5
-
-
-def _script(name):
-    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-compare_hf = _script("compare_hf")
 
 
 @pytest.fixture(autouse=True)

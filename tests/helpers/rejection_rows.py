@@ -1,7 +1,7 @@
 """Checkpoints that the converter must reject: one row a reason, each with its code and its words.
 
 Every row starts from a checkpoint that converts and spoils one thing. test_convert_rejections.py
-converts them, scripts/rejections_table.py prints what a user sees. It must never import bitnet_ops.
+converts them.
 """
 
 import json

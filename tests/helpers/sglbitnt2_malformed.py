@@ -1,7 +1,7 @@
 """The table of malformed version 2 files: name -> (bytes, the code of the rule each breaks).
 
 Every row is one mistake in an otherwise right file, with right checksums unless they are the
-mistake. Tests and scripts/malformed_demo.py enumerate it. It must not know the package.
+mistake. The tests enumerate it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The table of malformed model files: name -> (bytes, the code of the rule each breaks).
 
-Every row is one mistake in an otherwise right file. Tests and scripts/malformed_demo.py enumerate
-it. It must not know the package.
+Every row is one mistake in an otherwise right file. The tests enumerate it.
 """
 
 from __future__ import annotations

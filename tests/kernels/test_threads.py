@@ -94,7 +94,7 @@ def test_a_step_is_at_most_one_parallel_region(batch: int) -> None:
         assert regions_of(tiny.step) == 0, "too little work for two threads"
 
 
-def test_inside_anothers_region_a_step_runs_on_its_thread(stack: Stack, expected: Tensor) -> None:
+def test_inside_a_parallel_region_a_step_runs_on_its_thread(stack: Stack, expected: Tensor) -> None:
     """A caller that has no threads to give, as inside a parallel region of torch's: one share."""
     with torch_threads(2), ThreadPoolExecutor(1) as pool:
 

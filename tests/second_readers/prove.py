@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
-for place in ("tests/helpers", "tests/convert", "scripts"):
+for place in ("tests/helpers", "tests/convert"):
     sys.path.insert(0, str(ROOT / place))
 
 import bonsai  # noqa: E402

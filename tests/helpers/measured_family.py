@@ -1,23 +1,15 @@
-#!/usr/bin/env python3
-"""Converts a tiny checkpoint of every family against an oracle: docs/reference/families.md.
+"""A tiny checkpoint of a family, converted, beside its oracle.
 
-    python scripts/families_table.py [--write docs/reference/families.md]
-
-The checkpoints are written by tests/helpers/hf_writer.py; the oracle is transformers in fp32, and a
-float64 forward where transformers does not compute what this package computes. Needs transformers
-and accelerate. With --write the table between the two marks of the page is replaced.
+The oracle is transformers in fp32, and a float64 forward where transformers does not compute what
+this package computes. `python tests/helpers/measured_family.py` prints the rows of
+docs/reference/families.md.
 """
 
-import argparse
 import os
-import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-for folder in ("scripts", "tests/helpers"):
-    sys.path.insert(0, str(ROOT / folder))
 os.environ["TORCHDYNAMO_DISABLE"] = "1"  # read when transformers' decorators run
 
 import torch  # noqa: E402
@@ -27,7 +19,6 @@ import forward_fp64  # noqa: E402
 import hf_writer  # noqa: E402
 from hf_families import CASES  # noqa: E402
 
-BEGIN, END = "<!-- table: scripts/families_table.py -->", "<!-- end of table -->"
 TOKENS = 256
 
 
@@ -55,12 +46,6 @@ class Row:
             f"{self.exact:.1e}", f"{100 * self.top1:.1f} %",
         )  # fmt: skip
         return "| " + " | ".join(cells) + " |"
-
-
-HEADER = (
-    "| row | checkpoints | recognised by | converts | oracle | logits, oracle | logits, fp64 "
-    "| top-1 |\n|---|---|---|---|---|---|---|---|"
-)
 
 
 class Measured:
@@ -124,25 +109,8 @@ def relative(a, b):
     return ((a.double() - b.double()).abs().max() / b.abs().max()).item()
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--write", type=Path, metavar="PAGE")
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    lines = [HEADER]
-    for name, case in CASES.items():
-        with tempfile.TemporaryDirectory() as folder:
-            row = Measured(case, Path(folder)).row()
-        print(f"{name}: {row.line()}", flush=True)
-        lines.append(row.line())
-    table = "\n".join(lines)
-    if args.write is None:
-        print(table)
-        return
-    page = args.write.read_text(encoding="utf-8")
-    before, after = page.split(BEGIN)[0], page.split(END)[1]
-    args.write.write_text(f"{before}{BEGIN}\n{table}\n{END}{after}", encoding="utf-8")
-
-
 if __name__ == "__main__":
-    main()
+    torch.set_num_threads(1)
+    for case in CASES.values():
+        with tempfile.TemporaryDirectory() as folder:
+            print(Measured(case, Path(folder)).row().line(), flush=True)

@@ -1,7 +1,6 @@
-#!/usr/bin/env python3
 """How close this package comes to Hugging Face transformers, in fp32, on a text cut into chapters.
 
-    python scripts/compare_hf.py tests/data/demo-model --text tests/data/demo-model/val.txt
+    python tests/helpers/compare_hf.py tests/data/demo-model --text tests/data/demo-model/val.txt
 
 Needs transformers and accelerate. Prints the loss of both, top-1 agreement and the largest logit
 difference, then, for every linear on identical inputs, how many int8 codes and integer sums differ.

@@ -1,0 +1,145 @@
+"""The pages hold: links, examples, versions, and the lists that they keep of what the code has."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import bitnet_ops  # noqa: F401  (loads torch.ops.bitnet)
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:  # pytest brings it there
+    import tomli as tomllib
+
+ROOT = Path(__file__).resolve().parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+ADDRESS = PROJECT["urls"]["Homepage"] + "/blob/main/"
+TEXT = {
+    path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
+    for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+}
+HISTORY = ("CHANGELOG.md", "docs/log.md")  # what they name may be gone
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)|^\[[^\]]+\]: (\S+)$", flags=re.MULTILINE)
+EXAMPLES = [
+    pytest.param(code, id=f"{page}-{i}")
+    for page in ("README.md", "docs/guide/getting-started.md", "docs/guide/engine.md")
+    for i, code in enumerate(re.findall(r"```python\n(.*?)```", TEXT[page], flags=re.DOTALL))
+]
+
+
+# --- links ---------------------------------------------------------------------------------------
+
+
+def prose(page: str) -> str:
+    return re.sub(r"```.*?```", "", TEXT[page], flags=re.DOTALL)
+
+
+def links_of(page: str) -> list[tuple[str, str]]:
+    """(path from the root, anchor) of each link of `page` into the project."""
+    found = []
+    for inline, reference in LINK.findall(prose(page)):
+        target, _, anchor = (inline or reference).partition("#")
+        if target.startswith(ADDRESS):
+            found.append((target.removeprefix(ADDRESS), anchor))
+        elif "://" not in target:
+            path = (ROOT / page).parent / target if target else ROOT / page
+            found.append((path.resolve().relative_to(ROOT).as_posix(), anchor))
+    return found
+
+
+def anchors_of(page: str) -> set[str]:
+    headings = re.findall(r"^#+ (.*)$", prose(page), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", sorted(TEXT))
+def test_every_link_into_the_project_leads_somewhere(page: str) -> None:
+    for path, anchor in links_of(page):
+        assert (ROOT / path).exists(), path
+        assert not anchor or anchor in anchors_of(path), f"{path}#{anchor}"
+
+
+def test_the_readme_reads_the_same_on_a_package_index() -> None:
+    """An index shows README alone: a relative link leads nowhere there, nor does a bare [name]."""
+    readme = re.sub(r"`[^`]*`", "", prose("README.md"))
+    assert [link for link in LINK.findall(readme) if "://" not in "".join(link)] == []
+    defined = set(re.findall(r"^\[([^\]]+)\]: ", readme, flags=re.MULTILINE))
+    assert set(re.findall(r"\[([^\]]+)\](?!:|\()", readme)) == defined
+
+
+def test_every_page_can_be_reached_from_the_readme() -> None:
+    seen: set[str] = set()
+    todo = ["README.md"]
+    while todo:
+        page = todo.pop()
+        if page in TEXT and page not in seen:
+            seen.add(page)
+            todo += [path for path, _ in links_of(page)]
+    assert set(TEXT) - seen == set()
+
+
+@pytest.mark.parametrize("page", sorted(set(TEXT) - set(HISTORY)))
+def test_every_source_file_that_a_page_names_exists(page: str) -> None:
+    named = re.findall(r"`((?:[\w.-]+/)+[\w.-]+\.(?:py|cpp|h|inl|md|txt)|scripts/\w+)`", TEXT[page])
+    bases = (ROOT, (ROOT / page).parent, ROOT / "python" / "bitnet_ops", ROOT / "csrc")
+    assert [path for path in named if not any((base / path).exists() for base in bases)] == []
+
+
+# --- examples and lists --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("code", EXAMPLES)
+def test_example_runs_as_pasted(code: str) -> None:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_readme_lists_every_operator() -> None:
+    table = TEXT["README.md"].split("\n| operators of `torch.ops.bitnet` ")[1].split("\n\n")[0]
+    registered = {
+        name.split("::")[1]
+        for name in torch._C._dispatch_get_all_op_names()
+        if name.startswith("bitnet::") and not name.startswith("bitnet::_")
+    }
+    assert set(re.findall(r"`(\w+)`", table)) == registered
+
+
+def test_the_page_lists_every_environment_variable() -> None:
+    """A name is read where it is a whole string: getenv, os.environ, lists of names."""
+    page = TEXT["docs/guide/environment.md"]
+    rows = re.findall(r"^\| `(BITNET_OPS_\w+)` \| [^|]+ \| [^|]{20,} \|$", page, flags=re.MULTILINE)
+    sources = [
+        path.read_text(encoding="utf-8")
+        for folder in ("python", "csrc")
+        for path in (ROOT / folder).rglob("*")
+        if path.suffix in {".py", ".pyi", ".cpp", ".h", ".inl"}
+        and "tests" not in path.relative_to(ROOT).parts
+    ]
+    read = {name for text in sources for name in re.findall(r'"(BITNET_OPS_[A-Z_]+)"', text)}
+    assert sorted(rows) == sorted(read) and len(rows) > 5
+    pages = [text for page, text in TEXT.items() if page not in HISTORY]
+    named = re.findall(r"\bBITNET_OPS_[A-Z_]*[A-Z]\b", "\n".join([*pages, *sources]))
+    assert set(named) - read == {"BITNET_OPS_NAMESPACE"}  # a macro
+
+
+def test_extras_named_in_the_pages_exist() -> None:
+    for page, text in TEXT.items():
+        for named in re.findall(r"(?:bitnet-ops|'\.)\[([\w,]+)\]", text):
+            assert set(named.split(",")) <= set(PROJECT["optional-dependencies"]), page
+
+
+def test_one_version_everywhere_and_every_python_from_the_floor_on() -> None:
+    citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert f"\nversion: {PROJECT['version']}\n" in citation
+    assert f'repository-code: "{PROJECT["urls"]["Homepage"]}"' in citation
+    assert f"## {PROJECT['version']} " in TEXT["CHANGELOG.md"]
+    version = re.compile(r"Programming Language :: Python :: 3\.(\d+)")
+    minors = [int(m[1]) for m in map(version.fullmatch, PROJECT["classifiers"]) if m]
+    floor = int(PROJECT["requires-python"].removeprefix(">=3."))
+    assert minors == list(range(floor, floor + len(minors)))
