@@ -49,7 +49,7 @@ def calls(namespace: str) -> Iterator[tuple[str, Callable[[], Any]]]:
     ops = getattr(torch.ops, namespace)
     generator = torch.Generator().manual_seed(1)
     codes = torch.randint(-1, 2, (N, K), generator=generator, dtype=torch.int8)
-    weight = bitnet_ops.ops.prepack(bitnet_ops.ops.pack(codes), K, "2bit")
+    weight = bitnet_ops.ops.repack(bitnet_ops.ops.pack(codes), K, "2bit")
     q = torch.randint(-127, 128, (K,), generator=generator, dtype=torch.int8)
     x, one, gain = torch.randn(1, K, generator=generator), torch.ones(1), torch.ones(K)
     yield "gemv", lambda: ops.gemv.default(weight, q, one, one, N, K)

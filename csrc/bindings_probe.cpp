@@ -1,7 +1,8 @@
-// What the hardware does, asked of itself: the latency between two cores, for benchmarks
-// (ping_pong_ns; on a virtual machine it tells whether they share a cache, which decides bandwidth
-// and the cost of a parallel region), and the products of AMX and of vdpbf16ps against their models
-// (check_amx). Must not know torch.
+// What the hardware does, asked of itself. For benchmarks: how fast memory is read (probe_read) and
+// int8 multiplied (probe_int8_peak), both on the threads of the kernels, and the latency between
+// two cores (ping_pong_ns; on a virtual machine it tells whether they share a cache, which decides
+// bandwidth and the cost of a parallel region). And the products of AMX and of vdpbf16ps against
+// their models (check_amx). Must not know torch.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -17,8 +18,10 @@
 #include <thread>
 #include <vector>
 
+#include "kernels/dispatch.h"
 #include "kernels/pair_unit.h"
 #include "kernels/tile_check.h"
+#include "runtime/parallel.h"
 
 namespace py = pybind11;
 
@@ -40,6 +43,48 @@ bool pin_to(int cpu) {
 #else
   return cpu >= 0;
 #endif
+}
+
+constexpr int64_t kMostDistance = 1 << 16;
+constexpr int64_t kMostIterations = int64_t{1} << 30;  // about a minute
+
+uint64_t probe_read(uintptr_t data_ptr, int64_t nbytes, int64_t streams, int64_t distance) {
+  if (nbytes < 0 || (streams != 1 && streams != 2 && streams != 4) || distance < 0 ||
+      distance > kMostDistance) {
+    throw std::invalid_argument(
+        "probe_read: expected nbytes at least 0, 1, 2 or 4 streams and a distance from 0 to 65536 "
+        "bytes, got " +
+        std::to_string(nbytes) + ", " + std::to_string(streams) + " and " +
+        std::to_string(distance));
+  }
+  const bitnet::KernelTable& table = bitnet::kernels();
+  const auto* data = reinterpret_cast<const uint8_t*>(data_ptr);
+  constexpr int64_t kPage = 4096;
+  std::atomic<uint64_t> checksum{0};
+  bitnet::parallel_ranges(nbytes / kPage, kPage, bitnet::kMinElements,
+                          [&](int64_t begin, int64_t end) {
+                            checksum ^= table.probe_read(data + begin * kPage,
+                                                         (end - begin) * kPage, streams, distance);
+                          });
+  return checksum.load();
+}
+
+int64_t probe_int8_peak(int64_t iterations) {
+  if (iterations < 0 || iterations > kMostIterations) {
+    throw std::invalid_argument("probe_int8_peak: expected iterations from 0 to " +
+                                std::to_string(kMostIterations) + ", got " +
+                                std::to_string(iterations));
+  }
+  const bitnet::KernelTable& table = bitnet::kernels();
+  const int64_t partitions = bitnet::partitions_for(1 << 20, int64_t{1} << 40, 1);
+  std::atomic<int64_t> macs{0};
+  std::atomic<int32_t> sink{0};
+  bitnet::run_partitions(partitions, [&](int64_t) {
+    int32_t local = 0;
+    if (iterations > 0) macs += table.probe_int8_peak(iterations, &local);
+    sink ^= local;
+  });
+  return macs.load();
 }
 
 // One cache line that two threads hand to each other.  A thread gives up at the deadline, so that a
@@ -135,6 +180,12 @@ py::list check_amx(int64_t products, uint64_t seed) {
 }  // namespace
 
 void bind_probe(py::module_& m) {
+  m.def("probe_read", &probe_read, py::arg("data_ptr"), py::arg("nbytes"), py::arg("streams") = 1,
+        py::arg("distance") = 0, py::call_guard<py::gil_scoped_release>(),
+        "Read memory once on the kernels' threads; a checksum that depends on every byte.");
+  m.def("probe_int8_peak", &probe_int8_peak, py::arg("iterations"),
+        py::call_guard<py::gil_scoped_release>(),
+        "Run the int8 product of the widest unit on the kernels' threads; the multiply-adds done.");
   m.def("check_amx", &check_amx, py::arg("products"), py::arg("seed") = 0,
         "Random products by this CPU's AMX and vdpbf16ps and by their models in plain C++: one row "
         "for each instruction, with how many outputs differ. Asks the system for tiles.");

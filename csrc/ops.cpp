@@ -18,9 +18,9 @@ BITNET_LIBRARY(m) {
   // weight uint8 [N, R] -> int8 [N, in_features]
   m.def("unpack(Tensor weight, int in_features) -> Tensor");
   // canonical weight uint8 [N, R], format "2bit" or "1.6bit" -> W in that CPU-specific layout
-  m.def("prepack(Tensor weight, int in_features, str format) -> Tensor");
+  m.def("repack(Tensor weight, int in_features, str format) -> Tensor");
   // W in a CPU-specific layout -> canonical uint8 [N, R]
-  m.def("unprepack(Tensor weight, int out_features, int in_features) -> Tensor");
+  m.def("unrepack(Tensor weight, int out_features, int in_features) -> Tensor");
   // weight F [N, K] -> codes int8 [N, K], scale float32 [1] (absmean)
   m.def("quantize_weights(Tensor weight) -> (Tensor codes, Tensor scale)");
   // x F [..., K] -> q int8 [..., K], scale float32 [...] (per token, absmax)
@@ -202,7 +202,4 @@ BITNET_LIBRARY(m) {
       "activation_format=\"int8\", Tensor? dropped_neurons=None, bool post_norms=False, Tensor? "
       "local_inv_freq=None, int[] local_layers=[], str layout=\"rows\", int[] windows=[]) -> "
       "Tensor");
-  // Diagnostics for benchmarks: buffer uint8 -> int64 [1] checksum; -> int64 [1] multiply-adds done
-  m.def("_probe_read(Tensor buffer, int streams=1, int distance=0) -> Tensor");
-  m.def("_probe_int8_peak(Tensor seed, int iterations) -> Tensor");
 }

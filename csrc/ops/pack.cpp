@@ -1,4 +1,4 @@
-// pack, unpack, quantize_weights, prepack, unprepack: checks and results; engine/pack.h does the
+// pack, unpack, quantize_weights, repack, unrepack: checks and results; engine/pack.h does the
 // rest.
 #include "engine/pack.h"
 
@@ -70,8 +70,8 @@ std::tuple<Tensor, Tensor> quantize_weights(const Tensor& weight_in) {
   return {std::move(codes), std::move(scale)};
 }
 
-Tensor prepack(const Tensor& weight, int64_t in_features, std::string format) {
-  const Check check("prepack");
+Tensor repack(const Tensor& weight, int64_t in_features, std::string format) {
+  const Check check("repack");
   const WeightFormat to = cpu_specific_format(check, format);
   check.packed_for(weight, "weight", in_features);
   if (in_features > layout::kTileMaxK)
@@ -86,8 +86,8 @@ Tensor prepack(const Tensor& weight, int64_t in_features, std::string format) {
   return out;
 }
 
-Tensor unprepack(const Tensor& weight, int64_t out_features, int64_t in_features) {
-  const Check check("unprepack");
+Tensor unrepack(const Tensor& weight, int64_t out_features, int64_t in_features) {
+  const Check check("unrepack");
   const Weight from = weight_view(check, weight, "weight", in_features, out_features);
   if (from.format == WeightFormat::kCanonical)
     check.fail("weight", "in a CPU-specific layout (3 or 4 dimensions)",
@@ -101,8 +101,8 @@ Tensor unprepack(const Tensor& weight, int64_t out_features, int64_t in_features
 BITNET_LIBRARY_IMPL(m) {
   BITNET_OP(m, pack);
   BITNET_OP(m, unpack);
-  BITNET_OP(m, prepack);
-  BITNET_OP(m, unprepack);
+  BITNET_OP(m, repack);
+  BITNET_OP(m, unrepack);
   BITNET_OP(m, quantize_weights);
 }
 

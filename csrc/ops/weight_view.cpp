@@ -39,8 +39,8 @@ Weight tile_view(const Check& check, const Tensor& t, const char* argument, int6
   if (!has_shape(t, {expected.size, static_cast<size_t>(expected.dimensions)}))
     check.fail(argument,
                "of shape " + shape_text(tile_shape(format, n, k, lanes)) + " (" +
-                   std::to_string(n) + " x " + std::to_string(k) + " prepacked for " +
-                   kernels().name + "; prepack again after changing the instruction set)",
+                   std::to_string(n) + " x " + std::to_string(k) + " repacked for " +
+                   kernels().name + "; repack again after changing the instruction set)",
                shape_text(shape_of(t)));
   return engine::tile_weight(t.const_data_ptr(), format, n, k, lanes);
 }

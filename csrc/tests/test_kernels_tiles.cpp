@@ -1,7 +1,7 @@
 // The tiles of the CPU-specific layouts, on every kernel table, against plain int64 sums: all token
 // counts around the groups, K from 1 to 32768 with the inputs that overflow first, all 243 bytes of
 // the 1.6 bit layout, every buffer against a guard page.  The tiles are written here from the words
-// of FORMAT.md; the reference multiplies the codes they were made of.  Must not know prepack or
+// of FORMAT.md; the reference multiplies the codes they were made of.  Must not know repack or
 // torch.
 #include <algorithm>
 #include <vector>

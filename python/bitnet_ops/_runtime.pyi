@@ -1,6 +1,6 @@
 """Types of the compiled module `_runtime` (csrc/bindings*.cpp).
 
-It knows no torch: dispatch state, CPU features, build facts, the SGLBITNT file reader, a probe.
+It knows no torch: dispatch state, CPU features, build facts, the SGLBITNT file reader, probes.
 """
 
 from typing import TypedDict
@@ -90,6 +90,23 @@ def check_amx(products: int, seed: int = 0) -> list[dict[str, object]]:
     """Random tile products by this CPU's AMX and by the model in plain C++, a row an instruction.
 
     Keys: instruction, available, outputs, different, first_difference. Asks the system for tiles.
+    """
+
+def probe_read(data_ptr: int, nbytes: int, streams: int = 1, distance: int = 0) -> int:
+    """Read memory once: the bandwidth limit of benchmarks.
+
+    Whole pages of 4096 bytes are read, by every thread as 1, 2 or 4 sequential streams, each
+    prefetched by software `distance` bytes ahead (0: not at all). Which form is the fastest differs
+    between CPUs. Returns a checksum that depends on every byte read, so that no compiler may leave
+    one out. Threads are those of the ops, once `bitnet_ops.ops` is imported. Raises ValueError.
+    """
+
+def probe_int8_peak(iterations: int) -> int:
+    """Run the int8 product of the unit that large products run on: the compute limit of benchmarks.
+
+    The vector unit multiplies out of registers, a matrix unit (AMX) 2 x 2 tiles out of L1, on data
+    that are no zeros. 0 iterations: an empty parallel region, what entering and leaving one costs.
+    Returns the multiply-adds executed by all threads. Raises ValueError.
     """
 
 def ping_pong_ns(

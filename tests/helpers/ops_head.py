@@ -305,9 +305,9 @@ _LM_HEAD_INT4_REJECTIONS: Rejections = [
 ]  # fmt: skip
 
 _LM_HEAD_TERNARY_REJECTIONS: Rejections = [
-    ({"x": lambda a: a["x"][:, :64], "in_features": value(64)}, "weight", "prepacked for"),
+    ({"x": lambda a: a["x"][:, :64], "in_features": value(64)}, "weight", "repacked for"),
     ({"out_features": value(None)}, "out_features", "given, for weight is in a CPU-specific"),
-    ({"out_features": value(100)}, "weight", "100 x 160 prepacked for"),
+    ({"out_features": value(100)}, "weight", "100 x 160 repacked for"),
     ({"weight": noncontiguous("weight")}, "weight", "contiguous"),
     ({"scale": narrow("scale")}, "scale", "of shape ["),
     ({"scale": noncontiguous("scale")}, "scale", "contiguous"),

@@ -34,14 +34,14 @@ from op_values import (
     strided,
     transposed,
 )
-from ops_packing import quantize_activations, repacked, unpack, unprepack
+from ops_packing import quantize_activations, repacked, unpack, unrepack
 
 
 def codes_of(weight: Tensor, in_features: int, out_features: int | None) -> Tensor:
     """int8 [N, K] of a canonical or repacked weight."""
     if weight.dim() > 2:
         assert out_features is not None
-        weight = unprepack(weight, out_features, in_features)
+        weight = unrepack(weight, out_features, in_features)
     return unpack(weight, in_features)
 
 

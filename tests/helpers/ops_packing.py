@@ -122,10 +122,10 @@ spec(
     },
 )
 
-# prepack ------------------------------------------------------------------------------------------
+# repack ------------------------------------------------------------------------------------------
 
 
-def prepack(weight: Tensor, in_features: int, format: str) -> Tensor:
+def repack(weight: Tensor, in_features: int, format: str) -> Tensor:
     """Canonical uint8 [N, R] -> tiles of the lanes in use: [tiles, lines, 4 L] or [.., L, 4]."""
     lanes, fields = _runtime.tile_lanes(), {"2bit": 4, "1.6bit": 5}[format]
     n, steps = weight.shape[0], 16 * -(-in_features // 64)
@@ -143,14 +143,14 @@ def prepack(weight: Tensor, in_features: int, format: str) -> Tensor:
     return (tiled.flatten(2) if format == "2bit" else tiled).contiguous()
 
 
-def _prepack_samples() -> Built:
+def _repack_samples() -> Built:
     for fmt in FORMATS:
         for n, k in ((1, 1), (5, 64), (33, 300), (81, 129)):
             yield f"{fmt}_{n}x{k}", lambda g, n=n, k=k, f=fmt: (random_packed(g, n, k), k, f)
     yield "no_rows", lambda g: (random_packed(g, 0, 64), 64, "2bit")
 
 
-_PREPACK_REJECTIONS: Rejections = [
+_REPACK_REJECTIONS: Rejections = [
     ({"weight": to("weight", torch.int8)}, "weight", "of dtype uint8, got int8"),
     ({"weight": noncontiguous("weight")}, "weight", "contiguous"),
     ({"weight": lambda a: a["weight"] | 3}, "weight", "codes 0, 1, 2 only"),
@@ -159,16 +159,16 @@ _PREPACK_REJECTIONS: Rejections = [
     ({"format": value("3bit")}, "format", "'2bit' or '1.6bit', got"),
 ]  # fmt: skip
 
-# A CPU-specific layout depends on the ISA; unprepack shows that the weights are the same.
+# A CPU-specific layout depends on the ISA; unrepack shows that the weights are the same.
 spec(
-    prepack,
-    samples=_prepack_samples,
+    repack,
+    samples=_repack_samples,
     large=[],
     comparable=False,
     calls={
         "": Call(
             lambda g: {"weight": random_packed(g, N, K), "in_features": K, "format": "2bit"},
-            _PREPACK_REJECTIONS,
+            _REPACK_REJECTIONS,
         ),
     },
 )
@@ -176,14 +176,14 @@ spec(
 
 def repacked(weight: Tensor, k: int, format: str) -> Tensor:
     """A canonical weight in a CPU-specific layout of the ISA in force when the sample is made."""
-    return prepack(weight, k, format)
+    return repack(weight, k, format)
 
 
-# unprepack ----------------------------------------------------------------------------------------
+# unrepack ----------------------------------------------------------------------------------------
 
 
-def unprepack(weight: Tensor, out_features: int, in_features: int) -> Tensor:
-    """The inverse of prepack: canonical uint8 [out_features, R]."""
+def unrepack(weight: Tensor, out_features: int, in_features: int) -> Tensor:
+    """The inverse of repack: canonical uint8 [out_features, R]."""
     tiles, steps = weight.shape[:2]
     values = weight.reshape(tiles, steps, -1, 4).to(torch.int64)
     if weight.dim() == 3:
@@ -196,7 +196,7 @@ def unprepack(weight: Tensor, out_features: int, in_features: int) -> Tensor:
     return pack((codes[:out_features, :in_features] - 1).to(torch.int8))
 
 
-def _unprepack_samples() -> Built:
+def _unrepack_samples() -> Built:
     for fmt in FORMATS:
         for n, k in ((1, 1), (5, 64), (33, 300), (81, 129)):
             yield f"{fmt}_{n}x{k}", lambda g, n=n, k=k, f=fmt: (
@@ -204,17 +204,17 @@ def _unprepack_samples() -> Built:
             )  # fmt: skip
 
 
-_UNPREPACK_REJECTIONS: Rejections = [
+_UNREPACK_REJECTIONS: Rejections = [
     ({"weight": to("weight", torch.int8)}, "weight", "of dtype uint8, got int8"),
     ({"weight": lambda a: torch.zeros(N, 64).byte()}, "weight", "in a CPU-specific layout"),
     ({"weight": lambda a: a["weight"] | 3}, "weight", "codes 0, 1, 2"),
-    ({"out_features": value(100000)}, "weight", "prepack again"),
-    ({"in_features": value(257)}, "weight", "prepack again"),
+    ({"out_features": value(100000)}, "weight", "repack again"),
+    ({"in_features": value(257)}, "weight", "repack again"),
 ]  # fmt: skip
 
 spec(
-    unprepack,
-    samples=_unprepack_samples,
+    unrepack,
+    samples=_unrepack_samples,
     large=[lambda g: (repacked(random_packed(g, 301, 517), 517, "1.6bit"), 301, 517)],
     calls={
         "": Call(
@@ -222,7 +222,7 @@ spec(
                 "weight": repacked(random_packed(g, N, K), K, "2bit"),
                 "out_features": N, "in_features": K,
             },
-            _UNPREPACK_REJECTIONS,
+            _UNREPACK_REJECTIONS,
         ),
     },
 )  # fmt: skip

@@ -43,7 +43,7 @@ def check_operators(kernel: ModuleType) -> int:
     x = torch.randn(5, 384, generator=generator)
     results = []
     for ops in (bitnet_ops.ops, kernel):
-        packed = ops.prepack(ops.pack(codes), 384, "2bit")  # type: ignore[attr-defined]
+        packed = ops.repack(ops.pack(codes), 384, "2bit")  # type: ignore[attr-defined]
         scale = torch.tensor([0.5])
         linear = ops.linear(x, packed, scale, None, 96, 384)  # type: ignore[attr-defined]
         norm = ops.rms_norm(x, torch.ones(384), 1e-5)  # type: ignore[attr-defined]
@@ -63,7 +63,7 @@ def check_operators(kernel: ModuleType) -> int:
 
 def check_gradients(kernel: ModuleType) -> None:
     """Both copies have their own: equal ones of linear, and a message where there is none."""
-    packed = kernel.prepack(kernel.pack(torch.ones(96, 384, dtype=torch.int8)), 384, "2bit")
+    packed = kernel.repack(kernel.pack(torch.ones(96, 384, dtype=torch.int8)), 384, "2bit")
     found = []
     for ops in (bitnet_ops.ops, kernel):
         x = torch.randn(2, 384, generator=torch.Generator().manual_seed(2)).requires_grad_()

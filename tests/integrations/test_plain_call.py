@@ -236,7 +236,7 @@ def test_shapes_that_do_not_fit_are_rejected():
     with pytest.raises(ValueError, match=r"expected x \[..., 100\], got \[1, 128\]"):
         method.apply(ops.pack(codes[:, :100]), 1.0, x, 64, 100)
     weight = method.repack(ops.pack(codes), 64, 128)
-    with pytest.raises(RuntimeError, match="640 x 128 prepacked for"):
+    with pytest.raises(RuntimeError, match="640 x 128 repacked for"):
         method.apply(weight, 1.0, x, 640, 128)
     with pytest.raises(RuntimeError, match="at most 32768"):
         method.repack(torch.full((1, 8224), 85, dtype=torch.uint8), 1, 32896)

@@ -39,7 +39,7 @@ def _formula_codes(n: int, k: int) -> Tensor:
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_golden_lines_of_the_page_of_layouts(fmt: str, isa: str) -> None:
     lanes = _runtime.tile_lanes()
-    packed = ops.prepack(pack_codes(_formula_codes(5 * lanes, 64)), 64, fmt)
+    packed = ops.repack(pack_codes(_formula_codes(5 * lanes, 64)), 64, fmt)
     assert bytes(packed[0, 0].flatten().tolist()).hex() == _golden()[fmt, lanes]
 
 
@@ -53,7 +53,7 @@ def test_the_runtime_knows_the_shape_of_every_layout(k: int, isa: str) -> None:
     for n in (1, 31, 33, 81):
         weight = random_packed(rng, n, k)
         for name in _runtime.layouts():
-            packed = weight if name == "canonical" else ops.prepack(weight, k, name)
+            packed = weight if name == "canonical" else ops.repack(weight, k, name)
             assert _runtime.packed_shape(name, n, k) == tuple(packed.shape), name
             assert packed.dim() == _runtime.layouts()[name]["dimensions"]
 
@@ -78,7 +78,7 @@ def test_round_trip_is_exact(fmt: str, k: int, isa: str) -> None:
     rng = torch.Generator().manual_seed(k)
     for n in (1, 31, 32, 33, 40, 41, 79, 80, 81, 161):
         weight = random_packed(rng, n, k)
-        assert_equal(ops.unprepack(ops.prepack(weight, k, fmt), n, k), weight, f"{n} x {k}")
+        assert_equal(ops.unrepack(ops.repack(weight, k, fmt), n, k), weight, f"{n} x {k}")
 
 
 @pytest.mark.parametrize("m", [1, 2, 3, 4, 5, 6, 7, 13, 64, 65, 129])
@@ -91,7 +91,7 @@ def test_every_layout_gives_the_canonical_sums(m: int) -> None:
     for configuration in every_configuration():
         assert_equal(ops.gemm(weight, x), expected, configuration)
         for fmt in FORMATS:
-            private = ops.prepack(weight, k, fmt)
+            private = ops.repack(weight, k, fmt)
             got = ops.gemm(private, x, out_features=n)
             assert_equal(got, expected, f"{fmt} {configuration}")
 
@@ -101,7 +101,7 @@ def test_largest_k_with_the_largest_values(fmt: str, isa: str) -> None:
     k = 32768
     for code in (-1, 0, 1):
         weight = pack_codes(torch.full((1, 128), code, dtype=torch.int8)).repeat(3, k // 128)
-        private = ops.prepack(weight, k, fmt)
+        private = ops.repack(weight, k, fmt)
         for value in (127, -128):
             x = torch.full((5, k), value, dtype=torch.int8)
             expected = torch.full((5, 3), k * code * value, dtype=torch.int32)
@@ -115,21 +115,21 @@ def _weight(n: int = 40, k: int = 100) -> Tensor:
 
 def test_rejections_name_the_remedy() -> None:
     weight, x = _weight(), torch.zeros(100, dtype=torch.int8)
-    private = ops.prepack(weight, 100, "2bit")
-    with pytest.raises(RuntimeError, match=r"prepack: expected format '2bit' or '1.6bit', got"):
-        ops.prepack(weight, 100, "3bit")
+    private = ops.repack(weight, 100, "2bit")
+    with pytest.raises(RuntimeError, match=r"repack: expected format '2bit' or '1.6bit', got"):
+        ops.repack(weight, 100, "3bit")
     with pytest.raises(RuntimeError, match="expected out_features given.*got None"):
         ops.gemv(private, x)
-    with pytest.raises(RuntimeError, match="prepack again after changing the instruction set"):
+    with pytest.raises(RuntimeError, match="repack again after changing the instruction set"):
         ops.gemv(private, x, out_features=400)
-    with pytest.raises(RuntimeError, match="prepack again"):
+    with pytest.raises(RuntimeError, match="repack again"):
         ops.gemv(private, torch.zeros(200, dtype=torch.int8), out_features=40)
     with pytest.raises(RuntimeError, match="out_features the 40 rows of weight"):
         ops.gemv(weight, x, out_features=41)
     with pytest.raises(RuntimeError, match="expected weight in a CPU-specific layout"):
-        ops.unprepack(weight, 40, 100)
+        ops.unrepack(weight, 40, 100)
     with pytest.raises(RuntimeError, match="at most 32768"):
-        ops.prepack(torch.full((1, 8224), 0x55, dtype=torch.uint8), 32896, "2bit")
+        ops.repack(torch.full((1, 8224), 0x55, dtype=torch.uint8), 32896, "2bit")
     with pytest.raises(RuntimeError, match="out_features empty or with 3 elements, got 2"):
         scale = positive(torch.Generator(), 1)
         triple = [weight, scale] * 3
@@ -140,13 +140,13 @@ def test_rejections_name_the_remedy() -> None:
 def test_code_3_is_rejected_both_ways(fmt: str) -> None:
     weight = _weight()
     weight[7, 3] |= 0b11
-    with pytest.raises(RuntimeError, match="prepack: expected weight with codes 0, 1, 2 only"):
-        ops.prepack(weight, 100, fmt)
+    with pytest.raises(RuntimeError, match="repack: expected weight with codes 0, 1, 2 only"):
+        ops.repack(weight, 100, fmt)
     if fmt == "2bit":
-        private = ops.prepack(_weight(), 100, fmt)
+        private = ops.repack(_weight(), 100, fmt)
         private[0, 0, 0] |= 0b11
-        with pytest.raises(RuntimeError, match="unprepack: expected weight with codes 0, 1, 2"):
-            ops.unprepack(private, 40, 100)
+        with pytest.raises(RuntimeError, match="unrepack: expected weight with codes 0, 1, 2"):
+            ops.unrepack(private, 40, 100)
 
 
 def test_an_ill_set_prefetch_distance_is_one_clear_error(tmp_path: Path) -> None:

@@ -220,7 +220,7 @@ def test_auto_keeps_what_no_private_layout_takes() -> None:
     assert choose_format("auto", 32769) == "canonical"
     wide = matrix(2, 32769)
     assert wide.repack("auto") is wide
-    with pytest.raises(RuntimeError, match="prepack: expected in_features at most 32768"):
+    with pytest.raises(RuntimeError, match="repack: expected in_features at most 32768"):
         wide.repack("2bit")
     mixed = repack_all({"narrow": matrix(9, 70), "wide": wide}, "auto")
     assert isinstance(mixed["narrow"], PackedWeight) and mixed["narrow"].format == "2bit"

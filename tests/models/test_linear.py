@@ -137,7 +137,7 @@ def test_group_scales_are_the_definition(
 ) -> None:
     codes, groups = random_codes(rng, 37, k), -(-k // 128)
     scales = torch.rand(37, groups, generator=rng) + 0.1
-    layer = BitLinear.from_packed(pack_ternary(codes, scales, 128)).prepack(weight_format)
+    layer = BitLinear.from_packed(pack_ternary(codes, scales, 128)).repack(weight_format)
     x, bias = torch.randn(3, k, generator=rng), torch.randn(37, generator=rng)
     weight = codes.double() * scales.double().repeat_interleave(128, dim=1)[:, :k]
     assert layer.activation_format == "int8_group"  # what "auto" means
@@ -160,7 +160,7 @@ def test_group_scales_survive_a_state_dict(rng: torch.Generator, size: int, grou
     source, target = BitLinear.from_packed(packed), BitLinear(300, 5, group_size=size)
     x = torch.randn(2, 300, generator=rng)
     assert bool(target(x).isnan().all())
-    target.load_state_dict(source.prepack("2bit").state_dict())
+    target.load_state_dict(source.repack("2bit").state_dict())
     assert torch.equal(target(x), source(x)) and f"group_size={size}" in repr(target)
     with pytest.raises(ValueError, match="group_size 0 or 128 or 64, got 32"):
         BitLinear(300, 5, group_size=32)

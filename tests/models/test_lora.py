@@ -165,7 +165,7 @@ def test_merging_is_that_of_peft(base, tmp_path):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_layer_is_the_formula(dtype):
     codes = torch.randint(-1, 2, (40, 200), dtype=torch.int8)
-    bottom = BitLinear.from_packed(pack_ternary(codes, 0.3)).prepack()
+    bottom = BitLinear.from_packed(pack_ternary(codes, 0.3)).repack()
     a, b, x = torch.randn(3, 200), torch.randn(40, 3), torch.randn(5, 200).to(dtype)
     layer = LoraBitLinear.from_base(bottom, LoraWeight(a, b, 0.7))
     exact = x.double().numpy() @ a.double().numpy().T @ b.double().numpy().T * 0.7

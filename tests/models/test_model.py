@@ -275,7 +275,7 @@ def test_weights_made_for_other_lanes_are_rejected_by_name() -> None:
                 continue
             for fused in (True, False):
                 model.fused_step = fused
-                with pytest.raises(RuntimeError, match=f"prepacked for {isa}; prepack again"):
+                with pytest.raises(RuntimeError, match=f"repacked for {isa}; repack again"):
                     run(model, ids)
 
 

@@ -48,7 +48,7 @@ def a_layer(
     dense = codes.double() * torch.stack(
         [wide[:, min(k // 128, wide.shape[1] - 1)].double().expand(N) for k in range(K)], dim=1
     )
-    layer = BitLinear.from_packed(packed, random(3, N, dtype=dtype)).prepack(weight_format)
+    layer = BitLinear.from_packed(packed, random(3, N, dtype=dtype)).repack(weight_format)
     layer.set_activation_format("int8")  # which rounded_like_the_op has
     return layer, dense
 

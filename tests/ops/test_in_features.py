@@ -126,7 +126,7 @@ def _layers(g: torch.Generator) -> dict[str, torch.nn.Module]:
     groups.weight_scale.fill_(1.0)
     return {
         "from_float": plain,
-        **{f: BitLinear.from_packed(pack_ternary(codes, 0.5)).prepack(f) for f in FORMATS},
+        **{f: BitLinear.from_packed(pack_ternary(codes, 0.5)).repack(f) for f in FORMATS},
         "groups": groups,
         "lora": LoraBitLinear.from_base(plain, lora),
         "head int4": HeadWeight.from_dense(torch.randn(20, K, generator=g), "int4", 64),

@@ -7,12 +7,13 @@ know of an op is in its spec (tests/helpers/ops_*.py).
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from bitnet_ops import ops
+from bitnet_ops import _runtime, ops
 from bounds import assert_equal
 from isa_control import torch_threads
 from op_catalogue import (
@@ -36,7 +37,7 @@ def test_the_registry_holds_the_catalogue() -> None:
 
 def test_dir_of_the_namespace_lists_every_public_op() -> None:
     listed = set(dir(torch.ops.bitnet))
-    assert {name for name in SCHEMAS if not name.startswith("_")} <= listed
+    assert set(SCHEMAS) <= listed
 
 
 @pytest.mark.parametrize("op", sorted(SCHEMAS))
@@ -63,7 +64,7 @@ def test_every_op_has_a_cpu_kernel_and_a_fake(op: str) -> None:
     )
 
 
-@pytest.mark.parametrize("op", [op for op in sorted(SCHEMAS) if not op.startswith("_")])
+@pytest.mark.parametrize("op", sorted(SCHEMAS))
 def test_every_wrapper_documents_itself(op: str) -> None:
     text = inspect.getdoc(getattr(ops, op)) or ""
     for section in ("Args:", "Raises:", "Source:"):
@@ -159,22 +160,38 @@ def test_arguments_are_left_alone_and_never_returned(sample: Sample) -> None:
 @pytest.mark.parametrize("form", [(1, 0), (1, 4096), (2, 0), (4, 0), (4, 2048)])
 def test_probe_read_reads_every_byte_of_whole_pages(isa: str, form: tuple[int, int]) -> None:
     buffer = torch.zeros(25 * 4096 + 77, dtype=torch.uint8)
-    before = ops._probe_read(buffer, *form).item()
+    where = buffer.data_ptr(), buffer.nbytes
+    before = _runtime.probe_read(*where, *form)
     for index in (0, 31, 32, 63, 64, 50_001, 25 * 4096 - 1):
         buffer[index] = 1
-        assert ops._probe_read(buffer, *form).item() != before, index
+        assert _runtime.probe_read(*where, *form) != before, index
         buffer[index] = 0
 
 
 def test_probe_int8_peak_counts_what_its_threads_execute(isa: str) -> None:
-    seed = torch.ones(1, dtype=torch.uint8)
     counts = {}
     for threads in (1, 2):
         with torch_threads(threads):
-            counts[threads] = [ops._probe_int8_peak(seed, n).item() for n in (10, 1000)]
+            counts[threads] = [_runtime.probe_int8_peak(n) for n in (10, 1000)]
     assert counts[1][1] == 100 * counts[1][0] > 0
     assert counts[2] == [2 * count for count in counts[1]]
-    assert ops._probe_int8_peak(seed, 0).item() == 0  # enters and leaves its region, no more
+    assert _runtime.probe_int8_peak(0) == 0  # enters and leaves its region, no more
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: _runtime.probe_read(0, -1),
+        lambda: _runtime.probe_read(0, 0, 3),
+        lambda: _runtime.probe_read(0, 0, 1, -1),
+        lambda: _runtime.probe_read(0, 0, 1, 65537),
+        lambda: _runtime.probe_int8_peak(-1),
+        lambda: _runtime.probe_int8_peak(2**31),
+    ],
+)
+def test_probes_reject_what_they_cannot_do(call: Callable[[], int]) -> None:
+    with pytest.raises(ValueError, match="^probe_.*: expected .*, got "):
+        call()
 
 
 def _float_samples() -> list[Any]:

@@ -1,7 +1,6 @@
 """The two limits of every row: reading memory, and multiplying int8 out of registers.
 
-Both run on the same threads as the kernels, through torch.ops.bitnet, so that a call of a probe
-costs what a call of a kernel costs.
+Both run on the same threads as the kernels.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bitnet_ops import _runtime, ops
+from bitnet_ops import _runtime
 from bitnet_ops.bench import pinning
 from bitnet_ops.bench.harness import Budget, SpeedProbe, Timed, interleave
 from bitnet_ops.bench.memory import ColdMemory, round_up
@@ -51,6 +50,11 @@ PLAIN = ReadForm()
 FORMS = (PLAIN, ReadForm(1, 2048), ReadForm(1, 6144), ReadForm(2), ReadForm(4))
 
 
+def read_slot(slot: Tensor, streams: int = 1, distance: int = 0) -> int:
+    """Read the whole pages of `slot` once; a checksum of them."""
+    return _runtime.probe_read(slot.data_ptr(), slot.nbytes, streams, distance)
+
+
 @dataclass(frozen=True)
 class ReadLimit:
     """A read-only pass over slots.
@@ -71,7 +75,7 @@ class ReadLimit:
         shift, streams = count // 2, form.streams
         distance = form.distance
         return Timed(
-            lambda i: ops._probe_read(slots[(i + shift) % count], streams, distance),
+            lambda i: read_slot(slots[(i + shift) % count], streams, distance),
             warm=self.warm,
             cold=not self.warm,
         )
@@ -97,10 +101,9 @@ class PeakLimit:
     """
 
     def __init__(self) -> None:
-        self._seed = torch.arange(64, dtype=torch.uint8)
         self._least = self._calibrate()
-        self._macs_of_one = int(ops._probe_int8_peak(self._seed, 1).item())
-        self.speed = SpeedProbe(lambda: ops._probe_int8_peak(self._seed, self._least))
+        self._macs_of_one = _runtime.probe_int8_peak(1)
+        self.speed = SpeedProbe(lambda: _runtime.probe_int8_peak(self._least))
 
     def _calibrate(self) -> int:
         """Iterations of 0.2 ms. On one thread: each thread does them all, and none has to wait."""
@@ -115,16 +118,14 @@ class PeakLimit:
         return max(1, int(iterations * _PEAK_SECONDS / seconds))
 
     def _shortest(self, iterations: int) -> float:
-        run = Timed(lambda _: ops._probe_int8_peak(self._seed, iterations))
+        run = Timed(lambda _: _runtime.probe_int8_peak(iterations))
         return min(interleave([run], Budget(0.0, min_rounds=5)).samples[0])
 
     def run(self, macs: int = 0) -> tuple[Timed, int]:
         """A run of about `macs` multiply-adds, and how many they are exactly."""
-        seed = self._seed
         iterations = min(max(self._least, macs // self._macs_of_one), _MOST_TIMES * self._least)
-        return Timed(
-            lambda _: ops._probe_int8_peak(seed, iterations)
-        ), iterations * self._macs_of_one
+        run = Timed(lambda _: _runtime.probe_int8_peak(iterations))
+        return run, iterations * self._macs_of_one
 
 
 @dataclass(frozen=True)
@@ -169,9 +170,7 @@ def measure_limits(memory: ColdMemory, threads: int, budget: Budget) -> MachineL
         # every form begins elsewhere, so that none finds in the cache what another has just read
         first = which * len(windows) // len(FORMS)
         return Timed(
-            lambda i: ops._probe_read(
-                windows[(i + first) % len(windows)], form.streams, form.distance
-            )
+            lambda i: read_slot(windows[(i + first) % len(windows)], form.streams, form.distance)
         )
 
     reads = [read(which, form) for which, form in enumerate(FORMS)]

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from bitnet_ops import machine, ops
+from bitnet_ops import _runtime, machine
 
 _LOOK_S = 5e-3  # long enough for every thread of a team to be seen working
 _cpus: list[int] = []  # what the process may use, while pinning is on
@@ -75,11 +75,10 @@ def cpus() -> list[int]:
 
 def team() -> list[int]:
     """Ids of the threads that a parallel region runs on, the calling one first."""
-    seed = torch.zeros(1, dtype=torch.uint8)
-    ops._probe_int8_peak(seed, 1)  # threads that are to be made are made
+    _runtime.probe_int8_peak(1)  # threads that are to be made are made
     before, end = _run_times(), time.perf_counter() + _LOOK_S
     while time.perf_counter() < end:
-        ops._probe_int8_peak(seed, 100)
+        _runtime.probe_int8_peak(100)
     ran = {tid: ns - before.get(tid, 0) for tid, ns in _run_times().items()}
     own = threading.get_native_id()
     others = sorted((tid for tid in ran if tid != own), key=lambda tid: -ran[tid])

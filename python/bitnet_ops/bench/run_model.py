@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from bitnet_ops import _runtime, ops
+from bitnet_ops import _runtime
 from bitnet_ops.bench import report
 from bitnet_ops.bench.harness import Budget, Timed, interleave
 from bitnet_ops.bench.limits import (
@@ -19,6 +19,7 @@ from bitnet_ops.bench.limits import (
     PLAUSIBLE,
     MachineLimits,
     ping_pong_ns,
+    read_slot,
 )
 from bitnet_ops.bench.measure import Row
 from bitnet_ops.bench.memory import Workspace
@@ -77,7 +78,7 @@ def read_run(bench: ModelBench, limits: MachineLimits) -> tuple[Timed, int]:
     size = min(_READ_BYTES, bench.ws.ternary.bytes.numel() // 2)
     windows, form = bench.ws.ternary.slots(size), limits.form
     count = len(windows)
-    return Timed(lambda i: ops._probe_read(windows[i % count], form.streams, form.distance)), size
+    return Timed(lambda i: read_slot(windows[i % count], form.streams, form.distance)), size
 
 
 def decode_row(bench: ModelBench, limits: MachineLimits, batch: int, context: int) -> Row:

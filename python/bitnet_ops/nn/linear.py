@@ -146,8 +146,6 @@ class BitLinear(nn.Module):
         self.weight, self.weight_format = packed.weight, packed.format
         return self
 
-    prepack = repack  # its earlier name
-
     def forward(self, x: Tensor) -> Tensor:
         """x F [..., K] -> [..., N] in x's dtype.
 

@@ -108,9 +108,9 @@ class PackedWeight:
             return self
         rows = self.weight
         if self.format != "canonical":
-            rows = ops.unprepack(rows, self.out_features, self.in_features)
+            rows = ops.unrepack(rows, self.out_features, self.in_features)
         if format != "canonical":
-            rows = ops.prepack(rows, self.in_features, format)
+            rows = ops.repack(rows, self.in_features, format)
         return self.with_weight(rows, format)
 
     def to_canonical(self) -> PackedWeight:

@@ -16,10 +16,9 @@ This package knows no files and no models.
 
 from __future__ import annotations
 
-from bitnet_ops.ops import head, model, probes, rowwise, sampling, ternary
+from bitnet_ops.ops import head, model, rowwise, sampling, ternary
 from bitnet_ops.ops.head import *  # noqa: F403
 from bitnet_ops.ops.model import *  # noqa: F403
-from bitnet_ops.ops.probes import *  # noqa: F403
 from bitnet_ops.ops.rowwise import *  # noqa: F403
 from bitnet_ops.ops.sampling import *  # noqa: F403
 from bitnet_ops.ops.ternary import *  # noqa: F403
@@ -32,4 +31,3 @@ __all__ += rowwise.__all__
 __all__ += head.__all__
 __all__ += model.__all__
 __all__ += sampling.__all__
-__all__ += probes.__all__

@@ -61,7 +61,7 @@ def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     x_grad = bias_grad = None
     g, wanted = gradient.float(), ctx.needs_input_grad  # without a bias left at its default
     if wanted[0]:
-        rows = weight if weight.dim() == _CANONICAL["dimensions"] else _ops.unprepack(weight, n, k)
+        rows = weight if weight.dim() == _CANONICAL["dimensions"] else _ops.unrepack(weight, n, k)
         codes = _ops.unpack(rows, k).float()
         if scale.dim() == 3:  # beside row blocks: nn.packing.blocked_scales
             scale = scale.transpose(1, 2).flatten(0, 1)[:n].float()
@@ -102,10 +102,9 @@ def _reject(name: str) -> None:
 
 
 # Nothing of these could require a gradient. Every other op rejects, a new one too.
-_NO_FLOATS = {"pack", "unpack", "prepack", "unprepack"}
+_NO_FLOATS = {"pack", "unpack", "repack", "unrepack"}
 
 for _registered in sorted(torch._C._dispatch_get_all_op_names()):
     _namespace, _, _name = _registered.partition("::")
-    if _namespace == "bitnet" and not _name.startswith("_"):
-        if _name not in _NO_FLOATS and _name not in WITH_GRADIENT:
-            _reject(_name)
+    if _namespace == "bitnet" and _name not in _NO_FLOATS and _name not in WITH_GRADIENT:
+        _reject(_name)

@@ -50,7 +50,7 @@ def qkv_forward(
     Args:
         x: F [..., K].
         norm_weight: F [K].
-        q_weight, k_weight, v_weight: packed uint8 [N_i, 32 * ceil(K / 128)], or `prepack`'s.
+        q_weight, k_weight, v_weight: packed uint8 [N_i, 32 * ceil(K / 128)], or `repack`'s.
         q_scale, k_scale, v_scale: float32 [1] or [N_i], or all of groups, as `group_linear`'s.
         eps: as `rms_norm`.
         out_features: the three N_i; needed with CPU-specific layouts, else it may be empty.

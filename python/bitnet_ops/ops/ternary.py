@@ -11,8 +11,8 @@ from bitnet_ops.ops._operator import differentiable, operator
 __all__ = [
     "pack",
     "unpack",
-    "prepack",
-    "unprepack",
+    "repack",
+    "unrepack",
     "quantize_weights",
     "quantize_activations",
     "gemv",
@@ -73,7 +73,7 @@ def unpack(weight: Tensor, in_features: int) -> Tensor:
 
 
 @operator
-def prepack(weight: Tensor, in_features: int, format: str) -> Tensor:
+def repack(weight: Tensor, in_features: int, format: str) -> Tensor:
     """Bring canonical weights into a layout of the kernels that run now.
 
     A CPU-specific layout is what this CPU reads fastest. It is made when a model is loaded and not
@@ -97,17 +97,17 @@ def prepack(weight: Tensor, in_features: int, format: str) -> Tensor:
 
 
 @operator
-def unprepack(weight: Tensor, out_features: int, in_features: int) -> Tensor:
-    """Bring a CPU-specific layout back to the canonical one: the inverse of `prepack`.
+def unrepack(weight: Tensor, out_features: int, in_features: int) -> Tensor:
+    """Bring a CPU-specific layout back to the canonical one: the inverse of `repack`.
 
     Args:
-        weight: as `prepack` returns it, for the kernels that run now.
+        weight: as `repack` returns it, for the kernels that run now.
         out_features, in_features: N and K, which the padded form does not record.
     Returns:
         uint8 [N, 32 * ceil(K / 128)].
     Raises:
         RuntimeError: a shape that does not fit N, K or the instruction set; a code 3.
-    Source: as `prepack`.
+    Source: as `repack`.
     """
     return weight.new_empty(_runtime.packed_shape("canonical", out_features, in_features))
 
@@ -192,7 +192,7 @@ def gemv(
     The sum is exact in int32. With both scales `y = float32(sum) * (weight_scale * x_scale)`.
 
     Args:
-        weight: packed uint8 [N, 32 * ceil(K / 128)], contiguous, or `prepack`'s.
+        weight: packed uint8 [N, 32 * ceil(K / 128)], contiguous, or `repack`'s.
         x: int8 [K].
         x_scale: float32 [] or [1], the token's scale; given together with weight_scale or not.
         weight_scale: float32 [1], or [N] for one scale per row (fused projections).

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from bitnet_ops import ops
+from bitnet_ops import _runtime, ops
 from bitnet_ops.bench.harness import Budget, Timed, interleave
 from bitnet_ops.bench.limits import MachineLimits
 from bitnet_ops.bench.measure import Row
@@ -104,9 +104,8 @@ def _head_call(model: BenchModel, batch: int) -> Call:
 
 
 def empty_region() -> Timed:
-    """A call of an op that enters and leaves a parallel region and does next to nothing in it."""
-    seed = torch.zeros(1, dtype=torch.uint8)
-    return Timed(lambda _: ops._probe_int8_peak(seed, 0))
+    """A call that enters and leaves a parallel region and does next to nothing in it."""
+    return Timed(lambda _: _runtime.probe_int8_peak(0))
 
 
 def parts_row(bench: ModelBench, limits: MachineLimits, context: int) -> Row:
