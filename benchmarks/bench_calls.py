@@ -52,8 +52,8 @@ def calls(namespace: str) -> Iterator[tuple[str, Callable[[], Any]]]:
     weight = bitnet_ops.ops.repack(bitnet_ops.ops.pack(codes), K, "2bit")
     q = torch.randint(-127, 128, (K,), generator=generator, dtype=torch.int8)
     x, one, gain = torch.randn(1, K, generator=generator), torch.ones(1), torch.ones(K)
-    yield "gemv", lambda: ops.gemv.default(weight, q, one, one, N, K)
-    yield "linear", lambda: ops.linear.default(x, weight, one, None, N, K)
+    yield "gemv", lambda: ops.gemv.default(weight, q, one, one, (N, K))
+    yield "linear", lambda: ops.linear.default(x, weight, one, None, (N, K))
     yield "quantize_activations", lambda: ops.quantize_activations.default(x)
     yield "rms_norm", lambda: ops.rms_norm.default(x, gain, 1e-5)
 

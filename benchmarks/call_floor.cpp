@@ -5,6 +5,7 @@
 #include <torch/csrc/stable/library.h>
 
 #include <cstdint>
+#include <vector>
 #if __has_include(<valgrind/callgrind.h>)
 #include <valgrind/callgrind.h>
 #endif
@@ -15,13 +16,15 @@ void give_up(StableIValue tensor) {
   aoti_torch_delete_tensor_object(torch::stable::detail::to<AtenTensorHandle>(tensor));
 }
 
-// kinds: T a tensor, t an optional tensor, i an optional integer, f a number.
+// kinds: T a tensor, t an optional tensor, l a list of integers, s a string, f a number.
 void give_up_all(const char* kinds, StableIValue* stack) {
   for (; *kinds != '\0'; ++kinds, ++stack) {
     auto* box = torch::stable::detail::to<StableIValue*>(*stack);
     if (*kinds == 'T') give_up(*stack);
     if (*kinds == 't' && box != nullptr) give_up(*box);
-    if ((*kinds == 't' || *kinds == 'i') && box != nullptr) delete box;
+    if (*kinds == 't' && box != nullptr) delete box;
+    if (*kinds == 'l') static_cast<void>(torch::stable::detail::to<std::vector<int64_t>>(*stack));
+    if (*kinds == 's') torch_delete_string(torch::stable::detail::to<StringHandle>(*stack));
   }
 }
 
@@ -33,15 +36,15 @@ StableIValue result(int64_t elements, int32_t dtype) {
 }
 
 void gemv(StableIValue* stack, uint64_t, uint64_t) {
-  give_up_all("TTttii", stack);
+  give_up_all("TTttl", stack);
   stack[0] = result(128, aoti_torch_dtype_float32());
 }
 void linear(StableIValue* stack, uint64_t, uint64_t) {
-  give_up_all("TTTtii", stack);
+  give_up_all("TTTtls", stack);
   stack[0] = result(128, aoti_torch_dtype_float32());
 }
 void quantize_activations(StableIValue* stack, uint64_t, uint64_t) {
-  give_up_all("T", stack);
+  give_up_all("Tsf", stack);
   stack[0] = result(256, aoti_torch_dtype_int8());
   stack[1] = result(1, aoti_torch_dtype_float32());
 }
@@ -55,11 +58,13 @@ void rms_norm(StableIValue* stack, uint64_t, uint64_t) {
 STABLE_TORCH_LIBRARY(bitnet_floor, m) {
   m.def(
       "gemv(Tensor weight, Tensor x, Tensor? x_scale=None, Tensor? weight_scale=None, "
-      "int? out_features=None, int? in_features=None) -> Tensor");
+      "int[] shape=[]) -> Tensor");
   m.def(
-      "linear(Tensor x, Tensor weight, Tensor weight_scale, Tensor? bias=None, "
-      "int? out_features=None, int? in_features=None) -> Tensor");
-  m.def("quantize_activations(Tensor x) -> (Tensor q, Tensor scale)");
+      "linear(Tensor x, Tensor weight, Tensor weight_scale, Tensor? bias=None, int[] shape=[], str "
+      "activation_format=\"int8\") -> Tensor");
+  m.def(
+      "quantize_activations(Tensor x, str activation_format=\"int8\", int group_size=128) -> "
+      "(Tensor q, Tensor scale)");
   m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor");
 }
 STABLE_TORCH_LIBRARY_IMPL(bitnet_floor, CPU, m) {

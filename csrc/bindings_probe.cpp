@@ -61,11 +61,11 @@ uint64_t probe_read(uintptr_t data_ptr, int64_t nbytes, int64_t streams, int64_t
   const auto* data = reinterpret_cast<const uint8_t*>(data_ptr);
   constexpr int64_t kPage = 4096;
   std::atomic<uint64_t> checksum{0};
-  bitnet::parallel_ranges(nbytes / kPage, kPage, bitnet::kMinElements,
-                          [&](int64_t begin, int64_t end) {
-                            checksum ^= table.probe_read(data + begin * kPage,
-                                                         (end - begin) * kPage, streams, distance);
-                          });
+  bitnet::parallel_ranges(
+      nbytes / kPage, kPage, bitnet::kMinElements, [&](int64_t begin, int64_t end) {
+        checksum ^=
+            table.probe_read(data + begin * kPage, (end - begin) * kPage, streams, distance);
+      });
   return checksum.load();
 }
 

@@ -7,9 +7,13 @@
 // Nothing aliases; what is mutated carries an alias mark.
 // W stands for a ternary matrix of N x K: canonical uint8 [N, R], or one of the CPU-specific
 // layouts of the kernels that run, 2 bit uint8 [tiles, lines, 4 L] or 1.6 bit uint8 [tiles, lines,
-// L, 4], which need N in out_features (their tiles are padded); with canonical rows it may be left
-// out. in_features is the K that the weight was packed for, against which x is checked: padded rows
-// do not record it, so without it any K that needs as many bytes is taken.
+// L, 4].  S stands for its scales of groups of G = 128 or 64 weights of a row: float32 [N, ceil(K /
+// G)], or beside a CPU-specific layout float32 or float16 [tiles, ceil(K / G), rows of a tile].
+// shape is [N, K] of W, which its padded bytes do not record: CPU-specific layouts need it, and x
+// is checked against its K; with canonical rows it may be left out, and then any K that needs as
+// many bytes is taken.  A stands for what activations become: "int8" (one scale a token),
+// "int8_group" or "int16_group" (one a token and group of G; with weights that have S).
+// Inputs come first, then weights; gemv and gemm alone begin with the weight.
 #include "ops/namespace.h"
 
 BITNET_LIBRARY(m) {
@@ -20,37 +24,29 @@ BITNET_LIBRARY(m) {
   // canonical weight uint8 [N, R], format "2bit" or "1.6bit" -> W in that CPU-specific layout
   m.def("repack(Tensor weight, int in_features, str format) -> Tensor");
   // W in a CPU-specific layout -> canonical uint8 [N, R]
-  m.def("unrepack(Tensor weight, int out_features, int in_features) -> Tensor");
+  m.def("unrepack(Tensor weight, int[] shape) -> Tensor");
   // weight F [N, K] -> codes int8 [N, K], scale float32 [1] (absmean)
   m.def("quantize_weights(Tensor weight) -> (Tensor codes, Tensor scale)");
-  // x F [..., K] -> q int8 [..., K], scale float32 [...] (per token, absmax)
-  m.def("quantize_activations(Tensor x) -> (Tensor q, Tensor scale)");
-  // x F [..., K], activation_format "int8_group" or "int16_group" -> q int8 or int16 [..., K],
-  // scale
-  //   float32 [..., ceil(K / group_size)] (per token and group of 128 or 64 features, absmax)
+  // x F [..., K], activation_format A -> q int8 or int16 [..., K], scale float32 [...] (per token,
+  //   absmax), or of groups [..., ceil(K / group_size)]
   m.def(
-      "quantize_activation_groups(Tensor x, str activation_format=\"int8_group\", int "
-      "group_size=128) -> (Tensor q, Tensor scale)");
+      "quantize_activations(Tensor x, str activation_format=\"int8\", int group_size=128) -> "
+      "(Tensor q, Tensor scale)");
   // weight W, x int8 [K], x_scale float32 [1], weight_scale float32 [1] or [N]
   //   -> [N], int32 without scales, float32 with both
   m.def(
       "gemv(Tensor weight, Tensor x, Tensor? x_scale=None, Tensor? weight_scale=None, "
-      "int? out_features=None, int? in_features=None) -> Tensor");
+      "int[] shape=[]) -> Tensor");
   // weight W, x int8 [M, K], x_scale float32 [M], weight_scale float32 [1] or [N]
   //   -> [M, N], int32 without scales, float32 with both
   m.def(
       "gemm(Tensor weight, Tensor x, Tensor? x_scale=None, Tensor? weight_scale=None, "
-      "int? out_features=None, int? in_features=None) -> Tensor");
-  // x F [..., K], weight W, weight_scale float32 [1] or [N], bias F [N] -> F [..., N]
+      "int[] shape=[]) -> Tensor");
+  // x F [..., K], weight W, weight_scale float32 [1], [N] or S, bias F [N], activation_format A ->
+  //   F [..., N]
   m.def(
-      "linear(Tensor x, Tensor weight, Tensor weight_scale, Tensor? bias=None, "
-      "int? out_features=None, int? in_features=None) -> Tensor");
-  // x F [..., K], weight W, weight_scale S, bias F [N], activation_format A -> F [..., N].  S:
-  //   float32 [N, G], G = ceil(K / 128), or beside a CPU-specific layout float32 or float16 [tiles,
-  //   G, rows of a tile].  A: "int8" (one scale a token), "int8_group" or "int16_group"
-  m.def(
-      "group_linear(Tensor x, Tensor weight, Tensor weight_scale, Tensor? bias=None, "
-      "int? out_features=None, int? in_features=None, str activation_format=\"int8\") -> Tensor");
+      "linear(Tensor x, Tensor weight, Tensor weight_scale, Tensor? bias=None, int[] shape=[], str "
+      "activation_format=\"int8\") -> Tensor");
   // x F [..., K], weight F [K] -> F [..., K]
   m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor");
   // x, residual F [..., K], weight F [K] -> y, residual_out F [..., K]
@@ -63,46 +59,30 @@ BITNET_LIBRARY(m) {
   m.def("silu_and_mul(Tensor x) -> Tensor");
   // x F [..., 2 d] (gate, then up) -> F [..., d], gelu by tanh
   m.def("gelu_tanh_and_mul(Tensor x) -> Tensor");
-  // positions int64 [...], inv_freq float32 [D / 2] -> float32 [..., D]: cosines, then sines, both
-  //   times attention_factor
-  m.def("rope_table(Tensor positions, Tensor inv_freq, float attention_factor=1.0) -> Tensor");
-  // x F [..., H, D], cos_sin float32 [..., D] -> F [..., H, D]
-  m.def("rope(Tensor x, Tensor cos_sin) -> Tensor");
+  // x F [..., H, D], positions int64 [...], inv_freq float32 [D / 2] -> F [..., H, D]; cosines and
+  //   sines are multiplied by attention_factor
+  m.def("rope(Tensor x, Tensor positions, Tensor inv_freq, float attention_factor=1.0) -> Tensor");
   // x F [..., K], norm_weight F [K], {q,k,v}_weight W, {q,k,v}_scale float32 [1], [N] or S,
-  //   out_features [N of q, of k, of v] or empty -> q, k, v F [..., N of each]
+  //   shape [N, K] of q, of k and of v, or empty -> q, k, v F [..., N of each]
   m.def(
       "qkv_forward(Tensor x, Tensor norm_weight, Tensor q_weight, Tensor q_scale, Tensor k_weight, "
-      "Tensor k_scale, Tensor v_weight, Tensor v_scale, float eps, int[] out_features=[], int? "
-      "in_features=None, str activation_format=\"int8\") -> "
-      "(Tensor q, Tensor k, "
-      "Tensor v)");
+      "Tensor k_scale, Tensor v_weight, Tensor v_scale, float eps, int[] shape=[], str "
+      "activation_format=\"int8\") -> (Tensor q, Tensor k, Tensor v)");
   // x F [..., K], norm_weight F [K], gate_ and up_weight W of I x K, sub_norm_weight F [I],
   //   down_weight W of N x I, scales float32 [1], per row or S, activation "relu2", "silu" or
-  //   "gelu_pytorch_tanh",
-  //   out_features [I, N] or empty, in_features [K, I] or empty -> F [..., N], without the residual
+  //   "gelu_pytorch_tanh", shape [I, K, I, K, N, I] or empty -> F [..., N], without the residual
   m.def(
       "mlp_forward(Tensor x, Tensor norm_weight, Tensor gate_weight, Tensor gate_scale, "
       "Tensor up_weight, Tensor up_scale, Tensor? sub_norm_weight, Tensor down_weight, "
-      "Tensor down_scale, float eps, str activation, int[] out_features=[], int[] "
-      "in_features=[], str activation_format=\"int8\") -> Tensor");
-  // query F [B, T, H, D], caches C [B, KV, L, D], start_positions int64 [B], scales float32
-  //   [B, KV, L] of int8 caches -> F [B, T, H, D]; token t of sequence b sees positions
-  //   0 .. p = start_positions[b] + t, with a window p - window + 1 .. p
-  m.def(
-      "attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor start_positions, "
-      "float scale, Tensor? key_scale=None, Tensor? value_scale=None, int window=0) -> Tensor");
-  // writes key, value F [B, T, KV, D] at positions start_positions[b] + t of the caches and of
-  //   their scales (mutated)
-  m.def(
-      "kv_cache_update(Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor key, Tensor value, "
-      "Tensor start_positions, Tensor(c!)? key_scale=None, Tensor(d!)? value_scale=None) -> ()");
-  // The same over a pool of blocks, read where it lies: query F [tokens, H, D] of all sequences,
-  // one
-  //   behind the other; pools float32, bfloat16 or int8 [blocks, block_size, KV, D] with any
-  //   strides of the first three dimensions, scales float32 [blocks, block_size, KV] of int8 pools;
-  //   integers int64 or int32: query_start_loc [n + 1], the first token of each sequence, seq_lens
-  //   [n], the new tokens included, block_table [n, at least its blocks]; layout: how bfloat16 and
-  //   int8 pools hold 16 positions of a head, "rows" or "panels"
+      "Tensor down_scale, float eps, str activation, int[] shape=[], str "
+      "activation_format=\"int8\") -> Tensor");
+  // Over a pool of blocks, read where it lies: query F [tokens, H, D] of all sequences, one behind
+  //   the other; pools C [blocks, block_size, KV, D] with any strides of the first three
+  //   dimensions, scales float32 [blocks, block_size, KV] of int8 pools; integers int64 or int32:
+  //   query_start_loc [n + 1], the first token of each sequence, seq_lens [n], the new tokens
+  //   included, block_table [n, at least its blocks]; layout: how bfloat16 and int8 pools hold 16
+  //   positions of a head, "rows" or "panels" -> F [tokens, H, D]; the token at position p sees
+  //   0 .. p, with a window p - window + 1 .. p
   m.def(
       "paged_attention(Tensor query, Tensor key_pool, Tensor value_pool, Tensor query_start_loc, "
       "Tensor seq_lens, Tensor block_table, float scale, Tensor? key_scale=None, Tensor? "
@@ -120,15 +100,11 @@ BITNET_LIBRARY(m) {
       "quantize_head(Tensor weight, str format, int group_size=128) -> (Tensor packed, Tensor "
       "scale)");
   // x F [..., K], weight F [V, K], or weight and scale as quantize_head returns them, or W and S,
-  //   out_features V where the weight is padded -> float32 [..., V]
-  m.def(
-      "lm_head(Tensor x, Tensor weight, Tensor? scale=None, int? out_features=None, int? "
-      "in_features=None) -> Tensor");
-  // ids int64 [...], weight and scale as for lm_head, in_features K where the weight is padded
-  //   -> float32 [..., K]
-  m.def(
-      "embedding(Tensor ids, Tensor weight, Tensor? scale=None, int? out_features=None, int? "
-      "in_features=None) -> Tensor");
+  //   shape [V, K], needed with W; without it an int4 weight has all its padded rows
+  //   -> float32 [..., V]
+  m.def("lm_head(Tensor x, Tensor weight, Tensor? scale=None, int[] shape=[]) -> Tensor");
+  // ids int64 [...], weight, scale and shape as for lm_head -> float32 [..., K]
+  m.def("embedding(Tensor ids, Tensor weight, Tensor? scale=None, int[] shape=[]) -> Tensor");
   // logits float32 [R, V], temperature, top_p, min_p and uniforms float64 [R], top_k int64 [R];
   //   edits of single logits: those of row r are edit_starts[r] .. edit_starts[r + 1] (int64
   //   [R + 1]) of edit_ids int64 [E] and edits float32 [E, 3] (bias, repetition, subtracted)
@@ -148,11 +124,11 @@ BITNET_LIBRARY(m) {
       "Tensor top_logprobs)");
   // A whole model on T new tokens of B sequences: x float32 [B, T, K] embedded tokens; q, k, v, o,
   //   gate, up, down weights of every layer, scales float32 [layers, 7], norm_weights float32 [all
-  //   norms in order of use], head_weight and head_scale as lm_head takes them, caches and
-  //   scales as for attention with one more dimension, the layers, before the others (mutated),
-  //   start_positions int64 [B], inv_freq float32 [D / 2] and attention_factor as rope_table takes
-  //   them, dtype that activations are rounded to, intermediate_size rows of
-  //   gate and up, vocab_size V, logits_to_keep: of how many last tokens of each sequence (0: all)
+  //   norms in order of use], head_weight and head_scale as lm_head takes them, caches C
+  //   [layers, B, KV, L, D] and scales float32 [layers, B, KV, L] (mutated),
+  //   start_positions int64 [B], inv_freq float32 [D / 2] and attention_factor as rope takes them,
+  //   dtype that activations are rounded to, intermediate_size rows of gate and up, vocab_size V,
+  //   logits_to_keep: of how many last tokens of each sequence (0: all)
   //   -> logits float32 [B, T or that many, V]. biases float32 [layers, rows of the projections in
   //   biased, by place 0 to 6], scale_sizes: scales of each of the seven projections, 1 or N
   //   (empty: 1), or of those in grouped, by place, all of S, [N, G] beside canonical rows and
@@ -164,8 +140,8 @@ BITNET_LIBRARY(m) {
   //   dropped_neurons int64 [layers, d]: places of neurons that are always zero and have no
   //   weights, among the intermediate_size + d that norms before down are of; post_norms: norms of
   //   what o and down give, before it is added; local_inv_freq float32 [D / 2]: of the layers
-  //   local_layers, instead of inv_freq; windows: of each layer, as attention takes it (empty:
-  //   none)
+  //   local_layers, instead of inv_freq; windows: of each layer, as paged_attention takes it
+  //   (empty: none)
   m.def(
       "decode_step(Tensor x, Tensor[] weights, Tensor scales, Tensor norm_weights, Tensor "
       "head_weight, "

@@ -82,21 +82,18 @@ void gated(const Rows& x, GatedRow activation, const Rows& y) {
   });
 }
 
-void rope(const Rows& x, const float* cos_sin, int64_t heads, const Rows& y) {
-  const int64_t dim = x.width;
+void rope(const Rows& x, const int64_t* positions, int64_t heads, const Rope& rope, const Rows& y) {
+  if (x.count == 0) return;
+  const int64_t dim = x.width, tokens = x.count / heads;
+  Scratch<float> angles(tokens * dim);
+  parallel_ranges(tokens, dim * 16, kMinElements, [&](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; ++t)
+      rope_angles(positions[t], rope, dim / 2, angles.get() + t * dim);
+  });
   for_rows(x, 2 * dim, [&](int64_t r, float* row) {
     load(x, r, row);
-    kernels().rope_head(row, cos_sin + r / heads * dim, dim, row + dim);
+    kernels().rope_head(row, angles.get() + r / heads * dim, dim, row + dim);
     store(y, r, row + dim);
-  });
-}
-
-void rope_table(const int64_t* positions, int64_t count, const Rope& rope, int64_t half,
-                float* out) {
-  parallel_ranges(count, half * 32, kMinElements, [&](int64_t begin, int64_t end) {
-    for (int64_t t = begin; t < end; ++t) {
-      rope_angles(positions[t], rope, half, out + t * 2 * half);
-    }
   });
 }
 

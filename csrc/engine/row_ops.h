@@ -31,18 +31,14 @@ GatedRow gated_row(const KernelTable& table, std::string_view hidden_act);
 void relu2_mul(const Rows& gate, const Rows& up, const Rows& y);
 // x [count, 2 d]: gate, then up; y [count, d]
 void gated(const Rows& x, GatedRow activation, const Rows& y);
-// Rows of heads, `heads` of a token, whose angles are cos_sin [count / heads, width].
-void rope(const Rows& x, const float* cos_sin, int64_t heads, const Rows& y);
 // Rotary embedding: pair i of a head turns by position * inv_freq[i]; cosines and sines are
 // multiplied by attention_factor, which some scalings of the context call for (1: plain).
 struct Rope {
   const float* inv_freq;
   float attention_factor;
 };
-// out [count, 2 * half]: cosines, then sines
-void rope_table(const int64_t* positions, int64_t count, const Rope& rope, int64_t half,
-                float* out);
-
+// Rows of heads, `heads` of a token, whose positions are [count / heads].
+void rope(const Rows& x, const int64_t* positions, int64_t heads, const Rope& rope, const Rows& y);
 // row [2 * half]: cosines, then sines.  The angle is a float32 product of float32 factors.
 void rope_angles(int64_t position, const Rope& rope, int64_t half, float* row);
 

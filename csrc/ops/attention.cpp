@@ -1,4 +1,4 @@
-// attention, kv_cache_update and their paged forms: checks of their tensors; engine/attention.h and
+// paged_attention, paged_cache_update: checks of their tensors; engine/attention.h and
 // engine/kv_cache.h do the rest.
 #include "engine/attention.h"
 
@@ -12,22 +12,6 @@
 namespace bitnet::ops {
 namespace {
 
-struct CacheSizes {
-  int64_t batch, kv_heads, length, dim;
-};
-
-CacheSizes check_caches(const Check& check, const Tensor& key_cache, const Tensor& value_cache) {
-  check_cache_dtype(check, key_cache, "key_cache");
-  check.dim(key_cache, "key_cache", 4);
-  check.contiguous(key_cache, "key_cache");
-  check.dtype(value_cache, "value_cache", key_cache.scalar_type());
-  check.same_shape(value_cache, "value_cache", key_cache, "key_cache");
-  check.contiguous(value_cache, "value_cache");
-  if (overlap(key_cache, value_cache))
-    check.fail("value_cache", "in its own memory", "memory shared with key_cache");
-  return {key_cache.size(0), key_cache.size(1), key_cache.size(2), key_cache.size(3)};
-}
-
 void check_heads(const Check& check, int64_t heads, int64_t kv_heads, double scale) {
   if (!(kv_heads >= 1 && heads % kv_heads == 0))
     check.fail("query", "with a multiple of the cache's " + std::to_string(kv_heads) + " heads",
@@ -36,34 +20,6 @@ void check_heads(const Check& check, int64_t heads, int64_t kv_heads, double sca
 }
 
 }  // namespace
-
-void kv_cache_update(Tensor key_cache, Tensor value_cache, const Tensor& key_in,
-                     const Tensor& value_in, const Tensor& start_positions,
-                     std::optional<Tensor> key_scale, std::optional<Tensor> value_scale) {
-  const Check check("kv_cache_update");
-  const CacheSizes cache = check_caches(check, key_cache, value_cache);
-  check_cache_scales(check, key_cache, value_cache, key_scale, value_scale, false);
-  check.float_dtype(key_in, "key");
-  check.dim(key_in, "key", 4);
-  const int64_t tokens = key_in.size(1);
-  check.shape(key_in, "key", {cache.batch, tokens, cache.kv_heads, cache.dim});
-  check.dtype(value_in, "value", key_in.scalar_type());
-  check.same_shape(value_in, "value", key_in, "key");
-  std::vector<int64_t> start;
-  check_positions(check, start_positions, cache.batch, cache.length, tokens, start);
-  const Tensor key = as_contiguous(key_in),
-               value = as_contiguous(value_in);  // both before any write
-  const Mutated mutated(key_cache, value_cache, key_scale, value_scale);
-  mutated.keep_apart(check, key, "key");
-  mutated.keep_apart(check, value, "value");
-  mutated.keep_apart(check, start_positions, "start_positions");
-  const engine::CachePool pool =
-      pool_view(key_cache, value_cache, key_scale, value_scale, kRectangular);
-  if (key.numel() == 0 && !pool.scaled()) return;  // heads of no features, maybe very many
-  std::vector<int64_t> slots;
-  rectangular_slots(start, tokens, cache.length, slots);
-  engine::write_cache(rows_view(key), rows_view(value), slots.data(), cache.kv_heads, pool);
-}
 
 void paged_cache_update(Tensor key_pool, Tensor value_pool, const Tensor& key_in,
                         const Tensor& value_in, const Tensor& slot_mapping,
@@ -89,33 +45,6 @@ void paged_cache_update(Tensor key_pool, Tensor value_pool, const Tensor& key_in
   if (key_pool.numel() == 0 || tokens == 0) return;
   engine::write_cache(rows_view(key), rows_view(value), slots.data(), heads,
                       pool_view(key_pool, value_pool, key_scale, value_scale, kPaged, 0, layout));
-}
-
-Tensor attention(const Tensor& query_in, const Tensor& key_cache, const Tensor& value_cache,
-                 const Tensor& start_positions, double scale, std::optional<Tensor> key_scale,
-                 std::optional<Tensor> value_scale, int64_t window) {
-  const Check check("attention");
-  const CacheSizes cache = check_caches(check, key_cache, value_cache);
-  check_cache_scales(check, key_cache, value_cache, key_scale, value_scale, false);
-  check.float_dtype(query_in, "query");
-  check.dim(query_in, "query", 4);
-  const int64_t tokens = query_in.size(1), heads = query_in.size(2), dim = cache.dim;
-  check.shape(query_in, "query", {cache.batch, tokens, heads, dim});
-  check_heads(check, heads, cache.kv_heads, scale);
-  check_window(check, window, "window");
-  std::vector<int64_t> start;
-  check_positions(check, start_positions, cache.batch, cache.length, tokens, start);
-  const Tensor query = as_contiguous(query_in);
-  Tensor out = empty(shape_of(query), query.scalar_type());
-  if (query.numel() == 0) return out;
-  PagedBatch sequences;
-  sequences.set_rectangular(start, tokens);
-  const engine::CachePool pool =
-      pool_view(key_cache, value_cache, key_scale, value_scale, kRectangular);
-  engine::attend(
-      {heads, cache.kv_heads, dim, dtype_of(query), static_cast<float>(scale), pool, window},
-      sequences.view(), {query.const_data_ptr(), out.mutable_data_ptr(), pool});
-  return out;
 }
 
 Tensor paged_attention(const Tensor& query_in, const Tensor& key_pool, const Tensor& value_pool,
@@ -147,8 +76,6 @@ Tensor paged_attention(const Tensor& query_in, const Tensor& key_pool, const Ten
 }
 
 BITNET_LIBRARY_IMPL(m) {
-  BITNET_OP(m, attention);
-  BITNET_OP(m, kv_cache_update);
   BITNET_OP(m, paged_attention);
   BITNET_OP(m, paged_cache_update);
 }

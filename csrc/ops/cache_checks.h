@@ -40,7 +40,7 @@ void check_cache_scales(const Check& check, const Tensor& key_cache, const Tenso
 struct CacheDims {
   int block, position, head, layer = -1;
 };
-inline constexpr CacheDims kRectangular{0, 2, 1}, kRectangularLayers{1, 3, 2, 0};
+inline constexpr CacheDims kRectangularLayers{1, 3, 2, 0};
 inline constexpr CacheDims kPaged{0, 1, 2}, kPagedLayers{1, 2, 3, 0};
 
 // A pool of blocks that is read, and maybe written, where it lies: any strides of all dimensions

@@ -120,8 +120,7 @@ void Check::packed_for(const Tensor& t, const char* argument, int64_t k) const {
 
 void Check::in_features(std::optional<int64_t> given, int64_t k, const char* argument) const {
   if (given.has_value() && *given != k)
-    fail(argument,
-         "with the " + std::to_string(*given) + " input features of the weight (in_features)",
+    fail(argument, "with the " + std::to_string(*given) + " input features of the weight (shape)",
          std::to_string(k));
 }
 

@@ -35,7 +35,7 @@ class Check {
   void packed(const Tensor& t, const char* argument) const;
   // packed, and made for `k` input features.
   void packed_for(const Tensor& t, const char* argument, int64_t k) const;
-  // The caller's in_features, where given, against the `k` that the activations have: rows are
+  // The K of the caller's shape, where given, against the `k` that the activations have: rows are
   // padded to blocks, so that the bytes of a weight fit 128 different k.
   void in_features(std::optional<int64_t> given, int64_t k, const char* argument = "x") const;
   // float32 with 1 or n elements, contiguous.

@@ -22,14 +22,6 @@ void check_input(const Check& check, const Tensor& x, const Tensor& norm_weight,
     check.fail("eps", "finite and not negative", std::to_string(eps));
 }
 
-// out_features, in_features: empty, or one per weight; CPU-specific layouts need out_features.
-void check_features(const Check& check, const std::vector<int64_t>& features, const char* argument,
-                    size_t count) {
-  if (features.empty() || features.size() == count) return;
-  check.fail(argument, "empty or with " + std::to_string(count) + " elements",
-             std::to_string(features.size()));
-}
-
 Shape with_last(Shape shape, int64_t last) {
   shape.back() = last;
   return shape;
@@ -41,17 +33,15 @@ std::tuple<Tensor, Tensor, Tensor> qkv_forward(const Tensor& x_in, const Tensor&
                                                const Tensor& q_weight, const Tensor& q_scale,
                                                const Tensor& k_weight, const Tensor& k_scale,
                                                const Tensor& v_weight, const Tensor& v_scale,
-                                               double eps, std::vector<int64_t> out_features,
-                                               std::optional<int64_t> in_features,
+                                               double eps, std::vector<int64_t> shapes,
                                                std::string activation_format) {
   const Check check("qkv_forward");
   check_input(check, x_in, norm_weight, eps);
-  check_features(check, out_features, "out_features", 3);
+  const auto [q_shape, k_shape, v_shape] = matrix_shapes<3>(check, shapes);
   const Shape shape = shape_of(x_in);
-  check.in_features(in_features, shape.back());
-  const Weight wq = weight_view_at(check, q_weight, "q_weight", shape.back(), out_features, 0);
-  const Weight wk = weight_view_at(check, k_weight, "k_weight", shape.back(), out_features, 1);
-  const Weight wv = weight_view_at(check, v_weight, "v_weight", shape.back(), out_features, 2);
+  const Weight wq = weight_view(check, q_weight, "q_weight", shape.back(), q_shape);
+  const Weight wk = weight_view(check, k_weight, "k_weight", shape.back(), k_shape);
+  const Weight wv = weight_view(check, v_weight, "v_weight", shape.back(), v_shape);
   const engine::ActivationFormat format = ops::activation_format(check, activation_format);
   const Tensor x = as_contiguous(x_in);
   const FloatVector norm(norm_weight);
@@ -74,17 +64,13 @@ Tensor mlp_forward(const Tensor& x_in, const Tensor& norm_weight, const Tensor& 
                    const Tensor& gate_scale, const Tensor& up_weight, const Tensor& up_scale,
                    std::optional<Tensor> sub_norm_weight, const Tensor& down_weight,
                    const Tensor& down_scale, double eps, std::string activation,
-                   std::vector<int64_t> out_features, std::vector<int64_t> in_features,
-                   std::string activation_format) {
+                   std::vector<int64_t> shapes, std::string activation_format) {
   const Check check("mlp_forward");
   check_input(check, x_in, norm_weight, eps);
-  check_features(check, out_features, "out_features", 2);
-  check_features(check, in_features, "in_features", 2);
+  const auto [gate_shape, up_shape, down_shape] = matrix_shapes<3>(check, shapes);
   const Shape shape = shape_of(x_in);
-  if (!in_features.empty()) check.in_features(in_features[0], shape.back());
-  const Weight gate =
-      weight_view_at(check, gate_weight, "gate_weight", shape.back(), out_features, 0);
-  const Weight up = weight_view_at(check, up_weight, "up_weight", shape.back(), out_features, 0);
+  const Weight gate = weight_view(check, gate_weight, "gate_weight", shape.back(), gate_shape);
+  const Weight up = weight_view(check, up_weight, "up_weight", shape.back(), up_shape);
   static constexpr const char* kScales[] = {"gate_scale", "up_scale", "down_scale"};
   const Projection gate_up[] = {
       scaled_projection(check, gate, gate_scale, kScales[0], DType::kF32, nullptr),
@@ -95,12 +81,12 @@ Tensor mlp_forward(const Tensor& x_in, const Tensor& norm_weight, const Tensor& 
   if (up.n_rows != inner)
     check.fail("up_weight", "with the rows of gate_weight (" + std::to_string(inner) + ")",
                std::to_string(up.n_rows));
-  if (!in_features.empty() && in_features[1] != inner)
+  if (down_shape.columns.value_or(inner) != inner)
     check.fail("gate_weight",
-               "with the " + std::to_string(in_features[1]) +
-                   " input features of down_weight (in_features) as rows",
+               "with the " + std::to_string(*down_shape.columns) +
+                   " input features of down_weight (shape) as rows",
                std::to_string(inner));
-  const Weight down = weight_view_at(check, down_weight, "down_weight", inner, out_features, 1);
+  const Weight down = weight_view(check, down_weight, "down_weight", inner, down_shape.rows);
   const Projection down_projection =
       scaled_projection(check, down, down_scale, kScales[2], dtype_of(x_in), nullptr);
   check_activations(check, &down_projection, 1, format, kScales + 2);

@@ -88,10 +88,9 @@ engine::HeadView int4_view(const Check& check, const Tensor& weight,
                "with " + text((k + group - 1) / group) + " groups of " + text(group) +
                    " features for " + text(k) + " features",
                text(groups));
-  const int64_t rows = rows_in.value_or(tiles * layout::kHeadTileRows);
-  const int64_t padded = tiles * layout::kHeadTileRows;
+  const int64_t padded = tiles * layout::kHeadTileRows, rows = rows_in.value_or(padded);
   if (rows < 0 || rows > padded || rows <= padded - layout::kHeadTileRows)
-    check.fail("out_features", "to fill " + text(tiles) + " tiles of 16 rows", text(rows));
+    check.fail("shape", "with rows that fill " + text(tiles) + " tiles of 16", text(rows));
   return {engine::HeadFormat::kInt4,
           DType::kF32,
           weight.const_data_ptr(),
@@ -105,7 +104,7 @@ engine::HeadView int4_view(const Check& check, const Tensor& weight,
 // A ternary matrix with scales of groups, in any layout of weights.
 engine::HeadView ternary_view(const Check& check, const Tensor& weight, const Tensor& scale,
                               int64_t k, std::optional<int64_t> rows) {
-  if (k < 0) check.fail("in_features", "given for a ternary weight, whose rows are padded", "None");
+  if (k < 0) check.fail("shape", "given for a ternary weight, whose rows are padded", "none");
   check_in_features(check, k);
   engine::HeadView view{engine::HeadFormat::kTernary,
                         DType::kF32,
@@ -132,16 +131,15 @@ bool is_ternary_head(const Tensor& weight, const std::optional<Tensor>& scale) {
 
 engine::HeadView head_view(const Check& check, const Tensor& weight,
                            const std::optional<Tensor>& scale, int64_t k,
-                           std::optional<int64_t> out_features) {
+                           std::optional<int64_t> rows) {
   if (!weight.defined()) check.fail("weight", "to be a tensor", "None");
   const ScalarType type = weight.scalar_type();
-  if (is_ternary_head(weight, scale)) return ternary_view(check, weight, *scale, k, out_features);
-  if (type == ScalarType::Byte) return int4_view(check, weight, scale, k, out_features);
+  if (is_ternary_head(weight, scale)) return ternary_view(check, weight, *scale, k, rows);
+  if (type == ScalarType::Byte) return int4_view(check, weight, scale, k, rows);
   const engine::HeadView view = type == ScalarType::Char ? int8_view(check, weight, scale, k)
                                                          : dense_view(check, weight, scale, k);
-  if (out_features.value_or(view.rows) != view.rows)
-    check.fail("out_features", "equal to the weight's rows " + text(view.rows),
-               text(*out_features));
+  if (rows.value_or(view.rows) != view.rows)
+    check.fail("shape", "with the weight's rows " + text(view.rows), text(*rows));
   return view;
 }
 
@@ -180,13 +178,14 @@ std::tuple<Tensor, Tensor> quantize_head(const Tensor& weight_in, std::string fo
 }
 
 Tensor lm_head(const Tensor& x_in, const Tensor& weight, std::optional<Tensor> scale,
-               std::optional<int64_t> out_features, std::optional<int64_t> in_features) {
+               std::vector<int64_t> weight_shape) {
   const Check check("lm_head");
+  const auto [stated] = matrix_shapes<1>(check, weight_shape);
   check.float_dtype(x_in, "x");
   check.min_dim(x_in, "x", 1);
   Shape shape = shape_of(x_in);
-  check.in_features(in_features, shape.back());
-  const engine::HeadView head = head_view(check, weight, scale, shape.back(), out_features);
+  check.in_features(stated.columns, shape.back());
+  const engine::HeadView head = head_view(check, weight, scale, shape.back(), stated.rows);
   const int64_t tokens = rows_of(shape);
   shape.back() = head.rows;
   Tensor logits = empty(shape, ScalarType::Float);
@@ -198,13 +197,12 @@ Tensor lm_head(const Tensor& x_in, const Tensor& weight, std::optional<Tensor> s
 }
 
 Tensor embedding(const Tensor& ids_in, const Tensor& weight, std::optional<Tensor> scale,
-                 std::optional<int64_t> out_features, std::optional<int64_t> in_features) {
+                 std::vector<int64_t> weight_shape) {
   const Check check("embedding");
+  const auto [stated] = matrix_shapes<1>(check, weight_shape);
   check.dtype(ids_in, "ids", ScalarType::Long);
-  if (in_features.has_value() && *in_features < 0)
-    check.fail("in_features", "at least 0", text(*in_features));
   const engine::HeadView head =
-      head_view(check, weight, scale, in_features.value_or(-1), out_features);
+      head_view(check, weight, scale, stated.columns.value_or(-1), stated.rows);
   const Tensor ids = as_contiguous(ids_in);
   const int64_t count = ids.numel();
   // Copied before they are checked, for they become addresses: another thread may write to ids.

@@ -17,6 +17,6 @@ bool is_ternary_head(const Tensor& weight, const std::optional<Tensor>& scale);
 // k < 0: as many features as the weight has.
 engine::HeadView head_view(const Check& check, const Tensor& weight,
                            const std::optional<Tensor>& scale, int64_t k,
-                           std::optional<int64_t> out_features);
+                           std::optional<int64_t> rows);
 
 }  // namespace bitnet::ops

@@ -1,5 +1,4 @@
-// quantize_activations, quantize_activation_groups, gemv, gemm, linear, group_linear: checks and
-// results; engine/product.h does the rest.
+// quantize_activations, gemv, gemm, linear: checks and results; engine/product.h does the rest.
 #include "engine/product.h"
 
 #include "format/layout.h"
@@ -51,69 +50,31 @@ Tensor ternary_matmul(const Check& check, const Weight& weight, const Tensor& x_
   return out;
 }
 
-// x [..., K] of a float type; the shape of the result.
-Shape check_x(const Check& check, const Tensor& x, std::optional<int64_t> in_features) {
-  check.float_dtype(x, "x");
-  check.min_dim(x, "x", 1);
-  Shape shape = shape_of(x);
-  check.in_features(in_features, shape.back());
-  return shape;
-}
-
-// Float activations x any projection of them; `shape`: of the result.
-Tensor project(const Tensor& x_in, Projection projection, const std::optional<Tensor>& bias,
-               Shape shape, engine::ActivationFormat format) {
-  const Weight& weight = *projection.weight;
-  const int64_t tokens = rows_of(shape);
-  const Tensor x = as_contiguous(x_in);
-  const KernelTable& table = kernels();
-  TokenBuffer rows(table, tokens, weight.k, projection.group(), format);
-  rows.quantize(table, x.const_data_ptr(), dtype_of(x));
-  shape.back() = weight.n_rows;
-  Tensor out = empty(shape, x.scalar_type());
-  projection.out.data = out.mutable_data_ptr();
-  std::optional<FloatVector> bias_values;
-  if (bias.has_value()) projection.bias = bias_values.emplace(*bias).get();
-  engine::multiply(table, rows.view(), &projection, 1);
-  return out;
-}
-
 }  // namespace
 
-std::tuple<Tensor, Tensor> quantize_activations(const Tensor& x_in) {
+std::tuple<Tensor, Tensor> quantize_activations(const Tensor& x_in, std::string activation_format,
+                                                int64_t group_size) {
   const Check check("quantize_activations");
   check.float_dtype(x_in, "x");
   check.min_dim(x_in, "x", 1);
   const Shape shape = shape_of(x_in);
-  if (shape.back() < 1) check.fail("x", "with at least one feature in the last dimension", "0");
-  const Tensor x = as_contiguous(x_in);
-  Tensor q = empty(shape, ScalarType::Char);
-  Tensor scale = empty(Shape(shape.begin(), shape.end() - 1), ScalarType::Float);
-  engine::quantize_rows(rows_view(x), mutable_data<int8_t>(q), mutable_data<float>(scale));
-  return {std::move(q), std::move(scale)};
-}
-
-std::tuple<Tensor, Tensor> quantize_activation_groups(const Tensor& x_in,
-                                                      std::string activation_format,
-                                                      int64_t group_size) {
-  const Check check("quantize_activation_groups");
-  check.float_dtype(x_in, "x");
-  check.min_dim(x_in, "x", 1);
-  const Shape shape = shape_of(x_in);
-  const int64_t k = shape.back(), tokens = rows_of(shape);
+  const int64_t k = shape.back();
   if (k < 1) check.fail("x", "with at least one feature in the last dimension", "0");
   const engine::ActivationFormat format = ops::activation_format(check, activation_format);
-  if (format == engine::ActivationFormat::kInt8)
-    check.fail("activation_format", "int8_group or int16_group", "int8 (quantize_activations)");
   if (group_size != engine::kGroupWeights && group_size != engine::kSmallGroup)
     check.fail("group_size", "128 or 64", std::to_string(group_size));
   const bool wide = format == engine::ActivationFormat::kInt16Group;
+  const Tensor x = as_contiguous(x_in);
+  Tensor q = empty(shape, wide ? ScalarType::Short : ScalarType::Char);
+  if (format == engine::ActivationFormat::kInt8) {
+    Tensor scale = empty(Shape(shape.begin(), shape.end() - 1), ScalarType::Float);
+    engine::quantize_rows(rows_view(x), mutable_data<int8_t>(q), mutable_data<float>(scale));
+    return {std::move(q), std::move(scale)};
+  }
   Shape scales = shape;
   scales.back() = engine::groups_for(k, group_size);
-  Tensor q = empty(shape, wide ? ScalarType::Short : ScalarType::Char);
   Tensor scale = empty(scales, ScalarType::Float);
-  const Tensor x = as_contiguous(x_in);
-  TokenBuffer rows(kernels(), tokens, k, group_size, format);
+  TokenBuffer rows(kernels(), rows_of(shape), k, group_size, format);
   rows.quantize(kernels(), x.const_data_ptr(), dtype_of(x));
   const engine::QuantizedTokens& from = rows.view();
   if (wide) {
@@ -125,60 +86,59 @@ std::tuple<Tensor, Tensor> quantize_activation_groups(const Tensor& x_in,
 }
 
 Tensor gemv(const Tensor& weight, const Tensor& x, const std::optional<Tensor>& x_scale,
-            const std::optional<Tensor>& weight_scale, std::optional<int64_t> out_features,
-            std::optional<int64_t> in_features) {
+            const std::optional<Tensor>& weight_scale, std::vector<int64_t> shape) {
   const Check check("gemv");
+  const auto [stated] = matrix_shapes<1>(check, shape);
   check.dtype(x, "x", ScalarType::Char);
   check.dim(x, "x", 1);
-  check.in_features(in_features, x.size(0));
-  const Weight w = weight_view(check, weight, "weight", x.size(0), out_features);
+  const Weight w = weight_view(check, weight, "weight", x.size(0), stated);
   return ternary_matmul(check, w, x, x_scale, weight_scale, 1, {w.n_rows});
 }
 
 Tensor gemm(const Tensor& weight, const Tensor& x, const std::optional<Tensor>& x_scale,
-            const std::optional<Tensor>& weight_scale, std::optional<int64_t> out_features,
-            std::optional<int64_t> in_features) {
+            const std::optional<Tensor>& weight_scale, std::vector<int64_t> shape) {
   const Check check("gemm");
+  const auto [stated] = matrix_shapes<1>(check, shape);
   check.dtype(x, "x", ScalarType::Char);
   check.dim(x, "x", 2);
-  check.in_features(in_features, x.size(1));
-  const Weight w = weight_view(check, weight, "weight", x.size(1), out_features);
+  const Weight w = weight_view(check, weight, "weight", x.size(1), stated);
   return ternary_matmul(check, w, x, x_scale, weight_scale, x.size(0), {x.size(0), w.n_rows});
 }
 
-Tensor linear(const Tensor& x, const Tensor& weight, const Tensor& weight_scale,
-              const std::optional<Tensor>& bias, std::optional<int64_t> out_features,
-              std::optional<int64_t> in_features) {
+Tensor linear(const Tensor& x_in, const Tensor& weight, const Tensor& weight_scale,
+              const std::optional<Tensor>& bias, std::vector<int64_t> weight_shape,
+              std::string activation_format) {
   const Check check("linear");
-  const Shape shape = check_x(check, x, in_features);
-  const Weight w = weight_view(check, weight, "weight", shape.back(), out_features);
-  check.weight_scale(weight_scale, "weight_scale", w.n_rows);
+  const auto [stated] = matrix_shapes<1>(check, weight_shape);
+  check.float_dtype(x_in, "x");
+  check.min_dim(x_in, "x", 1);
+  Shape shape = shape_of(x_in);
+  const Weight w = weight_view(check, weight, "weight", shape.back(), stated);
+  Projection projection =
+      scaled_projection(check, w, weight_scale, "weight_scale", dtype_of(x_in), nullptr);
   if (bias.has_value()) check.vector(*bias, "bias", w.n_rows);
-  return project(x,
-                 engine::make_projection(w, data<float>(weight_scale), weight_scale.numel(),
-                                         dtype_of(x), nullptr),
-                 bias, shape, engine::ActivationFormat::kInt8);
-}
+  const engine::ActivationFormat format = ops::activation_format(check, activation_format);
+  static constexpr const char* kScale[] = {"weight_scale"};
+  check_activations(check, &projection, 1, format, kScale);
 
-Tensor group_linear(const Tensor& x, const Tensor& weight, const Tensor& weight_scale,
-                    const std::optional<Tensor>& bias, std::optional<int64_t> out_features,
-                    std::optional<int64_t> in_features, const std::string& activation_format) {
-  const Check check("group_linear");
-  const Shape shape = check_x(check, x, in_features);
-  const Weight w = weight_view(check, weight, "weight", shape.back(), out_features);
-  Projection projection = engine::make_projection(w, nullptr, 1, dtype_of(x), nullptr);
-  projection.groups = group_scales(check, w, weight_scale, "weight_scale");
-  if (bias.has_value()) check.vector(*bias, "bias", w.n_rows);
-  return project(x, projection, bias, shape, ops::activation_format(check, activation_format));
+  const Tensor x = as_contiguous(x_in);
+  const KernelTable& table = kernels();
+  TokenBuffer tokens(table, rows_of(shape), w.k, projection.group(), format);
+  tokens.quantize(table, x.const_data_ptr(), dtype_of(x));
+  shape.back() = w.n_rows;
+  Tensor out = empty(shape, x.scalar_type());
+  projection.out.data = out.mutable_data_ptr();
+  std::optional<FloatVector> bias_values;
+  if (bias.has_value()) projection.bias = bias_values.emplace(*bias).get();
+  engine::multiply(table, tokens.view(), &projection, 1);
+  return out;
 }
 
 BITNET_LIBRARY_IMPL(m) {
   BITNET_OP(m, quantize_activations);
-  BITNET_OP(m, quantize_activation_groups);
   BITNET_OP(m, gemv);
   BITNET_OP(m, gemm);
   BITNET_OP(m, linear);
-  BITNET_OP(m, group_linear);
 }
 
 }  // namespace bitnet::ops

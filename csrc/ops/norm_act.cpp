@@ -1,5 +1,5 @@
-// rms_norm, add_rms_norm, relu2_mul, silu_and_mul, gelu_tanh_and_mul, rope_table, rope: checks and
-// results; engine/row_ops.h does the rest.
+// rms_norm, add_rms_norm, relu2_mul, silu_and_mul, gelu_tanh_and_mul, rope: checks and results;
+// engine/row_ops.h does the rest.
 #include "engine/row_ops.h"
 
 #include <cmath>
@@ -91,44 +91,29 @@ Tensor gelu_tanh_and_mul(const Tensor& x) {
   return gated(Check("gelu_tanh_and_mul"), x, kernels().gelu_mul_row);
 }
 
-Tensor rope_table(const Tensor& positions_in, const Tensor& inv_freq_in, double attention_factor) {
-  const Check check("rope_table");
-  check.dtype(positions_in, "positions", ScalarType::Long);
-  check.dtype(inv_freq_in, "inv_freq", ScalarType::Float);
-  check.dim(inv_freq_in, "inv_freq", 1);
-  const int64_t half = inv_freq_in.numel();
-  constexpr int64_t kMostFrequencies = 32768;
-  if (half < 1 || half > kMostFrequencies)
-    check.fail("inv_freq", "with 1 to " + std::to_string(kMostFrequencies) + " frequencies",
-               std::to_string(half));
-  if (!(attention_factor > 0.0 && std::isfinite(attention_factor)))
-    check.fail("attention_factor", "finite and positive", std::to_string(attention_factor));
-  const Tensor positions = as_contiguous(positions_in), inv_freq = as_contiguous(inv_freq_in);
-  Shape shape = shape_of(positions);
-  shape.push_back(2 * half);
-  Tensor table = empty(shape, ScalarType::Float);
-  const engine::Rope rope{data<float>(inv_freq), static_cast<float>(attention_factor)};
-  engine::rope_table(data<int64_t>(positions), positions.numel(), rope, half,
-                     mutable_data<float>(table));
-  return table;
-}
-
-Tensor rope(const Tensor& x_in, const Tensor& cos_sin_in) {
+Tensor rope(const Tensor& x_in, const Tensor& positions_in, const Tensor& inv_freq_in,
+            double attention_factor) {
   const Check check("rope");
   check.float_dtype(x_in, "x");
   check.min_dim(x_in, "x", 2);
-  check.dtype(cos_sin_in, "cos_sin", ScalarType::Float);
   const Shape shape = shape_of(x_in);
   const int64_t dim = shape.back(), heads = shape[shape.size() - 2];
-  if (!(dim % 2 == 0 && dim >= 2))
-    check.fail("x", "with an even head dimension", std::to_string(dim));
-  Shape expected(shape.begin(), shape.end() - 2);
-  expected.push_back(dim);
-  check.shape(cos_sin_in, "cos_sin", expected);
-  const Tensor x = as_contiguous(x_in), cos_sin = as_contiguous(cos_sin_in);
+  constexpr int64_t kLargestHead = 65536;
+  if (!(dim % 2 == 0 && dim >= 2 && dim <= kLargestHead))
+    check.fail("x", "with an even head dimension from 2 to " + std::to_string(kLargestHead),
+               std::to_string(dim));
+  check.dtype(positions_in, "positions", ScalarType::Long);
+  check.shape(positions_in, "positions", Shape(shape.begin(), shape.end() - 2));
+  check.dtype(inv_freq_in, "inv_freq", ScalarType::Float);
+  check.shape(inv_freq_in, "inv_freq", {dim / 2});
+  if (!(attention_factor > 0.0 && std::isfinite(attention_factor)))
+    check.fail("attention_factor", "finite and positive", std::to_string(attention_factor));
+  const Tensor x = as_contiguous(x_in), positions = as_contiguous(positions_in);
+  const Tensor inv_freq = as_contiguous(inv_freq_in);
   Tensor y = empty(shape, x.scalar_type());
   const engine::Rows rows = rows_view(x);
-  engine::rope(rows, data<float>(cos_sin), heads, rows_like(rows, y));
+  engine::rope(rows, data<int64_t>(positions), heads,
+               {data<float>(inv_freq), static_cast<float>(attention_factor)}, rows_like(rows, y));
   return y;
 }
 
@@ -138,7 +123,6 @@ BITNET_LIBRARY_IMPL(m) {
   BITNET_OP(m, relu2_mul);
   BITNET_OP(m, silu_and_mul);
   BITNET_OP(m, gelu_tanh_and_mul);
-  BITNET_OP(m, rope_table);
   BITNET_OP(m, rope);
 }
 

@@ -86,13 +86,16 @@ Tensor repack(const Tensor& weight, int64_t in_features, std::string format) {
   return out;
 }
 
-Tensor unrepack(const Tensor& weight, int64_t out_features, int64_t in_features) {
+Tensor unrepack(const Tensor& weight, std::vector<int64_t> shape) {
   const Check check("unrepack");
-  const Weight from = weight_view(check, weight, "weight", in_features, out_features);
+  if (shape.empty()) check.fail("shape", "with 2 elements", "0");
+  check_sizes(check, shape, 2);
+  const int64_t n = shape[0], k = shape[1];
+  const Weight from = weight_view(check, weight, "weight", k, n);
   if (from.format == WeightFormat::kCanonical)
     check.fail("weight", "in a CPU-specific layout (3 or 4 dimensions)",
                shape_text(shape_of(weight)));
-  Tensor out = empty({out_features, layout::row_bytes_for(in_features)}, ScalarType::Byte);
+  Tensor out = empty({n, layout::row_bytes_for(k)}, ScalarType::Byte);
   if (!engine::restore(from, kernels().tile_lanes, mutable_data<uint8_t>(out)))
     check.fail("weight", "with codes 0, 1, 2 only", "a code 3");
   return out;

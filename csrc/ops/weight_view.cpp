@@ -12,28 +12,28 @@ using engine::WeightFormat;
 constexpr int64_t kMostRows = int64_t{1} << 40;
 
 Weight canonical_view(const Check& check, const Tensor& t, const char* argument, int64_t k,
-                      std::optional<int64_t> out_features) {
+                      std::optional<int64_t> rows) {
   check.packed_for(t, argument, k);
   const int64_t n = t.size(0);
-  if (out_features.has_value() && *out_features != n)
-    check.fail("out_features", "the " + std::to_string(n) + " rows of " + argument + ", or nothing",
-               std::to_string(*out_features));
+  if (rows.value_or(n) != n)
+    check.fail("shape", "with the " + std::to_string(n) + " rows of " + argument + ", or empty",
+               std::to_string(*rows));
   return engine::canonical_weight(t.const_data_ptr(), n, k);
 }
 
 Weight tile_view(const Check& check, const Tensor& t, const char* argument, int64_t k,
-                 std::optional<int64_t> out_features) {
+                 std::optional<int64_t> rows) {
   check.dtype(t, argument, ScalarType::Byte);
   check.contiguous(t, argument);
   if (!(k >= 1 && k <= layout::kTileMaxK))
     check.fail(argument, "for 1 to 32768 input features in a CPU-specific layout",
                std::to_string(k));
-  if (!out_features.has_value())
-    check.fail("out_features",
-               std::string("given, for ") + argument + " is in a CPU-specific layout", "None");
-  const int64_t n = *out_features, lanes = kernels().tile_lanes;
+  if (!rows.has_value())
+    check.fail("shape", std::string("given, for ") + argument + " is in a CPU-specific layout",
+               "none");
+  const int64_t n = *rows, lanes = kernels().tile_lanes;
   if (n < 0 || n > kMostRows)  // before it is rounded up to whole tiles
-    check.fail("out_features", "from 0 to " + std::to_string(kMostRows), std::to_string(n));
+    check.fail(argument, "with 0 to " + std::to_string(kMostRows) + " rows", std::to_string(n));
   const WeightFormat format = t.dim() == 4 ? WeightFormat::kBase3 : WeightFormat::kTwoBit;
   const layout::TensorShape expected = layout::layout_of(format).shape(n, k, lanes);
   if (!has_shape(t, {expected.size, static_cast<size_t>(expected.dimensions)}))
@@ -53,15 +53,26 @@ Shape tile_shape(WeightFormat format, int64_t n, int64_t k, int64_t lanes) {
 }
 
 Weight weight_view(const Check& check, const Tensor& t, const char* argument, int64_t k,
-                   std::optional<int64_t> out_features) {
+                   std::optional<int64_t> rows) {
   const bool tiles = t.dim() == 3 || t.dim() == 4;
-  return (tiles ? tile_view : canonical_view)(check, t, argument, k, out_features);
+  return (tiles ? tile_view : canonical_view)(check, t, argument, k, rows);
 }
 
-Weight weight_view_at(const Check& check, const Tensor& t, const char* argument, int64_t k,
-                      const std::vector<int64_t>& out_features, size_t index) {
-  if (out_features.empty()) return weight_view(check, t, argument, k);
-  return weight_view(check, t, argument, k, out_features[index]);
+void check_sizes(const Check& check, const std::vector<int64_t>& shape, size_t count) {
+  if (shape.empty()) return;
+  if (shape.size() != count)
+    check.fail("shape", "empty or with " + std::to_string(count) + " elements",
+               std::to_string(shape.size()));
+  for (const int64_t size : shape) {
+    if (size < 0 || size > kMostRows)  // before it is rounded up to whole tiles
+      check.fail("shape", "of sizes from 0 to " + std::to_string(kMostRows), std::to_string(size));
+  }
+}
+
+Weight weight_view(const Check& check, const Tensor& t, const char* argument, int64_t x_features,
+                   const MatrixShape& stated) {
+  check.in_features(stated.columns, x_features);
+  return weight_view(check, t, argument, x_features, stated.rows);
 }
 
 }  // namespace bitnet::ops

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import bitnet_ops
 from bitnet_ops.models import Decoder
+from bitnet_ops.nn.kv_pool import attend_rectangular, update_rectangular
 
 POSITIONS = 64  # of the layer's keys and values
 
@@ -32,13 +33,12 @@ class Layer(nn.Module):
     def forward(self, x: Tensor, start: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """x f32 [1, T, hidden] at the positions from start int64 [1] on; updates keys, values."""
         positions = start[:, None] + torch.arange(x.shape[1])
-        cos_sin = bitnet_ops.ops.rope_table(positions, *self.rope)
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            bitnet_ops.ops.kv_cache_update(keys, values, k, v, start)
-            return bitnet_ops.ops.attention(q, keys, values, start, self.scale)
+            update_rectangular(keys, values, k, v, start)
+            return attend_rectangular(q, keys, values, start, self.scale)
 
-        return self.layer(x, cos_sin, attend)
+        return self.layer(x, (positions, *self.rope), attend)
 
 
 class Holder(nn.Module):

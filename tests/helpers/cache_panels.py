@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from op_schema import named, positional
 from op_values import KV_DTYPES, SCALED_KV_DTYPES, Arguments, Built, dtype_name
-from ops_attention import with_window
 
 PANEL_DTYPES = (torch.bfloat16, torch.int8)
 
@@ -76,15 +76,17 @@ def panel_samples(
         yield f"panels_of_{dtype_name(dtype)}_{dim}_in_blocks_of_{size}", sample
 
 
+def with_window(args: Arguments, window: int) -> Arguments:
+    return positional("paged_attention", **{**named("paged_attention", args), "window": window})
+
+
 def window_samples(make: Callable[..., Arguments], pools: int, **more: Any) -> Built:
     """What `make` gives with a sliding window, over every type in rows and in panels."""
     for dtype in KV_DTYPES:
         name = f"window_over_{dtype_name(dtype)}"
-        yield name, lambda g, c=dtype: with_window(
-            "paged_attention", make(g, cache_dtype=c, **more), 66
-        )  # fmt: skip
+        yield name, lambda g, c=dtype: with_window(make(g, cache_dtype=c, **more), 66)
     for dtype in PANEL_DTYPES:
         name = f"window_over_panels_of_{dtype_name(dtype)}"
         yield name, lambda g, c=dtype: with_window(
-            "paged_attention", in_panels(make(g, cache_dtype=c, **more), pools), 21
+            in_panels(make(g, cache_dtype=c, **more), pools), 21
         )  # fmt: skip

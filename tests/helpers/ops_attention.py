@@ -1,38 +1,19 @@
-"""Specs of attention and of its caches."""
+"""Attention over rectangular caches, and writing them: what those of pools are told by."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from bitnet_ops.nn.kv_pool import attend_rectangular, update_rectangular
 from bounds import EXP_ERROR, U, smallest, storing_error, sum_error
-from cache_types import BF16_LEAST, E4M3, KV_TYPES_TEXT, rounded
-from op_changes import (
-    BF16,
-    F32,
-    F64,
-    FLOATS_TEXT,
-    I32,
-    add_dim,
-    narrow,
-    noncontiguous,
-    to,
-    value,
-)
-from op_schema import named, positional
-from op_spec import Call, Rejections, spec
-from op_values import (
-    CACHE_DTYPES,
-    FLOATS,
-    KV_DTYPES,
-    SCALED_KV_DTYPES,
-    Arguments,
-    Built,
-    dtype_name,
-    positive,
-    strided,
-    transposed,
-)
+from cache_types import BF16_LEAST, KV_TYPES_TEXT, rounded
+from op_changes import BF16
+from op_spec import reference
+from op_values import SCALED_KV_DTYPES, Arguments, positive
 
 OF_KV_TYPES = f"of dtype {KV_TYPES_TEXT}, got "
 
@@ -45,6 +26,16 @@ def cache_memory(
         return (torch.randn(*shape, generator=g) + shift).to(dtype), []
     codes = torch.randint(-127, 128, shape, generator=g, dtype=dtype)
     return codes, [positive(g, *shape[:-1]) / 50]
+
+
+def attention_by(o: Any) -> Callable[..., Tensor]:
+    """Attention over rectangular caches as the ops of `o` do it."""
+    return attention if o is reference else getattr(o, "attention", attend_rectangular)
+
+
+def kv_cache_update_by(o: Any) -> Callable[..., None]:
+    """Writing them likewise."""
+    return kv_cache_update if o is reference else getattr(o, "kv_cache_update", update_rectangular)
 
 
 # attention ----------------------------------------------------------------------------------------
@@ -76,8 +67,9 @@ def _dequantized(cache: Tensor, scale: Tensor | None) -> Tensor:
     return wide if scale is None else wide * scale.to(torch.float64)[..., None]
 
 
-def with_window(op: str, args: Arguments, window: int) -> Arguments:
-    return positional(op, **{**named(op, args), "window": window})
+def with_window(args: Arguments, window: int) -> Arguments:
+    """Of `attention`, with the arguments that stand before the window."""
+    return (*args, *[None] * (7 - len(args)), window)
 
 
 def seen_from(position: int, window: int) -> slice:
@@ -229,129 +221,6 @@ def int8_attention_bound(args: Arguments, expected: Tensor) -> Tensor:
     return attention_bound(floats, expected) + 2.02 * score[..., None] * size + 1.01 * lost
 
 
-def _attention_samples() -> Built:
-    for query in FLOATS:
-        for cache in KV_DTYPES:
-            yield (
-                f"{dtype_name(query)}_over_{dtype_name(cache)}",
-                lambda g, q=query, c=cache: attention_arguments(g, query_dtype=q, cache_dtype=c),
-            )
-    yield "decode", lambda g: attention_arguments(g, tokens=1)
-    yield "decode_int8", lambda g: attention_arguments(
-        g, batch=1, tokens=1, heads=8, length=150, head_dim=50, cache_dtype=torch.int8
-    )  # fmt: skip
-    yield "one_head", lambda g: attention_arguments(g, heads=1, kv_heads=1, head_dim=5)
-    yield "group_of_four", lambda g: attention_arguments(g, heads=8, kv_heads=2, batch=1)
-    yield "long", lambda g: attention_arguments(g, length=70, tokens=2, batch=1)
-    yield "no_tokens", lambda g: attention_arguments(g, tokens=0)
-    yield "no_batch", lambda g: attention_arguments(g, batch=0)
-    for cache in KV_DTYPES:
-        for window in (5, 70):
-            yield (
-                f"window_of_{window}_over_{dtype_name(cache)}",
-                lambda g, c=cache, w=window: with_window(
-                    "attention",
-                    attention_arguments(
-                        g, batch=1, tokens=90, length=150, heads=3, kv_heads=1, cache_dtype=c
-                    ),
-                    w,
-                ),
-            )
-    yield (
-        "decode_in_a_window",
-        lambda g: with_window(
-            "attention", attention_arguments(g, tokens=1, length=300, cache_dtype=BF16), 100
-        ),
-    )
-    yield "strided_query", lambda g: (
-        lambda q, *rest: (strided(q), *rest)
-    )(*attention_arguments(g))  # fmt: skip
-
-
-def wide_cache(a: Arguments) -> Tensor:
-    return torch.zeros(2, 2, 12, 513, dtype=torch.int8)
-
-
-def wide_query(a: Arguments) -> Tensor:
-    return torch.zeros(2, 3, 4, 513)
-
-
-_ATTENTION_REJECTIONS: Rejections = [
-    ({"query": to("query", F64)}, "query", FLOATS_TEXT + "float64"),
-    ({"query": lambda a: a["query"][0]}, "query", "with 4 dimensions"),
-    ({"query": lambda a: a["query"][..., :8]}, "query", "of shape [2, 3, 4, 16]"),
-    ({"query": narrow("query", 0)}, "query", "of shape [2, 3, 4, 16]"),
-    ({"query": narrow("query", 2)}, "query", "multiple of the cache's 2 heads, got 3"),
-    ({"key_cache": to("key_cache", F64)}, "key_cache", OF_KV_TYPES + "float64"),
-    ({"key_scale": value(torch.ones(2, 2, 12))}, "key_scale", "to be left out"),
-    ({"value_cache": to("value_cache", BF16)}, "value_cache", "of dtype float32"),
-    ({"value_cache": to("value_cache", E4M3)}, "value_cache", "float32, got float8_e4m3fn"),
-    ({"value_cache": narrow("value_cache", 2)}, "value_cache", "shape of key_cache"),
-    ({"key_cache": noncontiguous("key_cache")}, "key_cache", "contiguous"),
-    ({"value_cache": noncontiguous("value_cache")}, "value_cache", "contiguous"),
-    (
-        {"start_positions": to("start_positions", I32)},
-        "start_positions", "of dtype int64, got int32",
-    ),
-    ({"start_positions": narrow("start_positions")}, "start_positions", "shape [2]"),
-    (
-        {"start_positions": value(torch.tensor([0, 10]))},
-        "start_positions", "in [0, 9] for 3 token(s) in a cache of length 12, got 10 for sequence",
-    ),
-    ({"start_positions": value(torch.tensor([-1, 0]))}, "start_positions", "got -1 for sequence 0"),
-    (
-        {"start_positions": value(torch.tensor([2**63 - 1, 0]))},
-        "start_positions", "got 9223372036854775807 for sequence 0",
-    ),
-    ({"scale": value(float("nan"))}, "scale", "finite, got nan"),
-    ({"scale": value(float("inf"))}, "scale", "finite, got inf"),
-    ({"window": value(-1)}, "window", "at least 0 (none), got -1"),
-]  # fmt: skip
-_ATTENTION_INT8_REJECTIONS: Rejections = [
-    ({"key_scale": value(None)}, "key_scale", "int8 caches, got none"),
-    ({"value_scale": value(None)}, "value_scale", "int8 caches, got none"),
-    ({"key_scale": to("key_scale", BF16)}, "key_scale", "of dtype float32"),
-    ({"key_scale": narrow("key_scale")}, "key_scale", "of shape [2, 2, 12]"),
-    ({"value_scale": noncontiguous("value_scale")}, "value_scale", "contiguous"),
-    ({"value_cache": to("value_cache", F32)}, "value_cache", "of dtype int8"),
-    ({"key_cache": to("key_cache", torch.uint8)}, "key_cache", "got uint8"),
-    ({"value_scale": lambda a: a["key_scale"]}, "value_scale", "in its own memory"),
-    (
-        {"key_cache": wide_cache, "value_cache": wide_cache, "query": wide_query},
-        "key_cache", "with heads of at most 512 features for int8, got 513",
-    ),
-    ({"start_positions": to("start_positions", I32)}, "start_positions", "of dtype int64"),
-    ({"scale": value(float("nan"))}, "scale", "finite, got nan"),
-]  # fmt: skip
-
-spec(
-    attention,
-    samples=_attention_samples,
-    large=[
-        lambda g: attention_arguments(
-            g, batch=3, tokens=19, heads=6, kv_heads=2, length=131, head_dim=40,
-        ),
-        lambda g: attention_arguments(
-            g, batch=1, tokens=1, heads=10, kv_heads=5, length=700, head_dim=64,
-            cache_dtype=torch.bfloat16,
-        ),
-    ],
-    calls={
-        "": Call(lambda g: named("attention", attention_arguments(g)), _ATTENTION_REJECTIONS),
-        "int8": Call(
-            lambda g: named("attention", attention_arguments(g, cache_dtype=torch.int8)),
-            _ATTENTION_INT8_REJECTIONS,
-        ),
-    },
-    bound=attention_bound,
-    empty={
-        "": lambda: (
-            torch.empty(1, 0, 1, 8), *(torch.empty(1, 1, 0, 8) for _ in "kv"),
-            torch.zeros(1, dtype=torch.int64), 1.0,
-        ),
-    },
-)  # fmt: skip
-
 # kv_cache_update ----------------------------------------------------------------------------------
 
 
@@ -402,92 +271,3 @@ def _quantized_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     codes = torch.round(x * (torch.tensor(127.0) / absmax)[..., None])
     codes = torch.where(finite[..., None], codes, torch.zeros_like(codes))
     return codes.to(torch.int8), torch.where(finite, absmax / 127.0, torch.nan)
-
-
-def _kv_cache_update_samples() -> Built:
-    for dtype in FLOATS:
-        for cache in CACHE_DTYPES:
-            yield (
-                f"{dtype_name(dtype)}_into_{dtype_name(cache)}",
-                lambda g, d=dtype, c=cache: cache_arguments(g, dtype=d, cache_dtype=c),
-            )
-        for cache in SCALED_KV_DTYPES:
-            yield (
-                f"{dtype_name(dtype)}_into_{dtype_name(cache)}",
-                lambda g, d=dtype, c=cache: cache_arguments(g, dtype=d, cache_dtype=c, head_dim=37),
-            )
-    yield "decode", lambda g: cache_arguments(g, tokens=1)
-    yield "whole_cache", lambda g: cache_arguments(g, tokens=9)
-    yield "no_tokens", lambda g: cache_arguments(g, tokens=0)
-    yield "strided", lambda g: (
-        lambda kc, vc, k, v, s: (kc, vc, strided(k), transposed(v), s)
-    )(*cache_arguments(g))  # fmt: skip
-
-
-def overlapping_caches(a: Arguments) -> Tensor:
-    """A value cache that begins in the middle of the key cache."""
-    key_cache = a["key_cache"]
-    memory = torch.zeros(key_cache.numel() * 2)
-    a["key_cache"] = memory[: key_cache.numel()].view_as(key_cache)
-    start = key_cache.numel() // 2
-    return memory[start : start + key_cache.numel()].view_as(key_cache)
-
-
-def key_inside_cache(a: Arguments) -> Tensor:
-    """New keys that are a contiguous piece of the very cache they are to be written into."""
-    return a["key_cache"].flatten()[8 : 8 + a["key"].numel()].view_as(a["key"])
-
-
-_CACHE_UPDATE_REJECTIONS: Rejections = [
-    ({"key": to("key", F64)}, "key", FLOATS_TEXT + "float64"),
-    ({"value": to("value", BF16)}, "value", "of dtype float32, got bfloat16"),
-    ({"key": narrow("key", 2)}, "key", "[2, 3, 2, 8], got [2, 3, 1, 8]"),
-    ({"value": narrow("value", 1)}, "value", "of the shape of key"),
-    ({"key": lambda a: a["key"][0]}, "key", "with 4 dimensions"),
-    ({"key_cache": to("key_cache", F64)}, "key_cache", OF_KV_TYPES + "float64"),
-    ({"value_cache": to("value_cache", E4M3)}, "value_cache", "float32, got float8_e4m3fn"),
-    ({"key_cache": noncontiguous("key_cache")}, "key_cache", "contiguous"),
-    ({"value_cache": noncontiguous("value_cache")}, "value_cache", "contiguous"),
-    ({"value_cache": lambda a: a["key_cache"]}, "value_cache", "in its own memory"),
-    ({"value_cache": overlapping_caches}, "value_cache", "in its own memory"),
-    ({"key": key_inside_cache}, "key", "in its own memory"),
-    (
-        {"start_positions": value(torch.tensor([7, 0]))},
-        "start_positions", "in [0, 6] for 3 token(s) in a cache of length 9, got 7 for sequence 0",
-    ),
-    ({"start_positions": value(torch.tensor([0, -1]))}, "start_positions", "got -1 for sequence 1"),
-]  # fmt: skip
-_KV_CACHE_UPDATE_INT8_REJECTIONS: Rejections = [
-    ({"key": to("key", torch.int8)}, "key", FLOATS_TEXT + "int8"),
-    ({"value": to("value", BF16)}, "value", "of dtype float32"),
-    ({"key_cache": narrow("key_cache")}, "value_cache", "of the shape"),
-    ({"value_cache": to("value_cache", F32)}, "value_cache", "dtype int8"),
-    ({"start_positions": value(torch.tensor([7, 0]))}, "start_positions", "in [0, 6]"),
-    ({"value_scale": value(None)}, "value_scale", "caches, got none"),
-    ({"key_scale": add_dim("key_scale")}, "key_scale", "shape [2, 2, 9]"),
-]  # fmt: skip
-
-spec(
-    kv_cache_update,
-    samples=_kv_cache_update_samples,
-    large=[
-        lambda g: cache_arguments(
-            g, batch=3, tokens=40, kv_heads=4, length=64, head_dim=40, cache_dtype=torch.bfloat16,
-        ),
-    ],
-    calls={
-        "": Call(lambda g: named("kv_cache_update", cache_arguments(g)), _CACHE_UPDATE_REJECTIONS),
-        "int8": Call(
-            lambda g: named("kv_cache_update", cache_arguments(g, cache_dtype=torch.int8)),
-            _KV_CACHE_UPDATE_INT8_REJECTIONS,
-        ),
-    },
-    mutates=frozenset({"key_cache", "value_cache", "key_scale", "value_scale"}),
-    overlapping=lambda g, dtype: cache_arguments(g, cache_dtype=dtype),
-    empty={
-        "": lambda: (
-            *(torch.empty(1, 1, 2**40, 0) for _ in "kv"),
-            *(torch.empty(1, 2**40, 1, 0) for _ in "kv"), torch.zeros(1, dtype=torch.int64),
-        ),
-    },
-)  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,8 +24,7 @@ from op_values import (
     random_packed,
     strided,
 )
-from ops_group import blocked
-from ops_linear import check_in_features
+from ops_linear import blocked
 from ops_packing import repacked
 
 
@@ -46,25 +46,20 @@ def _is_gain(arg: Any) -> bool:
 # qkv_forward --------------------------------------------------------------------------------------
 
 
-def _project(
-    o: Any, x: Tensor, weight: Tensor, scale: Tensor, rows: int | None, k: int | None, form: str
-) -> Tensor:
-    """linear, or group_linear with scales of groups."""
-    y: Tensor = (
-        o.group_linear(x, weight, scale, None, rows, k, form)
-        if scale.dim() > 1
-        else o.linear(x, weight, scale, None, rows, k)
-    )
-    return y
+def _shapes(shape: Sequence[int]) -> list[Sequence[int]]:
+    """N and K of each of the three weights."""
+    return [shape[i : i + 2] for i in (0, 2, 4)]
 
 
 def qkv_forward(o: Any, a: Any) -> tuple[Tensor, ...]:
     """rms_norm, then three linears."""
-    check_in_features(a.x, a.in_features)
-    hidden, rows = o.rms_norm(a.x, a.norm_weight, a.eps), a.out_features or (None, None, None)
+    hidden, form = o.rms_norm(a.x, a.norm_weight, a.eps), a.activation_format
     shards = (a.q_weight, a.q_scale), (a.k_weight, a.k_scale), (a.v_weight, a.v_scale)
-    form = a.activation_format
-    return tuple(_project(o, hidden, *s, n, None, form) for s, n in zip(shards, rows, strict=True))
+    shapes = _shapes(a.shape)
+    return tuple(
+        o.linear(hidden, *shard, None, shape, form)
+        for shard, shape in zip(shards, shapes, strict=True)
+    )
 
 
 def qkv_arguments(g: torch.Generator, x: Tensor, k: int, gain_dtype: torch.dtype) -> Arguments:
@@ -74,10 +69,10 @@ def qkv_arguments(g: torch.Generator, x: Tensor, k: int, gain_dtype: torch.dtype
 
 def repacked_qkv_arguments(g: torch.Generator, k: int, fmt: str) -> Arguments:
     args = list(qkv_arguments(g, activations(g, 3, k), k, torch.float32))
-    rows = [args[index].shape[0] for index in (2, 4, 6)]
+    shapes = [size for index in (2, 4, 6) for size in (args[index].shape[0], k)]
     for index in (2, 4, 6):
         args[index] = repacked(args[index], k, fmt)
-    return (*args, rows)
+    return (*args, shapes)
 
 
 def grouped_arguments(op: str, g: torch.Generator, form: str, fmt: str) -> Arguments:
@@ -95,10 +90,11 @@ def grouped_arguments(op: str, g: torch.Generator, form: str, fmt: str) -> Argum
         shards.append((weight, scale))
     x, norm = activations(g, 3, k), gain(g, k)
     (q, qs), (kw, ks), (v, vs) = shards
+    shapes = [size for shape in zip(rows, widths, strict=True) for size in shape]
     if op == "qkv_forward":
-        return x, norm, q, qs, kw, ks, v, vs, 1e-5, [*rows], k, form
+        return x, norm, q, qs, kw, ks, v, vs, 1e-5, shapes, form
     sub = gain(g, inner)
-    return x, norm, q, qs, kw, ks, sub, v, vs, 1e-5, "silu", [inner, k], [k, inner], form
+    return x, norm, q, qs, kw, ks, sub, v, vs, 1e-5, "silu", shapes, form
 
 
 def _rng() -> torch.Generator:
@@ -125,8 +121,9 @@ def _qkv_forward_samples() -> Built:
 
 
 _QKV_FORWARD_REJECTIONS: Rejections = [
-    ({"out_features": value([8, 4, 5])}, "out_features", "the 4 rows of v_weight"),
-    ({"in_features": value(161)}, "x", "with the 161 input features of the weight"),
+    ({"shape": value([8, K, 4, K, 5, K])}, "shape", "the 4 rows of v_weight"),
+    ({"shape": value([8, K, 4, 161, 4, K])}, "x", "with the 161 input features of the weight"),
+    ({"shape": value([8, K])}, "shape", "empty or with 6 elements, got 2"),
     ({"x": to("x", F64)}, "x", FLOATS_TEXT + "float64"),
     ({"norm_weight": narrow("norm_weight")}, "norm_weight", "of shape [160]"),
     ({"k_weight": narrow("k_weight")}, "k_weight", "whole 32-byte blocks"),
@@ -165,7 +162,7 @@ spec(
         "": lambda g, dtype: fixed(*qkv_arguments(g, torch.zeros(1, 64), 64, dtype)[1:]),
     },
     poison_spreads=True,
-    list_lengths={"out_features": 3},
+    list_lengths={"shape": 6},
 )  # fmt: skip
 
 # mlp_forward --------------------------------------------------------------------------------------
@@ -173,21 +170,20 @@ spec(
 
 def mlp_forward(o: Any, a: Any) -> Tensor:
     """rms_norm, gate and up, activation, sub-norm, down; float32 after the norm if x is float16."""
-    (first, second), (inner, outer) = a.in_features or (None, None), a.out_features or (None, None)
-    check_in_features(a.x, first)
+    gate_shape, up_shape, down_shape = _shapes(a.shape)
     hidden = o.rms_norm(a.x, a.norm_weight, a.eps)
     if a.x.dtype == torch.float16:
         hidden = hidden.float()  # squared ReLU overflows float16: the op keeps float32 from here
     form = a.activation_format
-    gate = _project(o, hidden, a.gate_weight, a.gate_scale, inner, None, form)
-    up = _project(o, hidden, a.up_weight, a.up_scale, inner, None, form)
+    gate = o.linear(hidden, a.gate_weight, a.gate_scale, None, gate_shape, form)
+    up = o.linear(hidden, a.up_weight, a.up_scale, None, up_shape, form)
     if a.activation == "relu2":
         product = o.relu2_mul(gate, up)
     else:
         product = o.silu_and_mul(torch.cat([gate, up], dim=-1))
     if a.sub_norm_weight is not None:
         product = o.rms_norm(product, a.sub_norm_weight, a.eps)
-    y = _project(o, product, a.down_weight, a.down_scale, outer, second, form)
+    y: Tensor = o.linear(product, a.down_weight, a.down_scale, None, down_shape, form)
     return y.to(a.x.dtype)
 
 
@@ -209,7 +205,7 @@ def repacked_mlp_arguments(g: torch.Generator, k: int, inner: int, fmt: str) -> 
     args = list(mlp_arguments(g, activations(g, 3, k), "relu2", intermediate=inner))
     for index, width in ((2, k), (4, k), (7, inner)):
         args[index] = repacked(args[index], width, fmt)
-    return (*args, [inner, k])
+    return (*args, [inner, k, inner, k, k, inner])
 
 
 def _mlp_forward_samples() -> Built:
@@ -231,8 +227,9 @@ def _mlp_forward_samples() -> Built:
 
 
 _MLP_FORWARD_REJECTIONS: Rejections = [
-    ({"out_features": value([150, 161])}, "out_features", "the 160 rows of down_weight"),
-    ({"in_features": value([161, 150])}, "x", "with the 161 input features of the weight"),
+    ({"shape": value([150, K, 150, K, 161, 150])}, "shape", "the 160 rows of down_weight"),
+    ({"shape": value([150, 161, 150, K, K, 150])}, "x", "the 161 input features of"),
+    ({"shape": value([150, K, 150, K, K, 149])}, "gate_weight", "features of down_weight (shape)"),
     ({"gate_scale": value(torch.ones(3))}, "gate_scale", "per output row (150), got 3"),
     ({"up_scale": value(torch.ones(3))}, "up_scale", "per output row (150), got 3"),
     ({"up_scale": lambda a: positive(_rng(), 150, 2)}, "up_scale", "like gate_scale, or neither"),
@@ -278,5 +275,5 @@ spec(
         ),
     },
     poison_spreads=True,
-    list_lengths={"out_features": 2, "in_features": 2},
+    list_lengths={"shape": 6},
 )

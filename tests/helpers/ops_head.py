@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -36,9 +38,8 @@ from op_values import (
     strided,
     transposed,
 )
-from ops_group import blocked, fma, quantize_activation_groups
-from ops_linear import check_in_features, codes_of
-from ops_packing import BLOCK, repacked
+from ops_linear import blocked, codes_of, fma
+from ops_packing import BLOCK, int16_row, quantize_activations, repacked
 
 # quantize_head ------------------------------------------------------------------------------------
 
@@ -112,7 +113,7 @@ spec(
 
 
 def head_arguments(g: torch.Generator, x: Tensor, v: int, form: str, group: int) -> Arguments:
-    return (x, *quantized_head(g, v, x.shape[-1], form, group), v)
+    return (x, *quantized_head(g, v, x.shape[-1], form, group), (v, x.shape[-1]))
 
 
 def _head_codes(weight: Tensor, scale: Tensor) -> Tensor:
@@ -121,17 +122,6 @@ def _head_codes(weight: Tensor, scale: Tensor) -> Tensor:
     pieces = weight.reshape(tiles, lines, 16, 1, 4).transpose(1, 2)
     codes = torch.cat([pieces & 15, pieces >> 4], dim=3)
     return codes.to(torch.int64).reshape(tiles * 16, scale.shape[1], -1) - 8
-
-
-def _head_activations(x: Tensor) -> tuple[Tensor, Tensor]:
-    """F [M, K] -> 16-bit integers as int64 [M, K] and float32 scales [M, 1]."""
-    x = x.to(torch.float32)
-    absmax = x.abs().amax(dim=-1, keepdim=True).clamp(min=1e-30)
-    finite = torch.isfinite(x).all(dim=-1, keepdim=True)
-    wide = torch.where(
-        finite, torch.round(x * (torch.tensor(32512.0) / absmax)), torch.zeros_like(x)
-    )
-    return wide.to(torch.int64), torch.where(finite, absmax / 32512.0, torch.nan)
 
 
 def _int4_logits(wide: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
@@ -153,12 +143,12 @@ def _int4_logits(wide: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
 def ternary_head(
     g: torch.Generator, v: int, k: int, weight_format: str, dtype: torch.dtype = F16
 ) -> Arguments:
-    """weight, scale, v and k of a ternary head with scales of groups."""
+    """weight, scale and shape of a ternary head with scales of groups."""
     weight, groups = random_packed(g, v, k), -(-k // BLOCK)
     if weight_format == "canonical":
-        return weight, positive(g, v, groups), v, k
+        return weight, positive(g, v, groups), (v, k)
     weight = repacked(weight, k, weight_format)
-    return weight, blocked(g, weight, groups, v, dtype), v, k
+    return weight, blocked(g, weight, groups, v, dtype), (v, k)
 
 
 def _is_ternary(weight: Tensor, scale: Tensor) -> bool:
@@ -170,11 +160,11 @@ def _row_scales(scale: Tensor, rows: int) -> Tensor:
     return torch.cat([*scale.float()], dim=1).T[:rows] if scale.dim() == 3 else scale
 
 
-def _ternary_logits(x: Tensor, weight: Tensor, scale: Tensor, rows: int | None) -> Tensor:
+def _ternary_logits(x: Tensor, weight: Tensor, scale: Tensor, shape: Sequence[int]) -> Tensor:
     """float32 [M, K] times ternary codes, every group of x in 16 bits -> float32 [M, V]."""
-    codes = codes_of(weight, x.shape[-1], rows).to(torch.int64)
+    codes = codes_of(weight, x.shape[-1], shape).to(torch.int64)
     scales = _row_scales(scale, len(codes))
-    q, x_scales = quantize_activation_groups(x, "int16_group")
+    q, x_scales = quantize_activations(x, "int16_group")
     total = torch.zeros(len(x), len(codes))
     for group, begin in enumerate(range(0, x.shape[-1], BLOCK)):
         part = slice(begin, begin + BLOCK)
@@ -187,23 +177,22 @@ def lm_head(
     x: Tensor,
     weight: Tensor,
     scale: Tensor | None = None,
-    out_features: int | None = None,
-    in_features: int | None = None,
+    shape: Sequence[int] = (),
 ) -> Tensor:
     """F [..., K] times a head in any format -> float32 [..., V]."""
-    check_in_features(x, in_features)
     if scale is None:
         return (x.to(torch.float64) @ weight.to(torch.float64).T).to(torch.float32)
     if _is_ternary(weight, scale):
-        y = _ternary_logits(x.reshape(-1, x.shape[-1]), weight, scale, out_features)
+        y = _ternary_logits(x.reshape(-1, x.shape[-1]), weight, scale, shape)
         return y.reshape(*x.shape[:-1], y.shape[-1])
-    wide, x_scale = _head_activations(x.reshape(-1, x.shape[-1]))
+    wide, x_scale = int16_row(x.reshape(-1, x.shape[-1]).to(torch.float32))
+    wide, x_scale = wide.to(torch.int64), x_scale[:, None]
     if weight.dtype == torch.int8:
         sums = (wide @ weight.to(torch.int64).T).to(torch.float64).to(torch.float32)
         y = sums * (scale[None, :] * x_scale)
     else:
         y = _int4_logits(wide, weight, scale) * x_scale
-    y = y[:, :out_features]
+    y = y[:, : shape[0]] if shape else y
     return y.reshape(*x.shape[:-1], y.shape[-1])
 
 
@@ -257,13 +246,13 @@ def _lm_head_samples() -> Built:
         yield f"token_ternary_{fmt}", lambda g, f=fmt: (
             activations(g, 1, 64), *ternary_head(g, 7, 64, f, torch.float32),
         )  # fmt: skip
-    yield "no_out_features", lambda g: (
+    yield "no_shape", lambda g: (
         activations(g, 2, 64), *quantized_head(g, 32, 64, "int4", 64),
     )  # fmt: skip
 
 
 _LM_HEAD_REJECTIONS: Rejections = [
-    ({"in_features": value(161)}, "x", "with the 161 input features of the weight"),
+    ({"shape": value((11, 161))}, "x", "with the 161 input features of the weight"),
     ({"x": to("x", F64)}, "x", FLOATS_TEXT + "float64"),
     ({"x": lambda a: a["x"][0, 0]}, "x", "at least 1 dimension"),
     ({"weight": narrow("weight")}, "weight", "of shape [11, 160], got [11, 159]"),
@@ -273,7 +262,7 @@ _LM_HEAD_REJECTIONS: Rejections = [
     ({"weight": lambda a: a["weight"][0]}, "weight", "with 2 dimensions"),
     ({"weight": noncontiguous("weight")}, "weight", "contiguous"),
     ({"scale": value(torch.ones(11))}, "scale", "left out for a float weight"),
-    ({"out_features": value(12)}, "out_features", "equal to the weight's rows 11"),
+    ({"shape": value((12, K))}, "shape", "with the weight's rows 11, got 12"),
 ]  # fmt: skip
 _LM_HEAD_INT8_REJECTIONS: Rejections = [
     ({"weight": narrow("weight")}, "weight", "of shape [11, 160], got [11, 159]"),
@@ -283,9 +272,12 @@ _LM_HEAD_INT8_REJECTIONS: Rejections = [
     ({"scale": to("scale", BF16)}, "scale", "of dtype float32, got bfloat16"),
     ({"scale": narrow("scale")}, "scale", "of shape [11], got [10]"),
     ({"scale": noncontiguous("scale")}, "scale", "contiguous"),
-    ({"out_features": value(10)}, "out_features", "rows 11, got 10"),
+    ({"shape": value((10, K))}, "shape", "rows 11, got 10"),
     (
-        {"x": value(torch.ones(1, 65537)), "weight": value(torch.ones(11, 65537).char())},
+        {
+            "x": value(torch.ones(1, 65537)), "weight": value(torch.ones(11, 65537).char()),
+            "shape": value(()),
+        },
         "weight", "with 1 to 65536 features for a quantised head, got 65537",
     ),
 ]  # fmt: skip
@@ -293,21 +285,21 @@ _LM_HEAD_INT4_REJECTIONS: Rejections = [
     ({"weight": narrow("weight")}, "weight", "[1, 24, 64], got [1, 24, 63]"),
     ({"weight": narrow("weight", 1)}, "scale", "of the weight's 23 lines"),
     ({"weight": noncontiguous("weight")}, "weight", "contiguous"),
-    ({"x": value(torch.ones(2, 128))}, "weight", "2 groups of 64 features for 128"),
-    ({"x": value(torch.ones(2, 193))}, "weight", "4 groups of 64 features for 193"),
+    ({"x": lambda a: torch.ones(2, 128), "shape": value(())}, "weight", "2 groups of 64"),
+    ({"x": lambda a: torch.ones(2, 193), "shape": value(())}, "weight", "4 groups of 64"),
     ({"scale": value(None)}, "scale", "with a quantised weight"),
     ({"scale": to("scale", F64)}, "scale", "of dtype bfloat16, got float64"),
     ({"scale": narrow("scale")}, "scale", "of shape [1, 3, 16], got [1, 3, 15]"),
     ({"scale": narrow("scale", 1)}, "scale", "lines, got 2 groups"),
     ({"scale": lambda a: a["scale"][0]}, "scale", "with 3 dimensions"),
-    ({"out_features": value(17)}, "out_features", "to fill 1 tiles of 16 rows"),
-    ({"out_features": value(-1)}, "out_features", "tiles of 16 rows, got -1"),
+    ({"shape": value((17, K))}, "shape", "rows that fill 1 tiles of 16, got 17"),
+    ({"shape": value((0, K))}, "shape", "tiles of 16, got 0"),
 ]  # fmt: skip
 
 _LM_HEAD_TERNARY_REJECTIONS: Rejections = [
-    ({"x": lambda a: a["x"][:, :64], "in_features": value(64)}, "weight", "repacked for"),
-    ({"out_features": value(None)}, "out_features", "given, for weight is in a CPU-specific"),
-    ({"out_features": value(100)}, "weight", "100 x 160 repacked for"),
+    ({"x": lambda a: a["x"][:, :64], "shape": value((11, 64))}, "weight", "repacked for"),
+    ({"shape": value(())}, "shape", "given, for weight is in a CPU-specific"),
+    ({"shape": value((100, K))}, "weight", "100 x 160 repacked for"),
     ({"weight": noncontiguous("weight")}, "weight", "contiguous"),
     ({"scale": narrow("scale")}, "scale", "of shape ["),
     ({"scale": noncontiguous("scale")}, "scale", "contiguous"),
@@ -340,11 +332,12 @@ spec(
         ),
     },
     bound=_lm_head_bound,
+    list_lengths={"shape": 2},
     rows={
         "": lambda g, dtype: fixed(torch.randn(33, 64, generator=g)),
         "int8": lambda g, dtype: fixed(*quantize_head(torch.randn(33, 64, generator=g), "int8")),
         "int4": lambda g, dtype: fixed(
-            *quantize_head(torch.randn(33, 64, generator=g), "int4", 64), 33
+            *quantize_head(torch.randn(33, 64, generator=g), "int4", 64), (33, 64)
         ),
     },
     empty={
@@ -360,23 +353,21 @@ def embedding(
     ids: Tensor,
     weight: Tensor,
     scale: Tensor | None = None,
-    out_features: int | None = None,
-    in_features: int | None = None,
+    shape: Sequence[int] = (),
 ) -> Tensor:
     """Rows of a head in any format, int64 [...] -> float32 [..., K]."""
     if scale is None:
         rows = weight.to(torch.float32)
     elif _is_ternary(weight, scale):
-        assert in_features is not None
-        codes = codes_of(weight, in_features, out_features)
+        codes = codes_of(weight, shape[1], shape)
         scales = _row_scales(scale, len(codes)).repeat_interleave(BLOCK, dim=1)
-        rows = codes.to(torch.float32) * scales[:, :in_features]
+        rows = codes.to(torch.float32) * scales[:, : shape[1]]
     elif weight.dtype == torch.int8:
         rows = weight.to(torch.float32) * scale[:, None]
     else:
         scales = scale.transpose(1, 2).reshape(-1, scale.shape[1], 1).to(torch.float32)
         rows = (_head_codes(weight, scale).to(torch.float32) * scales).flatten(1)
-    return rows[:out_features, :in_features][ids]
+    return (rows[: shape[0], : shape[1]] if shape else rows)[ids]
 
 
 def _embedding_samples() -> Built:
@@ -386,7 +377,7 @@ def _embedding_samples() -> Built:
         )  # fmt: skip
     for form, group in HEAD_FORMATS:
         yield f"{form}_{group}", lambda g, f=form, n=group: (
-            torch.tensor([36, 0, 17, 36]), *quantized_head(g, 37, 300, f, n), 37, 300,
+            torch.tensor([36, 0, 17, 36]), *quantized_head(g, 37, 300, f, n), (37, 300),
         )  # fmt: skip
     for fmt in ("canonical", *FORMATS):
         yield f"ternary_{fmt}", lambda g, f=fmt: (
@@ -405,23 +396,23 @@ _EMBEDDING_REJECTIONS: Rejections = [
     ({"ids": value(torch.tensor([-1]))}, "ids", "from 0 to 10, got -1"),
     ({"weight": to("weight", F64)}, "weight", FLOATS_TEXT + "float64"),
     ({"weight": noncontiguous("weight")}, "weight", "contiguous"),
-    ({"in_features": value(161)}, "weight", "[11, 161], got [11, 160]"),
-    ({"in_features": value(-1)}, "in_features", "at least 0, got -1"),
-    ({"out_features": value(10)}, "out_features", "rows 11, got 10"),
+    ({"shape": value((11, 161))}, "weight", "[11, 161], got [11, 160]"),
+    ({"shape": value((11, -1))}, "shape", "of sizes from 0 to 1099511627776, got -1"),
+    ({"shape": value((10, K))}, "shape", "rows 11, got 10"),
     ({"scale": value(torch.ones(11))}, "scale", "left out for a float weight"),
 ]  # fmt: skip
 _EMBEDDING_TERNARY_REJECTIONS: Rejections = [
-    ({"in_features": value(None)}, "in_features", "given for a ternary weight"),
+    ({"shape": value(())}, "shape", "given for a ternary weight"),
     ({"ids": value(torch.tensor([11]))}, "ids", "from 0 to 10, got 11"),
-    ({"out_features": value(-1)}, "out_features", "from 0 to"),
+    ({"shape": value((100, K))}, "weight", "100 x 160 repacked for"),
     ({"scale": noncontiguous("scale")}, "scale", "contiguous"),
     ({"weight": noncontiguous("weight")}, "weight", "contiguous"),
 ]  # fmt: skip
 _EMBEDDING_INT4_REJECTIONS: Rejections = [
     ({"ids": value(torch.tensor([11]))}, "ids", "from 0 to 10, got 11"),
-    ({"in_features": value(0)}, "weight", "with 1 to 65536 features"),
-    ({"in_features": value(128)}, "weight", "for 128 features, got 3"),
-    ({"out_features": value(16 + 1)}, "out_features", "to fill 1 tiles"),
+    ({"shape": value((11, 0))}, "weight", "with 1 to 65536 features"),
+    ({"shape": value((11, 128))}, "weight", "for 128 features, got 3"),
+    ({"shape": value((17, K))}, "shape", "fill 1 tiles"),
     ({"scale": noncontiguous("scale")}, "scale", "contiguous"),
     ({"weight": value(torch.ones(1, 24, 64))}, "weight", "with 2 dimensions"),
 ]  # fmt: skip
@@ -432,21 +423,21 @@ spec(
     large=[
         lambda g: (
             torch.randint(0, 301, (61,), generator=g),
-            *quantized_head(g, 301, 517, "int4", 64), 301, 517,
+            *quantized_head(g, 301, 517, "int4", 64), (301, 517),
         ),
     ],
     calls={
         "": Call(
             lambda g: {
                 "ids": torch.tensor([0, 10]), "weight": torch.randn(11, K, generator=g),
-                "out_features": 11, "in_features": K,
+                "shape": (11, K),
             },
             _EMBEDDING_REJECTIONS,
         ),
         "int4": Call(
             lambda g: named(
                 "embedding",
-                (torch.tensor([0, 10]), *quantized_head(g, 11, K, "int4", 64), 11, K),
+                (torch.tensor([0, 10]), *quantized_head(g, 11, K, "int4", 64), (11, K)),
             ),
             _EMBEDDING_INT4_REJECTIONS,
         ),
@@ -457,5 +448,6 @@ spec(
             _EMBEDDING_TERNARY_REJECTIONS,
         ),
     },
+    list_lengths={"shape": 2},
     empty={"": lambda: (torch.empty(0, dtype=torch.int64), torch.empty(0, 2**62))},
 )  # fmt: skip

@@ -29,7 +29,12 @@ from op_values import (
     random_packed,
     strided,
 )
-from ops_attention import attention_over_bfloat16, cache_memory
+from ops_attention import (
+    attention_by,
+    attention_over_bfloat16,
+    cache_memory,
+    kv_cache_update_by,
+)
 from ops_lora import LORA_REJECTIONS, lora_arguments, lora_factors, with_side_paths
 from ops_packing import repacked
 from ops_step_rejections import DECODE_STEP_REJECTIONS
@@ -64,15 +69,14 @@ def decode_step(o: Any, a: Any) -> Tensor:
         after_o = 1 + len(inner[:4]) + (2 if a.qk_norms else 0) + (1 if a.sub_norms else 0)
         norm_sizes = [*norm_sizes[:after_o], hidden, *norm_sizes[after_o:], hidden]
     *norms, last = a.norm_weights.split([*norm_sizes * len(a.scales), hidden])
-    positions = a.start_positions[:, None] + torch.arange(tokens)
-    wide_cos_sin = o.rope_table(positions, a.inv_freq, a.attention_factor)
+    places = a.start_positions[:, None] + torch.arange(tokens)
+    wide_rope = places, a.inv_freq, a.attention_factor
     sub_eps = a.eps if a.sub_norm_eps is None else a.sub_norm_eps
     for layer, scales in enumerate(a.scales):
         weights = a.weights[7 * layer : 7 * layer + 7]
-        cos_sin = wide_cos_sin
+        rope = wide_rope
         if layer in a.local_layers:
-            cos_sin = o.rope_table(a.start_positions[:, None] + torch.arange(tokens),
-                                   a.local_inv_freq)  # fmt: skip
+            rope = places, a.local_inv_freq, 1.0
         kept = torch.arange(width)
         if a.dropped_neurons is not None:
             kept = kept[~torch.isin(kept, a.dropped_neurons[layer])]
@@ -109,7 +113,7 @@ def decode_step(o: Any, a: Any) -> Tensor:
             weight, scale = weights[i], scales[i]  # noqa: B023
             if inside:  # noqa: B023
                 x = normed(x, inside[i], a.linear_norm_eps, i == 6)  # noqa: B023
-            more = weight, scale, biases.get(i), rows[i], features[i]  # noqa: B023
+            more = weight, scale, biases.get(i), (rows[i], features[i])  # noqa: B023
             if i == 6 and whole_down:
                 x = spread(x)
             if i in a.grouped:
@@ -118,7 +122,7 @@ def decode_step(o: Any, a: Any) -> Tensor:
                 if weight.dim() > 2:
                     form = (len(weight), groups, -1)
                 more = weight, scale.view(form), *more[2:], a.activation_format
-                y: Tensor = o.group_linear(x, *more)
+                y: Tensor = o.linear(x, *more)
             else:
                 y = o.linear(x, *more)
             if sides and i == 6 and not whole_down:  # noqa: B023
@@ -130,7 +134,7 @@ def decode_step(o: Any, a: Any) -> Tensor:
         if plain:
             qkv = o.qkv_forward(
                 x.to(a.dtype), before, *(t for i in range(3) for t in (weights[i], scales[i])),
-                a.eps, rows[:3],
+                a.eps, [size for i in range(3) for size in (rows[i], features[i])],
             )  # fmt: skip
         else:
             h = o.rms_norm(x.to(a.dtype), before, a.eps)
@@ -141,11 +145,11 @@ def decode_step(o: Any, a: Any) -> Tensor:
         caches = a.key_cache[layer], a.value_cache[layer]
         scales_of_caches = [t if t is None else t[layer] for t in (a.key_scale, a.value_scale)]
         positions = a.start_positions
-        o.kv_cache_update(*caches, o.rope(key, cos_sin), value, positions, *scales_of_caches)
-        query = o.rope(query, cos_sin)
+        kv_cache_update_by(o)(*caches, o.rope(key, *rope), value, positions, *scales_of_caches)
+        query = o.rope(query, *rope)
         # whose codes behind it bear no bound: bfloat16's coarse roundings must be the definition's
         coarse = o is reference and caches[0].dtype == torch.bfloat16
-        attend = attention_over_bfloat16 if coarse else o.attention
+        attend = attention_over_bfloat16 if coarse else attention_by(o)
         seen_by = [*scales_of_caches, a.windows[layer] if a.windows else 0]
         mixed = attend(query, *caches, positions, a.scale, *seen_by).flatten(2)
         mixed = mixed if sub is None else o.rms_norm(mixed, sub, sub_eps)
@@ -153,7 +157,7 @@ def decode_step(o: Any, a: Any) -> Tensor:
         if plain:
             mlp = [t for i in (4, 5) for t in (weights[i], scales[i])]
             mlp += [inner_norm, weights[6], scales[6]]
-            sizes = [a.intermediate_size, hidden]
+            sizes = [size for i in (4, 5, 6) for size in (rows[i], features[i])]
             y = o.mlp_forward(x.to(a.dtype), after, *mlp, a.eps, a.activation, sizes)
             x = x + added(y, post_down)
             continue
@@ -164,7 +168,7 @@ def decode_step(o: Any, a: Any) -> Tensor:
         z = z if inner_norm is None else normed(z, inner_norm, sub_eps)
         x = x + added(project(6, z), post_down)
     last_x = o.rms_norm(x[:, -a.logits_to_keep :], last, a.eps)  # 0 keeps everything
-    logits: Tensor = o.lm_head(last_x, a.head_weight, a.head_scale, a.vocab_size)
+    logits: Tensor = o.lm_head(last_x, a.head_weight, a.head_scale, (a.vocab_size, hidden))
     return logits
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -182,8 +184,9 @@ def repacked(weight: Tensor, k: int, format: str) -> Tensor:
 # unrepack ----------------------------------------------------------------------------------------
 
 
-def unrepack(weight: Tensor, out_features: int, in_features: int) -> Tensor:
-    """The inverse of repack: canonical uint8 [out_features, R]."""
+def unrepack(weight: Tensor, shape: Sequence[int]) -> Tensor:
+    """The inverse of repack: canonical uint8 [N, R] of an N x K matrix."""
+    out_features, in_features = shape
     tiles, steps = weight.shape[:2]
     values = weight.reshape(tiles, steps, -1, 4).to(torch.int64)
     if weight.dim() == 3:
@@ -200,7 +203,7 @@ def _unrepack_samples() -> Built:
     for fmt in FORMATS:
         for n, k in ((1, 1), (5, 64), (33, 300), (81, 129)):
             yield f"{fmt}_{n}x{k}", lambda g, n=n, k=k, f=fmt: (
-                repacked(random_packed(g, n, k), k, f), n, k,
+                repacked(random_packed(g, n, k), k, f), (n, k),
             )  # fmt: skip
 
 
@@ -208,23 +211,27 @@ _UNREPACK_REJECTIONS: Rejections = [
     ({"weight": to("weight", torch.int8)}, "weight", "of dtype uint8, got int8"),
     ({"weight": lambda a: torch.zeros(N, 64).byte()}, "weight", "in a CPU-specific layout"),
     ({"weight": lambda a: a["weight"] | 3}, "weight", "codes 0, 1, 2"),
-    ({"out_features": value(100000)}, "weight", "repack again"),
-    ({"in_features": value(257)}, "weight", "repack again"),
+    ({"shape": value((100000, K))}, "weight", "repack again"),
+    ({"shape": value((N, 257))}, "weight", "repack again"),
+    ({"shape": value((-1, K))}, "shape", "of sizes from 0 to 1099511627776, got -1"),
+    ({"shape": value((N,))}, "shape", "with 2 elements, got 1"),
+    ({"shape": value(())}, "shape", "with 2 elements, got 0"),
 ]  # fmt: skip
 
 spec(
     unrepack,
     samples=_unrepack_samples,
-    large=[lambda g: (repacked(random_packed(g, 301, 517), 517, "1.6bit"), 301, 517)],
+    large=[lambda g: (repacked(random_packed(g, 301, 517), 517, "1.6bit"), (301, 517))],
     calls={
         "": Call(
             lambda g: {
                 "weight": repacked(random_packed(g, N, K), K, "2bit"),
-                "out_features": N, "in_features": K,
+                "shape": (N, K),
             },
             _UNREPACK_REJECTIONS,
         ),
     },
+    list_lengths={"shape": 2},
 )  # fmt: skip
 
 # quantize_weights ---------------------------------------------------------------------------------
@@ -268,15 +275,36 @@ spec(
 # quantize_activations -----------------------------------------------------------------------------
 
 
-def quantize_activations(x: Tensor) -> tuple[Tensor, Tensor]:
-    """F [..., K] -> (q int8 [..., K], scale float32 [...]); a poisoned row -> 0 and NaN."""
+def quantize_activations(
+    x: Tensor, activation_format: str = "int8", group_size: int = BLOCK
+) -> tuple[Tensor, Tensor]:
+    """F [..., K] -> (q int8 [..., K], scale float32 [...]); a poisoned row -> 0 and NaN.
+
+    Of groups each is a row of its own.
+    """
     x = x.to(torch.float32)
+    if activation_format == "int8":
+        return _int8_row(x)
+    row = _int8_row if activation_format == "int8_group" else int16_row
+    groups = [row(group) for group in x.split(group_size, dim=-1)]
+    return torch.cat([q for q, _ in groups], dim=-1), torch.stack([s for _, s in groups], dim=-1)
+
+
+def _int8_row(x: Tensor) -> tuple[Tensor, Tensor]:
     absmax = x.abs().amax(dim=-1)
     s = 127.0 * torch.reciprocal(torch.clamp(absmax, min=1e-5))  # as torch evaluates 127 / t
     q = torch.clamp(torch.round(x * s[..., None]), -128, 127)
     finite = torch.isfinite(x).all(dim=-1)
     q = torch.where(finite[..., None], q, torch.zeros_like(q))
     return q.to(torch.int8), torch.where(finite, 1.0 / s, torch.full_like(s, torch.nan))
+
+
+def int16_row(x: Tensor) -> tuple[Tensor, Tensor]:
+    most = x.abs().amax(dim=-1, keepdim=True)
+    bad = ~x.isfinite().all(dim=-1, keepdim=True)
+    most = most.clamp(min=1e-30)
+    q = (x * (torch.tensor(32512.0) / most)).round().where(~bad, 0).to(torch.int16)
+    return q, (most / 32512.0).where(~bad, torch.nan).squeeze(-1)
 
 
 def _quantize_activations_samples() -> Built:
@@ -293,6 +321,17 @@ def _quantize_activations_samples() -> Built:
         activations(g, 3, 20).index_put_((torch.tensor([0, 2]), torch.tensor([3, 19])),
                                          torch.tensor([torch.nan, -torch.inf])),
     )  # fmt: skip
+    for form in ("int8_group", "int16_group"):
+        for dtype in FLOATS:
+            yield f"{form}_{dtype_name(dtype)}", lambda g, f=form, d=dtype: (
+                activations(g, 3, 300, dtype=d), f,
+            )  # fmt: skip
+        yield f"{form}_leading", lambda g, f=form: (activations(g, 2, 1, 3, 128), f)
+        yield f"{form}_short", lambda g, f=form: (transposed(activations(g, 4, 5)), f)
+        yield f"{form}_zeros", lambda g, f=form: (torch.zeros(2, 257), f)
+        yield f"{form}_no_tokens", lambda g, f=form: (torch.zeros(0, 130), f)
+        for k in (64, 65, 320):
+            yield f"{form}_64_{k}", lambda g, f=form, k=k: (activations(g, 3, k), f, 64)
 
 
 _QUANTIZE_ACTIVATIONS_REJECTIONS: Rejections = [
@@ -302,12 +341,17 @@ _QUANTIZE_ACTIVATIONS_REJECTIONS: Rejections = [
     ({"x": to("x", torch.complex64)}, "x", FLOATS_TEXT + "complex64"),
     ({"x": lambda a: a["x"][0, 0]}, "x", "at least 1 dimension"),
     ({"x": lambda a: a["x"][:, :0]}, "x", "at least one feature"),
+    ({"activation_format": value("q8")}, "activation_format", "or int16_group, got q8"),
+    ({"group_size": value(32)}, "group_size", "128 or 64, got 32"),
 ]  # fmt: skip
 
 spec(
     quantize_activations,
     samples=_quantize_activations_samples,
-    large=[lambda g: (activations(g, 61, 1031),)],
+    large=[
+        lambda g: (activations(g, 61, 1031),),
+        lambda g: (activations(g, 131, 517), "int8_group"),
+    ],
     calls={"": Call(lambda g: {"x": activations(g, M, K)}, _QUANTIZE_ACTIVATIONS_REJECTIONS)},
-    rows={"": lambda g, dtype: fixed()},
+    rows={"": lambda g, dtype: fixed(), "groups": lambda g, dtype: fixed("int8_group")},
 )

@@ -1,6 +1,6 @@
 """Specs of attention over pools of blocks, and of writing them.
 
-Each is the rectangular op on every sequence alone, over caches that are gathered from its blocks.
+Attention is that over rectangular caches of every sequence alone, gathered from its blocks.
 """
 
 from __future__ import annotations
@@ -37,7 +37,13 @@ from op_values import (
     strided,
     transposed,
 )
-from ops_attention import OF_KV_TYPES, attention_bound, cache_memory, kv_cache_update
+from ops_attention import (
+    OF_KV_TYPES,
+    attention_bound,
+    attention_by,
+    cache_memory,
+    kv_cache_update,
+)
 
 POOLS = ("key_pool", "value_pool", "key_scale", "value_scale")
 
@@ -131,7 +137,7 @@ def paged_attention(o: Any, a: Any) -> Tensor:
     """F [tokens, H, D]: `attention` of every sequence."""
     out = torch.empty_like(a.query, memory_format=torch.contiguous_format)
     for tokens, arguments in _rectangular(a):
-        out[tokens] = o.attention(*arguments)[0]
+        out[tokens] = attention_by(o)(*arguments)[0]
     return out
 
 
@@ -195,6 +201,8 @@ def _paged_attention_samples() -> Built:
     )  # fmt: skip
     yield "alternating", lambda g: _alternating(paged_attention_arguments(g))
     yield "int32_indices", lambda g: _narrow_indices(paged_attention_arguments(g))
+    yield "one_head", lambda g: paged_attention_arguments(g, heads=1, kv_heads=1, head_dim=5)
+    yield "group_of_four", lambda g: paged_attention_arguments(g, heads=8)
     yield "nothing_new", lambda g: paged_attention_arguments(g, new=(0, 2), lengths=(5, 9))
     yield "no_tokens", lambda g: paged_attention_arguments(g, new=(0, 0), lengths=(5, 0))
     yield "no_sequences", lambda g: paged_attention_arguments(g, new=(), lengths=())
@@ -261,6 +269,7 @@ _PAGED_ATTENTION_REJECTIONS: Rejections = [
     ),
     ({"block_table": lambda a: a["block_table"] - 9}, "block_table", "of blocks in [0, 8), got -"),
     ({"scale": value(float("nan"))}, "scale", "finite, got nan"),
+    ({"scale": value(float("inf"))}, "scale", "finite, got inf"),
     ({"layout": value("tiles")}, "layout", '"rows" or "panels", got "tiles"'),
     (
         {"layout": value("panels")},
@@ -301,6 +310,13 @@ _PAGED_ATTENTION_INT8_REJECTIONS: Rejections = [
     (
         {"value_scale": lambda a: torch.ones(1).expand(8, 4, 2)},
         "value_scale", "memory of its own for every element",
+    ),
+    (
+        {
+            **{n: lambda a: torch.zeros(8, 4, 2, 513).char() for n in ("key_pool", "value_pool")},
+            "query": lambda a: torch.zeros(6, 4, 513),
+        },
+        "key_pool", "with heads of at most 512 features for int8, got 513",
     ),
     ({"query": to("query", F64)}, "query", FLOATS_TEXT),
     ({"key_pool": to("key_pool", torch.uint8)}, "key_pool", "got uint8"),

@@ -253,112 +253,84 @@ spec(
     empty={"": lambda: (torch.empty(2**40, 0),)},
 )
 
-# rope_table ---------------------------------------------------------------------------------------
-
-
-def rope_table(positions: Tensor, inv_freq: Tensor, attention_factor: float = 1.0) -> Tensor:
-    """int64 [...], float32 [D / 2] -> float32 [..., D]: cosines, then sines."""
-    angle = positions.to(torch.float64)[..., None] * inv_freq.double()
-    return (torch.cat([angle.cos(), angle.sin()], dim=-1) * attention_factor).to(torch.float32)
-
-
-def _rope_table_bound(args: Arguments, expected: Tensor) -> Tensor:
-    positions, inv_freq, *factor = args
-    angle = positions.double()[..., None] * inv_freq.double()
-    # A position above 2^24 and the angle are rounded; cos and sin have slope 1 at most and are
-    # rounded themselves, as are the factor and the product with it.
-    error = (angle.abs() * 2 * U + 3 * U) * max([1.0, *factor])
-    return torch.cat([error, error], dim=-1)
-
-
-def _rope_table_samples() -> Built:
-    yield "vector", lambda g: (torch.arange(7), frequencies(16))
-    yield "batch", lambda g: (
-        torch.randint(0, 4096, (2, 5), generator=g), frequencies(128, 5e5), 1.1386294
-    )  # fmt: skip
-    yield "scalar", lambda g: (torch.tensor(100), frequencies(6), 0.5)
-    yield "none", lambda g: (torch.zeros(0, dtype=torch.int64), frequencies(8))
-    yield "strided", lambda g: (torch.arange(20)[::3], strided(frequencies(16)))
-
-
-_ROPE_TABLE_REJECTIONS: Rejections = [
-    ({"positions": to("positions", I32)}, "positions", "of dtype int64, got int32"),
-    ({"positions": to("positions", F16)}, "positions", "got float16"),
-    ({"inv_freq": to("inv_freq", F64)}, "inv_freq", "of dtype float32, got float64"),
-    ({"inv_freq": lambda a: a["inv_freq"][None]}, "inv_freq", "with 1 dimension"),
-    ({"inv_freq": lambda a: a["inv_freq"][:0]}, "inv_freq", "1 to 32768 frequencies, got 0"),
-    ({"inv_freq": lambda a: torch.ones(32769)}, "inv_freq", "1 to 32768 frequencies, got 32769"),
-    ({"attention_factor": value(0.0)}, "attention_factor", "finite and positive"),
-    ({"attention_factor": value(float("nan"))}, "attention_factor", "finite and positive, got nan"),
-]  # fmt: skip
-
-spec(
-    rope_table,
-    samples=_rope_table_samples,
-    large=[lambda g: (torch.arange(600), frequencies(126, 5e5), 1.25)],
-    calls={
-        "": Call(
-            lambda g: {"positions": torch.arange(5), "inv_freq": frequencies(16)},
-            _ROPE_TABLE_REJECTIONS,
-        ),
-    },
-    bound=_rope_table_bound,
-    empty={
-        "rows": lambda: (torch.empty(2**40, 0, dtype=torch.int64), torch.ones(32)),
-        "out": lambda: (torch.zeros(2**20, dtype=torch.int64), torch.ones(32768)),
-    },
-)
-
 # rope ---------------------------------------------------------------------------------------------
 
 
-def rope(x: Tensor, cos_sin: Tensor) -> Tensor:
-    """F [..., H, D] rotated by float32 [..., D]; half-split; products and sum in float32."""
+def rope(x: Tensor, positions: Tensor, inv_freq: Tensor, attention_factor: float = 1.0) -> Tensor:
+    """F [..., H, D] rotated by positions [...]; half-split; products and sum in float32."""
+    angle = (positions.to(torch.float32)[..., None] * inv_freq).double()[..., None, :]
+    cos, sin = ((f(angle).float() * attention_factor) for f in (torch.cos, torch.sin))
     first, second = x.to(torch.float32).chunk(2, dim=-1)
-    cos, sin = cos_sin[..., None, :].chunk(2, dim=-1)
     rotated = [first * cos - second * sin, second * cos + first * sin]
     return torch.cat(rotated, dim=-1).to(x.dtype)
 
 
-def _unit_table(g: torch.Generator, *shape: int) -> Tensor:
-    angle = torch.rand(*shape[:-1], shape[-1] // 2, generator=g) * 6.28
-    return torch.cat([angle.cos(), angle.sin()], dim=-1)
+def cosines_and_sines(o: Any, positions: Tensor, *frequencies_and_factor: Any) -> Tensor:
+    """float32 [..., D] of such positions: what `rope` of `o` makes of a head (1, 0)."""
+    half = len(frequencies_and_factor[0])
+    head = torch.tensor([1.0, 0.0]).repeat_interleave(half).expand(*positions.shape, 1, -1)
+    rotated: Tensor = o.rope(head, positions, *frequencies_and_factor)
+    return rotated[..., 0, :]
+
+
+def _places(g: torch.Generator, *shape: int) -> Tensor:
+    return torch.randint(0, 4096, shape, generator=g)
 
 
 def _rope_samples() -> Built:
     for dtype in FLOATS:
         yield dtype_name(dtype), lambda g, d=dtype: (
-            activations(g, 3, 4, 32, dtype=d), _unit_table(g, 3, 32),
+            activations(g, 3, 4, 32, dtype=d), _places(g, 3), frequencies(32),
         )  # fmt: skip
-    yield "batch", lambda g: (activations(g, 2, 3, 4, 6), _unit_table(g, 2, 3, 6))
-    yield "one_token", lambda g: (activations(g, 5, 64), _unit_table(g, 64))
-    yield "no_tokens", lambda g: (activations(g, 0, 4, 8), _unit_table(g, 0, 8))
+    yield "batch", lambda g: (
+        activations(g, 2, 3, 4, 6), _places(g, 2, 3), frequencies(6, 5e5), 1.1386294,
+    )  # fmt: skip
+    yield "one_token", lambda g: (activations(g, 5, 64), torch.tensor(100), frequencies(64), 0.5)
+    yield "no_tokens", lambda g: (activations(g, 0, 4, 8), _places(g, 0), frequencies(8))
+    yield "no_heads", lambda g: (activations(g, 3, 0, 8), _places(g, 3), frequencies(8))
     yield "view_of_qkv", lambda g: (
-        activations(g, 3, 6 * 16)[:, 16:80].reshape(3, 4, 16), strided(_unit_table(g, 3, 16)),
+        activations(g, 3, 6 * 16)[:, 16:80].reshape(3, 4, 16), torch.arange(9)[::3],
+        strided(frequencies(16)),
     )  # fmt: skip
 
 
 _ROPE_REJECTIONS: Rejections = [
-    ({"x": lambda a: a["x"][..., :15]}, "x", "even head dimension, got 15"),
+    ({"x": lambda a: a["x"][..., :15]}, "x", "even head dimension from 2 to 65536, got 15"),
     ({"x": lambda a: a["x"][0, 0]}, "x", "at least 2 dimension"),
-    ({"cos_sin": to("cos_sin", BF16)}, "cos_sin", "of dtype float32, got bfloat16"),
-    ({"cos_sin": narrow("cos_sin", 0)}, "cos_sin", "of shape [3, 16], got [2, 16]"),
-    ({"cos_sin": lambda a: a["cos_sin"][:, :8]}, "cos_sin", "of shape [3, 16], got [3, 8]"),
-    ({"cos_sin": lambda a: a["cos_sin"][:1]}, "cos_sin", "of shape [3, 16], got [1, 16]"),
+    ({"x": lambda a: torch.ones(3, 1, 65538)}, "x", "from 2 to 65536, got 65538"),
+    ({"positions": to("positions", I32)}, "positions", "of dtype int64, got int32"),
+    ({"positions": to("positions", F16)}, "positions", "got float16"),
+    ({"positions": narrow("positions", 0)}, "positions", "of shape [3], got [2]"),
+    ({"positions": lambda a: a["positions"][:1]}, "positions", "of shape [3], got [1]"),
+    ({"inv_freq": to("inv_freq", F64)}, "inv_freq", "of dtype float32, got float64"),
+    ({"inv_freq": lambda a: a["inv_freq"][None]}, "inv_freq", "of shape [8], got [1, 8]"),
+    ({"inv_freq": narrow("inv_freq")}, "inv_freq", "of shape [8], got [7]"),
+    ({"attention_factor": value(0.0)}, "attention_factor", "finite and positive"),
+    ({"attention_factor": value(float("nan"))}, "attention_factor", "finite and positive, got nan"),
 ]  # fmt: skip
 
 spec(
     rope,
     samples=_rope_samples,
-    large=[lambda g: (activations(g, 61, 9, 126), torch.randn(61, 126, generator=g))],
+    large=[
+        lambda g: (activations(g, 61, 9, 126), torch.arange(61) * 37, frequencies(126, 5e5), 1.25)
+    ],
     calls={
         "": Call(
             lambda g: {
-                "x": activations(g, M, 4, 16), "cos_sin": torch.randn(M, 16, generator=g),
+                "x": activations(g, M, 4, 16), "positions": torch.arange(M),
+                "inv_freq": frequencies(16),
             },
             _ROPE_REJECTIONS,
         ),
     },
-    rows={"": lambda g, dtype: lambda x: (x.reshape(-1, 4, 16), torch.ones(len(x), 16) * 0.6)},
-    empty={"": lambda: (torch.empty(2**40, 0, 8), torch.empty(0, 8))},
+    rows={
+        "": lambda g, dtype: lambda x: (
+            x.reshape(-1, 4, 16), torch.full((len(x),), 7), frequencies(16)
+        )
+    },
+    empty={
+        "": lambda: (torch.empty(2**20, 0, 8), torch.zeros(2**20, dtype=torch.int64),
+                     frequencies(8)),
+    },
 )  # fmt: skip

@@ -45,7 +45,7 @@ def check_operators(kernel: ModuleType) -> int:
     for ops in (bitnet_ops.ops, kernel):
         packed = ops.repack(ops.pack(codes), 384, "2bit")  # type: ignore[attr-defined]
         scale = torch.tensor([0.5])
-        linear = ops.linear(x, packed, scale, None, 96, 384)  # type: ignore[attr-defined]
+        linear = ops.linear(x, packed, scale, None, (96, 384))  # type: ignore[attr-defined]
         norm = ops.rms_norm(x, torch.ones(384), 1e-5)  # type: ignore[attr-defined]
         results.append((packed, linear, norm))
     for ours, theirs in zip(*results, strict=True):
@@ -53,7 +53,7 @@ def check_operators(kernel: ModuleType) -> int:
     weight = results[1][0]
 
     def product(x: torch.Tensor) -> torch.Tensor:
-        return kernel.linear(x, weight, torch.ones(1), None, 96, 384)  # type: ignore[attr-defined]
+        return kernel.linear(x, weight, torch.ones(1), None, (96, 384))  # type: ignore[attr-defined]
 
     compiled = torch.compile(product, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(x), product(x))
@@ -67,7 +67,7 @@ def check_gradients(kernel: ModuleType) -> None:
     found = []
     for ops in (bitnet_ops.ops, kernel):
         x = torch.randn(2, 384, generator=torch.Generator().manual_seed(2)).requires_grad_()
-        ops.linear(x, packed, torch.tensor([0.5]), None, 96, 384).square().sum().backward()
+        ops.linear(x, packed, torch.tensor([0.5]), None, (96, 384)).square().sum().backward()
         found.append(x.grad)
         wanting = torch.ones(2, 384, requires_grad=True)
         try:

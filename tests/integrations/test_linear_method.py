@@ -296,14 +296,14 @@ def test_the_call_compiles_as_one_graph(form, repacked, monkeypatch):
 # The repacked weight ------------------------------------------------------------------------------
 
 
-def test_the_weight_is_what_prepack_makes_and_the_rows_are_freed():
+def test_the_weight_is_what_repack_makes_and_the_rows_are_freed():
     layer, part = loaded(256, 96)
     parameter, rows = layer.weight, weakref.ref(layer.weight.untyped_storage())
     layer.finish()
     gc.collect()
     assert rows() is None, "the canonical copy is still held"
     assert layer.weight is parameter and callable(parameter.weight_loader)
-    assert torch.equal(layer.weight, ops.prepack(ops.pack(part[2]), 256, "2bit"))
+    assert torch.equal(layer.weight, ops.repack(ops.pack(part[2]), 256, "2bit"))
     assert dict(layer.named_parameters()).keys() == {"weight", "weight_scale"}
     before, place = layer.weight.clone(), layer.weight.data_ptr()
     layer.finish()  # engines may, after a weight update

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from bitnet_ops import ops
+from bitnet_ops.nn.kv_pool import attend_rectangular as attend
 from bounds import assert_equal
 from isa_control import every_configuration, forced_isa, torch_threads
 from op_catalogue import COMPARABLE_SAMPLES, LARGE, SPECS, Sample, results
@@ -101,12 +102,12 @@ def test_a_poisoned_row_is_nan_throughout_never_a_number(
 def test_attention_prefill_equals_decode_token_by_token(rng: torch.Generator) -> None:
     args = attention_arguments(rng, batch=3, tokens=17, heads=6, kv_heads=3, length=40, head_dim=24)
     query, keys, values, starts, scale = args
-    whole = ops.attention(*args)
+    whole = attend(*args)
     for t in range(17):
-        one = ops.attention(query[:, t : t + 1], keys, values, starts + t, scale)
+        one = attend(query[:, t : t + 1], keys, values, starts + t, scale)
         assert_equal(one[:, 0], whole[:, t], f"token {t}")
     for b in range(3):
-        alone = ops.attention(
+        alone = attend(
             query[b : b + 1], keys[b : b + 1], values[b : b + 1], starts[b : b + 1], scale
         )
         assert_equal(alone[0], whole[b], f"sequence {b}")
@@ -116,17 +117,19 @@ def test_attention_does_not_read_past_its_position(rng: torch.Generator) -> None
     query, keys, values, _, scale = attention_arguments(rng, batch=1, tokens=4, length=20)
     starts = torch.tensor([6])
     for configuration in every_configuration():
-        clean = ops.attention(query, keys, values, starts, scale)
+        clean = attend(query, keys, values, starts, scale)
         for poison in (torch.nan, torch.inf):
             dirty_keys, dirty_values = keys.clone(), values.clone()
             dirty_keys[:, :, 10:] = poison
             dirty_values[:, :, 10:] = poison
             assert_equal(
-                ops.attention(query, dirty_keys, dirty_values, starts, scale), clean, configuration
+                attend(query, dirty_keys, dirty_values, starts, scale),
+                clean,
+                configuration,
             )
         dirty_values = values.clone()
         dirty_values[:, :, 8] = torch.nan  # seen by tokens 2 and 3 only
-        dirty = ops.attention(query, keys, dirty_values, starts, scale)
+        dirty = attend(query, keys, dirty_values, starts, scale)
         assert_equal(dirty[:, :2], clean[:, :2], configuration)
         assert bool(dirty[:, 2:].isnan().all())
 

@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from bitnet_ops import ops
+from bitnet_ops.nn.kv_pool import attend_rectangular as attend
+from bitnet_ops.nn.kv_pool import update_rectangular
 from cache_types import E4M3, EIGHT_BITS, INFINITE, LARGEST, OVERFLOW, rounded
 
 
@@ -21,7 +22,7 @@ def written(x: Tensor, dtype: torch.dtype) -> Tensor:
     """F [n] -> [n] of `dtype`, as kv_cache_update writes them; n a multiple of 256."""
     rows = x.view(1, -1, 1, 256)
     caches = [torch.zeros(1, 1, rows.shape[1], 256, dtype=dtype) for _ in "kv"]
-    ops.kv_cache_update(*caches, rows, -rows, torch.zeros(1, dtype=torch.int64))
+    update_rectangular(*caches, rows, -rows, torch.zeros(1, dtype=torch.int64))
     assert torch.equal((-caches[1].float()).nan_to_num(), caches[0].float().nan_to_num())
     return caches[0].flatten()
 
@@ -31,7 +32,7 @@ def read(codes: Tensor, heads: int) -> Tensor:
     values = codes.view(-1, 1, 1, 128)
     queries = torch.zeros(len(values), 1, heads, 128)
     starts = torch.zeros(len(values), dtype=torch.int64)
-    out = ops.attention(queries, torch.zeros_like(values), values, starts, 1.0)
+    out = attend(queries, torch.zeros_like(values), values, starts, 1.0)
     for head in range(1, heads):
         assert torch.equal(out[:, :, head].view(torch.int32), out[:, :, 0].view(torch.int32))
     return out[:, :, 0].flatten()
@@ -126,12 +127,12 @@ def test_a_nan_in_a_cache_reaches_the_tokens_that_see_it(
     keys, values = (torch.randn(shape, generator=rng).to(dtype) for _ in "kv")
     query = torch.randn(1, tokens, 2, 32, generator=rng)
     starts = torch.tensor([160])
-    clean = ops.attention(query, keys, values, starts, 0.2)
+    clean = attend(query, keys, values, starts, 0.2)
     assert bool(clean.isfinite().all())
     for cache in (keys, values):
         saved = cache[0, 0, 160 + tokens // 2, 5].clone()
         cache[0, 0, 160 + tokens // 2, 5] = math.nan
-        dirty = ops.attention(query, keys, values, starts, 0.2)
+        dirty = attend(query, keys, values, starts, 0.2)
         cache[0, 0, 160 + tokens // 2, 5] = saved
         assert torch.equal(dirty[:, : tokens // 2], clean[:, : tokens // 2])
         assert bool(dirty[:, tokens // 2 :, :, 5].isnan().all())
@@ -153,5 +154,5 @@ def test_attention_is_that_over_the_decoded_numbers(
             keys, values = ((torch.randn(shape, generator=rng) * 2).to(dtype) for _ in "kv")
             query = torch.randn(2, tokens, 2 * group, head_dim, generator=rng)
             rest = torch.tensor([length - tokens, 0]), head_dim**-0.5
-            expected = ops.attention(query, keys.float(), values.float(), *rest)
-            assert torch.equal(ops.attention(query, keys, values, *rest), expected)
+            expected = attend(query, keys.float(), values.float(), *rest)
+            assert torch.equal(attend(query, keys, values, *rest), expected)

@@ -78,7 +78,7 @@ def test_round_trip_is_exact(fmt: str, k: int, isa: str) -> None:
     rng = torch.Generator().manual_seed(k)
     for n in (1, 31, 32, 33, 40, 41, 79, 80, 81, 161):
         weight = random_packed(rng, n, k)
-        assert_equal(ops.unrepack(ops.repack(weight, k, fmt), n, k), weight, f"{n} x {k}")
+        assert_equal(ops.unrepack(ops.repack(weight, k, fmt), (n, k)), weight, f"{n} x {k}")
 
 
 @pytest.mark.parametrize("m", [1, 2, 3, 4, 5, 6, 7, 13, 64, 65, 129])
@@ -92,7 +92,7 @@ def test_every_layout_gives_the_canonical_sums(m: int) -> None:
         assert_equal(ops.gemm(weight, x), expected, configuration)
         for fmt in FORMATS:
             private = ops.repack(weight, k, fmt)
-            got = ops.gemm(private, x, out_features=n)
+            got = ops.gemm(private, x, shape=(n, k))
             assert_equal(got, expected, f"{fmt} {configuration}")
 
 
@@ -105,8 +105,8 @@ def test_largest_k_with_the_largest_values(fmt: str, isa: str) -> None:
         for value in (127, -128):
             x = torch.full((5, k), value, dtype=torch.int8)
             expected = torch.full((5, 3), k * code * value, dtype=torch.int32)
-            assert_equal(ops.gemm(private, x, out_features=3), expected, f"{code} {value}")
-            assert_equal(ops.gemv(private, x[0], out_features=3), expected[0], f"{code} {value}")
+            assert_equal(ops.gemm(private, x, shape=(3, k)), expected, f"{code} {value}")
+            assert_equal(ops.gemv(private, x[0], shape=(3, k)), expected[0], f"{code} {value}")
 
 
 def _weight(n: int = 40, k: int = 100) -> Tensor:
@@ -118,19 +118,19 @@ def test_rejections_name_the_remedy() -> None:
     private = ops.repack(weight, 100, "2bit")
     with pytest.raises(RuntimeError, match=r"repack: expected format '2bit' or '1.6bit', got"):
         ops.repack(weight, 100, "3bit")
-    with pytest.raises(RuntimeError, match="expected out_features given.*got None"):
+    with pytest.raises(RuntimeError, match="expected shape given.*got none"):
         ops.gemv(private, x)
     with pytest.raises(RuntimeError, match="repack again after changing the instruction set"):
-        ops.gemv(private, x, out_features=400)
+        ops.gemv(private, x, shape=(400, 100))
     with pytest.raises(RuntimeError, match="repack again"):
-        ops.gemv(private, torch.zeros(200, dtype=torch.int8), out_features=40)
-    with pytest.raises(RuntimeError, match="out_features the 40 rows of weight"):
-        ops.gemv(weight, x, out_features=41)
+        ops.gemv(private, torch.zeros(200, dtype=torch.int8), shape=(40, 200))
+    with pytest.raises(RuntimeError, match="shape with the 40 rows of weight"):
+        ops.gemv(weight, x, shape=(41, 100))
     with pytest.raises(RuntimeError, match="expected weight in a CPU-specific layout"):
-        ops.unrepack(weight, 40, 100)
+        ops.unrepack(weight, (40, 100))
     with pytest.raises(RuntimeError, match="at most 32768"):
         ops.repack(torch.full((1, 8224), 0x55, dtype=torch.uint8), 32896, "2bit")
-    with pytest.raises(RuntimeError, match="out_features empty or with 3 elements, got 2"):
+    with pytest.raises(RuntimeError, match="shape empty or with 6 elements, got 2"):
         scale = positive(torch.Generator(), 1)
         triple = [weight, scale] * 3
         ops.qkv_forward(torch.zeros(100), torch.ones(100), *triple, 1e-5, [40, 40])
@@ -146,7 +146,7 @@ def test_code_3_is_rejected_both_ways(fmt: str) -> None:
         private = ops.repack(_weight(), 100, fmt)
         private[0, 0, 0] |= 0b11
         with pytest.raises(RuntimeError, match="unrepack: expected weight with codes 0, 1, 2"):
-            ops.unrepack(private, 40, 100)
+            ops.unrepack(private, (40, 100))
 
 
 def test_an_ill_set_prefetch_distance_is_one_clear_error(tmp_path: Path) -> None:

@@ -354,7 +354,7 @@ def test_the_first_token_costs_what_the_next_one_does() -> None:
 def test_ops_take_the_rows_of_padded_weights() -> None:
     private = matrix(33, 130).repack("2bit")
     x = torch.ones(130)
-    assert ops.linear(x, private.weight, private.scale, None, 33).shape == (33,)
+    assert ops.linear(x, private.weight, private.scale, None, private.shape).shape == (33,)
 
 
 def test_build_shares_private_weights() -> None:

@@ -16,6 +16,7 @@ import bitnet_ops
 from bitnet_ops import ops
 from bitnet_ops.language_model import LanguageModel
 from bitnet_ops.nn.kv_cache import KVCache
+from bitnet_ops.nn.kv_pool import attend_rectangular, update_rectangular
 from bitnet_ops.nn.kv_types import KV_DTYPES
 from bitnet_ops.nn.storage import KV_TYPES
 from bounds import assert_equal, assert_within
@@ -54,9 +55,9 @@ def test_attention_moves_as_far_as_the_rounding_of_the_cache_says(
     keys, values = torch.randn(2, 1, length, 1, dim, generator=rng) + 0.5
     cache = [torch.zeros(1, 1, length, dim, dtype=KV_DTYPES[name]) for _ in "kv"]
     scales = [torch.zeros(1, 1, length) for _ in "kv"] if KV_TYPES[name].has_scales else []
-    ops.kv_cache_update(*cache, keys, values, torch.zeros(1, dtype=torch.int64), *scales)
+    update_rectangular(*cache, keys, values, torch.zeros(1, dtype=torch.int64), *scales)
     starts = torch.tensor([length - tokens])
-    got = ops.attention(query, *cache, starts, scale, *scales)
+    got = attend_rectangular(query, *cache, starts, scale, *scales)
 
     k, v = keys[0, :, 0], values[0, :, 0]
     moved = torch.einsum("bthd,ld->bthl", query.double().abs(), rounding(k, name)) * scale
@@ -86,12 +87,12 @@ class Rounding:
     def kv_cache_update(self, keys: Tensor, values: Tensor, *new: Any) -> None:
         key, value, *rest = new
         key, value = (rounded(x, self.smaller).float() for x in (key, value))
-        ops.kv_cache_update(keys, values, key, value, *rest)
+        update_rectangular(keys, values, key, value, *rest)
 
     def attention(self, query: Tensor, keys: Tensor, values: Tensor, *rest: Any) -> Tensor:
         if self.smaller == torch.bfloat16:  # whose arithmetic is its own
             keys, values = keys.bfloat16(), values.bfloat16()
-        return ops.attention(query, keys, values, *rest)
+        return attend_rectangular(query, keys, values, *rest)
 
 
 @pytest.mark.parametrize("tokens", [1, 30])

@@ -19,6 +19,7 @@ from bitnet_ops.config import ModelConfig, UnsupportedModelError
 from bitnet_ops.nn import rotary as nn_rotary
 from bitnet_ops.nn.rotary import Rotary, rotary
 from bounds import assert_equal
+from ops_rowwise import cosines_and_sines
 
 # transformers takes the power in float32 (torch's vectorised one), this package in double precision
 # through libm, rounded once, and the same on every CPU.
@@ -239,7 +240,7 @@ def test_attention_factor_multiplies_cosines_and_sines() -> None:
                          rope_scaling=dict(block))  # fmt: skip
     positions = torch.tensor([[0, 1, 8191, 8192, 20000, 32767]])
     cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1), positions)
-    table = ops.rope_table(positions, *made(block, rope_theta=1e6, head_dim=128))
+    table = cosines_and_sines(ops, positions, *made(block, rope_theta=1e6, head_dim=128))
     angle = positions[..., None] * made(block, rope_theta=1e6, head_dim=128).inv_freq.double()
     bound = 1.2 * (angle * 6 * 2.0**-24 + 4 * 2.0**-24)
     for ours, expected in ((table[..., :64], cos), (table[..., 64:], sin)):

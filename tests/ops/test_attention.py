@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bitnet_ops import ops
+from bitnet_ops.nn.kv_pool import attend_rectangular as attend
 from bitnet_ops.nn.kv_types import KV_DTYPES
 from bounds import EXP_ERROR, U, assert_equal, storing_error, sum_error
 from isa_control import every_configuration, forced_isa, torch_threads
@@ -70,7 +70,7 @@ def exact(args: Arguments) -> tuple[Tensor, Tensor]:
 
 def check(args: Arguments, message: str = "") -> None:
     want, bound = exact(args)
-    error = (ops.attention(*args).double() - want).abs()
+    error = (attend(*args).double() - want).abs()
     assert bool((error <= bound).all()), (
         f"{message}: {float((error / bound).max()):.2f} of the bound"
     )
@@ -138,9 +138,9 @@ def test_every_isa_and_thread_count_gives_the_same_bits(
 ) -> None:
     args = long_arguments(rng, tokens, cache_dtype=cache)
     with forced_isa("scalar"), torch_threads(1):
-        expected = ops.attention(*args)
+        expected = attend(*args)
     for configuration in every_configuration():
-        assert_equal(ops.attention(*args), expected, configuration)
+        assert_equal(attend(*args), expected, configuration)
 
 
 @pytest.mark.parametrize("cache", CACHES[1:], ids=str)
@@ -150,26 +150,26 @@ def test_neither_calls_nor_batches_matter(
     """Prefill at once, in uneven chunks, token by token, and each sequence alone."""
     args = long_arguments(rng, 120, cache_dtype=cache)
     query, keys, values, starts, *rest = args
-    whole = ops.attention(*args)
+    whole = attend(*args)
     for sizes in ((1,) * 120, (7, 64, 1, 48), (119, 1)):
         parts, first = [], 0
         for size in sizes:
             piece = query[:, first : first + size]
-            parts.append(ops.attention(piece, keys, values, starts + first, *rest))
+            parts.append(attend(piece, keys, values, starts + first, *rest))
             first += size
         assert_equal(torch.cat(parts, dim=1), whole, str(sizes[:3]))
     for b in range(2):
         scales = [factor[b : b + 1] for factor in rest[1:]]
-        alone = ops.attention(*(arg[b : b + 1] for arg in args[:4]), rest[0], *scales)
+        alone = attend(*(arg[b : b + 1] for arg in args[:4]), rest[0], *scales)
         assert_equal(alone[0], whole[b], f"sequence {b}")
 
 
 def test_room_in_the_cache_does_not_matter(isa: str, rng: torch.Generator) -> None:
     query, keys, values, starts, scale = long_arguments(rng, 3)
     padding = torch.full((2, 2, 77, 40), torch.nan, dtype=torch.bfloat16)
-    expected = ops.attention(query, keys, values, starts, scale)
+    expected = attend(query, keys, values, starts, scale)
     roomy = (torch.cat([cache, padding], dim=2) for cache in (keys, values))
-    assert_equal(ops.attention(query, *roomy, starts, scale), expected)
+    assert_equal(attend(query, *roomy, starts, scale), expected)
 
 
 @pytest.mark.parametrize("tokens", [1, 30])
@@ -184,7 +184,7 @@ def test_positions_that_score_minus_infinity_weigh_nothing(
     for hidden in (slice(0, 64), slice(64, 200), slice(10, 20)):
         dark = keys.clone()
         dark[:, :, hidden] = -torch.inf
-        out = ops.attention(query, dark, values, starts, scale)
+        out = attend(query, dark, values, starts, scale)
         want = torch.nn.functional.scaled_dot_product_attention(
             query.double().transpose(1, 2),
             dark.double()[:, :, : 260 + tokens].repeat_interleave(2, dim=1),
@@ -195,7 +195,7 @@ def test_positions_that_score_minus_infinity_weigh_nothing(
         assert bool(out.isfinite().all())
         assert float((out - want).abs().max()) < 1e-4
     all_dark = torch.full_like(keys, -torch.inf)
-    assert bool(ops.attention(query, all_dark, values, starts, scale).isnan().all())
+    assert bool(attend(query, all_dark, values, starts, scale).isnan().all())
 
 
 @pytest.mark.parametrize("cache", CACHES, ids=str)
@@ -213,9 +213,9 @@ def test_a_head_that_scores_minus_infinity_leaves_its_neighbours_alone(
     query[:, :, 2] = 1e38
     keys[:, :, :CHUNK] = -100 if cache == torch.int8 else -1
     keys[:, :, CHUNK:] = 0
-    out = ops.attention(query, keys, values, starts, scale, *factors)
+    out = attend(query, keys, values, starts, scale, *factors)
     for head in range(4):
-        alone = ops.attention(query[:, :, head : head + 1], keys, values, starts, scale, *factors)
+        alone = attend(query[:, :, head : head + 1], keys, values, starts, scale, *factors)
         assert_equal(out[:, :, head : head + 1], alone, f"head {head}")
     seen = values.double() * factors[1][..., None] if factors else values.double()
     for t in range(tokens):
@@ -231,8 +231,8 @@ def test_a_poisoned_position_reaches_the_tokens_that_see_it(
     query, keys, values, starts, scale = at_position(
         attention_arguments(rng, batch=1, tokens=40, length=200, head_dim=32), 100
     )
-    clean = ops.attention(query, keys, values, starts, scale)
+    clean = attend(query, keys, values, starts, scale)
     keys[:, :, 129] = poison  # token 29; inf meets both signs of a query, so it is NaN as well
-    dirty = ops.attention(query, keys, values, starts, scale)
+    dirty = attend(query, keys, values, starts, scale)
     assert_equal(dirty[:, :29], clean[:, :29])
     assert bool(dirty[:, 29:].isnan().all())

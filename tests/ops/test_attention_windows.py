@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bitnet_ops import ops
+from bitnet_ops.nn.kv_pool import attend_rectangular as attend
 from bitnet_ops.nn.kv_types import KV_DTYPES
 from bounds import assert_equal
 from isa_control import every_configuration, forced_isa, torch_threads
@@ -28,7 +28,7 @@ def arguments(rng: torch.Generator, tokens: int, window: int, cache: torch.dtype
         rng, tokens=tokens, heads=10, kv_heads=2, length=LENGTH, head_dim=40, cache_dtype=cache
     )
     starts = torch.tensor([LENGTH - tokens, 150 - tokens // 2])
-    return with_window("attention", (*args[:3], starts, *args[4:]), window)
+    return with_window((*args[:3], starts, *args[4:]), window)
 
 
 @pytest.mark.parametrize("cache", CACHES, ids=str)
@@ -39,16 +39,16 @@ def test_neither_calls_nor_batches_matter(
     """Prefill at once, in uneven chunks, token by token, and each sequence alone."""
     args = arguments(rng, 120, window, cache)
     query, keys, values, starts, *rest = args
-    whole = ops.attention(*args)
+    whole = attend(*args)
     for sizes in ((1,) * 100 + (20,), (7, 64, 1, 48)):
         parts, first = [], 0
         for size in sizes:
             piece = query[:, first : first + size]
-            parts.append(ops.attention(piece, keys, values, starts + first, *rest))
+            parts.append(attend(piece, keys, values, starts + first, *rest))
             first += size
         assert_equal(torch.cat(parts, dim=1), whole, str(sizes[:3]))
     scales = [None if factor is None else factor[1:] for factor in rest[1:3]]
-    alone = ops.attention(*(arg[1:] for arg in args[:4]), rest[0], *scales, window)
+    alone = attend(*(arg[1:] for arg in args[:4]), rest[0], *scales, window)
     assert_equal(alone[0], whole[1])
 
 
@@ -60,9 +60,9 @@ def test_every_isa_and_thread_count_gives_the_same_bits(
     for window in (10, 130):
         args = arguments(rng, tokens, window, cache)
         with forced_isa("scalar"), torch_threads(1):
-            expected = ops.attention(*args)
+            expected = attend(*args)
         for configuration in every_configuration():
-            assert_equal(ops.attention(*args), expected, f"{window}: {configuration}")
+            assert_equal(attend(*args), expected, f"{window}: {configuration}")
 
 
 @pytest.mark.parametrize("cache", CACHES, ids=str)
@@ -70,9 +70,9 @@ def test_a_window_that_reaches_back_to_the_first_position_changes_nothing(
     cache: torch.dtype, isa: str, rng: torch.Generator
 ) -> None:
     args = arguments(rng, 120, 0, cache)
-    expected = ops.attention(*args)
+    expected = attend(*args)
     for window in (LENGTH, LENGTH + 1, 2**63 - 1):
-        assert_equal(ops.attention(*args[:-1], window), expected, str(window))
+        assert_equal(attend(*args[:-1], window), expected, str(window))
 
 
 def spoilt(cache: Tensor, scale: Tensor | None, at: slice) -> tuple[Tensor, Tensor | None]:
@@ -95,15 +95,13 @@ def test_what_lies_before_the_window_takes_no_part(
 ) -> None:
     args = arguments(rng, tokens, window, cache)
     query, keys, values, starts, scale, key_scale, value_scale, _ = args
-    clean = ops.attention(*args)
+    clean = attend(*args)
     first = LENGTH - tokens  # of the first sequence's tokens
     for token in {0, tokens // 2, tokens - 1}:
         seen = first + token + 1 - window  # the first position that this token sees
         keys_too, key_scales = spoilt(keys, key_scale, slice(0, seen))
         values_too, value_scales = spoilt(values, value_scale, slice(0, seen))
-        dirty = ops.attention(
-            query, keys_too, values_too, starts, scale, key_scales, value_scales, window
-        )
+        dirty = attend(query, keys_too, values_too, starts, scale, key_scales, value_scales, window)
         assert_equal(dirty[0, token:], clean[0, token:], f"token {token}")
         assert_equal(dirty[1], clean[1])
         assert bool(dirty[0, :token].isnan().all()), "they see a position without a number"

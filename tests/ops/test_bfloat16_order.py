@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from bitnet_ops import ops
+from bitnet_ops.nn.kv_pool import attend_rectangular as attend
 from bounds import assert_equal
 from cache_types import rounded
 from isa_control import every_configuration
@@ -112,7 +112,7 @@ def test_every_configuration_follows_the_order(
     start = length - tokens
     expected = attention(query[0], keys[0], values[0], start, scale)
     for configuration in every_configuration():
-        out = ops.attention(query, keys, values, torch.tensor([start]), scale)
+        out = attend(query, keys, values, torch.tensor([start]), scale)
         assert_equal(out[0], expected, configuration)
 
 
@@ -123,8 +123,8 @@ def test_what_is_tiny_counts_as_zero(isa: str, rng: torch.Generator) -> None:
     keys = torch.zeros(1, 1, 2, 32, dtype=torch.bfloat16)
     keys[0, 0, 1, 0] = 2.0**60
     values = torch.eye(2, 32, dtype=torch.bfloat16)[None, None]
-    out = ops.attention(query, keys, values, torch.tensor([1]), 1.0)
+    out = attend(query, keys, values, torch.tensor([1]), 1.0)
     assert out.flatten()[:2].tolist() == [0.5, 0.5]
     query[..., 0] = 2.0**-55
-    out = ops.attention(query, keys, values, torch.tensor([1]), 1.0)
+    out = attend(query, keys, values, torch.tensor([1]), 1.0)
     assert out.flatten()[:2].tolist()[1] > 0.99

@@ -13,6 +13,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from bitnet_ops import ops
+from bitnet_ops.nn.kv_pool import attend_rectangular, update_rectangular
 from bounds import assert_equal
 from op_catalogue import COMPARABLE_SAMPLES, SAMPLES, Sample, results
 
@@ -79,8 +80,8 @@ def test_ops_in_one_graph_with_mutation_and_changing_shapes() -> None:
         new: torch.Tensor,
         start: torch.Tensor,
     ) -> torch.Tensor:
-        ops.kv_cache_update(*caches, new, new * 2, start)
-        out = ops.attention(query, *caches, start, 0.25)
+        update_rectangular(*caches, new, new * 2, start)
+        out = attend_rectangular(query, *caches, start, 0.25)
         return ops.silu_and_mul(out.flatten(2)) + 1
 
     compiled = torch.compile(step, fullgraph=True, dynamic=True, backend="aot_eager")
@@ -105,7 +106,7 @@ class _Wrapped(torch.nn.Module):
         return self.op(*args)
 
 
-@pytest.mark.parametrize("op", ["linear", "gemm", "mlp_forward", "attention", "rope_table"])
+@pytest.mark.parametrize("op", ["linear", "gemm", "mlp_forward", "paged_attention", "rope"])
 def test_exported_program_equals_eager(op: str) -> None:
     sample = SAMPLES[op][0]
     program = torch.export.export(_Wrapped(op), sample.args())

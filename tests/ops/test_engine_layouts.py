@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from bitnet_ops import ops
+from bitnet_ops.nn.kv_pool import attend_rectangular
 
 KV_HEADS, HEADS, DIM = 2, 6, 32
 BLOCKS, BLOCK_SIZE = 40, 16
@@ -69,7 +70,7 @@ def test_pools_of_other_engines_are_used_in_place(
         ops.paged_cache_update(keys, values, key, value, table[s][p // size] * size + p % size)
         caches = [t.to(dtype).transpose(0, 1).contiguous()[None] for t in (key, value)]
         start = torch.tensor([length - n])
-        expected.append(ops.attention(query[at : at + n][None], *caches, start, DIM**-0.5)[0])
+        expected.append(attend_rectangular(query[at : at + n][None], *caches, start, DIM**-0.5)[0])
         at += n
     assert memory.count_nonzero() > 2 * sum(lengths) * KV_HEADS * DIM * 0.99  # it lies there
     found = ops.paged_attention(

@@ -134,13 +134,13 @@ def test_none_for_a_tensor_is_rejected_by_name(op: str) -> None:
 
 
 def test_a_rejected_cache_update_has_written_nothing() -> None:
-    arguments = good_call("kv_cache_update")
-    before = [arguments[name].clone() for name in ("key_cache", "value_cache")]
-    arguments["start_positions"] = torch.tensor([0, 7])  # sequence 0 fits, sequence 1 does not
-    with pytest.raises(RuntimeError, match="got 7 for sequence 1"):
-        ops.kv_cache_update(**arguments)
-    assert_equal(arguments["key_cache"], before[0])
-    assert_equal(arguments["value_cache"], before[1])
+    arguments = good_call("paged_cache_update")
+    before = [arguments[name].clone() for name in ("key_pool", "value_pool")]
+    arguments["slot_mapping"][-1] = 12  # the others fit
+    with pytest.raises(RuntimeError, match="slots in .0, 12., got 12"):
+        ops.paged_cache_update(**arguments)
+    assert_equal(arguments["key_pool"], before[0])
+    assert_equal(arguments["value_pool"], before[1])
 
 
 def test_sparse_and_foreign_arguments_are_rejected_by_torch_not_by_a_crash() -> None:

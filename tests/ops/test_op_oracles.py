@@ -28,7 +28,8 @@ from bounds import (
 )
 from op_catalogue import reference
 from op_values import activations, frequencies, gain, pack_codes, positive, random_codes
-from ops_attention import attention_arguments, attention_bound
+from ops_attention import attention_arguments, attention_bound, attention_by
+from ops_rowwise import cosines_and_sines
 
 
 @pytest.fixture(params=[ops, reference], ids=["ops", "reference"])
@@ -130,7 +131,7 @@ def test_rms_norm_equals_bitnetrmsnorm(impl: Any, dtype: torch.dtype, rng: torch
 
 
 @pytest.mark.parametrize("theta", [10000.0, 500000.0, 1000042.0])
-def test_rope_table_equals_bitnetrotaryembedding(
+def test_the_angles_of_rope_equal_bitnetrotaryembedding(
     impl: Any, theta: float, rng: torch.Generator
 ) -> None:
     config = BitNetConfig(
@@ -139,7 +140,7 @@ def test_rope_table_equals_bitnetrotaryembedding(
     )  # fmt: skip
     positions = torch.randint(0, 8192, (3, 11), generator=rng)
     cos, sin = hf_model.BitNetRotaryEmbedding(config)(torch.zeros(1), positions)
-    table = impl.rope_table(positions, frequencies(128, theta))
+    table = cosines_and_sines(impl, positions, frequencies(128, theta))
     angle = positions.double()[..., None] / theta ** (torch.arange(0, 128, 2).double() / 128)
     # Both round the frequency (power, division) and the angle to float32.
     assert_within(table[..., :64], cos[..., :64], angle * 8 * U + 4 * U)
@@ -148,10 +149,11 @@ def test_rope_table_equals_bitnetrotaryembedding(
 
 def test_rope_equals_apply_rotary_pos_emb(impl: Any, rng: torch.Generator) -> None:
     x = torch.randn(2, 5, 6, 32, generator=rng)
-    angle = torch.rand(2, 5, 16, generator=rng) * 6
-    cos, sin = (torch.cat([f(angle), f(angle)], -1) for f in (torch.cos, torch.sin))
+    positions = torch.randint(0, 4096, (2, 5), generator=rng)
+    angle = (positions[..., None].float() * frequencies(32)).double()
+    cos, sin = (f(torch.cat([angle, angle], -1)).float() for f in (torch.cos, torch.sin))
     expected, _ = hf_model.apply_rotary_pos_emb(x, x, cos, sin, unsqueeze_dim=2)
-    assert_equal(impl.rope(x, torch.cat([cos[..., :16], sin[..., :16]], -1)), expected)
+    assert_equal(impl.rope(x, positions, frequencies(32)), expected)
 
 
 def test_squared_relu_and_silu_equal_the_activation_table(impl: Any, rng: torch.Generator) -> None:
@@ -204,7 +206,7 @@ def test_attention_equals_eager_attention(
         module, query.transpose(1, 2), keys[:, :, :visible], values[:, :, :visible], mask, scale
     )
     bound = 3 * attention_bound(tuple(args), expected)
-    assert_within(impl.attention(*args), expected, bound)
+    assert_within(attention_by(impl)(*args), expected, bound)
 
 
 def test_lm_head_equals_a_linear_layer(impl: Any, rng: torch.Generator) -> None:

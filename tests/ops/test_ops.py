@@ -209,6 +209,6 @@ def test_gain_of_any_dtype_gives_the_dtype_of_x(
 
 
 def test_supported_dtypes_are_those_the_samples_cover() -> None:
-    for op, index, dtypes in (("linear", 0, FLOATS), ("attention", 1, KV_DTYPES)):
+    for op, index, dtypes in (("linear", 0, FLOATS), ("paged_attention", 1, KV_DTYPES)):
         seen = {sample.args()[index].dtype for sample in SAMPLES[op]}
         assert seen == set(dtypes)

@@ -16,11 +16,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from bitnet_ops import ops
+from bitnet_ops.nn.kv_pool import attend_rectangular, update_rectangular
 from bounds import assert_equal, assert_within
 from isa_control import ISAS, forced_isa, torch_threads
 from op_catalogue import reference
 from op_values import frequencies, int8_values, pack_codes, positive, random_codes
-from ops_attention import attention_arguments, attention_bound
+from ops_attention import attention, attention_arguments, attention_bound, kv_cache_update
+from ops_rowwise import cosines_and_sines
 
 FLOATS = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 SEEDS = st.integers(0, 2**32 - 1)
@@ -146,8 +148,8 @@ def test_elementwise_ops_read_any_view(data: st.DataObject, seed: int) -> None:
     assert_equal(ops.relu2_mul(random_view(data, gate), random_view(data, up)), expected)
     both = torch.randn([*shape, 6], generator=g)
     assert_equal(ops.silu_and_mul(random_view(data, both)), ops.silu_and_mul(both))
-    table = torch.randn([*shape[:-1], 6], generator=g)
-    assert_equal(ops.rope(random_view(data, both), table), reference.rope(both, table))
+    rope = torch.randint(0, 999, shape[:-1], generator=g), frequencies(6)
+    assert_equal(ops.rope(random_view(data, both), *rope), reference.rope(both, *rope))
 
 
 @given(st.data(), SEEDS, ISA_NAMES)
@@ -165,10 +167,10 @@ def test_attention_of_any_shape(data: st.DataObject, seed: int, isa: str) -> Non
         head_dim=data.draw(st.integers(1, 80)),
     )
     with forced_isa(isa):
-        out = ops.attention(*args)
-    expected = reference.attention(*args)
+        out = attend_rectangular(*args)
+    expected = attention(*args)
     assert_within(out, expected, attention_bound(args, expected))
-    assert_equal(ops.attention(random_view(data, args[0]), *args[1:]), out)
+    assert_equal(attend_rectangular(random_view(data, args[0]), *args[1:]), out)
 
 
 @given(st.data(), SEEDS)
@@ -182,8 +184,8 @@ def test_a_cache_holds_exactly_what_was_written(data: st.DataObject, seed: int) 
     expected = [cache.clone() for cache in caches]
     new = [torch.randn(batch, tokens, kv, dim, generator=g) for _ in "kv"]
     starts = torch.randint(0, length - tokens + 1, (batch,), generator=g)
-    ops.kv_cache_update(*caches, *(random_view(data, part) for part in new), starts)
-    reference.kv_cache_update(*expected, *new, starts)
+    update_rectangular(*caches, *(random_view(data, part) for part in new), starts)
+    kv_cache_update(*expected, *new, starts)
     for cache, truth in zip(caches, expected, strict=True):
         assert_equal(cache, truth)
 
@@ -202,7 +204,7 @@ def test_storing_in_a_cache_rounds_every_pattern_from_2_to_the_minus_55_on_as_to
 ) -> None:
     values = _float32_patterns().reshape(1, 1, 1, -1)
     caches = [torch.zeros(values.shape, dtype=dtype) for _ in "kv"]
-    ops.kv_cache_update(*caches, values, values, torch.tensor([0]))
+    update_rectangular(*caches, values, values, torch.tensor([0]))
     values = torch.where(values.abs() < 2.0**-55, torch.zeros_like(values), values)  # by definition
     assert_equal(caches[0], values.to(dtype), str(dtype))
 
@@ -221,17 +223,18 @@ def test_results_are_rounded_to_16_bits_as_torch_does(dtype: torch.dtype, isa: s
 def test_every_16_bit_pattern_is_loaded_exactly(dtype: torch.dtype, isa: str) -> None:
     patterns = torch.arange(65536, dtype=torch.int32).to(torch.uint16).view(dtype)
     x = torch.stack([patterns, torch.zeros_like(patterns)], -1)  # heads of two: (x, 0)
-    table = torch.tensor([1.0, 0.0]).expand(65536, 2)  # cos 1, sin 0
-    expected = reference.rope(x[:, None], table)
-    assert_equal(ops.rope(x[:, None], table), expected, str(dtype))
+    rope = torch.zeros(65536, dtype=torch.int64), torch.ones(1)  # cos 1, sin 0
+    expected = reference.rope(x[:, None], *rope)
+    assert_equal(ops.rope(x[:, None], *rope), expected, str(dtype))
 
 
 @given(st.integers(0, 2**31), st.sampled_from([2, 6, 64, 128]), st.floats(1.5, 1e7))
 @settings(max_examples=60)
-def test_rope_table_rows_are_points_of_the_unit_circle(
+def test_angles_of_rope_are_points_of_the_unit_circle(
     position: int, head_dim: int, theta: float
 ) -> None:
-    table = ops.rope_table(torch.tensor([position, 0]), frequencies(head_dim, theta))
+    positions = torch.tensor([position, 0])
+    table = cosines_and_sines(ops, positions, frequencies(head_dim, theta))
     cos, sin = table.double().chunk(2, -1)
     assert bool(((cos**2 + sin**2 - 1).abs() < 4 * 2.0**-23).all())
     assert table[1].tolist() == [1.0] * (head_dim // 2) + [0.0] * (head_dim // 2)

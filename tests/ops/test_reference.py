@@ -12,6 +12,7 @@ from bounds import assert_equal
 from golden import DOT_PRODUCT, I2S_A_HEX, golden_activations, golden_codes
 from op_catalogue import reference
 from op_values import pack_codes
+from ops_attention import attention, kv_cache_update
 
 
 def test_pack_gives_the_golden_bytes() -> None:
@@ -72,19 +73,19 @@ def test_rms_norm_of_a_hand_made_row() -> None:
 def test_attention_sees_its_own_position_and_the_past_only() -> None:
     keys = torch.zeros(1, 1, 4, 2)
     values = torch.tensor([1.0, 3.0, 5.0, 1e9]).reshape(1, 1, 4, 1).expand(1, 1, 4, 2)
-    out = reference.attention(torch.ones(1, 2, 1, 2), keys, values, torch.tensor([1]), 1.0)
+    out = attention(torch.ones(1, 2, 1, 2), keys, values, torch.tensor([1]), 1.0)
     assert out[0, :, 0, 0].tolist() == pytest.approx([2.0, 3.0], rel=1e-7)
 
 
 def test_rope_rotates_half_split_pairs() -> None:
-    quarter = torch.tensor([0.0, 1.0, 1.0, 0.0])  # pair 0 by 90 degrees, pair 1 by none
-    rotated = reference.rope(torch.tensor([[1.0, 2.0, 3.0, 4.0]]), quarter)
-    assert rotated.tolist() == [[-3.0, 2.0, 1.0, 4.0]]
+    quarter = torch.tensor([torch.pi / 2, 0.0])  # pair 0 by 90 degrees, pair 1 by none
+    rotated = reference.rope(torch.tensor([[1.0, 2.0, 3.0, 4.0]]), torch.tensor(1), quarter)
+    assert rotated[0].tolist() == pytest.approx([-3.0, 2.0, 1.0, 4.0], abs=1e-6)
 
 
 def test_kv_cache_update_writes_only_its_positions() -> None:
     key_cache, value_cache = torch.zeros(1, 1, 4, 1), torch.zeros(1, 1, 4, 1)
     new = torch.tensor([7.0, 8.0]).reshape(1, 2, 1, 1)
-    reference.kv_cache_update(key_cache, value_cache, new, -new, torch.tensor([1]))
+    kv_cache_update(key_cache, value_cache, new, -new, torch.tensor([1]))
     assert key_cache.flatten().tolist() == [0, 7, 8, 0]
     assert value_cache.flatten().tolist() == [0, -7, -8, 0]

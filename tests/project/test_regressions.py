@@ -18,6 +18,7 @@ from transformers.integrations import bitnet as hf
 
 from bitnet_ops import ops
 from bitnet_ops.nn import packing, quantize
+from bitnet_ops.nn.kv_pool import attend_rectangular, update_rectangular
 from bounds import assert_equal
 from golden import (
     DOT_PRODUCT,
@@ -240,8 +241,8 @@ def test_R8_attention_stays_inside_its_cache(head_dim: int, rng: torch.Generator
         keys, values = (guarded(torch.randn(shape, generator=rng).to(dtype)) for _ in "kv")
         new = guarded(torch.randn(1, 2, 2, head_dim, generator=rng))
         for _ in every_configuration():
-            ops.kv_cache_update(keys, values, new, new, torch.tensor([3]))
-            out = ops.attention(new, keys, values, torch.tensor([3]), 0.3)
+            update_rectangular(keys, values, new, new, torch.tensor([3]))
+            out = attend_rectangular(new, keys, values, torch.tensor([3]), 0.3)
             assert bool(out.isfinite().all())
 
 

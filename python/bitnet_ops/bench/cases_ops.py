@@ -114,21 +114,16 @@ def _ternary_case(
     )
 
 
-def _rows_argument(weight_format: str, rows: int | list[int]) -> dict[str, Any]:
-    """The argument that gives an op the rows of a matrix, which canonical rows have themselves."""
-    return {} if weight_format == "canonical" else {"out_features": rows}
-
-
 def matmul_case(ws: Workspace, n: int, k: int, m: int, *, hot: bool, weight_format: str) -> Case:
     """gemv (M = 1) or gemm with both scales, int8 in, float32 out."""
     x = torch.randint(-127, 128, (m, k), dtype=torch.int8, generator=ws.generator)
     x_bf16 = torch.randn(m, k, generator=ws.generator).bfloat16()
     x_scale, scale = torch.full((m,), 0.01), torch.tensor([0.5])
     name, product = ("gemv", ops.gemv) if m == 1 else ("gemm", ops.gemm)
-    given, rows = x[0] if m == 1 else x, _rows_argument(weight_format, n)
+    given = x[0] if m == 1 else x
 
     def op(weight: Tensor) -> Tensor:
-        return product(weight, given, x_scale, scale, **rows)
+        return product(weight, given, x_scale, scale, (n, k))
 
     def expected(weight: PackedWeight) -> Result:
         some = some_tokens(m)
@@ -144,7 +139,7 @@ def matmul_case(ws: Workspace, n: int, k: int, m: int, *, hot: bool, weight_form
 def linear_case(ws: Workspace, n: int, k: int, m: int, *, hot: bool, weight_format: str) -> Case:
     """linear: quantisation, product and scales in one call, bfloat16 in and out."""
     x = torch.randn(m, k, generator=ws.generator).bfloat16()
-    scale, rows = torch.tensor([k**-0.5]), _rows_argument(weight_format, n)
+    scale = torch.tensor([k**-0.5])
 
     def expected(weight: PackedWeight) -> Result:
         q, x_scale = ops.quantize_activations(x[some_tokens(m)])
@@ -156,7 +151,7 @@ def linear_case(ws: Workspace, n: int, k: int, m: int, *, hot: bool, weight_form
         "linear",
         [(n, k)],
         m,
-        lambda w: ops.linear(x, w, scale, **rows),
+        lambda w: ops.linear(x, w, scale, None, (n, k)),
         expected,
         lambda w: F.linear(x, w),
         hot=hot,
@@ -170,10 +165,10 @@ def qkv_case(ws: Workspace, model: ModelShape, m: int, *, hot: bool, weight_form
     shapes = [(model.q_features, hidden), (model.kv_features, hidden), (model.kv_features, hidden)]
     x = torch.randn(m, hidden, generator=ws.generator).bfloat16()
     norm, scale = torch.ones(hidden, dtype=torch.bfloat16), torch.tensor([hidden**-0.5])
-    rows = _rows_argument(weight_format, [n for n, _ in shapes])
+    shape = [size for matrix in shapes for size in matrix]
 
     def op(q: Tensor, k: Tensor, v: Tensor) -> Result:
-        return ops.qkv_forward(x, norm, q, scale, k, scale, v, scale, EPS, **rows)
+        return ops.qkv_forward(x, norm, q, scale, k, scale, v, scale, EPS, shape)
 
     def expected(*weights: PackedWeight) -> Result:
         normed = ops.rms_norm(x[some_tokens(m)], norm, EPS)
@@ -193,11 +188,12 @@ def mlp_case(ws: Workspace, model: ModelShape, m: int, *, hot: bool, weight_form
     x = torch.randn(m, hidden, generator=ws.generator).bfloat16()
     norm, sub_norm = (torch.ones(size, dtype=torch.bfloat16) for size in (hidden, inner))
     scale, down_scale = torch.tensor([hidden**-0.5]), torch.tensor([inner**-0.5])
-    rows = _rows_argument(weight_format, [inner, hidden])
+    shapes = [(inner, hidden), (inner, hidden), (hidden, inner)]
+    shape = [size for matrix in shapes for size in matrix]
 
     def op(gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
         weights = (gate, scale, up, scale, sub_norm, down, down_scale)
-        return ops.mlp_forward(x, norm, *weights, EPS, "relu2", **rows)
+        return ops.mlp_forward(x, norm, *weights, EPS, "relu2", shape)
 
     def expected(*weights: PackedWeight) -> Result:
         gate, up, down = (w.to_canonical().weight for w in weights)
@@ -210,7 +206,6 @@ def mlp_case(ws: Workspace, model: ModelShape, m: int, *, hot: bool, weight_form
         z = F.relu(F.linear(normed, gate)).square() * F.linear(normed, up)
         return F.linear(F.rms_norm(z, (inner,), sub_norm, EPS), down)
 
-    shapes = [(inner, hidden), (inner, hidden), (hidden, inner)]
     chosen: Any = {"hot": hot, "weight_format": weight_format}
     return _ternary_case(ws, "mlp_forward", shapes, m, op, expected, torch_op, **chosen)
 
@@ -280,14 +275,13 @@ def head_case(ws: Workspace, model: ModelShape, head_format: str = "bf16") -> Ca
     heads, size = _heads(ws, model, head_format)
     dense, _ = _heads(ws, model, "bf16")
     x = torch.randn(1, hidden, generator=ws.generator).bfloat16()
-    rows = None if head_format == "bf16" else vocab
 
     def check() -> bool:
         weight, scale = heads[0]
         few = _HEAD_CHECK_ROWS // (_HEAD_TILE if head_format == "int4" else 1)
         part = (weight[:few], None if scale is None else scale[:few])
         some = ops.lm_head(x, *part)
-        whole = ops.lm_head(x, weight, scale, rows)[:, : some.shape[-1]]
+        whole = ops.lm_head(x, weight, scale, (vocab, hidden))[:, : some.shape[-1]]
         same = torch.equal(whole, some[:, : whole.shape[-1]])
         return same and equal_to_scalar(lambda: ops.lm_head(x, *part))
 
@@ -296,7 +290,7 @@ def head_case(ws: Workspace, model: ModelShape, head_format: str = "bf16") -> Ca
         shape={"M": 1, "N": vocab, "K": hidden},
         bytes=size,
         macs=vocab * hidden,
-        run=cycle(lambda w, s: ops.lm_head(x, w, s, rows), heads, hot=False),
+        run=cycle(lambda w, s: ops.lm_head(x, w, s, (vocab, hidden)), heads, hot=False),
         read=read_limit(ws.ternary, min(size, _WINDOW_BYTES), hot=False),
         check=check,
         baselines={"torch_bf16": baseline_cycle(lambda w, _: F.linear(x, w), dense, hot=False)},
@@ -323,14 +317,15 @@ def _caches(
 def attention_case(
     ws: Workspace, model: ModelShape, context: int, kv_dtype: str = "bfloat16"
 ) -> Case:
-    """attention of one new token over a cache of `context` tokens in rows, cold."""
-    caches, size = _caches(ws, _cache_shape(model, context), kv_dtype)
-    query = _one_query(ws, model)[:, None]
-    start, scale = torch.tensor([context - 1]), model.head_dim**-0.5
+    """paged_attention of one new token over one block of `context` tokens in rows, cold."""
+    found, size = _caches(ws, _cache_shape(model, context), kv_dtype)
+    caches = [[t.transpose(1, 2) for t in tensors] for tensors in found]
+    query, scale = _one_query(ws, model), model.head_dim**-0.5
+    where = torch.tensor([0, 1]), torch.tensor([context]), torch.zeros(1, 1, dtype=torch.int64)
 
     def decode(keys: Tensor, values: Tensor, *scales: Tensor) -> Tensor:
         key_scale, value_scale = scales or (None, None)
-        return ops.attention(query, keys, values, start, scale, key_scale, value_scale)
+        return ops.paged_attention(query, keys, values, *where, scale, key_scale, value_scale)
 
     return _decode_case(ws, model, context, kv_dtype, "attention", decode, caches, size)
 

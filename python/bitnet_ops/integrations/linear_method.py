@@ -146,7 +146,7 @@ def _store_rows(state: LayerState, param: Tensor, shard: Shard, rows: Tensor) ->
     tile = param.shape[2]  # rows of a row block of the 2 bit layout: as many as its k-steps' bytes
     last = shard.here.stop == state.out_features
     if shard.offset % tile == 0 and (last or shard.rows.size % tile == 0):
-        part = ops.prepack(rows, state.in_features, _FORMAT)
+        part = ops.repack(rows, state.in_features, _FORMAT)
         param.data[shard.offset // tile :][: len(part)] = part
         return
     whole = held.to_canonical()
@@ -386,7 +386,8 @@ class BitNetLinearMethod:
         if state.in_features != state.columns.whole:
             return self._apply_columns(state, weight, scale, x, bias)
         try:
-            y: Tensor = _LINEAR(x, weight, scale, bias, state.out_features, state.in_features)
+            shape = state.out_features, state.in_features
+            y: Tensor = _LINEAR(x, weight, scale, bias, shape)
         except RuntimeError:
             _check_columns(state, x)
             raise
@@ -402,7 +403,7 @@ class BitNetLinearMethod:
         # The largest value of all ranks joins each row, so that the op rounds with it.
         q, x_scale = ops.quantize_activations(torch.cat([rows, absmax], -1))
         shape = state.out_features, state.in_features
-        y = ops.gemm(weight, q[:, :-1].contiguous(), x_scale, scale, *shape)
+        y = ops.gemm(weight, q[:, :-1].contiguous(), x_scale, scale, shape)
         if bias is not None:
             y += bias
         return y.to(x.dtype).view(*x.shape[:-1], state.out_features)

@@ -97,7 +97,7 @@ def bitnet_mlp_forward_cpu(
 
 def _linear(x: Tensor, weight: Tensor, scale: float, op: str, argument: str) -> Tensor:
     rows = _rows(weight, x.shape[-1], op, argument)
-    return ops.linear(x, weight, _scale(scale), None, rows, x.shape[-1])
+    return ops.linear(x, weight, _scale(scale), None, (rows, x.shape[-1]))
 
 
 def rmsnorm_cpu(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -124,4 +124,4 @@ def apply_packed(
             )
         weight = canonical(weight, out_features, in_features, packing)
     weight_scale = torch.as_tensor(scale, dtype=torch.float32).reshape(-1)
-    return cast(Tensor, _LINEAR(x, weight, weight_scale, bias, out_features, in_features))
+    return cast(Tensor, _LINEAR(x, weight, weight_scale, bias, (out_features, in_features)))

@@ -209,12 +209,12 @@ class Decoder(nn.Module):
 
         sides: of each layer what runs beside it; empty where nothing does.
         """
-        cos_sin = local = ops.rope_table(positions, *self._rope)
+        rope = local = (positions, *self._rope)
         if (frequencies := local_rotary(self.config)) is not None:
-            local = ops.rope_table(positions, frequencies)
+            local = (positions, frequencies, 1.0)
         for i, layer in enumerate(self.model.layers):
-            angles = local if i in self.config.scalings.local else cos_sin
-            x = layer(x, angles, functools.partial(attend, i), sides[i] if sides else ())
+            turned = local if i in self.config.scalings.local else rope
+            x = layer(x, turned, functools.partial(attend, i), sides[i] if sides else ())
         return x
 
     def step(self, batch: StepBatch, pool: PagedPool) -> Tensor:

@@ -126,13 +126,14 @@ class DecoderLayer(nn.Module):
     def forward(
         self,
         x: Tensor,
-        cos_sin: Tensor,
+        rope: tuple[Tensor, Tensor, float],
         attend: Callable[[Tensor, Tensor, Tensor], Tensor],
         sides: Sequence[Side] = (),
     ) -> Tensor:
         """x [..., hidden] behind the layer.
 
-        cos_sin f32 [..., head_dim] of the tokens' positions. attend: what puts keys and values
+        rope: what `ops.rope` takes: the tokens' positions int64 [...], the inverse frequencies and
+        the attention factor. attend: what puts keys and values
         F [..., KV, head_dim] into this layer's cache and returns the attention of the queries
         F [..., H, head_dim] over it, in their shape. sides: of adapters, those for some rows of an
         x [tokens, hidden] only or for all.
@@ -146,7 +147,7 @@ class DecoderLayer(nn.Module):
             q = ops.rms_norm(q, self._head_norms[0], c.rms_norm_eps)
             k = ops.rms_norm(k, self._head_norms[1], c.rms_norm_eps)
         v = v.view(*lead, heads, d)
-        q, k = ops.rope(q, cos_sin), ops.rope(k, cos_sin)
+        q, k = ops.rope(q, *rope), ops.rope(k, *rope)
         a = attend(q, k, v).view(*lead, -1)
         if self._sub_norm is not None:
             a = ops.rms_norm(a, self._sub_norm, self._sub_eps)
@@ -170,8 +171,7 @@ class DecoderLayer(nn.Module):
                 v.weight,
                 v.scale,
                 eps,
-                (q.out_features, k.out_features, v.out_features),
-                q.in_features,
+                (*q.shape, *k.shape, *v.shape),
             )
         h = ops.rms_norm(x, norm, eps)
         query, key, value = (self._project(name, h, sides) for name in _QKV)
@@ -197,8 +197,7 @@ class DecoderLayer(nn.Module):
                 down.scale,
                 c.rms_norm_eps,
                 c.hidden_act,
-                (gate.out_features, down.out_features),
-                (gate.in_features, down.in_features),
+                (*gate.shape, *up.shape, *down.shape),
             )
         h = ops.rms_norm(x, self._mlp_norm, c.rms_norm_eps)
         g, u = (self._project(name, h, sides) for name in _MLP[:2])

@@ -80,11 +80,13 @@ class HeadWeight(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits f32 [..., V] of x F [..., K]."""
-        return ops.lm_head(x, self.weight, self.scale, self.out_features, self.in_features)
+        shape = self.out_features, self.in_features
+        return ops.lm_head(x, self.weight, self.scale, shape)
 
     def embed(self, ids: Tensor) -> Tensor:
         """Rows f32 [..., K] of ids int64 [...]. Raises RuntimeError for an id out of range."""
-        return ops.embedding(ids, self.weight, self.scale, self.out_features, self.in_features)
+        shape = self.out_features, self.in_features
+        return ops.embedding(ids, self.weight, self.scale, shape)
 
     def _apply(self, fn: Cast, recurse: bool = True) -> HeadWeight:
         # Codes and scales are the format's: casting the model casts a dense head alone.

@@ -116,6 +116,75 @@ class PagedPool:
         return ops.paged_attention(query, *pools, *where, scale, *scales, self.layout, window)
 
 
+def attend_rectangular(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    start_positions: Tensor,
+    scale: float,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
+    window: int = 0,
+) -> Tensor:
+    """`ops.paged_attention` over rectangular caches, each sequence's a block of its own.
+
+    Args:
+        query: F [B, T, H, D], already rotated.
+        key_cache, value_cache: C [B, KV, L, D], holding the keys and values of these tokens too.
+        start_positions: int64 [B], how many tokens of each sequence came before.
+        scale, window: as of `ops.paged_attention`.
+        key_scale, value_scale: float32 [B, KV, L] of int8 caches.
+    Returns F [B, T, H, D]; raises RuntimeError as the op does.
+    """
+    batch, tokens = query.shape[:2]
+    query_start_loc, block_table = torch.arange(batch + 1) * tokens, torch.arange(batch)[:, None]
+    out = ops.paged_attention(
+        query.flatten(0, 1),
+        key_cache.transpose(1, 2),
+        value_cache.transpose(1, 2),
+        query_start_loc,
+        start_positions + tokens,
+        block_table,
+        scale,
+        _scale_pool(key_scale),
+        _scale_pool(value_scale),
+        window=window,
+    )
+    return out.view(query.shape)
+
+
+def update_rectangular(
+    key_cache: Tensor,
+    value_cache: Tensor,
+    key: Tensor,
+    value: Tensor,
+    start_positions: Tensor,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
+) -> None:
+    """Write key and value F [B, T, KV, D] at start_positions int64 [B] of such caches, in place.
+
+    Raises RuntimeError as `ops.paged_cache_update` does; a position outside the cache is slot -1.
+    """
+    batch, tokens, length = *key.shape[:2], key_cache.shape[2]
+    positions = start_positions[:, None] + torch.arange(tokens)
+    slots = positions + torch.arange(batch)[:, None] * length
+    slots = torch.where((positions >= 0) & (positions < length), slots, -1)
+    ops.paged_cache_update(
+        key_cache.transpose(1, 2),
+        value_cache.transpose(1, 2),
+        key.flatten(0, 1),
+        value.flatten(0, 1),
+        slots.flatten(),
+        _scale_pool(key_scale),
+        _scale_pool(value_scale),
+    )
+
+
+def _scale_pool(scale: Tensor | None) -> Tensor | None:
+    return None if scale is None else scale.transpose(1, 2)
+
+
 class KVPool(PagedPool):
     """Keys and values of all layers, as the ops of a paged cache take them.
 

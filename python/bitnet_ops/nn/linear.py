@@ -37,7 +37,7 @@ class BitLinear(nn.Module):
     `weight_format` is "canonical", else as `PackedWeight.repack` makes it ("auto", the default, is
     "2bit" and up to several times faster for more than one token),
     `weight_scale` f32 (multiplies), [1], [N], or [N, ceil(K / G)] where `group_size` G is 128 or
-    64; then `activation_format` says what x becomes, as of `ops.group_linear`,
+    64; then `activation_format` says what x becomes, as of `ops.linear`,
     `bias` F [N] or None; `.to(dtype)` casts the bias alone, for the output has x's dtype. Gradients
     reach x and the bias (see ops.linear), never the packed weight. `state_dict` gives canonical
     rows (a copy for another layout) and `load_state_dict` takes them, so that a checkpoint fits
@@ -151,10 +151,9 @@ class BitLinear(nn.Module):
 
         Raises RuntimeError for another dtype or width, or a layer that is packed for other kernels.
         """
-        args = (x, self.weight, self.weight_scale, self.bias, self.out_features, self.in_features)
-        if self.group_size:
-            return ops.group_linear(*args, self.activation_format)
-        return ops.linear(*args)
+        shape = self.out_features, self.in_features
+        weight, scale = self.weight, self.weight_scale
+        return ops.linear(x, weight, scale, self.bias, shape, self.activation_format)
 
     def _apply(self, fn: Cast, recurse: bool = True) -> BitLinear:
         # Codes and scales are the format's: casting the layer casts its bias alone.

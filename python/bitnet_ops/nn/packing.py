@@ -85,16 +85,19 @@ class PackedWeight:
         )
 
     @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K), as the ops take it beside `weight`."""
+        return self.out_features, self.in_features
+
+    @property
     def nbytes(self) -> int:
         """Bytes of weight and scales."""
         return self.weight.nbytes + self.scale.nbytes
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x F [..., K] -> x.dtype [..., N], as `ops.linear`, or `ops.group_linear` with groups."""
-        args = (x, self.weight, self.scale, bias, self.out_features, self.in_features)
-        if self.group_size:
-            return ops.group_linear(*args, GROUP_ACTIVATION_FORMAT)
-        return ops.linear(*args)
+        """x F [..., K] -> x.dtype [..., N], as `ops.linear`."""
+        activations = GROUP_ACTIVATION_FORMAT if self.group_size else "int8"
+        return ops.linear(x, self.weight, self.scale, bias, self.shape, activations)
 
     def repack(self, weight_format: str = "auto") -> PackedWeight:
         """The same matrix in the layout that `weight_format` means; self where it has it already.
@@ -108,7 +111,7 @@ class PackedWeight:
             return self
         rows = self.weight
         if self.format != "canonical":
-            rows = ops.unrepack(rows, self.out_features, self.in_features)
+            rows = ops.unrepack(rows, self.shape)
         if format != "canonical":
             rows = ops.repack(rows, self.in_features, format)
         return self.with_weight(rows, format)

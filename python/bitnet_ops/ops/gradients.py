@@ -1,14 +1,13 @@
-"""Gradients of the ops: straight-through for the ternary linears, rejected for everything else.
+"""Gradients of the ops: straight-through for `linear`, rejected for everything else.
 
-`linear` and `group_linear` hand the gradient of their output on to x and to the bias, so that what
-trains before or beside a frozen ternary layer gets its own. Every other op that takes floats would
-cut the graph in silence, so it rejects. Importing the module registers both with torch, for
-torch.ops.bitnet.* as for the wrappers. It must not know modules or models.
+`linear` hands the gradient of its output on to x and to the bias, so that what trains before or
+beside a frozen ternary layer gets its own. Every other op that takes floats would cut the graph in
+silence, so it rejects. Importing the module registers both with torch, for torch.ops.bitnet.* as
+for the wrappers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -36,19 +35,12 @@ def _reject_grad(op: str, name: str, tensor: Any) -> None:
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, weight, weight_scale, bias, *_ = inputs
+    if ctx.needs_input_grad[2]:
+        _reject_grad("linear", "weight_scale", weight_scale)
     ctx.save_for_backward(weight, weight_scale)
     ctx.sizes = output.shape[-1], x.shape[-1]
     ctx.dtypes = x.dtype, None if bias is None else bias.dtype
     ctx.arguments = len(inputs)
-
-
-def _setup_of(op: str) -> Callable[..., None]:
-    def setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        if ctx.needs_input_grad[2]:
-            _reject_grad(op, "weight_scale", inputs[2])
-        _setup(ctx, inputs, output)
-
-    return setup
 
 
 def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -61,7 +53,7 @@ def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     x_grad = bias_grad = None
     g, wanted = gradient.float(), ctx.needs_input_grad  # without a bias left at its default
     if wanted[0]:
-        rows = weight if weight.dim() == _CANONICAL["dimensions"] else _ops.unrepack(weight, n, k)
+        rows = weight if weight.dim() == _CANONICAL["dimensions"] else _ops.unrepack(weight, (n, k))
         codes = _ops.unpack(rows, k).float()
         if scale.dim() == 3:  # beside row blocks: nn.packing.blocked_scales
             scale = scale.transpose(1, 2).flatten(0, 1)[:n].float()
@@ -77,10 +69,7 @@ def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     return (x_grad, None, None, bias_grad, *[None] * (ctx.arguments - 4))
 
 
-WITH_GRADIENT = ("linear", "group_linear")
-
-for _name in WITH_GRADIENT:
-    torch.library.register_autograd(f"bitnet::{_name}", _backward, setup_context=_setup_of(_name))
+torch.library.register_autograd("bitnet::linear", _backward, setup_context=_setup)
 
 # Rejected ----------------------------------------------------------------------------------------
 
@@ -101,10 +90,11 @@ def _reject(name: str) -> None:
     _library.impl(name, reject, "Autograd", with_keyset=True)
 
 
-# Nothing of these could require a gradient. Every other op rejects, a new one too.
-_NO_FLOATS = {"pack", "unpack", "repack", "unrepack"}
+# The gradient of one is above, and nothing of the others could require one. Every other op rejects,
+# a new one too.
+_ACCEPTING = {"linear", "pack", "unpack", "repack", "unrepack"}
 
 for _registered in sorted(torch._C._dispatch_get_all_op_names()):
     _namespace, _, _name = _registered.partition("::")
-    if _namespace == "bitnet" and _name not in _NO_FLOATS and _name not in WITH_GRADIENT:
+    if _namespace == "bitnet" and _name not in _ACCEPTING:
         _reject(_name)

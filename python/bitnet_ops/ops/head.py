@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -14,9 +16,9 @@ __all__ = [
 ]
 
 
-def _rows(weight: Tensor, out_features: int | None) -> int:
-    if out_features is not None:
-        return out_features
+def _rows(weight: Tensor, shape: Sequence[int]) -> int:
+    if shape:
+        return shape[0]
     return weight.shape[0] * 16 if weight.dtype == torch.uint8 else weight.shape[0]
 
 
@@ -58,8 +60,7 @@ def lm_head(
     x: Tensor,
     weight: Tensor,
     scale: Tensor | None = None,
-    out_features: int | None = None,
-    in_features: int | None = None,
+    shape: Sequence[int] = (),
 ) -> Tensor:
     """Logits of an output head: `x @ weight.T`, the weight dense, int8 or int4.
 
@@ -74,16 +75,16 @@ def lm_head(
         weight: F [V, K], or what `quantize_head` returned; contiguous. The embedding matrix where
             the head is tied.
         scale: what `quantize_head` returned beside an int8 or int4 weight, else None.
-        out_features: V, which an int4 weight does not record; None means its padded rows.
-        in_features: K, likewise; None takes any x that fills as many groups.
+        shape: (V, K) of the weight. An int4 one does not record it: without it all its padded rows
+            are taken, and any x that fills as many groups. A ternary one needs it.
     Returns:
         float32 [..., V].
     Raises:
-        RuntimeError: a wrong dtype or shape, a K other than in_features, a scale that
+        RuntimeError: a wrong dtype or shape, a K other than the shape's, a scale that
             does not belong to the weight.
     Source: transformers BitNetForCausalLM.
     """
-    return x.new_empty([*x.shape[:-1], _rows(weight, out_features)], dtype=torch.float32)
+    return x.new_empty([*x.shape[:-1], _rows(weight, shape)], dtype=torch.float32)
 
 
 @operator
@@ -91,22 +92,19 @@ def embedding(
     ids: Tensor,
     weight: Tensor,
     scale: Tensor | None = None,
-    out_features: int | None = None,
-    in_features: int | None = None,
+    shape: Sequence[int] = (),
 ) -> Tensor:
     """Rows of an embedding matrix stored like a head: the weight itself, or `code * scale`.
 
     Args:
         ids: int64 [...], from 0 to V - 1.
-        weight, scale: as for `lm_head`.
-        out_features: V, which an int4 weight does not record; None means its padded rows.
-        in_features: K, likewise; None means the padded features.
+        weight, scale, shape: as for `lm_head`; of an int4 weight without a shape the padded
+            features are given.
     Returns:
         float32 [..., K].
     Raises:
         RuntimeError: a wrong dtype or shape, an id out of range.
     Source: torch.nn.functional.embedding.
     """
-    if in_features is None:
-        in_features = weight.shape[1] * 8 if weight.dtype == torch.uint8 else weight.shape[1]
-    return ids.new_empty([*ids.shape, in_features], dtype=torch.float32)
+    width = weight.shape[1] * 8 if weight.dtype == torch.uint8 else weight.shape[1]
+    return ids.new_empty([*ids.shape, shape[1] if shape else width], dtype=torch.float32)

@@ -13,17 +13,11 @@ from bitnet_ops.ops.ternary import projection_shape
 __all__ = [
     "qkv_forward",
     "mlp_forward",
-    "attention",
-    "kv_cache_update",
     "paged_attention",
     "paged_cache_update",
     "decode_step",
     "model_step",
 ]
-
-
-def _at(out_features: Sequence[int], index: int) -> int | None:
-    return out_features[index] if out_features else None
 
 
 @operator
@@ -37,25 +31,22 @@ def qkv_forward(
     v_weight: Tensor,
     v_scale: Tensor,
     eps: float,
-    out_features: Sequence[int] = (),
-    in_features: int | None = None,
+    shape: Sequence[int] = (),
     activation_format: str = "int8",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Norm, quantisation and the three attention projections in one op.
 
-    `h = rms_norm(x, norm_weight, eps)`, then `linear(h, w, scale)` for q, k and v, or
-    `group_linear` where scales have more than one dimension: equal to that composition bit for
-    bit. Every projection keeps its own scale.
+    `h = rms_norm(x, norm_weight, eps)`, then `linear(h, w, scale)` for q, k and v: equal to that
+    composition bit for bit. Every projection keeps its own scale.
 
     Args:
         x: F [..., K].
         norm_weight: F [K].
         q_weight, k_weight, v_weight: packed uint8 [N_i, 32 * ceil(K / 128)], or `repack`'s.
-        q_scale, k_scale, v_scale: float32 [1] or [N_i], or all of groups, as `group_linear`'s.
+        q_scale, k_scale, v_scale: float32 [1] or [N_i], or all of groups, as `linear`'s.
         eps: as `rms_norm`.
-        out_features: the three N_i; needed with CPU-specific layouts, else it may be empty.
-        in_features: the K that the weights were packed for; None takes any that fits their bytes.
-        activation_format: as of `group_linear`; "int8" without groups.
+        shape: (N, K) of q, of k and of v, one behind the other, as for `linear`.
+        activation_format: as of `linear`; "int8" without groups.
     Returns:
         (q, k, v), x.dtype [..., N_i].
     Raises:
@@ -63,9 +54,9 @@ def qkv_forward(
     Source: transformers BitNetAttention.
     """
     return (
-        x.new_empty(projection_shape(x, q_weight, _at(out_features, 0))),
-        x.new_empty(projection_shape(x, k_weight, _at(out_features, 1))),
-        x.new_empty(projection_shape(x, v_weight, _at(out_features, 2))),
+        x.new_empty(projection_shape(x, q_weight, shape[0:2])),
+        x.new_empty(projection_shape(x, k_weight, shape[2:4])),
+        x.new_empty(projection_shape(x, v_weight, shape[4:6])),
     )
 
 
@@ -82,8 +73,7 @@ def mlp_forward(
     down_scale: Tensor,
     eps: float,
     activation: str,
-    out_features: Sequence[int] = (),
-    in_features: Sequence[int] = (),
+    shape: Sequence[int] = (),
     activation_format: str = "int8",
 ) -> Tensor:
     """Norm, gate and up, activation, sub-norm and down projection in one op; no residual inside.
@@ -100,98 +90,19 @@ def mlp_forward(
         gate_weight, up_weight: packed uint8 [I, 32 * ceil(K / 128)], or CPU-specific layouts.
         sub_norm_weight: F [I] or None.
         down_weight: packed uint8 [N, 32 * ceil(I / 128)], or such a layout.
-        gate_scale, up_scale, down_scale: float32 [1] or one per row; or of groups as `group_linear`
-            has them, which then stands for `linear`: gate's and up's or neither.
+        gate_scale, up_scale, down_scale: as of `linear`; gate's and up's of groups of one size, or
+            neither.
         eps: as `rms_norm`, for both norms.
         activation: "relu2", "silu" or "gelu_pytorch_tanh".
-        out_features: (I, N); needed with CPU-specific layouts, else it may be empty.
-        in_features: (K, I), what gate and up, and down were packed for; empty takes any that fit.
-        activation_format: as of `group_linear`; "int8" unless all scales are of groups.
+        shape: (I, K, I, K, N, I), of gate, up and down, as for `linear`.
+        activation_format: as of `linear`; "int8" unless all scales are of groups.
     Returns:
         x.dtype [..., N].
     Raises:
         RuntimeError: as `rms_norm` and `linear`; another activation.
     Source: transformers BitNetMLP, LlamaMLP.
     """
-    return x.new_empty(projection_shape(x, down_weight, _at(out_features, 1)))
-
-
-@operator
-def attention(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    start_positions: Tensor,
-    scale: float,
-    key_scale: Tensor | None = None,
-    value_scale: Tensor | None = None,
-    window: int = 0,
-) -> Tensor:
-    """Causal grouped-query attention over a KV cache, prefill and decode alike.
-
-    `softmax(scale * q k^T) v` in float32; token t of sequence b sees the cache positions
-    0 .. p = start_positions[b] + t, with a window p - window + 1 .. p; query head h reads key/value
-    head h // (H / KV).
-    Positions are taken in chunks of 64, whose softmaxes are merged in ascending order, so a token's
-    result does not depend on how prefill was split. Positions that score -inf weigh nothing. Chunks
-    before the window are not read and cost nothing; positions of its first chunk that lie before it
-    take no part, whatever they hold.
-    Over int8 caches queries and weights become 16-bit integers and both sums are exact, so the
-    result is off by those roundings alone. Over bfloat16 caches queries and weights become bfloat16
-    (what is below 2^-55: 0) and sums run in the order of the matrix instruction TDPBF16PS: for
-    every 32 features, or positions of a chunk, one chain over the even and one over the odd ones
-    (csrc/kernels/kernel_table.h, attend_chunk, defines both).
-
-    Args:
-        query: F [B, T, H, D], already rotated.
-        key_cache, value_cache: C [B, KV, L, D], contiguous, holding the keys and values of these T
-            tokens too (`kv_cache_update` first).
-        start_positions: int64 [B], how many tokens of each sequence came before.
-        scale: multiplies the scores, usually 1 / sqrt(D).
-        key_scale, value_scale: float32 [B, KV, L] with int8 caches, whose D is at most 512.
-        window: of a sliding window, how many positions a token sees, itself included; 0: all.
-    Returns:
-        query.dtype [B, T, H, D].
-    Raises:
-        RuntimeError: a wrong dtype or shape, H not a multiple of KV, a position beyond L, scales
-            without int8 caches or the other way round, a negative window.
-    Source: Vaswani et al. 2017; GQA, arXiv 2305.13245; windows as in Mistral 7B, arXiv 2310.06825.
-    """
-    return query.new_empty(query.shape)
-
-
-@operator
-def kv_cache_update(
-    key_cache: Tensor,
-    value_cache: Tensor,
-    key: Tensor,
-    value: Tensor,
-    start_positions: Tensor,
-    key_scale: Tensor | None = None,
-    value_scale: Tensor | None = None,
-) -> None:
-    """Write the keys and values of T new tokens into the caches, in place.
-
-    `key_cache[b, h, start_positions[b] + t] = key[b, t, h]`, likewise value, rounded to the
-    cache's dtype. A position out of range is an error before anything is written.
-    An 8-bit float cache saturates: a finite number beyond 448 (float8_e4m3fn) or 57344
-    (float8_e5m2) becomes that, never NaN or an infinity; NaN stays NaN; an infinity stays one in
-    float8_e5m2 and becomes 448 in float8_e4m3fn, which has none. The 16-bit types are casts of
-    torch (beyond the largest number lies infinity), but what is below 2^-55 becomes 0 in bfloat16.
-    An int8 cache gets `round(x * (127 / a))`, half to even, and the scale `a / 127`, with
-    a = max(absmax of the row, 1e-30); a row that holds NaN or an infinity becomes zeros with the
-    scale NaN.
-
-    Args:
-        key_cache, value_cache: C [B, KV, L, D], contiguous; both are mutated.
-        key, value: F [B, T, KV, D], of one dtype.
-        start_positions: int64 [B].
-        key_scale, value_scale: float32 [B, KV, L] with int8 caches, mutated too.
-    Raises:
-        RuntimeError: a wrong dtype or shape, a position outside the cache, overlapping tensors.
-    Source: the usual KV cache of decoder inference.
-    """
-    return None
+    return x.new_empty(projection_shape(x, down_weight, shape[4:]))
 
 
 @operator
@@ -210,16 +121,28 @@ def paged_attention(
 ) -> Tensor:
     """Causal grouped-query attention of any sequences' new tokens over a pool of blocks.
 
-    As `attention`, bit for bit, but every sequence has its own number of new tokens, and its
-    positions lie in the blocks of its row of block_table: position p in block_table[s, p //
-    block_size] at p % block_size. Prompts in chunks, decoding and the check of a draft may share
-    a call. Pools are read where they lie; only a chunk of 64 positions that one block does not
-    hold, or whose keys and values have other strides, is first put together in the cache.
+    `softmax(scale * q k^T) v` in float32; the token at position p of a sequence sees its positions
+    0 .. p, with a window p - window + 1 .. p; query head h reads key/value head h // (H / KV).
+    Every sequence has its own number of new tokens, which are its last ones, and its positions lie
+    in the blocks of its row of block_table: position p in block_table[s, p // block_size] at p %
+    block_size. Prompts in chunks, decoding and the check of a draft may share a call. Pools are
+    read where they lie; only a chunk of 64 positions that one block does not hold, or whose keys
+    and values have other strides, is first put together in the cache.
+    Positions are taken in chunks of 64, whose softmaxes are merged in ascending order, so a token's
+    result does not depend on how prefill was split. Positions that score -inf weigh nothing. Chunks
+    before the window are not read and cost nothing; positions of its first chunk that lie before it
+    take no part, whatever they hold.
+    Over int8 caches queries and weights become 16-bit integers and both sums are exact, so the
+    result is off by those roundings alone. Over bfloat16 caches queries and weights become bfloat16
+    (what is below 2^-55: 0) and sums run in the order of the matrix instruction TDPBF16PS: for
+    every 32 features, or positions of a chunk, one chain over the even and one over the odd ones
+    (csrc/kernels/kernel_table.h, attend_chunk, defines both).
+    A rectangular cache [B, KV, L, D] is a pool of B blocks: `nn.kv_pool.attend_rectangular`.
 
     Args:
         query: F [tokens, H, D], already rotated, one sequence's tokens behind the other's.
-        key_pool, value_pool: float32, bfloat16 or int8 [blocks, block_size, KV, D] with any strides
-            but a contiguous D, holding the keys and values of these tokens too
+        key_pool, value_pool: C [blocks, block_size, KV, D] with any strides but a contiguous D,
+            holding the keys and values of these tokens too
             (`paged_cache_update` first). SGLang's [slots, KV, D] is `unflatten(0, (-1, page_size))`
             of it, vLLM's [blocks, KV, block_size, D] its `transpose(1, 2)`.
         query_start_loc: int64 or int32 [n + 1], ascending: the first token of each sequence, and
@@ -233,14 +156,15 @@ def paged_attention(
             with the same results: in the place of 16 rows of a head, whose stride is then D, their
             numbers by words of w = 2 (bfloat16) or 4: keys [D / w, 16, w], values [16 / w, D, w].
             block_size and D are multiples of 16.
-        window: as of `attention`; blocks that lie wholly before it are not read, though the table
-            has to name some.
+        window: of a sliding window, how many positions a token sees, itself included; 0: all.
+            Blocks that lie wholly before it are not read, though the table has to name some.
     Returns:
         query.dtype [tokens, H, D].
     Raises:
         RuntimeError: a wrong dtype or shape, H not a multiple of KV, a block outside the pool, a
             table too narrow for a length, a negative window.
-    Source: PagedAttention, arXiv 2309.06180; names as in vLLM.
+    Source: Vaswani et al. 2017; GQA, arXiv 2305.13245; windows as in Mistral 7B, arXiv 2310.06825;
+        PagedAttention, arXiv 2309.06180; names as in vLLM.
     """
     return query.new_empty(query.shape)
 
@@ -259,11 +183,17 @@ def paged_cache_update(
     """Write the keys and values of new tokens into their slots of the pools, in place.
 
     `key_pool[slot // block_size, slot % block_size] = key[t]` for slot = slot_mapping[t], likewise
-    value, rounded as by `kv_cache_update`. A slot out of range is an error before anything is
-    written.
+    value, rounded to the pool's dtype. A slot out of range is an error before anything is written.
+    An 8-bit float cache saturates: a finite number beyond 448 (float8_e4m3fn) or 57344
+    (float8_e5m2) becomes that, never NaN or an infinity; NaN stays NaN; an infinity stays one in
+    float8_e5m2 and becomes 448 in float8_e4m3fn, which has none. The 16-bit types are casts of
+    torch (beyond the largest number lies infinity), but what is below 2^-55 becomes 0 in bfloat16.
+    An int8 cache gets `round(x * (127 / a))`, half to even, and the scale `a / 127`, with
+    a = max(absmax of the row, 1e-30); a row that holds NaN or an infinity becomes zeros with the
+    scale NaN.
 
     Args:
-        key_pool, value_pool: float32, bfloat16 or int8 [blocks, block_size, KV, D], as
+        key_pool, value_pool: C [blocks, block_size, KV, D], as
             `paged_attention` takes them; both are mutated.
         key, value: F [tokens, KV, D], of one dtype.
         slot_mapping: int64 or int32 [tokens], all different.
@@ -322,7 +252,7 @@ def decode_step(
     """All layers, the last norm and the head on new tokens: one call, one parallel region.
 
     Per layer, with h rounded to `dtype`: `q, k, v = qkv_forward(h)`, `rope` of q and k,
-    `kv_cache_update`, `attention`, (`rms_norm`,) `linear`, added to x; then `mlp_forward`, added
+    the cache is written, attention, (`rms_norm`,) `linear`, added to x; then `mlp_forward`, added
     to x; at the end `lm_head(rms_norm(x))`. Equal to that composition bit for bit. For decoding,
     for checking a draft and for the chunks of a prompt; memory for activations grows with B * T.
 
@@ -350,7 +280,7 @@ def decode_step(
         sub_norms: whether there are norms before o and before down.
         activation: "relu2", "silu" or "gelu_pytorch_tanh".
         eps: of every norm.
-        inv_freq, attention_factor: of the rotary embedding, as `rope_table` takes them.
+        inv_freq, attention_factor: of the rotary embedding, as `rope` takes them.
         scale: multiplies the attention scores, usually 1 / sqrt(D).
         logits_to_keep: above 0, only that many last tokens of each sequence get logits, and only
             they are computed behind the last layer's attention; 0: all.
@@ -360,7 +290,7 @@ def decode_step(
             projection's output before that is rounded.
         biased: the places, 0 (q) to 6 (down), of projections with a bias, ascending.
         scale_sizes: how many scales each of the seven projections has, N rows of K features: 1 or
-            N, or if it is in `grouped` the elements of what `group_linear` takes, [N, ceil(K /
+            N, or if it is in `grouped` the elements of what `linear` takes, [N, ceil(K /
             128)] beside canonical rows and blocked beside other layouts; empty: 1 each.
         qk_norms: whether every query and key head is normalised before it is rotated.
         sub_norm_eps: of the norms before o and down; None: eps.
@@ -376,7 +306,7 @@ def decode_step(
         lora_indices: int64 or int32 [B], the adapter of each sequence, -1: none.
         grouped: the places, 0 to 6, of projections with scales of groups, ascending; q, k and v,
             and gate and up, all or none.
-        activation_format: what those multiply by, as of `group_linear`; "int8" without them.
+        activation_format: what those multiply by, as of `linear`; "int8" without them.
         dropped_neurons: int64 [layers, d], of each layer the ascending places of neurons of its MLP
             that are always zero and have no weights, among intermediate_size + d. The norms before
             down, their weights, and A of down's side paths are of all these; results are as if
@@ -385,7 +315,7 @@ def decode_step(
         local_inv_freq: float32 [D/2], the frequencies of the layers in local_layers, whose
             attention factor is 1; None: every layer has those of inv_freq.
         local_layers: the layers that turn by local_inv_freq.
-        windows: the sliding window of each layer, as `attention` takes it; empty: no layer has one.
+        windows: the sliding window of each layer, as `paged_attention` takes it; empty: none.
     Returns:
         float32 [B, T, vocab_size], the logits; with logits_to_keep that many tokens at most.
     Raises:

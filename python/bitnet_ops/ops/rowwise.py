@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from bitnet_ops.ops._operator import operator
@@ -13,7 +12,6 @@ __all__ = [
     "relu2_mul",
     "silu_and_mul",
     "gelu_tanh_and_mul",
-    "rope_table",
     "rope",
 ]
 
@@ -108,36 +106,24 @@ def gelu_tanh_and_mul(x: Tensor) -> Tensor:
 
 
 @operator
-def rope_table(positions: Tensor, inv_freq: Tensor, attention_factor: float = 1.0) -> Tensor:
-    """Cosines and sines of rotary embeddings: angle `positions * inv_freq`.
-
-    Args:
-        positions: int64 [...], absolute token positions.
-        inv_freq: float32 [D/2], a plain model's are `theta^(-2i / D)`.
-        attention_factor: multiplies cosines and sines, > 0; scalings of the context ask for it.
-    Returns:
-        float32 [..., D]: D/2 cosines, then D/2 sines. The angle is rounded to float32, as
-        transformers does.
-    Raises:
-        RuntimeError: another dtype, no frequencies, a factor that is not positive and finite.
-    Source: Su et al. 2021 (arXiv 2104.09864); transformers BitNetRotaryEmbedding.
-    """
-    return positions.new_empty([*positions.shape, 2 * inv_freq.shape[0]], dtype=torch.float32)
-
-
-@operator
-def rope(x: Tensor, cos_sin: Tensor) -> Tensor:
+def rope(x: Tensor, positions: Tensor, inv_freq: Tensor, attention_factor: float = 1.0) -> Tensor:
     """Rotate heads by position, half-split ("NeoX"): `x * cos + (-x[D/2:], x[:D/2]) * sin`.
 
-    In float32 without fused multiply-add, rounded once.
+    `cos` and `sin` are those of the angle `positions * inv_freq`, which is rounded to float32 as
+    transformers does, times attention_factor. The rotation is in float32 without fused
+    multiply-add, rounded once.
 
     Args:
         x: F [..., H, D], queries or keys.
-        cos_sin: float32 [..., D] from `rope_table`, one row per token.
+        positions: int64 [...], the absolute position of each token.
+        inv_freq: float32 [D/2]; a plain model's are `theta^(-2i / D)`.
+        attention_factor: multiplies cosines and sines, > 0; scalings of the context ask for it.
     Returns:
         x.dtype [..., H, D].
     Raises:
-        RuntimeError: a wrong dtype, odd D, leading dimensions that differ.
-    Source: arXiv 2104.09864; transformers apply_rotary_pos_emb.
+        RuntimeError: a wrong dtype, odd D, leading dimensions or frequencies that do not fit x, a
+            factor that is not positive and finite.
+    Source: Su et al. 2021 (arXiv 2104.09864); transformers BitNetRotaryEmbedding and
+        apply_rotary_pos_emb.
     """
     return x.new_empty(x.shape)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -18,19 +20,17 @@ __all__ = [
     "gemv",
     "gemm",
     "linear",
-    "group_linear",
-    "quantize_activation_groups",
 ]
 
 
-def _rows(weight: Tensor, out_features: int | None) -> int:
+def _rows(weight: Tensor, shape: Sequence[int]) -> int:
     """N of a canonical weight [N, R], or of a CPU-specific layout, which is padded."""
-    return weight.shape[0] if out_features is None else out_features
+    return shape[0] if shape else weight.shape[0]
 
 
-def projection_shape(x: Tensor, weight: Tensor, out_features: int | None = None) -> list[int]:
+def projection_shape(x: Tensor, weight: Tensor, shape: Sequence[int]) -> list[int]:
     """The shape [..., N] of a projection of x [..., K]."""
-    return [*x.shape[:-1], _rows(weight, out_features)]
+    return [*x.shape[:-1], _rows(weight, shape)]
 
 
 def _product_dtype(x_scale: Tensor | None) -> torch.dtype:
@@ -78,8 +78,8 @@ def repack(weight: Tensor, in_features: int, format: str) -> Tensor:
 
     A CPU-specific layout is what this CPU reads fastest. It is made when a model is loaded and not
     stored in a model file; it depends on the instruction set in use (`_runtime.tile_lanes()` lanes
-    L) and fits no other: repack after forcing another one. gemv, gemm, linear, qkv_forward
-    and mlp_forward take it with `out_features`; their results do not change.
+    L) and fits no other: repack after forcing another one. The products take it with
+    `shape`; their results do not change.
 
     Args:
         weight: uint8 [N, 32 * ceil(K / 128)], contiguous, codes 0, 1, 2.
@@ -97,19 +97,19 @@ def repack(weight: Tensor, in_features: int, format: str) -> Tensor:
 
 
 @operator
-def unrepack(weight: Tensor, out_features: int, in_features: int) -> Tensor:
+def unrepack(weight: Tensor, shape: Sequence[int]) -> Tensor:
     """Bring a CPU-specific layout back to the canonical one: the inverse of `repack`.
 
     Args:
         weight: as `repack` returns it, for the kernels that run now.
-        out_features, in_features: N and K, which the padded form does not record.
+        shape: (N, K), which the padded form does not record.
     Returns:
         uint8 [N, 32 * ceil(K / 128)].
     Raises:
         RuntimeError: a shape that does not fit N, K or the instruction set; a code 3.
     Source: as `repack`.
     """
-    return weight.new_empty(_runtime.packed_shape("canonical", out_features, in_features))
+    return weight.new_empty(_runtime.packed_shape("canonical", *shape))
 
 
 @operator
@@ -132,49 +132,33 @@ def quantize_weights(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @operator
-def quantize_activations(x: Tensor) -> tuple[Tensor, Tensor]:
+def quantize_activations(
+    x: Tensor, activation_format: str = "int8", group_size: int = 128
+) -> tuple[Tensor, Tensor]:
     """Quantise activations to int8 with one scale per token (absmax over the last dimension).
 
     In float32: `s = 127 * (1 / max(absmax(x), 1e-5))` (two roundings, as torch evaluates 127 / t),
     `q = clamp(round_half_even(x * s), -128, 127)`, `scale = 1 / s`. A row with a NaN or an infinity
     gives q = 0 and scale = NaN, so that the poison reaches its own results and no others.
+    "int8_group" does the same to every group of a token's features, and "int16_group" makes 16-bit
+    integers of a group: `a = max(absmax, 1e-30)`, `q = round_half_even(x * (32512 / a))`,
+    `scale = a / 32512`; |q| <= 32512 so that two int8 planes hold it, `q = 256 * high + low`.
 
     Args:
-        x: F [..., K], any strides.
+        x: F [..., K], any strides, K >= 1; the last group may be shorter.
+        activation_format: "int8", "int8_group" or "int16_group".
+        group_size: 128 or 64 features; "int8" has no groups.
     Returns:
-        (q int8 [..., K], scale float32 [...]); q * scale approximates x.
+        (q, scale): int8 or int16 [..., K] and float32 [...], or of groups
+        [..., ceil(K / group_size)]; q * scale approximates x.
     Raises:
-        RuntimeError: another dtype, no dimension, K = 0.
-    Source: arXiv 2402.17764; transformers ActQuant.
-    """
-    q = x.new_empty(x.shape, dtype=torch.int8)
-    return q, x.new_empty(x.shape[:-1], dtype=torch.float32)
-
-
-@operator
-def quantize_activation_groups(
-    x: Tensor, activation_format: str = "int8_group", group_size: int = 128
-) -> tuple[Tensor, Tensor]:
-    """Quantise every group of features of a token by its absmax, to int8 or to 16 bits.
-
-    int8_group: `quantize_activations` of each group. int16_group: `a = max(absmax, 1e-30)`,
-    `q = round_half_even(x * (32512 / a))`, `scale = a / 32512`; |q| <= 32512 so that two int8
-    planes hold it, `q = 256 * high + low`.
-
-    Args:
-        x: F [..., K], K >= 1; the last group may be shorter.
-        activation_format: "int8_group" or "int16_group".
-        group_size: 128 or 64 features.
-    Returns:
-        (q, scale): int8 or int16 [..., K] and float32 [..., ceil(K / group_size)]. A group with a
-        NaN or an infinity gets q = 0 and a scale of NaN.
-    Raises:
-        RuntimeError: a wrong dtype or no features; another format or size.
-    Source: GGUF's Q8_0, with larger groups and float32 scales.
+        RuntimeError: another dtype, no dimension, K = 0; another format or size.
+    Source: arXiv 2402.17764; transformers ActQuant. Groups: GGUF's Q8_0, with larger groups and
+        float32 scales.
     """
     dtype = torch.int16 if activation_format == "int16_group" else torch.int8
-    groups = (x.shape[-1] + group_size - 1) // group_size
-    scale = x.new_empty([*x.shape[:-1], groups], dtype=torch.float32)
+    groups = () if activation_format == "int8" else ((x.shape[-1] + group_size - 1) // group_size,)
+    scale = x.new_empty([*x.shape[:-1], *groups], dtype=torch.float32)
     return x.new_empty(x.shape, dtype=dtype), scale
 
 
@@ -184,8 +168,7 @@ def gemv(
     x: Tensor,
     x_scale: Tensor | None = None,
     weight_scale: Tensor | None = None,
-    out_features: int | None = None,
-    in_features: int | None = None,
+    shape: Sequence[int] = (),
 ) -> Tensor:
     """Ternary matrix times one int8 vector (M = 1): `y[n] = sum_k w[n, k] * x[k]`.
 
@@ -196,16 +179,16 @@ def gemv(
         x: int8 [K].
         x_scale: float32 [] or [1], the token's scale; given together with weight_scale or not.
         weight_scale: float32 [1], or [N] for one scale per row (fused projections).
-        out_features: N; needed with a CPU-specific layout, whose rows are padded.
-        in_features: the K that the weight was packed for. Packed rows are padded to 128 weights and
-            do not record it: where it is left out, any x of a K that fills as many blocks passes.
+        shape: (N, K) of the weight, whose packed bytes are padded and do not record it; needed with
+            a CPU-specific layout. Where it is left out, any x of a K that fills as many blocks of
+            128 passes.
     Returns:
         int32 [N] without scales, float32 [N] with them.
     Raises:
-        RuntimeError: a wrong dtype, shape or stride, exactly one scale, a K other than in_features.
+        RuntimeError: a wrong dtype, shape or stride, exactly one scale, a K other than the shape's.
     Source: arXiv 2402.17764, section 2 (W1.58A8).
     """
-    return x.new_empty((_rows(weight, out_features),), dtype=_product_dtype(x_scale))
+    return x.new_empty((_rows(weight, shape),), dtype=_product_dtype(x_scale))
 
 
 @operator
@@ -214,25 +197,24 @@ def gemm(
     x: Tensor,
     x_scale: Tensor | None = None,
     weight_scale: Tensor | None = None,
-    out_features: int | None = None,
-    in_features: int | None = None,
+    shape: Sequence[int] = (),
 ) -> Tensor:
     """Ternary matrix times M int8 vectors: `y[m, n] = sum_k w[n, k] * x[m, k]`.
 
     Row m equals `gemv` of that row, bit for bit.
 
     Args:
-        weight, out_features, in_features: as `gemv`.
+        weight, shape: as `gemv`.
         x: int8 [M, K], M >= 0.
         x_scale: float32 [M], one scale per token; given together with weight_scale or not.
         weight_scale: float32 [1] or [N].
     Returns:
         int32 [M, N] without scales, float32 [M, N] with them.
     Raises:
-        RuntimeError: a wrong dtype, shape or stride, exactly one scale, a K other than in_features.
+        RuntimeError: a wrong dtype, shape or stride, exactly one scale, a K other than the shape's.
     Source: as `gemv`.
     """
-    return x.new_empty((x.shape[0], _rows(weight, out_features)), dtype=_product_dtype(x_scale))
+    return x.new_empty((x.shape[0], _rows(weight, shape)), dtype=_product_dtype(x_scale))
 
 
 @differentiable
@@ -241,65 +223,37 @@ def linear(
     weight: Tensor,
     weight_scale: Tensor,
     bias: Tensor | None = None,
-    out_features: int | None = None,
-    in_features: int | None = None,
+    shape: Sequence[int] = (),
+    activation_format: str = "int8",
 ) -> Tensor:
     """A BitNet linear: `quantize_activations`, `gemm` with both scales, plus bias, rounded once.
 
     `y = round_F(float32(sum_k w * q) * (weight_scale * scale) + bias)`.
 
+    With a weight_scale for every G = 128 or 64 weights of a row (a group along K) the sum of a
+    group, s_g, is an exact integer; groups are added in ascending order by one fused multiply-add
+    in float32 each, `acc = fma(float32(s_g), f_g, acc)` from 0, where f_g is `weight_scale[:, g]`
+    and at last `y = round_F(acc * scale + bias)`, with one scale a token; or, with a scale for
+    every group of x too, `f_g = weight_scale[:, g] * scale[g]` and `y = round_F(acc + bias)`.
+
     Args:
         x: F [..., K], any strides and any number of leading dimensions.
-        weight, out_features, in_features: as `gemv`.
-        weight_scale: float32 [1] or [N].
+        weight, shape: as `gemv`.
+        weight_scale: float32 [1] or [N]; or of groups [N, ceil(K / G)], contiguous, whose shape
+            tells G; or, beside a CPU-specific layout, float32 or float16 as
+            `nn.packing.blocked_scales` makes them, which is faster.
         bias: F [N], added in float32, or None.
+        activation_format: what x becomes, as of `quantize_activations`: "int8", or with scales of
+            groups "int8_group" or "int16_group" too, in groups of G.
     Returns:
         x.dtype [..., N]. A row of x with a NaN or an infinity gives a row of NaN.
     Gradients, straight-through (rounding x to int8 counts as doing nothing; the weight is frozen):
         `x.grad = y.grad @ (codes * weight_scale)`, computed in float32, rounded to x.dtype once;
         `bias.grad` is the sum of y.grad over the tokens.
     Raises:
-        RuntimeError: a wrong dtype, shape or stride; a K other than in_features; a weight_scale
-            that requires grad.
-    Source: arXiv 2402.17764; transformers BitLinear / AutoBitLinear.
-    """
-    return x.new_empty(projection_shape(x, weight, out_features))
-
-
-@differentiable
-def group_linear(
-    x: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None = None,
-    out_features: int | None = None,
-    in_features: int | None = None,
-    activation_format: str = "int8",
-) -> Tensor:
-    """A ternary linear with one scale for every G = 128 or 64 weights of a row (a group along K).
-
-    The sum of a group, s_g, is an exact integer; groups are added in ascending order by one fused
-    multiply-add in float32 each, `acc = fma(float32(s_g), f_g, acc)` from 0, where f_g is
-    `weight_scale[:, g]` and at last `y = round_F(acc * scale + bias)`, with one scale a token; or,
-    with a scale for every group of x too, `f_g = weight_scale[:, g] * scale[g]` and
-    `y = round_F(acc + bias)`.
-
-    Args:
-        x: F [..., K], any strides and any number of leading dimensions.
-        weight, out_features, in_features: as `gemv`.
-        weight_scale: float32 [N, ceil(K / G)], contiguous, whose shape tells G; or, beside a
-            CPU-specific layout, float32 or float16 as `nn.packing.blocked_scales` makes them, which
-            is faster.
-        bias: F [N], added in float32, or None.
-        activation_format: what x becomes: "int8" as of `quantize_activations`, "int8_group" or
-            "int16_group" as of `quantize_activation_groups`, in groups of G.
-    Returns:
-        x.dtype [..., N]. A row of x with a NaN or an infinity gives a row of NaN.
-    Gradients: as `linear`, with every code times the scale of its group.
-    Raises:
-        RuntimeError: a wrong dtype, shape or stride; a K other than in_features; a weight_scale
+        RuntimeError: a wrong dtype, shape or stride; a K other than the shape's; a weight_scale
             that requires grad; another activation_format.
-    Source: Q2_0 of GGUF and its models (PrismML Ternary-Bonsai), which have 16-bit activations;
-        int8 a token as in arXiv 2402.17764, scales of groups as GGUF's Q8_0 has them.
+    Source: arXiv 2402.17764; transformers BitLinear / AutoBitLinear. Groups: Q2_0 of GGUF and its
+        models (PrismML Ternary-Bonsai), which have 16-bit activations.
     """
-    return x.new_empty(projection_shape(x, weight, out_features))
+    return x.new_empty(projection_shape(x, weight, shape))

@@ -67,11 +67,9 @@ def _product(module: torch.nn.Module, inputs: _Inputs) -> Call:
     weight, scale = module.get_buffer("weight"), module.get_buffer("weight_scale")
     n, k = int(module.out_features), int(module.in_features)  # type: ignore[arg-type]
     x, x_scale = inputs.get(k)
-    canonical = tuple(weight.shape) == (n, 32 * -(-k // 128))
-    extra = {} if canonical else {"out_features": n}
     if inputs.batch == 1:
-        return lambda: ops.gemv(weight, x[0], x_scale, scale, **extra)
-    return lambda: ops.gemm(weight, x, x_scale, scale, **extra)
+        return lambda: ops.gemv(weight, x[0], x_scale, scale, (n, k))
+    return lambda: ops.gemm(weight, x, x_scale, scale, (n, k))
 
 
 def _attention_calls(model: BenchModel, cache: KVCache) -> list[Call]:
@@ -97,10 +95,8 @@ def _head_call(model: BenchModel, batch: int) -> Call:
     x = torch.randn(batch, model.config.hidden_size)
     buffers = dict(model.head().named_buffers())
     weight, scale = buffers["weight"], buffers.get("scale")
-    if scale is None:
-        return lambda: ops.lm_head(x, weight)
-    lm_head: Callable[..., object] = ops.lm_head
-    return lambda: lm_head(x, weight, scale, model.config.vocab_size)
+    shape = model.config.vocab_size, model.config.hidden_size
+    return lambda: ops.lm_head(x, weight, scale, shape)
 
 
 def empty_region() -> Timed:

@@ -1,7 +1,7 @@
-"""`in_features`: what a padded weight does not record, and what every module knows and passes.
+"""`shape`: N and K, which a padded weight does not record, and every module knows and passes.
 
-A weight of 128 input features has the bytes of any from 1 to 128; given its in_features, an op
-takes no other x, and its results do not change.
+A weight of 128 input features has the bytes of any from 1 to 128; given its shape, an op takes no
+other x, and its results do not change.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ Call = Callable[[int], Any]
 
 
 def calls(g: torch.Generator) -> dict[str, tuple[Call, Call]]:
-    """Of each op: the call with an x of so many features, without and with in_features=128."""
+    """Of each op: the call with an x of so many features, without and with the weight's shape."""
     weight, scale = random_packed(g, N, K), positive(g, 1)
     x, q = torch.randn(3, K, generator=g), int8_values(g, 3, K)
-    groups, head = positive(g, N, 1), ops.quantize_head(torch.randn(20, K, generator=g), "int4")
+    groups, head = positive(g, N, 1), ops.quantize_head(torch.randn(32, K, generator=g), "int4")
     down, qkv = random_packed(g, K, INNER), (weight, scale) * 3
     gate, norm = random_packed(g, INNER, K), gain(g, K)
 
@@ -44,23 +44,24 @@ def calls(g: torch.Generator) -> dict[str, tuple[Call, Call]]:
     def bind(call: Callable[..., Any], **given: Any) -> tuple[Call, Call]:
         return call, lambda k: call(k, **given)
 
-    single = {"in_features": K}
+    single = {"shape": (N, K)}
     return {
         "gemv": bind(lambda k, **e: ops.gemv(weight, q[0, :k], **e), **single),
         "gemm": bind(lambda k, **e: ops.gemm(weight, q[:, :k], **e), **single),
         "linear": bind(lambda k, **e: ops.linear(x[:, :k], weight, scale, **e), **single),
-        "group_linear": bind(
-            lambda k, **e: ops.group_linear(x[:, :k], weight, groups, **e), **single
+        "linear of groups": bind(
+            lambda k, **e: ops.linear(x[:, :k], weight, groups, **e), **single
         ),
         "qkv_forward": bind(
-            lambda k, **e: ops.qkv_forward(x[:, :k], norm[:k], *qkv, 1e-5, **e), **single
+            lambda k, **e: ops.qkv_forward(x[:, :k], norm[:k], *qkv, 1e-5, **e),
+            shape=(N, K) * 3,
         ),
-        "mlp_forward": bind(mlp, in_features=(K, INNER)),
-        "lm_head": bind(lambda k, **e: ops.lm_head(x[:, :k], *head, **e), **single),
+        "mlp_forward": bind(mlp, shape=(INNER, K, INNER, K, K, INNER)),
+        "lm_head": bind(lambda k, **e: ops.lm_head(x[:, :k], *head, **e), shape=(32, K)),
         **{
             f"linear {f}": bind(
-                lambda k, f=f, **e: ops.linear(
-                    x[:, :k], repacked(weight, K, f), scale, None, N, **e
+                lambda k, f=f, shape=(): ops.linear(
+                    x[:, :k], repacked(weight, K, f), scale, None, shape or (N, k)
                 ),
                 **single,
             )
@@ -76,17 +77,9 @@ def test_every_op_on_padded_weights_takes_it() -> None:
     have = {
         name
         for name in ops.__all__
-        if any(a.name == "in_features" for a in _arguments(name)) and name.startswith(_TAKES_X)
+        if {"x", "shape"} <= {argument.name for argument in _arguments(name)}
     }
     assert have == {op.split()[0] for op in OPS}
-    for name in have:
-        arguments = [a for a in _arguments(name) if a.name != "activation_format"]  # came later
-        argument = arguments[-1]
-        assert argument.name == "in_features", f"{name}: it is the last one, for older callers"
-        assert argument.has_default_value()
-
-
-_TAKES_X = ("gem", "linear", "group_linear", "qkv", "mlp", "lm_head")
 
 
 def _arguments(name: str) -> Any:
@@ -113,9 +106,7 @@ def test_the_inner_width_of_an_mlp_is_checked_too(rng: torch.Generator) -> None:
     gate, down, scale = random_packed(rng, 100, K), random_packed(rng, K, 128), positive(rng, 1)
     args = torch.ones(2, K), torch.ones(K), gate, scale, gate, scale, None, down, scale
     with pytest.raises(RuntimeError, match=r"^mlp_forward: expected gate_weight with the 128 "):
-        ops.mlp_forward(*args, 1e-5, "silu", in_features=(K, 128))
-    with pytest.raises(RuntimeError, match=r"^mlp_forward: expected in_features .* 2 el.*, got 1$"):
-        ops.mlp_forward(*args, 1e-5, "silu", in_features=(K,))
+        ops.mlp_forward(*args, 1e-5, "silu", (100, K, 100, K, K, 128))
 
 
 def _layers(g: torch.Generator) -> dict[str, torch.nn.Module]:
@@ -150,8 +141,8 @@ def test_a_model_gives_it_to_every_product(monkeypatch: pytest.MonkeyPatch) -> N
         original = getattr(ops, name)
 
         def watched(*args: Any, _name: str = name, _op: Any = original) -> Any:
-            position = [a.name for a in _arguments(_name)].index("in_features")
-            assert len(args) > position and args[position], f"{_name} without in_features"
+            position = [a.name for a in _arguments(_name)].index("shape")
+            assert len(args) > position and args[position], f"{_name} without a shape"
             seen[_name] = seen.get(_name, 0) + 1
             return _op(*args)
 
