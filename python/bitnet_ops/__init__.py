@@ -17,6 +17,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from bitnet_ops import ops as ops
     from bitnet_ops.errors import BitNetError as BitNetError
+    from bitnet_ops.generate.engine import Engine as Engine
+    from bitnet_ops.generate.engine import EngineThread as EngineThread
+    from bitnet_ops.generate.engine import Failed as Failed
+    from bitnet_ops.generate.engine import Finished as Finished
+    from bitnet_ops.generate.engine import Limits as Limits
+    from bitnet_ops.generate.engine import NewToken as NewToken
+    from bitnet_ops.generate.engine import SamplingParams as SamplingParams
+    from bitnet_ops.generate.engine import SchedulerOptions as SchedulerOptions
     from bitnet_ops.integrations import BitNetLinearMethod as BitNetLinearMethod
     from bitnet_ops.integrations.transformers import BitnetOpsConfig as BitnetOpsConfig
     from bitnet_ops.integrations.transformers import accelerate as accelerate
@@ -34,11 +42,19 @@ _LAZY = {
     "BitNetError": "bitnet_ops.errors",
     "BitNetLinearMethod": "bitnet_ops.integrations",
     "BitnetOpsConfig": "bitnet_ops.integrations.transformers",
+    "Engine": "bitnet_ops.generate.engine",
+    "EngineThread": "bitnet_ops.generate.engine",
+    "Failed": "bitnet_ops.generate.engine",
+    "Finished": "bitnet_ops.generate.engine",
     "KVCache": "bitnet_ops.nn.kv_cache",
     "KVCacheConfig": "bitnet_ops.nn.kv_config",
     "KVCacheDtype": "bitnet_ops.nn.kv_config",
     "LanguageModel": "bitnet_ops.language_model",
+    "Limits": "bitnet_ops.generate.engine",
+    "NewToken": "bitnet_ops.generate.engine",
     "PackedWeight": "bitnet_ops.nn.packing",
+    "SamplingParams": "bitnet_ops.generate.engine",
+    "SchedulerOptions": "bitnet_ops.generate.engine",
     "accelerate": "bitnet_ops.integrations.transformers",
     "load": "bitnet_ops.language_model",
 }

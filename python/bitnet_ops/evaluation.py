@@ -28,11 +28,10 @@ from lm_eval.models.utils import (
 )
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from bitnet_ops.generate.options import NAMES
 from bitnet_ops.generate.scoring import score
 from bitnet_ops.language_model import LanguageModel, load
 
-_SAMPLING = {"temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed"} & set(NAMES)
+_SAMPLING = {"temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed"}
 _MEANINGLESS = {"do_sample", "use_cache", "pad_token_id", "num_beams", "early_stopping"}
 
 

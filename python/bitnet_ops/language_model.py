@@ -21,12 +21,17 @@ from torch import Tensor
 from bitnet_ops.config import ModelConfig
 from bitnet_ops.convert.obtain import LoadError, convert_again, obtain
 from bitnet_ops.formats import sglbitnt
-from bitnet_ops.generate.chat_history import RunIds, without_oldest_turn
-from bitnet_ops.generate.embedding import embed
-from bitnet_ops.generate.engine import Engine, Run, Session, token_ids
-from bitnet_ops.generate.options import GenerateOptions, Request, request
-from bitnet_ops.generate.scoring import Score, score
-from bitnet_ops.generate.text import Completion, StopText, TextStream
+from bitnet_ops.generate.chat import RunIds, without_oldest_turn
+from bitnet_ops.generate.engine import Engine, Run, token_ids
+from bitnet_ops.generate.scoring import Score, embed, score
+from bitnet_ops.generate.text import (
+    Completion,
+    GenerateOptions,
+    Options,
+    StopText,
+    TextStream,
+    parse_options,
+)
 from bitnet_ops.generate.tokenizer import Tokenizer, TokenizerError
 from bitnet_ops.loading import cache_files
 from bitnet_ops.loading.weights import load_model
@@ -252,7 +257,7 @@ class LanguageModel:
         `logprobs`. Raises TypeError for an unknown option or another kind of
         prompt, ValueError for a value out of range, engine.PromptError.
         """
-        return self._stream("generate", prompt, options, patient=True).read()
+        return self._stream("generate", prompt, options).read()
 
     def stream(
         self, prompt: str | Sequence[int] | Tensor, **options: Unpack[GenerateOptions]
@@ -307,32 +312,29 @@ class LanguageModel:
         """
         return Conversation(self, self._request("chat", options))
 
-    def _request(self, call: str, options: GenerateOptions) -> Request:
+    def _request(self, call: str, options: GenerateOptions) -> Options:
         if self.config.embedding_only:
             raise LoadError(
                 f"{call}: expected a model with an output head, got an embedding model; use embed"
             )
-        return request(call, options, self.stop_ids)
+        return parse_options(call, options, self.stop_ids)
 
-    def _stream(
-        self, call: str, prompt: Any, options: GenerateOptions, *, patient: bool = False
-    ) -> TextStream:
+    def _stream(self, call: str, prompt: Any, options: GenerateOptions) -> TextStream:
         wanted = self._request(call, options)
-        run = self._start([self.encode(prompt)], wanted, patient=patient)
+        run = self._start([self.encode(prompt)], wanted)
         return TextStream(run, self.tokenizer, wanted.stop)
 
-    def _start(self, prompts: list[list[int]], wanted: Request, *, patient: bool = False) -> Run:
+    def _start(self, prompts: list[list[int]], wanted: Options) -> Run:
         return self.engine.start(
             prompts,
             wanted.params,
             wanted.limits,
-            patient=patient,
             max_drafts=wanted.max_drafts,
             adapter=wanted.adapter,
         )
 
-    def _complete(self, prompts: list[list[int]], wanted: Request) -> list[Completion]:
-        run = self._start(prompts, wanted, patient=True)
+    def _complete(self, prompts: list[list[int]], wanted: Options) -> list[Completion]:
+        run = self._start(prompts, wanted)
         texts = [StopText(self.tokenizer, wanted.stop) for _ in prompts]
         pieces: list[list[str]] = [[] for _ in prompts]
         for row, token in run:
@@ -373,9 +375,8 @@ class Conversation:
     newest turn cost.
     """
 
-    def __init__(self, lm: LanguageModel, request: Request) -> None:
+    def __init__(self, lm: LanguageModel, request: Options) -> None:
         self._lm, self._request = lm, request
-        self._session: Session = lm.engine.session()
         self._known = RunIds(lm.tokenizer)
         self.messages: list[Mapping[str, str]] = []
         self.last: TextStream | None = None  # the newest answer, for its timing
@@ -393,14 +394,7 @@ class Conversation:
         if not isinstance(content, str):
             raise TypeError(f"say: expected a text, got a {type(content).__name__}")
         messages, ids = self._fitting([*self.messages, {"role": "user", "content": content}])
-        wanted = self._request
-        run = self._session.start(
-            ids,
-            wanted.params,
-            wanted.limits,
-            max_drafts=wanted.max_drafts,
-            adapter=wanted.adapter,
-        )
+        run = self._lm._start([ids], self._request)
         self.dropped = len(self.messages) + 1 - len(messages)
         self.messages[:] = messages
         self.last = TextStream(run, self._lm.tokenizer, self._request.stop)

@@ -1,7 +1,7 @@
 """What strangers may put into a checkpoint or a command line: one line each, nothing followed.
 
 Links, JSON without end, regular expressions, numbers out of range, zero bytes, control characters,
-bytes that are no UTF-8, closed streams. Chat templates are test_chat_template.py's business.
+bytes that are no UTF-8, closed streams. Chat templates are test_chat.py's business.
 """
 
 from __future__ import annotations

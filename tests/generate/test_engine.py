@@ -1,12 +1,22 @@
-"""The engine on a model that counts (a mock), then on real ones.
+"""The engine: what requests, runs, threads and consumers get, on models that count and real ones.
 
-What a batch, a chunk or a kept cache must not change. Whether logits are right is test_model.py's
-matter; nothing here knows an op.
+Random schedules are test_schedules.py's; who computes how much in which step, test_scheduler.py's.
 """
 
 from __future__ import annotations
 
+import asyncio
+import copy
 import dataclasses
+import gc
+import os
+import pickle
+import queue
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -15,14 +25,29 @@ from torch import Tensor
 
 import bitnet_ops
 from bitnet_ops.config import ModelConfig
-from bitnet_ops.generate.engine import Engine, Generation, Limits, PromptError, Run
-from bitnet_ops.generate.sampling import SamplingError, SamplingParams
-from bitnet_ops.generate.scheduler import SchedulerOptions
+from bitnet_ops.generate.engine import (
+    Engine,
+    EngineThread,
+    Event,
+    Failed,
+    Finished,
+    Generation,
+    Limits,
+    NewToken,
+    PromptError,
+    Run,
+    SamplingParams,
+    SchedulerOptions,
+)
+from bitnet_ops.generate.sampling import SamplingError
 from bitnet_ops.models import Decoder
 from bitnet_ops.models.step_batch import StepBatch
 from bitnet_ops.nn.kv_pool import KVPool
-from bitnet_ops.nn.kv_types import KV_DTYPES
+from bitnet_ops.nn.kv_types import KV_DTYPES, bytes_of_block
+from bitnet_ops.nn.lora import LoraError
 from isa_control import torch_threads
+from paged_fake import VOCAB as FAKE_VOCAB
+from paged_fake import FakeEngine, FakeModel
 from tiny_models import SMALL, config_of, tiny_model
 
 VOCAB = 50
@@ -32,76 +57,108 @@ CONFIG = dataclasses.replace(
     max_position_embeddings=40,
     eos_token_ids=(),
 )
+LONG = dataclasses.replace(CONFIG, max_position_embeddings=4096)
 
 
 class Counting:
     """A model whose best next token is the last one plus 1.
 
-    It records every step: the new tokens of its sequences and where they begin.
+    `calls`: of every step, the new tokens of its sequences and where they begin. `before`: called
+    with each batch; `broken`: tokens after which the logits are NaN; `seconds` of a step.
     """
 
-    config: ModelConfig = CONFIG
-
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        config: ModelConfig = CONFIG,
+        before: Callable[[StepBatch], None] | None = None,
+        broken: int | None = None,
+        seconds: float = 0.0,
+    ) -> None:
+        self.config, self.before, self.broken, self.seconds = config, before, broken, seconds
         self.calls: list[tuple[list[list[int]], list[int]]] = []
 
     def step(self, batch: StepBatch, pool: KVPool) -> Tensor:
         ids = [part.tolist() for part in batch.token_ids.tensor_split(batch.query_start_loc[1:-1])]
         ends = batch.seq_lens.tolist()
         self.calls.append((ids, [end - len(new) for end, new in zip(ends, ids, strict=True)]))
+        if self.before is not None:
+            self.before(batch)
+        if self.seconds:
+            time.sleep(self.seconds)
         last = batch.token_ids[batch.logit_rows]
-        return torch.nn.functional.one_hot((last + 1) % VOCAB, VOCAB).float() * 9
+        logits = torch.nn.functional.one_hot((last + 1) % VOCAB, VOCAB).float() * 9
+        if self.broken is not None:
+            logits[last == self.broken] = float("nan")
+        return logits
 
 
 def generate(prompts: list[list[int]], n: int = 5, **limits: Any) -> list[Generation]:
     return Engine(Counting()).generate(prompts, None, Limits(n, **limits))
 
 
+def used(engine: Engine) -> int:
+    return engine.stats().used_blocks
+
+
+def drain(engine: Engine) -> list[Event]:
+    events = []
+    while engine.has_work:
+        events += engine.step()
+    return events
+
+
+def answers(events: list[Event]) -> dict[int, tuple[list[int], Any]]:
+    """By request: its tokens and its reason, or its error."""
+    found: dict[int, tuple[list[int], Any]] = {}
+    for event in events:
+        tokens, ending = found.get(event.request_id, ([], None))
+        assert ending is None, "nothing comes after the end"
+        if isinstance(event, NewToken):
+            tokens.append(event.token_id)
+        else:
+            ending = event.reason if isinstance(event, Finished) else event.error
+        found[event.request_id] = tokens, ending
+    return found
+
+
 @pytest.fixture(autouse=True)
-def one_thread() -> Any:
+def one_thread() -> Iterator[None]:
     with torch_threads(1):
         yield
 
 
-# On the counting model ------------------------------------------------------------------------
+# Answers ----------------------------------------------------------------------------------------
 
 
-def test_counts_on() -> None:
-    assert generate([[3, 7]]) == [Generation([8, 9, 10, 11, 12], "length")]
-    assert generate([[3, 7]], 1) == [Generation([8], "length")]
+@pytest.mark.parametrize(
+    ("prompt", "limits", "expected"),
+    [
+        ([3, 7], Limits(5), Generation([8, 9, 10, 11, 12], "length")),
+        ([3, 7], Limits(1), Generation([8], "length")),
+        ([1], Limits(0), Generation([], "length")),
+        ([7], Limits(5, frozenset({10, 49})), Generation([8, 9], "stop", stop_reason=10)),
+        ([9], Limits(5, frozenset({10, 49})), Generation([], "stop", stop_reason=10)),
+        ([3], Limits(4, frozenset({10, 49})), Generation([4, 5, 6, 7], "length")),
+        ([0] * 37, Limits(100), Generation([1, 2, 3, 4], "context")),
+        ([5] * 40, Limits(100), Generation([6], "context")),  # a full prompt has a next token
+    ],
+)
+def test_answers(prompt: list[int], limits: Limits, expected: Generation) -> None:
+    assert Engine(Counting()).generate([prompt], None, limits) == [expected]
 
 
 def test_nothing_asked_nothing_run() -> None:
     engine = Engine(model := Counting())
-    assert engine.generate([[1]], None, Limits(0)) == [Generation([], "length")]
-    assert model.calls == []
+    assert engine.step() == [] and not engine.has_work
+    id = engine.add([1], limits=Limits(0))
+    assert engine.has_work and engine.step() == [Finished(id, "length")]
+    assert model.calls == [] and not engine.has_work
 
 
-def test_calls_are_one_prefill_and_single_steps() -> None:
-    engine = Engine(model := Counting())
-    engine.generate([[3, 7, 9]], None, Limits(3))
-    assert model.calls == [([[3, 7, 9]], [0]), ([[10]], [3]), ([[11]], [4])]
-
-
-def test_prefill_in_chunks() -> None:
+def test_calls_are_one_prefill_in_chunks_and_single_steps() -> None:
     engine = Engine(model := Counting(), prefill_chunk=4)
-    engine.generate([list(range(10))], None, Limits(1))
-    assert [(len(ids[0]), at) for ids, at in model.calls] == [(4, [0]), (4, [4]), (2, [8])]
-
-
-def test_stop_ids_end_and_are_left_out() -> None:
-    stop = frozenset({10, 49})
-    assert generate([[7]], stop_ids=stop) == [Generation([8, 9], "stop", stop_reason=10)]
-    assert generate([[9]], stop_ids=stop) == [Generation([], "stop", stop_reason=10)]
-    assert generate([[3]], 4, stop_ids=stop) == [Generation([4, 5, 6, 7], "length")]
-
-
-def test_the_context_is_an_end_not_an_error() -> None:
-    prompt = [0] * 37
-    (generation,) = generate([prompt], 100)
-    assert generation == Generation([1, 2, 3, 4], "context")
-    (generation,) = generate([[5] * 40], 100)
-    assert generation == Generation([6], "context"), "a full prompt still has a next token"
+    engine.generate([list(range(6))], None, Limits(3))
+    assert model.calls == [([[0, 1, 2, 3]], [0]), ([[4, 5]], [4]), ([[6]], [6]), ([[7]], [7])]
 
 
 def test_a_batch_retires_rows_one_by_one() -> None:
@@ -110,41 +167,11 @@ def test_a_batch_retires_rows_one_by_one() -> None:
     generations = engine.generate([[9], [1, 2], [29], [20]], None, limits)
     assert [g.token_ids for g in generations] == [[10, 11], [3, 4, 5, 6], [], [21, 22, 23, 24]]
     assert [g.finish_reason for g in generations] == ["stop", "length", "stop", "length"]
-    decodes = [(ids, at) for ids, at in model.calls[1:]]
-    assert decodes == [
+    assert model.calls[1:] == [
         ([[10], [3], [21]], [1, 2, 1]),
         ([[11], [4], [22]], [2, 3, 2]),
         ([[5], [23]], [4, 3]),
     ]
-
-
-def test_streaming_gives_tokens_as_they_come() -> None:
-    run = Engine(model := Counting()).start([[1], [5]], None, Limits(2))
-    assert model.calls == [], "nothing is computed before the first step"
-    assert run.step() == [(0, 2), (1, 6)]
-    assert len(model.calls) == 1 and run.active
-    assert run.step() == [(0, 3), (1, 7)]
-    assert not run.active and list(run) == []
-
-
-def test_a_consumer_may_stop_early_or_cancel_a_row() -> None:
-    run = Engine(Counting()).start([[1], [5]], None, Limits(10))
-    run.step()
-    run.cancel(0, "enough")
-    assert run.step() == [(1, 7)]
-    assert run.generations[0] == Generation([2], "enough")
-    assert run.generations[1].finish_reason == ""
-
-
-def test_timing_counts_tokens() -> None:
-    run = Engine(Counting()).start([[1, 2, 3], [5]], None, Limits(3, frozenset({8})))
-    for _ in run:
-        pass
-    t = run.timing
-    assert (t.prompt_tokens, t.new_tokens, t.reused_tokens) == (4, 5, 0)
-    assert t.decoded_tokens == 4, "two decode steps of two rows, the stop id among them"
-    assert t.first_token_s > 0 and t.decode_s > 0
-    assert t.decode_tokens_per_s == pytest.approx(4 / t.decode_s)
 
 
 def test_params_per_prompt_and_seeds() -> None:
@@ -152,47 +179,529 @@ def test_params_per_prompt_and_seeds() -> None:
     engine = Engine(Counting())
     both = engine.generate([[1], [1]], params, Limits(6))
     assert both[0] == Generation([2, 3, 4, 5, 6, 7], "length", None)
-    assert both[1] == engine.generate([[1]], params[1], Limits(6))[0]
-    assert both[1].seed == 4
-    with pytest.raises(ValueError, match="params for 3 prompts, got 2"):
-        engine.start([[1]] * 3, params)
+    assert both[1] == engine.generate([[1]], params[1], Limits(6))[0] and both[1].seed == 4
+    (fresh,) = engine.generate([[1]], SamplingParams(temperature=3.0), Limits(6))
+    again = SamplingParams(temperature=3.0, seed=fresh.seed)
+    assert engine.generate([[1]], again, Limits(6)) == [fresh], "the seed chosen repeats the run"
 
 
-BAD_PROMPTS: list[tuple[list[list[int]], str]] = [
-    ([], "at least one prompt"),
-    ([[]], "at least one token, got an empty one"),
-    ([[1], [50]], "from 0 to 49, got 50 to 50"),
-    ([[-1, 3]], "got -1 to 3"),
-    ([[1] * 41], "at most 40 tokens .*got 41"),
+def test_a_consumer_may_step_cancel_and_leave() -> None:
+    run = Engine(model := Counting()).start([[1], [5]], None, Limits(10))
+    assert model.calls == [], "nothing is computed before the first step"
+    assert run.step() == [(0, 2), (1, 6)] and len(model.calls) == 1
+    run.cancel(0, "enough")
+    assert run.step() == [(1, 7)]
+    assert run.generations[0] == Generation([2], "enough")
+    assert next(iter(run)) == (1, 8) and next(iter(run)) == (1, 9), "after a break it goes on"
+    run.close()
+    assert run.step() == [] and not run.active and run.generations[1].finish_reason == ""
+
+
+def test_timing_counts_tokens() -> None:
+    run = Engine(Counting()).start([[1, 2, 3], [5]], None, Limits(3, frozenset({8})))
+    for _ in run:
+        assert torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+    t = run.timing
+    assert (t.prompt_tokens, t.new_tokens, t.reused_tokens) == (4, 5, 0)
+    assert t.decoded_tokens == 4, "two decode steps of two rows, the stop id among them"
+    assert t.first_token_s > 0 and t.decode_s > 0
+    assert t.decode_tokens_per_s == pytest.approx(4 / t.decode_s)
+
+
+# What is refused --------------------------------------------------------------------------------
+
+NAN = float("nan")
+# The arguments of add, the exception and its text: nothing of these reaches a step of others.
+REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"prompt": []}, PromptError, "at least one token, got an empty one"),
+    ({"prompt": [1, 50]}, PromptError, "ids from 0 to 49, got 1 to 50"),
+    ({"prompt": [-1, 3]}, PromptError, "got -1 to 3"),
+    ({"prompt": [2**70]}, PromptError, "ids from 0 to 49"),
+    ({"prompt": [1] * 41}, PromptError, "at most 40 tokens .*got 41"),
+    ({"prompt": "text"}, TypeError, "token ids as a list of integers, got 'text'"),
+    ({"prompt": [1, 2.5]}, TypeError, "got 2.5 .float. at 1"),
+    ({"prompt": [True]}, TypeError, "got True .bool. at 0"),
+    ({"prompt": [[1], [2]]}, TypeError, "list of integers"),
+    ({"prompt": torch.tensor([1.5])}, TypeError, "list of integers"),
+    ({"prompt": None}, TypeError, "got None"),
+    ({"params": {"temperature": 1.0}}, TypeError, "params as SamplingParams"),
+    ({"params": SamplingParams(logit_bias={50: 1.0})}, SamplingError, "ids below 50, got 50"),
+    ({"limits": 5}, TypeError, "limits as Limits, got 5"),
+    ({"adapter": "x"}, LoraError, "a model with adapters"),
+    ({"max_drafts": -1}, ValueError, 'max_drafts "auto" or an integer at least 0, got -1'),
+    ({"max_drafts": 1.5}, ValueError, "max_drafts"),
+    ({"max_drafts": "many"}, ValueError, "max_drafts"),
+    ({"max_drafts": True}, ValueError, "max_drafts"),
+    ({"max_drafts": None}, ValueError, "max_drafts"),
 ]
 
 
-@pytest.mark.parametrize(("prompts", "message"), BAD_PROMPTS, ids=str)
-def test_bad_prompts(prompts: list[list[int]], message: str) -> None:
-    with pytest.raises(PromptError, match=message):
-        Engine(Counting()).start(prompts)
+@pytest.mark.parametrize(("wrong", "kind", "message"), REFUSED, ids=str)
+def test_what_cannot_be_run_is_refused_when_it_comes(
+    wrong: dict[str, Any], kind: type[Exception], message: str
+) -> None:
+    engine = Engine(Counting())
+    running = engine.add([1], limits=Limits(3))
+    with pytest.raises(kind, match=message) as caught:
+        engine.add(**{"prompt": [1], **wrong})
+    assert "\n" not in str(caught.value)
+    assert answers(drain(engine)) == {running: ([2, 3, 4], "length")}
 
 
-def test_bad_limits() -> None:
-    for bad in (-1, 1.5, True, "3"):
-        with pytest.raises(ValueError, match="max_new_tokens an integer at least 0, got"):
-            Limits(bad)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="prefill_chunk above 0"):
-        Engine(Counting(), prefill_chunk=0)
+# As far as an option may go: together in the steps of a request that has none of them.
+EXTREMES: list[SamplingParams] = [
+    SamplingParams(temperature=10**300, seed=1),
+    SamplingParams(temperature=5e-324, seed=1),
+    SamplingParams(temperature=1, top_k=2**31 - 1, top_p=5e-324, min_p=1, seed=2**63 - 1),
+    SamplingParams(temperature=1, repetition_penalty=2.0**-126, seed=0),
+    SamplingParams(repetition_penalty=2.0**127),
+    SamplingParams(frequency_penalty=2, presence_penalty=-2, logit_bias={0: 100, 49: -100}),
+    SamplingParams(logit_bias=dict.fromkeys(range(50), 100), logprobs=20),
+    SamplingParams(logit_bias={}, logprobs=0),
+]
 
 
-def test_a_broken_model_is_an_error_not_a_token() -> None:
-    class Broken(Counting):
-        def step(self, batch: StepBatch, pool: KVPool) -> Tensor:
-            return super().step(batch, pool) * float("nan")
+def test_values_at_the_edge_of_their_ranges_disturb_nobody() -> None:
+    engine = Engine(Counting())
+    plain = engine.add([1], limits=Limits(6))
+    others = [engine.add([7], p, Limits(6), max_drafts=10**30) for p in EXTREMES]
+    found = answers(drain(engine))
+    assert found[plain] == ([2, 3, 4, 5, 6, 7], "length")
+    for id in others:  # a request's logits may overflow by its own penalty: it ends alone
+        assert found[id][1] == "length" or isinstance(found[id][1], SamplingError)
 
+
+BAD_LIMITS: list[dict[str, Any]] = [
+    *({"max_new_tokens": bad} for bad in (-1, 1.5, True, "3", None)),
+    *({"stop_ids": bad} for bad in (3, "ab", [1.5], None)),
+]
+
+
+@pytest.mark.parametrize("wrong", BAD_LIMITS, ids=str)
+def test_limits_are_checked(wrong: dict[str, Any]) -> None:
+    with pytest.raises((ValueError, TypeError), match=f"engine: expected {next(iter(wrong))} "):
+        Limits(**wrong)
+
+
+def test_lists_of_prompts_and_params_are_checked() -> None:
+    engine = Engine(Counting())
+    for wrong, kind, message in (
+        ((([[1]] * 3), [SamplingParams()] * 2), ValueError, "params for 3 prompts, got 2"),
+        (([[1]], [3]), TypeError, "params as SamplingParams"),
+        (("text",), TypeError, "prompts as lists of token ids"),
+        (([],), PromptError, "at least one prompt"),
+        (([[1], []],), PromptError, "an empty one"),
+    ):
+        with pytest.raises(kind, match=message):  # type: ignore[arg-type]
+            engine.start(*wrong)
+    assert not engine.has_work
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"prefill_chunk": 0}, "prefill_chunk above 0"),
+        ({"kv_cache_mb": 0}, "kv_cache_mb above 0"),
+        ({"kv_cache_mb": 1e-9}, "kv_cache_mb of at least a block's"),
+        ({"kv_cache_mb": NAN}, "kv_cache_mb above 0, got nan"),
+        ({"prefix_cache_mb": -1}, "prefix_cache_mb at least 0"),
+        ({"kv_dtype": torch.int16}, "engine: expected kv_dtype"),
+    ],
+)
+def test_options_of_an_engine_are_checked(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Engine(Counting(), **options)
+
+
+def test_a_model_without_step_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"engine: expected a model with config and step\(batch"):
+        Engine(object())  # type: ignore[arg-type]
+
+
+# What fails -------------------------------------------------------------------------------------
+
+
+def test_broken_logits_end_their_request_alone() -> None:
+    engine = Engine(Counting(broken=42))
+    healthy = engine.start([[1]], limits=Limits(30))
+    healthy.step()
+    broken = engine.start([[3], [38]], limits=Limits(30))
     with pytest.raises(SamplingError, match="expected finite logits, got a NaN"):
-        Engine(Broken()).generate([[1]])
+        list(broken)
+    assert not broken.active and broken.step() == []
+    assert broken.generations[1].token_ids == [39, 40, 41, 42], "those before are good"
+    assert [token for _, token in healthy] == list(range(3, 32))
+    assert used(engine) == 0
 
 
-def test_grad_mode_of_the_caller_is_left_alone() -> None:
-    for _ in Engine(Counting()).start([[1]]):
-        assert torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+def test_a_failed_step_fails_the_requests_in_it_and_the_engine_goes_on() -> None:
+    def fail(batch: StepBatch) -> None:
+        if len(model.calls) in (2, 5):
+            raise MemoryError("no memory")
+
+    options = SchedulerOptions(max_sequences=2)
+    engine = Engine(model := Counting(before=fail), scheduling=options)
+    ids = [engine.add([i], limits=Limits(4)) for i in (1, 11, 21)]
+    found = answers(drain(engine))
+    for id, first in ((ids[0], 2), (ids[1], 12)):
+        tokens, error = found[id]
+        assert tokens == [first] and isinstance(error, MemoryError)
+    tokens, error = found[ids[2]]
+    assert tokens == [22, 23] and isinstance(error, MemoryError), "it waited, and met the next one"
+    assert used(engine) == 0 and engine.stats().cached_blocks == 0, "nothing of it is found again"
+    with pytest.raises(MemoryError):
+        model.calls.clear()
+        engine.generate([[1]], limits=Limits(5))
+    model.before = None
+    assert engine.generate([[1]], limits=Limits(3))[0].token_ids == [2, 3, 4]
+
+
+def test_a_full_pool_fails_the_one_that_cannot_fit() -> None:
+    engine = FakeEngine(blocks=6, model=FakeModel(logits=periodic))
+    long = engine.add([1] * 25, limits=Limits(5))
+    grows = engine.add([1, 2, 3, 4], limits=Limits(50))
+    fits = engine.add([4, 5, 6, 7], limits=Limits(12))
+    found = answers(drain(engine))
+    assert str(found[long][1]) == (
+        "KV pool: expected 7 free blocks, got 6 of 6; wait until other sequences end, shorten this "
+        "one or make the pool larger"
+    )
+    assert found[fits] == ([i % FAKE_VOCAB for i in range(8, 20)], "length")
+    assert len(found[grows][0]) == 21, "24 positions hold 4 + 20 tokens"
+    assert str(found[grows][1]).startswith("KV pool: expected 1 free blocks, got 0 of 6")
+
+
+def periodic(ids: Tensor) -> Tensor:
+    return torch.nn.functional.one_hot((ids + 1) % FAKE_VOCAB, FAKE_VOCAB).float() * 9
+
+
+# Ends from outside ------------------------------------------------------------------------------
+
+
+def test_abort_frees_its_blocks_wherever_the_request_is() -> None:
+    options = SchedulerOptions(token_budget=8, max_sequences=2)
+    engine = Engine(Counting(LONG), block_size=4, scheduling=options)
+    healthy = engine.add([1], limits=Limits(10))
+    long = engine.add([1, 2] * 30, limits=Limits(5))
+    waiting = engine.add([5], limits=Limits(5))
+    events = engine.step() + engine.step()
+    assert used(engine) >= 15
+    assert engine.abort(waiting) and engine.abort(long) and used(engine) == 1
+    assert not engine.abort(long) and not engine.abort(10**6)
+    found = answers(events + drain(engine))
+    assert found == {
+        healthy: (list(range(2, 12)), "length"), long: ([], "abort"), waiting: ([], "abort"),
+    }  # fmt: skip
+    assert used(engine) == 0 and not engine.abort(healthy)
+
+
+@pytest.mark.parametrize("end", ["drop", "close", "abort while the model runs"])
+def test_a_run_that_ends_early_ends_its_requests(end: str) -> None:
+    engine = Engine(model := Counting(LONG))
+    run: Run | None = engine.start([[1], [5]], limits=Limits(50))
+    assert run is not None
+    next(iter(run))
+    assert used(engine) == 2
+    if end == "close":
+        run.close()
+        assert not run.active and run.generations[0].finish_reason == ""
+    elif end == "drop":
+        run = None
+    else:
+        model.before = lambda _: run.close()
+        assert engine.step() == [] and len(model.calls) == 2
+        model.before = None
+    assert used(engine) == 0 and not engine.has_work
+    assert engine.generate([[1]], limits=Limits(2))[0].token_ids == [2, 3]
+
+
+def test_ctrl_c_is_raised_after_the_step_which_is_whole() -> None:
+    def press(batch: StepBatch) -> None:
+        if len(model.calls) == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+            for _ in range(1000):
+                pass  # lines at which Python would raise it
+
+    engine = Engine(model := Counting(before=press))
+    other = engine.start([[30]], limits=Limits(9))
+    other.step()
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate([[1]], limits=Limits(9))
+    assert len(model.calls) == 3
+    assert [token for _, token in other] == list(range(32, 40)), "the others lose nothing"
+    assert used(engine) == 0 and not engine.has_work
+    before = signal.getsignal(signal.SIGINT)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        model.calls.clear()
+        assert len(engine.generate([[1]], limits=Limits(9))[0].token_ids) == 9, "it was ignored"
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+# Sharing an engine ------------------------------------------------------------------------------
+
+
+def test_interleaved_runs_share_their_steps() -> None:
+    engine = Engine(model := Counting(LONG))
+    id = engine.add([3], limits=Limits(4))
+    runs = [engine.start([[start]], limits=Limits(20)) for start in (3, 20)]
+    tokens = [[token for (_, token) in pair] for pair in zip(*runs, strict=True)]
+    assert tokens == [[4 + i, 21 + i] for i in range(20)]
+    assert len(model.calls) == 21, "the first of one before the other began, then all together"
+    for run in runs:
+        assert run.timing.decoded_tokens == 19 and run.timing.decode_s > 0
+        assert run.generations[0].finish_reason == "length" and not run.active
+    assert answers(engine.step()) == {id: ([4, 5, 6, 7], "length")}, "left to whoever steps"
+
+
+def test_threads_with_runs_of_their_own_lose_nothing_and_never_wait_for_ever() -> None:
+    """Some drive the engine, some have runs to their ends, break off, cancel or batch."""
+    engine = Engine(Counting(LONG), kv_cache_mb=2, block_size=16)
+    failures: list[BaseException] = []
+    wanted = dict.fromkeys(range(6), 0)
+
+    def client(number: int) -> None:
+        rng = random.Random(number)
+        try:
+            for _ in range(30):
+                start, n = rng.randrange(VOCAB), rng.randrange(1, 30)
+                run = engine.start([[start], [start, 5]], limits=Limits(n))
+                leave = rng.randrange(2 * n)
+                got: tuple[list[int], list[int]] = ([], [])
+                for at, (row, token) in enumerate(run):
+                    got[row].append(token)
+                    if at == leave:
+                        break
+                expected = [[(first + 1 + i) % VOCAB for i in range(n)] for first in (start, 5)]
+                assert all(g == e[: len(g)] for g, e in zip(got, expected, strict=True))
+                if leave >= 2 * n - 1 or not run.active:
+                    assert list(got) == expected
+                wanted[number] += 1
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=client, args=(n,)) for n in wanted]
+    stops = threading.Event()
+
+    def drive() -> None:
+        while not stops.is_set():
+            engine.step()
+            time.sleep(0.001)
+
+    driver = threading.Thread(target=drive)
+    for thread in (*threads, driver):
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=120)
+    stops.set()
+    driver.join(timeout=120)
+    assert not any(t.is_alive() for t in (*threads, driver)) and failures == []
+    assert set(wanted.values()) == {30}
+    gc.collect()
+    assert used(engine) == 0 and not engine.has_work
+
+
+def test_a_thread_is_not_kept_from_tokens_that_it_has() -> None:
+    """One that steps without a pause must not hold the turn while the other's tokens lie there."""
+    engine = Engine(Counting(LONG, seconds=0.002))
+    ends: dict[int, float] = {}
+
+    def client(n: int) -> None:
+        engine.generate([[n % VOCAB]], limits=Limits(n))
+        ends[n] = time.perf_counter()
+
+    threads = [threading.Thread(target=client, args=(n,)) for n in (5, 250)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert ends[5] < ends[250] - 0.2
+
+
+# A thread that owns it ---------------------------------------------------------------------------
+
+
+def test_a_thread_of_its_own_steps_for_all() -> None:
+    steppers = set()
+    engine = Engine(model := Counting(before=lambda _: steppers.add(threading.get_ident())))
+    mine: queue.SimpleQueue[Event] = queue.SimpleQueue()
+    with EngineThread(engine):
+        with pytest.raises(ValueError, match="expected a consumer for a request"):
+            engine.add([1])
+        with pytest.raises(RuntimeError, match="an engine without a thread, got one that has"):
+            engine._turn.own(1)
+        first = engine.add([3], limits=Limits(4), consumer=mine.put)
+        assert engine.generate([[9]], limits=Limits(6))[0].token_ids == [10, 11, 12, 13, 14, 15]
+        events = [mine.get(timeout=60) for _ in range(5)]
+        assert answers(events) == {first: ([4, 5, 6, 7], "length")}
+        second = engine.add([1], limits=Limits(10**6), consumer=mine.put)
+        mine.get(timeout=60)
+        engine.abort(second)
+        while not isinstance(event := mine.get(timeout=60), Finished):
+            pass
+        assert event.reason in ("abort", "context")
+        assert steppers and threading.get_ident() not in steppers
+    count = len(model.calls)
+    left = engine.start([[5]], limits=Limits(2))
+    assert [t for _, t in left] == [6, 7] and len(model.calls) == count + 2, "who needs it steps"
+    assert threading.get_ident() in steppers
+
+
+def test_a_run_goes_on_by_itself_when_the_thread_is_closed() -> None:
+    engine = Engine(Counting(LONG, seconds=0.001))
+    owner = EngineThread(engine)
+    run = engine.start([[0]], limits=Limits(300))
+    next(iter(run))
+    owner.close()
+    assert len([t for _, t in run]) == 299
+
+
+def test_asyncio_consumers() -> None:
+    engine = Engine(Counting())
+
+    async def ask(start: int) -> list[int]:
+        loop, events = asyncio.get_running_loop(), asyncio.Queue[Event]()
+        engine.add(
+            [start],
+            limits=Limits(5),
+            consumer=lambda event: loop.call_soon_threadsafe(events.put_nowait, event),
+        )
+        tokens = []
+        while isinstance(event := await events.get(), NewToken):
+            tokens.append(event.token_id)
+        return tokens
+
+    async def several() -> list[list[int]]:
+        return await asyncio.gather(*(ask(start) for start in range(8)))
+
+    with EngineThread(engine):
+        assert asyncio.run(several()) == [list(range(s + 1, s + 6)) for s in range(8)]
+
+
+def test_a_consumer_that_fails_loses_its_request_alone(caplog: Any) -> None:
+    def broken(event: Event) -> None:
+        raise ZeroDivisionError
+
+    engine = Engine(Counting())
+    lost = engine.add([1], limits=Limits(20), consumer=broken)
+    healthy = engine.add([1], limits=Limits(3))
+    assert answers(drain(engine)) == {healthy: ([2, 3, 4], "length")}
+    assert f"the consumer of request {lost} failed" in caplog.text and used(engine) == 0
+
+
+def test_a_consumer_must_not_step() -> None:
+    engine = Engine(Counting())
+    errors: list[Exception] = []
+
+    def steps(event: Event) -> None:
+        try:
+            engine.step()
+        except RuntimeError as error:
+            errors.append(error)
+
+    engine.add([1], limits=Limits(1), consumer=steps)
+    engine.step()
+    assert len(errors) == 2 and "got one that steps" in str(errors[0])
+
+
+# Prefixes, memory, weights ----------------------------------------------------------------------
+
+
+def new_tokens(engine: FakeEngine, prompt: list[int], n: int = 1, **options: Any) -> list[int]:
+    """What the model was given of a prompt that runs alone."""
+    at = len(engine.fake.batches)
+    engine.add(prompt, limits=Limits(n), **options)
+    drain(engine)
+    return engine.fake.batches[at].token_ids.tolist()
+
+
+def test_what_is_known_is_not_computed_again() -> None:
+    engine = FakeEngine()
+    prompt = [1, 2, 3] * 8  # six whole blocks
+    assert [len(new_tokens(engine, prompt)) for _ in range(3)] == [24, 1, 1]
+    assert new_tokens(engine, [*prompt, 5, 6]) == [5, 6]
+    assert len(new_tokens(engine, prompt, adapter="a")) == 24, "keys and values of its own"
+    fresh = FakeEngine(prefix_cache=False)
+    assert [len(new_tokens(fresh, prompt)) for _ in range(2)] == [24, 24]
+    assert fresh.stats().cached_blocks == 0
+
+
+def test_answers_are_found_again_too() -> None:
+    """The next turn of a conversation begins with the tokens of the one before."""
+    engine = FakeEngine(model=FakeModel(logits=periodic))
+    prompt, answer = [1, 2, 3, 4], [i % FAKE_VOCAB for i in range(5, 25)]
+    new_tokens(engine, prompt, 20)
+    assert new_tokens(engine, [*prompt, *answer, 1, 2]) == [answer[-1], 1, 2]
+    assert new_tokens(engine, [*prompt, *answer[:9], 0]) == [0], "a copied block begins alike"
+    assert new_tokens(engine, [*prompt, *answer, 1, 2]) == [2], "the original is still there"
+
+
+def test_many_prompts_one_after_the_other_keep_a_bounded_prefix_cache() -> None:
+    block = bytes_of_block(LONG, 64, torch.bfloat16) / 2**20
+    longest = -(-LONG.max_position_embeddings // 64)
+    cases: list[tuple[dict[str, Any], int]] = [
+        ({"prefix_cache_mb": 5 * block}, 5),
+        ({"prefix_cache_mb": 0}, 0),
+        ({"kv_cache_mb": 30 * block}, 30),
+        ({"kv_cache_mb": 30 * block, "prefix_cache_mb": 7 * block}, 7),
+        ({}, max(longest, int(256 / block))),
+    ]
+    for options, most in cases:
+        engine = Engine(Counting(LONG), **options)
+        for number in range(40):
+            engine.generate([[number, 1] * 40], limits=Limits(1))  # of two blocks
+            assert engine.stats().cached_blocks <= most
+        assert engine.stats().cached_blocks == min(most, 80), "as much as it may"
+
+
+def test_memory_is_taken_with_the_first_request_and_given_back() -> None:
+    engine = Engine(Counting(), kv_cache_mb=2**20)  # a TiB of address space
+    assert engine.stats().blocks > 10**6 and engine._memory is None
+    engine.trim()
+    began = time.perf_counter()
+    engine.generate([[1]], limits=Limits(1))
+    assert time.perf_counter() - began < 1
+    assert engine._memory is not None
+    pool, _, _ = engine._memory
+    pool.key_pool[:, 0] = 1.0
+    engine.trim()
+    assert not pool.key_pool[:, 0].any(), "the system gives zeros"
+    assert engine.stats().cached_blocks == 0
+
+
+def test_a_copy_has_neither_requests_nor_memory() -> None:
+    engine = Engine(Counting())
+    engine.add([1, 2, 3])
+    for twin in (copy.copy(engine), copy.deepcopy(engine), pickle.loads(pickle.dumps(engine))):
+        assert engine.has_work and not twin.has_work
+        assert twin.generate([[1]], limits=Limits(1))[0].token_ids == [2]
+
+
+def test_changed_weights_find_nothing_of_the_old_ones() -> None:
+    """In place, replaced, and while a run that is dropped later still holds blocks."""
+    model = tiny_model(SMALL["bitnet-offline-untied"])
+    engine = Engine(model)
+    prompt, limits = list(range(2, 80)), Limits(6)
+    other = tiny_model(SMALL["bitnet-offline-untied"])
+    changes = [
+        lambda: model.model.norm.weight.mul_(1.5),
+        lambda: model.model.embed_tokens.weight[3].neg_(),
+        lambda: model.load_state_dict(other.state_dict()),
+        lambda: model.to(torch.bfloat16),
+    ]
+    for change in changes:
+        paused = engine.start([prompt], limits=limits)
+        paused.step()
+        change()
+        del paused
+        (found,) = engine.generate([prompt], limits=limits)
+        run = engine.start([prompt], limits=limits)
+        list(run)
+        assert run.timing.reused_tokens == len(prompt) - 1
+        (expected,) = Engine(model).generate([prompt], limits=limits)
+        assert found == expected == run.generations[0]
 
 
 # On real models -------------------------------------------------------------------------------
@@ -228,8 +737,7 @@ def test_a_row_is_what_it_is_alone(model: Decoder, kv_dtype: torch.dtype) -> Non
     together = engine.generate(PROMPTS, MIXED, limits)
     alone = [single.generate([p], m, limits)[0] for p, m in zip(PROMPTS, MIXED, strict=True)]
     assert together == alone
-    reordered = engine.generate(PROMPTS[::-1], MIXED[::-1], limits)
-    assert reordered[::-1] == alone
+    assert engine.generate(PROMPTS[::-1], MIXED[::-1], limits)[::-1] == alone
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 59, 60, 1000])
@@ -238,53 +746,51 @@ def test_the_prefill_chunk_changes_nothing(model: Decoder, chunk: int) -> None:
     assert Engine(model, prefill_chunk=chunk).generate([PROMPTS[-1]], None, Limits(4)) == expected
 
 
-def finish(run: Run) -> list[int]:
-    for _ in run:
-        pass
-    return run.generations[0].token_ids
-
-
-def test_a_session_keeps_its_prefix_and_its_tokens(model: Decoder) -> None:
-    """Turns over one cache give the tokens of fresh runs, and run only what is new."""
-    session, engine = Engine(model).session(), fresh(model)
+def test_turns_of_a_conversation_are_fresh_runs_that_compute_what_is_new(model: Decoder) -> None:
+    """Going on, editing what was said, and breaking off."""
+    engine, single = Engine(model), fresh(model)
     history, known = [0, 40, 41], 0
     for turn in range(4):
-        run = session.start(history, None, Limits(5))
-        answer = finish(run)
-        assert answer == engine.generate([history], None, Limits(5))[0].token_ids
+        run = engine.start([history], None, Limits(5))
+        answer = [token for _, token in run]
+        assert answer == single.generate([history], None, Limits(5))[0].token_ids
         assert run.timing.reused_tokens == known
         known = len(history) + 4  # the answer's last token has not been fed
         history = [*history, *answer, 60 + turn, 70]
-
-
-def test_a_session_survives_edits_and_breaks(model: Decoder) -> None:
-    session, engine = Engine(model).session(), fresh(model)
-    finish(session.start([0, 1, 2, 3, 4, 5], None, Limits(6)))
-    edited = [0, 1, 2, 9, 4]
-    run = session.start(edited, None, Limits(6))
+    edited = [*history[:3], 9, 4]
+    run = engine.start([edited], None, Limits(6))
     run.step()
     assert run.timing.reused_tokens == 3
-    run.step()  # and the consumer leaves
     for prompt in (edited, [0, 1], [7, 7, 7]):
-        answer = finish(session.start(prompt, None, Limits(6)))
-        assert answer == engine.generate([prompt], None, Limits(6))[0].token_ids
-    with pytest.raises(PromptError):
-        session.start([])
+        assert engine.generate([prompt], None, Limits(6)) == single.generate(
+            [prompt], None, Limits(6)
+        )
 
 
-def test_a_session_ends_with_the_context() -> None:
-    session = Engine(Counting()).session()
-    run = session.start([0] * 38, None, Limits(9))
-    assert finish(run) == [1, 2, 3] and run.generations[0].finish_reason == "context"
-    with pytest.raises(PromptError, match="at most 40"):
-        session.start([0] * 41)
-    assert finish(session.start([0] * 5, None, Limits(2))) == [1, 2]
+def test_a_broken_request_of_a_real_model_ends_alone() -> None:
+    """NaN logits of one among eight, in whose steps it takes part."""
+    model = tiny_model(SMALL["bitnet-offline-untied"])
+    bad = 250
+    model.model.embed_tokens.weight[bad] = NAN
+    engine = Engine(model)
+    prompts = [[5, 6, 7, bad] if i == 3 else [i + 1, 5, 9] for i in range(8)]
+    ids = [engine.add(prompt, limits=Limits(6)) for prompt in prompts]
+    found = answers(drain(engine))
+    assert isinstance(found[ids[3]][1], SamplingError) and found[ids[3]][0] == []
+    for i in (0, 1, 2, 4, 5, 6, 7):
+        (expected,) = Engine(model).generate([prompts[i]], limits=Limits(6))
+        assert found[ids[i]] == (expected.token_ids, "length")
+    assert used(engine) == 0
 
 
-def test_a_session_without_a_prefix_cache_computes_everything() -> None:
-    engine = fresh(model := Counting())
-    session = engine.session()
-    for prompt in ([1, 2, 3], [1, 2, 3, 4, 5]):
-        run = session.start(prompt, None, Limits(2))
-        assert finish(run) == [prompt[-1] + 1, prompt[-1] + 2] and run.timing.reused_tokens == 0
-    assert [len(ids[0]) for ids, _ in model.calls] == [3, 1, 5, 1]
+def test_what_fails_is_told_by_a_failed_event() -> None:
+    engine = Engine(Counting(broken=3))
+    id = engine.add([3])
+    (event,) = engine.step()
+    assert isinstance(event, Failed) and event.request_id == id
+    assert isinstance(event.error, SamplingError)
+
+
+def test_names_of_the_package() -> None:
+    for name in ("Engine", "Limits", "NewToken", "Finished", "Failed", "SamplingParams"):
+        assert getattr(bitnet_ops, name) is globals()[name]

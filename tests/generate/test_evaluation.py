@@ -21,7 +21,7 @@ import torch
 from lm_eval.tasks import TaskManager
 
 from bitnet_ops.evaluation import BitnetOpsLM, EvaluationError
-from bitnet_ops.generate.prompts import PromptError
+from bitnet_ops.generate.engine import PromptError
 from bitnet_ops.generate.scoring import score
 from bitnet_ops.language_model import load
 

@@ -7,22 +7,20 @@ AVX512-VNNI and AMX. Texts are drawn draft by draft from a seed; no clock is rea
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from typing import Any
+from array import array
+from collections.abc import Callable, Sequence
 
+import hypothesis
 import pytest
 import torch
+from hypothesis import strategies as st
 from torch import Tensor
 
-from bitnet_ops.generate import engine_core
-from bitnet_ops.generate.drafts import propose
-from bitnet_ops.generate.engine import Limits
-from bitnet_ops.generate.engine_core import EngineCore
-from bitnet_ops.generate.request import NewToken
-from bitnet_ops.generate.sampling import SamplingParams
-from bitnet_ops.generate.speculation import MOST_DRAFTS, Acceptance, StepCosts
+from bitnet_ops.generate import engine as engine_module
+from bitnet_ops.generate.engine import Finished, Limits, NewToken, SamplingParams
+from bitnet_ops.generate.speculation import MOST_DRAFTS, Acceptance, StepCosts, propose
 from bitnet_ops.models.step_batch import StepBatch
-from paged_fake import VOCAB, FakePool, FakeRunner
+from paged_fake import VOCAB, FakeEngine, FakeModel
 
 Cost = Callable[[int], float]
 
@@ -91,10 +89,10 @@ def test_the_text_before_the_first_draft_is_evidence() -> None:
     circle, shuffled = list(range(40)) * 3, random.Random(1).choices(range(12), k=200)
     for ids, drafts in ((circle, True), (shuffled, False), ([7], False), ([], False)):
         acceptance = Acceptance()
-        acceptance.read(ids, propose)
+        acceptance.read(ids)
         assert (acceptance.choose(costs, 1, 1.0, 1) > 1) == drafts
         rate = acceptance.rate
-        acceptance.read(circle, propose)
+        acceptance.read(circle)
         assert acceptance.rate == rate, "read once"
 
 
@@ -167,22 +165,14 @@ def test_probes_of_many_streams_share_their_time() -> None:
 
 
 class Machine:
-    """A clock, and a model that takes its time by it."""
+    """A clock, by which a model takes its time."""
 
     def __init__(self, cost: Cost, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.cost, self.now, self.sizes = cost, 0.0, list[int]()
-        monkeypatch.setattr(engine_core.time, "perf_counter", lambda: self.now)
+        self.cost, self.now = cost, 0.0
+        monkeypatch.setattr(engine_module.time, "perf_counter", lambda: self.now)
 
-    def runner(self, pool: FakePool, logits: Callable[[Tensor], Tensor]) -> Any:
-        fake = FakeRunner(pool)
-
-        def run(batch: StepBatch) -> Tensor:
-            fake(batch)
-            self.sizes.append(len(batch.token_ids))
-            self.now += self.cost(len(batch.token_ids))
-            return logits(batch.token_ids[batch.logit_rows])
-
-        return run
+    def work(self, batch: StepBatch) -> None:
+        self.now += self.cost(len(batch.token_ids))
 
 
 def periodic(ids: Tensor) -> Tensor:
@@ -205,10 +195,12 @@ def test_tokens_are_the_same_and_time_follows_the_text(
     params = SamplingParams(temperature=temperature, seed=5)
     tokens, seconds = {}, {}
     for drafts in (0, "auto"):
-        machine, pool = Machine(cost, monkeypatch), FakePool(200, 4)
-        core = EngineCore(machine.runner(pool, logits), pool, max_positions=1000, vocab_size=VOCAB)
-        core.add(list(range(VOCAB)) * 2, params, Limits(400), max_drafts=drafts)
-        events = core.run()
+        machine = Machine(cost, monkeypatch)
+        engine = FakeEngine(200, 4, FakeModel(logits=logits, calls=machine.work))
+        engine.add(list(range(VOCAB)) * 2, params, Limits(400), max_drafts=drafts)
+        events = []
+        while engine.has_work:
+            events += engine.step()
         tokens[drafts] = [e.token_id for e in events if isinstance(e, NewToken)]
         seconds[drafts] = machine.now
     assert tokens["auto"] == tokens[0] and len(tokens[0]) == 400
@@ -218,10 +210,68 @@ def test_tokens_are_the_same_and_time_follows_the_text(
         assert seconds["auto"] < 1.06 * seconds[0]
 
 
-@pytest.mark.parametrize("drafts", [-1, 1.5, "many", True, None])
-def test_what_is_no_number_of_drafts(drafts: Any) -> None:
-    pool = FakePool(20, 4)
-    core = EngineCore(FakeRunner(pool), pool, max_positions=100, vocab_size=VOCAB)
-    message = 'engine: expected max_drafts "auto" or an integer at least 0, got '
-    with pytest.raises(ValueError, match=message):
-        core.add([1], SamplingParams(), Limits(4), max_drafts=drafts)
+def test_right_drafts_save_steps() -> None:
+    prompt = list(range(VOCAB)) * 2
+    steps, engine = [], FakeEngine(model=FakeModel(logits=periodic), prefix_cache=False)
+    for drafts in (0, 4):
+        before = len(engine.fake.batches)
+        engine.add(prompt, limits=Limits(30), max_drafts=drafts)
+        tokens = []
+        while engine.has_work:
+            tokens += [e.token_id for e in engine.step() if isinstance(e, NewToken)]
+        assert tokens == [i % VOCAB for i in range(30)]
+        steps.append(len(engine.fake.batches) - before)
+    assert steps == [30, 7], "1 + 4 tokens in every step after the first, the last in one of 4"
+    stats = engine.stats()
+    assert stats.drafted_tokens == stats.accepted_drafts == 5 * 4 + 3
+
+
+def test_a_stop_id_among_right_drafts_ends_the_text() -> None:
+    engine = FakeEngine(model=FakeModel(logits=periodic))
+    engine.add(list(range(VOCAB)) * 2, None, Limits(30, frozenset({3})), max_drafts=8)
+    events = [event for _ in range(2) for event in engine.step()]
+    assert events == [NewToken(0, 0), NewToken(0, 1), NewToken(0, 2), Finished(0, "stop", 3)]
+
+
+# Drafts, against a search written plainly ---------------------------------------------------------
+
+
+def plainly(ids: Sequence[int], most: int, max_ngram: int, min_ngram: int) -> list[int]:
+    ids = list(ids)
+    for n in range(max_ngram, min_ngram - 1, -1):
+        for at in range(len(ids) - n - 1, -1, -1):
+            if n < len(ids) and ids[at : at + n] == ids[-n:]:
+                return ids[at + n : at + n + most]
+    return []
+
+
+# Ids whose bytes look like each other's, shifted: a search in bytes must not be fooled.
+IDS = st.sampled_from([0, 1, 256, 257, 65536, 1 << 24, (1 << 31) - 1, 7])
+
+
+@hypothesis.settings(max_examples=2000)
+@hypothesis.given(
+    st.lists(IDS, max_size=24), st.integers(0, 6), st.integers(1, 4), st.integers(1, 3)
+)
+def test_the_longest_latest_repetition_is_continued(
+    ids: list[int], most: int, max_ngram: int, min_ngram: int
+) -> None:
+    want = plainly(ids, most, max_ngram, min_ngram) if most else []
+    assert propose(ids, most, max_ngram, min_ngram) == want
+    assert propose(array("q", ids), most, max_ngram, min_ngram) == want
+
+
+@pytest.mark.parametrize(
+    ("ids", "draft"),
+    [
+        ([], []),
+        ([4], []),
+        ([4, 5], []),
+        ([4, 4], [4]),
+        ([1, 2, 3, 9, 1, 2, 3], [9, 1, 2]),
+        ([1, 2, 3, 9, 2, 3, 8, 1, 2, 3], [9, 2, 3]),
+        ([2, 3, 5, 2, 3, 6, 2, 3], [6, 2, 3]),
+    ],
+)
+def test_cases(ids: list[int], draft: list[int]) -> None:
+    assert propose(ids, 3) == draft

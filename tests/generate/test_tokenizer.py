@@ -16,12 +16,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
-from bitnet_ops.generate.tokenizer import (
-    ChatTemplateError,
-    StreamDecoder,
-    Tokenizer,
-    TokenizerError,
-)
+from bitnet_ops.generate.text import StreamDecoder
+from bitnet_ops.generate.tokenizer import ChatTemplateError, Tokenizer, TokenizerError
 
 DEMO = Path(__file__).resolve().parents[1] / "data" / "demo-model"
 DEMO_TOKENIZER = Tokenizer.from_dir(DEMO)

@@ -3,21 +3,24 @@
 The runner writes the ids by slot_mapping and makes logits of what it reads back by block table and
 length, so a wrong table, a lost copy or a block that was given away shows as other tokens, and a
 block that nobody has written since it was free stops the test. `alone` computes what a request has
-to give by itself, from plain lists. Nothing here knows the engine or the scheduler.
+to give by itself, from plain lists.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from bitnet_ops.generate.engine import Limits
-from bitnet_ops.generate.sampling import Sampler, SamplingError, SamplingParams
+from bitnet_ops.generate.engine import Engine, Limits
+from bitnet_ops.generate.sampling import Sampler, SamplingParams, sample_rows
+from bitnet_ops.generate.scheduler import Scheduler, SchedulerOptions
 from bitnet_ops.models.step_batch import StepBatch
 from bitnet_ops.nn.blocks import BlockAllocator
 
@@ -57,21 +60,19 @@ def alone(
     adapter: str | None = None,
     max_positions: int,
     pool_positions: int,
-    before: int = 0,
 ) -> Answer:
-    """What a request gives that has the model and the pool to itself; `before`: output in ids."""
+    """What a request gives that has the model and the pool to itself."""
     ids, tokens, sampler = list(ids), [], Sampler(params, ids)
     while True:
-        if before + len(tokens) >= limits.max_new_tokens:
+        if len(tokens) >= limits.max_new_tokens:
             return Answer(tokens, "length")
-        if before + len(tokens) and len(ids) > max_positions:
+        if tokens and len(ids) > max_positions:
             return Answer(tokens, "context")
         if len(ids) > pool_positions:
             return Answer(tokens, "PoolFullError")
-        try:
-            token = sampler(next_logits(ids, adapter))
-        except SamplingError:
-            return Answer(tokens, "SamplingError")
+        ((token, error, *_),) = sample_rows([sampler], next_logits(ids, adapter)[None])
+        if error is not None:
+            return Answer(tokens, type(error).__name__)
         if token in limits.stop_ids:
             return Answer(tokens, "stop")
         tokens.append(token)
@@ -93,11 +94,6 @@ class FakePool:
     def release(self, blocks: Iterable[int]) -> None:
         self.slots[list(blocks)] = POISON
 
-    def grow(self, count: int) -> None:
-        self.blocks += count
-        more = np.full((count, self.block_size), POISON)
-        self.slots = np.concatenate([self.slots, more])
-
 
 class PoisoningAllocator(BlockAllocator):
     """Spoils what is in a block when nobody may read it any more."""
@@ -117,30 +113,74 @@ class PoisoningAllocator(BlockAllocator):
         self.pool.slots[gone] = POISON
 
 
-class FakeRunner:
-    """StepBatch to logits. Attribute `batches`: all that it has been given."""
+class FakeModel:
+    """StepBatch to logits. Attribute `batches`: all that it has been given.
 
-    def __init__(self, pool: FakePool) -> None:
-        self.pool = pool
+    `logits`: what to give instead of `next_logits`, from the last ids; `calls` first, if there is
+    one, with the batch.
+    """
+
+    def __init__(
+        self,
+        max_positions: int = 1000,
+        logits: Callable[[Tensor], Tensor] | None = None,
+        calls: Callable[[StepBatch], None] | None = None,
+    ) -> None:
+        self.config: Any = SimpleNamespace(
+            vocab_size=VOCAB,
+            max_position_embeddings=max_positions,
+            num_hidden_layers=1,
+            num_key_value_heads=1,
+            head_dim=16,
+        )
+        self.adapters = SimpleNamespace(check=lambda name: None)
+        self.logits, self.calls = logits, calls
         self.batches: list[StepBatch] = []
 
-    def __call__(self, batch: StepBatch) -> Tensor:
+    def step(self, batch: StepBatch, pool: Any) -> Tensor:
         self.batches.append(batch)
+        if self.calls is not None:
+            self.calls(batch)
         begins, owners = batch.query_start_loc.numpy(), []
         for i in range(len(batch.adapters)):
             count = int(begins[i + 1] - begins[i])
             assert batch.positions[begins[i + 1] - 1] == batch.seq_lens[i] - 1
             owners += [i] * count
-        slots, size = batch.slot_mapping.numpy(), self.pool.block_size
+        slots, size = batch.slot_mapping.numpy(), pool.block_size
         assert len(set(slots.tolist())) == len(slots), "two tokens in one slot"
         marks = np.array([_ADAPTER if batch.adapters[i] else 0 for i in owners])
         # A step writes the keys and values of all its tokens before it reads any.
-        self.pool.slots.reshape(-1)[slots] = batch.token_ids.numpy() + marks
+        pool.slots.reshape(-1)[slots] = batch.token_ids.numpy() + marks
         logits = [torch.empty(0, VOCAB)]
         for row in batch.logit_rows.tolist():
             length, i = int(batch.positions[row]) + 1, owners[row]
             table = batch.block_table[i, : -(-length // size)].numpy()
-            ids = self.pool.slots[table].reshape(-1)[:length] - marks[row]
+            ids = pool.slots[table].reshape(-1)[:length] - marks[row]
             assert ids.min() >= 0 and ids.max() < VOCAB, "read a slot of nobody, or of others"
             logits.append(next_logits(ids, batch.adapters[i])[None])
+        if self.logits is not None:
+            return self.logits(batch.token_ids[batch.logit_rows])
         return torch.cat(logits)
+
+
+class FakeEngine(Engine):
+    """An engine over a FakePool of so many blocks."""
+
+    def __init__(
+        self,
+        blocks: int = 50,
+        block_size: int = 4,
+        model: Any = None,
+        scheduling: SchedulerOptions | None = None,
+        **options: Any,
+    ) -> None:
+        self.fake = FakeModel() if model is None else model
+        scheduling = scheduling or SchedulerOptions(**options)
+        super().__init__(self.fake, block_size=block_size, scheduling=scheduling)
+        self._blocks, self.pool = blocks, FakePool(blocks, block_size)
+
+    def _make_memory(self) -> Any:
+        allocator = PoisoningAllocator(self.pool)
+        most, copy = self.fake.config.max_position_embeddings, self.pool.copy_block
+        return self.pool, allocator, Scheduler(allocator, self.block_size, most, copy,
+                                               self.scheduling)  # fmt: skip

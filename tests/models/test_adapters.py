@@ -18,10 +18,14 @@ from hypothesis import strategies as st
 import hf_writer
 from bitnet_ops.config import PROJECTIONS
 from bitnet_ops.convert import convert
-from bitnet_ops.generate.engine import Engine, Limits
-from bitnet_ops.generate.request import Finished, NewToken
-from bitnet_ops.generate.sampling import SamplingParams
-from bitnet_ops.generate.scheduler import SchedulerOptions
+from bitnet_ops.generate.engine import (
+    Engine,
+    Finished,
+    Limits,
+    NewToken,
+    SamplingParams,
+    SchedulerOptions,
+)
 from bitnet_ops.language_model import load
 from bitnet_ops.models import Decoder
 from bitnet_ops.models.step_batch import SequenceStep, StepBatch
@@ -282,18 +286,6 @@ def test_blocks_of_another_adapter_are_never_shared(models: Any) -> None:
         tokens_of(engine)
         reused.append(engine.stats().reused_tokens - before)
     assert reused[0] == reused[2] == reused[3] == 0 and reused[1] == reused[4] >= 16
-
-
-def test_a_fork_keeps_its_adapter(models: Any) -> None:
-    model = models["bitnet-offline"]
-    engine = Engine(model)
-    first = engine.add(PROMPTS[0], None, Limits(4), adapter="all")
-    while not any(isinstance(event, NewToken) for event in engine.step()):
-        pass
-    fork = engine.fork(first, SamplingParams(), LIMITS)
-    found = tokens_of(engine)
-    assert alone(model, 0, 0, "all") != alone(model, 0, 0, None)
-    assert found[fork] == alone(model, 0, 0, "all")[1:]
 
 
 def test_a_name_may_get_another_adapter(models: Any, tmp_path: Path) -> None:

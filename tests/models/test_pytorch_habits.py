@@ -122,7 +122,7 @@ def test_a_wrong_kv_dtype_is_rejected_before_anything_is_read(bad: Any) -> None:
 
 
 def test_load_makes_bfloat16_caches(demo: LanguageModel) -> None:
-    assert demo.engine.kv_dtype == demo.engine._core._pool.dtype == torch.bfloat16
+    assert demo.engine.kv_dtype == torch.bfloat16
 
 
 # Threads --------------------------------------------------------------------------------------

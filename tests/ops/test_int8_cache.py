@@ -88,11 +88,10 @@ def test_neither_chunks_nor_the_composed_ops_nor_the_isa_change_a_bit(
             assert torch.equal(logits(again, ids, torch.int8, 64), expected), isa
 
 
-def test_a_session_goes_on_as_a_fresh_run_would(demo: LanguageModel) -> None:
-    session = demo.engine.session()
+def test_a_conversation_goes_on_as_fresh_runs_would(demo: LanguageModel) -> None:
     history = demo.encode("And God said unto")
     for _ in range(3):
-        run = session.start(history, None, Limits(6))
+        run = demo.engine.start([history], None, Limits(6))
         for _ in run:
             pass
         answer = run.generations[0].token_ids

@@ -10,6 +10,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,13 +27,10 @@ from bitnet_ops.bench.run_model import ModelBench, ModelSettings, read_run, time
 from bitnet_ops.bench.run_sampling import sampling_rows
 from bitnet_ops.bench.session import Progress, measured
 from bitnet_ops.bench.stats import digits, percentile, summarize
-from bitnet_ops.generate.engine import Limits
-from bitnet_ops.generate.engine_core import EngineCore
-from bitnet_ops.generate.request import Event, NewToken
-from bitnet_ops.generate.sampling import SamplingParams
-from bitnet_ops.generate.scheduler import SchedulerOptions
+from bitnet_ops.generate.engine import Engine, Event, Limits, NewToken, SchedulerOptions
 from bitnet_ops.models.step_batch import SequenceStep, StepBatch
 from bitnet_ops.nn.kv_pool import KVPool
+from bitnet_ops.nn.kv_types import bytes_of_block
 
 _ENDLESS = 1 << 20
 _WARM_STEPS = 3
@@ -79,35 +77,37 @@ class Streams:
         block_size: int,
         token_budget: int = SchedulerOptions.token_budget,
     ) -> None:
-        blocks = -(-positions // block_size) + sequences + 1
-        self._model, self._pool = model, KVPool(model.config, blocks, block_size, model.kv_dtype)
-        self._fill()
+        self._model, self._filled = model, False
         self.pretends, self.step_s, self.model_s = False, 0.0, 0.0
         self.script: list[int] | None = None
         self._generator = torch.Generator().manual_seed(7)
-        self.core = EngineCore(
-            self._run,
-            self._pool,
-            max_positions=model.config.max_position_embeddings,
-            vocab_size=model.config.vocab_size,
-            options=SchedulerOptions(token_budget, prefix_cache=False),
+        stand_in: Any = SimpleNamespace(config=model.config, step=self._run)
+        self.engine = _engine(
+            stand_in,
+            model,
+            -(-positions // block_size) + sequences + 1,
+            block_size,
+            SchedulerOptions(token_budget, prefix_cache=False),
         )
 
-    def _fill(self) -> None:
-        some = torch.randn(self._pool.block_size, self._model.config.head_dim)
+    def _fill(self, pool: KVPool) -> None:
+        some = torch.randn(pool.block_size, self._model.config.head_dim)
         if not self._model.kv_dtype.is_floating_point:
             some = (some * 30).clamp(-127, 127)
-        for layer in (*self._pool.key_pool, *self._pool.value_pool):
+        for layer in (*pool.key_pool, *pool.value_pool):
             layer.transpose(1, 2).copy_(some.to(self._model.kv_dtype))
-        for scale in (self._pool.key_scale, self._pool.value_scale):
+        for scale in (pool.key_scale, pool.value_scale):
             if scale is not None:
                 scale.fill_(1 / 30)
+        self._filled = True
 
-    def _run(self, batch: StepBatch) -> Tensor:
+    def _run(self, batch: StepBatch, pool: KVPool) -> Tensor:
+        if not self._filled:
+            self._fill(pool)
         if self.pretends:
             return torch.zeros(len(batch.logit_rows), self._model.config.vocab_size)
         start = time.perf_counter()
-        logits: Tensor = self._model.model.step(batch, self._pool)
+        logits: Tensor = self._model.model.step(batch, pool)
         self.model_s += time.perf_counter() - start
         if self.script is not None:
             for row, position in zip(logits, batch.positions[batch.logit_rows], strict=True):
@@ -116,7 +116,7 @@ class Streams:
 
     def step(self) -> list[Event]:
         start = time.perf_counter()
-        events = self.core.step()
+        events = self.engine.step()
         self.step_s += time.perf_counter() - start
         return events
 
@@ -126,19 +126,33 @@ class Streams:
 
     def add(self, context: int, new_tokens: int = _ENDLESS) -> int:
         """A greedy request behind `context` random tokens."""
-        return self.core.add(self.ids(context), SamplingParams(), Limits(new_tokens))
+        return self.engine.add(self.ids(context), limits=Limits(new_tokens))
 
     def decoding(self, count: int, context: int) -> list[int]:
         """`count` requests that decode from now on."""
         self.pretends = True
         ids = [self.add(context) for _ in range(count)]
-        while any(self.core.request(i).remaining > 1 for i in ids):
-            self.core.step()
+        silent = set(ids)
+        while silent:
+            silent -= {e.request_id for e in self.engine.step() if isinstance(e, NewToken)}
         self.pretends = False
-        self.core.forget_costs()  # those of steps that computed nothing
         for _ in range(_WARM_STEPS):
-            self.core.step()
+            self.engine.step()
         return ids
+
+
+def _engine(
+    runs: Any, model: BenchModel, blocks: int, block_size: int, scheduling: SchedulerOptions
+) -> Engine:
+    """An engine of so many blocks whose steps `runs` computes."""
+    mib = blocks * bytes_of_block(model.config, block_size, model.kv_dtype) / 2**20
+    return Engine(
+        runs,
+        kv_dtype=model.kv_dtype,
+        kv_cache_mb=mib * (1 + 1e-9),
+        block_size=block_size,
+        scheduling=scheduling,
+    )
 
 
 def streams_row(
@@ -190,17 +204,17 @@ def arrival_row(
     use_threads(limits.threads)
     run = Streams(bench.model, streams * (128 + _ROOM) + prompt + _ROOM, streams + 1, block_size)
     decoding = run.decoding(streams, 128)
-    alone = summarize([time_once(Timed(lambda _: run.core.step())) for _ in range(8)]).median
+    alone = summarize([time_once(Timed(lambda _: run.engine.step())) for _ in range(8)]).median
     newcomer = run.add(prompt, 8)
     start, gaps, first = time.perf_counter(), [], 0.0
     while not first:
         began = time.perf_counter()
-        events = run.core.step()
+        events = run.engine.step()
         gaps.append(time.perf_counter() - began)
         if any(isinstance(e, NewToken) and e.request_id == newcomer for e in events):
             first = time.perf_counter() - start
     for i in decoding:
-        run.core.abort(i)
+        run.engine.abort(i)
     return {
         "kind": "arrival",
         "threads": limits.threads,
@@ -228,11 +242,11 @@ def queue_row(bench: ModelBench, limits: MachineLimits, requests: int, block_siz
     added: dict[int, float] = {}
     times: dict[int, list[float]] = defaultdict(list)
     start, step = time.perf_counter(), 0
-    while len(added) < requests or run.core.has_work:
+    while len(added) < requests or run.engine.has_work:
         if step % 3 == 0 and len(added) < requests:
             number = len(added)
             added[run.add(prompts[number], new[number])] = time.perf_counter()
-        for event in run.core.step():
+        for event in run.engine.step():
             if isinstance(event, NewToken):
                 times[event.request_id].append(time.perf_counter())
         step += 1
@@ -254,21 +268,15 @@ def queue_row(bench: ModelBench, limits: MachineLimits, requests: int, block_siz
 def prefix_row(bench: ModelBench, limits: MachineLimits, prefix: int, block_size: int) -> Row:
     """Time to the first token of a prompt, and of the next one with the same beginning."""
     use_threads(limits.threads)
-    pool = KVPool(bench.model.config, 4 * (prefix // block_size + 2), block_size,
-                  bench.model.kv_dtype)  # fmt: skip
-    core = EngineCore(
-        lambda batch: bench.model.model.step(batch, pool),
-        pool,
-        max_positions=bench.model.config.max_position_embeddings,
-        vocab_size=bench.model.config.vocab_size,
-    )
+    model, blocks = bench.model, 4 * (prefix // block_size + 2)
+    engine = _engine(model.model, model, blocks, block_size, SchedulerOptions())
     generator = torch.Generator().manual_seed(5)
     vocab = bench.model.config.vocab_size
     shared = torch.randint(0, vocab, (prefix,), generator=generator).tolist()
     seconds = []
     for question in range(3):
-        core.add([*shared, question + 1, 5, 6, 7], SamplingParams(), Limits(1))
-        seconds.append(time_once(Timed(lambda _: core.run())))
+        run = engine.start([[*shared, question + 1, 5, 6, 7]], limits=Limits(1))
+        seconds.append(time_once(Timed(lambda _: run.step())))  # noqa: B023  (called at once)
     return {
         "kind": "prefix",
         "threads": limits.threads,
@@ -329,17 +337,16 @@ def speculation_row(
     for drafts in (0, "auto"):
         run = Streams(bench.model, len(script), 1, block_size)
         run.script, run.pretends = script, True
-        run.core.add(script[:context], SamplingParams(), Limits(tokens + 1), max_drafts=drafts)
-        run.core.step()
+        run.engine.add(script[:context], limits=Limits(tokens + 1), max_drafts=drafts)
+        run.engine.step()
         run.pretends, run.step_s = False, 0.0
-        run.core.forget_costs()
         runs.append(run)
-    while any(run.core.has_work for run in runs):
+    while any(run.engine.has_work for run in runs):
         for run in runs:
-            if run.core.has_work:
+            if run.engine.has_work:
                 run.step()
     off, auto = (tokens / run.step_s for run in runs)
-    stats = runs[1].core.stats()
+    stats = runs[1].engine.stats()
     return {
         "kind": "speculation",
         "threads": limits.threads,

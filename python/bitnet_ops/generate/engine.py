@@ -1,30 +1,59 @@
-"""Engine: prompts in, tokens out, all of them over one paged cache; one, a batch, or a queue.
+"""Engine: requests in, events out, all of them over one paged cache.
 
-`start`, `generate` and `session` queue requests for a Run (run.py) and step until it has its
-tokens; `add`, `step` and `abort` leave stepping to the caller. They all share the steps: whoever
-steps computes the next tokens of everybody, and a request's tokens do not depend on the others.
-Any number of threads may share an Engine, and the model; a Run belongs to one thread at a time.
+Design, for those who change it:
+
+- A `Request` (request.py) is checked and made in the caller's thread; then it is a message. An
+  abort is a message too. A step reads the messages first, so that the state of the engine changes
+  in a step alone: no lock is held around it, and nothing has to be undone.
+- A step (`Engine.step`) asks the scheduler which tokens of which requests come next, runs the model
+  once over all of them, chooses their next tokens (sampling.py) and tells their consumers.
+- One thread steps at a time (`_Turn`), whoever needs a token: there need not be a thread behind an
+  engine. An `EngineThread` may own it; then that thread alone steps, and the others wait.
+- Ctrl-C during a step is raised after it. So a step is done as a whole or, where the model fails,
+  not at all: then the requests that took part in it fail, and the engine goes on with the others.
+- The consumer of a request is a function, called with each event by the thread that steps:
+  `queue.SimpleQueue().put`, or for asyncio `lambda event: loop.call_soon_threadsafe(put, event)`.
+  Events of requests without one are what `step` returns.
+
+A request's tokens do not depend on the others, whatever runs beside it.
 """
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]  # signal converts to and from enums: 2 us a call
+import itertools
+import logging
 import os
+import signal
 import threading
-from collections.abc import Sequence
+import time
+from collections import deque
+from collections.abc import Callable, Sequence, Sized
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from bitnet_ops.config import ModelConfig
-from bitnet_ops.generate.engine_core import EngineCore, EngineStats
-from bitnet_ops.generate.generation import Generation, Limits, Timing
-from bitnet_ops.generate.prompts import PromptError, check_prompt, kind_of, token_ids
-from bitnet_ops.generate.request import Event
-from bitnet_ops.generate.run import Run
-from bitnet_ops.generate.sampling import SamplingParams
-from bitnet_ops.generate.scheduler import SchedulerOptions
-from bitnet_ops.models.step_batch import StepBatch
+from bitnet_ops.generate.request import (
+    Consumer,
+    Event,
+    Failed,
+    Finished,
+    Limits,
+    NewToken,
+    PromptError,
+    Request,
+    check_prompt,
+    kind_of,
+    token_ids,
+)
+from bitnet_ops.generate.run import Generation, Run, Timing
+from bitnet_ops.generate.sampling import Sampled, SamplingParams, sample_rows
+from bitnet_ops.generate.scheduler import PlannedStep, Scheduler, SchedulerOptions, StepPlan
+from bitnet_ops.models.step_batch import SequenceStep, StepBatch, logit_rounds
+from bitnet_ops.nn.blocks import BlockAllocator
 from bitnet_ops.nn.kv_pool import KVPool
 from bitnet_ops.nn.kv_types import (
     DEFAULT_BLOCK_SIZE,
@@ -36,16 +65,16 @@ from bitnet_ops.nn.kv_types import (
 from bitnet_ops.nn.lora import LoraError
 
 _PREFIX_CACHE_MB = 256  # of an engine that nobody has told how much memory it may have
-
-# One for all engines: a lock inside an engine could not be copied or pickled.
-_MAKING = threading.Lock()
+_SIGINT = int(signal.SIGINT)
+_LOG = logging.getLogger(__name__)
 
 
 class CausalModel(Protocol):
     """What the engine needs of a model.
 
     `step` gives the logits f32 [rows, V] of `batch.logit_rows`, and writes keys and values into the
-    pool. A model whose weights may change has `weights_version` too (Decoder).
+    pool. A model whose weights may change has `weights_version` too, one with LoRA `adapters`
+    (Decoder).
     """
 
     @property
@@ -54,8 +83,23 @@ class CausalModel(Protocol):
     def step(self, batch: StepBatch, pool: KVPool) -> Tensor: ...
 
 
+@dataclass(frozen=True)
+class EngineStats:
+    """Counts of requests and blocks at one moment, the others since the beginning (Scheduler)."""
+
+    waiting: int
+    running: int
+    blocks: int
+    used_blocks: int
+    cached_blocks: int
+    preemptions: int
+    reused_tokens: int
+    drafted_tokens: int
+    accepted_drafts: int
+
+
 class Engine:
-    """Runs prompts on a model.
+    """Runs prompts on a model. Any number of threads may share one; a Run belongs to one of them.
 
     Args:
         model: the model; never changed.
@@ -99,116 +143,41 @@ class Engine:
             raise ValueError(
                 f"engine: expected prefix_cache_mb at least 0, got {prefix_cache_mb!r}"
             )
-        self.model, self.kv_dtype, self.prefill_chunk = model, kv_dtype, prefill_chunk
-        self.kv_cache_mb, self.prefix_cache_mb = kv_cache_mb, prefix_cache_mb
-        self.block_size = block_size
+        self.model, self.kv_dtype, self.block_size = model, kv_dtype, block_size
         self.scheduling = scheduling or SchedulerOptions(
             prefill_chunk, min(SchedulerOptions.max_sequences, prefill_chunk)
         )
-        self._made: EngineCore | None = None  # with the first request
+        self._blocks, self._most_cached = self._budget(kv_cache_mb, prefix_cache_mb)
+        self._begin()
+
+    def _begin(self) -> None:
+        """All that changes: no requests, and no memory before the first one."""
+        self._turn = _Turn()
+        self._messages: deque[Request | int] = deque()  # new requests, and ids to abort
+        self._requests: dict[int, Request] = {}  # those that have not ended
+        self._ids = itertools.count()
+        self._told: list[tuple[Consumer | None, Event]] = []  # by this step
+        self._events: list[Event] = []  # of requests without a consumer
+        self._memory: tuple[KVPool, BlockAllocator, Scheduler] | None = None
         self._version: Any = None  # of the weights, when the last request came
+        self._epoch = 0  # how often they have changed
+        self.seconds = 0.0  # of all steps so far
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_made": None}  # a copy has requests and memory of its own
+        own = ("model", "kv_dtype", "block_size", "scheduling", "_blocks", "_most_cached")
+        return {name: self.__dict__[name] for name in own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._begin()  # a copy has requests and memory of its own
 
     def __repr__(self) -> str:
         return (
             f"Engine({type(self.model).__name__}, kv_dtype={self.kv_dtype}, "
-            f"prefill_chunk={self.prefill_chunk})"
+            f"{self.scheduling.token_budget} tokens a step)"
         )
 
-    def start(
-        self,
-        prompts: Sequence[Sequence[int]],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
-        limits: Limits | None = None,
-        *,
-        patient: bool = False,
-        max_drafts: int | Literal["auto"] = 0,
-        adapter: str | None = None,
-    ) -> Run:
-        """A run over `prompts`, at least one; nothing is computed before its first step.
-
-        `params` is shared or one per prompt. `patient`: only the end is waited for, so that others'
-        prompts may delay its single tokens. `max_drafts`, `adapter`: see `add`. Raises PromptError,
-        LoraError, TypeError for what is no list of token ids.
-        """
-        ids = self._checked(prompts)
-        _check_adapter(self.model, adapter)
-        each = _per_prompt(params, len(ids))
-        return Run(self._ready, ids, each, limits or Limits(), patient, max_drafts, adapter)
-
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
-        limits: Limits | None = None,
-    ) -> list[Generation]:
-        """Run `prompts` to the end: one Generation each, in their order."""
-        run = self.start(prompts, params, limits, patient=True)
-        for _ in run:
-            pass
-        return run.generations
-
-    def session(self) -> Session:
-        """A conversation: see Session."""
-        return Session(self)
-
-    # Requests that come and go ----------------------------------------------------------------
-
-    @property
-    def _core(self) -> EngineCore:
-        with _MAKING:
-            if self._made is None:
-                self._made = self._make_core()
-            return self._made
-
-    @torch.inference_mode(False)  # or the pool could not be written outside of it
-    def _make_core(self) -> EngineCore:
-        config, model = self.model.config, self.model
-        pool = KVPool(config, self._most_blocks(), self.block_size, self.kv_dtype)
-        return EngineCore(
-            lambda batch: model.step(batch, pool),
-            pool,
-            max_positions=config.max_position_embeddings,
-            vocab_size=config.vocab_size,
-            options=self.scheduling,
-            most_cached=self._most_cached(pool.block_bytes),
-        )
-
-    def _ready(self) -> EngineCore:
-        """The core for a new request, which must not find what other weights have computed."""
-        core, version = self._core, getattr(self.model, "weights_version", None)
-        if version is not None and (found := version()) != self._version:
-            if self._version is not None:
-                core.forget_prefixes()
-            self._version = found
-        return core
-
-    def _most_blocks(self) -> int:
-        config = self.model.config
-        block_bytes = bytes_of_block(config, self.block_size, self.kv_dtype)
-        if self.kv_cache_mb is not None:
-            blocks = int(self.kv_cache_mb * 2**20) // block_bytes
-            if blocks < 1:
-                raise ValueError(
-                    f"engine: expected kv_cache_mb of at least a block's {block_bytes / 2**20:.2f} "
-                    f"MiB, got {self.kv_cache_mb}"
-                )
-            return blocks
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return max(memory // 4 // block_bytes, self._longest())
-
-    def _most_cached(self, block_bytes: int) -> int | None:
-        if self.prefix_cache_mb is not None:
-            return int(self.prefix_cache_mb * 2**20) // block_bytes
-        if self.kv_cache_mb is not None:
-            return None
-        return max(_PREFIX_CACHE_MB * 2**20 // block_bytes, self._longest())
-
-    def _longest(self) -> int:
-        """Blocks of a sequence of max_position_embeddings."""
-        return -(-self.model.config.max_position_embeddings // self.block_size)
+    # Requests ------------------------------------------------------------------------------------
 
     def add(
         self,
@@ -218,68 +187,354 @@ class Engine:
         *,
         adapter: str | None = None,
         max_drafts: int | Literal["auto"] = 0,
+        consumer: Consumer | None = None,
     ) -> int:
         """Queue a request; its id. Its tokens come as events of the `step`s that follow.
 
         They are those that `generate` gives for it alone, whatever else runs. `adapter`: name of
         its LoRA adapter, one that the model has loaded. `max_drafts`: how many tokens a step may
         guess from what the text repeats and verify at once, or "auto": as many as make it faster
-        here; they change the speed, never the tokens. Raises PromptError, SamplingError, LoraError,
-        TypeError for no list of ids.
+        here; they change the speed, never the tokens. `consumer`: called with each of its events by
+        the thread that steps; without one they are what `step` returns. Raises PromptError,
+        SamplingError, LoraError, ValueError or TypeError for what cannot be run.
         """
-        ids = token_ids(prompt, "engine")
-        _check_adapter(self.model, adapter)
-        return self._ready().add(
-            ids,
-            params or SamplingParams(),
-            limits or Limits(),
-            adapter=adapter,
-            max_drafts=max_drafts,
-        )
-
-    def fork(self, id: int, params: SamplingParams, limits: Limits | None = None) -> int:
-        """Queue a request that goes on from all tokens of request `id`, sharing its memory; its id.
-
-        The limits count the tokens that `id` has produced. Raises KeyError for one that has ended.
-        """
-        return self._core.fork(id, params, limits or Limits())
-
-    def step(self) -> list[Event]:
-        """Compute the next tokens of all requests in one go; what happened, in order.
-
-        NewToken, Finished (reason "stop", "length", "context" or "abort") or Failed, which is the
-        end of one request alone. Empty when there is nothing to do.
-        """
-        return self._core.step() if self.has_work else []
+        if consumer is None and self._turn.owned:
+            raise ValueError(
+                "engine: expected a consumer for a request to an engine that a thread owns, got "
+                "None; nobody else may step it"
+            )
+        request = self._make_request(prompt, params, limits, adapter, max_drafts)
+        request.consumer = consumer
+        self._submit(request)
+        return request.id
 
     def abort(self, id: int) -> bool:
-        """End a request now, whether it waits or runs; False if it has ended already."""
-        return self._core.abort(id)
+        """End a request, whether it waits or runs; False if it has ended already.
+
+        Its last event is a Finished with reason "abort", of the next step.
+        """
+        if id not in self._requests:
+            return False
+        self._messages.append(id)
+        return True
+
+    def start(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        limits: Limits | None = None,
+        *,
+        max_drafts: int | Literal["auto"] = 0,
+        adapter: str | None = None,
+    ) -> Run:
+        """A run over `prompts`, at least one; nothing is computed before its first step.
+
+        `params` is shared or one per prompt. `max_drafts`, `adapter` and what is raised: see `add`.
+        """
+        if isinstance(prompts, str | bytes) or not isinstance(prompts, Sized):
+            raise TypeError(
+                f"engine: expected prompts as lists of token ids, got {kind_of(prompts)}"
+            )
+        if not len(prompts):
+            raise PromptError("engine: expected at least one prompt, got none")
+        pairs = zip(prompts, _per_prompt(params, len(prompts)), strict=True)
+        return Run(
+            self, [self._make_request(ids, p, limits, adapter, max_drafts) for ids, p in pairs]
+        )
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        limits: Limits | None = None,
+    ) -> list[Generation]:
+        """Run `prompts` to the end: one Generation each, in their order."""
+        run = self.start(prompts, params, limits)
+        for _ in run:
+            pass
+        return run.generations
+
+    def _make_request(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams | None,
+        limits: Limits | None,
+        adapter: str | None,
+        max_drafts: int | Literal["auto"],
+    ) -> Request:
+        """A request that can be run. Raises what `add` raises."""
+        config, ids = self.model.config, token_ids(prompt, "engine")
+        check_prompt(ids, config.vocab_size, config.max_position_embeddings)
+        _check_adapter(self.model, adapter)
+        request = Request(
+            next(self._ids), ids, params, limits, adapter=adapter, max_drafts=max_drafts
+        )
+        request.sampler.params.check_vocabulary(config.vocab_size)
+        return request
+
+    def _submit(self, request: Request) -> None:
+        self._requests[request.id] = request
+        self._messages.append(request)
+        self._turn.wake()
+
+    def _abandon(self, ids: list[int]) -> None:
+        """Abort requests before the next step; takes no lock, so that a finalizer may call it."""
+        self._messages.extend(ids)
+
+    # Memory and counts ---------------------------------------------------------------------------
 
     @property
     def has_work(self) -> bool:
         """Whether a `step` would do or tell anything."""
-        return self._made is not None and self._made.has_work
+        self._settle_between_steps()
+        return bool(self._requests or self._events)
 
     def stats(self) -> EngineStats:
         """Requests and blocks at this moment."""
-        return self._core.stats()
+        self._settle_between_steps()
+        if self._memory is None:
+            return EngineStats(len(self._requests), 0, self._blocks, 0, 0, 0, 0, 0, 0)
+        _, blocks, scheduler = self._memory
+        return EngineStats(
+            waiting=len(scheduler.waiting),
+            running=len(scheduler.running),
+            blocks=blocks.blocks,
+            used_blocks=blocks.used_blocks,
+            cached_blocks=blocks.cached_blocks,
+            preemptions=scheduler.preemptions,
+            reused_tokens=scheduler.reused_tokens,
+            drafted_tokens=scheduler.drafted_tokens,
+            accepted_drafts=scheduler.accepted_drafts,
+        )
 
     def trim(self) -> None:
         """Give all memory that no request uses back to the system; the prefix cache goes too."""
-        if self._made is not None:
-            self._made.trim()
 
-    def _checked(self, given: Sequence[Sequence[int]]) -> list[list[int]]:
+        def release() -> None:
+            self._settle()
+            if self._memory is not None:
+                pool, blocks, _ = self._memory
+                blocks.forget_all()
+                pool.release(blocks.reclaim())
+
+        self._turn.run(release)
+
+    def _budget(
+        self, kv_cache_mb: float | None, prefix_cache_mb: float | None
+    ) -> tuple[int, int | None]:
+        """Blocks of the pool, and how many of them may be cached; None: all."""
         config = self.model.config
-        if isinstance(given, str | bytes) or not hasattr(given, "__len__"):
-            raise TypeError(f"engine: expected prompts as lists of token ids, got {kind_of(given)}")
-        if not len(given):
-            raise PromptError("engine: expected at least one prompt, got none")
-        prompts = [token_ids(prompt, "engine") for prompt in given]
-        for prompt in prompts:
-            check_prompt(prompt, config.vocab_size, config.max_position_embeddings)
-        return prompts
+        block_bytes = bytes_of_block(config, self.block_size, self.kv_dtype)
+        longest = -(-config.max_position_embeddings // self.block_size)
+        if kv_cache_mb is None:
+            memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+            blocks = max(memory // 4 // block_bytes, longest)
+        elif (blocks := int(kv_cache_mb * 2**20) // block_bytes) < 1:
+            raise ValueError(
+                f"engine: expected kv_cache_mb of at least a block's {block_bytes / 2**20:.2f} "
+                f"MiB, got {kv_cache_mb}"
+            )
+        if prefix_cache_mb is not None:
+            return blocks, int(prefix_cache_mb * 2**20) // block_bytes
+        if kv_cache_mb is not None:
+            return blocks, None
+        return blocks, max(_PREFIX_CACHE_MB * 2**20 // block_bytes, longest)
+
+    @torch.inference_mode(False)  # or the pool could not be written outside of it
+    def _make_memory(self) -> tuple[KVPool, BlockAllocator, Scheduler]:
+        config = self.model.config
+        pool = KVPool(config, self._blocks, self.block_size, self.kv_dtype)
+        blocks = BlockAllocator(pool.blocks, self._most_cached)
+        scheduler = Scheduler(
+            blocks,
+            pool.block_size,
+            config.max_position_embeddings,
+            pool.copy_block,
+            self.scheduling,
+        )
+        return pool, blocks, scheduler
+
+    # Steps ---------------------------------------------------------------------------------------
+
+    def step(self) -> list[Event]:
+        """Compute the next tokens of all requests in one go; what happened, in order.
+
+        NewToken, Finished (reason "stop", "length", "context" or "abort") or Failed. A request
+        whose logits are broken fails alone; where the model raises, all requests of that step fail.
+        Empty when there is nothing to do.
+        """
+        self._turn.run(self._step)
+        events, self._events = self._events, []
+        return events
+
+    def _advance(self, inbox: Sized) -> None:
+        """Take a step unless `inbox` has something, or wait for what another thread's step gives.
+
+        Returns after a while, at least once after each step.
+        """
+        self._turn.run(self._step, unless=inbox)
+
+    def _step(self) -> None:
+        began = time.perf_counter()
+        self._settle()
+        try:
+            if self._memory is not None and self._requests:
+                self._compute(self._memory[2])
+        finally:
+            self.seconds += time.perf_counter() - began
+            self._tell()
+
+    def _settle_between_steps(self) -> None:
+        """Read the messages, unless a step does so anyway."""
+        if self._messages and not self._turn.taken:
+
+            def settle() -> None:
+                self._settle()
+                self._tell()
+
+            self._turn.run(settle)
+
+    def _settle(self) -> None:
+        """Read the messages: requests that come, and those that are to end."""
+        looked = False
+        while self._messages:
+            message = self._messages.popleft()
+            if isinstance(message, Request):
+                try:
+                    if not looked:
+                        self._look_at_weights()
+                    looked = True
+                    self._join(message)
+                except Exception as error:  # no memory, or an adapter that is gone
+                    self._end(message, Failed(message.id, error))
+            elif (request := self._requests.get(message)) is not None:
+                self._end(request, Finished(message, "abort"))
+
+    def _look_at_weights(self) -> None:
+        """New requests must not find what other weights have computed."""
+        version = getattr(self.model, "weights_version", None)
+        if version is not None and (found := version()) != self._version:
+            if self._version is not None and self._memory is not None:
+                self._epoch += 1
+                self._memory[1].forget_all()
+            self._version = found
+
+    def _join(self, request: Request) -> None:
+        _check_adapter(self.model, request.adapter)
+        request.epoch = self._epoch
+        if (ending := request.end(self.model.config.max_position_embeddings)) is not None:
+            self._end(request, ending)
+            return
+        if self._memory is None:
+            self._memory = self._make_memory()
+        self._memory[2].add(request)
+
+    def _compute(self, scheduler: Scheduler) -> None:
+        """The next tokens of the requests that the scheduler chooses."""
+        plan = scheduler.schedule()
+        for request, full in plan.failed:
+            self._end(request, Failed(request.id, full))
+        if not plan.steps:
+            return
+        steps = list(plan.steps.values())
+        try:
+            outcomes = self._run_model(plan, steps)
+        except BaseException as error:
+            for step in steps:
+                self._end(step.request, Failed(step.request.id, error))
+            if not isinstance(error, Exception):
+                raise
+            return
+        for step, (sampled, failure) in zip(steps, outcomes, strict=True):
+            self._commit(step, sampled, failure)
+
+    @torch.inference_mode()
+    def _run_model(
+        self, plan: StepPlan, steps: Sequence[PlannedStep]
+    ) -> list[tuple[list[Sampled], Exception | None]]:
+        """The model over all planned tokens, then of each request the tokens that its logits give.
+
+        A draft is right if it is the token that the sampler chooses at that place; then the sampler
+        goes on with the logits after the draft. So every sampler sees the logits that it would see
+        without drafts, in the same order, and chooses the same, whatever its method.
+        """
+        assert self._memory is not None
+        pool, _, scheduler = self._memory
+        wanted = [step.logits for step in steps]
+        batch = StepBatch.of(
+            [
+                SequenceStep(s.token_ids, s.start, s.request.blocks, n, s.request.adapter)
+                for s, n in zip(steps, wanted, strict=True)
+            ],
+            pool.block_size,
+        )
+        began = time.perf_counter()
+        logits = self.model.step(batch, pool)
+        scheduler.learn(plan, time.perf_counter() - began)
+        found: list[list[Sampled]] = [[] for _ in steps]
+        errors: list[Exception | None] = [None] * len(steps)
+        begin = 0
+        for k, members in enumerate(logit_rounds(wanted)):
+            rows = list(range(len(members)))
+            if k:  # those whose newest token is the draft before these logits
+                rows = [
+                    row
+                    for row, i in enumerate(members)
+                    if len(found[i]) == k and found[i][-1].token == steps[i].drafts[k - 1]
+                ]
+                if not rows:
+                    break
+            table = logits[begin : begin + len(members)]
+            table = table if len(rows) == len(members) else table[rows]
+            chosen = [members[row] for row in rows]
+            samplers = [steps[i].request.sampler for i in chosen]
+            for i, sampled in zip(chosen, sample_rows(samplers, table), strict=True):
+                if sampled.error is None:
+                    found[i].append(sampled)
+                else:
+                    errors[i] = sampled.error
+            begin += len(members)
+        return list(zip(found, errors, strict=True))
+
+    def _commit(
+        self, step: PlannedStep, sampled: Sequence[Sampled], error: Exception | None
+    ) -> None:
+        """Enter what a step gave into its request, and the request's end."""
+        assert self._memory is not None
+        request, max_positions = step.request, self.model.config.max_position_embeddings
+        ending: Finished | Failed | None = None
+        for one in sampled:
+            ending = request.accept(one.token, max_positions)
+            if ending is None or ending.reason != "stop":
+                new = NewToken(request.id, one.token, one.logprob, one.top_logprobs)
+                self._told.append((request.consumer, new))
+            if ending is not None:
+                break
+        if ending is None and error is not None:
+            ending = Failed(request.id, error)
+        self._memory[2].computed(step, max(0, len(sampled) - 1))
+        if ending is not None:
+            self._end(request, ending)
+
+    def _end(self, request: Request, event: Finished | Failed) -> None:
+        """The request's last event; its blocks are free."""
+        del self._requests[request.id]
+        if self._memory is not None:
+            self._memory[2].remove(request, failed=isinstance(event, Failed))
+        self._told.append((request.consumer, event))
+
+    def _tell(self) -> None:
+        """Give the events of a step to the consumers."""
+        told, self._told = self._told, []
+        for consumer, event in told:
+            if consumer is None:
+                self._events.append(event)
+                continue
+            try:
+                consumer(event)
+            except Exception:  # such as an event loop that is closed
+                _LOG.exception("engine: the consumer of request %d failed", event.request_id)
+                self._messages.append(event.request_id)
 
 
 def _check_adapter(model: CausalModel, name: str | None) -> None:
@@ -295,9 +550,9 @@ def _check_adapter(model: CausalModel, name: str | None) -> None:
 
 def _per_prompt(
     params: SamplingParams | Sequence[SamplingParams] | None, count: int
-) -> list[SamplingParams]:
+) -> list[SamplingParams | None]:
     if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
+        return [params] * count
     if not isinstance(params, Sequence) or not all(isinstance(p, SamplingParams) for p in params):
         raise TypeError(f"engine: expected params as SamplingParams, got {kind_of(params)}")
     if len(params) != count:
@@ -305,38 +560,150 @@ def _per_prompt(
     return list(params)
 
 
-class Session:
-    """A conversation: runs that begin with the tokens of earlier ones.
+# Who steps ---------------------------------------------------------------------------------------
 
-    What the engine's prefix cache still has of these is not computed again
-    (`Timing.reused_tokens`); the tokens are those that a fresh run would give, bit for bit.
+
+class _InterruptsHeld:
+    """Ctrl-C during the body is raised at its end. Only the main thread ever gets it."""
+
+    def __enter__(self) -> None:
+        self._pressed: list[Any] = []
+        self._before: Any = None
+        if threading.current_thread() is threading.main_thread():
+            before = _signal.getsignal(_SIGINT)
+            if callable(before):  # not so where it is ignored, or ends the process at once
+                self._before = before
+                _signal.signal(_SIGINT, lambda *args: self._pressed.append(args))
+
+    def __exit__(self, *_: object) -> None:
+        if self._before is not None:
+            _signal.signal(_SIGINT, self._before)
+            if self._pressed:
+                self._before(*self._pressed[0])
+
+
+class _Turn:
+    """Whose turn it is to change the engine: that of one thread at a time."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._taken_by: int | None = None
+        self._owner: int | None = None  # the only thread whose turn it may be, if there is one
+
+    @property
+    def owned(self) -> bool:
+        return self._owner is not None
+
+    @property
+    def taken(self) -> bool:
+        """Whether this thread would have to wait."""
+        return self._taken_by is not None or self._owner not in (None, threading.get_ident())
+
+    def run(self, change: Callable[[], None], unless: Sized = ()) -> None:
+        """Call `change` when it is this thread's turn, unless something is in `unless` by then."""
+        if self._taken_by == threading.get_ident():
+            raise RuntimeError("engine: expected a consumer to take its event, got one that steps")
+        while True:
+            with _InterruptsHeld():
+                if self._take():
+                    try:
+                        change()
+                    finally:
+                        self._give()
+                    return
+            with self._changed:
+                while self.taken and not unless:
+                    self._changed.wait()
+                if unless:
+                    return
+
+    def _take(self) -> bool:
+        with self._changed:
+            if self.taken:
+                return False
+            self._taken_by = threading.get_ident()
+            return True
+
+    def _give(self) -> None:
+        with self._changed:
+            self._taken_by = None
+            self._changed.notify_all()
+
+    def own(self, thread: int | None) -> None:
+        """Let `thread` alone have it from now on; None: whoever wants it."""
+        with self._changed:
+            if thread is not None and self._owner is not None:
+                raise RuntimeError("engine: expected an engine without a thread, got one that has")
+            self._owner = thread
+            self._changed.notify_all()
+
+    def wake(self) -> None:
+        """Let those look again who wait for something."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def wait_for(self, something: Callable[[], bool]) -> None:
+        """Wait until `something` is true; it is asked whenever a change is over."""
+        with self._changed:
+            self._changed.wait_for(something)
+
+
+class EngineThread:
+    """A thread of its own that owns an engine: it alone steps, until `close`.
+
+    Others add requests, each with a consumer, and abort them; a Run waits for its tokens. It sleeps
+    while there is nothing to do. After `close` what is left waits for whoever steps next.
     """
 
     def __init__(self, engine: Engine) -> None:
-        self.engine = engine
+        self.engine, self._closing = engine, False
+        self._thread = threading.Thread(target=self._run, name="bitnet-ops engine", daemon=True)
+        self._owns = threading.Event()
+        self._thread.start()
+        self._owns.wait()
 
-    def start(
-        self,
-        prompt: Sequence[int],
-        params: SamplingParams | None = None,
-        limits: Limits | None = None,
-        *,
-        max_drafts: int | Literal["auto"] = 0,
-        adapter: str | None = None,
-    ) -> Run:
-        """A run over `prompt`, the WHOLE conversation so far. Raises PromptError, LoraError."""
-        return self.engine.start([prompt], params, limits, max_drafts=max_drafts, adapter=adapter)
+    def _run(self) -> None:
+        engine = self.engine
+        engine._turn.own(threading.get_ident())
+        self._owns.set()
+        try:
+            while True:
+                engine._turn.wait_for(lambda: self._closing or bool(engine._requests))
+                if self._closing:
+                    return
+                engine.step()
+        finally:
+            engine._turn.own(None)
+
+    def close(self) -> None:
+        """End the thread after the step that it is in."""
+        self._closing = True
+        self.engine._turn.wake()
+        self._thread.join()
+
+    def __enter__(self) -> EngineThread:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 __all__ = [
     "CacheCapacityError",
     "CausalModel",
     "Engine",
+    "EngineStats",
+    "EngineThread",
+    "Event",
+    "Failed",
+    "Finished",
     "Generation",
     "Limits",
+    "NewToken",
     "PromptError",
     "Run",
-    "Session",
+    "SamplingParams",
+    "SchedulerOptions",
     "Timing",
     "token_ids",
 ]

@@ -1,24 +1,106 @@
-"""Request: one sequence on its way through the engine, and the events that tell of it.
+"""Request: one sequence on its way through the engine, the one description of what is asked of it.
 
-It must not know tensors, nor how tokens are chosen: its sampler is passed on as it is.
+Prompt, sampling, limits, adapter and drafts are checked here when the request is made, in the
+caller's thread, so that no bad value can reach a step that others share. The engine changes the
+rest: the tokens so far, the blocks, what has been computed. Events tell the consumer.
 """
 
 from __future__ import annotations
 
+import operator
 from array import array
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from bitnet_ops.generate.speculation import AUTO, MOST_DRAFTS, Acceptance
+from torch import Tensor
+
+from bitnet_ops.generate.sampling import Sampler, SamplingParams
+from bitnet_ops.generate.speculation import AUTO, MOST_DRAFTS, Acceptance, check_drafts
 from bitnet_ops.nn.blocks import Contents, block_key, root_key
 
-if TYPE_CHECKING:
-    from bitnet_ops.generate.generation import Limits
+# What is asked -----------------------------------------------------------------------------------
+
+
+class PromptError(ValueError):
+    """A prompt that cannot be run: empty, with ids outside the vocabulary, or too long."""
+
+
+def token_ids(prompt: object, who: str = "prompt") -> list[int]:
+    """The ids of one prompt: of a sequence of integers, or of a tensor or array [T] or [1, T].
+
+    Raises TypeError for anything else, texts and booleans included.
+    """
+    values: object = prompt
+    if callable(tolist := getattr(prompt, "tolist", None)):  # a tensor, a NumPy array
+        values = tolist()
+        if isinstance(values, list) and len(values) == 1 and isinstance(values[0], list):
+            values = values[0]
+    if isinstance(values, str | bytes) or not isinstance(values, Sequence):
+        raise TypeError(f"{who}: expected token ids as a list of integers, got {kind_of(prompt)}")
+    if all(type(i) is int for i in values):
+        return list(values)
+    ids = []
+    for at, value in enumerate(values):
+        if isinstance(value, bool) or not hasattr(value, "__index__") or isinstance(value, Tensor):
+            raise TypeError(
+                f"{who}: expected token ids as a list of integers, got {kind_of(value)} at {at}"
+            )
+        ids.append(operator.index(value))
+    return ids
+
+
+def kind_of(value: object) -> str:
+    """What `value` is, in words for a message."""
+    if isinstance(value, Tensor):
+        return f"a tensor {str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+    text = repr(value)
+    shown = text if len(text) <= 40 else text[:37] + "..."
+    return "None" if value is None else f"{shown} ({type(value).__name__})"
+
+
+def check_prompt(ids: Sequence[int], vocab_size: int, max_positions: int) -> None:
+    """Raise PromptError for ids that a model of these sizes cannot run."""
+    if not len(ids):
+        raise PromptError(
+            "engine: expected a prompt of at least one token, got an empty one; start it with the "
+            "model's bos token"
+        )
+    if not 0 <= min(ids) <= max(ids) < vocab_size:
+        raise PromptError(
+            f"engine: expected prompt ids from 0 to {vocab_size - 1}, got {min(ids)} to "
+            f"{max(ids)}; the tokenizer belongs to another model"
+        )
+    if len(ids) > max_positions:
+        raise PromptError(
+            f"engine: expected a prompt of at most {max_positions} tokens "
+            f"(max_position_embeddings), got {len(ids)}; shorten it"
+        )
 
 
 @dataclass(frozen=True)
+class Limits:
+    """When to end: after max_new_tokens (0 or more), or at one of stop_ids."""
+
+    max_new_tokens: int = 128
+    stop_ids: frozenset[int] = frozenset()
+
+    def __post_init__(self) -> None:
+        n = self.max_new_tokens
+        if not isinstance(n, int) or isinstance(n, bool) or n < 0:
+            raise ValueError(f"engine: expected max_new_tokens an integer at least 0, got {n!r}")
+        try:
+            object.__setattr__(self, "stop_ids", frozenset(map(operator.index, self.stop_ids)))
+        except TypeError:
+            raise TypeError(
+                f"engine: expected stop_ids as token ids, got {kind_of(self.stop_ids)}"
+            ) from None
+
+
+# What is told ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
 class NewToken:
     """The request has one more token; stop ids are left out.
 
@@ -32,7 +114,7 @@ class NewToken:
     top_logprobs: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Finished:
     """No more tokens come. `reason`: "stop" (with the stop id), "length", "context" or "abort"."""
 
@@ -41,80 +123,71 @@ class Finished:
     stop_reason: int | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Failed:
-    """The request ended with `error`, alone; the tokens that it had before are good."""
+    """The request ended with `error`; the tokens that it had before are good."""
 
     request_id: int
-    error: Exception
+    error: BaseException
 
 
 Event = NewToken | Finished | Failed
+# Called with every event of a request by the thread that steps; it must not step itself.
+Consumer = Callable[[Event], Any]
 
 
-class Inbox(deque[Event]):
-    """The events of some requests, for whoever waits for them.
-
-    `seconds`: of the steps that these requests took part in, whoever called them.
-    `reused_tokens`: of their prompts, that the prefix cache spared.
-    """
-
-    __slots__ = ("reused_tokens", "seconds")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seconds, self.reused_tokens = 0.0, 0
+# The request -------------------------------------------------------------------------------------
 
 
 class Request:
     """One sequence.
 
-    Attributes:
+    Args:
         id: numbers count up, so the youngest request has the greatest.
-        ids: all tokens, prompt and output.
-        prompt_tokens: how many of them the prompt is.
-        sampler: chooses its tokens; opaque.
+        prompt: its token ids.
+        params: how tokens are chosen.
         limits: when to end.
         adapter: the name of its LoRA adapter, if any.
-        inbox: where its events go, if not to whoever steps.
-        patient: nobody waits for its single tokens, so that others' prompts need not be held short.
+        max_drafts: the most tokens to draft in a step, 0 for none; "auto": as many as make this
+            request faster on this machine.
+        consumer: what gets the events, if not whoever steps.
+    Attributes, besides these:
+        ids: all tokens, prompt and output.
+        prompt_tokens: how many of them the prompt is.
+        sampler: chooses the next token.
+        acceptance: says how many drafts are worth it, where that is wanted.
         epoch: of the weights that it began with.
-        max_drafts: the most tokens to draft in a step; 0 for none.
-        acceptance: says how many of these are worth it, if that is wanted.
         computed: how many of `ids`, from the first, have keys and values in the pool. The newest
             token never has: it is the input of the next step.
         blocks: its block table; empty while it waits.
         reused_tokens: how many the prefix cache spared when it was first admitted.
-        preemptions: how often it has lost its blocks and been computed again.
-        ended: nothing more is wanted of it.
     """
 
     def __init__(
         self,
         id: int,
-        prompt_ids: Sequence[int],
-        sampler: Any,
-        limits: Limits,
+        prompt: Sequence[int],
+        params: SamplingParams | None = None,
+        limits: Limits | None = None,
         *,
         adapter: str | None = None,
         max_drafts: int | Literal["auto"] = 0,
-        inbox: Inbox | None = None,
-        patient: bool = False,
-        epoch: int = 0,
+        consumer: Consumer | None = None,
     ) -> None:
-        self.id, self.sampler, self.limits = id, sampler, limits
-        self.ids, self.prompt_tokens = array("q", prompt_ids), len(prompt_ids)
-        self.adapter, self.inbox = adapter, inbox
+        params = SamplingParams() if params is None else params
+        limits = Limits() if limits is None else limits
+        _check_type("params", params, SamplingParams)
+        _check_type("limits", limits, Limits)
+        check_drafts(max_drafts, "engine: expected max_drafts")
+        self.id, self.limits, self.adapter, self.consumer = id, limits, adapter, consumer
+        self.ids, self.prompt_tokens = array("q", prompt), len(prompt)
+        self.sampler = Sampler(params, prompt)
         self.max_drafts = MOST_DRAFTS if max_drafts == AUTO else max_drafts
         self.acceptance = Acceptance() if max_drafts == AUTO else None
-        self.patient, self.epoch = patient, epoch
-        self.computed = 0
+        self.epoch = self.computed = 0
         self.blocks: list[int] = []
         self.reused_tokens: int | None = None
-        self.preemptions = 0
-        self.ended = False
         self._keys: list[bytes] = []
-        self._root = root_key(adapter, epoch)
 
     def __repr__(self) -> str:
         return (
@@ -127,21 +200,19 @@ class Request:
         return len(self.ids) - self.prompt_tokens
 
     @property
-    def output_ids(self) -> list[int]:
-        return self.ids[self.prompt_tokens :].tolist()
-
-    @property
     def remaining(self) -> int:
         """Tokens still to be computed; 1 while it decodes, more while its prompt is prefilled."""
         return len(self.ids) - self.computed
 
     def key(self, index: int, block_size: int) -> bytes:
         """The key of its block `index`, all of whose tokens are known; -1: what is before all."""
+        if index < 0:
+            return root_key(self.adapter, self.epoch)
         while len(self._keys) <= index:
             at = len(self._keys) * block_size
             parent = self.key(len(self._keys) - 1, block_size)
             self._keys.append(block_key(parent, self.ids[at : at + block_size]))
-        return self._keys[index] if index >= 0 else self._root
+        return self._keys[index]
 
     def contents(self, index: int, block_size: int) -> Contents:
         """What of block `index` has been computed, at least one token."""
@@ -172,19 +243,7 @@ class Request:
             return Finished(self.id, "context")
         return None
 
-    def fork(self, id: int, sampler: Any, limits: Limits, inbox: Inbox | None = None) -> Request:
-        """Another request that goes on from the same tokens; its blocks are the scheduler's."""
-        twin = Request(
-            id,
-            self.ids,
-            sampler,
-            limits,
-            adapter=self.adapter,
-            max_drafts=self.max_drafts if self.acceptance is None else AUTO,
-            inbox=inbox,
-            patient=self.patient,
-            epoch=self.epoch,
-        )
-        twin.prompt_tokens = self.prompt_tokens
-        twin._keys = list(self._keys)
-        return twin
+
+def _check_type(name: str, value: object, kind: type) -> None:
+    if not isinstance(value, kind):
+        raise TypeError(f"engine: expected {name} as {kind.__name__}, got {kind_of(value)}")

@@ -1,18 +1,86 @@
-"""Run: one batch of prompts on its way through an engine that others may use at the same time.
+"""Run: some prompts on their way through an engine that others may use at the same time.
 
-It queues a request for each prompt, waits for their events and enters them into generations. It
-must not know models, memory or how tokens are chosen.
+It queues a request for each prompt, has the engine step until their events come, and enters these
+into generations: what a caller gets who waits for his answers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Literal
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from bitnet_ops.generate.engine_core import EngineCore
-from bitnet_ops.generate.generation import Generation, Limits, Timing, TokenLogprobs
-from bitnet_ops.generate.request import Failed, Inbox, NewToken
-from bitnet_ops.generate.sampling import SamplingParams
+from bitnet_ops.generate.request import Event, Failed, NewToken, Request
+
+if TYPE_CHECKING:
+    from bitnet_ops.generate.engine import Engine
+
+
+@dataclass
+class Timing:
+    """Seconds of the engine's steps (not of the consumer of the stream) during one run.
+
+    `first_token_s`: from the start until every prompt has its first token, prefill included;
+    `decode_s`: the steps after.
+    """
+
+    prompt_tokens: int = 0
+    reused_tokens: int = 0
+    new_tokens: int = 0
+    decoded_tokens: int = 0
+    first_token_s: float = 0.0
+    decode_s: float = 0.0
+
+    @property
+    def decode_tokens_per_s(self) -> float:
+        """Tokens of the decode steps, all rows together, per second; 0 where there was none."""
+        return self.decoded_tokens / self.decode_s if self.decode_s else 0.0
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Logarithms of probabilities at one place of an answer, before all options of sampling.
+
+    `top_logprobs`: (token id, logarithm) of the most probable tokens there, the first one first;
+    the chosen one need not be among them.
+    """
+
+    token_id: int
+    logprob: float
+    top_logprobs: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass
+class Generation:
+    """The answer to one prompt. `token_ids` leaves out the stop id.
+
+    `logprobs`: of each of token_ids, if they were asked for; else empty.
+
+    `finish_reason`: "stop", "length" (max_new_tokens), "context" (no position is left), "" while it
+    runs or when the consumer broke off. `stop_reason` tells what "stop" was: the stop id, or the
+    stop text that whoever reads the tokens has found; else None.
+    """
+
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str = ""
+    seed: int | None = None
+    stop_reason: int | str | None = None
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+    @property
+    def ending(self) -> str:
+        """Why it ended, in words for people."""
+        if self.finish_reason == "stop" and isinstance(self.stop_reason, str):
+            return f"stop text {self.stop_reason!r}"
+        if self.finish_reason == "stop":
+            return "end of text"
+        words = {
+            "length": "max_new_tokens reached",
+            "context": "context full: no position is left",
+            "": "not finished",
+        }
+        return words.get(self.finish_reason, self.finish_reason)
 
 
 class Run:
@@ -25,31 +93,19 @@ class Run:
     Attributes: `generations`, one per prompt, growing; `timing`; `active`, False at the end.
     """
 
-    def __init__(
-        self,
-        core: Callable[[], EngineCore],
-        prompts: Sequence[Sequence[int]],
-        params: Sequence[SamplingParams],
-        limits: Limits,
-        patient: bool = False,
-        max_drafts: int | Literal["auto"] = 0,
-        adapter: str | None = None,
-    ) -> None:
-        self._rows: dict[int, int] = {}  # by the id of the request, of those that have not ended
-        self._get_core = core
-        self._core: EngineCore | None = None
-        self._prompts, self._params = prompts, [p.seeded() for p in params]
-        self.limits, self._patient, self._max_drafts = limits, patient, max_drafts
-        self._adapter = adapter
-        self.generations = [Generation(seed=p.seed) for p in self._params]
-        self.timing = Timing(prompt_tokens=sum(map(len, prompts)))
-        self._active = set(range(len(prompts)))
-        self._silent = set(self._active)  # no token yet
-        self._inbox, self._seconds = Inbox(), 0.0
+    def __init__(self, engine: Engine, requests: Sequence[Request]) -> None:
+        self._engine, self._requests = engine, list(requests)
+        self._queued = False
+        self._rows = {request.id: row for row, request in enumerate(requests)}
+        self.generations = [Generation(seed=request.sampler.seed) for request in requests]
+        self.timing = Timing(prompt_tokens=sum(request.prompt_tokens for request in requests))
+        self._silent = set(self._rows.values())  # rows without a token yet
+        self._inbox: deque[tuple[Event, float]] = deque()  # with the engine's seconds by then
+        self._seconds = 0.0
 
     @property
     def active(self) -> bool:
-        return bool(self._active)
+        return bool(self._rows)
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
         while self.active:
@@ -81,58 +137,53 @@ class Run:
         """End one row for a reason of the caller's; it gets no further tokens."""
         self.generations[row].finish_reason = reason
         self.generations[row].stop_reason = stop_reason
-        self._active.discard(row)
         self._silent.discard(row)
         for id in [id for id, r in self._rows.items() if r == row]:
             del self._rows[id]
-            if self._core is not None:
-                self._core.abort(id)
+            if self._queued:
+                self._engine.abort(id)
 
     def close(self) -> None:
         """End the run; rows that have not ended keep an empty finish_reason."""
-        self._active.clear()
-        while self._rows:
-            id, _ = self._rows.popitem()
-            if self._core is not None:
-                self._core.abort(id)
+        if self._queued:
+            self._engine._abandon(list(self._rows))
+        self._rows.clear()
 
     def __del__(self) -> None:
-        if self._rows and self._core is not None:
-            self._core.abandon(self._rows)  # a finalizer may wait for no lock
-
-    def _begin(self) -> EngineCore:
-        core = self._core = self._get_core()
-        for row in sorted(self._active):
-            id = core.add(
-                self._prompts[row],
-                self._params[row],
-                self.limits,
-                inbox=self._inbox,
-                patient=self._patient,
-                adapter=self._adapter,
-                max_drafts=self._max_drafts,
-            )
-            self._rows[id] = row
-        return core
+        if getattr(self, "_rows", None):
+            self.close()
 
     def _wait(self) -> None:
         """Until there is an event."""
-        if self._inbox:
-            return
+        if not self._queued:
+            self._queue()
         try:
-            core = self._begin() if self._core is None else self._core
-            core.wait(self._inbox)
+            while not self._inbox:
+                self._engine._advance(self._inbox)
         except BaseException:
             self.close()
             raise
 
+    def _queue(self) -> None:
+        engine, inbox = self._engine, self._inbox
+
+        def hear(event: Event) -> None:  # must not hold the run: see __del__
+            inbox.append((event, engine.seconds))
+
+        self._queued, self._seconds = True, engine.seconds
+        for request in self._requests:
+            if request.id in self._rows:
+                request.consumer = hear
+                engine._submit(request)
+
     def _take(self) -> tuple[int, int] | None:
         """Enter the next event; the token, if it is one."""
-        event, timing, first = self._inbox.popleft(), self.timing, bool(self._silent)
-        seconds, self._seconds = self._inbox.seconds - self._seconds, self._inbox.seconds
+        event, at = self._inbox.popleft()
+        timing, first = self.timing, bool(self._silent)
+        seconds, self._seconds = at - self._seconds, at
         if first:
             timing.first_token_s += seconds
-            timing.reused_tokens = self._inbox.reused_tokens
+            timing.reused_tokens = sum(r.reused_tokens or 0 for r in self._requests)
         else:
             timing.decode_s += seconds
         row = self._rows.get(event.request_id)
@@ -153,7 +204,6 @@ class Run:
         if isinstance(event, Failed):
             self.close()
             raise event.error
-        self._active.discard(row)
         self._silent.discard(row)
         generation.finish_reason, generation.stop_reason = event.reason, event.stop_reason
         timing.decoded_tokens += not first and event.reason == "stop"

@@ -2,7 +2,8 @@
 
 Every default is neutral: without options the most probable token is taken. The filters act in the
 order of transformers: bias and penalties, temperature, top-k, top-p, min-p, then one draw. The rows
-of a batch are one call of `ops.sample_tokens`; what a row gives does not depend on the others.
+of a batch are one call of `ops.sample_tokens`; what a row gives does not depend on the others. The
+options are checked when they are made, so that the op has nothing to reject.
 """
 
 from __future__ import annotations
@@ -12,13 +13,17 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from bitnet_ops import ops
-from bitnet_ops.generate.logit_edits import LogitEdits
+
+_BIAS, _REPETITION, _SUBTRACTED = range(3)
+_SMALLEST, _LARGEST = 2.0**-126, 2.0**127  # float32, in which the op takes penalties
 
 
 class SamplingError(ValueError):
@@ -61,7 +66,12 @@ class SamplingParams:
         _check_number("temperature", self.temperature, lambda v: v >= 0, "at least 0")
         _check_number("top_p", self.top_p, lambda v: 0 < v <= 1, "above 0 and at most 1")
         _check_number("min_p", self.min_p, lambda v: 0 <= v <= 1, "from 0 to 1")
-        _check_number("repetition_penalty", self.repetition_penalty, lambda v: v > 0, "above 0")
+        _check_number(
+            "repetition_penalty",
+            self.repetition_penalty,
+            lambda v: _SMALLEST <= v <= _LARGEST,
+            "above 0 and within float32",
+        )
         _check_integer("top_k", self.top_k, 2**31, "an integer at least 0 (0 keeps all tokens)")
         if self.seed is not None:
             _check_integer("seed", self.seed, 2**63, "an integer from 0 to 2^63 - 1, or None")
@@ -71,16 +81,31 @@ class SamplingParams:
             _check_integer("logprobs", self.logprobs, 21, "an integer from 0 to 20, or None")
         if self.logit_bias is not None:
             object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
+        for name in _NUMBERS:  # an integer may be too large for a tensor
+            object.__setattr__(self, name, float(getattr(self, name)))
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Raise SamplingError where logit_bias names a token that the model does not have."""
+        if self.logit_bias and (greatest := max(self.logit_bias)) >= vocab_size:
+            raise SamplingError(
+                f"sampling: expected logit_bias with token ids below {vocab_size}, got {greatest}"
+            )
 
     def seeded(self) -> SamplingParams:
         """The same with a seed, a fresh one where there is none and draws need one."""
         if self.greedy or self.seed is not None:
             return self
         return replace(self, seed=int(torch.randint(2**63 - 1, (), generator=_fresh_generator())))
+
+
+_NUMBERS = (
+    *("temperature", "top_p", "min_p"),
+    *("repetition_penalty", "frequency_penalty", "presence_penalty"),
+)
 
 
 def _check_number(
@@ -110,8 +135,7 @@ def _checked_bias(given: object) -> dict[int, float]:
     return dict(given)
 
 
-@dataclass(frozen=True)
-class Sampled:
+class Sampled(NamedTuple):
     """What one row of logits gave: a token or an error.
 
     `logprob` and `top_logprobs` ((token, logarithm), the most probable first) are there if params
@@ -122,6 +146,61 @@ class Sampled:
     error: SamplingError | None = None
     logprob: float | None = None
     top_logprobs: tuple[tuple[int, float], ...] = ()
+
+
+class LogitEdits:
+    """The edits of `ops.sample_tokens` for one sequence: bias, then the three penalties.
+
+    They are kept up to date token by token. The repetition penalty counts the prompt and the
+    generated tokens, the frequency and presence penalties the generated ones.
+    """
+
+    def __init__(self, params: SamplingParams, prompt: Iterable[int]) -> None:
+        self._params = params
+        self._slots: dict[int, int] = {}  # where a token's edit stands
+        self._ids = np.empty(16, np.int64)
+        self._values = np.empty((16, 3), np.float32)
+        self._counts: dict[int, int] = {}  # of generated tokens
+        self._counting = (
+            params.repetition_penalty != 1
+            or params.frequency_penalty != 0
+            or params.presence_penalty != 0
+        )
+        for token, added in (params.logit_bias or {}).items():
+            self._edit(token)[_BIAS] = added
+        if params.repetition_penalty != 1:
+            for token in prompt:
+                self._edit(token)[_REPETITION] = params.repetition_penalty
+
+    def __len__(self) -> int:
+        """For how many tokens there is one now."""
+        return len(self._slots)
+
+    def add(self, token: int) -> None:
+        """Count a generated token."""
+        if not self._counting:
+            return
+        params, edit = self._params, self._edit(token)
+        count = self._counts[token] = self._counts.get(token, 0) + 1
+        edit[_REPETITION] = params.repetition_penalty
+        edit[_SUBTRACTED] = params.frequency_penalty * count + params.presence_penalty
+
+    def arrays(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+        """The ids [n] and their edits [n, 3]; views that the next `add` may change."""
+        n = len(self._slots)
+        return self._ids[:n], self._values[:n]
+
+    def _edit(self, token: int) -> npt.NDArray[np.float32]:
+        """The edit of a token, to be written to before another one is asked for."""
+        slot = self._slots.get(token)
+        if slot is None:
+            slot = self._slots[token] = len(self._slots)
+            if slot == len(self._ids):
+                self._ids = np.concatenate([self._ids, np.empty_like(self._ids)])
+                self._values = np.concatenate([self._values, np.empty_like(self._values)])
+            self._ids[slot] = token
+            self._values[slot] = 0, 1, 0
+        return self._values[slot]
 
 
 class Sampler:
@@ -138,44 +217,28 @@ class Sampler:
 
     def __init__(self, params: SamplingParams, seen: Iterable[int] = ()) -> None:
         self.params = params = params.seeded()
-        self.edits = LogitEdits(
-            params.logit_bias or {},
-            params.repetition_penalty,
-            params.frequency_penalty,
-            params.presence_penalty,
-            seen,
-        )
+        self.edits = LogitEdits(params, seen)
+        self.seed = params.seed
         self._generator: torch.Generator | None = None
         self._uniforms: deque[float] = deque()  # drawn from the generator and not used yet
-        self.seed = params.seed
         if not params.greedy:
             assert self.seed is not None
             self._generator = torch.Generator().manual_seed(self.seed)
 
-    def __call__(self, logits: Tensor) -> int:
-        """The next token's id from logits f32 [V], which are left as they are.
-
-        Raises SamplingError if they hold a NaN, or nothing but infinities.
-        """
-        (sampled,) = sample_rows([self], logits[None])
-        if sampled.error is not None:
-            raise sampled.error
-        return sampled.token
-
-    def uniform(self, ahead: int = 0) -> float:
-        """In [0, 1): where the draw of the token falls that is `ahead` of the next one."""
+    @property
+    def uniform(self) -> float:
+        """In [0, 1): where the draw of the next token falls."""
         if self._generator is None:
             return 0.0
-        while ahead >= len(self._uniforms):
+        if not self._uniforms:
             drawn = torch.rand(16, dtype=torch.float64, generator=self._generator)
             self._uniforms.extend(drawn.tolist())
-        return self._uniforms[ahead]
+        return self._uniforms[0]
 
     def add(self, token: int) -> None:
         """The next token is this one."""
         self.edits.add(token)
-        if self._generator is not None:
-            self.uniform()
+        if self._uniforms:
             self._uniforms.popleft()
 
 
@@ -184,99 +247,32 @@ def sample_rows(samplers: Sequence[Sampler], logits: Tensor) -> list[Sampled]:
 
     A row without a distribution has its error; it counts nothing and leaves the others alone.
     """
-    return [only for (only,) in verify_rows(samplers, [()] * len(samplers), logits)]
-
-
-def verify_rows(
-    samplers: Sequence[Sampler], drafts: Sequence[Sequence[int]], logits: Tensor
-) -> list[list[Sampled]]:
-    """The next tokens of every sampler, one at least and at most one more than it has guesses.
-
-    logits f32 [R, V] holds len(drafts[s]) + 1 rows for sampler s: after what it has, after its
-    first guess, and so on. Each row is sampled as if its sampler had got there without guesses;
-    tokens are taken up to and with the first that is not the one guessed. So a guess d is accepted
-    with its probability p(d), otherwise another token comes with p without d: the rejection
-    sampling of arXiv 2211.17192 for guesses that are certain. Which tokens come does not depend on
-    the guesses at all, for any seed.
-    """
-    if len(drafts) != len(samplers) or len(logits) != sum(len(d) + 1 for d in drafts):
-        raise ValueError(
-            f"sampling: expected a list of drafts for each of {len(samplers)} samplers and a row "
-            f"of logits for each draft and one more, got {len(drafts)} lists with "
-            f"{sum(map(len, drafts))} drafts and {len(logits)} rows"
-        )
+    if not samplers:
+        return []
     logits = logits.to(torch.float32)
-    rows = [
-        _Row(sampler, edits, ahead)
-        for sampler, draft in zip(samplers, drafts, strict=True)
-        for ahead, edits in enumerate(_edits_after(sampler, draft))
-    ]
-    tokens = ops.sample_tokens(*_arguments(logits, rows)).tolist() if rows else []
-    results: list[list[Sampled]] = []
-    wanted: list[tuple[int, int, int]] = []
-    at = 0
-    for sampler, draft in zip(samplers, drafts, strict=True):
-        found: list[Sampled] = []
-        for ahead, guess in enumerate([*draft, None]):
-            token = tokens[at + ahead]
-            error = rows[at + ahead].error(logits[at + ahead]) if token < 0 else None
-            found.append(Sampled(token, error))
-            if error is not None:
-                break
-            if sampler.params.logprobs is not None:
-                wanted.append((at + ahead, len(results), ahead))
+    tokens = ops.sample_tokens(*_arguments(samplers, logits)).tolist()
+    found = []
+    for row, (sampler, token) in enumerate(zip(samplers, tokens, strict=True)):
+        if token < 0:
+            found.append(Sampled(error=_no_token(logits[row])))
+        else:
             sampler.add(token)
-            if token != guess:
-                break
-        results.append(found)
-        at += len(draft) + 1
-    _add_logprobs(samplers, results, logits, wanted)
-    return results
+            found.append(Sampled(token))
+    if any(sampler.params.logprobs is not None for sampler in samplers):
+        _add_logprobs(samplers, found, logits)
+    return found
 
 
-@dataclass(frozen=True)
-class _Row:
-    """One row of logits: whose it is, its edits, how far it is ahead of the next token."""
-
-    sampler: Sampler
-    edits: LogitEdits
-    ahead: int
-
-    def fits(self, vocab: int) -> bool:
-        return self.edits.greatest_id < vocab
-
-    def error(self, logits: Tensor) -> SamplingError:
-        """Why the row gave no token."""
-        if not self.fits(len(logits)):
-            return SamplingError(
-                f"sampling: expected token ids below {len(logits)} in logit_bias and among the "
-                f"tokens seen, got {self.edits.greatest_id}"
-            )
-        found = "a NaN" if bool(logits.isnan().any()) else f"a maximum of {float(logits.max())}"
-        return SamplingError(f"sampling: expected finite logits, got {found}; the model is broken")
+def _no_token(logits: Tensor) -> SamplingError:
+    found = "a NaN" if bool(logits.isnan().any()) else f"a maximum of {float(logits.max())}"
+    return SamplingError(f"sampling: expected finite logits, got {found}; the model is broken")
 
 
-def _edits_after(sampler: Sampler, draft: Sequence[int]) -> Iterable[LogitEdits]:
-    """The edits for the next token, for the one after the first guess, ..."""
-    edits = sampler.edits
-    yield edits
-    for guess in draft:
-        if edits.counts_tokens:
-            edits = edits.copy()
-            edits.add(guess)
-        yield edits
-
-
-def _arguments(logits: Tensor, rows: Sequence[_Row]) -> list[Tensor]:
+def _arguments(samplers: Sequence[Sampler], logits: Tensor) -> list[Tensor]:
     """Those of ops.sample_tokens."""
-    vocab = logits.shape[1]
-    params = [row.sampler.params for row in rows]
-    misfits = [r for r, row in enumerate(rows) if not row.fits(vocab)]
-    if misfits:
-        logits = logits.clone()
-        logits[misfits] = torch.nan
+    params = [sampler.params for sampler in samplers]
     if all(p.greedy for p in params):
-        arguments = [logits, *_greedy_options(len(rows))]
+        arguments = [logits, *_greedy_options(len(params))]
     else:
         arguments = [
             logits,
@@ -284,18 +280,14 @@ def _arguments(logits: Tensor, rows: Sequence[_Row]) -> list[Tensor]:
             torch.tensor([p.top_k for p in params]),
             torch.tensor([p.top_p for p in params], dtype=torch.float64),
             torch.tensor([p.min_p for p in params], dtype=torch.float64),
-            torch.tensor([row.sampler.uniform(row.ahead) for row in rows], dtype=torch.float64),
+            torch.tensor([sampler.uniform for sampler in samplers], dtype=torch.float64),
         ]
-    if not any(row.edits for row in rows):
-        return arguments
-    edits = [row.edits.arrays() for row in rows]
-    counts = [0 if r in misfits else len(ids) for r, (ids, _) in enumerate(edits)]
-    if any(counts):
-        taken = [e for e, count in zip(edits, counts, strict=True) if count]
+    if any(sampler.edits for sampler in samplers):
+        ids, values = zip(*(sampler.edits.arrays() for sampler in samplers), strict=True)
         arguments += [
-            torch.tensor([0, *np.cumsum(counts)]),
-            torch.from_numpy(np.concatenate([ids for ids, _ in taken])),
-            torch.from_numpy(np.concatenate([values for _, values in taken])),
+            torch.tensor([0, *np.cumsum([len(sampler.edits) for sampler in samplers])]),
+            torch.from_numpy(np.concatenate(ids)),
+            torch.from_numpy(np.concatenate(values)),
         ]
     return arguments
 
@@ -307,41 +299,24 @@ def _greedy_options(rows: int) -> tuple[Tensor, ...]:
     return zeros, torch.zeros(rows, dtype=torch.int64), torch.ones_like(zeros), zeros, zeros
 
 
-def _add_logprobs(
-    samplers: Sequence[Sampler],
-    results: Sequence[list[Sampled]],
-    logits: Tensor,
-    wanted: Sequence[tuple[int, int, int]],
-) -> None:
-    """Puts logprobs into results; wanted: row of logits, sampler, place among its tokens."""
-    if not wanted:
+def _add_logprobs(samplers: Sequence[Sampler], found: list[Sampled], logits: Tensor) -> None:
+    """Put logprobs into what was found by the samplers that ask for them."""
+    rows = [
+        row
+        for row, sampler in enumerate(samplers)
+        if sampler.params.logprobs is not None and found[row].error is None
+    ]
+    if not rows:
         return
-    counts = [samplers[s].params.logprobs or 0 for _, s, _ in wanted]
-    chosen = torch.tensor([results[s][i].token for _, s, i in wanted])
-    if len(wanted) < len(logits):
-        logits = logits[[row for row, _, _ in wanted]]
+    counts = [samplers[row].params.logprobs or 0 for row in rows]
+    chosen = torch.tensor([found[row].token for row in rows])
+    if len(rows) < len(logits):
+        logits = logits[rows]
     top = min(max(counts), logits.shape[1])
-    found = [part.tolist() for part in ops.top_logprobs(logits, chosen, top)]
-    for (_, s, i), count, logprob, ids, values in zip(wanted, counts, *found, strict=True):
+    parts = [part.tolist() for part in ops.top_logprobs(logits, chosen, top)]
+    for row, count, logprob, ids, values in zip(rows, counts, *parts, strict=True):
         pairs = tuple(zip(ids[:count], values[:count], strict=True))
-        results[s][i] = Sampled(results[s][i].token, None, logprob, pairs)
-
-
-def filtered(logits: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
-    """Probabilities f32 [n] and ids int64 [n] of the tokens of logits f32 [V] that may be drawn.
-
-    The probabilities sum to 1. The order is that in which a draw goes by them: descending with
-    top_k, else that of the vocabulary. Biases and penalties are left out.
-    """
-    row = _Row(Sampler(params), LogitEdits({}, 1, 0, 0), 0)
-    temperature, top_k, top_p, min_p = _arguments(logits[None], [row])[1:5]
-    (probabilities,) = ops.token_probabilities(logits[None], temperature, top_k, top_p, min_p)
-    if bool(probabilities[0].isnan()):
-        raise row.error(logits)
-    ids = probabilities.nonzero()[:, 0]
-    if 0 < params.top_k < len(logits):
-        ids = ids[probabilities[ids].argsort(descending=True, stable=True)]
-    return probabilities[ids], ids
+        found[row] = found[row]._replace(logprob=logprob, top_logprobs=pairs)
 
 
 def _fresh_generator() -> torch.Generator:

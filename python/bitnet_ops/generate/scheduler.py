@@ -5,7 +5,7 @@ the others wait: prompts take what is left of the step's token budget, in chunks
 Requests are admitted in the order of their arrival when the pool has blocks for all of their
 tokens; when it is full, the youngest running one gives its blocks back, waits at the head of the
 queue and is computed again later. What a request's tokens are does not depend on any of this.
-It must not know models, tensors or sampling. For one thread at a time.
+For one thread at a time.
 """
 
 from __future__ import annotations
@@ -17,13 +17,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from bitnet_ops.generate.drafts import propose
-from bitnet_ops.generate.pace import Pace
 from bitnet_ops.generate.request import Request
-from bitnet_ops.generate.speculation import StepCosts
+from bitnet_ops.generate.speculation import StepCosts, propose
 from bitnet_ops.nn.blocks import BlockAllocator, PoolFullError
-
-Propose = Callable[[Sequence[int], int], Sequence[int]]
 
 
 @dataclass(frozen=True)
@@ -35,9 +31,6 @@ class SchedulerOptions:
     max_sequences: requests that run at once, at most; not above token_budget.
     prefill_beside_decode: prompt tokens, at most, of a step in which streams decode: fewer make
         the streams wait less for each token, and the prompt longer. None: what the budget leaves.
-    most_gap: beside streams that decode, a step with prompt tokens lasts at most about so many
-        times one without, as far as its costs are known (pace.py); infinity: no such limit. Patient
-        requests, whose single tokens nobody waits for, do not count as streams.
     watermark: share of the blocks that stay free when a request is admitted beside others, for
         these to grow into.
     prefix_cache: find blocks that hold the same tokens already.
@@ -45,8 +38,7 @@ class SchedulerOptions:
 
     token_budget: int = 256
     max_sequences: int = 64
-    prefill_beside_decode: int | None = None
-    most_gap: float = 2.0
+    prefill_beside_decode: int | None = 32
     watermark: float = 0.01
     prefix_cache: bool = True
 
@@ -62,8 +54,6 @@ class SchedulerOptions:
                 f"engine: expected max_sequences at most token_budget {self.token_budget}, got "
                 f"{self.max_sequences}: every running sequence has a token in every step"
             )
-        if not self.most_gap > 1:
-            raise ValueError(f"engine: expected most_gap above 1, got {self.most_gap!r}")
         if not 0 <= self.watermark < 1:
             raise ValueError(f"engine: expected watermark from 0 to 1, got {self.watermark!r}")
 
@@ -120,10 +110,6 @@ class StepPlan:
         return sum(step.tokens + len(step.drafts) for step in self.steps.values())
 
     @property
-    def prompt_tokens(self) -> int:
-        return sum(step.tokens for step in self.steps.values()) - self.decoding
-
-    @property
     def left(self) -> int:
         return self.budget - self.tokens
 
@@ -138,7 +124,6 @@ class Scheduler:
         copy_block: called with (source, target) when a request is about to write a block that
             others hold: its contents move into a block of its own.
         options: budgets.
-        propose: drafts for (ids, at most so many).
     Attributes: `waiting`, the next one first; `running`, the oldest first; and counts of all that
     has been: `preemptions`, `reused_tokens` (that the prefix cache spared, those of preempted
     requests too), `drafted_tokens` and how many of them were right, `accepted_drafts`.
@@ -150,44 +135,23 @@ class Scheduler:
         block_size: int,
         max_positions: int,
         copy_block: Callable[[int, int], None],
-        options: SchedulerOptions | None = None,
-        propose: Propose = propose,
+        options: SchedulerOptions,
     ) -> None:
         self.allocator, self.block_size, self.max_positions = allocator, block_size, max_positions
-        self.options = options or SchedulerOptions()
-        self.forget_costs()
-        self._copy_block, self._propose = copy_block, propose
+        self.options, self.costs, self._copy_block = options, StepCosts(), copy_block
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.preemptions = self.reused_tokens = self.drafted_tokens = self.accepted_drafts = 0
 
-    def forget_costs(self) -> None:
-        """Learn anew what steps cost."""
-        self.pace, self.costs = Pace(self.options.most_gap), StepCosts()
-
     def learn(self, plan: StepPlan, seconds: float) -> None:
         """Enter how long the model took over a planned step."""
-        self.pace.learn(plan.decoding, plan.prompt_tokens, seconds)
-        if plan.decoding and not plan.prompt_tokens:
+        if plan.decoding == len(plan.steps):
             self.costs.learn(plan.tokens, seconds)
 
     # Requests come and go ------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
         self.waiting.append(request)
-
-    def fork(self, parent: Request, child: Request) -> None:
-        """Let `child`, made by parent.fork, go on with the parent's blocks, shared until written.
-
-        It waits, like any other, where the parent has none or too many are running.
-        """
-        if parent.computed and len(self.running) < self.options.max_sequences:
-            child.blocks = parent.blocks[: self._blocks_for(parent.computed)]
-            child.computed = child.reused_tokens = parent.computed
-            self.allocator.share(child.blocks)
-            insort(self.running, child, key=lambda r: r.id)
-        else:
-            self.add(child)
 
     def remove(self, request: Request, *, failed: bool = False) -> None:
         """Take a request out, in any state; unless `failed`, what it computed stays cached."""
@@ -230,10 +194,7 @@ class Scheduler:
             self._draft(plan)
         if plan.steps:
             most = self.options.prefill_beside_decode
-            left = plan.left if most is None else min(plan.left, most)
-            if any(not step.request.patient for step in plan.steps.values()):
-                left = self.pace.prompt_tokens(left)
-            plan.budget = plan.tokens + left
+            plan.budget = plan.tokens + (plan.left if most is None else min(plan.left, most))
         for request in [r for r in self.running if r.remaining > 1]:
             self._plan(plan, request, plan.left)
         self._admit(plan)
@@ -243,20 +204,8 @@ class Scheduler:
     def _plan(self, plan: StepPlan, request: Request, most: int) -> None:
         """Plan at most `most` tokens of a running request."""
         tokens = min(request.remaining, most)
-        if tokens and request.blocks:
-            goes_on = tokens == 1 and self._next_is_its_own(request)
-            if goes_on or self._make_room(plan, request, tokens):
-                plan.steps[request.id] = PlannedStep(request, request.computed, tokens)
-
-    def _next_is_its_own(self, request: Request) -> bool:
-        """Whether it may write its next position as it is: the usual case, found out quickly."""
-        index, kept = divmod(request.computed, self.block_size)
-        if index >= len(request.blocks):
-            return False
-        block = request.blocks[index]
-        contents = self.allocator.contents(block)
-        known = contents is not None and len(contents.token_ids) > kept
-        return not known and self.allocator.references(block) == 1
+        if tokens and request.blocks and self._make_room(plan, request, tokens):
+            plan.steps[request.id] = PlannedStep(request, request.computed, tokens)
 
     def _draft(self, plan: StepPlan) -> None:
         """Add drafts to the planned decode steps, as far as budget and free blocks allow.
@@ -274,9 +223,9 @@ class Scheduler:
             most = min(left, request.most_drafts(self.max_positions))
             acceptance = request.acceptance
             if most > 0 and acceptance is not None:
-                acceptance.read(request.ids, self._propose)
+                acceptance.read(request.ids)
                 most = min(most, acceptance.choose(self.costs, tokens, expected, streams))
-            drafts = self._propose(request.ids, most) if most > 0 else ()
+            drafts = propose(request.ids, most) if most > 0 else []
             free = 0 if self.waiting else self.allocator.free_blocks - self._reserve()
             spare = max(0, free)
             room = (len(request.blocks) + spare) * self.block_size - len(request.ids)
@@ -344,53 +293,33 @@ class Scheduler:
         self.reused_tokens += request.computed
         if request.reused_tokens is None:
             request.reused_tokens = request.computed
-            if request.inbox is not None:
-                request.inbox.reused_tokens += request.computed
 
     # Blocks --------------------------------------------------------------------------------------
 
     def _make_room(self, plan: StepPlan, request: Request, tokens: int) -> bool:
-        """Give a request blocks of its own for its next `tokens`, if need be by preemption.
+        """Give a request blocks for its next `tokens`, if need be by preemption.
 
-        False where it has been preempted itself, or can never go on.
+        False where it has been preempted itself, or can never go on. It shares no block that it
+        writes: what it shares ends before its last token, which is always left to compute.
         """
-        while True:
-            end = self._blocks_for(request.computed + tokens)
-            written = range(request.computed // self.block_size, min(end, len(request.blocks)))
-            shared = [i for i in written if self.allocator.references(request.blocks[i]) > 1]
-            missing = max(0, end - len(request.blocks))
-            if missing + len(shared) <= self.allocator.free_blocks:
-                break
+        missing = self._blocks_for(request.computed + tokens) - len(request.blocks)
+        while missing > self.allocator.free_blocks:
             victim = self.running[-1]
             if len(self.running) == 1:
-                self._fail(plan, request, missing + len(shared))
+                self._fail(plan, request, missing)
                 return False
             self._preempt(plan, victim)
             if victim is request:
                 return False
-        for i in written:
-            self._own(request, i)
-        request.blocks += self.allocator.allocate(missing)
+        if missing > 0:
+            request.blocks += self.allocator.allocate(missing)
         return True
-
-    def _own(self, request: Request, index: int) -> None:
-        """Make a block its own that it is about to write, and known for nothing it overwrites."""
-        block = request.blocks[index]
-        contents = self.allocator.contents(block)
-        kept = request.computed - index * self.block_size
-        if self.allocator.references(block) > 1:
-            request.blocks[index] = self.allocator.writable(block)
-            self._copy_block(block, request.blocks[index])
-        elif contents is not None and len(contents.token_ids) > kept:
-            # Of a request that this one was forked from while the model ran.
-            self.allocator.forget([block])
 
     def _preempt(self, plan: StepPlan, request: Request) -> None:
         """Back to the head of the queue: the prefix cache may give some of its blocks again."""
         plan.steps.pop(request.id, None)  # planned already, if for an older one's prompt
         self.running.remove(request)
         self._free(request)
-        request.preemptions += 1
         self.preemptions += 1
         self.waiting.appendleft(request)
 

@@ -1,7 +1,9 @@
-"""How probable given texts are: the logarithm of each token's probability after those before it.
+"""Given texts through a model, in batches: how probable they are, and which vectors they have.
 
-That is what evaluations (perplexity, multiple choice) ask for. It must not know text or files:
-token ids go in.
+A score is the logarithm of each token's probability after those before it, which is what
+evaluations (perplexity, multiple choice) ask for. An embedding is the hidden state of the last
+token after the last norm, at length 1: that is how decoder-only embedding models
+(microsoft/BitNet-embedding, Qwen3-Embedding) are trained. Token ids go in, no texts.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from bitnet_ops.generate.prompts import PromptError
+from bitnet_ops.generate.request import PromptError, check_prompt
 from bitnet_ops.models import Decoder
 from bitnet_ops.models.step_batch import SequenceStep, StepBatch
 from bitnet_ops.nn.kv_pool import DEFAULT_BLOCK_SIZE, KVPool
@@ -57,18 +59,49 @@ def score(
         )
     for number, (ids, begin) in enumerate(zip(sequences, begins, strict=True)):
         _check(model, ids, begin, number)
-    scores = [_empty() for _ in sequences]
-    waiting = [i for i, ids in enumerate(sequences) if begins[i] < len(ids)]
-    for group in _groups(waiting, [len(ids) - 1 for ids in sequences]):
-        given = [(list(sequences[i]), begins[i]) for i in group]
-        found = _score_group(model, given, kv_dtype, adapter)
-        for i, one in zip(group, found, strict=True):
-            scores[i] = one
-    return scores
+    logprobs = [[torch.empty(0)] for _ in sequences]
+    greedy = [[torch.empty(0, dtype=torch.bool)] for _ in sequences]
+    # nothing comes after the last token, so that it is not run
+    runs = {i: list(ids[:-1]) for i, ids in enumerate(sequences) if begins[i] < len(ids)}
+    wanted = {i: begins[i] - 1 for i in runs}
+    for parts, states in _hidden_states(model, runs, wanted, kv_dtype, adapter):
+        targets = [sequences[i][p + 1] for i, positions in parts for p in positions]
+        values, best = _of_states(model, states, torch.tensor(targets, dtype=torch.int64))
+        sizes = [len(positions) for _, positions in parts]
+        for (i, _), v, g in zip(parts, values.split(sizes), best.split(sizes), strict=True):
+            logprobs[i].append(v)
+            greedy[i].append(g)
+    return [Score(torch.cat(v), torch.cat(g)) for v, g in zip(logprobs, greedy, strict=True)]
 
 
-def _empty() -> Score:
-    return Score(torch.empty(0), torch.empty(0, dtype=torch.bool))
+@torch.inference_mode()
+def embed(
+    model: Decoder, sequences: Sequence[Sequence[int]], dimensions: int | None = None
+) -> Tensor:
+    """One vector for each sequence of token ids, f32 [len(sequences), hidden], of length 1.
+
+    `dimensions` keeps that many of the first ones (before the length is made 1), for models trained
+    so that their beginning serves alone. A vector does not depend on its neighbours. Raises
+    ValueError for an empty sequence, PromptError for one that the model cannot run.
+    """
+    config = model.config
+    if dimensions is not None and not 1 <= dimensions <= config.hidden_size:
+        raise ValueError(
+            f"embed: expected dimensions from 1 to {config.hidden_size}, got {dimensions}"
+        )
+    for number, ids in enumerate(sequences, start=1):
+        if not len(ids):
+            raise ValueError(
+                f"embed: expected at least one token in every text, got none in text {number} of "
+                f"{len(sequences)}"
+            )
+        check_prompt(ids, config.vocab_size, config.max_position_embeddings)
+    vectors = torch.empty(len(sequences), config.hidden_size, dtype=torch.float32)
+    runs = {i: list(ids) for i, ids in enumerate(sequences)}
+    wanted = {i: len(ids) - 1 for i, ids in runs.items()}
+    for parts, states in _hidden_states(model, runs, wanted, torch.float32, None):
+        vectors[[i for i, positions in parts if positions]] = states
+    return torch.nn.functional.normalize(vectors[:, :dimensions], dim=-1)
 
 
 def _check(model: Decoder, ids: Sequence[int], begin: int, number: int) -> None:
@@ -89,11 +122,48 @@ def _check(model: Decoder, ids: Sequence[int], begin: int, number: int) -> None:
         )
 
 
-def _groups(numbers: Sequence[int], lengths: Sequence[int]) -> Iterator[list[int]]:
+Parts = list[tuple[int, range]]  # of each sequence in a step, the positions whose states are wanted
+
+
+def _hidden_states(
+    model: Decoder,
+    runs: dict[int, list[int]],
+    wanted: dict[int, int],
+    kv_dtype: torch.dtype,
+    adapter: str | None,
+) -> Iterator[tuple[Parts, Tensor]]:
+    """Run sequences of ids, by number, step by step: what the head would read, f32 [n, hidden].
+
+    wanted: of each sequence, the first position whose state is wanted.
+    """
+    for group in _groups({i: len(ids) for i, ids in runs.items()}):
+        needed = [-(-len(runs[i]) // DEFAULT_BLOCK_SIZE) for i in group]
+        ends = accumulate(needed)
+        tables = {
+            i: list(range(end - n, end)) for i, n, end in zip(group, needed, ends, strict=True)
+        }
+        pool = KVPool(model.config, sum(needed), dtype=kv_dtype)
+        for pieces in _steps([(i, len(runs[i])) for i in group]):
+            batch = StepBatch.of(
+                [SequenceStep(runs[i][a:b], a, tables[i], 0, adapter) for i, a, b in pieces],
+                DEFAULT_BLOCK_SIZE,
+            )
+            parts = [(i, range(max(a, wanted[i]), b)) for i, a, b in pieces]
+            begins = batch.query_start_loc.tolist()
+            rows = [
+                begin + p - a
+                for begin, (_, a, _), (_, positions) in zip(begins, pieces, parts, strict=False)
+                for p in positions
+            ]
+            at = torch.tensor(rows, dtype=torch.int64)
+            yield parts, model.step_states(replace(batch, logit_rows=at), pool)
+
+
+def _groups(lengths: dict[int, int]) -> Iterator[list[int]]:
     """Sequences whose keys and values are held together, the longest ones first."""
     group: list[int] = []
     held = 0
-    for i in sorted(numbers, key=lambda i: -lengths[i]):
+    for i in sorted(lengths, key=lambda i: -lengths[i]):
         if group and held + lengths[i] > _POOL_TOKENS:
             yield group
             group, held = [], 0
@@ -103,50 +173,11 @@ def _groups(numbers: Sequence[int], lengths: Sequence[int]) -> Iterator[list[int
         yield group
 
 
-def _score_group(
-    model: Decoder,
-    given: Sequence[tuple[list[int], int]],
-    kv_dtype: torch.dtype,
-    adapter: str | None,
-) -> list[Score]:
-    run = [ids[:-1] for ids, _ in given]  # nothing comes after the last token
-    needed = [-(-len(ids) // DEFAULT_BLOCK_SIZE) for ids in run]
-    ends = list(accumulate(needed))
-    tables = [list(range(end - n, end)) for end, n in zip(ends, needed, strict=True)]
-    pool = KVPool(model.config, ends[-1], dtype=kv_dtype)
-    logprobs: list[list[Tensor]] = [[] for _ in given]
-    greedy: list[list[Tensor]] = [[] for _ in given]
-    for pieces in _steps([len(ids) for ids in run]):
-        batch = StepBatch.of(
-            [SequenceStep(run[i][a:b], a, tables[i], 0, adapter) for i, a, b in pieces],
-            DEFAULT_BLOCK_SIZE,
-        )
-        rows: list[int] = []
-        targets: list[int] = []
-        owners: list[tuple[int, int]] = []
-        begin = 0
-        for i, a, b in pieces:
-            ids, first = given[i]
-            wanted = range(max(a, first - 1), b)
-            rows += [begin + p - a for p in wanted]
-            targets += [ids[p + 1] for p in wanted]
-            owners.append((i, len(wanted)))
-            begin += b - a
-        # the batch's own order of rows is by rounds, which is for drafts
-        states = model.step_states(replace(batch, logit_rows=torch.tensor(rows)), pool)
-        values, best = _of_states(model, states, torch.tensor(targets))
-        sizes = [count for _, count in owners]
-        for (i, _), v, g in zip(owners, values.split(sizes), best.split(sizes), strict=True):
-            logprobs[i].append(v)
-            greedy[i].append(g)
-    return [Score(torch.cat(v), torch.cat(g)) for v, g in zip(logprobs, greedy, strict=True)]
-
-
-def _steps(lengths: Sequence[int]) -> Iterator[list[tuple[int, int, int]]]:
+def _steps(lengths: Sequence[tuple[int, int]]) -> Iterator[list[tuple[int, int, int]]]:
     """Steps of at most _TOKENS tokens: (sequence, begin, end) of the pieces of each."""
     step: list[tuple[int, int, int]] = []
     room = _TOKENS
-    for i, length in enumerate(lengths):
+    for i, length in lengths:
         begin = 0
         while begin < length:
             end = min(length, begin + room)

@@ -1,13 +1,112 @@
-"""A run as text: a stream of pieces, the whole at its end, stop texts left out."""
+"""Prompt and options in, text out: what is asked in keywords, and a run read as a stream of text.
+
+Stop texts are looked for here, above the engine, which knows tokens alone.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
-from bitnet_ops.generate.generation import Generation, Timing, TokenLogprobs
-from bitnet_ops.generate.run import Run
-from bitnet_ops.generate.tokenizer import StreamDecoder, Tokenizer
+from bitnet_ops.generate.request import Limits
+from bitnet_ops.generate.run import Generation, Run, Timing, TokenLogprobs
+from bitnet_ops.generate.sampling import SamplingParams
+from bitnet_ops.generate.speculation import check_drafts
+from bitnet_ops.generate.tokenizer import Tokenizer
+
+# Options -------------------------------------------------------------------------------------
+
+
+class GenerateOptions(TypedDict, total=False):
+    """Keywords of LanguageModel.generate, stream, generate_batch and chat; all may be left out.
+
+    max_new_tokens: 128; temperature: 0 (greedy); top_k: 0 (all); top_p: 1 (all); min_p: 0 (all);
+    repetition_penalty: 1 (none); seed: None (a fresh one); frequency_penalty, presence_penalty: 0
+    (none); logit_bias: None, or token id -> what is added; logprobs: None, or for how many of the
+    most probable tokens the logarithms of probabilities are wanted beside the chosen one's: they
+    are in Generation.logprobs. They are sampling.SamplingParams'.
+    stop: texts that end the answer and are left out of it; ignore_eos: go on past the end of text.
+    speculation: "off", or how many tokens a step may guess from what the text repeats and verify at
+    once, or "auto": as many as make it faster on this machine. Tokens are the same.
+    adapter: None, or the name of a LoRA adapter that the model has loaded.
+    """
+
+    max_new_tokens: int
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    seed: int | None
+    frequency_penalty: float
+    presence_penalty: float
+    logit_bias: Mapping[int, float] | None
+    logprobs: int | None
+    stop: str | Sequence[str]
+    ignore_eos: bool
+    speculation: int | Literal["off", "auto"]
+    adapter: str | None
+
+
+OPTION_NAMES = tuple(GenerateOptions.__annotations__)
+_SAMPLING = tuple(field.name for field in fields(SamplingParams))
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of one call, checked: what the engine takes, and the stop texts."""
+
+    params: SamplingParams
+    limits: Limits
+    stop: tuple[str, ...] = ()
+    max_drafts: int | Literal["auto"] = 0
+    adapter: str | None = None
+
+
+def parse_options(call: str, options: Mapping[str, Any], stop_ids: frozenset[int]) -> Options:
+    """The options of `call`, the method's name, checked; `stop_ids` end a text unless ignore_eos.
+
+    Raises TypeError for an unknown name or a wrong kind of value, SamplingError or ValueError for
+    one out of range.
+    """
+    for name in options:
+        if name not in OPTION_NAMES:
+            near = difflib.get_close_matches(name, OPTION_NAMES, n=1)
+            remedy = f"; did you mean {near[0]}?" if near else ""
+            raise TypeError(
+                f"{call}: expected options among {', '.join(OPTION_NAMES)}, got {name}{remedy}"
+            )
+    params = SamplingParams(**{name: options[name] for name in _SAMPLING if name in options})
+    ignore_eos = options.get("ignore_eos", False)
+    if not isinstance(ignore_eos, bool):
+        raise TypeError(f"{call}: expected ignore_eos True or False, got {ignore_eos!r}")
+    limits = Limits(
+        options.get("max_new_tokens", Limits.max_new_tokens),
+        frozenset() if ignore_eos else stop_ids,
+    )
+    speculation = options.get("speculation", "off")
+    if speculation == "off":
+        speculation = 0
+    check_drafts(speculation, f'{call}: expected speculation "off",')
+    adapter = options.get("adapter")
+    if adapter is not None and not isinstance(adapter, str):
+        raise TypeError(f"{call}: expected adapter as a name or None, got {adapter!r}")
+    stop = _stop_texts(call, options.get("stop", ()))
+    return Options(params, limits, stop, speculation, adapter)
+
+
+def _stop_texts(call: str, stop: Any) -> tuple[str, ...]:
+    texts = (stop,) if isinstance(stop, str) else stop
+    if not isinstance(texts, Sequence) or not all(isinstance(s, str) for s in texts):
+        raise TypeError(f"{call}: expected stop as a text or a list of texts, got {stop!r}")
+    if not all(texts):
+        raise ValueError(f"{call}: expected stop to be non-empty texts, got {stop!r}")
+    return tuple(texts)
+
+
+# Answers -------------------------------------------------------------------------------------
 
 
 class _Ended:
@@ -134,3 +233,39 @@ def _overlap(text: str, stop: str) -> int:
     """Length of the longest end of `text` that is a beginning of `stop`."""
     longest = min(len(text), len(stop) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
+
+
+# Tokens to text ------------------------------------------------------------------------------
+
+
+class StreamDecoder:
+    """Ids in, text out, one id at a time; never a part of a UTF-8 character.
+
+    What `push` returned plus what `finish` returns is `decode` of all ids. Text is held back while
+    it ends in U+FFFD, for that may be the beginning of a character whose other bytes are still to
+    come.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
+        self._tokenizer, self._skip = tokenizer, skip_special_tokens
+        self._context: list[int] = []  # ids whose text is out; they decide about leading spaces
+        self._pending: list[int] = []  # ids whose text is not
+
+    def _pending_text(self) -> str:
+        before = self._tokenizer.decode(self._context, self._skip)
+        return self._tokenizer.decode(self._context + self._pending, self._skip)[len(before) :]
+
+    def push(self, token_id: int) -> str:
+        """The text that `token_id` completes; "" for a special token or a part of a character."""
+        self._pending.append(token_id)
+        text = self._pending_text()
+        if not text or text.endswith("\ufffd"):
+            return ""
+        self._context, self._pending = self._pending, []
+        return text
+
+    def finish(self) -> str:
+        """What is still held back; an unfinished character comes out as U+FFFD."""
+        text = self._pending_text() if self._pending else ""
+        self._context, self._pending = [], []
+        return text

@@ -1,7 +1,7 @@
-"""Text to token ids and back: tokenizer.json, chat templates, streaming detokenisation.
+"""Text to token ids and back: tokenizer.json, special tokens, the chat template.
 
 The Hugging Face `tokenizers` library does the work. What a checkpoint brings is not trusted: chat
-templates (chat_template.py) and unusual regular expressions (tokenizer_guard.py) run in a process
+templates (chat.py) and unusual regular expressions (tokenizer_guard.py) run in a process
 with limits.
 """
 
@@ -14,12 +14,12 @@ from typing import Any
 
 from tokenizers import Tokenizer as Backend
 
-from bitnet_ops.generate import chat_template
-from bitnet_ops.generate.chat_template import ChatTemplateError
+from bitnet_ops.generate import chat
+from bitnet_ops.generate.chat import ChatTemplateError
 from bitnet_ops.generate.tokenizer_guard import ChildError, GuardedBackend, LimitError, needs_guard
 from bitnet_ops.untrusted import UntrustedFileError, read_json_object, read_text
 
-__all__ = ["ChatTemplateError", "StreamDecoder", "Tokenizer", "TokenizerError"]
+__all__ = ["ChatTemplateError", "Tokenizer", "TokenizerError"]
 
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
@@ -142,9 +142,7 @@ class Tokenizer:
                 "continuation (generate, or chat --plain)"
             )
         _check_messages(messages)
-        return chat_template.render(
-            self.chat_template, messages, add_generation_prompt, self.special_tokens
-        )
+        return chat.render(self.chat_template, messages, add_generation_prompt, self.special_tokens)
 
     def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
@@ -152,42 +150,6 @@ class Tokenizer:
         """The ids of `render_chat(...)`; the template itself writes the special tokens."""
         text = self.render_chat(messages, add_generation_prompt)
         return self.encode(text, add_special_tokens=False)
-
-
-# Streaming -----------------------------------------------------------------------------------
-
-
-class StreamDecoder:
-    """Ids in, text out, one id at a time; never a part of a UTF-8 character.
-
-    What `push` returned plus what `finish` returns is `decode` of all ids. Text is held back while
-    it ends in U+FFFD, for that may be the beginning of a character whose other bytes are still to
-    come.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
-        self._tokenizer, self._skip = tokenizer, skip_special_tokens
-        self._context: list[int] = []  # ids whose text is out; they decide about leading spaces
-        self._pending: list[int] = []  # ids whose text is not
-
-    def _pending_text(self) -> str:
-        before = self._tokenizer.decode(self._context, self._skip)
-        return self._tokenizer.decode(self._context + self._pending, self._skip)[len(before) :]
-
-    def push(self, token_id: int) -> str:
-        """The text that `token_id` completes; "" for a special token or a part of a character."""
-        self._pending.append(token_id)
-        text = self._pending_text()
-        if not text or text.endswith("\ufffd"):
-            return ""
-        self._context, self._pending = self._pending, []
-        return text
-
-    def finish(self) -> str:
-        """What is still held back; an unfinished character comes out as U+FFFD."""
-        text = self._pending_text() if self._pending else ""
-        self._context, self._pending = [], []
-        return text
 
 
 # tokenizer_config.json -----------------------------------------------------------------------
