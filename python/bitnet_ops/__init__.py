@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from bitnet_ops import ops as ops
     from bitnet_ops.errors import BitNetError as BitNetError
     from bitnet_ops.generate.engine import Engine as Engine
-    from bitnet_ops.generate.engine import EngineThread as EngineThread
     from bitnet_ops.generate.engine import Failed as Failed
     from bitnet_ops.generate.engine import Finished as Finished
     from bitnet_ops.generate.engine import Limits as Limits
     from bitnet_ops.generate.engine import NewToken as NewToken
     from bitnet_ops.generate.engine import SamplingParams as SamplingParams
     from bitnet_ops.generate.engine import SchedulerOptions as SchedulerOptions
+    from bitnet_ops.generate.turns import EngineThread as EngineThread
     from bitnet_ops.integrations import BitNetLinearMethod as BitNetLinearMethod
     from bitnet_ops.integrations.transformers import BitnetOpsConfig as BitnetOpsConfig
     from bitnet_ops.integrations.transformers import accelerate as accelerate
@@ -43,7 +43,7 @@ _LAZY = {
     "BitNetLinearMethod": "bitnet_ops.integrations",
     "BitnetOpsConfig": "bitnet_ops.integrations.transformers",
     "Engine": "bitnet_ops.generate.engine",
-    "EngineThread": "bitnet_ops.generate.engine",
+    "EngineThread": "bitnet_ops.generate.turns",
     "Failed": "bitnet_ops.generate.engine",
     "Finished": "bitnet_ops.generate.engine",
     "KVCache": "bitnet_ops.nn.kv_cache",

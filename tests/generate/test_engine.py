@@ -1,22 +1,15 @@
 """The engine: what requests, runs, threads and consumers get, on models that count and real ones.
 
-Random schedules are test_schedules.py's; who computes how much in which step, test_scheduler.py's.
+Random schedules are test_schedules.py's, threads and Ctrl-C test_engine_threads.py's; who computes
+how much in which step, test_scheduler.py's.
 """
 
 from __future__ import annotations
 
-import asyncio
 import copy
-import dataclasses
-import gc
-import os
 import pickle
-import queue
-import random
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -24,101 +17,26 @@ import torch
 from torch import Tensor
 
 import bitnet_ops
-from bitnet_ops.config import ModelConfig
 from bitnet_ops.generate.engine import (
     Engine,
-    EngineThread,
-    Event,
     Failed,
     Finished,
     Generation,
     Limits,
-    NewToken,
     PromptError,
-    Run,
     SamplingParams,
     SchedulerOptions,
 )
 from bitnet_ops.generate.sampling import SamplingError
 from bitnet_ops.models import Decoder
 from bitnet_ops.models.step_batch import StepBatch
-from bitnet_ops.nn.kv_pool import KVPool
 from bitnet_ops.nn.kv_types import KV_DTYPES, bytes_of_block
 from bitnet_ops.nn.lora import LoraError
+from counting_model import LONG, Counting, answers, drain, used
 from isa_control import torch_threads
 from paged_fake import VOCAB as FAKE_VOCAB
 from paged_fake import FakeEngine, FakeModel
-from tiny_models import SMALL, config_of, tiny_model
-
-VOCAB = 50
-CONFIG = dataclasses.replace(
-    config_of(SMALL["bitnet-offline"]),
-    vocab_size=VOCAB,
-    max_position_embeddings=40,
-    eos_token_ids=(),
-)
-LONG = dataclasses.replace(CONFIG, max_position_embeddings=4096)
-
-
-class Counting:
-    """A model whose best next token is the last one plus 1.
-
-    `calls`: of every step, the new tokens of its sequences and where they begin. `before`: called
-    with each batch; `broken`: tokens after which the logits are NaN; `seconds` of a step.
-    """
-
-    def __init__(
-        self,
-        config: ModelConfig = CONFIG,
-        before: Callable[[StepBatch], None] | None = None,
-        broken: int | None = None,
-        seconds: float = 0.0,
-    ) -> None:
-        self.config, self.before, self.broken, self.seconds = config, before, broken, seconds
-        self.calls: list[tuple[list[list[int]], list[int]]] = []
-
-    def step(self, batch: StepBatch, pool: KVPool) -> Tensor:
-        ids = [part.tolist() for part in batch.token_ids.tensor_split(batch.query_start_loc[1:-1])]
-        ends = batch.seq_lens.tolist()
-        self.calls.append((ids, [end - len(new) for end, new in zip(ends, ids, strict=True)]))
-        if self.before is not None:
-            self.before(batch)
-        if self.seconds:
-            time.sleep(self.seconds)
-        last = batch.token_ids[batch.logit_rows]
-        logits = torch.nn.functional.one_hot((last + 1) % VOCAB, VOCAB).float() * 9
-        if self.broken is not None:
-            logits[last == self.broken] = float("nan")
-        return logits
-
-
-def generate(prompts: list[list[int]], n: int = 5, **limits: Any) -> list[Generation]:
-    return Engine(Counting()).generate(prompts, None, Limits(n, **limits))
-
-
-def used(engine: Engine) -> int:
-    return engine.stats().used_blocks
-
-
-def drain(engine: Engine) -> list[Event]:
-    events = []
-    while engine.has_work:
-        events += engine.step()
-    return events
-
-
-def answers(events: list[Event]) -> dict[int, tuple[list[int], Any]]:
-    """By request: its tokens and its reason, or its error."""
-    found: dict[int, tuple[list[int], Any]] = {}
-    for event in events:
-        tokens, ending = found.get(event.request_id, ([], None))
-        assert ending is None, "nothing comes after the end"
-        if isinstance(event, NewToken):
-            tokens.append(event.token_id)
-        else:
-            ending = event.reason if isinstance(event, Finished) else event.error
-        found[event.request_id] = tokens, ending
-    return found
+from tiny_models import SMALL, tiny_model
 
 
 @pytest.fixture(autouse=True)
@@ -375,237 +293,6 @@ def periodic(ids: Tensor) -> Tensor:
     return torch.nn.functional.one_hot((ids + 1) % FAKE_VOCAB, FAKE_VOCAB).float() * 9
 
 
-# Ends from outside ------------------------------------------------------------------------------
-
-
-def test_abort_frees_its_blocks_wherever_the_request_is() -> None:
-    options = SchedulerOptions(token_budget=8, max_sequences=2)
-    engine = Engine(Counting(LONG), block_size=4, scheduling=options)
-    healthy = engine.add([1], limits=Limits(10))
-    long = engine.add([1, 2] * 30, limits=Limits(5))
-    waiting = engine.add([5], limits=Limits(5))
-    events = engine.step() + engine.step()
-    assert used(engine) >= 15
-    assert engine.abort(waiting) and engine.abort(long) and used(engine) == 1
-    assert not engine.abort(long) and not engine.abort(10**6)
-    found = answers(events + drain(engine))
-    assert found == {
-        healthy: (list(range(2, 12)), "length"), long: ([], "abort"), waiting: ([], "abort"),
-    }  # fmt: skip
-    assert used(engine) == 0 and not engine.abort(healthy)
-
-
-@pytest.mark.parametrize("end", ["drop", "close", "abort while the model runs"])
-def test_a_run_that_ends_early_ends_its_requests(end: str) -> None:
-    engine = Engine(model := Counting(LONG))
-    run: Run | None = engine.start([[1], [5]], limits=Limits(50))
-    assert run is not None
-    next(iter(run))
-    assert used(engine) == 2
-    if end == "close":
-        run.close()
-        assert not run.active and run.generations[0].finish_reason == ""
-    elif end == "drop":
-        run = None
-    else:
-        model.before = lambda _: run.close()
-        assert engine.step() == [] and len(model.calls) == 2
-        model.before = None
-    assert used(engine) == 0 and not engine.has_work
-    assert engine.generate([[1]], limits=Limits(2))[0].token_ids == [2, 3]
-
-
-def test_ctrl_c_is_raised_after_the_step_which_is_whole() -> None:
-    def press(batch: StepBatch) -> None:
-        if len(model.calls) == 3:
-            os.kill(os.getpid(), signal.SIGINT)
-            for _ in range(1000):
-                pass  # lines at which Python would raise it
-
-    engine = Engine(model := Counting(before=press))
-    other = engine.start([[30]], limits=Limits(9))
-    other.step()
-    with pytest.raises(KeyboardInterrupt):
-        engine.generate([[1]], limits=Limits(9))
-    assert len(model.calls) == 3
-    assert [token for _, token in other] == list(range(32, 40)), "the others lose nothing"
-    assert used(engine) == 0 and not engine.has_work
-    before = signal.getsignal(signal.SIGINT)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        model.calls.clear()
-        assert len(engine.generate([[1]], limits=Limits(9))[0].token_ids) == 9, "it was ignored"
-        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-# Sharing an engine ------------------------------------------------------------------------------
-
-
-def test_interleaved_runs_share_their_steps() -> None:
-    engine = Engine(model := Counting(LONG))
-    id = engine.add([3], limits=Limits(4))
-    runs = [engine.start([[start]], limits=Limits(20)) for start in (3, 20)]
-    tokens = [[token for (_, token) in pair] for pair in zip(*runs, strict=True)]
-    assert tokens == [[4 + i, 21 + i] for i in range(20)]
-    assert len(model.calls) == 21, "the first of one before the other began, then all together"
-    for run in runs:
-        assert run.timing.decoded_tokens == 19 and run.timing.decode_s > 0
-        assert run.generations[0].finish_reason == "length" and not run.active
-    assert answers(engine.step()) == {id: ([4, 5, 6, 7], "length")}, "left to whoever steps"
-
-
-def test_threads_with_runs_of_their_own_lose_nothing_and_never_wait_for_ever() -> None:
-    """Some drive the engine, some have runs to their ends, break off, cancel or batch."""
-    engine = Engine(Counting(LONG), kv_cache_mb=2, block_size=16)
-    failures: list[BaseException] = []
-    wanted = dict.fromkeys(range(6), 0)
-
-    def client(number: int) -> None:
-        rng = random.Random(number)
-        try:
-            for _ in range(30):
-                start, n = rng.randrange(VOCAB), rng.randrange(1, 30)
-                run = engine.start([[start], [start, 5]], limits=Limits(n))
-                leave = rng.randrange(2 * n)
-                got: tuple[list[int], list[int]] = ([], [])
-                for at, (row, token) in enumerate(run):
-                    got[row].append(token)
-                    if at == leave:
-                        break
-                expected = [[(first + 1 + i) % VOCAB for i in range(n)] for first in (start, 5)]
-                assert all(g == e[: len(g)] for g, e in zip(got, expected, strict=True))
-                if leave >= 2 * n - 1 or not run.active:
-                    assert list(got) == expected
-                wanted[number] += 1
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=client, args=(n,)) for n in wanted]
-    stops = threading.Event()
-
-    def drive() -> None:
-        while not stops.is_set():
-            engine.step()
-            time.sleep(0.001)
-
-    driver = threading.Thread(target=drive)
-    for thread in (*threads, driver):
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=120)
-    stops.set()
-    driver.join(timeout=120)
-    assert not any(t.is_alive() for t in (*threads, driver)) and failures == []
-    assert set(wanted.values()) == {30}
-    gc.collect()
-    assert used(engine) == 0 and not engine.has_work
-
-
-def test_a_thread_is_not_kept_from_tokens_that_it_has() -> None:
-    """One that steps without a pause must not hold the turn while the other's tokens lie there."""
-    engine = Engine(Counting(LONG, seconds=0.002))
-    ends: dict[int, float] = {}
-
-    def client(n: int) -> None:
-        engine.generate([[n % VOCAB]], limits=Limits(n))
-        ends[n] = time.perf_counter()
-
-    threads = [threading.Thread(target=client, args=(n,)) for n in (5, 250)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert ends[5] < ends[250] - 0.2
-
-
-# A thread that owns it ---------------------------------------------------------------------------
-
-
-def test_a_thread_of_its_own_steps_for_all() -> None:
-    steppers = set()
-    engine = Engine(model := Counting(before=lambda _: steppers.add(threading.get_ident())))
-    mine: queue.SimpleQueue[Event] = queue.SimpleQueue()
-    with EngineThread(engine):
-        with pytest.raises(ValueError, match="expected a consumer for a request"):
-            engine.add([1])
-        with pytest.raises(RuntimeError, match="an engine without a thread, got one that has"):
-            engine._turn.own(1)
-        first = engine.add([3], limits=Limits(4), consumer=mine.put)
-        assert engine.generate([[9]], limits=Limits(6))[0].token_ids == [10, 11, 12, 13, 14, 15]
-        events = [mine.get(timeout=60) for _ in range(5)]
-        assert answers(events) == {first: ([4, 5, 6, 7], "length")}
-        second = engine.add([1], limits=Limits(10**6), consumer=mine.put)
-        mine.get(timeout=60)
-        engine.abort(second)
-        while not isinstance(event := mine.get(timeout=60), Finished):
-            pass
-        assert event.reason in ("abort", "context")
-        assert steppers and threading.get_ident() not in steppers
-    count = len(model.calls)
-    left = engine.start([[5]], limits=Limits(2))
-    assert [t for _, t in left] == [6, 7] and len(model.calls) == count + 2, "who needs it steps"
-    assert threading.get_ident() in steppers
-
-
-def test_a_run_goes_on_by_itself_when_the_thread_is_closed() -> None:
-    engine = Engine(Counting(LONG, seconds=0.001))
-    owner = EngineThread(engine)
-    run = engine.start([[0]], limits=Limits(300))
-    next(iter(run))
-    owner.close()
-    assert len([t for _, t in run]) == 299
-
-
-def test_asyncio_consumers() -> None:
-    engine = Engine(Counting())
-
-    async def ask(start: int) -> list[int]:
-        loop, events = asyncio.get_running_loop(), asyncio.Queue[Event]()
-        engine.add(
-            [start],
-            limits=Limits(5),
-            consumer=lambda event: loop.call_soon_threadsafe(events.put_nowait, event),
-        )
-        tokens = []
-        while isinstance(event := await events.get(), NewToken):
-            tokens.append(event.token_id)
-        return tokens
-
-    async def several() -> list[list[int]]:
-        return await asyncio.gather(*(ask(start) for start in range(8)))
-
-    with EngineThread(engine):
-        assert asyncio.run(several()) == [list(range(s + 1, s + 6)) for s in range(8)]
-
-
-def test_a_consumer_that_fails_loses_its_request_alone(caplog: Any) -> None:
-    def broken(event: Event) -> None:
-        raise ZeroDivisionError
-
-    engine = Engine(Counting())
-    lost = engine.add([1], limits=Limits(20), consumer=broken)
-    healthy = engine.add([1], limits=Limits(3))
-    assert answers(drain(engine)) == {healthy: ([2, 3, 4], "length")}
-    assert f"the consumer of request {lost} failed" in caplog.text and used(engine) == 0
-
-
-def test_a_consumer_must_not_step() -> None:
-    engine = Engine(Counting())
-    errors: list[Exception] = []
-
-    def steps(event: Event) -> None:
-        try:
-            engine.step()
-        except RuntimeError as error:
-            errors.append(error)
-
-    engine.add([1], limits=Limits(1), consumer=steps)
-    engine.step()
-    assert len(errors) == 2 and "got one that steps" in str(errors[0])
-
-
 # Prefixes, memory, weights ----------------------------------------------------------------------
 
 
@@ -792,5 +479,5 @@ def test_what_fails_is_told_by_a_failed_event() -> None:
 
 
 def test_names_of_the_package() -> None:
-    for name in ("Engine", "Limits", "NewToken", "Finished", "Failed", "SamplingParams"):
-        assert getattr(bitnet_ops, name) is globals()[name]
+    for kind in (Engine, Limits, Failed, SamplingParams, SchedulerOptions):
+        assert getattr(bitnet_ops, kind.__name__) is kind

@@ -7,7 +7,7 @@ Design, for those who change it:
   in a step alone: no lock is held around it, and nothing has to be undone.
 - A step (`Engine.step`) asks the scheduler which tokens of which requests come next, runs the model
   once over all of them, chooses their next tokens (sampling.py) and tells their consumers.
-- One thread steps at a time (`_Turn`), whoever needs a token: there need not be a thread behind an
+- One thread steps at a time (turns.py), whoever needs a token: there need not be a thread behind an
   engine. An `EngineThread` may own it; then that thread alone steps, and the others wait.
 - Ctrl-C during a step is raised after it. So a step is done as a whole or, where the model fails,
   not at all: then the requests that took part in it fail, and the engine goes on with the others.
@@ -20,16 +20,11 @@ A request's tokens do not depend on the others, whatever runs beside it.
 
 from __future__ import annotations
 
-import _signal  # type: ignore[import-not-found]  # signal converts to and from enums: 2 us a call
 import itertools
 import logging
-import os
-import signal
-import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence, Sized
-from dataclasses import dataclass
+from collections.abc import Sequence, Sized
 from typing import Any, Literal, Protocol
 
 import torch
@@ -49,23 +44,27 @@ from bitnet_ops.generate.request import (
     kind_of,
     token_ids,
 )
-from bitnet_ops.generate.run import Generation, Run, Timing
-from bitnet_ops.generate.sampling import Sampled, SamplingParams, sample_rows
-from bitnet_ops.generate.scheduler import PlannedStep, Scheduler, SchedulerOptions, StepPlan
-from bitnet_ops.models.step_batch import SequenceStep, StepBatch, logit_rounds
+from bitnet_ops.generate.run import Generation, Run
+from bitnet_ops.generate.sampling import Sampled, SamplingParams, sample_steps
+from bitnet_ops.generate.scheduler import (
+    EngineStats,
+    PlannedStep,
+    Scheduler,
+    SchedulerOptions,
+    StepPlan,
+    blocks_of,
+)
+from bitnet_ops.generate.turns import Turn
+from bitnet_ops.models.step_batch import SequenceStep, StepBatch
 from bitnet_ops.nn.blocks import BlockAllocator
 from bitnet_ops.nn.kv_pool import KVPool
 from bitnet_ops.nn.kv_types import (
     DEFAULT_BLOCK_SIZE,
     DEFAULT_KV_DTYPE,
-    CacheCapacityError,
-    bytes_of_block,
     check_kv_dtype,
 )
 from bitnet_ops.nn.lora import LoraError
 
-_PREFIX_CACHE_MB = 256  # of an engine that nobody has told how much memory it may have
-_SIGINT = int(signal.SIGINT)
 _LOG = logging.getLogger(__name__)
 
 
@@ -81,21 +80,6 @@ class CausalModel(Protocol):
     def config(self) -> ModelConfig: ...
 
     def step(self, batch: StepBatch, pool: KVPool) -> Tensor: ...
-
-
-@dataclass(frozen=True)
-class EngineStats:
-    """Counts of requests and blocks at one moment, the others since the beginning (Scheduler)."""
-
-    waiting: int
-    running: int
-    blocks: int
-    used_blocks: int
-    cached_blocks: int
-    preemptions: int
-    reused_tokens: int
-    drafted_tokens: int
-    accepted_drafts: int
 
 
 class Engine:
@@ -137,22 +121,18 @@ class Engine:
             )
         if not isinstance(prefill_chunk, int) or prefill_chunk < 1:
             raise ValueError(f"engine: expected prefill_chunk above 0, got {prefill_chunk!r}")
-        if kv_cache_mb is not None and not kv_cache_mb > 0:
-            raise ValueError(f"engine: expected kv_cache_mb above 0, got {kv_cache_mb!r}")
-        if prefix_cache_mb is not None and not prefix_cache_mb >= 0:
-            raise ValueError(
-                f"engine: expected prefix_cache_mb at least 0, got {prefix_cache_mb!r}"
-            )
         self.model, self.kv_dtype, self.block_size = model, kv_dtype, block_size
         self.scheduling = scheduling or SchedulerOptions(
             prefill_chunk, min(SchedulerOptions.max_sequences, prefill_chunk)
         )
-        self._blocks, self._most_cached = self._budget(kv_cache_mb, prefix_cache_mb)
+        self._blocks, self._most_cached = blocks_of(
+            model.config, block_size, kv_dtype, kv_cache_mb, prefix_cache_mb
+        )
         self._begin()
 
     def _begin(self) -> None:
         """All that changes: no requests, and no memory before the first one."""
-        self._turn = _Turn()
+        self._turn = Turn()
         self._messages: deque[Request | int] = deque()  # new requests, and ids to abort
         self._requests: dict[int, Request] = {}  # those that have not ended
         self._ids = itertools.count()
@@ -294,18 +274,7 @@ class Engine:
         self._settle_between_steps()
         if self._memory is None:
             return EngineStats(len(self._requests), 0, self._blocks, 0, 0, 0, 0, 0, 0)
-        _, blocks, scheduler = self._memory
-        return EngineStats(
-            waiting=len(scheduler.waiting),
-            running=len(scheduler.running),
-            blocks=blocks.blocks,
-            used_blocks=blocks.used_blocks,
-            cached_blocks=blocks.cached_blocks,
-            preemptions=scheduler.preemptions,
-            reused_tokens=scheduler.reused_tokens,
-            drafted_tokens=scheduler.drafted_tokens,
-            accepted_drafts=scheduler.accepted_drafts,
-        )
+        return self._memory[2].stats()
 
     def trim(self) -> None:
         """Give all memory that no request uses back to the system; the prefix cache goes too."""
@@ -318,27 +287,6 @@ class Engine:
                 pool.release(blocks.reclaim())
 
         self._turn.run(release)
-
-    def _budget(
-        self, kv_cache_mb: float | None, prefix_cache_mb: float | None
-    ) -> tuple[int, int | None]:
-        """Blocks of the pool, and how many of them may be cached; None: all."""
-        config = self.model.config
-        block_bytes = bytes_of_block(config, self.block_size, self.kv_dtype)
-        longest = -(-config.max_position_embeddings // self.block_size)
-        if kv_cache_mb is None:
-            memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-            blocks = max(memory // 4 // block_bytes, longest)
-        elif (blocks := int(kv_cache_mb * 2**20) // block_bytes) < 1:
-            raise ValueError(
-                f"engine: expected kv_cache_mb of at least a block's {block_bytes / 2**20:.2f} "
-                f"MiB, got {kv_cache_mb}"
-            )
-        if prefix_cache_mb is not None:
-            return blocks, int(prefix_cache_mb * 2**20) // block_bytes
-        if kv_cache_mb is not None:
-            return blocks, None
-        return blocks, max(_PREFIX_CACHE_MB * 2**20 // block_bytes, longest)
 
     @torch.inference_mode(False)  # or the pool could not be written outside of it
     def _make_memory(self) -> tuple[KVPool, BlockAllocator, Scheduler]:
@@ -451,13 +399,8 @@ class Engine:
     @torch.inference_mode()
     def _run_model(
         self, plan: StepPlan, steps: Sequence[PlannedStep]
-    ) -> list[tuple[list[Sampled], Exception | None]]:
-        """The model over all planned tokens, then of each request the tokens that its logits give.
-
-        A draft is right if it is the token that the sampler chooses at that place; then the sampler
-        goes on with the logits after the draft. So every sampler sees the logits that it would see
-        without drafts, in the same order, and chooses the same, whatever its method.
-        """
+    ) -> Sequence[tuple[list[Sampled], Exception | None]]:
+        """The model over all planned tokens; then the next tokens of each request."""
         assert self._memory is not None
         pool, _, scheduler = self._memory
         wanted = [step.logits for step in steps]
@@ -471,30 +414,8 @@ class Engine:
         began = time.perf_counter()
         logits = self.model.step(batch, pool)
         scheduler.learn(plan, time.perf_counter() - began)
-        found: list[list[Sampled]] = [[] for _ in steps]
-        errors: list[Exception | None] = [None] * len(steps)
-        begin = 0
-        for k, members in enumerate(logit_rounds(wanted)):
-            rows = list(range(len(members)))
-            if k:  # those whose newest token is the draft before these logits
-                rows = [
-                    row
-                    for row, i in enumerate(members)
-                    if len(found[i]) == k and found[i][-1].token == steps[i].drafts[k - 1]
-                ]
-                if not rows:
-                    break
-            table = logits[begin : begin + len(members)]
-            table = table if len(rows) == len(members) else table[rows]
-            chosen = [members[row] for row in rows]
-            samplers = [steps[i].request.sampler for i in chosen]
-            for i, sampled in zip(chosen, sample_rows(samplers, table), strict=True):
-                if sampled.error is None:
-                    found[i].append(sampled)
-                else:
-                    errors[i] = sampled.error
-            begin += len(members)
-        return list(zip(found, errors, strict=True))
+        samplers, drafts = [s.request.sampler for s in steps], [s.drafts for s in steps]
+        return sample_steps(samplers, drafts, wanted, logits)
 
     def _commit(
         self, step: PlannedStep, sampled: Sequence[Sampled], error: Exception | None
@@ -560,140 +481,10 @@ def _per_prompt(
     return list(params)
 
 
-# Who steps ---------------------------------------------------------------------------------------
-
-
-class _InterruptsHeld:
-    """Ctrl-C during the body is raised at its end. Only the main thread ever gets it."""
-
-    def __enter__(self) -> None:
-        self._pressed: list[Any] = []
-        self._before: Any = None
-        if threading.current_thread() is threading.main_thread():
-            before = _signal.getsignal(_SIGINT)
-            if callable(before):  # not so where it is ignored, or ends the process at once
-                self._before = before
-                _signal.signal(_SIGINT, lambda *args: self._pressed.append(args))
-
-    def __exit__(self, *_: object) -> None:
-        if self._before is not None:
-            _signal.signal(_SIGINT, self._before)
-            if self._pressed:
-                self._before(*self._pressed[0])
-
-
-class _Turn:
-    """Whose turn it is to change the engine: that of one thread at a time."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._taken_by: int | None = None
-        self._owner: int | None = None  # the only thread whose turn it may be, if there is one
-
-    @property
-    def owned(self) -> bool:
-        return self._owner is not None
-
-    @property
-    def taken(self) -> bool:
-        """Whether this thread would have to wait."""
-        return self._taken_by is not None or self._owner not in (None, threading.get_ident())
-
-    def run(self, change: Callable[[], None], unless: Sized = ()) -> None:
-        """Call `change` when it is this thread's turn, unless something is in `unless` by then."""
-        if self._taken_by == threading.get_ident():
-            raise RuntimeError("engine: expected a consumer to take its event, got one that steps")
-        while True:
-            with _InterruptsHeld():
-                if self._take():
-                    try:
-                        change()
-                    finally:
-                        self._give()
-                    return
-            with self._changed:
-                while self.taken and not unless:
-                    self._changed.wait()
-                if unless:
-                    return
-
-    def _take(self) -> bool:
-        with self._changed:
-            if self.taken:
-                return False
-            self._taken_by = threading.get_ident()
-            return True
-
-    def _give(self) -> None:
-        with self._changed:
-            self._taken_by = None
-            self._changed.notify_all()
-
-    def own(self, thread: int | None) -> None:
-        """Let `thread` alone have it from now on; None: whoever wants it."""
-        with self._changed:
-            if thread is not None and self._owner is not None:
-                raise RuntimeError("engine: expected an engine without a thread, got one that has")
-            self._owner = thread
-            self._changed.notify_all()
-
-    def wake(self) -> None:
-        """Let those look again who wait for something."""
-        with self._changed:
-            self._changed.notify_all()
-
-    def wait_for(self, something: Callable[[], bool]) -> None:
-        """Wait until `something` is true; it is asked whenever a change is over."""
-        with self._changed:
-            self._changed.wait_for(something)
-
-
-class EngineThread:
-    """A thread of its own that owns an engine: it alone steps, until `close`.
-
-    Others add requests, each with a consumer, and abort them; a Run waits for its tokens. It sleeps
-    while there is nothing to do. After `close` what is left waits for whoever steps next.
-    """
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine, self._closing = engine, False
-        self._thread = threading.Thread(target=self._run, name="bitnet-ops engine", daemon=True)
-        self._owns = threading.Event()
-        self._thread.start()
-        self._owns.wait()
-
-    def _run(self) -> None:
-        engine = self.engine
-        engine._turn.own(threading.get_ident())
-        self._owns.set()
-        try:
-            while True:
-                engine._turn.wait_for(lambda: self._closing or bool(engine._requests))
-                if self._closing:
-                    return
-                engine.step()
-        finally:
-            engine._turn.own(None)
-
-    def close(self) -> None:
-        """End the thread after the step that it is in."""
-        self._closing = True
-        self.engine._turn.wake()
-        self._thread.join()
-
-    def __enter__(self) -> EngineThread:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
 __all__ = [
-    "CacheCapacityError",
     "CausalModel",
     "Engine",
     "EngineStats",
-    "EngineThread",
     "Event",
     "Failed",
     "Finished",
@@ -704,6 +495,5 @@ __all__ = [
     "Run",
     "SamplingParams",
     "SchedulerOptions",
-    "Timing",
     "token_ids",
 ]

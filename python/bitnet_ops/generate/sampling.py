@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from bitnet_ops import ops
+from bitnet_ops.models.step_batch import logit_rounds
 
 _BIAS, _REPETITION, _SUBTRACTED = range(3)
 _SMALLEST, _LARGEST = 2.0**-126, 2.0**127  # float32, in which the op takes penalties
@@ -261,6 +262,46 @@ def sample_rows(samplers: Sequence[Sampler], logits: Tensor) -> list[Sampled]:
     if any(sampler.params.logprobs is not None for sampler in samplers):
         _add_logprobs(samplers, found, logits)
     return found
+
+
+def sample_steps(
+    samplers: Sequence[Sampler],
+    drafts: Sequence[Sequence[int]],
+    wanted: Sequence[int],
+    logits: Tensor,
+) -> list[tuple[list[Sampled], SamplingError | None]]:
+    """The next tokens of every sampler from the logits of a step, and the error that ended them.
+
+    wanted: how many rows of logits each has, none or those after its newest token and after each of
+    its drafts; they stand in rounds (`logit_rounds`). A draft is right if it is the token that the
+    sampler chooses at that place; then the sampler goes on with the logits after the draft. So
+    every sampler sees the logits that it would see without drafts, in the same order, and chooses
+    the same, whatever its method.
+    """
+    found: list[list[Sampled]] = [[] for _ in samplers]
+    errors: list[SamplingError | None] = [None] * len(samplers)
+    begin = 0
+    for k, members in enumerate(logit_rounds(wanted)):
+        rows = list(range(len(members)))
+        if k:  # those whose newest token is the draft before these logits
+            rows = [
+                row
+                for row, i in enumerate(members)
+                if len(found[i]) == k and found[i][-1].token == drafts[i][k - 1]
+            ]
+            if not rows:
+                break
+        table = logits[begin : begin + len(members)]
+        table = table if len(rows) == len(members) else table[rows]
+        chosen = [members[row] for row in rows]
+        sampled = sample_rows([samplers[i] for i in chosen], table)
+        for i, one in zip(chosen, sampled, strict=True):
+            if one.error is None:
+                found[i].append(one)
+            else:
+                errors[i] = one.error
+        begin += len(members)
+    return list(zip(found, errors, strict=True))
 
 
 def _no_token(logits: Tensor) -> SamplingError:

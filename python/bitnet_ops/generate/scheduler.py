@@ -11,15 +11,22 @@ For one thread at a time.
 from __future__ import annotations
 
 import math
+import os
 from bisect import insort
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import torch
+
+from bitnet_ops.config import ModelConfig
 from bitnet_ops.generate.request import Request
 from bitnet_ops.generate.speculation import StepCosts, propose
 from bitnet_ops.nn.blocks import BlockAllocator, PoolFullError
+from bitnet_ops.nn.kv_types import bytes_of_block
+
+_PREFIX_CACHE_MB = 256  # of an engine that nobody has told how much memory it may have
 
 
 @dataclass(frozen=True)
@@ -56,6 +63,21 @@ class SchedulerOptions:
             )
         if not 0 <= self.watermark < 1:
             raise ValueError(f"engine: expected watermark from 0 to 1, got {self.watermark!r}")
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """Counts of requests and blocks at one moment, the others since the beginning (Scheduler)."""
+
+    waiting: int
+    running: int
+    blocks: int
+    used_blocks: int
+    cached_blocks: int
+    preemptions: int
+    reused_tokens: int
+    drafted_tokens: int
+    accepted_drafts: int
 
 
 @dataclass
@@ -147,6 +169,20 @@ class Scheduler:
         """Enter how long the model took over a planned step."""
         if plan.decoding == len(plan.steps):
             self.costs.learn(plan.tokens, seconds)
+
+    def stats(self) -> EngineStats:
+        """The counts at this moment."""
+        return EngineStats(
+            waiting=len(self.waiting),
+            running=len(self.running),
+            blocks=self.allocator.blocks,
+            used_blocks=self.allocator.used_blocks,
+            cached_blocks=self.allocator.cached_blocks,
+            preemptions=self.preemptions,
+            reused_tokens=self.reused_tokens,
+            drafted_tokens=self.drafted_tokens,
+            accepted_drafts=self.accepted_drafts,
+        )
 
     # Requests come and go ------------------------------------------------------------------------
 
@@ -349,3 +385,32 @@ class Scheduler:
 
     def _blocks_for(self, positions: int) -> int:
         return -(-positions // self.block_size)
+
+
+def blocks_of(
+    config: ModelConfig,
+    block_size: int,
+    kv_dtype: torch.dtype,
+    kv_cache_mb: float | None,
+    prefix_cache_mb: float | None,
+) -> tuple[int, int | None]:
+    """Blocks of an engine's pool, and how many of them may be cached, None for all; see Engine."""
+    if kv_cache_mb is not None and not 0 < kv_cache_mb < math.inf:
+        raise ValueError(f"engine: expected kv_cache_mb above 0, got {kv_cache_mb!r}")
+    if prefix_cache_mb is not None and not 0 <= prefix_cache_mb < math.inf:
+        raise ValueError(f"engine: expected prefix_cache_mb at least 0, got {prefix_cache_mb!r}")
+    block_bytes = bytes_of_block(config, block_size, kv_dtype)
+    longest = -(-config.max_position_embeddings // block_size)
+    if kv_cache_mb is None:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        blocks = max(memory // 4 // block_bytes, longest)
+    elif (blocks := int(kv_cache_mb * 2**20) // block_bytes) < 1:
+        raise ValueError(
+            f"engine: expected kv_cache_mb of at least a block's {block_bytes / 2**20:.2f} MiB, "
+            f"got {kv_cache_mb}"
+        )
+    if prefix_cache_mb is not None:
+        return blocks, int(prefix_cache_mb * 2**20) // block_bytes
+    if kv_cache_mb is not None:
+        return blocks, None
+    return blocks, max(_PREFIX_CACHE_MB * 2**20 // block_bytes, longest)

@@ -1,0 +1,142 @@
+"""Who steps an engine: one thread at a time, whoever needs a token, or one that owns it.
+
+Ctrl-C is looked for between steps: a step is done as a whole or not at all.
+"""
+
+from __future__ import annotations
+
+import _signal  # type: ignore[import-not-found]  # signal converts to and from enums: 2 us a call
+import signal
+import threading
+from collections.abc import Callable, Sized
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from bitnet_ops.generate.engine import Engine
+
+_SIGINT = int(signal.SIGINT)
+
+
+class InterruptsHeld:
+    """Ctrl-C during the body is raised at its end. Only the main thread ever gets it."""
+
+    def __enter__(self) -> None:
+        self._pressed: list[Any] = []
+        self._before: Any = None
+        if threading.current_thread() is threading.main_thread():
+            before = _signal.getsignal(_SIGINT)
+            if callable(before):  # not so where it is ignored, or ends the process at once
+                self._before = before
+                _signal.signal(_SIGINT, lambda *args: self._pressed.append(args))
+
+    def __exit__(self, *_: object) -> None:
+        if self._before is not None:
+            _signal.signal(_SIGINT, self._before)
+            if self._pressed:
+                self._before(*self._pressed[0])
+
+
+class Turn:
+    """Whose turn it is to change the engine: that of one thread at a time."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._taken_by: int | None = None
+        self._owner: int | None = None  # the only thread whose turn it may be, if there is one
+
+    @property
+    def owned(self) -> bool:
+        return self._owner is not None
+
+    @property
+    def taken(self) -> bool:
+        """Whether this thread would have to wait."""
+        return self._taken_by is not None or self._owner not in (None, threading.get_ident())
+
+    def run(self, change: Callable[[], None], unless: Sized = ()) -> None:
+        """Call `change` when it is this thread's turn, unless something is in `unless` by then."""
+        if self._taken_by == threading.get_ident():
+            raise RuntimeError("engine: expected a consumer to take its event, got one that steps")
+        while True:
+            with InterruptsHeld():
+                if self._take():
+                    try:
+                        change()
+                    finally:
+                        self._give()
+                    return
+            with self._changed:
+                while self.taken and not unless:
+                    self._changed.wait()
+                if unless:
+                    return
+
+    def _take(self) -> bool:
+        with self._changed:
+            if self.taken:
+                return False
+            self._taken_by = threading.get_ident()
+            return True
+
+    def _give(self) -> None:
+        with self._changed:
+            self._taken_by = None
+            self._changed.notify_all()
+
+    def own(self, thread: int | None) -> None:
+        """Let `thread` alone have it from now on; None: whoever wants it."""
+        with self._changed:
+            if thread is not None and self._owner is not None:
+                raise RuntimeError("engine: expected an engine without a thread, got one that has")
+            self._owner = thread
+            self._changed.notify_all()
+
+    def wake(self) -> None:
+        """Let those look again who wait for something."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def wait_for(self, something: Callable[[], bool]) -> None:
+        """Wait until `something` is true; it is asked whenever a change is over."""
+        with self._changed:
+            self._changed.wait_for(something)
+
+
+class EngineThread:
+    """A thread of its own that owns an engine: it alone steps, until `close`.
+
+    Others add requests, each with a consumer, and abort them; a Run waits for its tokens. It sleeps
+    while there is nothing to do. After `close` what is left waits for whoever steps next.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self._closing = engine, False
+        self._thread = threading.Thread(target=self._run, name="bitnet-ops engine", daemon=True)
+        self._owns = threading.Event()
+        self._thread.start()
+        self._owns.wait()
+
+    def _run(self) -> None:
+        engine = self.engine
+        engine._turn.own(threading.get_ident())
+        self._owns.set()
+        try:
+            while True:
+                engine._turn.wait_for(lambda: self._closing or bool(engine._requests))
+                if self._closing:
+                    return
+                engine.step()
+        finally:
+            engine._turn.own(None)
+
+    def close(self) -> None:
+        """End the thread after the step that it is in."""
+        self._closing = True
+        self.engine._turn.wake()
+        self._thread.join()
+
+    def __enter__(self) -> EngineThread:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
