@@ -28,6 +28,7 @@ from lm_eval.models.utils import (
 )
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
+from bitnet_ops.errors import BitNetError
 from bitnet_ops.generate.scoring import score
 from bitnet_ops.language_model import LanguageModel, load
 
@@ -35,7 +36,7 @@ _SAMPLING = {"temperature", "top_k", "top_p", "min_p", "repetition_penalty", "se
 _MEANINGLESS = {"do_sample", "use_cache", "pad_token_id", "num_beams", "early_stopping"}
 
 
-class EvaluationError(ValueError):
+class EvaluationError(BitNetError, ValueError):
     """Arguments of the model class, or of a task, that this package cannot follow."""
 
 

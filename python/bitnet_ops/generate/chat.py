@@ -11,6 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from bitnet_ops.errors import BitNetError
 from bitnet_ops.untrusted import printable
 from bitnet_ops.untrusted.bounded import BoundedProcess, ChildError, LimitError
 
@@ -24,7 +25,7 @@ _MEMORY_BYTES = 256 << 20
 _process = BoundedProcess("templates", _MEMORY_BYTES)
 
 
-class ChatTemplateError(ValueError):
+class ChatTemplateError(BitNetError, ValueError):
     """A model without a chat template, or a template that rejects or breaks."""
 
 

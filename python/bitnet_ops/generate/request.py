@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from bitnet_ops.errors import BitNetError
 from bitnet_ops.generate.sampling import Sampler, SamplingParams
 from bitnet_ops.generate.speculation import AUTO, MOST_DRAFTS, Acceptance, check_drafts
 from bitnet_ops.nn.blocks import Contents, block_key, root_key
@@ -22,7 +23,7 @@ from bitnet_ops.nn.blocks import Contents, block_key, root_key
 # What is asked -----------------------------------------------------------------------------------
 
 
-class PromptError(ValueError):
+class PromptError(BitNetError, ValueError):
     """A prompt that cannot be run: empty, with ids outside the vocabulary, or too long."""
 
 

@@ -21,13 +21,14 @@ import torch
 from torch import Tensor
 
 from bitnet_ops import ops
+from bitnet_ops.errors import BitNetError
 from bitnet_ops.models.step_batch import logit_rounds
 
 _BIAS, _REPETITION, _SUBTRACTED = range(3)
 _SMALLEST, _LARGEST = 2.0**-126, 2.0**127  # float32, in which the op takes penalties
 
 
-class SamplingError(ValueError):
+class SamplingError(BitNetError, ValueError):
     """A sampling option outside its range, or logits that no distribution can be made of."""
 
 

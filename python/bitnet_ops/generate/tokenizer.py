@@ -14,6 +14,7 @@ from typing import Any
 
 from tokenizers import Tokenizer as Backend
 
+from bitnet_ops.errors import BitNetError
 from bitnet_ops.generate import chat
 from bitnet_ops.generate.chat import ChatTemplateError
 from bitnet_ops.generate.tokenizer_guard import ChildError, GuardedBackend, LimitError, needs_guard
@@ -26,7 +27,7 @@ CONFIG_FILE = "tokenizer_config.json"
 TEMPLATE_FILE = "chat_template.jinja"
 
 
-class TokenizerError(ValueError):
+class TokenizerError(BitNetError, ValueError):
     """A tokenizer that is missing or broken, or an id it does not have."""
 
 
