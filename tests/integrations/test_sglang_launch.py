@@ -13,7 +13,6 @@ import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -25,10 +24,6 @@ from bitnet_ops.integrations.sglang import launch, serving
 from bitnet_ops.language_model import DEMO_DIR
 from bitnet_ops.loading import hub
 from bitnet_ops.loading.weights import load_model
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tests" / "sglang_proof"))
-import environment  # noqa: E402  (lives beside the proof, which is no package)
 
 TESTED = plugin.PLUGIN.tested[0]
 
@@ -253,28 +248,3 @@ def test_folders_that_cannot_be_served(tmp_path, monkeypatch):
     monkeypatch.setattr(serving, "model_config", lambda reader: headless)
     with pytest.raises(serving.ServingError, match="with an output head"):
         serving.write_folder(DEMO_DIR / "model.bin", tmp_path / "served")
-
-
-def test_the_page_installs_what_the_proof_installs_and_starts_what_the_launcher_starts(
-    installed, capsys, tmp_path
-):
-    """Its client is run by the proof (l5_server.py)."""
-    page = (ROOT / "docs" / "guide" / "sglang.md").read_text(encoding="utf-8")
-    install, start = re.findall(r"^```bash\n(.*?)^```", page, re.S | re.M)
-    assert install.splitlines() == [
-        f"pip install {environment.TORCH}",
-        f"pip install --no-deps {environment.SGLANG}",
-        "pip install -r tests/sglang_proof/requirements.txt",
-        "pip install .",
-    ]
-    assert f"Tested with SGLang {' and '.join(plugin.PLUGIN.tested)};" in page
-    behind = re.findall(r"`bitnet-ops (sglang my-model --.*?)`", page)
-    for text in (start.removeprefix("bitnet-ops "), *behind):
-        words = text.replace("my-model", str(DEMO_DIR)).split()
-        words.insert(words.index("--") if "--" in words else len(words), "--print")
-        assert main(words) == 0
-        assert "sglang.launch_server" in capsys.readouterr().out
-    (ranks,) = re.findall(r"`bitnet-ops (sglang my-folder --per-layer -- .*?)`", page)
-    words = ranks.replace("my-folder", write_config(tmp_path)).split()
-    assert main([*words[:2], "--print", *words[2:]]) == 0
-    assert capsys.readouterr().out.splitlines()[-2:] == ["--tp", "2"]

