@@ -16,6 +16,7 @@ from torch import Tensor
 
 from bitnet_ops import ops
 from bitnet_ops.config.scheme import ScaleRule, SchemeError, quantized_scheme
+from bitnet_ops.errors import BitNetError
 from bitnet_ops.nn import quantize
 from bitnet_ops.nn.packing import packed_row_bytes, unpack_hf
 from bitnet_ops.untrusted.patterns import PatternError, matches
@@ -35,7 +36,7 @@ _KNOWN_KEYS = {
 }
 
 
-class CheckpointError(ValueError):
+class CheckpointError(BitNetError, ValueError):
     """A tensor or setting of a checkpoint that cannot be served, named with the remedy."""
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from bitnet_ops.errors import BitNetError
 from bitnet_ops.integrations.checkpoint import (
     ACTIVATION_DTYPES,
     FUSED,
@@ -29,7 +30,7 @@ METHOD = "bitnet"
 logger = logging.getLogger(__name__)
 
 
-class RegistrationError(RuntimeError):
+class RegistrationError(BitNetError, RuntimeError):
     """The engine's tables are of a kind that the plug-in does not know."""
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from bitnet_ops import machine
 from bitnet_ops.config.families import family_of
+from bitnet_ops.errors import BitNetError
 from bitnet_ops.integrations import sglang
 from bitnet_ops.untrusted import read_json_object
 
@@ -34,7 +35,7 @@ ARGUMENTS = (
 _FALLBACK = "transformers"  # the module of SGLang that runs what it has no class for
 
 
-class LaunchError(RuntimeError):
+class LaunchError(BitNetError, RuntimeError):
     """SGLang cannot be started here."""
 
 

@@ -12,6 +12,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from bitnet_ops.errors import BitNetError
 from bitnet_ops.formats import sglbitnt
 from bitnet_ops.loading.model_contents import completed_config, model_config
 from bitnet_ops.nn.storage import DEFAULT_HEAD_FORMAT
@@ -23,7 +24,7 @@ _DROPPED = ("quantization_config", "auto_map", "torch_dtype", "dtype")
 _LINKED = ("tokenizer*", "special_tokens_map.json", "generation_config.json", "*.jinja")
 
 
-class ServingError(ValueError):
+class ServingError(BitNetError, ValueError):
     """A model that cannot be served in SGLang, or a folder that is not ours."""
 
 
