@@ -25,53 +25,12 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+import dims
 import torch
-from safetensors.torch import save_file
 
 # Name -> its output head, where transformers' own does not stay.
 WAYS = {"packed": None, "unpacked": None, "accelerate": None, "accelerate-int8-head": "int8",
         "own": "int8"}  # fmt: skip
-SCALE = 40.0  # stored reciprocals: weights of 1 / 40
-
-
-def write_checkpoint(folder: Path, args: argparse.Namespace) -> None:
-    """A checkpoint as transformers' class "bitlinear" stores it, with random codes."""
-    g = torch.Generator().manual_seed(1)
-    hidden, inner, heads, kv = args.hidden, args.inner, args.heads, args.kv_heads
-    dim = hidden // heads
-    config = {
-        "model_type": "bitnet", "architectures": ["BitNetForCausalLM"], "hidden_act": "relu2",
-        "hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": args.layers,
-        "num_attention_heads": heads, "num_key_value_heads": kv, "vocab_size": args.vocab,
-        "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "rope_theta": 500000.0,
-        "tie_word_embeddings": True, "bos_token_id": 1, "eos_token_id": 2, "dtype": "bfloat16",
-        "quantization_config": {"quant_method": "bitnet", "linear_class": "bitlinear",
-                                "quantization_mode": "offline"},
-    }  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(config))
-    shapes = {
-        "self_attn.q_proj": (heads * dim, hidden), "self_attn.k_proj": (kv * dim, hidden),
-        "self_attn.v_proj": (kv * dim, hidden), "self_attn.o_proj": (hidden, heads * dim),
-        "mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden),
-        "mlp.down_proj": (hidden, inner),
-    }  # fmt: skip
-    norms = {"input_layernorm": hidden, "post_attention_layernorm": hidden,
-             "self_attn.attn_sub_norm": hidden, "mlp.ffn_sub_norm": inner}  # fmt: skip
-    embedding = torch.randn(args.vocab, hidden, generator=g)
-    tensors = {"model.embed_tokens.weight": embedding.bfloat16()}
-    tensors["model.norm.weight"] = torch.ones(hidden, dtype=torch.bfloat16)
-    for layer in range(args.layers):
-        at = f"model.layers.{layer}."
-        for name, (rows, columns) in shapes.items():
-            packed = torch.zeros(rows // 4, columns, dtype=torch.uint8)
-            for lane in range(4):
-                code = torch.randint(0, 3, packed.shape, dtype=torch.uint8, generator=g)
-                packed |= code << (2 * lane)
-            tensors[f"{at}{name}.weight"] = packed
-            tensors[f"{at}{name}.weight_scale"] = torch.tensor([SCALE], dtype=torch.bfloat16)
-        for name, length in norms.items():
-            tensors[f"{at}{name}.weight"] = torch.ones(length, dtype=torch.bfloat16)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def unpacked(model: Any) -> Any:
@@ -182,7 +141,9 @@ def main() -> int:
         folder = args.keep or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         if not (folder / "model.safetensors").exists():
-            write_checkpoint(folder, args)
+            d = dims.Dims(args.layers, args.vocab, args.hidden, args.inner, args.heads,
+                          args.kv_heads, "bitlinear")  # fmt: skip
+            dims.write(folder, dims.packed_config(d), dims.packed_tensors(d))
         for way in args.ways:
             result = measured(way, str(folder))
             (folder / f"result-{way}.json").write_text(json.dumps(result))
@@ -216,7 +177,7 @@ def measured(way: str, folder: str) -> dict[str, Any]:
     command = [sys.executable, __file__, *sys.argv[1:], "--run", way, folder]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        raise SystemExit(f"prove_transformers: {way} failed:\n{done.stderr}")
+        raise SystemExit(f"transformers_ways: {way} failed:\n{done.stderr}")
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return result
 
