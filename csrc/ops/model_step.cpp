@@ -27,6 +27,9 @@ void set_tokens(const Check& check, const ModelStep& a, StepTokens& to) {
   copy_slots(check, a.slot_mapping, tokens, blocks * block_size, to.slots);
   to.sequences.set(check, a.query_start_loc, a.seq_lens, a.block_table, tokens, blocks, block_size);
   check.dim(a.logit_rows, "logit_rows", 1);
+  if (a.logit_rows.size(0) > tokens)  // the workspace has room for as many as there are tokens
+    check.fail("logit_rows", "of at most the " + std::to_string(tokens) + " tokens of x",
+               std::to_string(a.logit_rows.size(0)));
   copy_indices(check, a.logit_rows, "logit_rows", {a.logit_rows.size(0)}, to.logit_rows);
   for (const int64_t row : to.logit_rows) {
     if (!(row >= 0 && row < tokens))

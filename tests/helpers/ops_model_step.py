@@ -226,6 +226,7 @@ _MODEL_STEP_REJECTIONS: Rejections = [
     ({"logit_rows": lambda a: torch.tensor([0, 6])}, "logit_rows", "rows in [0, 6), got 6"),
     ({"logit_rows": lambda a: torch.tensor([-1, 3])}, "logit_rows", "rows in [0, 6), got -1"),
     ({"logit_rows": lambda a: torch.tensor([[3]])}, "logit_rows", "with 1 dimension"),
+    ({"logit_rows": lambda a: torch.zeros(7).long()}, "logit_rows", "at most the 6 tokens of x"),
     ({"layout": lambda a: "tiles"}, "layout", '"rows" or "panels", got "tiles"'),
     ({"dtype": lambda a: torch.float16}, "dtype", "float32 or bfloat16, got float16"),
     ({"num_heads": lambda a: 3}, "num_heads", "a multiple of the cache's 2 heads, got 3"),

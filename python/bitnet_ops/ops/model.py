@@ -394,8 +394,8 @@ def model_step(
         slot_mapping: int64 or int32 [tokens], all different: where the token's key and value go,
             block * block_size + position in the block.
         query_start_loc, seq_lens, block_table: as `paged_attention` takes them.
-        logit_rows: int64 or int32 [r], in any order: the tokens whose logits are wanted; only they
-            are computed behind the last layer's attention.
+        logit_rows: int64 or int32 [r], in any order, r at most the number of tokens: the tokens
+            whose logits are wanted; only they are computed behind the last layer's attention.
         key_scale, value_scale: float32 [layers, blocks, block_size, KV] with int8 pools, mutated.
         lora_indices: int64 or int32 [n], the adapter of each sequence, -1: none.
         layout: "rows" or "panels", as `paged_attention` takes it.
