@@ -122,60 +122,20 @@ BITNET_LIBRARY(m) {
   m.def(
       "top_logprobs(Tensor logits, Tensor tokens, int top) -> (Tensor logprobs, Tensor top_ids, "
       "Tensor top_logprobs)");
-  // A whole model on T new tokens of B sequences: x float32 [B, T, K] embedded tokens; q, k, v, o,
-  //   gate, up, down weights of every layer, scales float32 [layers, 7], norm_weights float32 [all
-  //   norms in order of use], head_weight and head_scale as lm_head takes them, caches C
-  //   [layers, B, KV, L, D] and scales float32 [layers, B, KV, L] (mutated),
-  //   start_positions int64 [B], inv_freq float32 [D / 2] and attention_factor as rope takes them,
-  //   dtype that activations are rounded to, intermediate_size rows of gate and up, vocab_size V,
-  //   logits_to_keep: of how many last tokens of each sequence (0: all)
-  //   -> logits float32 [B, T or that many, V]. biases float32 [layers, rows of the projections in
-  //   biased, by place 0 to 6], scale_sizes: scales of each of the seven projections, 1 or N
-  //   (empty: 1), or of those in grouped, by place, all of S, [N, G] beside canonical rows and
-  //   tiles beside other layouts (scales may be float16 where all are such), activation_format A,
-  //   qk_norms: norms of every query and key head, sub_norm_eps: eps if left out, linear_norm_eps:
-  //   of norms inside projections, which there are if it is given; lora_weights F [all A, and B in
-  //   tiles of 16 rows] of each adapter, lora_ranks int64 and lora_scalings float32 [adapters,
-  //   layers, 7] (rank 0: none), lora_indices int64 [B], the adapter of each sequence, -1: none;
-  //   dropped_neurons int64 [layers, d]: places of neurons that are always zero and have no
-  //   weights, among the intermediate_size + d that norms before down are of; post_norms: norms of
-  //   what o and down give, before it is added; local_inv_freq float32 [D / 2]: of the layers
-  //   local_layers, instead of inv_freq; windows: of each layer, as paged_attention takes it
-  //   (empty: none)
+  // A model as a program (docs/reference/program.md): its listing, the names of the tensors, one a
+  //   line, and the tensors, which it keeps -> handle int64 [1], for this process
+  m.def("bind_program(str program, str names, Tensor[] tensors) -> Tensor");
+  // handle -> nothing; it must not be used again
+  m.def("release_program(Tensor program) -> ()");
+  // The whole program on new tokens of any sequences: x float32 [tokens, K] embedded tokens, the
+  //   handle of the program, caches: key pool and value pool as for paged_attention with one more
+  //   dimension, the layers, before the others, and of int8 pools their scales (all mutated);
+  //   positions [tokens] for the rotation, slot_mapping [tokens], query_start_loc, seq_lens and
+  //   block_table as there, logit_rows [r], r at most tokens: the tokens whose logits are wanted,
+  //   out_features: the program's vocab V, adapters [sequences]: the LoRA adapter of each, -1: none
+  //   -> logits float32 [r, V]
   m.def(
-      "decode_step(Tensor x, Tensor[] weights, Tensor scales, Tensor norm_weights, Tensor "
-      "head_weight, "
-      "Tensor? head_scale, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor start_positions, "
-      "ScalarType dtype, int num_heads, int intermediate_size, int vocab_size, bool sub_norms, "
-      "str activation, "
-      "float eps, Tensor inv_freq, float attention_factor, float scale, int logits_to_keep=0, "
-      "Tensor(c!)? key_scale=None, Tensor(d!)? value_scale=None, Tensor? biases=None, int[] "
-      "biased=[], int[] "
-      "scale_sizes=[], bool qk_norms=False, float? sub_norm_eps=None, float? "
-      "linear_norm_eps=None, Tensor[]? lora_weights=None, Tensor? lora_ranks=None, Tensor? "
-      "lora_scalings=None, Tensor? lora_indices=None, int[] grouped=[], str "
-      "activation_format=\"int8\", Tensor? dropped_neurons=None, bool post_norms=False, Tensor? "
-      "local_inv_freq=None, int[] local_layers=[], int[] windows=[]) -> Tensor");
-  // The same on the new tokens of any sequences, over pools of blocks as for paged_attention with
-  // one
-  //   more dimension, the layers, before the others (mutated): x float32 [tokens, K], positions
-  //   [tokens] for the rotation, slot_mapping [tokens], query_start_loc, seq_lens and block_table
-  //   as there, logit_rows [r]: the tokens whose logits are wanted, lora_indices [sequences] ->
-  //   logits float32 [r, V]
-  m.def(
-      "model_step(Tensor x, Tensor[] weights, Tensor scales, Tensor norm_weights, Tensor "
-      "head_weight, Tensor? head_scale, Tensor(a!) key_pool, Tensor(b!) value_pool, Tensor "
-      "positions, Tensor slot_mapping, Tensor query_start_loc, Tensor seq_lens, Tensor "
-      "block_table, "
-      "Tensor logit_rows, ScalarType dtype, int num_heads, int intermediate_size, int vocab_size, "
-      "bool sub_norms, str activation, float eps, Tensor inv_freq, float attention_factor, float "
-      "scale, "
-      "Tensor(c!)? key_scale=None, Tensor(d!)? value_scale=None, Tensor? biases=None, int[] "
-      "biased=[], int[] "
-      "scale_sizes=[], bool qk_norms=False, float? sub_norm_eps=None, float? "
-      "linear_norm_eps=None, Tensor[]? lora_weights=None, Tensor? lora_ranks=None, Tensor? "
-      "lora_scalings=None, Tensor? lora_indices=None, int[] grouped=[], str "
-      "activation_format=\"int8\", Tensor? dropped_neurons=None, bool post_norms=False, Tensor? "
-      "local_inv_freq=None, int[] local_layers=[], str layout=\"rows\", int[] windows=[]) -> "
-      "Tensor");
+      "model_step(Tensor x, Tensor program, Tensor(a!)[] caches, Tensor positions, Tensor "
+      "slot_mapping, Tensor query_start_loc, Tensor seq_lens, Tensor block_table, Tensor "
+      "logit_rows, int out_features, Tensor? adapters=None, str layout=\"rows\") -> Tensor");
 }

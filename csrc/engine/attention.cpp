@@ -390,14 +390,7 @@ void AttentionPlan::run_group(const KernelTable& table, const AttentionBuffers& 
   store_out(table, buffers, group, states, row_at(own));
 }
 
-size_t AttentionPlans::find(int64_t window) const {
-  size_t at = 0;
-  while (at < used_ && plans_[at].window() != window) ++at;
-  return at;
-}
-
 void AttentionPlans::add(const AttentionShape& shape, const Sequences& sequences, int64_t threads) {
-  if (find(shape.window) < used_) return;
   if (used_ == plans_.size()) plans_.emplace_back();
   plans_[used_++].build(shape, sequences, threads);
 }

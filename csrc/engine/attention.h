@@ -48,7 +48,6 @@ class AttentionPlan {
   // earlier plan is used again.
   void build(const AttentionShape& shape, const Sequences& sequences, int64_t threads);
 
-  int64_t window() const { return shape_.window; }
   int64_t tasks() const { return static_cast<int64_t>(tasks_.size()); }
   // Tasks [0, split_tasks()) are chunks; those behind are groups, the dearest first.
   int64_t split_tasks() const { return split_tasks_; }
@@ -142,25 +141,24 @@ class AttentionPlan {
   bool gathers_ = false;        // some chunk's rows have to be put together
 };
 
-// A step's plans: one for each window of its layers, over the same sequences.
+// A step's plans: one for each kind of attention in its layers, over the same sequences.
 class AttentionPlans {
  public:
   // Removes all; their memory is used again.
   void clear() { used_ = 0; }
-  // Builds that of shape.window, unless there is one.
+  // Builds one more.
   void add(const AttentionShape& shape, const Sequences& sequences, int64_t threads);
-  const AttentionPlan& of(int64_t window) const { return plans_[find(window)]; }
+  const AttentionPlan& at(int64_t plan) const { return plans_[static_cast<size_t>(plan)]; }
 
   // `shared` holds that of each plan, one behind the other; a thread's own serves all.
   int64_t shared_floats() const { return shared_before(used_); }
   int64_t thread_floats() const;
-  float* shared_of(int64_t window, float* shared) const {
-    return shared + shared_before(find(window));
+  float* shared_of(int64_t plan, float* shared) const {
+    return shared + shared_before(static_cast<size_t>(plan));
   }
   void prepare(float* shared) const;
 
  private:
-  size_t find(int64_t window) const;  // used_: there is none
   int64_t shared_before(size_t plan) const;
 
   std::vector<AttentionPlan> plans_;

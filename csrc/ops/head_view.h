@@ -1,4 +1,4 @@
-// A head's tensors, checked, as engine/head.h takes them: what lm_head, embedding and decode_step
+// A head's tensors, checked, as engine/head.h takes them: what lm_head, embedding and programs
 // have in common.
 #pragma once
 

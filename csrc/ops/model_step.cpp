@@ -1,108 +1,164 @@
-// model_step: a whole model on new tokens of any sequences over a pool of blocks;
-// engine/model_step.h does the rest.
+// model_step: a bound program on new tokens of any sequences over a pool of blocks;
+// engine/program/plan.h does the rest.
+#include <optional>
+
+#include "engine/program/plan.h"
+#include "ops/paged_batch.h"
+#include "ops/program.h"
 #include "ops/register.h"
-#include "ops/step_tensors.h"
 
 namespace bitnet::ops {
 namespace {
 
-// The arguments of model_step in the order of its schema.
-struct ModelStep {
-  Tensor x;
-  StepTensors model;
-  Tensor key_pool, value_pool;
-  Tensor positions, slot_mapping, query_start_loc, seq_lens, block_table, logit_rows;
+// The list `caches`: key pool and value pool, and of int8 pools their scales.
+struct Caches {
+  const Tensor &keys, &values;
   std::optional<Tensor> key_scale, value_scale;
-  std::string layout;
+  CacheLayout layout;
+
+  Caches(const Check& check, const std::vector<Tensor>& given, const std::string& layout_name)
+      : keys(first_of(check, given)), values(given[1]) {
+    if (given.size() == 4) {
+      key_scale = Tensor::borrow(given[2]);
+      value_scale = Tensor::borrow(given[3]);
+    }
+    check_pool(check, keys, values, kPagedLayers);
+    check_pool_scales(check, keys, values, key_scale, value_scale);
+    layout = check_layout(check, keys, values, layout_name, kPagedLayers);
+  }
+
+  engine::LayeredPool pool() const {
+    const auto bytes = [](const Tensor& t) {
+      return t.stride(0) * static_cast<int64_t>(t.element_size());
+    };
+    engine::LayeredPool pool;
+    pool.first = pool_view(keys, values, key_scale, value_scale, kPagedLayers, 0, layout);
+    pool.key_bytes = bytes(keys);
+    pool.value_bytes = bytes(values);
+    if (pool.first.scaled()) {
+      pool.key_scale_bytes = bytes(*key_scale);
+      pool.value_scale_bytes = bytes(*value_scale);
+    }
+    return pool;
+  }
+
+ private:
+  static const Tensor& first_of(const Check& check, const std::vector<Tensor>& given) {
+    if (given.size() != 2 && given.size() != 4)
+      check.fail("caches", "a key pool and a value pool, with int8 pools their scales behind them",
+                 std::to_string(given.size()) + " tensors");
+    return given[0];
+  }
 };
 
-void set_tokens(const Check& check, const ModelStep& a, StepTokens& to) {
-  const int64_t tokens = a.x.size(0);
-  const int64_t blocks = a.key_pool.size(kPagedLayers.block);
-  const int64_t block_size = a.key_pool.size(kPagedLayers.position);
-  copy_indices(check, a.positions, "positions", {tokens}, to.positions);
-  for (const int64_t position : to.positions) {
-    if (position < 0) check.fail("positions", "at least 0", std::to_string(position));
-  }
-  copy_slots(check, a.slot_mapping, tokens, blocks * block_size, to.slots);
-  to.sequences.set(check, a.query_start_loc, a.seq_lens, a.block_table, tokens, blocks, block_size);
-  check.dim(a.logit_rows, "logit_rows", 1);
-  if (a.logit_rows.size(0) > tokens)  // the workspace has room for as many as there are tokens
+// Which tokens a step computes and where their keys and values go: copied, then checked.
+struct Tokens {
+  std::vector<int64_t> positions, slots, logit_rows, of_sequences, adapters;
+  PagedBatch sequences;
+};
+
+void check_caches(const Check& check, const Caches& caches, const engine::Program& program) {
+  const auto expect = [&](int dimension, const char* what, int64_t expected) {
+    if (caches.keys.size(dimension) != expected)
+      check.fail("key_pool", "with the program's " + std::to_string(expected) + what,
+                 std::to_string(caches.keys.size(dimension)));
+  };
+  expect(0, " layers of attention", program.attention_layers());
+  if (program.attention_layers() == 0) return;
+  expect(kPagedLayers.head, " heads of keys", program.kv_heads());
+  expect(4, " features of a head", program.head_dim());
+}
+
+void copy_logit_rows(const Check& check, const Tensor& rows, int64_t tokens,
+                     std::vector<int64_t>& copy) {
+  check.dim(rows, "logit_rows", 1);
+  if (rows.size(0) > tokens)  // the workspace has room for as many as there are tokens
     check.fail("logit_rows", "of at most the " + std::to_string(tokens) + " tokens of x",
-               std::to_string(a.logit_rows.size(0)));
-  copy_indices(check, a.logit_rows, "logit_rows", {a.logit_rows.size(0)}, to.logit_rows);
-  for (const int64_t row : to.logit_rows) {
+               std::to_string(rows.size(0)));
+  copy_indices(check, rows, "logit_rows", {rows.size(0)}, copy);
+  for (const int64_t row : copy) {
     if (!(row >= 0 && row < tokens))
       check.fail("logit_rows", "of rows in [0, " + std::to_string(tokens) + ")",
                  std::to_string(row));
   }
 }
 
-Tensor model_step(const ModelStep& a) {
-  const Check check("model_step");
-  thread_local engine::StepState state;
-  thread_local StepTokens tokens;
-  engine::StepModel m{};
-  check.dtype(a.x, "x", ScalarType::Float);
-  check.dim(a.x, "x", 2);
-  check_pool(check, a.key_pool, a.value_pool, kPagedLayers);
-  check_pool_scales(check, a.key_pool, a.value_pool, a.key_scale, a.value_scale);
-  const CacheLayout layout = check_layout(check, a.key_pool, a.value_pool, a.layout, kPagedLayers);
-  m.tokens = a.x.size(0);
-  m.hidden = a.x.size(1);
-  m.n_layers = a.key_pool.size(0);
-  m.kv_heads = a.key_pool.size(kPagedLayers.head);
-  m.dim = a.key_pool.size(4);
-  const StepBinding binding("model_step", "key_pool", a.model);
-  binding.bind(m, state.layers);
-  binding.bind_places(m, state.layers, tokens.dropped);
-  set_tokens(check, a, tokens);
-  binding.bind_adapters(m, state.side_paths, tokens);
-  const Tensor x = as_contiguous(a.x);
-  const Mutated mutated(a.key_pool, a.value_pool, a.key_scale, a.value_scale, "key_pool",
-                        "value_pool");
-  mutated.keep_apart(check, x, "x");
-  mutated.keep_apart(check, a.positions, "positions");
-  mutated.keep_apart(check, a.slot_mapping, "slot_mapping");
-  mutated.keep_apart(check, a.query_start_loc, "query_start_loc");
-  mutated.keep_apart(check, a.seq_lens, "seq_lens");
-  mutated.keep_apart(check, a.block_table, "block_table");
-  mutated.keep_apart(check, a.logit_rows, "logit_rows");
-  binding.keep_apart(mutated, state.layers);
-  Tensor logits =
-      empty({static_cast<int64_t>(tokens.logit_rows.size()), m.head.rows}, ScalarType::Float);
-  if (m.tokens == 0) return logits;
-  StepBinding::run(state, m, tokens,
-                   {a.key_pool, a.value_pool, a.key_scale, a.value_scale, kPagedLayers, layout}, x,
-                   logits);
-  return logits;
+// The adapter of every token from those of the sequences.
+void copy_adapters(const Check& check, const Tensor& adapters, int64_t tokens, int64_t count,
+                   Tokens& to) {
+  const engine::Sequences sequences = to.sequences.view();
+  copy_indices(check, adapters, "adapters", {sequences.count}, to.of_sequences);
+  to.adapters.assign(static_cast<size_t>(tokens), -1);
+  for (int64_t s = 0; s < sequences.count; ++s) {
+    const int64_t adapter = to.of_sequences[static_cast<size_t>(s)];
+    if (!(adapter >= -1 && adapter < count))
+      check.fail("adapters", "from -1 (none) to " + std::to_string(count - 1),
+                 std::to_string(adapter));
+    for (int64_t t = sequences.query_start[s]; t < sequences.query_start[s + 1]; ++t)
+      to.adapters[static_cast<size_t>(t)] = adapter;
+  }
 }
 
-void unpack_model_step(StableIValue* stack, uint64_t, uint64_t) {
-  const DefaultFloatState floats;
-  Arguments a(stack);
-  ModelStep step;
-  step.x = a.take<Tensor>();
-  step.model.take_weights(a);
-  step.key_pool = a.take<Tensor>();
-  step.value_pool = a.take<Tensor>();
-  step.positions = a.take<Tensor>();
-  step.slot_mapping = a.take<Tensor>();
-  step.query_start_loc = a.take<Tensor>();
-  step.seq_lens = a.take<Tensor>();
-  step.block_table = a.take<Tensor>();
-  step.logit_rows = a.take<Tensor>();
-  step.model.take_numbers(a);
-  step.key_scale = a.take<std::optional<Tensor>>();
-  step.value_scale = a.take<std::optional<Tensor>>();
-  step.model.take_extras(a);
-  step.layout = a.take<std::string>();
-  step.model.take_windows(a);
-  put(stack, model_step(step));
+Tensor model_step(const Tensor& x_in, const Tensor& program_handle,
+                  const std::vector<Tensor>& cache_list, const Tensor& positions,
+                  const Tensor& slot_mapping, const Tensor& query_start_loc,
+                  const Tensor& seq_lens, const Tensor& block_table, const Tensor& logit_rows,
+                  int64_t out_features, const std::optional<Tensor>& adapters,
+                  std::string layout) {
+  const Check check("model_step");
+  thread_local engine::StepState state;
+  thread_local Tokens tokens;
+  const std::shared_ptr<const BoundProgram> bound = bound_program(check, program_handle);
+  const engine::Program& program = bound->program();
+  check.dtype(x_in, "x", ScalarType::Float);
+  check.dim(x_in, "x", 2);
+  check.shape(x_in, "x", {x_in.size(0), program.settings().hidden});
+  if (out_features != program.head().rows)
+    check.fail("out_features", "the program's vocab " + std::to_string(program.head().rows),
+               std::to_string(out_features));
+  const Caches caches(check, cache_list, layout);
+  check_caches(check, caches, program);
+  const int64_t count = x_in.size(0), blocks = caches.keys.size(kPagedLayers.block),
+                block_size = caches.keys.size(kPagedLayers.position);
+  copy_indices(check, positions, "positions", {count}, tokens.positions);
+  for (const int64_t position : tokens.positions) {
+    if (position < 0) check.fail("positions", "at least 0", std::to_string(position));
+  }
+  copy_slots(check, slot_mapping, count, blocks * block_size, tokens.slots);
+  tokens.sequences.set(check, query_start_loc, seq_lens, block_table, count, blocks, block_size);
+  copy_logit_rows(check, logit_rows, count, tokens.logit_rows);
+  const bool adapted = adapters.has_value() && adapters->defined();
+  if (adapted) copy_adapters(check, *adapters, count, program.adapters(), tokens);
+  const Tensor x = as_contiguous(x_in);
+  const Mutated mutated(caches.keys, caches.values, caches.key_scale, caches.value_scale,
+                        "key_pool", "value_pool");
+  mutated.keep_apart(check, x, "x");
+  for (const auto& [indices, name] :
+       {std::pair(&positions, "positions"), std::pair(&slot_mapping, "slot_mapping"),
+        std::pair(&query_start_loc, "query_start_loc"), std::pair(&seq_lens, "seq_lens"),
+        std::pair(&block_table, "block_table"), std::pair(&logit_rows, "logit_rows")})
+    mutated.keep_apart(check, *indices, name);
+  if (adapted) mutated.keep_apart(check, *adapters, "adapters");
+  bound->keep_apart(check, mutated);
+  const auto rows = static_cast<int64_t>(tokens.logit_rows.size());
+  Tensor logits = empty({rows, out_features}, ScalarType::Float);
+  if (count == 0) return logits;
+  engine::run_step(state, program, bound->id(),
+                   {.tokens = count,
+                    .x = data<float>(x),
+                    .positions = tokens.positions.data(),
+                    .slots = tokens.slots.data(),
+                    .logit_rows = tokens.logit_rows.data(),
+                    .logit_count = rows,
+                    .sequences = tokens.sequences.view(),
+                    .adapters = adapted ? tokens.adapters.data() : nullptr,
+                    .pool = caches.pool(),
+                    .out = mutable_data<float>(logits)});
+  return logits;
 }
 
 }  // namespace
 
-BITNET_LIBRARY_IMPL(m) { m.impl("model_step", &unpack_model_step); }
+BITNET_LIBRARY_IMPL(m) { BITNET_OP(m, model_step); }
 
 }  // namespace bitnet::ops

@@ -6,14 +6,14 @@
 // reads them.
 #include <algorithm>
 #include <chrono>
-#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <map>
+#include <sstream>
 #include <string>
 #include <vector>
 
-#include "engine/model_step.h"
+#include "engine/program/plan.h"
 #include "format/layout.h"
 #include "runtime/pages.h"
 #include "runtime/tuning.h"
@@ -23,8 +23,6 @@
 
 namespace bitnet::test {
 namespace {
-
-using engine::kLayerWeights;
 
 constexpr int64_t kBlock = 64;
 
@@ -41,51 +39,108 @@ struct Settings {
   int64_t streams = 16, context = 128, layers = 6, vocab = 32002, steps = 12;
 };
 
+// Random bytes under every name that a program asks for.
+class RandomTensors final : public engine::TensorSource {
+ public:
+  explicit RandomTensors(const KernelTable& table) : table_(table) {}
+
+  bool has(const std::string&) const override { return false; }
+
+  engine::Weight linear(const std::string& name, int64_t rows, int64_t k,
+                        engine::Projection& scaled) override {
+    engine::Weight w =
+        engine::tile_weight(nullptr, engine::WeightFormat::kTwoBit, rows, k, table_.tile_lanes);
+    w.data = some_bytes(w.bytes());
+    bytes_[name.substr(name.find('.') + 1)] = w.bytes();
+    macs += rows * k;
+    scaled = engine::make_projection(w, &one_, 1, DType::kF32, nullptr);
+    return w;
+  }
+  const float* floats(const std::string&, int64_t n) override {
+    floats_.emplace_back(at(n), 1.0f);
+    return floats_.back().data();
+  }
+  engine::HeadView head(const std::string&, int64_t rows, int64_t k) override {
+    floats_.emplace_back(at(rows), 0.01f);
+    head_bytes = rows * k;
+    return {engine::HeadFormat::kInt8,
+            DType::kF32,
+            some_bytes(rows * k),
+            floats_.back().data(),
+            rows,
+            k,
+            0,
+            engine::head_prefetch()};
+  }
+  engine::SidePath factors(const std::string&, const std::string&, int64_t, int64_t) override {
+    return {};
+  }
+
+  // 2-bit fields hold no 3, and bfloat16 no infinity.
+  uint8_t* some_bytes(int64_t count) {
+    memory_.emplace_back(count);
+    uint8_t* bytes = memory_.back().get();
+    advise_huge_pages(bytes, count);
+    for (int64_t i = 0; i < count; ++i) bytes[i] = static_cast<uint8_t>(random_.next() & 0x15);
+    return bytes;
+  }
+
+  // What a stage of that name reads of weights.
+  int64_t bytes_of(const std::string& stage) const {
+    if (stage == "head") return head_bytes;
+    const std::map<std::string, std::vector<const char*>> stages = {
+        {"qkv", {"q", "k", "v"}}, {"out", {"o"}}, {"gate/up", {"gate", "up"}}, {"down", {"down"}}};
+    int64_t bytes = 0;
+    if (const auto found = stages.find(stage); found != stages.end())
+      for (const char* name : found->second) bytes += bytes_.at(name);
+    return bytes;
+  }
+
+  int64_t macs = 0, head_bytes = 0;
+
+ private:
+  const KernelTable& table_;
+  Random random_{3};
+  const float one_ = 1.0f;
+  std::vector<Scratch<uint8_t>> memory_;
+  std::vector<std::vector<float>> floats_;
+  std::map<std::string, int64_t> bytes_;
+};
+
+std::string program_text(const Settings& s) {
+  const Sizes& m = s.sizes;
+  std::ostringstream text;
+  text << "model hidden=" << m.hidden << " dtype=bfloat16 eps=1e-05\n"
+       << "rope name=rope dim=" << m.dim << " inv_freq=rope\n";
+  for (int64_t i = 0; i < s.layers; ++i) {
+    const std::string l = "L" + std::to_string(i) + ".";
+    text << "attention norm=in q=" << l << "q k=" << l << "k v=" << l << "v o=" << l
+         << "o heads=" << m.heads << " kv_heads=" << m.kv_heads << " head_dim=" << m.dim
+         << " rope=rope sub_norm=sub\nmlp norm=post gate=" << l << "gate up=" << l
+         << "up down=" << l << "down width=" << m.intermediate
+         << " activation=relu2 sub_norm=ffn_sub\n";
+  }
+  text << "head norm=final weight=embed vocab=" << s.vocab << "\n";
+  return text.str();
+}
+
 // Every stream has one new token behind `context` positions; a context of 0 means one sequence of
 // `streams` new tokens, a prompt, of which the last one's logits are wanted.
 struct Bench {
-  engine::StepModel m{};
-  std::vector<engine::StepLayer> layers;
-  std::vector<Scratch<uint8_t>> memory;
-  std::vector<float> frequencies, norms, ones, x, logits, head_scales;
+  RandomTensors tensors;
+  engine::Program program;
+  engine::Batch batch;
+  std::vector<float> x, logits;
   std::vector<int64_t> query_start, lengths, blocks, positions, slots, logit_rows;
 
-  Bench(const KernelTable& table, const Settings& s) {
-    m.table = &table;
-    m.tokens = s.streams;
-    m.hidden = s.sizes.hidden;
-    m.heads = s.sizes.heads;
-    m.kv_heads = s.sizes.kv_heads;
-    m.dim = s.sizes.dim;
-    m.intermediate = s.sizes.intermediate;
-    m.n_layers = s.layers;
-    m.type = DType::kBF16;
-    m.activation = table.relu2_mul_row;
-    m.eps = m.sub_eps = 1e-5f;
-    for (int64_t i = 0; i < m.dim / 2; ++i) {
-      const auto turn = -2.0f * static_cast<float>(i) / static_cast<float>(m.dim);
-      frequencies.push_back(std::pow(10000.0f, turn));
-    }
-    m.rope = {frequencies.data(), 1.0f};
-    m.attention_scale = 1.0f / std::sqrt(static_cast<float>(m.dim));
+  Bench(const KernelTable& table, const Settings& s)
+      : tensors(table), program(program_text(s), tensors, table) {
     cut(s);
-    Random random(3);
-    norms.assign(at(std::max(m.intermediate, m.hidden)), 1.0f);
-    ones.assign(1, 1.0f);
-    m.final_norm = norms.data();
-    for (int64_t i = 0; i < m.n_layers; ++i) layers.push_back(layer(random));
-    m.layers = layers.data();
-    head_scales.assign(at(s.vocab), 0.01f);
-    m.head = {engine::HeadFormat::kInt8,
-              DType::kF32,
-              some_bytes(random, s.vocab * m.hidden),
-              head_scales.data(),
-              s.vocab,
-              m.hidden,
-              0,
-              engine::head_prefetch()};
-    for (int64_t i = 0; i < m.tokens * m.hidden; ++i) x.push_back(random.unit());
-    logits.resize(at(m.head_tokens * s.vocab));
+    Random random(4);
+    for (int64_t i = 0; i < batch.tokens * s.sizes.hidden; ++i) x.push_back(random.unit());
+    logits.resize(at(batch.logit_count * s.vocab));
+    batch.x = x.data();
+    batch.out = logits.data();
   }
 
   void cut(const Settings& s) {
@@ -104,67 +159,32 @@ struct Bench {
       lengths.push_back(s.context + tokens);
       logit_rows.push_back((q + 1) * tokens - 1);
     }
-    m.sequences = {sequences, query_start.data(), lengths.data(), blocks.data(), columns};
-    m.positions = positions.data();
-    m.slots = slots.data();
-    m.logit_rows = logit_rows.data();
-    m.head_tokens = sequences;
-  }
-
-  // 2-bit fields hold no 3, and bfloat16 no infinity.
-  uint8_t* some_bytes(Random& random, int64_t count) {
-    memory.emplace_back(count);
-    uint8_t* bytes = memory.back().get();
-    advise_huge_pages(bytes, count);
-    for (int64_t i = 0; i < count; ++i) bytes[i] = static_cast<uint8_t>(random.next() & 0x15);
-    return bytes;
-  }
-
-  engine::PoolView rows(Random& random) {
-    const int64_t row = m.dim * element_size(DType::kBF16), head = kBlock * row;
-    const auto count = static_cast<int64_t>(blocks.size()) * m.kv_heads * head;
-    return {reinterpret_cast<char*>(some_bytes(random, count)), m.kv_heads * head, row, head};
-  }
-
-  engine::StepLayer layer(Random& random) {
-    engine::StepLayer one{};
-    for (int w = 0; w < kLayerWeights; ++w) {
-      const auto [n, k] = engine::weight_size(m, w);
-      engine::Weight& weight = one.weights[w];
-      weight =
-          engine::tile_weight(nullptr, engine::WeightFormat::kTwoBit, n, k, m.table->tile_lanes);
-      weight.data = some_bytes(random, weight.bytes());
-      one.scales[w] = ones.data();
-    }
-    one.attention_norm = one.mlp_norm = one.out_norm = one.down_norm = norms.data();
-    one.pool = {DType::kBF16, kBlock, m.dim, rows(random), rows(random), {}, {}};
-    return one;
+    batch.tokens = s.streams;
+    batch.positions = positions.data();
+    batch.slots = slots.data();
+    batch.logit_rows = logit_rows.data();
+    batch.logit_count = sequences;
+    batch.sequences = {sequences, query_start.data(), lengths.data(), blocks.data(), columns};
+    const int64_t row = s.sizes.dim * element_size(DType::kBF16), head = kBlock * row;
+    const int64_t block = s.sizes.kv_heads * head;
+    const auto layer = static_cast<int64_t>(blocks.size()) * block;
+    const auto rows = [&] {
+      auto* data = reinterpret_cast<char*>(tensors.some_bytes(s.layers * layer));
+      return engine::PoolView{data, block, row, head};
+    };
+    batch.pool.first = {DType::kBF16, kBlock, s.sizes.dim, rows(), rows(), {}, {}};
+    batch.pool.key_bytes = batch.pool.value_bytes = layer;
   }
 };
-
-// What a stage of that name reads of weights.
-int64_t weight_bytes(const engine::StepModel& m, const std::string& name) {
-  const std::map<std::string, std::vector<int>> stages = {
-      {"qkv", {engine::kQ, engine::kK, engine::kV}},
-      {"out", {engine::kO}},
-      {"gate/up", {engine::kGate, engine::kUp}},
-      {"down", {engine::kDown}}};
-  if (name == "head") return m.head.rows * m.head.row_bytes();
-  int64_t bytes = 0;
-  if (const auto found = stages.find(name); found != stages.end())
-    for (const int w : found->second) bytes += m.layers[0].weights[w].bytes();
-  return bytes;
-}
 
 // Nanoseconds of whole steps on so many threads, the best one.
 void report_threads(const Bench& bench, const Settings& s, int64_t threads) {
   engine::StepState state;
-  std::vector<float> logits = bench.logits;
   pool_threads = threads;
   double best = 1e9;
   for (int64_t i = 0; i < 3 * s.steps; ++i) {
     const auto start = std::chrono::steady_clock::now();
-    engine::run_step(state, bench.m, bench.x.data(), logits.data());
+    engine::run_step(state, bench.program, 1, bench.batch);
     const std::chrono::duration<double> took = std::chrono::steady_clock::now() - start;
     best = std::min(best, took.count());
   }
@@ -175,9 +195,8 @@ void report(const Bench& bench, const Settings& s, int64_t partitions) {
   engine::StepState state;
   engine::StageTimes times;
   std::vector<double> best, prepare;
-  std::vector<float> logits = bench.logits;
   for (int64_t i = 0; i < s.steps; ++i) {
-    engine::run_step_timed(state, bench.m, partitions, bench.x.data(), logits.data(), times);
+    engine::run_step_timed(state, bench.program, 1, bench.batch, partitions, times);
     if (best.empty()) best = times.seconds, prepare = times.prepare_seconds;
     for (std::size_t j = 0; j < best.size(); ++j)
       prepare[j] = std::min(prepare[j], times.prepare_seconds[j]);
@@ -190,7 +209,7 @@ void report(const Bench& bench, const Settings& s, int64_t partitions) {
                   static_cast<long long>(times.units[j]), static_cast<long long>(rule.least),
                   static_cast<long long>(rule.most), static_cast<long long>(rule.parts),
                   best[j] * 1e9, prepare[j] * 1e9,
-                  static_cast<long long>(weight_bytes(bench.m, times.names[j])));
+                  static_cast<long long>(bench.tensors.bytes_of(times.names[j])));
     }
     return;
   }
@@ -203,16 +222,12 @@ void report(const Bench& bench, const Settings& s, int64_t partitions) {
   for (const auto& [name, seconds] : of_name)
     if (seconds > 0)
       std::printf("  %-14s%9.3f ms%6.1f%%\n", name.c_str(), seconds * 1e3, 100 * seconds / all);
-  double macs = 0, peak = 0;
-  for (int w = 0; w < kLayerWeights; ++w) {
-    const auto [n, k] = engine::weight_size(bench.m, w);
-    macs += static_cast<double>(n * k);
-  }
-  macs *= static_cast<double>(s.streams * s.layers);
+  const double macs = static_cast<double>(bench.tensors.macs * s.streams);
+  double peak = 0;
   for (int i = 0; i < 200; ++i) {
     int32_t sink = 0;
     const auto start = std::chrono::steady_clock::now();
-    const auto done = static_cast<double>(bench.m.table->probe_int8_peak(2000, &sink));
+    const auto done = static_cast<double>(bench.program.table().probe_int8_peak(2000, &sink));
     const std::chrono::duration<double> took = std::chrono::steady_clock::now() - start;
     peak = std::max(peak, done / took.count());
   }

@@ -44,7 +44,8 @@ def results(returned: Any, args: Arguments, op: str) -> list[Tensor]:
     else:
         produced = list(returned)
     # the last ones are scales, which only int8 caches have
-    mutated = [args[index] for index in MUTATED[op] if index < len(args)]
+    given = [args[index] for index in MUTATED[op] if index < len(args)]
+    mutated = [t for arg in given for t in (arg if isinstance(arg, list) else [arg])]
     return produced + [tensor for tensor in mutated if tensor is not None]
 
 

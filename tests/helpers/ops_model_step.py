@@ -1,57 +1,30 @@
-"""Spec of a whole step of a model over pools of blocks: `decode_step` of every sequence alone."""
+"""Specs of programs: bind_program, release_program, and a whole step of a model over pools."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from bounds import U, rms_norm_error, storing_error, sum_error
 from op_changes import F32, add_dim, to
 from op_schema import bound, named, positional
-from op_spec import Call, Named, Rejections, spec
-from op_values import ACTIVATIONS, KV_DTYPES, Arguments, Built, dtype_name, strided
+from op_spec import Call, Named, Rejections, reference, spec
+from op_values import (
+    ACTIVATIONS,
+    FORMATS,
+    HEAD_FORMATS,
+    KV_DTYPES,
+    Arguments,
+    Built,
+    dtype_name,
+    strided,
+)
 from ops_attention import OF_KV_TYPES, cache_memory
-from ops_lora import LORA_REJECTIONS
-from ops_model import EXTRAS, clear_of_ties, decode_step_arguments, step_bound
-from ops_paged import POOLS, batch_of, paged, sequences
-
-_SHARED = (
-    "weights",
-    "scales",
-    "norm_weights",
-    "head_weight",
-    "head_scale",
-    "dtype",
-    "num_heads",
-    "intermediate_size",
-    "vocab_size",
-    "sub_norms",
-    "activation",
-    "eps",
-    "inv_freq",
-    "attention_factor",
-    "scale",
-)
-_EXTRAS = (
-    "biases",
-    "biased",
-    "scale_sizes",
-    "qk_norms",
-    "sub_norm_eps",
-    "linear_norm_eps",
-    "lora_weights",
-    "lora_ranks",
-    "lora_scalings",
-    "lora_indices",
-    "grouped",
-    "activation_format",
-    "dropped_neurons",
-    "post_norms",
-    "local_inv_freq",
-    "local_layers",
-    "windows",
-)
+from ops_paged import batch_of, paged
+from programs import PROJECTIONS, interpret, of, program
 
 
 def model_step_arguments(
@@ -66,12 +39,12 @@ def model_step_arguments(
     head_dim: int = 16,
     hidden: int = 70,
     cache_dtype: torch.dtype = torch.float32,
+    adapters: tuple[int, ...] = (),
     **sizes: Any,
 ) -> Arguments:
-    """logit_rows None: every token."""
-    given = named("decode_step", decode_step_arguments(
-        g, layers=layers, batch=1, kv_heads=kv_heads, head_dim=head_dim, hidden=hidden, **sizes,
-    ))  # fmt: skip
+    """logit_rows None: every token. adapters: of each sequence; empty: no LoRA at all."""
+    sample = program(g, layers=layers, kv_heads=kv_heads, head_dim=head_dim, hidden=hidden,
+                     adapters=bool(adapters), **sizes)  # fmt: skip
     table, blocks = paged(g, list(lengths), block_size)
     shape = (layers, blocks, block_size, kv_heads, head_dim)
     keys, key_scale = cache_memory(g, shape, cache_dtype)
@@ -80,69 +53,120 @@ def model_step_arguments(
     return positional(
         "model_step",
         x=torch.randn(sum(new), hidden, generator=g),
-        **{name: given[name] for name in _SHARED},
-        key_pool=keys,
-        value_pool=values,
+        program=sample.bind(),
+        caches=[keys, values, *key_scale, *value_scale],
         **batch_of(list(new), list(lengths), table, block_size),
         logit_rows=torch.tensor(list(rows), dtype=torch.int64),
-        **dict(zip(("key_scale", "value_scale"), (*key_scale, *value_scale), strict=False)),
-        **{name: given[name] for name in _EXTRAS if name in given},
+        out_features=sample.vocab,
+        **({"adapters": torch.tensor(adapters)} if adapters else {}),
     )
 
 
 def model_step(o: Any, a: Any) -> Tensor:
-    """float32 [r, vocab]: `decode_step` of every sequence on caches made of its blocks."""
-    pools = [getattr(a, name) for name in POOLS]
-    logits = [torch.empty(0, a.vocab_size)]
-    for i, (tokens, length, slots) in enumerate(sequences(a)):
-        new = tokens.stop - tokens.start
-        if new == 0:
-            continue
-        caches = [gathered_layers(pool, slots) for pool in pools]
-        logits += o.decode_step(
-            a.x[tokens][None], a.weights, a.scales, a.norm_weights, a.head_weight, a.head_scale,
-            *caches[:2], torch.tensor([length - new]), a.dtype, a.num_heads, a.intermediate_size,
-            a.vocab_size, a.sub_norms, a.activation, a.eps, a.inv_freq, a.attention_factor,
-            a.scale, 0, *caches[2:], a.biases, a.biased, a.scale_sizes, a.qk_norms, a.sub_norm_eps,
-            a.linear_norm_eps, a.lora_weights, a.lora_ranks, a.lora_scalings,
-            None if a.lora_indices is None else a.lora_indices[i : i + 1], a.grouped,
-            a.activation_format, a.dropped_neurons, a.post_norms, a.local_inv_freq, a.local_layers,
-            a.windows,
-        )  # fmt: skip
-        for pool, cache in zip(pools, caches, strict=True):
-            if pool is not None:
-                written = a.slot_mapping[tokens].long()
-                size = pool.shape[2]
-                pool[:, written // size, written % size] = cache[:, 0, :, length - new :].transpose(
-                    1, 2
-                )
-    return torch.cat(logits)[a.logit_rows.long()]
+    return interpret(o, a)
 
 
-def gathered_layers(pool: Tensor | None, slots: Tensor) -> Tensor | None:
-    """[layers, blocks, block_size, KV, ...] -> [layers, 1, KV, slots, ...]."""
-    if pool is None:
-        return None
-    size = pool.shape[2]
-    return pool[:, slots // size, slots % size].transpose(1, 2).contiguous()[:, None]
+def model_step_bound(args: Arguments, expected: Tensor) -> Tensor:
+    """Only scales of the int8 codes, which are the reference's, carry errors on.
 
-
-def _model_step_bound(args: Arguments, expected: Tensor) -> Tensor:
+    The largest element of x * gain, which sets the scale, is within a factor 3 of the largest of x
+    (gains are 0.5 to 1.5), and squared ReLU triples an error: what a sublayer adds is off by at
+    most 9 times its input's error, and the sum by 10 times, two sublayers a layer. Where the caches
+    are compared, their values came through one layer less.
+    """
     a = bound("model_step", args, {})
+    sample, hidden = of(a.program), a.x.shape[-1]
+    head, head_scale = sample.tensors["embed.weight"], sample.tensors.get("embed.scale")
+    widths = [int(line["width"]) for line in sample.lines_of("mlp")]
     length = int(a.seq_lens.max()) if len(a.seq_lens) else 0
-    return step_bound(a, a.key_pool.shape[0], length, expected)
+    steps = 4 * rms_norm_error(hidden + max(widths, default=0)) + 2 * sum_error(length) + 40 * U
+    relative = steps * 10.0 ** (2 * a.caches[0].shape[0])
+    if expected.dim() == 5:  # a cache; a rotation mixes two elements
+        size = expected.double().abs()
+        largest = size.amax(dim=-1, keepdim=True) if expected.numel() else size
+        return 2 * relative * largest + storing_error(expected.dtype) * size
+    if expected.dim() == 4:  # scales of an int8 cache: a row's largest element / 127
+        return 2 * (relative + U) * expected.double().abs()
+    gains = [t for name, t in sample.tensors.items() if t.dim() == 1 and name.endswith(".weight")]
+    norm = max(float(t.abs().max()) for t in gains) * hidden**0.5  # of a normalised row, at most
+    if head_scale is None:
+        return (relative * norm * head.double().norm(dim=-1)).expand(expected.shape)
+    # A quantised head: no code is above 127 (8), nor a row's length above that of such codes; its
+    # own 16-bit codes of the activations, finer than the error, may differ by one.
+    code = 127.0 if head.dtype == torch.int8 else 8.0
+    longest = float(head_scale.double().max()) * code * hidden**0.5
+    return torch.full(expected.shape, (relative + 2.0**-15) * norm * longest * 2)
+
+
+def clear_of_ties(build: Callable[[torch.Generator], Arguments]) -> Callable[..., Arguments]:
+    """`build`, drawn again until no activation and no cache row lies between two codes.
+
+    There two right computations take different codes, which no bound of rounding allows. So the
+    reference must stay within the bound when x moves by more than rounding does.
+    """
+
+    def drawn(g: torch.Generator) -> Arguments:
+        for _ in range(60):
+            state = g.get_state()
+            runs: list[Tensor] = []
+            caches: list[Tensor] = []
+            for step in (0.0, 2e-6, -2e-6, 2e-6):
+                args = list(build(g.set_state(state)))
+                moves = torch.randn(
+                    args[0].shape, generator=torch.Generator().manual_seed(len(runs))
+                )
+                args[0] = args[0] * (1 + step * moves)
+                runs.append(reference.model_step(*args))
+                codes = [t.flatten() for t in args[2] if t.dtype == torch.int8]
+                caches.append(torch.cat(codes) if codes else torch.empty(0))
+            limit = model_step_bound(tuple(args), runs[0])
+            same = all(bool(((run - runs[0]).abs() <= limit).all()) for run in runs)
+            if same and all(torch.equal(codes, caches[0]) for codes in caches):
+                return build(g.set_state(state))
+        raise AssertionError("model_step: every draw is near a tie")
+
+    return drawn
+
+
+EXTRAS: dict[str, Named] = {
+    "biases": {"biased": "qkv"},
+    "all_biases": {"biased": PROJECTIONS, "dtype": torch.bfloat16},
+    "qk_norms": {"qk_norms": True, "activation": "silu", "sub_norms": False},
+    "sub_norm_eps": {"sub_norm_eps": 1e-2},
+    "row_scales": {"row_scales": ("q", "k", "v", "gate", "up"), "dtype": torch.bfloat16},
+    "group_scales": {"group_scales": PROJECTIONS, "hidden": 140, "qk_norms": True},
+    "int8_groups": {
+        "group_scales": PROJECTIONS, "hidden": 140, "activation_format": "int8_group",
+        "weight_format": "2bit",
+    },
+    "int16_groups": {
+        "group_scales": ("q", "k", "v", "o"), "hidden": 140, "activation_format": "int16_group",
+        "weight_format": "1.6bit", "dtype": torch.bfloat16,
+    },
+    "norms_inside": {"linear_norm_eps": 1e-3, "activation": "silu", "sub_norms": False},
+    "norms_inside_too": {"linear_norm_eps": 1e-6, "qk_norms": True, "dtype": torch.bfloat16},
+    "gemma": {
+        "post_norms": True, "qk_norms": True, "linear_norm_eps": 1e-6, "sub_norms": False,
+        "activation": "gelu_pytorch_tanh", "local_layers": (0,), "windows": (3, 0),
+    },
+    "windows": {"windows": (5, 2)},
+    "everything": {"windows": (0, 4), "post_norms": True, "local_layers": (1,),
+        "group_scales": ("q", "k", "v", "down"), "row_scales": ("o",),
+        "biased": ("k", "o", "down"), "qk_norms": True, "sub_norm_eps": 1e-3, "hidden": 140,
+        "weight_format": "2bit", "dtype": torch.bfloat16,
+    },
+}  # fmt: skip
 
 
 def _other_strides(args: Arguments) -> Arguments:
     """Pools with the memory of our own, heads before positions, behind a gap a layer."""
     given = named("model_step", args)
-    for name in ("key_pool", "value_pool"):
-        pool = given[name]
+
+    def view(pool: Tensor) -> Tensor:
         memory = torch.zeros(pool.shape[0], pool.shape[1] + 1, *pool.transpose(2, 3).shape[2:])
-        view = memory.to(pool.dtype)[:, :-1].transpose(2, 3)
-        view.copy_(pool)
-        given[name] = view
-    return positional("model_step", **given)
+        return memory.to(pool.dtype)[:, :-1].transpose(2, 3).copy_(pool)
+
+    return positional("model_step", **{**given, "caches": [view(p) for p in given["caches"]]})
 
 
 def _model_step_samples() -> Built:
@@ -151,14 +175,17 @@ def _model_step_samples() -> Built:
             yield (
                 f"{dtype_name(dtype)}_over_{dtype_name(cache)}",
                 clear_of_ties(
-                    "model_step",
-                    lambda g, d=dtype, c=cache: model_step_arguments(g, dtype=d, cache_dtype=c),
-                    _model_step_bound,
+                    lambda g, d=dtype, c=cache: model_step_arguments(g, dtype=d, cache_dtype=c)
                 ),
             )
-    yield "layers", lambda g: model_step_arguments(g, layers=2, head=torch.bfloat16)
-    yield "head_int8", lambda g: model_step_arguments(g, head=("int8", 128))
-    yield "2bit", lambda g: model_step_arguments(g, weight_format="2bit")
+    for form in FORMATS:
+        yield form, lambda g, f=form: model_step_arguments(g, layers=2, weight_format=f)
+    for form, group in HEAD_FORMATS:
+        yield (
+            f"head_{form}_{group}",
+            lambda g, f=form, n=group: model_step_arguments(g, head=(f, n)),
+        )
+    yield "head_bfloat16", lambda g: model_step_arguments(g, head=torch.bfloat16)
     yield "silu", lambda g: model_step_arguments(g, sub_norms=False, activation="silu")
     yield from (
         (name, lambda g, e=extras: model_step_arguments(g, layers=2, **e))
@@ -172,10 +199,15 @@ def _model_step_samples() -> Built:
                 layers=2, adapters=(2, 0, -1, 2, 1), dtype=d, linear_norm_eps=1e-5,
             ),
         )  # fmt: skip
+    yield (
+        "adapters_behind_norms",
+        lambda g: model_step_arguments(g, layers=2, adapters=(1, 1, -1), post_norms=True),
+    )
     yield "adapters_of_a_long_chunk", lambda g: model_step_arguments(
         g, new=(70, 1, 40), lengths=(130, 66, 40), block_size=16, logit_rows=(69, 70),
         adapters=(1, 0, 1), inner=300,
     )  # fmt: skip
+    yield "nobody_has_an_adapter", lambda g: model_step_arguments(g, adapters=(-1, -1, -1))
     yield "all_logits", lambda g: model_step_arguments(g, logit_rows=None)
     yield "logits_in_any_order", lambda g: model_step_arguments(g, logit_rows=(5, 0, 1, 3, 2, 4))
     yield "logits_twice", lambda g: model_step_arguments(g, logit_rows=(4, 4))
@@ -192,30 +224,49 @@ def _model_step_samples() -> Built:
     )(*model_step_arguments(g))  # fmt: skip
 
 
+def _caches(*changes: Any) -> Callable[[Named], list[Tensor]]:
+    """The caches of a call, each changed; None: left as it is."""
+    return lambda a: [
+        cache if change is None else change(cache)
+        for cache, change in zip(a["caches"], changes, strict=True)
+    ]
+
+
+def _int8(a: Named, *scales: Tensor) -> list[Tensor]:
+    return [cache.to(torch.int8) for cache in a["caches"]] + list(scales)
+
+
 def _scales(a: Named) -> Tensor:
-    return torch.ones(a["key_pool"].shape[:-1])
+    return torch.ones(a["caches"][0].shape[:-1])
 
 
-_INT8 = {
-    "key_pool": to("key_pool", torch.int8), "value_pool": to("value_pool", torch.int8),
-    "key_scale": _scales, "value_scale": _scales,
-}  # fmt: skip
 _MODEL_STEP_REJECTIONS: Rejections = [
     ({"x": lambda a: a["x"].double()}, "x", "of dtype float32, got float64"),
     ({"x": add_dim("x")}, "x", "with 2 dimensions"),
-    ({"x": lambda a: a["x"][:, :0]}, "x", "at least one feature"),
+    ({"x": lambda a: a["x"][:, :0]}, "x", "of shape [6, 70], got [6, 0]"),
     ({"x": lambda a: a["x"][:5]}, "positions", "of shape [5]"),
-    ({"weights": lambda a: a["weights"][:-1]}, "weights", "each of the cache's 1 layers, got 6"),
-    ({"scales": lambda a: a["scales"][:, :6]}, "scales", "of shape [1, 7]"),
-    ({"norm_weights": lambda a: a["norm_weights"][1:]}, "norm_weights", "of shape [424]"),
-    ({"sub_norms": lambda a: False}, "norm_weights", "of shape [210]"),
-    ({"head_weight": lambda a: a["head_weight"].double()}, "head_weight", "float32"),
-    ({"head_scale": lambda a: torch.ones(37)}, "head_scale", "left out"),
-    ({"vocab_size": lambda a: 36}, "vocab_size", "the 37 rows of head_weight, got 36"),
-    ({"key_pool": lambda a: a["key_pool"].double()}, "key_pool", OF_KV_TYPES + "float64"),
-    ({"key_pool": lambda a: a["key_pool"][0]}, "key_pool", "with 5 dimensions"),
-    ({"value_pool": lambda a: a["key_pool"]}, "value_pool", "in its own memory"),
-    ({"value_pool": lambda a: a["value_pool"].bfloat16()}, "value_pool", "of dtype float32"),
+    ({"program": lambda a: torch.tensor([-3])}, "program", "a handle that bind_program returned"),
+    ({"program": lambda a: torch.tensor([1, 2])}, "program", "of shape [1], got [2]"),
+    ({"program": lambda a: torch.ones(1)}, "program", "of dtype int64, got float32"),
+    ({"out_features": lambda a: 36}, "out_features", "the program's vocab 37, got 36"),
+    ({"caches": lambda a: a["caches"][:1]}, "caches", "a key pool and a value pool"),
+    ({"caches": lambda a: []}, "caches", "a key pool and a value pool"),
+    ({"caches": _caches(lambda t: t.double(), None)}, "key_pool", OF_KV_TYPES + "float64"),
+    ({"caches": _caches(lambda t: t[0], None)}, "key_pool", "with 5 dimensions"),
+    ({"caches": lambda a: a["caches"][:1] * 2}, "value_pool", "in its own memory"),
+    ({"caches": _caches(None, lambda t: t.bfloat16())}, "value_pool", "of dtype float32"),
+    (
+        {"caches": _caches(*(2 * [lambda t: t.expand(2, *t.shape[1:]).contiguous()]))},
+        "key_pool", "with the program's 1 layers of attention, got 2",
+    ),
+    (
+        {"caches": _caches(*(2 * [lambda t: t[..., :1, :].contiguous()]))},
+        "key_pool", "with the program's 2 heads of keys, got 1",
+    ),
+    (
+        {"caches": _caches(*(2 * [lambda t: t[..., :8].contiguous()]))},
+        "key_pool", "with the program's 16 features of a head, got 8",
+    ),
     ({"positions": to("positions", F32)}, "positions", "of dtype int64 or int32"),
     ({"positions": lambda a: a["positions"] - 9}, "positions", "at least 0, got -3"),
     ({"slot_mapping": lambda a: a["slot_mapping"] * 0}, "slot_mapping", "got 0 twice"),
@@ -228,34 +279,16 @@ _MODEL_STEP_REJECTIONS: Rejections = [
     ({"logit_rows": lambda a: torch.tensor([[3]])}, "logit_rows", "with 1 dimension"),
     ({"logit_rows": lambda a: torch.zeros(7).long()}, "logit_rows", "at most the 6 tokens of x"),
     ({"layout": lambda a: "tiles"}, "layout", '"rows" or "panels", got "tiles"'),
-    ({"dtype": lambda a: torch.float16}, "dtype", "float32 or bfloat16, got float16"),
-    ({"num_heads": lambda a: 3}, "num_heads", "a multiple of the cache's 2 heads, got 3"),
-    ({"intermediate_size": lambda a: 149}, "weights (gate)", "149 rows"),
-    ({"intermediate_size": lambda a: 0}, "intermediate_size", "positive"),
-    ({"activation": lambda a: "gelu"}, "activation", "'relu2', 'silu' or 'gelu_pytorch_tanh', got"),
-    ({"eps": lambda a: -1.0}, "eps", "finite and not negative"),
-    ({"inv_freq": lambda a: a["inv_freq"][1:]}, "inv_freq", "of shape [8], got [7]"),
-    ({"attention_factor": lambda a: -1.0}, "attention_factor", "finite and positive"),
-    ({"scale": lambda a: torch.inf}, "scale", "finite"),
-    ({"biased": lambda a: [0]}, "biases", "of dtype float32, got none"),
-    ({"biased": lambda a: [7]}, "biased", "ascending places from 0 to 6, got 7"),
-    ({"biases": lambda a: torch.zeros(1, 64)}, "biases", "left out where biased is empty"),
-    ({"scale_sizes": lambda a: [1] * 6}, "scale_sizes", "empty or 7 numbers, got 6"),
-    ({"grouped": lambda a: [7]}, "grouped", "ascending places from 0 to 6, got 7"),
-    ({"activation_format": lambda a: "int8_group"}, "activation_format", "where grouped is empty"),
-    ({"qk_norms": lambda a: True}, "norm_weights", "of shape [456], got [424]"),
-    ({"sub_norm_eps": lambda a: -1.0}, "sub_norm_eps", "finite and not negative"),
-    ({"linear_norm_eps": lambda a: -1.0}, "linear_norm_eps", "finite and not negative"),
-    ({"dropped_neurons": lambda a: torch.zeros(3).long()}, "dropped_neurons", "with 2 dimensions"),
-    ({"dropped_neurons": lambda a: torch.ones(1, 2)}, "norm_weights", "of shape [426], got [424]"),
-    ({"post_norms": lambda a: True}, "norm_weights", "of shape [564], got [424]"),
-    ({"local_layers": lambda a: [0]}, "local_layers", "empty without local_inv_freq, got 1"),
-    ({"local_inv_freq": lambda a: torch.ones(8)}, "local_layers", "with local_inv_freq, got 0"),
-    ({"windows": lambda a: [4, 4]}, "windows", "of 1 layers, or empty, got 2 windows"),
-    ({"windows": lambda a: [-1]}, "windows", "at least 0 (none), got -1"),
-    ({**_INT8, "key_scale": lambda a: None}, "key_scale", "with int8 caches, got none"),
-    ({**_INT8, "value_scale": lambda a: a["key_scale"]}, "value_scale", "in its own memory"),
-    ({**_INT8, "value_scale": lambda a: _scales(a)[:, 1:]}, "value_scale", "shape [1, 8, 4, 2]"),
+    ({"adapters": lambda a: torch.tensor([0, 0, 9])}, "adapters", "from -1 (none) to"),
+    ({"adapters": lambda a: torch.tensor([0, 0, -2])}, "adapters", "from -1 (none) to"),
+    ({"adapters": lambda a: torch.zeros(3)}, "adapters", "of dtype int64 or int32"),
+    ({"adapters": lambda a: torch.tensor([-1])}, "adapters", "of shape [3], got [1]"),
+    ({"caches": lambda a: _int8(a)}, "key_scale", "with int8 caches, got none"),
+    ({"caches": lambda a: _int8(a, *[_scales(a)] * 2)}, "value_scale", "in its own memory"),
+    (
+        {"caches": lambda a: _int8(a, _scales(a), _scales(a)[:, 1:])},
+        "value_scale", "of shape [1, 8, 4, 2]",
+    ),
 ]  # fmt: skip
 
 
@@ -269,25 +302,147 @@ spec(
     samples=_model_step_samples,
     large=[
         lambda g: model_step_arguments(
-            g, new=(1, 40, 1), lengths=(300, 40, 1), block_size=64, layers=2, hidden=301, heads=6,
-            kv_heads=2, head_dim=40, inner=517, vocab=1021, logit_rows=(0, 40, 41),
+            g,
+            new=(1, 40, 1),
+            lengths=(300, 40, 1),
+            block_size=64,
+            layers=2,
+            hidden=301,
+            heads=6,
+            kv_heads=2,
+            head_dim=40,
+            inner=517,
+            vocab=1021,
+            logit_rows=(0, 40, 41),
         ),
         lambda g: model_step_arguments(
-            g, new=(2, 1, 3), lengths=(70, 200, 3), block_size=16, layers=2, hidden=301, heads=6,
-            kv_heads=2, head_dim=40, inner=517, vocab=1021, dtype=torch.bfloat16,
+            g,
+            new=(2, 1, 3),
+            lengths=(70, 200, 3),
+            block_size=16,
+            layers=2,
+            hidden=301,
+            heads=6,
+            kv_heads=2,
+            head_dim=40,
+            inner=517,
+            vocab=1021,
+            dtype=torch.bfloat16,
             cache_dtype=torch.bfloat16,
         ),
     ],
     calls={
         "": Call(_step_call, _MODEL_STEP_REJECTIONS),
         "adapters": Call(
-            lambda g, **s: _step_call(g, adapters=(0, -1, 2), **s),
-            [*_MODEL_STEP_REJECTIONS, *LORA_REJECTIONS],
+            lambda g, **s: _step_call(g, adapters=(0, -1, 2), **s), _MODEL_STEP_REJECTIONS
         ),
     },
-    bound=_model_step_bound,
-    mutates=frozenset(POOLS),
-    overlapping=lambda g, dtype: model_step_arguments(g, cache_dtype=dtype, head=("int8", 128)),
+    bound=model_step_bound,
+    mutates=frozenset({"caches"}),
+    overlapping=lambda g, dtype: model_step_arguments(
+        g, cache_dtype=dtype, head=("int8", 128), adapters=(0, 1, -1)
+    ),
     huge={"int4": lambda g: _step_call(g, head=("int4", 64))},
-    list_lengths={"biased": 3, "scale_sizes": 7, "grouped": 3, "local_layers": 1, "windows": 1},
-)  # fmt: skip
+)
+
+
+# bind_program, release_program ----------------------------------------------------------------
+
+
+def bind_program(program: str, names: str, tensors: list[Tensor]) -> Tensor:
+    raise NotImplementedError("a handle has no reference: model_step's samples show what it means")
+
+
+def release_program(program: Tensor) -> None:
+    raise NotImplementedError("as bind_program")
+
+
+def _binding(g: torch.Generator, **sizes: Any) -> Arguments:
+    sample = program(g, **sizes)
+    return sample.text, "\n".join(sample.tensors), list(sample.tensors.values())
+
+
+def _binding_call(g: torch.Generator) -> Named:
+    return named("bind_program", _binding(g, adapters=True, linear_norm_eps=1e-5, biased="q"))
+
+
+def text_with(old: str, new: str) -> dict[str, Any]:
+    def changed(a: Named) -> str:
+        assert old in a["program"], old
+        return str(a["program"].replace(old, new, 1))
+
+    return {"program": changed}
+
+
+def without(name: str) -> dict[str, Any]:
+    """The tensor of that name left out."""
+
+    def names(a: Named) -> list[str]:
+        return str(a["names"]).split("\n")
+
+    return {
+        "tensors": lambda a: [
+            t for n, t in zip(names(a), a["tensors"], strict=True) if n != name
+        ],
+        "names": lambda a: "\n".join(n for n in names(a) if n != name),
+    }  # fmt: skip
+
+
+def exchanged(name: str, change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+    return {
+        "tensors": lambda a: [
+            change(t) if n == name else t
+            for n, t in zip(str(a["names"]).split("\n"), a["tensors"], strict=True)
+        ]
+    }
+
+
+_BINDING_REJECTIONS: Rejections = [
+    ({"names": lambda a: a["names"] + "\nmore"}, "names", "as many as tensors"),
+    ({"names": lambda a: a["names"].replace("L0.k.weight", "L0.q.weight", 1)}, "names", "twice"),
+    (without("L0.q.weight"), "tensors", "with one named L0.q.weight, as the program says, got"),
+    (without("L0.q.weight_scale"), "tensors", "with one named L0.q.weight_scale"),
+    (without("final.weight"), "tensors", "with one named final.weight"),
+    (exchanged("L0.q.weight", lambda t: t.float()), "L0.q.weight", "of dtype uint8, got float32"),
+    (exchanged("L0.q.weight", lambda t: t[1:]), "L0.q.weight", "with 64 rows, got 63"),
+    (exchanged("L0.q.weight", lambda t: t[:, :8]), "L0.q.weight", "a row"),
+    (exchanged("L0.q.weight_scale", lambda t: t.double()), "L0.q.weight_scale", "of dtype float3"),
+    (exchanged("L0.q.weight_scale", lambda t: t.repeat(3)), "L0.q.weight_scale", "1 or 64"),
+    (exchanged("L0.q.bias", lambda t: t[1:]), "L0.q.bias", "of shape [64], got [63]"),
+    (exchanged("L0.q.rms_norm.weight", lambda t: t[1:]), "L0.q.rms_norm.weight", "[70], got [69]"),
+    (exchanged("L0.in.weight", lambda t: t.bfloat16()), "L0.in.weight", "of dtype float32"),
+    (exchanged("L0.in.weight", lambda t: strided(t)), "L0.in.weight", "contiguous"),
+    (exchanged("embed.weight", lambda t: t[1:]), "vocab", "the 36 rows of embed.weight, got 37"),
+    (exchanged("embed.weight", lambda t: t.double()), "embed.weight", "float32"),
+    (exchanged("rope.far", lambda t: t[1:]), "rope.far", "of shape [8], got [7]"),
+    (text_with("hidden=70", "hidden=71"), "L0.in.weight", "of shape [71], got [70]"),
+    (text_with("width=150", "width=149"), "L0.gate.weight", "with 149 rows, got 150"),
+    (text_with("heads=4", "heads=3"), "key heads of line 3 (attention)", "of kv_heads=2, got 3"),
+    (text_with("activation=relu2", "activation=gelu"), "key activation of line 4", "got gelu"),
+]  # fmt: skip
+
+
+spec(
+    bind_program,
+    samples=lambda: iter([("plain", _binding), ("adapters", lambda g: _binding(g, adapters=True))]),
+    large=[],
+    calls={"": Call(_binding_call, _BINDING_REJECTIONS)},
+    comparable=False,
+)
+
+
+spec(
+    release_program,
+    samples=lambda: iter([("plain", lambda g: (torch.tensor([1 << 40]),))]),
+    large=[],
+    calls={
+        "": Call(
+            lambda g: {"program": torch.tensor([1 << 40])},
+            [
+                ({"program": lambda a: torch.ones(1)}, "program", "of dtype int64, got float32"),
+                ({"program": lambda a: torch.tensor([1, 2])}, "program", "of shape [1], got [2]"),
+            ],
+        )
+    },
+    comparable=False,
+)

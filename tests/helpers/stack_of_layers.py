@@ -3,30 +3,45 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from bitnet_ops import ops
+from programs import Sample
 
 
 @dataclass
 class Stack:
-    """Arguments of ops.decode_step, and a step that takes the next position."""
+    """A bound program, a pool with one block a sequence, and a step that takes a position."""
 
-    arguments: dict[str, Any]
+    sample: Sample
+    handle: Tensor
+    caches: list[Tensor]
+    x: Tensor
 
     @property
     def nbytes(self) -> int:
         """Bytes of weights that a step reads."""
-        head = self.arguments["head_weight"]
-        return sum(w.nbytes for w in self.arguments["weights"]) + head.nbytes
+        tensors = self.sample.tensors.items()
+        return sum(t.nbytes for name, t in tensors if name.endswith(".weight") and t.dim() > 1)
 
     @torch.inference_mode()
     def step(self, position: int = 0) -> Tensor:
-        starts = torch.full((self.arguments["x"].shape[0],), position)
-        return ops.decode_step(**{**self.arguments, "start_positions": starts})
+        batch = len(self.x)
+        rows = torch.arange(batch)
+        return ops.model_step(
+            self.x,
+            self.handle,
+            self.caches,
+            torch.full((batch,), position),
+            rows * self.caches[0].shape[2] + position,
+            torch.arange(batch + 1),
+            torch.full((batch,), position + 1),
+            rows[:, None],
+            rows,
+            self.sample.vocab,
+        )
 
 
 def random_bytes(rng: torch.Generator, n: int, k: int) -> Tensor:
@@ -51,28 +66,36 @@ def make_stack(
 ) -> Stack:
     rng = torch.Generator().manual_seed(seed)
     query, kv = heads * head_dim, kv_heads * head_dim
-    shapes = [(query, hidden), (kv, hidden), (kv, hidden), (hidden, query)]
-    shapes += [(inner, hidden), (inner, hidden), (hidden, inner)]
-    cache = (layers, batch, kv_heads, length, head_dim)
-    return Stack(
-        {
-            "x": torch.randn(batch, 1, hidden, generator=rng),
-            "weights": [random_bytes(rng, n, k) for _ in range(layers) for n, k in shapes],
-            "scales": torch.full((layers, 7), 0.02),
-            "norm_weights": torch.ones(layers * (2 * hidden + query + inner) + hidden),
-            "head_weight": torch.randn(vocab, hidden, generator=rng).bfloat16(),
-            "head_scale": None,
-            "key_cache": torch.zeros(cache, dtype=torch.bfloat16),
-            "value_cache": torch.zeros(cache, dtype=torch.bfloat16),
-            "dtype": torch.bfloat16,
-            "num_heads": heads,
-            "intermediate_size": inner,
-            "vocab_size": vocab,
-            "sub_norms": True,
-            "activation": "relu2",
-            "eps": 1e-5,
-            "inv_freq": 5e5 ** (-torch.arange(0, head_dim, 2) / head_dim),
-            "attention_factor": 1.0,
-            "scale": head_dim**-0.5,
-        }
-    )
+    attention = {"q": (query, hidden), "k": (kv, hidden), "v": (kv, hidden), "o": (hidden, query)}
+    mlp = {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
+    tensors = {
+        "rope.weight": 5e5 ** (-torch.arange(0, head_dim, 2) / head_dim),
+        "final.weight": torch.ones(hidden),
+        "embed.weight": torch.randn(vocab, hidden, generator=rng).bfloat16(),
+    }
+    text = f"model hidden={hidden} dtype=bfloat16 eps=1e-05\n"
+    text += f"rope name=rope dim={head_dim} inv_freq=rope.weight\n"
+
+    def block(kind: str, layer: int, projections: dict[str, tuple[int, int]], rest: str) -> str:
+        line = kind
+        for norm, n in (
+            ("norm", hidden),
+            ("sub_norm", projections["down" if kind == "mlp" else "o"][1]),
+        ):
+            tensors[f"{kind}{layer}.{norm}.weight"] = torch.ones(n)
+            line += f" {norm}={kind}{layer}.{norm}"
+        for name, (n, k) in projections.items():
+            line += f" {name}=L{layer}.{name}"
+            tensors[f"L{layer}.{name}.weight"] = random_bytes(rng, n, k)
+            tensors[f"L{layer}.{name}.weight_scale"] = torch.full((1,), 0.02)
+        return f"{line} {rest}\n"
+
+    for i in range(layers):
+        sizes = f"heads={heads} kv_heads={kv_heads} head_dim={head_dim} rope=rope"
+        text += block("attention", i, attention, sizes)
+        text += block("mlp", i, mlp, f"width={inner} activation=relu2")
+    text += f"head norm=final weight=embed vocab={vocab}\n"
+    sample = Sample(text, tensors)
+    pool = layers, batch, length, kv_heads, head_dim
+    caches = [torch.zeros(pool, dtype=torch.bfloat16) for _ in "kv"]
+    return Stack(sample, sample.bind(), caches, torch.randn(batch, hidden, generator=rng))

@@ -118,7 +118,7 @@ def test_every_architecture_has_the_same_logits_in_every_format(family: str) -> 
         assert torch.equal(logits_of(rebound, ids), expected), weight_format
 
 
-def test_decode_steps_are_the_same_in_every_format() -> None:
+def test_steps_are_the_same_in_every_format() -> None:
     limits, prompts = Limits(20), [[5, 9, 200], [7], [1, 2, 3, 4, 5, 6, 7]]
     runs = [
         Engine(dummy.decoder("tiny", weight_format=f)).generate(prompts, limits=limits)

@@ -103,7 +103,7 @@ def test_rows_of_several_adapters_in_one_step_are_each_alone(model: Decoder) -> 
     adapters = ["all", None, "few", "all", "bf16", None]
     expected = [composed(model, *row) for row in zip(texts, adapters, strict=True)]
     assert not torch.equal(composed(model, texts[0], None), expected[0])
-    assert model._whole_step() is not None
+    assert model.program is not None
 
     def run(*parts: tuple[int, ...]) -> list[torch.Tensor]:
         """Each part: up to where each of the texts goes."""
@@ -147,7 +147,7 @@ def test_rows_of_several_adapters_in_one_step_are_each_alone(model: Decoder) -> 
 
 @torch.inference_mode()
 def test_one_adapter_over_a_rectangular_cache(model: Decoder) -> None:
-    """decode_step: prefill, single tokens, last logits only; two sequences."""
+    """Prefill, single tokens, last logits only; two sequences."""
     ids = torch.stack([random_ids(seed, 8, below=model.config.vocab_size) for seed in (4, 5)])
     for adapter in NAMES:
         expected = torch.stack([composed(model, row, adapter) for row in ids])

@@ -24,7 +24,7 @@ from cache_types import rounded
 from op_catalogue import composed
 from op_schema import named
 from ops_attention import attention_bound
-from ops_model import decode_step_arguments
+from ops_model_step import model_step_arguments
 
 VAL = Path(__file__).resolve().parents[1] / "data/demo-model/val.txt"
 ROUNDED = [name for name in KV_TYPES if name != "float32"]
@@ -84,36 +84,36 @@ class Rounding:
     def __getattr__(self, op: str) -> Any:
         return getattr(ops, op)
 
-    def kv_cache_update(self, keys: Tensor, values: Tensor, *new: Any) -> None:
+    def paged_cache_update(self, keys: Tensor, values: Tensor, *new: Any) -> None:
         key, value, *rest = new
         key, value = (rounded(x, self.smaller).float() for x in (key, value))
-        update_rectangular(keys, values, key, value, *rest)
+        ops.paged_cache_update(keys, values, key, value, *rest)
 
-    def attention(self, query: Tensor, keys: Tensor, values: Tensor, *rest: Any) -> Tensor:
+    def paged_attention(self, query: Tensor, keys: Tensor, values: Tensor, *rest: Any) -> Tensor:
         if self.smaller == torch.bfloat16:  # whose arithmetic is its own
             keys, values = keys.bfloat16(), values.bfloat16()
-        return attend_rectangular(query, keys, values, *rest)
+        return ops.paged_attention(query, keys, values, *rest)
 
 
 @pytest.mark.parametrize("tokens", [1, 30])
 @pytest.mark.parametrize("name", [n for n in ROUNDED if not KV_TYPES[n].has_scales])
 def test_a_step_is_what_it_is_over_the_rounded_numbers(name: str, tokens: int, isa: str) -> None:
     """To the bit; the oracle is composed of the other ops over float32 caches."""
-    sizes = {"layers": 2, "heads": 6, "head_dim": 46, "length": 100, "tokens": tokens}
     made = [
-        named("decode_step", decode_step_arguments(
-            torch.Generator().manual_seed(8), **sizes, cache_dtype=KV_DTYPES[name],
+        named("model_step", model_step_arguments(
+            torch.Generator().manual_seed(8), layers=2, heads=6, head_dim=46, block_size=16,
+            new=(tokens, tokens), lengths=(100, 31), logit_rows=None, cache_dtype=KV_DTYPES[name],
         ))
         for _ in range(3)
     ]  # fmt: skip
     ours, oracle, exact = made
-    for cache in ("key_cache", "value_cache"):
-        oracle[cache], exact[cache] = oracle[cache].float(), exact[cache].float()
-    got = ops.decode_step(**ours)
-    assert_equal(got, composed(Rounding(KV_DTYPES[name]), "decode_step", **oracle), name)
-    for cache in ("key_cache", "value_cache"):
-        assert_equal(ours[cache].float(), oracle[cache], cache)
-    assert not torch.equal(got, ops.decode_step(**exact)), "nothing was rounded"
+    for arguments in (oracle, exact):
+        arguments["caches"] = [cache.float() for cache in arguments["caches"]]
+    got = ops.model_step(**ours)
+    assert_equal(got, composed(Rounding(KV_DTYPES[name]), "model_step", **oracle), name)
+    for cache, wanted in zip(ours["caches"], oracle["caches"], strict=True):
+        assert_equal(cache.float(), wanted)
+    assert not torch.equal(got, ops.model_step(**exact)), "nothing was rounded"
 
 
 @pytest.fixture(scope="module")

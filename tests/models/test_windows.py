@@ -78,7 +78,7 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     report = convert(source, tmp_path / "out", verify=True)
     assert report.verification is not None and report.verification["passed"]
     ours = load(tmp_path / "out", head_format="stored").model
-    assert ours.config.windows == WINDOWS[name] and ours._whole_step() is not None
+    assert ours.config.windows == WINDOWS[name] and ours.program is not None
     ids, margin = forward_fp64.clear_prompt_of(FAMILIES[name].name, FAMILIES[name], 24)
     assert margin > 2e-5, "no prompt can tell a wrong model from a tie"
     long = torch.randint(0, 260, (256,), generator=torch.Generator().manual_seed(1)).tolist()

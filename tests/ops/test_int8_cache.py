@@ -1,6 +1,6 @@
 """The int8 KV cache in the demo model: how far it moves logits and texts, sessions and batches.
 
-The op against float64 is test_attention.py's matter, the fused step test_decode_step.py's.
+The op against float64 is test_attention.py's matter, the fused step models/test_program.py's.
 """
 
 from __future__ import annotations

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import os
-from typing import Any
 
 import pytest
 import torch
@@ -17,9 +16,8 @@ from torch import Tensor
 
 from bitnet_ops import ops
 from cache_panels import PANEL_DTYPES
-from op_schema import named
 from op_values import KV_DTYPES, SCALED_KV_DTYPES, dtype_name
-from ops_model import decode_step_arguments
+from programs import program
 
 LENGTHS = (1, 5, 70, 33, 64, 12)  # of the sequences; more than a chunk of 64 positions among them
 KV_HEADS, HEAD_DIM, HIDDEN, LAYERS = 2, 16, 64, 2
@@ -34,52 +32,46 @@ class Subject:
     def __init__(self, kv_dtype: torch.dtype, windows: tuple[int, ...]) -> None:
         g = torch.Generator().manual_seed(5)
         self.kv_dtype, self.windows = kv_dtype, windows
-        arguments = decode_step_arguments(
-            g, layers=LAYERS, hidden=HIDDEN, heads=4, kv_heads=KV_HEADS, head_dim=HEAD_DIM, batch=1,
-            inner=96, length=max(LENGTHS), weight_format="2bit", cache_dtype=kv_dtype,
-            windows=windows,
+        self.sample = program(
+            g, layers=LAYERS, hidden=HIDDEN, heads=4, kv_heads=KV_HEADS, head_dim=HEAD_DIM,
+            inner=96, weight_format="2bit", windows=windows,
         )  # fmt: skip
-        self.model: dict[str, Any] = named("decode_step", arguments)
-        cache_names = ("key_cache", "value_cache", "key_scale", "value_scale")
-        caches = {name: self.model.pop(name, None) for name in cache_names}
-        for name in ("x", "start_positions", "logits_to_keep"):
-            self.model.pop(name)
+        self.handle = self.sample.bind()
         self.tokens = [torch.randn(n, HIDDEN, generator=g) for n in LENGTHS]
         self.alone = []
         for x in self.tokens:
+            caches, zero = self.pools(1, len(x)), torch.zeros(1, dtype=torch.int64)
             rows = [
-                ops.decode_step(
-                    x=x[None, t : t + 1], start_positions=torch.tensor([t]), **caches, **self.model
-                )[0]
+                self.step(x[t : t + 1], caches, "rows", zero + t, zero + t, torch.tensor([0, 1]),
+                          zero + t + 1, zero[None], zero)
                 for t in range(len(x))
-            ]
+            ]  # fmt: skip
             self.alone.append(torch.cat(rows))
+
+    def step(self, x: Tensor, caches: list[Tensor], layout: str, *where: Tensor) -> Tensor:
+        return ops.model_step(x, self.handle, caches, *where, self.sample.vocab, layout=layout)
 
     @property
     def poison(self) -> float:
         """What must never be read: NaN, or codes with the scale NaN."""
         return 77 if self.kv_dtype in SCALED_KV_DTYPES else float("nan")
 
-    def spoil(self, pools: dict[str, Any], blocks: Tensor, length: int) -> None:
+    def spoil(self, pools: list[Tensor], blocks: Tensor, length: int) -> None:
         """Poison the blocks of a sequence that lie before the windows of all tokens to come."""
-        size = pools["key_pool"].shape[2]
+        size = pools[0].shape[2]
         for block in blocks[: max(length + 1 - max(self.windows), 0) // size].tolist():
-            for name in ("key_pool", "value_pool"):
-                pools[name][:, block] = self.poison
-            for name in ("key_scale", "value_scale"):
-                if pools[name] is not None:
-                    pools[name][:, block] = float("nan")
+            for pool in pools[:2]:
+                pool[:, block] = self.poison
+            for scales in pools[2:]:
+                scales[:, block] = float("nan")
 
-    def pools(self, blocks: int, size: int) -> dict[str, Any]:
+    def pools(self, blocks: int, size: int) -> list[Tensor]:
         """Full of what must never be read."""
         shape = LAYERS, blocks, KV_HEADS, size, HEAD_DIM
-        scaled = self.kv_dtype in SCALED_KV_DTYPES
         pools = [torch.full(shape, self.poison, dtype=self.kv_dtype).transpose(2, 3) for _ in "kv"]
-        scales = [torch.full(p.shape[:-1], float("nan")) if scaled else None for p in pools]
-        return dict(
-            zip(("key_pool", "value_pool", "key_scale", "value_scale"), [*pools, *scales],
-                strict=True)
-        )  # fmt: skip
+        if self.kv_dtype not in SCALED_KV_DTYPES:
+            return pools
+        return [*pools, *(torch.full(p.shape[:-1], float("nan")) for p in pools)]
 
 
 def layouts(dtype: torch.dtype, size: int) -> tuple[str, ...]:
@@ -124,26 +116,26 @@ def test_logits_do_not_depend_on_the_schedule(
     for row, blocks in zip(table, order.split([*columns, 1]), strict=False):
         row[: len(blocks)] = blocks
     pools = subject.pools(len(order), size)
-    pools["layout"] = layouts(kv_dtype, size)[seed % len(layouts(kv_dtype, size))]
+    layout = layouts(kv_dtype, size)[seed % len(layouts(kv_dtype, size))]
     done = dict.fromkeys(range(len(LENGTHS)), 0)
     for call in calls:
         positions = [torch.arange(done[s], done[s] + n) for s, n in call]
         rows = [s for s, _ in call]
         for s, n in call:
             done[s] += n
-        logits = ops.model_step(
-            x=torch.cat([subject.tokens[s][p] for s, p in zip(rows, positions, strict=True)]),
-            positions=torch.cat(positions),
-            slot_mapping=torch.cat([
+        logits = subject.step(
+            torch.cat([subject.tokens[s][p] for s, p in zip(rows, positions, strict=True)]),
+            pools,
+            layout,
+            torch.cat(positions),
+            torch.cat([
                 table[s][p // size] * size + p % size
                 for s, p in zip(rows, positions, strict=True)
             ]),
-            query_start_loc=torch.tensor([0, *itertools.accumulate(n for _, n in call)]),
-            seq_lens=torch.tensor([done[s] for s in rows]),
-            block_table=table[rows],
-            logit_rows=torch.arange(sum(n for _, n in call)),
-            **pools,
-            **subject.model,
+            torch.tensor([0, *itertools.accumulate(n for _, n in call)]),
+            torch.tensor([done[s] for s in rows]),
+            table[rows],
+            torch.arange(sum(n for _, n in call)),
         )  # fmt: skip
         expected = torch.cat([subject.alone[s][p] for s, p in zip(rows, positions, strict=True)])
         assert torch.equal(logits, expected)

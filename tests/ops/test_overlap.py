@@ -17,6 +17,7 @@ from torch import Tensor
 from bitnet_ops import ops
 from op_catalogue import SPECS
 from op_values import Arguments
+from programs import Sample, of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int8)
 Place = tuple[int, int | None]  # index of an argument, and in it where it is a list
@@ -69,46 +70,50 @@ def pairs() -> Iterator[Any]:
     for op in MUTATING:
         for dtype in DTYPES:
             args = arguments_of(op, dtype)
-            for index in mutated(op):
-                if index >= len(args) or args[index] is None:
+            for written, _ in tensors(args):
+                if written[0] not in mutated(op):
                     continue
                 for place, _ in tensors(args):
-                    if place != (index, None):
-                        name = f"{op}-{str(dtype)[6:]}-{index}-{place[0]}-{place[1]}"
-                        yield pytest.param(op, dtype, index, place, id=name)
+                    # the number that a handle is has been read before anything is written
+                    if place != written and schema_of(op).arguments[place[0]].name != "program":
+                        name = f"{op}-{str(dtype)[6:]}-{written}-{place}"
+                        yield pytest.param(op, dtype, written, place, id=name)
 
 
-@pytest.mark.parametrize(("op", "dtype", "index", "place"), list(pairs()))
+@pytest.mark.parametrize(("op", "dtype", "written", "place"), list(pairs()))
 def test_a_mutated_argument_shares_memory_with_no_other(
-    op: str, dtype: torch.dtype, index: int, place: Place
+    op: str, dtype: torch.dtype, written: Place, place: Place
 ) -> None:
     args = list(arguments_of(op, dtype))
-    one = args[index]
+    one = dict(tensors(tuple(args)))[written]
     other = dict(tensors(tuple(args)))[place]
     call = getattr(ops, op)
     apart = 64 * -(-max(one.nbytes, other.nbytes) // 64)
 
     memory = torch.zeros(2 * apart, dtype=torch.uint8)
-    put(args, (index, None), view_at(memory, 0, one))
+    put(args, written, view_at(memory, 0, one))
     put(args, place, view_at(memory, one.nbytes // 2 // 64 * 64, other))
     before = memory.clone()
     with pytest.raises(RuntimeError, match=rf"^{op}: expected .*memory.*, got memory") as error:
         call(*args)
     assert torch.equal(memory, before), "written before the rejection"
     names = [argument.name for argument in schema_of(op).arguments]
-    assert re.search(rf"\b({names[index]}|{names[place[0]]}|a cache)\b", str(error.value))
+    blamed = {names[written[0]], names[place[0]]}
+    if "caches" in blamed:
+        blamed |= {"key_pool", "value_pool", "key_scale", "value_scale"}
+    assert re.search(rf"\b({'|'.join(blamed)}|a cache)\b", str(error.value))
 
     # Back to back is fine: no byte is shared.
     memory = torch.zeros(2 * apart, dtype=torch.uint8)
     end = one.nbytes if one.nbytes % 8 == 0 else apart
-    put(args, (index, None), view_at(memory, 0, one))
+    put(args, written, view_at(memory, 0, one))
     put(args, place, view_at(memory, end, other))
     call(*args)
 
 
 INDICES = {
     "start_positions", "positions", "slot_mapping", "query_start_loc", "seq_lens", "block_table",
-    "logit_rows",
+    "logit_rows", "adapters",
 }  # fmt: skip
 INDICES_OF_OPS = [
     (op, argument.name)
@@ -123,33 +128,39 @@ def test_positions_inside_a_cache_move_no_write(op: str, index: str) -> None:
     """The key that is written there is the bits of another, valid or wild, position."""
     args = list(arguments_of(op, torch.float32))
     names = [argument.name for argument in schema_of(op).arguments]
-    cache = next(i for i, name in enumerate(names) if name in ("key_cache", "key_pool"))
+    caches = [t for (i, _), t in tensors(tuple(args)) if i in mutated(op)][:2]
     given = args[names.index(index)]
-    flat = args[cache].view(-1)[: 2 * given.numel()]
-    args[cache].zero_()
+    flat = caches[0].view(-1)[: 2 * given.numel()]
+    caches[0].zero_()
     inside = flat.view(torch.int64).view(given.shape)
     inside.copy_(given)
     args[names.index(index)] = inside
-    before = args[cache].clone(), args[cache + 1].clone()
+    before = [cache.clone() for cache in caches]
     with pytest.raises(RuntimeError, match=f"^{op}: expected {index} in its own memory"):
         getattr(ops, op)(*args)
-    assert torch.equal(args[cache], before[0]) and torch.equal(args[cache + 1], before[1])
+    for cache, old in zip(caches, before, strict=True):
+        assert torch.equal(cache.view(torch.int32), old.view(torch.int32))  # -1 has the bits of NaN
 
 
 def test_every_mutating_op_has_indices() -> None:
     assert {op for op, _ in INDICES_OF_OPS} == set(MUTATING)
 
 
+def test_what_a_program_reads_lies_outside_of_what_a_step_writes() -> None:
+    memory = torch.zeros(2, 8, 4, 2, 16)
+    arguments = list(arguments_of("model_step", torch.float32))
+    sample = of(arguments[1])
+    inside = memory[0].flatten()[:70].copy_(sample.tensors["L0.in.weight"])
+    arguments[1] = Sample(sample.text, {**sample.tensors, "L0.in.weight": inside}).bind()
+    arguments[2] = [memory[:1], memory[1:]]
+    with pytest.raises(RuntimeError, match="expected L0.in.weight in its own memory, got memory"):
+        ops.model_step(*arguments)
+
+
 def test_heads_that_overflow_a_product_are_rejected() -> None:
     """heads * D = 8 modulo 2^64: the weights would fit, and the loops would not."""
-    x, weight = torch.zeros(1, 1, 8), torch.full((8, 32), 0x55, dtype=torch.uint8)
-    caches = [torch.zeros(1, 1, 1, 4, 8) for _ in "kv"]
-    sizes = torch.float32, 2**61 + 1, 8, 5, False, "relu2", 1e-5
-    rope = torch.ones(4), 1.0, 1.0
-    start = torch.zeros(1, dtype=torch.int64)
-    scales, norms = torch.ones(1, 7), torch.ones(24)
-    rejected = r"^decode_step: expected num_heads with at most 524288 "
-    with pytest.raises(RuntimeError, match=rejected):
-        ops.decode_step(
-            x, [weight] * 7, scales, norms, torch.zeros(5, 8), None, *caches, start, *sizes, *rope
-        )
+    arguments = arguments_of("model_step", torch.float32)
+    sample = of(arguments[1])
+    text = sample.text.replace("heads=4", f"heads={2**61 + 1}").replace("kv_heads=2", "kv_heads=1")
+    with pytest.raises(RuntimeError, match=r"^bind_program: expected key heads of line 3 .* got 2"):
+        Sample(text, sample.tensors).bind()

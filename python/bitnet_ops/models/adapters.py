@@ -1,22 +1,21 @@
-"""The LoRA adapters of a decoder by name, laid out as its steps read them.
+"""The LoRA adapters of a decoder by name, as lines and tensors of its program.
 
-An adapter's factors lie behind each other in one tensor, in the order of the layers' projections,
-and once more as the adapter has them, for layers composed of single ops. Which of a batch's
-sequences has which adapter is told by name; the name None is that of sequences that name none. It
-must not know files or requests.
+Which of a batch's sequences has which adapter is told by name; the name None is that of sequences
+that name none. It must not know files or requests.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from bitnet_ops.config import PROJECTIONS
-from bitnet_ops.memory.arena import Arena
+from bitnet_ops.memory.arena import Arena, aligned
+from bitnet_ops.models.composed import Side
+from bitnet_ops.models.listing import Line
 from bitnet_ops.nn.lora import Adapter, LoraError, LoraWeight
 
 _TILE_ROWS = 16
@@ -37,49 +36,33 @@ def scaled(adapter: Adapter, residual: float) -> Adapter:
 
 @dataclass(frozen=True)
 class PackedAdapter:
-    """weights F [n]: A and B of every adapted projection; ranks int64, scalings f32 [layers, 7].
+    """The factors of an adapter by the name of their projection, of one dtype.
 
-    `layers`: the same by projection, for ops that are composed.
+    weights: as the adapter has them, for ops that are composed. tensors: the same as a program
+    reads them, `<projection>.a` [rank, K] and `<projection>.b` [ceil(N / 16), rank, 16].
     """
 
-    weights: Tensor
-    ranks: Tensor
-    scalings: Tensor
-    layers: tuple[Mapping[str, LoraWeight], ...]
+    weights: Mapping[str, LoraWeight]
+    tensors: Mapping[str, Tensor]
 
     @classmethod
     @torch.inference_mode(False)
-    def of(cls, adapter: Adapter, num_layers: int) -> PackedAdapter:
+    def of(cls, adapter: Adapter) -> PackedAdapter:
         """`adapter`, which fits the model (nn.lora.check_fits)."""
         dtypes = {f.dtype for lora in adapter.weights.values() for f in (lora.a, lora.b)}
         common = dtypes.pop() if len(dtypes) == 1 else torch.float32
         dtype = common if common in _STEP_DTYPES else torch.float32
-        layers = [
-            {p: lora.to(dtype) for p in PROJECTIONS if (lora := adapter.weights.get(_name(i, p)))}
-            for i in range(num_layers)
-        ]
-        factors = [
-            factor.flatten()
-            for layer in layers
-            for lora in layer.values()
-            for factor in (lora.a, _tiles(lora.b))
-        ]
+        weights = {name: lora.to(dtype) for name, lora in adapter.weights.items()}
+        factors: dict[str, Tensor] = {}
+        for name, lora in weights.items():
+            factors[f"{name}.a"], factors[f"{name}.b"] = lora.a, _tiles(lora.b)
         # every token reads all of it: huge pages
-        count = sum(factor.numel() for factor in factors)
-        weights = Arena(count * dtype.itemsize).take((count,), dtype)
-        if factors:
-            torch.cat(factors, out=weights)
-        pairs = [layer.get(p) for layer in layers for p in PROJECTIONS]
-        shape = num_layers, len(PROJECTIONS)
-        ranks = torch.tensor([len(lora.a) if lora else 0 for lora in pairs], dtype=torch.int64)
-        scalings = torch.tensor(
-            [lora.scaling if lora else 0.0 for lora in pairs], dtype=torch.float32
-        )
-        return cls(weights, ranks.view(shape), scalings.view(shape), tuple(layers))
-
-
-def _name(layer: int, projection: str) -> str:
-    return f"model.layers.{layer}.{projection}"
+        memory = Arena(sum(aligned(factor.nbytes) for factor in factors.values()))
+        tensors = {}
+        for name, factor in factors.items():
+            tensors[name] = memory.take(factor.shape, dtype)
+            tensors[name].copy_(factor)
+        return cls(weights, tensors)
 
 
 def _tiles(b: Tensor) -> Tensor:
@@ -88,16 +71,11 @@ def _tiles(b: Tensor) -> Tensor:
     return padded.view(-1, _TILE_ROWS, b.shape[1]).transpose(1, 2)
 
 
-# What runs beside a layer: the rows of its tokens (None: all) and the side paths by projection.
-Side = tuple[Tensor | None, Mapping[str, LoraWeight]]
-
-
 class Adapters:
     """The loaded adapters of one model. Not to be changed while a thread runs the model."""
 
     def __init__(self) -> None:
         self._packed: dict[str | None, PackedAdapter] = {}
-        self._step: dict[str, Any] = {}  # the arguments that are the same for every step
         self.version = 0  # how often they have changed
 
     def __repr__(self) -> str:
@@ -112,14 +90,14 @@ class Adapters:
         if name in self._packed:
             raise LoraError(f"lora: expected a new name, got {name!r}; remove that adapter first")
         self._packed[name] = packed
-        self._gather()
+        self.version += 1
 
     def remove(self, name: str | None) -> None:
         """Raises LoraError for a name that is unknown."""
         if name not in self._packed:
             raise self._unknown(name)
         del self._packed[name]
-        self._gather()
+        self.version += 1
 
     def check(self, name: str | None) -> None:
         """Raise LoraError unless `name` is None or a loaded adapter's."""
@@ -133,13 +111,29 @@ class Adapters:
             "add_adapter loads one"
         )
 
-    def _gather(self) -> None:
-        self.version += 1
-        loaded = self._packed.values()
-        self._step = {
-            "lora_weights": [packed.weights for packed in loaded],
-            "lora_ranks": torch.stack([p.ranks for p in loaded]) if loaded else None,
-            "lora_scalings": torch.stack([p.scalings for p in loaded]) if loaded else None,
+    def lines(self) -> tuple[Line, ...]:
+        """The lines `lora` of a program with these adapters."""
+        return tuple(
+            Line(
+                "lora",
+                {
+                    "adapter": number,
+                    "projection": name,
+                    "a": f"lora.{number}.{name}.a",
+                    "b": f"lora.{number}.{name}.b",
+                    "scaling": lora.scaling,
+                },
+            )
+            for number, packed in enumerate(self._packed.values())
+            for name, lora in packed.weights.items()
+        )
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What these lines name."""
+        return {
+            f"lora.{number}.{name}": factor
+            for number, packed in enumerate(self._packed.values())
+            for name, factor in packed.tensors.items()
         }
 
     def _indices(self, names: Sequence[str | None]) -> list[int]:
@@ -148,31 +142,25 @@ class Adapters:
             self.check(name)
         return [places.get(name, -1) for name in names]
 
-    def step_arguments(self, names: Sequence[str | None]) -> dict[str, Any]:
-        """The lora_ arguments of a step of sequences with these adapters; none where none has one.
+    def of_sequences(self, names: Sequence[str | None]) -> Tensor | None:
+        """int64 [sequences]: the number of the adapter of each, -1: none; None where none has one.
 
         Raises LoraError for a name that is unknown.
         """
         if not self._packed and not any(names):
-            return {}
+            return None
         indices = self._indices(names)
-        if max(indices, default=-1) < 0:
-            return {}
-        return {**self._step, "lora_indices": torch.tensor(indices)}
+        return torch.tensor(indices) if max(indices, default=-1) >= 0 else None
 
-    def sides(self, names: Sequence[str | None], owners: Tensor | None) -> list[list[Side]]:
-        """By layer, what runs beside tokens of sequences with these adapters.
+    def sides(self, names: Sequence[str | None], owners: Tensor) -> list[Side]:
+        """What runs beside the tokens of sequences with these adapters.
 
-        owners: int64 [tokens], the sequence of each; None: all of `names` are the same.
-        Raises LoraError for a name that is unknown.
+        owners: int64 [tokens], the sequence of each. Raises LoraError for a name that is unknown.
         """
         indices = self._indices(names)
-        used = sorted(set(indices) - {-1})
         packed = list(self._packed.values())
-        if owners is None or not used:
-            rows: dict[int, Tensor | None] = dict.fromkeys(used)
-        else:
-            of_tokens = torch.tensor(indices)[owners]
-            rows = {i: (of_tokens == i).nonzero().flatten() for i in used}
-        layers = len(packed[used[0]].layers) if used else 0
-        return [[(rows[i], packed[i].layers[layer]) for i in used] for layer in range(layers)]
+        of_tokens = torch.tensor(indices, dtype=torch.int64)[owners]
+        return [
+            ((of_tokens == index).nonzero().flatten(), packed[index].weights)
+            for index in sorted(set(indices) - {-1})
+        ]

@@ -1,28 +1,27 @@
-"""The one decoder behind every supported architecture: pre-norm layers of ternary projections.
+"""The one decoder behind every supported architecture: modules that hold, a program that computes.
 
-Config-driven: activation relu2 or silu, norms in every place that a family has them, grouped
-queries, any head_dim, head tied or not. The residual stream is float32; positions come from the
-cache. Every op is bit-identical per token, so a token's logits do not depend on its batch, on the
-chunk it came in, on ISA or threads.
-It must not know files, text or sampling: it gets tensors and token ids.
+A family's config becomes a listing of blocks (listing.py). C++ runs it as one call (program.py);
+where it cannot, single ops do (composed.py), with the same results bit for bit. The residual stream
+is float32; positions come from the cache. A token's logits do not depend on its batch, on the chunk
+it came in, on ISA or threads. It must not know files, text or sampling.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import threading
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Mapping
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from bitnet_ops import ops
 from bitnet_ops.config import ModelConfig
-from bitnet_ops.models.adapters import Adapters, PackedAdapter, Side, scaled
+from bitnet_ops.models.adapters import Adapters, PackedAdapter, scaled
+from bitnet_ops.models.composed import Composed
 from bitnet_ops.models.layer import ACTIVATION_DTYPES, DecoderLayer, Tensors, norm_weight
-from bitnet_ops.models.step import Step
+from bitnet_ops.models.listing import GLOBAL_ROPE, LOCAL_ROPE, Listing, listing
+from bitnet_ops.models.program import Program, bind
 from bitnet_ops.models.step_batch import SequenceStep, StepBatch
 from bitnet_ops.nn.casting import Cast, dtype_after
 from bitnet_ops.nn.head import HeadWeight
@@ -31,12 +30,9 @@ from bitnet_ops.nn.kv_pool import PagedPool
 from bitnet_ops.nn.linear import BitLinear
 from bitnet_ops.nn.lora import Adapter, check_fits
 from bitnet_ops.nn.packing import PackedWeight
-from bitnet_ops.nn.rotary import local_rotary, rotary
+from bitnet_ops.nn.rotary import Rotary, local_rotary, rotary
 from bitnet_ops.nn.storage import check_activation_format
-
-# Gathering rebinds buffers, so one thread does it while others wait. One lock for all models, for
-# it takes milliseconds, once, and a lock inside a model could not be copied or pickled.
-_GATHERING = threading.Lock()
+from bitnet_ops.nn.tracked import Tracked, TrackedList, changes
 
 
 def _matrix(tensors: Tensors, name: str, head_format: str) -> HeadWeight:
@@ -49,18 +45,16 @@ def _matrix(tensors: Tensors, name: str, head_format: str) -> HeadWeight:
     return HeadWeight.from_dense(tensor, head_format)
 
 
-class _Body(nn.Module):
+class _Body(Tracked):
     """What Hugging Face calls `model`: embedding, layers, last norm."""
 
-    def __init__(
-        self, config: ModelConfig, tensors: Tensors, dtype: torch.dtype, head_format: str
-    ) -> None:
+    def __init__(self, config: ModelConfig, tensors: Tensors, head_format: str) -> None:
         super().__init__()
         # An embedding that is no head is read a row a token: there is nothing to gain by packing.
         embedding_format = head_format if config.tie_word_embeddings else "stored"
         self.embed_tokens = _matrix(tensors, "model.embed_tokens.weight", embedding_format)
-        self.layers = nn.ModuleList(
-            DecoderLayer(config, _below(tensors, f"model.layers.{i}."), dtype)
+        self.layers = TrackedList(
+            DecoderLayer(config, _below(tensors, f"model.layers.{i}."))
             for i in range(config.num_hidden_layers)
         )
         self.norm = norm_weight(tensors["model.norm.weight"])
@@ -68,7 +62,17 @@ class _Body(nn.Module):
             self.norm = norm_weight(self.norm.weight / config.scalings.logits)
 
 
-class Decoder(nn.Module):
+@dataclasses.dataclass
+class _Bound:
+    """What a decoder has made of its modules, and at how many changes of them."""
+
+    at: tuple[Any, ...] = ()
+    program: Program | None = None
+    watched_at: int = -1
+    watched: list[Tensor] = dataclasses.field(default_factory=list)
+
+
+class Decoder(Tracked):
     """Token ids and a cache in, logits out.
 
     Any number of threads may run one model at once, each with a cache of its own. Changing it
@@ -99,14 +103,12 @@ class Decoder(nn.Module):
         super().__init__()
         check_dtype(dtype, type(self).__name__)
         self.config, self.dtype, self.fused_step = config, dtype, fused_step
-        self._scale, self._rope = config.attention_scale, rotary(config)
-        self.model = _Body(config, tensors, dtype, head_format)
+        self._ropes = _ropes(config)
+        self.model = _Body(config, tensors, head_format)
         if not config.tie_word_embeddings:
             self.lm_head = _matrix(tensors, "lm_head.weight", head_format)
-        # the `bound` of every layer when the step was gathered, and the step: published together
-        self._step: tuple[list[int], Step | None] | None = None
         self.adapters = Adapters()
-        self._watched: tuple[list[int], list[Tensor]] | None = None
+        self._bound = _Bound()
         self.eval()
 
     def add_adapter(self, adapter: Adapter, name: str | None = None) -> None:
@@ -117,7 +119,7 @@ class Decoder(nn.Module):
         """
         check_fits(self, adapter)
         adapter = scaled(adapter, self.config.scalings.residual)
-        self.adapters.add(name, PackedAdapter.of(adapter, self.config.num_hidden_layers))
+        self.adapters.add(name, PackedAdapter.of(adapter))
 
     def remove_adapter(self, name: str | None = None) -> None:
         """Undo `add_adapter`. Raises LoraError for a name that is unknown."""
@@ -141,9 +143,6 @@ class Decoder(nn.Module):
         grouped = [m for m in linears if m.group_size]
         for linear in grouped or linears:
             linear.set_activation_format(activation_format)
-        for layer in self.modules():
-            if isinstance(layer, DecoderLayer):
-                layer._bind()  # what has been gathered is out of date
 
     @property
     def weight_format(self) -> str:
@@ -198,24 +197,28 @@ class Decoder(nn.Module):
             batch = dataclasses.replace(batch, logit_rows=at.flatten())
         return cache, batch
 
-    def _layers(
-        self,
-        x: Tensor,
-        positions: Tensor,
-        attend: Callable[[int, Tensor, Tensor, Tensor], Tensor],
-        sides: Sequence[Sequence[Side]],
-    ) -> Tensor:
-        """The layers one after the other; attend: the layer's number, query, key and value.
+    @property
+    def listing(self) -> Listing:
+        """The program of this model as its modules are now, but for adapters."""
+        factor = self._ropes[GLOBAL_ROPE].attention_factor
+        return listing(self.config, str(self.dtype).removeprefix("torch."), factor)
 
-        sides: of each layer what runs beside it; empty where nothing does.
-        """
-        rope = local = (positions, *self._rope)
-        if (frequencies := local_rotary(self.config)) is not None:
-            local = (positions, frequencies, 1.0)
-        for i, layer in enumerate(self.model.layers):
-            turned = local if i in self.config.scalings.local else rope
-            x = layer(x, turned, functools.partial(attend, i), sides[i] if sides else ())
-        return x
+    @property
+    def program(self) -> Program | None:
+        """The program that steps run as one call; None where single ops run them."""
+        if not self.fused_step:
+            return None
+        now = changes(), self.adapters.version, self.dtype
+        bound = self._bound
+        if bound.at != now or (bound.program is not None and bound.program.stale):
+            # Several threads may do so at once: each publishes a whole one.
+            bound = self._bound = dataclasses.replace(bound, at=now, program=self._bind())
+        return bound.program
+
+    def _bind(self) -> Program | None:
+        lines = dataclasses.replace(self.listing, lora=self.adapters.lines())
+        ropes = {f"rope.{name}": rope.inv_freq for name, rope in self._ropes.items()}
+        return bind(lines, self, {**ropes, **self.adapters.tensors()})
 
     def step(self, batch: StepBatch, pool: PagedPool) -> Tensor:
         """Logits f32 [rows, V] of `batch.logit_rows`; keys and values enter the pool.
@@ -224,21 +227,25 @@ class Decoder(nn.Module):
         are those of its sequence alone with its adapter, bit for bit. Raises ValueError on the name
         of an unknown adapter.
         """
-        if (step := self._whole_step()) is not None:
-            sides = self.adapters.step_arguments(batch.adapter_names)
-            return step(self._embed(batch.token_ids), batch, pool, self.head, sides)
+        if (program := self.program) is not None:
+            adapters = self.adapters.of_sequences(batch.adapter_names)
+            return program.step(self._embed(batch.token_ids), batch, pool, adapters)
         return self.head(self.step_states(batch, pool))
 
     def step_states(self, batch: StepBatch, pool: PagedPool) -> Tensor:
         """As step, but what the head would read: f32 [rows, hidden] after the last norm."""
+        lines = self.listing
+        attention = [line for line in lines.blocks if line.kind == "attention"]
 
         def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             pool.update(i, k, v, batch.slot_mapping)
-            return pool.attend(i, q, batch, self._scale, self.config.window(i))
+            scale, window = attention[i].number("scale"), attention[i].integer("window")
+            return pool.attend(i, q, batch, scale, window)
 
         owners = torch.repeat_interleave(batch.query_start_loc.diff())
         sides = self.adapters.sides(batch.adapter_names, owners)
-        x = self._layers(self._embed(batch.token_ids), batch.positions, attend, sides)
+        composed = Composed(lines, self.get_submodule, batch.positions, self._ropes, attend, sides)
+        x = composed.run(self._embed(batch.token_ids))
         return self._last_norm(x[batch.logit_rows])
 
     def weights_version(self) -> int:
@@ -246,15 +253,10 @@ class Decoder(nn.Module):
 
         Or adapters been loaded or removed.
         """
-        self._whole_step()  # gathering moves them
-        layers = cast("list[DecoderLayer]", self.model.layers)
-        bound = [layer.bound for layer in layers]
-        if self._watched is None or self._watched[0] != bound:
-            # What a layer computes with changes only with `bound`; to look for it takes 100 us.
-            self._watched = bound, [b for layer in layers for b in layer.buffers()]
-        outer = self.model.norm, self.model.embed_tokens, self.head
-        buffers = [*self._watched[1], *(b for module in outer for b in module.buffers())]
-        versions = ((b.data_ptr(), 0 if b.is_inference() else b._version) for b in buffers)
+        bound, now = self._bound, changes()
+        if bound.watched_at != now:  # to look for them takes 100 us
+            bound.watched_at, bound.watched = now, list(self.buffers())
+        versions = ((b.data_ptr(), 0 if b.is_inference() else b._version) for b in bound.watched)
         return hash((self.adapters.version, *versions))
 
     def _last_norm(self, x: Tensor) -> Tensor:
@@ -284,32 +286,10 @@ class Decoder(nn.Module):
             f"weights {self.weight_format}, head {self.head.head_format}"
         )
 
-    def _whole_step(self) -> Step | None:
-        """The step over the buffers as they are now; None where ops have to be composed."""
-        if not self.fused_step:
-            return None
-        layers = cast("list[DecoderLayer]", self.model.layers)
-        gathered = self._step
-        if gathered is None or gathered[0] != [layer.bound for layer in layers]:
-            with _GATHERING:
-                gathered = self._gathered(list(layers))
-        return gathered[1]
-
-    def _gathered(self, layers: list[DecoderLayer]) -> tuple[list[int], Step | None]:
-        if self._step is not None and self._step[0] == [layer.bound for layer in layers]:
-            return self._step  # another thread was faster
-        step = None
-        if Step.expresses(self.config, layers):
-            step = Step(self.config, layers, self.model.norm, self._rope, self.dtype)
-        for layer in layers:  # their buffers are views now
-            layer._bind()
-        self._step = [layer.bound for layer in layers], step
-        return self._step
-
     def __getstate__(self) -> dict[str, Any]:
-        # What a step has gathered is memory that it shares with this model's buffers; a copy, from
-        # `copy.deepcopy` or a pickle, gathers anew from its own.
-        return {**self.__dict__, "_step": None, "_watched": None}
+        # A program is bound to this model's tensors and belongs to this process; a copy, from
+        # `copy.deepcopy` or a pickle, binds its own.
+        return {**self.__dict__, "_bound": _Bound()}
 
     def _checked(self, input_ids: Tensor, cache: KVCache | None) -> KVCache:
         """The cache to write, once the ids are known to fit it."""
@@ -362,6 +342,14 @@ class Decoder(nn.Module):
                 f"model: expected token ids from 0 to {self.config.vocab_size - 1}, got "
                 f"{low} to {high}"
             ) from None
+
+
+def _ropes(config: ModelConfig) -> dict[str, Rotary]:
+    """The rotary tables of a model by the name that its program gives them."""
+    ropes = {GLOBAL_ROPE: rotary(config)}
+    if (local := local_rotary(config)) is not None:
+        ropes[LOCAL_ROPE] = Rotary(local, 1.0)
+    return ropes
 
 
 def check_dtype(dtype: torch.dtype, who: str) -> None:

@@ -7,7 +7,7 @@ a quantised head as 16-bit integers. It must not know models or files.
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from bitnet_ops import ops
 from bitnet_ops.nn.casting import Cast, dtype_after, same_dtype
@@ -18,12 +18,13 @@ from bitnet_ops.nn.storage import (
     HEAD_FORMATS,
     check_head_format,
 )
+from bitnet_ops.nn.tracked import Tracked
 
 _DENSE = {h.name: getattr(torch, h.dtype) for h in HEAD_FORMATS.values() if h.dtype}
 _NAMES = {dtype: name for name, dtype in _DENSE.items()} | {torch.float16: "float16"}
 
 
-class HeadWeight(nn.Module):
+class HeadWeight(Tracked):
     """A matrix [V, K]; calling it gives logits, `embed` gives rows.
 
     Buffers: `weight` F [V, K], or int8 or int4 codes as `ops.quantize_head` returns them, or a

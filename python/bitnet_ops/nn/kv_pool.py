@@ -95,6 +95,12 @@ class PagedPool:
     value_scale: Tensor | None = None
     layout: str = "rows"
 
+    def caches(self) -> list[Tensor]:
+        """The tensors that a model's step writes, as `ops.model_step` takes them."""
+        if self.key_scale is None or self.value_scale is None:
+            return [self.key_pool, self.value_pool]
+        return [self.key_pool, self.value_pool, self.key_scale, self.value_scale]
+
     def scales(self, layer: int) -> tuple[Tensor | None, Tensor | None]:
         """One layer's scales of keys and values f32 [blocks, block_size, KV], or None."""
         if self.key_scale is None or self.value_scale is None:

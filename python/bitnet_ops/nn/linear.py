@@ -17,13 +17,14 @@ from bitnet_ops import ops
 from bitnet_ops.nn.casting import Cast, dtype_after, same_dtype
 from bitnet_ops.nn.packing import PackedWeight, check_group_size, pack_ternary, packed_row_bytes
 from bitnet_ops.nn.storage import GROUP_ACTIVATION_FORMAT, check_activation_format
+from bitnet_ops.nn.tracked import Tracked
 
 _ALL_ZERO_CODES = 0b01010101  # four times code 1, the weight 0
 _Layer = TypeVar("_Layer", bound="BitLinear")
 _ACTIVATIONS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-class BitLinear(nn.Module):
+class BitLinear(Tracked):
     """y = int8(x) @ (codes * weight_scale)^T + bias; x F [..., K] -> [..., N] in x's dtype.
 
     Args:

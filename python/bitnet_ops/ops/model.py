@@ -15,8 +15,9 @@ __all__ = [
     "mlp_forward",
     "paged_attention",
     "paged_cache_update",
-    "decode_step",
+    "bind_program",
     "model_step",
+    "release_program",
 ]
 
 
@@ -208,202 +209,91 @@ def paged_cache_update(
 
 
 @operator
-def decode_step(
-    x: Tensor,
-    weights: list[Tensor],
-    scales: Tensor,
-    norm_weights: Tensor,
-    head_weight: Tensor,
-    head_scale: Tensor | None,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    start_positions: Tensor,
-    dtype: torch.dtype,
-    num_heads: int,
-    intermediate_size: int,
-    vocab_size: int,
-    sub_norms: bool,
-    activation: str,
-    eps: float,
-    inv_freq: Tensor,
-    attention_factor: float,
-    scale: float,
-    logits_to_keep: int = 0,
-    key_scale: Tensor | None = None,
-    value_scale: Tensor | None = None,
-    biases: Tensor | None = None,
-    biased: Sequence[int] = (),
-    scale_sizes: Sequence[int] = (),
-    qk_norms: bool = False,
-    sub_norm_eps: float | None = None,
-    linear_norm_eps: float | None = None,
-    lora_weights: list[Tensor] | None = None,
-    lora_ranks: Tensor | None = None,
-    lora_scalings: Tensor | None = None,
-    lora_indices: Tensor | None = None,
-    grouped: Sequence[int] = (),
-    activation_format: str = "int8",
-    dropped_neurons: Tensor | None = None,
-    post_norms: bool = False,
-    local_inv_freq: Tensor | None = None,
-    local_layers: Sequence[int] = (),
-    windows: Sequence[int] = (),
-) -> Tensor:
-    """All layers, the last norm and the head on new tokens: one call, one parallel region.
+def bind_program(program: str, names: str, tensors: list[Tensor]) -> Tensor:
+    """Parse a model program and bind its names to tensors: once, for any number of `model_step`s.
 
-    Per layer, with h rounded to `dtype`: `q, k, v = qkv_forward(h)`, `rope` of q and k,
-    the cache is written, attention, (`rms_norm`,) `linear`, added to x; then `mlp_forward`, added
-    to x; at the end `lm_head(rms_norm(x))`. Equal to that composition bit for bit. For decoding,
-    for checking a draft and for the chunks of a prompt; memory for activations grows with B * T.
+    A program is a listing of blocks, one a line, `kind key=value ...`, whose names stand for
+    tensors: docs/reference/program.md lists the kinds of lines and their keys. The tensors stay
+    alive until `release_program`. Values that change in place are seen by the next step, and so is
+    memory that is exchanged below a tensor (`tensor.data = ...`).
 
     Args:
-        x: float32 [B, T, K], the embedded tokens; the residual stream stays float32.
-        weights: packed q, k, v, o, gate, up, down of the first layer, then of the next; every
-            layout that `linear` takes.
-        scales: float32 [layers, sum(scale_sizes)], the scales of these weights, contiguous; float16
-            where all are of groups, beside CPU-specific layouts.
-        norm_weights: float32, one contiguous row of all norm weights in the order of use: for each
-            layer [K] before q, k, v, ([D] of query heads, [D] of key heads, with qk_norms,)
-            ([num_heads * D] before o, with sub_norms,) [K] before gate and up,
-            ([intermediate_size] before down, with sub_norms;) at the end [K] before the head. With
-            linear_norm_eps each projection's own, of its input features, right behind the norm
-            before it: q's, k's and v's, o's, gate's and up's, down's. With post_norms [K] behind
-            o's and [K] behind down's.
-        head_weight, head_scale: as `lm_head` takes them.
-        key_cache, value_cache: C [layers, B, KV, L, D], contiguous within a layer; both are
-            mutated.
-        start_positions: int64 [B], how many tokens of each sequence came before.
-        dtype: float32 or bfloat16, what activations are rounded to between operations.
-        num_heads: query heads H; D is the caches' head dimension.
-        intermediate_size: output features of gate and up.
-        vocab_size: output features of the head.
-        sub_norms: whether there are norms before o and before down.
-        activation: "relu2", "silu" or "gelu_pytorch_tanh".
-        eps: of every norm.
-        inv_freq, attention_factor: of the rotary embedding, as `rope` takes them.
-        scale: multiplies the attention scores, usually 1 / sqrt(D).
-        logits_to_keep: above 0, only that many last tokens of each sequence get logits, and only
-            they are computed behind the last layer's attention; 0: all.
-        key_scale, value_scale: float32 [layers, B, KV, L] with int8 caches, contiguous within a
-            layer; mutated.
-        biases: float32 [layers, rows of all projections in `biased`], contiguous, each added to its
-            projection's output before that is rounded.
-        biased: the places, 0 (q) to 6 (down), of projections with a bias, ascending.
-        scale_sizes: how many scales each of the seven projections has, N rows of K features: 1 or
-            N, or if it is in `grouped` the elements of what `linear` takes, [N, ceil(K /
-            128)] beside canonical rows and blocked beside other layouts; empty: 1 each.
-        qk_norms: whether every query and key head is normalised before it is rotated.
-        sub_norm_eps: of the norms before o and down; None: eps.
-        linear_norm_eps: of the norms inside projections, each of which normalises its input once
-            more, by a weight of its own; None: there are none.
-        lora_weights: F [n] each, contiguous: of each adapter the factors A [rank, K] and B
-            [ceil(N / 16), rank, 16], whose lanes are rows of B, the last ones zeros, of every
-            projection that it is beside, in the order of `weights`. An adapted projection
-            gives `y + lm_head(lm_head(x, A), B) * scaling`, rounded as y is, where x is what the
-            projection reads, before it is quantised.
-        lora_ranks: int64 [adapters, layers, 7]; 0: nothing beside that projection.
-        lora_scalings: float32 [adapters, layers, 7].
-        lora_indices: int64 or int32 [B], the adapter of each sequence, -1: none.
-        grouped: the places, 0 to 6, of projections with scales of groups, ascending; q, k and v,
-            and gate and up, all or none.
-        activation_format: what those multiply by, as of `linear`; "int8" without them.
-        dropped_neurons: int64 [layers, d], of each layer the ascending places of neurons of its MLP
-            that are always zero and have no weights, among intermediate_size + d. The norms before
-            down, their weights, and A of down's side paths are of all these; results are as if
-            gate and up had rows of zeros there.
-        post_norms: whether what o and what down give is normalised before it is added to x.
-        local_inv_freq: float32 [D/2], the frequencies of the layers in local_layers, whose
-            attention factor is 1; None: every layer has those of inv_freq.
-        local_layers: the layers that turn by local_inv_freq.
-        windows: the sliding window of each layer, as `paged_attention` takes it; empty: none.
+        program: the listing.
+        names: the name of each tensor, one a line.
+        tensors: a projection P has P.weight, in any layout that `linear` takes, P.weight_scale
+            and maybe P.bias float32 [N] and P.rms_norm.weight float32 [K]; a norm P has P.weight
+            float32 [n]; the head's weight P has P.weight and maybe P.scale, as `lm_head` takes
+            them; a rope names its frequencies float32 [D / 2], an adapter its factors.
     Returns:
-        float32 [B, T, vocab_size], the logits; with logits_to_keep that many tokens at most.
+        int64 [1], a handle: the number of the program in this process.
     Raises:
-        RuntimeError: a wrong dtype or shape, an odd D, H not a multiple of KV, a position outside
-            the caches; nothing has been written then.
-    Source: transformers BitNetForCausalLM, LlamaForCausalLM; LoRA, arXiv 2106.09685.
+        RuntimeError: a line, key or name that is not known, with its line; a tensor of another
+            dtype, shape or layout, by its name.
+    Source: a graph that is built once and run many times, as XNNPACK's subgraphs.
     """
-    batch, tokens, _ = x.shape
-    kept = min(logits_to_keep, tokens) if logits_to_keep else tokens
-    return x.new_empty([batch, kept, vocab_size], dtype=torch.float32)
+    return torch.empty([1], dtype=torch.int64)
+
+
+@operator
+def release_program(program: Tensor) -> None:
+    """Let a program and its tensors go; its handle must not be used again.
+
+    Args:
+        program: int64 [1], the handle; one that is not known, or no longer, is left alone.
+    Raises:
+        RuntimeError: another dtype or shape.
+    Source: as `bind_program`.
+    """
+    return None
 
 
 @operator
 def model_step(
     x: Tensor,
-    weights: list[Tensor],
-    scales: Tensor,
-    norm_weights: Tensor,
-    head_weight: Tensor,
-    head_scale: Tensor | None,
-    key_pool: Tensor,
-    value_pool: Tensor,
+    program: Tensor,
+    caches: list[Tensor],
     positions: Tensor,
     slot_mapping: Tensor,
     query_start_loc: Tensor,
     seq_lens: Tensor,
     block_table: Tensor,
     logit_rows: Tensor,
-    dtype: torch.dtype,
-    num_heads: int,
-    intermediate_size: int,
-    vocab_size: int,
-    sub_norms: bool,
-    activation: str,
-    eps: float,
-    inv_freq: Tensor,
-    attention_factor: float,
-    scale: float,
-    key_scale: Tensor | None = None,
-    value_scale: Tensor | None = None,
-    biases: Tensor | None = None,
-    biased: Sequence[int] = (),
-    scale_sizes: Sequence[int] = (),
-    qk_norms: bool = False,
-    sub_norm_eps: float | None = None,
-    linear_norm_eps: float | None = None,
-    lora_weights: list[Tensor] | None = None,
-    lora_ranks: Tensor | None = None,
-    lora_scalings: Tensor | None = None,
-    lora_indices: Tensor | None = None,
-    grouped: Sequence[int] = (),
-    activation_format: str = "int8",
-    dropped_neurons: Tensor | None = None,
-    post_norms: bool = False,
-    local_inv_freq: Tensor | None = None,
-    local_layers: Sequence[int] = (),
+    out_features: int,
+    adapters: Tensor | None = None,
     layout: str = "rows",
-    windows: Sequence[int] = (),
 ) -> Tensor:
-    """`decode_step` on the new tokens of any sequences, whose keys and values lie in blocks.
+    """All blocks of a program on the new tokens of any sequences: one call, one parallel region.
 
-    Chunks of prompts, single tokens and drafts of different sequences share one call and one
-    parallel region. A token's logits are the same, bit for bit, whatever else is in the call,
-    whatever the blocks and the chunks: those of `decode_step` on its sequence alone.
+    Chunks of prompts, single tokens and drafts of different sequences share a call. A token's
+    logits are the same, bit for bit, whatever else is in the call, whatever the blocks of the cache
+    and the chunks, and equal to those of single ops (models/composed.py). Memory for activations
+    grows with the number of tokens.
 
     Args:
-        x: float32 [tokens, K], the embedded tokens, one sequence's behind the other's.
-        weights, scales, norm_weights, head_weight, head_scale, dtype, num_heads, intermediate_size,
-            vocab_size, sub_norms, activation, eps, inv_freq, attention_factor, scale, biases,
-            biased, scale_sizes, qk_norms, sub_norm_eps, linear_norm_eps, lora_weights, lora_ranks,
-            lora_scalings, grouped, activation_format, dropped_neurons, post_norms, local_inv_freq,
-            local_layers, windows: as `decode_step` takes them.
-        key_pool, value_pool: float32, bfloat16 or int8 [layers, blocks, block_size, KV, D] with any
-            strides but a contiguous D; both are mutated.
+        x: float32 [tokens, K], the embedded tokens, one sequence's behind the other's; the residual
+            stream stays float32.
+        program: int64 [1], the handle that `bind_program` returned.
+        caches: a key pool and a value pool, float32, bfloat16, float16, float8 or int8 [layers,
+            blocks, block_size, KV, D] with any strides but a contiguous D, a layer for each
+            attention block; of int8 pools their scales float32 [layers, blocks, block_size, KV]
+            too. All are mutated.
         positions: int64 or int32 [tokens], where each token stands, for the rotation.
         slot_mapping: int64 or int32 [tokens], all different: where the token's key and value go,
             block * block_size + position in the block.
         query_start_loc, seq_lens, block_table: as `paged_attention` takes them.
         logit_rows: int64 or int32 [r], in any order, r at most the number of tokens: the tokens
-            whose logits are wanted; only they are computed behind the last layer's attention.
-        key_scale, value_scale: float32 [layers, blocks, block_size, KV] with int8 pools, mutated.
-        lora_indices: int64 or int32 [n], the adapter of each sequence, -1: none.
+            whose logits are wanted; only they are computed behind the last attention.
+        out_features: V, the program's vocab.
+        adapters: int64 or int32 [sequences], the number of each one's LoRA adapter in the program,
+            -1: none; None: no sequence has one.
         layout: "rows" or "panels", as `paged_attention` takes it.
     Returns:
-        float32 [r, vocab_size], the logits.
+        float32 [r, V], the logits.
     Raises:
-        RuntimeError: as `decode_step`, `paged_attention` and `paged_cache_update`; nothing has been
-            written then.
-    Source: as `decode_step`; names as in vLLM.
+        RuntimeError: a handle that is not known, a wrong dtype or shape, caches that overlap what
+            is read, and as `paged_attention` and `paged_cache_update`; nothing has been written
+            then.
+    Source: transformers BitNetForCausalLM, LlamaForCausalLM; LoRA, arXiv 2106.09685; names as in
+        vLLM.
     """
-    return x.new_empty([logit_rows.shape[0], vocab_size], dtype=torch.float32)
+    return x.new_empty([logit_rows.shape[0], out_features], dtype=torch.float32)

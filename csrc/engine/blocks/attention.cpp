@@ -1,0 +1,177 @@
+// The block `attention`: norm, q, k and v, rotation, cache, attention over it, out.
+//
+//   norm q k v o           names: the norm before, the projections
+//   heads kv_heads head_dim
+//   rope                   the name of a line `rope`
+//   scale                  multiplies the scores; left out: 1 / sqrt(head_dim)
+//   window                 a token sees so many positions, itself included; 0, the default: all
+//   q_norm k_norm          norms of every query and key head, before rotation
+//   sub_norm               norm before o
+//   post_norm              norm of what is added to the residual
+//   activation_format      what projections with scales of groups multiply by
+#include <cmath>
+
+#include "engine/blocks/blocks.h"
+#include "engine/program/products.h"
+
+namespace bitnet::engine {
+namespace {
+
+class AttentionBlock final : public Block {
+ public:
+  explicit AttentionBlock(Binding& b);
+  void append(PlanBuilder& plan) const override;
+  bool mixes_tokens() const override { return true; }
+  int64_t weights() const override { return (q_.rows + k_.rows + v_.rows + o_.rows) * q_.k; }
+  int64_t product_stages() const override { return 2; }
+
+  int64_t heads, kv_heads, dim, rope, layer, kind;
+  Norm q_norm, k_norm;
+
+ private:
+  Norm norm_, sub_norm_, post_norm_;
+  Linear q_, k_, v_, o_;
+  ActivationFormat format_, out_format_;
+};
+
+AttentionBlock::AttentionBlock(Binding& b) {
+  const Settings& s = b.settings;
+  heads = b.keys.integer("heads", 1, kMostFeatures);
+  kv_heads = b.keys.integer("kv_heads", 1, heads);
+  dim = b.keys.integer("head_dim", 2, kMostFeatures);
+  if (heads % kv_heads != 0)
+    b.keys.fail("heads", "a multiple of kv_heads=" + std::to_string(kv_heads),
+                std::to_string(heads));
+  if (dim % 2 != 0) b.keys.fail("head_dim", "even", std::to_string(dim));
+  if (heads > kMostFeatures / dim)
+    b.keys.fail("heads", "at most " + std::to_string(kMostFeatures / dim) + " of that size",
+                std::to_string(heads));
+  rope = b.program.rope_of(b.keys, dim);
+  const float scale = b.keys.number("scale", 1.0f / std::sqrt(static_cast<float>(dim)));
+  const int64_t window = b.keys.integer("window", 0, INT64_MAX, 0);
+  const int64_t query = heads * dim, kv = kv_heads * dim;
+  norm_ = b.norm("norm", s.hidden, s.eps);
+  b.linear("q", query, s.hidden, q_);
+  b.linear("k", kv, s.hidden, k_);
+  b.linear("v", kv, s.hidden, v_);
+  b.linear("o", s.hidden, query, o_);
+  q_norm = b.optional_norm("q_norm", dim, s.eps);
+  k_norm = b.optional_norm("k_norm", dim, s.eps);
+  sub_norm_ = b.optional_norm("sub_norm", query, s.sub_eps);
+  post_norm_ = b.optional_norm("post_norm", s.hidden, s.eps);
+  format_ = b.input_of({&q_, &k_, &v_});
+  out_format_ = b.input_of({&o_});
+  b.needs.row = std::max({b.needs.row, 2 * dim, query});
+  layer = b.program.add_attention(b.keys, kv_heads, dim);
+  kind = b.program.attention_kind({heads, scale, window, 1});
+}
+
+// Unit: a token and a query head, or a token and a key/value head, which also enters the cache;
+// behind these, where only some rows go on, a row that does.
+class Rotation final : public StageWork {
+ public:
+  struct Memory {
+    const void *q, *k, *v;
+    float* rotated;
+  };
+  Rotation(const Step& step, const AttentionBlock& block, const Memory& memory)
+      : step_(step), block_(block), memory_(memory) {}
+
+  void run(int64_t begin, int64_t end, int64_t slot) const override {
+    const CachePool pool = step_.batch.pool.of(block_.layer);
+    const int64_t units = step_.batch.tokens * (block_.heads + block_.kv_heads);
+    for (int64_t unit = begin; unit < end; ++unit) {
+      if (unit < units) {
+        rotate(pool, unit, step_.own[slot].row);
+      } else {
+        step_.keep_row(unit - units);
+      }
+    }
+  }
+
+ private:
+  // `to` from a head as the projection has left it, by way of the row's second half.
+  void rotated(const void* buffer, int64_t from, const Norm& norm, const float* angles,
+               float* loaded, float* to) const {
+    const KernelTable& table = *step_.table;
+    const DType type = step_.settings().type;
+    load_values(table, type, buffer, from, block_.dim, loaded);
+    apply_norm(table, norm, type, block_.dim, loaded);
+    table.rope_head(loaded, angles, block_.dim, to);
+    table.round_row(type, to, block_.dim);
+  }
+
+  void rotate(const CachePool& pool, int64_t unit, float* row) const {
+    const int64_t heads = block_.heads, kv_heads = block_.kv_heads, dim = block_.dim;
+    const int64_t token = unit / (heads + kv_heads), head = unit % (heads + kv_heads);
+    const float* angles = step_.angles(block_.rope, token);
+    float* loaded = row + dim;
+    if (head < heads) {
+      const int64_t at = (token * heads + head) * dim;
+      return rotated(memory_.q, at, block_.q_norm, angles, loaded, memory_.rotated + at);
+    }
+    const int64_t kv_head = head - heads, from = (token * kv_heads + kv_head) * dim;
+    rotated(memory_.k, from, block_.k_norm, angles, loaded, row);
+    load_values(*step_.table, step_.settings().type, memory_.v, from, dim, loaded);
+    store_cache_rows(*step_.table, pool, step_.batch.slots[token], kv_head, row, loaded);
+  }
+
+  const Step& step_;
+  const AttentionBlock& block_;
+  Memory memory_;
+};
+
+// Unit: a task of the step's attention plan.
+class Attending final : public StageWork {
+ public:
+  Attending(const Step& step, const AttentionBlock& block, const float* rotated, float* attended)
+      : step_(step), block_(block), rotated_(rotated), attended_(attended) {}
+
+  int64_t units() const override { return plan().tasks(); }
+  void run(int64_t begin, int64_t end, int64_t slot) const override {
+    const AttentionBuffers buffers{rotated_, attended_, step_.batch.pool.of(block_.layer)};
+    float* shared = step_.attention.shared_of(block_.kind, step_.attention_shared);
+    plan().run(*step_.table, buffers, begin, end, shared, step_.own[slot].attention);
+  }
+
+ private:
+  const AttentionPlan& plan() const { return step_.attention.at(block_.kind); }
+
+  const Step& step_;
+  const AttentionBlock& block_;
+  const float* rotated_;
+  float* attended_;
+};
+
+void AttentionBlock::append(PlanBuilder& plan) const {
+  const Step& step = plan.step();
+  const Settings& s = plan.settings();
+  const int64_t tokens = plan.rows().count, query = heads * dim, kv = kv_heads * dim;
+  void *q = plan.activations(tokens * query), *k = plan.activations(tokens * kv),
+       *v = plan.activations(tokens * kv);
+  auto* rotated = plan.scratch<float>(tokens * query);
+  auto* attended = plan.scratch<float>(tokens * query);
+  const auto* input = plan.make<NormedRows>(plan.rows().residual, s.hidden, norm_, s.type);
+  append_products(plan, {"norm qkv", "qkv", "expand qkv"}, input, format_,
+                  {{&q_, q}, {&k_, k}, {&v_, v}});
+  const bool keeps = plan.keeps_rows_next();
+  const int64_t kept = keeps && !step.keeps_all() ? step.batch.logit_count : 0;
+  plan.add({"rotate", plan.make<Rotation>(step, *this, Rotation::Memory{q, k, v, rotated}),
+            tokens * (heads + kv_heads) + kept, {1, 64}});
+  Stage attend{"attend", plan.make<Attending>(step, *this, rotated, attended), 0, {1, 64}};
+  attend.varies = true;
+  plan.add(attend);
+  if (keeps) plan.keep_rows();
+  const auto* out = plan.make<NormedRows>(attended, query, sub_norm_, s.type,
+                                          keeps ? &step.batch.logit_rows : nullptr);
+  append_added(plan, {"norm out", "out", "expand out"}, "post out", out, out_format_, o_,
+               post_norm_);
+}
+
+}  // namespace
+
+std::unique_ptr<Block> make_attention(Binding& binding) {
+  return std::make_unique<AttentionBlock>(binding);
+}
+
+}  // namespace bitnet::engine

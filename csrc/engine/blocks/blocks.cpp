@@ -1,0 +1,29 @@
+// The table of blocks.h.
+#include "engine/blocks/blocks.h"
+
+namespace bitnet::engine {
+namespace {
+
+struct Kind {
+  const char* name;
+  std::unique_ptr<Block> (*make)(Binding& binding);
+};
+constexpr Kind kKinds[] = {
+    {"attention", make_attention},
+    {"mlp", make_mlp},
+    {"head", make_head},
+};
+
+}  // namespace
+
+std::unique_ptr<Block> make_block(Binding& binding) {
+  std::string known = "model, rope, lora";
+  for (const Kind& kind : kKinds) {
+    if (binding.keys.kind() == kind.name) return kind.make(binding);
+    known += std::string(", ") + kind.name;
+  }
+  throw ProgramError("expected a line of the program to be one of " + known + ", got " +
+                     binding.keys.kind());
+}
+
+}  // namespace bitnet::engine

@@ -1,0 +1,94 @@
+// The block `head`, the last one: norm, then the logits of the rows that are wanted.
+//
+//   norm weight            names: the last norm; the matrix, which may be the embedding
+//   vocab                  rows of the matrix
+#include "engine/blocks/blocks.h"
+#include "engine/program/plan.h"
+
+namespace bitnet::engine {
+namespace {
+
+class HeadBlock final : public Block {
+ public:
+  explicit HeadBlock(Binding& b)
+      : norm_(b.norm("norm", b.settings.hidden, b.settings.eps)),
+        view_(b.source.head(b.keys.word("weight"), b.keys.integer("vocab", 1, kMostRows),
+                            b.settings.hidden)) {
+    b.program.set_head(view_);
+  }
+  void append(PlanBuilder& plan) const override;
+
+ private:
+  Norm norm_;
+  HeadView view_;
+};
+
+// Rows of a unit: they stay in cache while every token meets them.
+int64_t unit_rows(const HeadView& head) {
+  constexpr int64_t kRows = 32;
+  static_assert(kRows % layout::kHeadTileRows == 0);
+  return head.format == HeadFormat::kTernary ? head.unit_rows() : kRows;
+}
+
+class Logits final : public StageWork {
+ public:
+  Logits(const Step& step, const StepRows& rows, const HeadView& head, const Norm& norm)
+      : step_(step), rows_(rows), head_(head), norm_(norm) {}
+
+  // Row j as the head reads it.
+  void enter(int64_t j, float* row, const StageInput& to) const {
+    const int64_t n = step_.settings().hidden;
+    step_.table->rms_norm_row(rows_.residual + j * n, norm_.weight, n, norm_.eps, DType::kF32, row);
+    prepare_head_token(*step_.table, head_, row, j, to.head);
+  }
+  void prepare(int64_t slot) const override {
+    if (step_.splits_norms) return;
+    const StageInput& own = step_.own[slot];
+    for (int64_t j = 0; j < rows_.count; ++j) enter(j, own.row, own);
+  }
+  int64_t units() const override {
+    return rows_.count == 0 ? 0 : (head_.rows + unit_rows(head_) - 1) / unit_rows(head_);
+  }
+  void run(int64_t begin, int64_t end, int64_t slot) const override {
+    const StageInput& from = step_.splits_norms ? step_.shared : step_.own[slot];
+    const int64_t unit = unit_rows(head_), first = begin * unit;
+    head_rows(*step_.table, head_, first, std::min(end * unit, head_.rows), from.head, rows_.count,
+              step_.batch.out + first, head_.rows);
+  }
+  const void* weights_of(int64_t unit) const override {
+    return offset_bytes(head_.weight, unit * unit_rows(head_) * head_.row_bytes());
+  }
+  const Step& step() const { return step_; }
+
+ private:
+  const Step& step_;
+  StepRows rows_;
+  HeadView head_;
+  Norm norm_;
+};
+
+class LogitNorms final : public StageWork {
+ public:
+  explicit LogitNorms(const Logits* logits) : logits_(*logits) {}
+  void run(int64_t begin, int64_t end, int64_t slot) const override {
+    const Step& step = logits_.step();
+    for (int64_t j = begin; j < end; ++j) logits_.enter(j, step.own[slot].row, step.shared);
+  }
+
+ private:
+  const Logits& logits_;
+};
+
+void HeadBlock::append(PlanBuilder& plan) const {
+  const Step& step = plan.step();
+  const auto* logits = plan.make<Logits>(step, plan.rows(), view_, norm_);
+  if (step.splits_norms)
+    plan.add({"norm head", plan.make<LogitNorms>(logits), plan.rows().count, {1, 64}});
+  plan.add({"head", logits, logits->units(), {1, 64}, true});
+}
+
+}  // namespace
+
+std::unique_ptr<Block> make_head(Binding& binding) { return std::make_unique<HeadBlock>(binding); }
+
+}  // namespace bitnet::engine

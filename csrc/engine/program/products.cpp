@@ -1,0 +1,355 @@
+// The stages of products.h.
+#include "engine/program/products.h"
+
+#include <algorithm>
+#include <cstring>
+
+namespace bitnet::engine {
+namespace {
+
+int64_t float_bytes(int64_t n) { return n * static_cast<int64_t>(sizeof(float)); }
+
+// The job's row but for its codes.
+void normalise_row(const KernelTable& table, const NormJob& job) {
+  if (job.y != job.x) std::memcpy(job.y, job.x, static_cast<size_t>(float_bytes(job.n)));
+  table.round_row(job.type, job.y, job.n);
+  apply_norm(table, {job.weight, job.eps}, job.type, job.n, job.y);
+}
+
+class Products final : public StageWork {
+ public:
+  Products(PlanBuilder& plan, const RowSource* source, ActivationFormat format,
+           std::initializer_list<Target> targets, bool residual);
+
+  void prepare(int64_t slot) const override {
+    if (step_.splits_norms) return;
+    const StageInput& own = step_.own[slot];
+    for (int64_t j = 0; j < rows_.count; ++j) enter(j, own.row, own);
+  }
+  void run(int64_t begin, int64_t end, int64_t slot) const override;
+  const void* weights_of(int64_t unit) const override;
+
+  // Row j as the products read it.
+  void enter(int64_t j, float* row, const StageInput& to) const;
+  int64_t units() const override;
+  ClaimRule claim() const;
+  int64_t expand_units() const;
+  void expand(int64_t begin, int64_t end) const;
+  const StepRows& rows() const { return rows_; }
+  const Step& step() const { return step_; }
+
+ private:
+  struct Part {
+    const Linear* linear;
+    void* out;        // null: rounded, it is added to the residual
+    bool side;        // whether a token of the step has an adapter here
+    float* inner;     // [tokens with an adapter, most_rank]
+    float* residual;  // what the side path adds its outputs to; null: they stay in `out`
+  };
+  QuantizedTokens tokens_of(const StageInput& from, int input) const;
+  void enter_input(int64_t j, const NormJob& job, int i, const StageInput& to) const;
+  // Calls f with each product over the tokens of `from`: one of all projections, or one of each
+  // where they have inputs of their own.
+  template <class F>
+  void for_each_product(const StageInput& from, F&& f) const;
+  SideProjection side(const Part& part, const StageInput& from) const;
+  template <class F>
+  void for_each_side(const StageInput& from, F&& f) const;
+  int64_t shrink_units() const;
+
+  const Step& step_;
+  StepRows rows_;
+  const RowSource* source_;
+  ActivationFormat format_;
+  int count_ = 0;
+  bool own_norms_, grouped_, any_side_ = false;
+  Part parts_[StageInput::kMost];
+  Projection projections_[StageInput::kMost];
+  ProductCut cut_;
+};
+
+bool has_side(const Step& step, const Linear& linear) {
+  return std::ranges::any_of(step.adapters.groups(), [&](const AdapterGroups::Group& group) {
+    return linear.paths[static_cast<size_t>(group.adapter)].rank != 0;
+  });
+}
+
+ProductCut cut_of(const PlanBuilder& plan, std::initializer_list<Target> targets, bool own_norms,
+                  bool grouped) {
+  const Step& step = plan.step();
+  if (step.partitions == 1) return {};
+  ProductShape shape{plan.rows().count, targets.begin()->linear->k, 0, 1, grouped, !grouped};
+  // products with inputs of their own are several, and their cells would have to be told apart
+  if (own_norms && targets.size() != 1) shape.splits_k = false;
+  for (const Target& target : targets) {
+    const Weight& w = target.linear->weight;
+    shape.row_blocks += w.row_blocks;
+    shape.block_rows = std::max(shape.block_rows, w.block_rows);
+    if (w.format == WeightFormat::kCanonical) shape.splits_k = false;
+  }
+  return cut_for(*step.table, shape, step.partitions);
+}
+
+Products::Products(PlanBuilder& plan, const RowSource* source, ActivationFormat format,
+                   std::initializer_list<Target> targets, bool residual)
+    : step_(plan.step()),
+      rows_(plan.rows()),
+      source_(source),
+      format_(format),
+      own_norms_(targets.begin()->linear->norm != nullptr),
+      grouped_(targets.begin()->linear->scaled.grouped()) {
+  const DType type = plan.settings().type;
+  for (const Target& target : targets) {
+    const Linear& linear = *target.linear;
+    const bool side = has_side(step_, linear);
+    any_side_ = any_side_ || side;
+    float* inner = side ? plan.scratch<float>(step_.adapters.with_adapter() * step_.most_rank)
+                        : nullptr;
+    Output out{StoreKind::kStore, type, target.out, linear.rows * element_size(type)};
+    if (target.out == nullptr)
+      out = {StoreKind::kAdd, type, rows_.residual, float_bytes(linear.rows)};
+    parts_[count_] = {&linear, target.out, side, inner,
+                      side && residual ? rows_.residual : nullptr};
+    projections_[count_++] = linear.into(out);
+  }
+  cut_ = cut_of(plan, targets, own_norms_, grouped_);
+  plan.need_parts(cut_);
+}
+
+QuantizedTokens Products::tokens_of(const StageInput& from, int input) const {
+  const Linear& linear = *parts_[input].linear;
+  QuantizedTokens x = from.x[own_norms_ ? input : 0];
+  x.tokens = rows_.count;
+  x.k = linear.k;
+  x.padded_k = layout::padded_k(linear.k);
+  // sums over groups are taken of rows as they lie
+  x.tile = grouped_ ? 0 : step_.table->product_blocking(x.tokens, x.k).token_tile;
+  x.format = format_;
+  if (grouped_) {
+    x.group = linear.scaled.group();
+  } else {
+    x.groups = nullptr;
+  }
+  if (x.format == ActivationFormat::kInt8) x.group_scales = nullptr;
+  return x;
+}
+
+template <class F>
+void Products::for_each_product(const StageInput& from, F&& f) const {
+  const int products = own_norms_ ? count_ : 1;
+  for (int i = 0; i < products; ++i) {
+    const QuantizedTokens x = tokens_of(from, i);
+    f(Product(*step_.table, x, projections_ + i, own_norms_ ? 1 : count_, cut_, step_.parts));
+  }
+}
+
+void Products::enter(int64_t j, float* row, const StageInput& to) const {
+  const NormJob job = source_->job(j, row);
+  if (!own_norms_) return enter_input(j, job, 0, to);
+  normalise_row(*step_.table, job);
+  const float eps = step_.settings().linear_eps;
+  for (int i = 0; i < count_; ++i) {  // others need the row as it is
+    enter_input(j, {row, job.n, job.type, parts_[i].linear->norm, eps, row + job.n}, i, to);
+  }
+}
+
+void Products::enter_input(int64_t j, const NormJob& job, int i, const StageInput& to) const {
+  const KernelTable& table = *step_.table;
+  const QuantizedTokens x = tokens_of(to, i);
+  const bool at_once = x.format == ActivationFormat::kInt8 && x.groups == nullptr;
+  if (at_once) {
+    x.quantize_normed(table, job, j);
+  } else {
+    normalise_row(table, job);
+  }
+  const AdapterGroups& with = *rows_.adapters;
+  if (with.with_adapter() != 0 && with.place(j) < with.with_adapter()) {
+    std::memcpy(to.side_rows[i] + with.place(j) * job.n, job.y,
+                static_cast<size_t>(float_bytes(job.n)));
+  }
+  if (!at_once) x.quantize(table, job.y, j);
+}
+
+SideProjection Products::side(const Part& part, const StageInput& from) const {
+  const int64_t input = own_norms_ ? &part - parts_ : 0;
+  return {
+      .paths = part.linear->paths.data(),
+      .k = part.linear->k,
+      .rows = part.linear->rows,
+      .x = from.side_rows[input],
+      .inner = part.inner,
+      .most_rank = step_.most_rank,
+      .ahead = step_.program->head().ahead,
+      .type = step_.settings().type,
+      .y = part.out,
+      .residual = part.residual,
+  };
+}
+
+template <class F>
+void Products::for_each_side(const StageInput& from, F&& f) const {
+  for (int i = 0; any_side_ && i < count_; ++i) {
+    if (parts_[i].side) f(side(parts_[i], from));
+  }
+}
+
+int64_t Products::shrink_units() const {
+  int64_t units = 0;
+  for_each_side(step_.shared, [&](const SideProjection& p) {
+    units += engine::shrink_units(*rows_.adapters, p);
+  });
+  return units;
+}
+
+int64_t Products::units() const {
+  if (rows_.count == 0) return 0;
+  int64_t units = shrink_units();
+  for_each_product(step_.shared, [&](const Product& p) { units += p.units(); });
+  return units;
+}
+
+ClaimRule Products::claim() const {
+  ClaimRule rule{1, 64};
+  bool first = true;
+  for_each_product(step_.shared, [&](const Product& p) {
+    if (first) rule = p.claim();
+    first = false;
+  });
+  return rule;
+}
+
+// The part of units [begin, end) that lies in the `units` of a product behind `offset` others.
+template <class F>
+void within(int64_t begin, int64_t end, int64_t units, int64_t& offset, F&& f) {
+  const int64_t first = std::max(begin - offset, int64_t{0}), last = std::min(end - offset, units);
+  if (first < last) f(first, last);
+  offset += units;
+}
+
+void Products::run(int64_t begin, int64_t end, int64_t slot) const {
+  const StageInput& from = step_.splits_norms ? step_.shared : step_.own[slot];
+  int64_t offset = 0;
+  for_each_side(from, [&](const SideProjection& p) {
+    within(begin, end, engine::shrink_units(*rows_.adapters, p), offset,
+           [&](int64_t first, int64_t last) {
+             shrink(*step_.table, *rows_.adapters, p, first, last);
+           });
+  });
+  for_each_product(from, [&](const Product& p) {
+    within(begin, end, p.units(), offset,
+           [&](int64_t first, int64_t last) { p.run(first, last); });
+  });
+}
+
+const void* Products::weights_of(int64_t unit) const {
+  unit -= shrink_units();
+  const void* weights = nullptr;
+  for_each_product(step_.shared, [&](const Product& p) {
+    if (weights == nullptr && unit < p.units())
+      weights = p.weights_of(std::max(unit, int64_t{0}));
+    unit -= p.units();
+  });
+  return weights;
+}
+
+int64_t Products::expand_units() const {
+  int64_t units = 0;
+  for_each_side(step_.shared, [&](const SideProjection& p) {
+    units += engine::expand_units(*rows_.adapters, p);
+  });
+  return units;
+}
+
+void Products::expand(int64_t begin, int64_t end) const {
+  int64_t offset = 0;
+  for_each_side(step_.shared, [&](const SideProjection& p) {
+    within(begin, end, engine::expand_units(*rows_.adapters, p), offset,
+           [&](int64_t first, int64_t last) {
+             engine::expand(*step_.table, *rows_.adapters, p, first, last);
+           });
+  });
+}
+
+// Unit: a row, which enters the input that all threads share.
+class Norms final : public StageWork {
+ public:
+  Norms(const Products* products, bool fills) : products_(*products), fills_(fills) {}
+  void run(int64_t begin, int64_t end, int64_t slot) const override {
+    const Step& step = products_.step();
+    for (int64_t j = begin; j < end; ++j) {
+      if (fills_) step.fill_token(j);
+      products_.enter(j, step.own[slot].row, step.shared);
+    }
+  }
+
+ private:
+  const Products& products_;
+  bool fills_;
+};
+
+class Expansion final : public StageWork {
+ public:
+  explicit Expansion(const Products* products) : products_(*products) {}
+  void run(int64_t begin, int64_t end, int64_t) const override { products_.expand(begin, end); }
+
+ private:
+  const Products& products_;
+};
+
+// Unit: a row of `y`, which is normalised and added to the residual.
+class AddNormed final : public StageWork {
+ public:
+  AddNormed(const Step& step, const StepRows& rows, const void* y, const Norm& norm)
+      : step_(step), rows_(rows), y_(y), norm_(norm) {}
+  void run(int64_t begin, int64_t end, int64_t slot) const override {
+    const KernelTable& table = *step_.table;
+    const auto [n, type] = std::pair{step_.settings().hidden, step_.settings().type};
+    float* row = step_.own[slot].row;
+    for (int64_t j = begin; j < end; ++j) {
+      load_values(table, type, y_, j * n, n, row);
+      apply_norm(table, norm_, type, n, row);
+      float* to = rows_.residual + j * n;
+      table.add_row(to, row, n, to);
+    }
+  }
+
+ private:
+  const Step& step_;
+  StepRows rows_;
+  const void* y_;
+  Norm norm_;
+};
+
+void append(PlanBuilder& plan, const StageNames& names, const Products* products) {
+  const Step& step = plan.step();
+  const int64_t count = plan.rows().count;
+  if (count == 0) return;
+  if (step.splits_norms) {
+    const bool fills = !plan.rows().kept && plan.take_filling();
+    plan.add({names.norm, plan.make<Norms>(products, fills), count, {1, 64}});
+  }
+  plan.add({names.product, products, products->units(), products->claim(), true});
+  plan.add({names.expand, plan.make<Expansion>(products), products->expand_units(), {1, 64}});
+}
+
+}  // namespace
+
+void append_products(PlanBuilder& plan, const StageNames& names, const RowSource* source,
+                     ActivationFormat format, std::initializer_list<Target> targets) {
+  append(plan, names, plan.make<Products>(plan, source, format, targets, false));
+}
+
+void append_added(PlanBuilder& plan, const StageNames& names, const char* post_name,
+                  const RowSource* source, ActivationFormat format, const Linear& linear,
+                  const Norm& post) {
+  const bool normed = post.weight != nullptr;
+  const int64_t count = plan.rows().count;
+  void* y = normed || has_side(plan.step(), linear) ? plan.activations(count * linear.rows)
+                                                    : nullptr;
+  append(plan, names, plan.make<Products>(plan, source, format,
+                                          std::initializer_list<Target>{{&linear, y}}, !normed));
+  if (normed)
+    plan.add({post_name, plan.make<AddNormed>(plan.step(), plan.rows(), y, post), count, {1, 64}});
+}
+
+}  // namespace bitnet::engine

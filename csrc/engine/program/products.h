@@ -1,0 +1,65 @@
+// Ternary products as stages of a plan: tokens are normalised and quantised, multiplied by one to
+// three projections, and what adapters add follows. Every block with projections is made of these.
+#pragma once
+
+#include <initializer_list>
+
+#include "engine/program/plan.h"
+
+namespace bitnet::engine {
+
+// Where the rows come from that products multiply. A row may be made anew by every thread.
+class RowSource {
+ public:
+  // Row j as a norm to be taken: x, n, weight and eps; x is made in `row` where it does not lie
+  // somewhere. job.y is `row`.
+  virtual NormJob job(int64_t j, float* row) const = 0;
+
+ protected:
+  ~RowSource() = default;
+};
+
+// Rows of float32 [count, n] with a norm. tokens: which row of x each is; null: the same.
+class NormedRows final : public RowSource {
+ public:
+  NormedRows(const float* x, int64_t n, const Norm& norm, DType type,
+             const int64_t* const* tokens = nullptr)
+      : x_(x), n_(n), norm_(norm), type_(type), tokens_(tokens) {}
+  NormJob job(int64_t j, float* row) const override {
+    const int64_t at = tokens_ == nullptr ? j : (*tokens_)[j];
+    return {x_ + at * n_, n_, type_, norm_.weight, norm_.eps, row};
+  }
+
+ private:
+  const float* x_;
+  int64_t n_;
+  Norm norm_;
+  DType type_;
+  const int64_t* const* tokens_;  // read at every step
+};
+
+struct StageNames {
+  const char *norm, *product, *expand;
+};
+
+struct Target {
+  const Linear* linear;
+  void* out;  // [rows of the stage, linear's rows] of Settings::type
+};
+
+// The projections' results, each in its place.
+void append_products(PlanBuilder& plan, const StageNames& names, const RowSource* source,
+                     ActivationFormat format, std::initializer_list<Target> targets);
+
+// One projection whose results, normalised if `post` has a weight, are added to the residual.
+void append_added(PlanBuilder& plan, const StageNames& names, const char* post_name,
+                  const RowSource* source, ActivationFormat format, const Linear& linear,
+                  const Norm& post);
+
+// Values [from, from + n) of a buffer of `type` as float32.
+inline void load_values(const KernelTable& table, DType type, const void* buffer, int64_t from,
+                        int64_t n, float* row) {
+  table.load_row(type, offset_bytes(buffer, from * element_size(type)), n, row);
+}
+
+}  // namespace bitnet::engine
