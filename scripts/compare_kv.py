@@ -24,8 +24,7 @@ from torch import Tensor
 import bitnet_ops
 from bitnet_ops.models.step_batch import SequenceStep, StepBatch
 from bitnet_ops.nn.kv_cache import KVCache
-from bitnet_ops.nn.kv_config import KVCacheConfig
-from bitnet_ops.nn.kv_types import KV_DTYPES
+from bitnet_ops.nn.kv_config import KV_DTYPES, KVCacheConfig
 from compare_heads import PROMPTS, Figures, chapters
 
 HEADS, KV_HEADS, DIM, POSITIONS = 20, 5, 128, 2048

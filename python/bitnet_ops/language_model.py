@@ -36,7 +36,7 @@ from bitnet_ops.generate.tokenizer import Tokenizer, TokenizerError
 from bitnet_ops.loading import cache_files
 from bitnet_ops.loading.weights import load_model
 from bitnet_ops.models import Decoder, check_dtype
-from bitnet_ops.nn.kv_types import DEFAULT_KV_DTYPE, check_kv_dtype
+from bitnet_ops.nn.kv_config import DEFAULT_KV_DTYPE, check_kv_dtype
 from bitnet_ops.nn.lora import Adapter, read_adapter
 from bitnet_ops.nn.storage import (
     DEFAULT_HEAD_FORMAT,

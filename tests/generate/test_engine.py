@@ -30,7 +30,7 @@ from bitnet_ops.generate.engine import (
 from bitnet_ops.generate.sampling import SamplingError
 from bitnet_ops.models import Decoder
 from bitnet_ops.models.step_batch import StepBatch
-from bitnet_ops.nn.kv_types import KV_DTYPES, bytes_of_block
+from bitnet_ops.nn.kv_config import KV_DTYPES, bytes_of_block
 from bitnet_ops.nn.lora import LoraError
 from counting_model import LONG, Counting, answers, drain, used
 from isa_control import torch_threads

@@ -29,7 +29,7 @@ from bitnet_ops.generate.engine import (
     SchedulerOptions,
 )
 from bitnet_ops.models.step_batch import StepBatch
-from bitnet_ops.nn.kv_types import KV_DTYPES, bytes_of_block
+from bitnet_ops.nn.kv_config import KV_DTYPES, bytes_of_block
 from isa_control import torch_threads
 from paged_fake import VOCAB, Answer, FakeEngine, FakeModel, alone
 from tiny_models import SMALL, random_ids, tiny_model

@@ -16,8 +16,8 @@ import bitnet_ops
 from bitnet_ops import ops
 from bitnet_ops.language_model import LanguageModel
 from bitnet_ops.nn.kv_cache import KVCache
+from bitnet_ops.nn.kv_config import KV_DTYPES
 from bitnet_ops.nn.kv_pool import attend_rectangular, update_rectangular
-from bitnet_ops.nn.kv_types import KV_DTYPES
 from bitnet_ops.nn.storage import KV_TYPES
 from bounds import assert_equal, assert_within
 from cache_types import rounded

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from bitnet_ops.config import ModelConfig
 from bitnet_ops.nn.kv_cache import KVCache
-from bitnet_ops.nn.kv_types import KV_DTYPES, CacheCapacityError
+from bitnet_ops.nn.kv_config import KV_DTYPES, CacheCapacityError
 from bitnet_ops.nn.storage import KV_TYPES
 from cache_types import KV_TYPES_TEXT
 

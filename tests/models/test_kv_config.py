@@ -10,7 +10,7 @@ import torch
 
 import bitnet_ops
 from bitnet_ops import KVCache, KVCacheConfig, KVCacheDtype
-from bitnet_ops.nn.kv_types import CacheCapacityError
+from bitnet_ops.nn.kv_config import CacheCapacityError
 from bitnet_ops.nn.storage import KV_TYPES
 
 SIZES: dict[str, Any] = {"max_seq_len": 20, "num_layers": 2, "num_kv_heads": 3, "head_dim": 16}

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import bitnet_ops
 from bitnet_ops import KVCache, KVCacheConfig, KVCacheDtype
-from bitnet_ops.nn import kv_sequence
+from bitnet_ops.nn import blocks
 from bitnet_ops.nn.blocks import PoolFullError
 from bitnet_ops.nn.kv_pool import KVPool
 
@@ -119,7 +119,7 @@ def test_without_addresses_for_forks_a_cache_is_made_all_the_same(
             raise MemoryError("no addresses")
         return KVPool(*arguments)
 
-    monkeypatch.setattr(kv_sequence, "KVPool", scarce)
+    monkeypatch.setattr(blocks, "KVPool", scarce)
     cache = KVCache(config(40))
     write(cache, 16)
     twin = copy.deepcopy(cache)

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from bitnet_ops import ops
 from bitnet_ops.config import ModelConfig
+from bitnet_ops.nn.kv_config import KV_DTYPES
 from bitnet_ops.nn.kv_pool import KVPool
-from bitnet_ops.nn.kv_types import KV_DTYPES
 from bitnet_ops.nn.storage import KV_TYPES
 
 DEMO = Path(__file__).resolve().parents[1] / "data" / "demo-model" / "config.json"

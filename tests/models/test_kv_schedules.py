@@ -19,8 +19,7 @@ from torch import Tensor
 
 from bitnet_ops import KVCache, KVCacheConfig
 from bitnet_ops.nn.blocks import PoolFullError
-from bitnet_ops.nn.kv_config import KVCacheDtype
-from bitnet_ops.nn.kv_types import CacheCapacityError
+from bitnet_ops.nn.kv_config import CacheCapacityError, KVCacheDtype
 
 LAYERS, KV, DIM = 2, 2, 4
 INT8 = KVCacheDtype.INT8

@@ -25,7 +25,7 @@ from bitnet_ops.generate.engine import Limits
 from bitnet_ops.language_model import LanguageModel
 from bitnet_ops.models import Decoder, expected_tensors
 from bitnet_ops.nn.kv_cache import KVCache
-from bitnet_ops.nn.kv_types import CacheCapacityError
+from bitnet_ops.nn.kv_config import CacheCapacityError
 from hf_writer import Family, make_network
 from isa_control import ISAS, forced_isa, torch_threads
 from tiny_models import NAMES, SMALL, config_of, random_ids, tiny_model

@@ -22,7 +22,7 @@ from bitnet_ops.generate.sampling import SamplingParams
 from bitnet_ops.language_model import load
 from bitnet_ops.models import Decoder
 from bitnet_ops.nn.kv_cache import KVCache
-from bitnet_ops.nn.kv_types import KV_DTYPES
+from bitnet_ops.nn.kv_config import KV_DTYPES
 from hf_families import CASES
 from tiny_models import random_ids, tiny_model
 

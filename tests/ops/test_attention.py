@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from bitnet_ops.nn.kv_config import KV_DTYPES
 from bitnet_ops.nn.kv_pool import attend_rectangular as attend
-from bitnet_ops.nn.kv_types import KV_DTYPES
 from bounds import EXP_ERROR, U, assert_equal, storing_error, sum_error
 from isa_control import every_configuration, forced_isa, torch_threads
 from op_values import Arguments

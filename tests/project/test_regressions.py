@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers.integrations import bitnet as hf
 
 from bitnet_ops import ops
-from bitnet_ops.nn import packing, quantize
+from bitnet_ops.nn import packing
 from bitnet_ops.nn.kv_pool import attend_rectangular, update_rectangular
 from bounds import assert_equal
 from golden import (
@@ -308,7 +308,7 @@ def test_K5_golden_bytes_on_every_isa() -> None:
 def test_K5_weight_scale_is_the_mean_not_the_maximum() -> None:
     weight = torch.tensor([[1.0, 1.0, 1.0, 5.0]])
     assert ops.quantize_weights(weight)[1].item() == 2.0
-    assert quantize.absmean_scale(weight).item() == 2.0
+    assert packing.absmean_scale(weight).item() == 2.0
 
 
 # ---- K9: nested parallel regions, serial halves, a lost batch dimension -------------------------
@@ -336,8 +336,8 @@ def test_K10_offline_packing_of_online_masters_round_trips(rng: torch.Generator)
     stored = hf.pack_weights(ternary.sign().to(torch.int8))  # changes its own copy
     stored_scale = ternary.abs().max().reshape(1)  # autobitlinear: the absmean itself
     codes = packing.unpack_hf(stored, 64)
-    expected_codes, expected_scale = quantize.ternarize(master)
+    expected_codes, expected_scale = packing.ternarize(master)
     assert_equal(codes, expected_codes)
-    scale = quantize.multiplying_scale(stored_scale, "autobitlinear")
+    scale = packing.multiplying_scale(stored_scale, "autobitlinear")
     assert abs(scale.item() / expected_scale.item() - 1) < 160 * 2.0**-24
     assert_equal(ops.unpack(ops.pack(codes), 160), expected_codes)

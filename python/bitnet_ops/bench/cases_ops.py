@@ -21,8 +21,8 @@ from bitnet_ops.bench.cases import Case, Result, baseline_cycle, cycle, equal, e
 from bitnet_ops.bench.limits import read_limit
 from bitnet_ops.bench.memory import Workspace, require_slots
 from bitnet_ops.bench.shapes import ModelShape
-from bitnet_ops.nn.kv_panels import best_layout
-from bitnet_ops.nn.kv_types import DEFAULT_BLOCK_SIZE, KV_DTYPES
+from bitnet_ops.nn.kv_config import DEFAULT_BLOCK_SIZE, KV_DTYPES
+from bitnet_ops.nn.kv_pool import best_layout
 from bitnet_ops.nn.packing import PackedWeight, pack_ternary
 from bitnet_ops.nn.storage import KV_TYPES
 

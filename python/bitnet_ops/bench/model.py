@@ -14,7 +14,7 @@ from bitnet_ops.generate.engine import Engine, Limits
 from bitnet_ops.generate.scheduler import SchedulerOptions
 from bitnet_ops.language_model import load
 from bitnet_ops.nn.kv_cache import KVCache
-from bitnet_ops.nn.kv_types import KV_DTYPES
+from bitnet_ops.nn.kv_config import KV_DTYPES
 from bitnet_ops.nn.packing import blocked_scales
 from bitnet_ops.nn.storage import KV_TYPES, LAYOUTS
 

@@ -29,8 +29,8 @@ from bitnet_ops.bench.session import Progress, measured
 from bitnet_ops.bench.stats import digits, percentile, summarize
 from bitnet_ops.generate.engine import Engine, Event, Limits, NewToken, SchedulerOptions
 from bitnet_ops.models.step_batch import SequenceStep, StepBatch
+from bitnet_ops.nn.kv_config import bytes_of_block
 from bitnet_ops.nn.kv_pool import KVPool
-from bitnet_ops.nn.kv_types import bytes_of_block
 
 _ENDLESS = 1 << 20
 _WARM_STEPS = 3

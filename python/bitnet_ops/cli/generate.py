@@ -257,7 +257,7 @@ def open_model(path: str | None, args: argparse.Namespace) -> LanguageModel:
     import torch
 
     from bitnet_ops.language_model import load
-    from bitnet_ops.nn.kv_types import KV_DTYPES
+    from bitnet_ops.nn.kv_config import KV_DTYPES
 
     if args.threads is not None:
         torch.set_num_threads(args.threads)

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bitnet_ops.convert.verify.plain_forward import PlainOracle
-from bitnet_ops.nn.quantize import absmean_scale
+from bitnet_ops.nn.packing import absmean_scale
 
 WINDOW = 0.05  # half width of the window around the threshold, in units of the absmean
 MIN_EXCESS = 1.02  # of the pooled statistic

@@ -13,8 +13,7 @@ from bitnet_ops import ops
 from bitnet_ops.config.scheme import Scheme
 from bitnet_ops.convert.errors import reject
 from bitnet_ops.convert.source import Uneven
-from bitnet_ops.nn.packing import BLOCK, unpack_hf
-from bitnet_ops.nn.quantize import multiplying_scale
+from bitnet_ops.nn.packing import BLOCK, multiplying_scale, unpack_hf
 from bitnet_ops.nn.storage import GROUP_SIZES
 
 SPREAD = 2.0**-7  # of the magnitudes of a group, relative; a few published groups have 0.005

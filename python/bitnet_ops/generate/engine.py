@@ -57,12 +57,12 @@ from bitnet_ops.generate.scheduler import (
 from bitnet_ops.generate.turns import Turn
 from bitnet_ops.models.step_batch import SequenceStep, StepBatch
 from bitnet_ops.nn.blocks import BlockAllocator
-from bitnet_ops.nn.kv_pool import KVPool
-from bitnet_ops.nn.kv_types import (
+from bitnet_ops.nn.kv_config import (
     DEFAULT_BLOCK_SIZE,
     DEFAULT_KV_DTYPE,
     check_kv_dtype,
 )
+from bitnet_ops.nn.kv_pool import KVPool
 from bitnet_ops.nn.lora import LoraError
 
 _LOG = logging.getLogger(__name__)

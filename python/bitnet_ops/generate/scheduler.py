@@ -24,7 +24,7 @@ from bitnet_ops.config import ModelConfig
 from bitnet_ops.generate.request import Request
 from bitnet_ops.generate.speculation import StepCosts, propose
 from bitnet_ops.nn.blocks import BlockAllocator, PoolFullError
-from bitnet_ops.nn.kv_types import bytes_of_block
+from bitnet_ops.nn.kv_config import bytes_of_block
 
 _PREFIX_CACHE_MB = 256  # of an engine that nobody has told how much memory it may have
 

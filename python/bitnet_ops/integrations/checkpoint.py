@@ -17,7 +17,7 @@ from torch import Tensor
 from bitnet_ops import ops
 from bitnet_ops.config.scheme import ScaleRule, SchemeError, quantized_scheme
 from bitnet_ops.errors import BitNetError
-from bitnet_ops.nn import quantize
+from bitnet_ops.nn import packing
 from bitnet_ops.nn.packing import packed_row_bytes, unpack_hf
 from bitnet_ops.untrusted.patterns import PatternError, matches
 
@@ -190,6 +190,6 @@ def stored_scale(loaded: Tensor, rule: ScaleRule, name: str) -> Tensor:
         )
     linear_class = "bitlinear" if rule is ScaleRule.DIVIDE else "autobitlinear"
     try:
-        return quantize.multiplying_scale(loaded, linear_class)
+        return packing.multiplying_scale(loaded, linear_class)
     except ValueError as error:
         raise CheckpointError(f"bitnet: {error}{in_layer(name)}") from error

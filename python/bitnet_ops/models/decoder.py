@@ -23,13 +23,12 @@ from bitnet_ops.models.layer import ACTIVATION_DTYPES, DecoderLayer, Tensors, no
 from bitnet_ops.models.listing import GLOBAL_ROPE, LOCAL_ROPE, Listing, listing
 from bitnet_ops.models.program import Program, bind
 from bitnet_ops.models.step_batch import SequenceStep, StepBatch
-from bitnet_ops.nn.casting import Cast, dtype_after
 from bitnet_ops.nn.head import HeadWeight
 from bitnet_ops.nn.kv_cache import KVCache
 from bitnet_ops.nn.kv_pool import PagedPool
 from bitnet_ops.nn.linear import BitLinear
 from bitnet_ops.nn.lora import Adapter, check_fits
-from bitnet_ops.nn.packing import PackedWeight
+from bitnet_ops.nn.packing import Cast, PackedWeight, dtype_after
 from bitnet_ops.nn.rotary import Rotary, local_rotary, rotary
 from bitnet_ops.nn.storage import check_activation_format
 from bitnet_ops.nn.tracked import Tracked, TrackedList, changes

@@ -14,10 +14,9 @@ from torch import Tensor, nn
 
 from bitnet_ops.config import PROJECTIONS, ModelConfig
 from bitnet_ops.models.tensors import layer_tensors
-from bitnet_ops.nn.casting import Cast, same_dtype
 from bitnet_ops.nn.head import HeadWeight
 from bitnet_ops.nn.linear import BitLinear
-from bitnet_ops.nn.packing import PackedWeight
+from bitnet_ops.nn.packing import Cast, PackedWeight, same_dtype
 from bitnet_ops.nn.tracked import Tracked
 
 Tensors = Mapping[str, Tensor | PackedWeight | HeadWeight]

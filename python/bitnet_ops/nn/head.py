@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from bitnet_ops import ops
-from bitnet_ops.nn.casting import Cast, dtype_after, same_dtype
-from bitnet_ops.nn.packing import PackedWeight, blocked_scales
+from bitnet_ops.nn.packing import Cast, PackedWeight, blocked_scales, dtype_after, same_dtype
 from bitnet_ops.nn.storage import (
     BLOCK,
     DEFAULT_HEAD_FORMAT,

@@ -17,10 +17,15 @@ from torch import Tensor
 
 from bitnet_ops.config import ModelConfig
 from bitnet_ops.formats.atomic import atomic_file
-from bitnet_ops.nn.kv_config import KVCacheConfig, KVCacheDtype
+from bitnet_ops.nn.blocks import BlockStore, SequenceBlocks, prepare, renew
+from bitnet_ops.nn.kv_config import (
+    TYPE_OF,
+    CacheCapacityError,
+    KVCacheConfig,
+    KVCacheDtype,
+    check_kv_dtype,
+)
 from bitnet_ops.nn.kv_pool import KVPool
-from bitnet_ops.nn.kv_sequence import BlockStore, SequenceBlocks, prepare, renew
-from bitnet_ops.nn.kv_types import TYPE_OF, CacheCapacityError, check_kv_dtype
 from bitnet_ops.nn.storage import KVType
 
 # in a file: what KVPool.stored calls them

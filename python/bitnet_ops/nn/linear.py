@@ -14,8 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from bitnet_ops import ops
-from bitnet_ops.nn.casting import Cast, dtype_after, same_dtype
-from bitnet_ops.nn.packing import PackedWeight, check_group_size, pack_ternary, packed_row_bytes
+from bitnet_ops.nn.packing import (
+    Cast,
+    PackedWeight,
+    check_group_size,
+    dtype_after,
+    pack_ternary,
+    packed_row_bytes,
+    same_dtype,
+)
 from bitnet_ops.nn.storage import GROUP_ACTIVATION_FORMAT, check_activation_format
 from bitnet_ops.nn.tracked import Tracked
 

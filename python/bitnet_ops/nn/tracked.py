@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from bitnet_ops.nn.casting import Cast
+from bitnet_ops.nn.packing import Cast
 
 _changes = 0
 

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from bitnet_ops import ops
 from bitnet_ops.nn.linear import BitLinear
-from bitnet_ops.nn.packing import PackedWeight, pack_ternary
-from bitnet_ops.nn.quantize import MIN_SCALE
+from bitnet_ops.nn.packing import MIN_SCALE, PackedWeight, pack_ternary
 
 
 class _Ternarize(torch.autograd.Function):

@@ -20,8 +20,7 @@ from bitnet_ops.convert.source import Ternary, Uneven
 from bitnet_ops.convert.ternary import SPREAD, check_finite
 from bitnet_ops.formats import gguf_layouts as layouts
 from bitnet_ops.formats.gguf import Reader, TensorInfo
-from bitnet_ops.nn.packing import BLOCK
-from bitnet_ops.nn.quantize import MIN_SCALE
+from bitnet_ops.nn.packing import BLOCK, MIN_SCALE
 
 DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # Embeddings and heads of these types are stored dense, in the dtype of their scales.

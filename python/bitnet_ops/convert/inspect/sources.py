@@ -33,8 +33,7 @@ from bitnet_ops.formats.sglbitnt import MODEL_FILE, Reader, SglbitntError, model
 from bitnet_ops.loading import hub
 from bitnet_ops.loading.model_contents import model_config, own_tensors
 from bitnet_ops.models import TensorError, check_names, expected_tensors
-from bitnet_ops.nn.packing import unpack_hf
-from bitnet_ops.nn.quantize import multiplying_scale
+from bitnet_ops.nn.packing import multiplying_scale, unpack_hf
 
 _WEIGHTS_PER_BYTE = 4
 _HF_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "U8": "uint8", "I8": "int8"}

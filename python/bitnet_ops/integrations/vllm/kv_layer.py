@@ -20,8 +20,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheLayout
 
 from bitnet_ops.config import ModelConfig
 from bitnet_ops.integrations.checkpoint import CheckpointError
-from bitnet_ops.nn.kv_panels import best_layout
-from bitnet_ops.nn.kv_pool import PagedPool
+from bitnet_ops.nn.kv_pool import PagedPool, best_layout
 
 DTYPES = (torch.float32, torch.bfloat16)
 
