@@ -49,7 +49,7 @@ def pack(source, destination):
         shutil.copy(source / name, destination / name)
 
 
-def kinds(folder, count, kv_dtype):
+def kinds(folder, count, kv_dtype, *names):
     """Per kind the Hugging Face folder NAME, the converted NAME-bin, and NAME.json in the form of
     oracle.py: our own engine's greedy tokens of float32 activations, with the lead of each. The
     prompts are those whose smallest lead is largest: two programs round differently.
@@ -57,7 +57,6 @@ def kinds(folder, count, kv_dtype):
     import torch
 
     import bitnet_ops
-    import bonsai
     import hf_writer
     from bitnet_ops.convert import convert
 
@@ -72,10 +71,12 @@ def kinds(folder, count, kv_dtype):
     folder = Path(folder)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
-    for name, family in families.items():
-        if family is not None:
-            hf_writer.write_checkpoint(folder / name, family)
+    for name in names:
+        if families[name] is not None:
+            hf_writer.write_checkpoint(folder / name, families[name])
         else:
+            import bonsai
+
             bonsai.write_unpacked(folder / name, bonsai.make(tied=False))
             hf_writer.write_tokenizer(folder / name, bonsai.VOCAB)
         convert(folder / name, folder / f"{name}-bin")

@@ -69,7 +69,8 @@ def served_folder(work, model):
 def kinds(work):
     """The folder of tiny checkpoints, with what our own engine says to them."""
     folder = work / "kinds"
-    arguments = folder, OWN_TOKENS, ENGINE.kinds_kv_dtype
+    names = {"llama", *(name.removesuffix("-bin") for name in ENGINE.families)}
+    arguments = folder, OWN_TOKENS, ENGINE.kinds_kv_dtype, *sorted(names)
     script(work, "checkpoints.py", "kinds", "kinds", *arguments)
     return folder
 
