@@ -49,20 +49,21 @@ def test_prompts_and_tokens_in_an_engines_slots(family, dtype):
     ids = [random_ids(i, 1, length + 1) for i, length in enumerate(lengths)]
     slots = [slot for r, length in enumerate(lengths) for slot in engine.take(r, 0, length)]
     sizes = torch.tensor(lengths)
-    batch = paged.prompt_batch(
+    batch = paged.batch_of(
         torch.cat([row[0, :-1] for row in ids]),
         torch.cat([torch.arange(length) for length in lengths]),
         torch.tensor(slots),
-        sizes,
+        paged.query_starts(sizes),
         sizes,
         engine.table[:, : max(lengths)],
     )
     first = model.step(batch, pool)
     slots = [engine.take(r, length, length + 1)[0] for r, length in enumerate(lengths)]
-    batch = paged.decode_batch(
+    batch = paged.batch_of(
         torch.cat([row[0, -1:] for row in ids]),
         sizes,
         torch.tensor(slots),
+        torch.arange(len(lengths) + 1),
         sizes + 1,
         engine.table[:, : max(lengths) + 1],
     )
@@ -81,11 +82,11 @@ def test_all_rows_of_a_prompt_have_states():
     engine = Engine(model.config, torch.float32, seed=4)
     ids = random_ids(7, 1, 6)
     new = torch.tensor([6])
-    batch = paged.prompt_batch(
+    batch = paged.batch_of(
         ids[0],
         torch.arange(6),
         torch.tensor(engine.take(0, 0, 6)),
-        new,
+        paged.query_starts(new),
         new,
         engine.table[:1, :6],
         all_rows=True,

@@ -74,35 +74,23 @@ def in_blocks(pool: Tensor, block_size: int) -> Tensor:
     return pool.unflatten(1, (-1, block_size))
 
 
-def decode_batch(
-    token_ids: Tensor, positions: Tensor, slots: Tensor, seq_lens: Tensor, block_table: Tensor
-) -> StepBatch:
-    """One new token of each sequence; all [sequences], block_table [sequences, columns]."""
-    count = torch.arange(len(seq_lens) + 1)
-    return StepBatch(
-        token_ids=token_ids,
-        positions=positions,
-        slot_mapping=slots,
-        query_start_loc=count,
-        seq_lens=seq_lens,
-        block_table=block_table,
-        logit_rows=count[:-1],
-    )
+def query_starts(new_tokens: Tensor) -> Tensor:
+    """Where the tokens of each sequence begin, int64 [sequences + 1], of how many each has."""
+    ends = new_tokens.to(torch.int64).cumsum(0)
+    return torch.cat([ends.new_zeros(1), ends])
 
 
-def prompt_batch(
+def batch_of(
     token_ids: Tensor,
     positions: Tensor,
     slots: Tensor,
-    new_tokens: Tensor,
+    starts: Tensor,
     seq_lens: Tensor,
     block_table: Tensor,
     *,
     all_rows: bool = False,
 ) -> StepBatch:
-    """`new_tokens` [sequences] of each sequence; logits of the last one each, or of all."""
-    ends = new_tokens.to(torch.int64).cumsum(0)
-    starts = torch.cat([ends.new_zeros(1), ends])
+    """New tokens of sequences, which begin at `starts`; logits of the last one each, or of all."""
     return StepBatch(
         token_ids=token_ids,
         positions=positions,
@@ -110,5 +98,5 @@ def prompt_batch(
         query_start_loc=starts,
         seq_lens=seq_lens,
         block_table=block_table,
-        logit_rows=torch.arange(len(token_ids)) if all_rows else ends - 1,
+        logit_rows=torch.arange(len(token_ids)) if all_rows else starts[1:] - 1,
     )

@@ -35,8 +35,7 @@ class BitnetAttentionBackend(TorchNativeAttnBackend):
             return
         starts = torch.arange(len(lengths) + 1)
         if not mode.is_decode():
-            ends = forward_batch.extend_seq_lens.to(torch.int64).cumsum(0)
-            starts = torch.cat([ends.new_zeros(1), ends])
+            starts = paged.query_starts(forward_batch.extend_seq_lens)
         table = self.req_to_token_pool.req_to_token[:, : int(lengths.max())]
         self._where = starts, lengths, table.index_select(0, forward_batch.req_pool_indices)
 

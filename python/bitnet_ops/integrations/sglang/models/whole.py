@@ -123,15 +123,16 @@ def _batch(input_ids: Tensor, positions: Tensor, fb: Any, *, all_rows: bool) -> 
     table = get_attn_backend().req_to_token_pool.req_to_token
     longest = int(lengths.max())
     slots = table[:, :longest].index_select(0, fb.req_pool_indices)
+    starts = torch.arange(len(lengths) + 1)
+    if not mode.is_decode():
+        if mode.is_target_verify() or not mode.is_extend():
+            raise ValueError(
+                f"bitnet: expected prompts or single tokens, got {mode}; speculative decoding is "
+                "not supported for a converted model"
+            )
+        starts = paged.query_starts(fb.extend_seq_lens)
     where = input_ids, positions, fb.out_cache_loc
-    if mode.is_decode():
-        return paged.decode_batch(*where, lengths, slots)
-    if mode.is_target_verify() or not mode.is_extend():
-        raise ValueError(
-            f"bitnet: expected prompts or single tokens, got {mode}; speculative decoding is not "
-            "supported for a converted model"
-        )
-    return paged.prompt_batch(*where, fb.extend_seq_lens, lengths, slots, all_rows=all_rows)
+    return paged.batch_of(*where, starts, lengths, slots, all_rows=all_rows)
 
 
 EntryClass = BitnetOpsForCausalLM
