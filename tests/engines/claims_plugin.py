@@ -106,7 +106,7 @@ def test_sglangs_model_loads_strictly(engine):
     model = model_class.__new__(model_class)  # load_weights without the engine that __init__ needs
     torch.nn.Module.__init__(model)
     model.config, model._loaded = types.SimpleNamespace(tie_word_embeddings=True), set()
-    model.norm = bitnet.Norm(4, 1e-5)
+    model.norm = bitnet.Norm(4)
     gains = torch.tensor([1.0, 2.0, 3.0, 4.0])
     with pytest.raises(CheckpointError, match=r"got none for \['norm.weight'\]"):
         model.load_weights([])

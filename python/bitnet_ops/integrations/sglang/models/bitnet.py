@@ -1,14 +1,16 @@
-"""BitNetForCausalLM for SGLang: fused qkv and gate/up, RadixAttention, our norm and activation ops.
+"""BitNetForCausalLM for SGLang: its layers, caches and sampling around our program of the model.
 
-SGLang finds it by the architecture's name in config.json. Without it SGLang runs transformers'
-model with seven unfused linears a layer; with it four. Loaded by SGLang's registry only. It must
-not know how weights are stored: the layers' own weight_loaders do. Differences from Llama:
-attn_sub_norm before o_proj, relu(gate)^2 * up, ffn_sub_norm before down_proj.
+For checkpoint folders as they are (`bitnet-ops sglang --per-layer`, or SGLang without our
+launcher). Linears are SGLang's own with our method, q, k and v fused, gate and up too, so weight
+updates and LoRA reach them; attention is RadixAttention, over SGLang's pool; what lies between is
+`models/composed.py`. Without this class SGLang runs transformers' model with seven unfused linears
+a layer. Loaded by SGLang's registry only. It must not know how weights are stored: the layers' own
+weight_loaders do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -19,17 +21,20 @@ from sglang.srt.layers.linear import (
 )
 from sglang.srt.layers.logits_processor import LogitsProcessor
 from sglang.srt.layers.radix_attention import RadixAttention
-from sglang.srt.layers.rotary_embedding import get_rope
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from sglang.srt.model_loader.weight_utils import default_weight_loader
 from sglang.srt.runtime_context import get_parallel
 from torch import Tensor, nn
 
 from bitnet_ops import ops
-from bitnet_ops.integrations.checkpoint import CheckpointError
+from bitnet_ops.config import ModelConfig
+from bitnet_ops.integrations.checkpoint import FUSED, CheckpointError, check_activation_dtype
+from bitnet_ops.models.composed import Composed
+from bitnet_ops.models.listing import GLOBAL_ROPE, listing
+from bitnet_ops.nn.rotary import rotary
 
 # checkpoint's layer -> (fused layer, shard id)
-FUSED = {
+_PLACES = {
     "q_proj": ("qkv_proj", "q"),
     "k_proj": ("qkv_proj", "k"),
     "v_proj": ("qkv_proj", "v"),
@@ -39,132 +44,104 @@ FUSED = {
 
 
 class Norm(nn.Module):
-    """RMSNorm over torch.ops.bitnet; with a residual it is added first and returned updated."""
+    """The weight of an RMSNorm; float32, as the ops read it."""
 
-    def __init__(self, size: int, eps: float) -> None:
+    def __init__(self, size: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(size), requires_grad=False)
-        self.eps = eps
+        weight = torch.ones(size, dtype=torch.float32)
+        self.weight = nn.Parameter(weight, requires_grad=False)
+
+
+class Projection(nn.Module):
+    """Projections of a program: those of one linear of SGLang's, which may be a fused one.
+
+    The program asks for all parts of an input one after the other; the first computes them.
+    """
+
+    def __init__(self, linear: nn.Module, sizes: list[int] | None = None) -> None:
+        super().__init__()
+        self._linear, self._sizes = (linear,), sizes  # not a second time among the modules
+        self._x: Tensor | None = None
+        self._parts: Iterator[Tensor] = iter(())
 
     def forward(self, x: Tensor) -> Tensor:
-        return ops.rms_norm(x, self.weight, self.eps)
-
-    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """(norm(x + residual), x + residual)"""
-        return ops.add_rms_norm(x, residual, self.weight, self.eps)
+        if self._x is not x:
+            y, _ = self._linear[0](x)
+            self._x, self._parts = x, iter(y.split(self._sizes or y.shape[-1], dim=-1))
+        return next(self._parts).contiguous()
 
 
 class BitNetAttention(nn.Module):
-    def __init__(self, config: Any, layer_id: int, quant_config: Any, prefix: str) -> None:
+    def __init__(self, c: ModelConfig, layer_id: int, quant_config: Any, prefix: str) -> None:
         super().__init__()
-        hidden, heads = config.hidden_size, config.num_attention_heads
-        kv_heads = config.num_key_value_heads
-        head_dim = getattr(config, "head_dim", None) or hidden // heads
-        self.sizes = [heads * head_dim, kv_heads * head_dim, kv_heads * head_dim]
-        options = {"bias": bool(config.attention_bias), "quant_config": quant_config}
+        hidden, heads, kv_heads = c.hidden_size, c.num_attention_heads, c.num_key_value_heads
+        query, kv = heads * c.head_dim, kv_heads * c.head_dim
+        self.sizes = [query, kv, kv]
         self.qkv_proj = QKVParallelLinear(
-            hidden, head_dim, heads, kv_heads, prefix=f"{prefix}.qkv_proj", **options
-        )
-        self.o_proj = RowParallelLinear(self.sizes[0], hidden, prefix=f"{prefix}.o_proj", **options)
-        self.attn_sub_norm = Norm(self.sizes[0], config.rms_norm_eps)
-        rope = config.rope_parameters
-        self.rotary_emb = get_rope(
-            head_dim,
-            rotary_dim=head_dim,
-            max_position=config.max_position_embeddings,
-            base=rope["rope_theta"],
-            rope_scaling=rope,
-            is_neox_style=True,
-        )
+            hidden, c.head_dim, heads, kv_heads, bias="self_attn.q_proj" in c.biases,
+            quant_config=quant_config, prefix=f"{prefix}.qkv_proj",
+        )  # fmt: skip
+        self.o_proj = RowParallelLinear(
+            query, hidden, bias="self_attn.o_proj" in c.biases,
+            quant_config=quant_config, prefix=f"{prefix}.o_proj",
+        )  # fmt: skip
+        self.attn_sub_norm = Norm(query)
         self.attn = RadixAttention(
-            heads,
-            head_dim,
-            head_dim**-0.5,
-            num_kv_heads=kv_heads,
-            layer_id=layer_id,
-            quant_config=quant_config,
-            prefix=f"{prefix}.attn",
-        )
-
-    def forward(self, positions: Tensor, x: Tensor, forward_batch: Any) -> Tensor:
-        qkv, _ = self.qkv_proj(x)
-        q, k, v = qkv.split(self.sizes, dim=-1)
-        q, k = self.rotary_emb(positions, q, k)
-        y = self.attn_sub_norm(self.attn(q, k, v, forward_batch))
-        return self.o_proj(y)[0]
+            heads, c.head_dim, c.attention_scale, num_kv_heads=kv_heads, layer_id=layer_id,
+            quant_config=quant_config, prefix=f"{prefix}.attn",
+        )  # fmt: skip
 
 
 class BitNetMLP(nn.Module):
-    def __init__(self, config: Any, quant_config: Any, prefix: str) -> None:
+    def __init__(self, c: ModelConfig, quant_config: Any, prefix: str) -> None:
         super().__init__()
-        hidden, inner = config.hidden_size, config.intermediate_size
-        if config.hidden_act != "relu2":
-            raise CheckpointError(f"bitnet: expected hidden_act 'relu2', got {config.hidden_act!r}")
+        hidden, inner = c.hidden_size, c.intermediate_size
         options = {"bias": False, "quant_config": quant_config}
+        self.sizes = [inner, inner]
         self.gate_up_proj = MergedColumnParallelLinear(
-            hidden, [inner, inner], prefix=f"{prefix}.gate_up_proj", **options
+            hidden, self.sizes, prefix=f"{prefix}.gate_up_proj", **options
         )
         self.down_proj = RowParallelLinear(inner, hidden, prefix=f"{prefix}.down_proj", **options)
-        self.ffn_sub_norm = Norm(inner, config.rms_norm_eps)
-
-    def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up_proj(x)[0].chunk(2, dim=-1)
-        return self.down_proj(self.ffn_sub_norm(ops.relu2_mul(gate, up)))[0]
+        self.ffn_sub_norm = Norm(inner)
 
 
 class BitNetDecoderLayer(nn.Module):
-    def __init__(self, config: Any, layer_id: int, quant_config: Any, prefix: str) -> None:
+    def __init__(self, c: ModelConfig, layer_id: int, quant_config: Any, prefix: str) -> None:
         super().__init__()
-        size, eps = config.hidden_size, config.rms_norm_eps
-        self.input_layernorm = Norm(size, eps)
-        self.self_attn = BitNetAttention(config, layer_id, quant_config, f"{prefix}.self_attn")
-        self.post_attention_layernorm = Norm(size, eps)
-        self.mlp = BitNetMLP(config, quant_config, f"{prefix}.mlp")
+        self.input_layernorm = Norm(c.hidden_size)
+        self.self_attn = BitNetAttention(c, layer_id, quant_config, f"{prefix}.self_attn")
+        self.post_attention_layernorm = Norm(c.hidden_size)
+        self.mlp = BitNetMLP(c, quant_config, f"{prefix}.mlp")
 
-    def forward(
-        self, positions: Tensor, x: Tensor, forward_batch: Any, residual: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        if residual is None:
-            residual, x = x, self.input_layernorm(x)
-        else:
-            x, residual = self.input_layernorm.add(x, residual)
-        x = self.self_attn(positions, x, forward_batch)
-        x, residual = self.post_attention_layernorm.add(x, residual)
-        return self.mlp(x), residual
+    def projections(self, prefix: str) -> dict[str, Projection]:
+        """The projections of the layer by the names that programs give them."""
+        qkv = Projection(self.self_attn.qkv_proj, self.self_attn.sizes)
+        gate_up = Projection(self.mlp.gate_up_proj, self.mlp.sizes)
+        return {
+            **{f"{prefix}.self_attn.{key}_proj": qkv for key in "qkv"},
+            f"{prefix}.self_attn.o_proj": Projection(self.self_attn.o_proj),
+            **{f"{prefix}.mlp.{key}_proj": gate_up for key in ("gate", "up")},
+            f"{prefix}.mlp.down_proj": Projection(self.mlp.down_proj),
+        }
 
 
 class BitNetModel(nn.Module):
-    def __init__(self, config: Any, quant_config: Any, prefix: str) -> None:
+    def __init__(self, c: ModelConfig, quant_config: Any, prefix: str) -> None:
         super().__init__()
         self.embed_tokens = VocabParallelEmbedding(
-            config.vocab_size,
-            config.hidden_size,
-            quant_config=quant_config,
-            prefix=f"{prefix}.embed_tokens",
+            c.vocab_size, c.hidden_size, quant_config=quant_config, prefix=f"{prefix}.embed_tokens"
         )
         self.layers = nn.ModuleList(
-            BitNetDecoderLayer(config, i, quant_config, f"{prefix}.layers.{i}")
-            for i in range(config.num_hidden_layers)
+            BitNetDecoderLayer(c, i, quant_config, f"{prefix}.layers.{i}")
+            for i in range(c.num_hidden_layers)
         )
-        self.norm = Norm(config.hidden_size, config.rms_norm_eps)
-
-    def forward(
-        self, input_ids: Tensor, positions: Tensor, forward_batch: Any, embeds: Any
-    ) -> Tensor:
-        x = self.embed_tokens(input_ids) if embeds is None else embeds
-        residual = None
-        for layer in self.layers:
-            x, residual = layer(positions, x, forward_batch, residual)
-        return self.norm(x) if residual is None else self.norm.add(x, residual)[0]
+        self.norm = Norm(c.hidden_size)
 
 
 class BitNetForCausalLM(nn.Module):
     """BitNet b1.58 (2B-4T architecture) on one rank; weights come by `load_weights`, strictly."""
 
-    packed_modules_mapping = {
-        "qkv_proj": ["q_proj", "k_proj", "v_proj"],
-        "gate_up_proj": ["gate_proj", "up_proj"],
-    }
+    packed_modules_mapping = FUSED
 
     def __init__(self, config: Any, quant_config: Any = None, prefix: str = "") -> None:
         super().__init__()
@@ -175,9 +152,11 @@ class BitNetForCausalLM(nn.Module):
                 f"{parallel.tp_size} and {parallel.pp_size}; the sub-norms span all heads and the "
                 "whole intermediate size, and no reduction across ranks is implemented"
             )
-        self.config = config
-        self.quant_config = quant_config
-        self.model = BitNetModel(config, quant_config, f"{prefix}.model" if prefix else "model")
+        self.config, self.quant_config = config, quant_config
+        self.dtype = torch.get_default_dtype()  # of the model, while SGLang makes it
+        check_activation_dtype(self.dtype)
+        c = ModelConfig.from_hf({**config.to_dict(), "architectures": None})
+        self.model = BitNetModel(c, quant_config, f"{prefix}.model" if prefix else "model")
         if config.tie_word_embeddings:
             self.lm_head = self.model.embed_tokens
         else:
@@ -185,7 +164,17 @@ class BitNetForCausalLM(nn.Module):
                 config.vocab_size, config.hidden_size, quant_config=quant_config, prefix="lm_head"
             )
         self.logits_processor = LogitsProcessor(config)
+        self._rope, self._eps = rotary(c), c.rms_norm_eps
+        factor = self._rope.attention_factor
+        self._listing = listing(c, str(self.dtype).removeprefix("torch."), factor)
+        self._projections: dict[str, Projection] = {}
+        layers: Any = self.model.layers
+        for i, layer in enumerate(layers):
+            self._projections.update(layer.projections(f"model.layers.{i}"))
         self._loaded: set[str] = set()
+
+    def _module(self, name: str) -> nn.Module:
+        return self._projections.get(name) or self.get_submodule(name)
 
     @torch.no_grad()
     def forward(
@@ -195,7 +184,17 @@ class BitNetForCausalLM(nn.Module):
         forward_batch: Any,
         input_embeds: Tensor | None = None,
     ) -> Any:
-        hidden = self.model(input_ids, positions, forward_batch, input_embeds)
+        layers: Any = self.model.layers
+
+        def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            rows = (x.reshape(len(x), -1) for x in (q, k, v))
+            return layers[i].self_attn.attn(*rows, forward_batch)
+
+        x = self.model.embed_tokens(input_ids) if input_embeds is None else input_embeds
+        ropes = {GLOBAL_ROPE: self._rope}
+        composed = Composed(self._listing, self._module, positions, ropes, attend)
+        x = composed.run(x.float())
+        hidden = ops.rms_norm(x, self.model.norm.weight, self._eps).to(self.dtype)
         return self.logits_processor(input_ids, hidden, self.lm_head, forward_batch)
 
     def get_input_embeddings(self) -> nn.Module:
@@ -236,9 +235,9 @@ def _place(name: str) -> tuple[str, tuple]:
     """A checkpoint's name -> (parameter's name, further arguments of its weight_loader)."""
     parent, _, leaf = name.rpartition(".")
     grandparent, _, layer = parent.rpartition(".")
-    if layer not in FUSED:
+    if layer not in _PLACES:
         return name, ()
-    fused, shard_id = FUSED[layer]
+    fused, shard_id = _PLACES[layer]
     return f"{grandparent}.{fused}.{leaf}", (shard_id,)
 
 
