@@ -146,6 +146,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"params": SamplingParams(logit_bias={50: 1.0})}, SamplingError, "ids below 50, got 50"),
     ({"limits": 5}, TypeError, "limits as Limits, got 5"),
     ({"adapter": "x"}, LoraError, "a model with adapters"),
+    ({"consumer": []}, TypeError, "consumer as a function"),
     ({"max_drafts": -1}, ValueError, 'max_drafts "auto" or an integer at least 0, got -1'),
     ({"max_drafts": 1.5}, ValueError, "max_drafts"),
     ({"max_drafts": "many"}, ValueError, "max_drafts"),
@@ -272,6 +273,26 @@ def test_a_failed_step_fails_the_requests_in_it_and_the_engine_goes_on() -> None
         engine.generate([[1]], limits=Limits(5))
     model.before = None
     assert engine.generate([[1]], limits=Limits(3))[0].token_ids == [2, 3, 4]
+
+
+def test_a_request_whose_adapter_is_removed_ends_alone() -> None:
+    class Forgetting:
+        names = {"a", "b"}
+
+        def check(self, name: str) -> None:
+            if name not in self.names:
+                raise LoraError(f"lora: expected the name of a loaded adapter, got {name!r}")
+
+    model = FakeModel(logits=periodic)
+    model.adapters = Forgetting()  # type: ignore[assignment]
+    engine = FakeEngine(model=model)
+    ids = [engine.add([1, 2], limits=Limits(4), adapter=name) for name in ("a", "b", "a")]
+    events = engine.step()
+    model.adapters.names.remove("a")
+    found = answers(events + drain(engine))
+    assert found[ids[1]] == ([3, 4, 5, 6], "length")
+    for id in (ids[0], ids[2]):
+        assert found[id][0] == [3] and isinstance(found[id][1], LoraError)
 
 
 def test_a_full_pool_fails_the_one_that_cannot_fit() -> None:

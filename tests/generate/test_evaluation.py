@@ -170,6 +170,31 @@ def test_scores_from_a_token_on() -> None:
     whole, part = score(lm.model, [ids, ids], [1, 5])
     assert torch.equal(whole.logprobs[4:], part.logprobs)
     assert score(lm.model, [ids], [len(ids)])[0].logprobs.shape == (0,)
+    long = (ids * 60)[:700]  # of two steps, of the first of which nothing is wanted
+    whole, part = score(lm.model, [long, long], [1, 650])
+    assert torch.equal(whole.logprobs[649:], part.logprobs)
+
+
+def test_embeddings_are_the_last_hidden_states_whatever_is_beside_them() -> None:
+    lm = load(kv_dtype=torch.float32)
+    texts = [lm.encode("Once there was a house"), [5], (lm.encode("in the wood") * 300)[:700]]
+    vectors = lm.embed(texts)
+    for ids, vector in zip(texts, vectors, strict=True):
+        assert torch.equal(lm.embed([ids])[0], vector)
+        state = lm.model.hidden(torch.tensor([ids]))[0, -1]
+        assert torch.equal(torch.nn.functional.normalize(state, dim=-1), vector)
+    few = torch.nn.functional.normalize(vectors[:, :8], dim=-1)
+    torch.testing.assert_close(lm.embed(texts, dimensions=8), few)
+    assert lm.embed([]).shape == (0, lm.config.hidden_size)
+    for wrong, message in (
+        ([[]], "at least one token in every text, got none in text 1 of 1"),
+        ([[1] * 2000], "at most 1024 tokens"),
+        ([[10**6]], "prompt ids from 0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            lm.embed(wrong)
+    with pytest.raises(ValueError, match="dimensions from 1 to"):
+        lm.embed(texts, dimensions=0)
 
 
 @pytest.mark.parametrize(

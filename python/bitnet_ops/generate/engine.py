@@ -178,6 +178,8 @@ class Engine:
         the thread that steps; without one they are what `step` returns. Raises PromptError,
         SamplingError, LoraError, ValueError or TypeError for what cannot be run.
         """
+        if consumer is not None and not callable(consumer):
+            raise TypeError(f"engine: expected consumer as a function, got {kind_of(consumer)}")
         if consumer is None and self._turn.owned:
             raise ValueError(
                 "engine: expected a consumer for a request to an engine that a thread owns, got "
@@ -382,9 +384,9 @@ class Engine:
         plan = scheduler.schedule()
         for request, full in plan.failed:
             self._end(request, Failed(request.id, full))
-        if not plan.steps:
+        steps = [s for s in plan.steps.values() if self._may_run(s.request)]
+        if not steps:
             return
-        steps = list(plan.steps.values())
         try:
             outcomes = self._run_model(plan, steps)
         except BaseException as error:
@@ -395,6 +397,15 @@ class Engine:
             return
         for step, (sampled, failure) in zip(steps, outcomes, strict=True):
             self._commit(step, sampled, failure)
+
+    def _may_run(self, request: Request) -> bool:
+        """Not where its adapter has been removed meanwhile: then it fails, alone."""
+        try:
+            _check_adapter(self.model, request.adapter)
+        except LoraError as error:
+            self._end(request, Failed(request.id, error))
+            return False
+        return True
 
     @torch.inference_mode()
     def _run_model(
