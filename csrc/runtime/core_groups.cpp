@@ -1,5 +1,5 @@
-// What the system tells of caches and memory nodes, and the cut of a region's threads into groups;
-// see core_groups.h.
+// Reads the system's description of caches and memory nodes, and cuts a region's threads into
+// groups; see core_groups.h.
 #include "runtime/core_groups.h"
 
 #include <algorithm>
@@ -7,12 +7,12 @@
 #include <map>
 #include <set>
 
-#include "runtime/crowding.h"
+#include "runtime/oversubscription.h"
 
 namespace bitnet {
 namespace {
 
-// The first line of a file, "" where there is none.
+// The first line of a file, "" if there is none.
 std::string line_of(const std::string& path) {
   std::ifstream file(path);
   std::string line;
@@ -20,7 +20,7 @@ std::string line_of(const std::string& path) {
   return line;
 }
 
-// The CPUs that share the last of the caches of a CPU, as the system writes them.
+// The CPUs that share the last-level cache of a CPU, as the system writes them.
 std::string sharers_of_last_cache(const std::string& cpu) {
   constexpr int kMostCaches = 8;
   std::string level, sharers;
@@ -82,8 +82,8 @@ CoreGroups::CoreGroups(int64_t partitions, const std::vector<int32_t>& domains) 
   cut(partitions, domains);
 }
 
-// Runs of neighbours of one domain, each cut evenly. One that is too short for a group goes with
-// what comes behind it, the last one with what is before it.
+// Cuts every run of neighbours of one domain evenly. A run that is too short for a group joins the
+// next run; the last one joins the run before.
 void CoreGroups::cut(int64_t partitions, const std::vector<int32_t>& domains) {
   count_ = 0;
   if (partitions <= kMostInGroup) {

@@ -1,5 +1,5 @@
-// Which threads of a region belong together: those of cores that share a cache, at most eight. A
-// guess where threads are not bound, and then only of speed. Must not know what threads do.
+// Groups of a region's threads: those on cores that share a cache, at most eight. If threads are
+// not bound to cores, the groups are a guess, which only speed depends on.
 #pragma once
 
 #include <cstdint>
@@ -8,26 +8,28 @@
 
 namespace bitnet {
 
-// A number for each CPU of `cpus`, one of each physical core first and the others behind: CPUs of
-// the same number share their last cache and memory node. Empty where the system does not tell.
-// `root` stands for "/" and is another directory in tests.
+// A number for each CPU of `cpus`: CPUs with the same number share their last-level cache and
+// memory node. The first CPU of every physical core comes first, the others behind. Empty if the
+// system does not say. `root` is "/" except in tests.
 std::vector<int32_t> cache_domains(const std::vector<int32_t>& cpus, const std::string& root);
 
-// The partitions of a region in groups of neighbours, partition p being on the p-th core. A group
-// has no more than kMostInGroup and, unless it is the only one, no less than kFewestInGroup.
+// The partitions of a region in groups of neighbours, if partition p is on the p-th core. A group
+// has at most kMostInGroup partitions and, unless it is the only one, at least kFewestInGroup.
 class CoreGroups {
  public:
   static constexpr int64_t kMostInGroup = 8, kFewestInGroup = 4, kMostPartitions = 256;
   static constexpr int64_t kMostGroups = kMostPartitions / kFewestInGroup;
 
-  // On the CPUs of the affinity mask when the library was loaded. Reads what the system tells of
-  // them once, when a region has more partitions than a group.
+  // For the CPUs of the affinity mask. Reads the system's description of them once, when a region
+  // first has more partitions than a group.
   explicit CoreGroups(int64_t partitions);
-  // Where there are fewer domains than partitions they say nothing: all are one.
+  // With fewer domains than partitions, all partitions count as one domain.
   CoreGroups(int64_t partitions, const std::vector<int32_t>& domains);
 
   int64_t count() const { return count_; }
-  int64_t begin(int64_t group) const { return begins_[group]; }  // of group count(): partitions
+  int64_t begin(int64_t group) const {
+    return begins_[group];
+  }  // begin(count()) is the number of partitions
   int64_t of(int64_t partition) const { return count_ == 1 ? 0 : of_[partition]; }
 
  private:

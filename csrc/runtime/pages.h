@@ -1,6 +1,6 @@
-// Pages of memory that a step reads over and over: huge ones, for fewer address translations on a
-// stream of hundreds of megabytes, and on which memory node they lie. All of it is advice that the
-// system may reject; who asks can see whether it did. Must not know tensors.
+// Pages of large memory: huge pages, for fewer address translations while hundreds of megabytes are
+// read, and the memory node that a page lies on. All of it is advice, which the system may reject;
+// the functions return whether it did.
 #pragma once
 
 #include <cstdint>
@@ -11,21 +11,22 @@ namespace bitnet {
 // the bytes it accepted, 0 where the system has none or rejects.  A hint: contents never change.
 int64_t advise_huge_pages(const void* data, int64_t n_bytes);
 
-// Which memory node a page lies on: that of the thread which writes it first, as the system has it,
-// or each in turn.
+// The memory node of a page: that of the thread that writes it first (the system's default), or
+// each node in turn.
 enum class Placement { kFirstTouch, kInterleave };
 
-// BITNET_OPS_MEMORY, "first_touch" (also where it is unset) or "interleave", read once. Throws
-// std::runtime_error on any other value, whenever it is asked.
+// By BITNET_OPS_MEMORY: "first_touch" (default) or "interleave". Read once; every call throws
+// std::runtime_error if it has another value.
 Placement placement();
 
-// Asks for the whole pages inside [data, data + n_bytes), which nobody has written yet, to be dealt
-// out in turn to all memory nodes that the process may use.  Returns how many these are; 1: nothing
-// was done, 0: the system tells of none or rejects.  least_nodes: of fewer, nothing is done.
+// Asks for the whole pages inside [data, data + n_bytes), which must not have been written yet, to
+// be dealt out in turn to all memory nodes that the process may use. Returns the number of nodes; 1
+// means that nothing was done, 0 that the system rejected it or knows no nodes. Does nothing on
+// fewer than `least_nodes`.
 int64_t interleave_pages(const void* data, int64_t n_bytes, int64_t least_nodes = 2);
 
-// For fresh memory: advise_huge_pages, whose bytes it returns, and where placement() says so
-// interleave_pages.
+// For memory that is not written yet: interleave_pages if placement() says so, and
+// advise_huge_pages, whose result it returns.
 int64_t prepare_pages(const void* data, int64_t n_bytes);
 
 }  // namespace bitnet

@@ -1,8 +1,8 @@
-// The process's thread pool, and what surrounds every region on it.
+// The process's thread pool, and the float state and counting of every region.
 #include "runtime/parallel.h"
 
-#include "runtime/crowding.h"
 #include "runtime/float_state.h"
+#include "runtime/oversubscription.h"
 #include "runtime/regions.h"
 
 namespace bitnet {
@@ -26,7 +26,7 @@ int64_t partitions_for(int64_t items, int64_t work, int64_t min_work) {
   if (items <= 1 || worthwhile <= 1) return 1;  // no call into the pool for small work
   const int64_t threads = thread_count();
   if (threads <= 1) return 1;
-  return std::min({items, worthwhile, crowding().threads(threads, steady_ns())});
+  return std::min({items, worthwhile, oversubscription().threads(threads, steady_ns())});
 }
 
 void run_region(int64_t partitions, void (*body)(int64_t, int64_t, void*), void* context) {
@@ -35,7 +35,7 @@ void run_region(int64_t partitions, void (*body)(int64_t, int64_t, void*), void*
     void* context;
   } region{body, context};
   const auto run = [](int64_t begin, int64_t end, void* raw) {
-    const DefaultFloatState floats;  // of a pool's thread, which has its own
+    const DefaultFloatState floats;  // each thread of a pool has a state of its own
     const auto* r = static_cast<const Region*>(raw);
     r->body(begin, end, r->context);
   };

@@ -1,6 +1,6 @@
-// Parallel regions on threads that belong to somebody else: how work is cut into partitions, and
-// the pool that runs them. A region keeps the float state (float_state.h) and a fork's one thread
-// (regions.h) whatever the pool.
+// Parallel regions: how work is cut into partitions, and the pool of threads that runs them. The
+// pool belongs to the host (torch). Every region runs in the default float state (float_state.h),
+// and on one thread in a forked process (regions.h).
 #pragma once
 
 #include <algorithm>
@@ -13,24 +13,25 @@ namespace bitnet {
 // torch's threads behind the ops, std::thread in tests and benchmarks.
 struct ThreadPool {
   int64_t (*thread_count)();
-  // Calls body(begin, end, context) for ranges that make up [0, partitions); returns when all have.
+  // Calls body(begin, end, context) for ranges that cover [0, partitions) once; returns when all
+  // calls have returned.
   void (*run)(int64_t partitions, void (*body)(int64_t begin, int64_t end, void* context),
               void* context);
 };
 
-// For the whole process, before the first region. Without one, the calling thread does everything.
+// For the whole process, before the first region. Without a pool the calling thread does all work.
 void set_thread_pool(const ThreadPool& pool);
 
-// The threads that a region opened now would have.
+// How many threads a region would have now.
 int64_t thread_count();
 
-// How many partitions to cut `work` into: at most one for each thread, each at least `min_work`, at
-// least one, and no more than `items`.
+// How many partitions to cut `work` into: at least one, at most one for each thread and each item,
+// and each of at least `min_work`.
 int64_t partitions_for(int64_t items, int64_t work, int64_t min_work);
 
-// First item of partition p when `items` are dealt out contiguously to `partitions`. Those that
-// have one more are spread evenly: what is too little for all threads is work for some of every
-// socket and every group of cores, so that all of the memory's channels read.
+// First item of partition p when `items` are assigned contiguously to `partitions`. Partitions with
+// one item more are spread evenly, so that work which is too little for all threads still uses
+// every socket, every group of cores and every memory channel.
 constexpr int64_t partition_begin(int64_t items, int64_t partitions, int64_t p) {
   return items / partitions * p + (items % partitions * p + partitions - 1) / partitions;
 }
@@ -42,7 +43,7 @@ inline constexpr int64_t kMinMacs = 1 << 18;      // ternary multiply-adds
 void run_region(int64_t partitions, void (*body)(int64_t begin, int64_t end, void* context),
                 void* context);
 
-// f(partition) for every partition. f must not throw or allocate.
+// Calls f(partition) for every partition. f must not throw or allocate.
 template <class F>
 void run_partitions(int64_t partitions, const F& f) {
   if (partitions == 1) return f(0);
@@ -54,7 +55,7 @@ void run_partitions(int64_t partitions, const F& f) {
       const_cast<void*>(static_cast<const void*>(&f)));
 }
 
-// f(begin, end) over contiguous parts of [0, items); cost_per_item and min_work in the same unit.
+// Calls f(begin, end) for contiguous parts of [0, items). cost_per_item and min_work have one unit.
 template <class F>
 void parallel_ranges(int64_t items, int64_t cost_per_item, int64_t min_work, const F& f) {
   if (items <= 0) return;
@@ -65,7 +66,8 @@ void parallel_ranges(int64_t items, int64_t cost_per_item, int64_t min_work, con
   });
 }
 
-// f(row, scratch) for every row of `elements` elements; scratch: `count` T of the partition's own.
+// Calls f(row, scratch) for every row of `elements` elements. scratch: `count` T, one array for
+// each partition.
 template <class T = float, class F>
 void parallel_rows(int64_t rows, int64_t elements, int64_t count, const F& f) {
   if (rows <= 0) return;

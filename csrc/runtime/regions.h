@@ -1,6 +1,5 @@
-// What the process knows about its parallel regions: how many it opened, and whether it is a fork
-// of a process that had opened some, whose worker threads did not come along. Must not know who
-// runs the regions.
+// The process's parallel regions: how many were opened, and whether the process is a fork whose
+// parent had opened some. Worker threads do not survive a fork.
 #pragma once
 
 #include <cstdint>
@@ -11,13 +10,13 @@ namespace bitnet {
 int64_t region_count();
 void count_region();
 
-// Runs in the child after every fork, and tells whoever asks again.  If this process's pool of
-// threads was used before the fork, a region in the child would wait for threads that do not exist,
-// for ever: from now on ops run on the calling thread.  True if that is so.
+// Called in the child after every fork, and by anybody who asks. If the pool was used before the
+// fork, a region in the child would wait for threads that do not exist. From then on ops run on the
+// calling thread. Returns whether that is so.
 bool mark_forked();
 
-// How many threads a region may have, given that torch offers `threads`: all, or 1 in such a child,
-// which says so once on the standard error stream.
+// How many of `threads` a region may use: all, or 1 in such a child, which prints one line about it
+// on standard error.
 int64_t usable_threads(int64_t threads);
 
 }  // namespace bitnet

@@ -1,6 +1,6 @@
-// Claims, the barrier and sleeping; see staged_executor.h for the rules. Plain memory that a stage
-// wrote is handed to the next by who arrive, who complete a group, then the root, and by open_:
-// each releases what it acquired before. Claims order nothing.
+// Claims, the barrier and sleeping; see staged_executor.h for the rules. Memory that a stage wrote
+// becomes visible to the next stage through the group counters, the root and open_: each releases
+// what it acquired before. Claims order nothing.
 #include "runtime/staged_executor.h"
 
 #include <algorithm>
@@ -37,10 +37,9 @@ int64_t units_to_take(const ClaimRule& rule, int64_t left) {
 
 }  // namespace
 
-// Spinning takes long enough for the end of a neighbour's last claim, since waking a sleeper takes
-// as long again; it is short against a time slice, which is what a neighbour loses when another
-// process gets its core.  With more threads than cores the one waited for may need this very core:
-// no spinning then.
+// Threads spin as long as a neighbour's last claim takes, because waking a sleeper takes as long
+// again. That is short against a time slice, which a neighbour loses when another process gets its
+// core. With more threads than cores nothing spins: the thread waited for may need this core.
 void StagedExecutor::reset(int64_t partitions) {
   if (partitions != partitions_) groups_ = CoreGroups(partitions);
   partitions_ = partitions;
@@ -69,7 +68,7 @@ StagedExecutor::Shift::Shift(StagedExecutor& executor_in, int64_t begin)
     executor.met_.store(true, std::memory_order_relaxed);
 }
 
-// The time of the caller was for its own share of the work.
+// Scales the caller's time by its share of the work.
 StagedExecutor::Shift::~Shift() {
   executor.cpus_[slot].store(-1, std::memory_order_relaxed);
   if (!timed || own_ns <= 0) return;
@@ -87,7 +86,7 @@ void StagedExecutor::publish(OpenStage open) {
     opened_.store(static_cast<uint32_t>(tag_of(open.stage)), std::memory_order_seq_cst);
     opened_.notify_all();
   }
-  if (open.stage < stages_ || asides_.load(std::memory_order_seq_cst) == 0) return;
+  if (open.stage < stages_ || backed_off_.load(std::memory_order_seq_cst) == 0) return;
   ended_.store(1, std::memory_order_seq_cst);
   wake_all(ended_);
 }
@@ -99,9 +98,9 @@ int64_t StagedExecutor::slot_on(int32_t cpu, int64_t slots, int64_t own) const {
   return -1;
 }
 
-// The thread that has the CPU may itself be blocked (a page that comes from a disk): where it has
-// come no further meanwhile, this one works.
-bool StagedExecutor::stands_aside(Shift& shift) {
+// The other thread may itself be blocked, by a page from a disk for example. If it has made no
+// progress since the last back-off, this thread works.
+bool StagedExecutor::backs_off(Shift& shift) {
   constexpr int kMostMoves = 2;
   constexpr int64_t kFirstPauseNs = 1'000'000, kLongestPauseNs = 64'000'000;
   const int32_t cpu = current_cpu();
@@ -115,7 +114,7 @@ bool StagedExecutor::stands_aside(Shift& shift) {
     return false;
   }
   met_.store(true, std::memory_order_relaxed);
-  // where there are CPUs for all; the system may want the thread where it was, so not for ever
+  // only if there are CPUs for all threads, and not for ever: the system may move it back
   if (spin_ns_ != 0 && shift.moves < kMostMoves && may_spread() && leave_cpu(cpu)) {
     ++shift.moves;
     return true;
@@ -129,14 +128,14 @@ bool StagedExecutor::stands_aside(Shift& shift) {
   shift.pause_ns = std::clamp(2 * shift.pause_ns, kFirstPauseNs, kLongestPauseNs);
   shift.cpu = -1;
   cpus_[shift.slot].store(-1, std::memory_order_relaxed);
-  asides_.fetch_add(1, std::memory_order_seq_cst);
+  backed_off_.fetch_add(1, std::memory_order_seq_cst);
   if (open_stage(std::memory_order_seq_cst).stage < stages_)
     wait_at_most(ended_, 0, shift.pause_ns);
-  asides_.fetch_sub(1, std::memory_order_relaxed);
+  backed_off_.fetch_sub(1, std::memory_order_relaxed);
   return true;
 }
 
-// A thread that waits for one whose CPU it has itself must not spin.
+// Must not spin when the thread waited for may be on this CPU.
 void StagedExecutor::spin_for(int64_t stage, Shift& shift) {
   constexpr int64_t kClockEverySpins = 32, kFirstLook = 64, kLookEverySpins = 1024;
   const int64_t began = steady_ns(), deadline = began + spin_ns_;
@@ -166,8 +165,8 @@ StagedExecutor::OpenStage StagedExecutor::wait_for(int64_t stage, Shift& shift) 
   return open;
 }
 
-// Who brings the last units of a group, or the last group, sets the count back: nobody adds to it
-// before the next stage is open. Who did them all alone need not count.
+// The thread that completes a counter resets it: no other thread adds to it before the next stage
+// is open. A thread that did all units of a counter alone need not touch it.
 bool StagedExecutor::arrive(OpenStage open, int64_t group, int64_t done) {
   const auto completes = [](std::atomic<int64_t>& count, int64_t units, int64_t all) {
     if (units == all) return true;
@@ -184,9 +183,9 @@ bool StagedExecutor::arrive(OpenStage open, int64_t group, int64_t done) {
   return completes(done_, done, open.units);
 }
 
-// n / partitions_ = n * inverse_ >> 40 for n below 2^24 and up to 256 partitions: the product fits
-// 64 bits, and what the inverse is too large by, less than 2^8, adds less than 2^-8 to the
-// quotient's fraction, which is at most 255/256.
+// n / partitions_ = n * inverse_ >> 40, exactly, for n below 2^24 and up to 256 partitions. The
+// product fits 64 bits. The inverse is too large by less than 2^8, which adds less than 2^-8 to
+// the quotient; its fraction is at most 255/256, so the sum does not reach the next integer.
 int64_t StagedExecutor::begin_of(int64_t partition, int64_t units) const {
   const auto quotient = [&](int64_t n) {
     return static_cast<int64_t>(static_cast<uint64_t>(n) * inverse_ >> kInverseShift);
@@ -203,7 +202,7 @@ int64_t StagedExecutor::begin_of(int64_t partition, int64_t units) const {
          static_cast<uint64_t>(end - begin);
 }
 
-// Of a stage that is over, which a thread may still take for the open one, nothing is left.
+// A thread may still believe that a finished stage is open: that stage has no units left.
 inline uint64_t StagedExecutor::in_stage(OpenStage open, uint64_t word, int64_t partition) const {
   const uint64_t tag = word >> kStageShift;
   if (tag == tag_of(open.stage)) return word;
@@ -257,7 +256,7 @@ bool StagedExecutor::claim(Turn& turn) {
   return partitions_ > 1 && claim_from_others(turn);
 }
 
-// Of a group that has nothing left a thread of another one reads one word, not its ranges.
+// Reads one word, not all ranges, of a group that has no units left.
 bool StagedExecutor::claim_from_others(Turn& turn) {
   const int64_t groups = groups_.count();
   if (groups == 1) return claim_back(turn, 0, partitions_);

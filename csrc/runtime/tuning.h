@@ -1,5 +1,5 @@
-// What depends on the make of the CPU and not on its features: one small table, read once. A wrong
-// row costs time, never correctness. Must not know kernels.
+// Settings that depend on the make of a CPU rather than on its features: one small table, read
+// once. A wrong row costs time, never correctness.
 #pragma once
 
 #include <cstdint>
@@ -7,12 +7,12 @@
 namespace bitnet {
 
 struct Tuning {
-  const char* cpu;         // what the row is for, shown by `bitnet-ops doctor`
+  const char* cpu;         // name of the row, shown by `bitnet-ops doctor`
   int64_t prefetch_bytes;  // distance ahead of a weight stream
-  // A core has few loads into L1 under way at once (24 on Zen 3 and 4): a stream that does little
-  // else per line, a head's, is fetched into L2, which has more.
+  // Whether heads are prefetched into L2. A core can have few loads into L1 under way at once (24
+  // on Zen 3 and 4) and more into L2, and a head does little work for each line.
   bool head_into_l2;
-  // Vectors of 512 bits have two ports for everything, so decoding a weight delays its products.
+  // 512-bit vectors have two ports for all instructions, so decoding a weight delays products.
   bool shared_ports;
 };
 

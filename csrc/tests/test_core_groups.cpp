@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "runtime/crowding.h"
+#include "runtime/oversubscription.h"
 #include "tests/check.h"
 
 namespace bitnet::test {

@@ -370,7 +370,7 @@ void plans_at_the_limits() {
   }
 }
 
-// Many more threads than CPUs, as in a container that grants two of 64: most stand aside.
+// Many more threads than CPUs, as in a container that grants two of 64: most back off.
 void many_threads_on_few_cpus() {
   const auto executor = std::make_unique<StagedExecutor>();
   std::vector<int64_t> sizes;
@@ -441,37 +441,37 @@ void two_threads_on_one_cpu() {
 #endif
 }
 
-// Others rest when they have been in the way for a trial's time, ever longer, and until they gain.
-void others_rest_while_they_gain_nothing() {
-  begin_case("rests");
+// A caller backs off after a trial without a gain, each time longer, until there is a gain.
+void backs_off_while_others_gain_nothing() {
+  begin_case("back-offs");
   constexpr int64_t kMs = 1'000'000;
-  Crowding crowding;
+  Oversubscription caller;
   int64_t now = 0;
   const auto regions = [&](int count, int64_t alone) {
-    for (int i = 0; i < count; ++i) crowding.sample(now += 5 * kMs, 5 * kMs, alone);
+    for (int i = 0; i < count; ++i) caller.sample(now += 5 * kMs, 5 * kMs, alone);
   };
-  const auto rests = [&] { return crowding.threads(8, now) == 1; };
+  const auto backs_off = [&] { return caller.threads(8, now) == 1; };
   regions(100, 9 * kMs);
-  CHECK(!rests(), "rest although two threads gain");
+  CHECK(!backs_off(), "backed off although two threads gain");
   regions(9, 4 * kMs);
-  CHECK(!rests(), "rest after 45 ms without a gain");
+  CHECK(!backs_off(), "backed off after 45 ms without a gain");
   regions(1, 9 * kMs);
   regions(9, 4 * kMs);
-  CHECK(!rests(), "rest although one window in between gained");
+  CHECK(!backs_off(), "backed off although one window in between gained");
   int64_t last = 0;
   for (int trial = 0; trial < 6; ++trial) {
     const int64_t begin = now;
-    while (!rests()) regions(1, 4 * kMs);
-    CHECK(now - begin <= 50 * kMs, "no rest after 50 ms without a gain");
-    int64_t rest = 0;
-    while (rests()) now += kMs, rest += kMs;
-    CHECK(rest >= last && rest >= 200 * kMs && rest <= 1000 * kMs, "a rest of %lld ms",
-          static_cast<long long>(rest / kMs));
-    last = rest;
+    while (!backs_off()) regions(1, 4 * kMs);
+    CHECK(now - begin <= 50 * kMs, "not backed off after 50 ms without a gain");
+    int64_t length = 0;
+    while (backs_off()) now += kMs, length += kMs;
+    CHECK(length >= last && length >= 200 * kMs && length <= 1000 * kMs, "backed off for %lld ms",
+          static_cast<long long>(length / kMs));
+    last = length;
   }
-  CHECK(last == 1000 * kMs, "the last rest is %lld ms", static_cast<long long>(last / kMs));
+  CHECK(last == 1000 * kMs, "the last back-off has %lld ms", static_cast<long long>(last / kMs));
   regions(1, 9 * kMs);
-  CHECK(!rests(), "rest after a gain");
+  CHECK(!backs_off(), "backed off after a gain");
 }
 
 }  // namespace
@@ -492,6 +492,6 @@ int main() {
   others_take_over_from_a_partition_that_stands_still();
   many_threads_on_few_cpus();
   two_threads_on_one_cpu();
-  others_rest_while_they_gain_nothing();
+  backs_off_while_others_gain_nothing();
   return finish("test_staged_executor");
 }

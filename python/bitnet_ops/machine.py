@@ -17,7 +17,7 @@ _OPENMP = re.compile(r"lib(gomp|omp|iomp5)\b")
 _THREAD_VARIABLES = (
     *("OMP_NUM_THREADS", "OMP_THREAD_LIMIT", "OMP_DYNAMIC", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT"),
     *("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY", "MKL_NUM_THREADS"),
-    *("BITNET_OPS_SPREAD", "BITNET_OPS_REST", "BITNET_OPS_MEMORY"),
+    *("BITNET_OPS_SPREAD", "BITNET_OPS_BACK_OFF", "BITNET_OPS_MEMORY"),
 )
 # a limit of this size or more is how cgroup v1 spells "no limit"
 _NO_LIMIT_BYTES = 1 << 60

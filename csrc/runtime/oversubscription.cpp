@@ -1,5 +1,5 @@
-// The clocks, the CPU of a thread, and when others rest; see crowding.h.
-#include "runtime/crowding.h"
+// Clocks, the CPU of a thread, and when to back off; see oversubscription.h.
+#include "runtime/oversubscription.h"
 
 #include <algorithm>
 #include <chrono>
@@ -36,7 +36,7 @@ std::vector<int32_t> list_allowed_cpus() {
   return cpus;
 }
 
-// When the library is loaded: later a thread may be bound that asks for all.
+// Read when the library is loaded: later, the thread that asks may be bound to one CPU.
 const std::vector<int32_t> g_allowed_cpus = list_allowed_cpus();
 
 bool is_set_to(const char* variable, const char* value) {
@@ -74,8 +74,8 @@ bool may_spread() {
   return allowed;
 }
 
-bool may_rest() {
-  static const bool allowed = !is_set_to("BITNET_OPS_REST", "0");
+bool may_back_off() {
+  static const bool allowed = !is_set_to("BITNET_OPS_BACK_OFF", "0");
   return allowed;
 }
 
@@ -111,28 +111,28 @@ void wake_all([[maybe_unused]] std::atomic<uint32_t>& word) {
 #endif
 }
 
-// A region gains where one thread alone would have taken longer.  While others rest nobody knows
-// whether they would be of use again, so that the rest ends with a trial.  A thread that has slept
-// is often woken on the CPU of who wakes it, and the system takes tens of milliseconds to move it:
-// a trial is as long, and the rests after it grow to twenty times that.
-void Crowding::sample(int64_t now, int64_t wall, int64_t alone) {
+// A region gains if one thread alone would have taken longer. While backed off, nothing shows
+// whether more threads would help again, so each back-off ends with a trial. A woken thread often
+// starts on the CPU of the thread that woke it, and the system takes tens of milliseconds to move
+// it. A trial is therefore 50 ms long, and back-offs grow to twenty times that.
+void Oversubscription::sample(int64_t now, int64_t wall, int64_t alone) {
   last_sample_ = now;
   wall_ += wall;
   alone_ += alone;
   if (wall_ < kWindowNs) return;
   const bool gained = alone_ > wall_ + wall_ / 20;
   bad_ns_ = gained ? 0 : bad_ns_ + wall_;
-  if (gained) rests_ = 0;
+  if (gained) back_offs_ = 0;
   wall_ = alone_ = 0;
-  if (bad_ns_ < kTrialNs || !may_rest()) return;
+  if (bad_ns_ < kTrialNs || !may_back_off()) return;
   constexpr int kMostDoublings = 3;
-  rest_until_ = now + std::min((4 * bad_ns_) << rests_, kMostRestNs);
-  rests_ = std::min(rests_ + 1, kMostDoublings);
+  alone_until_ = now + std::min((4 * bad_ns_) << back_offs_, kLongestBackOffNs);
+  back_offs_ = std::min(back_offs_ + 1, kMostDoublings);
   bad_ns_ = 0;
 }
 
-Crowding& crowding() {
-  thread_local Crowding mine;
+Oversubscription& oversubscription() {
+  thread_local Oversubscription mine;
   return mine;
 }
 
