@@ -9,74 +9,44 @@ both medians and the median and range of the ratios of the turns.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
-from pathlib import Path
-from types import TracebackType
 from typing import Any
 
+from benchmarks.process import Process, answer
 from bitnet_ops import machine
 
-_ROOT = Path(__file__).resolve().parent.parent
 _REST_S = 0.05  # for threads of the other process that still spin
 _STEPS = 32  # decoded tokens a turn
 _LONG_PROMPT = 512  # a longer one takes seconds, beside which its first pages are nothing
 
 
-class Version:
-    """One version of the package with a model in memory, asked by lines."""
+def _started(python: str, dummy: str, threads: int) -> Process:
+    """The version of `python` with a model in memory."""
+    command = [python, "-m", "benchmarks.before_after", "--work", dummy, str(threads), "-"]
+    return Process(f"before_after, {python}", command)
 
-    def __init__(self, python: str, dummy: str, threads: int) -> None:
-        command = [python, "-m", "benchmarks.before_after", "--work", dummy, str(threads), "-"]
-        self._process = subprocess.Popen(
-            command, cwd=_ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        self.about: dict[str, Any] = self._answer()
 
-    def __enter__(self) -> Version:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._process.kill()
-        self._process.communicate()
-
-    def _answer(self) -> Any:
-        assert self._process.stdout
-        line = self._process.stdout.readline()
-        if not line:
-            raise SystemExit("before_after: expected an answer, got the end of a version's process")
-        return json.loads(line)
-
-    def rate(self, what: str, kv: str, size: int) -> float:
-        """Tokens a second of a prompt of `size` tokens, or of decoding behind so many."""
-        time.sleep(_REST_S)
-        assert self._process.stdin
-        print(what, kv, size, file=self._process.stdin, flush=True)
-        return float(self._answer())
+def _rate(version: Process, what: str, kv: str, size: int) -> float:
+    """Tokens a second of a prompt of `size` tokens, or of decoding behind so many."""
+    time.sleep(_REST_S)
+    return float(version.ask(what, kv, size)["rate"])
 
 
 def _work(dummy: str, threads: int) -> None:
-    """The process of a version: a line in, tokens a second out."""
+    """The process of a version, of this one or of an older one: a line in, tokens a second out."""
     import torch
 
     import bitnet_ops
-    from benchmarks.versions import bench_model
     from bitnet_ops import _runtime
+    from bitnet_ops.bench.model import BenchModel
 
     torch.set_num_threads(threads)
-    model = bench_model(dummy)
-    about = {"isa": _runtime.isa(), "build": _runtime.build_info(), "at": bitnet_ops.__file__}
-    print(json.dumps(about), flush=True)
+    model: Any = BenchModel(dummy, "auto", "int8")
+    answer(isa=_runtime.isa(), build=_runtime.build_info(), at=bitnet_ops.__file__)
     asked = ""
     for line in sys.stdin:
         what, kv, size = line.split()
@@ -88,7 +58,7 @@ def _work(dummy: str, threads: int) -> None:
         start = time.perf_counter()
         for i in range(calls):
             run.call(i)
-        print(tokens / (time.perf_counter() - start), flush=True)
+        answer(rate=tokens / (time.perf_counter() - start))
 
 
 def _run(model: Any, what: str, size: int) -> Any:
@@ -106,17 +76,17 @@ def _row(what: str, kv: str, size: int, turns: Iterator[tuple[float, float]]) ->
 
 
 def _turns(
-    before: Version, after: Version, what: str, kv: str, size: int, count: int
+    before: Process, after: Process, what: str, kv: str, size: int, count: int
 ) -> Iterator[tuple[float, float]]:
     if what == "decode" or size <= _LONG_PROMPT:  # pages and caches
         for version in (before, after):
-            version.rate(what, kv, size)
+            _rate(version, what, kv, size)
     for turn in range(count):
         if turn % 2:
-            second = after.rate(what, kv, size)
-            yield before.rate(what, kv, size), second
+            second = _rate(after, what, kv, size)
+            yield _rate(before, what, kv, size), second
         else:
-            yield before.rate(what, kv, size), after.rate(what, kv, size)
+            yield _rate(before, what, kv, size), _rate(after, what, kv, size)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -141,7 +111,7 @@ def main() -> None:
         return
     with ExitStack() as stack:
         before, after = (
-            stack.enter_context(Version(python, options.dummy, options.threads))
+            stack.enter_context(_started(python, options.dummy, options.threads))
             for python in (options.before, sys.executable)
         )
         print(f"{options.dummy}, {options.threads} threads, {machine.cpu_model()}")

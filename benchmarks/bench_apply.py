@@ -17,8 +17,7 @@ import torch
 from torch import nn
 
 from bitnet_ops import _runtime, machine, ops
-from bitnet_ops.bench.harness import Budget, Timed, interleave
-from bitnet_ops.bench.stats import paired_ratios
+from bitnet_ops.bench.harness import Budget, Timed, interleave, paired_ratios
 from bitnet_ops.integrations import BitNetLinearMethod, ScaleRule
 from bitnet_ops.nn import packing
 

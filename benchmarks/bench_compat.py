@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from torch.nn.functional import linear as dense_linear
 
 from benchmarks.bench_apply import loaded_layer
+from benchmarks.torch_int8 import onednn_linear
 from bitnet_ops import _runtime, machine, ops
 from bitnet_ops.bench.harness import Budget, Timed, interleave
-from bitnet_ops.bench.page.torch_int8 import onednn_linear
 from bitnet_ops.integrations import BitNetLinearMethod
 from bitnet_ops.nn.linear import BitLinear
 from bitnet_ops.nn.packing import pack_ternary

@@ -10,21 +10,20 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from benchmarks.bonsai_gguf import write_random
+from benchmarks.process import Process
 from bitnet_ops.bench import report, run_model
 from bitnet_ops.bench.limits import MachineLimits
-from bitnet_ops.bench.measure import Row
 from bitnet_ops.bench.pinning import pinned, unpinned, use_threads
+from bitnet_ops.bench.report import Row
 from bitnet_ops.bench.run_model import ModelBench, ModelSettings, time_once
 from bitnet_ops.bench.shapes import USUAL
 from bitnet_ops.cli.bench import progress_line
@@ -36,38 +35,7 @@ _ROUNDS = 2
 _PROMPT, _DECODED, _OURS = 16, 6, 32
 
 
-class LlamaCpp:
-    """llama.cpp in a process of its own, on the file `path`."""
-
-    def __init__(self, python: str, path: Path, threads: int) -> None:
-        worker = Path(__file__).with_name("xllamacpp_worker.py")
-        self._process = subprocess.Popen(
-            [python, str(worker), str(path), str(threads)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-        )  # fmt: skip
-        self._answer()
-
-    def ask(self, prompt: int, tokens: int) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        self._process.stdin.write(f"{prompt} {tokens}\n")
-        self._process.stdin.flush()
-        return self._answer()
-
-    def _answer(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.startswith("{"):
-                answer: dict[str, Any] = json.loads(line)
-                return answer
-        raise RuntimeError("llama.cpp: expected an answer, got the end of its process")
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(60)
-
-
-def rows_of(bench: ModelBench, limits: Sequence[MachineLimits], theirs: LlamaCpp) -> list[Row]:
+def rows_of(bench: ModelBench, limits: Sequence[MachineLimits], theirs: Process) -> list[Row]:
     """Decoding behind nothing and one prompt, ours and theirs in turns; medians."""
     most = max(limits, key=lambda one: one.threads)
     use_threads(most.threads)
@@ -112,14 +80,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         path = args.file or Path(folder) / "random.gguf"
         if not path.exists():
             write_random(dummy.config(args.dummy), path)
-        theirs = LlamaCpp(args.xllamacpp, path, args.threads)
-        try:
-            with progress_line() as progress, pinned():
-                result = run_model.run(
-                    settings, progress, lambda bench, limits: rows_of(bench, limits, theirs)
-                )
-        finally:
-            theirs.close()
+        worker = str(Path(__file__).with_name("xllamacpp_worker.py"))
+        command = [args.xllamacpp, worker, str(path), str(args.threads)]
+        with (
+            Process("llama.cpp", command) as theirs,
+            progress_line() as progress,
+            pinned(),
+        ):
+            result = run_model.run(
+                settings, progress, lambda bench, limits: rows_of(bench, limits, theirs)
+            )
     row = next(row for row in result["rows"] if row["kind"] == "bonsai")
     print("\n".join([*report.lines(result), "", json.dumps(row)]))
     return 0

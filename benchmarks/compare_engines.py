@@ -14,14 +14,12 @@ from collections.abc import Sequence
 from benchmarks import engines
 from benchmarks.engines import ENGINES, OtherEngine
 from bitnet_ops.bench import report, run_model
-from bitnet_ops.bench.harness import Budget, Timed, interleave
+from bitnet_ops.bench.harness import Budget, Timed, digits, interleave, paired_ratios, summarize
 from bitnet_ops.bench.limits import MachineLimits
-from bitnet_ops.bench.measure import Row
-from bitnet_ops.bench.page.render import engine_table
 from bitnet_ops.bench.pinning import pinned, unpinned, use_threads
+from bitnet_ops.bench.report import Row, Table, number
 from bitnet_ops.bench.run_model import DECODED, ModelBench, ModelSettings, time_once
 from bitnet_ops.bench.shapes import USUAL, parse_counts, parse_words
-from bitnet_ops.bench.stats import digits, paired_ratios, summarize
 from bitnet_ops.cli.arguments import add_force, add_json
 from bitnet_ops.cli.bench import progress_line, require_output
 from bitnet_ops.dummy.configs import CONFIGS, GROUPED
@@ -77,6 +75,24 @@ def all_rows(
             rows += engine_rows(bench, most, engine, most_seconds)
             engine.close()
     return rows
+
+
+def engine_table(rows: Sequence[Row]) -> Table:
+    """One line for each row of the kind "engine"."""
+    cells = []
+    for row in rows:
+        measured = "tokens_per_s" in row
+        notes = [row["note"]] if "note" in row else []
+        cells.append(
+            [
+                *(str(row[name]) for name in ("name", "threads", "what", "tokens")),
+                number(row["tokens_per_s"]) if measured else "-",
+                number(row["speedup"]) if measured else "-",
+                ", ".join(notes + ["disturbed"] * bool(row.get("disturbed"))),
+            ]
+        )
+    titles = ["engine", "T", "what", "tokens", "its tok/s", "ours is x faster", "notes"]
+    return "Other engines in this run, same threads", titles, cells
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -7,13 +7,13 @@ the work is done. An error is {"error": text}. It must not know our kernels.
 
 from __future__ import annotations
 
-import json
 import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
+from benchmarks.process import answer
 from bitnet_ops.dummy import model as dummy
 
 
@@ -131,24 +131,20 @@ ENGINES: dict[str, Callable[[str, int, Path], WorkerEngine]] = {
 }
 
 
-def _say(**answer: object) -> None:
-    print(json.dumps(answer), flush=True)
-
-
 def main(name: str, model: str, threads: int) -> None:
     with tempfile.TemporaryDirectory(prefix="bitnet-ops-engine-") as folder:
         try:
             engine = ENGINES[name](model, threads, Path(folder))
-            _say(ready=True)
+            answer(ready=True)
             for line in sys.stdin:
                 what, *rest = line.split()
                 if what == "decode":
                     engine.decode()
                 else:
                     engine.prefill(int(rest[0]))
-                _say(done=True)
+                answer(done=True)
         except Exception as error:  # the parent has no other way to learn of it
-            _say(error=f"{type(error).__name__}: {error}")
+            answer(error=f"{type(error).__name__}: {error}")
 
 
 if __name__ == "__main__":

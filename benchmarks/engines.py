@@ -7,20 +7,16 @@ are asked for the same number of threads. Weights are random: no engine's speed 
 from __future__ import annotations
 
 import importlib.util
-import json
-import os
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
+from benchmarks.process import Process
 from bitnet_ops.bench.harness import Timed
 from bitnet_ops.dummy import model as dummy
 
-_ROOT = Path(__file__).resolve().parent.parent  # where `-m benchmarks...` is found
 # name -> (module that has to be there, what it is)
 ENGINES = {
     "hf-bf16": ("transformers", "Hugging Face transformers, bfloat16"),
@@ -118,57 +114,34 @@ def _fill(model: torch.nn.Module) -> None:
 
 
 class Worker:
-    """An engine in a process of its own: a line "decode" or "prefill N" in, seconds out."""
+    """An engine in a process of its own (engine_worker.py), started for a number of threads."""
 
     def __init__(self, name: str, model: str) -> None:
         self.name, self._model = name, model
-        self._process: subprocess.Popen[str] | None = None
+        self._process: Process | None = None
         self._threads = 0
 
     def decode_run(self, threads: int) -> Timed:
-        return Timed(lambda _: self._ask("decode", threads))
+        process = self._started(threads)
+        return Timed(lambda _: process.ask("decode"))
 
     def prefill_run(self, tokens: int, threads: int) -> Timed:
-        return Timed(lambda _: self._ask(f"prefill {tokens}", threads))
-
-    def _ask(self, what: str, threads: int) -> None:
         process = self._started(threads)
-        assert process.stdin and process.stdout
-        process.stdin.write(what + "\n")
-        process.stdin.flush()
-        self._answer(process)
+        return Timed(lambda _: process.ask("prefill", tokens))
 
-    def _started(self, threads: int) -> subprocess.Popen[str]:
+    def _started(self, threads: int) -> Process:
         if self._process is None or threads != self._threads:
             self.close()
             self._threads = threads
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "benchmarks.engine_worker", self.name, self._model]
-                + [str(threads)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                text=True,
-                cwd=_ROOT,
-                env={**os.environ, "OMP_NUM_THREADS": str(threads)},
+            module = [sys.executable, "-m", "benchmarks.engine_worker"]
+            self._process = Process(
+                self.name,
+                [*module, self.name, self._model, str(threads)],
+                {"OMP_NUM_THREADS": str(threads)},
             )
-            self._answer(self._process)  # "ready"
         return self._process
-
-    def _answer(self, process: subprocess.Popen[str]) -> Any:
-        assert process.stdout
-        for line in process.stdout:
-            if line.startswith("{"):
-                answer = json.loads(line)
-                if "error" in answer:
-                    raise RuntimeError(f"{self.name}: {answer['error']}")
-                return answer
-        raise RuntimeError(f"{self.name}: expected an answer, got the end of its process")
 
     def close(self) -> None:
         if self._process is not None:
-            assert self._process.stdin and self._process.stdout
-            self._process.stdin.close()
-            self._process.wait(30)
-            self._process.stdout.close()
+            self._process.close()
             self._process = None

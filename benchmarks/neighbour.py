@@ -20,9 +20,9 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
-_ROOT = Path(__file__).resolve().parent.parent  # where `-m benchmarks...` is found
+from benchmarks.process import ROOT
+
 _SPIN = "import os, sys\nos.nice(int(sys.argv[1]))\nos.sched_setaffinity(0, {int(sys.argv[2])})\n"
 _SPIN += "print(flush=True)\nwhile True:\n    sum(range(100000))\n"
 
@@ -77,10 +77,13 @@ def measure(scenario: Scenario, layers: int, runs: int, prompt: int) -> dict[str
     """Tokens a second of `runs` runs of decoding and of prompts."""
     import torch
 
-    from benchmarks.versions import bench_model, cut_model
+    from bitnet_ops.bench.model import BenchModel
+    from bitnet_ops.dummy.configs import CONFIGS
 
     torch.set_num_threads(scenario.threads)
-    model = bench_model(cut_model(layers, vocab_size=32000))
+    cut = {"num_hidden_layers": layers, "vocab_size": 32000, "bos_token_id": 0, "eos_token_id": 1}
+    CONFIGS["cut"] = {**CONFIGS["2b-4t"], **cut}
+    model = BenchModel("cut", "auto", "int8")
     cpus = os.sched_getaffinity(0)
     steps = 16
     ids = torch.randint(0, 32000, (1, prompt))
@@ -108,7 +111,7 @@ def _in_a_process(python: str, name: str, options: argparse.Namespace) -> dict[s
     command = [python, "-m", "benchmarks.neighbour", "--one", name]
     for option in ("layers", "runs", "prompt"):
         command += [f"--{option}", str(getattr(options, option))]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd=_ROOT)
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd=ROOT)
     result: dict[str, list[float]] = json.loads(done.stdout)
     return result
 

@@ -1,328 +1,301 @@
-"""The benchmark harness on synthetic timings: statistics, interleaving, rows and their flags.
+"""`bitnet-ops bench ops|model|engine` as a user runs it, and what it measures.
 
-A synthetic clock stands for the machine.
+Nothing here asserts a speed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from bitnet_ops.bench import cases, harness, limits, measure, stats
-from bitnet_ops.bench.harness import Budget, Timed
+from bitnet_ops import _runtime, cli, machine, ops
+from bitnet_ops.bench import cases, limits, memory, model, report, shapes
+from bitnet_ops.bench import ops as bench_ops
+from bitnet_ops.bench.engine import Streams
+from bitnet_ops.dummy import model as dummy
+from bitnet_ops.nn.packing import packed_row_bytes
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-# --- statistics ----------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def ws() -> memory.Workspace:
+    return memory.Workspace(16 << 20, 1 << 20)
 
 
-def test_percentiles_are_linear_between_samples() -> None:
-    samples = [40.0, 10.0, 30.0, 20.0, 50.0]
-    summary = stats.summarize(samples)
-    assert summary.median == 30 and summary.count == 5
-    assert (summary.p10, summary.p90) == pytest.approx((14, 46))
-    assert stats.summarize([7.0]) == stats.Summary(7, 7, 7, 1)
-    assert stats.summarize([1.0, 2.0]).median == 1.5
+# --- cold and hot memory -------------------------------------------------------------------------
 
 
-def test_summary_ignores_a_time_slice() -> None:
-    summary = stats.summarize([1.0] * 99 + [4000.0])
-    assert (summary.median, summary.p10, summary.p90, summary.count) == (1, 1, 1, 100)
-    assert summary.to_dict(1e6) == dict.fromkeys(("median", "p10", "p90"), 1e6)
+def test_slots_are_disjoint_pages_of_valid_weights(ws: memory.Workspace) -> None:
+    slots = ws.ternary.slots(5000)
+    starts = [slot.data_ptr() for slot in slots]
+    assert len(slots) == (16 << 20) // 8192 and all(slot.numel() == 5000 for slot in slots)
+    assert all(start % 4096 == 0 for start in starts)
+    assert all(b - a == 8192 for a, b in zip(starts, starts[1:], strict=False))
+    for shift in (0, 2, 4, 6):
+        assert int((ws.ternary.bytes >> shift & 3).max()) == 2
+    assert torch.isfinite(ws.dense.bytes.view(torch.bfloat16)).all()
 
 
-def test_paired_ratio_survives_a_change_of_state() -> None:
-    # Halfway the machine becomes twice as slow for both: pairs agree, medians of all do not.
-    limit, kernel = [8.0] * 5 + [16.0] * 5, [10.0] * 5 + [20.0] * 5
-    assert stats.summarize(stats.paired_ratios(limit, kernel)) == stats.Summary(0.8, 0.8, 0.8, 10)
+@pytest.mark.parametrize("hot", [False, True])
+def test_cold_calls_never_meet_their_memory_again_soon_and_hot_ones_do(
+    hot: bool, ws: memory.Workspace
+) -> None:
+    slots = [(slot,) for slot in ws.ternary.slots(1 << 20)]
+    seen: list[int] = []
+    run = cases.cycle(lambda slot: seen.append(slot.data_ptr()), slots, hot=hot)
+    for i in range(len(slots)):
+        run.call(i)
+    probe = limits.read_limit(ws.ternary, 1 << 20, hot=hot)
+    assert (run.cold, run.warm) == (probe.run().cold, probe.run().warm) == (not hot, hot)
+    assert len(set(seen)) == len(probe.slots) == (1 if hot else 16)
 
 
-def test_statistics_reject_what_has_no_answer() -> None:
-    with pytest.raises(IndexError):
-        stats.summarize([])
-    with pytest.raises(ValueError, match="shorter"):
-        stats.paired_ratios([1.0, 2.0], [1.0])
+def test_a_matrix_too_large_for_cold_memory_is_rejected(ws: memory.Workspace) -> None:
+    with pytest.raises(ValueError, match="two copies of 8192x8192, got 1; raise --cold-mib"):
+        cases.matmul_case(ws, 8192, 8192, 1, hot=False, weight_format="2bit")
 
 
-# --- timing on a synthetic clock -----------------------------------------------------------------
+def test_short_memory_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    little = {"total": 1 << 31, "available": 1 << 30, "limit": None}
+    monkeypatch.setattr(machine, "memory_bytes", lambda: little)
+    with pytest.raises(ValueError, match="MiB of free memory, got 1024 MiB; lower --cold-mib"):
+        bench_ops.make_workspace(bench_ops.OpsSettings())
 
 
-class SyntheticMachine:
-    """A clock that only calls advance, and a log of them."""
+# --- every result is checked ---------------------------------------------------------------------
 
-    def __init__(self) -> None:
-        self.now, self.waiting, self.log = 0, 0, []
+OPS = ("gemv", "gemm", "linear", "quantize_activations", "rms_norm", "attention", "lm_head")
 
-    def clock(self) -> int:
-        return self.now
 
-    def waited(self) -> int:
-        return self.waiting
-
-    def interleave(
-        self, runs: list[Timed], budget: Budget, probe: harness.SpeedProbe | None = None
-    ) -> harness.Rounds:
-        return harness.interleave(runs, budget, self.clock, self.waited, probe)
-
-    def probe(self, ns: Callable[[], int]) -> harness.SpeedProbe:
-        def loop() -> None:
-            self.now += ns()
-
-        return harness.SpeedProbe(loop, self.clock)
-
-    def run(
-        self, name: str, ns: Callable[[int], int], *, warm: bool = False, cold: bool = False
-    ) -> Timed:
-        def call(i: int) -> None:
-            self.now += ns(i)
-            self.log.append((name, i))
-
-        return Timed(call, warm, cold)
-
-
-def test_interleave_alternates_and_measures_each_run() -> None:
-    synthetic = SyntheticMachine()
-    kernel = synthetic.run("kernel", lambda i: 100_000 + i)
-    limit = synthetic.run("limit", lambda i: 50_000)
-    budget = Budget(seconds=1.0, min_rounds=1, max_rounds=4)
-    kernel_s, limit_s = synthetic.interleave([kernel, limit], budget).samples
-    # two calls each to calibrate, then kernel, limit, kernel, limit, ...
-    assert synthetic.log[4:] == [(n, i) for i in range(2, 6) for n in ("kernel", "limit")]
-    assert kernel_s == pytest.approx([(100_000 + i) * 1e-9 for i in range(2, 6)])
-    assert limit_s == pytest.approx([50e-6] * 4)
-
-
-def test_short_calls_are_timed_in_groups() -> None:
-    synthetic = SyntheticMachine()
-    run = synthetic.run("short", lambda i: 1000)
-    (seconds,) = synthetic.interleave([run], Budget(1.0, 1, 3)).samples
-    assert seconds == pytest.approx([1e-6] * 3)
-    assert len(synthetic.log) == 2 + 3 * 20  # samples of 20 us
-    assert [i for _, i in synthetic.log] == list(range(62))  # each call has its own number
-
-
-def test_cold_calls_are_timed_in_a_row_and_keep_pace() -> None:
-    """As many of each cold run as the slowest makes in a millisecond, whatever else alternates."""
-    synthetic = SyntheticMachine()
-
-    def kernel_ns(i: int) -> int:  # the first call after another run costs more
-        again = bool(synthetic.log) and synthetic.log[-1][0] == "kernel"
-        return 100_000 if again else 150_000
-
-    kernel = synthetic.run("kernel", kernel_ns, cold=True)
-    limit = synthetic.run("limit", lambda i: 30_000, cold=True)
-    loop = synthetic.run("loop", lambda i: 200_000)
-    budget = Budget(1.0, 1, 3)
-    kernel_s, limit_s, loop_s = synthetic.interleave([kernel, limit, loop], budget).samples
-    assert kernel_s == pytest.approx([105e-6] * 3)  # of 10 calls one was the first
-    assert (limit_s, loop_s) == (pytest.approx([30e-6] * 3), pytest.approx([200e-6] * 3))
-    for name, calls in (("kernel", 2 + 30), ("limit", 2 + 30), ("loop", 2 + 3)):
-        assert [i for n, i in synthetic.log if n == name] == list(range(calls))
-
-
-def test_long_and_short_cold_calls() -> None:
-    synthetic = SyntheticMachine()
-    slow = synthetic.run("slow", lambda i: 3_000_000, cold=True)
-    quick = synthetic.run("quick", lambda i: 5_000, cold=True)
-    synthetic.interleave([slow, quick], Budget(0.0, 1, 1))
-    # a sample of the quick run has to be measurable, and both keep pace
-    assert [n for n, _ in synthetic.log[4:]] == ["slow"] * 4 + ["quick"] * 4
-
-
-def test_warm_call_is_not_timed() -> None:
-    synthetic = SyntheticMachine()
-    # every first touch of a number costs ten times as much, as cold memory would
-    seen: set[int] = set()
-
-    def cost(i: int) -> int:
-        touched, _ = i in seen, seen.add(i)
-        return 30_000 if touched else 300_000
-
-    cold, hot = synthetic.run("cold", cost), synthetic.run("hot", cost, warm=True)
-    budget = Budget(1.0, max_rounds=5)
-    assert synthetic.interleave([cold], budget).samples[0] == pytest.approx([300e-6] * 5)
-    seen.clear()
-    assert synthetic.interleave([hot], budget).samples[0] == pytest.approx([30e-6] * 5)
-
-
-def test_budget_bounds_rounds() -> None:
-    synthetic = SyntheticMachine()
-    slow = synthetic.run("slow", lambda i: 1_000_000_000)
-    assert len(synthetic.interleave([slow], Budget(0.5, 3)).quiet) == 3
-    quick = synthetic.run("quick", lambda i: 1_000_000)
-    assert len(synthetic.interleave([quick], Budget(0.5)).quiet) == 500
-    assert len(synthetic.interleave([quick], Budget(0.5, 1, 7)).quiet) == 7
-
-
-def neighbour(synthetic: SyntheticMachine, busy: Callable[[int], bool]) -> Timed:
-    """A run of 1 ms; in calls that `busy` names, a neighbour's time slice of 4 ms comes first."""
-
-    def cost(i: int) -> int:
-        slice_ns = 4_000_000 if busy(i) else 0
-        synthetic.waiting += slice_ns
-        return 1_000_000 + slice_ns
-
-    return synthetic.run("shared", cost)
-
-
-def test_rounds_with_a_neighbour_are_left_out() -> None:
-    synthetic = SyntheticMachine()
-    rounds = synthetic.interleave([neighbour(synthetic, lambda i: i % 3 > 0)], Budget(0.3))
-    assert rounds.usable()[0] == pytest.approx([1e-3] * len(rounds.usable()[0]))
-    assert len(rounds.usable()[0]) == sum(rounds.quiet) > 20 and not rounds.disturbed
-    assert stats.summarize(rounds.samples[0]).median == pytest.approx(5e-3)
-
-
-def test_rounds_of_slow_cpus_are_left_out() -> None:
-    # from the 40th millisecond on, a neighbour on the same core halves all speed for 60 ms
-    synthetic = SyntheticMachine()
-
-    def ns(work: int) -> int:
-        return work * (2 if 40 <= synthetic.now // 1_000_000 % 200 < 100 else 1)
-
-    run = synthetic.run("kernel", lambda i: ns(1_000_000))
-    probe = synthetic.probe(lambda: ns(200_000))
-    rounds = synthetic.interleave([run], Budget(0.4), probe)
-    assert not rounds.disturbed and len(rounds.speeds) == len(rounds.quiet) + 1
-    assert rounds.usable()[0] == pytest.approx([1e-3] * sum(rounds.quiet))
-    assert 0.5 < sum(rounds.quiet) / len(rounds.quiet) < 0.9
-    # what was taken for full speed is judged again when the probe gets to know better
-    halved = synthetic.run("kernel", lambda i: 2_000_000)
-    late = synthetic.probe(lambda: 400_000)
-    rounds = synthetic.interleave([halved], Budget(0.1), late)
-    assert all(rounds.quiet)
-    synthetic.interleave([synthetic.run("x", lambda i: 1_000)], Budget(0.0), probe)
-    rounds.probe = probe
-    assert not any(rounds.quiet) and rounds.disturbed
-
-
-def test_a_neighbour_in_every_round_is_reported_after_three_times_the_budget() -> None:
-    synthetic = SyntheticMachine()
-    rounds = synthetic.interleave([neighbour(synthetic, lambda i: True)], Budget(0.3))
-    assert rounds.disturbed and not any(rounds.quiet)
-    assert rounds.usable() == rounds.samples and len(rounds.quiet) == 180
-    synthetic = SyntheticMachine()
-    # quiet rounds come late: the time is extended until there are enough
-    rounds = synthetic.interleave([neighbour(synthetic, lambda i: i < 100)], Budget(0.3))
-    assert not rounds.disturbed and sum(rounds.quiet) == 5
-
-
-# --- rows from synthetic timings -----------------------------------------------------------------
-
-
-def synthetic_case(**changes: Any) -> cases.Case:
-    nothing = Timed(lambda _: None)
-    values: dict[str, Any] = {
-        "name": "gemv",
-        "shape": {"M": 1, "N": 1000, "K": 4000},
-        "dtype": "int8",
-        "bytes": 1_000_000,
-        "macs": 4_000_000,
-        "integer": True,
-        "run": nothing,
-        "read": limits.ReadLimit([torch.zeros(2_000_000, dtype=torch.uint8)] * 2, warm=False),
-        "check": lambda: True,
-        "baselines": {"torch_bf16": nothing},
-    }
-    return cases.Case(**values | changes)
-
-
-class SyntheticPeak:
-    """Stands for PeakLimit: a million multiply-adds a call."""
-
-    def __init__(self) -> None:
-        self.speed = harness.SpeedProbe(lambda: None)
-
-    def run(self, macs: int = 0) -> tuple[Timed, int]:
-        return Timed(lambda _: None), 1_000_000
-
-
-CALL_S = 3e-6
-
-
-def measure_synthetic(
-    monkeypatch: pytest.MonkeyPatch, case: cases.Case, *samples: Sequence[float], quiet: bool = True
-) -> measure.Row:
-    """measure.measure with these samples of kernel, read pass, peak loop; kernel, baseline.
-
-    Every op's samples are taken 3 us longer than given: the time of a call.
-    """
-    kernel, read, peak = ([s + CALL_S for s in taken] for taken in samples[:3])
-    call = [CALL_S] * len(kernel)
-    first = [kernel, call, read, peak] if case.integer else [kernel, call, read]
-    baseline = list(samples[3:])
-
-    def interleave(
-        runs: Sequence[Timed], budget: Budget, probe: harness.SpeedProbe
-    ) -> harness.Rounds:
-        chosen = baseline if len(runs) == 2 else first
-        assert len(chosen) == len(runs) and probe is peak_loop.speed
-        return harness.Rounds([list(s) for s in chosen], [0.0 if quiet else 0.5] * len(chosen[0]))
-
-    monkeypatch.setattr(measure, "interleave", interleave)
-    peak_loop = SyntheticPeak()
-    found = limits.MachineLimits(torch.get_num_threads(), 20.0, 100.0, peak_loop)  # type: ignore[arg-type]
-    return measure.measure(case, found, Budget(1), Budget(1))
-
-
-def test_row_of_a_memory_bound_case(monkeypatch: pytest.MonkeyPatch) -> None:
-    # The read pass takes 100 us for 2 MB: 20 GB/s, so 50 us for the kernel's 1 MB; the kernel needs
-    # 62.5 us. The peak loop does 100 GMAC/s, so 40 us would do for the multiplications.
-    row = measure_synthetic(
-        monkeypatch, synthetic_case(), [62.5e-6] * 3, [100e-6] * 3, [10e-6] * 3, [62.5e-6], [5e-4]
+def all_cases(ws: memory.Workspace) -> list[cases.Case]:
+    settings = bench_ops.OpsSettings(
+        shapes="demo,70x300", tokens=(1, 11), quick=True, formats=shapes.WEIGHT_FORMATS
     )
-    assert row["time_us"] == {"median": 65.5, "p10": 65.5, "p90": 65.5}
-    assert row["call_us"] == 3
-    assert (row["limit"], row["limit_value"], row["limit_unit"]) == ("read", 20, "GB/s")
-    assert row["ratio"] == {"median": 0.8, "p10": 0.8, "p90": 0.8}
-    assert (row["gb_s"], row["gmac_s"]) == (15.267, 61.069)
-    assert row["limits"]["int8_peak"]["value"] == 100
-    assert row["limits"]["int8_peak"]["allowed_us"]["median"] == 40
-    assert row["limits"]["int8_peak"]["ratio"]["median"] == 0.64
-    assert row["baselines"]["torch_bf16"]["time_us"]["median"] == 500
-    assert row["baselines"]["torch_bf16"]["speedup"]["median"] == 8
-    assert row["flags"] == []
+    return list(bench_ops.all_cases(ws, settings))
 
 
-def test_row_of_a_compute_bound_case(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = synthetic_case(macs=8_000_000)
-    row = measure_synthetic(
-        monkeypatch, case, [100e-6] * 3, [100e-6] * 3, [10e-6] * 3, [1e-4], [1e-4]
-    )
-    assert (row["limit"], row["limit_value"], row["limit_unit"]) == ("int8_peak", 100, "GMAC/s")
-    assert row["ratio"]["median"] == 0.8
+def test_every_case_checks_its_result(ws: memory.Workspace, threads: int) -> None:
+    with torch.inference_mode():
+        found = all_cases(ws)
+        assert all(case.check() for case in found)
+    assert {case.name for case in found} == set(OPS)
 
 
-def test_row_of_float_work_has_the_read_limit_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = synthetic_case(integer=False, macs=10**9)
-    row = measure_synthetic(monkeypatch, case, [62.5e-6], [100e-6], [1.0], [1e-4], [1e-4])
-    assert set(row["limits"]) == {"read"}
-    assert row["ratio"]["median"] == 0.8
+def spoiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` with 1 added to its first result, on every ISA but scalar."""
+
+    def wrong(*args: Any, **names: Any) -> Any:
+        result = function(*args, **names)
+        if _runtime.isa() == "scalar":
+            return result
+        return result + 1 if isinstance(result, Tensor) else (result[0] + 1, *result[1:])
+
+    return wrong
 
 
-def test_rows_flag_what_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    # 1 MB in 40 us is 25 GB/s where reading gives 20
-    impossible = [40e-6] * 3, [100e-6] * 3, [1e-6] * 3, [1.0], [1.0]
-    row = measure_synthetic(monkeypatch, synthetic_case(), *impossible)
-    assert row["flags"] == ["above_limit", "above_bandwidth"]
-    row = measure_synthetic(
-        monkeypatch, synthetic_case(run=Timed(lambda _: None, warm=True)), *impossible
-    )
-    assert row["flags"] == ["above_limit"]
-    fine = [62.5e-6] * 3, [100e-6] * 3, [1e-6] * 3, [1.0], [1.0]
-    row = measure_synthetic(monkeypatch, synthetic_case(check=lambda: False), *fine)
-    assert row["flags"] == ["wrong_result"]
-    row = measure_synthetic(monkeypatch, synthetic_case(), *fine, quiet=False)
-    assert row["flags"] == ["disturbed"] and row["baselines"]["torch_bf16"]["disturbed"]
+@pytest.mark.skipif(_runtime.available_isas() == ["scalar"], reason="scalar is its own reference")
+@pytest.mark.parametrize("name", OPS)
+def test_every_check_sees_a_wrong_result(
+    name: str, ws: memory.Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    op = "paged_attention" if name == "attention" else name
+    monkeypatch.setattr(ops, op, spoiled(getattr(ops, op)))
+    with torch.inference_mode():
+        wrong = [case for case in all_cases(ws) if case.name == name]
+        assert wrong and not any(case.check() for case in wrong)
 
 
-def test_cache_that_holds_a_matrix() -> None:
-    caches = {"L3": 1 << 25, "L1": 1 << 15, "L2": 1 << 19}
-    sizes = (1 << 15, (1 << 15) + 1, 1 << 20, 1 << 26)
-    assert [measure.fits_in(s, caches) for s in sizes] == ["L1", "L2", "L3", "memory"]
-    assert measure.fits_in(1, {}) == "memory"
+def test_a_wrong_result_is_not_ok_and_the_exit_status(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    settings = bench_ops.OpsSettings(shapes="64x128", tokens=(1,), cold_mib=16)
+    for flags, ok in ([], True), (["disturbed"], True), (["disturbed", "wrong_result"], False):
+        monkeypatch.setattr(bench_ops, "measure", lambda *_, f=flags: {"flags": f})
+        assert bench_ops.run(settings)["ok"] is ok
+    monkeypatch.setattr(report, "lines", lambda result: [])
+    for ok in (True, False):
+        monkeypatch.setattr(bench_ops, "run", lambda *_, r={"ok": ok}: r)
+        assert cli.main(["bench", "ops", "--output", str(tmp_path / f"{ok}.json")]) == (not ok)
+
+
+@pytest.mark.parametrize(("head", "size"), [("int8", 5000 * 68), ("int4", 313 * (1024 + 32))])
+def test_a_quantised_head_is_as_large_as_the_op_makes_it(
+    head: str, size: int, ws: memory.Workspace
+) -> None:
+    packed, scale = ops.quantize_head(torch.randn(5000, 64), head)
+    with torch.inference_mode():
+        case = cases.head_case(ws, shapes.ModelShape(64, 128, 2, 1, 32, 5000), head)
+        assert case.check() and case.format == head
+    assert case.bytes == packed.nbytes + scale.nbytes == size
+
+
+# --- the model that is timed ---------------------------------------------------------------------
+
+
+def test_bytes_of_a_step_are_those_of_the_tensors() -> None:
+    tiny, c = model.BenchModel("tiny", "canonical", "bf16"), dummy.config("tiny")
+    size = tiny.bytes()
+    assert size.per_position == 2 * 2 * 3 * 2 * 32
+    # packed rows and a scale of 4 bytes a matrix
+    matrices = [(m.out_features, m.in_features) for _, ms in tiny.projections() for m in ms]
+    assert size.body == sum(n * packed_row_bytes(k) + 4 for n, k in matrices)
+    assert size.step(2, 10) == size.body + size.head + 20 * size.per_position
+    assert tiny.macs_per_token() == sum(n * k for n, k in matrices)
+    assert len(matrices) == 7 * c.num_hidden_layers
+    tiny.use_kv_dtype("int8")  # a byte for a number and four for a scale
+    assert tiny.bytes().per_position == 2 * 3 * 2 * (32 + 4)
+    assert tiny.cache(2, 6, 0).nbytes == 2 * 64 * tiny.bytes().per_position  # a block a sequence
+
+
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8"])
+def test_decode_runs_start_again_behind_their_context(kv_dtype: str) -> None:
+    tiny = model.BenchModel("tiny", "canonical", "bf16", kv_dtype)
+    with torch.inference_mode():
+        run = tiny.decode_run(2, 5, tokens=3)
+        for i in range(7):  # more than the cache has room for without going back
+            run.call(i)
+        cache = tiny.cache(2, 5, 3)
+    assert cache.lengths.tolist() == [5, 5] and cache.max_len == 8
+
+
+def test_contexts_are_admitted_without_the_model_and_decoded_with_it() -> None:
+    run = Streams(model.BenchModel("tiny", "2bit", "int8"), 3 * 200, 3, 16)
+    ids = run.decoding(3, 50)
+    assert run.model_s > 0  # the warm steps
+    before = [run.engine._requests[i].computed for i in ids]
+    assert all(50 <= n <= 56 for n in before)
+    run.engine.step()
+    assert [run.engine._requests[i].computed for i in ids] == [n + 1 for n in before]
+
+
+# --- the commands --------------------------------------------------------------------------------
+
+
+def test_shapes_are_those_of_the_models() -> None:
+    found = shapes.parse_shapes("2b-4t,64x300")
+    five = {(640, 2560), (2560, 2560), (6912, 2560), (13824, 2560), (2560, 6912)}
+    assert found.matrices == [(64, 300)]
+    assert set(found.models["2b-4t"].linears(quick=False)) == five
+    config = json.loads((ROOT / "tests/data/demo-model/config.json").read_text())
+    for name, value in vars(shapes.MODELS["demo"]).items():
+        assert value == config[name], name
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("ops --shapes=3b", "--shapes: expected names among 2b-4t, demo or NxK"),
+        ("ops --shapes=5x999999", "K up to 131072"),
+        ("ops --m=0", "--m: expected integers from 1 to 4096, got '0'"),
+        ("ops --threads=two", "--threads: expected integers from 1 to 1024, got 'two'"),
+        ("ops --cold-mib=1", "--cold-mib: expected 16 to 65536, got 1"),
+        ("ops --seconds=0", "--seconds: expected more than 0 and at most 60, got 0.0"),
+        ("ops --weight-format=3bit", "--weight-format: expected names among canonical"),
+        ("ops --output=/nowhere/x.json", "--output: expected a file in a directory to write to"),
+        ("model --dummy=7b", "--dummy: expected names among 2b-4t"),
+        ("model --formats=2bit", "--formats: expected pairs such as 2bit+int8, got '2bit'"),
+        ("model --formats=auto+int3", "--formats: expected names among bf16, int8, int4"),
+        ("model --contexts=-1", "--contexts: expected integers from 0 to 16320, got '-1'"),
+        ("engine --streams=0", "--streams: expected integers from 1 to 64, got '0'"),
+        ("engine --formats=2bit+int8,2bit+int4", "--formats: expected one pair"),
+        ("engine --dummy=huge", "--dummy: expected names among"),
+    ],
+)
+def test_bad_arguments_are_rejected_before_anything_runs(
+    words: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["bench", *words.split()]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+def run_bench(output: Path, *words: str) -> tuple[dict[str, Any], str]:
+    """The command line as a user runs it: (JSON, what it printed)."""
+    command = [sys.executable, "-m", "bitnet_ops", "bench", *words, "--quick"]
+    command += ["--output", str(output)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    result = json.loads(output.read_text())
+    for word in (result["environment"]["cpu"], "core-to-core round trip", *result["warnings"]):
+        assert word in done.stdout
+    assert result["environment"]["isa"] == _runtime.isa() and result["ok"] is True
+    return result, done.stdout
+
+
+@pytest.mark.slow
+def test_bench_ops(tmp_path: Path) -> None:
+    result, text = run_bench(
+        tmp_path / "out.json", "ops", "--shapes", "demo,70x300", "--m", "1,2", "--threads", "1,2",
+        "--cold-mib", "16", "--seconds", "0.002",
+    )  # fmt: skip
+    assert [limit["threads"] for limit in result["limits"]] == [1, 2]
+    for limit in result["limits"]:
+        forms = limit["read_forms_gb_s"]
+        assert limit["unstable"] or forms[limit["read_form"]] == max(forms.values()) > 0
+    # matrices: 5 shapes x (cold, hot at M = 1; cold at M = 2), linear likewise; rows, caches, heads
+    rows = result["rows"]
+    assert len(rows) == 2 * (5 * 3 + 3 + 2 * 2 + len(shapes.KV_DTYPES) + len(shapes.HEAD_FORMATS))
+    head = text.splitlines().index(next(x for x in text.splitlines() if x.startswith("op  ")))
+    for row, line in zip(rows, text.splitlines()[head + 1 :], strict=False):
+        assert "wrong_result" not in row["flags"] and row["rounds"] >= 5
+        for summary in (row["time_us"], row["ratio"], *(
+            b["speedup"] for b in row["baselines"].values()
+        )):  # fmt: skip
+            assert all(math.isfinite(v) and v > 0 for v in summary.values())
+            assert summary["p10"] <= summary["median"] <= summary["p90"]
+        for rate, amount in (("gb_s", "bytes"), ("gmac_s", "macs")):
+            expected = row[amount] / row["time_us"]["median"] / 1e3
+            assert row[rate] == pytest.approx(expected, rel=1e-3)
+        # a figure that cannot be is not shown, and its flag says so
+        impossible = report.IMPOSSIBLE & set(row["flags"])
+        assert line.split()[0] == row["name"]
+        assert (" - " if impossible else f"{row['ratio']['median']:.2f}") in line
+
+
+@pytest.mark.slow
+def test_bench_model(tmp_path: Path) -> None:
+    result, text = run_bench(
+        tmp_path / "out.json", "model", "--dummy", "tiny", "--prompts", "16", "--contexts", "0,8",
+        "--batches", "1,2", "--threads", "1,2", "--kv-dtype", "bfloat16,int8",
+    )  # fmt: skip
+    decode = [row for row in result["rows"] if row["kind"] == "decode"]
+    prefill = [row for row in result["rows"] if row["kind"] == "prefill"]
+    # for each of two thread counts: two contexts, one more batch, and the contexts with int8
+    wanted = [("bfloat16", 1, 0), ("bfloat16", 1, 8), ("bfloat16", 2, 0), ("int8", 1, 0)]
+    wanted.append(("int8", 1, 8))
+    found = [(r["threads"], r["kv"], r["batch"], r["context"]) for r in decode]
+    assert found == [(t, *row) for t in (1, 2) for row in wanted]
+    for row in decode:
+        expected = row["batch"] / row["step_ms"]["median"] * 1e3
+        assert row["tokens_per_s"] == pytest.approx(expected, rel=1e-3) and row["steps"] >= 3
+        assert 0 < row["share"]["p10"] <= row["share"]["median"] <= row["share"]["p90"]
+    assert [row["kv"] for row in prefill] == ["bfloat16", "int8"] * 2
+    for title, columns, cells in report.model_tables(result):
+        assert title in text and all(len(row) == len(columns) for row in cells)
+
+
+@pytest.mark.slow
+def test_bench_engine(tmp_path: Path) -> None:
+    result, text = run_bench(
+        tmp_path / "out.json", "engine", "--dummy", "tiny", "--streams", "1,3",
+        "--contexts", "16,40", "--threads", "1", "--kv-dtype", "int8",
+    )  # fmt: skip
+    *streams, queue = result["rows"]
+    assert [(r["context"], r["streams"]) for r in streams] == [(16, 1), (16, 3), (40, 1), (40, 3)]
+    for row in streams:
+        gap = row["gap_ms"]["median"]
+        assert row["tokens_per_s"] == pytest.approx(row["streams"] / gap * 1e3, rel=1e-3)
+        assert row["reading_ms"] > 0 and row["computing_ms"] > 0 and 0 <= row["outside_model"] < 1
+    assert queue["kind"] == "queue" and queue["requests"] == 8 and queue["tokens_per_s"] > 0
+    for title, columns, cells in report.engine_tables(result):
+        assert title in text and all(len(row) == len(columns) for row in cells)

@@ -99,7 +99,7 @@ def test_the_fields_names_are_aliases(command: str) -> None:
         (["bench", "model", "--dumy", "tiny"], "did you mean --dummy?"),
         (["bench", "modl"], "did you mean model?"),
         (["inspect", "a", "--difff", "b"], "did you mean --diff?"),
-        (["bench"], "expected ops|model|engine|page, got none"),
+        (["bench"], "expected ops|model|engine, got none"),
         (["vllm"], "expected MODEL, got none"),
         (["vllm", "--port", "1", "m"], "got --port; vLLM's options stand behind MODEL"),
         (["sglang", "m", "--max-total-tokens", "1"], "SGLang's options stand behind --;"),
@@ -144,7 +144,6 @@ USAGE = [
     ["dummy", "tiny", "x", "--seed", "x"],
     ["bench", "model", "m", "--dummy", "tiny"],
     ["bench", "ops", "--output", "/nowhere/x"],
-    ["bench", "page", "/nowhere/x"],
 ]
 
 

@@ -22,8 +22,8 @@ import pytest
 
 import hf_writer
 from bitnet_ops import training
-from bitnet_ops.bench import report, run_ops
-from bitnet_ops.bench.page import plots
+from bitnet_ops.bench import ops as bench_ops
+from bitnet_ops.bench import report
 from bitnet_ops.cli import bench, main
 from bitnet_ops.convert import ConvertError, convert, pipeline
 from bitnet_ops.convert.gguf.export import export_gguf
@@ -263,20 +263,12 @@ def test_long_names(tmp_path: Path) -> None:
 def run_bench(target: Path, monkeypatch: pytest.MonkeyPatch, force: bool) -> None:
     """`bench ops --output`, the measuring itself left out."""
     made = {"schema": "bitnet_ops.bench.ops", "ok": True}
-    monkeypatch.setattr(run_ops, "run", lambda settings, progress: dict(made))
+    monkeypatch.setattr(bench_ops, "run", lambda settings, progress: dict(made))
     monkeypatch.setattr(report, "lines", lambda result: [])
     parser = argparse.ArgumentParser()
     bench.add_arguments(parser)
     options = ["ops", "--quick", "--output", str(target), *(["--force"] if force else [])]
     assert bench.run(parser.parse_args(options)) == 0
-
-
-def run_plots(target: Path, monkeypatch: pytest.MonkeyPatch, force: bool) -> None:
-    pytest.importorskip("matplotlib")
-    names = [target.stem]
-    target.parent.mkdir(exist_ok=True)
-    plots.require(str(target.parent), names, replace=force)
-    plots._save(plots._figure()[0], target.with_suffix(".png"))
 
 
 @pytest.fixture
@@ -295,12 +287,11 @@ def writers(
         "training.export": trained,
         "export": lambda t, force: export_gguf(DEMO_DIR, t, tokenizer=False, force=force),
         "bench --output": lambda t, force: run_bench(t, monkeypatch, force),
-        "bench.page.plots": lambda t, force: run_plots(t.with_suffix(".png"), monkeypatch, force),
     }
 
 
 COMMANDS = ("convert", "quantize", "dummy", "training.export", "export")
-COMMANDS += ("bench --output", "bench.page.plots")
+COMMANDS += ("bench --output",)
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -310,7 +301,7 @@ def test_every_command_keeps_the_rule(
     assert set(writers) == set(COMMANDS)
     write, home = writers[name], tmp_path / "home"
     home.mkdir()
-    target = home / ("out.png" if name == "bench.page.plots" else "out")
+    target = home / "out"
     write(target, False)
     first = tree(home)
     with pytest.raises((ConvertError, DestinationError), match="destination-exists"):

@@ -1,6 +1,6 @@
-"""`bitnet-ops bench ops` and `bench model`: what this machine's limits allow, and what is reached.
+"""`bitnet-ops bench ops|model|engine`: how fast this machine is, beside what its limits allow.
 
-Read in this order: stats, harness (timing), memory, limits, shapes, cases and cases_ops (what is
-timed), measure (one row), run_ops, model, run_model, report. What this project measures for itself
-(other engines) is in benchmarks/ of the source tree.
+Read in this order: harness (timing), memory, limits, shapes, cases (what is timed), ops, model,
+run_model, engine, session (the frame of every report), report. What this project measures for
+itself is in benchmarks/ of the source tree.
 """

@@ -1,7 +1,7 @@
-"""Timing: several runs alternate in one process until a time budget is spent.
+"""Timing: several runs alternate in one process until a time budget is spent; figures of samples.
 
-It must not know ops, tensors or limits: a run is a function of its call number. The clock and the
-account of waiting are arguments, so that the tests feed it synthetic times.
+A run is a function of its call number. The clock and the account of waiting are arguments, so that
+the tests feed it synthetic times.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from bitnet_ops import machine
 
@@ -206,3 +208,48 @@ def _one_round(samplers: Sequence[_Sampler], rounds: Rounds, clock: Clock, waite
     rounds.waited.append((waited() - waited_before) / max(clock() - start, 1))
     if rounds.probe is not None:
         rounds.speeds.append(rounds.probe.sample())
+
+
+# --- figures of samples --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Median, 10th and 90th percentile of `count` samples, in the samples' unit."""
+
+    median: float
+    p10: float
+    p90: float
+    count: int
+
+    def to_dict(self, factor: float = 1.0) -> dict[str, float]:
+        """Median, p10 and p90 in another unit, of which the samples' has `factor`."""
+        return {name: digits(getattr(self, name) * factor) for name in ("median", "p10", "p90")}
+
+
+def summarize(samples: Sequence[float]) -> Summary:
+    """Median, p10 and p90 of at least one sample, linear between neighbours.
+
+    Medians, because a neighbour's time slice is an outlier, not a fact.
+    """
+    median, p10, p90 = np.percentile(samples, (50, 10, 90)).tolist()
+    return Summary(median, p10, p90, len(samples))
+
+
+def percentile(samples: Sequence[float], rank: float) -> float:
+    """The percentile `rank`, 0 to 100, of at least one sample, linear between neighbours."""
+    return float(np.percentile(samples, rank))
+
+
+def paired_ratios(numerators: Sequence[float], denominators: Sequence[float]) -> list[float]:
+    """numerators[r] / denominators[r] of samples taken in the same round r.
+
+    Pairs share the state of the machine (clock, neighbours, where a hypervisor put the cores),
+    which changes between rounds by more than the ratio does.
+    """
+    return [n / d for n, d in zip(numerators, denominators, strict=True)]
+
+
+def digits(value: float) -> float:
+    """Five significant digits: more would be noise in a file that people read."""
+    return float(f"{value:.5g}")

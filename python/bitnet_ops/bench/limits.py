@@ -8,16 +8,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from bitnet_ops import _runtime
 from bitnet_ops.bench import pinning
-from bitnet_ops.bench.harness import Budget, SpeedProbe, Timed, interleave
+from bitnet_ops.bench.harness import Budget, SpeedProbe, Timed, digits, interleave, summarize
 from bitnet_ops.bench.memory import ColdMemory, round_up
-from bitnet_ops.bench.stats import digits, summarize
 
 _PEAK_SECONDS = 2e-4  # long against entering a parallel region, short against a time slice
 _MOST_TIMES = 100  # at most 20 ms
@@ -30,8 +29,7 @@ ATTEMPTS = 3
 _LEAST_GAIN = 0.7
 
 
-@dataclass(frozen=True)
-class ReadForm:
+class ReadForm(NamedTuple):
     """How every thread reads: so many sequential streams, prefetched so many bytes ahead (0: not).
 
     One CPU is fastest with a prefetch far ahead, another with several streams and none; only the
@@ -50,9 +48,11 @@ PLAIN = ReadForm()
 FORMS = (PLAIN, ReadForm(1, 2048), ReadForm(1, 6144), ReadForm(2), ReadForm(4))
 
 
-def read_slot(slot: Tensor, streams: int = 1, distance: int = 0) -> int:
-    """Read the whole pages of `slot` once; a checksum of them."""
-    return _runtime.probe_read(slot.data_ptr(), slot.nbytes, streams, distance)
+def read_slots(slots: Sequence[Tensor], form: ReadForm, shift: int = 0, **kind: bool) -> Timed:
+    """Call i reads slot i + shift; `kind` is what `Timed` has."""
+    places = [(slot.data_ptr(), slot.nbytes) for slot in slots]
+    count, read = len(slots), _runtime.probe_read
+    return Timed(lambda i: read(*places[(i + shift) % count], *form), **kind)
 
 
 @dataclass(frozen=True)
@@ -71,14 +71,8 @@ class ReadLimit:
         return self.slots[0].numel()
 
     def run(self, form: ReadForm = PLAIN) -> Timed:
-        slots, count = self.slots, len(self.slots)
-        shift, streams = count // 2, form.streams
-        distance = form.distance
-        return Timed(
-            lambda i: read_slot(slots[(i + shift) % count], streams, distance),
-            warm=self.warm,
-            cold=not self.warm,
-        )
+        half = len(self.slots) // 2
+        return read_slots(self.slots, form, half, warm=self.warm, cold=not self.warm)
 
 
 def read_limit(memory: ColdMemory, slot_bytes: int, *, hot: bool) -> ReadLimit:
@@ -165,15 +159,9 @@ def measure_limits(memory: ColdMemory, threads: int, budget: Budget) -> MachineL
     pinning.use_threads(threads)
     peak, windows = PeakLimit(), memory.slots(_READ_WINDOW)
     loop, macs = peak.run()
-
-    def read(which: int, form: ReadForm) -> Timed:
-        # every form begins elsewhere, so that none finds in the cache what another has just read
-        first = which * len(windows) // len(FORMS)
-        return Timed(
-            lambda i: read_slot(windows[(i + first) % len(windows)], form.streams, form.distance)
-        )
-
-    reads = [read(which, form) for which, form in enumerate(FORMS)]
+    # every form begins elsewhere, so that none finds in the cache what another has just read
+    firsts = [which * len(windows) // len(FORMS) for which in range(len(FORMS))]
+    reads = [read_slots(windows, form, at) for form, at in zip(FORMS, firsts, strict=True)]
     for _ in range(ATTEMPTS):
         rounds = interleave([*reads, loop], budget, probe=peak.speed)
         if not rounds.disturbed:
@@ -190,15 +178,15 @@ def measure_all_limits(
 ) -> list[MachineLimits]:
     """The limits of every thread count; one that cannot be, beside fewer threads, is unstable."""
     found = [measure_limits(memory, count, budget) for count in threads]
+
+    def waits(limits: MachineLimits, fewer: MachineLimits) -> bool:
+        slower = limits.read_gb_s < _LEAST_GAIN * fewer.read_gb_s
+        return limits.threads > fewer.threads and slower
+
     return [
-        replace(limits, unstable=True) if any(_waits(limits, other) for other in found) else limits
+        replace(limits, unstable=True) if any(waits(limits, other) for other in found) else limits
         for limits in found
     ]
-
-
-def _waits(limits: MachineLimits, fewer: MachineLimits) -> bool:
-    slower = limits.read_gb_s < _LEAST_GAIN * fewer.read_gb_s
-    return limits.threads > fewer.threads and slower
 
 
 def ping_pong_ns(timeout_s: float = 0.05) -> float | None:

@@ -9,9 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import mmap
-import re
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -23,7 +21,6 @@ _FILL_BYTES = 1 << 23  # random data of this size is repeated: contents repeat, 
 
 
 def round_up(count: int, multiple: int = ALIGNMENT) -> int:
-    """The smallest multiple of `multiple` that is at least `count`."""
     return -(-count // multiple) * multiple
 
 
@@ -35,7 +32,7 @@ class ColdMemory:
         # private: huge pages of shared memory are another setting of the kernel, usually off
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            with contextlib.suppress(OSError):  # a kernel without them; huge_share() will tell
+            with contextlib.suppress(OSError):  # a kernel without them
                 memory.madvise(mmap.MADV_HUGEPAGE)
         self.bytes = torch.frombuffer(memory, dtype=torch.uint8)  # keeps the map alive
         self.bytes.view(-1, _FILL_BYTES).copy_(fill.view(torch.uint8).view(1, -1))
@@ -56,22 +53,6 @@ class ColdMemory:
             for slot in self.slots(sum(sizes))
         ]
         return found, sum(sizes)
-
-    def huge_share(self) -> float | None:
-        """Which part of the mapping lies in huge pages (Linux), 0 to 1."""
-        try:
-            text = Path("/proc/self/smaps").read_text(encoding="utf-8", errors="replace")
-        except OSError:
-            return None
-        address = self.bytes.data_ptr()
-        mapping = re.compile(
-            r"^([0-9a-f]+)-([0-9a-f]+) .*?^AnonHugePages:\s*(\d+) kB", re.MULTILINE | re.DOTALL
-        )
-        for match in mapping.finditer(text):
-            start, end = int(match[1], 16), int(match[2], 16)
-            if start <= address < end:
-                return (int(match[3]) << 10) / (end - start)
-        return None
 
 
 def require_slots(slots: Sequence[object], what: str, *, hot: bool) -> None:
@@ -102,14 +83,14 @@ class Workspace:
         self.dense = ColdMemory(max(cold_bytes, dense_bytes), numbers)
 
     def matrices(
-        self, shapes: list[tuple[int, int]], weight_format: str, *, hot: bool
+        self, n: int, k: int, weight_format: str, *, hot: bool
     ) -> tuple[list[list[Tensor]], int]:
-        """Slots with one ternary matrix (N, K) a shape, and the bytes of a slot.
+        """Slots with a ternary matrix (N, K), and the bytes of a slot.
 
         Nothing is converted: cold memory holds valid bytes of every format, but not the padding
         that a CPU's own format wants, so results of such a slot must not be checked.
         """
-        layouts = [packed_shape(n, k, weight_format) for n, k in shapes]
-        found, size = self.ternary.tensors(layouts, torch.uint8)
-        require_slots(found, "+".join(f"{n}x{k}" for n, k in shapes), hot=hot)
+        layout = packed_shape(n, k, weight_format)
+        found, size = self.ternary.tensors([layout], torch.uint8)
+        require_slots(found, f"{n}x{k}", hot=hot)
         return found[:1] if hot else found, size

@@ -1,6 +1,6 @@
-"""The reports of `bench ops` and `bench model`: dictionaries, written as JSON and shown as tables.
+"""The reports of the benchmarks: dictionaries, written as JSON and shown as tables.
 
-It reads the fields that measure.py, run_model.py and environment.py write.
+It reads the fields that ops.py, run_model.py, engine.py and session.py write.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from bitnet_ops.bench.measure import IMPOSSIBLE
 from bitnet_ops.formats.destination import file_kind, new_file
 
-# 3: baselines, unstable limits, cold_bytes
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
+# Flags of rates that the machine cannot give; such a row has no ratio to show.
+IMPOSSIBLE = frozenset({"above_limit", "above_bandwidth"})
 Report = dict[str, Any]
+Row = dict[str, Any]
 Table = tuple[str, list[str], list[list[str]]]  # title, column titles, cells
 
 # An earlier report of any of the benchmarks, by its first key.
@@ -81,7 +82,7 @@ def ops_cells(row: dict[str, Any]) -> list[str]:
 
 
 _DECODE = ["weights", "head", "kv", "T", "batch", "context", "tok/s", "ms", "MB/step"]
-_DECODE += ["limit tok/s", "share", "regions", "ping-pong ns", "notes"]
+_DECODE += ["limit tok/s", "share", "ping-pong ns", "notes"]
 
 
 def _decode_cells(row: dict[str, Any]) -> list[str]:
@@ -92,7 +93,6 @@ def _decode_cells(row: dict[str, Any]) -> list[str]:
         number(row["bytes_per_step"] / 1e6),
         number(row["limit_tokens_per_s"]),
         "-" if row["impossible"] else f"{row['share']['median']:.2f}",
-        str(row["regions"]),
         "-" if row["ping_pong_ns"] is None else f"{row['ping_pong_ns']:.0f}",
         "disturbed" if row["disturbed"] else "",
     ]
@@ -142,50 +142,12 @@ def engine_tables(report: Report) -> list[Table]:
             ]),
         ),
         (
-            "A prompt that arrives beside streams",
-            ["T", "streams", "prompt", "step ms", "gap ms", "p99", "longest", "p99 in steps",
-             "first token s", "prompt tok/s"],
-            rows("arrival", lambda r: [
-                r["threads"], r["streams"], r["prompt"], r["step_ms"], *(
-                    r["gap_ms"][name] for name in ("median", "p99", "longest")
-                ), r["p99_in_steps"], r["first_token_s"], r["prompt_tokens_per_s"],
-            ]),
-        ),
-        (
             "A queue of mixed requests, one every three steps",
             ["T", "requests", "prompt tokens", "new tokens", "new tok/s", "first ms p50", "p99",
              "gap ms p50", "p99"],
             rows("queue", lambda r: [
                 r["threads"], r["requests"], r["prompt_tokens"], r["new_tokens"], r["tokens_per_s"],
                 *r["first_token_ms"].values(), *r["gap_ms"].values(),
-            ]),
-        ),
-        (
-            "A prompt whose beginning is known",
-            ["T", "prefix", "first ms", "next ms"],
-            rows("prefix", lambda r: [r["threads"], r["prefix"], r["first_ms"], r["next_ms"]]),
-        ),
-        (
-            "Verifying drafts, one stream",
-            ["T", "drafts", "step ms", "cost", "gain if all are right"],
-            rows("drafts", lambda r: [
-                r["threads"], r["drafts"], r["step_ms"], r["cost"], r["gain_if_right"],
-            ]),
-        ),
-        (
-            "Automatic speculation, one stream",
-            ["T", "text", "tokens", "off tok/s", "auto tok/s", "speed", "drafted", "right"],
-            rows("speculation", lambda r: [
-                r["threads"], r["text"], r["tokens"], r["off_tokens_per_s"],
-                r["auto_tokens_per_s"], r["speedup"], r["drafted"], r["accepted"],
-            ]),
-        ),
-        (
-            "Sampling",
-            ["T", "logits", "filter", "rows", "vocabulary", "ms", "p90", "one row ms", "notes"],
-            rows("sampling", lambda r: [
-                r["threads"], r["logits"], r["filter"], r["rows"], r["vocab"], r["ms"]["median"],
-                r["ms"]["p90"], r["one_row_ms"], "disturbed" if r["disturbed"] else "",
             ]),
         ),
     ]  # fmt: skip
@@ -208,15 +170,14 @@ def text_table(titles: Sequence[str], cells: Sequence[Sequence[str]]) -> list[st
 def header_lines(report: Report) -> list[str]:
     """The machine state, which belongs to every figure below it."""
     env = report["environment"]
-    load, share = env["load_average"], env["cold_huge_share"][0]
+    load = env["load_average"]
     lines = [
         f"{env['cpu']}{', virtual' if env['virtual'] else ''}; ISA {env['isa']}; "
         f"threads {', '.join(map(str, env['threads']))}",
         f"bitnet-ops {env['bitnet_ops']} (compiler {env['build']['compiler']}), "
         f"torch {env['torch']}, Python {env['python']}",
         f"cold memory {env['cold_bytes'][0] >> 20} MiB, page {env['page_bytes']} B, "
-        f"transparent huge pages {env['transparent_huge_pages']} "
-        f"({'unknown' if share is None else f'{share:.0%}'} of it backed)",
+        f"transparent huge pages {env['transparent_huge_pages']}",
         f"load average {'unknown' if load is None else load[0]}; core-to-core round trip "
         f"{optional(env['ping_pong_ns'], 'ns')}; an empty op call takes "
         f"{env['op_call_us']:g} us: times contain it, shares of a limit do not",

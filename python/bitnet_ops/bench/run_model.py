@@ -11,22 +11,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from bitnet_ops import _runtime
-from bitnet_ops.bench import report
-from bitnet_ops.bench.harness import Budget, Timed, interleave
+from bitnet_ops.bench.harness import Budget, Timed, digits, interleave, paired_ratios, summarize
 from bitnet_ops.bench.limits import (
     ATTEMPTS,
     PLAUSIBLE,
     MachineLimits,
     ping_pong_ns,
-    read_slot,
+    read_slots,
 )
-from bitnet_ops.bench.measure import Row
 from bitnet_ops.bench.memory import Workspace
 from bitnet_ops.bench.model import BenchModel
 from bitnet_ops.bench.pinning import use_threads
+from bitnet_ops.bench.report import Report, Row
 from bitnet_ops.bench.session import Progress, measured
-from bitnet_ops.bench.stats import digits, paired_ratios, summarize
 
 DECODED = 64  # tokens behind a context, as in the tg64 of other engines
 _READ_BYTES = 1 << 26
@@ -76,9 +73,7 @@ class ModelBench:
 def read_run(bench: ModelBench, limits: MachineLimits) -> tuple[Timed, int]:
     """A run that reads far more than a cache, in the machine's best form, and its bytes."""
     size = min(_READ_BYTES, bench.ws.ternary.bytes.numel() // 2)
-    windows, form = bench.ws.ternary.slots(size), limits.form
-    count = len(windows)
-    return Timed(lambda i: read_slot(windows[i % count], form.streams, form.distance)), size
+    return read_slots(bench.ws.ternary.slots(size), limits.form), size
 
 
 def decode_row(bench: ModelBench, limits: MachineLimits, batch: int, context: int) -> Row:
@@ -114,20 +109,10 @@ def _decode_once(bench: ModelBench, limits: MachineLimits, batch: int, context: 
         "share": share.to_dict(),
         # a model that a cache holds is read faster than memory: no share, but nothing wrong
         "impossible": share.median > PLAUSIBLE,
-        "regions": regions_per_step(bench.model),
         "steps": seconds.count,
         "disturbed": rounds.disturbed,
         "ping_pong_ns": ping_pong_ns(),
     }
-
-
-def regions_per_step(model: BenchModel) -> int:
-    """Parallel regions of one decode step."""
-    run = model.decode_run(1, 0, DECODED)
-    run.call(0)
-    before = _runtime.region_count()
-    run.call(1)
-    return _runtime.region_count() - before
 
 
 def prefill_row(bench: ModelBench, limits: MachineLimits, tokens: int, repeats: int) -> Row:
@@ -194,7 +179,7 @@ def run(
     settings: ModelSettings,
     progress: Progress = lambda _: None,
     more: More = lambda bench, limits: [],
-) -> report.Report:
+) -> Report:
     """Measure everything and return the report. Threads are put back as they were.
 
     `more` measures further rows of the model in the first pair of formats.

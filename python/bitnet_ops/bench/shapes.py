@@ -16,7 +16,7 @@ WEIGHT_FORMATS = storage.FORMATS
 USUAL = storage.USUAL_FORMAT  # what models are loaded in
 HEAD_FORMATS = ("bf16", *(n for n, row in storage.HEAD_FORMATS.items() if row.quantized))
 KV_DTYPES = tuple(n for n in storage.KV_TYPES if n != "float32")
-MOST_FEATURES = 131072  # K up to which the float32 check of a product is exact
+_MOST_FEATURES = 131072
 
 
 @dataclass(frozen=True)
@@ -34,28 +34,25 @@ class ModelShape:
     def q_features(self) -> int:
         return self.num_attention_heads * self.head_dim
 
-    @property
-    def kv_features(self) -> int:
-        return self.num_key_value_heads * self.head_dim
-
     def linears(self, *, quick: bool) -> list[tuple[int, int]]:
         """(N, K) of the ternary matrices, each once; gate and up as one matrix unless quick."""
         hidden, inner = self.hidden_size, self.intermediate_size
-        shapes = [(self.kv_features, hidden), (self.q_features, hidden), (inner, hidden)]
-        shapes += [] if quick else [(2 * inner, hidden)]
+        shapes = [(self.num_key_value_heads * self.head_dim, hidden), (self.q_features, hidden)]
+        shapes += [(inner, hidden)] if quick else [(inner, hidden), (2 * inner, hidden)]
         shapes += [(hidden, self.q_features), (hidden, inner)]
         return list(dict.fromkeys(shapes))
 
 
-def _of_config(name: str) -> ModelShape:
-    c = CONFIGS[name]
-    heads, kv_heads = c["num_attention_heads"], c["num_key_value_heads"]
-    sizes = c["hidden_size"], c["intermediate_size"], heads, kv_heads
-    return ModelShape(*sizes, c["hidden_size"] // heads, c["vocab_size"])
-
-
+_B = CONFIGS["2b-4t"]
 MODELS = {
-    "2b-4t": _of_config("2b-4t"),
+    "2b-4t": ModelShape(
+        _B["hidden_size"],
+        _B["intermediate_size"],
+        _B["num_attention_heads"],
+        _B["num_key_value_heads"],
+        _B["hidden_size"] // _B["num_attention_heads"],
+        _B["vocab_size"],
+    ),
     "demo": ModelShape(256, 768, 4, 2, 64, 4096),  # bitnet_ops/data/demo
 }
 
@@ -75,12 +72,12 @@ def parse_shapes(text: str) -> ShapeSet:
         match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", word)
         if word in MODELS:
             models[word] = MODELS[word]
-        elif match and int(match[2]) <= MOST_FEATURES:
+        elif match and int(match[2]) <= _MOST_FEATURES:
             matrices.append((int(match[1]), int(match[2])))
         else:
             raise ValueError(
                 f"--shapes: expected names among {', '.join(MODELS)} or NxK such as 2560x6912 with "
-                f"K up to {MOST_FEATURES}, got '{word}'"
+                f"K up to {_MOST_FEATURES}, got '{word}'"
             )
     return ShapeSet(models, matrices)
 

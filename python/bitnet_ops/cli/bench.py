@@ -1,4 +1,4 @@
-"""`bitnet-ops bench ops|model|engine|page`: arguments, progress and exit status of the benchmarks.
+"""`bitnet-ops bench ops|model|engine`: arguments, progress and exit status of the benchmarks.
 
 It must not know how anything is measured.
 """
@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from bitnet_ops.bench.shapes import (
     HEAD_FORMATS,
@@ -28,94 +28,66 @@ from bitnet_ops.cli.arguments import UsageError, add_force, add_json
 from bitnet_ops.dummy.configs import CONFIGS
 
 if TYPE_CHECKING:
-    from bitnet_ops.bench.run_engine import EngineSettings
+    from bitnet_ops.bench.engine import EngineSettings
+    from bitnet_ops.bench.ops import OpsSettings
     from bitnet_ops.bench.run_model import ModelSettings
-    from bitnet_ops.bench.run_ops import OpsSettings
     from bitnet_ops.bench.session import Progress
 
-
-class _Defaults(NamedTuple):
-    m: str
-    cold_mib: int
-    seconds: float
-
-
-_QUICK = _Defaults("1,4,32", 256, 0.15)
-_FULL = _Defaults("1,2,4,8,16,32,64,128,512,2048", 512, 0.4)
-_MOST_TOKENS = 4096
-_MOST_THREADS = 1024
+# The usual values of an option: of a whole run, and of --quick.
+_M = ("1,2,4,8,16,32,64,128,512,2048", "1,4,32")
+_COLD_MIB, _SECONDS = (512, 256), (0.4, 0.15)
+_PROMPTS, _CONTEXTS, _BATCHES = ("128,512,2048", "128"), ("0,2048,8192", "0"), ("1,2,4,8", "1,4")
+_STREAMS, _STREAM_CONTEXTS = ("1,2,4,8,16,32,64", "1,4,16"), ("128,2048", "128")
+_MOST_TOKENS, _MOST_THREADS = 4096, 1024
 _DUMMY = "2b-4t"
 _FORMATS = "auto+int8"
-# What earlier versions had here, and where it is now.
-_MOVED = {
-    "--plots": "python -m bitnet_ops.bench.page.plots",
-    "--rivals": "python -m benchmarks.compare_engines --engines",
-    "--rival-seconds": "python -m benchmarks.compare_engines --seconds",
-}
-_OPS_DESCRIPTION = (
+
+_OPS = (
     "Time the ops hot (operands in a cache) and cold (operands in memory), alternating with a "
     "read-only pass and with the int8 multiply-add peak; ratio 1.00 is the limit. torch's own "
-    "bfloat16 product runs beside them. Every result is checked first. Exit status 1 when one is "
-    "wrong."
+    "bfloat16 runs beside them. Every result is checked first. Exit status 1 when one is wrong."
 )
-_MODEL_DESCRIPTION = (
+_MODEL = (
     "Time prefill and decode of a model, or of a synthetic one with random weights, against "
     "reading its bytes and against the int8 peak, both alternating with it."
 )
-_PAGE = "bitnet-ops-page/performance.md"
-_PAGE_DESCRIPTION = (
-    "Measure this machine, about a quarter of an hour on an idle one, and write or complete a page "
-    "in Markdown with a section for every kind of CPU: goals for speed, a large and a small model, "
-    "every op, plots where matplotlib is installed. To contribute the section of your CPU, send "
-    "the folder that the last line names to the project, for its docs/notes/plots."
-)
-_ENGINE_DESCRIPTION = (
+_ENGINE = (
     "Time many requests at once: streams that decode together, against reading the step's bytes "
-    "once and against the int8 multiply-adds of its tokens, both alternating with them; a prompt "
-    "that arrives beside streams; a queue of mixed requests; a shared prefix; the cost of drafts."
+    "once and against the int8 multiply-adds of its tokens, both alternating with them; and a "
+    "queue of mixed requests."
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the subcommand's arguments to `parser`."""
     parser.description = "Measure against limits of this machine, taken in the same process."
-    kinds = parser.add_subparsers(dest="kind", metavar="ops|model|engine|page", required=True)
-    ops = kinds.add_parser("ops", help="every op on model shapes", description=_OPS_DESCRIPTION)
-    model = kinds.add_parser(
-        "model", help="prefill and decode of a whole model", description=_MODEL_DESCRIPTION
-    )
-    engine = kinds.add_parser(
-        "engine", help="many requests at once", description=_ENGINE_DESCRIPTION
-    )
-    _add_engine_arguments(engine)
-    _add_ops_arguments(ops)
-    _add_model_arguments(model)
-    page = kinds.add_parser(
-        "page", help="a page on this kind of CPU, to contribute", description=_PAGE_DESCRIPTION
-    )
-    _add_page_arguments(page)
-    for kind in (ops, model, engine):
+    kinds = parser.add_subparsers(dest="kind", metavar="ops|model|engine", required=True)
+    for name, text, description, add in (
+        ("ops", "every op on model shapes", _OPS, _add_ops_arguments),
+        ("model", "prefill and decode of a whole model", _MODEL, _add_model_arguments),
+        ("engine", "many requests at once", _ENGINE, _add_engine_arguments),
+    ):
+        kind = kinds.add_parser(name, help=text, description=description)
         kind.set_defaults(_parser=kind)  # who complains of an unknown option
+        add(kind)
+        kind.add_argument("--quick", action="store_true", help="fewer and shorter measurements")
         kind.add_argument("-t", "--threads", help="thread counts such as 1,2 (default: 1 and all)")
         add_json(kind)
         kind.add_argument("--output", metavar="FILE", help="also write everything to FILE, as JSON")
         add_force(kind, "an earlier report")
-        kind.add_argument("--plots", help=argparse.SUPPRESS)
+
+
+def _default(values: tuple[object, object]) -> str:
+    return f"(default: {values[0]}; quick: {values[1]})"
 
 
 def _add_ops_arguments(ops: argparse.ArgumentParser) -> None:
-    ops.add_argument("--quick", action="store_true", help="below a minute on two cores; less exact")
-    ops.add_argument(
-        "--check",
-        action="store_true",
-        help="measure the goals for speed instead; exit status 1 when one is missed",
-    )
     ops.add_argument(
         "--shapes",
         default="2b-4t",
         help=f"names ({', '.join(MODELS)}) and NxK, separated by commas (default: 2b-4t)",
     )
-    ops.add_argument("--m", help=f"tokens of the products (default: {_FULL.m}; quick: {_QUICK.m})")
+    ops.add_argument("--m", help=f"tokens of the products {_default(_M)}")
     ops.add_argument(
         "--weight-format",
         default="auto",
@@ -125,14 +97,9 @@ def _add_ops_arguments(ops: argparse.ArgumentParser) -> None:
     ops.add_argument(
         "--cold-mib",
         type=int,
-        help=f"memory that cold operands cycle through (default: {_FULL.cold_mib}; "
-        f"quick: {_QUICK.cold_mib})",
+        help=f"memory that cold operands cycle through {_default(_COLD_MIB)}",
     )
-    ops.add_argument(
-        "--seconds",
-        type=float,
-        help=f"time for one row (default: {_FULL.seconds}; quick: {_QUICK.seconds})",
-    )
+    ops.add_argument("--seconds", type=float, help=f"time for one row {_default(_SECONDS)}")
 
 
 def _add_model_arguments(model: argparse.ArgumentParser) -> None:
@@ -154,12 +121,9 @@ def _add_model_arguments(model: argparse.ArgumentParser) -> None:
         help=f"types of the KV cache, of {', '.join(KV_DTYPES)}, or all; the first one gets every "
         f"measurement, the others one sequence and the prompts (default: {KV_DTYPES[0]})",
     )
-    model.add_argument("--prompts", help="tokens of the prompts (default: 128,512,2048)")
-    model.add_argument("--contexts", help="tokens behind which to decode (default: 0,2048,8192)")
-    model.add_argument("--batches", help="sequences decoded together (default: 1,2,4,8)")
-    model.add_argument("--quick", action="store_true", help="fewer and shorter measurements")
-    for option in ("--rivals", "--rival-seconds"):
-        model.add_argument(option, help=argparse.SUPPRESS)
+    model.add_argument("--prompts", help=f"tokens of the prompts {_default(_PROMPTS)}")
+    model.add_argument("--contexts", help=f"tokens behind which to decode {_default(_CONTEXTS)}")
+    model.add_argument("--batches", help=f"sequences decoded together {_default(_BATCHES)}")
 
 
 def _add_engine_arguments(engine: argparse.ArgumentParser) -> None:
@@ -177,30 +141,10 @@ def _add_engine_arguments(engine: argparse.ArgumentParser) -> None:
         default=KV_DTYPES[0],
         help=f"type of the KV cache (default: {KV_DTYPES[0]})",
     )
-    engine.add_argument("--streams", help="numbers of streams (default: 1,2,4,8,16,32,64)")
-    engine.add_argument("--contexts", help="tokens behind which they decode (default: 128,2048)")
-    engine.add_argument("--prompt", type=int, help="tokens of the arriving prompt (default: 2048)")
-    engine.add_argument("--quick", action="store_true", help="fewer and shorter measurements")
-
-
-def _add_page_arguments(page: argparse.ArgumentParser) -> None:
-    page.add_argument("page", nargs="?", metavar="FILE", help=f"the page (default: {_PAGE})")
-    page.add_argument("--stored", action="store_true", help="measure nothing, write the page")
-    page.add_argument(
-        "--data",
-        metavar="DIR",
-        help="keep the JSON of every step in DIR; a step whose file is there is not run again",
+    engine.add_argument("--streams", help=f"numbers of streams {_default(_STREAMS)}")
+    engine.add_argument(
+        "--contexts", help=f"tokens behind which they decode {_default(_STREAM_CONTEXTS)}"
     )
-    page.add_argument("--quick", action="store_true", help="tiny shapes, to try the page itself")
-
-
-def check(args: argparse.Namespace) -> None:
-    """Reject what has moved out of the package, and say where it is."""
-    for word in (o for o in _MOVED if getattr(args, o.strip("-").replace("-", "_"), None)):
-        raise UsageError(
-            f"bench: expected ops, model, engine or page and their options, got {word}, which is "
-            f"now `{_MOVED[word]}`, in the project's source tree"
-        )
 
 
 def _threads(args: argparse.Namespace) -> tuple[int, ...]:
@@ -214,12 +158,11 @@ def _threads(args: argparse.Namespace) -> tuple[int, ...]:
 
 def ops_settings(args: argparse.Namespace) -> OpsSettings:
     """The settings that the arguments of `bench ops` ask for; ValueError names a wrong one."""
-    from bitnet_ops.bench.run_ops import OpsSettings
+    from bitnet_ops.bench.ops import OpsSettings
 
-    defaults = _QUICK if args.quick else _FULL
     parse_shapes(args.shapes)  # complain before anything is measured
-    cold_mib = defaults.cold_mib if args.cold_mib is None else int(args.cold_mib)
-    seconds = defaults.seconds if args.seconds is None else float(args.seconds)
+    cold_mib = _COLD_MIB[args.quick] if args.cold_mib is None else int(args.cold_mib)
+    seconds = _SECONDS[args.quick] if args.seconds is None else float(args.seconds)
     if not 16 <= cold_mib <= 1 << 16:
         raise ValueError(f"--cold-mib: expected 16 to {1 << 16}, got {cold_mib}")
     if not 0 < seconds <= 60:
@@ -227,7 +170,7 @@ def ops_settings(args: argparse.Namespace) -> OpsSettings:
     formats = USUAL if args.weight_format == "auto" else args.weight_format
     return OpsSettings(
         shapes=args.shapes,
-        tokens=parse_counts("--m", args.m or defaults.m, _MOST_TOKENS),
+        tokens=parse_counts("--m", args.m or _M[args.quick], _MOST_TOKENS),
         threads=_threads(args),
         formats=parse_words("--weight-format", formats, WEIGHT_FORMATS),
         quick=args.quick,
@@ -257,52 +200,20 @@ def model_settings(args: argparse.Namespace) -> ModelSettings:
         raise ValueError(f"expected MODEL or --dummy, got {args.model} and {args.dummy}")
     parse_words("--dummy", args.dummy or _DUMMY, list(CONFIGS))
     quick = args.quick
-    contexts = args.contexts or ("0" if quick else "0,2048,8192")
+    kv_dtypes = ",".join(KV_DTYPES) if args.kv_dtype == "all" else args.kv_dtype
+    contexts = args.contexts or _CONTEXTS[quick]
     settings = ModelSettings(
         dummy=args.dummy or _DUMMY,
         formats=_pairs(args.formats),
-        kv_dtypes=parse_words(
-            "--kv-dtype",
-            ",".join(KV_DTYPES) if args.kv_dtype == "all" else args.kv_dtype,
-            KV_DTYPES,
-        ),
-        prompts=parse_counts(
-            "--prompts", args.prompts or ("128" if quick else "128,512,2048"), 8192
-        ),
+        kv_dtypes=parse_words("--kv-dtype", kv_dtypes, KV_DTYPES),
+        prompts=parse_counts("--prompts", args.prompts or _PROMPTS[quick], 8192),
         contexts=parse_counts("--contexts", contexts, 16384 - 64, least=0),
-        batches=parse_counts("--batches", args.batches or ("1,4" if quick else "1,2,4,8"), 64),
+        batches=parse_counts("--batches", args.batches or _BATCHES[quick], 64),
         threads=_threads(args),
         cold_mib=128 if quick else 512,
         quick=quick,
     )
     return settings if args.model is None else _of_model(args, settings)
-
-
-def engine_settings(args: argparse.Namespace) -> EngineSettings:
-    """The settings that the arguments of `bench engine` ask for; ValueError names a wrong one."""
-    from bitnet_ops.bench.run_engine import EngineSettings
-
-    parse_words("--dummy", args.dummy, list(CONFIGS))
-    quick, pairs = args.quick, _pairs(args.formats)
-    if len(pairs) != 1:
-        raise ValueError(f"--formats: expected one pair such as 2bit+int8, got {args.formats}")
-    prompt = (256 if quick else 2048) if args.prompt is None else args.prompt
-    if not 1 <= prompt <= 1 << 16:
-        raise ValueError(f"--prompt: expected 1 to {1 << 16}, got {prompt}")
-    streams = args.streams or ("1,4,16" if quick else "1,2,4,8,16,32,64")
-    return EngineSettings(
-        dummy=args.dummy,
-        formats=pairs[0],
-        kv_dtype=args.kv_dtype,
-        streams=parse_counts("--streams", streams, 64),
-        contexts=parse_counts(
-            "--contexts", args.contexts or ("128" if quick else "128,2048"), 16000
-        ),
-        prompt=prompt,
-        threads=_threads(args),
-        cold_mib=128 if quick else 512,
-        quick=quick,
-    )
 
 
 def _of_model(args: argparse.Namespace, settings: ModelSettings) -> ModelSettings:
@@ -331,56 +242,39 @@ def _of_model(args: argparse.Namespace, settings: ModelSettings) -> ModelSetting
     )
 
 
-def _goal_settings(args: argparse.Namespace) -> OpsSettings:
-    """As for `bench ops`, of the shapes of one model that the goals speak of."""
-    from bitnet_ops.bench.page.goals import DUMMIES
+def engine_settings(args: argparse.Namespace) -> EngineSettings:
+    """The settings that the arguments of `bench engine` ask for; ValueError names a wrong one."""
+    from bitnet_ops.bench.engine import EngineSettings
 
-    if args.shapes not in DUMMIES:
-        raise ValueError(
-            f"--shapes: expected with --check {' or '.join(DUMMIES)}, got {args.shapes}"
-        )
-    return ops_settings(args)
-
-
-def _run_page(args: argparse.Namespace) -> int:
-    from bitnet_ops.bench.page import measure, render
-
-    page = Path(args.page or _PAGE)
-    if args.page is None:
-        page.parent.mkdir(exist_ok=True)
-    try:
-        measure.check(page)
-        if args.stored:
-            render.write(page)
-        else:
-            data = None if args.data is None else Path(args.data)
-            with progress_line() as progress:
-                folder = measure.write(page, progress, quick=args.quick, data=data)
-    except ValueError as error:
-        raise UsageError(f"bench page: {error}") from error
-    print(f"wrote {page}")
-    if not args.stored:
-        print(f"this machine's figures and plots: {folder}")
-    return 0
+    parse_words("--dummy", args.dummy, list(CONFIGS))
+    quick, pairs = args.quick, _pairs(args.formats)
+    if len(pairs) != 1:
+        raise ValueError(f"--formats: expected one pair such as 2bit+int8, got {args.formats}")
+    contexts = args.contexts or _STREAM_CONTEXTS[quick]
+    return EngineSettings(
+        dummy=args.dummy,
+        formats=pairs[0],
+        kv_dtype=args.kv_dtype,
+        streams=parse_counts("--streams", args.streams or _STREAMS[quick], 64),
+        contexts=parse_counts("--contexts", contexts, 16000),
+        threads=_threads(args),
+        cold_mib=128 if quick else 512,
+        quick=quick,
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the benchmark; 0, or 1 when a result was wrong or a goal missed."""
-    from bitnet_ops.bench import report, run_engine, run_model, run_ops
-    from bitnet_ops.bench.page import goals
+    """Run the benchmark; 0, or 1 when a result was wrong."""
+    from bitnet_ops.bench import engine, ops, report, run_model
     from bitnet_ops.bench.pinning import pinned
 
-    if args.kind == "page":
-        return _run_page(args)
     settings: Any
     measure: Callable[..., dict[str, Any]]
     try:
-        if args.kind == "ops" and args.check:
-            settings, measure = _goal_settings(args), goals.run
-        elif args.kind == "ops":
-            settings, measure = ops_settings(args), run_ops.run
+        if args.kind == "ops":
+            settings, measure = ops_settings(args), ops.run
         elif args.kind == "engine":
-            settings, measure = engine_settings(args), run_engine.run
+            settings, measure = engine_settings(args), engine.run
         else:
             settings, measure = model_settings(args), run_model.run
         require_output(args.output, replace=args.force)
@@ -390,11 +284,7 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"bench {args.kind}: {error}") from error
     with progress_line() as progress, pinned():
         result = measure(settings, progress)
-    if args.kind == "ops" and args.check:
-        lines = [*report.header_lines(result), "", *result["lines"]]
-    else:
-        lines = report.lines(result)
-    print(report.as_json(result) if args.json else "\n".join(lines))
+    print(report.as_json(result) if args.json else "\n".join(report.lines(result)))
     if args.output:
         report.write_json(result, args.output, replace=args.force)
     return 0 if result["ok"] else 1

@@ -111,9 +111,9 @@ _KV = (
 )
 KV_TYPES = {row.name: row for row in _KV}
 # What `load` gives a model: half the bytes of float32, faster the longer the context is, and on the
-# demo model's text the same loss to 0.0001 nats (scripts/compare_kv.py). int8 is smaller and faster
-# still and measures alike there, but its error grows with the outliers of a row, and those of
-# larger models have not been measured: it waits to be asked for.
+# demo model's text the same loss to 0.0001 nats (benchmarks/compare_kv.py). int8 is smaller and
+# faster still and measures alike there, but its error grows with the outliers of a row, and those
+# of larger models have not been measured: it waits to be asked for.
 DEFAULT_KV_TYPE = "bfloat16"
 
 

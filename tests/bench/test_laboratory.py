@@ -1,0 +1,81 @@
+"""The laboratory, benchmarks/ of the source tree: each part of it imports, each entry point runs.
+
+That is all that is tested of it; nothing here asserts a speed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+MODULES = sorted(
+    path.stem for path in (ROOT / "benchmarks").glob("*.py") if path.stem != "xllamacpp_worker"
+)
+
+
+def entry(words: str) -> str:
+    """What `python -m benchmarks.WORDS` prints."""
+    command = ["-m", *(word.replace("~", " ") for word in f"benchmarks.{words}".split())]
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_every_module_imports() -> None:
+    assert len(MODULES) > 25
+    for name in MODULES:
+        importlib.import_module(f"benchmarks.{name}" if name != "__init__" else "benchmarks")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        (
+            "before_after PYTHON --dummy tiny --turns 2 --prompts 8 --contexts 0 --kv-dtype int8",
+            "decode behind 0",
+        ),
+        ("bench_apply --shape 64x128 --tokens 1 --threads 1 --seconds 0.01", "apply adds"),
+        (
+            "compare_engines --dummy tiny --engines hf-bf16 --seconds 0.1 --prompts 16 --quick",
+            "hf-bf16",
+        ),
+        ("compare_kv --help", "--model MODEL"),
+        ("engine_studies --dummy tiny --quick -t 1", '"speculation"'),
+        ("goals --help", "--check"),
+        ("many_cores --help", "--bandwidth"),
+        ("neighbour --runs 1 --layers 1 --prompt 4 --only one~thread --before PYTHON", "before"),
+        ("page FOLDER/page.md --quick --data FOLDER", "wrote "),
+    ],
+    ids=lambda words: words.split()[0],
+)
+def test_every_entry_point_runs(words: str, shown: str, tmp_path: Path) -> None:
+    words = words.replace("PYTHON", sys.executable).replace("FOLDER", str(tmp_path))
+    assert shown in entry(words)
+    if words.startswith("page"):
+        page = (tmp_path / "page.md").read_text()
+        assert "share of a step outside its kernels" in page
+        for title in ("## Goals", "## The model tiny", "## Ternary products", "## Other ops"):
+            assert title in page
+        reports = sorted(tmp_path.glob("*.json"))
+        assert [path.stem for path in reports] == ["goals", "model", "ops", "small-model"]
+        assert len(list(tmp_path.glob("*.png"))) in (0, 6)
+
+
+def test_a_process_that_dies_or_complains_is_an_error() -> None:
+    from benchmarks.process import Process
+
+    with pytest.raises(RuntimeError, match="shell: expected an answer, got the end"):
+        Process("shell", ["true"])
+    talk = "echo noise; echo '{\"ready\": true}'; read line; echo '{\"error\": \"no '$line'\"}'"
+    with (
+        Process("shell", [str(shutil.which("bash")), "-c", talk]) as process,
+        pytest.raises(RuntimeError, match="shell: no prefill 3"),
+    ):
+        process.ask("prefill", 3)
