@@ -388,6 +388,16 @@ def test_scales_of_groups_that_change_in_place_are_seen() -> None:
         assert_equal(ours, theirs)
 
 
+def test_a_program_is_bound_once() -> None:
+    model = tiny_model(SMALL["bitnet-offline"])
+    program, version = model.program, model.weights_version()
+    with torch.inference_mode():
+        model(random_ids(6, 1, 7), KVCache(model.config, 1, 7))
+    assert model.program is program and model.weights_version() == version
+    model.model.norm.weight = model.model.norm.weight.clone()
+    assert model.program is not program and model.weights_version() != version
+
+
 def test_a_listing_can_be_read() -> None:
     config: ModelConfig = config_of(SMALL["bitnet-offline"])
     lines = str(listing(config)).splitlines()

@@ -61,14 +61,13 @@ class _Body(Tracked):
             self.norm = norm_weight(self.norm.weight / config.scalings.logits)
 
 
-@dataclasses.dataclass
 class _Bound:
-    """What a decoder has made of its modules, and at how many changes of them."""
+    """What a decoder has made of its modules: it changes without being a change of the decoder."""
 
-    at: tuple[Any, ...] = ()
-    program: Program | None = None
-    watched_at: int = -1
-    watched: list[Tensor] = dataclasses.field(default_factory=list)
+    def __init__(self) -> None:
+        # the changes at which the program was bound, and the program: published together
+        self.program: tuple[tuple[Any, ...], Program | None] = (), None
+        self.watched: tuple[int, list[Tensor]] = -1, []  # likewise, all buffers
 
 
 class Decoder(Tracked):
@@ -208,11 +207,12 @@ class Decoder(Tracked):
         if not self.fused_step:
             return None
         now = changes(), self.adapters.version, self.dtype
-        bound = self._bound
-        if bound.at != now or (bound.program is not None and bound.program.stale):
+        at, program = self._bound.program
+        if at != now or (program is not None and program.stale):
             # Several threads may do so at once: each publishes a whole one.
-            bound = self._bound = dataclasses.replace(bound, at=now, program=self._bind())
-        return bound.program
+            program = self._bind()
+            self._bound.program = now, program
+        return program
 
     def _bind(self) -> Program | None:
         lines = dataclasses.replace(self.listing, lora=self.adapters.lines())
@@ -252,10 +252,11 @@ class Decoder(Tracked):
 
         Or adapters been loaded or removed.
         """
-        bound, now = self._bound, changes()
-        if bound.watched_at != now:  # to look for them takes 100 us
-            bound.watched_at, bound.watched = now, list(self.buffers())
-        versions = ((b.data_ptr(), 0 if b.is_inference() else b._version) for b in bound.watched)
+        at, buffers = self._bound.watched
+        if at != (now := changes()):  # to look for them takes 100 us
+            buffers = list(self.buffers())
+            self._bound.watched = now, buffers
+        versions = ((b.data_ptr(), 0 if b.is_inference() else b._version) for b in buffers)
         return hash((self.adapters.version, *versions))
 
     def _last_norm(self, x: Tensor) -> Tensor:
