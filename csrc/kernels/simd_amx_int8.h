@@ -90,5 +90,7 @@ struct MatrixUnit {
 #endif
 };
 
+BITNET_OVERRIDES(MatrixUnit)
+
 }  // namespace
 }  // namespace bitnet::BITNET_ISA

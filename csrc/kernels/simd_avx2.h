@@ -223,5 +223,12 @@ inline F32x16 head4_float(Head4Acc acc, int32_t offset) {
   return head4_less(acc.lo, acc.hi, offset);
 }
 
+BITNET_OVERRIDES(kFlushSteps, kGemvStreams, Partial, dot, kDotInTwoSteps, widen, kRowPanelFrom,
+                 kRowPanelFlush, kTileStreams, tile_dot, TwoBit, TwoBitPlain, Base3Digits, Base3,
+                 kHeadStreams, kHead4Streams, kHeadPairRows, head_distance, kHead8Step,
+                 kHead8FlushSteps, kHead8Unroll, kHead8Rows, kHead8Tokens, kHead8Offset,
+                 Head8Weights, Head8Acc, head8_weights, head8_dot, head8_add, head8_sum,
+                 kHead4Tokens, Head4Acc, head4_block, tile_acc_sum, head4_float)
+
 }  // namespace
 }  // namespace bitnet::BITNET_ISA

@@ -111,5 +111,11 @@ inline F32x16 head4_float(const Head4Acc& acc, int32_t offset) {
   return {_mm512_cvtepi32_ps(_mm512_sub_epi32(sum, _mm512_set1_epi32(offset)))};
 }
 
+BITNET_OVERRIDES(kHeadStreams, kHead4Streams, kHeadPairRows, head_distance, kHead8Step,
+                 kHead8FlushSteps, kHead8Unroll, kHead8Rows, kHead8Tokens, kHead8Offset,
+                 Head8Weights, Head8Acc, head8_weights, head8_dot, head8_add, head8_sum,
+                 kHead4Tokens, Head4Acc, head4_block, store_i16, head8_token, head8_sums,
+                 head4_float)
+
 }  // namespace
 }  // namespace bitnet::BITNET_ISA

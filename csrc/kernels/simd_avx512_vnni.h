@@ -265,6 +265,19 @@ inline void store_quads(const QuadSums& acc, int32_t excess, int32_t* out) {
   _mm512_storeu_si512(out, _mm512_sub_epi32(sum, _mm512_set1_epi32(excess)));
 }
 
+BITNET_OVERRIDES(kStepBlocks, kFlushSteps, kGemvRows, kGemvStreams, kTileRows, kTileTokens, Raw,
+                 Codes, Activations, Partial, Acc, load_raw, load_raw_tail, codes, load_x,
+                 load_x_tail, kDotInTwoSteps, dot, widen, reduce, prefetch, prefetch_l2, pin, renew,
+                 sum_i8_vector, LineXor, xor_line, reduce_lines, kTileLanes, kTileAccs, kPanelAccs,
+                 kRowPanelFrom, kRowPanelFlush, TileStep, TileCodes, TileX, TileAcc, TileSum,
+                 load_step, store_step, broadcast_x, tile_dot, load_sum, store_sum, set1_sum,
+                 add_sum, sub_sum, TileFloats, floats_of, load_floats, store_floats, set1_floats,
+                 mul_floats, fma_floats, times_256, kCacheStep, CacheKeys, CacheQuery, CacheDot,
+                 cache_keys, cache_query, cache_dot, reduce_dots, kCacheAccs, CacheValues,
+                 CacheWeights, CacheSum, cache_values, cache_weights, cache_sum, store_cache_sums,
+                 kQuadTiles, kQuadHalves, kQuadOffset, QuadWords, QuadFactor, QuadSums, quad_words,
+                 quad_factor, quad_add, store_quads)
+
 }  // namespace
 }  // namespace bitnet::BITNET_ISA
 

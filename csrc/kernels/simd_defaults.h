@@ -1,5 +1,5 @@
 // SIMD primitives that an ISA need not write.  An ISA's own declaration of a name, in its inner
-// namespace, hides the one here.  Included by every simd_*.h.
+// namespace, hides the one here; BITNET_OVERRIDES says so.  Included by every simd_*.h.
 #pragma once
 
 #include <cstddef>
@@ -8,6 +8,32 @@
 #include "format/layout.h"
 #include "kernels/kernel_table.h"
 #include "kernels/simd_defaults_heads.h"
+
+// BITNET_OVERRIDES(name, ...), in the namespace of an ISA and behind its definitions: what it
+// writes instead of a default. A name that is not both here and there does not compile, so that a
+// misspelt override is not a slow kernel; tests/kernels/test_overrides.py finds those not declared.
+#define BITNET_PARENS_ ()
+// As many scans as there may be names, and more.
+#define BITNET_SCAN_(...) \
+  BITNET_SCAN_3_(BITNET_SCAN_3_(BITNET_SCAN_3_(BITNET_SCAN_3_(__VA_ARGS__))))
+#define BITNET_SCAN_3_(...) \
+  BITNET_SCAN_2_(BITNET_SCAN_2_(BITNET_SCAN_2_(BITNET_SCAN_2_(__VA_ARGS__))))
+#define BITNET_SCAN_2_(...) \
+  BITNET_SCAN_1_(BITNET_SCAN_1_(BITNET_SCAN_1_(BITNET_SCAN_1_(__VA_ARGS__))))
+#define BITNET_SCAN_1_(...) \
+  BITNET_SCAN_0_(BITNET_SCAN_0_(BITNET_SCAN_0_(BITNET_SCAN_0_(__VA_ARGS__))))
+#define BITNET_SCAN_0_(...) __VA_ARGS__
+#define BITNET_USING_(scope, name, ...) \
+  using scope::name;                    \
+  __VA_OPT__(BITNET_USING_AGAIN_ BITNET_PARENS_(scope, __VA_ARGS__))
+#define BITNET_USING_AGAIN_() BITNET_USING_
+#define BITNET_OVERRIDES(...)                                    \
+  namespace defaults_overridden {                                \
+  BITNET_SCAN_(BITNET_USING_(::bitnet, __VA_ARGS__))             \
+  }                                                              \
+  namespace overrides {                                          \
+  BITNET_SCAN_(BITNET_USING_(::bitnet::BITNET_ISA, __VA_ARGS__)) \
+  }
 
 namespace bitnet {
 namespace {
@@ -458,6 +484,60 @@ inline void quad_add(QuadSums& acc, QuadWords w, QuadFactor first, QuadFactor se
 inline void store_quads(const QuadSums& acc, int32_t, int32_t* out) {
   for (int i = 0; i < 16; ++i) out[i] = acc.lane[i];
 }
+
+// ---- generic/defaults.inl
+// ------------------------------------------------------------------------
+
+// Its templates of float lanes, to which an ISA's own functions are preferred: their names, for
+// BITNET_OVERRIDES.
+enum LaneDefaults {
+  lanes_of,
+  make_lanes,
+  zero,
+  pow2,
+  times_pow2,
+  max_abs_bits,
+  reduce_abs_bits,
+  reduce_add,
+  reduce_max,
+  less_mask,
+  where_greater,
+  store_indices,
+  store_chosen,
+  add_to_lanes,
+  lanes_of_sums,
+  sum_of_lanes,
+  from_i32_n,
+  to_i8_n,
+  store_i16,
+  load_bf16_n,
+  load_f16_n,
+  load_e4m3_n,
+  load_e5m2_n,
+  store_bf16_n,
+  rounded_bf16,
+  cached_bf16,
+  store_f16_n,
+  store_e4m3_n,
+  store_e5m2_n,
+  load_as,
+  lane_reg,
+  reg,
+  load_reg,
+  reg_fma,
+  load_mixed,
+  mix,
+  unmix,
+  load_of_pairs,
+  reduce_eight,
+  head_bf16_x,
+  head_bf16_weights,
+  head_bf16_ordered,
+  head4_float,
+  tile_acc_sum,
+  head8_token,
+  head8_sums,
+};
 
 }  // namespace
 }  // namespace bitnet

@@ -96,5 +96,7 @@ struct Base3 {
   }
 };
 
+BITNET_OVERRIDES(kTileStreams, TwoBit, TwoBitPlain, Base3Digits, Base3)
+
 }  // namespace
 }  // namespace bitnet::BITNET_ISA

@@ -412,5 +412,12 @@ inline F32x16 load_of_pairs(const void* p) {
   return {number_of_pairs<P>(w), number_of_pairs<P>(w + 1)};
 }
 
+BITNET_OVERRIDES(count_bits, LaneSums, Reg, kRegs, kBlockRows, transpose_16, pow2, times_pow2,
+                 max_abs_bits, reduce_abs_bits, reduce_add, reduce_max, less_mask, where_greater,
+                 store_chosen, store_indices, add_to_lanes, lanes_of_sums, from_i32_n, to_i8_n,
+                 load_bf16_n, load_f16_n, store_bf16_n, rounded_bf16, cached_bf16, store_f16_n,
+                 load_e4m3_n, load_e5m2_n, reg, load_reg, reg_fma, load_mixed, mix, unmix,
+                 reduce_eight, load_of_pairs)
+
 }  // namespace
 }  // namespace bitnet::BITNET_ISA

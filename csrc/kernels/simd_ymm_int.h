@@ -322,5 +322,17 @@ inline __m256i broadcast4(const int8_t* p) {
 inline __m256i low_codes(__m256i raw) { return _mm256_and_si256(raw, _mm256_set1_epi8(15)); }
 inline __m256i high_codes(__m256i raw) { return low_codes(_mm256_srli_epi16(raw, 4)); }
 
+BITNET_OVERRIDES(kStepBlocks, kGemvRows, kTileRows, kTileTokens, Raw, Codes, Activations, Acc,
+                 load_raw, load_raw_tail, codes, load_x, load_x_tail, reduce, prefetch, prefetch_l2,
+                 kTileLanes, kFewRegisters, kTileAccs, kPanelAccs, TileStep, TileCodes, TileX,
+                 TileAcc, TileSum, load_step, store_step, broadcast_x, load_sum, store_sum,
+                 set1_sum, add_sum, sub_sum, TileFloats, floats_of, load_floats, store_floats,
+                 set1_floats, mul_floats, fma_floats, times_256, pin, renew, sum_i8_vector, LineXor,
+                 xor_line, reduce_lines, kCacheStep, CacheKeys, CacheQuery, CacheDot, cache_keys,
+                 cache_query, cache_dot, reduce_dots, kCacheAccs, CacheValues, CacheWeights,
+                 CacheSum, cache_values, cache_weights, cache_sum, store_cache_sums, QuadWords,
+                 QuadSums, QuadFactor, quad_words, quad_factor, quad_add, store_quads, store_i16,
+                 head_bf16_x, head_bf16_weights, head_bf16_ordered)
+
 }  // namespace
 }  // namespace bitnet::BITNET_ISA

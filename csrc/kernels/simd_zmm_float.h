@@ -296,5 +296,12 @@ struct PairUnit {
   }
 };
 
+BITNET_OVERRIDES(count_bits, LaneSums, Reg, kRegs, kBlockRows, transpose_16, kPairTiles, PairUnit,
+                 pow2, times_pow2, max_abs_bits, reduce_abs_bits, reduce_add, reduce_max, less_mask,
+                 where_greater, store_indices, store_chosen, add_to_lanes, lanes_of_sums,
+                 from_i32_n, to_i8_n, load_bf16_n, load_f16_n, store_bf16_n, rounded_bf16,
+                 cached_bf16, store_f16_n, load_e4m3_n, load_e5m2_n, reg, load_reg, reg_fma,
+                 reduce_eight, load_of_pairs)
+
 }  // namespace
 }  // namespace bitnet::BITNET_ISA
