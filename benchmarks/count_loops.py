@@ -2,7 +2,7 @@
 
 Prints, for 1024 multiply-adds, the instructions of every loop in the object code; with --cycles
 also what llvm-mca (17 or newer, BITNET_LLVM_MCA or `llvm-mca` on the path) makes of them. Kernel
-objects are built in build/kernels, or are those of --objects. Fails for a loop that is not found.
+objects are those of the installed package, or of --objects. Fails for a loop that is not found.
 Standard library only; needs objdump.
 """
 
@@ -24,6 +24,7 @@ sys.path.insert(0, str(ROOT / "scripts"))
 from check_isa_symbols import (  # type: ignore[import-not-found]  # noqa: E402
     build_objects,
     isa_objects,
+    package_tree,
     run,
 )
 
@@ -289,12 +290,14 @@ def mca() -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.count_loops", description=__doc__)
-    parser.add_argument("--objects", type=Path, help="folder of a build (default: build/kernels)")
+    parser.add_argument(
+        "--objects", type=Path, help="folder of a build (default: that of the package)"
+    )
     parser.add_argument("--cycles", action="store_true", help="ask llvm-mca, too")
     arguments = parser.parse_args()
     if not arguments.objects:
-        build_objects(ROOT / "build" / "kernels")
-    found = isa_objects(arguments.objects or ROOT / "build" / "kernels")
+        build_objects(package_tree())
+    found = isa_objects(arguments.objects or package_tree())
     tool = mca() if arguments.cycles else None
     for isa in ISAS:
         for line in lines(isa, found[isa], tool):

@@ -13,7 +13,7 @@ those of two (AnandTech on the Ryzen 9 7950X), 40 to 42 within one mesh (Intel's
 Checker on a Xeon E5-2660 v4, quoted by J. McCalpin), 70 cycles at least for a contended increment
 (T. Downs, "A concurrency cost hierarchy"). Across sockets, for who reads a line one after the
 other, and for how many misses a core has in flight: plausible, without a source.
-`build/kernels/bench_stages THREADS` measures a machine that is at hand.
+`build/kernels/bench_stages THREADS` measures a machine that is at hand (CONTRIBUTING: Work).
 """
 
 from __future__ import annotations

@@ -16,13 +16,13 @@ export PIP_DISABLE_PIP_VERSION_CHECK=1
 
 say() { printf '[%4ds] %s\n' "$SECONDS" "$*" >&2; }
 
-# missing WHAT APT_PACKAGE DNF_PACKAGE: one line, then stop.
+# missing WHAT APT_PACKAGE DNF_PACKAGE: one line, then stop, with a status by which .ci/run knows it.
 missing() {
   local how="install $2 (Debian, Ubuntu) or $3 (Fedora) with your package manager"
   if command -v apt-get >/dev/null; then how="run: apt-get install $2 (with sudo unless root)"; fi
   if command -v dnf >/dev/null; then how="run: dnf install $3 (with sudo unless root)"; fi
   echo "error: $1; $how" >&2
-  exit 1
+  exit 3
 }
 
 check_system() {
@@ -41,17 +41,26 @@ sys.exit(not os.path.exists(os.path.join(s.get_path("include"), "Python.h")))' |
     missing "the C++ compiler (${cxx[*]}) cannot compile C++20" g++ gcc-c++
 }
 
-# Everything that an edit of makes a new build necessary; Python files are read from the tree, where
-# the editable install looks for those that were there when it was made: their names count.
-build_hash() {
+# What is installed: the interpreter, torch, and every file that find_arguments choose.
+hash_of() {
   (cd "$ROOT" && {
     echo "$ROOT"
     "$VENV/bin/python" --version
     "$VENV/bin/python" -c 'import importlib.metadata as m; print(m.version("torch"))'
-    find pyproject.toml CMakeLists.txt cmake build_backend csrc -type f -not -name '*.pyc' -print0 |
-      LC_ALL=C sort -z | xargs -0 sha256sum
+    find pyproject.toml CMakeLists.txt cmake build_backend csrc -type f -not -name '*.pyc' \
+      -not -path 'csrc/tests/*' "$@" -print0 | LC_ALL=C sort -z | xargs -0 sha256sum
     find python -name '*.py' | LC_ALL=C sort
   }) | sha256sum | cut -d' ' -f1
+}
+
+# Everything that an edit of makes a new build necessary; Python files are read from the tree, where
+# the editable install looks for those that were there when it was made: their names count.
+build_hash() { hash_of; }
+
+# The same without what libbitnet_kernels.so alone is made of: scripts/quick builds that by itself.
+upper_hash() {
+  hash_of -not -path 'csrc/kernels/simd_*' -not -path 'csrc/kernels/isa*' -not \
+    \( -regex 'csrc/\(engine\|kernels\|runtime\|format\)/.*' -regex '.*[.]\(cpp\|inl\)' \)
 }
 
 # `python -m pip`, because the first line of bin/pip breaks when the clone is moved.
@@ -59,7 +68,7 @@ pip_install() { "$VENV/bin/python" -m pip install -q "$@"; }
 
 # setup_project [EXTRAS]: EXTRAS is "", "[test]" or "[test,dev]". Does nothing when nothing changed.
 setup_project() {
-  local extras="${1:-}" stamp="$VENV/.bitnet-stamp" hash old_hash="" old_extras=""
+  local extras="${1:-}" stamp="$VENV/.bitnet-stamp" hash old_hash="" old_upper="" old_extras=""
   if ! "$VENV/bin/python" -c 'import pip' 2>/dev/null; then
     check_system
     say "making the environment $VENV"
@@ -71,27 +80,40 @@ setup_project() {
     pip_install ${BITNET_TORCH_INDEX:+--index-url "$BITNET_TORCH_INDEX"} "$TORCH"
   fi
   hash="$(build_hash)"
-  if [ -f "$stamp" ]; then read -r old_hash old_extras <"$stamp" || true; fi
+  if [ -f "$stamp" ]; then read -r old_hash old_upper old_extras <"$stamp" || true; fi
   if [ "${#extras}" -lt "${#old_extras}" ]; then extras="$old_extras"; fi # keep what is installed
   if [ "$hash" = "$old_hash" ] && [ "$extras" = "$old_extras" ]; then return 0; fi
   check_system
   say "building and installing bitnet-ops$extras"
   rm -f "$stamp"
   PATH="$VENV/bin:$PATH" pip_install -e "$ROOT$extras" --no-build-isolation
-  echo "$hash $extras" >"$stamp"
+  echo "$hash $(upper_hash) $extras" >"$stamp"
 }
 
-# ctest_in DIRECTORY CMAKE_OPTION...: configure, build and run csrc/tests in build/DIRECTORY, without
-# torch or Python. Needs cmake and ninja on PATH.
+# package_tree: the folder in which the installed package was built; nothing if it is gone.
+package_tree() {
+  local tag
+  tag="$("$VENV/bin/python" -c 'import sys; print(*sys.version_info[:2], sep="")')"
+  find "$ROOT/build" -maxdepth 2 -path "*/cp$tag-*/CMakeCache.txt" -printf '%h\n' -quit
+}
+
+# ctest_in FOLDER CMAKE_OPTION...: configure and build bitnet_tests (csrc/tests) there and let CTest run
+# it, suite by suite. Needs cmake and ninja on PATH.
 ctest_in() {
-  local build="$ROOT/build/$1"
+  local build="$1" log
   shift
-  cmake -S "$ROOT" -B "$build" -G Ninja -DBITNET_KERNELS_ONLY=ON -DBITNET_BUILD_TESTS=ON \
-    -DBITNET_WERROR="${BITNET_WERROR:-OFF}" "$@" >/dev/null
-  local log
-  log="$(cmake --build "$build" --parallel 2>&1)" || { echo "$log" >&2; return 1; }
+  cmake -S "$ROOT" -B "$build" -G Ninja -DBITNET_BUILD_TESTS=ON "$@" >/dev/null
+  log="$(cmake --build "$build" --parallel --target bitnet_tests 2>&1)" || { echo "$log" >&2; return 1; }
   ctest --test-dir "$build" --output-on-failure --no-tests=error --parallel "$JOBS"
 }
+
+# ctest_alone NAME CMAKE_OPTION...: the same in build/NAME, without torch or Python.
+ctest_alone() {
+  ctest_in "$ROOT/build/$1" -DBITNET_KERNELS_ONLY=ON -DBITNET_WERROR="${BITNET_WERROR:-OFF}" "${@:2}"
+}
+
+# suites_of PROGRAM FILTER...: the suites of a bitnet_tests, each as the filter that chooses it.
+suites_of() { "$@" --list | sed 's/[.].*/./' | uniq; }
 
 # each_of COMMAND... -- FILE...: COMMAND FILE for each, JOBS at once, what one prints in one piece; fails
 # if one does.

@@ -7,7 +7,7 @@
 2. Baseline code (dispatch, formats, scalar table, `_ops.so`, `_runtime`) has no AVX instruction.
 3. `_ops.so` takes from torch only the stable C interface, and links no OpenMP runtime of its own.
 
-Builds the kernel objects in build/kernels when needed. Standard library only; exit status 1 and one
+Brings the kernel objects up to date where the package was built. Standard library only; exit status 1 and one
 line per violation.
 """
 
@@ -96,9 +96,18 @@ def check_ops_library(path: Path) -> list[str]:
 def build_objects(build: Path) -> None:
     """Configure and build the kernel library in `build`; quick when nothing changed."""
     generator = ["-G", "Ninja"] if shutil.which("ninja") else []
-    options = [] if (build / "CMakeCache.txt").is_file() else generator
-    run("cmake", "-S", ROOT, "-B", build, *options, "-DBITNET_KERNELS_ONLY=ON")
+    options = [*generator, "-DBITNET_KERNELS_ONLY=ON"]
+    run(
+        "cmake", "-S", ROOT, "-B", build, *([] if (build / "CMakeCache.txt").is_file() else options)
+    )
     run("cmake", "--build", build, "--parallel", "2", "--target", "bitnet_kernels")
+
+
+def package_tree() -> Path:
+    """Where pip built what is installed here, or a folder for the kernels alone."""
+    tag = f"cp{sys.version_info[0]}{sys.version_info[1]}"
+    caches = sorted(ROOT.glob(f"build/{tag}-*/CMakeCache.txt"))
+    return caches[0].parent if caches else ROOT / "build" / "kernels"
 
 
 def isa_objects(build: Path) -> dict[str, Path]:
@@ -135,7 +144,7 @@ def check(build: Path) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--build", type=Path, default=ROOT / "build" / "kernels")
+    parser.add_argument("--build", type=Path, default=package_tree())
     problems = check(parser.parse_args().build)
     for line in problems:
         print(line, file=sys.stderr)

@@ -4,7 +4,7 @@
 An innermost loop with two or more dot products of bytes or 16-bit numbers may store no vector to
 the stack, save for the few listed: a spilled accumulator halves the speed and no test of results
 would see it. It depends on the compiler, so it is checked where the project is tested (CI). Builds
-the kernel objects in build/kernels when needed. Standard library only; exit status 1 and one line
+the kernel objects when needed. Standard library only; exit status 1 and one line
 per violation.
 """
 
@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from check_isa_symbols import ROOT, build_objects, isa_objects, run
+from check_isa_symbols import build_objects, isa_objects, package_tree, run
 
 # Functions whose name matches, and what a dot product is in them.
 CHECKED = {
@@ -97,7 +97,7 @@ def violations(path: Path, isa: str) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--build", type=Path, default=ROOT / "build" / "kernels")
+    parser.add_argument("--build", type=Path, default=package_tree())
     build = parser.parse_args().build
     build_objects(build)
     problems = [

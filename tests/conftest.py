@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 # transformers decorates its BitNet functions with torch.compile when it is imported; as oracles
 # they must run as written. Set before anything imports it; test_compile.py takes it back.
@@ -33,6 +34,46 @@ import pytest
 import torch
 
 from isa_control import ISAS, THREAD_COUNTS, forced_isa, torch_threads
+
+# `pytest -m quick` (scripts/quick): file and test, and how many of its cases each ISA takes.
+QUICK = {
+    "test_ops.py::test_the_registry_holds_the_catalogue": 1,
+    "test_ops.py::test_result_agrees_with_the_reference": 2,  # of each op
+    "test_convert.py::test_family_converts_and_verifies": 1,  # a round trip, and the fp64 forward
+    "test_convert.py::test_plain_forward_agrees_with_transformers_and_fp64": 1,
+    "test_scaled_families.py::test_the_step_is_the_composition_of_ops": 1,
+    "test_model.py::test_demo_greedy_ids_are_those_of_transformers": 1,  # the demo model's engine
+    "test_model.py::test_r2_prefill_and_decode_agree": 2,
+    "test_engine.py::test_a_row_is_what_it_is_alone": 1,
+}
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Other files are not even imported for a quick run."""
+    files = {name.partition("::")[0] for name in QUICK}
+    quick = config.option.markexpr == "quick" and collection_path.suffix == ".py"
+    return True if quick and collection_path.name not in files else None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Marks what is quick, and leaves `all_stage` to BITNET_CI_ALL=1."""
+    taken: dict[tuple[object, ...], int] = {}
+    for item in items:
+        name = f"{item.path.name}::{item.name.partition('[')[0]}"
+        cases = item.callspec.params if hasattr(item, "callspec") else {}
+        kind = (name, cases.get("isa"), getattr(cases.get("sample"), "op", None))
+        taken[kind] = taken.get(kind, 0) + 1
+        if taken[kind] <= QUICK.get(name, 0):
+            item.add_marker(pytest.mark.quick)
+    if config.option.markexpr == "quick" and not config.option.file_or_dir:
+        lost = QUICK.keys() - {kind[0] for kind in taken}
+        if lost:
+            raise pytest.UsageError(f"tests/conftest.py, QUICK: no such tests: {sorted(lost)}")
+    if os.environ.get("BITNET_CI_ALL") != "1" and not config.option.markexpr:
+        later = [item for item in items if item.get_closest_marker("all_stage")]
+        items[:] = [item for item in items if not item.get_closest_marker("all_stage")]
+        config.hook.pytest_deselected(items=later)
+
 
 hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None, database=None)
 hypothesis.settings.load_profile("repeatable")

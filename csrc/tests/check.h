@@ -1,6 +1,7 @@
-// What the C++ tests are written with: CHECK, a running case that is named when the process dies on
-// a signal, and the summary that becomes the exit status. A failed check does not end the test: the
-// first twenty are shown, all are counted. Must not know kernels.
+// What the C++ tests are written with: TEST, which registers one, CHECK, a running case that is
+// named when the process dies on a signal, and not_here for what a machine cannot show. A failed
+// check does not end the test: the first twenty are shown, all are counted. main.cpp runs them.
+// Must not know kernels.
 #pragma once
 
 #include <unistd.h>
@@ -11,11 +12,40 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <string>
+#include <vector>
 
 namespace bitnet::test {
 
+// One test. Its suite is the name of its file without "test_" and ".cpp".
+struct Test {
+  std::string suite, name;
+  void (*run)();
+};
+
+// In the order of registration: that of their definitions within a file.
+inline std::vector<Test>& all_tests() {
+  static std::vector<Test> tests;
+  return tests;
+}
+
+struct Registration {
+  Registration(const char* file, const char* name, void (*run)()) {
+    std::string suite = file;
+    suite = suite.substr(suite.rfind('/') + 1);
+    suite = suite.substr(5, suite.size() - 9);
+    all_tests().push_back({suite, name, run});
+  }
+};
+
+#define TEST(name)                                                                         \
+  static void test_##name();                                                               \
+  static const ::bitnet::test::Registration register_##name{__FILE__, #name, test_##name}; \
+  static void test_##name()
+
 struct Tally {
   int64_t cases = 0, checks = 0, failures = 0;
+  bool not_here = false;
   char running[256] = "start";
 };
 
@@ -29,6 +59,12 @@ inline Tally tally;
   va_start(arguments, format);
   std::vsnprintf(tally.running, sizeof tally.running, format, arguments);
   va_end(arguments);
+}
+
+// This machine lacks what the test is about; a test that checks nothing and does not say so fails.
+inline void not_here(const char* what) {
+  tally.not_here = true;
+  std::printf("  not here: %s\n", what);
 }
 
 [[gnu::format(printf, 3, 4), gnu::cold]] inline void fail(int line, const char* what,
@@ -51,31 +87,5 @@ inline Tally tally;
       ::bitnet::test::fail(__LINE__, #condition, __VA_ARGS__); \
     }                                                          \
   } while (false)
-
-inline void name_case_and_die(int signal) {
-  const auto say = [](const char* text) {
-    if (write(STDERR_FILENO, text, std::strlen(text)) < 0) std::_Exit(1);
-  };
-  say("FAILED: ");
-  say(strsignal(signal));
-  say(" in case: ");
-  say(tally.running);
-  say("\n");
-  std::_Exit(1);
-}
-
-inline void name_case_on_signals() {
-  for (const int signal : {SIGSEGV, SIGBUS, SIGILL, SIGFPE}) {
-    std::signal(signal, name_case_and_die);
-  }
-}
-
-// Prints the totals; the exit status.  A test that checked nothing has failed.
-inline int finish(const char* name) {
-  std::printf("%s: %lld cases, %lld checks, %lld failures\n", name,
-              static_cast<long long>(tally.cases), static_cast<long long>(tally.checks),
-              static_cast<long long>(tally.failures));
-  return tally.failures == 0 && tally.checks > 0 ? 0 : 1;
-}
 
 }  // namespace bitnet::test

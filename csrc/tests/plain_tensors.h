@@ -39,8 +39,7 @@ class PlainTensors final : public engine::TensorSource {
     std::vector<uint8_t> canonical(static_cast<size_t>(rows * layout::row_bytes_for(k)));
     engine::pack(codes.data(), rows, k, canonical.data());
     const int64_t lanes = table_.tile_lanes;
-    engine::Weight w =
-        engine::tile_weight(nullptr, engine::WeightFormat::kTwoBit, rows, k, lanes);
+    engine::Weight w = engine::tile_weight(nullptr, engine::WeightFormat::kTwoBit, rows, k, lanes);
     std::vector<uint8_t>& tiles = weights_[name];
     tiles.resize(static_cast<size_t>(w.bytes()));
     engine::repack(canonical.data(), w, lanes, tiles.data());

@@ -4,9 +4,10 @@
 // Environment: BITNET_TEST_EXPECT, when set, is the comma-separated list of ISAs that must be
 // available here, best first: a script that picks the CPU says so and a missing ISA is a failure.
 // BITNET_TEST_EMULATOR=1 says that machine code itself is emulated and sweeps take larger strides.
+// BITNET_TEST_TABLES=emulated leaves the native ones out, scalar apart: another run has had them.
+// BITNET_TEST_QUICK=1 asks for those strides on this machine (scripts/quick).
 #pragma once
 
-#include <cstdio>
 #include <cstdlib>
 #include <string>
 #include <vector>
@@ -27,19 +28,36 @@ inline bool is_emulated(const KernelTable& table) {
   return std::string(table.name).ends_with("_emulated");
 }
 
-// Sweeps divide their density by this: emulation costs a factor of 10 to 100.
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+inline constexpr bool kSanitized = true;
+#else
+inline constexpr bool kSanitized = false;
+#endif
+
+// A sweep of each kind at larger strides: what its size proves is proven natively, in full.
+inline bool quick() { return kSanitized || std::getenv("BITNET_TEST_QUICK") != nullptr; }
+
+// Sweeps divide their density by this: emulation costs a factor of 10 to 100, sanitizers one of 10
+// to 30.
 inline int64_t thinning(const KernelTable& table) {
-  return under_emulator() || is_emulated(table) ? 16 : 1;
+  return quick() || under_emulator() || is_emulated(table) ? 16 : 1;
 }
 
 inline std::vector<const KernelTable*> tables_under_test() {
   std::vector<const KernelTable*> tables = available_tables();
   std::erase_if(tables, [](const KernelTable* table) { return !make_ready(*table); });
+  const char* chosen = std::getenv("BITNET_TEST_TABLES");
+  if (chosen != nullptr && std::string(chosen) == "emulated") tables = {all_tables().back()};
   if (under_emulator()) return tables;  // one emulation inside another would prove nothing new
 #define BITNET_PUSH(isa) tables.push_back(isa::table());
   BITNET_EMULATED_ISAS(BITNET_PUSH)
 #undef BITNET_PUSH
   return tables;
+}
+
+template <class F>
+void on_every_table(const F& f) {
+  for (const KernelTable* table : tables_under_test()) f(*table);
 }
 
 // Whether AttentionChunk::pair_unit may be set: on this CPU, or where the instruction is emulated.
@@ -51,21 +69,6 @@ inline bool may_use_pair_unit(const KernelTable& table) {
 
 // The table that every other one must equal: the last of the list, plain C++.
 inline const KernelTable& scalar_table() { return *all_tables().back(); }
-
-// First lines of a test's output: what runs, and whether it is what was promised.
-inline void announce(const char* test) {
-  name_case_on_signals();
-  std::string names;
-  for (const KernelTable* table : available_tables()) {
-    names += (names.empty() ? "" : ",") + std::string(table->name);
-  }
-  const char* expected = std::getenv("BITNET_TEST_EXPECT");
-  CHECK(expected == nullptr || names == expected, "expected the ISAs %s, got %s", expected,
-        names.c_str());
-  std::printf("%s: available %s; under test", test, names.c_str());
-  for (const KernelTable* table : tables_under_test()) std::printf(" %s", table->name);
-  std::printf("%s\n", under_emulator() ? "; thinned for an emulator" : "");
-}
 
 }  // namespace test
 }  // namespace bitnet

@@ -190,12 +190,7 @@ void by_definition(int64_t start, int64_t tokens, int64_t window) {
   }
 }
 
-}  // namespace
-}  // namespace bitnet::test
-
-int main() {
-  using namespace bitnet::test;
-  name_case_on_signals();
+TEST(equal_to_one_thread) {
   equal_to_one_thread({4, 2, {399}, {1}, Case::kSplit});
   equal_to_one_thread({4, 2, {397, 70}, {3, 3}, Case::kSplit});
   equal_to_one_thread(
@@ -208,8 +203,13 @@ int main() {
   equal_to_one_thread({4, 2, {397, 70}, {3, 3}, Case::kSplit, 150});
   equal_to_one_thread({4, 4, starts, tokens, Case::kBoth, 10});
   equal_to_one_thread({4, 4, starts, tokens, Case::kBoth, 70});
+}
+
+TEST(windows) {
   windows_cut_the_work();
   for (const int64_t window : {1, 2, 15, 63, 64, 65, 130, 399}) by_definition(0, 400, window);
   for (const int64_t window : {1, 63, 64, 65, 200}) by_definition(350, 50, window);
-  return finish("test_attention_plan");
 }
+
+}  // namespace
+}  // namespace bitnet::test

@@ -36,7 +36,7 @@ std::string text_of(const std::vector<int64_t>& values) {
   return text;
 }
 
-void runs_are_cut_evenly() {
+TEST(runs_are_cut_evenly) {
   struct Case {
     const char* what;
     int64_t partitions;
@@ -77,7 +77,7 @@ void every_partition_is_in_its_group(const CoreGroups& groups, int64_t partition
   }
 }
 
-void groups_of_any_size() {
+TEST(groups_of_any_size) {
   for (int64_t cores = 1; cores <= 33; ++cores) {
     for (int64_t partitions = 1; partitions <= CoreGroups::kMostPartitions; ++partitions) {
       begin_case("%lld partitions, caches of %lld", static_cast<long long>(partitions),
@@ -123,7 +123,7 @@ struct System {
   }
 };
 
-void caches_of_a_system_are_read() {
+TEST(caches_of_a_system_are_read) {
   const System none;
   begin_case("no system");
   CHECK(none.domains({0, 1}).empty(), "domains of nothing");
@@ -149,7 +149,7 @@ void caches_of_a_system_are_read() {
   CHECK(nodes.domains({0, 1, 2, 3}) == (std::vector<int32_t>{0, 0, 1, 1}), "nodes are not apart");
 }
 
-void this_system_is_read() {
+TEST(this_system_is_read) {
   begin_case("this system");
   const std::vector<int32_t>& cpus = allowed_cpu_list();
   CHECK(static_cast<int64_t>(cpus.size()) == allowed_cpus(), "counts differ");
@@ -161,13 +161,3 @@ void this_system_is_read() {
 
 }  // namespace
 }  // namespace bitnet::test
-
-int main() {
-  using namespace bitnet::test;
-  name_case_on_signals();
-  runs_are_cut_evenly();
-  groups_of_any_size();
-  caches_of_a_system_are_read();
-  this_system_is_read();
-  return finish("test_core_groups");
-}

@@ -360,65 +360,41 @@ void on_threads(const KernelTable& table) {
   pool_threads = 1;
 }
 
-// Every number of tokens of a few widths; minutes.
-[[maybe_unused]] void sweep(const KernelTable& table) {
-  std::vector<int64_t> tokens;
-  for (int64_t m = 1; m <= 64; ++m) tokens.push_back(m);
-  for (const int64_t m : {96, 97, 127, 128, 129, 385, 512}) tokens.push_back(m);
-  const float scale = 0.5f;
-  for (const int64_t k : {192, 2560, 6912}) {
-    for (const WeightFormat format : layout::kWeightFormats) {
-      Random random(static_cast<uint64_t>(k));
-      const Matrix w(random, table, format, 85, k);
-      for (const int64_t m : tokens) {
-        begin_case("%s format %d, K=%d, %d tokens", table.name, static_cast<int>(format),
-                   static_cast<int>(k), static_cast<int>(m));
-        const Tokens x(random, table, m, k);
-        std::vector<float> out(at(m * w.weight.n_rows));
-        const Projection p = engine::make_projection(w.weight, &scale, 1, DType::kF32, out.data());
-        run_in_pieces(random, Product(table, x.buffer.view(), &p, 1));
-        check_stored(w, x, p, out, out);
-      }
-    }
-  }
+TEST(on_threads) {
+  use_plain_threads();
+  for (const KernelTable* table : tables_under_test()) on_threads(*table);
 }
 
-}  // namespace
-}  // namespace bitnet::test
-
-// With the argument "sweep" also every number of tokens, on the best table.
-int main(int argc, char**) {
-  using namespace bitnet::test;
-  announce("test_engine_product");
+TEST(every_layout) {
   use_plain_threads();
-  for (const bitnet::KernelTable* table : tables_under_test()) {
-    on_threads(*table);
-#if !defined(__SANITIZE_THREAD__)  // the rest has one thread
+  for (const KernelTable* table : tables_under_test()) {
     for (const int64_t tokens : {1, 2, 3, 5, 17, 48, 65, 130}) {
       if (thinning(*table) > 1 && tokens > 17) continue;
       check_table(*table, 150, 200, tokens);
     }
     // tiles of tokens: a chunk of 128 and one token more; K of the fewest operands, and of three
     // blocks of them
-    if (thinning(*table) == 1) {
+    if (thinning(*table) == 1 || kSanitized) {
       check_table(*table, 70, 192, 129);
       check_table(*table, 90, 1900, 37);
     }
-    for (const int64_t tokens : {1, 7, 37}) check_cuts(*table, 700, tokens);
-    cuts_for_threads(*table);
     check_table(*table, 1, 1, 6);
     check_table(*table, 700, 130, 9);
-#endif
   }
-#if !defined(__SANITIZE_THREAD__)
-  tokens_in_tiles();
-  if (argc > 1) sweep(*tables_under_test().front());
-#else
-  static_cast<void>(argc);
-  static_cast<void>(tokens_in_tiles);
-  static_cast<void>(check_table);
-  static_cast<void>(check_cuts);
-  static_cast<void>(cuts_for_threads);
-#endif
-  return finish("test_engine_product");
 }
+
+TEST(cuts) {
+  use_plain_threads();
+  for (const KernelTable* table : tables_under_test()) {
+    for (const int64_t tokens : {1, 7, 37}) check_cuts(*table, 700, tokens);
+    cuts_for_threads(*table);
+  }
+}
+
+TEST(tokens_in_tiles) {
+  use_plain_threads();
+  tokens_in_tiles();
+}
+
+}  // namespace
+}  // namespace bitnet::test

@@ -61,12 +61,7 @@ void in_thread(const char* what, const Results& expected, bool differs, Change c
   }).join();
 }
 
-}  // namespace
-}  // namespace bitnet::test
-
-int main() {
-  using namespace bitnet::test;
-  name_case_on_signals();
+TEST(default_inside_and_put_back_behind) {
   const Results expected = compute();
   CHECK(expected.subnormal, "the process starts in another state");
   in_thread("default", expected, false, [] {});
@@ -75,5 +70,7 @@ int main() {
     // to nearest, 1 / 3 is rounded up in float32: upward gives the same
     in_thread("rounding", expected, mode != FE_UPWARD, [mode] { std::fesetround(mode); });
   }
-  return finish("test_float_state");
 }
+
+}  // namespace
+}  // namespace bitnet::test

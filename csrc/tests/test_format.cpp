@@ -1,35 +1,31 @@
 // The SGLBITNT reader, version 1, against hostile bytes: truncation at every byte and every bit
 // flipped with the file flush against a guard page, then structure-aware mutation with a fixed
-// seed. Meant to be built with -fsanitize=address,undefined as well. Usage: test_format [mutations]
-// [seed]. What the reader accepts is walked again by code of this file; what it allocates is
-// counted. Must not know: torch, Python.
-#include <sys/mman.h>
+// seed. Meant to be built with -fsanitize=address,undefined as well. What the reader accepts is
+// walked again by code of this file; what it allocates is counted. Must not know: torch, Python.
 #include <unistd.h>
 
 #include <algorithm>
 #include <array>
-#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <functional>
 #include <new>
-#include <random>
 #include <set>
 #include <string>
 #include <vector>
 
 #include "format/mapped_file.h"
 #include "format/sglbitnt.h"
-
-namespace format = bitnet::format;
+#include "tests/hostile.h"
 
 // --- every allocation of the process is counted -------------------------------------------------
 
 namespace {
-std::size_t allocated_bytes = 0;  // since the last reset; frees are not subtracted
+thread_local std::size_t allocated_bytes = 0;  // since the last reset; frees are not subtracted
 }
 
+#ifndef __SANITIZE_ADDRESS__  // which has its own, for all that it finds
 void* operator new(std::size_t size) {
   allocated_bytes += size;
   if (void* p = std::malloc(size)) return p;
@@ -37,23 +33,14 @@ void* operator new(std::size_t size) {
 }
 void operator delete(void* p) noexcept { std::free(p); }
 void operator delete(void* p, std::size_t) noexcept { std::free(p); }
+#endif
 
+namespace bitnet::test {
 namespace {
 
-using Buffer = std::vector<std::uint8_t>;
-using Bytes = std::span<const std::uint8_t>;
-using Random = std::mt19937_64;
-
-[[noreturn]] void die(const std::string& what) {
-  std::fprintf(stderr, "test_format: FAILED: %s\n", what.c_str());
-  std::exit(1);
-}
-
-void require(bool condition, const char* what) {
-  if (!condition) die(what);
-}
-
 // --- a file and where its numbers are -----------------------------------------------------------
+
+using Seen = std::array<std::uint64_t, 64>;
 
 struct Field {
   std::size_t offset;
@@ -172,7 +159,7 @@ void require_good_data(Bytes file, const format::TensorRecord& t, std::uint64_t 
 }
 
 // True if the file is accepted; FormatError is the only exception there may be.
-bool accepted(Bytes file, std::uint64_t in_features, std::array<std::uint64_t, 64>& seen) {
+bool accepted(Bytes file, std::uint64_t in_features, Seen& seen) {
   try {
     const format::ParsedFile parsed = format::parse(file);
     require(allocated_bytes <= allowance(file.size()),
@@ -195,61 +182,33 @@ bool accepted(Bytes file, std::uint64_t in_features, std::array<std::uint64_t, 6
   }
 }
 
-bool run(Bytes file, std::uint64_t in_features, std::array<std::uint64_t, 64>& seen) {
+bool run(Bytes file, std::uint64_t in_features, Seen& seen) {
   allocated_bytes = 0;
   return accepted(file, in_features, seen);
 }
 
-// --- guard pages --------------------------------------------------------------------------------
+// --- truncation and bit flips -------------------------------------------------------------------
 
-// A buffer that ends where an unreadable page begins: reading one byte too many is a SIGSEGV.
-class Guarded {
- public:
-  explicit Guarded(std::size_t capacity)
-      : page_(static_cast<std::size_t>(sysconf(_SC_PAGESIZE))),
-        room_((capacity + page_ - 1) / page_ * page_) {
-    void* map =
-        mmap(nullptr, room_ + page_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    require(map != MAP_FAILED, "mmap");
-    base_ = static_cast<std::uint8_t*>(map);
-    require(mprotect(base_ + room_, page_, PROT_NONE) == 0, "mprotect");
-  }
-  ~Guarded() { munmap(base_, room_ + page_); }
-  Guarded(const Guarded&) = delete;
-  Guarded& operator=(const Guarded&) = delete;
-
-  Bytes put(Bytes bytes) {
-    std::uint8_t* at = base_ + room_ - bytes.size();
-    if (!bytes.empty()) std::memcpy(at, bytes.data(), bytes.size());
-    return {at, bytes.size()};
-  }
-
- private:
-  std::size_t page_;
-  std::size_t room_;
-  std::uint8_t* base_ = nullptr;
-};
-
-std::uint64_t test_truncation(const std::vector<Seed>& seeds, std::array<std::uint64_t, 64>& seen) {
+std::uint64_t test_truncation(const std::vector<Seed>& seeds, Seen& seen) {
   std::uint64_t runs = 0;
   for (const Seed& seed : seeds) {
-    Guarded guarded(seed.bytes.size());
+    Guard guard(seed.bytes.size());
     for (std::size_t size = 0; size < seed.bytes.size(); ++size, ++runs) {
-      const Bytes cut = guarded.put(Bytes(seed.bytes).first(size));
+      const Bytes cut = guard.put(Bytes(seed.bytes).first(size));
       require(!run(cut, 1, seen), "a file cut at any byte is rejected");
     }
   }
   return runs;
 }
 
-std::uint64_t test_bit_flips(const std::vector<Seed>& seeds, std::array<std::uint64_t, 64>& seen) {
+std::uint64_t test_bit_flips(const std::vector<Seed>& seeds, Seen& seen) {
   std::uint64_t runs = 0;
   for (const Seed& seed : seeds) {
-    Guarded guarded(seed.bytes.size());
+    Guard guard(seed.bytes.size());
     Buffer bytes = seed.bytes;
     for (std::size_t bit = 0; bit < 8 * bytes.size(); ++bit, ++runs) {
       bytes[bit / 8] ^= static_cast<std::uint8_t>(1U << (bit % 8));
-      run(guarded.put(bytes), 200, seen);
+      run(guard.put(bytes), 200, seen);
       bytes[bit / 8] ^= static_cast<std::uint8_t>(1U << (bit % 8));
     }
   }
@@ -258,9 +217,7 @@ std::uint64_t test_bit_flips(const std::vector<Seed>& seeds, std::array<std::uin
 
 // --- structure-aware mutation -------------------------------------------------------------------
 
-std::size_t below(Random& random, std::size_t n) { return n == 0 ? 0 : random() % n; }
-
-std::uint64_t interesting(Random& random, std::size_t file_size) {
+std::uint64_t interesting(Engine& random, std::size_t file_size) {
   constexpr std::array<std::uint64_t, 24> values = {0,
                                                     1,
                                                     2,
@@ -297,7 +254,7 @@ std::uint64_t interesting(Random& random, std::size_t file_size) {
   return random() % 4 == 0 ? value + random() % 3 - 1 : value;
 }
 
-void set_field(Buffer& bytes, const Seed& seed, Random& random) {
+void set_field(Buffer& bytes, const Seed& seed, Engine& random) {
   const Field field = seed.fields[below(random, seed.fields.size())];
   if (field.offset + field.size > bytes.size()) return;
   std::uint64_t value = interesting(random, bytes.size());
@@ -309,12 +266,12 @@ void set_field(Buffer& bytes, const Seed& seed, Random& random) {
   std::memcpy(bytes.data() + field.offset, &value, field.size);
 }
 
-void flip_bit(Buffer& bytes, Random& random) {
+void flip_bit(Buffer& bytes, Engine& random) {
   if (!bytes.empty())
     bytes[below(random, bytes.size())] ^= static_cast<std::uint8_t>(1U << random() % 8);
 }
 
-void resize(Buffer& bytes, Random& random) {
+void resize(Buffer& bytes, Engine& random) {
   if (random() % 2 == 0) {
     bytes.resize(below(random, bytes.size() + 1));
   } else {
@@ -324,7 +281,7 @@ void resize(Buffer& bytes, Random& random) {
   }
 }
 
-void erase_or_repeat(Buffer& bytes, Random& random) {
+void erase_or_repeat(Buffer& bytes, Engine& random) {
   const std::size_t from = below(random, bytes.size());
   const std::size_t size = below(random, std::min<std::size_t>(bytes.size() - from, 64));
   const Buffer piece(bytes.begin() + from, bytes.begin() + from + size);
@@ -336,7 +293,7 @@ void erase_or_repeat(Buffer& bytes, Random& random) {
 }
 
 // A whole record twice, or a record of another seed, with the count made to agree half of the time.
-void splice_record(Buffer& bytes, const Seed& seed, const Seed& donor, Random& random) {
+void splice_record(Buffer& bytes, const Seed& seed, const Seed& donor, Engine& random) {
   if (donor.record_starts.empty() || bytes.size() < seed.bytes.size()) return;
   const std::size_t i = below(random, donor.record_starts.size());
   const bool last = i + 1 == donor.record_starts.size();
@@ -351,7 +308,7 @@ void splice_record(Buffer& bytes, const Seed& seed, const Seed& donor, Random& r
   std::memcpy(bytes.data() + count_at, &count, sizeof(count));
 }
 
-void mutate(Buffer& bytes, const Seed& seed, const Seed& donor, Random& random) {
+void mutate(Buffer& bytes, const Seed& seed, const Seed& donor, Engine& random) {
   switch (random() % 8) {
     case 0:
       return flip_bit(bytes, random);
@@ -366,8 +323,8 @@ void mutate(Buffer& bytes, const Seed& seed, const Seed& donor, Random& random) 
   }
 }
 
-std::uint64_t fuzz(const std::vector<Seed>& seeds, std::uint64_t mutations, Random& random,
-                   std::array<std::uint64_t, 64>& seen) {
+std::uint64_t fuzz(const std::vector<Seed>& seeds, std::uint64_t mutations, Engine& random,
+                   Seen& seen) {
   std::uint64_t still_valid = 0;
   for (std::uint64_t i = 0; i < mutations; ++i) {
     const Seed& seed = seeds[below(random, seeds.size())];
@@ -437,8 +394,8 @@ void test_files(const Seed& seed) {
 }
 
 void report(std::uint64_t cut, std::uint64_t flipped, std::uint64_t mutations, std::uint64_t valid,
-            const std::array<std::uint64_t, 64>& seen) {
-  std::printf("test_format: %llu truncations, %llu bit flips, %llu mutations (%llu still valid)\n",
+            const Seen& seen) {
+  std::printf("  %llu truncations, %llu bit flips, %llu mutations (%llu still valid)\n",
               static_cast<unsigned long long>(cut), static_cast<unsigned long long>(flipped),
               static_cast<unsigned long long>(mutations), static_cast<unsigned long long>(valid));
   for (std::size_t i = 0; i < static_cast<std::size_t>(format::ErrorCode::kCount); ++i) {
@@ -449,27 +406,28 @@ void report(std::uint64_t cut, std::uint64_t flipped, std::uint64_t mutations, s
 
 // A fuzzer that never reaches a rule proves nothing about it. The later codes are of version 2 and
 // test_format_v2.cpp.
-void require_all_reached(const std::array<std::uint64_t, 64>& seen) {
+void require_all_reached(const Seen& seen) {
   for (std::size_t i = 1; i <= static_cast<std::size_t>(format::ErrorCode::kPaddingCode); ++i) {
-    if (seen[i] == 0)
-      die(std::string("never reached: ") + format::error_code_name(format::ErrorCode(i)));
+    require(
+        seen[i] > 0,
+        (std::string("never reached: ") + format::error_code_name(format::ErrorCode(i))).c_str());
   }
 }
 
-}  // namespace
+TEST(files_on_disk) { test_files(make_seeds()[2]); }
 
-int main(int argc, char** argv) {
-  const std::uint64_t mutations = argc > 1 ? std::strtoull(argv[1], nullptr, 10) : 200000;
-  Random random(argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 20250815);
+TEST(hostile_bytes) {
+  Engine random(number_from("BITNET_TEST_SEED", 20250815));
   const std::vector<Seed> seeds = make_seeds();
-  std::array<std::uint64_t, 64> seen{};
+  Seen seen{};
   for (const Seed& seed : seeds)
     require(run(seed.bytes, seed.fields.size() > 20 ? 256 : 128, seen), "seeds are valid");
-  test_files(seeds[2]);
   const std::uint64_t cut = test_truncation(seeds, seen);
   const std::uint64_t flipped = test_bit_flips(seeds, seen);
-  const std::uint64_t valid = fuzz(seeds, mutations, random, seen);
-  report(cut, flipped, mutations, valid, seen);
-  if (mutations >= 200000) require_all_reached(seen);
-  return 0;
+  const std::uint64_t valid = fuzz(seeds, mutations(), random, seen);
+  report(cut, flipped, mutations(), valid, seen);
+  if (mutations() >= kMutations) require_all_reached(seen);
 }
+
+}  // namespace
+}  // namespace bitnet::test

@@ -1,39 +1,25 @@
 // The SGLBITNT reader, version 2, against hostile bytes: truncation at every byte and every bit
 // flipped with the file flush against a guard page, then structure-aware mutation with a fixed
 // seed. Checksums would stop nearly every mutant at the door, so most are stamped anew after the
-// mutation. Meant to be built with -fsanitize=address,undefined as well. Usage: test_format_v2
-// [mutations] [seed]. Must not know: torch, Python.
+// mutation. Meant to be built with -fsanitize=address,undefined as well. Must not
+// know: torch, Python.
 #include <array>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <random>
 #include <set>
 #include <string>
 #include <vector>
 
 #include "format/sglbitnt.h"
 #include "format/xxh64.h"
-#include "tests/guarded.h"
+#include "tests/hostile.h"
 
-namespace format = bitnet::format;
-
+namespace bitnet::test {
 namespace {
 
-using Buffer = std::vector<std::uint8_t>;
-using Bytes = std::span<const std::uint8_t>;
-using Random = std::mt19937_64;
 using Seen = std::array<std::uint64_t, static_cast<std::size_t>(format::ErrorCode::kCount)>;
 constexpr std::uint32_t kK = 200;  // of the packed tensors: 2 blocks, 56 padding codes
-
-[[noreturn]] void die(const std::string& what) {
-  std::fprintf(stderr, "test_format_v2: FAILED: %s\n", what.c_str());
-  std::exit(1);
-}
-
-void require(bool condition, const char* what) {
-  if (!condition) die(what);
-}
 
 // --- a file, where its numbers are, and its checksums -------------------------------------------
 
@@ -240,19 +226,6 @@ bool accepted(Bytes file, Seen& seen) {
   }
 }
 
-// Flush against an inaccessible page: reading one byte too many is a signal.
-class Guard {
- public:
-  explicit Guard(std::size_t capacity) : arena_(capacity) {}
-  Bytes put(Bytes bytes) {
-    const auto size = static_cast<int64_t>(bytes.size());
-    return {arena_.place_copy(bytes.data(), size, {true, 0}), bytes.size()};
-  }
-
- private:
-  bitnet::test::Arena arena_;
-};
-
 std::uint64_t test_truncation(const std::vector<Seed>& seeds, Seen& seen) {
   std::uint64_t runs = 0;
   for (const Seed& seed : seeds) {
@@ -281,9 +254,7 @@ std::uint64_t test_bit_flips(const std::vector<Seed>& seeds, Seen& seen) {
 
 // --- structure-aware mutation -------------------------------------------------------------------
 
-std::size_t below(Random& random, std::size_t n) { return n == 0 ? 0 : random() % n; }
-
-void set_field(Buffer& bytes, const Seed& seed, Random& random) {
+void set_field(Buffer& bytes, const Seed& seed, Engine& random) {
   constexpr std::array<std::uint64_t, 20> kValues = {
       0,          1,          2,          3,           4,
       63,         64,         65,         127,         128,
@@ -310,7 +281,7 @@ void set_field(Buffer& bytes, const Seed& seed, Random& random) {
   std::memcpy(bytes.data() + field.offset, &value, field.size);
 }
 
-void mutate(Buffer& bytes, const Seed& seed, Random& random) {
+void mutate(Buffer& bytes, const Seed& seed, Engine& random) {
   const std::size_t at = below(random, bytes.size());
   const std::size_t size = below(random, std::min<std::size_t>(bytes.size() - at, 96));
   switch (random() % 8) {
@@ -340,13 +311,13 @@ void mutate(Buffer& bytes, const Seed& seed, Random& random) {
 }
 
 // The file length is in the header: half of the mutants get the true one.
-void fix_length(Buffer& bytes, Random& random) {
+void fix_length(Buffer& bytes, Engine& random) {
   if (bytes.size() < 64 || random() % 2 != 0) return;
   const std::uint64_t size = bytes.size();
   std::memcpy(bytes.data() + 16, &size, 8);
 }
 
-std::uint64_t fuzz(const std::vector<Seed>& seeds, std::uint64_t mutations, Random& random,
+std::uint64_t fuzz(const std::vector<Seed>& seeds, std::uint64_t mutations, Engine& random,
                    Seen& seen) {
   std::uint64_t still_valid = 0;
   for (std::uint64_t i = 0; i < mutations; ++i) {
@@ -369,24 +340,23 @@ void report(const Seen& seen, bool all) {
     const std::string name = format::error_code_name(static_cast<format::ErrorCode>(i));
     if (of_version_1.count(name) != 0) continue;
     std::printf("  %-16s %llu\n", name.c_str(), static_cast<unsigned long long>(seen[i]));
-    if (all && seen[i] == 0) die("never reached: " + name);
+    require(!all || seen[i] > 0, ("never reached: " + name).c_str());
   }
 }
 
-}  // namespace
-
-int main(int argc, char** argv) {
-  const std::uint64_t mutations = argc > 1 ? std::strtoull(argv[1], nullptr, 10) : 200000;
-  Random random(argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 20261121);
+TEST(hostile_bytes) {
+  Engine random(number_from("BITNET_TEST_SEED", 20261121));
   const std::vector<Seed> seeds = make_seeds();
   Seen seen{};
   for (const Seed& seed : seeds) require(accepted(seed.bytes, seen), "seeds are valid");
   const std::uint64_t cut = test_truncation(seeds, seen);
   const std::uint64_t flipped = test_bit_flips(seeds, seen);
-  const std::uint64_t valid = fuzz(seeds, mutations, random, seen);
-  std::printf("test_format_v2: %llu truncations, %llu bit flips, %llu mutations (%llu valid)\n",
+  const std::uint64_t valid = fuzz(seeds, mutations(), random, seen);
+  std::printf("  %llu truncations, %llu bit flips, %llu mutations (%llu still valid)\n",
               static_cast<unsigned long long>(cut), static_cast<unsigned long long>(flipped),
-              static_cast<unsigned long long>(mutations), static_cast<unsigned long long>(valid));
-  report(seen, mutations >= 200000);
-  return 0;
+              static_cast<unsigned long long>(mutations()), static_cast<unsigned long long>(valid));
+  report(seen, mutations() >= kMutations);
 }
+
+}  // namespace
+}  // namespace bitnet::test

@@ -1,32 +1,19 @@
 // Walking strings of GGUF arrays against hostile bytes: a second walk, written otherwise, must
 // agree on every mutant, whether it is given whole or in pieces, and memory is that of the marks.
-// Meant to be built with -fsanitize=address,undefined as well. Usage: test_gguf_strings [mutations]
-// [seed]. Must not know: files, Python.
+// Meant to be built with -fsanitize=address,undefined as well. Must not know: files, Python.
 #include <algorithm>
 #include <cstdio>
-#include <cstdlib>
 #include <cstring>
-#include <random>
 #include <string>
 #include <vector>
 
 #include "format/gguf_strings.h"
+#include "tests/hostile.h"
 
-namespace format = bitnet::format;
-
+namespace bitnet::test {
 namespace {
 
-using Buffer = std::vector<std::uint8_t>;
-using Random = std::mt19937_64;
 using Fault = format::GgufStringFault;
-
-void require(bool condition, const char* what) {
-  if (condition) return;
-  std::fprintf(stderr, "test_gguf_strings: FAILED: %s\n", what);
-  std::exit(1);
-}
-
-std::uint64_t below(Random& random, std::uint64_t limit) { return random() % limit; }
 
 void append(Buffer& bytes, const std::string& text) {
   const std::uint64_t length = text.size();
@@ -84,7 +71,7 @@ Expected walk_again(const Buffer& bytes, std::uint64_t count, std::uint64_t most
 }
 
 // The walk over pieces, as Python does it: what is left of one goes in front of the next.
-Expected walk_pieces(const Buffer& bytes, std::uint64_t count, std::uint64_t most, Random& random) {
+Expected walk_pieces(const Buffer& bytes, std::uint64_t count, std::uint64_t most, Engine& random) {
   Expected out;
   Buffer rest;
   std::uint64_t given = 0;
@@ -106,7 +93,7 @@ Expected walk_pieces(const Buffer& bytes, std::uint64_t count, std::uint64_t mos
   return out;
 }
 
-void check(const Buffer& bytes, std::uint64_t count, std::uint64_t most, Random& random,
+void check(const Buffer& bytes, std::uint64_t count, std::uint64_t most, Engine& random,
            std::vector<std::uint64_t>& seen) {
   const Expected expected = walk_again(bytes, count, most);
   ++seen[static_cast<std::size_t>(expected.fault)];
@@ -124,7 +111,7 @@ void check(const Buffer& bytes, std::uint64_t count, std::uint64_t most, Random&
   require(pieces.fault == expected.fault && pieces.at == expected.at, "pieces: fault, place");
 }
 
-void mutate(Buffer& bytes, Random& random) {
+void mutate(Buffer& bytes, Engine& random) {
   if (bytes.empty()) return;
   const auto at = static_cast<std::ptrdiff_t>(below(random, bytes.size()));
   switch (below(random, 5)) {
@@ -150,7 +137,7 @@ void mutate(Buffer& bytes, Random& random) {
   }
 }
 
-Buffer sample(Random& random) {
+Buffer sample(Engine& random) {
   const std::string texts[] = {"",
                                "a",
                                "hello world",
@@ -165,28 +152,26 @@ Buffer sample(Random& random) {
   return out;
 }
 
-}  // namespace
-
-int main(int argc, char** argv) {
-  const std::uint64_t mutations = argc > 1 ? std::strtoull(argv[1], nullptr, 10) : 200000;
-  Random random(argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 20261122);
+TEST(hostile_bytes) {
+  Engine random(number_from("BITNET_TEST_SEED", 20261122));
   std::vector<std::uint64_t> seen(4);
-  for (std::uint64_t i = 0; i < mutations; ++i) {
+  for (std::uint64_t i = 0; i < mutations(); ++i) {
     Buffer mutant = sample(random);
     for (std::uint64_t n = below(random, 4); n > 0; --n) mutate(mutant, random);
     const Buffer exact(mutant.begin(), mutant.end());
     check(exact, below(random, 14), 300, random, seen);
   }
-  std::printf(
-      "test_gguf_strings: %llu mutants: %llu whole, %llu cut, %llu too long, %llu no UTF-8\n",
-      static_cast<unsigned long long>(mutations), static_cast<unsigned long long>(seen[0]),
-      static_cast<unsigned long long>(seen[1]), static_cast<unsigned long long>(seen[2]),
-      static_cast<unsigned long long>(seen[3]));
-  if (mutations >= 1000)
+  std::printf("  %llu mutants: %llu whole, %llu cut, %llu too long, %llu no UTF-8\n",
+              static_cast<unsigned long long>(mutations()),
+              static_cast<unsigned long long>(seen[0]), static_cast<unsigned long long>(seen[1]),
+              static_cast<unsigned long long>(seen[2]), static_cast<unsigned long long>(seen[3]));
+  if (mutations() >= 1000)
     for (const std::uint64_t count : seen) require(count > 0, "every outcome is reached");
   // nothing is read behind an offset that lies outside
   const Buffer few(8);
   require(format::walk_gguf_strings(few, 9, 1, 8, 0, 1).fault == Fault::kEnds, "outside");
   require(format::walk_gguf_strings(few, ~0ULL, 1, 8, 0, 1).fault == Fault::kEnds, "far outside");
-  return 0;
 }
+
+}  // namespace
+}  // namespace bitnet::test

@@ -271,32 +271,39 @@ void not_finite(const KernelTable& table) {
   }
 }
 
+// Every table, and the same for CPUs of other ports.
+template <class F>
+void for_tables(const F& f) {
+  use_plain_threads();
+  for (const KernelTable* plain : tables_under_test()) {
+    const KernelTable copy = *plain, other = other_ports(copy);
+    f(copy);
+    f(other);
+  }
+}
+
+TEST(every_size) {
+  for_tables([](const KernelTable& table) {
+    for (const int64_t group : {128, 64}) {
+      for (const int64_t tokens : {1, 2, 3, 5, 6, 17, 66}) {
+        if (thinning(table) > 1 && tokens > 6) continue;
+        check_size(table, 150, 200, tokens, group);
+      }
+      check_size(table, 1, 1, 6, group);
+      check_size(table, 33, 128, 2, group);
+      check_size(table, 260, 64, 9, group);
+      check_size(table, 97, 4400, 3, group);  // more groups than are gathered at once
+    }
+  });
+}
+
+TEST(worst_cases) {
+  for_tables([](const KernelTable& table) {
+    for (const int64_t group : {128, 64}) worst_cases(table, group);
+  });
+}
+
+TEST(not_finite) { for_tables(not_finite); }
+
 }  // namespace
 }  // namespace bitnet::test
-
-int main() {
-  using namespace bitnet::test;
-  using bitnet::KernelTable;
-  announce("test_group_product");
-  use_plain_threads();
-  std::vector<KernelTable> tables;
-  for (const KernelTable* table : tables_under_test()) tables.push_back(*table);
-  for (const KernelTable& plain : tables) {
-    const KernelTable other = other_ports(plain);
-    for (const KernelTable* table : {&plain, &other}) {
-      for (const int64_t group : {128, 64}) {
-        for (const int64_t tokens : {1, 2, 3, 5, 6, 17, 66}) {
-          if (thinning(*table) > 1 && tokens > 6) continue;
-          check_size(*table, 150, 200, tokens, group);
-        }
-        check_size(*table, 1, 1, 6, group);
-        check_size(*table, 33, 128, 2, group);
-        check_size(*table, 260, 64, 9, group);
-        check_size(*table, 97, 4400, 3, group);  // more groups than are gathered at once
-        worst_cases(*table, group);
-      }
-      not_finite(*table);
-    }
-  }
-  return finish("test_group_product");
-}

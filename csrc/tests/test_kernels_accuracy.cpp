@@ -446,32 +446,49 @@ void attention(const KernelTable& table, DType type) {
   }
 }
 
-}  // namespace
-}  // namespace bitnet::test
+TEST(exp_accuracy) { on_every_table(exp_accuracy); }
+TEST(rope) { on_every_table(rope); }
+TEST(scale) { on_every_table(scale); }
 
-int main() {
-  using namespace bitnet::test;
-  announce("test_kernels_accuracy");
-  for (const bitnet::KernelTable* table : tables_under_test()) {
-    exp_accuracy(*table);
-    rope(*table);
-    scale(*table);
-    for (const Flavour flavour : {Flavour::kUnit, Flavour::kWide, Flavour::kTiny, Flavour::kTies}) {
-      elementwise(*table, flavour);
-      rms_norm(*table, flavour);
-    }
+constexpr Flavour kBoundedFlavours[] = {Flavour::kUnit, Flavour::kWide, Flavour::kTiny,
+                                        Flavour::kTies};
+
+TEST(elementwise) {
+  for (const KernelTable* table : tables_under_test()) {
+    for (const Flavour flavour : kBoundedFlavours) elementwise(*table, flavour);
+  }
+}
+
+TEST(rms_norm) {
+  for (const KernelTable* table : tables_under_test()) {
+    for (const Flavour flavour : kBoundedFlavours) rms_norm(*table, flavour);
     print_share(*table, "rms_norm_row");
+  }
+}
+
+TEST(gated) {
+  for (const KernelTable* table : tables_under_test()) {
     silu(*table);
     print_share(*table, "silu_mul_row");
     gelu(*table);
     print_share(*table, "gelu_mul_row");
-    head_dense(*table, bitnet::DType::kF32);
-    head_dense(*table, bitnet::DType::kBF16);
-    head_dense(*table, bitnet::DType::kF16);
+  }
+}
+
+TEST(head) {
+  for (const KernelTable* table : tables_under_test()) {
+    for (const DType type : kTypes) head_dense(*table, type);
     print_share(*table, "head_dense");
-    for (const bitnet::DType type : bitnet::test::kTypes) dense_tiles(*table, type);
-    for (const bitnet::DType type : bitnet::test::kCacheTypes) attention(*table, type);
+    for (const DType type : kTypes) dense_tiles(*table, type);
+  }
+}
+
+TEST(attention) {
+  for (const KernelTable* table : tables_under_test()) {
+    for (const DType type : kCacheTypes) attention(*table, type);
     print_share(*table, "attention");
   }
-  return finish("test_kernels_accuracy");
 }
+
+}  // namespace
+}  // namespace bitnet::test

@@ -305,22 +305,26 @@ void flushing_changes_nothing(const KernelTable& table) {
 void flushing_changes_nothing(const KernelTable&) {}
 #endif
 
-}  // namespace
-}  // namespace bitnet::test
-
-int main() {
-  using namespace bitnet::test;
-  announce("test_kernels_bf16_attention");
-  for (const bitnet::KernelTable* table : tables_under_test()) {
+// Every table without the CPU's pair unit and, where it may be used, with it.
+template <class F>
+void with_and_without_unit(const F& f) {
+  for (const KernelTable* table : tables_under_test()) {
     for (const bool unit : {false, true}) {
       if (unit && !may_use_pair_unit(*table)) continue;
       by_pair_unit = unit;
-      order(*table);
-      rows_are_independent(*table);
-      windows(*table, unit ? 64 : 40);  // the unit takes multiples of 32
-      flushing_changes_nothing(*table);
+      f(*table);
     }
-    written(*table);
   }
-  return finish("test_kernels_bf16_attention");
+  by_pair_unit = false;
 }
+
+TEST(order) { with_and_without_unit(order); }
+TEST(rows_are_independent) { with_and_without_unit(rows_are_independent); }
+TEST(flushing_changes_nothing) { with_and_without_unit(flushing_changes_nothing); }
+TEST(windows) {  // the unit takes multiples of 32
+  with_and_without_unit([](const KernelTable& table) { windows(table, by_pair_unit ? 64 : 40); });
+}
+TEST(written) { on_every_table(written); }
+
+}  // namespace
+}  // namespace bitnet::test

@@ -259,25 +259,26 @@ void quantizes_anything(const KernelTable& table) {
   }
 }
 
-}  // namespace
-}  // namespace bitnet::test
+TEST(reads_every_pattern) {
+  for (const Format& format : kFormats) {
+    for (const KernelTable* table : tables_under_test()) reads_every_pattern(*table, format);
+  }
+}
 
-int main() {
-  using namespace bitnet::test;
-  announce("test_kernels_convert");
+TEST(stores_nearest) {
   for (const Format& format : kFormats) {
     const std::vector<float> samples = storing_samples(format);
     std::vector<uint16_t> want;
     for (const float x : samples) want.push_back(format.nearest(x));
-    for (const bitnet::KernelTable* table : tables_under_test()) {
-      reads_every_pattern(*table, format);
+    for (const KernelTable* table : tables_under_test()) {
       stores_nearest(*table, format, samples, want);
     }
   }
-  for (const bitnet::KernelTable* table : tables_under_test()) {
-    stores_nan(*table);
-    quantizes_ties(*table);
-    quantizes_anything(*table);
-  }
-  return finish("test_kernels_convert");
 }
+
+TEST(stores_nan) { on_every_table(stores_nan); }
+TEST(quantizes_ties) { on_every_table(quantizes_ties); }
+TEST(quantizes_anything) { on_every_table(quantizes_anything); }
+
+}  // namespace
+}  // namespace bitnet::test

@@ -201,17 +201,22 @@ void sums(const std::vector<const KernelTable*>& tables) {
   }
 }
 
+TEST(all_counts) {
+  GemmTest test;
+  all_counts(test, tables_under_test());
+}
+
+TEST(all_lengths) {
+  GemmTest test;
+  all_lengths(test, tables_under_test());
+}
+
+TEST(worst_cases) {
+  GemmTest test;
+  worst_cases(test, tables_under_test());
+}
+
+TEST(sums) { sums(tables_under_test()); }
+
 }  // namespace
 }  // namespace bitnet::test
-
-int main() {
-  using namespace bitnet::test;
-  announce("test_kernels_gemm");
-  const auto tables = tables_under_test();
-  GemmTest test;
-  all_counts(test, tables);
-  all_lengths(test, tables);
-  worst_cases(test, tables);
-  sums(tables);
-  return finish("test_kernels_gemm");
-}

@@ -289,19 +289,27 @@ void quantised_tokens(const KernelTable& table) {
   }
 }
 
+TEST(all_counts) {
+  HeadTest test;
+  for (const KernelTable* table : tables_under_test()) all_counts(test, *table);
+}
+
+TEST(all_lengths) {
+  HeadTest test;
+  for (const KernelTable* table : tables_under_test()) all_lengths(test, *table);
+}
+
+TEST(worst_cases) {
+  HeadTest test;
+  for (const KernelTable* table : tables_under_test()) worst_cases(test, *table);
+}
+
+TEST(poisoned_tokens) {
+  HeadTest test;
+  for (const KernelTable* table : tables_under_test()) poisoned_tokens(test, *table);
+}
+
+TEST(quantised_tokens) { on_every_table(quantised_tokens); }
+
 }  // namespace
 }  // namespace bitnet::test
-
-int main() {
-  using namespace bitnet::test;
-  announce("test_kernels_head");
-  HeadTest test;
-  for (const bitnet::KernelTable* table : tables_under_test()) {
-    all_counts(test, *table);
-    all_lengths(test, *table);
-    worst_cases(test, *table);
-    poisoned_tokens(test, *table);
-    quantised_tokens(*table);
-  }
-  return finish("test_kernels_head");
-}

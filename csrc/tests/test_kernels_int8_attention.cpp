@@ -278,17 +278,10 @@ void not_finite(const KernelTable& table) {
   }
 }
 
+TEST(accuracy) { on_every_table(accuracy); }
+TEST(rows_are_independent) { on_every_table(rows_are_independent); }
+TEST(extremes) { on_every_table(extremes); }
+TEST(not_finite) { on_every_table(not_finite); }
+
 }  // namespace
 }  // namespace bitnet::test
-
-int main() {
-  using namespace bitnet::test;
-  announce("test_kernels_int8_attention");
-  for (const bitnet::KernelTable* table : tables_under_test()) {
-    accuracy(*table);
-    rows_are_independent(*table);
-    extremes(*table);
-    not_finite(*table);
-  }
-  return finish("test_kernels_int8_attention");
-}

@@ -203,18 +203,15 @@ void check_fused_norm(const KernelTable& table, int64_t n, DType type, bool norm
   CHECK(first_difference({Kind::kF32, n}, as_bytes(y), as_bytes(want)) < 0, "another row");
 }
 
-}  // namespace
-}  // namespace bitnet::test
-
-int main() {
-  using namespace bitnet::test;
-  announce("test_kernels_rows");
+TEST(every_row_op) {
   const std::vector<RowOp> ops = all_row_ops();
   check_that_list_is_complete(ops);
-  std::vector<int64_t> lengths;
-  for (int64_t n = 0; n <= 70; ++n) lengths.push_back(n);
-  for (const int64_t n : {127, 128, 129, 255, 256, 257, 640, 1000, 2560, 4096, 6912})
-    lengths.push_back(n);
+  std::vector<int64_t> lengths = {0,  1,  2,  3,  4,  5,  7,  8,  9,   15,  16,  17,   24,
+                                  31, 32, 33, 48, 63, 64, 65, 70, 100, 128, 257, 1000, 2560};
+  if (!quick()) {
+    lengths = {127, 128, 129, 255, 256, 257, 640, 1000, 2560, 4096, 6912};
+    for (int64_t n = 0; n <= 70; ++n) lengths.push_back(n);
+  }
   RowTest test;
   for (const RowOp& op : ops) {
     for (const int64_t n : lengths) {
@@ -223,15 +220,20 @@ int main() {
       }
     }
   }
-  for (const bitnet::KernelTable* table : tables_under_test()) {
+}
+
+TEST(fused_norm) {
+  for (const KernelTable* table : tables_under_test()) {
     for (const int64_t n : {1, 15, 16, 17, 100, 2560}) {
       for (const Flavour flavour : kFlavours) {
-        for (const bitnet::DType type : kTypes) {
+        for (const DType type : kTypes) {
           check_fused_norm(*table, n, type, true, flavour);
           check_fused_norm(*table, n, type, false, flavour);
         }
       }
     }
   }
-  return finish("test_kernels_rows");
 }
+
+}  // namespace
+}  // namespace bitnet::test

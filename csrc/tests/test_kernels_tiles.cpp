@@ -198,20 +198,31 @@ void all_base3_bytes(TileTest& test, const KernelTable& table) {
   }
 }
 
+TEST(all_counts) {
+  TileTest test;
+  for (const KernelTable* table : tables_under_test()) {
+    for (const int64_t fields : {4, 5}) all_counts(test, *table, fields);
+  }
+}
+
+TEST(all_lengths) {
+  TileTest test;
+  for (const KernelTable* table : tables_under_test()) {
+    for (const int64_t fields : {4, 5}) all_lengths(test, *table, fields);
+  }
+}
+
+TEST(worst_cases) {
+  TileTest test;
+  for (const KernelTable* table : tables_under_test()) {
+    for (const int64_t fields : {4, 5}) worst_cases(test, *table, fields);
+  }
+}
+
+TEST(all_base3_bytes) {
+  TileTest test;
+  for (const KernelTable* table : tables_under_test()) all_base3_bytes(test, *table);
+}
+
 }  // namespace
 }  // namespace bitnet::test
-
-int main() {
-  using namespace bitnet::test;
-  announce("test_kernels_tiles");
-  TileTest test;
-  for (const bitnet::KernelTable* table : tables_under_test()) {
-    for (const int64_t fields : {4, 5}) {
-      all_counts(test, *table, fields);
-      all_lengths(test, *table, fields);
-      worst_cases(test, *table, fields);
-    }
-    all_base3_bytes(test, *table);
-  }
-  return finish("test_kernels_tiles");
-}

@@ -18,7 +18,7 @@
 namespace bitnet::test {
 namespace {
 
-void unset_is_first_touch() {
+TEST(unset_is_first_touch) {
   begin_case("BITNET_OPS_MEMORY unset");
   CHECK(placement() == Placement::kFirstTouch, "another placement");
 }
@@ -31,7 +31,7 @@ int policy_at(const void* address) {
   return failed != 0 ? -1 : policy;
 }
 
-void pages_are_dealt_out() {
+TEST(pages_are_dealt_out) {
   constexpr std::size_t kPage = 65536;  // a multiple of every page size
   constexpr int kFlags = MAP_PRIVATE | MAP_ANONYMOUS;
   char* memory =
@@ -59,7 +59,7 @@ void pages_are_dealt_out() {
   CHECK(prepare_pages(nullptr, 4096) == 0, "huge pages of nothing");
 }
 #else
-void pages_are_dealt_out() {
+TEST(pages_are_dealt_out) {
   begin_case("a system without policies");
   char memory[16];
   CHECK(interleave_pages(memory, 16) == 0, "nodes");
@@ -68,11 +68,3 @@ void pages_are_dealt_out() {
 
 }  // namespace
 }  // namespace bitnet::test
-
-int main() {
-  using namespace bitnet::test;
-  name_case_on_signals();
-  unset_is_first_touch();
-  pages_are_dealt_out();
-  return finish("test_pages");
-}

@@ -52,7 +52,7 @@ bool rounded_once(const float* a, const float* b, int64_t steps, float* sums) {
 
 bool nothing(const float*, const float*, int64_t, float*) { return false; }
 
-void check_sees() {
+TEST(check_sees) {
   struct Wrong {
     const char* name;
     AddPairs add_pairs;
@@ -70,18 +70,21 @@ void check_sees() {
   CHECK(!check_pairs(nothing, 3, 1).available, "found");
 }
 
-void tables() {
+TEST(tables) {
+  bool any = false;
   for (const KernelTable* table : tables_under_test()) {
     if (!may_use_pair_unit(*table)) continue;
+    any = true;
     begin_case("%s", table->name);
     const PairCheck check = check_pairs(table->add_pairs, 2000 / thinning(*table), 2);
     CHECK(check.available && check.different == 0, "%d of %d differ", int(check.different),
           int(check.outputs));
   }
+  if (!any) not_here("products of pairs of bfloat16");
 }
 
 // Asked of this CPU: if it has the bit, the tables that the instruction belongs to run here.
-void this_cpu() {
+TEST(this_cpu) {
   begin_case("this CPU");
   const bool has = (cpu_features() & kAvx512Bf16) != 0;
   const PairCheck check = check_pair_unit(100, 3);
@@ -93,12 +96,3 @@ void this_cpu() {
 
 }  // namespace
 }  // namespace bitnet::test
-
-int main() {
-  using namespace bitnet::test;
-  announce("test_pair_unit");
-  check_sees();
-  tables();
-  this_cpu();
-  return finish("test_pair_unit");
-}

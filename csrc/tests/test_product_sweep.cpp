@@ -220,12 +220,6 @@ struct Sizes {
   bool every_start = false;  // few tokens begin with each of their kinds in turn
 };
 
-#ifdef __SANITIZE_ADDRESS__
-constexpr bool kSlow = true;  // they make the scalar loops thirty times slower
-#else
-constexpr bool kSlow = false;
-#endif
-
 std::vector<Sizes> sizes_for(const KernelTable& table) {
   if (sweeping(table)) {
     Sizes all{{192, 2560, 6912, 11008, 32768}, {1, 47, kMostRows}, {}, true};
@@ -233,7 +227,7 @@ std::vector<Sizes> sizes_for(const KernelTable& table) {
     all.tokens.insert(all.tokens.end(), {128, 512});
     return {all};
   }
-  if (kSlow || thinning(table) > 1) return {{{192, 2560}, {33}, {1, 4, 18}}};
+  if (thinning(table) > 1) return {{{192, 2560}, {33}, {1, 4, 18}}};
   return {{{192}, {5, 85, kMostRows}, {1, 2, 3, 4, 5, 7, 9, 16, 17, 33, 64}},
           {{11008}, {85}, {1, 4, 18}}};
 }
@@ -296,13 +290,10 @@ void sweep(const std::vector<const KernelTable*>& tables) {
   }
 }
 
-}  // namespace
-}  // namespace bitnet::test
-
-int main() {
-  using namespace bitnet::test;
-  announce("test_product_sweep");
+TEST(every_kind) {
   use_plain_threads();
   sweep(tables_under_test());
-  return finish("test_product_sweep");
 }
+
+}  // namespace
+}  // namespace bitnet::test

@@ -165,20 +165,18 @@ void check_logits(const char* isa, int64_t n, Random& random) {
   }
 }
 
-}  // namespace
-}  // namespace bitnet::test
-
-int main() {
-  using namespace bitnet::test;
-  announce("test_selection");
+TEST(every_shape) {
   Random random(12);
-  for (const bitnet::KernelTable* table : bitnet::available_tables()) {
-    bitnet::force_isa(table->name);
+  for (const KernelTable* table : available_tables()) {
+    force_isa(table->name);
     for (const int64_t n : {1, 2, 127, 129, 3000, 8193, 20011, 40000}) {
       if (thinning(*table) > 1 && n > 8193) continue;
       for (const char* shape : kShapes) check_row(table->name, shape, n, random);
       check_logits(table->name, n, random);
     }
   }
-  return finish("test_selection");
+  force_isa("");
 }
+
+}  // namespace
+}  // namespace bitnet::test

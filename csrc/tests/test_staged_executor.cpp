@@ -104,7 +104,7 @@ std::vector<int64_t> wave_sizes() {
   return sizes;
 }
 
-void every_way_to_deal_partitions_to_threads() {
+TEST(every_way_to_deal_partitions_to_threads) {
   const auto executor = std::make_unique<StagedExecutor>();
   const std::vector<std::pair<int64_t, std::vector<Span>>> ways = {
       {1, {{0, 1}}},
@@ -132,7 +132,7 @@ void every_way_to_deal_partitions_to_threads() {
 
 // Hardly any work between two barriers: the hand-over from stage to stage happens all the time,
 // with threads that come to a stage when it is over.
-void short_stages() {
+TEST(short_stages) {
   const auto executor = std::make_unique<StagedExecutor>();
   std::vector<int64_t> sizes;
   for (int64_t s = 0; s < 4000; ++s) sizes.push_back(1 + s % 3);
@@ -147,7 +147,7 @@ void short_stages() {
 }
 
 // A pool that runs the partitions one after the other on one thread must not hang.
-void partitions_in_sequence_on_one_thread() {
+TEST(partitions_in_sequence_on_one_thread) {
   begin_case("partitions in sequence");
   const auto executor = std::make_unique<StagedExecutor>();
   const Waves waves(wave_sizes(), 3, 8);
@@ -156,7 +156,7 @@ void partitions_in_sequence_on_one_thread() {
   check_waves(waves, "sequence");
 }
 
-void no_stages_and_empty_stages() {
+TEST(no_stages_and_empty_stages) {
   const auto executor = std::make_unique<StagedExecutor>();
   for (const auto& sizes : {std::vector<int64_t>{}, {0}, {0, 0, 3, 0}, {5, 0, 0}}) {
     begin_case("%zu stages", sizes.size());
@@ -185,7 +185,7 @@ struct Slow {
   }
 };
 
-void waiting_threads_sleep() {
+TEST(waiting_threads_sleep) {
   const auto executor = std::make_unique<StagedExecutor>();
   const Slow slow{std::chrono::milliseconds(300)};
   for (const int64_t threads : {2, 64}) {
@@ -223,7 +223,7 @@ struct Stuck {
   }
 };
 
-void others_take_over_from_a_partition_that_stands_still() {
+TEST(others_take_over_from_a_partition_that_stands_still) {
   begin_case("stealing");
   const auto executor = std::make_unique<StagedExecutor>();
   const Stuck stuck;
@@ -249,7 +249,7 @@ struct Claims {
   void run(int64_t, int64_t begin, int64_t end, int64_t) const { sizes.push_back(end - begin); }
 };
 
-void claims_follow_their_rule() {
+TEST(claims_follow_their_rule) {
   begin_case("claims");
   const auto executor = std::make_unique<StagedExecutor>();
   const Claims claims{{4, 30, 3}, {}};
@@ -274,7 +274,7 @@ struct FirstClaim {
   }
 };
 
-void partitions_begin_where_they_should() {
+TEST(partitions_begin_where_they_should) {
   const auto executor = std::make_unique<StagedExecutor>();
   for (const int64_t partitions : {1, 2, 3, 7, 9, 64, 255, 256}) {
     for (const int64_t units : {partitions, partitions + 1, 5 * partitions - 1, int64_t{1'000'003},
@@ -322,7 +322,7 @@ struct Late {
   }
 };
 
-void a_late_thread_claims_of_no_stage_that_is_over() {
+TEST(a_late_thread_claims_of_no_stage_that_is_over) {
   const auto executor = std::make_unique<StagedExecutor>();
   for (const int64_t partitions : {4, 30}) {
     begin_case("a late thread of %lld partitions", static_cast<long long>(partitions));
@@ -353,7 +353,7 @@ struct Limits {
   void run(int64_t, int64_t begin, int64_t end, int64_t) const { done += end - begin; }
 };
 
-void plans_at_the_limits() {
+TEST(plans_at_the_limits) {
   constexpr int64_t kMost = StagedExecutor::kMaxUnits;
   const auto executor = std::make_unique<StagedExecutor>();
   for (const auto& [stages, units] : {std::pair{StagedExecutor::kMaxStages, int64_t{2}},
@@ -371,7 +371,7 @@ void plans_at_the_limits() {
 }
 
 // Many more threads than CPUs, as in a container that grants two of 64: most back off.
-void many_threads_on_few_cpus() {
+TEST(many_threads_on_few_cpus) {
   const auto executor = std::make_unique<StagedExecutor>();
   std::vector<int64_t> sizes;
   for (int64_t s = 0; s < 300; ++s) sizes.push_back(1 + s * 5 % 37);
@@ -420,7 +420,7 @@ double cpu_seconds_of(int64_t threads, const Busy& busy, StagedExecutor& executo
 // Two threads bound to one CPU get about as much done as one: a thread that spun for the other
 // would take its time away, up to 50 us a stage. The best of some runs, for other processes may
 // disturb.
-void two_threads_on_one_cpu() {
+TEST(two_threads_on_one_cpu) {
 #if defined(__linux__)
   begin_case("two threads on one CPU");
   cpu_set_t before, one;
@@ -442,7 +442,7 @@ void two_threads_on_one_cpu() {
 }
 
 // A caller backs off after a trial without a gain, each time longer, until there is a gain.
-void backs_off_while_others_gain_nothing() {
+TEST(backs_off_while_others_gain_nothing) {
   begin_case("back-offs");
   constexpr int64_t kMs = 1'000'000;
   Oversubscription caller;

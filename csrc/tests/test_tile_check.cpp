@@ -5,7 +5,6 @@
 
 #include <bit>
 #include <cmath>
-#include <cstdlib>
 #include <initializer_list>
 
 #include "tests/check.h"
@@ -73,7 +72,7 @@ template <bool kFlush, bool kOneChain>
 }
 
 void floats(int64_t products) {
-  if (!__builtin_cpu_supports("fma")) return;  // baseline emulators; any real CPU under test has it
+  if (!__builtin_cpu_supports("fma")) return not_here("a fused multiply-add");
   const auto check = [](TileProduct product, int64_t products) {
     return check_product(TileInstruction::kBf16, products, 1, product);
   };
@@ -90,7 +89,7 @@ void floats(int64_t products) {
 }
 
 #else
-void floats(int64_t) {}
+void floats(int64_t) { not_here("an x86 CPU"); }
 #endif
 
 void bytes() {
@@ -124,13 +123,9 @@ void hardware() {
   }
 }
 
+TEST(bytes) { bytes(); }
+TEST(floats) { floats(300); }
+TEST(hardware) { hardware(); }
+
 }  // namespace
 }  // namespace bitnet::test
-
-int main(int argc, char** argv) {
-  using namespace bitnet::test;
-  bytes();
-  floats(argc > 1 ? std::atoll(argv[1]) : 300);
-  hardware();
-  return finish("test_tile_check");
-}

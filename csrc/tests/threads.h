@@ -12,6 +12,7 @@ namespace bitnet::test {
 inline int64_t pool_threads = 1;
 
 inline void use_plain_threads() {
+  pool_threads = 1;
   set_thread_pool({
       [] { return pool_threads; },
       [](int64_t partitions, void (*body)(int64_t, int64_t, void*), void* context) {

@@ -1,0 +1,123 @@
+// bitnet_tests [--list] [FILTER...]: runs the tests whose name, suite.test, contains one of the
+// filters; without a filter all. --list prints their names instead.
+//
+// Several suites run in a process each, so that what one leaves behind (a forced ISA, variables of
+// the environment, threads) meets no other, and a crash ends one suite alone. A single suite runs
+// in this process, for debuggers.
+#include <sys/wait.h>
+
+#include <algorithm>
+#include <chrono>
+
+#include "tests/check.h"
+#include "tests/tables.h"
+
+namespace bitnet::test {
+namespace {
+
+void name_case_and_die(int signal) {
+  const auto say = [](const char* text) {
+    if (write(STDERR_FILENO, text, std::strlen(text)) < 0) std::_Exit(1);
+  };
+  say("FAILED: ");
+  say(strsignal(signal));
+  say(" in case: ");
+  say(tally.running);
+  say("\n");
+  std::_Exit(1);
+}
+
+// What runs, and whether it is what BITNET_TEST_EXPECT promises.
+bool announce() {
+  std::string names;
+  for (const KernelTable* table : available_tables()) {
+    names += (names.empty() ? "" : ",") + std::string(table->name);
+  }
+  std::printf("available %s; under test", names.c_str());
+  for (const KernelTable* table : tables_under_test()) std::printf(" %s", table->name);
+  std::printf("%s\n", under_emulator() ? "; thinned for an emulator" : "");
+  const char* expected = std::getenv("BITNET_TEST_EXPECT");
+  if (expected == nullptr || names == expected) return true;
+  std::fprintf(stderr, "FAILED: expected the ISAs %s, got %s\n", expected, names.c_str());
+  return false;
+}
+
+// A test that checked nothing has failed, unless it says that this machine has nothing to check.
+bool passes(const Test& test) {
+  using Clock = std::chrono::steady_clock;
+  tally = {};
+  begin_case("start of %s.%s", test.suite.c_str(), test.name.c_str());
+  const Clock::time_point start = Clock::now();
+  test.run();
+  const std::chrono::duration<double> seconds = Clock::now() - start;
+  const bool passed = tally.failures == 0 && (tally.checks > 0 || tally.not_here);
+  std::printf("%s %s.%s: %lld cases, %lld checks, %lld failures, %.2f s\n",
+              passed ? "ok  " : "FAIL", test.suite.c_str(), test.name.c_str(),
+              static_cast<long long>(tally.cases), static_cast<long long>(tally.checks),
+              static_cast<long long>(tally.failures), seconds.count());
+  std::fflush(stdout);
+  return passed;
+}
+
+bool all_pass(const std::vector<Test>& tests) {
+  for (const int signal : {SIGSEGV, SIGBUS, SIGILL, SIGFPE}) {
+    std::signal(signal, name_case_and_die);
+  }
+  return std::ranges::count_if(tests, passes) == std::ssize(tests);
+}
+
+bool pass_in_a_process(const std::vector<Test>& tests) {
+  std::fflush(stdout);
+  const pid_t child = fork();
+  if (child == 0) std::exit(all_pass(tests) ? 0 : 1);
+  int status = -1;
+  return child > 0 && waitpid(child, &status, 0) == child && status == 0;
+}
+
+// The tests that a filter chooses, by suite.
+std::vector<std::vector<Test>> chosen(const std::vector<std::string>& filters) {
+  std::vector<Test> tests = all_tests();
+  std::erase_if(tests, [&](const Test& test) {
+    const std::string name = test.suite + "." + test.name;
+    return !filters.empty() && std::ranges::none_of(filters, [&](const std::string& filter) {
+      return name.find(filter) != std::string::npos;
+    });
+  });
+  std::ranges::stable_sort(tests, {}, &Test::suite);
+  std::vector<std::vector<Test>> suites;
+  for (const Test& test : tests) {
+    if (suites.empty() || suites.back().front().suite != test.suite) suites.emplace_back();
+    suites.back().push_back(test);
+  }
+  return suites;
+}
+
+int run(std::vector<std::string> arguments) {
+  const bool list = std::erase(arguments, "--list") > 0;
+  const std::vector<std::vector<Test>> suites = chosen(arguments);
+  if (suites.empty()) {
+    std::fprintf(stderr, "bitnet_tests: expected a part of a test's name (see --list)\n");
+    return 2;
+  }
+  if (list) {
+    for (const std::vector<Test>& suite : suites) {
+      for (const Test& test : suite)
+        std::printf("%s.%s\n", suite[0].suite.c_str(), test.name.c_str());
+    }
+    return 0;
+  }
+  if (!announce()) return 1;
+  if (suites.size() == 1) return all_pass(suites[0]) ? 0 : 1;
+  std::string failed;
+  for (const std::vector<Test>& suite : suites) {
+    if (!pass_in_a_process(suite)) failed += " " + suite[0].suite;
+  }
+  if (failed.empty()) return 0;
+  std::fprintf(stderr, "FAILED suites:%s\n", failed.c_str());
+  return 1;
+}
+
+}  // namespace
+}  // namespace bitnet::test
+
+int main(int argc, char** argv) { return bitnet::test::run({argv + 1, argv + argc}); }
