@@ -7,8 +7,8 @@
 2. Baseline code (dispatch, formats, scalar table, `_ops.so`, `_runtime`) has no AVX instruction.
 3. `_ops.so` takes from torch only the stable C interface, and links no OpenMP runtime of its own.
 
-Brings the kernel objects up to date where the package was built. Standard library only; exit status 1 and one
-line per violation.
+Brings the kernel objects up to date where the package was built. Standard library only; exit
+status 1 and one line per violation.
 """
 
 from __future__ import annotations
