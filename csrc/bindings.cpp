@@ -183,14 +183,6 @@ PYBIND11_MODULE(_runtime, m) {
         return std::string(interleaved ? "interleave" : "first_touch");
       },
       "What BITNET_OPS_MEMORY says; RuntimeError where that is neither of the two.");
-  m.def(
-      "interleaves_pages",
-      [] {
-        return bitnet::placement() == bitnet::Placement::kInterleave &&
-               bitnet::interleave_pages(nullptr, 0) > 1;
-      },
-      "Whether fresh memory is dealt out over several memory nodes here; RuntimeError as "
-      "memory_placement.");
   bind_format(m);
   bind_probe(m);
 }

@@ -6,7 +6,6 @@
 
 #include "format/gguf_strings.h"
 #include "format/mapped_file.h"
-#include "format/xxh3.h"
 #include "format/xxh64.h"
 
 namespace py = pybind11;
@@ -160,23 +159,6 @@ py::tuple gguf_strings(const py::buffer& data, std::uint64_t offset, std::uint64
                         walked.at, marks);
 }
 
-// The canonical form: big-endian, the high half first.
-py::bytes xxh3_128(const py::buffer& data) {
-  const py::buffer_info info = data.request();
-  const auto bytes = bytes_of(info, "xxh3_128");
-  format::Hash128 hash;
-  {
-    py::gil_scoped_release release;
-    hash = format::xxh3_128(bytes);
-  }
-  char out[16];
-  for (int i = 0; i < 8; ++i) {
-    out[i] = static_cast<char>(hash.high >> (56 - 8 * i));
-    out[8 + i] = static_cast<char>(hash.low >> (56 - 8 * i));
-  }
-  return py::bytes(out, sizeof out);
-}
-
 py::list error_codes() {
   py::list out;
   for (std::size_t i = 0; i < static_cast<std::size_t>(format::ErrorCode::kCount); ++i) {
@@ -211,5 +193,4 @@ void bind_format(py::module_& m) {
   m.def("xxh64", &xxh64, py::arg("data"));
   m.def("gguf_strings", &gguf_strings, py::arg("data"), py::arg("offset"), py::arg("count"),
         py::arg("most_bytes"), py::arg("first"), py::arg("stride"));
-  m.def("xxh3_128", &xxh3_128, py::arg("data"));
 }

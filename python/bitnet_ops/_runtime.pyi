@@ -83,9 +83,6 @@ def prepare_pages(data_ptr: int, nbytes: int) -> int:
 def memory_placement() -> str:
     """What BITNET_OPS_MEMORY says, "first_touch" or "interleave"; RuntimeError where it errs."""
 
-def interleaves_pages() -> bool:
-    """Whether fresh memory is dealt out over several memory nodes; raises as memory_placement."""
-
 def check_amx(products: int, seed: int = 0) -> list[dict[str, object]]:
     """Random tile products by this CPU's AMX and by the model in plain C++, a row an instruction.
 
@@ -177,9 +174,6 @@ def gguf_strings(
     data: Buffer, offset: int, count: int, most_bytes: int, first: int, stride: int
 ) -> tuple[int, int, int, int, bytes]:
     """Walk strings of a GGUF array: count, end, fault, at, marks of csrc/format/gguf_strings.h."""
-
-def xxh3_128(data: Buffer) -> bytes:
-    """XXH3-128 with seed 0 of contiguous bytes, 16 bytes in canonical order."""
 
 def format_error_codes() -> list[str]:
     """Every value that FormatError.code may take."""

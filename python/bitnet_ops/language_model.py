@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from bitnet_ops.config import ModelConfig
-from bitnet_ops.convert.obtain import LoadError, convert_again, obtain
 from bitnet_ops.formats import sglbitnt
 from bitnet_ops.generate.chat import RunIds, without_oldest_turn
 from bitnet_ops.generate.engine import Engine, Run, token_ids
@@ -33,7 +32,7 @@ from bitnet_ops.generate.text import (
     parse_options,
 )
 from bitnet_ops.generate.tokenizer import Tokenizer, TokenizerError
-from bitnet_ops.loading import cache_files
+from bitnet_ops.loading.resolve import LoadError, convert_again, resolve
 from bitnet_ops.loading.weights import load_model
 from bitnet_ops.models import Decoder, check_dtype
 from bitnet_ops.nn.kv_config import DEFAULT_KV_DTYPE, check_kv_dtype
@@ -64,7 +63,7 @@ def load(
     weight_format: str = "auto",
     head_format: str = DEFAULT_HEAD_FORMAT,
     activation_format: str = "auto",
-    cache: bool | str | os.PathLike[str] | None = None,
+    cache: str | os.PathLike[str] | None = None,
     convert: bool = True,
     lora: _Folder | Mapping[str, _Folder] | None = None,
 ) -> LanguageModel:
@@ -92,17 +91,16 @@ def load(
             a token), "int8_group" (one for every 128 features of a token), "int16_group" (16 bits,
             as the heads have them; twice the arithmetic) or "auto", which is "int8_group". Models
             with a scale a matrix or a row, which were trained with it, take "int8" alone.
-        cache: keep the repacked model in a file, which makes later loads faster: True
-            (in bitnet_ops in the user's cache directory, or where BITNET_OPS_CACHE says), a
-            directory, False, or None: if BITNET_OPS_CACHE is set. Files there are safe to delete.
-        convert: convert what is no converted model, once: the result is kept in the cache directory
-            (for cache=None too, as for True). False rejects it.
+        cache: the directory in which conversions are kept; None is what BITNET_OPS_CACHE names, or
+            bitnet_ops in the user's cache directory. Files there are safe to delete.
+        convert: convert what is no converted model, once, into the cache directory. False rejects
+            it.
         lora: a PEFT directory whose LoRA adapter runs beside the ternary projections, for every
             text; or several by name, of which each call may choose one (`adapter=`). More can be
             added and removed later: `LanguageModel.add_adapter`.
     Returns the LanguageModel.
-    Raises LoadError, hub.HubError, convert.ConvertError, formats.sglbitnt.SglbitntError,
-    config.UnsupportedModelError, models.TensorError, lora.LoraError or tokenizer.TokenizerError:
+    Raises LoadError, loading.resolve.HubError, convert.ConvertError, config.UnsupportedModelError,
+    formats.sglbitnt.SglbitntError, models.TensorError, lora.LoraError or tokenizer.TokenizerError:
     one line that names what is wrong.
     """
     # Before a model of gigabytes is read, not at its first token.
@@ -112,16 +110,15 @@ def load(
     check_head_format(head_format)
     check_activation_format(activation_format)
     adapters = _read_adapters(lora)
-    found = obtain(DEMO_DIR if path is None else path, convert=convert, cache=cache)
+    found = resolve(DEMO_DIR if path is None else path, convert=convert, cache=cache)
     form = dtype, kv_dtype, weight_format, head_format, activation_format
-    cache_dir = cache_files.directory(cache)
     try:
-        return _open(found.file, *form, cache_dir, adapters)
+        return _open(found.file, *form, adapters)
     except sglbitnt.SglbitntError as error:
         if found.source is None:
             raise
         found = convert_again(found, error)
-    return _open(found.file, *form, cache_dir, adapters)
+    return _open(found.file, *form, adapters)
 
 
 def _open(
@@ -131,10 +128,9 @@ def _open(
     weight_format: str,
     head_format: str,
     activation_format: str,
-    cache: Path | None,
     adapters: Mapping[str | None, Adapter],
 ) -> LanguageModel:
-    model = load_model(file, dtype, weight_format, head_format, cache)
+    model = load_model(file, dtype, weight_format, head_format)
     model.set_activation_format(activation_format)
     for name, adapter in adapters.items():
         model.add_adapter(adapter, name)

@@ -17,8 +17,10 @@ from typing import Any
 
 import pytest
 
+import hf_writer
 from bitnet_ops.cli import COMMANDS, main
 from bitnet_ops.language_model import DEMO_DIR
+from bitnet_ops.loading.resolve import resolve
 from bitnet_ops.nn.storage import KV_TYPES
 from cache_types import KV_TYPES_TEXT
 from isa_control import ISAS
@@ -27,6 +29,7 @@ EXPECTED = json.loads(
     (Path(__file__).resolve().parents[1] / "data/demo-model/expected.json").read_text()
 )
 CASE = {case["prompt"]: case for case in EXPECTED["cases"]}["In the beginning"]
+LLAMA = next(f for f in hf_writer.FAMILIES.values() if f.model_type == "llama")
 COMMAND = [sys.executable, "-m", "bitnet_ops"]
 
 
@@ -250,11 +253,12 @@ def test_debug_shows_the_traceback() -> None:
 
 
 def test_a_warning_is_one_line_without_source_code(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    done = cli("generate", "x", "-n", "2", "--cache", str(tmp_path / "file"))
+    source = hf_writer.write_checkpoint(tmp_path / "source", LLAMA)
+    (resolve(source, cache=tmp_path).file.parent / "tokenizer.json").unlink()
+    done = cli("generate", str(source), "ab", "-n", "2", "--cache", str(tmp_path))
     warning, figures = done.stderr.splitlines()
-    assert done.returncode == 0 and warning.startswith("bitnet-ops: warning: cache: expected room")
-    assert ".py" not in warning and figures.startswith("the embedded demo | ")
+    assert done.returncode == 0 and warning.startswith("bitnet-ops: warning: cache: expected a con")
+    assert ".py" not in warning and figures.startswith("prompt ")
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -218,8 +217,3 @@ def test_the_converter_package_still_gives_its_names() -> None:
     assert quantize.quantize is not None
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         package.nothing  # noqa: B018
-
-
-def test_cache_takes_a_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["generate", "And God", "-n", "2", "--cache", str(tmp_path / "c")]) == 0
-    assert [f.suffix for f in (tmp_path / "c").iterdir() if f.suffix == ".prepared"]

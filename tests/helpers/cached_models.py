@@ -1,4 +1,4 @@
-"""For the tests of the load cache and of conversion: a small model, a cache, what was loaded."""
+"""Loading that must not warn, and a model file written anew in another version."""
 
 from __future__ import annotations
 
@@ -6,31 +6,8 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from bitnet_ops.dummy import model as dummy
 from bitnet_ops.formats.sglbitnt import Reader, Writer
-from bitnet_ops.generate.engine import Limits
 from bitnet_ops.language_model import LanguageModel, load
-
-
-@pytest.fixture
-def model_dir(tmp_path: Path) -> Path:
-    dummy.write("tiny", tmp_path / "model")
-    return tmp_path / "model"
-
-
-@pytest.fixture
-def cache(tmp_path: Path) -> Path:
-    return tmp_path / "cache"
-
-
-def tokens(lm: LanguageModel) -> list[int]:
-    return lm.engine.generate([[1, 2, 3]], limits=Limits(12))[0].token_ids
-
-
-def files(cache: Path) -> list[Path]:
-    return sorted(cache.iterdir())
 
 
 def load_without_warning(*args: Any, **options: Any) -> LanguageModel:

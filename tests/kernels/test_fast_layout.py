@@ -90,7 +90,7 @@ def test_a_trained_layer_is_fast():
 
 
 def test_every_linear_of_a_loaded_model_is_fast_with_and_without_an_adapter(tmp_path):
-    model = load(cache=False).model
+    model = load().model
     linears = {n: m for n, m in model.named_modules() if isinstance(m, BitLinear)}
     assert linears and all(is_fast(layer) for layer in linears.values())
     name, layer = next(iter(linears.items()))

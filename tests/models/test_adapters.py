@@ -289,7 +289,7 @@ def test_blocks_of_another_adapter_are_never_shared(models: Any) -> None:
 
 
 def test_a_name_may_get_another_adapter(models: Any, tmp_path: Path) -> None:
-    lm = load(cache=False)
+    lm = load()
     lm.model.add_adapter(make_adapter(lm.model, 1), "mine")
     prompt = lm.encode("In the beginning") * 20
     lm.engine.add(prompt, None, LIMITS, adapter="mine")
@@ -302,7 +302,7 @@ def test_a_name_may_get_another_adapter(models: Any, tmp_path: Path) -> None:
 
 
 def test_texts_are_generated_with_an_adapter_by_name() -> None:
-    lm = load(cache=False)
+    lm = load()
     lm.model.add_adapter(make_adapter(lm.model, 1), "mine")
     plain = lm.generate("In the beginning", max_new_tokens=6)
     mine = lm.generate("In the beginning", max_new_tokens=6, adapter="mine")

@@ -27,19 +27,19 @@ def version_1(model: Path) -> Path:
     return rewritten(model / MODEL_FILE, model.with_name("v1.bin"), 1)
 
 
-OPEN: dict[str, Callable[[Path, Path], Decoder]] = {
-    "demo": lambda model, cache: bitnet_ops.load().model,
-    "demo/stored head": lambda model, cache: bitnet_ops.load(head_format="stored").model,
-    "mapped rows": lambda model, cache: bitnet_ops.load(model, weight_format="canonical").model,
-    "prepared": lambda model, cache: [bitnet_ops.load(model, cache=cache) for _ in "ab"][1].model,
-    "version 1": lambda model, cache: bitnet_ops.load(version_1(model)).model,
+OPEN: dict[str, Callable[[Path], Decoder]] = {
+    "demo": lambda model: bitnet_ops.load().model,
+    "demo/stored head": lambda model: bitnet_ops.load(head_format="stored").model,
+    "mapped rows": lambda model: bitnet_ops.load(model, weight_format="canonical").model,
+    "repacked": lambda model: bitnet_ops.load(model).model,
+    "version 1": lambda model: bitnet_ops.load(version_1(model)).model,
 }
 
 
 @pytest.fixture(params=OPEN)
 def model(request: pytest.FixtureRequest, tmp_path: Path) -> Decoder:
     dummy.write("tiny", tmp_path / "model")
-    return OPEN[request.param](tmp_path / "model", tmp_path / "cache")
+    return OPEN[request.param](tmp_path / "model")
 
 
 def logits(model: Decoder) -> torch.Tensor:

@@ -82,16 +82,7 @@ def test_dense_tensors_are_used_where_the_file_has_them(models: dict[int, Path])
     assert lm.model.head.weight.data_ptr() % 64 == 0
 
 
-def test_the_cache_keeps_versions_and_contents_apart(
-    models: dict[int, Path], tmp_path: Path
-) -> None:
-    expected = logits(load(models[1]))
-    for version in (1, 2, 1, 2):
-        assert torch.equal(logits(load(models[version], cache=tmp_path)), expected)
-    assert len(list(tmp_path.glob("*.prepared"))) == 2
-
-
-def test_group_scales_through_every_layout_and_the_cache(tmp_path: Path) -> None:
+def test_group_scales_through_every_layout(tmp_path: Path) -> None:
     """The values of a matrix with several scales are another test's business (test_families.py)."""
     source = hf_writer.write_checkpoint(tmp_path / "source", CASES["trilm-blocks"].family)
     convert(source, tmp_path / "out")
@@ -100,10 +91,8 @@ def test_group_scales_through_every_layout_and_the_cache(tmp_path: Path) -> None
     assert "group" in kinds
     expected = logits(load(tmp_path / "out", weight_format="canonical"))
     for weight_format in CPU_SPECIFIC:
-        for _ in range(2):  # the second time from the cache
-            lm = load(tmp_path / "out", weight_format=weight_format, cache=tmp_path / "cache")
-            assert torch.equal(logits(lm), expected)
-    assert len(list((tmp_path / "cache").glob("*.prepared"))) == len(CPU_SPECIFIC)
+        lm = load(tmp_path / "out", weight_format=weight_format)
+        assert torch.equal(logits(lm), expected)
 
 
 @pytest.mark.parametrize(

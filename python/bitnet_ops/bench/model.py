@@ -58,7 +58,7 @@ class BenchModel:
         self.model: Any = (
             dummy.decoder(name, torch.bfloat16, **formats)
             if file is None
-            else load(file, dtype=torch.bfloat16, cache=False, **formats).model
+            else load(file, dtype=torch.bfloat16, **formats).model
         )
         self.config = self.model.config
         # what the model holds, not what was asked for: a figure under a wrong name is a lie

@@ -98,7 +98,7 @@ def _convert(args: argparse.Namespace, progress: Progress | None) -> ConvertRepo
     from bitnet_ops.convert.bin_source import is_bin
     from bitnet_ops.convert.pipeline import convert, convert_bin, convert_gguf
     from bitnet_ops.formats.gguf import is_gguf
-    from bitnet_ops.loading import hub
+    from bitnet_ops.loading.resolve import local_path
 
     common = dict(
         force=args.force,
@@ -106,7 +106,7 @@ def _convert(args: argparse.Namespace, progress: Progress | None) -> ConvertRepo
         format_version=int(args.format.removeprefix("v")),
         progress=progress,
     )
-    source = hub.local(args.source)
+    source = local_path(args.source)
     if is_bin(source):
         others = ("verify", "assume_online", "i2s_layout", "q2_block", "tokenizer", "allow_pickle",
                   "lora")  # fmt: skip

@@ -183,7 +183,6 @@ def _weights() -> Facts:
         "prefetch_bytes": tuning["prefetch_bytes"],
         "head_into_l2": tuning["head_into_l2"],
         "tuning_error": error,
-        "cache": os.environ.get("BITNET_OPS_CACHE") or None,
     }
 
 
@@ -277,7 +276,9 @@ def _placement_problems(threads: Facts, pages: Facts) -> list[tuple[str, str, st
     if pages["placement_error"]:
         return [("error", pages["placement_error"], "unset BITNET_OPS_MEMORY, or name one of them")]
     if threads["numa_nodes"] > 1 and pages["placement"] != "interleave":
-        problem = f"{threads['numa_nodes']} memory nodes: weights lie on the one that loads them"
+        problem = (
+            f"{threads['numa_nodes']} memory nodes: each weight lies on the one that loaded it"
+        )
         remedy = "set BITNET_OPS_MEMORY=interleave, or run a process a node (numactl -N 0 -m 0)"
         return [("warning", problem, remedy)]
     return []
@@ -413,7 +414,6 @@ def _weights_lines(weights: Facts) -> list[str]:
             f"{weights['format']}, {weights['tile_lanes']} lanes; tuned to "
             f"{weights['tuned_to']}: {ahead}",
         ),
-        _line("", f"load cache {weights['cache'] or 'off (no BITNET_OPS_CACHE)'}"),
     ]
 
 

@@ -92,7 +92,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         "--cache",
         metavar="DIR",
         type=non_empty,
-        help="keep repacked models there, or auto (default: $BITNET_OPS_CACHE)",
+        help="where conversions are kept (auto, the default: $BITNET_OPS_CACHE or ~/.cache)",
     )
     group.add_argument(
         "--no-convert",
@@ -267,7 +267,7 @@ def open_model(path: str | None, args: argparse.Namespace) -> LanguageModel:
         weight_format=args.weight_format,
         head_format=args.head_format,
         activation_format=args.activation_format,
-        cache=True if args.cache == "auto" else args.cache,
+        cache=None if args.cache == "auto" else args.cache,
         convert=args.convert,
         lora=args.lora,
     )

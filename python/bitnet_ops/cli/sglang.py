@@ -62,20 +62,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the subcommand; returns SGLang's exit status."""
-    from bitnet_ops.convert.obtain import obtain
     from bitnet_ops.integrations.sglang import launch, serving
-    from bitnet_ops.loading import hub
+    from bitnet_ops.loading.resolve import local_path, resolve
 
     launch.check_version(args.untested)
     with tempfile.TemporaryDirectory(prefix="bitnet-ops-sglang-") as temporary:
         folder, name = Path(args.model), Path(args.model).resolve().name
         ranks = launch.ranks(args.passed_on)
         if args.per_layer:
-            folder = hub.local(args.model)
+            folder = local_path(args.model)
             launch.check_checkpoint(folder, ranks)
         else:
             launch.check_whole(ranks)
-            file = obtain(args.model).file
+            file = resolve(args.model).file
             folder = serving.write_folder(file, Path(temporary), args.head_format)
         env = launch.environment(os.environ, launch.architectures(folder), ranks)
         if args.threads:  # of each rank

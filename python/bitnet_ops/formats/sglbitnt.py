@@ -6,7 +6,6 @@ The bytes are checked in C++ (csrc/format), the config in Python.
 from __future__ import annotations
 
 import os
-import struct
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +24,6 @@ from bitnet_ops.formats._sglbitnt_rules import (
     typed_errors,
 )
 from bitnet_ops.formats._sglbitnt_writer import Writer
-from bitnet_ops.formats.content_hash import content_hash
 from bitnet_ops.memory.arena import Arena, stretch
 from bitnet_ops.untrusted import LFS_POINTER, is_lfs_pointer
 
@@ -40,7 +38,6 @@ __all__ = [
 ]
 
 MODEL_FILE = "model.bin"  # its name inside a converted model's directory
-_HEADER_BYTES, _CONFIG_OFFSET_AT = 64, 24  # of version 2; the rest follows the config
 _DTYPE_BY_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
 
 
@@ -181,21 +178,6 @@ class Reader:
         """The data of `name` as bytes, read-only and zero-copy."""
         info = self._mapped(name)
         return memoryview(self._file)[info.offset : info.offset + info.nbytes]
-
-    def fingerprint(self) -> bytes:
-        """16 bytes that stand for the content of the whole file.
-
-        Version 2: of the header, the config and the index, in which the checksums of all data are.
-        Version 1 has none, so its every byte is read.
-        """
-        content = memoryview(self._file)
-        if self.version == 1:
-            whole = content_hash(content)
-            for name in self.tensors:
-                self.release(name)
-            return whole
-        (config_at,) = struct.unpack_from("<Q", content, _CONFIG_OFFSET_AT)
-        return content_hash(bytes(content[:_HEADER_BYTES]) + bytes(content[config_at:]))
 
     def check_in_features(self, name: str, in_features: int) -> None:
         """Check the packed tensor `name` against its true K: row bytes, and padding codes all 1.

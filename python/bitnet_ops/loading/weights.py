@@ -1,17 +1,11 @@
-"""A model file's tensors, checked and in the layouts that the kernels want, ready for `build`.
-
-They come from the file itself or from what an earlier load has left in the load cache
-(load_cache.py). It must not know what a model computes, text or engines.
-"""
+"""A model file's tensors, checked and in the layouts that the kernels want, ready for `build`."""
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,12 +13,11 @@ from torch import Tensor
 from bitnet_ops import ops
 from bitnet_ops.config import ModelConfig
 from bitnet_ops.formats import sglbitnt
-from bitnet_ops.loading import load_cache
 from bitnet_ops.loading.model_contents import model_config, own_tensors
 from bitnet_ops.memory.arena import Arena, aligned
 from bitnet_ops.models import Decoder, TensorError, TensorSpec, build, check_names, expected_tensors
 from bitnet_ops.nn.head import HeadWeight
-from bitnet_ops.nn.packing import BLOCK, PackedWeight, blocked_shape, choose_format, packed_shape
+from bitnet_ops.nn.packing import PackedWeight, choose_format, packed_shape
 from bitnet_ops.nn.storage import HEAD_FORMATS, check_head_format
 
 Tensors = dict[str, Tensor | PackedWeight | HeadWeight]
@@ -36,7 +29,6 @@ def load_model(
     dtype: torch.dtype = torch.float32,
     weight_format: str = "auto",
     head_format: str = "stored",
-    cache: Path | None = None,
 ) -> Decoder:
     """The model in `file`; its formats as of `load_tensors`, which says what is raised, and build.
 
@@ -46,7 +38,7 @@ def load_model(
     config = model_config(reader)
     if config.embedding_only:
         head_format = "stored"
-    tensors = load_tensors(reader, config, weight_format, head_format, cache)
+    tensors = load_tensors(reader, config, weight_format, head_format)
     return build(config, tensors, dtype, check_values=False)
 
 
@@ -55,14 +47,12 @@ def load_tensors(
     config: ModelConfig,
     weight_format: str = "auto",
     head_format: str = "stored",
-    cache: Path | None = None,
 ) -> Tensors:
     """Every tensor of `config`, values checked, in the layout `weight_format`, `head_format`.
 
-    `reader`: opened with check_codes=False, for everything is checked here as it is read. `cache`:
-    the directory of the load cache, or None. Canonical weights, and in version 2 whatever is used
-    as it is stored, stay views of the mapped file, and nothing is cached if all weights are
-    canonical; the rest is memory of its own, and the file's pages are released.
+    `reader`: opened with check_codes=False, for everything is checked here as it is read. Canonical
+    weights, and in version 2 whatever is used as it is stored, stay views of the mapped file; the
+    rest is memory of its own, and the file's pages are released.
     Raises SglbitntError, TensorError, and ValueError for an unknown format.
     """
     check_names(config, own_tensors(reader, config))
@@ -72,96 +62,12 @@ def load_tensors(
         for name, spec in expected_tensors(config).items()
         if spec.kind == "ternary" or _stored_ternary(reader, name, spec)
     }
-    if cache is None or all(format == "canonical" for format in formats.values()):
-        return _read(reader, config, formats, head_format)
-    layouts = [*sorted(set(formats.values())), head_format]
-    file = cache / load_cache.file_name(reader, layouts)
-
-    def check(tensors: Tensors) -> None:
-        _check_cached(tensors, reader, config, formats, head_format)
-
-    found = load_cache.read(file, check)
-    if found is not None:
-        return found
-    tensors = _read(reader, config, formats, head_format)
-    with contextlib.suppress(TensorError):  # `build` says what is wrong with the model's file
-        check(tensors)
-        load_cache.write(file, tensors)
-    return tensors
-
-
-def _check_cached(
-    tensors: Tensors,
-    reader: sglbitnt.Reader,
-    config: ModelConfig,
-    formats: Mapping[str, str],
-    head_format: str,
-) -> None:
-    """Raise TensorError unless `tensors` are of the kinds, shapes and types that `_read` makes."""
-    specs, head = expected_tensors(config), f"{_head_of(config)}.weight"
-    if tensors.keys() != specs.keys():
-        raise TensorError(f"expected {len(specs)} tensors, got {len(tensors)} of other names")
-    for name, spec in specs.items():
-        if spec.kind == "ternary":
-            wanted = _ternary_form(reader.tensors[name], spec, formats[name])
-        elif name in formats:
-            wanted = _ternary_head_form(reader.tensors[name], spec, formats[name], tensors[name])
-        elif name == head and head_format != "stored":
-            wanted = _head_form(spec, head_format)
-        else:
-            wanted = ("dense", reader.tensors[name].dtype, spec.shape)
-        if _form(tensors[name]) != wanted:
-            raise TensorError(f"expected {name} as {wanted}, got {_form(tensors[name])}")
-
-
-def _ternary_form(info: sglbitnt.TensorInfo, spec: TensorSpec, format: str) -> tuple[Any, ...]:
-    n, k = spec.shape
-    scales = {"tensor": 1, "row": n, "group": n * -(-k // (info.group_size or 1))}.get(
-        info.scale_kind
-    )
-    return "ternary", n, k, format, info.group_size, packed_shape(n, k, format), scales
+    return _read(reader, config, formats, head_format)
 
 
 def _stored_ternary(reader: sglbitnt.Reader, name: str, spec: TensorSpec) -> bool:
     """Whether an embedding or a head lies in the file as packed ternary weights."""
     return spec.may_be_ternary and reader.tensors[name].packed
-
-
-def _ternary_head_form(
-    info: sglbitnt.TensorInfo,
-    spec: TensorSpec,
-    format: str,
-    found: Tensor | PackedWeight | HeadWeight,
-) -> tuple[Any, ...]:
-    n, k = spec.shape
-    weight = torch.empty(packed_shape(n, k, format), dtype=torch.uint8, device="meta")
-    size = info.group_size or BLOCK
-    scale = torch.empty(n, -(-k // size), dtype=torch.float32, device="meta")
-    shape = blocked_shape(PackedWeight.unchecked(weight, scale, n, k, format, size))
-    dtype = torch.float32  # or what all of them fit in
-    if format != "canonical" and isinstance(found, HeadWeight) and found.scale is not None:
-        dtype = torch.float16 if found.scale.dtype == torch.float16 else dtype
-    return "head", n, k, torch.uint8, tuple(weight.shape), (dtype, shape)
-
-
-def _head_form(spec: TensorSpec, head_format: str) -> tuple[Any, ...]:
-    like = HeadWeight.from_dense(
-        torch.empty(spec.shape, dtype=torch.float32, device="meta"), head_format
-    )
-    return _form(like)
-
-
-def _form(value: Tensor | PackedWeight | HeadWeight) -> tuple[Any, ...]:
-    """All that can be said of a tensor without its values."""
-    if isinstance(value, PackedWeight):
-        shape = (value.out_features, value.in_features, value.format, value.group_size)
-        return "ternary", *shape, tuple(value.weight.shape), value.scale.numel()
-    if isinstance(value, HeadWeight):
-        weight, scale = value.weight, value.scale
-        about = None if scale is None else (scale.dtype, tuple(scale.shape))
-        features = value.out_features, value.in_features
-        return "head", *features, weight.dtype, tuple(weight.shape), about
-    return "dense", value.dtype, tuple(value.shape)
 
 
 def _head_of(config: ModelConfig) -> str:
@@ -285,5 +191,5 @@ def _repack(packed: PackedWeight, format: str, arena: Arena) -> PackedWeight:
     if format == "canonical":
         return made
     weight = arena.take(made.weight.shape)
-    weight.numpy()[...] = made.weight.numpy()  # torch would wake every thread for 3 MB
+    weight.copy_(made.weight)  # on all threads: the first touch of these pages is what costs
     return made.with_weight(weight, format)

@@ -30,8 +30,8 @@ from bitnet_ops.convert.source import Uneven
 from bitnet_ops.convert.ternary import looks_ternary, uneven_of
 from bitnet_ops.formats import gguf, gguf_layouts
 from bitnet_ops.formats.sglbitnt import MODEL_FILE, Reader, SglbitntError, model_file
-from bitnet_ops.loading import hub
 from bitnet_ops.loading.model_contents import model_config, own_tensors
+from bitnet_ops.loading.resolve import local_path
 from bitnet_ops.models import TensorError, check_names, expected_tensors
 from bitnet_ops.nn.packing import multiplying_scale, unpack_hf
 
@@ -96,7 +96,7 @@ def open_source(path: str | os.PathLike[str], i2s_layout: str = "a") -> Contents
     Or a Hugging Face id. Raises SglbitntError, GgufError or ConvertError for what is damaged, and
     HubError.
     """
-    place = hub.local(path)
+    place = local_path(path)
     if gguf.is_gguf(place):
         return GgufContents(place, i2s_layout)
     if place.is_dir() and not (place / MODEL_FILE).exists() and (place / "config.json").exists():

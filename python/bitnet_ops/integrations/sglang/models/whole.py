@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from bitnet_ops.integrations import paged
 from bitnet_ops.integrations.checkpoint import CheckpointError, check_activation_dtype
 from bitnet_ops.integrations.sglang.serving import head_format, model_file
-from bitnet_ops.loading import cache_files
 from bitnet_ops.loading.weights import load_model
 from bitnet_ops.models import Decoder
 from bitnet_ops.models.step_batch import StepBatch
@@ -72,10 +71,8 @@ class BitnetOpsForCausalLM(nn.Module):
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Load the model file that config.json names; SGLang's iterator is not asked."""
         del weights
-        cache = cache_files.directory(None)
-        decoder = load_model(
-            model_file(self.config), self.dtype, "auto", head_format(self.config), cache
-        )
+        file = model_file(self.config)
+        decoder = load_model(file, self.dtype, head_format=head_format(self.config))
         self._head = _Head(decoder)
 
     @torch.no_grad()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import stat
 import subprocess
 import sys
 import types
@@ -21,13 +20,12 @@ import pytest
 import torch
 
 from bitnet_ops.cli import main
-from bitnet_ops.convert import ConvertError, convert, convert_gguf, obtain
+from bitnet_ops.convert import ConvertError, convert, convert_gguf
 from bitnet_ops.convert.inspect import inspect
-from bitnet_ops.convert.obtain import LoadError
 from bitnet_ops.generate.engine import Limits
 from bitnet_ops.language_model import LanguageModel, load
-from bitnet_ops.loading import cache_files, hub
-from bitnet_ops.loading.hub import HubError
+from bitnet_ops.loading import resolve
+from bitnet_ops.loading.resolve import HubError, LoadError, cache_directory
 from cached_models import load_without_warning
 from gguf_models import model_file
 from hf_writer import FAMILIES, make_network, write_checkpoint
@@ -56,13 +54,13 @@ def cache(tmp_path: Path) -> Path:
 def conversions(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """The sources of the conversions that take place."""
     done: list[Path] = []
-    original = obtain._convert
+    original = resolve._convert
 
-    def counted(source: Path, target: Path, why: str) -> None:
+    def counted(source: Path, target: Path) -> None:
         done.append(source)
-        original(source, target, why)
+        original(source, target)
 
-    monkeypatch.setattr(obtain, "_convert", counted)
+    monkeypatch.setattr(resolve, "_convert", counted)
     return done
 
 
@@ -134,9 +132,19 @@ def test_without_conversion_it_is_strict(folder: Path, gguf_file: Path, cache: P
     assert not cache.exists()
 
 
-def test_without_a_cache_there_is_no_place(folder: Path) -> None:
-    with pytest.raises(LoadError, match="got cache=False; convert it yourself: bitnet-ops convert"):
-        load(folder, cache=False)
+def test_where_conversions_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert cache_directory() == tmp_path / "xdg" / "bitnet_ops"
+    assert cache_directory("here") == Path("here")
+    monkeypatch.setenv(resolve.ENVIRONMENT, str(tmp_path / "mine"))
+    assert cache_directory() == tmp_path / "mine" and cache_directory("here") == Path("here")
+    monkeypatch.delenv(resolve.ENVIRONMENT)
+    monkeypatch.setenv("XDG_CACHE_HOME", "not/absolute")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cache_directory() == tmp_path / ".cache" / "bitnet_ops"
+    for choice in (True, False):
+        with pytest.raises(TypeError, match="expected cache to be a directory or None, got"):
+            cache_directory(choice)
 
 
 def test_the_cache_of_the_user_is_the_place_if_none_is_named(
@@ -145,10 +153,9 @@ def test_the_cache_of_the_user_is_the_place_if_none_is_named(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     load_without_warning(folder)
     assert len(made(tmp_path / "xdg" / "bitnet_ops")) == 1
-    assert os.listdir(tmp_path / "xdg" / "bitnet_ops") == ["converted"]  # no cached form
-    monkeypatch.setenv(cache_files.ENVIRONMENT, str(tmp_path / "env"))
+    monkeypatch.setenv(resolve.ENVIRONMENT, str(tmp_path / "env"))
     load_without_warning(folder)
-    assert len(made(tmp_path / "env")) == 1 and len(os.listdir(tmp_path / "env")) == 2
+    assert len(made(tmp_path / "env")) == 1
 
 
 def test_a_rejection_of_the_converter_is_the_users(folder: Path, cache: Path) -> None:
@@ -161,14 +168,14 @@ def test_a_rejection_of_the_converter_is_the_users(folder: Path, cache: Path) ->
 def test_the_command_line(
     folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv(cache_files.ENVIRONMENT, str(cache))
+    monkeypatch.setenv(resolve.ENVIRONMENT, str(cache))
     assert main(["generate", str(folder), "ab", "-n", "3", "--no-convert"]) == 1
     assert "convert it first" in capsys.readouterr().err and not cache.exists()
     texts = []
-    for _ in range(2):
-        assert main(["generate", str(folder), "ab", "-n", "3"]) == 0
+    for options in (["--cache", "auto"], ["--cache", str(cache)]):
+        assert main(["generate", str(folder), "ab", "-n", "3", *options]) == 0
         texts.append(capsys.readouterr().out)
-    assert texts[0] == texts[1] != "" and len(made(cache)) == 2 - 1
+    assert texts[0] == texts[1] != "" and len(made(cache)) == 1
 
 
 # --- what a conversion belongs to -----------------------------------------------------------------
@@ -206,56 +213,17 @@ def test_a_changed_source_is_converted_anew(
         assert lm.stop_ids == {7}
 
 
-def test_a_large_file_changed_between_its_samples(
-    folder: Path, cache: Path, conversions: list[Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The content is only sampled, but the time at which the system saw a change cannot be set."""
-    monkeypatch.setattr(obtain, "_SMALL_BYTES", 0)
-    monkeypatch.setattr(obtain, "_SAMPLES", 1)
-    monkeypatch.setattr(obtain, "_SAMPLE_BYTES", 1)
-    load_without_warning(folder, cache=cache)
-    file = folder / "model.safetensors"
-    status, data = file.stat(), bytearray(file.read_bytes())
-    data[-2] = 0x56 if data[-2] == 0x55 else 0x55  # codes that there are
-    file.write_bytes(data)
-    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
-    load_without_warning(folder, cache=cache)
-    assert len(conversions) == 2
-
-
 def test_a_source_that_changes_meanwhile_is_not_kept(
     folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = iter(["a", "b"])
-    monkeypatch.setattr(obtain, "_name", lambda source: next(names))
+    monkeypatch.setattr(resolve, "_name", lambda source: next(names))
     with pytest.raises(LoadError, match="to stay as it is while it is converted"):
         load(folder, cache=cache)
     assert made(cache) == []
 
 
-# --- trust ----------------------------------------------------------------------------------------
-
-
-def test_conversions_are_this_users_alone(folder: Path, cache: Path) -> None:
-    before = os.umask(0)
-    try:
-        load_without_warning(folder, cache=cache)
-    finally:
-        os.umask(before)
-    (target,) = made(cache)
-    for place in (cache, cache / "converted", target):
-        assert stat.S_IMODE(place.stat().st_mode) == 0o700
-    assert {stat.S_IMODE(file.stat().st_mode) for file in target.iterdir()} == {0o600}
-
-
-def planted_link(target: Path) -> None:
-    target.rename(target.parent.parent / "aside")
-    target.symlink_to(target.parent.parent / "aside")
-
-
-def swapped_for_fifo(target: Path) -> None:
-    (target / "model.bin").unlink()
-    os.mkfifo(target / "model.bin", 0o600)
+# --- what is wrong with the cache ----------------------------------------------------------------
 
 
 def flip_a_weight(target: Path) -> None:
@@ -265,10 +233,6 @@ def flip_a_weight(target: Path) -> None:
 
 
 SPOILT: dict[str, Callable[[Path], Any]] = {
-    "a file that others may write": lambda t: (t / "model.bin").chmod(0o666),
-    "a folder that others may write to": lambda t: t.chmod(0o777),
-    "a link": planted_link,
-    "a pipe": swapped_for_fifo,
     "no tokenizer": lambda t: (t / "tokenizer.json").unlink(),
     "no model": lambda t: (t / "model.bin").unlink(),
     "no report": lambda t: (t / "report.json").unlink(),
@@ -283,25 +247,27 @@ SPOILT: dict[str, Callable[[Path], Any]] = {
 @pytest.mark.parametrize("name", SPOILT)
 def test_a_spoilt_conversion_is_made_again(name: str, folder: Path, cache: Path) -> None:
     expected = tokens(load_without_warning(folder, cache=cache))
-    prepared = [p for p in cache.iterdir() if p.suffix == ".prepared"]
-    for file in prepared:
-        file.unlink()  # so that the model's own file is read
     (target,) = made(cache)
     SPOILT[name](target)
     with pytest.warns(UserWarning, match="expected a converted model .*; it is made again") as w:
         assert tokens(load(folder, cache=cache)) == expected
-    assert len(w) == 1 and made(cache) == [target] and not target.is_symlink()
+    assert len(w) == 1 and made(cache) == [target]
     assert tokens(load_without_warning(folder, cache=cache)) == expected
 
 
-def test_a_cache_that_others_may_write_to_is_rejected(folder: Path, cache: Path) -> None:
-    cache.mkdir()
-    cache.chmod(0o777)
-    with pytest.raises(LoadError, match="others may use .*; name a directory of your own"):
+def test_a_cache_that_is_no_directory_is_rejected(folder: Path, cache: Path) -> None:
+    cache.write_text("in the way")
+    with pytest.raises(LoadError, match="room for a conversion .*; name another directory"):
         load(folder, cache=cache)
-    (cache.parent / "file").write_text("in the way")
-    with pytest.raises(LoadError, match="expected room for a conversion"):
-        load(folder, cache=cache.parent / "file")
+
+
+def test_what_a_killed_process_left_is_removed(folder: Path, cache: Path) -> None:
+    load(folder, cache=cache)
+    (target,) = made(cache)
+    (target.parent / f".{target.name}.making-x").mkdir()
+    shutil.rmtree(target)
+    load(folder, cache=cache)
+    assert made(cache) == [target]
 
 
 LOAD = """
@@ -326,7 +292,7 @@ def test_at_the_same_time(folder: Path, cache: Path) -> None:
 
 
 class FakeHub(types.ModuleType):
-    """What hub.py uses of huggingface_hub, over a folder; `log` has what was asked for."""
+    """What resolve.py uses of huggingface_hub, over a folder; `log` has what was asked for."""
 
     def __init__(self, files: Path | None, *, offline: bool = False, here: bool = False) -> None:
         super().__init__("huggingface_hub")
@@ -454,9 +420,9 @@ def test_paths_win_over_ids(
     + ["~/name", "org/", "/", "", ".", "org/na me", "-x/name", "org/na\0me", "org/name\n"],
 )
 def test_what_is_no_id(text: str) -> None:
-    assert not hub.is_id(text)
+    assert not resolve.is_id(text)
 
 
 @pytest.mark.parametrize("text", ["org/name", "microsoft/bitnet-b1.58-2B-4T", "a_b/c.d", "o1/n-x"])
 def test_what_is_an_id(text: str) -> None:
-    assert hub.is_id(text) and hub.is_id(Path(text))
+    assert resolve.is_id(text) and resolve.is_id(Path(text))
