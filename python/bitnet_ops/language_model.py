@@ -271,10 +271,7 @@ class LanguageModel:
         return self._complete([self.encode(p) for p in _several("generate_batch", prompts)], wanted)
 
     def embed(
-        self,
-        texts: str | Sequence[str] | Sequence[Sequence[int]],
-        *,
-        dimensions: int | None = None,
+        self, texts: str | Sequence[str] | Sequence[Sequence[int]], *, dimensions: int | None = None
     ) -> torch.Tensor:
         """Vectors of length 1 for texts (or token ids), f32 [number of texts, hidden_size].
 
@@ -286,10 +283,7 @@ class LanguageModel:
         return embed(self.model, [self.encode(text) for text in given], dimensions)
 
     def score(
-        self,
-        texts: str | Sequence[str] | Sequence[Sequence[int]],
-        *,
-        adapter: str | None = None,
+        self, texts: str | Sequence[str] | Sequence[Sequence[int]], *, adapter: str | None = None
     ) -> list[Score]:
         """How probable texts (or token ids) are: for each, its tokens from the second one on.
 

@@ -218,10 +218,7 @@ USAGE_ERRORS: dict[str, tuple[list[str], str]] = {
     "words for numbers": (["generate", "x", "-n", "many"], "an integer at least 0, got 'many'"),
     "no threads": (["generate", "x", "--threads", "0"], "an integer from 1 to 1024, got '0'"),
     "too many threads": (["generate", "x", "--threads", "99999999999"], "from 1 to 1024"),
-    "an unknown cache": (
-        ["generate", "x", "--kv-dtype", "int4"],
-        f"{KV_TYPES_TEXT}, got 'int4'",
-    ),
+    "an unknown cache": (["generate", "x", "--kv-dtype", "int4"], f"{KV_TYPES_TEXT}, got 'int4'"),
 }
 
 

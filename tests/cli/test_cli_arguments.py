@@ -11,7 +11,7 @@ import pytest
 from bitnet_ops.bench import shapes
 from bitnet_ops.cli import COMMANDS, build_parser, main
 from bitnet_ops.cli.arguments import Parser, did_you_mean
-from bitnet_ops.cli.errors import one_line
+from bitnet_ops.cli.terminal import one_line
 from bitnet_ops.convert import quantize
 from bitnet_ops.convert.gguf import export as gguf_export
 from bitnet_ops.convert.quantize import FORMS

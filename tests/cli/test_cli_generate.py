@@ -11,7 +11,7 @@ import pytest
 
 from bitnet_ops.cli import main
 from bitnet_ops.cli.generate import looks_like_a_model
-from bitnet_ops.cli.texts import TextError, checked
+from bitnet_ops.cli.terminal import TextError, checked
 from bitnet_ops.language_model import DEMO_DIR
 from cli_process import cli
 

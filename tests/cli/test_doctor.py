@@ -16,7 +16,6 @@ import torch
 import bitnet_ops
 from bitnet_ops import _runtime, cli, machine
 from bitnet_ops.cli import doctor
-from bitnet_ops.language_model import load
 
 GIB = 1 << 30
 
@@ -40,7 +39,7 @@ def facts() -> dict[str, Any]:
 
 
 def test_json_has_every_field(facts: dict[str, Any]) -> None:
-    assert (facts["schema"], facts["schema_version"]) == ("bitnet_ops.cli.doctor", 1)
+    assert (facts["schema"], facts["schema_version"]) == ("bitnet_ops.cli.doctor", 2)
     fields = {
         "package": {"version", "location", "python", "build"},
         "cpu": {"model", "architecture", "virtual", "cache_bytes", "features"},
@@ -48,8 +47,7 @@ def test_json_has_every_field(facts: dict[str, Any]) -> None:
         "amx": {"on_cpu", "permission"},
         "threads": {"torch", "logical_cpus", "affinity", "cgroup_quota", "available"}
         | {"environment", "physical_cores", "numa_nodes"},
-        "weights": {"format", "tile_lanes", "tuned_to", "prefetch_bytes", "head_into_l2"}
-        | {"tuning_error"},
+        "tuning": {"tile_lanes", "cpu", "prefetch_bytes", "head_into_l2", "error"},
         "torch": {"version", "location", "abi_floor"},
         "memory": {"total", "available", "limit"},
         "pages": {"page_bytes", "transparent_huge_pages", "placement", "placement_error"},
@@ -196,7 +194,7 @@ def healthy() -> dict[str, Any]:
             "environment": {"OMP_NUM_THREADS": "4"},
         },
         "openmp_runtimes": ["/torch/libgomp.so.1"],
-        "weights": {"tuning_error": None},
+        "tuning": {"error": None},
         "memory": {"total": 8 * GIB, "available": 8 * GIB, "limit": None},
         "pages": {
             **{"page_bytes": 4096, "transparent_huge_pages": "madvise"},
@@ -225,7 +223,7 @@ def test_healthy_machine_has_no_problems(healthy: dict[str, Any]) -> None:
         ("memory.limit", GIB // 2, "0.5 GiB of memory"),
         ("pages.transparent_huge_pages", "never", "transparent huge pages are off"),
         ("pages.placement_error", "BITNET_OPS_MEMORY: expected ...", "BITNET_OPS_MEMORY: expected"),
-        ("weights.tuning_error", "BITNET_OPS_PREFETCH: expected ...", "BITNET_OPS_PREFETCH: exp"),
+        ("tuning.error", "BITNET_OPS_PREFETCH: expected ...", "BITNET_OPS_PREFETCH: exp"),
         ("amx.permission", "rejected", "the operating system rejects its tile state"),
         ("isa.selected", "scalar", "scalar is in use although avx2 is available"),
         ("isa.error", "BITNET_OPS_ISA: expected ...", "BITNET_OPS_ISA: expected"),
@@ -302,12 +300,3 @@ def test_check_amx_asks_this_cpu(capsys: pytest.CaptureFixture[str]) -> None:
 def test_binding_switched_off_is_no_problem(healthy: dict[str, Any]) -> None:
     healthy["threads"]["environment"] = {"OMP_PROC_BIND": "FALSE"}
     assert doctor.find_problems(healthy) == []
-
-
-def test_the_layout_of_weights_is_shown() -> None:
-    facts = doctor.collect()
-    weights = facts["weights"]
-    assert weights["format"] == load().model.weight_format
-    assert weights["tile_lanes"] in (4, 8, 16) and weights["prefetch_bytes"] >= 0
-    text = "\n".join(doctor.render(facts))
-    assert f"weights   2bit, {weights['tile_lanes']} lanes; tuned to" in text

@@ -98,12 +98,12 @@ def cases(model, count):
 
 
 def folder(model, destination, head):
-    from bitnet_ops.convert.obtain import obtain
+    from bitnet_ops.loading.resolve import resolve
     from bitnet_ops.integrations.sglang.serving import write_folder
 
     shutil.rmtree(destination, ignore_errors=True)
     Path(destination).mkdir()
-    write_folder(obtain(model).file, Path(destination), head)
+    write_folder(resolve(model).file, Path(destination), head)
 
 
 if __name__ == "__main__":

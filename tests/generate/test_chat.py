@@ -186,15 +186,15 @@ def test_a_fork_has_a_child_of_its_own() -> None:
 
 
 def test_a_child_that_dies_is_replaced() -> None:
-    process = BoundedProcess("templates", 64 << 20)
-    assert process.call("render", 2.0, template="a", variables={}) == "a"
+    process = BoundedProcess(64 << 20)
+    assert process.call(2.0, template="a", variables={}) == "a"
     assert process._child is not None
     process._child.kill()
     with pytest.raises(LimitError, match="no answer"):
-        process.call("render", 2.0, template="a", variables={})
-    assert process.call("render", 2.0, template="b", variables={}) == "b"
+        process.call(2.0, template="a", variables={})
+    assert process.call(2.0, template="b", variables={}) == "b"
     with pytest.raises(ChildError, match="no"):
-        process.call("render", 2.0, template="{{ raise_exception('no') }}", variables={})
+        process.call(2.0, template="{{ raise_exception('no') }}", variables={})
     process.close()
     assert process._child is None
 
@@ -202,7 +202,7 @@ def test_a_child_that_dies_is_replaced() -> None:
 def test_no_process_to_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/no/such/python")
     with pytest.raises(LimitError, match="no process to run it in"):
-        BoundedProcess("templates", 64 << 20).call("render", 2.0, template="a", variables={})
+        BoundedProcess(64 << 20).call(2.0, template="a", variables={})
 
 
 def test_the_child_ends_with_its_parent_and_is_silent() -> None:

@@ -26,7 +26,6 @@ from bitnet_ops.nn.kv_cache import KVCache
 from bitnet_ops.nn.linear import BitLinear
 from bitnet_ops.nn.lora import LoraBitLinear, LoraError, LoraWeight, read_adapter
 from bitnet_ops.nn.packing import pack_ternary
-from bitnet_ops.untrusted import patterns
 from hf_writer import FAMILIES
 from isa_control import torch_threads
 
@@ -262,7 +261,7 @@ REJECTED_OPTIONS = {
     "pattern-nan": ({"rank_pattern": {"q_proj": float("nan")}}, "above zero in rank_pattern, got"),
     "pattern-huge": ({"alpha_pattern": {"q_proj": 10**400}}, "above zero in alpha_pattern, got"),
     "pattern-none": ({"rank_pattern": {"(q_proj": 4}}, "expected valid regular expressions, got"),
-    "pattern-endless": ({"rank_pattern": {r"(\w+\.?)+!": 4}}, "that end, got no end within 0.2 s"),
+    "pattern-endless": ({"rank_pattern": {r"(\w+\.?)+!": 4}}, "that end soon, got .* group"),
     "other-rank": ({"r": 8}, "expected rank 8 in model.layers.0.self_attn.q_proj, got lora_A .4"),
     "absent-target": ({"target_modules": ["q_proj", "down_proj", "k_proj"]}, "module 'k_proj'"),
     "extra-target": ({"target_modules": ["q_proj"]}, "another config's weights"),
@@ -287,8 +286,7 @@ REJECTED_TENSORS = {
 
 
 @pytest.mark.parametrize("name", REJECTED_OPTIONS)
-def test_options_are_rejected_by_name(name, tmp_path, monkeypatch):
-    monkeypatch.setattr(patterns, "_CPU_S", 0.2)
+def test_options_are_rejected_by_name(name, tmp_path):
     changes, message = REJECTED_OPTIONS[name]
     with pytest.raises(LoraError, match=message) as caught:
         read_adapter(adapter(tmp_path / "adapter", **changes))

@@ -14,9 +14,8 @@ import sys
 from collections.abc import Sequence
 
 from bitnet_ops import _interrupt
-from bitnet_ops.cli import streams
+from bitnet_ops.cli import terminal
 from bitnet_ops.cli.arguments import Parser, UsageError, did_you_mean
-from bitnet_ops.cli.errors import one_line
 
 # name -> (module, help line); the order is that of --help.
 COMMANDS = {
@@ -118,7 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns the exit status: 0, 1 (failed), 2 (wrong usage), 130 (Ctrl-C), 141 (closed pipe). Raises
     SystemExit for --help and for no command at all.
     """
-    streams.prepare(own_process=argv is None)
+    terminal.prepare(own_process=argv is None)
     try:
         args = _parse(sys.argv[1:] if argv is None else argv)
         if args.version:
@@ -141,5 +140,5 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if os.environ.get("BITNET_OPS_DEBUG") == "1":
             raise
-        print(f"bitnet-ops: error: {one_line(error)}", file=sys.stderr)
+        terminal.print_error(error)
         return getattr(error, "status", EXIT_USAGE if isinstance(error, UsageError) else 1)

@@ -148,9 +148,5 @@ def add_threads(
     default: str = "$OMP_NUM_THREADS, else one a physical core within the quota",
 ) -> None:
     parser.add_argument(
-        "-t",
-        "--threads",
-        type=integer(1, 1024),
-        metavar="N",
-        help=f"default: {default}",
+        "-t", "--threads", type=integer(1, 1024), metavar="N", help=f"default: {default}"
     )

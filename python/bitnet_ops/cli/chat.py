@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import enum
 import sys
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING, Any, cast
 
-from bitnet_ops.cli.arguments import UsageError
-from bitnet_ops.cli.chat_input import HELP, Command, Input
-from bitnet_ops.cli.errors import one_line
+from bitnet_ops.cli.arguments import UsageError, did_you_mean
 from bitnet_ops.cli.generate import (
     MODEL_HELP,
+    NEUTRAL,
     add_model_arguments,
     add_sampling_arguments,
     figures,
@@ -25,14 +25,32 @@ from bitnet_ops.cli.generate import (
     sampling_options,
     why_it_ended,
 )
-from bitnet_ops.cli.texts import TextError, checked
+from bitnet_ops.cli.terminal import TextError, checked, print_error
 
 if TYPE_CHECKING:
-    from bitnet_ops.language_model import Conversation, LanguageModel, TextStream
+    from bitnet_ops.language_model import LanguageModel, TextStream
 
 # The embedded demo is small: greedy, it soon repeats itself. The seed is fixed, so that a
 # conversation can be had again.
 _DEMO_SAMPLING = {"temperature": 0.7, "top_k": 40, "seed": 0}
+HELP = '''\
+/help    show this
+/reset   forget the conversation
+/exit    end it; so do Ctrl-D, and Ctrl-C twice
+//...    send a message that begins with a slash
+A line that ends in \\ goes on in the next; """ begins and ends a message of several lines.
+Ctrl-C stops an answer; at the prompt it clears the line.'''
+
+
+class Command(enum.Enum):
+    HELP = "/help"
+    RESET = "/reset"
+    EXIT = "/exit"
+
+
+_ALIASES = {"/?": Command.HELP, "/quit": Command.EXIT, "/bye": Command.EXIT}
+_WORDS = {**{command.value: command for command in Command}, **_ALIASES}
+_QUOTES = '"""'
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,9 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_model_arguments(parser)
     add_sampling_arguments(
-        parser,
-        max_new_tokens=256,
-        default="greedy; for the demo temperature 0.7, top-k 40, seed 0",
+        parser, max_new_tokens=256, default="greedy; for the demo temperature 0.7, top-k 40, seed 0"
     )
 
 
@@ -76,10 +92,12 @@ def check(args: argparse.Namespace) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    model = args.model
-    options = _options(args, demo=model is None)
-    lm = open_model(model, args)
-    if model is None:
+    """0 at the end of the conversation; in a script 1 if a turn failed, 130 after Ctrl-C."""
+    options, demo = sampling_options(args), args.model is None
+    if demo and all(getattr(args, name) is None for name in (*NEUTRAL, "seed")):
+        options.update(_DEMO_SAMPLING)
+    lm = open_model(args.model, args)
+    if demo:
         print(
             "the embedded demo model continues Biblical English; it is no assistant",
             file=sys.stderr,
@@ -87,36 +105,12 @@ def run(args: argparse.Namespace) -> int:
     if not args.plain:
         lm.tokenizer.render_chat([{"role": "user", "content": ""}])  # a model without one ends here
     turns = _Plain(lm, options) if args.plain else _Chat(lm, options, args.system)
-    return _converse(turns, args.stats)
-
-
-def _options(args: argparse.Namespace, *, demo: bool) -> dict[str, Any]:
-    """What was asked for; of the demo, where nothing about sampling was, samples."""
-    options = sampling_options(args)
-    names = (
-        "temperature",
-        "top_k",
-        "top_p",
-        "min_p",
-        "repetition_penalty",
-        "frequency_penalty",
-        "presence_penalty",
-        "seed",
-    )
-    if demo and all(getattr(args, name) is None for name in names):
-        return {**options, **_DEMO_SAMPLING}
-    return options
-
-
-def _converse(turns: _Chat | _Plain, stats: bool) -> int:
-    """0 at the end of the conversation; in a script 1 if a turn failed, 130 after Ctrl-C."""
-    failed = False
-    source = Input()
+    source, failed = Input(), False
     print("/help lists the commands; Ctrl-D ends the conversation", file=sys.stderr)
     try:
         for entry in source:
             try:
-                failed |= not _take(turns, entry, stats)
+                failed |= not _take(turns, entry, args.stats)
             except KeyboardInterrupt:  # between the last piece and the prompt, at a terminal
                 if not source.interactive:
                     raise
@@ -125,42 +119,125 @@ def _converse(turns: _Chat | _Plain, stats: bool) -> int:
     return int(failed and not source.interactive)
 
 
-def _take(turns: _Chat | _Plain, entry: str | Command | TextError, stats: bool) -> bool:
-    """Do what an entry says; whether that went well."""
-    if entry is Command.RESET:
-        turns.reset()
-    elif entry is Command.HELP:
-        print(HELP, file=sys.stderr)
-    elif isinstance(entry, TextError):
-        _complain(entry)
-        return False
-    else:
-        return _answer(turns, cast(str, entry), stats)
-    return True
+# What is typed ------------------------------------------------------------------------------------
 
 
-def _complain(error: Exception) -> None:
-    print(f"bitnet-ops: error: {one_line(error)}", file=sys.stderr)
+class Input:
+    """Iterates over messages (str), commands, and TextErrors for what is neither, up to the end.
+
+    Attribute `interactive`: whether somebody types. If so, Ctrl-C clears the line and twice ends;
+    if not, it is a KeyboardInterrupt.
+    """
+
+    def __init__(self) -> None:
+        self.interactive = sys.stdin.isatty()
+        with contextlib.suppress(AttributeError):  # a stream of text has no bytes to be wrong
+            sys.stdin.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]
+        if self.interactive:
+            with contextlib.suppress(ImportError):
+                import readline  # noqa: F401  (line editing and history for input())
+
+    def __iter__(self) -> Iterator[str | Command | TextError]:
+        interrupts = 0
+        while True:
+            try:
+                entry = self._entry()
+            except EOFError:
+                self._end_line()
+                return
+            except KeyboardInterrupt:
+                self._end_line()
+                if not self.interactive:
+                    raise
+                interrupts += 1
+                if interrupts == 2:
+                    return
+                print("(Ctrl-C again, or Ctrl-D, ends the conversation)", file=sys.stderr)
+                continue
+            interrupts = 0
+            if entry is Command.EXIT:
+                return
+            if entry != "":
+                yield entry
+
+    def _end_line(self) -> None:
+        if self.interactive:
+            print(file=sys.stderr)
+
+    def _line(self, prompt: str) -> str:
+        return input(prompt if self.interactive else "")
+
+    def _entry(self) -> str | Command | TextError:
+        try:
+            text = self._text()
+            if text.startswith("/") and not text.startswith("//"):
+                return _command(text)
+            return checked(text.removeprefix("/"), "chat")
+        except TextError as error:
+            return error
+
+    def _text(self) -> str:
+        """A line, or the lines that go together, without the space around them."""
+        lines = [self._line("> ")]
+        quoted = lines[0].lstrip().startswith(_QUOTES)
+        if quoted:
+            lines[0] = lines[0].lstrip().removeprefix(_QUOTES)
+        with contextlib.suppress(EOFError):  # the end of input ends a message, too
+            while not lines[-1].rstrip().endswith(_QUOTES) if quoted else lines[-1].endswith("\\"):
+                if not quoted:
+                    lines[-1] = lines[-1][:-1]
+                lines.append(self._line(". "))
+        if quoted:
+            lines[-1] = lines[-1].rstrip().removesuffix(_QUOTES)
+        return "\n".join(lines).strip()
 
 
-class _Chat:
+def _command(text: str) -> Command:
+    word = text.split()[0]
+    if text in _WORDS:
+        return _WORDS[text]
+    guess = did_you_mean(word, _WORDS) or "; /help lists them"
+    raise TextError(
+        f"chat: expected a command, got {word}{guess} (//... sends a message that begins with /)"
+    )
+
+
+# What is answered ---------------------------------------------------------------------------------
+
+
+class _Plain:
+    """Each message is a text of its own, to be continued."""
+
+    def __init__(self, lm: LanguageModel, options: dict[str, Any]) -> None:
+        self.lm, self.options = lm, options
+        self.stream: TextStream | None = None  # the newest answer
+
+    def reset(self) -> None:
+        """Nothing is remembered between messages."""
+
+    def say(self, text: str) -> Iterator[str]:
+        self.stream = self.lm.stream(text, **self.options)
+        return iter(self.stream)
+
+
+class _Chat(_Plain):
     """Turns of one conversation."""
 
     def __init__(self, lm: LanguageModel, options: dict[str, Any], system: str | None) -> None:
-        self._lm, self._options = lm, options
-        self._start: Callable[[], Conversation] = lambda: lm.chat(**options)
+        super().__init__(lm, options)
         self._system = system
         self.reset()
 
     def reset(self) -> None:
-        self.conversation = self._start()
+        self.conversation = self.lm.chat(**self.options)
         if self._system is not None:
             self.conversation.messages.append({"role": "system", "content": self._system})
 
     def say(self, text: str) -> Iterator[str]:
         pieces = self.conversation.say(text)
+        self.stream = self.conversation.last
         if self.conversation.dropped:
-            context = self._lm.config.max_position_embeddings
+            context = self.lm.config.max_position_embeddings
             print(
                 f"note: the context of {context} tokens is full; the oldest "
                 f"{self.conversation.dropped} messages are forgotten",
@@ -168,49 +245,22 @@ class _Chat:
             )
         return pieces
 
-    def stream(self) -> TextStream | None:
-        return self.conversation.last
 
-    def tell(self, stream: TextStream) -> None:
-        print_logprobs(self._lm, stream)
-
-    def remark(self, stream: TextStream, stats: bool) -> str:
-        return _remark(self._lm, stream, self._options, stats)
-
-
-class _Plain:
-    """Each message is a text of its own, to be continued."""
-
-    def __init__(self, lm: LanguageModel, options: dict[str, Any]) -> None:
-        self._lm, self._options = lm, options
-        self._stream: TextStream | None = None
-
-    def reset(self) -> None:
-        """Nothing is remembered between messages."""
-
-    def say(self, text: str) -> Iterator[str]:
-        self._stream = self._lm.stream(text, **self._options)
-        return iter(self._stream)
-
-    def stream(self) -> TextStream | None:
-        return self._stream
-
-    def tell(self, stream: TextStream) -> None:
-        print_logprobs(self._lm, stream)
-
-    def remark(self, stream: TextStream, stats: bool) -> str:
-        return _remark(self._lm, stream, self._options, stats)
+def _take(turns: _Plain, entry: str | Command | TextError, stats: bool) -> bool:
+    """Do what an entry says; whether that went well."""
+    if entry is Command.RESET:
+        turns.reset()
+    elif entry is Command.HELP:
+        print(HELP, file=sys.stderr)
+    elif isinstance(entry, TextError):
+        print_error(entry)
+        return False
+    else:
+        return _answer(turns, cast(str, entry), stats)
+    return True
 
 
-def _remark(lm: LanguageModel, stream: TextStream, options: dict[str, Any], stats: bool) -> str:
-    """What there is to say about an answer: its figures, or that it was cut off; else nothing."""
-    ended = why_it_ended(lm, stream, options)
-    if stats:
-        return f"{figures(stream)} | {ended}"
-    return ended if stream.generation.finish_reason in ("length", "context") else ""
-
-
-def _answer(turns: _Chat | _Plain, text: str, stats: bool) -> bool:
+def _answer(turns: _Plain, text: str, stats: bool) -> bool:
     """Print one answer; an error ends the turn, not the conversation. Whether there was none.
 
     Ctrl-C stops the answer, which is kept as far as it came.
@@ -224,13 +274,14 @@ def _answer(turns: _Chat | _Plain, text: str, stats: bool) -> bool:
         if not sys.stdin.isatty():
             raise
     except ValueError as error:
-        _complain(error)
+        print_error(error)
         return False
     print(flush=True)
-    stream = turns.stream()
-    if stream is not None:
-        turns.tell(stream)
-    remark = turns.remark(stream, stats) if stream is not None else ""
-    if remark:
-        print(f"({remark})" if not stats else remark, file=sys.stderr)
+    if (stream := turns.stream) is not None:
+        print_logprobs(turns.lm, stream)
+        ended = why_it_ended(turns.lm, stream, turns.options)
+        if stats:
+            print(f"{figures(stream)} | {ended}", file=sys.stderr)
+        elif stream.generation.finish_reason in ("length", "context"):
+            print(f"({ended})", file=sys.stderr)
     return True

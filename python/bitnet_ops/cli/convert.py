@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from bitnet_ops.cli.arguments import UsageError, add_force, add_json
-from bitnet_ops.cli.console import show
+from bitnet_ops.cli.terminal import show
 from bitnet_ops.convert.errors import reject
 
 if TYPE_CHECKING:

@@ -13,13 +13,15 @@ import os
 import platform
 import sys
 import textwrap
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from bitnet_ops import _runtime, machine
+from bitnet_ops.cli.arguments import add_json
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 _GIB = 1 << 30
 # the 2B-4T model needs 0.5 GiB of ternary weights and 0.65 GiB of bfloat16 embeddings
 _COMFORTABLE_BYTES = int(1.5 * _GIB)
@@ -38,9 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Show the CPU, the chosen kernels and the reason, threads, OpenMP runtimes, torch and "
         "memory. Exit status 1 when something is broken, 0 with or without warnings."
     )
-    parser.add_argument(
-        "--json", action="store_true", help="one JSON object on stdout instead of text"
-    )
+    add_json(parser)
     parser.add_argument(
         "--check-amx",
         action="store_true",
@@ -93,52 +93,72 @@ def collect() -> Facts:
 
     from bitnet_ops.integrations import sglang, vllm
 
-    facts: Facts = {"schema": "bitnet_ops.cli.doctor", "schema_version": SCHEMA_VERSION}
-    facts["package"] = {
-        "version": metadata.version("bitnet-ops"),
-        "location": str(Path(machine.__file__).parent),
-        "python": platform.python_version(),
-        "build": _runtime.build_info(),
+    build, isa, features = _runtime.build_info(), _isa(), _runtime.cpu_features()
+    tuning, tuning_error = _or_error(_runtime.tuning)
+    placement, placement_error = _or_error(_runtime.memory_placement)
+    facts: Facts = {
+        "schema": "bitnet_ops.cli.doctor",
+        "schema_version": SCHEMA_VERSION,
+        "package": {
+            "version": metadata.version("bitnet-ops"),
+            "location": str(Path(machine.__file__).parent),
+            "python": platform.python_version(),
+            "build": build,
+        },
+        "torch": {
+            "version": torch.__version__,
+            "location": str(Path(torch.__file__).parent),
+            "abi_floor": build["torch_abi_floor"],
+        },
+        "cpu": {
+            "model": machine.cpu_model(),
+            "architecture": platform.machine(),
+            "virtual": "hypervisor" in machine.cpu_flags(),
+            "cache_bytes": machine.cache_bytes(),
+            "features": features,
+        },
+        "isa": isa,
+        "amx": _amx(features, isa["BITNET_OPS_ISA"]),
+        "tuning": {"tile_lanes": _runtime.tile_lanes(), **(tuning or {}), "error": tuning_error},
+        "threads": {
+            "torch": torch.get_num_threads(),
+            "logical_cpus": os.cpu_count(),
+            "affinity": machine.affinity(),
+            "cgroup_quota": machine.cpu_quota(),
+            "available": machine.cpus_available(),
+            "physical_cores": machine.physical_cores(),
+            "numa_nodes": machine.numa_nodes(),
+            "environment": machine.thread_environment(),
+        },
+        "openmp_runtimes": machine.openmp_runtimes(),
+        "memory": machine.memory_bytes(),
+        "pages": {
+            "page_bytes": machine.page_bytes(),
+            "transparent_huge_pages": machine.transparent_huge_pages(),
+            "placement": placement,
+            "placement_error": placement_error,
+        },
+        "load_average": machine.load_average(),
+        "sglang": sglang.status(),
+        "vllm": vllm.status(),
     }
-    facts["cpu"] = _cpu()
-    facts["isa"] = _isa()
-    facts["amx"] = _amx(facts["cpu"]["features"], facts["isa"]["BITNET_OPS_ISA"])
-    facts["weights"] = _weights()
-    facts["threads"] = _threads()
-    facts["openmp_runtimes"] = machine.openmp_runtimes()
-    facts["torch"] = {
-        "version": torch.__version__,
-        "location": str(Path(torch.__file__).parent),
-        "abi_floor": _runtime.build_info()["torch_abi_floor"],
-    }
-    facts["memory"] = machine.memory_bytes()
-    facts["pages"] = _pages()
-    facts["load_average"] = machine.load_average()
-    facts["sglang"] = sglang.status()
-    facts["vllm"] = vllm.status()
     facts["problems"] = find_problems(facts)
     return facts
 
 
-def _cpu() -> Facts:
-    return {
-        "model": machine.cpu_model(),
-        "architecture": platform.machine(),
-        "virtual": "hypervisor" in machine.cpu_flags(),
-        "cache_bytes": machine.cache_bytes(),
-        "features": _runtime.cpu_features(),
-    }
+def _or_error(ask: Callable[[], Any]) -> tuple[Any, str | None]:
+    """What `ask` returns, or why it cannot: an environment variable that says nothing known."""
+    try:
+        return ask(), None
+    except RuntimeError as failure:
+        return None, str(failure)
 
 
 def _isa() -> Facts:
     """The ISA in use, or why there is none, and one row an ISA of this build, best first."""
     forced = os.environ.get("BITNET_OPS_ISA") or None
-    error = None
-    try:
-        selected: str | None = _runtime.isa()
-    except RuntimeError as failure:
-        # The table cannot be read before a choice is made; the automatic one stands in for it.
-        selected, error = None, str(failure)
+    selected, error = _or_error(_runtime.isa)
+    if error:  # the table cannot be read before a choice is made: let it be the automatic one
         _runtime.force_isa("")
     rows = [dict(row) for row in _runtime.kernel_table()]
     for row in rows:
@@ -168,70 +188,27 @@ def _amx(features: dict[str, bool], forced: str | None) -> Facts:
     return {"on_cpu": on_cpu, "permission": ("granted" if has else without) if on_cpu else None}
 
 
-def _weights() -> Facts:
-    """The layout of weight_format="auto", and what reading it is tuned to, or why it is not."""
-    tuning: Facts = {"cpu": None, "prefetch_bytes": None, "head_into_l2": None}
-    error = None
-    try:
-        tuning = dict(_runtime.tuning())
-    except RuntimeError as failure:  # BITNET_OPS_PREFETCH
-        error = str(failure)
-    return {
-        "format": "2bit",
-        "tile_lanes": _runtime.tile_lanes(),
-        "tuned_to": tuning["cpu"],
-        "prefetch_bytes": tuning["prefetch_bytes"],
-        "head_into_l2": tuning["head_into_l2"],
-        "tuning_error": error,
-    }
+# Problems -----------------------------------------------------------------------------------------
 
-
-def _threads() -> Facts:
-    import torch
-
-    return {
-        "torch": torch.get_num_threads(),
-        "logical_cpus": os.cpu_count(),
-        "affinity": machine.affinity(),
-        "cgroup_quota": machine.cpu_quota(),
-        "available": machine.cpus_available(),
-        "physical_cores": machine.physical_cores(),
-        "numa_nodes": machine.numa_nodes(),
-        "environment": machine.thread_environment(),
-    }
-
-
-def _pages() -> Facts:
-    """Sizes of pages, and where they lie: BITNET_OPS_MEMORY, or why it cannot be followed."""
-    placement, error = None, None
-    try:
-        placement = _runtime.memory_placement()
-    except RuntimeError as failure:
-        error = str(failure)
-    return {
-        "page_bytes": machine.page_bytes(),
-        "transparent_huge_pages": machine.transparent_huge_pages(),
-        "placement": placement,
-        "placement_error": error,
-    }
+Problem = tuple[str, str, str]  # severity ("error" or "warning"), problem, remedy
 
 
 def find_problems(facts: Facts) -> list[dict[str, str]]:
-    """What is wrong in `facts`: {"severity": "error" | "warning", "problem", "remedy"} each."""
+    """What is wrong in `facts`: {"severity", "problem", "remedy"} each."""
     found = [
         *_isa_problems(facts["isa"], facts["amx"]),
         *_thread_problems(facts["threads"]),
         *_openmp_problems(facts["openmp_runtimes"]),
-        *_memory_problems(facts["memory"], facts["pages"]),
-        *_tuning_problems(facts["weights"]),
-        *_placement_problems(facts["threads"], facts["pages"]),
+        *_memory_problems(facts["memory"], facts["pages"], facts["threads"]["numa_nodes"]),
         *_plugin_problems("sglang", facts["sglang"], "SGLANG_PLUGINS"),
         *_plugin_problems("vllm", facts["vllm"], "VLLM_PLUGINS"),
     ]
+    if error := facts["tuning"]["error"]:
+        found += [("error", error, "unset BITNET_OPS_PREFETCH, or name such a number")]
     return [dict(zip(("severity", "problem", "remedy"), row, strict=True)) for row in found]
 
 
-def _isa_problems(isa: Facts, amx: Facts) -> list[tuple[str, str, str]]:
+def _isa_problems(isa: Facts, amx: Facts) -> list[Problem]:
     found = []
     best = next(row["isa"] for row in isa["table"] if row["available"])
     if isa["error"]:
@@ -248,7 +225,7 @@ def _isa_problems(isa: Facts, amx: Facts) -> list[tuple[str, str, str]]:
     return found
 
 
-def _thread_problems(threads: Facts) -> list[tuple[str, str, str]]:
+def _thread_problems(threads: Facts) -> list[Problem]:
     used, available, environment = threads["torch"], threads["available"], threads["environment"]
     if environment.get("OMP_PROC_BIND", "false").lower() != "false" or (
         "GOMP_CPU_AFFINITY" in environment
@@ -267,24 +244,7 @@ def _thread_problems(threads: Facts) -> list[tuple[str, str, str]]:
     return []
 
 
-def _tuning_problems(weights: Facts) -> list[tuple[str, str, str]]:
-    error = weights["tuning_error"]
-    return [("error", error, "unset BITNET_OPS_PREFETCH, or name such a number")] if error else []
-
-
-def _placement_problems(threads: Facts, pages: Facts) -> list[tuple[str, str, str]]:
-    if pages["placement_error"]:
-        return [("error", pages["placement_error"], "unset BITNET_OPS_MEMORY, or name one of them")]
-    if threads["numa_nodes"] > 1 and pages["placement"] != "interleave":
-        problem = (
-            f"{threads['numa_nodes']} memory nodes: each weight lies on the one that loaded it"
-        )
-        remedy = "set BITNET_OPS_MEMORY=interleave, or run a process a node (numactl -N 0 -m 0)"
-        return [("warning", problem, remedy)]
-    return []
-
-
-def _openmp_problems(runtimes: list[str]) -> list[tuple[str, str, str]]:
+def _openmp_problems(runtimes: list[str]) -> list[Problem]:
     if len(runtimes) > 1:
         names = ", ".join(path.rpartition("/")[2] for path in runtimes)  # the paths stand above
         problem = f"{len(runtimes)} OpenMP runtimes in one process: {names}"
@@ -296,7 +256,7 @@ def _openmp_problems(runtimes: list[str]) -> list[tuple[str, str, str]]:
     return []
 
 
-def _memory_problems(memory: Facts, pages: Facts) -> list[tuple[str, str, str]]:
+def _memory_problems(memory: Facts, pages: Facts, nodes: int) -> list[Problem]:
     found = []
     room = [value for value in (memory["available"], memory["limit"]) if value is not None]
     if room and min(room) < _COMFORTABLE_BYTES:
@@ -306,10 +266,17 @@ def _memory_problems(memory: Facts, pages: Facts) -> list[tuple[str, str, str]]:
         problem = "transparent huge pages are off: reading weights is up to a quarter slower"
         remedy = "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled (as root)"
         found.append(("warning", problem, remedy))
+    if pages["placement_error"]:
+        remedy = "unset BITNET_OPS_MEMORY, or name one of them"
+        found.append(("error", pages["placement_error"], remedy))
+    elif nodes > 1 and pages["placement"] != "interleave":
+        problem = f"{nodes} memory nodes: each weight lies on the one that loaded it"
+        remedy = "set BITNET_OPS_MEMORY=interleave, or run a process a node (numactl -N 0 -m 0)"
+        found.append(("warning", problem, remedy))
     return found
 
 
-def _plugin_problems(engine: str, status: Facts, variable: str) -> list[tuple[str, str, str]]:
+def _plugin_problems(engine: str, status: Facts, variable: str) -> list[Problem]:
     if not status["installed"] or status["active"]:
         return []
     problem = f"{engine} {status['version']} is installed and will not load our plug-in"
@@ -319,18 +286,34 @@ def _plugin_problems(engine: str, status: Facts, variable: str) -> list[tuple[st
     return [("warning", problem, remedy)]
 
 
+# Text ---------------------------------------------------------------------------------------------
+
+
 def render(facts: Facts) -> list[str]:
     """The report as lines of plain text, one screen of 100 columns; a path alone may be longer."""
-    return [piece for line in _all_lines(facts) for piece in _wrapped(line)]
+    rows = [*_machine_rows(facts), *_isa_rows(facts["isa"]), *_process_rows(facts)]
+    rows += [(engine, _plugin_text(facts[engine])) for engine in ("sglang", "vllm")]
+    lines = [*(_line(label, text) for label, text in rows), ""]
+    for problem in facts["problems"]:
+        lines += [f"{problem['severity'].upper()}: {problem['problem']}"]
+        lines += [f"  remedy: {problem['remedy']}"]
+    lines += [] if facts["problems"] else ["No problems found."]
+    return [piece for line in lines for piece in _wrapped(line)]
+
+
+def _line(label: str, text: object) -> str:
+    return f"{label:<{_LABEL}}{text}"
 
 
 def _wrapped(line: str) -> list[str]:
     """The line in pieces of 100 columns, cut at blanks; what goes on is indented as its text is."""
-    indent = 2 if line.startswith(("ERROR", "WARNING")) else 4 if line[:2] == "  " else _LABEL
-    if line[:_LABEL].isspace():
-        indent = _LABEL
     if line[_LABEL:].startswith("/"):
         return [line]  # a path stands beside its label, whole, however long it is
+    indent = _LABEL
+    if line.startswith(("ERROR", "WARNING")):
+        indent = 2
+    elif line[:2] == "  " and not line[:_LABEL].isspace():  # a remedy
+        indent = 4
     return textwrap.wrap(
         line,
         _COLUMNS,
@@ -340,43 +323,21 @@ def _wrapped(line: str) -> list[str]:
     ) or [""]
 
 
-def _all_lines(facts: Facts) -> list[str]:
-    lines = [*_package_lines(facts), *_cpu_lines(facts), *_isa_lines(facts["isa"])]
-    lines += [*_weights_lines(facts["weights"]), *_thread_lines(facts), *_memory_lines(facts)]
-    lines += [_line(engine, _plugin_text(facts[engine])) for engine in ("sglang", "vllm")] + [""]
-    for problem in facts["problems"]:
-        lines += [f"{problem['severity'].upper()}: {problem['problem']}"]
-        lines += [f"  remedy: {problem['remedy']}"]
-    return lines if facts["problems"] else [*lines, "No problems found."]
-
-
-def _line(label: str, text: object) -> str:
-    return f"{label:<{_LABEL}}{text}"
-
-
-def _package_lines(facts: Facts) -> list[str]:
-    package, built = facts["package"], facts["package"]["build"]
-    return [
-        _line("package", f"bitnet-ops {package['version']}, Python {package['python']}"),
-        _line("", package["location"]),
-        _line("build", f"compiler {built['compiler']}, {built['architecture']}"),
-        _line(
-            "torch",
-            f"{facts['torch']['version']}; stable ABI, floor {facts['torch']['abi_floor']}",
-        ),
-        _line("", facts["torch"]["location"]),
-    ]
-
-
-def _cpu_lines(facts: Facts) -> list[str]:
-    cpu = facts["cpu"]
+def _machine_rows(facts: Facts) -> list[tuple[str, str]]:
+    package, cpu, torch = facts["package"], facts["cpu"], facts["torch"]
+    built = package["build"]
     caches = ", ".join(f"{name} {_size(size)}" for name, size in cpu["cache_bytes"].items())
-    features = " ".join(name for name, has in cpu["features"].items() if has) or "none"
+    features = " ".join(name for name, has in cpu["features"].items() if has)
     return [
-        _line("cpu", cpu["model"] + (", virtual machine" if cpu["virtual"] else "")),
-        _line("caches", caches or "unknown"),
-        _line("features", features),
-        _line("amx", _amx_text(facts["amx"]["permission"], facts["isa"])),
+        ("package", f"bitnet-ops {package['version']}, Python {package['python']}"),
+        ("", package["location"]),
+        ("build", f"compiler {built['compiler']}, {built['architecture']}"),
+        ("torch", f"{torch['version']}; stable ABI, floor {torch['abi_floor']}"),
+        ("", torch["location"]),
+        ("cpu", cpu["model"] + (", virtual machine" if cpu["virtual"] else "")),
+        ("caches", caches or "unknown"),
+        ("features", features or "none"),
+        ("amx", _amx_text(facts["amx"]["permission"], facts["isa"])),
     ]
 
 
@@ -394,59 +355,41 @@ def _amx_text(permission: str | None, isa: Facts) -> str:
     return "permission granted; no kernels for what this CPU has of it"
 
 
-def _isa_lines(isa: Facts) -> list[str]:
+def _isa_rows(isa: Facts) -> list[tuple[str, str]]:
     wanted = f"={isa['BITNET_OPS_ISA']}" if isa["BITNET_OPS_ISA"] else " not set"
-    lines = [_line("isa", f"{isa['selected'] or 'none'} (BITNET_OPS_ISA{wanted})")]
+    rows = [("isa", f"{isa['selected'] or 'none'} (BITNET_OPS_ISA{wanted})")]
     for row in isa["table"]:
         mark = "*" if row["selected"] else "+" if row["available"] else "-"
-        lines.append(_line("", f"{mark} {row['isa']:<13}{row['reason']}"))
-    return lines
+        rows.append(("", f"{mark} {row['isa']:<13}{row['reason']}"))
+    return rows
 
 
-def _weights_lines(weights: Facts) -> list[str]:
-    distance = weights["prefetch_bytes"]
-    ahead = f"prefetch {distance} bytes ahead" if distance else "no software prefetch"
-    if distance and weights["head_into_l2"]:
-        ahead += ", heads into L2"
-    return [
-        _line(
-            "weights",
-            f"{weights['format']}, {weights['tile_lanes']} lanes; tuned to "
-            f"{weights['tuned_to']}: {ahead}",
-        ),
-    ]
-
-
-def _thread_lines(facts: Facts) -> list[str]:
-    threads = facts["threads"]
-    quota, cores = threads["cgroup_quota"], threads["physical_cores"]
-    share = "none" if quota is None else f"{quota:g}"
+def _process_rows(facts: Facts) -> list[tuple[str, str]]:
+    threads, memory, pages = facts["threads"], facts["memory"], facts["pages"]
+    quota, load = threads["cgroup_quota"], facts["load_average"]
     environment = " ".join(f"{k}={v}" for k, v in threads["environment"].items())
-    load = facts["load_average"]
     runtimes = facts["openmp_runtimes"] or ["none found among the libraries of this process"]
+    limit = _size(memory["limit"]) if memory["limit"] else "none"
     return [
-        _line(
+        (
             "threads",
             f"torch {threads['torch']}; CPUs {threads['logical_cpus']}, in the affinity mask "
-            f"{len(threads['affinity'])} on {cores} cores, quota {share}; "
+            f"{len(threads['affinity'])} on {threads['physical_cores']} cores, quota "
+            f"{'none' if quota is None else f'{quota:g}'}; "
             f"load {'unknown' if load is None else load[0]}",
         ),
-        _line("", environment or "no OMP_* variable set"),
-        *[_line("openmp" if i == 0 else "", path) for i, path in enumerate(runtimes)],
-    ]
-
-
-def _memory_lines(facts: Facts) -> list[str]:
-    memory, pages = facts["memory"], facts["pages"]
-    huge = pages["transparent_huge_pages"] or "unknown"
-    return [
-        _line(
+        ("", environment or "no OMP_* variable set"),
+        *(("openmp" if i == 0 else "", path) for i, path in enumerate(runtimes)),
+        (
             "memory",
-            f"{_size(memory['available'])} available of {_size(memory['total'])}, "
-            f"limit {_size(memory['limit']) if memory['limit'] else 'none'}",
+            f"{_size(memory['available'])} available of {_size(memory['total'])}, limit {limit}",
         ),
-        _line("pages", f"{_size(pages['page_bytes'])}; transparent huge pages: {huge}"),
-        _line("", machine.placement_effect(pages["placement"] or "first_touch")),
+        (
+            "pages",
+            f"{_size(pages['page_bytes'])}; transparent huge pages: "
+            f"{pages['transparent_huge_pages'] or 'unknown'}",
+        ),
+        ("", machine.placement_effect(pages["placement"] or "first_touch")),
     ]
 
 

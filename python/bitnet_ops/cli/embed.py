@@ -6,8 +6,7 @@ import argparse
 
 from bitnet_ops.cli.arguments import UsageError, add_json, integer
 from bitnet_ops.cli.generate import MODEL_HELP, add_model_arguments, open_model
-from bitnet_ops.cli.streams import json_text
-from bitnet_ops.cli.texts import checked, read_stdin
+from bitnet_ops.cli.terminal import checked, json_text, read_stdin
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,8 +52,7 @@ def run(args: argparse.Namespace) -> int:
         for text, tokens, vector in zip(texts, ids, vectors.tolist(), strict=True)
     ]
     if args.json:
-        whole = {"model": str(lm.path), "texts": rows, "similarity": cosines}
-        print(json_text(whole))
+        print(json_text({"model": str(lm.path), "texts": rows, "similarity": cosines}))
     elif cosines is not None:
         print("\n".join("\t".join(f"{value:.6f}" for value in row) for row in cosines))
     else:

@@ -9,7 +9,7 @@ import argparse
 from functools import partial
 
 from bitnet_ops.cli.arguments import add_force, add_json
-from bitnet_ops.cli.console import show
+from bitnet_ops.cli.terminal import show
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -14,16 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bitnet_ops.cli.arguments import (
-    UsageError,
-    add_json,
-    add_threads,
-    integer,
-    non_empty,
-    number,
-)
-from bitnet_ops.cli.streams import json_text
-from bitnet_ops.cli.texts import checked, read_stdin
+from bitnet_ops.cli.arguments import UsageError, add_json, add_threads, integer, non_empty, number
+from bitnet_ops.cli.terminal import checked, json_text, read_stdin
 from bitnet_ops.nn.storage import (
     ACTIVATION_FORMATS,
     DEFAULT_KV_TYPE,
@@ -38,7 +30,7 @@ if TYPE_CHECKING:
 
 # What `load` takes; every command that opens a model says it in these words.
 MODEL_HELP = "converted directory, .bin, checkpoint folder, .gguf, or Hugging Face id"
-_NEUTRAL = {
+NEUTRAL = {
     "temperature": 0.0,
     "top_k": 0,
     "top_p": 1.0,
@@ -201,10 +193,10 @@ def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
     """The keyword arguments of LanguageModel.stream that the command line gives."""
     for text in args.stop:
         checked(text, "--stop")
-    given = {name: getattr(args, name) for name in _NEUTRAL}
+    given = {name: getattr(args, name) for name in NEUTRAL}
     return {
         "max_new_tokens": args.max_new_tokens,
-        **{name: _NEUTRAL[name] if value is None else value for name, value in given.items()},
+        **{name: NEUTRAL[name] if value is None else value for name, value in given.items()},
         "seed": args.seed,
         "logit_bias": dict(args.logit_bias) or None,
         "logprobs": args.logprobs,

@@ -10,7 +10,7 @@ import sys
 from typing import Any
 
 from bitnet_ops.cli.arguments import add_json
-from bitnet_ops.cli.streams import json_text
+from bitnet_ops.cli.terminal import print_result
 
 # of the private block: not shown as they stand
 _APART = ("format_version", "verified")
@@ -42,11 +42,8 @@ def run(args: argparse.Namespace) -> int:
     if args.diff is not None:
         return _print_diff(args)
     report = inspect(args.file)
-    if args.json:
-        print(json_text(report, indent=1))
-    else:
-        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-        print("\n".join(lines(report, width)))
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    print_result(report, lines(report, width), as_json=args.json)
     return 0
 
 
@@ -58,8 +55,7 @@ def _print_diff(args: argparse.Namespace) -> int:
     except Exception as error:
         error.status = 2  # type: ignore[attr-defined]  # 1 says that they differ, as diff(1) does
         raise
-    as_json = json_text(found, indent=1) if args.json else None
-    print(as_json or "\n".join(inspect_diff.lines(found)))
+    print_result(found, inspect_diff.lines(found), as_json=args.json)
     return 0 if found["equal"] else 1
 
 

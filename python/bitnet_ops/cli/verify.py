@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from bitnet_ops.cli.arguments import add_json
-from bitnet_ops.cli.streams import json_text
+from bitnet_ops.cli.terminal import print_result
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,10 +27,7 @@ def run(args: argparse.Namespace) -> int:
     from bitnet_ops.convert.verify import lines, verify
 
     result = verify(args.file, args.source, text=args.text, lora=args.lora)
-    if args.json:
-        print(json_text(result, indent=1))
-    else:
-        print("\n".join(lines(result)))
+    print_result(result, lines(result), as_json=args.json)
     failures = result["verification"]["failures"]
     if failures:
         raise ConvertError(

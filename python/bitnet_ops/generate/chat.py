@@ -22,7 +22,7 @@ Message = Mapping[str, str]
 
 _CPU_S = 2.0  # published templates take a millisecond
 _MEMORY_BYTES = 256 << 20
-_process = BoundedProcess("templates", _MEMORY_BYTES)
+_process = BoundedProcess(_MEMORY_BYTES)
 
 
 class ChatTemplateError(BitNetError, ValueError):
@@ -50,7 +50,7 @@ def render(
             f"chat: expected messages of texts, numbers, lists and dicts, got: {error}"
         ) from None
     try:
-        return str(_process.call("render", _CPU_S, template=template, variables=variables))
+        return str(_process.call(_CPU_S, template=template, variables=variables))
     except LimitError as error:
         raise ChatTemplateError(
             f"chat: expected the model's chat template to end, with a text, got {error}; the "

@@ -1,23 +1,24 @@
-"""Whether a tokenizer.json may hang or fill the memory, and a process to run it in if it may.
+"""What a tokenizer.json may hold, whoever wrote it: expressions that end, texts that stay short.
 
-A pre-tokenizer, a normalizer or a decoder of tokenizer.json may hold any regular expression, and a
-normalizer may turn one character into a million. The expressions of published tokenizers are known
-and run here; a tokenizer with others runs in a process with limits (bounded.py), which costs its
-memory a second time and a tenth of a millisecond a call.
+A pre-tokenizer, a normalizer or a decoder may hold any regular expression, and a normalizer may
+turn one character into a million.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from tokenizers import Tokenizer as Backend
 
-from bitnet_ops.untrusted.bounded import BoundedProcess, ChildError, LimitError
+from bitnet_ops.untrusted.patterns import check_limits
+
+MOST_BYTES = 256 << 20  # of the file: vocabularies of 256k tokens take 35 MB
+_MOST_GROWTH = 64  # characters that the normalizer may make of one
 
 # The alternatives that the patterns of GPT-2, Llama 3, Qwen, StarCoder, BLOOM and their kin are
-# made of. Each fails or matches after time in proportion to what it looks at.
+# made of.
 _KNOWN = frozenset(
     {
         *("'s", "'t", "'re", "'ve", "'m", "'ll", "'d"),
@@ -29,32 +30,36 @@ _KNOWN = frozenset(
         *("[0-9][0-9][0-9]", r"[\p{P}\$\+<=>\^~\|]+", r" ?[^(\s|[.,!?…。，、।۔،])]+"),
     }
 )
-_MOST_GROWTH = 64  # characters that the normalizer may make of one
-_MEMORY_BYTES = 3 << 30  # vocabularies of 256k tokens take a few hundred MB
-_CPU_S, _CPU_S_PER_CHARACTER = 10.0, 2e-5
 
 
-def needs_guard(backend: Backend) -> bool:
-    """Whether `backend` holds an expression that is not known, or a normalizer that inflates."""
+def check_backend(backend: Backend) -> None:
+    """Raise ValueError, "expected ..., got ...", for an expression or a step beyond the limits."""
     growth = 1.0
+    for step in _steps(backend):
+        if isinstance(step.get("Regex"), str):
+            check_limits(step["Regex"], of_tokenizer=True)
+        growth *= _growth(step)
+    if growth > _MOST_GROWTH:
+        raise ValueError(
+            f"a normalizer that makes at most {_MOST_GROWTH} characters of one, got {growth:.0f}"
+        )
+
+
+def is_known(backend: Backend) -> bool:
+    """Whether every expression of `backend` is made of those that published tokenizers have."""
+    expressions = (step["Regex"] for step in _steps(backend) if isinstance(step.get("Regex"), str))
+    return all(part in _KNOWN for expression in expressions for part in _alternatives(expression))
+
+
+def _steps(backend: Backend) -> Iterator[dict[str, Any]]:
+    """Every object in the JSON of the parts that look at a text, however deep."""
+    waiting: list[Any] = []
     for name in ("normalizer", "pre_tokenizer", "decoder"):
         part = getattr(backend, name)
-        if part is None:
-            continue
         try:
-            state = json.loads(part.__getstate__())
+            waiting += [json.loads(part.__getstate__())] if part is not None else []
         except Exception:  # written in Python by whoever made `backend`: nobody's file
             continue
-        for step in _steps(state):
-            if not all(_is_known(expression) for expression in _expressions(step)):
-                return True
-            growth *= _growth(step)
-    return growth > _MOST_GROWTH
-
-
-def _steps(state: Any) -> Iterator[dict[str, Any]]:
-    """Every object in a part's JSON, however deep."""
-    waiting = [state]
     while waiting:
         item = waiting.pop()
         if isinstance(item, dict):
@@ -62,10 +67,6 @@ def _steps(state: Any) -> Iterator[dict[str, Any]]:
             waiting += item.values()
         elif isinstance(item, list):
             waiting += item
-
-
-def _expressions(step: dict[str, Any]) -> list[str]:
-    return [step["Regex"]] if isinstance(step.get("Regex"), str) else []
 
 
 def _growth(step: dict[str, Any]) -> float:
@@ -77,10 +78,6 @@ def _growth(step: dict[str, Any]) -> float:
     pattern = step.get("pattern")
     text = pattern.get("String", "") if isinstance(pattern, dict) else ""
     return max(1.0, len(str(step.get("content"))) / max(1, len(text)))
-
-
-def _is_known(expression: str) -> bool:
-    return all(alternative in _KNOWN for alternative in _alternatives(expression))
 
 
 def _alternatives(expression: str) -> list[str]:
@@ -99,27 +96,3 @@ def _alternatives(expression: str) -> list[str]:
             begin = i + 1
         i += 1
     return [*found, expression[begin:]]
-
-
-class GuardedBackend:
-    """`encode` and `decode` of a tokenizer in a process; raises LimitError, ChildError."""
-
-    def __init__(self, backend: Backend) -> None:
-        self._process = BoundedProcess(
-            "tokenizer", _MEMORY_BYTES, ("open", {"text": backend.to_str()})
-        )
-
-    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """The ids of `text`."""
-        return list(self._call("encode", text, text=text, add_special_tokens=add_special_tokens))
-
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
-        """The text of `ids`."""
-        ids = list(ids)
-        return str(self._call("decode", ids, ids=ids, skip_special_tokens=skip_special_tokens))
-
-    def _call(self, job: str, sized: Sequence[object], **arguments: Any) -> Any:
-        return self._process.call(job, _CPU_S + _CPU_S_PER_CHARACTER * len(sized), **arguments)
-
-
-__all__ = ["ChildError", "GuardedBackend", "LimitError", "needs_guard"]

@@ -1,15 +1,13 @@
 """The child process of bounded.py: a script of its own, which never imports the package.
 
-It renders untrusted chat templates, and runs untrusted tokenizers and regular expressions. Frames
-of JSON, 8 bytes of length before each, come on stdin and go to stdout; the first one says where
-modules lie and how much memory there is.
+It renders chat templates. Frames of JSON, 8 bytes of length before each, come on stdin and go to
+stdout; the first one says where modules lie and how much memory there is.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import resource
 import signal
 import struct
@@ -30,11 +28,10 @@ def main() -> None:
     if start is None:
         return
     sys.path[:] = start["path"]
-    prepare, jobs = _KINDS[start["kind"]]
-    prepare()
+    environment = _environment()
     _limit(start["memory_bytes"])
     while (request := _read(requests)) is not None:
-        _write(answers, _answer(jobs[request["job"]], request))
+        _write(answers, _answer(environment, request))
 
 
 def _limit(memory_bytes: int) -> None:
@@ -60,16 +57,16 @@ def _write(stream: Any, value: dict[str, Any]) -> None:
     stream.flush()
 
 
-def _answer(job: Any, request: dict[str, Any]) -> dict[str, Any]:
-    """The job's result, or what kind of error it ended in; past its time the process is killed."""
+def _answer(environment: Any, request: dict[str, Any]) -> dict[str, Any]:
+    """The template's text, or its kind of error; past its time the process is killed."""
     signal.setitimer(signal.ITIMER_PROF, request["cpu_s"])
     try:
-        return {"value": job(**request["arguments"])}
+        return {"value": _render(environment, request["template"], request["variables"])}
     except _TooLong:
         return {"error": "TooLong", "message": "", "line": None, "classes": []}
     except MemoryError:
         return {"error": "MemoryError", "message": "", "line": None, "classes": []}
-    except BaseException as error:  # a Rust panic is no Exception
+    except BaseException as error:
         classes = [c.__name__ for c in type(error).__mro__]
         message = str(getattr(error, "message", None) or error)[:_MOST_MESSAGE]
         line = getattr(error, "lineno", None)
@@ -82,14 +79,8 @@ class _TooLong(Exception):
     """An answer beyond every use."""
 
 
-# Chat templates -----------------------------------------------------------------------------------
-
-_environment: Any = None
-
-
-def _prepare_templates() -> None:
+def _environment() -> Any:
     """Templates see what transformers gives them: its environment, filters and functions."""
-    global _environment
     import jinja2
     from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -132,71 +123,18 @@ def _prepare_templates() -> None:
     made.filters["tojson"] = tojson
     made.globals["raise_exception"] = raise_exception
     made.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    _environment = made
+    return made
 
 
-def _render(template: str, variables: dict[str, Any]) -> str:
-    assert _environment is not None
+def _render(environment: Any, template: str, variables: dict[str, Any]) -> str:
     pieces, size = [], 0
-    for piece in _environment.from_string(template).generate(**variables):
+    for piece in environment.from_string(template).generate(**variables):
         size += len(piece)
         if size > _MOST_TEXT:
             raise _TooLong
         pieces.append(piece)
     return "".join(pieces)
 
-
-# Tokenizers ---------------------------------------------------------------------------------------
-
-_tokenizer: Any = None
-
-
-def _prepare_tokenizers() -> None:
-    import tokenizers  # noqa: F401  (here, before memory is counted)
-
-
-def _open(text: str) -> None:
-    global _tokenizer
-    from tokenizers import Tokenizer
-
-    _tokenizer = Tokenizer.from_str(text)
-    _tokenizer.no_truncation()
-    _tokenizer.no_padding()
-
-
-def _encode(text: str, add_special_tokens: bool) -> list[int]:
-    assert _tokenizer is not None
-    ids = _tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
-    if len(ids) > _MOST_TEXT:
-        raise _TooLong
-    return list(ids)
-
-
-def _decode(ids: list[int], skip_special_tokens: bool) -> str:
-    assert _tokenizer is not None
-    text = str(_tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
-    if len(text) > _MOST_TEXT:
-        raise _TooLong
-    return text
-
-
-# Regular expressions ------------------------------------------------------------------------------
-
-
-def _prepare_patterns() -> None:
-    """Their module is there."""
-
-
-def _match(patterns: list[str], names: list[str]) -> list[list[bool]]:
-    compiled = [re.compile(pattern) for pattern in patterns]
-    return [[pattern.match(name) is not None for name in names] for pattern in compiled]
-
-
-_KINDS: dict[str, Any] = {
-    "templates": (_prepare_templates, {"render": _render}),
-    "tokenizer": (_prepare_tokenizers, {"open": _open, "encode": _encode, "decode": _decode}),
-    "patterns": (_prepare_patterns, {"match": _match}),
-}
 
 if __name__ == "__main__":
     main()

@@ -1,8 +1,8 @@
-"""Untrusted programs, run in a process of their own with limits of time, memory and output.
+"""Chat templates, rendered in a process of their own with limits of time, memory and output.
 
-A chat template is a program, and so is a regular expression: either may never end or fill the
-memory, in one call that nothing can interrupt from inside. A process can be ended. It is started at
-the first call and kept for later ones, which cost a tenth of a millisecond more than calls here.
+A template is a program: it may never end or fill the memory, in one call that nothing can interrupt
+from inside. A process can be ended. It is started at the first call and kept for later ones, which
+cost a tenth of a millisecond more than calls here.
 """
 
 from __future__ import annotations
@@ -40,17 +40,13 @@ class ChildError(Exception):
 
 
 class BoundedProcess:
-    """A child process for jobs of one `kind`; calls from several threads take turns.
+    """A child process that renders; calls from several threads take turns.
 
     `memory_bytes`: what it may have beyond what it starts with (where the system can limit it).
-    `first`: (job, arguments) to run whenever it has been started.
     """
 
-    def __init__(
-        self, kind: str, memory_bytes: int, first: tuple[str, dict[str, Any]] | None = None
-    ) -> None:
-        self._start = {"kind": kind, "memory_bytes": memory_bytes}
-        self._first = first
+    def __init__(self, memory_bytes: int) -> None:
+        self._memory_bytes = memory_bytes
         self._forget()
         _ALL.add(self)
 
@@ -59,17 +55,15 @@ class BoundedProcess:
         self._child: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
 
-    def call(self, job: str, cpu_s: float, **arguments: Any) -> Any:
-        """The result of `job` in the child, which may use `cpu_s` seconds of CPU time for it.
+    def call(self, cpu_s: float, *, template: str, variables: dict[str, Any]) -> str:
+        """The text of `template`, for which the child may use `cpu_s` seconds of CPU time.
 
         Raises LimitError, after which the next call starts another child, and ChildError.
         """
         with self._lock:
             if self._child is None:
                 self._child = self._spawn()
-                if self._first is not None:
-                    self._ask(self._first[0], 60.0, self._first[1])
-            return self._ask(job, cpu_s, arguments)
+            return self._ask(cpu_s, template, variables)
 
     def _spawn(self) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-I", "-S", "-B", "-X", "utf8", str(_SCRIPT)]
@@ -85,13 +79,14 @@ class BoundedProcess:
             raise LimitError(f"no process to run it in ({error})") from None
         path = [os.path.abspath(entry) for entry in sys.path]
         with contextlib.suppress(OSError):  # it has ended: the first question will tell
-            _send(child.stdin, {**self._start, "path": path})
+            _send(child.stdin, {"memory_bytes": self._memory_bytes, "path": path})
         return child
 
-    def _ask(self, job: str, cpu_s: float, arguments: dict[str, Any]) -> Any:
+    def _ask(self, cpu_s: float, template: str, variables: dict[str, Any]) -> str:
         assert self._child is not None
+        request = {"cpu_s": cpu_s, "template": template, "variables": variables}
         try:
-            _send(self._child.stdin, {"job": job, "cpu_s": cpu_s, "arguments": arguments})
+            _send(self._child.stdin, request)
             answer = _receive(self._child.stdout, time.monotonic() + _WALL_S + cpu_s)
         except BaseException as error:  # Ctrl-C too: the answer to come would be taken for another
             status = self._end()
@@ -99,7 +94,7 @@ class BoundedProcess:
                 raise LimitError(_reason(status, cpu_s)) from None
             raise
         if "value" in answer:
-            return answer["value"]
+            return str(answer["value"])
         if answer["error"] in ("MemoryError", "TooLong"):
             if answer["error"] == "MemoryError":
                 self._end()  # what it holds is not known
@@ -139,7 +134,7 @@ _WORDS = {
 def _reason(status: int | None, cpu_s: float) -> str:
     if status == -signal.SIGPROF:  # the timer
         return f"no end within {cpu_s:g} s of computing"
-    if status == -signal.SIGABRT:  # how Rust ends without memory
+    if status == -signal.SIGABRT:  # how the C library may end without memory
         return _WORDS["MemoryError"]
     if status == -signal.SIGKILL:  # ours, after waiting
         return "no answer"

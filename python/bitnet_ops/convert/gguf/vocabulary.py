@@ -26,7 +26,7 @@ from bitnet_ops.convert.gguf.tokenizer import (
     USER_DEFINED,
     tokenizer_files,
 )
-from bitnet_ops.generate.tokenizer_guard import needs_guard
+from bitnet_ops.generate.tokenizer_guard import is_known
 from bitnet_ops.untrusted import UntrustedFileError, read_json_object
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def vocabulary_keys(folder: Path, model: ModelConfig) -> tuple[Keys, list[str]]:
         stored = json.loads(original.to_str())
     except Exception as error:  # the library raises plain Exception
         reject("tokenizer-broken", f"a readable {file}", f"{error}", _REMEDY)
-    if needs_guard(original):
+    if not is_known(original):
         found = "a regular expression that none of them has"
         reject("tokenizer-pre", f"one of {', '.join(EXPORTED)}, or SentencePiece", found, _REMEDY)
     config = _object(folder / "tokenizer_config.json")

@@ -1,0 +1,177 @@
+"""What a command has around it: standard streams, signals, text that comes in, lines that go out.
+
+Streams may be closed, and bytes may be no text: a byte that is no UTF-8 is named with its place,
+instead of a codec's message. A warning is one line, as an error is.
+"""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import io
+import json
+import os
+import re
+import signal
+import sys
+import warnings
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, NoReturn, Protocol, TextIO
+
+from bitnet_ops.untrusted import printable
+
+
+class TextError(ValueError):
+    """Input that is no UTF-8, or that cannot be read."""
+
+    code = "text"
+
+
+class _ClosedStdin(io.TextIOWrapper):
+    """/dev/null in place of a standard input that was closed before we began, to be told apart."""
+
+
+def prepare(*, own_process: bool) -> None:
+    """Make the process fit for any command: every stream is there, any text can be printed.
+
+    `own_process`: also end by SIGTERM and SIGHUP as by an exception, so that what is half written
+    is removed, and print warnings in a line each.
+    """
+    _open_closed_streams()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError):  # a stand-in without the method
+            stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    if own_process:
+        if os.environ.get("BITNET_OPS_DEBUG") != "1":
+            warnings.showwarning = _warn
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) == signal.SIG_DFL:  # nohup ignores SIGHUP
+                signal.signal(number, _terminate)
+
+
+def _open_closed_streams() -> None:
+    """Put /dev/null where a stream is closed, or the next file opened would be stdout."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(descriptor)
+    if sys.stdin is None:
+        sys.stdin = _ClosedStdin(open(0, "rb", buffering=0, closefd=False), encoding="utf-8")
+    if sys.stdout is None:
+        sys.stdout = open(1, "w", encoding="utf-8", closefd=False)
+    if sys.stderr is None:
+        sys.stderr = open(2, "w", encoding="utf-8", closefd=False)
+
+
+def _terminate(number: int, frame: FrameType | None) -> NoReturn:
+    signal.signal(number, signal.SIG_IGN)  # a second one must not interrupt the clearing up
+    raise SystemExit(128 + number)
+
+
+# Text that comes in -------------------------------------------------------------------------------
+
+_ESCAPED = re.compile("[\udc80-\udcff]")  # how Python carries a byte that is no UTF-8
+
+
+def checked(text: str, where: str) -> str:
+    """`text`, if it is Unicode throughout. `where` is what to call it in a message."""
+    if match := _ESCAPED.search(text):
+        before = text[: match.start()].encode("utf-8", "surrogateescape")
+        raise _no_utf8(where, ord(match[0]) - 0xDC00, len(before))
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        found = f"U+{ord(text[error.start]):04X}"
+        raise TextError(f"{where}: expected UTF-8 text, got half a character, {found}") from None
+    return text
+
+
+def read_stdin() -> str:
+    """All of standard input as text."""
+    if sys.stdin is None or isinstance(sys.stdin, _ClosedStdin):
+        raise TextError("stdin: expected text, got a closed stream; give the text as an argument")
+    buffer = getattr(sys.stdin, "buffer", None)
+    if buffer is None:  # replaced by a stream of text
+        return checked(sys.stdin.read(), "stdin")
+    data: bytes = buffer.read()
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise _no_utf8("stdin", data[error.start], error.start) from None
+
+
+def _no_utf8(where: str, byte: int, offset: int) -> TextError:
+    return TextError(
+        f"{where}: expected UTF-8 text, got the byte 0x{byte:02x} at offset {offset}; convert it, "
+        "for instance with iconv"
+    )
+
+
+# Lines that go out --------------------------------------------------------------------------------
+
+
+class Report(Protocol):
+    """What a command's work gives back."""
+
+    def to_dict(self) -> dict[str, Any]: ...
+
+    def lines(self) -> list[str]: ...
+
+
+def show(work: Callable[..., Report], *, as_json: bool, wrote: str | None = None) -> int:
+    """Call `work(progress=...)`, the bar to advance or None, and print its report; returns 0.
+
+    `wrote`: the destination, where the lines of the report do not name it.
+    """
+    from bitnet_ops.convert.progress import progress_bar
+
+    with progress_bar(enabled=sys.stderr.isatty() and not as_json) as progress:
+        report = work(progress=progress)
+    lines = [*([f"wrote {wrote}"] if wrote else []), *report.lines()]
+    print_result(report.to_dict(), lines, as_json=as_json)
+    return 0
+
+
+def print_result(value: dict[str, Any], lines: list[str], *, as_json: bool) -> None:
+    """One JSON object on stdout, or its text."""
+    print(json_text(value, indent=1) if as_json else "\n".join(map(printable, lines)))
+
+
+def json_text(value: Any, indent: int | None = None) -> str:
+    """`value` as JSON for stdout: as it is where that is UTF-8, in ASCII where it is not.
+
+    There `backslashreplace` would write a letter as \\xe9, which no reader of JSON takes.
+    """
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    return json.dumps(value, indent=indent, ensure_ascii=codecs.lookup(encoding).name != "utf-8")
+
+
+def one_line(error: BaseException) -> str:
+    """The error as one line: what went wrong, and in brackets a short word for scripts."""
+    text = printable(" ".join(str(error).split()))
+    if isinstance(error, KeyError | NotImplementedError | AssertionError) or not text:
+        text = f"{type(error).__name__}: {text}"
+    code = getattr(error, "code", None)
+    if not isinstance(code, str):
+        name = type(error).__name__.removeprefix("_")
+        words = re.findall(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z0-9]+|[A-Z]+", name)
+        code = "-".join(words).lower().removesuffix("-error")
+    return text if text.endswith(f"[{code}]") else f"{text} [{code}]"
+
+
+def print_error(error: BaseException) -> None:
+    print(f"bitnet-ops: error: {one_line(error)}", file=sys.stderr)
+
+
+def _warn(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """The hook of `warnings`, without the place in the source, which helps nobody at a terminal."""
+    with contextlib.suppress(OSError):  # the reader of stderr is gone
+        text = printable(" ".join(str(message).split()))
+        print(f"bitnet-ops: warning: {text}", file=file or sys.stderr)
