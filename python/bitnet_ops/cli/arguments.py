@@ -12,8 +12,10 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
+from bitnet_ops.errors import BitNetError
 
-class UsageError(ValueError):
+
+class UsageError(BitNetError, ValueError):
     """Words on the command line that ask for nothing, or for what contradicts itself."""
 
     code = "usage"

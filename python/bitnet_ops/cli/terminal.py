@@ -19,10 +19,11 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, NoReturn, Protocol, TextIO
 
+from bitnet_ops.errors import BitNetError
 from bitnet_ops.untrusted import printable
 
 
-class TextError(ValueError):
+class TextError(BitNetError, ValueError):
     """Input that is no UTF-8, or that cannot be read."""
 
     code = "text"

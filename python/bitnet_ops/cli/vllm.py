@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 from bitnet_ops import machine
+from bitnet_ops.errors import BitNetError
 from bitnet_ops.untrusted import read_json_object
 
 _GIB = 1 << 30
@@ -22,7 +23,7 @@ _OWN_CLASS = '{"architectures": ["BitnetOpsForCausalLM"]}'
 _CHOSEN = {"--hf-overrides", "--model-impl", "--tensor-parallel-size", "-tp"}
 
 
-class EngineMissingError(RuntimeError):
+class EngineMissingError(BitNetError, RuntimeError):
     """vLLM is not installed."""
 
 

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from bitnet_ops.errors import BitNetError
 from bitnet_ops.formats import gguf, sglbitnt
 
 ENVIRONMENT = "BITNET_OPS_CACHE"
@@ -49,11 +50,11 @@ _DOWNLOADED = [
 _log = logging.getLogger("bitnet_ops")
 
 
-class LoadError(ValueError):
+class LoadError(BitNetError, ValueError):
     """A path that holds no model; the message says what was looked for and found."""
 
 
-class HubError(ValueError):
+class HubError(BitNetError, ValueError):
     """A model that is not to be had from the Hugging Face Hub; the message names a way out."""
 
 

@@ -15,13 +15,15 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
+from bitnet_ops.errors import BitNetError
+
 _LFS = b"version https://git-lfs.github.com/spec/"  # how a pointer begins
 LFS_POINTER = "a Git LFS pointer in its place; run git lfs pull in its folder, or download it"
 JSON_LIMIT_BYTES = 64 << 20  # a shard index of the largest public models is a few MB
 _DEEPEST = 64  # levels of nesting; published files have less than ten
 
 
-class UntrustedFileError(ValueError):
+class UntrustedFileError(BitNetError, ValueError):
     """A file that is not read; the message says which and why, in one line."""
 
 

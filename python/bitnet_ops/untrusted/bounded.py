@@ -22,16 +22,18 @@ import weakref
 from pathlib import Path
 from typing import IO, Any
 
+from bitnet_ops.errors import BitNetError
+
 _SCRIPT = Path(__file__).with_name("_bounded_child.py")
 _MOST_ANSWER_BYTES = 256 << 20  # twelve for each character of the largest text
 _WALL_S = 120.0  # when the machine is so busy that the child hardly runs
 
 
-class LimitError(Exception):
+class LimitError(BitNetError):
     """A call that went beyond a limit; the message says which, as in "... got <message>"."""
 
 
-class ChildError(Exception):
+class ChildError(BitNetError):
     """An exception in the child: `classes`, the names of its class and bases; `line` if it has."""
 
     def __init__(self, name: str, message: str, classes: list[str], line: int | None) -> None:

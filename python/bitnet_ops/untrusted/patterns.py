@@ -10,6 +10,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from bitnet_ops.errors import BitNetError
+
 MOST_CHARACTERS = 4000  # published tokenizers have a tenth
 # Of one alternative of an expression that Python matches, on names of modules: with four `.*` a
 # name of sixty characters takes half a million steps at most.
@@ -17,7 +19,7 @@ _MOST_UNBOUNDED, _MOST_CHOICES = 4, 8
 _ESCAPE = re.compile(r"\\(?:[pPxuN]\{[^}]*\}|.)?", re.DOTALL)
 
 
-class PatternError(ValueError):
+class PatternError(BitNetError, ValueError):
     """An expression that is none or goes beyond a limit; the message goes on from "expected"."""
 
 
