@@ -6,6 +6,7 @@ has it; here only that this holds for everything but the command.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -39,36 +40,47 @@ def imported(command: list[str], *args: str) -> tuple[int, set[str], str]:
     return done.returncode, names & set(HEAVY), rest
 
 
-@pytest.mark.parametrize("command", ["", *COMMANDS, "bench ops", "bench model"])
-def test_help_imports_nothing_heavy(command: str) -> None:
-    assert imported(COMMAND, *command.split(), "--help") == (0, set(), "")
+HELP = [f"{command} --help" for command in ("", *COMMANDS, "bench ops", "bench model")]
+WRONG = ["generat", "generate", "generate /", "generate a b c", "generate x --tempreature 1"]
+WRONG += ["generate x --top-p 3", "generate x --kv-dtype int4", "chat --plain --system x"]
+WRONG += ["embed model", "convert a b --text c", "dummy 7b x", "bench oops"]
+# One process for all: what a line imports is there for those after it.
+EACH = """
+import contextlib, io, json, sys
+lines, heavy = json.loads(sys.argv[1]), json.loads(sys.argv[2])
+sys.argv = ["bitnet-ops"]  # as the command itself is started
+from bitnet_ops.cli import main
+for line in lines:
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            status = main(line.split())
+        except SystemExit as end:
+            status = end.code
+    found = [name for name in heavy if name in sys.modules]
+    print(json.dumps([line, status, found, err.getvalue()]))
+"""
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["--version"],
-        ["generat"],
-        ["generate"],
-        ["generate", "/"],
-        ["generate", "a", "b", "c"],
-        ["generate", "x", "--tempreature", "1"],
-        ["generate", "x", "--top-p", "3"],
-        ["generate", "x", "--kv-dtype", "int4"],
-        ["chat", "--plain", "--system", "x"],
-        ["embed", "model"],
-        ["convert", "a", "b", "--text", "c"],
-        ["dummy", "7b", "x"],
-        ["bench", "oops"],
-    ],
-    ids=" ".join,
-)
-def test_wrong_usage_imports_nothing_heavy(words: list[str]) -> None:
-    status, heavy, error = imported(COMMAND, *words)
-    assert heavy == set()
-    if words != ["--version"]:
-        assert status == 2 and error.startswith("bitnet-ops: error: ")
-        assert error.endswith(" [usage]") and "\n" not in error
+def test_help_and_wrong_usage_import_nothing_heavy() -> None:
+    lines = [*HELP, "--version", *WRONG]
+    command = [sys.executable, "-c", EACH, json.dumps(lines), json.dumps(HEAVY)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=120)
+    assert done.returncode == 0, done.stderr
+    answers = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [line for line, *_ in answers] == lines
+    for line, status, heavy, error in answers:
+        assert heavy == [], line
+        if line in WRONG:
+            assert status == 2 and error.startswith("bitnet-ops: error: ")
+            assert error.endswith(" [usage]\n") and error.count("\n") == 1
+        else:
+            assert status == 0 and error == "", line
+
+
+def test_the_command_itself_imports_nothing_heavy() -> None:
+    assert imported(COMMAND, "--help") == (0, set(), "")
+    assert imported(COMMAND, "generate")[:2] == (2, set())
 
 
 @pytest.mark.skipif(

@@ -313,13 +313,10 @@ def run(command: str, *arguments: str, **options: Any) -> subprocess.CompletedPr
     )
 
 
-def test_bytes_that_are_no_utf8() -> None:
+def test_bytes_that_are_no_utf8_in_a_process_of_their_own() -> None:
     done = run(r"printf 'ab\377' | " + '"$0" -m bitnet_ops generate - -n 1')
     assert done.returncode == 1 and done.stderr.count(b"\n") == 1 and done.stdout == b""
     assert b"stdin: expected UTF-8 text, got the byte 0xff at offset 2" in done.stderr
-    done = run('"$0" -m bitnet_ops generate "$(printf \'\\303\\251\\376\')" -n 1')
-    assert done.returncode == 1 and done.stderr.count(b"\n") == 1
-    assert b"prompt: expected UTF-8 text, got the byte 0xfe at offset 2" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -328,11 +325,7 @@ def test_bytes_that_are_no_utf8() -> None:
         ("generate hi -n 2", 0),
         ("generate hi -n 2 --json", 0),
         ("chat", 0),
-        ("embed x hi", 1),
-        ("convert a b", 1),
-        ("export a b", 1),
-        ("quantize a b", 1),
-        ("verify a b", 1),
+        ("generate -", 1),
         ("inspect a", 1),
         ("doctor", 0),
         ("dummy tiny made", 0),
