@@ -84,7 +84,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         "--cache",
         metavar="DIR",
         type=non_empty,
-        help="where conversions are kept (auto, the default: $BITNET_OPS_CACHE or ~/.cache)",
+        help="of conversions (auto, the default: $BITNET_OPS_CACHE, ~/.cache)",
     )
     group.add_argument(
         "--no-convert",
