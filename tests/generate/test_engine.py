@@ -19,6 +19,7 @@ from torch import Tensor
 import bitnet_ops
 from bitnet_ops.generate.engine import (
     Engine,
+    Event,
     Failed,
     Finished,
     Generation,
@@ -295,6 +296,21 @@ def test_a_request_whose_adapter_is_removed_ends_alone() -> None:
         assert found[id][0] == [3] and isinstance(found[id][1], LoraError)
 
 
+def test_a_defect_of_the_engine_leaves_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(Counting())
+    events: list[Event] = []
+    ids = [engine.add([i], consumer=events.append) for i in (1, 2)]
+    engine.step()
+    assert engine._memory is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._memory[2], "computed", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            engine.step()
+    assert {id for id, (_, e) in answers(events).items() if type(e) is ZeroDivisionError} == {*ids}
+    assert engine.generate([[1]], limits=Limits(3))[0].token_ids == [2, 3, 4]
+    assert used(engine) == 0 and not engine.has_work
+
+
 def test_a_full_pool_fails_the_one_that_cannot_fit() -> None:
     engine = FakeEngine(blocks=6, model=FakeModel(logits=periodic))
     long = engine.add([1] * 25, limits=Limits(5))
@@ -367,7 +383,11 @@ def test_many_prompts_one_after_the_other_keep_a_bounded_prefix_cache() -> None:
 def test_memory_is_taken_with_the_first_request_and_given_back() -> None:
     engine = Engine(Counting(), kv_cache_mb=2**20)  # a TiB of address space
     assert engine.stats().blocks > 10**6 and engine._memory is None
+    aborted = engine.add([1])
+    engine.abort(aborted)
     engine.trim()
+    assert engine.step() == [Finished(aborted, "abort")]
+    engine = Engine(Counting(), kv_cache_mb=2**20)
     began = time.perf_counter()
     engine.generate([[1]], limits=Limits(1))
     assert time.perf_counter() - began < 1

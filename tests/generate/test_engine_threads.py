@@ -192,7 +192,7 @@ def test_a_thread_of_its_own_steps_for_all() -> None:
         with pytest.raises(ValueError, match="expected a consumer for a request"):
             engine.add([1])
         with pytest.raises(RuntimeError, match="an engine without a thread, got one that has"):
-            engine._turn.own(1)
+            EngineThread(engine)
         first = engine.add([3], limits=Limits(4), consumer=mine.put)
         assert engine.generate([[9]], limits=Limits(6))[0].token_ids == [10, 11, 12, 13, 14, 15]
         events = [mine.get(timeout=60) for _ in range(5)]

@@ -2,13 +2,13 @@
 
 Design, for those who change it:
 
-- A `Request` (request.py) is checked and made in the caller's thread; then it is a message. An
-  abort is a message too. A step reads the messages first, so that the state of the engine changes
-  in a step alone: no lock is held around it, and nothing has to be undone.
+- `add` checks and makes a `Request` (request.py) in the caller's thread, and leaves a message with
+  it. `abort` leaves a message too. A step reads the messages first. So the engine's state changes
+  only in steps, which run one at a time: no other lock is needed, and nothing has to be undone.
 - A step (`Engine.step`) asks the scheduler which tokens of which requests come next, runs the model
   once over all of them, chooses their next tokens (sampling.py) and tells their consumers.
-- One thread steps at a time (turns.py), whoever needs a token: there need not be a thread behind an
-  engine. An `EngineThread` may own it; then that thread alone steps, and the others wait.
+- One thread steps at a time (turns.py): any thread that needs a token. An engine needs no thread of
+  its own. An `EngineThread` may own it; then that thread alone steps, and the others wait.
 - Ctrl-C during a step is raised after it. So a step is done as a whole or, where the model fails,
   not at all: then the requests that took part in it fail, and the engine goes on with the others.
 - The consumer of a request is a function, called with each event by the thread that steps:
@@ -88,9 +88,9 @@ class Engine:
     Args:
         model: the model; never changed.
         kv_dtype: of keys and values, a row of storage.KV_TYPES; torch.bfloat16 by default.
-        prefill_chunk: tokens of a step, at most; bounds the memory of a long prompt, not its
-            result. 128 to 512 are equally fast where it was measured (docs/log.md), more are not.
-            `scheduling` says it in its own words.
+        prefill_chunk: tokens of a step, at most; bounds the memory of a long prompt and changes
+            no result. 128 to 512 are equally fast where it was measured. Not used with
+            `scheduling`, which has its own `token_budget`.
         kv_cache_mb: the most memory, in MiB, for keys and values, the prefix cache included; None:
             a quarter of the machine's, and always enough for one sequence of
             max_position_embeddings. It is taken as positions are written, and kept for later
@@ -283,6 +283,7 @@ class Engine:
 
         def release() -> None:
             self._settle()
+            self._tell()
             if self._memory is not None:
                 pool, blocks, _ = self._memory
                 blocks.forget_all()
@@ -318,18 +319,20 @@ class Engine:
         return events
 
     def _advance(self, inbox: Sized) -> None:
-        """Take a step unless `inbox` has something, or wait for what another thread's step gives.
-
-        Returns after a while, at least once after each step.
-        """
+        """Take a step unless `inbox` has something; while another thread steps, wait for it."""
         self._turn.run(self._step, unless=inbox)
 
     def _step(self) -> None:
         began = time.perf_counter()
-        self._settle()
         try:
+            self._settle()
             if self._memory is not None and self._requests:
                 self._compute(self._memory[2])
+        except BaseException as error:  # a defect of the engine, or a model that ends the process
+            self._memory = None  # of what blocks and queues hold nothing is certain
+            for request in list(self._requests.values()):
+                self._end(request, Failed(request.id, error))
+            raise
         finally:
             self.seconds += time.perf_counter() - began
             self._tell()
@@ -349,16 +352,19 @@ class Engine:
         looked = False
         while self._messages:
             message = self._messages.popleft()
-            if isinstance(message, Request):
-                try:
-                    if not looked:
-                        self._look_at_weights()
-                    looked = True
-                    self._join(message)
-                except Exception as error:  # no memory, or an adapter that is gone
-                    self._end(message, Failed(message.id, error))
-            elif (request := self._requests.get(message)) is not None:
-                self._end(request, Finished(message, "abort"))
+            id = message.id if isinstance(message, Request) else message
+            if id not in self._requests:
+                continue  # it has ended meanwhile
+            if not isinstance(message, Request):
+                self._end(self._requests[id], Finished(id, "abort"))
+                continue
+            try:
+                if not looked:
+                    self._look_at_weights()
+                looked = True
+                self._join(message)
+            except Exception as error:  # no memory, or an adapter that is gone
+                self._end(message, Failed(id, error))
 
     def _look_at_weights(self) -> None:
         """New requests must not find what other weights have computed."""

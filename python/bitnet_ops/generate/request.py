@@ -1,8 +1,8 @@
-"""Request: one sequence on its way through the engine, the one description of what is asked of it.
+"""Request: the one description of a sequence that the engine runs, and the events that it causes.
 
-Prompt, sampling, limits, adapter and drafts are checked here when the request is made, in the
-caller's thread, so that no bad value can reach a step that others share. The engine changes the
-rest: the tokens so far, the blocks, what has been computed. Events tell the consumer.
+Prompt, sampling, limits, adapter and drafts are checked when the request is made, in the caller's
+thread, so that a bad value never reaches a step that others share. The engine changes the rest: the
+tokens so far, the blocks, how many tokens have been computed.
 """
 
 from __future__ import annotations

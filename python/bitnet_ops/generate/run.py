@@ -1,7 +1,7 @@
-"""Run: some prompts on their way through an engine that others may use at the same time.
+"""Run: some prompts run to their ends by a caller who waits, on an engine that others may use too.
 
-It queues a request for each prompt, has the engine step until their events come, and enters these
-into generations: what a caller gets who waits for his answers.
+A run queues a request for each prompt, has the engine step until their events come, and collects
+the tokens of each prompt in a Generation.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Prompt and options in, text out: what is asked in keywords, and a run read as a stream of text.
+"""The text side of generation: keyword options, answers as text or a stream of text, stop texts.
 
-Stop texts are looked for here, above the engine, which knows tokens alone.
+The engine knows only tokens; stop texts are found here, in the decoded text.
 """
 
 from __future__ import annotations

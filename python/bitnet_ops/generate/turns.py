@@ -1,6 +1,6 @@
-"""Who steps an engine: one thread at a time, whoever needs a token, or one that owns it.
+"""Which thread steps an engine: one at a time, any that needs a token, or the one that owns it.
 
-Ctrl-C is looked for between steps: a step is done as a whole or not at all.
+Ctrl-C during a step is raised after the step, so that the engine's state is never half changed.
 """
 
 from __future__ import annotations
@@ -112,14 +112,21 @@ class EngineThread:
     def __init__(self, engine: Engine) -> None:
         self.engine, self._closing = engine, False
         self._thread = threading.Thread(target=self._run, name="bitnet-ops engine", daemon=True)
-        self._owns = threading.Event()
+        self._begins = threading.Event()
         self._thread.start()
-        self._owns.wait()
+        try:
+            engine._turn.own(self._thread.ident)
+        except RuntimeError:
+            self._closing = True
+            raise
+        finally:
+            self._begins.set()
 
     def _run(self) -> None:
         engine = self.engine
-        engine._turn.own(threading.get_ident())
-        self._owns.set()
+        self._begins.wait()
+        if self._closing:
+            return
         try:
             while True:
                 engine._turn.wait_for(lambda: self._closing or bool(engine._requests))
