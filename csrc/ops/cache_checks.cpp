@@ -17,6 +17,46 @@ std::pair<const char*, const char*> span_of(const Tensor& t) {
   return {begin, begin + (last + 1) * static_cast<int64_t>(t.element_size())};
 }
 
+// float32, bfloat16, float16, float8_e4m3fn, float8_e5m2 or int8.
+void check_cache_dtype(const Check& check, const Tensor& cache, const char* argument) {
+  if (!cache.defined()) check.float_dtype(cache, argument);  // it says so
+  switch (cache.scalar_type()) {
+    case ScalarType::Float:
+    case ScalarType::BFloat16:
+    case ScalarType::Half:
+    case ScalarType::Float8_e4m3fn:
+    case ScalarType::Float8_e5m2:
+    case ScalarType::Char:
+      return;
+    default:
+      check.fail(argument,
+                 "of dtype float32, bfloat16, float16, float8_e4m3fn, float8_e5m2 or int8",
+                 dtype_name(cache.scalar_type()));
+  }
+}
+
+// Of a tensor that has passed check_cache_dtype.
+DType cache_type_of(const Tensor& cache) {
+  switch (cache.scalar_type()) {
+    case ScalarType::Char:
+      return DType::kInt8;
+    case ScalarType::Float8_e4m3fn:
+      return DType::kF8E4M3;
+    case ScalarType::Float8_e5m2:
+      return DType::kF8E5M2;
+    default:
+      return dtype_of(cache);
+  }
+}
+
+// Do the two touch a common byte, whatever their strides?
+bool overlap(const Tensor& a, const Tensor& b) {
+  if (a.numel() == 0 || b.numel() == 0) return false;
+  const auto [a_begin, a_end] = span_of(a);
+  const auto [b_begin, b_end] = span_of(b);
+  return a_begin < b_end && b_begin < a_end;
+}
+
 // False where there is none, as there should be.
 bool check_scale_given(const Check& check, const Tensor& cache, const std::optional<Tensor>& scale,
                        const char* argument) {
@@ -30,15 +70,6 @@ bool check_scale_given(const Check& check, const Tensor& cache, const std::optio
   Shape expected = shape_of(cache);
   expected.pop_back();
   check.shape(*scale, argument, expected);
-  return true;
-}
-
-bool check_scale(const Check& check, const Tensor& cache, const std::optional<Tensor>& scale,
-                 const char* argument, bool layers) {
-  if (!check_scale_given(check, cache, scale, argument)) return false;
-  if (layers && !dense_layers(*scale))
-    check.fail(argument, "contiguous within every layer", "other strides");
-  if (!layers) check.contiguous(*scale, argument);
   return true;
 }
 
@@ -86,7 +117,7 @@ void check_rows(const Check& check, const Tensor& t, const char* argument) {
     check.fail(argument, "with memory of its own for every element", "overlapping strides");
 }
 
-// What both kinds of caches ask of int8 and its scales.
+// What int8 and its scales ask.
 void check_scales_apart(const Check& check, const Tensor& keys, const Tensor& values,
                         const Tensor& key_scale, const Tensor& value_scale, const char* argument) {
   const int64_t dim = keys.size(keys.dim() - 1);
@@ -131,13 +162,6 @@ void check_pool(const Check& check, const Tensor& key_pool, const Tensor& value_
 
 void check_window(const Check& check, int64_t window, const char* argument) {
   if (window < 0) check.fail(argument, "at least 0 (none)", std::to_string(window));
-}
-
-void check_windows(const Check& check, const std::vector<int64_t>& windows, int64_t layers) {
-  if (!windows.empty() && static_cast<int64_t>(windows.size()) != layers)
-    check.fail("windows", "of " + std::to_string(layers) + " layers, or empty",
-               std::to_string(windows.size()) + " windows");
-  for (const int64_t window : windows) check_window(check, window, "windows");
 }
 
 CacheLayout check_layout(const Check& check, const Tensor& key_pool, const Tensor& value_pool,
@@ -195,80 +219,6 @@ engine::CachePool pool_view(const Tensor& keys, const Tensor& values,
     pool.value_scales = view_of(*value_scale, dims, layer);
   }
   return pool;
-}
-
-void check_cache_dtype(const Check& check, const Tensor& cache, const char* argument) {
-  if (!cache.defined()) check.float_dtype(cache, argument);  // it says so
-  switch (cache.scalar_type()) {
-    case ScalarType::Float:
-    case ScalarType::BFloat16:
-    case ScalarType::Half:
-    case ScalarType::Float8_e4m3fn:
-    case ScalarType::Float8_e5m2:
-    case ScalarType::Char:
-      return;
-    default:
-      check.fail(argument,
-                 "of dtype float32, bfloat16, float16, float8_e4m3fn, float8_e5m2 or int8",
-                 dtype_name(cache.scalar_type()));
-  }
-}
-
-DType cache_type_of(const Tensor& cache) {
-  switch (cache.scalar_type()) {
-    case ScalarType::Char:
-      return DType::kInt8;
-    case ScalarType::Float8_e4m3fn:
-      return DType::kF8E4M3;
-    case ScalarType::Float8_e5m2:
-      return DType::kF8E5M2;
-    default:
-      return dtype_of(cache);
-  }
-}
-
-bool overlap(const Tensor& a, const Tensor& b) {
-  if (a.numel() == 0 || b.numel() == 0) return false;
-  const auto [a_begin, a_end] = span_of(a);
-  const auto [b_begin, b_end] = span_of(b);
-  return a_begin < b_end && b_begin < a_end;
-}
-
-bool dense_layers(const Tensor& t) {
-  int64_t step = 1;
-  bool dense = true;
-  for (int64_t d = t.dim() - 1; d >= 1; --d) {
-    dense = dense && (t.size(d) == 1 || t.stride(d) == step);
-    step *= t.size(d);
-  }
-  return t.numel() == 0 || (dense && (t.size(0) == 1 || t.stride(0) >= step));
-}
-
-void check_positions(const Check& check, const Tensor& positions, int64_t batch, int64_t length,
-                     int64_t tokens, std::vector<int64_t>& copy) {
-  check.dtype(positions, "start_positions", ScalarType::Long);
-  check.shape(positions, "start_positions", {batch});
-  check.contiguous(positions, "start_positions");
-  const auto* p = static_cast<const int64_t*>(positions.const_data_ptr());
-  copy.assign(p, p + batch);
-  for (size_t b = 0; b < copy.size(); ++b) {
-    if (!(copy[b] >= 0 && copy[b] <= length - tokens))
-      check.fail("start_positions",
-                 "in [0, " + std::to_string(length - tokens) + "] for " + std::to_string(tokens) +
-                     " token(s) in a cache of length " + std::to_string(length),
-                 std::to_string(copy[b]) + " for sequence " + std::to_string(b));
-  }
-}
-
-void check_cache_scales(const Check& check, const Tensor& key_cache, const Tensor& value_cache,
-                        const std::optional<Tensor>& key_scale,
-                        const std::optional<Tensor>& value_scale, bool layers) {
-  const bool keys = check_scale(check, key_cache, key_scale, "key_scale", layers);
-  const bool values = check_scale(check, value_cache, value_scale, "value_scale", layers);
-  if (!keys || !values) return;
-  check_scales_apart(check, key_cache, value_cache, *key_scale, *value_scale, "key_cache");
-  if (overlap(*key_scale, *value_scale))
-    check.fail("value_scale", "in its own memory", "memory shared with key_scale");
 }
 
 Mutated::Mutated(const Tensor& key_cache, const Tensor& value_cache,

@@ -107,31 +107,9 @@ void PagedBatch::copy_table(const Check& check, const Tensor& block_table, int64
   }
 }
 
-void PagedBatch::set_rectangular(const std::vector<int64_t>& starts, int64_t tokens) {
-  const size_t count = starts.size();
-  query_start_.resize(count + 1);
-  lengths_.resize(count);
-  table_.resize(count);
-  table_stride_ = 1;
-  for (size_t s = 0; s <= count; ++s) query_start_[s] = static_cast<int64_t>(s) * tokens;
-  for (size_t s = 0; s < count; ++s) {
-    lengths_[s] = starts[s] + tokens;
-    table_[s] = static_cast<int64_t>(s);
-  }
-}
-
 engine::Sequences PagedBatch::view() const {
   return {static_cast<int64_t>(lengths_.size()), query_start_.data(), lengths_.data(),
           table_.data(), table_stride_};
-}
-
-void rectangular_slots(const std::vector<int64_t>& starts, int64_t tokens, int64_t length,
-                       std::vector<int64_t>& slots) {
-  slots.clear();
-  for (size_t b = 0; b < starts.size(); ++b) {
-    const int64_t first = static_cast<int64_t>(b) * length + starts[b];
-    for (int64_t t = 0; t < tokens; ++t) slots.push_back(first + t);
-  }
 }
 
 void copy_slots(const Check& check, const Tensor& slot_mapping, int64_t tokens, int64_t slots,

@@ -20,8 +20,6 @@ class PagedBatch {
   // hold positions 0 .. seq_lens[s] - 1 lie in [0, blocks).
   void set(const Check& check, const Tensor& query_start_loc, const Tensor& seq_lens,
            const Tensor& block_table, int64_t tokens, int64_t blocks, int64_t block_size);
-  // One long block for each of the sequences, which have `tokens` new tokens each behind starts.
-  void set_rectangular(const std::vector<int64_t>& starts, int64_t tokens);
 
   engine::Sequences view() const;
 
@@ -31,11 +29,6 @@ class PagedBatch {
   std::vector<int64_t> query_start_, lengths_, table_;
   int64_t table_stride_ = 0;
 };
-
-// The slots of a rectangular cache, a block of `length` positions for each sequence, in the order
-// of its new tokens: `tokens` of each, from its start on.
-void rectangular_slots(const std::vector<int64_t>& starts, int64_t tokens, int64_t length,
-                       std::vector<int64_t>& slots);
 
 // Slots [tokens] of a pool, all different.
 void copy_slots(const Check& check, const Tensor& slot_mapping, int64_t tokens, int64_t slots,

@@ -102,11 +102,6 @@ DType dtype_of(const Tensor& t) {
   }
 }
 
-ScalarType scalar_type_of(DType type) {
-  if (type == DType::kBF16) return ScalarType::BFloat16;
-  return type == DType::kF16 ? ScalarType::Half : ScalarType::Float;
-}
-
 engine::Rows rows_view(const Tensor& t) {
   const auto sizes = t.sizes();
   return {dtype_of(t), rows_of(sizes), sizes.back(), const_cast<void*>(t.const_data_ptr())};

@@ -22,7 +22,6 @@ int64_t rows_of(std::span<const int64_t> sizes);
 
 // Element type of an activation tensor; float32, bfloat16 or float16 were checked before.
 DType dtype_of(const Tensor& t);
-ScalarType scalar_type_of(DType type);
 
 // The memory of a contiguous tensor whose dtype has been checked.
 template <class T>

@@ -1,5 +1,6 @@
 """Attention over long contexts: a plain float64 softmax as the oracle, and the same bits however
-the work is split: into chunks of positions, blocks of tokens, calls, threads, ISAs, batches.
+the work is split: into chunks of positions, blocks of tokens, calls, threads, ISAs, batches. In a
+sliding window nothing of what lies before it takes part, whatever it holds.
 
 Small shapes and dtypes are test_op_oracles.py's matter, rejections test_op_errors.py's.
 """
@@ -14,12 +15,13 @@ from bitnet_ops.nn.kv_config import KV_DTYPES
 from bitnet_ops.nn.kv_pool import attend_rectangular as attend
 from bounds import EXP_ERROR, U, assert_equal, storing_error, sum_error
 from isa_control import every_configuration, forced_isa, torch_threads
-from op_values import Arguments
+from op_values import SCALED_KV_DTYPES, Arguments
 from ops_attention import (
     BF16_LEAST,
     attention_arguments,
     bfloat16_error,
     int8_attention_bound,
+    with_window,
 )
 
 CHUNK = 64  # positions, as kernel_table.h defines the arithmetic
@@ -27,6 +29,8 @@ CHUNK = 64  # positions, as kernel_table.h defines the arithmetic
 CONTEXTS = (1, 15, 16, 17, 63, 64, 65, 127, 129, 255, 256, 257, 1000, 8192)
 HEAD_DIMS = (64, 80, 96, 100, 128, 256)
 CACHES = tuple(KV_DTYPES.values())
+LENGTH = 420
+WINDOWS = (7, 64, 100)  # less than a chunk of 64 positions, one, and more
 
 
 def exact(args: Arguments) -> tuple[Tensor, Tensor]:
@@ -124,43 +128,47 @@ def test_scores_far_apart(isa: str, rng: torch.Generator) -> None:
 
 
 def long_arguments(rng: torch.Generator, tokens: int, **changes: object) -> Arguments:
-    shape = {"batch": 2, "heads": 10, "kv_heads": 2, "length": 420, "head_dim": 40, **changes}
+    shape = {"batch": 2, "heads": 10, "kv_heads": 2, "length": LENGTH, "head_dim": 40, **changes}
     shape.setdefault("cache_dtype", torch.bfloat16)
     args = attention_arguments(rng, tokens=tokens, **shape)
-    starts = torch.tensor([420 - tokens, 150 - tokens // 2][: args[0].shape[0]])
+    starts = torch.tensor([LENGTH - tokens, 150 - tokens // 2][: args[0].shape[0]])
     return (*args[:3], starts, *args[4:])
 
 
-@pytest.mark.parametrize("cache", CACHES[1:], ids=str)
-@pytest.mark.parametrize("tokens", [1, 3, 40, 120])
+@pytest.mark.parametrize("cache", CACHES, ids=str)
+@pytest.mark.parametrize(
+    ("tokens", "window"),
+    [(1, 0), (3, 0), (40, 0), (120, 0), (1, 10), (40, 10), (1, 130), (40, 130)],
+)
 def test_every_isa_and_thread_count_gives_the_same_bits(
-    tokens: int, cache: torch.dtype, rng: torch.Generator
+    tokens: int, window: int, cache: torch.dtype, rng: torch.Generator
 ) -> None:
-    args = long_arguments(rng, tokens, cache_dtype=cache)
+    args = with_window(long_arguments(rng, tokens, cache_dtype=cache), window)
     with forced_isa("scalar"), torch_threads(1):
         expected = attend(*args)
     for configuration in every_configuration():
         assert_equal(attend(*args), expected, configuration)
 
 
-@pytest.mark.parametrize("cache", CACHES[1:], ids=str)
+@pytest.mark.parametrize("cache", CACHES, ids=str)
+@pytest.mark.parametrize("window", [0, *WINDOWS])
 def test_neither_calls_nor_batches_matter(
-    cache: torch.dtype, isa: str, rng: torch.Generator
+    window: int, cache: torch.dtype, isa: str, rng: torch.Generator
 ) -> None:
     """Prefill at once, in uneven chunks, token by token, and each sequence alone."""
-    args = long_arguments(rng, 120, cache_dtype=cache)
-    query, keys, values, starts, *rest = args
+    args = with_window(long_arguments(rng, 120, cache_dtype=cache), window)
+    query, keys, values, starts, scale, *factors, _ = args
     whole = attend(*args)
     for sizes in ((1,) * 120, (7, 64, 1, 48), (119, 1)):
         parts, first = [], 0
         for size in sizes:
             piece = query[:, first : first + size]
-            parts.append(attend(piece, keys, values, starts + first, *rest))
+            parts.append(attend(piece, keys, values, starts + first, scale, *factors, window))
             first += size
         assert_equal(torch.cat(parts, dim=1), whole, str(sizes[:3]))
     for b in range(2):
-        scales = [factor[b : b + 1] for factor in rest[1:]]
-        alone = attend(*(arg[b : b + 1] for arg in args[:4]), rest[0], *scales)
+        scales = [None if factor is None else factor[b : b + 1] for factor in factors]
+        alone = attend(*(arg[b : b + 1] for arg in args[:4]), scale, *scales, window)
         assert_equal(alone[0], whole[b], f"sequence {b}")
 
 
@@ -236,3 +244,48 @@ def test_a_poisoned_position_reaches_the_tokens_that_see_it(
     dirty = attend(query, keys, values, starts, scale)
     assert_equal(dirty[:, :29], clean[:, :29])
     assert bool(dirty[:, 29:].isnan().all())
+
+
+# Sliding windows ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cache", CACHES, ids=str)
+def test_a_window_that_reaches_back_to_the_first_position_changes_nothing(
+    cache: torch.dtype, isa: str, rng: torch.Generator
+) -> None:
+    args = with_window(long_arguments(rng, 120, cache_dtype=cache), 0)
+    expected = attend(*args)
+    for window in (LENGTH, LENGTH + 1, 2**63 - 1):
+        assert_equal(attend(*args[:-1], window), expected, str(window))
+
+
+def spoilt(cache: Tensor, scale: Tensor | None, at: slice) -> tuple[Tensor, Tensor | None]:
+    """Copies that hold no numbers at positions `at` of the first sequence."""
+    cache = cache.clone()
+    if cache.dtype in SCALED_KV_DTYPES:
+        assert scale is not None
+        scale = scale.clone()
+        cache[0, :, at], scale[0, :, at] = 77, torch.inf
+    else:
+        cache[0, :, at] = torch.nan
+    return cache, scale
+
+
+@pytest.mark.parametrize("cache", CACHES, ids=str)
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_what_lies_before_the_window_takes_no_part(
+    tokens: int, window: int, cache: torch.dtype, isa: str, rng: torch.Generator
+) -> None:
+    args = with_window(long_arguments(rng, tokens, cache_dtype=cache), window)
+    query, keys, values, starts, scale, key_scale, value_scale, _ = args
+    clean = attend(*args)
+    first = LENGTH - tokens  # of the first sequence's tokens
+    for token in {0, tokens // 2, tokens - 1}:
+        seen = first + token + 1 - window  # the first position that this token sees
+        keys_too, key_scales = spoilt(keys, key_scale, slice(0, seen))
+        values_too, value_scales = spoilt(values, value_scale, slice(0, seen))
+        dirty = attend(query, keys_too, values_too, starts, scale, key_scales, value_scales, window)
+        assert_equal(dirty[0, token:], clean[0, token:], f"token {token}")
+        assert_equal(dirty[1], clean[1])
+        assert bool(dirty[0, :token].isnan().all()), "they see a position without a number"
