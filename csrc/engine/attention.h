@@ -1,6 +1,6 @@
-// Attention of new tokens over paged caches, cut into tasks: what to compute, in how many pieces,
-// with how much scratch memory, and one piece at a time, for callers with threads of their own; or
-// all at once. The arithmetic is the kernels' (kernel_table.h, attend_chunk).
+// Attention of new tokens over paged caches, cut into tasks. AttentionPlan is for callers that have
+// threads of their own; attend() does everything in one region. The arithmetic is in the kernels
+// (kernel_table.h, attend_chunk).
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,7 @@ struct AttentionShape {
   int64_t heads, kv_heads, dim;
   DType query_type;  // of query and out
   float scale;
-  CachePool pool;      // its strides; the data is that of each call
+  CachePool pool;      // strides only; each call brings the data
   int64_t window = 0;  // a token at p sees positions p - window + 1 .. p; 0: all up to p
 };
 
@@ -25,31 +25,31 @@ struct AttentionBuffers {
   CachePool pool;     // of the layer, with the shape's strides; the new tokens' keys included
 };
 
-// Multiply-adds of one half of attention with that window, about.
+// Roughly the multiply-adds of one half of attention (scores, or values).
 int64_t attention_work(const AttentionShape& shape, const Sequences& sequences);
 
-// How to use it, with threads that the caller owns:
-//   plan.build(shape, sequences, threads);                // per step, not per layer
-//   shared: plan.shared_floats() floats, per thread: plan.thread_floats() floats
-//   plan.prepare(shared)                                  // one thread, before the first task
-//   any thread, any order, each task once:  plan.run(table, buffers, begin, end, shared, own)
-// When every task has returned and the threads have synchronised, `out` is complete, and `shared`
-// is prepared again for the next layer. A thread should take neighbouring tasks together: they read
-// neighbouring memory, and chunks of one group share its query.
+// Use, with threads that the caller owns:
+//   plan.build(shape, sequences, threads);     // once a step, not once a layer
+//   `shared` has plan.shared_floats() floats, `own`, one for each thread, plan.thread_floats()
+//   plan.prepare(shared);                      // one thread, before the first task
+//   plan.run(table, buffers, begin, end, shared, own);  // any thread, any order, each task once
+// When all tasks are done and the threads have synchronised, `out` is complete and `shared` is
+// ready for the next layer. A thread should take neighbouring tasks together: they read
+// neighbouring memory, and the chunks of a group share its query.
 //
-// A group is a block of tokens of one sequence times the query heads of one KV head. One that is
-// more than a fair part of all the work is split: each chunk of its positions is a task, and
-// whoever finishes the last one merges them, so no barrier is needed in between. Any other group is
-// one task. The result is the same, bit for bit, whatever the plan. Chunks before a group's window
-// are no part of it: what they hold is not read, and they cost nothing.
+// A group is a block of tokens of one sequence, times the query heads of one KV head. A group that
+// is more than a fair share of all work is split: each chunk of its positions is a task, and the
+// thread that finishes the last chunk merges them, without a barrier. Any other group is one task.
+// The result is the same, bit for bit, for every plan. Chunks before a group's window are neither
+// read nor counted.
 class AttentionPlan {
  public:
-  // The sequences' arrays are read as long as the plan is used; checked by the caller. Memory of an
-  // earlier plan is used again.
+  // The arrays of `sequences` must be valid, and live as long as the plan is used. Reuses the
+  // memory of an earlier plan.
   void build(const AttentionShape& shape, const Sequences& sequences, int64_t threads);
 
   int64_t tasks() const { return static_cast<int64_t>(tasks_.size()); }
-  // Tasks [0, split_tasks()) are chunks; those behind are groups, the dearest first.
+  // Tasks [0, split_tasks()) are chunks; the others are groups, the most expensive first.
   int64_t split_tasks() const { return split_tasks_; }
   int64_t shared_floats() const { return counter_floats() + states_floats_; }
   int64_t thread_floats() const;
@@ -62,30 +62,30 @@ class AttentionPlan {
  private:
   struct Group {
     int64_t sequence, kv_head;
-    int64_t token, tokens;  // of all tokens: [token, token + tokens)
-    int64_t position;       // of the first
-    int64_t first_chunk;    // that its first token sees
-    int64_t chunks;         // from there on, to the last one that its last token sees
+    int64_t token, tokens;  // [token, token + tokens) of all tokens
+    int64_t position;       // of its first token
+    int64_t first_chunk;    // the first chunk that its first token sees
+    int64_t chunks;         // up to the last chunk that its last token sees
     int64_t end_chunk() const { return first_chunk + chunks; }
-    int64_t counter = -1;  // split: which counter, and where its states begin
+    int64_t counter = -1;  // of a split group: its counter, and where its states begin
     int64_t states = 0;
   };
   struct Task {
-    int32_t group, chunk;  // chunk -1: all of them
+    int32_t group, chunk;  // chunk -1: all chunks
   };
-  // A group's query rows: as float32, or for an int8 cache as quantised, one factor each.
+  // A group's query rows: float32, or for an int8 cache 16-bit integers with one factor a row.
   struct Query {
     float* rows;
     int16_t* wide;
     float* scale;
   };
-  // A chunk's keys and values as the kernels take them.
+  // A chunk's keys and values in the form that the kernels take.
   struct ChunkRows {
     const void *keys, *values;
     int64_t stride_bytes;
     const float *key_scale, *value_scale;
   };
-  // The chunk that a thread reads next; no group: none.
+  // The chunk that a thread will read next, to be prefetched; group null: none.
   struct Next {
     const Group* group = nullptr;
     int64_t chunk = 0;
@@ -107,7 +107,7 @@ class AttentionPlan {
 
   void load_query(const KernelTable& table, const AttentionBuffers& buffers, const Group& group,
                   const Query& query, float* row) const;
-  // Whether a chunk's rows lie as the kernels want them; keys of a chunk that does, else null.
+  // Whether the kernels can read a chunk's rows in place; the keys of such a chunk, else null.
   bool lies_in_place(int64_t begin, int64_t positions) const;
   const void* keys_in_place(const CachePool& pool, const Next& next) const;
   ChunkRows rows_of_chunk(const CachePool& pool, const Group& group, int64_t begin,
@@ -137,20 +137,20 @@ class AttentionPlan {
   int64_t rows_per_token_ = 1, block_tokens_ = 1, most_rows_ = 0;
   bool pair_unit_ = false;  // AttentionChunk::pair_unit
   int64_t split_groups_ = 0, split_tasks_ = 0, states_floats_ = 0;
-  bool evenly_strided_ = true;  // as the kernels take a chunk's rows and scales
-  bool gathers_ = false;        // some chunk's rows have to be put together
+  bool evenly_strided_ = true;  // rows and scales have the strides that the kernels take
+  bool gathers_ = false;        // the rows of some chunk have to be copied together
 };
 
 // A step's plans: one for each kind of attention in its layers, over the same sequences.
 class AttentionPlans {
  public:
-  // Removes all; their memory is used again.
+  // Removes all plans and keeps their memory.
   void clear() { used_ = 0; }
   // Builds one more.
   void add(const AttentionShape& shape, const Sequences& sequences, int64_t threads);
   const AttentionPlan& at(int64_t plan) const { return plans_[static_cast<size_t>(plan)]; }
 
-  // `shared` holds that of each plan, one behind the other; a thread's own serves all.
+  // `shared` has room for all plans, one after the other; a thread's own memory serves all.
   int64_t shared_floats() const { return shared_before(used_); }
   int64_t thread_floats() const;
   float* shared_of(int64_t plan, float* shared) const {
@@ -165,7 +165,7 @@ class AttentionPlans {
   size_t used_ = 0;
 };
 
-// All of it in one parallel region.
+// Attention of all sequences in one parallel region.
 void attend(const AttentionShape& shape, const Sequences& sequences,
             const AttentionBuffers& buffers);
 

@@ -1,5 +1,5 @@
-// The output head and the embedding over one storage: what a head is in memory, what a token
-// becomes before it meets it, both products, and the making of quantised heads.
+// Output head and embedding, which share one storage: its formats in memory, the preparation of
+// tokens, logits, rows of the embedding, and the quantisation of heads.
 #pragma once
 
 #include <cstdint>
@@ -21,32 +21,32 @@ struct HeadView {
   int64_t rows, k;     // V and K
   int64_t group;       // int4 and ternary: 64 or 128 features
   Prefetch ahead;      // head_prefetch()
-  // kTernary alone, a ternary matrix with scales of groups: its tokens are of 16 bits in groups.
+  // Of kTernary: a matrix with group scales. Its tokens are 16-bit integers with group scales.
   Weight ternary = {};
   GroupScales ternary_scales = {};
 
-  // The smallest run of rows that a thread may take, and the bytes a row costs to read.
+  // The smallest number of rows that a thread may take.
   int64_t unit_rows() const {
     if (format == HeadFormat::kTernary) return ternary.block_rows;
     return format == HeadFormat::kInt4 ? layout::kHeadTileRows : 1;
   }
   int64_t groups() const { return group == 0 ? 0 : (k + group - 1) / group; }
-  int64_t row_bytes() const;
+  int64_t row_bytes() const;  // read for one row
 };
 
-// How this CPU likes a head's weights to be asked for.
+// Distance and cache level of a head's prefetches on this CPU.
 Prefetch head_prefetch();
 
-// The tokens that meet a head, over memory of the caller (head_input_bytes, aligned to 64).
+// Tokens prepared for a head, in memory of the caller (head_input_bytes, aligned to 64).
 struct HeadInput {
   int64_t k, padded_k;
-  float* dense;                  // [tokens, k], of a dense head
-  HeadToken* tokens;             // [tokens], of a quantised head
-  QuantizedTokens ternary = {};  // of a ternary head
+  float* dense;                  // [tokens, k], for a dense head
+  HeadToken* tokens;             // [tokens], for a quantised head
+  QuantizedTokens ternary = {};  // for a ternary head
 };
 
-// Down to head_rows nothing allocates, throws or opens a parallel region, so that a whole model
-// step can call it from inside its own.
+// The functions down to head_rows do not allocate, throw or open a parallel region, so that a model
+// step can call them inside its own region.
 int64_t head_input_bytes(const HeadView& head, int64_t tokens);
 HeadInput bind_head_input(const HeadView& head, int64_t tokens, void* memory);
 
@@ -59,12 +59,12 @@ void prepare_head_token(const KernelTable& table, const HeadView& head, const fl
 void head_rows(const KernelTable& table, const HeadView& head, int64_t row_begin, int64_t row_end,
                const HeadInput& input, int64_t tokens, float* out, int64_t out_stride);
 
-// logits [x.count, head.rows] of all tokens
+// Logits [x.count, head.rows] of all tokens.
 void lm_head(const HeadView& head, const Rows& x, float* logits);
-// out [count, k]: row ids[i] as float32, the weight itself or code * scale, rounded once.
+// out [count, k] float32: rows ids[i], dense weights or code * scale, rounded once.
 void embed(const HeadView& head, const int64_t* ids, int64_t count, float* out);
 
-// A ternary head's part of the functions above; engine/ternary_head.cpp.
+// The functions above for ternary heads (engine/ternary_head.cpp).
 int64_t ternary_input_bytes(const HeadView& head, int64_t tokens);
 QuantizedTokens bind_ternary_input(const HeadView& head, int64_t tokens, void* memory);
 void ternary_rows(const KernelTable& table, const HeadView& head, int64_t row_begin,
@@ -72,10 +72,11 @@ void ternary_rows(const KernelTable& table, const HeadView& head, int64_t row_be
                   int64_t out_stride);
 void embed_ternary(const HeadView& head, int64_t id, float* out);
 
-// codes int8 [count, width], scales [count].  Returns a row that holds NaN or an infinity, or -1.
+// codes int8 [count, width], scales [count]. Returns a row that contains a NaN or an infinity, or
+// -1.
 int64_t quantize_head_int8(const Rows& weight, int8_t* codes, float* scales);
-// Tiles of 16 rows in groups of 64 or 128 (format/layout.h).  Returns the first row of a tile that
-// holds NaN or an infinity, or -1.
+// Tiles of 16 rows, groups of 64 or 128 features (format/layout.h). Returns the first row of a tile
+// that contains a NaN or an infinity, or -1.
 int64_t quantize_head_int4(const Rows& weight, int64_t group, uint8_t* tiles, uint16_t* scales);
 
 }  // namespace bitnet::engine

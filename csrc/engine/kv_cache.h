@@ -1,13 +1,13 @@
-// Keys and values in a pool of blocks: where a position of a head lies, and how a row gets there.
-// A rectangular cache is a pool too, with one long block for each sequence.
+// Keys and values in a pool of blocks: the address of a position of a head, and writing rows there.
+// A rectangular cache is a pool with one long block for each sequence.
 #pragma once
 
 #include "engine/row_ops.h"
 
 namespace bitnet::engine {
 
-// Rows of one kind (keys, values, or their scales), one for every head of every position of every
-// block, in whatever order the owner of the memory has them.
+// Rows of one kind (keys, values, or their scales): one for each head of each position of each
+// block, with any strides.
 struct PoolView {
   char* data = nullptr;
   int64_t block_bytes = 0, position_bytes = 0, head_bytes = 0;
@@ -17,15 +17,15 @@ struct PoolView {
   }
 };
 
-// The pool of one layer. A row's `dim` elements lie side by side; in panels, which begin where the
-// row of their first position would, those of 16 positions lie as kernel_table.h says, and
-// block_size is a multiple of 16.
+// The pool of one layer. In kRows the `dim` elements of a row are contiguous. In kPanels 16
+// positions form a panel, ordered as kernel_table.h says, which begins where the row of its first
+// position would; block_size is a multiple of 16.
 struct CachePool {
   DType type = DType::kF32;
   int64_t block_size = 1;  // positions of a block
   int64_t dim = 0;
   PoolView keys, values;
-  PoolView key_scales, value_scales;  // float32, of int8 pools
+  PoolView key_scales, value_scales;  // float32, for int8 pools
   CacheLayout layout = CacheLayout::kRows;
 
   int64_t row_bytes() const { return dim * element_size(type); }
@@ -33,26 +33,26 @@ struct CachePool {
   bool in_panels() const { return layout == CacheLayout::kPanels; }
 };
 
-// Sequences whose new tokens follow each other, sequence by sequence, and the blocks that hold
-// their keys and values. Borrowed memory.
+// Sequences: their new tokens, one sequence after the other, and the blocks with their keys and
+// values. Borrowed memory.
 struct Sequences {
   int64_t count = 0;
-  const int64_t* query_start = nullptr;  // [count + 1]: the first new token of each, and the end
-  const int64_t* lengths = nullptr;      // [count], the new tokens included
+  const int64_t* query_start = nullptr;  // [count + 1]: first new token of each, and the end
+  const int64_t* lengths = nullptr;      // [count], new tokens included
   const int64_t* block_table = nullptr;  // [count, table_stride]
   int64_t table_stride = 0;
 
   int64_t tokens(int64_t s) const { return query_start[s + 1] - query_start[s]; }
-  // Where the first new token stands.
+  // Position of the first new token.
   int64_t start(int64_t s) const { return lengths[s] - tokens(s); }
   const int64_t* blocks(int64_t s) const { return block_table + s * table_stride; }
 };
 
-// Writes a key's and a value's row of one head into slot = block * block_size + position.
+// Writes one head's key and value to slot = block * block_size + position.
 void store_cache_rows(const KernelTable& table, const CachePool& pool, int64_t slot, int64_t head,
                       const float* key, const float* value);
 
-// Rows [tokens, heads, dim] of keys and values into the slots of their tokens.
+// Writes keys and values [tokens, heads, dim] to the slots of their tokens.
 void write_cache(const Rows& keys, const Rows& values, const int64_t* slots, int64_t heads,
                  const CachePool& pool);
 

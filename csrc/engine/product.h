@@ -1,6 +1,6 @@
-// THE tiler: ternary weights x quantised tokens, cut into rows x blocks of tokens, each of which is
-// multiplied and then stored by one call of the epilogue. Every linear of every op and of the model
-// step goes through it.
+// Ternary weights times quantised tokens. A product is cut into blocks of rows x tokens; each block
+// is multiplied, and one call of the epilogue scales and stores it. Every linear of every op and of
+// the model step uses this.
 #pragma once
 
 #include "engine/group_product.h"
@@ -10,7 +10,7 @@
 
 namespace bitnet::engine {
 
-// Where the rows of a projection go: token m's at data + m * stride_bytes.
+// Where a projection stores its rows: that of token m at data + m * stride_bytes.
 struct Output {
   StoreKind kind;
   DType type;  // stored as (kStore) or rounded to (kRound, kAdd)
@@ -18,8 +18,8 @@ struct Output {
   int64_t stride_bytes;
 };
 
-// float(sum) * (scale[n] * x_scale[m]) + bias[n], or with scales of groups,
-// engine/group_product.h's sum of them + bias[n].
+// One linear: float(sum) * (scale[n] * x_scale[m]) + bias[n]. With group scales: the sum over
+// groups that engine/group_product.h defines, + bias[n].
 struct Projection {
   const Weight* weight;
   const float* scale;
@@ -38,35 +38,35 @@ Projection make_projection(const Weight& weight, const float* scale, int64_t sca
 // Exact int32 sums [tokens, n_rows].
 Projection make_sums(const Weight& weight, int32_t* out);
 
-// Into how many blocks of tokens and parts of K a product is cut. 0: as its ProductBlocking says,
-// which is best for one thread. A part has at least 64 k, or what the table's matrix unit begins
-// with.
+// How many blocks of tokens and parts of K a product is cut into. token_blocks 0: as
+// ProductBlocking says, which is best for one thread. A part has at least 64 k, or the smallest
+// number of k that the table's matrix unit takes.
 struct ProductCut {
   int64_t token_blocks = 0, k_parts = 1;
-  int64_t cells = 0, sums = 0;  // of PartSums, where there is more than one part
+  int64_t cells = 0, sums = 0;  // sizes of PartSums, if there is more than one part
 };
 
-// What the cut of a product for many threads depends on.
+// The properties of a product that its cut depends on.
 struct ProductShape {
   int64_t tokens, k;
   int64_t row_blocks, block_rows;  // of all projections
-  bool grouped;                    // scales of groups
-  bool splits_k;                   // sums of parts of K may be added: PartSums are at hand
+  bool grouped;                    // has group scales
+  bool splits_k;                   // K may be cut: the caller provides PartSums
 };
 
-// The coarsest cut of which so many threads find units enough to end together: blocks of fewer
-// tokens first, then parts of K.
+// The coarsest cut that has enough units for all threads to end together. Blocks get fewer tokens
+// first; then K is cut.
 ProductCut cut_for(const KernelTable& table, const ProductShape& shape, int64_t threads);
 
-// Where K is cut: a cell is a row block x a block of tokens, whose parts meet here.
+// Sums of the parts of K. A cell is a row block x a block of tokens.
 struct PartSums {
   int32_t* sums = nullptr;  // [cells, k_parts, block_rows * block_tokens]
-  int32_t* done = nullptr;  // [cells], how many parts are there; 0 before and behind a stage
+  int32_t* done = nullptr;  // [cells], finished parts; all 0 before and after a stage
 };
 
-// All projections of the same tokens as one stage of a plan (runtime/staged_executor.h). How the
-// work is cut follows from ProductBlocking and the cut. A unit is a part of K of a cell; the thread
-// that brings the last part adds them up, in integers, so that their order says nothing.
+// All projections of the same tokens as one stage of a plan (runtime/staged_executor.h). A unit is
+// one part of K of one cell. The thread that finishes the last part of a cell adds the parts; they
+// are integers, so the order does not matter.
 class Product {
  public:
   Product(const KernelTable& table, const QuantizedTokens& x, const Projection* projections,
@@ -80,14 +80,14 @@ class Product {
   const void* weights_of(int64_t unit) const;
 
  private:
-  // Whether the product with it stores no sums.
+  // Whether the kernel itself scales and stores, so that no sums are kept.
   bool finishes(const Weight& weight) const;
   int64_t blocks_at_once(int64_t block_rows, bool finished) const;
   int64_t row_blocks_at_once(const Weight& weight) const;
   void run_rows_outermost(const Projection& p, int64_t begin, int64_t end) const;
   void run_tokens_outermost(int64_t begin, int64_t end) const;
   void run_parts(int64_t begin, int64_t end) const;
-  // The projection of a row block among those of all, which becomes its own.
+  // The projection that row block `block` of all belongs to; `block` becomes its number in there.
   const Projection& find(int64_t& block) const;
   int64_t sums_of_part() const { return most_block_rows_ * block_tokens_; }
   int64_t part_begin(const Weight& weight, int64_t part) const;
@@ -106,8 +106,9 @@ class Product {
   ProductBlocking blocking_;
   PartSums parts_;
   int64_t row_blocks_ = 0, most_block_rows_ = 1;
-  bool all_finished_ = true, finer_;     // than one thread likes it
-  int64_t token_blocks_, block_tokens_;  // as equal as can be, so that more tokens never cost less
+  bool all_finished_ = true, finer_;  // finer_: cut finer than ProductBlocking says
+  int64_t token_blocks_,
+      block_tokens_;  // as equal as possible, so that more tokens never cost less
   int64_t k_parts_;
 };
 

@@ -1,5 +1,5 @@
-// Sampling: rows of logits to token ids, to probabilities, to the most probable tokens. Rows are
-// dealt out to the threads; a row's result depends on nothing but the row and its options.
+// Sampling: from rows of logits to token ids, probabilities, or the most probable tokens. Threads
+// share the rows; the result of a row depends on the row and its options alone.
 #pragma once
 
 #include <cstdint>
@@ -13,20 +13,21 @@ struct LogitRows {
   const float* row(int64_t r) const { return data + r * stride; }
 };
 
-// How a row is sampled; the ranges are those of SamplingParams (generate/sampling.py).
+// How a row is sampled; ranges as in SamplingParams (generate/sampling.py).
 struct SamplingOptions {
   double temperature, top_p, min_p;
   int64_t top_k;
-  double uniform;  // in [0, 1): where the draw falls; not used at temperature 0
+  double uniform;  // the random number, in [0, 1); not used at temperature 0
 };
 
-// What is done to one logit before anything else: y = x + bias; y > 0 ? y / repetition : y *
-// repetition; then - subtracted.  Each operation is rounded to float32.
+// A change of one logit, applied first: y = x + bias; y > 0 ? y / repetition : y * repetition; then
+// - subtracted. Each operation is rounded to float32.
 struct LogitEdit {
   float bias, repetition, subtracted;
 };
 
-// Those of row r: from begin[r] to begin[r + 1].  An id stands once in a row.  begin null: none.
+// The edits of row r are [begin[r], begin[r + 1]). An id occurs once in a row. begin null: no
+// edits.
 struct LogitEdits {
   const int64_t* begin;
   const int64_t* ids;
@@ -35,11 +36,12 @@ struct LogitEdits {
 
 // The token of each row, or -1 where a logit is a NaN or the largest one is infinite.
 //
-// Edits; then at temperature 0 the largest logit, of equals the lowest id.  Else the top_k largest
-// logits stay, of equals the lower ids; p = exp((x - largest) / temperature) over their sum; the
-// fewest most probable stay whose p reach top_p, and of those the ones with p >= min_p * the
-// largest p.  The draw falls at uniform * their sum, in the order of ids, or with top_k of
-// probability.
+// After the edits: at temperature 0 the largest logit, the lowest id among equals. Otherwise
+//   1. keep the top_k largest logits, the lower ids among equals;
+//   2. p = exp((x - largest) / temperature) over their sum;
+//   3. keep the fewest most probable tokens whose p reach top_p;
+//   4. of those, keep tokens with p >= min_p * the largest p;
+//   5. draw at uniform * their sum, in the order of ids, or with top_k in that of probability.
 void sample_tokens(const LogitRows& logits, const SamplingOptions* options, const LogitEdits& edits,
                    int64_t* tokens);
 
@@ -47,9 +49,9 @@ void sample_tokens(const LogitRows& logits, const SamplingOptions* options, cons
 void token_probabilities(const LogitRows& logits, const SamplingOptions* options,
                          const LogitEdits& edits, float* probabilities);
 
-// log softmax of the logits themselves: of tokens [count], and of the `top` most probable tokens of
-// each row, descending, ids and values [count, top].  NaN, and ids of -1, for a row without a
-// distribution and for a token of -1.
+// log softmax of the unedited logits: of tokens [count], and of the `top` most probable tokens of
+// each row, descending, ids and values [count, top]. NaN and ids of -1 for a row without a
+// distribution, and for a token of -1.
 void top_logprobs(const LogitRows& logits, const int64_t* tokens, int64_t top, float* of_tokens,
                   int64_t* ids, float* of_ids);
 

@@ -1,5 +1,5 @@
-// Where a row of values must be cut so that the largest ones reach a target, without sorting the
-// row: the rank of top-k, the mass of top-p, the point of a draw. Must not know what is sampled.
+// Finds, without sorting a row, the cut above which the largest values reach a target: a count
+// (top-k), a sum (top-p), or the point of a draw.
 #pragma once
 
 #include <cstdint>
@@ -9,23 +9,23 @@
 
 namespace bitnet::engine {
 
-// A row is gone through in parts of so many elements.
+// Rows are processed in blocks of so many elements.
 constexpr int64_t kSelectionBlock = 1024;
 
-// Element i is data[i] * scale, rounded to float32.  No NaN; count at least 1, below 2^31.
+// Element i is data[i] * scale, rounded to float32. No NaN; 1 <= count < 2^31.
 struct Values {
   const float* data;
   int64_t count;
   float scale;
-  // Of each block a bound that no element of `data` exceeds; null: none is known.
+  // For each block an upper bound of its elements of `data`; null: not known.
   const float* block_bounds = nullptr;
-  // No element of `data` exceeds it.
+  // An upper bound of all elements of `data`.
   float bound = std::numeric_limits<float>::infinity();
   float at(int64_t i) const { return data[i] * scale; }
 };
 
-// Values are in order by size, descending, and of equals the lower index comes first.  A cut is the
-// last one that stays.
+// Values are ordered by size, descending, and by index among equals. A cut names the last value
+// that stays.
 struct Cut {
   float value;
   int64_t index;
@@ -34,11 +34,11 @@ struct Cut {
   }
 };
 
-// Memory for rows of up to `count` elements.
+// Scratch memory for rows of up to `count` elements.
 struct SelectionMemory {
   float* values;         // a list
-  int32_t* starts;       // where the blocks' parts of it begin, and its end
-  float* narrow_values;  // what it is narrowed to
+  int32_t* starts;       // where the part of each block begins in the list, and its end
+  float* narrow_values;  // the narrowed list
   int32_t* narrow_ids;
   int32_t* found;
   static SelectionMemory take(BumpAllocator& memory, int64_t count) {
@@ -48,24 +48,24 @@ struct SelectionMemory {
   }
 };
 
-// The element with which there are `count`, 1 to all of them.
+// The cut that keeps `count` elements, 1 <= count <= values.count.
 Cut cut_at_count(const Values& values, int64_t count, const SelectionMemory& memory);
-// The first element with which the sum reaches `target`, or the last one if it never does.  Values
-// are at least 0; their sum is 1, roughly.  Sums are float64, in an order that depends on the
-// values alone.  block_sums, if not null: [blocks], becomes what the cut keeps of each, equal to
-// kept_sum where sums_exactly holds.
+// The cut at the first element with which the sum reaches `target`, or at the last element. Values
+// are at least 0 and sum to about 1. Sums are float64, in an order that depends on the values
+// alone. block_sums [blocks], if not null, gets the kept sum of each block, equal to kept_sum where
+// sums_exactly holds.
 Cut cut_at_sum(const Values& values, double target, const SelectionMemory& memory,
                double* block_sums = nullptr);
 
-// Whether no sum of cut_at_sum and of what its cut keeps rounds, whatever the order, for a total of
-// 1 and the rounding of float32.
+// Whether the sums of cut_at_sum are exact in any order, given a total of 1 and values rounded to
+// float32.
 bool sums_exactly(int64_t count, double target);
 
-// The sum of what a cut keeps, from `begin` to `end`.
+// The sum of the elements of [begin, end) that a cut keeps.
 double kept_sum(const Values& values, const Cut& cut, int64_t begin, int64_t end);
-// The indices, ascending, of what a cut keeps, ids [count]; how many.
+// Writes the indices that a cut keeps, ascending, to ids [count]; returns how many.
 int64_t kept_ids(const Values& values, const Cut& cut, int32_t* ids);
-// What a cut keeps, in its order, to [count]; may be values.data.
+// Writes the values that a cut keeps, in order, to `to` [count], which may be values.data.
 void kept_values(const Values& values, const Cut& cut, float* to);
 
 }  // namespace bitnet::engine
