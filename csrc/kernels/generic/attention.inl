@@ -1,6 +1,6 @@
-// Attention of a few query rows that share a KV head against one chunk of positions, over the float
-// primitives: every load of a key or value meets all rows of a group.  Included inside an ISA's
-// anonymous namespace; never mentions an ISA.  Contracts and arithmetic: kernel_table.h.
+// Attention of a few query rows that share a KV head, against one chunk of positions, over the
+// float primitives. Every key or value is loaded once for all rows. Contracts and arithmetic:
+// kernel_table.h.
 
 // How far ahead of its use memory is asked for.  The hardware's own prefetcher stops at 4 KiB
 // pages.

@@ -1,7 +1,6 @@
-// Attention of many query rows against one chunk of positions: keys and values are widened and laid
-// out once, then every row meets them.  The arithmetic is attention.inl's, lane for lane: here a
-// register holds one lane of 16 keys, there 16 lanes of one key.  Included inside an ISA's
-// anonymous namespace; never mentions an ISA.
+// Attention of many query rows against one chunk of positions. Keys and values are widened and laid
+// out once for all rows. The arithmetic is that of attention.inl, lane for lane: a register holds
+// one lane of 16 keys here, 16 lanes of one key there.
 
 // Fewer rows than this do not repay laying out the keys and values.
 constexpr int64_t kBlockFewest = 2 * kBlockRows > 12 ? 2 * kBlockRows : 12;

@@ -1,7 +1,6 @@
-// Attention against int8 caches with a scale for every position: integer dot products of 16-bit
-// queries with the keys, softmax in floats, integer sums of values with 16-bit weights.  Every sum
-// is exact, so the order in which an ISA takes it does not matter.  Included inside an ISA's
-// anonymous namespace; never mentions an ISA.  Definition and bounds: kernel_table.h.
+// Attention against int8 caches that have a scale for every position: integer dot products of
+// 16-bit queries with the keys, softmax in floats, integer sums of the values with 16-bit weights.
+// Every sum is exact, so an ISA may take it in any order. Definition and bounds: kernel_table.h.
 
 constexpr float kWideMax = 32512.0f;
 

@@ -1,8 +1,8 @@
 // Attention over bfloat16 caches in the order of the matrix instruction TDPBF16PS: two chains of
 // fused multiply-adds, over the even and the odd ones of 32 elements (scores) or positions
-// (values).  Keys are read in panels, so that a lane is a position and no sum runs across lanes;
-// where the cache holds rows, they are laid out once for all queries.  Included inside an ISA's
-// anonymous namespace; never mentions an ISA.  Definition: kernel_table.h, attend_chunk.
+// (values). Keys are read in panels, so that a lane is a position and no sum crosses lanes. If the
+// cache holds rows, they are laid out once for all queries. Definition: kernel_table.h,
+// attend_chunk.
 
 constexpr int64_t kPairBytes = 64;  // of 16 positions or features
 

@@ -1,7 +1,6 @@
-// Attention against int8 caches in panels: every load is four numbers each of 16 positions (keys)
-// or 16 features (values) side by side, so that a lane is a sum of its own and nothing is added
-// across lanes.  The integers are attention_int8.inl's, and so is all that is done with floats.
-// Included inside an ISA's anonymous namespace; never mentions an ISA.
+// Attention against int8 caches in panels. A load holds four numbers each of 16 positions (keys) or
+// 16 features (values), so that every lane is a sum of its own. Integers and floats are those of
+// attention_int8.inl.
 
 constexpr int64_t kQuadBytes = 64;  // four numbers of 16 lanes
 

@@ -1,7 +1,7 @@
-// Attention over bfloat16 caches by an instruction that adds two products to every sum (PairUnit):
-// attention_pairs.inl's sums, bit for bit, of whole groups of kPairGroup.  A word holds two numbers
-// of one chain, the earlier one in its upper half, which the unit takes first.  Included inside an
-// ISA's anonymous namespace; never mentions an ISA.
+// Attention over bfloat16 caches by an instruction that adds two products to every sum (PairUnit).
+// Sums are those of attention_pairs.inl, bit for bit, for whole groups of kPairGroup. A word holds
+// two numbers of one chain. The earlier number is in the upper half, because the unit adds that
+// first.
 
 // The words that the unit takes of n numbers, a multiple of 16; nothing without a unit.
 template <class Unit>

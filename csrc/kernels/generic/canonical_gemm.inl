@@ -1,6 +1,5 @@
-// The product over canonical rows: which algorithm takes how many tokens.  Over canonical.inl,
-// canonical_panel.inl and matrix_rows.inl.  Included inside an ISA's anonymous namespace; never
-// mentions an ISA.  See ternary_gemm in kernel_table.h for the contract.
+// The product over canonical rows: which algorithm is used for how many tokens. Contract:
+// ternary_gemm in kernel_table.h. Uses canonical.inl, canonical_panel.inl and matrix_rows.inl.
 
 void ternary_gemm(const uint8_t* weight, int64_t row_bytes, int64_t row_begin, int64_t row_end,
                   const int8_t* x, int64_t x_stride, const int32_t* x_sum, int64_t tokens,

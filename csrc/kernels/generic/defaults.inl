@@ -1,6 +1,5 @@
-// SIMD primitives in terms of those that every ISA writes (simd_scalar.h lists them).  Templates,
-// so that an ISA's own function of the same name is preferred.  Those that need no float lanes
-// stand in simd_defaults.h.  Included inside an ISA's anonymous namespace; never mentions an ISA.
+// SIMD primitives made of those that every ISA supplies (simd_scalar.h lists them). Primitives
+// without float lanes are in simd_defaults.h.
 
 // What a wrong size would break without a message: an ISA that has one of these writes its group.
 static_assert(TwoBit::kFields == layout::layout_of(layout::WeightFormat::kTwoBit).fields);

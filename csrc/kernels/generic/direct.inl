@@ -1,5 +1,4 @@
-// A few tokens x tiles, the weights decoded in registers for every group of tokens.  Over
-// tiles.inl. Included inside an ISA's anonymous namespace; never mentions an ISA.
+// A few tokens x tiles: weights are decoded in registers for every group of tokens. Uses tiles.inl.
 
 // acc += k-steps [0, count) of dots F0 .. F0 + FN - 1 x T tokens; U k-steps at a time, each with
 // parts of its own so that one sum need not wait for the last.  kPrefetch: this pass meets the

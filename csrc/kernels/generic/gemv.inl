@@ -1,5 +1,4 @@
-// One token x tiles, several tiles side by side as streams of reading.  Over tiles.inl.  Included
-// inside an ISA's anonymous namespace; never mentions an ISA.
+// One token x tiles: several tiles side by side, as separate streams of reading. Uses tiles.inl.
 
 // One token x S tiles, `apart` bytes from one to the next, two k-steps of each in turn: as many
 // streams of reading, which some CPUs serve faster than one.  Sums stay in registers where they

@@ -1,6 +1,5 @@
-// The ternary product of rows that have a scale for every group of weights, over tiles.  Over
-// tiles.inl, direct.inl, panel.inl and matrix.inl.  Included inside an ISA's anonymous namespace;
-// never mentions an ISA.  See group_gemm in kernel_table.h for the contract.
+// The ternary product with group scales, over tiles. Contract: group_gemm in kernel_table.h. Uses
+// tiles.inl, direct.inl, panel.inl and matrix.inl.
 
 constexpr int64_t kMostGroupSteps = 32;
 

@@ -1,6 +1,5 @@
-// The output head: dense, int8 and int4 weights against a few tokens, and what quantises both.
-// Included inside an ISA's anonymous namespace, never mentions an
-// ISA. Contracts: kernel_table.h.
+// The output head: dense, int8 and int4 weights times a few tokens, and the quantisation of both.
+// Contracts: kernel_table.h.
 
 // Rows that stay in cache while every token of a batch meets them.
 constexpr int64_t kHeadRowChunk = 32;

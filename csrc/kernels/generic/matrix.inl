@@ -1,12 +1,10 @@
-// Many tokens x whole tiles by a matrix unit U: sixteen k-steps of a tile (64 k), decoded into one
-// dot of a decoder, are an operand of 64 k x 16 rows as they lie; one of the dots is the raw bytes
-// and needs no decoding. Over tiles.inl and epilogue.inl.  Included inside an ISA's anonymous
-// namespace; never mentions an ISA.
+// Many tokens x whole tiles by a matrix unit U. Sixteen k-steps of a tile (64 k), decoded into one
+// dot of a decoder, are an operand of 64 k x 16 rows as they lie. One of the dots is the raw bytes
+// and needs no decoding. Uses tiles.inl and epilogue.inl.
 //
-// The order of the work: tile of the layout, block of 32 tokens, block of K, pass over two of the
-// dots. Each such segment is a run of operands; the operands of the next segment are decoded
-// between the products of the last ones of this, so that the unit never waits for the first of
-// them.
+// The work is ordered by tile of the layout, block of 32 tokens, block of K, pass over two of the
+// dots. Each such segment is a run of operands. The operands of the next segment are decoded
+// between the last products of this one, so that the unit never waits for them.
 
 constexpr int64_t kMatrixTokens = 32;    // two tiles of tokens
 constexpr int64_t kOperandSteps = 16;    // k-steps of an operand: 64 k

@@ -1,5 +1,5 @@
-// Many tokens x tiles: a block of k-steps is decoded to memory once, then meets every token.  Over
-// tiles.inl.  Included inside an ISA's anonymous namespace; never mentions an ISA.
+// Many tokens x tiles: a block of k-steps is decoded to memory once and multiplied with every
+// token. Uses tiles.inl.
 
 // Decoders that decode to memory from panel_from(shared_ports) tokens on (0: never), D::kPanelSteps
 // k-steps at a time.

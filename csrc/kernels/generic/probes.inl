@@ -1,6 +1,5 @@
-// The limits of the machine, for benchmarks: how fast memory can be read, how fast the int8 unit
-// multiplies.  Included inside an ISA's anonymous namespace; never mentions an ISA.  See probe_read
-// and probe_int8_peak in kernel_table.h for the contract.
+// The limits of the machine, for benchmarks: the speed of reading memory and of the int8 unit.
+// Contracts: probe_read and probe_int8_peak in kernel_table.h.
 
 // S sequential streams of `part` bytes, each from its own part of the data, two cache lines at a
 // time.

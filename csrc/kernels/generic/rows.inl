@@ -1,6 +1,5 @@
 // Row operations over the float primitives: quantise, scale, convert, norms, activations, RoPE.
-// Included inside an ISA's anonymous namespace; never mentions an ISA. Contracts: kernel_table.h.
-// The order of sums is part of them.
+// Contracts, including the order of sums: kernel_table.h.
 
 // f(i, count) for every 16 elements: a constant 16 where they are whole.
 template <class F>

@@ -1,6 +1,6 @@
-// Rows of logits and of probabilities over the float primitives: maximum, exponentials, what lies
-// above a bound or between two, and where. Included inside an ISA's anonymous namespace;
-// never mentions an ISA. Contracts: kernel_table.h. The order of sums is part of them.
+// Rows of logits and of probabilities over the float primitives: maximum, exponentials, and the
+// values above a bound or between two bounds, with their indices. Contracts, including the order of
+// sums: kernel_table.h.
 
 float max_row(const float* x, int64_t n) {
   F32x16 best = set1(-__builtin_inff()), magnitude = zero();

@@ -1,6 +1,6 @@
-// The products over tiles: which algorithm takes how many tokens, and how the work is cut for it.
-// Over gemv.inl, direct.inl, panel.inl, matrix.inl and epilogue.inl.  Included inside an ISA's
-// anonymous namespace; never mentions an ISA.  See tile_gemm in kernel_table.h for the contract.
+// The products over tiles: which algorithm is used for how many tokens, and how the work is cut.
+// Contract: tile_gemm in kernel_table.h. Uses gemv.inl, direct.inl, panel.inl, matrix.inl and
+// epilogue.inl.
 
 // D1 decodes for one token, DN on the fly for several, DP to memory where it has a panel.
 template <class D1, class DN, class DP>

@@ -1,12 +1,11 @@
-// The ternary product over tiles of the CPU-specific layouts (format/layout.h).  Included inside an
-// ISA's anonymous namespace; never mentions an ISA.  See tile_gemm in kernel_table.h for the
-// contract.
+// The ternary product over tiles of the layouts for CPUs (format/layout.h). Contract: tile_gemm in
+// kernel_table.h.
 //
-// A decoder D turns a k-step into D::kDots code vectors; the dot products of each with the tokens
-// are summed separately and D::finish makes the sums of the D::kFields row groups of them, so a
-// code vector may be a masked field that keeps its factor, or the raw byte.  The sums of a tile and
-// up to kMostTokens tokens are kept in `sums` [token][dot][lane]; registers hold the part that is
-// being added, for at most D::kFlush k-steps.
+// A decoder D turns a k-step into D::kDots code vectors. The dot products of each with the tokens
+// are summed separately, and D::finish computes the sums of the D::kFields row groups from them. So
+// a code vector may be a masked field that keeps its factor, or the raw byte. The sums of a tile
+// and up to kMostTokens tokens are kept in `sums` [token][dot][lane]; registers hold the part that
+// is being added, for at most D::kFlush k-steps.
 
 constexpr int kMostTokens = 6;  // tokens that share the decoding of a k-step
 constexpr int64_t kPanelTokens = 64;
