@@ -72,8 +72,7 @@ void ternary_rows(const KernelTable& table, const HeadView& head, int64_t row_be
                   int64_t out_stride);
 void embed_ternary(const HeadView& head, int64_t id, float* out);
 
-// codes int8 [count, width], scales [count]. Returns a row that contains a NaN or an infinity, or
-// -1.
+// codes int8 [count, width], scales [count]. Returns a row that has a NaN or an infinity, or -1.
 int64_t quantize_head_int8(const Rows& weight, int8_t* codes, float* scales);
 // Tiles of 16 rows, groups of 64 or 128 features (format/layout.h). Returns the first row of a tile
 // that contains a NaN or an infinity, or -1.

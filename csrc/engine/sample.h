@@ -26,8 +26,7 @@ struct LogitEdit {
   float bias, repetition, subtracted;
 };
 
-// The edits of row r are [begin[r], begin[r + 1]). An id occurs once in a row. begin null: no
-// edits.
+// The edits of row r are [begin[r], begin[r + 1]). An id occurs once in a row. begin null: none.
 struct LogitEdits {
   const int64_t* begin;
   const int64_t* ids;
@@ -39,9 +38,8 @@ struct LogitEdits {
 // After the edits: at temperature 0 the largest logit, the lowest id among equals. Otherwise
 //   1. keep the top_k largest logits, the lower ids among equals;
 //   2. p = exp((x - largest) / temperature) over their sum;
-//   3. keep the fewest most probable tokens whose p reach top_p;
-//   4. of those, keep tokens with p >= min_p * the largest p;
-//   5. draw at uniform * their sum, in the order of ids, or with top_k in that of probability.
+//   3. keep the fewest most probable tokens whose p reach top_p, of those p >= min_p * the largest;
+//   4. draw at uniform * their sum, in the order of ids, or with top_k in that of probability.
 void sample_tokens(const LogitRows& logits, const SamplingOptions* options, const LogitEdits& edits,
                    int64_t* tokens);
 

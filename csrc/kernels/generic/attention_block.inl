@@ -1,6 +1,7 @@
-// Attention of many query rows against one chunk of positions. Keys and values are widened and laid
-// out once for all rows. The arithmetic is that of attention.inl, lane for lane: a register holds
-// one lane of 16 keys here, 16 lanes of one key there.
+// Attention of many query rows against one chunk of positions. Keys and values are
+// widened and laid out once for all rows. The arithmetic is that of attention.inl,
+// lane for lane: a register holds one lane of 16 keys here, 16 lanes of one key
+// there.
 
 // Fewer rows than this do not repay laying out the keys and values.
 constexpr int64_t kBlockFewest = 2 * kBlockRows > 12 ? 2 * kBlockRows : 12;

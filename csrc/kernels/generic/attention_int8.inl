@@ -1,6 +1,7 @@
 // Attention against int8 caches that have a scale for every position: integer dot products of
-// 16-bit queries with the keys, softmax in floats, integer sums of the values with 16-bit weights.
-// Every sum is exact, so an ISA may take it in any order. Definition and bounds: kernel_table.h.
+// 16-bit queries with the keys, softmax in floats, integer sums of the values with 16-bit
+// weights. Every sum is exact, so an ISA may take it in any order. Definition and bounds:
+// kernel_table.h.
 
 constexpr float kWideMax = 32512.0f;
 

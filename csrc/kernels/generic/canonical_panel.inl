@@ -1,7 +1,8 @@
 // Many tokens x canonical rows. A block of 16 rows is transposed into k-steps of a panel, which
-// every token is multiplied with, as in panel.inl. A byte of a row holds the weights i, 32 + i, 64
-// + i and 96 + i of a block, so a transposed line of 4 bytes a row holds four k-steps; groups of
-// kTileLanes rows take the place of a tile's fields. Uses canonical.inl and panel.inl.
+// every token is multiplied with, as in panel.inl. A byte of a row holds the weights i, 32 + i,
+// 64 + i and 96 + i of a block, so a transposed line of 4 bytes a row holds four k-steps;
+// groups of kTileLanes rows take the place of a tile's fields. Uses canonical.inl and
+// panel.inl.
 
 constexpr int64_t kUnitBlocks = 2;                                 // blocks transposed at once
 constexpr int64_t kUnitBytes = kUnitBlocks * layout::kBlockBytes;  // of a row

@@ -1,4 +1,5 @@
-// A few tokens x tiles: weights are decoded in registers for every group of tokens. Uses tiles.inl.
+// A few tokens x tiles: weights are decoded in registers for every group of tokens. Uses
+// tiles.inl.
 
 // acc += k-steps [0, count) of dots F0 .. F0 + FN - 1 x T tokens; U k-steps at a time, each with
 // parts of its own so that one sum need not wait for the last.  kPrefetch: this pass meets the

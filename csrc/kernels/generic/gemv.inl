@@ -1,4 +1,5 @@
-// One token x tiles: several tiles side by side, as separate streams of reading. Uses tiles.inl.
+// One token x tiles: several tiles side by side, as separate streams of reading. Uses
+// tiles.inl.
 
 // One token x S tiles, `apart` bytes from one to the next, two k-steps of each in turn: as many
 // streams of reading, which some CPUs serve faster than one.  Sums stay in registers where they

@@ -1,5 +1,6 @@
-// The ternary product with group scales, over tiles. Contract: group_gemm in kernel_table.h. Uses
-// tiles.inl, direct.inl, panel.inl and matrix.inl.
+// The ternary product with group scales, over tiles. Contract: group_gemm
+// in kernel_table.h. Uses tiles.inl, direct.inl, panel.inl and
+// matrix.inl.
 
 constexpr int64_t kMostGroupSteps = 32;
 

@@ -1,5 +1,6 @@
-// The output head: dense, int8 and int4 weights times a few tokens, and the quantisation of both.
-// Contracts: kernel_table.h.
+// The output head: dense, int8 and int4 weights times a few
+// tokens, and the quantisation of both. Contracts:
+// kernel_table.h.
 
 // Rows that stay in cache while every token of a batch meets them.
 constexpr int64_t kHeadRowChunk = 32;

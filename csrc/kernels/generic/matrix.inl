@@ -1,10 +1,12 @@
-// Many tokens x whole tiles by a matrix unit U. Sixteen k-steps of a tile (64 k), decoded into one
-// dot of a decoder, are an operand of 64 k x 16 rows as they lie. One of the dots is the raw bytes
-// and needs no decoding. Uses tiles.inl and epilogue.inl.
+// Many tokens x whole tiles by a matrix unit U. Sixteen k-steps of a tile (64 k),
+// decoded into one dot of a decoder, are an operand of 64 k x 16 rows as they lie.
+// One of the dots is the raw bytes and needs no decoding. Uses tiles.inl and
+// epilogue.inl.
 //
-// The work is ordered by tile of the layout, block of 32 tokens, block of K, pass over two of the
-// dots. Each such segment is a run of operands. The operands of the next segment are decoded
-// between the last products of this one, so that the unit never waits for them.
+// The work is ordered by tile of the layout, block of 32 tokens, block of K, pass over two
+// of the dots. Each such segment is a run of operands. The operands of the next segment
+// are decoded between the last products of this one, so that the unit never waits for
+// them.
 
 constexpr int64_t kMatrixTokens = 32;    // two tiles of tokens
 constexpr int64_t kOperandSteps = 16;    // k-steps of an operand: 64 k

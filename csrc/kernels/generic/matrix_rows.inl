@@ -1,8 +1,9 @@
-// Many tokens x canonical rows by a matrix unit U. A byte of a row holds the weights i, 32 + i, 64
-// + i and 96 + i of a block. So 16 rows x 32 bytes, transposed in words of 4, are eight lines;
-// masked with one field they are half an operand, with the next field the other half. That gives
-// two operands a block, in the order of the tokens. Shifting the fields down costs less than an
-// accumulator for each of them. Uses canonical_panel.inl and matrix.inl.
+// Many tokens x canonical rows by a matrix unit U. A byte of a row holds the weights i, 32 +
+// i, 64 + i and 96 + i of a block. So 16 rows x 32 bytes, transposed in words of 4, are
+// eight lines; masked with one field they are half an operand, with the next field the other
+// half. That gives two operands a block, in the order of the tokens. Shifting the fields
+// down costs less than an accumulator for each of them. Uses canonical_panel.inl and
+// matrix.inl.
 
 constexpr int64_t kUnitOperands = 4;  // that they make for 16 rows
 constexpr int64_t kRowsAtOnce = 2 * kGroupRows;

@@ -1,5 +1,6 @@
-// The limits of the machine, for benchmarks: the speed of reading memory and of the int8 unit.
-// Contracts: probe_read and probe_int8_peak in kernel_table.h.
+// The limits of the machine, for benchmarks: the speed of reading memory and
+// of the int8 unit. Contracts: probe_read and probe_int8_peak in
+// kernel_table.h.
 
 // S sequential streams of `part` bytes, each from its own part of the data, two cache lines at a
 // time.

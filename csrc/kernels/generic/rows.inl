@@ -1,5 +1,6 @@
 // Row operations over the float primitives: quantise, scale, convert, norms, activations, RoPE.
-// Contracts, including the order of sums: kernel_table.h.
+// Contracts, including the order of sums:
+// kernel_table.h.
 
 // f(i, count) for every 16 elements: a constant 16 where they are whole.
 template <class F>

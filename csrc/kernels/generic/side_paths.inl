@@ -1,6 +1,7 @@
-// Dot products of short rows over tiles of 16 rows, one lane a row: the products with LoRA's B.
-// Summed as head_dense sums rows; the tree that adds 16 lanes runs across 16 vectors and needs no
-// shuffle. Contracts: kernel_table.h.
+// Dot products of short rows over tiles of 16 rows, one lane a row: the
+// products with LoRA's B. Summed as head_dense sums rows; the tree that adds
+// 16 lanes runs across 16 vectors and needs no shuffle. Contracts:
+// kernel_table.h.
 
 // Of every row of the tile what one lane of head_dense holds: j = lane, lane + 16, ... ascending.
 template <DType kType>

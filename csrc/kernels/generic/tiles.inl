@@ -1,4 +1,5 @@
-// The ternary product over tiles of the layouts for CPUs (format/layout.h). Contract: tile_gemm in
+// The ternary product over tiles of the layouts for CPUs
+// (format/layout.h). Contract: tile_gemm in
 // kernel_table.h.
 //
 // A decoder D turns a k-step into D::kDots code vectors. The dot products of each with the tokens
