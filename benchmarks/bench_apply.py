@@ -52,7 +52,7 @@ def measure(shape: tuple[int, int], tokens: int, seconds: float) -> tuple[float,
     # All warm: whichever came after `rows` would find the other weight in the caches.
     runs = [
         Timed(lambda _: apply(layer, x), warm=True),
-        Timed(lambda _: LINEAR(x, weight, scale, None, rows), warm=True),
+        Timed(lambda _: LINEAR(x, weight, scale, None, shape), warm=True),
         Timed(lambda _: LINEAR(x, canonical, scale), warm=True),
     ]
     rounds = interleave(runs, Budget(seconds, min_rounds=20))
@@ -74,7 +74,7 @@ def call_overhead() -> float:
     apply, product = BitNetLinearMethod().apply, LINEAR.default
     runs = [
         Timed(lambda _: apply(layer, x)),
-        Timed(lambda _: product(x, weight, scale, None, 4)),
+        Timed(lambda _: product(x, weight, scale, None, (4, 128))),
     ]
     applied, bare = interleave(runs, Budget(0.5, min_rounds=200)).usable()
     return 1e6 * (median(applied) - median(bare))

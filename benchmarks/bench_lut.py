@@ -56,13 +56,13 @@ def measure(shape: tuple[int, int], seconds: float) -> None:
     look_up = partial(_call, lut.lut_gemv, *pointers[:2], *sizes, *pointers[2:])
     packed = pack_ternary(codes, torch.ones(1)).repack("2bit")
     product = torch.ops.bitnet.gemv
-    arguments = packed.weight, x, None, None, n
+    arguments = packed.weight, x, None, None, (n, k)
     look_up(0)
     exact = codes.int() @ x.int()
     if not torch.equal(sums, exact) or not torch.equal(product(*arguments).int(), exact):
         raise SystemExit("bench_lut: expected both to give the exact sums, they do not")
     tiny = pack_ternary(codes[:4, :128], torch.ones(1)).repack("2bit")
-    empty = tiny.weight, x[:128].contiguous(), None, None, 4
+    empty = tiny.weight, x[:128].contiguous(), None, None, (4, 128)
     runs = [
         Timed(look_up, warm=True),
         Timed(lambda _: product(*arguments), warm=True),

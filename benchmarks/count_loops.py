@@ -1,9 +1,9 @@
 """`python -m benchmarks.count_loops`: the inner loops of products, heads and attention, counted.
 
-Prints, for 1024 multiply-adds, the instructions of every loop in the object code; with --cycles
-also what llvm-mca (17 or newer, BITNET_LLVM_MCA or `llvm-mca` on the path) makes of them. Kernel
-objects are those of the installed package, or of --objects. Fails for a loop that is not found.
-Standard library only; needs objdump.
+Prints the instructions of every loop in the object code, for 1024 multiply-adds (AMX: for a turn);
+with --cycles also what llvm-mca (17 or newer, BITNET_LLVM_MCA or `llvm-mca` on the path) makes of
+them. Kernel objects are built in build/kernels, or are those of --objects. Fails for a loop that is
+not found. Standard library only; needs objdump.
 """
 
 from __future__ import annotations
@@ -260,11 +260,14 @@ def lines(isa: str, path: Path, tool: str | None) -> Iterator[str]:
     objects = Object(path)
     for loop in loops:
         found = count(objects, loop, cpus, tool)
-        text = f"{isa:12} {loop.what:34} {found.instructions:6.1f} instructions"
-        text += f", {found.vector:6.1f} on vectors, {found.dots:6.1f} dots"
+        # of the matrix unit for a turn, of the others for WORK multiply-adds
+        scale = found.turn / WORK if isa == "amx_int8" else 1.0
+        text = f"{isa:12} {loop.what:34} {scale * found.instructions:6.1f} instructions"
+        text += f", {scale * found.vector:6.1f} on vectors, {scale * found.dots:6.1f} dots"
         for cpu, cycles in zip(cpus, found.cycles, strict=False):
             if isa == "amx_int8":  # the unit's own cycles, and those of everything beside it
-                text += f"; {cycles:.1f} beside {found.dots * TILE_CYCLES:.1f} of the unit"
+                unit = found.dots * TILE_CYCLES
+                text += f"; {scale * cycles:.1f} cycles beside {scale * unit:.1f} of the unit"
             else:
                 share = found.dots * cpu.dot_cycles / cycles
                 text += f"; {cpu.name} {cycles:.1f} cycles, {share:.2f} of its dots"
