@@ -13,8 +13,7 @@ from bitnet_ops.bench import shapes
 from bitnet_ops.cli import COMMANDS, build_parser, main
 from bitnet_ops.cli.arguments import Parser, did_you_mean
 from bitnet_ops.cli.terminal import one_line
-from bitnet_ops.convert import quantize
-from bitnet_ops.convert.gguf import export as gguf_export
+from bitnet_ops.convert import gguf_export, quantize
 from bitnet_ops.convert.quantize import FORMS
 from bitnet_ops.dummy import model as dummy
 from bitnet_ops.formats.gguf_layouts import I2S_LAYOUTS

@@ -25,7 +25,7 @@ import bonsai
 import rounding_ties
 from bitnet_ops import ops
 from bitnet_ops.cli import main
-from bitnet_ops.convert import ConvertError, convert, convert_gguf
+from bitnet_ops.convert import ConvertError, convert
 from bitnet_ops.convert.inspect import inspect
 from bitnet_ops.formats.sglbitnt import Reader
 from bitnet_ops.language_model import load
@@ -59,7 +59,7 @@ def write(folder: Path, made: Bonsai, form: str) -> Path:
 
 def run(source: Path, out: Path, **options: Any) -> Any:
     if source.suffix == ".gguf":
-        return convert_gguf(source, out, tokenizer="none", **options)
+        return convert(source, out, tokenizer="none", **options)
     return convert(source, out, **options)
 
 

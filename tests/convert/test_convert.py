@@ -19,13 +19,12 @@ import torch
 import forward_fp64
 import golden
 import hf_writer
-from bitnet_ops.convert import ConvertError, convert
-from bitnet_ops.convert.hf import source as hf_source
-from bitnet_ops.convert.hf.checkpoint import Checkpoint
-from bitnet_ops.convert.hf.source import HfSource
-from bitnet_ops.convert.verify.comparison import verify_conversion
-from bitnet_ops.convert.verify.plain_forward import PlainOracle
-from bitnet_ops.convert.verify.transformers_oracle import HfOracle, OracleUnavailable
+from bitnet_ops.convert import ConvertError, convert, hf_source
+from bitnet_ops.convert.checkpoint import Checkpoint
+from bitnet_ops.convert.comparison import verify_conversion
+from bitnet_ops.convert.forward import PlainOracle
+from bitnet_ops.convert.hf_source import HfSource
+from bitnet_ops.convert.oracles import HfOracle, OracleUnavailable
 from bitnet_ops.formats.sglbitnt import Reader
 from hf_writer import FAMILIES
 from isa_control import torch_threads

@@ -16,9 +16,9 @@ import forward_fp64
 import hf_writer
 from bitnet_ops.cli import main
 from bitnet_ops.convert import ConvertError, convert
+from bitnet_ops.convert.comparison import MIN_TOP1
 from bitnet_ops.convert.quantize import quantize
 from bitnet_ops.convert.verify import verify
-from bitnet_ops.convert.verify.comparison import MIN_TOP1
 from bitnet_ops.formats.sglbitnt import Reader
 from bitnet_ops.language_model import load
 from bitnet_ops.models import expected_tensors

@@ -21,7 +21,7 @@ import sglbitnt_bytes
 from bitnet_ops import load
 from bitnet_ops.cli import main
 from bitnet_ops.config import UnsupportedModelError
-from bitnet_ops.convert import ConvertError, convert, convert_bin, export_gguf
+from bitnet_ops.convert import ConvertError, convert, export_gguf
 from bitnet_ops.convert.inspect import inspect
 from bitnet_ops.formats.sglbitnt import Reader, Writer
 from bitnet_ops.loading.model_contents import completed_config
@@ -160,7 +160,7 @@ def test_a_head_with_other_values(tmp_path: Path) -> None:
     with pytest.raises(TensorError, match="lm_head.weight to repeat .*tie_word_embeddings false"):
         load(folder)
     with pytest.raises(ConvertError, match="to repeat") as caught:
-        convert_bin(folder, tmp_path / "out")
+        convert(folder, tmp_path / "out")
     assert caught.value.code == "bin-tensors" and not (tmp_path / "out").exists()
 
 
@@ -259,8 +259,8 @@ def test_convert_writes_version_2(
 def test_there_and_back_is_the_same_file(tmp_path: Path, ours: Callable[[str], Path]) -> None:
     """Version 2 -> 1 -> 2: the private block, which says where a model comes from, stays."""
     original = ours("llama-bitlinear")
-    convert_bin(original, tmp_path / "v1", format_version=1)
-    convert_bin(tmp_path / "v1" / "model.bin", tmp_path / "v2")
+    convert(original, tmp_path / "v1", format_version=1)
+    convert(tmp_path / "v1" / "model.bin", tmp_path / "v2")
     with Reader(tmp_path / "v1" / "model.bin") as reader:
         assert reader.version == 1
     made, expected = (f / "model.bin" for f in (tmp_path / "v2", original))
@@ -284,13 +284,13 @@ def test_scales_of_rows_and_groups_are_kept(tmp_path: Path) -> None:
             scales[name] = torch.rand(shape).to(dtype) + 0.5
             group = 128 if len(shape) == 2 else 0
             writer.add_packed(name, reader.tensor(name), scales[name], group_size=group)
-    convert_bin(tmp_path / "model.bin", tmp_path / "out")
+    convert(tmp_path / "model.bin", tmp_path / "out")
     with Reader(tmp_path / "out" / "model.bin") as made:
         for name, expected in scales.items():
             assert made.tensors[name].scale_dtype == expected.dtype
             assert torch.equal(made.scales(name), expected.float()), name
     with pytest.raises(ConvertError) as caught:
-        convert_bin(tmp_path / "model.bin", tmp_path / "v1", format_version=1)
+        convert(tmp_path / "model.bin", tmp_path / "v1", format_version=1)
     assert caught.value.code == "bin-scale_kind" and not (tmp_path / "v1").exists()
 
 
@@ -308,7 +308,7 @@ def test_a_file_that_leaves_out_neurons_is_to_be_made_again(
                     writer.add_packed(name, reader.tensor(name), reader.scales(name), k)
                 else:
                     writer.add_dense(name, reader.tensor(name))
-    for read in (load, partial(convert_bin, dst=tmp_path / "out")):
+    for read in (load, partial(convert, dst=tmp_path / "out")):
         with pytest.raises(ValueError, match="convert the source again"):
             read(tmp_path / "model.bin")
     assert not (tmp_path / "out").exists()
@@ -335,14 +335,14 @@ def test_rejections(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (tmp_path / "none.bin", "bin-io"),
     ):
         with pytest.raises(ConvertError) as caught:
-            convert_bin(path, out)
+            convert(path, out)
         assert caught.value.code == code and "\n" not in str(caught.value)
         assert not out.exists()
-    convert_bin(suspect, out, trust_scales=True)
+    convert(suspect, out, trust_scales=True)
     with pytest.raises(ConvertError) as caught:
-        convert_bin(suspect, out, trust_scales=True)
+        convert(suspect, out, trust_scales=True)
     assert caught.value.code == "destination-exists"
-    convert_bin(file, out, force=True)
+    convert(file, out, force=True)
     same_model(folder, out)
 
 
@@ -355,5 +355,5 @@ def test_a_result_that_differs_is_not_kept(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(Writer, "add_dense", lossy)
     with pytest.raises(ConvertError, match=r"other bytes in model\.norm\.weight") as caught:
-        convert_bin(folder, tmp_path / "out")
+        convert(folder, tmp_path / "out")
     assert caught.value.code == "verification-failed" and not (tmp_path / "out").exists()

@@ -20,9 +20,8 @@ from tokenizers import Tokenizer
 import bitnet_ops
 import rounding_ties
 from bitnet_ops.cli import main
-from bitnet_ops.convert import ConvertError, convert, convert_gguf
-from bitnet_ops.convert.gguf import export as gguf_export
-from bitnet_ops.convert.gguf.export import export_gguf
+from bitnet_ops.convert import ConvertError, convert, gguf_export
+from bitnet_ops.convert.gguf_export import export_gguf
 from bitnet_ops.formats.gguf import Reader as GgufReader
 from bitnet_ops.formats.sglbitnt import Reader, Writer
 from bitnet_ops.language_model import DEMO_DIR
@@ -82,7 +81,7 @@ def test_there_and_back(
     folder, _ = models[family.name]
     report = export_gguf(folder, tmp_path / "x.gguf", type=kind)
     assert (report.largest_rounding == 0) == (kind == "i2_s" or family is not LLAMA)
-    convert_gguf(tmp_path / "x.gguf", tmp_path / "back")
+    convert(tmp_path / "x.gguf", tmp_path / "back")
     same_tensors(folder, tmp_path / "back")
     for name in ("head_dim", "rms_norm_eps", "tie_word_embeddings", "hidden_act", "eos_token_id"):
         with Reader(folder / "model.bin") as a, Reader(tmp_path / "back" / "model.bin") as b:
@@ -202,7 +201,7 @@ def test_the_demo_model_says_the_same(tmp_path: Path, kind: str) -> None:
 
 def test_without_a_vocabulary(tmp_path: Path) -> None:
     export_gguf(DEMO_DIR, tmp_path / "d.gguf", tokenizer=False)
-    report = convert_gguf(tmp_path / "d.gguf", tmp_path / "back")
+    report = convert(tmp_path / "d.gguf", tmp_path / "back")
     assert not (tmp_path / "back" / "tokenizer.json").exists()
     assert any("no vocabulary" in remark for remark in report.remarks)
 
@@ -232,7 +231,7 @@ def test_a_sentencepiece_tokenizer(tmp_path: Path) -> None:
     stored["post_processor"] = None  # the demo model's bos is another id
     (folder / "tokenizer.json").write_text(json.dumps(stored))
     export_gguf(folder, tmp_path / "x.gguf")
-    convert_gguf(tmp_path / "x.gguf", tmp_path / "back")
+    convert(tmp_path / "x.gguf", tmp_path / "back")
     made = Tokenizer.from_file(str(tmp_path / "back" / "tokenizer.json"))
     assert_same(Tokenizer.from_str(json.dumps(stored)), made, TEXTS)
 

@@ -14,8 +14,8 @@ import torch
 import bitnet_ops
 from bitnet_ops import ops
 from bitnet_ops.cli import main
-from bitnet_ops.convert import ConvertError, convert_gguf
-from bitnet_ops.convert.gguf.export import export_gguf
+from bitnet_ops.convert import ConvertError, convert
+from bitnet_ops.convert.gguf_export import export_gguf
 from bitnet_ops.formats.sglbitnt import Reader
 from bitnet_ops.nn.kv_cache import KVCache
 from forward_fp64 import forward
@@ -59,7 +59,7 @@ ALL = [
 def converted(tmp_path: Path, data: bytes, **options: Any) -> Path:
     file = tmp_path / "model.gguf"
     file.write_bytes(data)
-    convert_gguf(file, tmp_path / "out", **options)
+    convert(file, tmp_path / "out", **options)
     return tmp_path / "out"
 
 
@@ -112,7 +112,7 @@ def test_every_architecture_goes_there_and_back(
     folder = converted(tmp_path, model_file(family, network, architecture, "I2_S"))
     report = export_gguf(folder, tmp_path / "again.gguf", type=kind)
     assert report.architecture == {"bitnet-25": "bitnet-b1.58"}.get(architecture, architecture)
-    convert_gguf(tmp_path / "again.gguf", tmp_path / "back")
+    convert(tmp_path / "again.gguf", tmp_path / "back")
     with Reader(folder / "model.bin") as a, Reader(tmp_path / "back" / "model.bin") as b:
         assert list(a.tensors) == list(b.tensors)
         for name, info in a.tensors.items():
@@ -251,7 +251,7 @@ def test_what_is_ignored_is_said(tmp_path: Path) -> None:
     keys.append(key("bitnet-b1.58.new_thing", "u32", 7))
     parts.append(("rope_freqs.weight", (32,), 0, np.ones(32, "<f4").tobytes()))
     (tmp_path / "m.gguf").write_bytes(gguf(keys, parts))
-    remarks = "\n".join(convert_gguf(tmp_path / "m.gguf", tmp_path / "out").remarks)
+    remarks = "\n".join(convert(tmp_path / "m.gguf", tmp_path / "out").remarks)
     assert "bitnet-b1.58.new_thing = 7" in remarks
     assert "rope_freqs.weight holds ones alone" in remarks
     assert "--i2s-layout" in remarks
@@ -278,7 +278,7 @@ def test_what_is_ignored_is_said(tmp_path: Path) -> None:
 def test_verify(tmp_path: Path, family: Family, architecture: str, kind: str, layout: str) -> None:
     file = tmp_path / "m.gguf"
     file.write_bytes(model_file(family, make_network(family), architecture, kind, layout=layout))
-    report = convert_gguf(file, tmp_path / "out", verify=True, i2s_layout=layout)
+    report = convert(file, tmp_path / "out", verify=True, i2s_layout=layout)
     proof = report.verification
     assert proof["weights_different"] == 0 and proof["passed"]
     assert proof["projections"] == 14 and proof["logits"]["top1_agreement"] > 0.95
@@ -291,7 +291,7 @@ def test_the_verify_command_takes_the_file(
         network = make_network(dataclasses.replace(LLAMA, name=seed))
         data = model_file(LLAMA, network, "llama", "I2_S", layout="b")
         (tmp_path / f"{name}.gguf").write_bytes(data)
-    convert_gguf(tmp_path / "m.gguf", tmp_path / "out", i2s_layout="b")
+    convert(tmp_path / "m.gguf", tmp_path / "out", i2s_layout="b")
     assert main(["verify", str(tmp_path / "out"), str(tmp_path / "m.gguf")]) == 0
     assert "0 of" in capsys.readouterr().out
     assert main(["verify", str(tmp_path / "out"), str(tmp_path / "n.gguf")]) == 1
@@ -301,12 +301,12 @@ def test_the_verify_command_takes_the_file(
 
 
 def test_verify_rejects_and_keeps_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from bitnet_ops.convert.gguf import tensors as gguf_tensors
+    from bitnet_ops.convert import gguf_source as gguf_tensors
 
     monkeypatch.setattr(gguf_tensors, "head_rows", lambda rows, head_dim: np.arange(rows))
     file = tmp_path / "m.gguf"
     file.write_bytes(model_file(LLAMA, make_network(LLAMA), "llama", "I2_S"))
     with pytest.raises(ConvertError, match="q_proj.weight differ") as caught:
-        convert_gguf(file, tmp_path / "out", verify=True)
+        convert(file, tmp_path / "out", verify=True)
     assert caught.value.code == "verification-failed"
     assert not (tmp_path / "out").exists()

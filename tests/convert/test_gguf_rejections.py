@@ -18,8 +18,8 @@ import pytest
 from test_gguf_import import BITNET, converted
 
 from bitnet_ops.convert import ConvertError
-from bitnet_ops.convert.gguf.source import GgufSource
-from bitnet_ops.convert.gguf.tokenizer import tokenizer_files
+from bitnet_ops.convert.gguf_source import GgufSource
+from bitnet_ops.convert.gguf_tokenizer import tokenizer_files
 from bitnet_ops.formats.gguf import Reader as GgufReader
 from bitnet_ops.formats.sglbitnt import Reader
 from gguf_bytes import gguf, key
@@ -234,7 +234,7 @@ def test_every_code_is_tested() -> None:
     """Each code that the GGUF half of the converter can reject with occurs in its tests."""
     here = Path(__file__).resolve().parent
     convert = here.parents[1] / "python" / "bitnet_ops" / "convert"
-    sources = [*(convert / "gguf").glob("*.py"), convert / "verify" / "gguf_oracle.py"]
+    sources = [*convert.glob("gguf_*.py"), convert / "oracles.py"]
     raised = {
         code
         for path in sources

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from bitnet_ops.config import ModelConfig
-from bitnet_ops.convert import ConvertError, convert, convert_gguf
-from bitnet_ops.convert.gguf.export import export_gguf
+from bitnet_ops.convert import ConvertError, convert
+from bitnet_ops.convert.gguf_export import export_gguf
 from bitnet_ops.formats.sglbitnt import Reader
 from bitnet_ops.nn.rotary import rotary
 from gguf_bytes import gguf, key
@@ -34,7 +34,7 @@ def model(folder: Path, keys: dict[str, tuple[str, Any]], **factors: np.ndarray)
     extra = [key(f"llama.rope.scaling.{name}", *value) for name, value in keys.items()]
     everything = [*metadata(FAMILY, "llama"), *byte_tokenizer(FAMILY.vocab), *extra]
     (folder / "m.gguf").write_bytes(gguf(everything, parts))
-    convert_gguf(folder / "m.gguf", folder / "out")
+    convert(folder / "m.gguf", folder / "out")
     with Reader(folder / "out" / "model.bin") as reader:
         return ModelConfig.from_hf(json.loads(json.dumps(reader.config)))
 
@@ -98,7 +98,7 @@ def test_exported_and_read_again(tmp_path: Path, block: dict[str, Any]) -> None:
     family = dataclasses.replace(FAMILY, config_extra={"rope_scaling": block})
     convert(write_checkpoint(tmp_path / "hf", family), tmp_path / "model")
     export_gguf(tmp_path / "model", tmp_path / "m.gguf")
-    convert_gguf(tmp_path / "m.gguf", tmp_path / "back")
+    convert(tmp_path / "m.gguf", tmp_path / "back")
     tables = []
     for folder in ("model", "back"):
         with Reader(tmp_path / folder / "model.bin") as reader:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from bitnet_ops.config import ModelConfig
-from bitnet_ops.convert.gguf.tokenizer import tokenizer_files
+from bitnet_ops.convert.gguf_tokenizer import tokenizer_files
 from hf_writer import FAMILIES, config_dict
 
 DEMO = Path(__file__).resolve().parents[1] / "data" / "demo-model"

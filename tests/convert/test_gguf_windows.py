@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import forward_fp64
-from bitnet_ops.convert import ConvertError, convert_gguf, export_gguf
+from bitnet_ops.convert import ConvertError, convert, export_gguf
 from bitnet_ops.language_model import load
 from bitnet_ops.nn.kv_cache import KVCache
 from gguf_bytes import gguf, key
@@ -45,7 +45,7 @@ FLAGS = "sliding_window_pattern", "[bool]", [True, False]
 def test_a_flag_for_each_layer_says_which_have_one(tmp_path: Path) -> None:
     """As llama.cpp has them: a token sees itself and 5 before it. There is no way back to GGUF."""
     file = write(tmp_path, QWEN3, "qwen3", WINDOW, FLAGS)
-    report = convert_gguf(file, tmp_path / "out", verify=True)
+    report = convert(file, tmp_path / "out", verify=True)
     assert report.verification is not None and report.verification["passed"]
     model = load(tmp_path / "out", head_format="stored").model
     assert model.config.windows == (6, 0)
@@ -75,7 +75,7 @@ def test_a_flag_for_each_layer_says_which_have_one(tmp_path: Path) -> None:
 )
 def test_windows_that_change_nothing(tmp_path: Path, keys: list[Any]) -> None:
     """None, one as long as the context, or one of no layer."""
-    convert_gguf(write(tmp_path, PLAIN, "qwen3", *keys), tmp_path / "out")
+    convert(write(tmp_path, PLAIN, "qwen3", *keys), tmp_path / "out")
     assert load(tmp_path / "out").config.windows == ()
 
 
@@ -92,14 +92,14 @@ def test_windows_that_change_nothing(tmp_path: Path, keys: list[Any]) -> None:
 )
 def test_what_is_not_clear_is_refused(tmp_path: Path, keys: list[Any], words: str) -> None:
     with pytest.raises(ConvertError, match=words):
-        convert_gguf(write(tmp_path, PLAIN, "qwen3", *keys), tmp_path / "out")
+        convert(write(tmp_path, PLAIN, "qwen3", *keys), tmp_path / "out")
 
 
 def test_architectures_without_windows(tmp_path: Path) -> None:
     """A window that texts outgrow is refused there, flags or not; another one is none."""
     llama = dataclasses.replace(FAMILIES["llama-autobitlinear"], name="gguf-windows-llama")
     long = ("sliding_window", "u32", 4096)
-    convert_gguf(write(tmp_path, llama, "llama", long), tmp_path / "out")
+    convert(write(tmp_path, llama, "llama", long), tmp_path / "out")
     words = "llama.attention.sliding_window to be absent, 0 or at least the context of 512, got 6"
     with pytest.raises(ConvertError, match=words):
-        convert_gguf(write(tmp_path, llama, "llama", WINDOW, FLAGS), tmp_path / "again")
+        convert(write(tmp_path, llama, "llama", WINDOW, FLAGS), tmp_path / "again")

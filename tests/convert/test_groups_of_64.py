@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 import bonsai
 import rounding_ties
 from bitnet_ops import ops
-from bitnet_ops.convert import ConvertError, convert, convert_gguf
+from bitnet_ops.convert import ConvertError, convert
 from bitnet_ops.formats.sglbitnt import Reader
 from bitnet_ops.language_model import load
 from bitnet_ops.models.step_batch import SequenceStep, StepBatch
@@ -76,7 +76,7 @@ def converted(folder: Path, made: bonsai.Bonsai, form: str) -> Path:
     folder.mkdir(exist_ok=True)
     source, out = write(folder, made, form), folder / f"out-{form}"
     if form == "Q2_0":
-        convert_gguf(source, out, tokenizer="none")
+        convert(source, out, tokenizer="none")
     else:
         convert(source, out)
     return out

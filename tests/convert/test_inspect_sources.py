@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 import hf_writer
 from bitnet_ops.cli import main
 from bitnet_ops.convert import convert, inspect
-from bitnet_ops.convert.gguf.export import export_gguf
-from bitnet_ops.convert.inspect import diff as inspect_diff
+from bitnet_ops.convert import diff as inspect_diff
+from bitnet_ops.convert.gguf_export import export_gguf
 from bitnet_ops.formats.sglbitnt import Reader, Writer
 from bitnet_ops.nn.packing import pack_ternary
 from hf_families import CASES

@@ -21,8 +21,7 @@ import hf_writer
 from bitnet_ops import training
 from bitnet_ops.cli import main
 from bitnet_ops.convert import ConvertError, convert
-from bitnet_ops.convert.masters import MastersStatistics, measure_tensor
-from bitnet_ops.convert.quantize import quantize
+from bitnet_ops.convert.quantize import MastersStatistics, measure_tensor, quantize
 from bitnet_ops.formats.safetensors_stream import write_safetensors
 from bitnet_ops.formats.sglbitnt import Reader
 from hf_writer import FAMILIES

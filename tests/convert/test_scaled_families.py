@@ -18,7 +18,7 @@ import torch
 import forward_fp64
 import hf_writer
 from bitnet_ops.config import ModelConfig, UnsupportedModelError
-from bitnet_ops.convert import ConvertError, convert, convert_gguf
+from bitnet_ops.convert import ConvertError, convert
 from bitnet_ops.language_model import load
 from bitnet_ops.loading.weights import load_model
 from bitnet_ops.models import Decoder
@@ -93,7 +93,7 @@ def minicpm_gguf(leave_out: str = "") -> tuple[hf_writer.Family, dict[str, Any],
 def test_minicpm_from_gguf(tmp_path: Path) -> None:
     family, network, data = minicpm_gguf()
     (tmp_path / "m.gguf").write_bytes(data)
-    report = convert_gguf(tmp_path / "m.gguf", tmp_path / "out", verify=True)
+    report = convert(tmp_path / "m.gguf", tmp_path / "out", verify=True)
     assert report.verification is not None and report.verification["passed"]
     model = load(tmp_path / "out", head_format="stored").model
     found = model.config.scalings
@@ -113,7 +113,7 @@ def test_minicpm_from_gguf(tmp_path: Path) -> None:
 def test_minicpm_gguf_without_a_factor_is_refused(name: str, tmp_path: Path) -> None:
     (tmp_path / "m.gguf").write_bytes(minicpm_gguf(leave_out=name)[2])
     with pytest.raises(ConvertError, match=f"minicpm.{name} in the metadata, got no such key"):
-        convert_gguf(tmp_path / "m.gguf", tmp_path / "out")
+        convert(tmp_path / "m.gguf", tmp_path / "out")
 
 
 def test_adapters_are_scaled_as_what_they_stand_beside(tmp_path: Path) -> None:

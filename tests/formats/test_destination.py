@@ -1,7 +1,6 @@
-"""What a command writes never costs what was there: renames, locks, one rule for every command.
+"""What a command writes never costs what was there: renames, one rule for every command.
 
-What is written is other tests' business. The rule is tried with the system's own calls for renaming
-and with what stands in for them.
+What is written is other tests' business.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,11 +23,12 @@ from bitnet_ops import training
 from bitnet_ops.bench import ops as bench_ops
 from bitnet_ops.bench import report
 from bitnet_ops.cli import bench, main
-from bitnet_ops.convert import ConvertError, convert, pipeline
-from bitnet_ops.convert.gguf.export import export_gguf
+from bitnet_ops.convert import ConvertError, convert
+from bitnet_ops.convert import write as convert_write
+from bitnet_ops.convert.gguf_export import export_gguf
 from bitnet_ops.convert.quantize import quantize
 from bitnet_ops.dummy import model as dummy
-from bitnet_ops.formats import destination, renames
+from bitnet_ops.formats import atomic, destination
 from bitnet_ops.formats.destination import DestinationError
 from bitnet_ops.language_model import DEMO_DIR
 from hf_writer import FAMILIES
@@ -37,14 +36,6 @@ from isa_control import torch_threads
 from slow_conversion import SLOW
 
 OFFLINE, ONLINE = FAMILIES["bitnet-offline"], FAMILIES["bitnet-online"]
-
-
-@pytest.fixture(params=["system", "portable"])
-def how(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Renaming by the system's calls, and without them."""
-    if request.param == "portable":
-        monkeypatch.setattr(renames, "_system_call", lambda how: None)
-    return str(request.param)
 
 
 @pytest.fixture(scope="module")
@@ -74,9 +65,21 @@ def tree(folder: Path) -> dict[str, bytes]:
 # Renames --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("there", ["file", "folder", "full folder", "link"])
+@pytest.fixture(params=["hard links", "none"])
+def links(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system with hard links, and one without them."""
+
+    def reject(*args: object, **options: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    if request.param == "none":
+        monkeypatch.setattr(atomic.os, "link", reject)
+
+
+@pytest.mark.parametrize("there", ["file", "full folder", "link", "nothing"])
 @pytest.mark.parametrize("what", ["file", "folder"])
-def test_rename_new_replaces_nothing(what: str, there: str, how: str, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("links")
+def test_rename_new_replaces_nothing(what: str, there: str, tmp_path: Path) -> None:
     source, target = tmp_path / "a", tmp_path / "b"
     if what == "file":
         source.write_text("new")
@@ -87,56 +90,23 @@ def test_rename_new_replaces_nothing(what: str, there: str, how: str, tmp_path: 
         target.write_text("old")
     elif there == "link":
         target.symlink_to("nowhere")
-    else:
+    elif there == "full folder":
         target.mkdir()
-        if there == "full folder":
-            (target / "thesis").write_text("ten years")
+        (target / "thesis").write_text("ten years")
     before = tree(tmp_path)
+    if there == "nothing":
+        atomic.rename_new(source, target)
+        assert tree(tmp_path) == {name.replace("a", "b", 1): data for name, data in before.items()}
+        return
     with pytest.raises(FileExistsError):
-        renames.rename_new(source, target)
+        atomic.rename_new(source, target)
     assert tree(tmp_path) == before and target.is_symlink() == (there == "link")
-
-
-@pytest.mark.parametrize("what", ["file", "folder"])
-def test_rename_new_and_exchange(what: str, how: str, tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        path = tmp_path / name
-        if what == "folder":
-            path.mkdir()
-            path = path / "x"
-        path.write_text(name)
-    renames.exchange(tmp_path / "a", tmp_path / "b")
-    assert sorted(tree(tmp_path).values())[-2:] == [b"a", b"b"]
-    inner = "x" if what == "folder" else ""
-    assert (tmp_path / "a" / inner).read_text() == "b"
-    renames.rename_new(tmp_path / "a", tmp_path / "c")
-    assert (tmp_path / "c" / inner).read_text() == "b" and not (tmp_path / "a").exists()
-
-
-def test_a_file_system_without_hard_links(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def reject(*args: object, **options: object) -> None:
-        raise PermissionError(1, "Operation not permitted")
-
-    monkeypatch.setattr(renames, "_system_call", lambda how: None)
-    monkeypatch.setattr(renames.os, "link", reject)
-    (tmp_path / "a").write_text("new")
-    (tmp_path / "b").write_text("old")
-    with pytest.raises(FileExistsError):
-        renames.rename_new(tmp_path / "a", tmp_path / "b")
-    renames.rename_new(tmp_path / "a", tmp_path / "c")
-    assert tree(tmp_path) == {"b": b"old", "c": b"new"}
-
-
-def test_the_system_has_the_calls() -> None:
-    """Linux and macOS; the stand-ins are for file systems that lack them."""
-    if sys.platform in ("linux", "darwin"):
-        assert renames._system_call("new") and renames._system_call("exchange")
 
 
 # The rule -------------------------------------------------------------------------------------
 
 
-def test_what_comes_meanwhile_stays(how: str, tmp_path: Path) -> None:
+def test_what_comes_meanwhile_stays(tmp_path: Path) -> None:
     target = tmp_path / "out"
     with (
         pytest.raises(DestinationError, match="destination-exists"),
@@ -148,7 +118,7 @@ def test_what_comes_meanwhile_stays(how: str, tmp_path: Path) -> None:
     assert tree(tmp_path) == {"out": b"<folder>", "out/thesis": b"ten years"}
 
 
-def test_what_comes_meanwhile_stays_under_replace_too(how: str, tmp_path: Path) -> None:
+def test_what_comes_meanwhile_stays_under_replace_too(tmp_path: Path) -> None:
     """An earlier result at the start, something else in its place at the end."""
     target = tmp_path / "out"
     target.mkdir()
@@ -190,28 +160,37 @@ def test_a_folder_that_is_not_ours_is_not_replaced(name: str, tmp_path: Path) ->
     assert caught.value.code == "destination-foreign" and tree(tmp_path) == before
 
 
-def test_one_writer_at_a_time(tmp_path: Path) -> None:
-    target, started, go = tmp_path / "out", threading.Event(), threading.Event()
+def test_an_earlier_result_comes_back_if_the_new_one_cannot_take_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, rename = tmp_path / "out", atomic.rename_new
+    target.mkdir()
+    (target / "model.bin").write_bytes(b"SGLBITNT")
 
-    def slow() -> None:
-        with destination.new_folder(target) as folder:
-            started.set()
-            go.wait(60)
-            (folder / "x").write_text("first")
+    def refuse(source: Path, place: Path) -> None:
+        if source.name == "new":
+            raise OSError(28, "No space left on device")
+        rename(source, place)
 
-    writer = threading.Thread(target=slow)
-    writer.start()
-    started.wait(60)
+    monkeypatch.setattr(destination, "rename_new", refuse)
     with (
-        pytest.raises(DestinationError, match="another process that is writing it"),
-        destination.new_folder(target),
+        pytest.raises(OSError, match="No space"),
+        destination.new_folder(target, replace=True) as folder,
     ):
-        pytest.fail("two at a time")
-    with destination.new_folder(tmp_path / "other") as folder:  # only this destination is taken
-        (folder / "x").write_text("other")
-    go.set()
-    writer.join()
-    assert tree(target) == {"x": b"first"} and sorted(os.listdir(tmp_path)) == ["other", "out"]
+        (folder / "model.bin").write_bytes(b"SGLBITNT new")
+    assert tree(tmp_path) == {"out": b"<folder>", "out/model.bin": b"SGLBITNT"}
+
+
+def test_of_two_writers_the_first_to_end_has_the_name(tmp_path: Path) -> None:
+    target = tmp_path / "out"
+    with (
+        pytest.raises(DestinationError, match="destination-exists"),
+        destination.new_folder(target) as slow,
+    ):
+        (slow / "x").write_text("second")
+        with destination.new_folder(target) as fast:
+            (fast / "x").write_text("first")
+    assert tree(tmp_path) == {"out": b"<folder>", "out/x": b"first"}
 
 
 def test_remains_of_killed_runs_neither_block_nor_stay(tmp_path: Path) -> None:
@@ -221,39 +200,40 @@ def test_remains_of_killed_runs_neither_block_nor_stay(tmp_path: Path) -> None:
         "    (folder / 'x').write_text('half')\n    os.kill(os.getpid(), 9)\n"
     )
     killed = subprocess.run([sys.executable, "-c", script, str(tmp_path / "out")], check=False)
-    assert killed.returncode == -signal.SIGKILL and len(os.listdir(tmp_path)) == 2
+    assert killed.returncode == -signal.SIGKILL
+    (left,) = tmp_path.iterdir()
     with destination.new_folder(tmp_path / "out") as folder:
         (folder / "x").write_text("whole")
+        assert left.exists()  # so young, it may belong to a process that has just begun
+    os.utime(left, (0, 0))
+    with atomic.beside(tmp_path / "out"):
+        assert not left.exists()
     assert tree(tmp_path) == {"out": b"<folder>", "out/x": b"whole"}
 
 
-def test_a_living_writer_is_not_swept_away(tmp_path: Path) -> None:
-    with destination.beside(tmp_path / "out") as place:
+@pytest.mark.parametrize("locks", [True, False], ids=["locks", "no locks"])
+def test_a_living_writer_is_not_swept_away(
+    locks: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def reject(*args: object) -> None:
+        raise OSError(37, "No locks available")
+
+    if not locks:
+        monkeypatch.setattr(fcntl, "flock", reject)
+    with atomic.beside(tmp_path / "out") as place:
         (place / "large").write_text("intermediate")
+        os.utime(place, (0, 0))
         with destination.new_folder(tmp_path / "out") as folder:
             (folder / "x").write_text("whole")
         assert (place / "large").read_text() == "intermediate"
     assert os.listdir(tmp_path) == ["out"]
 
 
-def test_where_there_are_no_locks_nothing_is_swept(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    def reject(*args: object) -> None:
-        raise OSError(37, "No locks available")
-
-    monkeypatch.setattr(fcntl, "flock", reject)
-    with destination.beside(tmp_path / "out") as place:
-        with destination.new_folder(tmp_path / "out") as folder:
-            (folder / "x").write_text("whole")
-        assert place.is_dir()
-    assert os.listdir(tmp_path) == ["out"]
-
-
 def test_long_names(tmp_path: Path) -> None:
     target = tmp_path / ("n" * 255)
-    with destination.new_folder(target) as folder:
-        (folder / "x").write_text("whole")
+    for replace in (False, True):
+        with destination.new_folder(target, replace=replace) as folder:
+            (folder / "model.bin").write_bytes(b"SGLBITNT")
     assert os.listdir(tmp_path) == [target.name]
 
 
@@ -329,7 +309,7 @@ def test_dummy_does_not_overwrite_a_converted_model(
 def test_a_folder_made_during_a_conversion_stays(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target, build = tmp_path / "out", pipeline._write
+    target, build = tmp_path / "out", convert_write._write
 
     def slow(*args: Any) -> Any:
         result = build(*args)
@@ -337,7 +317,7 @@ def test_a_folder_made_during_a_conversion_stays(
         (target / "thesis.txt").write_text("ten years")
         return result
 
-    monkeypatch.setattr(pipeline, "_write", slow)
+    monkeypatch.setattr(convert_write, "_write", slow)
     with pytest.raises(ConvertError, match="destination-exists"):
         convert(source, target)
     assert tree(tmp_path) == {"out": b"<folder>", "out/thesis.txt": b"ten years"}
@@ -353,7 +333,7 @@ def test_of_three_at_once_one_says_that_it_wrote(source: Path, tmp_path: Path) -
     assert sorted(status for _, status in done) == [0, 1, 1], done
     for (_, stderr), status in done:
         if status:
-            assert "destination-busy" in stderr or "destination-exists" in stderr
+            assert "destination-exists" in stderr
     assert os.listdir(tmp_path) == ["out"]
     assert json.loads((tmp_path / "out" / "report.json").read_text())["tensors"] == 24
 

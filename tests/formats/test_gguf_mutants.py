@@ -16,7 +16,7 @@ import numpy as np
 
 from bitnet_ops.config import ModelConfig, UnsupportedModelError
 from bitnet_ops.convert.errors import ConvertError
-from bitnet_ops.convert.gguf.config import architecture_of, hf_config
+from bitnet_ops.convert.gguf_config import architecture_of, hf_config
 from bitnet_ops.formats import gguf_layouts
 from bitnet_ops.formats.gguf import GgufError, Reader
 from bonsai import Grouped, gguf_keys, packed

@@ -20,8 +20,8 @@ import pytest
 import torch
 
 import sglbitnt_bytes
-from bitnet_ops.convert import ConvertError, convert, convert_bin, convert_gguf
-from bitnet_ops.convert.hf.checkpoint import Checkpoint
+from bitnet_ops.convert import ConvertError, convert
+from bitnet_ops.convert.checkpoint import Checkpoint
 from bitnet_ops.convert.inspect import inspect
 from bitnet_ops.formats import gguf, sglbitnt
 from bitnet_ops.formats.coded_error import CodedError, printable
@@ -104,7 +104,7 @@ def test_converters_and_inspect_too(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     path = made(kind, tmp_path)
-    for act in (convert_gguf, convert_bin, convert):
+    for act in (convert, convert, convert):
         error_of(partial(act, path, tmp_path / "out"))
     error_of(lambda: inspect(path))
     assert not (tmp_path / "out").exists()
@@ -254,7 +254,7 @@ def test_names_of_a_gguf_in_messages(tmp_path: Path) -> None:
     """Marks that turn text round are allowed in names, and escaped."""
     keys = [key("general.architecture", "str", "llama\u202e\n")]
     (tmp_path / "x").write_bytes(gguf_file(keys, [("w\u202e", *NORM[1:])]))
-    error = error_of(lambda: convert_gguf(tmp_path / "x", tmp_path / "out"))
+    error = error_of(lambda: convert(tmp_path / "x", tmp_path / "out"))
     assert error.code == "gguf-architecture" and "\\u202e" in str(error)
     damaged = pad(b"GGUF" + struct.pack("<IQQ", 3, 1, 0) + record("w\u202e", (8,), 99, 0), 32)
     (tmp_path / "x").write_bytes(damaged + bytes(32))

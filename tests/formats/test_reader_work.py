@@ -20,10 +20,9 @@ import pytest
 import sglbitnt_bytes
 from bitnet_ops import untrusted
 from bitnet_ops.config import ModelConfig
-from bitnet_ops.convert import ConvertError
-from bitnet_ops.convert.gguf import tokenizer as gguf_tokenizer
-from bitnet_ops.convert.gguf.tokenizer import tokenizer_files
-from bitnet_ops.convert.hf.checkpoint import Checkpoint
+from bitnet_ops.convert import ConvertError, gguf_tokenizer
+from bitnet_ops.convert.checkpoint import Checkpoint
+from bitnet_ops.convert.gguf_tokenizer import tokenizer_files
 from bitnet_ops.formats import _gguf_header, _sglbitnt_rules, gguf, sglbitnt
 from bitnet_ops.formats.gguf import GgufError, Reader, StringArray
 from gguf_bytes import gguf as gguf_file
@@ -201,7 +200,7 @@ def test_limits_of_strings(
 
 
 def test_unknown_keys_are_not_all_named(tmp_path: Path) -> None:
-    from bitnet_ops.convert.gguf.config import _SHOWN_KEYS, _Keys
+    from bitnet_ops.convert.gguf_config import _SHOWN_KEYS, _Keys
 
     metadata = {f"llama.odd{i}": i for i in range(1000)}
     remarks = _Keys(metadata, "llama").reject_other_maths()
@@ -287,7 +286,7 @@ def test_a_checkpoint_of_many_tensors(tmp_path: Path) -> None:
 
 
 def test_pages_are_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from bitnet_ops.convert.hf import checkpoint as source
+    from bitnet_ops.convert import checkpoint as source
 
     opened = 0
     safe_open = source._safe_open
@@ -305,7 +304,7 @@ def test_pages_are_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_checkpoint_of_too_many_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from bitnet_ops.convert.hf import checkpoint as source
+    from bitnet_ops.convert import checkpoint as source
 
     monkeypatch.setattr(source, "_MAX_TENSORS", 99)
     write_source(tmp_path / "x", 100)
@@ -329,7 +328,7 @@ def test_a_checkpoint_that_changes_while_it_is_read(tmp_path: Path) -> None:
 def test_limits_of_json(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, limit: str, code: str
 ) -> None:
-    from bitnet_ops.convert.hf import checkpoint as source
+    from bitnet_ops.convert import checkpoint as source
 
     folder = write_source(tmp_path / "x", 1)
     (folder / name).write_text(json.dumps({"a": "x" * 1000}))

@@ -6,12 +6,12 @@ Its arguments are those of `bitnet-ops`.
 SLOW = """
 import sys, time
 from bitnet_ops.cli import main
-from bitnet_ops.convert import pipeline
-add = pipeline.Writer.add_packed
+from bitnet_ops.convert import write
+add = write.Writer.add_packed
 def slow(*args, **options):
     add(*args, **options)
     print("tensor", flush=True)
     time.sleep(60)
-pipeline.Writer.add_packed = slow
+write.Writer.add_packed = slow
 sys.exit(main())
 """

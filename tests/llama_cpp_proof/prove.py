@@ -25,8 +25,7 @@ from tokenizers.normalizers import NFC
 
 import bitnet_ops
 from bitnet_ops import training
-from bitnet_ops.convert.gguf.export import export_gguf
-from bitnet_ops.convert.gguf.vocabulary import PROBES
+from bitnet_ops.convert.gguf_export import PROBES, export_gguf
 from bitnet_ops.language_model import DEMO_DIR
 from bitnet_ops.nn.kv_cache import KVCache
 

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from bitnet_ops.cli import main
-from bitnet_ops.convert import ConvertError, convert, convert_gguf
+from bitnet_ops.convert import ConvertError, convert
 from bitnet_ops.convert.inspect import inspect
 from bitnet_ops.generate.engine import Limits
 from bitnet_ops.language_model import LanguageModel, load
@@ -94,7 +94,7 @@ def test_a_checkpoint_folder(
 def test_a_gguf_file_and_a_folder_with_one(
     gguf_file: Path, cache: Path, conversions: list[Path], tmp_path: Path
 ) -> None:
-    convert_gguf(gguf_file, tmp_path / "by hand")
+    convert(gguf_file, tmp_path / "by hand")
     expected = tokens(load(tmp_path / "by hand"))
     assert tokens(load_without_warning(gguf_file, cache=cache)) == expected
     alone = tmp_path / "alone"

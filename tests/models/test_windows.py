@@ -16,7 +16,7 @@ import forward_fp64
 import hf_writer
 from bitnet_ops.config import ModelConfig, UnsupportedModelError
 from bitnet_ops.convert import convert
-from bitnet_ops.convert.verify.comparison import MIN_TOP1
+from bitnet_ops.convert.comparison import MIN_TOP1
 from bitnet_ops.generate.engine import Engine, Limits
 from bitnet_ops.generate.sampling import SamplingParams
 from bitnet_ops.language_model import load

@@ -30,7 +30,7 @@ for place in ("tests/helpers", "tests/convert"):
 import bonsai  # noqa: E402
 import compare_hf  # noqa: E402
 import forward_fp64  # noqa: E402
-from bitnet_ops.convert import convert, convert_gguf  # noqa: E402
+from bitnet_ops.convert import convert  # noqa: E402
 from bitnet_ops.loading.weights import load_model  # noqa: E402
 from bitnet_ops.nn.kv_cache import KVCache  # noqa: E402
 from gguf_models import byte_tokenizer  # noqa: E402
@@ -110,7 +110,7 @@ def prove_llama(python: str, folder: Path) -> list[str | None]:
         file = folder / f"q2-{tied}.gguf"
         file.write_bytes(bonsai.gguf_file(made, "Q2_0", byte_tokenizer(bonsai.VOCAB)))
         unpacked = bonsai.write_unpacked(folder / f"q2-{tied}-unpacked", made)
-        convert_gguf(file, folder / f"q2-{tied}-out", tokenizer="none")
+        convert(file, folder / f"q2-{tied}-out", tokenizer="none")
         prompts = prompts_of(bonsai.VOCAB)
         exact = log_probabilities(transformers_on(unpacked, prompts))
         theirs = worker(python, "llama_worker.py", file, prompts)
@@ -127,7 +127,7 @@ def prove_minicpm(python: str, folder: Path) -> list[str | None]:
     family, network, data = tests.minicpm_gguf()
     file, prompts = folder / "minicpm.gguf", prompts_of(family.vocab)
     file.write_bytes(data)
-    convert_gguf(file, folder / "minicpm-out")
+    convert(file, folder / "minicpm-out")
     exact = torch.stack([forward_fp64.forward(family, network, ids)[0] for ids in prompts.tolist()])
     exact = log_probabilities(exact)
     theirs = worker(python, "llama_worker.py", file, prompts)

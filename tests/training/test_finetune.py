@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bitnet_ops.convert.verify.comparison import (
+from bitnet_ops.convert.comparison import (
     MAX_LOSS_DIFFERENCE,
     MAX_RELATIVE_DIFFERENCE,
     LogitComparison,

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from bitnet_ops.cli.arguments import UsageError, add_force, add_json
 from bitnet_ops.cli.terminal import show
-from bitnet_ops.convert.errors import reject
 
 if TYPE_CHECKING:
     from bitnet_ops.convert.progress import Progress
@@ -95,45 +94,22 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _convert(args: argparse.Namespace, progress: Progress | None) -> ConvertReport:
-    from bitnet_ops.convert.bin_source import is_bin
-    from bitnet_ops.convert.pipeline import convert, convert_bin, convert_gguf
-    from bitnet_ops.formats.gguf import is_gguf
+    from bitnet_ops.convert import convert
     from bitnet_ops.loading.resolve import local_path
 
-    common = dict(
-        force=args.force,
-        assume_online=args.assume_online,
-        format_version=int(args.format.removeprefix("v")),
-        progress=progress,
-    )
-    source = local_path(args.source)
-    if is_bin(source):
-        others = ("verify", "assume_online", "i2s_layout", "q2_block", "tokenizer", "allow_pickle",
-                  "lora")  # fmt: skip
-        given = [f"--{name.replace('_', '-')}" for name in others if getattr(args, name)]
-        if given:
-            got = f"{', '.join(given)} for {args.source}"
-            reject("bin-option", "a .bin file, copied bit for bit and compared, without it", got)
-        del common["assume_online"]
-        return convert_bin(source, args.destination, trust_scales=args.trust_scales, **common)
-    if not is_gguf(source):
-        if args.i2s_layout or args.q2_block or args.tokenizer:
-            options = "--i2s-layout, --q2-block and --tokenizer"
-            reject("gguf-option", f"a GGUF file with {options}", args.source)
-        own = dict(trust_scales=args.trust_scales, allow_pickle=args.allow_pickle, lora=args.lora)
-        proof = dict(verify=args.verify, text=args.text)
-        return convert(source, args.destination, **own, **proof, **common)
-    if args.trust_scales or args.allow_pickle or args.lora:
-        options = "--trust-scales, --allow-pickle and --lora"
-        reject("folder-option", f"a folder with {options}", args.source)
-    layout = args.i2s_layout or "a"
-    return convert_gguf(
-        source,
+    return convert(
+        local_path(args.source),
         args.destination,
-        i2s_layout=layout,
-        q2_block=args.q2_block,
-        tokenizer=args.tokenizer,
         verify=args.verify,
         text=args.text,
-        **common,
+        force=args.force,
+        format_version=int(args.format.removeprefix("v")),
+        assume_online=args.assume_online,
+        trust_scales=args.trust_scales,
+        allow_pickle=args.allow_pickle,
+        lora=args.lora,
+        i2s_layout=args.i2s_layout,
+        q2_block=args.q2_block,
+        tokenizer=args.tokenizer,
+        progress=progress,
     )

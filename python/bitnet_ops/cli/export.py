@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the subcommand; returns 0. A ConvertError says why not; the command line prints it."""
-    from bitnet_ops.convert.gguf.export import export_gguf
+    from bitnet_ops.convert.gguf_export import export_gguf
 
     work = partial(
         export_gguf,

@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _print_diff(args: argparse.Namespace) -> int:
-    from bitnet_ops.convert.inspect import diff as inspect_diff
+    from bitnet_ops.convert import diff as inspect_diff
 
     try:
         found = inspect_diff.diff(args.file, args.diff)

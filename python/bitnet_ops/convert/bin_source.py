@@ -17,9 +17,9 @@ from torch import Tensor
 
 from bitnet_ops.config import PRIVATE_BLOCK, ModelConfig, UnsupportedModelError
 from bitnet_ops.config.scheme import Scheme, Storage
+from bitnet_ops.convert.checkpoint import copy_files
 from bitnet_ops.convert.errors import ConvertError, listed, reject
-from bitnet_ops.convert.hf.checkpoint import copy_files
-from bitnet_ops.convert.hf.plan import LARGEST_SCALE
+from bitnet_ops.convert.plan import LARGEST_SCALE
 from bitnet_ops.convert.source import Plan, Source, Ternary
 from bitnet_ops.formats.destination import TOKENIZER_FILES
 from bitnet_ops.formats.sglbitnt import Reader, SglbitntError, is_sglbitnt, model_file

@@ -1,31 +1,24 @@
-"""THE rule for whatever a command writes, file or folder: `with new_folder(target) as folder: ...`.
+"""The rule for whatever a command writes, file or folder: `with new_folder(target) as folder: ...`.
 
-1. It is built under another name beside its destination and renamed when it is complete: a reader
-   sees nothing, or the whole. An error, Ctrl-C or a termination signal leaves nothing.
-2. Something that is there already is rejected, at the start and, should it come meanwhile, at the
-   end: the last rename never replaces anything.
-3. Asked to `replace`, it exchanges old and new in one step and then removes the old: but only a
-   result of the same kind, never a link, a foreign file, or a folder with anything else in it.
-4. One writer at a time has a destination; a second one is rejected at once.
-
-What a killed process has left is removed by the next one.
+It is built beside its destination and renamed when it is complete: a reader sees nothing, or the
+whole. An error, Ctrl-C or a termination signal leaves nothing. Something that is there already is
+rejected, at the start and, should it come meanwhile, at the end. Asked to `replace`, an earlier
+result of the same kind makes way, and is removed only once the new one has its place; never a link,
+a foreign file, or a folder with anything else in it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import secrets
 import shutil
-import stat
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
 from bitnet_ops.errors import BitNetError
-from bitnet_ops.formats.renames import exchange, is_at, locked, rename_new, try_lock
+from bitnet_ops.formats.atomic import beside, rename_new, sync, sync_tree
 from bitnet_ops.formats.sglbitnt import MODEL_FILE
 
 REPORT_FILE = "report.json"
@@ -63,24 +56,22 @@ def _foreign_in_model(folder: Path) -> str | None:
     if folder.is_symlink() or not folder.is_dir():
         return f"{folder}, which is none"
     entries = list(os.scandir(folder))
-    names = [e.name for e in entries if not (e.name in _MODEL_NAMES and _is_plain(e))]
+    foreign = (e for e in entries if e.name not in _MODEL_NAMES or not e.is_file(
+        follow_symlinks=False))  # fmt: skip
+    names = sorted(e.name for e in foreign)
     if names:
         more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-        return f"{', '.join(sorted(names)[:4])}{more} in {folder}"
-    if entries and not _begins(folder / MODEL_FILE, _MODEL_MAGIC):
+        return f"{', '.join(names[:4])}{more} in {folder}"
+    if entries and not _head(folder / MODEL_FILE).startswith(_MODEL_MAGIC):
         return f"no {MODEL_FILE} of ours in {folder}"
     return None
 
 
-def _is_plain(entry: os.DirEntry[str]) -> bool:
-    return entry.is_file(follow_symlinks=False)
-
-
-def _begins(path: Path, magic: bytes) -> bool:
+def _head(path: Path) -> bytes:
     if path.is_symlink() or not path.is_file():
-        return False
+        return b""
     with path.open("rb") as file:
-        return file.read(len(magic)) == magic
+        return file.read(4096)
 
 
 def file_kind(what: str, marks: Callable[[bytes], bool]) -> Kind:
@@ -89,8 +80,7 @@ def file_kind(what: str, marks: Callable[[bytes], bool]) -> Kind:
     def foreign(path: Path) -> str | None:
         if path.is_symlink() or not path.is_file():
             return f"{path}, which is none"
-        with path.open("rb") as file:
-            head = file.read(4096)
+        head = _head(path)
         return None if not head or marks(head) else f"{path}, which is another file"
 
     return Kind(what, foreign)
@@ -99,9 +89,6 @@ def file_kind(what: str, marks: Callable[[bytes], bool]) -> Kind:
 # An empty folder counts: nothing is lost with it.
 MODEL_FOLDER = Kind("a folder with nothing but an earlier result to replace", _foreign_in_model)
 GGUF_FILE = file_kind("a GGUF file to replace", lambda head: head.startswith(b"GGUF"))
-
-
-# The rule -----------------------------------------------------------------------------------------
 
 
 def check_name(target: Path) -> None:
@@ -123,13 +110,9 @@ def check(target: Path, kind: Kind, *, replace: bool, option: str = "--force") -
     if not os.path.lexists(target):
         return
     if not replace:
-        _reject_existing(target, option)
+        remedy = f"{option} replaces it" if option else "remove it, or choose another"
+        raise DestinationError("destination-exists", "a new destination", str(target), remedy)
     _check_ours(target, target, kind)
-
-
-def _reject_existing(target: Path, option: str) -> NoReturn:
-    remedy = f"{option} replaces it" if option else "remove it, or choose another"
-    raise DestinationError("destination-exists", "a new destination", str(target), remedy)
 
 
 def _check_ours(path: Path, target: Path, kind: Kind) -> None:
@@ -152,12 +135,9 @@ def new_folder(
 
     Raises DestinationError, and OSError as the file system does.
     """
-    with _place(target, kind, replace, option) as place:
-        folder = place / "new"
+    with new_file(target, kind, replace=replace, option=option) as folder:
         folder.mkdir()
         yield folder
-        _sync(folder)
-        _publish(folder, target, kind, replace=replace, option=option)
 
 
 @contextlib.contextmanager
@@ -165,125 +145,41 @@ def new_file(
     target: Path, kind: Kind, *, replace: bool = False, option: str = "--force"
 ) -> Iterator[Path]:
     """Yield a path to write a file at, which becomes `target`; as `new_folder`."""
-    with _place(target, kind, replace, option) as place:
-        file = place / "new"
-        yield file
-        _sync(file)
-        _publish(file, target, kind, replace=replace, option=option)
-
-
-@contextlib.contextmanager
-def beside(target: Path) -> Iterator[Path]:
-    """Yield a folder beside `target` for as long as the block lasts: for large intermediates."""
-    with _temporary(target) as place:
-        yield place
-
-
-@contextlib.contextmanager
-def _place(target: Path, kind: Kind, replace: bool, option: str) -> Iterator[Path]:
-    """The temporary folder that a result is built in, while this process has the destination."""
     check(target, kind, replace=replace, option=option)
-    given, target = target, Path(os.path.abspath(target))  # another working directory meanwhile?
+    final = Path(os.path.abspath(target))  # the working directory may be another one at the end
     with contextlib.ExitStack() as stack:
         try:
-            free = stack.enter_context(locked(_sibling(target, ".bitnet-ops.lock")))
-            place = stack.enter_context(_temporary(target)) if free else None
+            place = stack.enter_context(beside(final))
         except OSError as error:
             expected = f"a writable folder {target.parent}"
             raise DestinationError("destination-parent", expected, str(error)) from None
-        if place is None:
-            found = "another process that is writing it"
-            remedy = "wait for it, or choose another destination"
-            raise DestinationError("destination-busy", f"{given} for itself", found, remedy)
-        check(target, kind, replace=replace, option=option)  # who had the lock may have written it
-        yield place
+        made = place / "new"
+        yield made
+        (sync_tree if made.is_dir() else sync)(made)
+        check(target, kind, replace=replace, option=option)  # what has come meanwhile
+        _publish(made, final, kind)
 
 
-def _publish(made: Path, target: Path, kind: Kind, *, replace: bool, option: str) -> None:
-    """Give `made` its name; what an exchange brings out ends with the temporary folder."""
+def _publish(made: Path, target: Path, kind: Kind) -> None:
+    """Give `made` its name. An earlier result makes way, to a name at which a crash leaves it."""
+    if not os.path.lexists(target):
+        return _rename(made, target)
+    before = target.with_name(f"{target.name[:100]}.before-{secrets.token_hex(8)}")
+    os.rename(target, before)
+    try:
+        _check_ours(before, target, kind)  # it may be another one than a moment ago
+        _rename(made, target)
+    except BaseException:
+        rename_new(before, target)
+        raise
+    shutil.rmtree(before) if before.is_dir() else before.unlink()
+
+
+def _rename(made: Path, target: Path) -> None:
     try:
         rename_new(made, target)
     except FileExistsError:
-        if not replace:
-            _reject_existing(target, option)
-        exchange(made, target)
-        try:
-            _check_ours(made, target, kind)  # it may be another one than at the start
-        except DestinationError:
-            exchange(made, target)
-            raise
-    _sync(target.parent)
-
-
-# Temporary folders --------------------------------------------------------------------------------
-
-_MARK = ".bitnet-ops-"
-
-
-@contextlib.contextmanager
-def _temporary(target: Path) -> Iterator[Path]:
-    """A private folder beside `target`, on its file system; locked, so that it shows who lives."""
-    _sweep(target)
-    while True:
-        place = _sibling(target, _MARK + secrets.token_hex(8))
-        place.mkdir(mode=0o700)
-        descriptor = os.open(place, os.O_RDONLY | os.O_DIRECTORY)
-        if try_lock(descriptor) is not False and is_at(descriptor, place):
-            break
-        os.close(descriptor)  # a sweep was faster
-    try:
-        yield place
-    finally:
-        shutil.rmtree(place, ignore_errors=True)
-        os.close(descriptor)
-
-
-def _sibling(target: Path, suffix: str) -> Path:
-    """A hidden name beside `target`, of its own for every target, within what names may be long."""
-    name = target.name
-    if len(os.fsencode(name)) > 150:
-        name = hashlib.sha256(os.fsencode(name)).hexdigest()
-    return target.with_name(f".{name}{suffix}")
-
-
-def _sweep(target: Path) -> None:
-    """Remove temporary folders for `target` whose process is gone, which left them unlocked."""
-    prefix = _sibling(target, _MARK).name
-    for entry in os.scandir(target.parent):
-        if not entry.name.startswith(prefix) or not _is_mine(entry):
-            continue
-        with contextlib.suppress(OSError):
-            descriptor = os.open(entry.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-            try:
-                if try_lock(descriptor) is True:
-                    shutil.rmtree(entry.path, ignore_errors=True)
-            finally:
-                os.close(descriptor)
-
-
-def _is_mine(entry: os.DirEntry[str]) -> bool:
-    try:
-        status = entry.stat(follow_symlinks=False)
-    except OSError:
-        return False
-    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
-
-
-def _sync(path: Path) -> None:
-    """Make a file, or a folder and the files in it, survive a power cut."""
-    if path.is_dir() and not path.is_symlink():
-        for inner in path.iterdir():
-            if inner.is_file() and not inner.is_symlink():
-                _sync_one(inner)
-    _sync_one(path)
-
-
-def _sync_one(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if not path.is_dir():  # some file systems cannot sync folders
-            raise error
-    finally:
-        os.close(descriptor)
+        raise DestinationError(
+            "destination-exists", "a new destination", str(target), "something came there meanwhile"
+        ) from None
+    sync(target.parent)

@@ -222,7 +222,7 @@ def _turn(target: Path) -> Iterator[None]:
 
 def _convert(source: Path, target: Path) -> None:
     """Convert `source`; `target` appears whole."""
-    from bitnet_ops.convert import convert, convert_gguf  # only who converts needs the converter
+    from bitnet_ops.convert import convert  # only who converts needs the converter
     from bitnet_ops.convert.progress import progress_bar
 
     for left in target.parent.glob(f".{target.name}.making-*"):  # of a process that was killed
@@ -239,8 +239,7 @@ def _convert(source: Path, target: Path) -> None:
     try:
         made = making / "model"
         with progress_bar(enabled=on_terminal) as progress:
-            work = convert if source.is_dir() else convert_gguf
-            work(source, made, progress=progress)
+            convert(source, made, progress=progress)
         if _name(source) != target.name:
             raise LoadError(
                 f"load: expected {source} to stay as it is while it is converted, got other files "

@@ -16,9 +16,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from bitnet_ops.convert import convert
-from bitnet_ops.convert.destination import building, check_destination
-from bitnet_ops.convert.hf.checkpoint import copy_files
-from bitnet_ops.formats.destination import TOKENIZER_FILES, beside
+from bitnet_ops.convert.checkpoint import copy_files
+from bitnet_ops.convert.write import building, check_destination
+from bitnet_ops.formats.atomic import beside
+from bitnet_ops.formats.destination import TOKENIZER_FILES
 from bitnet_ops.nn.packing import pack_hf
 from bitnet_ops.training.linear import TrainableBitLinear
 from bitnet_ops.training.model import TrainingError

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from bitnet_ops import ops
 from bitnet_ops.config import PRIVATE_BLOCK, ModelConfig
 from bitnet_ops.config.scheme import Storage
-from bitnet_ops.convert.hf.checkpoint import Checkpoint
-from bitnet_ops.convert.hf.source import HfSource
+from bitnet_ops.convert.checkpoint import Checkpoint
+from bitnet_ops.convert.hf_source import HfSource
 from bitnet_ops.formats.sglbitnt import Reader, model_file
 from bitnet_ops.loading.model_contents import completed_config, model_config, own_tensors
 from bitnet_ops.models import check_names, expected_tensors

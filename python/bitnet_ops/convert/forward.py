@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bitnet_ops.config.scheme import ScaleRule, Storage
-from bitnet_ops.convert.hf.plan import scale_name
-from bitnet_ops.convert.hf.source import HfSource
+from bitnet_ops.convert.hf_source import HfSource
+from bitnet_ops.convert.plan import scale_name
 from bitnet_ops.convert.source import Source
 from bitnet_ops.nn.rotary import Rotary, rotary
 

@@ -1,14 +1,15 @@
-"""What `inspect` looks at, one class a kind of file: .bin, Hugging Face folder, GGUF; one face.
+"""What `bitnet-ops inspect` shows: what a model file or folder holds, tensor by tensor; totals.
 
-A `Contents` lists its tensors from the headers and reads them one at a time. It must not know what
-is printed, nor whether a model would load: a file that `convert` rejects can still be looked at.
+Reads and checks all of it; runs no model. It must not know kinds of files, nor their bytes:
+sources.py hands out what is in them; nor how it is shown.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,15 +18,14 @@ import torch
 from torch import Tensor
 
 from bitnet_ops import ops
-from bitnet_ops.config import PROJECTIONS, UnsupportedModelError
+from bitnet_ops.config import PRIVATE_BLOCK, PROJECTIONS, UnsupportedModelError
 from bitnet_ops.config.families import family_of
 from bitnet_ops.config.scheme import stated_linear_class
+from bitnet_ops.convert.checkpoint import Checkpoint
 from bitnet_ops.convert.errors import ConvertError
-from bitnet_ops.convert.gguf.config import PERMUTED
-from bitnet_ops.convert.gguf.source import GgufSource
-from bitnet_ops.convert.gguf.tensors import dense, ternary
-from bitnet_ops.convert.hf.checkpoint import Checkpoint
-from bitnet_ops.convert.hf.names import find_naming
+from bitnet_ops.convert.gguf_config import PERMUTED
+from bitnet_ops.convert.gguf_source import GgufSource, dense, ternary
+from bitnet_ops.convert.plan import find_naming
 from bitnet_ops.convert.source import Uneven
 from bitnet_ops.convert.ternary import looks_ternary, uneven_of
 from bitnet_ops.formats import gguf, gguf_layouts
@@ -34,6 +34,81 @@ from bitnet_ops.loading.model_contents import model_config, own_tensors
 from bitnet_ops.loading.resolve import local_path
 from bitnet_ops.models import TensorError, check_names, expected_tensors
 from bitnet_ops.nn.packing import multiplying_scale, unpack_hf
+
+
+def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Everything about the model at `path` as plain numbers and strings.
+
+    Keys: file, kind, bytes, model_type, bitnet_ops (the config's private block or None), tensors
+    (a list: name, format, shape, scale, scales, minus, zero, plus, nbytes, sha256), totals and
+    remarks.
+    Shapes are logical, [N, K]; where nothing gives K it is 4 times the row bytes, and a remark says
+    so. `scale` is a tensor's only one; where there are more, `scales` has their shape, smallest and
+    largest. Raises SglbitntError, GgufError or ConvertError for a file that is damaged.
+    """
+    source = open_source(path)
+    rows = [_row(source, name) for name in source.entries]
+    return {
+        "file": str(source.path),
+        "kind": source.kind,
+        "bytes": source.nbytes,
+        "model_type": source.config.get("model_type"),
+        "bitnet_ops": source.config.get(PRIVATE_BLOCK),
+        "tensors": rows,
+        "totals": _totals(rows),
+        "remarks": source.remarks,
+    }
+
+
+def _row(source: Contents, name: str) -> dict[str, Any]:
+    entry, scales = source.entries[name], source.scales(name)
+    single = scales is not None and scales.numel() == 1
+    several = None
+    if scales is not None and not single:
+        several = {
+            "shape": list(scales.shape),
+            "min": float(scales.min()),
+            "max": float(scales.max()),
+        }
+    counts = source.counts(name) or (None, None, None)
+    return {
+        "name": name,
+        "format": entry.format,
+        "shape": list(entry.shape),
+        "scale": float(scales) if scales is not None and single else None,
+        "scales": several,
+        **dict(zip(("minus", "zero", "plus"), counts, strict=True)),
+        "nbytes": entry.nbytes,
+        "sha256": hashlib.sha256(source.memory(name)).hexdigest(),
+    }
+
+
+def _totals(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    packed = [row for row in rows if row["zero"] is not None]
+    dense = [row for row in rows if row["zero"] is None]
+    weights = sum(math.prod(row["shape"]) for row in packed)
+    parameters = sum(math.prod(row["shape"]) for row in dense)
+    packed_bytes = sum(row["nbytes"] for row in packed)
+    dense_bytes = sum(row["nbytes"] for row in dense)
+    return {
+        "tensors": len(rows),
+        "packed_tensors": len(packed),
+        "dense_tensors": len(dense),
+        "ternary_weights": weights,
+        "dense_parameters": parameters,
+        "packed_bytes": packed_bytes,
+        "dense_bytes": dense_bytes,
+        "share_zero": _ratio(sum(row["zero"] for row in packed), weights),
+        "bits_per_ternary_weight": _ratio(8 * packed_bytes, weights),
+        "bits_per_parameter": _ratio(8 * (packed_bytes + dense_bytes), weights + parameters),
+    }
+
+
+def _ratio(part: int, whole: int) -> float | None:
+    return part / whole if whole else None
+
+
+# What lies in a file or folder --------------------------------------------------------------------
 
 _WEIGHTS_PER_BYTE = 4
 _HF_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "U8": "uint8", "I8": "int8"}

@@ -1,4 +1,4 @@
-"""`convert`, `convert_gguf`, `convert_bin`: any Source -> a folder with model.bin and report.json.
+"""`convert`: any Source -> a folder with model.bin and report.json.
 
 The order of work is one for all: open and plan the source, check the destination, check what only
 data show, stream tensor by tensor into the writer, prove if asked, report, rename. Memory is
@@ -17,135 +17,114 @@ import torch
 
 from bitnet_ops import ops
 from bitnet_ops.config import PRIVATE_BLOCK
-from bitnet_ops.convert.bin_source import BinSource
-from bitnet_ops.convert.destination import building, check_destination
+from bitnet_ops.convert.bin_source import BinSource, is_bin
+from bitnet_ops.convert.checkpoint import Checkpoint
 from bitnet_ops.convert.errors import ConvertError, reject
-from bitnet_ops.convert.gguf.source import GgufSource
-from bitnet_ops.convert.hf.checkpoint import Checkpoint
-from bitnet_ops.convert.hf.source import HfSource
+from bitnet_ops.convert.gguf_source import GgufSource
+from bitnet_ops.convert.hf_source import HfSource
 from bitnet_ops.convert.progress import Progress
 from bitnet_ops.convert.report import ConvertReport, TernaryTotals, file_sha256
 from bitnet_ops.convert.source import Source, Ternary
 from bitnet_ops.convert.ternary import from_ternary, looks_ternary
-from bitnet_ops.formats.destination import MODEL_FILE
+from bitnet_ops.formats import destination
+from bitnet_ops.formats.destination import MODEL_FILE, MODEL_FOLDER, DestinationError, Kind
+from bitnet_ops.formats.gguf import is_gguf
 from bitnet_ops.formats.sglbitnt import SglbitntError, Writer
 
 
 def convert(
-    src_dir: str | Path,
-    dst: str | Path,
+    source: str | Path,
+    destination: str | Path,
     *,
     verify: bool = False,
-    force: bool = False,
-    assume_online: bool = False,
-    format_version: int = 2,
     text: str | Path | None = None,
+    force: bool = False,
+    format_version: int = 2,
+    assume_online: bool = False,
     trust_scales: bool = False,
     allow_pickle: bool = False,
     lora: str | Path | None = None,
+    i2s_layout: str | None = None,
+    q2_block: int | None = None,
+    tokenizer: str | Path | None = None,
     masters: dict[str, Any] | None = None,
     progress: Progress | None = None,
 ) -> ConvertReport:
-    """Convert the checkpoint folder `src_dir` into the new folder `dst`.
+    """Convert `source` into the new folder `destination`.
 
     Args:
-        src_dir: Hugging Face folder: config.json, model.safetensors or its shards, tokenizer files.
-        dst: folder to create. Holds model.bin, the tokenizer files of the source and report.json.
-        verify: compare full logits and every ternary weight of the result with the source, through
-            transformers if that is installed, else through a plain fp32 forward; a result that
-            does not agree is rejected and not kept.
-        force: replace `dst` if it is an earlier result.
-        assume_online: treat a checkpoint without quantization_config as ternarised masters.
-        format_version: of model.bin, 2, or 1 for readers that know no other (FORMAT.md).
+        source: a Hugging Face folder (config.json, model.safetensors or its shards, tokenizer
+            files), a GGUF file, or a model.bin of any version, which is copied bit for bit.
+        destination: folder to create. Holds model.bin, the tokenizer files and report.json.
+        verify: compare full logits and every ternary weight of the result with the source, of a
+            folder through transformers if that is installed, else through a plain forward; a
+            result that does not agree is rejected and not kept. Copies are always compared.
         text: a UTF-8 file on which `verify` compares, instead of a short text of our own.
+        force: replace `destination` if it is an earlier result.
+        format_version: of model.bin, 2, or 1 for readers that know no other (FORMAT.md).
+        assume_online: dense weights that nothing describes are masters; ternarise by absmean.
         trust_scales: convert packed weights whose scales look as if taken in the wrong sense.
         allow_pickle: read pytorch_model*.bin where there are no safetensors, by torch.load with
             weights_only=True, which runs no code of the file.
-        lora: a PEFT directory whose LoRA adapter is merged into the masters before they are
-            ternarised; packed sources have no masters.
+        lora: a PEFT directory whose LoRA adapter is merged into the masters of a folder before
+            they are ternarised; packed sources have no masters.
+        i2s_layout: "a" (as None), "b" or "c", the order of bytes of I2_S tensors of GGUF; the file
+            does not say.
+        q2_block: 64 or 128, how many weights share a scale in GGUF tensors of type number 42,
+            where the file's sizes and keys do not say.
+        tokenizer: a folder whose tokenizer files to take instead of GGUF metadata, or "none".
         masters: what is known of the masters, for the report; `quantize` gives it.
         progress: called as progress(done, total, tensor_name) before each tensor.
 
-    Returns the report, which also lies in `dst`.
-    Raises ConvertError; its `code` names the reason. Nothing is left at `dst` then.
+    Returns the report, which also lies in `destination`.
+    Raises ConvertError; its `code` names the reason. Nothing is left at `destination` then.
     """
-    started, target = time.perf_counter(), Path(dst)
-    source = HfSource(
-        Checkpoint(src_dir, allow_pickle=allow_pickle),
+    started, path, target = time.perf_counter(), Path(source), Path(destination)
+    given = dict(
         assume_online=assume_online,
-        lora=lora,
+        verify=verify,
         trust_scales=trust_scales,
+        allow_pickle=allow_pickle,
+        lora=lora,
+        i2s_layout=i2s_layout,
+        q2_block=q2_block,
+        tokenizer=tokenizer,
     )
-    check_destination(source.path, target, force=force)
-    source.check()
-    proof = (text,) if verify else None
-    with _write_errors(target):
-        return _run(source, target, started, force, format_version, progress, proof, masters)
+    options = {name: value for name, value in given.items() if value}
+    with _write_errors(target), _opened(path, options) as opened:
+        check_destination(opened.path, target, force=force)
+        opened.check()
+        proof = (text,) if verify else None
+        return _run(opened, target, started, force, format_version, progress, proof, masters)
 
 
-def convert_gguf(
-    file: str | Path,
-    dst: str | Path,
-    *,
-    i2s_layout: str = "a",
-    q2_block: int | None = None,
-    tokenizer: str | Path | None = None,
-    assume_online: bool = False,
-    verify: bool = False,
-    text: str | Path | None = None,
-    force: bool = False,
-    format_version: int = 2,
-    progress: Progress | None = None,
-) -> ConvertReport:
-    """Convert the GGUF file `file` into the new folder `dst`.
-
-    Args:
-        i2s_layout: "a", "b" or "c", the order of bytes of I2_S tensors; the file does not say.
-        q2_block: 64 or 128, how many weights share a scale in tensors of type number 42, where the
-            file's sizes and keys do not say.
-        tokenizer: a folder whose tokenizer files to take instead of the file's metadata, or "none".
-        assume_online: dense projections that are not ternary are masters; ternarise by absmean.
-        verify: compare every weight and full logits with the file, decoded a second time; a result
-            that does not agree is rejected and not kept.
-        text, force, format_version, progress: as for `convert`.
-
-    Returns the report, which also lies in `dst`. Raises ConvertError; nothing is left at `dst`.
-    """
-    started, target = time.perf_counter(), Path(dst)
-    proof = (text,) if verify else None
-    options: dict[str, Any] = dict(i2s_layout=i2s_layout, assume_online=assume_online)
-    options |= dict(tokenizer=tokenizer, q2_block=q2_block)
-    with _write_errors(target), GgufSource.opened(file, **options) as source:
-        check_destination(source.path, target, force=force)
-        return _run(source, target, started, force, format_version, progress, proof)
+@contextmanager
+def _opened(path: Path, options: dict[str, Any]) -> Iterator[Source]:
+    """The source at `path`; options that are not for its kind are rejected."""
+    if is_bin(path):
+        _reject_options("bin-option", "a .bin file", path, options, {"trust_scales"})
+        with BinSource.opened(path, **options) as file:
+            yield file
+        return
+    options = {name: value for name, value in options.items() if name != "verify"}
+    if is_gguf(path):
+        own = {"assume_online", "i2s_layout", "q2_block", "tokenizer"}
+        _reject_options("folder-option", "a GGUF file", path, options, own)
+        with GgufSource.opened(path, **options) as gguf:
+            yield gguf
+    else:
+        own = {"assume_online", "trust_scales", "allow_pickle", "lora"}
+        _reject_options("gguf-option", "a folder", path, options, own)
+        checkpoint = Checkpoint(path, allow_pickle=options.pop("allow_pickle", False))
+        yield HfSource(checkpoint, **options)
 
 
-def convert_bin(
-    src: str | Path,
-    dst: str | Path,
-    *,
-    force: bool = False,
-    format_version: int = 2,
-    trust_scales: bool = False,
-    progress: Progress | None = None,
-) -> ConvertReport:
-    """Write the model file `src` (a .bin, or the folder with model.bin) anew, as the folder `dst`.
-
-    Args:
-        dst: folder to create. Holds model.bin, the tokenizer files beside `src` and report.json.
-        force: replace `dst` if it is an earlier result.
-        format_version: of the new model.bin, 2, or 1 for readers that know no other (FORMAT.md).
-        trust_scales: take scales above any known one, which look as if they should divide.
-        progress: called as progress(done, total, tensor_name) before each tensor.
-
-    Returns the report, which also lies in `dst`; every code, scale and value of the result has been
-    compared with the source. Raises ConvertError; nothing is left at `dst` then.
-    """
-    started, target = time.perf_counter(), Path(dst)
-    with _write_errors(target), BinSource.opened(src, trust_scales=trust_scales) as source:
-        check_destination(source.path, target, force=force)
-        source.check()
-        return _run(source, target, started, force, format_version, progress)
+def _reject_options(
+    code: str, noun: str, path: Path, options: dict[str, Any], own: set[str]
+) -> None:
+    names = ", ".join(f"--{name.replace('_', '-')}" for name in options if name not in own)
+    if names:
+        reject(code, f"{noun} without {names}", str(path), "these belong to other kinds of sources")
 
 
 @contextmanager
@@ -246,8 +225,8 @@ def _report(source: Source, folder: Path, totals: TernaryTotals) -> ConvertRepor
 
 
 def _prove(source: Source, folder: Path, report: ConvertReport, text: Path | None) -> None:
-    from bitnet_ops.convert.verify.comparison import verify_conversion
-    from bitnet_ops.convert.verify.proof import record_proof
+    from bitnet_ops.convert.comparison import verify_conversion
+    from bitnet_ops.convert.verify import record_proof
 
     result = verify_conversion(source, folder, text=text)
     report.verification = result.to_dict()
@@ -259,3 +238,43 @@ def _prove(source: Source, folder: Path, report: ConvertReport, text: Path | Non
             + f"; the result was not kept, please report this {source.noun}",
         )
     record_proof(source.hashes(), folder, report)
+
+
+# Where a conversion goes: the rule of formats/destination.py in the converter's words -------------
+
+
+def check_destination(source: Path, target: Path, *, force: bool, option: str = "--force") -> None:
+    """Reject a target that exists (unless forced and one of ours) or that lies in the source.
+
+    `option` is the name that the caller's command line has for `force`.
+    """
+    with _rejections():
+        destination.check_name(target)
+        if target.resolve().is_relative_to(source.resolve()):
+            reject("destination-in-source", f"a destination outside {source}", str(target))
+        destination.check(target, MODEL_FOLDER, replace=force, option=option)
+
+
+@contextmanager
+def building(target: Path, *, force: bool, option: str = "--force") -> Iterator[Path]:
+    """Yield a temporary folder that becomes `target` on success and vanishes on any failure."""
+    with (
+        _rejections(),
+        destination.new_folder(target, replace=force, option=option) as folder,
+    ):
+        yield folder
+
+
+@contextmanager
+def building_file(target: Path, kind: Kind, *, force: bool) -> Iterator[Path]:
+    """Yield a temporary path that becomes the file `target` on success."""
+    with _rejections(), destination.new_file(target, kind, replace=force) as file:
+        yield file
+
+
+@contextmanager
+def _rejections() -> Iterator[None]:
+    try:
+        yield
+    except DestinationError as error:
+        reject(error.code, error.expected, error.found, error.remedy)

@@ -25,12 +25,11 @@ from bitnet_ops import ops
 from bitnet_ops.config import ModelConfig
 from bitnet_ops.config.scheme import Storage
 from bitnet_ops.convert.errors import reject
-from bitnet_ops.convert.gguf.source import GgufSource
-from bitnet_ops.convert.hf.source import HfSource
+from bitnet_ops.convert.forward import PlainOracle
+from bitnet_ops.convert.gguf_source import GgufSource
+from bitnet_ops.convert.hf_source import HfSource
+from bitnet_ops.convert.oracles import GgufOracle, HfOracle, OracleUnavailable
 from bitnet_ops.convert.source import Plan, Source
-from bitnet_ops.convert.verify.gguf_oracle import GgufOracle
-from bitnet_ops.convert.verify.plain_forward import PlainOracle
-from bitnet_ops.convert.verify.transformers_oracle import HfOracle, OracleUnavailable
 from bitnet_ops.formats.sglbitnt import Reader, model_file
 from bitnet_ops.generate.tokenizer import Tokenizer
 from bitnet_ops.loading.weights import load_model

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from bitnet_ops.config.scheme import Storage
+from bitnet_ops.convert.checkpoint import Checkpoint, check_pooling, copy_files
 from bitnet_ops.convert.errors import ConvertError, reject
-from bitnet_ops.convert.hf.checkpoint import Checkpoint, check_pooling, copy_files
-from bitnet_ops.convert.hf.plan import check_scale_sense, make_plan, scale_name, unknown_options
+from bitnet_ops.convert.plan import check_scale_sense, make_plan, scale_name, unknown_options
 from bitnet_ops.convert.report import file_sha256
 from bitnet_ops.convert.source import EMBEDDING, HEAD, Source, Ternary
 from bitnet_ops.convert.ternary import (

@@ -3,6 +3,15 @@
 Strict in both directions: every expected tensor must be there in the right form, and nothing else
 may be. The messages for unexpected names say which unsupported family they betray. Of the data only
 scales are looked at: whether they lie where only the other sense of weight_scale would put them.
+
+Families spell the tensors of one architecture differently:
+
+| stored                               | here                         | written by              |
+|--------------------------------------|------------------------------|-------------------------|
+| inner_attn_ln, ffn_layernorm         | attn_sub_norm, ffn_sub_norm  | 1bitLLM                 |
+| o_proj.0, o_proj.1; down_proj alike  | the sub-norm, the projection | SubLN (nn.Sequential)   |
+| <projection>.norm                    | <projection>.rms_norm        | BitNet-embedding        |
+| embed_tokens, layers.N, norm         | with "model." in front       | models saved headless   |
 """
 
 from __future__ import annotations
@@ -10,11 +19,12 @@ from __future__ import annotations
 import importlib.metadata
 import math
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from bitnet_ops.config import PRIVATE_BLOCK, ModelConfig
-from bitnet_ops.config.families import BY_MODEL_TYPE, family_of
+from bitnet_ops.config.families import BY_MODEL_TYPE, PROJECTIONS, Family, family_of
 from bitnet_ops.config.scheme import (
     KNOWN_KEYS,
     ScaleRule,
@@ -23,9 +33,8 @@ from bitnet_ops.config.scheme import (
     Storage,
     decide_scheme,
 )
+from bitnet_ops.convert.checkpoint import TensorRecord
 from bitnet_ops.convert.errors import ConvertError, listed, reject
-from bitnet_ops.convert.hf.checkpoint import TensorRecord
-from bitnet_ops.convert.hf.names import find_naming
 from bitnet_ops.convert.source import EMBEDDING, HEAD, Plan, model_of
 from bitnet_ops.models import TensorSpec, expected_tensors
 from bitnet_ops.untrusted.patterns import PatternError, matches
@@ -365,3 +374,84 @@ def _excluded(modules: list[str], entries: list[str]) -> set[str]:
         ) from None
     found = {name for row in rows for name, hit in zip(modules, row, strict=True) if hit}
     return found | {name for name in modules if name.endswith(tuple(entries))}
+
+
+# Spellings ----------------------------------------------------------------------------------------
+
+_HEADLESS = ("embed_tokens.", "layers.", "norm.")
+_SUBLN = {
+    ".self_attn.o_proj.0.": ".self_attn.attn_sub_norm.",
+    ".self_attn.o_proj.1.": ".self_attn.o_proj.",
+    ".mlp.down_proj.0.": ".mlp.ffn_sub_norm.",
+    ".mlp.down_proj.1.": ".mlp.down_proj.",
+}
+_INNER = {f".{name}.norm.": f".{name}.rms_norm." for name in PROJECTIONS}
+# No config.json states it: the epsilon of LlamaRMSNorm where code that adds SubLN names none.
+SUBLN_EPS = 1e-6
+
+
+@dataclass(frozen=True)
+class Naming:
+    """Stored names by the names used here, and what they show of the architecture.
+
+    `found` goes into the private block of the config, where ModelConfig.from_hf reads it.
+    `bitlinear_norms`: the checkpoint spells norms inside its projections as BitLinear code does.
+    """
+
+    stored: dict[str, str]
+    found: dict[str, Any]
+    bitlinear_norms: bool
+    remarks: tuple[str, ...]
+
+
+def find_naming(config: Mapping[str, Any], family: Family | None, names: Iterable[str]) -> Naming:
+    """The Naming of a checkpoint; ConvertError if two of its tensors are one tensor here."""
+    names = list(names)
+    headless = any(name.startswith("embed_tokens.") for name in names)
+    table = {**_INNER, **(family.renamed if family is not None else {})}
+    subln = any(part in name for name in names for part in _SUBLN)
+    if subln:
+        table |= _SUBLN
+    inner = any(part in f".{name}" for name in names for part in _INNER)
+    found, remarks = _found(config, family, subln, inner)
+    stored: dict[str, str] = {}
+    for name in names:
+        here = _rename(name, table, headless)
+        if here in stored:
+            reject("duplicate-tensor", f"{here} once", f"it as {stored[here]} and as {name}")
+        stored[here] = name
+    return Naming(stored, found, inner, remarks)
+
+
+def _rename(name: str, table: Mapping[str, str], headless: bool) -> str:
+    if headless and name.startswith(_HEADLESS):
+        name = f"model.{name}"
+    for old, new in table.items():
+        if old in name:
+            return name.replace(old, new)
+    return name
+
+
+def _found(
+    config: Mapping[str, Any], family: Family | None, subln: bool, inner: bool
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    found: dict[str, Any] = {}
+    remarks = []
+    if subln:
+        if family is not None and family.sub_norms:
+            reject(
+                "per-linear-norms",
+                "sub-norms under one name",
+                "SubLN as o_proj.0 and o_proj.1 in an architecture that has sub-norms already",
+            )
+        found |= {"sub_norms": True, "sub_norm_eps": SUBLN_EPS}
+        remarks.append(
+            f"SubLN stored as o_proj.0 and down_proj.0: config.json does not state its epsilon, "
+            f"{SUBLN_EPS:g} was taken"
+        )
+    if inner:
+        found |= {"linear_norms": True}
+        eps = config.get("rms_norm_eps")
+        if isinstance(eps, int | float):
+            found["linear_norm_eps"] = eps  # ModelConfig checks it
+    return found, tuple(remarks)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from bitnet_ops import ops
 from bitnet_ops.config import PRIVATE_BLOCK
-from bitnet_ops.convert.inspect.sources import Contents, Values, open_source
+from bitnet_ops.convert.inspect import Contents, Values, open_source
 from bitnet_ops.nn.packing import spread_scales
 from bitnet_ops.nn.storage import GROUP_SIZES
 

@@ -1,1 +1,0 @@
-"""GGUF files as a source of conversions, and as what a model is exported to."""

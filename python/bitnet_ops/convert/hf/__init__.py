@@ -1,1 +1,0 @@
-"""Hugging Face folders as a source of conversions: files, names, what their config means."""
