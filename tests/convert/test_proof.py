@@ -23,8 +23,7 @@ from bitnet_ops.cli import main
 from bitnet_ops.convert import ConvertError, convert
 from bitnet_ops.convert.report import table_lines
 from bitnet_ops.convert.verify import tensor_table, verify
-from bitnet_ops.formats.sglbitnt import Reader, SglbitntError, Writer
-from bitnet_ops.formats.sglbitnt_config import replace_config
+from bitnet_ops.formats.sglbitnt import Reader, SglbitntError, Writer, replace_config
 from hf_writer import FAMILIES
 from isa_control import torch_threads
 

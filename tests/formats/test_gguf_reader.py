@@ -142,7 +142,7 @@ def test_official_files_read_by_us(tmp_path: Path) -> None:
 
 
 def test_sizes_agree_with_the_official_table() -> None:
-    from bitnet_ops.formats._gguf_rules import TYPES
+    from bitnet_ops.formats.gguf_header import TYPES
 
     for kind, (block, nbytes) in official.GGML_QUANT_SIZES.items():
         ours = TYPES[kind.name]

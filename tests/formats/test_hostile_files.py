@@ -23,8 +23,7 @@ import sglbitnt_bytes
 from bitnet_ops.convert import ConvertError, convert
 from bitnet_ops.convert.checkpoint import Checkpoint
 from bitnet_ops.convert.inspect import inspect
-from bitnet_ops.formats import gguf, sglbitnt
-from bitnet_ops.formats.coded_error import CodedError, printable
+from bitnet_ops.formats import CodedError, gguf, printable, sglbitnt
 from bitnet_ops.formats.gguf import GgufError, is_gguf
 from bitnet_ops.formats.sglbitnt import SglbitntError, is_sglbitnt
 from gguf_bytes import gguf as gguf_file

@@ -23,7 +23,7 @@ from bitnet_ops.config import ModelConfig
 from bitnet_ops.convert import ConvertError, gguf_tokenizer
 from bitnet_ops.convert.checkpoint import Checkpoint
 from bitnet_ops.convert.gguf_tokenizer import tokenizer_files
-from bitnet_ops.formats import _gguf_header, _sglbitnt_rules, gguf, sglbitnt
+from bitnet_ops.formats import gguf, gguf_header, sglbitnt, sglbitnt_layouts
 from bitnet_ops.formats.gguf import GgufError, Reader, StringArray
 from gguf_bytes import gguf as gguf_file
 from gguf_bytes import key, pad, record, string
@@ -110,14 +110,14 @@ def test_many_short_arrays_are_not_read_ahead_of(
 ) -> None:
     """Reading ahead must not read the whole file once more for every array."""
     taken = 0
-    take = _gguf_header._HeaderReader._take
+    take = gguf_header._HeaderReader._take
 
     def counting(self: Any, count: int, where: str) -> bytes:
         nonlocal taken
         taken += count
         return take(self, count, where)
 
-    monkeypatch.setattr(_gguf_header._HeaderReader, "_take", counting)
+    monkeypatch.setattr(gguf_header._HeaderReader, "_take", counting)
     keys = [key(f"k{i}", "[str]", ["x"]) for i in range(2000)]
     (tmp_path / "x").write_bytes(gguf_file(keys, [NORM]))
     with Reader(tmp_path / "x") as reader:
@@ -166,7 +166,7 @@ def test_strings_across_the_pieces_that_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
 ) -> None:
     """Damage is found wherever it lies, and its place in the file is right."""
-    monkeypatch.setattr(_gguf_header, "_PIECE_BYTES", 4093)
+    monkeypatch.setattr(gguf_header, "_PIECE_BYTES", 4093)
     texts = [b"t%d" % i for i in range(100_000)]
     whole = gguf_file([key("k", "[str]", texts)], [NORM]) if at == 0 else None
     if whole is not None:
@@ -193,7 +193,7 @@ def test_limits_of_strings(
         (tmp_path / "x").write_bytes(gguf_file([key("k", "[str]", array)], [NORM]))
         with Reader(tmp_path / "x") as reader:
             assert reader.metadata["k"] == array
-    monkeypatch.setattr(_gguf_header, limit, count)
+    monkeypatch.setattr(gguf_header, limit, count)
     array = ["a"] * 5 if code == "array_length" else ["abc", "abcde"]
     (tmp_path / "x").write_bytes(gguf_file([key("k", "[str]", array)], [NORM]))
     rejected(code, lambda: Reader(tmp_path / "x"))()
@@ -232,7 +232,7 @@ class CountingKey(str):
 
 @pytest.mark.parametrize("reader", ["sglbitnt", "untrusted"])
 def test_a_key_twice_takes_one_look(reader: str) -> None:
-    look = _sglbitnt_rules._unique_keys if reader == "sglbitnt" else untrusted._unique
+    look = sglbitnt_layouts._unique_keys if reader == "sglbitnt" else untrusted._unique
     CountingKey.compared = 0
     pairs = [(CountingKey(f"k{i}"), 1) for i in range(5000)] + [(CountingKey("k4999"), 1)]
     with pytest.raises(ValueError, match="k4999"):

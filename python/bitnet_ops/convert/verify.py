@@ -20,8 +20,7 @@ from bitnet_ops.convert.inspect import inspect
 from bitnet_ops.convert.report import ConvertReport, file_sha256, proof_line, table_lines
 from bitnet_ops.formats.destination import SUMMARY_FILE
 from bitnet_ops.formats.gguf import Q2_BLOCKS, is_gguf
-from bitnet_ops.formats.sglbitnt import Reader, SglbitntError, model_file
-from bitnet_ops.formats.sglbitnt_config import replace_config
+from bitnet_ops.formats.sglbitnt import Reader, SglbitntError, model_file, replace_config
 
 
 def verify(

@@ -17,8 +17,7 @@ from typing import BinaryIO, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from bitnet_ops.formats._gguf_header import Record, open_regular, read_header
-from bitnet_ops.formats._gguf_rules import (
+from bitnet_ops.formats.gguf_header import (
     BY_NUMBER,
     FORK_REJECTED,
     MAGIC,
@@ -27,12 +26,16 @@ from bitnet_ops.formats._gguf_rules import (
     Q2_BLOCKS,
     TYPES,
     GgufError,
+    Record,
+    StringArray,
     TensorType,
     fail,
+    is_strings,
+    open_regular,
     padded,
+    read_header,
 )
-from bitnet_ops.formats._gguf_strings import StringArray, is_strings
-from bitnet_ops.formats._gguf_writer import Writer
+from bitnet_ops.formats.gguf_write import Writer
 from bitnet_ops.untrusted import LFS_POINTER, is_lfs_pointer
 
 __all__ = [

@@ -6,6 +6,8 @@ The bytes are checked in C++ (csrc/format), the config in Python.
 from __future__ import annotations
 
 import os
+import shutil
+import struct
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,15 +17,19 @@ import torch
 from torch import Tensor
 
 from bitnet_ops import _runtime
-from bitnet_ops.formats._sglbitnt_rules import (
+from bitnet_ops.formats.atomic import atomic_file
+from bitnet_ops.formats.sglbitnt_layouts import (
+    ALIGNMENT,
     DTYPES,
     MAGIC,
     MAX_DIM,
     SglbitntError,
+    config_bytes,
     parse_config,
+    tail_header,
     typed_errors,
 )
-from bitnet_ops.formats._sglbitnt_writer import Writer
+from bitnet_ops.formats.sglbitnt_write import Writer
 from bitnet_ops.memory.arena import Arena, stretch
 from bitnet_ops.untrusted import LFS_POINTER, is_lfs_pointer
 
@@ -253,3 +259,49 @@ class Reader:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+# Another config for a file that exists ------------------------------------------------------------
+
+_FRONT = struct.Struct("<8sII")  # magic, version and, in version 1, the config's length
+_FRONT_2 = struct.Struct("<8sIIQQI")  # magic, version, tensors, file length, config offset, length
+
+
+def replace_config(path: str | os.PathLike[str], config: dict[str, Any]) -> None:
+    """Write `config` into the model file at `path`, which is read and checked first.
+
+    A version 2 file is changed in place: nobody may have it open, and a crash in between leaves a
+    file that its checksums reject. Raises SglbitntError for a file or a config that breaks a rule
+    of FORMAT.md, OSError as the file system does.
+    """
+    file = Path(path)
+    with Reader(file, check_codes=False) as reader:
+        version = reader.version
+    text = config_bytes(config, str(file))
+    if version == 1:
+        _copy_behind(file, text)
+    else:
+        _write_tail(file, text)
+    Reader(file, check_codes=False).close()  # the reader has the last word
+
+
+def _copy_behind(file: Path, config: bytes) -> None:
+    with open(file, "rb") as source, atomic_file(file) as out:
+        _, version, length = _FRONT.unpack(source.read(_FRONT.size))
+        source.seek(length, os.SEEK_CUR)
+        out.write(_FRONT.pack(MAGIC, version, len(config)) + config)
+        shutil.copyfileobj(source, out, 1 << 20)
+
+
+def _write_tail(file: Path, config: bytes) -> None:
+    with open(file, "r+b") as out:
+        _, _, count, _, at, length = _FRONT_2.unpack(out.read(_FRONT_2.size))
+        out.seek(at + length + -length % ALIGNMENT)
+        index = out.read()
+        out.seek(at)
+        out.write(config + bytes(-len(config) % ALIGNMENT) + index)
+        out.truncate()
+        out.seek(0)
+        out.write(tail_header(config, index, count, at))
+        out.flush()
+        os.fsync(out.fileno())

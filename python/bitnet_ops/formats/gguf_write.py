@@ -17,7 +17,8 @@ from typing import Any, BinaryIO, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from bitnet_ops.formats._gguf_rules import (
+from bitnet_ops.formats.atomic import atomic_file
+from bitnet_ops.formats.gguf_header import (
     ARRAY,
     DEFAULT_ALIGNMENT,
     MAGIC,
@@ -30,7 +31,6 @@ from bitnet_ops.formats._gguf_rules import (
     has_control,
     padded,
 )
-from bitnet_ops.formats.atomic import atomic_file
 
 _NUMBERS = {name: (number, letter) for number, (name, letter) in SCALARS.items()}
 

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from bitnet_ops import _runtime
-from bitnet_ops.formats._sglbitnt_layouts import LAYOUTS, Record, Version1, Version2
-from bitnet_ops.formats._sglbitnt_rules import (
+from bitnet_ops.formats.atomic import atomic_file
+from bitnet_ops.formats.sglbitnt_layouts import (
     DTYPES,
     GROUP_SIZES,
+    LAYOUTS,
     MAX_DIM,
     MAX_DIMS,
     MAX_NAME_BYTES,
@@ -28,11 +29,13 @@ from bitnet_ops.formats._sglbitnt_rules import (
     ROW_BLOCK_BYTES,
     ROW_BLOCK_WEIGHTS,
     VERSIONS,
+    Record,
     SglbitntError,
+    Version1,
+    Version2,
     config_bytes,
     typed_errors,
 )
-from bitnet_ops.formats.atomic import atomic_file
 
 _SCAN_ELEMS = 1 << 22  # data is scanned in pieces, so that temporaries stay small
 _WEIGHTS_PER_BYTE = 4
