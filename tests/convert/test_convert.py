@@ -22,9 +22,8 @@ import hf_writer
 from bitnet_ops.convert import ConvertError, convert, hf_source
 from bitnet_ops.convert.checkpoint import Checkpoint
 from bitnet_ops.convert.comparison import verify_conversion
-from bitnet_ops.convert.forward import PlainOracle
 from bitnet_ops.convert.hf_source import HfSource
-from bitnet_ops.convert.oracles import HfOracle, OracleUnavailable
+from bitnet_ops.convert.oracles import HfOracle, OracleUnavailable, PlainOracle
 from bitnet_ops.formats.sglbitnt import Reader
 from hf_writer import FAMILIES
 from isa_control import torch_threads
@@ -167,7 +166,7 @@ def test_plain_forward_agrees_with_transformers_and_fp64(family, tmp_path):
 def test_verify_without_transformers_uses_the_plain_forward(family, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)  # makes `import transformers` fail
     report = convert(write(tmp_path, family), tmp_path / "out", verify=True)
-    assert report.verification["oracle"] == "plain fp32 forward"
+    assert report.verification["oracle"] == "plain fp64 forward"
     assert "not installed" in report.verification["why_not_transformers"]
     assert report.verification["passed"] and report.verification["weights_different"] == 0
 
@@ -275,7 +274,7 @@ def test_assume_online_equals_the_declared_one(tmp_path):
     (tmp_path / "source" / "config.json").write_text(json.dumps(config))
     assumed = convert(tmp_path / "source", tmp_path / "assumed", assume_online=True, verify=True)
     assert assumed.assumed_online and not declared.assumed_online
-    assert assumed.verification["oracle"] == "plain fp32 forward"
+    assert assumed.verification["oracle"] == "plain fp64 forward"
     assert any("on the caller's word" in remark for remark in assumed.remarks)
     with (
         Reader(tmp_path / "declared" / "model.bin") as a,

@@ -72,6 +72,11 @@ REJECTED = {
     "nothing": (lambda t: {}, "pickle-content", "a dict of tensors"),
     "a number": (lambda t: {**t, "step": 5}, "pickle-content", "step"),
     "sparse": (lambda t: {**t, "s": torch.eye(3).to_sparse()}, "pickle-content", "dense tensors"),
+    "a repeated value": (
+        lambda t: {n: v.flatten()[:1].expand(v.numel()).view(v.shape) for n, v in t.items()},
+        "pickle-content",
+        "with fewer",
+    ),
     "float64": (lambda t: {n: v.double() for n, v in t.items()}, "dtype", "F64"),
     "a missing one": (lambda t: dict(list(t.items())[1:]), "missing-tensor", "embed_tokens"),
 }

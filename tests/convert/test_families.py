@@ -64,7 +64,7 @@ def test_verify_has_an_oracle_for_it(measured):
     proof = measured.report.verification
     assert proof["passed"] and proof["weights_different"] == 0
     loadable = measured.case.twin is None and not measured.family.dense_ternary
-    assert proof["oracle"].startswith("transformers" if loadable else "plain fp32 forward")
+    assert proof["oracle"].startswith("transformers" if loadable else "plain fp64 forward")
     if not loadable:
         assert proof["why_not_transformers"]
 

@@ -308,7 +308,7 @@ def test_a_file_that_leaves_out_neurons_is_to_be_made_again(
                     writer.add_packed(name, reader.tensor(name), reader.scales(name), k)
                 else:
                     writer.add_dense(name, reader.tensor(name))
-    for read in (load, partial(convert, dst=tmp_path / "out")):
+    for read in (load, partial(convert, destination=tmp_path / "out")):
         with pytest.raises(ValueError, match="convert the source again"):
             read(tmp_path / "model.bin")
     assert not (tmp_path / "out").exists()

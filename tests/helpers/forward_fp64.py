@@ -1,7 +1,7 @@
-"""A plain float64 forward of the networks that hf_writer draws: the oracle without a model library.
+"""The networks that hf_writer draws in the plain float64 forward: an oracle without transformers.
 
-torch.float64 arithmetic only, written from the published maths of BitNet b1.58 and Llama (no code
-of bitnet_ops, none of transformers). Slow and obvious: whole sequences, head by head, no cache.
+The forward is bitnet_ops.convert.forward, which knows nothing of the package. What a family
+computes is said here once more, from hf_writer's description and never from a ModelConfig.
 """
 
 import math
@@ -9,12 +9,7 @@ import math
 import torch
 
 import hf_writer
-
-
-def quantize_activations(x):
-    """x [T, K] -> (integer codes [T, K], multiplier s [T, 1]) with s = 127 / max(absmax, 1e-5)."""
-    multiplier = 127.0 / x.abs().amax(dim=-1, keepdim=True).clamp(min=1e-5)
-    return (x * multiplier).round().clamp(-128, 127), multiplier
+from bitnet_ops.convert.forward import Forward, Maths
 
 
 def ternary(projection, reciprocal):
@@ -37,21 +32,6 @@ class Margins:
     def note(self, scaled):
         distance = (scaled - scaled.floor() - 0.5).abs().min().item()
         self.smallest = min(self.smallest, distance)
-
-
-def bit_linear(x, weight, margins):
-    """x [T, K] through the (codes, scale) of `ternary`."""
-    codes, scale, *group = weight
-    if group:  # scales of groups of inputs: activations are rounded by these, too
-        parts = zip(x.split(group[0], dim=1), codes.split(group[0], dim=1), strict=True)
-        return sum(bit_linear(part, (c, scale), margins) for part, c in parts)
-    integers, multiplier = quantize_activations(x)
-    margins.note(x * multiplier)
-    return integers @ codes.T / multiplier * scale
-
-
-def rms_norm(x, gain, eps):
-    return x / (x.square().mean(dim=-1, keepdim=True) + eps).sqrt() * gain
 
 
 def rotary(family):
@@ -92,44 +72,49 @@ def local_rotary(family):
     return base ** (-2.0 * torch.arange(d // 2, dtype=torch.float64) / d), 1.0
 
 
-def rotate(x, frequencies, factor):
-    """Half-split RoPE of x [T, heads, d] at positions 0..T-1."""
-    tokens, _, d = x.shape
-    angles = torch.arange(tokens, dtype=torch.float64)[:, None, None] * frequencies
-    first, second = x[..., : d // 2], x[..., d // 2 :]
-    cos, sin = angles.cos() * factor, angles.sin() * factor
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-
-
 def window_of(family, layer):
-    """How many positions a token of the layer sees, itself included; None: all before it."""
+    """How many positions a token of the layer sees, itself included; 0: all before it."""
     extra, sliding = family.config_extra, False
     if "layer_types" in extra:
         sliding = extra["layer_types"][layer] == "sliding_attention"
     elif extra.get("use_sliding_window"):
         sliding = layer >= extra["max_window_layers"]
-    return extra["sliding_window"] if sliding else None
+    return extra["sliding_window"] if sliding else 0
 
 
-def causal_attention(q, k, v, scale=None, window=None):
-    """q [T, H, d], k and v [T, KV, d] -> [T, H * d]; scale None: 1 / sqrt(d)."""
-    tokens, heads, d = q.shape
-    group, output = heads // k.shape[1], torch.empty_like(q)
-    back = torch.arange(tokens)[:, None] - torch.arange(tokens)  # from a token to another
-    unseen = (back < 0) | (back >= (tokens if window is None else window))
-    for head in range(heads):
-        scores = q[:, head] @ k[:, head // group].T * (d**-0.5 if scale is None else scale)
-        weights = scores.masked_fill(unseen, float("-inf")).softmax(dim=-1)
-        output[:, head] = weights @ v[:, head // group]
-    return output.reshape(tokens, heads * d)
-
-
-def activation(family, gate):
-    if family.activation == "gelu_pytorch_tanh":
-        inner = math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
-        return gate / 2 * (1 + inner.tanh())
-    relu2 = family.activation == "relu2"
-    return gate.clamp(min=0).square() if relu2 else gate / (1 + (-gate).exp())
+def maths(family):
+    """What the family's networks compute, from hf_writer's description of it."""
+    extra, attention, ropes = family.config_extra, family.head_dim**-0.5, {}
+    if family.gemma:
+        attention = extra["query_pre_attn_scalar"] ** -0.5
+        ropes = dict.fromkeys(
+            [i for i, kind in enumerate(extra["layer_types"]) if kind == "sliding_attention"],
+            local_rotary(family),
+        )
+    minicpm = family.model_type == "minicpm"
+    return Maths(
+        layers=family.layers,
+        heads=family.heads,
+        kv_heads=family.kv_heads,
+        head_dim=family.head_dim,
+        activation=family.activation,
+        eps=family.eps,
+        rope=[ropes.get(layer) or rotary(family) for layer in range(family.layers)],
+        attention=attention,
+        windows=[window_of(family, layer) for layer in range(family.layers)],
+        sub_norm_eps=(family.sub_eps or family.eps) if family.sub_norms else None,
+        linear_norm_eps=family.inner_eps if family.inner_norms else None,
+        qk_norm=family.qk_norm,
+        post_norms=family.gemma,
+        biases=tuple(f"self_attn.{p}_proj" for p in "qkv") if family.qkv_bias else (),
+        # offline AutoBitLinear of transformers multiplies x W + bias by weight_scale
+        bias_is_scaled=not (family.reciprocal or family.online),
+        group_scales=family.dense_ternary,
+        embedding=family.hidden**0.5 if family.gemma else extra["scale_emb"] if minicpm else 1.0,
+        residual=extra["scale_depth"] / family.layers**0.5 if minicpm else 1.0,
+        logits=family.hidden / extra["dim_model_base"] if minicpm else 1.0,
+        tied=family.tied or family.headless,
+    )
 
 
 class Network:
@@ -139,99 +124,33 @@ class Network:
     """
 
     def __init__(self, family, network, int8=True):
-        self.family, self.int8 = family, int8
-        self.tensors = {
-            name: self._ternary(name, value) if isinstance(value, dict) else torch.from_numpy(value)
-            for name, value in network.items()
-        }
-        for name, value in self.tensors.items():  # what a norm multiplies by
-            if family.gemma and name.endswith("norm") and not name.endswith("rms_norm"):
-                self.tensors[name] = 1 + value
-        extra = family.config_extra
-        self.embedding = self.residual = self.logits = 1.0
-        if family.gemma:
-            self.embedding = family.hidden**0.5
-        if family.model_type == "minicpm":
-            self.embedding = extra["scale_emb"]
-            self.residual = extra["scale_depth"] / family.layers**0.5
-            self.logits = family.hidden / extra["dim_model_base"]
+        self.family, self.maths, self.int8 = family, maths(family), int8
+        self.tensors = {name: self._values(name, value) for name, value in network.items()}
 
-    def _ternary(self, name, value):
-        if not self.family.dense_ternary:
-            return ternary(value, self.family.reciprocal)
-        scales = hf_writer.dense_scales(self.family, name, value)
-        dense = torch.from_numpy(value["codes"] * scales)
-        return (dense, 1.0, 128) if (scales != scales[:, :1]).any() else (dense, 1.0)
+    def _values(self, name, value):
+        if not isinstance(value, dict):
+            value = torch.from_numpy(value)
+            gemma = self.family.gemma and name.endswith("norm") and not name.endswith("rms_norm")
+            return 1 + value if gemma else value  # what a norm multiplies by
+        if self.family.dense_ternary:
+            return torch.from_numpy(value["codes"] * hf_writer.dense_scales(
+                self.family, name, value))  # fmt: skip
+        codes, scale = ternary(value, self.family.reciprocal)
+        return codes * scale
+
+    def _read(self, name):
+        return self.tensors[name.removesuffix(".weight")]
 
     def forward(self, ids, margins):
         """Token ids -> float64 logits [T, vocab]."""
-        x = self.hidden(ids, margins)
-        tied = self.family.tied or self.family.headless
-        return x @ self.tensors["model.embed_tokens" if tied else "lm_head"].T
+        return self._of(margins).logits([ids])[0]
 
     def hidden(self, ids, margins):
         """Token ids -> float64 hidden states [T, hidden] after the last norm."""
-        family = self.family
-        x = self.tensors["model.embed_tokens"][torch.tensor(ids)] * self.embedding
-        for layer in range(family.layers):
+        return self._of(margins).hidden([ids])[0]
 
-            def get(suffix, prefix=f"model.layers.{layer}."):
-                return self.tensors[prefix + suffix]
-
-            a = self._attention(get, x, margins, layer) * self.residual
-            x = x + (self._gemma_norm(get, "post_attention", a) if family.gemma else a)
-            y = self._mlp(get, x, margins) * self.residual
-            x = x + (self._gemma_norm(get, "post_feedforward", y) if family.gemma else y)
-        return rms_norm(x, self.tensors["model.norm"], family.eps) / self.logits
-
-    def _gemma_norm(self, get, name, x):
-        return rms_norm(x, get(f"{name}_layernorm"), self.family.eps)
-
-    def _linear(self, get, name, x, margins):
-        """A projection with the norm inside it and its bias."""
-        if self.family.inner_norms:
-            x = rms_norm(x, get(f"{name}.rms_norm"), self.family.inner_eps)
-        codes, scale = get(name)[:2]
-        y = bit_linear(x, get(name), margins) if self.int8 else x @ codes.T * scale
-        if not (self.family.qkv_bias and name[-6:] in ("q_proj", "k_proj", "v_proj")):
-            return y
-        # offline AutoBitLinear of transformers multiplies x W + bias by weight_scale
-        multiplied = not (self.family.reciprocal or self.family.online)
-        return y + get(f"{name}.bias") * (scale if multiplied else 1.0)
-
-    def _sub_norm(self, x, gain):
-        eps = self.family.sub_eps
-        return rms_norm(x, gain, self.family.eps if eps is None else eps)
-
-    def _attention(self, get, x, margins, layer):
-        family, tokens = self.family, len(x)
-        h = rms_norm(x, get("input_layernorm"), family.eps)
-        q, k, v = (self._linear(get, f"self_attn.{n}_proj", h, margins) for n in "qkv")
-        q = q.reshape(tokens, family.heads, family.head_dim)
-        k = k.reshape(tokens, family.kv_heads, family.head_dim)
-        if family.qk_norm:
-            q = rms_norm(q, get("self_attn.q_norm"), family.eps)
-            k = rms_norm(k, get("self_attn.k_norm"), family.eps)
-        rope, scale = rotary(family), None
-        if family.gemma:
-            scale = family.config_extra["query_pre_attn_scalar"] ** -0.5
-            if family.config_extra["layer_types"][layer] == "sliding_attention":
-                rope = local_rotary(family)
-        q, k = rotate(q, *rope), rotate(k, *rope)
-        v = v.reshape(tokens, family.kv_heads, family.head_dim)
-        a = causal_attention(q, k, v, scale, window_of(family, layer))
-        if family.sub_norms:
-            a = self._sub_norm(a, get("self_attn.attn_sub_norm"))
-        return self._linear(get, "self_attn.o_proj", a, margins)
-
-    def _mlp(self, get, x, margins):
-        norm = "pre_feedforward_layernorm" if self.family.gemma else "post_attention_layernorm"
-        h = rms_norm(x, get(norm), self.family.eps)
-        gate = self._linear(get, "mlp.gate_proj", h, margins)
-        z = activation(self.family, gate) * self._linear(get, "mlp.up_proj", h, margins)
-        if self.family.sub_norms:
-            z = self._sub_norm(z, get("mlp.ffn_sub_norm"))
-        return self._linear(get, "mlp.down_proj", z, margins)
+    def _of(self, margins):
+        return Forward(self.maths, self._read, int8=self.int8, note=margins.note)
 
 
 def forward(family, network, ids):

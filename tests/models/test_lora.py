@@ -139,7 +139,7 @@ def test_merging_is_that_of_peft(base, tmp_path):
             torch.nn.init.normal_(parameter, std=0.05)
     model.save_pretrained(tmp_path / "adapter")
     report = convert(source, tmp_path / "out", lora=tmp_path / "adapter", verify=True)
-    assert report.verification["oracle"] == "plain fp32 forward"
+    assert report.verification["oracle"] == "plain fp64 forward"
     assert "LoRA adapter adapter (rank 4, 4 projections) merged into the masters" in report.remarks
     assert "adapter_model.safetensors" in report.source_sha256
     merged = model.merge_and_unload()

@@ -398,6 +398,10 @@ def _load_pickle(path: Path) -> dict[str, torch.Tensor]:
     other = [str(k) for k, v in value.items() if not (isinstance(v, torch.Tensor) and _is_plain(v))]
     if other:
         reject("pickle-content", f"dense tensors alone in {path.name}", listed(other))
+    expanded = [str(k) for k, v in value.items() if v.untyped_storage().nbytes() < v.nbytes]
+    if expanded:  # a few bytes could stand for any number of values
+        reject("pickle-content", f"every value of each tensor in {path.name}",
+               f"{listed(expanded)} with fewer")  # fmt: skip
     return {str(name): tensor.detach() for name, tensor in value.items()}
 
 

@@ -2,7 +2,7 @@
 
 Two comparisons: every ternary weight and scale (exactly, but for ties of the ternarisation), and
 the full logits on a text. The reference is transformers where it is installed and can load the
-source, otherwise plain_forward.py. How the one became the other is not looked at.
+source, otherwise the plain forward of forward.py. How the one became the other is not looked at.
 
 Bounds of logits and their reason: rounding activations to int8 turns a last-bit difference into a
 whole step now and then, so two right fp32 forwards of a trained model agree in loss and argmax but
@@ -25,10 +25,9 @@ from bitnet_ops import ops
 from bitnet_ops.config import ModelConfig
 from bitnet_ops.config.scheme import Storage
 from bitnet_ops.convert.errors import reject
-from bitnet_ops.convert.forward import PlainOracle
 from bitnet_ops.convert.gguf_source import GgufSource
 from bitnet_ops.convert.hf_source import HfSource
-from bitnet_ops.convert.oracles import GgufOracle, HfOracle, OracleUnavailable
+from bitnet_ops.convert.oracles import GgufOracle, HfOracle, OracleUnavailable, PlainOracle
 from bitnet_ops.convert.source import Plan, Source
 from bitnet_ops.formats.sglbitnt import Reader, model_file
 from bitnet_ops.generate.tokenizer import Tokenizer

@@ -1,9 +1,13 @@
-"""Hugging Face transformers as the reference of `convert --verify`, in fp32 on the CPU.
+"""The references of `convert --verify`: transformers, or the plain forward over the source itself.
 
+Each reads the source another way than the converter does. transformers runs in fp32 on the CPU.
 Some versions load offline AutoBitLinear weights wrongly (left in uint8, so that -1 reads 255);
 that is repaired, and every ternary weight is checked before it may judge us. Anything that keeps
-transformers from serving raises OracleUnavailable, and the plain forward steps in. The only module
-of the converter that imports transformers.
+transformers from serving raises OracleUnavailable, and the plain forward (forward.py) steps in.
+
+A GGUF file is decoded a second time: TQ1_0 and TQ2_0 go through the gguf package, I2_S and Q2_0
+element by element from their definition, q and k are turned back by reshaping. The only module of
+the converter that imports transformers.
 """
 
 from __future__ import annotations
@@ -18,11 +22,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bitnet_ops.config.scheme import ScaleRule, Storage
 from bitnet_ops.convert.errors import reject
-from bitnet_ops.convert.forward import PlainOracle
+from bitnet_ops.convert.forward import Forward, Maths
 from bitnet_ops.convert.gguf_config import PERMUTED
 from bitnet_ops.convert.gguf_source import GgufSource, scale_name
 from bitnet_ops.convert.hf_source import HfSource
+from bitnet_ops.convert.source import Plan, Source
+from bitnet_ops.nn.rotary import rotary
 
 
 class OracleUnavailable(Exception):
@@ -141,6 +148,101 @@ def _quiet_and_eager() -> Iterator[Any]:
             os.environ["TORCHDYNAMO_DISABLE"] = before
 
 
+# The plain forward over a source ------------------------------------------------------------------
+
+
+class PlainOracle:
+    """The source as a reference: its ternary weights and its logits."""
+
+    name = "plain fp64 forward"
+
+    def __init__(self, source: Source, *, int8_activations: bool = True) -> None:
+        self._source, self._plan = source, source.plan
+        self._forward = Forward(_maths(source.plan), self._value, int8=int8_activations)
+
+    def projection(self, weight_name: str) -> tuple[Tensor, float | Tensor]:
+        """(codes int8 [N, K], multiplying scale) of one projection, straight from the source.
+
+        Where a matrix may have several scales, every weight has its own: [N, K], 0 where it is 0.
+        """
+        stored, scheme = self._read(weight_name), self._plan.scheme
+        if scheme.storage is Storage.MASTERS:
+            return _ternarise(stored.float())
+        if scheme.storage is Storage.TERNARY:
+            return stored.float().sign().to(torch.int8), stored.float().abs()
+        value = float(self._read(f"{weight_name}_scale").float())
+        return _unpack_quarters(stored), 1.0 / value if scheme.rule is ScaleRule.DIVIDE else value
+
+    @torch.inference_mode()
+    def logits(self, sequences: list[list[int]]) -> list[Tensor]:
+        """fp32 logits [T, V] of every sequence of token ids."""
+        return [logits.float() for logits in self._forward.logits(sequences)]
+
+    def _read(self, name: str) -> Tensor:
+        assert isinstance(self._source, HfSource)
+        return self._source.tensor(name)
+
+    def _value(self, name: str) -> Tensor:
+        """A tensor as the forward wants it; a norm as what it multiplies by."""
+        if self._plan.specs[name].kind == "ternary":
+            codes, scale = self.projection(name)
+            return codes.double() * scale
+        value = self._read(name)
+        # Gemma's norms store it less 1; of those inside projections their values say it
+        gemma = self._plan.config.model_type == "gemma3_text" and isinstance(self._source, HfSource)
+        if not gemma or not name.endswith("norm.weight"):
+            return value
+        inside = name.endswith(".rms_norm.weight")
+        return value.double() + (not inside or bool(value.float().median() < 0.5))
+
+
+def _maths(plan: Plan) -> Maths:
+    c, factors = plan.config, plan.config.scalings
+    whole = rotary(c)
+    exponents = torch.arange(c.head_dim // 2, dtype=torch.float64) / (c.head_dim // 2)
+    local = (factors.local_theta or 1.0) ** -exponents, 1.0
+    sub_norm_eps = c.rms_norm_eps if c.sub_norm_eps is None else c.sub_norm_eps
+    return Maths(
+        layers=c.num_hidden_layers,
+        heads=c.num_attention_heads,
+        kv_heads=c.num_key_value_heads,
+        head_dim=c.head_dim,
+        activation=c.hidden_act,
+        eps=c.rms_norm_eps,
+        rope=[
+            local if layer in factors.local else (whole.inv_freq, whole.attention_factor)
+            for layer in range(c.num_hidden_layers)
+        ],
+        attention=c.attention_scale,
+        windows=c.windows,
+        sub_norm_eps=sub_norm_eps if c.sub_norms else None,
+        linear_norm_eps=c.linear_norm_eps if c.linear_norms else None,
+        qk_norm=c.qk_norm,
+        post_norms=c.post_norms,
+        biases=c.biases,
+        bias_is_scaled=plan.scheme.bias_is_scaled,
+        group_scales=plan.scheme.storage in (Storage.TERNARY, Storage.GGUF),
+        embedding=factors.embedding,
+        residual=factors.residual,
+        logits=factors.logits,
+        tied=c.tie_word_embeddings,
+    )
+
+
+def _unpack_quarters(packed: Tensor) -> Tensor:
+    """uint8 [N/4, K] -> int8 [N, K]: lane i of the bytes is the i-th quarter of the rows."""
+    shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8).view(4, 1, 1)
+    codes = (packed.unsqueeze(0) >> shifts) & 3
+    return codes.view(-1, packed.shape[1]).to(torch.int8) - 1
+
+
+def _ternarise(masters: Tensor) -> tuple[Tensor, float]:
+    """fp32 [N, K] -> (codes, absmean), with the mean taken in double precision."""
+    absmean = max(float(masters.abs().mean(dtype=torch.float64)), 1e-5)
+    codes = (masters * (1.0 / torch.tensor(absmean, dtype=torch.float32))).round().clamp(-1, 1)
+    return codes.to(torch.int8), absmean
+
+
 # A GGUF file, decoded a second time ---------------------------------------------------------------
 
 _DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -151,7 +253,7 @@ _Q2_BLOCKS = {"Q2_0": 64, "Q2_0_128": 128, "PQ2_0": 128}
 class GgufOracle(PlainOracle):
     """The file as a reference: projections as fp32 values, and the logits of a plain forward."""
 
-    name = "plain fp32 forward of the file, decoded a second time"
+    name = "plain fp64 forward of the file, decoded a second time"
 
     def __init__(self, source: GgufSource) -> None:
         super().__init__(source)

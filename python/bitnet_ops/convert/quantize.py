@@ -22,8 +22,8 @@ from bitnet_ops.config.scheme import Storage
 from bitnet_ops.convert.checkpoint import Checkpoint, copy_files
 from bitnet_ops.convert.comparison import text_sequences
 from bitnet_ops.convert.errors import reject
-from bitnet_ops.convert.forward import PlainOracle
 from bitnet_ops.convert.hf_source import HfSource
+from bitnet_ops.convert.oracles import PlainOracle
 from bitnet_ops.convert.plan import scale_name
 from bitnet_ops.convert.progress import Progress
 from bitnet_ops.convert.report import ConvertReport
@@ -332,7 +332,7 @@ class MastersStatistics:
 class UnroundedOracle(PlainOracle):
     """The plain forward on masters as they are: no ternary rounding."""
 
-    name = "plain fp32 forward, masters unrounded"
+    name = "plain fp64 forward, masters unrounded"
 
     def projection(self, weight_name: str) -> tuple[Tensor, float | Tensor]:
         return self._read(weight_name).float(), 1.0
