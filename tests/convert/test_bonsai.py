@@ -39,6 +39,9 @@ from isa_control import torch_threads
 
 FORMS = ["unpacked", "mlx", *bonsai.TYPES]
 BOTH = pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+# a tied embedding in one file of each way to store it; what is not tied in all of them
+MODELS = [*((False, form) for form in FORMS), (True, "unpacked"), (True, "PQ2_0"), (True, "PTQ1_0")]
+EVERY = pytest.mark.parametrize("tied, form", MODELS)
 
 
 @pytest.fixture(autouse=True)
@@ -67,19 +70,17 @@ def run(source: Path, out: Path, **options: Any) -> Any:
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[bool, str], tuple[Path, Any]]:
     """(tied, form) -> the converted folder and its report."""
     found = {}
-    for tied in (True, False):
-        folder, made = tmp_path_factory.mktemp("bonsai"), bonsai.make(tied)
-        for form in FORMS:
-            report = run(write(folder, made, form), folder / f"out-{form}")
-            found[tied, form] = folder / f"out-{form}", report
+    for tied, form in MODELS:
+        folder = tmp_path_factory.mktemp("bonsai")
+        report = run(write(folder, bonsai.make(tied), form), folder / "out")
+        found[tied, form] = folder / "out", report
     return found
 
 
 # Weights ----------------------------------------------------------------------------------------
 
 
-@BOTH
-@pytest.mark.parametrize("form", FORMS)
+@EVERY
 def test_every_code_and_scale_survives(models: Any, tied: bool, form: str) -> None:
     """Codes exactly; a group's scale is its larger magnitude; subnormal ones to the last bit."""
     made, subnormal = bonsai.make(tied), 0
@@ -98,8 +99,7 @@ def test_every_code_and_scale_survives(models: Any, tied: bool, form: str) -> No
     assert subnormal > 100
 
 
-@BOTH
-@pytest.mark.parametrize("form", FORMS)
+@EVERY
 def test_embedding_and_head_stay_ternary(models: Any, tied: bool, form: str) -> None:
     """Codes exactly and float16 scales, in the file and in the model that is loaded of it."""
     folder, report = models[tied, form]
@@ -144,8 +144,7 @@ def with_dense_matrices(model: Any) -> Any:
     return model
 
 
-@BOTH
-@pytest.mark.parametrize("form", FORMS)
+@EVERY
 def test_two_magnitudes_are_counted(models: Any, tied: bool, form: str) -> None:
     report, made = models[tied, form][1], bonsai.make(tied)
     found = report.ternary.uneven

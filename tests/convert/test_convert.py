@@ -39,11 +39,6 @@ def one_thread():
         yield
 
 
-@pytest.fixture(params=FAMILIES)
-def family(request):
-    return FAMILIES[request.param]
-
-
 def write(tmp_path, family, **options):
     return hf_writer.write_checkpoint(tmp_path / "source", family, **options)
 
@@ -84,9 +79,23 @@ def test_canonical_unpacking_of_these_tests_reads_the_golden_row():
 # Every family ------------------------------------------------------------------------------------
 
 
-def test_family_converts_and_verifies(family, tmp_path):
-    source = write(tmp_path, family)
-    report = convert(source, tmp_path / "out", verify=True)
+class Converted:
+    """A family's network, its checkpoint, and what was made of it with --verify."""
+
+    def __init__(self, folder, family):
+        self.family, self.network = family, hf_writer.make_network(family)
+        self.source = write(folder, family, network=self.network)
+        self.out = folder / "out"
+        self.report = convert(self.source, self.out, verify=True)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def converted(request, tmp_path_factory):
+    return Converted(tmp_path_factory.mktemp(request.param), FAMILIES[request.param])
+
+
+def test_family_converts_and_verifies(converted):
+    report, family = converted.report, converted.family
     proof = report.verification
     assert proof["passed"] and proof["failures"] == []
     assert proof["oracle"].startswith("transformers "), proof["why_not_transformers"]
@@ -94,44 +103,33 @@ def test_family_converts_and_verifies(family, tmp_path):
     assert proof["weights_different"] == 0
     assert proof["logits"]["tokens"] == 256
     assert proof["logits"]["relative_logit_difference"] < 0.1
-    stored = json.loads((tmp_path / "out" / "report.json").read_text())
+    stored = json.loads((converted.out / "report.json").read_text())
     assert stored == json.loads(json.dumps(report.to_dict()))
+    assert report.remarks == [], "of an ordinary checkpoint"
 
 
-def test_codes_are_those_of_the_writer(family, tmp_path):
-    network = hf_writer.make_network(family)
-    source = write(tmp_path, family, network=network)
-    convert(source, tmp_path / "out")
-    with Reader(tmp_path / "out" / "model.bin") as reader:
+def test_codes_scales_and_dense_bits_are_those_of_the_writer(converted):
+    family, network = converted.family, converted.network
+    with Reader(converted.out / "model.bin") as reader:
+        assert len(reader.tensors) == len(network)
         checked = 0
         for name, value in network.items():
+            tensor = reader.tensor(f"{name}.weight")
             if not isinstance(value, dict):
+                assert tensor.dtype == hf_writer.DTYPES[family.dtype]
+                assert torch.equal(tensor.double(), torch.from_numpy(value)), name
                 continue
             expected, scale = forward_fp64.ternary(value, family.reciprocal)
-            codes = unpack_canonical(reader.tensor(f"{name}.weight"), expected.shape[1])
+            codes = unpack_canonical(tensor, expected.shape[1])
             assert (codes == expected.numpy()).all(), name
             assert reader.tensors[f"{name}.weight"].scale == pytest.approx(scale, rel=2e-7)
             checked += 1
         assert checked == 7 * family.layers
 
 
-def test_dense_tensors_keep_every_bit(family, tmp_path):
-    network = hf_writer.make_network(family)
-    source = write(tmp_path, family, network=network)
-    convert(source, tmp_path / "out")
-    dense = {n: v for n, v in network.items() if not isinstance(v, dict)}
-    with Reader(tmp_path / "out" / "model.bin") as reader:
-        assert len(reader.tensors) == len(network)
-        for name, value in dense.items():
-            tensor = reader.tensor(f"{name}.weight")
-            assert tensor.dtype == hf_writer.DTYPES[family.dtype]
-            assert torch.equal(tensor.double(), torch.from_numpy(value)), name
-
-
-def test_config_is_kept_and_says_how_it_was_read(family, tmp_path):
-    source = write(tmp_path, family)
-    convert(source, tmp_path / "out")
-    with Reader(tmp_path / "out" / "model.bin") as reader:
+def test_config_is_kept_and_says_how_it_was_read(converted):
+    family = converted.family
+    with Reader(converted.out / "model.bin") as reader:
         config = dict(reader.config)
     block = config.pop("bitnet_ops")
     assert config == hf_writer.config_dict(family)
@@ -141,7 +139,24 @@ def test_config_is_kept_and_says_how_it_was_read(family, tmp_path):
     assert block["rope_theta"] == family.theta and block["rms_norm_eps"] == family.eps
 
 
-def test_sharded_equals_unsharded(family, tmp_path):
+def test_plain_forward_agrees_with_transformers_and_fp64(converted):
+    """The two references of --verify and the float64 forward, on a prompt without rounding ties."""
+    source = HfSource(Checkpoint(converted.source))
+    ids, margin = forward_fp64.clear_prompt(converted.family.name)
+    assert margin > 2e-5
+    expected, _ = forward_fp64.forward(converted.family, converted.network, ids)
+    for oracle in (PlainOracle(source), HfOracle(source)):
+        difference = (oracle.logits([ids])[0] - expected).abs().max()
+        assert difference < 5e-6 * expected.abs().max(), oracle.name
+
+
+# One of each kind of storage: packed with a scale that divides, that multiplies, and masters.
+KINDS = ("bitnet-offline", "llama-autobitlinear", "bitnet-online", "bitnet-odd-k")
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_sharded_equals_unsharded(name, tmp_path):
+    family = FAMILIES[name]
     network = hf_writer.make_network(family)
     hf_writer.write_checkpoint(tmp_path / "one", family, network=network)
     hf_writer.write_checkpoint(tmp_path / "three", family, shards=3, network=network)
@@ -151,21 +166,10 @@ def test_sharded_equals_unsharded(family, tmp_path):
     assert one.sha256 == three.sha256
 
 
-def test_plain_forward_agrees_with_transformers_and_fp64(family, tmp_path):
-    """The two references of --verify and the float64 forward, on a prompt without rounding ties."""
-    network = hf_writer.make_network(family)
-    source = HfSource(Checkpoint(write(tmp_path, family, network=network)))
-    ids, margin = forward_fp64.clear_prompt(family.name)
-    assert margin > 2e-5
-    expected, _ = forward_fp64.forward(family, network, ids)
-    for oracle in (PlainOracle(source), HfOracle(source)):
-        difference = (oracle.logits([ids])[0] - expected).abs().max()
-        assert difference < 5e-6 * expected.abs().max(), oracle.name
-
-
-def test_verify_without_transformers_uses_the_plain_forward(family, tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", KINDS)
+def test_verify_without_transformers_uses_the_plain_forward(name, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)  # makes `import transformers` fail
-    report = convert(write(tmp_path, family), tmp_path / "out", verify=True)
+    report = convert(write(tmp_path, FAMILIES[name]), tmp_path / "out", verify=True)
     assert report.verification["oracle"] == "plain fp64 forward"
     assert "not installed" in report.verification["why_not_transformers"]
     assert report.verification["passed"] and report.verification["weights_different"] == 0
@@ -248,10 +252,6 @@ def test_unknown_quantisation_options_are_said(tmp_path):
     block = {**hf_writer.config_dict(family)["quantization_config"], "flavour": "mint"}
     source = _edited(tmp_path, family, {"quantization_config": block})
     assert any("flavour: unknown" in remark for remark in convert(source, tmp_path / "out").remarks)
-
-
-def test_ordinary_checkpoints_give_no_remarks(family, tmp_path):
-    assert convert(write(tmp_path, family), tmp_path / "out").remarks == []
 
 
 def test_repeated_tied_head_is_dropped(tmp_path):
