@@ -73,7 +73,9 @@ REJECTED = {
     "a number": (lambda t: {**t, "step": 5}, "pickle-content", "step"),
     "sparse": (lambda t: {**t, "s": torch.eye(3).to_sparse()}, "pickle-content", "dense tensors"),
     "a repeated value": (
-        lambda t: {n: v.flatten()[:1].expand(v.numel()).view(v.shape) for n, v in t.items()},
+        lambda t: {
+            n: v.flatten()[:1].clone().expand(v.numel()).view(v.shape) for n, v in t.items()
+        },
         "pickle-content",
         "with fewer",
     ),
