@@ -33,6 +33,7 @@ from bitnet_ops.models.step_batch import SequenceStep, StepBatch
 from bitnet_ops.nn.head import HeadWeight
 from bitnet_ops.nn.kv_cache import KVCache
 from bitnet_ops.nn.kv_pool import KVPool
+from bitnet_ops.nn.rotary import rotary
 from bonsai import Bonsai
 from gguf_bytes import gguf, key
 from isa_control import torch_threads
@@ -303,7 +304,7 @@ def test_all_forms_are_one_model(models: Any, form: str) -> None:
     tables, logits = [], []
     for name in ("PQ2_0", form):
         model = load(models[False, name][0], head_format="stored").model
-        tables.append(model._rope)
+        tables.append(rotary(model.config))
         with torch.inference_mode():
             logits.append(model(ids, KVCache(model.config, 1, 20, torch.float32)))
     config = AutoConfig.for_model(**bonsai.config(False))
