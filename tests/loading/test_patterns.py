@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from bitnet_ops.convert.gguf.pretokenizers import PRE_TOKENIZERS
+from bitnet_ops.convert.gguf_tokenizer import PRE_TOKENIZERS
 from bitnet_ops.untrusted.patterns import MOST_CHARACTERS, PatternError, check_limits, matches
 
 NAMES = ["lm_head", "model.layers.0.self_attn.q_proj", "model.layers.10.mlp.down_proj", ""]
