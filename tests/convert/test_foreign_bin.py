@@ -332,7 +332,7 @@ def test_rejections(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (wrong, "shape"),
         (damaged, "bin-invalid_code"),
         (unknown, "unsupported-model"),
-        (tmp_path / "none.bin", "bin-io"),
+        (tmp_path / "none.bin", "source-missing"),
     ):
         with pytest.raises(ConvertError) as caught:
             convert(path, out)
