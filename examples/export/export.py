@@ -9,6 +9,7 @@ MODEL is what bitnet_ops.load takes; the demo model without one.
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 import bitnet_ops
 from bitnet_ops.models import Decoder
+from bitnet_ops.models.composed import Composed
 from bitnet_ops.nn.kv_pool import attend_rectangular, update_rectangular
 
 POSITIONS = 64  # of the layer's keys and values
@@ -27,18 +29,23 @@ class Layer(nn.Module):
 
     def __init__(self, model: Decoder, index: int = 0) -> None:
         super().__init__()
-        self.layer = model.model.layers[index]
-        self.scale, self.rope = model.config.head_dim**-0.5, model._rope
+        self.layer, self.prefix = model.model.layers[index], f"model.layers.{index}."
+        lines = [b for b in model.listing.blocks if str(b.name("norm")).startswith(self.prefix)]
+        self.listing = dataclasses.replace(model.listing, blocks=tuple(lines))
+        self.scale, self.ropes = model.config.head_dim**-0.5, model._ropes
 
     def forward(self, x: Tensor, start: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """x f32 [1, T, hidden] at the positions from start int64 [1] on; updates keys, values."""
         positions = start[:, None] + torch.arange(x.shape[1])
 
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def module(name: str) -> nn.Module:
+            return self.layer.get_submodule(name.removeprefix(self.prefix))
+
+        def attend(_: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             update_rectangular(keys, values, k, v, start)
             return attend_rectangular(q, keys, values, start, self.scale)
 
-        return self.layer(x, (positions, *self.rope), attend)
+        return Composed(self.listing, module, positions, self.ropes, attend).run(x)
 
 
 class Holder(nn.Module):
