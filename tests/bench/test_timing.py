@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -330,3 +331,12 @@ def test_threads_get_cpus_of_their_own_and_a_host_process_none() -> None:
         assert all(mask == own for mask in masks().values())
     finally:
         torch.set_num_threads(threads)
+
+
+def test_one_cpu_of_each_core_comes_first(tmp_path: Path) -> None:
+    for cpu, siblings in enumerate(["0,2", "1,3", "0,2", "1,3"]):
+        folder = tmp_path / f"sys/devices/system/cpu/cpu{cpu}/topology"
+        folder.mkdir(parents=True)
+        (folder / "thread_siblings_list").write_text(f"{siblings}\n")
+    for cpus, first in (([0, 1, 2, 3], [0, 1, 2, 3]), ([0, 2, 1, 3], [0, 1, 2, 3]), ([0, 9],) * 2):
+        assert machine.one_of_each_core_first(cpus, tmp_path) == first
