@@ -476,22 +476,3 @@ TEST(backs_off_while_others_gain_nothing) {
 
 }  // namespace
 }  // namespace bitnet::test
-
-int main() {
-  using namespace bitnet::test;
-  name_case_on_signals();
-  every_way_to_deal_partitions_to_threads();
-  short_stages();
-  partitions_in_sequence_on_one_thread();
-  no_stages_and_empty_stages();
-  waiting_threads_sleep();
-  claims_follow_their_rule();
-  partitions_begin_where_they_should();
-  a_late_thread_claims_of_no_stage_that_is_over();
-  plans_at_the_limits();
-  others_take_over_from_a_partition_that_stands_still();
-  many_threads_on_few_cpus();
-  two_threads_on_one_cpu();
-  backs_off_while_others_gain_nothing();
-  return finish("test_staged_executor");
-}
