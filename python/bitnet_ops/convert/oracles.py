@@ -29,10 +29,11 @@ from bitnet_ops.convert.gguf_config import PERMUTED
 from bitnet_ops.convert.gguf_source import GgufSource, scale_name
 from bitnet_ops.convert.hf_source import HfSource
 from bitnet_ops.convert.source import Plan, Source
+from bitnet_ops.errors import BitNetError
 from bitnet_ops.nn.rotary import rotary
 
 
-class OracleUnavailable(Exception):
+class OracleUnavailable(BitNetError):
     """Why transformers cannot serve as the reference here."""
 
 

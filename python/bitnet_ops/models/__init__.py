@@ -15,6 +15,7 @@ from torch import Tensor
 
 from bitnet_ops.config import ModelConfig, UnsupportedModelError
 from bitnet_ops.config.families import BY_MODEL_TYPE
+from bitnet_ops.errors import BitNetError
 from bitnet_ops.models.decoder import Decoder, check_dtype
 from bitnet_ops.models.tensors import TensorSpec, expected_tensors
 from bitnet_ops.nn.head import HeadWeight
@@ -35,7 +36,7 @@ __all__ = [
 ]
 
 
-class TensorError(ValueError):
+class TensorError(BitNetError, ValueError):
     """The tensors given are not those of the config; the message names the first that differs."""
 
 

@@ -22,6 +22,7 @@ from functools import lru_cache
 from itertools import islice
 from typing import NamedTuple
 
+from bitnet_ops.errors import BitNetError
 from bitnet_ops.nn.kv_config import KVCacheConfig
 from bitnet_ops.nn.kv_pool import KVPool
 
@@ -60,7 +61,7 @@ class Contents(NamedTuple):
         return cls(block_key(parent, token_ids), parent, token_ids)
 
 
-class PoolFullError(RuntimeError):
+class PoolFullError(BitNetError, RuntimeError):
     """Too few blocks are free. `needed` and `free` count blocks."""
 
     def __init__(self, needed: int, free: int, total: int) -> None:

@@ -8,6 +8,7 @@ from typing import Protocol
 
 import torch
 
+from bitnet_ops.errors import BitNetError
 from bitnet_ops.nn.storage import DEFAULT_KV_TYPE, KV_TYPES
 
 TYPE_OF = {getattr(torch, name): row for name, row in KV_TYPES.items()}  # a dtype's row
@@ -41,7 +42,7 @@ def check_kv_dtype(dtype: object, who: str) -> None:
         raise ValueError(f"{who} {', '.join(most)} or {last}, got {dtype!r}{remedy}")
 
 
-class CacheCapacityError(ValueError):
+class CacheCapacityError(BitNetError, ValueError):
     """More positions were asked for than the cache, or the model's context, has."""
 
 

@@ -24,6 +24,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from bitnet_ops import ops
+from bitnet_ops.errors import BitNetError
 from bitnet_ops.nn.linear import BitLinear
 from bitnet_ops.untrusted import (
     LFS_POINTER,
@@ -65,7 +66,7 @@ _HARMLESS = frozenset(
 _TASKS = (None, "CAUSAL_LM", "FEATURE_EXTRACTION")
 
 
-class LoraError(ValueError):
+class LoraError(BitNetError, ValueError):
     """An adapter that cannot be applied; the message says what was expected and found."""
 
 

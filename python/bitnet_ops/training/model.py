@@ -18,6 +18,7 @@ from bitnet_ops.config import PRIVATE_BLOCK, ModelConfig
 from bitnet_ops.config.scheme import Storage
 from bitnet_ops.convert.checkpoint import Checkpoint
 from bitnet_ops.convert.hf_source import HfSource
+from bitnet_ops.errors import BitNetError
 from bitnet_ops.formats.sglbitnt import Reader, model_file
 from bitnet_ops.loading.model_contents import completed_config, model_config, own_tensors
 from bitnet_ops.models import check_names, expected_tensors
@@ -26,7 +27,7 @@ from bitnet_ops.training.linear import TrainableBitLinear, masters_from_codes
 _DROPPED = ("quantization_config", "torch_dtype", "dtype", "auto_map", PRIVATE_BLOCK)
 
 
-class TrainingError(ValueError):
+class TrainingError(BitNetError, ValueError):
     """A model that cannot be trained or exported; the message names what and the remedy."""
 
 
