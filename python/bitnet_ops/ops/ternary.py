@@ -173,6 +173,7 @@ def gemv(
     """Ternary matrix times one int8 vector (M = 1): `y[n] = sum_k w[n, k] * x[k]`.
 
     The sum is exact in int32. With both scales `y = float32(sum) * (weight_scale * x_scale)`.
+    The weight comes first, as this op was published; other ops take their input first.
 
     Args:
         weight: packed uint8 [N, 32 * ceil(K / 128)], contiguous, or `repack`'s.
@@ -201,7 +202,7 @@ def gemm(
 ) -> Tensor:
     """Ternary matrix times M int8 vectors: `y[m, n] = sum_k w[n, k] * x[m, k]`.
 
-    Row m equals `gemv` of that row, bit for bit.
+    Row m equals `gemv` of that row, bit for bit. The weight comes first, as there.
 
     Args:
         weight, shape: as `gemv`.
