@@ -105,7 +105,7 @@ def random_world(r: Random) -> World:
             prefix_cache=r.choice([True, False]),
         ),
         while_running=r.choice([True, False]),
-        broken_steps=r.choice([frozenset(), frozenset(), frozenset({1, 2, 7})]),
+        broken_steps=r.choice([frozenset(), frozenset(), frozenset(), frozenset({2, 7})]),
     )
 
 
@@ -218,7 +218,7 @@ MUST_HAPPEN = (*ENDINGS, "preemption", "copy", "reused", "rejected", "accepted")
 
 
 # True randomness keeps examples rich, which count here; use_true_random=False shrinks a failure.
-@hypothesis.settings(max_examples=500 * int(os.environ.get("BITNET_TEST_SCHEDULES", "1")))
+@hypothesis.settings(max_examples=600 * int(os.environ.get("BITNET_TEST_SCHEDULES", "1")))
 @hypothesis.given(st.randoms(use_true_random=True))
 def schedules(r: Random) -> None:
     play = Play(random_world(r), [random_job(r) for _ in range(r.randint(2, 8))])
