@@ -1,1 +1,1 @@
-"""Where tensors lie: one stretch of memory for many of them, and files mapped into memory."""
+"""Where tensors lie: one stretch of memory for many of them."""
