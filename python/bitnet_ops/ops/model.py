@@ -236,7 +236,7 @@ def bind_program(program: str, names: str, tensors: list[Tensor]) -> Tensor:
 
 @operator
 def release_program(program: Tensor) -> None:
-    """Let a program and its tensors go; its handle must not be used again.
+    """Release a program and its tensors; its handle must not be used again.
 
     Args:
         program: int64 [1], the handle; one that is not known, or no longer, is left alone.
