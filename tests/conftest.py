@@ -35,6 +35,9 @@ import torch
 
 from isa_control import ISAS, THREAD_COUNTS, forced_isa, torch_threads
 
+# Its conftest.py speaks for every test of a session; scripts/prove_sglang and prove_vllm run it.
+collect_ignore = [] if "BITNET_PROOF_ENGINE" in os.environ else ["engines"]
+
 # `pytest -m quick` (scripts/quick): file and test, and how many of its cases each ISA takes.
 QUICK = {
     "test_ops.py::test_the_registry_holds_the_catalogue": 1,
