@@ -267,7 +267,7 @@ inline void store_quads(const QuadSums& acc, int32_t excess, int32_t* out) {
 
 BITNET_OVERRIDES(kStepBlocks, kFlushSteps, kGemvRows, kGemvStreams, kTileRows, kTileTokens, Raw,
                  Codes, Activations, Partial, Acc, load_raw, load_raw_tail, codes, load_x,
-                 load_x_tail, kDotInTwoSteps, dot, widen, reduce, prefetch, prefetch_l2, pin, renew,
+                 load_x_tail, kDotInTwoSteps, dot, widen, reduce, prefetch, prefetch_l2,
                  sum_i8_vector, LineXor, xor_line, reduce_lines, kTileLanes, kTileAccs, kPanelAccs,
                  kRowPanelFrom, kRowPanelFlush, TileStep, TileCodes, TileX, TileAcc, TileSum,
                  load_step, store_step, broadcast_x, tile_dot, load_sum, store_sum, set1_sum,
@@ -277,6 +277,9 @@ BITNET_OVERRIDES(kStepBlocks, kFlushSteps, kGemvRows, kGemvStreams, kTileRows, k
                  CacheWeights, CacheSum, cache_values, cache_weights, cache_sum, store_cache_sums,
                  kQuadTiles, kQuadHalves, kQuadOffset, QuadWords, QuadFactor, QuadSums, quad_words,
                  quad_factor, quad_add, store_quads)
+#if !defined(BITNET_EMULATE)
+BITNET_OVERRIDES(pin, renew)
+#endif
 
 }  // namespace
 }  // namespace bitnet::BITNET_ISA

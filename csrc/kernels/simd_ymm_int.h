@@ -327,12 +327,15 @@ BITNET_OVERRIDES(kStepBlocks, kGemvRows, kTileRows, kTileTokens, Raw, Codes, Act
                  kTileLanes, kFewRegisters, kTileAccs, kPanelAccs, TileStep, TileCodes, TileX,
                  TileAcc, TileSum, load_step, store_step, broadcast_x, load_sum, store_sum,
                  set1_sum, add_sum, sub_sum, TileFloats, floats_of, load_floats, store_floats,
-                 set1_floats, mul_floats, fma_floats, times_256, pin, renew, sum_i8_vector, LineXor,
-                 xor_line, reduce_lines, kCacheStep, CacheKeys, CacheQuery, CacheDot, cache_keys,
-                 cache_query, cache_dot, reduce_dots, kCacheAccs, CacheValues, CacheWeights,
-                 CacheSum, cache_values, cache_weights, cache_sum, store_cache_sums, QuadWords,
-                 QuadSums, QuadFactor, quad_words, quad_factor, quad_add, store_quads, store_i16,
-                 head_bf16_x, head_bf16_weights, head_bf16_ordered)
+                 set1_floats, mul_floats, fma_floats, times_256, sum_i8_vector, LineXor, xor_line,
+                 reduce_lines, kCacheStep, CacheKeys, CacheQuery, CacheDot, cache_keys, cache_query,
+                 cache_dot, reduce_dots, kCacheAccs, CacheValues, CacheWeights, CacheSum,
+                 cache_values, cache_weights, cache_sum, store_cache_sums, QuadWords, QuadSums,
+                 QuadFactor, quad_words, quad_factor, quad_add, store_quads, store_i16, head_bf16_x,
+                 head_bf16_weights, head_bf16_ordered)
+#if !defined(BITNET_EMULATE)
+BITNET_OVERRIDES(pin, renew)
+#endif
 
 }  // namespace
 }  // namespace bitnet::BITNET_ISA
