@@ -9,6 +9,7 @@ import copy
 import dataclasses
 import functools
 import gc
+import json
 import os
 import subprocess
 import sys
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 import bitnet_ops
-from bitnet_ops import ops
+from bitnet_ops import cli, ops
 from bitnet_ops.config import ModelConfig
 from bitnet_ops.models import Decoder
 from bitnet_ops.models.listing import listing
@@ -407,6 +408,15 @@ def test_a_listing_can_be_read() -> None:
     assert kinds == ["model", "rope", *layers, "head"]
     model = tiny_model(SMALL["bitnet-offline"])
     assert str(dataclasses.replace(model.listing)) == "\n".join(lines) + "\n"
+
+
+def test_inspect_prints_the_program(capsys: pytest.CaptureFixture[str]) -> None:
+    demo = bitnet_ops.load()
+    folder = str(Path(bitnet_ops.__file__).parent / "data" / "demo")
+    assert cli.main(["inspect", folder, "--program"]) == 0
+    assert capsys.readouterr().out == str(demo.model.listing)
+    assert cli.main(["inspect", folder, "--program", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"program": str(demo.model.listing)}
 
 
 # Memory -----------------------------------------------------------------------------------------

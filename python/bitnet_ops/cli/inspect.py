@@ -32,6 +32,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="compare PATH with OTHER instead; exit status 0 if they are equal, 1 if not, 2 if "
         "one cannot be read",
     )
+    parser.add_argument(
+        "--program",
+        action="store_true",
+        help="print the model's program instead: its blocks, one a line, as the operator that runs "
+        "it takes them (docs/reference/program.md)",
+    )
     add_json(parser)
 
 
@@ -41,6 +47,8 @@ def run(args: argparse.Namespace) -> int:
 
     if args.diff is not None:
         return _print_diff(args)
+    if args.program:
+        return _print_program(args)
     report = inspect(args.file)
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     print_result(report, lines(report, width), as_json=args.json)
@@ -57,6 +65,20 @@ def _print_diff(args: argparse.Namespace) -> int:
         raise
     print_result(found, inspect_diff.lines(found), as_json=args.json)
     return 0 if found["equal"] else 1
+
+
+def _print_program(args: argparse.Namespace) -> int:
+    from bitnet_ops.config import ModelConfig
+    from bitnet_ops.convert.inspect import open_source
+    from bitnet_ops.loading.model_contents import completed_config
+    from bitnet_ops.models.listing import listing
+    from bitnet_ops.nn.rotary import rotary
+
+    contents = open_source(args.file)
+    config = ModelConfig.from_hf(completed_config(contents.config, contents.entries))
+    text = str(listing(config, attention_factor=rotary(config).attention_factor))
+    print_result({"program": text}, text.splitlines(), as_json=args.json)
+    return 0
 
 
 def lines(report: dict[str, Any], width: int | None = None) -> list[str]:
