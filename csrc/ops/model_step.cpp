@@ -101,10 +101,9 @@ void copy_adapters(const Check& check, const Tensor& adapters, int64_t tokens, i
 
 Tensor model_step(const Tensor& x_in, const Tensor& program_handle,
                   const std::vector<Tensor>& cache_list, const Tensor& positions,
-                  const Tensor& slot_mapping, const Tensor& query_start_loc,
-                  const Tensor& seq_lens, const Tensor& block_table, const Tensor& logit_rows,
-                  int64_t out_features, const std::optional<Tensor>& adapters,
-                  std::string layout) {
+                  const Tensor& slot_mapping, const Tensor& query_start_loc, const Tensor& seq_lens,
+                  const Tensor& block_table, const Tensor& logit_rows, int64_t out_features,
+                  const std::optional<Tensor>& adapters, std::string layout) {
   const Check check("model_step");
   thread_local engine::StepState state;
   thread_local Tokens tokens;

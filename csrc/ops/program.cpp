@@ -16,8 +16,8 @@
 namespace bitnet::ops {
 namespace {
 
-using engine::Projection;
 using engine::ProgramError;
+using engine::Projection;
 using engine::SidePath;
 using engine::Weight;
 
@@ -50,8 +50,8 @@ class NamedTensors final : public engine::TensorSource {
     if (view.n_rows != rows)
       check_.fail(weight_name, "with " + std::to_string(rows) + " rows",
                   std::to_string(view.n_rows));
-    scaled = scaled_projection(check_, view, get(scale_name), scale_name.c_str(), DType::kF32,
-                               nullptr);
+    scaled =
+        scaled_projection(check_, view, get(scale_name), scale_name.c_str(), DType::kF32, nullptr);
     scaled.bias = has(name + ".bias") ? floats(name + ".bias", rows) : nullptr;
     return view;
   }
@@ -107,8 +107,9 @@ class NamedTensors final : public engine::TensorSource {
     const int64_t rows = weight.size(0);
     const int64_t padded = tiles ? rows * layout::kHeadTileRows : rows;
     if (vocab > padded || vocab <= padded - (tiles ? layout::kHeadTileRows : 1))
-      check_.fail("vocab", "to be the " + std::to_string(rows) +
-                               (tiles ? " tiles of 16 rows of " : " rows of ") + prefix + "weight",
+      check_.fail("vocab",
+                  "to be the " + std::to_string(rows) +
+                      (tiles ? " tiles of 16 rows of " : " rows of ") + prefix + "weight",
                   std::to_string(vocab));
   }
 

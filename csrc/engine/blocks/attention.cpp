@@ -156,8 +156,10 @@ void AttentionBlock::append(PlanBuilder& plan) const {
                   {{&q_, q}, {&k_, k}, {&v_, v}});
   const bool keeps = plan.keeps_rows_next();
   const int64_t kept = keeps && !step.keeps_all() ? step.batch.logit_count : 0;
-  plan.add({"rotate", plan.make<Rotation>(step, *this, Rotation::Memory{q, k, v, rotated}),
-            tokens * (heads + kv_heads) + kept, {1, 64}});
+  plan.add({"rotate",
+            plan.make<Rotation>(step, *this, Rotation::Memory{q, k, v, rotated}),
+            tokens * (heads + kv_heads) + kept,
+            {1, 64}});
   Stage attend{"attend", plan.make<Attending>(step, *this, rotated, attended), 0, {1, 64}};
   attend.varies = true;
   plan.add(attend);

@@ -34,8 +34,8 @@ Line parse_line(std::string_view text, int64_t number) {
   for (std::string_view word = next_word(text); !word.empty(); word = next_word(text)) {
     const size_t equals = word.find('=');
     if (equals == 0 || equals == std::string_view::npos || equals + 1 == word.size())
-      throw ProgramError("expected " + place(line) + " of the program with keys as key=value, got " +
-                         shown(word));
+      throw ProgramError("expected " + place(line) +
+                         " of the program with keys as key=value, got " + shown(word));
     const std::string_view key = word.substr(0, equals);
     for (const auto& [other, value] : line.keys) {
       if (other == key)
@@ -123,7 +123,8 @@ float Keys::number(std::string_view key, float otherwise) {
 void Keys::finish() const {
   for (size_t i = 0; i < read_.size(); ++i) {
     if (!read_[i])
-      throw ProgramError("expected " + place(line_) + " of the program with keys that it knows, got " +
+      throw ProgramError("expected " + place(line_) +
+                         " of the program with keys that it knows, got " +
                          shown(line_.keys[i].first));
   }
 }

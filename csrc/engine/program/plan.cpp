@@ -70,8 +70,13 @@ void take_memory(BumpAllocator& memory, Step& s, bool all_rows, int64_t sums, in
 }
 
 AttentionShape shape_of(const Step& s, const AttentionKind& kind) {
-  return {kind.heads, s.program->kv_heads(), s.program->head_dim(), DType::kF32,
-          kind.scale, s.batch.pool.first,    kind.window};
+  return {kind.heads,
+          s.program->kv_heads(),
+          s.program->head_dim(),
+          DType::kF32,
+          kind.scale,
+          s.batch.pool.first,
+          kind.window};
 }
 
 // Threads worth a region: each stage should be worth a barrier.
@@ -84,17 +89,17 @@ int64_t partitions_of(const Step& s) {
   int64_t work = s.batch.tokens * weights;
   for (const AttentionKind& kind : s.program->attention_kinds())
     work += kind.layers * attention_work(shape_of(s, kind), s.batch.sequences);
-  return std::min(partitions_for(StagedExecutor::kMaxPartitions, work / std::max(stages, int64_t{1}),
-                                 kMinMacs),
-                  StagedExecutor::kMaxPartitions);
+  return std::min(
+      partitions_for(StagedExecutor::kMaxPartitions, work / std::max(stages, int64_t{1}), kMinMacs),
+      StagedExecutor::kMaxPartitions);
 }
 
 // Whose tokens have adapters, in the order in which stages take them.
 void group_adapters(Step& s, std::vector<int64_t>& kept) {
   const Batch& batch = s.batch;
-  const bool any = batch.adapters != nullptr &&
-                   std::any_of(batch.adapters, batch.adapters + batch.tokens,
-                               [](int64_t adapter) { return adapter >= 0; });
+  const bool any =
+      batch.adapters != nullptr && std::any_of(batch.adapters, batch.adapters + batch.tokens,
+                                               [](int64_t adapter) { return adapter >= 0; });
   s.adapters.build(batch.adapters, any ? batch.tokens : 0);
   kept.clear();
   for (int64_t j = 0; any && j < batch.logit_count; ++j)
@@ -103,8 +108,7 @@ void group_adapters(Step& s, std::vector<int64_t>& kept) {
   s.most_rank = 0;
   for (const Linear* linear : s.program->linears()) {
     for (const AdapterGroups::Group& group : s.adapters.groups())
-      s.most_rank =
-          std::max(s.most_rank, linear->paths[static_cast<size_t>(group.adapter)].rank);
+      s.most_rank = std::max(s.most_rank, linear->paths[static_cast<size_t>(group.adapter)].rank);
   }
 }
 
@@ -259,7 +263,8 @@ void prepare_step(StepState& state, const Program& program, int64_t program_id, 
   const int64_t own = whole_lines(s.attention.thread_floats());
   const auto bytes = (shared + s.partitions * own) * static_cast<int64_t>(sizeof(float));
   s.attention_shared = reinterpret_cast<float*>(state.attention_memory.reserve(rounded_up(bytes)));
-  for (int64_t p = 0; p < s.partitions; ++p) s.own[p].attention = s.attention_shared + shared + p * own;
+  for (int64_t p = 0; p < s.partitions; ++p)
+    s.own[p].attention = s.attention_shared + shared + p * own;
   s.attention.prepare(s.attention_shared);
   std::fill_n(s.parts.done, state.cells, 0);
   state.plan.update_units();

@@ -116,9 +116,9 @@ struct Stage {
   const StageWork* work;
   int64_t units;
   ClaimRule claim;
-  bool has_weights = false;    // weights_of answers
-  bool varies = false;         // units are asked of `work` at every step
-  int64_t next_weights = -1;   // the next stage with weights
+  bool has_weights = false;   // weights_of answers
+  bool varies = false;        // units are asked of `work` at every step
+  int64_t next_weights = -1;  // the next stage with weights
 };
 
 // The stages of a step, and the memory of their work. The plan of the executor.
@@ -168,16 +168,15 @@ class PlanBuilder {
     return piece;
   }
   // The same for values of Settings::type.
-  void* activations(int64_t count) {
-    return scratch<char>(count * element_size(settings().type));
-  }
+  void* activations(int64_t count) { return scratch<char>(count * element_size(settings().type)); }
   // Whether only rows whose logits are wanted go on behind this block's mixing of tokens.
   bool keeps_rows_next() const { return block_ == step_.program->last_mixer(); }
   void keep_rows();
 
   template <class Work, class... Args>
   const Work* make(Args&&... args) {
-    static_assert(std::is_trivially_destructible_v<Work> && alignof(Work) <= alignof(std::max_align_t));
+    static_assert(std::is_trivially_destructible_v<Work> &&
+                  alignof(Work) <= alignof(std::max_align_t));
     return new (plan_.allocate(sizeof(Work))) Work(std::forward<Args>(args)...);
   }
   // A stage without units is left out.

@@ -103,8 +103,8 @@ Products::Products(PlanBuilder& plan, const RowSource* source, ActivationFormat 
     const Linear& linear = *target.linear;
     const bool side = has_side(step_, linear);
     any_side_ = any_side_ || side;
-    float* inner = side ? plan.scratch<float>(step_.adapters.with_adapter() * step_.most_rank)
-                        : nullptr;
+    float* inner =
+        side ? plan.scratch<float>(step_.adapters.with_adapter() * step_.most_rank) : nullptr;
     Output out{StoreKind::kStore, type, target.out, linear.rows * element_size(type)};
     if (target.out == nullptr)
       out = {StoreKind::kAdd, type, rows_.residual, float_bytes(linear.rows)};
@@ -236,8 +236,7 @@ void Products::run(int64_t begin, int64_t end, int64_t slot) const {
            });
   });
   for_each_product(from, [&](const Product& p) {
-    within(begin, end, p.units(), offset,
-           [&](int64_t first, int64_t last) { p.run(first, last); });
+    within(begin, end, p.units(), offset, [&](int64_t first, int64_t last) { p.run(first, last); });
   });
 }
 
@@ -245,8 +244,7 @@ const void* Products::weights_of(int64_t unit) const {
   unit -= shrink_units();
   const void* weights = nullptr;
   for_each_product(step_.shared, [&](const Product& p) {
-    if (weights == nullptr && unit < p.units())
-      weights = p.weights_of(std::max(unit, int64_t{0}));
+    if (weights == nullptr && unit < p.units()) weights = p.weights_of(std::max(unit, int64_t{0}));
     unit -= p.units();
   });
   return weights;
@@ -344,10 +342,11 @@ void append_added(PlanBuilder& plan, const StageNames& names, const char* post_n
                   const Norm& post) {
   const bool normed = post.weight != nullptr;
   const int64_t count = plan.rows().count;
-  void* y = normed || has_side(plan.step(), linear) ? plan.activations(count * linear.rows)
-                                                    : nullptr;
-  append(plan, names, plan.make<Products>(plan, source, format,
-                                          std::initializer_list<Target>{{&linear, y}}, !normed));
+  void* y =
+      normed || has_side(plan.step(), linear) ? plan.activations(count * linear.rows) : nullptr;
+  append(plan, names,
+         plan.make<Products>(plan, source, format, std::initializer_list<Target>{{&linear, y}},
+                             !normed));
   if (normed)
     plan.add({post_name, plan.make<AddNormed>(plan.step(), plan.rows(), y, post), count, {1, 64}});
 }

@@ -127,8 +127,7 @@ Program::Program(std::string_view text, TensorSource& source, const KernelTable&
 void Program::read_settings(Keys& keys) {
   settings_.hidden = keys.integer("hidden", 1, kMostFeatures);
   const std::string type = keys.word("dtype");
-  if (type != "float32" && type != "bfloat16")
-    keys.fail("dtype", "float32 or bfloat16", type);
+  if (type != "float32" && type != "bfloat16") keys.fail("dtype", "float32 or bfloat16", type);
   settings_.type = type == "bfloat16" ? DType::kBF16 : DType::kF32;
   settings_.eps = epsilon(keys, "eps", keys.number("eps"));
   settings_.sub_eps = epsilon(keys, "sub_norm_eps", settings_.eps);

@@ -46,8 +46,7 @@ class TensorSource {
   // NAME.weight and NAME.scale as lm_head takes them: rows x k.
   virtual HeadView head(const std::string& name, int64_t rows, int64_t k) = 0;
   // The factors of a LoRA adapter: a [rank, k], b in tiles of 16 of its `rows` rows.
-  virtual SidePath factors(const std::string& a, const std::string& b, int64_t rows,
-                           int64_t k) = 0;
+  virtual SidePath factors(const std::string& a, const std::string& b, int64_t rows, int64_t k) = 0;
 };
 
 // The line `model`.
