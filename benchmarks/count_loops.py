@@ -2,7 +2,7 @@
 
 Prints the instructions of every loop in the object code, for 1024 multiply-adds (AMX: for a turn);
 with --cycles also what llvm-mca (17 or newer, BITNET_LLVM_MCA or `llvm-mca` on the path) makes of
-them. Kernel objects are built in build/kernels, or are those of --objects. Fails for a loop that is
+them. Kernel objects are those of the package's build, or of --objects. Fails for a loop that is
 not found. Standard library only; needs objdump.
 """
 

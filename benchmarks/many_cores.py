@@ -13,7 +13,7 @@ those of two (AnandTech on the Ryzen 9 7950X), 40 to 42 within one mesh (Intel's
 Checker on a Xeon E5-2660 v4, quoted by J. McCalpin), 70 cycles at least for a contended increment
 (T. Downs, "A concurrency cost hierarchy"). Across sockets, for who reads a line one after the
 other, and for how many misses a core has in flight: plausible, without a source.
-`build/kernels/bench_stages THREADS` measures a machine that is at hand (CONTRIBUTING: Work).
+`bench_stages THREADS`, built beside it, measures a machine that is at hand (CONTRIBUTING: Work).
 """
 
 from __future__ import annotations
@@ -253,7 +253,10 @@ def machines(options: argparse.Namespace) -> list[tuple[str, Machine]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--binary", type=Path, default=Path("build/kernels/bench_step"))
+    parser.add_argument(
+        "--binary", type=Path, required=True,
+        help="bench_step: cmake --build TREE --target bench_step (CONTRIBUTING.md, Work)",
+    )  # fmt: skip
     parser.add_argument("--model", default="2b-4t", choices=["0.7b", "2b-4t"])
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--head-rows", type=int, default=32000)
