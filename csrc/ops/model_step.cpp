@@ -107,7 +107,7 @@ Tensor model_step(const Tensor& x_in, const Tensor& program_handle,
   const Check check("model_step");
   thread_local engine::StepState state;
   thread_local Tokens tokens;
-  const std::shared_ptr<const BoundProgram> bound = bound_program(check, program_handle);
+  const auto [kept, bound] = bound_program(check, program_handle);
   const engine::Program& program = bound->program();
   check.dtype(x_in, "x", ScalarType::Float);
   check.dim(x_in, "x", 2);

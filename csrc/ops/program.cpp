@@ -187,7 +187,7 @@ void BoundProgram::keep_apart(const Check& check, const Mutated& mutated) const 
   for (const Span& span : spans_) mutated.keep_apart(check, span.data, span.bytes, span.name);
 }
 
-std::shared_ptr<const BoundProgram> bound_program(const Check& check, const Tensor& handle) {
+ProgramInUse bound_program(const Check& check, const Tensor& handle) {
   const int64_t number = number_of(check, handle);
   std::shared_ptr<Entry> entry;
   {
@@ -204,7 +204,7 @@ std::shared_ptr<const BoundProgram> bound_program(const Check& check, const Tens
     entry->bound = std::make_shared<const BoundProgram>(Check("bind_program"), entry->text,
                                                         entry->names, entry->tensors);
   }
-  return entry->bound;
+  return {entry, entry->bound};
 }
 
 // names: the tensors', one a line
@@ -223,7 +223,6 @@ Tensor bind_program(std::string program, std::string names, std::vector<Tensor> 
   return handle;
 }
 
-// A step that runs keeps what it uses.
 void release_program(const Tensor& program) {
   const int64_t number = number_of(Check("release_program"), program);
   std::shared_ptr<Entry> released;  // its tensors go when the lock is gone

@@ -35,7 +35,13 @@ class BoundProgram {
   std::unique_ptr<engine::Program> program_;
 };
 
+// A program that a step runs, and its tensors: both stay, whoever releases the handle meanwhile.
+struct ProgramInUse {
+  std::shared_ptr<const void> tensors;
+  std::shared_ptr<const BoundProgram> bound;
+};
+
 // The program of a handle, bound anew where it is not current. Any thread may call it.
-std::shared_ptr<const BoundProgram> bound_program(const Check& check, const Tensor& handle);
+ProgramInUse bound_program(const Check& check, const Tensor& handle);
 
 }  // namespace bitnet::ops
