@@ -81,8 +81,8 @@ def test_the_states_are_other_states(name: str) -> None:
 def test_no_op_depends_on_the_callers_state(scale: bool) -> None:
     checked = 0
     for sample in COMPARABLE_SAMPLES:
-        args = sample.args()
-        args = tuple(map(scaled, args)) if scale else args
+        given = sample.args()  # kept: a program lives as long as its handle
+        args = tuple(map(scaled, given)) if scale else given
         wanted = bits(outcome(sample, copy.deepcopy(args)))
         for name in STATES:
             again = copy.deepcopy(args)
