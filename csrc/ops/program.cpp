@@ -4,7 +4,6 @@
 #include <atomic>
 #include <map>
 #include <mutex>
-#include <shared_mutex>
 #include <unordered_map>
 
 #include "format/layout.h"
@@ -127,7 +126,7 @@ struct Entry {
 };
 
 struct Registry {
-  std::shared_mutex mutex;
+  std::mutex mutex;  // a shared one would ask for a newer libc than the kernel form may
   std::unordered_map<int64_t, std::shared_ptr<Entry>> entries;
   int64_t next = 1;
 };
@@ -192,7 +191,7 @@ ProgramInUse bound_program(const Check& check, const Tensor& handle) {
   std::shared_ptr<Entry> entry;
   {
     Registry& all = registry();
-    const std::shared_lock lock(all.mutex);
+    const std::lock_guard lock(all.mutex);
     if (const auto found = all.entries.find(number); found != all.entries.end())
       entry = found->second;
   }
@@ -217,7 +216,7 @@ Tensor bind_program(std::string program, std::string names, std::vector<Tensor> 
                                                       entry->names, entry->tensors);
   Tensor handle = empty({1}, ScalarType::Long);
   Registry& all = registry();
-  const std::unique_lock lock(all.mutex);
+  const std::lock_guard lock(all.mutex);
   mutable_data<int64_t>(handle)[0] = all.next;
   all.entries.emplace(all.next++, entry);
   return handle;
@@ -227,7 +226,7 @@ void release_program(const Tensor& program) {
   const int64_t number = number_of(Check("release_program"), program);
   std::shared_ptr<Entry> released;  // its tensors go when the lock is gone
   Registry& all = registry();
-  const std::unique_lock lock(all.mutex);
+  const std::lock_guard lock(all.mutex);
   if (const auto found = all.entries.find(number); found != all.entries.end()) {
     released = found->second;
     all.entries.erase(found);

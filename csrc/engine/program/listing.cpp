@@ -3,6 +3,8 @@
 
 #include <charconv>
 #include <cmath>
+#include <locale>
+#include <sstream>
 
 namespace bitnet::engine {
 namespace {
@@ -48,11 +50,17 @@ Line parse_line(std::string_view text, int64_t number) {
 }
 
 // The whole of `text` as a number.
-template <class T>
-bool read_all(const std::string& text, T& value) {
+bool read_all(const std::string& text, int64_t& value) {
   const char* end = text.data() + text.size();
   const auto [stop, error] = std::from_chars(text.data(), end, value);
   return error == std::errc() && stop == end;
+}
+
+// By a stream, for from_chars of a double asks for a newer libstdc++ than the kernel form may.
+bool read_all(const std::string& text, double& value) {
+  std::istringstream stream(text);
+  stream.imbue(std::locale::classic());
+  return stream >> value && stream.peek() == std::istringstream::traits_type::eof();
 }
 
 }  // namespace
