@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 
 import hf_writer
 import rejection_rows
 from bitnet_ops.cli import main
-from bitnet_ops.convert import ConvertError, convert
+from bitnet_ops.convert import ConvertError, convert, export_gguf
 from bitnet_ops.convert.quantize import quantize
 from bitnet_ops.formats.gguf import Reader as GgufReader
 from bitnet_ops.formats.sglbitnt import Reader as SglbitntReader
@@ -131,6 +132,50 @@ def edit_index(folder, change):
 
 def test_no_source(tmp_path):
     check_rejected(tmp_path, "source-missing", "a folder with config.json")
+
+
+def test_an_adapter_beside_a_checkpoint(source, tmp_path):
+    (source / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    check_rejected(tmp_path, "adapter-beside", "--lora .*source merges it")
+
+
+def test_a_name_twice_in_a_header(source, tmp_path):
+    """The library takes the last one and says nothing."""
+    file = source / "model.safetensors"
+    data = file.read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    name = b'"model.norm.weight":'
+    entry = data[8 : 8 + size].partition(name)[2].partition(b"}")[0]
+    header = b"{" + name + entry + b"}," + data[9 : 8 + size]
+    file.write_bytes(len(header).to_bytes(8, "little") + header + data[8 + size :])
+    assert safe_open(file, "pt").keys(), "the library takes it"
+    check_rejected(tmp_path, "safetensors-corrupt", "a key twice: 'model.norm.weight'")
+
+
+@pytest.mark.parametrize("kind", ["folder", "gguf", "bin"])
+def test_a_source_that_changes_while_it_is_converted(kind, source, tmp_path):
+    """Written to in place, at the same size, once the first tensors are read."""
+    if kind == "folder":
+        path = file = source
+        file = source / "model.safetensors"
+    else:
+        convert(source, tmp_path / "model")
+        path = file = tmp_path / "model" / "model.bin"
+        if kind == "gguf":
+            path = file = tmp_path / "source.gguf"
+            export_gguf(tmp_path / "model", file, tokenizer=False)
+
+    def overwrite(done, total, name):
+        if done == total - 1:
+            with file.open("r+b") as f:
+                f.seek(-1, 2)
+                last = f.read(1)
+                f.seek(-1, 2)
+                f.write(last)
+
+    with pytest.raises(ConvertError) as caught:
+        convert(path, tmp_path / "out", progress=overwrite)
+    assert caught.value.code == "source-changed" and not (tmp_path / "out").exists()
 
 
 def test_no_config(source, tmp_path):

@@ -276,13 +276,58 @@ def test_what_embed_and_embedding_models_reject(embedding, capsys, tmp_path):
         lm.embed(["a"], dimensions=193)
     assert main(["generate", str(folder), "once"]) == 1
     assert "got an embedding model; use embed" in capsys.readouterr().err
+
+
+def st_modules(*kinds):
+    """modules.json as sentence-transformers writes it."""
+    return [
+        {"idx": i, "path": f"{i}_{kind}" if i else "", "type": f"sentence_transformers.{kind}"}
+        for i, kind in enumerate(kinds)
+    ]
+
+
+POOLING, BODY = "1_Pooling/config.json", ("Transformer", "Pooling")
+LAST = {"pooling_mode_mean_tokens": False, "pooling_mode_lasttoken": True}
+ST_FILES = {  # what is written -> the code it is rejected with, None: it is not
+    "flags": ({POOLING: LAST}, None),
+    "word": ({POOLING: {"pooling_mode": "lasttoken", "embedding_dimension": 192}}, None),
+    "modules": (
+        {POOLING: LAST, "modules.json": st_modules(*BODY, "Normalize"),
+         "config_sentence_transformers.json": {"default_prompt_name": None, "prompts": {}},
+         "sentence_bert_config.json": {"max_seq_length": 512, "do_lower_case": False}}, None),
+    "mean by flags": ({POOLING: {"pooling_mode_mean_tokens": True}}, "pooling"),
+    "mean by a word": ({POOLING: {"pooling_mode": "mean"}}, "pooling"),
+    "mean and last": ({POOLING: {"pooling_mode": ["mean", "lasttoken"]}}, "pooling"),
+    "mean by silence": ({POOLING: {"word_embedding_dimension": 192}}, "pooling"),
+    "another folder": ({"2_Pool/config.json": {"pooling_mode": "cls"},
+                        "modules.json": [*st_modules("Transformer"),
+                                         {"path": "2_Pool", "type": "x.Pooling"}]}, "pooling"),
+    "no settings": ({"modules.json": st_modules(*BODY)}, "pooling"),
+    "a dense layer": ({POOLING: LAST, "modules.json": st_modules(*BODY, "Dense")}, "embedding"),
+    "no list": ({"modules.json": {"a": 1}}, "embedding"),
+    "a path outside": ({"modules.json": [*st_modules("Transformer"),
+                                         {"path": "../x", "type": "x.Pooling"}]}, "index-path"),
+    "a default prompt": (
+        {POOLING: LAST, "config_sentence_transformers.json": {"default_prompt_name": "query"}},
+        "embedding"),
+    "lower case": ({"sentence_bert_config.json": {"do_lower_case": True}}, "embedding"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ST_FILES)
+def test_files_of_sentence_transformers(name, tmp_path):
+    """Whoever asks for more than the last token's state at length 1 is not given just that."""
+    files, code = ST_FILES[name]
     source = hf_writer.write_checkpoint(tmp_path / "source", CASES["qwen3-embedding"].family)
-    (source / "1_Pooling").mkdir()
-    settings = {"pooling_mode_mean_tokens": True, "pooling_mode_lasttoken": False}
-    (source / "1_Pooling" / "config.json").write_text(json.dumps(settings))
-    with pytest.raises(ConvertError, match="last-token pooling.*mean_tokens") as caught:
+    for file, value in files.items():
+        (source / file).parent.mkdir(exist_ok=True)
+        (source / file).write_text(json.dumps(value))
+    if code is None:
+        assert convert(source, tmp_path / "out").tensors
+        return
+    with pytest.raises(ConvertError) as caught:
         convert(source, tmp_path / "out")
-    assert caught.value.code == "pooling"
+    assert caught.value.code == code
 
 
 def test_the_page_lists_every_family():

@@ -126,7 +126,7 @@ def test_defaults_are_those_of_transformers(name: str) -> None:
     activation = "hidden_activation" if name == "gemma3_text" else "hidden_act"
     assert c.hidden_act == getattr(theirs, activation)
     assert c.tie_word_embeddings == theirs.tie_word_embeddings
-    assert c.max_position_embeddings == min(theirs.max_position_embeddings, 2048)  # be careful
+    assert c.max_position_embeddings == theirs.max_position_embeddings
     own = getattr(theirs, "head_dim", None)
     assert c.head_dim == (own or theirs.hidden_size // theirs.num_attention_heads)
 

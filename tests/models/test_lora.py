@@ -306,9 +306,11 @@ def test_files_are_rejected(tmp_path):
     with pytest.raises(LoraError, match="expected a PEFT directory with adapter_config.json"):
         read_adapter(tmp_path)
     folder = adapter(tmp_path / "adapter")
-    (folder / "adapter_model.safetensors").write_bytes(b"not safetensors")
-    with pytest.raises(LoraError, match="expected a valid safetensors file"):
-        read_adapter(folder)
+    twice = b'{"a": {}, "a": {}}'
+    for data in (b"not safetensors", len(twice).to_bytes(8, "little") + twice):
+        (folder / "adapter_model.safetensors").write_bytes(data)
+        with pytest.raises(LoraError, match="expected a valid safetensors file"):
+            read_adapter(folder)
     shutil.move(folder / "adapter_model.safetensors", folder / "adapter_model.bin")
     with pytest.raises(LoraError, match="got adapter_model.bin; pickles are never opened"):
         read_adapter(folder)

@@ -202,6 +202,7 @@ _MATHS: dict[str, tuple[tuple[Any, ...], str]] = {
     "group_size": ((), "one scale per group of weights"),
     "sparse_config": ((), "sparse attention"),
     "use_bidirectional_attention": ((False,), "attention to later tokens"),
+    "is_causal": ((True,), "attention to later tokens"),
 }
 
 
@@ -307,7 +308,7 @@ def _fields(config: Mapping[str, Any], family: Family) -> tuple[dict[str, Any], 
     classes = config.get("architectures")
     only_embeds = classes is not None and classes[0].endswith("Model")
     head_dim = _head_dim(config, hidden, heads, family.head_dim)
-    positions = integer(config, "max_position_embeddings", 2048)
+    positions = integer(config, "max_position_embeddings", family.positions)
     windows = read_windows(config, family.windows)
     scalings, config = read_scalings(config, family.scalings, hidden)
     theta, scaling, remarks = read_rope(config, family.rope_theta, head_dim, positions)

@@ -22,6 +22,7 @@ class Family:
 
     model_type, classes: of config.json. `classes` of a name that ends in Model have no head.
     hidden_act, rms_norm_eps, rope_theta, head_dim: defaults; None: hidden_size / heads.
+    positions: what max_position_embeddings is where config.json is silent.
     kv_heads_needed: num_key_value_heads must be stated; otherwise absent means as many as queries.
     sub_norms, qk_norm, biases, post_norms: parts, as ModelConfig has them.
     norm_offset: what a norm multiplies by is this more than what a checkpoint stores.
@@ -41,6 +42,7 @@ class Family:
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
     head_dim: int | None = None
+    positions: int = 2048
     kv_heads_needed: bool = False
     sub_norms: bool = False
     qk_norm: bool = False
@@ -99,6 +101,7 @@ FAMILIES = (
     Family(
         "qwen2",
         ("Qwen2ForCausalLM", "Qwen2Model"),
+        positions=32768,
         kv_heads_needed=True,
         biases=PROJECTIONS[:3],
         windows="qwen",
@@ -107,6 +110,7 @@ FAMILIES = (
         "qwen3",
         ("Qwen3ForCausalLM", "Qwen3Model"),
         head_dim=128,
+        positions=32768,
         kv_heads_needed=True,
         qk_norm=True,
         windows="qwen",
@@ -125,6 +129,7 @@ FAMILIES = (
         hidden_act="gelu_pytorch_tanh",
         rope_theta=1000000.0,
         head_dim=256,
+        positions=131072,
         kv_heads_needed=True,
         qk_norm=True,
         post_norms=True,

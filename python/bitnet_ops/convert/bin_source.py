@@ -123,6 +123,9 @@ class BinSource(Source):
     def finish(self, folder: Path) -> list[str]:
         return copy_files(self.path.parent, folder, TOKENIZER_FILES)
 
+    def files(self) -> dict[str, Path]:
+        return {self.path.name: self.path}
+
     def check_result(self, file: Path) -> None:
         """The new file must hold what the source does, bit for bit."""
         with Reader(file, check_codes=False) as made:

@@ -28,13 +28,18 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from bitnet_ops.convert.errors import ConvertError, listed, reject
+from bitnet_ops.convert.source import reject_changed, stamp
 from bitnet_ops.untrusted import (
     LFS_POINTER,
+    SAFETENSORS_HEADER_BYTES,
     UntrustedFileError,
     check_links,
+    check_safetensors_header,
     is_lfs_pointer,
+    parse_json,
     printable,
     read_json_object,
+    read_text,
 )
 
 SINGLE = "model.safetensors"
@@ -57,7 +62,6 @@ _DTYPE_NAMES = {
 # several times what the largest public models need.
 _CONFIG_LIMIT_BYTES = 1 << 20  # what a model file can hold of it
 _INDEX_LIMIT_BYTES = 16 << 20
-_HEADER_LIMIT_BYTES = 16 << 20  # of one safetensors file
 _MAX_TENSORS = 1 << 16
 # Pages that were read stay in memory as long as their mapping does, and mapping a file anew parses
 # its header: once so many bytes a byte of header were read, that costs little beside reading them.
@@ -94,7 +98,7 @@ class Checkpoint:
         if adapter.is_file() and not config.is_file():
             reject("config-missing", f"config.json in {folder}", "a LoRA adapter",
                    "name the model it is for, and this folder by --lora")  # fmt: skip
-        self.config = _read_object(self.folder / "config.json", "config-missing", "config-json")
+        self.config = _read_object(self.folder, "config.json", "config-missing", "config-json")
         names, index = _weight_files(self.folder, allow_pickle)
         _check_links(self.folder, names)
         self.pickled = not names[0].endswith(".safetensors")
@@ -143,25 +147,78 @@ class Checkpoint:
         return sorted(path.name for path in self.folder.glob("*.py"))
 
 
-def check_pooling(folder: Path) -> None:
-    """Reject an embedding model whose sentence-transformers settings ask for another pooling."""
-    path = folder / "1_Pooling" / "config.json"
-    if not path.is_file():
-        return
-    settings = _read_object(path, "pooling", "pooling")
-    modes = [k for k, v in settings.items() if k.startswith("pooling_mode_") and v is True]
-    if modes not in ([], ["pooling_mode_lasttoken"]):
-        reject("pooling", "last-token pooling in 1_Pooling/config.json", listed(modes))
+# What sentence-transformers does with a model, as far as `embed` does it too.
+_MODULES = (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"])
+_POOLING = "1_Pooling"  # where there is no modules.json
 
 
-def _read_object(path: Path, missing: str, malformed: str) -> dict[str, Any]:
-    """A JSON file whose top level is an object."""
+def check_embedding(folder: Path) -> None:
+    """Reject an embedding model whose sentence-transformers files ask for more than `embed` does.
+
+    That is the last token's state at length 1: no other pooling, no layer behind it, no prompt in
+    front of a text by default, no lower case. Sources: sentence-transformers' Pooling (absent
+    settings mean the mean of all tokens), its modules.json and config_sentence_transformers.json.
+    """
+    pooling = f"{_pooling_folder(folder)}/config.json"
+    if (folder / pooling).is_file() or (folder / "modules.json").is_file():
+        modes = _pooling_modes(_read_object(folder, pooling, "pooling", "pooling"))
+        if modes != ["lasttoken"]:
+            reject("pooling", f"last-token pooling in {pooling}", listed(modes) or "none",
+                   "other poolings are not implemented")  # fmt: skip
+    asks = {
+        "config_sentence_transformers.json": "default_prompt_name",
+        "sentence_bert_config.json": "do_lower_case",
+    }
+    for name, key in asks.items():
+        there = (folder / name).is_file()
+        settings = _read_object(folder, name, "embedding", "embedding") if there else {}
+        if settings.get(key) not in (None, False):
+            reject("embedding", f"{name} without {key}", repr(settings[key])[:80],
+                   "texts are embedded as they are given: do it to them yourself, and remove the "
+                   "key")  # fmt: skip
+
+
+def _pooling_folder(folder: Path) -> str:
+    """The folder of the pooling module; rejects modules that `embed` does not have."""
+    path = folder / "modules.json"
     if not path.is_file():
-        reject(missing, f"{path.name} in {path.parent}", "no such file", "is this a model folder?")
-    _check_links(path.parent, [path.name])
-    limit = _INDEX_LIMIT_BYTES if path.name.endswith(".index.json") else _CONFIG_LIMIT_BYTES
+        return _POOLING
+    _check_links(folder, [path.name])
     try:
-        return read_json_object(path, strict=True, limit=limit)
+        modules = parse_json(read_text(path, limit=_CONFIG_LIMIT_BYTES), str(path), strict=True)
+    except UntrustedFileError as error:
+        raise ConvertError("embedding", f"convert: {printable(error)}") from None
+    rows = modules if isinstance(modules, list) else []
+    named = [(str(m.get("type")), m.get("path")) for m in rows if isinstance(m, Mapping)]
+    kinds = [kind.rpartition(".")[2] for kind, _ in named]
+    if kinds not in _MODULES or named[0][1] not in ("", None) or len(named) != len(rows):
+        found = listed([f"{kind} in {place!r}" for kind, place in named]) or repr(modules)[:80]
+        reject("embedding", "modules.json with Transformer, Pooling and Normalize alone", found,
+               "other modules are not implemented: their work would be left out")  # fmt: skip
+    place = named[1][1]
+    if not isinstance(place, str) or Path(place).name != place:
+        reject("index-path", "plain names of folders in modules.json", repr(place))
+    return place
+
+
+def _pooling_modes(settings: Mapping[str, Any]) -> list[str]:
+    """What is pooled, by `pooling_mode` or else by `pooling_mode_*`."""
+    stated = settings.get("pooling_mode")
+    if stated is not None:
+        return [str(mode) for mode in (stated if isinstance(stated, list) else [stated])]
+    flags = {"pooling_mode_mean_tokens": True, **settings}
+    modes = [k for k, v in flags.items() if k.startswith("pooling_mode_") and v is not False]
+    return [mode.removeprefix("pooling_mode_") for mode in modes]
+
+
+def _read_object(folder: Path, name: str, missing: str, malformed: str) -> dict[str, Any]:
+    """A JSON file of the checkpoint whose top level is an object."""
+    if not (folder / name).is_file():
+        reject(missing, f"{name} in {folder}", "no such file", "is this a model folder?")
+    _check_links(folder, [name])
+    limit = _INDEX_LIMIT_BYTES if name.endswith(".index.json") else _CONFIG_LIMIT_BYTES
+    try:
+        return read_json_object(folder / name, strict=True, limit=limit)
     except UntrustedFileError as error:
         raise ConvertError(malformed, f"convert: {printable(error)}") from None
 
@@ -233,7 +290,7 @@ def _reject_other_weights(folder: Path, allow_pickle: bool) -> NoReturn:
 
 
 def _weight_map(folder: Path, index: str, suffix: str) -> dict[str, str]:
-    weight_map = _read_object(folder / index, "index-json", "index-json").get("weight_map")
+    weight_map = _read_object(folder, index, "index-json", "index-json").get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         reject("index-json", f"a non-empty object weight_map in {index}", repr(weight_map)[:80])
     for file in weight_map.values():
@@ -266,8 +323,12 @@ class _Shard:
     """One safetensors file. Its header is parsed once for many tensors, however small they are."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._stamp = path, _stamp(path)
+        self._path, self._stamp = path, stamp(path)
         self._handle, self._header_bytes = _safe_open(path)
+        try:
+            check_safetensors_header(path)
+        except UntrustedFileError as error:
+            raise ConvertError("safetensors-corrupt", f"convert: {printable(error)}") from None
         self._read_bytes = 0
 
     def keys(self) -> list[str]:
@@ -277,13 +338,8 @@ class _Shard:
         return self._handle.get_slice(name)
 
     def get_tensor(self, name: str) -> torch.Tensor:
-        if _stamp(self._path) != self._stamp:
-            reject(
-                "source-changed",
-                f"{self._path.name} as it was when it was opened",
-                "another size, time or file",
-                "convert again once nothing writes to it",
-            )
+        if stamp(self._path) != self._stamp:
+            reject_changed(self._path)
         if self._read_bytes > _REMAP_SHARE * self._header_bytes:
             self._handle, self._header_bytes = _safe_open(self._path)
             self._read_bytes = 0
@@ -292,22 +348,13 @@ class _Shard:
         return tensor
 
 
-def _stamp(path: Path) -> tuple[int, ...] | None:
-    """What changes with a file: which one it is, its size and time; None for one that is gone."""
-    try:
-        found = path.stat()
-    except OSError:
-        return None
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
-
-
 def _safe_open(path: Path) -> tuple[Any, int]:
     """The handle of a safetensors file, and the size of its header."""
     try:
         with path.open("rb") as file:
             header = int.from_bytes(file.read(8), "little")
-        if header > _HEADER_LIMIT_BYTES:
-            raise OSError(f"a header of {header} bytes, more than {_HEADER_LIMIT_BYTES}")
+        if header > SAFETENSORS_HEADER_BYTES:
+            raise OSError(f"a header of {header} bytes, more than {SAFETENSORS_HEADER_BYTES}")
         return safe_open(str(path), framework="pt"), header
     except (SafetensorError, OSError) as error:
         reject(

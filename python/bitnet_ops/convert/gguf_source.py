@@ -34,7 +34,6 @@ from bitnet_ops.convert.gguf_config import (
     shortest,
 )
 from bitnet_ops.convert.gguf_tokenizer import tokenizer_files
-from bitnet_ops.convert.report import file_sha256
 from bitnet_ops.convert.source import EMBEDDING, HEAD, Plan, Source, Ternary, Uneven, model_of
 from bitnet_ops.convert.ternary import SPREAD, check_finite
 from bitnet_ops.formats import gguf_layouts as layouts
@@ -180,8 +179,8 @@ class GgufSource(Source):
             (folder / name).write_text(text, encoding="utf-8")
         return list(made)
 
-    def hashes(self) -> dict[str, str]:
-        return {self.path.name: file_sha256(self.path)}
+    def files(self) -> dict[str, Path]:
+        return {self.path.name: self.path}
 
 
 def _named(

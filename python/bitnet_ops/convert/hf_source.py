@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from bitnet_ops.config.scheme import Storage
-from bitnet_ops.convert.checkpoint import Checkpoint, check_pooling, copy_files
+from bitnet_ops.convert.checkpoint import Checkpoint, check_embedding, copy_files
 from bitnet_ops.convert.errors import ConvertError, reject
 from bitnet_ops.convert.plan import check_scale_sense, make_plan, scale_name, unknown_options
-from bitnet_ops.convert.report import file_sha256
 from bitnet_ops.convert.source import EMBEDDING, HEAD, Source, Ternary
 from bitnet_ops.convert.ternary import (
     check_finite,
@@ -51,6 +50,14 @@ class HfSource(Source):
     ) -> None:
         self.checkpoint, self.nbytes = checkpoint, checkpoint.weight_bytes
         self.path = self.tokenizer_folder = checkpoint.folder
+        if lora is None and (self.path / CONFIG_FILE).is_file():
+            reject(
+                "adapter-beside",
+                "a checkpoint without a LoRA adapter beside it",
+                f"{CONFIG_FILE} in {self.path}",
+                f"--lora {self.path} merges it into masters; or move the adapter's files to a "
+                "folder of their own",
+            )
         self.plan = make_plan(
             checkpoint.config,
             checkpoint.tensors,
@@ -69,7 +76,7 @@ class HfSource(Source):
             scales = {name: self._scale(name) for name in self.plan.ternary}
             check_scale_sense(scales, self.plan.scheme)
         if self.plan.config.embedding_only:
-            check_pooling(self.path)
+            check_embedding(self.path)
         self._inner_offset = self._find_inner_offset()
         if self.plan.tied_head:
             self._check_tied_head()
@@ -110,16 +117,14 @@ class HfSource(Source):
     def finish(self, folder: Path) -> list[str]:
         return copy_files(self.path, folder, TOKENIZER_FILES)
 
-    def hashes(self) -> dict[str, str]:
-        """Of config.json, the tokenizer, every weight file and a merged adapter."""
-        files = {record.file for record in self.checkpoint.tensors.values()}
-        files |= {name for name in ("tokenizer.json",) if (self.path / name).is_file()}
-        names = ["config.json", *sorted(files)]
-        hashes = {name: file_sha256(self.path / name) for name in names}
+    def files(self) -> dict[str, Path]:
+        """config.json, the tokenizer, every weight file and a merged adapter."""
+        names = {record.file for record in self.checkpoint.tensors.values()}
+        names |= {name for name in ("tokenizer.json",) if (self.path / name).is_file()}
+        files = {name: self.path / name for name in ["config.json", *sorted(names)]}
         if self.adapter is not None:
-            for name in (CONFIG_FILE, WEIGHTS_FILE):
-                hashes[name] = file_sha256(self.adapter.folder / name)
-        return hashes
+            files |= {name: self.adapter.folder / name for name in (CONFIG_FILE, WEIGHTS_FILE)}
+        return files
 
     def _norm_offset(self, name: str) -> float:
         """What a norm multiplies by is the stored weight and this."""

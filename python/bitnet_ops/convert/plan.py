@@ -79,6 +79,13 @@ def make_plan(
     about one of them, and only where nothing else says what the weights are.
     """
     _explain_architecture(config)
+    if config.get(PRIVATE_BLOCK):
+        reject(
+            "private-block",
+            f"config.json without {PRIVATE_BLOCK}, which a conversion writes",
+            repr(config[PRIVATE_BLOCK])[:80],
+            "remove it: it says how another checkpoint was read",
+        )
     family = family_of(config)
     naming = find_naming(config, family, tensors)
     try:

@@ -7,7 +7,6 @@ Plain numbers and strings only: it says what was read, what was decided, what wa
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import importlib.metadata
 import json
 import platform
@@ -154,12 +153,3 @@ def versions() -> dict[str, str]:
     names = ("bitnet-ops", "torch", "safetensors")
     found = {name: importlib.metadata.version(name) for name in names}
     return {**found, "python": platform.python_version()}
-
-
-def file_sha256(path: Path) -> str:
-    """Hexadecimal SHA-256 of a file, read in pieces."""
-    digest = hashlib.sha256()
-    with path.open("rb") as stream:
-        while chunk := stream.read(1 << 20):
-            digest.update(chunk)
-    return digest.hexdigest()

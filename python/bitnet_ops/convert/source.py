@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from torch import Tensor
 from bitnet_ops import ops
 from bitnet_ops.config import ModelConfig, UnsupportedModelError
 from bitnet_ops.config.scheme import Scheme
-from bitnet_ops.convert.errors import ConvertError
+from bitnet_ops.convert.errors import ConvertError, reject
 from bitnet_ops.models import TensorSpec
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -145,9 +146,56 @@ class Source:
     def check_result(self, file: Path) -> None:
         """Reject a model.bin that differs from the source where copies must be exact."""
 
+    def files(self) -> dict[str, Path]:
+        """Every file that is read, by the name that a report has for it."""
+        raise NotImplementedError
+
     def hashes(self) -> dict[str, str]:
         """SHA-256 of every file that was read, by name."""
-        raise NotImplementedError
+        return {name: file_sha256(path) for name, path in self.files().items()}
+
+
+def file_sha256(path: Path) -> str:
+    """Hexadecimal SHA-256 of a file, read in pieces."""
+    digest = hashlib.sha256()
+    with path.open("rb") as stream:
+        while chunk := stream.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+# Files that change while they are read ------------------------------------------------------------
+
+Stamp = tuple[int, ...] | None
+
+
+def stamp(path: Path) -> Stamp:
+    """What changes with a file: which one it is, its size and times; None for one that is gone."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    times = found.st_mtime_ns, found.st_ctime_ns
+    return found.st_dev, found.st_ino, found.st_size, *times
+
+
+def stamps(path: Path) -> dict[Path, Stamp]:
+    """The stamps of the file `path`, or of all that lies in the folder `path`."""
+    try:
+        files = list(path.iterdir()) if path.is_dir() else [path]
+    except (OSError, ValueError):  # whoever opens it says what is wrong
+        return {}
+    return {file: stamp(file) for file in files}
+
+
+def reject_changed(path: Path) -> NoReturn:
+    """Raise ConvertError("source-changed"): what was read of it is of two files."""
+    reject(
+        "source-changed",
+        f"{path.name} as it was when it was opened",
+        "another size, time or file",
+        "convert again once nothing writes to it",
+    )
 
 
 def model_of(config: Mapping[str, Any]) -> ModelConfig:

@@ -23,8 +23,16 @@ from bitnet_ops.convert.errors import ConvertError, reject
 from bitnet_ops.convert.gguf_source import GgufSource
 from bitnet_ops.convert.hf_source import HfSource
 from bitnet_ops.convert.progress import Progress
-from bitnet_ops.convert.report import ConvertReport, TernaryTotals, file_sha256
-from bitnet_ops.convert.source import Source, Ternary
+from bitnet_ops.convert.report import ConvertReport, TernaryTotals
+from bitnet_ops.convert.source import (
+    Source,
+    Stamp,
+    Ternary,
+    file_sha256,
+    reject_changed,
+    stamp,
+    stamps,
+)
 from bitnet_ops.convert.ternary import from_ternary, looks_ternary
 from bitnet_ops.formats import destination
 from bitnet_ops.formats.destination import MODEL_FILE, MODEL_FOLDER, DestinationError, Kind
@@ -91,11 +99,13 @@ def convert(
         tokenizer=tokenizer,
     )
     options = {name: value for name, value in given.items() if value}
+    before = stamps(path)
     with _write_errors(target), _opened(path, options) as opened:
         check_destination(opened.path, target, force=force)
         opened.check()
         proof = (text,) if verify else None
-        return _run(opened, target, started, force, format_version, progress, proof, masters)
+        run = target, started, force, format_version, progress, proof, masters
+        return _run(opened, before, *run)
 
 
 @contextmanager
@@ -137,6 +147,7 @@ def _write_errors(target: Path) -> Iterator[None]:
 
 def _run(
     source: Source,
+    before: dict[Path, Stamp],
     target: Path,
     started: float,
     force: bool,
@@ -145,7 +156,10 @@ def _run(
     proof: tuple[str | Path | None] | None = None,
     masters: dict[str, Any] | None = None,
 ) -> ConvertReport:
-    """Write, prove, report; `proof` holds the text to compare on, None asks for no proof."""
+    """Write, prove, report; `proof` holds the text to compare on, None asks for no proof.
+
+    `before`: the stamps of the source's files before they were opened.
+    """
     with building(target, force=force) as folder:
         totals = _write(source, folder / MODEL_FILE, version, progress)
         source.check_result(folder / MODEL_FILE)
@@ -153,6 +167,9 @@ def _run(
         if proof is not None:
             text = proof[0]
             _prove(source, folder, report, None if text is None else Path(text))
+        for file in source.files().values():
+            if file in before and stamp(file) != before[file]:
+                reject_changed(file)
         report.masters = masters
         report.seconds = round(time.perf_counter() - started, 3)
         report.write(folder)

@@ -30,6 +30,7 @@ from bitnet_ops.untrusted import (
     LFS_POINTER,
     UntrustedFileError,
     check_links,
+    check_safetensors_header,
     is_lfs_pointer,
     read_json_object,
 )
@@ -184,6 +185,7 @@ def _read_factors(path: Path) -> dict[str, dict[str, Tensor]]:
         raise LoraError(f"lora: expected the weights in {file}, got {LFS_POINTER}")
     pairs: dict[str, dict[str, Tensor]] = {}
     try:
+        check_safetensors_header(file)
         with safe_open(str(file), framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118 (a safetensors handle is not a mapping)
                 match = _FACTOR.fullmatch(name)
@@ -191,7 +193,7 @@ def _read_factors(path: Path) -> dict[str, dict[str, Tensor]]:
                     _reject_tensor(name)
                 module = match["module"].removeprefix(_PREFIX)
                 pairs.setdefault(module, {})[match["factor"]] = tensors.get_tensor(name)
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, UntrustedFileError) as error:
         _reject(f"a valid safetensors file {file}", error, "save the adapter again")
     if not pairs:
         _reject(f"factors lora_A and lora_B in {file}", "none", "is it an adapter at all?")

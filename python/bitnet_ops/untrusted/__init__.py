@@ -20,6 +20,7 @@ from bitnet_ops.errors import BitNetError
 _LFS = b"version https://git-lfs.github.com/spec/"  # how a pointer begins
 LFS_POINTER = "a Git LFS pointer in its place; run git lfs pull in its folder, or download it"
 JSON_LIMIT_BYTES = 64 << 20  # a shard index of the largest public models is a few MB
+SAFETENSORS_HEADER_BYTES = 16 << 20  # several times what the largest public models have
 _DEEPEST = 64  # levels of nesting; published files have less than ten
 
 
@@ -98,6 +99,19 @@ def parse_json(text: str, name: str, *, strict: bool = False) -> Any:
     if _is_deeper(value, _DEEPEST):
         _reject(f"JSON nested at most {_DEEPEST} deep in {name}", "deeper nesting")
     return value
+
+
+def check_safetensors_header(path: str | os.PathLike[str]) -> None:
+    """UntrustedFileError for a header that names a tensor twice, or is larger than 16 MiB.
+
+    The library takes one of the two and does not say which.
+    """
+    with open(path, "rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        if size > SAFETENSORS_HEADER_BYTES:
+            _reject(f"a header below {SAFETENSORS_HEADER_BYTES >> 20} MiB in {path}", f"{size} B")
+        text = file.read(size).decode("utf-8", "replace")
+    parse_json(text, f"the header of {os.path.basename(path)}", strict=True)
 
 
 def _is_deeper(value: Any, limit: int) -> bool:
