@@ -47,7 +47,7 @@ hash_of() {
     echo "$ROOT"
     "$VENV/bin/python" --version
     "$VENV/bin/python" -c 'import importlib.metadata as m; print(m.version("torch"))'
-    find pyproject.toml CMakeLists.txt cmake build_backend csrc -type f -not -name '*.pyc' \
+    find pyproject.toml CMakeLists.txt cmake build_backend csrc -type f -not -name '*.pyc' -not -name '*.md' \
       -not -path 'csrc/tests/*' "$@" -print0 | LC_ALL=C sort -z | xargs -0 sha256sum
     find python -name '*.py' | LC_ALL=C sort
   }) | sha256sum | cut -d' ' -f1
@@ -59,7 +59,7 @@ build_hash() { hash_of; }
 
 # The same without what libbitnet_kernels.so alone is made of: scripts/quick builds that by itself.
 upper_hash() {
-  hash_of -not -path 'csrc/kernels/simd_*' -not -path 'csrc/kernels/isa*' -not \
+  hash_of -not -path 'csrc/kernels/isa*' -not \
     \( -regex 'csrc/\(engine\|kernels\|runtime\|format\)/.*' -regex '.*[.]\(cpp\|inl\)' \)
 }
 

@@ -88,7 +88,7 @@ def violations(path: Path, isa: str) -> list[str]:
             if stores > allowed:
                 problems.append(
                     f"{isa}: {name}: expected at most {allowed} vector stores to the stack in a "
-                    f"loop of dot products, got {stores}; see generic/direct.inl on registers"
+                    f"loop of dot products, got {stores}; see ternary/direct.inl on registers"
                 )
     if not loops:
         problems.append(f"{isa}: expected loops of dot products in {path}, found none")

@@ -1,7 +1,7 @@
 // The kernels of one ISA: the algorithms over its SIMD primitives, and the table of them.
 // CMakeLists.txt compiles this file once for each row of isas.txt, with the row's flags and
 //   BITNET_ISA              name and namespace
-//   BITNET_ISA_PRIMITIVES   "kernels/simd_<isa>.h"
+//   BITNET_ISA_PRIMITIVES   "kernels/isa/<isa>.h"
 //   BITNET_ISA_FEATURES     bits of features.h, 0 where its instructions are emulated
 //   BITNET_ISA_DESCRIPTION  one line for people
 // Exports one symbol, table().  Must not know which CPU runs: dispatch.cpp does.
@@ -15,32 +15,32 @@ namespace {
 
 // Each uses what stands above it, so the formatter must not sort them.
 // clang-format off
-#include "kernels/generic/defaults.inl"
-#include "kernels/generic/rows.inl"
-#include "kernels/generic/sampling.inl"
-#include "kernels/generic/tiles.inl"
-#include "kernels/generic/canonical.inl"
-#include "kernels/generic/gemv.inl"
-#include "kernels/generic/direct.inl"
-#include "kernels/generic/panel.inl"
-#include "kernels/generic/canonical_panel.inl"
-#include "kernels/generic/epilogue.inl"
-#include "kernels/generic/matrix.inl"
-#include "kernels/generic/matrix_rows.inl"
-#include "kernels/generic/canonical_gemm.inl"
-#include "kernels/generic/tile_gemm.inl"
-#include "kernels/generic/group_gemm.inl"
-#include "kernels/generic/attention.inl"
-#include "kernels/generic/attention_block.inl"
-#include "kernels/generic/attention_pairs.inl"
-#include "kernels/generic/attention_unit.inl"
-#include "kernels/generic/attention_pair_chunks.inl"
-#include "kernels/generic/attention_int8.inl"
-#include "kernels/generic/attention_quads.inl"
-#include "kernels/generic/matrix_head.inl"
-#include "kernels/generic/head.inl"
-#include "kernels/generic/side_paths.inl"
-#include "kernels/generic/probes.inl"
+#include "kernels/isa/defaults_float.inl"
+#include "kernels/rows/rows.inl"
+#include "kernels/rows/sampling.inl"
+#include "kernels/ternary/tiles.inl"
+#include "kernels/ternary/canonical.inl"
+#include "kernels/ternary/gemv.inl"
+#include "kernels/ternary/direct.inl"
+#include "kernels/ternary/panel.inl"
+#include "kernels/ternary/canonical_panel.inl"
+#include "kernels/ternary/epilogue.inl"
+#include "kernels/ternary/matrix.inl"
+#include "kernels/ternary/canonical_matrix.inl"
+#include "kernels/ternary/canonical_gemm.inl"
+#include "kernels/ternary/tile_gemm.inl"
+#include "kernels/ternary/group_gemm.inl"
+#include "kernels/attention/attention.inl"
+#include "kernels/attention/block.inl"
+#include "kernels/attention/pairs.inl"
+#include "kernels/attention/unit.inl"
+#include "kernels/attention/pair_chunks.inl"
+#include "kernels/attention/int8.inl"
+#include "kernels/attention/quads.inl"
+#include "kernels/head/matrix.inl"
+#include "kernels/head/head.inl"
+#include "kernels/head/dense_tiles.inl"
+#include "kernels/probes.inl"
 // clang-format on
 
 #define BITNET_STRING_(x) #x

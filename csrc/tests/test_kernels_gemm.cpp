@@ -146,7 +146,7 @@ void all_lengths(GemmTest& test, const std::vector<const KernelTable*>& tables) 
 }
 
 // The sums that overflow first.  Code 3 is no weight, but a corrupt byte must not make the result
-// depend on the ISA: 0xff against -128 is the bound derived in simd_avx2.h, 8 units of 3 * 128 * 2
+// depend on the ISA: 0xff against -128 is the bound derived in isa/avx2.h, 8 units of 3 * 128 * 2
 // * 4.
 void worst_cases(GemmTest& test, const std::vector<const KernelTable*>& tables) {
   for (const int64_t k : {int64_t{1024}, int64_t{1152}, int64_t{14336}, kLargestK}) {

@@ -1,7 +1,7 @@
 """What an ISA writes instead of a default primitive it declares (BITNET_OVERRIDES).
 
 The compiler refuses a declared name that either side lacks; here: that it does, and that no name
-of simd_defaults*.h or template of generic/defaults.inl is replaced without a declaration.
+of isa/defaults*.h or template of isa/defaults_float.inl is replaced without a declaration.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
-KERNELS = CSRC / "kernels"
-HEADERS = [path for path in sorted(KERNELS.glob("simd_*.h")) if "defaults" not in path.name]
+ISA = CSRC / "kernels" / "isa"
+HEADERS = [path for path in sorted(ISA.glob("*.h")) if "defaults" not in path.name]
 
 
 def declared_names(path: Path) -> set[str]:
@@ -33,16 +33,16 @@ def declared_names(path: Path) -> set[str]:
 
 
 def templates_of_lanes() -> set[str]:
-    """What an enumeration of simd_defaults.h stands for."""
-    text = re.sub(r"\[\[[^]]*\]\] ", "", (KERNELS / "generic" / "defaults.inl").read_text())
+    """What an enumeration of isa/defaults.h stands for."""
+    text = re.sub(r"\[\[[^]]*\]\] ", "", (ISA / "defaults_float.inl").read_text())
     return set(re.findall(r"^template <[^\n]*>\ninline [^(]*?(\w+)\(", text, re.M))
 
 
 (LIST,) = re.findall(
-    r"^enum LaneDefaults \{([^}]*)\};", (KERNELS / "simd_defaults.h").read_text(), re.M
+    r"^enum LaneDefaults \{([^}]*)\};", (ISA / "defaults.h").read_text(), re.M
 )
 DEFAULTS = set(re.findall(r"\w+", LIST)).union(
-    *(declared_names(path) for path in KERNELS.glob("simd_defaults*.h"))
+    *(declared_names(path) for path in ISA.glob("defaults*.h"))
 )
 
 
@@ -66,19 +66,19 @@ def test_what_hides_a_default_is_declared(path: Path) -> None:
 # One of each kind, in the header of an ISA of this machine's architecture.
 MISSPELT = {
     "x86_64": [
-        ("simd_avx2.h", r"inline Partial dot\("),
-        ("simd_avx2.h", r"using Partial ="),
-        ("simd_ymm_float.h", r"inline F32x16 pow2\("),
+        ("avx2.h", r"inline Partial dot\("),
+        ("avx2.h", r"using Partial ="),
+        ("ymm_float.h", r"inline F32x16 pow2\("),
     ],
-    "aarch64": [("simd_neon_dotprod.h", r"inline Partial dot\(")],
+    "aarch64": [("neon_dotprod.h", r"inline Partial dot\(")],
 }.get(platform.machine(), [])
 X86_FLAGS = ["-mavx2", "-mfma", "-mf16c"]
 
 
 @pytest.mark.parametrize(("header", "definition"), [("", ""), *MISSPELT])
 def test_a_misspelt_override_does_not_compile(tmp_path: Path, header: str, definition: str) -> None:
-    original = header or (MISSPELT[0][0] if MISSPELT else "simd_scalar.h")
-    text = (KERNELS / original).read_text()
+    original = header or (MISSPELT[0][0] if MISSPELT else "scalar.h")
+    text = (ISA / original).read_text()
     if definition:
         name = re.findall(r"\w+", definition)[-1]
         text, changed = re.subn(definition, lambda m: m[0].replace(name, name + "x"), text)

@@ -36,11 +36,11 @@ def test_includes_keep_the_rules() -> None:
     [
         ("kernels/avx2.cpp", "<immintrin.h>", True),
         ("kernels/avx2.cpp", "<vector>", False),
-        ("kernels/generic/rows.inl", '"engine/product.h"', False),
+        ("kernels/rows/rows.inl", '"engine/product.h"', False),
         ("format/reader.cpp", "<Python.h>", False),
         ("runtime/team.cpp", '"kernels/kernel_table.h"', False),
         ("engine/product.cpp", "<immintrin.h>", False),
-        ("engine/product.cpp", '"kernels/generic/rows.inl"', False),
+        ("engine/product.cpp", '"kernels/rows/rows.inl"', False),
         ("bindings.cpp", "<torch/csrc/stable/tensor.h>", False),
         ("ops/linear.cpp", "<torch/csrc/stable/tensor.h>", True),
         ("ops/linear.cpp", "<ATen/ATen.h>", False),

@@ -1,10 +1,10 @@
-// Float primitives of AVX-512: 16 lanes in one zmm. Meanings: simd_scalar.h and
-// generic/defaults.inl, bit for bit.
+// Float primitives of AVX-512: 16 lanes in one zmm. Meanings: scalar.h and
+// defaults_float.inl, bit for bit.
 #pragma once
 
 #include <immintrin.h>
 
-#include "kernels/simd_defaults.h"
+#include "kernels/isa/defaults.h"
 
 namespace bitnet::BITNET_ISA {
 namespace {

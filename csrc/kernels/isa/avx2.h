@@ -1,9 +1,9 @@
-// SIMD primitives of the avx2 ISA: those of simd_ymm_*.h, and a dot product by vpmaddubsw in int16,
-// which is flushed to int32 before it can overflow. Meanings: simd_defaults.h. Must not know
+// SIMD primitives of the avx2 ISA: those of ymm_*.h, and a dot product by vpmaddubsw in int16,
+// which is flushed to int32 before it can overflow. Meanings: defaults.h. Must not know
 // layouts of models or threads.
 #pragma once
 
-#include "kernels/simd_ymm_int.h"
+#include "kernels/isa/ymm_int.h"
 
 namespace bitnet::BITNET_ISA {
 namespace {
@@ -33,7 +33,7 @@ inline void add_product(Partial& p, Partial product) {
 inline Acc widen(Acc acc, Partial p) {
   return _mm256_add_epi32(acc, _mm256_madd_epi16(p, _mm256_set1_epi16(1)));
 }
-// acc + the sums of neighbouring products of 16-bit numbers, for simd_ymm_int.h.
+// acc + the sums of neighbouring products of 16-bit numbers, for ymm_int.h.
 inline __m256i add_pairs(__m256i acc, __m256i a, __m256i b) {
   const __m256i pairs = _mm256_madd_epi16(a, b);
 #if defined(BITNET_EMULATE)

@@ -1,6 +1,6 @@
 // One chunk of a bfloat16 cache for all query rows: where its keys and values lie or are
-// laid out, and which rows are processed together (attention_pairs.inl,
-// attention_unit.inl).
+// laid out, and which rows are processed together (pairs.inl,
+// unit.inl).
 
 // Whether the values of some positions are numbers, so that a weight of 0 makes 0 of them.
 template <class Values>

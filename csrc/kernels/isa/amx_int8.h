@@ -1,9 +1,9 @@
 // SIMD primitives of the amx_int8 ISA: those of avx512_vnni, and a matrix unit
-// (generic/matrix.inl). Must not know threads: the configuration of the unit is taken and given
+// (ternary/matrix.inl). Must not know threads: the configuration of the unit is taken and given
 // back in every call.
 #pragma once
 
-#include "kernels/simd_avx512_vnni.h"
+#include "kernels/isa/avx512_vnni.h"
 
 namespace bitnet::BITNET_ISA {
 namespace {

@@ -6,7 +6,7 @@
 
 #include <arm_neon.h>
 
-#include "kernels/simd_defaults.h"
+#include "kernels/isa/defaults.h"
 
 namespace bitnet::BITNET_ISA {
 namespace {

@@ -1,8 +1,8 @@
 // Integer primitives that avx2 and avx_vnni share: 32-byte k-steps, fields, sums.  Meanings:
-// simd_defaults.h.  `dot`, `Partial` and `widen` are the ISAs' own.
+// defaults.h.  `dot`, `Partial` and `widen` are the ISAs' own.
 #pragma once
 
-#include "kernels/simd_ymm_float.h"
+#include "kernels/isa/ymm_float.h"
 
 namespace bitnet::BITNET_ISA {
 namespace {

@@ -1,10 +1,10 @@
 // SIMD primitives of the output heads where there are 512-bit vectors and vpdpbusd. Included by
-// simd_avx512_vnni.h, behind its other primitives. Meanings: simd_defaults.h.
+// avx512_vnni.h, behind its other primitives. Meanings: defaults.h.
 #pragma once
 
 #include <immintrin.h>
 
-#include "kernels/simd_defaults.h"
+#include "kernels/isa/defaults.h"
 
 namespace bitnet::BITNET_ISA {
 namespace {

@@ -1,7 +1,7 @@
 // Attention against int8 caches in panels. A load holds four numbers
 // each of 16 positions (keys) or 16 features (values), so that every
 // lane is a sum of its own. Integers and floats are those of
-// attention_int8.inl.
+// int8.inl.
 
 constexpr int64_t kQuadBytes = 64;  // four numbers of 16 lanes
 

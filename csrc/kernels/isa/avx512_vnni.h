@@ -1,10 +1,10 @@
 // SIMD primitives of the avx512_vnni ISA: 16 float lanes in one zmm, k-steps of two blocks (64
-// bytes), dot products by vpdpbusd. Meanings: simd_scalar.h, simd_defaults.h.
+// bytes), dot products by vpdpbusd. Meanings: scalar.h, defaults.h.
 #pragma once
 
 #include <immintrin.h>
 
-#include "kernels/simd_zmm_float.h"
+#include "kernels/isa/zmm_float.h"
 
 namespace bitnet::BITNET_ISA {
 namespace {
@@ -104,7 +104,7 @@ inline uint64_t reduce_lines(LineXor a, LineXor b) {
   return static_cast<uint64_t>(_mm_extract_epi64(r, 0) ^ _mm_extract_epi64(r, 1));
 }
 
-// ---- tiles: 16 lanes; decoders in simd_vnni_tiles.h ---------------------------------------------
+// ---- tiles: 16 lanes; decoders in vnni_tiles.h ---------------------------------------------
 
 constexpr int64_t kTileLanes = 16;
 constexpr int kTileAccs = 24, kPanelAccs = 24;       // 2 bit x 6 tokens, of 32 registers
@@ -284,5 +284,5 @@ BITNET_OVERRIDES(pin, renew)
 }  // namespace
 }  // namespace bitnet::BITNET_ISA
 
-#include "kernels/simd_avx512_heads.h"
-#include "kernels/simd_vnni_tiles.h"
+#include "kernels/isa/avx512_heads.h"
+#include "kernels/isa/vnni_tiles.h"

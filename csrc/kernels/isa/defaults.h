@@ -1,13 +1,13 @@
 // SIMD primitives that an ISA need not write.  An ISA's own declaration of a name, in its inner
-// namespace, hides the one here; BITNET_OVERRIDES says so.  Included by every simd_*.h.
+// namespace, hides the one here; BITNET_OVERRIDES says so.  Included by every header of an ISA.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 
 #include "format/layout.h"
+#include "kernels/isa/defaults_heads.h"
 #include "kernels/kernel_table.h"
-#include "kernels/simd_defaults_heads.h"
 
 // BITNET_OVERRIDES(name, ...), in the namespace of an ISA and behind its definitions: what it
 // writes instead of a default. A name that is not both here and there does not compile, so that a
@@ -80,7 +80,7 @@ inline uint16_t f32_to_f16(float x) {
 
 // ---- sums in float64 ----------------------------------------------------------------------------
 
-// Sixteen lanes; see generic/defaults.inl.
+// Sixteen lanes; see defaults_float.inl.
 struct LaneSums {
   double lane[16];
 };
@@ -132,7 +132,7 @@ inline void f32_to_f8(const float* x, uint8_t* codes) {
 // ---- attention ----------------------------------------------------------------------------------
 
 struct NoReg {};
-using Reg = NoReg;  // of float lanes: F32x16 itself; see generic/defaults.inl
+using Reg = NoReg;  // of float lanes: F32x16 itself; see defaults_float.inl
 constexpr int kRegs = 1;
 
 // Rows of queries that meet a step of keys or values at once, where there are many of them.
@@ -168,12 +168,12 @@ template <class T>
   __asm__ volatile("" : "+m"(v));
 }
 
-// No unit for pairs of bfloat16; simd_zmm_float.h has one and shows what it must hold.
+// No unit for pairs of bfloat16; zmm_float.h has one and shows what it must hold.
 struct PairUnit {
   static constexpr bool kHere = false;
 };
 
-// No unit that multiplies whole tiles; simd_amx_int8.h has one.
+// No unit that multiplies whole tiles; amx_int8.h has one.
 struct MatrixUnit {
   static constexpr int64_t kFromTokens = 0;  // never
 };
@@ -241,7 +241,7 @@ inline void prefetch_l2(const void*) {}
 
 // ---- tiles of the CPU-specific layouts ---------------------------------------------------------
 // A k-step of a tile is kTileLanes lanes of 4 bytes.  A decoder (TwoBit, Base3, ...;
-// generic/tiles.inl) takes code vectors out of it; broadcast_x gives every lane the same 4
+// ternary/tiles.inl) takes code vectors out of it; broadcast_x gives every lane the same 4
 // activations; tile_dot adds the 4 products of every lane; a TileAcc holds them for a decoder's
 // kFlush steps and tile_acc_sum makes int32 sums of it.
 
@@ -454,7 +454,7 @@ inline void store_cache_sums(const CacheSum (&sums)[kCacheAccs], int32_t* out) {
 // ---- panels -------------------------------------------------------------------------------------
 // Words of four neighbouring numbers, 16 lanes of them.  quad_add adds the products of each lane's
 // four with four 16-bit factors to that lane; store_quads stores the sums less an excess.  The
-// factors come as two words (generic/attention_quads.inl): with kQuadHalves their low and high
+// factors come as two words (attention/quads.inl): with kQuadHalves their low and high
 // bytes, and the sums may be kQuadOffset times the factors' sum too large; else numbers 0 and 2,
 // and 1 and 3, 16 bits each.
 
@@ -485,7 +485,7 @@ inline void store_quads(const QuadSums& acc, int32_t, int32_t* out) {
   for (int i = 0; i < 16; ++i) out[i] = acc.lane[i];
 }
 
-// ---- generic/defaults.inl
+// ---- defaults_float.inl
 // ------------------------------------------------------------------------
 
 // Its templates of float lanes, to which an ISA's own functions are preferred: their names, for

@@ -1,6 +1,6 @@
 // SIMD primitives made of those that every ISA supplies
-// (simd_scalar.h lists them). Primitives without float lanes are in
-// simd_defaults.h.
+// (scalar.h lists them). Primitives without float lanes are in
+// defaults.h.
 
 // What a wrong size would break without a message: an ISA that has one of these writes its group.
 static_assert(TwoBit::kFields == layout::layout_of(layout::WeightFormat::kTwoBit).fields);

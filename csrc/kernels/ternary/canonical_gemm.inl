@@ -1,6 +1,6 @@
 // The product over canonical rows: which algorithm is used for how many tokens. Contract:
 // ternary_gemm in kernel_table.h. Uses canonical.inl, canonical_panel.inl and
-// matrix_rows.inl.
+// canonical_matrix.inl.
 
 void ternary_gemm(const uint8_t* weight, int64_t row_bytes, int64_t row_begin, int64_t row_end,
                   const int8_t* x, int64_t x_stride, const int32_t* x_sum, int64_t tokens,

@@ -1,4 +1,4 @@
-// SIMD primitives of heads that an ISA need not write; see simd_defaults.h, which includes this.
+// SIMD primitives of heads that an ISA need not write; see defaults.h, which includes this.
 #pragma once
 
 #include <cstdint>

@@ -1,9 +1,9 @@
-// SIMD primitives of the avx_vnni ISA: those of simd_ymm_*.h, and a dot product by VEX vpdpbusd,
-// which nothing overflows. Meanings: simd_scalar.h. Must not use EVEX forms: CPUs of this ISA may
+// SIMD primitives of the avx_vnni ISA: those of ymm_*.h, and a dot product by VEX vpdpbusd,
+// which nothing overflows. Meanings: scalar.h. Must not use EVEX forms: CPUs of this ISA may
 // lack AVX-512.
 #pragma once
 
-#include "kernels/simd_ymm_int.h"
+#include "kernels/isa/ymm_int.h"
 
 namespace bitnet::BITNET_ISA {
 namespace {
@@ -22,7 +22,7 @@ inline Partial dot(Partial p, Codes c, Activations x) {
 #endif
 }
 inline Acc widen(Acc acc, Partial p) { return _mm256_add_epi32(acc, p); }
-// acc + the sums of neighbouring products of 16-bit numbers, for simd_ymm_int.h.
+// acc + the sums of neighbouring products of 16-bit numbers, for ymm_int.h.
 inline __m256i add_pairs(__m256i acc, __m256i a, __m256i b) {
 #if defined(BITNET_EMULATE) || defined(BITNET_EMULATE_DOTS)
   return _mm256_dpwssd_epi32(acc, a, b);
@@ -32,7 +32,7 @@ inline __m256i add_pairs(__m256i acc, __m256i a, __m256i b) {
 #endif
 }
 
-// ---- tiles: simd_vnni_tiles.h
+// ---- tiles: vnni_tiles.h
 // ------------------------------------------------------------
 
 constexpr int kTwoBitUnroll = 2, kTwoBitTokens = 6;  // 10 parts hide the latency of the dot
@@ -142,4 +142,4 @@ BITNET_OVERRIDES(kFlushSteps, kGemvStreams, Partial, kDotInTwoSteps, dot, widen,
 }  // namespace
 }  // namespace bitnet::BITNET_ISA
 
-#include "kernels/simd_vnni_tiles.h"
+#include "kernels/isa/vnni_tiles.h"

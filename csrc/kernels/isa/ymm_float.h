@@ -1,10 +1,10 @@
 // Float primitives of AVX2 + FMA + F16C: 16 lanes as two ymm registers, for avx2 and avx_vnni.
-// Meanings: simd_scalar.h and generic/defaults.inl, bit for bit.
+// Meanings: scalar.h and defaults_float.inl, bit for bit.
 #pragma once
 
 #include <immintrin.h>
 
-#include "kernels/simd_defaults.h"
+#include "kernels/isa/defaults.h"
 
 namespace bitnet::BITNET_ISA {
 namespace {

@@ -1,7 +1,7 @@
-// SIMD primitives of the neon_dotprod ISA: products by sdot.  Meanings: simd_defaults.h.
+// SIMD primitives of the neon_dotprod ISA: products by sdot.  Meanings: defaults.h.
 #pragma once
 
-#include "kernels/simd_neon_float.h"
+#include "kernels/isa/neon_float.h"
 
 namespace bitnet::BITNET_ISA {
 namespace {
@@ -58,7 +58,7 @@ inline Partial dot(Partial p, Codes c, Activations x) {
 }
 inline Acc widen(Acc acc, Partial p) { return vaddq_s32(acc, p); }
 inline int32_t reduce(Acc acc) { return vaddvq_s32(acc); }
-// Volatile assembly: see simd_ymm_int.h.
+// Volatile assembly: see ymm_int.h.
 [[gnu::always_inline]] inline void prefetch(const void* p) {
   __asm__ volatile("prfm pldl1keep, [%0]" : : "r"(p));
 }

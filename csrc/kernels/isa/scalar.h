@@ -1,9 +1,9 @@
 // The SIMD primitives that every ISA has to write, in plain C++: what they mean, and all there is
-// of the scalar ISA.  Everything else has a default, in simd_defaults.h and generic/defaults.inl,
+// of the scalar ISA.  Everything else has a default, in defaults.h and defaults_float.inl,
 // that an ISA replaces where its instructions do better; results agree bit for bit.
 #pragma once
 
-#include "kernels/simd_defaults.h"
+#include "kernels/isa/defaults.h"
 
 namespace bitnet::BITNET_ISA {
 namespace {
