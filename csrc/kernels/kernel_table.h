@@ -376,7 +376,7 @@ struct KernelTable {
   // max(absmax, 1e-30).  Returns a / 127, or NaN if the row holds NaN or an infinity (q = 0).
   float (*head_quantize_int8)(const float* w, int64_t n, int8_t* q);
   // One row in ceil(n / group) groups; codes 0..15 stand for -8..7, padding has code 8.  See
-  // head.inl for the choice of the scale, a bfloat16.  Returns 0, or NaN as above (codes 8).
+  // head/int4.inl for the choice of the scale, a bfloat16.  Returns 0, or NaN as above (codes 8).
   float (*head_quantize_int4)(const float* w, int64_t n, int64_t group, uint8_t* codes,
                               uint16_t* scale);
 

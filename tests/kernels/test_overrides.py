@@ -38,9 +38,7 @@ def templates_of_lanes() -> set[str]:
     return set(re.findall(r"^template <[^\n]*>\ninline [^(]*?(\w+)\(", text, re.M))
 
 
-(LIST,) = re.findall(
-    r"^enum LaneDefaults \{([^}]*)\};", (ISA / "defaults.h").read_text(), re.M
-)
+(LIST,) = re.findall(r"^enum LaneDefaults \{([^}]*)\};", (ISA / "defaults.h").read_text(), re.M)
 DEFAULTS = set(re.findall(r"\w+", LIST)).union(
     *(declared_names(path) for path in ISA.glob("defaults*.h"))
 )

@@ -22,7 +22,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 ADDRESS = PROJECT["urls"]["Homepage"] + "/blob/main/"
 TEXT = {
     path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
-    for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("csrc/**/*.md")]
 }
 HISTORY = ("CHANGELOG.md", "docs/log.md")  # what they name may be gone
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)|^\[[^\]]+\]: (\S+)$", flags=re.MULTILINE)

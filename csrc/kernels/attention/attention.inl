@@ -1,349 +1,51 @@
-// Attention of a few query rows that share a KV head, against one chunk of positions, over the
-// float primitives. Every key or value is loaded once for all rows. Contracts and arithmetic:
-// kernel_table.h.
-
-// How far ahead of its use memory is asked for.  The hardware's own prefetcher stops at 4 KiB
-// pages.
-constexpr int64_t kPrefetchBytes = 8192;
-
-inline const void* row_at(const void* base, int64_t stride_bytes, int64_t row) {
-  return static_cast<const char*>(base) + row * stride_bytes;
-}
+// One chunk of attention: which file serves which cache. And what follows a chunk: the states of
+// two chunks merged, and the result of the last one. Contracts: kernel_table.h.
 
 template <DType kType>
-inline const void* element_at(const void* row, int64_t i) {
-  return static_cast<const char*>(row) + i * element_size(kType);
+void attend_floats(const AttentionChunk& c, float* scratch, float* states) {
+  const int64_t rows = c.rows < kBlockFewest ? 0 : c.rows / kBlockRows * kBlockRows;
+  if (rows > 0) attend_block<kType>(c, rows, scratch, states);
+  attend_few<kType>(c, rows, scratch, states);
 }
 
-// What to ask for: what comes next, if that is known, else what is read anyway.
-inline const char* ask_first(const void* next, const char* otherwise) {
-  return next == nullptr ? otherwise : static_cast<const char*>(next);
-}
-
-// `bytes` from `offset` on of a run of memory that continues elsewhere (or nowhere, if null).
-[[gnu::always_inline]] inline void prefetch_run(const void* run, int64_t length, const void* next,
-                                                int64_t offset, int64_t bytes) {
-  const char* from = static_cast<const char*>(run) + offset;
-  if (offset >= length) {
-    if (next == nullptr) return;
-    from = static_cast<const char*>(next) + (offset - length);
-  }
-  for (int64_t i = 0; i < bytes; i += 64) prefetch_l2(from + i);
-}
-
-// 16 elements in mixed order, the ones past `count` zero.
-template <DType kType>
-[[gnu::always_inline]] inline F32x16 load_mixed_n(const void* p, int64_t count) {
-  if (count >= 16) return load_mixed<kType>(p);
-  return mix<kType>(load_as<kType>(p, 0, count));
-}
-
-// Register P of R x J dot products of queries (mixed, padded to whole steps) and keys.
-template <DType kType, int R, int J, int P>
-[[gnu::always_inline]] inline void dot_regs(const float* query, int64_t padded, const void* keys,
-                                            int64_t stride_bytes, int64_t dim, LaneReg (&sums)[8]) {
-  LaneReg acc[R * J], key[J];
-#pragma GCC unroll 8
-  for (int i = 0; i < R * J; ++i) acc[i] = LaneReg{};
-  for (int64_t i = 0; i + 16 <= dim; i += 16) {
-#pragma GCC unroll 8
-    for (int j = 0; j < J; ++j) {
-      key[j] = reg<P>(load_mixed<kType>(element_at<kType>(row_at(keys, stride_bytes, j), i)));
-    }
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) {
-      const LaneReg q = load_reg(query + r * padded + i + P * (16 / kRegs));
-#pragma GCC unroll 8
-      for (int j = 0; j < J; ++j) acc[r * J + j] = reg_fma(q, key[j], acc[r * J + j]);
-    }
-  }
-  if (dim % 16 != 0) {
-    const int64_t i = dim / 16 * 16;
-    for (int j = 0; j < J; ++j) {
-      key[j] =
-          reg<P>(load_mixed_n<kType>(element_at<kType>(row_at(keys, stride_bytes, j), i), dim - i));
-    }
-    for (int r = 0; r < R; ++r) {
-      const LaneReg q = load_reg(query + r * padded + i + P * (16 / kRegs));
-      for (int j = 0; j < J; ++j) acc[r * J + j] = reg_fma(q, key[j], acc[r * J + j]);
-    }
-  }
-#pragma GCC unroll 8
-  for (int i = 0; i < 8; ++i) sums[i] = i < R * J ? acc[i] : LaneReg{};
-}
-
-// scores[r * kAttentionChunk + j] = dot(query r, key j) for R queries and J keys, R * J <= 8.
-template <DType kType, int R, int J>
-[[gnu::always_inline]] inline void score_tile(const float* query, int64_t padded, const void* keys,
-                                              int64_t stride_bytes, int64_t dim, float* scores) {
-  LaneReg sums[kRegs][8];
-  dot_regs<kType, R, J, 0>(query, padded, keys, stride_bytes, dim, sums[0]);
-  if constexpr (kRegs > 1) {
-    dot_regs<kType, R, J, 1>(query, padded, keys, stride_bytes, dim, sums[1]);
-  }
-  if constexpr (kRegs > 2) {
-    dot_regs<kType, R, J, 2>(query, padded, keys, stride_bytes, dim, sums[2]);
-    dot_regs<kType, R, J, 3>(query, padded, keys, stride_bytes, dim, sums[3]);
-  }
-  float dots[8];
-  reduce_eight<kType>(sums, dots);
-  for (int r = 0; r < R; ++r) {
-    __builtin_memcpy(scores + r * kAttentionChunk, dots + r * J, J * sizeof(float));
+void attend_chunk(const AttentionChunk& chunk, float* scratch, float* states) {
+  switch (chunk.type) {
+    case DType::kF32:
+      return attend_floats<DType::kF32>(chunk, scratch, states);
+    case DType::kF16:
+      return attend_floats<DType::kF16>(chunk, scratch, states);
+    case DType::kF8E4M3:
+      return attend_floats<DType::kF8E4M3>(chunk, scratch, states);
+    case DType::kF8E5M2:
+      return attend_floats<DType::kF8E5M2>(chunk, scratch, states);
+    case DType::kBF16:
+      return attend_bf16(chunk, scratch, states);
+    case DType::kInt8:
+      if (chunk.layout == CacheLayout::kPanels) return attend_int8_panels(chunk, states);
+      return attend_int8_rows(chunk, states);
   }
 }
 
-// Scores of R queries and keys [begin, count); prefetches keys, then values.
-template <DType kType, int R>
-void score_rows(const AttentionChunk& c, const float* query, int64_t padded, int64_t begin,
-                int64_t count, bool first_group, float* scores) {
-  constexpr int J = 8 / R;
-  const int64_t run = c.positions * c.stride_bytes;
-  int64_t j = begin;
-  for (; j + J <= count; j += J) {
-    if (first_group) {
-      prefetch_run(c.keys, run, c.values, j * c.stride_bytes + kPrefetchBytes, J * c.stride_bytes);
-    }
-    score_tile<kType, R, J>(query, padded, row_at(c.keys, c.stride_bytes, j), c.stride_bytes, c.dim,
-                            scores + j);
-  }
-  for (; j < count; ++j) {
-    score_tile<kType, R, 1>(query, padded, row_at(c.keys, c.stride_bytes, j), c.stride_bytes, c.dim,
-                            scores + j);
-  }
-}
-
-// Behind the last position of the chunk that a row sees.
-inline int64_t positions_seen(const AttentionChunk& c, int64_t row) {
-  const int64_t visible = c.first_visible + row / c.rows_per_token;
-  return visible < c.positions ? visible : c.positions;
-}
-
-// The first one it sees.
-inline int64_t positions_hidden(const AttentionChunk& c, int64_t row) {
-  const int64_t hidden = c.first_hidden + row / c.rows_per_token;
-  return hidden > 0 ? hidden : 0;
-}
-
-// scores [begin, count) -> exp(scores - max), rounded as caches of that type want it, zeros before
-// them and up to the next multiple of 16.  state gets the maximum and the sum.
-template <DType kWeights = DType::kF32>
-void softmax_scores(float* scores, int64_t begin, int64_t count, float* state) {
-  const float infinity = __builtin_inff();
-  const int64_t whole = (count + 15) / 16 * 16;
-  for (int64_t j = 0; j < begin; ++j) scores[j] = -infinity;
-  for (int64_t j = count; j < whole; ++j) scores[j] = -infinity;
-  F32x16 best = set1(-infinity);
-  for (int64_t j = 0; j < whole; j += 16) best = max(best, load_n(scores + j, 16));
-  const float top = reduce_max(best);
-  // Nothing but -inf (or NaN): a chunk without weight, not a NaN of inf - inf.
-  const bool weightless = top == -infinity;
-  const F32x16 shift = set1(weightless ? 0.0f : top);
-  for (int64_t j = 0; j < whole; j += 16) {
-    const F32x16 w = exp_f32(sub(load_n(scores + j, 16), shift));
-    store_n(scores + j, kWeights == DType::kBF16 ? cached_bf16(w) : w, 16);
-  }
-  for (int64_t j = begin; weightless && j < count; ++j)
-    scores[j] = scores[j] == scores[j] ? 0 : scores[j];
-  for (int64_t j = 0; j < begin; ++j) scores[j] = 0.0f;
-  for (int64_t j = count; j < whole; ++j) scores[j] = 0.0f;
-  F32x16 sum = zero();
-  for (int64_t j = 0; j < whole; j += 16) sum = add(sum, load_n(scores + j, 16));
-  store_n(state, zero(), 16);
-  state[0] = top;
-  state[1] = reduce_add(sum);
-}
-
-// softmax_scores of R rows that see the whole chunk, each step for all of them before the next, so
-// that their chains of dependent instructions overlap: the same bits.
-template <int R, DType kWeights = DType::kF32>
-void softmax_whole_chunks(float* scores, float* state, int64_t state_stride) {
-  const float infinity = __builtin_inff();
-  F32x16 best[R];
-#pragma GCC unroll 4
-  for (int r = 0; r < R; ++r) best[r] = set1(-infinity);
-#pragma GCC unroll 4
-  for (int j = 0; j < kAttentionChunk; j += 16) {
-#pragma GCC unroll 4
-    for (int r = 0; r < R; ++r) {
-      best[r] = max(best[r], load_n(scores + r * kAttentionChunk + j, 16));
-    }
-  }
-  float top[R];
-  bool weightless = false;
-#pragma GCC unroll 4
-  for (int r = 0; r < R; ++r) {
-    top[r] = reduce_max(best[r]);
-    weightless = weightless || top[r] == -infinity;
-  }
-  if (weightless) {  // rare
-    for (int r = 0; r < R; ++r) {
-      softmax_scores<kWeights>(scores + r * kAttentionChunk, 0, kAttentionChunk,
-                               state + r * state_stride);
-    }
-    return;
-  }
-  F32x16 sum[R];
-#pragma GCC unroll 4
-  for (int r = 0; r < R; ++r) sum[r] = zero();
-#pragma GCC unroll 1
-  for (int j = 0; j < kAttentionChunk; j += 16) {
-#pragma GCC unroll 4
-    for (int r = 0; r < R; ++r) {
-      float* at = scores + r * kAttentionChunk + j;
-      const F32x16 e = exp_f32(sub(load_n(at, 16), set1(top[r])));
-      const F32x16 w = kWeights == DType::kBF16 ? cached_bf16(e) : e;
-      store_n(at, w, 16);
-      sum[r] = add(sum[r], w);
-    }
-  }
-#pragma GCC unroll 4
-  for (int r = 0; r < R; ++r) {
-    float* own = state + r * state_stride;
-    store_n(own, zero(), 16);
-    own[0] = top[r];
-    own[1] = reduce_add(sum[r]);
-  }
-}
-
-// softmax_scores of R rows, of which row r sees the positions [hidden[r], seen[r]); both ascend.
-template <DType kWeights = DType::kF32, int R>
-void softmax_rows(float* scores, const int64_t (&hidden)[R], const int64_t (&seen)[R], float* state,
-                  int64_t state_stride) {
-  constexpr int kTogether = R < kSoftmaxRows ? R : kSoftmaxRows;
-  int r = 0;
-  if (hidden[R - 1] == 0 && seen[0] == kAttentionChunk) {
-    for (; r + kTogether <= R; r += kTogether) {
-      softmax_whole_chunks<kTogether, kWeights>(scores + r * kAttentionChunk,
-                                                state + r * state_stride, state_stride);
-    }
-  }
-  for (; r < R; ++r) {
-    softmax_scores<kWeights>(scores + r * kAttentionChunk, hidden[r], seen[r],
-                             state + r * state_stride);
-  }
-}
-
-// acc[r][b] += sum_j weights[r][j] * values[j][16 b ..], j in [begin, end) ascending, for R rows
-// and B steps; acc in mixed order.  `count` elements of every step: fewer than 16 only in the last
-// one.
-template <DType kType, int R, int B>
-[[gnu::always_inline]] inline void weigh_tile(const float* weights, const void* values,
-                                              int64_t stride_bytes, int64_t count, int64_t begin,
-                                              int64_t end, float* acc, int64_t acc_stride) {
-  F32x16 sum[R * B];
-#pragma GCC unroll 8
-  for (int k = 0; k < R * B; ++k) sum[k] = load_n(acc + k / B * acc_stride + 16 * (k % B), 16);
-  for (int64_t j = begin; j < end; ++j) {
-    const void* row = row_at(values, stride_bytes, j);
-    F32x16 v[B];
-#pragma GCC unroll 8
-    for (int b = 0; b < B; ++b) v[b] = load_mixed_n<kType>(element_at<kType>(row, 16 * b), count);
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) {
-      const F32x16 w = set1(weights[r * kAttentionChunk + j]);
-#pragma GCC unroll 8
-      for (int b = 0; b < B; ++b) sum[r * B + b] = fma(w, v[b], sum[r * B + b]);
-    }
-  }
-#pragma GCC unroll 8
-  for (int k = 0; k < R * B; ++k) store_n(acc + k / B * acc_stride + 16 * (k % B), sum[k], 16);
-}
-
-// The same over all of dim, some positions at a time so that a whole row of values is used while it
-// is in cache; prefetches values, then what this thread reads next.
-template <DType kType, int R>
-void weigh_rows(const AttentionChunk& c, const float* weights, int64_t begin, int64_t end,
-                bool first_group, float* acc, int64_t acc_stride) {
-  constexpr int B = R == 1 ? 4 : R == 2 ? 2 : 1;
-  constexpr int64_t kPositions = 16;
-  const int64_t run = c.positions * c.stride_bytes;
-  for (int64_t j = begin; j < end; j += kPositions) {
-    const int64_t stop = j + kPositions < end ? j + kPositions : end;
-    int64_t i = 0;
-    const auto ask = [&](int64_t steps) {  // the share of these steps in the rows to come
-      if (!first_group) return;
-      const int64_t bytes = kPositions * 16 * steps * element_size(kType);
-      prefetch_run(c.values, run, c.next,
-                   j * c.stride_bytes + kPrefetchBytes + i * kPositions * element_size(kType),
-                   bytes);
-    };
-    for (; B > 1 && i + 16 * B <= c.dim; i += 16 * B) {
-      ask(B);
-      weigh_tile<kType, R, B>(weights, element_at<kType>(c.values, i), c.stride_bytes, 16, j, stop,
-                              acc + i, acc_stride);
-    }
-    for (; i + 16 <= c.dim; i += 16) {
-      ask(1);
-      weigh_tile<kType, R, 1>(weights, element_at<kType>(c.values, i), c.stride_bytes, 16, j, stop,
-                              acc + i, acc_stride);
-    }
-    if (i < c.dim) {
-      weigh_tile<kType, R, 1>(weights, element_at<kType>(c.values, i), c.stride_bytes, c.dim - i, j,
-                              stop, acc + i, acc_stride);
-    }
-  }
-}
-
-// The positions that all of R rows see; where there are none, nothing at the end of the first
-// row's.
-struct CommonRange {
-  int64_t begin, end;
-};
-inline CommonRange seen_by_all(int64_t last_hidden, int64_t first_seen) {
-  return {last_hidden < first_seen ? last_hidden : first_seen, first_seen};
-}
-
-// R rows from `row` on.
-template <DType kType, int R>
-void attend_rows(const AttentionChunk& c, int64_t row, float* scratch, float* states) {
-  const int64_t padded = attention_padded(c.dim), stride = attention_state_floats(c.dim);
-  float* query = scratch + R * kAttentionChunk;
-  float* state = states + row * stride;
-  int64_t seen[R], hidden[R];
-  for (int r = 0; r < R; ++r) {
-    seen[r] = positions_seen(c, row + r);
-    hidden[r] = positions_hidden(c, row + r);
+void merge_attention(int64_t rows, int64_t dim, const float* later, float* states) {
+  const int64_t padded = attention_padded(dim), stride = attention_state_floats(dim);
+  for (int64_t r = 0; r < rows; ++r, later += stride, states += stride) {
+    const float before = states[padded], now = later[padded];
+    const float top = before > now ? before : now;
+    const float shift = top == -__builtin_inff() ? 0.0f : top;
+    const F32x16 keep = exp_f32(set1(before - shift)), take = exp_f32(set1(now - shift));
+    const F32x16 sum = mul(set1(states[padded + 1]), keep);
+    states[padded] = top;
+    store_n(states + padded + 1, fma(set1(later[padded + 1]), take, sum), 1);
     for (int64_t i = 0; i < padded; i += 16) {
-      const F32x16 q = load_n(c.query + (row + r) * c.dim + i, c.dim - i);
-      store_n(query + r * padded + i, mix<kType>(q), 16);
-      store_n(state + r * stride + i, zero(), 16);
-    }
-  }
-  score_rows<kType, R>(c, query, padded, hidden[0], seen[R - 1], row == 0, scratch);
-  for (int r = 0; r < R; ++r) {
-    float* scores = scratch + r * kAttentionChunk;
-    for (int64_t j = hidden[0] / 16 * 16; j < seen[r]; j += 16) {
-      store_n(scores + j, mul(set1(c.scale), load_n(scores + j, 16)), 16);
-    }
-  }
-  softmax_rows(scratch, hidden, seen, state + padded, stride);
-  const CommonRange all = seen_by_all(hidden[R - 1], seen[0]);
-  for (int r = 0; r < R; ++r) {  // positions that the last row does not see
-    weigh_rows<kType, 1>(c, scratch + r * kAttentionChunk, hidden[r], all.begin, false,
-                         state + r * stride, stride);
-  }
-  weigh_rows<kType, R>(c, scratch, all.begin, all.end, row == 0, state, stride);
-  for (int r = 0; r < R; ++r) {  // positions that the first row does not see
-    const int64_t begin = hidden[r] > all.end ? hidden[r] : all.end;
-    weigh_rows<kType, 1>(c, scratch + r * kAttentionChunk, begin, seen[r], false,
-                         state + r * stride, stride);
-    for (int64_t i = 0; i < padded; i += 16) {
-      float* acc = state + r * stride + i;
-      store_n(acc, unmix<kType>(load_n(acc, 16)), 16);
+      const F32x16 kept = mul(load_n(states + i, 16), keep);
+      store_n(states + i, fma(load_n(later + i, 16), take, kept), 16);
     }
   }
 }
 
-// Rows from `row` on, a few at a time.
-template <DType kType>
-void attend_few(const AttentionChunk& c, int64_t row, float* scratch, float* states) {
-  while (row < c.rows) {
-    const int64_t left = c.rows - row;
-    const int64_t take = left >= 6 || left == 4 ? 4 : left == 5 ? 3 : left;
-    if (take == 4) attend_rows<kType, 4>(c, row, scratch, states);
-    if (take == 3) attend_rows<kType, 3>(c, row, scratch, states);
-    if (take == 2) attend_rows<kType, 2>(c, row, scratch, states);
-    if (take == 1) attend_rows<kType, 1>(c, row, scratch, states);
-    row += take;
+void finish_attention(int64_t dim, const float* state, float* out) {
+  const F32x16 sum = set1(state[attention_padded(dim) + 1]);
+  for (int64_t i = 0; i < dim; i += 16) {
+    store_n(out + i, div(load_n(state + i, 16), sum), dim - i);
   }
 }

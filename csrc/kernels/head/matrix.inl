@@ -1,7 +1,7 @@
 // Heads at several tokens by a matrix unit U: 16-bit tokens as two planes of int8, with
 // exact sums. int8 rows are an operand as they lie (16 rows x 64 features), tokens the
 // other one; lines of int4 tiles become operands by a mask and a shift. Uses
-// matrix.inl.
+// ternary/matrix.inl.
 
 constexpr int64_t kHeadUnitTokens = 16;  // columns, or rows, of an operand
 constexpr int64_t kHeadUnitRows = 32;    // rows of weights that meet them at once

@@ -44,7 +44,7 @@ inline __m256i add_pairs(__m256i acc, __m256i a, __m256i b) {
 #endif
 }
 
-// ---- tiles ----------------------------------------------------------------------------
+// ---- tiles --------------------------------------------------------------------------------------
 
 constexpr int64_t kTilePanelFrom = 10;  // tokens from which decoding to memory pays
 constexpr int64_t kRowPanelFrom = 16;   // the same of canonical rows

@@ -104,7 +104,7 @@ inline uint64_t reduce_lines(LineXor a, LineXor b) {
   return static_cast<uint64_t>(_mm_extract_epi64(r, 0) ^ _mm_extract_epi64(r, 1));
 }
 
-// ---- tiles: 16 lanes; decoders in vnni_tiles.h ---------------------------------------------
+// ---- tiles: 16 lanes; decoders in vnni_tiles.h --------------------------------------------------
 
 constexpr int64_t kTileLanes = 16;
 constexpr int kTileAccs = 24, kPanelAccs = 24;       // 2 bit x 6 tokens, of 32 registers

@@ -32,8 +32,7 @@ inline __m256i add_pairs(__m256i acc, __m256i a, __m256i b) {
 #endif
 }
 
-// ---- tiles: vnni_tiles.h
-// ------------------------------------------------------------
+// ---- tiles: vnni_tiles.h ------------------------------------------------------------------------
 
 constexpr int kTwoBitUnroll = 2, kTwoBitTokens = 6;  // 10 parts hide the latency of the dot
 constexpr int kTokensOfTwoSets = 3;

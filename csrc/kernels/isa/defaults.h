@@ -239,7 +239,7 @@ inline void prefetch(const void*) {}
 // for memory at a time, and while they are all taken, what it has at hand waits with them.
 inline void prefetch_l2(const void*) {}
 
-// ---- tiles of the CPU-specific layouts ---------------------------------------------------------
+// ---- tiles of the CPU-specific layouts ----------------------------------------------------------
 // A k-step of a tile is kTileLanes lanes of 4 bytes.  A decoder (TwoBit, Base3, ...;
 // ternary/tiles.inl) takes code vectors out of it; broadcast_x gives every lane the same 4
 // activations; tile_dot adds the 4 products of every lane; a TileAcc holds them for a decoder's
@@ -454,7 +454,7 @@ inline void store_cache_sums(const CacheSum (&sums)[kCacheAccs], int32_t* out) {
 // ---- panels -------------------------------------------------------------------------------------
 // Words of four neighbouring numbers, 16 lanes of them.  quad_add adds the products of each lane's
 // four with four 16-bit factors to that lane; store_quads stores the sums less an excess.  The
-// factors come as two words (attention/quads.inl): with kQuadHalves their low and high
+// factors come as two words (attention/int8_panels.inl): with kQuadHalves their low and high
 // bytes, and the sums may be kQuadOffset times the factors' sum too large; else numbers 0 and 2,
 // and 1 and 3, 16 bits each.
 
@@ -485,8 +485,7 @@ inline void store_quads(const QuadSums& acc, int32_t, int32_t* out) {
   for (int i = 0; i < 16; ++i) out[i] = acc.lane[i];
 }
 
-// ---- defaults_float.inl
-// ------------------------------------------------------------------------
+// ---- defaults_float.inl -------------------------------------------------------------------------
 
 // Its templates of float lanes, to which an ISA's own functions are preferred: their names, for
 // BITNET_OVERRIDES.

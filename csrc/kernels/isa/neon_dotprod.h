@@ -6,8 +6,7 @@
 namespace bitnet::BITNET_ISA {
 namespace {
 
-// ---- canonical rows
-// ------------------------------------------------------------------------------
+// ---- canonical rows -----------------------------------------------------------------------------
 
 constexpr int64_t kStepBlocks = 1;
 constexpr int64_t kFlushSteps = int64_t{1} << 30;  // sdot sums in int32: the bound is the caller's
@@ -73,7 +72,7 @@ template <class T>
 template <class T>
 inline void renew(T&) {}  // needless: sdot adds into its accumulator
 
-// ---- tiles: 4 lanes --------------------------------------------------------
+// ---- tiles: 4 lanes -----------------------------------------------------------------------------
 
 constexpr int64_t kTileLanes = 4;
 constexpr int kTileAccs = 24, kPanelAccs = 24;

@@ -292,7 +292,7 @@ inline F32x16 load_e5m2_n(const uint8_t* p, int64_t count) {
           e5m2_words_to_f32(_mm_unpackhi_epi8(none, b))};
 }
 
-// ---- attention ----------------------------------------------------------------------------
+// ---- attention ----------------------------------------------------------------------------------
 
 using Reg = __m256;
 constexpr int kRegs = 2;

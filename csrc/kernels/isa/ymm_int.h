@@ -51,7 +51,7 @@ inline int32_t reduce(Acc acc) {
   __asm__ volatile("prefetcht1 (%0)" : : "r"(p));
 }
 
-// ---- tiles: 8 lanes -------------------------------------------------------
+// ---- tiles: 8 lanes -----------------------------------------------------------------------------
 
 constexpr int64_t kTileLanes = 8;
 constexpr bool kFewRegisters = true;
@@ -149,7 +149,7 @@ inline uint64_t reduce_lines(LineXor a, LineXor b) {
   return static_cast<uint64_t>(_mm_extract_epi64(r, 0) ^ _mm_extract_epi64(r, 1));
 }
 
-// ---- int8 caches -------------------------------------------------------------------------------
+// ---- int8 caches --------------------------------------------------------------------------------
 
 // acc + the sums of neighbouring products of 16-bit numbers: the ISA's.
 inline __m256i add_pairs(__m256i acc, __m256i a, __m256i b);

@@ -174,7 +174,7 @@ inline F32x16 load_e5m2_n(const uint8_t* p, int64_t count) {
   return {_mm512_cvtph_ps(_mm256_slli_epi16(words, 8))};
 }
 
-// ---- attention ----------------------------------------------------------------------------
+// ---- attention ----------------------------------------------------------------------------------
 
 using Reg = __m512;
 constexpr int kRegs = 1;

@@ -103,7 +103,7 @@ void round_row(DType type, float* x, int64_t n) {
   with_type(type, [&]<DType kType>() { round_row_as<kType>(x, n); });
 }
 
-// ---- int8 activations --------------------------------------------------------------------------
+// ---- int8 activations ---------------------------------------------------------------------------
 
 uint32_t absmax_bits(const float* x, int64_t n) {
   F32x16 best = zero();
@@ -148,7 +148,7 @@ float quantize_row(const float* x, int64_t n, int64_t n_padded, int8_t* q, int64
   return quantize_by(absmax_bits(x, n), x, n, n_padded, q, step_stride, sum);
 }
 
-// ---- norms and activations ---------------------------------------------------------------------
+// ---- norms and activations ----------------------------------------------------------------------
 
 F32x16 rstd_of(F32x16 squares, int64_t n, float eps) {
   const float mean = reduce_add(squares) / static_cast<float>(n);

@@ -1,7 +1,7 @@
 // Attention against int8 caches in panels. A load holds four numbers
 // each of 16 positions (keys) or 16 features (values), so that every
 // lane is a sum of its own. Integers and floats are those of
-// int8.inl.
+// int8_rows.inl.
 
 constexpr int64_t kQuadBytes = 64;  // four numbers of 16 lanes
 
@@ -167,7 +167,7 @@ void attend_quad_rows(const AttentionChunk& c, const QuadPanels& panels, int64_t
   }
 }
 
-void attend_quads(const AttentionChunk& c, float* states) {
+void attend_int8_panels(const AttentionChunk& c, float* states) {
   QuadPanels panels;
   for (int64_t i = 0; i < kChunkPanels; ++i) {
     panels.keys[i] = static_cast<const char*>(c.panels.keys[i]);
@@ -180,14 +180,8 @@ void attend_quads(const AttentionChunk& c, float* states) {
     prefetch_l2(c.int8.key_scale + kAttentionChunk + i);
     prefetch_l2(c.int8.value_scale + kAttentionChunk + i);
   }
-  for (int64_t row = 0; row < c.rows;) {
-    const int64_t left = c.rows - row;
-    const int64_t take = left >= 6 || left == 4 ? 4 : left == 5 ? 3 : left;
-    if (take == 4) attend_quad_rows<4>(c, panels, row, states);
-    if (take == 3) attend_quad_rows<3>(c, panels, row, states);
-    if (take == 2) attend_quad_rows<2>(c, panels, row, states);
-    if (take == 1) attend_quad_rows<1>(c, panels, row, states);
-    row += take;
+  attend_in_groups(0, c.rows, [&]<int R>(int64_t row) {
+    attend_quad_rows<R>(c, panels, row, states);
     panels.ask_no_more();
-  }
+  });
 }

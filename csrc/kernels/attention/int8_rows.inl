@@ -232,7 +232,7 @@ void sum_rows(const AttentionChunk& c, const int16_t* weights, const float* fact
 
 // R rows from `row` on.
 template <int R>
-void attend_int8_rows(const AttentionChunk& c, int64_t row, float* states) {
+void attend_int8_group(const AttentionChunk& c, int64_t row, float* states) {
   const int64_t stride = attention_state_floats(c.dim), padded = attention_padded(c.dim);
   float* state = states + row * stride;
   alignas(64) int32_t dots[R * kAttentionChunk];
@@ -249,17 +249,6 @@ void attend_int8_rows(const AttentionChunk& c, int64_t row, float* states) {
   sum_rows<R>(c, weights, factors, from, most, row == 0, state, stride);
 }
 
-void attend_quads(const AttentionChunk& c, float* states);
-
-void attend_int8(const AttentionChunk& c, float* states) {
-  if (c.layout == CacheLayout::kPanels) return attend_quads(c, states);
-  for (int64_t row = 0; row < c.rows;) {
-    const int64_t left = c.rows - row;
-    const int64_t take = left >= 6 || left == 4 ? 4 : left == 5 ? 3 : left;
-    if (take == 4) attend_int8_rows<4>(c, row, states);
-    if (take == 3) attend_int8_rows<3>(c, row, states);
-    if (take == 2) attend_int8_rows<2>(c, row, states);
-    if (take == 1) attend_int8_rows<1>(c, row, states);
-    row += take;
-  }
+void attend_int8_rows(const AttentionChunk& c, float* states) {
+  attend_in_groups(0, c.rows, [&]<int R>(int64_t row) { attend_int8_group<R>(c, row, states); });
 }

@@ -1,6 +1,6 @@
-// One chunk of a bfloat16 cache for all query rows: where its keys and values lie or are
-// laid out, and which rows are processed together (pairs.inl,
-// unit.inl).
+// bfloat16 caches, one chunk for all query rows: where its keys and values lie or are laid out, and
+// which rows are processed together. Sums: bf16_chains.inl, or bf16_unit.inl where the CPU has the
+// unit.
 
 // Whether the values of some positions are numbers, so that a weight of 0 makes 0 of them.
 template <class Values>
@@ -212,19 +212,13 @@ void attend_pair_chunk(PairChunk<Values> chunk, float* states) {
     attend_pair_rows<kBlockRows>(chunk, row, states);
     chunk.ask_no_more();
   }
-  while (row < c.rows) {
-    const int64_t left = c.rows - row;
-    const int64_t take = left >= 6 || left == 4 ? 4 : left == 5 ? 3 : left;
-    if (take == 4) attend_pair_rows<4>(chunk, row, states);
-    if (take == 3) attend_pair_rows<3>(chunk, row, states);
-    if (take == 2) attend_pair_rows<2>(chunk, row, states);
-    if (take == 1) attend_pair_rows<1>(chunk, row, states);
-    row += take;
+  attend_in_groups(row, c.rows, [&]<int R>(int64_t at) {
+    attend_pair_rows<R>(chunk, at, states);
     chunk.ask_no_more();
-  }
+  });
 }
 
-void attend_pairs(const AttentionChunk& c, float* scratch, float* states) {
+void attend_bf16(const AttentionChunk& c, float* scratch, float* states) {
   if (c.layout == CacheLayout::kPanels) {
     attend_pair_chunk(chunk_of_panels(c, scratch), states);
   } else {

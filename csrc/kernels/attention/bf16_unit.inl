@@ -1,5 +1,5 @@
 // Attention over bfloat16 caches by an instruction that adds two products to every sum (PairUnit).
-// Sums are those of pairs.inl, bit for bit, for whole groups of kPairGroup. A word holds
+// Sums are those of bf16_chains.inl, bit for bit, for whole groups of kPairGroup. A word holds
 // two numbers of one chain. The earlier number is in the upper half, because the unit adds that
 // first.
 

@@ -1,10 +1,6 @@
-// Attention of many query rows against one chunk of positions. Keys and values are
-// widened and laid out once for all rows. The arithmetic is that of attention.inl,
-// lane for lane: a register holds one lane of 16 keys here, 16 lanes of one key
-// there.
-
-// Fewer rows than this do not repay laying out the keys and values.
-constexpr int64_t kBlockFewest = 2 * kBlockRows > 12 ? 2 * kBlockRows : 12;
+// float32, float16 and 8-bit float caches in rows, many query rows: keys and values are widened and
+// laid out once for all of them. The arithmetic is that of float_rows.inl, lane for lane: a
+// register holds one lane of 16 keys here, 16 lanes of one key there.
 
 // Parts of the scratch memory.
 struct BlockScratch {
@@ -159,56 +155,5 @@ void attend_block(const AttentionChunk& c, int64_t rows, float* scratch, float* 
                       states + k * stride + i, stride);
       }
     }
-  }
-}
-
-template <DType kType>
-void attend_as(const AttentionChunk& c, float* scratch, float* states) {
-  const int64_t rows = c.rows < kBlockFewest ? 0 : c.rows / kBlockRows * kBlockRows;
-  if (rows > 0) attend_block<kType>(c, rows, scratch, states);
-  attend_few<kType>(c, rows, scratch, states);
-}
-
-void attend_pairs(const AttentionChunk& c, float* scratch, float* states);
-void attend_int8(const AttentionChunk& c, float* states);
-
-void attend_chunk(const AttentionChunk& chunk, float* scratch, float* states) {
-  switch (chunk.type) {
-    case DType::kF32:
-      return attend_as<DType::kF32>(chunk, scratch, states);
-    case DType::kBF16:
-      return attend_pairs(chunk, scratch, states);
-    case DType::kF16:
-      return attend_as<DType::kF16>(chunk, scratch, states);
-    case DType::kF8E4M3:
-      return attend_as<DType::kF8E4M3>(chunk, scratch, states);
-    case DType::kF8E5M2:
-      return attend_as<DType::kF8E5M2>(chunk, scratch, states);
-    case DType::kInt8:
-      return attend_int8(chunk, states);
-  }
-}
-
-void merge_attention(int64_t rows, int64_t dim, const float* later, float* states) {
-  const int64_t padded = attention_padded(dim), stride = attention_state_floats(dim);
-  for (int64_t r = 0; r < rows; ++r, later += stride, states += stride) {
-    const float before = states[padded], now = later[padded];
-    const float top = before > now ? before : now;
-    const float shift = top == -__builtin_inff() ? 0.0f : top;
-    const F32x16 keep = exp_f32(set1(before - shift)), take = exp_f32(set1(now - shift));
-    const F32x16 sum = mul(set1(states[padded + 1]), keep);
-    states[padded] = top;
-    store_n(states + padded + 1, fma(set1(later[padded + 1]), take, sum), 1);
-    for (int64_t i = 0; i < padded; i += 16) {
-      const F32x16 kept = mul(load_n(states + i, 16), keep);
-      store_n(states + i, fma(load_n(later + i, 16), take, kept), 16);
-    }
-  }
-}
-
-void finish_attention(int64_t dim, const float* state, float* out) {
-  const F32x16 sum = set1(state[attention_padded(dim) + 1]);
-  for (int64_t i = 0; i < dim; i += 16) {
-    store_n(out + i, div(load_n(state + i, 16), sum), dim - i);
   }
 }

@@ -1,0 +1,100 @@
+// Scores of a chunk -> weights: the softmax of one row, or of several side by side.
+
+// scores [begin, count) -> exp(scores - max), rounded as caches of that type want it, zeros before
+// them and up to the next multiple of 16.  state gets the maximum and the sum.
+template <DType kWeights = DType::kF32>
+void softmax_scores(float* scores, int64_t begin, int64_t count, float* state) {
+  const float infinity = __builtin_inff();
+  const int64_t whole = (count + 15) / 16 * 16;
+  for (int64_t j = 0; j < begin; ++j) scores[j] = -infinity;
+  for (int64_t j = count; j < whole; ++j) scores[j] = -infinity;
+  F32x16 best = set1(-infinity);
+  for (int64_t j = 0; j < whole; j += 16) best = max(best, load_n(scores + j, 16));
+  const float top = reduce_max(best);
+  // Nothing but -inf (or NaN): a chunk without weight, not a NaN of inf - inf.
+  const bool weightless = top == -infinity;
+  const F32x16 shift = set1(weightless ? 0.0f : top);
+  for (int64_t j = 0; j < whole; j += 16) {
+    const F32x16 w = exp_f32(sub(load_n(scores + j, 16), shift));
+    store_n(scores + j, kWeights == DType::kBF16 ? cached_bf16(w) : w, 16);
+  }
+  for (int64_t j = begin; weightless && j < count; ++j)
+    scores[j] = scores[j] == scores[j] ? 0 : scores[j];
+  for (int64_t j = 0; j < begin; ++j) scores[j] = 0.0f;
+  for (int64_t j = count; j < whole; ++j) scores[j] = 0.0f;
+  F32x16 sum = zero();
+  for (int64_t j = 0; j < whole; j += 16) sum = add(sum, load_n(scores + j, 16));
+  store_n(state, zero(), 16);
+  state[0] = top;
+  state[1] = reduce_add(sum);
+}
+
+// softmax_scores of R rows that see the whole chunk, each step for all of them before the next, so
+// that their chains of dependent instructions overlap: the same bits.
+template <int R, DType kWeights = DType::kF32>
+void softmax_whole_chunks(float* scores, float* state, int64_t state_stride) {
+  const float infinity = __builtin_inff();
+  F32x16 best[R];
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r) best[r] = set1(-infinity);
+#pragma GCC unroll 4
+  for (int j = 0; j < kAttentionChunk; j += 16) {
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) {
+      best[r] = max(best[r], load_n(scores + r * kAttentionChunk + j, 16));
+    }
+  }
+  float top[R];
+  bool weightless = false;
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r) {
+    top[r] = reduce_max(best[r]);
+    weightless = weightless || top[r] == -infinity;
+  }
+  if (weightless) {  // rare
+    for (int r = 0; r < R; ++r) {
+      softmax_scores<kWeights>(scores + r * kAttentionChunk, 0, kAttentionChunk,
+                               state + r * state_stride);
+    }
+    return;
+  }
+  F32x16 sum[R];
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r) sum[r] = zero();
+#pragma GCC unroll 1
+  for (int j = 0; j < kAttentionChunk; j += 16) {
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) {
+      float* at = scores + r * kAttentionChunk + j;
+      const F32x16 e = exp_f32(sub(load_n(at, 16), set1(top[r])));
+      const F32x16 w = kWeights == DType::kBF16 ? cached_bf16(e) : e;
+      store_n(at, w, 16);
+      sum[r] = add(sum[r], w);
+    }
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r) {
+    float* own = state + r * state_stride;
+    store_n(own, zero(), 16);
+    own[0] = top[r];
+    own[1] = reduce_add(sum[r]);
+  }
+}
+
+// softmax_scores of R rows, of which row r sees the positions [hidden[r], seen[r]); both ascend.
+template <DType kWeights = DType::kF32, int R>
+void softmax_rows(float* scores, const int64_t (&hidden)[R], const int64_t (&seen)[R], float* state,
+                  int64_t state_stride) {
+  constexpr int kTogether = R < kSoftmaxRows ? R : kSoftmaxRows;
+  int r = 0;
+  if (hidden[R - 1] == 0 && seen[0] == kAttentionChunk) {
+    for (; r + kTogether <= R; r += kTogether) {
+      softmax_whole_chunks<kTogether, kWeights>(scores + r * kAttentionChunk,
+                                                state + r * state_stride, state_stride);
+    }
+  }
+  for (; r < R; ++r) {
+    softmax_scores<kWeights>(scores + r * kAttentionChunk, hidden[r], seen[r],
+                             state + r * state_stride);
+  }
+}
