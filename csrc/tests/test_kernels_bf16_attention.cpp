@@ -282,7 +282,26 @@ void written(const KernelTable& table) {
   }
 }
 
+// Runs f with subnormal operands and results flushed to zero, as torch.set_flush_denormal(True)
+// leaves a thread.
+template <class F>
+void with_denormals_flushed(const F& f) {
 #if defined(__SSE__)
+  const unsigned state = _mm_getcsr();
+  _mm_setcsr(state | 0x8040);  // results and operands
+  f();
+  _mm_setcsr(state);
+#elif defined(__aarch64__)
+  uint64_t state;
+  __asm__ volatile("mrs %0, fpcr" : "=r"(state));
+  __asm__ volatile("msr fpcr, %0" : : "r"(state | (uint64_t{1} << 24)) : "memory");  // FZ
+  f();
+  __asm__ volatile("msr fpcr, %0" : : "r"(state) : "memory");
+#else
+#error "how does this CPU flush subnormal numbers?"
+#endif
+}
+
 void flushing_changes_nothing(const KernelTable& table) {
   for (const int64_t rows : {1, 4, 24}) {
     begin_case("%s bf16 attention %s with denormals flushed, %d rows", table.name, with_unit(),
@@ -294,16 +313,11 @@ void flushing_changes_nothing(const KernelTable& table) {
     const Rows values = rows_of(cached(spread_floats(random, 64 * kDim)), kDim);
     const auto run = [&] { return attend(table, query, rows, 1, keys, values, 64, 64, 0x1p-24f); };
     const std::vector<float> plain = run();
-    const unsigned state = _mm_getcsr();
-    _mm_setcsr(state | 0x8040);  // results and operands
-    const std::vector<float> flushed = run();
-    _mm_setcsr(state);
+    std::vector<float> flushed;
+    with_denormals_flushed([&] { flushed = run(); });
     CHECK(std::memcmp(plain.data(), flushed.data(), plain.size() * sizeof(float)) == 0, "differs");
   }
 }
-#else
-void flushing_changes_nothing(const KernelTable&) {}
-#endif
 
 // Every table without the CPU's pair unit and, where it may be used, with it.
 template <class F>
