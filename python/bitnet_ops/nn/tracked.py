@@ -7,24 +7,26 @@ program that was bound at another number looks again. It must not know who reads
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 from torch import Tensor, nn
 
 from bitnet_ops.nn.packing import Cast
 
-_changes = 0
+_numbers = itertools.count(1)  # each one drawn once, whatever threads do
+_last = 0
 
 
 def changes() -> int:
-    """How often a tracked module of this process has been changed."""
-    return _changes
+    """Another number whenever a tracked module of this process has been changed."""
+    return _last
 
 
 def changed() -> None:
     """Say that something has been exchanged."""
-    global _changes
-    _changes += 1
+    global _last
+    _last = next(_numbers)
 
 
 class Tracked(nn.Module):
