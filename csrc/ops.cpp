@@ -133,7 +133,7 @@ BITNET_LIBRARY(m) {
   //   positions [tokens] for the rotation, slot_mapping [tokens], query_start_loc, seq_lens and
   //   block_table as there, logit_rows [r], r at most tokens: the tokens whose logits are wanted,
   //   out_features: the program's vocab V, adapters [sequences]: the LoRA adapter of each, -1: none
-  //   -> logits float32 [r, V]
+  //   -> logits float32 [r, V]; of a head without a matrix V is K: the rows behind the last norm
   m.def(
       "model_step(Tensor x, Tensor program, Tensor(a!)[] caches, Tensor positions, Tensor "
       "slot_mapping, Tensor query_start_loc, Tensor seq_lens, Tensor block_table, Tensor "

@@ -112,8 +112,10 @@ Tensor model_step(const Tensor& x_in, const Tensor& program_handle,
   check.dtype(x_in, "x", ScalarType::Float);
   check.dim(x_in, "x", 2);
   check.shape(x_in, "x", {x_in.size(0), program.settings().hidden});
-  if (out_features != program.head().rows)
-    check.fail("out_features", "the program's vocab " + std::to_string(program.head().rows),
+  if (out_features != program.out_features())
+    check.fail("out_features",
+               (program.head().rows != 0 ? "the program's vocab " : "the program's hidden ") +
+                   std::to_string(program.out_features()),
                std::to_string(out_features));
   const Caches caches(check, cache_list, layout);
   check_caches(check, caches, program);

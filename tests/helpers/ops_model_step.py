@@ -57,7 +57,7 @@ def model_step_arguments(
         caches=[keys, values, *key_scale, *value_scale],
         **batch_of(list(new), list(lengths), table, block_size),
         logit_rows=torch.tensor(list(rows), dtype=torch.int64),
-        out_features=sample.vocab,
+        out_features=sample.out_features,
         **({"adapters": torch.tensor(adapters)} if adapters else {}),
     )
 
@@ -76,7 +76,7 @@ def model_step_bound(args: Arguments, expected: Tensor) -> Tensor:
     """
     a = bound("model_step", args, {})
     sample, hidden = of(a.program), a.x.shape[-1]
-    head, head_scale = sample.tensors["embed.weight"], sample.tensors.get("embed.scale")
+    head, head_scale = sample.tensors.get("embed.weight"), sample.tensors.get("embed.scale")
     widths = [int(line["width"]) for line in sample.lines_of("mlp")]
     length = int(a.seq_lens.max()) if len(a.seq_lens) else 0
     steps = 4 * rms_norm_error(hidden + max(widths, default=0)) + 2 * sum_error(length) + 40 * U
@@ -89,6 +89,8 @@ def model_step_bound(args: Arguments, expected: Tensor) -> Tensor:
         return 2 * (relative + U) * expected.double().abs()
     gains = [t for name, t in sample.tensors.items() if t.dim() == 1 and name.endswith(".weight")]
     norm = max(float(t.abs().max()) for t in gains) * hidden**0.5  # of a normalised row, at most
+    if head is None:  # the normalised rows themselves
+        return torch.full(expected.shape, relative * norm)
     if head_scale is None:
         return (relative * norm * head.double().norm(dim=-1)).expand(expected.shape)
     # A quantised head: no code is above 127 (8), nor a row's length above that of such codes; its
@@ -186,6 +188,11 @@ def _model_step_samples() -> Built:
             lambda g, f=form, n=group: model_step_arguments(g, head=(f, n)),
         )
     yield "head_bfloat16", lambda g: model_step_arguments(g, head=torch.bfloat16)
+    for extras in ({}, {"layers": 2, "adapters": (1, 0, -1), "dtype": torch.bfloat16}):
+        yield (
+            f"states_{len(extras)}",
+            lambda g, e=extras: model_step_arguments(g, head=None, **e),
+        )
     yield "silu", lambda g: model_step_arguments(g, sub_norms=False, activation="silu")
     yield from (
         (name, lambda g, e=extras: model_step_arguments(g, layers=2, **e))

@@ -43,8 +43,9 @@ class Sample:
         return [(kind, dict(word.split("=", 1) for word in keys)) for kind, *keys in words]
 
     @property
-    def vocab(self) -> int:
-        return int(self.lines_of("head")[0]["vocab"])
+    def out_features(self) -> int:
+        """The vocabulary of a head; without a matrix, what a state has."""
+        return int(self.lines_of("head")[0].get("vocab", self.lines_of("model")[0]["hidden"]))
 
     def lines_of(self, wanted: str) -> list[dict[str, str]]:
         return [keys for kind, keys in self.lines() if kind == wanted]
@@ -76,7 +77,7 @@ def program(
     inner: int = 150,
     vocab: int = 37,
     dtype: torch.dtype = torch.float32,
-    head: tuple[str, int] | torch.dtype = torch.float32,
+    head: tuple[str, int] | torch.dtype | None = torch.float32,
     weight_format: str = "canonical",
     sub_norms: bool = True,
     activation: str = "relu2",
@@ -92,7 +93,10 @@ def program(
     windows: Sequence[int] = (),
     adapters: bool = False,
 ) -> Sample:
-    """biased, row_scales, group_scales: the projections with a bias, a scale a row or a group."""
+    """biased, row_scales, group_scales: the projections with a bias, a scale a row or a group.
+
+    head None: the result is the states.
+    """
     query, kv = heads * head_dim, kv_heads * head_dim
     shapes = dict(zip(PROJECTIONS, [(query, hidden), (kv, hidden), (kv, hidden), (hidden, query),
                                     (inner, hidden), (inner, hidden), (hidden, inner)],
@@ -149,7 +153,9 @@ def program(
         blocks[:n] = scales
         return blocks.view(-1, rows, scales.shape[1]).transpose(1, 2).contiguous()
 
-    grouped = f" activation_format={activation_format}" if group_scales else ""
+    def grouped(kinds: Sequence[str]) -> str:
+        return f" activation_format={activation_format}" if {*kinds} & {*group_scales} else ""
+
     for i in range(layers):
         line = f"attention norm={norm(f'L{i}.in', hidden)}"
         line += "".join(f" {kind}={projection(i, kind)}" for kind in PROJECTIONS[:4])
@@ -163,7 +169,7 @@ def program(
             line += f" sub_norm={norm(f'L{i}.attn_sub', query)}"
         if post_norms:
             line += f" post_norm={norm(f'L{i}.post_o', hidden)}"
-        text.append(line + grouped)
+        text.append(line + grouped(PROJECTIONS[:4]))
         line = f"mlp norm={norm(f'L{i}.post', hidden)}"
         line += "".join(f" {kind}={projection(i, kind)}" for kind in PROJECTIONS[4:])
         line += f" width={inner} activation={activation}"
@@ -171,11 +177,13 @@ def program(
             line += f" sub_norm={norm(f'L{i}.ffn_sub', inner)}"
         if post_norms:
             line += f" post_norm={norm(f'L{i}.post_down', hidden)}"
-        text.append(line + grouped)
-    text.append(f"head norm={norm('final', hidden)} weight=embed vocab={vocab}")
+        text.append(line + grouped(PROJECTIONS[4:]))
+    text.append(f"head norm={norm('final', hidden)}")
+    if head is not None:
+        text[-1] += f" weight=embed vocab={vocab}"
     if isinstance(head, tuple):
         tensors["embed.weight"], tensors["embed.scale"] = quantized_head(g, vocab, hidden, *head)
-    else:
+    elif head is not None:
         tensors["embed.weight"] = torch.randn(vocab, hidden, generator=g).to(head)
     return Sample("\n".join([*text, *lora]) + "\n", tensors)
 
@@ -277,7 +285,7 @@ class _Reader:
 def interpret(o: Any, a: Any) -> Tensor:
     """float32 [r, V] of model_step's arguments; the caches are written."""
     reader, x, layer = _Reader(o, a, of(a.program)), a.x, 0
-    logits = torch.empty(0)
+    result = torch.empty(0)
     for kind, keys in reader.sample.lines():
         if kind == "attention":
             x = x + reader.attention(keys, layer, x)
@@ -285,8 +293,9 @@ def interpret(o: Any, a: Any) -> Tensor:
         elif kind == "mlp":
             x = x + reader.mlp(keys, x)
         elif kind == "head":
-            last = reader.norm(keys, "norm", x[a.logit_rows.long()])
-            name, scale = keys["weight"], reader.sample.tensors.get(f"{keys['weight']}.scale")
-            shape = int(keys["vocab"]), x.shape[-1]
-            logits = o.lm_head(last, reader[f"{name}.weight"], scale, shape)
-    return logits
+            result = reader.norm(keys, "norm", x[a.logit_rows.long()])
+            if (name := keys.get("weight")) is not None:
+                scale = reader.sample.tensors.get(f"{name}.scale")
+                shape = int(keys["vocab"]), x.shape[-1]
+                result = o.lm_head(result, reader[f"{name}.weight"], scale, shape)
+    return result

@@ -40,7 +40,7 @@ class Stack:
             torch.full((batch,), position + 1),
             rows[:, None],
             rows,
-            self.sample.vocab,
+            self.sample.out_features,
         )
 
 

@@ -129,34 +129,26 @@ def test_two_sequences_over_mixed_blocks_give_transformers_greedy_tokens(surface
 
 @pytest.mark.parametrize("head", ["stored", "float32", "bf16", "int8"])
 def test_hidden_states_are_those_of_the_composed_ops(surface, head):
-    """The identity that stands for the head in the step adds nothing that a float can show."""
+    """What the one op gives without a head's matrix."""
     model, name = loaded(vllm_config(surface, head=head))
     ids = prompt_ids(cases()[0])
     hidden, _ = step(model, name, [(ids, 0)], [[4, 1, 0]])
     decoder = model.decoder
     decoder.fused_step = False
     composed = decoder.hidden(torch.tensor([ids]))[0]
-    ours = hidden[: len(ids)]
-    if head == "int8":  # 16-bit integers by the absmax of each token
-        bound = composed.abs().amax(-1, keepdim=True) / 32512 * 0.5 * (1 + 2.0**-10)
-        assert ((ours - composed).abs() <= bound).all()
-    else:
-        assert torch.equal(ours, composed)
+    assert torch.equal(hidden[: len(ids)], composed)
 
 
 def test_logits_with_an_int8_head_are_those_of_our_own_engine(surface):
-    """Rounded once for the identity and once for the head, to the same integers."""
     import bitnet_ops
 
     model, name = loaded(vllm_config(surface, head=None))
-    assert model.head.head_format == "int8"
+    assert model.decoder.head.head_format == "int8"
     ids = prompt_ids(cases()[0])
     hidden, _ = step(model, name, [(ids, 0)], [[4, 1, 0]])
     ours = model.compute_logits(hidden[: len(ids)])
     own = bitnet_ops.load(DEMO)
-    theirs = own.model(torch.tensor([ids]))[0]
-    assert torch.equal(ours.argmax(-1), theirs.argmax(-1))
-    assert ((ours - theirs).abs() <= 2.0**-20 * theirs.abs().amax(-1, keepdim=True)).all()
+    assert torch.equal(ours, own.model(torch.tensor([ids]))[0])
 
 
 def test_the_cache_holds_all_layers_and_a_block_its_keys_before_its_values(surface):

@@ -47,13 +47,16 @@ FUNCTIONS = ops.model_step, functools.partial(composed, ops, "model_step")
 
 @torch.inference_mode()
 def decode(model: Decoder, ids: Tensor, kv_dtype: torch.dtype, fused: bool) -> list[Tensor]:
-    """Logits of every position of ids [B, T] after a prefill of 3; all that the cache holds."""
+    """Logits of every position of ids [B, T] after a prefill of 3; all that the cache holds.
+
+    And the states that the head reads.
+    """
     model.fused_step = fused
     cache = KVCache(model.config, ids.shape[0], ids.shape[1] + 1, kv_dtype)
     logits = [model(ids[:, :3], cache)]
     logits += [model(ids[:, t : t + 1], cache) for t in range(3, ids.shape[1])]
     caches = [t for b in cache.blocks for t in cache.pool.stored(b, ids.shape[1]).values()]
-    return [torch.cat(logits, 1), *caches]
+    return [torch.cat(logits, 1), *caches, model.hidden(ids)]
 
 
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES, ids=str)
@@ -246,9 +249,9 @@ def test_the_model_prefills_and_decodes_with_it(monkeypatch: pytest.MonkeyPatch)
     calls = step_calls(monkeypatch)
     model = tiny_model(SMALL["bitnet-offline"])
     decode(model, random_ids(0, 2, 8), torch.float32, fused=True)
-    assert calls == [6, *[2] * 5]
+    assert calls == [6, *[2] * 5, 16]
     decode(model, random_ids(0, 2, 8), torch.float32, fused=False)
-    assert len(calls) == 6
+    assert len(calls) == 7
 
 
 class _Elsewhere(nn.Module):

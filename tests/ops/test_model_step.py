@@ -49,7 +49,9 @@ class Subject:
             self.alone.append(torch.cat(rows))
 
     def step(self, x: Tensor, caches: list[Tensor], layout: str, *where: Tensor) -> Tensor:
-        return ops.model_step(x, self.handle, caches, *where, self.sample.vocab, layout=layout)
+        return ops.model_step(
+            x, self.handle, caches, *where, self.sample.out_features, layout=layout
+        )
 
     @property
     def poison(self) -> float:

@@ -1,4 +1,5 @@
-// The block `head`, the last one: norm, then the logits of the rows that are wanted.
+// The block `head`, the last one: norm, then the logits of the rows that are wanted. Without a
+// matrix the result is what the norm gives.
 //
 //   norm weight            names: the last norm; the matrix, which may be the embedding
 //   vocab                  rows of the matrix
@@ -12,15 +13,38 @@ class HeadBlock final : public Block {
  public:
   explicit HeadBlock(Binding& b)
       : norm_(b.norm("norm", b.settings.hidden, b.settings.eps)),
-        view_(b.source.head(b.keys.word("weight"), b.keys.integer("vocab", 1, kMostRows),
-                            b.settings.hidden)) {
-    b.program.set_head(view_);
+        has_matrix_(b.keys.has("weight")) {
+    view_.ahead = head_prefetch();  // what LoRA's factors are read with
+    if (has_matrix_)
+      view_ = b.source.head(b.keys.word("weight"), b.keys.integer("vocab", 1, kMostRows),
+                            b.settings.hidden);
+    b.program.set_head(view_, has_matrix_ ? view_.rows : b.settings.hidden);
   }
   void append(PlanBuilder& plan) const override;
 
  private:
   Norm norm_;
-  HeadView view_;
+  bool has_matrix_;
+  HeadView view_{};
+};
+
+// The last norm's rows as the result.
+class States final : public StageWork {
+ public:
+  States(const Step& step, const StepRows& rows, const Norm& norm)
+      : step_(step), rows_(rows), norm_(norm) {}
+
+  void run(int64_t begin, int64_t end, int64_t /*slot*/) const override {
+    const int64_t n = step_.settings().hidden;
+    for (int64_t j = begin; j < end; ++j)
+      step_.table->rms_norm_row(rows_.residual + j * n, norm_.weight, n, norm_.eps, DType::kF32,
+                                step_.batch.out + j * n);
+  }
+
+ private:
+  const Step& step_;
+  StepRows rows_;
+  Norm norm_;
 };
 
 // Rows of a unit: they stay in cache while every token meets them.
@@ -81,6 +105,10 @@ class LogitNorms final : public StageWork {
 
 void HeadBlock::append(PlanBuilder& plan) const {
   const Step& step = plan.step();
+  if (!has_matrix_) {
+    plan.add({"states", plan.make<States>(step, plan.rows(), norm_), plan.rows().count, {1, 64}});
+    return;
+  }
   const auto* logits = plan.make<Logits>(step, plan.rows(), view_, norm_);
   if (step.splits_norms)
     plan.add({"norm head", plan.make<LogitNorms>(logits), plan.rows().count, {1, 64}});

@@ -154,12 +154,10 @@ void Plan::clear() {
 }
 
 void* Plan::allocate(size_t bytes) {
-  constexpr size_t kPiece = size_t{1} << 14;
   bytes = (bytes + alignof(std::max_align_t) - 1) / alignof(std::max_align_t) *
           alignof(std::max_align_t);
   if (used_ + bytes > kPiece) ++piece_, used_ = 0;
-  if (piece_ == memory_.size())
-    memory_.push_back(std::make_unique<std::byte[]>(std::max(kPiece, bytes)));
+  if (piece_ == memory_.size()) memory_.push_back(std::make_unique<std::byte[]>(kPiece));
   used_ += bytes;
   return memory_[piece_].get() + (used_ - bytes);
 }

@@ -38,7 +38,7 @@ struct Batch {
   Sequences sequences;
   const int64_t* adapters = nullptr;  // [tokens], -1: none; null: no token has one
   LayeredPool pool;
-  float* out = nullptr;  // [logit_count, rows of the head]
+  float* out = nullptr;  // [logit_count, Program::out_features()]
 };
 
 // Normalised and quantised tokens, of one thread or of all.
@@ -139,7 +139,9 @@ class Plan {
   void add(const Stage& stage) { stages_.push_back(stage); }
   void finish(int64_t partitions);
   void update_units();
+  // Aligned for every type, at most kPiece.
   void* allocate(size_t bytes);
+  static constexpr size_t kPiece = size_t{1} << 14;
 
  private:
   const Stage& at(int64_t stage) const { return stages_[static_cast<size_t>(stage)]; }
@@ -176,7 +178,7 @@ class PlanBuilder {
   template <class Work, class... Args>
   const Work* make(Args&&... args) {
     static_assert(std::is_trivially_destructible_v<Work> &&
-                  alignof(Work) <= alignof(std::max_align_t));
+                  alignof(Work) <= alignof(std::max_align_t) && sizeof(Work) <= Plan::kPiece);
     return new (plan_.allocate(sizeof(Work))) Work(std::forward<Args>(args)...);
   }
   // A stage without units is left out.

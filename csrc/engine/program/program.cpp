@@ -88,10 +88,17 @@ ActivationFormat Binding::input_of(std::initializer_list<const Linear*> linears)
   if (first.norm != nullptr)
     needs.inputs = std::max(needs.inputs, static_cast<int64_t>(linears.size()));
   if (!grouped) return ActivationFormat::kInt8;
-  needs.group_sums = true;
+  grouped_ = needs.group_sums = true;
   needs.group_scales |= format != ActivationFormat::kInt8;
   needs.planes = std::max(needs.planes, planes_of(format));
   return format;
+}
+
+void Binding::finish() {
+  const std::string format = keys.word("activation_format", "int8");
+  if (!grouped_ && format != "int8")
+    keys.fail("activation_format", "int8, for no projection of the line has scales of groups",
+              format);
 }
 
 Program::Program(std::string_view text, TensorSource& source, const KernelTable& table)
@@ -105,7 +112,7 @@ Program::Program(std::string_view text, TensorSource& source, const KernelTable&
     Keys keys(line);
     if (&line == &lines[0]) {
       read_settings(keys);
-    } else if (has_head_ && line.kind != "lora") {
+    } else if (out_features_ != 0 && line.kind != "lora") {
       throw ProgramError("expected nothing but lines lora behind the head, got line " +
                          std::to_string(line.number) + " (" + line.kind + ")");
     } else if (line.kind == "rope") {
@@ -117,7 +124,8 @@ Program::Program(std::string_view text, TensorSource& source, const KernelTable&
     }
     keys.finish();
   }
-  if (!has_head_) throw ProgramError("expected a program that ends with a line head, got none");
+  if (out_features_ == 0)
+    throw ProgramError("expected a program that ends with a line head, got none");
   adapters_ = adapters;
   for (size_t i = 0; i < blocks_.size(); ++i) {
     if (blocks_[i]->mixes_tokens()) last_mixer_ = static_cast<int64_t>(i);
@@ -164,6 +172,7 @@ void Program::read_lora(Keys& keys, TensorSource& source) {
 void Program::read_block(Keys& keys, TensorSource& source, int64_t adapters) {
   Binding binding(*this, keys, source, adapters, linears_, needs_);
   blocks_.push_back(make_block(binding));
+  binding.finish();
 }
 
 int64_t Program::rope_of(Keys& keys, int64_t head_dim) const {
@@ -204,9 +213,9 @@ int64_t Program::attention_kind(const AttentionKind& kind) {
   return number;
 }
 
-void Program::set_head(const HeadView& head) {
+void Program::set_head(const HeadView& head, int64_t out_features) {
   head_ = head;
-  has_head_ = true;
+  out_features_ = out_features;
 }
 
 }  // namespace bitnet::engine

@@ -125,6 +125,8 @@ class Binding {
   // Projections of one input: with scales of groups of one size all, or none. Notes what their
   // input needs.
   ActivationFormat input_of(std::initializer_list<const Linear*> linears);
+  // Rejects a setting of the line that nothing in it follows.
+  void finish();
 
   Program& program;
   Keys& keys;
@@ -135,6 +137,7 @@ class Binding {
  private:
   int64_t adapters_;
   std::vector<Linear*>& linears_;
+  bool grouped_ = false;  // whether a projection has scales of groups
 };
 
 class Program {
@@ -154,6 +157,9 @@ class Program {
   int64_t kv_heads() const { return kv_heads_; }
   int64_t head_dim() const { return head_dim_; }
   const std::vector<AttentionKind>& attention_kinds() const { return attention_kinds_; }
+  // What a row of the result is: logits of the vocabulary, or a state.
+  int64_t out_features() const { return out_features_; }
+  // Without a matrix, of no features, the result is the states.
   const HeadView& head() const { return head_; }
   int64_t last_mixer() const { return last_mixer_; }  // its place among blocks, -1: none
 
@@ -163,7 +169,7 @@ class Program {
   int64_t add_attention(const Keys& keys, int64_t kv_heads, int64_t head_dim);
   // The number of a kind of attention, which is added where it is new.
   int64_t attention_kind(const AttentionKind& kind);
-  void set_head(const HeadView& head);
+  void set_head(const HeadView& head, int64_t out_features);
 
  private:
   void read_settings(Keys& keys);
@@ -179,8 +185,8 @@ class Program {
   std::vector<std::unique_ptr<Block>> blocks_;
   std::vector<Linear*> linears_;
   int64_t adapters_ = 0, attention_layers_ = 0, kv_heads_ = 0, head_dim_ = 0, last_mixer_ = -1;
+  int64_t out_features_ = 0;  // 0: no head yet
   HeadView head_{};
-  bool has_head_ = false;
 };
 
 }  // namespace bitnet::engine

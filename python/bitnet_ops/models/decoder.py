@@ -65,8 +65,9 @@ class _Bound:
     """What a decoder has made of its modules: it changes without being a change of the decoder."""
 
     def __init__(self) -> None:
-        # the changes at which the program was bound, and the program: published together
-        self.program: tuple[tuple[Any, ...], Program | None] = (), None
+        # by whether the result is logits: the changes at which a program was bound, and the
+        # program, published together
+        self.programs: dict[bool, tuple[tuple[Any, ...], Program | None]] = {}
         self.watched: tuple[int, list[Tensor]] = -1, []  # likewise, all buffers
 
 
@@ -204,18 +205,22 @@ class Decoder(Tracked):
     @property
     def program(self) -> Program | None:
         """The program that steps run as one call; None where single ops run them."""
+        return self._program(logits=True)
+
+    def _program(self, logits: bool) -> Program | None:
+        """The bound program whose result is logits, or states; None where there is none."""
         if not self.fused_step:
             return None
         now = changes(), self.adapters.version, self.dtype
-        at, program = self._bound.program
+        at, program = self._bound.programs.get(logits, ((), None))
         if at != now or (program is not None and program.stale):
             # Several threads may do so at once: each publishes a whole one.
-            program = self._bind()
-            self._bound.program = now, program
+            program = self._bind(self.listing if logits else self.listing.of_states)
+            self._bound.programs[logits] = now, program
         return program
 
-    def _bind(self) -> Program | None:
-        lines = dataclasses.replace(self.listing, lora=self.adapters.lines())
+    def _bind(self, lines: Listing) -> Program | None:
+        lines = dataclasses.replace(lines, lora=self.adapters.lines())
         ropes = {f"rope.{name}": rope.inv_freq for name, rope in self._ropes.items()}
         return bind(lines, self, {**ropes, **self.adapters.tensors()})
 
@@ -226,13 +231,21 @@ class Decoder(Tracked):
         are those of its sequence alone with its adapter, bit for bit. Raises ValueError on the name
         of an unknown adapter.
         """
-        if (program := self.program) is not None:
-            adapters = self.adapters.of_sequences(batch.adapter_names)
-            return program.step(self._embed(batch.token_ids), batch, pool, adapters)
-        return self.head(self.step_states(batch, pool))
+        if (program := self.program) is None:
+            return self.head(self.step_states(batch, pool))
+        return self._run(program, batch, pool)
 
     def step_states(self, batch: StepBatch, pool: PagedPool) -> Tensor:
         """As step, but what the head would read: f32 [rows, hidden] after the last norm."""
+        if (program := self._program(logits=False)) is None:
+            return self._composed_states(batch, pool)
+        return self._run(program, batch, pool)
+
+    def _run(self, program: Program, batch: StepBatch, pool: PagedPool) -> Tensor:
+        adapters = self.adapters.of_sequences(batch.adapter_names)
+        return program.step(self._embed(batch.token_ids), batch, pool, adapters)
+
+    def _composed_states(self, batch: StepBatch, pool: PagedPool) -> Tensor:
         lines = self.listing
         attention = [line for line in lines.blocks if line.kind == "attention"]
 

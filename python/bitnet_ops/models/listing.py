@@ -58,6 +58,12 @@ class Listing:
     def __str__(self) -> str:
         return "\n".join(map(str, self)) + "\n"
 
+    @property
+    def of_states(self) -> Listing:
+        """The same program with the rows behind the last norm as its result, not logits."""
+        *blocks, head = self.blocks
+        return replace(self, blocks=(*blocks, Line("head", {"norm": head.keys["norm"]})))
+
 
 # Keys that name a projection, and those that name a norm.
 PROJECTION_KEYS = ("q", "k", "v", "o", "gate", "up", "down")

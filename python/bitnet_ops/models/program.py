@@ -41,7 +41,8 @@ class Program:
         self, listing: Listing, tensors: Mapping[str, Tensor], copied: tuple[Tensor, ...] = ()
     ) -> None:
         self.listing, self._copied = listing, copied
-        self._vocab = listing.blocks[-1].integer("vocab")
+        # of a row of the result
+        self._features = listing.blocks[-1].integer("vocab", listing.model.integer("hidden"))
         self._versions = _versions(copied)
         self._handle = ops.bind_program(str(listing), "\n".join(tensors), list(tensors.values()))
         release = weakref.finalize(self, ops.release_program, self._handle)
@@ -57,6 +58,8 @@ class Program:
     ) -> Tensor:
         """Embedded tokens f32 [tokens, hidden] -> logits f32 [rows, V]; the pool is written.
 
+        Of a listing without a head's matrix: states f32 [rows, hidden].
+
         adapters: int64 [sequences], the number of each one's LoRA adapter, -1: none.
         """
         return ops.model_step(
@@ -69,7 +72,7 @@ class Program:
             batch.seq_lens,
             batch.block_table,
             batch.logit_rows,
-            self._vocab,
+            self._features,
             adapters,
             pool.layout,
         )
@@ -116,13 +119,13 @@ def bind(
             if (weight := norm._buffers.get("weight")) is None or weight.dtype != _FLOAT32:
                 return None
             tensors[f"{name}.weight"] = weight
-    name = str(listing.blocks[-1].keys["weight"])
-    head = root.get_submodule(name)
-    if type(head) is not HeadWeight:
-        return None
-    tensors[f"{name}.weight"] = head.weight
-    if head.scale is not None:
-        tensors[f"{name}.scale"] = head.scale
+    if (name := listing.blocks[-1].name("weight")) is not None:
+        head = root.get_submodule(name)
+        if type(head) is not HeadWeight:
+            return None
+        tensors[f"{name}.weight"] = head.weight
+        if head.scale is not None:
+            tensors[f"{name}.scale"] = head.scale
     listing = Listing(listing.model, listing.ropes, tuple(blocks), listing.lora)
     return Program(listing, tensors, tuple(copied))
 

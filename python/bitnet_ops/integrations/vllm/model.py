@@ -29,9 +29,8 @@ from bitnet_ops.integrations.vllm.quantization import BitNetConfig
 from bitnet_ops.models.decoder import Decoder
 from bitnet_ops.models.step_batch import StepBatch
 from bitnet_ops.models.tensors import TensorSpec, expected_tensors
-from bitnet_ops.nn.head import HeadWeight
 from bitnet_ops.nn.packing import PackedWeight
-from bitnet_ops.nn.storage import DEFAULT_HEAD_FORMAT, HEAD_FORMATS, check_head_format
+from bitnet_ops.nn.storage import DEFAULT_HEAD_FORMAT, check_head_format
 
 HEAD_OPTION = "bitnet_head_format"  # of --additional-config
 
@@ -77,7 +76,6 @@ class BitNetForCausalLM(nn.Module):
         check_head_format(self.head_format)
         self.kv = KVLayer(self.config, vllm_config, "model.layers.0.kv")
         self.decoder: Decoder | None = None
-        self.head: HeadWeight | None = None
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
         """Embedded tokens f32 [tokens, hidden]."""
@@ -107,16 +105,15 @@ class BitNetForCausalLM(nn.Module):
             block_table=m.block_table,
             logit_rows=torch.arange(n),
         )
-        states = decoder.step(batch, self.kv)
+        # vLLM takes the head's product apart from the step, on the rows that it wants.
+        states = decoder.step_states(batch, self.kv)
         if n == len(input_ids):
             return states
         return torch.cat([states, states.new_zeros(len(input_ids) - n, states.shape[1])])
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         """Logits f32 [rows, vocabulary]."""
-        if self.head is None:
-            raise _nothing_loaded()
-        return self.head(hidden_states)
+        return self._loaded().head(hidden_states)
 
     def _loaded(self) -> Decoder:
         if self.decoder is None:
@@ -134,22 +131,7 @@ class BitNetForCausalLM(nn.Module):
         loader = Loader(self.config, self.settings.rule, self._check_skipped())
         for name, tensor in weights:
             loader.add(name, tensor)
-        tensors = loader.finish()
-        embedding = tensors["model.embed_tokens.weight"]
-        tied = self.config.tie_word_embeddings
-        self.head = HeadWeight.from_dense(
-            embedding if tied else tensors["lm_head.weight"], self.head_format
-        )
-        # vLLM takes the head's product apart from the step, on the rows that it wants; the step's
-        # own head is the identity, which hands out the hidden states.
-        size = self.config.hidden_size
-        identity = "int8" if HEAD_FORMATS[self.head_format].quantized else "float32"
-        tensors["model.embed_tokens.weight"] = (
-            self.head if tied else HeadWeight.from_dense(embedding, "stored")
-        )
-        tensors["lm_head.weight"] = HeadWeight.from_dense(torch.eye(size), identity)
-        inner = dataclasses.replace(self.config, vocab_size=size, tie_word_embeddings=False)
-        self.decoder = Decoder(inner, tensors, self.dtype)
+        self.decoder = Decoder(self.config, loader.finish(), self.dtype, self.head_format)
 
     def _check_skipped(self) -> dict[str, TensorSpec]:
         """The tensors that a checkpoint must have; all projections must be ternary."""
