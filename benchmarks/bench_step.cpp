@@ -72,7 +72,7 @@ class RandomTensors final : public engine::TensorSource {
             0,
             engine::head_prefetch()};
   }
-  engine::SidePath factors(const std::string&, const std::string&, int64_t, int64_t) override {
+  engine::LoraWeight factors(const std::string&, const std::string&, int64_t, int64_t) override {
     return {};
   }
 

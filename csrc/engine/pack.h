@@ -1,5 +1,5 @@
-// Making ternary weights: from float masters to int8 codes, from codes to canonical packed rows and
-// back, and between these and the CPU-specific tiles (format/layout.h). Rare calls.
+// Making ternary weights: from float master weights to int8 codes, from codes to canonical packed
+// rows and back, and between these and the CPU-specific tiles (format/layout.h). Rare calls.
 #pragma once
 
 #include "engine/row_ops.h"

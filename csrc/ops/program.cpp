@@ -17,7 +17,7 @@ namespace {
 
 using engine::ProgramError;
 using engine::Projection;
-using engine::SidePath;
+using engine::LoraWeight;
 using engine::Weight;
 
 constexpr int64_t kMostRank = 1 << 16;  // products with it stay far from overflow
@@ -72,7 +72,7 @@ class NamedTensors final : public engine::TensorSource {
     return head_view(Check("bind_program", prefix.c_str()), weight, scale, k, rows);
   }
 
-  SidePath factors(const std::string& a_name, const std::string& b_name, int64_t rows,
+  LoraWeight factors(const std::string& a_name, const std::string& b_name, int64_t rows,
                    int64_t k) override {
     const Tensor &a = get(a_name), &b = get(b_name);
     check_.float_dtype(a, a_name.c_str());
@@ -84,7 +84,7 @@ class NamedTensors final : public engine::TensorSource {
     check_.shape(a, a_name.c_str(), {rank, k});
     check_.contiguous(a, a_name.c_str());
     check_.dtype(b, b_name.c_str(), a.scalar_type());
-    check_.shape(b, b_name.c_str(), {engine::side_tiles(rows), rank, engine::kSideTileRows});
+    check_.shape(b, b_name.c_str(), {engine::lora_tiles(rows), rank, engine::kLoraTileRows});
     check_.contiguous(b, b_name.c_str());
     return {dtype_of(a), a.const_data_ptr(), b.const_data_ptr(), rank, 0.0f};
   }

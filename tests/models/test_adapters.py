@@ -178,7 +178,7 @@ def test_an_adapter_without_a_name_is_for_sequences_that_name_none(models: Any) 
 
 @torch.inference_mode()
 def test_only_projections_of_the_last_layer_or_the_first(models: Any) -> None:
-    """Where some layers have side paths and others none, and some tokens only in the last."""
+    """Where some layers have LoRA and others none, and some tokens only in the last."""
     model = copy.deepcopy(models["bitnet-offline"])
     last = model.config.num_hidden_layers - 1
     whole = make_adapter(model, 8)

@@ -158,7 +158,7 @@ def test_merging_is_that_of_peft(base, tmp_path):
     assert changed == 4
 
 
-# The side path -----------------------------------------------------------------------------------
+# LoRA beside a projection -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -239,7 +239,7 @@ REJECTED_OPTIONS = {
     "task": ({"task_type": "SEQ_CLS"}, "expected task_type CAUSAL_LM, got 'SEQ_CLS'"),
     "bias": ({"bias": "lora_only"}, "expected bias none, got 'lora_only'"),
     "dora": ({"use_dora": True}, "DoRA .* is not supported"),
-    "lora_bias": ({"lora_bias": True}, "biases of the side path is not supported"),
+    "lora_bias": ({"lora_bias": True}, "biases of LoRA's B is not supported"),
     "modules_to_save": ({"modules_to_save": ["lm_head"]}, "without modules_to_save, got"),
     "fan_in_fan_out": ({"fan_in_fan_out": True}, "transposed weights"),
     "replication": ({"layer_replication": [[0, 1]]}, "without layer_replication"),

@@ -108,7 +108,7 @@ void group_adapters(Step& s, std::vector<int64_t>& kept) {
   s.most_rank = 0;
   for (const Linear* linear : s.program->linears()) {
     for (const AdapterGroups::Group& group : s.adapters.groups())
-      s.most_rank = std::max(s.most_rank, linear->paths[static_cast<size_t>(group.adapter)].rank);
+      s.most_rank = std::max(s.most_rank, linear->lora[static_cast<size_t>(group.adapter)].rank);
   }
 }
 

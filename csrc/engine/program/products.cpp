@@ -44,7 +44,7 @@ class Products final : public StageWork {
     void* out;        // null: rounded, it is added to the residual
     bool side;        // whether a token of the step has an adapter here
     float* inner;     // [tokens with an adapter, most_rank]
-    float* residual;  // what the side path adds its outputs to; null: they stay in `out`
+    float* residual;  // what LoRA adds its outputs to; null: they stay in `out`
   };
   QuantizedTokens tokens_of(const StageInput& from, int input) const;
   void enter_input(int64_t j, const NormJob& job, int i, const StageInput& to) const;
@@ -52,7 +52,7 @@ class Products final : public StageWork {
   // where they have inputs of their own.
   template <class F>
   void for_each_product(const StageInput& from, F&& f) const;
-  SideProjection side(const Part& part, const StageInput& from) const;
+  LoraProjection side(const Part& part, const StageInput& from) const;
   template <class F>
   void for_each_side(const StageInput& from, F&& f) const;
   int64_t shrink_units() const;
@@ -70,7 +70,7 @@ class Products final : public StageWork {
 
 bool has_side(const Step& step, const Linear& linear) {
   return std::ranges::any_of(step.adapters.groups(), [&](const AdapterGroups::Group& group) {
-    return linear.paths[static_cast<size_t>(group.adapter)].rank != 0;
+    return linear.lora[static_cast<size_t>(group.adapter)].rank != 0;
   });
 }
 
@@ -170,10 +170,10 @@ void Products::enter_input(int64_t j, const NormJob& job, int i, const StageInpu
   if (!at_once) x.quantize(table, job.y, j);
 }
 
-SideProjection Products::side(const Part& part, const StageInput& from) const {
+LoraProjection Products::side(const Part& part, const StageInput& from) const {
   const int64_t input = own_norms_ ? &part - parts_ : 0;
   return {
-      .paths = part.linear->paths.data(),
+      .weights = part.linear->lora.data(),
       .k = part.linear->k,
       .rows = part.linear->rows,
       .x = from.side_rows[input],
@@ -195,7 +195,7 @@ void Products::for_each_side(const StageInput& from, F&& f) const {
 
 int64_t Products::shrink_units() const {
   int64_t units = 0;
-  for_each_side(step_.shared, [&](const SideProjection& p) {
+  for_each_side(step_.shared, [&](const LoraProjection& p) {
     units += engine::shrink_units(*rows_.adapters, p);
   });
   return units;
@@ -229,7 +229,7 @@ void within(int64_t begin, int64_t end, int64_t units, int64_t& offset, F&& f) {
 void Products::run(int64_t begin, int64_t end, int64_t slot) const {
   const StageInput& from = step_.splits_norms ? step_.shared : step_.own[slot];
   int64_t offset = 0;
-  for_each_side(from, [&](const SideProjection& p) {
+  for_each_side(from, [&](const LoraProjection& p) {
     within(begin, end, engine::shrink_units(*rows_.adapters, p), offset,
            [&](int64_t first, int64_t last) {
              shrink(*step_.table, *rows_.adapters, p, first, last);
@@ -252,7 +252,7 @@ const void* Products::weights_of(int64_t unit) const {
 
 int64_t Products::expand_units() const {
   int64_t units = 0;
-  for_each_side(step_.shared, [&](const SideProjection& p) {
+  for_each_side(step_.shared, [&](const LoraProjection& p) {
     units += engine::expand_units(*rows_.adapters, p);
   });
   return units;
@@ -260,7 +260,7 @@ int64_t Products::expand_units() const {
 
 void Products::expand(int64_t begin, int64_t end) const {
   int64_t offset = 0;
-  for_each_side(step_.shared, [&](const SideProjection& p) {
+  for_each_side(step_.shared, [&](const LoraProjection& p) {
     within(begin, end, engine::expand_units(*rows_.adapters, p), offset,
            [&](int64_t first, int64_t last) {
              engine::expand(*step_.table, *rows_.adapters, p, first, last);

@@ -46,7 +46,7 @@ void Binding::linear(const char* key, int64_t rows, int64_t k, Linear& to) {
   to.weight = source.linear(to.name, rows, k, to.scaled);
   const std::string norm = to.name + ".rms_norm.weight";
   to.norm = source.has(norm) ? source.floats(norm, k) : nullptr;
-  to.paths.assign(static_cast<size_t>(adapters_), SidePath{});
+  to.lora.assign(static_cast<size_t>(adapters_), LoraWeight{});
   for (const Linear* other : linears_) {
     if (other->name == to.name) keys.fail(key, "with a projection of its own", to.name + " again");
   }
@@ -163,10 +163,10 @@ void Program::read_lora(Keys& keys, TensorSource& source) {
   if (found == linears_.end()) keys.fail("projection", "one of a block above", name);
   Linear& linear = **found;
   const std::string a = keys.word("a"), b = keys.word("b");
-  SidePath& path = linear.paths[adapter];
-  if (path.rank != 0) keys.fail("projection", "once for each adapter", name + " again");
-  path = source.factors(a, b, linear.rows, linear.k);
-  path.scaling = keys.number("scaling");
+  LoraWeight& lora = linear.lora[adapter];
+  if (lora.rank != 0) keys.fail("projection", "once for each adapter", name + " again");
+  lora = source.factors(a, b, linear.rows, linear.k);
+  lora.scaling = keys.number("scaling");
 }
 
 void Program::read_block(Keys& keys, TensorSource& source, int64_t adapters) {

@@ -18,9 +18,9 @@
 
 #include "engine/fused.h"
 #include "engine/head.h"
+#include "engine/lora.h"
 #include "engine/product.h"
 #include "engine/program/listing.h"
-#include "engine/side_paths.h"
 
 namespace bitnet::engine {
 
@@ -46,7 +46,8 @@ class TensorSource {
   // NAME.weight and NAME.scale as lm_head takes them: rows x k.
   virtual HeadView head(const std::string& name, int64_t rows, int64_t k) = 0;
   // The factors of a LoRA adapter: a [rank, k], b in tiles of 16 of its `rows` rows.
-  virtual SidePath factors(const std::string& a, const std::string& b, int64_t rows, int64_t k) = 0;
+  virtual LoraWeight factors(const std::string& a, const std::string& b, int64_t rows,
+                             int64_t k) = 0;
 };
 
 // The line `model`.
@@ -76,9 +77,9 @@ struct Linear {
   std::string name;
   int64_t rows, k;
   Weight weight;
-  Projection scaled;            // but for its weight and where its results go
-  const float* norm;            // [k], of its own input; null: none
-  std::vector<SidePath> paths;  // of every adapter; rank 0: none here
+  Projection scaled;             // but for its weight and where its results go
+  const float* norm;             // [k], of its own input; null: none
+  std::vector<LoraWeight> lora;  // of every adapter; rank 0: none here
 
   // The projection into `out`; `Linear` stays where it is.
   Projection into(const Output& out) const {

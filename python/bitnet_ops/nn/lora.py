@@ -2,7 +2,7 @@
 
     y = projection(x) + (x A^T) B^T * scaling      scaling = lora_alpha / r, or / sqrt(r) (rsLoRA)
 
-The side path sees the activations before they are rounded to int8 and sums in float32 in the fixed
+LoRA sees the activations before they are rounded to int8 and sums in float32 in the fixed
 order of the dense head, so that a token's result depends on neither batch nor threads. peft is not
 needed. All that a directory asks for beyond this formula is rejected by name. It must not know how
 adapters are trained, nor what else is in a model.
@@ -43,7 +43,7 @@ _FACTOR = re.compile(r"(?P<module>.+)\.lora_(?P<factor>[AB])(\.default)?\.weight
 # Options that change the formula -> what they switch on.
 _REJECTED = {
     "use_dora": "DoRA (a magnitude per output)",
-    "lora_bias": "biases of the side path",
+    "lora_bias": "biases of LoRA's B",
     "modules_to_save": "whole modules trained beside the adapter",
     "fan_in_fan_out": "transposed weights (Conv1D)",
     "layer_replication": "layers used several times",
@@ -77,7 +77,7 @@ def _reject(expected: str, found: object, remedy: str) -> NoReturn:
 
 @dataclass(frozen=True)
 class LoraWeight:
-    """One projection's side path: `a` F [r, K], `b` F [N, r], and the factor of their product."""
+    """One projection's LoRA: `a` F [r, K], `b` F [N, r], and the factor of their product."""
 
     a: Tensor
     b: Tensor
@@ -89,7 +89,7 @@ class LoraWeight:
         return LoraWeight(a, b, self.scaling)
 
     def delta(self) -> Tensor:
-        """What the side path adds to the weight: `B A * scaling`, float32 [N, K]."""
+        """What LoRA adds to the weight: `B A * scaling`, float32 [N, K]."""
         return (self.b.float() @ self.a.float()) * self.scaling
 
 
@@ -275,13 +275,13 @@ def _check_targets(config: Mapping[str, Any], modules: list[str]) -> None:
 
 
 def add_side_path(y: Tensor, x: Tensor, lora: LoraWeight) -> Tensor:
-    """y F [..., N] + the side path of x F [..., K], added in float32 and rounded to y's dtype."""
+    """y F [..., N] + LoRA of x F [..., K], added in float32 and rounded to y's dtype."""
     side = ops.lm_head(ops.lm_head(x, lora.a), lora.b)
     return (y.float() + side * lora.scaling).to(y.dtype)
 
 
 class LoraBitLinear(BitLinear):
-    """A BitLinear with a side path, for use on its own: a decoder takes adapters by name."""
+    """A BitLinear with LoRA, for use on its own: a decoder takes adapters by name."""
 
     lora: LoraWeight
 

@@ -1,5 +1,5 @@
-// Side paths beside the projections of a model step (LoRA): what is added to the outputs of the
-// tokens that have an adapter, y = round(y + ((x A^T) B^T) * scaling). Both products sum as the
+// LoRA beside the projections of a model step: what is added to the outputs of the tokens that have
+// an adapter, y = round(y + ((x A^T) B^T) * scaling). Both products sum as the
 // dense head does, so a token's result does not depend on the tokens beside it.
 #pragma once
 
@@ -11,19 +11,19 @@
 namespace bitnet::engine {
 
 // Of one projection and one adapter.
-struct SidePath {
+struct LoraWeight {
   DType type;     // of both factors, floating
   const void* a;  // [rank, k]
-  const void* b;  // [side_tiles(rows), rank, 16]: row n in lane n % 16 of tile n / 16
+  const void* b;  // [lora_tiles(rows), rank, 16]: row n in lane n % 16 of tile n / 16
   int64_t rank;   // 0: this adapter has none here
   float scaling;
 };
 
-constexpr int64_t kSideTileRows = 16;
-constexpr int64_t side_tiles(int64_t rows) { return (rows + kSideTileRows - 1) / kSideTileRows; }
+constexpr int64_t kLoraTileRows = 16;
+constexpr int64_t lora_tiles(int64_t rows) { return (rows + kLoraTileRows - 1) / kLoraTileRows; }
 
-// The tokens of a stage ordered by adapter: a token's place is its row in the buffers of side
-// paths. Those without an adapter come last and have no row there.
+// The tokens of a stage ordered by adapter: a token's place is its row in the buffers of LoRA.
+// Those without an adapter come last and have no row there.
 class AdapterGroups {
  public:
   struct Group {
@@ -44,9 +44,9 @@ class AdapterGroups {
   std::vector<int64_t> places_, tokens_;
 };
 
-// One projection's side paths and what they read and write.
-struct SideProjection {
-  const SidePath* paths;  // of every adapter
+// One projection's LoRA weights and what they read and write.
+struct LoraProjection {
+  const LoraWeight* weights;  // of every adapter
   int64_t k, rows;
   const float* x;  // [with_adapter, k], by place: what the projection read, not yet quantised
   float* inner;    // [with_adapter, most_rank]: x A^T, of a group in rows of its own rank
@@ -58,14 +58,14 @@ struct SideProjection {
 };
 
 // inner = x A^T. A unit: a few rows of A x a block of a group's tokens.
-int64_t shrink_units(const AdapterGroups& groups, const SideProjection& p);
-void shrink(const KernelTable& table, const AdapterGroups& groups, const SideProjection& p,
+int64_t shrink_units(const AdapterGroups& groups, const LoraProjection& p);
+void shrink(const KernelTable& table, const AdapterGroups& groups, const LoraProjection& p,
             int64_t begin, int64_t end);
 
-// y = round(y + (inner B^T) * scaling), then residual += y, of tokens without a side path too.
+// y = round(y + (inner B^T) * scaling), then residual += y, of tokens without an adapter too.
 // A unit: a block of places x a block of rows.
-int64_t expand_units(const AdapterGroups& groups, const SideProjection& p);
-void expand(const KernelTable& table, const AdapterGroups& groups, const SideProjection& p,
+int64_t expand_units(const AdapterGroups& groups, const LoraProjection& p);
+void expand(const KernelTable& table, const AdapterGroups& groups, const LoraProjection& p,
             int64_t begin, int64_t end);
 
 }  // namespace bitnet::engine

@@ -1,5 +1,5 @@
-// The two products of side paths, cut into units; see side_paths.h.
-#include "engine/side_paths.h"
+// The two products of LoRA, cut into units; see lora.h.
+#include "engine/lora.h"
 
 #include <algorithm>
 #include <numeric>
@@ -12,34 +12,34 @@ namespace {
 // Four rows are the streams in which head_dense reads one token's weights.
 constexpr int64_t kShrinkRows = 4, kShrinkTokens = 64;
 constexpr int64_t kExpandTokens = 32, kExpandRows = 128;
-static_assert(kExpandRows % kSideTileRows == 0);
+static_assert(kExpandRows % kLoraTileRows == 0);
 
 int64_t ceil_div(int64_t n, int64_t size) { return (n + size - 1) / size; }
 
-int64_t units_of(const AdapterGroups::Group& group, const SidePath& path) {
-  return ceil_div(path.rank, kShrinkRows) * ceil_div(group.end - group.begin, kShrinkTokens);
+int64_t units_of(const AdapterGroups::Group& group, const LoraWeight& lora) {
+  return ceil_div(lora.rank, kShrinkRows) * ceil_div(group.end - group.begin, kShrinkTokens);
 }
 
 // Rows [begin, end) of A x the tokens at places [first, last) of the group.
-void shrink_block(const KernelTable& table, const SideProjection& p,
+void shrink_block(const KernelTable& table, const LoraProjection& p,
                   const AdapterGroups::Group& group, int64_t begin, int64_t end, int64_t first,
                   int64_t last) {
-  const SidePath& path = p.paths[group.adapter];
-  float* out = p.inner + group.begin * p.most_rank + (first - group.begin) * path.rank + begin;
-  table.head_dense(p.x + first * p.k, last - first, path.type, path.a, p.k, begin, end, p.ahead,
-                   out, path.rank);
+  const LoraWeight& lora = p.weights[group.adapter];
+  float* out = p.inner + group.begin * p.most_rank + (first - group.begin) * lora.rank + begin;
+  table.head_dense(p.x + first * p.k, last - first, lora.type, lora.a, p.k, begin, end, p.ahead,
+                   out, lora.rank);
 }
 
-// Outputs [begin, begin + n) of one token: `side` is what its side path gives, null: it has none.
+// Outputs [begin, begin + n) of one token: `delta` is what its adapter adds, null: it has none.
 // They stay where nothing is to be added to the residual stream.
-void finish(const KernelTable& table, const SideProjection& p, int64_t token, int64_t begin,
-            int64_t n, const float* side) {
+void finish(const KernelTable& table, const LoraProjection& p, int64_t token, int64_t begin,
+            int64_t n, const float* delta) {
   alignas(64) float row[kExpandRows];
   const int64_t at = token * p.rows + begin;
   void* y = offset_bytes(p.y, at * element_size(p.type));
   table.load_row(p.type, y, n, row);
-  if (side != nullptr) {
-    table.add_row(row, side, n, row);
+  if (delta != nullptr) {
+    table.add_row(row, delta, n, row);
     if (p.residual == nullptr) return table.store_row(p.type, row, n, y);
     table.round_row(p.type, row, n);
   }
@@ -47,21 +47,21 @@ void finish(const KernelTable& table, const SideProjection& p, int64_t token, in
 }
 
 // Outputs [begin, begin + n) of the tokens at places [first, last).
-void expand_block(const KernelTable& table, const AdapterGroups& groups, const SideProjection& p,
+void expand_block(const KernelTable& table, const AdapterGroups& groups, const LoraProjection& p,
                   int64_t first, int64_t last, int64_t begin, int64_t n) {
-  alignas(64) float side[kExpandTokens * kExpandRows];
+  alignas(64) float deltas[kExpandTokens * kExpandRows];
   for (const AdapterGroups::Group& group : groups.groups()) {
     const int64_t from = std::max(first, group.begin), to = std::min(last, group.end);
-    const SidePath& path = p.paths[group.adapter];
+    const LoraWeight& lora = p.weights[group.adapter];
     if (from >= to) continue;
-    if (path.rank != 0) {
-      const float* x = p.inner + group.begin * p.most_rank + (from - group.begin) * path.rank;
-      table.dense_tiles(x, to - from, path.type, path.b, path.rank, path.scaling, begin, begin + n,
-                        side, n);
+    if (lora.rank != 0) {
+      const float* x = p.inner + group.begin * p.most_rank + (from - group.begin) * lora.rank;
+      table.dense_tiles(x, to - from, lora.type, lora.b, lora.rank, lora.scaling, begin, begin + n,
+                        deltas, n);
     }
     for (int64_t place = from; place < to; ++place) {
       finish(table, p, groups.token(place), begin, n,
-             path.rank == 0 ? nullptr : side + (place - from) * n);
+             lora.rank == 0 ? nullptr : deltas + (place - from) * n);
     }
   }
   for (int64_t place = std::max(first, groups.with_adapter()); place < last; ++place) {
@@ -90,35 +90,35 @@ void AdapterGroups::build(const int64_t* adapters, int64_t count) {
   }
 }
 
-int64_t shrink_units(const AdapterGroups& groups, const SideProjection& p) {
+int64_t shrink_units(const AdapterGroups& groups, const LoraProjection& p) {
   int64_t units = 0;
-  for (const auto& group : groups.groups()) units += units_of(group, p.paths[group.adapter]);
+  for (const auto& group : groups.groups()) units += units_of(group, p.weights[group.adapter]);
   return units;
 }
 
-void shrink(const KernelTable& table, const AdapterGroups& groups, const SideProjection& p,
+void shrink(const KernelTable& table, const AdapterGroups& groups, const LoraProjection& p,
             int64_t begin, int64_t end) {
   int64_t offset = 0;  // of the group's units among all
   for (const auto& group : groups.groups()) {
-    const SidePath& path = p.paths[group.adapter];
-    const int64_t units = units_of(group, path), row_blocks = ceil_div(path.rank, kShrinkRows);
+    const LoraWeight& lora = p.weights[group.adapter];
+    const int64_t units = units_of(group, lora), row_blocks = ceil_div(lora.rank, kShrinkRows);
     const int64_t last = std::min(end - offset, units);
     for (int64_t unit = std::max(begin - offset, int64_t{0}); unit < last; ++unit) {
       const int64_t row = unit % row_blocks * kShrinkRows;
       const int64_t place = group.begin + unit / row_blocks * kShrinkTokens;
-      shrink_block(table, p, group, row, std::min(row + kShrinkRows, path.rank), place,
+      shrink_block(table, p, group, row, std::min(row + kShrinkRows, lora.rank), place,
                    std::min(place + kShrinkTokens, group.end));
     }
     offset += units;
   }
 }
 
-int64_t expand_units(const AdapterGroups& groups, const SideProjection& p) {
+int64_t expand_units(const AdapterGroups& groups, const LoraProjection& p) {
   const int64_t places = p.residual == nullptr ? groups.with_adapter() : groups.count();
   return ceil_div(places, kExpandTokens) * ceil_div(p.rows, kExpandRows);
 }
 
-void expand(const KernelTable& table, const AdapterGroups& groups, const SideProjection& p,
+void expand(const KernelTable& table, const AdapterGroups& groups, const LoraProjection& p,
             int64_t begin, int64_t end) {
   const int64_t places = p.residual == nullptr ? groups.with_adapter() : groups.count();
   const int64_t row_blocks = ceil_div(p.rows, kExpandRows);
