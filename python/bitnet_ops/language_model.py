@@ -32,6 +32,7 @@ from bitnet_ops.generate.text import (
     parse_options,
 )
 from bitnet_ops.generate.tokenizer import Tokenizer, TokenizerError
+from bitnet_ops.loading.generation_config import GenerationConfig, read_generation_config
 from bitnet_ops.loading.resolve import LoadError, convert_again, resolve
 from bitnet_ops.loading.weights import load_model
 from bitnet_ops.models import Decoder, check_dtype
@@ -43,7 +44,6 @@ from bitnet_ops.nn.storage import (
     check_head_format,
     check_weight_format,
 )
-from bitnet_ops.untrusted import UntrustedFileError, read_json_object
 
 if sys.version_info >= (3, 11):
     from typing import Unpack
@@ -52,7 +52,6 @@ else:
 
 _Folder = str | os.PathLike[str]
 DEMO_DIR = Path(__file__).parent / "data" / "demo"
-GENERATION_CONFIG = "generation_config.json"
 
 
 def load(
@@ -136,8 +135,9 @@ def _open(
         model.add_adapter(adapter, name)
     folder = file.parent
     tokenizer = Tokenizer.from_dir(folder) if (folder / "tokenizer.json").is_file() else None
+    generation = read_generation_config(folder, model.config, tokenizer)
     return LanguageModel(
-        model, tokenizer, _stop_ids(folder, model.config), kv_dtype=kv_dtype, path=file
+        model, tokenizer, generation.stop_ids, kv_dtype=kv_dtype, path=file, generation=generation
     )
 
 
@@ -149,25 +149,6 @@ def _read_adapters(lora: _Folder | Mapping[str, _Folder] | None) -> dict[str | N
     return {name: read_adapter(folder) for name, folder in lora.items()}
 
 
-def _stop_ids(folder: Path, config: ModelConfig) -> frozenset[int]:
-    """eos ids: those of generation_config.json if any (as transformers), else the config's."""
-    path = folder / GENERATION_CONFIG
-    if not path.is_file():
-        return frozenset(config.eos_token_ids)
-    try:
-        value = read_json_object(path).get("eos_token_id")
-    except UntrustedFileError as error:
-        raise LoadError(f"load: {error}; repair or remove it") from None
-    ids = value if isinstance(value, list) else [] if value is None else [value]
-    for i in ids:
-        if not isinstance(i, int) or isinstance(i, bool) or not 0 <= i < config.vocab_size:
-            raise LoadError(
-                f"load: expected eos_token_id in {path} to be ids below vocab_size "
-                f"{config.vocab_size}, got {value!r}"
-            )
-    return frozenset(ids or config.eos_token_ids)
-
-
 class LanguageModel:
     """A model, its tokenizer (or None) and an engine; `load` makes one.
 
@@ -176,7 +157,10 @@ class LanguageModel:
         stop_ids: ids that end a text; None: those of the model's config.
         kv_dtype: of keys and values, as of `load`.
         path: where the model came from, for messages.
-    Attributes: `config`, `model`, `tokenizer`, `engine`, `stop_ids` (end of text), `path`.
+        generation: what its generation_config.json says.
+    Attributes: `config`, `model`, `tokenizer`, `engine`, `stop_ids` (end of text), `path`, and
+    `generation`, whose `sampling` holds the options that the model's makers sample with: they are
+    used where they are given, as `lm.chat(**lm.generation.sampling)`.
     Any number of threads may share one; a TextStream and a Conversation belong to one thread each.
     """
 
@@ -188,8 +172,10 @@ class LanguageModel:
         *,
         kv_dtype: torch.dtype = DEFAULT_KV_DTYPE,
         path: Path | None = None,
+        generation: GenerationConfig | None = None,
     ) -> None:
         self.model, self.path = model, path
+        self.generation = GenerationConfig() if generation is None else generation
         self._tokenizer = tokenizer
         self.engine = Engine(model, kv_dtype=kv_dtype)
         self.stop_ids = frozenset(model.config.eos_token_ids) if stop_ids is None else stop_ids

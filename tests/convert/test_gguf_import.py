@@ -248,13 +248,47 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 def test_what_is_ignored_is_said(tmp_path: Path) -> None:
     keys = [*metadata(BITNET, "bitnet-b1.58"), *byte_tokenizer(300)]
     parts = tensors(BITNET, make_network(BITNET), "bitnet-b1.58", "I2_S")
-    keys.append(key("bitnet-b1.58.new_thing", "u32", 7))
     parts.append(("rope_freqs.weight", (32,), 0, np.ones(32, "<f4").tobytes()))
     (tmp_path / "m.gguf").write_bytes(gguf(keys, parts))
     remarks = "\n".join(convert(tmp_path / "m.gguf", tmp_path / "out").remarks)
-    assert "bitnet-b1.58.new_thing = 7" in remarks
     assert "rope_freqs.weight holds ones alone" in remarks
     assert "--i2s-layout" in remarks
+
+
+@pytest.mark.parametrize(
+    ("family", "architecture", "stated", "hidden_act"),
+    [
+        (BITNET, "bitnet-b1.58", None, "relu2"),
+        (BITNET, "bitnet-b1.58", "silu", "silu"),
+        (BITNET, "bitnet-25", "squared_relu", "relu2"),
+        (ONEBIT, "bitnet", None, "silu"),
+        (ONEBIT, "bitnet", "relu2", "relu2"),
+        (LLAMA, "llama", "swiglu", "silu"),
+    ],
+)
+def test_the_activation_that_a_file_names_is_taken(
+    tmp_path: Path, family: Family, architecture: str, stated: str | None, hidden_act: str
+) -> None:
+    keys = byte_tokenizer(family.vocab)
+    if stated is not None:
+        keys.append(key(f"{architecture}.hidden_activation", "str", stated))
+    data = model_file(family, make_network(family), architecture, "I2_S", keys=keys)
+    with Reader(converted(tmp_path, data) / "model.bin") as reader:
+        assert reader.config["hidden_act"] == hidden_act
+
+
+def test_bitnet_with_llama_3s_vocabulary_needs_the_activation(tmp_path: Path) -> None:
+    """1bitLLM's SiLU and 2B-4T's relu2 have both been written under that name."""
+    keys = byte_tokenizer(ONEBIT.vocab)
+    tokens = ["<|begin_of_text|>", *(f"t{i}" for i in range(1, ONEBIT.vocab))]
+    keys = [k for k in keys if b"ggml.tokens" not in k] + [
+        key("tokenizer.ggml.tokens", "[str]", tokens)
+    ]
+    (tmp_path / "m.gguf").write_bytes(
+        model_file(ONEBIT, make_network(ONEBIT), "bitnet", "I2_S", keys=keys)
+    )
+    with pytest.raises(ConvertError, match="expected bitnet.hidden_activation, .*no such key"):
+        convert(tmp_path / "m.gguf", tmp_path / "out")
 
 
 # --- verify ---------------------------------------------------------------------------------------

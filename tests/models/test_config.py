@@ -159,11 +159,32 @@ def test_private_block_and_harmless_keys_leave_no_note() -> None:
     assert c.notes == ()
 
 
-def test_unknown_keys_are_noted_not_dropped() -> None:
-    c = read(BITNET_2B, wondrous_new_option=3, auto_map={"AutoModel": "m.M"}, other=None)
-    assert len(c.notes) == 2
-    assert "wondrous_new_option = 3" in c.notes[0]
-    assert "never run" in c.notes[1]
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"wondrous_new_option": 3},
+        {"use_sub_norms": False},
+        {"hadamard_block": 0},
+        {"hidden_activation": "relu2"},
+        {"is_causal": False},
+        {"quantization_config": {"quant_method": "bitnet", "activation_bits": 4}},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_unknown_keys_are_rejected_by_name(change: dict[str, Any]) -> None:
+    """Each may change the maths; null says nothing, and known remarks stay remarks."""
+    name = "activation_bits" if "quantization_config" in change else next(iter(change))
+    with pytest.raises(UnsupportedModelError, match=rf"expected (\w+\.)?{name} to be absent"):
+        read(BITNET_2B, **change)
+    assert read(BITNET_2B, other=None, auto_map={"AutoModel": "m.M"}).notes != ()
+
+
+def test_every_key_that_transformers_writes_is_known() -> None:
+    for name in ("BitNet", "Llama", "Qwen2", "Qwen3", "Gemma3Text"):
+        written = getattr(transformers, f"{name}Config")().to_dict()
+        silent = {"quantization_config": None, "sliding_window": None, "layer_types": None}
+        classes = {"architectures": [class_of(written["model_type"])]}
+        ModelConfig.from_hf({**written, **classes, **silent})
 
 
 def test_block_diffusion_bitnet_is_noted() -> None:

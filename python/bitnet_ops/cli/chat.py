@@ -20,6 +20,8 @@ from bitnet_ops.cli.generate import (
     add_model_arguments,
     add_sampling_arguments,
     figures,
+    generation_note,
+    makers_sampling,
     open_model,
     print_logprobs,
     sampling_options,
@@ -76,7 +78,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_model_arguments(parser)
     add_sampling_arguments(
-        parser, max_new_tokens=256, default="greedy; for the demo temperature 0.7, top-k 40, seed 0"
+        parser,
+        max_new_tokens=256,
+        default="generation_config.json's, or greedy; the demo: temperature 0.7, top-k 40, seed 0",
     )
 
 
@@ -97,6 +101,8 @@ def run(args: argparse.Namespace) -> int:
     if demo and all(getattr(args, name) is None for name in (*NEUTRAL, "seed")):
         options.update(_DEMO_SAMPLING)
     lm = open_model(args.model, args)
+    options.update(makers_sampling(lm, args))
+    generation_note(lm, args, used=True)
     if demo:
         print(
             "the embedded demo model continues Biblical English; it is no assistant",

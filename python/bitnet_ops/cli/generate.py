@@ -205,6 +205,28 @@ def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def makers_sampling(lm: LanguageModel, args: argparse.Namespace) -> dict[str, float]:
+    """How the makers of the model sample, where the command line does not say otherwise."""
+    stated = lm.generation.sampling.items()
+    return {name: value for name, value in stated if getattr(args, name) is None}
+
+
+def generation_note(lm: LanguageModel, args: argparse.Namespace, *, used: bool) -> None:
+    """Say once what generation_config.json asks for and whether that is done."""
+    found = makers_sampling(lm, args)
+    asks = ", ".join(f"{name} {value:g}" for name, value in found.items())
+    parts = []
+    if asks and used:
+        parts.append(f"sampling as it says, {asks} (--temperature 0 is greedy)")
+    elif asks:
+        flags = (f"--{name.replace('_', '-')} {value:g}" for name, value in found.items())
+        parts.append(f"{asks} is not used; chat does, and {' '.join(flags)} here")
+    if lm.generation.ignored:
+        parts.append(f"ignored: {', '.join(lm.generation.ignored)}")
+    if parts:
+        print(f"note: generation_config.json: {'; '.join(parts)}", file=sys.stderr)
+
+
 def model_and_prompt(args: argparse.Namespace) -> tuple[str | None, str]:
     """MODEL (None: the demo) and PROMPT ("-": stdin) of the positionals, -m and -p."""
     model, prompt, words = args.model, args.prompt, list(args.positionals)
@@ -334,6 +356,7 @@ def run(args: argparse.Namespace) -> int:
     began = time.perf_counter()
     lm = open_model(model, args)
     load_s = time.perf_counter() - began
+    generation_note(lm, args, used=False)
     stream = lm.stream(prompt, ignore_eos=args.ignore_eos, **options)
     if args.json:
         text = "".join(stream)

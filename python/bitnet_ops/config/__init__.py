@@ -1,8 +1,8 @@
 """ModelConfig: a Hugging Face config.json as the few numbers that fix the maths of a model.
 
 Strict: a field that this package does not implement is rejected with its name, its value and a
-remedy; a field that merely describes the file or the training is passed over; a field it has never
-heard of is recorded in `notes`, never dropped in silence. Sources: transformers 5
+remedy, and so is one it has never heard of, since that may change the maths; a field that merely
+describes the file or the training is passed over. Sources: transformers 5
 `configuration_{bitnet,llama,qwen2,qwen3}.py` (fields and defaults). It must not know torch,
 tensors or files: a dict goes in, numbers come out.
 """
@@ -26,7 +26,7 @@ from bitnet_ops.config.rope import read_rope
 from bitnet_ops.config.scalings import KEYS as SCALING_KEYS
 from bitnet_ops.config.scalings import WINDOW_KEYS, read_scalings, read_windows
 from bitnet_ops.config.scalings import Scalings as Scalings
-from bitnet_ops.config.scheme import SchemeError, quantization_options
+from bitnet_ops.config.scheme import KNOWN_KEYS, SchemeError, quantization_options
 from bitnet_ops.config.values import UnsupportedModelError as UnsupportedModelError
 from bitnet_ops.config.values import epsilon, flag, integer, reject
 
@@ -125,10 +125,11 @@ class ModelConfig:
             )
         family = _family(config)
         _reject_other_maths(config, family)
+        _reject_unknown(config, family)
         _check_quantization(config)
         _reject_dropped_neurons(config)
         fields, remarks = _fields(config, family)
-        result = cls(**fields, notes=(*_notes(config, family), *remarks))
+        result = cls(**fields, notes=(*_notes(config), *remarks))
         _check_consistency(result)
         return result
 
@@ -203,6 +204,7 @@ _MATHS: dict[str, tuple[tuple[Any, ...], str]] = {
     "sparse_config": ((), "sparse attention"),
     "use_bidirectional_attention": ((False,), "attention to later tokens"),
     "is_causal": ((True,), "attention to later tokens"),
+    "rope_interleaved": ((False,), "another order of the rotary pairs"),
 }
 
 
@@ -244,6 +246,9 @@ def _check_quantization(config: Mapping[str, Any]) -> None:
         return
     try:
         quantization_options(block)
+        for name in sorted(set(block) - KNOWN_KEYS):
+            if block[name] is not None:
+                raise reject(f"quantization_config.{name}", block[name], "to be absent", _UNKNOWN)
     except SchemeError as error:
         raise UnsupportedModelError(f"config: quantization_config: {error}") from None
     asked = block.get("use_rms_norm")
@@ -393,8 +398,11 @@ def _check_consistency(c: ModelConfig) -> None:
 
 # Describes the file, its training or a run of another library; never the forward pass.
 _HARMLESS = frozenset(
-    """_name_or_path _attn_implementation attention_dropout attn_dropout attn_implementation
-    bad_words_ids begin_suppress_tokens bos_token_id chunk_size_feed_forward classifier_dropout
+    """_attn_implementation _attn_implementation_autoset _attn_implementation_internal _commit_hash
+    _flash_attn_2_enabled _name_or_path attention_dropout attn_dropout attn_implementation
+    bad_words_ids begin_suppress_tokens bos_token bos_token_id chunk_size_feed_forward
+    classifier_dropout eos_token gradient_checkpointing is_llama_config keys_to_ignore_at_inference
+    max_new_tokens mup_denominator pad_token transformers.js_config use_return_dict
     cross_attention_hidden_size decoder_start_token_id diversity_penalty do_sample dtype
     early_stopping embd_pdrop encoder_no_repeat_ngram_size eos_token_id
     exponential_decay_length_penalty finetuning_task forced_bos_token_id forced_eos_token_id
@@ -423,18 +431,30 @@ _REMARKS = {
 }
 
 
-def _notes(config: Mapping[str, Any], family: Family) -> tuple[str, ...]:
-    """One remark for every key that is neither read nor known to be harmless."""
+_UNKNOWN = (
+    "it is not known here and may change what the model computes; only if it does not, remove it"
+)
+
+
+def _reject_unknown(config: Mapping[str, Any], family: Family) -> None:
+    """Reject a key that is neither read nor known to be harmless; null says nothing."""
+    known = _READ | _HARMLESS | _MATHS.keys() | _REMARKS.keys() | _keys_of(family)
+    for name, value in config.items():
+        if value is not None and name not in known:
+            raise reject(name, str(value)[:60], "to be absent", _UNKNOWN)
+
+
+def _notes(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Remarks on keys that do not hinder, but say something of the model."""
     notes = []
     if config["model_type"] == "bitnet" and config.get("architectures") == ["BitnetForCausalLM"]:
         notes.append(
             "architectures BitnetForCausalLM: the spelling of block-diffusion models; this one is "
             "run as an ordinary causal model"
         )
-    for name, value in config.items():
-        known = name in _READ or name in _HARMLESS or name in _MATHS
-        if known or name in _keys_of(family) or value is None:
-            continue
-        remark = _REMARKS.get(name, "unknown here; ignored")
-        notes.append(f"config key {name} = {str(value)[:60]}: {remark}")
+    notes += [
+        f"config key {name} = {str(config[name])[:60]}: {remark}"
+        for name, remark in _REMARKS.items()
+        if config.get(name) is not None
+    ]
     return tuple(notes)

@@ -17,7 +17,8 @@ import numpy as np
 from bitnet_ops.config import RopeScaling
 from bitnet_ops.config.families import FAMILIES, Family
 from bitnet_ops.config.scalings import FULL, SLIDING
-from bitnet_ops.convert.errors import reject
+from bitnet_ops.convert.errors import listed, reject
+from bitnet_ops.convert.gguf_tokenizer import LLAMA3_TOKEN
 from bitnet_ops.formats.gguf import is_strings
 
 # Rotary embedding: rope.scaling.* and tensors of factors -> rope_scaling --------------------------
@@ -206,11 +207,17 @@ _READ = {
     "context_length", "embedding_length", "block_count", "feed_forward_length", "vocab_size",
     "attention.head_count", "attention.head_count_kv", "attention.key_length",
     "attention.value_length", "attention.layer_norm_rms_epsilon", "rope.dimension_count",
-    "rope.freq_base", _WINDOW, _PATTERN, *ROPE_READ,
+    "rope.freq_base", "hidden_activation", _WINDOW, _PATTERN, *ROPE_READ,
 }  # fmt: skip
 SCALING_KEYS = frozenset({"embedding_scale", "residual_scale", "logit_scale"})  # of minicpm
-_SHOWN_KEYS = 32  # unknown keys that are named one by one
-_HARMLESS = {"rope.scaling.finetuned"}
+_HARMLESS = {"rope.scaling.finetuned", "tensor_data_layout", "decoder_start_token_id"}
+# Namespaces of the file rather than of the model, and of the tokenizer, which is read elsewhere.
+_NAMESPACES = (
+    *("general.", "tokenizer.", "split.", "quantize.", "imatrix.", "mradermacher."),
+    "bitnet_ops.",
+)
+# GGUF's names of activations -> config.json's
+_ACTIVATIONS = {"relu_sqr": "relu2", "squared_relu": "relu2", "swiglu": "silu", "swish": "silu"}
 
 # What to do with the file of an architecture that is read in another form.
 _CHECKPOINT = (
@@ -253,7 +260,8 @@ def hf_config(
     stretch rotary embedding, by name.
     """
     keys = _Keys(metadata, architecture.name)
-    remarks = keys.reject_other_maths()
+    keys.reject_other_maths()
+    remarks: list[str] = []
     stated = keys.integer("vocab_size", vocab_size)
     if stated != vocab_size:
         found = f"{vocab_size} rows of token_embd.weight"
@@ -271,6 +279,7 @@ def hf_config(
         "rms_norm_eps": keys.decimal("attention.layer_norm_rms_epsilon"),
         "max_position_embeddings": keys.integer("context_length"),
         "tie_word_embeddings": tied,
+        "hidden_act": keys.activation(architecture.family.hidden_act),
     }
     if architecture.family.scalings == "minicpm":
         config |= keys.minicpm(hidden, config["num_hidden_layers"])
@@ -297,6 +306,26 @@ def special_ids(metadata: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:
     ends = [e for e in (token("eos"), token("eot"), token("eom")) if e is not None]
     ends = list(dict.fromkeys(ends))
     return {"bos_token_id": token("bos"), "eos_token_id": ends[0] if len(ends) == 1 else ends}
+
+
+_SAMPLING = {
+    "temp": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
+}
+
+
+def generation_settings(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """What generation_config.json says of sampling, of the keys general.sampling.*."""
+    stated = {hf: metadata.get(f"general.sampling.{key}") for key, hf in _SAMPLING.items()}
+    found = {
+        name: shortest(value) if isinstance(value, float) else value
+        for name, value in stated.items()
+        if isinstance(value, int | float) and math.isfinite(value)
+    }
+    return {"do_sample": found.get("temperature") != 0, **found} if found else {}
 
 
 def hf_name(name: str, architecture: Architecture) -> str | None:
@@ -428,27 +457,42 @@ class _Keys:
         kinds = [SLIDING if flag else FULL for flag in flags.tolist()]
         return {"use_sliding_window": True, "sliding_window": window, "layer_types": kinds}
 
-    def reject_other_maths(self) -> list[str]:
-        """Reject keys that ask for other maths; returns a remark for every unknown key."""
-        remarks, unknown = [], 0
+    def activation(self, default: str) -> str:
+        """hidden_act of config.json.
+
+        Files of "bitnet" are SiLU's where they say nothing; BitNet 2B-4T, whose activation is
+        relu2, has been written under that name too, and has Llama 3's vocabulary.
+        """
+        key = "hidden_activation"
+        tokens = self._metadata.get("tokenizer.ggml.tokens")
+        llama3 = is_strings(tokens) and LLAMA3_TOKEN in tokens
+        if key not in self and self._prefix == "bitnet" and llama3:
+            reject("gguf-maths", f"{self.name(key)}, since models of Llama 3's vocabulary have "
+                   "been trained with silu and with relu2", "no such key", "convert the Hugging "
+                   "Face checkpoint, whose config.json says it")  # fmt: skip
+        name = self.text(key, default)
+        return _ACTIVATIONS.get(name, name)
+
+    def reject_other_maths(self) -> None:
+        """Reject every key that asks for other maths or that is not known to leave it alone."""
         own = SCALING_KEYS if self._prefix == "minicpm" else frozenset()
+        unknown = []
         for full, value in self._metadata.items():
             key = full.removeprefix(f"{self._prefix}.")
-            if key == full or key in _READ or key in _HARMLESS or key in own:
+            if full.startswith(_NAMESPACES):
                 continue
-            if key not in _MATHS:
-                unknown += 1
-                if unknown <= _SHOWN_KEYS:
-                    shown = f"metadata key {full} = {str(value)[:60]}"
-                    remarks.append(f"{shown}: unknown here; ignored")
+            if key != full and (key in _READ or key in _HARMLESS or key in own):
+                continue
+            if key == full or key not in _MATHS:
+                unknown.append(full)
             elif is_strings(value) or isinstance(value, np.ndarray) or value not in _MATHS[key]:
                 expected = f"{full} to be absent or {_MATHS[key][0]!r}"
                 reject("gguf-maths", expected, repr(value)[:60], "it asks for maths that is not "
                        "implemented")  # fmt: skip
-        if unknown > _SHOWN_KEYS:
-            more = f"{unknown - _SHOWN_KEYS} more metadata keys of {self._prefix}"
-            remarks.append(f"{more}: unknown here; ignored")
-        return remarks
+        if unknown:
+            reject("gguf-key", "metadata keys that are known here", listed(unknown), "they may "
+                   "change what the model computes; only if they do not, remove them "
+                   "(gguf-new-metadata --remove-metadata, of the gguf package)")  # fmt: skip
 
 
 def shortest(value: float) -> float:

@@ -51,7 +51,9 @@ from bitnet_ops.formats.destination import GGUF_FILE
 from bitnet_ops.formats.gguf import GgufError, Writer
 from bitnet_ops.formats.sglbitnt import Reader, SglbitntError, model_file
 from bitnet_ops.generate.tokenizer_guard import is_known
+from bitnet_ops.loading.generation_config import stated_ends
 from bitnet_ops.loading.model_contents import model_config, own_tensors
+from bitnet_ops.loading.resolve import LoadError
 from bitnet_ops.models import TensorError, TensorSpec, check_names, expected_tensors
 from bitnet_ops.untrusted import UntrustedFileError, printable, read_json_object
 
@@ -123,7 +125,7 @@ def export_gguf(
             if tokenizer:
                 keys, remarks = vocabulary_keys(source.parent, export.model)
             export.write(made, target.stem, keys, progress)
-    except (SglbitntError, UnsupportedModelError, TensorError) as error:
+    except (SglbitntError, UnsupportedModelError, TensorError, LoadError) as error:
         raise ConvertError("export-source", f"export: {error}") from error
     except GgufError as error:
         raise ConvertError("write-failed", f"export: {error}") from error
@@ -262,6 +264,8 @@ class _Export:
             f"{a}.rope.freq_base": ("float32", c.rope_theta),
             **exported(c.rope_scaling, a),
         }
+        if self.architecture.family.sub_norms:  # readers of these names assume different ones
+            metadata[f"{a}.hidden_activation"] = ("string", c.hidden_act)
         if self.type != "I2_S":
             metadata[EXACT_NAMES] = ("[string]", list(self._scales))
             metadata[EXACT_SCALES] = ("[float32]", list(self._scales.values()))
@@ -346,7 +350,7 @@ def _frame(
         "tokenizer.ggml.token_type": ("[int32]", types),
     }
     ids = {"bos": model.bos_token_id}
-    ends = list(model.eos_token_ids)
+    ends = sorted(stated_ends(folder, model), key=lambda i: i not in model.eos_token_ids)
     ids["eos"] = ends[0] if ends else None
     for i, name in enumerate(("eot", "eom")):
         ids[name] = ends[i + 1] if len(ends) > i + 1 else None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +28,7 @@ from bitnet_ops.convert.gguf_config import (
     PERMUTED,
     Architecture,
     architecture_of,
+    generation_settings,
     gguf_name,
     head_rows,
     hf_config,
@@ -40,6 +42,7 @@ from bitnet_ops.formats import gguf_layouts as layouts
 from bitnet_ops.formats.destination import TOKENIZER_FILES
 from bitnet_ops.formats.gguf import MAX_TENSORS, GgufError, Reader, TensorInfo, is_strings
 from bitnet_ops.formats.gguf_layouts import I2S_LAYOUTS
+from bitnet_ops.loading.generation_config import GENERATION_CONFIG
 from bitnet_ops.models import TensorSpec, expected_tensors
 from bitnet_ops.nn.packing import BLOCK, MIN_SCALE
 
@@ -154,6 +157,10 @@ class GgufSource(Source):
 
     def finish(self, folder: Path) -> list[str]:
         files = self._write_tokenizer(folder)
+        settings = generation_settings(self.reader.metadata)
+        if settings and GENERATION_CONFIG not in files:
+            (folder / GENERATION_CONFIG).write_text(json.dumps(settings), encoding="utf-8")
+            files.append(GENERATION_CONFIG)
         if any(info.type.name == "I2_S" for info in self.infos.values()):
             self.remarks.append(
                 "I2_S has three layouts that no file tells apart: if the model talks nonsense, "

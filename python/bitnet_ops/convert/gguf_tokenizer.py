@@ -20,8 +20,9 @@ from typing import Any
 import numpy as np
 
 from bitnet_ops.config import ModelConfig
-from bitnet_ops.convert.errors import reject
+from bitnet_ops.convert.errors import listed, reject
 from bitnet_ops.formats.gguf import is_strings
+from bitnet_ops.generate.tokenizer import END_TOKENS
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 _SPACE = "\u2581"
@@ -29,12 +30,17 @@ _REMEDY = "give the original tokenizer's folder with --tokenizer, or --tokenizer
 # Llama 3's vocabulary, which BitNet 2B-4T has too: ordinary tokens, then special ones. Published
 # files of the latter name no pre-tokenizer, so that llama.cpp cuts texts otherwise than the model
 # was trained to.
-_LLAMA3_BEGIN, _LLAMA3_SIZE, _LLAMA3_TOKEN = 128000, 128256, "<|begin_of_text|>"
+_LLAMA3_BEGIN, _LLAMA3_SIZE, LLAMA3_TOKEN = 128000, 128256, "<|begin_of_text|>"
 _MAX_TOKEN = 1024  # characters
 # What looking for merges may cost: the characters of all pieces that are tried, and the merges that
 # are found. The largest vocabularies of SentencePiece take 20 million and 0.6 million.
 _MAX_TRIED = 1 << 26
 _MAX_MERGES = 1 << 21
+# Keys that are read, or that leave texts and their ids as they are.
+_KNOWN = frozenset(
+    """model pre tokens token_type scores merges add_bos_token add_eos_token add_space_prefix
+    token_type_count precompiled_charsmap remove_extra_whitespaces""".split()
+)
 _ROLES = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
 
 
@@ -49,6 +55,7 @@ def tokenizer_files(
         reject(
             "tokenizer-model", 'tokenizer.ggml.model "gpt2" or "llama"', repr(kind)[:40], _REMEDY
         )
+    _check_keys(metadata)
     vocabulary = Vocabulary(metadata, model.vocab_size)
     remarks: list[str] = []
     built = _byte_level(vocabulary, remarks) if kind == "gpt2" else _sentencepiece(vocabulary)
@@ -57,6 +64,22 @@ def tokenizer_files(
     _check_loads(text)
     config = json.dumps(_config(vocabulary, model), ensure_ascii=False, indent=1)
     return {"tokenizer.json": text, "tokenizer_config.json": config}, remarks
+
+
+def _check_keys(metadata: Mapping[str, Any]) -> None:
+    """Reject what may cut texts otherwise; the chat templates of other names, ids of single tokens
+    and the tokenizers of other programs do not.
+    """
+    unknown = []
+    for full, value in metadata.items():
+        key = full.removeprefix("tokenizer.ggml.")
+        if key == full or key in _KNOWN or key.endswith("_token_id"):
+            continue
+        if not (key == "add_sep_token" and value is False):
+            unknown.append(full)
+    if unknown:
+        expected = "keys of a tokenizer that are known here"
+        reject("tokenizer-key", expected, listed(unknown), _REMEDY)
 
 
 def first_twice(texts: Iterable[str]) -> str | None:
@@ -87,10 +110,14 @@ class Vocabulary:
             reject("tokenizer-tokens", f"tokens of at most {_MAX_TOKEN} characters", found, _REMEDY)
         self.tokens: list[str] = tokens
         self.types = self._numbers("token_type", np.full(len(tokens), NORMAL)).astype(int).tolist()
-        self.is_llama3 = len(tokens) >= _LLAMA3_SIZE and tokens[_LLAMA3_BEGIN] == _LLAMA3_TOKEN
+        self.is_llama3 = len(tokens) >= _LLAMA3_SIZE and tokens[_LLAMA3_BEGIN] == LLAMA3_TOKEN
         if self.is_llama3:
             head, tail = self.types[:_LLAMA3_BEGIN], self.types[_LLAMA3_BEGIN:]
             self.types = head + [CONTROL if kind == NORMAL else kind for kind in tail]
+        self.types = [  # some converters call every token an ordinary one
+            CONTROL if kind in (NORMAL, USER_DEFINED) and token in END_TOKENS else kind
+            for token, kind in zip(tokens, self.types, strict=True)
+        ]
         twice = first_twice(tokens)
         if twice is not None:
             reject("tokenizer-tokens", "every token once", f"{twice!r} twice", _REMEDY)

@@ -15,7 +15,7 @@ from torch import Tensor
 from bitnet_ops.config.scheme import Storage
 from bitnet_ops.convert.checkpoint import Checkpoint, check_embedding, copy_files
 from bitnet_ops.convert.errors import ConvertError, reject
-from bitnet_ops.convert.plan import check_scale_sense, make_plan, scale_name, unknown_options
+from bitnet_ops.convert.plan import check_scale_sense, make_plan, scale_name
 from bitnet_ops.convert.source import EMBEDDING, HEAD, Source, Ternary
 from bitnet_ops.convert.ternary import (
     check_finite,
@@ -203,10 +203,6 @@ class HfSource(Source):
         if files := checkpoint.code_files():
             listed = ", ".join(files)
             remarks.append(f"code shipped with the checkpoint was not run: {listed}")
-        remarks += [
-            f"quantization_config key {key}: unknown here; ignored"
-            for key in unknown_options(checkpoint.config)
-        ]
         if checkpoint.packed_mlx:
             remarks.append(
                 f"MLX package: {len(checkpoint.packed_mlx)} matrices of 2 bits in groups"

@@ -26,7 +26,6 @@ from typing import Any
 from bitnet_ops.config import PRIVATE_BLOCK, ModelConfig
 from bitnet_ops.config.families import BY_MODEL_TYPE, PROJECTIONS, Family, family_of
 from bitnet_ops.config.scheme import (
-    KNOWN_KEYS,
     ScaleRule,
     Scheme,
     SchemeError,
@@ -333,12 +332,6 @@ def check_scale_sense(scales: Mapping[str, float], scheme: Scheme) -> None:
                 "bitlinear divides by weight_scale, autobitlinear multiplies; correct linear_class "
                 "in config.json, or convert with --trust-scales if the file is right",
             )
-
-
-def unknown_options(config: dict[str, Any]) -> list[str]:
-    """Keys of quantization_config that have no meaning here; the report lists them as ignored."""
-    quantization = config.get("quantization_config") or {}
-    return sorted(set(quantization) - KNOWN_KEYS)
 
 
 def check_exclusions(config: dict[str, Any], projections: list[str]) -> None:

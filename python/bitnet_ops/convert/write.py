@@ -38,6 +38,8 @@ from bitnet_ops.formats import destination
 from bitnet_ops.formats.destination import MODEL_FILE, MODEL_FOLDER, DestinationError, Kind
 from bitnet_ops.formats.gguf import is_gguf
 from bitnet_ops.formats.sglbitnt import SglbitntError, Writer
+from bitnet_ops.loading.generation_config import GENERATION_CONFIG, complete_ends
+from bitnet_ops.loading.resolve import LoadError
 
 
 def convert(
@@ -222,6 +224,13 @@ def _write_ternary(
 def _report(source: Source, folder: Path, totals: TernaryTotals) -> ConvertReport:
     plan, output = source.plan, folder / MODEL_FILE
     files = [MODEL_FILE, *source.finish(folder)]
+    try:
+        ends = complete_ends(folder, plan.config)
+    except LoadError as error:
+        raise ConvertError("generation-config", f"convert: {error}") from error
+    if ends:
+        source.remarks += ends
+        files = list(dict.fromkeys([*files, GENERATION_CONFIG]))
     dense = [spec for spec in plan.specs.values() if spec.kind == "dense"]
     return ConvertReport(
         source=source.path.resolve().name,

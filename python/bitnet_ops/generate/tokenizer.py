@@ -25,6 +25,14 @@ __all__ = ["ChatTemplateError", "Tokenizer", "TokenizerError"]
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
 TEMPLATE_FILE = "chat_template.jinja"
+# Tokens that end a turn or a text in every published vocabulary that has them, by their text, since
+# files often name one end of several. After llama.cpp's list in `llama-vocab.cpp`.
+END_TOKENS = frozenset(
+    """<|eot_id|> <|eom_id|> <|eot|> <|eom|> <|im_end|> <|end|> <|return|> <|call|> <|endoftext|>
+    <|end_of_text|> <|end_of_turn|> <|turn_end|> <|eos|> <end_of_turn> <turn|> <end_of_utterance>
+    <EOT> _<EOT> [EOT] [EOS] <\uff5cend\u2581of\u2581sentence\uff5c>""".split()
+)
+_QUESTION, _ANSWER = "What is it?", "It is a lighthouse."
 
 
 class TokenizerError(BitNetError, ValueError):
@@ -129,6 +137,35 @@ class Tokenizer:
     def token_id(self, token: str) -> int | None:
         """The id of a vocabulary entry, None if there is none."""
         return self._backend.token_to_id(token)
+
+    def ends(self) -> set[int]:
+        """The ids that end a text by their names: eos_token, and those of END_TOKENS."""
+        added = self._backend.get_added_tokens_decoder()
+        found = {i for i, token in added.items() if token.content in END_TOKENS}
+        eos = self.special_tokens.get("eos_token")
+        if eos is not None and (token_id := self.token_id(eos)) is not None:
+            found.add(token_id)
+        return found
+
+    def turn_end(self) -> int | None:
+        """The token with which the chat template closes an answer; None where there is none."""
+        messages = [
+            {"role": "user", "content": _QUESTION},
+            {"role": "assistant", "content": _ANSWER},
+        ]
+        try:
+            text = self.render_chat(messages, add_generation_prompt=False)
+        except ChatTemplateError:  # said where somebody wants to chat
+            return None
+        _, answered, tail = text.rpartition(_ANSWER)
+        tail = tail.lstrip() if answered else ""
+        added = {t.content: i for i, t in self._backend.get_added_tokens_decoder().items()}
+        closing = [token for token in added if token and tail.startswith(token)]
+        if not closing or (longest := max(closing, key=len)) == self.special_tokens.get(
+            "bos_token"
+        ):
+            return None
+        return added[longest]
 
     def render_chat(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True

@@ -7,7 +7,6 @@ engine, nor know its layers.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -20,8 +19,6 @@ from bitnet_ops.errors import BitNetError
 from bitnet_ops.nn import packing
 from bitnet_ops.nn.packing import packed_row_bytes, unpack_hf
 from bitnet_ops.untrusted.patterns import PatternError, matches
-
-logger = logging.getLogger(__name__)
 
 ACTIVATION_DTYPES = (torch.bfloat16, torch.float32)
 # Fused layer -> the checkpoint's layers, where a model class of an engine does not say it itself.
@@ -66,17 +63,20 @@ class Settings:
 
     Args:
         checkpoint: quantization_config of config.json; None or empty means transformers' defaults
-            (linear class "bitlinear", packed). Keys without a known meaning are logged.
-    Raises CheckpointError where `scale_rule` does.
+            (linear class "bitlinear", packed).
+    Raises CheckpointError where `scale_rule` does, and for a key without a known meaning.
     """
 
     def __init__(self, checkpoint: Mapping[str, Any] | None = None) -> None:
         settings = dict(checkpoint or {})
         self.rule = scale_rule(settings)
         self.listed = _listed_modules(settings)
-        unknown = sorted(set(settings) - _KNOWN_KEYS)
+        unknown = sorted(k for k in set(settings) - _KNOWN_KEYS if settings[k] is not None)
         if unknown:
-            logger.warning("bitnet: quantization_config keys without a known meaning: %s", unknown)
+            raise CheckpointError(
+                f"bitnet: expected quantization_config keys that are known here, got {unknown}; "
+                "they may change what the model computes; only if they do not, remove them"
+            )
 
     def is_skipped(self, prefix: str, fused: Mapping[str, Sequence[str]]) -> bool:
         """Whether the layer of that name is left unquantised; a fused one by all of its parts.
