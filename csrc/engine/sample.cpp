@@ -340,9 +340,9 @@ void top_logprobs(const LogitRows& logits, const int64_t* tokens, int64_t top, f
       sum +=
           kernels().exp_row(x + begin, std::min(kBlock, n - begin), largest, 1.0f, memory.weights);
     }
-    const double log_sum = static_cast<double>(largest) + std::log(sum);
-    const auto logprob = [&](int64_t id) {
-      return static_cast<float>(static_cast<double>(x[id]) - log_sum);
+    const double log_sum = std::log(sum);
+    const auto logprob = [&](int64_t id) {  // the sum would vanish beside a logit of 1e17
+      return static_cast<float>((static_cast<double>(x[id]) - largest) - log_sum);
     };
     if (tokens[r] >= 0) of_tokens[r] = logprob(tokens[r]);
     if (top > 0) largest_ids(x, n, top, memory, row_ids);

@@ -313,6 +313,8 @@ def _top_logprobs_samples() -> Built:
     yield "none", lambda g: (_logits(g, 7, 300), chosen(g, 7, 300), 0)
     yield "all", lambda g: (_logits(g, 3, 17), chosen(g, 3, 17), 17)
     yield "ties", lambda g: (_logits(g, 7, 50).round(), chosen(g, 7, 50), 9)
+    # beside which the logarithm of the sum is nothing
+    yield "huge", lambda g: (_logits(g, 7, 50).round() * 1e17, chosen(g, 7, 50), 9)
     yield "no_rows", lambda g: (_logits(g, 0, 50), chosen(g, 0, 50), 9)
     yield "strided", lambda g: (strided(_logits(g, 3, 50)), strided(chosen(g, 3, 50)), 4)
 

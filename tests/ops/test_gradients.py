@@ -143,15 +143,22 @@ def test_autograd_is_left_out_where_nothing_wants_a_gradient(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked: list[str] = []
-    monkeypatch.setattr(gradients, "_reject_grad", lambda op, name, value: asked.append(name))
+    monkeypatch.setattr(gradients, "_reject_tangents", lambda op, names, args: asked.append(op))
     x, weight = random(1, 2, K), torch.ones(K)
     torch.ops.bitnet.rms_norm(x, weight, 1e-5)
-    assert asked == ["x", "weight", "eps"]
-    asked.clear()
+    assert asked == ["rms_norm"]
     ops.rms_norm(x, weight, 1e-5)
-    assert asked == []
-    ops.rms_norm(x, weight=weight.requires_grad_(), eps=1e-5)
-    assert asked == ["x", "weight", "eps"]
+    assert asked == ["rms_norm"]
+    with pytest.raises(RuntimeError, match="expected weight without gradient"):
+        ops.rms_norm(x, weight=weight.requires_grad_(), eps=1e-5)
+    assert asked == ["rms_norm", "rms_norm"]
+
+
+def test_functorch_is_told() -> None:
+    layer, _ = a_layer("canonical")
+    for transform in (torch.func.jacfwd, lambda f: lambda x: torch.func.jvp(f, (x,), (x,))):
+        with pytest.raises(RuntimeError, match=r"^linear: expected x without a tangent.*backward"):
+            transform(layer)(random(14, 2, K))
 
 
 def test_a_weight_changed_before_backward_is_an_error() -> None:

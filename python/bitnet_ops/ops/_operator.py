@@ -8,11 +8,12 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from bitnet_ops.ops import _library as _library  # makes torch.ops.bitnet
 
@@ -24,11 +25,19 @@ _is_grad_enabled, _is_inference = torch.is_grad_enabled, torch.is_inference_mode
 _is_compiling = torch.compiler.is_compiling
 
 
-def _wants_gradient(args: tuple[Any, ...]) -> bool:
+def _wants_gradient(args: Iterable[Any]) -> bool:
     for arg in args:
-        if isinstance(arg, Tensor) and arg.requires_grad:
+        if isinstance(arg, Tensor):
+            if arg.requires_grad:
+                return True
+        elif isinstance(arg, list) and _wants_gradient(arg):
             return True
     return False
+
+
+def in_forward_ad() -> bool:
+    """Whether tensors may carry tangents."""
+    return forward_ad._current_level >= 0
 
 
 def differentiable(fake: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
@@ -77,6 +86,8 @@ def operator(
             if _is_inference():
                 return kernel(*args, **kwargs)
             if _is_grad_enabled() and (always_autograd or kwargs or _wants_gradient(args)):
+                return kernel(*args, **kwargs)
+            if in_forward_ad():
                 return kernel(*args, **kwargs)
             with _below_autograd():
                 return kernel(*args, **kwargs)
