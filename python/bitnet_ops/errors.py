@@ -1,8 +1,42 @@
-"""The exception above every exception of this package."""
+"""The exception above every exception of this package, and how text of strangers is shown."""
+
+from __future__ import annotations
+
+import unicodedata
+
+# Controls, formats (which turn the direction of text round), surrogates, private use, line ends.
+_UNPRINTABLE = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
+_OBEYED = frozenset({"Cc", "Cs"})  # by a terminal, or not to be encoded
+_DIRECTIONS = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
+
+
+def printable(text: object, *, prose: bool = False) -> str:
+    """`text` with everything that a terminal would obey, or could not show, as \\x1b or \\u202e.
+
+    `prose`: text of several lines that may be of any script: line ends, tabs and characters that
+    are not seen but shape others stay.
+    """
+    shown = str(text)
+    if shown.isprintable():
+        return shown
+    return "".join(
+        c.encode("unicode_escape").decode() if _is_escaped(c, prose) else c for c in shown
+    )
+
+
+def _is_escaped(c: str, prose: bool) -> bool:
+    category = unicodedata.category(c)
+    if prose:
+        return c in _DIRECTIONS or (category in _OBEYED and c not in "\n\t")
+    return category in _UNPRINTABLE
 
 
 class BitNetError(Exception):
     """What bitnet_ops raises on purpose: one line, `<who>: expected ..., got ...; remedy`.
 
-    Each is also a ValueError or RuntimeError, whichever it resembles most.
+    Each is also a ValueError or RuntimeError, whichever it resembles most. Names out of a file
+    cannot reach a terminal unescaped.
     """
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*(printable(arg) if isinstance(arg, str) else arg for arg in args))

@@ -6,8 +6,10 @@ bytes that are no UTF-8, closed streams. Chat templates are test_chat.py's busin
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -18,9 +20,10 @@ from tokenizers import Regex, decoders, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 import hf_writer
-from bitnet_ops.cli import main
+from bitnet_ops.cli import COMMANDS, main
 from bitnet_ops.config import ModelConfig, UnsupportedModelError
 from bitnet_ops.convert import ConvertError, convert
+from bitnet_ops.formats.sglbitnt import Reader, replace_config
 from bitnet_ops.generate.tokenizer import Tokenizer, TokenizerError
 from bitnet_ops.generate.tokenizer_guard import is_known
 from bitnet_ops.language_model import DEMO_DIR, LoadError, load
@@ -257,23 +260,90 @@ def test_printable() -> None:
     assert shown == r"\x1b[2J\n\x9b\u202e\u2028\udcff\x7f"
 
 
-def test_control_characters_in_paths_and_files_are_escaped(
-    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for command in (["inspect"], ["convert"], ["generate"], ["verify"], ["dummy", "tiny"]):
-        rest = [] if command[0] in ("inspect", "dummy") else [str(tmp_path / "x")]
-        target = tmp_path / "no\x1b[31m\u202e" / "x"
-        if command[0] == "dummy":
-            (tmp_path / "\x1b").touch()
-            target = tmp_path / "\x1b"
-        assert main([*command, str(target), *rest]) == 1
-        err = capsys.readouterr().err
-        assert "\\x1b" in err and err.rstrip("\n").isprintable(), err
+NASTY = "\x1b]0;x\x07\n\x9b\u202e"
+
+
+@pytest.fixture
+def nasty(source: Path, tmp_path: Path) -> Path:
+    """Models full of what a terminal obeys, in a folder of such a name.
+
+    `source`: a checkpoint whose config has such keys and values. `model`: a converted model with
+    them in its config, whose tokens are escape sequences.
+    """
+    folder = tmp_path / NASTY
+    folder.mkdir()
     config = json.loads((source / "config.json").read_text())
-    (source / "config.json").write_text(json.dumps({**config, "odd\x1b]0;x\x07": "\x1b[2J"}))
-    assert main(["convert", str(source), str(tmp_path / "out\x1b")]) == 0
-    out = capsys.readouterr().out
-    assert "\\x1b]0;x\\x07" in out and all(line.isprintable() for line in out.splitlines())
+    config[NASTY] = config["quantization_config"][NASTY] = NASTY
+    (source / "config.json").write_text(json.dumps(config))
+    source.rename(folder / "source")
+    shutil.copytree(DEMO_DIR, folder / "model")
+    file = folder / "model" / "model.bin"
+    with Reader(file) as reader:
+        block = {"format_version": 1, NASTY: NASTY, "verified": {NASTY: NASTY}}
+        replaced = {**reader.config, NASTY: NASTY, "bitnet_ops": block}
+    replace_config(file, replaced)
+    backend = Backend.from_file(str(folder / "model" / "tokenizer.json"))
+    backend.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Replace("e", NASTY)])
+    backend.save(str(folder / "model" / "tokenizer.json"))
+    return folder
+
+
+# command -> command lines, in which {} is the folder of `nasty`, and their exit statuses
+NASTY_LINES: dict[str, list[tuple[str, int]]] = {
+    "generate": [("{}/model In -n 4 --logprobs 1", 0), ("{}/model In -n 4 --json", 0),
+                 ("{}/model {} -n 1", 0), ("{}/none In", 1), ("In --lora {}", 1)],
+    "chat": [("{}/model -n 4 --stats", 0), ("{}/source", 1)],
+    "embed": [("{}/model {}", 0), ("{}/model {} --json", 0)],
+    "sglang": [("{}/none --print", 1)],
+    "vllm": [("{}/none", 1)],
+    "convert": [("{}/source {}/out", 0), ("{}/source {}/out --json", 0), ("{}/model {}/out", 0),
+                ("{}/none x", 1)],
+    "export": [("{}/model {}/out.gguf --no-tokenizer", 0), ("{}/model {}/out.gguf", 1),
+               ("{}/none x", 1)],
+    "quantize": [("{}/source {}/out", 1), ("{}/none {}/out", 1)],
+    "verify": [("{}/model {}/source", 1), ("{}/none {}/source", 1)],
+    "inspect": [("{}/model", 0), ("{}/model --json", 0), ("{}/source", 0),
+                ("{}/model --program", 0), ("{}/model --diff {}/source", 1),
+                ("{}/model --diff {}/none --json", 2)],
+    "doctor": [("--json", 0)],
+    "dummy": [("tiny {}/made", 0), ("tiny {}/made", 1)],
+    "bench": [("ops --output {}/none/x", 2)],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_nothing_of_a_file_is_obeyed_by_a_terminal(
+    command: str, nasty: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    everything = ""
+    for line, status in NASTY_LINES[command]:
+        words = [word.replace("{}", str(nasty)) for word in line.split()]
+        monkeypatch.setattr("sys.stdin", io.StringIO("In\n"))
+        monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+        assert main([command, *words]) == status, capsys.readouterr().err
+        shown = capsys.readouterr()
+        for text in (shown.out, shown.err):
+            assert all(line.isprintable() for line in text.split("\n")), ascii(text)
+        everything += shown.out + shown.err
+        for file in nasty.glob("out*"):
+            for report in file.glob("report.*"):
+                text = report.read_text()
+                assert all(line.isprintable() for line in text.split("\n")), ascii(text)
+            shutil.rmtree(file) if file.is_dir() else file.unlink()
+    escaped = "x1b]0;x" in everything or "u001b]0;x" in everything
+    # doctor reads no file of strangers, and engines that are not installed reject before they do
+    assert escaped or command in ("doctor", "sglang", "vllm")
+
+
+def test_a_pipe_gets_a_text_as_it_is(nasty: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", str(nasty / "model"), "In the", "-n", "8"]) == 0
+    assert NASTY in capsys.readouterr().out
+
+
+def test_prose_keeps_what_shapes_letters() -> None:
+    family = "a\n\tb \U0001f468\u200d\U0001f469 \u0645\u06cc\u200c\u062e \u200f"
+    assert printable(family, prose=True) == family
+    assert printable("\r\x1b\x9b\u202e\udcff", prose=True) == "\\r\\x1b\\x9b\\u202e\\udcff"
 
 
 @pytest.mark.parametrize(

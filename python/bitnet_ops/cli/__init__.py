@@ -91,7 +91,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 def _print_version() -> int:
     from importlib import metadata
 
-    print(f"bitnet-ops {metadata.version('bitnet-ops')} (torch {metadata.version('torch')})")
+    ours, torch = metadata.version("bitnet-ops"), metadata.version("torch")
+    terminal.print_lines([f"bitnet-ops {ours} (torch {torch})"])
     return 0
 
 

@@ -25,7 +25,9 @@ from bitnet_ops.bench.shapes import (
     parse_words,
 )
 from bitnet_ops.cli.arguments import UsageError, add_force, add_json
+from bitnet_ops.cli.terminal import print_result
 from bitnet_ops.dummy.configs import CONFIGS
+from bitnet_ops.untrusted import printable
 
 if TYPE_CHECKING:
     from bitnet_ops.bench.engine import EngineSettings
@@ -284,7 +286,7 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"bench {args.kind}: {error}") from error
     with progress_line() as progress, pinned():
         result = measure(settings, progress)
-    print(report.as_json(result) if args.json else "\n".join(report.lines(result)))
+    print_result(result, report.lines(result), as_json=args.json)
     if args.output:
         report.write_json(result, args.output, replace=args.force)
     return 0 if result["ok"] else 1
@@ -309,7 +311,8 @@ def progress_line() -> Iterator[Progress]:
         yield lambda _: None
         return
     from rich.console import Console
+    from rich.text import Text
 
     with Console(stderr=True).status("starting") as status:
         # rich redraws from a thread of its own; a slow rate keeps it out of the measurements
-        yield lambda text: status.update(text, speed=0.1)
+        yield lambda text: status.update(Text(printable(text)), speed=0.1)

@@ -27,7 +27,7 @@ from bitnet_ops.cli.generate import (
     sampling_options,
     why_it_ended,
 )
-from bitnet_ops.cli.terminal import TextError, checked, print_error
+from bitnet_ops.cli.terminal import TextError, checked, print_error, print_text, say
 
 if TYPE_CHECKING:
     from bitnet_ops.language_model import LanguageModel, TextStream
@@ -104,15 +104,12 @@ def run(args: argparse.Namespace) -> int:
     options.update(makers_sampling(lm, args))
     generation_note(lm, args, used=True)
     if demo:
-        print(
-            "the embedded demo model continues Biblical English; it is no assistant",
-            file=sys.stderr,
-        )
+        say("the embedded demo model continues Biblical English; it is no assistant")
     if not args.plain:
         lm.tokenizer.render_chat([{"role": "user", "content": ""}])  # a model without one ends here
     turns = _Plain(lm, options) if args.plain else _Chat(lm, options, args.system)
     source, failed = Input(), False
-    print("/help lists the commands; Ctrl-D ends the conversation", file=sys.stderr)
+    say("/help lists the commands; Ctrl-D ends the conversation")
     try:
         for entry in source:
             try:
@@ -158,7 +155,7 @@ class Input:
                 interrupts += 1
                 if interrupts == 2:
                     return
-                print("(Ctrl-C again, or Ctrl-D, ends the conversation)", file=sys.stderr)
+                say("(Ctrl-C again, or Ctrl-D, ends the conversation)")
                 continue
             interrupts = 0
             if entry is Command.EXIT:
@@ -168,7 +165,7 @@ class Input:
 
     def _end_line(self) -> None:
         if self.interactive:
-            print(file=sys.stderr)
+            say("")
 
     def _line(self, prompt: str) -> str:
         return input(prompt if self.interactive else "")
@@ -244,10 +241,9 @@ class _Chat(_Plain):
         self.stream = self.conversation.last
         if self.conversation.dropped:
             context = self.lm.config.max_position_embeddings
-            print(
+            say(
                 f"note: the context of {context} tokens is full; the oldest "
-                f"{self.conversation.dropped} messages are forgotten",
-                file=sys.stderr,
+                f"{self.conversation.dropped} messages are forgotten"
             )
         return pieces
 
@@ -257,7 +253,8 @@ def _take(turns: _Plain, entry: str | Command | TextError, stats: bool) -> bool:
     if entry is Command.RESET:
         turns.reset()
     elif entry is Command.HELP:
-        print(HELP, file=sys.stderr)
+        for line in HELP.splitlines():
+            say(line)
     elif isinstance(entry, TextError):
         print_error(entry)
         return False
@@ -275,19 +272,19 @@ def _answer(turns: _Plain, text: str, stats: bool) -> bool:
         pieces = cast(Generator[str, None, None], turns.say(text))
         with contextlib.closing(pieces):
             for piece in pieces:
-                print(piece, end="", flush=True)
+                print_text(piece)
     except KeyboardInterrupt:
         if not sys.stdin.isatty():
             raise
     except ValueError as error:
         print_error(error)
         return False
-    print(flush=True)
+    print_text("", end="\n")
     if (stream := turns.stream) is not None:
         print_logprobs(turns.lm, stream)
         ended = why_it_ended(turns.lm, stream, turns.options)
         if stats:
-            print(f"{figures(stream)} | {ended}", file=sys.stderr)
+            say(f"{figures(stream)} | {ended}")
         elif stream.generation.finish_reason in ("length", "context"):
-            print(f"({ended})", file=sys.stderr)
+            say(f"({ended})")
     return True

@@ -8,7 +8,6 @@ products against the model that every other instruction set follows, and does no
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import sys
@@ -20,6 +19,7 @@ from typing import Any
 
 from bitnet_ops import _runtime, machine
 from bitnet_ops.cli.arguments import add_json
+from bitnet_ops.cli.terminal import print_result
 
 SCHEMA_VERSION = 2
 _GIB = 1 << 30
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     if args.check_amx:
         return _check_amx(args.json)
     facts = collect()
-    print(json.dumps(facts, indent=1) if args.json else "\n".join(render(facts)))
+    print_result(facts, render(facts), as_json=args.json)
     return 1 if any(problem["severity"] == "error" for problem in facts["problems"]) else 0
 
 
@@ -64,17 +64,15 @@ def _check_amx(as_json: bool) -> int:
     # vdpbf16ps is left alone where it differs: no reason to worry, nor does it stand for AMX
     asked = [row for row in rows if row["available"] and row["instruction"] != _PAIRS]
     good = bool(asked) and not any(row["different"] for row in asked)
-    if as_json:
-        print(json.dumps({"cpu": machine.cpu_model(), "good": good, "checks": rows}, indent=1))
-        return 0 if good else 1
-    print(_line("cpu", machine.cpu_model()))
-    for row in rows:
-        print(_line("amx", f"{row['instruction']}: {_amx_answer(row)}"))
+    lines = [_line("cpu", machine.cpu_model())]
+    lines += [_line("amx", f"{row['instruction']}: {_amx_answer(row)}") for row in rows]
     if not asked:
-        print(_line("", "nothing was checked: this CPU, or the system, offers no AMX"))
+        lines.append(_line("", "nothing was checked: this CPU, or the system, offers no AMX"))
     elif not good:
-        print(_line("", "results on this CPU are not those of others: set BITNET_OPS_ISA="))
-        print(_line("", "avx512_vnni, and please report the lines above"))
+        lines.append(_line("", "results on this CPU are not those of others: set BITNET_OPS_ISA="))
+        lines.append(_line("", "avx512_vnni, and please report the lines above"))
+    found = {"cpu": machine.cpu_model(), "good": good, "checks": rows}
+    print_result(found, lines, as_json=as_json)
     return 0 if good else 1
 
 

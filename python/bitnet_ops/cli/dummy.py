@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 
 from bitnet_ops.cli.arguments import add_force, integer
+from bitnet_ops.cli.terminal import print_lines
 from bitnet_ops.dummy.configs import CONFIGS
-from bitnet_ops.untrusted import printable
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,5 +29,5 @@ def run(args: argparse.Namespace) -> int:
     from bitnet_ops.dummy.model import write
 
     file = write(args.name, args.destination, seed=args.seed, force=args.force)
-    print(f"wrote {printable(file)}")
+    print_lines([f"wrote {file}"])
     return 0

@@ -6,7 +6,7 @@ import argparse
 
 from bitnet_ops.cli.arguments import UsageError, add_json, integer
 from bitnet_ops.cli.generate import MODEL_HELP, add_model_arguments, open_model
-from bitnet_ops.cli.terminal import checked, json_text, read_stdin
+from bitnet_ops.cli.terminal import checked, print_json, print_text, read_stdin
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,11 +52,13 @@ def run(args: argparse.Namespace) -> int:
         for text, tokens, vector in zip(texts, ids, vectors.tolist(), strict=True)
     ]
     if args.json:
-        print(json_text({"model": str(lm.path), "texts": rows, "similarity": cosines}))
+        print_json({"model": str(lm.path), "texts": rows, "similarity": cosines})
     elif cosines is not None:
-        print("\n".join("\t".join(f"{value:.6f}" for value in row) for row in cosines))
+        for values in cosines:
+            print_text("\t".join(f"{value:.6f}" for value in values), end="\n")
     else:
-        print("\n".join(json_text(row) for row in rows))
+        for row in rows:
+            print_json(row)
     return 0
 
 

@@ -8,14 +8,13 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bitnet_ops.cli.arguments import UsageError, add_json, add_threads, integer, non_empty, number
-from bitnet_ops.cli.terminal import checked, json_text, read_stdin
+from bitnet_ops.cli.terminal import checked, print_json, print_text, read_stdin, say
 from bitnet_ops.nn.storage import (
     ACTIVATION_FORMATS,
     DEFAULT_KV_TYPE,
@@ -23,7 +22,6 @@ from bitnet_ops.nn.storage import (
     KV_TYPES,
     WEIGHT_FORMATS,
 )
-from bitnet_ops.untrusted import printable
 
 if TYPE_CHECKING:
     from bitnet_ops.language_model import LanguageModel, TextStream
@@ -286,7 +284,7 @@ def open_model(path: str | None, args: argparse.Namespace) -> LanguageModel:
         lora=args.lora,
     )
     for note in lm.config.notes:
-        print(f"note: {printable(note)}", file=sys.stderr)
+        say(f"note: {note}")
     return lm
 
 
@@ -316,7 +314,7 @@ def why_it_ended(lm: LanguageModel, stream: TextStream, options: dict[str, Any])
         "length": f"the limit of {options['max_new_tokens']} tokens (-n)",
         "context": f"the model's context of {context} tokens is full",
     }
-    return f"ended: {printable(reasons.get(reason, reason))}"
+    return f"ended: {reasons.get(reason, reason)}"
 
 
 def logprob_objects(lm: LanguageModel, stream: TextStream) -> list[dict[str, Any]]:
@@ -338,7 +336,7 @@ def logprob_objects(lm: LanguageModel, stream: TextStream) -> list[dict[str, Any
 def print_logprobs(lm: LanguageModel, stream: TextStream) -> None:
     """A line of JSON for each token of an answer, if they were asked for."""
     for one in logprob_objects(lm, stream):
-        print(json.dumps(one), file=sys.stderr)  # ASCII alone, whatever the tokens hold
+        say(json.dumps(one))  # ASCII alone, whatever the tokens hold
 
 
 def check(args: argparse.Namespace) -> None:
@@ -360,12 +358,12 @@ def run(args: argparse.Namespace) -> int:
     stream = lm.stream(prompt, ignore_eos=args.ignore_eos, **options)
     if args.json:
         text = "".join(stream)
-        print(json_text(_report(lm, args, prompt, text, stream, load_s)))
+        print_json(_report(lm, args, prompt, text, stream, load_s))
         return 0
     status = _print_stream(prompt, stream)
     print_logprobs(lm, stream)
     demo = "the embedded demo | " if model is None else ""
-    print(f"{demo}{figures(stream)} | {why_it_ended(lm, stream, options)}", file=sys.stderr)
+    say(f"{demo}{figures(stream)} | {why_it_ended(lm, stream, options)}")
     return status
 
 
@@ -373,11 +371,11 @@ def _print_stream(prompt: str, stream: TextStream) -> int:
     status, shown = 0, False
     try:
         for piece in stream:
-            print(piece if shown else prompt + piece, end="", flush=True)
+            print_text(piece if shown else prompt + piece)
             shown = True  # the prompt waits for the first token, so that an error stands alone
     except KeyboardInterrupt:
         status = 130
-    print("" if shown else prompt, flush=True)
+    print_text("" if shown else prompt, end="\n")
     return status
 
 

@@ -9,13 +9,12 @@ import argparse
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 from bitnet_ops.cli.arguments import add_threads, integer
+from bitnet_ops.cli.terminal import print_lines, say
 from bitnet_ops.nn.storage import DEFAULT_HEAD_FORMAT, HEAD_FORMATS
-from bitnet_ops.untrusted import printable
 
 _PATIENCE_S = 30.0  # for the requests that a server is answering when it is to end
 
@@ -83,10 +82,12 @@ def run(args: argparse.Namespace) -> int:
         words = launch.command(folder, name, options)
         if args.print:
             changed = {key: env[key] for key in sorted(env) if os.environ.get(key) != env[key]}
-            print(*(f"{key}={value}" for key, value in changed.items()), *words, sep="\n")
+            print_lines([*(f"{key}={value}" for key, value in changed.items()), *words])
             return 0
-        print(f"starting SGLang with the model {printable(name)}; its imports take half a minute "
-              "and more, GET /health answers when it is ready", file=sys.stderr)  # fmt: skip
+        say(
+            f"starting SGLang with the model {name}; its imports take half a minute and more, "
+            "GET /health answers when it is ready"
+        )
         return _serve(words, env)
 
 

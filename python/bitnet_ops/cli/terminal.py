@@ -1,7 +1,8 @@
 """What a command has around it: standard streams, signals, text that comes in, lines that go out.
 
 Streams may be closed, and bytes may be no text: a byte that is no UTF-8 is named with its place,
-instead of a codec's message. A warning is one line, as an error is.
+instead of a codec's message. A warning is one line, as an error is. Commands print by the functions
+here alone, so that nothing out of a file reaches a terminal that would obey it.
 """
 
 from __future__ import annotations
@@ -9,18 +10,17 @@ from __future__ import annotations
 import codecs
 import contextlib
 import io
-import json
 import os
 import re
 import signal
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any, NoReturn, Protocol, TextIO
 
 from bitnet_ops.errors import BitNetError
-from bitnet_ops.untrusted import printable
+from bitnet_ops.untrusted import json_text, printable
 
 
 class TextError(BitNetError, ValueError):
@@ -133,18 +133,39 @@ def show(work: Callable[..., Report], *, as_json: bool, wrote: str | None = None
     return 0
 
 
-def print_result(value: dict[str, Any], lines: list[str], *, as_json: bool) -> None:
+def print_result(value: dict[str, Any], lines: Iterable[object], *, as_json: bool) -> None:
     """One JSON object on stdout, or its text."""
-    print(json_text(value, indent=1) if as_json else "\n".join(map(printable, lines)))
+    if as_json:
+        print_json(value, indent=1)
+    else:
+        print_lines(lines)
 
 
-def json_text(value: Any, indent: int | None = None) -> str:
-    """`value` as JSON for stdout: as it is where that is UTF-8, in ASCII where it is not.
+def print_lines(lines: Iterable[object]) -> None:
+    """Lines for people on stdout."""
+    print("\n".join(map(printable, lines)))
+
+
+def print_json(value: Any, indent: int | None = None) -> None:
+    """`value` as JSON on stdout: as it is where that is UTF-8, in ASCII where it is not.
 
     There `backslashreplace` would write a letter as \\xe9, which no reader of JSON takes.
     """
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-    return json.dumps(value, indent=indent, ensure_ascii=codecs.lookup(encoding).name != "utf-8")
+    print(json_text(value, indent, ascii=codecs.lookup(encoding).name != "utf-8"))
+
+
+def print_text(text: str, end: str = "") -> None:
+    """What a model writes or goes on from, as it comes, on stdout.
+
+    A file or a pipe gets it as it is, a terminal without what that would obey.
+    """
+    print(printable(text, prose=True) if sys.stdout.isatty() else text, end=end, flush=True)
+
+
+def say(line: object) -> None:
+    """A line for people on stderr, beside the result."""
+    print(printable(line), file=sys.stderr)
 
 
 def one_line(error: BaseException) -> str:

@@ -37,7 +37,6 @@ from bitnet_ops.untrusted import (
     check_safetensors_header,
     is_lfs_pointer,
     parse_json,
-    printable,
     read_json_object,
     read_text,
 )
@@ -187,7 +186,7 @@ def _pooling_folder(folder: Path) -> str:
     try:
         modules = parse_json(read_text(path, limit=_CONFIG_LIMIT_BYTES), str(path), strict=True)
     except UntrustedFileError as error:
-        raise ConvertError("embedding", f"convert: {printable(error)}") from None
+        raise ConvertError("embedding", f"convert: {error}") from None
     rows = modules if isinstance(modules, list) else []
     named = [(str(m.get("type")), m.get("path")) for m in rows if isinstance(m, Mapping)]
     kinds = [kind.rpartition(".")[2] for kind, _ in named]
@@ -220,7 +219,7 @@ def _read_object(folder: Path, name: str, missing: str, malformed: str) -> dict[
     try:
         return read_json_object(folder / name, strict=True, limit=limit)
     except UntrustedFileError as error:
-        raise ConvertError(malformed, f"convert: {printable(error)}") from None
+        raise ConvertError(malformed, f"convert: {error}") from None
 
 
 def _check_links(folder: Path, names: list[str]) -> None:
@@ -228,7 +227,7 @@ def _check_links(folder: Path, names: list[str]) -> None:
     try:
         check_links(folder, names)
     except UntrustedFileError as error:
-        raise ConvertError("link-outside", f"convert: {printable(error)}") from None
+        raise ConvertError("link-outside", f"convert: {error}") from None
 
 
 def copy_files(source: Path, folder: Path, names: Iterable[str]) -> list[str]:
@@ -328,7 +327,7 @@ class _Shard:
         try:
             check_safetensors_header(path)
         except UntrustedFileError as error:
-            raise ConvertError("safetensors-corrupt", f"convert: {printable(error)}") from None
+            raise ConvertError("safetensors-corrupt", f"convert: {error}") from None
         self._read_bytes = 0
 
     def keys(self) -> list[str]:

@@ -1,8 +1,7 @@
 """The one exception of the converter and the one way to raise it.
 
 Every rejection has a short stable code (tests and scripts switch on it) and one line for people:
-what was expected, what was got, what to do. Names of a file cannot reach a terminal unescaped.
-This module knows no files and no formats.
+what was expected, what was got, what to do. This module knows no files and no formats.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 from typing import NoReturn
 
 from bitnet_ops.errors import BitNetError
-from bitnet_ops.untrusted import printable
 
 
 class ConvertError(BitNetError, ValueError):
@@ -20,8 +18,8 @@ class ConvertError(BitNetError, ValueError):
     """
 
     def __init__(self, code: str, message: str) -> None:
-        suffix, text = f" [{code}]", printable(message)
-        super().__init__(text if text.endswith(suffix) else text + suffix)
+        suffix = f" [{code}]"
+        super().__init__(message if message.endswith(suffix) else message + suffix)
         self.code = code
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from bitnet_ops.untrusted import printable
+
 # What a long piece of work calls as it goes: tensors done, of how many, the one that comes.
 Progress = Callable[[int, int, str], None]
 
@@ -22,12 +24,12 @@ def progress_bar(*, enabled: bool) -> Iterator[Progress | None]:
         rich.BarColumn(),
         rich.MofNCompleteColumn(),
         rich.TimeElapsedColumn(),
-        rich.TextColumn("{task.description}"),
+        rich.TextColumn("{task.description}", markup=False),
     )
     with rich.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("reading headers", total=None)
 
         def advance(done: int, total: int, name: str) -> None:
-            bar.update(task, completed=done, total=total, description=name)
+            bar.update(task, completed=done, total=total, description=printable(name))
 
         yield advance

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
-import json
 import platform
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +17,7 @@ import torch
 
 from bitnet_ops.convert.source import Uneven
 from bitnet_ops.formats.destination import REPORT_FILE, SUMMARY_FILE
+from bitnet_ops.untrusted import json_text, printable
 
 
 @dataclass
@@ -78,10 +78,10 @@ class ConvertReport:
 
     def write(self, folder: Path) -> None:
         """Write report.json into `folder`; with a verification, report.txt too."""
-        text = json.dumps(self.to_dict(), indent=1, ensure_ascii=False, allow_nan=False)
+        text = json_text(self.to_dict(), indent=1)
         (folder / REPORT_FILE).write_text(text + "\n", encoding="utf-8")
         if self.verification is not None:
-            summary = "\n".join(self.summary()) + "\n"
+            summary = "\n".join(map(printable, self.summary())) + "\n"
             (folder / SUMMARY_FILE).write_text(summary, encoding="utf-8")
 
     def lines(self) -> list[str]:

@@ -173,7 +173,7 @@ def stamp(path: Path) -> Stamp:
     """What changes with a file: which one it is, its size and times; None for one that is gone."""
     try:
         found = path.stat()
-    except OSError:
+    except (OSError, ValueError):  # a zero byte in the name
         return None
     times = found.st_mtime_ns, found.st_ctime_ns
     return found.st_dev, found.st_ino, found.st_size, *times

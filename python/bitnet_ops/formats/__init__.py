@@ -5,18 +5,15 @@
 
 from __future__ import annotations
 
-from bitnet_ops.errors import BitNetError
-from bitnet_ops.untrusted import printable
+from bitnet_ops.errors import BitNetError, printable
 
 
 class CodedError(BitNetError, ValueError):
     """`code` is the rule's short name, `message` the line for people; str() is both."""
 
     def __init__(self, code: str, message: str) -> None:
-        message = printable(message)
         super().__init__(code, message)
-        self.code = code
-        self.message = message
+        self.code, self.message = code, printable(message)
 
     def __str__(self) -> str:
         return f"{self.message} [{self.code}]"

@@ -26,6 +26,7 @@ from typing import Any, NoReturn
 
 from bitnet_ops.errors import BitNetError
 from bitnet_ops.formats import gguf, sglbitnt
+from bitnet_ops.untrusted import printable
 
 ENVIRONMENT = "BITNET_OPS_CACHE"
 CONVERTED = "converted"  # the folder of conversions in the cache directory
@@ -234,7 +235,7 @@ def _convert(source: Path, target: Path) -> None:
     _log.info(told)
     on_terminal = sys.stderr is not None and sys.stderr.isatty()
     if on_terminal:
-        print(told, file=sys.stderr)
+        print(printable(told), file=sys.stderr)  # noqa: T201 (cli/terminal.py is above)
     making = Path(tempfile.mkdtemp(prefix=f".{target.name}.making-", dir=target.parent))
     try:
         made = making / "model"

@@ -10,12 +10,12 @@ from __future__ import annotations
 import json
 import os
 import stat
-import unicodedata
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
 from bitnet_ops.errors import BitNetError
+from bitnet_ops.errors import printable as printable
 
 _LFS = b"version https://git-lfs.github.com/spec/"  # how a pointer begins
 LFS_POINTER = "a Git LFS pointer in its place; run git lfs pull in its folder, or download it"
@@ -28,21 +28,15 @@ class UntrustedFileError(BitNetError, ValueError):
     """A file that is not read; the message says which and why, in one line."""
 
 
-# Texts in messages --------------------------------------------------------------------------------
-
-# Controls, formats (which turn the direction of text round), surrogates, private use, line ends.
-_UNPRINTABLE = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
+# Texts --------------------------------------------------------------------------------------------
 
 
-def printable(text: object) -> str:
-    """`text` with everything that a terminal would obey, or could not show, as \\x1b or \\u202e."""
-    shown = str(text)
-    if shown.isprintable():
-        return shown
-    return "".join(
-        c.encode("unicode_escape").decode() if unicodedata.category(c) in _UNPRINTABLE else c
-        for c in shown
-    )
+def json_text(value: Any, indent: int | None = None, *, ascii: bool = False) -> str:
+    """`value` as JSON in which no character is raw that `printable` would escape."""
+    text = json.dumps(value, indent=indent, ensure_ascii=ascii)
+    if text.isprintable():
+        return text
+    return "".join(c if c == "\n" or c == printable(c) else json.dumps(c)[1:-1] for c in text)
 
 
 # JSON ---------------------------------------------------------------------------------------------
