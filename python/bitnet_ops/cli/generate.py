@@ -222,7 +222,7 @@ def generation_note(lm: LanguageModel, args: argparse.Namespace, *, used: bool) 
     if lm.generation.ignored:
         parts.append(f"ignored: {', '.join(lm.generation.ignored)}")
     if parts:
-        print(f"note: generation_config.json: {'; '.join(parts)}", file=sys.stderr)
+        say(f"note: generation_config.json: {'; '.join(parts)}")
 
 
 def model_and_prompt(args: argparse.Namespace) -> tuple[str | None, str]:
