@@ -273,14 +273,14 @@ def nasty(source: Path, tmp_path: Path) -> Path:
     folder = tmp_path / NASTY
     folder.mkdir()
     config = json.loads((source / "config.json").read_text())
-    config[NASTY] = config["quantization_config"][NASTY] = NASTY
+    config["auto_map"] = config["_name_or_path"] = {NASTY: NASTY}
     (source / "config.json").write_text(json.dumps(config))
     source.rename(folder / "source")
     shutil.copytree(DEMO_DIR, folder / "model")
     file = folder / "model" / "model.bin"
     with Reader(file) as reader:
         block = {"format_version": 1, NASTY: NASTY, "verified": {NASTY: NASTY}}
-        replaced = {**reader.config, NASTY: NASTY, "bitnet_ops": block}
+        replaced = {**reader.config, "auto_map": {NASTY: NASTY}, "bitnet_ops": block}
     replace_config(file, replaced)
     backend = Backend.from_file(str(folder / "model" / "tokenizer.json"))
     backend.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Replace("e", NASTY)])
