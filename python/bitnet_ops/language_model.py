@@ -65,6 +65,7 @@ def load(
     cache: str | os.PathLike[str] | None = None,
     convert: bool = True,
     lora: _Folder | Mapping[str, _Folder] | None = None,
+    kv_cache_mb: float | None = None,
 ) -> LanguageModel:
     """Open a model.
 
@@ -97,6 +98,8 @@ def load(
         lora: a PEFT directory whose LoRA adapter runs beside the ternary projections, for every
             text; or several by name, of which each call may choose one (`adapter=`). More can be
             added and removed later: `LanguageModel.add_adapter`.
+        kv_cache_mb: the most memory, in MiB, for keys and values; None: as Engine decides, by what
+            the machine, its container and the process' limits leave.
     Returns the LanguageModel.
     Raises LoadError, loading.resolve.HubError, convert.ConvertError, config.UnsupportedModelError,
     formats.sglbitnt.SglbitntError, models.TensorError, lora.LoraError or tokenizer.TokenizerError:
@@ -110,7 +113,7 @@ def load(
     check_activation_format(activation_format)
     adapters = _read_adapters(lora)
     found = resolve(DEMO_DIR if path is None else path, convert=convert, cache=cache)
-    form = dtype, kv_dtype, weight_format, head_format, activation_format
+    form = dtype, kv_dtype, weight_format, head_format, activation_format, kv_cache_mb
     try:
         return _open(found.file, *form, adapters)
     except sglbitnt.SglbitntError as error:
@@ -127,6 +130,7 @@ def _open(
     weight_format: str,
     head_format: str,
     activation_format: str,
+    kv_cache_mb: float | None,
     adapters: Mapping[str | None, Adapter],
 ) -> LanguageModel:
     model = load_model(file, dtype, weight_format, head_format)
@@ -137,7 +141,13 @@ def _open(
     tokenizer = Tokenizer.from_dir(folder) if (folder / "tokenizer.json").is_file() else None
     generation = read_generation_config(folder, model.config, tokenizer)
     return LanguageModel(
-        model, tokenizer, generation.stop_ids, kv_dtype=kv_dtype, path=file, generation=generation
+        model,
+        tokenizer,
+        generation.stop_ids,
+        kv_dtype=kv_dtype,
+        path=file,
+        generation=generation,
+        kv_cache_mb=kv_cache_mb,
     )
 
 
@@ -155,7 +165,7 @@ class LanguageModel:
     Args:
         model, tokenizer: what runs; without a tokenizer prompts are token ids.
         stop_ids: ids that end a text; None: those of the model's config.
-        kv_dtype: of keys and values, as of `load`.
+        kv_dtype, kv_cache_mb: of keys and values, as of `load`.
         path: where the model came from, for messages.
         generation: what its generation_config.json says.
     Attributes: `config`, `model`, `tokenizer`, `engine`, `stop_ids` (end of text), `path`, and
@@ -173,11 +183,12 @@ class LanguageModel:
         kv_dtype: torch.dtype = DEFAULT_KV_DTYPE,
         path: Path | None = None,
         generation: GenerationConfig | None = None,
+        kv_cache_mb: float | None = None,
     ) -> None:
         self.model, self.path = model, path
         self.generation = GenerationConfig() if generation is None else generation
         self._tokenizer = tokenizer
-        self.engine = Engine(model, kv_dtype=kv_dtype)
+        self.engine = Engine(model, kv_dtype=kv_dtype, kv_cache_mb=kv_cache_mb)
         self.stop_ids = frozenset(model.config.eos_token_ids) if stop_ids is None else stop_ids
 
     def __repr__(self) -> str:

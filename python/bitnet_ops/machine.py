@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import platform
 import re
+import resource
 from pathlib import Path
 
 _ROOT = Path("/")
@@ -21,6 +22,7 @@ _THREAD_VARIABLES = (
 )
 # a limit of this size or more is how cgroup v1 spells "no limit"
 _NO_LIMIT_BYTES = 1 << 60
+_UNKNOWN_BYTES = 4 << 30  # of memory, where the system tells nothing
 
 
 def _text(path: Path) -> str | None:
@@ -146,21 +148,62 @@ def placement_effect(placement: str, root: Path = _ROOT) -> str:
 
 
 def memory_bytes(root: Path = _ROOT) -> dict[str, int | None]:
-    """{"total", "available", "limit"}; limit is the control group's, None when there is none."""
+    """{"total", "available", "limit"}: of the machine, for this process now, and its lowest limit.
+
+    "limit" is the least of the control groups' and of `ulimit -v` and `-d`, None without any.
+    "available" is what the machine and all of them leave; files that are kept in memory count as
+    free, for the system gives them up.
+    """
     text = _text(root / "proc/meminfo") or ""
     found = dict(re.findall(r"^(MemTotal|MemAvailable):\s*(\d+) kB", text, re.MULTILINE))
-    limits = []
-    for directory in _cgroup_directories(root, "memory"):
-        for name in ("memory.max", "memory.limit_in_bytes"):
-            value = _text(directory / name)
-            if value and value.isdigit() and int(value) < _NO_LIMIT_BYTES:
-                limits.append(int(value))
     kib = {name: int(value) << 10 for name, value in found.items()}
+    limited = [*_group_limits(root), *_process_limits(root)]
+    left = [max(0, limit - used) for limit, used in limited]
+    left += [kib["MemAvailable"]] if "MemAvailable" in kib else []
     return {
         "total": kib.get("MemTotal"),
-        "available": kib.get("MemAvailable"),
-        "limit": min(limits, default=None),
+        "available": min(left, default=None),
+        "limit": min((limit for limit, _ in limited), default=None),
     }
+
+
+def _group_limits(root: Path) -> list[tuple[int, int]]:
+    """(limit, bytes in use that cannot be given up) of each control group with a limit."""
+    found = []
+    for directory in _cgroup_directories(root, "memory"):
+        for limit, usage in (
+            ("memory.max", "memory.current"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+        ):
+            value, used = _text(directory / limit), _text(directory / usage) or "0"
+            if value and value.isdigit() and int(value) < _NO_LIMIT_BYTES:
+                stat = _text(directory / "memory.stat") or ""
+                # version 1 counts a group's children under names with total_
+                names = "total_(?:in)?active_file" if "total_" in stat else "(?:in)?active_file"
+                files = re.findall(rf"^{names} (\d+)$", stat, re.MULTILINE)
+                found.append((int(value), int(used) - sum(map(int, files))))
+    return found
+
+
+def _process_limits(root: Path) -> list[tuple[int, int]]:
+    """(limit, bytes in use) of address space and of data (`ulimit -v`, `-d`), where limited."""
+    pages = (_text(root / "proc/self/statm") or "0 0 0 0 0 0").split()
+    names = (resource.RLIMIT_AS, pages[0]), (resource.RLIMIT_DATA, pages[5])
+    limits = ((resource.getrlimit(name)[0], int(used) * page_bytes()) for name, used in names)
+    return [(soft, used) for soft, used in limits if soft != resource.RLIM_INFINITY]
+
+
+def cache_budget(root: Path = _ROOT) -> int:
+    """Bytes that a cache of keys and values may take where nobody says.
+
+    A quarter of the machine's memory, or of a container's or process' limit, and never more than
+    half of what is available now: weights are loaded by then, and work goes on beside it.
+    """
+    memory = memory_bytes(root)
+    bounds = [memory["total"], memory["limit"]]
+    least = min((value for value in bounds if value is not None), default=_UNKNOWN_BYTES)
+    available = least if memory["available"] is None else memory["available"]
+    return min(least // 4, available // 2)
 
 
 def transparent_huge_pages(root: Path = _ROOT) -> str | None:

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -200,3 +201,14 @@ def test_speculation_leaves_the_text_alone(how: str, capsys: pytest.CaptureFixtu
         assert main([*words, *more, "--temp", "0.7", "--seed", "2"]) == 0
         texts.append(json.loads(capsys.readouterr().out)["text"])
     assert texts[0] == texts[1]
+
+
+def test_a_limit_of_the_address_space_makes_the_cache_smaller() -> None:
+    """By default; one that is asked for by name and refused says so."""
+    words = "ulimit -v 3000000; exec $0 -m bitnet_ops generate"
+    command = ["bash", "-c", f'{words} "$@"', sys.executable, PROMPT, "-n", "4"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.startswith(PROMPT + CONTINUED), done.stderr
+    done = subprocess.run([*command, "--kv-cache-mb", "9000"], capture_output=True, text=True)
+    assert done.returncode == 1 and len(done.stderr.splitlines()) == 1
+    assert "got less; give a smaller kv_cache_mb (--kv-cache-mb)" in done.stderr

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -130,20 +131,64 @@ def test_effect_of_a_placement_depends_on_the_nodes(tmp_path: Path) -> None:
     assert machine.placement_effect("first_touch", root) == first
 
 
-def test_memory_and_its_limit(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("files", "available", "limit"),
+    [
+        ({"1:memory:/x": {"memory/x/memory.limit_in_bytes": 2**63 - 4096}}, 1 << 20, None),
+        ({"0::/y": {"y/memory.max": "max"}}, 1 << 20, None),
+        ({"0::/y": {"y/memory.max": 4096}}, 4096, 4096),
+        ({"0::/y": {"y/memory.max": 4096, "y/memory.current": 5000}}, 0, 4096),
+        # what files keep in memory is given up where it is needed
+        (
+            {
+                "0::/y": {
+                    "y/memory.max": 9000,
+                    "y/memory.current": 8000,
+                    "y/memory.stat": "anon 1000\nfile 7000\ninactive_file 4000\nactive_file 2500",
+                }
+            },
+            7500,
+            9000,
+        ),
+        (
+            {
+                "7:memory:/x": {
+                    "memory/x/memory.limit_in_bytes": 9000,
+                    "memory/x/memory.usage_in_bytes": 8000,
+                    "memory/x/memory.stat": "inactive_file 1\ntotal_inactive_file 5000",
+                }
+            },
+            6000,
+            9000,
+        ),
+        # the parent's limit binds as well
+        ({"0::/a/b": {"a/b/memory.max": 8192, "a/memory.max": 4096}}, 4096, 4096),
+    ],
+)
+def test_memory_and_its_limits(
+    tmp_path: Path, files: dict[str, dict[str, Any]], available: int, limit: int | None
+) -> None:
     meminfo = "MemTotal:       2048 kB\nMemFree: 1 kB\nMemAvailable:   1024 kB\n"
-    root = write(
-        tmp_path,
-        {
-            "proc/meminfo": meminfo,
-            "proc/self/cgroup": "7:memory:/x\n",
-            "sys/fs/cgroup/memory/x/memory.limit_in_bytes": "9223372036854771712\n",
-        },
-    )
-    expected = {"total": 2048 << 10, "available": 1024 << 10, "limit": None}
+    ((group, values),) = files.items()
+    named = {f"sys/fs/cgroup/{name}": f"{value}\n" for name, value in values.items()}
+    root = write(tmp_path, {"proc/meminfo": meminfo, "proc/self/cgroup": f"{group}\n", **named})
+    expected = {"total": 2 << 20, "available": available, "limit": limit}
     assert machine.memory_bytes(root) == expected
-    write(root, {"proc/self/cgroup": "0::/y\n", "sys/fs/cgroup/y/memory.max": "4096\n"})
-    assert machine.memory_bytes(root) == expected | {"limit": 4096}
+    least = min(2 << 20, limit or 2 << 20)
+    assert machine.cache_budget(root) == min(least // 4, available // 2)
+
+
+@pytest.mark.parametrize("name", ["RLIMIT_AS", "RLIMIT_DATA"])
+def test_memory_within_the_limits_of_the_process(name: str) -> None:
+    code = f"""
+import resource
+from bitnet_ops import machine
+resource.setrlimit(resource.{name}, (3 << 30, 3 << 30))
+found = machine.memory_bytes()
+assert found["limit"] <= 3 << 30 and 0 < found["available"] < 3 << 30, found
+assert machine.cache_budget() <= 3 << 28
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_huge_page_setting(tmp_path: Path) -> None:

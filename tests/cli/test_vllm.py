@@ -66,10 +66,9 @@ def test_the_users_environment_wins(executed, monkeypatch):
     assert env["VLLM_CPU_OMP_THREADS_BIND"] == "0-1" and env["VLLM_CPU_KVCACHE_SPACE"] == "40"
 
 
-@pytest.mark.parametrize(("gib", "space"), [(None, "1"), (1, "1"), (8, "2"), (13, "3"), (64, "4")])
-def test_the_cache_takes_a_quarter_of_the_memory_at_most_four_gib(monkeypatch, gib, space):
-    available = None if gib is None else gib << 30
-    monkeypatch.setattr(machine, "memory_bytes", lambda: {"available": available})
+@pytest.mark.parametrize(("gib", "space"), [(0.1, "1"), (2.9, "2"), (3, "3"), (16, "4")])
+def test_the_cache_takes_its_budget_at_most_four_gib(monkeypatch, gib, space):
+    monkeypatch.setattr(machine, "cache_budget", lambda: int(gib * 2**30))
     env = vllm.environment(6)
     assert env["VLLM_CPU_KVCACHE_SPACE"] == space and env["OMP_NUM_THREADS"] == "6"
 

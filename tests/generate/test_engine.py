@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 import bitnet_ops
+import bitnet_ops.generate.engine as engine_module
+from bitnet_ops import machine
 from bitnet_ops.generate.engine import (
     Engine,
     Event,
@@ -32,6 +34,7 @@ from bitnet_ops.generate.sampling import SamplingError
 from bitnet_ops.models import Decoder
 from bitnet_ops.models.step_batch import StepBatch
 from bitnet_ops.nn.kv_config import KV_DTYPES, bytes_of_block
+from bitnet_ops.nn.kv_pool import KVPool
 from bitnet_ops.nn.lora import LoraError
 from counting_model import LONG, Counting, answers, drain, used
 from isa_control import torch_threads
@@ -319,7 +322,7 @@ def test_a_full_pool_fails_the_one_that_cannot_fit() -> None:
     found = answers(drain(engine))
     assert str(found[long][1]) == (
         "KV pool: expected 7 free blocks, got 6 of 6; wait until other sequences end, shorten this "
-        "one or make the pool larger"
+        "one or make the pool larger (kv_cache_mb, --kv-cache-mb)"
     )
     assert found[fits] == ([i % FAKE_VOCAB for i in range(8, 20)], "length")
     assert len(found[grows][0]) == 21, "24 positions hold 4 + 20 tokens"
@@ -378,6 +381,43 @@ def test_many_prompts_one_after_the_other_keep_a_bounded_prefix_cache() -> None:
             engine.generate([[number, 1] * 40], limits=Limits(1))  # of two blocks
             assert engine.stats().cached_blocks <= most
         assert engine.stats().cached_blocks == min(most, 80), "as much as it may"
+
+
+@pytest.mark.parametrize(
+    ("budget", "available", "blocks"),
+    [
+        (1000, 4000, 1000),  # a quarter of what there is
+        (1, 4000, None),  # one sequence of the whole context, where there is room
+        (1, 8, 6),  # and what there is room for, where there is not
+        (0, 0, 1),
+    ],
+)
+def test_the_pool_keeps_within_the_memory_there_is(
+    monkeypatch: pytest.MonkeyPatch, budget: int, available: int, blocks: int | None
+) -> None:
+    block = bytes_of_block(LONG, 64, torch.bfloat16)
+    memory = {"total": None, "limit": None, "available": available * block}
+    monkeypatch.setattr(machine, "memory_bytes", lambda: memory)
+    monkeypatch.setattr(machine, "cache_budget", lambda: budget * block)
+    longest = -(-LONG.max_position_embeddings // 64)
+    assert Engine(Counting(LONG)).stats().blocks == (blocks or longest)
+
+
+def test_a_pool_whose_addresses_are_refused_is_smaller_or_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refusing(config: Any, blocks: int, *form: Any, **options: Any) -> KVPool:
+        if blocks > 8:
+            raise MemoryError("refused")
+        return KVPool(config, blocks, *form, **options)
+
+    monkeypatch.setattr(engine_module, "KVPool", refusing)
+    engine = Engine(Counting(LONG))
+    engine.generate([[1]], limits=Limits(1))
+    assert 4 < engine.stats().blocks <= 8
+    engine = Engine(Counting(LONG), kv_cache_mb=64)
+    with pytest.raises(MemoryError, match=r"expected 6\d MiB of address space .*--kv-cache-mb"):
+        engine.generate([[1]], limits=Limits(1))
 
 
 def test_memory_is_taken_with_the_first_request_and_given_back() -> None:

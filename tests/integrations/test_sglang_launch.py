@@ -76,6 +76,21 @@ def test_the_command_and_its_environment(installed, monkeypatch, capsys):
     assert options["--max-total-tokens"] == "64"  # the last one, as argparse takes it
 
 
+@pytest.mark.parametrize(("mib", "tokens"), [(1, 1 << 20), (1 << 20, None)])
+def test_the_cache_has_as_many_tokens_as_memory_allows(tmp_path, monkeypatch, mib, tokens):
+    config = {
+        "model_type": "bitnet", "vocab_size": 64, "hidden_size": 256, "intermediate_size": 256,
+        "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
+    }  # fmt: skip
+    monkeypatch.setattr(launch.machine, "cache_budget", lambda: mib << 20)
+    words = launch.command(tmp_path, "m")
+    assert words[words.index("--max-total-tokens") + 1] == "32768", "no config.json"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    words = launch.command(tmp_path, "m")
+    expected = tokens // (4 * 2 * 2 * 64 * 2) if tokens else 32768
+    assert words[words.index("--max-total-tokens") + 1] == str(expected)
+
+
 def test_only_what_is_missing_has_a_stand_in(monkeypatch):
     monkeypatch.setattr(launch, "_imports", lambda module: module == "sgl_kernel")
     assert launch.stub_paths() == [str(launch.STUBS / "vision")]

@@ -73,6 +73,12 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"default {DEFAULT_KV_TYPE}",
     )
     group.add_argument(
+        "--kv-cache-mb",
+        type=number("above 0", lambda v: v > 0),
+        metavar="MB",
+        help="the most memory for keys and values (default: a quarter of what there is)",
+    )
+    group.add_argument(
         "--weight-format",
         choices=WEIGHT_FORMATS,
         default="auto",
@@ -282,6 +288,7 @@ def open_model(path: str | None, args: argparse.Namespace) -> LanguageModel:
         cache=None if args.cache == "auto" else args.cache,
         convert=args.convert,
         lora=args.lora,
+        kv_cache_mb=args.kv_cache_mb,
     )
     for note in lm.config.notes:
         say(f"note: {note}")

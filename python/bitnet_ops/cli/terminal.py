@@ -171,6 +171,8 @@ def say(line: object) -> None:
 def one_line(error: BaseException) -> str:
     """The error as one line: what went wrong, and in brackets a short word for scripts."""
     text = printable(" ".join(str(error).split()))
+    if isinstance(error, MemoryError) and not text:
+        text = "expected more memory than this process may have; raise its limit (ulimit -v)"
     if isinstance(error, KeyError | NotImplementedError | AssertionError) or not text:
         text = f"{type(error).__name__}: {text}"
     code = getattr(error, "code", None)

@@ -60,14 +60,14 @@ def run(args: argparse.Namespace) -> int:
 
 def environment(cpus: int) -> dict[str, str]:
     """What is set where the user has set nothing."""
-    memory = machine.memory_bytes()["available"] or 4 * _GIB
     return {
         # vLLM keeps a core for its scheduler, which waits while a step runs: take all.
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": str(cpus),
         # Threads that spin while they wait would take the cores from the scheduler.
         "OMP_WAIT_POLICY": "passive",
-        "VLLM_CPU_KVCACHE_SPACE": str(max(1, min(4, memory // (4 * _GIB)))),  # GiB
+        # in GiB, of which vLLM takes whole ones
+        "VLLM_CPU_KVCACHE_SPACE": str(max(1, min(4, machine.cache_budget() // _GIB))),
     }
 
 

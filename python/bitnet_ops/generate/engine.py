@@ -60,6 +60,7 @@ from bitnet_ops.nn.blocks import BlockAllocator
 from bitnet_ops.nn.kv_config import (
     DEFAULT_BLOCK_SIZE,
     DEFAULT_KV_DTYPE,
+    bytes_of_block,
     check_kv_dtype,
 )
 from bitnet_ops.nn.kv_pool import KVPool
@@ -92,9 +93,10 @@ class Engine:
             no result. 128 to 512 are equally fast where it was measured. Not used with
             `scheduling`, which has its own `token_budget`.
         kv_cache_mb: the most memory, in MiB, for keys and values, the prefix cache included; None:
-            a quarter of the machine's, and always enough for one sequence of
-            max_position_embeddings. It is taken as positions are written, and kept for later
-            requests until `trim`.
+            a quarter of the machine's, or of the limit of its container or process
+            (`machine.cache_budget`), and enough for one sequence of max_position_embeddings where
+            there is room for it. It is taken as positions are written, and kept for later requests
+            until `trim`.
         prefix_cache_mb: how much of it may hold what no request uses; None: all of kv_cache_mb,
             where that is None too 256 MiB, or one sequence of max_position_embeddings if that is
             more.
@@ -128,6 +130,7 @@ class Engine:
         self._blocks, self._most_cached = blocks_of(
             model.config, block_size, kv_dtype, kv_cache_mb, prefix_cache_mb
         )
+        self._fixed = kv_cache_mb is not None
         self._begin()
 
     def _begin(self) -> None:
@@ -144,8 +147,8 @@ class Engine:
         self.seconds = 0.0  # of all steps so far
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("model", "kv_dtype", "block_size", "scheduling", "_blocks", "_most_cached")
-        return {name: self.__dict__[name] for name in own}
+        own = "model kv_dtype block_size scheduling _blocks _most_cached _fixed"
+        return {name: self.__dict__[name] for name in own.split()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -294,7 +297,7 @@ class Engine:
     @torch.inference_mode(False)  # or the pool could not be written outside of it
     def _make_memory(self) -> tuple[KVPool, BlockAllocator, Scheduler]:
         config = self.model.config
-        pool = KVPool(config, self._blocks, self.block_size, self.kv_dtype)
+        pool = self._make_pool()
         blocks = BlockAllocator(pool.blocks, self._most_cached)
         scheduler = Scheduler(
             blocks,
@@ -304,6 +307,21 @@ class Engine:
             self.scheduling,
         )
         return pool, blocks, scheduler
+
+    def _make_pool(self) -> KVPool:
+        """The pool, smaller where the system refuses the address space and nobody fixed a size."""
+        while True:
+            try:
+                return KVPool(self.model.config, self._blocks, self.block_size, self.kv_dtype)
+            except MemoryError:
+                if self._blocks == 1 or self._fixed:
+                    block = bytes_of_block(self.model.config, self.block_size, self.kv_dtype)
+                    raise MemoryError(
+                        f"engine: expected {self._blocks * block >> 20} MiB of address space for "
+                        "keys and values, got less; give a smaller kv_cache_mb (--kv-cache-mb), or "
+                        "raise the limit (ulimit -v)"
+                    ) from None
+                self._blocks //= 2
 
     # Steps ---------------------------------------------------------------------------------------
 

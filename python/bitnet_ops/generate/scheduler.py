@@ -11,7 +11,6 @@ For one thread at a time.
 from __future__ import annotations
 
 import math
-import os
 from bisect import insort
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -20,6 +19,7 @@ from typing import NamedTuple
 
 import torch
 
+from bitnet_ops import machine
 from bitnet_ops.config import ModelConfig
 from bitnet_ops.generate.request import Request
 from bitnet_ops.generate.speculation import StepCosts, propose
@@ -402,8 +402,9 @@ def blocks_of(
     block_bytes = bytes_of_block(config, block_size, kv_dtype)
     longest = -(-config.max_position_embeddings // block_size)
     if kv_cache_mb is None:
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        blocks = max(memory // 4 // block_bytes, longest)
+        memory = machine.memory_bytes()["available"]
+        room = longest if memory is None else memory * 3 // 4 // block_bytes
+        blocks = max(1, machine.cache_budget() // block_bytes, min(longest, room))
     elif (blocks := int(kv_cache_mb * 2**20) // block_bytes) < 1:
         raise ValueError(
             f"engine: expected kv_cache_mb of at least a block's {block_bytes / 2**20:.2f} MiB, "

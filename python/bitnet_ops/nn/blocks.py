@@ -67,7 +67,7 @@ class PoolFullError(BitNetError, RuntimeError):
     def __init__(self, needed: int, free: int, total: int) -> None:
         super().__init__(
             f"KV pool: expected {needed} free blocks, got {free} of {total}; wait until other "
-            "sequences end, shorten this one or make the pool larger"
+            "sequences end, shorten this one or make the pool larger (kv_cache_mb, --kv-cache-mb)"
         )
         self.needed, self.free, self.total = needed, free, total
 

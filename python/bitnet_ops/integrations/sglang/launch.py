@@ -17,9 +17,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from bitnet_ops import machine
+from bitnet_ops.config import ModelConfig
 from bitnet_ops.config.families import family_of
 from bitnet_ops.errors import BitNetError
 from bitnet_ops.integrations import sglang
+from bitnet_ops.nn.storage import KV_TYPES
 from bitnet_ops.untrusted import read_json_object
 
 STUBS = Path(__file__).parent / "stubs"
@@ -29,9 +31,9 @@ ARGUMENTS = (
     *("--disable-overlap-schedule", "--skip-server-warmup"),
     "--sleep-on-idle",  # a scheduler that polls takes a core from the others, clients among them
     *("--dtype", "float32", "--kv-cache-dtype", "bfloat16"),
-    *("--max-total-tokens", "32768", "--max-running-requests", "32"),
-    *("--log-level", "warning"),
+    *("--max-running-requests", "32", "--log-level", "warning"),
 )
+_MOST_TOKENS = 32768  # in the cache of keys and values, where memory allows
 _FALLBACK = "transformers"  # the module of SGLang that runs what it has no class for
 
 
@@ -205,7 +207,19 @@ def environment(base: Mapping[str, str], classes: Sequence[str], count: int = 1)
     return env
 
 
+def _tokens_in_memory(file: Path) -> int:
+    """How many tokens' keys and values in bfloat16 there is memory for; `file`: the config.json."""
+    try:
+        config = ModelConfig.from_hf(read_json_object(file))
+    except BitNetError:  # whoever loads the model says it
+        return _MOST_TOKENS
+    rows = 2 * config.num_hidden_layers * config.num_key_value_heads
+    found = machine.cache_budget() // (rows * KV_TYPES["bfloat16"].row_bytes(config.head_dim))
+    return max(1, min(_MOST_TOKENS, found))
+
+
 def command(model: Path, name: str, options: Sequence[str] = ()) -> list[str]:
     """The words that start the server of the folder `model` under `name`; `options` win."""
     fixed = ["--model-path", str(model), "--served-model-name", name, *ARGUMENTS]
+    fixed += ["--max-total-tokens", str(_tokens_in_memory(model / "config.json"))]
     return [sys.executable, "-m", "sglang.launch_server", *fixed, *options]
