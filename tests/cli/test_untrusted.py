@@ -41,6 +41,8 @@ CONFIG = {
     "num_hidden_layers": 1,
     "num_attention_heads": 2,
 }
+MINICPM = {"model_type": "minicpm", "scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 256}
+GEMMA = {"model_type": "gemma3_text", "num_key_value_heads": 2, "vocab_size": 32}
 
 
 @pytest.fixture
@@ -232,6 +234,16 @@ def test_a_file_cannot_cut_or_fill_prompts(tmp_path: Path) -> None:
             "rope_scaling.low_freq_factor",
         ),
         ({"rope_scaling": {"rope_type": "unheard-of"}}, "rope_scaling.rope_type"),
+        ({"rope_scaling": {"type": "yarn", "beta_fast": 1e-320}}, "rope_scaling.beta_fast"),
+        ({"rope_scaling": {"type": "yarn", "attention_factor": 1e300}}, "rope_scaling.attention_f"),
+        ({"num_hidden_layers": 5000}, "num_hidden_layers"),
+        ({"head_dim": 1 << 17}, "head_dim"),
+        ({"hidden_size": 1 << 20, "num_attention_heads": 1}, "head_dim"),
+        ({**MINICPM, "scale_emb": 1e300}, "scale_emb"),
+        ({**MINICPM, "scale_depth": 1e300}, "scale_depth"),
+        ({**MINICPM, "dim_model_base": 1e-300}, "dim_model_base"),
+        ({**GEMMA, "query_pre_attn_scalar": 1e-300}, "query_pre_attn_scalar"),
+        ({**GEMMA, "rope_local_base_freq": 1e300}, "rope_local_base_freq"),
         ({"rope_parameters": {"rope_theta": 1e308}}, "rope_parameters.rope_theta"),
         ({"bitnet_ops": {"sub_norm_eps": 1e308}}, "sub_norm_eps"),
         ({"bitnet_ops": {"linear_norm_eps": 1e308}}, "linear_norm_eps"),
@@ -239,7 +251,7 @@ def test_a_file_cannot_cut_or_fill_prompts(tmp_path: Path) -> None:
 )
 def test_numbers_that_no_model_has_are_rejected(change: dict[str, Any], field: str) -> None:
     ModelConfig.from_hf(CONFIG)
-    with pytest.raises(UnsupportedModelError, match=f"config: expected {field} "):
+    with pytest.raises(UnsupportedModelError, match=f"config: expected {field}"):
         ModelConfig.from_hf({**CONFIG, **change})
 
 

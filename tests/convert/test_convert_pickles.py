@@ -5,6 +5,7 @@ test_convert_rejections.py has what is rejected without --allow-pickle.
 
 import json
 import pickle
+import zipfile
 
 import pytest
 import torch
@@ -79,6 +80,11 @@ REJECTED = {
         "pickle-content",
         "with fewer",
     ),
+    "one storage for many": (
+        lambda t: {**t, **{f"x{i}": t["model.embed_tokens.weight"] for i in range(99)}},
+        "pickle-content",
+        "values of its own",
+    ),
     "float64": (lambda t: {n: v.double() for n, v in t.items()}, "dtype", "F64"),
     "a missing one": (lambda t: dict(list(t.items())[1:]), "missing-tensor", "embed_tokens"),
 }
@@ -97,6 +103,17 @@ def test_rejected_pickles(name, tensors, tmp_path, monkeypatch):
 def test_damaged_pickles(content, tensors, tmp_path):
     (tmp_path / "source" / "pytorch_model.bin").write_bytes(content)
     check_rejected(tmp_path, "pickle-unsafe", "pytorch_model.bin", allow_pickle=True)
+
+
+def test_compressed_archives(tensors, tmp_path):
+    """A few bytes could stand for a thousand times as many."""
+    torch.save(tensors, tmp_path / "plain")
+    target = tmp_path / "source" / "pytorch_model.bin"
+    with zipfile.ZipFile(tmp_path / "plain") as plain:
+        with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as packed:
+            for name in plain.namelist():
+                packed.writestr(name, plain.read(name))
+    check_rejected(tmp_path, "pickle-unsafe", "compressed records", allow_pickle=True)
 
 
 def test_another_name(tensors, tmp_path):

@@ -6,15 +6,22 @@ Runs `_runtime` alone in a process of its own, so that torch's memory does not h
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 
 import pytest
 
 import sglbitnt_bytes as raw
 from bitnet_ops import _runtime, load
-from bitnet_ops.models import TensorError
+from bitnet_ops.cli import main
+from bitnet_ops.config import UnsupportedModelError
+from bitnet_ops.convert import convert
+from bitnet_ops.errors import BitNetError
+from bitnet_ops.formats.sglbitnt import Reader, replace_config
+from bitnet_ops.language_model import DEMO_DIR
 from sglbitnt_malformed import LARGEST, MALFORMED
 
 MIB = 1 << 20
@@ -141,8 +148,33 @@ def test_a_config_that_claims_two_billion_layers(tmp_path: Path) -> None:
     }
     path = tmp_path / "model.bin"
     path.write_bytes(raw.file(raw.tensor(b"w"), config=config))
-    with pytest.raises(TensorError, match=f"tensors of {LARGEST} layers, got 1 tensors"):
+    with pytest.raises(UnsupportedModelError, match=f"of at most 4096, got {LARGEST}"):
         load(path)
+
+
+@pytest.mark.parametrize(
+    "size",
+    ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "head_dim"]
+    + ["num_attention_heads", "num_key_value_heads"],
+)
+def test_sizes_are_compared_with_the_file_before_memory_is_asked_for(
+    size: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(DEMO_DIR, folder)
+    with Reader(folder / "model.bin") as reader:
+        config = {**reader.config, size: 2**31 - 1 if size.endswith("size") else 2**20}
+    replace_config(folder / "model.bin", config)
+    tracemalloc.start()
+    with pytest.raises(BitNetError):
+        load(folder)
+    with pytest.raises(BitNetError):
+        convert(folder, tmp_path / "out")
+    assert main(["inspect", str(folder)]) == 0  # its tensors, and a remark
+    main(["inspect", str(folder), "--program"])
+    assert tracemalloc.get_traced_memory()[1] < 64 * MIB
+    tracemalloc.stop()
+    capsys.readouterr()
 
 
 def test_the_claims_are_larger_than_any_memory() -> None:

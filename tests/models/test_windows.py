@@ -184,7 +184,7 @@ def test_what_qwen_configs_mean() -> None:
         ({"layer_types": [["full_attention"]] * 3}, "layer_types to be 3 of"),
         ({"layer_types": ..., "max_window_layers": -1}, "max_window_layers to be a positive"),
         ({"layer_types": ..., "max_window_layers": False}, "max_window_layers to be a positive"),
-        ({"layer_types": ..., "num_hidden_layers": 10**9}, "num_hidden_layers at most 65536"),
+        ({"layer_types": ..., "num_hidden_layers": 10**9}, "of at most 4096, got 1000000000"),
     ],
 )  # fmt: skip
 def test_what_is_not_clear_is_refused(changes: dict[str, Any], words: str) -> None:

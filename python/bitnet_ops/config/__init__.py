@@ -27,8 +27,15 @@ from bitnet_ops.config.scalings import KEYS as SCALING_KEYS
 from bitnet_ops.config.scalings import WINDOW_KEYS, read_scalings, read_windows
 from bitnet_ops.config.scalings import Scalings as Scalings
 from bitnet_ops.config.scheme import KNOWN_KEYS, SchemeError, quantization_options
+from bitnet_ops.config.values import (
+    MOST_HEAD_DIM,
+    MOST_LAYERS,
+    epsilon,
+    flag,
+    integer,
+    reject,
+)
 from bitnet_ops.config.values import UnsupportedModelError as UnsupportedModelError
-from bitnet_ops.config.values import epsilon, flag, integer, reject
 
 PRIVATE_BLOCK = "bitnet_ops"
 
@@ -230,7 +237,8 @@ def _reject_other_maths(config: Mapping[str, Any], family: Family) -> None:
         remedy = "this architecture has no sliding windows: which layers they are of is not clear"
         raise reject("sliding_window", config["sliding_window"], "to be absent", remedy)
     kinds = config.get("layer_types")
-    if kinds is not None and (not isinstance(kinds, list) or set(kinds) - {"full_attention"}):
+    full = isinstance(kinds, list) and all(kind == "full_attention" for kind in kinds)
+    if kinds is not None and not full:
         raise reject(
             "layer_types",
             kinds,
@@ -287,7 +295,7 @@ def _token_ids(config: Mapping[str, Any], name: str) -> tuple[int, ...]:
 
 def _head_dim(config: Mapping[str, Any], hidden: int, heads: int, default: int | None) -> int:
     if config.get("head_dim") is not None or default is not None:
-        return integer(config, "head_dim", default)
+        return integer(config, "head_dim", default, MOST_HEAD_DIM)
     if hidden % heads:
         raise reject(
             "hidden_size",
@@ -295,7 +303,7 @@ def _head_dim(config: Mapping[str, Any], hidden: int, heads: int, default: int |
             f"to be a multiple of num_attention_heads {heads}",
             "or state head_dim in config.json",
         )
-    return hidden // heads
+    return integer({"head_dim": hidden // heads}, "head_dim", most=MOST_HEAD_DIM)
 
 
 def _fields(config: Mapping[str, Any], family: Family) -> tuple[dict[str, Any], tuple[str, ...]]:
@@ -322,7 +330,7 @@ def _fields(config: Mapping[str, Any], family: Family) -> tuple[dict[str, Any], 
         "vocab_size": integer(config, "vocab_size"),
         "hidden_size": hidden,
         "intermediate_size": integer(config, "intermediate_size"),
-        "num_hidden_layers": integer(config, "num_hidden_layers"),
+        "num_hidden_layers": integer(config, "num_hidden_layers", most=MOST_LAYERS),
         "num_attention_heads": heads,
         "num_key_value_heads": integer(config, "num_key_value_heads", kv_heads),
         "head_dim": head_dim,

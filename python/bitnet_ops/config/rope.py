@@ -10,7 +10,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from bitnet_ops.config.values import UnsupportedModelError, flag, integer, number, positive, reject
+from bitnet_ops.config.values import (
+    UnsupportedModelError,
+    base,
+    factor,
+    flag,
+    integer,
+    number,
+    reject,
+)
 
 _BLOCKS = ("rope_parameters", "rope_scaling")
 _LARGEST = 1e6  # of a factor; published ones stay below 100
@@ -93,13 +101,10 @@ def _theta(
     """theta from `rope_theta`, `rope_parameters.rope_theta` or `rope_scaling.rope_theta`."""
     found: dict[str, float] = {}
     if config.get("rope_theta") is not None:
-        found["rope_theta"] = positive(config, "rope_theta", default)
+        found["rope_theta"] = base("rope_theta", config["rope_theta"])
     for name, block in blocks.items():
         if block.get("rope_theta") is not None:
-            found[f"{name}.rope_theta"] = positive(block, "rope_theta", default)
-    for key, theta in found.items():
-        if not 1 <= theta <= 1e30:  # its powers from 0 to -1 are numbers in float32
-            raise reject(key, theta, "to be from 1 to 1e30", "repair config.json")
+            found[f"{name}.rope_theta"] = base(f"{name}.rope_theta", block["rope_theta"])
     if len(set(found.values())) > 1:
         raise reject("rope_theta", found, "to be the same in every spelling", "keep one of them")
     return next(iter(found.values()), default)
@@ -138,13 +143,10 @@ def _scaling(
     options: dict[str, Any] = {"factor": positions / original}
     for option in ("factor", "attention_factor", "low_freq_factor", "high_freq_factor"):
         if f"{name}.{option}" in own:
-            options[option] = positive(own, f"{name}.{option}", 1.0)
+            options[option] = factor(own, f"{name}.{option}", 1.0)
     for option in ("mscale", "mscale_all_dim", "beta_fast", "beta_slow"):
-        value = number(f"{name}.{option}", block.get(option) or 0)
-        if value < 0:
-            raise reject(f"{name}.{option}", value, "to be 0 or more", "repair config.json")
-        if value:  # 0 means the default, there as here
-            options[option] = value
+        if block.get(option):  # 0 means the default, there as here
+            options[option] = factor(own, f"{name}.{option}", 1.0)
     if kind == "yarn":
         options["truncate"] = flag(block, "truncate", True)
     if kind == "longrope":

@@ -14,13 +14,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from bitnet_ops.config.values import flag, integer, number, positive, reject
+from bitnet_ops.config.values import MOST_LAYERS, base, factor, flag, integer, reject
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 _WINDOW = 4096  # where a config.json is silent, in all these families
 _PATTERN = 6  # of Gemma 3: every sixth layer sees everything
 _FULL_LAYERS = 28  # of Qwen: so many layers in front of those with a window
-_MOST_LAYERS = 1 << 16  # a list of them is made before anything proves that they are there
 
 # kind of a family's windows -> the keys of config.json that are read here
 WINDOW_KEYS: dict[str, frozenset[str]] = {
@@ -45,7 +44,7 @@ def layer_kinds(config: Mapping[str, Any], kind: str) -> list[str]:
     """FULL or SLIDING of every layer; empty for families without windows."""
     if not kind:
         return []
-    layers = integer(config, "num_hidden_layers")
+    layers = integer(config, "num_hidden_layers", most=MOST_LAYERS)
     stated = config.get("layer_types")
     if stated is not None:
         _check_kinds(stated, layers)
@@ -62,7 +61,6 @@ def layer_kinds(config: Mapping[str, Any], kind: str) -> list[str]:
 
 
 def _by_pattern(config: Mapping[str, Any], layers: int) -> list[str]:
-    _check_count(layers)
     names = ("sliding_window_pattern", "_sliding_window_pattern")
     name = next((name for name in names if config.get(name) is not None), names[0])
     pattern = integer(config, name, _PATTERN)
@@ -71,16 +69,10 @@ def _by_pattern(config: Mapping[str, Any], layers: int) -> list[str]:
 
 def _behind_full_layers(config: Mapping[str, Any], layers: int) -> list[str]:
     """Qwen's: from layer max_window_layers on, which may be 0, every layer has a window."""
-    _check_count(layers)
     first = config.get("max_window_layers")
     if first is None or isinstance(first, bool) or first != 0:
         first = integer(config, "max_window_layers", _FULL_LAYERS)
     return [SLIDING if i >= first else FULL for i in range(layers)]
-
-
-def _check_count(layers: int) -> None:
-    if layers > _MOST_LAYERS:
-        raise reject("num_hidden_layers", layers, f"at most {_MOST_LAYERS}", "repair config.json")
 
 
 def _check_kinds(kinds: object, layers: int) -> None:
@@ -133,22 +125,21 @@ def _stated(config: Mapping[str, Any], name: str) -> float:
     """A number that has no default: what a checkpoint was trained with is not guessed."""
     if config.get(name) is None:
         raise reject(name, None, "to be a number for minicpm", "its own default would be a guess")
-    return positive(config, name, 1.0)
+    return factor(config, name, 1.0)
 
 
 def _minicpm(config: Mapping[str, Any], hidden: int) -> Scalings:
-    layers = integer(config, "num_hidden_layers")
+    layers = integer(config, "num_hidden_layers", most=MOST_LAYERS)
     denominator = config.get("mup_denominator")
     if denominator is not None and denominator != layers:
         raise reject(
             "mup_denominator", denominator, f"to be absent or num_hidden_layers {layers}",
             "a residual scale by another depth is not implemented",
         )  # fmt: skip
-    base = _stated(config, "dim_model_base")
     return Scalings(
         embedding=_stated(config, "scale_emb"),
         residual=_stated(config, "scale_depth") / math.sqrt(layers),
-        logits=hidden / base,
+        logits=hidden / _stated(config, "dim_model_base"),
     )
 
 
@@ -158,7 +149,7 @@ def _gemma(config: Mapping[str, Any], hidden: int) -> tuple[Scalings, Mapping[st
     local = tuple(i for i, kind in enumerate(kinds) if kind == SLIDING)
     scalings = Scalings(
         embedding=math.sqrt(hidden),
-        attention=positive(config, "query_pre_attn_scalar", 256) ** -0.5,
+        attention=factor(config, "query_pre_attn_scalar", 256) ** -0.5,
         local_theta=local_theta if local else None,
         local=local,
     )
@@ -169,7 +160,7 @@ def _gemma_rope(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], float]:
     """(config with the rotary embedding of full layers, theta of the sliding ones)."""
     block = config.get("rope_parameters")
     if not isinstance(block, Mapping) or not {FULL, SLIDING} & block.keys():
-        return config, positive(config, "rope_local_base_freq", 10000.0)
+        return config, base("rope_local_base_freq", config.get("rope_local_base_freq", 10000.0))
     unknown = block.keys() - {FULL, SLIDING}
     if unknown:
         expected = f"to have {FULL} and {SLIDING} alone"
@@ -179,5 +170,5 @@ def _gemma_rope(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], float]:
     if kind != "default":
         name = f"rope_parameters.{SLIDING}.rope_type"
         raise reject(name, kind, "'default'", "scaled rotary embedding there is not implemented")
-    theta = number(f"rope_parameters.{SLIDING}.rope_theta", own.get("rope_theta", 10000.0))
+    theta = base(f"rope_parameters.{SLIDING}.rope_theta", own.get("rope_theta", 10000.0))
     return {**config, "rope_parameters": block.get(FULL) or {}}, theta

@@ -21,14 +21,37 @@ def reject(name: str, value: object, expected: str, remedy: str) -> UnsupportedM
     return UnsupportedModelError(f"config: expected {name} {expected}, got {value!r}; {remedy}")
 
 
-def integer(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
-    """A positive integer that 32 bits hold."""
+MOST_LAYERS = 1 << 12  # the deepest published models have some hundred
+MOST_HEAD_DIM = 1 << 16
+
+
+def integer(
+    config: Mapping[str, Any], name: str, default: int | None = None, most: int = 2**31 - 1
+) -> int:
+    """A positive integer; `most` bounds what is made of a number before a tensor proves it."""
     value = config.get(name)
     if value is None and default is not None:
         return default
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**31:
-        raise reject(name, value, "to be a positive integer", "repair config.json")
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= most:
+        limit = "" if most == 2**31 - 1 else f" of at most {most}"
+        raise reject(name, value, f"to be a positive integer{limit}", "repair config.json")
     return value
+
+
+def factor(config: Mapping[str, Any], name: str, default: float) -> float:
+    """What a number is multiplied by or divided by: float32 holds it and its reciprocal."""
+    value = positive(config, name, default)
+    if not 1e-6 <= value <= 1e6:
+        raise reject(name, value, "to be from 1e-6 to 1e6", "repair config.json")
+    return value
+
+
+def base(name: str, value: object) -> float:
+    """Of a rotary embedding: its powers from 0 to -1 are numbers in float32."""
+    theta = number(name, value)
+    if not 1 <= theta <= 1e30:
+        raise reject(name, theta, "to be from 1 to 1e30", "repair config.json")
+    return theta
 
 
 def positive(config: Mapping[str, Any], name: str, default: float) -> float:

@@ -427,10 +427,22 @@ class _Header:
 def _load_pickle(path: Path) -> dict[str, torch.Tensor]:
     mapped = zipfile.is_zipfile(path)  # the older format cannot be mapped
     try:
+        if mapped:
+            with zipfile.ZipFile(path) as archive:
+                if any(one.compress_type != zipfile.ZIP_STORED for one in archive.infolist()):
+                    raise ValueError("compressed records, which torch.save does not write")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about the protocol; what matters is rejected
             value: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError) as error:
+    except (
+        pickle.UnpicklingError,
+        zipfile.BadZipFile,
+        RuntimeError,
+        EOFError,
+        OSError,
+        ValueError,
+        MemoryError,
+    ) as error:
         reject(
             "pickle-unsafe",
             f"tensors alone in {path.name}",
@@ -448,6 +460,11 @@ def _load_pickle(path: Path) -> dict[str, torch.Tensor]:
     if expanded:  # a few bytes could stand for any number of values
         reject("pickle-content", f"every value of each tensor in {path.name}",
                f"{listed(expanded)} with fewer")  # fmt: skip
+    parts = [v.untyped_storage() for v in value.values()]
+    storages = {part.data_ptr(): part.nbytes() for part in parts}
+    if sum(v.nbytes for v in value.values()) > 2 * sum(storages.values()):  # a tied head repeats
+        reject("pickle-content", f"values of its own for each tensor in {path.name}",
+               f"{len(value)} tensors over {len(storages)} storages")  # fmt: skip
     return {str(name): tensor.detach() for name, tensor in value.items()}
 
 

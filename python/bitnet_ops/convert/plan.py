@@ -99,9 +99,6 @@ def make_plan(
         reject(error.code, error.expected, error.found, error.remedy)
     model = model_of({**config, PRIVATE_BLOCK: naming.found} if naming.found else config)
     records = {here: tensors[stored] for here, stored in naming.stored.items()}
-    if model.num_hidden_layers > len(tensors):  # before a list of billions of names is made
-        layers = f"tensors for {model.num_hidden_layers} layers"
-        reject("missing-tensor", layers, f"{len(tensors)} tensors in all")
     specs = dict(expected_tensors(model))
     ternary = [name for name, spec in specs.items() if spec.kind == "ternary"]
     check_exclusions(config, [name.removesuffix(".weight") for name in ternary])
@@ -148,7 +145,9 @@ def _asked(
     if looks_ternary is None or config.get("quantization_config") is not None:
         return False
     first = next((n for n in sorted(tensors) if n.endswith("self_attn.q_proj.weight")), None)
-    return first is not None and tensors[first].dtype in FLOATING and looks_ternary(first)
+    if first is None or tensors[first].dtype not in FLOATING or len(tensors[first].shape) != 2:
+        return False  # which is said where every tensor is checked
+    return looks_ternary(first)
 
 
 def _explain_architecture(config: dict[str, Any]) -> None:

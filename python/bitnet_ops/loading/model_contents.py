@@ -80,8 +80,6 @@ def own_tensors(reader: Reader, config: ModelConfig) -> dict[str, TensorInfo]:
     Raises TensorError where such a copy is not equal to what it repeats.
     """
     tensors = reader.tensors
-    if config.num_hidden_layers > len(tensors):  # names of layers that a file only claims
-        return tensors
     expected = expected_tensors(config)
     extra = [name for name in tensors if name not in expected]
     copies = {name for name in extra if _check_copy(reader, config, name)}

@@ -56,6 +56,8 @@ def load_tensors(
     Raises SglbitntError, TensorError, and ValueError for an unknown format.
     """
     check_names(config, own_tensors(reader, config))
+    for name, spec in expected_tensors(config).items():  # before memory is asked for
+        _check_shape(reader, name, spec)
     check_head_format(head_format)
     formats = {
         name: choose_format(weight_format, spec.shape[1])
@@ -136,9 +138,6 @@ def _ternary(
 ) -> PackedWeight:
     info = reader.tensors[name]
     n, k = spec.shape
-    if info.shape[0] != n:
-        raise TensorError(f"model: expected {name} with {n} rows, got {info.shape[0]}")
-    reader.check_in_features(name, k)
     scales = reader.scales(name)
     if format == "canonical" or len(scales) > 1:  # many scales are values to be checked, too
         reader.check_data(name)
@@ -154,6 +153,19 @@ def _ternary(
         raise
     reader.release(name)
     return packed
+
+
+def _check_shape(reader: sglbitnt.Reader, name: str, spec: TensorSpec) -> None:
+    """Reject a tensor that is smaller or larger in the file than its config says."""
+    info = reader.tensors[name]
+    if info.packed:
+        if info.shape[0] != spec.shape[0]:
+            raise TensorError(
+                f"model: expected {name} with {spec.shape[0]} rows, got {info.shape[0]}"
+            )
+        reader.check_in_features(name, spec.shape[-1])
+    elif info.shape != spec.shape:
+        raise TensorError(f"model: expected {name} {list(spec.shape)}, got {list(info.shape)}")
 
 
 def _quantised_head(

@@ -37,6 +37,7 @@ from bitnet_ops.untrusted import (
 from bitnet_ops.untrusted.patterns import PatternError, matches
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+_CONFIG_LIMIT_BYTES = 1 << 20
 _PREFIX = "base_model.model."
 _FACTOR = re.compile(r"(?P<module>.+)\.lora_(?P<factor>[AB])(\.default)?\.weight")
 
@@ -139,7 +140,7 @@ def _read_config(path: Path) -> dict[str, Any]:
     if not file.is_file():
         _reject(f"a PEFT directory with {CONFIG_FILE}", path, "name the adapter's folder")
     try:
-        return read_json_object(file)
+        return read_json_object(file, limit=_CONFIG_LIMIT_BYTES)
     except UntrustedFileError as error:
         raise LoraError(f"lora: {error}; save the adapter again") from None
 

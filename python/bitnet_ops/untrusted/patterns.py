@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from bitnet_ops.errors import BitNetError
 
+MOST_PATTERNS = 4096  # of one list: a name for every projection of the largest models
 MOST_CHARACTERS = 4000  # published tokenizers have a tenth
 # Of one alternative of an expression that Python matches, on names of modules: with four `.*` a
 # name of sixty characters takes half a million steps at most.
@@ -30,6 +31,8 @@ def matches(
 
     `within`: an expression of ours with %s, where a pattern stands. Raises PatternError.
     """
+    if len(patterns) > MOST_PATTERNS:
+        raise PatternError(f"at most {MOST_PATTERNS} of them, got {len(patterns)}")
     rows = []
     for pattern in patterns:
         check_limits(pattern)
