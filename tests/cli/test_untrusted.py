@@ -12,17 +12,19 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Regex, decoders, normalizers, pre_tokenizers
+import transformers
+from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 
 import hf_writer
 from bitnet_ops.cli import COMMANDS, main
 from bitnet_ops.config import ModelConfig, UnsupportedModelError
-from bitnet_ops.convert import ConvertError, convert
+from bitnet_ops.convert import ConvertError, convert, export_gguf
 from bitnet_ops.formats.sglbitnt import Reader, replace_config
 from bitnet_ops.generate.tokenizer import Tokenizer, TokenizerError
 from bitnet_ops.generate.tokenizer_guard import is_known
@@ -159,6 +161,27 @@ def split(expression: str) -> Any:
     return pre_tokenizers.Split(Regex(expression), "isolated")
 
 
+def charsmap(replacement: str) -> bytes:
+    """SentencePiece's precompiled_charsmap: the size of a trie, the trie, then replacements."""
+    return bytes([0, 4, 0, 0]) + bytes(1024) + replacement.encode() + b"\0"
+
+
+def template(single: str, ids: Sequence[int] = (0,)) -> Any:
+    made = json.loads(
+        processors.TemplateProcessing(
+            single=single, special_tokens=[("<s>", 0), ("</s>", 1)]
+        ).__getstate__()
+    )
+    made["special_tokens"]["<s>"] |= {"ids": list(ids), "tokens": ["<s>"] * len(ids)}
+    backend = {"version": "1.0", "model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}}
+    return Backend.from_str(json.dumps({**backend, "post_processor": made})).post_processor
+
+
+LENGTHENS, SHORTENS = charsmap("x" * 5000), charsmap("x")
+REPLACES_SPACES = normalizers.Replace(" ", "▁")
+BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+
+
 @pytest.mark.parametrize(
     "part",
     [
@@ -169,12 +192,86 @@ def split(expression: str) -> Any:
         {"normalizer": normalizers.Replace(Regex(r"(\s*\w)*!"), "")},
         {"decoder": decoders.Replace(Regex("(a*)*"), "")},
         {"normalizer": normalizers.Sequence([normalizers.Replace("a", "a" * 60)] * 8)},
+        {"normalizer": normalizers.Replace(Regex(""), "a" * 400)},
+        {"normalizer": normalizers.Prepend("a" * 400)},
+        {"normalizer": normalizers.Precompiled(LENGTHENS)},
+        {"normalizer": normalizers.Sequence([normalizers.NFKC()] * 100)},
+        {"pre_tokenizer": pre_tokenizers.Sequence([pre_tokenizers.ByteLevel()] * 20)},
+        {"pre_tokenizer": pre_tokenizers.Sequence([split("."), pre_tokenizers.Metaspace()] * 20)},
+        {"decoder": decoders.Sequence([decoders.Replace("e", "ee" * 60)] * 8)},
+        {"decoder": decoders.CTC()},  # no part of a language model's tokenizer
+        {"post_processor": template("<s> $A", ids=[0] * 20000)},
+        {"post_processor": template("<s> $A $A $A")},
+        {"post_processor": processors.Sequence([template("<s> $A")] * 70)},
+        {"model": models.WordPiece({"a": 0}, unk_token="a", max_input_chars_per_word=10**9)},
+        {"model": models.BPE({"a": 0}, [], end_of_word_suffix="x" * 5000)},
+        {"model": models.WordLevel({"a" * 9000: 0}, unk_token="a")},
     ],
 )
 def test_a_tokenizer_that_may_not_end_is_rejected(part: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(TokenizerError, match="tokenizer: expected .*, got .*hostile") as caught:
         tokenizer_with(tmp_path, **part)
     assert "\n" not in str(caught.value)
+    shutil.copyfile(DEMO_DIR / "model.bin", tmp_path / "model.bin")
+    with pytest.raises(ConvertError, match="--no-tokenizer.*tokenizer-broken"):
+        export_gguf(tmp_path, tmp_path / "out.gguf")
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"normalizer": normalizers.Sequence([normalizers.Prepend("▁"), REPLACES_SPACES])},
+        {"normalizer": normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])},
+        {"normalizer": normalizers.Precompiled(SHORTENS)},
+        {"pre_tokenizer": pre_tokenizers.Sequence([split(r"\p{N}{1,3}"), BYTES])},
+        {"pre_tokenizer": pre_tokenizers.Metaspace()},
+        {"decoder": decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(),
+                                       decoders.Fuse(), decoders.Strip(" ", 1, 0)])},
+        {"post_processor": processors.Sequence([processors.ByteLevel(), template("<s> $A </s>")])},
+    ],
+)  # fmt: skip
+def test_parts_of_published_tokenizers_are_taken(part: dict[str, Any], tmp_path: Path) -> None:
+    assert tokenizer_with(tmp_path, **part).encode("In the") is not None
+
+
+def test_what_the_library_panics_at_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = Tokenizer.from_dir(DEMO_DIR)
+
+    class PanicException(BaseException):
+        """As pyo3's, which is no Exception."""
+
+    class Panics:
+        def encode(self, *_: Any, **__: Any) -> None:
+            raise PanicException("index out of bounds")
+
+    monkeypatch.setattr(tokenizer, "_backend", Panics())
+    for call in (lambda: tokenizer.encode("a"), lambda: tokenizer.encode_from("a", 0)):
+        with pytest.raises(TokenizerError, match="got: index out of bounds"):
+            call()
+
+
+def test_tokens_that_tokenizer_config_declares(tmp_path: Path) -> None:
+    """As in transformers: they are tokens, with the ids behind the vocabulary."""
+    shutil.copyfile(DEMO_DIR / "tokenizer.json", tmp_path / "tokenizer.json")
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<s>",
+        "eos_token": "<|im_end|>",
+        "pad_token": {"__type": "AddedToken", "content": "<|pad|>", "lstrip": True},
+        "additional_special_tokens": ["<|tool|>"],
+        "added_tokens_decoder": {
+            "4097": {"content": "<think>", "special": False, "normalized": False},
+            "4096": {"content": "<|im_start|>", "special": True, "rstrip": True},
+            "0": {"content": "<s>", "special": True},
+        },
+    }
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    ours = Tokenizer.from_dir(tmp_path)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    text = "<|im_start|> In <think>the<|im_end|> <|pad|>beginning<|tool|>"
+    assert ours.encode(text) == theirs(text).input_ids
+    assert len([i for i in ours.encode(text) if i >= 4096]) == 5
+    assert ours.decode(ours.encode(text)) == theirs.decode(ours.encode(text), True)
 
 
 def test_the_library_ends_what_takes_too_many_steps(tmp_path: Path) -> None:

@@ -245,7 +245,7 @@ def _changed(**model: Any) -> str:
 @pytest.mark.parametrize(
     ("code", "text", "tokenizer"),
     [
-        ("tokenizer-broken", "a readable", "{"),
+        ("tokenizer-broken", "to be readable", "{"),
         ("tokenizer-model", "Unigram", _changed(
             model={"type": "Unigram", "unk_id": 0, "vocab": [["a", 0.0]]}, added_tokens=[],
             post_processor=None)),

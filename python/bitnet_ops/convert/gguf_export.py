@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -50,15 +50,13 @@ from bitnet_ops.formats import gguf_layouts as layouts
 from bitnet_ops.formats.destination import GGUF_FILE
 from bitnet_ops.formats.gguf import GgufError, Writer
 from bitnet_ops.formats.sglbitnt import Reader, SglbitntError, model_file
+from bitnet_ops.generate.tokenizer import Tokenizer, TokenizerError
 from bitnet_ops.generate.tokenizer_guard import is_known
 from bitnet_ops.loading.generation_config import stated_ends
 from bitnet_ops.loading.model_contents import model_config, own_tensors
 from bitnet_ops.loading.resolve import LoadError
 from bitnet_ops.models import TensorError, TensorSpec, check_names, expected_tensors
 from bitnet_ops.untrusted import UntrustedFileError, printable, read_json_object
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
 
 TYPES = {"i2_s": "I2_S", "tq1_0": "TQ1_0", "tq2_0": "TQ2_0"}
 _FILE_TYPES = {"I2_S": 40, "TQ1_0": 36, "TQ2_0": 37}  # general.file_type
@@ -297,14 +295,15 @@ def vocabulary_keys(folder: Path, model: ModelConfig) -> tuple[Keys, list[str]]:
         return {"tokenizer.ggml.model": ("string", "no_vocab")}, [
             "no tokenizer.json: no vocabulary"
         ]
-    from tokenizers import Tokenizer
-
     try:
-        original = Tokenizer.from_file(str(file))
-        stored = json.loads(original.to_str())
-    except Exception as error:  # the library raises plain Exception
-        reject("tokenizer-broken", f"a readable {file}", f"{error}", _REMEDY)
-    if not is_known(original):
+        return _vocabulary_keys(folder, Tokenizer.from_dir(folder), model), []
+    except TokenizerError as error:
+        reject("tokenizer-broken", f"a tokenizer in {folder} that can be run", str(error), _REMEDY)
+
+
+def _vocabulary_keys(folder: Path, original: Tokenizer, model: ModelConfig) -> Keys:
+    stored = json.loads(original.backend.to_str())
+    if not is_known(original.backend):
         found = "a regular expression that none of them has"
         reject("tokenizer-pre", f"one of {', '.join(EXPORTED)}, or SentencePiece", found, _REMEDY)
     config = _object(folder / "tokenizer_config.json")
@@ -320,7 +319,7 @@ def vocabulary_keys(folder: Path, model: ModelConfig) -> tuple[Keys, list[str]]:
         reject("tokenizer-model", "byte-level or SentencePiece BPE", found, _REMEDY)
     for candidate in candidates:
         if _expresses(candidate, original, model):
-            return candidate, []
+            return candidate
     reject(
         "tokenizer-pre",
         f"a tokenizer that cuts texts like one of {', '.join(EXPORTED)}, or SentencePiece",
@@ -357,7 +356,7 @@ def _frame(
     for name, token in (("unknown", "unk_token"), ("padding", "pad_token")):
         content = config.get(token)
         content = content.get("content") if isinstance(content, dict) else content
-        ids[name] = original.token_to_id(content) if isinstance(content, str) else None
+        ids[name] = original.token_id(content) if isinstance(content, str) else None
     for name, token_id in ids.items():
         if token_id is not None:
             keys[f"tokenizer.ggml.{name}_token_id"] = ("uint32", token_id)
@@ -379,13 +378,13 @@ def _tokens(
     stored: Mapping[str, Any], original: Tokenizer, model: ModelConfig
 ) -> tuple[list[str], list[int]]:
     """Tokens and types by id, filled up to the rows of the embedding."""
-    if original.get_vocab_size() > model.vocab_size:
-        found = f"{original.get_vocab_size()} tokens"
+    if original.vocab_size > model.vocab_size:
+        found = f"{original.vocab_size} tokens"
         reject("tokenizer-size", f"at most {model.vocab_size} tokens, as the model has rows", found)
     tokens = [f"[PAD{i}]" for i in range(model.vocab_size)]
     types = [UNUSED] * model.vocab_size
     fallback = bool(stored["model"].get("byte_fallback"))
-    for token, i in original.get_vocab().items():
+    for token, i in original.backend.get_vocab().items():
         if i >= model.vocab_size:
             reject("tokenizer-size", f"ids below {model.vocab_size}", f"{token!r} with {i}")
         is_byte = fallback and len(token) == 6 and token.startswith("<0x") and token.endswith(">")
@@ -393,15 +392,14 @@ def _tokens(
     for added in stored.get("added_tokens", ()):
         types[added["id"]] = CONTROL if added["special"] else USER_DEFINED
     unknown = stored["model"].get("unk_token")
-    if isinstance(unknown, str) and original.token_to_id(unknown) is not None:
-        types[original.token_to_id(unknown)] = UNKNOWN
+    if isinstance(unknown, str) and (i := original.token_id(unknown)) is not None:
+        types[i] = UNKNOWN
     return tokens, types
 
 
 def _around(original: Tokenizer) -> tuple[list[int], list[int]]:
     """The ids that the tokenizer puts before and behind a text."""
-    plain = original.encode("a", add_special_tokens=False).ids
-    whole = original.encode("a").ids
+    plain, whole = original.encode("a", add_special_tokens=False), original.encode("a")
     for at in range(len(whole) - len(plain) + 1):
         if whole[at : at + len(plain)] == plain:
             return whole[:at], whole[at + len(plain) :]
@@ -451,7 +449,7 @@ def _sentencepiece(stored: Mapping[str, Any], keys: Keys) -> Iterator[Keys]:
 
 def _expresses(keys: Keys, original: Tokenizer, model: ModelConfig) -> bool:
     """Whether a tokenizer rebuilt from `keys` gives the original's ids on every probe."""
-    from tokenizers import Tokenizer
+    from tokenizers import Tokenizer as Backend
 
     metadata = {
         name: np.array(value) if kind in ("[int32]", "[float32]") else value
@@ -461,5 +459,5 @@ def _expresses(keys: Keys, original: Tokenizer, model: ModelConfig) -> bool:
         files, _ = tokenizer_files(metadata, model)
     except ConvertError:
         return False
-    made = Tokenizer.from_str(files["tokenizer.json"])
-    return all(made.encode(text).ids == original.encode(text).ids for text in PROBES)
+    made = Backend.from_str(files["tokenizer.json"])
+    return all(made.encode(text).ids == original.encode(text) for text in PROBES)

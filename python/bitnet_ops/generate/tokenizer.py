@@ -12,12 +12,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from bitnet_ops.errors import BitNetError
 from bitnet_ops.generate import chat
 from bitnet_ops.generate.chat import ChatTemplateError
-from bitnet_ops.generate.tokenizer_guard import MOST_BYTES, check_backend
+from bitnet_ops.generate.tokenizer_guard import MOST_BYTES, MOST_TOKEN, check_backend
 from bitnet_ops.untrusted import UntrustedFileError, read_json_object, read_text
 
 __all__ = ["ChatTemplateError", "Tokenizer", "TokenizerError"]
@@ -53,9 +54,11 @@ class Tokenizer:
             check_backend(backend)
         except ValueError as error:
             raise TokenizerError(
-                f"tokenizer: expected {error}; tokenizer.json is broken or hostile"
+                f"tokenizer: expected {error}; tokenizer.json is broken or hostile: take that of "
+                "the original checkpoint, or give token ids instead of text"
             ) from None
         config = config or {}
+        _add_declared(backend, config)
         self.special_tokens = _special_tokens(config)
         self.chat_template = _default_template(config.get("chat_template"))
 
@@ -91,6 +94,11 @@ class Tokenizer:
         return cls(backend, config)
 
     @property
+    def backend(self) -> Backend:
+        """The checked `tokenizers.Tokenizer`, with the tokens that tokenizer_config.json adds."""
+        return self._backend
+
+    @property
     def vocab_size(self) -> int:
         """Number of ids, added tokens included."""
         return self._backend.get_vocab_size()
@@ -109,7 +117,8 @@ class Tokenizer:
         They are cut as the whole text is cut; None where a token lies across `start`, or behind it
         is none.
         """
-        found = self._backend.encode(text, add_special_tokens=False)
+        with _library_errors("text (str)"):
+            found = self._backend.encode(text, add_special_tokens=False)
         for i, (begin, _) in enumerate(found.offsets):
             if begin >= start:
                 across = i > 0 and found.offsets[i - 1][1] > start
@@ -208,11 +217,44 @@ def _library_errors(expected: str) -> Iterator[None]:
         raise TokenizerError(f"tokenizer: expected {expected}, got: {error}") from None
 
 
+_SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
+_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+
+
+def _add_declared(backend: Backend, config: Mapping[str, Any]) -> None:
+    """Add the tokens that only tokenizer_config.json declares, in the order of transformers.
+
+    Their ids follow those of the vocabulary; a token that has an id keeps it.
+    """
+    table = config.get("added_tokens_decoder") or {}
+    declared = []
+    if isinstance(table, Mapping):
+        numbered = [(i, entry) for i, entry in table.items() if str(i).isdecimal()]
+        declared += [entry for _, entry in sorted(numbered, key=lambda pair: int(pair[0]))]
+    special = [config.get(name) for name in (*_SPECIAL, "mask_token")]
+    for name in ("additional_special_tokens", "extra_special_tokens"):
+        more = config.get(name) or []
+        special += more.values() if isinstance(more, Mapping) else more
+    declared += [
+        {**(entry if isinstance(entry, Mapping) else {"content": entry}), "special": True}
+        for entry in special
+    ]
+    known = {token.content for token in backend.get_added_tokens_decoder().values()}
+    new = []
+    for entry in declared:
+        content = entry.get("content") if isinstance(entry, Mapping) else None
+        if not isinstance(content, str) or not 0 < len(content) <= MOST_TOKEN or content in known:
+            continue
+        known.add(content)
+        flags = {name: entry[name] for name in _FLAGS if isinstance(entry.get(name), bool)}
+        new.append(AddedToken(content, **flags))
+    backend.add_tokens(new)
+
+
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     """bos_token, eos_token, ... as strings; a token may be stored as an object with `content`."""
-    names = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
     found = {}
-    for name in names:
+    for name in _SPECIAL:
         value = config.get(name)
         if isinstance(value, Mapping):
             value = value.get("content")

@@ -1,13 +1,17 @@
-"""What a tokenizer.json may hold, whoever wrote it: expressions that end, texts that stay short.
+"""What a tokenizer.json may hold, whoever wrote it: parts that are known, within limits.
 
-A pre-tokenizer, a normalizer or a decoder may hold any regular expression, and a normalizer may
-turn one character into a million.
+The tokenizers library runs in this process, and some of its parts can be made to take gigabytes for
+two letters, or years. So a part that is not listed here is rejected by its name; of those that are,
+expressions must end, a text must stay short whatever is done to it, and a special token may not
+stand for thousands.
 """
 
 from __future__ import annotations
 
+import base64
+import binascii
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tokenizers import Tokenizer as Backend
@@ -15,7 +19,39 @@ from tokenizers import Tokenizer as Backend
 from bitnet_ops.untrusted.patterns import check_limits
 
 MOST_BYTES = 256 << 20  # of the file: vocabularies of 256k tokens take 35 MB
-_MOST_GROWTH = 64  # characters that the normalizer may make of one
+_MOST_GROWTH = 256  # characters that all the steps of a part may make of one
+_MOST_STEPS = 64  # of a part; published ones have less than ten
+_MOST_ADDED = 64  # ids that a post-processor may put around a text
+MOST_TOKEN = 8192  # characters of one; published ones have at most some hundred
+_MOST_AFFIX = 16
+_MOST_WORD = 1000  # characters of a word of WordPiece, which takes their square
+
+# part -> its known types -> by how much one of them may lengthen a text, 0: by what it says itself
+_KNOWN_STEPS: dict[str, dict[str, float]] = {
+    "normalizer": {
+        **dict.fromkeys(("Sequence", "Strip", "StripAccents", "Nmt"), 1.0),
+        **dict.fromkeys(("NFC", "NFD", "Lowercase", "BertNormalizer"), 4.0),
+        **dict.fromkeys(("NFKC", "NFKD"), 18.0),  # of U+FDFA
+        "ByteLevel": 4.0,
+        **dict.fromkeys(("Replace", "Prepend", "Precompiled"), 0.0),
+    },
+    "pre_tokenizer": {
+        **dict.fromkeys(("Sequence", "Split", "Digits", "Punctuation", "Whitespace"), 1.0),
+        **dict.fromkeys(("WhitespaceSplit", "BertPreTokenizer", "CharDelimiterSplit"), 1.0),
+        **dict.fromkeys(("UnicodeScripts", "FixedLength"), 1.0),
+        "Metaspace": 2.0,  # each puts a character before every piece
+        "ByteLevel": 5.0,  # likewise, and makes a character of every byte
+    },
+    "decoder": {
+        **dict.fromkeys(("Sequence", "ByteLevel", "ByteFallback", "Fuse", "Strip"), 1.0),
+        **dict.fromkeys(("Metaspace", "BPEDecoder", "WordPiece"), 2.0),
+        "Replace": 0.0,
+    },
+    "post_processor": dict.fromkeys(
+        ("Sequence", "ByteLevel", "TemplateProcessing", "BertProcessing", "RobertaProcessing"), 1.0
+    ),
+    "model": dict.fromkeys(("BPE", "Unigram", "WordPiece", "WordLevel"), 1.0),
+}
 
 # The alternatives that the patterns of GPT-2, Llama 3, Qwen, StarCoder, BLOOM and their kin are
 # made of.
@@ -33,51 +69,95 @@ _KNOWN = frozenset(
 
 
 def check_backend(backend: Backend) -> None:
-    """Raise ValueError, "expected ..., got ...", for an expression or a step beyond the limits."""
-    growth = 1.0
-    for step in _steps(backend):
-        if isinstance(step.get("Regex"), str):
-            check_limits(step["Regex"], of_tokenizer=True)
-        growth *= _growth(step)
-    if growth > _MOST_GROWTH:
-        raise ValueError(
-            f"a normalizer that makes at most {_MOST_GROWTH} characters of one, got {growth:.0f}"
-        )
+    """Raise ValueError, "expected ..., got ...", for a part that is not known or beyond a limit."""
+    longest = max(map(len, backend.get_vocab()), default=0)
+    if longest > MOST_TOKEN:
+        raise ValueError(f"tokens of at most {MOST_TOKEN} characters, got one of {longest}")
+    for part, known in _KNOWN_STEPS.items():
+        growth, added = 1.0, 0
+        steps = list(_steps(backend, part))
+        if len(steps) > _MOST_STEPS:
+            raise ValueError(f"at most {_MOST_STEPS} steps in the {part}, got {len(steps)}")
+        for step in steps:
+            kind = step["type"]
+            if kind not in known:
+                raise ValueError(f"a {part} among {', '.join(known)}, got {str(kind)[:40]!r}")
+            pattern = step.get("pattern")
+            if isinstance(pattern, Mapping) and isinstance(pattern.get("Regex"), str):
+                check_limits(pattern["Regex"], of_tokenizer=True)
+            growth *= known[kind] or _growth(step)
+            added += _added(step)
+            if step.get("max_input_chars_per_word", 0) > _MOST_WORD:
+                raise ValueError(f"words of at most {_MOST_WORD} characters, got more")
+            for name in ("continuing_subword_prefix", "end_of_word_suffix"):  # of every letter
+                if len(step.get(name) or "") > _MOST_AFFIX:
+                    raise ValueError(f"{name} of at most {_MOST_AFFIX} characters, got more")
+        if growth > _MOST_GROWTH:
+            got = f"{growth:.0f}"
+            raise ValueError(f"a {part} that makes at most {_MOST_GROWTH} characters of one, "
+                             f"got {got}")  # fmt: skip
+        if added > _MOST_ADDED:
+            raise ValueError(f"at most {_MOST_ADDED} ids around a text, got {added}")
 
 
 def is_known(backend: Backend) -> bool:
     """Whether every expression of `backend` is made of those that published tokenizers have."""
-    expressions = (step["Regex"] for step in _steps(backend) if isinstance(step.get("Regex"), str))
+    steps = [step for part in ("normalizer", "pre_tokenizer") for step in _steps(backend, part)]
+    patterns = (step["pattern"] for step in steps if isinstance(step.get("pattern"), Mapping))
+    expressions = (pattern["Regex"] for pattern in patterns if "Regex" in pattern)
     return all(part in _KNOWN for expression in expressions for part in _alternatives(expression))
 
 
-def _steps(backend: Backend) -> Iterator[dict[str, Any]]:
-    """Every object in the JSON of the parts that look at a text, however deep."""
-    waiting: list[Any] = []
-    for name in ("normalizer", "pre_tokenizer", "decoder"):
-        part = getattr(backend, name)
-        try:
-            waiting += [json.loads(part.__getstate__())] if part is not None else []
-        except Exception:  # written in Python by whoever made `backend`: nobody's file
-            continue
+def _steps(backend: Backend, part: str) -> Iterator[dict[str, Any]]:
+    """The steps of a part, those of sequences among them, however deep."""
+    found = getattr(backend, part)
+    if part == "model":  # its state is the whole vocabulary
+        names = ("max_input_chars_per_word", "continuing_subword_prefix", "end_of_word_suffix")
+        values = {name: getattr(found, name) for name in names if hasattr(found, name)}
+        yield {"type": type(found).__name__, **values}
+        return
+    try:
+        waiting = [json.loads(found.__getstate__())] if found is not None else []
+    except Exception:  # written in Python by whoever made `backend`: nobody's file
+        return
     while waiting:
-        item = waiting.pop()
-        if isinstance(item, dict):
-            yield item
-            waiting += item.values()
-        elif isinstance(item, list):
-            waiting += item
+        step = waiting.pop()
+        yield step
+        for key in ("normalizers", "pretokenizers", "decoders", "processors"):
+            waiting += step.get(key) or []
 
 
-def _growth(step: dict[str, Any]) -> float:
-    """How much longer a Replace or a Prepend makes a text, at most."""
-    if step.get("type") == "Prepend":
-        return max(1.0, len(str(step.get("prepend"))) / 2)
-    if step.get("type") != "Replace":
-        return 1.0
-    pattern = step.get("pattern")
-    text = pattern.get("String", "") if isinstance(pattern, dict) else ""
-    return max(1.0, len(str(step.get("content"))) / max(1, len(text)))
+def _growth(step: Mapping[str, Any]) -> float:
+    """How much longer a Replace, a Prepend or a Precompiled makes a text, at most."""
+    if step["type"] == "Prepend":
+        return 1.0 + len(str(step.get("prepend")))
+    if step["type"] == "Precompiled":
+        try:
+            data = base64.b64decode(step.get("precompiled_charsmap") or "")
+        except (binascii.Error, ValueError):
+            return float("inf")
+        # a trie, and behind it the replacements, each with a zero behind it
+        table = data[4 + int.from_bytes(data[:4], "little") :]
+        return float(max(1, *map(len, table.split(b"\0"))))
+    pattern, content = step.get("pattern"), len(str(step.get("content")))
+    text = pattern.get("String") if isinstance(pattern, Mapping) else None
+    if not text:  # an expression may match between any two characters
+        return 1.0 + content
+    return max(1.0, content / len(text))
+
+
+def _added(step: Mapping[str, Any]) -> int:
+    """How many ids a post-processor puts around a text; a text that it repeats counts as many."""
+    if step["type"] != "TemplateProcessing":
+        return 2
+    ids = {name: len(one.get("ids", ())) for name, one in step.get("special_tokens", {}).items()}
+    pieces = step.get("single") or []
+    texts = sum("Sequence" in piece for piece in pieces)
+    if texts > 1:
+        return _MOST_ADDED * texts
+    return sum(
+        ids.get(piece["SpecialToken"].get("id"), 1) for piece in pieces if "SpecialToken" in piece
+    )
 
 
 def _alternatives(expression: str) -> list[str]:
