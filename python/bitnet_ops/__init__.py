@@ -9,6 +9,7 @@ and wrong arguments are answered at once.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import sys
@@ -93,9 +94,17 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
+def read_affinity() -> None:
+    """Read the CPUs that this process may use, before torch pins the thread that imports it."""
+    importlib.import_module("bitnet_ops.machine")
+    with contextlib.suppress(ImportError):  # said where the op library is loaded
+        importlib.import_module("bitnet_ops._runtime")  # whose threads read them too
+
+
 if _is_the_command():
     from bitnet_ops import _interrupt
 
     _interrupt.quiet()  # Ctrl-C from here on, before there is a command to clean up after
 else:
+    read_affinity()
     from bitnet_ops import ops  # loads torch and the op library

@@ -66,11 +66,34 @@ def cache_bytes(root: Path = _ROOT) -> dict[str, int]:
     return sizes
 
 
-def affinity() -> list[int]:
-    """The CPUs this process may run on."""
+torch_threads: int | None = None  # what torch chose by itself, where the command line took others
+
+
+def _mask() -> list[int]:
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))
+
+
+_MASK_AT_START = _mask()  # the package imports this module before torch
+
+
+def binding() -> list[str]:
+    """The environment variables that tell OpenMP to bind its threads to CPUs."""
+    given = {name: os.environ.get(name, "").lower() for name in _THREAD_VARIABLES}
+    names = [] if given["OMP_PROC_BIND"] == "false" else ["OMP_PROC_BIND", "OMP_PLACES"]
+    names += ["GOMP_CPU_AFFINITY"] if names else []
+    names += [] if given["KMP_AFFINITY"].endswith(("none", "disabled")) else ["KMP_AFFINITY"]
+    return [name for name in names if given[name]]
+
+
+def affinity() -> list[int]:
+    """The CPUs this process may run on.
+
+    Where OpenMP binds threads, importing torch pins the main one to the first CPU: then those from
+    before.
+    """
+    return list(_MASK_AT_START) if binding() else _mask()
 
 
 def _cgroup_directories(root: Path, controller: str) -> list[Path]:
@@ -130,6 +153,20 @@ def physical_cores(root: Path = _ROOT) -> int:
 def default_threads(root: Path = _ROOT) -> int:
     """The threads of our own processes: one a physical core of the affinity mask, by the quota."""
     return max(1, min(physical_cores(root), cpus_available(root)))
+
+
+def wanted_threads(root: Path = _ROOT) -> int | None:
+    """How many threads a process of our own takes: OMP_NUM_THREADS, or the default.
+
+    None where MKL_NUM_THREADS decides, as torch has it. torch's own number may be less: it is what
+    MKL finds by binding its thread, which fails where a sandbox refuses sched_setaffinity.
+    """
+    if "MKL_NUM_THREADS" in os.environ:
+        return None
+    first = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+    count = int(first) if first.isdecimal() and int(first) > 0 else default_threads(root)
+    limit = os.environ.get("OMP_THREAD_LIMIT", "")
+    return min(count, int(limit)) if limit.isdecimal() and int(limit) > 0 else count
 
 
 def numa_nodes(root: Path = _ROOT) -> int:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from bitnet_ops import machine
 from bitnet_ops.cli import main
 from bitnet_ops.cli.generate import looks_like_a_model
 from bitnet_ops.cli.terminal import TextError, checked
@@ -212,3 +213,36 @@ def test_a_limit_of_the_address_space_makes_the_cache_smaller() -> None:
     done = subprocess.run([*command, "--kv-cache-mb", "9000"], capture_output=True, text=True)
     assert done.returncode == 1 and len(done.stderr.splitlines()) == 1
     assert "got less; give a smaller kv_cache_mb (--kv-cache-mb)" in done.stderr
+
+
+@pytest.mark.parametrize("binding", [{}, {"OMP_PROC_BIND": "close", "OMP_PLACES": "cores"},
+                                     {"GOMP_CPU_AFFINITY": "0-999"}])  # fmt: skip
+@pytest.mark.parametrize("asked", [None, "1", "2"])
+def test_bound_threads_are_not_fewer(binding: dict[str, str], asked: str | None) -> None:
+    """Binding pins the main thread when torch is imported, which is not all there is to run on."""
+    names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", *machine.thread_environment())
+    env = {k: v for k, v in os.environ.items() if k not in names} | binding
+    env |= {} if asked is None else {"OMP_NUM_THREADS": asked}
+    command = [sys.executable, "-m", "bitnet_ops", "generate", PROMPT, "-n", "2", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, env=env)
+    assert json.loads(done.stdout)["threads"] == int(asked or machine.default_threads())
+
+
+def test_a_number_that_torch_could_not_find_out_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MKL takes one thread where sched_setaffinity is refused, whatever OMP_NUM_THREADS says."""
+    for name in ("MKL_NUM_THREADS", "OMP_THREAD_LIMIT"):
+        monkeypatch.delenv(name, raising=False)
+    cases = (
+        ("3", None, 3),
+        ("3,2", None, 3),
+        ("5", "2", 2),
+        ("x", None, machine.default_threads()),
+    )
+    for asked, limit, count in cases:
+        monkeypatch.setenv("OMP_NUM_THREADS", asked)
+        if limit is not None:
+            monkeypatch.setenv("OMP_THREAD_LIMIT", limit)
+        assert machine.wanted_threads() == count
+        monkeypatch.delenv("OMP_THREAD_LIMIT", raising=False)
+    monkeypatch.setenv("MKL_NUM_THREADS", "1")
+    assert machine.wanted_threads() is None, "which torch follows"

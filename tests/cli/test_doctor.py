@@ -46,7 +46,7 @@ def test_json_has_every_field(facts: dict[str, Any]) -> None:
         "isa": {"selected", "BITNET_OPS_ISA", "error", "table"},
         "amx": {"on_cpu", "permission"},
         "threads": {"torch", "logical_cpus", "affinity", "cgroup_quota", "available"}
-        | {"environment", "physical_cores", "numa_nodes"},
+        | {"environment", "physical_cores", "numa_nodes", "torch_alone", "default", "binding"},
         "tuning": {"tile_lanes", "cpu", "prefetch_bytes", "head_into_l2", "error"},
         "torch": {"version", "location", "abi_floor"},
         "memory": {"total", "available", "limit"},
@@ -191,6 +191,7 @@ def healthy() -> dict[str, Any]:
         "amx": {"on_cpu": False, "permission": None},
         "threads": {
             **{"torch": 4, "available": 4, "numa_nodes": 1},
+            **{"torch_alone": 4, "default": 4, "binding": []},
             "environment": {"OMP_NUM_THREADS": "4"},
         },
         "openmp_runtimes": ["/torch/libgomp.so.1"],
@@ -215,10 +216,14 @@ def test_healthy_machine_has_no_problems(healthy: dict[str, Any]) -> None:
         ("openmp_runtimes", ["/a/libgomp.so.1", "/b/libomp.so"], "2 OpenMP runtimes"),
         ("openmp_runtimes", [], "no OpenMP runtime is mapped"),
         ("threads.available", 2, "torch uses 4 threads, 2 can run at the same time"),
-        ("threads.torch", 1, "torch uses 1 of 4 CPUs"),
+        ("threads.torch", 3, "torch uses 3 of 4 threads that can run"),
+        ("threads.torch_alone", 1, "torch takes 1 of 4 threads by itself"),
         ("threads.numa_nodes", 2, "2 memory nodes"),
-        ("threads.environment", {"OMP_PROC_BIND": "true"}, "pins the main thread"),
-        ("threads.environment", {"GOMP_CPU_AFFINITY": "0-3"}, "pins the main thread"),
+        (
+            "threads.binding",
+            ["OMP_PROC_BIND", "OMP_PLACES"],
+            "OMP_PROC_BIND and OMP_PLACES: OpenMP",
+        ),
         ("memory.available", GIB, "1.0 GiB of memory"),
         ("memory.limit", GIB // 2, "0.5 GiB of memory"),
         ("pages.transparent_huge_pages", "never", "transparent huge pages are off"),
@@ -297,6 +302,25 @@ def test_check_amx_asks_this_cpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert status == (0 if found["good"] else 1)
 
 
-def test_binding_switched_off_is_no_problem(healthy: dict[str, Any]) -> None:
-    healthy["threads"]["environment"] = {"OMP_PROC_BIND": "FALSE"}
-    assert doctor.find_problems(healthy) == []
+@pytest.mark.parametrize(
+    ("environment", "names"),
+    [
+        ({}, []),
+        ({"OMP_PROC_BIND": "close", "OMP_PLACES": "cores"}, ["OMP_PROC_BIND", "OMP_PLACES"]),
+        ({"OMP_PROC_BIND": "FALSE", "OMP_PLACES": "cores", "GOMP_CPU_AFFINITY": "0"}, []),
+        ({"OMP_PLACES": "cores"}, ["OMP_PLACES"]),
+        ({"GOMP_CPU_AFFINITY": "0-3"}, ["GOMP_CPU_AFFINITY"]),
+        ({"KMP_AFFINITY": "granularity=fine,compact,1,0"}, ["KMP_AFFINITY"]),
+        ({"KMP_AFFINITY": "verbose,none"}, []),
+    ],
+)
+def test_what_binds_threads(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], names: list[str]
+) -> None:
+    for name in machine.thread_environment():
+        monkeypatch.delenv(name)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert machine.binding() == names
+    assert doctor._binding(["/x/libiomp5.so"]) == names
+    assert doctor._binding(["/x/libgomp.so.1"]) == [n for n in names if n != "KMP_AFFINITY"]

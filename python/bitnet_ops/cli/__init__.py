@@ -13,7 +13,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from bitnet_ops import _interrupt
+from bitnet_ops import _interrupt, read_affinity
 from bitnet_ops.cli import terminal
 from bitnet_ops.cli.arguments import Parser, UsageError, did_you_mean
 
@@ -102,14 +102,15 @@ def _close_pipe() -> int:
     return EXIT_PIPE
 
 
-def _use_default_threads() -> None:
-    """Where the user has set nothing: no second thread on a core, none beyond the quota."""
+def _take_threads() -> None:
+    """As many threads as were asked for, else no second one on a core, none beyond the quota."""
     import torch
 
     from bitnet_ops import machine
 
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(min(torch.get_num_threads(), machine.default_threads()))
+    machine.torch_threads = torch.get_num_threads()
+    if (count := machine.wanted_threads()) is not None and count != machine.torch_threads:
+        torch.set_num_threads(count)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -126,9 +127,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             if argv is None:
                 os.environ.setdefault("BITNET_OPS_SPREAD", "1")  # a host process is asked first
+            read_affinity()
             importlib.import_module("bitnet_ops.ops")  # torch and the op library, before Ctrl-C
             if argv is None:
-                _use_default_threads()
+                _take_threads()
             _interrupt.as_exception()
             status = int(args._module.run(args))
         if sys.stdout is not None:

@@ -71,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--plain",
         action="store_true",
-        help="no template: continue each message as text (for models not made for conversation)",
+        help="no template: continue each message (for models not made to converse)",
     )
     parser.add_argument(
         "--stats", action="store_true", help="figures after every answer, on stderr"

@@ -120,6 +120,9 @@ def collect() -> Facts:
         "tuning": {"tile_lanes": _runtime.tile_lanes(), **(tuning or {}), "error": tuning_error},
         "threads": {
             "torch": torch.get_num_threads(),
+            "torch_alone": machine.torch_threads,
+            "default": machine.default_threads(),
+            "binding": _binding(machine.openmp_runtimes()),
             "logical_cpus": os.cpu_count(),
             "affinity": machine.affinity(),
             "cgroup_quota": machine.cpu_quota(),
@@ -223,23 +226,32 @@ def _isa_problems(isa: Facts, amx: Facts) -> list[Problem]:
     return found
 
 
+def _binding(runtimes: list[str]) -> list[str]:
+    """The variables that bind threads here; KMP_AFFINITY is Intel's library's alone."""
+    intel = any("iomp" in path for path in runtimes)
+    return [name for name in machine.binding() if intel or name != "KMP_AFFINITY"]
+
+
 def _thread_problems(threads: Facts) -> list[Problem]:
-    used, available, environment = threads["torch"], threads["available"], threads["environment"]
-    if environment.get("OMP_PROC_BIND", "false").lower() != "false" or (
-        "GOMP_CPU_AFFINITY" in environment
-    ):
-        problem = (
-            "OpenMP is told to bind threads, which pins the main thread when torch is imported"
-        )
-        remedy = "unset OMP_PROC_BIND and GOMP_CPU_AFFINITY; use taskset or numactl on the process"
-        return [("warning", problem, remedy)]
+    used, available, alone = threads["torch"], threads["available"], threads["torch_alone"]
+    most, found = threads["default"], list[Problem]()
+    if names := " and ".join(threads["binding"]):
+        problem = f"{names}: OpenMP binds threads, which pins the main one when torch is imported"
+        remedy = f"unset {names}; use taskset or numactl on the process"
+        found.append(("warning", problem, remedy))
     if used > available:
         problem = f"torch uses {used} threads, {available} can run at the same time"
-        return [("warning", problem, f"set OMP_NUM_THREADS={available}")]
-    if 2 * used < available:
-        problem = f"torch uses {used} of {available} CPUs"
-        return [("warning", problem, "raise or unset OMP_NUM_THREADS")]
-    return []
+        found.append(("warning", problem, f"set OMP_NUM_THREADS={available}"))
+    elif used < most:
+        problem = f"torch uses {used} of {most} threads that can run on cores of their own"
+        remedy = "raise or unset OMP_NUM_THREADS and MKL_NUM_THREADS"
+        found.append(("warning", problem, remedy))
+    elif alone is not None and alone < most:
+        problem = f"torch takes {alone} of {most} threads by itself, as where a sandbox or service "
+        problem += "refuses sched_setaffinity; commands take all"
+        remedy = f"in programs of your own call torch.set_num_threads({most})"
+        found.append(("warning", problem, remedy))
+    return found
 
 
 def _openmp_problems(runtimes: list[str]) -> list[Problem]:

@@ -52,8 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "positionals",
         nargs="*",
         metavar="[MODEL] PROMPT",
-        help=f"a model ({MODEL_HELP}; default: the embedded demo), and the text to continue "
-        "(- reads it from stdin)",
+        help=f"a model ({MODEL_HELP}; default: the demo), and the text (-: stdin)",
     )
     parser.add_argument("-m", "--model", metavar="MODEL", help="the model, by name")
     parser.add_argument("-p", "--prompt", metavar="TEXT", help="the text to continue, by name")
@@ -70,13 +69,14 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         "--kv-dtype",
         choices=tuple(KV_TYPES),
         default=DEFAULT_KV_TYPE,
-        help=f"default {DEFAULT_KV_TYPE}",
+        metavar="TYPE",
+        help=", ".join(f"{t} (default)" if t == DEFAULT_KV_TYPE else t for t in KV_TYPES),
     )
     group.add_argument(
         "--kv-cache-mb",
         type=number("above 0", lambda v: v > 0),
         metavar="MB",
-        help="the most memory for keys and values (default: a quarter of what there is)",
+        help="the most memory for keys and values (default: a quarter)",
     )
     group.add_argument(
         "--weight-format",
