@@ -94,7 +94,7 @@ struct Distribution {
   double sum;          // of their exponentials, p.data
   const int32_t* ids;  // their tokens; null: all of the vocabulary
   Cut cut;             // what top_p and min_p leave
-  bool summed;         // memory.sums holds what the cut keeps of each block
+  double kept;         // the sum of that, the same in any order; negative: not known
 
   int64_t token(int64_t i) const { return ids == nullptr ? i : ids[i]; }
 };
@@ -133,16 +133,6 @@ void bound_weights(float* bounds, int64_t n, float largest, float inv_temperatur
   for (int64_t b = 0; b < blocks; ++b) bounds[b] *= kRoundedOne;
 }
 
-// What the cut keeps of each block, and of all.
-double sum_blocks(const Distribution& d, double* sums) {
-  double all = 0.0;
-  for (int64_t begin = 0; begin < d.p.count; begin += kBlock) {
-    const int64_t end = std::min(begin + kBlock, d.p.count);
-    all += sums[begin / kBlock] = kept_sum(d.p, d.cut, begin, end);
-  }
-  return all;
-}
-
 Distribution distribution_of(const float* x, int64_t n, float largest, const SamplingOptions& o,
                              const RowMemory& memory) {
   const bool thinned = o.top_k > 0 && o.top_k < n;
@@ -160,39 +150,40 @@ Distribution distribution_of(const float* x, int64_t n, float largest, const Sam
                     sum,
                     thinned ? memory.kept : nullptr,
                     {},
-                    false};
+                    -1.0};
   d.p.bound = kRoundedOne;
-  d.cut = all_of(d.p);
-  const float least = static_cast<float>(o.min_p) * d.p.scale;  // the largest weight is 1
-  if (!thinned && o.top_p < 1.0 && sums_exactly(n, o.top_p)) {
-    d.summed = true;
-    if (o.min_p > 0.0) {
-      d.cut = {least, n - 1};
-      // If less than top_p is left, top_p keeps more.  The sum may round where min_p leaves values
-      // that top_p does not, but then it is well above top_p.
-      if (sum_blocks(d, memory.sums) < o.top_p) return d;
-    }
+  if (!thinned) {
     bound_weights(memory.bounds, n, largest, inv_temperature);
     d.p.block_bounds = memory.bounds;
-    d.cut = cut_at_sum(d.p, o.top_p, memory.selection, memory.sums);
-    return d;
   }
-  if (o.top_p < 1.0) d.cut = cut_at_sum(d.p, o.top_p, memory.selection);
-  if (o.min_p > 0.0) d.cut = stricter(d.cut, {least, n - 1});
+  double kept = 0.0;
+  d.cut = o.top_p < 1.0 ? cut_at_sum(d.p, o.top_p, memory.selection, &kept) : all_of(d.p);
+  const float least = static_cast<float>(o.min_p) * d.p.scale;  // the largest weight is 1
+  if (o.min_p > 0.0) {
+    d.cut = stricter(d.cut, {least, n - 1});
+  } else if (o.top_p < 1.0 && sums_exactly(n, o.top_p)) {
+    d.kept = kept;
+  }
   return d;
 }
 
 // The index at which the sum passes uniform times all of it, ascending.
-int64_t draw_ascending(const Distribution& d, double uniform, const RowMemory& memory) {
-  double* const sums = memory.sums;
+int64_t draw_ascending(const Distribution& d, double uniform) {
   const int64_t n = d.p.count;
-  const double all =
-      d.summed ? std::accumulate(sums, sums + (n + kBlock - 1) / kBlock, 0.0) : sum_blocks(d, sums);
+  const auto block_sum = [&](int64_t begin) {
+    if (d.p.block_bounds[begin / kBlock] * d.p.scale < d.cut.value) return 0.0;
+    return kept_sum(d.p, d.cut, begin, std::min(begin + kBlock, n));
+  };
+  double all = d.kept;
+  if (all < 0) {
+    all = 0.0;
+    for (int64_t begin = 0; begin < n; begin += kBlock) all += block_sum(begin);
+  }
   double before = 0.0;
   const double point = uniform * all;
   int64_t last = 0;  // of a positive probability
   for (int64_t begin = 0; begin < n; begin += kBlock) {
-    const double after = before + sums[begin / kBlock];
+    const double after = before + block_sum(begin);
     const int64_t end = std::min(begin + kBlock, n);
     if (after <= point && after < all) {
       before = after;
@@ -265,7 +256,7 @@ int64_t sample_row(const float* x, int64_t n, const SamplingOptions& o, const Ro
   if (o.top_p == 1.0 && o.min_p == 0.0 && (o.top_k == 0 || o.top_k >= n))
     return draw_of_all(x, n, largest.value, o, memory);
   const Distribution d = distribution_of(x, n, largest.value, o, memory);
-  return d.token(d.ids == nullptr ? draw_ascending(d, o.uniform, memory)
+  return d.token(d.ids == nullptr ? draw_ascending(d, o.uniform)
                                   : draw_descending(d, o.uniform, memory.selection));
 }
 

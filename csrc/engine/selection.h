@@ -36,15 +36,11 @@ struct Cut {
 
 // Scratch memory for rows of up to `count` elements.
 struct SelectionMemory {
-  float* values;         // a list
-  int32_t* starts;       // where the part of each block begins in the list, and its end
-  float* narrow_values;  // the narrowed list
-  int32_t* narrow_ids;
-  int32_t* found;
+  float *values, *more_values;  // a list, and the next one
+  int32_t* found;               // indices within a block
   static SelectionMemory take(BumpAllocator& memory, int64_t count) {
-    const int64_t blocks = (count + kSelectionBlock - 1) / kSelectionBlock;
-    return {memory.take<float>(count), memory.take<int32_t>(blocks + 1), memory.take<float>(count),
-            memory.take<int32_t>(count), memory.take<int32_t>(count)};
+    return {memory.take<float>(count), memory.take<float>(count),
+            memory.take<int32_t>(kSelectionBlock)};
   }
 };
 
@@ -52,10 +48,9 @@ struct SelectionMemory {
 Cut cut_at_count(const Values& values, int64_t count, const SelectionMemory& memory);
 // The cut at the first element with which the sum reaches `target`, or at the last element. Values
 // are at least 0 and sum to about 1. Sums are float64, in an order that depends on the values
-// alone. block_sums [blocks], if not null, gets the kept sum of each block, equal to kept_sum where
-// sums_exactly holds.
+// alone. `kept`, if not null, gets what the cut keeps, equal to kept_sum where sums_exactly holds.
 Cut cut_at_sum(const Values& values, double target, const SelectionMemory& memory,
-               double* block_sums = nullptr);
+               double* kept = nullptr);
 
 // Whether the sums of cut_at_sum are exact in any order, given a total of 1 and values rounded to
 // float32.
