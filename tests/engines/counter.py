@@ -1,6 +1,6 @@
 """A second plug-in, for the claims only: counts our calls in whichever process makes them.
 
-Counted are apply() of our linear method and the step of a whole decoder; that our paged attention
+Counted are apply() of our linear method and steps of a whole decoder as one call; that our paged attention
 ran is noted. `announce` makes it an entry point beside bitnet-ops' own. Each process writes to a
 file `KIND-<pid>` in BITNET_PROOF_CALLS the number of its calls and the nanoseconds they took: two
 mapped numbers, since a worker may be killed without a chance to report, and speed.py reads them on
@@ -63,8 +63,8 @@ def install():
             seen.add(kind)
             (folder / f"kinds-{os.getpid()}").write_text("\n".join(sorted(seen)))
 
-    def count(cls, name, describe):
-        counter, method = Counter(folder / f"{name}-{os.getpid()}"), getattr(cls, name)
+    def count(cls, name, kind, describe):
+        counter, method = Counter(folder / f"{kind}-{os.getpid()}"), getattr(cls, name)
 
         def counted(self, *args, **kwargs):
             start = time.perf_counter_ns()
@@ -78,8 +78,11 @@ def install():
     def linear(_, layer, x, *rest):
         return f"{type(layer).__name__} {x.dim()}-d {x.dtype}"
 
-    count(quantization.BitNetConfig.method, "apply", linear)
-    count(Decoder, "step", lambda self, batch, pool: f"step {self.dtype} {pool.key_pool.dtype}")
+    def step(self, program, batch, pool):
+        return f"step {self.dtype} {pool.key_pool.dtype}"
+
+    count(quantization.BitNetConfig.method, "apply", "apply", linear)
+    count(Decoder, "_run", "step", step)  # whether its result is logits or states
     attend = ops.paged_attention
 
     def noted_attention(query, *args):
