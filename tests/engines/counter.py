@@ -1,10 +1,10 @@
 """A second plug-in, for the claims only: counts our calls in whichever process makes them.
 
-Counted are apply() of our linear method and steps of a whole decoder as one call; that our paged attention
-ran is noted. `announce` makes it an entry point beside bitnet-ops' own. Each process writes to a
-file `KIND-<pid>` in BITNET_PROOF_CALLS the number of its calls and the nanoseconds they took: two
-mapped numbers, since a worker may be killed without a chance to report, and speed.py reads them on
-the way; and to `kinds-<pid>` the kinds of call seen.
+Counted are apply() of our linear method and steps of a whole decoder as one call; that our paged
+attention ran is noted. `announce` makes it an entry point beside bitnet-ops' own. Each process
+writes to a file `KIND-<pid>` in BITNET_PROOF_CALLS the number of its calls and the nanoseconds they
+took: two mapped numbers, since a worker may be killed without a chance to report, and speed.py
+reads them on the way; and to `kinds-<pid>` the kinds of call seen.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -179,6 +179,86 @@ def test_a_thread_is_not_kept_from_tokens_that_it_has() -> None:
     for thread in threads:
         thread.join()
     assert ends[5] < ends[250] - 0.2
+
+
+def test_ctrl_c_while_another_thread_steps_disturbs_nobody() -> None:
+    """It ends the wait of the thread that got it, which then holds no lock that it could let go."""
+    engine = Engine(Counting(LONG, seconds=0.002))
+    failures: list[BaseException] = []
+    ends = threading.Event()
+
+    def client() -> None:
+        try:
+            while not ends.is_set():
+                assert engine.generate([[5]], limits=Limits(4))[0].token_ids == [6, 7, 8, 9]
+        except BaseException as error:
+            failures.append(error)
+
+    changed: Any = engine._turn._changed
+    acquire = changed._acquire_restore
+
+    def press(state: Any) -> None:  # where a waiting thread does not have the lock yet
+        if threading.current_thread() is threading.main_thread():
+            os.kill(os.getpid(), signal.SIGINT)
+            for _ in range(100):
+                pass
+        acquire(state)
+
+    thread = threading.Thread(target=client)
+    thread.start()
+    try:
+        for _ in range(20):
+            changed._acquire_restore = press
+            with pytest.raises(KeyboardInterrupt):
+                while True:
+                    engine.generate([[1]], limits=Limits(20))
+            changed._acquire_restore = acquire
+            assert engine.generate([[1]], limits=Limits(2))[0].token_ids == [2, 3]
+    finally:
+        ends.set()
+        thread.join(timeout=60)
+    assert failures == [] and used(engine) == 0 and not engine.has_work
+
+
+def in_a_fork(body: Callable[[], object]) -> int:
+    """What the child ends with: 0 unless `body` raises; 14 where it hangs."""
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(30)
+        status = 1
+        try:
+            body()
+            status = 0
+        finally:
+            os._exit(status)
+    return os.waitpid(pid, 0)[1]
+
+
+def test_a_fork_while_another_thread_steps() -> None:
+    """Its child has half a step and a lock that nobody gives back: it says so."""
+    steps, goes_on = threading.Event(), threading.Event()
+
+    def wait(_: StepBatch) -> None:
+        steps.set()
+        goes_on.wait(60)
+
+    engine = Engine(model := Counting(before=wait))
+    idle = Engine(Counting())
+    thread = threading.Thread(target=lambda: engine.generate([[3]], limits=Limits(4)))
+    thread.start()
+    assert steps.wait(60)
+
+    def refused() -> None:
+        with pytest.raises(RuntimeError, match="that another thread was stepping; load the model"):
+            engine.generate([[1]], limits=Limits(2))
+        assert idle.generate([[1]], limits=Limits(2))[0].token_ids == [2, 3]
+
+    assert in_a_fork(refused) == 0
+    goes_on.set()
+    thread.join()
+    model.before = None
+    assert in_a_fork(lambda: engine.generate([[1]], limits=Limits(2))) == 0
+    assert engine.generate([[1]], limits=Limits(2))[0].token_ids == [2, 3]
 
 
 # A thread that owns it ---------------------------------------------------------------------------

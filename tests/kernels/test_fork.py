@@ -48,6 +48,28 @@ print((wide + wide).sum().item(), torch.get_num_threads())
     assert (out, err) == ("0 0\n4000000.0 2\n", "")
 
 
+def test_other_threads_than_one_in_the_child_of_a_used_pool_are_refused() -> None:
+    """torch's own operations, between ours, would wait for ever."""
+    out, err = run("""
+import bitnet_ops
+model = bitnet_ops.load()
+expected = str(model.generate("The", max_new_tokens=3))
+def body():
+    torch.set_num_threads(3)
+    for call in (lambda: model.generate("The"), lambda: model.model(torch.tensor([[1]]))):
+        try:
+            call()
+        except RuntimeError as error:
+            assert "to stay 1 in a process forked from one" in str(error), error
+        else:
+            return False
+    torch.set_num_threads(1)
+    return str(model.generate("The", max_new_tokens=3)) == expected
+print(finish(os.fork(), body))
+""")
+    assert out == "0\n" and err.count("\n") <= 1
+
+
 def test_a_fork_behind_pythons_back_is_noticed() -> None:
     """As a server in C makes it: no hook of Python runs, and our own pool was used before."""
     out, err = run("""

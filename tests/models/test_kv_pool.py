@@ -9,13 +9,14 @@ import ctypes
 import dataclasses
 import json
 import mmap
+import sys
+import threading
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from bitnet_ops import ops
 from bitnet_ops.config import ModelConfig
 from bitnet_ops.nn.kv_config import KV_DTYPES
 from bitnet_ops.nn.kv_pool import KVPool
@@ -73,6 +74,31 @@ def test_shapes_and_order_in_memory(name: str) -> None:
     assert pool.memory_usage_mb() == pytest.approx(5 * pool.block_bytes / 2**20)
 
 
+def test_a_pool_that_grows_is_read_as_of_one_moment() -> None:
+    pool = KVPool(CONFIG, 1, 16, torch.int8, max_blocks=3000)
+    seen: set[int] = set()
+    done = threading.Event()
+
+    def read() -> None:
+        while not done.is_set():
+            seen.add(len({cache.shape[1] for cache in pool.caches()}))
+
+    readers = [threading.Thread(target=read) for _ in range(2)]
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for reader in readers:
+            reader.start()
+        for _ in range(2000):
+            pool.grow(1)
+    finally:
+        done.set()
+        sys.setswitchinterval(before)
+    for reader in readers:
+        reader.join()
+    assert seen == {1}
+
+
 @pytest.mark.parametrize("layout", ["rows", "panels"])
 @pytest.mark.parametrize("name", ["bfloat16", "int8"])
 def test_rows_of_either_layout(name: str, layout: str) -> None:
@@ -82,8 +108,7 @@ def test_rows_of_either_layout(name: str, layout: str) -> None:
     keys, values = (torch.randint(-127, 128, (32, 2, 32), generator=g).float() for _ in "kv")
     keys[..., 0] = values[..., 0] = 127  # so that int8 holds the numbers themselves
     slots = torch.randperm(32, generator=g) + 2 * 32
-    pools = pool.key_pool[1], pool.value_pool[1]
-    ops.paged_cache_update(*pools, keys, values, slots, *pool.scales(1), pool.layout)
+    pool.update(1, keys, values, slots)
     pool.copy_block(2, 0)
     found = pool.stored([2, 0], 64)
     pool.store([3, 1], {key: rows[:, :, :50] for key, rows in found.items()})

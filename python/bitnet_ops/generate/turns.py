@@ -6,34 +6,43 @@ Ctrl-C during a step is raised after the step, so that the engine's state is nev
 from __future__ import annotations
 
 import _signal  # type: ignore[import-not-found]  # signal converts to and from enums: 2 us a call
+import os
 import signal
 import threading
+import weakref
 from collections.abc import Callable, Sized
 from typing import TYPE_CHECKING, Any
+
+from bitnet_ops.ops._library import check_threads_after_fork
 
 if TYPE_CHECKING:
     from bitnet_ops.generate.engine import Engine
 
 _SIGINT = int(signal.SIGINT)
+_LONGEST_WAIT_S = 0.05  # until a thread that waits looks whether Ctrl-C was pressed
 
 
 class InterruptsHeld:
-    """Ctrl-C during the body is raised at its end. Only the main thread ever gets it."""
+    """Ctrl-C during the body is raised at its end. Only the main thread ever gets it.
 
-    def __enter__(self) -> None:
-        self._pressed: list[Any] = []
+    `pressed` says that it was.
+    """
+
+    def __enter__(self) -> InterruptsHeld:
+        self.pressed: list[Any] = []
         self._before: Any = None
         if threading.current_thread() is threading.main_thread():
             before = _signal.getsignal(_SIGINT)
             if callable(before):  # not so where it is ignored, or ends the process at once
                 self._before = before
-                _signal.signal(_SIGINT, lambda *args: self._pressed.append(args))
+                _signal.signal(_SIGINT, lambda *args: self.pressed.append(args))
+        return self
 
     def __exit__(self, *_: object) -> None:
         if self._before is not None:
             _signal.signal(_SIGINT, self._before)
-            if self._pressed:
-                self._before(*self._pressed[0])
+            if self.pressed:
+                self._before(*self.pressed[0])
 
 
 class Turn:
@@ -43,6 +52,13 @@ class Turn:
         self._changed = threading.Condition()
         self._taken_by: int | None = None
         self._owner: int | None = None  # the only thread whose turn it may be, if there is one
+        self._torn = False
+        _TURNS.add(self)
+
+    def after_fork(self) -> None:
+        """In the child, where only the thread that forked goes on."""
+        self._torn = self._taken_by not in (None, threading.get_ident())
+        self._changed, self._owner = threading.Condition(), None
 
     @property
     def owned(self) -> bool:
@@ -57,6 +73,12 @@ class Turn:
         """Call `change` when it is this thread's turn, unless something is in `unless` by then."""
         if self._taken_by == threading.get_ident():
             raise RuntimeError("engine: expected a consumer to take its event, got one that steps")
+        if self._torn:
+            raise RuntimeError(
+                "engine: expected an engine that was at rest when this process was forked, got one "
+                "that another thread was stepping; load the model anew in this process"
+            )
+        check_threads_after_fork()
         while True:
             with InterruptsHeld():
                 if self._take():
@@ -65,9 +87,10 @@ class Turn:
                     finally:
                         self._give()
                     return
-            with self._changed:
-                while self.taken and not unless:
-                    self._changed.wait()
+            # An interrupt inside `wait` could let go of a lock that another thread holds.
+            with InterruptsHeld() as held, self._changed:
+                while self.taken and not unless and not held.pressed:
+                    self._changed.wait(_LONGEST_WAIT_S)
                 if unless:
                     return
 
@@ -100,6 +123,17 @@ class Turn:
         """Wait until `something` is true; it is asked whenever a change is over."""
         with self._changed:
             self._changed.wait_for(something)
+
+
+_TURNS: weakref.WeakSet[Turn] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for turn in list(_TURNS):
+        turn.after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 class EngineThread:

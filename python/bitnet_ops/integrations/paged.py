@@ -8,7 +8,6 @@ It must not import an engine, nor know models.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -19,7 +18,6 @@ from bitnet_ops.nn.kv_pool import PagedPool
 POOL_DTYPES = (torch.float32, torch.bfloat16)  # what engines store without scales of their own
 
 
-@dataclass
 class EnginePool(PagedPool):
     """Keys and values of all layers, read and written where the engine has them.
 
@@ -27,8 +25,8 @@ class EnginePool(PagedPool):
     but a contiguous D. What `Decoder.step` asks of a pool, besides: no scales.
     """
 
-    key_pool: Tensor
-    value_pool: Tensor
+    def __init__(self, key_pool: Tensor, value_pool: Tensor) -> None:
+        self._caches = key_pool, value_pool
 
     @property
     def block_size(self) -> int:

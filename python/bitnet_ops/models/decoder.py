@@ -32,6 +32,7 @@ from bitnet_ops.nn.packing import Cast, PackedWeight, dtype_after
 from bitnet_ops.nn.rotary import Rotary, local_rotary, rotary
 from bitnet_ops.nn.storage import check_activation_format
 from bitnet_ops.nn.tracked import Tracked, TrackedList, changes
+from bitnet_ops.ops._library import check_threads_after_fork
 
 
 def _matrix(tensors: Tensors, name: str, head_format: str) -> HeadWeight:
@@ -183,6 +184,7 @@ class Decoder(Tracked):
         self, input_ids: Tensor, cache: KVCache | None, kept: int, adapter: str | None
     ) -> tuple[KVCache, StepBatch]:
         """The cache and the step that appends `input_ids` to it, with room for them."""
+        check_threads_after_fork()
         cache = self._checked(input_ids, cache)
         rows, tokens = input_ids.shape
         kept = min(kept, tokens) or tokens  # 0 keeps everything

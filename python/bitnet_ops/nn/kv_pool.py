@@ -128,36 +128,52 @@ class PagedPool:
     `ops.paged_attention` takes it.
     """
 
-    key_pool: Tensor
-    value_pool: Tensor
-    key_scale: Tensor | None = None
-    value_scale: Tensor | None = None
+    # What `caches` gives, exchanged as one: a thread may read it while another grows the pool, and
+    # keys with one number of blocks beside values with another are no pool.
+    _caches: tuple[Tensor, ...]
     layout: str = "rows"
 
     def caches(self) -> list[Tensor]:
-        """The tensors that a model's step writes, as `ops.model_step` takes them."""
-        if self.key_scale is None or self.value_scale is None:
-            return [self.key_pool, self.value_pool]
-        return [self.key_pool, self.value_pool, self.key_scale, self.value_scale]
+        """The tensors that a model's step writes, as `ops.model_step` takes them.
 
-    def scales(self, layer: int) -> tuple[Tensor | None, Tensor | None]:
-        """One layer's scales of keys and values f32 [blocks, block_size, KV], or None."""
-        if self.key_scale is None or self.value_scale is None:
-            return None, None
-        return self.key_scale[layer], self.value_scale[layer]
+        Keys and values, and of int8 pools their scales. All of one moment.
+        """
+        return list(self._caches)
+
+    @property
+    def key_pool(self) -> Tensor:
+        return self._caches[0]
+
+    @property
+    def value_pool(self) -> Tensor:
+        return self._caches[1]
+
+    @property
+    def key_scale(self) -> Tensor | None:
+        return self._caches[2] if len(self._caches) > 2 else None
+
+    @property
+    def value_scale(self) -> Tensor | None:
+        return self._caches[3] if len(self._caches) > 2 else None
+
+    def _layer(
+        self, layer: int
+    ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor | None, Tensor | None]]:
+        """One layer's keys and values, and their scales."""
+        key, value, *scales = (cache[layer] for cache in self._caches)
+        return (key, value), ((scales[0], scales[1]) if scales else (None, None))
 
     def update(self, layer: int, key: Tensor, value: Tensor, slots: Tensor) -> None:
         """Write key and value F [tokens, KV, D] of one layer into their slots, as the op does."""
-        pools = self.key_pool[layer], self.value_pool[layer]
-        ops.paged_cache_update(*pools, key, value, slots, *self.scales(layer), self.layout)
+        pools, scales = self._layer(layer)
+        ops.paged_cache_update(*pools, key, value, slots, *scales, self.layout)
 
     def attend(
         self, layer: int, query: Tensor, batch: Attended, scale: float, window: int = 0
     ) -> Tensor:
         """`ops.paged_attention` of one layer: query F [tokens, H, D] -> F [tokens, H, D]."""
-        pools = self.key_pool[layer], self.value_pool[layer]
+        pools, scales = self._layer(layer)
         where = batch.query_start_loc, batch.seq_lens, batch.block_table
-        scales = self.scales(layer)
         return ops.paged_attention(query, *pools, *where, scale, *scales, self.layout, window)
 
 
@@ -291,12 +307,7 @@ class KVPool(PagedPool):
 
     def _set_views(self) -> None:
         n = slice(self.blocks)
-        key, value = (m.tensor[:, n].transpose(2, 3) for m in self._rows)
-        self.key_pool, self.value_pool = key, value
-        if self._scales:
-            self.key_scale, self.value_scale = (
-                m.tensor[:, n].transpose(2, 3) for m in self._scales
-            )
+        self._caches = tuple(m.tensor[:, n].transpose(2, 3) for m in self._memory)
 
     def __repr__(self) -> str:
         layers, blocks, size, heads, dim = self.key_pool.shape

@@ -58,14 +58,30 @@ def _load_op_library() -> None:
         ) from error
 
 
+_forked = False
+
+
+def check_threads_after_fork() -> None:
+    """Raise RuntimeError where torch would wait for threads that a fork did not copy."""
+    if _forked and torch.get_num_threads() > 1:
+        raise RuntimeError(
+            "bitnet_ops: expected torch.get_num_threads() to stay 1 in a process forked from one "
+            f"that had used its threads, got {torch.get_num_threads()}: it would wait for ever for "
+            "threads that a fork does not copy; call torch.set_num_threads(1), or start processes "
+            "with the 'spawn' method"
+        )
+
+
 def _after_fork_in_child() -> None:
     """A fork copies no threads: a parallel region would wait for the parent's for ever.
 
     So where the parent had used them, ops and torch itself run on the calling thread; the first op
     that would have wanted more says so.
     """
+    global _forked
     if importlib.import_module("bitnet_ops._runtime").mark_forked():
         torch.set_num_threads(1)
+        _forked = True
 
 
 _load_op_library()

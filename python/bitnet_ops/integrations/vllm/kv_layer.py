@@ -117,7 +117,7 @@ class KVLayer(nn.Module, AttentionLayerBase, PagedPool):
     def bind_kv_cache(self, kv_cache: Tensor) -> None:
         """kv_cache [blocks, layers * kv_heads, block_size, 2 head_dim], contiguous."""
         self.kv_cache = kv_cache
-        self.key_pool, self.value_pool = pools_of(kv_cache, self.config)
+        self._caches = pools_of(kv_cache, self.config)
         self.layout = best_layout(kv_cache.dtype, kv_cache.shape[2], self.config.head_dim)
 
 
