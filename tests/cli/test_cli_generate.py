@@ -39,6 +39,46 @@ def test_a_model_without_a_prompt_is_noticed(
     assert 'bitnet-ops generate my-demo "..."' in err
 
 
+@pytest.mark.parametrize("text", [PROMPT, PROMPT + "\n", PROMPT + "\r\n", PROMPT + "\n\n"])
+def test_one_line_end_of_stdin_is_no_part_of_the_prompt(
+    text: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(text))
+    assert main(["generate", "-", "-n", "1", "--json"]) == 0
+    expected = PROMPT + "\n" if text.endswith("\n\n") else PROMPT
+    assert json.loads(capsys.readouterr().out)["prompt"] == expected
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["--", "-5 degrees"], ["my-demo", "--", "-5 degrees"], ["--", "my-demo", "-5 degrees"]],
+)
+def test_two_dashes_end_the_options(
+    model: str, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", "-n", "1", "--json", *words]) == 0
+    assert json.loads(capsys.readouterr().out)["prompt"] == "-5 degrees"
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [("-ngl", "there is no GPU"), ("-temp", "did you mean --temp?"), ("-top-k", "--top-k?")],
+)
+def test_letters_are_no_number_of_an_option(
+    option: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", option, "0", "hi"]) == 2
+    err = capsys.readouterr().err
+    assert f"expected an option of this command, got {option}; " in err and words in err
+
+
+def test_a_bos_that_the_tokenizer_adds_too(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "<s>In the", "-n", "1"]) == 0
+    assert "note: the prompt begins with <s> twice" in capsys.readouterr().err
+    assert main(["generate", "In the", "-n", "1"]) == 0
+    assert "twice" not in capsys.readouterr().err
+
+
 def test_a_text_that_is_a_path_can_be_said(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "-p", model, "-n", "2"]) == 0
     out, err = capsys.readouterr()

@@ -5,6 +5,7 @@ What a right conversion holds is test_convert.py's business.
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,12 +13,16 @@ import threading
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 import hf_writer
 from bitnet_ops.cli import main
 from bitnet_ops.convert import ConvertError, convert
+from bitnet_ops.convert.diff import diff
 from bitnet_ops.formats import atomic
 from bitnet_ops.formats.sglbitnt import Reader
+from bitnet_ops.generate.tokenizer import Tokenizer
+from bitnet_ops.language_model import DEMO_DIR
 from hf_writer import FAMILIES
 from isa_control import torch_threads
 from slow_conversion import SLOW
@@ -234,6 +239,38 @@ def test_command_prints_json(tmp_path, capsys):
     assert run_command(source, tmp_path / "out", "--json") == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed == json.loads((tmp_path / "out" / "report.json").read_text())
+
+
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod."])
+def test_what_wrappers_put_before_every_name_is_taken_away(prefix, tmp_path):
+    family = FAMILIES["bitnet-online-untied-fp32"]
+    plain = hf_writer.write_checkpoint(tmp_path / "plain", family)
+    wrapped = hf_writer.write_checkpoint(tmp_path / "wrapped", family)
+    tensors = load_file(wrapped / "model.safetensors")
+    save_file({prefix + n: t for n, t in tensors.items()}, wrapped / "model.safetensors")
+    report = convert(wrapped, tmp_path / "a", verify=True)
+    assert f"every name begins with {prefix}, which a wrapper left; taken away" in report.remarks
+    assert report.sha256 != convert(plain, tmp_path / "b").sha256  # that of the proof is in it
+    assert diff(tmp_path / "a", tmp_path / "b")["equal"]
+
+
+def test_what_is_wrong_with_a_tokenizer_is_said_at_once(tmp_path):
+    source = hf_writer.write_checkpoint(
+        tmp_path / "source", FAMILIES["bitnet-offline"], tokenizer=False
+    )
+    assert not any("token" in remark for remark in convert(source, tmp_path / "a").remarks)
+    (source / "tokenizer.model").touch()
+    remarks = convert(source, tmp_path / "b").remarks
+    assert any("tokenizer.model are not read" in r and "AutoTokenizer" in r for r in remarks)
+    shutil.copyfile(DEMO_DIR / "tokenizer.json", source / "tokenizer.json")  # 4,096 of 300
+    remarks = convert(source, tmp_path / "c").remarks
+    assert any("3796 tokens have ids from 300 on" in remark for remark in remarks)
+    (source / "tokenizer_config.json").write_bytes(b'\xef\xbb\xbf{"eos_token": "</s>"}')
+    convert(source, tmp_path / "d")
+    assert Tokenizer.from_dir(tmp_path / "d").special_tokens == {"eos_token": "</s>"}
+    (source / "tokenizer_config.json").write_text("{")
+    remarks = convert(source, tmp_path / "e").remarks
+    assert any("token ids alone: tokenizer: expected valid JSON" in remark for remark in remarks)
 
 
 def test_command_prints_one_line_on_rejection(tmp_path, capsys):

@@ -178,6 +178,41 @@ def test_a_source_that_changes_while_it_is_converted(kind, source, tmp_path):
     assert caught.value.code == "source-changed" and not (tmp_path / "out").exists()
 
 
+NO_WEIGHTS = {  # what lies there instead -> words
+    "a shard": (["model-00001-of-00002.safetensors"], "got model-00001-of-0.*finish the download"),
+    "another name": (["consolidated.safetensors"], "rename the file to model.safetensors"),
+    "a link to nothing": (["model.safetensors ->"], "a link to a file that is not .*finish"),
+    "a shard's link": (["model-1-of-2.safetensors ->"], "a link to a file that is not .*finish"),
+}
+
+
+@pytest.mark.parametrize("name", NO_WEIGHTS)
+def test_no_weights_under_their_names(name, source, tmp_path):
+    files, words = NO_WEIGHTS[name]
+    (source / "model.safetensors").unlink()
+    for file in files:
+        plain = file.removesuffix(" ->")
+        if plain == file:
+            (source / plain).touch()
+        else:
+            (source / plain).symlink_to("../../blobs/0123")
+    check_rejected(tmp_path, "weights-missing", words)
+
+
+def test_links_to_nothing_in_other_places(sharded, tmp_path):
+    (sharded / "model-00002-of-00003.safetensors").unlink()
+    (sharded / "model-00002-of-00003.safetensors").symlink_to("../../blobs/0123")
+    check_rejected(tmp_path, "shard-missing", "a link to a file that is not there")
+    (sharded / "config.json").unlink()
+    (sharded / "config.json").symlink_to("../../blobs/0123")
+    check_rejected(tmp_path, "config-missing", "a link to a file that is not there")
+
+
+def test_a_file_of_a_checkpoint(source, tmp_path):
+    with pytest.raises(ConvertError, match="name the folder that it is in.*source-missing"):
+        convert(source / "model.safetensors", tmp_path / "out")
+
+
 def test_no_config(source, tmp_path):
     (source / "config.json").unlink()
     check_rejected(tmp_path, "config-missing", "is this a model folder")

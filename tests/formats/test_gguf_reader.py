@@ -234,6 +234,8 @@ def test_small_tensors_take_their_type_from_the_large_ones(tmp_path: Path) -> No
         ("bitnet-b1.58", 39, 320, "tiled", "TL2: its bytes are tiled"),
         ("bitnet", 42, 320, "tiled", "TL2: its bytes are tiled"),
         ("bitnet-25", 37, 1024, "tiled", "I8_S: it holds activations"),
+        ("bitnet-b1.58", 134, 1024, "tiled", "IQ1_BN: the ternary layout of ik_llama.cpp"),
+        ("bitnet-b1.58", 135, 1024, "tiled", "IQ2_BN: the ternary layout of ik_llama.cpp"),
         (
             "llama",
             42,

@@ -291,6 +291,21 @@ def test_at_the_same_time(folder: Path, cache: Path) -> None:
 # --- ids ------------------------------------------------------------------------------------------
 
 
+def test_a_folder_of_the_hubs_cache(folder: Path, tmp_path: Path) -> None:
+    """What people find in ~/.cache/huggingface/hub: the revision in it is meant."""
+    home = tmp_path / "models--org--name"
+    (home / "snapshots").mkdir(parents=True)
+    folder.rename(home / "snapshots" / "0123")
+    assert resolve.local_path(home) == home / "snapshots" / "0123"
+    (home / "snapshots" / "4567").mkdir()
+    with pytest.raises(HubError, match="expected one revision, got 2 of them"):
+        resolve.local_path(home)
+    (home / "refs").mkdir()
+    (home / "refs" / "main").write_text("0123")
+    assert resolve.local_path(home) == home / "snapshots" / "0123"
+    assert resolve.local_path(tmp_path) == tmp_path
+
+
 class FakeHub(types.ModuleType):
     """What resolve.py uses of huggingface_hub, over a folder; `log` has what was asked for."""
 

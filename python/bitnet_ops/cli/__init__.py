@@ -59,6 +59,8 @@ def build_parser(command: str | None) -> Parser:
             imported = importlib.import_module(module)
             imported.add_arguments(sub)
             sub.set_defaults(_module=imported, _parser=sub)  # names that no option can have
+            names = {action.dest for action in sub._actions}
+            parser.takes_more = "positionals" in names or sub.get_default("passed_on") is not None
     return parser
 
 
@@ -68,19 +70,22 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         guess = did_you_mean(command, COMMANDS) or "; see bitnet-ops --help"
         raise UsageError(f"expected a command among {', '.join(COMMANDS)}, got {command}{guess}")
     parser = build_parser(command)
-    args, extra = parser.parse_known_args(argv)
+    words, behind = list(argv), []
+    if "--" in words and parser.takes_more:
+        at = words.index("--")
+        words, behind = words[:at], words[at + 1 :]
+    args, extra = parser.parse_known_args(words)
     if not args.command and not args.version and not extra:
         parser.print_help(sys.stderr)
         raise SystemExit(EXIT_USAGE)
     # What stands behind -- is for the program that a command starts, if it starts one.
     passed_on = getattr(args, "passed_on", None)
-    if passed_on is not None and extra[:1] == ["--"]:
-        passed_on += extra[1:]
-        extra = []
+    if passed_on is not None:
+        passed_on += behind
     # argparse takes positionals in one go; `generate MODEL --option x PROMPT` leaves PROMPT over.
     rest = getattr(args, "positionals", None)
     if rest is not None and not any(e.startswith("-") and e != "-" for e in extra):
-        rest += extra
+        rest += [*extra, *behind]
     elif extra:
         getattr(args, "_parser", parser).reject_unknown(extra)
     if hasattr(getattr(args, "_module", None), "check"):

@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import itertools
 import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 from bitnet_ops.errors import BitNetError
+
+# Options of other programs that people type here -> what to know.
+_OF_OTHERS = {"-ngl": "; there is no GPU to put layers on, all of them run on the CPU"}
 
 
 class UsageError(BitNetError, ValueError):
@@ -49,11 +53,30 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **{"allow_abbrev": False, "formatter_class": _Help, **options})
+        self.takes_more = False  # whether any number of words may stand behind --
 
     @property
     def command(self) -> str:
         """`generate`, `bench ops`; nothing for the parser of all commands."""
         return self.prog.partition(" ")[2]
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self._reject_runs(itertools.takewhile(lambda word: word != "--", args or ()))
+        return super().parse_known_args(args, namespace)
+
+    def _reject_runs(self, words: Iterable[str]) -> None:
+        """Complain of letters that argparse would read as an option and its number, -n gl."""
+        numbers = {
+            text
+            for action in self._actions
+            for text in action.option_strings
+            if len(text) == 2 and action.type is not None
+        }
+        for word in words:
+            if re.fullmatch(r"-[A-Za-z][A-Za-z-]+", word) and word[:2] in numbers:
+                hint = f"-{word}" if f"-{word}" in self.known_options() else ""
+                guess = f"; did you mean {hint}?" if hint else _OF_OTHERS.get(word, "")
+                self.reject(f"expected an option of this command, got {word}{guess}")
 
     def known_options(self) -> list[str]:
         return [text for action in self._actions for text in action.option_strings]

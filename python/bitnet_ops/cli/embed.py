@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from bitnet_ops.cli.arguments import UsageError, add_json, integer
-from bitnet_ops.cli.generate import MODEL_HELP, add_model_arguments, open_model
+from bitnet_ops.cli.generate import MODEL_HELP, add_model_arguments, encoded, open_model
 from bitnet_ops.cli.terminal import checked, print_json, print_text, read_stdin
 
 
@@ -44,7 +44,7 @@ def check(args: argparse.Namespace) -> None:
 def run(args: argparse.Namespace) -> int:
     texts = _texts(args.positionals)
     lm = open_model(args.model, args)
-    ids = [lm.encode(text) for text in texts]
+    ids = [encoded(lm, text) for text in texts]
     vectors = lm.embed(ids, dimensions=args.dimensions)
     cosines = (vectors @ vectors.T).tolist() if args.similarity else None
     rows = [

@@ -14,7 +14,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bitnet_ops.cli.arguments import UsageError, add_json, add_threads, integer, non_empty, number
-from bitnet_ops.cli.terminal import checked, print_json, print_text, read_stdin, say
+from bitnet_ops.cli.terminal import (
+    checked,
+    print_json,
+    print_text,
+    read_stdin,
+    say,
+    without_line_end,
+)
 from bitnet_ops.nn.storage import (
     ACTIVATION_FORMATS,
     DEFAULT_KV_TYPE,
@@ -295,6 +302,15 @@ def open_model(path: str | None, args: argparse.Namespace) -> LanguageModel:
     return lm
 
 
+def encoded(lm: LanguageModel, prompt: str) -> list[int]:
+    """The ids of a prompt; a note on stderr where it says itself what the tokenizer adds."""
+    ids = lm.encode(prompt)
+    if len(ids) > 1 and ids[0] == ids[1] == lm.config.bos_token_id:
+        token = lm.tokenizer.id_to_token(ids[0])
+        say(f"note: the prompt begins with {token} twice: the tokenizer adds it; leave it out")
+    return ids
+
+
 def figures(stream: TextStream) -> str:
     """One line for people: prompt, time to first token, speed."""
     import torch
@@ -356,13 +372,13 @@ def check(args: argparse.Namespace) -> None:
 def run(args: argparse.Namespace) -> int:
     model, prompt = args.model, args.prompt
     if prompt == "-":
-        prompt = read_stdin()
+        prompt = without_line_end(read_stdin())
     options = sampling_options(args)
     began = time.perf_counter()
     lm = open_model(model, args)
     load_s = time.perf_counter() - began
     generation_note(lm, args, used=False)
-    stream = lm.stream(prompt, ignore_eos=args.ignore_eos, **options)
+    stream = lm.stream(encoded(lm, prompt), ignore_eos=args.ignore_eos, **options)
     if args.json:
         text = "".join(stream)
         print_json(_report(lm, args, prompt, text, stream, load_s))

@@ -101,6 +101,11 @@ def read_stdin() -> str:
         raise _no_utf8("stdin", data[error.start], error.start) from None
 
 
+def without_line_end(text: str) -> str:
+    """`text` less the line end that `echo` or an editor has put behind it."""
+    return text.removesuffix("\n").removesuffix("\r") if text.endswith("\n") else text
+
+
 def _no_utf8(where: str, byte: int, offset: int) -> TextError:
     return TextError(
         f"{where}: expected UTF-8 text, got the byte 0x{byte:02x} at offset {offset}; convert it, "

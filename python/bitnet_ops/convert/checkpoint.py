@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+import re
 import shutil
 import warnings
 import zipfile
@@ -92,7 +93,8 @@ class Checkpoint:
         if not self.folder.is_dir():
             found = "a file" if self.folder.exists() else "no such file or directory"
             where = f"a folder with config.json and safetensors at {folder}"
-            reject("source-missing", where, found)
+            ours = self.folder.suffix == ".safetensors" and self.folder.exists()
+            reject("source-missing", where, found, "name the folder that it is in" if ours else "")
         config, adapter = self.folder / "config.json", self.folder / "adapter_config.json"
         if adapter.is_file() and not config.is_file():
             reject("config-missing", f"config.json in {folder}", "a LoRA adapter",
@@ -213,7 +215,9 @@ def _pooling_modes(settings: Mapping[str, Any]) -> list[str]:
 def _read_object(folder: Path, name: str, missing: str, malformed: str) -> dict[str, Any]:
     """A JSON file of the checkpoint whose top level is an object."""
     if not (folder / name).is_file():
-        reject(missing, f"{name} in {folder}", "no such file", "is this a model folder?")
+        dangling = _dangling(folder, [name])
+        found, remedy = dangling or ("no such file", "is this a model folder?")
+        reject(missing, f"{name} in {folder}", found, remedy)
     _check_links(folder, [name])
     limit = _INDEX_LIMIT_BYTES if name.endswith(".index.json") else _CONFIG_LIMIT_BYTES
     try:
@@ -283,9 +287,26 @@ def _reject_other_weights(folder: Path, allow_pickle: bool) -> NoReturn:
             if allow_pickle
             else "save the model as safetensors, or read it with --allow-pickle (tensors alone)",
         )
+    shards = [name for name in names if _SHARD.fullmatch(name)]
+    single = [name for name in names if name.endswith(".safetensors")]
     ggufs = [name for name in names if name.endswith(".gguf")]
-    found = listed(ggufs) if ggufs else "no weights"
-    reject("weights-missing", f"{SINGLE} or {INDEX} in {folder}", found)
+    found, remedy = _dangling(folder, names) or (listed(ggufs or single) or "no weights", "")
+    if shards and not remedy:
+        remedy = f"finish the download: {INDEX} says which shards there are"
+    elif single and not remedy:
+        remedy = f"rename the file to {SINGLE} if it holds the whole model"
+    reject("weights-missing", f"{SINGLE} or {INDEX} in {folder}", found, remedy)
+
+
+_SHARD = re.compile(r".*-\d+-of-\d+\.safetensors")
+
+
+def _dangling(folder: Path, names: Iterable[str]) -> tuple[str, str] | None:
+    """What to say of links to files that are gone, as an interrupted download leaves them."""
+    gone = [name for name in names if (folder / name).is_symlink() and not (folder / name).exists()]
+    if not gone:
+        return None
+    return f"a link to a file that is not there, {listed(gone)}", "finish the download"
 
 
 def _weight_map(folder: Path, index: str, suffix: str) -> dict[str, str]:
@@ -306,7 +327,7 @@ def _shard_names(folder: Path, index: str, weight_map: dict[str, str]) -> list[s
         reject(
             "shard-missing",
             f"the {len(names)} files that {index} names",
-            f"without {listed(absent)}",
+            (_dangling(folder, absent) or (f"without {listed(absent)}", ""))[0],
             "finish the download",
         )
     return names

@@ -405,7 +405,8 @@ class Naming:
 
 def find_naming(config: Mapping[str, Any], family: Family | None, names: Iterable[str]) -> Naming:
     """The Naming of a checkpoint; ConvertError if two of its tensors are one tensor here."""
-    names = list(names)
+    prefix = _wrapper_prefix(names := list(names))
+    given, names = names, [name.removeprefix(prefix) for name in names]
     headless = any(name.startswith("embed_tokens.") for name in names)
     table = {**_INNER, **(family.renamed if family is not None else {})}
     subln = any(part in name for name in names for part in _SUBLN)
@@ -414,12 +415,29 @@ def find_naming(config: Mapping[str, Any], family: Family | None, names: Iterabl
     inner = any(part in f".{name}" for name in names for part in _INNER)
     found, remarks = _found(config, family, subln, inner)
     stored: dict[str, str] = {}
-    for name in names:
+    for name, as_given in zip(names, given, strict=True):
         here = _rename(name, table, headless)
         if here in stored:
-            reject("duplicate-tensor", f"{here} once", f"it as {stored[here]} and as {name}")
-        stored[here] = name
+            reject("duplicate-tensor", f"{here} once", f"it as {stored[here]} and as {as_given}")
+        stored[here] = as_given
+    if prefix:
+        remarks = (*remarks, f"every name begins with {prefix}, which a wrapper left; taken away")
     return Naming(stored, found, inner, remarks)
+
+
+_WRAPPERS = ("module", "_orig_mod", "_forward_module", "_fsdp_wrapped_module")
+
+
+def _wrapper_prefix(names: list[str]) -> str:
+    """What torch's wrappers (DDP, compile, FSDP) have put before every name; else nothing."""
+    prefix = ""
+    first = names[0] if names else ""
+    for part in first.split("."):
+        longer = f"{prefix}{part}."
+        if part not in _WRAPPERS or not all(name.startswith(longer) for name in names):
+            break
+        prefix = longer
+    return prefix
 
 
 def _rename(name: str, table: Mapping[str, str], headless: bool) -> str:

@@ -19,7 +19,7 @@ from bitnet_ops import ops
 from bitnet_ops.config import PRIVATE_BLOCK
 from bitnet_ops.convert.bin_source import BinSource, is_bin
 from bitnet_ops.convert.checkpoint import Checkpoint
-from bitnet_ops.convert.errors import ConvertError, reject
+from bitnet_ops.convert.errors import ConvertError, listed, reject
 from bitnet_ops.convert.gguf_source import GgufSource
 from bitnet_ops.convert.hf_source import HfSource
 from bitnet_ops.convert.progress import Progress
@@ -38,6 +38,7 @@ from bitnet_ops.formats import destination
 from bitnet_ops.formats.destination import MODEL_FILE, MODEL_FOLDER, DestinationError, Kind
 from bitnet_ops.formats.gguf import is_gguf
 from bitnet_ops.formats.sglbitnt import SglbitntError, Writer
+from bitnet_ops.generate.tokenizer import TOKENIZER_FILE, Tokenizer, TokenizerError
 from bitnet_ops.loading.generation_config import GENERATION_CONFIG, complete_ends
 from bitnet_ops.loading.resolve import LoadError
 
@@ -231,6 +232,7 @@ def _report(source: Source, folder: Path, totals: TernaryTotals) -> ConvertRepor
     if ends:
         source.remarks += ends
         files = list(dict.fromkeys([*files, GENERATION_CONFIG]))
+    source.remarks += _tokenizer_remarks(source, folder)
     dense = [spec for spec in plan.specs.values() if spec.kind == "dense"]
     return ConvertReport(
         source=source.path.resolve().name,
@@ -248,6 +250,35 @@ def _report(source: Source, folder: Path, totals: TernaryTotals) -> ConvertRepor
         files=files,
         remarks=source.remarks,
     )
+
+
+_OLD_TOKENIZERS = ("tokenizer.model", "vocab.json", "merges.txt", "vocab.txt")
+
+
+def _tokenizer_remarks(source: Source, folder: Path) -> list[str]:
+    """What a user would else learn from the first prompt: no tokenizer, or one too large."""
+    if not (folder / TOKENIZER_FILE).is_file():
+        given = source.tokenizer_folder
+        old = [name for name in _OLD_TOKENIZERS if given is not None and (given / name).is_file()]
+        if not old:
+            return []
+        made = "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+        return [
+            f"no {TOKENIZER_FILE}, so the model takes token ids alone: {listed(old)} are not read; "
+            f"transformers makes it: {made}; then convert again"
+        ]
+    try:
+        vocabulary = Tokenizer.from_dir(folder).backend.get_vocab()
+    except TokenizerError as error:
+        return [f"the model takes token ids alone: {error}"]
+    rows = source.plan.config.vocab_size
+    beyond = [token for token, i in sorted(vocabulary.items(), key=lambda p: p[1]) if i >= rows]
+    if not beyond:
+        return []
+    return [
+        f"{len(beyond)} tokens have ids from {rows} on, for which the embedding has no row; "
+        f"prompts must not hold them: {listed(beyond)}"
+    ]
 
 
 def _prove(source: Source, folder: Path, report: ConvertReport, text: Path | None) -> None:

@@ -96,6 +96,10 @@ _TILED = (
     "its bytes are tiled by a kernel_config.ini that is not in the file; convert the original "
     "checkpoint, or an I2_S or TQ2_0 file of the model"
 )
+_IK = (
+    "the ternary layout of ik_llama.cpp is not implemented; take an I2_S, TQ1_0 or TQ2_0 file of "
+    "the model, or convert the original checkpoint"
+)
 _SHERRY = (
     "its groups of four weights with one zero (Sherry, Hy-MT) are not implemented; use another file"
 )
@@ -151,13 +155,16 @@ BY_NUMBER: dict[int, tuple[TensorType, ...]] = {}
 for _type in _TYPES:
     BY_NUMBER[_type.number] = (*BY_NUMBER.get(_type.number, ()), _type)
 
-# Numbers of Microsoft's fork whose size is not told by the shape. 39 and 42 are shared with
-# official types: those win where their size fits.
+# Numbers of forks, Microsoft's and ik_llama.cpp, whose size is not told by the shape. 39 and 42 are
+# shared with official types: those win where their size fits.
 FORK_REJECTED = {
     37: TensorType("I8_S", 37, 1, 1, rejected="it holds activations of bitnet.cpp, never weights"),
     38: TensorType("TL1", 38, 2, 1, rejected=_TILED),
     39: TensorType("TL2", 39, 3, 1, rejected=_TILED),
     42: TensorType("TL2", 42, 3, 1, rejected=_TILED),
+    134: TensorType("IQ1_BN", 134, 64, 13, rejected=_IK),
+    135: TensorType("IQ2_BN", 135, 64, 16, rejected=_IK),
+    335: TensorType("IQ2_BN_R4", 335, 64, 16, rejected=_IK),
 }
 
 # Metadata values: number -> (name, struct letter); 8 and 9 are strings and arrays.

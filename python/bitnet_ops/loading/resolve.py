@@ -19,7 +19,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -270,7 +270,7 @@ def local_path(path: str | os.PathLike[str]) -> Path:
     such model, or it has several GGUF files.
     """
     if not is_id(path):
-        return Path(path)
+        return _snapshot(Path(path))
     repo = os.fspath(path)
     try:
         import huggingface_hub
@@ -297,6 +297,22 @@ def local_path(path: str | os.PathLike[str]) -> Path:
     except Exception as error:
         _reject(repo, "to download it from the Hugging Face Hub", _first_line(error))
     return _chosen(folder)
+
+
+def _snapshot(folder: Path) -> Path:
+    """`folder`, or the revision in it if it is the models--ORG--NAME of the hub's cache."""
+    snapshots = folder / "snapshots"
+    if not folder.name.startswith("models--") or not snapshots.is_dir():
+        return folder
+    main = folder / "refs" / "main"
+    names = sorted(one.name for one in snapshots.iterdir() if one.is_dir())
+    with suppress(OSError, ValueError):
+        revision = main.read_text().strip()
+        names = [revision] if revision in names else names
+    if len(names) != 1:
+        found = f"{len(names)} of them in {snapshots}"
+        raise HubError(f"hub: expected one revision, got {found}; give the folder of one")
+    return _chosen(snapshots / names[0])
 
 
 def _wanted(repo: str, names: list[str]) -> list[str]:

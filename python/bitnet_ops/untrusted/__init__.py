@@ -74,7 +74,7 @@ def read_text(path: str | os.PathLike[str], *, limit: int = JSON_LIMIT_BYTES) ->
     if len(data) > limit:
         _reject(f"{path} below {limit >> 20} MiB", "more")
     try:
-        return data.decode("utf-8")
+        return data.decode("utf-8-sig")  # a BOM, as editors write it, is no part of the text
     except UnicodeDecodeError as error:
         _reject(f"UTF-8 in {path}", f"byte 0x{data[error.start]:02x} at offset {error.start}")
 
