@@ -8,7 +8,9 @@ import dataclasses
 import hashlib
 import json
 import math
+import re
 import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -17,13 +19,17 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
+import bonsai
 import forward_fp64
 import hf_writer
 from bitnet_ops.cli import main
 from bitnet_ops.convert import ConvertError, convert
 from bitnet_ops.convert.report import table_lines
+from bitnet_ops.convert.ternary import implausible
 from bitnet_ops.convert.verify import tensor_table, verify
 from bitnet_ops.formats.sglbitnt import Reader, SglbitntError, Writer, replace_config
+from gguf_models import model_file
+from hf_families import CASES
 from hf_writer import FAMILIES
 from isa_control import torch_threads
 
@@ -263,3 +269,86 @@ def test_text_needs_verify(proved, tmp_path, capsys):
     source, _, text, _ = proved
     assert main(["convert", str(source), str(tmp_path / "x"), "--text", str(text)]) == 2
     assert "expected --text only with --verify" in capsys.readouterr().err
+
+
+# Damage, and what looks like it ---------------------------------------------------------------
+
+
+def _zeroed(file: Path, share: float) -> None:
+    """The end of a file as a download leaves it that has broken off: of the right length."""
+    data = bytearray(file.read_bytes())
+    begin = int(len(data) * (1 - share))
+    data[begin:] = bytes(len(data) - begin)
+    file.write_bytes(data)
+
+
+def _packed_source(folder: Path, form: str) -> Path:
+    if form == "safetensors":
+        return hf_writer.write_checkpoint(folder, FAMILIES["bitnet-offline"]) / "model.safetensors"
+    if form == "mlx":
+        return bonsai.write_mlx(folder, bonsai.make(True)) / "model.safetensors"
+    file = folder / "m.gguf"
+    folder.mkdir()
+    if form in bonsai.TYPES:
+        file.write_bytes(bonsai.gguf_file(bonsai.make(True), form))
+    else:
+        family = FAMILIES["bitnet-offline"]
+        network = hf_writer.make_network(family)
+        file.write_bytes(model_file(family, network, "bitnet-b1.58", form))
+    return file
+
+
+@pytest.mark.parametrize(
+    "form", ["safetensors", "mlx", "TQ1_0", "TQ2_0", "Q2_0", "PQ2_0", "PTQ1_0"]
+)
+def test_an_end_of_zeros_is_said_and_is_no_proof(tmp_path, form):
+    file = _packed_source(tmp_path / "in", form)
+    source = file if file.suffix == ".gguf" else file.parent
+    options = {"tokenizer": "none"} if file.suffix == ".gguf" else {}
+    whole = convert(source, tmp_path / "whole", **options)
+    assert not [remark for remark in whole.remarks if "damaged" in remark]
+    _zeroed(file, 0.2)
+    report = convert(source, tmp_path / "out", **options)
+    words = r"rows of (one value|zero bytes).*the source is damaged"
+    assert [remark for remark in report.remarks if re.search(words, remark)], report.remarks
+    with pytest.raises(ConvertError, match=words) as caught:
+        convert(source, tmp_path / "proved", verify=True, **options)
+    assert caught.value.code == "verification-failed"
+    found = verify(tmp_path / "out", source)["verification"]
+    assert [failure for failure in found["failures"] if re.search(words, failure)]
+
+
+@pytest.mark.parametrize(
+    ("codes", "words"),
+    [
+        (lambda c: c.fill_(-1), "256 of 256 rows of one value"),
+        (lambda c: c[7].fill_(1), "1 of 256 rows of one value"),
+        (lambda c: torch.where(torch.rand(c.shape) < 0.04, 0, -1), "weights of -1"),
+        (lambda c: torch.where(torch.rand(c.shape) < 0.92, 1, c), "of [+]1"),
+        (lambda c: c, None),
+        (lambda c: c.zero_(), None),
+    ],
+)
+def test_what_no_training_gives(codes, words):
+    given = torch.randint(-1, 2, (256, 256), dtype=torch.int8)
+    changed = codes(given)
+    found = implausible("w", (given if changed.dim() == 1 else changed).to(torch.int8), 0)
+    assert found is None if words is None else re.search(words, found)
+
+
+@pytest.mark.parametrize(
+    "family",
+    [FAMILIES["bitnet-online"], CASES["trilm"].family],
+    ids=lambda family: family.name,
+)
+@pytest.mark.parametrize("installed", [True, False])
+def test_a_matrix_of_zeros_is_sound_whatever_is_installed(tmp_path, monkeypatch, family, installed):
+    source = hf_writer.write_checkpoint(tmp_path / "in", family)
+    tensors = hf_writer.state_dict(family, hf_writer.make_network(family))
+    down = "model.layers.1.mlp.down_proj.weight"
+    hf_writer.write_tensors(source, {**tensors, down: torch.zeros_like(tensors[down])})
+    if not installed:
+        monkeypatch.setitem(sys.modules, "transformers", None)
+    report = convert(source, tmp_path / "out", verify=True)
+    assert report.verification["passed"]
+    assert any("zeros alone" in remark for remark in report.remarks)

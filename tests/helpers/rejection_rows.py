@@ -344,7 +344,6 @@ ROWS = [
      poke(DOWN, 7, 0.011)),
     ("ternary-by-odd-columns", "not-ternary", "trilm", "every group of 64 weights of a row",
      tensor(DOWN, lambda old: torch.cat([old[:, :200], old[:, 200:] * 2], dim=1))),
-    ("ternary-zeros", "bad-scale", "trilm", "zeros alone", tensor(DOWN, lambda old: old * 0)),
     ("ternary-nan", "non-finite", "trilm", "nan at element 7", poke(DOWN, 7, float("nan"))),
     ("ternary-with-scales", "packed-under-online", "trilm", "without weight_scale",
      tensor(Q_PROJ + "_scale", lambda old: torch.ones(1))),

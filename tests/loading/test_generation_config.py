@@ -11,7 +11,7 @@ import pytest
 from tokenizers import Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 
-from bitnet_ops.convert import convert
+from bitnet_ops.convert import ConvertError, convert
 from bitnet_ops.convert.gguf_export import export_gguf
 from bitnet_ops.language_model import DEMO_DIR, load
 from cli_process import cli
@@ -94,6 +94,14 @@ def test_ends_of_gguf_files(tmp_path: Path, kind: int) -> None:
     lm = load(tmp_path / "out")
     assert lm.stop_ids == {1, 258} and lm.tokenizer.decode([258]) == ""
     assert lm.generation.sampling == {"temperature": 0.6, "top_k": 20}
+
+
+def test_a_broken_file_is_no_conversion(tmp_path: Path) -> None:
+    source = checkpoint(tmp_path / "in", OWN, {})
+    (source / "generation_config.json").write_text('{"eos_token_id": "x"}')
+    with pytest.raises(ConvertError, match="expected eos_token_id in .* to be ids") as caught:
+        convert(source, tmp_path / "out")
+    assert caught.value.code == "generation-config" and not (tmp_path / "out").exists()
 
 
 # Sampling -----------------------------------------------------------------------------------------

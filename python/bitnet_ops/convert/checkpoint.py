@@ -134,6 +134,14 @@ class Checkpoint:
             return _mlx_dequantized(name, self._as_stored)
         return self._files[self.tensors[name].file].get_tensor(name)
 
+    def unwritten_rows(self, name: str) -> int:
+        """Rows of an MLX package's matrix whose codes and scales are zero bytes; 0 for others."""
+        if name not in self.packed_mlx:
+            return 0
+        words, scales = (self._as_stored(part) for part in (name, _mlx_parts(name)[0]))
+        written = (words != 0).any(dim=1) | (scales != 0).any(dim=1)
+        return int((~written).sum())
+
     def _as_stored(self, name: str) -> torch.Tensor:
         tensor: torch.Tensor = self._files[self._stored[name].file].get_tensor(name)
         return tensor

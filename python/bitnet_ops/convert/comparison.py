@@ -29,6 +29,7 @@ from bitnet_ops.convert.gguf_source import GgufSource
 from bitnet_ops.convert.hf_source import HfSource
 from bitnet_ops.convert.oracles import GgufOracle, HfOracle, OracleUnavailable, PlainOracle
 from bitnet_ops.convert.source import Plan, Source
+from bitnet_ops.convert.ternary import damage, implausible
 from bitnet_ops.formats.sglbitnt import Reader, model_file
 from bitnet_ops.generate.tokenizer import Tokenizer
 from bitnet_ops.loading.weights import load_model
@@ -205,7 +206,7 @@ def verify_conversion(
     else:
         sequences, label = text_sequences(tokenizer, plan.config, text), f"text {text.name}"
     result = Verification(oracle.name, reason, label)
-    _compare_weights(plan, file, oracle, result)
+    _compare_weights(source, file, oracle, result)
     reference, ours = oracle.logits(sequences), our_logits(file, sequences)
     result.logits = _compared(sequences, reference, ours)
     if not plan.scheme.rounds_activations:
@@ -274,7 +275,8 @@ def text_sequences(folder: Path, config: ModelConfig, text: Path) -> list[list[i
     return [piece for piece in pieces if len(piece) > 1]
 
 
-def _compare_weights(plan: Plan, file: Path, oracle: Oracle, result: Verification) -> None:
+def _compare_weights(source: Source, file: Path, oracle: Oracle, result: Verification) -> None:
+    plan, warnings = source.plan, list[str]()
     with Reader(file) as reader:
         for name in plan.ternary:
             codes, scale = oracle.projection(name)
@@ -294,7 +296,10 @@ def _compare_weights(plan: Plan, file: Path, oracle: Oracle, result: Verificatio
             result.weights += codes.numel()
             result.weights_different += different
             result.scale_relative_difference = max(result.scale_relative_difference, relative)
+            if warning := implausible(name, ours, source.unwritten_rows(name)):
+                warnings.append(warning)
             _judge_weights(plan, name, different / codes.numel(), relative, result)
+    result.failures += damage(warnings)
 
 
 def _larger_of_groups(scale: Tensor, size: int) -> Tensor:
@@ -312,9 +317,9 @@ def _larger_of_groups(scale: Tensor, size: int) -> Tensor:
 
 def _scale_difference(ours: Tensor, codes: Tensor, expected: float | Tensor) -> float:
     """The largest relative difference of a scale, over all weights that are not zero."""
-    if isinstance(expected, float):
-        return float((ours / expected - 1.0).abs().max())
     used = codes != 0
+    if isinstance(expected, float):  # of zeros alone, everybody has another
+        return float((ours / expected - 1.0).abs().max()) if used.any() else 0.0
     ratio = ours.expand(codes.shape)[used] / expected[used]
     return float((ratio - 1.0).abs().max()) if used.any() else 0.0
 

@@ -19,7 +19,7 @@ from bitnet_ops.config.families import FAMILIES, Family
 from bitnet_ops.config.scalings import FULL, SLIDING
 from bitnet_ops.convert.errors import listed, reject
 from bitnet_ops.convert.gguf_tokenizer import LLAMA3_TOKEN
-from bitnet_ops.formats.gguf import is_strings
+from bitnet_ops.formats.gguf import OXIBONSAI_KEYS, is_strings
 
 # Rotary embedding: rope.scaling.* and tensors of factors -> rope_scaling --------------------------
 
@@ -479,7 +479,7 @@ class _Keys:
         unknown = []
         for full, value in self._metadata.items():
             key = full.removeprefix(f"{self._prefix}.")
-            if full.startswith(_NAMESPACES):
+            if full.startswith(_NAMESPACES) or full in OXIBONSAI_KEYS:
                 continue
             if key != full and (key in _READ or key in _HARMLESS or key in own):
                 continue

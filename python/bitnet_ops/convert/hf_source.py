@@ -114,6 +114,9 @@ class HfSource(Source):
         rows = self.plan.specs[name].shape[0]
         return from_packed(name, self.tensor(name), rows), self._scale(name)
 
+    def unwritten_rows(self, name: str) -> int:
+        return self.checkpoint.unwritten_rows(self.plan.stored[name])
+
     def finish(self, folder: Path) -> list[str]:
         return copy_files(self.path, folder, TOKENIZER_FILES)
 

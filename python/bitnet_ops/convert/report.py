@@ -30,6 +30,7 @@ class TernaryTotals:
     smallest_scale: float = float("inf")
     largest_scale: float = 0.0
     uneven: Uneven = field(default_factory=Uneven)
+    implausible: list[str] = field(default_factory=list)
 
     def add(self, codes: torch.Tensor, scale: float | torch.Tensor) -> None:
         """Count one projection: codes int8 [N, K] and its multiplying scales.

@@ -136,6 +136,10 @@ class Source:
         """The ternary matrix `name`, checked, and ternarised if need be."""
         raise NotImplementedError
 
+    def unwritten_rows(self, name: str) -> int:
+        """How many rows of a ternary matrix are zero bytes, where those are no row of zeros."""
+        return 0
+
     def release(self, name: str) -> None:
         """The data of `name` are not needed any more."""
 

@@ -13,7 +13,7 @@ from bitnet_ops import ops
 from bitnet_ops.config.scheme import Scheme
 from bitnet_ops.convert.errors import reject
 from bitnet_ops.convert.source import Uneven
-from bitnet_ops.nn.packing import BLOCK, multiplying_scale, unpack_hf
+from bitnet_ops.nn.packing import BLOCK, MIN_SCALE, multiplying_scale, unpack_hf
 from bitnet_ops.nn.storage import GROUP_SIZES
 
 SPREAD = 2.0**-7  # of the magnitudes of a group, relative; a few published groups have 0.005
@@ -105,6 +105,39 @@ def _already_ternary(masters: torch.Tensor, codes: torch.Tensor) -> bool:
     return bool((codes == 0).any())
 
 
+_LONG_ROW, _MANY = 64, 4096  # weights that are not alike by chance
+_FEWEST_ZEROS, _MOST_ALIKE = 0.05, 0.9  # shares; trained matrices have 0.2 to 0.7 zeros, 0.5 alike
+
+
+def implausible(name: str, codes: torch.Tensor, unwritten: int) -> str | None:
+    """What no training gives, for people: the end of a file that was never written is zero bytes,
+    and packed zero bytes are weights of -1. A matrix of zeros alone is possible.
+
+    `unwritten`: rows of zero bytes in the source that say nothing of their weights.
+    """
+    rows, columns = codes.shape
+    low, high = torch.aminmax(codes, dim=1)
+    alike = int(((low == high) & (low != 0)).sum()) if columns >= _LONG_ROW else 0
+    found = f"{alike} of {rows} rows of one value" if alike else None
+    if unwritten:
+        found = f"{unwritten} of {rows} rows of zero bytes"
+    if found is None and codes.numel() >= _MANY:
+        minus, plus = (int((codes == code).sum()) / codes.numel() for code in (-1, 1))
+        if minus + plus > 1 - _FEWEST_ZEROS or max(minus, plus) > _MOST_ALIKE:
+            found = f"{minus:.1%} weights of -1 and {plus:.1%} of +1"
+    if found is None:
+        return None
+    return f"{name} has {found}"
+
+
+def damage(warnings: list[str]) -> list[str]:
+    """One sentence for all that `implausible` has found, if anything."""
+    if not warnings:
+        return []
+    more = f"; {len(warnings) - 1} more matrices are like it" if len(warnings) > 1 else ""
+    return [f"{warnings[0]}{more}: the source is damaged, such as by a download that broke off"]
+
+
 def looks_ternary(dense: torch.Tensor) -> bool:
     """Whether floating weights are code * scale, with a scale a matrix, a row or a group."""
     magnitude = dense.abs()
@@ -124,7 +157,8 @@ def from_ternary(
     magnitude = dense.abs()
     largest = magnitude.amax()
     if largest == 0:
-        reject("bad-scale", f"a value other than zero in {name}", "zeros alone")
+        none = torch.tensor([MIN_SCALE], dtype=torch.float32)
+        return torch.zeros(dense.shape, dtype=torch.int8), none, 0, None
     found = _scales_of(magnitude)
     if found is None:
         reject(

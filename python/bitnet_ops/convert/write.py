@@ -33,7 +33,7 @@ from bitnet_ops.convert.source import (
     stamp,
     stamps,
 )
-from bitnet_ops.convert.ternary import from_ternary, looks_ternary
+from bitnet_ops.convert.ternary import damage, from_ternary, implausible, looks_ternary
 from bitnet_ops.formats import destination
 from bitnet_ops.formats.destination import MODEL_FILE, MODEL_FOLDER, DestinationError, Kind
 from bitnet_ops.formats.gguf import is_gguf
@@ -192,6 +192,7 @@ def _write(source: Source, output: Path, version: int, progress: Progress | None
                 found = source.ternary(name)
                 _write_ternary(source, name, found, spec.shape[1], writer, totals)
             source.release(name)
+    source.remarks += damage(totals.implausible)
     return totals
 
 
@@ -215,7 +216,12 @@ def _write_dense(source: Source, name: str, writer: Writer) -> None:
 def _write_ternary(
     source: Source, name: str, found: Ternary, k: int, writer: Writer, totals: TernaryTotals
 ) -> None:
-    totals.add(ops.unpack(found.rows, k) if found.codes is None else found.codes, found.scale)
+    codes = ops.unpack(found.rows, k) if found.codes is None else found.codes
+    totals.add(codes, found.scale)
+    if warning := implausible(name, codes, source.unwritten_rows(name)):
+        totals.implausible.append(warning)
+    elif found.remark is None and not codes.any():
+        source.remarks.append(f"{name} holds zeros alone")
     totals.uneven.add(found.uneven)
     writer.add_packed(name, found.rows, found.scale, k, found.group_size)
     if found.remark is not None and found.remark not in source.remarks:
