@@ -35,8 +35,8 @@ from bitnet_ops.generate.tokenizer import Tokenizer, TokenizerError
 from bitnet_ops.loading.generation_config import GenerationConfig, read_generation_config
 from bitnet_ops.loading.resolve import LoadError, convert_again, resolve
 from bitnet_ops.loading.weights import load_model
-from bitnet_ops.models import Decoder, check_dtype
-from bitnet_ops.nn.kv_config import DEFAULT_KV_DTYPE, check_kv_dtype
+from bitnet_ops.models import Decoder, dtype_of
+from bitnet_ops.nn.kv_config import DEFAULT_KV_DTYPE, kv_dtype_of
 from bitnet_ops.nn.lora import Adapter, read_adapter
 from bitnet_ops.nn.storage import (
     DEFAULT_HEAD_FORMAT,
@@ -57,8 +57,8 @@ DEMO_DIR = Path(__file__).parent / "data" / "demo"
 def load(
     path: str | os.PathLike[str] | None = None,
     *,
-    dtype: torch.dtype = torch.float32,
-    kv_dtype: torch.dtype = DEFAULT_KV_DTYPE,
+    dtype: torch.dtype | str = torch.float32,
+    kv_dtype: torch.dtype | str = DEFAULT_KV_DTYPE,
     weight_format: str = "auto",
     head_format: str = DEFAULT_HEAD_FORMAT,
     activation_format: str = "auto",
@@ -79,7 +79,7 @@ def load(
             measurable loss), torch.float16, torch.int8 (about half of that again),
             torch.float8_e4m3fn or torch.float8_e5m2 (half of bfloat16, and coarser than int8).
             Where results must equal those of a float32 implementation to the last bits, ask for
-            float32.
+            float32. Both may be given by their names, "int8" for torch.int8.
         weight_format: how ternary weights lie in memory: "2bit", "1.6bit", "canonical" (the file's
             own rows, mapped) or "auto", the fastest known, which is "2bit". Results are the same.
             "2bit" and "1.6bit" fit the kernels in use now: after forcing another instruction set,
@@ -106,14 +106,13 @@ def load(
     one line that names what is wrong.
     """
     # Before a model of gigabytes is read, not at its first token.
-    check_dtype(dtype, "load")
-    check_kv_dtype(kv_dtype, "load: expected kv_dtype")
+    dtypes = dtype_of(dtype, "load"), kv_dtype_of(kv_dtype, "load: expected kv_dtype")
     check_weight_format(weight_format)
     check_head_format(head_format)
     check_activation_format(activation_format)
     adapters = _read_adapters(lora)
     found = resolve(DEMO_DIR if path is None else path, convert=convert, cache=cache)
-    form = dtype, kv_dtype, weight_format, head_format, activation_format, kv_cache_mb
+    form = *dtypes, weight_format, head_format, activation_format, kv_cache_mb
     try:
         return _open(found.file, *form, adapters)
     except sglbitnt.SglbitntError as error:

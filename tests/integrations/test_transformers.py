@@ -56,6 +56,18 @@ def theirs(folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> 
     return model.eval()
 
 
+def oracle(folder: Path) -> Any:
+    """transformers' model in float32.
+
+    Releases from 5.21 leave norms, embedding and head in bfloat16, and fail beside float32 weights.
+    """
+    model = theirs(folder)
+    for tensor in model.parameters():
+        if tensor.is_floating_point():
+            tensor.data = tensor.data.float()
+    return model
+
+
 def some_ids(model: Any, batch: int = 2, length: int = 60) -> Tensor:
     g = torch.Generator().manual_seed(7)
     return torch.randint(3, model.config.vocab_size, (batch, length), generator=g)
@@ -88,7 +100,7 @@ def assert_same_logits(a: Tensor, b: Tensor) -> None:
 def test_every_linear_computes_what_transformers_module_does(
     folders: dict[str, Path], name: str
 ) -> None:
-    reference = theirs(folders[name])
+    reference = oracle(folders[name])
     ours = accelerate(copy.deepcopy(reference), norms=False, mlp=False)
     assert len(linears(ours)) == 7 * ALL[name].layers
     g = torch.Generator().manual_seed(1)
@@ -106,7 +118,7 @@ def test_every_linear_computes_what_transformers_module_does(
 
 @pytest.mark.parametrize("name", ALL)
 def test_accelerated_models_give_transformers_tokens(folders: dict[str, Path], name: str) -> None:
-    reference = theirs(folders[name])
+    reference = oracle(folders[name])
     ours = copy.deepcopy(reference)
     assert accelerate(ours) is ours
     assert_same_model(ours, reference)
@@ -134,7 +146,7 @@ def test_loading_by_config_equals_accelerating(
         logits = loaded(ids).logits
         assert logits.dtype == dtype and bool(logits.isfinite().all())
     if dtype == torch.float32:
-        assert_same_model(loaded, theirs(folders[name]))
+        assert_same_model(loaded, oracle(folders[name]))
 
 
 def test_scales_stay_float32_in_a_bfloat16_model(folders: dict[str, Path]) -> None:
@@ -159,7 +171,7 @@ def test_what_is_saved_is_read_by_transformers_and_by_load(
     said = json.loads((tmp_path / "saved" / "config.json").read_text())["quantization_config"]
     assert said["quant_method"] == "bitnet" and said["quantization_mode"] == "offline"
     transformers.AutoTokenizer.from_pretrained(folders[name]).save_pretrained(tmp_path / "saved")
-    assert_same_model(ours, theirs(tmp_path / "saved"))
+    assert_same_model(ours, oracle(tmp_path / "saved"))
     again = theirs(tmp_path / "saved", quantization_config=BitnetOpsConfig())
     ids = some_ids(ours)
     with torch.inference_mode():
@@ -188,13 +200,13 @@ def test_masters_without_a_quantization_config(folders: dict[str, Path], tmp_pat
     folder = write_checkpoint(tmp_path / "m", masters)
     config = BitnetOpsConfig(linear_class="autobitlinear", quantization_mode="online")
     ours = theirs(folder, quantization_config=config)
-    assert_same_model(ours, theirs(folders["bitnet-online"]))
+    assert_same_model(ours, oracle(folders["bitnet-online"]))
 
 
 @pytest.mark.parametrize("head", ["int8", "int4"])
 @pytest.mark.parametrize("name", ["bitnet-offline", "bitnet-offline-untied"])
 def test_a_quantised_head(folders: dict[str, Path], name: str, head: str, tmp_path: Path) -> None:
-    reference = theirs(folders[name])
+    reference = oracle(folders[name])
     ours = accelerate(copy.deepcopy(reference), head=head)
     ids = some_ids(reference)
     with torch.inference_mode():
@@ -257,7 +269,7 @@ def test_torch_compile_takes_a_whole_model_as_one_graph(
 
 
 def test_a_peft_style_hook_sees_the_same_names(folders: dict[str, Path]) -> None:
-    reference = theirs(folders["bitnet-offline"])
+    reference = oracle(folders["bitnet-offline"])
     names = {n for n, _ in reference.named_modules()}
     assert names == {n for n, _ in accelerate(copy.deepcopy(reference)).named_modules()}
 
@@ -295,6 +307,24 @@ def test_a_model_without_ternary_layers_is_named() -> None:
         accelerate(transformers.LlamaForCausalLM(config))
 
 
+def test_what_is_no_model_and_what_has_been_accelerated_are_named(
+    folders: dict[str, Path],
+) -> None:
+    with pytest.raises(TypeError, match=r"expected a loaded transformers model, got a str; load"):
+        accelerate(str(folders["bitnet-offline"]))  # type: ignore[arg-type]
+    model = accelerate(theirs(folders["bitnet-offline"]))
+    with pytest.raises(ValueError, match="got one that has been accelerated"):
+        accelerate(model)
+
+
+def test_what_transformers_leaves_in_bfloat16_of_a_float32_model(folders: dict[str, Path]) -> None:
+    """Releases from 5.21 leave norms, embedding and head as a packed checkpoint stores them."""
+    model, reference = theirs(folders["bitnet-offline"]), oracle(folders["bitnet-offline"])
+    for part in (model.model.norm, model.model.embed_tokens, model.lm_head):
+        part.weight.data = part.weight.data.bfloat16()
+    assert_same_model(accelerate(model), reference)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -318,7 +348,7 @@ def test_floats_that_are_no_codes_are_rejected(folders: dict[str, Path]) -> None
 
 
 def test_the_weights_that_transformers_leaves_as_uint8_are_taken(folders: dict[str, Path]) -> None:
-    reference = theirs(folders["bitnet-offline"])
+    reference = oracle(folders["bitnet-offline"])
     ours = copy.deepcopy(reference)
     for module in ours.modules():
         if isinstance(module, AutoBitLinear):

@@ -309,7 +309,7 @@ def test_memory_lives_as_long_as_a_tensor_over_it() -> None:
         ({"block_size": 0}, "expected block_size an integer above 0, got 0"),
         ({"max_blocks": 3}, "expected max_blocks an integer above 3, got 3"),
         ({"dtype": torch.float64}, "KVPool: expected dtype .*, got torch.float64"),
-        ({"dtype": "int8"}, "pass torch.int8"),
+        ({"dtype": "int7"}, "or int8, got 'int7'"),
     ],
 )
 def test_wrong_arguments_are_named(wrong: dict[str, object], message: str) -> None:

@@ -10,7 +10,7 @@ import copy
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from bitnet_ops.nn.linear import BitLinear
 from bitnet_ops.nn.packing import (
@@ -192,6 +192,10 @@ def test_from_float_ternarises_by_absmean(rng: torch.Generator) -> None:
     assert float(layer.weight_scale) == pytest.approx(scale, rel=1e-6)
     rows = layer.state_dict()["weight"]
     assert torch.equal(PackedWeight(rows, layer.weight_scale, 6, 100).codes(), codes)
+    module = nn.Linear(100, 6)
+    module.weight.data.copy_(weight)
+    twin, x = BitLinear.from_float(module), torch.randn(2, 100, generator=rng)
+    assert torch.equal(twin(x), BitLinear.from_float(weight, module.bias)(x))
 
 
 def test_an_unloaded_layer_gives_nan() -> None:

@@ -109,7 +109,7 @@ def test_a_model_runs_without_a_cache(fused: bool) -> None:
         model(ids, ())
 
 
-@pytest.mark.parametrize("bad", [torch.float64, "int8", None])
+@pytest.mark.parametrize("bad", [torch.float64, "int7", None])
 def test_a_wrong_kv_dtype_is_rejected_before_anything_is_read(bad: Any) -> None:
     with pytest.raises(ValueError, match=f"kv_dtype {KV_TYPES_TEXT}, got"):
         bitnet_ops.load("/no/such/model", kv_dtype=bad)
@@ -117,8 +117,12 @@ def test_a_wrong_kv_dtype_is_rejected_before_anything_is_read(bad: Any) -> None:
         Engine(tiny_model(FAMILY), kv_dtype=bad)
 
 
-def test_load_makes_bfloat16_caches(demo: LanguageModel) -> None:
+def test_load_makes_bfloat16_caches_and_takes_names(demo: LanguageModel) -> None:
     assert demo.engine.kv_dtype == torch.bfloat16
+    named = bitnet_ops.load(dtype="bfloat16", kv_dtype="int8")
+    assert (named.model.dtype, named.engine.kv_dtype) == (torch.bfloat16, torch.int8)
+    with pytest.raises(ValueError, match="dtype float32 or bfloat16, got float16; relu2"):
+        bitnet_ops.load(dtype="float16")
 
 
 # Threads --------------------------------------------------------------------------------------

@@ -61,7 +61,7 @@ from bitnet_ops.nn.kv_config import (
     DEFAULT_BLOCK_SIZE,
     DEFAULT_KV_DTYPE,
     bytes_of_block,
-    check_kv_dtype,
+    kv_dtype_of,
 )
 from bitnet_ops.nn.kv_pool import KVPool
 from bitnet_ops.nn.lora import LoraError
@@ -108,14 +108,14 @@ class Engine:
         self,
         model: CausalModel,
         *,
-        kv_dtype: torch.dtype = DEFAULT_KV_DTYPE,
+        kv_dtype: torch.dtype | str = DEFAULT_KV_DTYPE,
         prefill_chunk: int = SchedulerOptions.token_budget,
         kv_cache_mb: float | None = None,
         prefix_cache_mb: float | None = None,
         block_size: int = DEFAULT_BLOCK_SIZE,
         scheduling: SchedulerOptions | None = None,
     ) -> None:
-        check_kv_dtype(kv_dtype, "engine: expected kv_dtype")
+        kv_dtype = kv_dtype_of(kv_dtype, "engine: expected kv_dtype")
         if not callable(getattr(model, "step", None)):
             raise TypeError(
                 "engine: expected a model with config and step(batch, pool), got "

@@ -16,7 +16,7 @@ from torch import Tensor
 from bitnet_ops.config import ModelConfig, UnsupportedModelError
 from bitnet_ops.config.families import BY_MODEL_TYPE
 from bitnet_ops.errors import BitNetError
-from bitnet_ops.models.decoder import Decoder, check_dtype
+from bitnet_ops.models.decoder import Decoder, dtype_of
 from bitnet_ops.models.tensors import TensorSpec, expected_tensors
 from bitnet_ops.nn.head import HeadWeight
 from bitnet_ops.nn.packing import PackedWeight
@@ -30,7 +30,7 @@ __all__ = [
     "TensorError",
     "TensorSpec",
     "build",
-    "check_dtype",
+    "dtype_of",
     "check_names",
     "expected_tensors",
 ]

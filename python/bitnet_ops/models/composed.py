@@ -83,12 +83,12 @@ class Composed:
 
 def attention(c: Composed, line: Line, number: int, x: Tensor) -> Tensor:
     """x + post_norm(o(sub_norm(attention(rope(q), rope(k), v)))) of h = norm(x)."""
-    lead, dim = x.shape[:-1], line.integer("head_dim")
+    dim = line.integer("head_dim")
     h = c.norm(line, "norm", c.rounded(x))
-    q, k, v = (c.project(line, key, h).view(*lead, -1, dim) for key in "qkv")
+    q, k, v = (c.project(line, key, h).unflatten(-1, (-1, dim)) for key in "qkv")
     q, k = c.norm(line, "q_norm", q), c.norm(line, "k_norm", k)
     where = c.positions, *c.ropes[str(line.keys["rope"])]
-    a = c.attend(number, ops.rope(q, *where), ops.rope(k, *where), v).view(*lead, -1)
+    a = c.attend(number, ops.rope(q, *where), ops.rope(k, *where), v).flatten(-2)
     y = c.project(line, "o", c.norm(line, "sub_norm", a, "sub_norm_eps"))
     return x + c.norm(line, "post_norm", y)
 

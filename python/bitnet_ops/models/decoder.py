@@ -101,7 +101,7 @@ class Decoder(Tracked):
         fused_step: bool = True,
     ) -> None:
         super().__init__()
-        check_dtype(dtype, type(self).__name__)
+        dtype = dtype_of(dtype, type(self).__name__)
         self.config, self.dtype, self.fused_step = config, dtype, fused_step
         self._ropes = _ropes(config)
         self.model = _Body(config, tensors, head_format)
@@ -367,13 +367,18 @@ def _ropes(config: ModelConfig) -> dict[str, Rotary]:
     return ropes
 
 
-def check_dtype(dtype: torch.dtype, who: str) -> None:
-    """Raise ValueError unless layers can compute on `dtype`: float32 or bfloat16."""
-    if dtype not in ACTIVATION_DTYPES:
+def dtype_of(dtype: torch.dtype | str, who: str) -> torch.dtype:
+    """What layers compute on, which may be given by its name.
+
+    Raises ValueError unless it is float32 or bfloat16.
+    """
+    found = getattr(torch, dtype.removeprefix("torch."), dtype) if isinstance(dtype, str) else dtype
+    if found not in ACTIVATION_DTYPES:
         raise ValueError(
             f"{who}: expected dtype float32 or bfloat16, got {dtype}"
-            + ("; relu2 overflows float16" if dtype == torch.float16 else "")
+            + ("; relu2 overflows float16" if found == torch.float16 else "")
         )
+    return found
 
 
 def _below(tensors: Mapping[str, Any], prefix: str) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from bitnet_ops.nn.kv_config import (
     CacheCapacityError,
     KVCacheConfig,
     KVCacheDtype,
-    check_kv_dtype,
+    kv_dtype_of,
 )
 from bitnet_ops.nn.kv_pool import KVPool
 from bitnet_ops.nn.storage import KVType
@@ -370,8 +370,7 @@ def _config_of(
 ) -> KVCacheConfig:
     if batch is None or max_len is None:
         raise TypeError("KVCache: expected batch and max_len beside a model's config")
-    dtype = torch.float32 if dtype is None else dtype
-    check_kv_dtype(dtype, "KVCache: expected dtype")
+    dtype = kv_dtype_of(torch.float32 if dtype is None else dtype, "KVCache: expected dtype")
     if batch < 1:
         raise ValueError(f"KVCache: expected batch above 0, got {batch}")
     if not 1 <= max_len <= config.max_position_embeddings:

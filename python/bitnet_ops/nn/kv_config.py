@@ -34,12 +34,14 @@ def bytes_of_block(sizes: KVSizes, block_size: int, dtype: torch.dtype) -> int:
     return 2 * rows * TYPE_OF[dtype].row_bytes(sizes.head_dim)
 
 
-def check_kv_dtype(dtype: object, who: str) -> None:
-    """Raise ValueError unless `dtype` is one that a cache can have."""
-    if dtype not in TYPE_OF:
+def kv_dtype_of(dtype: torch.dtype | str, who: str) -> torch.dtype:
+    """The dtype of a cache, which may be given by its name; raise ValueError for another."""
+    if isinstance(dtype, str):
+        dtype = KV_DTYPES.get(dtype.removeprefix("torch."), dtype)
+    if isinstance(dtype, str) or dtype not in TYPE_OF:
         *most, last = KV_DTYPES
-        remedy = f"; pass torch.{dtype}" if isinstance(dtype, str) else ""
-        raise ValueError(f"{who} {', '.join(most)} or {last}, got {dtype!r}{remedy}")
+        raise ValueError(f"{who} {', '.join(most)} or {last}, got {dtype!r}")
+    return dtype
 
 
 class CacheCapacityError(BitNetError, ValueError):

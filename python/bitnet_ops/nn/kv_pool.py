@@ -23,7 +23,7 @@ from bitnet_ops.nn.kv_config import (
     TYPE_OF,
     KVSizes,
     bytes_of_block,
-    check_kv_dtype,
+    kv_dtype_of,
 )
 
 # Layout "panels" ----------------------------------------------------------------------------------
@@ -273,12 +273,12 @@ class KVPool(PagedPool):
         config: KVSizes,
         blocks: int,
         block_size: int = DEFAULT_BLOCK_SIZE,
-        dtype: torch.dtype = DEFAULT_KV_DTYPE,
+        dtype: torch.dtype | str = DEFAULT_KV_DTYPE,
         *,
         max_blocks: int | None = None,
         layout: str | None = None,
     ) -> None:
-        check_kv_dtype(dtype, "KVPool: expected dtype")
+        dtype = kv_dtype_of(dtype, "KVPool: expected dtype")
         max_blocks = blocks if max_blocks is None else max_blocks
         _check_above("blocks", blocks, 0)
         _check_above("block_size", block_size, 0)

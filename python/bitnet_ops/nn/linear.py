@@ -111,12 +111,16 @@ class BitLinear(Tracked):
 
     @classmethod
     def from_float(
-        cls, weight: Tensor, bias: Tensor | None = None, weight_format: str = "auto"
+        cls, weight: Tensor | nn.Linear, bias: Tensor | None = None, weight_format: str = "auto"
     ) -> BitLinear:
-        """Ternarise a master weight F [N, K] by absmean, one scale for the matrix; bias F [N].
+        """Ternarise a full-precision weight F [N, K] by absmean, one scale for the matrix.
 
-        Raises RuntimeError for values that are not finite, ValueError as `from_packed`.
+        Beside it a bias F [N]; or both as an nn.Linear has them. Raises RuntimeError for values
+        that are not finite, ValueError as `from_packed`.
         """
+        if isinstance(weight, nn.Linear):
+            bias = weight.bias if bias is None else bias
+            weight = weight.weight
         codes, scale = ops.quantize_weights(weight.detach())
         packed = pack_ternary(codes, scale)
         layer = cls.from_packed(packed, None if bias is None else bias.detach())

@@ -167,6 +167,11 @@ class BitnetOpsQuantizer(HfQuantizer):
                 f"{type(model).__name__}"
             )
 
+    def param_needs_quantization(self, model: nn.Module, param_name: str, **kwargs: Any) -> bool:
+        """Whether a tensor may have another shape than the model's: packed weights have."""
+        path, _, name = param_name.rpartition(".")
+        return name == "weight" and isinstance(model.get_submodule(path), _Placeholder)
+
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
         config = self.quantization_config
         for name, module in list(model.named_modules()):
@@ -216,10 +221,17 @@ def accelerate(
     Returns:
         `model` itself.
     Raises:
-        ValueError: no ternary linear in it, a model elsewhere than on the CPU, another format.
+        TypeError: something else than a model.
+        ValueError: no ternary linear in it, or none any more, a model elsewhere than on the CPU,
+            another format.
         CheckpointError: a layer that does not hold what its class promises.
     """
     _check_options(weight_format, head)
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"accelerate: expected a loaded transformers model, got a {type(model).__name__}; load "
+            "one with AutoModelForCausalLM.from_pretrained, or give the path to bitnet_ops.load"
+        )
     found: list[tuple[str, nn.Module]] = []
     for name, module in model.named_modules():
         if layers.rule_of(module) is not None:
@@ -227,11 +239,18 @@ def accelerate(
             if weight.device.type != "cpu":
                 raise ValueError(f"accelerate: expected a model on the CPU, got {weight.device}")
             found.append((name, module))
+    if not found and any(isinstance(m, layers.TernaryLinear) for m in model.modules()):
+        raise ValueError(
+            "accelerate: expected a model as transformers loads it, got one that has been "
+            "accelerated, or loaded with BitnetOpsConfig; load it anew for other options"
+        )
     if not found:
         raise ValueError(
             "accelerate: expected a model with BitLinear or AutoBitLinear layers of transformers, "
             f"got none in {type(model).__name__}; bitnet_ops.load takes checkpoints of other forms"
         )
+    if all(cast(Tensor, module.weight).dtype == torch.float32 for _, module in found):
+        _widen(model)
     for name, module in found:
         layer = layers.replacement(module, name, weight_format)
         assert layer is not None
@@ -249,6 +268,17 @@ def accelerate(
         ] or None
         model.config.quantization_config = config  # type: ignore[union-attr]
     return model
+
+
+def _widen(model: nn.Module) -> None:
+    """What a model asked for in float32 has in fewer bits.
+
+    transformers from 5.21 on leaves norms, embedding and head of packed checkpoints as stored; the
+    model would compute in bfloat16.
+    """
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.dtype in (torch.bfloat16, torch.float16):
+            tensor.data = tensor.data.float()
 
 
 def _unpacks(conversion: Any) -> bool:
