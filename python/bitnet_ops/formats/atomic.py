@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import hashlib
 import os
+import re
 import secrets
 import shutil
 import stat
@@ -30,6 +31,8 @@ def atomic_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     final = Path(path)
     if final.is_dir():
         raise IsADirectoryError(f"{final} is a directory")
+    if is_mount(final):
+        raise OSError(f"{final} is a mount point: mount its folder instead")
     temporary = final.with_name(f".bitnet-ops-{secrets.token_hex(8)}.tmp")
     try:
         with open(temporary, "xb") as file:
@@ -41,6 +44,22 @@ def atomic_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
         temporary.unlink(missing_ok=True)
         raise
     sync(final.parent)
+
+
+def is_mount(path: Path, table: Path = Path("/proc/self/mountinfo")) -> bool:
+    """Whether something is mounted at `path`, a folder or a single file, so that it keeps its name.
+
+    `os.path.ismount` does not see what is bound from the same file system.
+    """
+    place = os.path.join(os.path.realpath(path.parent), path.name)
+    try:
+        lines = table.read_bytes().splitlines()
+    except OSError:
+        return os.path.ismount(place)
+    # blanks and the like are written in octal
+    points = (re.sub(rb"\\([0-7]{3})", lambda m: bytes([int(m[1], 8)]), line.split(b" ")[4])
+              for line in lines if line.count(b" ") >= 4)  # fmt: skip
+    return os.fsencode(place) in points
 
 
 def rename_new(source: Path, target: Path) -> None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bitnet_ops.errors import BitNetError
-from bitnet_ops.formats.atomic import beside, rename_new, sync, sync_tree
+from bitnet_ops.formats.atomic import beside, is_mount, rename_new, sync, sync_tree
 from bitnet_ops.formats.sglbitnt import MODEL_FILE
 
 REPORT_FILE = "report.json"
@@ -109,6 +109,14 @@ def check(target: Path, kind: Kind, *, replace: bool, option: str = "--force") -
         )
     if not os.path.lexists(target):
         return
+    if is_mount(Path(os.path.abspath(target))):
+        remedy = f"name a new folder in it, as {target / 'model'}"
+        if not target.is_dir():
+            remedy = "mount its folder instead, and name a file in that"
+        found = f"{target}, at which something is mounted"
+        raise DestinationError(
+            "destination-mount", "a destination that can get its name at the end", found, remedy
+        )
     if not replace:
         remedy = f"{option} replaces it" if option else "remove it, or choose another"
         raise DestinationError("destination-exists", "a new destination", str(target), remedy)

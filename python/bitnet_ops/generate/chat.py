@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from bitnet_ops.errors import BitNetError
 from bitnet_ops.untrusted import printable
-from bitnet_ops.untrusted.bounded import BoundedProcess, ChildError, LimitError
+from bitnet_ops.untrusted.bounded import BoundedProcess, ChildError, LimitError, ProcessError
 
 if TYPE_CHECKING:
     from bitnet_ops.generate.tokenizer import Tokenizer
@@ -55,6 +55,12 @@ def render(
         raise ChatTemplateError(
             f"chat: expected the model's chat template to end, with a text, got {error}; the "
             "template is broken or hostile: use plain continuation (generate, or chat --plain)"
+        ) from None
+    except ProcessError as error:
+        raise ChatTemplateError(
+            f"chat: expected a process of Python to render the chat template in, got {error}; use "
+            "plain continuation (generate, or chat --plain), or run bitnet-ops by a Python of its "
+            "own"
         ) from None
     except ChildError as error:
         raise ChatTemplateError(_reason(error)) from None

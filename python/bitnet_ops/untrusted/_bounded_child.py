@@ -30,6 +30,7 @@ def main() -> None:
     sys.path[:] = start["path"]
     environment = _environment()
     _limit(start["memory_bytes"])
+    _write(answers, {"value": "ready"})
     while (request := _read(requests)) is not None:
         _write(answers, _answer(environment, request))
 

@@ -33,12 +33,32 @@ class LimitError(BitNetError):
     """A call that went beyond a limit; the message says which, as in "... got <message>"."""
 
 
+class ProcessError(BitNetError):
+    """There is no process to call in; the message says why, as in "... got <message>"."""
+
+
 class ChildError(BitNetError):
     """An exception in the child: `classes`, the names of its class and bases; `line` if it has."""
 
     def __init__(self, name: str, message: str, classes: list[str], line: int | None) -> None:
         super().__init__(message)
         self.name, self.message, self.classes, self.line = name, message, classes, line
+
+
+def interpreter() -> str:
+    """The Python that this process runs in, to start another one of.
+
+    Raises ProcessError where there is none: in a frozen application, or one that embeds Python,
+    `sys.executable` is nothing, or the application, which must not be started once more.
+    """
+    own, version = sys.executable or "", f"{sys.version_info.major}.{sys.version_info.minor}"
+    installed = os.path.join(sys.exec_prefix, "bin", f"python{version}")
+    frozen = getattr(sys, "frozen", False)
+    for path in () if frozen else (own, installed):
+        if os.path.basename(path).lower().startswith(("python", "pypy")) and os.path.isfile(path):
+            return path
+    kind = "a frozen application" if frozen else f"sys.executable {own!r}"
+    raise ProcessError(f"no Python interpreter to start one with: {kind}")
 
 
 class BoundedProcess:
@@ -60,15 +80,16 @@ class BoundedProcess:
     def call(self, cpu_s: float, *, template: str, variables: dict[str, Any]) -> str:
         """The text of `template`, for which the child may use `cpu_s` seconds of CPU time.
 
-        Raises LimitError, after which the next call starts another child, and ChildError.
+        Raises LimitError, after which the next call starts another child, ChildError, and
+        ProcessError where no child can be had.
         """
         with self._lock:
             if self._child is None:
-                self._child = self._spawn()
+                self._spawn()
             return self._ask(cpu_s, template, variables)
 
-    def _spawn(self) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-I", "-S", "-B", "-X", "utf8", str(_SCRIPT)]
+    def _spawn(self) -> None:
+        command = [interpreter(), "-I", "-S", "-B", "-X", "utf8", str(_SCRIPT)]
         try:
             child = subprocess.Popen(
                 command,
@@ -78,11 +99,17 @@ class BoundedProcess:
                 start_new_session=True,  # Ctrl-C is not for it
             )
         except (OSError, ValueError) as error:
-            raise LimitError(f"no process to run it in ({error})") from None
+            raise ProcessError(f"none ({error})") from None
+        self._child = child
         path = [os.path.abspath(entry) for entry in sys.path]
-        with contextlib.suppress(OSError):  # it has ended: the first question will tell
+        try:
             _send(child.stdin, {"memory_bytes": self._memory_bytes, "path": path})
-        return child
+            _receive(child.stdout, time.monotonic() + _WALL_S)  # that it is ready
+        except BaseException as error:
+            status = self._end()
+            if isinstance(error, (EOFError, OSError)):
+                raise ProcessError(f"one that ended at its start (exit status {status})") from None
+            raise
 
     def _ask(self, cpu_s: float, template: str, variables: dict[str, Any]) -> str:
         assert self._child is not None

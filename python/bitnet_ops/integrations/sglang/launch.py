@@ -12,7 +12,6 @@ import importlib.util
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from bitnet_ops.errors import BitNetError
 from bitnet_ops.integrations import sglang
 from bitnet_ops.nn.storage import KV_TYPES
 from bitnet_ops.untrusted import read_json_object
+from bitnet_ops.untrusted.bounded import interpreter
 
 STUBS = Path(__file__).parent / "stubs"
 # What a CPU needs; whatever the user says comes behind it and wins.
@@ -146,7 +146,7 @@ def _imports(module: str) -> bool:
     """Whether `module` can be imported, tried in a process of its own."""
     if importlib.util.find_spec(module) is None:
         return False
-    done = subprocess.run([sys.executable, "-c", f"import {module}"], capture_output=True)
+    done = subprocess.run([interpreter(), "-c", f"import {module}"], capture_output=True)
     return done.returncode == 0
 
 
@@ -222,4 +222,4 @@ def command(model: Path, name: str, options: Sequence[str] = ()) -> list[str]:
     """The words that start the server of the folder `model` under `name`; `options` win."""
     fixed = ["--model-path", str(model), "--served-model-name", name, *ARGUMENTS]
     fixed += ["--max-total-tokens", str(_tokens_in_memory(model / "config.json"))]
-    return [sys.executable, "-m", "sglang.launch_server", *fixed, *options]
+    return [interpreter(), "-m", "sglang.launch_server", *fixed, *options]
