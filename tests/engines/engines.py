@@ -105,9 +105,14 @@ class SGLang:
     def linear(self, kind: str, *args, rank: int = 0, ranks: int = 1, **options):
         """One of the engine's linears as rank `rank` of `ranks` makes it."""
         module = importlib.import_module("sglang.srt.layers.linear")
-        if kind != "ReplicatedLinear":
-            options |= {"tp_rank": rank, "tp_size": ranks}
-        return getattr(module, kind)(*args, **options)
+        made = getattr(module, kind)
+        if kind == "ReplicatedLinear":
+            return made(*args, **options)
+        if "tp_rank" in inspect.signature(made).parameters:
+            return made(*args, tp_rank=rank, tp_size=ranks, **options)
+        group = module._LogicalGroup(rank, ranks)  # since 0.5.22
+        with mock.patch.object(module, "_resolve_linear_group", lambda *_: group):
+            return made(*args, **options)
 
     @contextlib.contextmanager
     def dummy_weights(self):

@@ -7,6 +7,7 @@ weight is repacked, and what is rejected. Engines' own linear classes: tests/eng
 from __future__ import annotations
 
 import gc
+import types
 import weakref
 
 import numpy as np
@@ -37,10 +38,14 @@ class Linear(nn.Module):
 
     def __init__(
         self, columns, sizes, rule=MULTIPLY, *, rank=0, ranks=1, axis="rows", replicas=None,
-        bias=False, bias_name="with_bias", dtype=torch.float32, name="layer", **attributes,
+        bias=False, bias_name="with_bias", dtype=torch.float32, name="layer", groups=False,
+        **attributes,
     ):  # fmt: skip
         super().__init__()
-        self.tp_rank, self.tp_size = rank, ranks
+        if groups:
+            self.tp_group = types.SimpleNamespace(rank_in_group=rank, world_size=ranks)
+        else:
+            self.tp_rank, self.tp_size = rank, ranks
         setattr(self, bias_name, bias)
         if replicas is not None:
             self.num_kv_head_replicas = replicas
@@ -185,14 +190,21 @@ def test_gate_and_up_of_all_ranks(rule, ranks):
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize(("ranks", "kv_heads"), [(1, 2), (2, 2), (2, 1), (4, 2), (4, 1)])
-@pytest.mark.parametrize("named", [True, False], ids=["kv_tp_rank", "tp_rank"])
+@pytest.mark.parametrize("named", ["kv_tp_rank", "kv_tp_group", "tp_rank", "tp_group"])
 def test_qkv_of_all_ranks_with_kv_heads_split_or_replicated(rule, ranks, kv_heads, named):
-    """SGLang names the ranks of the k and v heads, vLLM does not."""
+    """SGLang names the ranks of the k and v heads, from 0.5.22 on by a group; vLLM does not."""
     rows, replicas = (32, 8 * kv_heads, 8 * kv_heads), max(1, ranks // kv_heads)
     parts = [checkpoint(rule, size, 192, seed) for seed, size in enumerate(rows, 4)]
     pieces = []
     for rank in range(ranks):
-        names = {"kv_tp_rank": rank, "kv_tp_size": ranks} if named else {}
+        names = {}
+        if named == "kv_tp_rank":
+            names = {"kv_tp_rank": rank, "kv_tp_size": ranks}
+        elif named == "kv_tp_group":
+            group = types.SimpleNamespace(rank_in_group=rank, world_size=ranks)
+            names = {"kv_tp_group": group, "groups": True}
+        elif named == "tp_group":
+            names = {"groups": True}
         options = {"rank": rank, "ranks": ranks, "replicas": replicas, **names}
         layer = Linear(192, rows, rule, **options)
         for shard, part in zip("qkv", parts, strict=True):

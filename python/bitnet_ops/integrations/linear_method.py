@@ -296,7 +296,7 @@ class BitNetLinearMethod:
         del skip_block_quant_check, extra_weight_attrs
         check_activation_dtype(params_dtype, self.name)
         self._check_layer(layer)
-        rank, size = getattr(layer, "tp_rank", 0), getattr(layer, "tp_size", 1)
+        rank, size = _ranks(layer, "")
         rows = sum(output_partition_sizes)
         part_of(output_size, rows, rank, size, "output size")
         columns = part_of(input_size, input_size_per_partition, rank, size, "input size")
@@ -443,6 +443,19 @@ def _check_columns(state: LayerState, x: Tensor) -> None:
         ) from None
 
 
+def _ranks(layer: nn.Module, *prefixes: str) -> tuple[int, int]:
+    """A layer's rank and how many there are, by the first of the prefixes that it has names with.
+
+    SGLang from 0.5.22 on names a group of ranks, other engines the numbers.
+    """
+    for prefix in prefixes:
+        if hasattr(layer, f"{prefix}tp_rank"):
+            return getattr(layer, f"{prefix}tp_rank"), getattr(layer, f"{prefix}tp_size")
+        if (group := getattr(layer, f"{prefix}tp_group", None)) is not None:
+            return group.rank_in_group, group.world_size
+    return 0, 1
+
+
 def _plan(layer: nn.Module, sizes: Sequence[int], rank: int, ranks: int) -> tuple[Shard, ...]:
     """The logical matrices of a layer, laid out one after the other along its rows.
 
@@ -454,8 +467,7 @@ def _plan(layer: nn.Module, sizes: Sequence[int], rank: int, ranks: int) -> tupl
     replicas = getattr(layer, "num_kv_head_replicas", None)
     if replicas is not None:
         ids = "q", "k", "v"
-        kv_rank = getattr(layer, "kv_tp_rank", getattr(layer, "tp_rank", 0))
-        kv_ranks = getattr(layer, "kv_tp_size", getattr(layer, "tp_size", 1))
+        kv_rank, kv_ranks = _ranks(layer, "kv_", "")
         places[1:] = [(kv_rank // replicas, kv_ranks // replicas)] * 2
     shards, offset = [], 0
     for shard_id, size, (index, parts) in zip(ids, sizes, places, strict=True):
