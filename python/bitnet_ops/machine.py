@@ -278,9 +278,13 @@ def run_delay_ns() -> int:
     return total
 
 
-def openmp_runtimes(root: Path = _ROOT) -> list[str]:
-    """Paths of the OpenMP runtimes mapped into this process; more than one is trouble."""
-    maps = _text(root / "proc/self/maps") or ""
+def openmp_runtimes(root: Path = _ROOT) -> list[str] | None:
+    """Paths of the OpenMP runtimes mapped into this process; more than one is trouble.
+
+    None where the system does not say.
+    """
+    if (maps := _text(root / "proc/self/maps")) is None:
+        return None
     paths = {line.split(maxsplit=5)[5] for line in maps.splitlines() if "/" in line}
     return sorted(path for path in paths if _OPENMP.match(Path(path).name))
 

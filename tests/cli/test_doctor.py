@@ -177,6 +177,10 @@ def test_every_line_stands_when_no_runtime_is_found(
     text = capsys.readouterr().out
     assert "openmp    none found among the libraries of this process\n" in text
     assert "no OpenMP runtime is mapped" in text
+    monkeypatch.setattr(machine, "openmp_runtimes", lambda: None)  # no /proc
+    cli.main(["doctor"])
+    text = capsys.readouterr().out
+    assert "openmp    unknown\n" in text and "no OpenMP runtime" not in text
 
 
 @pytest.fixture

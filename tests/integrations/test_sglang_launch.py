@@ -26,6 +26,7 @@ from bitnet_ops.loading import resolve
 from bitnet_ops.loading.weights import load_model
 
 TESTED = plugin.PLUGIN.tested[0]
+PLUGIN_ERROR = plugin.PLUGIN.unsupported("a table", "none")
 
 
 @pytest.fixture
@@ -44,10 +45,23 @@ def test_without_sglang_one_line_says_what_is_missing(monkeypatch, capsys):
 
 
 def test_another_version_is_an_error_that_can_be_waived(monkeypatch, installed):
-    monkeypatch.setattr(Plugin, "version", lambda self: "9.9.9")
-    with pytest.raises(launch.LaunchError, match="which were tested, got 9.9.9; .*--untested"):
+    monkeypatch.setattr(Plugin, "version", lambda self: "0.4.99")
+    with pytest.raises(launch.LaunchError, match="which were tested, got 0.4.99; .*--untested"):
         launch.check_version()
-    assert launch.check_version(allow_untested=True) == "9.9.9"
+    assert launch.check_version(allow_untested=True) == "0.4.99"
+
+
+def test_a_newer_version_is_tried_where_it_has_what_the_plug_in_needs(
+    monkeypatch, installed, caplog
+):
+    monkeypatch.setattr(Plugin, "version", lambda self: "0.10.1")
+    done = subprocess.CompletedProcess([], 0, "", "")
+    monkeypatch.setattr(launch.subprocess, "run", lambda *_, **__: done)
+    assert launch.check_version() == "0.10.1"
+    assert caplog.messages[-1].endswith(", not with 0.10.1; going on")
+    done = subprocess.CompletedProcess([], 1, "", f"Traceback ...\n{PLUGIN_ERROR}\n")
+    with pytest.raises(launch.LaunchError, match="got 0.10.1, where bitnet: expected a table, got"):
+        launch.check_version()
 
 
 def test_a_plug_in_that_would_not_be_loaded_is_an_error(monkeypatch, installed):

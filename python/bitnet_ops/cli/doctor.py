@@ -226,9 +226,9 @@ def _isa_problems(isa: Facts, amx: Facts) -> list[Problem]:
     return found
 
 
-def _binding(runtimes: list[str]) -> list[str]:
+def _binding(runtimes: list[str] | None) -> list[str]:
     """The variables that bind threads here; KMP_AFFINITY is Intel's library's alone."""
-    intel = any("iomp" in path for path in runtimes)
+    intel = any("iomp" in path for path in runtimes or ())
     return [name for name in machine.binding() if intel or name != "KMP_AFFINITY"]
 
 
@@ -254,7 +254,9 @@ def _thread_problems(threads: Facts) -> list[Problem]:
     return found
 
 
-def _openmp_problems(runtimes: list[str]) -> list[Problem]:
+def _openmp_problems(runtimes: list[str] | None) -> list[Problem]:
+    if runtimes is None:
+        return []
     if len(runtimes) > 1:
         names = ", ".join(path.rpartition("/")[2] for path in runtimes)  # the paths stand above
         problem = f"{len(runtimes)} OpenMP runtimes in one process: {names}"
@@ -378,7 +380,9 @@ def _process_rows(facts: Facts) -> list[tuple[str, str]]:
     threads, memory, pages = facts["threads"], facts["memory"], facts["pages"]
     quota, load = threads["cgroup_quota"], facts["load_average"]
     environment = " ".join(f"{k}={v}" for k, v in threads["environment"].items())
-    runtimes = facts["openmp_runtimes"] or ["none found among the libraries of this process"]
+    found: list[str] | None = facts["openmp_runtimes"]
+    none = "unknown" if found is None else "none found among the libraries of this process"
+    runtimes = found or [none]
     limit = _size(memory["limit"]) if memory["limit"] else "none"
     return [
         (

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import logging
 import os
 import re
 import subprocess
@@ -23,6 +24,8 @@ from bitnet_ops.integrations import sglang
 from bitnet_ops.nn.storage import KV_TYPES
 from bitnet_ops.untrusted import read_json_object
 from bitnet_ops.untrusted.bounded import interpreter
+
+logger = logging.getLogger(__name__)
 
 STUBS = Path(__file__).parent / "stubs"
 # What a CPU needs; whatever the user says comes behind it and wins.
@@ -42,7 +45,11 @@ class LaunchError(BitNetError, RuntimeError):
 
 
 def check_version(allow_untested: bool = False) -> str:
-    """The installed version of sglang. Raises LaunchError for none, or one that was not tested."""
+    """The installed version of sglang.
+
+    Raises LaunchError for none, one older than those tested, and a newer one that has not got what
+    the plug-in asks for.
+    """
     version, tested = sglang.PLUGIN.version(), " or ".join(sglang.PLUGIN.tested)
     if version == "unknown":
         raise LaunchError(
@@ -50,10 +57,7 @@ def check_version(allow_untested: bool = False) -> str:
             "says how to install it for a CPU"
         )
     if version not in sglang.PLUGIN.tested and not allow_untested:
-        raise LaunchError(
-            f"sglang: expected version {tested}, which were tested, got {version}; install one of "
-            "them, or add --untested to try"
-        )
+        _check_untested(version, tested)
     status = sglang.status()
     if not status["active"]:
         raise LaunchError(
@@ -65,6 +69,27 @@ def check_version(allow_untested: bool = False) -> str:
             )
         )
     return version
+
+
+def _check_untested(version: str, tested: str) -> None:
+    found = version
+    if _numbers(version) > _numbers(sglang.PLUGIN.tested[-1]):
+        # `register` asks for every part of SGLang that the plug-in needs.
+        code = "from bitnet_ops.integrations.sglang import register; register()"
+        run = [interpreter(), "-c", code]
+        done = subprocess.run(run, capture_output=True, text=True, env=environment(os.environ, []))
+        if done.returncode == 0:
+            logger.warning("sglang: tested with %s, not with %s; going on", tested, version)
+            return
+        found = f"{version}, where {(done.stderr.strip().splitlines() or ['it ends'])[-1]}"
+    raise LaunchError(
+        f"sglang: expected version {tested}, which were tested, got {found}; install one of "
+        "them, or add --untested to try"
+    )
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", version)]
 
 
 def ranks(options: Sequence[str]) -> int:
