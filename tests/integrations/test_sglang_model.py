@@ -109,7 +109,7 @@ class Config:
         self.__dict__.update(json.loads((DEMO / "config.json").read_text()))
 
     def to_dict(self):
-        return dict(self.__dict__)
+        return {**self.__dict__, "context_len": 256}  # which SGLang adds
 
 
 def make(bitnet, **changes):

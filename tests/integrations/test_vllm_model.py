@@ -34,7 +34,7 @@ class HfConfig:
         self.values = {**json.loads((DEMO / "config.json").read_text()), **changes}
 
     def to_dict(self):
-        return dict(self.values)
+        return {**self.values, "added_by_the_engine": 1}
 
 
 def vllm_config(surface, *, dtype=torch.float32, head="stored", ranks=(1, 1), cache="auto", **hf):

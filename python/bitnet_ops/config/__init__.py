@@ -119,10 +119,11 @@ class ModelConfig:
         )
 
     @classmethod
-    def from_hf(cls, config: Mapping[str, Any]) -> ModelConfig:
+    def from_hf(cls, config: Mapping[str, Any], *, ignore_unknown: bool = False) -> ModelConfig:
         """Read a config.json that has been parsed to a dict.
 
-        Returns the config. Raises UnsupportedModelError for an architecture or option outside what
+        ignore_unknown: leave out keys that are not known here, for what an engine holds, which adds
+        its own to those of the file. Returns the config. Raises UnsupportedModelError for an architecture or option outside what
         is implemented, and for a missing, mistyped or inconsistent field.
         """
         if not isinstance(config, Mapping):
@@ -132,7 +133,8 @@ class ModelConfig:
             )
         family = _family(config)
         _reject_other_maths(config, family)
-        _reject_unknown(config, family)
+        if not ignore_unknown:
+            _reject_unknown(config, family)
         _check_quantization(config)
         _reject_dropped_neurons(config)
         fields, remarks = _fields(config, family)

@@ -216,7 +216,8 @@ def _dense(name: str, tensor: Tensor, spec: TensorSpec) -> Tensor:
 def read_config(hf_config: Any) -> ModelConfig:
     """The architecture, from the config that vLLM holds (with the user's --hf-overrides)."""
     # The class of --hf-overrides is ours; model_type says which family it is.
-    return ModelConfig.from_hf({**hf_config.to_dict(), "architectures": None})
+    config = {**hf_config.to_dict(), "architectures": None}
+    return ModelConfig.from_hf(config, ignore_unknown=True)
 
 
 def _check_parallel(parallel: Any) -> None:

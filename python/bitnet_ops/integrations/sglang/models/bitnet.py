@@ -155,7 +155,8 @@ class BitNetForCausalLM(nn.Module):
         self.config, self.quant_config = config, quant_config
         self.dtype = torch.get_default_dtype()  # of the model, while SGLang makes it
         check_activation_dtype(self.dtype)
-        c = ModelConfig.from_hf({**config.to_dict(), "architectures": None})
+        said = {**config.to_dict(), "architectures": None}
+        c = ModelConfig.from_hf(said, ignore_unknown=True)
         self.model = BitNetModel(c, quant_config, f"{prefix}.model" if prefix else "model")
         if config.tie_word_embeddings:
             self.lm_head = self.model.embed_tokens
