@@ -123,8 +123,9 @@ class ModelConfig:
         """Read a config.json that has been parsed to a dict.
 
         ignore_unknown: leave out keys that are not known here, for what an engine holds, which adds
-        its own to those of the file. Returns the config. Raises UnsupportedModelError for an architecture or option outside what
-        is implemented, and for a missing, mistyped or inconsistent field.
+        its own to those of the file. Returns the config. Raises UnsupportedModelError for an
+        architecture or option outside what is implemented, and for a missing, mistyped or
+        inconsistent field.
         """
         if not isinstance(config, Mapping):
             raise UnsupportedModelError(

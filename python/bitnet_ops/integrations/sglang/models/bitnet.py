@@ -188,8 +188,9 @@ class BitNetForCausalLM(nn.Module):
         layers: Any = self.model.layers
 
         def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            rows = (x.reshape(len(x), -1) for x in (q, k, v))
-            return layers[i].self_attn.attn(*rows, forward_batch)
+            rows = (x.flatten(1) for x in (q, k, v))
+            attended: Tensor = layers[i].self_attn.attn(*rows, forward_batch)
+            return attended.view_as(q)
 
         x = self.model.embed_tokens(input_ids) if input_embeds is None else input_embeds
         ropes = {GLOBAL_ROPE: self._rope}
