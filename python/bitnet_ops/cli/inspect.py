@@ -106,7 +106,7 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
     if row["zero"] is not None:
         several = row["scales"]
         scale = f"{several['min']:.4g}..{several['max']:.4g}" if several else f"{row['scale']:.6g}"
-        total = math.prod(row["shape"])
+        total = max(1, math.prod(row["shape"]))
         shares = " / ".join(f"{100 * row[key] / total:.1f}" for key in ("minus", "zero", "plus"))
     shape = " x ".join(map(str, row["shape"]))
     return row["name"], row["format"], shape, scale, shares, row["sha256"][:12]
@@ -128,7 +128,7 @@ def _summary(report: dict[str, Any]) -> list[str]:
         )
     if t["tensors"]:
         lines.append(f"all     {t['bits_per_parameter']:.3f} bits per parameter")
-    block = report["bitnet_ops"] or {}
+    block = report["bitnet_ops"] if isinstance(report["bitnet_ops"], dict) else {}
     lines += [f"{key}: {_short(value)}" for key, value in block.items() if key not in _APART]
     if isinstance(verified := block.get("verified"), dict):
         lines.append("verified: " + ", ".join(f"{k} {_figure(v)}" for k, v in verified.items()))

@@ -118,8 +118,11 @@ def _ratios(a: Tensor, b: Tensor) -> Tensor:
 def _dense(a: Values, b: Values) -> dict[str, Any] | None:
     assert a.dense is not None and b.dense is not None
     different, largest, magnitude = 0, 0.0, 0.0
+    if not a.dense.numel():
+        return None
     for left, right in zip(_pieces(a.dense), _pieces(b.dense), strict=True):
-        gap = (left.double() - right.double()).abs()
+        left, right = left.double(), right.double()
+        gap = (left - right).abs()
         different += int(torch.count_nonzero(gap))
         largest = max(largest, float(gap.max()))
         magnitude = max(magnitude, float(left.abs().max()))

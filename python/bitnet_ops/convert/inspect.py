@@ -279,8 +279,9 @@ class CheckpointContents:
 
     def _packed(self, stored: str) -> bool:
         record = self.source.tensors.get(stored)
-        has_scale = f"{stored}_scale" in self.source.tensors
-        return has_scale and record is not None and record.dtype == "U8" and len(record.shape) == 2
+        scale = self.source.tensors.get(f"{stored}_scale")
+        matrix = record is not None and record.dtype == "U8" and len(record.shape) == 2
+        return matrix and scale is not None and math.prod(scale.shape) == 1
 
     def _nbytes(self, stored: str) -> int:
         record = self.source.tensors[stored]
@@ -293,7 +294,11 @@ class CheckpointContents:
         tensor = self._tensor(name)
         if self.entries[name].format != "ternary":
             return Values(dense=self._multiplier(name, tensor))
-        return Values(codes=unpack_hf(tensor, 4 * tensor.shape[0]), scales=self.scales(name))
+        try:
+            codes = unpack_hf(tensor, 4 * tensor.shape[0])
+        except ValueError as error:
+            raise ConvertError("code-3", f"inspect: {name}: {error}") from None
+        return Values(codes=codes, scales=self.scales(name))
 
     def _multiplier(self, name: str, tensor: Tensor) -> Tensor:
         """A norm as what it multiplies by, 1 + w where the family stores w; others as they are."""
@@ -310,7 +315,11 @@ class CheckpointContents:
         entry = self.entries[name]
         if entry.format != "ternary":
             return None
-        return multiplying_scale(self.source.tensor(f"{entry.stored}_scale"), self._linear_class)
+        scale = self.source.tensor(f"{entry.stored}_scale")
+        try:
+            return multiplying_scale(scale, self._linear_class)
+        except ValueError as error:
+            raise ConvertError("bad-scale", f"inspect: {entry.stored}_scale: {error}") from None
 
     def counts(self, name: str) -> tuple[int, int, int] | None:
         found = self.values(name)

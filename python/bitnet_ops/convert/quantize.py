@@ -249,7 +249,7 @@ def measure_tensor(name: str, masters: Tensor) -> TensorStatistics:
     Without the spreading the coarse grid of bf16 would put a few per cent more or fewer values into
     a window, by where its edges fall.
     """
-    scale = float(absmean_scale(masters))
+    scale = float(absmean_scale(masters)) or 1.0  # of zeros alone
     generator = torch.Generator().manual_seed(0)
     step = 0.0 if masters.dtype == torch.float32 else _BF16_STEP
     near = beside = zeros = 0
@@ -267,7 +267,7 @@ def measure_tensor(name: str, masters: Tensor) -> TensorStatistics:
         near += int((distance < WINDOW).sum())
         beside += int(((distance >= WINDOW) & (distance < 2 * WINDOW)).sum())
     count = masters.numel()
-    square = max(square, 1e-300)
+    square = max(square, 1e-150)  # its square is a number, too
     return TensorStatistics(
         name, count, scale, zeros / count, count * fourth / square**2, error / square, near, beside
     )

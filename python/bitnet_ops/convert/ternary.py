@@ -139,7 +139,12 @@ def damage(warnings: list[str]) -> list[str]:
 
 
 def looks_ternary(dense: torch.Tensor) -> bool:
-    """Whether floating weights are code * scale, with a scale a matrix, a row or a group."""
+    """Whether floating weights are code * scale, with a scale a matrix, a row or a group.
+
+    What is no matrix, or an empty one, is not: whoever needs it as one rejects it by name.
+    """
+    if dense.dim() != 2 or not dense.numel():
+        return False
     magnitude = dense.abs()
     return _scales_of(magnitude) is not None and bool((magnitude == 0).any())
 
