@@ -6,6 +6,7 @@ Checkpoints are written by hf_writer.py; figures are compared with what that wri
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -181,6 +182,37 @@ def test_group_scales_are_shown_and_compared(tmp_path: Path, capsys) -> None:
     assert run(tmp_path / "a") == 0 and "1..4" in capsys.readouterr().out
     assert run(tmp_path / "a", "--diff", tmp_path / "b") == 1
     assert "0 % of codes differ, scale ratio 0.5 to 2" in capsys.readouterr().out
+
+
+DAMAGED = {  # tensor -> what stands in its place, and whether that is an error
+    "no dimension": ("q_proj.weight", lambda t: torch.tensor(0.5), False),
+    "one dimension": ("q_proj.weight", lambda t: torch.ones(4), False),
+    "no values": ("q_proj.weight", lambda t: torch.ones(0, 256), False),
+    "zeros alone": ("q_proj.weight", lambda t: torch.zeros(256, 256), False),
+    "no scale": ("q_proj.weight_scale", lambda t: torch.ones(0), False),
+    "many scales": ("q_proj.weight_scale", lambda t: torch.ones(3), False),
+    "an infinite scale": ("q_proj.weight_scale", lambda t: t * float("inf"), True),
+    "code 3": ("q_proj.weight", lambda t: t | 255, True),
+    "no rows": ("q_proj.weight", lambda t: t[:0], False),
+    "float8": ("norm.weight", lambda t: t.to(torch.float8_e4m3fn), False),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_damaged_checkpoints_are_shown_or_are_one_line(name: str, tmp_path: Path, capsys) -> None:
+    end, make, is_error = DAMAGED[name]
+    plain = hf_writer.write_checkpoint(tmp_path / "plain", FAMILIES["bitnet-offline"])
+    source = hf_writer.write_checkpoint(tmp_path / "source", FAMILIES["bitnet-offline"])
+    tensors = load_file(source / "model.safetensors")
+    tensor = f"model.layers.0.self_attn.{end}" if end.startswith("q") else f"model.{end}"
+    tensors[tensor] = make(tensors[tensor]).contiguous()
+    save_file(tensors, source / "model.safetensors")
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, "bitnet_ops": 1.5}))
+    assert main(["inspect", str(source)]) == int(is_error)
+    assert main(["inspect", str(source), "--diff", str(plain)]) == 1 + int(is_error)
+    for line in capsys.readouterr().err.splitlines():
+        assert re.fullmatch(r"bitnet-ops: error: .* \[(bad-scale|code-3)\]", line)
 
 
 @pytest.mark.parametrize("name", ["m.bin", "m.gguf", "checkpoint"])

@@ -226,15 +226,51 @@ def test_packed_folder_holds_the_writers_bytes(name, tmp_path):
         assert [a.tensors[n].scale for n in a.tensors] == [b.tensors[n].scale for n in a.tensors]
 
 
+def test_packed_folders_are_replaced_by_force_if_they_are_ours(tmp_path):
+    source = hf_writer.write_checkpoint(tmp_path / "source", FAMILIES["bitnet-online"])
+    quantize(source, tmp_path / "out", form="packed", assume_trained=True)
+    with pytest.raises(ConvertError, match="destination-exists"):
+        quantize(source, tmp_path / "out", form="packed", assume_trained=True)
+    quantize(source, tmp_path / "out", form="packed", assume_trained=True, force=True)
+    other = hf_writer.write_checkpoint(tmp_path / "other", FAMILIES["bitnet-offline"])
+    before = sorted(path.name for path in other.iterdir())
+    with pytest.raises(ConvertError, match="destination-foreign"):
+        quantize(source, other, form="packed", assume_trained=True, force=True)
+    assert sorted(path.name for path in other.iterdir()) == before
+
+
+def test_a_full_disk_is_one_line(tmp_path, monkeypatch):
+    source = hf_writer.write_checkpoint(tmp_path / "source", FAMILIES["bitnet-online"])
+
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("bitnet_ops.convert.quantize.write_safetensors", full)
+    with pytest.raises(ConvertError, match="No space left.*nothing was kept.*write-failed"):
+        quantize(source, tmp_path / "out", form="packed", assume_trained=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
+
+
+def test_a_ring_of_links_is_no_destination(tmp_path):
+    source = hf_writer.write_checkpoint(tmp_path / "source", FAMILIES["bitnet-online"])
+    (tmp_path / "a").symlink_to("b")
+    (tmp_path / "b").symlink_to("a")
+    for work, options in ((convert, {}), (quantize, {"assume_trained": True})):
+        with pytest.raises(ConvertError, match="destination-foreign"):
+            work(source, tmp_path / "a", force=True, **options)
+        with pytest.raises(ConvertError, match="destination-"):
+            work(source, tmp_path / "a" / "x", **options)
+
+
 def test_streamed_safetensors_reject_what_was_not_announced(tmp_path):
     forms = {"a": (torch.float32, (2,)), "b": (torch.uint8, (3, 2))}
     a, b = torch.ones(2), torch.ones(3, 2, dtype=torch.uint8)
     file = tmp_path / "x.safetensors"
     for wrong in ([("a", a)], [("a", a), ("b", a)], [("b", b)], [("a", a), ("b", b), ("c", a)]):
         with pytest.raises(ValueError, match="safetensors: expected"):
-            write_safetensors(file, forms, wrong)
+            write_safetensors(file, forms, wrong, written_by="x")
     assert not file.exists()
-    write_safetensors(file, forms, [("a", a), ("b", b)])
+    write_safetensors(file, forms, [("a", a), ("b", b)], written_by="x")
     assert torch.equal(load_file(file)["b"], b)
 
 

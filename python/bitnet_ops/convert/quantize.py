@@ -29,11 +29,21 @@ from bitnet_ops.convert.progress import Progress
 from bitnet_ops.convert.report import ConvertReport
 from bitnet_ops.convert.ternary import check_finite, from_masters
 from bitnet_ops.convert.write import building, check_destination, convert
-from bitnet_ops.formats.destination import TOKENIZER_FILES
+from bitnet_ops.formats.destination import MODEL_FOLDER, TOKENIZER_FILES, folder_kind
 from bitnet_ops.formats.safetensors_stream import write_safetensors
 from bitnet_ops.nn.packing import absmean_scale, pack_hf
 
-FORMS = ("bin", "packed")
+_WEIGHTS, _WRITTEN_BY = "model.safetensors", "bitnet-ops quantize"
+# form -> what `force` may replace
+_KINDS = {
+    "bin": MODEL_FOLDER,
+    "packed": folder_kind(
+        {"config.json", _WEIGHTS, *TOKENIZER_FILES},
+        _WEIGHTS,
+        lambda head: f'"written_by":"{_WRITTEN_BY}"'.encode() in head,
+    ),
+}
+FORMS = tuple(_KINDS)
 
 
 @dataclass
@@ -114,7 +124,7 @@ def quantize(
             f"{plan.scheme.linear_class} {plan.scheme.quantization_mode}, ternary already",
             "`bitnet-ops convert` is for these",
         )
-    check_destination(source.path, target, force=force)
+    check_destination(source.path, target, _KINDS[form], force=force)
     report = QuantizeReport(_statistics(source, progress), None, assume_trained, declared)
     if text is not None:
         report.text = _measure(source, Path(text))
@@ -131,7 +141,7 @@ def quantize(
             progress=progress,
         )
     else:
-        with building(target, force=False) as folder:
+        with building(target, _KINDS[form], force=force) as folder:
             _write_packed(source, folder, progress)
     return report
 
@@ -201,7 +211,7 @@ def _write_packed(source: HfSource, folder: Path, progress: Progress | None) -> 
             yield name, pack_hf(codes)
             yield scale_name(name), torch.tensor([scale], dtype=torch.float32)
 
-    write_safetensors(folder / "model.safetensors", forms, tensors())
+    write_safetensors(folder / _WEIGHTS, forms, tensors(), written_by=_WRITTEN_BY)
     quantization = {
         "quant_method": "bitnet",
         "linear_class": "autobitlinear",

@@ -7,6 +7,7 @@ bounded by a few times the largest tensor.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -306,24 +307,34 @@ def _prove(source: Source, folder: Path, report: ConvertReport, text: Path | Non
 # Where a conversion goes: the rule of formats/destination.py in the converter's words -------------
 
 
-def check_destination(source: Path, target: Path, *, force: bool, option: str = "--force") -> None:
+def check_destination(
+    source: Path,
+    target: Path,
+    kind: Kind = MODEL_FOLDER,
+    *,
+    force: bool,
+    option: str = "--force",
+) -> None:
     """Reject a target that exists (unless forced and one of ours) or that lies in the source.
 
     `option` is the name that the caller's command line has for `force`.
     """
     with _rejections():
         destination.check_name(target)
-        if target.resolve().is_relative_to(source.resolve()):
+        real = Path(os.path.realpath(target))  # of a ring of links the path itself
+        if real.is_relative_to(os.path.realpath(source)):
             reject("destination-in-source", f"a destination outside {source}", str(target))
-        destination.check(target, MODEL_FOLDER, replace=force, option=option)
+        destination.check(target, kind, replace=force, option=option)
 
 
 @contextmanager
-def building(target: Path, *, force: bool, option: str = "--force") -> Iterator[Path]:
+def building(
+    target: Path, kind: Kind = MODEL_FOLDER, *, force: bool, option: str = "--force"
+) -> Iterator[Path]:
     """Yield a temporary folder that becomes `target` on success and vanishes on any failure."""
     with (
         _rejections(),
-        destination.new_folder(target, replace=force, option=option) as folder,
+        destination.new_folder(target, kind, replace=force, option=option) as folder,
     ):
         yield folder
 

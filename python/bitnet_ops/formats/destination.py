@@ -30,8 +30,6 @@ TOKENIZER_FILES = (
     "generation_config.json",
     "chat_template.jinja",
 )
-_MODEL_NAMES = {MODEL_FILE, REPORT_FILE, SUMMARY_FILE, *TOKENIZER_FILES}
-_MODEL_MAGIC = b"SGLBITNT"
 
 
 class DestinationError(BitNetError, ValueError):
@@ -51,20 +49,27 @@ class Kind:
     foreign: Callable[[Path], str | None]
 
 
-def _foreign_in_model(folder: Path) -> str | None:
-    """What is no part of a converted model in `folder`; None if nothing is."""
-    if folder.is_symlink() or not folder.is_dir():
-        return f"{folder}, which is none"
-    entries = list(os.scandir(folder))
-    foreign = (e for e in entries if e.name not in _MODEL_NAMES or not e.is_file(
-        follow_symlinks=False))  # fmt: skip
-    names = sorted(e.name for e in foreign)
-    if names:
-        more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-        return f"{', '.join(names[:4])}{more} in {folder}"
-    if entries and not _head(folder / MODEL_FILE).startswith(_MODEL_MAGIC):
-        return f"no {MODEL_FILE} of ours in {folder}"
-    return None
+def folder_kind(known: set[str], file: str, marks: Callable[[bytes], bool]) -> Kind:
+    """Folders of files that are all `known`, the first 4096 bytes of one of which satisfy `marks`.
+
+    An empty folder counts: nothing is lost with it.
+    """
+
+    def foreign(folder: Path) -> str | None:
+        if folder.is_symlink() or not folder.is_dir():
+            return f"{folder}, which is none"
+        entries = list(os.scandir(folder))
+        names = sorted(
+            e.name for e in entries if e.name not in known or not e.is_file(follow_symlinks=False)
+        )
+        if names:
+            more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+            return f"{', '.join(names[:4])}{more} in {folder}"
+        if entries and not marks(_head(folder / file)):
+            return f"no {file} of ours in {folder}"
+        return None
+
+    return Kind("a folder with nothing but an earlier result to replace", foreign)
 
 
 def _head(path: Path) -> bytes:
@@ -86,8 +91,11 @@ def file_kind(what: str, marks: Callable[[bytes], bool]) -> Kind:
     return Kind(what, foreign)
 
 
-# An empty folder counts: nothing is lost with it.
-MODEL_FOLDER = Kind("a folder with nothing but an earlier result to replace", _foreign_in_model)
+MODEL_FOLDER = folder_kind(
+    {MODEL_FILE, REPORT_FILE, SUMMARY_FILE, *TOKENIZER_FILES},
+    MODEL_FILE,
+    lambda head: head.startswith(b"SGLBITNT"),
+)
 GGUF_FILE = file_kind("a GGUF file to replace", lambda head: head.startswith(b"GGUF"))
 
 
@@ -162,8 +170,15 @@ def new_file(
             expected = f"a writable folder {target.parent}"
             raise DestinationError("destination-parent", expected, str(error)) from None
         made = place / "new"
-        yield made
-        (sync_tree if made.is_dir() else sync)(made)
+        try:
+            yield made
+            (sync_tree if made.is_dir() else sync)(made)
+        except BrokenPipeError:  # of a reader of what is printed
+            raise
+        except OSError as error:
+            raise DestinationError(
+                "write-failed", f"to write {target}", str(error), "nothing was kept"
+            ) from error
         check(target, kind, replace=replace, option=option)  # what has come meanwhile
         _publish(made, final, kind)
 

@@ -26,16 +26,22 @@ Forms = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
 def write_safetensors(
-    path: str | os.PathLike[str], forms: Forms, tensors: Iterable[tuple[str, Tensor]]
+    path: str | os.PathLike[str],
+    forms: Forms,
+    tensors: Iterable[tuple[str, Tensor]],
+    *,
+    written_by: str,
 ) -> None:
     """Write `tensors` in the order of `forms`, which says dtype and shape of each.
+
+    `written_by`: a mark for the header, by which an earlier result is known.
 
     The file appears whole or not at all. Raises ValueError where a tensor is not as announced,
     OSError as the file system does.
     """
     announced: Iterator[str] = iter(forms)
     with atomic_file(path) as out:
-        out.write(_header(forms))
+        out.write(_header(forms, written_by))
         for name, tensor in tensors:
             expected = next(announced, None)
             form = None if expected is None else forms[expected]
@@ -51,8 +57,8 @@ def write_safetensors(
             raise ValueError(f"safetensors: expected {left} too, got no more tensors")
 
 
-def _header(forms: Forms) -> bytes:
-    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+def _header(forms: Forms, written_by: str) -> bytes:
+    entries: dict[str, object] = {"__metadata__": {"format": "pt", "written_by": written_by}}
     at = 0
     for name, (dtype, shape) in forms.items():
         end = at + math.prod(shape) * dtype.itemsize
