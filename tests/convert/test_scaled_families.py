@@ -189,7 +189,7 @@ def test_gemma_windows() -> None:
     assert config(GEMMA, sliding_window=...).windows == (4096, 0)
     with pytest.raises(UnsupportedModelError, match="sliding_window to be a positive integer"):
         config(GEMMA, sliding_window=0)
-    with pytest.raises(UnsupportedModelError, match="num_hidden_layers at most 65536"):
+    with pytest.raises(UnsupportedModelError, match="of at most 4096, got 1000000000"):
         config(GEMMA, layer_types=..., num_hidden_layers=10**9)
 
 
