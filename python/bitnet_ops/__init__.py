@@ -96,9 +96,10 @@ def __dir__() -> list[str]:
 
 def read_affinity() -> None:
     """Read the CPUs that this process may use, before torch pins the thread that imports it."""
-    importlib.import_module("bitnet_ops.machine")
-    with contextlib.suppress(ImportError):  # said where the op library is loaded
-        importlib.import_module("bitnet_ops._runtime")  # whose threads read them too
+    machine = importlib.import_module("bitnet_ops.machine")
+    if machine.binding():
+        with contextlib.suppress(ImportError):  # said where the op library is loaded
+            importlib.import_module("bitnet_ops._runtime")  # whose threads read them too
 
 
 if _is_the_command():

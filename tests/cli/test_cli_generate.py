@@ -265,6 +265,10 @@ def test_bound_threads_are_not_fewer(binding: dict[str, str], asked: str | None)
     env |= {} if asked is None else {"OMP_NUM_THREADS": asked}
     command = [sys.executable, "-m", "bitnet_ops", "generate", PROMPT, "-n", "2", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, env=env)
+    order = "import bitnet_ops, sys; print(*sys.modules)"  # the kernels' library reads the mask too
+    names = subprocess.run([sys.executable, "-c", order], capture_output=True, text=True, env=env)
+    found = names.stdout.split()
+    assert (found.index("bitnet_ops._runtime") < found.index("torch")) == bool(binding)
     assert json.loads(done.stdout)["threads"] == int(asked or machine.default_threads())
 
 
