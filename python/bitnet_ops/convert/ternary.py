@@ -105,6 +105,7 @@ def _already_ternary(masters: torch.Tensor, codes: torch.Tensor) -> bool:
     return bool((codes == 0).any())
 
 
+_PIECE = 1 << 18  # weights
 _LONG_ROW, _MANY = 64, 4096  # weights that are not alike by chance
 _FEWEST_ZEROS, _MOST_ALIKE = 0.05, 0.9  # shares; trained matrices have 0.2 to 0.7 zeros, 0.5 alike
 
@@ -116,15 +117,21 @@ def implausible(name: str, codes: torch.Tensor, unwritten: int) -> str | None:
     `unwritten`: rows of zero bytes in the source that say nothing of their weights.
     """
     rows, columns = codes.shape
-    low, high = torch.aminmax(codes, dim=1)
-    alike = int(((low == high) & (low != 0)).sum()) if columns >= _LONG_ROW else 0
-    found = f"{alike} of {rows} rows of one value" if alike else None
+    alike = minus = plus = 0
+    for part in codes.split(max(1, _PIECE // columns)):  # temporaries of a piece alone
+        low, high = torch.aminmax(part, dim=1)
+        alike += int(((low == high) & (low != 0)).sum())
+        minus += int((part == -1).sum())
+        plus += int((part == 1).sum())
+    found = None
     if unwritten:
         found = f"{unwritten} of {rows} rows of zero bytes"
-    if found is None and codes.numel() >= _MANY:
-        minus, plus = (int((codes == code).sum()) / codes.numel() for code in (-1, 1))
-        if minus + plus > 1 - _FEWEST_ZEROS or max(minus, plus) > _MOST_ALIKE:
-            found = f"{minus:.1%} weights of -1 and {plus:.1%} of +1"
+    elif alike and columns >= _LONG_ROW:
+        found = f"{alike} of {rows} rows of one value"
+    elif (size := codes.numel()) >= _MANY and (
+        minus + plus > (1 - _FEWEST_ZEROS) * size or max(minus, plus) > _MOST_ALIKE * size
+    ):
+        found = f"{minus / size:.1%} weights of -1 and {plus / size:.1%} of +1"
     if found is None:
         return None
     return f"{name} has {found}"

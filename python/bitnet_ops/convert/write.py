@@ -221,7 +221,7 @@ def _write_ternary(
     totals.add(codes, found.scale)
     if warning := implausible(name, codes, source.unwritten_rows(name)):
         totals.implausible.append(warning)
-    elif found.remark is None and not codes.any():
+    elif found.remark is None and not torch.count_nonzero(codes):
         source.remarks.append(f"{name} holds zeros alone")
     totals.uneven.add(found.uneven)
     writer.add_packed(name, found.rows, found.scale, k, found.group_size)
