@@ -281,16 +281,18 @@ def test_no_engine_is_imported_by_the_package_or_by_doctor():
 # Configuration ------------------------------------------------------------------------------------
 
 
-def test_a_config_without_arguments_answers_as_engines_ask(config_class, caplog):
+def test_a_config_without_arguments_answers_as_engines_ask(config_class):
     config = config_class()
     assert config.get_name() == "bitnet" and config.settings.rule is ScaleRule.DIVIDE
     assert config.get_supported_act_dtypes() == [torch.bfloat16, torch.float32]
     assert config_class.get_min_capability() < 0 and config_class.get_config_filenames() == []
     assert "bitlinear" in repr(config)
     config_class.from_config({"quant_method": "bitnet", "packed_modules_mapping": {}})
-    assert not caplog.records
-    config_class.from_config({"quant_method": "bitnet", "colour": 64})
-    assert "colour" in caplog.text
+    config_class.from_config({"quant_method": "bitnet", "colour": None})
+    with pytest.raises(
+        CheckpointError, match="known here, got .'activation_bits'.; they may change"
+    ):
+        config_class.from_config({"quant_method": "bitnet", "activation_bits": 4})
 
 
 def test_an_untied_ternary_head_is_rejected(engine, config_class):
