@@ -90,17 +90,16 @@ template <int S, int T, class A>
 void head_int4(const uint8_t* weight, const uint16_t* scale, int64_t groups, int64_t group,
                int64_t row_begin, int64_t row_end, const HeadToken* x, int64_t tokens,
                Prefetch wanted, float* out, int64_t out_stride) {
-  if constexpr (MatrixUnit::kFromTokens > 0) {
-    if (tokens >= MatrixUnit::kFromTokens) {
-      const int64_t tile = row_begin / layout::kHeadTileRows;
-      const Head4<Ahead<false>> whole{weight, scale, groups, group, {}};  // for the sizes alone
-      const int64_t done = matrix_head4<MatrixUnit>(
-          weight + tile * whole.tile_bytes(), scale + tile * whole.tile_scales(), groups, group,
-          row_end - row_begin, x, tokens, out, out_stride);
-      row_begin += done;
-      out += done;
-    }
-  }
+  with_matrix_unit([&]<class U> {
+    if (tokens < U::kFromTokens) return;
+    const int64_t tile = row_begin / layout::kHeadTileRows;
+    const Head4<Ahead<false>> whole{weight, scale, groups, group, {}};  // for the sizes alone
+    const int64_t done =
+        matrix_head4<U>(weight + tile * whole.tile_bytes(), scale + tile * whole.tile_scales(),
+                        groups, group, row_end - row_begin, x, tokens, out, out_stride);
+    row_begin += done;
+    out += done;
+  });
   // In several streams it is bound by arithmetic, which wants its lines in L1.
   wanted.into_l2 = wanted.into_l2 && kHead4Streams == 1;
   with_ahead(wanted, [&]<class A>(A ahead) {

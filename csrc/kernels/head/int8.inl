@@ -129,15 +129,13 @@ template <int R, int T, int U, class A>
 void head_int8(const int8_t* weight, const float* scale, int64_t k, int64_t row_begin,
                int64_t row_end, const HeadToken* x, int64_t tokens, Prefetch wanted, float* out,
                int64_t out_stride) {
-  if constexpr (MatrixUnit::kFromTokens > 0) {
-    if (tokens >= MatrixUnit::kFromTokens) {
-      const int64_t done =
-          matrix_head8<MatrixUnit>(weight + row_begin * k, scale + row_begin, k,
-                                   row_end - row_begin, x, tokens, out, out_stride);
-      row_begin += done;
-      out += done;
-    }
-  }
+  with_matrix_unit([&]<class U> {
+    if (tokens < U::kFromTokens) return;
+    const int64_t done = matrix_head8<U>(weight + row_begin * k, scale + row_begin, k,
+                                         row_end - row_begin, x, tokens, out, out_stride);
+    row_begin += done;
+    out += done;
+  });
   const int64_t count = row_end - row_begin;
   const int8_t* w = weight + row_begin * k;
   const float* s = scale + row_begin;
