@@ -110,7 +110,7 @@ class SGLangEnvironment(Environment):
     engine = f"sglang=={version}"
     requirements = HERE / "sglang-requirements.txt"
     # What another version pins otherwise than the list has it.
-    pins = {"0.5.21": ["xgrammar==0.2.7"]}
+    pins = {"0.5.21": ["xgrammar==0.2.7"], "0.5.23": ["xgrammar==0.2.7", "openai==2.8.0"]}
 
     def packages(self) -> str:
         return self.requirements.read_text()

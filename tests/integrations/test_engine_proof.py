@@ -201,7 +201,8 @@ def test_sglangs_page_installs_what_the_proof_installs():
         "pip install -r tests/engines/sglang-requirements.txt",
         "pip install .",
     ]
-    assert f"Tested with SGLang {' and '.join(sglang.PLUGIN.tested)};" in page
+    *most, last = sglang.PLUGIN.tested
+    assert f"Tested with SGLang {', '.join(most)} and {last};" in page
 
 
 def test_vllms_page_installs_what_the_proof_installs(monkeypatch, capsys):

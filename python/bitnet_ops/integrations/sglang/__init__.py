@@ -32,7 +32,7 @@ PLUGIN = Plugin(
     group="sglang.srt.plugins",
     variable="SGLANG_PLUGINS",
     allows=_allows,
-    tested=("0.5.20", "0.5.21"),
+    tested=("0.5.20", "0.5.21", "0.5.23"),
 )
 
 
