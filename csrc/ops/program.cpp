@@ -15,9 +15,9 @@
 namespace bitnet::ops {
 namespace {
 
+using engine::LoraWeight;
 using engine::ProgramError;
 using engine::Projection;
-using engine::LoraWeight;
 using engine::Weight;
 
 constexpr int64_t kMostRank = 1 << 16;  // products with it stay far from overflow
@@ -73,7 +73,7 @@ class NamedTensors final : public engine::TensorSource {
   }
 
   LoraWeight factors(const std::string& a_name, const std::string& b_name, int64_t rows,
-                   int64_t k) override {
+                     int64_t k) override {
     const Tensor &a = get(a_name), &b = get(b_name);
     check_.float_dtype(a, a_name.c_str());
     check_.dim(a, a_name.c_str(), 2);

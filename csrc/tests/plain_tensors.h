@@ -63,7 +63,7 @@ class PlainTensors final : public engine::TensorSource {
 
   // The rank is the number at the end of `a`'s name.
   engine::LoraWeight factors(const std::string& a, const std::string& b, int64_t rows,
-                           int64_t k) override {
+                             int64_t k) override {
     const int64_t rank = std::stoll(a.substr(a.find_last_not_of("0123456789") + 1));
     if (floats_[a].empty()) floats_[a] = some(rank * k, 0.0f);
     if (floats_[b].empty())

@@ -23,7 +23,7 @@ import bonsai
 import forward_fp64
 import hf_writer
 from bitnet_ops.cli import main
-from bitnet_ops.convert import ConvertError, convert
+from bitnet_ops.convert import ConvertError, comparison, convert
 from bitnet_ops.convert.report import table_lines
 from bitnet_ops.convert.ternary import implausible
 from bitnet_ops.convert.verify import tensor_table, verify
@@ -352,3 +352,25 @@ def test_a_matrix_of_zeros_is_sound_whatever_is_installed(tmp_path, monkeypatch,
     report = convert(source, tmp_path / "out", verify=True)
     assert report.verification["passed"]
     assert any("zeros alone" in remark for remark in report.remarks)
+
+
+def test_a_model_is_judged_beside_its_own_noise(tmp_path, monkeypatch):
+    """Many random layers: flat logits, which two right forwards order differently."""
+    family = dataclasses.replace(FAMILIES["bitnet-offline"], name="bitnet-offline240", layers=24)
+    network = hf_writer.make_network(family)
+    source = hf_writer.write_checkpoint(tmp_path / "in", family, network=network)
+    result = convert(source, tmp_path / "out", verify=True).verification
+    assert result["passed"] and result["weights_different"] == 0
+    assert result["logits"]["top1_agreement"] < comparison.MIN_TOP1  # once condemned
+    assert result["noise"]["top1_agreement"] < 0.97
+    # one wrong row order is still off by all there is
+    rolled = "model.layers.20.mlp.down_proj"
+    network[rolled] = {**network[rolled], "codes": np.roll(network[rolled]["codes"], 1, axis=0)}
+    other = hf_writer.write_checkpoint(tmp_path / "rolled", family, network=network)
+    convert(other, tmp_path / "wrong")
+    ours = comparison.our_logits
+    monkeypatch.setattr(
+        comparison, "our_logits", lambda _, ids: ours(tmp_path / "wrong" / "model.bin", ids)
+    )
+    with pytest.raises(ConvertError, match="top-1 agreement"):
+        convert(source, tmp_path / "again", verify=True)

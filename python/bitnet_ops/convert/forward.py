@@ -68,6 +68,8 @@ class Forward:
     read: the value of a tensor by its published name ("model.norm.weight"); of a ternary matrix
         code * scale [N, K], of a norm what it multiplies by. int8: round activations to int8.
     note: told the activations of every rounding just before it, in steps.
+    nudge: change every embedded value by up to this share of it, as rounding does: what becomes of
+        it says how much two right forwards may differ.
     """
 
     def __init__(
@@ -77,8 +79,10 @@ class Forward:
         *,
         int8: bool = True,
         note: Callable[[Tensor], None] | None = None,
+        nudge: float = 0.0,
     ) -> None:
         self.maths, self._read, self._int8, self._note = maths, read, int8, note
+        self._nudge = nudge
 
     def logits(self, sequences: Sequence[list[int]]) -> list[Tensor]:
         """float64 logits [T, V] of every sequence of token ids."""
@@ -92,6 +96,10 @@ class Forward:
         m = self.maths
         embedding = self._read("model.embed_tokens.weight")
         states = [embedding[torch.tensor(ids)].double() * m.embedding for ids in sequences]
+        if self._nudge:
+            g = torch.Generator().manual_seed(0)
+            signs = [torch.rand(x.shape, generator=g, dtype=torch.float64) * 2 - 1 for x in states]
+            states = [x * (1 + self._nudge * s) for x, s in zip(states, signs, strict=True)]
         for layer in range(m.layers):
             get = self._getter(f"model.layers.{layer}.")
             states = [self._layer(x, get, layer) for x in states]

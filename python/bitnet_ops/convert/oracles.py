@@ -159,7 +159,7 @@ class PlainOracle:
 
     def __init__(self, source: Source, *, int8_activations: bool = True) -> None:
         self._source, self._plan = source, source.plan
-        self._forward = Forward(_maths(source.plan), self._value, int8=int8_activations)
+        self._int8 = int8_activations
 
     def projection(self, weight_name: str) -> tuple[Tensor, float | Tensor]:
         """(codes int8 [N, K], multiplying scale) of one projection, straight from the source.
@@ -175,9 +175,10 @@ class PlainOracle:
         return _unpack_quarters(stored), 1.0 / value if scheme.rule is ScaleRule.DIVIDE else value
 
     @torch.inference_mode()
-    def logits(self, sequences: list[list[int]]) -> list[Tensor]:
-        """fp32 logits [T, V] of every sequence of token ids."""
-        return [logits.float() for logits in self._forward.logits(sequences)]
+    def logits(self, sequences: list[list[int]], nudge: float = 0.0) -> list[Tensor]:
+        """fp32 logits [T, V] of every sequence of token ids; nudge: as of Forward."""
+        forward = Forward(_maths(self._plan), self._value, int8=self._int8, nudge=nudge)
+        return [logits.float() for logits in forward.logits(sequences)]
 
     def _read(self, name: str) -> Tensor:
         assert isinstance(self._source, HfSource)

@@ -129,6 +129,7 @@ def proof_line(proof: dict[str, Any]) -> str:
     """A verification in one sentence."""
     figures, floating = proof["logits"], proof.get("floating_activations")
     source = "" if floating is None else _source_arithmetic(floating)
+    noise = "" if (alone := proof.get("noise")) is None else _own_noise(alone)
     return (
         f"verified against {proof['oracle']}: {proof['weights_different']} of {proof['weights']:,} "
         f"weights differ; {figures['tokens']} tokens: largest logit difference "
@@ -136,7 +137,16 @@ def proof_line(proof: dict[str, Any]) -> str:
         f"the largest), top-1 {100 * figures['top1_agreement']:.1f} %, loss "
         f"{figures['loss_ours']:.4f} against {figures['loss_reference']:.4f} (perplexity "
         f"{figures['perplexity_ours']:.3f} against {figures['perplexity_reference']:.3f}) on the "
-        f"{proof['text']}{source}"
+        f"{proof['text']}{source}{noise}"
+    )
+
+
+def _own_noise(figures: dict[str, Any]) -> str:
+    """How far the last bits carry in this very model; trained ones need no such words."""
+    return (
+        f"; in this model the last bits of its input alone change a logit by "
+        f"{figures['relative_logit_difference']:.2g} of the largest, top-1 to "
+        f"{100 * figures['top1_agreement']:.1f} %"
     )
 
 
