@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -65,7 +66,8 @@ def test_generate_prints_the_same_text_on_every_isa(isa: str) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout == CASE["prompt"] + CASE["greedy_text"] + "\n"
     figures = one_line(done.stderr)
-    assert figures.startswith("the embedded demo | prompt ") and figures.endswith("48 tokens (-n)")
+    assert re.match(r"the embedded demo \| load \d+\.\d s \| prompt ", figures)
+    assert figures.endswith("48 tokens (-n)")
     assert f"prompt {len(CASE['prompt_ids'])} tokens | first token " in figures
     assert "48 tokens, " in figures and " tokens/s | " in figures
     assert f"{isa or ISAS[0]}, 1 threads" in figures
@@ -209,7 +211,7 @@ def test_a_warning_is_one_line_without_source_code(tmp_path: Path) -> None:
     done = cli("generate", str(source), "ab", "-n", "2", "--cache", str(tmp_path))
     warning, figures = done.stderr.splitlines()
     assert done.returncode == 0 and warning.startswith("bitnet-ops: warning: cache: expected a con")
-    assert ".py" not in warning and figures.startswith("prompt ")
+    assert ".py" not in warning and figures.startswith("load ")
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])

@@ -122,6 +122,12 @@ def test_aliases_do_what_they_stand_for(capsys: pytest.CaptureFixture[str]) -> N
     assert new["new_tokens"] == 6 and new["threads"] == 1
 
 
+def test_more_threads_than_cpus_are_remarked(capsys: pytest.CaptureFixture[str]) -> None:
+    most = machine.cpus_available()
+    assert main(["generate", PROMPT, "-n", "1", "-t", str(most + 1)]) == 0
+    assert f"note: {most + 1} threads on {most} CPUs" in capsys.readouterr().err
+
+
 def test_model_and_prompt_exchanged(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", PROMPT, model]) == 2
     assert "expected MODEL before PROMPT" in capsys.readouterr().err

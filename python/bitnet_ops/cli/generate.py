@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bitnet_ops import machine
 from bitnet_ops.cli.arguments import UsageError, add_json, add_threads, integer, non_empty, number
 from bitnet_ops.cli.terminal import (
     checked,
@@ -20,6 +21,7 @@ from bitnet_ops.cli.terminal import (
     print_text,
     read_stdin,
     say,
+    waiting,
     without_line_end,
 )
 from bitnet_ops.nn.storage import (
@@ -286,17 +288,20 @@ def open_model(path: str | None, args: argparse.Namespace) -> LanguageModel:
 
     if args.threads is not None:
         torch.set_num_threads(args.threads)
-    lm = load(
-        path,
-        kv_dtype=KV_DTYPES[args.kv_dtype],
-        weight_format=args.weight_format,
-        head_format=args.head_format,
-        activation_format=args.activation_format,
-        cache=None if args.cache == "auto" else args.cache,
-        convert=args.convert,
-        lora=args.lora,
-        kv_cache_mb=args.kv_cache_mb,
-    )
+        if args.threads > (most := machine.cpus_available()):
+            say(f"note: {args.threads} threads on {most} CPUs wait for each other; try -t {most}")
+    with waiting("loading the model"):
+        lm = load(
+            path,
+            kv_dtype=KV_DTYPES[args.kv_dtype],
+            weight_format=args.weight_format,
+            head_format=args.head_format,
+            activation_format=args.activation_format,
+            cache=None if args.cache == "auto" else args.cache,
+            convert=args.convert,
+            lora=args.lora,
+            kv_cache_mb=args.kv_cache_mb,
+        )
     for note in lm.config.notes:
         say(f"note: {note}")
     return lm
@@ -386,7 +391,8 @@ def run(args: argparse.Namespace) -> int:
     status = _print_stream(prompt, stream)
     print_logprobs(lm, stream)
     demo = "the embedded demo | " if model is None else ""
-    say(f"{demo}{figures(stream)} | {why_it_ended(lm, stream, options)}")
+    ended = why_it_ended(lm, stream, options)
+    say(f"{demo}load {load_s:.1f} s | {figures(stream)} | {ended}")
     return status
 
 

@@ -15,7 +15,7 @@ import re
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 from typing import Any, NoReturn, Protocol, TextIO
 
@@ -136,6 +136,21 @@ def show(work: Callable[..., Report], *, as_json: bool, wrote: str | None = None
     lines = [*([f"wrote {wrote}"] if wrote else []), *report.lines()]
     print_result(report.to_dict(), lines, as_json=as_json)
     return 0
+
+
+@contextlib.contextmanager
+def waiting(words: str) -> Iterator[None]:
+    """`words` on a terminal's stderr while the block runs, with the seconds; gone at its end."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    from rich import progress as rich
+    from rich.console import Console
+
+    columns = rich.TextColumn("{task.description}", markup=False), rich.TimeElapsedColumn()
+    with rich.Progress(*columns, console=Console(stderr=True), transient=True) as line:
+        line.add_task(printable(words), total=None)
+        yield
 
 
 def print_result(value: dict[str, Any], lines: Iterable[object], *, as_json: bool) -> None:
