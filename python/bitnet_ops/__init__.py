@@ -60,6 +60,9 @@ _LAZY = {
     "load": "bitnet_ops.language_model",
 }
 
+# Packages that need no import of their own: `bitnet_ops.convert.convert(...)`.
+_PACKAGES = {"convert", "dummy", "formats", "integrations", "models", "nn", "ops", "training"}
+
 __all__ = [*_LAZY, "__version__", "ops"]
 
 
@@ -81,8 +84,8 @@ def __getattr__(name: str) -> Any:
         from importlib import metadata
 
         return metadata.version("bitnet-ops")
-    if name == "ops":
-        return importlib.import_module("bitnet_ops.ops")
+    if name in _PACKAGES:
+        return importlib.import_module(f"bitnet_ops.{name}")
     if name in _LAZY:
         value = getattr(importlib.import_module(_LAZY[name]), name)
         globals()[name] = value
