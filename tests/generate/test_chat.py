@@ -150,6 +150,21 @@ def test_the_file_of_a_hostile_model(tmp_path: Path) -> None:
         Tokenizer.from_dir(tmp_path).render_chat(CHATS["turns"])
 
 
+def test_contents_are_texts_or_lists_of_texts() -> None:
+    tokenizer = Tokenizer.from_dir(DEMO)
+    tokenizer.chat_template = "{% for m in messages %}<{{ m.content }}>{% endfor %}"
+
+    def rendered(content: Any, **more: Any) -> str:
+        return tokenizer.render_chat([{"role": "user", "content": content, **more}])
+
+    parts = [{"type": "text", "text": "two"}, {"type": "text", "text": "lines"}]
+    assert rendered("one") == "<one>" and rendered(parts) == "<two\nlines>"
+    assert rendered([]) == "<>" and rendered(None, tool_calls=[{}]) == "<None>"
+    for bad in (None, 5, {"text": "x"}, [{"type": "image", "image": "x"}], ["x"], b"x"):
+        with pytest.raises(ChatTemplateError, match="a content as a text, or a list of"):
+            rendered(bad)
+
+
 def test_contents_that_are_no_json_are_rejected() -> None:
     with pytest.raises(ChatTemplateError, match="texts, numbers, lists and dicts, got: "):
         render("x", [{"role": "user", "content": b"bytes"}], True, {})

@@ -182,7 +182,8 @@ class Tokenizer:
         """The text of a conversation, by the model's own template.
 
         Args:
-            messages: [{"role": ..., "content": ...}, ...], at least one.
+            messages: [{"role": ..., "content": ...}, ...], at least one. A content is a text, or a
+                list of {"type": "text", "text": ...}, whose texts become one, a line each.
             add_generation_prompt: end with what opens the assistant's answer.
         Raises ChatTemplateError if the model has no template, or the template fails or rejects.
         """
@@ -192,8 +193,8 @@ class Tokenizer:
                 f"{CONFIG_FILE}, no {TEMPLATE_FILE}); it was not made for conversation: use plain "
                 "continuation (generate, or chat --plain)"
             )
-        _check_messages(messages)
-        return chat.render(self.chat_template, messages, add_generation_prompt, self.special_tokens)
+        checked = _checked_messages(messages)
+        return chat.render(self.chat_template, checked, add_generation_prompt, self.special_tokens)
 
     def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
@@ -280,7 +281,7 @@ def _default_template(value: object) -> str | None:
 # Chat templates ------------------------------------------------------------------------------
 
 
-def _check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
+def _checked_messages(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     if isinstance(messages, str | Mapping) or not messages:
         raise ChatTemplateError(
             "chat: expected messages as a list of {'role', 'content'}, at least one, got "
@@ -291,3 +292,22 @@ def _check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
             raise ChatTemplateError(
                 f"chat: expected every message to have 'role' and 'content', got {str(m)[:80]!r}"
             )
+    return [{**m, "content": _content(m)} for m in messages]
+
+
+def _content(message: Mapping[str, Any]) -> str | None:
+    """The text of a message; none where it calls tools instead."""
+    content = message["content"]
+    if isinstance(content, str) or (content is None and message.get("tool_calls")):
+        return content
+    parts = content if isinstance(content, list) else [content]
+    texts = []
+    for part in parts:
+        text = part.get("text") if isinstance(part, Mapping) else None
+        if not isinstance(text, str) or part.get("type") != "text":
+            raise ChatTemplateError(
+                "chat: expected a content as a text, or a list of {'type': 'text', 'text': ...}, "
+                f"got {str(part)[:80]!r}; models here read texts alone"
+            )
+        texts.append(text)
+    return "\n".join(texts)
