@@ -75,8 +75,8 @@ YARN = st.builds(
     optional(
         original_max_position_embeddings=ORIGINALS,
         attention_factor=st.floats(0.1, 4.0),
-        mscale=st.floats(0.0, 2.0),
-        mscale_all_dim=st.floats(0.0, 2.0),
+        mscale=st.just(0.0) | st.floats(1e-6, 2.0),
+        mscale_all_dim=st.just(0.0) | st.floats(1e-6, 2.0),
         beta_fast=st.sampled_from([0, 8, 32.0, 64]),
         beta_slow=st.sampled_from([0, 0.5, 1, 32]),
         truncate=st.booleans(),
@@ -196,7 +196,7 @@ REJECTED = {
     "small factor": ({"type": "yarn", "factor": 0.5}, "factor to be from 1 to 1e"),
     "infinite factor": ({"type": "yarn", "factor": math.inf}, "factor to be finite"),
     "text": ({"type": "yarn", "factor": "4"}, "factor to be a number, got '4'"),
-    "negative beta": ({"type": "yarn", "factor": 4.0, "beta_fast": -1}, "beta_fast to be 0 or"),
+    "negative beta": ({"type": "yarn", "factor": 4.0, "beta_fast": -1}, "beta_fast to be finite"),
     "truncate": ({"type": "yarn", "factor": 4.0, "truncate": 1}, "truncate to be true or false"),
     "attention": ({"type": "yarn", "factor": 4.0, "attention_factor": 0}, "attention_factor to be"),
     "original": (
