@@ -26,7 +26,7 @@ from bitnet_ops.bench.pinning import pinned, unpinned, use_threads
 from bitnet_ops.bench.report import Row
 from bitnet_ops.bench.run_model import ModelBench, ModelSettings, time_once
 from bitnet_ops.bench.shapes import USUAL
-from bitnet_ops.cli.bench import progress_line
+from bitnet_ops.cli.terminal import progress_line
 from bitnet_ops.dummy import model as dummy
 from bitnet_ops.dummy.configs import GROUPED
 

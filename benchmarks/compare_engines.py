@@ -21,7 +21,8 @@ from bitnet_ops.bench.report import Row, Table, number
 from bitnet_ops.bench.run_model import DECODED, ModelBench, ModelSettings, time_once
 from bitnet_ops.bench.shapes import USUAL, parse_counts, parse_words
 from bitnet_ops.cli.arguments import add_force, add_json
-from bitnet_ops.cli.bench import progress_line, require_output
+from bitnet_ops.cli.bench import require_output
+from bitnet_ops.cli.terminal import progress_line
 from bitnet_ops.dummy.configs import CONFIGS, GROUPED
 
 USUAL_ENGINES = ("hf-bf16", "litespark", "llama-cpp")

@@ -25,7 +25,7 @@ from bitnet_ops.bench.model import BenchModel
 from bitnet_ops.bench.pinning import pinned, use_threads
 from bitnet_ops.bench.report import Row
 from bitnet_ops.bench.run_model import ModelBench, time_once
-from bitnet_ops.cli.bench import progress_line
+from bitnet_ops.cli.terminal import progress_line
 from bitnet_ops.dummy.configs import CONFIGS
 from bitnet_ops.generate.engine import Limits, NewToken, SchedulerOptions
 from bitnet_ops.models.step_batch import SequenceStep, StepBatch

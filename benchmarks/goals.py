@@ -20,7 +20,8 @@ from bitnet_ops.bench.ops import OpsSettings, make_workspace
 from bitnet_ops.bench.pinning import pinned
 from bitnet_ops.bench.run_model import ModelSettings
 from bitnet_ops.bench.shapes import MODELS
-from bitnet_ops.cli.bench import progress_line, require_output
+from bitnet_ops.cli.bench import require_output
+from bitnet_ops.cli.terminal import progress_line
 
 Progress = Callable[[str], None]
 # The synthetic model that goes with the shapes of a model.

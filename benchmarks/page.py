@@ -22,7 +22,7 @@ from bitnet_ops.bench.report import IMPOSSIBLE, Report, Row, Table, number
 from bitnet_ops.bench.run_model import ModelBench, ModelSettings
 from bitnet_ops.bench.session import Progress
 from bitnet_ops.bench.shapes import USUAL
-from bitnet_ops.cli.bench import progress_line
+from bitnet_ops.cli.terminal import progress_line
 from bitnet_ops.formats.atomic import atomic_file
 
 _FORMATS = ((USUAL, "int8"), ("1.6bit", "int4"), ("canonical", "int8"))

@@ -8,9 +8,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,15 +23,13 @@ from bitnet_ops.bench.shapes import (
     parse_words,
 )
 from bitnet_ops.cli.arguments import UsageError, add_force, add_json
-from bitnet_ops.cli.terminal import print_result
+from bitnet_ops.cli.terminal import print_result, progress_line
 from bitnet_ops.dummy.configs import CONFIGS
-from bitnet_ops.untrusted import printable
 
 if TYPE_CHECKING:
     from bitnet_ops.bench.engine import EngineSettings
     from bitnet_ops.bench.ops import OpsSettings
     from bitnet_ops.bench.run_model import ModelSettings
-    from bitnet_ops.bench.session import Progress
 
 # The usual values of an option: of a whole run, and of --quick.
 _M = ("1,2,4,8,16,32,64,128,512,2048", "1,4,32")
@@ -302,17 +298,3 @@ def require_output(output: str | None, *, replace: bool) -> None:
         if not file.absolute().parent.is_dir() or not os.access(file.absolute().parent, os.W_OK):
             raise ValueError(f"--output: expected a file in a directory to write to, got {file}")
         destination.check(file, report.REPORT_FILE, replace=replace)
-
-
-@contextmanager
-def progress_line() -> Iterator[Progress]:
-    """What is being measured, on a terminal."""
-    if not sys.stderr.isatty():
-        yield lambda _: None
-        return
-    from rich.console import Console
-    from rich.text import Text
-
-    with Console(stderr=True).status("starting") as status:
-        # rich redraws from a thread of its own; a slow rate keeps it out of the measurements
-        yield lambda text: status.update(Text(printable(text)), speed=0.1)

@@ -19,9 +19,9 @@ from bitnet_ops.cli.terminal import (
     checked,
     print_json,
     print_text,
+    progress_line,
     read_stdin,
     say,
-    waiting,
     without_line_end,
 )
 from bitnet_ops.nn.storage import (
@@ -290,7 +290,8 @@ def open_model(path: str | None, args: argparse.Namespace) -> LanguageModel:
         torch.set_num_threads(args.threads)
         if args.threads > (most := machine.cpus_available()):
             say(f"note: {args.threads} threads on {most} CPUs wait for each other; try -t {most}")
-    with waiting("loading the model"):
+    with progress_line() as progress:
+        progress("loading the model")
         lm = load(
             path,
             kv_dtype=KV_DTYPES[args.kv_dtype],

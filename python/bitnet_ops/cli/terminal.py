@@ -139,18 +139,17 @@ def show(work: Callable[..., Report], *, as_json: bool, wrote: str | None = None
 
 
 @contextlib.contextmanager
-def waiting(words: str) -> Iterator[None]:
-    """`words` on a terminal's stderr while the block runs, with the seconds; gone at its end."""
+def progress_line() -> Iterator[Callable[[str], None]]:
+    """A line on a terminal's stderr that says what is being done; gone at its end."""
     if not sys.stderr.isatty():
-        yield
+        yield lambda _: None
         return
-    from rich import progress as rich
     from rich.console import Console
+    from rich.text import Text
 
-    columns = rich.TextColumn("{task.description}", markup=False), rich.TimeElapsedColumn()
-    with rich.Progress(*columns, console=Console(stderr=True), transient=True) as line:
-        line.add_task(printable(words), total=None)
-        yield
+    with Console(stderr=True).status("starting") as status:
+        # rich redraws from a thread of its own; a slow rate keeps it out of measurements
+        yield lambda text: status.update(Text(printable(text)), speed=0.1)
 
 
 def print_result(value: dict[str, Any], lines: Iterable[object], *, as_json: bool) -> None:
