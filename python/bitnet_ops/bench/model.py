@@ -113,7 +113,7 @@ class BenchModel:
         c = self.config
         # a key and a value, and the scale of each in an int8 cache
         row = KV_TYPES[self.formats["kv"]].row_bytes(c.head_dim)
-        per_position = 2 * row * c.num_hidden_layers * c.num_key_value_heads
+        per_position = 2 * row * c.kv_layers * c.num_key_value_heads
         return StepBytes(sizes["body"], sizes["head"], per_position)
 
     def macs_per_token(self) -> int:
@@ -134,7 +134,7 @@ class BenchModel:
         some = torch.randn(64, c.num_key_value_heads, c.head_dim, generator=self._generator)
         repeats = -(-context // 64), 1, 1
         rows = some.bfloat16().repeat(repeats)[:context].expand(batch, -1, -1, -1)
-        for layer in range(c.num_hidden_layers if context else 0):
+        for layer in range(c.kv_layers if context else 0):
             cache.update(layer, rows, rows, 0)
         return cache
 

@@ -21,6 +21,10 @@ from bitnet_ops.config.families import (
     family_of,
 )
 from bitnet_ops.config.families import PROJECTIONS as PROJECTIONS
+from bitnet_ops.config.hybrid import KEYS as HYBRID_KEYS
+from bitnet_ops.config.hybrid import DeltaNet as DeltaNet
+from bitnet_ops.config.hybrid import Rotation as Rotation
+from bitnet_ops.config.hybrid import flat, read_delta_net, read_rotary_dim, read_rotation
 from bitnet_ops.config.rope import RopeScaling as RopeScaling
 from bitnet_ops.config.rope import read_rope
 from bitnet_ops.config.scalings import KEYS as SCALING_KEYS
@@ -54,6 +58,11 @@ class ModelConfig:
     `scalings`: constant factors, and what single layers do otherwise (config/scalings.py).
     `windows`: of every layer how many positions a token sees, itself included, 0: all before it;
     empty where that is so in every layer (config/windows.py).
+    `delta_net`: the layers of Gated DeltaNet among those of attention, None: there are none.
+    `output_gate`: what attention gives is multiplied by sigmoid(gate); rows of q_proj are, head by
+    head, those of the query and those of the gate. `partial_rotary`: features of a head that rotary
+    embedding turns, the first ones; 0: all. `rotation`: matrices whose input is turned by a
+    Hadamard transform, None: none (config/hybrid.py).
     `embedding_only`: the model gives hidden states and has no head. `eos_token_ids`: every id that
     ends a text; may be empty. `notes`: remarks for the user.
     """
@@ -84,12 +93,30 @@ class ModelConfig:
     post_norms: bool = False
     scalings: Scalings = Scalings()
     windows: tuple[int, ...] = ()
+    delta_net: DeltaNet | None = None
+    output_gate: bool = False
+    partial_rotary: int = 0
+    rotation: Rotation | None = None
     notes: tuple[str, ...] = field(default=(), compare=False)
 
     @property
     def model_type(self) -> str:
         """As config.json says it."""
         return self.family.model_type
+
+    @property
+    def rotary_dim(self) -> int:
+        return self.partial_rotary or self.head_dim
+
+    @property
+    def kv_layers(self) -> int:
+        """Layers with keys and values: those with attention."""
+        linear = 0 if self.delta_net is None else len(self.delta_net.layers)
+        return self.num_hidden_layers - linear
+
+    def is_delta_net(self, layer: int) -> bool:
+        """Whether that layer is one of Gated DeltaNet."""
+        return self.delta_net is not None and layer in self.delta_net.layers
 
     @property
     def attention_scale(self) -> float:
@@ -114,6 +141,7 @@ class ModelConfig:
             and not self.embedding_only
             and not self.post_norms
             and self.scalings == Scalings()
+            and self.rotation is None
             and self.sub_norm_eps is None
             and self.sub_norms == BY_MODEL_TYPE[self.model_type].sub_norms
         )
@@ -132,6 +160,7 @@ class ModelConfig:
                 f"config: expected a JSON object, got {type(config).__name__}; "
                 "pass the parsed config.json of a causal language model"
             )
+        config = flat(config)
         family = _family(config)
         _reject_other_maths(config, family)
         if not ignore_unknown:
@@ -220,7 +249,8 @@ _MATHS: dict[str, tuple[tuple[Any, ...], str]] = {
 
 def _keys_of(family: Family) -> frozenset[str]:
     """Keys that the family gives a meaning."""
-    return SCALING_KEYS[family.scalings] | WINDOW_KEYS[family.windows]
+    hybrid = HYBRID_KEYS if family.hybrid else frozenset()
+    return SCALING_KEYS[family.scalings] | WINDOW_KEYS[family.windows] | hybrid
 
 
 def _reject_other_maths(config: Mapping[str, Any], family: Family) -> None:
@@ -239,6 +269,8 @@ def _reject_other_maths(config: Mapping[str, Any], family: Family) -> None:
     if config.get("use_sliding_window", True) and config.get("sliding_window") is not None:
         remedy = "this architecture has no sliding windows: which layers they are of is not clear"
         raise reject("sliding_window", config["sliding_window"], "to be absent", remedy)
+    if family.hybrid:
+        return
     kinds = config.get("layer_types")
     full = isinstance(kinds, list) and all(kind == "full_attention" for kind in kinds)
     if kinds is not None and not full:
@@ -320,6 +352,7 @@ def _fields(config: Mapping[str, Any], family: Family) -> tuple[dict[str, Any], 
             "hidden_act", act, "one of " + ", ".join(_ACTIVATIONS), "others are not implemented"
         )
     bos = _token_ids(config, "bos_token_id")
+    found = config.get(PRIVATE_BLOCK) or {}
     kv_heads = None if family.kv_heads_needed else heads
     classes = config.get("architectures")
     only_embeds = classes is not None and classes[0].endswith("Model")
@@ -327,7 +360,10 @@ def _fields(config: Mapping[str, Any], family: Family) -> tuple[dict[str, Any], 
     positions = integer(config, "max_position_embeddings", family.positions)
     windows = read_windows(config, family.windows)
     scalings, config = read_scalings(config, family.scalings, hidden)
-    theta, scaling, remarks = read_rope(config, family.rope_theta, head_dim, positions)
+    rotary_dim = head_dim
+    if family.hybrid:
+        rotary_dim, config = read_rotary_dim(config, head_dim)
+    theta, scaling, remarks = read_rope(config, family.rope_theta, rotary_dim, positions)
     fields = {
         "family": family,
         "vocab_size": integer(config, "vocab_size"),
@@ -347,6 +383,10 @@ def _fields(config: Mapping[str, Any], family: Family) -> tuple[dict[str, Any], 
         "post_norms": family.post_norms,
         "scalings": scalings,
         "windows": windows,
+        "delta_net": read_delta_net(config) if family.hybrid else None,
+        "output_gate": family.hybrid,
+        "partial_rotary": 0 if rotary_dim == head_dim else rotary_dim,
+        "rotation": read_rotation(found) if family.hybrid else None,
         "bos_token_id": bos[0] if bos else None,
         "eos_token_ids": _token_ids(config, "eos_token_id"),
         **_norms_and_biases(config, family),

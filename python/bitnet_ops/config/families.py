@@ -28,6 +28,7 @@ class Family:
     norm_offset: what a norm multiplies by is this more than what a checkpoint stores.
     scalings: it has those of config/scalings.py, by the keys that are read there.
     windows: layers may have sliding windows, as config/windows.py reads them.
+    hybrid: layers of Gated DeltaNet among those of attention, as config/hybrid.py reads them.
     tied: what tie_word_embeddings means where config.json is silent.
     required: keys of config.json that must have these values.
     only_by_class: `classes` decide; model_type alone means another row.
@@ -51,6 +52,7 @@ class Family:
     norm_offset: float = 0.0
     scalings: str = ""
     windows: str = ""
+    hybrid: bool = False
     tied: bool = False
     required: Mapping[str, Any] = field(default_factory=dict, compare=False)
     only_by_class: bool = False
@@ -65,6 +67,7 @@ class Family:
             *(SUB_NORMS if self.sub_norms else ()),
             *(QK_NORMS if self.qk_norm else ()),
             *(("bias",) if self.biases else ()),
+            *(("A_log",) if self.hybrid else ()),
         }
 
 
@@ -137,6 +140,18 @@ FAMILIES = (
         scalings="gemma3_text",
         windows="gemma3",
         tied=True,
+    ),
+    Family(  # published nested under "text_config", with a tower for images that is not run
+        "qwen3_5_text",
+        ("Qwen3_5ForCausalLM",),
+        rope_theta=10000000.0,
+        head_dim=256,
+        positions=32768,
+        kv_heads_needed=True,
+        qk_norm=True,
+        norm_offset=1.0,
+        hybrid=True,
+        gguf=("qwen35",),
     ),
 )
 

@@ -54,7 +54,7 @@ class _Body(Tracked):
         embedding_format = head_format if config.tie_word_embeddings else "stored"
         self.embed_tokens = _matrix(tensors, "model.embed_tokens.weight", embedding_format)
         self.layers = TrackedList(
-            DecoderLayer(config, _below(tensors, f"model.layers.{i}."))
+            DecoderLayer(config, _below(tensors, f"model.layers.{i}."), i)
             for i in range(config.num_hidden_layers)
         )
         self.norm = norm_weight(tensors["model.norm.weight"])
@@ -338,9 +338,9 @@ class Decoder(Tracked):
                 f"model: expected input_ids with the cache's {cache.batch} sequences, "
                 f"got {input_ids.shape[0]}"
             )
-        if (layers := cache.config.num_layers) != self.config.num_hidden_layers:
+        if (layers := cache.config.num_layers) != self.config.kv_layers:
             raise ValueError(
-                f"model: expected a cache of {self.config.num_hidden_layers} layers, "
+                f"model: expected a cache of {self.config.kv_layers} layers, "
                 f"got {layers}; make it from this model's config"
             )
 

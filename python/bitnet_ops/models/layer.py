@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,10 +22,27 @@ from bitnet_ops.nn.tracked import Tracked
 
 Tensors = Mapping[str, Tensor | PackedWeight | HeadWeight]
 ACTIVATION_DTYPES = (torch.float32, torch.bfloat16)  # relu2 overflows float16
-_ADDED = PROJECTIONS[3], PROJECTIONS[6]  # what they give is added to the residual stream
+# of modules that hold nothing but other modules and vectors of their own
+_PARTS = "self_attn", "mlp", "linear_attn"
+_ADDED = (
+    PROJECTIONS[3],
+    PROJECTIONS[6],
+    "linear_attn.out_proj",
+)  # what they give is added to the residual stream
 
 
-class Weight(Tracked):
+class _Dense(Tracked):
+    """A module whose own buffers are dense float32 tensors, whatever the activations are."""
+
+    def _apply(self, fn: Cast, recurse: bool = True) -> Any:
+        before = {name: self.get_buffer(name) for name in self._buffers}
+        super()._apply(fn, recurse)
+        for name, tensor in before.items():
+            self._buffers[name] = same_dtype(tensor, self.get_buffer(name))
+        return self
+
+
+class Weight(_Dense):
     """A module that is nothing but one dense tensor, so that names are those of Hugging Face."""
 
     weight: Tensor
@@ -32,13 +50,6 @@ class Weight(Tracked):
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
         self.register_buffer("weight", weight)
-
-    def _apply(self, fn: Cast, recurse: bool = True) -> Weight:
-        # The ops read norm weights as float32 whatever the activations are.
-        weight = self.weight
-        super()._apply(fn, recurse)
-        self.weight = same_dtype(weight, self.weight)
-        return self
 
     def extra_repr(self) -> str:
         return f"{list(self.weight.shape)}, dtype={self.weight.dtype}"
@@ -56,19 +67,26 @@ def _dense(tensor: Tensor | PackedWeight | HeadWeight) -> Tensor:
 
 
 class DecoderLayer(Tracked):
-    """The modules of one layer: `self_attn`, `mlp` and the norms around them."""
+    """The modules of one layer: what mixes tokens (`self_attn` or `linear_attn`), `mlp`, norms."""
 
-    def __init__(self, config: ModelConfig, tensors: Tensors) -> None:
+    def __init__(self, config: ModelConfig, tensors: Tensors, layer: int) -> None:
         super().__init__()
-        self.self_attn, self.mlp = Tracked(), Tracked()
-        for name in layer_tensors(config):
+        for name in layer_tensors(config, layer):
             module, _, kind = name.rpartition(".")
             if kind == "bias":
                 continue  # it belongs to the projection of the same name
+            if kind != "weight":
+                self._part(module).register_buffer(kind, _dense(tensors[name]))
+                continue
             parent, _, child = module.rpartition(".")
             scale = config.scalings.residual if module in _ADDED else 1.0
-            holder: nn.Module = self.get_submodule(parent)
-            holder.add_module(child, _leaf(tensors, module, scale))
+            self._part(parent).add_module(child, _leaf(tensors, module, scale))
+
+    def _part(self, name: str) -> nn.Module:
+        if name in _PARTS and name not in self._modules:
+            self.add_module(name, _Dense())
+        part: nn.Module = self.get_submodule(name)
+        return part
 
 
 def _leaf(tensors: Tensors, module: str, scale: float) -> nn.Module:

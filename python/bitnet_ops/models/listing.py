@@ -66,8 +66,11 @@ class Listing:
 
 
 # Keys that name a projection, and those that name a norm.
-PROJECTION_KEYS = ("q", "k", "v", "o", "gate", "up", "down")
-NORM_KEYS = ("norm", "q_norm", "k_norm", "sub_norm", "post_norm")
+PROJECTION_KEYS = ("q", "k", "v", "o", "gate", "up", "down", "qkv", "z", "out")
+NORM_KEYS = ("norm", "q_norm", "k_norm", "sub_norm", "post_norm", "gated_norm")
+# Those that name a dense matrix or vector of float32.
+DENSE_KEYS = ("a", "b", "conv")
+VECTOR_KEYS = ("A_log", "dt_bias")
 GLOBAL_ROPE, LOCAL_ROPE = "global", "local"
 
 
@@ -79,14 +82,13 @@ def listing(config: ModelConfig, dtype: str = "float32", attention_factor: float
         model["sub_norm_eps"] = c.sub_norm_eps
     if c.linear_norms:
         model["linear_norm_eps"] = c.linear_norm_eps
-    ropes = [_rope(GLOBAL_ROPE, c.head_dim, attention_factor)]
+    ropes = [_rope(GLOBAL_ROPE, c.rotary_dim, attention_factor)]
     if c.scalings.local:
-        ropes.append(_rope(LOCAL_ROPE, c.head_dim, 1.0))
-    blocks = [
-        block(c, layer)
-        for layer in range(c.num_hidden_layers)
-        for block in (_attention, _mlp)
-    ]  # fmt: skip
+        ropes.append(_rope(LOCAL_ROPE, c.rotary_dim, 1.0))
+    blocks = []
+    for layer in range(c.num_hidden_layers):
+        mixer = _delta_net if c.is_delta_net(layer) else _attention
+        blocks += [mixer(c, layer), _mlp(c, layer)]
     head = "model.embed_tokens" if c.tie_word_embeddings else "lm_head"
     blocks.append(Line("head", {"norm": "model.norm", "weight": head, "vocab": c.vocab_size}))
     return Listing(Line("model", model), tuple(ropes), tuple(blocks))
@@ -109,6 +111,8 @@ def _attention(c: ModelConfig, layer: int) -> Line:
     }
     if window := c.window(layer):
         keys["window"] = window
+    if c.output_gate:
+        keys["output_gate"] = 1
     if c.qk_norm:
         keys |= {key: f"{prefix}self_attn.{key}" for key in ("q_norm", "k_norm")}
     if c.sub_norms:
@@ -116,6 +120,19 @@ def _attention(c: ModelConfig, layer: int) -> Line:
     if c.post_norms:
         keys["post_norm"] = prefix + "post_attention_layernorm"
     return Line("attention", keys)
+
+
+def _delta_net(c: ModelConfig, layer: int) -> Line:
+    d, prefix = c.delta_net, f"model.layers.{layer}."
+    assert d is not None
+    inside = prefix + "linear_attn."
+    keys: dict[str, Value] = {"norm": prefix + "input_layernorm"}
+    keys |= {key: f"{inside}in_proj_{key}" for key in ("qkv", "z", "a", "b")}
+    keys |= {"conv": inside + "conv1d", "A_log": inside + "A_log", "dt_bias": inside + "dt_bias"}
+    keys |= {"gated_norm": inside + "norm", "out": inside + "out_proj"}
+    keys |= {"key_heads": d.key_heads, "value_heads": d.value_heads}
+    keys |= {"key_dim": d.key_dim, "value_dim": d.value_dim, "kernel": d.kernel}
+    return Line("delta_net", keys)
 
 
 def _mlp(c: ModelConfig, layer: int) -> Line:

@@ -380,7 +380,7 @@ def _config_of(
         )
     return KVCacheConfig(
         max_len,
-        config.num_hidden_layers,
+        config.kv_layers,
         config.num_key_value_heads,
         config.head_dim,
         KVCacheDtype(TYPE_OF[dtype].name),

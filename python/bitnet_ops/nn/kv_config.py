@@ -21,7 +21,7 @@ class KVSizes(Protocol):
     """What a cache needs of a model's config."""
 
     @property
-    def num_hidden_layers(self) -> int: ...
+    def kv_layers(self) -> int: ...
     @property
     def num_key_value_heads(self) -> int: ...
     @property
@@ -30,7 +30,7 @@ class KVSizes(Protocol):
 
 def bytes_of_block(sizes: KVSizes, block_size: int, dtype: torch.dtype) -> int:
     """Bytes of a block of such a pool: keys and values of all layers, with their scales."""
-    rows = sizes.num_hidden_layers * sizes.num_key_value_heads * block_size
+    rows = sizes.kv_layers * sizes.num_key_value_heads * block_size
     return 2 * rows * TYPE_OF[dtype].row_bytes(sizes.head_dim)
 
 
@@ -109,8 +109,8 @@ class KVCacheConfig:
         return self.batch * self.blocks_per_sequence if self.blocks is None else self.blocks
 
     @property
-    def num_hidden_layers(self) -> int:
-        """Layers, as a model's config names them."""
+    def kv_layers(self) -> int:
+        """Layers with keys and values, as a model's config names them."""
         return self.num_layers
 
     @property

@@ -294,7 +294,7 @@ class KVPool(PagedPool):
         self.layout = layout or best
         self.block_bytes = bytes_of_block(config, block_size, dtype)
         shape = (
-            config.num_hidden_layers,
+            config.kv_layers,
             max_blocks,
             config.num_key_value_heads,
             block_size,

@@ -109,7 +109,7 @@ class KVLayer(nn.Module, AttentionLayerBase, PagedPool):
         c = self.config
         return FullAttentionSpec(
             block_size=vllm_config.cache_config.block_size,
-            num_kv_heads=c.num_hidden_layers * c.num_key_value_heads,
+            num_kv_heads=c.kv_layers * c.num_key_value_heads,
             head_size=c.head_dim,
             dtype=self.dtype,
         )
@@ -127,7 +127,7 @@ def pools_of(kv_cache: Tensor, config: ModelConfig) -> tuple[Tensor, Tensor]:
     vLLM's own CPU attention divides the memory of a block the same way.
     """
     layers, heads, dim = (
-        config.num_hidden_layers,
+        config.kv_layers,
         config.num_key_value_heads,
         config.head_dim,
     )
