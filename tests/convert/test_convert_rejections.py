@@ -16,9 +16,13 @@ import hf_writer
 import rejection_rows
 from bitnet_ops.cli import main
 from bitnet_ops.convert import ConvertError, convert, export_gguf
+from bitnet_ops.convert.diff import diff
+from bitnet_ops.convert.inspect import inspect
 from bitnet_ops.convert.quantize import quantize
+from bitnet_ops.convert.verify import verify
 from bitnet_ops.formats.gguf import Reader as GgufReader
 from bitnet_ops.formats.sglbitnt import Reader as SglbitntReader
+from bitnet_ops.language_model import DEMO_DIR
 from bitnet_ops.untrusted import UntrustedFileError, read_json_object
 from hf_writer import FAMILIES
 from rejection_rows import EVERY, Q_PROJ, ROWS, Draft, without_quantization
@@ -52,6 +56,24 @@ def check_rejected(tmp_path, code, words, **options):
     assert re.search(words, message), message
     assert "\n" not in message and len(message) < 500
     assert sorted(p.name for p in tmp_path.iterdir()) == before, "nothing may be left behind"
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("convert", lambda broken, out: convert(broken, out)),
+        ("quantize", lambda broken, out: quantize(broken, out)),
+        ("verify", lambda broken, out: verify(DEMO_DIR, broken)),
+        ("inspect", lambda broken, out: inspect(broken)),
+        ("inspect", lambda broken, out: diff(DEMO_DIR, broken)),
+        ("export", lambda broken, out: export_gguf(DEMO_DIR, out, type="q4_0")),
+    ],
+)
+def test_an_error_begins_with_the_function_that_was_called(name, call, tmp_path):
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "config.json").write_text("[]")
+    with pytest.raises(ConvertError, match=f"^{name}: expected "):
+        call(tmp_path / "broken", tmp_path / "out")
 
 
 def test_assume_online_rejects_packed_weights(tmp_path):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,10 @@ from tokenizers import Tokenizer
 import bitnet_ops
 import rounding_ties
 from bitnet_ops.cli import main
+from bitnet_ops.config import ModelConfig
 from bitnet_ops.convert import ConvertError, convert, gguf_export
 from bitnet_ops.convert.gguf_export import export_gguf
+from bitnet_ops.dummy.configs import CONFIGS
 from bitnet_ops.formats.gguf import Reader as GgufReader
 from bitnet_ops.formats.sglbitnt import Reader, Writer
 from bitnet_ops.language_model import DEMO_DIR
@@ -287,6 +290,36 @@ def test_rows_that_are_no_whole_blocks(tmp_path: Path, kind: str, code: str) -> 
     with pytest.raises(ConvertError, match="weight: expected K a .*; .*K % 256 == 0") as caught:
         export_gguf(folder, tmp_path / "x.gguf", type=kind)
     assert caught.value.code == "gguf-row-length"
+
+
+MINICPM = {"model_type": "minicpm", "hidden_act": "silu", "scale_emb": 1, "dim_model_base": 192}
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, "bitnet-b1.58"),
+        ({"hidden_act": "silu"}, "bitnet"),  # by the maths: model_type is bitnet's all the same
+        ({"hidden_act": "gelu_pytorch_tanh"}, "gguf-architecture"),
+        ({"tie_word_embeddings": False}, "gguf-head"),  # other programs use the embedding
+        ({"hidden_act": "silu", "tie_word_embeddings": False}, "gguf-head"),
+        ({"model_type": "llama", "hidden_act": "silu"}, "llama"),
+        ({"model_type": "llama", "hidden_act": "silu", "tie_word_embeddings": False}, "llama"),
+        ({"model_type": "llama", "hidden_act": "relu2"}, "gguf-architecture"),
+        ({"model_type": "qwen2", "hidden_act": "silu"}, "gguf-architecture"),
+        ({"model_type": "qwen3", "hidden_act": "silu"}, "qwen3"),
+        ({**MINICPM, "scale_depth": math.sqrt(3)}, "llama"),
+        ({**MINICPM, "scale_depth": 1.4}, "gguf-architecture"),
+        ({"model_type": "gemma3_text"}, "gguf-architecture"),
+    ],
+)
+def test_the_maths_decide_on_the_architecture(changes: dict[str, Any], expected: str) -> None:
+    model = ModelConfig.from_hf({**CONFIGS["tiny"], **changes})
+    try:
+        found = gguf_export.architecture_for(model).name
+    except ConvertError as error:
+        found = error.code
+    assert found == expected
 
 
 def test_scales_beyond_float16(tmp_path: Path) -> None:

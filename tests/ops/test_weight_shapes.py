@@ -18,7 +18,7 @@ from bitnet_ops.nn.head import HeadWeight
 from bitnet_ops.nn.lora import LoraBitLinear, LoraWeight
 from bitnet_ops.nn.packing import pack_ternary
 from bounds import assert_equal
-from op_values import FORMATS, gain, int8_values, positive, random_codes, random_packed
+from op_values import FORMATS, gain, int8_values, pack_codes, positive, random_codes, random_packed
 from ops_packing import repacked
 from tiny_models import SMALL, tiny_model
 
@@ -95,6 +95,19 @@ def test_given_it_changes_no_bit_and_rejects_every_other_x(op: str, rng: torch.G
     for k in (0, 1, 64, 65, 100, 127):
         with pytest.raises(RuntimeError, match=rf"^{name}: expected x with the 128 .*, got {k}$"):
             given(k)
+
+
+def test_left_out_it_lets_pass_what_fills_as_many_blocks(rng: torch.Generator) -> None:
+    """Such an x meets the first columns alone: right for a weight of so many, in silence."""
+    codes, q = random_codes(rng, N, K), int8_values(rng, K)
+    weight, one = pack_codes(codes), torch.ones(1)
+    for k in (1, 64, 100, 127):
+        sums = (codes[:, :k].int() * q[:k].int()).sum(1)
+        assert_equal(ops.gemv(weight, q[:k]), sums.int())
+        assert_equal(ops.linear(torch.ones(k), weight, one), codes[:, :k].sum(1).float())
+    for k in (0, 129):
+        with pytest.raises(RuntimeError, match="^gemv: expected "):
+            ops.gemv(weight, torch.ones(k, dtype=torch.int8))
 
 
 def _tuple(result: Any) -> tuple[Tensor, ...]:

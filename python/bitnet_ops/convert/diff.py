@@ -16,6 +16,7 @@ from torch import Tensor
 
 from bitnet_ops import ops
 from bitnet_ops.config import PRIVATE_BLOCK
+from bitnet_ops.convert.errors import said_by
 from bitnet_ops.convert.inspect import Contents, Values, open_source
 from bitnet_ops.nn.packing import spread_scales
 from bitnet_ops.nn.storage import GROUP_SIZES
@@ -23,6 +24,7 @@ from bitnet_ops.nn.storage import GROUP_SIZES
 _NOT_THERE = "(not there)"
 
 
+@said_by("inspect")
 def diff(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> dict[str, Any]:
     """What differs between the models at `a` and `b`, as plain numbers and strings.
 

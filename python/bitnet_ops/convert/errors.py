@@ -6,6 +6,8 @@ what was expected, what was got, what to do. This module knows no files and no f
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NoReturn
 
 from bitnet_ops.errors import BitNetError
@@ -27,6 +29,18 @@ def reject(code: str, expected: str, found: str, remedy: str = "") -> NoReturn:
     """Raise ConvertError: `convert: expected ..., got ...; remedy [code]`."""
     tail = f"; {remedy}" if remedy else ""
     raise ConvertError(code, f"convert: expected {expected}, got {found}{tail}")
+
+
+@contextmanager
+def said_by(name: str) -> Iterator[None]:
+    """Errors of the converter inside begin with `name`, the function that the caller knows."""
+    try:
+        yield
+    except ConvertError as error:
+        message = str(error)
+        if message.startswith("convert: "):
+            error.args = (name + message.removeprefix("convert"),)
+        raise
 
 
 def listed(names: list[str], limit: int = 4) -> str:

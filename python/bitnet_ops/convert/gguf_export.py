@@ -23,7 +23,8 @@ import numpy as np
 import torch
 
 from bitnet_ops.config import ModelConfig, Scalings, UnsupportedModelError
-from bitnet_ops.convert.errors import ConvertError, reject
+from bitnet_ops.config.families import Family
+from bitnet_ops.convert.errors import ConvertError, reject, said_by
 from bitnet_ops.convert.gguf_config import (
     ARCHITECTURES,
     PERMUTED,
@@ -89,6 +90,7 @@ class ExportReport:
         ]
 
 
+@said_by("export")
 def export_gguf(
     model: str | Path,
     file: str | Path,
@@ -148,12 +150,7 @@ def export_gguf(
 
 def architecture_for(model: ModelConfig) -> Architecture:
     """The GGUF architecture that computes what `model` does; ConvertError if there is none."""
-    kind = (model.model_type, model.hidden_act, model.sub_norms)
-    names = [
-        name
-        for name, found in ARCHITECTURES.items()
-        if (found.family.model_type, found.family.hidden_act, found.family.sub_norms) == kind
-    ]
+    names = [name for name, found in ARCHITECTURES.items() if _maths(found.family) == _maths(model)]
     # parts that no GGUF architecture knows
     odd = [
         name for name in ("linear_norms", "sub_norm_eps", "embedding_only") if getattr(model, name)
@@ -164,7 +161,16 @@ def architecture_for(model: ModelConfig) -> Architecture:
         found = f"{model.model_type} with {model.hidden_act}, sub_norms {model.sub_norms}"
         found += f", {', '.join(odd)}" if odd else ""
         reject("gguf-architecture", "a model that GGUF has an architecture for", found)
+    if model.sub_norms and not model.tie_word_embeddings:
+        reject("gguf-head", f"a model of the architecture {names[0]} whose head is its embedding",
+               "a head of its own", "llama.cpp and bitnet.cpp take token_embd.weight as the head "
+               "of this architecture")  # fmt: skip
     return ARCHITECTURES[names[0]]
+
+
+def _maths(of: Family | ModelConfig) -> tuple[Any, ...]:
+    """The parts of a layer that architectures differ in."""
+    return of.hidden_act, of.sub_norms, of.qk_norm, of.biases, of.post_norms
 
 
 class _Export:

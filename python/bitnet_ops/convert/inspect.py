@@ -22,7 +22,7 @@ from bitnet_ops.config import PRIVATE_BLOCK, PROJECTIONS, UnsupportedModelError
 from bitnet_ops.config.families import family_of
 from bitnet_ops.config.scheme import stated_linear_class
 from bitnet_ops.convert.checkpoint import Checkpoint
-from bitnet_ops.convert.errors import ConvertError
+from bitnet_ops.convert.errors import ConvertError, said_by
 from bitnet_ops.convert.gguf_config import PERMUTED
 from bitnet_ops.convert.gguf_source import GgufSource, dense, ternary
 from bitnet_ops.convert.plan import find_naming
@@ -36,6 +36,7 @@ from bitnet_ops.models import TensorError, check_names, expected_tensors
 from bitnet_ops.nn.packing import multiplying_scale, unpack_hf
 
 
+@said_by("inspect")
 def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Everything about the model at `path` as plain numbers and strings.
 

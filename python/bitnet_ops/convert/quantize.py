@@ -21,7 +21,7 @@ from torch import Tensor
 from bitnet_ops.config.scheme import Storage
 from bitnet_ops.convert.checkpoint import Checkpoint, copy_files
 from bitnet_ops.convert.comparison import text_sequences
-from bitnet_ops.convert.errors import reject
+from bitnet_ops.convert.errors import reject, said_by
 from bitnet_ops.convert.hf_source import HfSource
 from bitnet_ops.convert.oracles import PlainOracle
 from bitnet_ops.convert.plan import scale_name
@@ -85,6 +85,7 @@ class QuantizeReport:
         return result + ([] if self.conversion is None else self.conversion.lines())
 
 
+@said_by("quantize")
 def quantize(
     src_dir: str | Path,
     dst: str | Path,

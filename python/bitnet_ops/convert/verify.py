@@ -13,7 +13,7 @@ from typing import Any
 from bitnet_ops.config import PRIVATE_BLOCK
 from bitnet_ops.convert.checkpoint import Checkpoint
 from bitnet_ops.convert.comparison import Verification, verify_conversion
-from bitnet_ops.convert.errors import ConvertError, listed, reject
+from bitnet_ops.convert.errors import ConvertError, listed, reject, said_by
 from bitnet_ops.convert.gguf_source import GgufSource
 from bitnet_ops.convert.hf_source import HfSource
 from bitnet_ops.convert.inspect import inspect
@@ -24,6 +24,7 @@ from bitnet_ops.formats.gguf import Q2_BLOCKS, is_gguf
 from bitnet_ops.formats.sglbitnt import Reader, SglbitntError, model_file, replace_config
 
 
+@said_by("verify")
 def verify(
     file: str | Path,
     src_dir: str | Path,
