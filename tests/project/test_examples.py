@@ -69,7 +69,7 @@ def test_no_block_escapes() -> None:
     for name, block in BLOCKS.items():
         if block.language not in ("python", "bash", "dockerfile"):
             assert not re.search(COMMANDS, block.code, re.MULTILINE), f"{name}: ```bash it is"
-    marks = sum(text.count("<!-- not run: ") for text in PAGES.values())
+    marks = sum(len(re.findall("^<!-- not run", text, re.M)) for text in PAGES.values())
     assert marks == len(LEFT_OUT), "a mark that stands before no block"
 
 
