@@ -10,6 +10,7 @@
                                        all else, signs of the rotation included
     converted_config(made)             the config.json beside them, with the private block
     write_unpacked(folder, made)       safetensors, nested or flat (of unrotated models)
+    write_mlx(folder, made)            an MLX package: prism_hadamard_qwen35, or plain qwen3_5
 
 Sizes are small but of the published proportions: every fourth layer has attention, a key head has
 three value heads or one. It must never import bitnet_ops.
@@ -24,6 +25,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.numpy import save_file as save_numpy
 from safetensors.torch import save_file
 
 GROUP = 128
@@ -295,3 +297,52 @@ def write_unpacked(
 # tensors beside the decoder's: a tower for images, layers that predict further tokens
 BESIDE = ("model.visual.patch_embed.proj.weight", "model.visual.merger.norm.bias",
           "mtp.fc.weight", "mtp.norm.weight", "mtp.layers.0.mlp.up_proj.weight")  # fmt: skip
+
+
+def write_mlx(folder: Path, made: Hybrid, *, schema: int = 2, **change: Any) -> Path:
+    """An MLX package: of a rotated model prism_hadamard_qwen35, else mlx-lm's plain form.
+
+    Norms hold 1 + w, convolutions are [channels, kernel, 1]. `change`: of tensors by their name,
+    None to leave one out, or of keys of config.json.
+    """
+    folder.mkdir(parents=True)
+    options = {"bits": 2, "group_size": GROUP, "mode": "affine"}
+    about = {**nested_config(made), "quantization": options}
+    if made.signs:
+        modules = [
+            {"path": n, "block": made.sizes.block, "embedding": "embed" in n, "dtype": "float16"}
+            for n in made.codes
+        ]
+        namespace = {1: "mlx-lm-text", 2: "mlx-vlm-qwen3_5"}[schema]
+        about |= {
+            "model_type": "prism_hadamard_qwen35", "base_model_type": "qwen3_5",
+            "schema_version": schema, "tensor_namespace": namespace, "modules": modules,
+            "gdn_activation_layout": "grouped", "requires_runtime": "runtime/artifact.py",
+            "hadamard_config": "hadamard.json",
+        }  # fmt: skip
+        del about["architectures"]
+    tensors: dict[str, np.ndarray] = {}
+    for module, codes in made.codes.items():
+        scales = made.scales[module]
+        tensors |= {f"{module}.weight": mlx_words(codes), f"{module}.scales": scales,
+                    f"{module}.biases": -scales}  # fmt: skip
+        if made.signs:
+            tensors[f"{module}.signs"] = made.signs[codes.shape[1]]
+    for name, value in made.dense.items():
+        turned = value.swapaxes(1, 2) if name.endswith("conv1d.weight") else value
+        tensors[name] = multiplies(name, turned)
+    if schema == 2:
+        tensors = {f"language_model.{name}": value for name, value in tensors.items()}
+        tensors["vision_tower.patch_embed.proj.weight"] = np.ones(4, dtype=np.float32)
+    for name, changed in change.items():
+        (about if name in about else tensors)[name] = changed
+    found = {n: np.ascontiguousarray(v) for n, v in tensors.items() if v is not None}
+    (folder / "config.json").write_text(json.dumps(about, indent=2))
+    save_numpy(found, folder / "model.safetensors", metadata={"format": "mlx"})
+    return folder
+
+
+def mlx_words(codes: np.ndarray) -> np.ndarray:
+    """int8 codes [N, K] -> uint32 [N, K / 16]: weight j in bits 2 (j mod 16) of word j / 16."""
+    fields = (codes + 1).astype(np.uint32).reshape(len(codes), -1, 16)
+    return (fields << np.arange(0, 32, 2, dtype=np.uint32)).sum(axis=2, dtype=np.uint32)

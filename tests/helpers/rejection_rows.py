@@ -135,7 +135,7 @@ def ternary_head(draft):
 
 ROWS = [
     # what the config asks for
-    ("qwen3.5", "unsupported-architecture", "llama-online", "qwen3_5.*hybrid",
+    ("qwen3.5-without-decoder", "unsupported-model", "llama-online", "text_config",
      config(model_type="qwen3_5")),
     ("qk-norm-missing", "missing-tensor", "llama-online", "k_norm", claims(QK_NORM)),
     ("biases-missing", "missing-tensor", "llama-online", "q_proj.bias", claims(QKV_BIAS)),

@@ -210,6 +210,11 @@ def read_rotary_dim(config: Mapping[str, Any], head_dim: int) -> tuple[int, Mapp
     return dim, plain
 
 
+def is_block(size: object) -> bool:
+    """Whether blocks of that size can be turned: a power of two."""
+    return type(size) is int and 2 <= size <= _MOST_BLOCK and not size & (size - 1)
+
+
 def read_rotation(found: Mapping[str, Any]) -> Rotation | None:
     """The rotation that the converter has written into its private block.
 
@@ -226,8 +231,7 @@ def read_rotation(found: Mapping[str, Any]) -> Rotation | None:
     sizes = []
     for width, size in blocks.items():
         good = isinstance(width, str) and width.isascii() and width.isdigit() and len(width) < 8
-        good = good and type(size) is int and 2 <= size <= _MOST_BLOCK
-        if not good or size & (size - 1) or not int(width) or int(width) % size:
+        if not good or not is_block(size) or not int(width) or int(width) % size:
             raise reject("bitnet_ops.rotation.blocks", str(blocks)[:60],
                          "to give every width a power of two that divides it",
                          "convert the model again")  # fmt: skip

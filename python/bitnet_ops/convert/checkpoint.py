@@ -28,8 +28,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from bitnet_ops.config import UnsupportedModelError
+from bitnet_ops.config.hybrid import flat, written_rotation
 from bitnet_ops.convert.errors import ConvertError, listed, reject
+from bitnet_ops.convert.hybrid import PACKAGE, PackageRotation, read_package, rotation_shapes
 from bitnet_ops.convert.source import reject_changed, stamp
+from bitnet_ops.models.tensors import ROTATION
 from bitnet_ops.untrusted import (
     LFS_POINTER,
     SAFETENSORS_HEADER_BYTES,
@@ -84,8 +88,9 @@ class Checkpoint:
     `config` is config.json as a dict, `tensors` maps every tensor's name to its TensorRecord.
     `allow_pickle`: where there are no safetensors, take pytorch_model.bin or its shards; `pickled`
     says that this happened. `packed_mlx`: the shapes of the weights that an MLX package holds in 2
-    bits; `config` and `tensors` are then those of the floating checkpoint. Raises ConvertError for
-    anything that is not a complete, unambiguous checkpoint.
+    bits; `config` and `tensors` are then those of the floating checkpoint. `found`: of the private
+    block, the rotation of a package that has one. A nested config.json is seen flat. Raises
+    ConvertError for anything that is not a complete, unambiguous checkpoint.
     """
 
     def __init__(self, folder: str | Path, *, allow_pickle: bool = False) -> None:
@@ -108,8 +113,29 @@ class Checkpoint:
         if index is not None:
             _check_index(self.folder, index, self.tensors)
         self.packed_mlx: dict[str, tuple[int, int]] = {}
-        if is_mlx(self.config):
+        self.found: dict[str, Any] = {}
+        self._rotation: PackageRotation | None = None
+        if self.config.get("model_type") == PACKAGE:
+            self.config, blocks = read_package(self.config)
             self._see_mlx()
+            self._see_rotation(blocks)
+        elif is_mlx(self.config):
+            self._see_mlx()
+        try:
+            self.config = dict(flat(self.config))
+        except UnsupportedModelError as error:
+            raise ConvertError("unsupported-model", f"convert: {error}") from error
+
+    def _see_rotation(self, blocks: dict[str, int]) -> None:
+        """Let the signs of a package, one vector for a matrix, be one tensor for a width."""
+        shapes = {name: (r.dtype, r.shape) for name, r in self._stored.items()}
+        self._rotation = PackageRotation(blocks, self.packed_mlx, shapes)
+        self.tensors = {n: r for n, r in self.tensors.items() if not n.endswith(".signs")}
+        rotation = self._rotation.rotation
+        for name, shape in rotation_shapes(rotation).items():
+            self.tensors[name] = TensorRecord(name, "F32", shape, next(iter(self._files)))
+        if rotation is not None:
+            self.found["rotation"] = written_rotation(rotation)
 
     def _see_mlx(self) -> None:
         """Let an MLX package look like the floating checkpoint that it stands for."""
@@ -132,6 +158,8 @@ class Checkpoint:
         """
         if name in self.packed_mlx:
             return _mlx_dequantized(name, self._as_stored)
+        if self._rotation is not None and name.startswith(ROTATION):
+            return self._rotation.signs(name, self._as_stored)
         return self._files[self.tensors[name].file].get_tensor(name)
 
     def unwritten_rows(self, name: str) -> int:

@@ -15,6 +15,7 @@ from torch import Tensor
 from bitnet_ops.config.scheme import Storage
 from bitnet_ops.convert.checkpoint import Checkpoint, check_embedding, copy_files
 from bitnet_ops.convert.errors import ConvertError, reject
+from bitnet_ops.convert.hybrid import GATED_NORM, as_here, has_summed_norms
 from bitnet_ops.convert.plan import check_scale_sense, make_plan, scale_name
 from bitnet_ops.convert.source import EMBEDDING, HEAD, Source, Ternary
 from bitnet_ops.convert.ternary import (
@@ -63,6 +64,10 @@ class HfSource(Source):
             checkpoint.tensors,
             assume_online=assume_online,
             looks_ternary=lambda name: looks_ternary(checkpoint.tensor(name)),
+            found=checkpoint.found,
+        )
+        self.summed_norms = self.plan.config.family.hybrid and has_summed_norms(
+            {name: record.shape for name, record in checkpoint.tensors.items()}
         )
         self.adapter: Adapter | None = None
         self._lora, self._trusted = lora, trust_scales
@@ -94,6 +99,8 @@ class HfSource(Source):
     def dense(self, name: str) -> Tensor:
         tensor = self.tensor(name)
         check_finite(name, tensor)
+        if self.plan.config.family.hybrid:
+            tensor = as_here(name, tensor)
         if name.endswith("norm.weight"):
             return tensor.float() + offset if (offset := self._norm_offset(name)) else tensor
         if name.endswith(".bias") and self.plan.scheme.bias_is_scaled:
@@ -131,6 +138,8 @@ class HfSource(Source):
 
     def _norm_offset(self, name: str) -> float:
         """What a norm multiplies by is the stored weight and this."""
+        if self.summed_norms or name.endswith(GATED_NORM):
+            return 0.0
         inside = name.endswith(".rms_norm.weight")
         return self._inner_offset if inside else self.plan.config.family.norm_offset
 

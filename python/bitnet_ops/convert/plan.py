@@ -12,6 +12,7 @@ Families spell the tensors of one architecture differently:
 | o_proj.0, o_proj.1; down_proj alike  | the sub-norm, the projection | SubLN (nn.Sequential)   |
 | <projection>.norm                    | <projection>.rms_norm        | BitNet-embedding        |
 | embed_tokens, layers.N, norm         | with "model." in front       | models saved headless   |
+| model.language_model.                | model.                       | Qwen3.5, with images    |
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ from bitnet_ops.config.scheme import (
 )
 from bitnet_ops.convert.checkpoint import TensorRecord
 from bitnet_ops.convert.errors import ConvertError, listed, reject
+from bitnet_ops.convert.hybrid import left_out, own_name, stored_shapes
 from bitnet_ops.convert.source import EMBEDDING, HEAD, Plan, model_of
 from bitnet_ops.models import TensorSpec, expected_tensors
 from bitnet_ops.untrusted.patterns import PatternError, matches
 
 FLOATING = {"F32", "BF16", "F16"}
 _ARCHITECTURES = {
-    "qwen3_5": "a hybrid attention and scales per group",
     "gemma3": "images beside the text",
 }
 # A part of an unexpected tensor's name -> (code, what it betrays). First match wins.
@@ -71,8 +72,11 @@ def make_plan(
     *,
     assume_online: bool = False,
     looks_ternary: Callable[[str], bool] | None = None,
+    found: Mapping[str, Any] | None = None,
 ) -> Plan:
     """Decide how to convert a checkpoint; ConvertError names the first obstacle.
+
+    `found`: what the checkpoint shows beside its config, for the private block.
 
     `looks_ternary` tells whether the values of a stored projection are ternary already; it is asked
     about one of them, and only where nothing else says what the weights are.
@@ -97,7 +101,8 @@ def make_plan(
         )
     except SchemeError as error:
         reject(error.code, error.expected, error.found, error.remedy)
-    model = model_of({**config, PRIVATE_BLOCK: naming.found} if naming.found else config)
+    shown = {**naming.found, **(found or {})}
+    model = model_of({**config, PRIVATE_BLOCK: shown} if shown else config)
     records = {here: tensors[stored] for here, stored in naming.stored.items()}
     specs = dict(expected_tensors(model))
     ternary = [name for name, spec in specs.items() if spec.kind == "ternary"]
@@ -115,7 +120,7 @@ def make_plan(
         specs,
         naming.stored,
         config,
-        {**_private_block(model, scheme), **naming.found},
+        {**_private_block(model, scheme), **shown},
         tied_head,
         (*model.notes, *naming.remarks),
     )
@@ -248,8 +253,8 @@ def _check_dense(spec: TensorSpec, record: TensorRecord) -> None:
 
 
 def _check_values(spec: TensorSpec, record: TensorRecord) -> None:
-    if record.shape != tuple(spec.shape):
-        reject("shape", f"{record.name} of shape {list(spec.shape)}", _form(record))
+    if record.shape not in (shapes := stored_shapes(record.name, spec.shape)):
+        reject("shape", f"{record.name} of shape {list(shapes[0])}", _form(record))
     _check_floating(record)
 
 
@@ -407,6 +412,11 @@ def find_naming(config: Mapping[str, Any], family: Family | None, names: Iterabl
     """The Naming of a checkpoint; ConvertError if two of its tensors are one tensor here."""
     prefix = _wrapper_prefix(names := list(names))
     given, names = names, [name.removeprefix(prefix) for name in names]
+    beside: list[str] = []
+    if family is not None and family.hybrid:
+        beside = left_out(names)
+        owned = {whole: own_name(name) for whole, name in zip(given, names, strict=True)}
+        given, names = [n for n in given if owned[n]], [n for n in owned.values() if n]
     headless = any(name.startswith("embed_tokens.") for name in names)
     table = {**_INNER, **(family.renamed if family is not None else {})}
     subln = any(part in name for name in names for part in _SUBLN)
@@ -414,6 +424,7 @@ def find_naming(config: Mapping[str, Any], family: Family | None, names: Iterabl
         table |= _SUBLN
     inner = any(part in f".{name}" for name in names for part in _INNER)
     found, remarks = _found(config, family, subln, inner)
+    remarks = (*remarks, *beside)
     stored: dict[str, str] = {}
     for name, as_given in zip(names, given, strict=True):
         here = _rename(name, table, headless)

@@ -201,6 +201,10 @@ def _write_dense(source: Source, name: str, writer: Writer) -> None:
     """A dense tensor as it is; an embedding or a head of ternary values as codes and scales."""
     tensor, spec = source.dense(name), source.plan.specs[name]
     if not (spec.may_be_ternary and looks_ternary(tensor) and bool(tensor.any())):
+        rotation, module = source.plan.config.rotation, name.removesuffix(".weight")
+        if spec.may_be_ternary and rotation and rotation.turns(module, spec.shape[1]):
+            reject("rotated-dense", f"a rotated {name} of -s, 0 and s", "other values",
+                   "rotations of dense matrices are not implemented")  # fmt: skip
         return writer.add_dense(name, tensor)
     if writer.version == 1:
         source.remarks.append(f"ternary {name}: stored dense, every value exactly")
