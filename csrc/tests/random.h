@@ -84,4 +84,19 @@ inline std::vector<float> random_floats(Random& random, Flavour flavour, int64_t
   return values;
 }
 
+// What arithmetic treats specially, to be planted into an input that is otherwise ordinary.
+inline constexpr float kLargest = std::numeric_limits<float>::max();
+inline constexpr float kSmallest = std::numeric_limits<float>::min();
+inline constexpr float kPlanted[] = {std::numeric_limits<float>::quiet_NaN(),
+                                     std::numeric_limits<float>::infinity(),
+                                     -std::numeric_limits<float>::infinity(),
+                                     -0.0f,
+                                     1e-45f,
+                                     -1e-45f,
+                                     1e-39f,
+                                     kSmallest,
+                                     -kSmallest,
+                                     kLargest,
+                                     -kLargest};
+
 }  // namespace bitnet::test

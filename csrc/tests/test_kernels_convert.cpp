@@ -1,58 +1,17 @@
 // Conversions of every kernel table, to the bit: every pattern of the 16- and 8-bit floats read,
 // floats stored at and beside every tie (8-bit floats: all bf16 and f16 numbers besides), int8
-// quantisation with ties at every length.  The reference knows the formats by the value of each
-// code and rounds by searching the nearest one; it shares no bit trick with the kernels.
+// quantisation with ties at every length.  The reference is small_floats.h.
 #include <algorithm>
 #include <cmath>
 #include <vector>
 
 #include "tests/check.h"
 #include "tests/random.h"
+#include "tests/small_floats.h"
 #include "tests/tables.h"
 
 namespace bitnet::test {
 namespace {
-
-// A format of `width` bits: `fraction` bits below the exponent, `bias` of the exponent.
-struct Format {
-  DType type;
-  const char* name;
-  int width, fraction, bias;
-  bool infinite, saturates;  // has infinities; finite numbers beyond the largest become it
-
-  int patterns() const { return 1 << width; }
-  int sign() const { return patterns() / 2; }
-  // Finite and positive ones; without infinities, only the last pattern is none of them.
-  int codes() const {
-    return infinite ? ((1 << (width - 1 - fraction)) - 1) << fraction : sign() - 1;
-  }
-  // The value of a positive code; codes() stands for the first value out of range.
-  double value(int code) const {
-    const int exponent = code >> fraction, below = code & ((1 << fraction) - 1);
-    if (exponent == 0) return std::ldexp(below, 1 - bias - fraction);
-    return std::ldexp(below + (1 << fraction), exponent - bias - fraction);
-  }
-  // Nearest code; a tie goes to the even one.  From half way to the first value out of range:
-  // infinity, whose code is that value's, unless the format saturates.
-  uint16_t nearest(float x) const {
-    const double magnitude = std::fabs(static_cast<double>(x));
-    int low = 0, high = codes();
-    while (high - low > 1) {
-      const int middle = (low + high) / 2;
-      (value(middle) <= magnitude ? low : high) = middle;
-    }
-    const double below = magnitude - value(low), above = value(high) - magnitude;
-    int code = below < above ? low : above < below ? high : low % 2 == 0 ? low : high;
-    const bool stays = saturates && (std::isfinite(x) || !infinite);
-    if (stays && code == codes()) code = codes() - 1;
-    return static_cast<uint16_t>(code | (std::signbit(x) ? sign() : 0));
-  }
-};
-
-constexpr Format kFormats[] = {{DType::kBF16, "bf16", 16, 7, 127, true, false},
-                               {DType::kF16, "f16", 16, 10, 15, true, false},
-                               {DType::kF8E4M3, "e4m3", 8, 3, 7, false, true},
-                               {DType::kF8E5M2, "e5m2", 8, 2, 15, true, true}};
 
 // Codes as they lie in memory, and as numbers.
 std::vector<uint8_t> to_memory(const Format& format, const std::vector<uint16_t>& codes) {
@@ -177,12 +136,6 @@ void stores_nan(const KernelTable& table) {
 }
 
 // ---- int8 quantisation --------------------------------------------------------------------------
-
-double round_half_even(double x) {
-  const double low = std::floor(x), rest = x - low;
-  if (rest != 0.5) return rest < 0.5 ? low : low + 1;
-  return std::fmod(low, 2) == 0 ? low : low + 1;
-}
 
 // The definition in doubles: each quotient and product of two floats is exact enough there to be
 // rounded right when it becomes a float.  Returns the scale.

@@ -1,6 +1,6 @@
 // The quantised heads of every kernel table against plain int64 sums: row and token counts around
 // the tiles, lengths up to the largest allowed, the codes and activations that overflow first,
-// poisoned tokens, every buffer against a guard page.  The reference multiplies the codes it was
+// planted scales, every buffer against a guard page.  The reference multiplies the codes it was
 // made of and never reads the packed bytes.
 #include <algorithm>
 #include <cmath>
@@ -66,6 +66,10 @@ class HeadTest {
     for (int i = 0; i < 7; ++i) arenas_.push_back(std::make_unique<Arena>(std::size_t{3} << 20));
   }
 
+  // The scale of this row, of its first group, is `planted`; -1: none.
+  int64_t planted_row = -1;
+  float planted = 0;
+
   void int8(const KernelTable& table, const std::vector<int8_t>& codes, const Tokens& tokens,
             int64_t row_begin, int64_t row_end, int64_t count) {
     begin_case("%s head_int8 K=%lld rows %lld..%lld tokens=%lld", table.name,
@@ -73,7 +77,8 @@ class HeadTest {
                static_cast<long long>(row_end), static_cast<long long>(count));
     const std::vector<HeadToken> x = guarded_tokens(tokens, count);
     std::vector<float> scales;
-    for (int64_t n = 0; n < row_end; ++n) scales.push_back(0.5f + 0.01f * static_cast<float>(n));
+    for (int64_t n = 0; n < row_end; ++n)
+      scales.push_back(n == planted_row ? planted : 0.5f + 0.01f * static_cast<float>(n));
     const int8_t* w = arenas_[0]->place_copy(codes.data(), row_end * tokens.k, where());
     const float* s = arenas_[1]->place_copy(scales.data(), row_end, where());
     for (const bool into_l2 : {false, true}) {
@@ -101,7 +106,9 @@ class HeadTest {
     const std::vector<uint8_t> bytes = pack(codes, tokens.k, row_end, groups * group);
     std::vector<uint16_t> scales;  // bfloat16 numbers between 1 and 2
     for (int64_t i = 0; i < tiles * groups * 16; ++i) {
-      scales.push_back(static_cast<uint16_t>(0x3f80 + i * 37 % 128));
+      const bool here = i / 16 % groups == 0 && i / 16 / groups * 16 + i % 16 == planted_row;
+      scales.push_back(here ? static_cast<uint16_t>(std::bit_cast<uint32_t>(planted) >> 16)
+                            : static_cast<uint16_t>(0x3f80 + i * 37 % 128));
     }
     const uint8_t* w =
         arenas_[0]->place_copy(bytes.data(), static_cast<int64_t>(bytes.size()), where());
@@ -244,13 +251,22 @@ void worst_cases(HeadTest& test, const KernelTable& table) {
   }
 }
 
-void poisoned_tokens(HeadTest& test, const KernelTable& table) {
+// Values planted into the scale of a token and of a row.
+void planted_scales(HeadTest& test, const KernelTable& table) {
   Random random(3);
-  Tokens tokens = random_tokens(random, 200, 5);
-  tokens.scale[2] = std::numeric_limits<float>::quiet_NaN();
-  const auto codes = make_codes(20, 200, [&](auto...) { return random.below(16) - 8; });
-  test.int8(table, codes, tokens, 0, 20, 5);
-  test.int4(table, codes, tokens, 64, 0, 20, 5);
+  const auto codes = make_codes(36, 200, [&](auto...) { return random.below(16) - 8; });
+  for (const int64_t count : {3, 5, 17}) {  // with and without a matrix unit
+    for (const float value : kPlanted) {
+      Tokens tokens = random_tokens(random, 200, count);
+      tokens.scale[2] = test.planted = value;
+      for (const int64_t row : {1, 35}) {
+        test.planted_row = row;
+        test.int8(table, codes, tokens, 0, 36, count);
+        for (const int64_t group : {64, 128}) test.int4(table, codes, tokens, group, 0, 36, count);
+      }
+    }
+  }
+  test.planted_row = -1;
 }
 
 // A token's integers are what it is worth: wide = 256 high + low, |wide| <= 32512, x within half a
@@ -304,9 +320,9 @@ TEST(worst_cases) {
   for (const KernelTable* table : tables_under_test()) worst_cases(test, *table);
 }
 
-TEST(poisoned_tokens) {
+TEST(planted_scales) {
   HeadTest test;
-  for (const KernelTable* table : tables_under_test()) poisoned_tokens(test, *table);
+  for (const KernelTable* table : tables_under_test()) planted_scales(test, *table);
 }
 
 TEST(quantised_tokens) { on_every_table(quantised_tokens); }

@@ -1,6 +1,8 @@
 // Every float row of every kernel table: bit for bit what the scalar table gives, on all lengths
 // and on denormals, huge values, ties, NaN and infinities, with each buffer against a guard page.
 // A NaN equals any NaN: which of two operands' payload survives is the compiler's choice on x86.
+// And every table, the scalar one too, against contract.h, with values that arithmetic treats
+// specially planted one by one.
 #include <algorithm>
 #include <bit>
 #include <cmath>
@@ -10,6 +12,7 @@
 #include <vector>
 
 #include "tests/check.h"
+#include "tests/contract.h"
 #include "tests/guarded.h"
 #include "tests/random.h"
 #include "tests/row_ops.h"
@@ -77,6 +80,22 @@ std::string hex(Shape shape, const uint8_t* bytes, int64_t i) {
   return text;
 }
 
+// One call on memory without guards.
+std::vector<Bytes> run_plainly(const RowOp& op, const KernelTable& table, int64_t n,
+                               const std::vector<Bytes>& inputs) {
+  std::vector<const void*> in;
+  std::vector<Bytes> results;
+  std::vector<void*> out;
+  for (const Bytes& bytes : inputs) in.push_back(bytes.data());
+  for (const Shape shape : op.outputs(n)) {
+    results.emplace_back(static_cast<std::size_t>(bytes_of(shape)));
+  }
+  if (op.in_place_of >= 0) results[0] = inputs[static_cast<std::size_t>(op.in_place_of)];
+  for (Bytes& bytes : results) out.push_back(bytes.data());
+  op.run({table, n, in, out});
+  return results;
+}
+
 class RowTest {
  public:
   RowTest() {
@@ -91,7 +110,7 @@ class RowTest {
     for (const Shape shape : op.inputs(n)) inputs.push_back(random_bytes(random, shape, flavour));
     begin_case("scalar, no guards, %s n=%lld %s", op.name.c_str(), static_cast<long long>(n),
                name_of(flavour));
-    const std::vector<Bytes> want = plain(op, n, inputs);
+    const std::vector<Bytes> want = run_plainly(op, scalar_table(), n, inputs);
     for (const KernelTable* table : tables) {
       const Placement where = kPlacements[tally.cases % kPlacementCount];
       begin_case("%s %s n=%lld %s", table->name, op.name.c_str(), static_cast<long long>(n),
@@ -101,20 +120,6 @@ class RowTest {
   }
 
  private:
-  static std::vector<Bytes> plain(const RowOp& op, int64_t n, const std::vector<Bytes>& inputs) {
-    std::vector<const void*> in;
-    std::vector<Bytes> results;
-    std::vector<void*> out;
-    for (const Bytes& bytes : inputs) in.push_back(bytes.data());
-    for (const Shape shape : op.outputs(n)) {
-      results.emplace_back(static_cast<std::size_t>(bytes_of(shape)));
-    }
-    if (op.in_place_of >= 0) results[0] = inputs[static_cast<std::size_t>(op.in_place_of)];
-    for (Bytes& bytes : results) out.push_back(bytes.data());
-    op.run({scalar_table(), n, in, out});
-    return results;
-  }
-
   void guarded(const RowOp& op, const KernelTable& table, int64_t n,
                const std::vector<Bytes>& inputs, const std::vector<Bytes>& want, Placement where) {
     const std::vector<Shape> in_shapes = op.inputs(n), out_shapes = op.outputs(n);
@@ -201,6 +206,160 @@ void check_fused_norm(const KernelTable& table, int64_t n, DType type, bool norm
     return reinterpret_cast<const uint8_t*>(row.data());
   };
   CHECK(first_difference({Kind::kF32, n}, as_bytes(y), as_bytes(want)) < 0, "another row");
+}
+
+// ---- planted values -----------------------------------------------------------------------------
+
+// What lies in a 16- or 8-bit float in place of such a value: its own largest, its own subnormals.
+uint16_t planted_code(DType type, float value) {
+  const Format& format = contract::format_of(type);
+  const int sign = std::signbit(value) ? format.sign() : 0;
+  const float size = std::fabs(value);
+  if (size == kLargest) return static_cast<uint16_t>(sign | (format.codes() - 1));
+  if (size == kSmallest) return static_cast<uint16_t>(sign | 1 << format.fraction);
+  if (size > 0 && size < kSmallest) return static_cast<uint16_t>(sign | (size < 1e-44f ? 1 : 2));
+  return contract::encode(type, value);
+}
+
+bool is_attention(const RowOp& op) { return std::string(op.row) == "attend_chunk"; }
+
+// The type in the op's name.
+DType type_in(const RowOp& op) {
+  for (const Format& format : kFormats) {
+    if (op.name.find(std::string(" ") + format.name) != std::string::npos) return format.type;
+  }
+  return DType::kF32;
+}
+
+// Element i of an input: `value` as far as the input can hold it.
+void put(const RowOp& op, std::size_t input, Kind kind, Bytes& bytes, int64_t i, float value,
+         bool planted) {
+  const DType type = type_in(op);
+  const bool pairs = is_attention(op) && type == DType::kBF16;
+  const bool hidden = pairs && std::fabs(value) < kLeastCached;  // caches have no such numbers
+  if (hidden) value = 0.0f;
+  const auto at = [&](auto x) {
+    std::memcpy(&bytes[static_cast<std::size_t>(i) * sizeof x], &x, sizeof x);
+  };
+  if (kind == Kind::kI8)
+    return at(static_cast<int8_t>(planted ? (value < 0 ? -128 : 127) : 100 * value));
+  if (kind == Kind::kI32)
+    return at(planted ? (value < 0 ? INT32_MIN : INT32_MAX) : static_cast<int32_t>(1e7f * value));
+  if (kind == Kind::kF32) {
+    if (pairs && input == 0) value = contract::value_of(type, planted_code(type, value));
+    return at(value);
+  }
+  const uint16_t code = planted ? planted_code(type, value) : contract::encode(type, value);
+  if (size_of(kind) == 1) return at(static_cast<uint8_t>(code));
+  at(code);
+}
+
+// Whether the contract says what becomes of the value.
+bool may_be_planted(const RowOp& op, float value) {
+  const std::string row = op.row;
+  if (row == "exp_row") return !(value > 0);
+  return !std::isnan(value) || (row != "split_row" && row != "find_row");
+}
+
+// NaN, infinities and zeros with their sign exactly, other numbers within share * |want| + floor.
+bool close(double got, double want, double share, double floor) {
+  if (std::isnan(want) || std::isinf(want)) return std::isnan(want) ? std::isnan(got) : got == want;
+  if (want == 0 && floor < 1e-40) return got == 0 && std::signbit(got) == std::signbit(want);
+  return std::fabs(got - want) <= share * std::fabs(want) + floor;
+}
+
+// The state of a query row: what becomes of it is acc / sum.
+bool same_state(const RowOp& op, int64_t dim, const float* got, const float* want) {
+  const DType type = type_in(op);
+  const bool int8 = op.name.find("int8") != std::string::npos;
+  const double share = type == DType::kBF16 || int8 ? 0x1p-7 : 0x1p-16;
+  const int64_t padded = attention_padded(dim);
+  const double sum = want[padded + 1], got_sum = got[padded + 1];
+  double largest = int8 ? 0.0 : 1.0;
+  for (int64_t i = 0; int8 && i < dim; ++i)
+    largest = std::max(largest, std::fabs(static_cast<double>(want[i]) / sum));
+  for (int64_t i = 0; i < dim; ++i) {
+    if (!close(got[i] / got_sum, want[i] / sum, share, share * largest)) return false;
+  }
+  for (int64_t i = padded + 2; i < padded + 16; ++i) {
+    if (got[i] != 0) return false;
+  }
+  return std::isnan(sum) || (close(got_sum, sum, share, 0x1p-16) &&
+                             close(got[padded], want[padded], 0x1p-16, 0x1p-16));
+}
+
+void check_output(const RowOp& op, std::size_t output, Shape shape, int64_t n, const Bytes& got,
+                  const Bytes& want) {
+  const std::string row = op.row;
+  const auto number = [](const Bytes& bytes, int64_t i) { return element<float>(bytes.data(), i); };
+  if (shape.kind == Kind::kScratch) return;
+  if (is_attention(op)) {
+    const bool long_context = op.name.find(" positions") != std::string::npos;
+    const bool int8 = op.name.find("int8") != std::string::npos;
+    const int64_t dim = long_context ? (int8 ? 40 : 20) : n;
+    const int64_t floats = attention_state_floats(dim);
+    for (int64_t r = 0; r < shape.count / floats; ++r) {
+      const auto* from = reinterpret_cast<const float*>(got.data()) + r * floats;
+      const auto* wanted = reinterpret_cast<const float*>(want.data()) + r * floats;
+      CHECK(same_state(op, dim, from, wanted), "row %lld", static_cast<long long>(r));
+    }
+  } else if (row == "exp_row" && output == 1) {
+    const double sum = double{number(got, 0)} + double{number(got, 1)};
+    CHECK(close(sum, double{number(want, 0)} + double{number(want, 1)}, 0x1p-20, 1e-44), "%g", sum);
+  } else if (row == "exp_row" || row == "silu_mul_row" || row == "gelu_mul_row" ||
+             row == "merge_attention") {
+    const double floor = row == "merge_attention" ? 0x1p-20 : 1e-44;
+    for (int64_t i = 0; i < shape.count; ++i) {
+      CHECK(close(number(got, i), number(want, i), 0x1p-18, floor), "element %lld: %a, not %a",
+            static_cast<long long>(i), number(got, i), number(want, i));
+    }
+  } else {
+    const int64_t at = first_difference(shape, got.data(), want.data());
+    CHECK(at < 0, "output %zu element %lld: %s, not %s", output, static_cast<long long>(at),
+          hex(shape, got.data(), at).c_str(), hex(shape, want.data(), at).c_str());
+  }
+}
+
+void check_planted(const RowOp& op, const KernelTable& contract,
+                   const std::vector<const KernelTable*>& tables, int64_t n) {
+  const std::vector<Shape> in = op.inputs(n), out = op.outputs(n);
+  Random random(static_cast<uint64_t>(n));
+  std::vector<Bytes> inputs;
+  for (std::size_t k = 0; k < in.size(); ++k) {
+    inputs.emplace_back(static_cast<std::size_t>(bytes_of(in[k])));
+    for (int64_t i = 0; i < in[k].count; ++i)
+      put(op, k, in[k].kind, inputs[k], i, random.unit(), false);
+  }
+  for (std::size_t k = 0; k < in.size(); ++k) {
+    std::set<int64_t> places = {0, std::min<int64_t>(15, in[k].count - 1), in[k].count - 1};
+    if (!is_attention(op)) places.insert({in[k].count / 2, std::max<int64_t>(0, in[k].count - 14)});
+    for (const int64_t i : places) {
+      for (const float value : kPlanted) {
+        if (i < 0 || i >= in[k].count || !may_be_planted(op, value)) continue;
+        const Bytes before = inputs[k];
+        put(op, k, in[k].kind, inputs[k], i, value, true);
+        const std::vector<Bytes> want = run_plainly(op, contract, n, inputs);
+        for (const KernelTable* table : tables) {
+          begin_case("%s %s n=%lld %g at %lld of input %zu", table->name, op.name.c_str(),
+                     static_cast<long long>(n), static_cast<double>(value),
+                     static_cast<long long>(i), k);
+          const std::vector<Bytes> got = run_plainly(op, *table, n, inputs);
+          for (std::size_t o = 0; o < out.size(); ++o)
+            check_output(op, o, out[o], n, got[o], want[o]);
+        }
+        inputs[k] = before;
+      }
+    }
+  }
+}
+
+TEST(planted_values) {
+  const KernelTable contract = contract::table();
+  for (const RowOp& op : all_row_ops()) {
+    std::vector<int64_t> lengths = {17};
+    if (!is_attention(op) && !under_emulator()) lengths = {1, 16, 17, 35};
+    for (const int64_t n : lengths) check_planted(op, contract, tables_under_test(), n);
+  }
 }
 
 TEST(every_row_op) {

@@ -4,9 +4,11 @@
 // of FORMAT.md; the reference multiplies the codes they were made of.  Must not know repack or
 // torch.
 #include <algorithm>
+#include <functional>
 #include <vector>
 
 #include "tests/check.h"
+#include "tests/contract.h"
 #include "tests/guarded.h"
 #include "tests/random.h"
 #include "tests/tables.h"
@@ -36,6 +38,7 @@ struct Problem {
   std::vector<int8_t> x;        // [tokens, 4 k_steps], zeros from k
   std::vector<int32_t> sums;    // [tokens]
   std::vector<int64_t> answer;  // [tokens, rows]
+  std::function<int(int64_t, int64_t)> code;
   int64_t rows() const { return tiles * lanes * fields; }
 };
 
@@ -43,7 +46,7 @@ struct Problem {
 template <class Code, class X>
 Problem make_problem(const KernelTable& table, int64_t fields, int64_t k, int64_t tiles,
                      int64_t tokens, Code code, X x) {
-  Problem p{k, (k + 63) / 64 * 16, table.tile_lanes, fields, tiles, tokens, {}, {}, {}, {}};
+  Problem p{k, (k + 63) / 64 * 16, table.tile_lanes, fields, tiles, tokens, {}, {}, {}, {}, code};
   const auto value = [&](int64_t row, int64_t i) { return i < k ? int{code(row, i)} : 1; };
   for (int64_t tile = 0; tile < tiles; ++tile) {
     for (int64_t byte = 0; byte < p.k_steps * p.lanes * 4; ++byte) {
@@ -135,7 +138,7 @@ Problem random_problem(const KernelTable& table, int64_t fields, int64_t k, int6
   return make_problem(
       table, fields, k, tiles, tokens,
       // the same answer for the same question: the reference asks again
-      [&, seed = random.next()](int64_t n, int64_t i) {
+      [seed = random.next()](int64_t n, int64_t i) {
         return static_cast<int>(Random(seed + static_cast<uint64_t>(n * 100003 + i)).below(3));
       },
       [&](int64_t, int64_t) { return static_cast<int8_t>(random.below(256) - 128); });
@@ -198,6 +201,116 @@ void all_base3_bytes(TileTest& test, const KernelTable& table) {
   }
 }
 
+bool same(const void* got, const void* want, int64_t i, bool floats, DType type) {
+  if (floats) {
+    const float a = static_cast<const float*>(got)[i], b = static_cast<const float*>(want)[i];
+    return std::isnan(a) ? std::isnan(b) : std::bit_cast<uint32_t>(a) == std::bit_cast<uint32_t>(b);
+  }
+  const float a = contract::decode(type, got, i), b = contract::decode(type, want, i);
+  return std::isnan(a)
+             ? std::isnan(b)
+             : static_cast<const uint16_t*>(got)[i] == static_cast<const uint16_t*>(want)[i];
+}
+
+// The epilogues that products bring along, tile_product's and group_gemm's, with a value planted
+// into the scale of a row and of a token, the bias and what is added to.
+void planted_epilogues(const KernelTable& table, int64_t fields) {
+  const int64_t k = 576;
+  const Problem p = random_problem(table, fields, k, 2, 33);
+  const int64_t rows = p.rows();
+  const std::vector<int32_t> exact(p.answer.begin(), p.answer.end());
+  for (const int64_t tokens : {1, 6, 33}) {
+    for (const float value : kPlanted) {
+      Random random(5);
+      std::vector<float> w_scale = random_floats(random, Flavour::kUnit, rows), bias = w_scale,
+                         x_scale = random_floats(random, Flavour::kUnit, tokens),
+                         start = random_floats(random, Flavour::kUnit, tokens * rows);
+      w_scale[at(rows - 1)] = bias[17] = x_scale[at(tokens - 1)] = start[5] = value;
+      std::vector<int32_t> sums(at(tokens * rows));
+      const TileJob job{fields == 5 ? layout::WeightFormat::kBase3 : layout::WeightFormat::kTwoBit,
+                        p.packed.data(),
+                        p.k_steps,
+                        p.tiles,
+                        p.x.data(),
+                        4 * p.k_steps,
+                        p.sums.data(),
+                        tokens,
+                        sums.data(),
+                        rows,
+                        0};
+      for (const StoreKind kind : {StoreKind::kStore, StoreKind::kRound, StoreKind::kAdd}) {
+        for (const DType type : {DType::kF32, DType::kBF16, DType::kF16}) {
+          begin_case("%s tile_product fields=%d tokens=%d %g kind %d type %d", table.name,
+                     static_cast<int>(fields), static_cast<int>(tokens), static_cast<double>(value),
+                     static_cast<int>(kind), static_cast<int>(type));
+          const bool floats = kind != StoreKind::kStore || type == DType::kF32;
+          std::vector<float> got = start, want = start;
+          EpilogueJob epilogue{.sums = sums.data(),
+                               .sums_stride = rows,
+                               .rows = rows,
+                               .tokens = tokens,
+                               .w_scale = w_scale.data(),
+                               .w_scale_step = 1,
+                               .x_scale = x_scale.data(),
+                               .bias = bias.data(),
+                               .kind = kind,
+                               .type = type,
+                               .out = got.data(),
+                               .out_stride_bytes = rows * (floats ? 4 : 2)};
+          table.tile_product(job, epilogue);
+          epilogue.sums = exact.data();
+          epilogue.out = want.data();
+          contract::store_block(epilogue);
+          for (int64_t i = 0; i < tokens * rows; ++i) {
+            CHECK(same(got.data(), want.data(), i, floats, type), "token %d row %d",
+                  static_cast<int>(i / rows), static_cast<int>(i % rows));
+          }
+        }
+      }
+      // One group is the first 32 k-steps; sums of the others have been tested elsewhere.
+      begin_case("%s group_gemm fields=%d tokens=%d %g", table.name, static_cast<int>(fields),
+                 static_cast<int>(tokens), static_cast<double>(value));
+      const int64_t tile_rows = rows / p.tiles;
+      std::vector<int32_t> x_sum(at(tokens));
+      for (int64_t i = 0; i < tokens * 128; ++i)
+        x_sum[at(i / 128)] += p.x[at(i / 128 * 4 * p.k_steps + i % 128)];
+      for (const bool add : {false, true}) {
+        std::vector<float> got = start;
+        table.group_gemm({job.format,
+                          job.tiles,
+                          p.k_steps * p.lanes * 4,
+                          32,
+                          32,
+                          p.tiles,
+                          p.x.data(),
+                          4 * p.k_steps,
+                          1,
+                          x_sum.data(),
+                          x_scale.data(),
+                          tokens,
+                          tokens,
+                          DType::kF32,
+                          w_scale.data(),
+                          tile_rows,
+                          add,
+                          got.data(),
+                          rows,
+                          0});
+        for (int64_t i = 0; i < tokens * rows; ++i) {
+          const int64_t t = i / rows, n = i % rows;
+          int64_t dot = 0;
+          for (int64_t j = 0; j < 128; ++j)
+            dot += (p.code(n, j) - 1) * int64_t{p.x[at(t * 4 * p.k_steps + j)]};
+          const float want = std::fma(static_cast<float>(dot), w_scale[at(n)] * x_scale[at(t)],
+                                      add ? start[at(i)] : 0.0f);
+          CHECK(same(&got[at(i)], &want, 0, true, DType::kF32), "add %d token %d row %d", add,
+                static_cast<int>(t), static_cast<int>(n));
+        }
+      }
+    }
+  }
+}
+
 TEST(all_counts) {
   TileTest test;
   for (const KernelTable* table : tables_under_test()) {
@@ -216,6 +329,12 @@ TEST(worst_cases) {
   TileTest test;
   for (const KernelTable* table : tables_under_test()) {
     for (const int64_t fields : {4, 5}) worst_cases(test, *table, fields);
+  }
+}
+
+TEST(planted_epilogues) {
+  for (const KernelTable* table : tables_under_test()) {
+    for (const int64_t fields : {4, 5}) planted_epilogues(*table, fields);
   }
 }
 
