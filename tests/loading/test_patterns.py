@@ -6,6 +6,10 @@ import re
 import time
 
 import pytest
+from tokenizers import Regex
+from tokenizers import Tokenizer as Backend
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import Split
 
 from bitnet_ops.convert.gguf_tokenizer import PRE_TOKENIZERS
 from bitnet_ops.untrusted.patterns import MOST_CHARACTERS, PatternError, check_limits, matches
@@ -74,6 +78,48 @@ def test_the_longest_that_is_allowed_takes_no_time() -> None:
 def test_one_that_is_none_is_an_error(pattern: str) -> None:
     with pytest.raises(PatternError, match="^valid regular expressions, got "):
         matches([pattern], NAMES, within="(%s)$")
+
+
+# For names of forty letters they would do; in a text of thousands they take minutes and years.
+SLOW_IN_TEXTS = {
+    r"a+a+c": "behind two repetitions",
+    r"a*a*a*[bc]": "behind two repetitions",
+    r"a*a*b+": "behind two repetitions",
+    r"(?=a*a*b)a": "behind two repetitions",
+    r"a*(a*b)": "behind two repetitions",
+    r"(a*(x|a*b))": "behind two repetitions",
+    r"a*?a*?$": "behind two repetitions",
+    r"x|[^b]*[^b]*(?!c)": "behind two repetitions",
+    r"a{2,}a{0,300}b": "behind two repetitions",
+    r"(?:a*a*)b": "behind two repetitions",
+    r"a?a?a?a?a?b": "more than 16 outcomes",
+    r"(a|.)(a|.)(a|.)(a|.)(a|.)b": "more than 16 outcomes",
+    r"a{1,4}a{1,4}a{1,4}a*b": "more than 16 outcomes",
+    r"a{9000}": "more than 256 repetitions",
+    r"a{3}{3}{3}": "a repeated repetition",
+    r"(a|b\g<1>\g<1>)c": "a call of a group",
+    r"(?~a*b)": "an unusual group",
+    "(" * 9 + "a" + ")" * 9: "groups more than 8 deep",
+}
+
+
+@pytest.mark.parametrize("pattern", SLOW_IN_TEXTS)
+def test_one_of_a_tokenizer_has_closer_limits(pattern: str) -> None:
+    with pytest.raises(PatternError, match=SLOW_IN_TEXTS[pattern]):
+        check_limits(pattern, of_tokenizer=True)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [r"a+c", r" ?a+(?!\S)", r"(?:a|b|c|d)a+c", r"a*a*", r"a+(?:a+c)?", r"(a{1,3})a+[bc]"],
+)
+def test_the_slowest_that_are_allowed_take_the_square_of_a_text(pattern: str) -> None:
+    check_limits(pattern, of_tokenizer=True)
+    backend = Backend(BPE({"a": 0, "b": 1}, []))
+    backend.pre_tokenizer = Split(Regex(pattern), "isolated")
+    began = time.process_time()
+    assert len(backend.encode("a" * 4000).ids) == 4000
+    assert time.process_time() - began < 20  # 0.3 s; without limits an hour
 
 
 PUBLISHED = [

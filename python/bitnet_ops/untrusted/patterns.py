@@ -2,7 +2,8 @@
 
 An expression of a hundred bytes can take years on a name of thirty. What the lists of modules in a
 config.json or adapter_config.json and the steps of a tokenizer.json need lies far within these
-limits; the tokenizers library stops besides after ten million steps at one place of a text.
+limits. The tokenizers library stops after ten million steps at one place of a text, which is too
+late: a text has thousands of places.
 """
 
 from __future__ import annotations
@@ -17,6 +18,13 @@ MOST_CHARACTERS = 4000  # published tokenizers have a tenth
 # Of one alternative of an expression that Python matches, on names of modules: with four `.*` a
 # name of sixty characters takes half a million steps at most.
 _MOST_UNBOUNDED, _MOST_CHOICES = 4, 8
+# Of one alternative of an expression of a tokenizer, which is tried at every place of a text.
+_MOST_WAYS = 16  # in which its options, branches and short repetitions can turn out
+_MOST_LENGTHS = 4  # of a short repetition; one that has more counts as one without bounds
+_MOST_REPEATS = 256
+_DEEPEST = 8  # groups within groups
+_QUANTIFIER = re.compile(r"([*+?])[?+]?|\{(\d*)(,?)(\d*)\}\??")
+_GROUP = re.compile(r"\((?:\?(?:[ims-]*:|<?[=!]|>|<\w+>|[ims-]+(?=\)))|(?!\?))")
 _ESCAPE = re.compile(r"\\(?:[pPxuN]\{[^}]*\}|.)?", re.DOTALL)
 
 
@@ -50,10 +58,14 @@ def check_limits(expression: str, *, of_tokenizer: bool = False) -> None:
     """Raise PatternError unless `expression` ends soon on any text.
 
     It may have 4,000 characters, no comments, and no repeated group that repeats or branches
-    inside; and, unless it is `of_tokenizer` and runs in a library with limits of its own, in each
-    alternative eight repetitions, options and branches, four of which may be without bounds.
+    inside; and in each alternative eight repetitions, options and branches, four of which may be
+    without bounds. One `of_tokenizer`, which is tried at every place of a long text, may instead
+    have nothing that can fail behind two repetitions without bounds, since all divisions of a
+    text between them would be tried; and its options and branches at most 16 outcomes.
     """
     problem = _problem(expression, of_tokenizer)
+    if problem is None and of_tokenizer:
+        problem = _problem_of_tokenizer(expression)
     if problem is not None:
         raise PatternError(
             f"regular expressions that end soon, got {expression[:80]!r} with {problem}"
@@ -113,3 +125,80 @@ def _end_of_class(expression: str, i: int, *, nested: bool) -> int:
             if depth == 0:
                 break
     return i
+
+
+class _Slow(Exception):
+    """A limit that an expression of a tokenizer is beyond."""
+
+
+def _problem_of_tokenizer(expression: str) -> str | None:
+    try:
+        _alternatives(expression, 0, 0, 0)
+    except _Slow as slow:
+        return str(slow)
+    return None
+
+
+def _alternatives(text: str, i: int, before: int, depth: int) -> tuple[int, int, int]:
+    """Of the alternatives from `i` to a bracket: (end, repetitions without bounds, outcomes).
+
+    `before`: repetitions without bounds that stand before them, in the same alternative.
+    """
+    if depth > _DEEPEST:
+        raise _Slow(f"groups more than {_DEEPEST} deep")
+    most_unbounded = unbounded = outcomes = 0
+    ways = 1
+    while i < len(text) and not (text[i] == ")" and depth):
+        if text[i] == "|":
+            most_unbounded, outcomes = max(most_unbounded, unbounded), outcomes + ways
+            i, unbounded, ways = i + 1, 0, 1
+            continue
+        i, least, lengths, inner, inner_ways = _part(text, i, before + unbounded, depth)
+        if least and before + unbounded >= 2:
+            raise _Slow("what can fail behind two repetitions without bounds")
+        if lengths > _MOST_LENGTHS:
+            unbounded += 1
+        else:
+            unbounded += inner
+            ways *= inner_ways + lengths - 1
+        if ways > _MOST_WAYS:
+            raise _Slow(f"options and branches of more than {_MOST_WAYS} outcomes")
+    return i, max(most_unbounded, unbounded), outcomes + ways
+
+
+def _part(text: str, i: int, before: int, depth: int) -> tuple[int, int, int, int, int]:
+    """Of one part: (end, least repetitions, how many lengths), and of a group as _alternatives."""
+    if text[i] == "(":
+        opened = _GROUP.match(text, i)
+        if opened is None:
+            raise _Slow("an unusual group")
+        begin = opened.end()
+        i, inner, ways = _alternatives(text, begin, 0, depth + 1)
+        end, least, lengths = _quantifier(text, i + 1)
+        if least and inner:  # one that may be left out makes nothing before it be tried again
+            _alternatives(text, begin, before, depth + 1)
+        return end, least, lengths, inner, ways
+    if text[i] == "\\" and (escape := _ESCAPE.match(text, i)):
+        if escape[0] == "\\g":
+            raise _Slow("a call of a group")
+        i = escape.end()
+    else:
+        i = _end_of_class(text, i, nested=True) if text[i] == "[" else i + 1
+    return *_quantifier(text, i), 0, 1
+
+
+def _quantifier(text: str, i: int) -> tuple[int, int, int]:
+    """(end, least, how many lengths) of the quantifier at `i`; of once if there is none."""
+    found = _QUANTIFIER.match(text, i)
+    if found is None:
+        return i, 1, 1
+    sign, low, comma, high = found.groups()
+    if _QUANTIFIER.match(text, found.end()):
+        raise _Slow("a repeated repetition")
+    if sign:
+        return found.end(), int(sign == "+"), 2 if sign == "?" else _MOST_LENGTHS + 1
+    least = int(low or 0)
+    lengths = _MOST_LENGTHS + 1 if comma and not high else int(high or least) - least + 1
+    if least > _MOST_REPEATS:
+        raise _Slow(f"more than {_MOST_REPEATS} repetitions")
+    return found.end(), least, max(1, lengths)
