@@ -10,6 +10,7 @@ import zipfile
 import pytest
 import torch
 from test_convert_rejections import check_rejected
+from torch.serialization import MAGIC_NUMBER, PROTOCOL_VERSION
 
 import hf_writer
 from bitnet_ops.convert import ConvertError, convert
@@ -103,6 +104,50 @@ def test_rejected_pickles(name, tensors, tmp_path, monkeypatch):
 def test_damaged_pickles(content, tensors, tmp_path):
     (tmp_path / "source" / "pytorch_model.bin").write_bytes(content)
     check_rejected(tmp_path, "pickle-unsafe", "pytorch_model.bin", allow_pickle=True)
+
+
+def nested(times, repeat=b"\x85"):
+    """The bytes of a pickle that puts an empty tuple into tuples, one in another."""
+    return b")" + repeat * times
+
+
+DEEP, DOUBLED = nested(300000), nested(60, b"2\x86")  # TUPLE1; DUP, TUPLE2: the same one twice
+PICKLES = {
+    "a deep key": (b"}" + DEEP + b"K\x01s.", "a tuple of more than 1000 parts"),
+    "a key of 2^60 parts": (b"}" + DOUBLED + b"K\x01s.", "a tuple of more than 1000 parts"),
+    "by the memo": (
+        b"})" + b"".join(b"q%ch%ch%c\x87" % (i, i, i) for i in range(60)) + b"K\x01s.",
+        "a tuple of more than 1000 parts",
+    ),
+    "a wide key": (b"}((" + b"K\x01" * 2000 + b"ttK\x01s.", "a tuple of more than 1000 parts"),
+    "a deep value": (b"}K\x01" + DEEP + b"s.", "a tuple of more than 1000 parts"),
+    "a shallow key": (b"}" + nested(20) + b"K\x01s.", "dense tensors alone"),
+    "a call with too little": (b"ctorch._utils\n_rebuild_tensor_v2\n)R.", "TypeError"),
+    "a call with other things": (b"ctorch._utils\n_rebuild_tensor_v2\n(]]]]]]tR.", "Error"),
+    "an empty stack": (b"s.", "IndexError"),
+    "no such memo": (b"h\x07.", "KeyError"),
+    "nested lists": (b"]" * 300000 + b"a" * 299999 + b".", "a dict of tensors"),
+}
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+@pytest.mark.parametrize("name", PICKLES)
+def test_pickles_that_no_save_writes(name, zipped, tensors, tmp_path):
+    """Each ended the process, or in an exception of Python's."""
+    body, words = PICKLES[name]
+    torch.save(tensors, tmp_path / "plain", _use_new_zipfile_serialization=zipped)
+    target = tmp_path / "source" / "pytorch_model.bin"
+    if zipped:
+        with zipfile.ZipFile(tmp_path / "plain") as plain, zipfile.ZipFile(target, "w") as made:
+            for record in plain.namelist():
+                hostile = record.endswith("data.pkl")
+                made.writestr(record, b"\x80\x02" + body if hostile else plain.read(record))
+    else:
+        head = [pickle.dumps(value, 2) for value in (MAGIC_NUMBER, PROTOCOL_VERSION, {})]
+        target.write_bytes(b"".join([*head, b"\x80\x02" + body, pickle.dumps([], 2)]))
+    with pytest.raises(ConvertError, match=words) as caught:
+        convert(tmp_path / "source", tmp_path / "out", allow_pickle=True)
+    assert len(str(caught.value)) < 400 and not (tmp_path / "out").exists()
 
 
 def test_compressed_archives(tensors, tmp_path):

@@ -25,7 +25,7 @@ import hf_writer
 from bitnet_ops.cli import main
 from bitnet_ops.convert import ConvertError, comparison, convert
 from bitnet_ops.convert.report import table_lines
-from bitnet_ops.convert.ternary import implausible
+from bitnet_ops.convert.ternary import implausible, implausible_dense
 from bitnet_ops.convert.verify import tensor_table, verify
 from bitnet_ops.formats.sglbitnt import Reader, SglbitntError, Writer, replace_config
 from gguf_models import model_file
@@ -316,6 +316,49 @@ def test_an_end_of_zeros_is_said_and_is_no_proof(tmp_path, form):
     assert caught.value.code == "verification-failed"
     found = verify(tmp_path / "out", source)["verification"]
     assert [failure for failure in found["failures"] if re.search(words, failure)]
+
+
+NORM, HALF = "model.layers.1.input_layernorm.weight", 150  # of 300 rows of the embedding
+DENSE = {
+    "a norm": (NORM, lambda t: t.zero_(), "256 zeros among 256 weights of a norm"),
+    "most of a norm": (NORM, lambda t: t[100:].zero_(), "156 zeros among 256 weights of a norm"),
+    "a few of a norm": (NORM, lambda t: t[-20:].zero_(), None),
+    "rows": ("model.embed_tokens.weight", lambda t: t[HALF:].zero_(), "150 of 300 rows of zeros"),
+    "filled up": ("model.embed_tokens.weight", lambda t: t[-40:].zero_(), None),
+}
+
+
+@pytest.mark.parametrize("case", DENSE)
+def test_norms_and_embeddings_of_zeros_are_damage_too(tmp_path, case):
+    name, change, words = DENSE[case]
+    family = FAMILIES["bitnet-offline"]
+    source = hf_writer.write_checkpoint(tmp_path / "in", family)
+    tensors = hf_writer.state_dict(family, hf_writer.make_network(family))
+    change(tensors[name])
+    hf_writer.write_tensors(source, tensors)
+    said = [r for r in convert(source, tmp_path / "out").remarks if "the source is damaged" in r]
+    if words is None:
+        assert said == [] and convert(source, tmp_path / "again", verify=True)
+        return
+    assert len(said) == 1 and words in said[0]
+    with pytest.raises(ConvertError, match=f"{words}.*get the source again") as caught:
+        convert(source, tmp_path / "again", verify=True)
+    assert "report" not in str(caught.value)
+
+
+def test_zeros_are_usual_where_a_norm_multiplies_by_one_more():
+    assert implausible_dense("model.norm.weight", torch.zeros(8), norm_offset=1.0) is None
+    assert implausible_dense("model.layers.0.self_attn.q_proj.bias", torch.zeros(8), 0.0) is None
+
+
+def test_a_source_without_finite_logits_is_not_our_error(tmp_path):
+    family = FAMILIES["llama-bitlinear"]
+    source = hf_writer.write_checkpoint(tmp_path / "in", family)
+    tensors = hf_writer.state_dict(family, hf_writer.make_network(family))
+    tensors["model.norm.weight"].fill_(3e38)
+    hf_writer.write_tensors(source, tensors)
+    with pytest.raises(ConvertError, match="own logits are not finite.*get the source again"):
+        convert(source, tmp_path / "out", verify=True)
 
 
 @pytest.mark.parametrize(

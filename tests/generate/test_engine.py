@@ -472,6 +472,21 @@ def test_changed_weights_find_nothing_of_the_old_ones() -> None:
         assert found == expected == run.generations[0]
 
 
+def test_a_change_that_torch_does_not_count_is_seen_after_trim() -> None:
+    """As the class's documentation says of `.data`."""
+    model = tiny_model(SMALL["bitnet-offline-untied"])
+    engine = Engine(model)
+    prompt, limits = list(range(2, 80)), Limits(6)
+    engine.generate([prompt], limits=limits)
+    before = model.weights_version()
+    model.model.embed_tokens.weight.data.neg_()
+    assert model.weights_version() == before, "torch counts it now: correct the pages"
+    engine.trim()
+    (found,) = engine.generate([prompt], limits=limits)
+    (expected,) = Engine(model).generate([prompt], limits=limits)
+    assert found == expected
+
+
 # On real models -------------------------------------------------------------------------------
 
 

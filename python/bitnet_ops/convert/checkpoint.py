@@ -14,7 +14,7 @@ the dtype of the scales. Source: MLX's documentation of `quantize`.
 from __future__ import annotations
 
 import dataclasses
-import pickle
+import pickletools
 import re
 import shutil
 import warnings
@@ -22,7 +22,7 @@ import zipfile
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -488,18 +488,18 @@ def _load_pickle(path: Path) -> dict[str, torch.Tensor]:
             with zipfile.ZipFile(path) as archive:
                 if any(one.compress_type != zipfile.ZIP_STORED for one in archive.infolist()):
                     raise ValueError("compressed records, which torch.save does not write")
+                for one in archive.infolist():
+                    if one.filename.endswith(".pkl"):
+                        with archive.open(one) as stream:
+                            _check_tuples(stream)
+        else:
+            with path.open("rb") as stream:
+                for _ in range(_LEGACY_PICKLES):
+                    _check_tuples(stream)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about the protocol; what matters is rejected
             value: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
-    except (
-        pickle.UnpicklingError,
-        zipfile.BadZipFile,
-        RuntimeError,
-        EOFError,
-        OSError,
-        ValueError,
-        MemoryError,
-    ) as error:
+    except Exception as error:  # a pickle is a program, and may end in any of them
         reject(
             "pickle-unsafe",
             f"tensors alone in {path.name}",
@@ -523,6 +523,39 @@ def _load_pickle(path: Path) -> dict[str, torch.Tensor]:
         reject("pickle-content", f"values of its own for each tensor in {path.name}",
                f"{len(value)} tensors over {len(storages)} storages")  # fmt: skip
     return {str(name): tensor.detach() for name, tensor in value.items()}
+
+
+_LEGACY_PICKLES = 5  # magic, protocol, system, the value, storages; then bytes
+_MOST_IN_TUPLE = 1000  # torch.save's have a tensor's sizes and strides
+
+
+def _check_tuples(stream: IO[bytes]) -> None:
+    """Raise ValueError where a pickle makes a tuple of more than a thousand parts of parts.
+
+    As the key of a dict it is hashed by a function of C that calls itself for every tuple inside,
+    also for one that stands there many times: a deep one overflows the stack.
+    """
+    sizes: list[int] = []  # of what lies on the unpickler's stack; 0 is a mark
+    memo: dict[int, int] = {}
+    for op, argument, _ in pickletools.genops(stream):
+        parts, size = [], 1
+        before = [kind for kind in op.stack_before if kind is not pickletools.stackslice]
+        if pickletools.markobject in before:
+            while sizes and (top := sizes.pop()):
+                parts.append(top)
+            before.remove(pickletools.markobject)
+        parts += [sizes.pop() for _ in before]
+        if op.name.startswith(("TUPLE", "FROZENSET")):
+            size = 1 + sum(parts)
+        elif op.name in ("DUP", "MEMOIZE"):
+            (size,) = parts
+        elif op.name.endswith("GET"):
+            size = memo[int(argument or 0)]
+        if size > _MOST_IN_TUPLE:
+            raise ValueError(f"a tuple of more than {_MOST_IN_TUPLE} parts")
+        sizes += [0 if kind is pickletools.markobject else size for kind in op.stack_after]
+        if op.name.endswith("PUT") or op.name == "MEMOIZE":
+            memo[len(memo) if argument is None else int(argument)] = sizes[-1]
 
 
 def _reason(error: Exception) -> str:

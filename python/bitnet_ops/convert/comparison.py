@@ -31,7 +31,7 @@ from bitnet_ops.convert.gguf_source import GgufSource
 from bitnet_ops.convert.hf_source import HfSource
 from bitnet_ops.convert.oracles import GgufOracle, HfOracle, OracleUnavailable, PlainOracle
 from bitnet_ops.convert.source import Plan, Source
-from bitnet_ops.convert.ternary import damage, implausible
+from bitnet_ops.convert.ternary import damage, implausible, implausible_dense
 from bitnet_ops.formats.sglbitnt import Reader, model_file
 from bitnet_ops.generate.tokenizer import Tokenizer
 from bitnet_ops.loading.weights import load_model
@@ -185,6 +185,7 @@ class Verification:
     floating_activations: LogitComparison | None = None
     # of the plain forward and itself with a nudged input, where a usual bound was broken
     noise: LogitComparison | None = None
+    damage: list[str] = field(default_factory=list)  # of the source; among the failures
     failures: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
@@ -215,6 +216,8 @@ def verify_conversion(
     result = Verification(oracle.name, reason, label)
     _compare_weights(source, file, oracle, result)
     reference, ours = oracle.logits(sequences), our_logits(file, sequences)
+    if not all(bool(torch.isfinite(logits).all()) for logits in reference):
+        result.damage.append("the source's own logits are not finite")
     result.logits = _compared(sequences, reference, ours)
     if not plan.scheme.rounds_activations:
         floating = PlainOracle(source, int8_activations=False).logits(sequences)
@@ -223,7 +226,7 @@ def verify_conversion(
         plain = oracle if isinstance(oracle, PlainOracle) else plain_oracle(source)
         undisturbed = reference if plain is oracle else plain.logits(sequences)
         result.noise = _compared(sequences, undisturbed, plain.logits(sequences, NUDGE))
-    result.failures += result.logits.failures(result.noise)
+    result.failures += [*result.damage, *result.logits.failures(result.noise)]
     return result
 
 
@@ -314,7 +317,12 @@ def _compare_weights(source: Source, file: Path, oracle: Oracle, result: Verific
             if warning := implausible(name, ours, source.unwritten_rows(name)):
                 warnings.append(warning)
             _judge_weights(plan, name, different / codes.numel(), relative, result)
-    result.failures += damage(warnings)
+        for name in set(plan.specs) - set(plan.ternary):
+            if not reader.tensors[name].packed:
+                tensor = reader.tensor(name)
+                if warning := implausible_dense(name, tensor, plan.config.family.norm_offset):
+                    warnings.append(warning)
+    result.damage = damage(warnings)
 
 
 def _larger_of_groups(scale: Tensor, size: int) -> Tensor:

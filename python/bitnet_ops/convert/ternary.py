@@ -108,6 +108,7 @@ def _already_ternary(masters: torch.Tensor, codes: torch.Tensor) -> bool:
 _PIECE = 1 << 18  # weights
 _LONG_ROW, _MANY = 64, 4096  # weights that are not alike by chance
 _FEWEST_ZEROS, _MOST_ALIKE = 0.05, 0.9  # shares; trained matrices have 0.2 to 0.7 zeros, 0.5 alike
+_MOST_EMPTY = 0.25  # share of the rows of an embedding
 
 
 def implausible(name: str, codes: torch.Tensor, unwritten: int) -> str | None:
@@ -137,11 +138,28 @@ def implausible(name: str, codes: torch.Tensor, unwritten: int) -> str | None:
     return f"{name} has {found}"
 
 
+def implausible_dense(name: str, tensor: torch.Tensor, norm_offset: float) -> str | None:
+    """The same of a norm, most of which is zero, and of an embedding or a head with many rows of
+    zeros. Some are filled up to a round number of rows.
+
+    `norm_offset`: of the family; where a norm multiplies by more than is stored, zeros are usual.
+    """
+    if tensor.dim() == 2:
+        rows, empty = len(tensor), int((~tensor.any(dim=1)).sum())
+        return f"{name} has {empty} of {rows} rows of zeros" if empty > _MOST_EMPTY * rows else None
+    if not name.endswith("norm.weight") or norm_offset:
+        return None
+    zeros = tensor.numel() - int(torch.count_nonzero(tensor))
+    if 2 * zeros <= tensor.numel():
+        return None
+    return f"{name} has {zeros} zeros among {tensor.numel()} weights of a norm"
+
+
 def damage(warnings: list[str]) -> list[str]:
-    """One sentence for all that `implausible` has found, if anything."""
+    """One sentence for all that `implausible` and `implausible_dense` have found, if anything."""
     if not warnings:
         return []
-    more = f"; {len(warnings) - 1} more matrices are like it" if len(warnings) > 1 else ""
+    more = f"; {len(warnings) - 1} more tensors are like it" if len(warnings) > 1 else ""
     return [f"{warnings[0]}{more}: the source is damaged, such as by a download that broke off"]
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from bitnet_ops import ops
 from bitnet_ops.config import PRIVATE_BLOCK
@@ -34,7 +35,13 @@ from bitnet_ops.convert.source import (
     stamp,
     stamps,
 )
-from bitnet_ops.convert.ternary import damage, from_ternary, implausible, looks_ternary
+from bitnet_ops.convert.ternary import (
+    damage,
+    from_ternary,
+    implausible,
+    implausible_dense,
+    looks_ternary,
+)
 from bitnet_ops.formats import destination
 from bitnet_ops.formats.destination import MODEL_FILE, MODEL_FOLDER, DestinationError, Kind
 from bitnet_ops.formats.gguf import is_gguf
@@ -181,25 +188,29 @@ def _run(
 
 
 def _write(source: Source, output: Path, version: int, progress: Progress | None) -> TernaryTotals:
-    totals, specs = TernaryTotals(), source.plan.specs
+    totals, specs, warnings = TernaryTotals(), source.plan.specs, list[str]()
+    offset = source.plan.config.family.norm_offset
     config = {**source.plan.hf_config, PRIVATE_BLOCK: source.plan.block}
     with Writer(output, config, len(specs), specs, version=version) as writer:
         for done, (name, spec) in enumerate(specs.items()):
             if progress is not None:
                 progress(done, len(specs), name)
             if spec.kind == "dense" and not source.holds_ternary(name):
-                _write_dense(source, name, writer)
+                tensor = source.dense(name)
+                if warning := implausible_dense(name, tensor, offset):
+                    warnings.append(warning)
+                _write_dense(source, name, tensor, writer)
             else:
                 found = source.ternary(name)
                 _write_ternary(source, name, found, spec.shape[1], writer, totals)
             source.release(name)
-    source.remarks += damage(totals.implausible)
+    source.remarks += damage([*totals.implausible, *warnings])
     return totals
 
 
-def _write_dense(source: Source, name: str, writer: Writer) -> None:
+def _write_dense(source: Source, name: str, tensor: Tensor, writer: Writer) -> None:
     """A dense tensor as it is; an embedding or a head of ternary values as codes and scales."""
-    tensor, spec = source.dense(name), source.plan.specs[name]
+    spec = source.plan.specs[name]
     if not (spec.may_be_ternary and looks_ternary(tensor) and bool(tensor.any())):
         rotation, module = source.plan.config.rotation, name.removesuffix(".weight")
         if spec.may_be_ternary and rotation and rotation.turns(module, spec.shape[1]):
@@ -303,7 +314,8 @@ def _prove(source: Source, folder: Path, report: ConvertReport, text: Path | Non
             "verification-failed",
             "convert: expected the result to agree with its source, got "
             + "; ".join(result.failures)
-            + f"; the result was not kept, please report this {source.noun}",
+            + "; the result was not kept, "
+            + ("get the source again" if result.damage else f"please report this {source.noun}"),
         )
     record_proof(source.hashes(), folder, report)
 

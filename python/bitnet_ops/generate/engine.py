@@ -86,6 +86,11 @@ class CausalModel(Protocol):
 class Engine:
     """Runs prompts on a model. Any number of threads may share one; a Run belongs to one of them.
 
+    Keys and values of earlier prompts are kept as a prefix cache, which starts empty again when
+    weights are replaced or changed in place. What is changed behind torch's back is not seen, for
+    torch counts no change of `weight.data.mul_(2)`, nor of memory that numpy shares: write
+    `with torch.no_grad(): weight.mul_(2)`, or call `trim()` afterwards.
+
     Args:
         model: the model; never changed.
         kv_dtype: of keys and values, a row of storage.KV_TYPES; torch.bfloat16 by default.
