@@ -59,6 +59,13 @@ BITNET_LIBRARY(m) {
   m.def("silu_and_mul(Tensor x) -> Tensor");
   // x F [..., 2 d] (gate, then up) -> F [..., d], gelu by tanh
   m.def("gelu_tanh_and_mul(Tensor x) -> Tensor");
+  // gate, up F [..., K], activation "relu2", "silu", "gelu_pytorch_tanh" or "sigmoid" -> F [...,
+  // K],
+  //   activation(gate) * up
+  m.def("gated(Tensor gate, Tensor up, str activation) -> Tensor");
+  // x F [..., K], signs float32 [K / B, B] -> F [..., K], each B features turned by the normalised
+  //   Walsh-Hadamard matrix H in Sylvester's order: H (signs * x), or inverse signs * (H x)
+  m.def("hadamard(Tensor x, Tensor signs, bool inverse=False) -> Tensor");
   // x F [..., H, D], positions int64 [...], inv_freq float32 [D / 2] -> F [..., H, D]; cosines and
   //   sines are multiplied by attention_factor
   m.def("rope(Tensor x, Tensor positions, Tensor inv_freq, float attention_factor=1.0) -> Tensor");
@@ -93,6 +100,18 @@ BITNET_LIBRARY(m) {
       "paged_cache_update(Tensor(a!) key_pool, Tensor(b!) value_pool, Tensor key, Tensor value, "
       "Tensor slot_mapping, Tensor(c!)? key_scale=None, Tensor(d!)? value_scale=None, str "
       "layout=\"rows\") -> ()");
+  // Gated DeltaNet on new tokens of all sequences, one behind the other: qkv F [tokens, C], a and b
+  //   float32 [tokens, HV], conv float32 [kernel, C], A_log and dt_bias float32 [HV]; states of
+  //   slots, all float32 (mutated): recurrent [slots, layers, HV, DV / 32, DK, 32], the last inputs
+  //   of the convolution [slots, layers, kernel - 1 + drafts, C], what is kept of drafts [slots,
+  //   layers, drafts, HV, DV / 32, DK + 48]; query_start_loc and seq_lens as for paged_attention; a
+  //   sequence at position 0 begins without a state; state_steps int64 [n, 3]: the slot of each,
+  //   how many of its last drafts to follow first, how many of its last new tokens are drafts
+  //   -> float32 [tokens, HV * DV]
+  m.def(
+      "delta_net(Tensor qkv, Tensor a, Tensor b, Tensor conv, Tensor A_log, Tensor dt_bias, "
+      "Tensor(a!)[] states, int layer, Tensor query_start_loc, Tensor seq_lens, Tensor "
+      "state_steps, int key_heads, int key_dim) -> Tensor");
   // weight F [V, K], format "int8" -> int8 [V, K], float32 [V]; format "int4", group_size G (64 or
   //   128) -> uint8 [ceil(V / 16), ceil(K / G) * G / 8, 64], bfloat16 [ceil(V / 16), ceil(K / G),
   //   16]
@@ -133,9 +152,12 @@ BITNET_LIBRARY(m) {
   //   positions [tokens] for the rotation, slot_mapping [tokens], query_start_loc, seq_lens and
   //   block_table as there, logit_rows [r], r at most tokens: the tokens whose logits are wanted,
   //   out_features: the program's vocab V, adapters [sequences]: the LoRA adapter of each, -1: none
+  //   of a program with blocks delta_net three tensors more in caches, as `states` of delta_net,
+  //   and state_steps as there
   //   -> logits float32 [r, V]; of a head without a matrix V is K: the rows behind the last norm
   m.def(
       "model_step(Tensor x, Tensor program, Tensor(a!)[] caches, Tensor positions, Tensor "
       "slot_mapping, Tensor query_start_loc, Tensor seq_lens, Tensor block_table, Tensor "
-      "logit_rows, int out_features, Tensor? adapters=None, str layout=\"rows\") -> Tensor");
+      "logit_rows, int out_features, Tensor? adapters=None, str layout=\"rows\", Tensor? "
+      "state_steps=None) -> Tensor");
 }

@@ -63,12 +63,21 @@ GatedRow gated_row(const KernelTable& table, std::string_view hidden_act) {
   return nullptr;
 }
 
-void relu2_mul(const Rows& gate, const Rows& up, const Rows& y) {
+void gated(const Rows& gate, const Rows& up, GatedRow activation, const Rows& y) {
   const int64_t k = gate.width;
   for_rows(gate, 2 * k, [&](int64_t r, float* row) {
     load(gate, r, row);
     load(up, r, row + k);
-    kernels().relu2_mul_row(row, row + k, k, row);
+    activation(row, row + k, k, row);
+    store(y, r, row);
+  });
+}
+
+void hadamard(const Rows& x, const float* signs, int64_t block, bool signs_last, const Rows& y) {
+  const int64_t k = x.width;
+  for_rows(x, k, [&](int64_t r, float* row) {
+    load(x, r, row);
+    kernels().hadamard_row(row, signs, k, block, signs_last, row);
     store(y, r, row);
   });
 }

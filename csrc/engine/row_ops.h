@@ -28,9 +28,12 @@ void add_rms_norm(const Rows& x, const Rows& residual, const float* norm_weight,
 // other name.
 using GatedRow = void (*)(const float* gate, const float* up, int64_t n, float* y);
 GatedRow gated_row(const KernelTable& table, std::string_view hidden_act);
-void relu2_mul(const Rows& gate, const Rows& up, const Rows& y);
 // x [count, 2 d]: gate, then up; y [count, d]
 void gated(const Rows& x, GatedRow activation, const Rows& y);
+// y = activation(gate) * up, all of one width.
+void gated(const Rows& gate, const Rows& up, GatedRow activation, const Rows& y);
+// KernelTable::hadamard_row of every row.
+void hadamard(const Rows& x, const float* signs, int64_t block, bool signs_last, const Rows& y);
 // Rotary embedding: pair i of a head turns by position * inv_freq[i]; cosines and sines are
 // multiplied by attention_factor, which some scalings of the context call for (1: plain).
 struct Rope {

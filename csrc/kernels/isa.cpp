@@ -17,7 +17,9 @@ namespace {
 // clang-format off
 #include "kernels/isa/defaults_float.inl"
 #include "kernels/rows/rows.inl"
+#include "kernels/rows/hadamard.inl"
 #include "kernels/rows/sampling.inl"
+#include "kernels/delta/rule.inl"
 #include "kernels/ternary/tiles.inl"
 #include "kernels/ternary/canonical.inl"
 #include "kernels/ternary/gemv.inl"

@@ -225,6 +225,26 @@ struct AttentionChunk {
   int64_t first_hidden = kNothingHidden;
 };
 
+// Columns of a recurrent state that lie together: a head's [key_dim, value_dim] is value_dim / 32
+// slabs [key_dim][32].
+constexpr int64_t kStateColumns = 32;
+
+// The gated delta rule on one slab of a head's state and the tokens of one sequence, in order.
+struct DeltaJob {
+  float* state;  // [key_dim][kStateColumns], read and written
+  int64_t key_dim;
+  int64_t tokens;
+  const float *q, *k;  // of token t at + t * row_stride: [key_dim]
+  const float* v;      // likewise: [kStateColumns]
+  int64_t row_stride;
+  const float *decay, *beta;  // of token t at + t * gate_stride
+  int64_t gate_stride;
+  float* out;  // of token t at + t * out_stride: [kStateColumns]
+  int64_t out_stride;
+  float* errors;  // e of token t, for delta_replay, at + t * error_stride; null: not wanted
+  int64_t error_stride;
+};
+
 struct KernelTable {
   const char* name;         // what BITNET_OPS_ISA and force_isa() take
   const char* description;  // one line for people
@@ -299,6 +319,16 @@ struct KernelTable {
   void (*relu2_mul_row)(const float* gate, const float* up, int64_t n, float* y);  // y may be gate
   void (*silu_mul_row)(const float* gate, const float* up, int64_t n, float* y);   // y may be gate
   void (*gelu_mul_row)(const float* gate, const float* up, int64_t n, float* y);   // y may be gate
+  // y = up / (1 + e^-gate)
+  void (*sigmoid_mul_row)(const float* gate, const float* up, int64_t n,
+                          float* y);  // y may be gate
+  // Of every `block` elements, H the Walsh-Hadamard matrix in Sylvester's order: y = H (signs * x)
+  // / sqrt(block), or with signs_last y = signs * (H x / sqrt(block)). Stages of distances 1, 2, 4,
+  // 8,
+  // ..., the factor behind the last. block: a power of two, at least 16, that divides n. y may be
+  // x.
+  void (*hadamard_row)(const float* x, const float* signs, int64_t n, int64_t block,
+                       bool signs_last, float* y);
   // Half-split rotation of one head: x [dim], cos_sin [dim] (cos, then sin); dim even.  y may not
   // be x.
   void (*rope_head)(const float* x, const float* cos_sin, int64_t dim, float* y);
@@ -343,6 +373,23 @@ struct KernelTable {
   void (*merge_attention)(int64_t rows, int64_t dim, const float* later, float* states);
   // out[dim] = acc / sum of one state.
   void (*finish_attention)(int64_t dim, const float* state, float* out);
+
+  // ---- Gated DeltaNet -----------------------------------------------------------------------
+  // y[i] = silu(x[0][i] * weight[i] + ... + x[taps - 1][i] * weight[(taps - 1) * stride + i]), one
+  // fused multiply-add each, ascending; silu(s) = s / (1 + e^-s).
+  void (*conv_silu_row)(const float* const* x, int64_t taps, const float* weight, int64_t stride,
+                        int64_t n, float* y);
+  // decay = e^(-e^a_log * softplus(a + dt_bias)), beta = 1 / (1 + e^-b); softplus(x) = max(x, 0) +
+  // ln(1 + e^-|x|).
+  void (*delta_gates_row)(const float* a, const float* b, const float* a_log, const float* dt_bias,
+                          int64_t n, float* decay, float* beta);
+  // For every token: e = beta * (v - decay * S^T k); S = fma(k, e^T, decay * S); out = S^T q. Sums
+  // over the rows of S, ascending from 0, one fused multiply-add each. So a token's result does not
+  // depend on how tokens are divided among calls.
+  void (*delta_rule)(const DeltaJob& job);
+  // The same update of a slab with an e that is there: S = fma(k, e^T, decay * S).
+  void (*delta_replay)(const float* k, const float* errors, float decay, int64_t key_dim,
+                       float* state);
 
   // ---- output head --------------------------------------------------------------------------
   // Logits of rows [row_begin, row_end) for every token: out[m * out_stride + n - row_begin].  Each
@@ -407,20 +454,22 @@ struct KernelTable {
 
 // The rows of an ISA's table: each function has the name of its row.  One left out would be a null
 // pointer at run time; -Wmissing-field-initializers and the table test see that.
-#define BITNET_KERNELS(lanes)                                                                 \
-  .ternary_gemm = ternary_gemm, .tile_lanes = lanes, .tile_gemm = tile_gemm,                  \
-  .tile_product = tile_product, .group_gemm = group_gemm, .add_group = add_group,             \
-  .sum_i8 = sum_i8, .quantize_row = quantize_row, .store_block = store_block,                 \
-  .product_blocking = product_blocking, .load_row = load_row, .store_row = store_row,         \
-  .round_row = round_row, .store_cache_row = store_cache_row, .rms_norm_row = rms_norm_row,   \
-  .norm_quantize_row = norm_quantize_row, .add_row = add_row, .relu2_mul_row = relu2_mul_row, \
-  .silu_mul_row = silu_mul_row, .gelu_mul_row = gelu_mul_row, .rope_head = rope_head,         \
-  .attend_chunk = attend_chunk, .add_pairs = add_pairs, .quantize_query = quantize_query,     \
-  .merge_attention = merge_attention, .finish_attention = finish_attention,                   \
-  .head_dense = head_dense, .dense_tiles = dense_tiles, .head_int8 = head_int8,               \
-  .head_int4 = head_int4, .head_quantize_token = head_quantize_token,                         \
-  .head_quantize_int8 = head_quantize_int8, .head_quantize_int4 = head_quantize_int4,         \
-  .max_row = max_row, .exp_row = exp_row, .split_row = split_row, .find_row = find_row,       \
+#define BITNET_KERNELS(lanes)                                                                     \
+  .ternary_gemm = ternary_gemm, .tile_lanes = lanes, .tile_gemm = tile_gemm,                      \
+  .tile_product = tile_product, .group_gemm = group_gemm, .add_group = add_group,                 \
+  .sum_i8 = sum_i8, .quantize_row = quantize_row, .store_block = store_block,                     \
+  .product_blocking = product_blocking, .load_row = load_row, .store_row = store_row,             \
+  .round_row = round_row, .store_cache_row = store_cache_row, .rms_norm_row = rms_norm_row,       \
+  .norm_quantize_row = norm_quantize_row, .add_row = add_row, .relu2_mul_row = relu2_mul_row,     \
+  .silu_mul_row = silu_mul_row, .gelu_mul_row = gelu_mul_row, .sigmoid_mul_row = sigmoid_mul_row, \
+  .hadamard_row = hadamard_row, .rope_head = rope_head, .attend_chunk = attend_chunk,             \
+  .add_pairs = add_pairs, .quantize_query = quantize_query, .merge_attention = merge_attention,   \
+  .finish_attention = finish_attention, .conv_silu_row = conv_silu_row,                           \
+  .delta_gates_row = delta_gates_row, .delta_rule = delta_rule, .delta_replay = delta_replay,     \
+  .head_dense = head_dense, .dense_tiles = dense_tiles, .head_int8 = head_int8,                   \
+  .head_int4 = head_int4, .head_quantize_token = head_quantize_token,                             \
+  .head_quantize_int8 = head_quantize_int8, .head_quantize_int4 = head_quantize_int4,             \
+  .max_row = max_row, .exp_row = exp_row, .split_row = split_row, .find_row = find_row,           \
   .probe_read = probe_read, .probe_int8_peak = probe_int8_peak
 
 }  // namespace bitnet

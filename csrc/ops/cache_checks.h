@@ -47,10 +47,13 @@ engine::CachePool pool_view(const Tensor& keys, const Tensor& values,
 // scales.  What the op only reads must lie elsewhere, for it is read while they are written.
 class Mutated {
  public:
+  Mutated() = default;
   // Of tensors that have passed the checks above, and so do not overlap each other.
   Mutated(const Tensor& key_cache, const Tensor& value_cache,
           const std::optional<Tensor>& key_scale, const std::optional<Tensor>& value_scale,
           const char* key_name, const char* value_name);
+  // One more tensor that is written.
+  void add(const Tensor& t, const char* argument);
   void keep_apart(const Check& check, const Tensor& t, const char* argument) const;
   // The same for `bytes` bytes of memory, without a call into torch.
   void keep_apart(const Check& check, const void* data, int64_t bytes, const char* argument) const;
@@ -60,8 +63,7 @@ class Mutated {
     const char *begin, *end;
     const char* argument;
   };
-  void add(const Tensor& t, const char* argument);
-  Span spans_[4];
+  Span spans_[8];
   int count_ = 0;
 };
 

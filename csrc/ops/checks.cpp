@@ -170,4 +170,12 @@ FloatVector::FloatVector(const Tensor& t) : dense_(as_contiguous(t)) {
   kernels().load_row(dtype_of(dense_), dense_.const_data_ptr(), count, converted_->get());
 }
 
+void check_block(const Check& check, const std::string& argument, int64_t block, int64_t k) {
+  if (block >= 16 && (block & (block - 1)) == 0 && k % block == 0) return;
+  check.fail(
+      argument,
+      "with rows of a power of two from 16 on that divides " + std::to_string(k) + " features",
+      std::to_string(block));
+}
+
 }  // namespace bitnet::ops

@@ -50,6 +50,9 @@ class Check {
 
 std::string dtype_name(ScalarType type);
 
+// Of a Walsh-Hadamard transform: a power of two from 16 on that divides k.
+void check_block(const Check& check, const std::string& argument, int64_t block, int64_t k);
+
 // The gated product of the argument `activation`, "relu2" or "silu".
 engine::GatedRow activation_row(const Check& check, const std::string& activation);
 

@@ -6,19 +6,22 @@
 #include "ops/paged_batch.h"
 #include "ops/program.h"
 #include "ops/register.h"
+#include "ops/state_checks.h"
 
 namespace bitnet::ops {
 namespace {
 
-// The list `caches`: key pool and value pool, and of int8 pools their scales.
+// The list `caches`: key pool and value pool, and of int8 pools their scales; behind them, of a
+// program with states, the three tensors of a StatePool.
 struct Caches {
   const Tensor &keys, &values;
   std::optional<Tensor> key_scale, value_scale;
   CacheLayout layout;
 
-  Caches(const Check& check, const std::vector<Tensor>& given, const std::string& layout_name)
-      : keys(first_of(check, given)), values(given[1]) {
-    if (given.size() == 4) {
+  Caches(const Check& check, const std::vector<Tensor>& given, const std::string& layout_name,
+         size_t pools)
+      : keys(first_of(check, given, pools)), values(given[1]) {
+    if (pools == 4) {
       key_scale = Tensor::borrow(given[2]);
       value_scale = Tensor::borrow(given[3]);
     }
@@ -43,10 +46,14 @@ struct Caches {
   }
 
  private:
-  static const Tensor& first_of(const Check& check, const std::vector<Tensor>& given) {
-    if (given.size() != 2 && given.size() != 4)
-      check.fail("caches", "a key pool and a value pool, with int8 pools their scales behind them",
-                 std::to_string(given.size()) + " tensors");
+  static const Tensor& first_of(const Check& check, const std::vector<Tensor>& given,
+                                size_t pools) {
+    if (pools != 2 && pools != 4)
+      check.fail(
+          "caches",
+          "a key pool and a value pool, with int8 pools their scales behind them, and with a "
+          "program's states three tensors more",
+          std::to_string(given.size()) + " tensors");
     return given[0];
   }
 };
@@ -55,6 +62,7 @@ struct Caches {
 struct Tokens {
   std::vector<int64_t> positions, slots, logit_rows, of_sequences, adapters;
   PagedBatch sequences;
+  std::vector<engine::StateStep> state_steps;
 };
 
 void check_caches(const Check& check, const Caches& caches, const engine::Program& program) {
@@ -103,7 +111,8 @@ Tensor model_step(const Tensor& x_in, const Tensor& program_handle,
                   const std::vector<Tensor>& cache_list, const Tensor& positions,
                   const Tensor& slot_mapping, const Tensor& query_start_loc, const Tensor& seq_lens,
                   const Tensor& block_table, const Tensor& logit_rows, int64_t out_features,
-                  const std::optional<Tensor>& adapters, std::string layout) {
+                  const std::optional<Tensor>& adapters, std::string layout,
+                  const std::optional<Tensor>& state_steps) {
   const Check check("model_step");
   thread_local engine::StepState state;
   thread_local Tokens tokens;
@@ -117,7 +126,9 @@ Tensor model_step(const Tensor& x_in, const Tensor& program_handle,
                (program.head().rows != 0 ? "the program's vocab " : "the program's hidden ") +
                    std::to_string(program.out_features()),
                std::to_string(out_features));
-  const Caches caches(check, cache_list, layout);
+  const size_t state_tensors = program.state_layers() == 0 ? 0 : 3;
+  const size_t pools = cache_list.size() - std::min(state_tensors, cache_list.size());
+  const Caches caches(check, cache_list, layout, pools);
   check_caches(check, caches, program);
   const int64_t count = x_in.size(0), blocks = caches.keys.size(kPagedLayers.block),
                 block_size = caches.keys.size(kPagedLayers.position);
@@ -130,9 +141,22 @@ Tensor model_step(const Tensor& x_in, const Tensor& program_handle,
   copy_logit_rows(check, logit_rows, count, tokens.logit_rows);
   const bool adapted = adapters.has_value() && adapters->defined();
   if (adapted) copy_adapters(check, *adapters, count, program.adapters(), tokens);
+  const bool stated = state_steps.has_value() && state_steps->defined();
+  if (stated != (state_tensors != 0))
+    check.fail("state_steps",
+               state_tensors != 0 ? "of a program with states"
+                                  : "to be None, for the program has no states",
+               stated ? "some" : "None");
+  std::optional<StatePool> states;
+  if (stated) {
+    states.emplace(check, cache_list[pools], cache_list[pools + 1], cache_list[pools + 2],
+                   program.delta_shape(), program.state_layers());
+    copy_state_steps(check, *state_steps, tokens.sequences.view(), *states, tokens.state_steps);
+  }
   const Tensor x = as_contiguous(x_in);
-  const Mutated mutated(caches.keys, caches.values, caches.key_scale, caches.value_scale,
-                        "key_pool", "value_pool");
+  Mutated mutated(caches.keys, caches.values, caches.key_scale, caches.value_scale, "key_pool",
+                  "value_pool");
+  if (stated) states->add_to(mutated);
   mutated.keep_apart(check, x, "x");
   for (const auto& [indices, name] :
        {std::pair(&positions, "positions"), std::pair(&slot_mapping, "slot_mapping"),
@@ -144,17 +168,24 @@ Tensor model_step(const Tensor& x_in, const Tensor& program_handle,
   const auto rows = static_cast<int64_t>(tokens.logit_rows.size());
   Tensor logits = empty({rows, out_features}, ScalarType::Float);
   if (count == 0) return logits;
-  engine::run_step(state, program, bound->id(),
-                   {.tokens = count,
-                    .x = data<float>(x),
-                    .positions = tokens.positions.data(),
-                    .slots = tokens.slots.data(),
-                    .logit_rows = tokens.logit_rows.data(),
-                    .logit_count = rows,
-                    .sequences = tokens.sequences.view(),
-                    .adapters = adapted ? tokens.adapters.data() : nullptr,
-                    .pool = caches.pool(),
-                    .out = mutable_data<float>(logits)});
+  engine::Batch batch{.tokens = count,
+                      .x = data<float>(x),
+                      .positions = tokens.positions.data(),
+                      .slots = tokens.slots.data(),
+                      .logit_rows = tokens.logit_rows.data(),
+                      .logit_count = rows,
+                      .sequences = tokens.sequences.view(),
+                      .adapters = adapted ? tokens.adapters.data() : nullptr,
+                      .pool = caches.pool(),
+                      .out = mutable_data<float>(logits)};
+  if (stated) {
+    batch.states = states->first();
+    batch.recurrent_layer = states->recurrent_layer;
+    batch.inputs_layer = states->inputs_layer;
+    batch.kept_layer = states->kept_layer;
+    batch.state_steps = tokens.state_steps.data();
+  }
+  engine::run_step(state, program, bound->id(), batch);
   return logits;
 }
 

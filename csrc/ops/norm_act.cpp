@@ -1,5 +1,5 @@
-// rms_norm, add_rms_norm, relu2_mul, silu_and_mul, gelu_tanh_and_mul, rope: checks and results;
-// engine/row_ops.h does the rest.
+// rms_norm, add_rms_norm, gated, relu2_mul, silu_and_mul, gelu_tanh_and_mul, hadamard, rope: checks
+// and results; engine/row_ops.h does the rest.
 #include "engine/row_ops.h"
 
 #include <cmath>
@@ -18,6 +18,19 @@ void check_norm(const Check& check, const Tensor& x, const Tensor& weight, doubl
   check.vector(weight, "weight", x.size(x.dim() - 1));
   if (!(eps >= 0.0 && std::isfinite(eps)))
     check.fail("eps", "finite and not negative", std::to_string(eps));
+}
+
+// gate and up of one type and shape; gate's type has been checked.
+Tensor gated_of(const Check& check, const Tensor& gate_in, const Tensor& up_in,
+                engine::GatedRow activation) {
+  check.min_dim(gate_in, "gate", 1);
+  check.dtype(up_in, "up", gate_in.scalar_type());
+  check.same_shape(up_in, "up", gate_in, "gate");
+  const Tensor gate = as_contiguous(gate_in), up = as_contiguous(up_in);
+  Tensor y = empty(shape_of(gate), gate.scalar_type());
+  const engine::Rows rows = rows_view(gate);
+  engine::gated(rows, rows_view(up), activation, rows_like(rows, y));
+  return y;
 }
 
 }  // namespace
@@ -55,20 +68,13 @@ Tensor relu2_mul(const Tensor& gate_in, const Tensor& up_in) {
     check.fail("gate",
                "of dtype float32 or bfloat16 (relu(gate)^2 * up passes 65504 in healthy models)",
                "float16");
-  check.min_dim(gate_in, "gate", 1);
-  check.dtype(up_in, "up", gate_in.scalar_type());
-  check.same_shape(up_in, "up", gate_in, "gate");
-  const Tensor gate = as_contiguous(gate_in), up = as_contiguous(up_in);
-  Tensor y = empty(shape_of(gate), gate.scalar_type());
-  const engine::Rows rows = rows_view(gate);
-  engine::relu2_mul(rows, rows_view(up), rows_like(rows, y));
-  return y;
+  return gated_of(check, gate_in, up_in, kernels().relu2_mul_row);
 }
 
 namespace {
 
 // x [..., 2 d], gate then up, under one activation.
-Tensor gated(const Check& check, const Tensor& x_in, engine::GatedRow activation) {
+Tensor gated_halves(const Check& check, const Tensor& x_in, engine::GatedRow activation) {
   check.float_dtype(x_in, "x");
   check.min_dim(x_in, "x", 1);
   Shape shape = shape_of(x_in);
@@ -84,11 +90,38 @@ Tensor gated(const Check& check, const Tensor& x_in, engine::GatedRow activation
 }  // namespace
 
 Tensor silu_and_mul(const Tensor& x) {
-  return gated(Check("silu_and_mul"), x, kernels().silu_mul_row);
+  return gated_halves(Check("silu_and_mul"), x, kernels().silu_mul_row);
 }
 
 Tensor gelu_tanh_and_mul(const Tensor& x) {
-  return gated(Check("gelu_tanh_and_mul"), x, kernels().gelu_mul_row);
+  return gated_halves(Check("gelu_tanh_and_mul"), x, kernels().gelu_mul_row);
+}
+
+Tensor gated(const Tensor& gate, const Tensor& up, std::string activation) {
+  const Check check("gated");
+  const engine::GatedRow row = activation == "sigmoid" ? kernels().sigmoid_mul_row
+                                                       : engine::gated_row(kernels(), activation);
+  if (row == nullptr)
+    check.fail("activation", "relu2, silu, gelu_pytorch_tanh or sigmoid", activation);
+  check.float_dtype(gate, "gate");
+  return gated_of(check, gate, up, row);
+}
+
+Tensor hadamard(const Tensor& x_in, const Tensor& signs, bool inverse) {
+  const Check check("hadamard");
+  check.float_dtype(x_in, "x");
+  check.min_dim(x_in, "x", 1);
+  check.dtype(signs, "signs", ScalarType::Float);
+  check.dim(signs, "signs", 2);
+  check.contiguous(signs, "signs");
+  const int64_t k = x_in.size(x_in.dim() - 1), block = signs.size(1);
+  check_block(check, "signs", block, k);
+  check.shape(signs, "signs", {k / block, block});
+  const Tensor x = as_contiguous(x_in);
+  Tensor y = empty(shape_of(x), x.scalar_type());
+  const engine::Rows rows = rows_view(x);
+  engine::hadamard(rows, data<float>(signs), block, inverse, rows_like(rows, y));
+  return y;
 }
 
 Tensor rope(const Tensor& x_in, const Tensor& positions_in, const Tensor& inv_freq_in,
@@ -123,6 +156,8 @@ BITNET_LIBRARY_IMPL(m) {
   BITNET_OP(m, relu2_mul);
   BITNET_OP(m, silu_and_mul);
   BITNET_OP(m, gelu_tanh_and_mul);
+  BITNET_OP(m, gated);
+  BITNET_OP(m, hadamard);
   BITNET_OP(m, rope);
 }
 

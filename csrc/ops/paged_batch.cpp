@@ -50,6 +50,12 @@ void copy_indices(const Check& check, const Tensor& t, const char* argument, con
 void PagedBatch::set(const Check& check, const Tensor& query_start_loc, const Tensor& seq_lens,
                      const Tensor& block_table, int64_t tokens, int64_t blocks,
                      int64_t block_size) {
+  set_lengths(check, query_start_loc, seq_lens, tokens);
+  copy_table(check, block_table, blocks, block_size);
+}
+
+void PagedBatch::set_lengths(const Check& check, const Tensor& query_start_loc,
+                             const Tensor& seq_lens, int64_t tokens) {
   check_index_type(check, seq_lens, "seq_lens");
   check.dim(seq_lens, "seq_lens", 1);
   const int64_t count = seq_lens.size(0);
@@ -65,7 +71,8 @@ void PagedBatch::set(const Check& check, const Tensor& query_start_loc, const Te
       check.fail("seq_lens", "at least the " + std::to_string(own) + " new tokens",
                  of_sequence(lengths_[s], s));
   }
-  copy_table(check, block_table, blocks, block_size);
+  table_.clear();
+  table_stride_ = 0;
 }
 
 // Only what is needed: an engine's table has columns for the longest context.

@@ -21,6 +21,10 @@ class PagedBatch {
   void set(const Check& check, const Tensor& query_start_loc, const Tensor& seq_lens,
            const Tensor& block_table, int64_t tokens, int64_t blocks, int64_t block_size);
 
+  // The same of sequences without blocks.
+  void set_lengths(const Check& check, const Tensor& query_start_loc, const Tensor& seq_lens,
+                   int64_t tokens);
+
   engine::Sequences view() const;
 
  private:

@@ -55,6 +55,27 @@ class NamedTensors final : public engine::TensorSource {
     return view;
   }
 
+  engine::Signs signs(const std::string& name, int64_t k) override {
+    const std::string signs_name = name + ".signs";
+    if (!has(signs_name)) return {};
+    const Tensor& t = get(signs_name);
+    check_.dtype(t, signs_name.c_str(), ScalarType::Float);
+    check_.dim(t, signs_name.c_str(), 2);
+    check_.contiguous(t, signs_name.c_str());
+    const int64_t block = t.size(1);
+    check_block(check_, signs_name, block, k);
+    check_.shape(t, signs_name.c_str(), {k / block, block});
+    return {data<float>(t), block};
+  }
+
+  const float* matrix(const std::string& name, int64_t rows, int64_t n) override {
+    const Tensor& t = get(name);
+    check_.dtype(t, name.c_str(), ScalarType::Float);
+    check_.shape(t, name.c_str(), {rows, n});
+    check_.contiguous(t, name.c_str());
+    return data<float>(t);
+  }
+
   const float* floats(const std::string& name, int64_t n) override {
     const Tensor& t = get(name);
     check_.dtype(t, name.c_str(), ScalarType::Float);

@@ -48,6 +48,23 @@ class PlainTensors final : public engine::TensorSource {
     return w;
   }
 
+  engine::Signs signs(const std::string& name, int64_t k) override {
+    const auto found = blocks_.find(name);
+    if (found == blocks_.end()) return {};
+    std::vector<float>& values = floats_[name + ".signs"];
+    if (values.empty()) values = some(k, 0.0f);
+    for (float& value : values) value = value < 0 ? -1.0f : 1.0f;
+    return {values.data(), found->second};
+  }
+  // The input of `name` is turned in blocks of that size.
+  void rotate(const std::string& name, int64_t block) { blocks_[name] = block; }
+
+  const float* matrix(const std::string& name, int64_t rows, int64_t n) override {
+    std::vector<float>& values = floats_[name];
+    if (values.empty()) values = some(rows * n, 0.0f);
+    return values.data();
+  }
+
   // Norms that are not given are random around 1.
   const float* floats(const std::string& name, int64_t n) override {
     std::vector<float>& values = floats_[name];
@@ -78,6 +95,7 @@ class PlainTensors final : public engine::TensorSource {
   Random random_;
   std::map<std::string, std::vector<float>> floats_;
   std::map<std::string, std::vector<uint8_t>> weights_;
+  std::map<std::string, int64_t> blocks_;
 };
 
 }  // namespace bitnet::test

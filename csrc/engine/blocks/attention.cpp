@@ -2,13 +2,16 @@
 //
 //   norm q k v o           names: the norm before, the projections
 //   heads kv_heads head_dim
-//   rope                   the name of a line `rope`
+//   rope                   the name of a line `rope`, which turns the first features of a head
 //   scale                  multiplies the scores; left out: 1 / sqrt(head_dim)
 //   window                 a token sees so many positions, itself included; 0, the default: all
+//   output_gate            1: of each head q's rows are those of the query, then of a gate, whose
+//                          sigmoid multiplies what attention gives; 0, the default: no gate
 //   q_norm k_norm          norms of every query and key head, before rotation
 //   sub_norm               norm before o
 //   post_norm              norm of what is added to the residual
 //   activation_format      what projections with scales of groups multiply by
+#include <algorithm>
 #include <cmath>
 
 #include "engine/blocks/blocks.h"
@@ -25,7 +28,8 @@ class AttentionBlock final : public Block {
   int64_t weights() const override { return (q_.rows + k_.rows + v_.rows + o_.rows) * q_.k; }
   int64_t product_stages() const override { return 2; }
 
-  int64_t heads, kv_heads, dim, rope, layer, kind;
+  int64_t heads, kv_heads, dim, rope, rope_dim, layer, kind;
+  int64_t query_step;  // features of q from one head to the next
   Norm q_norm, k_norm;
 
  private:
@@ -47,11 +51,13 @@ AttentionBlock::AttentionBlock(Binding& b) {
     b.keys.fail("heads", "at most " + std::to_string(kMostFeatures / dim) + " of that size",
                 std::to_string(heads));
   rope = b.program.rope_of(b.keys, dim);
+  rope_dim = b.program.ropes()[static_cast<size_t>(rope)].dim;
+  query_step = b.keys.integer("output_gate", 0, 1, 0) == 1 ? 2 * dim : dim;
   const float scale = b.keys.number("scale", 1.0f / std::sqrt(static_cast<float>(dim)));
   const int64_t window = b.keys.integer("window", 0, INT64_MAX, 0);
   const int64_t query = heads * dim, kv = kv_heads * dim;
   norm_ = b.norm("norm", s.hidden, s.eps);
-  b.linear("q", query, s.hidden, q_);
+  b.linear("q", heads * query_step, s.hidden, q_);
   b.linear("k", kv, s.hidden, k_);
   b.linear("v", kv, s.hidden, v_);
   b.linear("o", s.hidden, query, o_);
@@ -61,7 +67,7 @@ AttentionBlock::AttentionBlock(Binding& b) {
   post_norm_ = b.optional_norm("post_norm", s.hidden, s.eps);
   format_ = b.input_of({&q_, &k_, &v_});
   out_format_ = b.input_of({&o_});
-  b.needs.row = std::max({b.needs.row, 2 * dim, query});
+  b.needs.row = std::max({b.needs.row, 2 * dim, query + dim});
   layer = b.program.add_attention(b.keys, kv_heads, dim);
   kind = b.program.attention_kind({heads, scale, window, 1});
 }
@@ -97,7 +103,8 @@ class Rotation final : public StageWork {
     const DType type = step_.settings().type;
     load_values(table, type, buffer, from, block_.dim, loaded);
     apply_norm(table, norm, type, block_.dim, loaded);
-    table.rope_head(loaded, angles, block_.dim, to);
+    table.rope_head(loaded, angles, block_.rope_dim, to);
+    std::copy(loaded + block_.rope_dim, loaded + block_.dim, to + block_.rope_dim);
     table.round_row(type, to, block_.dim);
   }
 
@@ -107,8 +114,9 @@ class Rotation final : public StageWork {
     const float* angles = step_.angles(block_.rope, token);
     float* loaded = row + dim;
     if (head < heads) {
-      const int64_t at = (token * heads + head) * dim;
-      return rotated(memory_.q, at, block_.q_norm, angles, loaded, memory_.rotated + at);
+      const int64_t at = token * heads + head;
+      return rotated(memory_.q, at * block_.query_step, block_.q_norm, angles, loaded,
+                     memory_.rotated + at * dim);
     }
     const int64_t kv_head = head - heads, from = (token * kv_heads + kv_head) * dim;
     rotated(memory_.k, from, block_.k_norm, angles, loaded, row);
@@ -143,11 +151,42 @@ class Attending final : public StageWork {
   float* attended_;
 };
 
+// What attention gives times the sigmoid of its gates, which lie behind the queries of their heads.
+class Gated final : public RowSource {
+ public:
+  Gated(const Step& step, const AttentionBlock& block, const float* attended, const void* q,
+        const Norm& norm, bool kept)
+      : step_(step), block_(block), attended_(attended), q_(q), norm_(norm), kept_(kept) {}
+
+  NormJob job(int64_t j, float* row) const override {
+    const KernelTable& table = *step_.table;
+    const DType type = step_.settings().type;
+    const int64_t dim = block_.dim, token = kept_ ? step_.batch.logit_rows[j] : j;
+    for (int64_t head = 0; head < block_.heads; ++head) {
+      const int64_t at = token * block_.heads + head;
+      float *gate = row + head * dim, *value = row + block_.heads * dim;
+      std::copy_n(attended_ + at * dim, dim, value);
+      table.round_row(type, value, dim);
+      load_values(table, type, q_, at * block_.query_step + dim, dim, gate);
+      table.sigmoid_mul_row(gate, value, dim, gate);
+    }
+    return {row, block_.heads * dim, type, norm_.weight, norm_.eps, row};
+  }
+
+ private:
+  const Step& step_;
+  const AttentionBlock& block_;
+  const float* attended_;
+  const void* q_;
+  Norm norm_;
+  bool kept_;
+};
+
 void AttentionBlock::append(PlanBuilder& plan) const {
   const Step& step = plan.step();
   const Settings& s = plan.settings();
   const int64_t tokens = plan.rows().count, query = heads * dim, kv = kv_heads * dim;
-  void *q = plan.activations(tokens * query), *k = plan.activations(tokens * kv),
+  void *q = plan.activations(tokens * heads * query_step), *k = plan.activations(tokens * kv),
        *v = plan.activations(tokens * kv);
   auto* rotated = plan.scratch<float>(tokens * query);
   auto* attended = plan.scratch<float>(tokens * query);
@@ -164,8 +203,10 @@ void AttentionBlock::append(PlanBuilder& plan) const {
   attend.varies = true;
   plan.add(attend);
   if (keeps) plan.keep_rows();
-  const auto* out = plan.make<NormedRows>(attended, query, sub_norm_, s.type,
-                                          keeps ? &step.batch.logit_rows : nullptr);
+  const RowSource* out = plan.make<NormedRows>(attended, query, sub_norm_, s.type,
+                                               keeps ? &step.batch.logit_rows : nullptr);
+  if (query_step != dim)
+    out = plan.make<Gated>(step, *this, attended, q, sub_norm_, plan.rows().kept);
   append_added(plan, {"norm out", "out", "expand out"}, "post out", out, out_format_, o_,
                post_norm_);
 }

@@ -10,6 +10,7 @@ struct Kind {
 };
 constexpr Kind kKinds[] = {
     {"attention", make_attention},
+    {"delta_net", make_delta_net},
     {"mlp", make_mlp},
     {"head", make_head},
 };

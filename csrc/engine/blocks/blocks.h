@@ -9,6 +9,7 @@ namespace bitnet::engine {
 std::unique_ptr<Block> make_block(Binding& binding);
 
 std::unique_ptr<Block> make_attention(Binding& binding);
+std::unique_ptr<Block> make_delta_net(Binding& binding);
 std::unique_ptr<Block> make_mlp(Binding& binding);
 std::unique_ptr<Block> make_head(Binding& binding);
 

@@ -15,9 +15,11 @@ class HeadBlock final : public Block {
       : norm_(b.norm("norm", b.settings.hidden, b.settings.eps)),
         has_matrix_(b.keys.has("weight")) {
     view_.ahead = head_prefetch();  // what LoRA's factors are read with
-    if (has_matrix_)
-      view_ = b.source.head(b.keys.word("weight"), b.keys.integer("vocab", 1, kMostRows),
-                            b.settings.hidden);
+    if (has_matrix_) {
+      const std::string name = b.keys.word("weight");
+      view_ = b.source.head(name, b.keys.integer("vocab", 1, kMostRows), b.settings.hidden);
+      signs_ = b.source.signs(name, b.settings.hidden);
+    }
     b.program.set_head(view_, has_matrix_ ? view_.rows : b.settings.hidden);
   }
   void append(PlanBuilder& plan) const override;
@@ -26,6 +28,7 @@ class HeadBlock final : public Block {
   Norm norm_;
   bool has_matrix_;
   HeadView view_{};
+  Signs signs_;
 };
 
 // The last norm's rows as the result.
@@ -56,13 +59,15 @@ int64_t unit_rows(const HeadView& head) {
 
 class Logits final : public StageWork {
  public:
-  Logits(const Step& step, const StepRows& rows, const HeadView& head, const Norm& norm)
-      : step_(step), rows_(rows), head_(head), norm_(norm) {}
+  Logits(const Step& step, const StepRows& rows, const HeadView& head, const Norm& norm,
+         const Signs& signs)
+      : step_(step), rows_(rows), head_(head), norm_(norm), signs_(signs) {}
 
   // Row j as the head reads it.
   void enter(int64_t j, float* row, const StageInput& to) const {
     const int64_t n = step_.settings().hidden;
     step_.table->rms_norm_row(rows_.residual + j * n, norm_.weight, n, norm_.eps, DType::kF32, row);
+    signs_.turn(*step_.table, DType::kF32, n, row);
     prepare_head_token(*step_.table, head_, row, j, to.head);
   }
   void prepare(int64_t slot) const override {
@@ -89,6 +94,7 @@ class Logits final : public StageWork {
   StepRows rows_;
   HeadView head_;
   Norm norm_;
+  Signs signs_;
 };
 
 class LogitNorms final : public StageWork {
@@ -109,7 +115,7 @@ void HeadBlock::append(PlanBuilder& plan) const {
     plan.add({"states", plan.make<States>(step, plan.rows(), norm_), plan.rows().count, {1, 64}});
     return;
   }
-  const auto* logits = plan.make<Logits>(step, plan.rows(), view_, norm_);
+  const auto* logits = plan.make<Logits>(step, plan.rows(), view_, norm_, signs_);
   if (step.splits_norms)
     plan.add({"norm head", plan.make<LogitNorms>(logits), plan.rows().count, {1, 64}});
   plan.add({"head", logits, logits->units(), {1, 64}, true});

@@ -156,7 +156,9 @@ void Products::enter(int64_t j, float* row, const StageInput& to) const {
 void Products::enter_input(int64_t j, const NormJob& job, int i, const StageInput& to) const {
   const KernelTable& table = *step_.table;
   const QuantizedTokens x = tokens_of(to, i);
-  const bool at_once = x.format == ActivationFormat::kInt8 && x.groups == nullptr;
+  const Signs& signs = parts_[i].linear->signs;
+  const bool at_once =
+      x.format == ActivationFormat::kInt8 && x.groups == nullptr && signs.block == 0;
   if (at_once) {
     x.quantize_normed(table, job, j);
   } else {
@@ -167,7 +169,9 @@ void Products::enter_input(int64_t j, const NormJob& job, int i, const StageInpu
     std::memcpy(to.side_rows[i] + with.place(j) * job.n, job.y,
                 static_cast<size_t>(float_bytes(job.n)));
   }
-  if (!at_once) x.quantize(table, job.y, j);
+  if (at_once) return;
+  signs.turn(table, job.type, job.n, job.y);  // LoRA's factors read the row as it was
+  x.quantize(table, job.y, j);
 }
 
 LoraProjection Products::side(const Part& part, const StageInput& from) const {

@@ -46,6 +46,7 @@ void Binding::linear(const char* key, int64_t rows, int64_t k, Linear& to) {
   to.weight = source.linear(to.name, rows, k, to.scaled);
   const std::string norm = to.name + ".rms_norm.weight";
   to.norm = source.has(norm) ? source.floats(norm, k) : nullptr;
+  to.signs = source.signs(to.name, k);
   to.lora.assign(static_cast<size_t>(adapters_), LoraWeight{});
   for (const Linear* other : linears_) {
     if (other->name == to.name) keys.fail(key, "with a projection of its own", to.name + " again");
@@ -72,6 +73,9 @@ ActivationFormat Binding::input_of(std::initializer_list<const Linear*> linears)
     if ((other->norm == nullptr) != (first.norm == nullptr))
       throw ProgramError("expected " + other->name + " with a norm of its own if " + first.name +
                          " has one, got one norm of two");
+    if (first.norm == nullptr && !(other->signs == first.signs))
+      throw ProgramError("expected " + other->name + " with the signs of " + first.name +
+                         ", for they read the same tokens, got others");
   }
   const std::string name = keys.word("activation_format", "int8");
   ActivationFormat format = ActivationFormat::kInt8;
@@ -179,8 +183,9 @@ int64_t Program::rope_of(Keys& keys, int64_t head_dim) const {
   const std::string name = keys.word("rope");
   for (size_t i = 0; i < ropes_.size(); ++i) {
     if (ropes_[i].name != name) continue;
-    if (ropes_[i].dim != head_dim)
-      keys.fail("rope", "of dim " + std::to_string(head_dim), std::to_string(ropes_[i].dim));
+    if (ropes_[i].dim > head_dim)
+      keys.fail("rope", "of dim " + std::to_string(head_dim) + " at most",
+                std::to_string(ropes_[i].dim));
     return static_cast<int64_t>(i);
   }
   keys.fail("rope", "the name of a line rope above", name);
@@ -197,6 +202,13 @@ int64_t Program::add_attention(const Keys& keys, int64_t kv_heads, int64_t head_
   kv_heads_ = kv_heads;
   head_dim_ = head_dim;
   return attention_layers_++;
+}
+
+int64_t Program::add_delta_net(const Keys& keys, const DeltaShape& shape) {
+  if (state_layers_ != 0 && !(shape == delta_shape_))
+    keys.fail("key_heads", "and all sizes of a state as of the first such block", "others");
+  delta_shape_ = shape;
+  return state_layers_++;
 }
 
 int64_t Program::attention_kind(const AttentionKind& kind) {

@@ -16,6 +16,7 @@
 #include <string_view>
 #include <vector>
 
+#include "engine/delta_net.h"
 #include "engine/fused.h"
 #include "engine/head.h"
 #include "engine/lora.h"
@@ -31,6 +32,19 @@ class Program;
 inline constexpr int64_t kMostFeatures = int64_t{1} << 22;
 inline constexpr int64_t kMostRows = int64_t{1} << 40;
 
+// What turns the input of a rotated matrix: KernelTable::hadamard_row. block 0: nothing does.
+struct Signs {
+  const float* data = nullptr;
+  int64_t block = 0;
+
+  void turn(const KernelTable& table, DType type, int64_t n, float* row) const {
+    if (block == 0) return;
+    table.hadamard_row(row, data, n, block, false, row);
+    table.round_row(type, row, n);
+  }
+  bool operator==(const Signs&) const = default;
+};
+
 // What a program's names stand for: csrc/ops answers with torch's tensors, tests with plain memory.
 // Each function checks what it finds and throws an exception that names it; the memory has to stay
 // as long as the program is used.
@@ -41,6 +55,11 @@ class TensorSource {
   // NAME.weight and NAME.weight_scale of a ternary matrix rows x k, and NAME.bias if there is one.
   // `scaled` becomes their projection, but for its weight and where its results go.
   virtual Weight linear(const std::string& name, int64_t rows, int64_t k, Projection& scaled) = 0;
+  // The signs of NAME's rotated input of k features, NAME.signs float32 [k / block, block]; none
+  // where there is no such tensor.
+  virtual Signs signs(const std::string& name, int64_t k) = 0;
+  // float32 [rows, n]
+  virtual const float* matrix(const std::string& name, int64_t rows, int64_t n) = 0;
   // float32 [n]
   virtual const float* floats(const std::string& name, int64_t n) = 0;
   // NAME.weight and NAME.scale as lm_head takes them: rows x k.
@@ -79,6 +98,7 @@ struct Linear {
   Weight weight;
   Projection scaled;             // but for its weight and where its results go
   const float* norm;             // [k], of its own input; null: none
+  Signs signs;                   // of its own input, behind the norm
   std::vector<LoraWeight> lora;  // of every adapter; rank 0: none here
 
   // The projection into `out`; `Linear` stays where it is.
@@ -158,6 +178,9 @@ class Program {
   int64_t kv_heads() const { return kv_heads_; }
   int64_t head_dim() const { return head_dim_; }
   const std::vector<AttentionKind>& attention_kinds() const { return attention_kinds_; }
+  // Of blocks with states, which are alike: how many, and of what shape.
+  int64_t state_layers() const { return state_layers_; }
+  const DeltaShape& delta_shape() const { return delta_shape_; }
   // What a row of the result is: logits of the vocabulary, or a state.
   int64_t out_features() const { return out_features_; }
   // Without a matrix, of no features, the result is the states.
@@ -168,6 +191,8 @@ class Program {
   int64_t rope_of(Keys& keys, int64_t head_dim) const;
   // The number of the attention block in the caches.
   int64_t add_attention(const Keys& keys, int64_t kv_heads, int64_t head_dim);
+  // The number of the block in the states.
+  int64_t add_delta_net(const Keys& keys, const DeltaShape& shape);
   // The number of a kind of attention, which is added where it is new.
   int64_t attention_kind(const AttentionKind& kind);
   void set_head(const HeadView& head, int64_t out_features);
@@ -186,6 +211,8 @@ class Program {
   std::vector<std::unique_ptr<Block>> blocks_;
   std::vector<Linear*> linears_;
   int64_t adapters_ = 0, attention_layers_ = 0, kv_heads_ = 0, head_dim_ = 0, last_mixer_ = -1;
+  int64_t state_layers_ = 0;
+  DeltaShape delta_shape_{};
   int64_t out_features_ = 0;  // 0: no head yet
   HeadView head_{};
 };

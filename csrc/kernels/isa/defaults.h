@@ -135,6 +135,8 @@ struct NoReg {};
 using Reg = NoReg;  // of float lanes: F32x16 itself; see defaults_float.inl
 constexpr int kRegs = 1;
 
+// Vectors of 16 columns of a recurrent state that delta_rule takes at once (delta/rule.inl).
+constexpr int kDeltaVectors = 1;
 // Rows of queries that meet a step of keys or values at once, where there are many of them.
 constexpr int kBlockRows = 4;
 // Rows whose softmax is taken side by side.
@@ -495,6 +497,7 @@ enum LaneDefaults {
   zero,
   pow2,
   times_pow2,
+  swapped,
   max_abs_bits,
   reduce_abs_bits,
   reduce_add,

@@ -47,6 +47,12 @@ inline V times_pow2(V p, V shifted) {
   const Lanes x = lanes_of(p), y = lanes_of(shifted);
   return make_lanes([&](int i) { return float_of(bits_of(x.at[i]) + (bits_of(y.at[i]) << 23)); });
 }
+// Lane i is lane i ^ kDistance of v; kDistance 1, 2, 4 or 8.
+template <int kDistance, class V>
+inline V swapped(V v) {
+  const Lanes x = lanes_of(v);
+  return make_lanes([&](int i) { return x.at[i ^ kDistance]; });
+}
 // Largest |x| so far, compared as bit patterns: exact, order-free, and NaN > infinity > finite.
 template <class V>
 inline V max_abs_bits(V acc, V x) {

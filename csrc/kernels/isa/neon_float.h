@@ -75,6 +75,15 @@ inline F32x16 times_pow2(F32x16 p, F32x16 shifted) {
     return vreinterpretq_f32_u32(vaddq_u32(vreinterpretq_u32_f32(p.v[i]), n));
   });
 }
+template <int kDistance>
+inline F32x16 swapped(F32x16 x) {
+  return map([&](int i) {
+    if constexpr (kDistance == 8) return x.v[i ^ 2];
+    if constexpr (kDistance == 4) return x.v[i ^ 1];
+    if constexpr (kDistance == 2) return vextq_f32(x.v[i], x.v[i], 2);
+    return vrev64q_f32(x.v[i]);
+  });
+}
 inline F32x16 max_abs_bits(F32x16 acc, F32x16 x) {
   return map([&](int i) {
     const uint32x4_t b = vandq_u32(vreinterpretq_u32_f32(x.v[i]), vdupq_n_u32(0x7fffffffu));
@@ -302,11 +311,11 @@ inline F32x16 load_of_pairs(const void* p) {
   });
 }
 
-BITNET_OVERRIDES(LaneSums, Reg, kRegs, kBlockRows, transpose_16, pow2, times_pow2, max_abs_bits,
-                 reduce_abs_bits, reduce_add, reduce_max, less_mask, where_greater, add_to_lanes,
-                 lanes_of_sums, from_i32_n, to_i8_n, load_bf16_n, load_f16_n, store_bf16_n,
-                 rounded_bf16, store_f16_n, load_e4m3_n, load_e5m2_n, reg, load_reg, reg_fma,
-                 reduce_eight, load_of_pairs)
+BITNET_OVERRIDES(LaneSums, Reg, kRegs, kBlockRows, transpose_16, pow2, times_pow2, swapped,
+                 max_abs_bits, reduce_abs_bits, reduce_add, reduce_max, less_mask, where_greater,
+                 add_to_lanes, lanes_of_sums, from_i32_n, to_i8_n, load_bf16_n, load_f16_n,
+                 store_bf16_n, rounded_bf16, store_f16_n, load_e4m3_n, load_e5m2_n, reg, load_reg,
+                 reg_fma, reduce_eight, load_of_pairs)
 
 }  // namespace
 }  // namespace bitnet::BITNET_ISA

@@ -68,6 +68,16 @@ inline __m256 max_abs_bits_half(__m256 acc, __m256 x) {
   const __m256i b = _mm256_and_si256(_mm256_castps_si256(x), _mm256_set1_epi32(0x7fffffff));
   return _mm256_castsi256_ps(_mm256_max_epi32(_mm256_castps_si256(acc), b));
 }
+template <int kDistance>
+inline F32x16 swapped(F32x16 x) {
+  if constexpr (kDistance == 8) return {x.hi, x.lo};
+  const auto in_half = [](__m256 v) {
+    if constexpr (kDistance == 4) return _mm256_permute2f128_ps(v, v, 1);
+    if constexpr (kDistance == 2) return _mm256_permute_ps(v, 0x4e);
+    return _mm256_permute_ps(v, 0xb1);
+  };
+  return {in_half(x.lo), in_half(x.hi)};
+}
 inline F32x16 max_abs_bits(F32x16 acc, F32x16 x) {
   return {max_abs_bits_half(acc.lo, x.lo), max_abs_bits_half(acc.hi, x.hi)};
 }
@@ -413,11 +423,11 @@ inline F32x16 load_of_pairs(const void* p) {
 }
 
 BITNET_OVERRIDES(count_bits, LaneSums, Reg, kRegs, kBlockRows, transpose_16, pow2, times_pow2,
-                 max_abs_bits, reduce_abs_bits, reduce_add, reduce_max, less_mask, where_greater,
-                 store_chosen, store_indices, add_to_lanes, lanes_of_sums, from_i32_n, to_i8_n,
-                 load_bf16_n, load_f16_n, store_bf16_n, rounded_bf16, cached_bf16, store_f16_n,
-                 load_e4m3_n, load_e5m2_n, reg, load_reg, reg_fma, load_mixed, mix, unmix,
-                 reduce_eight, load_of_pairs)
+                 swapped, max_abs_bits, reduce_abs_bits, reduce_add, reduce_max, less_mask,
+                 where_greater, store_chosen, store_indices, add_to_lanes, lanes_of_sums,
+                 from_i32_n, to_i8_n, load_bf16_n, load_f16_n, store_bf16_n, rounded_bf16,
+                 cached_bf16, store_f16_n, load_e4m3_n, load_e5m2_n, reg, load_reg, reg_fma,
+                 load_mixed, mix, unmix, reduce_eight, load_of_pairs)
 
 }  // namespace
 }  // namespace bitnet::BITNET_ISA

@@ -38,6 +38,13 @@ inline F32x16 times_pow2(F32x16 p, F32x16 shifted) {
   const __m512i n = _mm512_slli_epi32(_mm512_castps_si512(shifted.v), 23);
   return {_mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(p.v), n))};
 }
+template <int kDistance>
+inline F32x16 swapped(F32x16 x) {
+  if constexpr (kDistance == 8) return {_mm512_shuffle_f32x4(x.v, x.v, 0x4e)};
+  if constexpr (kDistance == 4) return {_mm512_shuffle_f32x4(x.v, x.v, 0xb1)};
+  if constexpr (kDistance == 2) return {_mm512_permute_ps(x.v, 0x4e)};
+  return {_mm512_permute_ps(x.v, 0xb1)};
+}
 inline F32x16 max_abs_bits(F32x16 acc, F32x16 x) {
   const __m512i b = _mm512_and_si512(_mm512_castps_si512(x.v), _mm512_set1_epi32(0x7fffffff));
   return {_mm512_castsi512_ps(_mm512_max_epi32(_mm512_castps_si512(acc.v), b))};
@@ -206,6 +213,7 @@ inline void reduce_eight(const Reg (&sums)[kRegs][8], float* out) {
 }
 
 constexpr int kBlockRows = 12;
+constexpr int kDeltaVectors = 2;
 
 // Quarter by quarter: 4 x 4 blocks of single lanes, then whole quarters.
 inline void transpose_16(const void* rows, int64_t row_bytes, float* to, int64_t stride) {
@@ -296,12 +304,12 @@ struct PairUnit {
   }
 };
 
-BITNET_OVERRIDES(count_bits, LaneSums, Reg, kRegs, kBlockRows, transpose_16, kPairTiles, PairUnit,
-                 pow2, times_pow2, max_abs_bits, reduce_abs_bits, reduce_add, reduce_max, less_mask,
-                 where_greater, store_indices, store_chosen, add_to_lanes, lanes_of_sums,
-                 from_i32_n, to_i8_n, load_bf16_n, load_f16_n, store_bf16_n, rounded_bf16,
-                 cached_bf16, store_f16_n, load_e4m3_n, load_e5m2_n, reg, load_reg, reg_fma,
-                 reduce_eight, load_of_pairs)
+BITNET_OVERRIDES(count_bits, LaneSums, Reg, kRegs, kBlockRows, kDeltaVectors, transpose_16,
+                 kPairTiles, PairUnit, pow2, times_pow2, swapped, max_abs_bits, reduce_abs_bits,
+                 reduce_add, reduce_max, less_mask, where_greater, store_indices, store_chosen,
+                 add_to_lanes, lanes_of_sums, from_i32_n, to_i8_n, load_bf16_n, load_f16_n,
+                 store_bf16_n, rounded_bf16, cached_bf16, store_f16_n, load_e4m3_n, load_e5m2_n,
+                 reg, load_reg, reg_fma, reduce_eight, load_of_pairs)
 
 }  // namespace
 }  // namespace bitnet::BITNET_ISA

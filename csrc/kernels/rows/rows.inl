@@ -271,6 +271,13 @@ void gelu_mul_row(const float* gate, const float* up, int64_t n, float* y) {
   }
 }
 
+void sigmoid_mul_row(const float* gate, const float* up, int64_t n, float* y) {
+  for_lanes(n, [&](int64_t i, int64_t count) BITNET_INLINE_LAMBDA {
+    const F32x16 denominator = add(set1(1.0f), exp_f32(sub(zero(), load_n(gate + i, count))));
+    store_n(y + i, div(load_n(up + i, count), denominator), count);
+  });
+}
+
 void rope_head(const float* x, const float* cos_sin, int64_t dim, float* y) {
   const int64_t half = dim / 2;
   for_lanes(half, [&](int64_t i, int64_t count) BITNET_INLINE_LAMBDA {

@@ -20,6 +20,9 @@ from bitnet_ops.nn.lora import LoraWeight, add_side_path
 # What puts keys and values F [..., KV, D] into the cache of an attention block, by its number, and
 # returns the attention of the queries F [..., H, D] over it, in their shape.
 Attend: TypeAlias = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+# What runs qkv F [..., C] and a, b f32 [..., HV] of a block delta_net, by its number and line, through
+# its convolution and its states, and returns f32 [..., HV * DV].
+Mix: TypeAlias = Callable[[int, Line, Tensor, Tensor, Tensor], Tensor]
 # Side paths by the name of their projection, and the rows of the tokens that take them; None: all.
 Side: TypeAlias = "tuple[Tensor | None, Mapping[str, LoraWeight]]"
 
@@ -40,14 +43,18 @@ class Composed:
     ropes: Mapping[str, tuple[Tensor, float]]
     attend: Attend
     sides: Sequence[Side] = ()
+    mix: Mix | None = None
 
     def run(self, x: Tensor) -> Tensor:
         """x f32 [..., hidden] behind all blocks but the head."""
-        attention_blocks = 0
+        attention_blocks = delta_blocks = 0
         for line in self.listing.blocks:
             if line.kind == "attention":
                 x = attention(self, line, attention_blocks, x)
                 attention_blocks += 1
+            elif line.kind == "delta_net":
+                x = delta_net(self, line, delta_blocks, x)
+                delta_blocks += 1
             elif line.kind == "mlp":
                 x = mlp(self, line, x)
         return x
@@ -82,15 +89,44 @@ class Composed:
 
 
 def attention(c: Composed, line: Line, number: int, x: Tensor) -> Tensor:
-    """x + post_norm(o(sub_norm(attention(rope(q), rope(k), v)))) of h = norm(x)."""
-    dim = line.integer("head_dim")
+    """x + post_norm(o(sub_norm(sigmoid(gate) * attention(rope(q), rope(k), v)))) of h = norm(x).
+
+    Without `output_gate` there is no gate.
+    """
+    dim, gated = line.integer("head_dim"), line.integer("output_gate")
     h = c.norm(line, "norm", c.rounded(x))
-    q, k, v = (c.project(line, key, h).unflatten(-1, (-1, dim)) for key in "qkv")
+    q, k, v = (c.project(line, key, h) for key in "qkv")
+    q, k, v = (
+        q.unflatten(-1, (-1, dim * (1 + gated))),
+        *(t.unflatten(-1, (-1, dim)) for t in (k, v)),
+    )
+    q, gate = q[..., :dim].contiguous(), q[..., dim:].flatten(-2)
     q, k = c.norm(line, "q_norm", q), c.norm(line, "k_norm", k)
-    where = c.positions, *c.ropes[str(line.keys["rope"])]
-    a = c.attend(number, ops.rope(q, *where), ops.rope(k, *where), v).flatten(-2)
+    q, k = (_turned(c, line, heads) for heads in (q, k))
+    a = c.attend(number, q, k, v).flatten(-2)
+    if gated:
+        a = ops.gated(gate, a, "sigmoid")
     y = c.project(line, "o", c.norm(line, "sub_norm", a, "sub_norm_eps"))
     return x + c.norm(line, "post_norm", y)
+
+
+def _turned(c: Composed, line: Line, heads: Tensor) -> Tensor:
+    """Heads by their positions, in the features for which the rope has frequencies."""
+    inv_freq, factor = c.ropes[str(line.keys["rope"])]
+    first, rest = heads.tensor_split([2 * len(inv_freq)], dim=-1)
+    first = ops.rope(first.contiguous(), c.positions, inv_freq, factor)
+    return torch.cat([first, rest], dim=-1) if rest.shape[-1] else first
+
+
+def delta_net(c: Composed, line: Line, number: int, x: Tensor) -> Tensor:
+    """x + out(gated_norm(heads) * silu(z)), heads of the delta rule, of h = norm(x)."""
+    assert c.mix is not None
+    h = c.norm(line, "norm", c.rounded(x))
+    qkv, z = c.project(line, "qkv", h), c.project(line, "z", h)
+    a, b = (ops.lm_head(h, c.module(str(line.keys[key])).weight) for key in "ab")
+    heads = c.mix(number, line, qkv, a, b).unflatten(-1, (-1, line.integer("value_dim")))
+    heads = c.norm(line, "gated_norm", heads).flatten(-2)
+    return x + c.project(line, "out", c.rounded(ops.gated(z.float(), heads, "silu")))
 
 
 def mlp(c: Composed, line: Line, x: Tensor) -> Tensor:

@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 
 from bitnet_ops import ops
-from bitnet_ops.config import ModelConfig
+from bitnet_ops.config import ModelConfig, Rotation
 from bitnet_ops.models.adapters import Adapters, PackedAdapter, scaled
 from bitnet_ops.models.composed import Composed
 from bitnet_ops.models.layer import ACTIVATION_DTYPES, DecoderLayer, Tensors, norm_weight
-from bitnet_ops.models.listing import GLOBAL_ROPE, LOCAL_ROPE, Listing, listing
+from bitnet_ops.models.listing import GLOBAL_ROPE, LOCAL_ROPE, Line, Listing, listing
 from bitnet_ops.models.program import Program, bind
 from bitnet_ops.models.step_batch import SequenceStep, StepBatch
+from bitnet_ops.models.tensors import ROTATION
 from bitnet_ops.nn.head import HeadWeight
 from bitnet_ops.nn.kv_cache import KVCache
 from bitnet_ops.nn.kv_pool import PagedPool
@@ -58,6 +59,11 @@ class _Body(Tracked):
             for i in range(config.num_hidden_layers)
         )
         self.norm = norm_weight(tensors["model.norm.weight"])
+        if config.rotation is not None:
+            self.rotation = Tracked()
+            for width, _ in config.rotation.blocks:
+                signs = norm_weight(tensors[f"{ROTATION}{width}.weight"])
+                self.rotation.add_module(str(width), signs)
         if config.scalings.logits != 1:  # exact where it is a power of 2
             self.norm = norm_weight(self.norm.weight / config.scalings.logits)
 
@@ -107,9 +113,19 @@ class Decoder(Tracked):
         self.model = _Body(config, tensors, head_format)
         if not config.tie_word_embeddings:
             self.lm_head = _matrix(tensors, "lm_head.weight", head_format)
+        if config.rotation is not None:
+            self._rotate(config.rotation)
         self.adapters = Adapters()
         self._bound = _Bound()
         self.eval()
+
+    def _rotate(self, rotation: Rotation) -> None:
+        """Share the signs of each input width among the matrices that are rotated."""
+        for name, module in self.named_modules():
+            if not isinstance(module, BitLinear | HeadWeight):
+                continue
+            if rotation.turns(name, width := module.in_features):
+                module.signs = self.get_buffer(f"{ROTATION}{width}.weight")
 
     def add_adapter(self, adapter: Adapter, name: str | None = None) -> None:
         """Load a LoRA adapter beside the ternary projections, for sequences that name it.
@@ -188,9 +204,13 @@ class Decoder(Tracked):
         cache = self._checked(input_ids, cache)
         rows, tokens = input_ids.shape
         kept = min(kept, tokens) or tokens  # 0 keeps everything
-        parts = zip(input_ids.tolist(), cache.prepare(tokens), cache.blocks, strict=True)
+        starts = cache.prepare(tokens)
+        parts = zip(input_ids.tolist(), starts, cache.blocks, cache.slots, strict=True)
         batch = StepBatch.of(
-            [SequenceStep(ids, start, blocks, kept, adapter) for ids, start, blocks in parts],
+            [
+                SequenceStep(ids, at, blocks, kept, adapter, (slot, 0, 0) if slot >= 0 else None)
+                for ids, at, blocks, slot in parts
+            ],
             cache.pool.block_size,
         )
         if rows > 1:  # by sequence, not by round
@@ -256,9 +276,22 @@ class Decoder(Tracked):
             scale, window = attention[i].number("scale"), attention[i].integer("window")
             return pool.attend(i, q, batch, scale, window)
 
+        def mix(i: int, line: Line, qkv: Tensor, a: Tensor, b: Tensor) -> Tensor:
+            assert pool.states is not None and batch.state_steps is not None
+            conv, a_log, dt_bias = (
+                self.get_buffer(str(line.keys[key]) + (".weight" if key == "conv" else ""))
+                for key in ("conv", "A_log", "dt_bias")
+            )
+            where = batch.query_start_loc, batch.seq_lens, batch.state_steps
+            heads = line.integer("key_heads"), line.integer("key_dim")
+            states = [*pool.states.tensors]
+            return ops.delta_net(qkv, a, b, conv, a_log, dt_bias, states, i, *where, *heads)
+
         owners = torch.repeat_interleave(batch.query_start_loc.diff())
         sides = self.adapters.sides(batch.adapter_names, owners)
-        composed = Composed(lines, self.get_submodule, batch.positions, self._ropes, attend, sides)
+        composed = Composed(
+            lines, self.get_submodule, batch.positions, self._ropes, attend, sides, mix
+        )
         x = composed.run(self._embed(batch.token_ids))
         return self._last_norm(x[batch.logit_rows])
 
@@ -294,8 +327,9 @@ class Decoder(Tracked):
     def summary(self) -> str:
         """One line for people: architecture, sizes, and how the weights lie in memory."""
         c, dtype = self.config, str(self.dtype).removeprefix("torch.")
+        linear = "" if c.delta_net is None else f" ({len(c.delta_net.layers)} of Gated DeltaNet)"
         return (
-            f"{c.model_type}, {c.num_hidden_layers} layers of {c.hidden_size}, "
+            f"{c.model_type}, {c.num_hidden_layers} layers of {c.hidden_size}{linear}, "
             f"{c.num_attention_heads} heads of {c.head_dim} ({c.num_key_value_heads} kv), "
             f"vocabulary {c.vocab_size}, context {c.max_position_embeddings}, {dtype}, "
             f"weights {self.weight_format}, head {self.head.head_format}"

@@ -15,7 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from bitnet_ops import ops
-from bitnet_ops.models.listing import NORM_KEYS, PROJECTION_KEYS, Line, Listing
+from bitnet_ops.models.listing import (
+    DENSE_KEYS,
+    NORM_KEYS,
+    PROJECTION_KEYS,
+    VECTOR_KEYS,
+    Line,
+    Listing,
+)
 from bitnet_ops.nn.head import HeadWeight
 from bitnet_ops.nn.linear import BitLinear
 from bitnet_ops.nn.packing import blocked_scales
@@ -75,6 +82,7 @@ class Program:
             self._features,
             adapters,
             pool.layout,
+            batch.state_steps,
         )
 
 
@@ -119,6 +127,13 @@ def bind(
             if (weight := norm._buffers.get("weight")) is None or weight.dtype != _FLOAT32:
                 return None
             tensors[f"{name}.weight"] = weight
+        for key in (*DENSE_KEYS, *VECTOR_KEYS):
+            if (name := line.name(key)) is None:
+                continue
+            whole = name if key in VECTOR_KEYS else f"{name}.weight"
+            if (dense := root.get_buffer(whole)).dtype != _FLOAT32:
+                return None
+            tensors[whole] = dense
     if (name := listing.blocks[-1].name("weight")) is not None:
         head = root.get_submodule(name)
         if type(head) is not HeadWeight:
@@ -126,6 +141,8 @@ def bind(
         tensors[f"{name}.weight"] = head.weight
         if head.scale is not None:
             tensors[f"{name}.scale"] = head.scale
+        if head.signs is not None:
+            tensors[f"{name}.signs"] = head.signs
     listing = Listing(listing.model, listing.ropes, tuple(blocks), listing.lora)
     return Program(listing, tensors, tuple(copied))
 
@@ -139,10 +156,14 @@ def _is_plain(module: nn.Module) -> bool:
 
 
 def _stages_agree(line: Line, root: nn.Module) -> bool:
-    """Whether projections of the same tokens have scales of groups of one size, or all none."""
-    for keys in (("q", "k", "v"), ("gate", "up")):
+    """Whether projections of the same tokens have scales of groups of one size, or all none.
+
+    And the same signs, if any.
+    """
+    for keys in (("q", "k", "v"), ("gate", "up"), ("qkv", "z")):
         names = [name for key in keys if (name := line.name(key)) is not None]
-        if len({root.get_submodule(name).group_size for name in names}) > 1:
+        found = {(m.group_size, id(m.signs)) for m in map(root.get_submodule, names)}
+        if len(found) > 1:
             return False
     return True
 
@@ -158,5 +179,7 @@ def _add_projection(
     tensors[f"{name}.weight_scale"] = scale
     if module.bias is not None:
         tensors[f"{name}.bias"] = module.bias
+    if module.signs is not None:
+        tensors[f"{name}.signs"] = module.signs
     if "rms_norm" in module._modules:
         tensors[f"{name}.rms_norm.weight"] = module.get_buffer("rms_norm.weight")

@@ -23,6 +23,8 @@ class SequenceStep(NamedTuple):
     blocks: its block table; it covers all positions up to the new ones.
     logits: of that many of its last tokens logits are wanted; 0 in the middle of a prompt.
     adapter: the name of its LoRA adapter, if any.
+    state: of a model with recurrent layers the slot of its state, how many of the drafts of its
+        last step it begins with, and how many of its last new tokens are drafts.
     """
 
     token_ids: Sequence[int]
@@ -30,6 +32,7 @@ class SequenceStep(NamedTuple):
     blocks: Sequence[int]
     logits: int = 1
     adapter: str | None = None
+    state: tuple[int, int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,7 @@ class StepBatch:
     logit_rows: [r], the tokens whose logits are wanted: in round k, for k = 0, 1, ..., token k of
         those wanted of every sequence that has so many, in their order (`logit_rounds`).
     adapters: for each sequence.
+    state_steps: [sequences, 3], `state` of each; None: of a model without recurrent layers.
     """
 
     token_ids: Tensor
@@ -53,6 +57,7 @@ class StepBatch:
     block_table: Tensor
     logit_rows: Tensor
     adapters: tuple[str | None, ...] = ()
+    state_steps: Tensor | None = None
 
     @property
     def adapter_names(self) -> tuple[str | None, ...]:
@@ -105,10 +110,12 @@ class StepBatch:
             block_table=views[6].view(-1, longest),
             logit_rows=views[5],
             adapters=tuple(s.adapter for s in sequences),
+            state_steps=_states_of(sequences),
         )
 
     def __repr__(self) -> str:
-        shapes = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "adapters"}
+        tensors = {f.name: getattr(self, f.name) for f in fields(self)}
+        shapes = {name: t for name, t in tensors.items() if isinstance(t, Tensor)}
         return f"StepBatch({', '.join(f'{k} {list(v.shape)}' for k, v in shapes.items())})"
 
 
@@ -120,6 +127,12 @@ def logit_rounds(wanted: Sequence[int]) -> list[list[int]]:
     return [
         [i for i, count in enumerate(wanted) if count > k] for k in range(max(wanted, default=0))
     ]
+
+
+def _states_of(sequences: Sequence[SequenceStep]) -> Tensor | None:
+    if sequences[0].state is None:
+        return None
+    return torch.tensor([s.state for s in sequences], dtype=torch.int64)
 
 
 def _reject_tokens(i: int, s: SequenceStep) -> None:

@@ -23,7 +23,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from bitnet_ops.errors import BitNetError
-from bitnet_ops.nn.kv_config import KVCacheConfig
+from bitnet_ops.nn.kv_config import CacheCapacityError, KVCacheConfig
 from bitnet_ops.nn.kv_pool import KVPool
 
 _ROOT = b"bitnet_ops prefix"
@@ -307,9 +307,11 @@ class BlockStore:
         self.pool = _reserve(config)
         self._allocator = BlockAllocator(self.pool.blocks)
         self._sequences = 0
+        states = self.pool.states
+        self._free_slots = [] if states is None else [*reversed(range(states.slots))]
         # A finalizer may run between any two lines, also of this class: it only leaves the blocks
         # here, and whoever comes next gives them back.
-        self.dropped: deque[list[int]] = deque()
+        self.dropped: deque[tuple[list[int], int]] = deque()
         self._lock = threading.Lock()
 
     @contextmanager
@@ -318,19 +320,34 @@ class BlockStore:
         with self._lock:
             while self.dropped:
                 self._sequences -= 1
-                self._allocator.free(self.dropped.popleft())
+                blocks, slot = self.dropped.popleft()
+                self._allocator.free(blocks)
+                if slot >= 0:
+                    self._free_slots.append(slot)
             yield self._allocator
 
     def enter(self, shared: Sequence[int] = ()) -> SequenceBlocks:
         """A new sequence that begins with `shared` blocks of another."""
         with self.books() as allocator:
+            slot = self._take_slot()
             self._sequences += 1
             wanted = min(self._sequences * self._per_sequence, self.pool.max_blocks)
             if (more := wanted - self.pool.blocks) > 0:
                 self.pool.grow(more)
                 allocator.add_blocks(more)
             allocator.share(shared)
-            return SequenceBlocks(self, shared)
+            return SequenceBlocks(self, shared, slot)
+
+    def _take_slot(self) -> int:
+        """Of a model with recurrent layers where the new sequence's state lies; else -1."""
+        if self.pool.states is None:
+            return -1
+        if not self._free_slots:
+            raise CacheCapacityError(
+                f"KVCache: expected at most {self.pool.states.slots} sequences and forks of a "
+                "model with recurrent layers, got one more; drop some, or make another cache"
+            )
+        return self._free_slots.pop()
 
     def counts(self) -> tuple[int, int]:
         """Blocks in use and free ones."""
@@ -344,23 +361,37 @@ class BlockStore:
 
 
 class SequenceBlocks:
-    """Which blocks hold the positions of a sequence, in their order, and its `length`."""
+    """Which blocks hold the positions of a sequence, in their order, and its `length`.
 
-    def __init__(self, store: BlockStore, blocks: Sequence[int]) -> None:
-        self.store, self.blocks, self.length = store, [*blocks], 0
+    slot: where its state lies in the pool's states, -1: it has none.
+    """
+
+    def __init__(self, store: BlockStore, blocks: Sequence[int], slot: int = -1) -> None:
+        self.store, self.blocks, self.length, self.slot = store, [*blocks], 0, slot
 
     def __del__(self) -> None:
-        self.store.dropped.append(self.blocks)
+        self.store.dropped.append((self.blocks, self.slot))
 
     def fork(self) -> SequenceBlocks:
         """A sequence with the same contents, which shares the blocks."""
         used = -(-self.length // self.store.pool.block_size)
         twin = self.store.enter(self.blocks[:used])
         twin.length = self.length
+        if self.store.pool.states is not None:
+            self.store.pool.states.copy(self.slot, twin.slot)
         return twin
 
     def truncate(self, length: int) -> None:
-        """Hold at most `length` positions, and no block behind them."""
+        """Hold at most `length` positions, and no block behind them.
+
+        Raises CacheCapacityError where that is in the middle of a sequence with a state.
+        """
+        if self.slot >= 0 and 0 < length < self.length:
+            raise CacheCapacityError(
+                f"KVCache: expected to keep all {self.length} positions or none, got {length}; the "
+                "state of recurrent layers cannot go back: fork the cache before what may be "
+                "taken back"
+            )
         self.length = min(self.length, length)
         kept = -(-self.length // self.store.pool.block_size)
         if kept < len(self.blocks):
@@ -420,7 +451,8 @@ def _reserve(config: KVCacheConfig) -> KVPool:
     blocks = config.own_blocks
     most = blocks * (1 + _FORKS) if config.blocks is None else blocks
     form = config.block_size, config.torch_dtype
+    slots = config.batch * (1 + _FORKS)
     try:
-        return KVPool(config, blocks, *form, max_blocks=most)
+        return KVPool(config, blocks, *form, max_blocks=most, state_slots=slots)
     except MemoryError:  # a system that counts addresses as memory
-        return KVPool(config, blocks, *form)
+        return KVPool(config, blocks, *form, state_slots=config.batch + 1)

@@ -28,11 +28,12 @@ class HeadWeight(Tracked):
 
     Buffers: `weight` F [V, K], or int8 or int4 codes as `ops.quantize_head` returns them, or a
     ternary matrix in any layout, these with their `scale`, else None. The row of id n is the weight
-    itself, or code * scale.
+    itself, or code * scale. `signs`: of a matrix that is rotated along K, as BitLinear has them.
     """
 
     weight: Tensor
     scale: Tensor | None
+    signs: Tensor | None
 
     def __init__(
         self, weight: Tensor, scale: Tensor | None, out_features: int, in_features: int
@@ -40,6 +41,7 @@ class HeadWeight(Tracked):
         super().__init__()
         self.register_buffer("weight", weight)
         self.register_buffer("scale", scale)
+        self.register_buffer("signs", None, persistent=False)
         self.out_features, self.in_features = out_features, in_features
 
     @classmethod
@@ -81,18 +83,23 @@ class HeadWeight(Tracked):
     def forward(self, x: Tensor) -> Tensor:
         """Logits f32 [..., V] of x F [..., K]."""
         shape = self.out_features, self.in_features
+        if self.signs is not None:
+            x = ops.hadamard(x, self.signs)
         return ops.lm_head(x, self.weight, self.scale, shape)
 
     def embed(self, ids: Tensor) -> Tensor:
         """Rows f32 [..., K] of ids int64 [...]. Raises RuntimeError for an id out of range."""
         shape = self.out_features, self.in_features
-        return ops.embedding(ids, self.weight, self.scale, shape)
+        rows = ops.embedding(ids, self.weight, self.scale, shape)
+        return rows if self.signs is None else ops.hadamard(rows, self.signs, inverse=True)
 
     def _apply(self, fn: Cast, recurse: bool = True) -> HeadWeight:
         # Codes and scales are the format's: casting the model casts a dense head alone.
         dtype_after(fn, torch.float32, tuple(_NAMES), "HeadWeight")
-        weight, scale = self.weight, self.scale
+        weight, scale, signs = self.weight, self.scale, self.signs
         super()._apply(fn, recurse)
+        if signs is not None and self.signs is not None:
+            self.signs = same_dtype(signs, self.signs)
         if scale is not None and self.scale is not None:
             self.weight = same_dtype(weight, self.weight)
             self.scale = same_dtype(scale, self.scale)

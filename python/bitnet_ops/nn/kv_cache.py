@@ -31,6 +31,7 @@ from bitnet_ops.nn.storage import KVType
 # in a file: what KVPool.stored calls them
 _SAVED = {"key_cache": "key", "value_cache": "value", "key_scale": "key_scale",
           "value_scale": "value_scale"}  # fmt: skip
+_STATES = "recurrent", "inputs"  # what StatePool.stored calls them
 
 
 class KVCache:
@@ -155,6 +156,11 @@ class KVCache:
         """Of each sequence the blocks that its positions lie in, in order; to be read only."""
         return [row.blocks for row in self._rows]
 
+    @property
+    def slots(self) -> list[int]:
+        """Of each sequence where its state lies in `pool.states`, -1: it has none."""
+        return [row.slot for row in self._rows]
+
     def prepare(self, new_tokens: int) -> list[int]:
         """Let every sequence write that many positions into its blocks; where each begins.
 
@@ -189,7 +195,8 @@ class KVCache:
         """Forget the positions from `length` on in every sequence that has them.
 
         length: one for all sequences, or one for each. Blocks without positions become free.
-        Raises ValueError for a negative length, or for as many as there are no sequences.
+        Raises ValueError for a negative length, or for as many as there are no sequences,
+        CacheCapacityError for a part of a sequence with a recurrent state.
         """
         ends = torch.as_tensor(length, dtype=torch.int64)
         if ends.shape not in ((), (self.batch,)):
@@ -313,6 +320,9 @@ class KVCache:
             for i, row in enumerate(rows):
                 whole[:, i, :, : row[part].shape[2]] = row[part]
             tensors[name] = whole
+        if (states := self.pool.states) is not None:
+            parts = [states.stored(row.slot) for row in self._rows]
+            tensors |= {name: torch.stack([part[name] for part in parts]) for name in _STATES}
         with atomic_file(path) as file:
             file.write(save(tensors))
 
@@ -336,11 +346,14 @@ class KVCache:
                 if name in found
             }
             self.pool.store(row.blocks, parts)
+            if self.pool.states is not None:
+                self.pool.states.store(row.slot, {name: found[name][i] for name in _STATES})
 
     def _check_saved(self, found: Mapping[str, Tensor], path: object) -> list[int]:
         """The lengths of the saved sequences, once all of them are known to fit."""
         names = [*_SAVED] if self.type.has_scales else ["key_cache", "value_cache"]
-        if found.keys() != (wanted := {*names, "lengths"}):
+        states = () if self.pool.states is None else _STATES
+        if found.keys() != (wanted := {*names, *states, "lengths"}):
             raise ValueError(
                 f"KVCache: expected the tensors {', '.join(sorted(wanted))} in {path}, got "
                 f"{', '.join(sorted(found))}"
@@ -356,6 +369,12 @@ class KVCache:
                 raise ValueError(
                     f"KVCache: expected {name} {dtype} {shape} in {path}, got "
                     f"{found[name].dtype} {list(found[name].shape)}"
+                )
+        for name, part in self.pool.states.stored(0).items() if self.pool.states else ():
+            shape = [self.batch, *part.shape]
+            if name in _STATES and [*found[name].shape] != shape:
+                raise ValueError(
+                    f"KVCache: expected {name} {shape} in {path}, got {[*found[name].shape]}"
                 )
         if longest > self.max_len or len(lengths) != self.batch or min(lengths) < 0:
             raise CacheCapacityError(
@@ -385,4 +404,5 @@ def _config_of(
         config.head_dim,
         KVCacheDtype(TYPE_OF[dtype].name),
         batch,
+        delta_net=config.delta_net,
     )

@@ -8,6 +8,7 @@ from typing import Protocol
 
 import torch
 
+from bitnet_ops.config.hybrid import DeltaNet
 from bitnet_ops.errors import BitNetError
 from bitnet_ops.nn.storage import DEFAULT_KV_TYPE, KV_TYPES
 
@@ -26,6 +27,8 @@ class KVSizes(Protocol):
     def num_key_value_heads(self) -> int: ...
     @property
     def head_dim(self) -> int: ...
+    @property
+    def delta_net(self) -> DeltaNet | None: ...
 
 
 def bytes_of_block(sizes: KVSizes, block_size: int, dtype: torch.dtype) -> int:
@@ -73,6 +76,7 @@ class KVCacheConfig:
         batch: number of sequences.
         block_size: positions of a block, the piece in which a sequence gets memory; 16 to 128 are
             usual.
+        delta_net: the recurrent layers of the model, if it has any.
         blocks: how many blocks the cache and its forks have together; None: as many as each
             sequence of each of them needs at its longest.
     Raises ValueError for a size below 1, or for an unknown dtype.
@@ -86,11 +90,12 @@ class KVCacheConfig:
     batch: int = 1
     block_size: int = DEFAULT_BLOCK_SIZE
     blocks: int | None = None
+    delta_net: DeltaNet | None = None
 
     def __post_init__(self) -> None:
         for field in fields(self):
             name, value = field.name, getattr(self, field.name)
-            if name == "dtype" or (name == "blocks" and value is None):
+            if name in ("dtype", "delta_net") or (name == "blocks" and value is None):
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(

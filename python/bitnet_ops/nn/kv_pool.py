@@ -8,15 +8,14 @@ sampling or text.
 
 from __future__ import annotations
 
-import math
-import mmap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from bitnet_ops import _runtime, ops
+from bitnet_ops import ops
+from bitnet_ops.memory.reserved import Reserved
 from bitnet_ops.nn.kv_config import (
     DEFAULT_BLOCK_SIZE,
     DEFAULT_KV_DTYPE,
@@ -25,6 +24,7 @@ from bitnet_ops.nn.kv_config import (
     bytes_of_block,
     kv_dtype_of,
 )
+from bitnet_ops.nn.state_pool import StatePool
 
 # Layout "panels" ----------------------------------------------------------------------------------
 
@@ -66,16 +66,12 @@ def panels_of_rows(rows: Tensor, *, keys: bool) -> Tensor:
 
 # Pools --------------------------------------------------------------------------------------------
 
-_HUGE_PAGE = 2 << 20
 _ROWS = "key", "value"
 _NAMES = *_ROWS, "key_scale", "value_scale"
-# Without it the system may refuse to reserve more than there is memory, written or not. Linux' own
-# number for the Pythons whose mmap does not name it.
-_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 
 
 class _Memory:
-    """Numbers [layers, max_blocks, *block] of anonymous memory, reserved but not touched.
+    """Numbers [layers, max_blocks, *block] of reserved memory.
 
     In memory a block has all its layers one behind the other: one stretch, which a few huge pages
     hold and which goes back to the system as a whole. With the layers outermost the first position
@@ -84,29 +80,8 @@ class _Memory:
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         layers, max_blocks, *block = shape
-        nbytes = math.prod(shape) * dtype.itemsize
-        # Private: of shared memory the system would take nothing back.
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
-        try:
-            self._map = mmap.mmap(-1, nbytes, flags=flags)
-        except (OSError, OverflowError) as error:
-            raise MemoryError(
-                f"KVPool: expected {nbytes >> 20} MiB of address space, got: {error}; make "
-                "max_blocks smaller"
-            ) from None
-        numbers = torch.frombuffer(self._map, dtype=dtype)
-        self.tensor = numbers.view(max_blocks, layers, *block).transpose(0, 1)
-        self.block_bytes = nbytes // max_blocks
-        if nbytes >= _HUGE_PAGE:
-            _runtime.prepare_pages(numbers.data_ptr(), nbytes)
-
-    def release(self, begin: int, end: int) -> None:
-        """Give the memory of blocks [begin, end) back, except pages shared with other blocks."""
-        page = mmap.PAGESIZE
-        start = -(-begin * self.block_bytes // page) * page
-        stop = end * self.block_bytes // page * page
-        if start < stop:
-            self._map.madvise(mmap.MADV_DONTNEED, start, stop - start)
+        memory = Reserved(max_blocks, (layers, *block), dtype)
+        self.tensor, self.release = memory.tensor.transpose(0, 1), memory.release
 
 
 class Attended(Protocol):
@@ -132,13 +107,15 @@ class PagedPool:
     # keys with one number of blocks beside values with another are no pool.
     _caches: tuple[Tensor, ...]
     layout: str = "rows"
+    states: StatePool | None = None  # of a model with recurrent layers
 
     def caches(self) -> list[Tensor]:
         """The tensors that a model's step writes, as `ops.model_step` takes them.
 
-        Keys and values, and of int8 pools their scales. All of one moment.
+        Keys and values, and of int8 pools their scales, all of one moment; behind them the states
+        of a model with recurrent layers.
         """
-        return list(self._caches)
+        return [*self._caches, *(self.states.tensors if self.states is not None else ())]
 
     @property
     def key_pool(self) -> Tensor:
@@ -262,6 +239,7 @@ class KVPool(PagedPool):
         block_size: positions of a block, at least 1; 16 to 128 are usual.
         dtype: one of KV_DTYPES' values.
         max_blocks: how many blocks `grow` can reach; `blocks` unless given. Address space only.
+        state_slots: of a model with recurrent layers, how many sequences have a state.
         layout: "rows" or "panels"; unless given, panels where they are possible: of bfloat16 and
             int8, if block_size and head_dim are multiples of 16.
     Contents are not initialised. Raises ValueError on anything else, MemoryError without address
@@ -277,6 +255,7 @@ class KVPool(PagedPool):
         *,
         max_blocks: int | None = None,
         layout: str | None = None,
+        state_slots: int = 1,
     ) -> None:
         dtype = kv_dtype_of(dtype, "KVPool: expected dtype")
         max_blocks = blocks if max_blocks is None else max_blocks
@@ -304,6 +283,8 @@ class KVPool(PagedPool):
         has_scales = self.type.has_scales
         self._scales = [_Memory(shape[:-1], torch.float32) for _ in "kv"] if has_scales else []
         self._set_views()
+        if config.delta_net is not None:
+            self.states = StatePool(config.delta_net, state_slots)
 
     def _set_views(self) -> None:
         n = slice(self.blocks)

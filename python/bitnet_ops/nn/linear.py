@@ -84,6 +84,7 @@ class BitLinear(Tracked):
         self.register_buffer(
             "bias", torch.zeros(out_features, dtype=torch.float32) if bias else None
         )
+        self.register_buffer("signs", None, persistent=False)
         self.repack(weight_format)
 
     @classmethod
@@ -107,7 +108,16 @@ class BitLinear(Tracked):
                 f"BitLinear: expected bias [{packed.out_features}], got {list(bias.shape)}"
             )
         layer.register_buffer("bias", bias)
+        layer.register_buffer("signs", None, persistent=False)
         return layer
+
+    def rotate(self, signs: Tensor | None) -> None:
+        """Turn the input by a Hadamard transform before the product, for weights that are rotated.
+
+        signs: float32 [K / block, block] of +-1, as `ops.hadamard` takes them; shared, and no part
+        of a state_dict. None: leave the input as it is.
+        """
+        self.signs = signs
 
     @classmethod
     def from_float(
@@ -165,13 +175,17 @@ class BitLinear(Tracked):
         """
         shape = self.out_features, self.in_features
         weight, scale = self.weight, self.weight_scale
+        if self.signs is not None:
+            x = ops.hadamard(x, self.signs)
         return ops.linear(x, weight, scale, self.bias, shape, self.activation_format)
 
     def _apply(self, fn: Cast, recurse: bool = True) -> BitLinear:
         # Codes and scales are the format's: casting the layer casts its bias alone.
         dtype_after(fn, torch.float32, _ACTIVATIONS, "BitLinear")
-        weight, scale = self.weight, self.weight_scale
+        weight, scale, signs = self.weight, self.weight_scale, self.signs
         super()._apply(fn, recurse)
+        if signs is not None and self.signs is not None:
+            self.signs = same_dtype(signs, self.signs)
         self.weight = same_dtype(weight, self.weight)
         self.weight_scale = same_dtype(scale, self.weight_scale)
         return self

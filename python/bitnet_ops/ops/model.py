@@ -15,6 +15,7 @@ __all__ = [
     "mlp_forward",
     "paged_attention",
     "paged_cache_update",
+    "delta_net",
     "bind_program",
     "model_step",
     "release_program",
@@ -209,6 +210,63 @@ def paged_cache_update(
 
 
 @operator
+def delta_net(
+    qkv: Tensor,
+    a: Tensor,
+    b: Tensor,
+    conv: Tensor,
+    A_log: Tensor,  # noqa: N803  (Hugging Face's name)
+    dt_bias: Tensor,
+    states: list[Tensor],
+    layer: int,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    state_steps: Tensor,
+    key_heads: int,
+    key_dim: int,
+) -> Tensor:
+    """Gated DeltaNet on any sequences' new tokens: convolution, gates and delta rule over states.
+
+    Channels of qkv are the queries and keys of key_heads heads of key_dim features, then the values
+    of HV heads of DV. `y_t = silu(sum_j conv[j] * qkv_{t - kernel + 1 + j})`, causal, zeros before
+    the start; queries and keys of a head are brought to length 1 (`x / sqrt(sum x^2 + 1e-6)`),
+    queries divided by sqrt(DK); `decay = exp(-exp(A_log) * softplus(a + dt_bias))`, `beta =
+    sigmoid(b)`. Of a value head n with the queries and keys of head n // (HV / key_heads) and the
+    state S [DK, DV], for every token:
+
+        e = beta * (v - decay * S^T k);  S <- decay * S + k e^T;  out = S^T q
+
+    All in float32, sums over the rows of S in ascending order, token by token: so a token's result
+    does not depend on how a prompt was split or what else is in the batch. The last tokens of a
+    sequence may be drafts: its state stays that in front of them, and the next step follows as many
+    of them as it says. A draft that turned out wrong costs nothing, one that was right one pass.
+
+    Args:
+        qkv: F [tokens, C], one sequence's tokens behind the other's.
+        a, b: float32 [tokens, HV].
+        conv: float32 [kernel, C], kernel from 2 to 8, the last row that of the current token.
+        A_log, dt_bias: float32 [HV].
+        states: float32, contiguous: the recurrent states [slots, layers, HV, DV / 32, DK, 32],
+            columns in slabs of 32; the last inputs of the convolution [slots, layers, kernel - 1 +
+            drafts, C], oldest first; what is kept of drafts [slots, layers, drafts, HV, DV / 32,
+            DK + 48]. DK and DV are multiples of 32 up to 256. All are mutated.
+        layer: whose states.
+        query_start_loc, seq_lens: as `paged_attention` takes them. A sequence whose first new token
+            stands at position 0 begins without a state, whatever its slot holds.
+        state_steps: int64 [n, 3], of each sequence its slot, how many drafts of its last step to
+            follow first, and how many of its new tokens, the last ones, are drafts.
+        key_heads, key_dim: heads of queries and keys, and DK.
+    Returns:
+        float32 [tokens, HV * DV].
+    Raises:
+        RuntimeError: a wrong dtype or shape, a slot that is not there or is given twice, more
+            drafts than there is room for, states that overlap what is read.
+    Source: Gated Delta Networks, arXiv 2412.06464; transformers Qwen3_5GatedDeltaNet.
+    """
+    return a.new_empty([qkv.shape[0], qkv.shape[1] - 2 * key_heads * key_dim])
+
+
+@operator
 def bind_program(program: str, names: str, tensors: list[Tensor]) -> Tensor:
     """Parse a model program and bind its names to tensors: once, for any number of `model_step`s.
 
@@ -261,6 +319,7 @@ def model_step(
     out_features: int,
     adapters: Tensor | None = None,
     layout: str = "rows",
+    state_steps: Tensor | None = None,
 ) -> Tensor:
     """All blocks of a program on the new tokens of any sequences: one call, one parallel region.
 
@@ -276,7 +335,8 @@ def model_step(
         caches: a key pool and a value pool, float32, bfloat16, float16, float8 or int8 [layers,
             blocks, block_size, KV, D] with any strides but a contiguous D, a layer for each
             attention block; of int8 pools their scales float32 [layers, blocks, block_size, KV]
-            too. All are mutated.
+            too; behind them, of a program with blocks delta_net, the three states of `delta_net`.
+            All are mutated.
         positions: int64 or int32 [tokens], where each token stands, for the rotation.
         slot_mapping: int64 or int32 [tokens], all different: where the token's key and value go,
             block * block_size + position in the block.
@@ -287,6 +347,7 @@ def model_step(
         adapters: int64 or int32 [sequences], the number of each one's LoRA adapter in the program,
             -1: none; None: no sequence has one.
         layout: "rows" or "panels", as `paged_attention` takes it.
+        state_steps: as `delta_net` takes it, of a program with such blocks; else None.
     Returns:
         float32 [r, V], the logits.
     Raises:

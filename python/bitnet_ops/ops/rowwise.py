@@ -12,6 +12,8 @@ __all__ = [
     "relu2_mul",
     "silu_and_mul",
     "gelu_tanh_and_mul",
+    "gated",
+    "hadamard",
     "rope",
 ]
 
@@ -103,6 +105,43 @@ def gelu_tanh_and_mul(x: Tensor) -> Tensor:
         Gemma3MLP.
     """
     return x.new_empty([*x.shape[:-1], x.shape[-1] // 2])
+
+
+@operator
+def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    """A gated product: `activation(gate) * up`, in float32, rounded once.
+
+    Args:
+        gate, up: F [..., K], of one dtype and shape.
+        activation: "relu2", "silu", "gelu_pytorch_tanh" or "sigmoid" (`1 / (1 + exp(-gate))`).
+    Returns:
+        gate.dtype [..., K].
+    Raises:
+        RuntimeError: shapes or dtypes that differ, another activation.
+    Source: as `relu2_mul`, `silu_and_mul`, `gelu_tanh_and_mul`; the output gate of attention in
+        Qwen3.5.
+    """
+    return gate.new_empty(gate.shape)
+
+
+@operator
+def hadamard(x: Tensor, signs: Tensor, inverse: bool = False) -> Tensor:
+    """Turn each block of features by a Walsh-Hadamard matrix and signs, in float32, rounded once.
+
+    `H (signs * x)`, or with `inverse`, which undoes it, `signs * (H x)`. H is normalised, in
+    Sylvester's order: `H[i, j] = (-1)^popcount(i & j) / sqrt(B)`.
+
+    Args:
+        x: F [..., K].
+        signs: float32 [K / B, B] of +-1; B a power of two, at least 16, that divides K.
+        inverse: undo it.
+    Returns:
+        x.dtype [..., K].
+    Raises:
+        RuntimeError: a wrong dtype or shape, another block.
+    Source: QuIP#, arXiv 2402.04396; QuaRot, arXiv 2404.00456; the order of Bonsai 2's files.
+    """
+    return x.new_empty(x.shape)
 
 
 @operator
