@@ -20,8 +20,8 @@ from bitnet_ops.nn.lora import LoraWeight, add_side_path
 # What puts keys and values F [..., KV, D] into the cache of an attention block, by its number, and
 # returns the attention of the queries F [..., H, D] over it, in their shape.
 Attend: TypeAlias = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-# What runs qkv F [..., C] and a, b f32 [..., HV] of a block delta_net, by its number and line, through
-# its convolution and its states, and returns f32 [..., HV * DV].
+# What runs qkv F [..., C] and a, b f32 [..., HV] of a block delta_net, by its number and its line,
+# through its convolution and its states, and returns f32 [..., HV * DV].
 Mix: TypeAlias = Callable[[int, Line, Tensor, Tensor, Tensor], Tensor]
 # Side paths by the name of their projection, and the rows of the tokens that take them; None: all.
 Side: TypeAlias = "tuple[Tensor | None, Mapping[str, LoraWeight]]"

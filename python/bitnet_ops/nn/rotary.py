@@ -18,7 +18,7 @@ from bitnet_ops.config import ModelConfig, RopeScaling
 
 
 class Rotary(NamedTuple):
-    """inv_freq: f32 [head_dim / 2]. attention_factor: multiplies cosines and sines."""
+    """inv_freq: f32 [rotary_dim / 2]. attention_factor: multiplies cosines and sines."""
 
     inv_freq: Tensor
     attention_factor: float
@@ -27,7 +27,7 @@ class Rotary(NamedTuple):
 def rotary(config: ModelConfig) -> Rotary:
     """The table of a model."""
     scaling, theta = config.rope_scaling, config.rope_theta
-    powers = _powers(theta, config.head_dim)
+    powers = _powers(theta, config.rotary_dim)
     if scaling is None:
         return Rotary(1.0 / powers, 1.0)
     if scaling.kind == "linear":
@@ -43,7 +43,7 @@ def rotary(config: ModelConfig) -> Rotary:
 def local_rotary(config: ModelConfig) -> Tensor | None:
     """The frequencies of the layers with a base of their own, whose attention factor is 1."""
     theta = config.scalings.local_theta
-    return None if theta is None else 1.0 / _powers(theta, config.head_dim)
+    return None if theta is None else 1.0 / _powers(theta, config.rotary_dim)
 
 
 def _powers(theta: float, head_dim: int) -> Tensor:
