@@ -114,7 +114,7 @@ def test_forks_beyond_the_addresses_share_what_there_is() -> None:
 def test_without_addresses_for_forks_a_cache_is_made_all_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def scarce(*arguments: Any, max_blocks: int | None = None) -> KVPool:
+    def scarce(*arguments: Any, max_blocks: int | None = None, state_slots: int = 1) -> KVPool:
         if max_blocks is not None:
             raise MemoryError("no addresses")
         return KVPool(*arguments)
