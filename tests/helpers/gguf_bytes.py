@@ -84,24 +84,20 @@ def i2s(codes: np.ndarray, scale: float, layout: str = "a", rubbish: bytes = b"\
 
 
 def ptq1_0(codes: np.ndarray, scales: np.ndarray) -> bytes:
-    """int8 codes [N, K] and float scales [N, K / 128] as Prism's PTQ1_0, byte by byte.
+    """int8 codes [N, K] and float scales [N, K / 128] as Prism's PTQ1_0, block by block.
 
     Five weights a byte, the first the most significant digit of a fraction of 243; which five, says
     `_PTQ1_RUNS`. The last two bytes hold four, one place higher. The scale comes last.
     """
-    out = b""
-    for row, row_scales in zip(codes, scales, strict=True):
-        for j, scale in enumerate(row_scales):
-            digits = [int(c) + 1 for c in row[j * 128 : (j + 1) * 128]]
-            body = []
-            for first, stride, count in _PTQ1_RUNS:
-                number = 0
-                for n in range(count):
-                    number = 3 * number + digits[first + n * stride]
-                number *= 3 ** (5 - count)
-                body.append(-(-number * 256 // 243))
-            out += bytes(body) + struct.pack("<e", scale)
-    return out
+    digits = codes.reshape(*scales.shape, 128).astype(np.int64) + 1
+    body = []
+    for first, stride, count in _PTQ1_RUNS:
+        number = np.zeros(scales.shape, dtype=np.int64)
+        for n in range(count):
+            number = 3 * number + digits[:, :, first + n * stride]
+        number *= 3 ** (5 - count)
+        body.append(-(-number * 256 // 243))
+    return _blocks(np.stack(body, axis=2), _halves(scales))
 
 
 # of every byte: its first weight, how far the next one is, how many there are
@@ -114,11 +110,15 @@ _PTQ1_RUNS = [
 
 def q2_0(codes: np.ndarray, scales: np.ndarray, block: int = 64) -> bytes:
     """int8 codes [N, K] and float scales [N, K / block] as Q2_0, block by block."""
-    out = b""
-    for row, row_scales in zip(codes, scales, strict=True):
-        for j, scale in enumerate(row_scales):
-            fields = [int(c) + 1 for c in row[j * block : (j + 1) * block]]
-            quads = [fields[i : i + 4] for i in range(0, block, 4)]
-            body = bytes(a | b << 2 | c << 4 | d << 6 for a, b, c, d in quads)
-            out += struct.pack("<e", scale) + body
-    return out
+    scales = np.asarray(scales)
+    quads = (codes.reshape(*scales.shape, block // 4, 4) + 1).astype(np.uint8)
+    return _blocks(_halves(scales), (quads << np.array([0, 2, 4, 6], dtype=np.uint8)).sum(axis=3))
+
+
+def _halves(scales: np.ndarray) -> np.ndarray:
+    """uint8 [N, blocks, 2]: every scale as float16."""
+    return np.asarray(scales).astype("<f2")[:, :, None].view(np.uint8)
+
+
+def _blocks(*parts: np.ndarray) -> bytes:
+    return np.concatenate([part.astype(np.uint8) for part in parts], axis=2).tobytes()

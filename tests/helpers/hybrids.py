@@ -11,6 +11,7 @@
     converted_config(made)             the config.json beside them, with the private block
     write_unpacked(folder, made)       safetensors, nested or flat (of unrotated models)
     write_mlx(folder, made)            an MLX package: prism_hadamard_qwen35, or plain qwen3_5
+    gguf_file(made, "PQ2_0")           bytes of a file of the architecture qwen35
 
 Sizes are small but of the published proportions: every fourth layer has attention, a key head has
 three value heads or one. It must never import bitnet_ops.
@@ -27,6 +28,8 @@ import numpy as np
 import torch
 from safetensors.numpy import save_file as save_numpy
 from safetensors.torch import save_file
+
+from gguf_bytes import gguf, key, ptq1_0, q2_0
 
 GROUP = 128
 EPS, THETA, KERNEL = 1e-6, 10000000.0, 4
@@ -346,3 +349,146 @@ def mlx_words(codes: np.ndarray) -> np.ndarray:
     """int8 codes [N, K] -> uint32 [N, K / 16]: weight j in bits 2 (j mod 16) of word j / 16."""
     fields = (codes + 1).astype(np.uint32).reshape(len(codes), -1, 16)
     return (fields << np.arange(0, 32, 2, dtype=np.uint32)).sum(axis=2, dtype=np.uint32)
+
+
+# GGUF ---------------------------------------------------------------------------------------------
+
+# type -> (number, weights that share a scale); 0: plain values
+TYPES = {"PQ2_0": (142, 128), "PTQ1_0": (143, 128), "Q2_0": (42, 64), "Q2_0_128": (42, 128),
+         "F16": (1, 0), "BF16": (30, 0), "F32": (0, 0)}  # fmt: skip
+NAMES = {
+    "model.embed_tokens": "token_embd", "lm_head": "output", "model.norm": "output_norm",
+    "input_layernorm": "attn_norm", "post_attention_layernorm": "post_attention_norm",
+    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm", "linear_attn.in_proj_qkv": "attn_qkv",
+    "linear_attn.in_proj_z": "attn_gate", "linear_attn.in_proj_a": "ssm_alpha",
+    "linear_attn.in_proj_b": "ssm_beta", "linear_attn.conv1d": "ssm_conv1d",
+    "linear_attn.norm": "ssm_norm", "linear_attn.out_proj": "ssm_out",
+    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+}  # fmt: skip
+
+
+def gguf_name(name: str) -> str:
+    """Of a module or of a whole tensor."""
+    stem = name.removesuffix(".weight")
+    if stem in NAMES:
+        return f"{NAMES[stem]}.weight"
+    _, _, layer, rest = stem.split(".", 3)
+    whole = {"linear_attn.A_log": "ssm_a", "linear_attn.dt_bias": "ssm_dt.bias"}
+    return f"blk.{layer}.{whole.get(rest) or NAMES[rest] + '.weight'}"
+
+
+def tiled(sizes: Sizes, name: str, value: np.ndarray) -> np.ndarray:
+    """Rows as llama.cpp's converter moves them: value heads go round the key heads."""
+    parts = ("in_proj_z", "in_proj_a", "in_proj_b", "A_log", "dt_bias", "in_proj_qkv", "conv1d")
+    if not any(part in name for part in parts):
+        return value
+    keep = 2 * sizes.keys if "qkv" in name or "conv1d" in name else 0
+    heads = value[keep:].reshape(sizes.key_heads, -1, (len(value) - keep) // sizes.value_heads,
+                                 *value.shape[1:])  # fmt: skip
+    moved = heads.swapaxes(0, 1).reshape(value[keep:].shape)
+    return np.concatenate([value[:keep], moved])
+
+
+def packed(kind: str, codes: np.ndarray, scales: np.ndarray) -> bytes:
+    block = TYPES[kind][1]
+    if kind == "PTQ1_0":
+        return ptq1_0(codes, scales)
+    if block:
+        return q2_0(codes, np.repeat(scales, GROUP // block, axis=1), block)
+    return plain(kind, codes * np.repeat(scales.astype(np.float32), GROUP, axis=1))
+
+
+def plain(kind: str, values: np.ndarray) -> bytes:
+    if kind == "BF16":
+        return torch.from_numpy(values.copy()).bfloat16().view(torch.int16).numpy().tobytes()
+    return values.astype({"F32": "<f4", "F16": "<f2"}[kind]).tobytes()
+
+
+Tensors = list[tuple[str, tuple[int, ...], int, bytes]]
+
+
+def gguf_tensors(made: Hybrid, kind: str, gates: str = "F32") -> Tensors:
+    """Ternary matrices as `kind`, alpha and beta as `gates`, all else as F32."""
+    found: Tensors = []
+    for module, codes in made.codes.items():
+        codes, scales = (tiled(made.sizes, module, part) for part in (codes, made.scales[module]))
+        if module.endswith("out_proj") and not made.signs:  # whole groups: a head has 128 columns
+            heads = (made.sizes.key_heads, -1, made.sizes.dim)
+            codes = codes.reshape(len(codes), *heads).swapaxes(1, 2).reshape(codes.shape)
+            groups = scales.reshape(len(codes), made.sizes.key_heads, -1).swapaxes(1, 2)
+            scales = groups.reshape(scales.shape)
+        content = packed(kind, codes, scales)
+        found.append((gguf_name(module), codes.shape, TYPES[kind][0], content))
+    for name, value in made.dense.items():
+        value = tiled(made.sizes, name, multiplies(name, value))
+        if name.endswith("conv1d.weight"):
+            value = value[:, 0]
+        if name.endswith("A_log"):
+            value = -np.exp(value)
+        form = gates if "in_proj" in name else "F32"
+        content = plain(form, value)
+        found.append((gguf_name(name), value.shape, TYPES[form][0], content))
+    return found
+
+
+def gguf_metadata(made: Hybrid) -> dict[str, tuple[str, Any]]:
+    """key -> (type, value), as PrismML's fork writes them."""
+    s, sections = made.sizes, text_config(made)["rope_parameters"]["mrope_section"]
+    own: dict[str, tuple[str, Any]] = {
+        "block_count": ("u32", s.layers), "context_length": ("u32", 4096),
+        "embedding_length": ("u32", s.hidden), "feed_forward_length": ("u32", s.inter),
+        "attention.head_count": ("u32", s.heads), "attention.head_count_kv": ("u32", s.kv_heads),
+        "attention.key_length": ("u32", s.head_dim), "attention.value_length": ("u32", s.head_dim),
+        "attention.layer_norm_rms_epsilon": ("f32", EPS), "rope.freq_base": ("f32", THETA),
+        "rope.dimension_count": ("u32", s.head_dim // 4),
+        "rope.dimension_sections": ("[i32]", [*sections, 0]), "ssm.conv_kernel": ("u32", KERNEL),
+        "ssm.state_size": ("u32", s.dim), "ssm.group_count": ("u32", s.key_heads),
+        "ssm.time_step_rank": ("u32", s.value_heads), "ssm.inner_size": ("u32", s.values),
+        "full_attention_interval": ("u32", 4),
+    }  # fmt: skip
+    found = {"general.architecture": ("str", "qwen35"), "general.file_type": ("u32", 41)}
+    found["tokenizer.ggml.eos_token_id"] = ("u32", s.vocab - 2)
+    found |= {f"qwen35.{name}": value for name, value in own.items()}
+    if made.signs:
+        widths = list(made.signs)
+        values = [int(sign) for signs in made.signs.values() for sign in signs]
+        names = [gguf_name(n) for n in made.codes if n != "model.embed_tokens"]
+        rotation: dict[str, tuple[str, Any]] = {
+            "version": ("u32", 1), "block_size": ("u32", s.block),
+            "transform": ("str", "normalized-sylvester-walsh-hadamard"),
+            "axis": ("str", "input-last-dimension"), "sign_mode": ("str", "explicit"),
+            "sign_widths": ("[i32]", widths), "sign_values": ("[i32]", values),
+            "weight_names": ("[str]", names),
+            "inverse_weight_names": ("[str]", ["token_embd.weight"]),
+            "gdn_v_grouped": ("bool", True),
+        }  # fmt: skip
+        found |= {f"prism.hadamard.{name}": value for name, value in rotation.items()}
+    return found
+
+
+def gguf_file(
+    made: Hybrid, kind: str = "PQ2_0", *, gates: str = "F32", drafts: bool = False, **change: Any
+) -> bytes:
+    """`drafts`: with a block that drafts tokens, its matrices Q8_0, and a tower's tensors.
+
+    `change`: of keys, (type, value) or None, under their names with "__" for dots.
+    """
+    keys, tensors = gguf_metadata(made), gguf_tensors(made, kind, gates)
+    if drafts:
+        layers = made.sizes.layers
+        keys["qwen35.block_count"] = ("u32", layers + 1)
+        keys["qwen35.nextn_predict_layers"] = ("u32", 1)
+        keys["qwen35.vision.block_count"] = ("u32", 2)
+        for name in ("nextn.eh_proj", "attn_q"):
+            tensors.append((f"blk.{layers}.{name}.weight", (2, 64), 8, bytes(2 * 2 * 34)))
+        tensors.append(("v.patch_embd.weight", (4,), 0, bytes(16)))
+    keys |= {name.replace("__", "."): value for name, value in change.items()}
+    return gguf([key(name, *v) for name, v in keys.items() if v is not None], tensors)
+
+
+def write_gguf(folder: Path, made: Hybrid, kind: str = "PQ2_0", **options: Any) -> Path:
+    folder.mkdir(parents=True)
+    (folder / f"{kind}.gguf").write_bytes(gguf_file(made, kind, **options))
+    return folder / f"{kind}.gguf"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 from bitnet_ops.config.values import MOST_LAYERS, flag, integer, number, reject
 
@@ -210,7 +210,7 @@ def read_rotary_dim(config: Mapping[str, Any], head_dim: int) -> tuple[int, Mapp
     return dim, plain
 
 
-def is_block(size: object) -> bool:
+def is_block(size: object) -> TypeGuard[int]:
     """Whether blocks of that size can be turned: a power of two."""
     return type(size) is int and 2 <= size <= _MOST_BLOCK and not size & (size - 1)
 

@@ -17,6 +17,7 @@ import numpy as np
 from bitnet_ops.config import RopeScaling
 from bitnet_ops.config.families import FAMILIES, Family
 from bitnet_ops.config.scalings import FULL, SLIDING
+from bitnet_ops.convert import hybrid
 from bitnet_ops.convert.errors import listed, reject
 from bitnet_ops.convert.gguf_tokenizer import LLAMA3_TOKEN
 from bitnet_ops.formats.gguf import OXIBONSAI_KEYS, is_strings
@@ -150,11 +151,20 @@ class Architecture:
     @property
     def layer_names(self) -> dict[str, str]:
         """Names of a layer's tensors, GGUF -> Hugging Face."""
+        shared = _LAYER
+        if self.family.hybrid:  # which has another name for the norm before the MLP
+            shared = {ours: hf for ours, hf in _LAYER.items() if ours != "ffn_norm"}
         return {
-            **_LAYER,
+            **shared,
             **(_SUB_NORMS if self.family.sub_norms else {}),
             **(_QK_NORMS if self.family.qk_norm else {}),
+            **(hybrid.GGUF_NAMES if self.family.hybrid else {}),
         }
+
+    @property
+    def whole_names(self) -> dict[str, str]:
+        """Names of tensors that do not end as others do, GGUF -> Hugging Face."""
+        return hybrid.GGUF_WHOLE_NAMES if self.family.hybrid else {}
 
     @property
     def config(self) -> dict[str, Any]:
@@ -247,6 +257,11 @@ def architecture_of(metadata: Mapping[str, Any]) -> Architecture:
     return ARCHITECTURES[name]
 
 
+def decoder_layers(metadata: Mapping[str, Any], architecture: Architecture) -> int:
+    """Layers of the decoder, without those that draft tokens."""
+    return hybrid.gguf_layers(_Keys(metadata, architecture))
+
+
 def hf_config(
     metadata: Mapping[str, Any],
     architecture: Architecture,
@@ -259,7 +274,7 @@ def hf_config(
     `vocab_size`: the number of rows of the embedding; `factors`: the values of the tensors that
     stretch rotary embedding, by name.
     """
-    keys = _Keys(metadata, architecture.name)
+    keys = _Keys(metadata, architecture)
     keys.reject_other_maths()
     remarks: list[str] = []
     stated = keys.integer("vocab_size", vocab_size)
@@ -275,7 +290,7 @@ def hf_config(
         "num_hidden_layers": keys.integer("block_count"),
         "num_attention_heads": heads,
         "num_key_value_heads": keys.per_layer("attention.head_count_kv", heads),
-        "head_dim": keys.head_dim(hidden, heads),
+        "head_dim": keys.head_dim(hidden, heads, partial=architecture.family.hybrid),
         "rms_norm_eps": keys.decimal("attention.layer_norm_rms_epsilon"),
         "max_position_embeddings": keys.integer("context_length"),
         "tie_word_embeddings": tied,
@@ -284,6 +299,9 @@ def hf_config(
     if architecture.family.scalings == "minicpm":
         config |= keys.minicpm(hidden, config["num_hidden_layers"])
     config |= keys.windows(architecture.family, config["num_hidden_layers"])
+    if architecture.family.hybrid:
+        config |= hybrid.gguf_config(keys, config["head_dim"])
+        remarks += keys.tower()
     if "rope.freq_base" not in keys:
         remarks.append("rope.freq_base is absent: 10000, as llama.cpp takes it")
     config["rope_theta"] = keys.decimal("rope.freq_base", 10000.0)
@@ -330,6 +348,10 @@ def generation_settings(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 def hf_name(name: str, architecture: Architecture) -> str | None:
     """The Hugging Face name of a tensor, None for one that the architecture does not have."""
+    layer, _, inside = name.removeprefix("blk.").partition(".")
+    whole = architecture.whole_names.get(inside)
+    if whole is not None and name.startswith("blk.") and layer.isascii() and layer.isdigit():
+        return f"model.layers.{int(layer)}.{whole}"
     stem, _, kind = name.rpartition(".")
     if kind not in ("weight", "bias", "scale"):
         return None
@@ -348,7 +370,11 @@ def gguf_name(name: str, architecture: Architecture) -> str:
     top = {hf: ours for ours, hf in _TOP.items()}
     if stem in top:
         return f"{top[stem]}.{kind}"
-    _, _, layer, inner = stem.split(".", 3)
+    whole = {hf: ours for ours, hf in architecture.whole_names.items()}
+    _, _, layer, inner = name.split(".", 3)
+    if inner in whole:
+        return f"blk.{layer}.{whole[inner]}"
+    inner = inner.removesuffix(f".{kind}")
     names = {hf: ours for ours, hf in architecture.layer_names.items()}
     return f"blk.{layer}.{names[inner]}.{kind}"
 
@@ -367,8 +393,9 @@ def head_rows(rows: int, head_dim: int) -> np.ndarray[Any, np.dtype[np.int64]]:
 class _Keys:
     """The keys of one architecture, each checked as it is read."""
 
-    def __init__(self, metadata: Mapping[str, Any], architecture: str) -> None:
-        self._metadata, self._prefix = metadata, architecture
+    def __init__(self, metadata: Mapping[str, Any], architecture: Architecture) -> None:
+        self._metadata, self._prefix = metadata, architecture.name
+        self._hybrid = architecture.family.hybrid
 
     def name(self, key: str) -> str:
         return f"{self._prefix}.{key}"
@@ -382,11 +409,29 @@ class _Keys:
             reject("gguf-metadata", f"{self.name(key)} in the metadata", "no such key")
         return value
 
-    def integer(self, key: str, default: int | None = None) -> int:
+    def integer(self, key: str, default: int | None = None, *, least: int = 1) -> int:
         value = self._get(key, default)
-        if type(value) is not int or not 0 < value < 2**31:
+        if type(value) is not int or not least <= value < 2**31:
             reject("gguf-metadata", f"{self.name(key)} as a positive integer", repr(value)[:60])
         return value
+
+    def array(self, key: str) -> list[Any] | None:
+        """An array of integers or flags, None where there is none."""
+        value = self._metadata.get(self.name(key))
+        if value is None:
+            return None
+        if not isinstance(value, np.ndarray) or value.dtype.kind not in "biu":
+            reject("gguf-metadata", f"{self.name(key)} as an array of integers", repr(value)[:60])
+        return value.tolist()
+
+    def tower(self) -> list[str]:
+        """A remark on keys of a tower for images."""
+        keys = [key for key in self._metadata if key.startswith(self._tower)]
+        return [f"{len(keys)} keys of a tower for images ignored"] if keys else []
+
+    @property
+    def _tower(self) -> tuple[str, ...]:
+        return (self.name("vision."), "clip.") if self._hybrid else ()
 
     def text(self, key: str, default: str) -> str:
         value = self._get(key, default)
@@ -412,9 +457,13 @@ class _Keys:
             reject("gguf-metadata", f"{self.name(key)} as a number above 0", repr(value)[:60])
         return shortest(float(value))
 
-    def head_dim(self, hidden: int, heads: int) -> int:
-        """The size of a head, which three keys may state; they must agree."""
-        keys = ("attention.key_length", "attention.value_length", "rope.dimension_count")
+    def head_dim(self, hidden: int, heads: int, *, partial: bool = False) -> int:
+        """The size of a head, which three keys may state; they must agree.
+
+        `partial`: the third states how much of it is turned.
+        """
+        keys = ["attention.key_length", "attention.value_length"]
+        keys += [] if partial else ["rope.dimension_count"]
         stated = {self.name(key): self.integer(key) for key in keys if key in self}
         if not stated and hidden % heads == 0:
             return hidden // heads
@@ -476,10 +525,12 @@ class _Keys:
     def reject_other_maths(self) -> None:
         """Reject every key that asks for other maths or that is not known to leave it alone."""
         own = SCALING_KEYS if self._prefix == "minicpm" else frozenset()
+        own |= hybrid.GGUF_KEYS if self._hybrid else frozenset()
+        beside = hybrid.HADAMARD_KEYS if self._hybrid else frozenset()
         unknown = []
         for full, value in self._metadata.items():
             key = full.removeprefix(f"{self._prefix}.")
-            if full.startswith(_NAMESPACES) or full in OXIBONSAI_KEYS:
+            if full.startswith((*_NAMESPACES, *self._tower)) or full in {*OXIBONSAI_KEYS, *beside}:
                 continue
             if key != full and (key in _READ or key in _HARMLESS or key in own):
                 continue

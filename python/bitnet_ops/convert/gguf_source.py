@@ -20,7 +20,10 @@ import torch
 from torch import Tensor
 
 from bitnet_ops import ops
+from bitnet_ops.config import ModelConfig
+from bitnet_ops.config.hybrid import written_rotation
 from bitnet_ops.config.scheme import Scheme, Storage
+from bitnet_ops.convert import hybrid
 from bitnet_ops.convert.checkpoint import copy_files
 from bitnet_ops.convert.errors import ConvertError, listed, reject
 from bitnet_ops.convert.gguf_config import (
@@ -28,6 +31,7 @@ from bitnet_ops.convert.gguf_config import (
     PERMUTED,
     Architecture,
     architecture_of,
+    decoder_layers,
     generation_settings,
     gguf_name,
     head_rows,
@@ -37,13 +41,14 @@ from bitnet_ops.convert.gguf_config import (
 )
 from bitnet_ops.convert.gguf_tokenizer import tokenizer_files
 from bitnet_ops.convert.source import EMBEDDING, HEAD, Plan, Source, Ternary, Uneven, model_of
-from bitnet_ops.convert.ternary import SPREAD, check_finite
+from bitnet_ops.convert.ternary import SPREAD, check_finite, from_ternary, looks_ternary
 from bitnet_ops.formats import gguf_layouts as layouts
 from bitnet_ops.formats.destination import TOKENIZER_FILES
 from bitnet_ops.formats.gguf import MAX_TENSORS, GgufError, Reader, TensorInfo, is_strings
 from bitnet_ops.formats.gguf_layouts import I2S_LAYOUTS
 from bitnet_ops.loading.generation_config import GENERATION_CONFIG
 from bitnet_ops.models import TensorSpec, expected_tensors
+from bitnet_ops.models.tensors import ROTATION
 from bitnet_ops.nn.packing import BLOCK, MIN_SCALE
 
 EXACT_NAMES, EXACT_SCALES = "bitnet_ops.scale_names", "bitnet_ops.scales"
@@ -71,29 +76,37 @@ class GgufSource(Source):
         self.path, self.nbytes, self.reader = reader.path, reader.size, reader
         self.i2s_layout, self._assume_online, self._tokenizer = i2s_layout, assume_online, tokenizer
         self.architecture = architecture_of(reader.metadata)
-        self.infos, factors = _named(reader, self.architecture)
+        self.infos, factors, beside = _named(reader, self.architecture)
         if EMBEDDING not in self.infos or len(self.infos[EMBEDDING].shape) != 2:
             reject("missing-tensor", "token_embd.weight, a matrix", "no such tensor")
         vocab_size, tied = self.infos[EMBEDDING].shape[0], HEAD not in self.infos
         config, more = hf_config(reader.metadata, self.architecture, vocab_size, tied, factors)
         model = model_of(config)
+        self.rotation = self._read_rotation(model)
+        found: dict[str, Any] = {}
+        if self.rotation is not None:
+            found["rotation"] = written_rotation(self.rotation.rotation)
+            model = dataclasses.replace(model, rotation=self.rotation.rotation)
         specs = dict(expected_tensors(model))
-        _check_names(specs, self.infos, self.architecture)
-        for name, spec in specs.items():
-            if self.infos[name].shape != tuple(spec.shape):
-                found = f"{self.infos[name].type.name} {list(self.infos[name].shape)}"
-                reject("shape", f"{self.infos[name].name} of shape {list(spec.shape)}", found)
+        stored = {n: s for n, s in specs.items() if not n.startswith(ROTATION)}
+        _check_names(stored, self.infos, self.architecture)
+        for name, spec in stored.items():
+            info, shape = self.infos[name], tuple(spec.shape)
+            shape = shape[::-1] if name.endswith(hybrid.CONVOLUTION) else shape
+            if info.shape != shape:
+                form = f"{info.type.name} {list(info.shape)}"
+                reject("shape", f"{info.name} of shape {list(shape)}", form)
         self.exact_scales = _exact_scales(reader.metadata)  # by GGUF name
         ones = [n for n, v in factors.items() if set(v) == {1.0} and "rope_scaling" not in config]
         remarks = [f"{name} holds ones alone; ignored" for name in ones]
-        self.remarks = [*remarks, *more, *model.notes]
+        self.remarks = [*remarks, *more, *beside, *model.notes]
         kinds = _kinds(specs, self.infos)
         named = f"gguf {self.architecture.name}"
         self.plan = Plan(
             model,
             Scheme(Storage.GGUF, None, named, kinds, assumed=assume_online),
             specs,
-            {name: info.name for name, info in self.infos.items()},
+            {name: self.infos[name].name if name in self.infos else name for name in specs},
             config,
             {
                 "format_version": 1,
@@ -102,8 +115,21 @@ class GgufSource(Source):
                 **({"source_q2_block": q2_block} if q2_block else {}),
                 "source_architecture": self.architecture.name,
                 "converter_version": importlib.metadata.version("bitnet-ops"),
+                **found,
             },
         )
+
+    def _read_rotation(self, model: ModelConfig) -> hybrid.GgufRotation | None:
+        if not model.family.hybrid:
+            return None
+        specs = expected_tensors(model)
+        matrices = {
+            info.name: (name.removesuffix(".weight"), specs[name].shape[1])
+            for name, info in self.infos.items()
+            if name in specs and (specs[name].kind == "ternary" or specs[name].may_be_ternary)
+        }
+        tied = model.tie_word_embeddings
+        return hybrid.gguf_rotation(self.reader.metadata, matrices, model.delta_net, tied)
 
     @classmethod
     @contextmanager
@@ -128,7 +154,20 @@ class GgufSource(Source):
             raise ConvertError(f"gguf-{error.code}", f"convert: {error.message}") from error
 
     def dense(self, name: str) -> Tensor:
-        return dense(self.reader, self.infos[name])
+        if self.rotation is not None and name.startswith(ROTATION):
+            return self.rotation.tensor(name)
+        tensor, net = dense(self.reader, self.infos[name]), self.plan.config.delta_net
+        return tensor if net is None else hybrid.from_gguf(name, tensor, net)
+
+    def row_order(self, name: str) -> np.ndarray[Any, np.dtype[np.int64]] | None:
+        """For every row of a matrix here the row in the file; None: in order."""
+        config, rows = self.plan.config, self.infos[name].shape[0]
+        if self.architecture.permuted and name.endswith(PERMUTED):
+            if rows % config.head_dim or config.head_dim % 2:
+                expected = f"{self.infos[name].name} of whole heads of {config.head_dim} rows"
+                reject("shape", expected, f"{rows} rows")
+            return head_rows(rows, config.head_dim)
+        return None if config.delta_net is None else hybrid.tiled_rows(name, config.delta_net)
 
     def ternary(self, name: str) -> Ternary:
         info, factor = self.infos[name], 1.0
@@ -138,15 +177,21 @@ class GgufSource(Source):
                 form = f"{scale_info.type.name} {list(scale_info.shape)}"
                 reject("group-scales", f"one scale in {scale_info.name}", form)
             factor = float(dense(self.reader, scale_info))
-        permuted = self.architecture.permuted and name.endswith(PERMUTED)
-        return ternary(
+        found = ternary(
             self.reader,
             info,
             i2s_layout=self.i2s_layout,
             factor=factor,
             exact_scale=self.exact_scales.get(info.name),
-            head_dim=self.plan.config.head_dim if permuted else None,
+            order=self.row_order(name),
             assume_online=self._assume_online,
+        )
+        net = self.plan.config.delta_net
+        if net is None:
+            return found
+        columns = hybrid.tiled_columns(name, net, self.plan.config.rotation)
+        return (
+            found if columns is None else hybrid.with_columns(found, columns, net.value_dim, name)
         )
 
     def unwritten_rows(self, name: str) -> int:
@@ -157,7 +202,8 @@ class GgufSource(Source):
         return int((~rows.any(axis=1)).sum())
 
     def release(self, name: str) -> None:
-        self.reader.release(self.infos[name].name)
+        if name in self.infos:
+            self.reader.release(self.infos[name].name)
 
     def finish(self, folder: Path) -> list[str]:
         files = self._write_tokenizer(folder)
@@ -196,10 +242,17 @@ class GgufSource(Source):
 
 def _named(
     reader: Reader, architecture: Architecture
-) -> tuple[dict[str, TensorInfo], dict[str, list[float]]]:
-    """The tensors by Hugging Face name, and the values of those that stretch rotary embedding."""
-    infos, unknown, factors = {}, [], {}
+) -> tuple[dict[str, TensorInfo], dict[str, list[float]], list[str]]:
+    """The tensors by Hugging Face name, the values of those that stretch rotary embedding, and a
+    remark on those that were left out.
+    """
+    infos, unknown, factors, beside = {}, [], {}, []
+    layers = decoder_layers(reader.metadata, architecture) if architecture.family.hybrid else 0
     for name, info in reader.tensors.items():
+        kind = hybrid.gguf_beside(name, layers) if architecture.family.hybrid else None
+        if kind is not None:
+            beside.append(kind)
+            continue
         if name in FACTOR_TENSORS:
             if info.type.name != "F32" or len(info.shape) != 1 or info.shape[0] > _MAX_FACTORS:
                 found = f"{info.type.name} {list(info.shape)}"
@@ -214,7 +267,7 @@ def _named(
     if unknown:
         reject("unknown-tensor", f"the tensors of {architecture.name} alone", listed(unknown),
                "this kind of model is not implemented")  # fmt: skip
-    return infos, factors
+    return infos, factors, hybrid.counted(beside)
 
 
 def _check_names(
@@ -276,14 +329,14 @@ def ternary(
     i2s_layout: str,
     factor: float = 1.0,
     exact_scale: float | None = None,
-    head_dim: int | None = None,
+    order: np.ndarray[Any, np.dtype[np.int64]] | None = None,
     assume_online: bool = False,
 ) -> Ternary:
     """The projection `info`.
 
     `factor`: of a `.scale` tensor beside it. `exact_scale`: the float32 scale that the file's
-    writer has left beside TQ blocks, whose own scale is float16. `head_dim`: undo the permutation
-    of q and k. `assume_online`: dense masters may be ternarised by absmean.
+    writer has left beside TQ blocks, whose own scale is float16. `order`: the stored row that
+    becomes each row. `assume_online`: dense masters may be ternarised by absmean.
     """
     n, k = info.shape
     if info.type.name in DENSE:
@@ -300,12 +353,10 @@ def ternary(
     rows, scale = found.rows, found.scale * factor
     if not (torch.isfinite(scale).all() and factor > 0 and scale.max() >= _SMALLEST):
         reject("bad-scale", f"a finite scale of {info.name} above zero", f"one times {factor}")
-    if head_dim is not None:
-        if n % head_dim or head_dim % 2:
-            reject("shape", f"{info.name} of whole heads of {head_dim} rows", f"{n} rows")
-        order = torch.from_numpy(head_rows(n, head_dim))
-        rows = rows[order]
-        scale = scale[order] if found.group_size else scale
+    if order is not None:
+        at = torch.from_numpy(order)
+        rows = rows[at]
+        scale = scale[at] if found.group_size or len(scale) == n > 1 else scale
     return dataclasses.replace(found, rows=rows, scale=scale)
 
 
@@ -376,10 +427,13 @@ def _from_dense(info: TensorInfo, tensor: Tensor, assume_online: bool) -> Ternar
         return Ternary(
             ops.pack(tensor.sign().to(torch.int8)), torch.tensor([scale], dtype=torch.float32)
         )
+    if not assume_online and looks_ternary(tensor):
+        codes, scales, group_size, uneven = from_ternary(info.name, tensor)
+        return Ternary(ops.pack(codes), scales, None, group_size, uneven=uneven)
     if not assume_online:
         reject(
             "gguf-not-ternary",
-            f"{info.name} with one magnitude beside zero",
+            f"{info.name} with one magnitude beside zero, of the matrix, a row or a group of 128",
             f"other values, as {info.type.name}",
             "if these are masters trained to be ternary, convert with --assume-online",
         )

@@ -9,20 +9,32 @@ never run. Sources: mlx-lm 0.32 `qwen3_5.py` and `prism_hadamard_qwen35.py`.
 
 from __future__ import annotations
 
+import dataclasses
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NoReturn
+from dataclasses import dataclass
+from typing import Any, NoReturn, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from bitnet_ops.config.hybrid import Rotation, is_block
+from bitnet_ops import ops
+from bitnet_ops.config.hybrid import FULL, LINEAR, DeltaNet, Rotation, is_block
+from bitnet_ops.config.values import MOST_LAYERS
 from bitnet_ops.convert.errors import listed, reject
+from bitnet_ops.convert.source import Ternary
+from bitnet_ops.formats.gguf import is_strings
 from bitnet_ops.models.tensors import ROTATION
+
+Indices = NDArray[np.int64]
 
 # Tensors of one name: whatever they are in a file, they stay float32 here.
 _FLOAT32 = ("in_proj_a.weight", "in_proj_b.weight", "conv1d.weight", "A_log", "dt_bias")
 CONVOLUTION, GATED_NORM = "linear_attn.conv1d.weight", "linear_attn.norm.weight"
 _PREFIXES = (("model.language_model.", "model."), ("language_model.", ""))
+TOWER, DRAFTS = "a tower for images", "layers that draft tokens"
 _TOWER = ("model.visual.", "visual.", "vision_tower.")
 _DRAFTS = ("mtp.", "model.mtp.")
 
@@ -43,9 +55,14 @@ def _without_prefix(name: str) -> str:
 def left_out(names: Iterable[str]) -> list[str]:
     """A remark on the tensors of a checkpoint beside its decoder, if there are any."""
     plain = [_without_prefix(name) for name in names]
-    kinds = {"a tower for images": _TOWER, "layers that draft tokens": _DRAFTS}
-    counts = {kind: sum(n.startswith(parts) for n in plain) for kind, parts in kinds.items()}
-    found = [f"{count} of {kind}" for kind, count in counts.items() if count]
+    kinds = [TOWER if name.startswith(_TOWER) else DRAFTS for name in plain
+             if name.startswith((*_TOWER, *_DRAFTS))]  # fmt: skip
+    return counted(sorted(kinds))
+
+
+def counted(kinds: Iterable[str]) -> list[str]:
+    """A remark on tensors beside a decoder, one of `kinds` for each."""
+    found = [f"{count} of {kind}" for kind, count in Counter(kinds).items()]
     return [f"tensors left out: {', '.join(found)}"] if found else []
 
 
@@ -179,3 +196,267 @@ def rotation_shapes(rotation: Rotation | None) -> dict[str, tuple[int, int]]:
     """Names and shapes of the tensors that hold its signs."""
     blocks = () if rotation is None else rotation.blocks
     return {f"{ROTATION}{width}.weight": (width // block, block) for width, block in blocks}
+
+
+# GGUF: the architecture qwen35 --------------------------------------------------------------------
+
+# names of a layer's tensors beside those of other architectures, GGUF -> Hugging Face
+GGUF_NAMES = {
+    "post_attention_norm": "post_attention_layernorm",
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z",
+    "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
+}
+GGUF_WHOLE_NAMES = {"ssm_a": "linear_attn.A_log", "ssm_dt.bias": "linear_attn.dt_bias"}
+GGUF_KEYS = frozenset(
+    """ssm.conv_kernel ssm.state_size ssm.group_count ssm.time_step_rank ssm.inner_size
+    full_attention_interval attention.recurrent_layers nextn_predict_layers
+    rope.dimension_sections""".split()
+)
+_GGUF_TOWER = ("v.", "mm.")
+_INTERVAL = 4
+
+
+class _Keys(Protocol):
+    """The keys of one architecture (gguf_config.py)."""
+
+    def __contains__(self, key: str) -> bool: ...
+    def name(self, key: str) -> str: ...
+    def array(self, key: str) -> list[Any] | None: ...
+    def integer(self, key: str, default: int | None = None, *, least: int = 1) -> int: ...
+
+
+def gguf_config(keys: _Keys, head_dim: int) -> dict[str, Any]:
+    """What config.json has of a hybrid."""
+    layers, value_heads = gguf_layers(keys), keys.integer("ssm.time_step_rank")
+    inner = keys.integer("ssm.inner_size")
+    if inner % value_heads:
+        expected = f"{keys.name('ssm.inner_size')} as {value_heads} heads of one size"
+        reject("gguf-metadata", expected, str(inner))
+    turned = keys.integer("rope.dimension_count", head_dim)
+    sections = keys.array("rope.dimension_sections")
+    if sections is not None and (len(sections) > 4 or sum(sections) != turned // 2):
+        expected = f"{keys.name('rope.dimension_sections')} that add up to {turned // 2} pairs"
+        reject("gguf-maths", expected, str(sections)[:60], "other embeddings are not implemented")
+    return {
+        "num_hidden_layers": layers,
+        "layer_types": _gguf_kinds(keys, layers),
+        "linear_conv_kernel_dim": keys.integer("ssm.conv_kernel"),
+        "linear_key_head_dim": keys.integer("ssm.state_size"),
+        "linear_num_key_heads": keys.integer("ssm.group_count"),
+        "linear_num_value_heads": value_heads,
+        "linear_value_head_dim": inner // value_heads,
+        "partial_rotary_factor": turned / head_dim,
+    }
+
+
+def gguf_layers(keys: _Keys) -> int:
+    """Layers of the decoder; those that draft tokens count as blocks too, and come last."""
+    blocks = keys.integer("block_count")
+    drafts = keys.integer("nextn_predict_layers", 0, least=0)
+    if not 1 <= blocks - drafts <= MOST_LAYERS:
+        expected = f"1 to {MOST_LAYERS} layers by {keys.name('block_count')} and "
+        reject("gguf-metadata", expected + keys.name("nextn_predict_layers"), f"{blocks}, {drafts}")
+    return blocks - drafts
+
+
+def _gguf_kinds(keys: _Keys, layers: int) -> list[str]:
+    flags = keys.array("attention.recurrent_layers")
+    if flags is None:
+        interval = keys.integer("full_attention_interval", _INTERVAL)
+        flags = [(i + 1) % interval != 0 for i in range(layers)]
+    elif len(flags) not in (layers, keys.integer("block_count")) or any(
+        flag not in (0, 1) for flag in flags
+    ):
+        expected = f"{keys.name('attention.recurrent_layers')}, a flag for each of {layers} layers"
+        reject("gguf-metadata", expected, str(flags)[:60])
+    return [LINEAR if flag else FULL for flag in flags[:layers]]
+
+
+def gguf_beside(name: str, layers: int) -> str | None:
+    """What a tensor beside the decoder's `layers` belongs to; None for one of the decoder."""
+    if name.startswith(_GGUF_TOWER):
+        return TOWER
+    parts = name.split(".")
+    number = parts[1] if parts[0] == "blk" and len(parts) > 2 else ""
+    if number.isascii() and number.isdigit() and int(number) >= layers:
+        return DRAFTS
+    return None
+
+
+# llama.cpp tiles value heads: head key * r + j of Hugging Face's is head j * keys + key of a file,
+# where r value heads share a key head. Rotated columns of ssm_out are the exception.
+
+
+def tiled_rows(name: str, net: DeltaNet) -> Indices | None:
+    """For every row of a tensor here the row in a file that holds it; None: in order.
+
+    Of the convolution the channels, whatever side they lie on.
+    """
+    if net.key_heads == net.value_heads:
+        return None
+    heads = np.arange(net.value_heads).reshape(-1, net.key_heads).T.reshape(-1)
+    inside = name.removesuffix(".weight").rpartition("linear_attn.")[2]
+    if inside in ("in_proj_a", "in_proj_b", "A_log", "dt_bias"):
+        return heads
+    rows = (heads[:, None] * net.value_dim + np.arange(net.value_dim)).reshape(-1)
+    if inside == "in_proj_z":
+        return rows
+    if inside in ("in_proj_qkv", "conv1d"):
+        return np.concatenate([np.arange(2 * net.keys), 2 * net.keys + rows])
+    return None
+
+
+def tiled_columns(name: str, net: DeltaNet, rotation: Rotation | None) -> Indices | None:
+    """The same of columns: of an output projection that is not rotated."""
+    module = name.removesuffix(".weight")
+    if not module.endswith("linear_attn.out_proj"):
+        return None
+    if rotation is not None and rotation.turns(module, net.values):
+        return None
+    return tiled_rows("linear_attn.in_proj_z", net)
+
+
+def with_columns(found: Ternary, order: Indices, head: int, name: str) -> Ternary:
+    """A ternary matrix with its columns in another order, which moves whole heads of `head`."""
+    at, size = torch.from_numpy(order), found.group_size
+    if size and head % size:
+        reject("group-scales", f"heads of {name} of whole groups of {size} weights",
+               f"heads of {head}", "they cannot be put in order")  # fmt: skip
+    codes = ops.unpack(found.rows, len(order))[:, at]
+    scale = found.scale[:, at[::size] // size] if size else found.scale
+    return dataclasses.replace(found, rows=ops.pack(codes), codes=None, scale=scale.contiguous())
+
+
+def from_gguf(name: str, tensor: Tensor, net: DeltaNet) -> Tensor:
+    """A dense tensor of a file in the form that a conversion has."""
+    order = tiled_rows(name, net)
+    if order is not None:
+        tensor = tensor[torch.from_numpy(order)]
+    if name.endswith("A_log"):
+        if not bool((tensor < 0).all()):
+            reject("gguf-values", f"{name} as -exp(A_log), below 0", f"{float(tensor.max()):g}")
+        tensor = tensor.double().neg().log()
+    return as_here(name, tensor)
+
+
+# Keys of rotations
+
+HADAMARD = "prism.hadamard."
+_FIXED = {
+    "version": (1,),
+    "transform": ("normalized-sylvester-walsh-hadamard",),
+    "axis": ("input-last-dimension",),
+    "sign_mode": ("explicit", "identity"),
+    "gdn_v_grouped": (True, False),
+}
+HADAMARD_KEYS = frozenset(
+    HADAMARD + key
+    for key in (
+        *_FIXED, "block_size", "sign_widths", "sign_values", "weight_names", "inverse_weight_names"
+    )
+)  # fmt: skip
+_EMBEDDING, _HEAD = "token_embd.weight", "output.weight"
+_TURNED = {
+    "attn_q", "attn_k", "attn_v", "attn_qkv", "attn_gate", "attn_output",
+    "ffn_gate", "ffn_up", "ffn_down", "ssm_out",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class GgufRotation:
+    """The rotation that a file's keys state, and the signs of each width."""
+
+    rotation: Rotation
+    signs: dict[int, NDArray[np.float32]]
+
+    def tensor(self, name: str) -> Tensor:
+        """The tensor `name`, f32 [width / block, block]."""
+        width = int(name.removeprefix(ROTATION).removesuffix(".weight"))
+        return torch.from_numpy(self.signs[width]).view(-1, self.rotation.block(width))
+
+
+def gguf_rotation(
+    metadata: Mapping[str, Any],
+    matrices: Mapping[str, tuple[str, int]],
+    net: DeltaNet | None,
+    tied: bool,
+) -> GgufRotation | None:
+    """The rotation of a file, None where no key speaks of one.
+
+    `matrices`: of every matrix in it the module and the width of its input, by the file's name.
+    """
+    stated = {k.removeprefix(HADAMARD): v for k, v in metadata.items() if k.startswith(HADAMARD)}
+    if not stated:
+        return None
+    for key, allowed in _FIXED.items():
+        value = stated.get(key, True if key == "gdn_v_grouped" else None)
+        if type(value) is not type(allowed[0]) or value not in allowed:
+            _reject_key(key, " or ".join(map(repr, allowed)), value)
+    block = stated.get("block_size")
+    if not is_block(block):
+        _reject_key("block_size", "a power of two", block)
+    names = _listed(stated, "weight_names")
+    inverse = _listed(stated, "inverse_weight_names", needed=False)
+    turned = set(names) | set(inverse)
+    for key, listing in (("weight_names", names), ("inverse_weight_names", inverse)):
+        for name in listing:
+            if not _may_turn(name, key, tied) or name not in matrices:
+                _reject_key(key, "names of matrices of the file that may be rotated", name)
+    widths = sorted({matrices[name][1] for name in turned})
+    if wrong := [width for width in widths if width % block]:
+        _reject_key("block_size", f"a divisor of the inputs of {wrong[0]}", block)
+    signs = _signs(stated, widths)
+    turns_out = any(name.endswith(".ssm_out.weight") for name in turned)
+    if net is not None and net.key_heads != net.value_heads and turns_out:
+        if stated.get("gdn_v_grouped") is not True:
+            _reject_key("gdn_v_grouped", "True where value heads outnumber key heads",
+                        stated.get("gdn_v_grouped"))  # fmt: skip
+    plain = frozenset(module for name, (module, _) in matrices.items() if name not in turned)
+    return GgufRotation(Rotation(tuple((w, block) for w in widths), plain), signs)
+
+
+def _reject_key(key: str, expected: str, found: object) -> NoReturn:
+    reject("gguf-rotation", f"{HADAMARD}{key} {expected}", repr(found)[:80],
+           "other rotations are not implemented")  # fmt: skip
+
+
+def _listed(stated: Mapping[str, Any], key: str, *, needed: bool = True) -> list[str]:
+    names = stated.get(key, None if needed else [])
+    if not is_strings(names) or len(set(names)) != len(names):
+        _reject_key(key, "a list of names, each once", names)
+    return list(names)
+
+
+def _may_turn(name: str, key: str, tied: bool) -> bool:
+    if key == "inverse_weight_names" or name == _EMBEDDING:
+        return name == _EMBEDDING and (key == "inverse_weight_names" or tied)
+    parts = name.split(".")
+    inner = len(parts) == 4 and parts[0] == "blk" and parts[3] == "weight" and parts[2] in _TURNED
+    return name == _HEAD or inner
+
+
+def _signs(stated: Mapping[str, Any], widths: list[int]) -> dict[int, NDArray[np.float32]]:
+    """By width; of sign_mode "identity" ones, which may also be stated."""
+    sizes, values = stated.get("sign_widths"), stated.get("sign_values")
+    identity = stated["sign_mode"] == "identity"
+    if identity and values is None:
+        return {width: np.ones(width, dtype=np.float32) for width in widths}
+    sizes = sizes.tolist() if isinstance(sizes, np.ndarray) else None
+    if sizes is None or len(set(sizes)) != len(sizes) or not all(type(s) is int for s in sizes):
+        _reject_key("sign_widths", "widths, each once", sizes)
+    if missing := [width for width in widths if width not in sizes]:
+        _reject_key("sign_widths", f"with the width {missing[0]} of a listed matrix", sizes)
+    if not isinstance(values, np.ndarray) or len(values) != sum(sizes) or min(sizes) < 1:
+        count = len(values) if isinstance(values, np.ndarray) else values
+        _reject_key("sign_values", f"of {sum(sizes)} signs, as sign_widths add up to", count)
+    good = (values == 1) | ((values == -1) & (not identity))
+    if not good.all():
+        _reject_key("sign_values", "+1 alone" if identity else "-1 and +1", values[~good][0])
+    ends = np.cumsum(sizes)
+    parts = {s: values[e - s : e].astype(np.float32) for s, e in zip(sizes, ends, strict=True)}
+    return {width: parts[width] for width in widths}

@@ -23,8 +23,8 @@ from bitnet_ops.config.families import family_of
 from bitnet_ops.config.scheme import stated_linear_class
 from bitnet_ops.convert.checkpoint import Checkpoint
 from bitnet_ops.convert.errors import ConvertError, said_by
-from bitnet_ops.convert.gguf_config import PERMUTED
 from bitnet_ops.convert.gguf_source import GgufSource, dense, ternary
+from bitnet_ops.convert.hybrid import HADAMARD, rotation_shapes
 from bitnet_ops.convert.plan import find_naming
 from bitnet_ops.convert.source import Uneven
 from bitnet_ops.convert.ternary import looks_ternary, uneven_of
@@ -360,28 +360,35 @@ class GgufContents:
             self.config, infos = {}, dict(self.reader.tensors)
             self._remarks = [f"names are the file's own: {error}"]
         self._infos = infos
-        self.entries = {
-            name: Entry(name, info.name, info.type.name, info.shape, info.nbytes)
-            for name, info in infos.items()
-        }
+        specs = self._source.plan.specs if self._source else {}
+        self.entries = {}
+        for name, info in infos.items():
+            shape = tuple(specs[name].shape) if name in specs else info.shape
+            self.entries[name] = Entry(name, info.name, info.type.name, shape, info.nbytes)
+        rotation = self._source.plan.config.rotation if self._source else None
+        for name, shape in rotation_shapes(rotation).items():
+            stored = f"{HADAMARD}sign_values"
+            self.entries[name] = Entry(name, stored, "float32", shape, 4 * math.prod(shape))
 
     def _is_ternary(self, name: str) -> bool:
-        info = self._infos[name]
-        return info.type.name in gguf_layouts.TERNARY_TYPES and len(info.shape) == 2
+        info = self._infos.get(name)
+        return (
+            info is not None
+            and info.type.name in gguf_layouts.TERNARY_TYPES
+            and len(info.shape) == 2
+        )
 
     def values(self, name: str) -> Values:
-        info = self._infos[name]
-        if not self._is_ternary(name):
-            return Values(dense=dense(self.reader, info))
         source = self._source
-        heads = source is not None and source.architecture.permuted and name.endswith(PERMUTED)
-        found = ternary(
-            self.reader,
-            info,
-            i2s_layout=self._layout,
-            exact_scale=source.exact_scales.get(info.name) if source else None,
-            head_dim=source.plan.config.head_dim if source and heads else None,
-        )
+        if not self._is_ternary(name):
+            if source is not None and name in source.plan.specs:
+                return Values(dense=source.dense(name))
+            return Values(dense=dense(self.reader, self._infos[name]))
+        info = self._infos[name]
+        if source is None:
+            found = ternary(self.reader, info, i2s_layout=self._layout)
+        else:
+            found = source.ternary(name)
         self._uneven[name] = found.uneven
         return Values(codes=ops.unpack(found.rows, info.shape[1]), scales=found.scale)
 
@@ -390,6 +397,10 @@ class GgufContents:
         return [*self._remarks, *_uneven_lines(self._uneven)]
 
     def memory(self, name: str) -> memoryview:
+        if name not in self._infos:  # made of keys
+            made = self.values(name).dense
+            assert made is not None
+            return made.view(-1).view(torch.uint8).numpy().data
         return self.reader.data(self._infos[name].name).data
 
     def scales(self, name: str) -> Tensor | None:
