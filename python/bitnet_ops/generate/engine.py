@@ -52,8 +52,9 @@ from bitnet_ops.generate.scheduler import (
     Scheduler,
     SchedulerOptions,
     StepPlan,
-    blocks_of,
+    memory_sizes,
 )
+from bitnet_ops.generate.states import StateSlots
 from bitnet_ops.generate.turns import Turn
 from bitnet_ops.models.step_batch import SequenceStep, StepBatch
 from bitnet_ops.nn.blocks import BlockAllocator
@@ -97,7 +98,8 @@ class Engine:
         prefill_chunk: tokens of a step, at most; bounds the memory of a long prompt and changes
             no result. 128 to 512 are equally fast where it was measured. Not used with
             `scheduling`, which has its own `token_budget`.
-        kv_cache_mb: the most memory, in MiB, for keys and values, the prefix cache included; None:
+        kv_cache_mb: the most memory, in MiB, for keys and values, the prefix cache included, and
+            for states of recurrent layers and their checkpoints, which have at most half; None:
             a quarter of the machine's, or of the limit of its container or process
             (`machine.cache_budget`), and enough for one sequence of max_position_embeddings where
             there is room for it. It is taken as positions are written, and kept for later requests
@@ -132,8 +134,13 @@ class Engine:
         self.scheduling = scheduling or SchedulerOptions(
             prefill_chunk, min(SchedulerOptions.max_sequences, prefill_chunk)
         )
-        self._blocks, self._most_cached = blocks_of(
-            model.config, block_size, kv_dtype, kv_cache_mb, prefix_cache_mb
+        self._sizes = memory_sizes(
+            model.config,
+            block_size,
+            kv_dtype,
+            kv_cache_mb,
+            prefix_cache_mb,
+            self.scheduling.max_sequences,
         )
         self._fixed = kv_cache_mb is not None
         self._begin()
@@ -152,7 +159,7 @@ class Engine:
         self.seconds = 0.0  # of all steps so far
 
     def __getstate__(self) -> dict[str, Any]:
-        own = "model kv_dtype block_size scheduling _blocks _most_cached _fixed"
+        own = "model kv_dtype block_size scheduling _sizes _fixed"
         return {name: self.__dict__[name] for name in own.split()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -283,7 +290,7 @@ class Engine:
         """Requests and blocks at this moment."""
         self._settle_between_steps()
         if self._memory is None:
-            return EngineStats(len(self._requests), 0, self._blocks, 0, 0, 0, 0, 0, 0)
+            return EngineStats(len(self._requests), 0, self._sizes.blocks, 0, 0, 0, 0, 0, 0)
         return self._memory[2].stats()
 
     def trim(self) -> None:
@@ -293,9 +300,11 @@ class Engine:
             self._settle()
             self._tell()
             if self._memory is not None:
-                pool, blocks, _ = self._memory
+                pool, blocks, scheduler = self._memory
                 blocks.forget_all()
                 pool.release(blocks.reclaim())
+                if scheduler.states is not None:
+                    scheduler.states.trim()
 
         self._turn.run(release)
 
@@ -303,30 +312,36 @@ class Engine:
     def _make_memory(self) -> tuple[KVPool, BlockAllocator, Scheduler]:
         config = self.model.config
         pool = self._make_pool()
-        blocks = BlockAllocator(pool.blocks, self._most_cached)
+        blocks = BlockAllocator(pool.blocks, self._sizes.most_cached)
+        states = None
+        if pool.states is not None:
+            states = StateSlots(pool.states, pool.block_size, self._sizes.most_checkpoints)
         scheduler = Scheduler(
             blocks,
             pool.block_size,
             config.max_position_embeddings,
             pool.copy_block,
             self.scheduling,
+            states,
         )
         return pool, blocks, scheduler
 
     def _make_pool(self) -> KVPool:
         """The pool, smaller where the system refuses the address space and nobody fixed a size."""
+        config, slots = self.model.config, max(1, self._sizes.slots)
         while True:
+            blocks = self._sizes.blocks
             try:
-                return KVPool(self.model.config, self._blocks, self.block_size, self.kv_dtype)
+                return KVPool(config, blocks, self.block_size, self.kv_dtype, state_slots=slots)
             except MemoryError:
-                if self._blocks == 1 or self._fixed:
-                    block = bytes_of_block(self.model.config, self.block_size, self.kv_dtype)
+                if blocks == 1 or self._fixed:
+                    nbytes = blocks * bytes_of_block(config, self.block_size, self.kv_dtype)
                     raise MemoryError(
-                        f"engine: expected {self._blocks * block >> 20} MiB of address space for "
+                        f"engine: expected {nbytes >> 20} MiB of address space for "
                         "keys and values, got less; give a smaller kv_cache_mb (--kv-cache-mb), or "
                         "raise the limit (ulimit -v)"
                     ) from None
-                self._blocks //= 2
+                self._sizes = self._sizes._replace(blocks=blocks // 2)
 
     # Steps ---------------------------------------------------------------------------------------
 
@@ -396,6 +411,8 @@ class Engine:
             if self._version is not None and self._memory is not None:
                 self._epoch += 1
                 self._memory[1].forget_all()
+                if (states := self._memory[2].states) is not None:
+                    states.forget_all()
             self._version = found
 
     def _join(self, request: Request) -> None:
@@ -446,7 +463,7 @@ class Engine:
         wanted = [step.logits for step in steps]
         batch = StepBatch.of(
             [
-                SequenceStep(s.token_ids, s.start, s.request.blocks, n, s.request.adapter)
+                SequenceStep(s.token_ids, s.start, s.request.blocks, n, s.request.adapter, s.state)
                 for s, n in zip(steps, wanted, strict=True)
             ],
             pool.block_size,

@@ -162,6 +162,10 @@ class Request:
             token never has: it is the input of the next step.
         blocks: its block table; empty while it waits.
         reused_tokens: how many the prefix cache spared when it was first admitted.
+        slot: of a model with recurrent layers, where its state lies; -1 while it waits.
+        replays: how many of the last computed tokens, drafts that were right, the state in the slot
+            does not know yet.
+        stops: behind how many tokens a checkpoint of its state is wanted next, ascending.
     """
 
     def __init__(
@@ -188,6 +192,8 @@ class Request:
         self.epoch = self.computed = 0
         self.blocks: list[int] = []
         self.reused_tokens: int | None = None
+        self.slot, self.replays = -1, 0
+        self.stops: list[int] = []
         self._keys: list[bytes] = []
 
     def __repr__(self) -> str:

@@ -23,9 +23,12 @@ from bitnet_ops import machine
 from bitnet_ops.config import ModelConfig
 from bitnet_ops.generate.request import Request
 from bitnet_ops.generate.speculation import StepCosts, propose
+from bitnet_ops.generate.states import Checkpoint, StateSlots, stops_of
 from bitnet_ops.nn.blocks import BlockAllocator, PoolFullError
 from bitnet_ops.nn.kv_config import bytes_of_block
+from bitnet_ops.nn.state_pool import slot_bytes
 
+_CHECKPOINTS = 32  # slots of states beside those of running requests
 _PREFIX_CACHE_MB = 256  # of an engine that nobody has told how much memory it may have
 
 
@@ -41,6 +44,8 @@ class SchedulerOptions:
     watermark: share of the blocks that stay free when a request is admitted beside others, for
         these to grow into.
     prefix_cache: find blocks that hold the same tokens already.
+    checkpoint_tokens: of a model with recurrent layers, after how many tokens of a prompt its state
+        is kept for other requests; long prompts have wider steps.
     """
 
     token_budget: int = 256
@@ -48,9 +53,11 @@ class SchedulerOptions:
     prefill_beside_decode: int | None = 32
     watermark: float = 0.01
     prefix_cache: bool = True
+    checkpoint_tokens: int = 512
 
     def __post_init__(self) -> None:
-        for name in ("token_budget", "max_sequences", "prefill_beside_decode"):
+        integers = "token_budget", "max_sequences", "prefill_beside_decode", "checkpoint_tokens"
+        for name in integers:
             value = getattr(self, name)
             if name == "prefill_beside_decode" and value is None:
                 continue
@@ -78,6 +85,8 @@ class EngineStats:
     reused_tokens: int
     drafted_tokens: int
     accepted_drafts: int
+    state_slots: int = 0
+    checkpoints: int = 0
 
 
 @dataclass
@@ -94,6 +103,12 @@ class PlannedStep:
         ids = self.request.ids[self.start : self.start + self.tokens]
         ids.extend(self.drafts)
         return ids
+
+    @property
+    def state(self) -> tuple[int, int, int] | None:
+        """As SequenceStep has it."""
+        slot = self.request.slot
+        return None if slot < 0 else (slot, self.request.replays, len(self.drafts))
 
     @property
     def logits(self) -> int:
@@ -146,6 +161,7 @@ class Scheduler:
         copy_block: called with (source, target) when a request is about to write a block that
             others hold: its contents move into a block of its own.
         options: budgets.
+        states: of a model with recurrent layers, the slots of their states.
     Attributes: `waiting`, the next one first; `running`, the oldest first; and counts of all that
     has been: `preemptions`, `reused_tokens` (that the prefix cache spared, those of preempted
     requests too), `drafted_tokens` and how many of them were right, `accepted_drafts`.
@@ -158,7 +174,9 @@ class Scheduler:
         max_positions: int,
         copy_block: Callable[[int, int], None],
         options: SchedulerOptions,
+        states: StateSlots | None = None,
     ) -> None:
+        self.states = states
         self.allocator, self.block_size, self.max_positions = allocator, block_size, max_positions
         self.options, self.costs, self._copy_block = options, StepCosts(), copy_block
         self.waiting: deque[Request] = deque()
@@ -182,6 +200,8 @@ class Scheduler:
             reused_tokens=self.reused_tokens,
             drafted_tokens=self.drafted_tokens,
             accepted_drafts=self.accepted_drafts,
+            state_slots=0 if self.states is None else self.states.pool.slots,
+            checkpoints=0 if self.states is None else self.states.checkpoints,
         )
 
     # Requests come and go ------------------------------------------------------------------------
@@ -197,6 +217,8 @@ class Scheduler:
             self.waiting.remove(request)
         if failed:
             self.allocator.forget(request.blocks)
+            if self.states is not None:
+                self.states.leave(request, keep=False)
             request.computed = 0
         self._free(request)
 
@@ -204,7 +226,10 @@ class Scheduler:
         """Keys and values of a step are in the pool; drafts that were rejected are not counted."""
         request, size = step.request, self.block_size
         full = request.computed // size
-        request.computed = min(step.start + step.tokens + accepted_drafts, len(request.ids))
+        certain = step.start + step.tokens
+        request.computed = min(certain + accepted_drafts, len(request.ids))
+        request.replays = request.computed - certain
+        self._keep_state(request)
         self.drafted_tokens += len(step.drafts)
         self.accepted_drafts += accepted_drafts
         if step.drafts and request.acceptance is not None:
@@ -218,6 +243,13 @@ class Scheduler:
         if needed < len(request.blocks):  # the others were for drafts
             self.allocator.free(request.blocks[needed:])
             del request.blocks[needed:]
+
+    def _keep_state(self, request: Request) -> None:
+        if self.states is None or not request.stops or request.computed < request.stops[0]:
+            return
+        while request.stops and request.stops[0] <= request.computed:
+            request.stops.pop(0)
+        self.states.save(request)
 
     # The next step -------------------------------------------------------------------------------
 
@@ -240,6 +272,8 @@ class Scheduler:
     def _plan(self, plan: StepPlan, request: Request, most: int) -> None:
         """Plan at most `most` tokens of a running request."""
         tokens = min(request.remaining, most)
+        if request.stops:  # a checkpoint is a state behind a step
+            tokens = min(tokens, request.stops[0] - request.computed)
         if tokens and request.blocks and self._make_room(plan, request, tokens):
             plan.steps[request.id] = PlannedStep(request, request.computed, tokens)
 
@@ -279,7 +313,9 @@ class Scheduler:
             if plan.left < 1:
                 return
             request = self.waiting[0]
-            found = self._cached_prefix(request)
+            if self.states is not None and not self.states.available:
+                return
+            found, checkpoint = self._continued(request, self._cached_prefix(request))
             missing = self._blocks_for(len(request.ids)) - len(found.blocks)
             needed = missing + self.allocator.count_free(found.blocks)
             free = self.allocator.free_blocks
@@ -290,6 +326,8 @@ class Scheduler:
             else:
                 self.waiting.popleft()
                 self._take(request, found, missing, spare=free - needed)
+                if self.states is not None:
+                    self.states.enter(request, checkpoint)
                 insort(self.running, request, key=lambda r: r.id)
                 self._plan(plan, request, plan.left)
 
@@ -312,6 +350,35 @@ class Scheduler:
         if self.allocator.count_free([block]) and contents and len(contents.token_ids) == count:
             return _Found([*blocks, block], at + count)  # may be written behind these tokens
         return _Found(blocks, at, block, count)
+
+    def _continued(self, request: Request, found: _Found) -> tuple[_Found, Checkpoint | None]:
+        """What of `found` a model with recurrent layers can continue: up to a checkpoint.
+
+        Notes where the request should leave checkpoints of its own.
+        """
+        if self.states is None:
+            return found, None
+        size, total = self.block_size, found.tokens + found.source_tokens
+        one = self.states.find(request, total)
+        tokens = 0 if one is None else one.tokens
+        if tokens == total and found.source is None:
+            kept = found
+        else:
+            whole, rest = divmod(tokens, size)
+            blocks = [*found.blocks, *([] if found.source is None else [found.source])]
+            kept = _Found(found.blocks[:whole], whole * size)
+            if rest:
+                kept = kept._replace(source=blocks[whole], source_tokens=rest)
+        if kept.source is not None and self.allocator.free_blocks <= self._blocks_for(
+            len(request.ids)
+        ):  # the copy may find no room, and without it the state would be ahead of the keys
+            kept, one = _Found([], 0), None
+        request.computed = 0 if one is None else one.tokens
+        if self.options.prefix_cache:
+            every = self.options.checkpoint_tokens
+            request.stops = stops_of(request, every, size, branch=total)
+        request.computed = 0
+        return kept, one
 
     def _take(self, request: Request, found: _Found, missing: int, *, spare: int) -> None:
         """Give a request its first blocks: those found, and `missing` new ones."""
@@ -365,9 +432,11 @@ class Scheduler:
         self.remove(request)
 
     def _free(self, request: Request) -> None:
-        """Give its blocks back."""
+        """Give its blocks and its slot back."""
         if self.options.prefix_cache:
             self._register_last(request)
+        if self.states is not None:
+            self.states.leave(request, keep=self.options.prefix_cache)
         self.allocator.free(request.blocks)
         request.blocks = []
         request.computed = 0
@@ -387,31 +456,51 @@ class Scheduler:
         return -(-positions // self.block_size)
 
 
-def blocks_of(
+class MemorySizes(NamedTuple):
+    """blocks: of an engine's pool. most_cached: how many may be cached, None: all.
+
+    slots: of recurrent states, 0: the model has none. most_checkpoints: how many of them may be
+    checkpoints, None: all.
+    """
+
+    blocks: int
+    most_cached: int | None
+    slots: int = 0
+    most_checkpoints: int | None = None
+
+
+def memory_sizes(
     config: ModelConfig,
     block_size: int,
     kv_dtype: torch.dtype,
     kv_cache_mb: float | None,
     prefix_cache_mb: float | None,
-) -> tuple[int, int | None]:
-    """Blocks of an engine's pool, and how many of them may be cached, None for all; see Engine."""
+    max_sequences: int,
+) -> MemorySizes:
+    """How an engine divides its memory; see Engine. States have half of it at most."""
     if kv_cache_mb is not None and not 0 < kv_cache_mb < math.inf:
         raise ValueError(f"engine: expected kv_cache_mb above 0, got {kv_cache_mb!r}")
     if prefix_cache_mb is not None and not 0 <= prefix_cache_mb < math.inf:
         raise ValueError(f"engine: expected prefix_cache_mb at least 0, got {prefix_cache_mb!r}")
     block_bytes = bytes_of_block(config, block_size, kv_dtype)
     longest = -(-config.max_position_embeddings // block_size)
+    budget = machine.cache_budget() if kv_cache_mb is None else int(kv_cache_mb * 2**20)
+    state = 0 if config.delta_net is None else slot_bytes(config.delta_net)
+    slots = max(1, min(max_sequences + _CHECKPOINTS, budget // 2 // state)) if state else 0
+    blocks = (budget - slots * state) // block_bytes
     if kv_cache_mb is None:
         memory = machine.memory_bytes()["available"]
         room = longest if memory is None else memory * 3 // 4 // block_bytes
-        blocks = max(1, machine.cache_budget() // block_bytes, min(longest, room))
-    elif (blocks := int(kv_cache_mb * 2**20) // block_bytes) < 1:
+        blocks = max(1, blocks, min(longest, room))
+    elif blocks < 1:
+        beside = f" and a state's {state / 2**20:.2f} MiB" if state else ""
         raise ValueError(
-            f"engine: expected kv_cache_mb of at least a block's {block_bytes / 2**20:.2f} MiB, "
-            f"got {kv_cache_mb}"
+            f"engine: expected kv_cache_mb of at least a block's {block_bytes / 2**20:.2f} MiB"
+            f"{beside}, got {kv_cache_mb}"
         )
     if prefix_cache_mb is not None:
-        return blocks, int(prefix_cache_mb * 2**20) // block_bytes
+        cached = int(prefix_cache_mb * 2**20)
+        return MemorySizes(blocks, cached // block_bytes, slots, cached // state if state else None)
     if kv_cache_mb is not None:
-        return blocks, None
-    return blocks, max(_PREFIX_CACHE_MB * 2**20 // block_bytes, longest)
+        return MemorySizes(blocks, None, slots)
+    return MemorySizes(blocks, max(_PREFIX_CACHE_MB * 2**20 // block_bytes, longest), slots)

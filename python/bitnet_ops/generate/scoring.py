@@ -22,6 +22,7 @@ from bitnet_ops.nn.kv_pool import DEFAULT_BLOCK_SIZE, KVPool
 
 _TOKENS = 512  # of a step: prompts run no faster in longer ones
 _POOL_TOKENS = 4096  # whose keys and values are held at once, or one text that is longer
+_STATES = 16  # sequences with recurrent states that are held together, at most
 _LOGIT_ROWS = 32  # at once: 16 MB for a vocabulary of 128k
 
 
@@ -136,16 +137,22 @@ def _hidden_states(
 
     wanted: of each sequence, the first position whose state is wanted.
     """
-    for group in _groups({i: len(ids) for i, ids in runs.items()}):
+    states = model.config.delta_net is not None
+    most = _STATES if states else len(runs)
+    for group in _groups({i: len(ids) for i, ids in runs.items()}, most):
         needed = [-(-len(runs[i]) // DEFAULT_BLOCK_SIZE) for i in group]
         ends = accumulate(needed)
         tables = {
             i: list(range(end - n, end)) for i, n, end in zip(group, needed, ends, strict=True)
         }
-        pool = KVPool(model.config, sum(needed), dtype=kv_dtype)
+        slots = {i: (n, 0, 0) if states else None for n, i in enumerate(group)}
+        pool = KVPool(model.config, sum(needed), dtype=kv_dtype, state_slots=len(group))
         for pieces in _steps([(i, len(runs[i])) for i in group]):
             batch = StepBatch.of(
-                [SequenceStep(runs[i][a:b], a, tables[i], 0, adapter) for i, a, b in pieces],
+                [
+                    SequenceStep(runs[i][a:b], a, tables[i], 0, adapter, slots[i])
+                    for i, a, b in pieces
+                ],
                 DEFAULT_BLOCK_SIZE,
             )
             parts = [(i, range(max(a, wanted[i]), b)) for i, a, b in pieces]
@@ -159,12 +166,12 @@ def _hidden_states(
             yield parts, model.step_states(replace(batch, logit_rows=at), pool)
 
 
-def _groups(lengths: dict[int, int]) -> Iterator[list[int]]:
-    """Sequences whose keys and values are held together, the longest ones first."""
+def _groups(lengths: dict[int, int], most: int) -> Iterator[list[int]]:
+    """Sequences whose keys and values are held together, at most `most`, the longest ones first."""
     group: list[int] = []
     held = 0
     for i in sorted(lengths, key=lambda i: -lengths[i]):
-        if group and held + lengths[i] > _POOL_TOKENS:
+        if group and (held + lengths[i] > _POOL_TOKENS or len(group) == most):
             yield group
             group, held = [], 0
         group.append(i)
