@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ import rounding_ties
 from bitnet_ops.cli import main
 from bitnet_ops.config import ModelConfig
 from bitnet_ops.convert import ConvertError, convert, gguf_export
+from bitnet_ops.convert.gguf_config import unknown_general
 from bitnet_ops.convert.gguf_export import export_gguf
 from bitnet_ops.dummy.configs import CONFIGS
 from bitnet_ops.formats.gguf import Reader as GgufReader
@@ -215,6 +217,40 @@ def test_the_json_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     report = json.loads(capsys.readouterr().out)
     assert (report["architecture"], report["type"]) == ("bitnet-b1.58", "TQ2_0")
     assert 0 < report["largest_rounding"] < 2**-11
+
+
+@pytest.mark.parametrize(
+    ("settings", "read"),
+    [
+        ({"do_sample": True, "temperature": 0.7, "top_k": 40, "top_p": 0.95},
+         {"temperature": 0.7, "top_k": 40, "top_p": 0.95}),
+        ({"do_sample": True}, {"temperature": 1.0}),
+        ({"repetition_penalty": 1.1}, {"repetition_penalty": 1.1}),
+        ({"do_sample": False, "top_k": 40}, {}),
+    ],
+)  # fmt: skip
+def test_the_sampling_goes_along(
+    tmp_path: Path, settings: dict[str, Any], read: dict[str, float]
+) -> None:
+    folder = tmp_path / "m"
+    shutil.copytree(DEMO_DIR, folder)
+    (folder / "generation_config.json").write_text(json.dumps(settings))
+    assert bitnet_ops.load(folder).generation.sampling == read
+    export_gguf(folder, tmp_path / "x.gguf")
+    convert(tmp_path / "x.gguf", tmp_path / "back")
+    assert bitnet_ops.load(tmp_path / "back").generation.sampling == read
+    with GgufReader(tmp_path / "x.gguf") as reader:
+        named = {name for name in reader.metadata if name.startswith("general.sampling.")}
+    assert bool(named) == bool(read) and named <= {
+        f"general.sampling.{key}" for key in ("temp", "top_k", "top_p", "min_p", "penalty_repeat")
+    }
+
+
+def test_unknown_keys_of_the_file_are_one_note() -> None:
+    known = {"general.name": "a", "general.base_model.0.name": "b", "general.license": "c"}
+    assert unknown_general({**known, "llama.x": 1}) == []
+    (note,) = unknown_general({**known, "general.twist": 1, "general.rotation": 2})
+    assert note.endswith("ignored: rotation, twist")
 
 
 # --- tokenizers -----------------------------------------------------------------------------------

@@ -110,6 +110,10 @@ def test_every_architecture_goes_there_and_back(
 ) -> None:
     network = make_network(family)
     folder = converted(tmp_path, model_file(family, network, architecture, "I2_S"))
+    if family.sub_norms and not family.tied:  # read; written, others would take the embedding
+        with pytest.raises(ConvertError, match="gguf-head"):
+            export_gguf(folder, tmp_path / "again.gguf", type=kind)
+        return
     report = export_gguf(folder, tmp_path / "again.gguf", type=kind)
     assert report.architecture == {"bitnet-25": "bitnet-b1.58"}.get(architecture, architecture)
     convert(tmp_path / "again.gguf", tmp_path / "back")

@@ -95,6 +95,7 @@ REJECTIONS: list[tuple[str, str, Change]] = [
     ("gguf-architecture", "'gemma3'; convert the Hugging Face", _replace_key(
         "general.architecture", "str", "gemma3")),
     ("gguf-architecture", "None", _without_key("general.architecture")),
+    ("gguf-kind", "'adapter'", _replace_key("general.type", "str", "adapter")),
     ("gguf-split", "one of 2 parts", _replace_key("split.count", "u32", 2)),
     ("gguf-metadata", "block_count", _without_key(f"{ARCH}.block_count")),
     ("gguf-metadata", "'2'", _replace_key(f"{ARCH}.block_count", "str", "2")),

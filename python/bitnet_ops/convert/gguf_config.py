@@ -226,6 +226,14 @@ _NAMESPACES = (
     *("general.", "tokenizer.", "split.", "quantize.", "imatrix.", "mradermacher."),
     "bitnet_ops.",
 )
+# What general.* says of a file and of where it comes from; general.sampling.* is read.
+_GENERAL = {
+    *"alignment architecture author basename description doi file_type finetune languages".split(),
+    *"license license.link license.name name organization".split(),
+    *"quantization_version quantized_by repo_url size_label source tags type url uuid".split(),
+    *"version".split(),
+}
+_GENERAL_PARTS = ("base_model.", "dataset.", "datasets", "sampling.", "source.")
 # GGUF's names of activations -> config.json's
 _ACTIVATIONS = {"relu_sqr": "relu2", "squared_relu": "relu2", "swiglu": "silu", "swish": "silu"}
 
@@ -246,6 +254,8 @@ def architecture_of(metadata: Mapping[str, Any]) -> Architecture:
             repr(name)[:60],
             _ELSEWHERE.get(str(name), "other architectures are not implemented"),
         )
+    if (kind := metadata.get("general.type", "model")) != "model":
+        reject("gguf-kind", "a file of general.type model", repr(kind)[:60])
     parts = metadata.get("split.count", 0)
     if type(parts) is not int or parts not in (0, 1):
         reject(
@@ -276,7 +286,7 @@ def hf_config(
     """
     keys = _Keys(metadata, architecture)
     keys.reject_other_maths()
-    remarks: list[str] = []
+    remarks = unknown_general(metadata)
     stated = keys.integer("vocab_size", vocab_size)
     if stated != vocab_size:
         found = f"{vocab_size} rows of token_embd.weight"
@@ -312,6 +322,15 @@ def hf_config(
     return config, remarks
 
 
+def unknown_general(metadata: Mapping[str, Any]) -> list[str]:
+    """One note on the keys general.* that are not known to describe the file alone."""
+    names = [name.removeprefix("general.") for name in metadata if name.startswith("general.")]
+    unknown = [n for n in names if n not in _GENERAL and not n.startswith(_GENERAL_PARTS)]
+    if not unknown:
+        return []
+    return [f"general.* says what is not known here and is ignored: {listed(sorted(unknown))}"]
+
+
 def special_ids(metadata: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:
     """bos_token_id and eos_token_id of config.json; a turn's end (eot) ends a text too."""
 
@@ -333,6 +352,18 @@ _SAMPLING = {
     "min_p": "min_p",
     "penalty_repeat": "repetition_penalty",
 }
+
+
+def sampling_keys(sampling: Mapping[str, float]) -> dict[str, tuple[str, Any]]:
+    """The keys general.sampling.* of a GenerationConfig's options; without a temperature, 0."""
+    if not sampling:
+        return {}
+    stated = {"temperature": 0.0, **sampling}
+    return {
+        f"general.sampling.{key}": ("int32" if hf == "top_k" else "float32", stated[hf])
+        for key, hf in _SAMPLING.items()
+        if hf in stated
+    }
 
 
 def generation_settings(metadata: Mapping[str, Any]) -> dict[str, Any]:

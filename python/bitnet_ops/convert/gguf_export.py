@@ -32,6 +32,7 @@ from bitnet_ops.convert.gguf_config import (
     exported,
     gguf_name,
     head_rows,
+    sampling_keys,
 )
 from bitnet_ops.convert.gguf_source import EXACT_NAMES, EXACT_SCALES
 from bitnet_ops.convert.gguf_tokenizer import (
@@ -53,7 +54,7 @@ from bitnet_ops.formats.gguf import GgufError, Writer
 from bitnet_ops.formats.sglbitnt import Reader, SglbitntError, model_file
 from bitnet_ops.generate.tokenizer import Tokenizer, TokenizerError
 from bitnet_ops.generate.tokenizer_guard import is_known
-from bitnet_ops.loading.generation_config import stated_ends
+from bitnet_ops.loading.generation_config import read_generation_config, stated_ends
 from bitnet_ops.loading.model_contents import model_config, own_tensors
 from bitnet_ops.loading.resolve import LoadError
 from bitnet_ops.models import TensorError, TensorSpec, check_names, expected_tensors
@@ -124,6 +125,8 @@ def export_gguf(
             remarks = ["no vocabulary was written"]
             if tokenizer:
                 keys, remarks = vocabulary_keys(source.parent, export.model)
+            settings = read_generation_config(source.parent, export.model, None)
+            keys |= sampling_keys(settings.sampling)
             export.write(made, target.stem, keys, progress)
     except (SglbitntError, UnsupportedModelError, TensorError, LoadError) as error:
         raise ConvertError("export-source", f"export: {error}") from error
