@@ -130,6 +130,7 @@ class FakeModel:
             vocab_size=VOCAB,
             max_position_embeddings=max_positions,
             num_hidden_layers=1,
+            kv_layers=1,
             num_key_value_heads=1,
             head_dim=16,
         )

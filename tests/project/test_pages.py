@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import benchmarks.other_engines as other_engines
 import bitnet_ops  # noqa: F401  (loads torch.ops.bitnet)
 
 if sys.version_info >= (3, 11):
@@ -96,6 +97,17 @@ def test_the_readme_lists_every_operator() -> None:
         if name.startswith("bitnet::") and not name.startswith("bitnet::_")
     }
     assert set(re.findall(r"`(\w+)`", table)) == registered
+
+
+def test_the_figures_beside_other_engines_are_those_of_the_record() -> None:
+    """One run, one pair, one number: what differs, `python -m benchmarks.other_engines` writes."""
+    for page, work in other_engines.PAGES.items():
+        assert TEXT[page] == other_engines.replaced(TEXT[page], work), page
+    record = other_engines.read_record()
+    (llama,) = (pairs for (*_, engine), pairs in record.items() if "TQ2_0" in engine)
+    said = [other_engines.rounded(llama[work][1]) for work in ("decode", "prompt of 128")]
+    fast = TEXT["README.md"].split("**Fast**")[1].split("\n- ")[0]
+    assert re.findall(r"(\S+) times", fast) == said
 
 
 def test_the_page_lists_every_environment_variable() -> None:
