@@ -7,6 +7,7 @@ the matrices that the stored ones stand for, (W' H) diag(s) where they are rotat
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import re
 from collections.abc import Callable
@@ -23,6 +24,11 @@ import hybrids
 from bitnet_ops import ops
 from bitnet_ops.config import ModelConfig
 from bitnet_ops.convert import ConvertError, convert
+from bitnet_ops.convert.checkpoint import Checkpoint
+from bitnet_ops.convert.forward import DeltaNet, Forward, Maths
+from bitnet_ops.convert.gguf_source import GgufSource
+from bitnet_ops.convert.hf_source import HfSource
+from bitnet_ops.convert.oracles import GgufOracle, PlainOracle
 from bitnet_ops.convert.report import ConvertReport
 from bitnet_ops.formats.sglbitnt import Reader
 from bitnet_ops.language_model import load
@@ -109,6 +115,131 @@ def compare(folder: Path, made: Hybrid, rounding: float) -> None:
         config = json.loads(json.dumps(reader.config))
     assert config["architectures"] == ["Qwen3_5ForCausalLM"]
     assert "text_config" not in config and "vision_config" not in config
+
+
+# Logits: the plain forward of --verify, and mistakes that it must be able to see ------------------
+
+
+@functools.cache
+def expected_logits(name: str, layers: int = 8) -> torch.Tensor:
+    with torch.inference_mode():
+        logits = hybrids.transformers_model(hybrids.make(name, layers=layers))(IDS[None]).logits[0]
+    return logits.double()
+
+
+IDS = torch.randint(0, 300, (150,), generator=torch.Generator().manual_seed(1))
+EXACT = 2e-5  # of the largest logit: what float32 leaves of transformers' products
+
+
+@pytest.mark.parametrize("form, name", MODELS)
+def test_the_plain_forward_is_that_of_transformers(tmp_path: Path, form: str, name: str) -> None:
+    """Over every form, read a second time; forms that round their gates to 16 bits less exactly."""
+    source = FORMS[form][0](tmp_path / "source", hybrids.make(name))
+    if source.suffix == ".gguf":
+        with GgufSource.opened(source) as opened:
+            (found,) = GgufOracle(opened, int8_activations=False).logits([IDS.tolist()])
+    else:
+        plain = PlainOracle(HfSource(Checkpoint(source)), int8_activations=False)
+        (found,) = plain.logits([IDS.tolist()])
+    expected = expected_logits(name)
+    error = float((found - expected).abs().max() / expected.abs().max())
+    assert error < max(EXACT, 4 * ROUNDING.get(form, 0)), error
+
+
+def forward_of(made: Hybrid, **change: Any) -> torch.Tensor:
+    """Logits of the plain forward over a fixture's own tensors. `change`: of Maths."""
+    s = made.sizes
+    tensors = {f"{n}.weight": made.stored(n) for n in made.codes}
+    tensors |= {name: hybrids.multiplies(name, value) for name, value in made.dense.items()}
+    tensors |= {f"model.rotation.{width}.weight": signs for width, signs in made.signs.items()}
+    frequencies = hybrids.THETA ** -(torch.arange(s.head_dim // 8).double() * 8 / s.head_dim)
+    layers = [layer for layer in range(s.layers) if not s.is_full(layer)]
+    maths = Maths(
+        layers=s.layers, heads=s.heads, kv_heads=s.kv_heads, head_dim=s.head_dim,
+        activation="silu", eps=hybrids.EPS, rope=[(frequencies, 1.0)] * s.layers,
+        attention=s.head_dim**-0.5, qk_norm=True, tied=s.tied, output_gate=True,
+        delta_net=DeltaNet(layers, s.key_heads, s.value_heads, s.dim, s.dim),
+        blocks=dict.fromkeys(made.signs, s.block),
+    )  # fmt: skip
+    maths = dataclasses.replace(maths, **change)
+    read = {name: torch.from_numpy(np.ascontiguousarray(v)) for name, v in tensors.items()}
+    return Forward(maths, read.__getitem__, int8=False).logits([IDS.tolist()])[0]
+
+
+def changed(part: str, by: Callable[[np.ndarray], np.ndarray]) -> Callable[[Hybrid], None]:
+    """Of every tensor whose name contains `part`, a matrix's codes and scales alike."""
+
+    def change(made: Hybrid) -> None:
+        for kind in (made.codes, made.scales, made.dense):
+            for name in [name for name in kind if part in name]:
+                kind[name] = by(kind[name])
+
+    return change
+
+
+def tiled_heads(made: Hybrid) -> None:
+    """A file's rows taken as they lie."""
+    for kind in (made.codes, made.scales, made.dense):
+        for name in kind:
+            kind[name] = hybrids.tiled(made.sizes, name, kind[name])
+
+
+def tiled_outputs(made: Hybrid) -> None:
+    for name in [name for name in made.codes if name.endswith("out_proj")]:
+        codes = made.codes[name]
+        heads = codes.reshape(len(codes), -1, made.sizes.key_heads, made.sizes.dim)
+        made.codes[name] = heads.swapaxes(1, 2).reshape(codes.shape)
+
+
+def gates_last(rows: np.ndarray) -> np.ndarray:
+    """All queries, then all gates, where each head's query and gate are expected."""
+    return rows.reshape(4, 2, -1, rows.shape[1]).swapaxes(0, 1).reshape(rows.shape)
+
+
+def gate_first(rows: np.ndarray) -> np.ndarray:
+    return rows.reshape(4, 2, -1, rows.shape[1])[:, ::-1].reshape(rows.shape)
+
+
+def no_signs(made: Hybrid) -> None:
+    made.signs = {width: np.ones_like(signs) for width, signs in made.signs.items()}
+
+
+def signs_last(made: Hybrid) -> None:
+    """W' s H x in place of W' H s x."""
+    for name, codes in made.codes.items():
+        made.codes[name] = codes * made.signs[codes.shape[1]].astype(np.int8)
+    no_signs(made)
+
+
+# mistake -> what it does to the tensors, or to what is computed of them
+MISTAKES: dict[str, Callable[[Hybrid], None] | dict[str, Any]] = {
+    "taps reversed": changed("conv1d", lambda taps: taps[..., ::-1]),
+    "value heads tiled": tiled_heads,
+    "columns of out_proj tiled": tiled_outputs,
+    "gates behind all queries": changed("q_proj", gates_last),
+    "gates before queries": changed("q_proj", gate_first),
+    "norms without the 1": changed("layernorm", lambda w: w - 1),
+    "norms of heads without the 1": changed("self_attn.q_norm", lambda w: w - 1),
+    "gated norm with 1 + w": changed("linear_attn.norm", lambda w: w + 1),
+    "-exp(A_log) as A_log": changed("A_log", lambda a: -np.exp(a)),
+    "no dt_bias": changed("dt_bias", np.zeros_like),
+    "no signs": no_signs,
+    "signs after the transform": signs_last,
+    "embedding not turned back": {"plain": ["model.embed_tokens"]},
+    "head not turned": {"plain": ["lm_head"]},
+    "no rotation": {"blocks": {}},
+}
+
+
+@pytest.mark.parametrize("mistake", [None, *MISTAKES])
+def test_the_fixture_sees_mistakes(mistake: str | None) -> None:
+    made, expected = hybrids.make("rotated"), expected_logits("rotated")
+    change = MISTAKES[mistake] if mistake else {}
+    if not isinstance(change, dict):
+        change(made)
+        change = {}
+    error = float((forward_of(made, **change) - expected).abs().max() / expected.abs().max())
+    assert error < EXACT if mistake is None else error > 1000 * EXACT, error
 
 
 # Rejections of packages: (change, what the message names)

@@ -9,8 +9,9 @@ weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import functools
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +19,17 @@ from torch import Tensor
 
 _GROUPS = (128, 64)  # weights that share a scale, and the features that meet them
 _HEAD_ROWS = 8192  # of the output head at a time
+
+
+@dataclass(frozen=True)
+class DeltaNet:
+    """Layers of Gated DeltaNet: which, and heads of keys (queries too) and of values."""
+
+    layers: Collection[int]
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
 
 
 @dataclass(frozen=True)
@@ -35,6 +47,11 @@ class Maths:
     embedding, residual, logits, attention: factors of embedded tokens, of what attention and MLP
         add and of scores; `logits` divides the last states.
     tied: the head is the embedding.
+    delta_net: layers without attention. output_gate: what attention gives is multiplied by the
+        sigmoid of a gate, which lies behind each head's query. Fewer frequencies than pairs in a
+        head turn its first features alone.
+    blocks: of each input width that a Hadamard matrix turns, after the signs that are called
+        model.rotation.<width>. plain: modules with inputs of such widths that it does not turn.
     """
 
     layers: int
@@ -57,6 +74,10 @@ class Maths:
     residual: float = 1.0
     logits: float = 1.0
     tied: bool = False
+    delta_net: DeltaNet | None = None
+    output_gate: bool = False
+    blocks: Mapping[int, int] = field(default_factory=dict)
+    plain: Collection[str] = ()
 
 
 Get = Callable[[str], Tensor]
@@ -88,6 +109,7 @@ class Forward:
         """float64 logits [T, V] of every sequence of token ids."""
         states = self.hidden(sequences)
         name = "model.embed_tokens" if self.maths.tied else "lm_head"
+        states = [self._turned(x, name) for x in states]
         pieces = self._read(f"{name}.weight").split(_HEAD_ROWS)
         return [torch.cat([x @ piece.double().t() for piece in pieces], dim=1) for x in states]
 
@@ -95,7 +117,8 @@ class Forward:
         """float64 states [T, hidden] behind the last norm."""
         m = self.maths
         embedding = self._read("model.embed_tokens.weight")
-        states = [embedding[torch.tensor(ids)].double() * m.embedding for ids in sequences]
+        rows = [embedding[torch.tensor(ids)].double() for ids in sequences]
+        states = [self._turned_back(x, "model.embed_tokens") * m.embedding for x in rows]
         if self._nudge:
             g = torch.Generator().manual_seed(0)
             signs = [torch.rand(x.shape, generator=g, dtype=torch.float64) * 2 - 1 for x in states]
@@ -112,14 +135,35 @@ class Forward:
 
         def get(suffix: str) -> Tensor:
             if suffix not in kept:
-                kept[suffix] = self._read(f"{prefix}{suffix}.weight").double()
+                vector = suffix.endswith(("A_log", "dt_bias"))
+                name = f"{prefix}{suffix}" if vector else f"{prefix}{suffix}.weight"
+                kept[suffix] = self._read(name).double()
             return kept[suffix]
 
         return get
 
+    def _rotation(self, width: int, module: str) -> tuple[int, Tensor] | None:
+        """(block, signs) of a matrix with inputs of that width, None where they are not turned."""
+        block = self.maths.blocks.get(width, 0)
+        if not block or module in self.maths.plain:
+            return None
+        return block, self._read(f"model.rotation.{width}.weight").double().flatten()
+
+    def _turned(self, x: Tensor, module: str) -> Tensor:
+        """x as the matrix `module` wants it."""
+        found = self._rotation(x.shape[-1], module)
+        return x if found is None else _by_hadamard(x * found[1], found[0])
+
+    def _turned_back(self, x: Tensor, module: str) -> Tensor:
+        """Rows of the matrix `module` as what they mean."""
+        found = self._rotation(x.shape[-1], module)
+        return x if found is None else _by_hadamard(x, found[0]) * found[1]
+
     def _layer(self, x: Tensor, get: Get, layer: int) -> Tensor:
         m = self.maths
-        a = self._attention(_rms_norm(x, get("input_layernorm"), m.eps), get, layer) * m.residual
+        linear = m.delta_net is not None and layer in m.delta_net.layers
+        mixed = self._delta_net if linear else self._attention
+        a = mixed(_rms_norm(x, get("input_layernorm"), m.eps), get, layer) * m.residual
         if not m.post_norms:
             x = x + a
             y = self._mlp(_rms_norm(x, get("post_attention_layernorm"), m.eps), get, layer)
@@ -134,6 +178,7 @@ class Forward:
         if m.linear_norm_eps is not None:
             x = _rms_norm(x, get(f"{name}.rms_norm"), m.linear_norm_eps)
         weight = get(name)
+        x = self._turned(x, f"model.layers.{layer}.{name}")
         if self._int8:
             group = _group_of(weight) if m.group_scales else 0
             parts = x.split(group, dim=-1) if group else (x,)
@@ -153,10 +198,11 @@ class Forward:
 
     def _attention(self, h: Tensor, get: Get, layer: int) -> Tensor:
         m, tokens = self.maths, len(h)
-        q, k, v = (
-            self._linear(h, f"self_attn.{p}_proj", get, layer).view(tokens, -1, m.head_dim)
-            for p in "qkv"
-        )
+        q, k, v = (self._linear(h, f"self_attn.{p}_proj", get, layer) for p in "qkv")
+        q, k, v = (x.view(tokens, heads, -1) for x, heads in
+                   zip((q, k, v), (m.heads, m.kv_heads, m.kv_heads), strict=True))  # fmt: skip
+        if m.output_gate:
+            q, gate = q.split(m.head_dim, dim=-1)
         if m.qk_norm:
             q = _rms_norm(q, get("self_attn.q_norm"), m.eps)
             k = _rms_norm(k, get("self_attn.k_norm"), m.eps)
@@ -167,10 +213,44 @@ class Forward:
         window = (m.windows[layer] if m.windows else 0) or tokens
         scores = torch.einsum("thd,shd->hts", q, k) * m.attention
         scores = scores.masked_fill((back < 0) | (back >= window), float("-inf"))
-        a = torch.einsum("hts,shd->thd", scores.softmax(-1), v).reshape(tokens, -1)
+        a = torch.einsum("hts,shd->thd", scores.softmax(-1), v)
+        a = (a * torch.sigmoid(gate) if m.output_gate else a).reshape(tokens, -1)
         if m.sub_norm_eps is not None:
             a = _rms_norm(a, get("self_attn.attn_sub_norm"), m.sub_norm_eps)
         return self._linear(a, "self_attn.o_proj", get, layer)
+
+    def _delta_net(self, h: Tensor, get: Get, layer: int) -> Tensor:
+        """Gated DeltaNet (arXiv 2412.06464), token by token, as in Qwen3.5: short convolution,
+        queries and keys of length 1, a value head has the key head of its place in a group.
+        """
+        d, tokens = self.maths.delta_net, len(h)
+        assert d is not None
+        u = self._linear(h, "linear_attn.in_proj_qkv", get, layer)
+        z = self._linear(h, "linear_attn.in_proj_z", get, layer).view(tokens, d.value_heads, -1)
+        a, b = (h @ get(f"linear_attn.in_proj_{name}").t() for name in "ab")
+        taps = get("linear_attn.conv1d")
+        y = F.conv1d(u.t()[None], taps, padding=taps.shape[-1] - 1, groups=len(taps))
+        y = F.silu(y[0, :, :tokens].t())
+        keys = d.key_heads * d.key_dim
+        q, k = (x.view(tokens, d.key_heads, -1) for x in y[:, : 2 * keys].chunk(2, dim=1))
+        v = y[:, 2 * keys :].view(tokens, d.value_heads, -1)
+        group = d.value_heads // d.key_heads
+        q, k = (_unit(x).repeat_interleave(group, 1) for x in (q, k))
+        q = q / d.key_dim**0.5
+        beta = torch.sigmoid(b)
+        decay = torch.exp(
+            -get("linear_attn.A_log").exp() * F.softplus(a + get("linear_attn.dt_bias"))
+        )
+        state = torch.zeros(d.value_heads, d.key_dim, d.value_dim, dtype=torch.float64)
+        outputs = []
+        for t in range(tokens):
+            state = state * decay[t, :, None, None]
+            error = beta[t, :, None] * (v[t] - torch.einsum("hkv,hk->hv", state, k[t]))
+            state = state + torch.einsum("hk,hv->hkv", k[t], error)
+            outputs.append(torch.einsum("hkv,hk->hv", state, q[t]))
+        gain = get("linear_attn.norm")
+        o = _rms_norm(torch.stack(outputs), gain, self.maths.eps) * F.silu(z)
+        return self._linear(o.reshape(tokens, -1), "linear_attn.out_proj", get, layer)
 
     def _mlp(self, h: Tensor, get: Get, layer: int) -> Tensor:
         m = self.maths
@@ -189,12 +269,34 @@ def _rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * gain
 
 
+def _unit(x: Tensor) -> Tensor:
+    return x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()
+
+
+@functools.cache
+def _hadamard(block: int) -> Tensor:
+    """The normalised matrix of that size, by Sylvester's doubling."""
+    matrix = torch.ones(1, 1, dtype=torch.float64)
+    while len(matrix) < block:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    return matrix / block**0.5
+
+
+def _by_hadamard(x: Tensor, block: int) -> Tensor:
+    """Every block of the last axis times the matrix, which is its own inverse."""
+    return (x.unflatten(-1, (-1, block)) @ _hadamard(block)).flatten(-2)
+
+
 def _rotate(x: Tensor, frequencies: Tensor, factor: float) -> Tensor:
-    """Half-split rotary embedding of x [T, heads, d] at positions 0..T-1."""
+    """Half-split rotary embedding of x [T, heads, d] at positions 0..T-1.
+
+    Features beyond two for each frequency stay as they are.
+    """
+    x, rest = x[..., : 2 * len(frequencies)], x[..., 2 * len(frequencies) :]
     angles = torch.outer(torch.arange(len(x), dtype=torch.float64), frequencies.double())
     cos, sin = (f(angles).unsqueeze(1) * factor for f in (torch.cos, torch.sin))
     first, second = x.chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
 
 
 def _group_of(weight: Tensor) -> int:

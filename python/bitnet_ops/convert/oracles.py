@@ -24,7 +24,7 @@ from torch import Tensor
 
 from bitnet_ops.config.scheme import ScaleRule, Storage
 from bitnet_ops.convert.errors import reject
-from bitnet_ops.convert.forward import Forward, Maths
+from bitnet_ops.convert.forward import DeltaNet, Forward, Maths
 from bitnet_ops.convert.gguf_config import PERMUTED
 from bitnet_ops.convert.gguf_source import GgufSource, scale_name
 from bitnet_ops.convert.hf_source import HfSource
@@ -190,6 +190,8 @@ class PlainOracle:
             codes, scale = self.projection(name)
             return codes.double() * scale
         value = self._read(name)
+        if self._plan.config.delta_net is not None:
+            return self._hybrid(name, value)
         # Gemma's norms store it less 1; of those inside projections their values say it
         gemma = self._plan.config.model_type == "gemma3_text" and isinstance(self._source, HfSource)
         if not gemma or not name.endswith("norm.weight"):
@@ -197,10 +199,25 @@ class PlainOracle:
         inside = name.endswith(".rms_norm.weight")
         return value.double() + (not inside or bool(value.float().median() < 0.5))
 
+    def _hybrid(self, name: str, value: Tensor) -> Tensor:
+        """A dense tensor of a hybrid as published: norms as what they multiply by.
+
+        A checkpoint stores them less 1, but for that of a gate; MLX's converter, which makes the
+        convolutions' middle axis the last, adds the 1.
+        """
+        if name.endswith("conv1d.weight"):
+            return value.reshape(len(value), 1, -1)
+        if not name.endswith("norm.weight") or name.endswith("linear_attn.norm.weight"):
+            return value
+        layer = next(iter(self._plan.config.delta_net.layers))  # type: ignore[union-attr]
+        taps = self._read(f"model.layers.{layer}.linear_attn.conv1d.weight")
+        return value if taps.shape[-1] == 1 else value.double() + 1
+
 
 def _maths(plan: Plan) -> Maths:
     c, factors = plan.config, plan.config.scalings
     whole = rotary(c)
+    net = c.delta_net
     exponents = torch.arange(c.head_dim // 2, dtype=torch.float64) / (c.head_dim // 2)
     local = (factors.local_theta or 1.0) ** -exponents, 1.0
     sub_norm_eps = c.rms_norm_eps if c.sub_norm_eps is None else c.sub_norm_eps
@@ -228,6 +245,12 @@ def _maths(plan: Plan) -> Maths:
         residual=factors.residual,
         logits=factors.logits,
         tied=c.tie_word_embeddings,
+        delta_net=None
+        if net is None
+        else DeltaNet(net.layers, net.key_heads, net.value_heads, net.key_dim, net.value_dim),
+        output_gate=c.output_gate,
+        blocks=dict(c.rotation.blocks) if c.rotation else {},
+        plain=c.rotation.plain if c.rotation else (),
     )
 
 
@@ -257,14 +280,47 @@ class GgufOracle(PlainOracle):
 
     name = "plain fp64 forward of the file, decoded a second time"
 
-    def __init__(self, source: GgufSource) -> None:
-        super().__init__(source)
+    def __init__(self, source: GgufSource, *, int8_activations: bool = True) -> None:
+        super().__init__(source, int8_activations=int8_activations)
         self._gguf = source
 
     def _read(self, name: str) -> Tensor:
+        if name.startswith("model.rotation."):
+            return self._signs(int(name.split(".")[2]))
         info, gguf = self._gguf.infos[name], self._gguf
         values = _values(info.type.name, gguf.reader.data(info.name), info.shape, gguf.i2s_layout)
-        return values.view(info.shape)
+        return self._by_groups(name, values.view(info.shape))
+
+    def _signs(self, width: int) -> Tensor:
+        """Of the width's part of all signs, which follow one another."""
+        keys = self._gguf.reader.metadata
+        sizes, values = (keys.get(f"prism.hadamard.sign_{name}") for name in ("widths", "values"))
+        if values is None or sizes is None:
+            return torch.ones(width)
+        parts = torch.from_numpy(values.astype(np.float32)).split(sizes.tolist())
+        return parts[sizes.tolist().index(width)]
+
+    def _by_groups(self, name: str, values: Tensor) -> Tensor:
+        """Value heads of a hybrid put beside those that share their key head."""
+        net, module = self._gguf.plan.config.delta_net, name.removesuffix(".weight")
+        inside = module.rpartition("linear_attn.")[2] if "linear_attn." in module else ""
+        if net is None or inside in ("", "norm"):
+            return values
+        rotation = self._gguf.plan.config.rotation
+        if inside == "out_proj":
+            if rotation is not None and module not in rotation.plain:
+                return values
+            heads = values.view(len(values), -1, net.key_heads, net.value_dim)
+            return heads.transpose(1, 2).reshape(values.shape)
+        keep = 2 * net.keys if inside in ("in_proj_qkv", "conv1d") else 0
+        heads = values[keep:].reshape(net.value_heads // net.key_heads, net.key_heads, -1)
+        rest = heads.transpose(0, 1).reshape(values[keep:].shape)
+        return torch.cat([values[:keep], rest])
+
+    def _hybrid(self, name: str, value: Tensor) -> Tensor:
+        if name.endswith("A_log"):
+            return value.double().neg().log()
+        return value.reshape(len(value), 1, -1) if name.endswith("conv1d.weight") else value
 
     def projection(self, weight_name: str) -> tuple[Tensor, Tensor]:
         """(codes int8 [N, K], the scale of every weight f32 [N, K])."""
