@@ -79,9 +79,10 @@ BESIDE = {
 }
 
 
-def run(source: Path, out: Path) -> ConvertReport:
-    more: dict[str, Any] = {"tokenizer": "none"} if source.suffix == ".gguf" else {}
-    return convert(source, out, **more)
+def run(source: Path, out: Path, **options: Any) -> ConvertReport:
+    if source.suffix == ".gguf":
+        options["tokenizer"] = "none"
+    return convert(source, out, **options)
 
 
 @pytest.mark.parametrize("form, name", MODELS)
@@ -144,6 +145,16 @@ def test_the_plain_forward_is_that_of_transformers(tmp_path: Path, form: str, na
     expected = expected_logits(name)
     error = float((found - expected).abs().max() / expected.abs().max())
     assert error < max(EXACT, 4 * ROUNDING.get(form, 0)), error
+
+
+@pytest.mark.parametrize(
+    "form, name", [("PQ2_0", "rotated"), ("mlx", "square"), ("nested", "plain")]
+)
+def test_verify_compares_with_it(tmp_path: Path, form: str, name: str) -> None:
+    source = FORMS[form][0](tmp_path / "source", hybrids.make(name, layers=4))
+    found = run(source, tmp_path / "out", verify=True).verification
+    assert found["failures"] == [] and found["weights_different"] == 0
+    assert found["projections"] == 3 * 6 + 7
 
 
 def forward_of(made: Hybrid, **change: Any) -> torch.Tensor:
