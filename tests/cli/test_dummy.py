@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from bitnet_ops.cli import main
+from bitnet_ops.config import ModelConfig
 from bitnet_ops.dummy import model as dummy
-from bitnet_ops.dummy.configs import CONFIGS
+from bitnet_ops.dummy.configs import CONFIGS, _bonsai2
 from bitnet_ops.generate.engine import Engine, Limits
 from bitnet_ops.language_model import load
 from bitnet_ops.models import expected_tensors
@@ -37,6 +38,17 @@ def test_shapes_are_those_of_the_real_models() -> None:
     assert round(parameters("falcon3-7b") / 1e7) == 746
     assert round(parameters("bitcpm-3b") / 1e6) == 3606  # 7.21 GB in bfloat16
     assert round(parameters("bitcpm-0.5b") / 1e6) == 434
+    # every tensor of the language model, less the signs of the rotation
+    for size, count in (
+        ("2b", 1_881_825_088),
+        ("4b", 4_205_751_296),
+        ("9b", 8_953_803_264),
+        ("27b", 26_895_998_464),
+    ):
+        rotation = dummy.config(f"bonsai2-{size}").rotation
+        assert rotation is not None
+        signs = sum(width for width, _ in rotation.blocks)
+        assert parameters(f"bonsai2-{size}") - signs == count
     assert dummy.config("2b-4t").num_key_value_heads == 5
     assert dummy.config("0.7b").head_dim == 96
 
@@ -64,10 +76,27 @@ def test_bonsai_has_yarn_and_scales_of_groups() -> None:
     name = "model.layers.0.self_attn.k_proj.weight"
     specs = {name: expected_tensors(config)[name]}
     pool = dummy._pool(specs, 0)
-    tensor = dummy._tensor(specs[name], pool, grouped=True)
+    tensor = dummy._tensor(name, specs[name], pool, grouped=True)
     assert isinstance(tensor, PackedWeight)
     assert tensor.scale.shape == (1024, 32) and tensor.group_size == 128
     assert tensor.scale.unique().numel() > 30  # bfloat16 has 39 numbers from 0.9 to 1.1
+
+
+def test_a_hybrid_is_rotated_and_remembers(tmp_path: Path) -> None:
+    """In the published form but smaller, since a whole one takes gigabytes."""
+    source = _bonsai2(4, 512, 768, heads=2, kv_heads=1, value_heads=16, tied=True, block=256)
+    source |= {"vocab_size": 600, "bos_token_id": 1, "eos_token_id": 2}
+    specs = expected_tensors(ModelConfig.from_hf(source))
+    dummy._write_model(tmp_path / "model.bin", source, specs, 0, grouped=True)
+    model = load(tmp_path).model
+    signs = [t for name, t in model.state_dict().items() if "rotation" in name]
+    assert len(signs) == 3 and all(t.unique().tolist() == [-1, 1] for t in signs)
+    first = torch.arange(20)[None].repeat(2, 1)
+    first[1, 0] = 599  # what a token nineteen places before did to the last one
+    with torch.inference_mode():
+        logits = model(first, KVCache(model.config, 2, 20))
+    assert torch.isfinite(logits).all() and 0.1 < float(logits.std()) < 2
+    assert float((logits[0, -1] - logits[1, -1]).abs().max()) > 0.01
 
 
 def test_a_file_with_scales_of_groups(tmp_path: Path) -> None:

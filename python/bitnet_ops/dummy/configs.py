@@ -10,8 +10,10 @@ from typing import Any
 # 16384 positions, more than the originals have, so that long contexts can be measured; no result
 # depends on the number.
 _COMMON = {"max_position_embeddings": 16384, "rms_norm_eps": 1e-5}
+BONSAI = ("bonsai-1.7b", "bonsai-4b", "bonsai-8b")
+BONSAI2 = ("bonsai2-2b", "bonsai2-4b", "bonsai2-9b", "bonsai2-27b")
 # Models whose ternary matrices have a scale for every 128 weights of a row.
-GROUPED = ("bonsai-1.7b", "bonsai-4b", "bonsai-8b")
+GROUPED = (*BONSAI, *BONSAI2)
 
 
 def _bonsai(
@@ -46,6 +48,52 @@ def _bonsai(
         "bos_token_id": 151643,
         "eos_token_id": 151645,
         "tie_word_embeddings": tied,
+    }
+
+
+def _bonsai2(
+    layers: int,
+    hidden: int,
+    intermediate: int,
+    *,
+    heads: int,
+    kv_heads: int,
+    value_heads: int,
+    tied: bool,
+    block: int = 1024,
+) -> dict[str, Any]:
+    """Qwen3.5's hybrid: Gated DeltaNet, every fourth layer attention; all inputs rotated."""
+    widths = sorted({hidden, heads * 256, value_heads * 128, intermediate})
+    rotation = {"blocks": {str(width): block for width in widths}}
+    return {
+        "model_type": "qwen3_5_text",
+        "vocab_size": 248320,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "layer_types": [
+            "linear_attention" if (i + 1) % 4 else "full_attention" for i in range(layers)
+        ],
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": 256,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": value_heads,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e7,
+            "partial_rotary_factor": 0.25,
+        },
+        "max_position_embeddings": 262144,
+        "bos_token_id": 248044,
+        "eos_token_id": 248046,
+        "tie_word_embeddings": tied,
+        "bitnet_ops": {"format_version": 1, "rotation": rotation},
     }
 
 
@@ -118,6 +166,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "bonsai-1.7b": _bonsai(28, 2048, 6144, heads=16, tied=True),
     "bonsai-4b": _bonsai(36, 2560, 9728, heads=32, theta=5e6, tied=True),
     "bonsai-8b": _bonsai(36, 4096, 12288, heads=32, original=16384, tied=False),
+    # prism-ml/Ternary-Bonsai-2; blocks of the rotation as published for the 27B, and for the others
+    # the largest up to it that divides every width. Their bos is again the tokenizer's need.
+    "bonsai2-2b": _bonsai2(24, 2048, 6144, heads=8, kv_heads=2, value_heads=16, tied=True),
+    "bonsai2-4b": _bonsai2(
+        32, 2560, 9216, heads=16, kv_heads=4, value_heads=32, tied=True, block=512
+    ),
+    "bonsai2-9b": _bonsai2(32, 4096, 12288, heads=16, kv_heads=4, value_heads=32, tied=False),
+    "bonsai2-27b": _bonsai2(64, 5120, 17408, heads=24, kv_heads=4, value_heads=48, tied=False),
     # tiiuae/Falcon3-7B-1.58bit: heads of 256
     "falcon3-7b": _llama(
         28, 3072, 23040, heads=12, kv_heads=4, vocab=131072, theta=1000042.0, head_dim=256, eps=1e-6

@@ -25,14 +25,14 @@ from bitnet_ops.dummy.configs import CONFIGS, GROUPED
 from bitnet_ops.formats import destination, sglbitnt
 from bitnet_ops.loading.weights import repack_all
 from bitnet_ops.models import Decoder, TensorSpec, build, expected_tensors
+from bitnet_ops.models.tensors import ROTATION
 from bitnet_ops.nn.packing import BLOCK, PackedWeight, packed_row_bytes
 from bitnet_ops.nn.storage import DEFAULT_HEAD_FORMAT
 
 _NONZERO = 0.6  # share of the codes that are -1 or +1
 _EMBEDDING_STD = 0.02
-# Random data are cut from a pool at random places, which is as fast as memory. The pool is longer
-# than any ternary matrix of these models, and its length has no common divisor with a row's, so
-# that no two rows are alike.
+# Random data are cut from a pool at random places, which is as fast as memory. Its length has no
+# common divisor with a row's, so that no two rows are alike even where it goes round.
 _POOL = (1 << 23) + 9
 
 
@@ -72,7 +72,7 @@ def write(
     for one that is there, sglbitnt.SglbitntError for what the file system rejects.
     """
     model_config = config(name)
-    source = {**_config_json(name), "bitnet_ops": {"format_version": 1}}
+    source = {"bitnet_ops": {"format_version": 1}, **_config_json(name)}
     target = Path(directory)
     target.parent.mkdir(parents=True, exist_ok=True)
     with destination.new_folder(target, replace=force) as folder:
@@ -87,7 +87,7 @@ def _write_model(
     pool = _pool(specs, seed)
     with sglbitnt.Writer(file, source, len(specs), specs) as writer:
         for tensor_name, spec in specs.items():
-            tensor = _tensor(spec, pool, grouped)
+            tensor = _tensor(tensor_name, spec, pool, grouped)
             if isinstance(tensor, PackedWeight):
                 parts = tensor.weight, tensor.scale, tensor.in_features, tensor.group_size
                 writer.add_packed(tensor_name, *parts)
@@ -100,7 +100,7 @@ def tensors(name: str, seed: int = 0) -> dict[str, Tensor | PackedWeight]:
     """Every tensor of the model `name`, as `models.build` takes them."""
     specs = expected_tensors(config(name))
     pool = _pool(specs, seed)
-    return {n: _tensor(spec, pool, name in GROUPED) for n, spec in specs.items()}
+    return {n: _tensor(n, spec, pool, name in GROUPED) for n, spec in specs.items()}
 
 
 def _pool(specs: dict[str, TensorSpec], seed: int) -> _Pool:
@@ -108,7 +108,12 @@ def _pool(specs: dict[str, TensorSpec], seed: int) -> _Pool:
     return _Pool(seed, min(_POOL, largest | 1))
 
 
-def _tensor(spec: TensorSpec, pool: _Pool, grouped: bool) -> Tensor | PackedWeight:
+# (middle, half the width) of what is neither a norm nor a matrix: memories of a Gated DeltaNet from
+# one token to hundreds, taps as torch draws them
+_UNIFORM = {"A_log": (0.0, 3.0), "dt_bias": (-3.0, 2.0), "conv1d.weight": (0.0, 0.5)}
+
+
+def _tensor(name: str, spec: TensorSpec, pool: _Pool, grouped: bool) -> Tensor | PackedWeight:
     if spec.kind == "ternary" or (grouped and spec.may_be_ternary):
         n, k = spec.shape
         # The sum of K products with activations near 1 comes out near 1.
@@ -118,6 +123,11 @@ def _tensor(spec: TensorSpec, pool: _Pool, grouped: bool) -> Tensor | PackedWeig
         scales = scale * pool.norm_weight(n * -(-k // BLOCK)).float().view(n, -1)
         scales = scales.half().float()  # as the originals have them
         return PackedWeight(pool.packed(n, k), scales, n, k, group_size=BLOCK)
+    if name.startswith(ROTATION):
+        return pool.uniform(spec.shape, 0.0, 1.0).sign()  # the middle itself is not drawn
+    for ending, (middle, spread) in _UNIFORM.items():
+        if name.endswith(f".{ending}"):
+            return pool.uniform(spec.shape, middle, spread)
     if len(spec.shape) == 2:
         return pool.matrix(*spec.shape)
     return pool.norm_weight(spec.shape[0])
@@ -162,9 +172,12 @@ class _Pool:
 
     def norm_weight(self, n: int) -> Tensor:
         """A norm's weight, bfloat16 [n], from 0.9 to 1.1."""
-        return (
-            self._piece(self._values, n).float() * (0.1 / (_EMBEDDING_STD * 3**0.5)) + 1
-        ).bfloat16()
+        return self.uniform((n,), 1.0, 0.1)
+
+    def uniform(self, shape: tuple[int, ...], middle: float, spread: float) -> Tensor:
+        """bfloat16, from middle - spread to middle + spread."""
+        piece = self._piece(self._values, math.prod(shape)).float().view(shape)
+        return (piece * (spread / (_EMBEDDING_STD * 3**0.5)) + middle).bfloat16()
 
 
 def _code_table() -> bytes:
