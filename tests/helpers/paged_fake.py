@@ -129,8 +129,8 @@ class FakeModel:
         self.config: Any = SimpleNamespace(
             vocab_size=VOCAB,
             max_position_embeddings=max_positions,
-            num_hidden_layers=1,
             kv_layers=1,
+            delta_net=None,
             num_key_value_heads=1,
             head_dim=16,
         )

@@ -1,0 +1,253 @@
+"""Engines over recurrent states: the same tokens whatever runs beside, whatever is kept.
+
+Every schedule mixes prompts that share beginnings, drafts (right and wrong ones), small pools, few
+slots, checkpoints and trims; the tokens of each request must be those of an engine of its own
+without any of it.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from bitnet_ops.generate import scheduler
+from bitnet_ops.generate.engine import Engine
+from bitnet_ops.generate.request import Failed, Limits, NewToken
+from bitnet_ops.generate.sampling import SamplingParams
+from bitnet_ops.generate.scheduler import SchedulerOptions
+from bitnet_ops.generate.speculation import MOST_DRAFTS
+from bitnet_ops.models import Decoder
+from bitnet_ops.nn.blocks import PoolFullError
+from bitnet_ops.nn.kv_cache import KVCache
+from bitnet_ops.nn.kv_config import CacheCapacityError
+from bitnet_ops.nn.state_pool import MOST_KEPT_DRAFTS, slot_bytes
+from tests.helpers.hybrid_models import hybrid
+
+SCHEDULES = 2000 if os.environ.get("BITNET_CI_ALL") == "1" else 60
+VOCAB = 321
+
+
+@pytest.fixture(scope="module")
+def model() -> Decoder:
+    return hybrid("rotated", layers=4)
+
+
+def alone(
+    model: Decoder, prompt: list[int], params: SamplingParams, limits: Limits, **options: Any
+) -> list[int]:
+    engine = Engine(model, scheduling=SchedulerOptions(prefix_cache=False), **options)
+    return list(engine.generate([prompt], params, limits)[0].token_ids)
+
+
+class Drafter:
+    """Proposes what will come, with mistakes: of texts whose continuation is known."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.rng, self.texts = rng, list[list[int]]()
+
+    def __call__(self, ids: Sequence[int], most: int) -> list[int]:
+        begin = list(ids)
+        for text in self.texts:
+            if text[: len(begin)] == begin:
+                drafts = text[len(begin) : len(begin) + self.rng.randint(0, most)]
+                return [d if self.rng.random() < 0.8 else (d + 1) % VOCAB for d in drafts]
+        return []
+
+
+def prompts_of(rng: random.Random) -> list[list[int]]:
+    base = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 60))]
+    found: list[list[int]] = []
+    for _ in range(rng.randint(2, 8)):
+        kind = rng.random()
+        if kind < 0.5:
+            more = [rng.randrange(VOCAB) for _ in range(rng.randint(0, 12))]
+            found.append(base[: rng.randint(len(base) // 2, len(base))] + more)
+        elif kind < 0.7 and found:
+            found.append(found[-1] + [rng.randrange(VOCAB) for _ in range(rng.randint(0, 3))])
+        else:
+            found.append([rng.randrange(VOCAB) for _ in range(rng.randint(1, 90))])
+    return found
+
+
+def engine_of(model: Decoder, rng: random.Random) -> Engine:
+    options = SchedulerOptions(
+        token_budget=rng.choice([8, 16, 64]),
+        max_sequences=rng.choice([1, 4, 8, 8]),
+        prefill_beside_decode=rng.choice([None, 4]),
+        checkpoint_tokens=rng.choice([4, 16, 64]),
+        prefix_cache=rng.random() < 0.8,
+    )
+    engine = Engine(model, scheduling=options, block_size=rng.choice([4, 16]), kv_cache_mb=40)
+    blocks = rng.choice([132, 132, 180, 6400]) // engine.block_size
+    sizes = engine._sizes._replace(blocks=blocks, slots=rng.choice([1, 2, 8, 40, 40]))
+    engine._sizes = sizes
+    return engine
+
+
+def run_schedule(model: Decoder, seed: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    rng = random.Random(seed)
+    drafter = Drafter(rng)
+    monkeypatch.setattr(scheduler, "propose", drafter)
+    engine = engine_of(model, rng)
+    jobs, wanted = [], []
+    for prompt in prompts_of(rng):
+        params = SamplingParams(temperature=rng.choice([0, 0, 1.0]), seed=rng.randrange(3))
+        stops = frozenset(rng.sample(range(VOCAB), rng.choice([0, 20])))
+        limits = Limits(rng.randint(1, 40), stops)
+        wanted.append(alone(model, prompt, params, limits))
+        drafter.texts.append(prompt + wanted[-1])
+        jobs.append((prompt, params, limits, rng.choice([0, 3, MOST_DRAFTS])))
+    events: dict[int, list[Any]] = {}
+    waiting, ids = list(jobs), list[int]()
+    while waiting or engine.has_work:
+        if waiting and rng.random() < 0.4:
+            prompt, params, limits, drafts = waiting.pop(0)
+            ids.append(
+                engine.add(
+                    prompt,
+                    params,
+                    limits,
+                    max_drafts=drafts,
+                    consumer=lambda event: events.setdefault(event.request_id, []).append(event),
+                )
+            )
+        if ids and rng.random() < 0.03:
+            engine.trim()
+        engine.step()
+    stats = engine.stats()
+    for id, tokens in zip(ids, wanted, strict=True):
+        if isinstance(last := events[id][-1], Failed):
+            assert isinstance(last.error, PoolFullError)  # a pool too small for it alone
+            continue
+        assert [e.token_id for e in events[id] if isinstance(e, NewToken)] == tokens, seed
+    return {
+        "accepted": stats.accepted_drafts,
+        "rejected": stats.drafted_tokens - stats.accepted_drafts,
+        "reused": stats.reused_tokens,
+        "preempted": stats.preemptions,
+    }
+
+
+@pytest.mark.parametrize("part", range(2))
+def test_schedules(model: Decoder, part: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    total = dict.fromkeys(("accepted", "rejected", "reused", "preempted"), 0)
+    for seed in range(part, SCHEDULES, 2):
+        for name, count in run_schedule(model, seed, monkeypatch).items():
+            total[name] += count
+    assert min(total.values()) > 0, total  # or the schedules say nothing about it
+
+
+def test_drafts_fit_what_a_slot_keeps() -> None:
+    assert MOST_DRAFTS <= MOST_KEPT_DRAFTS
+
+
+# Checkpoints --------------------------------------------------------------------------------------
+
+
+def reused(engine: Engine, prompt: list[int], new_tokens: int = 4) -> tuple[int, list[int]]:
+    """How many of a prompt's tokens were not computed anew, and what came."""
+    before = engine.stats().reused_tokens
+    tokens = engine.generate([prompt], SamplingParams(temperature=0), Limits(new_tokens))
+    return engine.stats().reused_tokens - before, list(tokens[0].token_ids)
+
+
+def options(every: int = 64) -> SchedulerOptions:
+    return SchedulerOptions(checkpoint_tokens=every)
+
+
+def test_a_conversation_goes_on_where_its_answer_ended(model: Decoder) -> None:
+    engine = Engine(model, scheduling=options(), block_size=16)
+    prompt = list(range(1, 101))
+    _, answer = reused(engine, prompt)
+    again, _ = reused(engine, [*prompt, *answer, 7, 8, 9])
+    assert again == len(prompt) + len(answer) - 1  # the last token of an answer is not computed
+
+
+def test_the_same_prompt_begins_at_its_last_block(model: Decoder) -> None:
+    engine = Engine(model, scheduling=options(), block_size=16)
+    prompt = list(range(1, 101))
+    first = reused(engine, prompt)
+    assert first[0] == 0 and reused(engine, prompt) == (96, first[1])
+
+
+def test_where_texts_part_the_third_one_continues(model: Decoder) -> None:
+    engine = Engine(model, scheduling=options(every=1000), block_size=16)
+    shared = list(range(1, 91))
+    texts = [shared + [300 + i] * 10 for i in range(3)]
+    found = [reused(engine, text)[0] for text in texts]
+    # the first one leaves a state behind its last block, which the second one does not share
+    assert found == [0, 0, len(shared)]
+
+
+def test_every_so_many_tokens_there_is_a_checkpoint(model: Decoder) -> None:
+    engine = Engine(model, scheduling=options(every=32), block_size=16)
+    prompt = [i % VOCAB for i in range(100)]
+    reused(engine, prompt)
+    for parted, expected in ((99, 96), (70, 64), (33, 32), (31, 0)):
+        other = [*prompt[:parted], 320, 319, 318]
+        assert reused(engine, other)[0] == expected
+        engine.trim()
+        reused(engine, prompt)
+
+
+def test_checkpoints_are_bounded_and_the_least_used_goes(model: Decoder) -> None:
+    delta_net = model.config.delta_net
+    assert delta_net is not None
+    two = 2 * slot_bytes(delta_net) / 2**20
+    engine = Engine(model, block_size=16, kv_cache_mb=40, prefix_cache_mb=two + 0.01)
+    for i in range(5):
+        reused(engine, [i + 1] * 50)
+        assert engine.stats().checkpoints <= 2
+    assert reused(engine, [5] * 50)[0] == 48 and reused(engine, [1] * 50)[0] == 0
+
+
+def test_other_weights_find_no_states(model: Decoder) -> None:
+    engine = Engine(model, scheduling=options(), block_size=16)
+    prompt = list(range(1, 60))
+    reused(engine, prompt)
+    model.model.norm.weight.mul_(1.0)  # counts as a change
+    assert reused(engine, prompt)[0] == 0
+
+
+def test_more_requests_than_slots_wait(model: Decoder) -> None:
+    engine = Engine(model, block_size=16, kv_cache_mb=40)
+    engine._sizes = engine._sizes._replace(slots=2)
+    prompts = [[i + 1] * 20 for i in range(6)]
+    params, limits = SamplingParams(temperature=0), Limits(5)
+    wanted = [alone(model, prompt, params, limits) for prompt in prompts]
+    assert [list(g.token_ids) for g in engine.generate(prompts, params, limits)] == wanted
+
+
+def test_a_budget_without_room_for_a_state_is_named(model: Decoder) -> None:
+    with pytest.raises(ValueError, match=r"at least a block's .* and a state's .* MiB, got 0.1"):
+        Engine(model, kv_cache_mb=0.1)
+
+
+# Caches without an engine -------------------------------------------------------------------------
+
+
+def test_a_cache_forks_but_does_not_go_back(model: Decoder) -> None:
+    ids = torch.arange(1, 31).view(1, -1)
+    cache = KVCache(model.config, 1, 64, torch.float32)
+    model(ids[:, :20], cache)
+    twin = cache.fork()
+    whole = model(ids[:, 20:], cache)
+    assert torch.equal(model(ids[:, 20:], twin), whole)
+    with pytest.raises(CacheCapacityError, match="cannot go back: fork the cache"):
+        cache.truncate(10)
+    cache.clear()
+    assert torch.equal(model(ids, cache), model(ids))
+
+
+def test_a_saved_cache_has_its_states(model: Decoder, tmp_path: Any) -> None:
+    ids = torch.arange(1, 31).view(1, -1)
+    cache, other = (KVCache(model.config, 1, 64, torch.float32) for _ in range(2))
+    model(ids[:, :20], cache)
+    cache.save(tmp_path / "cache.safetensors")
+    other.restore(tmp_path / "cache.safetensors")
+    assert torch.equal(model(ids[:, 20:], cache), model(ids[:, 20:], other))
