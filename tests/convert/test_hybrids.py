@@ -22,12 +22,15 @@ import torch
 import bonsai
 import hybrids
 from bitnet_ops import ops
+from bitnet_ops.cli import main
 from bitnet_ops.config import ModelConfig
 from bitnet_ops.convert import ConvertError, convert
 from bitnet_ops.convert.checkpoint import Checkpoint
+from bitnet_ops.convert.diff import diff
 from bitnet_ops.convert.forward import DeltaNet, Forward, Maths
 from bitnet_ops.convert.gguf_source import GgufSource
 from bitnet_ops.convert.hf_source import HfSource
+from bitnet_ops.convert.inspect import inspect
 from bitnet_ops.convert.oracles import GgufOracle, PlainOracle
 from bitnet_ops.convert.report import ConvertReport
 from bitnet_ops.formats.sglbitnt import Reader
@@ -96,6 +99,9 @@ def test_every_tensor_is_as_published(tmp_path: Path, form: str, name: str) -> N
     assert beside == BESIDE.get(form, [])
     model = load(tmp_path / "out").model
     assert model.config == ModelConfig.from_hf(hybrids.converted_config(made))
+    found = diff(source, tmp_path / "out")
+    assert found["tensors"] == found["only_a"] == found["only_b"] == []
+    assert found["same"] == len(hybrids.converted(made))
 
 
 def compare(folder: Path, made: Hybrid, rounding: float) -> None:
@@ -416,3 +422,16 @@ def test_a_rotation_of_another_architecture_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "file.gguf").write_bytes(bonsai.gguf_file(made, "PQ2_0", keys))
     with pytest.raises(ConvertError, match="prism.hadamard.version"):
         run(tmp_path / "file.gguf", tmp_path / "out")
+
+
+@pytest.mark.parametrize("form", ["PQ2_0", "mlx"])
+def test_inspect_knows_rotations_and_programs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], form: str
+) -> None:
+    source = FORMS[form][0](tmp_path / "source", hybrids.make("rotated", layers=4))
+    run(source, tmp_path / "out")
+    rows = {row["name"]: row for row in inspect(source)["tensors"]}
+    assert rows["model.rotation.256.weight"]["shape"] == [2, 128]
+    assert rows["model.layers.0.linear_attn.conv1d.weight"]["shape"] == [4, 640]
+    assert main(["inspect", str(tmp_path / "out"), "--program"]) == 0
+    assert "delta_net norm=model.layers.0.input_layernorm" in capsys.readouterr().out

@@ -156,8 +156,11 @@ class GgufSource(Source):
     def dense(self, name: str) -> Tensor:
         if self.rotation is not None and name.startswith(ROTATION):
             return self.rotation.tensor(name)
-        tensor, net = dense(self.reader, self.infos[name]), self.plan.config.delta_net
-        return tensor if net is None else hybrid.from_gguf(name, tensor, net)
+        tensor = dense(self.reader, self.infos[name])
+        rows, columns = self.row_order(name), self._column_order(name)
+        tensor = tensor if rows is None else tensor[torch.from_numpy(rows)]
+        tensor = tensor if columns is None else tensor[:, torch.from_numpy(columns)]
+        return hybrid.from_gguf(name, tensor) if self.plan.config.family.hybrid else tensor
 
     def row_order(self, name: str) -> np.ndarray[Any, np.dtype[np.int64]] | None:
         """For every row of a matrix here the row in the file; None: in order."""
@@ -168,6 +171,12 @@ class GgufSource(Source):
                 reject("shape", expected, f"{rows} rows")
             return head_rows(rows, config.head_dim)
         return None if config.delta_net is None else hybrid.tiled_rows(name, config.delta_net)
+
+    def _column_order(self, name: str) -> np.ndarray[Any, np.dtype[np.int64]] | None:
+        config = self.plan.config
+        if config.delta_net is None:
+            return None
+        return hybrid.tiled_columns(name, config.delta_net, config.rotation)
 
     def ternary(self, name: str) -> Ternary:
         info, factor = self.infos[name], 1.0
@@ -186,13 +195,10 @@ class GgufSource(Source):
             order=self.row_order(name),
             assume_online=self._assume_online,
         )
-        net = self.plan.config.delta_net
-        if net is None:
+        net, columns = self.plan.config.delta_net, self._column_order(name)
+        if net is None or columns is None:
             return found
-        columns = hybrid.tiled_columns(name, net, self.plan.config.rotation)
-        return (
-            found if columns is None else hybrid.with_columns(found, columns, net.value_dim, name)
-        )
+        return hybrid.with_columns(found, columns, net.value_dim, name)
 
     def unwritten_rows(self, name: str) -> int:
         info = self.infos[name]

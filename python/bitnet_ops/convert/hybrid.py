@@ -33,6 +33,7 @@ Indices = NDArray[np.int64]
 # Tensors of one name: whatever they are in a file, they stay float32 here.
 _FLOAT32 = ("in_proj_a.weight", "in_proj_b.weight", "conv1d.weight", "A_log", "dt_bias")
 CONVOLUTION, GATED_NORM = "linear_attn.conv1d.weight", "linear_attn.norm.weight"
+PROJECTIONS = ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z", "linear_attn.out_proj")
 _PREFIXES = (("model.language_model.", "model."), ("language_model.", ""))
 TOWER, DRAFTS = "a tower for images", "layers that draft tokens"
 _TOWER = ("model.visual.", "visual.", "vision_tower.")
@@ -72,6 +73,13 @@ def stored_shapes(name: str, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
         return [shape]
     kernel, channels = shape
     return [(channels, 1, kernel), (channels, kernel, 1)]
+
+
+def shape_here(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape here of a tensor with `shape` in a checkpoint."""
+    if not name.endswith(CONVOLUTION) or len(shape) != 3:
+        return shape
+    return shape[1] * shape[2], shape[0]
 
 
 def has_summed_norms(shapes: Mapping[str, tuple[int, ...]]) -> bool:
@@ -332,11 +340,8 @@ def with_columns(found: Ternary, order: Indices, head: int, name: str) -> Ternar
     return dataclasses.replace(found, rows=ops.pack(codes), codes=None, scale=scale.contiguous())
 
 
-def from_gguf(name: str, tensor: Tensor, net: DeltaNet) -> Tensor:
-    """A dense tensor of a file in the form that a conversion has."""
-    order = tiled_rows(name, net)
-    if order is not None:
-        tensor = tensor[torch.from_numpy(order)]
+def from_gguf(name: str, tensor: Tensor) -> Tensor:
+    """A dense tensor of a file, its heads in order, in the form that a conversion has."""
     if name.endswith("A_log"):
         if not bool((tensor < 0).all()):
             reject("gguf-values", f"{name} as -exp(A_log), below 0", f"{float(tensor.max()):g}")

@@ -6,6 +6,7 @@ sources.py hands out what is in them; nor how it is shown.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 import os
@@ -21,10 +22,10 @@ from bitnet_ops import ops
 from bitnet_ops.config import PRIVATE_BLOCK, PROJECTIONS, UnsupportedModelError
 from bitnet_ops.config.families import family_of
 from bitnet_ops.config.scheme import stated_linear_class
+from bitnet_ops.convert import hybrid
 from bitnet_ops.convert.checkpoint import Checkpoint
 from bitnet_ops.convert.errors import ConvertError, said_by
 from bitnet_ops.convert.gguf_source import GgufSource, dense, ternary
-from bitnet_ops.convert.hybrid import HADAMARD, rotation_shapes
 from bitnet_ops.convert.plan import find_naming
 from bitnet_ops.convert.source import Uneven
 from bitnet_ops.convert.ternary import looks_ternary, uneven_of
@@ -261,6 +262,7 @@ class CheckpointContents:
         self._linear_class = stated_linear_class(self.config)
         self._uneven: dict[str, Uneven | None] = {}
         self._family = family_of(self.config)
+        self._hybrid = self._family is not None and self._family.hybrid
         naming = find_naming(self.config, self._family, self.source.tensors)
         self._remarks = list(naming.remarks)
         if packed := self.source.packed_mlx:
@@ -276,6 +278,8 @@ class CheckpointContents:
             if self._packed(stored):
                 kind, shape = "ternary", (4 * shape[0], shape[1])
                 size += self._nbytes(f"{stored}_scale")
+            if self._hybrid:
+                shape = hybrid.shape_here(name, shape)
             self.entries[name] = Entry(name, stored, kind, tuple(shape), size)
 
     def _packed(self, stored: str) -> bool:
@@ -304,10 +308,18 @@ class CheckpointContents:
     def _multiplier(self, name: str, tensor: Tensor) -> Tensor:
         """A norm as what it multiplies by, 1 + w where the family stores w; others as they are."""
         family = self._family
+        if self._hybrid:
+            tensor = hybrid.as_here(name, tensor)
         if family is None or not family.norm_offset or not name.endswith("norm.weight"):
+            return tensor
+        if name.endswith(hybrid.GATED_NORM) or (self._hybrid and self._summed_norms):
             return tensor
         plain = name.endswith(".rms_norm.weight") and float(tensor.float().median()) > 0.5
         return tensor if plain else tensor.float() + family.norm_offset
+
+    @functools.cached_property
+    def _summed_norms(self) -> bool:
+        return hybrid.has_summed_norms({n: r.shape for n, r in self.source.tensors.items()})
 
     def memory(self, name: str) -> memoryview:
         return self._tensor(name).reshape(-1).view(torch.uint8).numpy().data
@@ -324,7 +336,8 @@ class CheckpointContents:
 
     def counts(self, name: str) -> tuple[int, int, int] | None:
         found = self.values(name)
-        if found.codes is None and name.removesuffix(".weight").endswith(PROJECTIONS):
+        modules = (*PROJECTIONS, *hybrid.PROJECTIONS)
+        if found.codes is None and name.removesuffix(".weight").endswith(modules):
             assert found.dense is not None
             plain = found.dense.is_floating_point() and looks_ternary(found.dense)
             self._uneven[name] = uneven_of(found.dense) if plain else None
@@ -366,8 +379,8 @@ class GgufContents:
             shape = tuple(specs[name].shape) if name in specs else info.shape
             self.entries[name] = Entry(name, info.name, info.type.name, shape, info.nbytes)
         rotation = self._source.plan.config.rotation if self._source else None
-        for name, shape in rotation_shapes(rotation).items():
-            stored = f"{HADAMARD}sign_values"
+        for name, shape in hybrid.rotation_shapes(rotation).items():
+            stored = f"{hybrid.HADAMARD}sign_values"
             self.entries[name] = Entry(name, stored, "float32", shape, 4 * math.prod(shape))
 
     def _is_ternary(self, name: str) -> bool:
