@@ -16,27 +16,43 @@ from bitnet_ops.language_model import load
 from bitnet_ops.nn.kv_cache import KVCache
 from bitnet_ops.nn.kv_config import KV_DTYPES
 from bitnet_ops.nn.packing import blocked_scales
+from bitnet_ops.nn.state_pool import slot_bytes
 from bitnet_ops.nn.storage import KV_TYPES, LAYOUTS
 
 _PROJECTIONS = {
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "qkvz": ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z"),
     "o": ("self_attn.o_proj",),
+    "out": ("linear_attn.out_proj",),
     "gate/up": ("mlp.gate_proj", "mlp.up_proj"),
     "down": ("mlp.down_proj",),
 }
+# int8 multiply-adds that a unit does in the time of one in float32, where it has both (VNNI)
+INT8_PER_FLOAT = 4
 
 
 @dataclass(frozen=True)
 class StepBytes:
-    """What one step of one sequence has to read at context 0, and more for every cached token."""
+    """What one step of one sequence has to read at context 0, and more for every cached token.
+
+    per_sequence: of recurrent states, read and written.
+    """
 
     body: int
     head: int
     per_position: int
+    per_sequence: int = 0
 
     def step(self, batch: int, context: int) -> int:
-        """Of a step of `batch` sequences: weights once, every sequence's cache."""
-        return self.body + self.head + batch * context * self.per_position
+        """Of a step of `batch` sequences: weights once, every sequence's cache and state."""
+        own = context * self.per_position + self.per_sequence
+        return self.body + self.head + batch * own
+
+
+def rewind(cache: KVCache, context: int) -> None:
+    """Let the next token stand behind `context` positions; a state stays what it is."""
+    for row in cache._rows:
+        row.length = context
 
 
 class BenchModel:
@@ -101,7 +117,7 @@ class BenchModel:
         for name, tensor in self.model.named_buffers():
             if name.startswith(head):
                 sizes["head"] += tensor.nbytes
-            elif "_proj." in name and not name.endswith(".weight_scale"):
+            elif "_proj" in name and not name.endswith((".weight_scale", ".signs")):
                 sizes["body"] += tensor.nbytes
         for _, modules in self.projections():
             for module in modules:
@@ -114,17 +130,25 @@ class BenchModel:
         # a key and a value, and the scale of each in an int8 cache
         row = KV_TYPES[self.formats["kv"]].row_bytes(c.head_dim)
         per_position = 2 * row * c.kv_layers * c.num_key_value_heads
-        return StepBytes(sizes["body"], sizes["head"], per_position)
+        states = 0 if c.delta_net is None else 2 * slot_bytes(c.delta_net)
+        return StepBytes(sizes["body"], sizes["head"], per_position, states)
 
     def macs_per_token(self) -> int:
-        """Integer multiply-adds of the ternary products for one token."""
-        return sum(m.in_features * m.out_features for _, ms in self.projections() for m in ms)
+        """Integer multiply-adds of the ternary products for one token.
+
+        Those of the delta rule, in float32, count for as many as a unit does in the same time.
+        """
+        d = self.config.delta_net
+        rule = 0 if d is None else 3 * d.value_heads * d.key_dim * d.value_dim * len(d.layers)
+        products = sum(m.in_features * m.out_features for _, ms in self.projections() for m in ms)
+        return products + INT8_PER_FLOAT * rule
 
     def projections(self) -> Iterator[tuple[str, list[Any]]]:
         """(part, its linear modules) of every layer in order."""
         for layer in self.model.model.layers:
             for part, names in _PROJECTIONS.items():
-                yield part, [layer.get_submodule(name) for name in names]
+                if names[0].partition(".")[0] in layer._modules:
+                    yield part, [layer.get_submodule(name) for name in names]
 
     def cache(self, batch: int, context: int, room: int) -> KVCache:
         """A cache in which every sequence has `context` random positions."""
@@ -146,7 +170,7 @@ class BenchModel:
         def step(i: int) -> None:
             nonlocal ids
             if i % tokens == 0:
-                cache.truncate(context)
+                rewind(cache, context)
             ids = self.model(ids, cache, 1)[:, -1].argmax(-1, keepdim=True)
 
         return Timed(step)

@@ -218,7 +218,8 @@ def _model_lines(report: Report) -> list[str]:
         f"{model_name(report)}, {model['weights']} weights + {model['head']} head: "
         f"{(model['body'] + model['head_bytes']) / 1e6:.0f} MB a token at context 0, and "
         f"{model['per_position'] / 1e3:.1f} kB for each cached token, "
-        f"{model['kv']}"
+        + (f"{model['per_sequence'] / 1e6:.0f} MB of states, " if model.get("per_sequence") else "")
+        + f"{model['kv']}"
         for model in report["models"]
     ]
     for title, titles, cells in model_tables(report):

@@ -213,5 +213,6 @@ def _describe(model: BenchModel) -> dict[str, Any]:
         "body": size.body,
         "head_bytes": size.head,
         "per_position": size.per_position,
+        "per_sequence": size.per_sequence,
         "macs_per_token": model.macs_per_token(),
     }
