@@ -26,7 +26,7 @@ from bitnet_ops.nn.blocks import PoolFullError
 from bitnet_ops.nn.kv_cache import KVCache
 from bitnet_ops.nn.kv_config import CacheCapacityError
 from bitnet_ops.nn.state_pool import MOST_KEPT_DRAFTS, slot_bytes
-from tests.helpers.hybrid_models import hybrid
+from hybrid_models import hybrid
 
 SCHEDULES = 2000 if os.environ.get("BITNET_CI_ALL") == "1" else 60
 VOCAB = 321

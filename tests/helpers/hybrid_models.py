@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+import hybrids
 from bitnet_ops import models
 from bitnet_ops.config import ModelConfig
 from bitnet_ops.nn.packing import pack_ternary
-from tests.helpers import hybrids
 
 
 def decoder(
