@@ -37,7 +37,7 @@ int64_t DeltaNet::thread_floats() const {
 void DeltaNet::mix(const KernelTable& table, const Sequences& s, const StateStep* steps,
                    const DeltaStates& states, const DeltaRows& rows, int64_t unit,
                    float* scratch) const {
-  const int64_t heads = 2 * shape_.key_heads + shape_.value_heads, channels = shape_.channels();
+  const int64_t heads = shape_.heads(), channels = shape_.channels();
   const int64_t sequence = unit / heads, head = unit % heads, value = head - 2 * shape_.key_heads;
   const int64_t dim = value < 0 ? shape_.key_dim : shape_.value_dim;
   const int64_t channel = value < 0 ? head * dim : 2 * shape_.keys() + value * dim;
@@ -60,7 +60,7 @@ void DeltaNet::mix(const KernelTable& table, const Sequences& s, const StateStep
   for (int64_t t = 0; t < tokens; ++t) {
     load_channels(table, rows, channels, begin + t, channel, dim, ring_row(before + t));
     for (int64_t j = 0; j < shape_.taps; ++j) taps[j] = ring_row(t + j);
-    float* y = rows.mixed + (begin + t) * channels + channel;
+    float* y = rows.mixed + (head * s.query_start[s.count] + begin + t) * shape_.head_floats();
     table.conv_silu_row(taps, shape_.taps, weights_.conv + channel, channels, dim, y);
     if (value >= 0) continue;
     const auto& scale = head < shape_.key_heads ? query_scale_ : key_scale_;
@@ -93,7 +93,7 @@ void DeltaNet::rule(const KernelTable& table, const Sequences& s, const StateSte
                     float* scratch) const {
   const int64_t slabs = shape_.slabs(), of_sequence = shape_.value_heads * slabs;
   const int64_t sequence = unit / of_sequence, slab = unit % of_sequence, head = slab / slabs;
-  const int64_t channels = shape_.channels(), column = slab * kStateColumns;
+  const int64_t column = slab * kStateColumns;
   const int64_t group = head / (shape_.value_heads / shape_.key_heads), dim = shape_.key_dim;
   const StateStep& step = steps[sequence];
   const int64_t begin = s.query_start[sequence], certain = s.tokens(sequence) - step.drafts;
@@ -104,15 +104,17 @@ void DeltaNet::rule(const KernelTable& table, const Sequences& s, const StateSte
     table.delta_replay(from, from + dim, from[dim + kStateColumns], dim, state);
   }
   const auto job_from = [&](int64_t token, int64_t tokens, float* to) {
-    const float* mixed = rows.mixed + token * channels;
+    const auto row = [&](int64_t h) {
+      return rows.mixed + (h * s.query_start[s.count] + token) * shape_.head_floats();
+    };
     const int64_t gate = token * shape_.value_heads + head;
     return DeltaJob{.state = to,
                     .key_dim = dim,
                     .tokens = tokens,
-                    .q = mixed + group * dim,
-                    .k = mixed + shape_.keys() + group * dim,
-                    .v = mixed + 2 * shape_.keys() + column,
-                    .row_stride = channels,
+                    .q = row(group),
+                    .k = row(shape_.key_heads + group),
+                    .v = row(2 * shape_.key_heads + head) + column % shape_.value_dim,
+                    .row_stride = shape_.head_floats(),
                     .decay = rows.decay + gate,
                     .beta = rows.beta + gate,
                     .gate_stride = shape_.value_heads,
@@ -131,7 +133,7 @@ void DeltaNet::rule(const KernelTable& table, const Sequences& s, const StateSte
   table.delta_rule(job);
   for (int64_t d = 0; d < step.drafts; ++d) {
     float* entry = to + d * job.error_stride;
-    std::copy_n(job.k + d * channels, dim, entry);
+    std::copy_n(job.k + d * job.row_stride, dim, entry);
     entry[dim + kStateColumns] = job.decay[d * job.gate_stride];
   }
 }
@@ -141,7 +143,7 @@ void delta_net(const DeltaNet& net, const Sequences& s, const StateStep* steps,
   const KernelTable& table = kernels();
   const DeltaShape& shape = net.shape();
   const int64_t tokens = s.count == 0 ? 0 : s.query_start[s.count], heads = shape.value_heads;
-  Scratch<float> mixed(tokens * shape.channels()), gates(2 * tokens * heads);
+  Scratch<float> mixed(shape.mixed_floats(tokens)), gates(2 * tokens * heads);
   DeltaRows rows = given;
   rows.mixed = mixed.get();
   rows.decay = gates.get();

@@ -20,6 +20,11 @@ struct DeltaShape {
   // Of the convolution: queries, keys, values.
   int64_t channels() const { return 2 * keys() + values(); }
   int64_t slabs() const { return value_dim / kStateColumns; }
+  // Of queries, of keys and of values, in this order; and a row of any of them: the rows of a head
+  // lie together, so that the tokens of a prompt are one stream.
+  int64_t heads() const { return 2 * key_heads + value_heads; }
+  int64_t head_floats() const { return key_dim > value_dim ? key_dim : value_dim; }
+  int64_t mixed_floats(int64_t tokens) const { return heads() * tokens * head_floats(); }
   int64_t slab_floats() const { return key_dim * kStateColumns; }
   int64_t state_floats() const { return value_heads * slabs() * slab_floats(); }
   // What a slab keeps of a draft: k, e, decay.
@@ -53,7 +58,7 @@ struct StateStep {
 struct DeltaRows {
   const void* u;  // [tokens, channels] of `type`, what the convolution sees
   DType type;
-  float* mixed;         // [tokens, channels], behind the convolution
+  float* mixed;         // [heads, tokens, head_floats], behind the convolution
   float *decay, *beta;  // [tokens, value_heads]
   float* out;           // [tokens, values]
 };
@@ -64,9 +69,7 @@ class DeltaNet {
   DeltaNet(const DeltaShape& shape, const DeltaWeights& weights);
 
   const DeltaShape& shape() const { return shape_; }
-  int64_t mix_units(const Sequences& s) const {
-    return s.count * (2 * shape_.key_heads + shape_.value_heads);
-  }
+  int64_t mix_units(const Sequences& s) const { return s.count * shape_.heads(); }
   int64_t rule_units(const Sequences& s) const {
     return s.count * shape_.value_heads * shape_.slabs();
   }

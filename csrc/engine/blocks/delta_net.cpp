@@ -235,7 +235,7 @@ void DeltaNetBlock::append(PlanBuilder& plan) const {
   void *u = plan.activations(tokens * of.channels()), *z = plan.activations(tokens * of.values());
   const DeltaMemory memory{u,
                            z,
-                           plan.scratch<float>(tokens * of.channels()),
+                           plan.scratch<float>(of.mixed_floats(tokens)),
                            plan.scratch<float>(tokens * of.value_heads),
                            plan.scratch<float>(tokens * of.value_heads),
                            plan.scratch<float>(tokens * of.values())};
