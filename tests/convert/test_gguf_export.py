@@ -381,7 +381,7 @@ def test_scales_of_groups(tmp_path: Path) -> None:
                     writer.add_packed(name, reader.tensor(name), scales, group_size=128)
                 else:
                     writer.add_dense(name, reader.tensor(name))
-    with pytest.raises(ConvertError, match="cannot hold it") as caught:
+    with pytest.raises(ConvertError, match="only the type pq2_0 holds them") as caught:
         export_gguf(tmp_path / "m.bin", tmp_path / "x.gguf", type="tq2_0", tokenizer=False)
     assert caught.value.code == "group-scales"
 

@@ -28,11 +28,14 @@ from bitnet_ops.convert import ConvertError, convert
 from bitnet_ops.convert.checkpoint import Checkpoint
 from bitnet_ops.convert.diff import diff
 from bitnet_ops.convert.forward import DeltaNet, Forward, Maths
+from bitnet_ops.convert.gguf_export import export_gguf
 from bitnet_ops.convert.gguf_source import GgufSource
 from bitnet_ops.convert.hf_source import HfSource
+from bitnet_ops.convert.hybrid import gguf_keys
 from bitnet_ops.convert.inspect import inspect
 from bitnet_ops.convert.oracles import GgufOracle, PlainOracle
 from bitnet_ops.convert.report import ConvertReport
+from bitnet_ops.formats.gguf import Reader as GgufReader
 from bitnet_ops.formats.sglbitnt import Reader
 from bitnet_ops.language_model import load
 from bitnet_ops.models import expected_tensors
@@ -435,3 +438,69 @@ def test_inspect_knows_rotations_and_programs(
     assert rows["model.layers.0.linear_attn.conv1d.weight"]["shape"] == [4, 640]
     assert main(["inspect", str(tmp_path / "out"), "--program"]) == 0
     assert "delta_net norm=model.layers.0.input_layernorm" in capsys.readouterr().out
+
+
+# Export -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", hybrids.CASES)
+def test_export_writes_what_the_fork_reads(tmp_path: Path, name: str) -> None:
+    """Bytes and keys of the independent writer, but for keys that say nothing of the maths."""
+    made = hybrids.make(name, layers=4)
+    run(hybrids.write_mlx(tmp_path / "source", made), tmp_path / "out")
+    file = tmp_path / "out.gguf"
+    export_gguf(tmp_path / "out", file, type="pq2_0", tokenizer=False)
+    theirs = hybrids.write_gguf(tmp_path / "theirs", made)
+    with GgufReader(file) as a, GgufReader(theirs) as b:
+        assert set(a.tensors) == set(b.tensors)
+        for tensor, info in b.tensors.items():
+            assert (a.tensors[tensor].type, a.tensors[tensor].shape) == (info.type, info.shape)
+            left, right = a.data(tensor), b.data(tensor)
+            if tensor.endswith("ssm_a"):  # exp of float64 and of float32
+                left, right = left.view("<f4"), right.view("<f4")
+                assert np.allclose(left, right, rtol=2.0**-22, atol=0)
+            else:
+                assert np.array_equal(left, right), tensor
+        free = {"general.file_type", "tokenizer.ggml.eos_token_id"}
+        for key, value in b.metadata.items():
+            if key not in free and "names" not in key:
+                assert np.array_equal(a.metadata[key], value), key
+            elif "names" in key:
+                assert sorted(a.metadata[key]) == sorted(value), key
+    run(file, tmp_path / "again")
+    compare(tmp_path / "again", made, 2.0**-20)
+
+
+def test_export_of_odd_hybrids(tmp_path: Path) -> None:
+    """Layers that no interval gives become flags; blocks of several sizes have no words."""
+    made = hybrids.make("rotated", layers=4)
+    folder = hybrids.write_mlx(tmp_path / "source", made)
+    about = json.loads((folder / "config.json").read_text())
+    for row in about["modules"]:
+        row["block"] = 64 if "down_proj" in row["path"] or "out_proj" in row["path"] else 128
+    (folder / "config.json").write_text(json.dumps(about))
+    run(folder, tmp_path / "out")
+    with pytest.raises(ConvertError, match="one block for all widths") as error:
+        export_gguf(tmp_path / "out", tmp_path / "x.gguf", type="pq2_0", tokenizer=False)
+    assert error.value.code == "gguf-rotation"
+    config = ModelConfig.from_hf(hybrids.converted_config(made))
+    assert config.delta_net is not None
+    odd = dataclasses.replace(
+        config, delta_net=dataclasses.replace(config.delta_net, layers=(0, 1))
+    )
+    keys = gguf_keys(odd, "qwen35")
+    assert keys["qwen35.attention.recurrent_layers"] == ("[bool]", [True, True, False, False])
+    assert keys["qwen35.rope.dimension_sections"][1] == [3, 3, 2, 0]
+
+
+def test_pq2_0_of_other_families(tmp_path: Path) -> None:
+    """Groups of 128 in projections, embedding and head, the subnormal scales too."""
+    made = bonsai.make(False)
+    run(bonsai.write_mlx(tmp_path / "source", made), tmp_path / "out")
+    export_gguf(tmp_path / "out", tmp_path / "x.gguf", type="pq2_0", tokenizer=False)
+    theirs = tmp_path / "theirs.gguf"
+    theirs.write_bytes(bonsai.gguf_file(made, "PQ2_0"))
+    with GgufReader(tmp_path / "x.gguf") as a, GgufReader(theirs) as b:
+        for tensor, info in b.tensors.items():
+            assert a.tensors[tensor].type == info.type
+            assert np.array_equal(a.data(tensor), b.data(tensor)), tensor

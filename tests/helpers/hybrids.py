@@ -169,8 +169,7 @@ def text_config(made: Hybrid) -> dict[str, Any]:
     """config.json of Qwen3_5ForCausalLM."""
     s = made.sizes
     kinds = ["full_attention" if s.is_full(i) else "linear_attention" for i in range(s.layers)]
-    turned = s.head_dim // 8  # pairs of a head that are turned
-    sections = [turned - 2 * (turned // 3), turned // 3, turned // 3]
+    assert s.head_dim == 64  # of whose pairs 8 are turned
     return {
         "architectures": ["Qwen3_5ForCausalLM"],
         "model_type": "qwen3_5_text",
@@ -198,7 +197,7 @@ def text_config(made: Hybrid) -> dict[str, Any]:
         "rms_norm_eps": EPS,
         "rope_parameters": {
             "mrope_interleaved": True,
-            "mrope_section": sections,
+            "mrope_section": [3, 3, 2],
             "partial_rotary_factor": 0.25,
             "rope_theta": THETA,
             "rope_type": "default",

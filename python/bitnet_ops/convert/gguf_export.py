@@ -1,4 +1,5 @@
-"""model.bin -> one GGUF file: I2_S (layout a) for bitnet.cpp, TQ1_0 and TQ2_0 for llama.cpp.
+"""model.bin -> one GGUF file: I2_S (layout a) for bitnet.cpp, TQ1_0 and TQ2_0 for llama.cpp,
+PQ2_0, which has a scale for every 128 weights, for PrismML's fork of it.
 
 Codes and scales are copied, never computed again. TQ1_0 and TQ2_0 have float16 scales; the float32
 ones go along under keys of our own, so that a conversion back gives the same model.bin. It must not
@@ -24,6 +25,8 @@ import torch
 
 from bitnet_ops.config import ModelConfig, Scalings, UnsupportedModelError
 from bitnet_ops.config.families import Family
+from bitnet_ops.config.hybrid import Rotation
+from bitnet_ops.convert import hybrid
 from bitnet_ops.convert.errors import ConvertError, reject, said_by
 from bitnet_ops.convert.gguf_config import (
     ARCHITECTURES,
@@ -58,10 +61,13 @@ from bitnet_ops.loading.generation_config import read_generation_config, stated_
 from bitnet_ops.loading.model_contents import model_config, own_tensors
 from bitnet_ops.loading.resolve import LoadError
 from bitnet_ops.models import TensorError, TensorSpec, check_names, expected_tensors
+from bitnet_ops.models.tensors import ROTATION
+from bitnet_ops.nn.packing import BLOCK
 from bitnet_ops.untrusted import UntrustedFileError, printable, read_json_object
 
-TYPES = {"i2_s": "I2_S", "tq1_0": "TQ1_0", "tq2_0": "TQ2_0"}
+TYPES = {"i2_s": "I2_S", "tq1_0": "TQ1_0", "tq2_0": "TQ2_0", "pq2_0": "PQ2_0"}
 _FILE_TYPES = {"I2_S": 40, "TQ1_0": 36, "TQ2_0": 37}  # general.file_type
+_EXACT = ("TQ1_0", "TQ2_0")  # types whose float32 scales go along
 _DENSE = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 
@@ -104,7 +110,7 @@ def export_gguf(
     """Write the converted model at `model` (its folder or model.bin) as the GGUF file `file`.
 
     Args:
-        type: of the ternary matrices, "i2_s", "tq1_0" or "tq2_0".
+        type: of the ternary matrices, "i2_s", "tq1_0", "tq2_0" or "pq2_0".
         tokenizer: False leaves the vocabulary out.
         force: replace `file` if it exists.
         progress: called as progress(done, total, tensor_name) before each tensor.
@@ -135,9 +141,10 @@ def export_gguf(
     except OSError as error:
         reject("write-failed", f"to write {target}", str(error), "nothing was kept")
     if export.rounding:
+        kept = "; converting back restores the float32 ones, other programs use the rounded ones"
         remarks.append(
-            f"{export.type} keeps scales as float16, up to {export.rounding:.2g} off; converting "
-            "back restores the float32 ones, other programs use the rounded ones"
+            f"{export.type} keeps scales as float16, up to {export.rounding:.2g} off"
+            + (kept if export.type in _EXACT else "")
         )
     return ExportReport(
         target.name,
@@ -173,7 +180,8 @@ def architecture_for(model: ModelConfig) -> Architecture:
 
 def _maths(of: Family | ModelConfig) -> tuple[Any, ...]:
     """The parts of a layer that architectures differ in."""
-    return of.hidden_act, of.sub_norms, of.qk_norm, of.biases, of.post_norms
+    hybrid_family = (of.family if isinstance(of, ModelConfig) else of).hybrid
+    return of.hidden_act, of.sub_norms, of.qk_norm, of.biases, of.post_norms, hybrid_family
 
 
 class _Export:
@@ -188,18 +196,20 @@ class _Export:
         self._reader = reader
         self._scales: dict[str, float] = {}
         for name, spec in self.specs.items():
-            if spec.kind == "ternary":
+            if self.type == "PQ2_0" and reader.tensors[name].packed:
+                self._check_groups(name, spec)
+            elif spec.kind == "ternary":
                 self._check(name, spec)
             elif reader.tensors[name].packed:
                 reject("group-scales", f"{name} as dense values", "packed ternary weights",
-                       "GGUF's ternary types cannot hold its scales")  # fmt: skip
+                       "only the type pq2_0 holds its scales")  # fmt: skip
 
     def _check(self, name: str, spec: TensorSpec) -> None:
         rows, columns = spec.shape
         scale = self._reader.tensors[name].scale
         if scale is None:
             reject("group-scales", f"one scale for {name}", "none, or one for a group of weights",
-                   "GGUF's ternary types cannot hold it")  # fmt: skip
+                   "only the type pq2_0 holds them")  # fmt: skip
         try:
             layouts.check_shape(self.type, rows, columns)
             if self.type != "I2_S":
@@ -211,24 +221,42 @@ class _Export:
             raise ConvertError(code, f"convert: {name}: {error}; {remedy}") from None
         self._scales[gguf_name(name, self.architecture)] = scale
 
+    def _check_groups(self, name: str, spec: TensorSpec) -> None:
+        if (size := self._reader.tensors[name].group_size) not in (0, BLOCK):
+            reject("group-scales", f"{name} with scales of {BLOCK} weights or more", f"of {size}",
+                   "pq2_0 cannot hold them")  # fmt: skip
+        scales = self._reader.scales(name).numpy()
+        try:
+            layouts.check_shape(self.type, spec.shape[0], spec.shape[1])
+            off = np.abs(layouts.half_scales(scales) / scales.astype(np.float64) - 1.0)
+        except layouts.LayoutError as error:
+            code = "gguf-row-length" if error.code == "row_length" else "bad-scale"
+            raise ConvertError(code, f"convert: {name}: {error}") from None
+        self.rounding = max(self.rounding, float(off.max()))
+
     def write(
         self, file: Path, name: str, vocabulary: dict[str, Any], progress: Progress | None
     ) -> None:
         """Write `file`; `name` is what it says the model is called."""
+        specs = {n: spec for n, spec in self.specs.items() if not n.startswith(ROTATION)}
         tensors = {
-            gguf_name(tensor, self.architecture): (self._type(tensor, spec), spec.shape)
-            for tensor, spec in self.specs.items()
+            gguf_name(tensor, self.architecture): (self._type(tensor, spec), self._shape(tensor))
+            for tensor, spec in specs.items()
         }
         metadata = {**self._metadata(printable(name)), **vocabulary}
         with Writer(file, metadata, tensors) as writer:
-            for done, (tensor, spec) in enumerate(self.specs.items()):
+            for done, (tensor, spec) in enumerate(specs.items()):
                 if progress is not None:
-                    progress(done, len(self.specs), tensor)
+                    progress(done, len(specs), tensor)
                 writer.add(gguf_name(tensor, self.architecture), self._data(tensor, spec))
                 self._reader.release(tensor)
 
+    def _shape(self, name: str) -> tuple[int, ...]:
+        shape = self.specs[name].shape
+        return shape[::-1] if name.endswith(hybrid.CONVOLUTION) else shape
+
     def _type(self, name: str, spec: TensorSpec) -> str:
-        if spec.kind == "ternary":
+        if self._reader.tensors[name].packed:
             return self.type
         if len(spec.shape) == 1:
             return "F32"  # llama.cpp computes norms in nothing else
@@ -238,16 +266,34 @@ class _Export:
         self._reader.check_sum(name)
         self._reader.check_data(name)
         tensor = self._reader.tensor(name)
-        if spec.kind == "dense":
+        net = self.model.delta_net
+        if not self._reader.tensors[name].packed:
             tensor = tensor.float() if len(spec.shape) == 1 else tensor
+            tensor = tensor if net is None else hybrid.to_gguf(name, tensor, net)
             return tensor.contiguous().view(-1).view(torch.uint8).numpy()
         self._reader.check_in_features(name, spec.shape[1])
-        rows = tensor.numpy()
+        rows, order, columns = tensor.numpy(), None, None
         if self.architecture.permuted and name.endswith(PERMUTED):
-            rows = rows[np.argsort(head_rows(len(rows), self.model.head_dim))]
-        scale = self._reader.tensors[name].scale
-        assert scale is not None
-        return layouts.encode(self.type, rows, spec.shape[1], scale)
+            order = head_rows(len(rows), self.model.head_dim)
+        elif net is not None:
+            order = hybrid.tiled_rows(name, net)
+            columns = hybrid.tiled_columns(name, net, self.model.rotation)
+        rows = rows if order is None else rows[np.argsort(order)]
+        if columns is not None:
+            columns = np.argsort(columns)
+            rows = layouts.pack_rows(layouts.unpack_rows(rows, spec.shape[1])[:, columns])
+        if self.type != "PQ2_0":
+            scale = self._reader.tensors[name].scale
+            assert scale is not None
+            return layouts.encode(self.type, rows, spec.shape[1], scale)
+        scales = self._reader.scales(name).numpy()
+        groups = np.broadcast_to(
+            scales if scales.ndim == 2 else scales.reshape(-1, 1),
+            (len(rows), spec.shape[1] // BLOCK),
+        )
+        groups = groups if order is None else groups[np.argsort(order)]
+        groups = groups if columns is None else groups[:, columns[::BLOCK] // BLOCK]
+        return layouts.encode_groups(rows, spec.shape[1], groups)
 
     def _metadata(self, name: str) -> dict[str, tuple[str, Any]]:
         c, a = self.model, self.architecture.name
@@ -255,7 +301,6 @@ class _Export:
             "general.architecture": ("string", a),
             "general.type": ("string", "model"),
             "general.name": ("string", name),
-            "general.file_type": ("uint32", _FILE_TYPES[self.type]),
             "general.quantization_version": ("uint32", 2),
             f"{a}.vocab_size": ("uint32", c.vocab_size),
             f"{a}.context_length": ("uint32", c.max_position_embeddings),
@@ -267,16 +312,32 @@ class _Export:
             f"{a}.attention.key_length": ("uint32", c.head_dim),
             f"{a}.attention.value_length": ("uint32", c.head_dim),
             f"{a}.attention.layer_norm_rms_epsilon": ("float32", c.rms_norm_eps),
-            f"{a}.rope.dimension_count": ("uint32", c.head_dim),
+            f"{a}.rope.dimension_count": ("uint32", c.rotary_dim),
             f"{a}.rope.freq_base": ("float32", c.rope_theta),
             **exported(c.rope_scaling, a),
         }
         if self.architecture.family.sub_norms:  # readers of these names assume different ones
             metadata[f"{a}.hidden_activation"] = ("string", c.hidden_act)
-        if self.type != "I2_S":
+        if self.type in _FILE_TYPES:
+            metadata["general.file_type"] = ("uint32", _FILE_TYPES[self.type])
+        if c.delta_net is not None:
+            metadata |= hybrid.gguf_keys(c, a)
+        if c.rotation is not None:
+            metadata |= self._rotation(c.rotation)
+        if self.type in _EXACT:
             metadata[EXACT_NAMES] = ("[string]", list(self._scales))
             metadata[EXACT_SCALES] = ("[float32]", list(self._scales.values()))
         return metadata
+
+    def _rotation(self, rotation: Rotation) -> dict[str, tuple[str, Any]]:
+        signs = {w: self._reader.tensor(f"{ROTATION}{w}.weight") for w, _ in rotation.blocks}
+        names = {
+            name.removesuffix(".weight"): gguf_name(name, self.architecture)
+            for name, spec in self.specs.items()
+            if self._reader.tensors[name].packed
+            and rotation.turns(name.removesuffix(".weight"), spec.shape[1])
+        }
+        return hybrid.rotation_keys(rotation, signs, names)
 
 
 # The vocabulary -----------------------------------------------------------------------------------

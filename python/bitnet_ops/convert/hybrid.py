@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from bitnet_ops import ops
+from bitnet_ops.config import ModelConfig
 from bitnet_ops.config.hybrid import FULL, LINEAR, DeltaNet, Rotation, is_block
 from bitnet_ops.config.values import MOST_LAYERS
 from bitnet_ops.convert.errors import listed, reject
@@ -349,6 +350,38 @@ def from_gguf(name: str, tensor: Tensor) -> Tensor:
     return as_here(name, tensor)
 
 
+def to_gguf(name: str, tensor: Tensor, net: DeltaNet) -> Tensor:
+    """The contrary of `from_gguf`, heads tiled."""
+    if name.endswith(CONVOLUTION):
+        tensor = tensor.t()
+    if name.endswith("A_log"):
+        tensor = tensor.double().exp().neg().float()
+    order = tiled_rows(name, net)
+    return tensor if order is None else tensor[torch.from_numpy(np.argsort(order))]
+
+
+def gguf_keys(model: ModelConfig, prefix: str) -> dict[str, tuple[str, Any]]:
+    """The keys of a hybrid, as a writer takes them."""
+    net, pairs = model.delta_net, model.rotary_dim // 2
+    assert net is not None
+    interval = next(i for i in range(model.num_hidden_layers) if i not in net.layers) + 1
+    regular = [i for i in range(model.num_hidden_layers) if (i + 1) % interval]
+    flags = [i in net.layers for i in range(model.num_hidden_layers)]
+    keys: dict[str, tuple[str, Any]] = {
+        "ssm.conv_kernel": ("uint32", net.kernel),
+        "ssm.state_size": ("uint32", net.key_dim),
+        "ssm.group_count": ("uint32", net.key_heads),
+        "ssm.time_step_rank": ("uint32", net.value_heads),
+        "ssm.inner_size": ("uint32", net.values),
+        "rope.dimension_sections": ("[int32]", [-(-pairs // 3), (pairs + 1) // 3, pairs // 3, 0]),
+    }
+    if list(net.layers) == regular:
+        keys["full_attention_interval"] = ("uint32", interval)
+    else:
+        keys["attention.recurrent_layers"] = ("[bool]", flags)
+    return {f"{prefix}.{key}": value for key, value in keys.items()}
+
+
 # Keys of rotations
 
 HADAMARD = "prism.hadamard."
@@ -423,6 +456,30 @@ def gguf_rotation(
                         stated.get("gdn_v_grouped"))  # fmt: skip
     plain = frozenset(module for name, (module, _) in matrices.items() if name not in turned)
     return GgufRotation(Rotation(tuple((w, block) for w in widths), plain), signs)
+
+
+def rotation_keys(
+    rotation: Rotation, signs: Mapping[int, Tensor], names: Mapping[str, str]
+) -> dict[str, tuple[str, Any]]:
+    """The keys that state a rotation. `names`: of every turned matrix by its module."""
+    blocks = {block for _, block in rotation.blocks}
+    if len(blocks) > 1:
+        reject("gguf-rotation", "one block for all widths", str(dict(rotation.blocks)),
+               "GGUF has no words for several")  # fmt: skip
+    embedding = [name for name in names.values() if name == _EMBEDDING]
+    keys: dict[str, tuple[str, Any]] = {
+        "version": ("uint32", 1),
+        "block_size": ("uint32", blocks.pop()),
+        "transform": ("string", _FIXED["transform"][0]),
+        "axis": ("string", _FIXED["axis"][0]),
+        "sign_mode": ("string", "explicit"),
+        "sign_widths": ("[int32]", list(signs)),
+        "sign_values": ("[int32]", [int(s) for part in signs.values() for s in part.flatten()]),
+        "weight_names": ("[string]", [name for name in names.values() if name != _EMBEDDING]),
+        "inverse_weight_names": ("[string]", embedding),
+        "gdn_v_grouped": ("bool", True),
+    }
+    return {f"{HADAMARD}{key}": value for key, value in keys.items()}
 
 
 def _reject_key(key: str, expected: str, found: object) -> NoReturn:

@@ -140,6 +140,37 @@ def encode(type_name: str, rows: Bytes, k: int, scale: float) -> Bytes:
     return out.reshape(-1)
 
 
+def encode_groups(rows: Bytes, k: int, scales: Floats) -> Bytes:
+    """Canonical rows with scales [N, K / 128] as the bytes of "PQ2_0".
+
+    Scales go to float16; that of a block of zeros becomes 0. Raises LayoutError for a K that the
+    type cannot hold, and a scale that float16 cannot.
+    """
+    n = rows.shape[0]
+    check_shape("PQ2_0", n, k)
+    out = np.empty((n, k // 128, 34), dtype=np.uint8)
+    for part in _parts(n, k):
+        codes = unpack_rows(rows[part], k).reshape(-1, k // 128, 32, 4)
+        used = (codes != 1).any(axis=(2, 3))
+        halves = half_scales(np.where(used, scales[part], 0))
+        if (used & (halves == 0)).any():
+            raise LayoutError("scale", "expected scales that float16 holds, got one below them")
+        out[part, :, :2] = halves[..., None].view(np.uint8)
+        fields = codes << np.array([0, 2, 4, 6], dtype=np.uint8)
+        out[part, :, 2:] = np.bitwise_or.reduce(fields, axis=3)
+    return out.reshape(-1)
+
+
+def half_scales(scales: Floats) -> NDArray[np.float16]:
+    """`scales` as float16, subnormal ones too; LayoutError for one that is too large."""
+    with np.errstate(over="ignore"):
+        halves = scales.astype("<f2")
+    if not np.isfinite(halves).all():
+        got = scales.max()
+        raise LayoutError("scale", f"expected scales that float16 holds, got {got}")
+    return halves
+
+
 def half_scale(scale: float) -> np.float16:
     """`scale` as TQ1_0 and TQ2_0 hold it; LayoutError where float16 has no normal number for it."""
     with np.errstate(over="ignore"):
