@@ -236,6 +236,25 @@ inline void gelu_mul_row(const float* gate, const float* up, int64_t n, float* y
     y[i] = g / (1.0f + exp_of(-2.0f * t)) * up[i];
   }
 }
+inline void sigmoid_mul_row(const float* gate, const float* up, int64_t n, float* y) {
+  for (int64_t i = 0; i < n; ++i) y[i] = up[i] / (1.0f + exp_of(-gate[i]));
+}
+inline void hadamard_row(const float* x, const float* signs, int64_t n, int64_t block,
+                         bool signs_last, float* y) {
+  for (int64_t i = 0; i < n; ++i) y[i] = signs_last ? x[i] : x[i] * signs[i];
+  for (int64_t apart = 1; apart < block; apart *= 2) {
+    for (int64_t i = 0; i < n; ++i) {
+      if (i / apart % 2 != 0) continue;
+      const float a = y[i], b = y[i + apart];
+      y[i] = a + b;
+      y[i + apart] = a - b;
+    }
+  }
+  for (int64_t i = 0; i < n; ++i) {
+    y[i] = y[i] * (1.0f / std::sqrt(static_cast<float>(block)));
+    if (signs_last) y[i] = y[i] * signs[i];
+  }
+}
 inline void rope_head(const float* x, const float* cos_sin, int64_t dim, float* y) {
   for (int64_t i = 0, j = dim / 2; j < dim; ++i, ++j) {
     y[i] = x[i] * cos_sin[i] - x[j] * cos_sin[j];
@@ -316,6 +335,54 @@ inline void merge_attention(int64_t rows, int64_t dim, const float* later, float
     for (int64_t i = 0; i < padded; ++i) states[i] = std::fma(later[i], b, states[i] * a);
     states[padded] = top;
     states[padded + 1] = std::fma(later[padded + 1], b, states[padded + 1] * a);
+  }
+}
+
+// ---- Gated DeltaNet -----------------------------------------------------------------------------
+
+inline void conv_silu_row(const float* const* x, int64_t taps, const float* weight, int64_t stride,
+                          int64_t n, float* y) {
+  for (int64_t i = 0; i < n; ++i) {
+    float sum = x[0][i] * weight[i];
+    for (int64_t j = 1; j < taps; ++j) sum = std::fma(x[j][i], weight[j * stride + i], sum);
+    y[i] = sum / (1.0f + exp_of(-sum));
+  }
+}
+
+inline void delta_gates_row(const float* a, const float* b, const float* a_log,
+                            const float* dt_bias, int64_t n, float* decay, float* beta) {
+  for (int64_t i = 0; i < n; ++i) {
+    const float x = a[i] + dt_bias[i];
+    const double softplus =
+        std::isnan(x) ? double{x} : std::max(x, 0.0f) + std::log1p(double{exp_of(-std::fabs(x))});
+    decay[i] = exp_of(-exp_of(a_log[i]) * static_cast<float>(softplus));
+    beta[i] = 1.0f / (1.0f + exp_of(-b[i]));
+  }
+}
+
+inline void delta_replay(const float* k, const float* errors, float decay, int64_t key_dim,
+                         float* state) {
+  for (int64_t i = 0; i < key_dim * kStateColumns; ++i)
+    state[i] = std::fma(k[i / kStateColumns], errors[i % kStateColumns], decay * state[i]);
+}
+
+inline void delta_rule(const DeltaJob& job) {
+  for (int64_t t = 0; t < job.tokens; ++t) {
+    const auto read = [&](const float* row, int64_t column) {
+      float sum = 0;
+      for (int64_t i = 0; i < job.key_dim; ++i)
+        sum = std::fma(row[i], job.state[i * kStateColumns + column], sum);
+      return sum;
+    };
+    const float *q = job.q + t * job.row_stride, *k = job.k + t * job.row_stride;
+    const float decay = job.decay[t * job.gate_stride], beta = job.beta[t * job.gate_stride];
+    float errors[kStateColumns];
+    for (int64_t c = 0; c < kStateColumns; ++c) {
+      errors[c] = beta * (job.v[t * job.row_stride + c] - decay * read(k, c));
+      if (job.errors != nullptr) job.errors[t * job.error_stride + c] = errors[c];
+    }
+    delta_replay(k, errors, decay, job.key_dim, job.state);
+    for (int64_t c = 0; c < kStateColumns; ++c) job.out[t * job.out_stride + c] = read(q, c);
   }
 }
 
@@ -419,6 +486,12 @@ inline KernelTable table() {
   t.relu2_mul_row = relu2_mul_row;
   t.silu_mul_row = silu_mul_row;
   t.gelu_mul_row = gelu_mul_row;
+  t.sigmoid_mul_row = sigmoid_mul_row;
+  t.hadamard_row = hadamard_row;
+  t.conv_silu_row = conv_silu_row;
+  t.delta_gates_row = delta_gates_row;
+  t.delta_rule = delta_rule;
+  t.delta_replay = delta_replay;
   t.rope_head = rope_head;
   t.attend_chunk = attend_chunk;
   t.quantize_query = quantize_query;

@@ -205,6 +205,7 @@ inline void add_elementwise_ops(std::vector<RowOp>& ops) {
   add("relu2_mul_row", &KernelTable::relu2_mul_row);
   add("silu_mul_row", &KernelTable::silu_mul_row);
   add("gelu_mul_row", &KernelTable::gelu_mul_row);
+  add("sigmoid_mul_row", &KernelTable::sigmoid_mul_row);
   ops.push_back({"add_row in place of b", "add_row", float_rows(2), float_rows(1),
                  [](const Call& c) { c.table.add_row(c.f(0), c.y(), c.n, c.y()); }, 0, 1});
   const auto pair = [](int64_t n) { return std::vector<Shape>{{Kind::kF32, 2 * n}}; };
@@ -212,6 +213,84 @@ inline void add_elementwise_ops(std::vector<RowOp>& ops) {
       {"rope_head", "rope_head",
        [](int64_t n) { return std::vector<Shape>{{Kind::kF32, 2 * n}, {Kind::kF32, 2 * n}}; }, pair,
        [](const Call& c) { c.table.rope_head(c.f(0), c.f(1), 2 * c.n, c.y()); }});
+}
+
+// Whole blocks that hold n elements.
+inline void add_hadamard_ops(std::vector<RowOp>& ops) {
+  for (const int64_t block : {16, 32, 64, 128, 512}) {
+    const auto whole = [block](int64_t n) { return (n + block - 1) / block * block; };
+    const auto rows = [whole](std::size_t count) {
+      return [=](int64_t n) { return std::vector<Shape>(count, Shape{Kind::kF32, whole(n)}); };
+    };
+    for (const bool last : {false, true}) {
+      const std::string name =
+          "hadamard_row " + std::to_string(block) + (last ? " signs last" : "");
+      ops.push_back({name, "hadamard_row", rows(2), rows(1), [=](const Call& c) {
+                       c.table.hadamard_row(c.f(0), c.f(1), whole(c.n), block, last, c.y());
+                     }});
+      ops.push_back({name + " in place", "hadamard_row", rows(2), rows(1),
+                     [=](const Call& c) {
+                       c.table.hadamard_row(c.y(), c.f(1), whole(c.n), block, last, c.y());
+                     },
+                     0, 0});
+    }
+  }
+}
+
+// n channels, n heads, or the key dimension of one slab.
+inline void add_delta_ops(std::vector<RowOp>& ops) {
+  for (const int64_t taps : {1, 4}) {
+    ops.push_back({"conv_silu_row " + std::to_string(taps), "conv_silu_row",
+                   [taps](int64_t n) { return std::vector<Shape>(2, Shape{Kind::kF32, taps * n}); },
+                   float_rows(1),
+                   [taps](const Call& c) {
+                     std::vector<const float*> x;
+                     for (int64_t j = 0; j < taps; ++j) x.push_back(c.f(0) + j * c.n);
+                     c.table.conv_silu_row(x.data(), taps, c.f(1), c.n, c.n, c.y());
+                   }});
+  }
+  ops.push_back(
+      {"delta_gates_row", "delta_gates_row", float_rows(4), float_rows(2), [](const Call& c) {
+         c.table.delta_gates_row(c.f(0), c.f(1), c.f(2), c.f(3), c.n, c.y(0), c.y(1));
+       }});
+  const auto slab = [](int64_t n) { return Shape{Kind::kF32, n * kStateColumns}; };
+  const Shape of_tokens = {Kind::kF32, 3 * kStateColumns};
+  for (const bool errors : {false, true}) {
+    ops.push_back({std::string("delta_rule") + (errors ? " errors" : ""), "delta_rule",
+                   [=](int64_t n) {  // the state, tokens' q, k and v, their gates
+                     return std::vector<Shape>{
+                         slab(n), {Kind::kF32, 3 * (2 * n + kStateColumns)}, {Kind::kF32, 6}};
+                   },
+                   [=](int64_t n) {
+                     return std::vector<Shape>{
+                         slab(n), of_tokens, {Kind::kF32, errors ? of_tokens.count : 0}};
+                   },
+                   [=](const Call& c) {
+                     c.table.delta_rule({.state = c.y(0),
+                                         .key_dim = c.n,
+                                         .tokens = 3,
+                                         .q = c.f(1),
+                                         .k = c.f(1) + c.n,
+                                         .v = c.f(1) + 2 * c.n,
+                                         .row_stride = 2 * c.n + kStateColumns,
+                                         .decay = c.f(2),
+                                         .beta = c.f(2) + 3,
+                                         .gate_stride = 1,
+                                         .out = c.y(1),
+                                         .out_stride = kStateColumns,
+                                         .errors = errors ? c.y(2) : nullptr,
+                                         .error_stride = kStateColumns});
+                   },
+                   1, 0});
+  }
+  ops.push_back({"delta_replay", "delta_replay",
+                 [=](int64_t n) {
+                   return std::vector<Shape>{
+                       slab(n), {Kind::kF32, n}, {Kind::kF32, kStateColumns}, {Kind::kF32, 1}};
+                 },
+                 [=](int64_t n) { return std::vector<Shape>{slab(n)}; },
+                 [](const Call& c) { c.table.delta_replay(c.f(1), c.f(2), *c.f(3), c.n, c.y()); },
+                 0, 0});
 }
 
 // Query rows of a chunk of attention: more than one tile of them, tokens that see less than all.
@@ -490,6 +569,8 @@ inline std::vector<RowOp> all_row_ops() {
   add_store_ops(ops);
   add_type_ops(ops);
   add_elementwise_ops(ops);
+  add_hadamard_ops(ops);
+  add_delta_ops(ops);
   add_attention_ops(ops);
   add_int8_attention_ops(ops);
   add_head_ops(ops);
