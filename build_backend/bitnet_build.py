@@ -9,15 +9,22 @@ finds one without importing it, in this order:
 3. torch of the interpreter behind pip's isolated build environment;
 4. none: ``torch==2.13.0`` (BITNET_TORCH_REQUIREMENT overrides it) joins the build requirements. An
    exact version, because a range would take the newest build, often a CUDA one of several GB.
+
+A wheel is built in the same folder as an editable install, whose object files it shares. Afterwards
+the folder is configured again as it was, for pip's isolated environment, which it then names, is
+gone.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -170,6 +177,29 @@ def _select_torch() -> None:
     os.environ["BITNET_TORCH_ROOT"] = str(torch.root)
 
 
+_OWN = re.compile(r"^(pybind11_DIR|Python_EXECUTABLE):\w+=(.+)$", re.MULTILINE)
+_CMAKE = re.compile(r"^CMAKE_COMMAND:\w+=(.+)$", re.MULTILINE)
+
+
+@contextlib.contextmanager
+def _trees_left_as_they_were(folder: Path) -> Iterator[None]:
+    """Configure the build trees in `folder` again as before where another environment has them.
+
+    One whose environment is gone stays as the block leaves it.
+    """
+    before = {cache: cache.read_text("utf-8") for cache in folder.glob("*/CMakeCache.txt")}
+    try:
+        yield
+    finally:
+        for cache, text in before.items():
+            owner = dict(_OWN.findall(text))
+            usable = owner and all(Path(path).exists() for path in owner.values())
+            if usable and owner != dict(_OWN.findall(cache.read_text("utf-8"))):
+                cache.write_text(text, "utf-8")
+                command = [*_CMAKE.findall(text), str(cache.parent)]
+                subprocess.run(command, stdout=subprocess.DEVNULL, check=False)
+
+
 def get_requires_for_build_wheel(config_settings: dict | None = None) -> list[str]:
     return [*_skbuild.get_requires_for_build_wheel(config_settings), *_torch_requirement()]
 
@@ -184,7 +214,8 @@ def build_wheel(
     metadata_directory: str | None = None,
 ) -> str:
     _select_torch()
-    return _skbuild.build_wheel(wheel_directory, config_settings, metadata_directory)
+    with _trees_left_as_they_were(Path("build")):
+        return _skbuild.build_wheel(wheel_directory, config_settings, metadata_directory)
 
 
 def build_editable(

@@ -63,8 +63,45 @@ upper_hash() {
     \( -regex 'csrc/\(engine\|kernels\|runtime\|format\)/.*' -regex '.*[.]\(cpp\|inl\)' \)
 }
 
+# torch's download is shown on a terminal, which takes as long as the build.
+pip_torch() {
+  local quiet=(-q)
+  if [ -t 2 ]; then quiet=(); fi
+  "$VENV/bin/python" -m pip install "${quiet[@]}" ${BITNET_TORCH_INDEX:+--index-url "$BITNET_TORCH_INDEX"} "$TORCH"
+}
+
 # `python -m pip`, because the first line of bin/pip breaks when the clone is moved.
 pip_install() { "$VENV/bin/python" -m pip install -q "$@"; }
+
+# compile_count: of a build's output on standard input, how many files of how many are compiled, on one
+# line that moves. What is none of that is kept in the file $1.
+compile_count() {
+  local line
+  while IFS= read -r line; do
+    if [[ "$line" =~ \[([0-9]+)/([0-9]+)\] ]]; then
+      printf '\r[%4ds] compiled %s of %s ' "$SECONDS" "${BASH_REMATCH[1]}" "${BASH_REMATCH[2]}" >&2
+    else
+      printf '%s\n' "$line" >>"$1"
+    fi
+  done
+  echo >&2
+}
+
+# install_project EXTRAS: silent, or on a terminal with a count; the end of the output if it fails.
+install_project() {
+  local log command=("$VENV/bin/python" -m pip install -e "$ROOT$1" --no-build-isolation)
+  if [ ! -t 2 ]; then
+    PATH="$VENV/bin:$PATH" "${command[@]}" -q
+    return
+  fi
+  log="$(mktemp)"
+  if ! PATH="$VENV/bin:$PATH" "${command[@]}" -v 2>&1 | compile_count "$log"; then
+    tail -n 60 "$log" >&2
+    rm -f "$log"
+    return 1
+  fi
+  rm -f "$log"
+}
 
 # setup_project [EXTRAS]: EXTRAS is "", "[test]" or "[test,dev]". Does nothing when nothing changed.
 setup_project() {
@@ -77,7 +114,7 @@ setup_project() {
   if ! "$VENV/bin/python" -c 'import importlib.util as u, sys; sys.exit(not u.find_spec("torch"))'; then
     say "installing the build tools and $TORCH"
     pip_install "${BUILD_TOOLS[@]}"
-    pip_install ${BITNET_TORCH_INDEX:+--index-url "$BITNET_TORCH_INDEX"} "$TORCH"
+    pip_torch
   fi
   hash="$(build_hash)"
   if [ -f "$stamp" ]; then read -r old_hash old_upper old_extras <"$stamp" || true; fi
@@ -86,7 +123,7 @@ setup_project() {
   check_system
   say "building and installing bitnet-ops$extras"
   rm -f "$stamp"
-  PATH="$VENV/bin:$PATH" pip_install -e "$ROOT$extras" --no-build-isolation
+  install_project "$extras"
   echo "$hash $(upper_hash) $extras" >"$stamp"
 }
 

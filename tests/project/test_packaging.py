@@ -6,8 +6,10 @@ and what build isolation needs is served from files copied out of it.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -344,6 +346,46 @@ def test_wrong_torch_root_is_one_clear_line(torchless: Environment, tmp_path: Pa
     assert "BITNET_TORCH_ROOT: expected the directory of an installed torch" in done.stderr
 
 
+# --- the build folder ----------------------------------------------------------------------------
+
+LISTS = """cmake_minimum_required(VERSION 3.25)
+project(x NONE)
+include("${pybind11_DIR}/config.cmake")
+"""
+
+
+@pytest.mark.parametrize("owner", ["there", "gone"])
+def test_a_wheel_of_another_environment_leaves_the_folder_as_it_was(
+    tmp_path: Path, owner: str
+) -> None:
+    """pip's isolated environment vanishes, and the folder could not be built in any more."""
+    (tmp_path / "CMakeLists.txt").write_text(LISTS)
+    for environment in ("first", "isolated"):
+        (tmp_path / environment).mkdir()
+        (tmp_path / environment / "config.cmake").touch()
+    tree = tmp_path / "build" / "cp311"
+    first, isolated = (
+        ["cmake", "-S", tmp_path, "-B", tree, "-G", "Ninja", f"-Dpybind11_DIR={tmp_path / name}"]
+        for name in ("first", "isolated")
+    )
+    run(*first)
+    if owner == "gone":
+        shutil.rmtree(tmp_path / "first")
+    sys.path.insert(0, str(ROOT / "build_backend"))
+    try:
+        bitnet_build = importlib.import_module("bitnet_build")
+    finally:
+        sys.path.pop(0)
+    with bitnet_build._trees_left_as_they_were(tmp_path / "build"):
+        run(*isolated)
+    if owner == "there":
+        shutil.rmtree(tmp_path / "isolated")
+        assert "no work to do" in run("cmake", "--build", tree)
+    cache = (tree / "CMakeCache.txt").read_text()
+    expected = "first" if owner == "there" else "isolated"
+    assert f"{tmp_path / expected}\n" in cache
+
+
 # --- scripts/quickstart and scripts/test on an incomplete system ---------------------------------
 
 
@@ -380,6 +422,16 @@ def test_setup_names_the_missing_system_package(
     (line,) = done.stderr.splitlines()
     assert line.startswith("error: ") and complaint in line and package in line
     assert not environment.exists()
+
+
+def test_a_build_shows_a_count_that_moves_and_keeps_the_rest(tmp_path: Path) -> None:
+    output = b"  Preparing\n  [1/140] Building CXX a.o\n  [140/140] Linking b.so\nerror: no space\n"
+    script = f"source {ROOT}/scripts/_setup.sh; compile_count {tmp_path}/log"
+    done = subprocess.run(["bash", "-c", script], input=output, capture_output=True)
+    assert done.returncode == 0 and done.stdout == b""
+    moves = re.findall(rb"\r\[ +\d+s\] compiled (\d+) of 140 ", done.stderr)
+    assert moves == [b"1", b"140"]
+    assert (tmp_path / "log").read_text() == "  Preparing\nerror: no space\n"
 
 
 def test_setup_names_the_missing_compiler(tmp_path: Path) -> None:
