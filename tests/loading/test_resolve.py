@@ -68,6 +68,33 @@ def tokens(lm: LanguageModel) -> list[int]:
     return lm.engine.generate([[1, 2, 3]], limits=Limits(8))[0].token_ids
 
 
+def test_old_conversions_are_listed_and_removed(
+    folder: Path, gguf_file: Path, cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By when they were loaded last; what else lies there is nobody's to remove."""
+    for source in (folder, gguf_file):
+        load_without_warning(source, cache=cache)
+    old, new = sorted(path for path in made(cache) if path.is_dir())
+    if old.name.startswith("checkpoint-"):
+        old, new = new, old
+    (cache / "converted" / "mine").mkdir()
+    os.utime(old, (0, 0))
+    where = ["--cache", str(cache)]
+    assert main(["cache", "list", *where]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "1970-01-01" in lines[0] and str(old) in lines[0] and str(new) in lines[1]
+    assert lines[2].startswith("kept: 2 conversions, ")
+    load_without_warning(folder, cache=cache)
+    assert main(["cache", "prune", *where, "--json"]) == 0
+    (gone,) = json.loads(capsys.readouterr().out)["conversions"]
+    assert gone["path"] == str(old) and gone["bytes"] > 0
+    assert not old.exists() and new.exists()
+    assert main(["cache", "prune", *where, "--days", "0"]) == 0
+    assert [path.name for path in made(cache)] == ["mine"]
+    assert tokens(load_without_warning(folder, cache=cache)), "made again"
+    assert main(["cache", "list", "--cache", str(cache / "none")]) == 0
+
+
 def made(cache: Path) -> list[Path]:
     """The conversions in the cache: what is no lock."""
     return sorted(p for p in (cache / "converted").iterdir() if p.suffix != ".lock")

@@ -29,6 +29,7 @@ COMMANDS = {
     "quantize": ("bitnet_ops.cli.quantize", "ternarise masters trained for b1.58"),
     "verify": ("bitnet_ops.cli.verify", "compare a model with its source"),
     "inspect": ("bitnet_ops.cli.inspect", "list the tensors of a model, or compare two"),
+    "cache": ("bitnet_ops.cli.cache", "list conversions that were kept, or remove old ones"),
     "doctor": (
         "bitnet_ops.cli.doctor",
         "CPU features, kernels, threads, torch: what is used and why",

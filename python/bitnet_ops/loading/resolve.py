@@ -17,6 +17,7 @@ import re
 import shutil
 import sys
 import tempfile
+import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -33,6 +34,8 @@ CONVERTED = "converted"  # the folder of conversions in the cache directory
 _VERSION = 2  # of what is converted how; raise it when conversions of old are not to be used
 _REPORT = "report.json"
 _CHECKPOINT_FILES = ("*.json", "*.safetensors", "*.jinja", "1_Pooling/config.json")
+
+_OURS = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*-[0-9a-f]{32}")  # a name that `_name` makes
 
 _ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 _FILE_ENDINGS = (".bin", ".gguf", ".safetensors", ".json", ".txt")
@@ -170,7 +173,41 @@ def _conversion(source: Path, cache: Path) -> Path:
             f"another directory by cache= or {ENVIRONMENT}, or convert it yourself: "
             f"bitnet-ops convert {source} DST"
         ) from error
+    with suppress(OSError):  # not ours to write to
+        os.utime(target)  # for `prune`
     return target / sglbitnt.MODEL_FILE
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """One in the cache. `used`: when it was last loaded, in seconds since 1970."""
+
+    folder: Path
+    bytes: int
+    used: float
+
+
+def conversions(cache: Path) -> list[Conversion]:
+    """Those in the cache, the one loaded last at the end."""
+    found = []
+    root = cache / CONVERTED
+    for folder in root.iterdir() if root.is_dir() else ():
+        if _OURS.fullmatch(folder.name) and folder.is_dir() and not folder.is_symlink():
+            size = sum(file.lstat().st_size for file in folder.rglob("*") if file.is_file())
+            found.append(Conversion(folder, size, folder.stat().st_mtime))
+    return sorted(found, key=lambda one: one.used)
+
+
+def prune(cache: Path, age_s: float) -> list[Conversion]:
+    """Remove the conversions that nothing has loaded for so long; returns them.
+
+    A process that has one mapped keeps it until it ends.
+    """
+    old = [one for one in conversions(cache) if one.used <= time.time() - age_s]
+    for one in old:
+        with _turn(one.folder):  # nobody is making it
+            shutil.rmtree(one.folder)
+    return old
 
 
 def _name(source: Path) -> str:
