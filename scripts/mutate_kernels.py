@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Do the tests hold the kernels? Changes one operator, constant, comparison or operand order of an
-algorithm (csrc/kernels/{ternary,attention,head,rows}) at a time, in a copy of the source, and runs
-the C++ tests and then `pytest -m quick` until one fails.
+algorithm (csrc/kernels/{ternary,attention,head,rows,delta}) at a time, in a copy of the source, and
+runs the C++ tests and then `pytest -m quick` until one fails.
 
     scripts/mutate_kernels.py FOLDER [--count 200] [--seed 1]   draws mutants
     scripts/mutate_kernels.py FOLDER ID...                      these again
@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 PYTHON = Path(os.environ.get("BITNET_VENV", ROOT / ".venv")) / "bin" / "python"
-FOLDERS = ("ternary", "attention", "head", "rows")
+FOLDERS = ("ternary", "attention", "head", "rows", "delta")
 OPTIONS = "-G Ninja -DBITNET_KERNELS_ONLY=ON -DBITNET_BUILD_TESTS=ON"
 TREES = {
     "scalar": "-DBITNET_ISAS=scalar",

@@ -80,15 +80,15 @@ std::string hex(Shape shape, const uint8_t* bytes, int64_t i) {
   return text;
 }
 
-// One call on memory without guards.
+// One call on memory without guards, which holds `before` where results go.
 std::vector<Bytes> run_plainly(const RowOp& op, const KernelTable& table, int64_t n,
-                               const std::vector<Bytes>& inputs) {
+                               const std::vector<Bytes>& inputs, uint8_t before = 0) {
   std::vector<const void*> in;
   std::vector<Bytes> results;
   std::vector<void*> out;
   for (const Bytes& bytes : inputs) in.push_back(bytes.data());
   for (const Shape shape : op.outputs(n)) {
-    results.emplace_back(static_cast<std::size_t>(bytes_of(shape)));
+    results.emplace_back(static_cast<std::size_t>(bytes_of(shape)), before);
   }
   if (op.in_place_of >= 0) results[0] = inputs[static_cast<std::size_t>(op.in_place_of)];
   for (Bytes& bytes : results) out.push_back(bytes.data());
@@ -347,7 +347,7 @@ void check_planted(const RowOp& op, const KernelTable& contract,
           begin_case("%s %s n=%lld %g at %lld of input %zu", table->name, op.name.c_str(),
                      static_cast<long long>(n), static_cast<double>(value),
                      static_cast<long long>(i), k);
-          const std::vector<Bytes> got = run_plainly(op, *table, n, inputs);
+          const std::vector<Bytes> got = run_plainly(op, *table, n, inputs, 0xee);
           for (std::size_t o = 0; o < out.size(); ++o)
             check_output(op, o, out[o], n, got[o], want[o]);
         }
