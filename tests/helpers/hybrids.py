@@ -1,6 +1,6 @@
 """Tiny Qwen3.5 hybrids (Gated DeltaNet and attention, ternary, rotated or not) in every form.
 
-    made = make("rotated")             one of CASES; `layers=` makes it shorter
+    made = make("rotated")             one of CASES or Sizes; `layers=` makes it shorter
     state_dict(made)                   names of transformers' Qwen3_5ForCausalLM -> float32 tensors,
                                        of a rotated model (W' H) diag(s), which is what it computes
     text_config(made)                  config.json of the flat form; nested_config(made): published
@@ -70,6 +70,10 @@ CASES = {
     "rotated": Sizes(block=128),
     "square": Sizes(block=256, inter=512, key_heads=4, value_heads=4, tied=True),
 }
+WIDE = {  # mlx-lm reads no block below 512
+    "untied": Sizes(512, 1024, 8, 2, 64, 2, 4, 128, 4, block=512),
+    "tied": Sizes(512, 1024, 8, 2, 64, 4, 4, 128, 4, tied=True, block=512),
+}
 
 
 @dataclass
@@ -103,8 +107,8 @@ def hadamard(x: np.ndarray, block: int) -> np.ndarray:
     return (x.reshape(*x.shape[:-1], -1, block) @ matrix).reshape(x.shape)
 
 
-def make(name: str = "rotated", layers: int = 0, seed: int = 35) -> Hybrid:
-    s = CASES[name]
+def make(name: str | Sizes = "rotated", layers: int = 0, seed: int = 35) -> Hybrid:
+    s = CASES[name] if isinstance(name, str) else name
     if layers:
         s = Sizes(**{**vars(s), "layers": layers})
     rng = np.random.default_rng(seed)
@@ -468,11 +472,17 @@ def gguf_metadata(made: Hybrid) -> dict[str, tuple[str, Any]]:
 
 
 def gguf_file(
-    made: Hybrid, kind: str = "PQ2_0", *, gates: str = "F32", drafts: bool = False, **change: Any
+    made: Hybrid,
+    kind: str = "PQ2_0",
+    *,
+    gates: str = "F32",
+    drafts: bool = False,
+    more: list[bytes] | None = None,
+    **change: Any,
 ) -> bytes:
     """`drafts`: with a block that drafts tokens, its matrices Q8_0, and a tower's tensors.
 
-    `change`: of keys, (type, value) or None, under their names with "__" for dots.
+    `more`: keys as bytes. `change`: of keys, (type, value) or None, under names with "__" for dots.
     """
     keys, tensors = gguf_metadata(made), gguf_tensors(made, kind, gates)
     if drafts:
@@ -484,7 +494,8 @@ def gguf_file(
             tensors.append((f"blk.{layers}.{name}.weight", (2, 64), 8, bytes(2 * 2 * 34)))
         tensors.append(("v.patch_embd.weight", (4,), 0, bytes(16)))
     keys |= {name.replace("__", "."): value for name, value in change.items()}
-    return gguf([key(name, *v) for name, v in keys.items() if v is not None], tensors)
+    listed = [key(name, *v) for name, v in keys.items() if v is not None]
+    return gguf([*listed, *(more or [])], tensors)
 
 
 def write_gguf(folder: Path, made: Hybrid, kind: str = "PQ2_0", **options: Any) -> Path:

@@ -1,4 +1,4 @@
-"""Other programs on the tests' fixtures: mlx-lm on MLX packages, llama.cpp on Q2_0 and minicpm.
+"""Other programs on the tests' fixtures: mlx-lm on MLX packages, llama.cpp on GGUF files.
 
     python tests/second_readers/prove.py --mlx ENV/bin/python --xllamacpp ENV/bin/python
 
@@ -30,6 +30,7 @@ for place in ("tests/helpers", "tests/convert"):
 import bonsai  # noqa: E402
 import compare_hf  # noqa: E402
 import forward_fp64  # noqa: E402
+import hybrids  # noqa: E402
 from bitnet_ops.convert import convert  # noqa: E402
 from bitnet_ops.loading.weights import load_model  # noqa: E402
 from bitnet_ops.nn.kv_cache import KVCache  # noqa: E402
@@ -96,7 +97,33 @@ def prove_mlx(python: str, folder: Path) -> list[str | None]:
         failures.append(line(f"{name}: mlx-lm, transformers", theirs, exact))
         found = ours(folder / f"{package.name}-out", prompts)
         failures.append(line(f"{name}: this package, transformers", found, exact))
+    return [*failures, *prove_mlx_hybrids(python, folder)]
+
+
+def prove_mlx_hybrids(python: str, folder: Path) -> list[str | None]:
+    """Rotated packages, tied and not, of both schemas; and one of the first generation.
+
+    What this package makes of them is held against its float64 forward by --verify: eight random
+    layers magnify the rounding of activations to more than the bounds here.
+    """
+    failures = []
+    models = [(hybrids.WIDE["untied"], 2), (hybrids.WIDE["tied"], 1), ("plain", 2)]
+    for sizes, schema in models:
+        made = hybrids.make(sizes)
+        kind = f"rotated {'tied' if made.sizes.tied else 'untied'}" if made.signs else "plain"
+        name = f"hybrid {kind}, schema {schema}"
+        package = hybrids.write_mlx(folder / name.replace(" ", "-"), made, schema=schema)
+        convert(package, folder / f"{package.name}-out", verify=True)
+        prompts = prompts_of(made.sizes.vocab)
+        exact = transformers_of(made, prompts)
+        theirs = worker(python, "mlx_worker.py", package, prompts)
+        failures.append(line(f"{name}: mlx-lm, transformers", theirs, exact))
     return failures
+
+
+@torch.no_grad()
+def transformers_of(made: hybrids.Hybrid, prompts: np.ndarray) -> torch.Tensor:
+    return hybrids.transformers_model(made)(torch.from_numpy(prompts)).logits
 
 
 def log_probabilities(logits: torch.Tensor) -> torch.Tensor:
@@ -117,7 +144,25 @@ def prove_llama(python: str, folder: Path) -> list[str | None]:
         failures.append(line(f"{name}: llama.cpp, transformers", theirs, exact))
         found = log_probabilities(ours(folder / f"q2-{tied}-out", prompts))
         failures.append(line(f"{name}: this package, transformers", found, exact))
-    return [*failures, *prove_minicpm(python, folder)]
+    return [*failures, *prove_minicpm(python, folder), *prove_llama_hybrids(python, folder)]
+
+
+def prove_llama_hybrids(python: str, folder: Path) -> list[str | None]:
+    """Unrotated ones; the rotation is PrismML's fork's alone."""
+    failures = []
+    for kind in ("Q2_0", "F16"):
+        made, name = hybrids.make("plain"), f"hybrid {kind}"
+        file = folder / f"hybrid-{kind}.gguf"
+        keys = byte_tokenizer(made.sizes.vocab)
+        file.write_bytes(
+            hybrids.gguf_file(made, kind, more=keys, tokenizer__ggml__eos_token_id=None)
+        )
+        convert(file, folder / f"{file.stem}-out", tokenizer="none", verify=True)
+        prompts = prompts_of(made.sizes.vocab)
+        exact = log_probabilities(transformers_of(made, prompts))
+        theirs = worker(python, "llama_worker.py", file, prompts)
+        failures.append(line(f"{name}: llama.cpp, transformers", theirs, exact))
+    return failures
 
 
 def prove_minicpm(python: str, folder: Path) -> list[str | None]:
