@@ -16,7 +16,7 @@ import gguf as official
 import numpy as np
 import pytest
 import torch
-from test_gguf_tokenizer import SENTENCEPIECE, TEXTS, assert_same, rebuilt
+from test_gguf_tokenizer import SENTENCEPIECE, TEXTS, assert_same, rebuilt, trained
 from tokenizers import Tokenizer
 
 import bitnet_ops
@@ -273,6 +273,15 @@ def test_a_sentencepiece_tokenizer(tmp_path: Path) -> None:
     convert(tmp_path / "x.gguf", tmp_path / "back")
     made = Tokenizer.from_file(str(tmp_path / "back" / "tokenizer.json"))
     assert_same(Tokenizer.from_str(json.dumps(stored)), made, TEXTS)
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen35"])
+def test_how_texts_are_cut_is_told_from_its_kin(tmp_path: Path, name: str) -> None:
+    """They differ in marks alone, and in nothing that English texts show."""
+    folder = with_tokenizer(tmp_path / "m", DEMO_DIR, trained(name))
+    config = bitnet_ops.load(folder).config
+    keys, _ = gguf_export.vocabulary_keys(folder, config)
+    assert keys["tokenizer.ggml.pre"] == ("string", name)
 
 
 def _changed(**model: Any) -> str:

@@ -31,6 +31,7 @@ TEXTS = [
     "1 12 123 1234 12345, 3.14159 and 2^10",
     "Grüße, naïve café, e\u0301 combining",
     "日本語テキスト と 한국어, русский",
+    "हिन्दी में किताबें, ภาษาไทยที่นี่ กำลัง, مُحَمَّدٌ كِتَابٌ, שָׁלוֹם, தமிழ்",
     "🙂 👨‍👩‍👧‍👦 \u200d\u2581 \x00 \x7f",
     "<s>special</s> in text <|end|>",
     "....!!! (brackets) [x] {y} `code` $x + y = z$",
@@ -100,6 +101,11 @@ LLAMA3 = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 QWEN2 = LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+# of transformers' tokenization_qwen3_5.py
+QWEN35 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
+    r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 
 def bytes_after(*steps: pre_tokenizers.PreTokenizer, use_regex: bool) -> Any:
@@ -111,6 +117,7 @@ ORIGINALS = {
     "llama-bpe": (bytes_after(split(LLAMA3), use_regex=False), True, False),
     "falcon3": (bytes_after(split(LLAMA3), use_regex=False), True, False),
     "qwen2": (bytes_after(split(QWEN2), use_regex=False), False, True),
+    "qwen35": (bytes_after(split(QWEN35), use_regex=False), False, True),
     "smollm": (
         bytes_after(pre_tokenizers.Digits(individual_digits=True), use_regex=True),
         False,
@@ -133,7 +140,8 @@ def trained(name: str) -> Tokenizer:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator([CORPUS, "1234 123 12 2024 " * 200], trainer)
+    marks = "किताबें कि में หนังสือที่นี่ กำลัง كِتَابٌ مُحَمَّدٌ " * 200
+    tokenizer.train_from_iterator([CORPUS, "1234 123 12 2024 " * 200, marks], trainer)
     stored = json.loads(tokenizer.to_str())
     stored["model"]["ignore_merges"] = ignore_merges
     return Tokenizer.from_str(json.dumps(stored))
@@ -164,9 +172,15 @@ def test_trained_tokenizers_on_any_text(
 
 def test_another_name_gives_other_ids(pairs: dict[str, tuple[Tokenizer, Tokenizer]]) -> None:
     """The negative control: the cut matters, so a wrong name must not pass for a right one."""
-    original = pairs["llama-bpe"][0]
-    wrong = rebuilt(byte_level_metadata(original, "smollm"))
-    assert wrong.encode("in 2024").ids != original.encode("in 2024").ids
+    for right, name, text in (
+        ("llama-bpe", "smollm", "in 2024"),
+        ("qwen35", "qwen2", "किताबें"),
+        ("qwen35", "qwen2", "ที่นี่ กำลัง"),
+        ("qwen35", "qwen2", "كِتَابٌ"),
+    ):
+        original = pairs[right][0]
+        wrong = rebuilt(byte_level_metadata(original, name))
+        assert wrong.encode(text).ids != original.encode(text).ids, text
 
 
 def test_added_and_unused_tokens() -> None:

@@ -352,6 +352,8 @@ PROBES = (
     "1 12 123 1234 12345678 3.14159 2^10 x1y22z333",
     "Gr\u00fc\u00dfe na\u00efve caf\u00e9 e\u0301 \ufb01 \u2126 \u00bd \u0664\u0665\u0666",
     "\u65e5\u672c\u8a9e\u30c6\u30ad\u30b9\u30c8 \ud55c\uad6d\uc5b4 \u0440\u0443\u0441\u0441\u043a",
+    # marks, which join letters in some patterns: Devanagari, Thai, Arabic
+    "\u0939\u093f\u0928\u094d\u0926\u0940 \u0e17\u0e35\u0e48 \u0643\u0650\u062a\u0627\u0628",
     "\U0001f642 \U0001f468\u200d\U0001f469\u200d\U0001f467 \u200b\ufeff \u00a0 \x07",
     "...!!! (a)[b]{c} `code` $x+y=z$ a/b\\c <tag> #1 @me ~ ^ | ===== ----",
     "https://example.org/a?b=1&c=%20 foo_bar fooBar FooBAR",

@@ -379,7 +379,8 @@ def _check_loads(text: str) -> None:
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
-_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_REST = rf" ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}"
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
 
 
@@ -427,6 +428,14 @@ _LLAMA3 = PreTokenizer(
 )
 _LLAMA3_MERGED = PreTokenizer(_LLAMA3.patterns)
 _QWEN2 = PreTokenizer((rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}|{_REST}",), nfc=True)
+# marks go with letters: vowel signs of Devanagari, Thai, Arabic
+_QWEN35 = PreTokenizer(
+    (
+        rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}|"
+        rf" ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_SPACES}",
+    ),
+    nfc=True,
+)
 _DIGITS = PreTokenizer((r"\p{N}", _GPT2))
 _DEFAULT = PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]"))
 
@@ -445,6 +454,7 @@ PRE_TOKENIZERS = {
     "qwen2": _QWEN2,
     "deepseek-r1-qwen": _QWEN2,
     "megrez": _QWEN2,
+    "qwen35": _QWEN35,
     "smollm": _DIGITS,
     "starcoder": _DIGITS,
     "refact": _DIGITS,
@@ -454,4 +464,4 @@ PRE_TOKENIZERS = {
     "default": _DEFAULT,
 }
 # The names tried when a tokenizer is exported, one of each behaviour, the simplest first.
-EXPORTED = ("gpt-2", "smollm", "llama-bpe", "smaug-bpe", "qwen2", "default")
+EXPORTED = ("gpt-2", "smollm", "llama-bpe", "smaug-bpe", "qwen2", "qwen35", "default")
