@@ -20,7 +20,7 @@ from torch import Tensor
 
 from bitnet_ops.config import ModelConfig
 from bitnet_ops.formats import sglbitnt
-from bitnet_ops.generate.chat import RunIds, without_oldest_turn
+from bitnet_ops.generate.chat import RunIds, whole_answer, without_oldest_turn
 from bitnet_ops.generate.engine import Engine, Run, token_ids
 from bitnet_ops.generate.scoring import Score, embed, score
 from bitnet_ops.generate.text import (
@@ -291,12 +291,19 @@ class LanguageModel:
         ids = [self.encode(text) for text in given]
         return score(self.model, ids, kv_dtype=self.engine.kv_dtype, adapter=adapter)
 
-    def chat(self, **options: Unpack[GenerateOptions]) -> Conversation:
+    def chat(
+        self,
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> Conversation:
         """A conversation through the model's chat template; options as for `generate`.
 
-        Raises tokenizer.ChatTemplateError at the first message if the model has no template.
+        `chat_template_kwargs`: options of that template, such as {"enable_thinking": False}.
+        Raises tokenizer.ChatTemplateError at the first message if the model has no template, or
+        its template no such option.
         """
-        return Conversation(self, self._request("chat", options))
+        return Conversation(self, self._request("chat", options), chat_template_kwargs)
 
     def _request(self, call: str, options: GenerateOptions) -> Options:
         if self.config.embedding_only:
@@ -356,20 +363,31 @@ class Conversation:
 
     How much that is, the chat template decides: it may write an answer otherwise than it was made.
 
-    `messages` is the history, a list of {"role", "content"}; it may be edited between turns. The
-    oldest turns leave it when the model's context is full: `dropped` says how many messages the
-    newest turn cost.
+    `messages` is the history, a list of {"role", "content"}; it may be edited between turns. An
+    answer stands there with its thoughts between <think> and </think>, which the template leaves
+    out of later prompts; `opening` is what the prompt itself wrote of the newest one. The oldest
+    turns leave it when the model's context is full: `dropped` says how many messages the newest
+    turn cost.
     """
 
-    def __init__(self, lm: LanguageModel, request: Options) -> None:
+    def __init__(
+        self,
+        lm: LanguageModel,
+        request: Options,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
         self._lm, self._request = lm, request
-        self._known = RunIds(lm.tokenizer)
+        self._known = RunIds(lm.tokenizer, chat_template_kwargs)
         self.messages: list[Mapping[str, str]] = []
         self.last: TextStream | None = None  # the newest answer, for its timing
         self.dropped = 0
 
     def __repr__(self) -> str:
         return f"Conversation({len(self.messages)} messages)"
+
+    @property
+    def opening(self) -> str:
+        return self._known.opening
 
     def say(self, content: str) -> Iterator[str]:
         """Add a user's message and stream the answer, which joins the history when it ends.
@@ -412,4 +430,5 @@ class Conversation:
             stream.close()
             answer = "".join(pieces)
             self._known.ran(prompt, answer, stream.generation.token_ids)
-            self.messages.append({"role": "assistant", "content": answer})
+            content = whole_answer(self.opening, answer)
+            self.messages.append({"role": "assistant", "content": content})

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
+import json
+import shutil
 import signal
 import subprocess
+from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from bitnet_ops.cli.chat import _thoughts_apart
+from bitnet_ops.language_model import DEMO_DIR
+from chat_templates import STYLES
 from cli_process import COMMAND, CTRL_C, CTRL_D, Terminal, cli, environment
 
 PROMPT = "\n> "
@@ -76,6 +85,72 @@ def test_a_message_of_several_lines_is_one_message(typed: str) -> None:
         assert terminal.text.count(". ") >= 1  # the prompt of a line that goes on
         terminal.send(CTRL_D)
         assert terminal.finish() == 0
+
+
+@pytest.fixture(scope="module")
+def thinker(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo with a template that begins answers in thought."""
+    folder = tmp_path_factory.mktemp("thinker") / "m"
+    shutil.copytree(DEMO_DIR, folder)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config["chat_template"] = STYLES["qwen35"]
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_thoughts_are_dimmed_on_a_terminal_alone(thinker: Path) -> None:
+    options = (str(thinker), "-n", "8", "--temp", "0")
+    with Terminal(["chat", *options], term="vt100") as terminal:
+        terminal.wait_for("> ")
+        terminal.send("In the beginning\n")
+        terminal.wait_for("\x1b[2m<think>")
+        terminal.wait_for("\x1b[22m")
+        terminal.wait_for("> ")
+        terminal.send(CTRL_D)
+        assert terminal.finish() == 0
+    piped = cli("chat", *options, data=b"In the beginning\n")
+    alone = cli("generate", *options[:1], "In the beginning", "--chat", *options[1:])
+    assert piped.returncode == alone.returncode == 0, piped.stderr + alone.stderr
+    assert piped.stdout == alone.stdout and piped.stdout.startswith(b"<think>\n")
+    plain = cli("chat", *options, "--no-enable-thinking", data=b"In the beginning\n")
+    assert plain.returncode == 0 and b"<think>" not in plain.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["chat", "--reasoning-effort", "wild"], "rejects: reasoning_effort must be low, medium"),
+        (["generate", "Hi", "--chat", "--reasoning-effort", "wild"], "rejects: reasoning_effort"),
+        (["generate", "Hi", "--no-enable-thinking"], "generate: expected --enable-thinking only "
+         "with a chat template; add --chat"),
+        (["chat", "--plain", "--reasoning-effort", "low"], "chat: expected --reasoning-effort only "
+         "with a chat template; leave --plain out"),
+    ],
+)  # fmt: skip
+def test_options_of_a_template_that_do_not_fit(
+    thinker: Path, arguments: list[str], words: str
+) -> None:
+    done = cli(*arguments, "-m", str(thinker))
+    errors = done.stderr.decode().strip().splitlines()
+    assert done.returncode != 0 and len(errors) == 1 and words in errors[0]
+
+
+def test_an_option_that_a_template_never_mentions_is_refused() -> None:
+    done = cli("chat", "--enable-thinking")
+    assert "enable_thinking, which it never mentions; leave it out" in done.stderr.decode()
+    assert done.returncode == 1
+
+
+@given(cuts=st.lists(st.integers(0, 40), max_size=12), opened=st.booleans())
+def test_thoughts_end_where_their_tag_ends(cuts: list[int], opened: bool) -> None:
+    thought, answer = " <think>a </ b</thin\n</think>", "\n\nc <think> d</think>"
+    opening = thought[:9] if opened else ""
+    text = (thought + answer)[len(opening) :]
+    ends = [0, *sorted(cuts), len(text)]
+    pieces = [text[a:b] for a, b in itertools.pairwise(ends)]
+    parts = list(_thoughts_apart(opening, iter(pieces)))
+    assert "".join(part for part, dim in parts if dim) == thought
+    assert "".join(part for part, dim in parts if not dim) == answer
 
 
 def test_unknown_commands_are_errors_and_not_sent() -> None:

@@ -24,7 +24,14 @@ from torch import Tensor
 
 from bitnet_ops.dummy import model as dummy
 from bitnet_ops.generate import chat
-from bitnet_ops.generate.chat import ChatTemplateError, RunIds, render, without_oldest_turn
+from bitnet_ops.generate.chat import (
+    ChatTemplateError,
+    RunIds,
+    opened_thought,
+    render,
+    whole_answer,
+    without_oldest_turn,
+)
 from bitnet_ops.generate.engine import Engine
 from bitnet_ops.generate.tokenizer import Tokenizer
 from bitnet_ops.language_model import DEMO_DIR, LanguageModel, load
@@ -87,6 +94,41 @@ def test_styles_of_published_models_render_as_in_transformers(
         assert str(error) in str(caught.value)
         return
     assert expected and render(template, CHATS[chat], prompt, tokens) == expected
+
+
+@pytest.mark.parametrize("effort", [None, "low", "medium", "xhigh", "wild"])
+@pytest.mark.parametrize("thinking", [None, True, False])
+def test_options_reach_the_template_as_in_transformers(
+    theirs: Any, thinking: bool | None, effort: str | None
+) -> None:
+    given = {"enable_thinking": thinking, "reasoning_effort": effort}
+    options = {name: value for name, value in given.items() if value is not None}
+    asked = {"chat_template": STYLES["qwen35"], "tokenize": False, "add_generation_prompt": True}
+    if effort == "wild":
+        with pytest.raises(ChatTemplateError, match="rejects: reasoning_effort must be low, .* wi"):
+            render(STYLES["qwen35"], CHATS["turns"], True, {}, options)
+        return
+    text = render(STYLES["qwen35"], CHATS["turns"], True, {}, options)
+    assert text == theirs.apply_chat_template(CHATS["turns"], **asked, **options)
+    assert text.endswith("<think>\n\n</think>\n\n" if thinking is False else "<think>\n")
+    assert ("Think long." in text) == (effort in (None, "xhigh"))
+    assert "sum" not in text  # the thought of the turn before
+
+
+@pytest.mark.parametrize(
+    ("style", "options", "words"),
+    [
+        ("llama", {"enable_thinking": True}, "got enable_thinking, which it never mentions"),
+        ("qwen", {"enable": True}, "got enable, which it never mentions"),
+        ("qwen", {"messages": []}, "the template's own options, got 'messages'"),
+        ("qwen", {5: 1}, "the template's own options, got 5"),
+        ("qwen", {"enable_thinking": b"x"}, "messages and options of texts, numbers"),
+        ("qwen", ["enable_thinking"], "a dict of the template's variables, got a list"),
+    ],
+)
+def test_options_that_no_template_reads(style: str, options: Any, words: str) -> None:
+    with pytest.raises(ChatTemplateError, match=words):
+        render(STYLES[style], CHATS["turns"], True, {}, options)
 
 
 def test_some_chats_render_and_some_are_rejected(theirs: Any) -> None:
@@ -418,6 +460,47 @@ def test_the_oldest_turn_goes_with_its_answers() -> None:
     assert without_oldest_turn([*system, *turn, *turn]) == [*system, *turn]
     assert without_oldest_turn([*system, *turn]) is None
     assert without_oldest_turn(system) is None
+
+
+@pytest.mark.parametrize(
+    ("prompt", "answer", "held"),
+    [
+        ("assistant\n<think>\n", "sum\n</think>\n\nFour", "<think>\nsum\n</think>\n\nFour"),
+        ("assistant\n<think>\n", "su", "<think>\nsu\n</think>\n\n"),
+        ("<|im_start|>assistant\n<think>\n\n</think>\n\n", "Four", "Four"),
+        ("<think> is a tag\nassistant: ", "Four", "Four"),
+        ("assistant: ", "\n<think>sum</think>Four", "\n<think>sum</think>Four"),
+        ("assistant: ", "<think>su", "<think>su\n</think>\n\n"),
+        ("assistant: ", "The tag <think> opens", "The tag <think> opens"),
+    ],
+)  # fmt: skip
+def test_a_history_holds_whole_thoughts(prompt: str, answer: str, held: str) -> None:
+    assert whole_answer(opened_thought(prompt), answer) == held
+
+
+@pytest.mark.parametrize("thinking", [True, False])
+def test_thoughts_of_earlier_turns_are_not_run_again(
+    lm: LanguageModel, monkeypatch: pytest.MonkeyPatch, thinking: bool
+) -> None:
+    monkeypatch.setattr(lm.tokenizer, "chat_template", STYLES["qwen35"])
+    options = {"enable_thinking": thinking, "reasoning_effort": "medium"}
+    talk = lm.chat(max_new_tokens=9, ignore_eos=True, chat_template_kwargs=options)
+    first = "".join(talk.say("In the beginning"))
+    said = talk.messages[-1]["content"]
+    assert first and said == (f"<think>\n{first.rstrip()}\n</think>\n\n" if thinking else first)
+    assert talk.opening == ("<think>\n" if thinking else "")
+    list(talk.say("And"))
+    assert talk.last is not None
+    (request,) = talk.last._run._requests
+    tail = "<think>\n" if thinking else "<think>\n\n</think>\n\n"
+    kept = "" if thinking else first.strip()
+    expected = (
+        "<|im_start|>user\nIn the beginning<|im_end|>\n"
+        f"<|im_start|>assistant\n{kept}<|im_end|>\n"
+        f"<|im_start|>user\nAnd<|im_end|>\n<|im_start|>assistant\n{tail}"
+    )
+    run = lm.tokenizer.decode(request.ids[: request.prompt_tokens].tolist())
+    assert run == expected
 
 
 def test_the_tokens_are_those_of_a_fresh_run(tmp_path: Path) -> None:

@@ -154,9 +154,64 @@ MACROS = """{%- macro part(content, indent=2, first='') -%}
 {%- endfor -%}
 {{ documents is none }}{{ tools is defined }}"""
 
+# Qwen 3.5: macros over lists of parts, options that are checked, an answer that begins in thought.
+QWEN35 = """{%- macro text_of(content, role) %}
+    {%- if content is string %}{{- content }}
+    {%- elif content is iterable and content is not mapping %}
+        {%- for part in content %}
+            {%- if 'text' in part %}{{- part.text }}
+            {%- else %}{{- raise_exception('no such part in ' ~ role) }}{%- endif %}
+        {%- endfor %}
+    {%- elif content is none or content is undefined %}{{- '' }}
+    {%- else %}{{- raise_exception('a content of another kind') }}{%- endif %}
+{%- endmacro %}
+{%- set effort = reasoning_effort if reasoning_effort is defined else 'xhigh' %}
+{%- set hints = {'low': 'Think little.', 'medium': '', 'high': '', 'xhigh': 'Think long.'} %}
+{%- if effort not in hints %}
+    {{- raise_exception('reasoning_effort must be low, medium, high or xhigh, not ' ~ effort) }}
+{%- endif %}
+{%- set system = namespace(text=hints[effort]) %}
+{%- if messages[0].role == 'system' %}
+    {%- set said = text_of(messages[0].content, 'system') | trim %}
+    {%- set system.text = (said ~ '\n\n' ~ system.text) | trim %}
+{%- endif %}
+{%- if system.text %}{{- '<|im_start|>system\n' ~ system.text ~ '<|im_end|>\n' }}{%- endif %}
+{%- set ns = namespace(question=-1) %}
+{%- for message in messages %}
+    {%- if message.role == 'user' %}{%- set ns.question = loop.index0 %}{%- endif %}
+{%- endfor %}
+{%- if ns.question < 0 %}{{- raise_exception('no question') }}{%- endif %}
+{%- for message in messages %}
+    {%- set content = text_of(message.content, message.role) | trim %}
+    {%- if message.role == 'assistant' %}
+        {%- set thought = '' %}
+        {%- if message.reasoning_content is string %}{%- set thought = message.reasoning_content %}
+        {%- elif '</think>' in content %}
+            {%- set thought = content.split('</think>')[0].split('<think>')[-1] %}
+            {%- set content = content.split('</think>')[-1].lstrip('\n') %}
+        {%- endif %}
+        {{- '<|im_start|>assistant\n' }}
+        {%- if loop.index0 > ns.question %}
+            {{- '<think>\n' ~ thought | trim ~ '\n</think>\n\n' }}
+        {%- endif %}
+        {{- content ~ '<|im_end|>\n' }}
+    {%- elif message.role == 'tool' %}
+        {{- '<|im_start|>user\n<tool_response>\n' ~ content ~ '\n</tool_response><|im_end|>\n' }}
+    {%- elif message.role != 'system' %}
+        {{- '<|im_start|>' ~ message.role ~ '\n' ~ content ~ '<|im_end|>\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}
+        {{- '<think>\n\n</think>\n\n' }}
+    {%- else %}{{- '<think>\n' }}{%- endif %}
+{%- endif %}"""
+
 STYLES = {
     "llama": LLAMA,
     "qwen": QWEN,
+    "qwen35": QWEN35,
     "mistral": MISTRAL,
     "bitnet": BITNET,
     "macros": MACROS,

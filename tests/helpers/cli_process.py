@@ -33,7 +33,7 @@ def cli(*args: str, data: bytes = b"", **env: str) -> subprocess.CompletedProces
 class Terminal:
     """A process whose stdin, stdout and stderr are one pseudo-terminal that controls it."""
 
-    def __init__(self, arguments: Sequence[str], columns: int = 100) -> None:
+    def __init__(self, arguments: Sequence[str], columns: int = 100, term: str = "dumb") -> None:
         self._master, slave = pty.openpty()
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
         self.process = subprocess.Popen(
@@ -43,7 +43,7 @@ class Terminal:
             stderr=slave,
             start_new_session=True,
             preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
-            env=environment(TERM="dumb", INPUTRC="/dev/null"),
+            env=environment(TERM=term, INPUTRC="/dev/null"),
         )
         os.close(slave)
         self.text, self._seen = "", 0  # everything that was shown; what was waited for

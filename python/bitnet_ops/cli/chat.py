@@ -19,15 +19,19 @@ from bitnet_ops.cli.generate import (
     NEUTRAL,
     add_model_arguments,
     add_sampling_arguments,
+    add_template_arguments,
+    check_template_options,
     figures,
     generation_note,
     makers_sampling,
     open_model,
     print_logprobs,
     sampling_options,
+    template_options,
     why_it_ended,
 )
 from bitnet_ops.cli.terminal import TextError, checked, print_error, print_text, say
+from bitnet_ops.generate.chat import END_OF_THOUGHT, THINK
 
 if TYPE_CHECKING:
     from bitnet_ops.language_model import LanguageModel, TextStream
@@ -73,6 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="no template: continue each message (for models not made to converse)",
     )
+    add_template_arguments(parser)
     parser.add_argument(
         "--stats", action="store_true", help="figures after every answer, on stderr"
     )
@@ -88,6 +93,7 @@ def check(args: argparse.Namespace) -> None:
     """Reject what contradicts itself; MODEL and --model become one."""
     if args.plain and args.system is not None:
         raise UsageError("chat: expected --system only with a chat template, got --plain as well")
+    check_template_options(args, used=not args.plain, remedy="leave --plain out")
     if args.model is not None and args.positional_model is not None:
         raise UsageError(f"chat: expected one model, got -m {args.model} and more; leave one out")
     args.model = args.positional_model if args.model is None else args.model
@@ -106,8 +112,10 @@ def run(args: argparse.Namespace) -> int:
     if demo:
         say("the embedded demo model continues Biblical English; it is no assistant")
     if not args.plain:
-        lm.tokenizer.render_chat([{"role": "user", "content": ""}])  # a model without one ends here
-    turns = _Plain(lm, options) if args.plain else _Chat(lm, options, args.system)
+        # a model without a template ends here, and an option that its template rejects
+        hello = [{"role": "user", "content": ""}]
+        lm.tokenizer.render_chat(hello, chat_template_kwargs=template_options(args))
+    turns = _Plain(lm, options) if args.plain else _Chat(lm, options, args)
     source, failed = Input(), False
     say("/help lists the commands; Ctrl-D ends the conversation")
     try:
@@ -215,6 +223,8 @@ class _Plain:
         self.lm, self.options = lm, options
         self.stream: TextStream | None = None  # the newest answer
 
+    opening = ""  # of the newest answer, where its prompt has written it
+
     def reset(self) -> None:
         """Nothing is remembered between messages."""
 
@@ -226,19 +236,23 @@ class _Plain:
 class _Chat(_Plain):
     """Turns of one conversation."""
 
-    def __init__(self, lm: LanguageModel, options: dict[str, Any], system: str | None) -> None:
+    def __init__(
+        self, lm: LanguageModel, options: dict[str, Any], args: argparse.Namespace
+    ) -> None:
         super().__init__(lm, options)
-        self._system = system
+        self._system, self._template_options = args.system, template_options(args)
         self.reset()
 
     def reset(self) -> None:
-        self.conversation = self.lm.chat(**self.options)
+        self.conversation = self.lm.chat(
+            chat_template_kwargs=self._template_options, **self.options
+        )
         if self._system is not None:
             self.conversation.messages.append({"role": "system", "content": self._system})
 
     def say(self, text: str) -> Iterator[str]:
         pieces = self.conversation.say(text)
-        self.stream = self.conversation.last
+        self.stream, self.opening = self.conversation.last, self.conversation.opening
         if self.conversation.dropped:
             context = self.lm.config.max_position_embeddings
             say(
@@ -263,6 +277,32 @@ def _take(turns: _Plain, entry: str | Command | TextError, stats: bool) -> bool:
     return True
 
 
+def _thoughts_apart(opening: str, pieces: Iterator[str]) -> Iterator[tuple[str, bool]]:
+    """An answer by pieces, each with whether it belongs to the thoughts that it begins with."""
+    held, begins, thinking = opening, True, False
+    for piece in pieces:
+        held += piece
+        if begins:
+            begin = held.lstrip()
+            if len(begin) < len(THINK) and THINK.startswith(begin):
+                continue
+            begins, thinking = False, begin.startswith(THINK)
+        if thinking:
+            thought, end, rest = held.partition(END_OF_THOUGHT)
+            if not end:  # the end of the tag may come with the next piece
+                lengths = range(1, len(END_OF_THOUGHT))
+                begun = [n for n in lengths if held.endswith(END_OF_THOUGHT[:n])]
+                at = len(held) - max(begun, default=0)
+                yield held[:at], True
+                held = held[at:]
+                continue
+            yield thought + end, True
+            thinking, held = False, rest
+        yield held, False
+        held = ""
+    yield held, thinking
+
+
 def _answer(turns: _Plain, text: str, stats: bool) -> bool:
     """Print one answer; an error ends the turn, not the conversation. Whether there was none.
 
@@ -271,8 +311,8 @@ def _answer(turns: _Plain, text: str, stats: bool) -> bool:
     try:
         pieces = cast(Generator[str, None, None], turns.say(text))
         with contextlib.closing(pieces):
-            for piece in pieces:
-                print_text(piece)
+            for piece, thought in _thoughts_apart(turns.opening, pieces):
+                print_text(piece, dim=thought)
     except KeyboardInterrupt:
         if not sys.stdin.isatty():
             raise

@@ -67,6 +67,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-p", "--prompt", metavar="TEXT", help="the text to continue, by name")
     add_model_arguments(parser)
     add_sampling_arguments(parser, max_new_tokens=128)
+    add_template_arguments(parser)
+    parser.add_argument(
+        "--chat",
+        action="store_true",
+        help="the text is a user's message: print the answer that the chat template asks for",
+    )
     parser.add_argument("--ignore-eos", action="store_true", help="go on past the end of text")
     add_json(parser)
 
@@ -179,6 +185,39 @@ def add_sampling_arguments(
         metavar="TEXT",
         help="end before TEXT; repeatable",
     )
+
+
+def add_template_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("chat template (options of those models that have them)")
+    group.add_argument(
+        "--enable-thinking",
+        action=argparse.BooleanOptionalAction,
+        help="think before the answer, or not",
+    )
+    group.add_argument(
+        "--reasoning-effort",
+        type=non_empty,
+        metavar="WORD",
+        help="how long to think: low, medium, high, ... as the model knows them",
+    )
+
+
+def template_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The chat_template_kwargs that the command line gives."""
+    names = ("enable_thinking", "reasoning_effort")
+    given = {name: getattr(args, name) for name in names}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def check_template_options(args: argparse.Namespace, *, used: bool, remedy: str) -> None:
+    """Reject options of a template where none is `used`."""
+    for name in template_options(args):
+        if not used:
+            option = f"--{name.replace('_', '-')}"
+            raise UsageError(
+                f"{args.command}: expected {option} only with a chat template; {remedy}"
+            )
+    checked(args.reasoning_effort or "", "--reasoning-effort")
 
 
 def _token_and_bias(text: str) -> tuple[int, float]:
@@ -373,6 +412,7 @@ def check(args: argparse.Namespace) -> None:
     args.model, args.prompt = model_and_prompt(args)
     checked(args.prompt, "prompt")
     sampling_options(args)
+    check_template_options(args, used=args.chat, remedy="add --chat")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -384,17 +424,31 @@ def run(args: argparse.Namespace) -> int:
     lm = open_model(model, args)
     load_s = time.perf_counter() - began
     generation_note(lm, args, used=False)
-    stream = lm.stream(encoded(lm, prompt), ignore_eos=args.ignore_eos, **options)
+    ids, shown = _ids_and_shown(lm, prompt, args)
+    stream = lm.stream(ids, ignore_eos=args.ignore_eos, **options)
     if args.json:
         text = "".join(stream)
         print_json(_report(lm, args, prompt, text, stream, load_s))
         return 0
-    status = _print_stream(prompt, stream)
+    status = _print_stream(shown, stream)
     print_logprobs(lm, stream)
     demo = "the embedded demo | " if model is None else ""
     ended = why_it_ended(lm, stream, options)
     say(f"{demo}load {load_s:.1f} s | {figures(stream)} | {ended}")
     return status
+
+
+def _ids_and_shown(
+    lm: LanguageModel, prompt: str, args: argparse.Namespace
+) -> tuple[list[int], str]:
+    """The ids to run, and what of their text is shown before the continuation."""
+    from bitnet_ops.generate.chat import opened_thought
+
+    if not args.chat:
+        return encoded(lm, prompt), prompt
+    messages = [{"role": "user", "content": prompt}]
+    text = lm.tokenizer.render_chat(messages, chat_template_kwargs=template_options(args))
+    return lm.tokenizer.encode(text, add_special_tokens=False), opened_thought(text)
 
 
 def _print_stream(prompt: str, stream: TextStream) -> int:

@@ -174,12 +174,16 @@ def print_json(value: Any, indent: int | None = None) -> None:
     print(json_text(value, indent, ascii=codecs.lookup(encoding).name != "utf-8"))
 
 
-def print_text(text: str, end: str = "") -> None:
+def print_text(text: str, end: str = "", *, dim: bool = False) -> None:
     """What a model writes or goes on from, as it comes, on stdout.
 
-    A file or a pipe gets it as it is, a terminal without what that would obey.
+    A file or a pipe gets it as it is, a terminal without what that would obey, and `dim` if so.
     """
-    print(printable(text, prose=True) if sys.stdout.isatty() else text, end=end, flush=True)
+    if sys.stdout.isatty():
+        text = printable(text, prose=True)
+        if dim and text and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb":
+            text = f"\x1b[2m{text}\x1b[22m"
+    print(text, end=end, flush=True)
 
 
 def say(line: object) -> None:

@@ -8,6 +8,7 @@ rendered in jinja2's immutable sandbox, with what transformers gives them, in a 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -34,9 +35,16 @@ def render(
     messages: Sequence[Mapping[str, Any]],
     add_generation_prompt: bool,
     special_tokens: Mapping[str, str],
+    options: Mapping[str, Any] | None = None,
 ) -> str:
-    """The text of a conversation; `messages` hold what JSON can. Raises ChatTemplateError."""
+    """The text of a conversation; `messages` and `options` hold what JSON can.
+
+    `options`: variables of the template's own, such as enable_thinking. Raises ChatTemplateError,
+    also for one that the template never mentions.
+    """
+    options = _checked_options(template, options or {})
     variables = {
+        **options,
         "messages": [dict(m) for m in messages],
         "tools": None,
         "documents": None,
@@ -47,7 +55,7 @@ def render(
         json.dumps(variables)
     except (TypeError, ValueError, RecursionError) as error:
         raise ChatTemplateError(
-            f"chat: expected messages of texts, numbers, lists and dicts, got: {error}"
+            f"chat: expected messages and options of texts, numbers, lists and dicts, got: {error}"
         ) from None
     try:
         return str(_process.call(_CPU_S, template=template, variables=variables))
@@ -66,6 +74,29 @@ def render(
         raise ChatTemplateError(_reason(error)) from None
 
 
+_GIVEN = ("messages", "add_generation_prompt")
+
+
+def _checked_options(template: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """`options`, if the template can read each: one that it ignores would be a silent mistake."""
+    if not isinstance(options, Mapping):
+        raise ChatTemplateError(
+            "chat: expected chat_template_kwargs as a dict of the template's variables, got a "
+            f"{type(options).__name__}"
+        )
+    for name in options:
+        if not isinstance(name, str) or name in _GIVEN:
+            raise ChatTemplateError(
+                f"chat: expected names of the template's own options, got {printable(repr(name))}"
+            )
+        if not re.search(rf"\b{re.escape(name)}\b", template):
+            raise ChatTemplateError(
+                f"chat: expected an option that the model's chat template reads, got "
+                f"{printable(name)}, which it never mentions; leave it out"
+            )
+    return dict(options)
+
+
 def _reason(error: ChildError) -> str:
     message = printable(" ".join(error.message.split()))
     if "TemplateSyntaxError" in error.classes:
@@ -73,6 +104,32 @@ def _reason(error: ChildError) -> str:
     if "TemplateError" in error.classes:  # raise_exception, the sandbox, an undefined name
         return f"chat: the model's chat template rejects: {message}"
     return f"chat: the model's chat template fails: {error.name}: {message}"
+
+
+# Thoughts -------------------------------------------------------------------------------------
+
+THINK, END_OF_THOUGHT = "<think>", "</think>"
+
+
+def opened_thought(prompt: str) -> str:
+    """`<think>` and the space behind it where a prompt ends so; what follows are thoughts."""
+    _, tag, space = prompt.rpartition(THINK)
+    return tag + space if tag and not space.strip() else ""
+
+
+def whole_answer(opening: str, answer: str) -> str:
+    """An answer as a history holds it: with the `opening` that its prompt wrote, thoughts closed.
+
+    Templates take the thoughts of earlier answers out between the two tags. Of an answer that was
+    broken off while it thought, all is thought.
+    """
+    text = opening + answer
+    if text.lstrip().startswith(THINK) and END_OF_THOUGHT not in text:
+        return f"{text.rstrip()}\n{END_OF_THOUGHT}\n\n"
+    return text
+
+
+# What was run ---------------------------------------------------------------------------------
 
 
 class RunIds:
@@ -83,19 +140,26 @@ class RunIds:
     it is read again. What was run stays as it was run, so that its cache can be used.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, options: Mapping[str, Any] | None = None) -> None:
+        self._tokenizer, self._options = tokenizer, options
         self._read = ""  # the text of the newest prompt
         self._prompt, self._answer, self._ids = "", "", list[int]()
 
     def encode(self, messages: Sequence[Message]) -> list[int]:
         """The ids of `messages` through the template; those that were run stay as they were."""
-        text = self._read = self._tokenizer.render_chat(messages)
+        text = self._read = self._tokenizer.render_chat(
+            messages, chat_template_kwargs=self._options
+        )
         start = self._end_of_known(text)
         tail = None if start is None else self._tokenizer.encode_from(text, start)
         if tail is None:
             return self._tokenizer.encode(text, add_special_tokens=False)
         return [*self._ids, *tail]
+
+    @property
+    def opening(self) -> str:
+        """The beginning of the newest answer that its prompt has written; see opened_thought."""
+        return opened_thought(self._read)
 
     def ran(self, prompt: Sequence[int], answer: str, ids: Sequence[int]) -> None:
         """Remember that what `encode` gave last, `prompt`, got `answer`, which came as `ids`."""

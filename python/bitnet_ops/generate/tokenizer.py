@@ -177,7 +177,11 @@ class Tokenizer:
         return added[longest]
 
     def render_chat(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
         """The text of a conversation, by the model's own template.
 
@@ -185,7 +189,9 @@ class Tokenizer:
             messages: [{"role": ..., "content": ...}, ...], at least one. A content is a text, or a
                 list of {"type": "text", "text": ...}, whose texts become one, a line each.
             add_generation_prompt: end with what opens the assistant's answer.
-        Raises ChatTemplateError if the model has no template, or the template fails or rejects.
+            chat_template_kwargs: options of this template, such as {"enable_thinking": False}.
+        Raises ChatTemplateError if the model has no template, or the template fails, rejects, or
+        knows no such option.
         """
         if self.chat_template is None:
             raise ChatTemplateError(
@@ -194,13 +200,25 @@ class Tokenizer:
                 "continuation (generate, or chat --plain)"
             )
         checked = _checked_messages(messages)
-        return chat.render(self.chat_template, checked, add_generation_prompt, self.special_tokens)
+        return chat.render(
+            self.chat_template,
+            checked,
+            add_generation_prompt,
+            self.special_tokens,
+            chat_template_kwargs,
+        )
 
     def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """The ids of `render_chat(...)`; the template itself writes the special tokens."""
-        text = self.render_chat(messages, add_generation_prompt)
+        text = self.render_chat(
+            messages, add_generation_prompt, chat_template_kwargs=chat_template_kwargs
+        )
         return self.encode(text, add_special_tokens=False)
 
 
