@@ -13,11 +13,12 @@ import pytest
 import transformers
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, pre_tokenizers
 
 from bitnet_ops.generate.text import StreamDecoder
 from bitnet_ops.generate.tokenizer import ChatTemplateError, Tokenizer, TokenizerError
+from chat_templates import STYLES
 
 DEMO = Path(__file__).resolve().parents[1] / "data" / "demo-model"
 DEMO_TOKENIZER = Tokenizer.from_dir(DEMO)
@@ -271,3 +272,37 @@ def test_template_errors_name_their_reason() -> None:
 def test_bad_messages(bad: Any) -> None:
     with pytest.raises(ChatTemplateError, match="chat: expected"):
         DEMO_TOKENIZER.render_chat(bad)
+
+
+def test_a_qwen35_folder_is_read_as_its_tokenizer_json_says(tmp_path: Path) -> None:
+    """Whatever tokenizer_class names: transformers would build Qwen 2's cut, which parts marks."""
+    vocabulary = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    ((both, _),) = words.pre_tokenize_str("\u0915\u093f")  # a letter and its mark
+    letter, mark = both[:3], both[3:]
+    assert letter[:2] == mark[:2]
+    merges = [(both[0], both[1]), (both[:2], both[2]), (both[:2], both[5]), (letter, mark)]
+    vocabulary |= {left + right: 256 + i for i, (left, right) in enumerate(merges)}
+    backend = Backend(models.BPE(vocabulary, merges))
+    backend.normalizer = normalizers.NFC()
+    cut = pre_tokenizers.Split(Regex(r"[\p{L}\p{M}]+|[^\p{L}\p{M}]+"), behavior="isolated")
+    backend.pre_tokenizer = pre_tokenizers.Sequence([cut, words])
+    ends = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    backend.add_special_tokens(ends)
+    backend.add_tokens(["<think>", "</think>"])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    about = {
+        "tokenizer_class": "Qwen2Tokenizer",
+        "bos_token": None,
+        "eos_token": "<|endoftext|>",
+        "add_bos_token": False,
+        "chat_template": STYLES["qwen35"],
+    }
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(about))
+    tokenizer = Tokenizer.from_dir(tmp_path)
+    assert tokenizer.encode("\u0915\u093f") == [vocabulary[both]]
+    assert len(tokenizer.encode("a")) == 1
+    assert tokenizer.ends() == {tokenizer.token_id(ends[0]), tokenizer.token_id(ends[2])}
+    assert tokenizer.turn_end() == tokenizer.token_id("<|im_end|>")
+    ids = tokenizer.encode_chat([{"role": "user", "content": "a"}])
+    assert tokenizer.decode(ids[-2:-1]) == "<think>"  # no special token: it is shown
