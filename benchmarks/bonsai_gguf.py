@@ -1,4 +1,4 @@
-"""A GGUF file of random weights for llama.cpp: architecture qwen3, all matrices in Q2_0 of 64.
+"""A GGUF file of random weights for llama.cpp: qwen3 or qwen35, all matrices in Q2_0 of 64.
 
 Every value is valid; no engine's speed depends on them. The vocabulary is filling behind 256 bytes.
 """
@@ -26,7 +26,8 @@ def write_random(config: ModelConfig, path: Path) -> None:
     random = np.random.default_rng(0)
     with Writer(path, _metadata(config), shapes) as writer:
         for name, (kind, shape) in shapes.items():
-            writer.add(name, np.ones(shape, np.float32) if kind == "F32" else _q2_0(random, *shape))
+            plain = np.full(shape, -0.1 if name.endswith("ssm_a") else 1.0, np.float32)
+            writer.add(name, plain if kind == "F32" else _q2_0(random, *shape))
 
 
 def _q2_0(random: Any, n: int, k: int) -> Any:
@@ -49,14 +50,39 @@ def _shapes(c: ModelConfig) -> dict[str, tuple[str, tuple[int, ...]]]:
     }
     if not c.tie_word_embeddings:
         found["output.weight"] = ("Q2_0", (c.vocab_size, hidden))
+    if c.output_gate:
+        sizes["query"] = (2 * query, hidden)
+    second = "ffn_norm" if c.delta_net is None else "post_attention_norm"
     for i in range(c.num_hidden_layers):
+        block = f"blk.{i}."
+        for name in ("attn_norm", second):
+            found[f"{block}{name}.weight"] = ("F32", (hidden,))
+        linear = c.is_delta_net(i)
         for name, size in _BODY.items():
-            found[f"blk.{i}.{name}.weight"] = ("Q2_0", sizes[size])
-        for name in ("attn_norm", "ffn_norm"):
-            found[f"blk.{i}.{name}.weight"] = ("F32", (hidden,))
+            if not (linear and name.startswith("attn")):
+                found[f"{block}{name}.weight"] = ("Q2_0", sizes[size])
+        if linear:
+            found |= {block + name: spec for name, spec in _delta_net(c).items()}
+            continue
         for name in ("attn_q_norm", "attn_k_norm"):
-            found[f"blk.{i}.{name}.weight"] = ("F32", (c.head_dim,))
+            found[f"{block}{name}.weight"] = ("F32", (c.head_dim,))
     return found
+
+
+def _delta_net(c: ModelConfig) -> dict[str, tuple[str, tuple[int, ...]]]:
+    d = c.delta_net
+    assert d is not None
+    return {
+        "attn_qkv.weight": ("Q2_0", (d.channels, c.hidden_size)),
+        "attn_gate.weight": ("Q2_0", (d.values, c.hidden_size)),
+        "ssm_out.weight": ("Q2_0", (c.hidden_size, d.values)),
+        "ssm_alpha.weight": ("F32", (d.value_heads, c.hidden_size)),
+        "ssm_beta.weight": ("F32", (d.value_heads, c.hidden_size)),
+        "ssm_conv1d.weight": ("F32", (d.channels, d.kernel)),
+        "ssm_norm.weight": ("F32", (d.value_dim,)),
+        "ssm_a": ("F32", (d.value_heads,)),
+        "ssm_dt.bias": ("F32", (d.value_heads,)),
+    }
 
 
 def _metadata(c: ModelConfig) -> dict[str, tuple[str, Any]]:
@@ -74,11 +100,26 @@ def _metadata(c: ModelConfig) -> dict[str, tuple[str, Any]]:
         "attention.key_length": c.head_dim,
         "attention.value_length": c.head_dim,
     }
+    name, sections = "qwen3", {}
+    if (d := c.delta_net) is not None:
+        name = "qwen35"
+        interval = next(i for i in range(c.num_hidden_layers) if not c.is_delta_net(i)) + 1
+        numbers |= {
+            "rope.dimension_count": c.rotary_dim,
+            "full_attention_interval": interval,
+            "ssm.conv_kernel": d.kernel,
+            "ssm.state_size": d.key_dim,
+            "ssm.group_count": d.key_heads,
+            "ssm.time_step_rank": d.value_heads,
+            "ssm.inner_size": d.values,
+        }
+        sections = {"qwen35.rope.dimension_sections": ("[int32]", [11, 11, 10, 0])}
     return {
-        "general.architecture": ("string", "qwen3"),
-        **{f"qwen3.{key}": ("uint32", value) for key, value in numbers.items()},
-        "qwen3.attention.layer_norm_rms_epsilon": ("float32", c.rms_norm_eps),
-        "qwen3.rope.freq_base": ("float32", c.rope_theta),
+        "general.architecture": ("string", name),
+        **{f"{name}.{key}": ("uint32", value) for key, value in numbers.items()},
+        **sections,
+        f"{name}.attention.layer_norm_rms_epsilon": ("float32", c.rms_norm_eps),
+        f"{name}.rope.freq_base": ("float32", c.rope_theta),
         "tokenizer.ggml.model": ("string", "gpt2"),
         "tokenizer.ggml.pre": ("string", "gpt-2"),
         "tokenizer.ggml.tokens": ("[string]", tokens),

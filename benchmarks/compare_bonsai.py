@@ -28,7 +28,7 @@ from bitnet_ops.bench.run_model import ModelBench, ModelSettings, time_once
 from bitnet_ops.bench.shapes import USUAL
 from bitnet_ops.cli.terminal import progress_line
 from bitnet_ops.dummy import model as dummy
-from bitnet_ops.dummy.configs import BONSAI
+from bitnet_ops.dummy.configs import GROUPED
 
 _ROUNDS = 2
 # llama.cpp's kernel of Q2_0 is plain C on x86: more tokens would take minutes
@@ -66,7 +66,7 @@ def rows_of(bench: ModelBench, limits: Sequence[MachineLimits], theirs: Process)
 def main(argv: Sequence[str] | None = None) -> int:
     name = "python -m benchmarks.compare_bonsai"
     parser = argparse.ArgumentParser(prog=name, description=__doc__)
-    parser.add_argument("--dummy", choices=BONSAI, default=BONSAI[0])
+    parser.add_argument("--dummy", choices=GROUPED, default=GROUPED[0])
     parser.add_argument("--xllamacpp", required=True, metavar="PYTHON")
     parser.add_argument("--prompt", type=int, default=128, help="tokens (default: 128)")
     parser.add_argument("-t", "--threads", type=int, default=torch.get_num_threads())
