@@ -490,7 +490,9 @@ def memory_sizes(
     blocks = (budget - slots * state) // block_bytes
     if kv_cache_mb is None:
         memory = machine.memory_bytes()["available"]
-        room = longest if memory is None else memory * 3 // 4 // block_bytes
+        room = longest
+        if memory is not None:
+            room = (memory * 3 // 4 - slots * state) // block_bytes
         blocks = max(1, blocks, min(longest, room))
     elif blocks < 1:
         beside = f" and a state's {state / 2**20:.2f} MiB" if state else ""
