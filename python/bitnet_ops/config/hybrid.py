@@ -172,6 +172,10 @@ def _kinds(config: Mapping[str, Any], layers: int) -> list[str]:
     stated = config.get("layer_types")
     if stated is None:
         interval = integer(config, "full_attention_interval", _INTERVAL)
+        if interval > layers:
+            raise reject("full_attention_interval", interval,
+                         f"to be at most num_hidden_layers {layers}",
+                         "a model without attention is not implemented")  # fmt: skip
         return [LINEAR if (i + 1) % interval else FULL for i in range(layers)]
     known = isinstance(stated, list) and all(kind in (FULL, LINEAR) for kind in stated)
     if not known or len(stated) != layers or FULL not in stated:
