@@ -6,14 +6,16 @@ The oracle for defaults and for the spellings of rope_theta is transformers' own
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import transformers
 
-from bitnet_ops.config import ModelConfig, UnsupportedModelError
+from bitnet_ops.config import ModelConfig, Rotation, UnsupportedModelError
 from bitnet_ops.config.families import BY_MODEL_TYPE
+from bitnet_ops.config.hybrid import written_rotation
 from hf_families import CASES
 from hf_writer import class_of
 
@@ -376,3 +378,115 @@ def test_k7_k8_fields_are_not_ignored() -> None:
     assert (c.rope_theta, c.head_dim, c.hidden_act) == (7.0, 32, "relu2")
     assert (c.tie_word_embeddings, c.rms_norm_eps) == (True, 3e-4)
     assert (c.max_position_embeddings, c.eos_token_ids) == (77, (5, 6))
+
+
+# Hybrids ------------------------------------------------------------------------------------------
+
+QWEN35_TEXT = {
+    "model_type": "qwen3_5_text",
+    "vocab_size": 1000,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e7,
+        "partial_rotary_factor": 0.25,
+        "mrope_section": [11, 11, 10],
+        "mrope_interleaved": True,
+    },
+    "mtp_num_hidden_layers": 1,
+    "attn_output_gate": True,
+    "mamba_ssm_dtype": "float32",
+}
+QWEN35 = {
+    "model_type": "qwen3_5",
+    "architectures": ["Qwen3_5ForConditionalGeneration"],
+    "text_config": QWEN35_TEXT,
+    "vision_config": {"model_type": "qwen3_5", "depth": 27},
+    "image_token_id": 9,
+    "tie_word_embeddings": True,
+}
+
+
+def test_a_hybrid_is_the_same_nested_and_flat() -> None:
+    nested = ModelConfig.from_hf(QWEN35)
+    flat = ModelConfig.from_hf({**QWEN35_TEXT, "tie_word_embeddings": True})
+    assert nested == flat and nested.model_type == "qwen3_5_text"
+    d = nested.delta_net
+    assert d is not None and d.layers == (0, 1, 2, 4, 5, 6)
+    assert (d.key_heads, d.value_heads, d.key_dim, d.value_dim, d.kernel) == (2, 6, 128, 128, 4)
+    assert d.channels == 2 * 256 + 768 and nested.kv_layers == 2
+    assert nested.output_gate and nested.rotary_dim == 16 and nested.rope_theta == 1e7
+    assert nested.family.norm_offset == 1 and nested.rotation is None
+
+
+def test_layer_types_win_over_the_interval() -> None:
+    kinds = ["full_attention", "linear_attention"] * 4
+    found = ModelConfig.from_hf({**QWEN35_TEXT, "layer_types": kinds}).delta_net
+    assert found is not None and found.layers == (1, 3, 5, 7)
+    assert ModelConfig.from_hf({**QWEN35_TEXT, "full_attention_interval": 1}).delta_net is None
+
+
+def test_a_rotation_is_read_as_it_is_written() -> None:
+    rotation = Rotation(((256, 128), (768, 256)), frozenset({"lm_head"}))
+    block = {"bitnet_ops": {"rotation": written_rotation(rotation)}}
+    assert ModelConfig.from_hf({**QWEN35_TEXT, **block}).rotation == rotation
+    assert rotation.turns("model.layers.0.mlp.up_proj", 256) and rotation.block(768) == 256
+    assert not rotation.turns("lm_head", 256) and not rotation.turns("x", 512)
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"text_config": None}, "text_config to be an object"),
+        ({"text_config": {"model_type": "qwen3"}}, "text_config to be an object of model_type"),
+        ({"architectures": ["Qwen3_5MoeForConditionalGeneration"]}, "architectures"),
+        ({"attn_output_gate": False}, "attn_output_gate"),
+        ({"output_gate_type": "sigmoid"}, "output_gate_type"),
+        ({"mamba_ssm_dtype": "bfloat16"}, "mamba_ssm_dtype"),
+        ({"mlp_only_layers": [1]}, "mlp_only_layers"),
+        ({"mtp_num_hidden_layers": -1}, "mtp_num_hidden_layers"),
+        ({"full_attention_interval": 9}, "full_attention_interval to be at most num_hidden_layers"),
+        ({"layer_types": ["linear_attention"] * 8}, "layer_types to be 8 of"),
+        ({"layer_types": ["full_attention"] * 7}, "layer_types to be 8 of"),
+        ({"layer_types": ["sliding_attention"] * 8}, "layer_types to be 8 of"),
+        ({"linear_num_value_heads": 5}, "linear_num_value_heads to be a multiple"),
+        ({"linear_key_head_dim": 48}, "linear_key_head_dim to be a multiple of 32"),
+        ({"linear_value_head_dim": 512}, "linear_value_head_dim to be a multiple of 32 up to 256"),
+        ({"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim to be from 2 to 8"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor to be the same"),
+        ({"rope_parameters": {"partial_rotary_factor": 0}}, "partial_rotary_factor to leave"),
+        ({"sliding_window": 128}, "sliding_window"),
+        ({"num_experts": 4}, "num_experts"),
+        ({"hidden_gate": 1}, "hidden_gate to be absent"),
+    ],
+)
+def test_hybrids_that_are_rejected(changed: dict[str, Any], named: str) -> None:
+    outer = changed if changed.keys() & QWEN35.keys() else {}
+    text = {**QWEN35_TEXT, **({} if outer else changed)}
+    with pytest.raises(UnsupportedModelError, match=re.escape(named)):
+        ModelConfig.from_hf({**QWEN35, "text_config": text, **outer})
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        7,
+        {"blocks": 5},
+        {"blocks": {"256": 48}},
+        {"blocks": {"256": 512}},
+        {"blocks": {"x": 16}},
+        {"blocks": {"256": 16384}},
+        {"blocks": {"256": True}},
+        {"blocks": {}, "plain": "lm_head"},
+    ],
+)
+def test_rotations_that_are_rejected(block: object) -> None:
+    with pytest.raises(UnsupportedModelError, match=r"bitnet_ops\.rotation"):
+        ModelConfig.from_hf({**QWEN35_TEXT, "bitnet_ops": {"rotation": block}})

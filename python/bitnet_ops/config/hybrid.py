@@ -15,7 +15,7 @@ from bitnet_ops.config.values import MOST_LAYERS, flag, integer, number, reject
 
 FULL, LINEAR = "full_attention", "linear_attention"
 _INTERVAL = 4  # every fourth layer has attention where a config.json is silent
-_MOST_BLOCK = 1 << 13
+_LEAST_BLOCK, _MOST_BLOCK = 16, 1 << 13
 
 # keys of a family of hybrids that are read here
 KEYS = frozenset(
@@ -216,7 +216,7 @@ def read_rotary_dim(config: Mapping[str, Any], head_dim: int) -> tuple[int, Mapp
 
 def is_block(size: object) -> TypeGuard[int]:
     """Whether blocks of that size can be turned: a power of two."""
-    return type(size) is int and 2 <= size <= _MOST_BLOCK and not size & (size - 1)
+    return type(size) is int and _LEAST_BLOCK <= size <= _MOST_BLOCK and not size & (size - 1)
 
 
 def read_rotation(found: Mapping[str, Any]) -> Rotation | None:
