@@ -73,10 +73,12 @@ Tensor delta_net(const Tensor& qkv_in, const Tensor& a_in, const Tensor& b_in, c
   copy_state_steps(check, state_steps, sequences.view(), pool, steps);
   const Tensor qkv = as_contiguous(qkv_in), a = as_contiguous(a_in), b = as_contiguous(b_in);
   Mutated mutated;
-  pool.add_to(mutated);
+  pool.add_to(check, mutated);
   for (const auto& [t, name] :
        {std::pair(&qkv, "qkv"), std::pair(&a, "a"), std::pair(&b, "b"), std::pair(&conv, "conv"),
-        std::pair(&a_log, "A_log"), std::pair(&dt_bias, "dt_bias")})
+        std::pair(&a_log, "A_log"), std::pair(&dt_bias, "dt_bias"),
+        std::pair(&query_start_loc, "query_start_loc"), std::pair(&seq_lens, "seq_lens"),
+        std::pair(&state_steps, "state_steps")})
     mutated.keep_apart(check, *t, name);
   Tensor out = empty({tokens, shape.values()}, ScalarType::Float);
   if (steps.empty()) return out;

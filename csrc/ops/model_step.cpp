@@ -156,7 +156,7 @@ Tensor model_step(const Tensor& x_in, const Tensor& program_handle,
   const Tensor x = as_contiguous(x_in);
   Mutated mutated(caches.keys, caches.values, caches.key_scale, caches.value_scale, "key_pool",
                   "value_pool");
-  if (stated) states->add_to(mutated);
+  if (stated) states->add_to(check, mutated);
   mutated.keep_apart(check, x, "x");
   for (const auto& [indices, name] :
        {std::pair(&positions, "positions"), std::pair(&slot_mapping, "slot_mapping"),
@@ -164,6 +164,7 @@ Tensor model_step(const Tensor& x_in, const Tensor& program_handle,
         std::pair(&block_table, "block_table"), std::pair(&logit_rows, "logit_rows")})
     mutated.keep_apart(check, *indices, name);
   if (adapted) mutated.keep_apart(check, *adapters, "adapters");
+  if (stated) mutated.keep_apart(check, *state_steps, "state_steps");
   bound->keep_apart(check, mutated);
   const auto rows = static_cast<int64_t>(tokens.logit_rows.size());
   Tensor logits = empty({rows, out_features}, ScalarType::Float);

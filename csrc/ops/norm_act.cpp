@@ -20,9 +20,14 @@ void check_norm(const Check& check, const Tensor& x, const Tensor& weight, doubl
     check.fail("eps", "finite and not negative", std::to_string(eps));
 }
 
-// gate and up of one type and shape; gate's type has been checked.
+// gate and up of one type and shape.
 Tensor gated_of(const Check& check, const Tensor& gate_in, const Tensor& up_in,
                 engine::GatedRow activation) {
+  check.float_dtype(gate_in, "gate");
+  if (activation == kernels().relu2_mul_row && gate_in.scalar_type() == ScalarType::Half)
+    check.fail("gate",
+               "of dtype float32 or bfloat16 (relu(gate)^2 * up passes 65504 in healthy models)",
+               "float16");
   check.min_dim(gate_in, "gate", 1);
   check.dtype(up_in, "up", gate_in.scalar_type());
   check.same_shape(up_in, "up", gate_in, "gate");
@@ -62,13 +67,7 @@ std::tuple<Tensor, Tensor> add_rms_norm(const Tensor& x_in, const Tensor& residu
 }
 
 Tensor relu2_mul(const Tensor& gate_in, const Tensor& up_in) {
-  const Check check("relu2_mul");
-  check.float_dtype(gate_in, "gate");
-  if (gate_in.scalar_type() == ScalarType::Half)
-    check.fail("gate",
-               "of dtype float32 or bfloat16 (relu(gate)^2 * up passes 65504 in healthy models)",
-               "float16");
-  return gated_of(check, gate_in, up_in, kernels().relu2_mul_row);
+  return gated_of(Check("relu2_mul"), gate_in, up_in, kernels().relu2_mul_row);
 }
 
 namespace {
@@ -103,7 +102,6 @@ Tensor gated(const Tensor& gate, const Tensor& up, std::string activation) {
                                                        : engine::gated_row(kernels(), activation);
   if (row == nullptr)
     check.fail("activation", "relu2, silu, gelu_pytorch_tanh or sigmoid", activation);
-  check.float_dtype(gate, "gate");
   return gated_of(check, gate, up, row);
 }
 

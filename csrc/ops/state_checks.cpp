@@ -46,10 +46,13 @@ engine::DeltaStates StatePool::of(int64_t layer) const {
   return states;
 }
 
-void StatePool::add_to(Mutated& mutated) const {
-  mutated.add(recurrent_, "states[0] (recurrent)");
-  mutated.add(inputs_, "states[1] (inputs)");
-  mutated.add(kept_, "states[2] (kept)");
+void StatePool::add_to(const Check& check, Mutated& mutated) const {
+  for (const auto& [t, name] :
+       {std::pair(&recurrent_, "states[0] (recurrent)"), std::pair(&inputs_, "states[1] (inputs)"),
+        std::pair(&kept_, "states[2] (kept)")}) {
+    mutated.keep_apart(check, *t, name);
+    mutated.add(*t, name);
+  }
 }
 
 void copy_state_steps(const Check& check, const Tensor& steps, const engine::Sequences& sequences,

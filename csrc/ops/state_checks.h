@@ -24,7 +24,8 @@ class StatePool {
   int64_t layers, slots, drafts;
   int64_t recurrent_layer, inputs_layer, kept_layer;
 
-  void add_to(Mutated& mutated) const;
+  // Each of the three apart from what is written besides it.
+  void add_to(const Check& check, Mutated& mutated) const;
 
  private:
   const Tensor &recurrent_, &inputs_, &kept_;

@@ -237,6 +237,48 @@ void scale(const KernelTable& table) {
   }
 }
 
+// ln(1 + e^x), seen through the decay e^(-rate * softplus), with a rate that makes the product
+// about 1: so a relative error of softplus is one of the decay. That of e^-|x| goes over to its
+// logarithm; division, sums and the last terms of the series round five times, then comes max(x,
+// 0).
+void softplus(const KernelTable& table) {
+  constexpr int64_t kN = 20001;  // from -87, where e^x ends, to 100
+  std::vector<float> x, a_log, zeros(kN, 0.0f), decay(kN), beta(kN);
+  for (int64_t i = 0; i < kN; ++i) {
+    x.push_back(-87.0f + 187.0f * static_cast<float>(i) / (kN - 1));
+    const double exact = std::log1p(std::exp(-std::fabs(double{x.back()})));
+    a_log.push_back(static_cast<float>(-std::log(std::max(0.0, double{x.back()}) + exact)));
+  }
+  begin_case("%s delta_gates_row", table.name);
+  table.delta_gates_row(x.data(), x.data(), a_log.data(), zeros.data(), kN, decay.data(),
+                        beta.data());
+  for (std::size_t i = 0; i < kN; ++i) {
+    const double at = x[i], rate = std::exp(double{a_log[i]});
+    const double power = rate * (std::max(0.0, at) + std::log1p(std::exp(-std::fabs(at))));
+    const double want = std::exp(-power);
+    const auto index = static_cast<int64_t>(i);
+    check_near(decay[i], want, want * (power * (gamma(7) + 2 * kExpError) + kExpError), index);
+    const double gate = 1 / (1 + std::exp(-at));
+    check_near(beta[i], gate, gate * (kExpError + gamma(2)), index);
+  }
+}
+
+// Decays that the formula makes as small as a float can say, or no decay at all.
+void extreme_gates(const KernelTable& table) {
+  begin_case("%s delta_gates_row, extremes", table.name);
+  const float a[] = {1e30f, -1e30f, 1e30f, 0.0f, 100.0f},
+              b[] = {1e30f, -1e30f, 0.0f, 88.0f, -88.0f};
+  const float a_log[] = {0.0f, 0.0f, 1e30f, -1e30f, 10.0f},
+              dt_bias[] = {0.0f, 0.0f, 0.0f, 0.0f, 5.0f};
+  float decay[5], beta[5];
+  table.delta_gates_row(a, b, a_log, dt_bias, 5, decay, beta);
+  const double want[] = {0, 1, 0, 1, 0}, gates[] = {1, 0, 0.5, 1, 0};
+  for (std::size_t i = 0; i < 5; ++i) {
+    check_near(decay[i], want[i], kExpFloor, static_cast<int64_t>(i));
+    check_near(beta[i], gates[i], kExpFloor, static_cast<int64_t>(i));
+  }
+}
+
 // ---- reductions ---------------------------------------------------------------------------------
 
 constexpr int64_t kLengths[] = {1, 2, 15, 16, 17, 31, 33, 64, 70, 128, 200, 640, 2560, 6912, 14336};
@@ -472,6 +514,14 @@ TEST(gated) {
     print_share(*table, "silu_mul_row");
     gelu(*table);
     print_share(*table, "gelu_mul_row");
+  }
+}
+
+TEST(gates) {
+  for (const KernelTable* table : tables_under_test()) {
+    softplus(*table);
+    print_share(*table, "delta_gates_row");
+    extreme_gates(*table);
   }
 }
 

@@ -23,8 +23,9 @@ from op_values import (
     strided,
 )
 from ops_attention import OF_KV_TYPES, cache_memory
+from ops_delta import random_states
 from ops_paged import batch_of, paged
-from programs import PROJECTIONS, interpret, of, program
+from programs import DELTA, PROJECTIONS, delta_sizes, interpret, of, program
 
 
 def model_step_arguments(
@@ -46,7 +47,9 @@ def model_step_arguments(
     sample = program(g, layers=layers, kv_heads=kv_heads, head_dim=head_dim, hidden=hidden,
                      adapters=bool(adapters), **sizes)  # fmt: skip
     table, blocks = paged(g, list(lengths), block_size)
-    shape = (layers, blocks, block_size, kv_heads, head_dim)
+    deltas = len(sizes.get("delta_layers", ()))
+    states = _states(g, len(new), deltas) if deltas else []
+    shape = (layers - deltas, blocks, block_size, kv_heads, head_dim)
     keys, key_scale = cache_memory(g, shape, cache_dtype)
     values, value_scale = cache_memory(g, shape, cache_dtype, 0.5)
     rows = range(sum(new)) if logit_rows is None else logit_rows
@@ -54,12 +57,30 @@ def model_step_arguments(
         "model_step",
         x=torch.randn(sum(new), hidden, generator=g),
         program=sample.bind(),
-        caches=[keys, values, *key_scale, *value_scale],
+        caches=[keys, values, *key_scale, *value_scale, *states],
         **batch_of(list(new), list(lengths), table, block_size),
         logit_rows=torch.tensor(list(rows), dtype=torch.int64),
         out_features=sample.out_features,
         **({"adapters": torch.tensor(adapters)} if adapters else {}),
+        **({"state_steps": _state_steps(g, new, lengths)} if deltas else {}),
     )
+
+
+MOST_DRAFTS = 3
+
+
+def _states(g: torch.Generator, sequences: int, layers: int) -> list[Tensor]:
+    d, (_, channels) = DELTA, delta_sizes()
+    sizes = d["value_heads"], d["key_dim"], d["value_dim"], d["kernel"]
+    return random_states(g, sequences + 2, layers, *sizes, channels, drafts=MOST_DRAFTS)
+
+
+def _state_steps(g: torch.Generator, new: tuple[int, ...], lengths: tuple[int, ...]) -> Tensor:
+    """Slots in any order; a sequence that goes on follows two drafts, the last token is one."""
+    slots = torch.randperm(len(new) + 2, generator=g).tolist()
+    rows = zip(slots, new, lengths, strict=False)
+    steps = [[slot, 2 * (n > k), min(k, 1)] for slot, k, n in rows]
+    return torch.tensor(steps, dtype=torch.int64).view(-1, 3)
 
 
 def model_step(o: Any, a: Any) -> Tensor:
@@ -80,7 +101,11 @@ def model_step_bound(args: Arguments, expected: Tensor) -> Tensor:
     widths = [int(line["width"]) for line in sample.lines_of("mlp")]
     length = int(a.seq_lens.max()) if len(a.seq_lens) else 0
     steps = 4 * rms_norm_error(hidden + max(widths, default=0)) + 2 * sum_error(length) + 40 * U
-    relative = steps * 10.0 ** (2 * a.caches[0].shape[0])
+    deltas = len(sample.lines_of("delta_net"))
+    relative = steps * 10.0 ** (2 * (a.caches[0].shape[0] + deltas))
+    if deltas and any(expected.shape == state.shape for state in a.caches[-3:]):
+        # of inputs of the convolution, and of keys of length 1; a state sums up some tokens
+        return 4 * relative * expected.double().abs().max().expand(expected.shape)
     if expected.dim() == 5:  # a cache; a rotation mixes two elements
         size = expected.double().abs()
         largest = size.amax(dim=-1, keepdim=True) if expected.numel() else size
@@ -152,6 +177,18 @@ EXTRAS: dict[str, Named] = {
         "activation": "gelu_pytorch_tanh", "local_layers": (0,), "windows": (3, 0),
     },
     "windows": {"windows": (5, 2)},
+    "output_gate": {"output_gate": True, "rotary_dim": 6},
+    "gate_of_16_bits": {"output_gate": True, "rotary_dim": 4, "qk_norms": True,
+        "post_norms": True, "dtype": torch.bfloat16},
+    "rotated": {"hidden": 96, "inner": 160, "block": 32, "dtype": torch.bfloat16},
+    "rotated_groups": {"hidden": 256, "inner": 256, "heads": 8, "block": 128,
+        "group_scales": PROJECTIONS, "activation_format": "int16_group", "weight_format": "2bit"},
+    "delta": {"delta_layers": (0,)},
+    "delta_last": {"delta_layers": (1,), "dtype": torch.bfloat16, "group_scales": ("qkv", "z"),
+        "activation_format": "int8_group", "weight_format": "2bit", "hidden": 140},
+    "hybrid": {"delta_layers": (0,), "hidden": 96, "inner": 160, "block": 32, "biased": ("z",),
+        "output_gate": True, "rotary_dim": 4, "qk_norms": True, "sub_norms": False,
+        "activation": "silu"},
     "everything": {"windows": (0, 4), "post_norms": True, "local_layers": (1,),
         "group_scales": ("q", "k", "v", "down"), "row_scales": ("o",),
         "biased": ("k", "o", "down"), "qk_norms": True, "sub_norm_eps": 1e-3, "hidden": 140,
@@ -214,6 +251,17 @@ def _model_step_samples() -> Built:
         g, new=(70, 1, 40), lengths=(130, 66, 40), block_size=16, logit_rows=(69, 70),
         adapters=(1, 0, 1), inner=300,
     )  # fmt: skip
+    yield (
+        "adapters_beside_rotations",
+        lambda g: model_step_arguments(
+            g, layers=2, adapters=(1, 0, -1), delta_layers=(0,), hidden=96, inner=160, block=32
+        ),
+    )
+    yield "delta_long_chunk", lambda g: model_step_arguments(
+        g, new=(70, 1, 40), lengths=(130, 66, 40), block_size=16, logit_rows=(69, 70), layers=2,
+        delta_layers=(1,),
+    )  # fmt: skip
+    yield "delta_only", lambda g: model_step_arguments(g, delta_layers=(0,))
     yield "nobody_has_an_adapter", lambda g: model_step_arguments(g, adapters=(-1, -1, -1))
     yield "all_logits", lambda g: model_step_arguments(g, logit_rows=None)
     yield "logits_in_any_order", lambda g: model_step_arguments(g, logit_rows=(5, 0, 1, 3, 2, 4))
@@ -290,11 +338,51 @@ _MODEL_STEP_REJECTIONS: Rejections = [
     ({"adapters": lambda a: torch.tensor([0, 0, -2])}, "adapters", "from -1 (none) to"),
     ({"adapters": lambda a: torch.zeros(3)}, "adapters", "of dtype int64 or int32"),
     ({"adapters": lambda a: torch.tensor([-1])}, "adapters", "of shape [3], got [1]"),
+    (
+        {"state_steps": lambda a: torch.zeros(3, 3).long()},
+        "state_steps", "to be None, for the program has no states, got some",
+    ),
     ({"caches": lambda a: _int8(a)}, "key_scale", "with int8 caches, got none"),
     ({"caches": lambda a: _int8(a, *[_scales(a)] * 2)}, "value_scale", "in its own memory"),
     (
         {"caches": lambda a: _int8(a, _scales(a), _scales(a)[:, 1:])},
         "value_scale", "of shape [1, 8, 4, 2]",
+    ),
+]  # fmt: skip
+
+
+def _of_states(change: Callable[[list[Tensor]], list[Tensor]]) -> dict[str, Any]:
+    return {"caches": lambda a: [*a["caches"][:2], *change(a["caches"][2:])]}
+
+
+def _state_step(sequence: int, column: int, number: int) -> dict[str, Any]:
+    def changed(a: Named) -> Tensor:
+        steps: Tensor = a["state_steps"].clone()
+        steps[sequence, column] = number
+        return steps
+
+    return {"state_steps": changed}
+
+
+# Beside these, those of delta_net: the same checks.
+_STATES_REJECTIONS: Rejections = [
+    *(row for row in _MODEL_STEP_REJECTIONS if not {"caches", "state_steps"} & {*row[0]}),
+    ({"state_steps": lambda a: None}, "state_steps", "of a program with states, got None"),
+    ({"state_steps": lambda a: a["state_steps"].int()}, "state_steps", "of dtype int64, got int32"),
+    ({"state_steps": lambda a: a["state_steps"][:2]}, "state_steps", "of shape [3, 3], got [2, 3]"),
+    (_state_step(0, 0, 5), "state_steps", "slots in [0, 5), got 5 for sequence 0"),
+    (_state_step(1, 1, 1), "state_steps", "replays from 0 to 0, got 1 for sequence 1"),
+    (_state_step(1, 2, 4), "state_steps", "drafts from 0 to 3, got 4 for sequence 1"),
+    (_state_step(0, 2, 2), "state_steps", "drafts from 0 to 1, got 2 for sequence 0"),
+    (_of_states(lambda s: []), "caches", "a program's states three tensors more, got 2 tensors"),
+    (_of_states(lambda s: s[:2]), "caches", "three tensors more, got 4 tensors"),
+    (_of_states(lambda s: [s[0][:, :0], *s[1:]]), "states[0] (recurrent)", "of shape [5, 1, 2, 1"),
+    (_of_states(lambda s: [s[0].double(), *s[1:]]), "states[0] (recurrent)", "of dtype float32"),
+    (_of_states(lambda s: [s[0], strided(s[1]), s[2]]), "states[1] (inputs)", "contiguous"),
+    (_of_states(lambda s: [*s[:2], s[2][:4]]), "states[2] (kept)", "of shape [5, 1, 3, 2, 1, 80]"),
+    (
+        _of_states(lambda s: [s[0], s[0].view(-1)[: s[1].numel()].view(s[1].shape), s[2]]),
+        "states[1] (inputs)", "in its own memory",
     ),
 ]  # fmt: skip
 
@@ -343,11 +431,14 @@ spec(
         "adapters": Call(
             lambda g, **s: _step_call(g, adapters=(0, -1, 2), **s), _MODEL_STEP_REJECTIONS
         ),
+        "states": Call(
+            lambda g, **s: _step_call(g, layers=2, delta_layers=(0,), **s), _STATES_REJECTIONS
+        ),
     },
     bound=model_step_bound,
     mutates=frozenset({"caches"}),
     overlapping=lambda g, dtype: model_step_arguments(
-        g, cache_dtype=dtype, head=("int8", 128), adapters=(0, 1, -1)
+        g, cache_dtype=dtype, head=("int8", 128), adapters=(0, 1, -1), layers=2, delta_layers=(1,)
     ),
     huge={"int4": lambda g: _step_call(g, head=("int4", 64))},
 )

@@ -253,6 +253,155 @@ spec(
     empty={"": lambda: (torch.empty(2**40, 0),)},
 )
 
+# gated --------------------------------------------------------------------------------------------
+
+
+def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    """activation(gate) * up"""
+    if activation == "relu2":
+        return relu2_mul(gate, up)
+    g, u = gate.to(torch.float64), up.to(torch.float64)
+    if activation == "gelu_pytorch_tanh":
+        y = torch.nn.functional.gelu(g, approximate="tanh")
+    else:
+        y = torch.sigmoid(g) if activation == "sigmoid" else g / (1.0 + torch.exp(-g))
+    return (y * u).to(torch.float32).to(gate.dtype)
+
+
+def _gated_bound(args: Arguments, expected: Tensor) -> Tensor:
+    gate, up, activation = args
+    if activation == "relu2":
+        return torch.zeros(expected.shape, dtype=torch.float64)
+    halves = (torch.cat([gate, up], -1),)
+    if activation == "gelu_pytorch_tanh":
+        return _gelu_tanh_and_mul_bound(halves, expected)
+    # where exp(-gate) overflows float32 a sigmoid's exact result is below TINY * up
+    extra = TINY * up.double().abs() if activation == "sigmoid" else 0
+    return _silu_and_mul_bound(halves, expected) + extra
+
+
+def _gated_samples() -> Built:
+    for activation in ("relu2", "silu", "gelu_pytorch_tanh", "sigmoid"):
+        for dtype in ACTIVATIONS if activation == "relu2" else FLOATS:
+            yield f"{activation}_{dtype_name(dtype)}", lambda g, d=dtype, a=activation: (
+                activations(g, 3, 37, dtype=d), activations(g, 3, 37, dtype=d), a,
+            )  # fmt: skip
+    yield "vector", lambda g: (activations(g, 5), activations(g, 5), "sigmoid")
+    yield "leading_dims", lambda g: (activations(g, 2, 2, 9), activations(g, 2, 2, 9), "silu")
+    yield "no_tokens", lambda g: (activations(g, 0, 8), activations(g, 0, 8), "sigmoid")
+    yield "strided", lambda g: (
+        strided(activations(g, 3, 16)), transposed(activations(g, 3, 16)), "sigmoid",
+    )  # fmt: skip
+    yield "wide_range", lambda g: (
+        torch.randn(4, 33, generator=g) * 60, activations(g, 4, 33), "sigmoid",
+    )  # fmt: skip
+
+
+spec(
+    gated,
+    samples=_gated_samples,
+    large=[lambda g: (activations(g, 61, 1031), activations(g, 61, 1031), "sigmoid")],
+    calls={
+        "": Call(
+            lambda g: {
+                "gate": activations(g, M, K), "up": activations(g, M, K), "activation": "sigmoid",
+            },
+            [
+                ({"gate": to("gate", I32)}, "gate", FLOATS_TEXT + "int32"),
+                ({"gate": lambda a: a["gate"][0, 0]}, "gate", "at least 1 dimension"),
+                (
+                    {"gate": to("gate", F16), "up": to("up", F16), "activation": value("relu2")},
+                    "gate", "65504 in healthy models), got float16",
+                ),
+                ({"up": to("up", BF16)}, "up", "of dtype float32, got bfloat16"),
+                ({"up": narrow("up")}, "up", "of the shape of gate [3, 160], got [3, 159]"),
+                ({"activation": value("tanh")}, "activation", "or sigmoid, got tanh"),
+            ],
+        ),
+    },
+    bound=_gated_bound,
+    rows={
+        f"{name}": lambda g, dtype, a=name: lambda x: (x, x.flip(-1), a)
+        for name in ("silu", "sigmoid")
+    },
+    empty={"": lambda: (torch.empty(2**40, 0), torch.empty(2**40, 0), "sigmoid")},
+)  # fmt: skip
+
+# hadamard -----------------------------------------------------------------------------------------
+
+
+def hadamard(x: Tensor, signs: Tensor, inverse: bool = False) -> Tensor:
+    """Blocks of the last dimension by H_ij = (-1)^popcount(i & j) / sqrt(B), and the signs."""
+    i = torch.arange(signs.shape[1])
+    both = i[:, None] & i
+    odd = sum((both >> bit & 1 for bit in range(len(i).bit_length())), torch.zeros_like(both))
+    matrix = (1.0 - 2.0 * (odd % 2)).double() / len(i) ** 0.5
+    blocks = x.to(torch.float64).unflatten(-1, signs.shape)
+    y = (blocks @ matrix) * signs if inverse else (blocks * signs) @ matrix
+    return y.flatten(-2).to(torch.float32).to(x.dtype)
+
+
+def _hadamard_bound(args: Arguments, expected: Tensor) -> Tensor:
+    """A rounding of a partial sum a stage, log2 B of them, then those of the factor."""
+    x, signs = args[0], args[1]
+    block = signs.shape[1]
+    sums = x.double().abs().unflatten(-1, signs.shape).sum(-1, keepdim=True) / block**0.5
+    roundings = (block.bit_length() + 3) * U * sums.expand(*x.shape[:-1], *signs.shape)
+    return (
+        roundings.flatten(-2)
+        + expected.double().abs() * storing_error(x.dtype)
+        + smallest(x.dtype)
+    )  # fmt: skip
+
+
+def _signs(g: torch.Generator, blocks: int, size: int) -> Tensor:
+    return 2.0 * torch.randint(0, 2, (blocks, size), generator=g) - 1.0
+
+
+def _hadamard_samples() -> Built:
+    for dtype in FLOATS:
+        for inverse in (False, True):
+            yield f"{dtype_name(dtype)}_{inverse}", lambda g, d=dtype, i=inverse: (
+                activations(g, 3, 192, dtype=d), _signs(g, 3, 64), i,
+            )  # fmt: skip
+    for block in (16, 32, 128, 512, 8192):
+        yield f"block_{block}", lambda g, b=block: (activations(g, 2, 2 * b), _signs(g, 2, b))
+    yield "vector", lambda g: (activations(g, 16), _signs(g, 1, 16))
+    yield "leading_dims", lambda g: (activations(g, 2, 3, 32), _signs(g, 1, 32))
+    yield "no_tokens", lambda g: (activations(g, 0, 32), _signs(g, 1, 32))
+    yield "strided", lambda g: (strided(activations(g, 3, 64)), _signs(g, 2, 32))
+
+
+spec(
+    hadamard,
+    samples=_hadamard_samples,
+    large=[lambda g: (activations(g, 61, 1536), _signs(g, 3, 512), True)],
+    calls={
+        "": Call(
+            lambda g: {"x": activations(g, M, K), "signs": _signs(g, 5, 32), "inverse": True},
+            [
+                ({"x": to("x", F64)}, "x", FLOATS_TEXT + "float64"),
+                ({"x": lambda a: a["x"][0, 0]}, "x", "at least 1 dimension"),
+                ({"x": narrow("x")}, "signs", "from 16 on that divides 159 features, got 32"),
+                ({"signs": to("signs", BF16)}, "signs", "of dtype float32, got bfloat16"),
+                ({"signs": lambda a: a["signs"][0]}, "signs", "with 2 dimensions"),
+                ({"signs": narrow("signs", 0)}, "signs", "of shape [5, 32], got [4, 32]"),
+                ({"signs": lambda a: torch.ones(20, 8)}, "signs", "power of two from 16 on"),
+                ({"signs": lambda a: torch.ones(8, 20)}, "signs", "power of two from 16 on"),
+                ({"signs": lambda a: torch.ones(5, 0)}, "signs", "from 16 on that divides"),
+                ({"signs": lambda a: strided(a["signs"])}, "signs", "contiguous"),
+                (
+                    {"x": lambda a: a["x"][:, :0], "inverse": value(False)},
+                    "signs", "of shape [0, 32], got [5, 32]",
+                ),
+            ],
+        ),
+    },
+    bound=_hadamard_bound,
+    rows={"": lambda g, dtype: fixed(_signs(g, 2, 32))},
+    empty={"": lambda: (torch.empty(2**40, 0), torch.empty(0, 16))},
+)  # fmt: skip
+
 # rope ---------------------------------------------------------------------------------------------
 
 

@@ -64,6 +64,14 @@ def of(handle: Tensor) -> Sample:
 
 
 PROJECTIONS = "q", "k", "v", "o", "gate", "up", "down"
+DELTA_PROJECTIONS = "qkv", "z", "out"
+DELTA = {"key_heads": 1, "value_heads": 2, "key_dim": 32, "value_dim": 32, "kernel": 3}
+
+
+def delta_sizes() -> tuple[int, int]:
+    """Features of the values of a block delta_net, and of its convolution."""
+    values = DELTA["value_heads"] * DELTA["value_dim"]
+    return values, 2 * DELTA["key_heads"] * DELTA["key_dim"] + values
 
 
 def program(
@@ -92,33 +100,66 @@ def program(
     local_layers: Sequence[int] = (),
     windows: Sequence[int] = (),
     adapters: bool = False,
+    delta_layers: Sequence[int] = (),
+    output_gate: bool = False,
+    rotary_dim: int | None = None,
+    block: int = 0,
 ) -> Sample:
     """biased, row_scales, group_scales: the projections with a bias, a scale a row or a group.
 
-    head None: the result is the states.
+    head None: the result is the states. delta_layers: those of Gated DeltaNet, of DELTA's sizes.
+    block: of the rotation of all inputs, 0: none.
     """
     query, kv = heads * head_dim, kv_heads * head_dim
-    shapes = dict(zip(PROJECTIONS, [(query, hidden), (kv, hidden), (kv, hidden), (hidden, query),
-                                    (inner, hidden), (inner, hidden), (hidden, inner)],
+    d = SimpleNamespace(**DELTA)
+    values, channels = delta_sizes()
+    shapes = dict(zip([*PROJECTIONS, "qkv", "z", "out"],
+                      [(query * (1 + output_gate), hidden), (kv, hidden), (kv, hidden),
+                       (hidden, query), (inner, hidden), (inner, hidden), (hidden, inner),
+                       (channels, hidden), (values, hidden), (hidden, values)],
                       strict=True))  # fmt: skip
-    tensors: dict[str, Tensor] = {"rope.far": frequencies(head_dim)}
+    rotary = rotary_dim or head_dim
+    tensors: dict[str, Tensor] = {"rope.far": frequencies(rotary)}
+    signs: dict[int, Tensor] = {}
     model = f"model hidden={hidden} dtype={str(dtype)[6:]} eps=1e-05"
     if sub_norm_eps is not None:
         model += f" sub_norm_eps={sub_norm_eps}"
     if linear_norm_eps is not None:
         model += f" linear_norm_eps={linear_norm_eps}"
-    text = [model, f"rope name=far dim={head_dim} inv_freq=rope.far factor=1.25"]
+    text = [model, f"rope name=far dim={rotary} inv_freq=rope.far factor=1.25"]
     if local_layers:
-        tensors["rope.near"] = frequencies(head_dim) / 3
-        text.append(f"rope name=near dim={head_dim} inv_freq=rope.near")
+        tensors["rope.near"] = frequencies(rotary) / 3
+        text.append(f"rope name=near dim={rotary} inv_freq=rope.near")
     lora = []
 
     def norm(name: str, n: int) -> str:
         tensors[f"{name}.weight"] = gain(g, n)
         return name
 
+    def rotate(name: str, k: int) -> None:
+        if not block:
+            return
+        if k not in signs:
+            signs[k] = 2.0 * torch.randint(0, 2, (k // block, block), generator=g) - 1.0
+        tensors[f"{name}.signs"] = signs[k]
+
+    def dense(name: str, *shape: int) -> str:
+        tensors[name] = torch.randn(shape, generator=g) / shape[-1] ** 0.5
+        return name.removesuffix(".weight")
+
+    def delta(i: int) -> str:
+        line = f"delta_net norm={norm(f'L{i}.in', hidden)}"
+        line += "".join(f" {kind}={projection(i, kind)}" for kind in ("qkv", "z", "out"))
+        line += "".join(f" {k}={dense(f'L{i}.{k}.weight', d.value_heads, hidden)}" for k in "ab")
+        line += f" conv={dense(f'L{i}.conv.weight', d.kernel, channels)}"
+        tensors[f"L{i}.conv.weight"] *= channels**0.5 / 2
+        line += "".join(f" {k}={dense(f'L{i}.{k}', d.value_heads)}" for k in ("A_log", "dt_bias"))
+        line += f" gated_norm={norm(f'L{i}.gated', d.value_dim)} "
+        return line + " ".join(f"{key}={size}" for key, size in DELTA.items())
+
     def projection(layer: int, kind: str) -> str:
         name, (n, k) = f"L{layer}.{kind}", shapes[kind]
+        rotate(name, k)
         packed = random_packed(g, n, k)
         if weight_format != "canonical":
             packed = repacked(packed, k, weight_format)
@@ -156,20 +197,25 @@ def program(
     def grouped(kinds: Sequence[str]) -> str:
         return f" activation_format={activation_format}" if {*kinds} & {*group_scales} else ""
 
-    for i in range(layers):
+    def attention(i: int) -> str:
         line = f"attention norm={norm(f'L{i}.in', hidden)}"
         line += "".join(f" {kind}={projection(i, kind)}" for kind in PROJECTIONS[:4])
         line += f" heads={heads} kv_heads={kv_heads} head_dim={head_dim} scale={head_dim**-0.5!r}"
         line += f" rope={'near' if i in local_layers else 'far'}"
         if windows:
             line += f" window={windows[i]}"
+        if output_gate:
+            line += " output_gate=1"
         if qk_norms:
             line += f" q_norm={norm(f'L{i}.qn', head_dim)} k_norm={norm(f'L{i}.kn', head_dim)}"
         if sub_norms:
             line += f" sub_norm={norm(f'L{i}.attn_sub', query)}"
         if post_norms:
             line += f" post_norm={norm(f'L{i}.post_o', hidden)}"
-        text.append(line + grouped(PROJECTIONS[:4]))
+        return line + grouped(PROJECTIONS[:4])
+
+    for i in range(layers):
+        text.append(delta(i) + grouped(DELTA_PROJECTIONS) if i in delta_layers else attention(i))
         line = f"mlp norm={norm(f'L{i}.post', hidden)}"
         line += "".join(f" {kind}={projection(i, kind)}" for kind in PROJECTIONS[4:])
         line += f" width={inner} activation={activation}"
@@ -181,6 +227,7 @@ def program(
     text.append(f"head norm={norm('final', hidden)}")
     if head is not None:
         text[-1] += f" weight=embed vocab={vocab}"
+        rotate("embed", hidden)
     if isinstance(head, tuple):
         tensors["embed.weight"], tensors["embed.scale"] = quantized_head(g, vocab, hidden, *head)
     elif head is not None:
@@ -198,6 +245,8 @@ class _Reader:
 
     def __post_init__(self) -> None:
         self.model = self.sample.lines_of("model")[0]
+        first = len(self.a.caches) - (3 if self.sample.lines_of("delta_net") else 0)
+        self.pools, self.states = self.a.caches[:first], self.a.caches[first:]
         counts = self.a.query_start_loc.diff().tolist()
         adapters = [-1] * len(counts) if self.a.adapters is None else self.a.adapters.tolist()
         self.adapters = torch.tensor(
@@ -221,7 +270,9 @@ class _Reader:
             x = self.norm({"norm": f"{name}.rms_norm"}, "norm", x, "linear_norm_eps")
         scale, bias = self[f"{name}.weight_scale"], self.sample.tensors.get(f"{name}.bias")
         form = keys.get("activation_format", "int8") if scale.dim() > 1 else "int8"
-        y: Tensor = self.o.linear(x, self[f"{name}.weight"], scale, bias, (rows, k), form)
+        y: Tensor = self.o.linear(
+            self.turned(name, x), self[f"{name}.weight"], scale, bias, (rows, k), form
+        )
         for line in self.sample.lines_of("lora"):
             at = (self.adapters == int(line["adapter"])).nonzero().flatten()
             if line["projection"] != name or not len(at):
@@ -232,9 +283,13 @@ class _Reader:
             y[at] = (y[at].float() + side * float(line["scaling"])).to(y.dtype)
         return y
 
+    def turned(self, name: str, x: Tensor) -> Tensor:
+        signs = self.sample.tensors.get(f"{name}.signs")
+        return x if signs is None else self.o.hadamard(x, signs)
+
     def attend(self, keys: dict[str, str], layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         a, scale, window = self.a, float(keys["scale"]), int(keys.get("window", 0))
-        pools = [pool[layer] for pool in a.caches]
+        pools = [pool[layer] for pool in self.pools]
         scales = pools[2:] or [None, None]
         self.o.paged_cache_update(*pools[:2], k, v, a.slot_mapping, *scales, a.layout)
         if not (self.o is reference and pools[0].dtype == torch.bfloat16):
@@ -258,15 +313,37 @@ class _Reader:
 
     def attention(self, keys: dict[str, str], layer: int, x: Tensor) -> Tensor:
         heads, kv_heads, dim = (int(keys[key]) for key in ("heads", "kv_heads", "head_dim"))
+        parts = 1 + int(keys.get("output_gate", 0))
         h = self.norm(keys, "norm", x.to(getattr(torch, self.model["dtype"])))
-        q = self.project(keys, "q", h, heads * dim).view(-1, heads, dim)
+        both = self.project(keys, "q", h, heads * dim * parts).view(-1, heads, parts, dim)
+        q = both[:, :, 0].contiguous()
         k, v = (self.project(keys, key, h, kv_heads * dim).view(-1, kv_heads, dim) for key in "kv")
         q, k = self.norm(keys, "q_norm", q), self.norm(keys, "k_norm", k)
         rope = next(r for r in self.sample.lines_of("rope") if r["name"] == keys["rope"])
         turn = self.a.positions.long(), self[rope["inv_freq"]], float(rope.get("factor", 1))
-        y = self.attend(keys, layer, self.o.rope(q, *turn), self.o.rope(k, *turn), v)
-        y = self.norm(keys, "sub_norm", y.flatten(1), "sub_norm_eps")
+        turned = 2 * len(turn[1])
+        q, k = (
+            torch.cat([self.o.rope(t[..., :turned].contiguous(), *turn), t[..., turned:]], -1)
+            for t in (q, k)
+        )
+        y = self.attend(keys, layer, q, k, v).flatten(1)
+        if parts == 2:
+            y = self.o.gated(both[:, :, 1].flatten(1), y, "sigmoid")
+        y = self.norm(keys, "sub_norm", y, "sub_norm_eps")
         return self.norm(keys, "post_norm", self.project(keys, "o", y, x.shape[-1]))
+
+    def delta_net(self, keys: dict[str, str], layer: int, x: Tensor) -> Tensor:
+        a, (values, channels) = self.a, delta_sizes()
+        h = self.norm(keys, "norm", x.to(getattr(torch, self.model["dtype"])))
+        u, z = (self.project(keys, *of) for of in (("qkv", h, channels), ("z", h, values)))
+        decay, beta = (self.o.lm_head(h, self[f"{keys[key]}.weight"], None) for key in "ab")
+        y = self.o.delta_net(
+            u, decay, beta, self[f"{keys['conv']}.weight"], self[keys["A_log"]],
+            self[keys["dt_bias"]], self.states, layer, a.query_start_loc, a.seq_lens,
+            a.state_steps, int(keys["key_heads"]), int(keys["key_dim"]),
+        ).unflatten(1, (-1, int(keys["value_dim"])))  # fmt: skip
+        y = self.norm(keys, "gated_norm", y).flatten(1)
+        return self.project(keys, "out", self.o.gated(z.float(), y, "silu").to(h.dtype), x.shape[1])
 
     def mlp(self, keys: dict[str, str], x: Tensor) -> Tensor:
         h = self.norm(keys, "norm", x.to(getattr(torch, self.model["dtype"])))
@@ -284,12 +361,15 @@ class _Reader:
 
 def interpret(o: Any, a: Any) -> Tensor:
     """float32 [r, V] of model_step's arguments; the caches are written."""
-    reader, x, layer = _Reader(o, a, of(a.program)), a.x, 0
+    reader, x, layer, delta_layer = _Reader(o, a, of(a.program)), a.x, 0, 0
     result = torch.empty(0)
     for kind, keys in reader.sample.lines():
         if kind == "attention":
             x = x + reader.attention(keys, layer, x)
             layer += 1
+        elif kind == "delta_net":
+            x = x + reader.delta_net(keys, delta_layer, x)
+            delta_layer += 1
         elif kind == "mlp":
             x = x + reader.mlp(keys, x)
         elif kind == "head":
@@ -297,5 +377,7 @@ def interpret(o: Any, a: Any) -> Tensor:
             if (name := keys.get("weight")) is not None:
                 scale = reader.sample.tensors.get(f"{name}.scale")
                 shape = int(keys["vocab"]), x.shape[-1]
-                result = o.lm_head(result, reader[f"{name}.weight"], scale, shape)
+                result = o.lm_head(
+                    reader.turned(name, result), reader[f"{name}.weight"], scale, shape
+                )
     return result

@@ -79,7 +79,8 @@ def test_every_wrapper_documents_itself(op: str) -> None:
 def test_an_op_mutates_caches_and_their_scales_alone_and_no_result_aliases(op: str) -> None:
     assert {names(op)[index] for index in MUTATED[op]} == SPECS[op].mutates
     assert SPECS[op].mutates <= {
-        "key_cache", "value_cache", "key_pool", "value_pool", "key_scale", "value_scale", "caches"
+        "key_cache", "value_cache", "key_pool", "value_pool", "key_scale", "value_scale", "caches",
+        "states",
     }  # fmt: skip
     assert all(value.alias_info is None for value in SCHEMAS[op].returns)
 

@@ -100,7 +100,7 @@ def test_a_mutated_argument_shares_memory_with_no_other(
     names = [argument.name for argument in schema_of(op).arguments]
     blamed = {names[written[0]], names[place[0]]}
     if "caches" in blamed:
-        blamed |= {"key_pool", "value_pool", "key_scale", "value_scale"}
+        blamed |= {"key_pool", "value_pool", "key_scale", "value_scale", "states"}
     assert re.search(rf"\b({'|'.join(blamed)}|a cache)\b", str(error.value))
 
     # Back to back is fine: no byte is shared.
@@ -113,7 +113,7 @@ def test_a_mutated_argument_shares_memory_with_no_other(
 
 INDICES = {
     "start_positions", "positions", "slot_mapping", "query_start_loc", "seq_lens", "block_table",
-    "logit_rows", "adapters",
+    "logit_rows", "adapters", "state_steps",
 }  # fmt: skip
 INDICES_OF_OPS = [
     (op, argument.name)

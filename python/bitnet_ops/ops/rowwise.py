@@ -112,12 +112,12 @@ def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     """A gated product: `activation(gate) * up`, in float32, rounded once.
 
     Args:
-        gate, up: F [..., K], of one dtype and shape.
+        gate, up: F [..., K], of one dtype and shape; of relu2 not float16, as of `relu2_mul`.
         activation: "relu2", "silu", "gelu_pytorch_tanh" or "sigmoid" (`1 / (1 + exp(-gate))`).
     Returns:
         gate.dtype [..., K].
     Raises:
-        RuntimeError: shapes or dtypes that differ, another activation.
+        RuntimeError: shapes or dtypes that differ, another activation, float16 for relu2.
     Source: as `relu2_mul`, `silu_and_mul`, `gelu_tanh_and_mul`; the output gate of attention in
         Qwen3.5.
     """
