@@ -49,6 +49,11 @@ def followed(s: Tensor, k: Tensor, e: Tensor, decay: Tensor) -> Tensor:
     return decay[:, None, None] * s + k[:, :, None] * e[:, None, :]
 
 
+def correction(s: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+    predicted = torch.einsum("hkv,hk->hv", decay[:, None, None] * s, k)
+    return beta[:, None] * (v - predicted)
+
+
 def gates(a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:  # noqa: N803
     softplus = torch.logaddexp(a.double() + dt_bias.double(), torch.zeros((), dtype=F64))
     return torch.exp(-torch.exp(A_log.double()) * softplus), torch.sigmoid(b.double())
@@ -95,8 +100,7 @@ def run(a: SimpleNamespace) -> Iterator[tuple[slice, Tensor, Tensor]]:
         out = torch.zeros(count, *v.shape[1:], dtype=F64)
         for t in range(count):
             decay, beta = decays[tokens][t], betas[tokens][t]
-            predicted = torch.einsum("hkv,hk->hv", decay[:, None, None] * s, k[t])
-            e = beta[:, None] * (v[t] - predicted)
+            e = correction(s, k[t], v[t], decay, beta)
             s = followed(s, k[t], e, decay)
             out[t] = torch.einsum("hkv,hk->hv", s, q[t])
             largest = largest.maximum(s.norm(dim=1).amax(0)).maximum(v[t].abs().amax(0))

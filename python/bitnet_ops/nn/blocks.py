@@ -381,17 +381,18 @@ class SequenceBlocks:
             self.store.pool.states.copy(self.slot, twin.slot)
         return twin
 
-    def truncate(self, length: int) -> None:
-        """Hold at most `length` positions, and no block behind them.
-
-        Raises CacheCapacityError where that is in the middle of a sequence with a state.
-        """
+    def check_truncate(self, length: int) -> None:
+        """Raise CacheCapacityError where `length` is in the middle of a sequence with a state."""
         if self.slot >= 0 and 0 < length < self.length:
             raise CacheCapacityError(
                 f"KVCache: expected to keep all {self.length} positions or none, got {length}; the "
                 "state of recurrent layers cannot go back: fork the cache before what may be "
                 "taken back"
             )
+
+    def truncate(self, length: int) -> None:
+        """Hold at most `length` positions, and no block behind them. Raises as check_truncate."""
+        self.check_truncate(length)
         self.length = min(self.length, length)
         kept = -(-self.length // self.store.pool.block_size)
         if kept < len(self.blocks):

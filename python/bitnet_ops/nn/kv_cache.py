@@ -206,7 +206,10 @@ class KVCache:
             )
         if int(ends.min()) < 0:
             raise ValueError(f"KVCache: expected length at least 0, got {length}")
-        for row, end in zip(self._rows, ends.expand(self.batch).tolist(), strict=True):
+        rows = [*zip(self._rows, ends.expand(self.batch).tolist(), strict=True)]
+        for row, end in rows:
+            row.check_truncate(end)
+        for row, end in rows:
             row.truncate(end)
 
     def clear(self) -> None:
