@@ -152,7 +152,7 @@ def test_what_a_program_reads_lies_outside_of_what_a_step_writes() -> None:
     sample = of(arguments[1])
     inside = memory[0].flatten()[:70].copy_(sample.tensors["L0.in.weight"])
     arguments[1] = Sample(sample.text, {**sample.tensors, "L0.in.weight": inside}).bind()
-    arguments[2] = [memory[:1], memory[1:]]
+    arguments[2] = [memory[:1], memory[1:], *arguments[2][2:]]
     with pytest.raises(RuntimeError, match="expected L0.in.weight in its own memory, got memory"):
         ops.model_step(*arguments)
 
