@@ -504,3 +504,12 @@ def test_pq2_0_of_other_families(tmp_path: Path) -> None:
         for tensor, info in b.tensors.items():
             assert a.tensors[tensor].type == info.type
             assert np.array_equal(a.data(tensor), b.data(tensor)), tensor
+
+
+def test_decays_must_be_below_zero(tmp_path: Path) -> None:
+    """ssm_a is -exp(A_log)."""
+    made = hybrids.make("rotated", layers=4)
+    made.dense["model.layers.1.linear_attn.A_log"][2] = -200  # whose exp float32 has as 0
+    with pytest.raises(ConvertError, match="below 0") as error:
+        run(hybrids.write_gguf(tmp_path / "source", made), tmp_path / "out")
+    assert error.value.code == "gguf-values"
