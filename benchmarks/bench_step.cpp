@@ -28,11 +28,22 @@ constexpr int64_t kBlock = 64;
 
 std::size_t at(int64_t i) { return static_cast<std::size_t>(i); }
 
+// value_heads: of Gated DeltaNet in three layers of four, with 16 heads of keys; rotated in blocks
+// of `block`. 0: attention in all.
 struct Sizes {
   const char* name;
-  int64_t hidden, heads, kv_heads, dim, intermediate;
+  int64_t hidden, heads, kv_heads, dim, intermediate, value_heads = 0, block = 0;
+
+  bool is_linear(int64_t layer) const { return value_heads != 0 && layer % 4 != 3; }
+  engine::DeltaShape delta() const { return {16, value_heads, 128, 128, 4}; }
 };
-constexpr Sizes kModels[] = {{"0.7b", 1536, 16, 16, 96, 4096}, {"2b-4t", 2560, 20, 5, 128, 6912}};
+constexpr Sizes kModels[] = {
+    {"0.7b", 1536, 16, 16, 96, 4096},
+    {"2b-4t", 2560, 20, 5, 128, 6912},
+    {"bonsai2-2b", 2048, 8, 2, 256, 6144, 16, 1024},
+    {"bonsai2-9b", 4096, 16, 4, 256, 12288, 32, 1024},
+    {"bonsai2-27b", 5120, 24, 4, 256, 17408, 48, 1024},
+};
 
 struct Settings {
   Sizes sizes = kModels[0];
@@ -42,7 +53,7 @@ struct Settings {
 // Random bytes under every name that a program asks for.
 class RandomTensors final : public engine::TensorSource {
  public:
-  explicit RandomTensors(const KernelTable& table) : table_(table) {}
+  RandomTensors(const KernelTable& table, int64_t block) : table_(table), block_(block) {}
 
   bool has(const std::string&) const override { return false; }
 
@@ -55,6 +66,15 @@ class RandomTensors final : public engine::TensorSource {
     macs += rows * k;
     scaled = engine::make_projection(w, &one_, 1, DType::kF32, nullptr);
     return w;
+  }
+  engine::Signs signs(const std::string& name, int64_t k) override {
+    if (block_ == 0) return {};
+    const float*& shared = signs_[k];  // of all matrices of that width
+    if (shared == nullptr) shared = floats(name, k);
+    return {shared, block_};
+  }
+  const float* matrix(const std::string& name, int64_t rows, int64_t n) override {
+    return floats(name, rows * n);
   }
   const float* floats(const std::string&, int64_t n) override {
     floats_.emplace_back(at(n), 1.0f);
@@ -88,8 +108,11 @@ class RandomTensors final : public engine::TensorSource {
   // What a stage of that name reads of weights.
   int64_t bytes_of(const std::string& stage) const {
     if (stage == "head") return head_bytes;
-    const std::map<std::string, std::vector<const char*>> stages = {
-        {"qkv", {"q", "k", "v"}}, {"out", {"o"}}, {"gate/up", {"gate", "up"}}, {"down", {"down"}}};
+    const std::map<std::string, std::vector<const char*>> stages = {{"qkv", {"q", "k", "v"}},
+                                                                    {"qkvz", {"qkv", "z"}},
+                                                                    {"out", {"o"}},
+                                                                    {"gate/up", {"gate", "up"}},
+                                                                    {"down", {"down"}}};
     int64_t bytes = 0;
     if (const auto found = stages.find(stage); found != stages.end())
       for (const char* name : found->second) bytes += bytes_.at(name);
@@ -100,6 +123,8 @@ class RandomTensors final : public engine::TensorSource {
 
  private:
   const KernelTable& table_;
+  int64_t block_;
+  std::map<int64_t, const float*> signs_;
   Random random_{3};
   const float one_ = 1.0f;
   std::vector<Scratch<uint8_t>> memory_;
@@ -111,14 +136,22 @@ std::string program_text(const Settings& s) {
   const Sizes& m = s.sizes;
   std::ostringstream text;
   text << "model hidden=" << m.hidden << " dtype=bfloat16 eps=1e-05\n"
-       << "rope name=rope dim=" << m.dim << " inv_freq=rope\n";
+       << "rope name=rope dim=" << (m.value_heads == 0 ? m.dim : m.dim / 4) << " inv_freq=rope\n";
   for (int64_t i = 0; i < s.layers; ++i) {
     const std::string l = "L" + std::to_string(i) + ".";
-    text << "attention norm=in q=" << l << "q k=" << l << "k v=" << l << "v o=" << l
-         << "o heads=" << m.heads << " kv_heads=" << m.kv_heads << " head_dim=" << m.dim
-         << " rope=rope sub_norm=sub\nmlp norm=post gate=" << l << "gate up=" << l
-         << "up down=" << l << "down width=" << m.intermediate
-         << " activation=relu2 sub_norm=ffn_sub\n";
+    const bool plain = m.value_heads == 0;
+    if (m.is_linear(i)) {
+      text << "delta_net norm=in qkv=" << l << "qkv z=" << l << "z out=" << l
+           << "o a=a b=b conv=conv A_log=A_log dt_bias=dt_bias gated_norm=gated key_heads=16 "
+           << "value_heads=" << m.value_heads << " key_dim=128 value_dim=128 kernel=4\n";
+    } else {
+      text << "attention norm=in q=" << l << "q k=" << l << "k v=" << l << "v o=" << l
+           << "o heads=" << m.heads << " kv_heads=" << m.kv_heads << " head_dim=" << m.dim
+           << " rope=rope " << (plain ? "sub_norm=sub\n" : "q_norm=qn k_norm=kn output_gate=1\n");
+    }
+    text << "mlp norm=post gate=" << l << "gate up=" << l << "up down=" << l
+         << "down width=" << m.intermediate
+         << (plain ? " activation=relu2 sub_norm=ffn_sub\n" : " activation=silu\n");
   }
   text << "head norm=final weight=embed vocab=" << s.vocab << "\n";
   return text.str();
@@ -130,17 +163,36 @@ struct Bench {
   RandomTensors tensors;
   engine::Program program;
   engine::Batch batch;
-  std::vector<float> x, logits;
+  std::vector<float> x, logits, recurrent, inputs;
+  std::vector<engine::StateStep> steps;
   std::vector<int64_t> query_start, lengths, blocks, positions, slots, logit_rows;
 
   Bench(const KernelTable& table, const Settings& s)
-      : tensors(table), program(program_text(s), tensors, table) {
+      : tensors(table, s.sizes.block), program(program_text(s), tensors, table) {
     cut(s);
+    if (program.state_layers() != 0) hold_states();
     Random random(4);
     for (int64_t i = 0; i < batch.tokens * s.sizes.hidden; ++i) x.push_back(random.unit());
     logits.resize(at(batch.logit_count * s.vocab));
     batch.x = x.data();
     batch.out = logits.data();
+  }
+
+  void hold_states() {
+    const engine::DeltaShape& shape = program.delta_shape();
+    const int64_t layers = program.state_layers(), sequences = batch.sequences.count;
+    batch.recurrent_layer = shape.state_floats();
+    batch.inputs_layer = (shape.taps - 1) * shape.channels();
+    recurrent.resize(at(sequences * layers * batch.recurrent_layer));
+    inputs.resize(at(sequences * layers * batch.inputs_layer));
+    batch.states = {recurrent.data(),
+                    inputs.data(),
+                    nullptr,
+                    layers * batch.recurrent_layer,
+                    layers * batch.inputs_layer,
+                    0};
+    for (int64_t q = 0; q < sequences; ++q) steps.push_back({q, 0, 0});
+    batch.state_steps = steps.data();
   }
 
   void cut(const Settings& s) {
