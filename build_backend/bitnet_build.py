@@ -28,6 +28,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import scikit_build_core
 from scikit_build_core import build as _skbuild
 from scikit_build_core.build import (
     build_sdist,
@@ -178,25 +179,37 @@ def _select_torch() -> None:
 
 
 _OWN = re.compile(r"^(pybind11_DIR|Python_EXECUTABLE):\w+=(.+)$", re.MULTILINE)
+_INFO = ".skbuild-info.json"
 _CMAKE = re.compile(r"^CMAKE_COMMAND:\w+=(.+)$", re.MULTILINE)
 
 
 @contextlib.contextmanager
 def _trees_left_as_they_were(folder: Path) -> Iterator[None]:
-    """Configure the build trees in `folder` again as before where another environment has them.
+    """Let a build use the trees of this Python in `folder`, and leave them as they were.
 
-    One whose environment is gone stays as the block leaves it.
+    scikit-build-core throws the object files away where it is imported from another place than the
+    last time, as in each isolated environment: it is told that it is the same, and CMake looks for
+    everything again. Afterwards a tree is configured as before, if its environment is still there.
     """
-    before = {cache: cache.read_text("utf-8") for cache in folder.glob("*/CMakeCache.txt")}
+    found = {}
+    for info in folder.glob(f"cp{sys.version_info.major}{sys.version_info.minor}-*/{_INFO}"):
+        cache = info.with_name("CMakeCache.txt")
+        if cache.is_file():
+            found[info] = said, text = info.read_text("utf-8"), cache.read_text("utf-8")
+            here = os.fspath(Path(scikit_build_core.__file__).resolve().parent)
+            if json.loads(said).get("skbuild_path") != here:
+                info.write_text(json.dumps({**json.loads(said), "skbuild_path": here}), "utf-8")
+                cache.unlink()
     try:
         yield
     finally:
-        for cache, text in before.items():
-            owner = dict(_OWN.findall(text))
-            usable = owner and all(Path(path).exists() for path in owner.values())
-            if usable and owner != dict(_OWN.findall(cache.read_text("utf-8"))):
+        for info, (said, text) in found.items():
+            cache, owner = info.with_name("CMakeCache.txt"), dict(_OWN.findall(text))
+            now = dict(_OWN.findall(cache.read_text("utf-8"))) if cache.is_file() else {}
+            if owner != now and owner and all(Path(path).exists() for path in owner.values()):
+                info.write_text(said, "utf-8")
                 cache.write_text(text, "utf-8")
-                command = [*_CMAKE.findall(text), str(cache.parent)]
+                command = [*_CMAKE.findall(text), str(info.parent)]
                 subprocess.run(command, stdout=subprocess.DEVNULL, check=False)
 
 

@@ -363,12 +363,14 @@ def test_a_wheel_of_another_environment_leaves_the_folder_as_it_was(
     for environment in ("first", "isolated"):
         (tmp_path / environment).mkdir()
         (tmp_path / environment / "config.cmake").touch()
-    tree = tmp_path / "build" / "cp311"
+    tree = tmp_path / "build" / f"{TAG}-{TAG}-linux"
     first, isolated = (
         ["cmake", "-S", tmp_path, "-B", tree, "-G", "Ninja", f"-Dpybind11_DIR={tmp_path / name}"]
         for name in ("first", "isolated")
     )
     run(*first)
+    info = tree / ".skbuild-info.json"
+    info.write_text(json.dumps({"skbuild_path": "/first"}))
     if owner == "gone":
         shutil.rmtree(tmp_path / "first")
     sys.path.insert(0, str(ROOT / "build_backend"))
@@ -377,10 +379,13 @@ def test_a_wheel_of_another_environment_leaves_the_folder_as_it_was(
     finally:
         sys.path.pop(0)
     with bitnet_build._trees_left_as_they_were(tmp_path / "build"):
+        told = json.loads(info.read_text())["skbuild_path"]  # or it would remove object files
+        assert Path(told) == Path(bitnet_build.scikit_build_core.__file__).resolve().parent
         run(*isolated)
     if owner == "there":
         shutil.rmtree(tmp_path / "isolated")
         assert "no work to do" in run("cmake", "--build", tree)
+        assert json.loads(info.read_text()) == {"skbuild_path": "/first"}
     cache = (tree / "CMakeCache.txt").read_text()
     expected = "first" if owner == "there" else "isolated"
     assert f"{tmp_path / expected}\n" in cache
