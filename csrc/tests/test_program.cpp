@@ -30,7 +30,8 @@ struct Sizes {
 // The shape at which products are cut for many threads, with few rows and many columns.
 constexpr Sizes kWide{256, 8, 2, 32, 1056};
 
-// extras: adapters, norms inside and behind projections, two ropes, a window.
+// extras: adapters, norms inside and behind projections, two ropes, a window, an output gate, and a
+// block delta_net, behind which only some rows go on.
 std::string program_text(const Sizes& s, bool extras) {
   std::ostringstream text;
   text << "model hidden=" << s.hidden << " dtype=bfloat16 eps=1e-05 linear_norm_eps=1e-06\n"
@@ -39,32 +40,39 @@ std::string program_text(const Sizes& s, bool extras) {
   for (int64_t i = 0; i < kLayers; ++i) {
     const std::string l = "L" + std::to_string(i) + ".";
     const bool local = extras && i == 1;
+    const char* rope = local ? "local window=7 output_gate=1" : "global";
     text << "attention norm=" << l << "in q=" << l << "q k=" << l << "k v=" << l << "v o=" << l
          << "o heads=" << s.heads << " kv_heads=" << s.kv_heads << " head_dim=" << s.dim
-         << " rope=" << (local ? "local window=7" : "global") << " scale=0.177 sub_norm=" << l
-         << "attn_sub";
+         << " rope=" << rope << " scale=0.177 sub_norm=" << l << "attn_sub";
     if (extras) text << " post_norm=" << l << "post_o q_norm=" << l << "qn k_norm=" << l << "kn";
     text << "\nmlp norm=" << l << "post gate=" << l << "gate up=" << l << "up down=" << l
          << "down width=" << s.width << " activation=relu2 sub_norm=" << l << "ffn_sub";
     if (extras) text << " post_norm=" << l << "post_down";
     text << "\n";
   }
+  if (extras)
+    text
+        << "delta_net norm=D.in qkv=D.qkv z=D.z out=D.out a=D.a b=D.b conv=D.conv A_log=D.A_log "
+        << "dt_bias=D.dt_bias gated_norm=D.gated key_heads=1 value_heads=3 key_dim=64 value_dim=32 "
+        << "kernel=3\n";
   text << "head norm=final weight=embed vocab=" << kVocab << "\n";
   if (!extras) return text.str();
   // Adapters of the ranks 3 and 20 beside some projections.
   int64_t number = 0;
-  for (int64_t i = 0; i < kLayers; ++i) {
-    for (const char* projection : {"q", "k", "v", "o", "gate", "up", "down"}) {
-      const std::string name = "L" + std::to_string(i) + "." + projection;
-      for (const auto& [adapter, rank, has] :
-           {std::tuple{0, 3, number % 3 == 0}, std::tuple{1, 20, number % 4 != 1}}) {
-        if (has)
-          text << "lora adapter=" << adapter << " projection=" << name << " a=" << name << ".a"
-               << rank << " b=" << name << ".b" << rank << " scaling=0.0" << 1 + adapter << "\n";
-      }
-      ++number;
+  const auto adapt = [&](const std::string& name) {
+    for (const auto& [adapter, rank, has] :
+         {std::tuple{0, 3, number % 3 == 0}, std::tuple{1, 20, number % 4 != 1}}) {
+      if (has)
+        text << "lora adapter=" << adapter << " projection=" << name << " a=" << name << ".a"
+             << rank << " b=" << name << ".b" << rank << " scaling=0.0" << 1 + adapter << "\n";
     }
+    ++number;
+  };
+  for (int64_t i = 0; i < kLayers; ++i) {
+    for (const char* projection : {"q", "k", "v", "o", "gate", "up", "down"})
+      adapt("L" + std::to_string(i) + "." + projection);
   }
+  for (const char* projection : {"D.qkv", "D.z", "D.out"}) adapt(projection);
   return text.str();
 }
 
@@ -85,7 +93,8 @@ struct Model {
   PlainTensors tensors;
   std::unique_ptr<Program> program;
   engine::Batch batch;
-  std::vector<float> keys, values, x;
+  std::vector<float> keys, values, x, recurrent, inputs, kept_drafts;
+  std::vector<engine::StateStep> state_steps;
   std::vector<int64_t> adapters, query_start, lengths, blocks, positions, slots, logit_rows;
 
   // kept: of how many last tokens of the first sequence the logits are wanted, with those of the
@@ -101,7 +110,12 @@ struct Model {
       }
       tensors.add(base > 1000.0f ? "rope.global" : "rope.local", frequencies);
     }
-    if (extras) add_inner_norms(tensors, s);
+    if (extras) {
+      add_inner_norms(tensors, s);
+      for (const auto& [name, block] :
+           {std::pair{"L1.o", 64}, std::pair{"D.out", 32}, std::pair{"embed", 16}})
+        tensors.rotate(name, block);
+    }
     program = std::make_unique<Program>(program_text(s, extras), tensors, table);
     cut(per_sequence, kept, block_size);
     x = PlainTensors(table, 21).some(batch.tokens * s.hidden, 0.0f);
@@ -156,7 +170,28 @@ struct Model {
     batch.pool.key_bytes = batch.pool.value_bytes = layer * static_cast<int64_t>(sizeof(float));
   }
 
+  // Noise in every slot. The first sequence follows a draft and, of more tokens than one, ends with
+  // two; the second one begins with its state as it is, and its token is a draft.
+  void begin_states() {
+    if (program->state_layers() == 0) return;
+    const engine::DeltaShape& shape = program->delta_shape();
+    constexpr int64_t kSlots = 3, kDrafts = 2;
+    PlainTensors random(scalar_table(), 33);
+    const int64_t slabs = shape.value_heads * shape.slabs();
+    batch.recurrent_layer = shape.state_floats();
+    batch.inputs_layer = (shape.taps - 1 + kDrafts) * shape.channels();
+    batch.kept_layer = kDrafts * slabs * shape.kept_floats();
+    recurrent = random.some(kSlots * batch.recurrent_layer, 0.0f);
+    inputs = random.some(kSlots * batch.inputs_layer, 0.0f);
+    kept_drafts = random.some(kSlots * batch.kept_layer, 0.0f);
+    batch.states = {recurrent.data(),      inputs.data(),      kept_drafts.data(),
+                    batch.recurrent_layer, batch.inputs_layer, batch.kept_layer};
+    state_steps = {{2, 1, batch.tokens > 2 ? 2 : 0}, {0, 0, 1}};
+    batch.state_steps = state_steps.data();
+  }
+
   std::vector<float> step(StepState& state, int64_t id) {
+    begin_states();
     std::vector<float> logits(at(batch.logit_count * kVocab), -1.0f);
     batch.out = logits.data();
     engine::run_step(state, *program, id, batch);
@@ -203,6 +238,9 @@ void same_on_every_number_of_threads(const KernelTable& table, int64_t tokens, i
       CHECK(equal(model.step(state, id), expected), "other logits");
       if (block_size != kCapacity) continue;
       CHECK(equal(model.keys, alone.keys) && equal(model.values, alone.values), "other caches");
+      CHECK(equal(model.recurrent, alone.recurrent) && equal(model.inputs, alone.inputs) &&
+                equal(model.kept_drafts, alone.kept_drafts),
+            "other states");
       // Again by the same plan, which adapters make anew.
       const int64_t built = state.built;
       CHECK(equal(model.step(state, id), expected), "other logits at the second step");
@@ -241,9 +279,10 @@ void begin_threads() {
   use_plain_threads();
 }
 
-// What binding says of a text; empty: nothing.
-std::string rejection(const std::string& text) {
+// What binding says of a text, `rotated` being a projection with signs; empty: nothing.
+std::string rejection(const std::string& text, const char* rotated = nullptr) {
   PlainTensors tensors(scalar_table());
+  if (rotated != nullptr) tensors.rotate(rotated, 64);
   try {
     const Program program(text, tensors, scalar_table());
   } catch (const ProgramError& error) {
@@ -283,7 +322,8 @@ TEST(wrong_programs_are_rejected_by_line_and_key) {
       {with("factor=1.25", "factor=0"), "key factor of line 2 (rope) above 0"},
       {with("name=local", "name=global"), "key name of line 3 (rope) a name of its own"},
       {with("rope=global", "rope=other"), "key rope of line 4 (attention) the name of a line rope"},
-      {with("head_dim=32", "head_dim=30"), "key rope of line 4 (attention) of dim 30, got 32"},
+      {with("head_dim=32", "head_dim=30"),
+       "key rope of line 4 (attention) of dim 30 at most, got 32"},
       {with("heads=6", "heads=5"), "key heads of line 4 (attention) a multiple of kv_heads=2"},
       {with("kv_heads=2", "kv_heads=9"), "key kv_heads of line 4 (attention) from 1 to 6, got 9"},
       {with("heads=6", "heads=4194304"), "at most 131072 of that size"},
@@ -293,17 +333,35 @@ TEST(wrong_programs_are_rejected_by_line_and_key) {
       {with("activation=relu2", "activation=gelu"), "relu2, silu or gelu_pytorch_tanh, got gelu"},
       {with("activation=relu2", "activation=relu2 activation_format=int2"), "or int16_group"},
       {with("width=456", "width=0"), "key width of line 5 (mlp) from 1 to 4194304, got 0"},
-      {with("mlp norm=L0", "moe norm=L0"), "one of model, rope, lora, attention, mlp, head, got m"},
+      {with("mlp norm=L0", "moe norm=L0"),
+       "one of model, rope, lora, attention, delta_net, mlp, head, got m"},
       {with("activation=relu2", "activation=relu2 activation_format=int8_group"),
        "key activation_format of line 5 (mlp) int8, for no projection of the line has scales"},
-      {with("vocab=70", "vocab=0"), "key vocab of line 8 (head) from 1"},
-      {with(" vocab=70", ""), "key vocab of line 8 (head) to be given, got nothing"},
-      {with(" weight=embed", ""), "line 8 (head) of the program with keys that it"},
+      {with("output_gate=1", "output_gate=2"), "key output_gate of line 6 (attention) from 0 to 1"},
+      {with("key_dim=64", "key_dim=48"), "key key_dim of line 8 (delta_net) a multiple of 32"},
+      {with("key_dim=64", "key_dim=288"), "key key_dim of line 8 (delta_net) from 32 to 256"},
+      {with("value_dim=32", "value_dim=0"), "key value_dim of line 8 (delta_net) from 32 to 256"},
+      {with("value_heads=3", "value_heads=0"), "key value_heads of line 8 (delta_net) from 1"},
+      {with("key_heads=1", "key_heads=2"), "key value_heads of line 8 (delta_net) a multiple of k"},
+      {with("kernel=3", "kernel=1"), "key kernel of line 8 (delta_net) from 2 to 8, got 1"},
+      {with("kernel=3", "kernel=9"), "key kernel of line 8 (delta_net) from 2 to 8, got 9"},
+      {with(" z=D.z", ""), "key z of line 8 (delta_net) to be given, got nothing"},
+      {with("z=D.z", "z=D.qkv"), "with a projection of its own, got D.qkv again"},
+      {with("kernel=3", "kernel=3 window=1"), "line 8 (delta_net) of the program with keys that"},
+      {with(
+           "head norm=final",
+           "delta_net norm=E.in qkv=E.qkv z=E.z out=E.out a=E.a b=E.b conv=E.conv A_log=E.A "
+           "dt_bias=E.d gated_norm=E.g key_heads=1 value_heads=3 key_dim=32 value_dim=32 kernel=3\n"
+           "head norm=final"),
+       "key key_heads of line 9 (delta_net) and all sizes of a state as of the first such block"},
+      {with("vocab=70", "vocab=0"), "key vocab of line 9 (head) from 1"},
+      {with(" vocab=70", ""), "key vocab of line 9 (head) to be given, got nothing"},
+      {with(" weight=embed", ""), "line 9 (head) of the program with keys that it"},
       {with("head norm", "# norm"), "ends with a line head, got none"},
       {good + "mlp norm=a\n", "nothing but lines lora behind the head, got line"},
       {with("projection=L0.q ", "projection=L9.q "), "one of a block above, got L9.q"},
-      {with("adapter=0", "adapter=-1"), "key adapter of line 9 (lora) from 0 to 4095, got -1"},
-      {with("adapter=1", "adapter=0"), "key projection of line 10 (lora) once for each adapter"},
+      {with("adapter=0", "adapter=-1"), "key adapter of line 10 (lora) from 0 to 4095, got -1"},
+      {with("adapter=1", "adapter=0"), "key projection of line 11 (lora) once for each adapter"},
       {good.substr(0, good.find("head norm")), "ends with a line head, got none"},
   };
   for (const auto& [text, words] : cases) {
@@ -311,6 +369,14 @@ TEST(wrong_programs_are_rejected_by_line_and_key) {
     const std::string got = rejection(text);
     CHECK(got.find(words) != std::string::npos, "expected \"%s\", got \"%s\"", words, got.c_str());
   }
+}
+
+// Projections without norms of their own read the same row.
+TEST(projections_of_one_input_have_the_same_signs) {
+  const std::string got = rejection(program_text({}, true), "D.z");
+  CHECK(got == "expected D.z with the signs of D.qkv, for they read the same tokens, got others",
+        "%s", got.c_str());
+  CHECK(rejection(program_text({}, true), "L1.o").empty(), "a projection alone");
 }
 
 // Whatever a text is, it is read or rejected. (Binding would make tensors as large as it says.)
