@@ -497,7 +497,8 @@ def test_pq2_0_of_other_families(tmp_path: Path) -> None:
     """Groups of 128 in projections, embedding and head, the subnormal scales too."""
     made = bonsai.make(False)
     run(bonsai.write_mlx(tmp_path / "source", made), tmp_path / "out")
-    export_gguf(tmp_path / "out", tmp_path / "x.gguf", type="pq2_0", tokenizer=False)
+    more = ["--type", "pq2_0", "--no-tokenizer"]
+    assert main(["export", str(tmp_path / "out"), str(tmp_path / "x.gguf"), *more]) == 0
     theirs = tmp_path / "theirs.gguf"
     theirs.write_bytes(bonsai.gguf_file(made, "PQ2_0"))
     with GgufReader(tmp_path / "x.gguf") as a, GgufReader(theirs) as b:

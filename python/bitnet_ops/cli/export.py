@@ -19,10 +19,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", metavar="OUT.gguf", help="file to write")
     parser.add_argument(
         "--type",
-        choices=("i2_s", "tq1_0", "tq2_0"),
+        choices=("i2_s", "tq1_0", "tq2_0", "pq2_0"),
         default="i2_s",
         help="of the ternary matrices: i2_s for bitnet.cpp (exact; the default), tq1_0 or tq2_0 "
-        "for llama.cpp (float16 scales, K %% 256 == 0)",
+        "for llama.cpp (float16 scales, K %% 256 == 0), pq2_0 for PrismML's fork (a float16 "
+        "scale for 128 weights, as Bonsai models have them)",
     )
     parser.add_argument("--no-tokenizer", action="store_true", help="leave the vocabulary out")
     add_force(parser, "OUT.gguf")
