@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+import hybrids
 from bitnet_ops import machine
 from bitnet_ops.cli import main, vllm
+from bitnet_ops.config import UnsupportedModelError
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -53,6 +55,16 @@ def test_it_becomes_vllms_server_and_hands_on_what_it_does_not_know(executed):
     assert command[1:5] == ["-m", "vllm.entrypoints.openai.api_server", "--model", "org/name"]
     assert command[5:] == ["--host", "127.0.0.1", "--port", "1", "--dtype=bfloat16", "-x"]
     assert env["VLLM_CPU_OMP_THREADS_BIND"] == "nobind" and "PATH" in env
+
+
+@pytest.mark.parametrize("nested", [True, False])
+def test_a_hybrid_is_refused_before_vllm_starts(monkeypatch, tmp_path, nested):
+    monkeypatch.setattr(vllm.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(vllm.os, "execve", None)
+    made = hybrids.make("plain")
+    config = hybrids.nested_config(made) if nested else hybrids.text_config(made)
+    with pytest.raises(UnsupportedModelError, match="vllm: .* layers all have attention, got qwen"):
+        vllm_main(folder(tmp_path, config))
 
 
 @pytest.mark.parametrize("given", [["--host", "0.0.0.0"], ["--host=0.0.0.0"]])

@@ -18,6 +18,7 @@ import torch
 
 import engine_surfaces
 from bitnet_ops.cli import doctor
+from bitnet_ops.config import UnsupportedModelError
 from bitnet_ops.integrations import CheckpointError, ScaleRule, plugin, sglang, vllm
 from bitnet_ops.integrations.plugin import RegistrationError
 from engine_surfaces import ColumnParallelLinear, OddLinear, RowParallelLinear
@@ -309,6 +310,13 @@ def test_an_untied_ternary_head_is_rejected(engine, config_class):
     shown(["model.layers.0"], True)
     shown(["lm_head"], False)
     shown(None, False)
+
+
+def test_a_hybrid_is_refused_by_its_config(config_class):
+    model = {"model_type": "qwen3_5", "text_config": {"model_type": "qwen3_5_text"}}
+    hf_config = types.SimpleNamespace(to_dict=lambda: model)
+    with pytest.raises(UnsupportedModelError, match="bitnet: .*, got qwen3_5_text with layers of"):
+        config_class.from_config({"quant_method": "bitnet", "hf_config": hf_config})
 
 
 @pytest.mark.parametrize("skipped", [True, False])

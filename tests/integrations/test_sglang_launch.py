@@ -18,7 +18,9 @@ import pytest
 import torch
 
 import bitnet_ops.integrations.sglang as plugin
+import hybrids
 from bitnet_ops.cli import main
+from bitnet_ops.formats import sglbitnt
 from bitnet_ops.integrations.plugin import Plugin
 from bitnet_ops.integrations.sglang import launch, serving
 from bitnet_ops.language_model import DEMO_DIR
@@ -258,6 +260,24 @@ def test_a_converted_model_is_one_rank(installed, capsys, words):
     assert main(["sglang", str(DEMO_DIR), "--print", "--", *words]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert "expected --tp 1 for a converted model, got 2; for a Llama" in line
+
+
+@pytest.mark.parametrize("form", ["nested", "flat", "converted", "per-layer"])
+def test_a_hybrid_is_refused_before_anything_is_converted(installed, tmp_path, capsys, form):
+    made = hybrids.make("rotated")
+    nested = form in ("nested", "per-layer")
+    config = hybrids.nested_config(made) if nested else hybrids.text_config(made)
+    if form == "converted":
+        config = hybrids.converted_config(made)
+        with sglbitnt.Writer(tmp_path / "model.bin", config, 1) as writer:
+            writer.add_dense("model.norm.weight", torch.ones(4))
+    else:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+    words = ["--per-layer"] if form == "per-layer" else []
+    assert main(["sglang", str(tmp_path), "--print", *words]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "sglang: expected a model whose layers all have attention, got qwen3_5_text" in line
+    assert "bitnet-ops generate or chat" in line
 
 
 def test_ranks_are_the_last_ones_named():

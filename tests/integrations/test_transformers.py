@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from transformers.integrations.bitnet import AutoBitLinear
 
 import bitnet_ops
+import hybrids
 from bitnet_ops.integrations import CheckpointError
 from bitnet_ops.integrations.transformers import BitnetOpsConfig, accelerate, layers
 from hf_writer import FAMILIES, Family, write_checkpoint
@@ -94,6 +95,23 @@ def assert_same_logits(a: Tensor, b: Tensor) -> None:
     assert float((a - b).abs().max()) <= 0.1 * float(b.abs().max())
     assert float((a - b).abs().mean()) <= 0.01 * float(b.std())
     assert (a.argmax(-1) == b.argmax(-1)).float().mean() >= 0.95
+
+
+def test_a_hybrid_of_transformers_ternary_linears_is_accelerated() -> None:
+    """Classes of modules decide, not the model's: gates of Gated DeltaNet stay dense."""
+    model = hybrids.transformers_model(hybrids.make("plain", layers=4))
+    dense = nn.Linear
+    for name, module in list(model.named_modules()):
+        if isinstance(module, dense) and not name.endswith(("in_proj_a", "in_proj_b", "lm_head")):
+            shape = module.in_features, module.out_features
+            ternary = AutoBitLinear(*shape, bias=False, online_quant=True)
+            ternary.weight.data.copy_(module.weight.data)
+            model.set_submodule(name, ternary.eval())
+    ours = accelerate(copy.deepcopy(model))
+    assert len(linears(ours)) == 3 * (3 + 3) + (4 + 3)
+    assert_same_model(ours, model)
+    with pytest.raises(ValueError, match="got none in Qwen3_5ForCausalLM; bitnet_ops.load takes"):
+        accelerate(hybrids.transformers_model(hybrids.make("plain", layers=4)))
 
 
 @pytest.mark.parametrize("name", ALL)

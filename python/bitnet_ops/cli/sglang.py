@@ -73,6 +73,7 @@ def run(args: argparse.Namespace) -> int:
             launch.check_checkpoint(folder, ranks)
         else:
             launch.check_whole(ranks)
+            launch.check_states(folder)
             file = resolve(args.model).file
             folder = serving.write_folder(file, Path(temporary), args.head_format)
         env = launch.environment(os.environ, launch.architectures(folder), ranks)

@@ -13,6 +13,7 @@ import os
 from pathlib import Path
 
 from bitnet_ops import machine
+from bitnet_ops.config.hybrid import refuse_states
 from bitnet_ops.errors import BitNetError
 from bitnet_ops.untrusted import read_json_object
 from bitnet_ops.untrusted.bounded import interpreter
@@ -56,6 +57,8 @@ def run(args: argparse.Namespace) -> int:
             "docs/guide/vllm.md says how to install it"
         )
     _check_build()
+    if (file := Path(args.model) / "config.json").is_file():
+        refuse_states("vllm", read_json_object(file))
     python = interpreter()
     command = [python, "-m", _SERVER, "--model", args.model]
     command += [*_defaults(args.model, args.options), *args.options]

@@ -11,7 +11,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
-from bitnet_ops.config.values import MOST_LAYERS, flag, integer, number, reject
+from bitnet_ops.config.values import (
+    MOST_LAYERS,
+    UnsupportedModelError,
+    flag,
+    integer,
+    number,
+    reject,
+)
+from bitnet_ops.untrusted import printable
 
 FULL, LINEAR = "full_attention", "linear_attention"
 _INTERVAL = 4  # every fourth layer has attention where a config.json is silent
@@ -30,6 +38,9 @@ _IMAGE_ROPE = ("mrope_section", "mrope_interleaved")
 _OUTER = ("text_config", "vision_config", "image_token_id", "video_token_id",
           "vision_start_token_id", "vision_end_token_id")  # fmt: skip
 NESTED = {"qwen3_5": ("qwen3_5_text", "Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM")}
+
+
+_FLAT = frozenset(inner for inner, *_ in NESTED.values())
 
 
 @dataclass(frozen=True)
@@ -110,6 +121,22 @@ def flat(config: Mapping[str, Any]) -> Mapping[str, Any]:
     if config.get("tie_word_embeddings") is not None:
         result["tie_word_embeddings"] = config["tie_word_embeddings"]
     return {**result, "model_type": model_type, "architectures": [inner]}
+
+
+def refuse_states(who: str, config: Mapping[str, Any]) -> None:
+    """Raise UnsupportedModelError for a model with states, `who` being an engine that keeps none.
+
+    config: a config.json, nested or flat, of whatever package.
+    """
+    text = config.get("text_config")
+    text = text if isinstance(text, Mapping) else config
+    if "linear_num_value_heads" in text or text.get("model_type") in _FLAT:
+        raise UnsupportedModelError(
+            f"{who}: expected a model whose layers all have attention, got "
+            f"{printable(text.get('model_type'))} with layers of Gated DeltaNet, whose states are "
+            "kept by this package's own engine alone; run it with bitnet-ops generate or chat, or "
+            "bitnet_ops.load in Python"
+        )
 
 
 def read_delta_net(config: Mapping[str, Any]) -> DeltaNet | None:

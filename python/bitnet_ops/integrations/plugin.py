@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from bitnet_ops.config.hybrid import refuse_states
 from bitnet_ops.errors import BitNetError
 from bitnet_ops.integrations.checkpoint import (
     ACTIVATION_DTYPES,
@@ -183,8 +184,11 @@ class EngineConfig:
         """From quantization_config, with what an engine adds to it.
 
         Raises CheckpointError where `scale_rule` does, and where an untied output head would be
-        ternary (a list of modules_to_not_convert that lacks lm_head): the engines' heads are not.
+        ternary (a list of modules_to_not_convert that lacks lm_head): the engines' heads are not;
+        UnsupportedModelError for a hybrid, as far as the engine shows the model's config.
         """
+        if hasattr(model := config.get("hf_config"), "to_dict"):
+            refuse_states(METHOD, model.to_dict())
         result = cls(config)
         result.packed_modules_mapping = config.get("packed_modules_mapping") or {}
         result.settings.check_head(config.get("hf_config"))

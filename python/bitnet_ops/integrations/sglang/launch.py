@@ -19,6 +19,7 @@ from pathlib import Path
 from bitnet_ops import machine
 from bitnet_ops.config import ModelConfig
 from bitnet_ops.config.families import family_of
+from bitnet_ops.config.hybrid import refuse_states
 from bitnet_ops.errors import BitNetError
 from bitnet_ops.generate.tokenizer import Tokenizer
 from bitnet_ops.integrations import sglang
@@ -118,6 +119,12 @@ def check_whole(count: int) -> None:
         )
 
 
+def check_states(model: Path) -> None:
+    """Refuse the checkpoint folder of a hybrid before it is converted; other forms come later."""
+    if (file := model / "config.json").is_file():
+        refuse_states("sglang", read_json_object(file))
+
+
 def check_checkpoint(folder: Path, count: int) -> None:
     """Raise LaunchError for a checkpoint folder that SGLang's own model code with our linears
     cannot serve on `count` ranks.
@@ -129,6 +136,7 @@ def check_checkpoint(folder: Path, count: int) -> None:
             "--per-layer for other forms of a model"
         )
     config = read_json_object(file)
+    refuse_states("sglang", config)
     settings = config.get("quantization_config")
     method = settings.get("quant_method") if isinstance(settings, dict) else None
     if method != sglang.METHOD:

@@ -12,6 +12,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from bitnet_ops.config.hybrid import refuse_states
 from bitnet_ops.errors import BitNetError
 from bitnet_ops.formats import sglbitnt
 from bitnet_ops.loading.model_contents import completed_config, model_config
@@ -35,6 +36,7 @@ def write_folder(file: Path, folder: Path, head: str = DEFAULT_HEAD_FORMAT) -> P
     file raises.
     """
     reader = sglbitnt.Reader(file, check_codes=False)
+    refuse_states("sglang", reader.config)
     about = model_config(reader)
     if about.embedding_only:
         raise ServingError(f"sglang: expected a model with an output head, got {file}, without one")

@@ -18,6 +18,7 @@ from vllm.forward_context import get_forward_context
 
 from bitnet_ops import ops
 from bitnet_ops.config import ModelConfig
+from bitnet_ops.config.hybrid import refuse_states
 from bitnet_ops.integrations.checkpoint import (
     FUSED,
     CheckpointError,
@@ -217,6 +218,7 @@ def read_config(hf_config: Any) -> ModelConfig:
     """The architecture, from the config that vLLM holds (with the user's --hf-overrides)."""
     # The class of --hf-overrides is ours; model_type says which family it is.
     config = {**hf_config.to_dict(), "architectures": None}
+    refuse_states("vllm", config)
     return ModelConfig.from_hf(config, ignore_unknown=True)
 
 
