@@ -187,7 +187,8 @@ class EngineConfig:
         ternary (a list of modules_to_not_convert that lacks lm_head): the engines' heads are not;
         UnsupportedModelError for a hybrid, as far as the engine shows the model's config.
         """
-        if hasattr(model := config.get("hf_config"), "to_dict"):
+        model: Any = config.get("hf_config")
+        if hasattr(model, "to_dict"):
             refuse_states(METHOD, model.to_dict())
         result = cls(config)
         result.packed_modules_mapping = config.get("packed_modules_mapping") or {}
