@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 import sys
 from pathlib import Path
 
@@ -97,6 +98,14 @@ def test_the_readme_lists_every_operator() -> None:
         if name.startswith("bitnet::") and not name.startswith("bitnet::_")
     }
     assert set(re.findall(r"`(\w+)`", table)) == registered
+
+
+def test_the_versions_are_those_of_the_last_run() -> None:
+    """scripts/versions writes them."""
+    runner = runpy.run_path(str(ROOT / "tests" / "versions" / "run.py"))
+    page = TEXT["docs/guide/environment.md"]
+    assert page == runner["replaced"](page)
+    assert {"torch", "transformers"} <= {row["package"] for row in runner["read_record"]()}
 
 
 def test_the_figures_beside_other_engines_are_those_of_the_record() -> None:
