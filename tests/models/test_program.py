@@ -98,6 +98,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "head_int8": {"head": ("int8", 128)},
     "head_int4": {"head": ("int4", 64)},
 }  # fmt: skip
+HYBRID: dict[str, Any] = {
+    "hidden": 352, "head_dim": 48, "inner": 640, "block": 32, "rotary_dim": 12, "output_gate": True,
+}  # fmt: skip
+SETTINGS["hybrid"] = {**HYBRID, "delta_layers": (0,), "dtype": torch.bfloat16}
+SETTINGS["hybrid_prompts"] = {**HYBRID, **PROMPTS, "delta_layers": (1,), "weight_format": "2bit"}
+SETTINGS["hybrid_adapters"] = {**HYBRID, "delta_layers": (1,), "adapters": (1, -1, 2)}
 for name in CPU_SPECIFIC:
     SETTINGS[name] = {"weight_format": name, "dtype": torch.bfloat16}
     SETTINGS[f"{name}_prompts"] = {**PROMPTS, "weight_format": name}
