@@ -20,10 +20,12 @@ from torch import Tensor
 import hybrids
 import ops_delta
 from bitnet_ops import ops
+from bitnet_ops.config.hybrid import DeltaNet
 from bitnet_ops.models import Decoder, composed, decoder
 from bitnet_ops.models.step_batch import SequenceStep, StepBatch
 from bitnet_ops.nn.kv_cache import KVCache
 from bitnet_ops.nn.kv_config import CacheCapacityError
+from bitnet_ops.nn.state_pool import StatePool
 from bounds import assert_equal
 from hybrid_models import hybrid
 from isa_control import ISAS, forced_isa, torch_threads
@@ -339,3 +341,39 @@ def test_a_state_that_is_lost_between_steps_is_seen(state: int | None) -> None:
     model = exact_model("rotated")
     error = distance(in_parts(model, ids(2, TOKENS), [11, TOKENS], lose), "rotated")
     assert error < CLOSE if state is None else error > SEEN, error
+
+
+# The pool of states -------------------------------------------------------------------------------
+
+
+def filled_pool(drafts: int = 3) -> StatePool:
+    pool = StatePool(DeltaNet((0, 1), 2, 4, 64, 64, 4), 4, drafts=drafts)
+    g = torch.Generator().manual_seed(4)
+    for tensor in pool.tensors:
+        tensor.copy_(torch.randn(tensor.shape, generator=g))
+    return pool
+
+
+@pytest.mark.parametrize("drafts", [0, 2, 3])
+def test_a_slot_is_copied_and_stored_with_so_many_drafts(drafts: int) -> None:
+    pool, twin = filled_pool(), filled_pool()
+    before = [tensor.clone() for tensor in pool.tensors]
+    pool.copy(1, 3, drafts)
+    twin.store(3, twin.stored(1, drafts))
+    for ours, theirs, old, rows in zip(
+        pool.tensors, twin.tensors, before, (None, 3 + drafts, drafts), strict=True
+    ):
+        assert_equal(ours, theirs)
+        assert_equal(ours[:3], old[:3])
+        assert_equal(ours[3][:, :rows], old[1][:, :rows])
+        if rows is not None:
+            assert_equal(ours[3][:, rows:], old[3][:, rows:])
+
+
+def test_released_slots_are_empty_and_their_neighbours_are_not() -> None:
+    pool = filled_pool()
+    before = [tensor.clone() for tensor in pool.tensors]
+    pool.release([1])
+    for ours, old in zip(pool.tensors, before, strict=True):
+        assert_equal(ours[[0, 2, 3]], old[[0, 2, 3]])
+    assert int((pool.tensors[0][1] == 0).sum()) * 4 > pool.tensors[0][1].nbytes - 2 * 4096
