@@ -54,7 +54,7 @@ def test_json_is_one_object_on_stdout_everywhere() -> None:
             assert action.nargs == 0 and action.help == "one JSON object on stdout instead of text"
     assert having == {
         *("generate", "embed", "convert", "export", "quantize", "verify", "inspect", "doctor"),
-        *("bench ops", "bench model"),
+        *("cache", "bench ops", "bench model"),
     }
 
 
