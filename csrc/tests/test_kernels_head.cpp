@@ -221,10 +221,12 @@ void all_lengths(HeadTest& test, const KernelTable& table) {
                           192, 255, 256, 1000, 2560, 4095, 4096, 4097, 4160, 8193, 12345, 32768}) {
     Random random(static_cast<uint64_t>(k));
     const Tokens tokens = random_tokens(random, k, 5);
-    // 33: a matrix unit takes 32 rows at once
-    const auto bytes = make_codes(33, k, [&](auto...) { return random.below(256) - 128; });
-    const auto halves = make_codes(33, k, [&](auto...) { return random.below(16) - 8; });
-    const int64_t rows = k > 1000 && thinning(table) > 1 ? 2 : k > 5000 ? 17 : 33;
+    // A matrix unit takes 32 rows at once, 33 are one such block and a row; of the longest k that
+    // it takes two blocks, so that the second sees whether the first has overwritten the tokens.
+    const auto bytes = make_codes(65, k, [&](auto...) { return random.below(256) - 128; });
+    const auto halves = make_codes(65, k, [&](auto...) { return random.below(16) - 8; });
+    const int64_t few = k > 1000 && thinning(table) > 1 ? 2 : k > 5000 ? 17 : 33;
+    const int64_t rows = k == 4096 ? 65 : few;
     for (const int64_t count : {1, 2, 5}) {
       test.int8(table, bytes, tokens, 0, rows, count);
       test.int4(table, halves, tokens, 64, 0, rows, count);
