@@ -14,13 +14,14 @@ from bitnet_ops import ops
 from bitnet_ops.config import ModelConfig
 from bitnet_ops.formats import sglbitnt
 from bitnet_ops.loading.model_contents import model_config, own_tensors
-from bitnet_ops.memory.arena import Arena, aligned
+from bitnet_ops.memory.arena import Arena, aligned, return_heap
 from bitnet_ops.models import Decoder, TensorError, TensorSpec, build, check_names, expected_tensors
 from bitnet_ops.nn.head import HeadWeight
 from bitnet_ops.nn.packing import PackedWeight, choose_format, packed_shape
 from bitnet_ops.nn.storage import HEAD_FORMATS, check_head_format
 
 Tensors = dict[str, Tensor | PackedWeight | HeadWeight]
+_HEAP_BYTES = 1 << 28  # of temporary matrices, before their memory goes back to the system
 _HEAD_ROWS = 4096  # quantised at a time: 20 MB of a 2B model; a multiple of the tiles of int4
 
 
@@ -105,9 +106,14 @@ def _read(
     shapes = [(specs[name].shape, format) for name, format in formats.items()]
     arena = Arena(_arena_bytes((shape[0], shape[1], format) for shape, format in shapes))
     tensors: Tensors = {}
+    repacked = 0
     for name, spec in specs.items():
+        if repacked > _HEAP_BYTES:
+            return_heap()
+            repacked = 0
         if name in formats and reader.tensors[name].packed:
             packed = _ternary(reader, name, spec, formats[name], arena)
+            repacked += packed.weight.nbytes
             ternary = spec.kind == "ternary"
             tensors[name] = packed if ternary else HeadWeight.from_packed(packed)
             continue

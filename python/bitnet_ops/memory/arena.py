@@ -6,6 +6,7 @@ times the copy, and reading it costs address translations.
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Sequence
 
@@ -16,6 +17,16 @@ from bitnet_ops import _runtime
 
 ALIGNMENT = 64  # bytes: a cache line, and the widest vector
 _HUGE_PAGE = 2 << 20
+
+
+def return_heap() -> None:
+    """Give the free memory of the C library's heap back to the system, where it can (glibc).
+
+    Between temporary tensors of megabytes small objects settle: their holes are free, but the next
+    tensor does not fit, and the heap grows by gigabytes that nobody uses.
+    """
+    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trim(0)
 
 
 def aligned(nbytes: int) -> int:
