@@ -19,7 +19,7 @@ from bitnet_ops.config.values import (
     number,
     reject,
 )
-from bitnet_ops.untrusted import printable
+from bitnet_ops.errors import printable
 
 FULL, LINEAR = "full_attention", "linear_attention"
 _INTERVAL = 4  # every fourth layer has attention where a config.json is silent
