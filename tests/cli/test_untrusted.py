@@ -409,6 +409,7 @@ NASTY_LINES: dict[str, list[tuple[str, int]]] = {
                 ("{}/model --program", 0), ("{}/model --diff {}/source", 1),
                 ("{}/model --diff {}/none --json", 2)],
     "doctor": [("--json", 0)],
+    "cache": [("list --cache {}", 0), ("prune --cache {} --json", 0)],
     "dummy": [("tiny {}/made", 0), ("tiny {}/made", 1)],
     "bench": [("ops --output {}/none/x", 2)],
 }  # fmt: skip

@@ -200,11 +200,11 @@ def test_limits_of_strings(
 
 
 def test_unknown_keys_are_not_all_named(tmp_path: Path) -> None:
-    from bitnet_ops.convert.gguf_config import _Keys
+    from bitnet_ops.convert.gguf_config import ARCHITECTURES, _Keys
 
     metadata = {f"llama.odd{i}": i for i in range(1000)}
     with pytest.raises(ConvertError, match=r"llama\.odd0, .*more") as caught:
-        _Keys(metadata, "llama").reject_other_maths()
+        _Keys(metadata, ARCHITECTURES["llama"]).reject_other_maths()
     assert len(str(caught.value)) < 600
 
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from bitnet_ops.language_model import LanguageModel, TextStream
 
 # What `load` takes; every command that opens a model says it in these words.
-MODEL_HELP = "converted directory, .bin, checkpoint folder, .gguf, or Hugging Face id"
+MODEL_HELP = "converted directory, .bin, checkpoint, .gguf, or Hugging Face id"
 NEUTRAL = {
     "temperature": 0.0,
     "top_k": 0,
@@ -61,9 +61,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "positionals",
         nargs="*",
         metavar="[MODEL] PROMPT",
-        help=f"a model ({MODEL_HELP}; default: the demo), and the text (-: stdin)",
+        help="a model, as --model (default: the demo), and the text (-: stdin)",
     )
-    parser.add_argument("-m", "--model", metavar="MODEL", help="the model, by name")
+    parser.add_argument("-m", "--model", metavar="MODEL", help=MODEL_HELP)
     parser.add_argument("-p", "--prompt", metavar="TEXT", help="the text to continue, by name")
     add_model_arguments(parser)
     add_sampling_arguments(parser, max_new_tokens=128)
@@ -71,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--chat",
         action="store_true",
-        help="the text is a user's message: print the answer that the chat template asks for",
+        help="answer the text as a user's message, by the chat template",
     )
     parser.add_argument("--ignore-eos", action="store_true", help="go on past the end of text")
     add_json(parser)
@@ -85,7 +85,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         choices=tuple(KV_TYPES),
         default=DEFAULT_KV_TYPE,
         metavar="TYPE",
-        help=", ".join(f"{t} (default)" if t == DEFAULT_KV_TYPE else t for t in KV_TYPES),
+        help=f"{', '.join(KV_TYPES)} (default {DEFAULT_KV_TYPE})",
     )
     group.add_argument(
         "--kv-cache-mb",
@@ -97,7 +97,8 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         "--weight-format",
         choices=WEIGHT_FORMATS,
         default="auto",
-        help="layout of ternary weights in memory; same text (default auto: 2bit)",
+        metavar="FORMAT",
+        help=f"ternary weights: {', '.join(WEIGHT_FORMATS)} (default auto)",
     )
     group.add_argument(
         "--cache",
@@ -118,13 +119,15 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         "--head-format",
         choices=tuple(HEAD_FORMATS),
         default="int8",
-        help="of head and tied embedding (default int8; stored: as in the file)",
+        metavar="FORMAT",
+        help=f"head: {', '.join(HEAD_FORMATS)} (default int8)",
     )
     group.add_argument(
         "--activation-format",
         choices=("auto", *ACTIVATION_FORMATS),
         default="auto",
-        help="for grouped weights (default auto: int8_group)",
+        metavar="FORMAT",
+        help=f"grouped weights: auto, {', '.join(ACTIVATION_FORMATS)} (default auto)",
     )
 
 
@@ -188,13 +191,12 @@ def add_sampling_arguments(
 
 
 def add_template_arguments(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("chat template (options of those models that have them)")
-    group.add_argument(
+    parser.add_argument(
         "--enable-thinking",
         action=argparse.BooleanOptionalAction,
         help="think before the answer, or not",
     )
-    group.add_argument(
+    parser.add_argument(
         "--reasoning-effort",
         type=non_empty,
         metavar="WORD",
