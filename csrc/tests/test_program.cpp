@@ -205,7 +205,8 @@ int64_t next_id() {
 }
 
 bool equal(const std::vector<float>& a, const std::vector<float>& b) {
-  return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
+  if (a.size() != b.size() || a.empty()) return a.size() == b.size();
+  return std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
 }
 
 #ifdef __SANITIZE_THREAD__

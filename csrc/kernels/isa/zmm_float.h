@@ -42,8 +42,8 @@ template <int kDistance>
 inline F32x16 swapped(F32x16 x) {
   if constexpr (kDistance == 8) return {_mm512_shuffle_f32x4(x.v, x.v, 0x4e)};
   if constexpr (kDistance == 4) return {_mm512_shuffle_f32x4(x.v, x.v, 0xb1)};
-  if constexpr (kDistance == 2) return {_mm512_permute_ps(x.v, 0x4e)};
-  return {_mm512_permute_ps(x.v, 0xb1)};
+  if constexpr (kDistance == 2) return {_mm512_shuffle_ps(x.v, x.v, 0x4e)};
+  return {_mm512_shuffle_ps(x.v, x.v, 0xb1)};
 }
 inline F32x16 max_abs_bits(F32x16 acc, F32x16 x) {
   const __m512i b = _mm512_and_si512(_mm512_castps_si512(x.v), _mm512_set1_epi32(0x7fffffff));
