@@ -66,7 +66,7 @@ def prompts_of(rng: random.Random) -> list[list[int]]:
         kind = rng.random()
         if kind < 0.5:
             more = [rng.randrange(VOCAB) for _ in range(rng.randint(0, 12))]
-            found.append(base[: rng.randint(len(base) // 2, len(base))] + more)
+            found.append(base[: rng.randint((len(base) + 1) // 2, len(base))] + more)
         elif kind < 0.7 and found:
             found.append(found[-1] + [rng.randrange(VOCAB) for _ in range(rng.randint(0, 3))])
         else:
