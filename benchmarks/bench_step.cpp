@@ -181,16 +181,11 @@ struct Bench {
   void hold_states() {
     const engine::DeltaShape& shape = program.delta_shape();
     const int64_t layers = program.state_layers(), sequences = batch.sequences.count;
-    batch.recurrent_layer = shape.state_floats();
-    batch.inputs_layer = (shape.taps - 1) * shape.channels();
-    recurrent.resize(at(sequences * layers * batch.recurrent_layer));
-    inputs.resize(at(sequences * layers * batch.inputs_layer));
-    batch.states = {recurrent.data(),
-                    inputs.data(),
-                    nullptr,
-                    layers * batch.recurrent_layer,
-                    layers * batch.inputs_layer,
-                    0};
+    batch.states = engine::DeltaStates::strides(shape, layers, 0);
+    recurrent.resize(at(sequences * batch.states.recurrent_slot));
+    inputs.resize(at(sequences * batch.states.inputs_slot));
+    batch.states.recurrent = recurrent.data();
+    batch.states.inputs = inputs.data();
     for (int64_t q = 0; q < sequences; ++q) steps.push_back({q, 0, 0});
     batch.state_steps = steps.data();
   }

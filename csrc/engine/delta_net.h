@@ -37,13 +37,37 @@ struct DeltaWeights {
   const float *a_log, *dt_bias;  // [value_heads]
 };
 
-// The states of one layer in all slots, float32. `slot`: from one slot to the next.
+// What the memory of a unit is made for: features of a head's keys, and taps.
+inline constexpr int64_t kMostKeyDim = 256, kMostTaps = 8;
+
+// The states of one layer in all slots, float32; `of` gives another layer's. *_slot, *_layer:
+// floats from one slot, and from one layer, to the next.
 //   recurrent  [value_heads][slabs][key_dim][kStateColumns]
 //   inputs     [taps - 1 + drafts][channels], the last inputs of the convolution, oldest first
 //   kept       [drafts][value_heads][slabs][kept_floats]
 struct DeltaStates {
   float *recurrent, *inputs, *kept;
   int64_t recurrent_slot, inputs_slot, kept_slot;
+  int64_t recurrent_layer, inputs_layer, kept_layer;
+
+  // The strides of such memory, contiguous, with room for so many drafts; pointers are null.
+  static DeltaStates strides(const DeltaShape& shape, int64_t layers, int64_t drafts) {
+    DeltaStates states{};
+    states.recurrent_layer = shape.state_floats();
+    states.inputs_layer = (shape.taps - 1 + drafts) * shape.channels();
+    states.kept_layer = drafts * shape.value_heads * shape.slabs() * shape.kept_floats();
+    states.recurrent_slot = layers * states.recurrent_layer;
+    states.inputs_slot = layers * states.inputs_layer;
+    states.kept_slot = layers * states.kept_layer;
+    return states;
+  }
+  DeltaStates of(int64_t layer) const {
+    DeltaStates states = *this;
+    states.recurrent += layer * recurrent_layer;
+    states.inputs += layer * inputs_layer;
+    states.kept += layer * kept_layer;
+    return states;
+  }
 };
 
 // What a sequence's state is and becomes. The state in a slot is that behind the tokens that are

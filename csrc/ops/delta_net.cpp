@@ -9,7 +9,7 @@
 namespace bitnet::ops {
 namespace {
 
-constexpr int64_t kMostKeyDim = 256, kMostTaps = 8;
+using engine::kMostKeyDim, engine::kMostTaps;
 
 engine::DeltaShape shape_from(const Check& check, const Tensor& a_log, const Tensor& conv,
                               int64_t key_heads, int64_t key_dim, int64_t channels) {
@@ -83,7 +83,7 @@ Tensor delta_net(const Tensor& qkv_in, const Tensor& a_in, const Tensor& b_in, c
   Tensor out = empty({tokens, shape.values()}, ScalarType::Float);
   if (steps.empty()) return out;
   const engine::DeltaNet net(shape, {data<float>(conv), data<float>(a_log), data<float>(dt_bias)});
-  engine::delta_net(net, sequences.view(), steps.data(), pool.of(layer),
+  engine::delta_net(net, sequences.view(), steps.data(), pool.first().of(layer),
                     {tokens == 0 ? nullptr : qkv.const_data_ptr(), dtype_of(qkv), nullptr, nullptr,
                      nullptr, mutable_data<float>(out)},
                     data<float>(a), data<float>(b));

@@ -181,9 +181,6 @@ Tensor model_step(const Tensor& x_in, const Tensor& program_handle,
                       .out = mutable_data<float>(logits)};
   if (stated) {
     batch.states = states->first();
-    batch.recurrent_layer = states->recurrent_layer;
-    batch.inputs_layer = states->inputs_layer;
-    batch.kept_layer = states->kept_layer;
     batch.state_steps = tokens.state_steps.data();
   }
   engine::run_step(state, program, bound->id(), batch);

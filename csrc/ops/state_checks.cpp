@@ -25,25 +25,13 @@ StatePool::StatePool(const Check& check, const Tensor& recurrent, const Tensor& 
   check.shape(inputs, "states[1] (inputs)",
               {slots, layers, shape.taps - 1 + drafts, shape.channels()});
   check.shape(kept, "states[2] (kept)", {slots, layers, drafts, heads, slabs, shape.kept_floats()});
-  recurrent_layer = shape.state_floats();
-  inputs_layer = (shape.taps - 1 + drafts) * shape.channels();
-  kept_layer = drafts * heads * slabs * shape.kept_floats();
   const auto floats = [](const Tensor& t) {
     return t.numel() == 0 ? nullptr : static_cast<float*>(t.mutable_data_ptr());
   };
-  first_ = {floats(recurrent),        floats(inputs),        floats(kept),
-            layers * recurrent_layer, layers * inputs_layer, layers * kept_layer};
-}
-
-engine::DeltaStates StatePool::of(int64_t layer) const {
-  engine::DeltaStates states = first_;
-  const auto move = [layer](float*& from, int64_t floats) {
-    if (from != nullptr) from += layer * floats;
-  };
-  move(states.recurrent, recurrent_layer);
-  move(states.inputs, inputs_layer);
-  move(states.kept, kept_layer);
-  return states;
+  first_ = engine::DeltaStates::strides(shape, layers, drafts);
+  first_.recurrent = floats(recurrent);
+  first_.inputs = floats(inputs);
+  first_.kept = floats(kept);
 }
 
 void StatePool::add_to(const Check& check, Mutated& mutated) const {

@@ -18,11 +18,9 @@ class StatePool {
   StatePool(const Check& check, const Tensor& recurrent, const Tensor& inputs, const Tensor& kept,
             const engine::DeltaShape& shape, int64_t layers);
 
-  // Of the first layer; the others lie *_layer floats apart.
+  // Of the first layer.
   engine::DeltaStates first() const { return first_; }
-  engine::DeltaStates of(int64_t layer) const;
   int64_t layers, slots, drafts;
-  int64_t recurrent_layer, inputs_layer, kept_layer;
 
   // Each of the three apart from what is written besides it.
   void add_to(const Check& check, Mutated& mutated) const;

@@ -177,15 +177,13 @@ struct Model {
     const engine::DeltaShape& shape = program->delta_shape();
     constexpr int64_t kSlots = 3, kDrafts = 2;
     PlainTensors random(scalar_table(), 33);
-    const int64_t slabs = shape.value_heads * shape.slabs();
-    batch.recurrent_layer = shape.state_floats();
-    batch.inputs_layer = (shape.taps - 1 + kDrafts) * shape.channels();
-    batch.kept_layer = kDrafts * slabs * shape.kept_floats();
-    recurrent = random.some(kSlots * batch.recurrent_layer, 0.0f);
-    inputs = random.some(kSlots * batch.inputs_layer, 0.0f);
-    kept_drafts = random.some(kSlots * batch.kept_layer, 0.0f);
-    batch.states = {recurrent.data(),      inputs.data(),      kept_drafts.data(),
-                    batch.recurrent_layer, batch.inputs_layer, batch.kept_layer};
+    batch.states = engine::DeltaStates::strides(shape, 1, kDrafts);
+    recurrent = random.some(kSlots * batch.states.recurrent_slot, 0.0f);
+    inputs = random.some(kSlots * batch.states.inputs_slot, 0.0f);
+    kept_drafts = random.some(kSlots * batch.states.kept_slot, 0.0f);
+    batch.states.recurrent = recurrent.data();
+    batch.states.inputs = inputs.data();
+    batch.states.kept = kept_drafts.data();
     state_steps = {{2, 1, batch.tokens > 2 ? 2 : 0}, {0, 0, 1}};
     batch.state_steps = state_steps.data();
   }

@@ -20,7 +20,6 @@
 namespace bitnet::engine {
 namespace {
 
-constexpr int64_t kMostKeyDim = 256, kMostTaps = 8;
 // Gates of a unit: the tokens that meet a row of weights, and the rows.
 constexpr int64_t kGateTokens = 8, kGateHeads = 16;
 
@@ -99,14 +98,7 @@ class DeltaStage : public StageWork {
 
  protected:
   ~DeltaStage() = default;
-  DeltaStates states() const {
-    const Batch& batch = step_.batch;
-    DeltaStates states = batch.states;
-    states.recurrent += block_.layer * batch.recurrent_layer;
-    states.inputs += block_.layer * batch.inputs_layer;
-    states.kept += block_.layer * batch.kept_layer;
-    return states;
-  }
+  DeltaStates states() const { return step_.batch.states.of(block_.layer); }
   DeltaRows rows() const {
     return {memory_.u,     step_.settings().type, memory_.mixed,
             memory_.decay, memory_.beta,          memory_.out};

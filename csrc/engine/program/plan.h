@@ -38,10 +38,9 @@ struct Batch {
   Sequences sequences;
   const int64_t* adapters = nullptr;  // [tokens], -1: none; null: no token has one
   LayeredPool pool;
-  DeltaStates states{};                                           // of the first block with states
-  int64_t recurrent_layer = 0, inputs_layer = 0, kept_layer = 0;  // from one to the next, floats
-  const StateStep* state_steps = nullptr;                         // of each sequence
-  float* out = nullptr;  // [logit_count, Program::out_features()]
+  DeltaStates states{};                    // of the first block with states
+  const StateStep* state_steps = nullptr;  // of each sequence
+  float* out = nullptr;                    // [logit_count, Program::out_features()]
 };
 
 // Normalised and quantised tokens, of one thread or of all.

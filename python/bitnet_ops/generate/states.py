@@ -9,7 +9,6 @@ been used for longest goes first. For one thread at a time.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bitnet_ops.generate.request import Request
@@ -87,10 +86,10 @@ class StateSlots:
         slot, request.slot = request.slot, -1
         if slot < 0:
             return
-        self._free.append(slot)
         if keep and request.computed and self._has_room(request):
-            self._free.remove(slot)
             self._enter_checkpoint(request, slot)
+        else:
+            self._free.append(slot)
 
     def save(self, request: Request) -> None:
         """Keep a copy of the state of a running request, if there is a slot for it."""
@@ -112,16 +111,12 @@ class StateSlots:
             best = None
             for one in self._by_parent.get(request.key(block - 1, self._size), ()):
                 begin = block * self._size
-                fits = one.tokens <= most and self._is(one, request.ids[begin : one.tokens])
+                fits = one.tokens <= most and one.tail == tuple(request.ids[begin : one.tokens])
                 if fits and (best is None or one.tokens > best.tokens):
                     best = one
             if best is not None:
                 return best
         return None
-
-    @staticmethod
-    def _is(one: Checkpoint, ids: Sequence[int]) -> bool:
-        return one.tail == tuple(ids)
 
     def forget_all(self) -> None:
         """Forget all checkpoints, as when the weights have changed."""

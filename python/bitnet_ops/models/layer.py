@@ -24,11 +24,8 @@ Tensors = Mapping[str, Tensor | PackedWeight | HeadWeight]
 ACTIVATION_DTYPES = (torch.float32, torch.bfloat16)  # relu2 overflows float16
 # of modules that hold nothing but other modules and vectors of their own
 _PARTS = "self_attn", "mlp", "linear_attn"
-_ADDED = (
-    PROJECTIONS[3],
-    PROJECTIONS[6],
-    "linear_attn.out_proj",
-)  # what they give is added to the residual stream
+# what they give is added to the residual stream
+_ADDED = PROJECTIONS[3], PROJECTIONS[6], "linear_attn.out_proj"
 
 
 class _Dense(Tracked):

@@ -78,9 +78,8 @@ def layer_tensors(c: ModelConfig, layer: int) -> dict[str, TensorSpec]:
         linear("linear_attn.in_proj_z", d.values, hidden)
         dense("linear_attn.in_proj_a.weight", d.value_heads, hidden)
         dense("linear_attn.in_proj_b.weight", d.value_heads, hidden)
-        dense(
-            "linear_attn.conv1d.weight", d.kernel, d.channels
-        )  # Hugging Face's [C, 1, kernel] turned
+        # Hugging Face's [C, 1, kernel] turned
+        dense("linear_attn.conv1d.weight", d.kernel, d.channels)
         dense("linear_attn.A_log", d.value_heads)
         dense("linear_attn.dt_bias", d.value_heads)
         norm("linear_attn.norm", d.value_dim)
