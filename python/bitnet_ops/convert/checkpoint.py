@@ -31,9 +31,9 @@ from torch import Tensor
 from bitnet_ops.config import UnsupportedModelError
 from bitnet_ops.config.hybrid import flat, written_rotation
 from bitnet_ops.convert.errors import ConvertError, listed, reject
-from bitnet_ops.convert.hybrid import PACKAGE, PackageRotation, read_package, rotation_shapes
+from bitnet_ops.convert.hybrid import PACKAGE, PackageRotation, read_package
 from bitnet_ops.convert.source import reject_changed, stamp
-from bitnet_ops.models.tensors import ROTATION
+from bitnet_ops.models.tensors import ROTATION, rotation_shapes
 from bitnet_ops.untrusted import (
     LFS_POINTER,
     SAFETENSORS_HEADER_BYTES,

@@ -201,12 +201,6 @@ def check_signs(name: str, signs: Tensor) -> None:
         reject("rotation-signs", f"signs -1 and +1 in {name}", f"{bad:g}", "the file is damaged")
 
 
-def rotation_shapes(rotation: Rotation | None) -> dict[str, tuple[int, int]]:
-    """Names and shapes of the tensors that hold its signs."""
-    blocks = () if rotation is None else rotation.blocks
-    return {f"{ROTATION}{width}.weight": (width // block, block) for width, block in blocks}
-
-
 # GGUF: the architecture qwen35 --------------------------------------------------------------------
 
 # names of a layer's tensors beside those of other architectures, GGUF -> Hugging Face

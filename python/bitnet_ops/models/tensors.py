@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bitnet_ops.config import ModelConfig
+from bitnet_ops.config import ModelConfig, Rotation
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ def expected_tensors(config: ModelConfig) -> dict[str, TensorSpec]:
     for layer in range(c.num_hidden_layers):
         for name, spec in layer_tensors(c, layer).items():
             specs[f"model.layers.{layer}.{name}"] = spec
-    for width, block in c.rotation.blocks if c.rotation else ():
-        specs[f"{ROTATION}{width}.weight"] = TensorSpec("dense", (width // block, block))
+    for name, shape in rotation_shapes(c.rotation).items():
+        specs[name] = TensorSpec("dense", shape)
     specs["model.norm.weight"] = TensorSpec("dense", (c.hidden_size,))
     if not c.tie_word_embeddings:
         specs["lm_head.weight"] = vocabulary
@@ -41,6 +41,12 @@ def expected_tensors(config: ModelConfig) -> dict[str, TensorSpec]:
 
 # Signs of a rotation (config/hybrid.py), behind it the width of the input that they turn.
 ROTATION = "model.rotation."
+
+
+def rotation_shapes(rotation: Rotation | None) -> dict[str, tuple[int, int]]:
+    """Names and shapes of the tensors that hold the signs of a rotation."""
+    blocks = () if rotation is None else rotation.blocks
+    return {f"{ROTATION}{width}.weight": (width // block, block) for width, block in blocks}
 
 
 def layer_tensors(c: ModelConfig, layer: int) -> dict[str, TensorSpec]:
