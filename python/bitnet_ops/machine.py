@@ -6,6 +6,7 @@ system does not tell. `root` stands for "/" and is another directory in tests.
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import platform
 import re
@@ -248,6 +249,16 @@ def transparent_huge_pages(root: Path = _ROOT) -> str | None:
     text = _text(root / "sys/kernel/mm/transparent_hugepage/enabled")
     match = re.search(r"\[(\w+)\]", text or "")
     return match[1] if match else None
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach `host`, a name or an address."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
 
 
 def page_bytes() -> int:

@@ -397,6 +397,7 @@ NASTY_LINES: dict[str, list[tuple[str, int]]] = {
                  ("{}/model {} -n 1", 0), ("{}/none In", 1), ("In --lora {}", 1)],
     "chat": [("{}/model -n 4 --stats", 0), ("{}/source", 1)],
     "embed": [("{}/model {}", 0), ("{}/model {} --json", 0)],
+    "serve": [("--api-key-file {}/none", 1)],
     "sglang": [("{}/none --print", 1)],
     "vllm": [("{}/none", 1)],
     "convert": [("{}/source {}/out", 0), ("{}/source {}/out --json", 0), ("{}/model {}/out", 0),

@@ -21,6 +21,7 @@ from bitnet_ops.cli.arguments import Parser, UsageError, did_you_mean
 COMMANDS = {
     "generate": ("bitnet_ops.cli.generate", "continue a text"),
     "chat": ("bitnet_ops.cli.chat", "converse with a model"),
+    "serve": ("bitnet_ops.cli.serve", "serve models over HTTP, with a page to talk on"),
     "embed": ("bitnet_ops.cli.embed", "turn texts into vectors"),
     "sglang": ("bitnet_ops.cli.sglang", "serve a model with SGLang (OpenAI's HTTP interface)"),
     "vllm": ("bitnet_ops.cli.vllm", "serve a checkpoint with vLLM (OpenAI's HTTP interface)"),

@@ -215,6 +215,11 @@ class Engine:
         self._messages.append(id)
         return True
 
+    def reused_tokens(self, id: int) -> int | None:
+        """How many of a running request's prompt the prefix cache spared; None: not known."""
+        request = self._requests.get(id)
+        return None if request is None else request.reused_tokens
+
     def start(
         self,
         prompts: Sequence[Sequence[int]],
@@ -285,6 +290,11 @@ class Engine:
         """Whether a `step` would do or tell anything."""
         self._settle_between_steps()
         return bool(self._requests or self._events)
+
+    @property
+    def block_bytes(self) -> int:
+        """Of the keys and values of `block_size` positions."""
+        return bytes_of_block(self.model.config, self.block_size, self.kv_dtype)
 
     def stats(self) -> EngineStats:
         """Requests and blocks at this moment."""

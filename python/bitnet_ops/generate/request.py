@@ -117,11 +117,15 @@ class NewToken:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """No more tokens come. `reason`: "stop" (with the stop id), "length", "context" or "abort"."""
+    """No more tokens come. `reason`: "stop" (with the stop id), "length", "context" or "abort".
+
+    reused_tokens: of the prompt, that the prefix cache spared.
+    """
 
     request_id: int
     reason: str
     stop_reason: int | None = None
+    reused_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,17 +242,20 @@ class Request:
     def accept(self, token: int, max_positions: int) -> Finished | None:
         """Append a token, unless it is a stop id; why the request ends with it, or None."""
         if token in self.limits.stop_ids:
-            return Finished(self.id, "stop", token)
+            return self._finished("stop", token)
         self.ids.append(token)
         return self.end(max_positions)
 
     def end(self, max_positions: int) -> Finished | None:
         """Which limit it has reached: of its own tokens, or of the model's positions."""
         if self.output_tokens >= self.limits.max_new_tokens:
-            return Finished(self.id, "length")
+            return self._finished("length")
         if self.output_tokens and len(self.ids) > max_positions:
-            return Finished(self.id, "context")
+            return self._finished("context")
         return None
+
+    def _finished(self, reason: str, stop: int | None = None) -> Finished:
+        return Finished(self.id, reason, stop, self.reused_tokens or 0)
 
 
 def _check_type(name: str, value: object, kind: type) -> None:

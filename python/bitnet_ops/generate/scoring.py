@@ -8,18 +8,22 @@ token after the last norm, at length 1: that is how decoder-only embedding model
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from bitnet_ops import ops
 from bitnet_ops.generate.request import PromptError, check_prompt
+from bitnet_ops.generate.run import TokenLogprobs
 from bitnet_ops.models import Decoder
 from bitnet_ops.models.step_batch import SequenceStep, StepBatch
 from bitnet_ops.nn.kv_pool import DEFAULT_BLOCK_SIZE, KVPool
 
+T = TypeVar("T")
 _TOKENS = 512  # of a step: prompts run no faster in longer ones
 _POOL_TOKENS = 4096  # whose keys and values are held at once, or one text that is longer
 _STATES = 16  # sequences with recurrent states that are held together, at most
@@ -75,7 +79,6 @@ def score(
     return [Score(torch.cat(v), torch.cat(g)) for v, g in zip(logprobs, greedy, strict=True)]
 
 
-@torch.inference_mode()
 def embed(
     model: Decoder, sequences: Sequence[Sequence[int]], dimensions: int | None = None
 ) -> Tensor:
@@ -85,6 +88,14 @@ def embed(
     so that their beginning serves alone. A vector does not depend on its neighbours. Raises
     ValueError for an empty sequence, PromptError for one that the model cannot run.
     """
+    return _result(embed_steps(model, sequences, dimensions))
+
+
+@torch.inference_mode()
+def embed_steps(
+    model: Decoder, sequences: Sequence[Sequence[int]], dimensions: int | None = None
+) -> Generator[None, None, Tensor]:
+    """`embed`, which yields after each step of the model, for who has other work beside it."""
     config = model.config
     if dimensions is not None and not 1 <= dimensions <= config.hidden_size:
         raise ValueError(
@@ -102,7 +113,44 @@ def embed(
     wanted = {i: len(ids) - 1 for i, ids in runs.items()}
     for parts, states in _hidden_states(model, runs, wanted, torch.float32, None):
         vectors[[i for i, positions in parts if positions]] = states
+        yield
     return torch.nn.functional.normalize(vectors[:, :dimensions], dim=-1)
+
+
+@torch.inference_mode()
+def prompt_logprobs_steps(
+    model: Decoder,
+    ids: Sequence[int],
+    top: int,
+    kv_dtype: torch.dtype,
+    adapter: str | None = None,
+) -> Generator[None, None, list[TokenLogprobs]]:
+    """Of each token of `ids` from the second one on, with the `top` most probable ones there.
+
+    It yields after each step of the model. Raises PromptError as `score` does.
+    """
+    _check(model, ids, 1, 0)
+    found: list[TokenLogprobs] = []
+    runs = {0: list(ids[:-1])} if len(ids) > 1 else {}
+    for parts, states in _hidden_states(model, runs, {0: 0}, kv_dtype, adapter):
+        targets = torch.tensor([ids[p + 1] for _, positions in parts for p in positions])
+        for begin in range(0, len(targets), _LOGIT_ROWS):
+            rows = slice(begin, begin + _LOGIT_ROWS)
+            logits, chosen = model.head(states[rows]), targets[rows]
+            columns = [part.tolist() for part in ops.top_logprobs(logits, chosen, top)]
+            for token, logprob, tokens, values in zip(chosen.tolist(), *columns, strict=True):
+                found.append(TokenLogprobs(token, logprob, tuple(zip(tokens, values, strict=True))))
+            yield
+    return found
+
+
+def _result(steps: Generator[None, None, T]) -> T:
+    """What a generator returns."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return end.value
 
 
 def _check(model: Decoder, ids: Sequence[int], begin: int, number: int) -> None:

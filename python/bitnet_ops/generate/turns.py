@@ -6,18 +6,24 @@ Ctrl-C during a step is raised after the step, so that the engine's state is nev
 from __future__ import annotations
 
 import _signal  # type: ignore[import-not-found]  # signal converts to and from enums: 2 us a call
+import contextlib
+import logging
 import os
 import signal
 import threading
 import weakref
-from collections.abc import Callable, Sized
-from typing import TYPE_CHECKING, Any
+from collections import deque
+from collections.abc import Callable, Generator, Sized
+from concurrent.futures import Future, InvalidStateError
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from bitnet_ops.ops._library import check_threads_after_fork
 
 if TYPE_CHECKING:
     from bitnet_ops.generate.engine import Engine
 
+T = TypeVar("T")
+_LOG = logging.getLogger(__name__)
 _SIGINT = int(signal.SIGINT)
 _LONGEST_WAIT_S = 0.05  # until a thread that waits looks whether Ctrl-C was pressed
 
@@ -52,6 +58,7 @@ class Turn:
         self._changed = threading.Condition()
         self._taken_by: int | None = None
         self._owner: int | None = None  # the only thread whose turn it may be, if there is one
+        self._bell: threading.Event | None = None  # that wakes it
         self._torn = False
         _TURNS.add(self)
 
@@ -106,23 +113,18 @@ class Turn:
             self._taken_by = None
             self._changed.notify_all()
 
-    def own(self, thread: int | None) -> None:
-        """Let `thread` alone have it from now on; None: whoever wants it."""
+    def own(self, thread: int | None, bell: threading.Event | None = None) -> None:
+        """Let `thread` alone have it from now on, which waits for `bell`; None: whoever wants."""
         with self._changed:
             if thread is not None and self._owner is not None:
                 raise RuntimeError("engine: expected an engine without a thread, got one that has")
-            self._owner = thread
+            self._owner, self._bell = thread, bell
             self._changed.notify_all()
 
     def wake(self) -> None:
-        """Let those look again who wait for something."""
-        with self._changed:
-            self._changed.notify_all()
-
-    def wait_for(self, something: Callable[[], bool]) -> None:
-        """Wait until `something` is true; it is asked whenever a change is over."""
-        with self._changed:
-            self._changed.wait_for(something)
+        """Tell the owner that there is something to do."""
+        if (bell := self._bell) is not None:
+            bell.set()
 
 
 _TURNS: weakref.WeakSet[Turn] = weakref.WeakSet()
@@ -137,43 +139,81 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 class EngineThread:
-    """A thread of its own that owns an engine: it alone steps, until `close`.
+    """A thread of its own that owns engines: it alone steps, until `close`.
 
-    Others add requests, each with a consumer, and abort them; a Run waits for its tokens. It sleeps
-    while there is nothing to do. After `close` what is left waits for whoever steps next.
+    Others add requests, each with a consumer, and abort them; a Run waits for its tokens. Engines
+    take their steps by turns. The thread sleeps while there is nothing to do. After `close` what is
+    left waits for whoever steps next.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine, self._closing = engine, False
+    def __init__(self, *engines: Engine) -> None:
+        self.engines, self._closing = engines, False
+        self._bell = threading.Event()  # there is something new to do
+        self._jobs: deque[_Job[Any]] = deque()
         self._thread = threading.Thread(target=self._run, name="bitnet-ops engine", daemon=True)
         self._begins = threading.Event()
         self._thread.start()
+        owned: list[Engine] = []
         try:
-            engine._turn.own(self._thread.ident)
+            for engine in engines:
+                engine._turn.own(self._thread.ident, self._bell)
+                owned.append(engine)
         except RuntimeError:
+            for engine in owned:
+                engine._turn.own(None)
             self._closing = True
             raise
         finally:
             self._begins.set()
+        self._bell.set()  # requests may wait already
+
+    def run(self, steps: Callable[[], Generator[None, None, T]]) -> Future[T]:
+        """Run what is no request of an engine, one step of `steps` beside each of the engines'.
+
+        `steps` makes a generator that yields between steps; what it returns is the result. A future
+        that is cancelled ends it after the step that it is in.
+        """
+        job = _Job(steps)
+        self._jobs.append(job)
+        self._bell.set()
+        return job.future
 
     def _run(self) -> None:
-        engine = self.engine
         self._begins.wait()
         if self._closing:
             return
         try:
-            while True:
-                engine._turn.wait_for(lambda: self._closing or bool(engine._requests))
-                if self._closing:
-                    return
-                engine.step()
+            while not self._closing:
+                self._bell.wait()
+                self._bell.clear()  # before looking, so that what comes meanwhile rings again
+                while self._step() and not self._closing:
+                    pass
         finally:
-            engine._turn.own(None)
+            for engine in self.engines:
+                engine._turn.own(None)
+            for job in self._jobs:
+                job.future.cancel()
+
+    def _step(self) -> bool:
+        """A step of each engine that has requests, and of the oldest job; False: nothing to do."""
+        busy = False
+        for engine in self.engines:
+            if engine._requests:
+                busy = True
+                try:
+                    engine.step()
+                except Exception:  # its requests have failed, and it begins anew
+                    _LOG.exception("engine: a step failed")
+        if self._jobs:
+            busy = True
+            if self._jobs[0].step():
+                self._jobs.popleft()
+        return busy
 
     def close(self) -> None:
-        """End the thread after the step that it is in."""
+        """End the thread after the step that it is in; what `run` has not finished is cancelled."""
         self._closing = True
-        self.engine._turn.wake()
+        self._bell.set()
         self._thread.join()
 
     def __enter__(self) -> EngineThread:
@@ -181,3 +221,28 @@ class EngineThread:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class _Job(Generic[T]):
+    """Work between the steps of engines, and the future of its result."""
+
+    def __init__(self, make: Callable[[], Generator[None, None, T]]) -> None:
+        self.future: Future[T] = Future()
+        self._make = make
+        self._steps: Generator[None, None, T] | None = None
+
+    def step(self) -> bool:
+        """Go on with it; whether that was the end."""
+        if self.future.cancelled():
+            return True
+        with contextlib.suppress(InvalidStateError):  # it is cancelled just now
+            try:
+                if self._steps is None:
+                    self._steps = self._make()
+                next(self._steps)
+                return False
+            except StopIteration as end:
+                self.future.set_result(end.value)
+            except Exception as error:
+                self.future.set_exception(error)
+        return True

@@ -1,0 +1,161 @@
+"""The app: routes of all dialects over one service, errors in their forms, start and end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import FileResponse
+from starlette.exceptions import HTTPException
+
+from bitnet_ops.server.catalog import Catalog
+from bitnet_ops.server.dialects import openai, own
+from bitnet_ops.server.exchange import AskError
+from bitnet_ops.server.http import error_response
+from bitnet_ops.server.metrics import INTERVAL_S
+from bitnet_ops.server.security import Access, Guard
+from bitnet_ops.server.service import Service, ServiceOptions
+
+_LOG = logging.getLogger(__name__)
+_PAGE = Path(__file__).parent / "page"
+_PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'; base-uri 'none'; "
+    "form-action 'none'",
+    "Cache-Control": "no-cache",
+}
+_TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
+
+
+def make_app(
+    load: Callable[[], Catalog],
+    options: ServiceOptions | None = None,
+    access: Access | None = None,
+    *,
+    on_ready: Callable[[Service], None] = lambda service: None,
+    on_failure: Callable[[BaseException], None] = lambda error: None,
+) -> FastAPI:
+    """The server as an ASGI app.
+
+    Args:
+        load: makes the catalog, in a thread of its own; until then requests get 503.
+        options, access: limits, and who may ask.
+        on_ready, on_failure: called in the event loop when the models are there, or will not be.
+    """
+    service = Service(options)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        tasks = [
+            asyncio.ensure_future(_open(service, load, on_ready, on_failure)),
+            asyncio.ensure_future(_tick(service)),
+        ]
+        try:
+            yield
+        finally:
+            service.refuse()
+            for task in tasks:
+                task.cancel()
+            await asyncio.to_thread(service.close)
+
+    app = FastAPI(title="bitnet-ops", lifespan=lifespan, docs_url=None, redoc_url=None)
+    app.state.service = service
+    for dialect in (openai, own):
+        app.include_router(dialect.router)
+    _add_page(app)
+    app.add_exception_handler(AskError, _say_error)
+    app.add_exception_handler(RequestValidationError, _say_invalid)
+    app.add_exception_handler(HTTPException, _say_http)
+    app.add_exception_handler(Exception, _say_failure)
+    app.add_middleware(Guard, access=access or Access())
+    return app
+
+
+async def _open(
+    service: Service,
+    load: Callable[[], Catalog],
+    on_ready: Callable[[Service], None],
+    on_failure: Callable[[BaseException], None],
+) -> None:
+    try:
+        catalog = await asyncio.to_thread(load)
+    except Exception as error:
+        service.gate.closed = "the model cannot be loaded; see the server's log"
+        on_failure(error)
+        return
+    service.open(catalog)
+    on_ready(service)
+
+
+async def _tick(service: Service) -> None:
+    while True:
+        await asyncio.sleep(INTERVAL_S)
+        service.metrics.tick()
+
+
+# Page --------------------------------------------------------------------------------------------
+
+
+def _add_page(app: FastAPI) -> None:
+    files = {path.name: path for path in sorted(_PAGE.iterdir())} if _PAGE.is_dir() else {}
+
+    def respond(name: str) -> FileResponse:
+        path = files.get(name)
+        if path is None:
+            raise HTTPException(404)
+        kind = _TYPES.get(path.suffix)
+        return FileResponse(path, media_type=kind, headers=_PAGE_HEADERS)
+
+    @app.get("/", include_in_schema=False)
+    async def page() -> Any:
+        return respond("index.html")
+
+    @app.get("/status", include_in_schema=False)
+    async def status() -> Any:
+        return respond("status.html")
+
+    @app.get("/page/{name}", include_in_schema=False)
+    async def file(name: str) -> Any:
+        return respond(name)
+
+
+# Errors ------------------------------------------------------------------------------------------
+
+
+async def _say_error(request: Request, error: Any) -> Any:
+    service: Service = request.app.state.service
+    if error.status == 429:
+        service.metrics.ended("rejected")
+    return error_response(request.url.path, error, service.gate.retry_after)
+
+
+async def _say_invalid(request: Request, error: Any) -> Any:
+    first = error.errors()[0]
+    place = [str(part) for part in first["loc"] if part not in ("body", "query", "path")]
+    field = ".".join(place)
+    found = str(first.get("input"))[:80]
+    message = f"server: {field or 'body'}: {first['msg']}, got {found!r}"
+    return await _say_error(request, AskError(message, field=field or None))
+
+
+async def _say_http(request: Request, error: Any) -> Any:
+    words = {404: "a route that exists", 405: "another method"}
+    expected = words.get(error.status_code, str(error.detail))
+    message = f"server: expected {expected}, got {request.method} {request.url.path[:80]}"
+    code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
+    response = error_response(
+        request.url.path, AskError(message, status=error.status_code, code=code)
+    )
+    response.headers.update(error.headers or {})
+    return response
+
+
+async def _say_failure(request: Request, error: Any) -> Any:
+    _LOG.error("%s %s failed", request.method, request.url.path, exc_info=error)
+    message = "server: expected no failure, got one of our own; see the server's log"
+    return error_response(request.url.path, AskError(message, status=500, code="internal"))

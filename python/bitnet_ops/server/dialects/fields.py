@@ -1,0 +1,178 @@
+"""Fields that dialects share: their types and bounds, and what they mean as an Ask."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from bitnet_ops.server.exchange import AskError, Format, Tool, ToolChoice
+
+MOST_MESSAGES, MOST_STOPS, MOST_TOOLS = 10_000, 16, 256
+_MOST_SCHEMA_BYTES, _MOST_SCHEMA_DEPTH = 256 << 10, 64
+
+
+class Body(BaseModel):
+    """A request's JSON object; fields that are not known are ignored."""
+
+    model_config = ConfigDict(extra="ignore", allow_inf_nan=False, protected_namespaces=())
+
+
+Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
+Positive = Annotated[int, Field(ge=1, le=2**31 - 1)]
+Seed = Annotated[int, Field(ge=-(2**63), le=2**64 - 1)]
+Temperature = Annotated[float, Field(ge=0, le=100)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+Repetition = Annotated[float, Field(gt=0, le=100)]
+StopText = Annotated[str, Field(max_length=1000)]
+Stop = StopText | Annotated[list[StopText], Field(max_length=MOST_STOPS)] | None
+
+
+class Sampling(Body):
+    """Options of sampling that most dialects spell alike; None: not stated."""
+
+    temperature: Temperature | None = None
+    top_p: Share | None = None
+    top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
+    min_p: Share | None = None
+    seed: Seed | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    repetition_penalty: Repetition | None = None
+
+    def sampling(self) -> dict[str, Any]:
+        """By the names of SamplingParams; in these, top_p 0 is the most probable token alone."""
+        found = {name: getattr(self, name) for name in Sampling.model_fields}
+        stated = {name: value for name, value in found.items() if value is not None}
+        if "top_k" in stated:
+            stated["top_k"] = max(0, stated["top_k"])  # -1 keeps all, too
+        if stated.get("top_p") == 0:
+            del stated["top_p"]
+            stated["top_k"] = 1
+        if "seed" in stated:
+            if stated["seed"] == -1:  # llama.cpp's "any"
+                del stated["seed"]
+            else:
+                stated["seed"] %= 2**63
+        return stated
+
+
+def stop_texts(stop: str | list[str] | None) -> tuple[str, ...]:
+    return tuple(s for s in ([stop] if isinstance(stop, str) else stop or ()) if s)
+
+
+def tools_of(entries: Iterable[Mapping[str, Any]] | None) -> tuple[Tool, ...]:
+    """Tools in OpenAI's form; kinds that run elsewhere (web_search, ...) are left out."""
+    found: dict[str, Tool] = {}
+    for entry in entries or ():
+        function = entry.get("function", entry)
+        if entry.get("type", "function") != "function" or not isinstance(function, Mapping):
+            continue
+        name = function.get("name")
+        if not isinstance(name, str) or not 0 < len(name) <= 256:
+            raise AskError("server: expected a name for every tool, got none", field="tools")
+        parameters = function.get("parameters") or {}
+        if not isinstance(parameters, Mapping):
+            raise AskError(
+                f"server: expected parameters of tool {name} as a JSON schema, got "
+                f"{type(parameters).__name__}",
+                field="tools",
+            )
+        check_schema(parameters, "tools")
+        found[name] = Tool(name, str(function.get("description") or ""), parameters)
+    return tuple(found.values())
+
+
+def tool_choice_of(choice: Any, tools: tuple[Tool, ...]) -> ToolChoice:
+    """ "auto", "none", "required" (or "any"), or the form that names a function."""
+    if choice in (None, "auto"):
+        return ToolChoice()
+    if choice == "none":
+        return ToolChoice("none")
+    if choice in ("required", "any"):
+        name = None
+    elif isinstance(choice, Mapping):
+        kind = choice.get("type")
+        if kind in ("auto", "none"):
+            return ToolChoice(kind)
+        function = choice.get("function")
+        name = function.get("name") if isinstance(function, Mapping) else choice.get("name")
+        if kind in ("any", "required", "allowed_tools"):
+            name = None
+    else:
+        raise AskError(
+            'server: expected tool_choice as "auto", "none", "required" or a function\'s name, got '
+            f"{str(choice)[:80]!r}",
+            field="tool_choice",
+        )
+    if not tools or (name is not None and name not in {tool.name for tool in tools}):
+        raise AskError(
+            f"server: expected tool_choice among the tools that are given, got "
+            f"{'no tools' if not tools else repr(str(name)[:80])}",
+            field="tool_choice",
+        )
+    return ToolChoice("required", name)
+
+
+def format_of(value: Any) -> Format:
+    """response_format, or the `format` of /v1/responses' text."""
+    if value is None:
+        return Format()
+    kind = value.get("type") if isinstance(value, Mapping) else None
+    if kind == "text":
+        return Format()
+    if kind == "json_object":
+        return Format("json")
+    if kind == "json_schema":
+        inner = value.get("json_schema", value)
+        schema = inner.get("schema") if isinstance(inner, Mapping) else None
+        if isinstance(schema, Mapping | bool):
+            check_schema(schema, "response_format")
+            return Format("schema", schema)
+    raise AskError(
+        "server: expected response_format of type text, json_object or json_schema (with "
+        f"json_schema.schema), got {str(value)[:80]}",
+        field="response_format",
+    )
+
+
+def check_schema(schema: Any, field: str) -> None:
+    """Raise AskError for one that is larger or deeper than any person's."""
+    depth, level = 0, [schema]
+    while level:
+        depth += 1
+        if depth > _MOST_SCHEMA_DEPTH:
+            raise AskError(
+                f"server: expected a JSON schema of at most {_MOST_SCHEMA_DEPTH} levels, got more",
+                field=field,
+            )
+        level = [
+            inner
+            for value in level
+            for inner in (
+                value.values()
+                if isinstance(value, Mapping)
+                else value
+                if isinstance(value, list)
+                else ()
+            )
+        ]
+    if len(json.dumps(schema)) > _MOST_SCHEMA_BYTES:
+        raise AskError(
+            f"server: expected a JSON schema below {_MOST_SCHEMA_BYTES >> 10} KiB, got more",
+            field=field,
+        )
+
+
+def parsed_arguments(text: Any) -> Any:
+    """Arguments of an earlier call as templates want them: an object where they are one."""
+    if not isinstance(text, str):
+        return text
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    return value if isinstance(value, dict) else text

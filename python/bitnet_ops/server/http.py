@@ -1,0 +1,130 @@
+"""HTTP: responses that notice when the client has gone, and errors in each dialect's own form."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import AsyncIterator, Coroutine, Mapping
+from typing import Any, TypeVar
+
+from fastapi import Request
+from fastapi.responses import JSONResponse, Response
+
+from bitnet_ops.server.exchange import AskError
+from bitnet_ops.server.service import Service
+
+T = TypeVar("T")
+_STALL_S = 120.0  # that a client may leave what it was sent unread
+_LOOK_S = 5.0
+
+
+def service_of(request: Request) -> Service:
+    found = request.app.state.service
+    assert isinstance(found, Service)
+    return found
+
+
+def client_of(request: Request) -> str:
+    """Who asks: the number of the key, or the address."""
+    key = request.scope.get("bitnet.key")
+    return f"key {key}" if key is not None else request.client.host if request.client else ""
+
+
+class EventStream(Response):
+    """A stream of chunks that ends, and ends its source, when nobody reads it any more."""
+
+    def __init__(self, chunks: AsyncIterator[bytes], media_type: str = "text/event-stream") -> None:
+        super().__init__(media_type=media_type, headers={"Cache-Control": "no-store"})
+        del self.headers["content-length"]
+        self._chunks, self._sending_since = chunks, float("inf")
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        pump = asyncio.ensure_future(self._pump(send))
+        gone = asyncio.ensure_future(_disconnected(receive))
+        try:
+            while not pump.done() and not gone.done():
+                await asyncio.wait({pump, gone}, timeout=_LOOK_S, return_when="FIRST_COMPLETED")
+                if time.monotonic() - self._sending_since > _STALL_S:
+                    break
+        finally:
+            gone.cancel()
+            if not pump.done():
+                pump.cancel()
+            with contextlib.suppress(asyncio.CancelledError, OSError):
+                await pump
+
+    async def _pump(self, send: Any) -> None:
+        try:
+            start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+            await self._send(send, start)
+            async for chunk in self._chunks:
+                message = {"type": "http.response.body", "body": chunk, "more_body": True}
+                await self._send(send, message)
+            await self._send(send, {"type": "http.response.body", "body": b""})
+        finally:
+            await self._chunks.aclose()  # type: ignore[attr-defined]
+
+    async def _send(self, send: Any, message: Mapping[str, Any]) -> None:
+        self._sending_since = time.monotonic()
+        await send(message)
+        self._sending_since = float("inf")
+
+
+async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which is cancelled when the client goes."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnected(request.receive))
+    try:
+        await asyncio.wait({task, gone}, return_when="FIRST_COMPLETED")
+        if not task.done():
+            raise AskError("server: the client has gone", status=499, code="cancelled")
+        return task.result()
+    finally:
+        gone.cancel()
+        if not task.done():
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError, AskError):
+                await task
+
+
+async def _disconnected(receive: Any) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def sse(value: object, event: str | None = None) -> bytes:
+    """One event of a stream."""
+    data = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    name = f"event: {event}\n" if event else ""
+    return f"{name}data: {data}\n\n".encode()
+
+
+PING = b": ping\n\n"
+_KINDS = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+def error_body(path: str, error: AskError) -> dict[str, Any]:
+    """The error as the dialect of `path` says it."""
+    kind = _KINDS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+    if path.startswith("/api/"):
+        return {"error": str(error)}
+    if path.startswith("/v1/messages"):
+        return {"type": "error", "error": {"type": kind, "message": str(error)}}
+    code, field = error.code, error.field
+    return {"error": {"message": str(error), "type": kind, "param": field, "code": code}}
+
+
+def error_response(path: str, error: AskError, retry_after: int = 1) -> Response:
+    headers = {"Retry-After": str(retry_after)} if error.status in (429, 503) else {}
+    return JSONResponse(error_body(path, error), status_code=error.status, headers=headers)

@@ -1,0 +1,214 @@
+"""Security: who may ask, from which page, and how much may be sent. A layer around the whole app.
+
+- A key, where there is one, covers every route, the page too: browsers ask for it as the password
+  of any user. Keys are compared in constant time.
+- A page of another site can make a browser send requests here, and by DNS rebinding under a name of
+  its own: so Host has to be a name of this server, and Origin, where it is sent, this server's.
+- A body is at most so long and has to come within some seconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import hmac
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+from bitnet_ops.machine import is_loopback
+from bitnet_ops.server.exchange import AskError
+from bitnet_ops.server.http import error_response
+
+_HEADERS = (
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"cross-origin-resource-policy", b"same-origin"),
+)
+
+
+@dataclass(frozen=True)
+class Access:
+    """What is let in.
+
+    keys: one of which every request has to bring; none: everybody may ask. hosts: names under which
+    the server is asked, besides localhost; None: any. origins: of other pages that may ask, such as
+    "https://example.org", or "*". max_body_bytes, body_s: of a request's body.
+    """
+
+    keys: Sequence[str] = ()
+    hosts: frozenset[str] | None = field(default_factory=frozenset)
+    origins: frozenset[str] = frozenset()
+    max_body_bytes: int = 16 << 20
+    body_s: float = 60.0
+
+
+class Guard:
+    """The layer, as ASGI has it."""
+
+    def __init__(self, app: Any, access: Access) -> None:
+        self._app, self._access = app, access
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = {name.lower(): value.decode("latin-1") for name, value in scope["headers"]}
+        origin = headers.get(b"origin")
+        cross = origin is not None and origin in self._allowed(origin)
+        try:
+            self._check_host(headers.get(b"host", ""))
+            self._check_origin(headers, origin)
+            if cross and scope["method"] == "OPTIONS":  # a preflight brings no key
+                await _preflight(scope, origin, send)
+                return
+            scope["bitnet.key"] = self._check_key(headers)
+            self._check_length(headers.get(b"content-length"))
+        except AskError as error:
+            response = error_response(scope["path"], error)
+            if error.status == 401:
+                page = "text/html" in headers.get(b"accept", "")
+                challenge = 'Basic realm="bitnet-ops: the key as password"' if page else "Bearer"
+                response.headers["WWW-Authenticate"] = challenge
+            await response(scope, receive, send)
+            return
+        more = list(_HEADERS)
+        if cross:
+            more = [*_HEADERS[:2], *_cors(origin)]
+
+        async def send_more(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message.get("headers", ()), *more]}
+            await send(message)
+
+        await self._app(scope, _Bounded(receive, self._access), send_more)
+
+    def _allowed(self, origin: str) -> Sequence[str]:
+        origins = self._access.origins
+        return (origin,) if "*" in origins or origin in origins else ()
+
+    def _check_host(self, host: str) -> None:
+        if self._access.hosts is None:
+            return
+        name = _host_name(host)
+        if not (is_loopback(name) or name in self._access.hosts):
+            raise AskError(
+                f"server: expected a Host that is this server's, got {host[:80]!r}; start it with "
+                "--allow-host NAME if people reach it by that name",
+                status=403,
+                code="host",
+            )
+
+    def _check_origin(self, headers: dict[bytes, str], origin: str | None) -> None:
+        if origin is None:
+            if headers.get(b"sec-fetch-site") == "cross-site" and (
+                headers.get(b"sec-fetch-mode") != "navigate"
+            ):
+                raise _origin_error("another site's page")
+            return
+        if self._allowed(origin) or urlsplit(origin).netloc == headers.get(b"host"):
+            return
+        raise _origin_error(origin)
+
+    def _check_key(self, headers: dict[bytes, str]) -> int | None:
+        """The number of the key that was brought; None where none is needed."""
+        keys = self._access.keys
+        if not keys:
+            return None
+        given = _key_of(headers).encode()
+        found = [hmac.compare_digest(given, key.encode()) for key in keys]  # all, whatever matches
+        if True not in found:
+            raise AskError(
+                "server: expected an API key as Authorization: Bearer KEY, or x-api-key, got "
+                f"{'another one' if given else 'none'}",
+                status=401,
+                code="invalid_api_key",
+            )
+        return found.index(True)
+
+    def _check_length(self, length: str | None) -> None:
+        if length is not None and length.isdecimal():
+            check_size(int(length[:20]), self._access.max_body_bytes)
+
+
+def _origin_error(origin: str) -> AskError:
+    return AskError(
+        f"server: expected a request of this server's own page or of a program, got one of "
+        f"{origin[:80]}; start it with --allow-origin ORIGIN if that page may ask",
+        status=403,
+        code="origin",
+    )
+
+
+def _host_name(host: str) -> str:
+    """Host without its port."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.rpartition(":")[0] if ":" in host else host
+
+
+def _key_of(headers: dict[bytes, str]) -> str:
+    scheme, _, value = headers.get(b"authorization", "").partition(" ")
+    if scheme.lower() == "bearer":
+        return value.strip()
+    if scheme.lower() == "basic":
+        try:
+            return base64.b64decode(value, validate=True).decode().partition(":")[2]
+        except (binascii.Error, ValueError):
+            return ""
+    return headers.get(b"x-api-key", "")
+
+
+def check_size(size: int, most: int) -> None:
+    if size > most:
+        raise AskError(f"server: expected a body of at most {most >> 20} MiB, got more", status=413)
+
+
+class _Bounded:
+    """`receive`, with a bound on the body's size and on the time that it takes."""
+
+    def __init__(self, receive: Any, access: Access) -> None:
+        self._receive, self._access = receive, access
+        self._size, self._ended = 0, False
+        self._deadline = time.monotonic() + access.body_s
+
+    async def __call__(self) -> Any:
+        if self._ended:  # what comes now is that the client goes
+            return await self._receive()
+        try:
+            left = self._deadline - time.monotonic()
+            message = await asyncio.wait_for(self._receive(), max(0.0, left))
+        except asyncio.TimeoutError:
+            raise AskError(
+                f"server: expected the whole request within {self._access.body_s:g} s, got a part",
+                status=408,
+            ) from None
+        self._size += len(message.get("body", b""))
+        check_size(self._size, self._access.max_body_bytes)
+        self._ended = not message.get("more_body", False)
+        return message
+
+
+def _cors(origin: str | None) -> list[tuple[bytes, bytes]]:
+    return [
+        (b"access-control-allow-origin", (origin or "").encode("latin-1")),
+        (b"vary", b"Origin"),
+    ]
+
+
+async def _preflight(scope: Any, origin: str | None, send: Any) -> None:
+    asked = {n.lower(): v for n, v in scope["headers"]}
+    headers = [
+        *_cors(origin),
+        (b"access-control-allow-methods", b"GET, POST, OPTIONS"),
+        (
+            b"access-control-allow-headers",
+            asked.get(b"access-control-request-headers", b"content-type, authorization"),
+        ),
+        (b"access-control-max-age", b"600"),
+    ]
+    await send({"type": "http.response.start", "status": 204, "headers": headers})
+    await send({"type": "http.response.body", "body": b""})

@@ -1,0 +1,448 @@
+"""Service: asks in, deltas out, over the engines of all models and the one thread that owns them.
+
+What runs where: dialects, the gate and the splitting of text run in the event loop; prompts are
+encoded in worker threads; the engines' thread computes. Its events come back through a `Postbox`,
+which rings the event loop once for a step, however many answers have a token then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Generator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from bitnet_ops.generate.engine import Engine, Event, Failed, Finished, Limits, NewToken
+from bitnet_ops.generate.request import Consumer, PromptError
+from bitnet_ops.generate.run import TokenLogprobs
+from bitnet_ops.generate.sampling import SamplingError, SamplingParams
+from bitnet_ops.generate.scoring import embed_steps, prompt_logprobs_steps
+from bitnet_ops.generate.text import StopText
+from bitnet_ops.generate.turns import EngineThread
+from bitnet_ops.nn.blocks import PoolFullError
+from bitnet_ops.server.catalog import Catalog, Served
+from bitnet_ops.server.exchange import Ask, AskError, Delta, End, Text
+from bitnet_ops.server.gate import Gate, Ticket
+from bitnet_ops.server.metrics import Metrics
+from bitnet_ops.server.prompt import prompt_ids
+
+T = TypeVar("T")
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ServiceOptions:
+    """Limits.
+
+    max_running: answers that are computed at once. max_waiting: that may wait beside them.
+    max_per_client: of one client, both together. max_tokens: of an answer. max_answers: of a
+    request (n). request_s: how long a request may take, its waiting included. speculation: drafts,
+    as of LanguageModel.generate.
+    """
+
+    max_running: int = 32
+    max_waiting: int = 128
+    max_per_client: int | None = None
+    max_tokens: int | None = None
+    max_answers: int = 16
+    request_s: float = 3600.0
+    speculation: int | str = 0
+
+
+class Service:
+    """Answers asks. For one event loop.
+
+    Attributes: `state`, "loading", "ready" or "draining"; `catalog`, once it is ready; `gate`,
+    `metrics`.
+    """
+
+    def __init__(self, options: ServiceOptions | None = None) -> None:
+        self.options = options or ServiceOptions()
+        self.state, self.failure = "loading", ""
+        self.gate = Gate(
+            self.options.max_running, self.options.max_waiting, self.options.max_per_client
+        )
+        self.gate.closed = "the model is being loaded"
+        self.metrics = Metrics()
+        self._catalog: Catalog | None = None
+        self._thread: EngineThread | None = None
+        self._postbox: Postbox | None = None
+
+    def open(self, catalog: Catalog) -> None:
+        """Begin to answer; in the event loop."""
+        self._catalog = catalog
+        self._postbox = Postbox(asyncio.get_running_loop())
+        self._thread = EngineThread(*(lm.engine for lm in catalog.models))
+        self.gate.closed, self.state = "", "ready"
+
+    @property
+    def catalog(self) -> Catalog:
+        if self._catalog is None:
+            raise AskError(f"server: {self.gate.closed}", status=503, code="unavailable")
+        return self._catalog
+
+    def refuse(self) -> None:
+        """Admit nobody any more; those who are in go on."""
+        self.state, self.gate.closed = "draining", "the server is shutting down"
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._thread.close()
+
+    # Answers -------------------------------------------------------------------------------------
+
+    async def answer(self, ask: Ask, client: str) -> Answer:
+        """The answer to `ask`, not begun; raises AskError for what cannot be answered.
+
+        It has to be iterated over or closed.
+        """
+        served = self.catalog.find(ask.model)
+        self._check(served, ask)
+        ticket = self.gate.enter(client, ask.n, background=ask.background)
+        try:
+            ids = await asyncio.to_thread(prompt_ids, served, ask)
+            most = served.context_length - len(ids) + (ask.max_tokens == 0)
+            for bound in (ask.max_tokens, self.options.max_tokens):
+                most = most if bound is None else min(most, bound)
+            params = _params(served, ask)
+            params.check_vocabulary(served.lm.config.vocab_size)
+        except SamplingError as error:
+            ticket.leave()
+            raise AskError(str(error)) from None
+        except BaseException:
+            ticket.leave()
+            raise
+        return Answer(self, served, ask, ids, params, most, ticket)
+
+    def _check(self, served: Served, ask: Ask) -> None:
+        if served.lm.config.embedding_only:
+            raise AskError(
+                f"server: expected a model with an output head, got {served.name}, an embedding "
+                "model; ask /v1/embeddings",
+                field="model",
+            )
+        most = min(self.options.max_answers, self.gate.most_running)
+        if not 1 <= ask.n <= most:
+            raise AskError(f"server: expected n from 1 to {most}, got {ask.n}", field="n")
+
+    async def run(self, client: str, steps: Callable[[], Generator[None, None, T]]) -> T:
+        """The result of work beside the engines' steps; it takes the place of an answer."""
+        ticket = self.gate.enter(client)
+        try:
+            await ticket.admitted.wait()
+            return await self._beside(steps)
+        finally:
+            ticket.leave()
+
+    async def _beside(self, steps: Callable[[], Generator[None, None, T]]) -> T:
+        assert self._thread is not None
+        try:
+            return await asyncio.wrap_future(self._thread.run(steps))
+        except ValueError as error:  # of the caller's: texts that are empty or too long
+            raise AskError(str(error)) from None
+
+    async def embed(
+        self, model: str, texts: Sequence[str | Sequence[int]], dimensions: int | None, client: str
+    ) -> tuple[list[list[float]], int]:
+        """Vectors of texts, and of how many tokens they are."""
+        served = self.catalog.find(model)
+        ids = await asyncio.to_thread(lambda: [served.lm.encode(text) for text in texts])
+        vectors = await self.run(client, lambda: embed_steps(served.lm.model, ids, dimensions))
+        return vectors.tolist(), sum(map(len, ids))
+
+    async def prompt_logprobs(self, answer: Answer, top: int) -> list[TokenLogprobs]:
+        """Of each token of an answer's prompt from the second one on; at the answer's place."""
+        served, ids = answer.served, answer.ids
+        kv_dtype = served.lm.engine.kv_dtype
+        await answer.admitted()
+        return await self._beside(
+            lambda: prompt_logprobs_steps(served.lm.model, ids, top, kv_dtype, served.adapter)
+        )
+
+
+def _params(served: Served, ask: Ask) -> SamplingParams:
+    return SamplingParams(**{**served.lm.generation.sampling, **ask.sampling})
+
+
+class Postbox:
+    """Carries events of the engines' thread into an event loop."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._mail: deque[tuple[Callable[[Event], None], Event]] = deque()
+        self._rung = False
+
+    def to(self, deliver: Callable[[Event], None]) -> Consumer:
+        """What an engine calls so that `deliver` gets the event in the event loop."""
+
+        def put(event: Event) -> None:
+            self._mail.append((deliver, event))
+            if not self._rung:
+                self._rung = True
+                self._loop.call_soon_threadsafe(self._deliver)
+
+        return put
+
+    def _deliver(self) -> None:
+        self._rung = False  # before the mail is read: what comes from now on rings again
+        while self._mail:
+            deliver, event = self._mail.popleft()
+            deliver(event)
+
+
+class Answer:
+    """The answers to one ask, as deltas.
+
+    Attributes: `served`; `ids`, the prompt's; `created`, in seconds since 1970; `cached_tokens`,
+    once the first delta is there; `timing`.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        served: Served,
+        ask: Ask,
+        ids: list[int],
+        params: SamplingParams,
+        max_tokens: int,
+        ticket: Ticket,
+    ) -> None:
+        self.served, self.ask, self.ids = served, ask, ids
+        self.created, self.cached_tokens = int(time.time()), 0
+        self.timing = AnswerTiming(time.perf_counter())
+        self._service, self._ticket, self._params, self._most = service, ticket, params, max_tokens
+        self._choices: dict[int, Choice] = {}  # those that have not ended, by the engine's ids
+        self._events: deque[Event] = deque()
+        self._waiter: asyncio.Future[bool] | None = None
+        self._closed = False
+
+    async def batches(self, ping_s: float = 5.0) -> AsyncIterator[list[Delta]]:
+        """Deltas as they come, those of one moment together; an empty list where none came for
+        `ping_s` seconds.
+
+        Raises AskError where the engine fails. Whoever stops early has to close it.
+        """
+        deadline = time.monotonic() + self._service.options.request_s
+        try:
+            while not self._ticket.admitted.is_set():
+                with contextlib.suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(self._ticket.admitted.wait(), ping_s)
+                    break
+                self._check_time(deadline)
+                yield []
+            self._submit()
+            while self._choices:
+                if not await self._some(ping_s):
+                    self._check_time(deadline)
+                    yield []
+                elif deltas := self._take():
+                    yield deltas
+            self._service.metrics.ended("ok")
+        except AskError:
+            self._service.metrics.ended("error")
+            raise
+        finally:
+            self.close()
+
+    async def admitted(self) -> None:
+        """Wait for its turn."""
+        await self._ticket.admitted.wait()
+
+    async def whole(self) -> list[list[Delta]]:
+        """All deltas, by answer."""
+        found: list[list[Delta]] = [[] for _ in range(self.ask.n)]
+        async for deltas in self.batches():
+            for delta in deltas:
+                found[delta.index].append(delta)
+        return found
+
+    def close(self) -> None:
+        """End it where it is. It may be called any number of times."""
+        if self._closed:
+            return
+        self._closed = True
+        for id in self._choices:
+            self._engine.abort(id)
+        if self._choices or not self._ticket.admitted.is_set():
+            self._service.metrics.ended("cancelled")
+        self._choices.clear()
+        self._ticket.leave()
+
+    @property
+    def _engine(self) -> Engine:
+        return self.served.lm.engine
+
+    def _check_time(self, deadline: float) -> None:
+        if time.monotonic() > deadline:
+            raise AskError(
+                f"server: expected an answer within {self._service.options.request_s:g} s, got "
+                "none; ask for fewer tokens",
+                status=503,
+                code="timeout",
+            )
+
+    def _submit(self) -> None:
+        postbox = self._service._postbox
+        assert postbox is not None
+        lm, ask = self.served.lm, self.ask
+        stop_ids = frozenset[int]() if ask.ignore_eos else lm.stop_ids
+        limits, consumer = Limits(self._most, stop_ids), postbox.to(self._deliver)
+        for index in range(ask.n):
+            params = self._params
+            if index and params.seed is not None:  # else all answers would be the same
+                params = _with_seed(params, index)
+            try:
+                id = self._engine.add(
+                    self.ids,
+                    params,
+                    limits,
+                    adapter=self.served.adapter,
+                    max_drafts=self._service.options.speculation,  # type: ignore[arg-type]
+                    consumer=consumer,
+                )
+            except (ValueError, TypeError) as error:
+                raise AskError(str(error)) from None
+            self._choices[id] = Choice(index, StopText(lm.tokenizer, ask.stop))
+
+    # Events --------------------------------------------------------------------------------------
+
+    def _deliver(self, event: Event) -> None:
+        self._events.append(event)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(True)
+
+    async def _some(self, seconds: float) -> bool:
+        """Wait until there is an event, at most so long; whether there is one."""
+        if self._events:
+            return True
+        loop = asyncio.get_running_loop()
+        waiter = self._waiter = loop.create_future()
+
+        def give_up() -> None:
+            if not waiter.done():
+                waiter.set_result(False)
+
+        timer = loop.call_later(seconds, give_up)
+        try:
+            return await waiter
+        finally:
+            timer.cancel()
+            self._waiter = None
+
+    def _take(self) -> list[Delta]:
+        deltas: list[Delta] = []
+        while self._events:
+            event = self._events.popleft()
+            choice = self._choices.get(event.request_id)
+            if choice is None:  # it has ended by a stop text
+                continue
+            if isinstance(event, NewToken):
+                self._first(event.request_id)
+                self.timing.tokens += 1
+                self._service.metrics.generated += 1
+                choice.add(event, deltas)
+                if choice.ended:
+                    self._engine.abort(event.request_id)
+            elif isinstance(event, Finished):
+                if not self.timing.first_s:
+                    self.cached_tokens = event.reused_tokens
+                choice.finish(event, deltas)
+            else:
+                raise _failure(event)
+            if choice.ended:
+                self.timing.completion_tokens += choice.tokens
+                del self._choices[event.request_id]
+        self.timing.last_s = time.perf_counter()
+        return _merged(deltas)
+
+    def _first(self, id: int) -> None:
+        if self.timing.first_s:
+            return
+        self.timing.first_s = time.perf_counter()
+        self.cached_tokens = self._engine.reused_tokens(id) or 0
+        seconds = self.timing.first_s - self.timing.asked_s
+        self._service.metrics.first_token(seconds, len(self.ids), self.cached_tokens)
+
+
+@dataclass
+class AnswerTiming:
+    """When an answer was asked for, had its first token and its newest one; by perf_counter."""
+
+    asked_s: float
+    first_s: float = 0.0
+    last_s: float = 0.0
+    tokens: int = 0  # that have come so far, in all answers
+    completion_tokens: int = 0  # of answers that have ended, with what ended them
+
+    @property
+    def prompt_ms(self) -> float:
+        return 1000 * max(0.0, self.first_s - self.asked_s)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of the tokens after the first one."""
+        seconds = self.last_s - self.first_s
+        return (self.tokens - 1) / seconds if seconds > 0 and self.tokens > 1 else 0.0
+
+
+class Choice:
+    """One of the answers: its tokens become deltas."""
+
+    def __init__(self, index: int, text: StopText) -> None:
+        self.index, self.ended = index, False
+        self._text, self.tokens = text, 0
+        self._logprobs: list[TokenLogprobs] = []  # of tokens whose text is held back
+
+    def add(self, event: NewToken, deltas: list[Delta]) -> None:
+        self.tokens += 1
+        if event.logprob is not None:
+            one = TokenLogprobs(event.token_id, event.logprob, event.top_logprobs)
+            self._logprobs.append(one)
+        self._say(self._text.push(event.token_id), deltas)
+        if self._text.stopped is not None:
+            self._end("stop", deltas)
+
+    def finish(self, event: Finished, deltas: list[Delta]) -> None:
+        self._say(self._text.finish(), deltas, last=True)
+        self.tokens += event.reason == "stop"
+        self._end("stop" if event.reason in ("stop", "abort") else "length", deltas)
+
+    def _say(self, text: str, deltas: list[Delta], *, last: bool = False) -> None:
+        if text or (last and self._logprobs):
+            deltas.append(Text(self.index, text, tuple(self._logprobs)))
+            self._logprobs.clear()
+
+    def _end(self, reason: Any, deltas: list[Delta]) -> None:
+        self.ended = True
+        deltas.append(End(self.index, reason, self._text.stopped, self.tokens))
+
+
+def _merged(deltas: list[Delta]) -> list[Delta]:
+    """Pieces of the same text as one: a reader that is slow gets them together."""
+    found: list[Delta] = []
+    for delta in deltas:
+        last = found[-1] if found else None
+        if isinstance(delta, Text) and isinstance(last, Text) and last.index == delta.index:
+            found[-1] = Text(delta.index, last.text + delta.text, (*last.logprobs, *delta.logprobs))
+        else:
+            found.append(delta)
+    return found
+
+
+def _with_seed(params: SamplingParams, index: int) -> SamplingParams:
+    assert params.seed is not None
+    return replace(params, seed=(params.seed + index) % 2**63)
+
+
+def _failure(event: Failed) -> AskError:
+    error = event.error
+    if isinstance(error, PoolFullError):
+        return AskError(str(error), status=503, code="unavailable")
+    if isinstance(error, PromptError):
+        return AskError(str(error))
+    _LOG.error("an answer failed", exc_info=error)
+    return AskError("server: the model failed; see the server's log", status=500, code="internal")
