@@ -14,7 +14,7 @@ values are float32 unless `kv_dtype` says otherwise: an evaluation is about the 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from bitnet_ops.errors import BitNetError
 from bitnet_ops.generate.scoring import score
+from bitnet_ops.generate.text import Completion
 from bitnet_ops.language_model import LanguageModel, load
 
 _SAMPLING = {"temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed"}
@@ -47,7 +48,9 @@ class BitnetOpsLM(TemplateLM):
     `dtype`, `kv_dtype` (names of torch's types), `weight_format`, `head_format`: as in
     `bitnet_ops.load`; head_format "stored" is the default here, so that what is measured is the
     model as published. `lora`: an adapter's folder. `max_length`: of context and continuation, the
-    model's own by default. `batch_size` and `device` are ignored: all requests share the steps of
+    model's own by default. `enable_thinking`, `chat_template_args` (options of the chat template)
+    and `think_end_token` (a text or an id, behind which an answer begins) are those of the
+    harness's class `hf`. `batch_size` and `device` are ignored: all requests share the steps of
     one engine, on the CPU, and the harness names "cuda:0" where the user named nothing.
     """
 
@@ -63,6 +66,9 @@ class BitnetOpsLM(TemplateLM):
         max_gen_toks: int = 256,
         add_bos_token: bool | None = None,
         prefix_token_id: int | None = None,
+        enable_thinking: bool | None = None,
+        chat_template_args: Mapping[str, Any] | None = None,
+        think_end_token: str | int | None = None,
         batch_size: int | str | None = None,
         max_batch_size: int | None = None,
         device: str | None = None,
@@ -72,8 +78,15 @@ class BitnetOpsLM(TemplateLM):
         if unknown:
             raise EvaluationError(
                 "lm_eval: expected model_args among path, dtype, kv_dtype, weight_format, "
-                "head_format, lora, max_length, max_gen_toks, add_bos_token, prefix_token_id, got "
-                + ", ".join(unknown)
+                "head_format, lora, max_length, max_gen_toks, add_bos_token, prefix_token_id, "
+                "enable_thinking, chat_template_args, think_end_token, got " + ", ".join(unknown)
+            )
+        self._template_args = _template_args(enable_thinking, chat_template_args)
+        self.enable_thinking = bool(self._template_args.get("enable_thinking"))
+        if self.enable_thinking and think_end_token is None:
+            raise EvaluationError(
+                "lm_eval: expected think_end_token beside enable_thinking, got none; name the text "
+                "or token id that ends a thought, such as </think>"
             )
         self.lm: LanguageModel = load(
             path,
@@ -101,6 +114,7 @@ class BitnetOpsLM(TemplateLM):
                 "prefix_token_id="
             )
         self._prefix = int(found)
+        self._think_end = self._think_end_of(think_end_token)
 
     @property
     def eot_token_id(self) -> int:
@@ -112,13 +126,16 @@ class BitnetOpsLM(TemplateLM):
 
     @property
     def tokenizer_name(self) -> str:
-        """Under which the harness keeps its cache of requests."""
-        return str(self.lm.path)
+        """Under which the harness keeps its cache of requests, prompts as they are rendered."""
+        given = json.dumps(self._template_args, sort_keys=True) if self._template_args else ""
+        return f"{self.lm.path}{given}"
 
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        return self.lm.tokenizer.render_chat(chat_history, add_generation_prompt)
+        return self.lm.tokenizer.render_chat(
+            chat_history, add_generation_prompt, chat_template_kwargs=self._template_args or None
+        )
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
         """The model's own template, whatever name is asked for; "" if there is none."""
@@ -132,6 +149,17 @@ class BitnetOpsLM(TemplateLM):
             add = True if self.add_bos_token is None else self.add_bos_token
             add_special_tokens = False if begins else add
         return self.lm.tokenizer.encode(string, add_special_tokens)
+
+    def loglikelihood(
+        self, requests: list[Instance], disable_tqdm: bool = False
+    ) -> list[tuple[float, bool]]:
+        if self.enable_thinking:
+            raise EvaluationError(
+                "lm_eval: expected tasks of answers with enable_thinking, got one that scores "
+                "texts; a thought would have to stand before each"
+            )
+        scored: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm)
+        return scored
 
     def _loglikelihood_tokens(
         self,
@@ -219,10 +247,36 @@ class BitnetOpsLM(TemplateLM):
                 f"until, do_sample and max_gen_toks, got {', '.join(sorted(unknown))}"
             )
         prompts = [self.tok_encode(context)[-room:] for context in contexts]
-        found = self.lm.generate_batch(
-            prompts, max_new_tokens=tokens, stop=[text for text in until if text], **options
+        # a thought may hold stop texts, which end the answer behind it alone
+        stop = [text for text in until if text] if self._think_end is None else []
+        found = self.lm.generate_batch(prompts, max_new_tokens=tokens, stop=stop, **options)
+        return [self._answer(completion, until) for completion in found]
+
+    def _answer(self, completion: Completion, until: list[str]) -> str:
+        """What stands behind the last thought, up to a stop text."""
+        text, end = str(completion), self._think_end
+        ids = completion.token_ids
+        if isinstance(end, int) and end in ids:
+            behind = len(ids) - ids[::-1].index(end)
+            text = self.lm.tokenizer.decode(ids[behind:]).lstrip()
+        return str(postprocess_generated_text(text, until, end if isinstance(end, str) else None))
+
+    def _think_end_of(self, given: str | int | None) -> str | int | None:
+        """The id of a token where there is one, for an answer's text leaves special ones out."""
+        if given is None or isinstance(given, int):
+            return given
+        token = int(given) if given.isdecimal() else self.lm.tokenizer.token_id(given)
+        return given if token is None else token
+
+
+def _template_args(thinking: bool | None, given: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Options of the chat template, as the class `hf` joins them."""
+    if not isinstance(given or {}, Mapping):
+        raise EvaluationError(
+            f"lm_eval: expected chat_template_args as a dict, got {given!r}; on the command line "
+            """give --model_args as JSON: '{"path": "...", "chat_template_args": {...}}'"""
         )
-        return [postprocess_generated_text(str(text), until, None) for text in found]
+    return {**(given or {}), **({} if thinking is None else {"enable_thinking": thinking})}
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -18,12 +18,15 @@ from typing import Any
 import lm_eval
 import pytest
 import torch
+from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
 from bitnet_ops.evaluation import BitnetOpsLM, EvaluationError
+from bitnet_ops.generate.chat import ChatTemplateError
 from bitnet_ops.generate.engine import PromptError
 from bitnet_ops.generate.scoring import score
 from bitnet_ops.language_model import load
+from chat_templates import STYLES
 
 DEMO = Path(__file__).resolve().parents[1] / "data" / "demo-model"
 _COMMON = """
@@ -222,6 +225,73 @@ def test_what_cannot_be_scored(ids: list[int], first: int, message: str) -> None
 def test_arguments_that_it_does_not_know(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(EvaluationError, match=message):
         BitnetOpsLM(**{"path": str(DEMO), **arguments})
+
+
+# Options of the chat template -------------------------------------------------------------------
+
+QUESTION = [{"role": "user", "content": "2 + 2?"}]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"enable_thinking": False},
+        {"enable_thinking": True, "think_end_token": "</think>"},
+        {"chat_template_args": {"enable_thinking": False}},
+        {"chat_template_args": {"reasoning_effort": "low", "enable_thinking": True},
+         "enable_thinking": False},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_options_of_the_template_are_those_of_hf(given: dict[str, Any]) -> None:
+    """Names and texts of the class `hf`; an option of its own wins over the dict."""
+    ours = BitnetOpsLM(path=str(DEMO), **given)
+    theirs = HFLM(pretrained=str(DEMO), dtype="float32", device="cpu", **given)
+    ours.lm.tokenizer.chat_template = theirs.tokenizer.chat_template = STYLES["qwen35"]
+    expected = theirs.apply_chat_template(QUESTION)
+    assert ours.apply_chat_template(QUESTION) == expected
+    plain = BitnetOpsLM(path=str(DEMO))
+    plain.lm.tokenizer.chat_template = STYLES["qwen35"]
+    without_thoughts = "False" in str(given)
+    assert (plain.apply_chat_template(QUESTION) != expected) == without_thoughts
+    assert (plain.tokenizer_name == ours.tokenizer_name) == (given == {})  # one cache of prompts
+
+
+def test_options_that_the_template_does_not_know() -> None:
+    lm = BitnetOpsLM(path=str(DEMO), enable_thinking=False)
+    lm.lm.tokenizer.chat_template = STYLES["llama"]
+    with pytest.raises(ChatTemplateError, match="enable_thinking, which it never mentions"):
+        lm.apply_chat_template(QUESTION)
+    with pytest.raises(EvaluationError, match="think_end_token beside enable_thinking"):
+        BitnetOpsLM(path=str(DEMO), enable_thinking=True)
+    with pytest.raises(EvaluationError, match="chat_template_args as a dict, got '{x: 1}'"):
+        BitnetOpsLM(path=str(DEMO), chat_template_args="{x: 1}")
+    thinks = BitnetOpsLM(path=str(DEMO), enable_thinking=True, think_end_token="</think>")
+    with pytest.raises(EvaluationError, match="tasks of answers with enable_thinking"):
+        thinks.loglikelihood([])
+
+
+@pytest.mark.parametrize("as_id", [False, True])
+def test_an_answer_begins_behind_its_thought(as_id: bool) -> None:
+    """Its stop texts end what stands behind the last end of a thought alone."""
+    context, settings = "Once there was a house", {"do_sample": False, "max_gen_toks": 24}
+    plain = BitnetOpsLM(path=str(DEMO))
+    (whole,) = plain._answers([context], settings)
+    ids = plain.tok_encode(context)
+    made = plain.lm.generate_batch([ids], max_new_tokens=24)[0].token_ids
+    end = next(i for i in made[4:] if made.count(i) == 1)
+    text = plain.lm.tokenizer.decode([end])
+    behind = plain.lm.tokenizer.decode(made[made.index(end) + 1 :]).lstrip()
+    stop = behind[len(behind) // 2 :][:4]
+    thought = plain.lm.tokenizer.decode(made[: made.index(end)])
+    first = thought.split()[0]
+    lm = BitnetOpsLM(path=str(DEMO), think_end_token=str(end) if as_id else text)
+    (found,) = lm._answers([context], settings)
+    assert found == behind and whole.endswith(found) and len(found) < len(whole)
+    (found,) = lm._answers([context], {**settings, "until": [first, stop]})
+    assert found == behind.split(first)[0].split(stop)[0]
+    assert plain._answers([context], {**settings, "until": [first]})[0].strip() == ""
 
 
 def test_generation_settings_that_it_does_not_know() -> None:
