@@ -18,13 +18,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 import bonsai
 import hybrids
 from bitnet_ops import ops
 from bitnet_ops.cli import main
 from bitnet_ops.config import ModelConfig
-from bitnet_ops.convert import ConvertError, convert
+from bitnet_ops.convert import ConvertError, convert, forward
 from bitnet_ops.convert.checkpoint import Checkpoint
 from bitnet_ops.convert.diff import diff
 from bitnet_ops.convert.forward import DeltaNet, Forward, Maths
@@ -40,7 +41,7 @@ from bitnet_ops.formats.sglbitnt import Reader
 from bitnet_ops.language_model import load
 from bitnet_ops.models import expected_tensors
 from gguf_bytes import key
-from hybrids import Hybrid
+from hybrids import FAINT, Hybrid, Sizes
 
 EVERY = pytest.mark.parametrize("name", hybrids.CASES)
 
@@ -131,7 +132,7 @@ def compare(folder: Path, made: Hybrid, rounding: float) -> None:
 
 
 @functools.cache
-def expected_logits(name: str, layers: int = 8) -> torch.Tensor:
+def expected_logits(name: str | Sizes, layers: int = 8) -> torch.Tensor:
     with torch.inference_mode():
         logits = hybrids.transformers_model(hybrids.make(name, layers=layers))(IDS[None]).logits[0]
     return logits.double()
@@ -166,13 +167,18 @@ def test_verify_compares_with_it(tmp_path: Path, form: str, name: str) -> None:
     assert found["projections"] == 3 * 6 + 7
 
 
+def pairs(features: int) -> torch.Tensor:
+    """Frequencies of the rotary embedding of so many features."""
+    return hybrids.THETA ** -(torch.arange(features // 2).double() * 2 / features)
+
+
 def forward_of(made: Hybrid, **change: Any) -> torch.Tensor:
     """Logits of the plain forward over a fixture's own tensors. `change`: of Maths."""
     s = made.sizes
     tensors = {f"{n}.weight": made.stored(n) for n in made.codes}
     tensors |= {name: hybrids.multiplies(name, value) for name, value in made.dense.items()}
     tensors |= {f"model.rotation.{width}.weight": signs for width, signs in made.signs.items()}
-    frequencies = hybrids.THETA ** -(torch.arange(s.head_dim // 8).double() * 8 / s.head_dim)
+    frequencies = pairs(s.head_dim // 4)
     layers = [layer for layer in range(s.layers) if not s.is_full(layer)]
     maths = Maths(
         layers=s.layers, heads=s.heads, kv_heads=s.kv_heads, head_dim=s.head_dim,
@@ -248,7 +254,17 @@ MISTAKES: dict[str, Callable[[Hybrid], None] | dict[str, Any]] = {
     "embedding not turned back": {"plain": ["model.embed_tokens"]},
     "head not turned": {"plain": ["lm_head"]},
     "no rotation": {"blocks": {}},
+    "rope on the whole head": {"rope": [(pairs(64), 1.0)] * 8},
 }
+# of what is computed by a function: its name, and another one
+FUNCTIONS: dict[str, tuple[str, Any]] = {
+    "gate before the gated norm": (
+        "_gated_norm", lambda x, z, gain, eps: forward._rms_norm(x * F.silu(z), gain, eps)),
+    "sigmoid in the gated norm": (
+        "_gated_norm", lambda x, z, gain, eps: forward._rms_norm(x, gain, eps) * z.sigmoid()),
+    "lengths of at least eps": (
+        "_unit", lambda x: x / x.norm(dim=-1, keepdim=True).clamp(min=1e-6)),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("mistake", [None, *MISTAKES])
@@ -259,6 +275,17 @@ def test_the_fixture_sees_mistakes(mistake: str | None) -> None:
         change(made)
         change = {}
     error = float((forward_of(made, **change) - expected).abs().max() / expected.abs().max())
+    assert error < EXACT if mistake is None else error > 1000 * EXACT, error
+
+
+@pytest.mark.parametrize("mistake", [None, *FUNCTIONS])
+def test_the_fixture_sees_other_functions(
+    mistake: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if mistake:
+        monkeypatch.setattr(forward, *FUNCTIONS[mistake])
+    expected = expected_logits(FAINT)
+    error = float((forward_of(hybrids.make(FAINT)) - expected).abs().max() / expected.abs().max())
     assert error < EXACT if mistake is None else error > 1000 * EXACT, error
 
 

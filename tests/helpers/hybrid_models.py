@@ -27,5 +27,5 @@ def decoder(
     return models.build(ModelConfig.from_hf(hybrids.converted_config(made)), tensors, dtype)
 
 
-def hybrid(case: str, layers: int = 0, **options: object) -> models.Decoder:
+def hybrid(case: str | hybrids.Sizes, layers: int = 0, **options: object) -> models.Decoder:
     return decoder(hybrids.make(case, layers=layers), **options)  # type: ignore[arg-type]

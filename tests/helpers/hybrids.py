@@ -37,7 +37,10 @@ EPS, THETA, KERNEL = 1e-6, 10000000.0, 4
 
 @dataclass(frozen=True)
 class Sizes:
-    """block: of the rotation, 0: none. Head sizes: of attention, of keys and of values."""
+    """block: of the rotation, 0: none. Head sizes: of attention, of keys and of values.
+
+    faint: queries and keys are nearly nothing, so that the eps beside their lengths counts.
+    """
 
     hidden: int = 256
     inter: int = 384
@@ -51,6 +54,7 @@ class Sizes:
     vocab: int = 321
     tied: bool = False
     block: int = 0
+    faint: bool = False
 
     @property
     def keys(self) -> int:
@@ -70,6 +74,7 @@ CASES = {
     "rotated": Sizes(block=128),
     "square": Sizes(block=256, inter=512, key_heads=4, value_heads=4, tied=True),
 }
+FAINT = Sizes(dim=128, faint=True)
 WIDE = {  # mlx-lm reads no block below 512
     "untied": Sizes(512, 1024, 8, 2, 64, 2, 4, 128, 4, block=512),
     "tied": Sizes(512, 1024, 8, 2, 64, 4, 4, 128, 4, tied=True, block=512),
@@ -150,6 +155,8 @@ def make(name: str | Sizes = "rotated", layers: int = 0, seed: int = 35) -> Hybr
                 weight = rng.normal(0, hidden**-0.5, (s.value_heads, hidden))
                 made.dense[f"{inside}{name_}.weight"] = weight.astype(np.float32)
             floats(inside + "conv1d.weight", 2 * s.keys + s.values, 1, KERNEL, low=-0.7, high=0.9)
+            if s.faint:
+                made.dense[inside + "conv1d.weight"][: 2 * s.keys] *= np.float32(1e-4)
             floats(inside + "A_log", s.value_heads, low=-3.0, high=0.5)
             floats(inside + "dt_bias", s.value_heads, low=-2.0, high=1.0)
             floats(inside + "norm.weight", s.dim, low=0.5, high=1.5)

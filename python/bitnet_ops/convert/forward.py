@@ -248,8 +248,7 @@ class Forward:
             error = beta[t, :, None] * (v[t] - torch.einsum("hkv,hk->hv", state, k[t]))
             state = state + torch.einsum("hk,hv->hkv", k[t], error)
             outputs.append(torch.einsum("hkv,hk->hv", state, q[t]))
-        gain = get("linear_attn.norm")
-        o = _rms_norm(torch.stack(outputs), gain, self.maths.eps) * F.silu(z)
+        o = _gated_norm(torch.stack(outputs), z, get("linear_attn.norm"), self.maths.eps)
         return self._linear(o.reshape(tokens, -1), "linear_attn.out_proj", get, layer)
 
     def _mlp(self, h: Tensor, get: Get, layer: int) -> Tensor:
@@ -267,6 +266,10 @@ class Forward:
 
 def _rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * gain
+
+
+def _gated_norm(x: Tensor, gate: Tensor, gain: Tensor, eps: float) -> Tensor:
+    return _rms_norm(x, gain, eps) * F.silu(gate)
 
 
 def _unit(x: Tensor) -> Tensor:
