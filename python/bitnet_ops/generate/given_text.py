@@ -128,6 +128,11 @@ class GivenText:
         coded = marks.take_back("".join([*pieces, marked[at:]]))
         return ChatText(text, reader, coded, ids, len(tokens), same)
 
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text without special tokens."""
+        backend = self._reader[0] if self._spans(text, False, False) else self._backend
+        return list(backend.encode(text, add_special_tokens=False).ids)
+
     @cached_property
     def _reader(self) -> tuple[Backend, dict[int, str], dict[int, int]]:
         """The copy, the alias of each special token, and the token of each alias' id."""

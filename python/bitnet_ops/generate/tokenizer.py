@@ -113,6 +113,11 @@ class Tokenizer:
         with library_errors("text (str)"):
             return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
 
+    def encode_plain(self, text: str) -> list[int]:
+        """The ids of `text`, in which special tokens written out are plain text."""
+        with library_errors("text (str)"):
+            return self._given_text.encode(text)
+
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of `ids`; bytes that are no UTF-8 become U+FFFD.
 
