@@ -304,7 +304,7 @@ def test_a_token_that_goes_on_behind_the_trigger() -> None:
 
 def test_openings_hold_at_the_beginning_alone() -> None:
     grammars, tokenizer = GRAMMARS["bytes"], TOKENIZERS["bytes"]
-    grammar = grammars.lark('start: ": 1}"')
+    grammar = grammars.lark('start: "{\\"name\\": 1}"')
     constraint = grammar.lazy(["<|python_tag|>"], ['{"name"'], repeat=False)
     say(constraint, tokenizer, ' \n{"name"')
     assert tokenizer.decode(allowed(constraint) or []) == ":"
@@ -314,7 +314,7 @@ def test_openings_hold_at_the_beginning_alone() -> None:
     assert set(map(str, say(constraint, tokenizer, ' {"na {"name"'))) == {"None"}
     assert allowed(constraint) is None
     say(constraint, tokenizer, "<|python_tag|>")
-    assert tokenizer.decode(allowed(constraint) or []) == ":"
+    assert tokenizer.decode(allowed(constraint) or []) == "{"
 
 
 # Thoughts ---------------------------------------------------------------------------------------
@@ -343,7 +343,9 @@ def test_an_answer_follows_its_grammar_behind_the_thoughts(kind: str) -> None:
     grammars, tokenizer = GRAMMARS[kind], TOKENIZERS[kind]
     for budget in (None, 100):
         constraint = Thoughts(grammars.texts, grammars.json().start(), opened=True, budget=budget)
-        assert set(map(str, say(constraint, tokenizer, '{"a": 1} or\n</think>'))) == {"None"}
+        for may in say(constraint, tokenizer, '{"a": 1} or\n</think>'):
+            assert may is not None and len(may) > 200  # all but the ends
+            assert not set(may) & set(grammars.stop_ids)
         assert None not in say(constraint, tokenizer, '\n\n{"b": 2}')
         assert allowed(constraint) == grammars.stop_ids
     spent = Thoughts(grammars.texts, grammars.schema(SCHEMA).start(), opened=True, budget=0)

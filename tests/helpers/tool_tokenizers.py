@@ -61,7 +61,7 @@ def random_answer(
         if may is None:
             may = [1] if draw.random() < 0.3 else [draw.randrange(300, 320)]
         ends = [i for i in may if i in grammars.stop_ids]
-        token = draw.choice(ends if ends and draw.random() < 0.5 else may)
+        token = draw.choice(ends if ends and draw.random() < 0.3 else may)
         constraint.add(token)
         if token in grammars.stop_ids:
             return ids, True

@@ -49,11 +49,18 @@ def only(vocab_size: int, ids: Sequence[int]) -> Mask:
 class TokenTexts:
     """The bytes of each token; those of a special token are its name.
 
-    tokens: of each id from 0 on, b"" for ids without a text.
+    tokens: of each id from 0 on, b"" for ids without a text. stop_ids: those that end an answer.
     """
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int, tokens: Sequence[bytes]) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        vocab_size: int,
+        tokens: Sequence[bytes],
+        stop_ids: Sequence[int],
+    ) -> None:
         self.tokenizer, self.vocab_size, self._tokens = tokenizer, vocab_size, tokens
+        self.stop_ids = stop_ids
 
     def __getitem__(self, token: int) -> bytes:
         return self._tokens[token] if token < len(self._tokens) else b""
@@ -90,6 +97,9 @@ class Thoughts:
         self._spent = 0
         self._forced: list[int] = []  # tokens that have to come next
         self._open = texts.tokenizer.token_id(THINK)
+        # where the answer has to have a form, thoughts are not its end
+        strict = answer is not None and answer.mask() is not None
+        self._thinking = ~only(texts.vocab_size, texts.stop_ids) if strict else None
 
     def mask(self) -> Mask | None:
         if self._state == "thinking" and not self._forced and self._budget is not None:
@@ -97,7 +107,9 @@ class Thoughts:
                 self._forced = self._texts.encode(f"\n{END_OF_THOUGHT}\n\n")
         if self._forced:
             return only(self._texts.vocab_size, self._forced[:1])
-        if self._state == "thinking" or self._answer is None:
+        if self._state == "thinking":
+            return self._thinking
+        if self._answer is None:
             return None
         mask = self._answer.mask()
         if self._state == "before" and mask is not None and self._open is not None:

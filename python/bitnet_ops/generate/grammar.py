@@ -85,7 +85,7 @@ class Grammars:
             llguidance.TokenizerWrapper(wrapped), eos_token=self.stop_ids
         )
         self._limits = llguidance.LLParserLimits(max_lexer_states=_STATES, verbose_errors=False)
-        self.texts = TokenTexts(tokenizer, size, tokens)
+        self.texts = TokenTexts(tokenizer, size, tokens, self.stop_ids)
         self.stop_mask = only(size, self.stop_ids)
 
     def json(self, field: str = "format") -> Grammar:
@@ -187,8 +187,9 @@ class Grammar:
     ) -> LazyConstraint:
         """It holds behind each of the texts `triggers`; until one comes nothing is masked.
 
-        openings: triggers at the beginning of the answer alone, behind white space. repeat: whether
-        text is free again behind the grammar's end; else the answer ends there.
+        openings: triggers at the beginning of the answer alone, behind white space; the grammar
+        begins with them, not behind them. repeat: whether text is free again behind the grammar's
+        end; else the answer ends there.
         """
         return LazyConstraint(self, triggers, openings, repeat=repeat)
 
@@ -280,13 +281,13 @@ class LazyConstraint:
             self._seen = self._seen[-self._keep :] if self._keep else b""
 
     def _triggered(self) -> int | None:
-        """Where the first trigger in what was seen ends."""
+        """Where the grammar begins in what was seen."""
         if self._openings:
             text = self._seen.lstrip()
             for opening in self._openings:
                 if text.startswith(opening):
                     self._openings = []
-                    return len(self._seen) - len(text) + len(opening)
+                    return len(self._seen) - len(text)
             if not any(opening.startswith(text) for opening in self._openings):
                 self._openings = []
         found = [(at, at + len(t)) for t in self._triggers if (at := self._seen.find(t)) >= 0]
