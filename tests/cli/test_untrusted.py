@@ -26,6 +26,7 @@ from bitnet_ops.cli import COMMANDS, main
 from bitnet_ops.config import ModelConfig, UnsupportedModelError
 from bitnet_ops.convert import ConvertError, convert, export_gguf
 from bitnet_ops.formats.sglbitnt import Reader, replace_config
+from bitnet_ops.generate.given_text import ChatText
 from bitnet_ops.generate.tokenizer import Tokenizer, TokenizerError
 from bitnet_ops.generate.tokenizer_guard import is_known
 from bitnet_ops.language_model import DEMO_DIR, LoadError, load
@@ -247,7 +248,8 @@ def test_what_the_library_panics_at_is_one_line(monkeypatch: pytest.MonkeyPatch)
             raise PanicException("index out of bounds")
 
     monkeypatch.setattr(tokenizer, "_backend", Panics())
-    for call in (lambda: tokenizer.encode("a"), lambda: tokenizer.encode_from("a", 0)):
+    chat = ChatText("a", Panics())
+    for call in (lambda: tokenizer.encode("a"), chat.ids, lambda: chat.ids_from(0)):
         with pytest.raises(TokenizerError, match="got: index out of bounds"):
             call()
 

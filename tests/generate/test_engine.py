@@ -154,6 +154,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"limits": 5}, TypeError, "limits as Limits, got 5"),
     ({"adapter": "x"}, LoraError, "a model with adapters"),
     ({"consumer": []}, TypeError, "consumer as a function"),
+    ({"constraint": {1, 2}}, TypeError, r"constraint with mask\(\) and add\(token\), got"),
     ({"max_drafts": -1}, ValueError, 'max_drafts "auto" or an integer at least 0, got -1'),
     ({"max_drafts": 1.5}, ValueError, "max_drafts"),
     ({"max_drafts": "many"}, ValueError, "max_drafts"),

@@ -449,8 +449,8 @@ def _ids_and_shown(
     if not args.chat:
         return encoded(lm, prompt), prompt
     messages = [{"role": "user", "content": prompt}]
-    text = lm.tokenizer.render_chat(messages, chat_template_kwargs=template_options(args))
-    return lm.tokenizer.encode(text, add_special_tokens=False), opened_thought(text)
+    read = lm.tokenizer.read_chat(messages, chat_template_kwargs=template_options(args))
+    return read.ids(), opened_thought(read.text)
 
 
 def _print_stream(prompt: str, stream: TextStream) -> int:

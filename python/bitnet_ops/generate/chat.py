@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from bitnet_ops.errors import BitNetError
+from bitnet_ops.generate.given_text import END_OF_THOUGHT, THINK, ChatText
 from bitnet_ops.untrusted import printable
 from bitnet_ops.untrusted.bounded import BoundedProcess, ChildError, LimitError, ProcessError
 
@@ -36,27 +37,20 @@ def render(
     add_generation_prompt: bool,
     special_tokens: Mapping[str, str],
     options: Mapping[str, Any] | None = None,
+    tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> str:
-    """The text of a conversation; `messages` and `options` hold what JSON can.
+    """The text of a conversation; `messages`, `options` and `tools` hold what JSON can.
 
-    `options`: variables of the template's own, such as enable_thinking. Raises ChatTemplateError,
-    also for one that the template never mentions.
+    `options`: variables of the template's own, such as enable_thinking. `tools`: functions that may
+    be called, in OpenAI's form. Raises ChatTemplateError, also for what the template never
+    mentions.
     """
-    options = _checked_options(template, options or {})
     variables = {
-        **options,
-        "messages": [dict(m) for m in messages],
-        "tools": None,
+        **check(template, messages, options, tools),
         "documents": None,
         "add_generation_prompt": add_generation_prompt,
         **special_tokens,
     }
-    try:
-        json.dumps(variables)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ChatTemplateError(
-            f"chat: expected messages and options of texts, numbers, lists and dicts, got: {error}"
-        ) from None
     try:
         return str(_process.call(_CPU_S, template=template, variables=variables))
     except LimitError as error:
@@ -74,7 +68,31 @@ def render(
         raise ChatTemplateError(_reason(error)) from None
 
 
-_GIVEN = ("messages", "add_generation_prompt")
+_GIVEN = ("messages", "tools", "add_generation_prompt")
+
+
+def check(
+    template: str,
+    messages: Sequence[Mapping[str, Any]],
+    options: Mapping[str, Any] | None = None,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+) -> dict[str, Any]:
+    """What is given to a template, as its variables; raises ChatTemplateError as `render`."""
+    options = _checked_options(template, options or {})
+    if tools and not re.search(r"\btools\b", template):
+        raise ChatTemplateError(
+            "chat: expected a model whose chat template reads tools, got one that never mentions "
+            "them; describe the tools in a message"
+        )
+    tools = None if tools is None else list(tools)
+    variables = {**options, "messages": [dict(m) for m in messages], "tools": tools}
+    try:
+        json.dumps(variables)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ChatTemplateError(
+            f"chat: expected messages and options of texts, numbers, lists and dicts, got: {error}"
+        ) from None
+    return variables
 
 
 def _checked_options(template: str, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -108,8 +126,6 @@ def _reason(error: ChildError) -> str:
 
 # Thoughts -------------------------------------------------------------------------------------
 
-THINK, END_OF_THOUGHT = "<think>", "</think>"
-
 
 def opened_thought(prompt: str) -> str:
     """`<think>` and the space behind it where a prompt ends so; what follows are thoughts."""
@@ -142,29 +158,26 @@ class RunIds:
 
     def __init__(self, tokenizer: Tokenizer, options: Mapping[str, Any] | None = None) -> None:
         self._tokenizer, self._options = tokenizer, options
-        self._read = ""  # the text of the newest prompt
+        self._read: ChatText | None = None  # the newest prompt
         self._prompt, self._answer, self._ids = "", "", list[int]()
 
     def encode(self, messages: Sequence[Message]) -> list[int]:
         """The ids of `messages` through the template; those that were run stay as they were."""
-        text = self._read = self._tokenizer.render_chat(
-            messages, chat_template_kwargs=self._options
-        )
-        start = self._end_of_known(text)
-        tail = None if start is None else self._tokenizer.encode_from(text, start)
-        if tail is None:
-            return self._tokenizer.encode(text, add_special_tokens=False)
-        return [*self._ids, *tail]
+        read = self._read = self._tokenizer.read_chat(messages, chat_template_kwargs=self._options)
+        start = self._end_of_known(read.text)
+        tail = None if start is None else read.ids_from(start)
+        return read.ids() if tail is None else [*self._ids, *tail]
 
     @property
     def opening(self) -> str:
         """The beginning of the newest answer that its prompt has written; see opened_thought."""
-        return opened_thought(self._read)
+        return "" if self._read is None else opened_thought(self._read.text)
 
     def ran(self, prompt: Sequence[int], answer: str, ids: Sequence[int]) -> None:
         """Remember that what `encode` gave last, `prompt`, got `answer`, which came as `ids`."""
         known = self._tokenizer.decode(ids) == answer  # not so where a stop text was cut off
-        self._prompt, self._answer = self._read, answer
+        self._prompt = "" if self._read is None else self._read.text
+        self._answer = answer
         self._ids = [*prompt, *ids] if known else []
 
     def _end_of_known(self, text: str) -> int | None:

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from bitnet_ops.config import ModelConfig
+from bitnet_ops.generate.constraint import Constraint
 from bitnet_ops.generate.request import (
     Consumer,
     Event,
@@ -183,6 +184,7 @@ class Engine:
         adapter: str | None = None,
         max_drafts: int | Literal["auto"] = 0,
         consumer: Consumer | None = None,
+        constraint: Constraint | None = None,
     ) -> int:
         """Queue a request; its id. Its tokens come as events of the `step`s that follow.
 
@@ -190,17 +192,25 @@ class Engine:
         its LoRA adapter, one that the model has loaded. `max_drafts`: how many tokens a step may
         guess from what the text repeats and verify at once, or "auto": as many as make it faster
         here; they change the speed, never the tokens. `consumer`: called with each of its events by
-        the thread that steps; without one they are what `step` returns. Raises PromptError,
+        the thread that steps; without one they are what `step` returns. `constraint`: says which
+        tokens may come; it is asked and told by the thread that steps. Raises PromptError,
         SamplingError, LoraError, ValueError or TypeError for what cannot be run.
         """
         if consumer is not None and not callable(consumer):
             raise TypeError(f"engine: expected consumer as a function, got {kind_of(consumer)}")
+        if constraint is not None and not (
+            callable(getattr(constraint, "mask", None))
+            and callable(getattr(constraint, "add", None))
+        ):
+            raise TypeError(
+                f"engine: expected constraint with mask() and add(token), got {kind_of(constraint)}"
+            )
         if consumer is None and self._turn.owned:
             raise ValueError(
                 "engine: expected a consumer for a request to an engine that a thread owns, got "
                 "None; nobody else may step it"
             )
-        request = self._make_request(prompt, params, limits, adapter, max_drafts)
+        request = self._make_request(prompt, params, limits, adapter, max_drafts, constraint)
         request.consumer = consumer
         self._submit(request)
         return request.id
@@ -263,13 +273,20 @@ class Engine:
         limits: Limits | None,
         adapter: str | None,
         max_drafts: int | Literal["auto"],
+        constraint: Constraint | None = None,
     ) -> Request:
         """A request that can be run. Raises what `add` raises."""
         config, ids = self.model.config, token_ids(prompt, "engine")
         check_prompt(ids, config.vocab_size, config.max_position_embeddings)
         _check_adapter(self.model, adapter)
         request = Request(
-            next(self._ids), ids, params, limits, adapter=adapter, max_drafts=max_drafts
+            next(self._ids),
+            ids,
+            params,
+            limits,
+            adapter=adapter,
+            max_drafts=max_drafts,
+            constraint=constraint,
         )
         request.sampler.params.check_vocabulary(config.vocab_size)
         return request

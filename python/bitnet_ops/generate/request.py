@@ -16,6 +16,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from bitnet_ops.errors import BitNetError
+from bitnet_ops.generate.constraint import Constraint
 from bitnet_ops.generate.sampling import Sampler, SamplingParams
 from bitnet_ops.generate.speculation import AUTO, MOST_DRAFTS, Acceptance, check_drafts
 from bitnet_ops.nn.blocks import Contents, block_key, root_key
@@ -156,6 +157,7 @@ class Request:
         max_drafts: the most tokens to draft in a step, 0 for none; "auto": as many as make this
             request faster on this machine.
         consumer: what gets the events, if not whoever steps.
+        constraint: says which tokens may come next; of this request alone.
     Attributes, besides these:
         ids: all tokens, prompt and output.
         prompt_tokens: how many of them the prompt is.
@@ -182,6 +184,7 @@ class Request:
         adapter: str | None = None,
         max_drafts: int | Literal["auto"] = 0,
         consumer: Consumer | None = None,
+        constraint: Constraint | None = None,
     ) -> None:
         params = SamplingParams() if params is None else params
         limits = Limits() if limits is None else limits
@@ -190,7 +193,7 @@ class Request:
         check_drafts(max_drafts, "engine: expected max_drafts")
         self.id, self.limits, self.adapter, self.consumer = id, limits, adapter, consumer
         self.ids, self.prompt_tokens = array("q", prompt), len(prompt)
-        self.sampler = Sampler(params, prompt)
+        self.sampler = Sampler(params, prompt, constraint)
         self.max_drafts = MOST_DRAFTS if max_drafts == AUTO else max_drafts
         self.acceptance = Acceptance() if max_drafts == AUTO else None
         self.epoch = self.computed = 0

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,9 @@ from torch import Tensor
 from bitnet_ops import ops
 from bitnet_ops.errors import BitNetError
 from bitnet_ops.models.step_batch import logit_rounds
+
+if TYPE_CHECKING:
+    from bitnet_ops.generate.constraint import Constraint
 
 _BIAS, _REPETITION, _SUBTRACTED = range(3)
 _SMALLEST, _LARGEST = 2.0**-126, 2.0**127  # float32, in which the op takes penalties
@@ -215,10 +218,17 @@ class Sampler:
     Args:
         params: the options.
         seen: ids of the prompt, which the repetition penalty counts as used.
+        constraint: says which tokens may come.
     Attributes: `params`; `seed`, the one given or the one chosen, so that a run can be repeated.
     """
 
-    def __init__(self, params: SamplingParams, seen: Iterable[int] = ()) -> None:
+    def __init__(
+        self,
+        params: SamplingParams,
+        seen: Iterable[int] = (),
+        constraint: Constraint | None = None,
+    ) -> None:
+        self.constraint = constraint
         self.params = params = params.seeded()
         self.edits = LogitEdits(params, seen)
         self.seed = params.seed
@@ -241,6 +251,8 @@ class Sampler:
     def add(self, token: int) -> None:
         """The next token is this one."""
         self.edits.add(token)
+        if self.constraint is not None:
+            self.constraint.add(token)
         if self._uniforms:
             self._uniforms.popleft()
 
@@ -248,15 +260,19 @@ class Sampler:
 def sample_rows(samplers: Sequence[Sampler], logits: Tensor) -> list[Sampled]:
     """The next token of every sampler, which counts it, from its row of logits f32 [R, V].
 
-    A row without a distribution has its error; it counts nothing and leaves the others alone.
+    A row without a distribution has its error; it counts nothing and leaves the others alone. Rows
+    under a constraint may be overwritten.
     """
     if not samplers:
         return []
     logits = logits.to(torch.float32)
-    tokens = ops.sample_tokens(*_arguments(samplers, logits)).tolist()
+    allowed, errors = _constrained(samplers, logits)
+    tokens = ops.sample_tokens(*_arguments(samplers, allowed)).tolist()
     found = []
     for row, (sampler, token) in enumerate(zip(samplers, tokens, strict=True)):
-        if token < 0:
+        if row in errors:
+            found.append(Sampled(error=errors[row]))
+        elif token < 0:
             found.append(Sampled(error=_no_token(logits[row])))
         else:
             sampler.add(token)
@@ -304,6 +320,42 @@ def sample_steps(
                 errors[i] = one.error
         begin += len(members)
     return list(zip(found, errors, strict=True))
+
+
+# What is added to eight logits for a byte of a mask, the lowest bit first.
+_FORBID = np.where(np.arange(256)[:, None] >> np.arange(8) & 1, 0, -np.inf).astype(np.float32)
+
+
+def _constrained(
+    samplers: Sequence[Sampler], logits: Tensor
+) -> tuple[Tensor, dict[int, SamplingError]]:
+    """The logits, -inf where a constraint forbids a token; and why rows cannot go on."""
+    masks: dict[int, npt.NDArray[np.uint8]] = {}
+    errors: dict[int, SamplingError] = {}
+    for row, sampler in enumerate(samplers):
+        if sampler.constraint is None:
+            continue
+        try:
+            mask = sampler.constraint.mask()
+        except SamplingError as error:
+            errors[row] = error
+            continue
+        except Exception as error:  # a defect, of this row: the others go on
+            errors[row] = SamplingError(f"sampling: expected a mask, got: {error!r}")
+            continue
+        if mask is not None and 8 * len(mask) < logits.shape[1]:
+            errors[row] = SamplingError("sampling: expected a mask of all tokens, got fewer")
+        elif mask is not None:
+            masks[row] = mask
+    if masks:
+        if any(sampler.params.logprobs is not None for sampler in samplers):
+            logits = logits.clone()  # those are of what the model says
+        values = logits.numpy()
+        for row, mask in masks.items():
+            values[row] += np.take(_FORBID, mask, axis=0).reshape(-1)[: logits.shape[1]]
+            if not mask.any():
+                errors[row] = SamplingError("sampling: expected a constraint that allows a token")
+    return logits, errors
 
 
 def _no_token(logits: Tensor) -> SamplingError:

@@ -6,7 +6,7 @@ The engine knows only tokens; stop texts are found here, in the decoded text.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
@@ -243,11 +243,16 @@ class StreamDecoder:
 
     What `push` returned plus what `finish` returns is `decode` of all ids. Text is held back while
     it ends in U+FFFD, for that may be the beginning of a character whose other bytes are still to
-    come.
+    come. `shown`: special tokens whose names are part of the text although others are left out.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
-        self._tokenizer, self._skip = tokenizer, skip_special_tokens
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        skip_special_tokens: bool = True,
+        shown: Collection[int] = (),
+    ) -> None:
+        self._tokenizer, self._skip, self._shown = tokenizer, skip_special_tokens, shown
         self._context: list[int] = []  # ids whose text is out; they decide about leading spaces
         self._pending: list[int] = []  # ids whose text is not
 
@@ -257,6 +262,8 @@ class StreamDecoder:
 
     def push(self, token_id: int) -> str:
         """The text that `token_id` completes; "" for a special token or a part of a character."""
+        if token_id in self._shown:
+            return self.finish() + self._tokenizer.id_to_token(token_id)
         self._pending.append(token_id)
         text = self._pending_text()
         if not text or text.endswith("\ufffd"):

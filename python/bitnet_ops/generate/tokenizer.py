@@ -7,18 +7,24 @@ end is rejected (tokenizer_guard.py).
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
-from bitnet_ops.errors import BitNetError
 from bitnet_ops.generate import chat
 from bitnet_ops.generate.chat import ChatTemplateError
-from bitnet_ops.generate.tokenizer_guard import MOST_BYTES, MOST_TOKEN, check_backend
+from bitnet_ops.generate.given_text import ChatText, GivenText
+from bitnet_ops.generate.tokenizer_guard import (
+    MOST_BYTES,
+    MOST_TOKEN,
+    TokenizerError,
+    check_backend,
+    library_errors,
+)
 from bitnet_ops.untrusted import UntrustedFileError, read_json_object, read_text
 
 __all__ = ["ChatTemplateError", "Tokenizer", "TokenizerError"]
@@ -34,10 +40,6 @@ END_TOKENS = frozenset(
     <EOT> _<EOT> [EOT] [EOS] <\uff5cend\u2581of\u2581sentence\uff5c>""".split()
 )
 _QUESTION, _ANSWER = "What is it?", "It is a lighthouse."
-
-
-class TokenizerError(BitNetError, ValueError):
-    """A tokenizer that is missing or broken, or an id it does not have."""
 
 
 class Tokenizer:
@@ -79,7 +81,7 @@ class Tokenizer:
             raise TokenizerError(
                 f"tokenizer: expected {path} below {MOST_BYTES >> 20} MiB, got more"
             )
-        with _library_errors(f"{path} to be readable"):
+        with library_errors(f"{path} to be readable"):
             backend = Backend.from_file(str(path))
             # as transformers: a prompt is never cut or filled up because a file says so
             backend.no_truncation()
@@ -108,29 +110,20 @@ class Tokenizer:
 
         `add_special_tokens` lets the tokenizer add those it was trained with, such as `<s>`.
         """
-        with _library_errors("text (str)"):
+        with library_errors("text (str)"):
             return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
 
-    def encode_from(self, text: str, start: int) -> list[int] | None:
-        """The ids that `text` has from the character `start` on, without special tokens added.
-
-        They are cut as the whole text is cut; None where a token lies across `start`, or behind it
-        is none.
-        """
-        with _library_errors("text (str)"):
-            found = self._backend.encode(text, add_special_tokens=False)
-        for i, (begin, _) in enumerate(found.offsets):
-            if begin >= start:
-                across = i > 0 and found.offsets[i - 1][1] > start
-                return None if across else list(found.ids[i:])
-        return None
+    def encode_plain(self, text: str) -> list[int]:
+        """The ids of `text`, in which special tokens written out are plain text."""
+        with library_errors("text (str)"):
+            return self._given_text.encode(text)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of `ids`; bytes that are no UTF-8 become U+FFFD.
 
         An id above the vocabulary has no text (models may have more rows than the tokenizer).
         """
-        with _library_errors("token ids at least 0"):
+        with library_errors("token ids at least 0"):
             return str(self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
     def id_to_token(self, token_id: int) -> str:
@@ -181,59 +174,84 @@ class Tokenizer:
         messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool = True,
         *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
         """The text of a conversation, by the model's own template.
 
         Args:
             messages: [{"role": ..., "content": ...}, ...], at least one. A content is a text, or a
-                list of {"type": "text", "text": ...}, whose texts become one, a line each.
+                list of {"type": "text", "text": ...}, whose texts become one, a line each. With
+                "tool_calls" it may be missing; their arguments are objects.
             add_generation_prompt: end with what opens the assistant's answer.
+            tools: [{"type": "function", "function": {"name", "description", "parameters"}}, ...].
             chat_template_kwargs: options of this template, such as {"enable_thinking": False}.
         Raises ChatTemplateError if the model has no template, or the template fails, rejects, or
-        knows no such option.
+        knows no such option, or no tools.
         """
-        if self.chat_template is None:
-            raise ChatTemplateError(
-                "chat: expected a model with a chat template, got one without (no chat_template in "
-                f"{CONFIG_FILE}, no {TEMPLATE_FILE}); it was not made for conversation: use plain "
-                "continuation (generate, or chat --plain)"
-            )
-        checked = _checked_messages(messages)
-        return chat.render(
-            self.chat_template,
-            checked,
-            add_generation_prompt,
-            self.special_tokens,
-            chat_template_kwargs,
-        )
+        template, given = self._given(messages, tools, chat_template_kwargs)
+        return self._render(template, given, add_generation_prompt)
+
+    def read_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> ChatText:
+        """The text of `render_chat(...)`, which knows its ids.
+
+        The special tokens among them are those that the template writes: where one is written out
+        in what is given, in any text of it, it is read as plain text.
+        """
+        template, given = self._given(messages, tools, chat_template_kwargs)
+        found = self._given_text.mark(template, given)
+        if found is None:
+            return ChatText(self._render(template, given, add_generation_prompt), self._backend)
+        marked, marks = found
+        return self._given_text.read(self._render(template, marked, add_generation_prompt), marks)
 
     def encode_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool = True,
         *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """The ids of `render_chat(...)`; the template itself writes the special tokens."""
-        text = self.render_chat(
-            messages, add_generation_prompt, chat_template_kwargs=chat_template_kwargs
-        )
-        return self.encode(text, add_special_tokens=False)
+        """The ids of `read_chat(...)`: only the template itself writes special tokens."""
+        return self.read_chat(
+            messages, add_generation_prompt, tools=tools, chat_template_kwargs=chat_template_kwargs
+        ).ids()
+
+    def _given(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        options: Mapping[str, Any] | None,
+    ) -> tuple[str, dict[str, Any]]:
+        """The template, and what it is given, checked."""
+        if self.chat_template is None:
+            raise ChatTemplateError(
+                "chat: expected a model with a chat template, got one without (no chat_template in "
+                f"{CONFIG_FILE}, no {TEMPLATE_FILE}); it was not made for conversation: use plain "
+                "continuation (generate, or chat --plain)"
+            )
+        checked, options = _checked_messages(messages), {} if options is None else options
+        chat.check(self.chat_template, checked, options, tools)
+        return self.chat_template, {"messages": checked, "tools": tools, "options": options}
+
+    def _render(self, template: str, given: Mapping[str, Any], prompt: bool) -> str:
+        messages, options, tools = given["messages"], given["options"], given["tools"]
+        return chat.render(template, messages, prompt, self.special_tokens, options, tools)
+
+    @cached_property
+    def _given_text(self) -> GivenText:
+        return GivenText(self._backend, END_TOKENS)
 
 
 # tokenizer_config.json -----------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def _library_errors(expected: str) -> Iterator[None]:
-    """What comes out of the tokenizers library, panics included, as one line."""
-    try:
-        yield
-    except BaseException as error:  # a panic of Rust is no Exception
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise
-        raise TokenizerError(f"tokenizer: expected {expected}, got: {error}") from None
 
 
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
@@ -306,7 +324,11 @@ def _checked_messages(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str
             f"{str(messages)[:80]!r}"
         )
     for m in messages:
-        if not isinstance(m, Mapping) or not isinstance(m.get("role"), str) or "content" not in m:
+        if not (
+            isinstance(m, Mapping)
+            and isinstance(m.get("role"), str)
+            and ("content" in m or m.get("tool_calls"))
+        ):
             raise ChatTemplateError(
                 f"chat: expected every message to have 'role' and 'content', got {str(m)[:80]!r}"
             )
@@ -315,7 +337,7 @@ def _checked_messages(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str
 
 def _content(message: Mapping[str, Any]) -> str | None:
     """The text of a message; none where it calls tools instead."""
-    content = message["content"]
+    content: Any = message.get("content")
     if isinstance(content, str) or (content is None and message.get("tool_calls")):
         return content
     parts = content if isinstance(content, list) else [content]

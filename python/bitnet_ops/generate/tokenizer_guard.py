@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import base64
 import binascii
+import contextlib
 import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tokenizers import Tokenizer as Backend
 
+from bitnet_ops.errors import BitNetError
 from bitnet_ops.untrusted.patterns import check_limits
 
 MOST_BYTES = 256 << 20  # of the file: vocabularies of 256k tokens take 35 MB
@@ -67,6 +69,21 @@ _KNOWN = frozenset(
         *("[0-9][0-9][0-9]", r"[\p{P}\$\+<=>\^~\|]+", r" ?[^(\s|[.,!?…。，、।۔،])]+"),
     }
 )
+
+
+class TokenizerError(BitNetError, ValueError):
+    """A tokenizer that is missing or broken, or an id it does not have."""
+
+
+@contextlib.contextmanager
+def library_errors(expected: str) -> Iterator[None]:
+    """What comes out of the tokenizers library, panics included, as one line."""
+    try:
+        yield
+    except BaseException as error:  # a panic of Rust is no Exception
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise TokenizerError(f"tokenizer: expected {expected}, got: {error}") from None
 
 
 def check_backend(backend: Backend) -> None:

@@ -90,7 +90,7 @@ def parse_json(text: str, name: str, *, strict: bool = False) -> Any:
         _reject(f"JSON nested at most {_DEEPEST} deep in {name}", "deeper nesting")
     except ValueError as error:
         _reject(f"valid JSON in {name}", str(error))
-    if _is_deeper(value, _DEEPEST):
+    if is_deeper(value, _DEEPEST):
         _reject(f"JSON nested at most {_DEEPEST} deep in {name}", "deeper nesting")
     return value
 
@@ -108,7 +108,7 @@ def check_safetensors_header(path: str | os.PathLike[str]) -> None:
     parse_json(text, f"the header of {os.path.basename(path)}", strict=True)
 
 
-def _is_deeper(value: Any, limit: int) -> bool:
+def is_deeper(value: Any, limit: int) -> bool:
     """Whether `value` nests deeper than `limit`; level by level, for it may be deeper than ours."""
     level: list[Any] = [value]
     for _ in range(limit + 1):
