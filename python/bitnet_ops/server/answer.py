@@ -38,6 +38,7 @@ class AnswerText:
     Args:
         index: of the answer.
         opened: whether the prompt has opened the thoughts (see chat.opened_thought).
+        thoughts: whether there may be any; not so where a text is continued as it is.
         form: how calls are written; None: there are none.
         tools: that may be called.
         stop: texts that end the answer; they are looked for in its plain text alone.
@@ -51,6 +52,7 @@ class AnswerText:
         index: int,
         *,
         opened: bool = False,
+        thoughts: bool = True,
         form: ToolForm | None = None,
         tools: Sequence[Tool] = (),
         stop: Sequence[str] = (),
@@ -61,7 +63,9 @@ class AnswerText:
         self._form, self._tools, self._stop, self._new_id = form, tools, tuple(stop), new_id
         self._triggers = () if form is None else form.triggers
         self._openings = () if form is None else form.openings  # until there is some text
-        self._state: Literal["start", "thought", "text", "call"] = "thought" if opened else "start"
+        self._state: Literal["start", "thought", "text", "call"] = "start" if thoughts else "text"
+        if opened:
+            self._state = "thought"
         self._held = ""  # what may become a tag or a stop text
         self._white = ""  # space that is told only if text follows
         self._fresh = opened  # nothing of this part has come: space is left out

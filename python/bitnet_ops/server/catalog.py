@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from bitnet_ops.generate.grammar import Grammars
 from bitnet_ops.language_model import LanguageModel
 from bitnet_ops.server.exchange import AskError
+
+
+class ModelGrammars:
+    """The Grammars of a model, made when they are first wanted; for any threads."""
+
+    def __init__(self, lm: LanguageModel) -> None:
+        self._lm, self._lock = lm, threading.Lock()
+        self._made: Grammars | None = None
+
+    def __call__(self) -> Grammars:
+        with self._lock:
+            if self._made is None:
+                size = self._lm.config.vocab_size
+                self._made = Grammars(self._lm.tokenizer, size, self._lm.stop_ids)
+            return self._made
 
 
 @dataclass(frozen=True)
@@ -15,6 +32,7 @@ class Served:
 
     name: str
     lm: LanguageModel
+    grammars: ModelGrammars
     adapter: str | None = None
 
     @property
@@ -60,9 +78,10 @@ class Catalog:
         *,
         any_name: bool = False,
     ) -> None:
-        self._served = {name: Served(name, lm) for name, lm in models.items()}
+        self._served = {name: Served(name, lm, ModelGrammars(lm)) for name, lm in models.items()}
         for adapter, model in adapters.items():
-            self._served[adapter] = Served(adapter, models[model], adapter)
+            base = self._served[model]
+            self._served[adapter] = Served(adapter, base.lm, base.grammars, adapter)
         self._any_name = any_name
 
     def __iter__(self) -> Iterator[Served]:

@@ -3,23 +3,50 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from bitnet_ops.errors import BitNetError
 from bitnet_ops.generate.tokenizer import ChatTemplateError, TokenizerError
 from bitnet_ops.server.catalog import Served, infill_ids
 from bitnet_ops.server.exchange import Ask, AskError
+from bitnet_ops.server.shape import AnswerShape
 
 
-def prompt_ids(served: Served, ask: Ask) -> list[int]:
-    """The ids to run; raises AskError, 400, for what the model cannot read."""
+@dataclass(frozen=True)
+class Prompt:
+    """ids: to run; text: the same as the chat template has written it, "" without one.
+
+    shape: what the answers have to look like.
+    """
+
+    ids: list[int]
+    text: str
+    shape: AnswerShape
+
+
+def make_prompt(served: Served, ask: Ask) -> Prompt:
+    """The prompt of `ask`; raises AskError, 400, for what the model cannot read or follow."""
+    tokenizer = served.lm.tokenizer
+    shape, text = AnswerShape(ask, tokenizer, served.grammars), ""
     try:
-        ids = _chat_ids(served, ask) if ask.messages is not None else _text_ids(served, ask)
+        if ask.messages is not None:
+            chat = tokenizer.read_chat(
+                shape.messages,
+                tools=shape.tools,
+                chat_template_kwargs=template_options(served, ask),
+            )
+            text, ids = chat.text, chat.ids()
+        else:
+            ids = _text_ids(served, ask)
     except ChatTemplateError as error:
         raise AskError(str(error), field="messages") from None
     except TokenizerError as error:
         raise AskError(str(error), field="prompt") from None
+    _check(served, ask, ids)
+    return Prompt(ids, text, shape)
+
+
+def _check(served: Served, ask: Ask, ids: list[int]) -> None:
     context, vocabulary = served.context_length, served.lm.config.vocab_size
     if not ids:
         raise AskError("server: expected a prompt of at least one token, got none", field="prompt")
@@ -35,7 +62,6 @@ def prompt_ids(served: Served, ask: Ask) -> list[int]:
             field="messages" if ask.messages is not None else "prompt",
             code="context_length_exceeded",
         )
-    return ids
 
 
 def template_options(served: Served, ask: Ask) -> dict[str, Any]:
@@ -49,13 +75,6 @@ def template_options(served: Served, ask: Ask) -> dict[str, Any]:
     template = served.chat_template or ""
     known = {n: v for n, v in wanted.items() if re.search(rf"\b{re.escape(n)}\b", template)}
     return {n: v for n, v in known.items() if n not in ("messages", "add_generation_prompt")}
-
-
-def _chat_ids(served: Served, ask: Ask) -> list[int]:
-    messages: list[Mapping[str, Any]] = list(ask.messages or ())
-    return served.lm.tokenizer.encode_chat(
-        messages, chat_template_kwargs=template_options(served, ask)
-    )
 
 
 def _text_ids(served: Served, ask: Ask) -> list[int]:
@@ -78,12 +97,3 @@ def _text_ids(served: Served, ask: Ask) -> list[int]:
     before = tokenizer.encode(prompt, add_special_tokens=False)
     behind = tokenizer.encode(ask.suffix, add_special_tokens=False)
     return [prefix, *before, suffix, *behind, middle]
-
-
-def as_ask_error(error: BaseException) -> AskError:
-    """What a client is told of an error of the engine's."""
-    if isinstance(error, AskError):
-        return error
-    if isinstance(error, BitNetError | ValueError | TypeError):
-        return AskError(str(error))
-    return AskError("server: the model failed; see the server's log", status=500, code="internal")

@@ -14,21 +14,21 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Generator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from bitnet_ops.generate.engine import Engine, Event, Failed, Finished, Limits, NewToken
+from bitnet_ops.generate.grammar import ConstraintError
 from bitnet_ops.generate.request import Consumer, PromptError
 from bitnet_ops.generate.run import TokenLogprobs
 from bitnet_ops.generate.sampling import SamplingError, SamplingParams
 from bitnet_ops.generate.scoring import embed_steps, prompt_logprobs_steps
-from bitnet_ops.generate.text import StopText
 from bitnet_ops.generate.turns import EngineThread
 from bitnet_ops.nn.blocks import PoolFullError
 from bitnet_ops.server.catalog import Catalog, Served
-from bitnet_ops.server.exchange import Ask, AskError, Delta, End, Text
+from bitnet_ops.server.exchange import Ask, AskError, CallArguments, Delta, Reasoning, Text
 from bitnet_ops.server.gate import Gate, Ticket
 from bitnet_ops.server.metrics import Metrics
-from bitnet_ops.server.prompt import prompt_ids
+from bitnet_ops.server.prompt import Prompt, make_prompt
 
 T = TypeVar("T")
 _LOG = logging.getLogger(__name__)
@@ -104,8 +104,8 @@ class Service:
         self._check(served, ask)
         ticket = self.gate.enter(client, ask.n, background=ask.background)
         try:
-            ids = await asyncio.to_thread(prompt_ids, served, ask)
-            most = served.context_length - len(ids) + (ask.max_tokens == 0)
+            prompt = await asyncio.to_thread(make_prompt, served, ask)
+            most = served.context_length - len(prompt.ids) + (ask.max_tokens == 0)
             for bound in (ask.max_tokens, self.options.max_tokens):
                 most = most if bound is None else min(most, bound)
             params = _params(served, ask)
@@ -116,7 +116,7 @@ class Service:
         except BaseException:
             ticket.leave()
             raise
-        return Answer(self, served, ask, ids, params, most, ticket)
+        return Answer(self, served, ask, prompt, params, most, ticket)
 
     def _check(self, served: Served, ask: Ask) -> None:
         if served.lm.config.embedding_only:
@@ -206,12 +206,12 @@ class Answer:
         service: Service,
         served: Served,
         ask: Ask,
-        ids: list[int],
+        prompt: Prompt,
         params: SamplingParams,
         max_tokens: int,
         ticket: Ticket,
     ) -> None:
-        self.served, self.ask, self.ids = served, ask, ids
+        self.served, self.ask, self.ids, self._prompt = served, ask, prompt.ids, prompt
         self.created, self.cached_tokens = int(time.time()), 0
         self.timing = AnswerTiming(time.perf_counter())
         self._service, self._ticket, self._params, self._most = service, ticket, params, max_tokens
@@ -302,11 +302,12 @@ class Answer:
                     limits,
                     adapter=self.served.adapter,
                     max_drafts=self._service.options.speculation,  # type: ignore[arg-type]
+                    constraint=self._prompt.shape.constraint(self._prompt.text),
                     consumer=consumer,
                 )
             except (ValueError, TypeError) as error:
                 raise AskError(str(error)) from None
-            self._choices[id] = Choice(index, StopText(lm.tokenizer, ask.stop))
+            self._choices[id] = Choice(index, self._prompt)
 
     # Events --------------------------------------------------------------------------------------
 
@@ -392,33 +393,29 @@ class AnswerTiming:
 class Choice:
     """One of the answers: its tokens become deltas."""
 
-    def __init__(self, index: int, text: StopText) -> None:
-        self.index, self.ended = index, False
-        self._text, self.tokens = text, 0
-        self._logprobs: list[TokenLogprobs] = []  # of tokens whose text is held back
+    def __init__(self, index: int, prompt: Prompt) -> None:
+        self.index, self.ended, self.tokens = index, False, 0
+        self._decoder = prompt.shape.decoder()
+        self._text = prompt.shape.text(index, prompt.text)
 
     def add(self, event: NewToken, deltas: list[Delta]) -> None:
         self.tokens += 1
+        logprobs: tuple[TokenLogprobs, ...] = ()
         if event.logprob is not None:
-            one = TokenLogprobs(event.token_id, event.logprob, event.top_logprobs)
-            self._logprobs.append(one)
-        self._say(self._text.push(event.token_id), deltas)
+            logprobs = (TokenLogprobs(event.token_id, event.logprob, event.top_logprobs),)
+        deltas += self._text.push(self._decoder.push(event.token_id), logprobs)
         if self._text.stopped is not None:
             self._end("stop", deltas)
 
     def finish(self, event: Finished, deltas: list[Delta]) -> None:
-        self._say(self._text.finish(), deltas, last=True)
+        if rest := self._decoder.finish():
+            deltas += self._text.push(rest)
         self.tokens += event.reason == "stop"
-        self._end("stop" if event.reason in ("stop", "abort") else "length", deltas)
+        self._end(event.reason, deltas)
 
-    def _say(self, text: str, deltas: list[Delta], *, last: bool = False) -> None:
-        if text or (last and self._logprobs):
-            deltas.append(Text(self.index, text, tuple(self._logprobs)))
-            self._logprobs.clear()
-
-    def _end(self, reason: Any, deltas: list[Delta]) -> None:
+    def _end(self, reason: str, deltas: list[Delta]) -> None:
         self.ended = True
-        deltas.append(End(self.index, reason, self._text.stopped, self.tokens))
+        deltas += self._text.end(reason, self.tokens)
 
 
 def _merged(deltas: list[Delta]) -> list[Delta]:
@@ -426,10 +423,16 @@ def _merged(deltas: list[Delta]) -> list[Delta]:
     found: list[Delta] = []
     for delta in deltas:
         last = found[-1] if found else None
-        if isinstance(delta, Text) and isinstance(last, Text) and last.index == delta.index:
-            found[-1] = Text(delta.index, last.text + delta.text, (*last.logprobs, *delta.logprobs))
-        else:
-            found.append(delta)
+        if isinstance(delta, Text | Reasoning) and type(last) is type(delta):
+            if last.index == delta.index:
+                logprobs = (*last.logprobs, *delta.logprobs)
+                found[-1] = replace(delta, text=last.text + delta.text, logprobs=logprobs)
+                continue
+        if isinstance(delta, CallArguments) and isinstance(last, CallArguments):
+            if (last.index, last.call) == (delta.index, delta.call):
+                found[-1] = replace(delta, text=last.text + delta.text)
+                continue
+        found.append(delta)
     return found
 
 
@@ -442,7 +445,7 @@ def _failure(event: Failed) -> AskError:
     error = event.error
     if isinstance(error, PoolFullError):
         return AskError(str(error), status=503, code="unavailable")
-    if isinstance(error, PromptError):
+    if isinstance(error, PromptError | ConstraintError):
         return AskError(str(error))
     _LOG.error("an answer failed", exc_info=error)
     return AskError("server: the model failed; see the server's log", status=500, code="internal")

@@ -82,6 +82,8 @@ class AnswerShape:
             inner = self._grammar.lazy(self._form.triggers, self._form.openings, repeat=several)
         elif self._grammar is not None:
             inner = self._grammar.start()
+        if self._ask.messages is None:
+            return inner
         opened, budget = bool(opened_thought(prompt)), self._ask.thinking_budget
         thinks = opened or (
             THINK in self._template and not prompt.rstrip().endswith(END_OF_THOUGHT)
@@ -95,7 +97,8 @@ class AnswerShape:
         """What makes deltas of the text of answer `index`."""
         return AnswerText(
             index,
-            opened=bool(opened_thought(prompt)),
+            opened=self._ask.messages is not None and bool(opened_thought(prompt)),
+            thoughts=self._ask.messages is not None,
             form=self._form,
             tools=self._called,
             stop=self._ask.stop,
@@ -103,6 +106,8 @@ class AnswerShape:
 
     def decoder(self) -> StreamDecoder:
         """What makes text of an answer's tokens; special tokens that make calls are shown."""
+        if self._ask.messages is None:
+            return StreamDecoder(self._tokenizer)
         names = (THINK, END_OF_THOUGHT, *(() if self._form is None else self._form.special))
         ids = [self._tokenizer.token_id(name) for name in names]
         return StreamDecoder(self._tokenizer, shown=frozenset(i for i in ids if i is not None))
