@@ -1,0 +1,174 @@
+// How one message looks: a question as it was typed, an answer as Markdown, what can be done with it.
+
+import { copyText, h, iconButton, number } from "/page/dom.js";
+import { Markdown } from "/page/markdown.js";
+
+/**
+ * The view of a message. actions: edit(message, text), regenerate(message), choose(message) of a
+ * sibling, focus() for the field of the next message.
+ */
+export class MessageView {
+  constructor(message, actions) {
+    this.message = message;
+    this.actions = actions;
+    this.foot = h("footer", { class: "foot" });
+    this.versions = h("div", { class: "versions", role: "group", "aria-label": "Versions" });
+    const title = `title-${message.id}`;
+    const user = message.role === "user";
+    this.element = h(
+      "article",
+      { class: user ? "question" : "answer", "aria-labelledby": title, "data-id": message.id },
+      h("h2", { id: title, class: user ? "sr-only" : "who" }, user ? "You" : message.model),
+    );
+    if (user) this.buildQuestion();
+    else this.buildAnswer();
+  }
+
+  buildQuestion() {
+    this.bubble = h("div", { class: "bubble", dir: "auto" }, this.message.text);
+    const copy = iconButton("copy", "Copy", () => copyText(this.message.text, copy));
+    const edit = iconButton("edit", "Edit", () => this.edit(), { "data-action": "edit" });
+    this.foot.append(this.versions, copy, edit);
+    this.element.append(this.bubble, this.foot);
+  }
+
+  buildAnswer() {
+    this.summary = h("summary", {});
+    this.thoughts = h("div", { class: "thought", dir: "auto" });
+    this.details = h("details", { class: "thoughts", hidden: true }, this.summary, this.thoughts);
+    this.body = h("div", { class: "markdown" });
+    this.markdown = new Markdown(this.body);
+    this.waiting = h("p", { class: "waiting" }, h("i"), h("i"), h("i"), h("span", { class: "sr-only" }, "Waiting for the answer"));
+    this.note = h("p", { class: "note", hidden: true });
+    const text = () => this.message.text;
+    const copy = iconButton("copy", "Copy", () => copyText(text(), copy));
+    this.again = iconButton("again", "Answer again", () => this.actions.regenerate(this.message), { "data-action": "again" });
+    this.buttons = h("div", { class: "buttons" }, copy, this.again);
+    this.stats = h("p", { class: "stats" });
+    this.foot.append(this.versions, this.buttons, this.stats);
+    this.element.append(this.details, this.body, this.waiting, this.note, this.foot);
+  }
+
+  /** Shows what the message holds now. run: of answering.js while the answer is coming. */
+  update(run = null) {
+    const { message } = this;
+    if (message.role === "user") return;
+    const { text, thoughts, thinking_ms, finish, stats } = message;
+    const active = run !== null;
+    this.element.setAttribute("aria-busy", String(active));
+    this.details.hidden = !thoughts;
+    this.summary.textContent = active && !text ? "Thinking …" : thoughtFor(thinking_ms);
+    if (this.thoughts.textContent !== thoughts) this.thoughts.textContent = thoughts;
+    this.markdown.update(text);
+    this.waiting.hidden = !active || Boolean(text || thoughts || run.note);
+    this.buttons.hidden = active;
+    this.showNote(active ? run.note : noteOf(message), finish === "error" && !active);
+    this.stats.replaceChildren(...(stats ? statsOf(stats, active) : []));
+  }
+
+  showNote(text, failed) {
+    this.note.hidden = !text;
+    this.note.classList.toggle("failed", failed);
+    if (this.note.dataset.text === text) return;
+    this.note.dataset.text = text;
+    const retry = failed && h("button", { type: "button", onclick: () => this.actions.regenerate(this.message) }, "Try again");
+    this.note.replaceChildren(h("span", {}, text), ...(retry ? [retry] : []));
+  }
+
+  /** Which of its `siblings` this one is; nothing where it is the only one. */
+  showVersions(siblings) {
+    const at = siblings.indexOf(this.message);
+    this.versions.hidden = siblings.length < 2;
+    if (this.versions.hidden) return this.versions.replaceChildren();
+    const go = (step, action) => () => {
+      this.actions.choose(siblings[(at + step + siblings.length) % siblings.length], action);
+    };
+    this.versions.replaceChildren(
+      iconButton("left", "Previous version", go(-1, "previous"), { "data-action": "previous" }),
+      h("span", { "aria-label": `Version ${at + 1} of ${siblings.length}`, role: "img" }, `${at + 1}/${siblings.length}`),
+      iconButton("right", "Next version", go(1, "next"), { "data-action": "next" }),
+    );
+  }
+
+  /** Turns the question into a field; sending it makes another version. */
+  edit() {
+    if (this.element.classList.contains("editing")) return;
+    const field = h("textarea", { "aria-label": "Edit your message", rows: "1", oninput: () => fit(field) });
+    field.value = this.message.text;
+    const close = () => {
+      form.remove();
+      this.element.classList.remove("editing");
+    };
+    const send = () => {
+      const text = field.value.trim();
+      if (!text) return;
+      close();
+      this.actions.edit(this.message, text);
+      this.actions.focus();
+    };
+    const cancel = () => {
+      close();
+      this.foot.querySelector('[data-action="edit"]').focus();
+    };
+    const form = h(
+      "form",
+      { class: "editor", onsubmit: (event) => (event.preventDefault(), send()) },
+      field,
+      h(
+        "div",
+        { class: "row end" },
+        h("button", { type: "button", onclick: cancel }, "Cancel"),
+        h("button", { class: "primary" }, "Send"),
+      ),
+    );
+    form.addEventListener("keydown", (event) => {
+      if (event.key === "Escape") {
+        event.stopPropagation();
+        cancel();
+      } else if (event.target === field && sends(event)) {
+        event.preventDefault();
+        send();
+      }
+    });
+    this.element.classList.add("editing");
+    this.element.insertBefore(form, this.foot);
+    fit(field);
+    field.focus();
+  }
+}
+
+/** Whether a key sends: Enter, unless it makes a new line, ends a composed character or is on a phone. */
+export const sends = (event) =>
+  event.key === "Enter" &&
+  !event.shiftKey &&
+  !event.isComposing &&
+  (event.ctrlKey || event.metaKey || !matchMedia("(pointer: coarse)").matches);
+
+/** Makes a field as high as its text; the style sheet says how high at most. */
+export function fit(field) {
+  field.style.height = "auto";
+  field.style.height = `${field.scrollHeight}px`;
+}
+
+function thoughtFor(ms) {
+  return ms ? `Thought for ${ms < 9950 ? number(ms / 1000, 1) : number(ms / 1000)} s` : "Thoughts";
+}
+
+function noteOf({ finish, error, text }) {
+  if (finish === "error") return error;
+  if (finish === "stopped") return "Stopped.";
+  if (finish === "length") return "Cut off at the limit of tokens.";
+  if (finish === "content_filter") return "Cut off by a filter.";
+  if (!finish) return "Not finished: the page was closed, or another tab is receiving it.";
+  return text ? "" : "The model said nothing.";
+}
+
+function statsOf({ rate, first_ms, prompt, cached, tokens }, active) {
+  const parts = [];
+  if (rate) parts.push(`${number(rate, rate < 99.5 ? 1 : 0)} tokens/s`);
+  if (active) return [h("span", {}, parts[0] ?? "")];
+  if (tokens) parts.push(`${number(tokens)} ${tokens === 1 ? "token" : "tokens"}`);
+  if (first_ms) parts.push(`first after ${number(first_ms / 1000, 2)} s`);
+  if (prompt) parts.push(`prompt ${number(prompt)}${cached ? ` (${number(cached)} cached)` : ""}`);
+  return parts.map((part) => h("span", {}, part));
+}
