@@ -87,6 +87,9 @@ class EngineStats:
     accepted_drafts: int
     state_slots: int = 0
     checkpoints: int = 0
+    disk_pieces: int = 0  # files of the prefix cache on disk, and their MiB
+    disk_mb: float = 0.0
+    disk_tokens: int = 0  # that it gave, and that did not have to be computed
 
 
 @dataclass
@@ -437,7 +440,7 @@ class Scheduler:
             self._register_last(request)
         if self.states is not None:
             self.states.leave(request, keep=self.options.prefix_cache)
-        self.allocator.free(request.blocks)
+        self.allocator.free(request.blocks, keep=request.keep_prefix)
         request.blocks = []
         request.computed = 0
 
