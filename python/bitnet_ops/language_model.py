@@ -66,6 +66,8 @@ def load(
     convert: bool = True,
     lora: _Folder | Mapping[str, _Folder] | None = None,
     kv_cache_mb: float | None = None,
+    prefix_dir: _Folder | None = None,
+    prefix_dir_mb: float = 4096,
 ) -> LanguageModel:
     """Open a model.
 
@@ -100,6 +102,8 @@ def load(
             added and removed later: `LanguageModel.add_adapter`.
         kv_cache_mb: the most memory, in MiB, for keys and values; None: as Engine decides, by what
             the machine, its container and the process' limits leave.
+        prefix_dir, prefix_dir_mb: a directory that keeps keys and values of prompts after a restart
+            too, and the most MiB of it; see Engine.
     Returns the LanguageModel.
     Raises LoadError, loading.resolve.HubError, convert.ConvertError, config.UnsupportedModelError,
     formats.sglbitnt.SglbitntError, models.TensorError, lora.LoraError or tokenizer.TokenizerError:
@@ -112,14 +116,19 @@ def load(
     check_activation_format(activation_format)
     adapters = _read_adapters(lora)
     found = resolve(DEMO_DIR if path is None else path, convert=convert, cache=cache)
-    form = *dtypes, weight_format, head_format, activation_format, kv_cache_mb
+    form = *dtypes, weight_format, head_format, activation_format
+    memory = {
+        "kv_cache_mb": kv_cache_mb,
+        "prefix_dir": prefix_dir,
+        "prefix_dir_mb": prefix_dir_mb,
+    }
     try:
-        return _open(found.file, *form, adapters)
+        return _open(found.file, *form, adapters, memory)
     except sglbitnt.SglbitntError as error:
         if found.source is None:
             raise
         found = convert_again(found, error)
-    return _open(found.file, *form, adapters)
+    return _open(found.file, *form, adapters, memory)
 
 
 def _open(
@@ -129,8 +138,8 @@ def _open(
     weight_format: str,
     head_format: str,
     activation_format: str,
-    kv_cache_mb: float | None,
     adapters: Mapping[str | None, Adapter],
+    memory: Mapping[str, Any],
 ) -> LanguageModel:
     model = load_model(file, dtype, weight_format, head_format)
     model.set_activation_format(activation_format)
@@ -146,7 +155,7 @@ def _open(
         kv_dtype=kv_dtype,
         path=file,
         generation=generation,
-        kv_cache_mb=kv_cache_mb,
+        **memory,
     )
 
 
@@ -164,7 +173,7 @@ class LanguageModel:
     Args:
         model, tokenizer: what runs; without a tokenizer prompts are token ids.
         stop_ids: ids that end a text; None: those of the model's config.
-        kv_dtype, kv_cache_mb: of keys and values, as of `load`.
+        kv_dtype, kv_cache_mb, prefix_dir, prefix_dir_mb: of keys and values, as of `load`.
         path: where the model came from, for messages.
         generation: what its generation_config.json says.
     Attributes: `config`, `model`, `tokenizer`, `engine`, `stop_ids` (end of text), `path`, and
@@ -183,11 +192,19 @@ class LanguageModel:
         path: Path | None = None,
         generation: GenerationConfig | None = None,
         kv_cache_mb: float | None = None,
+        prefix_dir: _Folder | None = None,
+        prefix_dir_mb: float = 4096,
     ) -> None:
         self.model, self.path = model, path
         self.generation = GenerationConfig() if generation is None else generation
         self._tokenizer = tokenizer
-        self.engine = Engine(model, kv_dtype=kv_dtype, kv_cache_mb=kv_cache_mb)
+        self.engine = Engine(
+            model,
+            kv_dtype=kv_dtype,
+            kv_cache_mb=kv_cache_mb,
+            prefix_dir=prefix_dir,
+            prefix_dir_mb=prefix_dir_mb,
+        )
         self.stop_ids = frozenset(model.config.eos_token_ids) if stop_ids is None else stop_ids
 
     def __repr__(self) -> str:

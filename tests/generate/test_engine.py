@@ -160,6 +160,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"max_drafts": "many"}, ValueError, "max_drafts"),
     ({"max_drafts": True}, ValueError, "max_drafts"),
     ({"max_drafts": None}, ValueError, "max_drafts"),
+    ({"keep_prefix": 1}, TypeError, "keep_prefix as bool"),
 ]
 
 
@@ -294,6 +295,8 @@ def test_lists_of_prompts_and_params_are_checked() -> None:
         ({"kv_cache_mb": NAN}, "kv_cache_mb above 0, got nan"),
         ({"prefix_cache_mb": -1}, "prefix_cache_mb at least 0"),
         ({"kv_dtype": torch.int16}, "engine: expected kv_dtype"),
+        ({"prefix_dir_mb": 0}, "prefix_dir_mb above 0"),
+        ({"prefix_dir_mb": NAN}, "prefix_dir_mb above 0, got nan"),
     ],
 )
 def test_options_of_an_engine_are_checked(options: dict[str, Any], message: str) -> None:
@@ -304,6 +307,8 @@ def test_options_of_an_engine_are_checked(options: dict[str, Any], message: str)
 def test_a_model_without_step_is_refused() -> None:
     with pytest.raises(TypeError, match=r"engine: expected a model with config and step\(batch"):
         Engine(object())  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="a model with identity.* leave out prefix_dir"):
+        Engine(Counting(), prefix_dir="x")
 
 
 # What fails -------------------------------------------------------------------------------------

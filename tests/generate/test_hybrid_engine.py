@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import os
 import random
+from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -74,7 +76,7 @@ def prompts_of(rng: random.Random) -> list[list[int]]:
     return found
 
 
-def engine_of(model: Decoder, rng: random.Random) -> Engine:
+def engine_of(model: Decoder, rng: random.Random, **form: Any) -> Engine:
     options = SchedulerOptions(
         token_budget=rng.choice([8, 16, 64]),
         max_sequences=rng.choice([1, 4, 8, 8]),
@@ -82,18 +84,20 @@ def engine_of(model: Decoder, rng: random.Random) -> Engine:
         checkpoint_tokens=rng.choice([4, 16, 64]),
         prefix_cache=rng.random() < 0.8,
     )
-    engine = Engine(model, scheduling=options, block_size=rng.choice([4, 16]), kv_cache_mb=40)
+    engine = Engine(model, scheduling=options, kv_cache_mb=40, **form)
     blocks = rng.choice([132, 132, 180, 6400]) // engine.block_size
     sizes = engine._sizes._replace(blocks=blocks, slots=rng.choice([1, 2, 8, 40, 40]))
     engine._sizes = sizes
     return engine
 
 
-def run_schedule(model: Decoder, seed: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+def run_schedule(
+    model: Decoder, seed: int, monkeypatch: pytest.MonkeyPatch, directory: Path
+) -> Counter[str]:
+    """Every other one over a prefix cache on disk, with a restart in between."""
     rng = random.Random(seed)
     drafter = Drafter(rng)
     monkeypatch.setattr(scheduler, "propose", drafter)
-    engine = engine_of(model, rng)
     jobs, wanted = [], []
     for prompt in prompts_of(rng):
         params = SamplingParams(temperature=rng.choice([0, 0, 1.0]), seed=rng.randrange(3))
@@ -102,6 +106,20 @@ def run_schedule(model: Decoder, seed: int, monkeypatch: pytest.MonkeyPatch) -> 
         wanted.append(alone(model, prompt, params, limits))
         drafter.texts.append(prompt + wanted[-1])
         jobs.append((prompt, params, limits, rng.choice([0, 3, MOST_DRAFTS])))
+    form: dict[str, Any] = {"block_size": rng.choice([4, 16])}
+    if seed // 2 % 2 == 0:
+        return run_jobs(engine_of(model, rng, **form), rng, jobs, wanted, seed)
+    seen, form["prefix_dir"] = Counter[str](), directory / str(seed)
+    for at in (slice(len(jobs) // 2), slice(len(jobs))):
+        engine = engine_of(model, rng, **form)
+        seen += run_jobs(engine, rng, jobs[at], wanted[at], seed)
+        engine.close()
+    return seen
+
+
+def run_jobs(
+    engine: Engine, rng: random.Random, jobs: list[Any], wanted: list[list[int]], seed: int
+) -> Counter[str]:
     events: dict[int, list[Any]] = {}
     waiting, ids = list(jobs), list[int]()
     while waiting or engine.has_work:
@@ -113,6 +131,7 @@ def run_schedule(model: Decoder, seed: int, monkeypatch: pytest.MonkeyPatch) -> 
                     params,
                     limits,
                     max_drafts=drafts,
+                    keep_prefix=rng.random() < 0.8,
                     consumer=lambda event: events.setdefault(event.request_id, []).append(event),
                 )
             )
@@ -125,19 +144,22 @@ def run_schedule(model: Decoder, seed: int, monkeypatch: pytest.MonkeyPatch) -> 
             assert isinstance(last.error, PoolFullError)  # a pool too small for it alone
             continue
         assert [e.token_id for e in events[id] if isinstance(e, NewToken)] == tokens, seed
-    return {
-        "accepted": stats.accepted_drafts,
-        "rejected": stats.drafted_tokens - stats.accepted_drafts,
-        "reused": stats.reused_tokens,
-        "preempted": stats.preemptions,
-    }
+    return Counter(
+        accepted=stats.accepted_drafts,
+        rejected=stats.drafted_tokens - stats.accepted_drafts,
+        reused=stats.reused_tokens,
+        preempted=stats.preemptions,
+        disk=stats.disk_tokens,
+    )
 
 
 @pytest.mark.parametrize("part", range(2))
-def test_schedules(model: Decoder, part: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    total = dict.fromkeys(("accepted", "rejected", "reused", "preempted"), 0)
+def test_schedules(
+    model: Decoder, part: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    total = dict.fromkeys(("accepted", "rejected", "reused", "preempted", "disk"), 0)
     for seed in range(part, SCHEDULES, 2):
-        for name, count in run_schedule(model, seed, monkeypatch).items():
+        for name, count in run_schedule(model, seed, monkeypatch, tmp_path).items():
             total[name] += count
     assert min(total.values()) > 0, total  # or the schedules say nothing about it
 
@@ -204,6 +226,23 @@ def test_checkpoints_are_bounded_and_the_least_used_goes(model: Decoder) -> None
         reused(engine, [i + 1] * 50)
         assert engine.stats().checkpoints <= 2
     assert reused(engine, [5] * 50)[0] == 48 and reused(engine, [1] * 50)[0] == 0
+
+
+@pytest.mark.parametrize("asked", range(2))
+def test_requests_in_the_background_take_no_state_of_others(model: Decoder, asked: int) -> None:
+    delta_net = model.config.delta_net
+    assert delta_net is not None
+    two = 2 * slot_bytes(delta_net) / 2**20
+    engine = Engine(model, block_size=16, kv_cache_mb=40, prefix_cache_mb=two + 0.01)
+    turns = [[i + 1] * 10 for i in range(2)]  # shorter than a block: one state each
+    for turn in turns:
+        reused(engine, turn, 1)
+    for i in range(5):
+        engine.add([i + 9] * 10, limits=Limits(1), keep_prefix=False)
+        while engine.has_work:
+            engine.step()
+    # one of them alone, for its new state takes the place of the other
+    assert reused(engine, [*turns[asked], 99], 1)[0] == 10
 
 
 def test_other_weights_find_no_states(model: Decoder) -> None:

@@ -174,6 +174,30 @@ def test_the_rest_of_a_block_is_written_in_place_if_nobody_has_it() -> None:
     assert driver.stats().reused_tokens == 3 + 3
 
 
+@pytest.mark.parametrize("keep", [True, False])
+def test_a_conversation_survives_a_burst_of_titles_in_the_background(keep: bool) -> None:
+    driver = Driver(blocks=50, block_size=4)
+    turn = [1, 2, 3, 4, 5] * 20
+    for title in [None, *range(10)]:
+        prompt = turn if title is None else [6, title, *range(10)] * 5
+        driver.add(prompt, limits=Limits(3), keep_prefix=keep or title is None)
+        while driver.has_work:
+            driver.step()
+    driver.comes([*turn, 7, 7])
+    assert driver.counts() == ([102 - 100] if not keep else [102])
+
+
+def test_what_others_have_used_of_a_title_stays() -> None:
+    driver = Driver(blocks=16, block_size=4)
+    system = [1, 2, 3, 4] * 4
+    for ids in (system + [5] * 8, system + [6] * 8, [7] * 44):
+        driver.add(ids, limits=Limits(1), keep_prefix=False)
+        while driver.has_work:
+            driver.step()
+    driver.comes([*system, 8])
+    assert driver.counts() == [1], "two titles begin so"
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [

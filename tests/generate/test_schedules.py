@@ -7,6 +7,7 @@ real ones with caches of every type, fused and composed.
 from __future__ import annotations
 
 import os
+import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -53,6 +54,7 @@ class Job:
     limits: Limits
     adapter: str | None
     max_drafts: int | Literal["auto"]
+    keep_prefix: bool
     arrives: int
     aborted: int | None  # at that many steps after its arrival
 
@@ -85,6 +87,7 @@ def random_job(r: Random) -> Job:
         Limits(r.choice([0, 1, 5, 12, 20, 20]), r.choice([frozenset(), frozenset({6})])),
         adapter=r.choice([None, None, "a"]),
         max_drafts=r.choice([0, 0, 1, 4, "auto"]),
+        keep_prefix=r.choice([True, True, False]),
         arrives=r.choice([0, 0, 1, 2, 6]),
         aborted=r.choice([None, None, None, None, r.randrange(12)]),
     )
@@ -119,6 +122,7 @@ class Play:
 
     world: World
     jobs: list[Job]
+    prefix_dir: str | None = None
     expected: dict[int, Answer] = field(default_factory=dict)
     tokens: dict[int, list[int]] = field(default_factory=dict)
     endings: dict[int, str] = field(default_factory=dict)
@@ -128,7 +132,7 @@ class Play:
     def __post_init__(self) -> None:
         model = FakeModel(self.world.max_positions, calls=self.run_model)
         self.engine = FakeEngine(
-            self.world.blocks, self.world.block_size, model, self.world.options
+            self.world.blocks, self.world.block_size, model, self.world.options, self.prefix_dir
         )
         self.now = 0
         self.acted = True
@@ -150,7 +154,12 @@ class Play:
                 self.engine.add(job.prompt, job.params, job.limits)
             job = Job(**{**job.__dict__, "prompt": job.prompt[: self.world.max_positions]})
         self.ids[i] = self.engine.add(
-            job.prompt, job.params, job.limits, adapter=job.adapter, max_drafts=job.max_drafts
+            job.prompt,
+            job.params,
+            job.limits,
+            adapter=job.adapter,
+            max_drafts=job.max_drafts,
+            keep_prefix=job.keep_prefix,
         )
         self.expected[self.ids[i]] = alone(
             job.prompt,
@@ -205,6 +214,7 @@ class Play:
         assert (stats.waiting, stats.running, stats.used_blocks) == (0, 0, 0)
         self.seen["preemption"] += stats.preemptions
         self.seen["reused"] += stats.reused_tokens
+        self.seen["disk"] += stats.disk_tokens
         self.seen["rejected"] += stats.drafted_tokens - stats.accepted_drafts
         self.seen["accepted"] += stats.accepted_drafts
         self.seen["copy"] += self.engine.pool.copies
@@ -214,21 +224,26 @@ class Play:
 
 SEEN: Counter[str] = Counter()
 ENDINGS = ("stop", "length", "context", "abort", "SamplingError", "PoolFullError", "Broken")
-MUST_HAPPEN = (*ENDINGS, "preemption", "copy", "reused", "rejected", "accepted")
+MUST_HAPPEN = (*ENDINGS, "preemption", "copy", "reused", "rejected", "accepted", "disk")
 
 
 # True randomness keeps examples rich, which count here; use_true_random=False shrinks a failure.
 @hypothesis.settings(max_examples=600 * int(os.environ.get("BITNET_TEST_SCHEDULES", "1")))
 @hypothesis.given(st.randoms(use_true_random=True))
 def schedules(r: Random) -> None:
-    play = Play(random_world(r), [random_job(r) for _ in range(r.randint(2, 8))])
-    play.play()
-    SEEN.update(play.seen)
+    world = random_world(r)
+    with tempfile.TemporaryDirectory() as directory:
+        for prefix_dir in r.choice([[None], [None], [directory] * 3]):  # restarts
+            jobs = [random_job(r) for _ in range(r.randint(2, 8))]
+            play = Play(world, jobs, prefix_dir)
+            play.play()
+            play.engine.close()
+            SEEN.update(play.seen)
 
 
 @pytest.mark.slow
 def test_random_schedules_change_no_token() -> None:
-    """Joins, aborts, preemptions, prefix hits, drafts, chunks, failures, full pools."""
+    """Joins, aborts, preemptions, prefix hits, drafts, chunks, failures, full pools, restarts."""
     SEEN.clear()
     schedules()
     rare = [what for what in MUST_HAPPEN if SEEN[what] < 40]

@@ -84,12 +84,16 @@ class FakePool:
 
     def __init__(self, blocks: int, block_size: int) -> None:
         self.blocks, self.block_size = blocks, block_size
+        self.dtype, self.layout, self.states = "ids", "fake", None
         self.slots = np.full((blocks, block_size), POISON)
         self.copies = 0
 
     def copy_block(self, source: int, target: int) -> None:
         self.slots[target] = self.slots[source]
         self.copies += 1
+
+    def parts(self, block: int) -> list[Tensor]:
+        return [torch.from_numpy(self.slots[block])]
 
     def release(self, blocks: Iterable[int]) -> None:
         self.slots[list(blocks)] = POISON
@@ -107,8 +111,8 @@ class PoisoningAllocator(BlockAllocator):
         self.pool.slots[blocks] = POISON
         return blocks
 
-    def free(self, blocks: Sequence[int]) -> None:
-        super().free(blocks)
+    def free(self, blocks: Sequence[int], *, keep: bool = True) -> None:
+        super().free(blocks, keep=keep)
         gone = [b for b in blocks if not self.references(b) and self.contents(b) is None]
         self.pool.slots[gone] = POISON
 
@@ -135,6 +139,7 @@ class FakeModel:
             head_dim=16,
         )
         self.adapters = SimpleNamespace(check=lambda name: None)
+        self.identity = lambda name: repr(name).encode()
         self.logits, self.calls = logits, calls
         self.batches: list[StepBatch] = []
 
@@ -173,11 +178,14 @@ class FakeEngine(Engine):
         block_size: int = 4,
         model: Any = None,
         scheduling: SchedulerOptions | None = None,
+        prefix_dir: Any = None,
         **options: Any,
     ) -> None:
         self.fake = FakeModel() if model is None else model
         scheduling = scheduling or SchedulerOptions(**options)
-        super().__init__(self.fake, block_size=block_size, scheduling=scheduling)
+        super().__init__(
+            self.fake, block_size=block_size, scheduling=scheduling, prefix_dir=prefix_dir
+        )
         self._blocks, self.pool = blocks, FakePool(blocks, block_size)
 
     def _make_memory(self) -> Any:

@@ -50,6 +50,7 @@ class Model(RuleBasedStateMachine):
         self.sequences: list[list[int]] = []
         self.known: dict[int, Contents] = {}
         self.cached: list[int] = []  # free but known, used longest ago first
+        self.found: set[int] = set()  # by a second sequence, since they got their contents
 
     def held(self) -> list[int]:
         return [block for sequence in self.sequences for block in sequence]
@@ -60,7 +61,11 @@ class Model(RuleBasedStateMachine):
     def evict(self, taken: int) -> None:
         """Taking so many blocks leaves no more cached than free ones."""
         while len(self.cached) > self.free() - taken:
-            del self.known[self.cached.pop(0)]
+            self.unknown(self.cached.pop(0))
+
+    def unknown(self, block: int) -> None:
+        del self.known[block]
+        self.found.discard(block)
 
     @rule(count=st.integers(0, 6))
     def allocate(self, count: int) -> None:
@@ -76,12 +81,21 @@ class Model(RuleBasedStateMachine):
         self.sequences.append(blocks)
 
     @precondition(lambda self: self.sequences)
-    @rule(data=st.data())
-    def free_one(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), keep=st.booleans())
+    def free_one(self, data: st.DataObject, keep: bool) -> None:
         sequence = self.sequences.pop(data.draw(st.integers(0, len(self.sequences) - 1)))
-        self.allocator.free(sequence)
-        gone = [b for b in reversed(sequence) if b not in self.held()]
-        self.cached += [b for b in gone if b in self.known]
+        self.allocator.free(sequence, keep=keep)
+        gone = [b for b in reversed(sequence) if b not in self.held() and b in self.known]
+        first = [b for b in gone if not keep and b not in self.found]
+        self.cached = [*first, *self.cached, *(b for b in gone if b not in first)]
+        self.found -= {b for b in sequence if b not in self.held() and b not in self.known}
+
+    @rule(contents=st.lists(CONTENTS, max_size=4))
+    def touch(self, contents: list[Contents]) -> None:
+        found = list(dict.fromkeys(self.allocator.match([c.key for c in contents])))
+        self.allocator.touch(found)
+        again = [b for b in reversed(found) if b in self.cached]
+        self.cached = [*(b for b in self.cached if b not in again), *again]
 
     @precondition(lambda self: self.sequences)
     @rule(data=st.data())
@@ -89,6 +103,7 @@ class Model(RuleBasedStateMachine):
         sequence = data.draw(st.sampled_from(self.sequences))
         part = sequence[: data.draw(st.integers(0, len(sequence)))]
         self.allocator.share(part)
+        self.found |= {*part}
         self.sequences.append(part)
 
     @precondition(lambda self: any(self.sequences))
@@ -103,8 +118,8 @@ class Model(RuleBasedStateMachine):
             return
         if shared:
             self.evict(1)
-        else:
-            self.known.pop(block, None)
+        elif block in self.known:
+            self.unknown(block)
         sequence[at] = self.allocator.writable(block)
         assert (sequence[at] != block) == shared
         assert self.held().count(sequence[at]) == 1
@@ -115,6 +130,8 @@ class Model(RuleBasedStateMachine):
         block = data.draw(st.sampled_from(self.held()))
         self.allocator.register(block, contents)
         if contents not in self.known.values():
+            if block in self.known:
+                self.unknown(block)
             self.known[block] = contents
 
     @rule(contents=st.lists(CONTENTS, max_size=4))
@@ -125,6 +142,7 @@ class Model(RuleBasedStateMachine):
         found = list(dict.fromkeys(found))
         assert self.allocator.count_free(found) == sum(b in self.cached for b in found)
         self.allocator.share(found)
+        self.found |= {*found}
         self.cached = [b for b in self.cached if b not in found]
         self.sequences.append(found)
 
@@ -148,12 +166,13 @@ class Model(RuleBasedStateMachine):
     def forget_one(self, data: st.DataObject) -> None:
         block = data.draw(st.sampled_from(sorted(self.known)))
         self.allocator.forget([block])
-        del self.known[block]
+        self.unknown(block)
         self.cached = [b for b in self.cached if b != block]
 
     @rule()
     def forget_all(self) -> None:
         self.allocator.forget_all()
+        self.found -= {*self.known}
         self.known, self.cached = {}, []
 
     @rule(count=st.integers(1, 3))
@@ -255,6 +274,19 @@ def test_least_recently_used_contents_go_first_and_tails_before_heads() -> None:
     assert allocator.cached_blocks == 4
     taken = [allocator.allocate(1)[0] for _ in range(5)]
     assert taken == [4, first[1], second[1], second[0], first[0]], "4 had no contents"
+
+
+def test_what_the_background_leaves_goes_first_unless_others_have_used_it() -> None:
+    allocator = BlockAllocator(5)
+    conversation, title = allocator.allocate(1), allocator.allocate(3)
+    for block in conversation + title:
+        allocator.register(block, contents_of(block))
+    allocator.free(conversation)
+    allocator.share(title[:1])
+    allocator.free(title[:1])
+    allocator.free(title, keep=False)
+    taken = [allocator.allocate(1)[0] for _ in range(5)]
+    assert taken == [4, title[2], title[1], *conversation, title[0]]
 
 
 def test_used_memory_is_taken_before_untouched() -> None:

@@ -320,8 +320,11 @@ def looks_like_a_model(word: str) -> bool:
     return exists or bool(_LIKE_A_MODEL.fullmatch(word))
 
 
-def open_model(path: str | None, args: argparse.Namespace) -> LanguageModel:
-    """Load the model under the thread and cache options; remarks about it go to stderr."""
+def open_model(path: str | None, args: argparse.Namespace, **memory: Any) -> LanguageModel:
+    """Load the model under the thread and cache options; remarks about it go to stderr.
+
+    memory: other options of `load`.
+    """
     import torch
 
     from bitnet_ops.language_model import load
@@ -343,6 +346,7 @@ def open_model(path: str | None, args: argparse.Namespace) -> LanguageModel:
             convert=args.convert,
             lora=args.lora,
             kv_cache_mb=args.kv_cache_mb,
+            **memory,
         )
     for note in lm.config.notes:
         say(f"note: {note}")

@@ -124,6 +124,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="ORIGIN",
         help="a page that may ask, as https://example.org, or *; repeatable",
     )
+    add(
+        "--prefix-dir",
+        type=non_empty,
+        metavar="DIR",
+        help="keep the prefix cache there too, so that it survives a restart",
+    )
+    add(
+        "--prefix-dir-mb",
+        type=number("above 0", lambda v: v > 0),
+        default=4096.0,
+        metavar="MB",
+        help="the most that it may take (default 4096)",
+    )
     add("--log-requests", action="store_true", help="a line a request on stderr, without prompts")
     add_model_arguments(parser)
 
@@ -216,7 +229,8 @@ def _load(args: argparse.Namespace) -> dict[str, LanguageModel]:
     """Open the models; without a word on memory each gets its share."""
     if args.kv_cache_mb is None and len(args.named) > 1:
         args.kv_cache_mb = machine.cache_budget() / len(args.named) / 2**20
-    models = {name: open_model(path, args) for name, path in args.named.items()}
+    disk = {"prefix_dir": args.prefix_dir, "prefix_dir_mb": args.prefix_dir_mb}
+    models = {name: open_model(path, args, **disk) for name, path in args.named.items()}
     first = next(iter(models.values()))
     for name, folder in args.adapters.items():
         first.add_adapter(name, folder)

@@ -5,6 +5,7 @@ The bytes are checked in C++ (csrc/format), the config in Python.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import struct
@@ -21,6 +22,7 @@ from bitnet_ops.formats.atomic import atomic_file
 from bitnet_ops.formats.sglbitnt_layouts import (
     ALIGNMENT,
     DTYPES,
+    HEADER_BYTES,
     MAGIC,
     MAX_DIM,
     SglbitntError,
@@ -217,6 +219,15 @@ class Reader:
         self._info(name)
         with typed_errors():
             self._file.check_sum(self._index[name])
+
+    def digest(self) -> bytes | None:
+        """A digest of the whole file, by its own checksums; version 1 has none.
+
+        The header has the checksum of the index, and that has those of all data.
+        """
+        if self.version == 1:
+            return None
+        return hashlib.sha256(self._bytes[:HEADER_BYTES].numpy().data).digest()
 
     def release(self, name: str) -> None:
         """Give back the memory behind the data of `name`, which has been read and is not needed.

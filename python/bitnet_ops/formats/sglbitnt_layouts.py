@@ -142,6 +142,7 @@ def config_bytes(config: dict[str, Any], where: str) -> bytes:
 ALIGNMENT = 64  # of data, scales, config and index in version 2
 _HEADER = struct.Struct("<8sIIQQIIQQ")  # of version 2, without its checksum
 _SUM = struct.Struct("<Q")
+HEADER_BYTES = _HEADER.size + _SUM.size
 KIND_NONE, KIND_TENSOR, KIND_ROW, KIND_GROUP = range(4)
 
 

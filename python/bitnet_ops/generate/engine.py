@@ -20,9 +20,13 @@ A request's tokens do not depend on the others, whatever runs beside it.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import logging
+import math
+import os
 import time
+import weakref
 from collections import deque
 from collections.abc import Sequence, Sized
 from typing import Any, Literal, Protocol
@@ -32,6 +36,8 @@ from torch import Tensor
 
 from bitnet_ops.config import ModelConfig
 from bitnet_ops.generate.constraint import Constraint
+from bitnet_ops.generate.disk_prefix import DiskPrefix, root_on_disk
+from bitnet_ops.generate.prefix_store import PrefixStore
 from bitnet_ops.generate.request import (
     Consumer,
     Event,
@@ -58,7 +64,7 @@ from bitnet_ops.generate.scheduler import (
 from bitnet_ops.generate.states import StateSlots
 from bitnet_ops.generate.turns import Turn
 from bitnet_ops.models.step_batch import SequenceStep, StepBatch
-from bitnet_ops.nn.blocks import BlockAllocator
+from bitnet_ops.nn.blocks import BlockAllocator, root_key
 from bitnet_ops.nn.kv_config import (
     DEFAULT_BLOCK_SIZE,
     DEFAULT_KV_DTYPE,
@@ -69,14 +75,15 @@ from bitnet_ops.nn.kv_pool import KVPool
 from bitnet_ops.nn.lora import LoraError
 
 _LOG = logging.getLogger(__name__)
+_LONGEST_WAIT_S = 0.05  # for the disk, until messages are read again
 
 
 class CausalModel(Protocol):
     """What the engine needs of a model.
 
     `step` gives the logits f32 [rows, V] of `batch.logit_rows`, and writes keys and values into the
-    pool. A model whose weights may change has `weights_version` too, one with LoRA `adapters`
-    (Decoder).
+    pool. A model whose weights may change has `weights_version` too, one with LoRA `adapters`, and
+    one with a prefix cache on disk `identity` (Decoder).
     """
 
     @property
@@ -110,6 +117,11 @@ class Engine:
             more.
         block_size: positions of a block of that memory.
         scheduling: how requests share steps and blocks.
+        prefix_dir: a directory in which the prefix cache is kept too, so that prompts begin where
+            an engine before it, of the same model, came to. Other engines may use it at the same
+            time. It holds what people wrote, in a form that can be turned back: it is made for this
+            user alone.
+        prefix_dir_mb: the most MiB that it may take; what has not been used for longest goes.
     """
 
     def __init__(
@@ -122,6 +134,8 @@ class Engine:
         prefix_cache_mb: float | None = None,
         block_size: int = DEFAULT_BLOCK_SIZE,
         scheduling: SchedulerOptions | None = None,
+        prefix_dir: str | os.PathLike[str] | None = None,
+        prefix_dir_mb: float = 4096,
     ) -> None:
         kv_dtype = kv_dtype_of(kv_dtype, "engine: expected kv_dtype")
         if not callable(getattr(model, "step", None)):
@@ -144,6 +158,14 @@ class Engine:
             self.scheduling.max_sequences,
         )
         self._fixed = kv_cache_mb is not None
+        if prefix_dir is not None and not callable(getattr(model, "identity", None)):
+            raise TypeError(
+                f"engine: expected a model with identity(adapter) for prefix_dir, got "
+                f"{kind_of(model)}; leave out prefix_dir"
+            )
+        if not 0 < prefix_dir_mb < math.inf:
+            raise ValueError(f"engine: expected prefix_dir_mb above 0, got {prefix_dir_mb!r}")
+        self._prefix_dir = None if prefix_dir is None else (prefix_dir, prefix_dir_mb)
         self._begin()
 
     def _begin(self) -> None:
@@ -157,10 +179,16 @@ class Engine:
         self._memory: tuple[KVPool, BlockAllocator, Scheduler] | None = None
         self._version: Any = None  # of the weights, when the last request came
         self._epoch = 0  # how often they have changed
+        self._roots: dict[str | None, bytes] = {}  # of this epoch, by the adapter
         self.seconds = 0.0  # of all steps so far
+        self._store: PrefixStore | None = None
+        self._disk: DiskPrefix | None = None
+        if self._prefix_dir is not None and self.scheduling.prefix_cache:
+            self._store = PrefixStore(*self._prefix_dir)
+            weakref.finalize(self, self._store.close)
 
     def __getstate__(self) -> dict[str, Any]:
-        own = "model kv_dtype block_size scheduling _sizes _fixed"
+        own = "model kv_dtype block_size scheduling _sizes _fixed _prefix_dir"
         return {name: self.__dict__[name] for name in own.split()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -185,6 +213,7 @@ class Engine:
         max_drafts: int | Literal["auto"] = 0,
         consumer: Consumer | None = None,
         constraint: Constraint | None = None,
+        keep_prefix: bool = True,
     ) -> int:
         """Queue a request; its id. Its tokens come as events of the `step`s that follow.
 
@@ -193,8 +222,10 @@ class Engine:
         guess from what the text repeats and verify at once, or "auto": as many as make it faster
         here; they change the speed, never the tokens. `consumer`: called with each of its events by
         the thread that steps; without one they are what `step` returns. `constraint`: says which
-        tokens may come; it is asked and told by the thread that steps. Raises PromptError,
-        SamplingError, LoraError, ValueError or TypeError for what cannot be run.
+        tokens may come; it is asked and told by the thread that steps. `keep_prefix` False: of a
+        request in the background, such as for a title; what only it has computed is the first to
+        leave the prefix cache, and is not written to disk. Raises PromptError, SamplingError,
+        LoraError, ValueError or TypeError for what cannot be run.
         """
         if consumer is not None and not callable(consumer):
             raise TypeError(f"engine: expected consumer as a function, got {kind_of(consumer)}")
@@ -210,7 +241,9 @@ class Engine:
                 "engine: expected a consumer for a request to an engine that a thread owns, got "
                 "None; nobody else may step it"
             )
-        request = self._make_request(prompt, params, limits, adapter, max_drafts, constraint)
+        request = self._make_request(
+            prompt, params, limits, adapter, max_drafts, constraint, keep_prefix
+        )
         request.consumer = consumer
         self._submit(request)
         return request.id
@@ -274,6 +307,7 @@ class Engine:
         adapter: str | None,
         max_drafts: int | Literal["auto"],
         constraint: Constraint | None = None,
+        keep_prefix: bool = True,
     ) -> Request:
         """A request that can be run. Raises what `add` raises."""
         config, ids = self.model.config, token_ids(prompt, "engine")
@@ -287,6 +321,7 @@ class Engine:
             adapter=adapter,
             max_drafts=max_drafts,
             constraint=constraint,
+            keep_prefix=keep_prefix,
         )
         request.sampler.params.check_vocabulary(config.vocab_size)
         return request
@@ -317,11 +352,36 @@ class Engine:
         """Requests and blocks at this moment."""
         self._settle_between_steps()
         if self._memory is None:
-            return EngineStats(len(self._requests), 0, self._sizes.blocks, 0, 0, 0, 0, 0, 0)
-        return self._memory[2].stats()
+            stats = EngineStats(len(self._requests), 0, self._sizes.blocks, 0, 0, 0, 0, 0, 0)
+        else:
+            stats = self._memory[2].stats()
+        if self._store is None:
+            return stats
+        pieces, nbytes = self._store.counts
+        waiting, tokens = stats.waiting, 0
+        if self._disk is not None:
+            waiting, tokens = waiting + self._disk.arriving, self._disk.tokens
+        return dataclasses.replace(
+            stats,
+            waiting=waiting,
+            disk_pieces=pieces,
+            disk_mb=nbytes / 2**20,
+            disk_tokens=tokens,
+        )
+
+    def close(self, seconds: float = 2.0) -> None:
+        """Write to `prefix_dir` what waits for it, for so long at most; nothing is kept there then.
+
+        An engine that is dropped, and the end of the process, do so too.
+        """
+        if self._store is not None:
+            self._store.close(seconds)
 
     def trim(self) -> None:
-        """Give all memory that no request uses back to the system; the prefix cache goes too."""
+        """Give all memory that no request uses back to the system; the prefix cache goes too.
+
+        What is on disk stays.
+        """
 
         def release() -> None:
             self._settle()
@@ -332,6 +392,8 @@ class Engine:
                 pool.release(blocks.reclaim())
                 if scheduler.states is not None:
                     scheduler.states.trim()
+            if self._store is not None:
+                self._store.trim(2.0)
 
         self._turn.run(release)
 
@@ -392,11 +454,13 @@ class Engine:
         try:
             self._settle()
             if self._memory is not None and self._requests:
+                self._admit_arrived(self._memory[2])
                 self._compute(self._memory[2])
         except BaseException as error:  # a defect of the engine, or a model that ends the process
             self._memory = None  # of what blocks and queues hold nothing is certain
             for request in list(self._requests.values()):
                 self._end(request, Failed(request.id, error))
+            self._disk = None
             raise
         finally:
             self.seconds += time.perf_counter() - began
@@ -440,7 +504,12 @@ class Engine:
                 self._memory[1].forget_all()
                 if (states := self._memory[2].states) is not None:
                     states.forget_all()
+                for request in self._requests.values():  # what they compute is of both
+                    request.set_root(root_key(request.adapter, self._epoch))
+                    if self._disk is not None and self._disk.leave(request):
+                        self._memory[2].add(request)
             self._version = found
+            self._roots.clear()
 
     def _join(self, request: Request) -> None:
         _check_adapter(self.model, request.adapter)
@@ -450,7 +519,40 @@ class Engine:
             return
         if self._memory is None:
             self._memory = self._make_memory()
-        self._memory[2].add(request)
+            if self._store is not None:
+                pool, blocks, scheduler = self._memory
+                most = self._sizes.most_cached
+                self._disk = DiskPrefix(self._store, pool, blocks, scheduler.states, most)
+        request.set_root(self._root_of(request.adapter))
+        if self._disk is None or not self._disk.arrive(request):
+            self._memory[2].add(request)
+
+    def _root_of(self, adapter: str | None) -> bytes:
+        """The key before the first block of texts with this adapter, by the weights of now."""
+        if adapter not in self._roots:
+            root = root_key(adapter, self._epoch)
+            if self._store is not None and self._memory is not None:
+                identity: bytes = self.model.identity(adapter)  # type: ignore[attr-defined]
+                root = root_on_disk(identity, self._memory[0])
+            self._roots[adapter] = root
+        return self._roots[adapter]
+
+    def _admit_arrived(self, scheduler: Scheduler) -> None:
+        """Let those be scheduled for whom the disk has given what it has."""
+        if self._disk is None:
+            return
+        for request in self._disk.arrived():
+            scheduler.add(request)
+        if self._disk.arriving and not scheduler.running and not scheduler.waiting:
+            self._disk.wait(_LONGEST_WAIT_S)
+
+    def _save(self, request: Request) -> None:
+        """Have those of its blocks written to disk that are full now, and all of these weights."""
+        if self._disk is None or not request.keep_prefix or not self._disk.lacks(request):
+            return
+        self._look_at_weights()
+        if request.epoch == self._epoch:
+            self._disk.save(request)
 
     def _compute(self, scheduler: Scheduler) -> None:
         """The next tokens of the requests that the scheduler chooses."""
@@ -518,12 +620,16 @@ class Engine:
         if ending is None and error is not None:
             ending = Failed(request.id, error)
         self._memory[2].computed(step, max(0, len(sampled) - 1))
+        if not isinstance(ending, Failed):
+            self._save(request)
         if ending is not None:
             self._end(request, ending)
 
     def _end(self, request: Request, event: Finished | Failed) -> None:
         """The request's last event; its blocks are free."""
         del self._requests[request.id]
+        if self._disk is not None:
+            self._disk.leave(request)
         if self._memory is not None:
             self._memory[2].remove(request, failed=isinstance(event, Failed))
         self._told.append((request.consumer, event))

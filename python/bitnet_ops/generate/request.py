@@ -8,6 +8,7 @@ tokens so far, the blocks, how many tokens have been computed.
 from __future__ import annotations
 
 import operator
+import time
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -158,16 +159,21 @@ class Request:
             request faster on this machine.
         consumer: what gets the events, if not whoever steps.
         constraint: says which tokens may come next; of this request alone.
+        keep_prefix: whether what it computes is worth keeping for others; False: of a request in
+            the background, such as for a title.
     Attributes, besides these:
         ids: all tokens, prompt and output.
         prompt_tokens: how many of them the prompt is.
         sampler: chooses the next token.
         acceptance: says how many drafts are worth it, where that is wanted.
         epoch: of the weights that it began with.
+        root: the key before its first block.
         computed: how many of `ids`, from the first, have keys and values in the pool. The newest
             token never has: it is the input of the next step.
         blocks: its block table; empty while it waits.
         reused_tokens: how many the prefix cache spared when it was first admitted.
+        came_ns: when it was made, by the clock of files.
+        saved: how many of its blocks the prefix cache on disk has.
         slot: of a model with recurrent layers, where its state lies; -1 while it waits.
         replays: how many of the last computed tokens, drafts that were right, the state in the slot
             does not know yet.
@@ -185,23 +191,26 @@ class Request:
         max_drafts: int | Literal["auto"] = 0,
         consumer: Consumer | None = None,
         constraint: Constraint | None = None,
+        keep_prefix: bool = True,
     ) -> None:
         params = SamplingParams() if params is None else params
         limits = Limits() if limits is None else limits
         _check_type("params", params, SamplingParams)
         _check_type("limits", limits, Limits)
+        _check_type("keep_prefix", keep_prefix, bool)
         check_drafts(max_drafts, "engine: expected max_drafts")
         self.id, self.limits, self.adapter, self.consumer = id, limits, adapter, consumer
         self.ids, self.prompt_tokens = array("q", prompt), len(prompt)
         self.sampler = Sampler(params, prompt, constraint)
         self.max_drafts = MOST_DRAFTS if max_drafts == AUTO else max_drafts
         self.acceptance = Acceptance() if max_drafts == AUTO else None
-        self.epoch = self.computed = 0
+        self.epoch = self.computed = self.saved = 0
+        self.keep_prefix, self.came_ns = keep_prefix, time.time_ns()
         self.blocks: list[int] = []
         self.reused_tokens: int | None = None
         self.slot, self.replays = -1, 0
         self.stops: list[int] = []
-        self._keys: list[bytes] = []
+        self.set_root(root_key(adapter))
 
     def __repr__(self) -> str:
         return (
@@ -218,10 +227,14 @@ class Request:
         """Tokens still to be computed; 1 while it decodes, more while its prompt is prefilled."""
         return len(self.ids) - self.computed
 
+    def set_root(self, root: bytes) -> None:
+        """Have other keys from now on, as where the weights are other ones."""
+        self.root, self._keys = root, list[bytes]()
+
     def key(self, index: int, block_size: int) -> bytes:
         """The key of its block `index`, all of whose tokens are known; -1: what is before all."""
         if index < 0:
-            return root_key(self.adapter, self.epoch)
+            return self.root
         while len(self._keys) <= index:
             at = len(self._keys) * block_size
             parent = self.key(len(self._keys) - 1, block_size)

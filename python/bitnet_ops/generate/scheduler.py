@@ -87,6 +87,10 @@ class EngineStats:
     accepted_drafts: int
     state_slots: int = 0
     checkpoints: int = 0
+    disk_pieces: int = 0  # files of the prefix cache on disk, and their MiB
+    disk_mb: float = 0.0
+    disk_tokens: int = 0  # that it gave, and that did not have to be computed
+    prompt_tokens: int = 0  # of all that were admitted, the reused ones among them
 
 
 @dataclass
@@ -163,8 +167,8 @@ class Scheduler:
         options: budgets.
         states: of a model with recurrent layers, the slots of their states.
     Attributes: `waiting`, the next one first; `running`, the oldest first; and counts of all that
-    has been: `preemptions`, `reused_tokens` (that the prefix cache spared, those of preempted
-    requests too), `drafted_tokens` and how many of them were right, `accepted_drafts`.
+    has been: `preemptions`, `prompt_tokens`, `reused_tokens` (that the prefix cache spared, those
+    of preempted requests too), `drafted_tokens` and how many of them were right, `accepted_drafts`.
     """
 
     def __init__(
@@ -181,7 +185,8 @@ class Scheduler:
         self.options, self.costs, self._copy_block = options, StepCosts(), copy_block
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
-        self.preemptions = self.reused_tokens = self.drafted_tokens = self.accepted_drafts = 0
+        self.preemptions = self.drafted_tokens = self.accepted_drafts = 0
+        self.prompt_tokens = self.reused_tokens = 0
 
     def learn(self, plan: StepPlan, seconds: float) -> None:
         """Enter how long the model took over a planned step."""
@@ -200,6 +205,7 @@ class Scheduler:
             reused_tokens=self.reused_tokens,
             drafted_tokens=self.drafted_tokens,
             accepted_drafts=self.accepted_drafts,
+            prompt_tokens=self.prompt_tokens,
             state_slots=0 if self.states is None else self.states.pool.slots,
             checkpoints=0 if self.states is None else self.states.checkpoints,
         )
@@ -393,6 +399,7 @@ class Scheduler:
             self.allocator.free(source)
         else:
             request.blocks = found.blocks + self.allocator.allocate(missing)
+        self.prompt_tokens += len(request.ids)
         self.reused_tokens += request.computed
         if request.reused_tokens is None:
             request.reused_tokens = request.computed
@@ -437,7 +444,7 @@ class Scheduler:
             self._register_last(request)
         if self.states is not None:
             self.states.leave(request, keep=self.options.prefix_cache)
-        self.allocator.free(request.blocks)
+        self.allocator.free(request.blocks, keep=request.keep_prefix)
         request.blocks = []
         request.computed = 0
 

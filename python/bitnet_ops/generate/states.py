@@ -86,22 +86,34 @@ class StateSlots:
         slot, request.slot = request.slot, -1
         if slot < 0:
             return
-        if keep and request.computed and self._has_room(request):
-            self._enter_checkpoint(request, slot)
+        if keep and request.computed and self._has_room(request, request.computed):
+            self._enter_checkpoint(request, slot, request.computed, request.replays)
         else:
             self._free.append(slot)
 
     def save(self, request: Request) -> None:
         """Keep a copy of the state of a running request, if there is a slot for it."""
-        if not self._has_room(request):
-            return
+        slot = self._enter_new(request, request.computed, request.replays)
+        if slot is not None:
+            self.pool.copy(request.slot, slot, request.replays)
+
+    def restore(self, request: Request, tokens: int) -> int | None:
+        """A slot to be written with the state behind the first `tokens` of a request that waits.
+
+        None where there is a checkpoint already, or no slot for it.
+        """
+        return self._enter_new(request, tokens, 0)
+
+    def _enter_new(self, request: Request, tokens: int, drafts: int) -> int | None:
+        if not self._has_room(request, tokens):
+            return None
         if not self._free:
-            if not self._checkpoints:
-                return
+            if not self._checkpoints or not request.keep_prefix:
+                return None
             self._drop(next(iter(self._checkpoints)))
         slot = self._free.pop()
-        self.pool.copy(request.slot, slot, request.replays)
-        self._enter_checkpoint(request, slot)
+        self._enter_checkpoint(request, slot, tokens, drafts)
+        return slot
 
     # Checkpoints ---------------------------------------------------------------------------------
 
@@ -118,6 +130,13 @@ class StateSlots:
                 return best
         return None
 
+    def behind(self, request: Request, tokens: int) -> Checkpoint | None:
+        """The checkpoint behind exactly so many of the request's tokens."""
+        begin = tokens // self._size * self._size
+        tail = tuple(request.ids[begin:tokens])
+        of_parent = self._by_parent.get(request.key(tokens // self._size - 1, self._size), ())
+        return next((one for one in of_parent if one.tail == tail), None)
+
     def forget_all(self) -> None:
         """Forget all checkpoints, as when the weights have changed."""
         for one in list(self._checkpoints):
@@ -128,22 +147,28 @@ class StateSlots:
         self.forget_all()
         self.pool.release(self._free)
 
-    def _has_room(self, request: Request) -> bool:
-        """Whether a checkpoint behind what the request has computed can be had, and is new."""
-        known = self.find(request, request.computed)
-        if known is not None and known.tokens == request.computed:
+    def _has_room(self, request: Request, tokens: int) -> bool:
+        """Whether a checkpoint behind so many of the request's tokens can be had, and is new.
+
+        One of a request in the background takes no other's place.
+        """
+        if (known := self.behind(request, tokens)) is not None:
             self._checkpoints.move_to_end(known)
+            return False
+        if len(self._checkpoints) >= self._most and not request.keep_prefix:
             return False
         while self._checkpoints and len(self._checkpoints) >= self._most:
             self._drop(next(iter(self._checkpoints)))
         return self._most > 0
 
-    def _enter_checkpoint(self, request: Request, slot: int) -> None:
-        tokens, size = request.computed, self._size
+    def _enter_checkpoint(self, request: Request, slot: int, tokens: int, drafts: int) -> None:
+        size = self._size
         parent = request.key(tokens // size - 1, size)
         tail = tuple(request.ids[tokens // size * size : tokens])
-        one = Checkpoint(slot, tokens, request.replays, parent, tail)
+        one = Checkpoint(slot, tokens, drafts, parent, tail)
         self._checkpoints[one] = None
+        if not request.keep_prefix:
+            self._checkpoints.move_to_end(one, last=False)
         self._by_parent.setdefault(parent, []).append(one)
 
     def _drop(self, one: Checkpoint) -> None:

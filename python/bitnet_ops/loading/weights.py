@@ -40,7 +40,10 @@ def load_model(
     if config.embedding_only:
         head_format = "stored"
     tensors = load_tensors(reader, config, weight_format, head_format)
-    return build(config, tensors, dtype, check_values=False)
+    model = build(config, tensors, dtype, check_values=False)
+    if (digest := reader.digest()) is not None:
+        model.comes_from(digest)
+    return model
 
 
 def load_tensors(

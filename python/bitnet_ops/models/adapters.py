@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from bitnet_ops.config import PROJECTIONS
 from bitnet_ops.memory.arena import Arena, aligned
 from bitnet_ops.models.composed import Side
 from bitnet_ops.models.listing import Line
+from bitnet_ops.nn.digest import digest_of
 from bitnet_ops.nn.lora import Adapter, LoraError, LoraWeight
 
 _TILE_ROWS = 16
@@ -44,6 +46,13 @@ class PackedAdapter:
 
     weights: Mapping[str, LoraWeight]
     tensors: Mapping[str, Tensor]
+
+    @cached_property
+    def digest(self) -> bytes:
+        factors = (
+            (f"{name} {w.scaling}", t) for name, w in self.weights.items() for t in (w.a, w.b)
+        )
+        return digest_of(factors)
 
     @classmethod
     @torch.inference_mode(False)
@@ -110,6 +119,10 @@ class Adapters:
             f"lora: expected the name of a loaded adapter ({known}), got {name!r}; "
             "add_adapter loads one"
         )
+
+    def digest(self, name: str | None) -> bytes:
+        """Of the adapter of sequences that name `name`; empty where they have none."""
+        return self._packed[name].digest if name in self._packed else b""
 
     def lines(self) -> tuple[Line, ...]:
         """The lines `lora` of a program with these adapters."""

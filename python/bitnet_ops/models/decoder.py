@@ -9,6 +9,7 @@ it came in, on ISA or threads. It must not know files, text or sampling.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,6 +25,7 @@ from bitnet_ops.models.listing import GLOBAL_ROPE, LOCAL_ROPE, Line, Listing, li
 from bitnet_ops.models.program import Program, bind
 from bitnet_ops.models.step_batch import SequenceStep, StepBatch
 from bitnet_ops.models.tensors import ROTATION
+from bitnet_ops.nn.digest import digest_of
 from bitnet_ops.nn.head import HeadWeight
 from bitnet_ops.nn.kv_cache import KVCache
 from bitnet_ops.nn.kv_pool import PagedPool
@@ -76,6 +78,7 @@ class _Bound:
         # program, published together
         self.programs: dict[bool, tuple[tuple[Any, ...], Program | None]] = {}
         self.watched: tuple[int, list[Tensor]] = -1, []  # likewise, all buffers
+        self.digest: tuple[int | None, bytes] = None, b""  # of the weights, and their version
 
 
 class Decoder(Tracked):
@@ -300,12 +303,31 @@ class Decoder(Tracked):
 
         Or adapters been loaded or removed.
         """
+        return hash((self.adapters.version, self._buffers_version()))
+
+    def _buffers_version(self) -> int:
         at, buffers = self._bound.watched
         if at != (now := changes()):  # to look for them takes 100 us
             buffers = list(self.buffers())
             self._bound.watched = now, buffers
         versions = ((b.data_ptr(), 0 if b.is_inference() else b._version) for b in buffers)
-        return hash((self.adapters.version, *versions))
+        return hash((*versions,))
+
+    def identity(self, adapter: str | None = None) -> bytes:
+        """A digest of all that results depend on besides tokens: weights, settings, the adapter.
+
+        Not of the instruction set, threads or the layout of weights, if they are as a file had
+        them; else the weights in memory are read, at 5 GB/s.
+        """
+        if self._bound.digest[0] != (now := self._buffers_version()):
+            self._bound.digest = now, digest_of(self.named_buffers())
+        settings = self.config, self.dtype, self.activation_format, self.head.head_format
+        form = settings, self._bound.digest[1], self.adapters.digest(adapter)
+        return hashlib.sha256(repr(form).encode()).digest()
+
+    def comes_from(self, digest: bytes) -> None:
+        """Say what the weights have been made of, so that `identity` need not read them."""
+        self._bound.digest = self._buffers_version(), digest
 
     def _last_norm(self, x: Tensor) -> Tensor:
         return ops.rms_norm(x, self.model.norm.weight, self.config.rms_norm_eps)

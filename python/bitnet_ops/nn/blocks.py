@@ -4,7 +4,8 @@ A block is a number here; the memory behind it is kv_pool's. A block may be regi
 contents under a key, a hash of all tokens up to its end (`block_key`), and is then found by later
 sequences that begin with the same tokens, also after its last owner has freed it, until it is
 needed for other contents: of the free blocks those without contents are taken first, then the one
-whose contents have not been used for longest. `most_cached` bounds how many are kept so.
+whose contents have not been used for longest. `most_cached` bounds how many are kept so. What a
+background sequence leaves counts as not used for longest, unless others have used it too.
 BlockAllocator is for one thread at a time. SequenceBlocks is one sequence in a pool that several
 caches share: forks share the blocks behind their common positions, and the one that writes a block
 which others hold too gets a copy of it first.
@@ -99,6 +100,7 @@ class BlockAllocator:
         self._blank: list[int] = []
         self._reclaimed: list[int] = []
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._found: set[int] = set()  # blocks that a second sequence has shared
         self.add_blocks(blocks)
 
     def __repr__(self) -> str:
@@ -158,6 +160,7 @@ class BlockAllocator:
             block, _ = self._cached.popitem(last=False)
             self._forget(block)
         self._references[block] = 1
+        self._found.discard(block)
         return block
 
     def share(self, blocks: Iterable[int]) -> None:
@@ -168,11 +171,19 @@ class BlockAllocator:
                     raise ValueError(f"KV pool: expected a block in use or cached, got {block}")
                 del self._cached[block]
             self._references[block] += 1
+            self._found.add(block)
 
-    def free(self, blocks: Sequence[int]) -> None:
+    def touch(self, blocks: Sequence[int]) -> None:
+        """Count blocks of a sequence, given in their order, as used now."""
+        for block in reversed(blocks):
+            if block in self._cached:
+                self._cached.move_to_end(block)
+
+    def free(self, blocks: Sequence[int], *, keep: bool = True) -> None:
         """One reference less to each of a sequence's `blocks`, given in their order.
 
-        The last ones count as used longest ago: without the first nobody could find them.
+        The last ones count as used longest ago: without the first nobody could find them. Without
+        `keep` all that no other sequence has shared do, so that they are taken first.
         """
         for block in reversed(blocks):
             if not self.references(block):
@@ -184,6 +195,10 @@ class BlockAllocator:
                 self._blank.append(block)
             else:
                 self._cached[block] = None
+        if not keep:
+            for block in blocks:
+                if block in self._cached and block not in self._found:
+                    self._cached.move_to_end(block, last=False)
         if self._most_cached is not None:
             while len(self._cached) > self._most_cached:
                 self.forget([next(iter(self._cached))])
@@ -262,6 +277,7 @@ class BlockAllocator:
     def _forget(self, block: int) -> None:
         if (contents := self._contents[block]) is not None:
             self._contents[block] = None
+            self._found.discard(block)
             del self._by_key[contents.key]
             place = contents.parent, contents.token_ids[0]
             del self._followers[place][block]

@@ -385,6 +385,11 @@ class KVPool(PagedPool):
         for memory in self._memory:
             memory.tensor[:, target] = memory.tensor[:, source]
 
+    def parts(self, block: int) -> list[Tensor]:
+        """The memory of a block, not copied: of keys, values, and their scales if there are any."""
+        self._check_index(block)
+        return [memory.tensor[:, block] for memory in self._memory]
+
     def release(self, blocks: Iterable[int]) -> None:
         """Give the memory of `blocks` back to the system; their contents are lost.
 

@@ -86,6 +86,11 @@ class StatePool:
         if "kept" in found:
             kept[slot, :, : found["kept"].shape[1]] = found["kept"]
 
+    def parts(self, slot: int) -> list[Tensor]:
+        """The memory of a slot without drafts, not copied: states, inputs of the convolution."""
+        recurrent, inputs, _ = self.tensors
+        return [recurrent[slot], inputs[slot, :, : self.delta_net.kernel - 1]]
+
     def release(self, slots: Iterable[int]) -> None:
         """Give the memory of `slots` back to the system; their contents are lost."""
         for slot in slots:

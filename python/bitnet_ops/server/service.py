@@ -90,8 +90,11 @@ class Service:
         self.state, self.gate.closed = "draining", "the server is shutting down"
 
     def close(self) -> None:
+        """End the engines' thread, and write what the prefix cache on disk has not yet."""
         if self._thread is not None:
             self._thread.close()
+            for lm in self.catalog.models:
+                lm.engine.close()
 
     # Answers -------------------------------------------------------------------------------------
 
@@ -303,6 +306,7 @@ class Answer:
                     adapter=self.served.adapter,
                     max_drafts=self._service.options.speculation,  # type: ignore[arg-type]
                     constraint=self._prompt.shape.constraint(self._prompt.text),
+                    keep_prefix=not ask.background,
                     consumer=consumer,
                 )
             except (ValueError, TypeError) as error:

@@ -110,5 +110,11 @@ def _model_status(served: Served, catalog: Any) -> dict[str, Any]:
             "mib_total": round(stats.blocks * block_mib, 1),
             "mib_used": round((stats.used_blocks + stats.cached_blocks) * block_mib, 1),
         },
+        "prefix": {
+            "prompt_tokens": stats.prompt_tokens,
+            "reused_tokens": stats.reused_tokens,
+            "disk_blocks": stats.disk_pieces,
+            "disk_mib": round(stats.disk_mb, 1),
+        },
         "preemptions": stats.preemptions,
     }
