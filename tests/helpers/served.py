@@ -1,0 +1,125 @@
+"""Servers for tests: the demo model's, and one of a model that says what it is told to."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import uvicorn
+from fastapi import FastAPI
+from torch import Tensor
+
+import bitnet_ops
+from bitnet_ops.generate.engine import Engine, SchedulerOptions
+from bitnet_ops.generate.tokenizer import Tokenizer
+from bitnet_ops.language_model import LanguageModel
+from bitnet_ops.models.step_batch import StepBatch
+from bitnet_ops.nn.kv_pool import KVPool
+from bitnet_ops.server.app import make_app
+from bitnet_ops.server.catalog import Catalog
+from bitnet_ops.server.security import Access
+from bitnet_ops.server.service import ServiceOptions
+from counting_model import LONG
+from tool_templates import FORMS
+from tool_tokenizers import END, tokenizer_of
+
+
+class Scripted:
+    """A model whose answer to a prompt that holds one of the keys of `answers` is its text.
+
+    It ends with the end of a turn; to other prompts it says nothing. `seconds` of a step; `broken`:
+    a step raises while it is set.
+    """
+
+    summary = "scripted"
+
+    def __init__(
+        self, tokenizer: Tokenizer, answers: Mapping[str, str], seconds: float = 0.0
+    ) -> None:
+        self.config = dataclasses.replace(LONG, vocab_size=tokenizer.vocab_size + 5)
+        self.tokenizer, self.answers, self.seconds = tokenizer, answers, seconds
+        self.broken = False
+        self.steps = 0
+        self._texts: dict[int, list[int]] = {}  # ids so far, by a sequence's first block
+        self._said: dict[int, list[int]] = {}
+
+    def step(self, batch: StepBatch, pool: KVPool) -> Tensor:
+        self.steps += 1
+        if self.broken:
+            raise RuntimeError("broken for a test")
+        if self.seconds:
+            time.sleep(self.seconds)
+        parts = batch.token_ids.tensor_split(batch.query_start_loc[1:-1])
+        wanted, next_ids = set(batch.logit_rows.tolist()), []
+        for i, part in enumerate(parts):
+            first, end = int(batch.block_table[i, 0]), int(batch.seq_lens[i])
+            start = end - len(part)
+            ids = self._texts.setdefault(first, [])
+            ids[start:] = part.tolist()
+            if int(batch.query_start_loc[i + 1]) - 1 in wanted:
+                next_ids.append(self._next(first, ids, start))
+        one_hot = torch.nn.functional.one_hot(torch.tensor(next_ids), self.config.vocab_size)
+        return one_hot.float() * 9
+
+    def _next(self, first: int, ids: list[int], start: int) -> int:
+        if len(ids) - start > 1:  # the end of a prompt
+            text = self.tokenizer.decode(ids, skip_special_tokens=False)
+            found = [answer for key, answer in self.answers.items() if key in text]
+            end = self.tokenizer.token_id(END)
+            assert end is not None
+            said = self.tokenizer.encode(found[0], add_special_tokens=False) if found else []
+            self._said[first] = [*said, end]
+        return self._said[first].pop(0) if self._said[first] else 0
+
+
+def scripted_lm(
+    answers: Mapping[str, str], form: str = "hermes", seconds: float = 0.0, **options: Any
+) -> LanguageModel:
+    """A language model of `Scripted`; form: of tool calls, one of tool_templates.FORMS."""
+    tokenizer = tokenizer_of(template=FORMS[form])
+    model: Any = Scripted(tokenizer, answers, seconds)
+    end = tokenizer.token_id(END)
+    assert end is not None
+    lm = LanguageModel(model, tokenizer, frozenset([end]))
+    lm.engine = Engine(model, scheduling=SchedulerOptions(prefix_cache=False, **options))
+    return lm
+
+
+def app_of(
+    models: Mapping[str, LanguageModel] | None = None,
+    access: Access | None = None,
+    adapters: Mapping[str, str] | None = None,
+    **options: Any,
+) -> FastAPI:
+    """The app over `models`, or over the demo; options: of ServiceOptions."""
+    return make_app(
+        lambda: Catalog(models or {"demo": bitnet_ops.load()}, adapters or {}),
+        ServiceOptions(**options),
+        access,
+    )
+
+
+@contextlib.contextmanager
+def serving(app: FastAPI) -> Iterator[str]:
+    """The address of a server of `app`, which is ready, in a thread of this process."""
+    config = uvicorn.Config(
+        app, port=0, http="httptools", log_config=None, lifespan="on", timeout_graceful_shutdown=2
+    )
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    until = time.monotonic() + 60
+    while not (server.started and app.state.service.state == "ready"):
+        assert thread.is_alive() and time.monotonic() < until
+        time.sleep(0.01)
+    try:
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join(20)
+        assert not thread.is_alive()
