@@ -14,6 +14,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse
 from starlette.exceptions import HTTPException
 
+from bitnet_ops.errors import BitNetError
 from bitnet_ops.server.catalog import Catalog
 from bitnet_ops.server.dialects import openai, own
 from bitnet_ops.server.exchange import AskError
@@ -69,6 +70,7 @@ def make_app(
         app.include_router(dialect.router)
     _add_page(app)
     app.add_exception_handler(AskError, _say_error)
+    app.add_exception_handler(BitNetError, _say_ours)
     app.add_exception_handler(RequestValidationError, _say_invalid)
     app.add_exception_handler(HTTPException, _say_http)
     app.add_exception_handler(Exception, _say_failure)
@@ -132,6 +134,11 @@ async def _say_error(request: Request, error: Any) -> Any:
     if error.status == 429:
         service.metrics.ended("rejected")
     return error_response(request.url.path, error, service.gate.retry_after)
+
+
+async def _say_ours(request: Request, error: Any) -> Any:
+    """What the package itself rejects, such as a text that is no Unicode."""
+    return await _say_error(request, AskError(str(error)))
 
 
 async def _say_invalid(request: Request, error: Any) -> Any:

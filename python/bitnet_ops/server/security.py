@@ -66,7 +66,7 @@ class Guard:
                 await _preflight(scope, origin, send)
                 return
             scope["bitnet.key"] = self._check_key(headers)
-            self._check_length(headers.get(b"content-length"))
+            body = await self._body(headers.get(b"content-length"), receive)
         except AskError as error:
             response = error_response(scope["path"], error)
             if error.status == 401:
@@ -84,7 +84,7 @@ class Guard:
                 message = {**message, "headers": [*message.get("headers", ()), *more]}
             await send(message)
 
-        await self._app(scope, _Bounded(receive, self._access), send_more)
+        await self._app(scope, _replayed(body, receive), send_more)
 
     def _allowed(self, origin: str) -> Sequence[str]:
         origins = self._access.origins
@@ -129,9 +129,26 @@ class Guard:
             )
         return found.index(True)
 
-    def _check_length(self, length: str | None) -> None:
+    async def _body(self, length: str | None, receive: Any) -> bytes:
+        """The whole body, before anything else is done for the request."""
+        access, parts, size = self._access, list[bytes](), 0
+        deadline = time.monotonic() + access.body_s
         if length is not None and length.isdecimal():
-            check_size(int(length[:20]), self._access.max_body_bytes)
+            _check_size(int(length[:20]), access.max_body_bytes)
+        while True:
+            try:
+                left = deadline - time.monotonic()
+                message = await asyncio.wait_for(receive(), max(0.0, left))
+            except asyncio.TimeoutError:
+                raise AskError(
+                    f"server: expected the whole request within {access.body_s:g} s, got a part",
+                    status=408,
+                ) from None
+            parts.append(message.get("body", b""))
+            size += len(parts[-1])
+            _check_size(size, access.max_body_bytes)
+            if not message.get("more_body", False):
+                return b"".join(parts)
 
 
 def _origin_error(origin: str) -> AskError:
@@ -162,34 +179,23 @@ def _key_of(headers: dict[bytes, str]) -> str:
     return headers.get(b"x-api-key", "")
 
 
-def check_size(size: int, most: int) -> None:
+def _check_size(size: int, most: int) -> None:
     if size > most:
         raise AskError(f"server: expected a body of at most {most >> 20} MiB, got more", status=413)
 
 
-class _Bounded:
-    """`receive`, with a bound on the body's size and on the time that it takes."""
+def _replayed(body: bytes, receive: Any) -> Any:
+    """`receive` that gives the body first, and then what comes: that the client goes."""
+    given = False
 
-    def __init__(self, receive: Any, access: Access) -> None:
-        self._receive, self._access = receive, access
-        self._size, self._ended = 0, False
-        self._deadline = time.monotonic() + access.body_s
+    async def replay() -> Any:
+        nonlocal given
+        if given:
+            return await receive()
+        given = True
+        return {"type": "http.request", "body": body, "more_body": False}
 
-    async def __call__(self) -> Any:
-        if self._ended:  # what comes now is that the client goes
-            return await self._receive()
-        try:
-            left = self._deadline - time.monotonic()
-            message = await asyncio.wait_for(self._receive(), max(0.0, left))
-        except asyncio.TimeoutError:
-            raise AskError(
-                f"server: expected the whole request within {self._access.body_s:g} s, got a part",
-                status=408,
-            ) from None
-        self._size += len(message.get("body", b""))
-        check_size(self._size, self._access.max_body_bytes)
-        self._ended = not message.get("more_body", False)
-        return message
+    return replay
 
 
 def _cors(origin: str | None) -> list[tuple[bytes, bytes]]:
