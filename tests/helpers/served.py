@@ -63,7 +63,9 @@ class Scripted:
             ids[start:] = part.tolist()
             if int(batch.query_start_loc[i + 1]) - 1 in wanted:
                 next_ids.append(self._next(first, ids, start))
-        one_hot = torch.nn.functional.one_hot(torch.tensor(next_ids), self.config.vocab_size)
+        one_hot = torch.nn.functional.one_hot(
+            torch.tensor(next_ids, dtype=torch.int64), self.config.vocab_size
+        )
         return one_hot.float() * 9
 
     def _next(self, first: int, ids: list[int], start: int) -> int:

@@ -40,8 +40,8 @@ class ServiceOptions:
 
     max_running: answers that are computed at once. max_waiting: that may wait beside them.
     max_per_client: of one client, both together. max_tokens: of an answer. max_answers: of a
-    request (n). request_s: how long a request may take, its waiting included. speculation: drafts,
-    as of LanguageModel.generate.
+    request (n). request_s: how long a request may take, its waiting included. ping_s: after so long
+    without news a client gets a sign of life. speculation: drafts, as of LanguageModel.generate.
     """
 
     max_running: int = 32
@@ -50,6 +50,7 @@ class ServiceOptions:
     max_tokens: int | None = None
     max_answers: int = 16
     request_s: float = 3600.0
+    ping_s: float = 5.0
     speculation: int | str = 0
 
 
@@ -167,6 +168,18 @@ class Service:
         )
 
 
+def _left(deadline: float, most: float) -> float:
+    """Seconds until the deadline; raises AskError behind it."""
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise AskError(
+            f"server: expected an answer within {most:g} s, got none; ask for fewer tokens",
+            status=503,
+            code="timeout",
+        )
+    return left
+
+
 def _params(served: Served, ask: Ask) -> SamplingParams:
     return SamplingParams(**{**served.lm.generation.sampling, **ask.sampling})
 
@@ -221,32 +234,34 @@ class Answer:
         self._choices: dict[int, Choice] = {}  # those that have not ended, by the engine's ids
         self._events: deque[Event] = deque()
         self._waiter: asyncio.Future[bool] | None = None
-        self._closed = False
+        self._closed = self._failed = False
 
-    async def batches(self, ping_s: float = 5.0) -> AsyncIterator[list[Delta]]:
-        """Deltas as they come, those of one moment together; an empty list where none came for
-        `ping_s` seconds.
+    async def batches(self) -> AsyncIterator[list[Delta]]:
+        """Deltas as they come, those of one moment together; an empty list where there is nothing
+        new for `ping_s` seconds.
 
-        Raises AskError where the engine fails. Whoever stops early has to close it.
+        Raises AskError where the engine fails, or the time is over. Whoever stops early has to
+        close it.
         """
-        deadline = time.monotonic() + self._service.options.request_s
+        admitted, options = self._ticket.admitted, self._service.options
+        deadline = time.monotonic() + options.request_s
         try:
-            while not self._ticket.admitted.is_set():
+            while not admitted.is_set():
+                seconds = min(options.ping_s, _left(deadline, options.request_s))
                 with contextlib.suppress(asyncio.TimeoutError):
-                    await asyncio.wait_for(self._ticket.admitted.wait(), ping_s)
+                    await asyncio.wait_for(admitted.wait(), seconds)
                     break
-                self._check_time(deadline)
                 yield []
             self._submit()
             while self._choices:
-                if not await self._some(ping_s):
-                    self._check_time(deadline)
+                seconds = min(options.ping_s, _left(deadline, options.request_s))
+                if not await self._some(seconds):
                     yield []
                 elif deltas := self._take():
                     yield deltas
             self._service.metrics.ended("ok")
         except AskError:
-            self._service.metrics.ended("error")
+            self._failed = True
             raise
         finally:
             self.close()
@@ -270,7 +285,9 @@ class Answer:
         self._closed = True
         for id in self._choices:
             self._engine.abort(id)
-        if self._choices or not self._ticket.admitted.is_set():
+        if self._failed:
+            self._service.metrics.ended("error")
+        elif self._choices or not self._ticket.admitted.is_set():
             self._service.metrics.ended("cancelled")
         self._choices.clear()
         self._ticket.leave()
@@ -278,15 +295,6 @@ class Answer:
     @property
     def _engine(self) -> Engine:
         return self.served.lm.engine
-
-    def _check_time(self, deadline: float) -> None:
-        if time.monotonic() > deadline:
-            raise AskError(
-                f"server: expected an answer within {self._service.options.request_s:g} s, got "
-                "none; ask for fewer tokens",
-                status=503,
-                code="timeout",
-            )
 
     def _submit(self) -> None:
         postbox = self._service._postbox

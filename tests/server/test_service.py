@@ -1,0 +1,408 @@
+"""The service under load: places, cancelled answers, failures, the end; answers stay right."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+
+import bitnet_ops
+from bitnet_ops.server.exchange import AskError
+from bitnet_ops.server.gate import Gate
+from served import app_of, scripted_lm, serving
+
+WORDS = " ".join(f"word{i}" for i in range(400))
+
+
+def until(something: Callable[[], bool], seconds: float = 20) -> None:
+    deadline = time.monotonic() + seconds
+    while not something():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def idle(app: Any, lm: Any) -> Callable[[], bool]:
+    """Whether nothing runs, waits or holds a block."""
+
+    def look() -> bool:
+        stats, gate = lm.engine.stats(), app.state.service.gate
+        return not (
+            stats.running or stats.waiting or stats.used_blocks or gate.running or gate.waiting
+        )
+
+    return look
+
+
+def chat(content: str, **more: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": content}], **more}
+
+
+# The gate ----------------------------------------------------------------------------------------
+
+
+def test_clients_take_turns() -> None:
+    async def run() -> list[str]:
+        gate, order = Gate(1, 20), list[str]()
+        first = gate.enter("a")
+        tickets = [
+            gate.enter(c, background=b)
+            for c, b in [
+                ("a", False),
+                ("a", False),
+                ("z", True),
+                ("a", False),
+                ("b", False),
+                ("c", False),
+            ]
+        ]
+        first.leave()
+        for _ in tickets:
+            (ticket,) = [t for t in tickets if t.admitted.is_set() and not t._left]
+            order.append(ticket.client)
+            ticket.leave()
+        assert gate.running == gate.waiting == 0 and not gate._clients
+        return order
+
+    assert asyncio.run(run()) == ["a", "b", "c", "a", "a", "z"], (
+        "who works in the background is last"
+    )
+
+
+def test_places_are_counted_in_answers() -> None:
+    async def run() -> None:
+        gate = Gate(4, 4, per_client=6)
+        large = gate.enter("a", 3)
+        waiting = gate.enter("a", 2)
+        assert (gate.running, gate.waiting, waiting.admitted.is_set()) == (3, 2, False)
+        with pytest.raises(AskError, match="at most 6 answers at once for a client, got 7"):
+            gate.enter("a", 2)
+        with pytest.raises(AskError, match="at most 4 answers to wait, got 5") as error:
+            gate.enter("b", 3)
+        assert error.value.status == 429 and gate.retry_after >= 1
+        small = gate.enter("b")
+        assert not small.admitted.is_set(), "nobody passes who came earlier"
+        waiting.leave()
+        assert small.admitted.is_set()
+        for ticket in (large, small, small):
+            ticket.leave()
+        assert gate.running == gate.waiting == 0
+
+    asyncio.run(run())
+
+
+# Clients that go ---------------------------------------------------------------------------------
+
+
+def test_clients_that_go_end_their_work() -> None:
+    lm = scripted_lm({"count": WORDS}, seconds=0.002)
+    app = app_of({"scripted": lm}, max_running=64, max_waiting=200)
+    with serving(app) as address:
+
+        async def one(client: httpx.AsyncClient, pieces: int) -> None:
+            async with client.stream(
+                "POST", f"{address}/v1/chat/completions", json=chat("count", stream=True)
+            ) as response:
+                async for _ in response.aiter_lines():
+                    pieces -= 1
+                    if pieces < 0:
+                        return
+
+        async def all_of_them() -> None:
+            limits = httpx.Limits(max_connections=200)
+            async with httpx.AsyncClient(timeout=60, limits=limits) as client:
+                await asyncio.gather(*(one(client, i % 7) for i in range(200)))
+
+        asyncio.run(all_of_them())
+        until(idle(app, lm))
+        assert app.state.service.metrics.requests["cancelled"] == 200
+        whole = httpx.post(f"{address}/v1/chat/completions", json=chat("count"), timeout=60)
+        assert whole.json()["choices"][0]["message"]["content"] == WORDS
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_goes_while_its_prompt_is_read(stream: bool) -> None:
+    lm = scripted_lm({"": "x"}, seconds=0.05, token_budget=16, max_sequences=16)
+    app = app_of({"scripted": lm})
+    with serving(app) as address:
+        body = chat("long " * 1500, stream=stream)
+        timeout = httpx.Timeout(60, read=0.5)
+        with pytest.raises(httpx.ReadTimeout):
+            with httpx.stream(
+                "POST", f"{address}/v1/chat/completions", json=body, timeout=timeout
+            ) as r:
+                for line in r.iter_lines():
+                    assert not line or '"content":""' in line
+        steps = lm.model.steps
+        until(idle(app, lm), 3)
+        assert lm.model.steps - steps < 10 < 1500 // 16, "the rest of the prompt is not read"
+
+
+def test_a_waiting_client_that_goes_leaves_its_place() -> None:
+    lm = scripted_lm({"count": WORDS}, seconds=0.01)
+    app = app_of({"scripted": lm}, max_running=1, max_waiting=1)
+    with serving(app) as address:
+        url = f"{address}/v1/chat/completions"
+        with httpx.stream("POST", url, json=chat("count", stream=True), timeout=60) as first:
+            next(first.iter_lines())
+            with pytest.raises(httpx.ReadTimeout):
+                httpx.post(url, json=chat("count"), timeout=0.3)
+            until(lambda: app.state.service.gate.waiting == 0)
+        until(idle(app, lm))
+
+
+def test_pings_while_a_prompt_is_read() -> None:
+    lm = scripted_lm({"": "x"}, seconds=0.1, token_budget=16, max_sequences=16)
+    with serving(app_of({"scripted": lm}, ping_s=0.05)) as address:
+        body = chat("long " * 60, stream=True)
+        text = httpx.post(f"{address}/v1/chat/completions", json=body, timeout=60).text
+        assert text.count(": ping\n\n") > 2 and text.endswith("data: [DONE]\n\n")
+
+
+# Load --------------------------------------------------------------------------------------------
+
+
+def test_ten_times_the_capacity() -> None:
+    """Who finds no place is told at once; who has one gets the right answer."""
+    lm = bitnet_ops.load()
+    app = app_of({"demo": lm}, max_running=4, max_waiting=4)
+    prompts = [f"And {i} men" for i in range(80)]
+    wanted = [
+        lm.generate(p, max_new_tokens=60, temperature=1, seed=i) for i, p in enumerate(prompts)
+    ]
+    with serving(app) as address:
+
+        async def one(client: httpx.AsyncClient, i: int) -> tuple[int, float, str]:
+            body = {"prompt": prompts[i], "max_tokens": 60, "temperature": 1, "seed": i}
+            began = time.monotonic()
+            response = await client.post(f"{address}/v1/completions", json=body)
+            seconds = time.monotonic() - began
+            if response.status_code == 429:
+                assert int(response.headers["retry-after"]) >= 1
+                return 429, seconds, ""
+            assert response.status_code == 200, response.text
+            return 200, seconds, response.json()["choices"][0]["text"]
+
+        async def all_of_them() -> list[tuple[int, float, str]]:
+            limits = httpx.Limits(max_connections=100)
+            async with httpx.AsyncClient(timeout=60, limits=limits) as client:
+                return await asyncio.gather(*(one(client, i) for i in range(80)))
+
+        found = asyncio.run(all_of_them())
+        answered = [i for i, (status, *_) in enumerate(found) if status == 200]
+        assert 8 <= len(answered) < 80
+        assert all(found[i][2] == wanted[i] for i in answered)
+        assert app.state.service.metrics.requests["rejected"] == 80 - len(answered)
+        until(idle(app, lm))
+
+
+def test_preempted_answers_are_the_same() -> None:
+    lm = bitnet_ops.load(kv_cache_mb=2)  # ten blocks
+    alone = bitnet_ops.load()
+    prompts = [f"And {i} men went up" for i in range(12)]
+    wanted = [
+        alone.generate(p, max_new_tokens=100, temperature=1, seed=i) for i, p in enumerate(prompts)
+    ]
+    with serving(app_of({"demo": lm})) as address:
+
+        async def all_of_them() -> list[str]:
+            async with httpx.AsyncClient(timeout=60) as client:
+                found = await asyncio.gather(
+                    *(
+                        client.post(
+                            f"{address}/v1/completions",
+                            json={"prompt": p, "max_tokens": 100, "temperature": 1, "seed": i},
+                        )
+                        for i, p in enumerate(prompts)
+                    )
+                )
+                return [r.json()["choices"][0]["text"] for r in found]
+
+        assert asyncio.run(all_of_them()) == wanted
+        assert lm.engine.stats().preemptions > 0
+
+
+def test_a_slow_reader_holds_nobody_up() -> None:
+    lm = scripted_lm({"count": WORDS})
+    app = app_of({"scripted": lm})
+    with serving(app) as address:
+        url = f"{address}/v1/chat/completions"
+        with httpx.stream("POST", url, json=chat("count", stream=True), timeout=60) as slow:
+            lines = slow.iter_lines()
+            next(lines)
+            assert httpx.post(url, json=chat("count"), timeout=60).status_code == 200
+            until(lambda: lm.engine.stats().running == 0)
+            text = "".join(
+                json.loads(line[6:])["choices"][0]["delta"].get("content", "")
+                for line in lines
+                if line.startswith("data: {")
+            )
+        assert text == WORDS
+
+
+# Failures and ends -------------------------------------------------------------------------------
+
+
+def test_a_step_that_fails_ends_its_answers_alone(caplog: Any) -> None:
+    lm = scripted_lm({"count": WORDS, "ok": "fine"}, seconds=0.002)
+    app = app_of({"scripted": lm})
+    with serving(app) as address:
+        url = f"{address}/v1/chat/completions"
+        with httpx.stream("POST", url, json=chat("count", stream=True), timeout=60) as response:
+            lines = response.iter_lines()
+            next(lines)
+            lm.model.broken = True
+            rest = [line for line in lines if line]
+        assert json.loads(rest[-1][6:])["error"]["code"] == "internal"
+        assert "broken for a test" not in rest[-1] and "broken for a test" in caplog.text
+        assert httpx.post(url, json=chat("ok")).status_code == 500
+        lm.model.broken = False
+        until(idle(app, lm))
+        assert httpx.post(url, json=chat("ok")).json()["choices"][0]["message"]["content"] == "fine"
+
+
+def test_a_prompt_that_never_fits_the_pool_is_told_so() -> None:
+    lm = bitnet_ops.load(kv_cache_mb=2)
+    with serving(app_of({"demo": lm})) as address:
+        body = {"prompt": "And " * 900, "max_tokens": 4}
+        found = httpx.post(f"{address}/v1/completions", json=body, timeout=60)
+        assert found.status_code == 503 and "KV pool" in found.json()["error"]["message"]
+
+
+def test_an_answer_has_an_end_in_time() -> None:
+    lm = scripted_lm({"count": WORDS}, seconds=0.05)
+    app = app_of({"scripted": lm}, request_s=0.3, max_running=1)
+    with serving(app) as address:
+        url = f"{address}/v1/chat/completions"
+        with httpx.stream("POST", url, json=chat("count", stream=True), timeout=60) as first:
+            lines = first.iter_lines()
+            next(lines)
+            late = httpx.post(url, json=chat("count"), timeout=60)  # it waits for a place first
+            rest = [line for line in lines if line]
+        assert late.status_code == 503 and late.json()["error"]["code"] == "timeout"
+        assert "retry-after" in late.headers
+        assert json.loads(rest[-1][6:])["error"]["code"] == "timeout"
+        until(idle(app, lm))
+
+
+def start(*words: str) -> tuple[subprocess.Popen[str], str]:
+    """`bitnet-ops serve` as a process of its own, ready, and its address."""
+    command = [sys.executable, "-m", "bitnet_ops", "serve", "--port", "0", *words]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    address = ""
+    for line in process.stderr:
+        if found := re.search(r"ready after .* (http://\S+)/", line):
+            address = found[1]
+            break
+    assert address
+    return process, address
+
+
+def test_sigterm_lets_answers_end_and_admits_nobody() -> None:
+    process, address = start("--drain", "20")
+    url = f"{address}/v1/completions"
+    with httpx.stream(
+        "POST", url, json={"prompt": "In", "max_tokens": 900, "stream": True}
+    ) as response:
+        lines = response.iter_lines()
+        next(lines)
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.05)
+        with pytest.raises(httpx.HTTPError):
+            if httpx.post(url, json={"prompt": "In"}).status_code == 503:
+                raise httpx.HTTPError("refused")
+        rest = [line for line in lines if line]
+    assert rest[-1] == "data: [DONE]" and '"finish_reason":"length"' in rest[-2]
+    assert process.wait(20) == 0
+    assert process.stderr is not None and "Traceback" not in process.stderr.read()
+
+
+def test_a_model_that_cannot_be_opened_ends_the_server(tmp_path: Any) -> None:
+    command = [sys.executable, "-m", "bitnet_ops", "serve", "--port", "0", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and "error: " in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
+
+
+def test_loading_is_503_and_then_ready() -> None:
+    begin = threading.Event()
+
+    def load() -> Any:
+        from bitnet_ops.server.catalog import Catalog
+
+        begin.wait(20)
+        return Catalog({"demo": bitnet_ops.load()}, {})
+
+    from bitnet_ops.server.app import make_app
+
+    async def run() -> None:
+        app = make_app(load)
+        async with app.router.lifespan_context(app):
+            transport = httpx.ASGITransport(app=app)
+            async with httpx.AsyncClient(
+                transport=transport, base_url="http://localhost"
+            ) as client:
+                for path in ("/health", "/v1/models"):
+                    response = await client.get(path)
+                    assert response.status_code == 503 and "retry-after" in response.headers
+                assert (await client.get("/status/data")).json()["state"] == "loading"
+                begin.set()
+                while (await client.get("/health")).status_code != 200:
+                    await asyncio.sleep(0.01)
+                found = await client.post("/v1/completions", json={"prompt": "In", "max_tokens": 1})
+                assert found.status_code == 200
+                assert (await client.get("/v1/models")).json()["data"][0]["id"] == "demo"
+
+    asyncio.run(run())
+
+
+def test_a_port_that_is_taken_is_named(capsys: Any) -> None:
+    import socket
+
+    from bitnet_ops.cli import main
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["serve", "--port", str(port)]) == 1
+    assert "another program listens there: choose another --port" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_memory_is_flat_under_load() -> None:
+    lm = bitnet_ops.load()
+    with serving(app_of({"demo": lm}, max_running=16)) as address:
+
+        async def burst() -> None:
+            async with httpx.AsyncClient(timeout=60) as client:
+                await asyncio.gather(
+                    *(
+                        client.post(
+                            f"{address}/v1/completions",
+                            json={"prompt": f"And {i}", "max_tokens": 40},
+                        )
+                        for i in range(100)
+                    )
+                )
+
+        def mib() -> float:
+            with open("/proc/self/statm", encoding="ascii") as file:
+                return int(file.read().split()[1]) * resource.getpagesize() / 2**20
+
+        asyncio.run(burst())
+        asyncio.run(burst())
+        before = mib()
+        for _ in range(5):
+            asyncio.run(burst())
+        assert mib() - before < 20, os.getpid()
