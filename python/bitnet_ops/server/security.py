@@ -13,6 +13,8 @@ import asyncio
 import base64
 import binascii
 import hmac
+import json
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -23,6 +25,7 @@ from bitnet_ops.machine import is_loopback
 from bitnet_ops.server.exchange import AskError
 from bitnet_ops.server.http import error_response
 
+_HALF = re.compile(rb"\\u[dD][89a-fA-F]")  # it may be followed by the other half
 _HEADERS = (
     (b"x-content-type-options", b"nosniff"),
     (b"referrer-policy", b"no-referrer"),
@@ -148,7 +151,9 @@ class Guard:
             size += len(parts[-1])
             _check_size(size, access.max_body_bytes)
             if not message.get("more_body", False):
-                return b"".join(parts)
+                body = b"".join(parts)
+                _check_characters(body)
+                return body
 
 
 def _origin_error(origin: str) -> AskError:
@@ -182,6 +187,20 @@ def _key_of(headers: dict[bytes, str]) -> str:
 def _check_size(size: int, most: int) -> None:
     if size > most:
         raise AskError(f"server: expected a body of at most {most >> 20} MiB, got more", status=413)
+
+
+def _check_characters(body: bytes) -> None:
+    """Raise AskError where JSON writes half a character, which no answer could repeat."""
+    if not _HALF.search(body):
+        return
+    try:
+        json.dumps(json.loads(body), ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise AskError(
+            "server: expected texts of whole characters, got half of one (a surrogate alone)"
+        ) from None
+    except (ValueError, RecursionError):
+        return  # no JSON: said where it is read
 
 
 def _replayed(body: bytes, receive: Any) -> Any:

@@ -155,7 +155,7 @@ def _call_as_read(call: dict[str, Any]) -> dict[str, Any]:
 
 def is_background(messages: Sequence[Mapping[str, Any]]) -> bool:
     """Whether a program asks for a title or tags, of which its user sees nothing come."""
-    content = messages[-1].get("content")
+    content = messages[-1].get("content") if messages else None
     return isinstance(content, str) and content.startswith(_BACKGROUND)
 
 
