@@ -1,4 +1,4 @@
-"""`bitnet-ops bench ops|model|engine`: arguments, progress and exit status of the benchmarks.
+"""`bitnet-ops bench ops|model|engine|serve`: arguments, progress and exit status of the benchmarks.
 
 It must not know how anything is measured.
 """
@@ -30,12 +30,14 @@ if TYPE_CHECKING:
     from bitnet_ops.bench.engine import EngineSettings
     from bitnet_ops.bench.ops import OpsSettings
     from bitnet_ops.bench.run_model import ModelSettings
+    from bitnet_ops.bench.serve import ServeSettings
 
 # The usual values of an option: of a whole run, and of --quick.
 _M = ("1,2,4,8,16,32,64,128,512,2048", "1,4,32")
 _COLD_MIB, _SECONDS = (512, 256), (0.4, 0.15)
 _PROMPTS, _CONTEXTS, _BATCHES = ("128,512,2048", "128"), ("0,2048,8192", "0"), ("1,2,4,8", "1,4")
 _STREAMS, _STREAM_CONTEXTS = ("1,2,4,8,16,32,64", "1,4,16"), ("128,2048", "128")
+_SERVED, _RATES, _REQUESTS, _SYSTEM = ("1,4,8,16,32", "1,4"), ("0.5,1", "2"), (40, 10), (512, 64)
 _MOST_TOKENS, _MOST_THREADS = 4096, 1024
 _DUMMY = "2b-4t"
 _FORMATS = "auto+int8"
@@ -54,16 +56,22 @@ _ENGINE = (
     "once and against the int8 multiply-adds of its tokens, both alternating with them; and a "
     "queue of mixed requests."
 )
+_SERVE = (
+    "Start `bitnet-ops serve` and ask it over HTTP: equal streams, by turns with the engine alone "
+    "(what the server costs), and requests that arrive at random with a shared system prompt. "
+    "Answers are compared with those without load; exit status 1 where one differs."
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the subcommand's arguments to `parser`."""
     parser.description = "Measure against limits of this machine, taken in the same process."
-    kinds = parser.add_subparsers(dest="kind", metavar="ops|model|engine", required=True)
+    kinds = parser.add_subparsers(dest="kind", metavar="ops|model|engine|serve", required=True)
     for name, text, description, add in (
         ("ops", "every op on model shapes", _OPS, _add_ops_arguments),
         ("model", "prefill and decode of a whole model", _MODEL, _add_model_arguments),
         ("engine", "many requests at once", _ENGINE, _add_engine_arguments),
+        ("serve", "a server under load", _SERVE, _add_serve_arguments),
     ):
         kind = kinds.add_parser(name, help=text, description=description)
         kind.set_defaults(_parser=kind)  # who complains of an unknown option
@@ -143,6 +151,69 @@ def _add_engine_arguments(engine: argparse.ArgumentParser) -> None:
     engine.add_argument(
         "--contexts", help=f"tokens behind which they decode {_default(_STREAM_CONTEXTS)}"
     )
+
+
+def _add_serve_arguments(serve: argparse.ArgumentParser) -> None:
+    add = serve.add_argument
+    add("model", nargs="?", metavar="MODEL", help="as of serve (default: the demo)")
+    add("--streams", help=f"numbers of equal streams {_default(_SERVED)}; 0: none")
+    add("--rates", help=f"requests that arrive a second {_default(_RATES)}; 0: none")
+    add("--requests", type=int, help=f"that arrive at each rate {_default(_REQUESTS)}")
+    add("--system-tokens", type=int, help=f"of the shared prompt {_default(_SYSTEM)}")
+    add("--prompts", default="16,64,256", help="tokens of prompts, a mix (default: 16,64,256)")
+    add("--answers", default="16,64,128", help="tokens of answers, a mix (default: 16,64,128)")
+    add("--plot", metavar="FILE", help="times to the first token, as FILE.png or .svg")
+    add("--seed", type=int, default=0, help="of arrivals and prompts (default: 0)")
+
+
+def serve_settings(args: argparse.Namespace) -> ServeSettings:
+    """The settings that the arguments of `bench serve` ask for; ValueError names a wrong one."""
+    from bitnet_ops.bench.serve import ServeSettings
+
+    quick = args.quick
+    rates = [float(word) for word in (args.rates or _RATES[quick]).split(",")]
+    if not all(0 <= rate <= 1e4 for rate in rates):
+        raise ValueError(f"--rates: expected 0 to 10000, got {args.rates}")
+    requests = _REQUESTS[quick] if args.requests is None else args.requests
+    system = _SYSTEM[quick] if args.system_tokens is None else args.system_tokens
+    for option, value, least in (("--requests", requests, 1), ("--system-tokens", system, 0)):
+        if not least <= value <= 100_000:
+            raise ValueError(f"{option}: expected {least} to 100000, got {value}")
+    streams = parse_counts("--streams", args.streams or _SERVED[quick], 512, least=0)
+    return ServeSettings(
+        model=args.model,
+        streams=tuple(n for n in streams if n),
+        rates=tuple(rate for rate in rates if rate),
+        requests=requests,
+        system_tokens=system,
+        prompt_tokens=parse_counts("--prompts", args.prompts, 16384),
+        new_tokens=parse_counts("--answers", args.answers, 16384),
+        seed=args.seed,
+        options=("-t", args.threads) if args.threads else (),
+    )
+
+
+def _run_serve(args: argparse.Namespace) -> int:
+    import torch
+
+    from bitnet_ops.bench import report, serve
+    from bitnet_ops.language_model import load
+
+    try:
+        settings = serve_settings(args)
+        if args.threads:
+            torch.set_num_threads(int(args.threads))
+        require_output(args.output, replace=args.force)
+    except ValueError as error:
+        raise UsageError(f"bench serve: {error}") from error
+    with progress_line() as progress:
+        result = serve.run(settings, lambda: load(args.model), progress)
+    print_result(result, serve.lines(result), as_json=args.json)
+    if args.output:
+        report.write_json(result, args.output, replace=args.force)
+    if args.plot:
+        serve.plot(result, Path(args.plot))
+    return 0 if result["ok"] else 1
 
 
 def _threads(args: argparse.Namespace) -> tuple[int, ...]:
@@ -263,6 +334,8 @@ def engine_settings(args: argparse.Namespace) -> EngineSettings:
 
 def run(args: argparse.Namespace) -> int:
     """Run the benchmark; 0, or 1 when a result was wrong."""
+    if args.kind == "serve":
+        return _run_serve(args)
     from bitnet_ops.bench import engine, ops, report, run_model
     from bitnet_ops.bench.pinning import pinned
 
